@@ -3,6 +3,7 @@ package engineroom
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"net/http"
 	"slices"
@@ -12,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgtype"
 
+	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
@@ -126,4 +128,172 @@ func (room *Room) approvalsIn(ctx context.Context, want approvalsWanted, status,
 		return nil, fmt.Errorf("list approvals: %w", err)
 	}
 	return list, nil
+}
+
+// mostArguments is how many bytes of arguments are shown whole. What is not shown whole cannot be approved here.
+const mostArguments = 1 << 20
+
+// approvalPage shows one call that needs leave, whole, and takes the decision.
+func (room *Room) approvalPage() page {
+	return page{
+		path: "/approvals/{id}", name: "approval", title: "Approval",
+		open: room.openApproval,
+		parts: []part{
+			{name: "decision", every: 2 * time.Second, load: room.approvalDecision},
+			{name: "arguments", load: room.approvalArguments},
+			{name: "difference", load: room.approvalDifference},
+			{name: "after", every: 2 * time.Second, load: room.approvalAfter},
+		},
+	}
+}
+
+func (room *Room) openApproval(ctx context.Context, v *visit) (string, error) {
+	id := strings.ToLower(v.path("id"))
+	if !uuidShape.MatchString(id) {
+		return "", missing("there is no approval %.60q", id)
+	}
+	var skill string
+	err := room.Read.QueryRow(ctx, `select skill_name from agent_approvals where id = @id`, postgres.Strict{"id": id}).Scan(&skill)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return "", missing("there is no approval %s", id)
+	}
+	v.About = id
+	return "Approval of " + cut(80, skill), err
+}
+
+// approvalFacts is an approval with what its skill says now.
+type approvalFacts struct {
+	ID, SkillName, TraceID, Status, DecidedBy, Reason, ArgumentsHash string
+	SkillRevision                                                    int
+	Bytes                                                            int64
+	RevisionNow                                                      *int // nil when the skill is gone
+	ExecutionID                                                      *string
+	Parked                                                           bool
+	DecidedAt, ConsumedAt                                            *time.Time
+	ExpiresAt, CreatedAt                                             time.Time
+}
+
+// Pending reports that somebody can decide.
+func (a approvalFacts) Pending() bool { return a.Status == "pending" }
+
+// Changed reports that the skill is not the one that was asked for: leave for it would be void.
+func (a approvalFacts) Changed() bool {
+	return a.RevisionNow == nil || *a.RevisionNow != a.SkillRevision
+}
+
+// Whole reports that the arguments are shown as they are, to the last byte.
+func (a approvalFacts) Whole() bool { return a.Bytes <= mostArguments }
+
+func (room *Room) approvalDecision(ctx context.Context, v *visit) (any, error) {
+	rows, err := room.Read.Query(ctx, `
+		select a.id::text, a.skill_name, a.skill_revision, a.trace_id, a.execution_id::text, a.parked, a.arguments_hash,
+		       case when a.status in ('pending', 'approved') and a.expires_at <= clock_timestamp() then 'expired' else a.status end as status,
+		       a.decided_by, left(a.reason, 4000) as reason, a.decided_at, a.consumed_at, a.expires_at, a.created_at,
+		       octet_length(a.arguments::text) as bytes, s.revision as revision_now
+		  from agent_approvals a left join agent_skills s on s.name = a.skill_name where a.id = @id`,
+		postgres.Strict{"id": v.About})
+	if err != nil {
+		return nil, fmt.Errorf("read approval: %w", err)
+	}
+	a, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[approvalFacts])
+	if err != nil {
+		return nil, fmt.Errorf("read approval: %w", err)
+	}
+	return a, nil
+}
+
+// approvalArguments are the arguments as they are kept, set out in lines. Nothing is redacted: who approves has to see
+// what will be done.
+func (room *Room) approvalArguments(ctx context.Context, v *visit) (any, error) {
+	var text string
+	var bytes int
+	err := room.Read.QueryRow(ctx, `
+		select case when octet_length(a.arguments::text) <= @most then a.arguments::text else left(a.arguments::text, 20000) end,
+		       octet_length(a.arguments::text)
+		  from agent_approvals a where a.id = @id`,
+		postgres.Strict{"id": v.About, "most": mostArguments}).Scan(&text, &bytes)
+	if err != nil {
+		return nil, fmt.Errorf("read arguments: %w", err)
+	}
+	whole := bytes <= mostArguments
+	if whole {
+		text = setOut(text)
+	}
+	return map[string]any{"Text": text, "Bytes": int64(bytes), "Whole": whole}, nil
+}
+
+// approvalDifference compares the arguments with the last ones of the same skill that somebody approved before.
+func (room *Room) approvalDifference(ctx context.Context, v *visit) (any, error) {
+	var last struct {
+		ID, Before, After, By string
+		At                    *time.Time
+	}
+	err := room.Read.QueryRow(ctx, `
+		select p.id::text, p.decided_by, p.decided_at,
+		       case when octet_length(p.arguments::text) <= @most then p.arguments::text else '' end,
+		       case when octet_length(a.arguments::text) <= @most then a.arguments::text else '' end
+		  from agent_approvals a
+		 cross join lateral (
+		    select x.id, x.decided_by, x.decided_at, x.arguments from agent_approvals x
+		     where x.skill_name = a.skill_name and x.decided_at is not null and x.status <> 'rejected' and x.id < a.id
+		     order by x.id desc limit 1) p
+		 where a.id = @id`, postgres.Strict{"id": v.About, "most": mostArguments}).
+		Scan(&last.ID, &last.By, &last.At, &last.Before, &last.After)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return map[string]any{"First": true}, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read the last approved arguments: %w", err)
+	}
+	shown := map[string]any{"ID": last.ID, "By": last.By, "At": last.At}
+	if last.Before == "" || last.After == "" {
+		shown["Long"] = true
+		return shown, nil
+	}
+	lines, compared := compare(setOut(last.Before), setOut(last.After))
+	shown["Lines"], shown["Long"] = lines, !compared
+	return shown, nil
+}
+
+// approvalOutcome is what came of a decision: the execution that asked, and the call that was made with the grant.
+type approvalOutcome struct {
+	Status                                    string
+	Parked                                    bool
+	ConsumedAt                                *time.Time
+	ExecutionID, Flow, State, WaitingFor      string // of who asked; empty when it is no longer there
+	Summary, Error                            string
+	UsedBy, CallStatus, CallError, CallOutput string
+	CallTrace                                 string
+	CallMillis                                *int64
+	AskedBy                                   string `db:"-"`
+}
+
+func (room *Room) approvalAfter(ctx context.Context, v *visit) (any, error) {
+	rows, err := room.Read.Query(ctx, `
+		select case when a.status in ('pending', 'approved') and a.expires_at <= clock_timestamp() then 'expired' else a.status end as status,
+		       a.parked, a.consumed_at, coalesce(e.id::text, '') as execution_id, coalesce(e.flow, '') as flow, coalesce(e.status, '') as state,
+		       coalesce(e.waiting_for, '') as waiting_for, coalesce(left(e.result_summary, 2000), '') as summary,
+		       coalesce(left(e.error_message, 2000), '') as error, coalesce(u.id::text, '') as used_by,
+		       coalesce(c.status, '') as call_status, coalesce(left(c.error_message, 2000), '') as call_error,
+		       coalesce(left(c.output::text, 4000), '') as call_output, coalesce(c.trace_id, '') as call_trace, c.duration_ms as call_millis
+		  from agent_approvals a
+		  left join agent_executions e on e.id = a.execution_id
+		  left join agent_executions u on u.id =
+		       case when a.consumed_for ~ '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12} ' then left(a.consumed_for, 36)::uuid end
+		  left join lateral (
+		    select x.status, x.error_message, x.output, x.trace_id, x.duration_ms from agent_activity x
+		     where x.execution_id = u.id and x.step = substr(a.consumed_for, 38) and x.id >= a.id
+		     order by x.id desc limit 1) c on true
+		 where a.id = @id`, postgres.Strict{"id": v.About})
+	if err != nil {
+		return nil, fmt.Errorf("read what came of the decision: %w", err)
+	}
+	came, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[approvalOutcome])
+	if err != nil {
+		return nil, fmt.Errorf("read what came of the decision: %w", err)
+	}
+	id, _ := v.About.(string)
+	asked, err := approvals.Get(ctx, room.Read, id)
+	came.AskedBy = asked.AskedBy()
+	return came, err
 }

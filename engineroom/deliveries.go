@@ -2,9 +2,12 @@ package engineroom
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/http"
 	"regexp"
+	"strconv"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -183,4 +186,271 @@ func (room *Room) deliveryTargets(ctx context.Context, _ *visit) (any, error) {
 	}
 	list, more := onPage(all, mostTargets)
 	return map[string]any{"Targets": list, "More": more}, nil
+}
+
+const mostAttempts = 100
+
+// deliveryPage shows one delivery: what came, and what it led to.
+func (room *Room) deliveryPage() page {
+	return page{
+		path: "/deliveries/{id}", name: "delivery", title: "Delivery",
+		open: room.openDelivery,
+		parts: []part{
+			{name: "facts", every: 2 * time.Second, load: room.deliveryFacts},
+			{name: "attempts", every: 2 * time.Second, load: room.deliveryAttempts},
+			{name: "content", load: room.deliveryContent},
+		},
+	}
+}
+
+func (room *Room) openDelivery(ctx context.Context, v *visit) (string, error) {
+	id := strings.ToLower(v.path("id"))
+	if !uuidShape.MatchString(id) {
+		return "", missing("there is no delivery %.60q", id)
+	}
+	var endpoint string
+	err := room.Read.QueryRow(ctx, `select endpoint from agent_webhook_deliveries where id = @id`, postgres.Strict{"id": id}).Scan(&endpoint)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return "", missing("there is no delivery %s", id)
+	}
+	v.About = id
+	return "Delivery to " + cut(80, endpoint), err
+}
+
+// deliveryDetail is a delivery without its body.
+type deliveryDetail struct {
+	deliveryRow
+	FirstTraceID, BodySHA256, Traceparent, Outcome string
+	FinishedAt                                     *time.Time
+	UpdatedAt                                      time.Time
+}
+
+// Settled reports that it can be replayed.
+func (d deliveryDetail) Settled() bool {
+	return d.Status == "done" || d.Status == "ignored" || d.Status == "dead"
+}
+
+// Seen is how many replays the reader saw, as a form's field.
+func (d deliveryDetail) Seen() string { return strconv.Itoa(d.Replays) }
+
+func (room *Room) deliveryFacts(ctx context.Context, v *visit) (any, error) {
+	rows, err := room.Read.Query(ctx, `
+		select d.id::text, d.endpoint, d.delivery_id, d.status, left(d.last_trace_id, 300) as trace_id, left(d.trace_id, 300) as first_trace_id, d.execution_id::text,
+		       d.attempts, d.replays, d.repeats, d.conflicts, octet_length(d.body)::bigint as bytes, d.next_attempt_at, d.received_at, d.finished_at, d.updated_at,
+		       coalesce(left(d.error_message, 4000), '') as error, coalesce(e.scheme, '') as scheme, left(d.body_sha256, 100) as body_sha256,
+		       d.traceparent, coalesce(left(d.headers #>> '{X-Github-Event,0}', 100), '') as event,
+		       coalesce(left(d.outcome::text, 20000), '') as outcome
+		  from agent_webhook_deliveries d left join agent_webhook_endpoints e on e.name = d.endpoint where d.id = @id`,
+		postgres.Strict{"id": v.About})
+	if err != nil {
+		return nil, fmt.Errorf("read delivery: %w", err)
+	}
+	d, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[deliveryDetail])
+	if err != nil {
+		return nil, fmt.Errorf("read delivery: %w", err)
+	}
+	if d.Outcome != "" {
+		d.Outcome = argumentsShown(d.Outcome)
+	}
+	return d, nil
+}
+
+// deliveryAttempt is one thing that was tried for a delivery, or that it started.
+type deliveryAttempt struct {
+	ID, Step, SkillName, Status, Error, Output string
+	Millis                                     *int64
+	CreatedAt                                  time.Time
+}
+
+func (room *Room) deliveryAttempts(ctx context.Context, v *visit) (any, error) {
+	rows, err := room.Read.Query(ctx, `
+		select a.id::text, left(a.step, 200) as step, a.skill_name, a.status, coalesce(left(a.error_message, 1000), '') as error,
+		       coalesce(left(a.output::text, 2000), '') as output, a.duration_ms as millis, a.created_at
+		  from agent_webhook_deliveries d join agent_activity a on a.execution_id = d.execution_id
+		 where d.id = @id order by a.id limit @most + 1`, freshPlan, postgres.Strict{"id": v.About, "most": mostAttempts})
+	if err != nil {
+		return nil, fmt.Errorf("list attempts: %w", err)
+	}
+	all, err := pgx.CollectRows(rows, pgx.RowToStructByName[deliveryAttempt])
+	if err != nil {
+		return nil, fmt.Errorf("list attempts: %w", err)
+	}
+	list, more := onPage(all, mostAttempts)
+	return map[string]any{"Attempts": list, "More": more}, nil
+}
+
+// deliveryBody is what came: the headers that are kept, and the beginning of the body as text without secrets.
+type deliveryBody struct {
+	ID, Headers, Body, Marker string
+	Bytes, Shown              int64
+	Whole                     bool
+	ReceivedAt                time.Time
+}
+
+// deliveryContent is what came, and then the other bodies that came under its id.
+func (room *Room) deliveryContent(ctx context.Context, v *visit) (any, error) {
+	rows, err := room.Read.Query(ctx, `
+		select x.id::text, left(x.headers::text, 70000) as headers, substring(x.body from 1 for @most) as body, octet_length(x.body)::bigint as bytes,
+		       x.received_at
+		  from (select d.id, d.headers, d.body, d.received_at, 0 as place from agent_webhook_deliveries d where d.id = @id
+		        union all
+		        select c.id, c.headers, c.body, c.received_at, 1 from agent_webhook_conflicts c where c.delivery = @id) x
+		 order by x.place, x.id`, postgres.Strict{"id": v.About, "most": mostShown})
+	if err != nil {
+		return nil, fmt.Errorf("read what came: %w", err)
+	}
+	all, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (b deliveryBody, err error) {
+		var headers string
+		var body []byte
+		err = row.Scan(&b.ID, &headers, &body, &b.Bytes, &b.ReceivedAt)
+		b.Shown = int64(len(body))
+		b.Whole = b.Bytes == b.Shown // else a character may be cut in two, which redact leaves out
+		b.Headers, b.Body, b.Marker = argumentsShown(headers), argumentsShown(string(body)), redact.Marker
+		return b, err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("read what came: %w", err)
+	}
+	if len(all) == 0 {
+		return nil, missing("there is no delivery %s", v.About)
+	}
+	return map[string]any{"First": all[0], "Others": all[1:]}, nil
+}
+
+const mostMessages = 50
+
+// outgoingPage lists messages to targets that were not sent.
+func (room *Room) outgoingPage() page {
+	return page{
+		path: "/outgoing", name: "outgoing", title: "Outgoing deliveries",
+		open: func(_ context.Context, v *visit) (string, error) {
+			status, err := v.oneOf("status", "dead", "pending")
+			if err != nil {
+				return "", err
+			}
+			target, err := v.hookFilter("target")
+			if err != nil {
+				return "", err
+			}
+			before, err := v.uuidFilter("before")
+			v.About = messagesWanted{target, status, before}
+			return "Outgoing deliveries", err
+		},
+		parts: []part{{name: "list", every: 2 * time.Second, load: room.messagesList}},
+	}
+}
+
+// messagesWanted is what the address of the list asks for.
+type messagesWanted struct{ Target, Status, Before string }
+
+// messageRow is a message to a target.
+type messageRow struct {
+	ID, Target, Event, Status, TraceID, Error string
+	Attempts, HTTPStatus                      int
+	NextAttemptAt, CreatedAt                  time.Time
+	FinishedAt                                *time.Time
+	Enabled                                   bool // the target's
+}
+
+const messageColumns = `o.id::text, t.name as target, o.event, o.status, o.trace_id, left(o.last_error, 1000) as error, o.attempts,
+	o.http_status, o.next_attempt_at, o.created_at, o.finished_at, t.enabled`
+
+// messagesList reads dead messages, the newest first, or those that wait, in the order in which they are sent.
+func (room *Room) messagesList(ctx context.Context, v *visit) (any, error) {
+	want, _ := v.About.(messagesWanted)
+	read := room.deadMessages
+	if want.Status == "pending" {
+		read = room.pendingMessages
+	}
+	all, err := read(ctx, want)
+	if err != nil {
+		return nil, err
+	}
+	targets, err := names(room.Read.Query(ctx, `select name from agent_webhook_targets order by name limit 200`))
+	if err != nil {
+		return nil, err
+	}
+	list, more := onPage(all, mostMessages)
+	older := ""
+	if more && want.Status == "dead" {
+		older = v.at("before", list[len(list)-1].ID)
+	}
+	return map[string]any{
+		"Messages": list, "Want": want, "Targets": targets, "More": more, "Older": older, "Newest": newest(v, want.Before),
+	}, nil
+}
+
+func (room *Room) pendingMessages(ctx context.Context, want messagesWanted) ([]messageRow, error) {
+	return collectMessages(room.Read.Query(ctx, `
+		select `+messageColumns+`
+		  from (select * from agent_webhook_targets where @target = '' or name = @target order by name limit 200) t
+		 cross join lateral (
+		    select * from agent_webhook_outbox x where x.target_id = t.id and x.status = 'pending'
+		     order by x.next_attempt_at limit @most + 1) o
+		 order by o.next_attempt_at, o.id limit @most + 1`,
+		freshPlan, postgres.Strict{"target": want.Target, "most": mostMessages}))
+}
+
+func (room *Room) deadMessages(ctx context.Context, want messagesWanted) ([]messageRow, error) {
+	return collectMessages(room.Read.Query(ctx, `
+		select `+messageColumns+`
+		  from (select * from agent_webhook_targets where @target = '' or name = @target order by name limit 200) t
+		 cross join lateral (
+		    select * from agent_webhook_outbox x where x.target_id = t.id and x.status = 'dead'
+		       and (@before = '' or x.id < nullif(@before, '')::uuid) order by x.id desc limit @most + 1) o
+		 order by o.id desc limit @most + 1`,
+		freshPlan, postgres.Strict{"target": want.Target, "before": want.Before, "most": mostMessages}))
+}
+
+func collectMessages(rows pgx.Rows, err error) ([]messageRow, error) {
+	if err != nil {
+		return nil, fmt.Errorf("list messages: %w", err)
+	}
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[messageRow])
+	if err != nil {
+		return nil, fmt.Errorf("list messages: %w", err)
+	}
+	return list, nil
+}
+
+// messagePage shows one message to a target.
+func (room *Room) messagePage() page {
+	return page{
+		path: "/outgoing/{id}", name: "message", title: "Outgoing delivery",
+		open: func(ctx context.Context, v *visit) (string, error) {
+			id := strings.ToLower(v.path("id"))
+			if !uuidShape.MatchString(id) {
+				return "", missing("there is no outgoing delivery %.60q", id)
+			}
+			var event string
+			err := room.Read.QueryRow(ctx, `select event from agent_webhook_outbox where id = @id`, postgres.Strict{"id": id}).Scan(&event)
+			if errors.Is(err, pgx.ErrNoRows) {
+				return "", missing("there is no outgoing delivery %s", id)
+			}
+			v.About = id
+			return "Outgoing " + cut(80, event), err
+		},
+		parts: []part{{name: "facts", every: 2 * time.Second, load: room.messageFacts}},
+	}
+}
+
+// messageDetail is a message with what it says.
+type messageDetail struct {
+	messageRow
+	Payload string
+}
+
+func (room *Room) messageFacts(ctx context.Context, v *visit) (any, error) {
+	rows, err := room.Read.Query(ctx, `
+		select `+messageColumns+`, left(o.payload::text, 40000) as payload
+		  from agent_webhook_outbox o join agent_webhook_targets t on t.id = o.target_id where o.id = @id`, postgres.Strict{"id": v.About})
+	if err != nil {
+		return nil, fmt.Errorf("read message: %w", err)
+	}
+	m, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[messageDetail])
+	if err != nil {
+		return nil, fmt.Errorf("read message: %w", err)
+	}
+	m.Payload = argumentsShown(m.Payload)
+	return m, nil
 }

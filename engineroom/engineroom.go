@@ -26,12 +26,14 @@
 package engineroom
 
 import (
+	"context"
 	"crypto/rand"
 	"errors"
 	"fmt"
 	"html/template"
 	"log/slog"
 	"net/http"
+	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
@@ -123,3 +125,39 @@ func (room *Room) Routes() []Route {
 	}
 	return routes
 }
+
+// all are the pages, in the order of the navigation.
+func (room *Room) all() []page {
+	return room.withReplica(room.withPause([]page{
+		room.overviewPage(), room.activityPage(), room.auditPage(),
+		room.tracesPage(), room.tracePage(),
+		room.executionsPage(), room.executionPage(), room.threadsPage(), room.threadPage(),
+		room.approvalsPage(), room.approvalPage(),
+		room.agentsPage(), room.agentPage(),
+		room.skillsPage(), room.skillPage(),
+		room.automationsPage(), room.automationPage(),
+		room.objectivesPage(), room.objectivePage(), room.memoryPage(), room.memoryEntryPage(),
+		room.deliveriesPage(), room.deliveryPage(), room.outgoingPage(), room.messagePage(),
+		room.spendPage(),
+		room.lanesPage(), room.operatePage(),
+	}))
+}
+
+// withReplica gives every page the part that says how far behind it is, where there is a replica. A page on which
+// nothing else changes by itself is not watched for it.
+func (room *Room) withReplica(pages []page) []page {
+	if !room.Read.Configured() {
+		return pages
+	}
+	for i := range pages {
+		one := part{name: "replica", shared: true, load: sourceOf}
+		if len(pages[i].live()) > 0 {
+			one.every = 2 * time.Second
+		}
+		pages[i].parts = append([]part{one}, pages[i].parts...)
+	}
+	return pages
+}
+
+// sourceOf is where the page is read from.
+func sourceOf(ctx context.Context, _ *visit) (any, error) { return replica.From(ctx), nil }

@@ -1,8 +1,13 @@
 package engineroom
 
 import (
+	"fmt"
 	"html"
+	"net/http"
+	"net/http/httptest"
 	"net/url"
+	"regexp"
+	"slices"
 	"strings"
 	"testing"
 
@@ -249,6 +254,317 @@ func TestExecutionsAreFoundByAnIndex(t *testing.T) {
 		"/executions?flow=flow_3", "/executions?surface=chat", "/executions?trace_id=" + trace, "/executions?before=" + id, "/executions?view=waiting",
 		"/executions?view=stuck", "/executions?view=waiting&flow=flow_1&for=event", "/executions/" + id,
 		"/executions/" + id + "?before=" + url.QueryEscape("2026-01-01T00:00:00Z step 50"),
+	} {
+		indexed(t, pool, path, tables...)
+	}
+}
+
+func TestAnExecutionThatWaitsSaysForWhat(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	id := execution(t, pool, "waiting", "flow", "greet")
+	body := shows(t, server.URL+"/executions/"+id, "Waits for event", "EVENT_COMPLETED", `name="key" value="news"`, `action="/act/v1/events"`,
+		"wait for news", `action="/act/v1/executions/`+id+`/cancel"`, `action="/act/v1/executions/`+id+`/fork"`, "No step is recorded yet",
+		"It holds no lane", "It has said nothing", "it has started nothing")
+	if strings.Contains(body, "/retry") {
+		t.Error("what has not ended can be retried")
+	}
+	for kind, want := range map[string]string{
+		"approval": `href="/approvals/news"`, "agent": `href="/executions/news"`, "lane": `href="/lanes"`, "delay": "the clock alone",
+	} {
+		quiet(t, pool, `update agent_executions set waiting_for = $2 where id = $1`, id, kind)
+		if body := shows(t, server.URL+"/executions/"+id, want); strings.Contains(body, "/act/v1/events") {
+			t.Errorf("the end of a wait for %s can be raised by hand", kind)
+		}
+	}
+	for _, key := range []string{"password=hunter22", "\u202eyek", strings.Repeat("k", maxEventKey+1)} { // a form would send another key
+		quiet(t, pool, `update agent_executions set waiting_for = 'event', waiting_key = $2 where id = $1`, id, key)
+		if body := shows(t, server.URL+"/executions/"+id); strings.Contains(body, "/act/v1/events") || strings.Contains(body, "hunter22") {
+			t.Errorf("%.20q is a field of a form", key)
+		}
+	}
+	turnsAway(t, server.URL+"/executions/01890000-0000-7000-8000-000000000000", 404, "there is no execution")
+	turnsAway(t, server.URL+"/executions/nonsense", 400, "is not the id of an execution")
+	turnsAway(t, server.URL+"/executions/"+id+"?before=odd", 400, "not where a page")
+	turnsAway(t, server.URL+"/executions/"+id+"?colour=red", 400, "no filter")
+}
+
+func TestAnExecutionThatFailedCanBeRetried(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	id := execution(t, pool, "failed", "flow", "greet")
+	quiet(t, pool, `update agent_executions set error_message = 'the roof is off', failed_step = 'lift' where id = $1`, id)
+	body := shows(t, server.URL+"/executions/"+id, `action="/act/v1/executions/`+id+`/retry"`, "the roof is off", "Failed step", "Ended: failed")
+	if strings.Contains(body, "/cancel") || strings.Contains(body, "Raise the event") {
+		t.Error("what has ended can be cancelled, or waits")
+	}
+}
+
+func TestTheTimelineGoesOnOverPages(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	id := execution(t, pool, "waiting", "flow", "greet")
+	quiet(t, pool, `
+		insert into agent_checkpoints (execution_id, step, claim, failed, output, created_at)
+		select @id::uuid, 'step ' || n, 1 + n / 50, n = 60, case when n = 61 then '{"event": "EVENT_COMPLETED", "timed_out": false}'::jsonb
+		         when n = 62 then '{"event": "EVENT_COMPLETED", "timed_out": true}'::jsonb else to_jsonb(n) end, now() - (100 - n / 2) * interval '1 second'
+		  from generate_series(1, 90) n`, postgres.Strict{"id": id})
+	quiet(t, pool, `update agent_executions set created_at = now() - interval '1 hour', started_at = now() - interval '1 hour', wait_number = 3 where id = $1`, id)
+	path, seen := "/executions/"+id, map[string]int{}
+	for pages := 0; path != ""; pages++ {
+		if pages > 5 {
+			t.Fatal("the pages have no end")
+		}
+		body := shows(t, server.URL+path, `<svg class="strip"`, `role="img"`)
+		if pages == 0 {
+			shows(t, server.URL+path, "Waits, for the 3rd time", "Wait ended by EVENT_COMPLETED", "Wait timed out", `class="moment-failed"`)
+		}
+		_, list, _ := strings.Cut(body, `<ol class="moments">`)
+		list, _, _ = strings.Cut(list, "</ol>")
+		seen["all"] += strings.Count(list, "Fork from here")
+		if strings.Contains(body, "Under claim 2 from here on") {
+			seen["claim"]++
+		}
+		path = strings.TrimSuffix(next(body, `<p class="pager">`), "#timeline")
+		if !strings.Contains(body, "Earlier steps") {
+			path = ""
+			if !strings.Contains(body, "Begun: pending") {
+				t.Error("the first page does not say when it was begun")
+			}
+		}
+	}
+	if seen["all"] != 90 || seen["claim"] != 1 {
+		t.Errorf("seen %v", seen)
+	}
+	shows(t, server.URL+"/executions/"+id+"?from="+url.QueryEscape("step 7"), `name="from" value="step 7"`)
+}
+
+func TestAnExecutionShowsItsFamily(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	root, here, child, fork := execution(t, pool, "waiting", "flow", "root"), execution(t, pool, "running", "flow", "here"),
+		execution(t, pool, "completed", "flow", "child"), execution(t, pool, "pending", "flow", "forked")
+	quiet(t, pool, `update agent_executions set parent_id = $1 where id = $2`, root, here)
+	quiet(t, pool, `update agent_executions set parent_id = $1 where id = $2`, here, child)
+	quiet(t, pool, `update agent_executions set forked_from = $1, forked_step = 'pay' where id = $2`, here, fork)
+	quiet(t, pool, `insert into agent_checkpoints (execution_id, step, claim, created_at) values ($1, 'before', 1, now() - interval '1 day')`, fork)
+	shows(t, server.URL+"/executions/"+here, "(this one)", `id="relative-`+root, `id="relative-`+child, `id="fork-`+fork, "from step", "Started by")
+	shows(t, server.URL+"/executions/"+fork, "Forked from", "before step", "taken over")
+	shows(t, server.URL+"/executions", ">child</span>", ">parent</span>", ">fork</span>")
+	quiet(t, pool, `insert into agent_executions (trace_id, surface, flow, status, parent_id) select 'x', 'flow', 'many', 'pending', $1 from generate_series(1, 120)`, child)
+	quiet(t, pool, `insert into agent_executions (trace_id, surface, flow, status, parent_id)
+		select 'x', 'flow', 'more', 'pending', id from agent_executions where flow = 'many'`)
+	body := shows(t, server.URL+"/executions/"+here, "There are more below it")
+	if n := strings.Count(body, `id="relative-`); n != treeMost+2 {
+		t.Errorf("the tree has %d executions", n)
+	}
+}
+
+func TestAnExecutionShowsWhoRunsItAndItsLanes(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	id, other := execution(t, pool, "running", "flow", "external:crawler"), execution(t, pool, "running", "flow", "other")
+	quiet(t, pool, `
+		with w as (insert into agent_workers (name, kind, owner, lock_id, expires_at) values ('w', 'outside', 'the crawler', 'a secret of a lock', now() + interval '1 minute') returning id)
+		update agent_executions set claimed_by = w.id, claim = 7, started_at = now() from w where agent_executions.id = $1`, id)
+	quiet(t, pool, `insert into agent_status_changes (execution_id, n, status) values ($1, 1, 'pending'), ($1, 2, 'running')`, id)
+	quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id) values
+		('pipeline:prices', 'x', 1, now() + interval '1 hour', $1), ('thread:t1', 'x', 2, now() + interval '1 hour', $1), ('pipeline:lent', 'y', 3, now() + interval '1 hour', $2)`, id, other)
+	quiet(t, pool, `insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds) values ('thread:t1', 1, $2, $1, 60), ('pipeline:lent', 1, $1, $2, 60)`, id, other)
+	quiet(t, pool, `insert into agent_messages (thread_id, seq, turn, role, content, status, execution_id) values ('t1', 1, 1, 'assistant', 'here it is', 'sent', $1)`, id)
+	body := shows(t, server.URL+"/executions/"+id, "the crawler", "number 7", "pipeline:prices", "borrowed from", "lent to", "here it is", "Became running")
+	if strings.Contains(body, "a secret of a lock") {
+		t.Error("the secret of a lock is shown")
+	}
+}
+
+func TestValuesAreShownWithoutSecrets(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	id := execution(t, pool, "completed", "flow", "greet")
+	quiet(t, pool, `update agent_executions set input = '{"password": "hunter22", "n": 9007199254740993}', result = '{"ok": true}' where id = $1`, id)
+	body := shows(t, server.URL+"/executions/"+id, "[redacted]", "9007199254740993", "&#34;ok&#34;: true", "has values that are not shown")
+	if strings.Contains(body, "hunter22") {
+		t.Error("a secret is shown")
+	}
+	quiet(t, pool, `update agent_executions set input = '{"n": 9007199254740993}' where id = $1`, id)
+	body = shows(t, server.URL+"/executions/"+id)
+	if _, form, _ := strings.Cut(body, `<textarea name="input"`); !strings.Contains(form[:300], "9007199254740993") {
+		t.Error("the form does not begin with the input")
+	}
+	for name, input := range map[string]string{
+		"long": fmt.Sprintf(`{"a": %q}`, strings.Repeat("a", 9000)), "turned": "{\"a\": \"\u202e\"}", "deep": strings.Repeat("[", 1500) + strings.Repeat("]", 1500),
+	} {
+		quiet(t, pool, `update agent_executions set input = $2::jsonb where id = $1`, id, input)
+		body = shows(t, server.URL+"/executions/"+id, "The input is not shown here")
+		if len(body) > 100_000 {
+			t.Errorf("%s: the page has %d bytes", name, len(body))
+		}
+	}
+}
+
+var (
+	leverForm  = regexp.MustCompile(`(?s)<form[^>]* action="/act([^"]+)"[^>]*>(.*?)</form>`)
+	leverField = regexp.MustCompile(`<(?:input|textarea|select)[^>]* name="([^"]+)"`)
+)
+
+// pulls expects that every lever of a page is one that the room has, with fields that it takes, and answers with the
+// routes.
+func pulls(t *testing.T, body string) []string {
+	t.Helper()
+	mux, fields := http.NewServeMux(), map[string][]string{}
+	for _, l := range levers() {
+		mux.Handle(l.method+" "+l.path, http.NotFoundHandler())
+		for _, f := range l.fields {
+			fields[l.method+" "+l.path] = append(fields[l.method+" "+l.path], f.name)
+		}
+	}
+	var routes []string
+	for _, form := range leverForm.FindAllStringSubmatch(body, -1) {
+		r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, html.UnescapeString(form[1]), http.NoBody)
+		_, pattern := mux.Handler(r)
+		if pattern == "" {
+			t.Errorf("there is no lever %s", form[1])
+		}
+		for _, name := range leverField.FindAllStringSubmatch(form[2], -1) {
+			if name[1] != backField && !slices.Contains(fields[pattern], name[1]) {
+				t.Errorf("%s does not take %s", pattern, name[1])
+			}
+		}
+		routes = append(routes, strings.TrimPrefix(pattern, "POST /v1/"))
+	}
+	slices.Sort(routes)
+	return slices.Compact(routes)
+}
+
+func TestExecutionsAndThreadsPullLeversThatThereAre(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	waiting, failed := execution(t, pool, "waiting", "flow", "greet"), execution(t, pool, "failed", "flow", "greet")
+	quiet(t, pool, `update agent_executions set flow_version = 2`)
+	quiet(t, pool, `insert into agent_threads (id, channel) values ('a/b:ü ?#%', 'chat')`)
+	quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at) values ('thread:a/b:ü ?#%', 'x', 1, now() + interval '1 hour')`)
+	for path, want := range map[string]string{
+		"/executions/" + waiting:            "events executions/{id}/cancel executions/{id}/fork",
+		"/executions/" + failed:             "executions/{id}/fork executions/{id}/retry",
+		"/threads/a%2Fb:%C3%BC%20%3F%23%25": "lanes/{lane}/break threads/{id}/messages",
+	} {
+		if got := strings.Join(pulls(t, shows(t, server.URL+path)), " "); got != want {
+			t.Errorf("%s pulls %q, want %q", path, got, want)
+		}
+	}
+}
+
+func TestThreadsAreListed(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	shows(t, server.URL+"/threads", "Nobody has spoken with the agent yet")
+	shows(t, server.URL+"/threads?view=held", "No thread is held")
+	shows(t, server.URL+"/threads?view=queue", "No message stands in a queue")
+	x := execution(t, pool, "running", "chat", "chat")
+	quiet(t, pool, `
+		insert into agent_threads (id, channel, owner, participant, next_seq) values ('a/b c', 'chat', 'key1', 'Ana', 3), ('other', 'log', 'key2', 'Ben', 1)`)
+	quiet(t, pool, `insert into agent_messages (thread_id, seq, turn, role, content, status) values ('a/b c', 1, 1, 'user', 'a question', 'received'),
+		('a/b c', 2, 1, 'assistant', 'an answer', 'sent'), ('a/b c', null, null, 'assistant', 'later', 'queued')`)
+	quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id) values ('thread:a/b c', 'x', 1, now() + interval '1 hour', $1)`, x)
+	for query, want := range map[string]string{
+		"": "Ana Ben", "?channel=log": "Ben", "?owner=key1": "Ana", "?owner=key1&channel=log": "", "?view=held": "Ana", "?view=queue": "Ana",
+	} {
+		body := shows(t, server.URL+"/threads"+query)
+		for _, name := range []string{"Ana", "Ben"} {
+			if has := strings.Contains(body, "<td>"+name+"</td>"); has != strings.Contains(want, name) {
+				t.Errorf("%q lists %s: %v", query, name, has)
+			}
+		}
+	}
+	shows(t, server.URL+"/threads", `href="/threads/a%2Fb%20c"`, "an answer", `aria-label="1 queued`, `href="/executions/`+x)
+	turnsAway(t, server.URL+"/threads?channel=odd", 400, "chat, webhook, log")
+	turnsAway(t, server.URL+"/threads?view=odd", 400, "held, queue")
+	turnsAway(t, server.URL+"/threads?view=held&owner=x", 400, "leave other filters out")
+	turnsAway(t, server.URL+"/threads?before=odd", 400, "not where a page")
+}
+
+func TestThreadsGoOnOverPages(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	quiet(t, pool, `insert into agent_threads (id, channel, owner, updated_at) select 'thread ' || n, 'chat', 'o', now() - n / 3 * interval '1 minute' from generate_series(1, 120) n`)
+	for _, path := range []string{"/threads", "/threads?owner=o&channel=chat"} {
+		seen := map[string]bool{}
+		for pages := 0; path != "" && pages < 5; pages++ {
+			body := shows(t, server.URL+path)
+			for _, row := range strings.Split(body, `href="/threads/thread%20`)[1:] {
+				id, _, _ := strings.Cut(row, `"`)
+				seen[id] = true
+			}
+			path = next(body, `<p class="pager">`)
+		}
+		if len(seen) != 120 {
+			t.Errorf("the pages have %d threads", len(seen))
+		}
+	}
+}
+
+func TestAConversationIsShown(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	x := execution(t, pool, "running", "chat", "chat")
+	quiet(t, pool, `insert into agent_threads (id, channel, owner, participant, next_seq, summary, summary_through) values ('a/b', 'chat', 'key1', 'Ana', 121, 'of prices', 3)`)
+	address := server.URL + "/threads/" + url.PathEscape("a/b")
+	shows(t, address, "Thread with Ana", "Nothing was said yet", "Nothing waits for its turn", "nobody: whoever speaks next takes it", "of prices")
+	quiet(t, pool, `
+		insert into agent_messages (thread_id, seq, turn, role, content, status, trace_id)
+		select 'a/b', n, n - (n + 1) % 2, case n % 2 when 1 then 'user' else 'assistant' end, 'words ' || n || '.', case n % 2 when 1 then 'received' else 'sent' end, 'ch_1'
+		  from generate_series(1, 121) n`)
+	quiet(t, pool, `insert into agent_messages (thread_id, role, content, status, execution_id, error_message) values
+		('a/b', 'assistant', 'first in line', 'queued', $1, null), ('a/b', 'assistant', 'second in line', 'queued', $1, null), ('a/b', 'assistant', 'never mind', 'withdrawn', $1, 'taken back')`, x)
+	quiet(t, pool, `update agent_executions set thread_id = 'a/b' where id = $1`, x)
+	quiet(t, pool, `insert into agent_message_drafts (execution_id, claim, content) values ($1, 1, 'I am just')`, x)
+	quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id) values ('thread:a/b', 'x', 1, now() + interval '1 hour', $1)`, x)
+	body := shows(t, address, "words 121.", "words 72.", "place 1 in the line", "place 2 in the line", "never mind", "taken back", "I am just",
+		`action="/act/v1/threads/a%2Fb/messages"`, `action="/act/v1/lanes/thread:a%2Fb/break"`, `href="/executions/`+x, "bubble-user", "600 s without")
+	if strings.Contains(body, "words 71.") || strings.Index(body, "words 72.") > strings.Index(body, "words 121.") {
+		t.Error("a page is longer than it may be, or in the wrong order")
+	}
+	body = shows(t, server.URL+strings.TrimSuffix(next(body, `<p class="pager">`), "#conversation"), "words 71.", "words 22.", "Latest messages", "Older messages")
+	if strings.Contains(body, "words 72.") || strings.Contains(body, "words 21.") {
+		t.Error("pages overlap")
+	}
+	turnsAway(t, server.URL+"/threads/unknown", 404, "there is no thread")
+	turnsAway(t, server.URL+"/threads/"+strings.Repeat("x", 300), 400, "1 to 200 printable")
+	turnsAway(t, address+"?before=odd", 400, "not where a page")
+}
+
+func TestHostileThreadsAreText(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	id := strings.NewReplacer("\u0007", "", "\u202e", "").Replace(hostile) // no name of a lane may hold these
+	long := hostile + strings.Repeat("x", 1_000_000)
+	quiet(t, pool, `insert into agent_threads (id, channel, target, owner, participant, next_seq, summary) values ($1, 'chat', $2, left($2, 1000), $2, 9, $2)`, id, long)
+	quiet(t, pool, `insert into agent_messages (thread_id, seq, turn, role, content, status, error_message, target) select $1, n, n, 'user', $2, 'received', $2, $2 from generate_series(1, 8) n`, id, long)
+	quiet(t, pool, `insert into agent_messages (thread_id, role, content, status) values ($1, 'assistant', $2, 'queued')`, id, long)
+	harmless(t, server.URL+"/threads")
+	harmless(t, server.URL+"/threads?view=queue")
+	harmless(t, server.URL+"/threads/"+url.PathEscape(id))
+}
+
+func TestThreadsAreFoundByAnIndex(t *testing.T) {
+	t.Parallel()
+	pool, _ := open(t)
+	quiet(t, pool, `insert into agent_threads (id, channel, owner, participant, next_seq, summary, updated_at)
+		select 'thread' || n, (array['chat', 'webhook', 'log'])[1 + n % 3], 'key' || n % 7, 'p', 11, repeat('they spoke of prices ', 20), now() - n * interval '1 minute' from generate_series(1, 8000) n`)
+	quiet(t, pool, `insert into agent_messages (thread_id, seq, turn, role, content, status)
+		select 'thread' || n, s, s, 'user', 'words', 'received' from generate_series(1, 4000) n, generate_series(1, 3) s`)
+	quiet(t, pool, `insert into agent_messages (thread_id, role, content, status) select 'thread' || n, 'assistant', 'words', 'queued' from generate_series(1, 2000, 20) n`)
+	quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at) select 'thread:thread' || n, case when n % 50 = 0 then 'x' else '' end, n, now() + interval '1 hour'
+		from generate_series(1, 2000) n`)
+	quiet(t, pool, `insert into agent_executions (trace_id, surface, flow, status, thread_id) select 'x', 'chat', 'chat', 'completed', 'thread' || n from generate_series(1, 5000) n`)
+	quiet(t, pool, `insert into agent_lock_waiters (lane, owner, expires_at) select 'thread:thread' || n, 'x', now() from generate_series(1, 2000) n`)
+	tables := []string{"agent_threads", "agent_messages", "agent_locks", "agent_executions", "agent_lock_waiters"}
+	analyse(t, pool, tables...)
+	before := url.QueryEscape(put(t, pool, `select to_char(updated_at at time zone 'utc', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"') || ' ' || id from agent_threads where id = 'thread500'`))
+	for _, path := range []string{
+		"/threads", "/threads?channel=chat", "/threads?owner=key3", "/threads?owner=key3&channel=log", "/threads?view=held", "/threads?view=queue", "/threads?before=" + before,
+		"/threads/thread7", "/threads/thread21", fmt.Sprintf("/threads/thread50?before=%d-%d", 5, 5),
 	} {
 		indexed(t, pool, path, tables...)
 	}

@@ -2,10 +2,20 @@ package engineroom
 
 import (
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 
+	"github.com/google/go-cmp/cmp"
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/budgets"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/replica"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 func TestAnEmptyOverviewSaysWhatToDo(t *testing.T) {
@@ -176,4 +186,375 @@ func TestFiltersOfTheOverviewAreChecked(t *testing.T) {
 	}
 	turnsAway(t, server.URL+"/?surface=none", 400, "surface")
 	turnsAway(t, server.URL+"/activity?cursor=x", 400, "page")
+}
+
+// The overview asks what waits for a person again and again, and each table but that of skills grows. Each branch has an
+// index that has only what waits, so the plan names it as soon as reading the whole table is made dear.
+func TestWhatNeedsAPersonIsFoundByIndexes(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	tx, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(t.Context()) }()
+	if _, err := tx.Exec(t.Context(), `set local enable_seqscan = off`); err != nil {
+		t.Fatal(err)
+	}
+	rows, err := tx.Query(t.Context(), `explain (costs off) `+needsSQL, pgx.QueryExecModeSimpleProtocol, postgres.Strict{"beyond": beyond, "most": mostOfAKind})
+	if err != nil {
+		t.Fatal(err)
+	}
+	lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if err != nil {
+		t.Fatal(err)
+	}
+	plan := strings.Join(lines, "\n")
+	for _, index := range []string{
+		"agent_approvals_state", "agent_requests_pending", "agent_objectives_proposed", "agent_memory_conflicts_status",
+		"agent_executions_waiting_until", "agent_automation_runs_dead", "agent_webhook_deliveries_open", "agent_webhook_outbox_dead",
+		"agent_messages_failed",
+	} {
+		if !strings.Contains(plan, index+" ") && !strings.Contains(plan, index+"\n") {
+			t.Errorf("the plan does without %s", index)
+		}
+	}
+	whole := slices.Compact(regexp.MustCompile(`Seq Scan on \w+`).FindAllString(plan, -1))
+	if !slices.Equal(whole, []string{"Seq Scan on agent_skills"}) {
+		t.Errorf("read as a whole: %q", whole)
+	}
+}
+
+func TestEveryPageSaysThatTheAgentIsPaused(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	if _, body := see(t, server.URL+"/"); !strings.Contains(body, `action="/act/v1/pause"`) || strings.Contains(body, "is paused") {
+		t.Errorf("the overview has no lever:\n%s", body)
+	}
+	if _, body := see(t, server.URL+"/lanes"); strings.Contains(body, "/act/v1/pause") || strings.Contains(body, "is paused") {
+		t.Errorf("another page has the lever:\n%s", body)
+	}
+	got, err := executions.PauseAll(t.Context(), pool, "ana", "<b>prices</b> look wrong")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range []string{"/", "/lanes", "/traces", "/executions?status=waiting", "/operate"} {
+		status, body := see(t, server.URL+path)
+		for _, want := range []string{
+			"Autonomous work is paused", "by ana", "&lt;b&gt;prices&lt;/b&gt; look wrong", `action="/act/v1/resume"`, "/traces/" + got.TraceID,
+		} {
+			if status != 200 || !strings.Contains(body, want) {
+				t.Errorf("%s: status %d, %q is missing", path, status, want)
+			}
+		}
+		if strings.Count(body, `id="pause"`) != 1 || strings.Contains(body, "/act/v1/pause") {
+			t.Errorf("%s has the part more than once, or both levers", path)
+		}
+	}
+	if _, err := executions.ResumeAll(t.Context(), pool, "ana", ""); err != nil {
+		t.Fatal(err)
+	}
+	if _, body := see(t, server.URL+"/lanes"); strings.Contains(body, "is paused") {
+		t.Error("it says so still")
+	}
+}
+
+// did writes n rows of the log, which name their number.
+func did(t *testing.T, pool *pgxpool.Pool, n int) {
+	t.Helper()
+	_, err := pool.Exec(t.Context(), `
+		insert into agent_activity (id, trace_id, skill_name, purpose, status, surface, agent, lane, error_class, error_message, created_at)
+		select lanekeeper.agent_uuid7(at), 'hb_' || lpad(n::text, 26, '0'), case n % 2 when 0 then 'even' else 'odd' end, 'number ' || n || '.',
+		       case n % 3 when 0 then 'error' else 'success' end, case n % 5 when 0 then 'chat' else 'heartbeat' end,
+		       'agent_' || n % 7, 'lane_' || n % 11, case n % 3 when 0 then 'timeout_class' else '' end, case n % 3 when 0 then 'too slow' end, at
+		  from (select n, clock_timestamp() - make_interval(secs => 3 * ($1::int - n)) as at from generate_series(1, $1::int) n) x`, n)
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// filled are the partitions of the log that have rows: an empty one is best read as it is.
+func filled(t *testing.T, pool *pgxpool.Pool) []string {
+	t.Helper()
+	return strings.Fields(put(t, pool, `select string_agg(distinct tableoid::regclass::text, ' ') from agent_activity`))
+}
+
+func TestFiltersOfTheLogCombine(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	did(t, pool, 120)
+	for query, want := range map[string]string{
+		"/?surface=chat&status=error":                             "120 105 90 75 60 45 30 15",
+		"/activity?surface=chat&status=error&skill=even":          "120 90 60 30",
+		"/activity?lane=lane_1&agent=agent_1":                     "78 1",
+		"/activity?trace=hb_00000000000000000000000042":           "42",
+		"/activity?trace=00000000000000000000000042&status=error": "42",
+		"/activity?skill=none":                                    "",
+		"/activity?since=2999-01-01":                              "",
+		"/activity?until=2000-01-01T00:00":                        "",
+	} {
+		body := shows(t, server.URL+query)
+		var got []string
+		for _, m := range regexp.MustCompile(`number (\d+)\.`).FindAllStringSubmatch(body, -1) {
+			got = append(got, m[1])
+		}
+		if strings.Join(got, " ") != want {
+			t.Errorf("%s has %v, want %s", query, got, want)
+		}
+	}
+	shows(t, server.URL+"/?status=error", "timeout_class", "too slow", `role="log"`, `<option value="error" selected>`)
+}
+
+func TestTheLogGoesOnOverPages(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	did(t, pool, 120)
+	seen, path := map[string]int{}, "/activity?surface=heartbeat"
+	pages := 0
+	for path != "" {
+		body := shows(t, server.URL+path)
+		for _, m := range regexp.MustCompile(`data-row="([^"]+)"`).FindAllStringSubmatch(body, -1) {
+			seen[m[1]]++
+		}
+		pages++
+		path = ""
+		if m := regexp.MustCompile(`href="([^"]+)">Older activities`).FindStringSubmatch(body); m != nil {
+			path = strings.ReplaceAll(m[1], "&amp;", "&")
+		}
+	}
+	for id, n := range seen {
+		if n != 1 {
+			t.Errorf("%s comes %d times", id, n)
+		}
+	}
+	if len(seen) != 96 || pages != 2 {
+		t.Errorf("%d rows on %d pages, want 96 on 2", len(seen), pages)
+	}
+}
+
+func TestARowOfTheLogUnfolds(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	id := put(t, pool, `
+		insert into agent_activity (trace_id, skill_name, input, output, error_message, step, idempotency_key, token_usage)
+		values ('hb_00000000000000000000000001', 'look', jsonb_build_object('text', $1::text), to_jsonb(repeat('z', 1000000)), $1, $1, $1,
+		        '{"prompt_tokens": 1200, "completion_tokens": 34}') returning id::text`, hostile)
+	folded := shows(t, server.URL+"/activity", `aria-expanded="false"`, "row="+id)
+	if strings.Contains(folded, "zzzz") || strings.Contains(folded, "1,200 read") {
+		t.Error("a folded row has what it leaves out")
+	}
+	shows(t, server.URL+"/activity?row="+id, `aria-expanded="true"`, "1,200 read, 34 written", "zzzz", "in all")
+	harmless(t, server.URL+"/activity?row="+id)
+	shows(t, server.URL+"/activity?row=018f0000-0000-7000-8000-000000000000", "look")
+}
+
+func TestTheLogIsReadByItsIndexes(t *testing.T) {
+	t.Parallel()
+	pool, _ := open(t)
+	did(t, pool, 20_000)
+	analyse(t, pool, "agent_activity")
+	tables := filled(t, pool)
+	for _, path := range []string{
+		"/activity", "/activity?surface=chat&status=error", "/activity?lane=none", "/activity?skill=even", "/activity?agent=nobody&since=2020-01-01",
+		"/activity?trace=hb_00000000000000000000000042", "/activity?status=running",
+	} {
+		indexed(t, pool, path, tables...)
+	}
+}
+
+func TestTheOverviewIsReadByItsIndexes(t *testing.T) {
+	t.Parallel()
+	pool, _ := open(t)
+	did(t, pool, 20_000)
+	_, err := pool.Exec(t.Context(), `
+		insert into agent_executions (trace_id, surface, flow) select 'fl_' || n, 'flow', 'x' from generate_series(1, 5000) n;
+		insert into agent_locks (lane, locked_by, fencing_token, expires_at) select 'l' || n, '', n, clock_timestamp() from generate_series(1, 5000) n;
+		insert into agent_memory (category, key, value) select 'c' || n % 5, 'k' || n, to_jsonb(n) from generate_series(1, 5000) n;
+		insert into agent_threads (id, channel) values ('t', 'chat');
+		insert into agent_messages (thread_id, role, content, status) select 't', 'user', 'x', 'withdrawn' from generate_series(1, 5000) n;
+		insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, status, expires_at)
+		select 'hb_1', 'x', 1, '{}', n::text, 'rejected', clock_timestamp() from generate_series(1, 5000) n;
+		insert into agent_requests (kind, execution_id, trace_id, status)
+		select 'test', lanekeeper.agent_uuid7(), 'x', 'closed' from generate_series(1, 5000) n;
+		insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, status, body, body_sha256)
+		select 'e', n::text, 'x', 'x', 'done', '', '' from generate_series(1, 5000) n;
+		insert into agent_webhook_targets (name, url, secrets, events) values ('t', 'https://example.com', '{x}', '{*}');
+		insert into agent_webhook_outbox (target_id, event, payload, trace_id, status)
+		select t.id, 'e', '{}', 'x', 'sent' from agent_webhook_targets t, generate_series(1, 5000) n;
+		insert into agent_automations (name, prompt) values ('a', 'look');
+		insert into agent_automation_runs (automation_id, cause, scheduled_for, status)
+		select a.id, 'manual', clock_timestamp(), 'success' from agent_automations a, generate_series(1, 5000) n;
+		insert into agent_objectives (name, goal, status) select 'o' || n, 'x', 'completed' from generate_series(1, 5000) n;
+		insert into agent_objective_steps (objective_id, position, title) select o.id, 1, 'x' from agent_objectives o`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	tables := []string{
+		"agent_executions", "agent_locks", "agent_messages", "agent_approvals", "agent_requests", "agent_webhook_deliveries",
+		"agent_webhook_outbox", "agent_automation_runs", "agent_objectives", "agent_objective_steps", "agent_memory",
+	}
+	analyse(t, pool, append(tables, "agent_activity")...)
+	indexed(t, pool, "/", append(tables, filled(t, pool)...)...)
+}
+
+// spend writes a model call.
+func spend(t *testing.T, pool *pgxpool.Pool, purpose, model, cost, ago string) {
+	t.Helper()
+	put(t, pool, `
+		insert into agent_activity (id, trace_id, kind, skill_name, purpose, model, surface, cost_usd, token_usage, created_at, duration_ms)
+		select lanekeeper.agent_uuid7(at), 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'model', 'model_call', $1, $2, 'heartbeat', $3::text::numeric,
+		       '{"prompt_tokens": 900, "completion_tokens": 100, "total_tokens": 1000}', at, 1234
+		  from (select clock_timestamp() - $4::text::interval as at) x returning id::text`, purpose, model, cost, ago)
+}
+
+func TestSpendIsShownByWhatItWasForSurfaceAndModel(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	shows(t, server.URL+"/spend", "No model was called", "agent heartbeat")
+	spend(t, pool, "advance_plan", "model-one", "0.75", "0")
+	spend(t, pool, "reflect", "model-two", "0.25", "0")
+	spend(t, pool, "reflect", "model-two", "9", "10 days")
+	shows(t, server.URL+"/spend?days=1", "$1.00 and 2,000 tokens today", "no skill", "100 %", "<svg", "The numbers of this chart")
+	shows(t, server.URL+"/spend?days=1&by=purpose", "advance_plan", "75 %")
+	shows(t, server.URL+"/spend?days=30&by=purpose", "$10.00 and 3,000 tokens in 30 days", "by=model&amp;days=30&amp;purpose=reflect#calls")
+	shows(t, server.URL+"/spend?by=model", "model-two", "25 %")
+	shows(t, server.URL+"/spend?by=surface&per=hour", "heartbeat", "100 %")
+	if _, err := pool.Exec(t.Context(), `
+		update agent_activity set token_usage = token_usage || '{"unknown_tokens": 400, "unknown_usd": 0.1}'
+		 where model = 'model-one'`); err != nil {
+		t.Fatal(err)
+	}
+	shows(t, server.URL+"/spend?days=1", "$0.1000 and 400 tokens of it are unknown")
+	body := shows(t, server.URL+"/spend?days=30&by=model&purpose=reflect", "$9.25", "Newest model calls")
+	if strings.Contains(body, "model-one") {
+		t.Error("a model that was not called for it is shown")
+	}
+	shows(t, server.URL+"/", "$1.00 · 2,000 tokens", "Most of it, 7 days", "Skill health")
+}
+
+func TestSpendRefusesFiltersItDoesNotKnow(t *testing.T) {
+	t.Parallel()
+	_, server := open(t)
+	for query, why := range map[string]string{
+		"days=3": "days is", "by=lane": "by is", "per=week": "per is", "per=hour&days=30": "1 or 7 days", "surface=moon": "surface is",
+		"by=purpose&skill=a": "by skill or by purpose", "by=skill&purpose=a": "by skill or by purpose",
+		"skill=" + strings.Repeat("x", 301): "skill is not text",
+	} {
+		turnsAway(t, server.URL+"/spend?"+query, 400, why)
+	}
+}
+
+func TestHostileTextInSpendIsText(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	spend(t, pool, hostile, hostile, "1", "0")
+	spend(t, pool, strings.Repeat("ñ", 500_000), strings.Repeat("m", 1_000_000), "1", "0")
+	for _, path := range []string{"/spend", "/spend?by=purpose", "/spend?by=model", "/"} {
+		harmless(t, server.URL+path)
+	}
+}
+
+func TestTheBudgetSaysWhatIsLeft(t *testing.T) {
+	t.Parallel()
+	pool, _ := open(t)
+	if _, err := pool.Exec(t.Context(), `
+		insert into agent_budgets (scope, tokens, cost_usd, reserved_tokens, reserved_usd, unknown_tokens)
+		select 'day:' || to_char(clock_timestamp() at time zone 'UTC', 'YYYY-MM-DD') || s, 5000, 4, 1000, 1, 700 from unnest(array['', ':chat']) s`); err != nil {
+		t.Fatal(err)
+	}
+	room := &Room{Options: Options{Read: replica.Primary(pool), Limits: budgets.Limits{
+		Day: budgets.Limit{USD: 10}, Surface: map[trace.Surface]budgets.Limit{trace.Chat: {Tokens: 5000}},
+	}}}
+	got, err := room.budgetLines(t.Context(), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := []budgetLine{
+		{Spent: "$4.00", Aside: "$1.00", Limit: "$10.00", Left: "$5.00", Used: .4, Held: .1, Percent: "40 %"},
+		{Spent: "5,000 tokens", Unknown: "700 tokens", Aside: "1,000 tokens"},
+		{Surface: "chat", Spent: "5,000 tokens", Unknown: "700 tokens", Aside: "1,000 tokens", Limit: "5,000 tokens", Left: "0 tokens", Used: 1, Over: true, Percent: "100 %"},
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Error(diff)
+	}
+}
+
+func TestAHeartbeatHasItsPrice(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	spend(t, pool, "reflect", "m", "1.50", "0")
+	for _, sql := range []string{
+		`insert into agent_executions (trace_id, surface, flow) select 'hb_' || n, 'heartbeat', 'heartbeat' from generate_series(1, 4) n`,
+		`update agent_executions set status = 'running'`,
+		`update agent_executions set status = case trace_id when 'hb_3' then 'failed' else 'completed' end,
+		        result_summary = case trace_id when 'hb_4' then 'skipped: an admin is at work' else '' end`,
+	} {
+		if _, err := pool.Exec(t.Context(), sql); err != nil {
+			t.Fatal(err)
+		}
+	}
+	shows(t, server.URL+"/", "$0.7500 · 500 tokens", "2 successful ones")
+}
+
+func TestAChartIsDrawnToScaleWithItsNumbersBeside(t *testing.T) {
+	t.Parallel()
+	c := chart{
+		Title: "Calls", About: "What was called.", Series: []series{{"good", "bar-good"}, {"bad", "bar-bad"}}, Write: countTick,
+		Points: []point{{"Monday", "Mo", []float64{30, 0}}, {"Tuesday", "Tu", []float64{0, 0}}, {"<Wednesday>", "We", []float64{10, 70}}},
+	}
+	if step := c.step(); step != 20 {
+		t.Errorf("a highest bar of 80 has ticks every %v, want 20", step)
+	}
+	bars := c.Bars()
+	if len(bars) != 3 || bars[2].Y != "8" || bars[1].Text != "<Wednesday>: 10 good" {
+		t.Errorf("bars %+v: want three, the highest from the top", bars)
+	}
+	if ticks := c.Ticks(); len(ticks) != 5 || ticks[4].Text != "80" {
+		t.Errorf("ticks %+v", ticks)
+	}
+	if rows := c.Rows(); rows[0][2] != "70" || rows[2][0] != "Monday" {
+		t.Errorf("rows %v", rows)
+	}
+	body := drawn(t, c)
+	for _, want := range []string{`role="img"`, `class="bar-bad"`, "&lt;Wednesday&gt;: 70 bad", `<th scope="row">Tuesday</th>`} {
+		if !strings.Contains(body, want) {
+			t.Errorf("the chart lacks %s:\n%s", want, body)
+		}
+	}
+	if strings.Contains(body, "style=") {
+		t.Error("the chart has a style attribute, which the policy forbids")
+	}
+}
+
+// drawn is a chart as HTML.
+func drawn(t *testing.T, c chart) string {
+	t.Helper()
+	parsed, err := parseTemplates()
+	if err != nil {
+		t.Fatal(err)
+	}
+	room := &Room{templates: parsed}
+	body, err := room.execute("chart", c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(body)
+}
+
+func TestAChartOfNothingIsEmpty(t *testing.T) {
+	t.Parallel()
+	c := chart{Series: []series{{"x", "bar-accent"}}, Points: []point{{"a", "a", []float64{0}}}, Write: moneyTick}
+	if !c.Empty() || len(c.Bars()) != 0 {
+		t.Error("a chart without values has bars")
+	}
+	for v, want := range map[float64]string{0: "$0", 0.0123: "$0.0123", 2.5: "$2.50", 20: "$20"} {
+		if got := moneyTick(v); got != want {
+			t.Errorf("%v is %s, want %s", v, got, want)
+		}
+	}
+	for v, want := range map[float64]string{950: "950", 9999: "9999", 15_000: "15k", 2_500_000: "2.5M", 3e9: "3G"} {
+		if got := countTick(v); got != want {
+			t.Errorf("%v is %s, want %s", v, got, want)
+		}
+	}
 }

@@ -3,17 +3,24 @@ package engineroom
 import (
 	"bytes"
 	"context"
+	"crypto/hmac"
 	"crypto/sha256"
 	"encoding/base64"
+	"encoding/json"
 	"fmt"
 	"html/template"
 	"net/http"
 	"net/url"
 	"regexp"
+	"slices"
+	"strconv"
 	"strings"
 	"time"
 	"unicode/utf8"
 
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/local"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/replica"
 )
@@ -252,4 +259,198 @@ func (room *Room) execute(name string, data any) ([]byte, error) {
 		return nil, fmt.Errorf("render %s: %w", name, err)
 	}
 	return plain(b.Bytes()), nil
+}
+
+// freshPlan has a query planned for the values at hand: a filter that is not set costs nothing, and one that is set
+// chooses its index. A plan that is kept for all values could do neither.
+const freshPlan = pgx.QueryExecModeCacheDescribe
+
+// uuidShape is how ids of rows look.
+var uuidShape = regexp.MustCompile(`^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$`)
+
+// oneOf is a filter's value, the first of the known ones when it is not given. Another is refused by name.
+func (v *visit) oneOf(name string, known ...string) (string, error) {
+	value := v.Query.Get(name)
+	switch {
+	case value == "":
+		return known[0], nil
+	case !slices.Contains(known, value):
+		return "", problem.New(http.StatusBadRequest, "%s is %.60q; it can be %s", name, value,
+			strings.Join(slices.DeleteFunc(slices.Clone(known), func(s string) bool { return s == "" }), ", ")).
+			Kind("bad-parameter", "Bad filter")
+	}
+	return value, nil
+}
+
+// uuidFilter is a filter or a place in a listing that is a row's id; empty when it is not given.
+func (v *visit) uuidFilter(name string) (string, error) {
+	value := v.Query.Get(name)
+	if value != "" && !uuidShape.MatchString(value) {
+		return "", problem.New(http.StatusBadRequest, "%s is %.60q, which is no place in this list; begin at its top", name, value).
+			Kind("bad-parameter", "Bad filter")
+	}
+	return value, nil
+}
+
+// at is the page's own address with one parameter changed, or without it when the value is empty.
+func (v *visit) at(name, value string) string {
+	path, _, _ := strings.Cut(v.URL, "?")
+	query := url.Values{}
+	for key, values := range v.Query {
+		if len(values) > 0 && values[0] != "" && key != name {
+			query.Set(key, values[0])
+		}
+	}
+	if value != "" {
+		query.Set(name, value)
+	}
+	if len(query) == 0 {
+		return path
+	}
+	return path + "?" + query.Encode()
+}
+
+// missing is the answer for an id without a row.
+func missing(format string, args ...any) error {
+	return problem.New(http.StatusNotFound, format, args...)
+}
+
+// onPage is the first n of what was read, and whether there was more.
+func onPage[T any](list []T, n int) ([]T, bool) { return list[:min(len(list), n)], len(list) > n }
+
+// policy lets a page load its own files and talk to its own server, nothing else.
+const policy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; font-src 'self'; connect-src 'self'; " +
+	"base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+
+// guard sets what a browser has to know about everything the room sends. The referrer is told to the room itself,
+// which goes back to where a lever was pulled, and to nobody else.
+func guard(h http.Header) {
+	h.Set("Content-Security-Policy", policy)
+	h.Set("Cross-Origin-Opener-Policy", "same-origin")
+	h.Set("Cross-Origin-Resource-Policy", "same-origin")
+	h.Set("Origin-Agent-Cluster", "?1")
+	h.Set("Permissions-Policy", "camera=(), geolocation=(), microphone=(), payment=(), usb=()")
+	h.Set("Referrer-Policy", "same-origin")
+	h.Set("X-Content-Type-Options", "nosniff")
+	h.Set("X-Frame-Options", "DENY")
+}
+
+// send answers with a page.
+func (room *Room) send(w http.ResponseWriter, r *http.Request, status int, body []byte) {
+	h := w.Header()
+	guard(h)
+	h.Set("Content-Type", "text/html; charset=utf-8")
+	h.Set("Cache-Control", "no-store")
+	w.WriteHeader(status)
+	if _, err := w.Write(body); err != nil {
+		room.Logger.DebugContext(r.Context(), "page not sent", "error", err)
+	}
+}
+
+// Refuse answers with an error as a page.
+func (room *Room) Refuse(w http.ResponseWriter, r *http.Request, err error) {
+	told, news := problem.Of(err)
+	if news {
+		room.Logger.ErrorContext(r.Context(), "page not shown", "path", problem.Path(r), "error", err)
+	}
+	if told.Status == http.StatusServiceUnavailable && w.Header().Get("Retry-After") == "" {
+		w.Header().Set("Retry-After", "2")
+	}
+	body, err := room.execute("refusal", map[string]any{"Agent": room.Agent, "Problem": told})
+	if err != nil {
+		http.Error(w, told.Detail, told.Status)
+		return
+	}
+	room.send(w, r, told.Status, body)
+}
+
+// LogIn answers with the page that asks for the admin token. next is where to go then: a path of this server; wrong
+// says what was wrong with the token that was given, empty when none was.
+func (room *Room) LogIn(w http.ResponseWriter, r *http.Request, status int, next, wrong string) {
+	body, err := room.execute("login", map[string]any{"Agent": room.Agent, "Next": next, "Wrong": wrong})
+	if err != nil {
+		room.Refuse(w, r, err)
+		return
+	}
+	room.send(w, r, status, body)
+}
+
+// login serves that page to who comes without a token.
+func (room *Room) login(w http.ResponseWriter, r *http.Request) {
+	room.LogIn(w, r, http.StatusOK, local.Path(r.URL.Query().Get("next")), "")
+}
+
+const (
+	flashCookie = "lanekeeper_flash"
+	flashLasts  = time.Minute
+	// mostFlash is how many bytes of a message are kept: a cookie holds no more than four kilobytes.
+	mostFlash = 600
+)
+
+// flash is what came of a lever. It goes through the browser, signed, because the page that shows it may be made by
+// another process.
+type flash struct {
+	Text  string `json:"t"`
+	Bad   bool   `json:"b,omitempty"`
+	Trace string `json:"tr,omitempty"`
+}
+
+// setFlash leaves a message for the next page.
+func (room *Room) setFlash(w http.ResponseWriter, r *http.Request, f flash) {
+	if len(f.Text) > mostFlash {
+		f.Text = strings.ToValidUTF8(f.Text[:mostFlash], "") + "…"
+	}
+	text, err := json.Marshal(f)
+	if err != nil {
+		room.Logger.ErrorContext(r.Context(), "message not left", "error", err)
+		return
+	}
+	body := strconv.FormatInt(time.Now().Add(flashLasts).Unix(), 36) + "." + base64.RawURLEncoding.EncodeToString(text)
+	http.SetCookie(w, &http.Cookie{
+		Name: local.CookieName(r, flashCookie), Value: body + "." + room.sign(body), Path: "/", MaxAge: int(flashLasts.Seconds()),
+		HttpOnly: true, SameSite: http.SameSiteStrictMode, Secure: viaTLS(r),
+	})
+}
+
+// takeFlash is the message that was left, nil without one. It is shown once.
+func (room *Room) takeFlash(w http.ResponseWriter, r *http.Request) *flash {
+	c, err := r.Cookie(local.CookieName(r, flashCookie))
+	if err != nil || r.Method != http.MethodGet {
+		return nil
+	}
+	http.SetCookie(w, &http.Cookie{
+		Name: local.CookieName(r, flashCookie), Path: "/", MaxAge: -1, HttpOnly: true, SameSite: http.SameSiteStrictMode, Secure: viaTLS(r),
+	})
+	return room.readFlash(c.Value)
+}
+
+// readFlash is nil for what this room did not sign, or not lately.
+func (room *Room) readFlash(value string) *flash {
+	at := strings.LastIndexByte(value, '.')
+	if at < 0 || !hmac.Equal([]byte(value[at+1:]), []byte(room.sign(value[:at]))) {
+		return nil
+	}
+	until, encoded, _ := strings.Cut(value[:at], ".")
+	seconds, err := strconv.ParseInt(until, 36, 64)
+	if err != nil || time.Now().Unix() > seconds {
+		return nil
+	}
+	text, err := base64.RawURLEncoding.DecodeString(encoded)
+	var f flash
+	if err != nil || json.Unmarshal(text, &f) != nil {
+		return nil
+	}
+	return &f
+}
+
+// sign is the signature of a text.
+func (room *Room) sign(text string) string {
+	mac := hmac.New(sha256.New, room.Key)
+	mac.Write([]byte("flash " + text))
+	return base64.RawURLEncoding.EncodeToString(mac.Sum(nil))
+}
+
+// viaTLS reports whether the browser spoke TLS, to us or to the proxy before us.
+func viaTLS(r *http.Request) bool {
+	return r.TLS != nil || strings.EqualFold(r.Header.Get("X-Forwarded-Proto"), "https")
 }

@@ -3,15 +3,19 @@ package engineroom
 import (
 	"context"
 	"fmt"
+	"math"
 	"net/url"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 const (
@@ -320,4 +324,250 @@ func (room *Room) spendPanel(ctx context.Context, _ *visit) (any, error) {
 		"Week":  week,
 		"Chart": spendChart("Spend by day, 30 days", days.Lines, since, activity.ByDay, added(days.Lines).CostUSD > 0),
 	}, nil
+}
+
+// mostHeartbeats is how many heartbeats are counted for their cost: two weeks of one every five minutes.
+const mostHeartbeats = 4000
+
+// budgetLine is what a limit of the day has left, in one unit.
+type budgetLine struct {
+	Surface            string // empty for all together
+	Spent, Aside, Left string
+	Unknown            string  // the part of Spent that no provider reported; empty when there is none
+	Limit              string  // empty when there is none
+	Used, Held         float64 // of the limit, 0 to 1
+	Over               bool    // nothing is left
+	Percent            string
+}
+
+// Bar and BarHeld are the widths of the meter's pieces, of 100.
+func (b budgetLine) Bar() string { return place(100 * b.Used) }
+
+// BarHeld is the width of what is set aside.
+func (b budgetLine) BarHeld() string { return place(100 * b.Held) }
+
+// budgetLines are the limits of today, and what was spent where there is none.
+func (room *Room) budgetLines(ctx context.Context, _ *visit) (any, error) {
+	scopes, err := budgets.Today(ctx, room.Read)
+	if err != nil {
+		return nil, err
+	}
+	limits := map[string]budgets.Limit{"": room.Limits.Day}
+	order := []string{""}
+	for _, surface := range activitySurfaces {
+		limits[surface] = room.Limits.Surface[trace.Surface(surface)]
+		order = append(order, surface)
+	}
+	standing := map[string]budgets.Standing{}
+	for _, s := range scopes {
+		// day:2026-11-21 or day:2026-11-21:chat
+		_, day, _ := strings.Cut(s.Scope, ":")
+		_, surface, _ := strings.Cut(day, ":")
+		standing[surface] = s
+	}
+	lines := []budgetLine{}
+	for _, surface := range order {
+		s, limit := standing[surface], limits[surface]
+		if limit.USD > 0 || (surface == "" && s.CostUSD+s.ReservedUSD > 0) {
+			lines = append(lines, lineOf(surface, s.CostUSD, s.UnknownUSD, s.ReservedUSD, limit.USD, money))
+		}
+		if limit.Tokens > 0 || (surface == "" && s.Tokens+s.ReservedTokens > 0) {
+			lines = append(lines, lineOf(surface, float64(s.Tokens), float64(s.UnknownTokens), float64(s.ReservedTokens), float64(limit.Tokens), tokensText))
+		}
+	}
+	return lines, nil
+}
+
+func tokensText(f float64) string { return thousands(int64(f)) + " tokens" }
+
+// lineOf is what one limit has left; a limit of 0 is none.
+func lineOf(surface string, spent, unknown, aside, limit float64, write func(float64) string) budgetLine {
+	l := budgetLine{Surface: surface, Spent: write(spent)}
+	if unknown > 0 {
+		l.Unknown = write(unknown)
+	}
+	if aside > 0 {
+		l.Aside = write(aside)
+	}
+	if limit <= 0 {
+		return l
+	}
+	l.Limit, l.Left = write(limit), write(max(0, limit-spent-aside))
+	l.Used = min(1, spent/limit)
+	l.Held = min(1-l.Used, aside/limit)
+	l.Over, l.Percent = spent >= limit, percentage(spent/limit)
+	return l
+}
+
+// beatsCost is what heartbeats cost.
+type beatsCost struct {
+	Successful int64
+	More       bool // than were counted
+	Each       float64
+	EachTokens int64
+}
+
+// costOfHeartbeats divides what the surface spent since a moment by the heartbeats that were completed and not skipped.
+func (room *Room) costOfHeartbeats(ctx context.Context, since time.Time) (beatsCost, error) {
+	var cost beatsCost
+	sums, err := activity.CountedSpend(ctx, room.Read, activity.SpendFilter{Since: since, Surface: string(trace.Heartbeat)})
+	if err != nil {
+		return cost, err
+	}
+	err = room.Read.QueryRow(ctx, `
+		select count(*) from (
+		  select from agent_executions e
+		   where e.flow = 'heartbeat' and e.claimed_by is null and e.id >= lanekeeper.agent_uuid7_floor(@since::timestamptz) and e.status = 'completed'
+		     and e.result_summary not like 'skipped:%'
+		   limit @most::int + 1) x`, freshPlan, postgres.Strict{"since": since, "most": mostHeartbeats}).Scan(&cost.Successful)
+	if err != nil {
+		return cost, fmt.Errorf("count heartbeats: %w", err)
+	}
+	if cost.More = cost.Successful > mostHeartbeats; cost.More || cost.Successful == 0 {
+		return cost, nil
+	}
+	all := added(sums.Lines)
+	cost.Each, cost.EachTokens = all.CostUSD/float64(cost.Successful), all.Tokens/cost.Successful
+	return cost, nil
+}
+
+// The measures of a chart, in the units of its viewBox.
+const (
+	chartWide, chartHigh   = 640.0, 180.0
+	chartLeft, chartBottom = 56.0, 22.0
+	chartTop               = 8.0
+	chartTicks             = 4
+	// mostLabels is how many words fit below a chart.
+	mostLabels = 8
+)
+
+// point is what a chart shows at one place: the values that are stacked there.
+type point struct {
+	Name   string // in the data table
+	Short  string // below the chart
+	Values []float64
+}
+
+// series is what the values of all points at one index mean.
+type series struct{ Name, Class string }
+
+// chart is bars, drawn on the server, and the table with the same numbers that stands beside it.
+type chart struct {
+	Title, About string
+	Series       []series
+	Points       []point
+	Write        func(float64) string // a value in words
+}
+
+// bar is a piece of a bar.
+type bar struct{ X, Y, W, H, Class, Text string }
+
+// mark is a word at an axis.
+type mark struct{ X, Y, Text string }
+
+// place is a number as SVG has it.
+func place(f float64) string {
+	return strings.TrimSuffix(strings.TrimRight(fmt.Sprintf("%.1f", f), "0"), ".")
+}
+
+// Empty reports whether there is nothing to draw.
+func (c chart) Empty() bool {
+	for _, p := range c.Points {
+		if p.sum() > 0 {
+			return false
+		}
+	}
+	return true
+}
+
+func (p point) sum() (sum float64) {
+	for _, v := range p.Values {
+		sum += v
+	}
+	return sum
+}
+
+// step is the distance of two ticks: 1, 2 or 5 times a power of ten, so that at most chartTicks reach the highest bar.
+func (c chart) step() float64 {
+	most := 0.0
+	for _, p := range c.Points {
+		most = max(most, p.sum())
+	}
+	if most <= 0 {
+		return 1
+	}
+	power := math.Pow(10, math.Floor(math.Log10(most/chartTicks)))
+	for _, factor := range []float64{1, 2, 5} {
+		if factor*power*chartTicks >= most {
+			return factor * power
+		}
+	}
+	return 10 * power
+}
+
+// height is how high a value is drawn.
+func (c chart) height(v float64) float64 {
+	return v / (c.step() * chartTicks) * (chartHigh - chartTop - chartBottom)
+}
+
+// Bars are the pieces of all bars.
+func (c chart) Bars() []bar {
+	list := []bar{}
+	wide := (chartWide - chartLeft) / float64(max(len(c.Points), 1))
+	for i, p := range c.Points {
+		base := chartHigh - chartBottom
+		for s, v := range p.Values {
+			high := c.height(v)
+			if high <= 0 {
+				continue
+			}
+			base -= high
+			list = append(list, bar{
+				X: place(chartLeft + wide*(float64(i)+.1)), Y: place(base), W: place(wide * .8), H: place(max(high, .5)),
+				Class: c.Series[s].Class, Text: fmt.Sprintf("%s: %s %s", p.Name, c.Write(v), c.Series[s].Name),
+			})
+		}
+	}
+	return list
+}
+
+// Ticks are the words at the left, with the lines that belong to them.
+func (c chart) Ticks() []mark {
+	list := []mark{}
+	for i := range chartTicks + 1 {
+		v := c.step() * float64(i)
+		list = append(list, mark{X: place(chartLeft - 6), Y: place(chartHigh - chartBottom - c.height(v)), Text: c.Write(v)})
+	}
+	return list
+}
+
+// Labels are the words below, as many as fit.
+func (c chart) Labels() []mark {
+	list := []mark{}
+	wide := (chartWide - chartLeft) / float64(max(len(c.Points), 1))
+	every := (len(c.Points) + mostLabels - 1) / mostLabels
+	for i, p := range c.Points {
+		if i%every == 0 {
+			list = append(list, mark{X: place(chartLeft + wide*(float64(i)+.5)), Y: place(chartHigh - 5), Text: p.Short})
+		}
+	}
+	return list
+}
+
+// Box is the viewBox; Left and Right are where lines begin and end.
+func (c chart) Box() string   { return fmt.Sprintf("0 0 %s %s", place(chartWide), place(chartHigh)) }
+func (c chart) Left() string  { return place(chartLeft) }
+func (c chart) Right() string { return place(chartWide) }
+
+// Rows are the points with all values in words, the latest first.
+func (c chart) Rows() [][]string {
+	list := [][]string{}
+	for _, p := range slices.Backward(c.Points) {
+		row := []string{p.Name}
+		for _, v := range p.Values {
+			row = append(row, c.Write(v))
+		}
+		list = append(list, row)
+	}
+	return list
 }

@@ -1,8 +1,11 @@
 package engineroom
 
 import (
+	"fmt"
 	"strings"
 	"testing"
+	"time"
+	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -141,5 +144,342 @@ func TestNoTableIsReadWholeForATrace(t *testing.T) {
 		one + "?view=table&after=" + row, one + "?row=" + row,
 	} {
 		indexed(t, pool, path, tables...)
+	}
+}
+
+// sql runs statements of a test.
+func sql(t *testing.T, pool *pgxpool.Pool, text string, args postgres.Strict) {
+	t.Helper()
+	var err error
+	if args == nil {
+		_, err = pool.Exec(t.Context(), text)
+	} else {
+		_, err = pool.Exec(t.Context(), text, args)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// seedTrace writes a run of an hour ago with a child, a phase, a model call, a lost call and its retry, and a wait of half
+// an hour, and returns its trace and its execution.
+func seedTrace(t *testing.T, pool *pgxpool.Pool) (id trace.ID, run string) {
+	t.Helper()
+	id = trace.New(trace.Heartbeat)
+	err := pool.QueryRow(t.Context(), `
+		insert into agent_executions (id, trace_id, surface, flow, status, thread_id, created_at, started_at, wait_number)
+		select lanekeeper.agent_uuid7(at), @id, 'heartbeat', 'beat', 'running', 'ops', at, at + interval '1 s', 1
+		  from (select clock_timestamp() - interval '1 hour' as at) x returning id::text`, postgres.Strict{"id": string(id)}).Scan(&run)
+	if err != nil {
+		t.Fatal(err)
+	}
+	sql(t, pool, `
+		with e as (select id, created_at as at from agent_executions where id = @run::text::uuid),
+		child as (
+		  insert into agent_executions (trace_id, surface, flow, status, parent_id, created_at)
+		  select @id, 'flow', 'collect', 'pending', e.id, at + interval '9 s' from e),
+		phase as (
+		  insert into agent_activity (id, trace_id, execution_id, kind, skill_name, step, created_at, finished_at, duration_ms, lane)
+		  select lanekeeper.agent_uuid7(at + interval '1 s'), @id, e.id, 'phase', 'advance_plan', 'plan', at + interval '1 s',
+		         at + interval '40 min', 2399000, 'heartbeat' from e returning id)
+		insert into agent_activity (id, trace_id, execution_id, parent_id, kind, skill_name, step, status, model, token_usage, cost_usd,
+		       created_at, finished_at, duration_ms, error_class, error_message, input, idempotency_key)
+		select lanekeeper.agent_uuid7(at + s * interval '1 s'), @id, e.id, phase.id, k, n, st, w, m, u::jsonb, c, at + s * interval '1 s',
+		       at + (s + 2) * interval '1 s', 2000, cl, nullif(er, ''), '{"to": "ana"}', 'key-1'
+		  from e, phase, (values
+		    (2, 'model', 'model_call', 'plan/model', 'success', 'gpt-4o-mini', '{"prompt_tokens": 30, "completion_tokens": 12, "total_tokens": 42}', 0.5, '', ''),
+		    (4, 'call', 'fetch', 'plan/fetch', 'unknown', '', '{}', 0, 'interrupted', 'nobody knows'),
+		    (6, 'call', 'fetch', 'plan/fetch', 'error', '', '{}', 0, 'timeout', 'no answer came')) v (s, k, n, st, w, m, u, c, cl, er)`,
+		postgres.Strict{"id": string(id), "run": run})
+	sql(t, pool, `update agent_executions set status = 'waiting', waiting_for = 'event', waiting_key = 'go' where id = @run::text::uuid`,
+		postgres.Strict{"run": run})
+	sql(t, pool, `
+		insert into agent_checkpoints (execution_id, step, claim, output, created_at)
+		select id, 'plan/wait', claim, '{"event": "EVENT_COMPLETED", "data": {}, "timed_out": false}', created_at + interval '30 min'
+		  from agent_executions where id = @run::text::uuid`, postgres.Strict{"run": run})
+	sql(t, pool, `update agent_executions set status = 'running' where id = @run::text::uuid`, postgres.Strict{"run": run})
+	sql(t, pool, `
+		update agent_executions set status = 'failed', error_message = 'no prices', failed_step = 'plan/fetch',
+		       completed_at = created_at + interval '40 min' where id = @run::text::uuid`, postgres.Strict{"run": run})
+	return id, run
+}
+
+func wants(t *testing.T, body string, texts ...string) {
+	t.Helper()
+	for _, text := range texts {
+		if !strings.Contains(body, text) {
+			t.Errorf("%q is missing", text)
+		}
+	}
+	if t.Failed() {
+		t.Logf("the page:\n%s", body)
+	}
+}
+
+func TestATraceIsShownFromEveryFormOfItsID(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	id, run := seedTrace(t, pool)
+	for _, form := range []string{string(id), id.OTel(), id.Suffix()} {
+		status, body := see(t, server.URL+"/traces/"+form)
+		if status != 200 {
+			t.Fatalf("%s: status %d", form, status)
+		}
+		wants(t, body, `data-copy="`+string(id)+`"`, `data-copy="`+id.OTel()+`"`, "/executions/"+run, "/threads/ops", "heartbeat",
+			"What went wrong", "no prices", "no answer came", "$0.5000", "39 min")
+	}
+	for path, want := range map[string]int{
+		"/traces/" + string(trace.New(trace.Chat)): 404, "/traces/hb_nonsense": 400, "/traces/" + string(id) + "?view=pie": 400,
+		"/traces/" + string(id) + "?row=x": 400, "/traces/" + string(id) + "?sort=up": 400,
+	} {
+		if status, _ := see(t, server.URL+path); status != want {
+			t.Errorf("%s is answered with %d", path, status)
+		}
+	}
+}
+
+func TestAWaterfallTellsItsLinesApart(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	id, _ := seedTrace(t, pool)
+	_, body := see(t, server.URL+"/traces/"+string(id))
+	wants(t, body, `kind-run">run<`, `kind-phase">phase<`, `kind-model">model call<`, `kind-call">skill call<`, `kind-retry">retry 2<`,
+		`kind-wait">wait<`, "bar-queue", "bar-wait", `class="wf-gap"`, "in which no call ran", "for an event", "(not recorded", "key-1",
+		`&#34;to&#34;: &#34;ana&#34;`)
+	if strings.Contains(body, "style=") {
+		t.Error("there is a style attribute, which the policy of the page forbids")
+	}
+	_, body = see(t, server.URL+"/traces/"+string(id)+"?view=tree")
+	wants(t, body, `class="trace-tree"`, "42 tokens · $0.5000 · <span", `kind-retry">retry 2<`, "for an event")
+	_, body = see(t, server.URL+"/traces/"+string(id)+"?view=table")
+	wants(t, body, "plan/fetch", "gpt-4o-mini", "retry 2", "EVENT_COMPLETED", "<caption>")
+}
+
+func TestWhatATraceWaitsForNowIsDrawn(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	id := trace.New(trace.Chat)
+	sql(t, pool, `insert into agent_executions (trace_id, surface, flow, status, claim) values (@id, 'chat', 'one', 'running', 4), (@id, 'chat', 'two', 'running', 1)`,
+		postgres.Strict{"id": string(id)})
+	sql(t, pool, `update agent_executions set status = 'waiting', waiting_for = 'approval', waiting_key = 'a/b', waiting_step = 'leave' where flow = 'two'`, nil)
+	sql(t, pool, `insert into agent_lock_waiters (lane, owner, expires_at)
+		select 'operate', id || '#4', clock_timestamp() + interval '1 minute' from agent_executions where flow = 'one'`, nil)
+	_, body := see(t, server.URL+"/traces/"+string(id))
+	wants(t, body, "for an approval", `href="/approvals/a%2Fb"`, "it goes on, at most until", `kind-lane">lane wait<`, "for operate",
+		"holding its process", "wf-open")
+}
+
+func TestATraceOfManyRowsIsBounded(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	id := trace.New(trace.Flow)
+	sql(t, pool, `
+		insert into agent_executions (trace_id, surface, flow, status, created_at)
+		values (@id, 'flow', 'import', 'running', clock_timestamp() - interval '6 hours')`, postgres.Strict{"id": string(id)})
+	sql(t, pool, `
+		insert into agent_activity (id, trace_id, execution_id, skill_name, status, created_at, finished_at, duration_ms, cost_usd)
+		select lanekeeper.agent_uuid7(e.created_at + n * interval '1 s'), @id, e.id, 'row_' || n, case n when 10000 then 'error' else 'success' end,
+		       e.created_at + n * interval '1 s', e.created_at + n * interval '1 s', 0, 0.001
+		  from agent_executions e, generate_series(1, 20000) n where e.trace_id = @id`, postgres.Strict{"id": string(id)})
+	_, body := see(t, server.URL+"/traces/"+string(id))
+	wants(t, body, "20,000 activities", "row_1<", "row_200<", "row_10000<", "row_19901<", "row_20000<", "19,699 more activities", "$20.00",
+		"not all shown", `wf-cost">$20.00`)
+	if strings.Contains(body, ">row_201<") || len(body) > 2_000_000 {
+		t.Errorf("too much is shown: %d bytes", len(body))
+	}
+	seen := 0
+	next := "/traces/" + string(id) + "?view=table"
+	for range 3 {
+		_, body = see(t, server.URL+next)
+		wants(t, body, fmt.Sprintf(">row_%d<", seen+1), fmt.Sprintf(">row_%d<", seen+tracePerPage))
+		seen += tracePerPage
+		at := strings.LastIndex(body[:strings.Index(body, "Later activities")], `href="`)
+		next = strings.ReplaceAll(strings.SplitN(body[at+6:], `"`, 2)[0], "&amp;", "&")
+	}
+}
+
+func TestADeepChainAndACircleOfParents(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	deep, circle := trace.New(trace.Operate), trace.New(trace.Operate)
+	sql(t, pool, `
+		with ids as (select n, lanekeeper.agent_uuid7(clock_timestamp() + n * interval '1 ms') as id from generate_series(1, 1000) n)
+		insert into agent_activity (id, trace_id, parent_id, skill_name, created_at, finished_at, duration_ms, kind, cost_usd)
+		select i.id, @id, p.id, 'level_' || i.n, clock_timestamp() + i.n * interval '1 ms', clock_timestamp() + interval '2 s', 1, 'phase', 0.01
+		  from ids i left join ids p on p.n = i.n - 1`, postgres.Strict{"id": string(deep)})
+	sql(t, pool, `
+		with ids as (select n, lanekeeper.agent_uuid7() as id from generate_series(0, 2) n)
+		insert into agent_activity (id, trace_id, parent_id, skill_name, finished_at)
+		select i.id, @id, p.id, 'round_' || i.n, clock_timestamp() from ids i join ids p on p.n = (i.n + 1) % 3`, postgres.Strict{"id": string(circle)})
+	for _, view := range []string{"waterfall", "tree"} {
+		_, body := see(t, server.URL+"/traces/"+string(deep)+"?view="+view)
+		wants(t, body, ">level_1<", ">level_200<", ">level_1000<", "level 199")
+		if n := nesting(body, "<details", "</details>"); n > 40 {
+			t.Errorf("%s: details lie %d deep", view, n)
+		}
+		_, body = see(t, server.URL+"/traces/"+string(circle)+"?view="+view)
+		for n := range 3 {
+			if count := strings.Count(body, fmt.Sprintf(`<span class="wf-title">round_%d</span>`, n)); count != 1 {
+				t.Errorf("%s: round_%d is there %d times", view, n, count)
+			}
+		}
+	}
+}
+
+// nesting is how deep an element nests.
+func nesting(body, begin, end string) (most int) {
+	now := 0
+	for i := range body {
+		switch {
+		case strings.HasPrefix(body[i:], begin):
+			now++
+			most = max(most, now)
+		case strings.HasPrefix(body[i:], end):
+			now--
+		}
+	}
+	return most
+}
+
+func TestHostileTextInATraceIsText(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	id := trace.New(trace.Webhook)
+	evil := "\"><script>alert(1)</script>\u202e\x1b[31m'"
+	sql(t, pool, `
+		insert into agent_executions (trace_id, surface, flow, status, thread_id) values (@id, 'webhook', @evil, 'running', @evil)`,
+		postgres.Strict{"id": string(id), "evil": evil})
+	sql(t, pool, `
+		update agent_executions set status = 'failed', error_message = @evil || repeat('e', 1000000), failed_step = @evil where trace_id = @id`,
+		postgres.Strict{"id": string(id), "evil": evil})
+	sql(t, pool, `
+		insert into agent_activity (trace_id, skill_name, step, agent, surface, purpose, status, error_message, error_class, model, lane,
+		       idempotency_key, thread_id, input, output, finished_at, kind)
+		select @id, @evil, @evil, @evil, @evil, @evil, 'error', @evil || repeat('m', 1000000), @evil, @evil, @evil, @evil, @evil,
+		       jsonb_build_object(@evil::text, repeat('i', 1000000)), jsonb_build_array(@evil::text, repeat('o', 1000000)), clock_timestamp(), k
+		  from unnest(array['call', 'model', 'phase', 'note']) k`, postgres.Strict{"id": string(id), "evil": evil})
+	var row string
+	if err := pool.QueryRow(t.Context(), `select id::text from agent_activity limit 1`).Scan(&row); err != nil {
+		t.Fatal(err)
+	}
+	room, err := New(Options{Pool: pool})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if runs, _, err := room.runsOf(t.Context(), string(id)); err != nil || len(runs) != 1 || len(runs[0].Error) > 4000*utf8.UTFMax {
+		t.Errorf("a text of a megabyte was fetched, error %v", err)
+	}
+	for _, path := range []string{
+		"/traces", "/traces/" + string(id), "/traces/" + string(id) + "?view=tree",
+		"/traces/" + string(id) + "?view=table", "/traces/" + string(id) + "?row=" + row,
+	} {
+		status, body := see(t, server.URL+path)
+		switch {
+		case status != 200:
+			t.Errorf("%s: status %d", path, status)
+		case strings.Contains(body, "<script>alert") || strings.ContainsAny(body, "\u202e\x1b"):
+			t.Errorf("%s: something is not text", path)
+		case !strings.Contains(body, "&lt;script&gt;alert(1)"):
+			t.Errorf("%s: the text is missing", path)
+		case len(body) > 600_000:
+			t.Errorf("%s has %d bytes", path, len(body))
+		case strings.Contains(body, "could not be read"):
+			t.Errorf("%s: a part is in trouble:\n%s", path, body)
+		}
+		if path != "/traces" && !strings.Contains(body, "1.0 MB") {
+			t.Errorf("%s does not tell how long the whole is", path)
+		}
+	}
+}
+
+func TestATraceThatHasEndedIsNotReadAgain(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	room, err := New(Options{Pool: pool, Agent: "agent"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	id, _ := seedTrace(t, pool)
+	v := visit{path: func(string) string { return string(id) }}
+	loads := 0
+	look := func() {
+		t.Helper()
+		if _, err := room.openTrace(t.Context(), &v); err != nil {
+			t.Fatal(err)
+		}
+		about, _ := v.About.(*tracedVisit)
+		if _, err := room.settled(t.Context(), about, "view", func() (any, bool, error) { loads++; return loads, false, nil }); err != nil {
+			t.Fatal(err)
+		}
+	}
+	look()
+	look()
+	if loads != 2 {
+		t.Fatalf("its child has not ended, but it was read %d times for two looks", loads)
+	}
+	sql(t, pool, `update agent_executions set status = 'cancelled' where completed_at is null`, nil)
+	look()
+	look()
+	look()
+	if loads != 3 {
+		t.Fatalf("it was read %d times, not once more", loads)
+	}
+	sql(t, pool, `insert into agent_activity (trace_id, kind, skill_name, finished_at) values (@id, 'note', 'break_lane', clock_timestamp())`,
+		postgres.Strict{"id": string(id)})
+	look()
+	if loads != 4 {
+		t.Fatalf("a note came later, and it was not read again")
+	}
+}
+
+func TestBarsKeepTheirOrderOnTheScale(t *testing.T) {
+	t.Parallel()
+	start := time.Date(2026, 11, 21, 4, 30, 0, 0, time.UTC)
+	at := func(d time.Duration) *time.Time { return new(start.Add(d)) }
+	call := func(from, to time.Duration) *tracedNode {
+		return &tracedNode{Sort: "call", From: *at(from), To: at(to), Row: &tracedRow{Kind: "call"}}
+	}
+	wait := &tracedNode{Sort: "wait", From: *at(4 * time.Second), To: at(72 * time.Hour)}
+	nodes := []*tracedNode{call(0, 2*time.Second), call(2*time.Second, 4*time.Second), wait, call(72*time.Hour, 72*time.Hour+4*time.Second)}
+	scale := newTraceScale(nodes)
+	scale.draw(nodes)
+	gaps := scale.gaps()
+	if len(gaps) != 1 || gaps[0].Word() != "2 d 23 h" && gaps[0].Word() != "3 d" {
+		t.Fatalf("gaps are %+v", gaps)
+	}
+	before := -1.0
+	for _, moment := range []time.Duration{0, time.Second, 2 * time.Second, 4 * time.Second, 30 * time.Hour, 72 * time.Hour, 72*time.Hour + 4*time.Second} {
+		x := scale.place(*at(moment))
+		if x <= before || x > 100 {
+			t.Errorf("%s is at %f, after %f", moment, x, before)
+		}
+		before = x
+	}
+	if two, four := scale.place(*at(2 * time.Second)), scale.place(*at(4 * time.Second)); four-two < 15 {
+		t.Errorf("two seconds of work got %.2f percent beside three days of waiting", four-two)
+	}
+}
+
+func TestAModelCallShowsItsPrompt(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	const trace = "op_01J8052XG1XHJAZ95GX5TCNBAZ"
+	call := put(t, pool, `
+		insert into agent_activity (trace_id, surface, skill_name, kind, status, token_usage)
+		values ($1, 'operate', 'model_call', 'model', 'success', '{"prompt_tokens": 1200, "cached_tokens": 1000, "cache_write_tokens": 50, "total_tokens": 1210}')
+		returning id::text`, trace)
+	wants(t, shows(t, server.URL+"/traces/"+trace+"?row="+call), "was not recorded, or is no longer kept", "1,000 cached", "50 cache writes")
+	put(t, pool, `
+		with part as (
+		  insert into agent_prompt_parts (digest, body) select sha256(b::bytea), b
+		    from unnest(array['[{"type": "function"}]', '{"role": "user", "content": "Is <b>it</b> so?"}', repeat('é<b>', 100000)]) b returning digest)
+		insert into agent_prompts (activity_id, tools, messages)
+		select $1::text::uuid, sha256('[{"type": "function"}]'),
+		       array[sha256('{"role": "user", "content": "Is <b>it</b> so?"}'), sha256(repeat('é<b>', 100000)::bytea), sha256('gone')]
+		returning activity_id::text`, call)
+	body := shows(t, server.URL+"/traces/"+trace+"?row="+call)
+	wants(t, body, "tools", "Is &lt;b&gt;it&lt;/b&gt; so?", "A part that is no longer kept", "of 4 parts")
+	if len(body) > 300_000 || strings.Contains(body, "é<b>") {
+		t.Errorf("the page has %d bytes", len(body))
 	}
 }

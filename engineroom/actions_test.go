@@ -1,0 +1,717 @@
+package engineroom
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"maps"
+	"net/http"
+	"net/http/httptest"
+	"net/url"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/threads"
+)
+
+// apiCall is a call of the API.
+type apiCall struct {
+	method, path, body, kind string
+	header                   http.Header
+}
+
+// pulled serves the room over an API that answers as status and body say, and keeps what it was asked.
+func pulled(t *testing.T, answer http.HandlerFunc) (*[]apiCall, *httptest.Server, *http.Client) {
+	t.Helper()
+	var calls []apiCall
+	routes := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		body, err := io.ReadAll(r.Body)
+		if err != nil {
+			t.Error(err)
+		}
+		calls = append(calls, apiCall{r.Method, r.URL.EscapedPath(), string(body), r.Header.Get("Content-Type"), r.Header})
+		answer(w, r)
+	})
+	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent", API: func() http.Handler { return routes }, Key: []byte("k")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	mux := http.NewServeMux()
+	for _, r := range room.Routes() {
+		mux.Handle(r.Method+" "+r.Path, r.Handler)
+	}
+	server := httptest.NewServer(mux)
+	t.Cleanup(server.Close)
+	stay := &http.Client{CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
+	return &calls, server, stay
+}
+
+// send posts a form.
+func post(t *testing.T, client *http.Client, address string, form url.Values, header http.Header) *http.Response {
+	t.Helper()
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, address, strings.NewReader(form.Encode()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	maps.Copy(req.Header, header)
+	req.Header.Set("Content-Type", "application/x-www-form-urlencoded")
+	resp, err := client.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	return resp
+}
+
+// after is the page that is shown after a lever was pulled, with the message, and what it says on the next look.
+func after(t *testing.T, client *http.Client, server *httptest.Server, resp *http.Response) (first, second string) {
+	t.Helper()
+	look := func(cookies []*http.Cookie) (string, []*http.Cookie) {
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, server.URL+"/lanes", http.NoBody)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, c := range cookies {
+			if c.MaxAge >= 0 {
+				req.AddCookie(c)
+			}
+		}
+		got, err := client.Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer got.Body.Close()
+		text, err := io.ReadAll(got.Body)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(text), got.Cookies()
+	}
+	first, cookies := look(resp.Cookies())
+	second, _ = look(cookies)
+	return first, second
+}
+
+func TestALeverCallsTheRouteAndComesBack(t *testing.T) {
+	t.Parallel()
+	calls, server, client := pulled(t, func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("X-Trace-Id", "op_1")
+		w.WriteHeader(http.StatusCreated)
+	})
+	form := url.Values{"reason": {"it <b>hangs</b>\r\nagain"}, "back": {"/lanes?status=held"}}
+	header := http.Header{"Authorization": {"Bearer x"}, "Cookie": {"lanekeeper_session=y"}, "Origin": {server.URL}, "Sec-Fetch-Site": {"same-origin"}}
+	resp := post(t, client, server.URL+"/act/v1/lanes/a%2F%2Fb%20c/break", form, header)
+	if resp.StatusCode != http.StatusSeeOther || resp.Header.Get("Location") != "/lanes?status=held" {
+		t.Errorf("status %d, to %s", resp.StatusCode, resp.Header.Get("Location"))
+	}
+	got := (*calls)[0]
+	want := apiCall{method: "POST", path: "/v1/lanes/a%2F%2Fb%20c/break", body: `{"reason":"it \u003cb\u003ehangs\u003c/b\u003e\nagain"}`, kind: "application/json"}
+	sent := got.header
+	got.header = nil
+	if diff := cmp.Diff(want, got, cmp.AllowUnexported(apiCall{})); diff != "" {
+		t.Error(diff)
+	}
+	if sent.Get("Authorization") != "Bearer x" || sent.Get("Cookie") != "lanekeeper_session=y" || sent.Get("Sec-Fetch-Site") != "" {
+		t.Errorf("the route is called as %v", sent)
+	}
+	first, second := after(t, client, server, resp)
+	if !strings.Contains(first, `role="status"`) || !strings.Contains(first, "Lane a//b c was taken from its holder.") || !strings.Contains(first, `<a href="/traces/op_1">`) {
+		t.Errorf("the page does not say what came of it:\n%s", first)
+	}
+	if strings.Contains(second, "was taken") {
+		t.Error("the message is shown twice")
+	}
+}
+
+func TestWhatARouteRefusesIsTold(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct {
+		answer http.HandlerFunc
+		says   string
+	}{
+		"a problem": {func(w http.ResponseWriter, r *http.Request) {
+			problem.Write(w, r, problem.New(409, "the holder is <b>busy</b>"), "", nil)
+		}, "the holder is &lt;b&gt;busy&lt;/b&gt;"},
+		"no problem": {func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(500) }, "It did not work: status 500."},
+		"a long one": {func(w http.ResponseWriter, r *http.Request) {
+			problem.Write(w, r, problem.New(400, "%s", strings.Repeat("€", 5000)), "", nil)
+		}, "€€€…"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			_, server, client := pulled(t, test.answer)
+			resp := post(t, client, server.URL+"/act/v1/skills/x/disable", url.Values{"reason": {"r"}}, http.Header{"Referer": {server.URL + "/skills/x?y=1"}})
+			if resp.StatusCode != http.StatusSeeOther || resp.Header.Get("Location") != "/skills/x?y=1" {
+				t.Errorf("status %d, to %s", resp.StatusCode, resp.Header.Get("Location"))
+			}
+			if first, _ := after(t, client, server, resp); !strings.Contains(first, test.says) || !strings.Contains(first, `role="alert"`) {
+				t.Errorf("the page does not say %s:\n%s", test.says, first)
+			}
+		})
+	}
+}
+
+func TestALeverSendsOnlyWhatItTakes(t *testing.T) {
+	t.Parallel()
+	calls, server, client := pulled(t, func(http.ResponseWriter, *http.Request) {})
+	for _, name := range []string{"/act/v1/executions", "/act/v1/locks", "/act/v1/nothing", "/act/v1/skills/x/delete"} {
+		if resp := post(t, client, server.URL+name, url.Values{}, nil); resp.StatusCode != http.StatusNotFound {
+			t.Errorf("%s: %d", name, resp.StatusCode)
+		}
+	}
+	for name, test := range map[string]struct {
+		form url.Values
+		says string
+	}{
+		"unknown field": {url.Values{"reason": {"r"}, "admin": {"1"}}, `a field &#34;admin&#34;, which this lever does not take`},
+		"no JSON":       {url.Values{"input": {"{"}}, "input is not JSON"},
+		"no flag":       {url.Values{"latest": {"maybe"}}, "latest is &#34;maybe&#34;; it can be true or false"},
+	} {
+		resp := post(t, client, server.URL+"/act/v1/executions/1/fork", test.form, nil)
+		if first, _ := after(t, client, server, resp); !strings.Contains(first, test.says) {
+			t.Errorf("%s: the page does not say %s", name, test.says)
+		}
+	}
+	if len(*calls) > 0 {
+		t.Errorf("the API was called: %+v", *calls)
+	}
+	for back, want := range map[string]string{"https://evil.example/": "/", "//evil.example": "/", "/lanes": "/lanes"} {
+		resp := post(t, client, server.URL+"/act/v1/executions/1/retry", url.Values{"back": {back}}, nil)
+		if got := resp.Header.Get("Location"); got != want {
+			t.Errorf("back to %s is %s", back, got)
+		}
+	}
+	resp := post(t, client, server.URL+"/act/v1/executions/1/retry", nil, http.Header{"Referer": {"https://evil.example/lanes"}})
+	if got := resp.Header.Get("Location"); got != "/" {
+		t.Errorf("a referrer elsewhere leads to %s", got)
+	}
+}
+
+func TestFieldsHaveTypes(t *testing.T) {
+	t.Parallel()
+	l := lever{fields: []field{{"t", asText}, {"l", asList}, {"f", asFlag}, {"n", asNumber}, {"j", asJSON}}}
+	for name, test := range map[string]struct {
+		form url.Values
+		want string // JSON, or what is wrong
+	}{
+		"all":           {url.Values{"t": {"x"}, "l": {"a\r\nb", " c "}, "f": {"on"}, "n": {"1.5"}, "j": {`{"a":[1]}`}}, `{"f":true,"j":{"a":[1]},"l":["a","b","c"],"n":1.5,"t":"x"}`},
+		"left empty":    {url.Values{"t": {" "}, "l": {"", "\n"}, "f": {""}, "n": {""}, "j": {""}}, `{}`},
+		"last wins":     {url.Values{"f": {"false", "true"}}, `{"f":true}`},
+		"not a number":  {url.Values{"n": {"1e"}}, "n is"},
+		"NaN":           {url.Values{"n": {"NaN"}}, "n is"},
+		"hexadecimal":   {url.Values{"n": {"0x10"}}, "n is"},
+		"text for JSON": {url.Values{"j": {"hello"}}, "j is not JSON"},
+	} {
+		body, err := l.body(test.form)
+		if err != nil {
+			body = []byte(err.Error())
+		}
+		if !strings.HasPrefix(string(body), test.want) || err == nil && string(body) != test.want {
+			t.Errorf("%s: %s", name, body)
+		}
+	}
+}
+
+func TestAMessageThatThisAgentDidNotSignIsNotShown(t *testing.T) {
+	t.Parallel()
+	_, server, client := pulled(t, func(http.ResponseWriter, *http.Request) {})
+	resp := post(t, client, server.URL+"/act/v1/executions/1/retry", nil, nil)
+	c := resp.Cookies()[0]
+	if !c.HttpOnly || c.SameSite != http.SameSiteStrictMode || c.MaxAge <= 0 || c.MaxAge > 60 {
+		t.Errorf("cookie %+v", c)
+	}
+	room := &Room{Options: Options{Key: []byte("k")}}
+	if f := room.readFlash(c.Value); f == nil || f.Text != "A new execution does again what failed." {
+		t.Errorf("another process of the agent reads %+v", f)
+	}
+	parts := strings.Split(c.Value, ".")
+	for name, value := range map[string]string{
+		"changed": parts[0] + ".eyJ0IjoiZXZpbCJ9." + parts[2], "longer": "zzzzzzz." + parts[1] + "." + parts[2], "empty": "", "unsigned": parts[0] + "." + parts[1],
+	} {
+		if f := room.readFlash(value); f != nil {
+			t.Errorf("%s: %+v", name, f)
+		}
+	}
+	old := "1." + parts[1]
+	if f := room.readFlash(old + "." + room.sign(old)); f != nil {
+		t.Errorf("a message of 1970 is shown: %+v", f)
+	}
+	if f := (&Room{Options: Options{Key: []byte("other")}}).readFlash(c.Value); f != nil {
+		t.Errorf("another agent reads %+v", f)
+	}
+}
+
+func TestEveryPageSaysWhatABrowserHasToKnow(t *testing.T) {
+	t.Parallel()
+	_, server, client := pulled(t, func(http.ResponseWriter, *http.Request) {})
+	for _, address := range []string{"/lanes", "/login", "/assets/room.css", "/traces/nothing"} {
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, server.URL+address, http.NoBody)
+		if err != nil {
+			t.Fatal(err)
+		}
+		resp, err := client.Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		resp.Body.Close()
+		h := resp.Header
+		if h.Get("Content-Security-Policy") != policy || h.Get("X-Content-Type-Options") != "nosniff" || h.Get("Cross-Origin-Opener-Policy") != "same-origin" ||
+			h.Get("Cross-Origin-Resource-Policy") != "same-origin" || h.Get("Referrer-Policy") != "same-origin" {
+			t.Errorf("%s: %v", address, h)
+		}
+	}
+	if strings.Contains(policy, "unsafe") || !strings.HasPrefix(policy, "default-src 'none'") {
+		t.Errorf("the policy is %s", policy)
+	}
+}
+
+func TestAssetsAreKeptByTheirDigest(t *testing.T) {
+	t.Parallel()
+	_, server, client := pulled(t, func(http.ResponseWriter, *http.Request) {})
+	address, err := assetURL("room.css")
+	if err != nil {
+		t.Fatal(err)
+	}
+	get := func(address, tag string) *http.Response {
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, server.URL+address, http.NoBody)
+		if err != nil {
+			t.Fatal(err)
+		}
+		req.Header.Set("If-None-Match", tag)
+		resp, err := client.Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		resp.Body.Close()
+		return resp
+	}
+	if h := get(address, "").Header; h.Get("Cache-Control") != "public, max-age=31536000, immutable" || !strings.HasPrefix(h.Get("Content-Type"), "text/css") {
+		t.Errorf("by digest: %v", h)
+	}
+	plain := get("/assets/room.css?v=other", "")
+	if plain.Header.Get("Cache-Control") != "public, no-cache" {
+		t.Errorf("by another digest: %v", plain.Header)
+	}
+	if again := get("/assets/room.css", plain.Header.Get("ETag")); again.StatusCode != http.StatusNotModified {
+		t.Errorf("with its tag: %d", again.StatusCode)
+	}
+	if none := get("/assets/nothing.css", ""); none.StatusCode != http.StatusNotFound {
+		t.Errorf("a file that is not there: %d", none.StatusCode)
+	}
+	if h := get("/assets/inter-5.3.0.woff2", "").Header; h.Get("Content-Type") != "font/woff2" || !strings.Contains(h.Get("Cache-Control"), "immutable") {
+		t.Errorf("the font: %v", h)
+	}
+	if _, err := assetURL("nothing.css"); err == nil {
+		t.Error("a file that is not there has an address")
+	}
+}
+
+func TestTheLoginPageIsThereForEverybody(t *testing.T) {
+	t.Parallel()
+	_, server, _ := pulled(t, func(http.ResponseWriter, *http.Request) {})
+	for next, want := range map[string]string{"/lanes?a=b": `name="next" value="/lanes?a=b"`, "//evil.example": `name="next" value="/"`} {
+		if status, body := see(t, server.URL+"/login?next="+url.QueryEscape(next)); status != 200 || !strings.Contains(body, want) {
+			t.Errorf("next %s: %d\n%s", next, status, body)
+		}
+	}
+	var public []string
+	room := &Room{Options: Options{}}
+	room.hub = newHub(room)
+	for _, r := range room.Routes() {
+		if r.Public {
+			public = append(public, r.Method+" "+r.Path)
+		}
+	}
+	if diff := cmp.Diff([]string{"GET /assets/{file}", "GET /login"}, public); diff != "" {
+		t.Errorf("without a login there is also: %s", diff)
+	}
+}
+
+// A form whose route is missing in the table would only be found by the admin who sends it.
+func TestEveryLeverOfATemplateIsInTheTable(t *testing.T) {
+	t.Parallel()
+	mux := http.NewServeMux()
+	for _, l := range levers() {
+		mux.HandleFunc(l.method+" "+l.path, func(http.ResponseWriter, *http.Request) {})
+	}
+	files, err := templateFiles.ReadDir("templates")
+	if err != nil {
+		t.Fatal(err)
+	}
+	found := 0
+	for _, file := range files {
+		text, err := templateFiles.ReadFile("templates/" + file.Name())
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, m := range regexp.MustCompile(`"Path" (?:\(printf )?"(/v1/[^"]+)"|action="/act(/v1/[^"]+)"`).FindAllStringSubmatch(string(text), -1) {
+			found++
+			path := regexp.MustCompile(`%s|\{\{.*?\}\}`).ReplaceAllString(m[1]+m[2], "x")
+			if path == "/v1/operate" {
+				continue // has a handler of its own
+			}
+			if _, pattern := mux.Handler(httptest.NewRequestWithContext(t.Context(), http.MethodPost, path, http.NoBody)); pattern == "" {
+				t.Errorf("%s: no lever has the route %s", file.Name(), path)
+			}
+		}
+	}
+	if found < 10 {
+		t.Errorf("only %d levers were found", found)
+	}
+}
+
+// asked is an approval of the skill drop that expires in some hours.
+func asked(t *testing.T, pool *pgxpool.Pool, status, arguments string, hours float64) string {
+	t.Helper()
+	return put(t, pool, `
+		with s as (insert into agent_skills (name, handler, trust, tool_definition) values ('drop', 'builtin:drop', 'approve', '{}') on conflict (name) do nothing)
+		insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, status, decided_by, reason,
+		       decided_at, consumed_at, expires_at)
+		values ('op_00000000000000000000000001', 'drop', 1, @arguments::jsonb, md5(gen_random_uuid()::text), @status,
+		        case when @status in ('pending', 'expired') then '' else 'the admin' end,
+		        case when @status in ('pending', 'expired') then '' else 'looks right' end,
+		        case when @status not in ('pending', 'expired') then clock_timestamp() end,
+		        case when @status = 'consumed' then clock_timestamp() end, clock_timestamp() + make_interval(secs => @hours * 3600))
+		returning id::text`, postgres.Strict{"status": status, "arguments": arguments, "hours": hours})
+}
+
+func TestApprovalsAreInTheTabOfTheirState(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	shows(t, server.URL+"/approvals", "Nothing needs your leave")
+	ids := map[string]string{
+		"pending": asked(t, pool, "pending", `{"n": 1}`, 5), "overdue": asked(t, pool, "pending", `{"n": 2}`, -1),
+		"approved": asked(t, pool, "approved", `{"n": 3}`, 5), "rejected": asked(t, pool, "rejected", `{"n": 4}`, -9),
+		"consumed": asked(t, pool, "consumed", `{"n": 5}`, -9), "unused": asked(t, pool, "approved", `{"n": 6}`, -1),
+		"void": asked(t, pool, "expired", `{"n": 7}`, 5),
+	}
+	for tab, want := range map[string]string{
+		"": "pending", "?status=pending": "pending", "?status=decided": "approved rejected consumed", "?status=expired": "overdue unused void",
+	} {
+		body := shows(t, server.URL+"/approvals"+tab)
+		for name, id := range ids {
+			if has := strings.Contains(body, `id="approval-`+id); has != strings.Contains(" "+want+" ", " "+name+" ") {
+				t.Errorf("%q has the %s one: %v", tab, name, has)
+			}
+		}
+	}
+	turnsAway(t, server.URL+"/approvals?status=maybe", 400, "it can be pending, decided")
+	turnsAway(t, server.URL+"/approvals?before=yesterday", 400, "no place in this list")
+}
+
+func TestApprovalsGoOnOverPages(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	for n := range mostApprovals + 2 {
+		asked(t, pool, []string{"approved", "rejected"}[n%2], fmt.Sprintf(`{"n": %d}`, n), 5)
+	}
+	first := shows(t, server.URL+"/approvals?status=decided", "Older approvals")
+	_, link, _ := strings.Cut(first, `<p class="pager"><a href="`)
+	link, _, _ = strings.Cut(link, `"`)
+	second := shows(t, server.URL+strings.ReplaceAll(link, "&amp;", "&"))
+	if n, m := strings.Count(first, `id="approval-`), strings.Count(second, `id="approval-`); n != mostApprovals || m != 2 {
+		t.Errorf("the pages have %d and %d approvals", n, m)
+	}
+	if strings.Contains(second, "Older approvals") {
+		t.Error("the last page leads on")
+	}
+}
+
+func TestAnApprovalShowsExactlyWhatIsApproved(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	first := asked(t, pool, "consumed", `{"table": "a", "password": "hunter22", "n": 9007199254740993}`, 5)
+	shows(t, server.URL+"/approvals/"+first, "hunter22", "9007199254740993", "Nothing of this skill was approved before", "by the admin", "looks right")
+	asked(t, pool, "rejected", `{"table": "never"}`, 5)
+	second := asked(t, pool, "pending", `{"table": "b", "password": "hunter22", "n": 9007199254740993}`, 5)
+	body := shows(t, server.URL+"/approvals/"+second, `/approvals/`+first,
+		`<del>− `+"  &#34;table&#34;: &#34;a&#34;</del>", `<ins>&#43; `+"  &#34;table&#34;: &#34;b&#34;</ins>",
+		`action="/act/v1/approvals/`+second+`"`, `name="decision" value="approve"`, `name="decision" value="reject"`)
+	if strings.Contains(body, "never") {
+		t.Error("it is compared with what was denied")
+	}
+	turnsAway(t, server.URL+"/approvals/01890000-0000-7000-8000-000000000000", 404, "there is no approval")
+	turnsAway(t, server.URL+"/approvals/nonsense", 404, "there is no approval")
+}
+
+func TestWhatIsDecidedOrVoidHasNoLevers(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	for _, id := range []string{asked(t, pool, "rejected", `{}`, 5), asked(t, pool, "pending", `{}`, -1)} {
+		if body := shows(t, server.URL+"/approvals/"+id); strings.Contains(body, "/act/") {
+			t.Errorf("it can be decided again:\n%s", body)
+		}
+	}
+	pending := asked(t, pool, "pending", `{}`, 5)
+	put(t, pool, `update agent_skills set revision = 2 returning name`)
+	body := shows(t, server.URL+"/approvals/"+pending, "it is at revision 2 now", "the skill drop was changed: revision 1 is now 2")
+	if strings.Contains(body, "/act/") {
+		t.Errorf("an approval of a skill that has changed can still be decided:\n%s", body)
+	}
+}
+
+func TestWhatIsNotShownWholeCannotBeApproved(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	id := asked(t, pool, "pending", `{"text": "`+strings.Repeat("a", mostArguments)+`"}`, 5)
+	shows(t, server.URL+"/approvals", "too long for a list")
+	body := shows(t, server.URL+"/approvals/"+id, "Only the beginning", "cannot be approved here", `value="reject"`)
+	if strings.Contains(body, `value="approve"`) || len(body) > 100_000 {
+		t.Errorf("the page has %d bytes, or takes leave for what it does not show", len(body))
+	}
+}
+
+func TestWhatHappenedAfterADecisionIsTold(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	x := put(t, pool, `insert into agent_executions (trace_id, surface, flow, status, result_summary)
+		values ('op_00000000000000000000000001', 'operate', 'turn', 'pending', 'dropped it') returning id::text`)
+	id := asked(t, pool, "consumed", `{}`, 5)
+	put(t, pool, `
+		with a as (insert into agent_activity (trace_id, execution_id, step, skill_name, status, output, duration_ms)
+		           values ('op_00000000000000000000000001', $2::uuid, 'call 1/drop', 'drop', 'success', '{"rows": 17}', 40))
+		update agent_approvals set consumed_for = $2::text || ' call 1/drop' where id = $1::uuid returning id::text`, id, x)
+	shows(t, server.URL+"/approvals/"+id, "was used", "/executions/"+x, "rows", "17", "40 ms")
+}
+
+func TestHostileApprovalsAreText(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	id := put(t, pool, `
+		insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, status, decided_by, reason, decided_at, expires_at)
+		values ($1::text, $1, 1, jsonb_build_object($1, $1), $1, 'rejected', $1, $1 || repeat('x', 1000000), now(), now() + interval '1 day')
+		returning id::text`, strings.ReplaceAll(hostile, "\u0007", ""))
+	harmless(t, server.URL+"/approvals?status=decided")
+	harmless(t, server.URL+"/approvals/"+id)
+}
+
+func TestApprovalsAreFoundByAnIndex(t *testing.T) {
+	t.Parallel()
+	pool, _ := open(t)
+	put(t, pool, `
+		with a as (
+		  insert into agent_approvals (id, trace_id, skill_name, skill_revision, arguments, arguments_hash, status, decided_at, parked, execution_id, step, expires_at)
+		  select lanekeeper.agent_uuid7(clock_timestamp() - n * interval '1 minute'), 'op_' || n, 'skill_' || n % 50, 1, '{}', n::text,
+		         (array['pending', 'approved', 'rejected', 'consumed', 'expired'])[1 + n % 5], case when n % 5 between 1 and 3 then now() end,
+		         true, gen_random_uuid(), 's', now() + interval '7 days' - n * interval '1 minute'
+		    from generate_series(1, 20000) n)
+		select 'ok'`)
+	id := asked(t, pool, "pending", `{}`, 5)
+	analyse(t, pool, "agent_approvals", "agent_skills")
+	last := "2026-01-01T00:00:00Z_01890000-0000-7000-8000-000000000000"
+	for _, path := range []string{
+		"/approvals", "/approvals?status=decided", "/approvals?status=expired", "/approvals?status=expired&before=" + last, "/approvals/" + id,
+	} {
+		bounded(t, pool, path, "agent_approvals")
+	}
+}
+
+const aSession = "ses_01JD3V7K8ZQ6W2M5T9X4C1B0AE"
+
+// spoken puts a session with a turn into the database.
+func spoken(t *testing.T, db interface {
+	Begin(ctx context.Context) (pgx.Tx, error)
+}, said, answer, status string,
+) {
+	t.Helper()
+	err := pgx.BeginFunc(t.Context(), db, func(tx pgx.Tx) error {
+		if _, _, err := threads.Open(t.Context(), tx, threads.Admin, threads.Thread{ID: aSession, Channel: "operate", Agent: "agent", Participant: "admin"}); err != nil {
+			return err
+		}
+		var id, trace string
+		err := tx.QueryRow(t.Context(), `
+			insert into agent_executions (trace_id, surface, flow, thread_id, input) values (lanekeeper.agent_trace_id('op'), 'operate', 'operate', $1, jsonb_build_object('message', $2::text))
+			returning id::text, trace_id`, aSession, said).Scan(&id, &trace)
+		if err != nil {
+			return err
+		}
+		for _, d := range []threads.Draft{
+			{Role: threads.User, Content: said, Status: threads.Received}, {Role: threads.Assistant, Content: answer, Status: threads.Sent},
+		} {
+			if d.Content == "" {
+				continue
+			}
+			d.ThreadID, d.Channel, d.ExecutionID, d.TraceID = aSession, "operate", id, trace
+			if _, err := threads.Post(t.Context(), tx, d); err != nil {
+				return err
+			}
+		}
+		if status == "cancelled" {
+			_, err = tx.Exec(t.Context(), `select cancel_agent_execution($1, 'test', 'test')`, id)
+		}
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestOperateShowsASession(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	_, body := see(t, server.URL+"/operate")
+	for _, want := range []string{"Nothing was said here yet", "Nobody has it", "Nobody has talked", `action="/act/v1/operate"`, "operate.js"} {
+		if !strings.Contains(body, want) {
+			t.Errorf("empty: %q is missing", want)
+		}
+	}
+	if strings.Contains(body, `name="agent"`) {
+		t.Error("one agent alone is no choice")
+	}
+	acts(t, pool, agents.Definition{Name: "sales", Default: true})
+	acts(t, pool, agents.Definition{Name: "billing"})
+	shows(t, server.URL+"/operate", `<select name="agent" id="agent"><option value="sales">sales</option><option value="billing">`)
+	hostile := "<script>alert(1)</script>\u202eevil " + strings.Repeat("x", 1<<16)
+	spoken(t, pool, "what did you do? <b>", hostile, "cancelled")
+	spoken(t, pool, "and now?", "", "pending")
+	status, body := see(t, server.URL+"/operate?session="+aSession)
+	for _, want := range []string{
+		"what did you do? &lt;b&gt;", "&lt;script&gt;alert(1)", "⟨U+202E⟩evil", "characters in all", "A turn is under way", `data-execution="`,
+		"one with the agent sales", `value="` + aSession + `"`, `href="/operate?session=` + aSession + `"`,
+	} {
+		if status != 200 || !strings.Contains(body, want) {
+			_, who, _ := strings.Cut(body, `<p id="who">`)
+			t.Errorf("status %d, %q is missing; who acts: %.300s", status, want, who)
+		}
+	}
+	if strings.Contains(body, "<script>alert") || len(body) > 100_000 {
+		t.Errorf("the page has what was said as it was said, in %d bytes", len(body))
+	}
+	if _, err := pool.Exec(t.Context(), `select try_acquire_agent_lock('operate', 'somebody else', 60)`); err != nil {
+		t.Fatal(err)
+	}
+	if _, body := see(t, server.URL+"/operate"); !strings.Contains(body, "somebody else") || strings.Contains(body, "Nobody has it") {
+		t.Error("the holder is missing")
+	}
+	for _, bad := range []string{"?session=%00", "?sesion=x", "?session=" + strings.Repeat("x", 400)} {
+		if status, _ := see(t, server.URL+"/operate"+bad); status != 400 {
+			t.Errorf("%s: status %d", bad, status)
+		}
+	}
+	if status, body := see(t, server.URL+"/operate?session=unknown"); status != 200 || !strings.Contains(body, "Nothing was said here yet") {
+		t.Errorf("a session that was never spoken in: %d", status)
+	}
+}
+
+func TestTheFormOfOperateWorksWithoutAScript(t *testing.T) {
+	t.Parallel()
+	answers := map[string]func(w http.ResponseWriter){
+		"hello": func(w http.ResponseWriter) {
+			w.Header().Set("X-Trace-Id", "op_01JD3V7K8ZQ6W2M5T9X4C1B0AE")
+			io.WriteString(w, `{"session_id":"ses_1","ended":"answered"}`)
+		},
+		"busy": func(w http.ResponseWriter) {
+			w.WriteHeader(http.StatusConflict)
+			io.WriteString(w, `{"detail":"lane operate is held by ana","status":409}`)
+		},
+		"drop it": func(w http.ResponseWriter) {
+			w.WriteHeader(http.StatusAccepted)
+			io.WriteString(w, `{"session_id":"ses_2","ended":"waiting_approval"}`)
+		},
+		"late": func(w http.ResponseWriter) { w.WriteHeader(http.StatusUnauthorized) },
+	}
+	var got struct{ body, accept, cookie string }
+	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent", API: func() http.Handler {
+		return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			text, _ := io.ReadAll(r.Body)
+			got.body, got.accept, got.cookie = string(text), r.Header.Get("Accept"), r.Header.Get("Cookie")
+			for message, answer := range answers {
+				if strings.Contains(got.body, `"`+message+`"`) && r.URL.Path == "/v1/operate" {
+					answer(w)
+				}
+			}
+		})
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	mux := http.NewServeMux()
+	for _, r := range room.Routes() {
+		mux.Handle(r.Method+" "+r.Path, r.Handler)
+	}
+	for message, want := range map[string]struct{ to, said string }{
+		"hello": {"/operate?session=ses_1", "The agent has answered."}, "busy": {"/operate?session=ses_0", "held by ana"},
+		"drop it": {"/operate?session=ses_2", "waits for an approval"}, "late": {"/login?next=%2Foperate%3Fsession%3Dses_0", ""},
+	} {
+		form := url.Values{"message": {message}, "session_id": {"ses_0"}, "agent": {"billing"}}
+		r := httptest.NewRequest(http.MethodPost, "/act/v1/operate", strings.NewReader(form.Encode()))
+		r.Header.Set("Content-Type", "application/x-www-form-urlencoded")
+		r.Header.Set("Cookie", "lanekeeper=me")
+		w := httptest.NewRecorder()
+		mux.ServeHTTP(w, r)
+		if w.Code != http.StatusSeeOther || w.Header().Get("Location") != want.to {
+			t.Errorf("%s: %d to %s", message, w.Code, w.Header().Get("Location"))
+		}
+		if got.accept != "application/json" || got.cookie != "lanekeeper=me" || !strings.Contains(got.body, `"agent":"billing"`) || !strings.Contains(got.body, `"session_id":"ses_0"`) {
+			t.Errorf("%s: sent %+v", message, got)
+		}
+		said := ""
+		for _, c := range w.Result().Cookies() {
+			if f := room.readFlash(c.Value); c.Name == flashCookie && f != nil {
+				said = f.Text
+			}
+		}
+		if !strings.Contains(said, want.said) || want.said != "" && said == "" {
+			t.Errorf("%s: the page will say %q", message, said)
+		}
+	}
+}
+
+func TestOperateReadsNoMoreThanItShows(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	spoken(t, pool, "what did you do?", "Nothing.", "cancelled")
+	for _, sql := range []string{
+		`insert into agent_executions (trace_id, surface, flow, input, thread_id)
+		 select 'op_' || lpad(g::text, 26, '0'), 'operate', case when g % 3 = 0 then 'operate' else 'flow' end, '{"message": "hello"}', 'other' from generate_series(1, 6000) g`,
+		`insert into agent_messages (thread_id, seq, turn, role, content, status)
+		 select '` + aSession + `', g + 10, g + 10, 'user', 'hello', 'received' from generate_series(1, 6000) g`,
+		`insert into agent_pauses (paused_by, reason, trace_id, resumed_at) select 'ana', 'why', 'op_1', clock_timestamp() from generate_series(1, 6000)`,
+	} {
+		if _, err := pool.Exec(t.Context(), sql); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := pool.Exec(t.Context(), `select try_acquire_agent_lock('operate', 'op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 60)`); err != nil {
+		t.Fatal(err)
+	}
+	analyse(t, pool, "agent_executions", "agent_messages", "agent_pauses")
+	shows(t, server.URL+"/operate?session="+aSession, "What was said before")
+	for _, path := range []string{"/operate", "/operate?session=" + aSession} {
+		bounded(t, pool, path, "agent_executions", "agent_messages", "agent_pauses")
+	}
+}
+
+// Who only asks whether a stream is there has its answer at once, or the next request on the connection would wait for ever.
+func TestAStreamThatIsAskedForItsHeadersEnds(t *testing.T) {
+	t.Parallel()
+	_, server := open(t)
+	client := &http.Client{Transport: &http.Transport{MaxConnsPerHost: 1}, Timeout: 60 * time.Second}
+	t.Cleanup(client.CloseIdleConnections)
+	for _, c := range []struct {
+		method, path string
+		status       int
+	}{{"HEAD", "/live/operate", 200}, {"GET", "/operate", 200}, {"HEAD", "/live/operate?session=%00", 400}, {"GET", "/operate", 200}} {
+		r, err := http.NewRequestWithContext(t.Context(), c.method, server.URL+c.path, http.NoBody)
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, err := client.Do(r)
+		if err != nil {
+			t.Fatalf("%s %s: %v", c.method, c.path, err)
+		}
+		if _, err := io.Copy(io.Discard, got.Body); err != nil || got.Body.Close() != nil || got.StatusCode != c.status {
+			t.Errorf("%s %s: status %d, %v", c.method, c.path, got.StatusCode, err)
+		}
+	}
+}

@@ -1,0 +1,652 @@
+package engineroom
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"html/template"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/internal/browser"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// rowList is a page with a list whose rows a test sets. Its server can be cut off from its viewers.
+type rowList struct {
+	mu   sync.Mutex
+	rows []string
+	url  string
+	cut  func()
+}
+
+func (l *rowList) set(rows ...string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.rows = rows
+}
+
+func listedPage(t *testing.T) *rowList {
+	t.Helper()
+	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	l := &rowList{rows: []string{"a", "b"}}
+	room.pages = append(room.pages, page{
+		path: "/listed", name: "listed", title: "Listed",
+		parts: []part{
+			{name: "rows", every: 20 * time.Millisecond, load: func(context.Context, *visit) (any, error) {
+				l.mu.Lock()
+				defer l.mu.Unlock()
+				return map[string]any{"Rows": l.rows, "At": time.Now().Add(-90 * time.Second).Truncate(time.Hour)}, nil
+			}},
+			{name: "pause", load: func(context.Context, *visit) (any, error) { return nil, nil }},
+		},
+	})
+	room.templates = template.Must(room.templates.Parse(`{{define "listed/pause"}}{{end}}{{define "listed"}}
+		<form class="filters" action="/listed"><label>Word <input name="word"></label><button type="submit">Filter</button></form>{{.Part "rows"}}{{end}}
+		{{define "listed/rows"}}<section id="rows" class="part" aria-labelledby="rows-title"><h2 id="rows-title">Rows</h2>
+		<table><tbody>{{range .Rows}}<tr id="row-{{.}}" data-row="{{.}}"><th scope="row"><a href="/listed?row={{.}}">row {{.}}</a></th><td>{{since $.At}}</td>
+		<td>{{template "lever" (dict "Path" (printf "/v1/lanes/%s/break" .) "Word" "Break" "Reason" true)}}
+		<details class="more"><summary>More of {{.}}</summary><p>Folded</p></details><button type="button" class="copy" data-copy="text of {{.}}">Copy</button></td></tr>{{end}}</tbody></table>
+		<p>There are {{len .Rows}} rows.</p></section>{{end}}`))
+	mux := http.NewServeMux()
+	for _, r := range room.Routes() {
+		mux.Handle(r.Method+" "+r.Path, r.Handler)
+	}
+	server := httptest.NewServer(mux)
+	t.Cleanup(server.Close)
+	l.url, l.cut = server.URL+"/listed", server.CloseClientConnections
+	return l
+}
+
+// looked opens the page and waits until it is live.
+func (l *rowList) looked(t *testing.T, look browser.Look) *browser.Page {
+	t.Helper()
+	p := browser.Open(t, look)
+	p.Go(l.url)
+	p.Until("it is live", `document.getElementById("live-state").dataset.state === "live"`)
+	return p
+}
+
+func noComplaint(t *testing.T, p *browser.Page) {
+	t.Helper()
+	if all := append(p.Problems(), p.Inaccessible()...); len(all) > 0 {
+		t.Errorf("the browser complains: %s", strings.Join(all, "\n"))
+	}
+}
+
+func TestUpdatesLeaveAloneWhatTheReaderDoes(t *testing.T) {
+	t.Parallel()
+	l := listedPage(t)
+	p := l.looked(t, browser.Look{})
+	p.Click("#row-b details.more > summary")
+	p.Click("#row-b details.lever > summary")
+	p.Until("the form has the focus", `document.activeElement.name === "reason"`)
+	p.Type("#row-b input[name=reason]", "because")
+	p.Eval(`document.getElementById("row-b").mark = "the same"; document.querySelector("#row-b input[name=reason]").setSelectionRange(2, 4)`, nil)
+	l.set("c", "a", "b")
+	p.Shows("There are 3 rows.")
+	var kept string
+	p.Eval(`(() => { const r = document.getElementById("row-b"), i = r.querySelector("input[name=reason]");
+		return [r.mark, i.value, i === document.activeElement, i.selectionStart, i.selectionEnd, r.querySelector(".lever").open, r.querySelector(".more").open].join(" ") })()`, &kept)
+	if kept != "the same because true 2 4 true true" {
+		t.Errorf("after an update the row has %s", kept)
+	}
+	p.Press("\x1b") // Escape
+	p.Until("Escape closes the form", `!document.querySelector("#row-b .lever").open && document.activeElement.localName === "summary"`)
+	l.set("c", "a")
+	p.Shows("There are 2 rows.")
+	p.Until("the focus is where the row was", `document.activeElement.id === "rows"`)
+	p.Until("clocks count", `/min|h/.test(document.querySelector("time.since").textContent) && document.querySelector("time.since").title !== ""`)
+	noComplaint(t, p)
+}
+
+func TestUpdatesCanBePausedAndGoOn(t *testing.T) {
+	t.Parallel()
+	l := listedPage(t)
+	p := l.looked(t, browser.Look{Dark: true})
+	p.Click("#live-pause")
+	l.set("c", "d", "a", "b")
+	p.Shows("2 new")
+	p.Shows("Resume (1 update waiting)")
+	p.Shows("There are 2 rows.")
+	l.cut()
+	p.Until("it is connected again, and still paused", `document.getElementById("live-state").dataset.state === "paused"`)
+	p.Expect("ERR_INCOMPLETE_CHUNKED_ENCODING") // what it was cut off by
+	l.set("c", "d", "e", "a", "b")
+	p.Shows("3 new")
+	noComplaint(t, p)
+	p.Click("#live-pause")
+	p.Shows("There are 5 rows.")
+	p.Until("nothing waits", `document.querySelector(".news") === null && document.getElementById("live-pause").textContent === "Pause updates"`)
+}
+
+func TestABrokenStreamGoesOn(t *testing.T) {
+	t.Parallel()
+	l := listedPage(t)
+	p := l.looked(t, browser.Look{})
+	p.Eval(`window.morphs = []; document.addEventListener("part", () => morphs.push(document.querySelector("#rows > p").textContent))`, nil)
+	for i := range 4 {
+		l.cut()
+		l.set(make([]string, i+3)...)
+		p.Shows(fmt.Sprintf("There are %d rows.", i+3))
+	}
+	var all string
+	p.Eval(`morphs.join(" ")`, &all)
+	if all != "There are 3 rows. There are 4 rows. There are 5 rows. There are 6 rows." {
+		t.Errorf("the page was changed so: %s", all)
+	}
+}
+
+func TestKeysAndThemes(t *testing.T) {
+	t.Parallel()
+	l := listedPage(t)
+	p := l.looked(t, browser.Look{})
+	p.Press("j")
+	p.Press("j")
+	p.Until("the second row has the focus", `document.activeElement.id === "row-b"`)
+	p.Press("k")
+	p.Press("\r")
+	p.Until("Enter opens the row", `location.search === "?row=a"`)
+	p.Until("it is live", `document.getElementById("live-state").dataset.state === "live"`)
+	p.Press("/")
+	p.Until("the filter has the focus", `document.activeElement.name === "word"`)
+	p.Press("j?")
+	p.Until("letters are typed there", `document.activeElement.value.endsWith("j?") && !document.getElementById("help").open`)
+	p.Eval(`document.activeElement.blur()`, nil)
+	p.Press("?")
+	p.Until("help is open", `document.getElementById("help").open`)
+	noComplaint(t, p)
+	p.Click("#keys-on")
+	p.Press("\x1b")
+	p.Until("help is closed", `!document.getElementById("help").open`)
+	p.Press("j")
+	p.Until("keys are off", `!document.activeElement.closest("tr")`)
+	p.Click("#theme")
+	p.Click("#theme")
+	p.Until("dark was chosen", `document.documentElement.dataset.theme === "dark" && getComputedStyle(document.body).backgroundColor === "rgb(14, 15, 19)"`)
+	p.Go(l.url)
+	p.Until("the choice is kept", `document.documentElement.dataset.theme === "dark" && document.getElementById("theme").textContent.includes("dark")`)
+	p.Click("button.copy")
+	p.Until("the button says so", `document.querySelector("button.copy").textContent === "Copied" || document.querySelector("button.copy").textContent === "Not copied"`)
+}
+
+func TestAFormThatIsRefusedHasAgainWhatWasWritten(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	p := browser.Open(t, browser.Look{})
+	p.Go(server.URL + "/executions/" + execution(t, pool, "failed", "flow", "import"))
+	p.Type("#fork input[name=from]", "pay")
+	p.Eval(`document.querySelector("#fork textarea").value = ""`, nil)
+	p.Type("#fork textarea", `{"rows": 7`)
+	p.Click("#fork button[type=submit]")
+	p.Shows("input is not JSON")
+	const kept = `document.querySelector("#fork input[name=from]").value + " " + document.querySelector("#fork textarea").value`
+	p.Until("what was written stands there", kept+` === 'pay {"rows": 7'`)
+	p.Eval(`location.reload()`, nil)
+	p.Until("it is asked for anew", `!document.querySelector(".flash-bad") && !(`+kept+`).includes("pay")`)
+	noComplaint(t, p)
+}
+
+func TestTheNavigationOfAPhoneShowsWhereOneIs(t *testing.T) {
+	t.Parallel()
+	_, server := open(t)
+	p := browser.Open(t, browser.Look{Width: 390, Height: 844})
+	for _, path := range []string{"/", "/deliveries", "/lanes"} {
+		p.Go(server.URL + path)
+		var seen bool
+		p.Eval(`(() => { const r = document.querySelector(".side nav a[aria-current]").getBoundingClientRect(); return r.left >= 0 && r.right <= innerWidth && scrollY === 0 })()`, &seen)
+		if !seen {
+			t.Errorf("%s: its word in the navigation is not to be seen", path)
+		}
+	}
+	noComplaint(t, p)
+}
+
+func TestAPageWithoutScriptIsWhole(t *testing.T) {
+	t.Parallel()
+	l := listedPage(t)
+	p := browser.Open(t, browser.Look{NoScript: true, Width: 390, Height: 800})
+	p.Go(l.url)
+	text := p.Text("main")
+	for _, word := range []string{"row a", "There are 2 rows.", " UTC"} {
+		if !strings.Contains(text, word) {
+			t.Errorf("%q is missing in %s", word, text)
+		}
+	}
+	for _, id := range []string{"#theme", "#live-pause", "#help-open"} {
+		if got := p.Text(id); got != "" {
+			t.Errorf("%s is shown and does nothing", id)
+		}
+	}
+}
+
+func TestALinkLogsIn(t *testing.T) {
+	t.Parallel()
+	l := listedPage(t)
+	p := browser.Open(t, browser.Look{})
+	p.Go(strings.TrimSuffix(l.url, "/listed") + "/login?next=/listed")
+	noComplaint(t, p)
+	p.Expect("405") // nobody takes the form here
+	p.Go(strings.TrimSuffix(l.url, "/listed") + "/login?next=/listed#token=secret")
+	p.Until("the token is out of the address", `!location.href.includes("secret")`)
+}
+
+// populated puts something onto every page, with a text wherever one may stand, and answers with an address for each
+// page's path.
+func populated(t *testing.T, pool *pgxpool.Pool, text string) map[string]string {
+	t.Helper()
+	waitsForPeople(t, pool, text)
+	did(t, pool, 60)
+	id, _ := seedTrace(t, pool)
+	spend(t, pool, text, "model-one", "0.75", "0")
+	spend(t, pool, "reflect", "model-two", "0.25", "2 days")
+	waiting := execution(t, pool, "waiting", "flow", "onboarding")
+	for _, status := range []string{"pending", "running", "completed", "failed", "timeout", "cancelled"} {
+		execution(t, pool, status, "chat", text)
+	}
+	asked(t, pool, "consumed", `{"table": "orders", "limit": 10}`, 5)
+	approval := asked(t, pool, "pending", fmt.Sprintf(`{"table": "orders", "limit": 20, "why": %s}`, quoted(t, text)), 5)
+	automation := scheduled(t, pool, "weekly")
+	ran(t, pool, automation, "success")
+	ran(t, pool, automation, "dead")
+	delivery, message := delivered(t, pool, "dead", text), undelivered(t, pool, "shop", "dead")
+	undelivered(t, pool, "shop", "pending")
+	aims(t, pool, "grow")
+	keeps(t, pool, "facts", "prices", text)
+	acts(t, pool, agents.Definition{Name: "sales", Default: true, Description: text, Instructions: text, Greeting: text, Keys: []string{"web"}})
+	acts(t, pool, agents.Definition{Name: "billing", Memory: "own", Instructions: text})
+	called(t, pool, "fetch", "error", text, 3)
+	called(t, pool, "fetch", "success", "", 9)
+	spoken(t, pool, text, text, "completed")
+	quiet(t, pool, `insert into agent_threads (id, channel, owner, participant, next_seq) values ('talk', 'chat', 'key1', $1, 3)`, text)
+	quiet(t, pool, `
+		insert into agent_messages (thread_id, seq, turn, role, content, status) values ('talk', 1, 1, 'user', $1, 'received'),
+		       ('talk', 2, 1, 'assistant', $1, 'sent'), ('talk', null, null, 'assistant', $1, 'queued')`, text)
+	quiet(t, pool, `
+		insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id) values
+		       ('thread:talk', 'x', 1, now() + interval '1 hour', $1::uuid), ('pipeline:prices', 'somebody', 2, now() + interval '1 hour', null)`, waiting)
+	return map[string]string{
+		"/": "/", "/activity": "/activity", "/traces": "/traces", "/traces/{id}": "/traces/" + string(id), "/executions": "/executions",
+		"/executions/{id}": "/executions/" + waiting, "/threads": "/threads", "/threads/{id}": "/threads/talk", "/approvals": "/approvals",
+		"/approvals/{id}": "/approvals/" + approval, "/agents": "/agents", "/agents/{name}": "/agents/sales", "/skills": "/skills", "/skills/{name}": "/skills/fetch", "/automations": "/automations",
+		"/automations/{name}": "/automations/weekly", "/objectives": "/objectives", "/objectives/{name}": "/objectives/grow",
+		"/memory": "/memory", "/memory/{key...}": "/memory/prices", "/deliveries": "/deliveries", "/deliveries/{id}": "/deliveries/" + delivery,
+		"/outgoing": "/outgoing", "/outgoing/{id}": "/outgoing/" + message, "/spend": "/spend", "/audit": "/audit", "/lanes": "/lanes", "/operate": "/operate",
+	}
+}
+
+// quoted is a text as JSON.
+func quoted(t *testing.T, text string) string {
+	t.Helper()
+	raw, err := json.Marshal(text)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(raw)
+}
+
+// manners are the ways in which every page has to be fit to be read.
+var manners = map[string]browser.Look{
+	"light": {}, "dark": {Dark: true}, "light phone": {Width: 390, Height: 844}, "dark phone": {Width: 390, Height: 844, Dark: true},
+}
+
+// addresses are those of all pages of the room, so that a new one cannot be forgotten, and some more.
+func addresses(t *testing.T, pool *pgxpool.Pool, made map[string]string) []string {
+	t.Helper()
+	room, err := New(Options{Pool: pool})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var list []string
+	for _, p := range room.pages {
+		if made[p.path] == "" {
+			t.Errorf("page %s is not tested: say where one is", p.path)
+			continue
+		}
+		list = append(list, made[p.path])
+	}
+	trace := made["/traces/{id}"]
+	return append(list, trace+"?view=tree", trace+"?view=table", "/login")
+}
+
+// fit looks at a page in some ways, and expects that axe finds nothing, that the browser has nothing to complain about,
+// and that a page is no wider than the window.
+func fit(t *testing.T, p *browser.Page, address string, ways ...string) {
+	t.Helper()
+	p.As(manners[ways[0]])
+	p.Go(address)
+	for _, way := range ways {
+		look := manners[way]
+		p.As(look)
+		for _, fault := range p.Inaccessible() {
+			t.Errorf("%s, %s: %s", address, way, fault)
+		}
+		var wide int64
+		p.Eval(`document.documentElement.scrollWidth`, &wide)
+		if most := max(look.Width, 390); look.Width > 0 && wide > most {
+			t.Errorf("%s, %s: the page is %d wide", address, way, wide)
+		}
+	}
+	for _, complaint := range p.Problems() {
+		t.Errorf("%s: %s", address, complaint)
+	}
+}
+
+// Both widths and both colour schemes are looked at, not each with each: the layout does not depend on the colours.
+func TestEveryPageIsFitToBeReadInLightAndDarkAndOnAPhone(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	made := populated(t, pool, "It is done. See the list.")
+	list := addresses(t, pool, made)
+	p := browser.Open(t, browser.Look{})
+	for _, address := range list {
+		fit(t, p, server.URL+address, "light", "dark phone")
+	}
+	pictures(t, p, server.URL, made)
+}
+
+// pictures are those of the documentation, made where AGENT_PICTURES says (make pictures).
+func pictures(t *testing.T, p *browser.Page, base string, made map[string]string) {
+	t.Helper()
+	dir := os.Getenv("AGENT_PICTURES")
+	if dir == "" {
+		return
+	}
+	for _, shot := range []struct{ name, page, way string }{
+		{"overview", "/", "light"}, {"trace", "/traces/{id}", "light"}, {"approval", "/approvals/{id}", "dark"}, {"phone", "/activity", "dark phone"},
+	} {
+		p.As(manners[shot.way])
+		p.Go(base + made[shot.page])
+		p.Until("the page is live", `document.body.innerText.includes("Live")`)
+		p.Screenshot(filepath.Join(dir, shot.name+".png"), false)
+	}
+}
+
+func TestEveryPageShowsHostileTextAsText(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	text := hostile + strings.Repeat("W", 2000)
+	list := addresses(t, pool, populated(t, pool, text))
+	soil(t, pool, text+strings.Repeat("W", 1<<17))
+	p := browser.Open(t, browser.Look{})
+	for _, address := range list {
+		fit(t, p, server.URL+address, "dark phone")
+		var odd []string
+		p.Eval(`[...document.querySelectorAll("script:not([src]), img, iframe, object, [onerror], [onload], [style]")].map(e => e.outerHTML.slice(0, 200))`, &odd)
+		if len(odd) > 0 {
+			t.Errorf("%s has elements that no template makes: %v", address, odd)
+		}
+		var trouble bool
+		p.Eval(`document.querySelector(".trouble") !== null`, &trouble)
+		if trouble {
+			t.Errorf("%s: a part could not be read", address)
+		}
+	}
+}
+
+// soil writes a text into every column that holds free text or JSON, of every row, as far as the schema allows it. What
+// pages are found by stays.
+func soil(t *testing.T, pool *pgxpool.Pool, text string) {
+	t.Helper()
+	rows, err := pool.Query(t.Context(), `
+		select c.table_name::text, c.column_name::text, c.data_type::text from information_schema.columns c join information_schema.tables t using (table_schema, table_name)
+		 where c.table_schema = current_schema() and t.table_type = 'BASE TABLE' and c.table_name like 'agent\_%' and c.data_type in ('text', 'jsonb')
+		   and c.is_generated = 'NEVER' and c.table_name !~ '^agent_(activity_\d|limits)'
+		   and c.column_name !~ '^(id|name|key|kind|status|surface|role|channel|category|cause|trigger|queue|scope|trust|handler|lane|thread_id|skill_name|flow|endpoint|event|conversation_id|step|cron|timezone|.*trace_id|waiting_for|result_type|decided_by|token_usage|headers|outcome|body_sha256|.*hash)$'`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	type column struct{ Table, Name, Type string }
+	columns, err := pgx.CollectRows(rows, pgx.RowToStructByPos[column])
+	if err != nil {
+		t.Fatal(err)
+	}
+	soiled := 0
+	for _, c := range columns {
+		value := "$1::text"
+		if c.Type == "jsonb" {
+			value = "jsonb_build_object(left($1::text, 300), $1::text, 'n', 1, 'list', jsonb_build_array($1::text))"
+		}
+		err := pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
+			if _, err := tx.Exec(t.Context(), `set local session_replication_role = replica`); err != nil {
+				return err
+			}
+			_, err := tx.Exec(t.Context(), fmt.Sprintf("update %s set %s = %s", pgx.Identifier{c.Table}.Sanitize(), pgx.Identifier{c.Name}.Sanitize(), value), text)
+			return err
+		})
+		switch {
+		case err == nil:
+			soiled++
+		case !postgres.IsCode(err, "23514", "23505", "54000", "22001", "22P02"): // the schema does not allow it
+			t.Fatalf("%s.%s: %v", c.Table, c.Name, err)
+		}
+	}
+	if soiled < 40 {
+		t.Fatalf("only %d of %d columns could be written", soiled, len(columns))
+	}
+}
+
+// fakeTurns answers what the console asks the API, by what was said.
+type fakeTurns struct {
+	mu      sync.Mutex
+	asked   []string // method, path and body of every request
+	status  string   // of the turn that is found again
+	decided chan struct{}
+	cut     chan struct{}
+}
+
+const (
+	startEvent = "event: start\ndata: {\"trace_id\":\"op_01JD3V7K8ZQ6W2M5T9X4C1B0AE\",\"session_id\":\"" + aSession + "\",\"execution_id\":\"018f0000-0000-7000-8000-000000000000\"}\n\n"
+	doneEvent  = "event: done\ndata: {\"ended\":\"answered\",\"trace_id\":\"op_01JD3V7K8ZQ6W2M5T9X4C1B0AE\"}\n\n"
+)
+
+func (f *fakeTurns) said(r *http.Request) (body string) {
+	text, _ := io.ReadAll(r.Body)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.asked = append(f.asked, r.Method+" "+r.URL.RequestURI()+" "+string(text))
+	return string(text)
+}
+
+func (f *fakeTurns) has(words ...string) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, a := range f.asked {
+		all := true
+		for _, w := range words {
+			all = all && strings.Contains(a, w)
+		}
+		if all {
+			return true
+		}
+	}
+	return false
+}
+
+func (f *fakeTurns) operate(w http.ResponseWriter, r *http.Request) {
+	body := f.said(r)
+	tell := func(text string) {
+		io.WriteString(w, text)
+		w.(http.Flusher).Flush()
+	}
+	if strings.Contains(body, `"busy"`) && !strings.Contains(body, `"wait":true`) {
+		w.Header().Set("Content-Type", "application/problem+json")
+		w.WriteHeader(http.StatusConflict)
+		tell(`{"status":409,"detail":"lane operate is held by <b>ana</b>","holder":"ana"}`)
+		return
+	}
+	w.Header().Set("Content-Type", "text/event-stream")
+	tell(startEvent)
+	switch {
+	case strings.Contains(body, "break early"): // before the page has heard anything
+		panic(http.ErrAbortHandler)
+	case strings.Contains(body, "break"):
+		select {
+		case <-f.cut:
+		case <-r.Context().Done():
+		}
+		panic(http.ErrAbortHandler)
+	case strings.Contains(body, "approve"):
+		tell(`event: approval` + "\n" + `data: {"id":"a1","skill":"drop","arguments":{"table":"<i>all</i>","rows":9007199254740993},"expires_at":"2030-01-01T00:00:00Z"}` + "\n\n")
+		select {
+		case <-f.decided:
+		case <-r.Context().Done():
+			return
+		}
+		tell("event: delta\ndata: {\"text\":\"Dropped.\"}\n\n" + doneEvent)
+	default:
+		for _, e := range []any{
+			map[string]any{"delta": map[string]string{"text": "wrong"}},
+			map[string]any{"restart": map[string]any{}},
+			map[string]any{"tool": map[string]any{"id": "t1", "name": "look", "arguments": map[string]string{"q": hostile}, "status": "started"}},
+			map[string]any{"tool": map[string]any{"id": "t1", "name": "look", "arguments": map[string]string{"q": hostile}, "status": "success", "result": 7, "duration_ms": 12}},
+			map[string]any{"delta": map[string]string{"text": "Here: "}},
+			map[string]any{"delta": map[string]string{"text": hostile}},
+		} {
+			for name, data := range e.(map[string]any) {
+				text, _ := json.Marshal(data)
+				tell(fmt.Sprintf("event: %s\ndata: %s\n\n", name, text))
+			}
+		}
+		tell(doneEvent)
+	}
+}
+
+func (f *fakeTurns) rest(w http.ResponseWriter, r *http.Request) {
+	body := f.said(r)
+	w.Header().Set("Content-Type", "application/json")
+	switch {
+	case strings.HasPrefix(r.URL.Path, "/v1/approvals/"):
+		if strings.Contains(body, "approve") {
+			close(f.decided)
+		}
+		io.WriteString(w, `{}`)
+	case strings.HasSuffix(r.URL.Path, "/cancel"):
+		f.mu.Lock()
+		f.status = "cancelled"
+		f.mu.Unlock()
+		io.WriteString(w, `{}`)
+	case r.URL.Path == "/v1/executions":
+		fmt.Fprintf(w, `{"items":[{"id":"018f0000-0000-7000-8000-000000000000","trace_id":"op_01JD3V7K8ZQ6W2M5T9X4C1B0AE","thread_id":%q,
+			"input":{"message":"break early"},"created_at":"2999-01-01T00:00:00Z"}],"next_cursor":null}`, aSession)
+	default:
+		f.mu.Lock()
+		status := f.status
+		f.mu.Unlock()
+		fmt.Fprintf(w, `{"status":%q,"cancel_reason":"stopped","result":{"text":"It went on."},"result_summary":""}`, status)
+	}
+}
+
+func TestTheConsoleInABrowser(t *testing.T) {
+	pool := pgtest.DB(t)
+	room, err := New(Options{Pool: pool, Agent: "agent"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := &fakeTurns{decided: make(chan struct{}), cut: make(chan struct{}), status: "running"}
+	mux := http.NewServeMux()
+	for _, r := range room.Routes() {
+		if r.Path != "/act/v1/operate" {
+			mux.Handle(r.Method+" "+r.Path, r.Handler)
+		}
+	}
+	mux.HandleFunc("POST /v1/operate", f.operate)
+	mux.HandleFunc("/v1/", f.rest)
+	server := httptest.NewUnstartedServer(mux)
+	living, end := context.WithCancel(context.WithoutCancel(t.Context()))
+	server.Config.BaseContext = func(net.Listener) context.Context { return living }
+	server.Start()
+	t.Cleanup(func() {
+		end() // the page that is open follows what happens
+		server.Close()
+	})
+	acts(t, pool, agents.Definition{Name: "sales", Default: true})
+	acts(t, pool, agents.Definition{Name: "billing"})
+	p := browser.Open(t, browser.Look{})
+	p.Go(server.URL + "/operate")
+	p.Eval(`document.getElementById("agent").value = "billing", 1`, new(int))
+
+	// Keys send, the answer is streamed, and all of it is text.
+	p.Type("#message", "hello")
+	p.Eval(`document.getElementById("message").dispatchEvent(new KeyboardEvent("keydown", {key: "Enter", ctrlKey: true, bubbles: true, cancelable: true})), 1`, new(int))
+	p.Shows("Done. Trace op_01JD3V7K8ZQ6W2M5T9X4C1B0AE")
+	p.Until("nothing of it is markup", `document.querySelectorAll("#transcript img, #transcript script").length === 0`)
+	p.Until("it reads as it was said", `document.querySelector("#transcript .bubble-assistant .said").textContent.startsWith("Here: <script>alert(1)") &&
+		document.querySelector("#transcript .bubble-assistant .said").textContent.includes("⟨U+202E⟩") && !document.body.textContent.includes("wrong")`)
+	p.Until("the call is there once, with its end", `document.querySelectorAll(".bubble-tool").length === 1 && document.querySelector(".bubble-tool").textContent.includes("✓ success 12 ms")`)
+	p.Until("the address has the session", `location.search === "?session=`+aSession+`" && document.activeElement.id === "message"`)
+
+	if !f.has("POST /v1/operate", "hello", `"agent":"billing"`) {
+		t.Errorf("the chosen agent was not named: %q", f.asked)
+	}
+	p.Until("the session keeps its agent", `document.getElementById("agent").disabled`)
+
+	// An approval is decided where it is asked for.
+	p.Type("#message", "approve")
+	p.Click("#send")
+	p.Shows("This call needs your leave")
+	p.Shows("9007199254740993") // not as a script rounds it
+	if found := p.Inaccessible(); len(found) > 0 {
+		t.Errorf("not accessible:\n%s", strings.Join(found, "\n"))
+	}
+	p.Click(`#transcript [role="group"] button`)
+	p.Shows("Dropped.")
+	if !f.has("POST /v1/approvals/a1", `"decision":"approve"`) || !f.has("POST /v1/operate", `"session_id":"`+aSession+`"`, "approve") {
+		t.Errorf("asked: %q", f.asked)
+	}
+
+	// Who holds the lane is named, and one can wait.
+	p.Expect("409")
+	p.Type("#message", "busy")
+	p.Click("#send")
+	p.Shows("lane operate is held by <b>ana</b>")
+	p.Eval(`[...document.querySelectorAll("#transcript button")].find(b => b.textContent === "Wait for the lane").click(), 1`, new(int))
+	p.Until("it waited", `[...document.querySelectorAll("#transcript > div")].pop().textContent.startsWith("Done. Trace") && document.getElementById("send").disabled === false`)
+	if !f.has("POST /v1/operate", "busy", `"wait":true`) {
+		t.Errorf("asked: %q", f.asked)
+	}
+
+	// A turn whose connection broke is found again, and can be stopped.
+	p.Expect("ERR_INCOMPLETE_CHUNKED_ENCODING")
+	p.Eval(`document.getElementById("message").value = "", 1`, new(int))
+	p.Type("#message", "break")
+	p.Click("#send")
+	p.Until("it has begun", `!document.getElementById("stop").hidden`)
+	close(f.cut)
+	p.Shows("The turn goes on elsewhere")
+	p.Click("#stop")
+	p.Shows("The turn was cancelled: stopped")
+	if !f.has("POST /v1/executions/018f0000-0000-7000-8000-000000000000/cancel", "stopped in the console") {
+		t.Errorf("asked: %q", f.asked)
+	}
+
+	// So is one of which the page has heard nothing, and one that is under way when it is loaded.
+	f.mu.Lock()
+	f.status = "completed"
+	f.mu.Unlock()
+	p.Type("#message", "break early")
+	p.Click("#send")
+	p.Shows("It went on.")
+	spoken(t, pool, "what did you do?", "", "pending")
+	p.Go(server.URL + "/operate?session=" + aSession)
+	p.Shows("It went on.")
+	if problems := p.Problems(); len(problems) > 0 {
+		t.Errorf("the browser complains:\n%s", strings.Join(problems, "\n"))
+	}
+}

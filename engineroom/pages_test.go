@@ -1,0 +1,783 @@
+package engineroom
+
+import (
+	"fmt"
+	"html"
+	"net/http"
+	"net/http/httptest"
+	"net/url"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+// acts makes an agent the current one of its name.
+func acts(t *testing.T, pool *pgxpool.Pool, d agents.Definition) {
+	t.Helper()
+	if _, err := agents.Put(t.Context(), pool, d, "workspace"); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// openWith serves the room of an installation with settings.
+func openWith(t *testing.T, settings agents.Settings) (*pgxpool.Pool, *httptest.Server) {
+	t.Helper()
+	pool := pgtest.DB(t)
+	room, err := New(Options{Pool: pool, Agent: settings.Name, Agents: &agents.Directory{Settings: settings}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	mux := http.NewServeMux()
+	for _, r := range room.Routes() {
+		mux.Handle(r.Method+" "+r.Path, r.Handler)
+	}
+	server := httptest.NewServer(mux)
+	t.Cleanup(server.Close)
+	return pool, server
+}
+
+func TestAgentsAreShownWithTheirEffectiveValues(t *testing.T) {
+	t.Parallel()
+	pool, server := openWith(t, agents.Settings{Name: "house", Model: "gpt-6-luna", Limits: agents.Limits{Tokens: 60000}})
+	shows(t, server.URL+"/agents", `href="/agents/house"`, "gpt-6-luna", "default")
+	shows(t, server.URL+"/agents/house", "No workspace declares it", "AGENT_MODEL", "It has none", "agent apply DIR")
+	secret := "Bearer Zq81xLm0Kk77Zq81xLm0Kk77"
+	acts(t, pool, agents.Definition{Name: "sales", Default: true, Instructions: "You are Nora."})
+	acts(t, pool, agents.Definition{
+		Name: "sales", Default: true, Timezone: "Europe/Madrid", Greeting: "Hola <b>",
+		Instructions: "You are {{Nora}} <script>alert(1)</script> \u202eevil. " + secret,
+	})
+	acts(t, pool, agents.Definition{Name: "billing", Memory: "own", Description: "Invoices."})
+	shows(t, server.URL+"/agents", `href="/agents/sales"`, "Invoices.", `href="/executions?agent=billing"`, `href="/threads?agent=sales"`)
+	body := shows(t, server.URL+"/agents/sales", "Europe/Madrid", "document", "60000", "AGENT_MAX_TOKENS", "Hola &lt;b&gt;",
+		"You are {{Nora}} &lt;script&gt;", `href="/agents/sales?version=1"`, "Version 2")
+	if strings.Contains(body, "<script>alert") || strings.Contains(body, "Zq81xLm0Kk77") || strings.Contains(body, "\u202e") {
+		t.Error("the instructions are shown as they are written")
+	}
+	shows(t, server.URL+"/agents/sales?version=1", "You are Nora.", "This is version 1", "To the one in service")
+	turnsAway(t, server.URL+"/agents/salse", http.StatusNotFound, "did you mean")
+	turnsAway(t, server.URL+"/agents/sales?version=7", http.StatusNotFound, "the latest is 2")
+	turnsAway(t, server.URL+"/agents/sales?version=x", http.StatusBadRequest, "a number from 1")
+	if _, err := agents.Remove(t.Context(), pool, "workspace", []string{"sales"}); err != nil {
+		t.Fatal(err)
+	}
+	turnsAway(t, server.URL+"/agents/billing", http.StatusNotFound, "/agents/billing?version=1")
+	shows(t, server.URL+"/agents/billing?version=1", "Invoices.")
+}
+
+func TestListingsAreNarrowedToAnAgent(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	for _, agent := range []string{"sales", "billing"} {
+		quiet(t, pool, `
+			insert into agent_executions (trace_id, surface, flow, agent, status, started_at, completed_at)
+			values (lanekeeper.agent_trace_id('fl'), 'flow', 'flow-of-' || $1::text, $1::text, 'completed', now(), now())`, agent)
+		quiet(t, pool, `
+			insert into agent_executions (trace_id, surface, flow, agent, status, waiting_for, waiting_key, waiting_until, waiting_step)
+			values (lanekeeper.agent_trace_id('fl'), 'flow', 'wait-of-' || $1::text, $1::text, 'waiting', 'event', $1::text, now() + interval '1 hour', 's')`, agent)
+		quiet(t, pool, `insert into agent_threads (id, channel, agent, participant) values ('talk-' || $1::text, 'chat', $1::text, 'Ana')`, agent)
+	}
+	for path, has := range map[string]string{
+		"/executions": "flow-of-", "/executions?view=waiting": "wait-of-", "/threads": "talk-", "/traces": "flow-of-", "/executions?flow=flow-of-billing": "flow-of-",
+	} {
+		shows(t, server.URL+path, has+"billing", "<td>billing</td>")
+		with := path + map[bool]string{true: "&", false: "?"}[strings.Contains(path, "?")] + "agent=billing"
+		if body := shows(t, server.URL+with, has+"billing", `name="agent" value="billing"`); strings.Contains(body, has+"sales") {
+			t.Errorf("%s has what another agent did", with)
+		}
+	}
+	shows(t, server.URL+"/threads?agent=nobody", "No thread matches")
+	shows(t, server.URL+"/executions?agent=nobody", "No execution matches")
+	shows(t, server.URL+"/traces?agent=nobody", "No trace matches")
+}
+
+// scheduled is an automation with a schedule.
+func scheduled(t *testing.T, pool *pgxpool.Pool, name string) string {
+	t.Helper()
+	return put(t, pool, `
+		insert into agent_automations (name, cron, skill_name, next_run_at, source)
+		values ($1, '0 3 * * *', 'fetch', '2030-01-01 03:00+00', 'workspace') returning id::text`, name)
+}
+
+// ran is a run of an automation.
+func ran(t *testing.T, pool *pgxpool.Pool, automation, status string) string {
+	t.Helper()
+	return put(t, pool, `
+		insert into agent_automation_runs (automation_id, cause, scheduled_for, status, trace_id, error_message)
+		values ($1::uuid, 'manual', clock_timestamp(), $2::text, 'fl_00000000000000000000000001', case when $2 = 'dead' then 'no route to host' end)
+		returning id::text`, automation, status)
+}
+
+func TestAutomationsTellWhenTheyRunAndHowTheyRan(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	shows(t, server.URL+"/automations", "There is no automation", "proposes nothing", "No run was given up")
+	id := scheduled(t, pool, "nightly")
+	ran(t, pool, id, "success")
+	dead := ran(t, pool, id, "dead")
+	put(t, pool, `update agent_automations set enabled = false, disabled_by = 'self_heal', disabled_reason = 'fetch fails', paused_for = 'fetch'
+		where id = $1::uuid returning name`, scheduled(t, pool, "weekly"))
+	body := shows(t, server.URL+"/automations", "2030-01-01 03:00", "2030-01-02 03:00", "2030-01-03 03:00", "no route to host",
+		"by self_heal", "fetch fails", "paused", `action="/act/v1/automations/runs/`+dead+`/redrive"`)
+	if strings.Contains(body, "2030-01-04") {
+		t.Error("more than three times are told")
+	}
+	if body := shows(t, server.URL+"/automations?state=enabled", "nightly"); strings.Contains(body, "weekly") {
+		t.Error("what is paused is listed as enabled")
+	}
+	turnsAway(t, server.URL+"/automations?state=asleep", 400, "it can be enabled, disabled")
+	turnsAway(t, server.URL+"/automations?before=x", 400, "no place in this list")
+}
+
+func TestAnAutomationHasTheLeversOfItsState(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	scheduled(t, pool, "on/off")
+	put(t, pool, `
+		insert into agent_automations (name, trigger, event, prompt, enabled, disabled_by, proposed_by, source)
+		values ('idea', 'event', 'hired', 'say hello', false, 'proposal', 'agent', 'agent') returning name`)
+	levers := func(url string) string {
+		var all []string
+		for _, after := range strings.Split(shows(t, url), `action="/act/v1/automations/`)[1:] {
+			path, _, _ := strings.Cut(after, `"`)
+			all = append(all, path)
+		}
+		return strings.Join(all, " ")
+	}
+	if got := levers(server.URL + "/automations/on%2Foff"); got != "on%2Foff/run on%2Foff/disable" {
+		t.Errorf("one in service has %q", got)
+	}
+	if got := levers(server.URL + "/automations/idea"); got != "idea/accept idea/disable" {
+		t.Errorf("a proposal has %q", got)
+	}
+	if got := levers(server.URL + "/automations"); got != "idea/accept idea/disable" {
+		t.Errorf("the list has %q", got)
+	}
+	put(t, pool, `update agent_automations set enabled = false, disabled_by = 'admin' where name = 'on/off' returning name`)
+	if got := levers(server.URL + "/automations/on%2Foff"); got != "on%2Foff/run on%2Foff/enable" {
+		t.Errorf("one out of service has %q", got)
+	}
+	turnsAway(t, server.URL+"/automations/nothing", 404, "there is no automation")
+}
+
+func TestRunsOfAnAutomationGoOnOverPages(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	id := scheduled(t, pool, "nightly")
+	ran(t, pool, scheduled(t, pool, "other"), "success")
+	for range mostRuns + 1 {
+		ran(t, pool, id, "success")
+	}
+	first := shows(t, server.URL+"/automations/nightly", "Older runs")
+	_, link, _ := strings.Cut(first, `<p class="pager"><a href="`)
+	link, _, _ = strings.Cut(link, `"`)
+	second := shows(t, server.URL+link, "Newest runs")
+	if n, m := strings.Count(first, `<tr id="run-`), strings.Count(second, `<tr id="run-`); n != mostRuns || m != 1 {
+		t.Errorf("the pages have %d and %d runs", n, m)
+	}
+}
+
+func TestHostileAutomationsAreText(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	bad := strings.ReplaceAll(hostile, "\u0007", "")
+	put(t, pool, `
+		with a as (
+		  insert into agent_automations (name, description, trigger, event, prompt, arguments, enabled, disabled_by, disabled_reason, proposed_by)
+		  values ('evil', $1, 'event', $1, $1 || repeat('x', 1000000), jsonb_build_object($1, repeat('y', 1000000)), false, 'proposal', $1, $1)
+		  returning id)
+		insert into agent_automation_runs (automation_id, cause, scheduled_for, status, trace_id, error_message, output)
+		select id, 'manual', now(), 'dead', '', $1 || repeat('z', 1000000), jsonb_build_object('said', $1 || repeat('z', 1000000)) from a
+		returning id::text`, bad)
+	harmless(t, server.URL+"/automations")
+	harmless(t, server.URL+"/automations/evil")
+}
+
+func TestRunsAreFoundByAnIndex(t *testing.T) {
+	t.Parallel()
+	pool, _ := open(t)
+	put(t, pool, `
+		with a as (insert into agent_automations (name, cron, skill_name) select 'a' || n, '@daily', 'fetch' from generate_series(1, 60) n returning id),
+		     r as (insert into agent_automation_runs (automation_id, cause, scheduled_for, status)
+		           select a.id, 'manual', now(), (array['success', 'error', 'dead'])[1 + n % 3] from a, generate_series(1, 300) n)
+		select 'ok'`)
+	analyse(t, pool, "agent_automations", "agent_automation_runs")
+	for _, path := range []string{
+		"/automations", "/automations?state=enabled", "/automations/a7", "/automations/a7?before=01890000-0000-7000-8000-000000000000",
+	} {
+		bounded(t, pool, path, "agent_automation_runs")
+	}
+}
+
+// delivered is a delivery to the endpoint shop.
+func delivered(t *testing.T, pool *pgxpool.Pool, status, body string) string {
+	t.Helper()
+	return put(t, pool, `
+		insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, status, headers, body, body_sha256, outcome)
+		values ('shop', gen_random_uuid()::text, 'wh_00000000000000000000000001', 'wh_00000000000000000000000001', $1,
+		        '{"X-Github-Event": ["issues"], "Authorization": ["Bearer sk-abcdefghijklmnopqrstuvwxyz"]}', convert_to($2, 'UTF8'), 'x',
+		        '{"1": {"event": "EVENT_COMPLETED", "key": "order-7"}}')
+		returning id::text`, status, body)
+}
+
+// undelivered is a message to the target of a name.
+func undelivered(t *testing.T, pool *pgxpool.Pool, target, status string) string {
+	t.Helper()
+	return put(t, pool, `
+		with t as (insert into agent_webhook_targets (name, url, secrets, events) values ($1, 'https://ops.example', '{"${S}"}', '{"*"}')
+		           on conflict (name) do update set url = excluded.url returning id)
+		insert into agent_webhook_outbox (target_id, event, payload, trace_id, status, attempts, http_status, last_error)
+		select id, 'execution.failed', '{"type": "execution.failed", "data": {"id": "x"}}', 'wh_1', $2, 9, 503, 'it answered 503' from t
+		returning id::text`, target, status)
+}
+
+func TestDeliveriesAreListedAndNarrowedDown(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	shows(t, server.URL+"/deliveries", "Nothing came yet", "No request with a bad signature", "Nobody is told")
+	done, dead := delivered(t, pool, "done", `{}`), delivered(t, pool, "dead", `{}`)
+	put(t, pool, `insert into agent_activity (trace_id, skill_name, status, input, error_message)
+		values ('wh_1', 'webhook_refused', 'error', '{"endpoint": "shop", "count": 3}', 'the signature is wrong') returning id::text`)
+	undelivered(t, pool, "ops", "pending")
+	undelivered(t, pool, "ops", "dead")
+	body := shows(t, server.URL+"/deliveries", "issues", "/deliveries/"+done, "/deliveries/"+dead, "the signature is wrong",
+		"/outgoing?target=ops&amp;status=pending", `action="/act/v1/webhooks/targets/ops/disable"`)
+	if strings.Contains(body, "Nothing matches") {
+		t.Error("the list says that it is empty")
+	}
+	if body := shows(t, server.URL+"/deliveries?endpoint=shop&status=dead", dead); strings.Contains(body, done) {
+		t.Error("the state does not narrow the list down")
+	}
+	shows(t, server.URL+"/deliveries?endpoint=other", "Nothing matches")
+	turnsAway(t, server.URL+"/deliveries?status=lost", 400, "it can be received, running")
+	turnsAway(t, server.URL+"/deliveries?endpoint=%3Cb%3E", 400, "cannot be the name")
+	turnsAway(t, server.URL+"/deliveries?before=x", 400, "no place in this list")
+}
+
+func TestADeliveryShowsWhatCameAndWhatItLedTo(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	id := delivered(t, pool, "dead", `{"order": 7, "password": "hunter22"}`)
+	put(t, pool, `
+		with kept as (insert into agent_webhook_conflicts (delivery, body, body_sha256) values ($1, convert_to('{"order": 8}', 'UTF8'), 'y'))
+		update agent_webhook_deliveries set repeats = 3, conflicts = 2 where id = $1 returning id::text`, id)
+	shows(t, server.URL+"/deliveries", "2 with another body")
+	shows(t, server.URL+"/deliveries/"+id, "2 with another body", "Other bodies under the same id", "&#34;order&#34;: 8")
+	body := shows(t, server.URL+"/deliveries/"+id, "order-7", "&#34;order&#34;: 7", `action="/act/v1/webhooks/deliveries/`+id+`/replay"`,
+		`name="replays" value="0"`)
+	for _, secret := range []string{"hunter22", "sk-abcdefghijklmnopqrstuvwxyz"} {
+		if strings.Contains(body, secret) {
+			t.Errorf("the page has %s", secret)
+		}
+	}
+	quiet(t, pool, `update agent_webhook_deliveries set repeats = 1 where id = $1`, id)
+	shows(t, server.URL+"/deliveries/"+id, "and 1 more time, which was not handled")
+	shows(t, server.URL+"/deliveries", "came 1 more time<")
+	quiet(t, pool, `update agent_webhook_deliveries set repeats = 2 where id = $1`, id)
+	shows(t, server.URL+"/deliveries/"+id, "and 2 more times, which were not handled")
+	if body := shows(t, server.URL+"/deliveries/"+delivered(t, pool, "running", `{}`)); strings.Contains(body, "/act/") {
+		t.Error("what is being handled can be replayed")
+	}
+	turnsAway(t, server.URL+"/deliveries/nothing", 404, "there is no delivery")
+	turnsAway(t, server.URL+"/deliveries/01890000-0000-7000-8000-000000000000", 404, "there is no delivery")
+}
+
+func TestOutgoingMessagesAreListedAndSentAgain(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	shows(t, server.URL+"/outgoing", "No message was given up")
+	shows(t, server.URL+"/outgoing?status=pending", "Nothing is to be sent")
+	dead, pending := undelivered(t, pool, "ops", "dead"), undelivered(t, pool, "ops", "pending")
+	lever := `action="/act/v1/webhooks/outbox/` + dead + `/resend"`
+	if body := shows(t, server.URL+"/outgoing?target=ops", lever, "it answered 503"); strings.Contains(body, pending) {
+		t.Error("what is to be sent is listed as given up")
+	}
+	shows(t, server.URL+"/outgoing?status=pending", "/outgoing/"+pending)
+	shows(t, server.URL+"/outgoing/"+dead, lever, "&#34;type&#34;: &#34;execution.failed&#34;")
+	turnsAway(t, server.URL+"/outgoing?status=sent", 400, "it can be dead, pending")
+	turnsAway(t, server.URL+"/outgoing/x", 404, "there is no outgoing delivery")
+}
+
+func TestHostileDeliveriesAreText(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	bad := strings.ReplaceAll(hostile, "\u0007", "")
+	id := delivered(t, pool, "dead", bad+strings.Repeat("é", 600_000))
+	put(t, pool, `
+		update agent_webhook_deliveries
+		   set delivery_id = left($1, 100), error_message = $1 || repeat('x', 1000000), traceparent = $1,
+		       headers = jsonb_build_object('X-Github-Event', jsonb_build_array($1::text || repeat('x', 30000)), $1, repeat('y', 30000)),
+		       outcome = jsonb_build_object('1', jsonb_build_object('event', $1::text, 'text', repeat('z', 1000000)))
+		 where id = $2::uuid returning id::text`, bad, id)
+	harmless(t, server.URL+"/deliveries")
+	harmless(t, server.URL+"/deliveries/"+id)
+	message := undelivered(t, pool, "ops", "dead")
+	put(t, pool, `update agent_webhook_outbox set last_error = $1 || repeat('x', 1000000), payload = jsonb_build_object($1, repeat('y', 1000000))
+		where id = $2::uuid returning id::text`, bad, message)
+	harmless(t, server.URL+"/outgoing")
+	harmless(t, server.URL+"/outgoing/"+message)
+	whole := shows(t, server.URL+"/deliveries/"+id, "The first 65.5 kB of it")
+	if strings.Contains(whole, "\ufffd") {
+		t.Error("a character is cut in two")
+	}
+}
+
+func TestDeliveriesAreFoundByAnIndex(t *testing.T) {
+	t.Parallel()
+	pool, _ := open(t)
+	put(t, pool, `
+		with d as (
+		  insert into agent_webhook_deliveries (id, endpoint, delivery_id, trace_id, last_trace_id, status, body, body_sha256)
+		  select lanekeeper.agent_uuid7(clock_timestamp() - n * interval '1 minute'), 'e' || n % 9, n::text, 'wh_' || n, 'wh_' || n,
+		         case when n % 500 = 0 then 'ignored' when n % 700 = 0 then 'dead' else 'done' end, '{}', 'x'
+		    from generate_series(1, 20000) n),
+		t as (insert into agent_webhook_targets (name, url, secrets, events) values ('ops', 'https://ops.example', '{"${S}"}', '{"*"}') returning id)
+		insert into agent_webhook_outbox (target_id, event, payload, trace_id, status)
+		select t.id, 'execution.failed', '{}', 'wh_1', case n % 20 when 0 then 'dead' when 1 then 'pending' else 'sent' end from t, generate_series(1, 20000) n
+		returning 'ok'`)
+	id := delivered(t, pool, "dead", `{}`)
+	analyse(t, pool, "agent_webhook_deliveries", "agent_webhook_outbox", "agent_webhook_targets")
+	const before = "before=01890000-0000-7000-8000-000000000000"
+	for _, path := range []string{
+		"/deliveries", "/deliveries?endpoint=e3", "/deliveries?status=ignored", "/deliveries?status=dead", "/deliveries?endpoint=e3&status=ignored",
+		"/deliveries?" + before, "/deliveries?endpoint=e3&" + before, "/deliveries/" + id, "/outgoing", "/outgoing?target=ops&" + before,
+		"/outgoing?status=pending",
+	} {
+		bounded(t, pool, path, "agent_webhook_deliveries", "agent_webhook_outbox")
+	}
+}
+
+func TestHeldLanesAreListed(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	shows(t, server.URL+"/lanes", "No lane is held", "Nobody waits", "No lane is lent", "Nothing is run", "No holder left anything")
+	put(t, pool, `select try_acquire_agent_lock('pipeline:<b>prices</b>', 'someone else', 60)::text`)
+	put(t, pool, `select try_acquire_agent_lock('other', 'another', 60)::text`)
+	shows(t, server.URL+"/lanes", "pipeline:&lt;b&gt;prices&lt;/b&gt;", "someone else",
+		`action="/act/v1/lanes/pipeline:%3Cb%3Eprices%3C%2Fb%3E/break"`)
+	if body := shows(t, server.URL+"/lanes?lane=other", "another"); strings.Contains(body, "someone else") {
+		t.Error("one lane was asked for, and another is shown")
+	}
+	shows(t, server.URL+"/lanes?lane=nobodys", "Nobody holds nobodys")
+	turnsAway(t, server.URL+"/lanes?lane=%00", 400, "not the name of a lane")
+	turnsAway(t, server.URL+"/lanes?before=x", 400, "no place in this list")
+}
+
+func TestLanesGoOnOverPages(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	put(t, pool, `select count(try_acquire_agent_lock('lane ' || lpad(n::text, 4, '0'), 'me', 60))::text from generate_series(1, 201) n`)
+	first := shows(t, server.URL+"/lanes", "Further lanes", "lane 0001")
+	_, link, _ := strings.Cut(first, `<p class="pager"><a href="`)
+	link, _, _ = strings.Cut(link, `"`)
+	if second := shows(t, server.URL+html.UnescapeString(link), "lane 0201", "First lanes"); strings.Count(second, "Release by force</summary>") != 1 {
+		t.Error("the second page has more than the last lane")
+	}
+}
+
+// claimedRun is an execution that a worker has claimed whose lease has some seconds left.
+func claimedRun(t *testing.T, pool *pgxpool.Pool, flow string, lease int) string {
+	t.Helper()
+	return put(t, pool, `
+		with w as (insert into agent_workers (name, expires_at) values ('host-7', clock_timestamp() + make_interval(secs => $2::int)) returning id),
+		     x as (insert into agent_executions (trace_id, surface, flow, status, claimed_by, claim)
+		           select 'fl_00000000000000000000000001', 'flow', $1, 'running', id, 3 from w returning id)
+		select id::text from x`, flow, lease)
+}
+
+func TestWaitersLoansAndClaimsAreTold(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	running, gone := claimedRun(t, pool, "onboarding", 60), claimedRun(t, pool, "orphaned", -60)
+	put(t, pool, `select try_acquire_agent_lock('thread:maria', $1 || '#3', 60)::text`, running)
+	put(t, pool, `
+		with w as (insert into agent_lock_waiters (lane, owner, expires_at)
+		           select 'thread:maria', 'waiter ' || n, clock_timestamp() + interval '1 minute' from generate_series(1, 2) n)
+		insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds) values ('thread:maria', 1, $1::uuid, $2::uuid, 60) returning lane`, gone, running)
+	waits := put(t, pool, `insert into agent_executions (trace_id, surface, flow, status) values ('fl_2', 'flow', 'patient', 'running') returning id::text`)
+	put(t, pool, `update agent_executions set status = 'waiting', waiting_for = 'lane', waiting_key = 'thread:maria', waiting_step = 's',
+		waiting_until = clock_timestamp() + interval '1 hour' where id = $1::uuid returning id::text`, waits)
+	body := shows(t, server.URL+"/lanes", "waiter 1", "waiter 2", "patient", "asks again once it is free", `id="claim-`+running, `id="stale-`+gone,
+		`id="loan-`+gone+`-`+running, "host-7", "lent by", `<a href="/lanes?lane=thread%3amaria#waiters">3<`)
+	if strings.Index(body, "waiter 1") > strings.Index(body, "waiter 2") || strings.Index(body, "waiter 2") > strings.Index(body, "patient") {
+		t.Error("the order is not that in which they are served")
+	}
+	if strings.Contains(body, `id="claim-`+gone) {
+		t.Error("what nobody runs is said to be run")
+	}
+}
+
+func TestWhatHoldersLeftBehindIsTold(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	put(t, pool, `select try_acquire_agent_lock('dropped', 'a dead one', 60)::text`)
+	put(t, pool, `update agent_locks set expires_at = clock_timestamp() - interval '1 minute' returning lane`)
+	shows(t, server.URL+"/lanes", "No lane is held", "a dead one", "start <code>agent serve</code>")
+}
+
+func TestHostileLanesAreText(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	bad := strings.ReplaceAll(hostile, "\u0007", "")
+	put(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at)
+		values ($1, $1, 1, clock_timestamp() + interval '1 minute') returning lane`, bad)
+	put(t, pool, `insert into agent_lock_waiters (lane, owner, expires_at) values ($1, $1 || repeat('x', 100), clock_timestamp() + interval '1 minute') returning lane`, bad)
+	put(t, pool, `update agent_workers set name = $1 || repeat('x', 1000000) where id = (select claimed_by from agent_executions where id = $2::uuid) returning id::text`,
+		bad, claimedRun(t, pool, bad, 60))
+	harmless(t, server.URL+"/lanes")
+}
+
+func TestLanesAreFoundByAnIndex(t *testing.T) {
+	t.Parallel()
+	pool, _ := open(t)
+	put(t, pool, `
+		with l as (
+		  insert into agent_locks (lane, locked_by, fencing_token, expires_at, parked)
+		  select 'lane ' || n, case when n % 4 = 0 then 'me' else '' end, n, now() + interval '1 hour', false from generate_series(1, 20000) n),
+		w as (insert into agent_workers (name, expires_at) select 'w', now() + interval '1 hour' from generate_series(1, 20) returning id),
+		x as (
+		  insert into agent_executions (id, trace_id, surface, flow, status, claimed_by)
+		  select lanekeeper.agent_uuid7(now() - n * interval '1 minute'), 'fl_' || n, 'flow', 'f', case when n % 500 = 0 then 'running' else 'pending' end,
+		         case when n % 500 = 0 then (select id from w limit 1) end
+		    from generate_series(1, 20000) n returning 1)
+		select 'ok'`)
+	analyse(t, pool, "agent_locks", "agent_executions", "agent_workers")
+	for _, path := range []string{
+		"/lanes", "/lanes?after=lane+7", "/lanes?lane=lane+8", fmt.Sprintf("/lanes?before=%s", "01890000-0000-7000-8000-000000000000"),
+	} {
+		bounded(t, pool, path, "agent_locks", "agent_executions")
+	}
+}
+
+// aims makes an objective with three steps, of which one is done and one failed.
+func aims(t *testing.T, pool *pgxpool.Pool, name string) (id string) {
+	t.Helper()
+	id = put(t, pool, `
+		insert into agent_objectives (name, goal, last_trace_id) values ($1, 'goal of ' || $1, 'hb_00000000000000000000000001') returning id::text`, name)
+	put(t, pool, `insert into agent_objective_steps (objective_id, position, title) values ($1, 1, 'collect') returning 'x'`, id)
+	step := put(t, pool, `select id::text from agent_objective_steps where objective_id = $1`, id)
+	call := put(t, pool, `
+		insert into agent_activity (trace_id, skill_name, surface) values ('hb_00000000000000000000000002', 'fetch', 'heartbeat') returning id::text`)
+	put(t, pool, `insert into agent_objective_evidence (step_id, activity_id) values ($1, $2) returning 'x'`, step, call)
+	put(t, pool, `
+		update agent_objective_steps set status = 'done', trace_id = 'hb_00000000000000000000000002', result = 'all there' where id = $1 returning 'x'`, step)
+	put(t, pool, `insert into agent_objective_steps (objective_id, position, title, status, attempts) values ($1, 2, 'compare', 'failed', 3) returning 'x'`, id)
+	put(t, pool, `insert into agent_objective_steps (objective_id, position, title) values ($1, 3, 'report') returning 'x'`, id)
+	return id
+}
+
+func TestAnObjectiveShowsItsProgressAndItsEvidence(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	shows(t, server.URL+"/objectives", "works towards nothing yet")
+	id := aims(t, pool, "grow")
+	for _, path := range []string{"/", "/objectives", "/objectives?status=active"} {
+		shows(t, server.URL+path, "/objectives/grow", "1 of 3", "1 failed", `width="33"`)
+	}
+	for _, path := range []string{"/objectives/grow", "/objectives/" + id} {
+		shows(t, server.URL+path, "goal of grow", "collect", "all there", ">fetch</a>", "3 failed attempts", "gave evidence", "ended a step",
+			"hb_00000000000000000000000001", "/v1/objectives/"+id+"/pause")
+	}
+	turnsAway(t, server.URL+"/objectives/none", 404, "no objective")
+	turnsAway(t, server.URL+"/objectives/%00", 404, "not found")
+	turnsAway(t, server.URL+"/objectives?status=fine", 400, "status")
+	turnsAway(t, server.URL+"/objectives?before=x", 400, "before")
+	shows(t, server.URL+"/objectives?status=failed", "There is none")
+}
+
+func TestAnObjectiveThatNothingTouchesIsStale(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	aims(t, pool, "grow")
+	if body := shows(t, server.URL+"/"); strings.Contains(body, ">stale<") {
+		t.Error("it was touched just now")
+	}
+	put(t, pool, `update agent_objectives set due_at = clock_timestamp() - interval '4 days', updated_at = clock_timestamp() - interval '4 days' returning name`)
+	if body := shows(t, server.URL+"/"); strings.Contains(body, ">stale<") {
+		t.Error("its steps were touched just now")
+	}
+	_, err := pool.Exec(t.Context(), `update agent_objective_steps set updated_at = clock_timestamp() - interval '4 days'`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range []string{"/", "/objectives", "/objectives/grow"} {
+		shows(t, server.URL+path, ">stale<")
+	}
+}
+
+func TestAnObjectiveHasTheLeversOfItsState(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	for status, want := range map[string]string{
+		"proposed": "accept reject", "rejected": "accept", "active": "pause", "paused": "resume", "completed": "", "failed": "",
+	} {
+		id := put(t, pool, `
+			insert into agent_objectives (name, goal, status, proposed_by, decided_by) values ($1, 'g', $1, 'agent', 'admin') returning id::text`, status)
+		body := shows(t, server.URL+"/objectives/"+status)
+		for _, action := range []string{"accept", "reject", "pause", "resume"} {
+			has := strings.Contains(body, "/act/v1/objectives/"+id+"/"+action)
+			if has != strings.Contains(want, action) {
+				t.Errorf("%s: lever %s is there: %v", status, action, has)
+			}
+		}
+	}
+	shows(t, server.URL+"/objectives?status=proposed", "/accept", "/reject")
+}
+
+func TestHostileObjectivesAreText(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	id := put(t, pool, `
+		insert into agent_objectives (name, goal, success_criteria, note, status, proposed_by, decided_reason, source, proposed_trace)
+		values ($1, $1 || repeat('x', 1000000), $1, $1, 'proposed', $1, $1, $1, $1) returning id::text`, hostile)
+	put(t, pool, `
+		insert into agent_objective_steps (objective_id, position, title, result, trace_id) values ($1, 1, $2, $2 || repeat('x', 1000000), $2)
+		returning id::text`, id, hostile)
+	for _, path := range []string{"/", "/objectives", "/objectives/" + id, "/objectives/" + url.PathEscape(hostile)} {
+		harmless(t, server.URL+path)
+	}
+}
+
+func TestObjectivesAreReadByTheirIndexes(t *testing.T) {
+	t.Parallel()
+	pool, _ := open(t)
+	id := aims(t, pool, "grow")
+	_, err := pool.Exec(t.Context(), `
+		insert into agent_objectives (name, goal, status) select 'o' || n, 'g', 'completed' from generate_series(1, 4000) n;
+		insert into agent_objective_steps (objective_id, position, title) select o.id, 9, 'x' from agent_objectives o`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	analyse(t, pool, "agent_objectives", "agent_objective_steps", "agent_objective_evidence")
+	for _, path := range []string{"/", "/objectives", "/objectives?status=active", "/objectives?status=failed", "/objectives/grow", "/objectives/" + id} {
+		indexed(t, pool, path, "agent_objectives", "agent_objective_steps")
+	}
+}
+
+// keeps remembers a text.
+func keeps(t *testing.T, pool *pgxpool.Pool, category, key, value string) (id string) {
+	t.Helper()
+	return put(t, pool, `
+		insert into agent_memory (category, key, value, trace_id) values ($1, $2, to_jsonb($3::text), 'hb_00000000000000000000000009') returning id::text`,
+		category, key, value)
+}
+
+func TestMemoryIsSummedUpByCategory(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	shows(t, server.URL+"/memory", "Nothing is remembered yet")
+	keeps(t, pool, "facts", "a", "one")
+	keeps(t, pool, "facts", "b", "two")
+	keeps(t, pool, "lessons", "c", "three")
+	put(t, pool, `
+		insert into agent_memory (id, category, key, value, created_at, updated_at)
+		select lanekeeper.agent_uuid7(at), 'facts', 'old', '1', at, at from (select clock_timestamp() - interval '30 days' as at) x returning key`)
+	put(t, pool, `
+		insert into agent_memory (category, key, value, expires_at)
+		values ('gone', 'x', '1', clock_timestamp() - interval '1 s') returning key`)
+	for _, path := range []string{"/memory", "/"} {
+		body := shows(t, server.URL+path, `3<span class="aside-text"> in facts`, `1<span class="aside-text"> in lessons`, "+2 ", "+1 ")
+		if strings.Contains(body, "gone") {
+			t.Errorf("%s has a category of which everything has expired", path)
+		}
+	}
+	_, err := pool.Exec(t.Context(), `insert into agent_memory (category, key, value) select 'many', n::text, '1' from generate_series(1, 1200) n`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	shows(t, server.URL+"/memory", `1,000+<span class="aside-text"> in many`, "over ")
+}
+
+func TestFiltersOfMemoryCombine(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	for _, e := range [][3]string{
+		{"facts", "price_oil", "barrel"}, {"facts", "price%gas", "cubic"}, {"lessons", "price_oil", "buy"}, {"lessons", "weather", "rain barrel"},
+	} {
+		keeps(t, pool, e[0], e[1], "text "+e[2])
+	}
+	for query, want := range map[string]string{
+		"": "weather price_oil price%25gas price_oil", "category=facts": "price%25gas price_oil", "prefix=price_": "price_oil price_oil",
+		"prefix=price%25": "price%25gas", "q=barrel": "weather price_oil", "q=barrel&category=facts": "price_oil", "q=barrel+-rain": "price_oil",
+		"q=zebra": "", "category=none": "", "prefix=x": "",
+	} {
+		body := shows(t, server.URL+"/memory?"+query)
+		var got []string
+		for _, part := range strings.Split(body, `<th scope="row"><a href="/memory/`)[1:] {
+			key, _, _ := strings.Cut(part, "?")
+			got = append(got, key)
+		}
+		if strings.Join(got, " ") != want {
+			t.Errorf("%q has %q, want %q", query, got, want)
+		}
+	}
+	turnsAway(t, server.URL+"/memory?before=x", 400, "before")
+	turnsAway(t, server.URL+"/memory?q="+strings.Repeat("x", 301), 400, "q is")
+}
+
+func TestMemoryGoesOnOverPages(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	_, err := pool.Exec(t.Context(), `insert into agent_memory (category, key, value) select 'c', 'k' || n, '1' from generate_series(1, 70) n`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	body := shows(t, server.URL+"/memory?category=c", "Older entries")
+	_, rest, _ := strings.Cut(body, `class="pager"><a href="`)
+	older, _, _ := strings.Cut(rest, `"`)
+	second := shows(t, server.URL+strings.ReplaceAll(older, "&amp;", "&"), "Newest entries")
+	if a, b := strings.Count(body, "data-row="), strings.Count(second, "data-row="); a != 50 || b != 20 {
+		t.Errorf("the pages have %d and %d entries", a, b)
+	}
+}
+
+func TestAnEntryOfMemoryIsShownWithWhoWroteIt(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	key := "a/b c?d"
+	id := keeps(t, pool, "facts", key, "first "+strings.Repeat("v", 50_000))
+	keeps(t, pool, "lessons", key, "second")
+	put(t, pool, `
+		insert into agent_activity (trace_id, skill_name, input)
+		values ('hb_00000000000000000000000007', 'memory_write', jsonb_build_object('key', $1::text, 'category', 'facts')) returning id::text`, key)
+	path := server.URL + "/memory/" + url.PathEscape(key)
+	body := shows(t, path, "first vvv", "second", "/v1/memory/"+id+"/forget", "hb_00000000000000000000000009", "hb_00000000000000000000000007", "in all")
+	if len(body) > 60_000 {
+		t.Errorf("the page has %d bytes", len(body))
+	}
+	if body := shows(t, path+"?category=lessons", "second"); strings.Contains(body, "first vvv") {
+		t.Error("the other category is there too")
+	}
+	turnsAway(t, server.URL+"/memory/none", 404, "nothing is remembered")
+	turnsAway(t, server.URL+"/memory/%00", 404, "not found")
+}
+
+func TestHostileMemoryIsText(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	key := strings.ReplaceAll(hostile, "\u0007", "")
+	keeps(t, pool, "facts"+key, key, hostile)
+	harmless(t, server.URL+"/memory")
+	harmless(t, server.URL+"/memory/"+url.PathEscape(key))
+}
+
+func TestMemoryIsReadByItsIndexes(t *testing.T) {
+	t.Parallel()
+	pool, _ := open(t)
+	_, err := pool.Exec(t.Context(), `
+		insert into agent_memory (category, key, value) select 'c' || n % 7, 'k' || n, to_jsonb('word' || n) from generate_series(1, 8000) n`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	analyse(t, pool, "agent_memory")
+	for _, path := range []string{
+		"/memory", "/memory?category=c3", "/memory?prefix=k77", "/memory?q=word77", "/memory?q=word77&category=none", "/memory/k77",
+	} {
+		indexed(t, pool, path, "agent_memory")
+	}
+}
+
+// skill declares a skill, in service or not.
+func skill(t *testing.T, pool *pgxpool.Pool, name, description, disabledBy, reason string) {
+	t.Helper()
+	put(t, pool, `
+		insert into agent_skills (name, description, tool_definition, handler, enabled, disabled_by, disabled_reason, disabled_at, evidence)
+		values ($1, $2, jsonb_build_object('name', $1::text, 'description', $2::text), 'builtin:x', $3 = '', $3, $4,
+		        case when $3 <> '' then clock_timestamp() end, '{}') returning id::text`, name, description, disabledBy, reason)
+}
+
+// called writes calls of a skill.
+func called(t *testing.T, pool *pgxpool.Pool, name, status, message string, n int) {
+	t.Helper()
+	if _, err := pool.Exec(t.Context(), `
+		insert into agent_activity (trace_id, surface, skill_name, status, error_class, error_message, duration_ms)
+		select 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'heartbeat', $1, $2, case when $2 = 'error' then 'timeout' else '' end, nullif($3, ''), 120
+		  from generate_series(1, $4::int)`, name, status, message, n); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestSkillsAreListedWithTheirHealth(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	shows(t, server.URL+"/skills", "agent apply DIR")
+	shows(t, server.URL+"/", "agent apply DIR")
+	skill(t, pool, "fetch_price", "Fetches a price.", "", "")
+	skill(t, pool, "post_tweet", "Posts.", "self-heal", "5 consecutive failures")
+	called(t, pool, "fetch_price", "success", "", 6)
+	called(t, pool, "fetch_price", "error", "no route", 2)
+	for _, path := range []string{"/skills", "/"} {
+		body := shows(t, server.URL+path, "fetch_price", "75 %", "by self-heal", "5 consecutive failures", "120 ms")
+		if path == "/" && strings.Index(body, "post_tweet") > strings.Index(body, "fetch_price") {
+			t.Error("what is out of service does not come first")
+		}
+	}
+	if body := shows(t, server.URL+"/skills?state=disabled", "post_tweet", "/act/v1/skills/post_tweet/enable"); strings.Contains(body, `id="skill-fetch_price"`) {
+		t.Error("an enabled skill is listed as disabled")
+	}
+	shows(t, server.URL+"/skills", `id="failing-fetch_price"`, "no route", `id="slowest-fetch_price"`)
+	shows(t, server.URL+"/skills?state=on+trial", "There is none")
+	shows(t, server.URL+"/skills?skill=fetch_price", "/act/v1/skills/fetch_price/disable")
+	turnsAway(t, server.URL+"/skills?state=broken", 400, "state is")
+}
+
+func TestASkillIsShownWithItsCalls(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	skill(t, pool, "fetch_price", "Fetches a price.", "", "")
+	shows(t, server.URL+"/skills/fetch_price", "It was never called", "It was not called in this time", "None. An automation")
+	called(t, pool, "fetch_price", "success", "", 3)
+	called(t, pool, "fetch_price", "error", "no route to host", 1)
+	put(t, pool, `insert into agent_automations (name, cron, skill_name) values ('prices', '0 * * * *', 'fetch_price') returning id::text`)
+	shows(t, server.URL+"/skills/fetch_price", "Definition, as a model sees it", "75 %", "no route to host", "/automations/prices",
+		"/act/v1/skills/fetch_price/disable", "Calls by day, 7 days")
+	turnsAway(t, server.URL+"/skills/nothing", 404, "there is no skill")
+	turnsAway(t, server.URL+"/skills/%00", 404, "there is no skill")
+}
+
+func TestHostileTextInSkillsIsText(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	skill(t, pool, "hostile", hostile[:len(hostile)-1], "admin", hostile)
+	skill(t, pool, "huge", strings.Repeat("ñ", 1_000_000), "admin", strings.Repeat("<", 1_000_000))
+	called(t, pool, "hostile", "error", hostile, 2)
+	called(t, pool, "huge", "error", strings.Repeat("<", 1_000_000), 2)
+	for _, path := range []string{"/skills", "/skills/hostile", "/"} {
+		harmless(t, server.URL+path)
+	}
+	if body := shows(t, server.URL+"/skills/huge"); len(body) > 400_000 {
+		t.Errorf("the page of a skill with a megabyte of text has %d bytes", len(body))
+	}
+}
+
+func TestSkillsAndSpendReadNothingWhole(t *testing.T) {
+	t.Parallel()
+	pool, _ := open(t)
+	if _, err := pool.Exec(t.Context(), `
+		insert into agent_activity (id, trace_id, kind, skill_name, purpose, surface, status, token_usage, created_at, duration_ms)
+		select lanekeeper.agent_uuid7(at), 'hb_x', case n % 4 when 0 then 'model' else 'call' end, case n % 4 when 0 then 'model_call' else 'skill_' || n % 97 end,
+		       'p' || n % 7, 'heartbeat', case n % 11 when 0 then 'error' else 'success' end, '{"total_tokens": 5}', at, n % 1000
+		  from (select n, clock_timestamp() - interval '20 days' * n / 30001 as at from generate_series(1, 30000) n) x;
+		insert into agent_skills (name, tool_definition, handler) select 'skill_' || n, '{}', 'builtin:x' from generate_series(0, 96) n;
+		insert into agent_executions (trace_id, surface, flow, status) select 'hb_' || n, 'heartbeat', 'f' || n % 50, 'pending' from generate_series(1, 5000) n;
+		insert into agent_activity_counts (span, start, kind, skill, surface, model, calls)
+		select 'hour', date_trunc('hour', now()) - interval '1 hour' * (n / 20), 'call', 'skill_' || n % 20, 'heartbeat', '', 1 from generate_series(1, 20000) n;
+		insert into agent_activity_counts (span, start, kind, skill, surface, model, calls)
+		select 'day', date_trunc('day', now()) - interval '1 day' * (n / 20), 'call', 'skill_' || n % 20, 'heartbeat', '', 1 from generate_series(1, 20000) n;
+		delete from agent_activity_uncounted;
+		update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7(clock_timestamp())`); err != nil {
+		t.Fatal(err)
+	}
+	analyse(t, pool, "agent_activity", "agent_activity_counts", "agent_activity_durations", "agent_executions", "agent_skills")
+	var partitions string
+	if err := pool.QueryRow(t.Context(), `select string_agg(distinct tableoid::regclass::text, '|') from agent_activity`).Scan(&partitions); err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range []string{"/spend?days=7", "/spend?days=1&per=hour", "/spend?by=purpose", "/audit?surface=chat", "/skills", "/skills/skill_7"} {
+		indexed(t, pool, path, partitions, "agent_activity_counts", "agent_executions")
+	}
+}

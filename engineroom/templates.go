@@ -1,0 +1,443 @@
+package engineroom
+
+import (
+	"bytes"
+	"cmp"
+	"crypto/sha256"
+	"embed"
+	"encoding/base64"
+	"encoding/json"
+	"fmt"
+	"html/template"
+	"io/fs"
+	"mime"
+	"net/http"
+	"net/url"
+	"path"
+	"reflect"
+	"strconv"
+	"strings"
+	"time"
+	"unicode"
+	"unicode/utf8"
+
+	"github.com/aymanbagabas/go-udiff"
+
+	"github.com/lanekeeper/lanekeeper/internal/redact"
+)
+
+//go:embed templates
+var templateFiles embed.FS
+
+func parseTemplates() (*template.Template, error) {
+	return template.New("").Option("missingkey=zero").Funcs(funcs()).ParseFS(templateFiles, "templates/*.html")
+}
+
+// funcs are what templates format with.
+func funcs() template.FuncMap {
+	return template.FuncMap{
+		"cut": cut, "brief": brief, "thousands": thousands, "money": money, "millis": millis, "at": at, "since": since, "until": until,
+		"asset": assetURL, "build": build, "tone": tone, "shape": shape, "words": words, "class": class,
+		"short": short, "dict": dict, "segment": url.PathEscape, "bytes": size,
+	}
+}
+
+// thousands writes a count with separators: 12,345.
+func thousands(n int64) string {
+	digits, sign := strings.CutPrefix(strconv.FormatInt(n, 10), "-") // -n is no number for the least of all
+	for i := len(digits) - 3; i > 0; i -= 3 {
+		digits = digits[:i] + "," + digits[i:]
+	}
+	if sign {
+		return "-" + digits
+	}
+	return digits
+}
+
+// money writes dollars: two decimals from a dollar on, four below a cent's worth of detail.
+func money(usd float64) string {
+	if usd == 0 || usd >= 1 {
+		return fmt.Sprintf("$%.2f", usd)
+	}
+	return fmt.Sprintf("$%.4f", usd)
+}
+
+// millis writes a duration in milliseconds: 850 ms, 1.2 s, 3 min 20 s.
+func millis(ms int64) string {
+	d := time.Duration(ms) * time.Millisecond
+	switch {
+	case d < time.Second:
+		return fmt.Sprintf("%d ms", ms)
+	case d < time.Minute:
+		return fmt.Sprintf("%.1f s", d.Seconds())
+	case d < time.Hour:
+		return fmt.Sprintf("%d min %d s", int(d.Minutes()), int(d.Seconds())%60)
+	}
+	return fmt.Sprintf("%d h %d min", int(d.Hours()), int(d.Minutes())%60)
+}
+
+// size writes bytes: 512 B, 1.5 kB, 3.2 MB.
+func size(n int64) string {
+	switch {
+	case n < 1000:
+		return fmt.Sprintf("%d B", n)
+	case n < 1000*1000:
+		return fmt.Sprintf("%.1f kB", float64(n)/1000)
+	case n < 1000*1000*1000:
+		return fmt.Sprintf("%.1f MB", float64(n)/1000/1000)
+	}
+	return fmt.Sprintf("%.1f GB", float64(n)/1000/1000/1000)
+}
+
+// at is a moment; the page's script shows it in the reader's time zone.
+func at(t time.Time) template.HTML { return clock("at", t) }
+
+// since is how long ago a moment was; the page's script keeps it counting.
+func since(t time.Time) template.HTML { return clock("since", t) }
+
+// until is how long it is to a moment; the page's script counts it down.
+func until(t time.Time) template.HTML { return clock("until", t) }
+
+// clock writes the moment itself, which stays true however long the page is open. The script turns it into what
+// its class asks for.
+func clock(class string, t time.Time) template.HTML {
+	t = t.UTC()
+	return template.HTML(fmt.Sprintf(`<time class="%s" datetime="%s">%s UTC</time>`, // digits only
+		class, t.Format(time.RFC3339Nano), t.Format("2006-01-02 15:04:05")))
+}
+
+// short is the end of an id, enough to tell it from its neighbours.
+func short(id string) string {
+	if i := strings.LastIndexByte(id, '-'); i > 0 && len(id) == 36 {
+		return id[i+1:]
+	}
+	return id
+}
+
+// dict makes arguments for a template: {{template "x" (dict "Name" .Name)}}.
+func dict(pairs ...any) (map[string]any, error) {
+	if len(pairs)%2 != 0 {
+		return nil, fmt.Errorf("dict wants pairs, got %d values", len(pairs))
+	}
+	m := make(map[string]any, len(pairs)/2)
+	for i := 0; i < len(pairs); i += 2 {
+		key, is := pairs[i].(string)
+		if !is {
+			return nil, fmt.Errorf("dict wants a text as key, got %T", pairs[i])
+		}
+		m[key] = pairs[i+1]
+	}
+	return m, nil
+}
+
+//go:embed assets
+var assetFiles embed.FS
+
+// fingerprints are the digests of the embedded files by name, and one over them and the templates under "".
+var fingerprints = takeFingerprints()
+
+func takeFingerprints() map[string]string {
+	all, every := map[string]string{}, sha256.New()
+	for _, files := range []embed.FS{assetFiles, templateFiles} {
+		err := fs.WalkDir(files, ".", func(name string, entry fs.DirEntry, err error) error {
+			if err != nil || entry.IsDir() {
+				return err
+			}
+			text, err := files.ReadFile(name)
+			if err != nil {
+				return err
+			}
+			all[path.Base(name)] = short8(text)
+			every.Write(text)
+			return nil
+		})
+		if err != nil {
+			return map[string]string{} // embedded files can be read; without digests they are only asked for again
+		}
+	}
+	all[""] = base64.RawURLEncoding.EncodeToString(every.Sum(nil)[:6])
+	return all
+}
+
+// short8 is a digest of eight characters.
+func short8(text []byte) string {
+	sum := sha256.Sum256(text)
+	return base64.RawURLEncoding.EncodeToString(sum[:6])
+}
+
+// build names the state of templates and files that this process has.
+func build() string { return fingerprints[""] }
+
+// assetURL is where one of the embedded files is, in just this state.
+func assetURL(name string) (string, error) {
+	if _, has := fingerprints[name]; !has {
+		return "", fmt.Errorf("there is no file assets/%s", name)
+	}
+	return "/assets/" + name + "?v=" + fingerprints[name], nil
+}
+
+// asset serves one of the embedded files. Asked for by its digest it may be kept for ever.
+func (room *Room) asset(w http.ResponseWriter, r *http.Request) {
+	name := r.PathValue("file")
+	text, err := assetFiles.ReadFile("assets/" + name)
+	if err != nil {
+		http.NotFound(w, r)
+		return
+	}
+	h, tag := w.Header(), `"`+fingerprints[name]+`"`
+	guard(h)
+	h.Set("ETag", tag)
+	h.Set("Cache-Control", "public, no-cache")
+	if r.URL.Query().Get("v") == fingerprints[name] || path.Ext(name) == ".woff2" { // a font has its version in its name
+		h.Set("Cache-Control", "public, max-age=31536000, immutable")
+	}
+	if r.Header.Get("If-None-Match") == tag {
+		w.WriteHeader(http.StatusNotModified)
+		return
+	}
+	h.Set("Content-Type", cmp.Or(mime.TypeByExtension(path.Ext(name)), "font/woff2"))
+	if _, err := w.Write(text); err != nil {
+		room.Logger.DebugContext(r.Context(), "file not sent", "error", err)
+	}
+}
+
+// plain makes characters visible that would otherwise change how the text around them reads: controls, and
+// the marks that turn the direction of writing. The templates themselves have none.
+func plain(text []byte) []byte {
+	if !bytes.ContainsFunc(text, tricky) {
+		return text
+	}
+	var b bytes.Buffer
+	for len(text) > 0 {
+		r, size := utf8.DecodeRune(text)
+		if tricky(r) {
+			fmt.Fprintf(&b, "⟨U+%04X⟩", r)
+		} else {
+			b.Write(text[:size])
+		}
+		text = text[size:]
+	}
+	return b.Bytes()
+}
+
+// tricky reports a character that is not shown as itself.
+func tricky(r rune) bool {
+	switch r {
+	case '\n', '\t', utf8.RuneError:
+		return false
+	}
+	return unicode.IsControl(r) || unicode.Is(unicode.Bidi_Control, r) || r == '\u200b' || r == '\ufeff' || r == '\u2060'
+}
+
+// brief is at most n characters of a text, from both of its ends: names that are long often begin alike. What shows it has
+// the whole text at hand, such as in a title.
+func brief(n int, s string) string {
+	if len(s) <= n {
+		return s
+	}
+	runes := []rune(s)
+	if len(runes) <= n {
+		return s
+	}
+	tail := n / 2
+	return string(runes[:n-tail-1]) + "…" + string(runes[len(runes)-tail:])
+}
+
+// cut is at most n characters of a text, and how many more there are.
+func cut(n int, s string) string {
+	if len(s) <= n {
+		return s
+	}
+	count := 0
+	for i := range s {
+		if count == n {
+			return fmt.Sprintf("%s… (%s more characters)", s[:i], thousands(int64(utf8.RuneCountInString(s[i:]))))
+		}
+		count++
+	}
+	return s
+}
+
+// look is how a state is shown: a class for its colour and a shape that tells it apart without one.
+type look struct{ tone, shape string }
+
+// looks are the states that have more to say than their word. Others are grey, with a dot.
+var looks = map[string]look{
+	"success": {"tone-good", "✓"}, "completed": {"tone-good", "✓"}, "approved": {"tone-good", "✓"}, "enabled": {"tone-good", "✓"},
+	"active": {"tone-good", "✓"}, "delivered": {"tone-good", "✓"}, "healthy": {"tone-good", "✓"}, "consumed": {"tone-good", "✓"},
+	"ok": {"tone-good", "✓"}, "handled": {"tone-good", "✓"}, "answered": {"tone-good", "✓"}, "done": {"tone-good", "✓"},
+	"running": {"tone-info", "▶"}, "claimed": {"tone-info", "▶"}, "processing": {"tone-info", "▶"}, "on trial": {"tone-info", "◐"}, "trial": {"tone-info", "◐"},
+	"pending": {"tone-warn", "○"}, "waiting": {"tone-warn", "◷"}, "pending_approval": {"tone-warn", "◷"}, "proposed": {"tone-warn", "?"},
+	"paused": {"tone-warn", "❚❚"}, "queued": {"tone-warn", "○"}, "open": {"tone-warn", "○"}, "parked": {"tone-warn", "❚❚"}, "unknown": {"tone-warn", "?"},
+	"error": {"tone-bad", "✕"}, "failed": {"tone-bad", "✕"}, "timeout": {"tone-bad", "◷"}, "rejected": {"tone-bad", "✕"}, "dead": {"tone-bad", "✕"},
+	"disabled": {"tone-bad", "⊘"}, "quarantined": {"tone-bad", "⊘"}, "stuck": {"tone-bad", "!"},
+	"cancelled": {"", "⊘"}, "skipped": {"", "–"}, "expired": {"", "◷"}, "ignored": {"", "–"}, "duplicate": {"", "–"},
+}
+
+// tone is the class of a state's colour; empty for none.
+func tone(state any) string { return looks[stateWord(state)].tone }
+
+// shape is the sign before a state's word.
+func shape(state any) string {
+	if l, has := looks[stateWord(state)]; has {
+		return l.shape
+	}
+	return "·"
+}
+
+// words is a state as people write it: pending_approval is pending approval.
+func words(state any) string { return strings.ReplaceAll(stateWord(state), "_", " ") }
+
+// class is a state as a part of a class name: what else it has becomes hyphens.
+func class(state any) string {
+	return strings.Map(func(r rune) rune {
+		if (r >= 'a' && r <= 'z') || (r >= '0' && r <= '9') {
+			return r
+		}
+		return '-'
+	}, stateWord(state))
+}
+
+// stateWord is a state as it is kept, whatever type it has: empty for a nil pointer.
+func stateWord(state any) string {
+	v := reflect.ValueOf(state)
+	if v.Kind() == reflect.Pointer {
+		if v.IsNil() {
+			return ""
+		}
+		state = v.Elem().Interface()
+	}
+	return fmt.Sprint(state)
+}
+
+const (
+	// maxValue is how much of a value is read at most for a page, in characters; what is shown of it is less, so that a secret
+	// at the place of the cut is seen whole and removed whole. The statements have the number too.
+	maxValue = 8192
+	// maxPre is how much of a value is shown, in characters.
+	maxPre = 4000
+)
+
+// shownValue is a value of a row as it may be shown: without secrets, and not all of it where it is long.
+type shownValue struct {
+	Text  string
+	Bytes int64 // of the whole
+	Whole bool  // nothing was left out
+}
+
+// shownJSON makes a value of the first maxValue characters of JSON that has so many bytes in all.
+func shownJSON(text string, size int64) shownValue {
+	if text == "" {
+		return shownValue{Whole: true}
+	}
+	if int64(len(text)) < size || len(text) > maxPre || !json.Valid([]byte(text)) {
+		return shownText(text, size)
+	}
+	return shownValue{Text: setOut(string(redact.JSON(json.RawMessage(text), maxValue))), Bytes: size, Whole: true}
+}
+
+// shownText makes a value of the first maxValue characters of a text that has so many bytes in all.
+func shownText(text string, size int64) shownValue {
+	clean := redact.Text(text, 4*maxValue)
+	whole := int64(len(text)) == size && utf8.RuneCountInString(clean) <= maxPre
+	return shownValue{Text: clip(clean, size, maxPre), Bytes: size, Whole: whole}
+}
+
+// clip is at most n characters of a text that is, or was once cut from, one of so many bytes, which it says.
+func clip(text string, size int64, n int) string {
+	count := 0
+	for i := range text {
+		if count == n {
+			return fmt.Sprintf("%s… (%s in all)", text[:i], bytesIn(size))
+		}
+		count++
+	}
+	if int64(len(text)) < size && count >= n {
+		return fmt.Sprintf("%s… (%s in all)", text, bytesIn(size))
+	}
+	return text
+}
+
+// bytesIn is size, where a variable has its name.
+func bytesIn(n int64) string { return size(n) }
+
+// deepest is how deep JSON may nest to be set out in lines: each level is an indent of each line in it.
+const deepest = 60
+
+// mostLines is how many lines are compared.
+const mostLines = 20_000
+
+// setOut is JSON in lines, the keys of objects sorted, which is the order that is hashed. Numbers stay as they are
+// written. What nests too deep, or is no JSON, stays as it is.
+func setOut(text string) string {
+	if depth(text) > deepest {
+		return text
+	}
+	decoder := json.NewDecoder(strings.NewReader(text))
+	decoder.UseNumber()
+	var value any
+	if err := decoder.Decode(&value); err != nil || decoder.More() {
+		return text
+	}
+	var b bytes.Buffer
+	encoder := json.NewEncoder(&b)
+	encoder.SetEscapeHTML(false)
+	encoder.SetIndent("", "  ")
+	if err := encoder.Encode(value); err != nil {
+		return text
+	}
+	return strings.TrimSuffix(b.String(), "\n")
+}
+
+// depth is how deep JSON nests.
+func depth(text string) int {
+	now, most, inText := 0, 0, false
+	for i := 0; i < len(text); i++ {
+		switch c := text[i]; {
+		case inText && c == '\\':
+			i++
+		case c == '"':
+			inText = !inText
+		case inText:
+		case c == '{' || c == '[':
+			now++
+			most = max(most, now)
+		case c == '}' || c == ']':
+			now--
+		}
+	}
+	return most
+}
+
+// diffLine is a line of a comparison. Sign is + for a new one, − for one that is gone, a space for one that stayed, and
+// … where lines that stayed are left out.
+type diffLine struct{ Sign, Text string }
+
+// Gone and New tell the kinds apart in a template.
+func (l diffLine) Gone() bool { return l.Sign == "−" }
+
+// New reports a line that was not there before.
+func (l diffLine) New() bool { return l.Sign == "+" }
+
+// compare is what became of the lines of before; nothing when they are the same. False when there are too many.
+func compare(before, after string) ([]diffLine, bool) {
+	if strings.Count(before, "\n")+strings.Count(after, "\n") > mostLines {
+		return nil, false
+	}
+	before, after = before+"\n", after+"\n"
+	hunks, err := udiff.ToUnifiedDiff("", "", before, udiff.Lines(before, after), 3)
+	if err != nil {
+		return nil, false
+	}
+	signs := map[udiff.OpKind]string{udiff.Delete: "−", udiff.Insert: "+", udiff.Equal: " "}
+	var lines []diffLine
+	for i, h := range hunks.Hunks {
+		if i > 0 || h.FromLine > 1 {
+			lines = append(lines, diffLine{"…", ""})
+		}
+		for _, l := range h.Lines {
+			lines = append(lines, diffLine{signs[l.Kind], strings.TrimSuffix(l.Content, "\n")})
+		}
+	}
+	return lines, true
+}
