@@ -3,9 +3,13 @@ package models
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
+	"maps"
+	"math"
 	"net/http"
+	"net/url"
 	"slices"
 	"strings"
 )
@@ -86,3 +90,234 @@ func (c *Client) TakesImages(model string) bool {
 
 // String is a price as people read it.
 func (p Price) String() string { return fmt.Sprintf("$%g in, $%g out", p.Prompt, p.Completion) }
+
+// API is the protocol that a request is sent in.
+type API string
+
+// The protocols.
+const (
+	APIAuto      API = "auto" // what fits the server and the model
+	APIChat      API = "chat"
+	APIResponses API = "responses"
+)
+
+// Facts is what is known of a model before it was asked. Unknown models have the zero value, which suits most
+// servers: what they refuse is learned.
+type Facts struct {
+	Context       int    // tokens that it takes at once; 0 when that is not known
+	Responses     bool   // OpenAI serves it best, or only, over the Responses API
+	NewLimit      bool   // it takes max_completion_tokens, and refuses max_tokens
+	Thinks        bool   // hidden reasoning counts as part of its answers
+	NoTemperature bool   // it refuses a temperature
+	OneSystem     bool   // its template takes one system message, the first
+	Echo          string // the member that must be on each of its messages with calls, empty where it did not think
+	Signed        bool   // it refuses calls without its signature
+	NoImages      bool   // it takes text alone
+	NoSchema      bool   // it ignores structured outputs in silence
+}
+
+// facts is by name: of a name that begins so the longest decides.
+var facts = map[string]Facts{
+	"offline":      {NoImages: true},
+	"gpt-3.5":      {Context: 16_385, NoImages: true},
+	"gpt-4o":       {Context: 128_000},
+	"gpt-4.1":      {Context: 1_047_576},
+	"o1":           {Context: 200_000, NewLimit: true, Thinks: true, NoTemperature: true},
+	"o3":           {Context: 200_000, NewLimit: true, Thinks: true, NoTemperature: true},
+	"o3-mini":      {Context: 200_000, NewLimit: true, Thinks: true, NoTemperature: true, NoImages: true},
+	"o4":           {Context: 200_000, NewLimit: true, Thinks: true, NoTemperature: true},
+	"gpt-5":        {Context: 400_000, NewLimit: true, Thinks: true, NoTemperature: true},
+	"gpt-5.4":      {Context: 400_000, NewLimit: true, Thinks: true, NoTemperature: true, Responses: true},
+	"gpt-5.5":      {Context: 400_000, NewLimit: true, Thinks: true, NoTemperature: true, Responses: true},
+	"gpt-5.6":      {Context: 400_000, NewLimit: true, Thinks: true, NoTemperature: true, Responses: true},
+	"gpt-6":        {NewLimit: true, Thinks: true, NoTemperature: true, Responses: true},
+	"gemini-2.5":   {Context: 1_048_576, Thinks: true, OneSystem: true},
+	"gemini-3":     {Context: 1_048_576, Thinks: true, OneSystem: true, Signed: true},
+	"gemini":       {OneSystem: true},
+	"qwen3.5":      {OneSystem: true, Thinks: true},
+	"qwen3.6":      {OneSystem: true, Thinks: true},
+	"qwen-3.5":     {OneSystem: true, Thinks: true},
+	"qwen-3.6":     {OneSystem: true, Thinks: true},
+	"mistral":      {OneSystem: true},
+	"ministral":    {OneSystem: true},
+	"magistral":    {OneSystem: true, Thinks: true},
+	"devstral":     {OneSystem: true, NoImages: true},
+	"codestral":    {OneSystem: true, NoImages: true},
+	"kimi":         {Echo: "reasoning_content", Thinks: true},
+	"kimi-k2":      {Context: 262_144, Echo: "reasoning_content", Thinks: true, NoImages: true},
+	"deepseek":     {Context: 128_000, Echo: "reasoning_content", NoImages: true},
+	"deepseek-r":   {Context: 128_000, Echo: "reasoning_content", Thinks: true, NoImages: true},
+	"claude":       {Context: 200_000, OneSystem: true, NoSchema: true},
+	"deepseek-ocr": {},
+}
+
+// FactsOf is what is known of a model. A name with a provider or an owner in front (openai/gpt-6-sol) counts
+// without it, whatever its case.
+func FactsOf(model string) Facts {
+	name := strings.ToLower(model)
+	name = name[strings.LastIndex(name, "/")+1:]
+	best := ""
+	for begins := range facts {
+		if strings.HasPrefix(name, begins) && len(begins) > len(best) {
+			best = begins
+		}
+	}
+	return facts[best]
+}
+
+// KnownModels are the beginnings of names that facts are known of, in order.
+func KnownModels() []string { return slices.Sorted(maps.Keys(facts)) }
+
+// openAI reports whether the client talks to OpenAI itself.
+func (c *Client) openAI() bool {
+	u, err := url.Parse(c.config.BaseURL)
+	return err == nil && (u.Hostname() == "api.openai.com" || strings.HasSuffix(u.Hostname(), ".api.openai.com"))
+}
+
+// api is the protocol for a model, as far as that is set, known or learned.
+func (c *Client) api(model string, d dialect) API {
+	switch {
+	case c.config.API == APIChat || c.config.API == APIResponses:
+		return c.config.API
+	case d.has(noChat):
+		return APIResponses
+	case !d.has(noResponses) && c.openAI() && FactsOf(model).Responses:
+		return APIResponses
+	}
+	return APIChat
+}
+
+// Price is in US dollars per million tokens.
+type Price struct {
+	Prompt     float64
+	Cached     float64 // of the prompt's tokens, those the server had read before
+	CacheWrite float64 // and those that it keeps for the next time; as Prompt when it is zero
+	Completion float64
+	Long       Long // what holds for long prompts
+}
+
+// Long is the price of a request whose prompt is over so many tokens. Its zero value changes nothing.
+type Long struct {
+	Over                                   int
+	Prompt, Cached, CacheWrite, Completion float64
+}
+
+// at is the price of a request with a prompt of so many tokens.
+func (p Price) at(prompt int) Price {
+	if p.Long.Over > 0 && prompt > p.Long.Over {
+		p.Prompt, p.Cached = p.Long.Prompt, p.Long.Cached
+		p.CacheWrite, p.Completion = p.Long.CacheWrite, p.Long.Completion
+	}
+	if p.CacheWrite == 0 {
+		p.CacheWrite = p.Prompt
+	}
+	return p
+}
+
+// Prices maps a model's name to its price. A name stands for itself and for its dated versions
+// ("gpt-4o" for "gpt-4o-2024-08-06" and "gpt-4o-latest", not for "gpt-4o-mini"); one that ends in * stands for all
+// that begin so. The longest name that fits wins.
+type Prices map[string]Price
+
+// DefaultPrices is a small table of list prices of OpenAI's models, and the offline model at nothing. Prices
+// change: what decides about money should be set by the operator ([Prices.With]). A model that no name fits costs
+// nothing here, so that no limit of money bounds it: give it a price, or set a limit of tokens ([Client.Priced]).
+func DefaultPrices() Prices {
+	return Prices{
+		"offline":      {},
+		"gpt-4o":       {Prompt: 2.50, Cached: 1.25, Completion: 10},
+		"gpt-4o-mini":  {Prompt: 0.15, Cached: 0.075, Completion: 0.60},
+		"gpt-4.1":      {Prompt: 2, Cached: 0.50, Completion: 8},
+		"gpt-4.1-mini": {Prompt: 0.40, Cached: 0.10, Completion: 1.60},
+		"gpt-4.1-nano": {Prompt: 0.10, Cached: 0.025, Completion: 0.40},
+		"gpt-5":        {Prompt: 1.25, Cached: 0.125, Completion: 10},
+		"gpt-5-mini":   {Prompt: 0.25, Cached: 0.025, Completion: 2},
+		"gpt-5-nano":   {Prompt: 0.05, Cached: 0.005, Completion: 0.40},
+		"gpt-5.6-sol":  {Prompt: 4, Cached: 0.40, CacheWrite: 5, Completion: 20},
+		"gpt-6-sol":    {Prompt: 2, Cached: 0.20, CacheWrite: 2.50, Completion: 10},
+		"gpt-6-luna":   {Prompt: 0.10, Cached: 0.01, CacheWrite: 0.125, Completion: 0.50},
+		"gpt-6.1-sol": {
+			Prompt: 2, Cached: 0.10, CacheWrite: 2.50, Completion: 10,
+			Long: Long{Over: 272_000, Prompt: 4, Cached: 0.20, CacheWrite: 5, Completion: 15},
+		},
+		"o3":      {Prompt: 2, Cached: 0.50, Completion: 8},
+		"o4-mini": {Prompt: 1.10, Cached: 0.275, Completion: 4.40},
+	}
+}
+
+// With is a new table in which the prices of over replace those of p.
+func (p Prices) With(over Prices) Prices {
+	merged := maps.Clone(p)
+	if merged == nil {
+		merged = Prices{}
+	}
+	maps.Copy(merged, over)
+	return merged
+}
+
+// Of finds the price of a model. A name with a provider in front ("openai/gpt-4o") is looked up
+// whole first, and then without.
+func (p Prices) Of(model string) (Price, bool) {
+	best, found := "", false
+	for name := range p {
+		if covers(name, model) && (!found || len(name) > len(best)) {
+			best, found = name, true
+		}
+	}
+	if _, bare, prefixed := strings.Cut(model, "/"); !found && prefixed {
+		return p.Of(bare)
+	}
+	return p[best], found
+}
+
+// Cost is in US dollars.
+func (p Price) Cost(u Usage) float64 {
+	p = p.at(u.PromptTokens)
+	fresh := float64(u.PromptTokens - u.CachedTokens - u.CacheWriteTokens)
+	return (fresh*p.Prompt + float64(u.CachedTokens)*p.Cached + float64(u.CacheWriteTokens)*p.CacheWrite +
+		float64(u.CompletionTokens)*p.Completion) / 1e6
+}
+
+func (p Prices) check() error {
+	for _, model := range slices.Sorted(maps.Keys(p)) {
+		if strings.TrimSpace(model) == "" {
+			return errors.New("a price has no model's name")
+		}
+		for _, usd := range p[model].amounts() {
+			if !(usd >= 0) || math.IsInf(usd, 1) {
+				return fmt.Errorf("the price of %q is %v: give dollars per million tokens, 0 or more", model, usd)
+			}
+		}
+	}
+	return nil
+}
+
+// amounts are all that a price says in dollars.
+func (p Price) amounts() []float64 {
+	return []float64{
+		p.Prompt, p.Cached, p.CacheWrite, p.Completion,
+		p.Long.Prompt, p.Long.Cached, p.Long.CacheWrite, p.Long.Completion,
+	}
+}
+
+// covers reports whether a name of the table stands for the model.
+func covers(name, model string) bool {
+	if prefix, open := strings.CutSuffix(name, "*"); open {
+		return strings.HasPrefix(model, prefix)
+	}
+	rest, begins := strings.CutPrefix(model, name)
+	return begins && (rest == "" || isVersion(rest))
+}
+
+// isVersion reports whether what follows a model's name is a date or a running number of three digits or more.
+func isVersion(rest string) bool {
+	if rest[0] != '-' && rest[0] != '@' {
+		return false
+	}
+	rest = rest[1:]
+	if rest == "latest" {
+		return true
+	}
+	digits := strings.ReplaceAll(rest, "-", "")
+	return len(digits) >= 3 && strings.Trim(digits, "0123456789") == ""
+}

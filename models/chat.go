@@ -1,5 +1,17 @@
 package models
 
+import (
+	"bytes"
+	"cmp"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+)
+
 // signatureLeftOut is what Gemini takes in place of a signature that was lost with an edit or a change of models.
 const signatureLeftOut = `{"google":{"thought_signature":"skip_thought_signature_validator"}}`
 
@@ -117,3 +129,346 @@ func (w chatWriter) call(call ToolCall, first bool) (string, error) {
 
 // origin is who may have a provider's opaque members back.
 func (c *Client) origin(model string) string { return c.config.BaseURL + " " + model }
+
+// fragment is a tool call, or a part of one.
+type fragment struct {
+	Index    *int   `json:"index"`
+	ID       string `json:"id"`
+	Function struct {
+		Name      string    `json:"name"`
+		Arguments arguments `json:"arguments"`
+	} `json:"function"`
+
+	opaque map[string]json.RawMessage
+}
+
+func (f *fragment) UnmarshalJSON(raw []byte) error {
+	type plain fragment
+	if err := json.Unmarshal(raw, (*plain)(f)); err != nil {
+		return err
+	}
+	if err := json.Unmarshal(raw, &f.opaque); err != nil {
+		return err
+	}
+	maps.DeleteFunc(f.opaque, func(name string, _ json.RawMessage) bool { return slices.Contains(callMembers, name) })
+	return nil
+}
+
+// arguments are text that should be JSON. Some servers send the JSON itself.
+type arguments string
+
+func (a *arguments) UnmarshalJSON(raw []byte) error {
+	if bytes.HasPrefix(raw, []byte(`"`)) || string(raw) == "null" {
+		return json.Unmarshal(raw, (*string)(a))
+	}
+	*a = arguments(raw)
+	return nil
+}
+
+// calls collects tool calls from their fragments. Its zero value is ready.
+type calls struct {
+	list []*collected
+}
+
+type collected struct {
+	index     int // -1 when the server gives none
+	id, name  string
+	arguments strings.Builder
+	opaque    gathered
+}
+
+// add finds the call that a fragment continues, or begins one.
+func (c *calls) add(f fragment) {
+	call := c.continued(f)
+	if call == nil {
+		call = &collected{index: -1, id: f.ID, name: f.Function.Name}
+		if f.Index != nil {
+			call.index = *f.Index
+		}
+		c.list = append(c.list, call)
+	} else if call.name == "" {
+		call.name = f.Function.Name
+	}
+	if call.id == "" {
+		call.id = f.ID
+	}
+	call.arguments.WriteString(string(f.Function.Arguments))
+	for name, piece := range f.opaque {
+		call.opaque.add(name, piece)
+	}
+}
+
+// continued is the call that f is a further fragment of; nil when it begins one. An index decides, without it
+// the id. Without both, a name begins a call and anything else belongs to the last.
+func (c *calls) continued(f fragment) *collected {
+	for _, call := range slices.Backward(c.list) {
+		switch {
+		case f.Index != nil && call.index == *f.Index:
+			if call.another(f) {
+				return nil
+			}
+			return call
+		case f.Index == nil && f.ID != "" && call.id == f.ID:
+			return call
+		}
+	}
+	if f.Index == nil && f.Function.Name == "" && len(c.list) > 0 {
+		return c.list[len(c.list)-1]
+	}
+	return nil
+}
+
+// another reports whether f, of the same index, is a call of its own nevertheless: servers that send whole calls
+// may give each the index 0. Others repeat the name with every fragment, which means nothing.
+func (call *collected) another(f fragment) bool {
+	if f.Function.Name == "" || call.name == "" {
+		return false
+	}
+	if f.ID != "" {
+		return f.ID != call.id
+	}
+	return f.Function.Name != call.name || json.Valid([]byte(call.arguments.String()))
+}
+
+// finished is the calls in the order of their indexes, or as they came where there are none. Every one has an id
+// of its own: a missing or repeated one is replaced by a hash of the request and the call's place in the answer,
+// so that the same answer to the same request always has the same ids. In an answer that was cut short, a call
+// without arguments is one of which they are missing.
+func (c *calls) finished(req Request, origin string, cut bool) []ToolCall {
+	var out []ToolCall
+	seen := map[string]bool{}
+	slices.SortStableFunc(c.list, func(a, b *collected) int { return cmp.Compare(a.index, b.index) })
+	for place, call := range c.list {
+		if call.arguments.Len() == 0 && (cut || call.name == "") {
+			continue
+		}
+		if call.id == "" || seen[call.id] {
+			call.id = derivedID(req, place, call.name)
+		}
+		seen[call.id] = true
+		made := ToolCall{
+			ID:        call.id,
+			Name:      cmp.Or(call.name, "unnamed"), // no tool; servers refuse a history with an empty name
+			Arguments: cmp.Or(call.arguments.String(), "{}"),
+		}
+		if members := call.opaque.texts(); members != nil {
+			made.Opaque = &Opaque{Origin: origin, Digest: made.digest(), Members: members}
+		}
+		out = append(out, made)
+	}
+	return out
+}
+
+// derivedID has the form of a server's own.
+func derivedID(req Request, place int, name string) string {
+	hash := sha256.New()
+	for _, v := range []any{req.Model, req.Messages, req.IdempotencyKey, place, name} {
+		encoded, err := json.Marshal(v)
+		if err != nil {
+			encoded = fmt.Appendf(nil, "%v", v) // a message the encoder refuses was never sent
+		}
+		hash.Write(append(encoded, '\n'))
+	}
+	return "call_" + hex.EncodeToString(hash.Sum(nil))[:24]
+}
+
+// imageLeftOut stands where an image was that the model cannot take.
+const imageLeftOut = "[An image was left out here: this model takes text alone.]"
+
+// adapted is the history in the form that the model takes.
+func adapted(messages []Message, d dialect, known Facts) []Message {
+	if d.has(noImages) || known.NoImages {
+		messages = withoutImages(messages)
+	}
+	if d.has(oneSystem) || known.OneSystem {
+		messages = folded(messages)
+	}
+	return messages
+}
+
+// adaptedRequest is a request in the form that the server is known to take.
+func adaptedRequest(req Request, d dialect) Request {
+	known := FactsOf(req.Model)
+	req.Messages = adapted(withForm(req, d, known), d, known)
+	if req.Schema != nil && inWords(req.Schema, d, known) {
+		req.Schema = nil
+	}
+	if d.has(noTemperature) || known.NoTemperature {
+		req.Temperature = nil
+	}
+	if d.has(noEffort) {
+		req.Effort = ""
+	}
+	return req
+}
+
+// folded is a history with one system message, the first. What the system says later goes to the end of the tool's
+// result before it, else into what the user says.
+func folded(messages []Message) []Message {
+	var out []Message
+	for _, m := range messages {
+		last := len(out) - 1
+		switch {
+		case last >= 0 && m.Role == RoleSystem && out[last].Role != RoleAssistant:
+			out[last] = with(out[last], m)
+		case last >= 0 && m.Role == RoleSystem:
+			m.Role = RoleUser
+			out = append(out, m)
+		case last >= 0 && m.Role == RoleUser && out[last].Role == RoleUser:
+			out[last] = with(out[last], m)
+		default:
+			out = append(out, m)
+		}
+	}
+	return out
+}
+
+// with is a message with what another says after it.
+func with(m, more Message) Message {
+	if len(m.Parts) == 0 {
+		m.Content = strings.Join(slices.DeleteFunc([]string{m.Content, more.Content}, isBlank), "\n\n")
+		m.Parts = more.Parts
+		return m
+	}
+	m.Parts = slices.Clip(m.Parts)
+	if more.Content != "" {
+		m.Parts = append(m.Parts, Part{Text: more.Content})
+	}
+	m.Parts = append(m.Parts, more.Parts...)
+	return m
+}
+
+func isBlank(text string) bool { return text == "" }
+
+// severalSystem reports whether folding changes anything.
+func severalSystem(messages []Message) bool {
+	for i, m := range messages {
+		if i > 0 && m.Role == RoleSystem {
+			return true
+		}
+	}
+	return false
+}
+
+// withoutImages says in words where an image was.
+func withoutImages(messages []Message) []Message {
+	out := slices.Clone(messages)
+	for i, m := range out {
+		if !slices.ContainsFunc(m.Parts, isImage) {
+			continue
+		}
+		texts := []string{m.Content}
+		for _, p := range m.Parts {
+			if isImage(p) {
+				p.Text = imageLeftOut
+			}
+			texts = append(texts, p.Text)
+		}
+		out[i].Content, out[i].Parts = strings.Join(slices.DeleteFunc(texts, isBlank), "\n"), nil
+	}
+	return out
+}
+
+func isImage(p Part) bool { return p.Image != nil }
+
+// images reports whether the request has any.
+func (r Request) images() bool {
+	return slices.ContainsFunc(r.Messages, func(m Message) bool { return slices.ContainsFunc(m.Parts, isImage) })
+}
+
+// calls reports whether the history has calls.
+func (r Request) calls() bool {
+	return slices.ContainsFunc(r.Messages, func(m Message) bool { return len(m.ToolCalls) > 0 })
+}
+
+// thought reports whether the history has reasoning.
+func (r Request) thought() bool {
+	return slices.ContainsFunc(r.Messages, func(m Message) bool { return m.Reasoning != "" })
+}
+
+// opaque reports whether the history has a provider's members.
+func (r Request) opaque() bool {
+	return slices.ContainsFunc(r.Messages, func(m Message) bool {
+		return m.Opaque != nil || slices.ContainsFunc(m.ToolCalls, func(c ToolCall) bool { return c.Opaque != nil })
+	})
+}
+
+const (
+	thinkBegins = "<think>"
+	thinkEnds   = "</think>"
+)
+
+// thinker tells what a model thinks from what it says, where its server sends both as text: a block
+// <think>…</think> at the beginning is thought. Tags may be split over chunks. Its zero value is ready.
+type thinker struct {
+	state thinkState
+	held  string // what may be the beginning of a tag, or blanks before one
+}
+
+type thinkState int
+
+const (
+	thinkOpen thinkState = iota // nothing but blanks so far
+	thinkInside
+	thinkBehind // the block has ended, and the text has not begun
+	thinkDone
+)
+
+// add splits a piece of text.
+func (t *thinker) add(piece string) (said, thought string) {
+	if t.state == thinkDone {
+		return piece, ""
+	}
+	t.held += piece
+	if t.state == thinkOpen {
+		trimmed := strings.TrimLeft(t.held, " \t\r\n")
+		switch {
+		case strings.HasPrefix(trimmed, thinkBegins):
+			t.state, t.held = thinkInside, strings.TrimPrefix(trimmed, thinkBegins)
+		case strings.HasPrefix(thinkBegins, trimmed):
+			return "", "" // more may come
+		default:
+			t.state = thinkDone
+			return t.rest(), ""
+		}
+	}
+	if t.state == thinkInside {
+		before, after, ended := strings.Cut(t.held, thinkEnds)
+		if !ended {
+			keep := partialEnd(t.held)
+			thought, t.held = t.held[:len(t.held)-keep], t.held[len(t.held)-keep:]
+			return "", thought
+		}
+		t.state, t.held, thought = thinkBehind, after, before
+	}
+	t.held = strings.TrimLeft(t.held, " \t\r\n")
+	if t.held == "" {
+		return "", thought
+	}
+	t.state = thinkDone
+	return t.rest(), thought
+}
+
+// end gives up what was held back.
+func (t *thinker) end() (said, thought string) {
+	if t.state == thinkInside {
+		return "", t.rest()
+	}
+	return t.rest(), ""
+}
+
+func (t *thinker) rest() string {
+	held := t.held
+	t.held = ""
+	return held
+}
+
+// partialEnd is how much of the end of a text may begin the end tag.
+func partialEnd(text string) int {
+	for n := min(len(text), len(thinkEnds)-1); n > 0; n-- {
+		if strings.HasSuffix(text, thinkEnds[:n]) {
+			return n
+		}
+	}
+	return 0
+}

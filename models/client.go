@@ -34,13 +34,19 @@
 package models
 
 import (
+	"cmp"
+	"context"
+	"crypto/tls"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
+	"math/rand/v2"
+	"net"
 	"net/http"
 	"net/url"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -181,4 +187,153 @@ func (c *Client) over(doer openai.HTTPDoer) *openai.Client {
 	config.BaseURL = c.config.BaseURL
 	config.HTTPClient = doer
 	return openai.NewClientWithConfig(config)
+}
+
+// longestRetryAfter is how long a server's word is believed.
+const longestRetryAfter = 7 * 24 * time.Hour
+
+func (r Retry) withDefaults() Retry {
+	return Retry{
+		Attempts: cmp.Or(r.Attempts, 4),
+		Base:     cmp.Or(r.Base, 500*time.Millisecond),
+		MaxWait:  cmp.Or(r.MaxWait, 30*time.Second),
+	}
+}
+
+// wait is how long to wait after the given attempt, counted from 1, and whether to go on at all. The
+// wait is between half and all of Base, doubled for each attempt made, and never shorter than the server asked.
+func (r Retry) wait(attempt int, failure *Error) (time.Duration, bool) {
+	if !failure.Retryable || attempt >= r.Attempts || failure.RetryAfter > r.MaxWait {
+		return 0, false
+	}
+	step := r.MaxWait
+	if shift := attempt - 1; shift < 20 {
+		step = min(r.Base<<shift, r.MaxWait)
+	}
+	if failure.RetryAfter > 0 {
+		return failure.RetryAfter + jitter(min(step, failure.RetryAfter/4)), true
+	}
+	return step/2 + jitter(step/2), true
+}
+
+func jitter(d time.Duration) time.Duration { return rand.N(d + 1) }
+
+// reaches reports whether ctx lives longer than a wait.
+func reaches(ctx context.Context, wait time.Duration) bool {
+	deadline, bounded := ctx.Deadline()
+	return !bounded || time.Until(deadline) > wait
+}
+
+// retryAfter reads how long a server wants to be left alone: Retry-After-Ms, or Retry-After in seconds or as an HTTP
+// date. What is not understood or already past is 0.
+func retryAfter(header http.Header, now time.Time) time.Duration {
+	if ms, err := strconv.ParseFloat(header.Get("Retry-After-Ms"), 64); err == nil {
+		return believed(ms / 1000)
+	}
+	text := header.Get("Retry-After")
+	if seconds, err := strconv.ParseFloat(text, 64); err == nil {
+		return believed(seconds)
+	}
+	if date, err := http.ParseTime(text); err == nil {
+		return believed(date.Sub(now).Seconds())
+	}
+	return 0
+}
+
+func believed(seconds float64) time.Duration {
+	if !(seconds > 0) { // also when it is no number
+		return 0
+	}
+	return time.Duration(min(seconds, longestRetryAfter.Seconds()) * float64(time.Second))
+}
+
+// transportError is an error of the connection, or of go-openai before it sent anything.
+func transportError(err error) *Error {
+	if wrapped, ok := errors.AsType[*url.Error](err); ok {
+		err = wrapped.Err // the outer text repeats the URL
+	}
+	e := &Error{Message: oneLine(err.Error()), Retryable: true, cause: err}
+	var dns *net.DNSError
+	var certificate *tls.CertificateVerificationError
+	var dial *net.OpError
+	switch {
+	case errors.As(err, &dns):
+		e.Code, e.Retryable = codeUnreachable, !dns.IsNotFound
+	case errors.As(err, &certificate):
+		e.Code, e.Retryable = codeUnreachable, false
+	case errors.As(err, &dial) && dial.Op == "dial":
+		e.Code = codeUnreachable
+	case refusedUnsent(err), errors.Is(err, errWebPage), errors.Is(err, errAnswerTooLong):
+		e.Retryable = false
+	}
+	return e
+}
+
+// refusedUnsent reports whether go-openai found the request unfit for the model it names.
+func refusedUnsent(err error) bool {
+	for _, unfit := range []error{
+		openai.ErrChatCompletionInvalidModel, openai.ErrContentFieldsMisused,
+		openai.ErrReasoningModelMaxTokensDeprecated, openai.ErrReasoningModelLimitationsOther,
+		openai.ErrReasoningModelLimitationsLogprobs, openai.ErrReasoningEffortUnsupported,
+		openai.ErrReasoningToolsRequireResponses, openai.ErrReasoningSamplingUnsupported,
+	} {
+		if errors.Is(err, unfit) {
+			return true
+		}
+	}
+	return false
+}
+
+// Embed returns the vector of each text, in the order of the texts. It makes one attempt: callers that can wait repeat
+// it themselves. Its error is an *[Error] or wraps the context's error. Extra and Facts do not apply to it.
+func (c *Client) Embed(ctx context.Context, texts []string) ([][]float32, error) {
+	wanted := openai.EmbeddingRequest{
+		Input: texts, Model: openai.EmbeddingModel(c.config.Model),
+		EncodingFormat: openai.EmbeddingEncodingFormatFloat,
+	}
+	body, err := json.Marshal(wanted)
+	if err != nil {
+		return nil, &Error{Message: "encode request: " + err.Error(), cause: err}
+	}
+	attempt, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	link := newLink(c.config, "", string(body), cancel)
+	defer link.close()
+	_, err = c.over(link).CreateEmbeddings(attempt, wanted)
+	if err == nil && link.failure == nil {
+		vectors, err := readEmbeddings(link.document, len(texts))
+		if err != nil {
+			return nil, (&Error{Message: err.Error(), cause: err}).scrubbed(c.config.secrets())
+		}
+		return vectors, nil
+	}
+	if ctx.Err() != nil {
+		return nil, contextError(ctx)
+	}
+	failure := link.explain(attempt, err)
+	if failure.advice() != "" {
+		failure.Advice = "check AGENT_EMBEDDING_MODEL, AGENT_EMBEDDING_BASE_URL and AGENT_EMBEDDING_KEY"
+	}
+	return nil, failure
+}
+
+// readEmbeddings reads OpenAI's form of an answer. Servers may list the vectors in any order.
+func readEmbeddings(document []byte, texts int) ([][]float32, error) {
+	var answer openai.EmbeddingResponse
+	if err := json.Unmarshal(document, &answer); err != nil {
+		return nil, fmt.Errorf("decode embeddings: %s", strings.TrimPrefix(err.Error(), "json: "))
+	}
+	if len(answer.Data) != texts {
+		return nil, fmt.Errorf("the server sent %d embeddings of %d texts: "+
+			"is this the base URL of an embeddings endpoint?",
+			len(answer.Data), texts)
+	}
+	vectors := make([][]float32, texts)
+	for _, e := range answer.Data {
+		if e.Index < 0 || e.Index >= texts || vectors[e.Index] != nil || len(e.Embedding) == 0 {
+			return nil, fmt.Errorf("the server sent no embedding, or two, of text %d", e.Index)
+		}
+		vectors[e.Index] = e.Embedding
+	}
+	return vectors, nil
 }

@@ -2,14 +2,20 @@ package models_test
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"log/slog"
+	"math"
+	"net/http"
+	"net/http/httptest"
+	"slices"
 	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/models"
 )
@@ -114,5 +120,152 @@ func TestNobodySeesWhatIsOpaque(t *testing.T) {
 	}
 	if m.ToolCalls[0].Opaque == nil {
 		t.Error("showing a message took its members away")
+	}
+}
+
+func TestEmbeddingsComeInTheOrderOfTheTexts(t *testing.T) {
+	t.Parallel()
+	server := modeltest.NewEmbeddings(t, func(text string) []float32 { return []float32{float32(len(text)), 1} })
+	client, err := models.New(models.Config{BaseURL: server.URL(), Model: "small", Headers: map[string]string{"Api-Key": "k"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, err := client.Embed(t.Context(), []string{"a", "bbb", "cc"})
+	if err != nil || !slices.EqualFunc(got, []float32{1, 3, 2}, func(v []float32, first float32) bool { return v[0] == first }) {
+		t.Errorf("got %v, %v", got, err)
+	}
+	if sent := server.Requests()[0]; sent.Model != "small" || sent.Header.Get("Api-Key") != "k" {
+		t.Errorf("sent %+v", sent)
+	}
+	server.Refuse(func([]string) int { return http.StatusUnauthorized })
+	_, err = client.Embed(t.Context(), []string{"a"})
+	if said, ok := errors.AsType[*models.Error](err); !ok || said.Status != 401 || !strings.Contains(err.Error(), "AGENT_EMBEDDING_KEY") {
+		t.Errorf("got %v", err)
+	}
+}
+
+func TestAnAnswerThatIsNotOneEmbeddingForEachTextIsAnError(t *testing.T) {
+	t.Parallel()
+	for name, answer := range map[string]string{
+		"chat answer":  `{"choices":[]}`,
+		"too few":      `{"data":[{"index":0,"embedding":[1]}]}`,
+		"same index":   `{"data":[{"index":0,"embedding":[1]},{"index":0,"embedding":[1]}]}`,
+		"wrong index":  `{"data":[{"index":0,"embedding":[1]},{"index":7,"embedding":[1]}]}`,
+		"empty vector": `{"data":[{"index":0,"embedding":[1]},{"index":1,"embedding":[]}]}`,
+		"web page":     `<html>`,
+		"other form":   `{"data":[{"index":0,"embedding":"AAAA"},{"index":1,"embedding":[1]}]}`,
+	} {
+		server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			w.Write([]byte(answer))
+		}))
+		client, err := models.New(models.Config{BaseURL: server.URL, Model: "small"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got, err := client.Embed(t.Context(), []string{"a", "b"}); err == nil {
+			t.Errorf("%s: got %v", name, got)
+		}
+		server.Close()
+	}
+}
+
+func TestPriceIsFoundByTheLongestNameThatFits(t *testing.T) {
+	t.Parallel()
+	prices := models.Prices{
+		"gpt-4o": {Prompt: 1}, "gpt-4o-mini": {Prompt: 2}, "gpt-4o-2024-05-13": {Prompt: 3}, "llama*": {Prompt: 4}, "llama3:70b*": {Prompt: 5},
+		"meta/own": {Prompt: 6},
+	}
+	for model, want := range map[string]float64{
+		"gpt-4o": 1, "gpt-4o-2024-08-06": 1, "gpt-4o-latest": 1, "gpt-4o@20240806": 1, "openai/gpt-4o": 1,
+		"gpt-4o-mini": 2, "gpt-4o-mini-2024-07-18": 2, "gpt-4o-2024-05-13": 3, "llama3.1": 4, "llama3:70b-q4": 5, "meta/own": 6, "meta/llama2": 4,
+	} {
+		if got, found := prices.Of(model); !found || got.Prompt != want {
+			t.Errorf("price of %s = %v (%v), want %v", model, got.Prompt, found, want)
+		}
+	}
+	for _, model := range []string{"", "gpt-4", "gpt-4o-audio", "gpt-4o-mini-audio", "gpt-4o-5", "gpt-4o-", "GPT-4O", "xllama", "/"} {
+		if got, found := prices.Of(model); found {
+			t.Errorf("%s was priced at %v", model, got.Prompt)
+		}
+	}
+}
+
+func TestPricesThatCannotBeMeantAreRefused(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct {
+		prices models.Prices
+		want   string
+	}{
+		"negative":     {models.Prices{"m": {Prompt: 1, Completion: -2}}, "-2"},
+		"no number":    {models.Prices{"m": {Cached: math.NaN()}}, `"m"`},
+		"without end":  {models.Prices{"m": {Completion: math.Inf(1)}}, "+Inf"},
+		"without name": {models.Prices{" ": {Prompt: 2}}, "name"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if _, err := models.New(models.Config{Model: "m", Prices: test.prices}); err == nil || !strings.Contains(err.Error(), test.want) {
+				t.Errorf("err = %v, want one about %s", err, test.want)
+			}
+		})
+	}
+}
+
+func TestWithReplacesPricesAndLeavesTheOriginal(t *testing.T) {
+	t.Parallel()
+	base := models.DefaultPrices()
+	over := base.With(models.Prices{"gpt-4o": {Prompt: 99}, "mine": {Prompt: 1}})
+	if over["gpt-4o"].Prompt != 99 || over["mine"].Prompt != 1 || over["o3"] != base["o3"] {
+		t.Errorf("merged = %v", over)
+	}
+	if diff := cmp.Diff(models.DefaultPrices(), base); diff != "" {
+		t.Errorf("the original changed:\n%s", diff)
+	}
+}
+
+func TestASchemaThatAServerRefusesIsSaidInWordsThisOnce(t *testing.T) {
+	t.Parallel()
+	server := modeltest.New(t,
+		modeltest.Refusal(400, "invalid_request_error", "invalid_json_schema",
+			"Invalid schema for response_format 'plan': additionalProperties is required", 0),
+		modeltest.Text("{}"), modeltest.Text("{}"))
+	c := client(t, server)
+	req := ask("hi")
+	req.Schema = &models.Schema{Name: "plan", Schema: []byte(`{"title":"refused"}`)}
+	complete(t, c, req)
+	req.Schema = &models.Schema{Name: "plan", Schema: []byte(`{"title":"taken"}`)}
+	complete(t, c, req)
+	sent := server.Requests()
+	if body := sent[1].Body; strings.Contains(body, "response_format") || !strings.Contains(body, `\"refused\"`) {
+		t.Errorf("after the refusal it sent %s", body)
+	}
+	if body := sent[2].Body; !strings.Contains(body, "response_format") || strings.Contains(body, "Form of the") {
+		t.Errorf("another schema was sent as %s", body)
+	}
+}
+
+func TestAModelThatIgnoresSchemasGetsThemInWords(t *testing.T) {
+	t.Parallel()
+	server := modeltest.New(t, modeltest.Text("{}"), modeltest.Text("{}"))
+	req := ask("hi")
+	req.Model, req.Schema = "claude-sonnet-5", &models.Schema{Name: "plan", Schema: []byte(`{"title":"mine"}`)}
+	complete(t, client(t, server), req)
+	complete(t, client(t, server, func(c *models.Config) { c.API = models.APIResponses }), req)
+	for _, r := range server.Requests() {
+		if strings.Contains(r.Body, `"json_schema"`) || !strings.Contains(r.Body, `\"mine\"`) {
+			t.Errorf("sent %s", r.Body)
+		}
+	}
+}
+
+func TestAnyObjectIsAskedForInBothWays(t *testing.T) {
+	t.Parallel()
+	server := modeltest.New(t, modeltest.Text("{}"), modeltest.Text("{}"))
+	req := ask("hi")
+	req.Schema = &models.Schema{}
+	complete(t, client(t, server), req)
+	complete(t, client(t, server, func(c *models.Config) { c.API = models.APIResponses }), req)
+	for _, r := range server.Requests() {
+		if !strings.Contains(r.Body, `{"type":"json_object"}`) || !strings.Contains(r.Body, "one JSON object") {
+			t.Errorf("sent %s", r.Body)
+		}
 	}
 }

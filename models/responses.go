@@ -1,5 +1,12 @@
 package models
 
+import (
+	"cmp"
+	"encoding/json"
+	"fmt"
+	"strings"
+)
+
 // responsesBody adds what the Responses API has of a request. Nothing is stored at the server: the whole history is
 // sent, with the items of earlier answers as they came.
 func (c *Client) responsesBody(o *object, req Request, d dialect) error {
@@ -124,4 +131,257 @@ func inputParts(m Message) (parts []responsePart) {
 		parts = append(parts, responsePart{Type: "input_image", URL: p.Image.URL, Detail: detail})
 	}
 	return parts
+}
+
+// response puts an answer of the Responses API together. Its zero value is ready.
+type response struct {
+	assembly
+	items   []outputItem
+	spoken  int // items of text that have begun
+	pending int // bytes of arguments that have come
+	over    bool
+}
+
+// outputItem is an item of an answer, with its bytes.
+type outputItem struct {
+	raw       string
+	ID        string `json:"id"`
+	Type      string `json:"type"`
+	CallID    string `json:"call_id"`
+	Name      string `json:"name"`
+	Arguments string `json:"arguments"`
+	Content   []struct {
+		Type    string `json:"type"`
+		Text    words  `json:"text"`
+		Refusal words  `json:"refusal"`
+	} `json:"content"`
+	Summary []struct {
+		Text words `json:"text"`
+	} `json:"summary"`
+}
+
+// event is one of a stream, as far as it matters here.
+type event struct {
+	Type     string          `json:"type"`
+	Delta    words           `json:"delta"`
+	Item     json.RawMessage `json:"item"`
+	Response *responseObject `json:"response"`
+}
+
+type responseObject struct {
+	Object     string            `json:"object"`
+	Status     string            `json:"status"`
+	Model      string            `json:"model"`
+	Output     []json.RawMessage `json:"output"`
+	Error      json.RawMessage   `json:"error"`
+	Incomplete *struct {
+		Reason string `json:"reason"`
+	} `json:"incomplete_details"`
+	Usage *struct {
+		Input   int           `json:"input_tokens"`
+		Output  int           `json:"output_tokens"`
+		Total   int           `json:"total_tokens"`
+		Details *usageDetails `json:"input_tokens_details"`
+	} `json:"usage"`
+}
+
+// add takes an event, or a whole answer, and returns the text it brought.
+func (r *response) add(raw []byte) (text string, err error) {
+	var e event
+	if err := json.Unmarshal(raw, &e); err != nil {
+		return "", notUnderstood(raw, err)
+	}
+	switch e.Type {
+	case "":
+		return r.addDocument(raw)
+	case "error":
+		return "", streamError(unnested(raw))
+	case "response.output_item.added":
+		return r.begun(e.Item)
+	case "response.output_text.delta":
+		r.text.WriteString(string(e.Delta))
+		return string(e.Delta), nil
+	case "response.refusal.delta":
+		r.refusal.WriteString(string(e.Delta))
+	case "response.reasoning_summary_text.delta", "response.reasoning_text.delta":
+		r.reasoning.WriteString(string(e.Delta))
+	case "response.function_call_arguments.delta":
+		r.pending += len(e.Delta)
+	case "response.output_item.done":
+		return "", r.done(e.Item)
+	case "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed":
+		if e.Response != nil {
+			return "", r.end(*e.Response)
+		}
+	}
+	return "", nil
+}
+
+// addDocument takes an answer that came in one piece.
+func (r *response) addDocument(raw []byte) (string, error) {
+	var whole responseObject
+	if err := json.Unmarshal(raw, &whole); err != nil {
+		return "", notUnderstood(raw, err)
+	}
+	if whole.Status == "" && whole.Output == nil {
+		return "", streamError(raw)
+	}
+	if whole.Status == "" {
+		whole.Status = "completed"
+	}
+	if err := r.end(whole); err != nil {
+		return "", err
+	}
+	text, _, _ := r.said()
+	return text, nil
+}
+
+// unnested is the error of an event, whether that is nested or not.
+func unnested(raw []byte) []byte {
+	var e struct {
+		Error json.RawMessage `json:"error"`
+	}
+	if json.Unmarshal(raw, &e) == nil && !isNull(e.Error) {
+		return raw
+	}
+	var members map[string]json.RawMessage
+	if json.Unmarshal(raw, &members) != nil {
+		return raw
+	}
+	delete(members, "type")
+	if encoded, err := encode(members); err == nil {
+		return encoded
+	}
+	return raw
+}
+
+// begun keeps what two items of text say apart.
+func (r *response) begun(item json.RawMessage) (string, error) {
+	var begun outputItem
+	if err := json.Unmarshal(item, &begun); err != nil {
+		begun.Type = "" // of no kind that is known here
+	}
+	if begun.Type != "message" {
+		return "", nil
+	}
+	if r.spoken++; r.spoken > 1 && r.text.Len() > 0 {
+		r.text.WriteString(betweenItems)
+		return betweenItems, nil
+	}
+	return "", nil
+}
+
+// betweenItems is put between what two items of one answer say.
+const betweenItems = "\n\n"
+
+// done keeps an item.
+func (r *response) done(raw json.RawMessage) error {
+	item := outputItem{raw: string(raw)}
+	if err := json.Unmarshal(raw, &item); err != nil {
+		return notUnderstood(raw, err)
+	}
+	r.items = append(r.items, item)
+	return nil
+}
+
+// end takes the state of the whole answer.
+func (r *response) end(state responseObject) error {
+	r.model = cmp.Or(state.Model, r.model)
+	if u := state.Usage; u != nil {
+		r.count(&wireUsage{Prompt: u.Input, Completion: u.Output, Total: u.Total, Details: u.Details})
+	}
+	switch state.Status {
+	case "completed":
+		r.finish = FinishStop
+	case "incomplete":
+		r.finish = FinishLength
+		if state.Incomplete != nil && strings.Contains(state.Incomplete.Reason, "content_filter") {
+			r.finish = FinishContentFilter
+		}
+	case "failed", "cancelled":
+		if isNull(state.Error) {
+			return &Error{Message: "the server gave the answer up without words", Retryable: true}
+		}
+		return streamError(fmt.Appendf(nil, `{"error":%s}`, state.Error))
+	default:
+		return nil
+	}
+	r.over = true
+	if len(r.items) >= len(state.Output) {
+		return nil
+	}
+	r.items = nil
+	for _, raw := range state.Output {
+		if err := r.done(raw); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// ended reports whether the server said that this is all. The end marker of chat completions is no such word.
+func (r *response) ended(bool) bool { return r.over }
+
+func (r *response) empty() bool { return r.assembly.empty() && len(r.items) == 0 }
+
+func (r *response) size() int { return r.assembly.size() + r.pending }
+
+func (r *response) beyond(maxTokens int) bool { return beyond(r.size(), r.usage, maxTokens) }
+
+// said is what the items say.
+func (r *response) said() (text, refusal, reasoning string) {
+	var texts, refusals, thoughts []string
+	for _, item := range r.items {
+		var one strings.Builder
+		for _, part := range item.Content {
+			switch item.Type {
+			case "reasoning":
+				thoughts = append(thoughts, string(part.Text))
+			case "message":
+				one.WriteString(string(part.Text))
+				if part.Refusal != "" {
+					refusals = append(refusals, string(part.Refusal))
+				}
+			}
+		}
+		for _, part := range item.Summary {
+			thoughts = append(thoughts, string(part.Text))
+		}
+		if one.Len() > 0 {
+			texts = append(texts, one.String())
+		}
+	}
+	return strings.Join(texts, betweenItems), strings.Join(refusals, "\n"), strings.Join(thoughts, "\n\n")
+}
+
+// answer is the assembled whole.
+func (r *response) answer(req Request, origin string) answer {
+	text, refusal, reasoning := r.said()
+	m := Message{
+		Role: RoleAssistant, Content: cmp.Or(text, r.text.String()), Refusal: cmp.Or(refusal, r.refusal.String()),
+		Reasoning: cmp.Or(reasoning, r.reasoning.String()),
+	}
+	cut := r.finish == FinishLength || r.finish == FinishContentFilter
+	nameless := false // a call has no id, so its result could not name it
+	for _, item := range r.items {
+		if item.Type != "function_call" {
+			continue
+		}
+		nameless = nameless || item.CallID == ""
+		var f fragment
+		f.ID, f.Function.Name, f.Function.Arguments = cmp.Or(item.CallID, item.ID), item.Name, arguments(item.Arguments)
+		r.calls.add(f)
+	}
+	m.ToolCalls = r.calls.finished(req, origin, r.finish == FinishLength)
+	finish := r.finish
+	if len(m.ToolCalls) > 0 && !cut {
+		finish = FinishToolCalls
+	}
+	if len(r.items) > 0 && !cut && !nameless { // what was cut short cannot be sent back as it is
+		m.Opaque = &Opaque{Origin: origin, Digest: m.digest()}
+		for _, item := range r.items {
+			m.Opaque.Items = append(m.Opaque.Items, item.raw)
+		}
+	}
+	return answer{message: m, finish: cmp.Or(finish, FinishStop), model: r.model, usage: r.usage}
 }

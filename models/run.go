@@ -1,14 +1,24 @@
 package models
 
 import (
+	"bufio"
+	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"log/slog"
+	"net/http"
+	"net/http/httptrace"
+	"slices"
+	"strings"
+	"sync/atomic"
 	"time"
 
 	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // run is one call of Complete: attempts until one gives an answer.
@@ -215,4 +225,196 @@ func sleep(ctx context.Context, d time.Duration) error {
 	case <-ctx.Done():
 		return contextError(ctx)
 	}
+}
+
+// statusOverloaded is what some providers answer instead of 503.
+const statusOverloaded = 529
+
+// maxRefusalBytes is how much of a refusal is read.
+const maxRefusalBytes = 64 << 10
+
+var (
+	errNoAnswer = errors.New("the answer has no choices: is OPENAI_BASE_URL a chat completions endpoint?")
+	errWebPage  = errors.New("the answer is a web page: is OPENAI_BASE_URL a chat completions endpoint?")
+)
+
+// link is the connection of one attempt: what go-openai sends passes through here, and so does what comes back.
+// It sends a body of our own, because go-openai has no place for some of its members, and sets headers. It reads
+// refusals itself (with the headers go-openai drops), filters event streams, accepts a whole document where a stream
+// was asked for, and ends silence.
+type link struct {
+	config Config
+	key    string // idempotency key
+	out    string // the body to send in place of go-openai's
+	idle   *time.Timer
+	sent   atomic.Bool // the request may have left
+
+	body     io.ReadCloser
+	failure  *Error     // the server refused
+	lines    *dataLines // the answer is a stream
+	document []byte     // the answer is whole
+}
+
+// newLink starts to listen for silence; giveUp cancels the attempt.
+func newLink(config Config, idempotencyKey, body string, giveUp context.CancelCauseFunc) *link {
+	l := &link{config: config, key: idempotencyKey, out: body}
+	l.idle = time.AfterFunc(config.IdleTimeout, func() {
+		giveUp(&idleError{config.IdleTimeout})
+	})
+	return l
+}
+
+type idleError struct{ after time.Duration }
+
+func (e *idleError) Error() string { return fmt.Sprintf("the server was silent for %s", e.after) }
+
+// close ends the attempt's timer and its body.
+func (l *link) close() {
+	l.idle.Stop()
+	if l.body != nil {
+		l.body.Close() // nothing is lost with it: what was needed has been read
+	}
+}
+
+// saidDone reports whether the stream's end marker was seen.
+func (l *link) saidDone() bool { return l.lines != nil && l.lines.done }
+
+// Do sends a request of go-openai.
+func (l *link) Do(req *http.Request) (*http.Response, error) {
+	for name, value := range l.config.Headers {
+		req.Header.Set(name, value)
+	}
+	if len(l.config.Query) > 0 {
+		req.URL.RawQuery = l.config.Query.Encode()
+	}
+	if l.key != "" {
+		// Not in canonical form: under that name net/http would send the request again by itself when a connection
+		// breaks.
+		req.Header["idempotency-key"] = []string{l.key}
+	}
+	if parent := trace.Traceparent(req.Context()); parent != "" {
+		req.Header.Set("Traceparent", parent)
+	}
+	ctx := httptrace.WithClientTrace(req.Context(), &httptrace.ClientTrace{
+		GotConn: func(httptrace.GotConnInfo) { l.sent.Store(true) },
+	})
+	req = req.WithContext(ctx)
+	req.Body, req.ContentLength = io.NopCloser(strings.NewReader(l.out)), int64(len(l.out))
+	req.GetBody = nil // a request is never sent twice in here
+	resp, err := l.config.HTTPClient.Do(req)
+	if err != nil {
+		return nil, err
+	}
+	l.body = resp.Body
+	body := bufio.NewReader(&heard{in: resp.Body, link: l})
+	if resp.StatusCode < 200 || resp.StatusCode > 299 {
+		l.refused(resp, body)
+		return replaced(resp, []byte("{}")), nil
+	}
+	if first, err := firstByte(body); err == nil && first == '<' {
+		return nil, errWebPage
+	} else if err == nil && (first == '{' || first == '[') {
+		return l.readDocument(resp, body)
+	}
+	l.lines = newDataLines(body)
+	resp.Body = io.NopCloser(l.lines)
+	return resp, nil
+}
+
+// refused keeps why the server said no.
+func (l *link) refused(resp *http.Response, body io.Reader) {
+	text, err := io.ReadAll(io.LimitReader(body, maxRefusalBytes))
+	if err != nil && len(text) == 0 {
+		text = []byte(http.StatusText(resp.StatusCode)) // the status is the answer; its words were cut off
+	}
+	l.failure = refusal(resp.StatusCode, resp.Header, text)
+}
+
+// readDocument keeps an answer in one piece and hands it on both ways: as the document go-openai parses when it
+// asked for one, and as a stream of one chunk when it asked for a stream.
+func (l *link) readDocument(resp *http.Response, body io.Reader) (*http.Response, error) {
+	text, err := io.ReadAll(io.LimitReader(body, maxAnswerBytes+1))
+	if err != nil {
+		return nil, err
+	}
+	if len(text) > maxAnswerBytes {
+		return nil, errAnswerTooLong
+	}
+	var compact bytes.Buffer
+	if err := json.Compact(&compact, text); err != nil {
+		return nil, fmt.Errorf("decode answer: %w", err)
+	}
+	l.document = compact.Bytes()
+	if resp.Request.Header.Get("Accept") != "text/event-stream" {
+		return replaced(resp, []byte("{}")), nil
+	}
+	l.lines = newDataLines(bytes.NewReader(append(slices.Clip(l.document), "\ndata: [DONE]\n"...)))
+	resp.Body = io.NopCloser(l.lines)
+	return resp, nil
+}
+
+// mayBeBilled reports whether a failed attempt may have used tokens: the server may have got it, and did not refuse
+// it. A gateway that gives up says nothing about the model behind it.
+func (l *link) mayBeBilled(err error) bool {
+	if l.failure == nil {
+		return l.sent.Load() && !errors.Is(err, errWebPage)
+	}
+	switch status := l.failure.Status; status {
+	case http.StatusNotImplemented, http.StatusServiceUnavailable, statusOverloaded:
+		return false
+	case http.StatusRequestTimeout:
+		return true
+	default:
+		return status >= 500
+	}
+}
+
+// explain makes the error of a failed attempt.
+func (l *link) explain(ctx context.Context, err error) *Error {
+	var silent *idleError
+	var said *Error
+	switch {
+	case errors.As(context.Cause(ctx), &silent):
+		said = &Error{Message: silent.Error(), Retryable: true, cause: err}
+	case l.failure != nil:
+		said = l.failure
+	case !errors.As(err, &said):
+		said = transportError(err)
+	}
+	return said.scrubbed(l.config.secrets())
+}
+
+// heard notes that the server gives signs of life.
+type heard struct {
+	in   io.Reader
+	link *link
+}
+
+func (h *heard) Read(p []byte) (int, error) {
+	n, err := h.in.Read(p)
+	if n > 0 {
+		h.link.idle.Reset(h.link.config.IdleTimeout)
+	}
+	return n, err
+}
+
+// firstByte looks at the first byte that is not white space, without taking it.
+func firstByte(in *bufio.Reader) (byte, error) {
+	for {
+		next, err := in.Peek(1)
+		if err != nil {
+			return 0, err
+		}
+		if !bytes.ContainsAny(next, " \t\r\n") {
+			return next[0], nil
+		}
+		if _, err := in.Discard(1); err != nil {
+			return 0, err
+		}
+	}
+}
+
+func replaced(resp *http.Response, body []byte) *http.Response {
+	resp.Body = io.NopCloser(bytes.NewReader(body))
+	return resp
 }

@@ -3,9 +3,14 @@ package models
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
+	"maps"
+	"slices"
+	"strings"
 )
 
 // maxAnswerBytes bounds what one answer may send.
@@ -117,4 +122,246 @@ func (d *dataLines) document(line []byte) []byte {
 	whole := d.begun
 	d.begun = nil
 	return whole
+}
+
+// answer is what one attempt brought.
+type answer struct {
+	message Message
+	finish  FinishReason
+	model   string
+	usage   Usage
+}
+
+// chunk is a part of an answer as servers send it: a delta of a stream, or the whole message.
+type chunk struct {
+	Model   string `json:"model"`
+	Choices []struct {
+		Index   int          `json:"index"`
+		Delta   *part        `json:"delta"`
+		Message *part        `json:"message"`
+		Finish  FinishReason `json:"finish_reason"`
+	} `json:"choices"`
+	Usage *wireUsage      `json:"usage"`
+	Error json.RawMessage `json:"error"`
+}
+
+type part struct {
+	Content words      `json:"content"`
+	Refusal string     `json:"refusal"`
+	Calls   []fragment `json:"tool_calls"`
+
+	reasoning   string
+	reasoningAs string // the member that it came in
+	opaque      map[string]json.RawMessage
+}
+
+func (p *part) UnmarshalJSON(raw []byte) error {
+	type plain part
+	if err := json.Unmarshal(raw, (*plain)(p)); err != nil {
+		return err
+	}
+	if err := json.Unmarshal(raw, &p.opaque); err != nil {
+		return err
+	}
+	for _, name := range reasoningNames {
+		var text words
+		if json.Unmarshal(p.opaque[name], &text) == nil && text != "" {
+			p.reasoning, p.reasoningAs = string(text), name
+			break
+		}
+	}
+	maps.DeleteFunc(p.opaque, func(name string, _ json.RawMessage) bool {
+		return !slices.Contains(opaqueMembers, name)
+	})
+	return nil
+}
+
+type wireUsage struct {
+	Prompt     int           `json:"prompt_tokens"`
+	Completion int           `json:"completion_tokens"`
+	Total      int           `json:"total_tokens"`
+	Details    *usageDetails `json:"prompt_tokens_details"`
+}
+
+// usageDetails are parts of the prompt's tokens.
+type usageDetails struct {
+	Cached     int `json:"cached_tokens"`
+	CacheWrite int `json:"cache_write_tokens"`
+}
+
+// words is content: a string, or a list of parts of which the text ones count. A NUL is what the records make of
+// it, or what was shown of an answer would not be what is kept of it.
+type words string
+
+func (w *words) UnmarshalJSON(raw []byte) error {
+	defer func() { *w = words(strings.ReplaceAll(string(*w), "\x00", "\uFFFD")) }()
+	if !bytes.HasPrefix(raw, []byte("[")) {
+		return json.Unmarshal(raw, (*string)(w))
+	}
+	var parts []struct {
+		Text string `json:"text"`
+	}
+	if err := json.Unmarshal(raw, &parts); err != nil {
+		return err
+	}
+	for _, p := range parts {
+		*w += words(p.Text)
+	}
+	return nil
+}
+
+// answering puts an answer together, in one of the protocols.
+type answering interface {
+	add(raw []byte) (text string, err error)
+	rest() string
+	ended(saidDone bool) bool
+	empty() bool
+	size() int
+	beyond(maxTokens int) bool
+	cutAt(why FinishReason)
+	misses(more bool)
+	known() (u Usage, cut bool)
+	answer(req Request, origin string) answer
+}
+
+// assembly puts an answer of chat completions together. Its zero value is ready.
+type assembly struct {
+	text      strings.Builder
+	reasoning strings.Builder
+	refusal   strings.Builder
+	calls     calls
+	thinker   thinker
+	thoughtAs string // the member that the reasoning came in
+	opaque    gathered
+	finish    FinishReason
+	model     string
+	usage     Usage
+	cut       bool // the server had more to say, which may have been the usage
+}
+
+// add takes a chunk and returns the text it brought. The error is an *Error when the server sent one.
+func (a *assembly) add(raw []byte) (text string, err error) {
+	var c chunk
+	if err := json.Unmarshal(raw, &c); err != nil {
+		return "", notUnderstood(raw, err)
+	}
+	if len(c.Error) > 0 && string(c.Error) != "null" {
+		return "", streamError(raw)
+	}
+	a.model = cmp.Or(c.Model, a.model)
+	a.count(c.Usage)
+	for _, choice := range c.Choices {
+		if choice.Index != 0 {
+			continue
+		}
+		if p := cmp.Or(choice.Delta, choice.Message); p != nil {
+			text += a.addPart(p)
+		}
+		a.finish = cmp.Or(choice.Finish, a.finish)
+	}
+	return text, nil
+}
+
+// notUnderstood is the error of a piece that is none. A server may send an error as a list.
+func notUnderstood(raw []byte, err error) *Error {
+	if bytes.HasPrefix(raw, []byte("[")) && bytes.Contains(raw, []byte(`"error"`)) {
+		return streamError(raw)
+	}
+	return &Error{Message: fmt.Sprintf("the answer is not understood: %v", err), Retryable: true, cause: err}
+}
+
+// addPart takes a part and returns the text that may be shown.
+func (a *assembly) addPart(p *part) string {
+	said, thought := a.thinker.add(string(p.Content))
+	a.text.WriteString(said)
+	a.reasoning.WriteString(thought + p.reasoning)
+	a.thoughtAs = cmp.Or(a.thoughtAs, p.reasoningAs)
+	for name, piece := range p.opaque {
+		a.opaque.add(name, piece)
+	}
+	a.refusal.WriteString(p.Refusal)
+	for _, f := range p.Calls {
+		a.calls.add(f)
+	}
+	return said
+}
+
+// hugeTokens is more than any model takes or gives.
+const hugeTokens = 10_000_000
+
+// possible reports whether a server can have counted so. Less than none, or more than there can be, is what one
+// says that does not know (-1, also as the largest number); taken at its word it would give a budget back, or have
+// every later prompt reckoned at more than all budgets.
+func (u wireUsage) possible() bool {
+	return min(u.Prompt, u.Completion, u.Total) >= 0 && max(u.Prompt, u.Completion) <= hugeTokens &&
+		u.Total <= 2*hugeTokens
+}
+
+// count keeps the latest usage: servers that report it with every chunk report the sum so far.
+func (a *assembly) count(u *wireUsage) {
+	if u == nil || !u.possible() || u.Prompt+u.Completion+u.Total == 0 {
+		return
+	}
+	a.usage = Usage{PromptTokens: u.Prompt, CompletionTokens: u.Completion, TotalTokens: u.Total}
+	if u.Details != nil {
+		a.usage.CachedTokens = min(max(u.Details.Cached, 0), u.Prompt)
+		a.usage.CacheWriteTokens = min(max(u.Details.CacheWrite, 0), u.Prompt-a.usage.CachedTokens)
+	}
+}
+
+// ended reports whether the server said that this is all.
+func (a *assembly) ended(saidDone bool) bool { return a.finish != "" || saidDone }
+
+// rest is the text that was held back.
+func (a *assembly) rest() string {
+	said, thought := a.thinker.end()
+	a.text.WriteString(said)
+	a.reasoning.WriteString(thought)
+	return said
+}
+
+// cutAt ends an answer that its server did not end.
+func (a *assembly) cutAt(why FinishReason) { a.finish, a.cut = why, true }
+
+// misses says that the server had more to say, which may have been the usage.
+func (a *assembly) misses(more bool) { a.cut = more }
+
+// known is what was used, and whether some of it may not have been said.
+func (a *assembly) known() (u Usage, cut bool) { return a.usage, a.cut }
+
+// empty reports whether nothing was said.
+func (a *assembly) empty() bool { return a.text.Len()+a.refusal.Len()+len(a.calls.list) == 0 }
+
+// size is the bytes of all that was said.
+func (a *assembly) size() int {
+	n := a.text.Len() + a.reasoning.Len() + a.refusal.Len()
+	for _, call := range a.calls.list {
+		n += len(call.name) + call.arguments.Len()
+	}
+	return n
+}
+
+// beyond reports whether an answer is clearly longer than it was allowed to be: a token is about four bytes, and
+// hardly ever more than eight.
+func (a *assembly) beyond(maxTokens int) bool { return beyond(a.size(), a.usage, maxTokens) }
+
+func beyond(size int, u Usage, maxTokens int) bool {
+	return maxTokens > 0 && (size > 8*maxTokens+512 || u.CompletionTokens > maxTokens+maxTokens/10+16)
+}
+
+// answer is the assembled whole. Ids that the server left out are derived from the request.
+func (a *assembly) answer(req Request, origin string) answer {
+	finish := a.finish
+	called := a.calls.finished(req, origin, finish == FinishLength)
+	if len(called) > 0 && finish != FinishLength && finish != FinishContentFilter {
+		finish = FinishToolCalls
+	}
+	m := Message{
+		Role: RoleAssistant, Content: a.text.String(), Refusal: a.refusal.String(), Reasoning: a.reasoning.String(),
+		ToolCalls: called,
+	}
+	if members := a.opaque.texts(); members != nil || a.thoughtAs != "" {
+		m.Opaque = &Opaque{Origin: origin, Digest: m.digest(), ReasoningAs: a.thoughtAs, Members: members}
+	}
+	return answer{message: m, finish: cmp.Or(finish, FinishStop), model: a.model, usage: a.usage}
 }
