@@ -10,6 +10,7 @@ import (
 	"mime"
 	"net/http"
 	"net/url"
+	"regexp"
 	"slices"
 	"strings"
 	"unicode/utf8"
@@ -209,4 +210,248 @@ func scalarText(value any) string {
 		return fmt.Sprint(value)
 	}
 	return string(raw)
+}
+
+type httpConfig struct {
+	Method  string            `json:"method"`
+	URL     string            `json:"url"`
+	Headers map[string]string `json:"headers"`
+	Body    any               `json:"body"`
+}
+
+var (
+	argumentReference = regexp.MustCompile(`\{([a-zA-Z_][a-zA-Z0-9_-]*)\}`)
+	envReference      = regexp.MustCompile(`\$\{env:([a-zA-Z_][a-zA-Z0-9_]*)\}`)
+	headerName        = regexp.MustCompile("^[a-zA-Z0-9!#$%&'*+.^_`|~-]+$")
+	httpMethods       = []string{"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"}
+	ownHeaders        = []string{"Host", "Content-Length", "Transfer-Encoding", "Connection", "Idempotency-Key", "Upgrade", "Trailer"}
+	secretHeaders     = []string{"Authorization", "Proxy-Authorization", "Cookie", "X-Api-Key", "Api-Key"}
+)
+
+// parseHTTP reads "POST https://host/path/{id}", "https://host/path", or a config with the same.
+func parseHTTP(rest string, config json.RawMessage, parameters []string) (handler, []error) {
+	var c httpConfig
+	if err := decodeConfig(config, &c); err != nil {
+		return nil, []error{err}
+	}
+	problems := mergeHandlerText(rest, &c)
+	h := httpHandler{method: strings.ToUpper(orElse(c.Method, http.MethodGet)), url: c.URL, headers: c.Headers, body: c.Body}
+	problems = append(problems, oneOf("config.method", h.method, httpMethods...)...)
+	problems = append(problems, checkURL(h.url)...)
+	problems = append(problems, checkHeaders(h.headers)...)
+	h.inURL = references(h.url)
+	h.inBody = templateReferences(h.body, nil)
+	if h.body != nil && !carriesBody(h.method) && h.method != http.MethodDelete {
+		problems = append(problems, fmt.Errorf("config.body: a %s request has none", h.method))
+	}
+	problems = append(problems, h.checkArguments(parameters)...)
+	return h, problems
+}
+
+func mergeHandlerText(rest string, c *httpConfig) []error {
+	if rest == "" {
+		return nil
+	}
+	method, address, two := strings.Cut(rest, " ")
+	if !two {
+		method, address = "", rest
+	}
+	if c.URL != "" || method != "" && c.Method != "" {
+		return []error{errors.New("handler: method or URL is here and in config; keep one")}
+	}
+	c.URL = strings.TrimSpace(address)
+	if method != "" {
+		c.Method = method
+	}
+	return nil
+}
+
+func checkURL(text string) []error {
+	if text == "" {
+		return []error{errors.New("config.url: is empty; write http:GET https://host/path as the handler, or set it here")}
+	}
+	if strings.Contains(text, "${") {
+		return []error{errors.New("config.url: secrets are only taken in headers")}
+	}
+	// Names of arguments stand for themselves here, so that braces do not hide a bad URL.
+	u, err := url.Parse(argumentReference.ReplaceAllString(text, "$1"))
+	if err != nil {
+		return []error{errors.New("config.url: is not a URL")}
+	}
+	var problems []error
+	if u.Scheme != "http" && u.Scheme != "https" || u.Host == "" {
+		problems = append(problems, errors.New("config.url: must begin with https:// or http:// and a host"))
+	}
+	if u.User != nil {
+		problems = append(problems, errors.New("config.url: must not hold a user or password; use a header"))
+	}
+	head, _, _ := strings.Cut(strings.TrimPrefix(strings.TrimPrefix(text, "https://"), "http://"), "/")
+	if head, _, _ = strings.Cut(head, "?"); strings.Contains(head, "{") {
+		problems = append(problems, errors.New("config.url: an argument must not choose the host"))
+	}
+	if u.Fragment != "" {
+		problems = append(problems, errors.New("config.url: must not have a fragment"))
+	}
+	return problems
+}
+
+func checkHeaders(headers map[string]string) []error {
+	var problems []error
+	for name, value := range headers {
+		canonical := http.CanonicalHeaderKey(name)
+		path := "config.headers." + name
+		switch {
+		case !headerName.MatchString(name):
+			problems = append(problems, fmt.Errorf("config.headers: %q is not a header name", name))
+		case slices.Contains(ownHeaders, canonical):
+			problems = append(problems, fmt.Errorf("%s: is set by the runtime", path))
+		case strings.ContainsAny(value, "\r\n\x00"):
+			problems = append(problems, fmt.Errorf("%s: must be one line", path))
+		case strings.Contains(envReference.ReplaceAllString(value, ""), "${"):
+			problems = append(problems, fmt.Errorf("%s: write a reference as ${env:NAME}", path))
+		case slices.Contains(secretHeaders, canonical) && !envReference.MatchString(value):
+			problems = append(problems, fmt.Errorf("%s: do not write a secret here; put it into an environment variable and refer to it as ${env:NAME}", path))
+		}
+	}
+	slices.SortFunc(problems, func(a, b error) int { return strings.Compare(a.Error(), b.Error()) })
+	return problems
+}
+
+// checkArguments wants every reference to be a parameter, and every parameter to go somewhere.
+func (h httpHandler) checkArguments(parameters []string) []error {
+	var problems []error
+	for _, name := range h.inURL {
+		if !slices.Contains(parameters, name) {
+			problems = append(problems, fmt.Errorf("config.url: {%s} is not declared under parameters.properties", name))
+		}
+	}
+	for _, name := range h.inBody {
+		if !slices.Contains(parameters, name) {
+			problems = append(problems, fmt.Errorf("config.body: {%s} is not declared under parameters.properties", name))
+		}
+	}
+	if h.body == nil {
+		return problems // the rest goes into the query or the body
+	}
+	for _, name := range parameters {
+		if !slices.Contains(h.inURL, name) && !slices.Contains(h.inBody, name) {
+			problems = append(problems, fmt.Errorf("parameters.properties.%s: neither config.url nor config.body uses {%s}", name, name))
+		}
+	}
+	return problems
+}
+
+func references(text string) []string {
+	var names []string
+	for _, match := range argumentReference.FindAllStringSubmatch(text, -1) {
+		if !slices.Contains(names, match[1]) {
+			names = append(names, match[1])
+		}
+	}
+	return names
+}
+
+// fill puts arguments into the URL. In the path an argument is one segment, or a part of one: it is
+// escaped, and one that would climb ("..") is refused. An absent optional argument of the query
+// leaves its parameter out.
+func (h httpHandler) fill(args map[string]any) (*url.URL, error) {
+	path, query, _ := strings.Cut(h.url, "?")
+	var refused error
+	path = argumentReference.ReplaceAllStringFunc(path, func(reference string) string {
+		name := strings.Trim(reference, "{}")
+		text := scalarText(args[name])
+		if text == "" || strings.Trim(text, ".") == "" {
+			refused = failure(ClassRefused, "argument %s: %q cannot be part of a path", name, text)
+		}
+		return url.PathEscape(text)
+	})
+	if refused != nil {
+		return nil, refused
+	}
+	u, err := url.Parse(path)
+	if err != nil {
+		return nil, failure(ClassHandler, "fill in the URL: %s", err)
+	}
+	u.RawQuery = fillQuery(query, args)
+	return u, nil
+}
+
+func fillQuery(query string, args map[string]any) string {
+	var parts []string
+	for part := range strings.SplitSeq(query, "&") {
+		if part == "" {
+			continue
+		}
+		absent := false
+		part = argumentReference.ReplaceAllStringFunc(part, func(reference string) string {
+			value, ok := args[strings.Trim(reference, "{}")]
+			absent = absent || !ok || value == nil
+			return url.QueryEscape(scalarText(value))
+		})
+		if !absent {
+			parts = append(parts, part)
+		}
+	}
+	return strings.Join(parts, "&")
+}
+
+// fillTemplate puts arguments into a body: a string that is nothing but {name} becomes the argument
+// with its type; {name} inside a longer string becomes its text. ok is false when an argument is
+// absent; such an entry is left out of its object or array.
+func fillTemplate(template any, args map[string]any) (value any, ok bool) {
+	switch t := template.(type) {
+	case string:
+		return fillString(t, args)
+	case []any:
+		items := make([]any, 0, len(t))
+		for _, item := range t {
+			if v, ok := fillTemplate(item, args); ok {
+				items = append(items, v)
+			}
+		}
+		return items, true
+	case map[string]any:
+		filled := make(map[string]any, len(t))
+		for key, item := range t {
+			if v, ok := fillTemplate(item, args); ok {
+				filled[key] = v
+			}
+		}
+		return filled, true
+	}
+	return template, true
+}
+
+func fillString(text string, args map[string]any) (any, bool) {
+	if match := argumentReference.FindString(text); match != "" && match == text {
+		value, ok := args[strings.Trim(text, "{}")]
+		return value, ok
+	}
+	complete := true
+	filled := argumentReference.ReplaceAllStringFunc(text, func(reference string) string {
+		value, ok := args[strings.Trim(reference, "{}")]
+		complete = complete && ok
+		return scalarText(value)
+	})
+	return filled, complete
+}
+
+func templateReferences(template any, found []string) []string {
+	switch t := template.(type) {
+	case string:
+		for _, name := range references(t) {
+			if !slices.Contains(found, name) {
+				found = append(found, name)
+			}
+		}
+	case []any:
+		for _, item := range t {
+			found = templateReferences(item, found)
+		}
+	case map[string]any:
+		for _, item := range t {
+			found = templateReferences(item, found)
+		}
+	}
+	return found
 }

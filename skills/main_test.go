@@ -1,14 +1,22 @@
 package skills_test
 
 import (
+	"context"
 	"encoding/json"
+	"errors"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
 
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
@@ -67,4 +75,119 @@ func object(properties map[string]any, required ...string) map[string]any {
 func sorted(list []string) []string {
 	slices.Sort(list)
 	return list
+}
+
+func TestASkillStartsAFlow(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{}), SweepEvery: 100 * time.Millisecond})
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := registry(t, skills.Options{Flow: skills.Flows(pool, e, "pilot")})
+	greet := put(t, pool, skills.Definition{
+		Name: "greet", Handler: "flow:greet", Config: map[string]any{"wait": true}, Timeout: "60s",
+		Parameters: object(map[string]any{"name": map[string]any{"type": "string"}}, "name"),
+	})
+	start := put(t, pool, skills.Definition{Name: "start", Handler: "flow:slow"})
+	slow := put(t, pool, skills.Definition{Name: "slow", Handler: "flow:slow", Config: map[string]any{"wait": true}, Timeout: "200ms"})
+	if !greet.Idempotent {
+		t.Error("a flow: skill is not idempotent")
+	}
+	register := func(name string, fn executions.Func) {
+		if err := e.Register(name, fn); err != nil {
+			t.Fatal(err)
+		}
+	}
+	register("greet", func(ctx context.Context, raw json.RawMessage) (executions.Result, error) {
+		var in struct{ Name string }
+		if err := json.Unmarshal(raw, &in); err != nil {
+			return executions.Result{}, err
+		}
+		if in.Name == "nobody" {
+			return executions.Result{}, errors.New("there is nobody")
+		}
+		return executions.Result{Summary: "hello " + in.Name}, executions.SetVariables(ctx, map[string]string{"greeted": in.Name})
+	})
+	register("slow", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+		_, err := executions.Wait(ctx, "never", executions.Event("never", 0))
+		return executions.Result{}, err
+	})
+	register("caller", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+		v, err := executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "greet"}, Idempotent: true},
+			func(ctx context.Context, effect *executions.Effect) (json.RawMessage, error) {
+				return r.Invoke(ctx, skills.Call{Skill: greet, Args: json.RawMessage(`{"name": "Ana"}`), IdempotencyKey: effect.Key})
+			})
+		return executions.Result{Value: v}, err
+	})
+	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
+	var group errgroup.Group
+	group.Go(func() error { return e.Run(ctx) })
+	t.Cleanup(func() {
+		stop()
+		if err := group.Wait(); err != nil {
+			t.Error(err)
+		}
+	})
+	call := func(s skills.Skill, args, key string) (got skills.FlowAnswer) {
+		t.Helper()
+		raw, err := r.Invoke(t.Context(), skills.Call{Skill: s, Args: json.RawMessage(args), IdempotencyKey: key})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := json.Unmarshal(raw, &got); err != nil {
+			t.Fatal(err)
+		}
+		return got
+	}
+	got := call(greet, `{"name": "Eva"}`, "k1")
+	if got.Status != executions.Completed || got.Summary != "hello Eva" || string(got.Variables) != `{"greeted":"Eva"}` {
+		t.Errorf("answer %+v %s", got, got.Variables)
+	}
+	if again := call(greet, `{"name": "Eva"}`, "k1"); again.ExecutionID != got.ExecutionID {
+		t.Error("the same call started another execution")
+	}
+	if got := call(greet, `{"name": "nobody"}`, ""); got.Status != executions.Failed || got.Error != "there is nobody" {
+		t.Errorf("a failure is answered as %+v", got)
+	}
+	if got := call(start, `{}`, ""); got.Status != executions.Pending && got.Status != executions.Running || got.ExecutionID == "" {
+		t.Errorf("without wait: %+v", got)
+	}
+	if got := call(slow, `{}`, ""); got.Status.Ended() || got.ExecutionID == "" {
+		t.Errorf("when the time is up: %+v", got)
+	}
+	// Inside an execution it is a child of it.
+	parent, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "caller", Surface: trace.Webhook, ThreadID: "t1"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	pgtest.Eventually(t, time.Minute, func() bool {
+		x, err := executions.Get(t.Context(), pool, parent.ID)
+		return err == nil && x.Status == executions.Completed && json.Unmarshal(x.Result, &got) == nil
+	}, "the caller ends")
+	child, err := executions.Get(t.Context(), pool, got.ExecutionID)
+	if err != nil || child.TraceID != parent.TraceID || *child.ParentID != parent.ID || *child.ThreadID != "t1" || child.Surface != "webhook" {
+		t.Errorf("the child is %+v, %v", child, err)
+	}
+}
+
+func TestASkillOfAnUnknownFlow(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := registry(t, skills.Options{Flow: skills.Flows(pool, e, "pilot")})
+	_, err = r.Invoke(t.Context(), skills.Call{Skill: row(t, skills.Definition{Name: "a", Handler: "flow:nothing"})})
+	if got, ok := errors.AsType[*skills.CallError](err); !ok || got.Class != skills.ClassHandler || got.Message != `there is no flow "nothing"; see agent flows ls` {
+		t.Errorf("got %v", err)
+	}
+	if err := registry(t, skills.Options{}).Runnable(row(t, skills.Definition{Name: "a", Handler: "flow:nothing"})); err == nil {
+		t.Error("a registry without flows can run one")
+	}
+	external := row(t, skills.Definition{Name: "b", Handler: "flow:external:import"})
+	if _, err := r.Invoke(t.Context(), skills.Call{Skill: external}); err != nil {
+		t.Errorf("a flow of workers outside: %v", err)
+	}
 }

@@ -1,18 +1,22 @@
 package skills
 
 import (
+	"bytes"
 	"context"
 	"crypto/tls"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net/http"
 	"os"
 	"runtime/debug"
 	"slices"
+	"strings"
 	"sync"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/santhosh-tekuri/jsonschema/v6"
 
@@ -210,4 +214,156 @@ func (r *Registry) guarded(ctx context.Context, h handler, c Call, args map[stri
 		return nil, err
 	}
 	return encodeResult(value)
+}
+
+// handler acts for one skill. args are valid and complete.
+type handler interface {
+	call(ctx context.Context, r *Registry, c Call, args map[string]any) (any, error)
+	// ready says why the registry cannot run it, if so.
+	ready(r *Registry) error
+}
+
+// parseHandler reads what a row says about its handler; parameters are the names it may be given.
+func parseHandler(text string, config json.RawMessage, parameters []string) (handler, []error) {
+	kind, rest, ok := strings.Cut(text, ":")
+	if !ok {
+		return nil, []error{fmt.Errorf("handler: %q must begin with builtin:, sql:, http:, mcp: or flow:", text)}
+	}
+	rest = strings.TrimSpace(rest)
+	switch kind {
+	case "builtin":
+		return parseBuiltin(rest, config)
+	case "sql":
+		return parseSQL(rest, config, parameters)
+	case "http":
+		return parseHTTP(rest, config, parameters)
+	case "mcp":
+		return parseMCP(rest, config)
+	case "flow":
+		return parseFlow(rest, config)
+	}
+	return nil, []error{fmt.Errorf("handler: %q is not a kind of handler; use builtin:, sql:, http:, mcp: or flow:", kind)}
+}
+
+// decodeConfig reads config into to and refuses fields that to does not have.
+func decodeConfig(config json.RawMessage, to any) error {
+	if len(config) == 0 {
+		return nil
+	}
+	d := json.NewDecoder(bytes.NewReader(config))
+	d.DisallowUnknownFields()
+	if err := d.Decode(to); err != nil && !errors.Is(err, io.EOF) {
+		if te, ok := errors.AsType[*json.UnmarshalTypeError](err); ok {
+			return fmt.Errorf("config.%s: must be a %s, not a %s", te.Field, te.Type, te.Value)
+		}
+		return fmt.Errorf("config: %s", strings.TrimPrefix(err.Error(), "json: "))
+	}
+	return nil
+}
+
+type builtinHandler struct{ name string }
+
+func parseBuiltin(name string, config json.RawMessage) (handler, []error) {
+	if !namePattern.MatchString(name) {
+		return nil, []error{fmt.Errorf("handler: builtin:%s must name a builtin with 1 to 64 of the characters a-z A-Z 0-9 _ -", name)}
+	}
+	var own map[string]any // a builtin reads it
+	if err := decodeConfig(config, &own); err != nil {
+		return nil, []error{err}
+	}
+	return builtinHandler{name: name}, nil
+}
+
+func (h builtinHandler) ready(r *Registry) error {
+	if r.builtins[h.name] == nil {
+		return fmt.Errorf("this program has no builtin %q", h.name)
+	}
+	return nil
+}
+
+func (h builtinHandler) call(ctx context.Context, r *Registry, c Call, _ map[string]any) (any, error) {
+	return r.builtins[h.name](ctx, c)
+}
+
+// Enable puts a disabled skill back into service: its trial is cleared, and failures before now do
+// not count. by and reason are kept as the evidence; the caller writes the activity. False when it is in
+// service already; [ErrNotFound] when there is none.
+func Enable(ctx context.Context, db postgres.DB, name, by, reason string) (bool, error) {
+	evidence, err := marshalEvidence(map[string]string{"enabled_by": by, "reason": reason})
+	if err != nil {
+		return false, fmt.Errorf("enable skill %q: %w", name, err)
+	}
+	tag, err := db.Exec(ctx, `
+		update agent_skills
+		   set enabled = true, disabled_by = '', disabled_reason = '', disabled_at = null, trial_at = null,
+		       enabled_at = clock_timestamp(), evidence = @evidence, updated_at = clock_timestamp()
+		 where name = @name and not enabled`, pgx.StrictNamedArgs{"name": name, "evidence": evidence})
+	if err != nil {
+		return false, fmt.Errorf("enable skill %q: %w", name, err)
+	}
+	return settled(ctx, db, name, tag.RowsAffected())
+}
+
+// Disable takes a skill out of service. by is who does it ("self_heal", an admin) and is not empty;
+// evidence is anything that encodes as JSON. False when it is out of service already, and then
+// nothing changes, except that an admin's word replaces self-heal's, which makes it permanent; [ErrNotFound] when there is none.
+func Disable(ctx context.Context, db postgres.DB, name, by, reason string, evidence any) (bool, error) {
+	if strings.TrimSpace(by) == "" {
+		return false, fmt.Errorf("disable skill %q: %w", name, errors.New("nobody is named who does it"))
+	}
+	encoded, err := marshalEvidence(evidence)
+	if err != nil {
+		return false, fmt.Errorf("disable skill %q: write the evidence: %w", name, err)
+	}
+	tag, err := db.Exec(ctx, `
+		update agent_skills
+		   set enabled = false, disabled_by = @by, disabled_reason = @reason, disabled_at = clock_timestamp(),
+		       trial_at = null, evidence = @evidence, updated_at = clock_timestamp()
+		 where name = @name and (enabled or (disabled_by = 'self_heal' and @by <> 'self_heal'))`,
+		pgx.StrictNamedArgs{"name": name, "by": noNUL(by), "reason": noNUL(reason), "evidence": encoded})
+	if err != nil {
+		return false, fmt.Errorf("disable skill %q: %w", name, err)
+	}
+	return settled(ctx, db, name, tag.RowsAffected())
+}
+
+func settled(ctx context.Context, db postgres.DB, name string, rows int64) (bool, error) {
+	if rows > 0 {
+		return true, nil
+	}
+	_, err := Get(ctx, db, name)
+	return false, err
+}
+
+// FailTrial ends a trial, which self-heal began, that failed: the cool-down begins anew. False when the skill is not on trial, and then
+// nothing changes.
+func FailTrial(ctx context.Context, db postgres.DB, name, reason string) (bool, error) {
+	tag, err := db.Exec(ctx, `
+		update agent_skills
+		   set trial_at = null, disabled_at = clock_timestamp(), disabled_reason = @reason, updated_at = clock_timestamp()
+		 where name = @name and not enabled and trial_at is not null`,
+		pgx.StrictNamedArgs{"name": name, "reason": noNUL(reason)})
+	if err != nil {
+		return false, fmt.Errorf("fail trial of skill %q: %w", name, err)
+	}
+	return tag.RowsAffected() > 0, nil
+}
+
+// AtRevision locks a skill until the end of the transaction, so that what follows is based on what the caller has read. It is a
+// [*postgres.StaleError] when the skill is at another revision of its state, and [ErrNotFound] when there is none. 0 is whatever it is at.
+func AtRevision(ctx context.Context, tx pgx.Tx, name string, revision int) error {
+	if revision == 0 {
+		return nil
+	}
+	var current int
+	err := tx.QueryRow(ctx, `
+		select state_revision from agent_skills where name = @name for update`,
+		postgres.Strict{"name": name}).Scan(&current)
+	if errors.Is(err, pgx.ErrNoRows) {
+		err = ErrNotFound
+	}
+	if err != nil {
+		return fmt.Errorf("look at skill %q: %w", name, err)
+	}
+	return postgres.AtRevision("skill", name, revision, current)
 }

@@ -12,8 +12,12 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgtype"
+	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/nearest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -261,4 +265,164 @@ func (h sqlHandler) run(ctx context.Context, conn *pgx.Conn, query string, value
 	}
 	result.RowCount = len(result.Rows)
 	return result, err
+}
+
+// Database is where the query of a sql: skill runs.
+type Database struct {
+	Pool   *pgxpool.Pool
+	Writes bool   // skills may declare that they write
+	Role   string // queries run as this role; empty for that of the connection
+}
+
+// Databases opens a named database. The error is a [*CallError]: [ClassConfiguration] when there is no such database or
+// no setting for it, [ClassNetwork] when it cannot be reached. It may be called from many goroutines.
+type Databases func(ctx context.Context, name string) (Database, error)
+
+// Check asks the database whether queries can run as its role, and whether the ledger of effects is there where skills
+// may write.
+func (d Database) Check(ctx context.Context) error {
+	tx, err := d.Pool.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadOnly})
+	if err != nil {
+		return fmt.Errorf("begin a transaction: %w", err)
+	}
+	defer func() { _ = tx.Rollback(ctx) }() // it has only read
+	var ledger bool
+	if err := tx.QueryRow(ctx, `select to_regclass('agent_effects') is not null`).Scan(&ledger); err != nil {
+		return fmt.Errorf("look for the table agent_effects: %w", err)
+	}
+	if d.Writes && !ledger {
+		return errors.New("the table agent_effects is missing, which writing skills need: agent apply makes it")
+	}
+	if d.Role != "" {
+		if _, err := tx.Exec(ctx, d.asRole()[2:]); err != nil {
+			return fmt.Errorf("take the role %s: %w", d.Role, err)
+		}
+	}
+	return nil
+}
+
+// asRole is the statement that makes what follows in a transaction run as the database's role.
+func (d Database) asRole() string {
+	if d.Role == "" {
+		return ""
+	}
+	return "; set local role " + pgx.Identifier{d.Role}.Sanitize()
+}
+
+// sqlFailure gives an error of a query its class.
+func sqlFailure(limit fmt.Stringer, err error) error {
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	switch {
+	case errors.As(err, new(*CallError)):
+		return err
+	case !ok:
+		return failure(ClassNetwork, "query the database: %s", err)
+	case postgres.IsCode(err, "57014"):
+		return failure(ClassTimeout, "the query did not end within %s", limit)
+	}
+	message := fmt.Sprintf("%s (SQLSTATE %s)", pgErr.Message, pgErr.Code)
+	if pgErr.Hint != "" {
+		message += ": " + pgErr.Hint
+	}
+	return failure(ClassSQL, "%s", message)
+}
+
+// parameterTexts writes the values of parameters of the given types.
+func parameterTexts(values []any, oids []uint32) ([][]byte, error) {
+	texts := make([][]byte, len(values))
+	for i, value := range values {
+		text, err := parameterText(value, oids[i])
+		if err != nil {
+			return nil, err
+		}
+		texts[i] = text
+	}
+	return texts, nil
+}
+
+// parameterText writes a JSON value as the text of a parameter of type oid; nil is NULL. The server
+// parses it as a value of that type and as nothing else.
+func parameterText(value any, oid uint32) ([]byte, error) {
+	if value == nil {
+		return nil, nil
+	}
+	if oid == pgtype.JSONOID || oid == pgtype.JSONBOID {
+		return json.Marshal(value)
+	}
+	switch v := value.(type) {
+	case string:
+		return []byte(v), nil
+	case json.Number:
+		return []byte(v.String()), nil
+	case bool:
+		return fmt.Append(nil, v), nil
+	case []any:
+		if slices.Contains([]uint32{pgtype.TextOID, pgtype.VarcharOID, pgtype.BPCharOID}, oid) {
+			return json.Marshal(v)
+		}
+		var b strings.Builder
+		err := arrayText(&b, v)
+		return []byte(b.String()), err
+	}
+	return json.Marshal(value)
+}
+
+// arrayText writes a PostgreSQL array literal, every element quoted.
+func arrayText(b *strings.Builder, items []any) error {
+	b.WriteByte('{')
+	for i, item := range items {
+		if i > 0 {
+			b.WriteByte(',')
+		}
+		if nested, ok := item.([]any); ok {
+			if err := arrayText(b, nested); err != nil {
+				return err
+			}
+			continue
+		}
+		text, err := parameterText(item, 0)
+		switch {
+		case err != nil:
+			return err
+		case text == nil:
+			b.WriteString("NULL")
+		default:
+			b.WriteString(`"` + strings.NewReplacer(`\`, `\\`, `"`, `\"`).Replace(string(text)) + `"`)
+		}
+	}
+	b.WriteByte('}')
+	return nil
+}
+
+// ahead is what may stand before the first word of a statement: space, comments and brackets.
+var ahead = regexp.MustCompile(`^(?:\s|--[^\n]*(?:\n|$)|/\*(?s:.*?)\*/|\()*`)
+
+var word = regexp.MustCompile(`^[A-Za-z]+`)
+
+// verb is the first word of a statement and where it stands, in bytes.
+func verb(query string) (first string, at int) {
+	at = len(ahead.FindString(query))
+	return word.FindString(query[at:]), at
+}
+
+const onlyOne = "only one read-only query is possible: select, with, values or table; " +
+	"to write to a named database, declare config.writes"
+
+// checkVerb refuses a statement that is none of those a skill may make.
+func (h sqlHandler) checkVerb() error {
+	first, _ := verb(h.query)
+	read := []string{"select", "with", "values", "table"}
+	write := []string{"insert", "update", "delete", "merge"}
+	switch lower := strings.ToLower(first); {
+	case slices.Contains(read, lower), h.writes && slices.Contains(write, lower):
+		return nil
+	case h.writes:
+		return fmt.Errorf("%q is not possible; write one insert, update, delete, merge, select or with", first)
+	case slices.Contains(write, lower):
+		return fmt.Errorf("%s; this begins with %s", onlyOne, lower)
+	}
+	if near := nearest.To(strings.ToLower(first), read); near != "" {
+		return fmt.Errorf("%s; this begins with %q (did you mean %q?)", onlyOne, first, near)
+	}
+	return errors.New(onlyOne)
 }
