@@ -1,14 +1,22 @@
 package mcp
 
 import (
+	"bufio"
+	"bytes"
 	"context"
+	"crypto/tls"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"log/slog"
+	"net/http"
+	"slices"
+	"sync"
 	"sync/atomic"
 	"time"
 
+	"github.com/modelcontextprotocol/go-sdk/jsonrpc"
 	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
 
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -207,4 +215,178 @@ func (conn *connection) call(ctx context.Context, params *sdk.CallToolParams) (*
 		conn.timeouts.Store(0)
 	}
 	return a.result, a.err
+}
+
+// stdioTransport speaks to a child over its input and output.
+type stdioTransport struct{ child *process }
+
+// Connect is called once by the SDK; the child runs already.
+func (t stdioTransport) Connect(ctx context.Context) (sdk.Connection, error) {
+	return (&sdk.IOTransport{Reader: t.child.stdout, Writer: t.child.stdin, MaxLineLength: maxMessage}).Connect(ctx)
+}
+
+// childEnv is the environment of a child: what a program needs to start, and what was declared.
+func childEnv(declared map[string]string, getenv func(string) string) []string {
+	env := make([]string, 0, len(declared)+3)
+	for _, name := range []string{"PATH", "HOME", "LANG"} {
+		if value := getenv(name); value != "" {
+			env = append(env, name+"="+value)
+		}
+	}
+	for name, value := range declared {
+		env = append(env, name+"="+value)
+	}
+	slices.Sort(env)
+	return env
+}
+
+// httpTransport speaks streamable HTTP through the guarded dialer. It does not go on with a stream that broke: a call
+// whose answer was lost has failed.
+func httpTransport(r Remote, headers map[string]string, allow []string, tlsConfig *tls.Config) (sdk.Transport, error) {
+	client, err := skills.NewGuardedClient(allow, tlsConfig)
+	if err != nil {
+		return nil, err
+	}
+	client.Transport = &bounded{next: client.Transport, headers: headers}
+	return &sdk.StreamableClientTransport{
+		Endpoint: r.URL, HTTPClient: client, MaxRetries: -1, DisableStandaloneSSE: true, MaxEventSize: maxMessage,
+	}, nil
+}
+
+// bounded adds the declared headers to each request and bounds what is read of each answer.
+type bounded struct {
+	next    http.RoundTripper
+	headers map[string]string
+}
+
+func (b *bounded) RoundTrip(request *http.Request) (*http.Response, error) {
+	request = request.Clone(request.Context())
+	for name, value := range b.headers {
+		request.Header.Set(name, value)
+	}
+	cancel := func() {}
+	if request.Method == http.MethodDelete { // the goodbye of a session; nobody waits long for it
+		var ctx context.Context
+		ctx, cancel = context.WithTimeout(request.Context(), stopPatience)
+		request = request.WithContext(ctx)
+	}
+	response, err := b.next.RoundTrip(request)
+	if err != nil {
+		cancel()
+		return nil, err
+	}
+	response.Body = &boundedBody{ReadCloser: response.Body, left: maxMessage, done: cancel}
+	return response, nil
+}
+
+// boundedBody is an answer that ends with an error when it is too long.
+type boundedBody struct {
+	io.ReadCloser
+	left int
+	done func()
+}
+
+func (b *boundedBody) Close() error {
+	defer b.done()
+	return b.ReadCloser.Close()
+}
+
+func (b *boundedBody) Read(p []byte) (int, error) {
+	if b.left <= 0 {
+		return 0, fmt.Errorf("the answer has more than %d bytes", maxMessage)
+	}
+	n, err := b.ReadCloser.Read(p[:min(len(p), b.left)])
+	b.left -= n
+	return n, err
+}
+
+// lines reads the messages of a client, one a line. What is no message is answered here, and passed over: it would be the session's end.
+type lines struct {
+	io.Closer
+	in   *bufio.Reader
+	out  io.Writer
+	most int    // bytes of a message
+	line []byte // what of the last one is still to be read
+}
+
+func (l *lines) Read(p []byte) (int, error) {
+	for len(l.line) == 0 {
+		line, err := l.next()
+		if err != nil {
+			return 0, err
+		}
+		if problem := l.problem(line); problem == nil {
+			l.line = line
+		} else if err := l.refuse(line, problem); err != nil {
+			return 0, err
+		}
+	}
+	n := copy(p, l.line)
+	l.line = l.line[n:]
+	return n, nil
+}
+
+// next is the next line that is not blank, with its end. Of one that is too long it is the beginning.
+func (l *lines) next() ([]byte, error) {
+	for {
+		var line []byte
+		more := bufio.ErrBufferFull
+		for errors.Is(more, bufio.ErrBufferFull) {
+			var part []byte
+			if part, more = l.in.ReadSlice('\n'); len(line) <= l.most {
+				line = append(line, part...)
+			}
+		}
+		if len(bytes.TrimSpace(line)) > 0 {
+			return line, nil // an error comes again
+		}
+		if more != nil {
+			return nil, more
+		}
+	}
+}
+
+// problem is what keeps a line from being a message, or several. Those of a batch are the SDK's to judge.
+func (l *lines) problem(line []byte) *jsonrpc.Error {
+	line = bytes.TrimSpace(line)
+	switch {
+	case len(line) > l.most:
+		return &jsonrpc.Error{Code: jsonrpc.CodeInvalidRequest, Message: fmt.Sprintf("a message may have %d bytes", l.most)}
+	case !json.Valid(line):
+		return &jsonrpc.Error{Code: jsonrpc.CodeParseError, Message: "this line is no JSON; send each message on a line of its own"}
+	case line[0] == '[':
+		return nil
+	}
+	if _, err := jsonrpc.DecodeMessage(line); err != nil {
+		return &jsonrpc.Error{Code: jsonrpc.CodeInvalidRequest, Message: "this is no message of JSON-RPC 2.0: " + err.Error()}
+	}
+	return nil
+}
+
+// refuse answers a line, under its id if it has one.
+func (l *lines) refuse(line []byte, problem *jsonrpc.Error) error {
+	var asked struct {
+		ID json.RawMessage `json:"id"`
+	}
+	if json.Unmarshal(line, &asked) != nil || len(asked.ID) == 0 || bytes.ContainsAny(asked.ID[:1], "[{tf") {
+		asked.ID = json.RawMessage("null")
+	}
+	answer, err := json.Marshal(map[string]any{"jsonrpc": "2.0", "id": asked.ID, "error": problem})
+	if err != nil {
+		return fmt.Errorf("answer a line: %w", err)
+	}
+	_, err = l.out.Write(append(answer, '\n'))
+	return err
+}
+
+// oneByOne lets several write, a message at a time.
+type oneByOne struct {
+	io.WriteCloser
+	mu sync.Mutex
+}
+
+func (w *oneByOne) Write(p []byte) (int, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.WriteCloser.Write(p)
 }

@@ -3,13 +3,20 @@ package mcp
 import (
 	"cmp"
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
+	"reflect"
 	"slices"
+	"strings"
+	"time"
+	"unicode"
 
 	"github.com/jackc/pgx/v5"
+	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -285,4 +292,339 @@ func record(ctx context.Context, db postgres.DB, agent, skill string, input, out
 	}
 	_, err := activity.Note(ctx, db, e, activity.Outcome{Output: output})
 	return err
+}
+
+// Offer is a row of agent_mcp_offers: a skill that others may call over MCP.
+type Offer struct {
+	Skill     string    `json:"skill"`
+	OfferedBy string    `json:"offered_by"`
+	CreatedAt time.Time `json:"created_at"`
+}
+
+// Grant offers a skill over MCP; false when it is offered already, [skills.ErrNotFound] when there is none. by is the
+// admin. The act is recorded.
+func Grant(ctx context.Context, db postgres.Beginner, skill, by, agent string) (bool, error) {
+	return change(ctx, db, "mcp_offer", skill, by, agent, func(tx pgx.Tx) (int64, error) {
+		tag, err := tx.Exec(ctx, `
+			insert into agent_mcp_offers (skill_name, offered_by) values (@skill, @by) on conflict (skill_name) do nothing`,
+			postgres.Strict{"skill": skill, "by": by})
+		return tag.RowsAffected(), err
+	})
+}
+
+// Withdraw ends an offer; false when there is none, [skills.ErrNotFound] when there is no such skill. Calls under way
+// go on. The act is recorded.
+func Withdraw(ctx context.Context, db postgres.Beginner, skill, by, agent string) (bool, error) {
+	return change(ctx, db, "mcp_withdraw", skill, by, agent, func(tx pgx.Tx) (int64, error) {
+		tag, err := tx.Exec(ctx, `delete from agent_mcp_offers where skill_name = @skill`, postgres.Strict{"skill": skill})
+		return tag.RowsAffected(), err
+	})
+}
+
+func change(ctx context.Context, db postgres.Beginner, act, skill, by, agent string, write func(tx pgx.Tx) (int64, error)) (changed bool, err error) {
+	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+		if _, err := skills.Get(ctx, tx, skill); err != nil {
+			return err
+		}
+		n, err := write(tx)
+		if changed = n > 0; err != nil || !changed {
+			return err
+		}
+		return record(ctx, tx, agent, act, map[string]any{"skill": skill, "by": by}, nil)
+	})
+	if err != nil {
+		return false, fmt.Errorf("change the offer of skill %q: %w", skill, err)
+	}
+	return changed, nil
+}
+
+// Offers lists the skills that are offered, by name.
+func Offers(ctx context.Context, db postgres.DB) ([]Offer, error) {
+	rows, err := db.Query(ctx, `select skill_name, offered_by, created_at from agent_mcp_offers order by skill_name`)
+	if err != nil {
+		return nil, fmt.Errorf("list offered skills: %w", err)
+	}
+	all, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Offer])
+	if err != nil {
+		return nil, fmt.Errorf("list offered skills: %w", err)
+	}
+	return all, nil
+}
+
+// offered is what the registry can run of what is offered and in service.
+func (s *Server) offered(ctx context.Context) ([]skills.Skill, error) {
+	offers, err := Offers(ctx, s.Pool)
+	if err != nil || len(offers) == 0 {
+		return nil, err
+	}
+	all, err := s.Skills.Available(ctx, s.Pool)
+	if err != nil {
+		return nil, err
+	}
+	return slices.DeleteFunc(all, func(skill skills.Skill) bool {
+		return !slices.ContainsFunc(offers, func(o Offer) bool { return o.Skill == skill.Name })
+	}), nil
+}
+
+// definition is a tool as it is kept: cleaned, so that it can be shown.
+type definition struct {
+	Description string         `json:"description"`
+	InputSchema map[string]any `json:"input_schema"`
+	Annotations *annotations   `json:"annotations,omitempty"`
+}
+
+// annotations are what a tool says about its own behaviour. They are not trusted.
+type annotations struct {
+	DestructiveHint *bool `json:"destructiveHint,omitempty"`
+	OpenWorldHint   *bool `json:"openWorldHint,omitempty"`
+	ReadOnlyHint    bool  `json:"readOnlyHint,omitempty"`
+	IdempotentHint  bool  `json:"idempotentHint,omitempty"`
+}
+
+// snapshot is a tool as a server shows it now.
+type snapshot struct {
+	pin        string // the hash of it as it came
+	definition definition
+	problem    string // why it cannot be a skill
+}
+
+// look takes the snapshot of a tool. The pin covers every byte of what a model or a person could be shown, before it
+// is cleaned.
+func look(t *sdk.Tool) snapshot {
+	raw, err := json.Marshal(map[string]any{
+		"name": t.Name, "description": t.Description, "inputSchema": t.InputSchema, "annotations": t.Annotations,
+	})
+	if err != nil {
+		return snapshot{problem: "its definition cannot be written as JSON: " + cleanText(err.Error(), 200)}
+	}
+	sum := sha256.Sum256(raw)
+	s := snapshot{pin: hex.EncodeToString(sum[:])}
+	switch {
+	case len(raw) > maxDefinition:
+		s.problem = fmt.Sprintf("its definition has %d bytes; at most %d are taken", len(raw), maxDefinition)
+		return s
+	case strings.Contains(string(raw), `\u0000`):
+		s.problem = "its definition has a NUL character"
+		return s
+	}
+	s.definition.Description = cleanText(t.Description, maxDescription)
+	if a := t.Annotations; a != nil {
+		s.definition.Annotations = &annotations{a.DestructiveHint, a.OpenWorldHint, a.ReadOnlyHint, a.IdempotentHint}
+	}
+	s.definition.InputSchema, s.problem = schemaOf(t)
+	return s
+}
+
+// schemaOf is a cleaned copy of a tool's schema, or why there is none.
+func schemaOf(t *sdk.Tool) (map[string]any, string) {
+	raw, err := json.Marshal(t.InputSchema)
+	var schema map[string]any
+	if err == nil {
+		err = json.Unmarshal(raw, &schema)
+	}
+	if err != nil || schema == nil {
+		return nil, "its input schema is no JSON object"
+	}
+	cleanSchema(schema)
+	return schema, ""
+}
+
+// parameters is the schema as the skill has it. One that lists no properties takes what comes; one that lists some and
+// says nothing of others takes no others, as everywhere in skills.
+func (d definition) parameters() map[string]any {
+	schema := make(map[string]any, len(d.InputSchema)+1)
+	maps.Copy(schema, d.InputSchema)
+	if schema["type"] == nil {
+		schema["type"] = "object"
+	}
+	properties, _ := schema["properties"].(map[string]any)
+	if _, said := schema["additionalProperties"]; !said && len(properties) == 0 {
+		schema["additionalProperties"] = true
+	}
+	return schema
+}
+
+// destructive reports whether a tool says, or by the protocol's default implies, that it may destroy something. A
+// tool without any annotations says nothing.
+func (a *annotations) destructive() bool {
+	switch {
+	case a == nil:
+		return false
+	case a.DestructiveHint != nil:
+		return *a.DestructiveHint
+	}
+	return !a.ReadOnlyHint
+}
+
+// trustOf is how much a tool is trusted: as the admin set, or less.
+func (r Remote) trustOf(tool string, a *annotations) string {
+	switch {
+	case a.destructive():
+		return skills.TrustApprove
+	case matches(r.Auto, tool):
+		return skills.TrustAuto
+	}
+	return r.Trust
+}
+
+// includes reports whether the workspace wants a tool.
+func (r Remote) includes(tool string) bool {
+	return (len(r.Include) == 0 || matches(r.Include, tool)) && !matches(r.Exclude, tool)
+}
+
+// skill is what a tool is mounted as.
+func (r Remote) skill(tool, name, pin string, d definition) skills.Definition {
+	about := d.Description
+	if about == "" {
+		about = "No description."
+	}
+	return skills.Definition{
+		Name: name, Description: fmt.Sprintf("[tool of the MCP server %s] %s", r.Name, about), Parameters: d.parameters(),
+		Handler: "mcp:" + r.Name + "/" + tool, Config: map[string]any{"pin": pin}, Scope: r.Scope,
+		Trust: r.trustOf(tool, d.Annotations), Idempotent: matches(r.Idempotent, tool),
+		Timeout: fmt.Sprintf("%dms", r.TimeoutMS),
+	}
+}
+
+// longestSkill is how long a skill's name may be.
+const longestSkill = 64
+
+// skillName is the name of a tool's skill. Where a letter had to go or the name was too long, a part of the hash of
+// the tool's own name keeps it apart from others.
+func skillName(server, tool string) string {
+	safe := strings.Map(func(r rune) rune {
+		if r < 128 && (r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' || r >= '0' && r <= '9' || r == '_' || r == '-') {
+			return r
+		}
+		return '_'
+	}, tool)
+	name := "mcp__" + server + "__" + safe
+	if safe == tool && len(name) <= longestSkill {
+		return name
+	}
+	sum := sha256.Sum256([]byte(tool))
+	mark := "_" + hex.EncodeToString(sum[:])[:8]
+	return name[:min(len(name), longestSkill-len(mark))] + mark
+}
+
+// judge says what becomes of a tool: old is its row (new ones have only names), now is how the server shows it, nil
+// when it does not. It decides alone, so that every case can be seen in one place.
+func judge(r Remote, old Tool, now *snapshot) Tool {
+	next := old
+	next.Reason, next.SeenPin, next.Seen = "", "", json.RawMessage(`{}`)
+	switch {
+	case !r.includes(old.Tool):
+		next.State, next.Reason = Excluded, "left out by the workspace"
+	case now == nil:
+		next.State, next.Reason = Gone, "the server no longer lists it"
+	case old.Pin == "" && now.problem != "":
+		next.State, next.Reason = Refused, now.problem
+	case old.Pin == "":
+		next.State, next.Pin, next.Definition = Mounted, now.pin, encode(now.definition)
+	case now.pin == old.Pin:
+		next.State = Mounted
+	default:
+		next.State, next.SeenPin, next.Seen = Quarantined, now.pin, encode(now.definition)
+		next.Reason = difference(old.Definition, now.definition)
+		if now.problem != "" {
+			next.Reason += "; it can no longer be a skill: " + now.problem
+		}
+	}
+	return next
+}
+
+// difference says which parts of a tool changed.
+func difference(accepted json.RawMessage, now definition) string {
+	var then, current definition
+	if json.Unmarshal(accepted, &then) != nil || json.Unmarshal(encode(now), &current) != nil {
+		return "it changed since it was accepted"
+	}
+	var parts []string
+	if then.Description != current.Description {
+		parts = append(parts, "description")
+	}
+	if !reflect.DeepEqual(then.InputSchema, current.InputSchema) {
+		parts = append(parts, "input schema")
+	}
+	if !reflect.DeepEqual(then.Annotations, current.Annotations) {
+		parts = append(parts, "annotations")
+	}
+	if len(parts) == 0 {
+		return "it changed since it was accepted, in characters that are not shown"
+	}
+	return "it changed since it was accepted: " + strings.Join(parts, ", ")
+}
+
+// encode writes what came from JSON and so can be written again.
+func encode(d definition) json.RawMessage {
+	raw, err := json.Marshal(d)
+	if err != nil {
+		return json.RawMessage(`{}`)
+	}
+	return raw
+}
+
+// cleanText makes a stranger's text fit to be read by people and models: no control characters, nothing invisible that
+// could carry hidden words or turn the direction of writing, at most limit letters.
+func cleanText(text string, limit int) string {
+	text = strings.Map(func(r rune) rune {
+		switch {
+		case r == '\n':
+			return r
+		case unicode.IsSpace(r):
+			return ' '
+		case hidden(r):
+			return -1
+		}
+		return r
+	}, strings.ToValidUTF8(text, "\uFFFD"))
+	text = strings.TrimSpace(text)
+	if letters := []rune(text); len(letters) > limit {
+		return strings.TrimSpace(string(letters[:limit])) + "…"
+	}
+	return text
+}
+
+// hidden reports whether a letter is not seen: control and format characters (zero width, direction, tags), private
+// use, surrogates, and the variation selectors, which can spell words.
+func hidden(r rune) bool {
+	return unicode.In(r, unicode.Cc, unicode.Cf, unicode.Co, unicode.Cs, unicode.Variation_Selector) || r == '\u115F' || r == '\u1160' ||
+		r == '\u3164' || r == '\uFFA0' || r == '\u2028' || r == '\u2029'
+}
+
+// cleanSchema cleans the texts of a JSON Schema that are there to be read. What decides about arguments (names, enum,
+// const, default, pattern) stays as it is.
+func cleanSchema(value any) any {
+	switch v := value.(type) {
+	case []any:
+		for i := range v {
+			v[i] = cleanSchema(v[i])
+		}
+	case map[string]any:
+		for key, item := range v {
+			v[key] = cleanKeyword(key, item)
+		}
+	}
+	return value
+}
+
+// cleanKeyword cleans the value of one keyword.
+func cleanKeyword(key string, value any) any {
+	switch key {
+	case "description", "title", "$comment":
+		if text, ok := value.(string); ok {
+			return cleanText(text, maxSchemaText)
+		}
+	case "enum", "const", "default", "examples", "pattern", "required":
+		return value
+	case "properties", "patternProperties", "$defs", "definitions", "dependentSchemas":
+		// Here the keys are names, and each value is a schema.
+		if schemas, ok := value.(map[string]any); ok {
+			for name, schema := range schemas {
+				schemas[name] = cleanSchema(schema)
+			}
+			return schemas
+		}
+	}
+	return cleanSchema(value)
 }
