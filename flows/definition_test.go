@@ -2,14 +2,24 @@ package flows_test
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"os"
+	"regexp"
 	"strings"
 	"testing"
+	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/santhosh-tekuri/jsonschema/v6"
 
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/flows"
+	"github.com/lanekeeper/lanekeeper/requests"
+	"github.com/lanekeeper/lanekeeper/threads"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // define reads a definition the way the API would: unknown keys are errors.
@@ -251,4 +261,158 @@ func TestTriggersNamesTheChildren(t *testing.T) {
 	if got := fmt.Sprint(flows.Triggers(d)); got != want {
 		t.Errorf("got %s", got)
 	}
+}
+
+// Candidate is what the flow is started with.
+type Candidate struct {
+	Name string `json:"name"`
+}
+
+// Verdict is what the child decides.
+type Verdict struct {
+	Fit bool `json:"fit"`
+}
+
+// Onboard is a flow in Go: a durable function. It is called from the top each time its execution is claimed; what is
+// recorded is not done again.
+func Onboard(ctx context.Context, input json.RawMessage) (executions.Result, error) {
+	var who Candidate
+	if err := json.Unmarshal(input, &who); err != nil {
+		return executions.Result{}, fmt.Errorf("read input: %w", err)
+	}
+	x, _ := executions.Current(ctx)
+
+	// Step: what may differ from run to run happens inside of one, and its typed result is recorded.
+	greeting, err := executions.Step(ctx, "greeting", func(context.Context) (string, error) {
+		return "Hola " + who.Name + ". Tienes experiencia?", nil
+	})
+	if err != nil {
+		return executions.Result{}, err
+	}
+
+	// Send: once, however often the process dies; in its turn, when another execution has the thread.
+	if _, err := threads.Send(ctx, threads.Outgoing{ThreadID: *x.ThreadID, Content: greeting}); err != nil {
+		return executions.Result{}, err
+	}
+
+	// Wait: parks the execution. Return its error: the function is called again when the answer is there.
+	out, err := executions.Wait(ctx, "answer", executions.Response(*x.ThreadID, 24*time.Hour))
+	switch {
+	case err != nil:
+		return executions.Result{}, err
+	case out.TimedOut:
+		return executions.Result{Summary: "no answer"}, executions.ErrTimedOut
+	}
+	vars, err := requests.Variables("response", out)
+	if err != nil {
+		return executions.Result{}, err
+	}
+	if err := executions.SetVariables(ctx, vars); err != nil {
+		return executions.Result{}, err
+	}
+
+	// Trigger: a child, and how it ended. It may speak in the thread while its parent waits for it.
+	child, err := executions.Trigger(ctx, "evaluation", executions.Child{Flow: "evaluate", Input: vars, Wait: true})
+	if err != nil {
+		return executions.Result{}, err
+	}
+	if !child.Success { // its failure is its parent's to handle
+		return executions.Result{}, fmt.Errorf("evaluate %s: %s", who.Name, child.Error)
+	}
+	var verdict Verdict
+	if err := json.Unmarshal(child.Result, &verdict); err != nil {
+		return executions.Result{}, fmt.Errorf("read verdict: %w", err)
+	}
+	return executions.Result{Summary: "onboarded " + who.Name, Value: verdict}, nil
+}
+
+// Evaluate is the child.
+func Evaluate(_ context.Context, input json.RawMessage) (executions.Result, error) {
+	var said struct {
+		LastResponse string `json:"lastResponse"`
+	}
+	if err := json.Unmarshal(input, &said); err != nil {
+		return executions.Result{}, fmt.Errorf("read input: %w", err)
+	}
+	return executions.Result{Summary: "evaluated", Value: Verdict{Fit: said.LastResponse == "si"}}, nil
+}
+
+// A flow in Go is registered under its name, and started like any other.
+func Example() {
+	on(func(ctx context.Context, pool *pgxpool.Pool, engine *executions.Engine) error {
+		if err := errors.Join(engine.Register("onboard", Onboard), engine.Register("evaluate", Evaluate)); err != nil {
+			return err
+		}
+		x, _, err := engine.Start(ctx, pool, executions.Spec{
+			Flow: "onboard", Surface: trace.Flow, ThreadID: "maria", Input: Candidate{Name: "María"},
+		})
+		if err != nil {
+			return err
+		}
+		return running(ctx, engine, func(ctx context.Context) error {
+			if err := reach(ctx, pool, x.ID, executions.Waiting); err != nil {
+				return err
+			}
+			// The visitor answers: any client of the database may say so.
+			if _, err := pool.Exec(ctx, `select * from lanekeeper.receive_agent_message('maria', 'si')`); err != nil {
+				return err
+			}
+			if err := reach(ctx, pool, x.ID, executions.Completed); err != nil {
+				return err
+			}
+			x, err := executions.Get(ctx, pool, x.ID)
+			fmt.Println(x.ResultSummary, string(x.Result))
+			return err
+		})
+	})
+	// Output: onboarded María {"fit": true}
+}
+
+// row is an action as the page has it.
+func row(a flows.Action) string {
+	var given []string
+	for _, p := range a.Parameters {
+		name := "`" + p.Name + "`"
+		if !p.Required {
+			name = "[" + name + "]"
+		}
+		given = append(given, name+" "+p.About)
+	}
+	about := a.About
+	if a.Waits != "" {
+		about += " Waits for " + a.Waits + "."
+	}
+	return "| `" + a.Type + "` | " + strings.Join(given, "; ") + " | " + about + " |"
+}
+
+// The page says what the code does: its table is that of Actions, its YAML is valid, its Go is the example.
+func TestThePageIsTrue(t *testing.T) {
+	t.Parallel()
+	page := file(t, "../docs/flows.md")
+	for _, a := range flows.Actions() {
+		if !strings.Contains(page, row(a)+"\n") {
+			t.Errorf("docs/flows.md has not this row:\n%s", row(a))
+		}
+	}
+	yaml := regexp.MustCompile("(?s)```yaml\nkind: flow\n(.*?)```").FindStringSubmatch(page)
+	if yaml == nil {
+		t.Fatal("docs/flows.md shows no flow")
+	}
+	if err := flows.Validate(read(t, yaml[1])); err != nil {
+		t.Errorf("docs/flows.md: %v", err)
+	}
+	code := file(t, "example_test.go")
+	from, to := strings.Index(code, "// Onboard is"), strings.Index(code, "// Evaluate is")
+	if shown := "```go\n" + strings.TrimSpace(code[from:to]) + "\n```"; !strings.Contains(page, shown) {
+		t.Errorf("docs/flows.md does not show the example:\n%s", shown)
+	}
+}
+
+func file(t *testing.T, path string) string {
+	t.Helper()
+	text, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(text)
 }

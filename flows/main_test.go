@@ -1,9 +1,799 @@
 package flows_test
 
 import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
 	"testing"
+	"time"
 
+	"github.com/google/go-cmp/cmp"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"go.yaml.in/yaml/v3"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/builtins"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/memory"
+	"github.com/lanekeeper/lanekeeper/reason"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
+
+// patience is how long a test waits for what must happen; it is long because machines are slow.
+const patience = 60 * time.Second
+
+// world is a database and a process that runs flows.
+type world struct {
+	*executions.Engine
+	pool *pgxpool.Pool
+	in   *flows.Interpreter
+	stop func()
+}
+
+// newWorld has the flows of a few YAML documents.
+func newWorld(t *testing.T, documents ...string) *world {
+	t.Helper()
+	pool := pgtest.DB(t)
+	for _, text := range documents {
+		put(t, pool, text)
+	}
+	return process(t, pool, nil)
+}
+
+// process runs an engine until the test ends, or stop is called.
+func process(t *testing.T, pool *pgxpool.Pool, loop *reason.Loop, register ...func(*executions.Engine) error) *world {
+	t.Helper()
+	e, err := executions.New(pool, executions.Options{
+		Keeper: lanes.NewKeeper(pool, lanes.Options{}), SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := &world{Engine: e, pool: pool, in: &flows.Interpreter{Pool: pool, Engine: e, Loop: loop, Logger: slog.New(slog.DiscardHandler)}}
+	e.Fallback(w.in.Find)
+	for _, more := range register {
+		if err := more(e); err != nil {
+			t.Fatal(err)
+		}
+	}
+	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
+	group, running := errgroup.WithContext(ctx)
+	group.Go(func() error { return e.Run(running) })
+	stopped := false
+	w.stop = func() {
+		if stopped {
+			return
+		}
+		stopped = true
+		cancel()
+		if err := group.Wait(); err != nil && !errors.Is(err, context.Canceled) {
+			t.Errorf("engine: %v", err)
+		}
+	}
+	t.Cleanup(w.stop)
+	return w
+}
+
+// read reads a flow the way a file has it.
+func read(t *testing.T, text string) flows.Definition {
+	t.Helper()
+	var tree map[string]any
+	if err := yaml.Unmarshal([]byte(text), &tree); err != nil {
+		t.Fatal(err)
+	}
+	raw, err := json.Marshal(tree)
+	if err != nil {
+		t.Fatal(err)
+	}
+	d, err := define(string(raw))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return d
+}
+
+func put(t *testing.T, pool *pgxpool.Pool, text string) {
+	t.Helper()
+	if _, err := flows.Put(t.Context(), pool, read(t, text), "workspace"); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// thread makes one and returns its id.
+func thread(t *testing.T, pool *pgxpool.Pool) string {
+	t.Helper()
+	const id = "maria"
+	exec(t, pool, `insert into agent_threads (id, channel, agent, owner, participant) values (@id, 'chat', 'agent', 'test', 'Maria') on conflict do nothing`,
+		postgres.Strict{"id": id})
+	return id
+}
+
+// begin starts a flow in the thread.
+func (w *world) begin(t *testing.T, flow string, input any) string {
+	t.Helper()
+	x, _, err := w.Start(t.Context(), w.pool, executions.Spec{Flow: flow, Surface: trace.Flow, Input: input, ThreadID: thread(t, w.pool)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return x.ID
+}
+
+// until waits for an execution to reach a status.
+func until(t *testing.T, db postgres.DB, id string, want executions.Status) executions.Execution {
+	t.Helper()
+	var got executions.Execution
+	var err error
+	defer func() {
+		if t.Failed() {
+			t.Logf("execution is %s (%v %v)", got.Status, deref(got.FailedStep), deref(got.ErrorMessage))
+		}
+	}()
+	pgtest.Eventually(t, patience, func() bool {
+		got, err = executions.Get(t.Context(), db, id)
+		return err == nil && (got.Status == want || got.Status.Ended())
+	}, "execution becomes "+string(want))
+	if got.Status != want {
+		t.Fatalf("execution is %s, not %s: %s: %s", got.Status, want, deref(got.FailedStep), deref(got.ErrorMessage))
+	}
+	return got
+}
+
+// waits waits until an execution waits for the nth time.
+func waits(t *testing.T, db postgres.DB, id string, n int) executions.Execution {
+	t.Helper()
+	var got executions.Execution
+	pgtest.Eventually(t, patience, func() bool {
+		var err error
+		got, err = executions.Get(t.Context(), db, id)
+		return err == nil && got.Status == executions.Waiting && got.WaitNumber >= n
+	}, "execution waits")
+	return got
+}
+
+// variables are the final ones, without those of the runtime.
+func variables(t *testing.T, x executions.Execution) map[string]any {
+	t.Helper()
+	var all map[string]any
+	if err := json.Unmarshal(x.Variables, &all); err != nil {
+		t.Fatalf("variables %s: %v", x.Variables, err)
+	}
+	for _, name := range []string{"input", "executionId", "traceId", "threadId"} {
+		if _, known := all[name]; !known {
+			t.Errorf("variable %s is missing", name)
+		}
+		delete(all, name)
+	}
+	return all
+}
+
+// said is what went out in the thread, in its order.
+func said(t *testing.T, db postgres.DB) string {
+	t.Helper()
+	return value[string](t, db, `select coalesce(string_agg(content, ' | ' order by seq), '') from agent_messages where role = 'assistant' and seq is not null`)
+}
+
+// answer is what the other side says.
+func answer(t *testing.T, w *world, text string) {
+	t.Helper()
+	exec(t, w.pool, `select * from lanekeeper.receive_agent_message('maria', @text)`, postgres.Strict{"text": text})
+}
+
+// deliver sends an event.
+func deliver(t *testing.T, w *world, event, key, data string) {
+	t.Helper()
+	if _, err := w.Deliver(t.Context(), w.pool, event, key, json.RawMessage(data), ""); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// story is the activity of an execution: type, status.
+func story(t *testing.T, db postgres.DB, id string) string {
+	t.Helper()
+	return value[string](t, db, `
+		select coalesce(string_agg(skill_name || case status when 'success' then '' else ' ' || status end, ', ' order by created_at, id), '')
+		  from agent_activity where execution_id = @id and kind = 'phase'`, postgres.Strict{"id": id})
+}
+
+// late lets the wait of an execution time out now.
+func late(t *testing.T, w *world, id string, n int) {
+	t.Helper()
+	waits(t, w.pool, id, n)
+	exec(t, w.pool, `update agent_executions set waiting_until = clock_timestamp() - interval '1 second' where id = @id and status = 'waiting'`,
+		postgres.Strict{"id": id})
+}
+
+func exec(t *testing.T, db postgres.DB, sql string, args ...any) {
+	t.Helper()
+	if _, err := db.Exec(t.Context(), sql, args...); err != nil {
+		t.Fatalf("%s: %v", sql, err)
+	}
+}
+
+func value[T any](t *testing.T, db postgres.DB, sql string, args ...any) (v T) {
+	t.Helper()
+	if err := db.QueryRow(t.Context(), sql, args...).Scan(&v); err != nil {
+		t.Fatalf("%s: %v", sql, err)
+	}
+	return v
+}
+
+func deref(s *string) string {
+	if s == nil {
+		return ""
+	}
+	return *s
+}
+
+// flow is a document with these actions.
+func flow(name, actions string) string {
+	return "name: " + name + "\nactions:\n" + strings.ReplaceAll(strings.TrimLeft(actions, "\n"), "\t", "  ")
+}
+
+// Another input that a kept action has not worked on is refused at once, with the action's name, however the flow is seen to change.
+func TestAForkWhoseInputContradictsARecordIsRefused(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, flow("greets", `
+  - {id: greet, actionType: send_message, parameters: {message: "Hola {{input.name}}"}}
+  - {id: more, when: input.more, actionType: send_message, parameters: {message: "Algo mas"}}
+  - {id: each, actionType: for_each, parameters: {items: "{{input.items}}", actions: [{id: item, actionType: send_message, parameters: {message: "{{item}}"}}]}}
+  - {id: decide, actionType: if, parameters: {condition: input.vip, then: [{id: vip, actionType: send_message, parameters: {message: "Bienvenida"}}]}}
+  - {id: compose, actionType: set, parameters: {expressions: {greeting: "input.name2 + '!'"}}}
+  - {id: bye, actionType: send_message, parameters: {message: "Adios {{input.farewell}}"}}`))
+	thread(t, w.pool)
+	was := map[string]any{"name": "Ana", "more": true, "items": []string{"a", "b"}, "vip": true, "name2": "Ana", "farewell": ""}
+	id := w.begin(t, "greets", was)
+	until(t, w.pool, id, executions.Completed)
+	w.stop()
+	fresh := process(t, w.pool, nil)
+	for name, c := range map[string]struct {
+		change any
+		step   string
+	}{
+		"name":     {"Eva", "greet"},
+		"more":     {false, "more"},
+		"items":    {[]string{"a"}, "each"},
+		"vip":      {false, "decide"},
+		"name2":    {"Bea", "compose"},
+		"farewell": {"!", ""},
+	} {
+		input := maps.Clone(was)
+		input[name] = c.change
+		text, err := json.Marshal(input)
+		if err != nil {
+			t.Fatal(err)
+		}
+		x, err := fresh.Fork(t.Context(), w.pool, executions.ForkSpec{ID: id, From: "bye", Input: text})
+		_, latest := fresh.Fork(t.Context(), w.pool, executions.ForkSpec{ID: id, From: "bye", Input: text, Latest: true})
+		if fmt.Sprint(latest) != fmt.Sprint(err) {
+			t.Errorf("%s, the current version: %v, want %v", name, latest, err)
+		}
+		switch {
+		case c.step == "" && err != nil:
+			t.Errorf("%s: %v", name, err)
+		case c.step == "":
+			until(t, w.pool, x.ID, executions.Completed)
+		case !errors.Is(err, executions.ErrChanged) || !strings.Contains(err.Error(), c.step):
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
+// An input that the flow does not take is refused at once, too, also where the step that looked at the first one is kept.
+func TestAForkWithAnInputThatTheFlowDoesNotTakeIsRefused(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, `
+name: greets
+input: {type: object, required: [name], properties: {name: {type: string}}}
+actions:
+  - {id: greet, actionType: set, parameters: {variables: {hello: "Hola {{input.name}}"}}}`)
+	id := w.begin(t, "greets", map[string]any{"name": "Ana"})
+	until(t, w.pool, id, executions.Completed)
+	for input, want := range map[string]string{`{}`: "name", `[1]`: "object", `{"name": "Eva"}`: ""} {
+		_, err := w.Fork(t.Context(), w.pool, executions.ForkSpec{ID: id, From: "greet", Input: json.RawMessage(input)})
+		if want == "" && err != nil || want != "" && (!errors.Is(err, executions.ErrNoFork) || !strings.Contains(err.Error(), want)) {
+			t.Errorf("%s: %v", input, err)
+		}
+	}
+	if n := value[int](t, w.pool, `select count(*)::int from agent_executions`); n != 2 {
+		t.Errorf("%d executions, want the first and one fork", n)
+	}
+}
+
+// A whole number stays what it is over a wait, however large, and the flow goes on.
+func TestALargeNumberIsKeptOverAWait(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, flow("numbers", `
+  - {id: take, actionType: set, parameters: {expressions: {id: "input.id"}}}
+  - {id: wait, actionType: wait_for_event, parameters: {key: go}}
+  - {id: say, actionType: send_message, parameters: {message: "{{id}}"}}`))
+	id := w.begin(t, "numbers", json.RawMessage(`{"id": 123456789012345678}`))
+	until(t, w.pool, id, executions.Waiting)
+	if _, err := w.Deliver(t.Context(), w.pool, "EVENT_COMPLETED", "go", nil, ""); err != nil {
+		t.Fatal(err)
+	}
+	until(t, w.pool, id, executions.Completed)
+	if said := value[string](t, w.pool, `select content from agent_messages order by id desc limit 1`); said != "123456789012345678" {
+		t.Errorf("it says %s", said)
+	}
+}
+
+// knowing is a process with the builtins, and a key that holds "first".
+func knowing(t *testing.T, documents ...string) *world {
+	t.Helper()
+	pool := pgtest.DB(t)
+	for _, text := range documents {
+		put(t, pool, text)
+	}
+	if _, err := builtins.Put(t.Context(), pool); err != nil {
+		t.Fatal(err)
+	}
+	registry, err := skills.New(skills.Options{Builtins: builtins.New(pool, nil, nil), Pool: pool})
+	if err != nil {
+		t.Fatal(err)
+	}
+	keep(t, pool, "first")
+	return process(t, pool, &reason.Loop{Pool: pool, Skills: registry, Logger: slog.New(slog.DiscardHandler)})
+}
+
+// keep writes the key as somebody else.
+func keep(t *testing.T, pool *pgxpool.Pool, value string) {
+	t.Helper()
+	if _, err := memory.Save(t.Context(), pool, memory.Note{Key: "contact", Value: value, TraceID: "op_1"}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+const (
+	recalls = "  - {actionType: skill, saveAs: known, parameters: {name: recall, arguments: {query: contact}}}\n"
+	pauses  = "  - {actionType: wait_for_event, parameters: {key: go}}\n"
+	writes  = "  - {id: write, actionType: skill, saveAs: kept, parameters: {name: memory_write, arguments: {key: contact, value: mine}}}\n"
+	forgets = "  - {id: forget, actionType: skill, parameters: {name: memory_forget, arguments: {key: contact}}}\n"
+)
+
+func TestAFlowWritesOnlyOverWhatItHasRead(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct {
+		actions   string
+		meanwhile bool
+		want      string // what is there in the end
+		failed    string // the action at which it ends
+	}{
+		"read":                   {recalls + pauses + writes, false, `"mine" at 2`, ""},
+		"read, own, and again":   {recalls + pauses + writes + strings.ReplaceAll(writes, "mine", "mine again"), false, `"mine again" at 3`, ""},
+		"read and written":       {recalls + pauses + writes, true, `"theirs" at 2`, "write"},
+		"never read":             {pauses + writes, false, `"first" at 1`, "write"},
+		"read and forgotten":     {recalls + pauses + forgets, false, "nothing", ""},
+		"written, not forgotten": {recalls + pauses + forgets, true, `"theirs" at 2`, "forget"},
+		"read after all":         {pauses + recalls + writes, true, `"mine" at 3`, ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := knowing(t, flow("keeps", strings.ReplaceAll(test.actions, "id: write, actionType: skill, saveAs: kept, parameters: {name: memory_write, arguments: {key: contact, value: mine again}",
+				"id: again, actionType: skill, parameters: {name: memory_write, arguments: {key: contact, value: mine again}")))
+			id := w.begin(t, "keeps", nil)
+			waits(t, w.pool, id, 1)
+			if test.meanwhile {
+				keep(t, w.pool, "theirs")
+			}
+			deliver(t, w, "EVENT_COMPLETED", "go", `{}`)
+			if test.failed == "" {
+				until(t, w.pool, id, executions.Completed)
+			} else {
+				x := until(t, w.pool, id, executions.Failed)
+				there, _, _ := strings.Cut(test.want, " ")
+				if said := deref(x.ErrorMessage); !strings.Contains(said, test.failed) || !strings.Contains(said, "nothing was changed") || !strings.Contains(said, there) {
+					t.Errorf("it says %q", said)
+				}
+				status := value[string](t, w.pool, `select status from agent_activity where skill_name in ('memory_write', 'memory_forget') and kind = 'call'`)
+				if status != "skipped" {
+					t.Errorf("the call is %s", status)
+				}
+			}
+			got := value[string](t, w.pool, `select coalesce((select value::text || ' at ' || revision from agent_memory), 'nothing')`)
+			if got != test.want {
+				t.Errorf("it holds %s, want %s", got, test.want)
+			}
+		})
+	}
+}
+
+// example stands in for the testing.TB that an Example does not have.
+type example struct {
+	testing.TB
+
+	ends []func()
+}
+
+func (e *example) Helper()                           {}
+func (e *example) Context() context.Context          { return context.Background() }
+func (e *example) Name() string                      { return "Example" }
+func (e *example) Cleanup(end func())                { e.ends = append(e.ends, end) }
+func (e *example) Logf(format string, args ...any)   { fmt.Printf(format+"\n", args...) }
+func (e *example) Errorf(format string, args ...any) { fmt.Printf(format+"\n", args...) }
+func (e *example) Error(args ...any)                 { fmt.Println(args...) }
+func (e *example) Fatal(args ...any)                 { panic(fmt.Sprint(args...)) }
+func (e *example) Fatalf(format string, args ...any) { panic(fmt.Sprintf(format, args...)) }
+
+// on runs an example on a new database, with the thread maria.
+func on(show func(ctx context.Context, pool *pgxpool.Pool, engine *executions.Engine) error) {
+	e := &example{}
+	defer func() {
+		for _, end := range slices.Backward(e.ends) {
+			end()
+		}
+	}()
+	pool := pgtest.DB(e)
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	_, err := pool.Exec(ctx, `insert into agent_threads (id, channel, agent, owner, participant) values ('maria', 'chat', 'agent', 'test', 'Maria')`)
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	engine, err := executions.New(pool, executions.Options{
+		Keeper: lanes.NewKeeper(pool, lanes.Options{}), SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second,
+	})
+	if err == nil {
+		err = show(ctx, pool, engine)
+	}
+	if err != nil {
+		fmt.Println(err)
+	}
+}
+
+// running does something while an engine runs.
+func running(ctx context.Context, engine *executions.Engine, do func(ctx context.Context) error) error {
+	ctx, stop := context.WithCancel(ctx)
+	group, inner := errgroup.WithContext(ctx)
+	group.Go(func() error { return engine.Run(inner) })
+	group.Go(func() error {
+		defer stop()
+		return do(inner)
+	})
+	return group.Wait()
+}
+
+// reach waits for an execution to reach a status.
+func reach(ctx context.Context, pool *pgxpool.Pool, id string, want executions.Status) error {
+	tick := time.NewTicker(20 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		x, err := executions.Get(ctx, pool, id)
+		switch {
+		case err != nil:
+			return err
+		case x.Status == want:
+			return nil
+		case x.Status.Ended():
+			return fmt.Errorf("execution %s is %s: %s", id, x.Status, deref(x.ErrorMessage))
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return fmt.Errorf("execution %s is %s, not %s", id, x.Status, want)
+		}
+	}
+}
+
+const collector = `
+name: collector
+variables: {color: child, input2: 1}
+actions:
+  - {actionType: send_message, parameters: {message: "Necesito tu {{input.what}}"}}
+  - {actionType: wait_for_response}
+  - {actionType: send_message, parameters: {message: Documento recibido}}
+  - {actionType: end, parameters: {summary: collected, result: {n: 1}}}
+`
+
+// A child speaks in its parent's thread while the parent waits, and leaves its variables to it.
+func TestAParentGoesOnWithWhatItsChildKnows(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, collector, `
+name: coordinator
+variables: {color: parent}
+actions:
+  - {actionType: send_message, parameters: {message: Iniciamos tu proceso}}
+  - {id: collect, actionType: trigger_agent, saveAs: child, parameters: {flow: collector, input: {what: "{{input.what}}"}, waitForCompletion: true}}
+  - {actionType: send_message, parameters: {message: "Siguiente paso, {{lastResponse}}"}}
+`)
+	id := w.begin(t, "coordinator", map[string]any{"what": "INE"})
+	child := *waits(t, w.pool, id, 1).WaitingKey
+	waits(t, w.pool, child, 1)
+	answer(t, w, "aqui esta")
+	x := until(t, w.pool, id, executions.Completed)
+	if got := said(t, w.pool); got != "Iniciamos tu proceso | Necesito tu INE | Documento recibido | Siguiente paso, aqui esta" {
+		t.Errorf("said %s", got)
+	}
+	want := map[string]any{
+		"color": "child", "input2": 1.0, "lastResponse": "aqui esta", "triggeredExecutionId": child, "childExecutionStatus": "completed",
+		"childExecutionSuccess": true, "timedOut": false, "child": map[string]any{
+			"executionId": child, "status": "completed", "success": true, "summary": "collected", "error": "", "result": map[string]any{"n": 1.0},
+		},
+	}
+	if diff := cmp.Diff(want, variables(t, x)); diff != "" {
+		t.Error(diff)
+	}
+	var all map[string]any
+	if err := json.Unmarshal(x.Variables, &all); err != nil || all["executionId"] != id {
+		t.Errorf("the parent takes itself for %v", all["executionId"])
+	}
+}
+
+// Whom a cancelled execution waits for is cancelled with it, however deep, and for the reason that was given.
+func TestCancellingReachesGrandchildren(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, flow("top", "  - {actionType: trigger_agent, parameters: {flow: middle}}"),
+		flow("middle", "  - {actionType: trigger_agent, parameters: {flow: bottom}}"),
+		flow("bottom", "  - {actionType: wait_for_event, parameters: {key: never}}"))
+	top := w.begin(t, "top", nil)
+	middle := *waits(t, w.pool, top, 1).WaitingKey
+	bottom := *waits(t, w.pool, middle, 1).WaitingKey
+	waits(t, w.pool, bottom, 1)
+	if _, err := w.Cancel(t.Context(), top, "admin", "Usuario solicito cancelacion"); err != nil {
+		t.Fatal(err)
+	}
+	for _, id := range []string{middle, bottom} {
+		if x := until(t, w.pool, id, executions.Cancelled); deref(x.CancelReason) != "its parent was cancelled: Usuario solicito cancelacion" {
+			t.Errorf("cancelled because of %q", deref(x.CancelReason))
+		}
+	}
+}
+
+func TestAChildsFailureIsTheParentsToHandle(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, flow("broken", `
+  - {id: stop, actionType: fail, parameters: {message: no}}`), flow("picky", `
+  - {actionType: end}`)+"\ninput: {type: object, required: [x]}\n", `
+name: handles
+actions:
+  - {actionType: trigger_agent, parameters: {agent: broken}}
+  - {actionType: if, parameters: {condition: not childExecutionSuccess, then: [{actionType: end, parameters: {summary: "child {{childExecutionStatus}}"}}]}}
+  - {actionType: fail, parameters: {message: never}}
+`, flow("strict", `
+  - {id: go, actionType: trigger_agent, parameters: {flow: broken, onFailure: fail}}`), flow("lost", `
+  - {id: go, actionType: trigger_agent, parameters: {flow: nobody}}`), flow("wrong", `
+  - {id: go, actionType: trigger_agent, parameters: {flow: picky}}`), flow("loose", `
+  - {actionType: trigger_agent, saveAs: it, parameters: {flow: broken, waitForCompletion: false}}`))
+	if x := until(t, w.pool, w.begin(t, "handles", nil), executions.Completed); x.ResultSummary != "child failed" {
+		t.Errorf("%q", x.ResultSummary)
+	}
+	for name, want := range map[string]string{
+		"strict": "action go (trigger_agent): flow broken ended as failed: action stop (fail): no",
+		"lost":   "action go (trigger_agent): there is no flow nobody",
+		"wrong":  "action go (trigger_agent): flow picky does not take this input: at '': missing property 'x'",
+	} {
+		if x := until(t, w.pool, w.begin(t, name, nil), executions.Failed); deref(x.ErrorMessage) != want || deref(x.FailedStep) != "go" {
+			t.Errorf("%s: %q at %q", name, deref(x.ErrorMessage), deref(x.FailedStep))
+		}
+	}
+	got := variables(t, until(t, w.pool, w.begin(t, "loose", nil), executions.Completed))
+	if id, _ := got["triggeredExecutionId"].(string); id == "" || cmp.Diff(got["it"], map[string]any{"executionId": id}) != "" {
+		t.Errorf("variables %v", got)
+	}
+}
+
+// A child may be a flow of Go code.
+func TestAChildOfGoCode(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	put(t, pool, flow("a", `
+  - {actionType: trigger_agent, saveAs: sum, parameters: {flow: add, input: {a: 1, b: 2}}}`))
+	w := process(t, pool, nil, func(e *executions.Engine) error {
+		return e.Register("add", func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
+			var in struct{ A, B int }
+			if err := json.Unmarshal(input, &in); err != nil {
+				return executions.Result{}, err
+			}
+			return executions.Result{Summary: "added", Value: in.A + in.B}, executions.SetVariables(ctx, map[string]int{"total": in.A + in.B})
+		})
+	})
+	got := variables(t, until(t, pool, w.begin(t, "a", nil), executions.Completed))
+	sum, _ := got["sum"].(map[string]any)
+	if got["total"] != 3.0 || sum["result"] != 3.0 {
+		t.Errorf("variables %v", got)
+	}
+}
+
+// An execution finishes on the version it began with, also when the flow was changed and removed while it waited.
+func TestARunningExecutionKeepsItsVersion(t *testing.T) {
+	t.Parallel()
+	version := func(n string) string {
+		return "name: a\nactions:\n  - {id: before, actionType: send_message, parameters: {message: before " + n + "}}\n" +
+			"  - {actionType: wait_for_event, parameters: {key: '{{input.key}}'}}\n" +
+			"  - {actionType: send_message, parameters: {message: after " + n + "}}\n"
+	}
+	w := newWorld(t, version("1"))
+	first := w.begin(t, "a", map[string]any{"key": "k1"})
+	waits(t, w.pool, first, 1)
+	put(t, w.pool, version("2"))
+	second, _, err := w.Start(t.Context(), w.pool, executions.Spec{Flow: "a", Surface: "flow", ThreadID: "maria", Input: map[string]any{"key": "k2"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	waits(t, w.pool, second.ID, 1)
+	if _, err := w.pool.Exec(t.Context(), `update agent_flows set current = false`); err != nil {
+		t.Fatal(err)
+	}
+	w.stop()
+	w = process(t, w.pool, nil) // which has compiled neither
+	deliver(t, w, "EVENT_COMPLETED", "k1", `{}`)
+	until(t, w.pool, first, executions.Completed)
+	deliver(t, w, "EVENT_COMPLETED", "k2", `{}`)
+	until(t, w.pool, second.ID, executions.Completed)
+	// A fork is given its version before it begins. It begins when it has lost its thread.
+	var third string
+	err = postgres.InTx(t.Context(), w.pool, func(tx pgx.Tx) error {
+		fork, err := w.Fork(t.Context(), tx, executions.ForkSpec{ID: first, From: "flow version"})
+		if err != nil {
+			return err
+		}
+		third = fork.ID
+		exec(t, tx, `update agent_executions set thread_id = null, input = '{"key": "k4"}' where id = @id`, postgres.Strict{"id": third})
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	x := until(t, w.pool, third, executions.Failed)
+	if v := x.FlowVersion; v == nil || *v != 1 || !strings.Contains(deref(x.ErrorMessage), "no thread") {
+		t.Errorf("the fork runs version %v: %s", v, deref(x.ErrorMessage))
+	}
+	got := value[string](t, w.pool, `
+		select string_agg(flow_version || ' ' || content, ', ' order by m.execution_id, m.id)
+		  from agent_messages m join agent_executions x on x.id = m.execution_id where x.flow = @flow`, postgres.Strict{"flow": "a"})
+	if got != "1 before 1, 1 after 1, 2 before 2, 2 after 2" {
+		t.Errorf("said %s", got)
+	}
+	x = until(t, w.pool, w.begin(t, "a", map[string]any{"key": "k3"}), executions.Failed)
+	if deref(x.ErrorMessage) != "flow a: the flow was removed" {
+		t.Errorf("%q", deref(x.ErrorMessage))
+	}
+}
+
+// Flows that start one another are stopped: the deepest fails, and the trace has no more executions than may be nested.
+func TestFlowsThatStartOneAnotherAreStopped(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, `
+name: again
+actions:
+  - {id: next, actionType: trigger_agent, parameters: {flow: again, waitForCompletion: false}}
+`)
+	first := w.begin(t, "again", nil)
+	until(t, w.pool, first, executions.Completed)
+	pgtest.Eventually(t, patience, func() bool {
+		return value[bool](t, w.pool, `select exists (select from agent_executions where status = 'failed')`)
+	}, "one of them fails")
+	got := value[string](t, w.pool, `select count(*) || ' ' || count(*) filter (where status = 'failed' and failed_step = 'next' and error_message like '%nested 32 deep%') from agent_executions`)
+	if got != "32 1" {
+		t.Errorf("executions, and those that were refused a child: %s", got)
+	}
+}
+
+var errKilled = errors.New("killed by the test")
+
+// reaper takes an execution's claim away the first time that it comes to each step: right before the step, as a process
+// that dies there would lose it.
+type reaper struct {
+	pool *pgxpool.Pool
+
+	mu   sync.Mutex
+	seen map[string]bool
+}
+
+func (r *reaper) wrap(find func(ctx context.Context, name string) (executions.Func, error)) func(context.Context, string) (executions.Func, error) {
+	return func(ctx context.Context, name string) (executions.Func, error) {
+		fn, err := find(ctx, name)
+		if fn == nil || err != nil {
+			return nil, err
+		}
+		return func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
+			return fn(executions.Gate(ctx, r.pass), input)
+		}, nil
+	}
+}
+
+func (r *reaper) pass(ctx context.Context) error {
+	x, _ := executions.Current(ctx)
+	key := x.ID + executions.StepKey(ctx)
+	r.mu.Lock()
+	again := r.seen[key]
+	r.seen[key] = true
+	r.mu.Unlock()
+	if again {
+		return nil
+	}
+	_, err := r.pool.Exec(ctx, `select lanekeeper.release_agent_claim(@id, @claim)`, postgres.Strict{"id": x.ID, "claim": x.Claim})
+	return errors.Join(errKilled, err)
+}
+
+func (r *reaper) kills() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return len(r.seen)
+}
+
+// A flow whose process dies before every single step ends as if nothing had happened: nothing is done twice, and nothing is
+// left out.
+func TestAFlowSurvivesADeathBeforeEveryStep(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	put(t, pool, `
+name: child
+variables: {from: child}
+actions:
+  - {actionType: send_message, parameters: {message: "child of {{input.n}}"}}
+`)
+	put(t, pool, `
+name: all
+variables: {seen: ""}
+actions:
+  - {actionType: send_message, parameters: {message: hello}}
+  - {actionType: wait_for_response, onTimeout: retry, timeoutActions: [{actionType: send_message, parameters: {message: again}}]}
+  - actionType: for_each
+    parameters:
+      items: [a, b, c]
+      actions:
+        - {actionType: set, parameters: {expressions: {seen: seen + item}}}
+        - {actionType: if, parameters: {condition: item == "b", then: [{actionType: send_message, parameters: {message: "at {{item}}"}}]}}
+  - {actionType: trigger_agent, parameters: {flow: child, input: {n: 1}}}
+  - {actionType: request_document, parameters: {documents: INE}}
+  - {actionType: assign_test, parameters: {test: sql, wait: false}}
+  - {actionType: delay, parameters: {until: "2020-01-01T00:00:00Z"}}
+  - {actionType: send_message, when: childExecutionSuccess, parameters: {message: "bye {{lastResponse}} {{seen}} {{documentUrls}}"}}
+`)
+	r := &reaper{pool: pool, seen: map[string]bool{}}
+	w := process(t, pool, nil, func(e *executions.Engine) error {
+		e.Fallback(r.wrap((&flows.Interpreter{Pool: pool, Engine: e}).Find))
+		return nil
+	})
+	id := w.begin(t, "all", nil)
+	late(t, w, id, 1)
+	waits(t, pool, id, 2)
+	answer(t, w, "yes")
+	var key string
+	pgtest.Eventually(t, patience, func() bool {
+		x, err := executions.Get(t.Context(), pool, id)
+		if err == nil && x.Status == executions.Waiting && *x.WaitingFor == "document" {
+			key = *x.WaitingKey
+		}
+		return key != ""
+	}, "it waits for a document")
+	deliver(t, w, "DOCUMENT_UPLOADED", key, `{"document": "INE", "url": "u"}`)
+	x := until(t, pool, id, executions.Completed)
+	if got := said(t, pool); got != "hello | again | at b | child of 1 | Please send us: INE. | A test is waiting for you: sql | bye yes abc u" {
+		t.Errorf("said %s", got)
+	}
+	got := variables(t, x)
+	delete(got, "triggeredExecutionId")
+	delete(got, "requestId")
+	want := map[string]any{
+		"seen": "abc", "from": "child", "lastResponse": "yes", "timedOut": false, "childExecutionStatus": "completed",
+		"childExecutionSuccess": true, "documentUrls": []any{"u"}, "documents": []any{map[string]any{"document": "INE", "url": "u"}},
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Error(diff)
+	}
+	if n := value[int](t, pool, `select count(*) from agent_executions`); n != 2 {
+		t.Errorf("%d executions", n)
+	}
+	if n := value[int](t, pool, `select count(*) from agent_requests`); n != 2 {
+		t.Errorf("%d requests", n)
+	}
+	if n := r.kills(); n < 30 {
+		t.Errorf("it was killed %d times only", n)
+	}
+}

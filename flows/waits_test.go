@@ -158,3 +158,300 @@ func TestWithoutAThreadNothingIsSaid(t *testing.T) {
 		t.Errorf("%d requests", n)
 	}
 }
+
+func TestAConversationOfMessagesAndResponses(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, `
+name: greet
+input: {type: object, required: [name], properties: {name: {type: string}, city: {type: string, default: Lima}}}
+variables: {tries: 1}
+actions:
+  - {id: hello, actionType: send_message, parameters: {message: "Hola {{input.name}} de {{input.city}}, intento {{tries}}"}}
+  - {id: ask, actionType: wait_for_response, saveAs: color, parameters: {timeout: 24h, onTimeout: continue}}
+  - actionType: send_message
+    when: color == "rojo"
+    parameters: {message: "Tu color es {{ lastResponse }}"}
+  - {actionType: send_message, when: 'color == "azul"', parameters: {message: never}}
+`)
+	id := w.begin(t, "greet", map[string]any{"name": "María"})
+	x := waits(t, w.pool, id, 1)
+	if *x.WaitingFor != "response" || *x.WaitingKey != "maria" {
+		t.Errorf("waits for %s of %s", *x.WaitingFor, *x.WaitingKey)
+	}
+	answer(t, w, "rojo")
+	x = until(t, w.pool, id, executions.Completed)
+	if got := said(t, w.pool); got != "Hola María de Lima, intento 1 | Tu color es rojo" {
+		t.Errorf("said %s", got)
+	}
+	want := map[string]any{"tries": 1.0, "lastResponse": "rojo", "color": "rojo", "timedOut": false}
+	if diff := cmp.Diff(want, variables(t, x)); diff != "" {
+		t.Error(diff)
+	}
+	if got := story(t, w.pool, id); got != "send_message, wait_for_response, send_message, send_message skipped" {
+		t.Errorf("the story is %s", got)
+	}
+	if x.ResultSummary != "Flow greet (version 1) completed." {
+		t.Errorf("summary %q", x.ResultSummary)
+	}
+	if v := value[int](t, w.pool, `select flow_version from agent_executions where id = @id`, postgres.Strict{"id": id}); v != 1 {
+		t.Errorf("version %d", v)
+	}
+}
+
+func TestRequestsAreMadeToldAndAnswered(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, `
+name: papers
+actions:
+  - {actionType: request_document, id: docs, parameters: {documents: [INE, "{{input.other}}"], message: "Sube INE: {{requestId}}"}}
+  - {actionType: request_signature, parameters: {document: contract.pdf}}
+  - {actionType: assign_test, saveAs: exam, parameters: {test: sql}}
+  - {actionType: request_document, parameters: {documents: later, wait: false}}
+`)
+	id := w.begin(t, "papers", map[string]any{"other": "CURP"})
+	key := *waits(t, w.pool, id, 1).WaitingKey
+	deliver(t, w, "DOCUMENT_UPLOADED", key, `{"document": "CURP", "url": "u/curp"}`)
+	deliver(t, w, "DOCUMENT_UPLOADED", key, `{"document": "INE", "url": "u/ine"}`)
+	deliver(t, w, "SIGNATURE_COMPLETED", *waits(t, w.pool, id, 2).WaitingKey, `{"url": "u/signed", "signedAt": "2026-01-01"}`)
+	deliver(t, w, "TEST_COMPLETED", *waits(t, w.pool, id, 3).WaitingKey, `{"score": 80, "result": "passed"}`)
+	x := until(t, w.pool, id, executions.Completed)
+	got := variables(t, x)
+	open := value[string](t, w.pool, `select id::text from agent_requests where title = 'later' and execution_id = @id`, postgres.Strict{"id": id})
+	want := map[string]any{
+		"requestId": open, "documentUrls": []any{"u/ine", "u/curp"}, "documents": []any{
+			map[string]any{"document": "INE", "url": "u/ine"}, map[string]any{"document": "CURP", "url": "u/curp"},
+		}, "signedDocumentUrl": "u/signed", "signedAt": "2026-01-01",
+		"testScore": 80.0, "testResult": "passed", "exam": map[string]any{"score": 80.0, "result": "passed"}, "timedOut": false,
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Error(diff)
+	}
+	if got := said(t, w.pool); got != "Sube INE: "+key+" | Please sign this document: contract.pdf | A test is waiting for you: sql | Please send us: later." {
+		t.Errorf("said %s", got)
+	}
+}
+
+func TestEventsAndDelays(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, `
+name: calendar
+actions:
+  - {actionType: delay, parameters: {duration: "{{input.pause}}"}}
+  - {actionType: delay, parameters: {until: "2020-01-01T00:00:00Z"}}
+  - {actionType: wait_for_event, id: meet, saveAs: meeting, parameters: {key: "interview-{{input.n}}", timeout: 30d}}
+`)
+	id := w.begin(t, "calendar", map[string]any{"pause": "50ms", "n": 7})
+	deliver(t, w, "EVENT_COMPLETED", "interview-7", `{"room": 3}`)
+	x := until(t, w.pool, id, executions.Completed)
+	want := map[string]any{"eventData": map[string]any{"room": 3.0}, "meeting": map[string]any{"room": 3.0}, "timedOut": false}
+	if diff := cmp.Diff(want, variables(t, x)); diff != "" {
+		t.Error(diff)
+	}
+}
+
+func TestAnEventOfTheFlowsOwnMayHaveAnyData(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, flow("free", `
+  - {actionType: wait_for_event, parameters: {key: "free-{{input.n}}"}}
+`))
+	for data, want := range map[string]any{
+		`[1, {"a": null}]`: []any{1.0, map[string]any{"a": nil}}, `"done"`: "done", `7`: 7.0, `null`: nil,
+	} {
+		id := w.begin(t, "free", map[string]any{"n": data})
+		deliver(t, w, "EVENT_COMPLETED", "free-"+data, data)
+		got := variables(t, until(t, w.pool, id, executions.Completed))
+		if diff := cmp.Diff(map[string]any{"eventData": want, "timedOut": false}, got); diff != "" {
+			t.Errorf("%s: %s", data, diff)
+		}
+	}
+}
+
+func TestBranchesAndLoops(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, `
+name: loops
+variables: {sum: 0, names: [], n: 0}
+actions:
+  - actionType: for_each
+    id: all
+    parameters:
+      items: "{{input.people}}"
+      as: who
+      actions:
+        - actionType: if
+          parameters:
+            condition: who.age >= 18
+            then: [{actionType: set, parameters: {expressions: {sum: sum + who.age}}}]
+            else: [{actionType: set, parameters: {variables: {young: "{{who.name}} ({{index}})"}}}]
+  - actionType: while
+    id: count
+    parameters: {condition: n < 40, max: 50, actions: [{actionType: set, parameters: {expressions: {n: n + 1}}}]}
+  - {actionType: delay, parameters: {duration: 10ms}}
+  - actionType: switch
+    parameters:
+      value: "{{sum}}"
+      cases:
+        - {equals: 1, actions: [{actionType: fail, parameters: {message: no}}]}
+        - {condition: sum > 100, actions: [{actionType: fail, parameters: {message: no}}]}
+        - {equals: 50, actions: [{actionType: set, parameters: {variables: {chosen: fifty}}}]}
+      default: [{actionType: fail, parameters: {message: no}}]
+  - actionType: switch
+    parameters: {cases: [{condition: "false", actions: []}], default: [{actionType: set, parameters: {variables: {last: "{{chosen}}"}}}]}
+  - {actionType: if, parameters: {condition: "false", then: [{actionType: fail, parameters: {message: no}}]}}
+  - {actionType: end, parameters: {summary: "Sum {{sum}}", result: {sum: "{{sum}}"}}}
+  - {actionType: fail, parameters: {message: never}}
+`)
+	id := w.begin(t, "loops", map[string]any{"people": []any{
+		map[string]any{"name": "Ana", "age": 20}, map[string]any{"name": "Leo", "age": 9}, map[string]any{"name": "Eva", "age": 30},
+	}})
+	x := until(t, w.pool, id, executions.Completed)
+	want := map[string]any{"sum": 50.0, "names": []any{}, "n": 40.0, "young": "Leo (1)", "chosen": "fifty", "last": "fifty"}
+	if diff := cmp.Diff(want, variables(t, x)); diff != "" {
+		t.Error(diff)
+	}
+	if x.ResultSummary != "Sum 50" || string(x.Result) != `{"sum": 50}` {
+		t.Errorf("ended with %q %s", x.ResultSummary, x.Result)
+	}
+}
+
+// The condition of a while may be about index from the first look on, whatever an outer loop calls so.
+func TestAWhileCountsFromZero(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, `
+name: counts
+variables: {sum: 0}
+actions:
+  - {actionType: while, parameters: {condition: index < 4, actions: [{actionType: set, parameters: {expressions: {sum: sum + index}}}]}}
+  - actionType: for_each
+    parameters:
+      items: [a, b, c]
+      actions: [{actionType: while, parameters: {condition: index < 2, actions: [{actionType: set, parameters: {expressions: {sum: sum + 100}}}]}}]
+`)
+	x := until(t, w.pool, w.begin(t, "counts", nil), executions.Completed)
+	if diff := cmp.Diff(map[string]any{"sum": 606.0}, variables(t, x)); diff != "" {
+		t.Error(diff)
+	}
+}
+
+// An action that ends is the end of everything, also out of loops and branches.
+func TestAFlowEndsItself(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t,
+		flow("inner", `
+  - actionType: for_each
+    parameters:
+      items: [1, 2, 3]
+      actions:
+        - {actionType: if, parameters: {condition: item == 2, then: [{actionType: end, parameters: {summary: "at {{item}}"}}]}}
+        - {actionType: set, parameters: {variables: {seen: "{{item}}"}}}
+  - {actionType: fail, parameters: {message: never}}`),
+		flow("failed", `
+  - {actionType: end, parameters: {status: failed, summary: "not fit"}}`),
+		flow("late", `
+  - {actionType: end, parameters: {status: timeout}}`),
+		flow("fails", `
+  - {id: stop, actionType: fail, parameters: {message: "no {{input.what}}"}}`))
+	x := until(t, w.pool, w.begin(t, "inner", nil), executions.Completed)
+	if diff := cmp.Diff(map[string]any{"seen": 1.0}, variables(t, x)); diff != "" || x.ResultSummary != "at 2" {
+		t.Errorf("%s%q", diff, x.ResultSummary)
+	}
+	if x = until(t, w.pool, w.begin(t, "failed", nil), executions.Failed); deref(x.ErrorMessage) != "not fit" || x.ResultSummary != "not fit" {
+		t.Errorf("failed with %q", deref(x.ErrorMessage))
+	}
+	until(t, w.pool, w.begin(t, "late", nil), executions.Timeout)
+	x = until(t, w.pool, w.begin(t, "fails", map[string]any{"what": "way"}), executions.Failed)
+	if deref(x.ErrorMessage) != "action stop (fail): no way" || deref(x.FailedStep) != "stop" {
+		t.Errorf("failed with %q at %q", deref(x.ErrorMessage), deref(x.FailedStep))
+	}
+}
+
+// What a template or an expression needs and does not find ends the action, with its name.
+func TestWhatIsNotKnownFailsLoudly(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct{ action, message, class string }{
+		"in a text": {
+			`{actionType: send_message, id: hi, parameters: {message: "Hi {{nombre}}"}}`,
+			`action hi (send_message): message: variable "nombre" is not known; set it before, or give it a default: {{nombre ?? "…"}}`, "template",
+		},
+		"misspelt": {
+			`{actionType: set, parameters: {variables: {x: {y: ["{{colour.a}}"]}}}}`,
+			`action set 1: variables: variable "colour.a" is not known, did you mean "color"?; set it before, or give it a default: {{colour.a ?? "…"}}`, "template",
+		},
+		"a member": {
+			`{actionType: send_message, parameters: {message: "{{color.name}}"}}`,
+			`action send_message 1: message: variable "color.name" is not known; set it before, or give it a default: {{color.name ?? "…"}}`, "template",
+		},
+		"null in a text": {
+			`{actionType: send_message, parameters: {message: "a {{nothing}}"}}`,
+			`action send_message 1: message: variable "nothing" is null; give it a default: {{nothing ?? "…"}}`, "template",
+		},
+		"in a condition": {
+			`{actionType: send_message, when: colr == "a", parameters: {message: "{{b}}"}}`,
+			`action send_message 1: when: variable "colr" is not known, did you mean "color"?; set it before, or write (colr ?? …)`, "template",
+		},
+		"not a condition": {
+			`{actionType: if, parameters: {condition: color, then: []}}`,
+			`action if 1: condition: color: is "red", not true or false`, "expression",
+		},
+		"not to be computed": {
+			`{actionType: set, parameters: {expressions: {x: 1 / 0}}}`,
+			`action set 1: x: 1 / 0: +Inf is not a value that JSON has`, "expression",
+		},
+		"no list": {
+			`{actionType: for_each, parameters: {items: "{{color}}", actions: []}}`,
+			`action for_each 1: items: is "red", not a list`, "template",
+		},
+		"no end of a loop": {
+			`{actionType: while, parameters: {condition: "true", max: 20, actions: []}}`,
+			`action while 1: the condition still holds after 20 times`, "limit",
+		},
+		"a delay of nothing known": {
+			`{actionType: delay, parameters: {duration: "{{color}}"}}`,
+			`action delay 1: duration: "red" is not a duration: write 30s, 90m, 24h or 7d`, "delay",
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t, "name: a\nvariables: {color: red, nothing: null}\nactions:\n  - "+c.action)
+			id := w.begin(t, "a", nil)
+			x := until(t, w.pool, id, executions.Failed)
+			if deref(x.ErrorMessage) != c.message {
+				t.Errorf("got  %s\nwant %s", deref(x.ErrorMessage), c.message)
+			}
+			class := value[string](t, w.pool, `select error_class from agent_activity where execution_id = @id and status = 'error'`, postgres.Strict{"id": id})
+			if class != c.class {
+				t.Errorf("class %s, want %s", class, c.class)
+			}
+		})
+	}
+}
+
+func TestTemplatesKeepTypesAndHaveDefaults(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, `
+name: a
+variables: {list: [1, two], deep: {a: [{b: 1.5}]}, "yes": true, big: 12345678901234, nothing: null}
+actions:
+  - actionType: set
+    parameters:
+      variables:
+        whole: "{{list}}"
+        text: "<{{list}}> <{{deep.a}}> <{{ deep.a.0.b }}> {{yes}} {{big}}"
+        missing: "{{gone ?? 5}}"
+        filter: "{{gone | default: 'x }} y'}} {{deep.z | default: \"q\"}} {{nothing ?? \"n\"}}"
+        quoted: '{{"{{"}}name}}'
+        kept: "{{nothing}}"
+      expressions: {half: big / 2, safe: 'gone ?? "none"', some: 'any(list, # == "two")', far: 'deep?.q?.r', own: 'let k = 2; k * 3'}
+`)
+	x := until(t, w.pool, w.begin(t, "a", nil), executions.Completed)
+	got := variables(t, x)
+	want := map[string]any{
+		"whole": []any{1.0, "two"}, "text": `<1, two> <[{"b":1.5}]> <1.5> true 12345678901234`, "missing": 5.0, "filter": "x }} y q n",
+		"quoted": "{{name}}", "kept": nil, "half": 6172839450617.0, "safe": "none", "some": true, "far": nil, "own": 6.0,
+	}
+	for name, value := range want {
+		if diff := cmp.Diff(value, got[name]); diff != "" {
+			t.Errorf("%s: %s", name, diff)
+		}
+	}
+}
