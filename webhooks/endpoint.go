@@ -2,15 +2,24 @@ package webhooks
 
 import (
 	"cmp"
+	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
 	"net/http"
+	"os"
+	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
 	"time"
+	"unicode/utf8"
 
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/credentials"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/signature"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -309,4 +318,203 @@ func (e Endpoint) SecretHeaders() []string {
 		"Authorization", "Proxy-Authorization", "Cookie", "X-Hub-Signature", "X-Hub-Signature-256", "Stripe-Signature",
 		signature.HeaderSignature, http.CanonicalHeaderKey(cmp.Or(e.Settings.Header, "X-Signature")),
 	}
+}
+
+// PutEndpoint makes the endpoint d.Name say what d declares and reports whether anything changed. Whether it is in
+// service stays as an admin decided.
+func PutEndpoint(ctx context.Context, db postgres.DB, d EndpointDefinition, source string) (changed bool, err error) {
+	e, err := d.resolve()
+	if err != nil {
+		return false, fmt.Errorf("put webhook %q: %w", d.Name, err)
+	}
+	settings, err := json.Marshal(e.Settings)
+	if err != nil {
+		return false, fmt.Errorf("put webhook %q: %w", d.Name, err)
+	}
+	actions, err := json.Marshal(e.Actions)
+	if err != nil {
+		return false, fmt.Errorf("put webhook %q: %w", d.Name, err)
+	}
+	tag, err := db.Exec(ctx, `
+		insert into agent_webhook_endpoints as e (name, description, scheme, secrets, settings, actions, source)
+		values (@name, @description, @scheme, @secrets, @settings, @actions, @source)
+		on conflict (name) do update
+		   set description = excluded.description, scheme = excluded.scheme, secrets = excluded.secrets,
+		       settings = excluded.settings, actions = excluded.actions, source = excluded.source, updated_at = clock_timestamp()
+		 where (e.description, e.scheme, e.secrets, e.settings, e.actions, e.source) is distinct from
+		       (excluded.description, excluded.scheme, excluded.secrets, excluded.settings, excluded.actions, excluded.source)`,
+		postgres.Strict{
+			"name": e.Name, "description": e.Description, "scheme": string(e.Scheme), "secrets": e.Secrets,
+			"settings": settings, "actions": actions, "source": source,
+		})
+	if err != nil {
+		return false, fmt.Errorf("put webhook %q: %w", d.Name, err)
+	}
+	return tag.RowsAffected() > 0, nil
+}
+
+// GetEndpoint reads an endpoint by name; [ErrNotFound] when there is none.
+func GetEndpoint(ctx context.Context, db postgres.DB, name string) (Endpoint, error) {
+	if !utf8.ValidString(name) || strings.ContainsRune(name, 0) { // PostgreSQL has no such text
+		return Endpoint{}, fmt.Errorf("read webhook %q: %w", name, ErrNotFound)
+	}
+	rows, err := db.Query(ctx, `
+		select id::text, name, description, scheme, secrets, settings, actions, enabled, disabled_reason, disabled_by, disabled_at,
+		       source, created_at, updated_at
+		  from agent_webhook_endpoints where name = @name`, postgres.Strict{"name": name})
+	if err != nil {
+		return Endpoint{}, fmt.Errorf("read webhook %q: %w", name, err)
+	}
+	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Endpoint])
+	if errors.Is(err, pgx.ErrNoRows) {
+		err = ErrNotFound
+	}
+	if err != nil {
+		return Endpoint{}, fmt.Errorf("read webhook %q: %w", name, err)
+	}
+	return got, nil
+}
+
+// Endpoints lists all endpoints by name.
+func Endpoints(ctx context.Context, db postgres.DB) ([]Endpoint, error) {
+	rows, err := db.Query(ctx, `
+		select id::text, name, description, scheme, secrets, settings, actions, enabled, disabled_reason, disabled_by, disabled_at,
+		       source, created_at, updated_at
+		  from agent_webhook_endpoints order by name`)
+	if err != nil {
+		return nil, fmt.Errorf("list webhooks: %w", err)
+	}
+	got, err := pgx.CollectRows(rows, pgx.RowToStructByName[Endpoint])
+	if err != nil {
+		return nil, fmt.Errorf("list webhooks: %w", err)
+	}
+	return got, nil
+}
+
+// RemoveEndpoints deletes the endpoints of source that are not among keep, and returns their names. What they received
+// stays.
+func RemoveEndpoints(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
+	rows, err := db.Query(ctx, `
+		delete from agent_webhook_endpoints where source = @source and name <> all(@keep::text[]) returning name`,
+		postgres.Strict{"source": source, "keep": append([]string{}, keep...)})
+	return sortedNames(rows, err, "remove webhooks of source "+source)
+}
+
+// SetEndpoint takes an endpoint in or out of service, by an admin's word. False when it was so already.
+func SetEndpoint(ctx context.Context, db postgres.DB, name string, enabled bool, by, reason string) (bool, error) {
+	tag, err := db.Exec(ctx, `
+		update agent_webhook_endpoints
+		   set enabled = @enabled, disabled_by = case when @enabled then '' else @by end,
+		       disabled_reason = case when @enabled then '' else @reason end,
+		       disabled_at = case when @enabled then null else clock_timestamp() end, updated_at = clock_timestamp()
+		 where name = @name and enabled <> @enabled`,
+		postgres.Strict{"name": name, "enabled": enabled, "by": by, "reason": reason})
+	if err != nil {
+		return false, fmt.Errorf("change webhook %q: %w", name, err)
+	}
+	if tag.RowsAffected() > 0 {
+		return true, nil
+	}
+	_, err = GetEndpoint(ctx, db, name)
+	return false, err
+}
+
+func sortedNames(rows pgx.Rows, err error, what string) ([]string, error) {
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", what, err)
+	}
+	names, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", what, err)
+	}
+	slices.Sort(names)
+	return names, nil
+}
+
+var envForm = regexp.MustCompile(`^\$\{[A-Za-z_][A-Za-z0-9_]*\}$`)
+
+// maxSecret is the size in bytes of the largest file that holds a secret.
+const maxSecret = 64 << 10
+
+// checkSecrets reports references that are none. A literal is never repeated in the message.
+func checkSecrets(secrets []string) []error {
+	if len(secrets) == 0 {
+		return []error{errors.New("secrets: is empty; name at least one, as ${NAME} or file:/path")}
+	}
+	var problems []error
+	for i, s := range secrets {
+		path, isFile := strings.CutPrefix(s, "file:")
+		if envForm.MatchString(s) || isFile && filepath.IsAbs(path) {
+			continue
+		}
+		problems = append(problems, fmt.Errorf(
+			"secrets[%d]: is no reference; a secret does not belong into a file that is shared: write ${NAME} of the environment or file:/absolute/path", i))
+	}
+	return problems
+}
+
+// Secrets resolves references now. A missing one is an error that says what to set; it never has a secret in it. getenv
+// nil is the process's environment.
+func Secrets(references []string, getenv func(string) string) ([]string, error) {
+	if getenv == nil {
+		getenv = os.Getenv
+	}
+	var problems []error
+	secrets := make([]string, len(references))
+	for i, r := range references {
+		var err error
+		if secrets[i], err = resolveSecret(r, getenv); err != nil {
+			problems = append(problems, err)
+		}
+	}
+	if err := errors.Join(problems...); err != nil {
+		return nil, fmt.Errorf("resolve references: %w", err) // not "secrets:", behind which logs are blotted out
+	}
+	return secrets, nil
+}
+
+// CheckTokens reports bearer tokens that are too weak to be one: a request proves nothing else, so who guesses the
+// token is the sender. A reference that leads nowhere here is no error: the files may be checked elsewhere than they
+// are served.
+func CheckTokens(scheme signature.Scheme, references []string, getenv func(string) string) error {
+	if scheme != signature.Bearer {
+		return nil
+	}
+	if getenv == nil {
+		getenv = os.Getenv
+	}
+	var problems []error
+	for _, r := range references {
+		secret, err := resolveSecret(r, getenv)
+		if err != nil {
+			continue
+		}
+		if why := credentials.Weak(secret); why != "" {
+			problems = append(problems, fmt.Errorf("%s is too weak for a bearer token: %s; set it to a random text, such as that of openssl rand -hex 32", r, why))
+		}
+	}
+	return errors.Join(problems...)
+}
+
+func resolveSecret(reference string, getenv func(string) string) (string, error) {
+	if path, isFile := strings.CutPrefix(reference, "file:"); isFile {
+		raw, err := os.ReadFile(path)
+		switch text := strings.TrimSpace(string(raw)); {
+		case err != nil:
+			return "", fmt.Errorf("read file %s: %w", path, err)
+		case text == "" || len(raw) > maxSecret:
+			return "", fmt.Errorf("file %s is empty or larger than %d bytes", path, maxSecret)
+		default:
+			return text, nil
+		}
+	}
+	if !envForm.MatchString(reference) {
+		return "", errors.New("a reference is ${NAME} or file:/path")
+	}
+	name := reference[2 : len(reference)-1]
+	value := getenv(name)
+	if value == "" {
+		return "", fmt.Errorf("set the environment variable %s", name)
+	}
+	return value, nil
 }
