@@ -2,6 +2,7 @@ package builtins_test
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -14,6 +15,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/memory"
@@ -256,5 +258,217 @@ func TestRecentActivity(t *testing.T) {
 	}
 	if row["trace_id"] != traceID || len(row["error"].(string)) > 310 {
 		t.Errorf("got %v", row)
+	}
+}
+
+// powers is what decides about who may do what, as JSON.
+func powers(t *testing.T, pool *pgxpool.Pool) (state string) {
+	t.Helper()
+	err := pool.QueryRow(t.Context(), `
+		select jsonb_pretty(jsonb_build_array(
+		  (select jsonb_agg(to_jsonb(s) order by name) from agent_skills s),
+		  (select jsonb_agg(to_jsonb(a) order by id) from agent_approvals a),
+		  (select jsonb_agg(jsonb_build_array(name, enabled, disabled_by, decided_by, proposed_by) order by name)
+		     from agent_automations where name in ('mine', 'off', 'wanted')),
+		  (select jsonb_agg(jsonb_build_array(name, status, decided_by) order by name)
+		     from agent_objectives where name in ('goal', 'paused', 'wish')),
+		  (select jsonb_agg(jsonb_build_array(title, status) order by title) from agent_objective_steps),
+		  (select count(*) from agent_objective_evidence where given_by <> '')))`).Scan(&state)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return state
+}
+
+// governed is a database with something of everything that only an admin may change.
+func governed(t *testing.T) *pgxpool.Pool {
+	t.Helper()
+	pool := pgtest.DB(t)
+	if _, err := builtins.Put(t.Context(), pool); err != nil {
+		t.Fatal(err)
+	}
+	for _, sql := range []string{
+		`insert into agent_skills (name, tool_definition, handler, trust) values ('drop', '{"name":"drop"}', 'sql:select 1', 'approve')`,
+		`insert into agent_skills (name, tool_definition, handler, enabled, disabled_by) values ('off', '{"name":"off"}', 'sql:select 1', false, 'admin')`,
+		`insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)
+		 values ('hb_1', 'drop', 1, '{}', 'h', clock_timestamp() + interval '1 day')`,
+		`insert into agent_automations (name, skill_name) values ('mine', 'drop')`,
+		`insert into agent_automations (name, skill_name, enabled, disabled_by) values ('off', 'drop', false, 'admin')`,
+		`insert into agent_automations (name, skill_name, enabled, disabled_by, proposed_by) values ('wanted', 'drop', false, 'proposal', 'agent')`,
+		`insert into agent_objectives (name, goal) values ('goal', 'g')`,
+		`insert into agent_objectives (name, goal, status) values ('paused', 'g', 'paused')`,
+		`insert into agent_objectives (name, goal, status, proposed_by) values ('wish', 'g', 'proposed', 'agent')`,
+		`insert into agent_objective_steps (objective_id, position, title) select id, 1, 'step of ' || name from agent_objectives`,
+	} {
+		if _, err := pool.Exec(t.Context(), sql); err != nil {
+			t.Fatalf("%s: %v", sql, err)
+		}
+	}
+	return pool
+}
+
+// Everything that an argument could be named, or hold, to gain power. The builtin is called past its schema, too.
+func TestNoBuiltinCanChangeWhatAnybodyMayDo(t *testing.T) {
+	t.Parallel()
+	pool := governed(t)
+	before := powers(t, pool)
+	code := builtins.New(pool, nil, nil)
+	ctx := trace.With(t.Context(), trace.Span{TraceID: traceID, Agent: "agent", Surface: trace.Heartbeat})
+	for _, name := range builtins.Names() {
+		skill, err := skills.Get(t.Context(), pool, name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, target := range []string{"drop", "off", "mine", "wanted", "goal", "paused", "wish", "memory_write"} {
+			for _, step := range []string{"step of goal", "step of wish", "step of paused"} {
+				args, err := json.Marshal(map[string]any{
+					"name": target, "objective": target, "automation": target, "skill": "drop", "step": step, "step_id": step, "result": "done",
+					"goal": "g", "note": "accepted by the admin", "status": "active", "enabled": true, "trust": "auto", "scope": "both",
+					"handler": "sql:select 1", "disabled_by": "", "decided_by": "admin", "proposed_by": "", "approve": true, "decision": "approve",
+					"accept": true, "by": "admin", "given_by": "admin", "reason": "I say so", "evidence": []any{map[string]any{"by": "admin"}},
+					"source": "workspace", "cron": "@daily", "category": "skills", "key": target, "value": map[string]any{"trust": "auto"},
+				})
+				if err != nil {
+					t.Fatal(err)
+				}
+				_, err = code[name](ctx, skills.Call{Skill: skill, Args: args})
+				var refused *skills.CallError
+				if err != nil && (!errors.As(err, &refused) || refused.Class != "invalid_params") {
+					t.Errorf("%s fails: %v", name, err)
+				}
+			}
+		}
+		for _, power := range []string{"enabled", "trust", "scope", "handler", "disabled_by", "decided_by", "approve", "accept"} {
+			if strings.Contains(string(skill.Parameters()), fmt.Sprintf("%q:", power)) {
+				t.Errorf("%s takes %s", name, power)
+			}
+		}
+		if diff := cmp.Diff(before, powers(t, pool)); diff != "" {
+			t.Fatalf("%s changed (-before +after):\n%s", name, diff)
+		}
+	}
+}
+
+func TestMemoryIsWrittenByCompareAndSetAndOnceAfterACrash(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	for _, step := range []struct{ args, want string }{
+		{`{"key":"k","value":{"b":1,"a":[1.50]},"revision":0}`, "1"},
+		{`{"key":"k","value":{"a":[1.5],"b":1},"revision":0}`, "1"}, // the same call again
+		{`{"key":"k","value":2,"revision":0}`, "theirs 1"},
+		{`{"key":"k","value":2}`, "theirs 1"},
+		{`{"key":"k","value":2,"revision":1}`, "2"},
+		{`{"key":"k","value":2,"revision":1}`, "2"},
+		{`{"key":"k","value":4,"revision":1}`, "theirs 2"},
+		{`{"key":"k","value":3,"revision":-1}`, "3"}, // whatever is there
+		{`{"key":"api_key","value":"hunter2"}`, "secret"},
+		{`{"key":"","value":1}`, "key"},
+		{`{"value":1}`, "key"},
+	} {
+		answer, err := call(t, pool, "memory_write", step.args)
+		got := fmt.Sprint(answer["revision"])
+		if theirs, is := answer["theirs"].(map[string]any); is {
+			got = fmt.Sprint("theirs ", theirs["revision"])
+		}
+		if err != nil {
+			got = err.Error()
+		}
+		if !strings.Contains(got, step.want) {
+			t.Errorf("%s: got %s, want %s", step.args, got, step.want)
+		}
+	}
+	// What the caller has to say otherwise is no failure of the skill.
+	_, err := call(t, pool, "memory_write", `{"key":"long","value":"`+strings.Repeat("x", 70000)+`"}`)
+	if refused, ok := errors.AsType[*skills.CallError](err); !ok || refused.Class != "invalid_params" {
+		t.Errorf("a value that is too long: %v", err)
+	}
+	if answer, err := call(t, pool, "memory_forget", `{"key":"k"}`); err != nil || answer["forgotten"] != nil || answer["error"] != "conflict" {
+		t.Errorf("what was not read is forgotten: %v, %v", answer, err)
+	}
+	for _, want := range []bool{true, false} {
+		if answer, err := call(t, pool, "memory_forget", `{"key":"k","revision":3}`); err != nil || answer["forgotten"] != want {
+			t.Errorf("forget: %v, %v", answer, err)
+		}
+	}
+}
+
+func TestProposalsWaitForAnAdmin(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	for range 2 {
+		answer, err := call(t, pool, "objective_propose", `{"name":"tidy","goal":"g","success_criteria":"c","steps":["one"],"priority":1.0,"review_every":"7d"}`)
+		if err != nil || answer["status"] != "proposed" {
+			t.Errorf("got %v, %v", answer, err)
+		}
+		answer, err = call(t, pool, "automation_propose", `{"name":"watch","signal":"pending_approvals > 3","prompt":"tell somebody"}`)
+		if err != nil || answer["status"] != "proposal" {
+			t.Errorf("got %v, %v", answer, err)
+		}
+	}
+	o, err := objectives.Get(t.Context(), pool, "tidy")
+	if err != nil || o.ProposedTrace != traceID || o.ProposedBy != "agent" || o.SuccessCriteria != "c" || o.ReviewEverySeconds != 7*24*3600 {
+		t.Errorf("got %+v, %v", o, err)
+	}
+	a, err := automations.Get(t.Context(), pool, "watch")
+	if err != nil || a.Enabled || a.DisabledBy != automations.Proposal || a.ProposedBy != "agent" {
+		t.Errorf("got %+v, %v", a, err)
+	}
+	for args, want := range map[string]string{
+		`{"name":"x","signal":"pending_aprovals > 3","prompt":"p"}`: "unknown name pending_aprovals",
+		`{"name":"x","cron":"61 * * * *","prompt":"p"}`:             "cron: ",
+		`{"name":"x","cron":"@daily","skill":"nope"}`:               "not found",
+		`{"name":"watch","cron":"@daily","prompt":"p"}`:             "says something else",
+	} {
+		if _, err := call(t, pool, "automation_propose", args); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v", args, err)
+		}
+	}
+}
+
+func TestAStepIsAdvancedByWhatWasDone(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	d := objectives.Definition{Name: "tidy", Goal: "g", Steps: []string{"one", "two"}}
+	if _, err := objectives.Put(t.Context(), pool, d, objectives.SourceWorkspace); err != nil {
+		t.Fatal(err)
+	}
+	act := func(skill, status string) {
+		_, err := pool.Exec(t.Context(), `
+			insert into agent_activity (trace_id, skill_name, status, surface) values ($1, $2, $3, 'operate')`, traceID, skill, status)
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	advance := func(step string) string {
+		answer, err := call(t, pool, "objective_advance", fmt.Sprintf(`{"objective":"tidy","step":%q,"result":"42 rows"}`, step))
+		if err != nil {
+			return err.Error()
+		}
+		return fmt.Sprint(answer["done"], " ", answer["objective_status"])
+	}
+	act("look", "pending_approval")
+	act("objective_update", "success")
+	if got := advance("one"); !strings.Contains(got, "nothing shows") {
+		t.Errorf("got %s", got)
+	}
+	act("look", "success")
+	for _, step := range []struct{ title, want string }{
+		{"one", "1 active"}, {"one", "1 active"}, {"two", "nothing shows"}, {"three", `no step "three"`},
+	} {
+		if got := advance(step.title); !strings.Contains(got, step.want) {
+			t.Errorf("%s: got %s", step.title, got)
+		}
+	}
+	if answer, err := call(t, pool, "objective_update", `{"objective":"tidy","note":"half","add_steps":["three"]}`); err != nil || answer["note"] != "half" {
+		t.Errorf("got %v, %v", answer, err)
+	}
+	act("look", "success")
+	act("look", "success")
+	advance("two")
+	if got := advance("three"); got != "3 completed" {
+		t.Errorf("got %s", got)
+	}
+	if answer, err := call(t, pool, "skill_list", `{"words":"memory delete"}`); err != nil || column(t, answer, "skills", "name") != "memory_forget" {
+		t.Errorf("got %v, %v", answer, err)
 	}
 }

@@ -1,7 +1,9 @@
 package builtins_test
 
 import (
+	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"strings"
 	"sync"
@@ -9,6 +11,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/memory"
@@ -174,5 +177,174 @@ func TestEveryNoteThatWasAcknowledgedIsInTheEnd(t *testing.T) {
 	o, err := objectives.Get(t.Context(), pool, "tidy")
 	if got := len(strings.Fields(o.Note)); err != nil || got != writers*words {
 		t.Errorf("%d of %d words are there, %v: %s", got, writers*words, err, o.Note)
+	}
+}
+
+// house is an installation with agents of every kind of memory.
+type house struct {
+	t        *testing.T
+	pool     *pgxpool.Pool
+	registry *skills.Registry
+}
+
+func newHouse(t *testing.T) *house {
+	t.Helper()
+	h := &house{t: t, pool: pgtest.DB(t)}
+	for _, d := range []agents.Definition{
+		{Name: "front", Default: true},
+		{Name: "sales", Memory: agents.MemoryOwn},
+		{Name: "billing", Memory: agents.MemoryOwn},
+		{Name: "mute", Memory: agents.MemoryNone},
+	} {
+		if _, err := agents.Put(t.Context(), h.pool, d, "workspace"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := builtins.Put(t.Context(), h.pool); err != nil {
+		t.Fatal(err)
+	}
+	var err error
+	if h.registry, err = skills.New(skills.Options{Builtins: builtins.New(h.pool, nil, nil)}); err != nil {
+		t.Fatal(err)
+	}
+	return h
+}
+
+// as calls a skill on behalf of an agent.
+func (h *house) as(ctx context.Context, agent, name, args string) (string, error) {
+	h.t.Helper()
+	skill, err := skills.Get(ctx, h.pool, name)
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	ctx = trace.With(ctx, trace.Span{TraceID: trace.New(trace.Heartbeat), Agent: agent, Surface: trace.Heartbeat})
+	answer, err := h.registry.Invoke(ctx, skills.Call{Skill: skill, Args: json.RawMessage(args)})
+	return string(answer), err
+}
+
+func (h *house) must(agent, name, args string) string {
+	h.t.Helper()
+	answer, err := h.as(h.t.Context(), agent, name, args)
+	if err != nil {
+		h.t.Fatalf("%s as %s: %v", name, agent, err)
+	}
+	return answer
+}
+
+// Each of three agents keeps a value under the same key, then changes, finds and forgets its own.
+func TestAnAgentsOwnMemoryIsNoOtherAgents(t *testing.T) {
+	t.Parallel()
+	h := newHouse(t)
+	all := []string{"front", "sales", "billing"}
+	for _, agent := range all {
+		answer := h.must(agent, "memory_write", fmt.Sprintf(`{"key": "contact", "value": "number of %s"}`, agent))
+		if !strings.Contains(answer, `"revision":1`) {
+			t.Errorf("%s finds the key taken by another: %s", agent, answer)
+		}
+	}
+	for _, agent := range all {
+		for _, ask := range []struct{ name, args string }{
+			{"recall", `{}`},
+			{"recall", `{"category": "general"}`},
+			{"memory_search", `{"query": "number"}`},
+			{"memory_search", `{"query": "number", "category": "general"}`},
+		} {
+			answer := h.must(agent, ask.name, ask.args)
+			for _, other := range all {
+				if seen := strings.Contains(answer, "number of "+other); seen != (agent == other) {
+					t.Errorf("%s %s as %s shows what %s keeps: %t; %s", ask.name, ask.args, agent, other, seen, answer)
+				}
+			}
+		}
+	}
+	for i, agent := range all {
+		h.must(agent, "memory_write", fmt.Sprintf(`{"key": "contact", "value": "new of %s", "revision": 1}`, agent))
+		h.must(agent, "memory_forget", `{"key": "contact", "revision": 2}`)
+		if answer := h.must(agent, "memory_forget", `{"key": "contact", "revision": 2}`); !strings.Contains(answer, `"forgotten":false`) {
+			t.Errorf("%s forgets twice: %s", agent, answer)
+		}
+		for _, other := range all[i+1:] {
+			if answer := h.must(other, "recall", `{}`); !strings.Contains(answer, "number of "+other) {
+				t.Errorf("%s has taken from %s: %s", agent, other, answer)
+			}
+		}
+	}
+	for _, agent := range all {
+		if answer := h.must(agent, "memory_write", `{"key": "contact", "value": 1}`); !strings.Contains(answer, `"revision":3`) {
+			t.Errorf("the revisions of %s do not go on by themselves: %s", agent, answer)
+		}
+	}
+}
+
+func TestAConflictIsAboutOneAgentsMemory(t *testing.T) {
+	t.Parallel()
+	h := newHouse(t)
+	h.must("front", "memory_write", `{"key": "contact", "value": "shared"}`)
+	h.must("sales", "memory_write", `{"key": "contact", "value": "ours"}`)
+	late := memory.Note{Owner: "sales", Key: "contact", Category: "general", Value: "late", Revision: 7}
+	_, err := memory.Save(t.Context(), h.pool, late)
+	conflict, ok := errors.AsType[*memory.ConflictError](err)
+	if !ok || string(conflict.Theirs.Value) != `"ours"` {
+		t.Fatalf("a write to sales met %v", err)
+	}
+	id, err := memory.KeepConflict(t.Context(), h.pool, late, conflict, "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	other := memory.Owner("billing")
+	if list, err := memory.Conflicts(t.Context(), h.pool, memory.ConflictFilter{Owner: &other}); err != nil || len(list) != 0 {
+		t.Errorf("billing has the conflicts %v, %v", list, err)
+	}
+	tx, err := h.pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := memory.Decide(t.Context(), tx, id, memory.Decision{Take: true, By: "admin", IfRevision: 1}); err != nil {
+		t.Fatal(err)
+	}
+	if err := tx.Commit(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if ours, shared := h.must("sales", "recall", `{}`), h.must("front", "recall", `{}`); !strings.Contains(ours, "late") ||
+		!strings.Contains(shared, `"shared"`) {
+		t.Errorf("the decision wrote: sales %s, shared %s", ours, shared)
+	}
+}
+
+func TestWhoseMemoryItIsDependsOnWhoActs(t *testing.T) {
+	t.Parallel()
+	h := newHouse(t)
+	h.must("visitor_chat", "memory_write", `{"key": "k", "value": "shared one"}`)
+	if answer := h.must("front", "recall", `{}`); !strings.Contains(answer, "shared one") {
+		t.Errorf("a name that is no agent's does not act as the default agent: %s", answer)
+	}
+	for name, args := range map[string]string{
+		"recall": `{}`, "memory_search": `{"query": "one"}`, "memory_write": `{"key": "k", "value": 1}`, "memory_forget": `{"key": "k"}`,
+	} {
+		_, err := h.as(t.Context(), "mute", name, args)
+		if err == nil || !strings.Contains(err.Error(), "has no memory (memory: none)") {
+			t.Errorf("%s of an agent without memory: %v", name, err)
+		}
+	}
+	// A turn finishes on the version that it has begun with, also when its agent is removed meanwhile.
+	directory := &agents.Directory{}
+	sales, err := directory.Find(t.Context(), h.pool, "sales")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := agents.Remove(t.Context(), h.pool, "workspace", []string{"front"}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := h.as(agents.With(t.Context(), sales), "sales", "memory_write", `{"key": "late", "value": "of sales"}`); err != nil {
+		t.Fatal(err)
+	}
+	if answer := h.must("front", "recall", `{}`); strings.Contains(answer, "of sales") {
+		t.Errorf("a removed agent's turn has written to the shared memory: %s", answer)
+	}
+	if owner, err := directory.MemoryOf(t.Context(), h.pool, "sales"); owner != "sales" || err != nil {
+		t.Errorf("the memory of a removed agent is %q, %v", owner, err)
+	}
+	if _, err := directory.MemoryOf(t.Context(), h.pool, "nobody"); err == nil {
+		t.Error("nobody has a memory")
 	}
 }

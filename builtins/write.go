@@ -1,13 +1,22 @@
 package builtins
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
+	"strings"
 	"time"
 
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/memory"
+	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
@@ -93,4 +102,367 @@ func memoryForget(ctx context.Context, db postgres.Beginner, who rememberer, arg
 		return conflictAnswer(conflict), nil
 	}
 	return map[string]any{"category": args.Category, "key": args.Key, "forgotten": forgotten}, err
+}
+
+// anyRevision as the revision of a call replaces whatever is there. It is for what people write down; a model cannot say it.
+const anyRevision = -1
+
+// ClassConflict is the class of a write that did not take place, because the key has changed since the run read it.
+const ClassConflict = "conflict"
+
+// readRevision is the revision of a [memory.Note], or of an objective's note, for that of a call's arguments, where 0,
+// or none, says that there must be none.
+func readRevision(said float64) int {
+	switch revision := int(said); revision {
+	case 0:
+		return memory.Absent
+	case anyRevision:
+		return 0
+	default:
+		return revision
+	}
+}
+
+// conflicted is the answer of a write that did not take place: both values, so that the caller can decide.
+type conflicted struct {
+	Error   string          `json:"error"` // ClassConflict
+	Message string          `json:"message"`
+	Yours   json.RawMessage `json:"yours,omitempty"`
+	Theirs  any             `json:"theirs"` // *recalled or pursued; nil: it was forgotten, or has expired
+}
+
+func conflictAnswer(c *memory.ConflictError) any {
+	said := conflicted{Error: ClassConflict, Yours: c.Yours, Message: "Nothing was changed: somebody else wrote this key since you read it, or you have not read it. " +
+		"Compare theirs with yours. Then, if it is still right, make the call again with what both say."}
+	if e := c.Theirs; e != nil {
+		said.Theirs = &recalled{e.Category, e.Key, e.Value, e.Revision, e.ExpiresAt, e.UpdatedAt, e.TraceID}
+	}
+	return said
+}
+
+// theirs is what a conflict has found, of either kind.
+type theirs struct {
+	Revision    int             `json:"revision"`
+	Value       json.RawMessage `json:"value"`
+	Note        string          `json:"note"`
+	TraceID     string          `json:"trace_id"`
+	LastTraceID string          `json:"last_trace_id"`
+}
+
+// IsConflict reports whether a skill's answer is that its write did not take place, and says why for people.
+func IsConflict(s skills.Skill, answer json.RawMessage) (why string, is bool) {
+	var c struct {
+		Error  string          `json:"error"`
+		Yours  json.RawMessage `json:"yours"`
+		Theirs *theirs         `json:"theirs"`
+	}
+	if !guards(s) || json.Unmarshal(answer, &c) != nil || c.Error != ClassConflict {
+		return "", false
+	}
+	there := "nothing is there any more"
+	if t := c.Theirs; t != nil {
+		there = fmt.Sprintf("revision %d of trace %s is there: %s", t.Revision, cmp.Or(t.TraceID, t.LastTraceID), clip(cmp.Or(string(t.Value), t.Note), maxError))
+	}
+	yours := cmp.Or(clip(string(c.Yours), maxError), "to forget it")
+	return fmt.Sprintf("nothing was changed: it is not at the revision that was read; %s; wanted was %s", there, yours), true
+}
+
+// kindObjective is the kind of a [memory.Name] that names an objective: its key is the objective's name, or its id.
+const kindObjective = "objective"
+
+func writesMemory(s skills.Skill) bool {
+	return s.Handler == "builtin:memory_write" || s.Handler == "builtin:memory_forget"
+}
+
+// OnMemory reports whether a skill reads or writes the memory.
+func OnMemory(s skills.Skill) bool { return readsMemory(s) }
+
+func writesObjective(s skills.Skill) bool { return s.Handler == "builtin:objective_update" }
+
+// guards reports whether a skill writes what others may have written since it was read.
+func guards(s skills.Skill) bool { return writesMemory(s) || writesObjective(s) }
+
+// readsMemory reports whether what a skill answers may show entries of the memory.
+func readsMemory(s skills.Skill) bool {
+	return s.Handler == "builtin:recall" || s.Handler == "builtin:memory_search" || writesMemory(s)
+}
+
+// readsObjectives reports whether what a skill answers may show objectives with their notes.
+func readsObjectives(s skills.Skill) bool {
+	return s.Handler == "builtin:objectives_list" || s.Handler == "builtin:objective_advance" || writesObjective(s)
+}
+
+// Sights are the entries of the memory, and the objectives, that a skill's answer showed in its first upto bytes.
+func Sights(s skills.Skill, answer []byte, upto int) []memory.Sight {
+	switch {
+	case readsMemory(s):
+		return memory.SightsIn(answer, upto)
+	case !readsObjectives(s):
+		return nil
+	}
+	var found []memory.Sight
+	for _, raw := range memory.ShownIn(answer, upto, "objectives") {
+		var p pursued
+		if json.Unmarshal(raw, &p) == nil && p.Name != "" && !p.NoteCut {
+			found = append(found, SightsOf(objectives.Objective{ID: p.ID, Name: p.Name, Revision: p.Revision})...)
+		}
+	}
+	return found
+}
+
+// SightsOf are the sights of an objective that was shown with its whole note.
+func SightsOf(o objectives.Objective) []memory.Sight {
+	return []memory.Sight{
+		{Name: memory.Name{Kind: kindObjective, Key: o.Name}, Revision: o.Revision}, {Name: memory.Name{Kind: kindObjective, Key: o.ID}, Revision: o.Revision},
+	}
+}
+
+// Wrote is what a call has written by itself: its run knows it, without having read it.
+func Wrote(s skills.Skill, answer json.RawMessage) []memory.Sight {
+	var done struct {
+		memory.Sight
+		Forgotten *bool  `json:"forgotten"`
+		Objective string `json:"objective"`
+		ID        string `json:"id"`
+	}
+	if _, conflict := IsConflict(s, answer); conflict || !guards(s) || json.Unmarshal(answer, &done) != nil {
+		return nil
+	}
+	switch {
+	case writesObjective(s) && done.Revision > 0: // a note was written
+		return SightsOf(objectives.Objective{ID: done.ID, Name: done.Objective, Revision: done.Revision})
+	case writesObjective(s) || done.Key == "":
+		return nil
+	case done.Forgotten != nil:
+		done.Revision = memory.Absent
+	}
+	return []memory.Sight{{Name: memory.Name{Category: done.Category, Key: done.Key}, Revision: done.Revision}}
+}
+
+// Guarded are the arguments of a call with the revision that its run has read of what it writes, whatever the caller
+// says of it. nil for seen leaves them as they are: nobody keeps what was read.
+func Guarded(s skills.Skill, args json.RawMessage, seen memory.Seen) json.RawMessage {
+	if seen == nil || !guards(s) {
+		return args
+	}
+	var said map[string]json.RawMessage
+	var name struct{ Category, Key, Objective string }
+	if json.Unmarshal(args, &said) != nil || json.Unmarshal(args, &name) != nil {
+		return args // which the check of arguments refuses
+	}
+	revision := seen.Revision(name.Category, name.Key)
+	if writesObjective(s) {
+		revision = seen[memory.Name{Kind: kindObjective, Key: name.Objective}]
+	}
+	said["revision"] = json.RawMessage(fmt.Sprint(max(0, revision)))
+	guarded, err := json.Marshal(said)
+	if err != nil {
+		return args
+	}
+	return guarded
+}
+
+type objectiveProposeArgs struct {
+	Name            string   `json:"name"`
+	Goal            string   `json:"goal"`
+	SuccessCriteria string   `json:"success_criteria"`
+	Steps           []string `json:"steps"`
+	Priority        float64  `json:"priority"` // 2.0 is an integer to JSON Schema
+	ReviewEvery     string   `json:"review_every"`
+}
+
+func objectivePropose(ctx context.Context, db postgres.Beginner, who acting, args objectiveProposeArgs) (any, error) {
+	d := objectives.Definition{
+		Name: args.Name, Goal: args.Goal, SuccessCriteria: args.SuccessCriteria, Steps: args.Steps, Priority: int(args.Priority),
+		ReviewEvery: args.ReviewEvery,
+	}
+	if err := objectives.Validate(d); err != nil {
+		return nil, refuse(err.Error())
+	}
+	o, err := objectives.Propose(ctx, db, d, who.Agent, who.TraceID)
+	if err != nil {
+		return nil, mistake(err, objectives.ErrTaken, objectives.ErrTooMany)
+	}
+	return map[string]any{"objective": o.Name, "status": o.Status, "note": waitsForAdmin}, nil
+}
+
+const waitsForAdmin = "a proposal: nothing is done about it until an administrator accepts it"
+
+type objectiveUpdateArgs struct {
+	Objective string   `json:"objective"`
+	Note      string   `json:"note"`
+	AddSteps  []string `json:"add_steps"`
+	Revision  float64  `json:"revision"`
+}
+
+// objectiveUpdate writes down how far an objective is, and plans; what is done it cannot say (objective_advance). A
+// note replaces the one that the caller has read; where others have changed the objective since, nothing is written,
+// and the answer has both. A call that is made again after a crash finds its own note.
+func objectiveUpdate(ctx context.Context, db postgres.Beginner, who acting, args objectiveUpdateArgs) (any, error) {
+	if args.Note == "" && len(args.AddSteps) == 0 {
+		return nil, refuse("say what to change: note or add_steps")
+	}
+	var said any
+	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+		o, err := objectives.Get(ctx, tx, args.Objective)
+		if err != nil {
+			return err
+		}
+		done := map[string]any{"objective": o.Name, "id": o.ID}
+		if args.Note != "" {
+			there, err := objectives.SetNote(ctx, tx, o.ID, args.Note, who.TraceID, readRevision(args.Revision))
+			if errors.Is(err, objectives.ErrConflict) && there.Note != args.Note {
+				said = noteConflict(args.Note, there)
+				return nil
+			}
+			if err != nil && !errors.Is(err, objectives.ErrConflict) {
+				return err
+			}
+			done["revision"], done["note"] = there.Revision, there.Note
+		}
+		done["steps_added"], err = addedSteps(ctx, tx, o.ID, args.AddSteps)
+		said = done
+		return err
+	})
+	if err != nil {
+		return nil, mistake(err, objectives.ErrNotFound, objectives.ErrNotActive)
+	}
+	return said, nil
+}
+
+// noteConflict is the answer of a note that would have replaced another one that the caller has not read.
+func noteConflict(note string, there objectives.Objective) any {
+	yours, _ := json.Marshal(note) // a string is JSON
+	return conflicted{
+		Error: ClassConflict, Yours: yours, Theirs: pursuedOf(there),
+		Message: "Nothing was changed: somebody else changed this objective since you read it, or you have not read it. " +
+			"Compare its note with yours. Then, if it is still right, make the call again with what both say.",
+	}
+}
+
+func addedSteps(ctx context.Context, tx pgx.Tx, objectiveID string, titles []string) ([]string, error) {
+	added := []string{}
+	if len(titles) == 0 {
+		return added, nil
+	}
+	steps, err := objectives.AddSteps(ctx, tx, objectiveID, titles)
+	for _, s := range steps {
+		added = append(added, s.Title)
+	}
+	return added, err
+}
+
+type objectiveAdvanceArgs struct {
+	Objective string `json:"objective"`
+	Step      string `json:"step"`
+	Result    string `json:"result"`
+}
+
+// objectiveAdvance reports a step as done. What shows it is looked up among the calls of this run, never
+// believed; and the run holds the objective's lane meanwhile.
+func objectiveAdvance(ctx context.Context, db postgres.Beginner, who acting, args objectiveAdvanceArgs) (any, error) {
+	o, step, err := findStep(ctx, db, args)
+	if err != nil {
+		return nil, err
+	}
+	if _, inside := executions.Current(ctx); inside {
+		hold, err := executions.Lane(ctx, "objective:"+o.ID)
+		if errors.Is(err, lanes.ErrBusy) {
+			return nil, &skills.CallError{Class: skills.ClassBusy, Message: "somebody else works on this objective now; leave it to them: " + err.Error()}
+		}
+		if err != nil {
+			return nil, err
+		}
+		defer func() { _ = hold.Release(ctx) }() // a release that is lost is covered by the lane's end with the execution
+	}
+	if step.Status == objectives.Done && step.TraceID == who.TraceID {
+		return advanced(ctx, db, o, step) // said before, by this work
+	}
+	calls, err := objectives.FindEvidence(ctx, db, step.ID, objectives.Where{TraceID: who.TraceID, ExecutionID: who.ExecutionID})
+	if err != nil {
+		return nil, err
+	}
+	ok, err := objectives.CompleteStep(ctx, db, step.ID, args.Result, who.TraceID, calls)
+	if errors.Is(err, objectives.ErrNoEvidence) {
+		return nil, refuse("nothing shows that this step is done: no successful call of yours since it began that has not shown " +
+			"another step already. Calls that failed or await approval do not count. Act first, then report")
+	}
+	if err != nil {
+		return nil, err
+	}
+	if !ok {
+		return nil, refuse(fmt.Sprintf("step %q is not pending any more", step.Title))
+	}
+	if _, err := objectives.Advanced(ctx, db, o.ID, who.TraceID); err != nil {
+		return nil, err
+	}
+	return advanced(ctx, db, o, step)
+}
+
+func advanced(ctx context.Context, db postgres.DB, o objectives.Objective, step objectives.Step) (any, error) {
+	o, err := objectives.Get(ctx, db, o.ID)
+	return map[string]any{
+		"objective": o.Name, "step": step.Title, "status": "done", "done": o.Done, "total": o.Total, "objective_status": o.Status,
+		"objectives": []pursued{pursuedOf(o)}, // as it is now: a note may follow
+	}, err
+}
+
+// findStep looks a step up by its title, or its id, in an active objective.
+func findStep(ctx context.Context, db postgres.DB, args objectiveAdvanceArgs) (objectives.Objective, objectives.Step, error) {
+	o, err := objectives.Get(ctx, db, args.Objective)
+	if err != nil {
+		return o, objectives.Step{}, mistake(err, objectives.ErrNotFound)
+	}
+	if o.Status != objectives.Active && o.Status != objectives.Completed {
+		return o, objectives.Step{}, refuse(fmt.Sprintf("objective %q is %s: only an active one is advanced", o.Name, o.Status))
+	}
+	steps, err := objectives.Steps(ctx, db, o.ID)
+	if err != nil {
+		return o, objectives.Step{}, err
+	}
+	var titles []string
+	for _, s := range steps {
+		if s.ID == args.Step || s.Title == strings.TrimSpace(args.Step) {
+			return o, s, nil
+		}
+		titles = append(titles, fmt.Sprintf("%q", s.Title))
+	}
+	return o, objectives.Step{}, refuse(fmt.Sprintf("objective %q has no step %q; its steps are %s", o.Name, clip(args.Step, maxGoal), strings.Join(titles, ", ")))
+}
+
+type automationProposeArgs struct {
+	Name        string         `json:"name"`
+	Description string         `json:"description"`
+	Cron        string         `json:"cron"`
+	Timezone    string         `json:"timezone"`
+	Event       string         `json:"event"`
+	When        string         `json:"when"`
+	Signal      string         `json:"signal"`
+	Skill       string         `json:"skill"`
+	Arguments   map[string]any `json:"arguments"`
+	Prompt      string         `json:"prompt"`
+}
+
+func automationPropose(ctx context.Context, db postgres.Beginner, who acting, args automationProposeArgs) (any, error) {
+	d := automations.Definition{
+		Name: args.Name, Description: args.Description, Cron: args.Cron, Timezone: args.Timezone, Event: args.Event, When: args.When,
+		Signal: args.Signal, Skill: args.Skill, Arguments: args.Arguments, Prompt: args.Prompt,
+	}
+	if err := automations.Validate(d); err != nil {
+		return nil, refuse(err.Error())
+	}
+	if args.Skill != "" {
+		if _, err := skills.Get(ctx, db, args.Skill); err != nil {
+			return nil, mistake(err, skills.ErrNotFound)
+		}
+	}
+	a, err := automations.Propose(ctx, db, d, who.Agent, who.TraceID)
+	if err != nil {
+		return nil, mistake(err, automations.ErrTaken, automations.ErrTooMany)
+	}
+	status := automations.Proposal
+	if a.DisabledBy != automations.Proposal {
+		status = "decided"
+	}
+	return map[string]any{"automation": a.Name, "status": status, "note": waitsForAdmin}, nil
 }
