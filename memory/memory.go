@@ -24,6 +24,7 @@
 package memory
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"encoding/json"
@@ -340,4 +341,192 @@ func Stats(ctx context.Context, db postgres.DB) ([]CategoryStats, error) {
 		return nil, fmt.Errorf("count memory: %w", err)
 	}
 	return stats, nil
+}
+
+// Name is what an entry is known by. Other rows whose revisions a run keeps have a Kind, and no category.
+type Name struct {
+	Kind     string `json:"kind,omitempty"`
+	Category string `json:"category"`
+	Key      string `json:"key"`
+}
+
+// Sight is a revision of a key that was read; [Absent]: the key was found to hold nothing.
+type Sight struct {
+	Name
+	Revision int `json:"revision"`
+}
+
+// Seen is what a run has read. What it writes is based on that: a key that it has not read must be new.
+type Seen map[Name]int
+
+// Revision is what a [Note] about a key says: the revision that was read, or [Absent].
+func (s Seen) Revision(category, key string) int {
+	return cmp.Or(s[Name{Category: cmp.Or(category, defaultCategory), Key: key}], Absent)
+}
+
+// Add takes in what was read.
+func (s Seen) Add(sights ...Sight) {
+	for _, x := range sights {
+		s[x.Name] = x.Revision
+	}
+}
+
+// SightsIn are the entries in an answer that end within its first upto bytes, which is how much of it was shown. An answer is a
+// JSON object that has entries in the list "memories", or one in "theirs". What is inside a value is not looked at.
+func SightsIn(answer []byte, upto int) []Sight {
+	var found []Sight
+	for _, raw := range ShownIn(answer, upto, "memories") {
+		var s Sight
+		if json.Unmarshal(raw, &s) == nil && s.Key != "" {
+			s.Kind = ""
+			found = append(found, s)
+		}
+	}
+	return found
+}
+
+// ShownIn are the values in an answer's list, and its "theirs", that end within the first upto bytes of the answer, a
+// JSON object.
+func ShownIn(answer []byte, upto int, list string) []json.RawMessage {
+	var found []json.RawMessage
+	decoder := json.NewDecoder(bytes.NewReader(answer))
+	if token, err := decoder.Token(); err != nil || token != json.Delim('{') {
+		return nil
+	}
+	for decoder.More() {
+		name, err := decoder.Token()
+		if err != nil {
+			return found
+		}
+		switch name {
+		case list:
+			if token, err := decoder.Token(); err != nil || token != json.Delim('[') {
+				return found
+			}
+			for decoder.More() {
+				if !shown(decoder, upto, &found) {
+					return found
+				}
+			}
+			if _, err := decoder.Token(); err != nil {
+				return found
+			}
+		case "theirs":
+			if !shown(decoder, upto, &found) {
+				return found
+			}
+		default:
+			if !shown(decoder, 0, &found) {
+				return found
+			}
+		}
+	}
+	return found
+}
+
+// shown reads one value, which was shown if it ends within upto bytes; false at the end of what can be read.
+func shown(decoder *json.Decoder, upto int, found *[]json.RawMessage) bool {
+	var raw json.RawMessage
+	if decoder.Decode(&raw) != nil {
+		return false
+	}
+	if decoder.InputOffset() <= int64(upto) {
+		*found = append(*found, raw)
+	}
+	return true
+}
+
+// Forget deletes an entry and reports whether there was one. revision is as that of a [Note]: an entry at another is
+// left alone, and the error is a [*ConflictError]. With [Absent], an entry that is there is a conflict.
+func (o Owner) Forget(ctx context.Context, db postgres.DB, category, key string, revision int) (bool, error) {
+	var expired bool
+	err := db.QueryRow(ctx, `
+		delete from agent_memory
+		 where owner = @owner and category = @category and key = @key
+		   and (@if_revision = 0 or revision = @if_revision or expires_at <= clock_timestamp())
+		returning coalesce(expires_at <= clock_timestamp(), false)`,
+		postgres.Strict{"owner": o, "category": category, "key": key, "if_revision": revision}).Scan(&expired)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return false, o.stillThere(ctx, db, category, key, revision)
+	}
+	if err != nil {
+		return false, fmt.Errorf("forget memory %q: %w", key, err)
+	}
+	return !expired, nil
+}
+
+// stillThere is the conflict of an entry that was to be deleted and is at another revision; nil when none is there.
+func (o Owner) stillThere(ctx context.Context, db postgres.DB, category, key string, revision int) error {
+	if revision == 0 {
+		return nil
+	}
+	err := conflict(ctx, db, o, category, key, revision, nil)
+	if c, ok := errors.AsType[*ConflictError](err); ok && c.Theirs == nil {
+		return nil
+	}
+	return fmt.Errorf("forget memory %q: %w", key, err)
+}
+
+// ForgetID deletes the entry with an id and returns what it was; [ErrNotFound] when there is none, or it has
+// expired. With a revision above 0, an entry at another is left alone, and the error is a [*ConflictError]. Of any
+// number of callers at once, one deletes it.
+func ForgetID(ctx context.Context, db postgres.DB, id string, revision int) (Entry, error) {
+	rows, err := db.Query(ctx, `
+		delete from agent_memory
+		 where id = lanekeeper.agent_uuid(@id) and (expires_at is null or expires_at > clock_timestamp())
+		   and (@if_revision = 0 or revision = @if_revision)
+		returning id, owner, category, key, value, revision, trace_id, expires_at, created_at, updated_at`,
+		postgres.Strict{"id": id, "if_revision": revision})
+	if err != nil {
+		return Entry{}, fmt.Errorf("forget memory %.60q: %w", id, err)
+	}
+	e, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Entry])
+	if errors.Is(err, pgx.ErrNoRows) {
+		if e, err = GetID(ctx, db, id); err == nil {
+			err = &ConflictError{Owner: e.Owner, Category: e.Category, Key: e.Key, Read: revision, Theirs: &e}
+		}
+	}
+	if err != nil {
+		return Entry{}, fmt.Errorf("forget memory %.60q: %w", id, err)
+	}
+	return e, nil
+}
+
+// GetID returns the entry with an id, or [ErrNotFound].
+func GetID(ctx context.Context, db postgres.DB, id string) (Entry, error) {
+	rows, err := db.Query(ctx, `
+		select id, owner, category, key, value, revision, trace_id, expires_at, created_at, updated_at
+		  from agent_memory where id = lanekeeper.agent_uuid(@id) and (expires_at is null or expires_at > clock_timestamp())`,
+		postgres.Strict{"id": id})
+	if err != nil {
+		return Entry{}, fmt.Errorf("get memory %.60q: %w", id, err)
+	}
+	e, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Entry])
+	if errors.Is(err, pgx.ErrNoRows) {
+		err = ErrNotFound
+	}
+	if err != nil {
+		return Entry{}, fmt.Errorf("get memory %.60q: %w", id, err)
+	}
+	return e, nil
+}
+
+// prune drops what is known about keys that are long gone, and conflicts that were decided long ago.
+func prune(ctx context.Context, db postgres.DB) error {
+	_, err := db.Exec(ctx, `
+		with keys as (
+		  delete from agent_memory_forgotten g
+		   using (select o.owner, o.category, o.key from agent_memory_forgotten o
+		           where o.forgotten_at < clock_timestamp() - interval '90 days' order by o.forgotten_at limit 1000
+		             for update skip locked) old
+		   where g.owner = old.owner and g.category = old.category and g.key = old.key)
+		delete from agent_memory_conflicts c
+		 using (select o.id from agent_memory_conflicts o
+		         where o.status <> 'open' and o.decided_at < clock_timestamp() - interval '90 days' order by o.decided_at limit 1000
+		           for update skip locked) old
+		 where c.id = old.id`)
+	if err != nil {
+		return fmt.Errorf("prune memory: %w", err)
+	}
+	return nil
 }

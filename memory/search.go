@@ -1,8 +1,13 @@
 package memory
 
 import (
+	"cmp"
 	"context"
 	"fmt"
+	"log/slog"
+	"slices"
+	"sync"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 
@@ -129,4 +134,143 @@ func bounded(limit int) int {
 		return defaultLimit
 	}
 	return min(limit, maxLimit)
+}
+
+const (
+	queryTimeout = 2 * time.Second  // for the embedding of a query
+	queryPause   = 30 * time.Second // after a failure, queries are not embedded for so long
+	rankedDepth  = 50               // how many matches of each kind are ranked, at least
+	rankConstant = 60               // of reciprocal rank fusion
+	maxScanned   = 50_000           // the newest entries of one owner, which one search compares
+)
+
+// Embedder makes vectors of texts. A [models.Client] is one.
+type Embedder interface {
+	Model() string
+	Embed(ctx context.Context, texts []string) ([][]float32, error)
+}
+
+// Index searches by words and by meaning, and keeps the vectors up to date. A nil Index searches by words alone. It is
+// safe for concurrent use.
+type Index struct {
+	model Embedder
+	log   *slog.Logger
+
+	mu         sync.Mutex
+	searching  string    // what keeps queries from being embedded; empty: nothing
+	pausedTill time.Time // no query is embedded before
+}
+
+// NewIndex makes an Index over an embedding model. log may be nil.
+func NewIndex(model Embedder, log *slog.Logger) *Index {
+	return &Index{model: model, log: cmp.Or(log, slog.New(slog.DiscardHandler))}
+}
+
+// Search is [Owner.Search], ranked together with the entries that are nearest in meaning (reciprocal rank fusion). A
+// query that quotes or excludes something is searched by words alone. So is every query while the extension vector is
+// missing or the embedding server fails; the log says so once.
+func (x *Index) Search(ctx context.Context, db postgres.DB, o Owner, query string, limit int) ([]Entry, error) {
+	form, err := parse(ctx, db, query)
+	if err != nil {
+		return nil, err
+	}
+	if x == nil || form.words == 0 || !form.plain {
+		return o.search(ctx, db, query, form, limit)
+	}
+	vector := x.queryVector(ctx, form, query)
+	if vector == nil {
+		return o.search(ctx, db, query, form, limit)
+	}
+	depth := max(bounded(limit), rankedDepth)
+	byWords, err := o.search(ctx, db, query, form, depth)
+	if err != nil {
+		return nil, err
+	}
+	byMeaning, err := x.nearest(ctx, db, o, vector, depth)
+	if err != nil {
+		return nil, err
+	}
+	found := fuse(byWords, byMeaning)
+	return found[:min(len(found), bounded(limit))], nil
+}
+
+// queryVector is the vector of a query; nil when there is none to be had now.
+func (x *Index) queryVector(ctx context.Context, form queryForm, query string) []float32 {
+	if form.extension == nil {
+		x.report(ctx, "the database has no extension vector", nil)
+		return nil
+	}
+	if x.paused() {
+		return nil
+	}
+	limited, cancel := context.WithTimeout(ctx, queryTimeout)
+	defer cancel()
+	vectors, err := x.model.Embed(limited, []string{cut(query, maxEmbedded)})
+	if err != nil {
+		if ctx.Err() == nil {
+			x.report(ctx, "the embedding server does not answer", err)
+		}
+		return nil
+	}
+	x.report(ctx, "", nil)
+	return vectors[0]
+}
+
+func (x *Index) paused() bool {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	return time.Now().Before(x.pausedTill)
+}
+
+// report logs what keeps searches from using meaning, when that changes.
+func (x *Index) report(ctx context.Context, wrong string, err error) {
+	x.mu.Lock()
+	before := x.searching
+	x.searching = wrong
+	if err != nil {
+		x.pausedTill = time.Now().Add(queryPause)
+	}
+	x.mu.Unlock()
+	switch wrong {
+	case before:
+	case "":
+		x.log.InfoContext(ctx, "memory is searched by meaning again", "model", x.model.Model())
+	default:
+		x.log.WarnContext(ctx, "memory is searched by words alone; `agent doctor` says what helps",
+			"reason", wrong, "model", x.model.Model(), "error", err)
+	}
+}
+
+// nearest returns the entries that are nearest to a vector, the nearest first.
+func (x *Index) nearest(ctx context.Context, db postgres.DB, o Owner, vector []float32, limit int) ([]Entry, error) {
+	rows, err := db.Query(ctx, `
+		select m.id, m.owner, m.category, m.key, m.value, m.revision, m.trace_id, m.expires_at, m.created_at, m.updated_at
+		  from lanekeeper.agent_memory_nearest(@owner, @model, @vector::real[], @most, @limit) with ordinality n (memory_id, distance, place)
+		  join agent_memory m on m.id = n.memory_id and m.owner = @owner
+		 order by n.place`,
+		postgres.Strict{"owner": o, "model": x.model.Model(), "vector": vector, "most": maxScanned, "limit": limit})
+	if err != nil {
+		return nil, fmt.Errorf("search memory by meaning: %w", err)
+	}
+	found, err := pgx.CollectRows(rows, pgx.RowToStructByName[Entry])
+	if err != nil {
+		return nil, fmt.Errorf("search memory by meaning: %w", err)
+	}
+	return found, nil
+}
+
+// fuse merges ranked lists: an entry scores 1 / (60 + rank) in each. Of equals, the one of the first list comes first.
+func fuse(lists ...[]Entry) []Entry {
+	scores := map[string]float64{}
+	var all []Entry
+	for _, list := range lists {
+		for rank, e := range list {
+			if scores[e.ID] == 0 {
+				all = append(all, e)
+			}
+			scores[e.ID] += 1 / float64(rankConstant+rank+1)
+		}
+	}
+	slices.SortStableFunc(all, func(a, b Entry) int { return cmp.Compare(scores[b.ID], scores[a.ID]) })
+	return all
 }
