@@ -1,18 +1,29 @@
 package why_test
 
 import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
 	"fmt"
 	"net/http"
 	"slices"
+	"strings"
+	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
+	"golang.org/x/sync/errgroup"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/automations/runner"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/trace"
 	"github.com/lanekeeper/lanekeeper/webhooks"
+	"github.com/lanekeeper/lanekeeper/why"
 )
 
 // How executions begin. Each operation says whether it could be done.
@@ -219,4 +230,562 @@ func (s *scenario) clear() {
 	s.exec(`delete from agent_automations`)
 	s.exec(`delete from agent_schedules`)
 	s.exec(`update agent_executions set status = 'cancelled', claim = claim + 1 where status in ('pending', 'running', 'waiting')`)
+}
+
+// expected are the edges that why has to have of a trace, all of them and no others.
+func (s *scenario) expected(traceID string) []edge {
+	edges := []edge{{"trace", "trace", "", "trace " + traceID}}
+	for _, f := range s.facts {
+		if f.trace == traceID {
+			edges = append(edges, f.edge)
+		}
+	}
+	for _, r := range s.runs {
+		if r.trace != traceID {
+			continue
+		}
+		if r.parent != nil && r.parent.trace == traceID {
+			edges = append(edges, edge{"did", "child", r.parent.ref(), r.ref()})
+		} else {
+			edges = append(edges, edge{"did", "run", "", r.ref()})
+		}
+		if r.wait != nil {
+			edges = append(edges, edge{"waits", "waits", "", r.ref()})
+			for _, by := range r.wait.by {
+				edges = append(edges, edge{"waits", "blocked", by.ref(), r.ref()})
+			}
+		}
+	}
+	for _, l := range s.lanes {
+		if h := l.holder(); h != nil && h.trace == traceID {
+			edges = append(edges, edge{"lanes", map[bool]string{true: "held", false: "holds"}[l.expired], h.ref(), "lane " + l.name})
+		}
+	}
+	for key := range s.spend {
+		if key[0] == traceID {
+			edges = append(edges, edge{"spend", "spend", "trace " + traceID, "model " + key[1]})
+		}
+	}
+	edges = append(edges, s.because(traceID)...)
+	edges = append(edges, s.effects(traceID)...)
+	return sorted(edges)
+}
+
+func sorted(edges []edge) []edge {
+	slices.SortFunc(edges, func(a, b edge) int {
+		return cmp.Or(strings.Compare(a.part, b.part), strings.Compare(a.kind, b.kind), strings.Compare(a.from, b.from), strings.Compare(a.to, b.to))
+	})
+	return edges
+}
+
+// because are the chains of causes of the executions that nothing in the trace has begun.
+func (s *scenario) because(traceID string) []edge {
+	var roots []*run
+	for _, r := range s.runs {
+		if r.trace == traceID && (r.parent == nil || r.parent.trace != traceID) {
+			roots = append(roots, r)
+		}
+	}
+	slices.SortFunc(roots, func(a, b *run) int { return strings.Compare(a.id, b.id) })
+	var edges []edge
+	told := map[string]bool{}
+	for _, root := range roots {
+		var chain []edge
+		inside := false
+		for ref := root.ref(); ; {
+			c, known := s.causes[ref]
+			if !known || told[ref] {
+				break
+			}
+			if inside = c.trace == traceID; inside {
+				break
+			}
+			chain = append(chain, edge{"because", c.kind, c.from, ref})
+			ref = c.from
+		}
+		if inside {
+			continue
+		}
+		for _, e := range chain {
+			told[e.to] = true
+		}
+		edges = append(edges, chain...)
+	}
+	return edges
+}
+
+// effects are what came of a trace beyond the facts that are its own.
+func (s *scenario) effects(traceID string) []edge {
+	var edges []edge
+	led := func(kind, from, to string) { edges = append(edges, edge{"led to", kind, from, to}) }
+	for _, e := range s.events {
+		if e.trace != traceID {
+			continue
+		}
+		from := e.ref()
+		if e.end != nil {
+			from = e.end.ref()
+		} else {
+			led("raised", e.by, e.ref())
+		}
+		for _, r := range e.woken {
+			if r.trace != traceID {
+				led("resumed", from, r.ref())
+			}
+		}
+	}
+	for _, r := range s.runs {
+		if r.parent != nil && r.parent.trace == traceID && r.trace != traceID {
+			led("child", r.parent.ref(), r.ref())
+		}
+	}
+	return edges
+}
+
+// Lanes: who has which, with loans, as the model of the test has it.
+
+// begins notes that somebody has a lane from here on.
+func (s *scenario) begins(l *lane, r *run) {
+	for _, w := range s.runs {
+		if w.wait != nil && w.wait.kind == "lane" && w.wait.key == l.name && w != r {
+			w.wait.by = append(w.wait.by, r)
+		}
+	}
+}
+
+// held notes a hold that is over.
+func (s *scenario) held(l *lane) {
+	h := l.holder()
+	s.fact(h.trace, "lanes", "held", h.ref(), "lane "+l.name)
+}
+
+// giveBack ends the hold of whoever has the lane; it goes to whoever lent it, down to the given depth.
+func (s *scenario) giveBack(l *lane, depth int) {
+	s.held(l)
+	l.stack, l.expired = l.stack[:depth], false
+	if depth > 0 {
+		s.begins(l, l.holder())
+	}
+}
+
+func (s *scenario) takeLane() bool {
+	r := s.some(working)
+	return r != nil && s.takes(pick(s, s.lanes), r)
+}
+
+// lend has a holder start a child, wait for it, and the child borrow the lane.
+func (s *scenario) lend() bool {
+	for _, l := range s.lanes {
+		r := l.holder()
+		if r == nil || !r.claimed || l.expired {
+			continue
+		}
+		spec := executions.Spec{Flow: "child", Surface: trace.Flow, TraceID: trace.ID(r.trace), ParentID: r.id, Awaited: true, Inherits: true}
+		child := s.start(spec, r, cause{"child", r.ref(), r.trace})
+		s.want(r, s.park(r, "agent", child.id), true)
+		s.claimed(child)
+		return s.takes(l, child)
+	}
+	return false
+}
+
+// takes has an execution ask for a lane, and reports whether it has it then.
+func (s *scenario) takes(l *lane, r *run) bool {
+	if got := value[bool](s.world, `select acquired from lanekeeper.acquire_agent_execution_lock($1, $2 || '#' || $3::bigint)`, l.name, r.id, r.claim); got != s.mayTake(l, r) {
+		s.t.Fatalf("%s takes %s: %v", r.ref(), l.name, got)
+	} else if !got {
+		return false
+	}
+	line := s.line(l, r)
+	switch {
+	case l.holder() == r && !l.expired:
+	case l.holder() == nil || l.expired:
+		if l.holder() != nil {
+			s.held(l)
+		}
+		l.stack, l.expired = []*run{r}, false
+		s.begins(l, r)
+	default:
+		s.held(l) // lent
+		l.stack = append(l.stack, line...)
+		s.begins(l, r)
+	}
+	return true
+}
+
+func (s *scenario) mayTake(l *lane, r *run) bool {
+	return l.holder() == nil || l.expired || l.holder() == r || s.line(l, r) != nil
+}
+
+// line is who is between the holder of a lane and who may borrow it, with the latter; nil when it may not.
+func (s *scenario) line(l *lane, r *run) []*run {
+	line := []*run{r}
+	for c := r; c.inherits && c.parent != nil; c = c.parent {
+		p := c.parent
+		if p.over || p.wait == nil || p.wait.kind != "agent" || p.wait.key != c.id {
+			return nil
+		}
+		if p == l.holder() {
+			return line
+		}
+		line = slices.Insert(line, 0, p)
+	}
+	return nil
+}
+
+func (s *scenario) releaseLane() bool {
+	for _, l := range s.lanes {
+		r := l.holder()
+		if r == nil || !r.claimed || l.expired {
+			continue
+		}
+		if !value[bool](s.world, `select release_agent_lock($1, $2 || '#' || $3::bigint)`, l.name, r.id, r.claim) {
+			s.t.Fatalf("%s does not release %s", r.ref(), l.name)
+		}
+		s.giveBack(l, len(l.stack)-1)
+		return true
+	}
+	return false
+}
+
+// free is what the end of an execution, or its going back into the queue, does to its lanes.
+func (s *scenario) free(r *run) {
+	for _, l := range s.lanes {
+		if i := slices.Index(l.stack, r); i >= 0 {
+			s.giveBack(l, i)
+		}
+	}
+}
+
+// recall is what the end of a wait for a child does.
+func (s *scenario) recall(r *run) {
+	for _, l := range s.lanes {
+		if i := slices.Index(l.stack, r); i >= 0 && i < len(l.stack)-1 {
+			s.giveBack(l, i+1)
+		}
+	}
+}
+
+func (s *scenario) expireLane() bool {
+	for _, l := range s.lanes {
+		if len(l.stack) != 1 || l.expired || l.holder().wait != nil {
+			continue
+		}
+		s.exec(`update agent_locks set expires_at = clock_timestamp() where lane = $1`, l.name)
+		l.expired = true
+		return true
+	}
+	return false
+}
+
+func (s *scenario) breakLane() bool {
+	l := pick(s, s.lanes)
+	if l.holder() == nil || l.expired {
+		return false
+	}
+	if !value[bool](s.world, `select break_agent_lock($1, 'the test says so')`, l.name) {
+		s.t.Fatalf("%s is not broken", l.name)
+	}
+	s.giveBack(l, 0)
+	return true
+}
+
+// What executions do between their beginning and their end.
+
+func (s *scenario) claim() bool {
+	r := s.some(func(r *run) bool { return !r.over && !r.claimed && r.wait == nil })
+	if r == nil {
+		return false
+	}
+	s.claimed(r)
+	return true
+}
+
+// claimed has a worker of its own take an execution.
+func (s *scenario) claimed(r *run) {
+	r.worker = value[string](s.world, `insert into agent_workers (name, expires_at) values ('test', clock_timestamp() + interval '1 hour') returning id::text`)
+	r.claim = value[int64](s.world, `select claim from lanekeeper.claim_agent_execution($1, $2)`, r.id, r.worker)
+	if r.claim == 0 {
+		s.t.Fatalf("%s is not claimed", r.ref())
+	}
+	r.claimed = true
+	s.interrupted(r)
+}
+
+// interrupted are the calls that were under way when a claim, or everything, was over.
+func (s *scenario) interrupted(r *run) {
+	for _, step := range r.open {
+		s.fact(r.trace, "trouble", "unknown", r.ref(), "step "+step)
+	}
+	r.open = nil
+}
+
+func (r *run) next(what string) string {
+	r.steps++
+	return fmt.Sprintf("%s %d", what, r.steps)
+}
+
+func (s *scenario) step() bool {
+	r := s.some(working)
+	if r == nil {
+		return false
+	}
+	s.exec(`insert into agent_checkpoints (execution_id, step, claim, output) values ($1, $2, $3, '{"event": "none", "timed_out": true}')`, r.id, r.next("step"), r.claim)
+	r.spent = 0
+	return true
+}
+
+func (s *scenario) entry(r *run, skill, step string, claim int64) activity.Entry {
+	return activity.Entry{TraceID: r.trace, ExecutionID: r.id, Claim: claim, Skill: skill, Step: step, Surface: r.surface}
+}
+
+func (s *scenario) call() bool {
+	r := s.some(working)
+	if r == nil {
+		return false
+	}
+	step := r.next("call")
+	e := s.entry(r, "pay", step, r.claim)
+	id, err := activity.Open(s.ctx(), s.pool, e)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	if s.rng.IntN(2) == 0 {
+		r.open = append(r.open, step)
+		return true
+	}
+	if err := activity.Close(s.ctx(), s.pool, id, e, activity.Outcome{}); err != nil {
+		s.t.Fatal(err)
+	}
+	return true
+}
+
+func (s *scenario) think() bool {
+	r := s.some(working)
+	if r == nil {
+		return false
+	}
+	e := s.entry(r, "model", r.next("think"), r.claim)
+	e.Kind, e.Model = activity.KindModel, pick(s, []string{"small", "large"})
+	prompt, completion, micros := s.rng.IntN(1000), s.rng.IntN(1000), s.rng.Int64N(90_000)
+	_, err := activity.Note(s.ctx(), s.pool, e, activity.Outcome{
+		Usage: activity.Usage{PromptTokens: prompt, CompletionTokens: completion, TotalTokens: prompt + completion}, CostUSD: float64(micros) / 1e6,
+	})
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	key := [2]string{r.trace, e.Model}
+	if s.spend[key] == nil {
+		s.spend[key] = &model{}
+	}
+	s.spend[key].calls++
+	s.spend[key].tokens += int64(prompt + completion)
+	s.spend[key].micros += micros
+	return true
+}
+
+// late writes under a claim that is over: it is refused, and what it would have said is kept.
+func (s *scenario) late() bool {
+	r := s.some(func(r *run) bool { return len(r.old) > 0 })
+	if r == nil {
+		return false
+	}
+	e := s.entry(r, "pay", r.next("late"), pick(s, r.old))
+	if _, err := activity.Note(s.ctx(), s.pool, e, activity.Outcome{}); !errors.Is(err, activity.ErrStale) {
+		s.t.Fatalf("a late write: %v", err)
+	}
+	if err := activity.Reject(s.ctx(), s.pool, e, activity.Outcome{}); err != nil {
+		s.t.Fatal(err)
+	}
+	s.fact(r.trace, "trouble", "stale", r.ref(), "step "+e.Step)
+	return true
+}
+
+// lose takes the worker of an execution away, and sweeps.
+func (s *scenario) lose() bool {
+	r := s.some(func(r *run) bool { return r.claimed && r.spent < 3 })
+	if r == nil {
+		return false
+	}
+	s.exec(`update agent_workers set expires_at = clock_timestamp() - interval '1 second' where id = $1`, r.worker)
+	s.lost(r)
+	r.spent++
+	s.sweep(nil)
+	return true
+}
+
+// lost ends a claim without a wait or an end.
+func (s *scenario) lost(r *run) {
+	s.fact(r.trace, "trouble", "lost", "worker "+r.worker, r.ref())
+	r.old = append(r.old, r.claim)
+	r.claimed = false
+}
+
+func (s *scenario) handBack() bool {
+	r := s.some(working)
+	if r == nil {
+		return false
+	}
+	s.exec(`select lanekeeper.release_agent_claim($1, $2)`, r.id, r.claim)
+	s.lost(r)
+	s.free(r)
+	return true
+}
+
+func (s *scenario) end() bool {
+	r := s.some(working)
+	if r == nil {
+		return false
+	}
+	status := pick(s, []string{"completed", "completed", "failed"})
+	s.exec(`select lanekeeper.complete_agent_execution($1, $2, $3, 'done', null, null, null)`, r.id, r.claim, status)
+	s.ended(r, status)
+	return true
+}
+
+func (s *scenario) cancel() bool {
+	r := s.some(func(r *run) bool {
+		return !r.over && !slices.ContainsFunc(s.runs, func(c *run) bool { return c.parent == r && !c.over })
+	})
+	if r == nil {
+		return false
+	}
+	if _, err := s.engine.Cancel(s.ctx(), r.id, "admin", "the test says so"); err != nil {
+		s.t.Fatal(err)
+	}
+	s.ended(r, "cancelled")
+	return true
+}
+
+// ended is all that follows an end: who waits for it goes on, automations start, a target is told.
+func (s *scenario) ended(r *run, status string) {
+	if r.claim > 0 {
+		r.old = append(r.old, r.claim)
+	}
+	r.over, r.claimed, r.wait = true, false, nil
+	s.interrupted(r)
+	s.free(r)
+	e := &event{name: "AGENT_COMPLETED", key: r.id, trace: r.trace, end: r}
+	e.id = value[string](s.world, `select id::text from agent_events where external_id = 'completed ' || $1`, r.id)
+	s.events = append(s.events, e)
+	s.causes[e.ref()] = cause{"end", r.ref(), r.trace}
+	s.exec(`select lanekeeper.deliver_agent_completion($1)`, r.id)
+	for _, w := range s.runs {
+		if w.wait != nil && w.wait.kind == "agent" && w.wait.key == r.id {
+			s.resumed(w, e, "waited", r.ref())
+		}
+	}
+	if status == "failed" && r.surface != "webhook" {
+		s.told(r.trace, r.ref())
+	}
+	s.started(e)
+}
+
+// told notes the newest message to a target.
+func (s *scenario) told(traceID, from string) {
+	id := value[string](s.world, `select id::text from agent_webhook_outbox order by id desc limit 1`)
+	s.fact(traceID, "led to", "told", from, "outgoing "+id)
+}
+
+func (s *scenario) tell() bool {
+	r := s.some(working)
+	if r == nil {
+		return false
+	}
+	if s.rng.IntN(3) == 0 {
+		s.exec(`select lanekeeper.emit_agent_webhook('order.placed', $1, '{}')`, r.trace)
+		s.told(r.trace, "trace "+r.trace)
+		return true
+	}
+	s.exec(`select lanekeeper.emit_agent_webhook('order.placed', $1, jsonb_build_object('execution_id', $2::text))`, r.trace, r.id)
+	s.told(r.trace, r.ref())
+	return true
+}
+
+func (s *scenario) say() bool {
+	r := s.some(working)
+	if r == nil {
+		return false
+	}
+	s.exec(`
+		with place as (update agent_threads set next_seq = next_seq + 1 where id = 'talk' returning next_seq - 1 as seq)
+		insert into agent_messages (thread_id, seq, turn, role, content, execution_id, trace_id, status)
+		select 'talk', seq, seq, 'assistant', 'hello', $1, $2, 'sent' from place`, r.id, r.trace)
+	said := tied{r.trace, edge{"led to", "said", r.ref(), "thread talk"}}
+	if !slices.Contains(s.facts, said) { // one row, however often it spoke
+		s.facts = append(s.facts, said)
+	}
+	return true
+}
+
+// A flow that delivers an event is told as its cause, whichever way a process at work takes; an event from outside has none.
+func TestAFlowThatRaisesAnEventIsItsCause(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	waits := func(ctx context.Context, in json.RawMessage) (executions.Result, error) {
+		var key string
+		if err := json.Unmarshal(in, &key); err != nil {
+			return executions.Result{}, err
+		}
+		_, err := executions.Wait(ctx, "wait", executions.Event(key, time.Hour))
+		return executions.Result{}, err
+	}
+	raises := func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+		_, err := executions.Step(ctx, "raise", func(ctx context.Context) (executions.Delivered, error) {
+			return w.engine.Deliver(ctx, w.pool, "EVENT_COMPLETED", "inside", nil, "once")
+		})
+		return executions.Result{}, err
+	}
+	if err := errors.Join(w.engine.Register("waits", waits), w.engine.Register("raises", raises)); err != nil {
+		t.Fatal(err)
+	}
+	ctx, stop := context.WithCancel(t.Context())
+	var group errgroup.Group
+	group.Go(func() error { return w.engine.Run(ctx) })
+	defer func() {
+		stop()
+		if err := group.Wait(); err != nil && !errors.Is(err, context.Canceled) {
+			t.Error(err)
+		}
+	}()
+	begin := func(flow, key string) executions.Execution {
+		x, _, err := w.engine.Start(t.Context(), w.pool, executions.Spec{Flow: flow, Surface: trace.Flow, Input: key})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return x
+	}
+	until := func(x executions.Execution, status string) {
+		pgtest.Eventually(t, time.Minute, func() bool {
+			return value[string](w, `select status from agent_executions where id = $1`, x.ID) == status
+		}, x.Flow+" is "+status)
+	}
+	inside, outside := begin("waits", "inside"), begin("waits", "outside")
+	until(inside, "waiting")
+	until(outside, "waiting")
+	raiser := begin("raises", "")
+	if _, err := w.engine.Deliver(t.Context(), w.pool, "EVENT_COMPLETED", "outside", nil, ""); err != nil {
+		t.Fatal(err)
+	}
+	for x, by := range map[*executions.Execution]string{&inside: "execution " + raiser.ID, &outside: "outside"} {
+		until(*x, "completed")
+		answer, err := why.Of(t.Context(), w.pool, x.TraceID)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var detail struct {
+			By string `json:"raised_by"`
+		}
+		if waited := answer.Of(why.Waits); len(waited) != 1 || json.Unmarshal(waited[0].Detail, &detail) != nil || detail.By != by {
+			t.Errorf("%s waited for %+v, want an event raised by %s", x.ID, waited, by)
+		}
+	}
+	answer, err := why.Of(t.Context(), w.pool, raiser.TraceID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	led := answer.Of(why.LedTo)
+	if len(led) != 2 || led[0].FromRef != "execution "+raiser.ID || led[1].ToRef != "execution "+inside.ID || led[1].TraceID != inside.TraceID {
+		t.Errorf("it led to %+v", led)
+	}
 }
