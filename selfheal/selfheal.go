@@ -25,9 +25,14 @@
 package selfheal
 
 import (
+	"cmp"
 	"context"
+	_ "embed"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -140,4 +145,170 @@ func lock(ctx context.Context, tx pgx.Tx, p Policy, skill string) (measured, boo
 		return measured{}, false, err
 	}
 	return again[0], again[0].tripped(), nil
+}
+
+//go:embed measure.sql
+var measureSQL string
+
+// measured is how an enabled skill fares. Failures and Classes are there when the rule is tripped.
+type measured struct {
+	Skill    string
+	SkillID  string
+	Calls    int
+	Errors   int
+	Streak   int
+	Since    time.Time
+	ByStreak bool
+	ByRate   bool
+	Failures []Failure
+	Classes  map[string]int
+}
+
+// measure reads the calls of one enabled skill, or of all of them when skill is empty.
+func measure(ctx context.Context, db postgres.DB, p Policy, skill string) ([]measured, error) {
+	rows, err := db.Query(ctx, measureSQL, pgx.QueryExecModeCacheDescribe, postgres.Strict{
+		"skill": skill, "window": p.Window, "failures": p.Failures, "rate": p.Rate, "rate_calls": p.RateCalls,
+	})
+	if err != nil {
+		return nil, fmt.Errorf("measure skills: %w", err)
+	}
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[measured])
+	if err != nil {
+		return nil, fmt.Errorf("measure skills: %w", err)
+	}
+	return list, nil
+}
+
+func (m measured) tripped() bool { return m.ByStreak || m.ByRate }
+
+// evidence is what an admin needs to see that the rule was applied rightly.
+func (m measured) evidence(p Policy) Evidence {
+	e := Evidence{
+		Rule: "streak", Streak: m.Streak, Calls: m.Calls, Errors: m.Errors, Window: p.Window.String(),
+		Since: m.Since.UTC(), Classes: m.Classes, Failures: m.Failures,
+	}
+	if !m.ByStreak {
+		e.Rule = "rate"
+	}
+	if m.Calls > 0 {
+		e.Rate = float64(m.Errors) / float64(m.Calls)
+	}
+	return e
+}
+
+// reason is the evidence in words.
+func (m measured) reason() string {
+	text := fmt.Sprintf("%d consecutive failures", m.Streak)
+	if !m.ByStreak {
+		text = fmt.Sprintf("%d of %d calls failed (%d %%)", m.Errors, m.Calls, 100*m.Errors/max(m.Calls, 1))
+		if class, n := m.commonest(); class != "" && len(m.Classes) > 1 {
+			text += fmt.Sprintf(", %d of them %s", n, class)
+		}
+	}
+	if len(m.Failures) == 0 {
+		return text
+	}
+	last := m.Failures[0]
+	return text + ", last: " + cmp.Or(strings.Trim(last.ErrorClass+": "+oneLine(last.ErrorMessage, 200), ": "), "no message")
+}
+
+// commonest is the error class that occurs most; the first by name of equals.
+func (m measured) commonest() (class string, n int) {
+	for _, c := range slices.Sorted(maps.Keys(m.Classes)) {
+		if m.Classes[c] > n {
+			class, n = c, m.Classes[c]
+		}
+	}
+	return class, n
+}
+
+// oneLine is text without line breaks, of at most n runes.
+func oneLine(s string, n int) string {
+	runes := []rune(strings.Join(strings.Fields(s), " "))
+	if len(runes) <= n {
+		return string(runes)
+	}
+	return string(runes[:n-1]) + "…"
+}
+
+// Report is what a run found and did.
+type Report struct {
+	Checked int      `json:"checked"` // enabled skills that were measured
+	Healed  []Healed `json:"healed"`
+	Trials  []Trial  `json:"trials"` // skills that are offered for one try
+}
+
+// Healed is a skill that this run disabled.
+type Healed struct {
+	Skill             string   `json:"skill"`
+	SkillID           string   `json:"skill_id"`
+	Reason            string   `json:"reason"`
+	Evidence          Evidence `json:"evidence"`
+	AutomationsPaused []string `json:"automations_paused"`
+}
+
+// Evidence is why a skill was disabled. It is kept with the skill until it is enabled again.
+type Evidence struct {
+	Reason   string         `json:"reason"`
+	Rule     string         `json:"rule"` // streak or rate: what tripped; streak when both did
+	Streak   int            `json:"streak"`
+	Calls    int            `json:"calls"`
+	Errors   int            `json:"errors"`
+	Rate     float64        `json:"rate"`
+	Window   string         `json:"window"`
+	Since    time.Time      `json:"since"` // the window's start, or the last enabling when that is later
+	Classes  map[string]int `json:"classes"`
+	Failures []Failure      `json:"failures"` // the newest first, ten or as many as trip the rule
+}
+
+// Failure is one failed call.
+type Failure struct {
+	ActivityID   string    `json:"activity_id"`
+	TraceID      string    `json:"trace_id"`
+	At           time.Time `json:"at"`
+	ErrorClass   string    `json:"error_class"`
+	ErrorMessage string    `json:"error_message"`
+}
+
+// Trial is a disabled skill that may be tried once.
+type Trial struct {
+	Skill       string    `json:"skill"`
+	Reason      string    `json:"reason"` // for which it was disabled
+	OfferedAt   time.Time `json:"offered_at"`
+	Taken       bool      `json:"taken"`       // the one call is under way
+	Automations []string  `json:"automations"` // that wait for the skill
+}
+
+// Prompt is the report for a heartbeat's prompt. Error texts come from outside, so they are quoted: they
+// are data for the model, not instructions.
+func (r Report) Prompt() string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "Self-heal checked %d skills.", r.Checked)
+	if len(r.Healed) == 0 {
+		b.WriteString(" None had to be taken out of service.")
+	}
+	for _, h := range r.Healed {
+		fmt.Fprintf(&b, "\n- %s is now disabled and cannot be called. Reason: %q.", h.Skill, h.Reason)
+		if len(h.AutomationsPaused) > 0 {
+			fmt.Fprintf(&b, " Paused with it: %s.", quoted(h.AutomationsPaused))
+		}
+	}
+	for _, t := range r.Trials {
+		if t.Taken {
+			continue
+		}
+		fmt.Fprintf(&b, "\n- %s is on trial: its next call decides whether it returns to service. It was disabled for %q.", t.Skill, t.Reason)
+		if len(t.Automations) > 0 {
+			fmt.Fprintf(&b, " Waiting for it: %s.", quoted(t.Automations))
+		}
+	}
+	return b.String()
+}
+
+func quoted(names []string) string {
+	list := make([]string, 0, len(names))
+	for _, name := range names {
+		list = append(list, fmt.Sprintf("%q", name))
+	}
+	return strings.Join(list, ", ")
 }
