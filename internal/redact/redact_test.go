@@ -4,8 +4,10 @@ import (
 	"encoding/json"
 	"fmt"
 	"math"
+	"math/rand/v2"
 	"strings"
 	"testing"
+	"time"
 	"unicode/utf8"
 
 	"github.com/google/go-cmp/cmp"
@@ -259,5 +261,108 @@ func BenchmarkJSON(b *testing.B) {
 	b.SetBytes(int64(len(redact.JSON(v, 1<<20))))
 	for b.Loop() {
 		redact.JSON(v, 1<<20)
+	}
+}
+
+func TestAKnownSecretIsHiddenAtAnyDepth(t *testing.T) {
+	hide := strings.NewReplacer("s3cret", "[secret]").Replace
+	got := redact.Known(map[string]any{
+		"a s3cret key": 1.5, "list": []any{"the s3cret", nil, map[string]any{"deep": "s3crets3cret"}}, "true": true,
+	}, hide)
+	want := map[string]any{
+		"a [secret] key": 1.5, "list": []any{"the [secret]", nil, map[string]any{"deep": "[secret][secret]"}}, "true": true,
+	}
+	if diff := cmp.Diff(any(want), got); diff != "" {
+		t.Errorf("(-want +got):\n%s", diff)
+	}
+}
+
+// pieces are what a rule begins, joins or ends with.
+var pieces = []string{
+	"password", "token", "key", "a", "x1", "пароль", "密码", "mot de passe", "Authorization", "tokens", "auth", "=", ":", "：", "->", "--", "-", " ",
+	"\n", "\t", "  ", "|", ">", "\"", "'", "`", "\\", "\\n", "\\\"", "{", "}", "[", "]", "<", ">", "</", "/>", "<password>", "</password>", "<auth>",
+	"://", "postgres://", "https://", "@", "/", "?", "&", "?key=", "&sig=", "curl ", "-u ", "a:b", "mysql ", "-p", "Bearer ", "Basic ", "eyJabcdef.",
+	"ghp_", "sk-", "abcdefghij", "0123456789", "0123456789abcdef0123456789abcdef", "-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----",
+	"Private-Lines: 1", "Private-MAC: 00", "\u200b", "\u00ad", "\u0301", "é", "\u00a0", "[redacted]", "[redac", "…[cut 5 bytes]", ",", ";", ".", "#",
+	"true", "null", "1", "\x00", "\xff", "name", "value",
+}
+
+// Texts of such pieces come through twice as they come through once, and hide what they hide alone.
+func TestPiecesInAnyOrder(t *testing.T) {
+	random := rand.New(rand.NewPCG(8, 24))
+	some := func(most int) string {
+		var b strings.Builder
+		for range random.IntN(most) {
+			b.WriteString(pieces[random.IntN(len(pieces))])
+		}
+		return b.String()
+	}
+	all := allSeeded()
+	for range 4000 {
+		limit := []int{64, 200, 1000, 0}[random.IntN(4)]
+		text := some(20)
+		checkText(t, text, "", limit)
+		checkJSON(t, map[string]any{text: []any{text, some(4)}, some(3): some(6), "name": some(3), "value": some(3)}, "", limit)
+		s := all[random.IntN(len(all))]
+		around := some(10) + "\n" + s.text + "\n" + some(10)
+		if strings.Count(around, s.secret) == strings.Count(s.text, s.secret) {
+			checkText(t, around, s.secret, limit)
+			if b, err := json.Marshal(around); err == nil {
+				checkText(t, "said "+string(b), "", limit)
+			}
+		}
+		if t.Failed() {
+			return
+		}
+	}
+}
+
+// A text of many beginnings takes time in proportion to its length: a tenth of a second each, where a search from each
+// beginning to the end would take minutes.
+func TestTheWorkGrowsWithTheTextAndNoFaster(t *testing.T) {
+	const size, most = 512 << 10, 20 * time.Second
+	for _, beginning := range []string{
+		"<password>", "x<secret></a>", "</password", "curl -u ", "curl ", "mysql -p ", "password: |\n", "password:\n",
+		"key=", "é:", "密码:", "postgres://", "http://a:b@", "redis://x@", "-----BEGIN PRIVATE", "Private-Lines:",
+		"a.bcdefg.", "eyJaaaaa.", "1234567:AA", "mot de passe ", "hvs.",
+	} {
+		text := strings.Repeat(beginning, size/len(beginning))
+		started := time.Now()
+		redact.Text(text, 1000)
+		if took := time.Since(started); took > most {
+			t.Errorf("%d bytes of %q took %s", len(text), beginning, took)
+		}
+	}
+}
+
+// typicalRow is an activity's input as the product writes it, of about 300 bytes.
+const typicalRow = `{"execution":"ex_01JDKX3V8Q0M6ZC7R2N4T9B5WY","lane":"support/berlin","step":"fetch-invoice",` +
+	`"attempt":2,"started_at":"2026-11-25T02:49:48.123456Z","url":"https://example.com/v1/invoices/17?expand=lines",` +
+	`"status":200,"model":"gpt-4o-mini-2024-07-18","usage":{"prompt_tokens":812,"total_tokens":1024},` +
+	`"note":"the invoice is due in 14 days"}`
+
+func BenchmarkRow(b *testing.B) {
+	row := json.RawMessage(typicalRow)
+	b.SetBytes(int64(len(row)))
+	for b.Loop() {
+		redact.JSON(row, 0)
+	}
+}
+
+func BenchmarkRow4KiB(b *testing.B) {
+	row := json.RawMessage(`[` + strings.Repeat(typicalRow+",", 9) + typicalRow + `]`)
+	b.SetBytes(int64(len(row)))
+	for b.Loop() {
+		redact.JSON(row, 0)
+	}
+}
+
+func BenchmarkText64KiB(b *testing.B) {
+	const line = "2026-11-25T02:49:48Z INFO execution completed id=ex_01JDKX3V8Q0M6ZC7R2N4T9B5WY " +
+		"lane=support/berlin attempt=1 took=12ms: the task was risk-free\n"
+	text := strings.Repeat(line, 64<<10/len(line)+1)[:64<<10]
+	b.SetBytes(int64(len(text)))
+	for b.Loop() {
+		redact.Text(text, 1<<20)
 	}
 }
