@@ -11,20 +11,21 @@
 //	        whoever raised it; a condition over the event and the counters may let it pass unused.
 //	signal  a condition over the counters has become true ([Watch]).
 //
-// Every run is claimed before anything runs ([Claim], [Take]), by a statement that one of many callers wins. A process
-// that dies after that has left a row that says so. Package runner runs what is claimed.
+// Every run is claimed before anything runs ([Claim], [Take]), by a statement that one of many callers wins. A
+// process that dies after that has left a row that says so. Package runner runs what is claimed.
 //
 // The agent may propose an automation ([Propose]). It is out of service until an admin accepts it, and the database
 // keeps it so until the row says who decided.
 //
-// A run whose execution was cancelled, or failed for good, is claimed by nobody any more; [Abandoned] finds it,
-// to be ended with [Finish] like any other that failed.
+// A run whose execution was cancelled, or failed for good, is claimed by nobody any more; [Abandoned] finds it, to be
+// ended with [Finish] like any other that failed.
 //
-// A failed run is tried again, later each time, until the automation's attempts are used up; then
-// it is dead, and stays there to be looked at ([Runs]) or tried again by hand ([Redrive]).
+// A failed run is tried again, later each time, until the automation's attempts are used up; then it is dead, and
+// stays there to be looked at ([Runs]) or tried again by hand ([Redrive]).
 //
-// The automations of a skill are paused when it is disabled, whoever does that, and exactly those ([PausedFor]) resume when
-// it is enabled: what an admin disabled, before or since, stays disabled. The database does it, so no writer has to.
+// The automations of a skill are paused when it is disabled, whoever does that, and exactly those ([PausedFor])
+// resume when it is enabled: what an admin disabled, before or since, stays disabled. The database does it, so no
+// writer has to.
 package automations
 
 import (
@@ -154,8 +155,9 @@ func (r Run) AwaitedApproval() string {
 	return output.ApprovalID
 }
 
-// PausedFor lists the automations that are paused for a skill, by name. The database pauses them when the skill is disabled, whoever
-// disables it, and resumes exactly those when it is enabled: one whose time came meanwhile is due once.
+// PausedFor lists the automations that are paused for a skill, by name. The database pauses them when the skill is
+// disabled, whoever disables it, and resumes exactly those when it is enabled: one whose time came meanwhile is due
+// once.
 func PausedFor(ctx context.Context, db postgres.DB, skill string) ([]string, error) {
 	rows, err := db.Query(ctx, `
 		select name from agent_automations where skill_name = @skill and paused_for = @skill and not enabled`,
@@ -163,9 +165,9 @@ func PausedFor(ctx context.Context, db postgres.DB, skill string) ([]string, err
 	return sortedNames(rows, err, "list automations paused for skill "+skill)
 }
 
-// Enable puts an automation into service, whoever took it out. False when it is in service already;
-// [ErrNotFound] when there is none, [ErrProposal] when nobody has accepted it yet, [ErrSkillDisabled] while its skill is
-// disabled. On error nothing is changed.
+// Enable puts an automation into service, whoever took it out. False when it is in service already; [ErrNotFound]
+// when there is none, [ErrProposal] when nobody has accepted it yet, [ErrSkillDisabled] while its skill is disabled.
+// On error nothing is changed.
 func Enable(ctx context.Context, db postgres.DB, name string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_automations a
@@ -187,9 +189,9 @@ func Enable(ctx context.Context, db postgres.DB, name string) (bool, error) {
 	return tag.RowsAffected() > 0, nil
 }
 
-// Disable takes an automation out of service, by an admin's word; it does not resume with its skill, also
-// when it was paused for that. A proposal is refused that way. False when an admin has disabled it already; [ErrNotFound]
-// when there is none.
+// Disable takes an automation out of service, by an admin's word; it does not resume with its skill, also when it was
+// paused for that. A proposal is refused that way. False when an admin has disabled it already; [ErrNotFound] when
+// there is none.
 func Disable(ctx context.Context, db postgres.DB, name, by, reason string) (bool, error) {
 	if strings.TrimSpace(by) == "" || by == SelfHeal || by == Proposal {
 		return false, fmt.Errorf("disable automation %q: %w", name, errors.New("name the admin who does it"))
@@ -317,8 +319,9 @@ func (a Automation) definition() Definition {
 	}
 }
 
-// AtRevision locks an automation until the end of the transaction, so that what follows is based on what the caller has read. It is a
-// [*postgres.StaleError] when the automation is at another revision, and [ErrNotFound] when there is none. 0 is whatever it is at.
+// AtRevision locks an automation until the end of the transaction, so that what follows is based on what the caller
+// has read. It is a [*postgres.StaleError] when the automation is at another revision, and [ErrNotFound] when there
+// is none. 0 is whatever it is at.
 func AtRevision(ctx context.Context, tx pgx.Tx, name string, revision int) error {
 	if revision == 0 {
 		return nil
@@ -385,17 +388,17 @@ func Get(ctx context.Context, db postgres.DB, nameOrID string) (Automation, erro
 	return found[0], nil
 }
 
-// tries holds for an automation a that self-heal has paused for its own skill, of which the one trial is to be made: its next time, or
-// a run that waits, is the occasion. A skill that no model uses would else never come back. Not one that needs leave, of which nobody
-// knows when it is made, nor while another of its automations makes the trial.
+// tries holds for an automation a that self-heal has paused for its own skill, of which the one trial is to be made:
+// its next time, or a run that waits, is the occasion. A skill that no model uses would else never come back. Not one
+// that needs leave, of which nobody knows when it is made, nor while another of its automations makes the trial.
 const tries = `(a.disabled_by = 'self_heal' and a.paused_for = a.skill_name and exists (
 	select from agent_skills s where s.name = a.paused_for and not s.enabled and s.disabled_by = 'self_heal' and s.trial_at is not null
 	   and s.trust <> 'approve' and coalesce((s.evidence #>> '{trial,until}')::timestamptz <= clock_timestamp(), true))
 	and not exists (select from agent_automation_runs c join agent_automations o on o.id = c.automation_id
 	                 where c.status = 'claimed' and o.paused_for = a.paused_for))`
 
-// Due returns the automations whose time has come, the longest waiting first: those that are enabled, and those with which a skill
-// is tried. Each is to be claimed with its NextRunAt. limit is 100 when 0.
+// Due returns the automations whose time has come, the longest waiting first: those that are enabled, and those with
+// which a skill is tried. Each is to be claimed with its NextRunAt. limit is 100 when 0.
 func Due(ctx context.Context, db postgres.DB, limit int) ([]Automation, error) {
 	rows, err := db.Query(ctx, `
 		select id, name, description, agent, trigger, cron, timezone, event, condition, signal, armed, skill_name, arguments,

@@ -23,10 +23,9 @@ const (
 )
 
 // Claim takes one time of an automation's schedule, before it is run: it inserts the run and moves the automation to
-// its next time, in one transaction. Of many callers one gets ok. Not ok means that somebody else
-// has this time, that the automation is disabled (and does not try its skill) or has no schedule, or that scheduledFor is not
-// its next_run_at.
-// executionID may be empty. [ErrNotFound] when there is no such automation.
+// its next time, in one transaction. Of many callers one gets ok. Not ok means that somebody else has this time, that
+// the automation is disabled (and does not try its skill) or has no schedule, or that scheduledFor is not its
+// next_run_at. executionID may be empty. [ErrNotFound] when there is no such automation.
 func Claim(ctx context.Context, db postgres.Beginner, automationID string, scheduledFor time.Time, executionID, traceID string) (run Run, ok bool, err error) {
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		t, err := hold(ctx, tx, automationID)

@@ -28,9 +28,9 @@ var (
 	flowName  = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_.:-]{0,99}$`)
 )
 
-// Definition is what a workspace file declares about an automation. It has a skill with arguments,
-// a flow, or a prompt; and a cron expression, an event, or a signal. Conditions are expressions (expr-lang.org) over the
-// fields of [Cause] and [Counters]; a misspelt name or a comparison of unlike things is a problem found here.
+// Definition is what a workspace file declares about an automation. It has a skill with arguments, a flow, or a
+// prompt; and a cron expression, an event, or a signal. Conditions are expressions (expr-lang.org) over the fields of
+// [Cause] and [Counters]; a misspelt name or a comparison of unlike things is a problem found here.
 type Definition struct {
 	Name        string         `yaml:"name" json:"name"`
 	Description string         `yaml:"description" json:"description,omitempty"`

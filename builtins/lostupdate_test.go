@@ -122,7 +122,8 @@ func (r *runner) learn(s *scene, d done) {
 	r.seen.Add(builtins.Wrote(skill, d.answer)...)
 }
 
-// step makes one call of a run, checks what came of it against the model, and may lose its process before or after the answer was recorded.
+// step makes one call of a run, checks what came of it against the model, and may lose its process before or after
+// the answer was recorded.
 func (r *runner) step(s *scene) {
 	call := r.again
 	if call == nil {
@@ -310,7 +311,8 @@ func (p *person) act(s *scene) {
 	p.open = false
 }
 
-// resolve decides the newest open conflict of the key: a late value replaces what was found, and nothing that came since.
+// resolve decides the newest open conflict of the key: a late value replaces what was found, and nothing that came
+// since.
 func (p *person) resolve(s *scene) {
 	open, err := memory.Conflicts(s.t.Context(), s.pool, memory.ConflictFilter{Category: "test", Key: s.key, Limit: 1})
 	if err != nil {

@@ -104,7 +104,8 @@ func memoryForget(ctx context.Context, db postgres.Beginner, who rememberer, arg
 	return map[string]any{"category": args.Category, "key": args.Key, "forgotten": forgotten}, err
 }
 
-// anyRevision as the revision of a call replaces whatever is there. It is for what people write down; a model cannot say it.
+// anyRevision as the revision of a call replaces whatever is there. It is for what people write down; a model cannot
+// say it.
 const anyRevision = -1
 
 // ClassConflict is the class of a write that did not take place, because the key has changed since the run read it.

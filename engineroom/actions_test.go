@@ -692,7 +692,8 @@ func TestOperateReadsNoMoreThanItShows(t *testing.T) {
 	}
 }
 
-// Who only asks whether a stream is there has its answer at once, or the next request on the connection would wait for ever.
+// Who only asks whether a stream is there has its answer at once, or the next request on the connection would wait
+// for ever.
 func TestAStreamThatIsAskedForItsHeadersEnds(t *testing.T) {
 	t.Parallel()
 	_, server := open(t)

@@ -324,8 +324,8 @@ func (room *Room) executionFork(ctx context.Context, v *visit) (any, error) {
 	return f, nil
 }
 
-// hides reports whether JSON has anything that is shown otherwise than it is, or not at all: a form that began with what
-// is shown would put that into its place.
+// hides reports whether JSON has anything that is shown otherwise than it is, or not at all: a form that began with
+// what is shown would put that into its place.
 func hides(text string) bool {
 	shown := shownJSON(text, int64(len(text)))
 	return !shown.Whole || shown.Text != setOut(text) || strings.ContainsFunc(text, tricky)
@@ -402,9 +402,9 @@ func (room *Room) ancestors(ctx context.Context, id string) ([]relative, error) 
 	return list, nil
 }
 
-// descendants are what it has started, level by level: about the oldest treeWide of each, treeMost and one more in all. They
-// are read in the order of the index on the parent, some way on: with a condition on the parent and the order of the ids the
-// planner may walk through the whole table by id.
+// descendants are what it has started, level by level: about the oldest treeWide of each, treeMost and one more in
+// all. They are read in the order of the index on the parent, some way on: with a condition on the parent and the
+// order of the ids the planner may walk through the whole table by id.
 func (room *Room) descendants(ctx context.Context, id string) ([]relative, error) {
 	rows, err := room.Read.Query(ctx, `
 		with recursive tree (id, level) as (

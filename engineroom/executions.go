@@ -57,8 +57,9 @@ type executionRow struct {
 	CompletedAt                        *time.Time
 }
 
-// executionRowColumns are those of executionRow, of agent_executions e. What can be long is cut here. Whether there are children
-// is asked for in the order of the index, so that no guess of the planner makes it a walk through the table.
+// executionRowColumns are those of executionRow, of agent_executions e. What can be long is cut here. Whether there
+// are children is asked for in the order of the index, so that no guess of the planner makes it a walk through the
+// table.
 const executionRowColumns = ` e.id::text, e.trace_id, e.surface, e.flow, e.status, left(e.agent, 200) as agent, e.parent_id::text, e.thread_id, e.forked_from::text,
 	coalesce((select c.parent_id = e.id from agent_executions c where c.parent_id >= e.id order by c.parent_id limit 1), false) as children, e.priority, e.attempt, e.max_attempts,
 	coalesce(e.waiting_for, '') as waiting_for, left(coalesce(e.waiting_key, ''), 600) as waiting_key, e.waiting_until,
@@ -206,7 +207,8 @@ func (room *Room) farther(ctx context.Context, f executionFilter, got executionL
 	return got, nil
 }
 
-// listWaiting reads what waits, the nearest deadline first, or what is stuck. Other filters narrow down the lookedAt nearest.
+// listWaiting reads what waits, the nearest deadline first, or what is stuck. Other filters narrow down the lookedAt
+// nearest.
 func (room *Room) listWaiting(ctx context.Context, f executionFilter) (any, error) {
 	rows, err := room.Read.Query(ctx, `
 		select `+executionRowColumns+` from (select l.id, l.waiting_until from (

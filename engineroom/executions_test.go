@@ -51,7 +51,8 @@ func execution(t *testing.T, pool *pgxpool.Pool, status, surface, flow string) s
 	return id
 }
 
-// Completed ones are in no index of states: they are counted among the newest, and where there are others, the count says that it is not all.
+// Completed ones are in no index of states: they are counted among the newest, and where there are others, the count
+// says that it is not all.
 func TestCompletedExecutionsAreCountedAmongTheNewest(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)

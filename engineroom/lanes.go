@@ -161,8 +161,8 @@ type laneWaiter struct {
 	Until       *time.Time // when such an execution gives up
 }
 
-// laneWaiters reads who waits, in the order in which they are served. Processes that wait stand in a queue; executions that
-// wait without a process are woken by the release and ask again.
+// laneWaiters reads who waits, in the order in which they are served. Processes that wait stand in a queue;
+// executions that wait without a process are woken by the release and ask again.
 func (room *Room) laneWaiters(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(lanesWanted)
 	rows, err := room.Read.Query(ctx, `
@@ -212,8 +212,8 @@ func (room *Room) laneLoans(ctx context.Context, v *visit) (any, error) {
 	return map[string]any{"Loans": list, "More": more}, nil
 }
 
-// mostLooked is how many held lanes are looked at for an end that has passed: no index has them by their end, because every
-// renewal would have to change it.
+// mostLooked is how many held lanes are looked at for an end that has passed: no index has them by their end, because
+// every renewal would have to change it.
 const mostLooked = 1000
 
 // staleLane is a lane whose holder let it expire, and that nobody has taken since.
@@ -223,7 +223,8 @@ type staleLane struct {
 	ExpiredAt      time.Time
 }
 
-// stale reads what is left of holders that are gone: it is taken over by itself, and to see it stay means that nobody sweeps.
+// stale reads what is left of holders that are gone: it is taken over by itself, and to see it stay means that nobody
+// sweeps.
 func (room *Room) stale(ctx context.Context, _ *visit) (any, error) {
 	claims, err := collectClaims(room.Read.Query(ctx, `
 		select `+claimColumns+`

@@ -203,8 +203,8 @@ var operateLever = lever{
 	"POST", "/v1/operate", []field{{"message", asText}, {"session_id", asText}, {"agent", asText}, {"wait", asFlag}}, "The agent has answered.",
 }
 
-// say takes a turn as a whole and shows the session with it. It lasts as long as the turn, at most until that waits for an
-// approval.
+// say takes a turn as a whole and shows the session with it. It lasts as long as the turn, at most until that waits
+// for an approval.
 func (room *Room) say(w http.ResponseWriter, r *http.Request) {
 	if err := r.ParseForm(); err != nil {
 		room.goBack(w, r, "/operate", flash{Text: "this is not the form of the console", Bad: true})

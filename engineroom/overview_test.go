@@ -188,8 +188,8 @@ func TestFiltersOfTheOverviewAreChecked(t *testing.T) {
 	turnsAway(t, server.URL+"/activity?cursor=x", 400, "page")
 }
 
-// The overview asks what waits for a person again and again, and each table but that of skills grows. Each branch has an
-// index that has only what waits, so the plan names it as soon as reading the whole table is made dear.
+// The overview asks what waits for a person again and again, and each table but that of skills grows. Each branch has
+// an index that has only what waits, so the plan names it as soon as reading the whole table is made dear.
 func TestWhatNeedsAPersonIsFoundByIndexes(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -229,8 +229,8 @@ func tricky(r rune) bool {
 	return unicode.IsControl(r) || unicode.Is(unicode.Bidi_Control, r) || r == '\u200b' || r == '\ufeff' || r == '\u2060'
 }
 
-// brief is at most n characters of a text, from both of its ends: names that are long often begin alike. What shows it has
-// the whole text at hand, such as in a title.
+// brief is at most n characters of a text, from both of its ends: names that are long often begin alike. What shows
+// it has the whole text at hand, such as in a title.
 func brief(n int, s string) string {
 	if len(s) <= n {
 		return s
@@ -311,8 +311,8 @@ func stateWord(state any) string {
 }
 
 const (
-	// maxValue is how much of a value is read at most for a page, in characters; what is shown of it is less, so that a secret
-	// at the place of the cut is seen whole and removed whole. The statements have the number too.
+	// maxValue is how much of a value is read at most for a page, in characters; what is shown of it is less, so that a
+	// secret at the place of the cut is seen whole and removed whole. The statements have the number too.
 	maxValue = 8192
 	// maxPre is how much of a value is shown, in characters.
 	maxPre = 4000

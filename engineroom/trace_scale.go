@@ -27,8 +27,9 @@ type tracedGap struct {
 	Roomy            bool  // its length fits beside its mark
 }
 
-// traceScale maps moments to places from 0 to 100, the first to the last moment of a trace. Time in which no call ran is
-// drawn shorter where it is long beside the rest: a wait of three days must not leave a pixel for the work around it.
+// traceScale maps moments to places from 0 to 100, the first to the last moment of a trace. Time in which no call ran
+// is drawn shorter where it is long beside the rest: a wait of three days must not leave a pixel for the work around
+// it.
 type traceScale struct {
 	stretches []stretch
 	whole     float64 // of the drawing, in drawn seconds

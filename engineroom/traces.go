@@ -218,7 +218,8 @@ const (
 	traceAllText = 600_000
 )
 
-// textEach is how much of an input or an output is read where so many rows are: the page stays one that a phone can load.
+// textEach is how much of an input or an output is read where so many rows are: the page stays one that a phone can
+// load.
 func textEach(rows int64) int { return int(min(max(traceAllText/max(2*rows, 1), 400), traceText)) }
 
 var traceViews = []string{"waterfall", "tree", "table"}

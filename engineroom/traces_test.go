@@ -161,8 +161,8 @@ func sql(t *testing.T, pool *pgxpool.Pool, text string, args postgres.Strict) {
 	}
 }
 
-// seedTrace writes a run of an hour ago with a child, a phase, a model call, a lost call and its retry, and a wait of half
-// an hour, and returns its trace and its execution.
+// seedTrace writes a run of an hour ago with a child, a phase, a model call, a lost call and its retry, and a wait of
+// half an hour, and returns its trace and its execution.
 func seedTrace(t *testing.T, pool *pgxpool.Pool) (id trace.ID, run string) {
 	t.Helper()
 	id = trace.New(trace.Heartbeat)

@@ -11,25 +11,25 @@
 //	                before that, at every timeout. The three may also stand among the parameters.
 //
 // The actions are listed by [Actions], with their parameters. Texts may contain templates, {{name}}, {{a.b}} and
-// {{name ?? "a default"}} (or {{name | default: "a default"}}); one that is the whole text keeps the value's type. Conditions
-// (when, condition) and the expressions of set are in Expr (expr-lang.org), without calls that could cost more than the
-// length of the expression and of the variables. A name that is unknown when it is needed ends the action, and with it the
-// execution: class template, with the variable and the action.
+// {{name ?? "a default"}} (or {{name | default: "a default"}}); one that is the whole text keeps the value's type.
+// Conditions (when, condition) and the expressions of set are in Expr (expr-lang.org), without calls that could cost
+// more than the length of the expression and of the variables. A name that is unknown when it is needed ends the
+// action, and with it the execution: class template, with the variable and the action.
 //
-// Variables accumulate: the definition's own, then what actions save. Reserved are input, executionId, traceId and threadId.
-// Waits set lastResponse, documents, documentUrls, signedDocumentUrl, signedAt, testScore, testResult, eventData,
-// requestId and timedOut; trigger_agent sets the child's variables, then triggeredExecutionId, childExecutionStatus and
-// childExecutionSuccess. A skill that needs an approval sets approvalStatus (approved, rejected or expired) and
-// approvalReason. What a wait would have set is null after its timeout.
+// Variables accumulate: the definition's own, then what actions save. Reserved are input, executionId, traceId and
+// threadId. Waits set lastResponse, documents, documentUrls, signedDocumentUrl, signedAt, testScore, testResult,
+// eventData, requestId and timedOut; trigger_agent sets the child's variables, then triggeredExecutionId,
+// childExecutionStatus and childExecutionSuccess. A skill that needs an approval sets approvalStatus (approved,
+// rejected or expired) and approvalReason. What a wait would have set is null after its timeout.
 //
 // Promises: every version that was applied is kept, and an execution finishes on the one it began with (its first
 // recorded step). What [Validate] accepts is what [JSONSchema] describes, plus what a schema cannot say: expressions
 // and templates that parse, timeouts within [executions.Limits], ids that occur once. A flow that is stopped at any
 // moment goes on after its last finished action.
 //
-// Why that is safe: the interpreter is an ordinary durable function. An action is a phase (executions.Phase) whose record
-// is what it set, so a replay takes finished actions from their records; what decides between them is computed from
-// those records alone. Long loops are executions.Loop, so replay stays bounded.
+// Why that is safe: the interpreter is an ordinary durable function. An action is a phase (executions.Phase) whose
+// record is what it set, so a replay takes finished actions from their records; what decides between them is computed
+// from those records alone. Long loops are executions.Loop, so replay stays bounded.
 package flows
 
 import (
@@ -81,8 +81,8 @@ func Validate(d Definition) error {
 	return err
 }
 
-// Triggers lists the flows that d starts, by the path of each mention. Those of workers outside (external, external:NAME)
-// are not among them.
+// Triggers lists the flows that d starts, by the path of each mention. Those of workers outside (external,
+// external:NAME) are not among them.
 func Triggers(d Definition) map[string]string {
 	named := map[string]string{}
 	c := &compiler{}

@@ -156,8 +156,8 @@ func (m *machine) do(ctx context.Context, a *action) (*ending, error) {
 	return m.follow(ctx, r, got)
 }
 
-// sameResult recomputes a recorded action and reports whether the result is the recorded one. Expressions read variables
-// that the action's fingerprint does not cover, and a fork with another input may keep such a record.
+// sameResult recomputes a recorded action and reports whether the result is the recorded one. Expressions read
+// variables that the action's fingerprint does not cover, and a fork with another input may keep such a record.
 func (m *machine) sameResult(r ready, recorded result) bool {
 	if recorded.Skipped || !r.computes() {
 		return true
@@ -211,7 +211,8 @@ func (m *machine) prepare(a *action) ready {
 	return r
 }
 
-// requests reports whether an action asks somebody for something. Its message may name the request, so it is written later.
+// requests reports whether an action asks somebody for something. Its message may name the request, so it is written
+// later.
 func (a *action) requests() bool {
 	return a.Waits == "document" || a.Waits == "signature" || a.Waits == "test"
 }

@@ -243,7 +243,8 @@ func flow(name, actions string) string {
 	return "name: " + name + "\nactions:\n" + strings.ReplaceAll(strings.TrimLeft(actions, "\n"), "\t", "  ")
 }
 
-// Another input that a kept action has not worked on is refused at once, with the action's name, however the flow is seen to change.
+// Another input that a kept action has not worked on is refused at once, with the action's name, however the flow is
+// seen to change.
 func TestAForkWhoseInputContradictsARecordIsRefused(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, flow("greets", `
@@ -292,7 +293,8 @@ func TestAForkWhoseInputContradictsARecordIsRefused(t *testing.T) {
 	}
 }
 
-// An input that the flow does not take is refused at once, too, also where the step that looked at the first one is kept.
+// An input that the flow does not take is refused at once, too, also where the step that looked at the first one is
+// kept.
 func TestAForkWithAnInputThatTheFlowDoesNotTakeIsRefused(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, `
@@ -726,8 +728,8 @@ func (r *reaper) kills() int {
 	return len(r.seen)
 }
 
-// A flow whose process dies before every single step ends as if nothing had happened: nothing is done twice, and nothing is
-// left out.
+// A flow whose process dies before every single step ends as if nothing had happened: nothing is done twice, and
+// nothing is left out.
 func TestAFlowSurvivesADeathBeforeEveryStep(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

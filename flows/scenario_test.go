@@ -24,8 +24,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// scenario is a process that plays one of the three scenarios of threads, with the flows of the example. What becomes of the
-// thread's lane and messages is kept in the table seen, in the order of the database: both are changed under the lane's lock.
+// scenario is a process that plays one of the three scenarios of threads, with the flows of the example. What becomes
+// of the thread's lane and messages is kept in the table seen, in the order of the database: both are changed under
+// the lane's lock.
 type scenario struct {
 	*world
 	log *lines
@@ -74,8 +75,8 @@ func (s *scenario) logged(t *testing.T, n int, parts ...string) {
 	}
 }
 
-// witness writes down each state of the thread's lane, as agent_thread_locks shows it, and of its messages, as a commit leaves
-// them. An execution is called by its flow.
+// witness writes down each state of the thread's lane, as agent_thread_locks shows it, and of its messages, as a
+// commit leaves them. An execution is called by its flow.
 const witness = `
 create table seen (n bigint generated always as identity, what text);
 create function who(p_id uuid) returns text language sql as $$

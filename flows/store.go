@@ -57,8 +57,8 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 	return tag.RowsAffected() > 0, nil
 }
 
-// Remove takes the flows of source that are not among keep out of service, and returns their names. Their versions stay, for the
-// executions that have begun with them.
+// Remove takes the flows of source that are not among keep out of service, and returns their names. Their versions
+// stay, for the executions that have begun with them.
 func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
 	rows, err := db.Query(ctx, `
 		update agent_flows set current = false where current and source = @source and name <> all(@keep::text[]) returning name`,
@@ -178,8 +178,8 @@ func exists(ctx context.Context, db postgres.DB, name string) (found bool, err e
 	return found, nil
 }
 
-// Interpreter carries flows out. Pool and Engine are required; without a Loop the actions skill and reason fail. It is safe
-// for concurrent use. Give its Find to the Fallback of the engine.
+// Interpreter carries flows out. Pool and Engine are required; without a Loop the actions skill and reason fail. It
+// is safe for concurrent use. Give its Find to the Fallback of the engine.
 type Interpreter struct {
 	Pool   *pgxpool.Pool
 	Engine *executions.Engine

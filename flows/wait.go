@@ -88,8 +88,8 @@ func (m *machine) late(ctx context.Context, r ready, try int) (again bool, got a
 	return false, awaited{}, failure(classTimedOut, "no %s came within %s%s", r.Waits, timeout, times)
 }
 
-// settle is the record of an action that has waited: the variables of its kind, null where the event has none or did not
-// come.
+// settle is the record of an action that has waited: the variables of its kind, null where the event has none or did
+// not come.
 func (a awaited) settle(r ready) (result, error) {
 	found, err := requests.Variables(r.Waits, a.out)
 	if err != nil {

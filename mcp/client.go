@@ -66,9 +66,9 @@ func NewClient(o Options) *Client {
 // errClosed reports a client that was closed.
 var errClosed = errors.New("the MCP client is closed")
 
-// Call calls a mounted tool; it is the [skills.RemoteCall] of this package. The tool must look, on the connection that is
-// used, as it did when it was accepted: else it is quarantined and the call refused. A call is
-// sent once, unless the server said that it does not know the session and so did not take it.
+// Call calls a mounted tool; it is the [skills.RemoteCall] of this package. The tool must look, on the connection
+// that is used, as it did when it was accepted: else it is quarantined and the call refused. A call is sent once,
+// unless the server said that it does not know the session and so did not take it.
 func (c *Client) Call(ctx context.Context, t skills.RemoteTool, call skills.Call, args map[string]any) (any, error) {
 	for try := 0; ; try++ {
 		conn, err := c.trusted(ctx, t)
@@ -288,9 +288,9 @@ func (c *Client) noteAttempt(ctx context.Context, server, failure, about string)
 	return nil
 }
 
-// Run syncs the servers that are due, at once and then every so often, until ctx ends; then it closes the client. A server is due
-// when it was declared anew, when its last sync is a quarter of an hour ago, and a minute after a failure. Nothing
-// waits for it, and it returns nil.
+// Run syncs the servers that are due, at once and then every so often, until ctx ends; then it closes the client. A
+// server is due when it was declared anew, when its last sync is a quarter of an hour ago, and a minute after a
+// failure. Nothing waits for it, and it returns nil.
 func (c *Client) Run(ctx context.Context) error {
 	defer c.Close()
 	ticker := time.NewTicker(retryEvery / 4)

@@ -300,7 +300,8 @@ func (b *boundedBody) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// lines reads the messages of a client, one a line. What is no message is answered here, and passed over: it would be the session's end.
+// lines reads the messages of a client, one a line. What is no message is answered here, and passed over: it would be
+// the session's end.
 type lines struct {
 	io.Closer
 	in   *bufio.Reader

@@ -58,7 +58,8 @@ func (s *Server) Handler() http.Handler {
 		return server
 	}, &sdk.StreamableHTTPOptions{
 		Stateless: true, PropagateRequestCancellation: true, MaxRequestBodyBytes: maxBody,
-		// The token, which no browser sends by itself, is what keeps other sites out; a proxy on this machine may pass on any host.
+		// The token, which no browser sends by itself, is what keeps other sites out; a proxy on this machine may pass on
+		// any host.
 		DisableLocalhostProtection: true,
 	})
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -73,8 +74,8 @@ func (s *Server) Handler() http.Handler {
 }
 
 // Serve answers one client over in and out, a message a line, until the client leaves or ctx ends, which is no error.
-// A line that is no message, or has more than 1 MiB, is answered with an error and passed over. The client is told when other skills
-// are offered. Nothing else may write to out.
+// A line that is no message, or has more than 1 MiB, is answered with an error and passed over. The client is told
+// when other skills are offered. Nothing else may write to out.
 func (s *Server) Serve(ctx context.Context, in io.ReadCloser, out io.WriteCloser) error {
 	ctx, cancel := context.WithCancel(ctx)
 	server := s.server(true)
@@ -133,7 +134,8 @@ func (s *Server) server(changes bool) *sdk.Server {
 	})
 }
 
-// refresh makes a server offer what is offered now. known are the revisions of what it offers; the new ones are returned.
+// refresh makes a server offer what is offered now. known are the revisions of what it offers; the new ones are
+// returned.
 func (s *Server) refresh(ctx context.Context, server *sdk.Server, known map[string]int) (map[string]int, error) {
 	all, err := s.offered(ctx)
 	if err != nil {
@@ -257,8 +259,8 @@ func leave(ctx context.Context, skill skills.Skill, args json.RawMessage) (id st
 	return asked.ID, nil
 }
 
-// call answers tools/call. What goes wrong with the skill is a result that says so, as the protocol wants it, so that the
-// caller's model can read it; an error is a fault of ours.
+// call answers tools/call. What goes wrong with the skill is a result that says so, as the protocol wants it, so that
+// the caller's model can read it; an error is a fault of ours.
 func (s *Server) call(ctx context.Context, name string, args json.RawMessage) (*sdk.CallToolResult, error) {
 	if len(args) == 0 {
 		args = json.RawMessage(`{}`)
@@ -300,9 +302,9 @@ func (s *Server) fault(ctx context.Context, err error) error {
 	return errors.New("the call could not be made; the server's log says why")
 }
 
-// withLeave leads a call that needs an approval to the execution that its first try began, and begins one where there is
-// none whose answer is due. It returns an execution that has ended, whose answer is then this caller's alone, or one
-// that has not.
+// withLeave leads a call that needs an approval to the execution that its first try began, and begins one where there
+// is none whose answer is due. It returns an execution that has ended, whose answer is then this caller's alone, or
+// one that has not.
 func (s *Server) withLeave(ctx context.Context, skill skills.Skill, args json.RawMessage, spec executions.Spec) (executions.Execution, error) {
 	hash, err := approvals.Hash(args)
 	if err != nil {

@@ -371,8 +371,9 @@ func (s Seen) Add(sights ...Sight) {
 	}
 }
 
-// SightsIn are the entries in an answer that end within its first upto bytes, which is how much of it was shown. An answer is a
-// JSON object that has entries in the list "memories", or one in "theirs". What is inside a value is not looked at.
+// SightsIn are the entries in an answer that end within its first upto bytes, which is how much of it was shown. An
+// answer is a JSON object that has entries in the list "memories", or one in "theirs". What is inside a value is not
+// looked at.
 func SightsIn(answer []byte, upto int) []Sight {
 	var found []Sight
 	for _, raw := range ShownIn(answer, upto, "memories") {

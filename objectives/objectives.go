@@ -1,31 +1,30 @@
-// Package objectives is what the agent works towards: the tables agent_objectives, agent_objective_steps
-// and agent_objective_evidence.
+// Package objectives is what the agent works towards: the tables agent_objectives, agent_objective_steps and
+// agent_objective_evidence.
 //
-// An objective has a goal, criteria of success and steps. Steps are rows, written down by an admin or planned
-// by the model, and each is taken once: it goes from pending to done, to failed after three attempts, or to
-// skipped, by compare-and-set, with the trace that did it. A declaration in the workspace adds steps and
-// changes goals; it never touches what was done.
+// An objective has a goal, criteria of success and steps. Steps are rows, written down by an admin or planned by the
+// model, and each is taken once: it goes from pending to done, to failed after three attempts, or to skipped, by
+// compare-and-set, with the trace that did it. A declaration in the workspace adds steps and changes goals; it never
+// touches what was done.
 //
-// A step is done only with evidence: a successful call that the agent made, under the trace that reports the
-// step and since the step's round began, and that proves no other step; or an admin's word ([ConfirmStep]).
-// What awaits approval, was skipped or failed never counts. The database refuses a step that is done without
-// it, whoever writes, so nothing that a model says completes a step; [FindEvidence] looks the calls up.
+// A step is done only with evidence: a successful call that the agent made, under the trace that reports the step and
+// since the step's round began, and that proves no other step; or an admin's word ([ConfirmStep]). What awaits
+// approval, was skipped or failed never counts. The database refuses a step that is done without it, whoever writes,
+// so nothing that a model says completes a step; [FindEvidence] looks the calls up.
 //
-// The agent may propose an objective ([Propose]). A proposal is not worked on until an admin accepts it, and
-// the database keeps it a proposal until the row says who decided.
+// The agent may propose an objective ([Propose]). A proposal is not worked on until an admin accepts it, and the
+// database keeps it a proposal until the row says who decided.
 //
-// An objective is due when it is active, its time has come, and there is something to do: a pending step, or
-// no step at all, which means that it has yet to be planned. One whose steps have all ended is not
-// due but to be settled ([Advanced], or [Settle] for those that a lost run left behind): with
-// review_every it begins its next round then, all steps pending again but the skipped, otherwise it
-// is completed, or failed if a step failed.
+// An objective is due when it is active, its time has come, and there is something to do: a pending step, or no step
+// at all, which means that it has yet to be planned. One whose steps have all ended is not due but to be settled
+// ([Advanced], or [Settle] for those that a lost run left behind): with review_every it begins its next round then,
+// all steps pending again but the skipped, otherwise it is completed, or failed if a step failed.
 //
-// A run that changes no step makes the objective due later ([BackOff]): 15 minutes, twice as long after each further one,
-// a day at most. A step that is added, done, failed or confirmed, and an edit or another status, end that; the database
-// sees to it.
+// A run that changes no step makes the objective due later ([BackOff]): 15 minutes, twice as long after each further
+// one, a day at most. A step that is added, done, failed or confirmed, and an edit or another status, end that; the
+// database sees to it.
 //
-// Who advances an objective holds its lane; the compare-and-set on each step keeps the ledger right
-// even if that lane was lost on the way.
+// Who advances an objective holds its lane; the compare-and-set on each step keeps the ledger right even if that lane
+// was lost on the way.
 package objectives
 
 import (
@@ -261,8 +260,9 @@ func SetStatus(ctx context.Context, db postgres.DB, objectiveID, from, to string
 	return tag.RowsAffected() > 0, nil
 }
 
-// AtRevision locks an objective until the end of the transaction, so that what follows is based on what the caller has read. It is a
-// [*postgres.StaleError] when the objective is at another revision, and [ErrNotFound] when there is none. 0 is whatever it is at.
+// AtRevision locks an objective until the end of the transaction, so that what follows is based on what the caller
+// has read. It is a [*postgres.StaleError] when the objective is at another revision, and [ErrNotFound] when there is
+// none. 0 is whatever it is at.
 func AtRevision(ctx context.Context, tx pgx.Tx, name string, revision int) error {
 	if revision == 0 {
 		return nil

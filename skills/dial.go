@@ -93,8 +93,9 @@ func (g *guard) dial(ctx context.Context, network, address string) (net.Conn, er
 	return whenPossible(ctx, func() (net.Conn, error) { return d.DialContext(ctx, network, address) })
 }
 
-// whenPossible dials again as long as the process, or the machine, is out of file descriptors: that is no fault of the service, for which
-// its skill would be taken out of service, and nothing was sent. It gives up when ctx ends, with the error of the last try.
+// whenPossible dials again as long as the process, or the machine, is out of file descriptors: that is no fault of
+// the service, for which its skill would be taken out of service, and nothing was sent. It gives up when ctx ends,
+// with the error of the last try.
 func whenPossible(ctx context.Context, dial func() (net.Conn, error)) (net.Conn, error) {
 	ticker := time.NewTicker(redialEvery)
 	defer ticker.Stop()

@@ -14,7 +14,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// FlowRequest is what a flow: skill asks for: an execution of a flow. Input is the call's arguments, valid and complete.
+// FlowRequest is what a flow: skill asks for: an execution of a flow. Input is the call's arguments, valid and
+// complete.
 type FlowRequest struct {
 	Flow  string
 	Input json.RawMessage
@@ -24,8 +25,8 @@ type FlowRequest struct {
 	Key string
 }
 
-// FlowAnswer is what the caller of a flow: skill learns. Without wait there is no summary yet; with it the status is that of
-// the end, or of the moment when the skill's time was up: then the execution goes on.
+// FlowAnswer is what the caller of a flow: skill learns. Without wait there is no summary yet; with it the status is
+// that of the end, or of the moment when the skill's time was up: then the execution goes on.
 type FlowAnswer struct {
 	ExecutionID string            `json:"execution_id"`
 	Status      executions.Status `json:"status"`

@@ -304,9 +304,9 @@ func Enable(ctx context.Context, db postgres.DB, name, by, reason string) (bool,
 	return settled(ctx, db, name, tag.RowsAffected())
 }
 
-// Disable takes a skill out of service. by is who does it ("self_heal", an admin) and is not empty;
-// evidence is anything that encodes as JSON. False when it is out of service already, and then
-// nothing changes, except that an admin's word replaces self-heal's, which makes it permanent; [ErrNotFound] when there is none.
+// Disable takes a skill out of service. by is who does it ("self_heal", an admin) and is not empty; evidence is
+// anything that encodes as JSON. False when it is out of service already, and then nothing changes, except that an
+// admin's word replaces self-heal's, which makes it permanent; [ErrNotFound] when there is none.
 func Disable(ctx context.Context, db postgres.DB, name, by, reason string, evidence any) (bool, error) {
 	if strings.TrimSpace(by) == "" {
 		return false, fmt.Errorf("disable skill %q: %w", name, errors.New("nobody is named who does it"))
@@ -335,8 +335,8 @@ func settled(ctx context.Context, db postgres.DB, name string, rows int64) (bool
 	return false, err
 }
 
-// FailTrial ends a trial, which self-heal began, that failed: the cool-down begins anew. False when the skill is not on trial, and then
-// nothing changes.
+// FailTrial ends a trial, which self-heal began, that failed: the cool-down begins anew. False when the skill is not
+// on trial, and then nothing changes.
 func FailTrial(ctx context.Context, db postgres.DB, name, reason string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_skills
@@ -349,8 +349,9 @@ func FailTrial(ctx context.Context, db postgres.DB, name, reason string) (bool, 
 	return tag.RowsAffected() > 0, nil
 }
 
-// AtRevision locks a skill until the end of the transaction, so that what follows is based on what the caller has read. It is a
-// [*postgres.StaleError] when the skill is at another revision of its state, and [ErrNotFound] when there is none. 0 is whatever it is at.
+// AtRevision locks a skill until the end of the transaction, so that what follows is based on what the caller has
+// read. It is a [*postgres.StaleError] when the skill is at another revision of its state, and [ErrNotFound] when
+// there is none. 0 is whatever it is at.
 func AtRevision(ctx context.Context, tx pgx.Tx, name string, revision int) error {
 	if revision == 0 {
 		return nil

@@ -136,8 +136,8 @@ func failure(class, format string, args ...any) *CallError {
 	return &CallError{Class: class, Message: clip(fmt.Sprintf(format, args...))}
 }
 
-// ClassBusy is the class of a call that did nothing, because somebody else holds the lane that it needs. It is skipped, and no failure of
-// the skill.
+// ClassBusy is the class of a call that did nothing, because somebody else holds the lane that it needs. It is
+// skipped, and no failure of the skill.
 const ClassBusy = "lane_busy"
 
 const maxMessage = 1000

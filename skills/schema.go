@@ -66,8 +66,8 @@ func resolveParameters(parameters map[string]any) (json.RawMessage, []string, []
 	return raw, propertyNames(compiled), nil
 }
 
-// deepestSchema is how many objects and lists of a schema may be within each other. What it takes to compile one grows with the cube of
-// that: one of 100 KB, such as a server of tools may send, takes minutes.
+// deepestSchema is how many objects and lists of a schema may be within each other. What it takes to compile one
+// grows with the cube of that: one of 100 KB, such as a server of tools may send, takes minutes.
 const deepestSchema = 200
 
 // deeper reports JSON in which more than most objects and lists are within each other.

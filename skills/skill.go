@@ -15,15 +15,14 @@
 //     not, and comes back as that context's error;
 //   - a result is JSON that PostgreSQL can store (no NUL, no lone surrogates) of at most 256 KiB.
 //
-// sql: runs one query in a read-only transaction. The query's text is fixed by its definition and
-// arguments travel beside it in the extended protocol, which also refuses a second statement: no
-// argument can change what is asked. http: connects only to public addresses unless told otherwise; the
-// check is made on the address that is dialled, after the name was resolved, so a name that
-// resolves to something else the second time does not pass. A secret is named in a header as
-// ${env:NAME}, is read when the call is made, and is blotted out of answers and errors. mcp: calls a tool of another
-// program, which package mcp mounts and reaches ([RemoteCall]). flow: starts an execution of a flow with the arguments as its
-// input, one for each call however often it is made, so such a skill is idempotent; with wait it answers how that ended, or,
-// when the skill's time is up, that it goes on.
+// sql: runs one query in a read-only transaction. The query's text is fixed by its definition and arguments travel
+// beside it in the extended protocol, which also refuses a second statement: no argument can change what is asked.
+// http: connects only to public addresses unless told otherwise; the check is made on the address that is dialled,
+// after the name was resolved, so a name that resolves to something else the second time does not pass. A secret is
+// named in a header as ${env:NAME}, is read when the call is made, and is blotted out of answers and errors. mcp:
+// calls a tool of another program, which package mcp mounts and reaches ([RemoteCall]). flow: starts an execution of
+// a flow with the arguments as its input, one for each call however often it is made, so such a skill is idempotent;
+// with wait it answers how that ended, or, when the skill's time is up, that it goes on.
 package skills
 
 import (
@@ -88,8 +87,8 @@ type Skill struct {
 // Timeout is the longest a call may take.
 func (s Skill) Timeout() time.Duration { return time.Duration(s.TimeoutMS) * time.Millisecond }
 
-// Callable reports whether what names the skill, and asks no model, may call it: it is in service, or on trial and nobody's
-// leave is needed. Of those who try it one is let through, by the call.
+// Callable reports whether what names the skill, and asks no model, may call it: it is in service, or on trial and
+// nobody's leave is needed. Of those who try it one is let through, by the call.
 func (s Skill) Callable() bool { return s.Enabled || s.TrialAt != nil && s.Trust != TrustApprove }
 
 // OutOfService says why a skill cannot be called now, as the end of a sentence that begins with its name.

@@ -314,7 +314,8 @@ func TestSQLKeepsNoLock(t *testing.T) {
 	}
 }
 
-// A restart of the database is not the result of a query that it broke off: neither its run fails nor does the failure count against the skill.
+// A restart of the database is not the result of a query that it broke off: neither its run fails nor does the
+// failure count against the skill.
 func TestAQueryThatTheDatabaseBrokeOffIsMadeAgain(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

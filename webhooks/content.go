@@ -14,9 +14,9 @@ import (
 
 // Content is what a delivery's paths look into.
 //
-// A path is body, body.issue.number, body.items.0.id (a digit is an index where there is a list), header.x-github-event,
-// delivery (the sender's delivery id) or endpoint. In a template a path stands in braces: issue-{body.issue.number}. Anything
-// else in braces stays as it is.
+// A path is body, body.issue.number, body.items.0.id (a digit is an index where there is a list),
+// header.x-github-event, delivery (the sender's delivery id) or endpoint. In a template a path stands in braces:
+// issue-{body.issue.number}. Anything else in braces stays as it is.
 type Content struct {
 	Endpoint, DeliveryID string
 	Header               http.Header
@@ -166,8 +166,8 @@ func kindOf(v any) string {
 	return fmt.Sprintf("%T", v)
 }
 
-// Matches reports whether every path of a filter has the value, or one of the list of values, that it names. A path that leads
-// nowhere matches nothing: other events have other fields.
+// Matches reports whether every path of a filter has the value, or one of the list of values, that it names. A path
+// that leads nowhere matches nothing: other events have other fields.
 func (c Content) Matches(when map[string]any) bool {
 	for path, want := range when {
 		v, err := c.At(path)
@@ -189,8 +189,8 @@ func (c Content) Matches(when map[string]any) bool {
 	return true
 }
 
-// same compares scalars. A header is a text, so it also equals a number that is written so; numbers with a fraction or an
-// exponent are compared as numbers.
+// same compares scalars. A header is a text, so it also equals a number that is written so; numbers with a fraction
+// or an exponent are compared as numbers.
 func same(a, b any) bool {
 	x, okA := scalar(a)
 	y, okB := scalar(b)

@@ -55,8 +55,8 @@ func (e Endpoint) KeptHeaders(h http.Header) json.RawMessage {
 }
 
 // DeliveryID is the sender's name of a delivery: at the endpoint's path, or where its scheme has it, or else the
-// SHA-256 of the body (with the signed time before it, where there is one). One that is long or unprintable is hashed. An
-// error when the path leads to nothing.
+// SHA-256 of the body (with the signed time before it, where there is one). One that is long or unprintable is
+// hashed. An error when the path leads to nothing.
 func (e Endpoint) DeliveryID(in Incoming) (string, error) {
 	path := cmp.Or(e.Settings.ID, e.usualID(in.Header))
 	if path == Digest {
@@ -80,8 +80,8 @@ func (e Endpoint) DeliveryID(in Incoming) (string, error) {
 	return id, nil
 }
 
-// usualID is where a scheme has the delivery id. What hmac does not sign is not taken from a header unless the admin says
-// so: whoever copies a request could change it. Who has a bearer's token could do so anyway.
+// usualID is where a scheme has the delivery id. What hmac does not sign is not taken from a header unless the admin
+// says so: whoever copies a request could change it. Who has a bearer's token could do so anyway.
 func (e Endpoint) usualID(h http.Header) string {
 	switch e.Scheme {
 	case signature.Standard:
@@ -204,8 +204,8 @@ func outcome(v any) any {
 	return redact.JSON(v, 16<<10)
 }
 
-// Reopen begins a replay: the delivery is received again under a new trace. [ErrUnderWay] when it is being handled, or when it was
-// replayed since the caller saw seen replays (below 0: whatever was seen).
+// Reopen begins a replay: the delivery is received again under a new trace. [ErrUnderWay] when it is being handled,
+// or when it was replayed since the caller saw seen replays (below 0: whatever was seen).
 func Reopen(ctx context.Context, tx pgx.Tx, id, traceID string, seen int) (Delivery, error) {
 	d, err := one(tx.Query(ctx, `
 		update agent_webhook_deliveries d
@@ -299,8 +299,8 @@ func Parse(raw []byte, format string) (any, error) {
 	return parseBody(raw)
 }
 
-// Filter narrows a listing. Zero values do not narrow; Limit defaults to 50 and is at most 1000. Before is the id after which
-// the listing goes on, newest first.
+// Filter narrows a listing. Zero values do not narrow; Limit defaults to 50 and is at most 1000. Before is the id
+// after which the listing goes on, newest first.
 type Filter struct {
 	Endpoint, Status, Before string
 	Limit                    int
@@ -339,8 +339,9 @@ type Conflict struct {
 	ReceivedAt time.Time       `json:"received_at"`
 }
 
-// KeepConflict compares what came again with the delivery d that has its id. When it says something else, it is counted and
-// kept, and conflict is true; kept is false when this body is kept already, or five others are. The caller's transaction holds d.
+// KeepConflict compares what came again with the delivery d that has its id. When it says something else, it is
+// counted and kept, and conflict is true; kept is false when this body is kept already, or five others are. The
+// caller's transaction holds d.
 func KeepConflict(ctx context.Context, tx pgx.Tx, e Endpoint, d Delivery, in Incoming) (conflict, kept bool, err error) {
 	sum := digest("", in.Body)
 	if sum == d.BodySHA256 {
@@ -370,8 +371,8 @@ func KeepConflict(ctx context.Context, tx pgx.Tx, e Endpoint, d Delivery, in Inc
 	return true, kept, nil
 }
 
-// same reports whether two bodies of one delivery id say the same: senders write JSON anew for each attempt. Stripe's event also says
-// how many webhooks are still to be told, which is less the next time.
+// same reports whether two bodies of one delivery id say the same: senders write JSON anew for each attempt. Stripe's
+// event also says how many webhooks are still to be told, which is less the next time.
 func (e Endpoint) same(first, again any) bool {
 	if e.Scheme == signature.Stripe {
 		first, again = without(first, "pending_webhooks"), without(again, "pending_webhooks")
@@ -413,8 +414,9 @@ func ConflictBody(ctx context.Context, db postgres.DB, id string) ([]byte, error
 	return body, nil
 }
 
-// Resend gives an outgoing message that was given up one more attempt, now, under the same webhook-id. False when it is not
-// dead; [ErrNotFound] when there is no such message. A target that is out of service is sent it once it is back.
+// Resend gives an outgoing message that was given up one more attempt, now, under the same webhook-id. False when it
+// is not dead; [ErrNotFound] when there is no such message. A target that is out of service is sent it once it is
+// back.
 func Resend(ctx context.Context, tx pgx.Tx, id string) (bool, error) {
 	// The attempts go on from where they were, so that a late end of an old one has no effect on the new.
 	tag, err := tx.Exec(ctx, `

@@ -37,8 +37,8 @@ type Dispatcher struct {
 	Logger   *slog.Logger
 	Listener *postgres.Listener  // shortens waits; may be nil
 	Getenv   func(string) string // of the secrets; nil is the process's environment
-	// Schedule is how long after each failed attempt the next one is made; when it is used up, the message is dead. The default is
-	// that of Standard Webhooks: 5 s, 5 m, 30 m, 2 h, 5 h, 10 h, 14 h, 20 h, 24 h, each up to a fifth longer.
+	// Schedule is how long after each failed attempt the next one is made; when it is used up, the message is dead. The
+	// default is that of Standard Webhooks: 5 s, 5 m, 30 m, 2 h, 5 h, 10 h, 14 h, 20 h, 24 h, each up to a fifth longer.
 	Schedule []time.Duration
 }
 
@@ -50,7 +50,8 @@ func defaultSchedule() []time.Duration {
 	}
 }
 
-// Run sends until ctx ends, then lets the attempts under way finish and returns nil. A database that is away is waited for.
+// Run sends until ctx ends, then lets the attempts under way finish and returns nil. A database that is away is
+// waited for.
 func (d *Dispatcher) Run(ctx context.Context) error {
 	if d.Schedule == nil {
 		d.Schedule = defaultSchedule()
@@ -135,8 +136,8 @@ type message struct {
 	SentAt     time.Time
 }
 
-// take begins up to limit attempts, none of the targets in full and at most each of one target. A row that is taken is not due
-// again before the lease ends, so nobody else attempts it meanwhile.
+// take begins up to limit attempts, none of the targets in full and at most each of one target. A row that is taken
+// is not due again before the lease ends, so nobody else attempts it meanwhile.
 func take(ctx context.Context, db postgres.DB, limit, each int, full []string, lease time.Duration) ([]message, error) {
 	rows, err := db.Query(ctx, `
 		with due as (
@@ -184,8 +185,8 @@ func nextDue(ctx context.Context, db postgres.DB) (time.Duration, error) {
 	return time.Duration(*seconds * float64(time.Second)), nil
 }
 
-// file opens the activity of an attempt and notes it with the message, so that whoever makes the next can close it if this one is
-// lost; that of an attempt that was lost before, it closes.
+// file opens the activity of an attempt and notes it with the message, so that whoever makes the next can close it if
+// this one is lost; that of an attempt that was lost before, it closes.
 func file(ctx context.Context, db postgres.Beginner, m message, entry activity.Entry) (id string, err error) {
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		if m.ActivityID != nil {
@@ -223,7 +224,8 @@ type verdict struct {
 
 func (v verdict) ok() bool { return v.err == "" }
 
-// settle records how an attempt ended, for the message and for its target. An attempt that was outlived by its lease has no effect.
+// settle records how an attempt ended, for the message and for its target. An attempt that was outlived by its lease
+// has no effect.
 func settle(ctx context.Context, tx pgx.Tx, m message, v verdict) error {
 	status := "pending"
 	switch {
@@ -254,8 +256,8 @@ func settle(ctx context.Context, tx pgx.Tx, m message, v verdict) error {
 // persistent is how long a target must have failed, without a success between, to be taken out of service.
 const persistent = 24 * time.Hour
 
-// judge keeps count of a target's failures, and takes it out of service when it said so (410), or has failed max_failures times
-// in a row over at least a day.
+// judge keeps count of a target's failures, and takes it out of service when it said so (410), or has failed
+// max_failures times in a row over at least a day.
 func judge(ctx context.Context, tx pgx.Tx, m message, v verdict) error {
 	if v.ok() {
 		_, err := tx.Exec(ctx, `
@@ -292,8 +294,8 @@ const (
 	maxAnswer   = 4 << 10
 )
 
-// Poster posts what is signed as Standard Webhooks says. Client comes from skills.NewGuardedClient; its redirects are not
-// followed. A nil Getenv is the process's environment.
+// Poster posts what is signed as Standard Webhooks says. Client comes from skills.NewGuardedClient; its redirects are
+// not followed. A nil Getenv is the process's environment.
 type Poster struct {
 	Client *http.Client
 	Getenv func(string) string

@@ -196,7 +196,8 @@ func TestATargetThatFailsForADayIsTakenOutAndPutBack(t *testing.T) {
 	}, "what waited is sent")
 }
 
-// A dispatcher that died in the middle of an attempt leaves a row that is due when its lease ends, and an open activity.
+// A dispatcher that died in the middle of an attempt leaves a row that is due when its lease ends, and an open
+// activity.
 func TestALostAttemptIsMadeAgainUnderTheSameID(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -222,8 +223,8 @@ func TestALostAttemptIsMadeAgainUnderTheSameID(t *testing.T) {
 	}
 }
 
-// An attempt's row of the log is opened and closed together with what the message says of it: where the database fails in between,
-// no row is left that nobody will ever close.
+// An attempt's row of the log is opened and closed together with what the message says of it: where the database
+// fails in between, no row is left that nobody will ever close.
 func TestAnAttemptThatTheDatabaseInterruptsLeavesNoOpenRow(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct{ when, how string }{

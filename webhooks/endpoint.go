@@ -88,8 +88,8 @@ type EndpointDefinition struct {
 	Actions     []Action         `yaml:"actions" json:"actions"`
 }
 
-// Action is one thing that is done with a delivery. It has exactly one of Event, Resume, Automation, Flow and Prompt. Every action
-// whose When holds is done, in their order.
+// Action is one thing that is done with a delivery. It has exactly one of Event, Resume, Automation, Flow and Prompt.
+// Every action whose When holds is done, in their order.
 type Action struct {
 	When       map[string]any `yaml:"when" json:"when,omitempty"`             // path: value, or a list of values; all must hold
 	Event      string         `yaml:"event" json:"event,omitempty"`           // EVENT_COMPLETED and the like

@@ -82,8 +82,8 @@ func family(event string) string {
 	return event
 }
 
-// PutTarget makes the target d.Name say what d declares and reports whether anything changed. Whether it is in service, and
-// how it fared, stays.
+// PutTarget makes the target d.Name say what d declares and reports whether anything changed. Whether it is in
+// service, and how it fared, stays.
 func PutTarget(ctx context.Context, db postgres.DB, d TargetDefinition, source string) (changed bool, err error) {
 	if err := ValidateTarget(d); err != nil {
 		return false, fmt.Errorf("put webhook target %q: %w", d.Name, err)
@@ -140,8 +140,8 @@ func targets(ctx context.Context, db postgres.DB, name string) ([]Target, error)
 	return got, nil
 }
 
-// RemoveTargets deletes the targets of source that are not among keep, with what was to be sent to them, and returns their
-// names.
+// RemoveTargets deletes the targets of source that are not among keep, with what was to be sent to them, and returns
+// their names.
 func RemoveTargets(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
 	rows, err := db.Query(ctx, `
 		delete from agent_webhook_targets where source = @source and name <> all(@keep::text[]) returning name`,
@@ -149,8 +149,8 @@ func RemoveTargets(ctx context.Context, db postgres.DB, source string, keep []st
 	return sortedNames(rows, err, "remove webhook targets of source "+source)
 }
 
-// SetTarget takes a target in or out of service, by an admin's word. Put back, it is sent what waited for it. False when it
-// was so already.
+// SetTarget takes a target in or out of service, by an admin's word. Put back, it is sent what waited for it. False
+// when it was so already.
 func SetTarget(ctx context.Context, db postgres.DB, name string, enabled bool, by, reason string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		with changed as (

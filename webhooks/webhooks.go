@@ -1,19 +1,19 @@
 // Package webhooks owns the tables of webhooks, incoming and outgoing, and sends the outgoing ones.
 //
-// An endpoint is what others post to: how they sign, and what is done with what they send (see [EndpointDefinition]). A
-// delivery is one thing they sent. Its row is written before it is acknowledged, and its unique key (endpoint,
-// delivery id) makes it handled once however often it comes: [Insert] tells the first from the repeated, also when fifty
-// come at the same moment. The surface that receives and acts is surfaces/webhook.
+// An endpoint is what others post to: how they sign, and what is done with what they send (see [EndpointDefinition]).
+// A delivery is one thing they sent. Its row is written before it is acknowledged, and its unique key (endpoint,
+// delivery id) makes it handled once however often it comes: [Insert] tells the first from the repeated, also when
+// fifty come at the same moment. The surface that receives and acts is surfaces/webhook.
 //
 // A target is who is told of the agent's own events. Triggers write the outbox in the transaction that causes an
 // event, so nothing is told that did not happen and nothing that happened is forgotten; with no target that wants an
 // event they write nothing. A [Dispatcher] sends: any number may run at once, and an attempt is one's alone, because
-// whoever takes a row moves its next time past the end of the attempt in the same statement. A dispatcher that dies is
-// outlived by that time, and the message is sent again under the same webhook-id: at least once, never twice by
+// whoever takes a row moves its next time past the end of the attempt in the same statement. A dispatcher that dies
+// is outlived by that time, and the message is sent again under the same webhook-id: at least once, never twice by
 // two at once.
 //
-// Definitions hold references to secrets (${NAME}, file:/path), never secrets; [Secrets] resolves them when used, so a
-// rotated file or a restarted process is enough to change one. Headers that carry secrets are blotted out before a
+// Definitions hold references to secrets (${NAME}, file:/path), never secrets; [Secrets] resolves them when used, so
+// a rotated file or a restarted process is enough to change one. Headers that carry secrets are blotted out before a
 // delivery is stored.
 package webhooks
 

@@ -182,8 +182,8 @@ func (s *scenario) order() bool {
 	return true
 }
 
-// carryOut takes a run that is due, or whose last attempt failed: in an execution of its own, as the runner does, or in one that is at work,
-// as the heartbeat does.
+// carryOut takes a run that is due, or whose last attempt failed: in an execution of its own, as the runner does, or
+// in one that is at work, as the heartbeat does.
 func (s *scenario) carryOut() bool {
 	for _, j := range s.jobs {
 		if j.taken && !j.ended {
@@ -718,7 +718,8 @@ func (s *scenario) say() bool {
 	return true
 }
 
-// A flow that delivers an event is told as its cause, whichever way a process at work takes; an event from outside has none.
+// A flow that delivers an event is told as its cause, whichever way a process at work takes; an event from outside
+// has none.
 func TestAFlowThatRaisesAnEventIsItsCause(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

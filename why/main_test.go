@@ -28,8 +28,8 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
-// world is a database on which scenarios are played, one after the other, by the functions and packages of the product, with no process at
-// work but the test.
+// world is a database on which scenarios are played, one after the other, by the functions and packages of the
+// product, with no process at work but the test.
 type world struct {
 	t      *testing.T
 	pool   *pgxpool.Pool
@@ -346,7 +346,8 @@ func TestALargeTraceIsBoundedAndSecretsAreNotShown(t *testing.T) {
 	}
 }
 
-// crowd lets two executions of other traces wait for one event, which a third raises, in one of the ways in which a process does.
+// crowd lets two executions of other traces wait for one event, which a third raises, in one of the ways in which a
+// process does.
 func (s *scenario) crowd() bool {
 	by := s.some(working)
 	if by == nil {

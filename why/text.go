@@ -57,9 +57,10 @@ const (
 	none = "\x1b[0m"
 )
 
-// Write writes an answer for people: a line that says what the trace was, and below it the parts, each row with its time, the chain of causes
-// and the children indented below what caused them, and the other trace where a row leads to one. Text that came from outside is shown
-// without its control characters. colour adds ANSI colours, which say nothing that the words do not.
+// Write writes an answer for people: a line that says what the trace was, and below it the parts, each row with its
+// time, the chain of causes and the children indented below what caused them, and the other trace where a row leads
+// to one. Text that came from outside is shown without its control characters. colour adds ANSI colours, which say
+// nothing that the words do not.
 func Write(w io.Writer, a Answer, colour bool) error {
 	out := bufio.NewWriter(w)
 	p := page{out: out, answer: a, colour: colour}
@@ -102,8 +103,8 @@ func (p page) part(part Part) {
 	}
 }
 
-// Depths says how far each row of a part is below its first cause, or its first execution; who had a lane is below who waited for it. 0 in
-// parts that are lists.
+// Depths says how far each row of a part is below its first cause, or its first execution; who had a lane is below
+// who waited for it. 0 in parts that are lists.
 func (a Answer) Depths(p Part) []int {
 	rows := a.Of(p)
 	depths := make([]int, len(rows))

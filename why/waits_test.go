@@ -154,8 +154,8 @@ func (s *scenario) timer() bool {
 	return true
 }
 
-// sweep takes the claims of lost workers away, resumes what waits for a time that has passed or a lane that is open, and
-// sends what is queued, as the engine's sweep does.
+// sweep takes the claims of lost workers away, resumes what waits for a time that has passed or a lane that is open,
+// and sends what is queued, as the engine's sweep does.
 func (s *scenario) sweep(due *run) {
 	s.exec(`select lanekeeper.lose_agent_claims(id) from agent_workers where expires_at < clock_timestamp()`)
 	s.exec(`select lanekeeper.sweep_agent_waits()`)
@@ -352,8 +352,8 @@ func scenarios(t *testing.T) int {
 	return n
 }
 
-// Each scenario is a random piece of history, made by the functions and packages of the product; the test keeps what caused what by itself. Of
-// every trace in it why has these rows, and no others.
+// Each scenario is a random piece of history, made by the functions and packages of the product; the test keeps what
+// caused what by itself. Of every trace in it why has these rows, and no others.
 func TestEveryEdgeIsToldAndNoOther(t *testing.T) {
 	t.Parallel()
 	n := scenarios(t)

@@ -13,9 +13,10 @@
 //	led to   what it caused: events and whom they resumed, automations, forks, messages, approvals, what targets were told
 //	spend    calls, tokens and dollars by model
 //
-// A reference is a word and an id: execution, trace, event, run (of an automation), delivery, approval, request, outgoing,
-// thread, lane, schedule, worker, step, model; or one of outside, admin, timer. Lists are bounded, and a row of kind more says what was
-// left out. Every read goes by an index, so that the answer does not get slower as the log grows.
+// A reference is a word and an id: execution, trace, event, run (of an automation), delivery, approval, request,
+// outgoing, thread, lane, schedule, worker, step, model; or one of outside, admin, timer. Lists are bounded, and a
+// row of kind more says what was left out. Every read goes by an index, so that the answer does not get slower as the
+// log grows.
 package why
 
 import (
@@ -59,8 +60,8 @@ const (
 	maxDetail = 4 << 10
 )
 
-// Reason is a row: FromRef caused ToRef, or, where FromRef is empty, something is so. TraceID and ExecutionID are those of the
-// other end where that is in a trace.
+// Reason is a row: FromRef caused ToRef, or, where FromRef is empty, something is so. TraceID and ExecutionID are
+// those of the other end where that is in a trace.
 type Reason struct {
 	Seq         int             `json:"seq"`
 	Part        Part            `json:"part"`
@@ -81,7 +82,8 @@ type Answer struct {
 	Reasons     []Reason `json:"reasons"`
 }
 
-// Of asks about a trace by its id in any form. The error wraps trace.ErrInvalid for what is no id, and activity.ErrNotFound.
+// Of asks about a trace by its id in any form. The error wraps trace.ErrInvalid for what is no id, and
+// activity.ErrNotFound.
 func Of(ctx context.Context, db postgres.DB, id string) (Answer, error) {
 	if _, err := trace.ParseAny(id); err != nil {
 		return Answer{}, fmt.Errorf("ask why: %w", err)

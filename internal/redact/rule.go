@@ -323,8 +323,8 @@ var keyBlocks = []rule{
 // puttyEnd is the last line of a PuTTY key.
 const puttyEnd = `Private-(?:MAC|Hash):\s*[0-9A-Fa-f]*`
 
-// Known applies hide, which blots out secrets that the caller knows, to every text of a value that was decoded from JSON, keys
-// included. Lists are changed in place. Keys that become the same under hide leave one of their values.
+// Known applies hide, which blots out secrets that the caller knows, to every text of a value that was decoded from
+// JSON, keys included. Lists are changed in place. Keys that become the same under hide leave one of their values.
 func Known(value any, hide func(string) string) any {
 	switch v := value.(type) {
 	case string:

@@ -27,9 +27,8 @@ var composed = map[string]string{
 	"retention/partitions.go":       "names a partition",
 	"retention/pass.go":             "runs a statement of the table of kinds, which is in kinds.go",
 	"retention/piece.go":            "runs the statements of the table of kinds, which is in kinds.go",
-	"skills/sql.go":                 "wraps a skill's query",
+	"skills/sql.go":                 "names a role, and wraps a skill's query",
 	"skills/sqlcheck.go":            "names a role",
-	"skills/sqldatabase.go":         "names a role",
 	"skills/sqleffect.go":           "names a role, and wraps a skill's query",
 }
 
