@@ -17,10 +17,17 @@
 package activity
 
 import (
+	"cmp"
+	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"time"
+
+	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // ErrStale reports a write under a claim that is no longer the execution's live one.
@@ -111,4 +118,115 @@ func translate(verb string, err error) error {
 	default:
 		return fmt.Errorf("%s: %w", verb, err)
 	}
+}
+
+// Admin is the actor of what a person does on the command line, over the HTTP API or in the Engine Room.
+const Admin = "admin"
+
+// Act is what an admin does. Its row has agent [Admin], and the reason both as purpose and in the input.
+type Act struct {
+	Within  bool           // each wait for a lock is bounded by postgres.LockTimeout; the caller tries again
+	Name    string         // of the act: disable_skill, replay_webhook
+	Reason  string         // as the admin gave it
+	TraceID string         // of the row; a new op_ trace when empty
+	Input   map[string]any // names the object under a word that the column object of agent_audit knows; the change may add to it
+}
+
+// Unchanged is the output of a change that changed nothing: it leaves no row.
+var Unchanged any = unchanged{}
+
+type unchanged struct{}
+
+// Recorded says where the row of an act is.
+type Recorded struct{ TraceID, ActivityID string }
+
+// Record makes an admin's change and writes its row, in one transaction and under a trace of its own. change gets that
+// trace and returns the output of the row.
+func Record(ctx context.Context, db postgres.Beginner, a Act, change func(tx pgx.Tx, traceID string) (output any, err error)) (Recorded, error) {
+	r := Recorded{TraceID: cmp.Or(a.TraceID, string(trace.New(trace.Operate)))}
+	inTx := postgres.InTx
+	if a.Within {
+		inTx = postgres.InTxWithin
+	}
+	err := inTx(ctx, db, func(tx pgx.Tx) error {
+		output, err := change(tx, r.TraceID)
+		if err != nil || output == Unchanged {
+			return err
+		}
+		r.ActivityID, err = Note(ctx, tx, a.entry(r.TraceID), Outcome{Output: output})
+		return err
+	})
+	return r, err
+}
+
+// RecordAround is [Record] for work that is more than one transaction: the row is open while it lasts, and has its
+// error.
+func RecordAround(ctx context.Context, db postgres.DB, a Act, work func() (output any, err error)) error {
+	e := a.entry(string(trace.New(trace.Operate)))
+	id, err := Open(ctx, db, e)
+	if err != nil {
+		return err
+	}
+	output, failure := work()
+	o := Outcome{Output: output}
+	if failure != nil {
+		o.Status, o.Message = Error, failure.Error()
+	}
+	if err := Close(context.WithoutCancel(ctx), db, id, e, o); failure == nil {
+		return err
+	}
+	return failure
+}
+
+func (a Act) entry(traceID string) Entry {
+	input := maps.Clone(a.Input)
+	if a.Reason != "" {
+		if input == nil {
+			input = map[string]any{}
+		}
+		input["reason"] = a.Reason
+	}
+	return Entry{TraceID: traceID, Surface: string(trace.Operate), Agent: Admin, Kind: KindNote, Skill: a.Name, Purpose: a.Reason, Input: input}
+}
+
+// Link records that a span of another system asked for a trace, as the caller in ctx says (see trace.WithCaller). It
+// comes from outside and is not trusted: it is shown as a link, and the trace keeps its own id. Without a caller it
+// does nothing.
+func Link(ctx context.Context, db postgres.DB, id trace.ID) error {
+	traceparent := trace.Caller(ctx)
+	if _, ok := trace.ParseTraceparent(traceparent); !ok || id == "" {
+		return nil
+	}
+	_, err := db.Exec(ctx, `insert into agent_trace_links (trace_id, traceparent) values (@trace_id, @traceparent) on conflict do nothing`,
+		postgres.Strict{"trace_id": string(id), "traceparent": traceparent})
+	if err != nil {
+		return fmt.Errorf("link trace %s: %w", id, err)
+	}
+	return nil
+}
+
+// LinkExecutions is Link for the traces of executions, which an event from outside has woken.
+func LinkExecutions(ctx context.Context, db postgres.DB, ids []string) error {
+	traceparent := trace.Caller(ctx)
+	if _, ok := trace.ParseTraceparent(traceparent); !ok || len(ids) == 0 {
+		return nil
+	}
+	_, err := db.Exec(ctx, `
+		insert into agent_trace_links (trace_id, traceparent)
+		select distinct x.trace_id, @traceparent from agent_executions x where x.id = any (@ids::uuid[]) order by 1 on conflict do nothing`,
+		postgres.Strict{"ids": ids, "traceparent": traceparent})
+	if err != nil {
+		return fmt.Errorf("link the traces of %d executions: %w", len(ids), err)
+	}
+	return nil
+}
+
+// ForgetLinks deletes links that are older than keep, and returns how many.
+func ForgetLinks(ctx context.Context, db postgres.DB, keep time.Duration) (int64, error) {
+	tag, err := db.Exec(ctx, `delete from agent_trace_links where created_at < clock_timestamp() - make_interval(secs => @seconds)`,
+		postgres.Strict{"seconds": keep.Seconds()})
+	if err != nil {
+		return 0, fmt.Errorf("forget links of traces: %w", err)
+	}
+	return tag.RowsAffected(), nil
 }

@@ -2,6 +2,7 @@ package activity_test
 
 import (
 	"bytes"
+	"errors"
 	"flag"
 	"os"
 	"path/filepath"
@@ -12,6 +13,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -135,4 +138,158 @@ func outline(nodes []*activity.Node) string {
 		}
 	}
 	return b.String()
+}
+
+// run inserts an execution that ended, ago before now, after three seconds.
+func run(t *testing.T, db postgres.DB, traceID trace.ID, status string, ago time.Duration, parent any) string {
+	t.Helper()
+	var id string
+	args := postgres.Strict{"trace": string(traceID), "surface": string(traceID.Surface()), "parent": parent, "ago": ago}
+	err := db.QueryRow(t.Context(), `
+		insert into agent_executions (id, trace_id, surface, flow, status, parent_id, created_at, started_at)
+		select lanekeeper.agent_uuid7(at), @trace, @surface, 'beat', 'running', @parent::uuid, at, at
+		  from (select clock_timestamp() - @ago::interval as at) x
+		returning id::text`, args).Scan(&id)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if status == "running" {
+		return id
+	}
+	_, err = db.Exec(t.Context(), `
+		update agent_executions set status = @status, completed_at = created_at + interval '3 seconds' where id = @id`,
+		postgres.Strict{"status": status, "id": id})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return id
+}
+
+func TestTraceIsFoundByEveryFormOfItsID(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	id := trace.New(trace.Webhook)
+	root := run(t, db, id, "completed", time.Minute, nil)
+	run(t, db, id, "failed", 50*time.Second, root)
+	put(t, db, act{trace: string(id), kind: "model", tokens: 40, cost: "0.0125", surface: "webhook"})
+	put(t, db, act{trace: string(id), kind: "model", tokens: 2, cost: "0.0001", surface: "webhook"})
+	for name, form := range map[string]string{"prefixed": string(id), "hex": id.OTel(), "ulid": id.Suffix()} {
+		t.Run(name, func(t *testing.T) {
+			got, err := activity.TraceOf(t.Context(), db, form)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if used, cost, err := activity.Spent(t.Context(), db, string(id)); err != nil || used.TotalTokens != 42 || cost != 0.0126 {
+				t.Errorf("spent %+v, %v USD, %v", used, cost, err)
+			}
+			if got.FinishedAt == nil || got.FinishedAt.Sub(got.StartedAt) != 3*time.Second || len(got.Activities) != 2 {
+				t.Fatalf("trace is %+v", got)
+			}
+			got.StartedAt, got.FinishedAt, got.Activities = time.Time{}, nil, nil
+			want := activity.Trace{TraceID: string(id), OTelTraceID: id.OTel(), Surface: "webhook", Status: "completed", Tokens: 42, CostUSD: 0.0126}
+			if diff := cmp.Diff(want, got); diff != "" {
+				t.Error(diff)
+			}
+		})
+	}
+}
+
+func TestTraceThatIsNotThere(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	if _, err := activity.TraceOf(t.Context(), db, string(trace.New(trace.Chat))); !errors.Is(err, activity.ErrNotFound) {
+		t.Errorf("unknown id: %v", err)
+	}
+	if _, err := activity.TraceOf(t.Context(), db, "hb_nonsense"); !errors.Is(err, trace.ErrInvalid) {
+		t.Errorf("malformed id: %v", err)
+	}
+}
+
+func TestTraceWithoutAnExecution(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct {
+		statuses []string
+		want     string
+		finished bool
+	}{
+		"skipped tick": {[]string{"skipped"}, "skipped", true},
+		"done":         {[]string{"skipped", "success"}, "completed", true},
+		"failed":       {[]string{"error", "success"}, "failed", true},
+		"running":      {[]string{"error", "running"}, "running", false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			db := pgtest.DB(t)
+			id := string(trace.New(trace.Heartbeat))
+			for _, status := range test.statuses {
+				put(t, db, act{trace: id, status: status})
+			}
+			got, err := activity.TraceOf(t.Context(), db, id)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got.Status != test.want || (got.FinishedAt != nil) != test.finished {
+				t.Errorf("status %s, finished %v", got.Status, got.FinishedAt)
+			}
+		})
+	}
+}
+
+func TestTracesAreRolledUpNewestFirst(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	older, newer, going := trace.New(trace.Heartbeat), trace.New(trace.Chat), trace.New(trace.Heartbeat)
+	root := run(t, db, older, "completed", time.Hour, nil)
+	run(t, db, older, "completed", 50*time.Minute, root)
+	run(t, db, newer, "failed", 30*time.Minute, nil)
+	run(t, db, going, "running", time.Minute, nil)
+	// One that a worker has is in no index of its surface.
+	if _, err := db.Exec(t.Context(), `
+		with w as (insert into agent_workers (expires_at) values (clock_timestamp() + interval '1 hour') returning id)
+		update agent_executions set claimed_by = w.id, claim = 1 from w where status = 'running'`); err != nil {
+		t.Fatal(err)
+	}
+	put(t, db, act{trace: string(older), kind: "model", tokens: 10, cost: "0.5"})
+	put(t, db, act{trace: string(older), status: "error"})
+	put(t, db, act{trace: string(newer)})
+
+	list := func(f activity.TraceFilter) (found []string) {
+		for {
+			page, next, err := activity.Traces(t.Context(), db, f)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, s := range page {
+				found = append(found, s.TraceID)
+			}
+			if f.Cursor = next; next == "" {
+				return found
+			}
+		}
+	}
+	for name, test := range map[string]struct {
+		filter activity.TraceFilter
+		want   []string
+	}{
+		"all, by pages of one": {activity.TraceFilter{Limit: 1}, []string{string(going), string(newer), string(older)}},
+		"surface":              {activity.TraceFilter{Surface: "heartbeat"}, []string{string(going), string(older)}},
+		"status":               {activity.TraceFilter{Status: "failed"}, []string{string(newer)}},
+		"since":                {activity.TraceFilter{Since: time.Now().Add(-40 * time.Minute)}, []string{string(going), string(newer)}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if diff := cmp.Diff(test.want, list(test.filter)); diff != "" {
+				t.Error(diff)
+			}
+		})
+	}
+	page, _, err := activity.Traces(t.Context(), db, activity.TraceFilter{Status: "completed"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	got := page[0]
+	if *got.DurationMS != 3000 || got.Tokens != 10 || got.CostUSD != 0.5 || got.Activities != 2 || got.Errors != 1 || got.ExecutionID != root {
+		t.Errorf("summary is %+v", got)
+	}
+	if got.OTelTraceID != older.OTel() {
+		t.Errorf("hex id is %q", got.OTelTraceID)
+	}
 }

@@ -3,9 +3,11 @@ package lanes_test
 import (
 	"context"
 	"errors"
+	"strings"
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -169,5 +171,218 @@ func TestReleaseAllIsTriedAgain(t *testing.T) {
 	}
 	if n := get[int](t, db, `select count(*) from agent_locks_live`); n != 0 {
 		t.Errorf("%d are held after ReleaseAll", n)
+	}
+}
+
+// open runs a statement in a transaction that stays open, as a driver with autocommit off leaves it.
+func open(t *testing.T, db *pgxpool.Pool, query string, args ...any) {
+	t.Helper()
+	exec(t, begin(t, db), query, args...)
+}
+
+// prepared runs a statement in a transaction that stays prepared.
+func prepared(t *testing.T, db *pgxpool.Pool, query string, args ...any) {
+	t.Helper()
+	if get[string](t, db, `show max_prepared_transactions`) == "0" {
+		t.Skip("this server prepares no transactions")
+	}
+	id := strings.ReplaceAll(t.Name(), "/", " ") + time.Now().Format("150405.000000")
+	tx := begin(t, db)
+	exec(t, tx, query, args...)
+	exec(t, tx, `prepare transaction '`+id+`'`)
+	_ = tx.Rollback(t.Context()) // of a transaction that the connection does not have any more
+	t.Cleanup(func() {
+		if _, err := db.Exec(context.Background(), `rollback prepared '`+id+`'`); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// savepoint runs a statement in a subtransaction of a transaction that stays open.
+func savepoint(t *testing.T, db *pgxpool.Pool, query string, args ...any) {
+	t.Helper()
+	tx := begin(t, db)
+	exec(t, tx, `savepoint a`)
+	exec(t, tx, query, args...)
+}
+
+var clumsy = map[string]func(t *testing.T, db *pgxpool.Pool, query string, args ...any){
+	"open": open, "prepared": prepared, "savepoint": savepoint,
+}
+
+// Who waits for a lane in a transaction that stays open keeps the holder from nothing, nor anybody else.
+func TestAWaiterInAnOpenTransactionHoldsUpNobody(t *testing.T) {
+	t.Parallel()
+	for how, leave := range clumsy {
+		for what, query := range map[string]string{
+			"first look": `select await_agent_lock('x', 'clumsy', 60)`,
+			"handed":     `select lanekeeper.acquire_or_enqueue_agent_lock('x', 'clumsy', 60, 60, true)`,
+			"second look": `with first as materialized (select await_agent_lock('x', 'clumsy', 60))
+				select (select count(*) from first), await_agent_lock('x', 'clumsy', 60)`,
+			"granted": `select acquire_agent_lock('y', 'clumsy', 60), await_agent_lock('x', 'clumsy', 60)`,
+		} {
+			t.Run(how+" "+what, func(t *testing.T) {
+				t.Parallel()
+				db := pgtest.DB(t)
+				token := mustTry(t, db, "x", "a", 60)
+				exec(t, db, `insert into agent_locks (lane, fencing_token, expires_at) values ('y', 1, clock_timestamp())`)
+				leave(t, db, query)
+				unhurt(t, db, token)
+			})
+		}
+	}
+}
+
+// unhurt checks that a, who holds x, renews and releases it, that the next one gets it, and that the sweeps pass.
+func unhurt(t *testing.T, db *pgxpool.Pool, token int64) {
+	t.Helper()
+	hurry := begin(t, db)
+	exec(t, hurry, `set local lock_timeout = '1s'`)
+	if !get[bool](t, hurry, `select renewed and not busy from lanekeeper.renew_agent_locks('{x}', '{a}', array[$1::bigint], '{60}')`, token) {
+		t.Error("the holder's renewal is held up")
+	}
+	for what, query := range map[string]string{
+		"renewal": `select renew_agent_lock('x', 'a', $1, 60)`,
+		"refresh": `select acquired and fencing_token = $1 from acquire_agent_lock('x', 'a', 60)`,
+	} {
+		if !get[bool](t, hurry, query, token) {
+			t.Errorf("%s is refused", what)
+		}
+	}
+	if g := try(t, hurry, "y", "another", 60); g.token == 0 && g.acquired {
+		t.Error("a lane without a token")
+	}
+	k, _ := keeper(t, hurry)
+	if _, err := k.Expire(t.Context(), ""); err != nil {
+		t.Error(err)
+	}
+	if err := lanes.Prune(t.Context(), hurry, 24*time.Hour); err != nil {
+		t.Error(err)
+	}
+	if !get[bool](t, hurry, `select release_agent_lock('x', 'a', $1)`, token) {
+		t.Error("the holder cannot release")
+	}
+	commit(t, hurry)
+	mustTry(t, db, "x", "next", 60)
+}
+
+// A lane that was granted in a transaction that stays open is busy for others, who hear so at once, and no other lane
+// is touched.
+func TestAGrantInAnOpenTransactionIsBusyForOthers(t *testing.T) {
+	t.Parallel()
+	for how, leave := range clumsy {
+		for what, before := range map[string]string{
+			"first hold": `select 1`,
+			"next hold":  `insert into agent_locks (lane, fencing_token, expires_at) values ('y', 1, clock_timestamp())`,
+		} {
+			t.Run(how+" "+what, func(t *testing.T) {
+				t.Parallel()
+				db := pgtest.DB(t)
+				token := mustTry(t, db, "x", "a", 60)
+				exec(t, db, before)
+				leave(t, db, `select acquire_agent_lock('y', 'clumsy', 60)`)
+				k, _ := keeper(t, db)
+				if _, err := k.Acquire(t.Context(), "y"); !errors.Is(err, lanes.ErrBusy) {
+					t.Errorf("Acquire: %v, want ErrBusy", err)
+				}
+				unhurt(t, db, token)
+			})
+		}
+	}
+}
+
+// Who releases or breaks a lane that an open transaction has in use hears within about a second who is in the way.
+func TestAReleaseThatIsHeldUpSaysByWhom(t *testing.T) {
+	t.Parallel()
+	for how, leave := range clumsy {
+		for what, query := range map[string]string{
+			"release":  `select release_agent_lock('x', 'a')`,
+			"free":     `select lanekeeper.release_agent_lock('x', 'a', (select fencing_token from agent_locks where lane = 'x'), true)`,
+			"break":    `select break_agent_lock('x', 'test')`,
+			"quitting": `select lanekeeper.release_agent_lock('x', 'a', null, true) from leave_agent_lock_queue('x', 'a')`,
+		} {
+			for fences := 1; fences <= 2; fences++ {
+				t.Run(how+" "+what+strings.Repeat(" shared", fences-1), func(t *testing.T) {
+					t.Parallel()
+					db := pgtest.DB(t)
+					token := mustTry(t, db, "x", "a", 60)
+					for range fences {
+						leave(t, db, `select fence_agent_lock('x', $1)`, token)
+					}
+					before := row(t, db, "x")
+					_, err := db.Exec(t.Context(), query)
+					said, ok := errors.AsType[*pgconn.PgError](err)
+					if !ok || said.Code != "55P03" || said.Hint == "" {
+						t.Fatalf("%v, want SQLSTATE 55P03 with a hint", err)
+					}
+					who := map[bool]string{true: "prepared transaction '", false: "pid "}[how == "prepared"]
+					if n := strings.Count(said.Message, who); n != fences || !strings.Contains(said.Message, " since 2") || !strings.Contains(said.Message, `'x'`) {
+						t.Errorf("it says %q, want %d times %q, the lane and since when", said.Message, fences, who)
+					}
+					if now := row(t, db, "x"); now != before {
+						t.Errorf("it changed the lane: %s, before %s", now, before)
+					}
+				})
+			}
+		}
+	}
+}
+
+// A renewal passes a fenced write, and hears who is in the way of it otherwise.
+func TestARenewalThatIsHeldUpSaysByWhom(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	token := mustTry(t, db, "x", "a", 60)
+	open(t, db, `select from agent_locks where lane = 'x' for update`)
+	_, err := db.Exec(t.Context(), `select renew_agent_lock('x', 'a', $1, 60)`, token)
+	wantCode(t, err, "55P03")
+	if err == nil || !strings.Contains(err.Error(), "pid ") {
+		t.Errorf("%v names nobody", err)
+	}
+}
+
+func TestABreakThatIsHeldUpIsAnErrorThatSaysByWhom(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	k, _ := keeper(t, db)
+	l, err := k.Acquire(t.Context(), "x")
+	acquired(t, l, err)
+	write := begin(t, db)
+	if err := l.Fence(t.Context(), write); err != nil {
+		t.Fatal(err)
+	}
+	broken, err := lanes.Break(t.Context(), db, "x", "stuck")
+	held, ok := errors.AsType[*lanes.BlockedError](err)
+	if broken || !ok || !errors.Is(err, lanes.ErrBlocked) || !strings.Contains(held.Reason, "pid ") || held.Hint == "" {
+		t.Fatalf("Break: %v, %v", broken, err)
+	}
+	commit(t, write)
+	if broken, err := lanes.Break(t.Context(), db, "x", "stuck"); err != nil || !broken {
+		t.Errorf("Break after the write: %v, %v", broken, err)
+	}
+}
+
+// A place in a queue that is being handed the lane, in a transaction that stays open, is not waited for.
+func TestAHandOverInAnOpenTransactionHoldsUpNoWaiter(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	token := mustTry(t, db, "x", "a", 60)
+	queues(t, db, "x", "b", 60)
+	open(t, db, `select lanekeeper.release_agent_lock('x', 'a', $1, true)`, token)
+	hurry := begin(t, db)
+	exec(t, hurry, `set local lock_timeout = '1s'`)
+	queues(t, hurry, "x", "b", 60)
+	queues(t, hurry, "x", "c", 60)
+	commit(t, hurry)
+}
+
+// A place is kept for a minute at most, so that who died in a queue is not waited for.
+func TestAPlaceInAQueueIsKeptForAMinute(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	mustTry(t, db, "x", "a", 60)
+	exec(t, db, `select await_agent_lock('x', 'gone', 60, 86400)`)
+	if !get[bool](t, db, `select expires_at < clock_timestamp() + interval '61 seconds' from agent_lock_waiters`) {
+		t.Error("the place is kept for longer")
 	}
 }

@@ -2,13 +2,17 @@ package lanes_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -395,5 +399,277 @@ func TestExecutionIsReadFromTheOwner(t *testing.T) {
 		if got != want {
 			t.Errorf("owner %s has execution %q, want %q", owner, got, want)
 		}
+	}
+}
+
+func TestBadInputIsRefusedAndChangesNothing(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	mustTry(t, db, "held", "a", 60)
+	bad := map[string]any{
+		"null": nil, "empty": "", "blank": "   ", "too long": strings.Repeat("x", 256), "newline": "a\nb", "tab": "a\tb", "escape": "a\x1bb", "delete": "a\x7fb",
+		"no-break space": "\u00a0", "zero width": "\u200b", "a hidden character": "oper\u200bate", "right to left": "prices\u202ecod.sh",
+		"isolate": "a\u2066b\u2069", "soft hyphen": "oper\u00adate", "ideographic blank": "\u3000", "tag": "a\U000e0041", "variation": "a\ufe0f",
+		"decomposed": "cafe\u0301",
+	}
+	statements := map[string]string{
+		"try lane":      `select try_acquire_agent_lock($1, 'a', 60)`,
+		"try owner":     `select try_acquire_agent_lock('x', $1, 60)`,
+		"acquire lane":  `select acquire_agent_lock($1, 'a', 60)`,
+		"acquire owner": `select acquire_agent_lock('x', $1, 60)`,
+		"await lane":    `select await_agent_lock($1, 'a', 60)`,
+		"await owner":   `select await_agent_lock('x', $1, 60)`,
+		"renew lane":    `select renew_agent_lock($1, 'a', 1, 60)`,
+		"renew owner":   `select renew_agent_lock('x', $1, 1, 60)`,
+		"release lane":  `select release_agent_lock($1, 'a')`,
+		"release owner": `select release_agent_lock('x', $1)`,
+		"break lane":    `select break_agent_lock($1, 'reason')`,
+	}
+	for what, value := range bad {
+		for where, query := range statements {
+			t.Run(where+" "+what, func(t *testing.T) {
+				_, err := db.Exec(t.Context(), query, value)
+				wantCode(t, err, "22023")
+			})
+		}
+	}
+	for what, ttl := range map[string]any{"null": nil, "zero": 0, "negative": -1, "over 30 days": 30*86400 + 1} {
+		for where, query := range map[string]string{
+			"try":        `select try_acquire_agent_lock('x', 'a', $1)`,
+			"refresh":    `select try_acquire_agent_lock('held', 'a', $1)`,
+			"acquire":    `select acquire_agent_lock('x', 'a', $1)`,
+			"await":      `select await_agent_lock('x', 'a', $1)`,
+			"renew":      `select renew_agent_lock('held', 'a', (select fencing_token from agent_locks), $1)`,
+			"renew many": `select lanekeeper.renew_agent_locks(array['held'], array['a'], array[(select fencing_token from agent_locks)], array[$1::int])`,
+		} {
+			t.Run(where+" ttl "+what, func(t *testing.T) {
+				_, err := db.Exec(t.Context(), query, ttl)
+				wantCode(t, err, "22023")
+			})
+		}
+	}
+	for what, query := range map[string]string{
+		"no place in the queue":    `select await_agent_lock('held', 'b', 60, null)`,
+		"a place for 0 seconds":    `select await_agent_lock('held', 'b', 60, 0)`,
+		"a place for over 30 days": `select await_agent_lock('held', 'b', 60, 2592001)`,
+		"fewer ttls than lanes":    `select lanekeeper.renew_agent_locks(array['held', 'x'], array['a', 'a'], array[1, 1], array[60])`,
+		"no ttls":                  `select lanekeeper.renew_agent_locks(array['held'], array['a'], (select array_agg(fencing_token) from agent_locks), null)`,
+		"fewer owners than lanes":  `select lanekeeper.renew_agent_locks(array['held'], '{}', array[1], array[60])`,
+	} {
+		t.Run(what, func(t *testing.T) {
+			_, err := db.Exec(t.Context(), query)
+			wantCode(t, err, "22023")
+		})
+	}
+	if err := lanes.Prune(t.Context(), db, -30*24*time.Hour); !errors.Is(err, lanes.ErrInvalid) {
+		t.Errorf("a prune of what is held: %v", err)
+	}
+	for _, reason := range []any{nil, "", "  "} {
+		_, err := db.Exec(t.Context(), `select break_agent_lock('held', $1)`, reason)
+		wantCode(t, err, "22023")
+	}
+	got := get[string](t, db, `select string_agg(lane || ' ' || locked_by || ' ' || (expires_at > clock_timestamp() + interval '30 seconds'), ', ') ||
+		(select count(*) from agent_lock_waiters) || (select count(*) from agent_activity) from agent_locks`)
+	if got != "held a true00" {
+		t.Errorf("bad input left %s", got)
+	}
+}
+
+func TestGoodInput(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	for _, lane := range []string{
+		"x", strings.Repeat("ñ", 255), "consolidate:{dataset}:2024:11", "with space", "::", "línea · 車道", "caf\u00e9 🚚", "'; drop table agent_locks; --",
+	} {
+		mustTry(t, db, lane, lane, 1)
+		mustTry(t, db, lane, lane, 30*86400)
+	}
+}
+
+// The program and the database have the same names.
+func TestANameIsValidInTheProgramAndInTheDatabase(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	names := []string{
+		"", " ", "  ", "x", "with space", "cafe\u0301", "caf\u00e9", "\u1112\u1161\u11ab", "한", "🚚", strings.Repeat("ñ", 255), strings.Repeat("ñ", 256), "नमस्ते", "שלום",
+	}
+	for _, span := range [][2]rune{{1, 0x3200}, {0xfb00, 0xffff}, {0x1d100, 0x1d200}, {0xdfff0, 0xe1010}} {
+		for r := span[0]; r < span[1]; r++ {
+			names = append(names, "x"+string(r))
+		}
+	}
+	rows, err := db.Query(t.Context(), `select lanekeeper.agent_name_fault(n) is null from unnest($1::text[]) with ordinality u (n, i) order by i`, names)
+	if err != nil {
+		t.Fatal(err)
+	}
+	fits, err := pgx.CollectRows(rows, pgx.RowTo[bool])
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, name := range names {
+		if got := lanes.ValidName(name); got != fits[i] {
+			t.Errorf("%.20q is valid in the program: %t, in the database: %t", name, got, fits[i])
+		}
+	}
+}
+
+const (
+	racers = 32
+	grants = 160
+)
+
+// wide is a pool with a connection for every racer.
+func wide(t testing.TB) *pgxpool.Pool {
+	t.Helper()
+	db, err := postgres.Open(t.Context(), pgtest.URL(t), postgres.Options{MaxConns: racers + 4})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(db.Close)
+	return db
+}
+
+// arena notices two holders at once and tokens that do not grow.
+type arena struct {
+	t      *testing.T
+	inside atomic.Int32
+	mu     sync.Mutex
+	tokens []int64
+}
+
+// hold is to be called by a holder, which leaves with the returned function. last is true
+// when there were enough grants.
+func (a *arena) hold(token int64) (last bool, leave func()) {
+	if n := a.inside.Add(1); n != 1 {
+		a.t.Errorf("%d holders at once", n)
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if n := len(a.tokens); n > 0 && a.tokens[n-1] >= token {
+		a.t.Errorf("grant %d has token %d after %d", n, token, a.tokens[n-1])
+	}
+	a.tokens = append(a.tokens, token)
+	return len(a.tokens) >= grants, func() { a.inside.Add(-1) }
+}
+
+// race runs work in every racer until one of them says that it was the last.
+func race(t *testing.T, work func(ctx context.Context, racer, round int) (last bool, err error)) {
+	t.Helper()
+	ctx, enough := context.WithCancel(t.Context())
+	defer enough()
+	var running sync.WaitGroup
+	for racer := range racers {
+		running.Go(func() {
+			for round := 0; ctx.Err() == nil; round++ {
+				last, err := work(ctx, racer, round)
+				if err != nil && ctx.Err() == nil {
+					t.Error(err)
+					enough()
+				}
+				if last {
+					enough()
+				}
+			}
+		})
+	}
+	running.Wait()
+}
+
+// Every third holder dies: its lease ends without a release.
+func TestRaceOfPlainSQLSessions(t *testing.T) {
+	t.Parallel()
+	db := wide(t)
+	a := &arena{t: t}
+	race(t, func(ctx context.Context, racer, round int) (bool, error) {
+		owner := fmt.Sprintf("racer %d.%d", racer, round)
+		g, err := tryErr(ctx, db, "x", owner, 60)
+		if err != nil || !g.acquired {
+			return false, err
+		}
+		last, leave := a.hold(g.token)
+		if _, err := db.Exec(ctx, `select fence_agent_lock('x', $1)`, g.token); err != nil {
+			return last, err
+		}
+		leave()
+		end := `select release_agent_lock('x', $1, $2)`
+		if round%3 == 0 {
+			end = `update agent_locks set expires_at = clock_timestamp() where lane = 'x' and locked_by = $1 and fencing_token = $2`
+		}
+		_, err = db.Exec(ctx, end, owner, g.token)
+		return last, err
+	})
+	if len(a.tokens) < grants {
+		t.Errorf("%d grants, want %d", len(a.tokens), grants)
+	}
+}
+
+func TestRaceThroughGo(t *testing.T) {
+	t.Parallel()
+	db := wide(t)
+	k := listening(t, db)
+	a := &arena{t: t}
+	race(t, func(ctx context.Context, racer, round int) (bool, error) {
+		acquire := k.Acquire
+		if racer%4 == 0 {
+			acquire = k.AcquireWait
+		}
+		lease, err := acquire(ctx, "x")
+		if errors.Is(err, lanes.ErrBusy) {
+			return false, nil
+		}
+		if err != nil {
+			return false, err
+		}
+		last, leave := a.hold(lease.Token())
+		if cause := context.Cause(lease.Context()); cause != nil && ctx.Err() == nil {
+			t.Errorf("a live lease is cancelled: %v", cause)
+		}
+		leave()
+		return last, lease.Release(ctx)
+	})
+	if len(a.tokens) < grants {
+		t.Errorf("%d grants, want %d", len(a.tokens), grants)
+	}
+	if live := get[int](t, db, `select count(*) from agent_locks_live`); live != 0 {
+		t.Errorf("%d lanes are held after the race", live)
+	}
+	if waiting := get[int](t, db, `select count(*) from agent_lock_waiters`); waiting != 0 {
+		t.Errorf("%d places in the queue are left after the race", waiting)
+	}
+}
+
+func TestOneOwnerInManyGoroutinesIsOneHold(t *testing.T) {
+	t.Parallel()
+	db := wide(t)
+	k, log := keeper(t, db)
+	owner := lanes.ClaimOwner("018f0000-0000-7000-8000-000000000001", 1)
+	outer, err := k.AcquireAs(t.Context(), owner, "x")
+	acquired(t, outer, err)
+	var running sync.WaitGroup
+	for range 8 {
+		running.Go(func() {
+			for range 10 {
+				inner, err := k.AcquireAs(t.Context(), owner, "x")
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				if inner.Token() != outer.Token() {
+					t.Errorf("inner token %d, outer %d", inner.Token(), outer.Token())
+				}
+				if err := inner.Release(t.Context()); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	running.Wait()
+	if !get[bool](t, db, `select is_agent_lock_held('x')`) {
+		t.Error("an inner release freed the outer hold")
+	}
+	log.want(t, 1, "lane acquired")
+	log.want(t, 0, "lane lost")
+	if n := strings.Join(log.find("lane released"), ""); n != "" {
+		t.Errorf("released too early: %s", n)
 	}
 }

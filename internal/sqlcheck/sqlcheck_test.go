@@ -18,7 +18,7 @@ var composed = map[string]string{
 	"cmd/agent/demodatabase.go":     "names a database",
 	"internal/pgserver/ready.go":    "names a database",
 	"internal/pgtest/server.go":     "names databases",
-	"activity/queries_report.go":    "reads a page of any report; the test of the reports runs each",
+	"activity/report.go":            "reads a page of any report; the test of the reports runs each",
 	"internal/pgtest/template.go":   "names databases",
 	"internal/postgres/listener.go": "names a channel",
 	"migrations/apply.go":           "runs the embedded migrations",

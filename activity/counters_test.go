@@ -1,0 +1,759 @@
+package activity_test
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// hurry shortens the lag of counting, so that a test need not wait for it. What it rests on stays: the trigger
+// hears of every row that is older than half of the lag.
+func hurry(t *testing.T, db postgres.DB) {
+	t.Helper()
+	_, err := db.Exec(t.Context(), `
+		drop trigger agent_activity_late on agent_activity;
+		create trigger agent_activity_late after insert on agent_activity
+		  for each row when (new.id < lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '30 milliseconds'))
+		  execute function lanekeeper.agent_activity_late()`)
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// pass counts at most so many rows, with the lag that goes with hurry.
+func pass(ctx context.Context, db postgres.Beginner, most int) error {
+	_, _, err := activity.CountPass(ctx, db, most, 60*time.Millisecond)
+	return err
+}
+
+// counted waits until nothing that has ended is left to count.
+func counted(t *testing.T, db postgres.Beginner, most int) {
+	t.Helper()
+	var last string
+	if err := db.QueryRow(t.Context(), `select lanekeeper.agent_uuid7()::text`).Scan(&last); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := db.Exec(t.Context(), `insert into agent_activity (id, trace_id, kind, skill_name) values ($1, 'hb_x', 'note', 'last')`, last); err != nil {
+		t.Fatal(err)
+	}
+	pgtest.Eventually(t, time.Minute, func() bool {
+		if err := pass(t.Context(), db, most); err != nil {
+			t.Fatal(err)
+		}
+		var done bool
+		err := db.QueryRow(t.Context(), `
+			select c.counted_upto > $1::text::uuid and not exists (
+			       select from agent_activity_uncounted u join agent_activity a on a.id = u.activity_id where a.status <> 'running')
+			  from agent_activity_counted c`, last).Scan(&done)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return done
+	}, "everything is counted")
+}
+
+// difference compares the counts with the views, in one snapshot.
+func difference(ctx context.Context, db *pgxpool.Pool) (string, error) {
+	var text string
+	err := pgx.BeginTxFunc(ctx, db, pgx.TxOptions{IsoLevel: pgx.RepeatableRead, AccessMode: pgx.ReadOnly}, func(tx pgx.Tx) error {
+		for _, by := range []activity.Dimension{activity.BySkill, activity.ByPurpose} {
+			different, err := spendDifference(ctx, tx, by)
+			if err != nil {
+				return err
+			}
+			text += different
+		}
+		health, err := activity.CountedHealth(ctx, tx, activity.HealthFilter{})
+		if err != nil {
+			return err
+		}
+		rows, err := tx.Query(ctx, `
+			select h.skill, h.calls, h.calls - round(h.calls * coalesce(h.success_rate, 0))::bigint as failed, h.streak, false as streak_more,
+			       h.state, h.disabled_by, h.disabled_reason, h.disabled_at from agent_skill_health h order by h.skill`)
+		if err != nil {
+			return err
+		}
+		fared, err := pgx.CollectRows(rows, pgx.RowToStructByName[activity.Health])
+		if err != nil {
+			return err
+		}
+		sameDay := cmp.Comparer(func(a, b time.Time) bool { return a.Equal(b) })
+		approximate := cmpopts.IgnoreFields(activity.Health{}, "P50MS", "P95MS", "SuccessRate", "Streak")
+		text += cmp.Diff(fared, health.Lines, approximate, sameDay, cmpopts.EquateEmpty())
+		return nil
+	})
+	return text, err
+}
+
+// spendDifference compares the counts and the view of spend with what the rows of the log say.
+func spendDifference(ctx context.Context, tx pgx.Tx, by activity.Dimension) (string, error) {
+	rows, err := tx.Query(ctx, `
+		select coalesce(nullif(a.purpose, ''), a.skill_name) as purpose, (a.created_at at time zone 'UTC')::date::timestamp at time zone 'UTC' as day, a.led_to,
+		       array[lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens'), lanekeeper.agent_tokens(a.token_usage, 'completion_tokens'),
+		             lanekeeper.agent_tokens(a.token_usage, 'total_tokens'), (a.cost_usd * 1000000)::bigint,
+		             lanekeeper.agent_tokens(a.token_usage, 'unknown_tokens'), (lanekeeper.agent_usd(a.token_usage, 'unknown_usd') * 1000000)::bigint] as used
+		  from agent_activity a where a.kind = 'model'`)
+	if err != nil {
+		return "", err
+	}
+	type modelCall struct {
+		Purpose string
+		Day     time.Time
+		LedTo   map[string]int
+		Used    []int64 // tokens of the prompt, of the completion and in all, millionths of a dollar, and of these two what is unknown
+	}
+	calls, err := pgx.CollectRows(rows, pgx.RowToStructByName[modelCall])
+	if err != nil {
+		return "", err
+	}
+	type key struct {
+		name string
+		day  time.Time
+	}
+	sums := map[key]*activity.SpendLine{}
+	for _, c := range calls {
+		shares := []charge{{c.Purpose, 1, c.Used}}
+		if by == activity.BySkill {
+			shares = charges(c.LedTo, c.Used)
+		}
+		for _, s := range shares {
+			k := key{s.skill, c.Day.UTC()}
+			if sums[k] == nil {
+				sums[k] = &activity.SpendLine{Key: s.skill, Period: &k.day}
+			}
+			l := sums[k]
+			l.Calls, l.PromptTokens, l.CompletionTokens = l.Calls+s.calls, l.PromptTokens+s.used[0], l.CompletionTokens+s.used[1]
+			l.Tokens, l.CostUSD = l.Tokens+s.used[2], l.CostUSD+float64(s.used[3])/1e6
+			l.UnknownTokens, l.UnknownUSD = l.UnknownTokens+s.used[4], l.UnknownUSD+float64(s.used[5])/1e6
+		}
+	}
+	want := []activity.SpendLine{}
+	for _, l := range sums {
+		want = append(want, *l)
+	}
+	counts, err := activity.CountedSpend(ctx, tx, activity.SpendFilter{By: by, Period: activity.ByDay})
+	if err != nil {
+		return "", err
+	}
+	view := map[activity.Dimension]string{activity.BySkill: "agent_spend", activity.ByPurpose: "agent_spend_by_purpose"}[by]
+	rows, err = tx.Query(ctx, `
+		select v.`+string(by)+` as key, v.day::timestamp at time zone 'UTC' as period, sum(v.calls)::bigint as calls,
+		       sum(v.prompt_tokens)::bigint as prompt_tokens, sum(v.completion_tokens)::bigint as completion_tokens,
+		       sum(v.tokens)::bigint as tokens, sum(v.cost_usd)::float8 as cost_usd,
+		       sum(v.unknown_tokens)::bigint as unknown_tokens, sum(v.unknown_usd)::float8 as unknown_usd
+		  from `+view+` v group by 1, 2`)
+	if err != nil {
+		return "", err
+	}
+	viewed, err := pgx.CollectRows(rows, pgx.RowToStructByName[activity.SpendLine])
+	if err != nil {
+		return "", err
+	}
+	same := cmp.Options{
+		cmp.Comparer(func(a, b time.Time) bool { return a.Equal(b) }), cmpopts.EquateEmpty(), cmpopts.EquateApprox(0, 1e-9),
+		cmpopts.SortSlices(func(a, b activity.SpendLine) bool { return a.Key+a.Period.String() < b.Key+b.Period.String() }),
+	}
+	for i := range viewed {
+		viewed[i].Period = new(viewed[i].Period.UTC())
+	}
+	return cmp.Diff(want, counts.Lines, same) + cmp.Diff(want, viewed, same), nil
+}
+
+// charge is what a model call is charged to.
+type charge struct {
+	skill string
+	calls int64
+	used  []int64
+}
+
+// charges splits what a model call used among the skills that it led to, as the rule says: up to and with each skill,
+// in the order of names, the whole part of what is due to the calls so far (of money, rounded to millionths).
+func charges(ledTo map[string]int, used []int64) []charge {
+	var total, upto int64
+	most := ""
+	for _, skill := range slices.Sorted(maps.Keys(ledTo)) {
+		total += int64(ledTo[skill])
+		if most == "" || ledTo[skill] > ledTo[most] {
+			most = skill
+		}
+	}
+	if total == 0 {
+		return []charge{{"", 1, used}}
+	}
+	var list []charge
+	for _, skill := range slices.Sorted(maps.Keys(ledTo)) {
+		before := upto
+		upto += int64(ledTo[skill])
+		c := charge{skill: skill, used: make([]int64, len(used))}
+		if skill == most {
+			c.calls = 1
+		}
+		for i, n := range used {
+			c.used[i] = n*upto/total - n*before/total
+			if i == 3 || i == 5 {
+				c.used[i] = (2*n*upto+total)/(2*total) - (2*n*before+total)/(2*total)
+			}
+		}
+		list = append(list, c)
+	}
+	return list
+}
+
+// chaos writes rows in every way that there is, one transaction.
+func chaos(ctx context.Context, db *pgxpool.Pool, r *rand.Rand) error {
+	tx, err := db.Begin(ctx)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(ctx)) }()
+	for range 1 + r.IntN(4) {
+		id := "lanekeeper.agent_uuid7()"
+		if r.IntN(3) == 0 {
+			id = fmt.Sprintf("lanekeeper.agent_uuid7(clock_timestamp() - interval '%d milliseconds')", []int{10, 50, 100, 5000, 86_400_000}[r.IntN(5)])
+		}
+		status := []string{"success", "error", "running", "skipped", "pending_approval", "unknown"}[r.IntN(6)]
+		_, err := tx.Exec(ctx, `
+			insert into agent_activity (id, trace_id, kind, skill_name, purpose, surface, status, error_class, token_usage, cost_usd, duration_ms, led_to)
+			values (`+id+`, 'hb_x', $1, $2, $3, $4, $5, $6, '{"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}'::jsonb || $9, 0.01, $7, $8)`,
+			[]string{"model", "call", "call", "phase"}[r.IntN(4)], fmt.Sprintf("skill_%d", r.IntN(3)), []string{"", "plan"}[r.IntN(2)],
+			[]string{"heartbeat", "chat"}[r.IntN(2)], status, []string{"", "timeout", "denied"}[r.IntN(3)], r.IntN(5000),
+			[]string{`{}`, `{"skill_0": 25}`, `{"skill_0": 2, "skill_1": 1}`, `{"skill_2": 1, "skill_1": 1, "gone": 5}`}[r.IntN(4)],
+			[]string{`{}`, `{"unknown_tokens": 5, "unknown_usd": 0.007}`}[r.IntN(2)])
+		if err != nil {
+			return err
+		}
+		pause(ctx, time.Duration(r.IntN(30))*time.Millisecond)
+	}
+	if r.IntN(2) == 0 {
+		_, err = tx.Exec(ctx, `
+			update agent_activity a set status = 'success', cost_usd = 0.5
+			 where a.id in (select x.id from agent_activity x where x.status = 'running' limit 2 for update skip locked)`)
+		if err != nil {
+			return err
+		}
+	}
+	pause(ctx, time.Duration(r.IntN(150))*time.Millisecond)
+	if r.IntN(4) == 0 {
+		return nil // rolled back
+	}
+	return tx.Commit(ctx)
+}
+
+func pause(ctx context.Context, d time.Duration) {
+	select {
+	case <-ctx.Done():
+	case <-time.After(d):
+	}
+}
+
+func TestEveryRowIsCountedOnceWhateverCommitsLate(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	hurry(t, db)
+	_, err := db.Exec(t.Context(), `
+		insert into agent_skills (name, tool_definition, handler)
+		select 'skill_' || n, '{}', 'builtin:x' from generate_series(0, 3) n`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	writing, stop := context.WithCancel(t.Context())
+	defer stop()
+	var writers, counters errgroup.Group
+	for w := range 5 {
+		writers.Go(func() error {
+			r := rand.New(rand.NewPCG(uint64(time.Now().UnixNano()), uint64(w)))
+			for range 25 {
+				if err := chaos(t.Context(), db, r); err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+	}
+	for range 2 {
+		counters.Go(func() error {
+			for writing.Err() == nil {
+				if err := pass(t.Context(), db, 7); err != nil {
+					return err
+				}
+				pause(writing, 3*time.Millisecond)
+			}
+			return nil
+		})
+	}
+	counters.Go(func() error {
+		for writing.Err() == nil {
+			diff, err := difference(t.Context(), db)
+			if err != nil || diff != "" {
+				return fmt.Errorf("at some moment: %s %w", diff, err)
+			}
+			pause(writing, 10*time.Millisecond)
+		}
+		return nil
+	})
+	err = writers.Wait()
+	stop()
+	if e := counters.Wait(); e != nil {
+		t.Error(e)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	counted(t, db, 7)
+	if diff, err := difference(t.Context(), db); err != nil || diff != "" {
+		t.Fatalf("in the end: %v %s", err, diff)
+	}
+	var inTable, inLog int
+	const ended = `select (select sum(calls)::int from agent_activity_counts where span = 'hour' and kind <> 'charge'),
+		(select count(*)::int from agent_activity where status <> 'running')`
+	if err := db.QueryRow(t.Context(), ended).Scan(&inTable, &inLog); err != nil || inTable != inLog || inLog == 0 {
+		t.Fatalf("%d rows are counted, %d have ended (%v)", inTable, inLog, err)
+	}
+	if _, err := db.Exec(t.Context(), `delete from agent_activity`); err != nil {
+		t.Fatal(err)
+	}
+	counted(t, db, 7)
+	var kept int
+	if err := db.QueryRow(t.Context(), `select sum(calls)::int from agent_activity_counts where span = 'day' and kind <> 'charge'`).Scan(&kept); err != nil || kept != inTable+1 {
+		t.Errorf("after the log was deleted the counts say %d (%v), want %d", kept, err, inTable+1)
+	}
+}
+
+func TestSpendIsSummedByWhatIsAsked(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	hurry(t, db)
+	day := 24 * time.Hour
+	put(t, db, act{kind: "model", skill: "model", purpose: "plan", surface: "chat", model: "m1", tokens: 100, cost: "0.10", ago: 2 * day, ledTo: map[string]int{"fetch": 25}})
+	put(t, db, act{kind: "model", skill: "model", purpose: "plan", model: "m2", tokens: 50, cost: "0.05", ago: 2 * day})
+	counted(t, db, 20)
+	put(t, db, act{kind: "model", skill: "reflect", model: "m1", tokens: 5, cost: "0.01"})
+	put(t, db, act{kind: "model", skill: "ancient", tokens: 1000, ago: 20 * day})
+	lines := func(f activity.SpendFilter) []string {
+		sums, err := activity.CountedSpend(t.Context(), db, f)
+		if err != nil {
+			t.Fatal(err)
+		}
+		list := []string{}
+		for _, l := range sums.Lines {
+			period := ""
+			if l.Period != nil {
+				period = " " + time.Since(*l.Period).Truncate(day).String()
+			}
+			list = append(list, l.Key+period+" "+strings.Repeat("i", int(l.Calls)))
+		}
+		return list
+	}
+	since := time.Now().Add(-5 * day)
+	for name, c := range map[string]struct {
+		filter activity.SpendFilter
+		want   []string
+	}{
+		"skills":     {activity.SpendFilter{Since: since, By: activity.BySkill}, []string{"fetch i", " ii"}},
+		"one skill":  {activity.SpendFilter{Since: since, Skill: "fetch"}, []string{" i"}},
+		"purposes":   {activity.SpendFilter{Since: since, By: activity.ByPurpose}, []string{"plan ii", "reflect i"}},
+		"a purpose":  {activity.SpendFilter{Since: since, By: activity.BySurface, Purpose: "plan"}, []string{"chat i", "heartbeat i"}},
+		"ever":       {activity.SpendFilter{By: activity.ByPurpose}, []string{"plan ii", "reflect i", "ancient i"}},
+		"surfaces":   {activity.SpendFilter{Since: since, By: activity.BySurface}, []string{"chat i", "heartbeat ii"}},
+		"models":     {activity.SpendFilter{Since: since, By: activity.ByModel}, []string{"m1 ii", "m2 i"}},
+		"one model":  {activity.SpendFilter{Since: since, By: activity.ByPurpose, Model: "m1"}, []string{"plan i", "reflect i"}},
+		"together":   {activity.SpendFilter{Since: since}, []string{" iii"}},
+		"days":       {activity.SpendFilter{Since: since, Period: activity.ByDay}, []string{" 0s i", " 48h0m0s ii"}},
+		"hours":      {activity.SpendFilter{Since: since, Period: activity.ByHour}, []string{" 0s i", " 48h0m0s ii"}},
+		"one hour":   {activity.SpendFilter{Since: time.Now(), By: activity.ByPurpose}, []string{"reflect i"}},
+		"no surface": {activity.SpendFilter{Since: since, Surface: "webhook"}, []string{}},
+	} {
+		if diff := cmp.Diff(c.want, lines(c.filter)); diff != "" {
+			t.Errorf("%s: %s", name, diff)
+		}
+	}
+	for _, bad := range []activity.SpendFilter{{Period: "week"}, {By: "lane"}, {By: activity.ByPurpose, Skill: "fetch"}, {By: activity.BySkill, Purpose: "plan"}} {
+		if _, err := activity.CountedSpend(t.Context(), db, bad); err == nil {
+			t.Errorf("%+v is taken", bad)
+		}
+	}
+}
+
+func TestHealthIsWhatTheViewSays(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	hurry(t, db)
+	_, err := db.Exec(t.Context(), `
+		insert into agent_skills (name, tool_definition, handler, enabled, disabled_by, disabled_reason, disabled_at, trial_at, enabled_at)
+		values ('idle', '{}', 'builtin:x', true, '', '', null, null, 'epoch'), ('flaky', '{}', 'builtin:x', true, '', '', null, null, 'epoch'),
+		       ('broken', '{}', 'builtin:x', false, 'self-heal', '3 failed', clock_timestamp(), null, 'epoch'),
+		       ('tried', '{}', 'builtin:x', false, 'self-heal', '3 failed', clock_timestamp(), clock_timestamp(), 'epoch'),
+		       ('fresh', '{}', 'builtin:x', true, '', '', null, null, clock_timestamp() - interval '3 hours')`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := range 60 {
+		ago := time.Duration(60-i) * 2 * time.Hour
+		put(t, db, act{skill: "flaky", ms: i * i, ago: ago, status: map[bool]string{true: "error", false: "success"}[i%7 == 0 || i > 55]})
+		put(t, db, act{skill: "broken", ms: 3, ago: ago, status: "error"})
+		put(t, db, act{skill: "fresh", ms: 3, ago: ago, status: "error"})
+		put(t, db, act{skill: "flaky", ms: 9999, ago: ago, status: "error", class: "invalid_params"})
+		if i == 40 {
+			counted(t, db, 20)
+		}
+	}
+	rows, err := db.Query(t.Context(), `
+		select h.skill, h.calls, h.calls - round(h.calls * coalesce(h.success_rate, 0))::bigint as failed, h.streak, false as streak_more,
+		       h.state, h.disabled_by, h.disabled_reason, h.disabled_at from agent_skill_health h order by h.skill`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want, err := pgx.CollectRows(rows, pgx.RowToStructByName[activity.Health])
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, err := activity.CountedHealth(t.Context(), db, activity.HealthFilter{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	sameTime := cmp.Comparer(func(a, b time.Time) bool { return a.Equal(b) })
+	if diff := cmp.Diff(want, got.Lines, sameTime, cmpopts.IgnoreFields(activity.Health{}, "P50MS", "P95MS", "SuccessRate")); diff != "" {
+		t.Error(diff)
+	}
+	if got.Until != nil {
+		t.Errorf("the figures end at %s", got.Until)
+	}
+	for _, h := range got.Lines {
+		var p50, p95 *float64
+		if err := db.QueryRow(t.Context(), `select p50_ms, p95_ms from agent_skill_health where skill = $1`, h.Skill).Scan(&p50, &p95); err != nil {
+			t.Fatal(err)
+		}
+		for name, p := range map[string][2]*float64{"p50": {p50, h.P50MS}, "p95": {p95, h.P95MS}} {
+			if (p[0] == nil) != (p[1] == nil) || p[0] != nil && math.Abs(*p[0]-*p[1]) > 0.026**p[0] {
+				t.Errorf("%s of %s is off: %v", name, h.Skill, p)
+			}
+		}
+	}
+	one, err := activity.CountedHealth(t.Context(), db, activity.HealthFilter{State: "disabled", After: "a", Limit: 1})
+	if err != nil || len(one.Lines) != 1 || one.Lines[0].Skill != "broken" || *one.Lines[0].SuccessRate != 0 {
+		t.Errorf("the disabled ones are %v (%v)", one.Lines, err)
+	}
+	calls, err := activity.CountedCalls(t.Context(), db, "flaky", time.Now().AddDate(0, 0, -7), activity.Total)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff([]activity.CallLine{{Calls: 120, Worked: 60, Failed: 12}}, calls.Lines); diff != "" {
+		t.Error(diff)
+	}
+}
+
+func TestFiguresSayUntilWhenTheyAreComplete(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	_, err := db.Exec(t.Context(), `
+		insert into agent_activity (id, trace_id, kind, skill_name, created_at)
+		select lanekeeper.agent_uuid7(at), 'hb_x', 'model', 'm', at
+		  from (select clock_timestamp() - interval '1 second' * (25001 - n) / 10 as at from generate_series(1, 25000) n) x`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	sums, err := activity.CountedSpend(t.Context(), db, activity.SpendFilter{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if sums.Until == nil || sums.Lines[0].Calls < 19_000 || sums.Lines[0].Calls > 20_000 {
+		t.Fatalf("of 25000 rows that are not counted: %+v", sums)
+	}
+	var before int64
+	err = db.QueryRow(t.Context(), `select count(*) from agent_activity where id < lanekeeper.agent_uuid7_floor(@until::timestamptz + interval '1 ms')`,
+		postgres.Strict{"until": *sums.Until}).Scan(&before)
+	if err != nil || before < sums.Lines[0].Calls || before > sums.Lines[0].Calls+2 {
+		t.Errorf("until %s there are %d rows, not %d (%v)", sums.Until, before, sums.Lines[0].Calls, err)
+	}
+}
+
+func TestABadRowDoesNotStopTheCount(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	hurry(t, db)
+	name := strings.Repeat("ñ", 100_000)
+	_, err := db.Exec(t.Context(), `
+		insert into agent_activity (trace_id, kind, skill_name, surface, token_usage, duration_ms, cost_usd)
+		values ('hb_x', 'model', $1, $1, '{"total_tokens": "many", "prompt_tokens": 1e300, "completion_tokens": [1]}', null, 1),
+		       ('hb_x', 'call', $1, $1, '[]', -9223372036854775808, 0), ('hb_x', 'call', 'long', '', '{}', 9223372036854775807, 0)`, name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	counted(t, db, 20)
+	sums, err := activity.CountedSpend(t.Context(), db, activity.SpendFilter{Purpose: name, By: activity.ByPurpose})
+	if err != nil || len(sums.Lines) != 1 || sums.Lines[0].CostUSD != 1 || len(sums.Lines[0].Key) > 300 {
+		t.Errorf("got %+v (%v)", sums.Lines, err)
+	}
+}
+
+// seqScans is how often tables were read whole through the connection so far.
+func seqScans(t *testing.T, tx pgx.Tx, tables []string) (n int64) {
+	t.Helper()
+	err := tx.QueryRow(t.Context(), `
+		select coalesce(sum(s.seq_scan), 0) from pg_stat_xact_user_tables s where s.relname = any ($1)`, tables).Scan(&n)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return n
+}
+
+func TestCountedFiguresReadNothingWhole(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	fill(t, db)
+	hurry(t, db)
+	_, err := db.Exec(t.Context(), `
+		insert into agent_skills (name, tool_definition, handler) select 'skill_' || n, '{}', 'builtin:x' from generate_series(0, 96) n`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	counted(t, db, 20_000)
+	// All days are of the last seven, which makes reading them whole look cheap; and there are many rows.
+	_, err = db.Exec(t.Context(), `
+		delete from agent_activity_durations where day < current_date - 6;
+		delete from agent_activity_counts where start < current_date - 6;
+		insert into agent_activity_counts (span, start, kind, skill, surface, model)
+		select 'day', date_trunc('day', clock_timestamp() at time zone 'UTC') at time zone 'UTC' - make_interval(days => d), kind, 'skill_' || n, s::text, ''
+		  from generate_series(0, 5) d, (values ('call'), ('model')) k (kind), generate_series(0, 96) n, generate_series(0, 9) s
+		    on conflict do nothing;
+		insert into agent_activity_durations (day, skill, bucket, calls)
+		select current_date - d, 'skill_' || n, b, 1 from generate_series(0, 6) d, generate_series(0, 96) n, generate_series(0, 60) b on conflict do nothing;
+		analyze agent_activity_counts; analyze agent_activity_durations; analyze agent_activity`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var tables []string
+	err = db.QueryRow(t.Context(), `
+		select array_agg(distinct a.tableoid::regclass::text) || array['agent_activity_counts', 'agent_activity_durations']
+		  from agent_activity a`).Scan(&tables)
+	if err != nil {
+		t.Fatal(err)
+	}
+	day := time.Now().Add(-24 * time.Hour)
+	for name, query := range map[string]func(postgres.Beginner) error{
+		"count": func(db postgres.Beginner) error {
+			_, err := activity.Count(t.Context(), db)
+			return err
+		},
+		"spend": func(db postgres.Beginner) error {
+			_, err := activity.CountedSpend(t.Context(), db, activity.SpendFilter{Since: day.AddDate(0, 0, -29), By: activity.BySkill})
+			return err
+		},
+		"slowest": func(db postgres.Beginner) error {
+			_, _, err := activity.Slowest(t.Context(), db, activity.ReportFilter{})
+			return err
+		},
+		"failing": func(db postgres.Beginner) error {
+			_, _, err := activity.Failing(t.Context(), db, activity.ReportFilter{})
+			return err
+		},
+		"health": func(db postgres.Beginner) error {
+			_, err := activity.CountedHealth(t.Context(), db, activity.HealthFilter{})
+			return err
+		},
+		"calls": func(db postgres.Beginner) error {
+			_, err := activity.CountedCalls(t.Context(), db, "skill_3", day, activity.ByDay)
+			return err
+		},
+		"the view of health": func(db postgres.Beginner) error {
+			_, err := db.Exec(t.Context(), `select from agent_skill_health`)
+			return err
+		},
+		"health of many calls": func(db postgres.Beginner) error {
+			_, err := db.Exec(t.Context(), `select from lanekeeper.read_agent_skill_figures(clock_timestamp() - interval '7 days', 0)`)
+			return err
+		},
+	} {
+		err := pgx.BeginFunc(t.Context(), db, func(tx pgx.Tx) error {
+			before := seqScans(t, tx, tables)
+			if err := query(tx); err != nil {
+				return err
+			}
+			if n := seqScans(t, tx, tables); n > before {
+				t.Errorf("%s reads %d tables whole", name, n-before)
+			}
+			return nil
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+func TestAStreakIsWalkedSoFarOnly(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	_, err := db.Exec(t.Context(), `
+		insert into agent_skills (name, tool_definition, handler) values ('broken', '{}', 'builtin:x');
+		insert into agent_activity (trace_id, skill_name, status) select 'hb_x', 'broken', 'error' from generate_series(1, 501)`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []struct {
+		streak int64
+		more   bool
+	}{{500, true}, {0, false}} {
+		got, err := activity.CountedHealth(t.Context(), db, activity.HealthFilter{Skill: "broken"})
+		if err != nil || got.Lines[0].Streak != want.streak || got.Lines[0].StreakMore != want.more {
+			t.Errorf("got %+v (%v), want %+v", got.Lines, err, want)
+		}
+		put(t, db, act{skill: "broken"})
+	}
+}
+
+// healthByRows is what the view was before it went by what is counted: every call of seven days.
+const healthByRows = `
+	with calls as (
+	  select c.*, max(c.created_at) filter (where c.status = 'success') over (partition by c.skill_name) as last_ok
+	    from agent_skill_calls c
+	   where c.id >= (select lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '7 days'))
+	     and c.created_at >= clock_timestamp() - interval '7 days')
+	select s.name as skill, count(c.id) as calls,
+	       case when count(c.id) > 0 then round(avg((c.status = 'success')::int), 3) end::text as success_rate,
+	       count(c.id) filter (where c.status = 'error' and c.created_at > greatest(c.last_ok, s.enabled_at)) as streak,
+	       percentile_cont(0.5) within group (order by c.duration_ms) as p50_ms,
+	       percentile_cont(0.95) within group (order by c.duration_ms) as p95_ms
+	  from agent_skills s left join calls c on c.skill_name = s.name
+	 group by s.id order by s.name`
+
+// viewed is a row of the view.
+type viewed struct {
+	Skill       string
+	Calls       int64
+	SuccessRate *string
+	Streak      int64
+	P50MS       *float64
+	P95MS       *float64
+}
+
+func healthBy(t *testing.T, db postgres.DB, query string, args ...any) []viewed {
+	t.Helper()
+	rows, err := db.Query(t.Context(), query, args...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[viewed])
+	if err != nil {
+		t.Fatal(err)
+	}
+	return list
+}
+
+// calledAtRandom are skills that fare in different ways, over nine days: half a minute off each full one, so that
+// none is just seven days old.
+func calledAtRandom(t *testing.T, db postgres.DB, calls int) {
+	t.Helper()
+	_, err := db.Exec(t.Context(), `
+		insert into agent_skills (name, tool_definition, handler, enabled_at)
+		select n, '{}', 'builtin:x', case n when 'enabled' then clock_timestamp() - interval '200 minutes' else 'epoch' end
+		  from unnest(array['idle', 'fine', 'mixed', 'broken', 'down', 'enabled', 'seldom', 'older', 'refused']) n
+		on conflict do nothing`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = db.Exec(t.Context(), `
+		insert into agent_activity (id, trace_id, kind, skill_name, surface, status, error_class, duration_ms, created_at)
+		select lanekeeper.agent_uuid7(z.at), 'hb_x', case when random() < 0.05 then 'phase' else 'call' end, z.skill, case when random() < 0.5 then 'chat' else '' end,
+		       case when random() < 0.03 then 'running' when random() < 0.03 then 'skipped' when random() < z.rate then 'error' else 'success' end,
+		       case when z.skill = 'refused' or random() < 0.05 then 'denied' when random() < 0.1 then 'timeout' else '' end,
+		       case when random() < 0.95 then exp(random() * 9)::bigint - 1 end, z.at
+		  from (select y.skill, y.at,
+		               case y.skill when 'fine' then 0 when 'mixed' then 0.4 when 'refused' then 0.5 when 'broken' then 1
+		                    when 'down' then case when y.ago < interval '30 hours' then 1 else 0.1 end
+		                    else case when y.ago < interval '5 hours' then 1 else 0.7 end end as rate
+		          from (select x.skill, x.ago, clock_timestamp() - x.ago as at
+		                  from (select (array['fine', 'mixed', 'broken', 'down', 'enabled', 'refused'])[1 + floor(random() * 6)] as skill,
+		                               interval '1 minute' * (floor(power(random(), 2) * 9 * 1440) + 0.5) as ago
+		                          from generate_series(1, $1::int)
+		                        union all
+		                        select 'seldom', interval '1 minute' * (floor(random() * 9 * 1440) + 0.5) from generate_series(1, 3)
+		                        union all
+		                        select 'older', interval '7 days' + interval '1 minute' * (floor(random() * 61) + 0.5) from generate_series(1, 5)) x) y) z`, calls)
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestTheViewOfHealthSaysWhatTheRowsSay(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	hurry(t, db)
+	for _, stage := range []string{"not counted", "counted", "counted and not"} {
+		if stage != "counted" {
+			calledAtRandom(t, db, 3000)
+		}
+		if stage == "counted" {
+			counted(t, db, 500)
+		}
+		want := healthBy(t, db, healthByRows)
+		got := healthBy(t, db, `select skill, calls, success_rate::text as success_rate, streak, p50_ms, p95_ms from agent_skill_health order by skill`)
+		if diff := cmp.Diff(want, got); diff != "" {
+			t.Errorf("%s: %s", stage, diff)
+		}
+		for _, read := range []int{0, 300, 2000} {
+			sums := healthBy(t, db, `
+				select s.name as skill, coalesce(f.calls, 0) as calls, round((f.calls - f.failed)::numeric / nullif(f.calls, 0), 3)::text as success_rate,
+				       coalesce(f.streak, 0) as streak, null::float8 as p50_ms, null::float8 as p95_ms
+				  from agent_skills s left join lanekeeper.read_agent_skill_figures(clock_timestamp() - interval '7 days', $1) f on f.skill = s.name order by s.name`, read)
+			for i := range want {
+				want[i].P50MS, want[i].P95MS = nil, nil
+			}
+			if diff := cmp.Diff(want, sums); diff != "" {
+				t.Errorf("%s, of which %d rows are read: %s", stage, read, diff)
+			}
+		}
+		percentilesOfWholeDays(t, db, stage)
+	}
+}
+
+// percentilesOfWholeDays compares what is added up of buckets with the rows.
+func percentilesOfWholeDays(t *testing.T, db postgres.DB, stage string) {
+	t.Helper()
+	rows, err := db.Query(t.Context(), `
+		select f.skill, f.p50_ms, f.p95_ms, percentile_cont(0.5) within group (order by c.duration_ms),
+		       percentile_cont(0.95) within group (order by c.duration_ms)
+		  from lanekeeper.read_agent_skill_figures(clock_timestamp() - interval '7 days', 0) f
+		  left join agent_skill_calls c on c.skill_name = f.skill
+		   and c.created_at >= date_trunc('day', (clock_timestamp() - interval '7 days') at time zone 'UTC') at time zone 'UTC'
+		 group by f.skill, f.p50_ms, f.p95_ms`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var skill string
+	var p [4]*float64
+	_, err = pgx.ForEachRow(rows, []any{&skill, &p[0], &p[1], &p[2], &p[3]}, func() error {
+		for i, want := range p[2:] {
+			got := p[i]
+			if (got == nil) != (want == nil) || got != nil && math.Abs(*got-*want) > 0.026**want {
+				return fmt.Errorf("%s: p50 and p95 of %s are %v and %v, by the rows %v and %v", stage, skill, deref(p[0]), deref(p[1]), deref(p[2]), deref(p[3]))
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		t.Error(err)
+	}
+}
+
+func deref(p *float64) float64 {
+	if p == nil {
+		return math.NaN()
+	}
+	return *p
+}

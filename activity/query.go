@@ -1,0 +1,361 @@
+package activity
+
+import (
+	"context"
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// The read side stays fast on a table of any size because every query is bounded by an index: a trace
+// by (trace_id, created_at), a skill by (skill_name, id), and everything else by the time-ordered id,
+// where a range of time becomes a range of ids and leaves out the partitions beyond it. One literal
+// serves all combinations of filters. It is planned with the values at hand (perQuery), so a filter that
+// is not set costs nothing and one that is set chooses its index; a plan kept for all values could not.
+
+// perQuery has each query planned for its own arguments.
+const perQuery = pgx.QueryExecModeCacheDescribe
+
+const (
+	defaultLimit = 50
+	// MaxLimit is the most rows that one page of a listing has.
+	MaxLimit = 500
+)
+
+var (
+	// ErrNotFound reports a trace of which nothing is recorded.
+	ErrNotFound = errors.New("no such trace")
+	// ErrCursor reports a cursor that no listing gave out.
+	ErrCursor = errors.New("not a cursor: take it from the page before")
+)
+
+// Row is one row of agent_activity: an action the agent took, or is taking. Times are UTC.
+type Row struct {
+	ID             string          `json:"id"`
+	TraceID        string          `json:"trace_id"`
+	ConversationID string          `json:"conversation_id"` // the trace id under its older name
+	ExecutionID    *string         `json:"execution_id"`
+	ParentID       *string         `json:"parent_id"`
+	CauseID        *string         `json:"cause_id"` // the model call whose answer asked for it
+	Claim          *int64          `json:"claim"`
+	Step           string          `json:"step"`
+	Kind           Kind            `json:"kind"`
+	Agent          string          `json:"agent"`
+	Surface        string          `json:"surface"`
+	SkillName      string          `json:"skill_name"`
+	SkillID        *string         `json:"skill_id"`
+	Purpose        string          `json:"purpose"`
+	Status         Status          `json:"status"`
+	Input          json.RawMessage `json:"input"`
+	Output         json.RawMessage `json:"output"`
+	ErrorMessage   *string         `json:"error_message"`
+	ErrorClass     string          `json:"error_class"`
+	Model          string          `json:"model"`
+	TokenUsage     Usage           `json:"token_usage"` // zero on everything but model calls
+	CostUSD        float64         `json:"cost_usd"`
+	LedTo          map[string]int  `json:"led_to"`      // of a model call: how often it calls each skill, which it is charged to
+	DurationMS     *int64          `json:"duration_ms"` // nil while it runs
+	IdempotencyKey string          `json:"idempotency_key"`
+	ThreadID       *string         `json:"thread_id"`
+	Lane           string          `json:"lane"`
+	CreatedAt      time.Time       `json:"created_at"`
+	FinishedAt     *time.Time      `json:"finished_at"`
+}
+
+// of lists what happened under traces, in the order in which it began.
+func of(ctx context.Context, db postgres.DB, traceIDs []string) ([]Row, error) {
+	rows, err := db.Query(ctx, `
+		select a.id, a.trace_id, a.conversation_id, a.execution_id, a.parent_id, a.cause_id, a.claim, a.step, a.kind, a.agent, a.surface,
+		       a.skill_name, a.skill_id, a.purpose, a.status, a.input, a.output, a.error_message, a.error_class, a.model,
+		       a.token_usage, a.cost_usd::float8 as cost_usd, a.led_to, a.duration_ms, a.idempotency_key, a.thread_id, a.lane,
+		       a.created_at, a.finished_at
+		  from agent_activity a
+		 where a.trace_id = any (@trace_ids)
+		 order by a.created_at, a.id`,
+		perQuery, postgres.Strict{"trace_ids": traceIDs})
+	return collect(rows, err, "list activities of trace "+strings.Join(traceIDs, " or "))
+}
+
+// collect reads rows and puts their times into UTC.
+func collect(rows pgx.Rows, err error, verb string) ([]Row, error) {
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", verb, err)
+	}
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[Row])
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", verb, err)
+	}
+	for i := range list {
+		list[i].CreatedAt = list[i].CreatedAt.UTC()
+		list[i].FinishedAt = utc(list[i].FinishedAt)
+	}
+	return list, nil
+}
+
+// utc is the same instant in UTC; nil stays nil.
+func utc(t *time.Time) *time.Time {
+	if t == nil {
+		return nil
+	}
+	at := t.UTC()
+	return &at
+}
+
+// moment is a bound in time for SQL: null when there is none. Ids begin with the epoch, so no bound
+// lies before it.
+func moment(t time.Time) any {
+	switch {
+	case t.IsZero():
+		return nil
+	case t.Before(time.Unix(0, 0)):
+		return time.Unix(0, 0)
+	}
+	return t
+}
+
+// pageSize is the number of rows a page has when the caller asked for limit.
+func pageSize(limit int) int {
+	if limit <= 0 {
+		return defaultLimit
+	}
+	return min(limit, MaxLimit)
+}
+
+// cursor hides the id of a page's last row, so that nobody relies on what it is.
+func cursor(id string) string {
+	return base64.RawURLEncoding.EncodeToString([]byte(strings.ReplaceAll(id, "-", "")))
+}
+
+// CheckCursor reports a cursor that no listing gave out, with an error that wraps ErrCursor; the empty one is that of
+// the first page.
+func CheckCursor(c string) error {
+	_, err := before(c)
+	return err
+}
+
+// before is the id that a cursor hides, for SQL: null for the first page.
+func before(c string) (any, error) {
+	if c == "" {
+		return nil, nil
+	}
+	hex, err := base64.RawURLEncoding.DecodeString(c)
+	if err != nil || len(hex) != 32 || strings.Trim(string(hex), "0123456789abcdef") != "" {
+		return nil, fmt.Errorf("read cursor %.60q: %w", c, ErrCursor)
+	}
+	return string(hex), nil
+}
+
+// ToCursor is the cursor of a page that ends with the row of an id, for listings of rows elsewhere.
+func ToCursor(id string) string { return cursor(id) }
+
+// FromCursor is the id that a cursor stands for, as an argument of SQL: null for that of the first page. The error
+// wraps ErrCursor.
+func FromCursor(c string) (any, error) { return before(c) }
+
+// lookBack is how far a listing goes when only filters without an index narrow it down: without a bound
+// a filter that matches nothing would read the whole log.
+const lookBack = 30 * 24 * time.Hour
+
+// openMost is how many calls under way a listing considers.
+const openMost = 10_000
+
+// Filter narrows a listing down; what is empty does not. Without Since, and with neither TraceID nor
+// Skill, the other filters look back 30 days.
+type Filter struct {
+	Surface string
+	Status  Status
+	Skill   string
+	Lane    string
+	TraceID string // in any form that trace.ParseAny reads
+	Agent   string
+	Kinds   []Kind
+	Since   time.Time // inclusive, to the millisecond
+	Until   time.Time // exclusive
+	Limit   int       // 50 when 0, at most MaxLimit
+	Cursor  string    // from the page before
+}
+
+// Recent lists activities, newest first, and returns the cursor of the next page; it is empty after the
+// last one. A page does not shift when new rows arrive. The error wraps ErrCursor or trace.ErrInvalid
+// where the caller's input is at fault.
+func Recent(ctx context.Context, db postgres.DB, f Filter) (page []Row, next string, err error) {
+	if f.scans() && f.Since.IsZero() {
+		f.Since = time.Now().Add(-lookBack)
+	}
+	args, err := f.arguments(ctx, db)
+	if err != nil {
+		return nil, "", fmt.Errorf("list activities: %w", err)
+	}
+	rows, err := db.Query(ctx, `
+		select a.id, a.trace_id, a.conversation_id, a.execution_id, a.parent_id, a.cause_id, a.claim, a.step, a.kind, a.agent, a.surface,
+		       a.skill_name, a.skill_id, a.purpose, a.status, a.input, a.output, a.error_message, a.error_class, a.model,
+		       a.token_usage, a.cost_usd::float8 as cost_usd, a.led_to, a.duration_ms, a.idempotency_key, a.thread_id, a.lane,
+		       a.created_at, a.finished_at
+		  from agent_activity a
+		 where (@trace_ids::text[] is null or a.trace_id = any (@trace_ids))
+		   and (@skill::text = '' or a.skill_name = @skill)
+		   and (@open::text[] is null or a.id = any (@open::text[]::uuid[]))
+		   and (@since::timestamptz is null or (a.id >= lanekeeper.agent_uuid7_floor(@since) and a.created_at >= @since))
+		   and (@until::timestamptz is null or (a.id < lanekeeper.agent_uuid7_floor(@until + interval '1 ms') and a.created_at < @until))
+		   and (@before::text is null or a.id < @before::text::uuid)
+		   and (@surface::text = '' or a.surface = @surface)
+		   and (@status::text = '' or a.status = @status)
+		   and (@lane::text = '' or a.lane = @lane)
+		   and (@agent::text = '' or a.agent = @agent)
+		   and (@kinds::text[] is null or a.kind = any (@kinds))
+		 order by a.id desc
+		 limit @limit::int + 1`,
+		perQuery, args)
+	page, err = collect(rows, err, "list activities")
+	if err != nil {
+		return nil, "", err
+	}
+	if size := pageSize(f.Limit); len(page) > size {
+		page = page[:size]
+		next = cursor(page[size-1].ID)
+	}
+	return page, next, nil
+}
+
+// arguments are the filter as SQL sees it.
+func (f Filter) arguments(ctx context.Context, db postgres.DB) (postgres.Strict, error) {
+	last, err := before(f.Cursor)
+	if err != nil {
+		return nil, err
+	}
+	traces, err := traceIDs(f.TraceID)
+	if err != nil {
+		return nil, err
+	}
+	open, err := f.open(ctx, db)
+	if err != nil {
+		return nil, err
+	}
+	return postgres.Strict{
+		"trace_ids": traces, "skill": f.Skill, "open": open, "since": moment(f.Since), "until": moment(f.Until),
+		"before": last, "surface": f.Surface, "status": string(f.Status), "lane": f.Lane, "agent": f.Agent,
+		"kinds": words(f.Kinds), "limit": pageSize(f.Limit),
+	}, nil
+}
+
+// scans reports whether the filter has conditions, and none that an index answers.
+func (f Filter) scans() bool {
+	indexed := f.TraceID != "" || f.Skill != "" || f.Status == Running
+	narrowed := f.Surface != "" || f.Status != "" || f.Lane != "" || f.Agent != "" || len(f.Kinds) > 0
+	return narrowed && !indexed
+}
+
+// open lists the actions under way when the filter asks for those, so that no index on the status is
+// needed, which would make each finishing update a costly one.
+func (f Filter) open(ctx context.Context, db postgres.DB) ([]string, error) {
+	if f.Status != Running {
+		return nil, nil
+	}
+	rows, err := db.Query(ctx, `
+		select o.activity_id::text from agent_activity_open o order by o.activity_id desc limit @most`,
+		postgres.Strict{"most": openMost})
+	if err != nil {
+		return nil, fmt.Errorf("list what runs: %w", err)
+	}
+	ids, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if err != nil {
+		return nil, fmt.Errorf("list what runs: %w", err)
+	}
+	return ids, nil
+}
+
+// traceIDs are the ids that one in any form can mean; nil for none.
+func traceIDs(anyForm string) ([]string, error) {
+	if anyForm == "" {
+		return nil, nil
+	}
+	ids, err := trace.ParseAny(anyForm)
+	if err != nil {
+		return nil, err
+	}
+	return words(ids), nil
+}
+
+// words are named strings as plain ones; nil for none.
+func words[S ~string](named []S) []string {
+	if len(named) == 0 {
+		return nil
+	}
+	plain := make([]string, 0, len(named))
+	for _, s := range named {
+		plain = append(plain, string(s))
+	}
+	return plain
+}
+
+// Audited is a line of the view agent_audit: who did what, to which object, when, why, on whose behalf, with what
+// result. Times are UTC, and texts are cut at 300 characters.
+type Audited struct {
+	ID          string     `json:"id"`
+	At          time.Time  `json:"at"`
+	FinishedAt  *time.Time `json:"finished_at"`
+	Actor       string     `json:"actor"`        // admin, the agent's name, or the sender of a webhook
+	Kind        Kind       `json:"kind"`         // call, model, phase, note
+	Act         string     `json:"act"`          // the skill, phase or lever
+	Object      string     `json:"object"`       // what it was done to: skill pay, lane automation:nightly, memory admin / contact
+	Reason      string     `json:"reason"`       // what an admin gave, or what it was done for
+	Origin      string     `json:"origin"`       // what began the run: a message, a schedule, an automation, a delivery …
+	OnBehalfOf  string     `json:"on_behalf_of"` // an admin, a visitor in a thread, a sender, or the agent itself
+	Status      Status     `json:"status"`
+	ErrorClass  string     `json:"error_class"`
+	Error       string     `json:"error_message"`
+	Model       string     `json:"model"`
+	Tokens      int64      `json:"tokens"`
+	CostUSD     float64    `json:"cost_usd"`
+	DurationMS  *int64     `json:"duration_ms"`
+	Surface     string     `json:"surface"`
+	TraceID     string     `json:"trace_id"`
+	ExecutionID *string    `json:"execution_id"`
+	ParentID    *string    `json:"parent_id"` // the activity that it is part of
+	CauseID     *string    `json:"cause_id"`  // the model call whose answer asked for it
+	ThreadID    string     `json:"thread_id"`
+	Lane        string     `json:"lane"`
+}
+
+// Audits is a page of the audit.
+type Audits struct {
+	Rows []Audited
+	Next string // cursor of the next page; empty when nothing is left
+	// Partial says that the page is short because Window rows were looked at: Next goes on behind them.
+	Partial bool
+}
+
+// Audit lists what was done, every kind of row of the log, newest first. Filters, cursors and errors are those of
+// [Lines].
+func Audit(ctx context.Context, db postgres.DB, f Filter) (Audits, error) {
+	page, err := Lines(ctx, db, f)
+	if err != nil {
+		return Audits{}, err
+	}
+	ids := make([]string, len(page.Lines))
+	for i, l := range page.Lines {
+		ids[i] = l.ID
+	}
+	rows, err := db.Query(ctx, `
+		select a.id::text, a.at, a.finished_at, a.actor, a.kind, left(a.act, 300) as act, left(a.object, 300) as object, left(a.reason, 300) as reason, left(a.origin, 300) as origin,
+		       left(a.on_behalf_of, 300) as on_behalf_of, a.status, left(a.error_class, 300) as error_class, left(a.error_message, 300) as error,
+		       left(a.model, 300) as model, a.tokens, a.cost_usd::float8 as cost_usd, a.duration_ms, left(a.surface, 300) as surface, a.trace_id,
+		       a.execution_id::text, a.parent_id::text, a.cause_id::text, left(a.thread_id, 300) as thread_id, left(a.lane, 300) as lane
+		  from agent_audit a where a.id = any (@ids::uuid[]) order by a.id desc`, perQuery, postgres.Strict{"ids": ids})
+	list, err := report[Audited](rows, err, "read audit")
+	if err != nil {
+		return Audits{}, fmt.Errorf("list what was done: %w", err)
+	}
+	for i := range list {
+		list[i].At, list[i].FinishedAt = list[i].At.UTC(), utc(list[i].FinishedAt)
+	}
+	return Audits{Rows: list, Next: page.Next, Partial: page.Partial}, nil
+}
