@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -176,5 +177,117 @@ func TestWhatWasDecidedMeanwhileIsNotOverruledUnseen(t *testing.T) {
 	}
 	if code := act("resume", a.get("/v1/objectives/grow", &struct{}{}).Get("ETag")); code != 200 {
 		t.Errorf("resume: %d", code)
+	}
+}
+
+func TestMemoryIsForgottenAndAudited(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	a.remember("a/../b", "facts")
+	a.remember("kept", "facts")
+	id := value[string](t, a.pool, `select id::text from agent_memory where key = 'a/../b'`)
+	a.refused(a.raw("POST", "/v1/memory/"+id+"/forget", `{"reason":" "}`, asAdmin()), 400, "reason")
+	var got change
+	a.post("/v1/memory/"+id+"/forget", `{"reason":"it is wrong"}`, &got)
+	if got.Name != "a/../b" || !got.Changed {
+		t.Errorf("answer is %+v", got)
+	}
+	a.audited(got.TraceID, got.ActivityID, "forget_memory", "it is wrong")
+	entries, err := memory.List(t.Context(), a.pool, memory.Filter{})
+	if err != nil || len(entries) != 1 || entries[0].Key != "kept" {
+		t.Errorf("left are %+v, %v", entries, err)
+	}
+	if text := value[string](t, a.pool, `select input::text from agent_activity where skill_name = 'forget_memory'`); text == "" || len(text) > 300 {
+		t.Errorf("the record is %s", text)
+	}
+	for _, none := range []string{id, "kept", "%00", "%ff", "018f0000-0000-7000-8000-000000000000"} {
+		a.refused(a.raw("POST", "/v1/memory/"+none+"/forget", `{"reason":"x"}`, asAdmin()), 404, "not found")
+	}
+	if n := value[int](t, a.pool, `select count(*) from agent_activity where skill_name = 'forget_memory'`); n != 1 {
+		t.Errorf("%d audits", n)
+	}
+}
+
+func TestAnObjectiveIsPausedAndResumed(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	a.objective("grow")
+	var got change
+	for _, step := range []struct{ action, status string }{{"pause", "paused"}, {"resume", "active"}} {
+		a.post("/v1/objectives/grow/"+step.action, `{"reason":"as agreed"}`, &got)
+		a.audited(got.TraceID, got.ActivityID, step.action+"_objective", "as agreed")
+		var o struct{ Status string }
+		a.get("/v1/objectives/grow", &o)
+		if o.Status != step.status || !got.Changed {
+			t.Errorf("after %s: %+v, %+v", step.action, o, got)
+		}
+		a.refused(a.raw("POST", "/v1/objectives/grow/"+step.action, `{"reason":"x"}`, asAdmin()), 409, "not ")
+	}
+	a.refused(a.raw("POST", "/v1/objectives/none/pause", `{"reason":"x"}`, asAdmin()), 404, "not found")
+	if n := value[int](t, a.pool, `select count(*) from agent_activity where skill_name like '%_objective'`); n != 2 {
+		t.Errorf("%d audits", n)
+	}
+}
+
+// matched is what somebody changes on what they have seen.
+type matched struct{ path, first, then, what string }
+
+func TestAChangeIsBasedOnWhatTheAdminHasSeen(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	a.objective("grow")
+	a.automation("nightly")
+	a.skill("look")
+	for _, m := range []matched{
+		{"/v1/objectives/grow", "pause", "resume", "objective"},
+		{"/v1/automations/nightly", "disable", "enable", "automation"},
+		{"/v1/skills/look", "disable", "enable", "skill"},
+	} {
+		t.Run(m.what, func(t *testing.T) {
+			seen := a.get(m.path, &struct{}{}).Get("ETag")
+			act := func(action, name, tag string) (int, string) {
+				w := a.raw("POST", m.path+"/"+action, `{"reason":"x"}`, having(name, tag))
+				return w.Code, w.Body.String()
+			}
+			if code, said := act(m.first, "If-Match", seen); code != 200 {
+				t.Fatalf("%s of what was seen: %d %s", m.first, code, said)
+			}
+			now := a.get(m.path, &struct{}{}).Get("ETag")
+			if now == seen || now == "" {
+				t.Fatalf("the ETag was %s and is %s", seen, now)
+			}
+			code, said := act(m.then, "If-Match", seen) // another admin, whose page is from before
+			var p struct {
+				problem
+				Current map[string]any
+			}
+			if err := json.Unmarshal([]byte(said), &p); err != nil || code != 412 || p.Type != "urn:lanekeeper:problem:changed-meanwhile" || p.Current["name"] == nil {
+				t.Errorf("%s of what was seen before: %d %s, %v", m.then, code, said, err)
+			}
+			tag := fmt.Sprintf(`"%v"`, p.Current["revision"])
+			if m.what == "skill" {
+				tag = fmt.Sprintf(`"%v"`, p.Current["state_revision"])
+			}
+			if still := a.get(m.path, &struct{}{}).Get("ETag"); still != now || tag != now {
+				t.Errorf("it was at %s, is at %s, and the refusal says %s", now, still, tag)
+			}
+			if n := value[int](t, a.pool, `select count(*) from agent_activity where skill_name = $1`, m.then+"_"+m.what); n != 0 {
+				t.Errorf("the refusal is recorded %d times", n)
+			}
+			for _, bad := range [][2]string{{"If-Match", strings.Trim(now, `"`)}, {"If-Match", `"0"`}, {"If-Match", ""}, {"If-None-Match", "*"}, {"If-None-Match", now}} {
+				if code, said := act(m.then, bad[0], bad[1]); code != 400 {
+					t.Errorf("%s: %s is answered %d %s", bad[0], bad[1], code, said)
+				}
+			}
+			for n, tag := range []string{"W/" + now, "*", now} { // a proxy has weakened it; any; what was there before those
+				code, said := act([]string{m.then, m.first, m.then}[n], "If-Match", tag)
+				if want := []int{200, 200, 412}[n]; code != want {
+					t.Errorf("If-Match: %s is answered %d %s, want %d", tag, code, said, want)
+				}
+			}
+			a.post(m.path+"/"+m.then, `{"reason":"x"}`, &struct{}{}) // it says nothing, and does what it says
+			none := m.path[:strings.LastIndexByte(m.path, '/')] + "/none/" + m.first
+			a.refused(a.raw("POST", none, `{"reason":"x"}`, having("If-Match", `"1"`)), 404, "not found")
+		})
 	}
 }

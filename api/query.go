@@ -2,6 +2,8 @@ package api
 
 import (
 	"cmp"
+	"context"
+	"encoding/base64"
 	"errors"
 	"fmt"
 	"maps"
@@ -15,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -202,4 +205,149 @@ func (q query) flag(name string) *bool {
 		return nil
 	}
 	return &v
+}
+
+const (
+	defaultPage = 50
+	maxPage     = activity.MaxLimit
+)
+
+// page is the one shape of all listings.
+type page[T any] struct {
+	Items []T `json:"items"`
+	// NextCursor leads to the next page; null after the last one.
+	NextCursor *string `json:"next_cursor"`
+}
+
+// pageOf makes a page of rows and the cursor behind them, which is empty after the last page.
+func pageOf[T any](rows []T, next string) page[T] {
+	p := page[T]{Items: rows}
+	if rows == nil {
+		p.Items = []T{}
+	}
+	if next != "" {
+		p.NextCursor = &next
+	}
+	return p
+}
+
+// seal hides the key of a page's last row, so that nobody relies on what it is. The listing's name keeps
+// a cursor from being used elsewhere.
+func seal(listing, key string) string {
+	return base64.RawURLEncoding.EncodeToString([]byte(listing + "\n" + key))
+}
+
+// unseal is the key that a cursor hides; empty for the first page.
+func unseal(listing, cursor string) (string, error) {
+	if cursor == "" {
+		return "", nil
+	}
+	raw, err := base64.RawURLEncoding.DecodeString(cursor)
+	key, ours := strings.CutPrefix(string(raw), listing+"\n")
+	if err != nil || !ours || key == "" {
+		return "", activity.ErrCursor
+	}
+	return key, nil
+}
+
+// unsealID is unseal for listings that go by an id.
+func unsealID(listing, cursor string) (string, error) {
+	id, err := unseal(listing, cursor)
+	if err != nil || (id != "" && !uuidForm.MatchString(id)) {
+		return "", activity.ErrCursor
+	}
+	return id, nil
+}
+
+// paged reads a page of a listing that goes by id, newest first, and looks whether there is another one.
+// read takes the id after which to go on, and how many rows.
+func paged[T any](listing string, q query, id func(T) string, read func(before string, limit int) ([]T, error)) (page[T], error) {
+	before, err := unsealID(listing, q["cursor"])
+	if err != nil {
+		return page[T]{}, err
+	}
+	rows, err := read(before, q.limit())
+	if err != nil || len(rows) < q.limit() {
+		return pageOf(rows, ""), err
+	}
+	last := id(rows[len(rows)-1])
+	more, err := read(last, 1)
+	if err != nil || len(more) == 0 {
+		return pageOf(rows, ""), err
+	}
+	return pageOf(rows, seal(listing, last)), nil
+}
+
+// etag is a revision as an entity tag.
+func etag(revision int) string { return `"` + strconv.Itoa(revision) + `"` }
+
+// precondition is what a client says about the state that its change is based on.
+type precondition struct {
+	given    bool
+	absent   bool // If-None-Match: * — there must be nothing
+	exists   bool // If-Match: * — there must be something
+	revision int  // If-Match: "3"
+}
+
+// basedOn reads If-Match and If-None-Match.
+func (r request) basedOn() (precondition, error) {
+	match, none := r.Header.Values("If-Match"), r.Header.Values("If-None-Match")
+	switch {
+	case len(match)+len(none) == 0:
+		return precondition{}, nil
+	case len(match)+len(none) > 1:
+		return precondition{}, badPrecondition("give one of If-Match and If-None-Match, once")
+	case len(none) == 1:
+		if strings.TrimSpace(none[0]) != "*" {
+			return precondition{}, badPrecondition("If-None-Match is %.60q; with a change it can be *", none[0])
+		}
+		return precondition{given: true, absent: true}, nil
+	}
+	tag := strings.TrimSpace(match[0])
+	if tag == "*" {
+		return precondition{given: true, exists: true}, nil
+	}
+	plain := strings.TrimPrefix(tag, "W/") // proxies that compress answers weaken tags
+	number, err := strconv.Atoi(strings.Trim(plain, `"`))
+	if err != nil || number < 1 || etag(number) != plain {
+		return precondition{}, badPrecondition("If-Match is %.60q; it can be the ETag of an answer, or *", match[0])
+	}
+	return precondition{given: true, revision: number}, nil
+}
+
+func badPrecondition(format string, args ...any) *problem.Problem {
+	return problem.New(http.StatusBadRequest, format, args...).Kind("bad-precondition", "Bad precondition")
+}
+
+// required refuses a change that does not say what it is based on.
+func (p precondition) required() error {
+	if p.given {
+		return nil
+	}
+	return problem.New(http.StatusPreconditionRequired, "say what the change is based on: If-Match with the ETag of what you read, or "+
+		"If-None-Match: * for what must be new").Kind("precondition-required", "Precondition required")
+}
+
+// known is the precondition of a route whose subject has to be there.
+func (r request) known() (revision int, err error) {
+	p, err := r.basedOn()
+	if err == nil && p.absent {
+		err = badPrecondition("If-None-Match: * does not go with this route: what it changes has to be there")
+	}
+	return p.revision, err
+}
+
+// ofMemory is the precondition as a memory's writer says it; read gives the entry where that has to be known.
+func (p precondition) ofMemory(ctx context.Context, read func(ctx context.Context) (memory.Entry, error)) (int, error) {
+	switch {
+	case p.absent:
+		return memory.Absent, nil
+	case !p.exists:
+		return p.revision, nil
+	}
+	e, err := read(ctx)
+	if err != nil {
+		return 0, fmt.Errorf("read what If-Match: * is about: %w", err)
+	}
+	return e.Revision, nil
 }

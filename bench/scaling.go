@@ -7,8 +7,12 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"runtime"
+	"strings"
 	"sync/atomic"
 	"time"
+
+	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -184,4 +188,240 @@ func (b *scalingBench) measurePages(ctx context.Context, at int) error {
 		b.pages[i].each[at] = used / time.Duration(b.visits+1)
 	}
 	return nil
+}
+
+// bytesOf is what relations take on disk.
+type bytesOf struct{ heap, index, toast int64 }
+
+func (s bytesOf) total() int64 { return s.heap + s.index + s.toast }
+
+func (s bytesOf) minus(t bytesOf) bytesOf {
+	return bytesOf{s.heap - t.heap, s.index - t.index, s.toast - t.toast}
+}
+
+func (s bytesOf) plus(t bytesOf) bytesOf {
+	return bytesOf{s.heap + t.heap, s.index + t.index, s.toast + t.toast}
+}
+
+// grown is what the rows of a noun take at both sizes.
+type grown struct {
+	noun string
+	rows [2]int64
+	size [2]bytesOf
+}
+
+// The tables of each noun, as a pattern of their names. Everything is every table, those of River as well.
+const (
+	logTables       = `^agent_activity($|_\d|_default)`
+	executionTables = `^agent_executions$`
+	threadTables    = `^agent_(threads|messages)$`
+	everything      = ``
+)
+
+// size sums the relations whose names match. A partition counts by its own name.
+func (b *scalingBench) size(ctx context.Context, tables string) (s bytesOf, err error) {
+	err = b.pool.QueryRow(ctx, `
+		select coalesce(sum(pg_table_size(c.oid) - t.size), 0)::bigint, coalesce(sum(pg_indexes_size(c.oid)), 0)::bigint,
+		       coalesce(sum(t.size), 0)::bigint
+		  from pg_class c join pg_namespace n on n.oid = c.relnamespace,
+		       lateral (select coalesce(pg_total_relation_size(nullif(c.reltoastrelid, 0)), 0) as size) t
+		 where c.relkind = 'r' and n.nspname !~ '^(pg_|information_schema)' and c.relname ~ @tables`,
+		postgres.Strict{"tables": tables}).Scan(&s.heap, &s.index, &s.toast)
+	if err != nil {
+		return s, fmt.Errorf("measure the tables: %w", err)
+	}
+	return s, nil
+}
+
+// grow fills the database from the size before to this one.
+func (b *scalingBench) grow(ctx context.Context, at int) error {
+	var from scale
+	if at > 0 {
+		from = b.sizes[at-1]
+	}
+	to := b.sizes[at]
+	for i, n := range []struct {
+		noun, tables string
+		from, to     int64
+		fill         func(ctx context.Context, from, to int64) error
+	}{
+		{"an execution that waits", executionTables, from.waiting, to.waiting, b.inPieces(madeWaiting, piece/5)},
+		{"a thread with ten messages", threadTables, from.threads, to.threads, b.inPieces(madeTalk, piece/10)},
+		{"a row of the activity log", logTables, from.log, to.log, b.fill},
+	} {
+		before, err := b.size(ctx, n.tables)
+		if err != nil {
+			return err
+		}
+		if err := n.fill(ctx, n.from, n.to); err != nil {
+			return err
+		}
+		after, err := b.size(ctx, n.tables)
+		if err != nil {
+			return err
+		}
+		if at == 0 {
+			b.grown = append(b.grown, grown{noun: n.noun})
+		}
+		g := &b.grown[i]
+		g.rows[at], g.size[at] = n.to, after.minus(before)
+		if at > 0 {
+			g.size[at] = g.size[at].plus(g.size[0])
+		}
+	}
+	return nil
+}
+
+// inPieces makes rows by the statements, so many in a transaction. Triggers are left out, as by fill.
+func (b *scalingBench) inPieces(statements []string, rows int64) func(ctx context.Context, from, to int64) error {
+	return func(ctx context.Context, from, to int64) error {
+		began := time.Now()
+		for at := from; at < to; at += rows {
+			upto := min(at+rows, to)
+			err := postgres.InTx(ctx, b.pool, func(tx pgx.Tx) error {
+				if _, err := tx.Exec(ctx, "set local session_replication_role = replica"); err != nil {
+					return err
+				}
+				for _, sql := range statements {
+					if _, err := tx.Exec(ctx, sql, postgres.Strict{"from": at, "to": upto}); err != nil {
+						return err
+					}
+				}
+				return nil
+			})
+			if err != nil {
+				return fmt.Errorf("make rows %d to %d: %w", at, upto, err)
+			}
+			fmt.Fprintf(b.errw, "made %d of %d (%s)\n", upto, to, time.Since(began).Round(time.Second))
+		}
+		return nil
+	}
+}
+
+// madeWaiting are executions as they are left by a flow that waits for an event.
+var madeWaiting = []string{`
+	insert into agent_executions (trace_id, surface, flow, status, claim, input, waiting_for, waiting_key, waiting_step,
+	                              wait_number, started_at)
+	select 'fl_02' || lpad(n::text, 24, '0'), 'flow', '` + waitFlow + `', 'waiting', 1, to_jsonb('scaling-' || n), 'event',
+	       'scaling-' || n, 'go', 1, clock_timestamp()
+	  from generate_series(@from::bigint, @to::bigint - 1) n`}
+
+// madeTalk are threads with ten messages of 200 characters.
+var madeTalk = []string{`
+	insert into agent_threads (id, channel, participant, next_seq)
+	select 'guest:' || n, 'chat', 'Guest ' || n, 11 from generate_series(@from::bigint, @to::bigint - 1) n`, `
+	insert into agent_messages (thread_id, seq, turn, role, content, channel, trace_id, status, sent_at)
+	select 'guest:' || n, m, m, case when m % 2 = 1 then 'user' else 'assistant' end,
+	       repeat(left(md5((n * 10 + m)::text), 20), 10), 'chat', 'ch_02' || lpad(n::text, 24, '0'), 'delivered',
+	       clock_timestamp()
+	  from generate_series(@from::bigint, @to::bigint - 1) n, generate_series(1, 10) m`}
+
+// predicted is where the line through two points is at x.
+func predicted(x1, y1, x2, y2, x float64) float64 {
+	if x1 == x2 {
+		return y2
+	}
+	return y1 + (y2-y1)*(x-x1)/(x2-x1)
+}
+
+// off is by how much a prediction differs from what was measured.
+func off(predicted, measured float64) string {
+	if measured == 0 {
+		return ""
+	}
+	return fmt.Sprintf("%+.0f %%", 100*(predicted-measured)/measured)
+}
+
+// print writes the tables.
+func (b *scalingBench) print(out io.Writer) {
+	var t strings.Builder
+	large := b.sizes[1]
+	fmt.Fprintf(&t, "%d rows of the activity log, %d executions that wait, %d threads; %d processors.\n",
+		large.log, large.waiting, large.threads, runtime.NumCPU())
+	t.WriteString("A prediction comes from the smaller measurements alone.\n\n")
+	b.printBytes(&t)
+	b.printFleets(&t)
+	b.printReads(&t)
+	fmt.Fprint(out, t.String())
+}
+
+func (b *scalingBench) printBytes(t *strings.Builder) {
+	t.WriteString("| bytes for each | rows | heap | indexes | toast | in all |" +
+		" rows then | MB predicted | MB measured | difference |\n")
+	t.WriteString("|---|---|---|---|---|---|---|---|---|---|\n")
+	for _, g := range b.grown {
+		n := float64(g.rows[0])
+		each := func(bytes int64) string { return fmt.Sprintf("%.0f", float64(bytes)/n) }
+		s := g.size[0]
+		expected, got := float64(s.total())/n*float64(g.rows[1])/1e6, float64(g.size[1].total())/1e6
+		fmt.Fprintf(t, "| %s | %d | %s | %s | %s | %s | %d | %.1f | %.1f | %s |\n", g.noun, g.rows[0],
+			each(s.heap), each(s.index), each(s.toast), each(s.total()), g.rows[1], expected, got, off(expected, got))
+	}
+}
+
+func (b *scalingBench) printFleets(t *strings.Builder) {
+	t.WriteString("\n| of the server, by processes |")
+	for _, f := range b.fleets {
+		fmt.Fprintf(t, " %d |", f.n)
+	}
+	n := len(b.fleets)
+	fmt.Fprintf(t, " %d predicted | difference |\n|---|%s---|---|\n", b.fleets[n-1].n, strings.Repeat("---|", n))
+	micros := func(d time.Duration) float64 { return float64(d.Nanoseconds()) / 1000 }
+	for _, row := range []struct {
+		name, format string
+		of           func(f fleetCost) float64
+	}{
+		{"connections", "%.0f", func(f fleetCost) float64 { return float64(f.connections) }},
+		{"idle: transactions a second", "%.1f", func(f fleetCost) float64 { return f.transactions }},
+		{"idle: processor time, % of a core", "%.2f", func(f fleetCost) float64 { return 100 * f.idle }},
+		{
+			fmt.Sprintf("each of %d executions a second, above idle: µs", b.rate), "%.0f",
+			func(f fleetCost) float64 { return micros(f.paced) },
+		},
+		{
+			fmt.Sprintf("each of %d executions at once: µs", b.backlog), "%.0f",
+			func(f fleetCost) float64 { return micros(f.backlog) },
+		},
+	} {
+		fmt.Fprintf(t, "| %s |", row.name)
+		for _, f := range b.fleets {
+			fmt.Fprintf(t, " "+row.format+" |", row.of(f))
+		}
+		last := b.fleets[n-3:]
+		expected := predicted(float64(last[0].n), row.of(last[0]), float64(last[1].n), row.of(last[1]), float64(last[2].n))
+		fmt.Fprintf(t, " "+row.format+" | %s |\n", expected, off(expected, row.of(last[2])))
+	}
+	t.WriteString("| executions a second, clients on the same processors |")
+	for _, f := range b.fleets {
+		fmt.Fprintf(t, " %.0f |", f.backlogRate)
+	}
+	t.WriteString(" | |\n")
+	if again := b.again.Load(); again > 0 {
+		fmt.Fprintf(t, "\nStarts that were made again, as they had met a lock for too long: %d.\n", again)
+	}
+}
+
+func (b *scalingBench) printReads(t *strings.Builder) {
+	micros := func(d time.Duration) float64 { return float64(d.Nanoseconds()) / 1000 }
+	now := b.fleets[0]
+	t.WriteString("\n| µs of the server's connections | at a tenth of the rows | at all of them | ratio |\n")
+	t.WriteString("|---|---|---|---|\n")
+	row := func(name string, small, large float64) {
+		fmt.Fprintf(t, "| %s | %.0f | %.0f | %.2f |\n", name, small, large, large/max(small, 1))
+	}
+	row("one process, idle, each second", 1e6*b.early.idle, 1e6*now.idle)
+	row("an execution of one step, paced", micros(b.early.paced), micros(now.paced))
+	row("an execution of one step, with a backlog", micros(b.early.backlog), micros(now.backlog))
+	row("an event, until the execution that waited has ended", micros(b.events[0]), micros(b.events[1]))
+	for _, p := range b.pages {
+		row("a visit to `"+p.path+"`", micros(p.each[0]), micros(p.each[1]))
+	}
+	if len(b.watches) == 0 {
+		return
+	}
+	t.WriteString("\n| open overviews | transactions a second | PostgreSQL, % of a core |" +
+		" this process, both ends, % of a core |\n|---|---|---|---|\n")
+	for _, l := range b.watches {
+		fmt.Fprintf(t, "| %d | %.1f | %.1f | %.1f |\n", l.viewers, l.perSec, 100*l.server, 100*l.own)
+	}
 }

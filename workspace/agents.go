@@ -3,6 +3,8 @@ package workspace
 import (
 	"cmp"
 	"context"
+	"encoding/json"
+	"errors"
 	"fmt"
 	"io/fs"
 	"path"
@@ -13,7 +15,12 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/databases"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/mcp"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
 // agentKind is the kind agent, whose instructions may stand in a file of their own.
@@ -212,4 +219,160 @@ func alone(ctx context.Context, db postgres.DB, w Workspace, o Options, name str
 		goes := a.Source == Source && o.Prune != nil && o.Prune(Item{Kind: "agent", Name: a.Name, Action: Remove})
 		return a.Declared() && a.Name != name && !goes
 	}), err
+}
+
+// CheckBuiltins wants every builtin: handler to name one of known, the builtins of the binary that is to run the
+// workspace. Neither the files nor the database know them: a library's user has builtins of their own. The
+// error is [Problems].
+func (w Workspace) CheckBuiltins(known []string) error {
+	names := make(map[string]bool, len(known))
+	for _, name := range known {
+		names[name] = true
+	}
+	var problems Problems
+	for _, document := range w.Skills {
+		kind, name, _ := strings.Cut(strings.TrimSpace(document.Definition.Handler), ":")
+		if name = strings.TrimSpace(name); kind == "builtin" && !names[name] {
+			problems.add(document.place("handler"), "handler: %s", unknown("builtin", name, name, known))
+		}
+	}
+	return problems.err()
+}
+
+func databaseKind() kind {
+	return reader("database", databases.Validate, func(d databases.Definition) string { return d.Name },
+		func(w *Workspace) *[]Document[databases.Definition] { return &w.Databases })
+}
+
+// databaseTable is how database documents meet their table.
+func databaseTable(w Workspace) matcher {
+	return table[databases.Definition, databases.Database]{
+		kind: "database", documents: w.Databases, name: func(d databases.Definition) string { return d.Name },
+		get: func(ctx context.Context, tx pgx.Tx, name string) (databases.Database, error) {
+			return databases.Get(ctx, tx, name)
+		},
+		put: func(ctx context.Context, tx pgx.Tx, d databases.Definition) (bool, error) {
+			return databases.Put(ctx, tx, d, Source)
+		},
+		notFound: databases.ErrNotFound, remove: databases.Remove,
+		declared: []string{"description", "url_env", "access", "role", "source"},
+	}
+}
+
+// mcpServers is how mcp_server documents meet their table. The skills that are mounted from a server are not the
+// workspace's: a sync makes them, and they go with their server.
+func mcpServers(w Workspace) matcher {
+	return table[mcp.Definition, mcp.Remote]{
+		kind: "mcp_server", documents: w.MCPServers, name: func(d mcp.Definition) string { return d.Name },
+		get: func(ctx context.Context, tx pgx.Tx, name string) (mcp.Remote, error) { return mcp.Get(ctx, tx, name) },
+		put: func(ctx context.Context, tx pgx.Tx, d mcp.Definition) (bool, error) {
+			return mcp.Put(ctx, tx, d, Source)
+		},
+		notFound: mcp.ErrNotFound, remove: mcp.Remove,
+		declared: []string{
+			"transport", "url", "command", "headers", "env", "scope", "trust", "auto", "include", "exclude", "idempotent",
+			"timeout_ms", "source",
+		},
+	}
+}
+
+// webhookEndpoints is the kind webhook. Whether one is in service is the admin's.
+func webhookEndpoints(w Workspace) matcher {
+	return table[webhooks.EndpointDefinition, webhooks.Endpoint]{
+		kind: "webhook", documents: w.Webhooks, name: func(d webhooks.EndpointDefinition) string { return d.Name },
+		get: func(ctx context.Context, tx pgx.Tx, name string) (webhooks.Endpoint, error) {
+			return webhooks.GetEndpoint(ctx, tx, name)
+		},
+		put: func(ctx context.Context, tx pgx.Tx, d webhooks.EndpointDefinition) (bool, error) {
+			return webhooks.PutEndpoint(ctx, tx, d, Source)
+		},
+		notFound: webhooks.ErrNotFound, remove: webhooks.RemoveEndpoints,
+		declared: []string{"description", "scheme", "secrets", "settings", "actions", "source"},
+	}
+}
+
+// webhookTargets is the kind webhook_target. Whether one is in service, and how it fares, is not a file's.
+func webhookTargets(w Workspace) matcher {
+	return table[webhooks.TargetDefinition, webhooks.Target]{
+		kind: "webhook_target", documents: w.Targets, name: func(d webhooks.TargetDefinition) string { return d.Name },
+		get: func(ctx context.Context, tx pgx.Tx, name string) (webhooks.Target, error) {
+			return webhooks.GetTarget(ctx, tx, name)
+		},
+		put: func(ctx context.Context, tx pgx.Tx, d webhooks.TargetDefinition) (bool, error) {
+			return webhooks.PutTarget(ctx, tx, d, Source)
+		},
+		notFound: webhooks.ErrNotFound, remove: webhooks.RemoveTargets,
+		declared: []string{"description", "url", "secrets", "events", "max_failures", "source"},
+	}
+}
+
+// checkCalls wants every automation's skill to exist, in the workspace or beside it, and to take its arguments. It
+// looks at the rows as they are about to be, and returns [Problems].
+func checkCalls(ctx context.Context, tx pgx.Tx, all []Document[automations.Definition]) error {
+	registry, err := skills.New(skills.Options{})
+	if err != nil {
+		return err
+	}
+	var problems Problems
+	for _, document := range all {
+		if document.Definition.Skill == "" {
+			continue
+		}
+		found, err := checkCall(ctx, tx, registry, document)
+		if err != nil {
+			return err
+		}
+		problems = append(problems, found...)
+	}
+	return problems.err()
+}
+
+func checkCall(ctx context.Context, tx pgx.Tx, registry *skills.Registry, document Document[automations.Definition]) (Problems, error) {
+	var problems Problems
+	called := document.Definition.Skill
+	skill, err := skills.Get(ctx, tx, called)
+	if errors.Is(err, skills.ErrNotFound) {
+		names, err := skillNames(ctx, tx)
+		problems.add(document.place("skill"), "skill: there is no skill %q%s", called, hint(called, names))
+		return problems, err
+	}
+	if err != nil {
+		return nil, err
+	}
+	raw, err := json.Marshal(document.Definition.Arguments)
+	if err != nil {
+		return nil, fmt.Errorf("check arguments of %s: %w", called, err)
+	}
+	if document.Definition.Arguments == nil {
+		raw = nil
+	}
+	err = registry.Check(skill, raw)
+	invalid, ok := errors.AsType[*skills.InvalidParams](err)
+	if !ok && err != nil {
+		problems.add(document.place("skill"), "skill: %s", err)
+	}
+	if ok {
+		for _, v := range invalid.Violations {
+			path := "arguments" + strings.ReplaceAll(v.Path, "/", ".")
+			problems.add(document.place(path), "%s: %s (skill %s)", path, v.Message, called)
+		}
+	}
+	return problems, nil
+}
+
+func skillNames(ctx context.Context, db postgres.DB) ([]string, error) {
+	all, err := skills.List(ctx, db, skills.Filter{Limit: 1000})
+	names := make([]string, len(all))
+	for i, s := range all {
+		names[i] = s.Name
+	}
+	return names, err
+}
+
+// place is where a field of the document stands; the document itself when it was not read from a file.
+func (d Document[D]) place(path string) Position {
+	if d.source.node == nil {
+		return d.At
+	}
+	return d.source.at(path)
 }

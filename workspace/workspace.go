@@ -21,14 +21,21 @@
 package workspace
 
 import (
+	"cmp"
 	"context"
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strings"
 
 	"github.com/jackc/pgx/v5"
+	"go.yaml.in/yaml/v3"
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/databases"
 	"github.com/lanekeeper/lanekeeper/flows"
+	"github.com/lanekeeper/lanekeeper/internal/nearest"
 	"github.com/lanekeeper/lanekeeper/mcp"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -64,4 +71,219 @@ type Document[D any] struct {
 	Definition D
 
 	source source
+}
+
+// kind is one sort of document.
+type kind struct {
+	name string
+	read func(l *loader, s source)
+}
+
+// kinds lists what documents may be, in the order in which they are applied.
+func kinds() []kind {
+	return []kind{
+		agentKind(), databaseKind(),
+		reader("skill", skills.Validate, func(d skills.Definition) string { return d.Name },
+			func(w *Workspace) *[]Document[skills.Definition] { return &w.Skills }),
+		reader("mcp_server", mcp.Validate, func(d mcp.Definition) string { return d.Name },
+			func(w *Workspace) *[]Document[mcp.Definition] { return &w.MCPServers }),
+		reader("objective", objectives.Validate, func(d objectives.Definition) string { return d.Name },
+			func(w *Workspace) *[]Document[objectives.Definition] { return &w.Objectives }),
+		reader("automation", automations.Validate, func(d automations.Definition) string { return d.Name },
+			func(w *Workspace) *[]Document[automations.Definition] { return &w.Automations }),
+		reader("flow", flows.Validate, func(d flows.Definition) string { return d.Name },
+			func(w *Workspace) *[]Document[flows.Definition] { return &w.Flows }),
+		reader("webhook", webhooks.ValidateEndpoint, func(d webhooks.EndpointDefinition) string { return d.Name },
+			func(w *Workspace) *[]Document[webhooks.EndpointDefinition] { return &w.Webhooks }),
+		reader("webhook_target", webhooks.ValidateTarget, func(d webhooks.TargetDefinition) string { return d.Name },
+			func(w *Workspace) *[]Document[webhooks.TargetDefinition] { return &w.Targets }),
+	}
+}
+
+// reader makes the kind whose documents are definitions of type D.
+func reader[D any](name string, validate func(D) error, nameOf func(D) string, list func(*Workspace) *[]Document[D]) kind {
+	return kind{name: name, read: func(l *loader, s source) {
+		document := Document[D]{At: position(s.file, s.node), source: s}
+		wrong := s.decode(&document.Definition)
+		l.problems = append(l.problems, wrong...)
+		l.problems = append(l.problems, s.beside(wrong, validate(document.Definition))...)
+		l.declare(name, nameOf(document.Definition), s)
+		to := list(&l.workspace)
+		*to = append(*to, document)
+	}}
+}
+
+func kindNames() []string {
+	var names []string
+	for _, k := range kinds() {
+		names = append(names, k.name)
+	}
+	return names
+}
+
+// kindList is the kinds for a message: "skill, automation or objective".
+func kindList() string {
+	names := kindNames()
+	last := len(names) - 1
+	return strings.Join(names[:last], ", ") + " or " + names[last]
+}
+
+// Position is a place in a file. Line and Column begin with 1; 0 is unknown.
+type Position struct {
+	File   string `json:"file"`
+	Line   int    `json:"line"`
+	Column int    `json:"column"`
+}
+
+// String is file:line:column, the way editors and terminals take it.
+func (p Position) String() string {
+	switch {
+	case p.Line == 0:
+		return p.File
+	case p.Column == 0:
+		return fmt.Sprintf("%s:%d", p.File, p.Line)
+	}
+	return fmt.Sprintf("%s:%d:%d", p.File, p.Line, p.Column)
+}
+
+func position(file string, node *yaml.Node) Position {
+	return Position{File: file, Line: node.Line, Column: node.Column}
+}
+
+// Problem is one thing that is wrong with a workspace.
+type Problem struct {
+	Position
+	Message string `json:"message"`
+}
+
+func (p Problem) Error() string { return p.String() + ": " + p.Message }
+
+// Problems is everything that is wrong with a workspace, by file and line. It is the error of
+// [Load], [LoadDir], [Plan] and [Apply] when the files are at fault.
+type Problems []Problem
+
+// Error lists the problems, one per line.
+func (p Problems) Error() string {
+	lines := make([]string, len(p))
+	for i, problem := range p {
+		lines[i] = problem.Error()
+	}
+	return strings.Join(lines, "\n")
+}
+
+// err is p in order, or nil when there is none.
+func (p Problems) err() error {
+	if len(p) == 0 {
+		return nil
+	}
+	slices.SortStableFunc(p, func(a, b Problem) int {
+		return cmp.Or(strings.Compare(a.File, b.File), cmp.Compare(a.Line, b.Line), cmp.Compare(a.Column, b.Column))
+	})
+	return p
+}
+
+func (p *Problems) add(at Position, format string, args ...any) {
+	*p = append(*p, Problem{Position: at, Message: fmt.Sprintf(format, args...)})
+}
+
+// longestName is how much of a name is shown.
+const longestName = 80
+
+// unknown says that name is none of known, and which it may have meant. what is the sort of name, and
+// shown is how the name is written in the message.
+func unknown(what, shown, name string, known []string) string {
+	known = slices.DeleteFunc(slices.Clone(known), func(k string) bool { return k == "" || k == "-" })
+	if len(shown) > longestName {
+		shown = strings.ToValidUTF8(shown[:longestName], "") + "…"
+	}
+	if near := hint(name, known); near != "" {
+		return fmt.Sprintf("unknown %s %q%s", what, shown, near)
+	}
+	slices.Sort(known)
+	return fmt.Sprintf("unknown %s %q; known are %s", what, shown, strings.Join(known, ", "))
+}
+
+// hint asks whether the nearest of known was meant; nothing when none is near.
+func hint(name string, known []string) string {
+	if near := nearest.To(name, known); near != "" {
+		return fmt.Sprintf("; did you mean %q?", near)
+	}
+	return ""
+}
+
+// matcher is a kind whose table is about to be made to match.
+type matcher interface {
+	match(ctx context.Context, tx pgx.Tx, o Options) ([]Item, error)
+}
+
+// tables lists the kinds in the order in which they are applied.
+func tables(w Workspace, o Options) []matcher {
+	return []matcher{
+		databaseTable(w),
+		table[skills.Definition, skill]{
+			kind: "skill", documents: w.Skills, name: func(d skills.Definition) string { return d.Name },
+			get: getSkill,
+			put: func(ctx context.Context, tx pgx.Tx, d skills.Definition) (bool, error) {
+				return skills.Put(ctx, tx, d, Source)
+			},
+			notFound: skills.ErrNotFound, remove: skills.Remove,
+			declared: []string{"description", "parameters", "handler", "config", "scope", "trust", "idempotent", "timeout_ms", "source"},
+		},
+		mcpServers(w), agentTable(w, o),
+		table[objectives.Definition, objective]{
+			kind: "objective", documents: w.Objectives, name: func(d objectives.Definition) string { return d.Name },
+			get: getObjective,
+			put: func(ctx context.Context, tx pgx.Tx, d objectives.Definition) (bool, error) {
+				return objectives.Put(ctx, tx, d, Source)
+			},
+			notFound: objectives.ErrNotFound, remove: objectives.Remove,
+			declared: []string{"goal", "success_criteria", "agent", "priority", "review_every_seconds", "steps", "source"},
+		},
+		table[automations.Definition, automations.Automation]{
+			kind: "automation", documents: w.Automations, name: func(d automations.Definition) string { return d.Name },
+			get: func(ctx context.Context, tx pgx.Tx, name string) (automations.Automation, error) {
+				return automations.Get(ctx, tx, name)
+			},
+			put: func(ctx context.Context, tx pgx.Tx, d automations.Definition) (bool, error) {
+				return automations.Put(ctx, tx, d, Source)
+			},
+			notFound: automations.ErrNotFound, remove: automations.Remove,
+			declared: []string{
+				"description", "agent", "trigger", "cron", "timezone", "event", "condition", "signal", "skill_name",
+				"arguments", "prompt", "flow",
+				"max_attempts", "source",
+			},
+		},
+		flowTable(w), webhookEndpoints(w), webhookTargets(w),
+	}
+}
+
+// skill is a skill with its parameters beside it.
+type skill struct {
+	skills.Skill
+	Parameters json.RawMessage `json:"parameters"`
+}
+
+func getSkill(ctx context.Context, tx pgx.Tx, name string) (skill, error) {
+	s, err := skills.Get(ctx, tx, name)
+	return skill{Skill: s, Parameters: s.Parameters()}, err
+}
+
+// objective is an objective with the titles of its steps.
+type objective struct {
+	objectives.Objective
+	Steps []string `json:"steps"`
+}
+
+func getObjective(ctx context.Context, tx pgx.Tx, name string) (objective, error) {
+	o, err := objectives.Get(ctx, tx, name)
+	if err != nil {
+		return objective{}, err
+	}
+	steps, err := objectives.Steps(ctx, tx, o.ID)
+	found := objective{Objective: o, Steps: []string{}}
+	for _, step := range steps {
+		found.Steps = append(found.Steps, step.Title)
+	}
+	return found, err
 }

@@ -4,12 +4,15 @@ import (
 	"bytes"
 	"io"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 
 	"github.com/creack/pty"
+	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
@@ -230,6 +233,220 @@ func TestMigrate(t *testing.T) {
 		got := p.run(args...)
 		if got.code != 2 || !strings.Contains(got.err, "newer version of agent; use that version or newer") {
 			t.Errorf("agent %v on a newer schema: exit %d, stderr %q", args, got.code, got.err)
+		}
+	}
+}
+
+func TestApplyWarnsOfAModelAndAChatKeyThatTheSettingsDoNotKnow(t *testing.T) {
+	t.Parallel()
+	database := pgtest.URL(t)
+	dir := folder(t, map[string]string{"a.yaml": "kind: agent\nname: a\nmodel: got-4o\nkeys: [sho]\n"})
+	keys := "AGENT_CHAT_KEY=shop=" + strings.Repeat("0123456789abcdef", 2)
+	model, key := `no price and no fact is known of model "got-4o"; did you mean "gpt-4o"?`, `AGENT_CHAT_KEY has no chat key "sho" here; did you mean "shop"?`
+	got := on(t, database, keys).run("apply", dir, "--dry-run")
+	contains(t, got.err, "warning: ", "a.yaml:1", model, key)
+	if got.code != 0 {
+		t.Errorf("exit %d", got.code)
+	}
+	own := on(t, database, "OPENAI_BASE_URL=http://127.0.0.1:1/v1", "OPENAI_API_KEY=k", "AGENT_MODEL=m")
+	if got := own.run("apply", dir, "--dry-run"); got.code != 0 || strings.Contains(got.err, "warning") {
+		t.Errorf("an own server, and no chat key here: exit %d, stderr %q", got.code, got.err)
+	}
+}
+
+// The folder is applied after each change. A mistake is shown and leaves the last good state. SIGTERM is no failure.
+func TestApplyWatchesAFolder(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	p := on(t, url)
+	dir := folder(t, map[string]string{"one.yaml": goodSkill})
+	file := filepath.Join(dir, "one.yaml")
+	var shown stream
+	cmd := exec.CommandContext(t.Context(), os.Args[0], "apply", dir, "--watch")
+	cmd.Env = append(append(os.Environ(), asAgent+"=1"), p.environ...)
+	cmd.Stdout, cmd.Stderr = &shown, &shown
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	says := func(text string) {
+		t.Helper()
+		pgtest.Eventually(t, pgWait, func() bool { return strings.Contains(shown.String(), text) }, "it says "+text)
+	}
+	write := func(name, text string) {
+		t.Helper()
+		if err := os.WriteFile(name, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	query := func(n string) string { return strings.Replace(goodSkill, "select 1", "select "+n, 1) }
+	says("applied: + skill one\n")
+	says("watching " + dir)
+	write(file, query("2"))
+	says("applied: ~ skill one (config.query)\n")
+	contains(t, p.must("skills", "show", "one"), "select 2")
+
+	write(file, query("3")+"colour: red\n")
+	says(`agent: ` + file + `:7:1: unknown key "colour"`)
+	says("nothing was changed")
+	contains(t, p.must("skills", "show", "one"), "select 2")
+	write(filepath.Join(dir, ".one.swp"), "not of interest")
+	write(filepath.Join(dir, "one.yaml~"), query("4"))
+	if err := os.Rename(filepath.Join(dir, "one.yaml~"), file); err != nil { // as editors save
+		t.Fatal(err)
+	}
+	pgtest.Eventually(t, pgWait, func() bool {
+		return strings.Contains(p.must("skills", "show", "one"), "select 4")
+	}, "a file that is renamed over another is applied")
+
+	below := filepath.Join(dir, "below")
+	if err := os.Mkdir(below, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	write(filepath.Join(below, "two.yaml"), strings.Replace(goodSkill, "name: one", "name: two", 1))
+	says("applied: + skill two\n")
+	if err := os.Remove(file); err != nil {
+		t.Fatal(err)
+	}
+	says("kept, though no file declares it: skill one; agent apply " + dir + " --prune removes it")
+	contains(t, p.must("skills", "ls"), "\none ", "\ntwo ")
+
+	if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Wait(); err != nil {
+		t.Errorf("after SIGTERM: %v\n%s", err, shown.String())
+	}
+}
+
+// A lost connection is said; the next change of a file goes over a new one.
+func TestApplyWatchesOverALostConnection(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	p := on(t, url)
+	dir := folder(t, map[string]string{"one.yaml": goodSkill})
+	watching := p.start("apply", dir, "--watch")
+	watching.find(t, "watching ")
+	config, err := pgx.ParseConfig(url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	database := config.Database
+	config.Database = "postgres"
+	admin, err := pgx.ConnectConfig(t.Context(), config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer admin.Close(t.Context())
+	must := func(sql string) {
+		t.Helper()
+		if _, err := admin.Exec(t.Context(), sql); err != nil {
+			t.Fatal(err)
+		}
+	}
+	write := func(n string) {
+		t.Helper()
+		text := strings.Replace(goodSkill, "select 1", "select "+n, 1)
+		if err := os.WriteFile(filepath.Join(dir, "one.yaml"), []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	must("alter database " + pgx.Identifier{database}.Sanitize() + " allow_connections false")
+	must("select pg_terminate_backend(pid) from pg_stat_activity where datname = '" + database + "'")
+	write("2")
+	watching.find(t, "agent: .+")
+	watching.find(t, "the next change of a file tries again")
+	must("alter database " + pgx.Identifier{database}.Sanitize() + " allow_connections true")
+	write("3")
+	pgtest.Eventually(t, pgWait, func() bool {
+		return strings.Contains(watching.out.String(), "applied: ~ skill one")
+	}, "the change is applied")
+	watching.stop()
+	if code := <-watching.ended; code != 0 {
+		t.Errorf("ended with %d: %s", code, watching.err.String())
+	}
+}
+
+func TestInitBeginsAWorkspaceThatWorksAtOnce(t *testing.T) {
+	t.Parallel()
+	p := on(t, pgtest.URL(t))
+	dir := filepath.Join(t.TempDir(), "42 Sol's shop!")
+	got := p.run("init", dir, "--purpose", "Answer questions about \"orders\": quickly.\nAnd {{kindly}}.", "--timezone", "Europe/Madrid")
+	if got.code != 0 || !strings.Contains(got.err, "wrote "+filepath.Join(dir, "workspace", "agent.yaml")) {
+		t.Fatalf("%d %s", got.code, got.err)
+	}
+	text, err := os.ReadFile(filepath.Join(dir, "workspace", "agent.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	contains(t, string(text), `name: "sol-s-shop"`, "Answer questions about \"orders\": quickly. And {{kindly}}.", `timezone: "Europe/Madrid"`)
+	contains(t, p.must("apply", filepath.Join(dir, "workspace")), "agent", "sol-s-shop", "list_tables", "tables every morning")
+	contains(t, p.must("chat", "which tables are there?"), "list_tables")
+	if _, err := os.Stat(filepath.Join(dir, ".env")); err == nil {
+		t.Error("there is an .env without a database")
+	}
+	if got := p.run("init", dir, "--yes"); got.code != 2 || !strings.Contains(got.err, "is not empty; name another folder") {
+		t.Errorf("again: %d %s", got.code, got.err)
+	}
+}
+
+func TestInitRefusesWhatApplyWouldRefuseAndLeavesNothing(t *testing.T) {
+	t.Parallel()
+	p := on(t, pgtest.URL(t))
+	for name, c := range map[string]struct {
+		flags []string
+		want  string
+	}{
+		"bad name":     {[]string{"--name", "no good"}, `"no good": a name is a letter`},
+		"bad zone":     {[]string{"--timezone", "Europe/Madird"}, "--timezone:"},
+		"bad database": {[]string{"--database", "mysql://x"}, "--database is no URL of PostgreSQL"},
+		"no example":   {[]string{"--example", "shop"}, `there is no "shop"; there is: orders`},
+		"no database":  {[]string{"--example", "orders"}, "needs the URL of a database for the shop"},
+		"two names":    {[]string{"--example", "orders", "--name", "x"}, "--example has a name"},
+		"bad password": {[]string{"--database", "postgres://u:p%zz@h/d"}, "write @ as %40"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			got := p.run(append([]string{"init", dir, "--yes"}, c.flags...)...)
+			if got.code != 2 || !strings.Contains(got.err, c.want) {
+				t.Errorf("%d %s", got.code, got.err)
+			}
+			if left, err := os.ReadDir(dir); err != nil || len(left) > 0 {
+				t.Errorf("left %v, %v", left, err)
+			}
+		})
+	}
+}
+
+func TestInitAsksAgainWhenAnAnswerIsWrong(t *testing.T) {
+	t.Parallel()
+	dir := filepath.Join(t.TempDir(), "desk-2")
+	shown := bare(t).onTerminal(t, "no good\n\nHelp.\nmysql://x\n\n", "init", dir)
+	contains(t, shown, "[desk-2]", `"no good": a name is a letter`, "--database is no URL of PostgreSQL", "workspace/agent.yaml")
+	text, err := os.ReadFile(filepath.Join(dir, "workspace", "agent.yaml"))
+	if err != nil || !strings.Contains(string(text), "name: \"desk-2\"\n") {
+		t.Errorf("the agent's file: %s, %v", text, err)
+	}
+}
+
+func TestInitKeepsTheURLOutOfTheWorkspace(t *testing.T) {
+	t.Parallel()
+	p := on(t, pgtest.URL(t))
+	dir := t.TempDir()
+	p.must("init", dir, "--yes", "--name", "nora", "--database", "postgres://u:se%40cret@db/shop")
+	env, err := os.ReadFile(filepath.Join(dir, ".env"))
+	if err != nil || string(env) != "APP_DATABASE_URL=postgres://u:se%40cret@db/shop\n" {
+		t.Errorf(".env is %q, %v", env, err)
+	}
+	if info, err := os.Stat(filepath.Join(dir, ".env")); err != nil || info.Mode().Perm() != 0o600 {
+		t.Errorf(".env may be read by others: %v, %v", info, err)
+	}
+	files, err := filepath.Glob(filepath.Join(dir, "workspace", "*"))
+	if err != nil || len(files) != 4 {
+		t.Errorf("the workspace has %v, %v", files, err)
+	}
+	for _, file := range files {
+		if text, err := os.ReadFile(file); err != nil || strings.Contains(string(text), "se%40cret") {
+			t.Errorf("%s has the URL, %v", file, err)
 		}
 	}
 }

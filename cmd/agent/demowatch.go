@@ -1,13 +1,21 @@
 package main
 
 import (
+	"bytes"
 	"context"
+	"encoding/json"
 	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
 	"net/url"
 	"slices"
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/config"
+	"github.com/lanekeeper/lanekeeper/internal/logging"
 )
 
 const demoLook = 25 * time.Millisecond // between two looks at the thread
@@ -306,4 +314,186 @@ func (w *watcher) flush(ctx context.Context) {
 			}
 		}
 	}
+}
+
+// lineOf is a log line about who has a thread, with what the story needs of it.
+type lineOf struct {
+	message   string
+	execution string // whose line it is
+	other     string // the execution that holds, lends or held the lane
+	count     int64  // of released locks
+}
+
+// journal keeps the log lines that tell who has which thread: "lane acquired", "lane busy", "lane inherited",
+// "lane stale, clearing" and "locks released". A lane's line comes after the message that it is about is committed.
+type journal struct {
+	mu    sync.Mutex
+	lines []lineOf
+}
+
+// beside is a logger that also writes into the journal.
+func (j *journal) beside(log *slog.Logger) *slog.Logger {
+	return slog.New(slog.NewMultiHandler(log.Handler(), logging.Handler(&journalist{to: j})))
+}
+
+// of lists what was written about an execution, oldest first.
+func (j *journal) of(execution string, messages ...string) []lineOf {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	var found []lineOf
+	for _, l := range j.lines {
+		if l.execution == execution && slices.Contains(messages, l.message) {
+			found = append(found, l)
+		}
+	}
+	return found
+}
+
+// count is how many lines there are with one of the messages.
+func (j *journal) count(messages ...string) (n int) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	for _, l := range j.lines {
+		if slices.Contains(messages, l.message) {
+			n++
+		}
+	}
+	return n
+}
+
+// laneLines are the messages about the lane of a thread.
+var laneLines = []string{"lane acquired", "lane busy", "lane inherited", "lane stale, clearing"}
+
+const releasedLine = "locks released"
+
+// journalist is a handler that keeps lines.
+type journalist struct {
+	to    *journal
+	attrs []slog.Attr
+}
+
+func (h *journalist) Enabled(_ context.Context, level slog.Level) bool {
+	return level >= slog.LevelInfo
+}
+
+func (h *journalist) WithAttrs(attrs []slog.Attr) slog.Handler {
+	return &journalist{h.to, slices.Concat(h.attrs, attrs)}
+}
+
+func (h *journalist) WithGroup(string) slog.Handler { return h }
+
+func (h *journalist) Handle(_ context.Context, r slog.Record) error {
+	if r.Message != releasedLine && !slices.Contains(laneLines, r.Message) {
+		return nil
+	}
+	values := map[string]slog.Value{}
+	keep := func(a slog.Attr) bool {
+		values[a.Key] = a.Value.Resolve()
+		return true
+	}
+	for _, a := range h.attrs {
+		keep(a)
+	}
+	r.Attrs(keep)
+	if lane, ok := values["lane"]; r.Message != releasedLine && (!ok || !strings.HasPrefix(lane.String(), "thread:")) {
+		return nil
+	}
+	l := lineOf{message: r.Message, execution: text(values, "execution_id", "owner", "to")}
+	l.other = text(values, "holder", "from")
+	if n, ok := values["count"]; ok && n.Kind() == slog.KindInt64 {
+		l.count = n.Int64()
+	}
+	h.to.mu.Lock()
+	defer h.to.mu.Unlock()
+	h.to.lines = append(h.to.lines, l)
+	return nil
+}
+
+// text is the first of some attributes that is there. An owner is an execution and the number of its claim; only the former
+// is kept.
+func text(values map[string]slog.Value, names ...string) string {
+	for _, name := range names {
+		if v, ok := values[name]; ok {
+			execution, _, _ := strings.Cut(v.String(), "#")
+			return execution
+		}
+	}
+	return ""
+}
+
+// client is everybody outside, speaking HTTP: an admin, a worker, another system, and the candidate, who has a chat key.
+type client struct {
+	base, admin, chat string
+	http              *http.Client
+}
+
+func newClient(base string, cfg config.Config) *client {
+	return &client{
+		base: base, admin: cfg.AdminToken.Reveal(), chat: visitorKey(cfg),
+		http: &http.Client{Transport: &http.Transport{}, Timeout: 2 * time.Minute},
+	}
+}
+
+// get reads a route of the API.
+func (c *client) get(ctx context.Context, path string, into any) error {
+	return c.call(ctx, http.MethodGet, path, nil, into)
+}
+
+// post sends body to a route of the API and reads its answer.
+func (c *client) post(ctx context.Context, path string, body, into any) error {
+	return c.call(ctx, http.MethodPost, path, body, into)
+}
+
+func (c *client) call(ctx context.Context, method, path string, body, into any) error {
+	return c.send(ctx, method, path, http.Header{"Authorization": {"Bearer " + c.admin}}, body, into)
+}
+
+// say is what the candidate writes in the chat. The answer is what the agents then say.
+func (c *client) say(ctx context.Context, thread, words string) error {
+	type message struct {
+		Role    string `json:"role"`
+		Content string `json:"content"`
+	}
+	body := struct {
+		Model    string    `json:"model"`
+		Messages []message `json:"messages"`
+	}{"agent", []message{{"user", words}}}
+	header := http.Header{"Authorization": {"Bearer " + c.chat}, "X-Thread-Id": {thread}}
+	return c.send(ctx, http.MethodPost, "/v1/chat/completions", header, body, nil)
+}
+
+func (c *client) send(ctx context.Context, method, path string, header http.Header, body, into any) error {
+	var content io.Reader
+	if body != nil {
+		encoded, err := json.Marshal(body)
+		if err != nil {
+			return fmt.Errorf("%s %s: %w", method, path, err)
+		}
+		content = bytes.NewReader(encoded)
+		header.Set("Content-Type", "application/json")
+	}
+	req, err := http.NewRequestWithContext(ctx, method, c.base+path, content)
+	if err != nil {
+		return fmt.Errorf("%s %s: %w", method, path, err)
+	}
+	req.Header = header
+	answer, err := c.http.Do(req)
+	if err != nil {
+		return fmt.Errorf("%s %s: %w", method, path, err)
+	}
+	defer answer.Body.Close()
+	got, err := io.ReadAll(io.LimitReader(answer.Body, 16<<20))
+	if err != nil {
+		return fmt.Errorf("%s %s: %w", method, path, err)
+	}
+	if answer.StatusCode/100 != 2 {
+		return fmt.Errorf("%s %s: status %d: %.300s", method, path, answer.StatusCode, got)
+	}
+	if into == nil {
+		return nil
+	}
+	if err := json.Unmarshal(got, into); err != nil {
+		return fmt.Errorf("%s %s: read the answer: %w", method, path, err)
+	}
+	return nil
 }

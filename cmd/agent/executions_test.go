@@ -251,3 +251,182 @@ func TestFlowsAndRequestsAreListed(t *testing.T) {
 		t.Errorf("schema: %v", err)
 	}
 }
+
+// What is shown of a flow names its versions; what is not there is named for what it is, with what to do next.
+func TestShowingAFlowAndItsVersions(t *testing.T) {
+	t.Parallel()
+	p := on(t, pgtest.URL(t))
+	dir := t.TempDir()
+	apply := func(text string) {
+		if err := os.WriteFile(filepath.Join(dir, "flow.yaml"), []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		p.must("apply", "--prune", dir)
+	}
+	const document = "kind: flow\nname: greet\nactions: [{actionType: set, parameters: {variables: {word: hola}}}]\n"
+	apply(document)
+	apply(strings.Replace(document, "hola", "adios", 1))
+	contains(t, p.must("flows", "show", "greet"), "# version 2 of", "#   version 1 of", ", current", "word: adios")
+	contains(t, p.must("flows", "show", "greet", "--version", "1"), "# version 1 of", "word: hola")
+	if got := p.run("flows", "show", "greet", "--version", "7"); got.code != 1 ||
+		!strings.Contains(got.err, "flow greet has no version 7: the latest is 2; see agent flows show greet") {
+		t.Errorf("no such version: %d %q", got.code, got.err)
+	}
+	apply("")
+	if got := p.run("flows", "show", "greet"); got.code != 1 ||
+		!strings.Contains(got.err, "flow greet was removed; agent flows show greet --version 2 shows what it was") {
+		t.Errorf("removed: %d %q", got.code, got.err)
+	}
+	contains(t, p.must("flows", "show", "greet", "--version", "2"), "word: adios")
+	if got := p.run("flows", "show", "heartbeat"); got.code != 1 || !strings.Contains(got.err, "flow heartbeat is Go code") {
+		t.Errorf("Go: %d %q", got.code, got.err)
+	}
+}
+
+// TestARequestIsShownAndAnswered answers one of each kind, as an admin does for the person it was asked of.
+func TestARequestIsShownAndAnswered(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	p := on(t, url)
+	pool := connect(t, url)
+	ask := func(kind, items string) (id string) {
+		t.Helper()
+		err := pool.QueryRow(t.Context(), `
+			insert into agent_requests (kind, execution_id, trace_id, title, items)
+			values ($1, gen_random_uuid(), 'fl_1', 'Please', $2::text[]) returning id::text`, kind, items).Scan(&id)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return id
+	}
+	for _, c := range []struct {
+		kind, items string
+		first       []string // shown before
+		flags, want []string
+	}{
+		{
+			"test", "{}",
+			[]string{"pending", "--score NUMBER"},
+			[]string{"--no", "--score", "41"},
+			[]string{"completed", `"score": 41`, `"result": "failed"`},
+		},
+		{"test", "{}", nil, []string{"--text", "nearly"}, []string{`"result": "nearly"`}},
+		{
+			"signature", "{}",
+			[]string{"--yes --url URL"},
+			[]string{"--yes", "--url", "https://example.com/s.pdf"},
+			[]string{"completed", "https://example.com/s.pdf", "signed_at"},
+		},
+		{
+			"document", "{cv,photo}",
+			[]string{"cv: missing", "--document 'cv=URL'"},
+			[]string{"--document", "photo=https://example.com/p.jpg", "--document", "cv=https://example.com/cv.pdf"},
+			[]string{"completed", "cv: https://example.com/cv.pdf", "photo: https://example.com/p.jpg"},
+		},
+	} {
+		id := ask(c.kind, c.items)
+		contains(t, p.must("requests", "show", id), append(c.first, "Please", c.kind)...)
+		contains(t, p.must(append([]string{"requests", "answer", id}, c.flags...)...), "completed "+id)
+		contains(t, p.must("requests", "show", id), c.want...)
+		if got := p.run(append([]string{"requests", "answer", id}, c.flags...)...); got.code != 1 || !strings.Contains(got.err, "completed already") {
+			t.Errorf("a second answer: %d %q", got.code, got.err)
+		}
+	}
+	contains(t, p.must("activity", "audit"), "raise_event")
+	id := ask("document", "{cv,photo}")
+	contains(t, p.must("requests", "answer", id, "--document", "cv=https://example.com/?a=1,b=2"), "pending "+id+"; still missing: photo")
+	contains(t, p.must("requests", "show", id), "pending", "cv: https://example.com/?a=1,b=2", "photo: missing", "--document 'photo=URL'")
+	signature := ask("signature", "{}")
+	for _, wrong := range [][]string{
+		{id},
+		{id, "--yes"},
+		{id, "--document", "other=https://example.com"},
+		{id, "--document", "photo=./photo.jpg"},
+		{id, "--document", "photo"},
+		{signature},
+		{signature, "--no"},
+		{signature, "--text", "x"},
+		{ask("test", "{}")},
+		{ask("test", "{}"), "--url", "u"},
+	} {
+		if got := p.run(append([]string{"requests", "answer"}, wrong...)...); got.code != 2 {
+			t.Errorf("%v: %d %q", wrong, got.code, got.err)
+		}
+	}
+	if got := p.run("requests", "show", "01890000-0000-7000-8000-000000000000"); got.code != 1 || !strings.Contains(got.err, "agent requests ls") {
+		t.Errorf("an unknown request: %d %q", got.code, got.err)
+	}
+}
+
+func TestTheVersionIsAFlagToo(t *testing.T) {
+	t.Parallel()
+	p := bare(t)
+	if flag, command := p.must("--version"), p.must("version"); flag != command || !strings.HasPrefix(flag, "agent ") {
+		t.Errorf("--version says %q, version %q", flag, command)
+	}
+}
+
+// A heartbeat that gives way to an admin says for whom it waits and where it goes on, and is no failure.
+func TestAHeartbeatThatYieldsSaysSo(t *testing.T) {
+	t.Parallel()
+	for name, extra := range map[string][]string{"text": nil, "JSON": {"--json"}} {
+		t.Run(name, func(t *testing.T) {
+			url := pgtest.URL(t)
+			db := connect(t, url)
+			p := on(t, url)
+			p.must("apply", caretaker)
+			makeDue(t, db)
+			_, err := db.Exec(t.Context(), `
+				create function come() returns trigger language plpgsql as $$
+				begin
+					perform try_acquire_agent_lock('operate', 'an admin', 600);
+					return new;
+				end $$;
+				create trigger come after insert on agent_activity for each row when (new.skill_name = 'self_heal') execute function come()`)
+			if err != nil {
+				t.Fatal(err)
+			}
+			got := p.run(append([]string{"heartbeat"}, extra...)...)
+			const want = "the heartbeat waits for the admin, who holds the lane operate; " +
+				"it goes on in a process that runs `agent serve` or `agent dev`\n"
+			if got.code != 0 || got.err != want || got.out == "" {
+				t.Errorf("exit %d, stderr %q, stdout:\n%s", got.code, got.err, got.out)
+			}
+			contains(t, p.must("executions", "ls"), "waits for lane operate")
+		})
+	}
+}
+
+func TestPauseAndResume(t *testing.T) {
+	t.Parallel()
+	p := on(t, pgtest.URL(t))
+	if got := p.run("pause"); got.code != 2 || !strings.Contains(got.err, "--reason") {
+		t.Errorf("without a reason: %+v", got)
+	}
+	if got := p.run("pause", "--reason", " "); got.code != 2 || !strings.Contains(got.err, "--reason") {
+		t.Errorf("with a blank reason: %+v", got)
+	}
+	contains(t, p.must("doctor"), "autonomy", "not paused")
+	contains(t, p.must("resume"), "the agent is not paused")
+	contains(t, p.must("pause", "--reason", "prices look wrong"), "autonomous work is paused since", "by admin: prices look wrong", "trace op_")
+	contains(t, p.must("pause", "--reason", "again"), "it was so already", "prices look wrong")
+	contains(t, p.must("doctor"), "prices look wrong", "agent resume")
+	status := p.run("executions", "status")
+	if status.code != 0 || !strings.Contains(status.err, "by admin: prices look wrong; `agent resume` ends it") {
+		t.Errorf("status: %+v", status)
+	}
+	contains(t, p.must("pause", "--reason", "x", "--json"), `"changed": false`, `"paused_by": "admin"`)
+	contains(t, p.must("resume", "--reason", "they were right"), "resumed; it was paused since", "trace op_")
+	contains(t, p.must("activity", "ls"), "pause_agent", "resume_agent")
+}
+
+// A heartbeat that a pause keeps from beginning is recorded as skipped, and that is no failure.
+func TestAHeartbeatWhilePausedIsSkipped(t *testing.T) {
+	t.Parallel()
+	p := on(t, pgtest.URL(t))
+	p.must("pause", "--reason", "prices look wrong")
+	contains(t, p.must("heartbeat"), "skipped: autonomous work is paused since", "heartbeat", "prices look wrong")
+	contains(t, p.must("heartbeat", "--json"), `"skipped": "autonomous work is paused since`, `"status": "skipped"`)
+	contains(t, p.must("activity", "ls", "--surface", "heartbeat"), "skipped")
+	contains(t, p.must("executions", "ls"), "no execution matches")
+}

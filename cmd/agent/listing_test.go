@@ -1,12 +1,16 @@
 package main
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
+	"io"
 	"regexp"
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/creack/pty"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -312,4 +316,165 @@ func TestListingsTakeATraceInAnyForm(t *testing.T) {
 			t.Errorf("agent %s --trace %s: %s", command, another, got)
 		}
 	}
+}
+
+// A page is as long as it was asked to be, up to the longest, and the next goes on where it ended.
+func TestThePagesOfAListingHaveAllOfIt(t *testing.T) {
+	t.Parallel()
+	const all = `generate_series(1, 501) g`
+	url := pgtest.URL(t)
+	_, err := connect(t, url).Exec(t.Context(), `
+		insert into agent_executions (trace_id, surface, agent, flow, status)
+		  select 'fl_' || lpad(g::text, 26, '0'), 'flow', 'agent', 'import', 'pending' from `+all+`;
+		insert into agent_activity (trace_id, surface, agent, skill_name, status) select 'fl_1', 'flow', 'agent', 'import', 'success' from `+all+`;
+		insert into agent_memory (key, value) select 'k' || g, '1' from `+all+`;
+		insert into agent_objectives (name, goal) select 'o' || g, 'goal' from `+all+`;
+		insert into agent_skills (name, handler, tool_definition) values ('sizes', 'builtin:table_sizes', '{}');
+		insert into agent_automations (name, skill_name, trigger, event) select 'a' || g, 'sizes', 'event', 'order.paid' from `+all+`;
+		insert into agent_automation_runs (automation_id, scheduled_for, status)
+		  select id, clock_timestamp(), 'dead' from agent_automations;
+		insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, body, body_sha256)
+		  select 'orders', 'd' || g, 'wh_1', 'wh_1', '', '' from `+all+`;
+		insert into agent_requests (kind, execution_id, trace_id, items)
+		  select 'document', e.id, e.trace_id, '{cv}' from agent_executions e`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := on(t, url)
+	for _, listing := range []string{
+		"executions ls", "activity ls", "activity audit", "trace ls", "memory ls", "objectives ls", "automations ls", "automations runs", "automations dead",
+		"webhooks ls", "requests ls",
+	} {
+		args := append(strings.Fields(listing), "--limit", "500")
+		for _, want := range []int{500, 1} {
+			var page struct {
+				Items      []map[string]any `json:"items"`
+				NextCursor *string          `json:"next_cursor"`
+			}
+			p.mustJSON(&page, args...)
+			if len(page.Items) != want || (page.NextCursor != nil) != (want == 500) {
+				t.Errorf("agent %s: %d rows, want %d; next %v", strings.Join(args, " "), len(page.Items), want, page.NextCursor)
+				break
+			}
+			if page.NextCursor != nil {
+				args = append(args, "--cursor", *page.NextCursor)
+			}
+		}
+	}
+}
+
+// An execution keeps what it needs for a replay; no command shows the secrets in it, or more than anybody can read.
+func TestExecutionsAreShownWithoutSecrets(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	db := connect(t, url)
+	const id = "01a1fc7a-3cbd-7d8a-af56-b10ba12fb33d"
+	for _, sql := range []string{
+		`insert into agent_executions (id, trace_id, surface, flow, status, input, variables, result_summary, cancel_reason)
+		 values ('01a1fc7a-3cbd-7d8a-af56-b10ba12fb33d', 'fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'import', 'pending',
+		         jsonb_build_object('api_key', 'Zq81xLm0Kk77', 'long', repeat('long ', 40000)), '{"token": "Zq81xLm0Kk77"}',
+		         'password=Zq81xLm0Kk77', 'Bearer Zq81xLm0Kk77')`,
+		`with w as (insert into agent_workers (name, expires_at) values ('w', clock_timestamp() + interval '1 hour') returning id)
+		 update agent_executions x set status = 'running', claimed_by = w.id, claim = x.claim + 1 from w`,
+		`insert into agent_checkpoints (execution_id, step, claim, output)
+		 select id, 'login', claim, '{"password": "Zq81xLm0Kk77"}' from agent_executions`,
+	} {
+		if _, err := db.Exec(t.Context(), sql); err != nil {
+			t.Fatal(err)
+		}
+	}
+	p := on(t, url)
+	for _, args := range [][]string{
+		{"executions", "ls"},
+		{"executions", "ls", "--json"},
+		{"executions", "show", id},
+		{"executions", "show", id, "--json"},
+	} {
+		got := p.must(args...)
+		if strings.Contains(got, "Zq81xLm0Kk77") || !strings.Contains(got, "[redacted]") || len(got) > 128<<10 {
+			t.Errorf("agent %v: %d bytes: %.2000s", args, len(got), got)
+		}
+	}
+}
+
+// What a heartbeat and a call print of their executions is redacted too.
+func TestWhatWasRunIsShownWithoutSecrets(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	_, err := connect(t, url).Exec(t.Context(), `
+		create function spill() returns trigger language plpgsql as $$
+		begin
+			new.result_summary := 'password=Zq81xLm0Kk77';
+			return new;
+		end $$;
+		create trigger spill before update on agent_executions for each row when (new.status = 'completed') execute function spill()`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := on(t, url)
+	query := `select 'Zq81xLm0Kk77' as password`
+	p.must("apply", folder(t, map[string]string{"one.yaml": strings.Replace(goodSkill, "select 1 as n", query, 1)}))
+	for _, args := range [][]string{{"heartbeat"}, {"heartbeat", "--json"}, {"skills", "call", "one"}, {"skills", "call", "one", "--json"}} {
+		got := p.must(args...)
+		if strings.Contains(got, "Zq81xLm0Kk77") || !strings.Contains(got, "[redacted]") {
+			t.Errorf("agent %v: %s", args, got)
+		}
+	}
+}
+
+func TestWhatDoesNotPrintIsShownEscaped(t *testing.T) {
+	t.Parallel()
+	if got, want := escaped("{\n  \"a\": \"é\u202e\u200b\U000e0041\"\n}"), "{\n  \"a\": \"é\\u202e\\u200b\\udb40\\udc41\"\n}"; got != want {
+		t.Errorf("got %s, want %s", got, want)
+	}
+}
+
+// TestATableFitsTheTerminal wants prose to be cut on a narrow terminal, ids never, and nothing where no terminal is.
+func TestATableFitsTheTerminal(t *testing.T) {
+	t.Parallel()
+	id, about := strings.Repeat("i", 36), strings.Repeat("text ", 20)+"end"
+	heading, rows := []string{"THREAD", "ABOUT", "STATE"}, [][]string{{id, about, "open"}, {"short", "é", "open"}}
+	for name, test := range map[string]struct {
+		columns uint16
+		want    string
+	}{
+		"wide terminal":   {200, id + "  " + about + "  open"},
+		"narrow terminal": {80, id + "  " + about[:34] + "…  open"},
+		"tiny terminal":   {20, id + "  " + about[:15] + "…  open"},
+		"no terminal":     {0, id + "  " + about + "  open"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if got := tableOn(t, test.columns, heading, rows); !strings.Contains(got, test.want+"\n") {
+				t.Errorf("the table is\n%s, want %q in it", got, test.want)
+			}
+		})
+	}
+}
+
+// tableOn prints a table on a terminal of some columns, or into a buffer with none.
+func tableOn(t *testing.T, columns uint16, heading []string, rows [][]string) string {
+	t.Helper()
+	var text bytes.Buffer
+	if columns == 0 {
+		if err := table(&printer{to: &text}, "", heading, rows); err != nil {
+			t.Fatal(err)
+		}
+		return text.String()
+	}
+	screen, tty, err := pty.Open()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer screen.Close()
+	if err := pty.Setsize(tty, &pty.Winsize{Rows: 40, Cols: columns}); err != nil {
+		t.Fatal(err)
+	}
+	if err := table(&printer{to: tty}, "", heading, rows); err != nil {
+		t.Fatal(err)
+	}
+	if err := tty.Close(); err != nil {
+		t.Fatal(err)
+	}
+	_, _ = io.Copy(&text, screen) // a terminal ends with EIO
+	return strings.ReplaceAll(text.String(), "\r\n", "\n")
 }

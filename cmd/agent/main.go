@@ -8,10 +8,26 @@ package main
 
 import (
 	"context"
+	"errors"
+	"fmt"
+	"io"
 	"os"
+	"os/signal"
+	"runtime"
+	"runtime/debug"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
 
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/heap"
+	"github.com/lanekeeper/lanekeeper/internal/nearest"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
 func main() {
@@ -21,4 +37,311 @@ func main() {
 	code := run(ctx, os.Args[1:], os.Environ(), os.Stdin, os.Stdout, os.Stderr)
 	stop()
 	os.Exit(code)
+}
+
+// run is the program. It returns the exit code.
+func run(ctx context.Context, args, environ []string, in io.Reader, out, errw io.Writer) int {
+	c := &cli{environ: config.Environ(environ), args: args, in: in, out: out, err: errw}
+	err := c.execute(ctx)
+	if err == nil {
+		return 0
+	}
+	code := exitCode(ctx, err)
+	c.complain(code, err)
+	return code
+}
+
+// execute runs the command that the arguments name. A panic becomes an error.
+func (c *cli) execute(ctx context.Context) (err error) {
+	defer func() {
+		if reason := recover(); reason != nil {
+			err = c.crashed(ctx, reason)
+		}
+	}()
+	root := c.root()
+	root.SetArgs(c.args)
+	root.SetIn(c.in)
+	root.SetOut(c.out)
+	root.SetErr(c.err)
+	return root.ExecuteContext(ctx)
+}
+
+// root is the command tree.
+func (c *cli) root() *cobra.Command {
+	root := &cobra.Command{
+		Use:   "agent",
+		Short: "Run autonomous agents on PostgreSQL: lanes, traces, durable executions",
+		Long: strings.TrimSpace(`
+Lanekeeper runs autonomous agents on PostgreSQL.
+
+  agent dev                 everything at once: its own PostgreSQL, an offline model, a first heartbeat
+  agent init                a workspace of your own: an agent, a skill on your database, an automation
+  agent operate             talk with it as its admin; agent chat: as a visitor
+  agent trace last          the story of the latest run
+  agent lanes ls            who holds what
+  agent executions ls       what runs, waits, or has ended
+
+A database is named by DATABASE_URL. Without it, commands use the one that agent dev keeps in .agent here.`),
+		SilenceErrors: true, SilenceUsage: true,
+		Args: func(cmd *cobra.Command, args []string) error {
+			if len(args) > 0 {
+				return unknown(`"`+args[0]+`"`, args[0], cmd)
+			}
+			return nil
+		},
+	}
+	var version bool
+	root.Flags().BoolVar(&version, "version", false, "print the version")
+	root.RunE = func(cmd *cobra.Command, args []string) error {
+		if version {
+			return c.printVersion()
+		}
+		return showHelp(cmd, args)
+	}
+	root.PersistentFlags().BoolVar(&c.json, "json", c.environ["AGENT_OUTPUT"] == "json", "print the result as one JSON document")
+	root.PersistentFlags().BoolVar(&c.noColor, "no-color", false, "no colours, also on a terminal")
+	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error {
+		c.json = c.json || slices.Contains(c.args, "--json") // what stands behind the mistake was not parsed
+		return &exitError{exitUsage, seeHelp(meantFlag(err, cmd), cmd)}
+	})
+	root.SetHelpCommand(c.helpCommand())
+	root.PersistentPreRunE = func(*cobra.Command, []string) error {
+		if form := c.environ["AGENT_OUTPUT"]; form != "" && form != "json" && form != "text" {
+			return usageError("AGENT_OUTPUT: %q is not a form of output; set text or json", form)
+		}
+		return nil
+	}
+	root.CompletionOptions.HiddenDefaultCmd = true
+	root.AddCommand(c.commands()...)
+	return root
+}
+
+// args checks the number of arguments and says what was expected.
+func args(least, most int, want string) cobra.PositionalArgs {
+	return func(cmd *cobra.Command, got []string) error {
+		if len(got) < least || (most >= 0 && len(got) > most) {
+			return &exitError{exitUsage, seeHelp(fmt.Errorf("%s takes %s", cmd.CommandPath(), want), cmd)}
+		}
+		return nil
+	}
+}
+
+// message lets a command take one message, or none and read them elsewhere.
+func message(cmd *cobra.Command, got []string) error {
+	if len(got) == 1 && strings.TrimSpace(got[0]) == "" {
+		return &exitError{exitUsage, seeHelp(errors.New("the message is empty; say something"), cmd)}
+	}
+	return args(0, 1, "at most one message; quote it")(cmd, got)
+}
+
+// seeHelp points to the command's help.
+func seeHelp(err error, cmd *cobra.Command) error {
+	return hint(err, "see %s --help", cmd.CommandPath())
+}
+
+// unknown is the error for a command that does not exist. word is what was typed for a command below parent.
+func unknown(command, word string, parent *cobra.Command) error {
+	var names []string
+	for _, below := range parent.Commands() {
+		if !below.Hidden {
+			names = append(names, below.Name())
+		}
+	}
+	err := fmt.Errorf("there is no command %s", command)
+	if near := nearest.To(word, names); near != "" {
+		err = fmt.Errorf("%w; did you mean %s %s?", err, parent.CommandPath(), near)
+	}
+	return &exitError{exitUsage, seeHelp(err, parent)}
+}
+
+// meantFlag adds to the error of a flag that does not exist the one that it may have been meant for.
+func meantFlag(err error, cmd *cobra.Command) error {
+	missing, ok := errors.AsType[*pflag.NotExistError](err)
+	if !ok {
+		return err
+	}
+	var names []string
+	cmd.Flags().VisitAll(func(f *pflag.Flag) {
+		if !f.Hidden {
+			names = append(names, f.Name)
+		}
+	})
+	if near := nearest.To(missing.GetSpecifiedName(), names); near != "" && len(missing.GetSpecifiedName()) > 1 {
+		return fmt.Errorf("%w; did you mean --%s?", err, near)
+	}
+	return err
+}
+
+// helpCommand is `agent help COMMAND`, the same as `agent COMMAND --help`.
+func (c *cli) helpCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "help [COMMAND]", Short: "Help about any command",
+		RunE: func(cmd *cobra.Command, args []string) error {
+			found, rest, err := cmd.Root().Find(args)
+			if err != nil || len(rest) > 0 {
+				word := ""
+				if len(args) == 1 {
+					word = args[0]
+				}
+				return unknown(strings.Join(args, " "), word, cmd.Root())
+			}
+			found.InitDefaultHelpFlag()
+			return found.Help()
+		},
+	}
+}
+
+// signals ends the context at the first interrupt and the process at the second.
+func signals(ctx context.Context) (context.Context, func()) {
+	ctx, cancel := context.WithCancel(ctx)
+	caught := make(chan os.Signal, 2)
+	signal.Notify(caught, os.Interrupt, syscall.SIGTERM)
+	done := make(chan struct{})
+	go func() {
+		select {
+		case <-caught:
+			cancel()
+		case <-done:
+			return
+		}
+		select {
+		case <-caught:
+			os.Exit(exitInterrupted)
+		case <-done:
+		}
+	}()
+	return ctx, func() {
+		signal.Stop(caught)
+		close(done)
+		cancel()
+	}
+}
+
+// commands lists what the program can do, in the order in which help shows it.
+func (c *cli) commands() []*cobra.Command {
+	return []*cobra.Command{
+		c.devCommand(),
+		c.initCommand(),
+		c.demoCommand(),
+		c.serveCommand(),
+		c.migrateCommand(),
+		c.applyCommand(),
+		c.agentsCommand(),
+		c.modelsCommand(),
+		c.heartbeatCommand(),
+		c.pauseCommand(),
+		c.resumeCommand(),
+		c.operateCommand(),
+		c.chatCommand(),
+		c.threadsCommand(),
+		c.traceCommand(),
+		c.whyCommand(),
+		c.activityCommand(),
+		c.lanesCommand(),
+		c.executionsCommand(),
+		c.flowsCommand(),
+		c.requestsCommand(),
+		c.documentsCommand(),
+		c.skillsCommand(),
+		c.selfhealCommand(),
+		c.approvalsCommand(),
+		c.objectivesCommand(),
+		c.automationsCommand(),
+		c.memoryCommand(),
+		c.webhooksCommand(),
+		c.retentionCommand(),
+		c.mcpCommand(),
+		c.doctorCommand(),
+		c.healthcheckCommand(),
+		c.versionCommand(),
+	}
+}
+
+// group is a command that only has others below it.
+func group(use, short string, below ...*cobra.Command) *cobra.Command {
+	cmd := &cobra.Command{
+		Use: use, Short: short,
+		Args: func(cmd *cobra.Command, got []string) error {
+			if len(got) > 0 {
+				return unknown(cmd.CommandPath()+" "+got[0], got[0], cmd)
+			}
+			return nil
+		},
+		RunE: showHelp,
+	}
+	cmd.AddCommand(below...)
+	return cmd
+}
+
+// showHelp tells a person what is below a command. That is no result, so who asked for one as JSON is told what is missing.
+func showHelp(cmd *cobra.Command, _ []string) error {
+	if asked, err := cmd.Flags().GetBool("json"); err == nil && asked {
+		return &exitError{exitUsage, seeHelp(fmt.Errorf("%s takes a command", cmd.CommandPath()), cmd)}
+	}
+	return cmd.Help()
+}
+
+// withSession runs a command's work on an open database.
+func (c *cli) withSession(work func(cmd *cobra.Command, args []string, s *session) error) func(*cobra.Command, []string) error {
+	return func(cmd *cobra.Command, args []string) error {
+		s, err := c.session(cmd.Context())
+		if err != nil {
+			return err
+		}
+		defer s.close(cmd.Context())
+		return work(cmd, args, s)
+	}
+}
+
+// when shows a time to a person.
+func when(t time.Time) string { return t.UTC().Format("2006-01-02 15:04:05") }
+
+// span shows milliseconds to a person.
+func span(ms *int64) string {
+	if ms == nil {
+		return "…"
+	}
+	return (time.Duration(*ms) * time.Millisecond).String()
+}
+
+// seconds shows a number of seconds to a person.
+func seconds(s float64) string {
+	return (time.Duration(s) * time.Second).String()
+}
+
+// money shows US dollars.
+func money(usd float64) string { return fmt.Sprintf("$%.4f", usd) }
+
+// percent shows a share.
+func percent(share float64) string { return fmt.Sprintf("%.0f %%", share*100) }
+
+func (c *cli) versionCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "version", Short: "Print the version", Args: args(0, 0, "no arguments"),
+		RunE: func(*cobra.Command, []string) error { return c.printVersion() },
+	}
+}
+
+// printVersion is also what agent --version does.
+func (c *cli) printVersion() error {
+	built := buildVersion()
+	about := map[string]any{"version": built, "schema": migrations.Version(), "go": runtime.Version()}
+	return c.print(about, func(w io.Writer) error {
+		_, err := fmt.Fprintf(w, "agent %s, schema %d, %s\n", built, migrations.Version(), runtime.Version())
+		return err
+	})
+}
+
+// version is set by builds without a repository, such as that of the container image: -ldflags "-X main.version=v1.2.3".
+var version string
+
+// buildVersion is this program's version, as the build recorded it.
+func buildVersion() string {
+	if version != "" {
+		return version
+	}
+	if info, ok := debug.ReadBuildInfo(); ok && info.Main.Version != "" {
+		return info.Main.Version
+	}
+	return "(devel)"
 }

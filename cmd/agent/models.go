@@ -6,6 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
+	"net/url"
 	"slices"
 	"strconv"
 	"strings"
@@ -14,8 +16,11 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/internal/config"
+	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/models/modelcheck"
+	"github.com/lanekeeper/lanekeeper/models/offline"
 )
 
 func (c *cli) modelsCommand() *cobra.Command {
@@ -302,4 +307,120 @@ func writeModels(w io.Writer, listed []listedModel) error {
 		rows[i] = row
 	}
 	return table(w, "", []string{"MODEL", "LISTED", "AGENTS", "CONTEXT", "IMAGES", "API", "USD PER MILLION"}, rows)
+}
+
+// newModel makes the client of the configured model. Where none is configured, it starts the offline
+// one, a server on the loopback interface that speaks the same protocol; stop ends it.
+func newModel(ctx context.Context, cfg config.Config, log *slog.Logger, retry models.Retry) (client *models.Client, about string, stop func(), err error) {
+	set := models.Config{
+		BaseURL: cfg.OpenAIBaseURL, APIKey: cfg.OpenAIKey.Reveal(), Model: cfg.Model, Prices: prices(cfg), Logger: log, Retry: retry,
+		ReasoningEffort: cfg.Provider.Effort, API: models.API(cfg.Provider.API), Headers: cfg.Provider.Headers,
+		Query: query(cfg.Provider.Query), Extra: cfg.Provider.Extra,
+	}
+	stop = func() {}
+	about = "at " + cfg.OpenAIBaseURL
+	switch {
+	case cfg.OpenAIBaseURL == "" && !cfg.OpenAIKey.IsSet():
+		set.BaseURL, stop, err = offline.Start(ctx)
+		if err != nil {
+			return nil, "", nil, fmt.Errorf("start the offline model: %w", err)
+		}
+		set.Model, about = offline.Model, "rule-based, built in (set OPENAI_API_KEY or OPENAI_BASE_URL, and AGENT_MODEL, for a real one)"
+	case cfg.OpenAIBaseURL == "":
+		about = "OpenAI"
+	}
+	if set.Model == "" {
+		set.Model = assumedModel
+		log.WarnContext(ctx, "AGENT_MODEL is not set, a model is assumed; set it to one of your provider's", "model", set.Model)
+	}
+	client, err = models.New(set)
+	if err != nil {
+		stop()
+		return nil, "", nil, &exitError{exitUsage, err}
+	}
+	return client, fmt.Sprintf("%s, %s", set.Model, about), stop, nil
+}
+
+// assumedModel is asked where AGENT_MODEL names none.
+const assumedModel = "gpt-4o-mini"
+
+// query is parameters in the form of a URL's.
+func query(values map[string]string) url.Values {
+	q := url.Values{}
+	for name, value := range values {
+		q.Set(name, value)
+	}
+	return q
+}
+
+// prices is the price table: the built-in one, and what AGENT_PRICES says instead.
+func prices(cfg config.Config) models.Prices {
+	own := models.Prices{}
+	for model, p := range cfg.Prices {
+		own[model] = models.Price{
+			Prompt: p.Input, Cached: cmp.Or(p.Cached, p.Input), CacheWrite: p.CacheWrite, Completion: p.Output,
+			Long: models.Long{
+				Over: p.Long.Over, Prompt: p.Long.Input, Cached: cmp.Or(p.Long.Cached, p.Long.Input), CacheWrite: p.Long.CacheWrite,
+				Completion: p.Long.Output,
+			},
+		}
+	}
+	return models.DefaultPrices().With(own)
+}
+
+// newIndex makes the search of memories by meaning; nil where no embedding model is configured. Key, headers and query
+// of the chat model go to its own server only.
+func newIndex(cfg config.Config, log *slog.Logger) (*memory.Index, error) {
+	set := models.Config{
+		BaseURL: cfg.Embedding.BaseURL, APIKey: cfg.Embedding.Key.Reveal(), Model: cfg.Embedding.Model, Logger: log,
+	}
+	switch {
+	case set.Model == "":
+		return nil, nil
+	case set.BaseURL == "":
+		set.BaseURL = cfg.OpenAIBaseURL
+		set.APIKey = cmp.Or(set.APIKey, cfg.OpenAIKey.Reveal())
+		set.Headers, set.Query = cfg.Provider.Headers, query(cfg.Provider.Query)
+	}
+	client, err := models.New(set)
+	if err != nil {
+		return nil, &exitError{exitUsage, fmt.Errorf("AGENT_EMBEDDING_MODEL: %w", err)}
+	}
+	return memory.NewIndex(client, log), nil
+}
+
+// examineEmbedding says whether memories are found by meaning, and what helps where they are not.
+func examineEmbedding(ctx context.Context, s *session, add func(string, error, string) bool) {
+	const check = "embeddings"
+	index, err := newIndex(s.config, s.log)
+	if err != nil || index == nil {
+		add(check, err, "off: memories are found by words alone; AGENT_EMBEDDING_MODEL turns them on")
+		return
+	}
+	state, err := index.State(ctx, s.pool)
+	if err == nil && state.Extension == "" {
+		err = withoutExtension(s.config.Embedding.Model, state)
+	}
+	if err != nil {
+		add(check, err, "")
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, 20*time.Second)
+	defer cancel()
+	dimensions, err := index.Check(ctx)
+	if err != nil {
+		err = fmt.Errorf("memories are found by words alone: %w", err)
+	}
+	add(check, err, fmt.Sprintf("%s, %d dimensions, pgvector %s; %d of %d memories are embedded",
+		s.config.Embedding.Model, dimensions, state.Extension, state.Embedded, state.Entries))
+}
+
+// withoutExtension says how the database gets the extension vector.
+func withoutExtension(model string, state memory.EmbeddingState) error {
+	wrong := fmt.Sprintf("%s is set, and memories are found by words alone: the database has no extension vector (pgvector)", model)
+	if state.Available {
+		return hint(errors.New(wrong), "run in it as a superuser: create extension vector;")
+	}
+	return hint(errors.New(wrong), "install pgvector on its server (a package such as postgresql-%d-pgvector), then run in the database as a superuser: create extension vector;",
+		state.Server)
 }

@@ -1,10 +1,21 @@
 package main
 
 import (
+	"errors"
+	"io"
+	"net/http"
+	"net/http/cookiejar"
+	"net/url"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 
+	"github.com/jackc/pgx/v5/pgxpool"
+
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/memory"
+	"github.com/lanekeeper/lanekeeper/retention"
 )
 
 // shownState is what the three commands answer, as far as the tests look at it.
@@ -111,4 +122,243 @@ func TestTheMemoryFromTheCommandLine(t *testing.T) {
 	}
 	contains(t, p.must("memory", "forget", "plain"), "forgotten")
 	contains(t, p.must("memory", "forget", "plain"), "was not remembered")
+}
+
+// tab is an admin's browser, as far as forms go.
+type tab struct {
+	t      *testing.T
+	base   string
+	client *http.Client
+}
+
+func newTab(t *testing.T, base string) tab {
+	t.Helper()
+	jar, err := cookiejar.New(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return tab{t, base, &http.Client{Jar: jar}}
+}
+
+// page is what a page says; with a form, after that was sent.
+func (b tab) page(path string, form url.Values) string {
+	b.t.Helper()
+	method, body := http.MethodGet, io.Reader(http.NoBody)
+	if form != nil {
+		method, body = http.MethodPost, strings.NewReader(form.Encode())
+	}
+	r, err := http.NewRequestWithContext(b.t.Context(), method, b.base+path, body)
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	r.Header.Set("Authorization", "Bearer "+strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN="))
+	if form != nil {
+		r.Header.Set("Content-Type", "application/x-www-form-urlencoded")
+		r.Header.Set("Origin", b.base)
+		r.Header.Set("Sec-Fetch-Site", "same-origin")
+	}
+	response, err := b.client.Do(r)
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	defer response.Body.Close()
+	text, err := io.ReadAll(response.Body)
+	if err != nil || response.StatusCode != http.StatusOK {
+		b.t.Fatalf("%s %s: %d, %v: %s", method, path, response.StatusCode, err, text)
+	}
+	return string(text)
+}
+
+// keepLate writes a key twice, and keeps a note that was based on the first as a conflict.
+func keepLate(t *testing.T, pool *pgxpool.Pool) (conflict string) {
+	t.Helper()
+	for _, value := range []string{"first", "second"} {
+		if _, err := memory.Save(t.Context(), pool, memory.Note{Key: "contact", Value: value, TraceID: "op_1"}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	note := memory.Note{Key: "contact", Value: "the late one", Revision: 1, TraceID: "hb_1"}
+	_, err := memory.Save(t.Context(), pool, note)
+	found, refused := errors.AsType[*memory.ConflictError](err)
+	if !refused {
+		t.Fatal(err)
+	}
+	id, err := memory.KeepConflict(t.Context(), pool, note, found, "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return id
+}
+
+// TestTwoAdminsInTwoBrowsersDecideOnWhatTheyWereShown sends the forms of pages that were opened before somebody else
+// wrote.
+func TestTwoAdminsInTwoBrowsersDecideOnWhatTheyWereShown(t *testing.T) {
+	t.Parallel()
+	database := pgtest.URL(t)
+	p, pool := on(t, database, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=0 0 1 1 *", "AGENT_LOG_LEVEL=info"), connect(t, database)
+	conflict := keepLate(t, pool)
+	served := p.start("serve")
+	base := strings.TrimSuffix(served.find(t, `msg=serving listen=(\S+)`), "/")
+	ana, bea := newTab(t, base), newTab(t, base)
+	contains(t, ana.page("/memory", nil), "the late one", "second", "/act/v1/memory/conflicts/"+conflict+"/decide", `name="if_revision" value="2"`)
+	decide := func(b tab, decision, revision string) string {
+		b.t.Helper()
+		return b.page("/act/v1/memory/conflicts/"+conflict+"/decide",
+			url.Values{"decision": {decision}, "reason": {"x"}, "if_revision": {revision}, "back": {"/memory"}})
+	}
+	holds := func(value string, revision int) {
+		t.Helper()
+		e, err := memory.Shared.Get(t.Context(), pool, "general", "contact")
+		if err != nil || string(e.Value) != `"`+value+`"` || e.Revision != revision {
+			t.Errorf("it holds %s at %d, want %s at %d, %v", e.Value, e.Revision, value, revision, err)
+		}
+	}
+	p.must("memory", "set", "contact", "third") // after both have opened the page
+	said := decide(ana, "take", "2")
+	contains(t, said, `role="alert"`, "nothing was written", "the late one", "third", "revision 3 is there")
+	holds("third", 3)
+	contains(t, decide(ana, "take", "3"), "The conflict is decided.")
+	holds("the late one", 4)
+	contains(t, decide(bea, "take", "3"), "decided already")
+	holds("the late one", 4)
+
+	e, err := memory.Shared.Get(t.Context(), pool, "general", "contact")
+	if err != nil {
+		t.Fatal(err)
+	}
+	forget := func(b tab, revision string) string {
+		b.t.Helper()
+		return b.page("/act/v1/memory/"+e.ID+"/forget", url.Values{"reason": {"x"}, "if_revision": {revision}, "back": {"/memory"}})
+	}
+	contains(t, bea.page("/memory/contact", nil), `name="if_revision" value="4"`)
+	p.must("memory", "set", "contact", "fifth")
+	contains(t, forget(bea, "4"), "nothing was written", "fifth", "revision 5 is there")
+	holds("fifth", 5)
+	contains(t, forget(bea, "5"), "The entry is forgotten.")
+
+	p.must("objectives", "add", "tidy", "--goal", "be tidy")
+	contains(t, ana.page("/objectives/tidy", nil), `name="if_revision" value="1"`)
+	p.must("objectives", "pause", "tidy")
+	pause := url.Values{"reason": {"x"}, "if_revision": {"1"}, "back": {"/objectives"}}
+	contains(t, ana.page("/act/v1/objectives/tidy/resume", pause), "nothing was done", "at revision 2 and not at 1")
+	if status := p.must("objectives", "show", "tidy"); !strings.Contains(status, "paused") {
+		t.Errorf("a page from before resumed it: %s", status)
+	}
+}
+
+func TestRetentionIsShownSetCountedAndRun(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	p := on(t, db.Config().ConnString())
+	contains(t, p.must("retention", "show"), "KIND", "messages         forever  1 day")
+	contains(t, p.must("retention", "set", "executions=30d", "events=1 day", "--reason", "little room"), "changed; trace op_")
+	contains(t, p.must("retention", "set", "executions=30 days"), "it was so already")
+	_, err := db.Exec(t.Context(), `
+		insert into agent_executions (id, trace_id, surface, flow, created_at)
+		select lanekeeper.agent_uuid7(at), 'fl_' || n, 'flow', 'f', at from (select n, clock_timestamp() - interval '40 days' as at from generate_series(1, 3) n) x`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, end := range []string{"running", "completed"} {
+		_, err = db.Exec(t.Context(), `update agent_executions set status = $1::text, completed_at = case when $1::text = 'completed' then created_at end where trace_id <> 'fl_3'`, end)
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, args := range [][]string{{"retention", "run", "--dry-run"}, {"retention", "run", "executions"}} {
+		var done struct{ Items []retention.Done }
+		p.mustJSON(&done, args...)
+		found := false
+		for _, d := range done.Items {
+			found = found || d.Kind == "executions" && d.Removed == 2 && d.Keep == "30 days"
+		}
+		if !found {
+			t.Errorf("agent %v: %+v", args, done)
+		}
+	}
+	contains(t, p.must("retention", "run", "executions"), "executions  30 days  0")
+	for _, args := range [][]string{
+		{"retention", "set", "memory=3d"},
+		{"retention", "set", "executions=1h"},
+		{"retention", "set", "executions"},
+		{"retention", "run", "memory"},
+		{"retention", "set", "executions=3d", "executions=4d"},
+		{"retention", "set"},
+	} {
+		if got := p.run(args...); got.code != 2 || got.err == "" || got.out != "" {
+			t.Errorf("agent %v: %+v", args, got)
+		}
+	}
+}
+
+const hooks = `
+kind: webhook
+name: shop
+scheme: standard
+secrets: ["${SHOP_SECRET}"]
+actions: [{event: EVENT_COMPLETED, key: "order-{body.id}"}]
+---
+kind: webhook_target
+name: ops
+url: https://example.com/hook
+secrets: ["${OPS_SECRET}"]
+events: [execution.failed]
+`
+
+func TestWebhooksOnTheCommandLine(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	p := on(t, url)
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "hooks.yaml"), []byte(hooks), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	p.must("apply", dir)
+	db := connect(t, url)
+	_, err := db.Exec(t.Context(), `
+		insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, status, headers, body, body_sha256, error_message)
+		values ('shop', 'msg_1', 'wh_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'wh_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'dead', '{"X-Shop": ["a"]}',
+		        '{"id": 7, "password": "hunter2", "text": "\\u001b[2J"}', 'abc', 'action 1: it failed')`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for command, wants := range map[string][]string{
+		"endpoints":                        {"shop", "standard", "/webhooks/shop", "set the environment variable SHOP_SECRET"},
+		"targets":                          {"ops", "https://example.com/hook", "execution.failed"},
+		"ls --status dead --endpoint shop": {"msg_1", "action 1: it failed"},
+		"ls --json":                        {`"delivery_id": "msg_1"`, `"next_cursor": null`},
+		"show msg_1":                       {"X-Shop", `"id": 7`, "first trace", `\u001b[2J`},
+		"show msg_1 --json":                {`"body": {`},
+		"enable ops --target":              {"target ops is enabled already\n"},
+		"ls --status done":                 {"no delivery matches"},
+	} {
+		got := p.must(append([]string{"webhooks"}, strings.Fields(command)...)...)
+		for _, want := range wants {
+			if !strings.Contains(got, want) {
+				t.Errorf("webhooks %s has no %q:\n%s", command, want, got)
+			}
+		}
+		if strings.Contains(got, "hunter2") || strings.Contains(got, "\x1b") {
+			t.Errorf("webhooks %s shows a secret", command)
+		}
+	}
+	for _, want := range []string{"endpoint shop is disabled\n", "endpoint shop is disabled already\n"} {
+		if got := p.must("webhooks", "disable", "shop"); got != want {
+			t.Errorf("disable: %q, want %q", got, want)
+		}
+	}
+	if got := p.must("webhooks", "replay", "msg_1"); !strings.Contains(got, "replay 1 of") {
+		t.Errorf("replay: %s", got)
+	}
+	for command, code := range map[string]int{
+		"replay msg_1": 1, "show none": 1, "ls --status lost": 2, "enable none": 1, "replay": 2,
+	} {
+		if got := p.run(append([]string{"webhooks"}, strings.Fields(command)...)...); got.code != code || got.err == "" {
+			t.Errorf("webhooks %s: exit %d, %s", command, got.code, got.err)
+		}
+	}
+	var status string
+	if err := db.QueryRow(t.Context(), `select status from agent_executions where flow = 'webhook'`).Scan(&status); err != nil || status != "pending" {
+		t.Errorf("its execution is %q, %v", status, err)
+	}
 }

@@ -15,8 +15,11 @@
 package config
 
 import (
+	"bytes"
 	"encoding/json"
 	"net/netip"
+	"regexp"
+	"slices"
 	"strings"
 	"time"
 
@@ -226,3 +229,86 @@ func (s Secret) MarshalJSON() ([]byte, error) { return json.Marshal(s.String()) 
 
 // MarshalText hides the text.
 func (s Secret) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
+
+// Efforts are the words for how much a model that reasons thinks.
+func Efforts() []string { return []string{"none", "minimal", "low", "medium", "high", "xhigh", "max"} }
+
+// provider checks how the model's server is spoken to. Values of headers and of the query are never quoted.
+func (k *checker) provider(p *Provider) {
+	apis := []string{"auto", "chat", "responses"}
+	if p.API = strings.ToLower(p.API); !slices.Contains(apis, p.API) {
+		k.refuse("AGENT_MODEL_API", "%q is none of %s", p.API, strings.Join(apis, ", "))
+	}
+	if p.Effort != "" && !slices.Contains(Efforts(), p.Effort) {
+		k.refuse("AGENT_REASONING_EFFORT", "%q is none of %s", p.Effort, strings.Join(Efforts(), ", "))
+	}
+	if !object(p.HeadersJSON.Reveal(), &p.Headers) {
+		k.refuse("AGENT_MODEL_HEADERS", "it is not a JSON object of texts")
+	}
+	for name, value := range p.Headers {
+		if !isHeader(name) || strings.ContainsFunc(value, func(r rune) bool { return r < ' ' || r > '~' }) {
+			k.refuse("AGENT_MODEL_HEADERS",
+				"%.60q is no header, or its value has a character that no header can carry", name)
+		}
+	}
+	if !object(p.QueryJSON.Reveal(), &p.Query) {
+		k.refuse("AGENT_MODEL_QUERY", "it is not a JSON object of texts")
+	}
+	if !object(p.ExtraJSON, &p.Extra) {
+		k.refuse("AGENT_MODEL_EXTRA", "it is not a JSON object")
+	}
+}
+
+// object reads a JSON object and nothing after it; no text is an empty one.
+func object(text string, into any) bool {
+	if text == "" {
+		return true
+	}
+	d := json.NewDecoder(bytes.NewReader([]byte(text)))
+	return d.Decode(into) == nil && !d.More() && strings.HasPrefix(strings.TrimSpace(text), "{")
+}
+
+// isHeader reports whether a text can be the name of an HTTP header.
+func isHeader(name string) bool {
+	return name != "" && !strings.ContainsFunc(name, func(r rune) bool {
+		return r <= ' ' || r > '~' || strings.ContainsRune(`()<>@,;:\"/[]?={}`, r)
+	})
+}
+
+// namedKey is a chat key with a name before it. What ends in = signs, as base64 does, is a key without one.
+var namedKey = regexp.MustCompile(`^([a-z][a-z0-9_-]{0,31})=([^=].*)$`)
+
+// unnamed is the name of a chat key that has none.
+const unnamed = "visitor"
+
+// chat checks what belongs to visitors, and takes the keys apart.
+func (k *checker) chat(c *Config) {
+	if !slices.Contains([]string{"enqueue", "reject", "interrupt"}, c.Chat.DoubleTexting) {
+		k.refuse("AGENT_CHAT_DOUBLE_TEXTING", "%q is not a way to answer", c.Chat.DoubleTexting)
+	}
+	c.ChatKeys = map[string]Secret{}
+	seen := map[string]bool{c.AdminToken.Reveal(): c.AdminToken.IsSet()}
+	for i, item := range strings.Split(c.ChatKey.Reveal(), ",") {
+		name, key := unnamed, strings.TrimSpace(item)
+		if parts := namedKey.FindStringSubmatch(key); parts != nil {
+			name, key = parts[1], parts[2]
+		}
+		_, taken := c.ChatKeys[name]
+		switch {
+		case key == "":
+		case name == unnamed && strings.Contains(strings.TrimRight(key, "="), "="):
+			k.refuse("AGENT_CHAT_KEY", "item %d is not name=text: a name has up to 32 of a-z, 0-9, _ and -, and begins with a letter", i+1)
+		case taken:
+			k.refuse("AGENT_CHAT_KEY", "two keys are named %s", name)
+		case seen[key]:
+			k.refuse("AGENT_CHAT_KEY", "the key %s is also another's or the admin token", name)
+		default:
+			c.ChatKeys[name], seen[key] = Secret(key), true
+		}
+	}
+	for _, name := range c.Chat.BrowserKeys {
+		if _, known := c.ChatKeys[name]; !known {
+			k.refuse("AGENT_CHAT_BROWSER_KEYS", "there is no chat key named %q in AGENT_CHAT_KEY", name)
+		}
+	}
+}

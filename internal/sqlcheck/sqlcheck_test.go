@@ -15,7 +15,7 @@ import (
 // composed are the files whose statements are put together while the program runs, and why. Their other
 // statements are checked like all.
 var composed = map[string]string{
-	"cmd/agent/demodatabase.go":     "names a database",
+	"cmd/agent/demo.go":             "names a database",
 	"internal/pgserver/ready.go":    "names a database",
 	"internal/pgtest/server.go":     "names databases",
 	"activity/report.go":            "reads a page of any report; the test of the reports runs each",

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net/http"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 
@@ -12,9 +13,11 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
 )
@@ -141,5 +144,61 @@ func (w *world) checkWhole(t *testing.T, x executions.Execution, lost, calls int
 	}
 	if n := w.calls.of("look"); n != 3 {
 		t.Errorf("look was called %d times, want 3: in model call %d", n, lost)
+	}
+}
+
+// A heartbeat that was cancelled in the middle of an automation leaves its run claimed.
+func TestAnAutomationWhoseHeartbeatWasCancelledIsTriedAgain(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.quiet()
+	w.automation(t, automations.Definition{Name: "often", Skill: "look"})
+	lost := value[string](t, w.pool, `
+		insert into agent_executions (trace_id, surface, flow, status)
+		values ('hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'heartbeat', 'heartbeat', 'running') returning id::text`)
+	exec(t, w.pool, `update agent_executions set status = 'cancelled' where id = $1`, lost)
+	a, err := automations.Get(t.Context(), w.pool, "often")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, ok, err := automations.Claim(t.Context(), w.pool, a.ID, *a.NextRunAt, lost, ""); !ok || err != nil {
+		t.Fatal(ok, err)
+	}
+	var all sync.WaitGroup
+	for range 2 {
+		all.Go(func() { w.completed(t) })
+	}
+	all.Wait()
+	state := func() string {
+		return value[string](t, w.pool, `select status || ' ' || attempt || ' ' || coalesce(error_message, '') from agent_automation_runs`)
+	}
+	if got := state(); got != "error 1 its execution ended before it did, so nobody knows how far it came" {
+		t.Errorf("after two heartbeats the run is %q", got)
+	}
+	exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
+	w.completed(t)
+	if got := state(); got != "success 2 " || w.calls.of("look") != 1 {
+		t.Errorf("then it is %q, after %d calls", got, w.calls.of("look"))
+	}
+}
+
+// What a heartbeat remembers goes to the memory of its agent; a fact of the same key in the shared one is no conflict.
+func TestAHeartbeatSavesToTheMemoryOfItsAgent(t *testing.T) {
+	t.Parallel()
+	w := knowing(t, modeltest.ToolCall("remember", `{"key":"contact","value":"Bea"}`), modeltest.Text("Done."))
+	w.beat.Loop.Agents = &agents.Directory{}
+	house := agents.Definition{Name: "house", Default: true, Memory: agents.MemoryOwn}
+	if _, err := agents.Put(t.Context(), w.pool, house, "workspace"); err != nil {
+		t.Fatal(err)
+	}
+	w.completed(t)
+	if e := w.contact(t); string(e.Value) != `"Ana"` {
+		t.Errorf("the shared memory has %s", e.Value)
+	}
+	if e, err := memory.Owner("house").Get(t.Context(), w.pool, "observation", "contact"); err != nil || string(e.Value) != `"Bea"` {
+		t.Errorf("the agent's own memory has %s, %v", e.Value, err)
+	}
+	if open, err := memory.Conflicts(t.Context(), w.pool, memory.ConflictFilter{}); err != nil || len(open) != 0 {
+		t.Errorf("there are conflicts: %v, %v", open, err)
 	}
 }

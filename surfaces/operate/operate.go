@@ -26,17 +26,24 @@ package operate
 import (
 	"cmp"
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/http"
+	"strings"
 	"sync"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/oklog/ulid/v2"
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/reason"
 )
@@ -136,4 +143,106 @@ func (o *Operate) listened(execution string) *live {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	return o.live[execution]
+}
+
+// As lets an agent act in the session from its next turn on; empty leaves that to the session. The error is a problem
+// of status 404 for an agent that there is none of.
+func (s *Session) As(ctx context.Context, agent string) error {
+	if agent == "" {
+		return nil
+	}
+	name := s.o.Agent
+	if s.o.Loop.Agents != nil {
+		a, err := s.o.Loop.Agents.Find(ctx, s.o.Pool, agent)
+		if errors.Is(err, agents.ErrNotFound) {
+			return problem.New(http.StatusNotFound, "there is no agent %.60q; see GET /v1/models, or agent agents ls", agent)
+		}
+		if err != nil {
+			return err
+		}
+		name = a.Name
+	} else if agent != name {
+		return problem.New(http.StatusNotFound, "there is no agent %.60q", agent)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.agent = name
+	return nil
+}
+
+// acting is who acts in a session that begins now.
+func (s *Session) acting(ctx context.Context) (string, error) {
+	s.mu.Lock()
+	named := s.agent
+	s.mu.Unlock()
+	if named != "" || s.o.Loop.Agents == nil {
+		return cmp.Or(named, s.o.Agent), nil
+	}
+	a, err := s.o.Loop.Agents.Default(ctx, s.o.Pool)
+	return a.Name, err
+}
+
+// pinned is who acts in a session whose thread has an agent. Another one that the admin names is refused. A thread
+// whose agent is not in service any more is the default agent's.
+func (s *Session) pinned(ctx context.Context, tx pgx.Tx, thread, acting string) (string, error) {
+	if thread == acting || s.o.Loop.Agents == nil {
+		return acting, nil
+	}
+	owner, err := s.o.Loop.Agents.Acting(ctx, tx, thread)
+	if err != nil {
+		return "", err
+	}
+	s.mu.Lock()
+	named := s.agent
+	s.mu.Unlock()
+	if named != "" && named != owner.Name {
+		return "", problem.New(http.StatusConflict, "session %s is one with %s; begin another session for %s", s.id, owner.Name, named)
+	}
+	return owner.Name, nil
+}
+
+// keyHeader makes a request count once. Who routes requests here refuses one whose first attempt is under way, until the
+// process that has it is dead; the turn goes on all the same, so it is an effect of the key as well.
+const keyHeader = "Idempotency-Key"
+
+// turnKey is the dedupe key of a request's turn; empty without an Idempotency-Key.
+func turnKey(r *http.Request, b Body) string {
+	key := r.Header.Get(keyHeader)
+	if key == "" {
+		return ""
+	}
+	sum := sha256.Sum256([]byte(strings.Join([]string{key, b.SessionID, b.Message}, "\n")))
+	return "operate " + hex.EncodeToString(sum[:])
+}
+
+// unused is the dedupe key under which a request's turn may begin, or the refusal of one that was begun before. After a turn
+// that failed, which its client was told, or was of another day, the same request begins another.
+func (o *Operate) unused(ctx context.Context, key string) (string, error) {
+	for next := key; next != ""; {
+		var id string
+		var old bool // older than keys are kept: it may be used again
+		err := o.Pool.QueryRow(ctx, `
+			select id::text, created_at < clock_timestamp() - interval '24 hours' from agent_executions where dedupe_key = @key`,
+			postgres.Strict{"key": next}).Scan(&id, &old)
+		if errors.Is(err, pgx.ErrNoRows) {
+			return next, nil
+		}
+		if err != nil {
+			return "", fmt.Errorf("read turn of an idempotency key: %w", err)
+		}
+		x, err := executions.Get(ctx, o.Pool, id)
+		if err != nil {
+			return "", err
+		}
+		if !old && (!x.Status.Ended() || x.Status == executions.Completed) {
+			return "", begunBefore(x)
+		}
+		next = key + " after " + id
+	}
+	return "", nil
+}
+
+func begunBefore(x executions.Execution) error {
+	return problem.New(http.StatusConflict, "an earlier request with this %s began the turn, which is %s: its answer is in thread %s",
+		keyHeader, x.Status, deref(x.ThreadID)).Kind("idempotency-key-used", "Already handled").WithTrace(x.TraceID)
 }

@@ -2,19 +2,27 @@ package operate_test
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -162,5 +170,348 @@ func TestAnInterruptStopsWhatRuns(t *testing.T) {
 				t.Error("the admin is still there, and lost the lane")
 			}
 		})
+	}
+}
+
+// keyed sends a turn under an Idempotency-Key, straight to the surface: as a request comes here again when the process
+// of the first attempt is dead.
+func (p *process) keyed(t *testing.T, key, body string) *http.Response {
+	t.Helper()
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, p.http.URL+"/v1/operate", strings.NewReader(body))
+	if err != nil {
+		t.Fatal(err)
+	}
+	req.Header.Set("Idempotency-Key", key)
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = resp.Body.Close() })
+	return resp
+}
+
+func TestARequestWithAKeyIsOneTurn(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."))
+	p, other := w.process(t, false), w.process(t, false)
+	events, _ := readEvents(p.keyed(t, "k", `{"message":"Hello."}`).Body, nil)
+	start := read[operate.Start](t, events, "start")
+	pgtest.Eventually(t, patience, func() bool { return w.held(t) == "" }, "the lane is freed")
+	resp := other.keyed(t, "k", `{"message":"Hello."}`)
+	got := decode[problem.Problem](t, resp.Body)
+	if resp.StatusCode != http.StatusConflict || !strings.HasSuffix(got.Type, ":idempotency-key-used") || got.TraceID != start.TraceID ||
+		!strings.Contains(got.Detail, start.SessionID) {
+		t.Errorf("the same again: %d, %+v", resp.StatusCode, got)
+	}
+	if events, _ := readEvents(other.keyed(t, "k", `{"message":"Hello you."}`).Body, nil); named(events) != "start delta done" {
+		t.Errorf("another message: %s", named(events))
+	}
+}
+
+func TestRequestsWithAKeyThatWaitForTheLaneAreOneTurn(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("Hello."))
+	p := w.process(t, false)
+	first := p.open(t, "ses_one")
+	if err := first.Hold(t.Context(), false); err != nil {
+		t.Fatal(err)
+	}
+	var got [2][]sse
+	var reading sync.WaitGroup
+	for i := range got {
+		body := p.keyed(t, "k", `{"message":"Hello.","wait":true}`).Body // it waits: neither has begun
+		reading.Go(func() { got[i], _ = readEvents(body, nil) })
+	}
+	if err := first.Close(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	reading.Wait()
+	if named(got[0]) == "error" {
+		got[0], got[1] = got[1], got[0]
+	}
+	if named(got[0]) != "start delta done" || named(got[1]) != "error" {
+		t.Fatalf("events are %s and %s", named(got[0]), named(got[1]))
+	}
+	refused, start := read[problem.Problem](t, got[1], "error"), read[operate.Start](t, got[0], "start")
+	if !strings.HasSuffix(refused.Type, ":idempotency-key-used") || refused.TraceID != start.TraceID {
+		t.Errorf("the second was told %+v", refused)
+	}
+	if n := value[int](t, w.pool, `select count(*) from agent_threads`); n != 1 {
+		t.Errorf("%d sessions", n)
+	}
+}
+
+func TestARequestWhoseTurnFailedOrIsOldMayBeSentAgain(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0), modeltest.Text("Now."), modeltest.Text("And now."))
+	p := w.process(t, false)
+	for _, want := range []string{"start error", "start delta done"} {
+		if events, _ := readEvents(p.keyed(t, "k", `{"message":"Hello."}`).Body, nil); named(events) != want {
+			t.Fatalf("events are %s, not %s", named(events), want)
+		}
+		pgtest.Eventually(t, patience, func() bool { return w.held(t) == "" }, "the lane is freed")
+	}
+	if resp := p.keyed(t, "k", `{"message":"Hello."}`); resp.StatusCode != http.StatusConflict {
+		t.Errorf("after the turn that did not fail: %d", resp.StatusCode)
+	}
+	exec(t, w.pool, `update agent_executions set created_at = created_at - interval '1 day'`)
+	if events, _ := readEvents(p.keyed(t, "k", `{"message":"Hello."}`).Body, nil); named(events) != "start delta done" {
+		t.Errorf("a day later: %s", named(events))
+	}
+}
+
+func TestATurnThatAnotherProcessWentOnWithIsFollowed(t *testing.T) {
+	t.Parallel()
+	w, called := guarded(t)
+	other := w.process(t, true)
+	// The listener looks so rarely that the other process is always quicker.
+	p := w.process(t, false, func(o *operate.Options) { o.Poll = 1500 * time.Millisecond })
+	b := p.say(t, p.open(t, ""), "Wipe orders.", false)
+	asked := until[operate.Approval](t, b, "approval")
+	start := until[operate.Start](t, b, "start")
+	w.becomes(t, start.ExecutionID, executions.Waiting)
+	w.decide(t, asked.ID, true)
+	if err := other.engine.Sweep(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	done, err := b.wait(t)
+	if err != nil || done.Text != "It is over." || b.text() != done.Text || called.Load() != 1 {
+		t.Errorf("done %+v, %v; streamed %q; called %d times", done, err, b.text(), called.Load())
+	}
+	if !strings.HasPrefix(w.held(t), "op_") {
+		t.Errorf("the admin is still there, but the lane is held by %q", w.held(t))
+	}
+}
+
+func TestATurnWhoseProcessDiedResumesHeadless(t *testing.T) {
+	t.Parallel()
+	for name, elsewhere := range map[string]bool{"under the lane that it had": false, "when another admin has left": true} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			resumesHeadless(t, elsewhere)
+		})
+	}
+}
+
+func resumesHeadless(t *testing.T, elsewhere bool) {
+	w := newWorld(t, modeltest.ToolCall("first", `{}`), modeltest.ToolCall("second", `{}`), modeltest.Text("All done."))
+	var first, second atomic.Int64
+	reached, gone := make(chan struct{}), make(chan struct{})
+	w.builtin(t, "first", "", func(context.Context, skills.Call) (any, error) {
+		first.Add(1)
+		return "one", nil
+	})
+	w.builtin(t, "second", "", func(ctx context.Context, _ skills.Call) (any, error) {
+		if second.Add(1) == 1 {
+			close(reached)
+			<-ctx.Done()
+			close(gone)
+			return nil, ctx.Err()
+		}
+		return "two", nil
+	})
+	exec(t, w.pool, `update agent_skills set idempotent = true`)
+	p := w.process(t, false)
+	s := p.open(t, "")
+	b := p.say(t, s, "Do both.", false)
+	<-reached
+	start := until[operate.Start](t, b, "start")
+	// The process is paused past its lease: nobody renews what it has. Its lane, which nobody else may have yet, is the turn's.
+	const lost = `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`
+	if elsewhere { // at once: else the turn may go on under the lane in between
+		exec(t, w.pool, `with lost as (`+lost+`)
+			select release_agent_lock('operate', l.locked_by), try_acquire_agent_lock('operate', 'another admin', 300)
+			  from agent_locks l where l.lane = 'operate'`)
+	} else {
+		exec(t, w.pool, lost)
+	}
+	other := w.process(t, true)
+	if elsewhere {
+		x := w.becomes(t, start.ExecutionID, executions.Waiting)
+		if deref(x.WaitingFor) != "lane" || w.held(t) != "another admin" {
+			t.Errorf("it waits for %s, the lane is held by %q", deref(x.WaitingFor), w.held(t))
+		}
+		exec(t, w.pool, `update agent_locks set expires_at = clock_timestamp() - interval '1 second' where lane = 'operate'`)
+		if err := other.engine.Sweep(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	x := w.becomes(t, start.ExecutionID, executions.Completed)
+	if x.ResultSummary != "All done." || first.Load() != 1 || second.Load() != 2 {
+		t.Errorf("%q; first was called %d times, second %d", x.ResultSummary, first.Load(), second.Load())
+	}
+}
+
+func TestAShutdownHandsTheTurnOn(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.ToolCall("slow", `{}`), modeltest.Text("Done."))
+	reached := make(chan struct{}, 2)
+	var calls atomic.Int64
+	w.builtin(t, "slow", "", func(ctx context.Context, _ skills.Call) (any, error) {
+		reached <- struct{}{}
+		if calls.Add(1) == 1 {
+			<-ctx.Done()
+			return nil, ctx.Err()
+		}
+		return "ok", nil
+	})
+	exec(t, w.pool, `update agent_skills set idempotent = true`)
+	p := w.process(t, true)
+	b := p.say(t, p.open(t, ""), "Be slow.", false)
+	<-reached
+	start := until[operate.Start](t, b, "start")
+	p.stop()
+	if done, err := b.wait(t); err != nil || done.Ended != operate.HandedOn {
+		t.Errorf("left as %+v, %v", done, err)
+	}
+	if err := p.Close(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	w.process(t, true)
+	w.becomes(t, start.ExecutionID, executions.Completed)
+}
+
+// Between two turns nothing but the process keeps the lane: it must not be kept from the next admin for the rest of its lease.
+func TestTheLaneOfASessionGoesWithItsProcess(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("Hello."), modeltest.Text("Hello."))
+	dead, alive := w.process(t, false), w.process(t, true)
+	if _, err := dead.say(t, dead.open(t, ""), "Hello.", false).wait(t); err != nil {
+		t.Fatal(err)
+	}
+	next := alive.open(t, "")
+	if err := alive.engine.Sweep(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := next.Hold(t.Context(), false); !errors.Is(err, lanes.ErrBusy) {
+		t.Fatalf("the lane of a living process: %v", err)
+	}
+	exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second' where id::text =
+	                   (select split_part(locked_by, '@', 2) from agent_locks where lane = 'operate')`)
+	pgtest.Eventually(t, time.Minute, func() bool { // another sweep may be under way, which began before
+		if err := alive.engine.Sweep(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		return next.Hold(t.Context(), false) == nil
+	}, "the lane of a dead process is free")
+}
+
+func TestALongSessionIsSummarisedAndStaysAffordable(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	p := w.process(t, false, func(o *operate.Options) { o.History = 400 })
+	s := p.open(t, "")
+	longest, summarised := 0, false
+	w.model.Handle(func(_ int, r openai.ChatCompletionRequest) modeltest.Reply {
+		if strings.Contains(r.Messages[0].Content, "summary") && len(r.Messages) == 2 && len(r.Tools) == 0 {
+			return modeltest.Text("The admin counts.")
+		}
+		size := 0
+		for _, m := range r.Messages {
+			size += len(m.Content)
+		}
+		longest = max(longest, size)
+		summarised = summarised || strings.Contains(r.Messages[1].Content, "The admin counts.")
+		return modeltest.Text(strings.Repeat("word ", 60))
+	})
+	for n := range 25 {
+		if _, err := s.Turn(t.Context(), fmt.Sprintf("Turn %d. %s", n, strings.Repeat("word ", 20)), false, func(operate.Event) {}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if !summarised {
+		t.Error("no turn was given the summary")
+	}
+	if longest > 6000 {
+		t.Errorf("the longest request has %d bytes", longest)
+	}
+	if through := value[int](t, w.pool, `select summary_through from agent_threads where id = $1`, s.ID()); through < 20 {
+		t.Errorf("the summary reaches to %d", through)
+	}
+}
+
+func TestASessionHasOneAgent(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."), modeltest.Text("Three."))
+	p := w.process(t, true)
+	p.Loop.Agents = &agents.Directory{Settings: agents.Settings{Name: "house"}}
+	for _, d := range []agents.Definition{
+		{Name: "sales", Default: true, Instructions: "You sell."}, {Name: "billing", Instructions: "You bill."},
+	} {
+		if _, err := agents.Put(t.Context(), w.pool, d, "workspace"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	s := p.open(t, "")
+	if err := s.As(t.Context(), "nobody"); err == nil {
+		t.Error("an agent that there is none of acts")
+	}
+	for _, c := range []struct{ session, agent, told string }{
+		{"first", "", "You sell."}, {"second", "billing", "You bill."}, {"second", "", "You bill."}, {"first", "billing", ""},
+	} {
+		s := p.open(t, c.session)
+		if err := s.As(t.Context(), c.agent); err != nil {
+			t.Fatal(err)
+		}
+		b := p.say(t, s, "hello", true)
+		<-b.over
+		if c.told == "" {
+			if told, _ := problem.Of(b.err); b.err == nil || told.Status != http.StatusConflict || !strings.Contains(told.Detail, "is one with sales") {
+				t.Errorf("another agent in the session: %v", b.err)
+			}
+			continue
+		}
+		if b.err != nil {
+			t.Fatal(b.err)
+		}
+		requests := w.model.Requests()
+		if got := requests[len(requests)-1].Messages[0].Content; !strings.Contains(got, c.told) {
+			t.Errorf("session %s as %q was told %s", c.session, c.agent, got)
+		}
+		if err := s.Close(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if got := value[string](t, w.pool, `select string_agg(agent, ' ' order by id) from agent_executions where flow = 'operate'`); got != "sales billing billing" {
+		t.Errorf("the executions are of %s", got)
+	}
+}
+
+func TestAHeartbeatUnderWayYieldsToTheAdminAndResumes(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	p := w.process(t, true)
+	s := p.open(t, "")
+	w.builtin(t, "look", "", func(context.Context, skills.Call) (any, error) {
+		return "seen", s.Hold(t.Context(), false)
+	})
+	exec(t, w.pool, `
+		insert into agent_automations (name, trigger, cron, skill_name, next_run_at, source)
+		values ('looking', 'cron', '0 0 1 1 *', 'look', clock_timestamp() - interval '1 minute', 'workspace')`)
+	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Nothing to report.") })
+	beat, _, err := p.engine.Start(t.Context(), w.pool, heartbeat.Spec("agent"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	x := w.becomes(t, beat.ID, executions.Waiting)
+	if deref(x.WaitingFor) != "lane" || deref(x.WaitingKey) != operate.Lane {
+		t.Fatalf("the heartbeat waits for %s %s", deref(x.WaitingFor), deref(x.WaitingKey))
+	}
+	if done, err := s.Turn(t.Context(), "Hello.", false, func(operate.Event) {}); err != nil || done.Ended != "answered" {
+		t.Errorf("the admin's turn: %+v, %v", done, err)
+	}
+	tick, err := p.engine.RunNow(t.Context(), heartbeat.Spec("agent"))
+	if err != nil || !strings.HasPrefix(tick.ResultSummary, "skipped") || w.rows(t, tick.TraceID) != "heartbeat skipped" {
+		t.Errorf("the tick is %s: %q, %v; %s", tick.Status, tick.ResultSummary, err, w.rows(t, tick.TraceID))
+	}
+	if x := w.execution(t, beat.ID); x.Status != executions.Waiting {
+		t.Errorf("the heartbeat is %s while the admin works", x.Status)
+	}
+	if err := s.Close(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	w.becomes(t, beat.ID, executions.Completed)
+	if n := strings.Count(w.rows(t, x.TraceID), "look success"); n != 1 {
+		t.Errorf("the story is %s", w.rows(t, x.TraceID))
 	}
 }

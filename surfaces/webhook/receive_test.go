@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -18,6 +19,7 @@ import (
 	stripe "github.com/stripe/stripe-go/v85/webhook"
 
 	"github.com/lanekeeper/lanekeeper/internal/logging"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/signature"
 	"github.com/lanekeeper/lanekeeper/surfaces/webhook"
 	"github.com/lanekeeper/lanekeeper/webhooks"
@@ -414,4 +416,100 @@ func TestWhatCannotBeStoredIsNotAcknowledged(t *testing.T) {
 	}
 	exec(t, w.pool, `alter table agent_executions drop constraint broken`)
 	w.accepted(t, "lost", "msg_1", `{}`)
+}
+
+// Bearer tokens of webhooks are slowed down as other secrets are, and what cannot be guessed passes.
+func TestWrongTokensAreSlowedDown(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.env["WEAK"], w.env["TINY"] = "correct-horse-17", "abc"
+	action := []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "{delivery}"}}
+	for name, secret := range map[string]string{"strong": "${SECRET}", "weak": "${WEAK}", "tiny": "${TINY}"} {
+		w.endpoint(t, webhooks.EndpointDefinition{Name: name, Scheme: signature.Bearer, Secrets: []string{secret}, Actions: action})
+	}
+	post := func(endpoint, token string) reply {
+		return w.post(t, "/webhooks/"+endpoint, http.Header{"Authorization": {"Bearer " + token}}, strings.NewReader(`{}`))
+	}
+	if got := post("weak", w.env["WEAK"]); got.status != http.StatusAccepted {
+		t.Errorf("a right token: %d %s", got.status, got.body)
+	}
+	if got := post("tiny", w.env["TINY"]); got.status != http.StatusInternalServerError {
+		t.Errorf("a token that is too weak: %d %s", got.status, got.body)
+	}
+	statuses := map[int]int{}
+	for range 200 {
+		got := post("weak", "sesame-sesame-sesame")
+		statuses[got.status]++
+		if got.status == http.StatusTooManyRequests && got.header.Get("Retry-After") == "" {
+			t.Fatal("it is not said how long to wait")
+		}
+	}
+	if statuses[401] < 5 || statuses[401] > 20 || statuses[401]+statuses[429] != 200 {
+		t.Errorf("the answers are %v", statuses)
+	}
+	if got := post("weak", w.env["WEAK"]); got.status != http.StatusTooManyRequests {
+		t.Errorf("a weak token from an address that guesses: %d %s", got.status, got.body)
+	}
+	if got := post("strong", whsec); got.status != http.StatusAccepted {
+		t.Errorf("a strong token from there: %d %s", got.status, got.body)
+	}
+}
+
+// TestAStormIsHandledOnceEach sends every delivery twice, in disorder, to an endpoint that two processes work for, while each
+// automation fails now and then.
+func TestAStormIsHandledOnceEach(t *testing.T) {
+	t.Parallel()
+	const deliveries, senders = 200, 16
+	w := newWorld(t)
+	w.fail.Store(20)
+	w.endpoint(t, webhooks.EndpointDefinition{Name: "storm", MaxAttempts: 20, Actions: []webhooks.Action{
+		{Event: "EVENT_COMPLETED", Key: "storm-{body.n}"}, {Automation: "work"},
+	}})
+	w.work(t)
+	w.work(t)
+	next := make(chan int, 2*deliveries)
+	for i := range 2 * deliveries {
+		next <- (i * 7) % deliveries
+	}
+	close(next)
+	var mu sync.Mutex
+	var took []time.Duration
+	codes := map[int]int{}
+	var group sync.WaitGroup
+	for range senders {
+		group.Go(func() {
+			for i := range next {
+				began := time.Now()
+				got := w.send(t, "storm", fmt.Sprint("msg_", i), fmt.Sprintf(`{"n":%d}`, i))
+				mu.Lock()
+				took = append(took, time.Since(began))
+				codes[got.status]++
+				mu.Unlock()
+			}
+		})
+	}
+	group.Wait()
+	slices.Sort(took)
+	t.Logf("acknowledged in p50 %s, p99 %s, with %d senders", took[len(took)/2], took[len(took)*99/100], senders)
+	if codes[http.StatusAccepted] != deliveries || codes[http.StatusOK] != deliveries {
+		t.Fatalf("answers %v", codes)
+	}
+	pgtest.Eventually(t, patience, func() bool {
+		return value[int](t, w.pool, `select count(*) from agent_executions where flow = 'webhook' and status = 'completed'`) == deliveries
+	}, "all executions have ended")
+	for what, sql := range map[string]string{
+		"each is done":                   `select count(*) = 200 from agent_webhook_deliveries where status = 'done' and repeats = 1`,
+		"one event each":                 `select count(*) = 200 and count(distinct key) = 200 from agent_events where event = 'EVENT_COMPLETED'`,
+		"one run each":                   `select count(*) = 200 from agent_memory where category = 'run'`,
+		"a trace each":                   `select count(distinct trace_id) = 200 from agent_executions`,
+		"each trace is complete":         `select count(*) = 200 from (select trace_id from agent_activity where skill_name = 'webhook_action' and status = 'success' group by 1 having count(*) = 2) x`,
+		"the 20 failures are told":       `select count(*) = 20 from agent_activity where skill_name = 'webhook_action' and status = 'error'`,
+		"nothing is left running":        `select count(*) = 0 from agent_activity where status = 'running'`,
+		"no lane is held":                `select count(*) = 0 from agent_locks_live`,
+		"nothing under an unknown trace": `select count(*) = 0 from agent_activity a where not exists (select from agent_executions x where x.trace_id = a.trace_id)`,
+	} {
+		if !value[bool](t, w.pool, sql) {
+			t.Errorf("not so: %s", what)
+		}
+	}
 }

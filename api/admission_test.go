@@ -1,0 +1,408 @@
+package api
+
+import (
+	"bufio"
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/admission"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+)
+
+// bare is a server without a database, and its handler for one route.
+func bare(t *testing.T, rt route) (*server, http.Handler) {
+	t.Helper()
+	s := &server{gate: &gate{}, budgets: newBudgets(), limits: usual(), log: slog.New(slog.DiscardHandler)}
+	return s, s.wrap(s.serve(rt))
+}
+
+func TestWhatIsRefusedWithoutItsBodyDoesNotWaitForIt(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		most, length int64
+		refusal      error
+		status       int
+	}{
+		"not expected": {0, 25 << 20, problem.New(http.StatusNotFound, "no"), http.StatusNotFound},
+		"small":        {0, 10, problem.New(http.StatusUnauthorized, "no"), http.StatusUnauthorized},
+		"too large":    {100, 101, nil, http.StatusRequestEntityTooLarge},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			_, h := bare(t, route{access: Public, maxBody: 25 << 20, expect: func(r *http.Request) (*http.Request, int64, error) {
+				return r, c.most, c.refusal
+			}, handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) { t.Error("the route was called") })})
+			server := httptest.NewUnstartedServer(nil)
+			server.Config = Server(h, slog.New(slog.DiscardHandler))
+			server.Start()
+			t.Cleanup(server.Close)
+			conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", server.Listener.Addr().String())
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer conn.Close()
+			if err := conn.SetDeadline(time.Now().Add(90 * time.Second)); err != nil {
+				t.Fatal(err)
+			}
+			fmt.Fprintf(conn, "POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n", c.length) // and nothing follows
+			answer, err := http.ReadResponse(bufio.NewReader(conn), nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer answer.Body.Close()
+			if answer.StatusCode != c.status || !answer.Close {
+				t.Errorf("answer is %d, closed %t, want %d", answer.StatusCode, answer.Close, c.status)
+			}
+		})
+	}
+}
+
+// What strangers have under way is refused to strangers, at once; others and probes do not notice.
+func TestAClassThatIsFullRefusesAndOthersGoOn(t *testing.T) {
+	t.Parallel()
+	ok := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "ok") })
+	for name, c := range map[string]struct {
+		rt   route
+		take func(*budgets) (release func(), err error)
+		want int
+	}{
+		"requests": {route{access: Public}, func(b *budgets) (func(), error) {
+			h, err := b.public.requests.budget.Take(b.public.requests.all)
+			return h.Release, err
+		}, http.StatusTooManyRequests},
+		"bytes": {route{access: Public, maxBody: 100}, func(b *budgets) (func(), error) {
+			h, err := b.public.bytes.budget.Take(b.public.bytes.all)
+			return h.Release, err
+		}, http.StatusTooManyRequests},
+		"other class": {route{access: Public}, func(b *budgets) (func(), error) {
+			h, err := b.intake.requests.budget.Take(b.intake.requests.all)
+			return h.Release, err
+		}, http.StatusOK},
+		"login": {route{access: Public, path: loginPath}, func(b *budgets) (func(), error) {
+			h, err := b.public.requests.budget.Take(b.public.requests.all)
+			return h.Release, err
+		}, http.StatusOK},
+		"probe": {route{access: Public, probe: true}, func(b *budgets) (func(), error) {
+			h, err := b.public.requests.budget.Take(b.public.requests.all)
+			return h.Release, err
+		}, http.StatusOK},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			c.rt.handler = ok
+			s, h := bare(t, c.rt)
+			release, err := c.take(&s.budgets)
+			if err != nil {
+				t.Fatal(err)
+			}
+			ask := func() *httptest.ResponseRecorder {
+				w := httptest.NewRecorder()
+				h.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/x", strings.NewReader("body")))
+				return w
+			}
+			if w := ask(); w.Code != c.want || c.want != http.StatusOK && w.Header().Get("Retry-After") == "" {
+				t.Errorf("answer %d %v %s", w.Code, w.Header(), w.Body)
+			}
+			release()
+			for range 3 { // each gives back what it took
+				if w := ask(); w.Code != http.StatusOK {
+					t.Errorf("afterwards: %d %s", w.Code, w.Body)
+				}
+			}
+			if c := s.budgets.public; c.requests.budget.Used() != 0 || c.bytes.budget.Used() != 0 {
+				t.Errorf("%d requests and %d bytes are left", c.requests.budget.Used(), c.bytes.budget.Used())
+			}
+		})
+	}
+}
+
+func TestOneAddressLeavesPlacesToOthers(t *testing.T) {
+	t.Parallel()
+	entered, end := make(chan struct{}), make(chan struct{})
+	s, h := bare(t, route{access: Public, handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
+		entered <- struct{}{}
+		<-end
+	})})
+	from := func(address string) *http.Request {
+		r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/x", nil)
+		r.RemoteAddr = address
+		return r
+	}
+	var group sync.WaitGroup
+	for i := range s.budgets.public.requests.address {
+		group.Go(func() { h.ServeHTTP(httptest.NewRecorder(), from(fmt.Sprintf("[2001:db8::%x]:1", i+1))) }) // one host's /64
+		<-entered
+	}
+	w := httptest.NewRecorder()
+	h.ServeHTTP(w, from("[2001:db8::ffff:1]:1"))
+	if w.Code != http.StatusTooManyRequests {
+		t.Errorf("one more of the network: %d", w.Code)
+	}
+	group.Go(func() { h.ServeHTTP(httptest.NewRecorder(), from("[2001:db8:0:1::1]:1")) })
+	<-entered
+	close(end)
+	group.Wait()
+}
+
+// silent opens a connection, announces a large body, sends none of it, and returns the status of the answer:
+// 100 where the body is waited for.
+func silent(t *testing.T, address, header string, length int64) int {
+	t.Helper()
+	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", address)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = conn.Close() })
+	if err := conn.SetDeadline(time.Now().Add(90 * time.Second)); err != nil {
+		t.Fatal(err)
+	}
+	fmt.Fprintf(conn, "POST /x HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n%sExpect: 100-continue\r\n"+
+		"Content-Length: %d\r\n\r\n", header, length)
+	answer, err := http.ReadResponse(bufio.NewReader(conn), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer answer.Body.Close()
+	return answer.StatusCode
+}
+
+// Connections that announce bodies and send nothing shut out nobody, also at their own address.
+func TestSilentBodiesShutOutNobody(t *testing.T) {
+	t.Parallel()
+	const key = "a-long-random-text-of-the-chat-4711"
+	ok := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		body, err := io.ReadAll(r.Body)
+		fmt.Fprint(w, len(body), err)
+	})
+	expected := func(r *http.Request) (*http.Request, int64, error) { return r, 25 << 20, nil }
+	for name, c := range map[string]struct {
+		rt     route
+		header string
+		length int64
+	}{
+		"webhooks":     {route{access: Public, maxBody: 25 << 20, expect: expected}, "", 25 << 20},
+		"browser key":  {route{access: Visitor, maxBody: 16 << 20}, "Authorization: Bearer " + key + "\r\n", 16 << 20},
+		"other public": {route{access: Public, maxBody: 1 << 20}, "", 1 << 20},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			log := slog.New(slog.DiscardHandler)
+			g, err := newGate(Options{Logger: log, ChatKeys: map[string]string{"site": key}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			c.rt.handler = ok
+			s, h := bare(t, c.rt)
+			s.gate = g
+			server := httptest.NewUnstartedServer(nil)
+			server.Config, server.Listener = Server(h, log), Listen(server.Listener)
+			server.Start()
+			t.Cleanup(server.Close)
+			for i := range 300 { // more than an address may have in work
+				got := silent(t, server.Listener.Addr().String(), c.header, c.length)
+				if got != http.StatusContinue {
+					t.Fatalf("silent body %d: %d", i+1, got)
+				}
+			}
+			body := strings.NewReader(strings.Repeat("x", 500_000))
+			r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, server.URL+"/x", body)
+			if err != nil {
+				t.Fatal(err)
+			}
+			r.Header.Set("Authorization", "Bearer "+key)
+			r.Header.Set("Content-Type", "application/json")
+			w, err := server.Client().Do(r)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer w.Body.Close()
+			if w.StatusCode != http.StatusOK {
+				t.Errorf("one who sends its body: %d", w.StatusCode)
+			}
+		})
+	}
+}
+
+func TestOneEndpointLeavesHalfToOthers(t *testing.T) {
+	t.Parallel()
+	b := newBudgets().intake
+	for name, of := range map[string]bound{"requests": b.requests, "bytes": b.bytes} {
+		from := func(path, address string) []admission.Share {
+			r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, path, nil)
+			r.RemoteAddr = address
+			return of.shares(r)
+		}
+		for i := range 4 {
+			if _, err := of.budget.Take(of.all/8, from("/webhooks/a", fmt.Sprintf("192.0.2.%d:1", i))...); err != nil {
+				t.Errorf("%s: %v", name, err)
+			}
+		}
+		if _, err := of.budget.Take(1, from("/webhooks/a", "192.0.2.9:1")...); !errors.Is(err, admission.ErrFull) {
+			t.Errorf("%s: more than half for one endpoint: %v", name, err)
+		}
+		if _, err := of.budget.Take(of.all/8, from("/webhooks/b", "192.0.2.9:1")...); err != nil {
+			t.Errorf("%s: another endpoint: %v", name, err)
+		}
+	}
+}
+
+func TestAnAddressHasAQuarterOfTheBytes(t *testing.T) {
+	t.Parallel()
+	b := newBudgets()
+	for name, c := range map[string]class{"intake": b.intake, "public": b.public, "visitor": b.visitor} {
+		of := c.bytes
+		if whole := cmp.Or(of.key, of.all); of.address > whole/4 {
+			t.Errorf("%s: an address has %d of %d", name, of.address, whole)
+		}
+	}
+}
+
+func TestAPanicBeforeTheBodyGivesItsPlaceBack(t *testing.T) {
+	t.Parallel()
+	panics := func(*http.Request) (*http.Request, int64, error) { panic("no") }
+	s, h := bare(t, route{access: Public, maxBody: 10, expect: panics})
+	h.ServeHTTP(httptest.NewRecorder(), httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/x", nil))
+	if n := s.budgets.intake.requests.budget.Used(); n != 0 {
+		t.Errorf("%d places are left", n)
+	}
+}
+
+// Probes are public: those that come at the same time have the answer of one.
+func TestProbesAtTheSameTimeCostOne(t *testing.T) {
+	t.Parallel()
+	var p prober
+	var asked atomic.Int32
+	begun, end := make(chan struct{}), make(chan struct{})
+	probe := func(context.Context) readiness {
+		if asked.Add(1) == 1 {
+			close(begun)
+			<-end
+		}
+		return readiness{Status: "ready"}
+	}
+	var group sync.WaitGroup
+	var wrong atomic.Pointer[error]
+	ask := func() {
+		if got := p.ask(t.Context(), probe); got.Status != "ready" {
+			err := errors.New(got.Status)
+			wrong.Store(&err)
+		}
+	}
+	group.Go(ask)
+	<-begun
+	var waiting sync.WaitGroup
+	for range 20 {
+		waiting.Add(1)
+		group.Go(func() {
+			waiting.Done()
+			ask()
+		})
+	}
+	waiting.Wait()
+	close(end)
+	group.Wait()
+	if err := wrong.Load(); err != nil || asked.Load() > 21 {
+		t.Errorf("%d probes, %v", asked.Load(), err)
+	}
+	if p.running != nil {
+		t.Error("a probe is left")
+	}
+}
+
+// impatient serves one route with short limits, and returns a connection to it.
+func impatient(t *testing.T, rt route) net.Conn {
+	t.Helper()
+	s := &server{gate: &gate{}, budgets: newBudgets(), log: slog.New(slog.DiscardHandler), limits: limits{
+		request: 50 * time.Millisecond, body: 50 * time.Millisecond, send: 50 * time.Millisecond,
+	}}
+	rt.access, rt.maxBody = Public, 100
+	server := httptest.NewUnstartedServer(nil)
+	server.Config = Server(s.wrap(s.serve(rt)), s.log)
+	server.Start()
+	t.Cleanup(server.Close)
+	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", server.Listener.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = conn.Close() })
+	if err := conn.SetDeadline(time.Now().Add(90 * time.Second)); err != nil {
+		t.Fatal(err)
+	}
+	return conn
+}
+
+func TestAClientThatSendsItsBodySlowlyIsToldSo(t *testing.T) {
+	t.Parallel()
+	conn := impatient(t, route{handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
+		t.Error("the route was called without its body")
+	})})
+	fmt.Fprint(conn, "POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc")
+	answer, err := http.ReadResponse(bufio.NewReader(conn), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer answer.Body.Close()
+	if answer.StatusCode != http.StatusRequestTimeout || !answer.Close {
+		t.Errorf("answer is %d, closed %v", answer.StatusCode, answer.Close)
+	}
+}
+
+// Nobody reads, so at some point the connection takes no more.
+func TestAClientThatDoesNotReadIsLeft(t *testing.T) {
+	t.Parallel()
+	for name, stream := range map[string]bool{"an answer": false, "a stream": true} {
+		t.Run(name, func(t *testing.T) {
+			failed := make(chan error, 1)
+			conn := impatient(t, route{stream: stream, handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+				piece := make([]byte, 1<<20)
+				for {
+					if _, err := w.Write(piece); err != nil {
+						failed <- err
+						return
+					}
+				}
+			})})
+			fmt.Fprint(conn, "GET /x HTTP/1.1\r\nHost: x\r\n\r\n")
+			select {
+			case err := <-failed:
+				if !errors.Is(err, os.ErrDeadlineExceeded) {
+					t.Errorf("error is %v", err)
+				}
+			case <-time.After(90 * time.Second):
+				t.Error("it is written to for ever")
+			}
+		})
+	}
+}
+
+// A deadline that one request left behind is not the next one's on the same connection.
+func TestAConnectionThatWasQuietIsUsedAgain(t *testing.T) {
+	t.Parallel()
+	conn := impatient(t, route{handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "ok") })})
+	reader := bufio.NewReader(conn)
+	for range 2 {
+		fmt.Fprint(conn, "POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\na")
+		answer, err := http.ReadResponse(reader, nil)
+		if err != nil || answer.StatusCode != http.StatusOK {
+			t.Fatalf("%v, %v", answer, err)
+		}
+		if _, err := io.Copy(io.Discard, answer.Body); err != nil {
+			t.Fatal(err)
+		}
+		_ = answer.Body.Close()
+		<-time.After(150 * time.Millisecond) // longer than every limit
+	}
+}

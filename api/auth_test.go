@@ -1,0 +1,787 @@
+package api_test
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"maps"
+	"net/http"
+	"net/http/httptest"
+	"net/netip"
+	"net/url"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/api"
+	"github.com/lanekeeper/lanekeeper/internal/clientip"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	houseproblem "github.com/lanekeeper/lanekeeper/internal/problem"
+)
+
+const (
+	chatKey  = "a-long-random-key-of-the-website-4711"
+	otherKey = "a-long-random-key-of-the-app-4711"
+)
+
+// echo answers with who called and what was sent.
+func echo(w http.ResponseWriter, r *http.Request) {
+	body, err := io.ReadAll(r.Body)
+	if err != nil {
+		http.Error(w, err.Error(), http.StatusTeapot)
+		return
+	}
+	visitor, _ := api.VisitorFrom(r.Context())
+	fmt.Fprintf(w, "%s|%s|%d", visitor, body, r.ContentLength)
+}
+
+// surfaced is the API with one endpoint of each kind.
+func surfaced(t *testing.T, more ...api.Endpoint) *agent {
+	t.Helper()
+	pool := pgtest.DB(t)
+	return wired(t, api.Options{
+		Pool: pool, Engine: engine(t, pool), ChatKeys: map[string]string{"website": chatKey, "app": otherKey},
+		Endpoints: append(more, kinds()...),
+	})
+}
+
+func kinds() []api.Endpoint {
+	type message struct {
+		Text string `json:"text"`
+	}
+	h := http.HandlerFunc(echo)
+	return []api.Endpoint{
+		{
+			Method: "POST", Path: "/v1/chat/completions", About: "Chat.", Access: api.Visitor, Body: message{}, Answer: message{},
+			Stream: true, OpenAIErrors: true, MaxBody: 100, Idempotent: true, Handler: h,
+		},
+		{Method: "GET", Path: "/v1/models", About: "Models.", Access: api.Visitor, OpenAIErrors: true, Handler: h},
+		{Method: "POST", Path: "/v1/operate", About: "Operate.", Access: api.Admin, ContentType: "text/event-stream", Stream: true, Handler: h},
+		{Method: "POST", Path: "/webhooks/{endpoint}", About: "Webhooks.", Access: api.Public, Status: 202, Handler: h},
+		{Method: "GET", Path: "/chat/{file...}", About: "A page.", Access: api.Public, ContentType: "text/html", Query: map[string]string{"dark": "Colours."}, Handler: h},
+	}
+}
+
+// whoMay says who may call each route. A route that is not here fails the test below: decide it, then add it.
+func whoMay() map[string]api.Access {
+	all := map[string]api.Access{
+		"POST /v1/chat/completions": api.Visitor, "GET /v1/models": api.Visitor,
+	}
+	for _, name := range []string{
+		"GET /healthz", "GET /readyz", "GET /openapi.json", "POST /webhooks/endpoint", "GET /chat/file",
+	} {
+		all[name] = api.Public
+	}
+	for _, name := range []string{
+		"GET /v1/agents", "GET /v1/agents/name",
+		"GET /v1/traces", "GET /v1/traces/id", "GET /v1/traces/id/why", "GET /v1/traces/id/prompts", "GET /v1/activity",
+		"GET /v1/activity/spend", "GET /v1/activity/slowest", "GET /v1/activity/failing", "GET /v1/activity/audit", "GET /v1/executions", "GET /v1/executions/id",
+		"POST /v1/executions/id/fork", "POST /v1/executions/id/retry", "POST /v1/executions/id/replay",
+		"GET /v1/monitor/status", "GET /v1/monitor/waiting", "GET /v1/monitor/stuck",
+		"GET /v1/flows", "GET /v1/flows/name", "GET /v1/schemas/flow", "GET /v1/requests", "GET /v1/requests/id",
+		"GET /v1/documents", "POST /v1/documents", "GET /v1/documents/id", "GET /v1/documents/id/content", "DELETE /v1/documents/id",
+		"GET /v1/executions/id/events", "POST /v1/executions/id/cancel", "GET /v1/lanes", "POST /v1/lanes/lane/break",
+		"GET /v1/skills", "POST /v1/skills/name/enable", "POST /v1/skills/name/disable", "GET /v1/approvals",
+		"GET /v1/approvals/id", "POST /v1/approvals/id", "POST /v1/events", "GET /v1/objectives", "GET /v1/objectives/id",
+		"POST /v1/objectives/id/accept", "POST /v1/objectives/id/reject",
+		"POST /v1/objectives/id/pause", "POST /v1/objectives/id/resume", "POST /v1/memory/id/forget", "GET /v1/memory/entries/category/key", "PUT /v1/memory/entries/category/key", "DELETE /v1/memory/entries/category/key",
+		"GET /v1/skills/name", "GET /v1/memory/conflicts", "POST /v1/memory/conflicts/id/decide", "GET /v1/automations", "GET /v1/automations/id",
+		"POST /v1/automations/id/enable", "POST /v1/automations/id/disable", "POST /v1/automations/id/accept", "POST /v1/automations/id/run", "GET /v1/memory", "GET /v1/threads", "POST /v1/threads", "POST /v1/threads/id/messages",
+		"POST /v1/threads/id/join_tokens", "POST /v1/threads/id/participants", "GET /v1/threads/id/access", "DELETE /v1/threads/id/access/access_id",
+		"GET /v1/threads/id", "POST /v1/operate", "POST /v1/executions", "POST /v1/executions/id/lock", "PUT /v1/executions/id/lock/lock_id",
+		"DELETE /v1/executions/id/lock/lock_id", "PUT /v1/locks", "POST /v1/executions/id/checkpoints",
+		"GET /v1/webhooks/targets", "POST /v1/webhooks/targets/id/enable", "POST /v1/webhooks/targets/id/disable",
+		"POST /v1/webhooks/endpoints/id/enable", "POST /v1/webhooks/endpoints/id/disable", "POST /v1/webhooks/outbox/id/resend",
+		"POST /v1/automations/runs/id/redrive", "GET /v1/pause", "POST /v1/pause", "POST /v1/resume", "GET /v1/retention", "PUT /v1/retention",
+	} {
+		all[name] = api.Admin
+	}
+	return all
+}
+
+func bearer(key string) http.Header {
+	h := http.Header{"Content-Type": {"application/json"}}
+	if key != "" {
+		h.Set("Authorization", "Bearer "+key)
+	}
+	return h
+}
+
+func TestEveryRouteLetsInWhomItSays(t *testing.T) {
+	t.Parallel()
+	a := surfaced(t)
+	table := whoMay()
+	for _, op := range a.operations() {
+		name := op[0] + " " + op[1]
+		access, known := table[name]
+		if !known {
+			t.Errorf("nobody has said who may call %s", name)
+			continue
+		}
+		delete(table, name)
+		for who, test := range map[string]struct {
+			key    string
+			enters map[api.Access]bool
+		}{
+			"nobody":   {"", map[api.Access]bool{api.Public: true}},
+			"wrong":    {"guessed", map[api.Access]bool{api.Public: true}},
+			"visitor":  {chatKey, map[api.Access]bool{api.Public: true, api.Visitor: true}},
+			"admin":    {token, map[api.Access]bool{api.Public: true, api.Admin: true}},
+			"beheaded": {token[1:], map[api.Access]bool{api.Public: true}},
+		} {
+			w := a.raw(op[0], op[1], "{}", bearer(test.key))
+			if entered := w.Code != http.StatusUnauthorized && w.Code != http.StatusTooManyRequests; entered != test.enters[access] {
+				t.Errorf("%s as %s: status %d", name, who, w.Code)
+			}
+			if w.Code == http.StatusMethodNotAllowed || strings.Contains(w.Body.String(), "there is no route") {
+				t.Errorf("%s is documented and is not there: %d %s", name, w.Code, w.Body)
+			}
+		}
+	}
+	for name := range table {
+		t.Errorf("%s is not a route", name)
+	}
+}
+
+func TestOtherMethodsThanDocumentedAreRefusedAndNamed(t *testing.T) {
+	t.Parallel()
+	a := surfaced(t)
+	for path, methods := range a.doc["paths"].(map[string]any) {
+		allow := map[string]bool{}
+		for method := range methods.(map[string]any) {
+			allow[strings.ToUpper(method)] = true
+			if method == "get" {
+				allow["HEAD"] = true
+			}
+		}
+		path = strings.NewReplacer("{", "", "}", "").Replace(path)
+		key := token
+		if strings.HasPrefix(path, "/v1/chat/") || path == "/v1/models" {
+			key = chatKey
+		}
+		for _, method := range []string{"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"} {
+			w := a.raw(method, path, "", bearer(key))
+			if refused := w.Code == http.StatusMethodNotAllowed; refused == allow[method] {
+				t.Errorf("%s %s: %d", method, path, w.Code)
+			}
+			told := map[string]bool{}
+			for m := range strings.SplitSeq(w.Header().Get("Allow"), ", ") {
+				told[m] = true
+			}
+			if !allow[method] && !maps.Equal(told, allow) {
+				t.Errorf("%s %s: Allow is %q", method, path, w.Header().Get("Allow"))
+			}
+		}
+	}
+}
+
+func TestAWrongMethodIsToldToWhomMayCallTheMostGuarded(t *testing.T) {
+	t.Parallel()
+	h := http.HandlerFunc(echo)
+	a := surfaced(t,
+		api.Endpoint{Method: "GET", Path: "/v1/mixed", About: "Read.", Access: api.Public, Handler: h},
+		api.Endpoint{Method: "POST", Path: "/v1/mixed", About: "Write.", Access: api.Admin, Handler: h},
+		api.Endpoint{Method: "PUT", Path: "/v1/mixed", About: "Write.", Access: api.Visitor, Handler: h})
+	for key, status := range map[string]int{"": 401, chatKey: 401, token: 405} {
+		a.refused(a.raw("DELETE", "/v1/mixed", "", bearer(key)), status, "")
+	}
+}
+
+func TestEachChatKeyHasItsName(t *testing.T) {
+	t.Parallel()
+	a := surfaced(t)
+	for key, name := range map[string]string{chatKey: "website", otherKey: "app"} {
+		if w := a.raw("GET", "/v1/models", "", bearer(key)); w.Body.String() != name+"||0" {
+			t.Errorf("%s is %s", key, w.Body)
+		}
+	}
+	if w := a.raw("POST", "/v1/operate", "x", bearer(token)); w.Body.String() != "|x|1" {
+		t.Errorf("the admin is %s", w.Body)
+	}
+}
+
+func TestWithoutChatKeysNoVisitorEnters(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	a := wired(t, api.Options{Pool: pool, Engine: engine(t, pool), Endpoints: kinds()})
+	for _, key := range []string{"", chatKey, token} {
+		if w := a.raw("GET", "/v1/models", "", bearer(key)); w.Code != http.StatusUnauthorized {
+			t.Errorf("%q: %d", key, w.Code)
+		}
+	}
+}
+
+func TestKeysThatMakeNoDifferenceAreRefused(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	e := engine(t, pool)
+	for name, test := range map[string]struct {
+		keys  map[string]string
+		words string
+	}{
+		"empty":           {map[string]string{"a": ""}, "empty"},
+		"blank":           {map[string]string{"a": " "}, "empty"},
+		"the admin token": {map[string]string{"a": token}, "admin token"},
+		"twice":           {map[string]string{"a": "x", "b": "x"}, "the same"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := api.New(api.Options{Pool: pool, Engine: e, AdminToken: token, ChatKeys: test.keys})
+			if err == nil || !strings.Contains(err.Error(), test.words) || strings.Contains(err.Error(), token) {
+				t.Errorf("error is %v", err)
+			}
+		})
+	}
+}
+
+func TestOtherOriginsAreRefusedExceptAtWebhooks(t *testing.T) {
+	t.Parallel()
+	a := surfaced(t)
+	for _, op := range a.operations() {
+		if op[0] != "POST" {
+			continue
+		}
+		key := token
+		if whoMay()[op[0]+" "+op[1]] == api.Visitor {
+			key = chatKey
+		}
+		for _, sent := range []http.Header{{"Sec-Fetch-Site": {"cross-site"}}, {"Origin": {"https://evil.example"}}} {
+			header := bearer(key)
+			maps.Copy(header, sent)
+			w := a.raw(op[0], op[1], "{}", header)
+			if refused := w.Code == http.StatusForbidden; refused != !strings.HasPrefix(op[1], "/webhooks/") {
+				t.Errorf("%s %s with %v: %d %s", op[0], op[1], sent, w.Code, w.Body)
+			}
+		}
+		header := bearer(key)
+		header.Set("Sec-Fetch-Site", "same-origin")
+		if w := a.raw(op[0], op[1], "{}", header); w.Code == http.StatusForbidden {
+			t.Errorf("%s %s from its own page: %s", op[0], op[1], w.Body)
+		}
+	}
+}
+
+func TestAnEndpointThatCannotBeIsRefused(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	e := engine(t, pool)
+	ok := api.Endpoint{Method: "GET", Path: "/x", About: "X.", Access: api.Public, Handler: http.HandlerFunc(echo)}
+	for name, test := range map[string]struct {
+		change func(*api.Endpoint)
+		words  string
+	}{
+		"no access":             {func(e *api.Endpoint) { e.Access = 0 }, "who may call"},
+		"no handler":            {func(e *api.Endpoint) { e.Handler = nil }, "handler"},
+		"no description":        {func(e *api.Endpoint) { e.About = "" }, "description"},
+		"no method":             {func(e *api.Endpoint) { e.Method = "" }, "method"},
+		"public and idempotent": {func(e *api.Endpoint) { e.Idempotent = true }, "strangers"},
+		"bad pattern":           {func(e *api.Endpoint) { e.Path = "/{" }, "/{"},
+		"taken":                 {func(e *api.Endpoint) { e.Path = "/healthz" }, "/healthz"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			bad := ok
+			test.change(&bad)
+			_, err := api.New(api.Options{Pool: pool, Engine: e, Endpoints: slices.Concat([]api.Endpoint{bad})})
+			if err == nil || !strings.Contains(err.Error(), test.words) {
+				t.Errorf("error is %v", err)
+			}
+		})
+	}
+}
+
+// from sends a request from an address, perhaps through a proxy.
+func (a *agent) from(address, forwardedFor, method, path, body string, header http.Header) *httptest.ResponseRecorder {
+	a.t.Helper()
+	r := httptest.NewRequestWithContext(a.t.Context(), method, path, strings.NewReader(body))
+	r.Header, r.RemoteAddr = header.Clone(), address+":4711"
+	if forwardedFor != "" {
+		r.Header.Set("X-Forwarded-For", forwardedFor)
+	}
+	w := httptest.NewRecorder()
+	a.handler.ServeHTTP(w, r)
+	return w
+}
+
+// ways are how a secret is presented, and the answer to a right one.
+func ways() map[string]struct {
+	send   func(a *agent, address, forwardedFor, secret string) *httptest.ResponseRecorder
+	right  string
+	enters int
+} {
+	type way = struct {
+		send   func(a *agent, address, forwardedFor, secret string) *httptest.ResponseRecorder
+		right  string
+		enters int
+	}
+	with := func(path string) func(a *agent, address, forwardedFor, secret string) *httptest.ResponseRecorder {
+		return func(a *agent, address, forwardedFor, secret string) *httptest.ResponseRecorder {
+			return a.from(address, forwardedFor, "GET", path, "", bearer(secret))
+		}
+	}
+	return map[string]way{
+		"admin token":   {with("/v1/lanes"), token, 200},
+		"chat key":      {with("/v1/models"), chatKey, 200},
+		"unknown route": {with("/v1/nowhere"), token, 404},
+		"login": {func(a *agent, address, forwardedFor, secret string) *httptest.ResponseRecorder {
+			body, header := form("token", secret)
+			return a.from(address, forwardedFor, "POST", "/login", body, header)
+		}, token, 303},
+	}
+}
+
+func TestWrongSecretsAreSlowedDownAndLogged(t *testing.T) {
+	t.Parallel()
+	for name, way := range ways() {
+		t.Run(name, func(t *testing.T) {
+			a := paged(t)
+			statuses := map[int]int{}
+			for range 1500 {
+				w := way.send(a, "192.0.2.1", "", "sesame-sesame")
+				statuses[w.Code]++
+				if w.Code == http.StatusTooManyRequests && w.Header().Get("Retry-After") == "" {
+					t.Fatal("it is not said how long to wait")
+				}
+			}
+			if statuses[401] < 5 || statuses[401] > 20 || statuses[401]+statuses[429] != 1500 {
+				t.Errorf("the answers are %v", statuses)
+			}
+			lines := strings.Count(a.log.String(), "wrong credential")
+			if lines < 1 || lines > 10 || strings.Contains(a.log.String(), "sesame") || strings.Contains(a.log.String(), way.right) {
+				t.Errorf("%d lines, or one with a secret:\n%s", lines, a.log)
+			}
+			for _, address := range []string{"192.0.2.1", "192.0.2.2"} { // the first has to wait; but this secret cannot be guessed
+				if w := way.send(a, address, "", way.right); w.Code != way.enters {
+					t.Errorf("the right one from %s: %d %s", address, w.Code, w.Body)
+				}
+			}
+		})
+	}
+}
+
+func TestAWeakSecretIsNotAnsweredWhereOthersGuess(t *testing.T) {
+	t.Parallel()
+	a := paged(t)
+	body, header := form("token", "guess")
+	for range 6 {
+		a.from("192.0.2.1", "", "POST", "/login", body, header)
+	}
+	if w := a.from("192.0.2.1", "", "POST", "/login", body, header); w.Code != 429 || !strings.Contains(w.Body.String(), "login page|/|Too many wrong tokens") {
+		t.Errorf("%d %s", w.Code, w.Body)
+	}
+}
+
+func TestBehindATrustedProxyNobodyIsSlowedDownByOthers(t *testing.T) {
+	t.Parallel()
+	for name, way := range ways() {
+		t.Run(name, func(t *testing.T) {
+			pool := pgtest.DB(t)
+			trusted := clientip.Trusted{netip.MustParsePrefix("10.0.0.0/8")}
+			a := wired(t, api.Options{
+				Pool: pool, Engine: engine(t, pool), ChatKeys: map[string]string{"website": chatKey}, Pages: shownPages{}, Endpoints: kinds(),
+				Proxies: trusted,
+			})
+			for range 20 {
+				way.send(a, "10.0.0.1", "198.51.100.1", "wrong")
+			}
+			for from, want := range map[string]int{"198.51.100.1": 429, "198.51.100.2": 401, "198.51.100.1, 198.51.100.3": 401, "": 401} {
+				if w := way.send(a, "10.0.0.1", from, "wrong"); w.Code != want {
+					t.Errorf("from %q: %d, want %d", from, w.Code, want)
+				}
+			}
+			if w := way.send(a, "192.0.2.9", "198.51.100.1", "wrong"); w.Code != 401 {
+				t.Errorf("a stranger who claims the address: %d", w.Code)
+			}
+		})
+	}
+}
+
+func TestALogoutEndsTheLoginEverywhere(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	started, ended := make(chan struct{}), make(chan struct{})
+	live := api.Endpoint{
+		Method: "GET", Path: "/live/lanes", About: "Live.", Access: api.Admin, Page: true, Stream: true, ContentType: "text/event-stream",
+		Handler: http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+			close(started)
+			<-r.Context().Done()
+			close(ended)
+		}),
+	}
+	ctx, stop := context.WithCancel(t.Context())
+	listener := postgres.NewListener(postgres.Dialer(pool), nil)
+	done := make(chan error, 1)
+	go func() { done <- listener.Run(ctx) }()
+	defer func() {
+		stop()
+		<-done
+	}()
+	o := api.Options{Pool: pool, Engine: engine(t, pool), Pages: shownPages{}, Endpoints: []api.Endpoint{live}, Listener: listener}
+	a, other := wired(t, o), wired(t, o)
+	c, kept := a.logIn(), a.logIn()
+	if w := other.raw("GET", "/v1/lanes", "", with1(c)); w.Code != 200 {
+		t.Fatalf("before the logout: %d", w.Code)
+	}
+	streamed := make(chan struct{})
+	go func() {
+		defer close(streamed)
+		other.raw("GET", "/live/lanes", "", with1(c))
+	}()
+	<-started
+	out := a.raw("POST", "/logout", "", with1(c))
+	if out.Code != http.StatusSeeOther || !strings.Contains(out.Header().Get("Set-Cookie"), "Max-Age=0") {
+		t.Fatalf("logout: %d %v", out.Code, out.Header())
+	}
+	select {
+	case <-ended:
+		<-streamed
+	case <-time.After(patience):
+		t.Fatal("the stream of the login goes on")
+	}
+	for name, p := range map[string]*agent{"here": a, "elsewhere": other} {
+		if w := p.raw("GET", "/v1/lanes", "", with1(c)); w.Code != http.StatusUnauthorized {
+			t.Errorf("%s after the logout: %d", name, w.Code)
+		}
+		if w := p.raw("GET", "/v1/lanes", "", with1(kept)); w.Code != 200 {
+			t.Errorf("%s another login: %d", name, w.Code)
+		}
+	}
+	exec(t, pool, `update agent_logouts set expires_at = clock_timestamp() - interval '1 second'`)
+	a.raw("POST", "/logout", "", with1(kept))
+	a.raw("POST", "/logout", "", with1(kept)) // once more, as from another tab
+	a.raw("POST", "/logout", "", with1(&http.Cookie{Name: c.Name, Value: "somebody.99999999999.else"}))
+	if n := value[int](t, pool, `select count(*) from agent_logouts`); n != 1 {
+		t.Errorf("%d logouts are kept; the one that is over has to be forgotten, and a stranger's never written", n)
+	}
+}
+
+func TestALogoutThatCannotBeKeptIsNotOne(t *testing.T) {
+	t.Parallel()
+	a := paged(t)
+	c := a.logIn()
+	exec(t, a.pool, `alter table agent_logouts rename to away`)
+	for _, ask := range [][2]string{{"POST", "/logout"}, {"GET", "/v1/lanes"}, {"GET", "/lanes"}} {
+		if w := a.raw(ask[0], ask[1], "", with1(c)); w.Code < 500 || w.Header().Get("Set-Cookie") != "" {
+			t.Errorf("%s: %d %v", ask, w.Code, w.Header())
+		}
+	}
+}
+
+func TestAgentsOnOneHostKeepTheirLogins(t *testing.T) {
+	t.Parallel()
+	a := paged(t)
+	names := map[string]bool{}
+	for _, host := range []string{"agent.example", "localhost:8080", "localhost:8081", "[::1]:8080"} {
+		body, header := form("token", token)
+		r := httptest.NewRequestWithContext(t.Context(), "POST", "http://"+host+"/login", strings.NewReader(body))
+		r.Header = header
+		w := httptest.NewRecorder()
+		a.handler.ServeHTTP(w, r)
+		for _, c := range w.Result().Cookies() {
+			names[c.Name] = true
+		}
+	}
+	for _, name := range []string{"lanekeeper_session", "lanekeeper_session_8080", "lanekeeper_session_8081"} {
+		if !names[name] {
+			t.Errorf("there is no cookie %s: %v", name, names)
+		}
+	}
+}
+
+// shownPages say what they were asked to show.
+type shownPages struct{}
+
+func (shownPages) LogIn(w http.ResponseWriter, _ *http.Request, status int, next, wrong string) {
+	w.WriteHeader(status)
+	fmt.Fprintf(w, "login page|%s|%s", next, wrong)
+}
+
+func (shownPages) Refuse(w http.ResponseWriter, _ *http.Request, err error) {
+	told, _ := houseproblem.Of(err)
+	w.WriteHeader(told.Status)
+	fmt.Fprintf(w, "error page|%s", told.Detail)
+}
+
+// paged is the API with pages of each kind.
+func paged(t *testing.T) *agent {
+	t.Helper()
+	pool := pgtest.DB(t)
+	h := http.HandlerFunc(echo)
+	row := func(method, path string, access api.Access) api.Endpoint {
+		return api.Endpoint{Method: method, Path: path, About: "A page.", Access: access, Page: true, Handler: h}
+	}
+	live := row("GET", "/live/lanes", api.Admin)
+	live.Stream, live.ContentType = true, "text/event-stream"
+	live.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		until, has := r.Context().Deadline()
+		fmt.Fprintf(w, "%v %v", has, time.Until(until) > 11*time.Hour)
+	})
+	return wired(t, api.Options{
+		Pool: pool, Engine: engine(t, pool), ChatKeys: map[string]string{"website": chatKey}, Pages: shownPages{},
+		Endpoints: append([]api.Endpoint{
+			row("GET", "/login", api.Public), row("GET", "/{$}", api.Admin), row("GET", "/lanes", api.Admin), row("GET", "/lanes/{id}", api.Admin),
+			row("GET", "/lanes/new", api.Admin), row("POST", "/act/v1/lanes/{lane}/break", api.Admin), live,
+		}, kinds()...),
+	})
+}
+
+func form(values ...string) (body string, header http.Header) {
+	v := url.Values{}
+	for i := 0; i < len(values); i += 2 {
+		v.Set(values[i], values[i+1])
+	}
+	return v.Encode(), http.Header{"Content-Type": {"application/x-www-form-urlencoded"}}
+}
+
+// logIn is the cookie of a login.
+func (a *agent) logIn() *http.Cookie {
+	a.t.Helper()
+	body, header := form("token", token)
+	w := a.raw("POST", "/login", body, header)
+	if cookies := w.Result().Cookies(); w.Code == http.StatusSeeOther && len(cookies) == 1 {
+		return cookies[0]
+	}
+	a.t.Fatalf("login: %d %s", w.Code, w.Body)
+	return nil
+}
+
+func with1(c *http.Cookie, more ...string) http.Header {
+	h := http.Header{"Cookie": {c.Name + "=" + c.Value}, "Content-Type": {"application/json"}}
+	for i := 0; i < len(more); i += 2 {
+		h.Set(more[i], more[i+1])
+	}
+	return h
+}
+
+func TestALoginIsACookieInThePlaceOfTheToken(t *testing.T) {
+	t.Parallel()
+	a := paged(t)
+	body, header := form("token", " "+token+"\n", "next", "/lanes?x=1")
+	header.Set("X-Forwarded-Proto", "https")
+	w := a.raw("POST", "/login", body, header)
+	set := w.Header().Get("Set-Cookie")
+	if w.Code != http.StatusSeeOther || w.Header().Get("Location") != "/lanes?x=1" {
+		t.Errorf("login: %d to %s", w.Code, w.Header().Get("Location"))
+	}
+	for _, word := range []string{"lanekeeper_session=", "Path=/", "HttpOnly", "SameSite=Strict", "Secure", "Max-Age=43200"} {
+		if !strings.Contains(set, word) {
+			t.Errorf("%s is not in %s", word, set)
+		}
+	}
+	c := a.logIn()
+	if c.Secure {
+		t.Error("the cookie of a login without TLS would never come back")
+	}
+	for path, want := range map[string]int{"/v1/lanes": 200, "/lanes": 200, "/v1/models": 401} {
+		if w := a.raw("GET", path, "", with1(c)); w.Code != want {
+			t.Errorf("%s: %d %s", path, w.Code, w.Body)
+		}
+	}
+	if w := a.raw("POST", "/v1/skills/none/enable", `{"reason":"x"}`, with1(c)); w.Code != http.StatusNotFound {
+		t.Errorf("a lever: %d %s", w.Code, w.Body)
+	}
+	if w := a.raw("GET", "/v1/lanes", "", with1(c, "Authorization", "Bearer wrong")); w.Code != http.StatusUnauthorized {
+		t.Errorf("a wrong token with a good cookie: %d", w.Code)
+	}
+	if w := a.raw("GET", "/login?next=/lanes", "", with1(c)); w.Code != http.StatusSeeOther || w.Header().Get("Location") != "/lanes" {
+		t.Errorf("the login page for who is logged in: %d %s", w.Code, w.Body)
+	}
+	if w := a.raw("GET", "/live/lanes", "", with1(c)); w.Body.String() != "true true" {
+		t.Errorf("a stream of a login ends with it, but: %s", w.Body)
+	}
+	if w := a.raw("GET", "/live/lanes", "", asAdmin()); w.Body.String() != "false false" {
+		t.Errorf("a stream of the token: %s", w.Body)
+	}
+	out := a.raw("POST", "/logout", "", nil)
+	if out.Code != http.StatusSeeOther || out.Header().Get("Location") != "/login" || !strings.Contains(out.Header().Get("Set-Cookie"), "Max-Age=0") {
+		t.Errorf("logout: %d %v", out.Code, out.Header())
+	}
+}
+
+// An admin whose cookie is old, because the token is another now or the login has ended, is shown the login and logs
+// in: nothing is held against the address.
+func TestAnOldCookieCostsNothing(t *testing.T) {
+	t.Parallel()
+	for name, secret := range map[string]string{"strong token": token, "weak token": "correct-horse-17"} {
+		t.Run(name, func(t *testing.T) {
+			pool := pgtest.DB(t)
+			h, err := api.New(api.Options{
+				Pool: pool, Engine: engine(t, pool), AdminToken: secret, Pages: shownPages{}, Endpoints: []api.Endpoint{
+					{Method: "GET", Path: "/login", About: "A page.", Access: api.Public, Page: true, Handler: http.HandlerFunc(echo)},
+					{Method: "GET", Path: "/lanes", About: "A page.", Access: api.Admin, Page: true, Handler: http.HandlerFunc(echo)},
+				},
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			a := &agent{t: t, pool: pool, handler: h}
+			login := func(more ...*http.Cookie) *http.Cookie {
+				body, header := form("token", secret)
+				for _, c := range more {
+					header.Set("Cookie", c.Name+"="+c.Value)
+				}
+				w := a.raw("POST", "/login", body, header)
+				if cookies := w.Result().Cookies(); w.Code == http.StatusSeeOther && len(cookies) == 1 {
+					return cookies[0]
+				}
+				t.Fatalf("login: %d %s", w.Code, w.Body)
+				return nil
+			}
+			ended := login()
+			a.raw("POST", "/logout", "", with1(ended))
+			for name, old := range map[string]*http.Cookie{"another token": {Name: ended.Name, Value: "A." + ended.Value}, "ended": ended} {
+				for range 50 {
+					if w := a.raw("GET", "/v1/lanes", "", with1(old)); w.Code != http.StatusUnauthorized {
+						t.Fatalf("%s: %d %s", name, w.Code, w.Body)
+					}
+				}
+				w := a.raw("GET", "/lanes", "", with1(old))
+				if w.Code != http.StatusSeeOther || w.Header().Get("Location") != "/login?next=%2Flanes" || !clears(w, old) {
+					t.Errorf("%s: a page: %d %v", name, w.Code, w.Header())
+				}
+				if w := a.raw("GET", "/login", "", with1(old)); w.Code != http.StatusOK || !clears(w, old) {
+					t.Errorf("%s: the login page: %d %v", name, w.Code, w.Header())
+				}
+				if w := a.raw("GET", "/v1/lanes", "", with1(login(old))); w.Code != http.StatusOK {
+					t.Errorf("%s: after another login: %d %s", name, w.Code, w.Body)
+				}
+			}
+		})
+	}
+}
+
+// clears reports whether an answer takes a cookie away.
+func clears(w *httptest.ResponseRecorder, c *http.Cookie) bool {
+	set := w.Result().Cookies()
+	return len(set) == 1 && set[0].Name == c.Name && set[0].MaxAge < 0
+}
+
+func TestACookieThatIsNotOursOrIsOverIsRefused(t *testing.T) {
+	t.Parallel()
+	a := paged(t)
+	good := a.logIn()
+	at := strings.LastIndexByte(good.Value, '.')
+	said, signature := good.Value[:at], good.Value[at+1:]
+	for name, value := range map[string]string{
+		"empty": "", "longer": said + "9." + signature, "unsigned": said, "unsigned, with a dot": said + ".", "other signature": said + "." + strings.Repeat("A", len(signature)),
+		"beheaded": good.Value[1:], "trimmed": good.Value[:len(good.Value)-1], "token": token,
+	} {
+		if w := a.raw("GET", "/v1/lanes", "", with1(&http.Cookie{Name: good.Name, Value: value})); w.Code != http.StatusUnauthorized {
+			t.Errorf("%s: %d", name, w.Code)
+		}
+	}
+	pool := a.pool
+	again, err := api.New(api.Options{Pool: pool, Engine: engine(t, pool), AdminToken: token, Pages: shownPages{}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	rotated, err := api.New(api.Options{Pool: pool, Engine: engine(t, pool), AdminToken: token + "2", Pages: shownPages{}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	none, err := api.New(api.Options{Pool: pool, Engine: engine(t, pool), Pages: shownPages{}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, test := range map[string]struct {
+		handler http.Handler
+		status  int
+	}{"another process": {again, 200}, "another token": {rotated, 401}, "no token": {none, 401}} {
+		other := &agent{t: t, handler: test.handler}
+		if w := other.raw("GET", "/v1/lanes", "", with1(good)); w.Code != test.status {
+			t.Errorf("%s: %d", name, w.Code)
+		}
+	}
+	other := &agent{t: t, handler: none}
+	body, header := form("token", "")
+	if w := other.raw("POST", "/login", body, header); w.Code != http.StatusUnauthorized {
+		t.Errorf("an empty token where none is configured: %d", w.Code)
+	}
+}
+
+func TestWithACookieOtherOriginsMayNotEvenRead(t *testing.T) {
+	t.Parallel()
+	a := paged(t)
+	c := a.logIn()
+	link := []string{"Sec-Fetch-Mode", "navigate", "Sec-Fetch-Dest", "document"}
+	for name, test := range map[string]struct {
+		method, path string
+		header       []string
+		status       int
+	}{
+		"own page reads":         {"GET", "/v1/lanes", []string{"Sec-Fetch-Site", "same-origin"}, 200},
+		"address bar":            {"GET", "/lanes", []string{"Sec-Fetch-Site", "none"}, 200},
+		"same site reads":        {"GET", "/v1/lanes", []string{"Sec-Fetch-Site", "same-site"}, 403},
+		"other site reads":       {"GET", "/v1/lanes", []string{"Sec-Fetch-Site", "cross-site"}, 403},
+		"old browser reads":      {"GET", "/v1/lanes", []string{"Origin", "http://evil.example"}, 403},
+		"old browser, own":       {"GET", "/v1/lanes", []string{"Origin", "http://example.com"}, 200},
+		"link to a page":         {"GET", "/lanes", append([]string{"Sec-Fetch-Site", "same-site"}, link...), 200},
+		"link to the API":        {"GET", "/v1/lanes", append([]string{"Sec-Fetch-Site", "same-site"}, link...), 403},
+		"frame of a page":        {"GET", "/lanes", []string{"Sec-Fetch-Site", "same-site", "Sec-Fetch-Mode", "navigate", "Sec-Fetch-Dest", "iframe"}, 403},
+		"stream":                 {"GET", "/live/lanes", append([]string{"Sec-Fetch-Site", "same-site"}, link...), 403},
+		"form on another site":   {"POST", "/act/v1/lanes/x/break", append([]string{"Sec-Fetch-Site", "same-site"}, link...), 403},
+		"old browser, form":      {"POST", "/act/v1/lanes/x/break", []string{"Origin", "http://evil.example"}, 403},
+		"form of our own":        {"POST", "/act/v1/lanes/x/break", []string{"Sec-Fetch-Site", "same-origin", "Origin", "http://example.com"}, 200},
+		"login from other sites": {"POST", "/login", []string{"Sec-Fetch-Site", "cross-site"}, 403},
+	} {
+		if w := a.raw(test.method, test.path, "", with1(c, test.header...)); w.Code != test.status {
+			t.Errorf("%s: %d %s, want %d", name, w.Code, w.Body, test.status)
+		}
+	}
+	w := a.raw("GET", "/v1/lanes", "", with1(c))
+	if h := w.Header(); h.Get("Cross-Origin-Resource-Policy") != "same-origin" || !strings.Contains(h.Get("Vary"), "Cookie") || h.Get("Cache-Control") != "no-store" {
+		t.Errorf("headers are %v", h)
+	}
+}
+
+func TestPagesAreRefusedWithPages(t *testing.T) {
+	t.Parallel()
+	a := paged(t)
+	c := a.logIn()
+	browser := http.Header{"Accept": {"text/html,*/*"}}
+	for name, test := range map[string]struct {
+		method, path string
+		header       http.Header
+		status       int
+		says         string // in the body or the Location
+	}{
+		"page":                   {"GET", "/lanes?x=%2F", nil, 303, "/login?next=%2Flanes%3Fx%3D%252F"},
+		"head":                   {"HEAD", "/lanes", nil, 303, "/login?next=%2Flanes"},
+		"overview":               {"GET", "/", nil, 303, "/login"},
+		"lever":                  {"POST", "/act/v1/lanes/x/break", nil, 401, "error page|nobody is logged in"},
+		"stream":                 {"GET", "/live/lanes", nil, 401, "AGENT_ADMIN_TOKEN"},
+		"wrong method":           {"DELETE", "/lanes", with1(c), 405, "error page|"},
+		"wrong method of a case": {"DELETE", "/lanes/new", with1(c), 405, "error page|"},
+		"a case":                 {"GET", "/lanes/new", with1(c), 200, ""},
+		"no such page":           {"GET", "/nowhere", browser, 404, "error page|there is no page /nowhere"},
+		"no such route":          {"GET", "/nowhere", nil, 404, "there is no route"},
+		"no such route in v1":    {"GET", "/v1/nowhere", browser, 401, "AGENT_ADMIN_TOKEN"},
+		"login is no place":      {"GET", "/login", nil, 200, ""},
+	} {
+		w := a.raw(test.method, test.path, "", test.header)
+		if w.Code != test.status || !strings.Contains(w.Header().Get("Location")+w.Body.String(), test.says) {
+			t.Errorf("%s: %d %q %s", name, w.Code, w.Header().Get("Location"), w.Body)
+		}
+	}
+	for path := range a.doc["paths"].(map[string]any) {
+		if strings.HasPrefix(path, "/l") || path == "/" {
+			t.Errorf("page %s is in the document", path)
+		}
+	}
+}
+
+func TestALoginGoesNowhereElse(t *testing.T) {
+	t.Parallel()
+	a := paged(t)
+	for next, want := range map[string]string{
+		"//evil.example": "/", "https://evil.example": "/", "/login?next=/x": "/", "/logout": "/", "/\\evil.example": "/", "/skills/a%2Fb": "/skills/a%2Fb",
+	} {
+		body, header := form("token", token, "next", next)
+		if w := a.raw("POST", "/login", body, header); w.Header().Get("Location") != want {
+			t.Errorf("%s leads to %s", next, w.Header().Get("Location"))
+		}
+	}
+	if w := a.raw("POST", "/login", `{"token":"`+token+`"}`, http.Header{"Content-Type": {"application/json"}}); w.Code != http.StatusUnsupportedMediaType {
+		t.Errorf("JSON: %d", w.Code)
+	}
+}

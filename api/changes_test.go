@@ -1,0 +1,714 @@
+package api_test
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"net/url"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/memory"
+	"github.com/lanekeeper/lanekeeper/objectives"
+	"github.com/lanekeeper/lanekeeper/selfheal"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/threads"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// change is the answer to enable and disable.
+type change struct {
+	Name             string
+	Enabled, Changed bool
+	Automations      []string
+	TraceID          string `json:"trace_id"`
+	ActivityID       string `json:"activity_id"`
+}
+
+func TestEnablingASkillRestoresWhatSelfHealPausedAndIsAudited(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	a.skill("fetch")
+	exec(t, a.pool, `insert into agent_automations (name, cron, skill_name) values ('nightly', '0 3 * * *', 'fetch')`)
+	for range 3 {
+		a.note(activity.Entry{TraceID: string(trace.New(trace.Flow)), Kind: activity.KindCall, Skill: "fetch"}, activity.Error)
+	}
+	if report, err := selfheal.Run(t.Context(), a.pool, selfheal.Default()); err != nil || len(report.Healed) != 1 {
+		t.Fatalf("self-heal: %+v, %v", report, err)
+	}
+	var got change
+	header := a.post("/v1/skills/fetch/enable", `{"reason":"the service is back"}`, &got)
+	want := change{Name: "fetch", Enabled: true, Changed: true, Automations: []string{"nightly"}, TraceID: got.TraceID, ActivityID: got.ActivityID}
+	if diff := cmp.Diff(want, got); diff != "" || header.Get("X-Trace-Id") != got.TraceID {
+		t.Errorf("%s, %v", diff, header)
+	}
+	if !value[bool](t, a.pool, `select enabled from agent_automations where name = 'nightly'`) {
+		t.Error("the automation is still paused")
+	}
+	a.audited(got.TraceID, got.ActivityID, "enable_skill", "the service is back")
+}
+
+// audited expects one activity under an op_ trace that says who did what and why.
+func (a *agent) audited(traceID, activityID, action, reason string) {
+	a.t.Helper()
+	var told activity.Trace
+	a.get("/v1/traces/"+traceID, &told)
+	if told.Surface != "operate" || len(told.Activities) != 1 {
+		a.t.Fatalf("the audit is %+v", told)
+	}
+	row := told.Activities[0]
+	if row.ID != activityID || row.SkillName != action || row.Agent != "admin" || row.Purpose != reason || row.Status != activity.Success {
+		a.t.Errorf("the audit says %+v", row)
+	}
+}
+
+func TestDisablingASkillIsAuditedAndDoneOnce(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	a.skill("fetch")
+	var got change
+	a.post("/v1/skills/fetch/disable", `{"reason":"too slow"}`, &got)
+	if got.Enabled || !got.Changed {
+		t.Errorf("answer is %+v", got)
+	}
+	a.audited(got.TraceID, got.ActivityID, "disable_skill", "too slow")
+	row, err := skills.Get(t.Context(), a.pool, "fetch")
+	if err != nil || row.Enabled || row.DisabledBy != "admin" || row.DisabledReason != "too slow" {
+		t.Errorf("skill is %+v, %v", row, err)
+	}
+	if a.post("/v1/skills/fetch/disable", `{"reason":"again"}`, &got); got.Changed {
+		t.Error("disabling it again changed something")
+	}
+}
+
+func TestAChangeThatCannotBeAuditedIsNotMade(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	a.skill("fetch")
+	exec(t, a.pool, `alter table agent_activity add constraint full_disk check (skill_name <> 'disable_skill')`)
+	a.refused(a.raw("POST", "/v1/skills/fetch/disable", `{"reason":"x"}`, asAdmin()), http.StatusInternalServerError, "log")
+	if row, err := skills.Get(t.Context(), a.pool, "fetch"); err != nil || !row.Enabled {
+		t.Errorf("skill is %+v, %v", row, err)
+	}
+}
+
+// escape makes a lane one segment of a path, also when it is dots.
+func escape(lane string) string { return strings.ReplaceAll(url.PathEscape(lane), ".", "%2E") }
+
+// broken is the answer to break.
+type broken struct {
+	Lane, Holder string
+	Broken       bool
+	TraceID      string `json:"trace_id"`
+	ActivityID   string `json:"activity_id"`
+}
+
+func TestALaneIsBrokenUnderItsHoldersTrace(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	for _, lane := range []string{"heartbeat", "pipeline:prices", "file:/etc/a b/%2F?x#y", "..", "a//b", "überlauf"} {
+		holder := trace.New(trace.Heartbeat)
+		a.take(lane, string(holder)+"/7")
+		var got broken
+		header := a.post("/v1/lanes/"+escape(lane)+"/break", `{"reason":"stuck"}`, &got)
+		want := broken{lane, string(holder) + "/7", true, string(holder), got.ActivityID}
+		if diff := cmp.Diff(want, got); diff != "" || header.Get("X-Trace-Id") != string(holder) {
+			t.Errorf("%s: %s, %v", lane, diff, header)
+		}
+		if value[bool](t, a.pool, `select is_agent_lock_held(@lane)`, postgres.Strict{"lane": lane}) {
+			t.Errorf("%s is still held", lane)
+		}
+		a.refused(a.raw("POST", "/v1/lanes/"+escape(lane)+"/break", `{"reason":"stuck"}`, asAdmin()), 404, "nobody holds")
+		var told activity.Trace
+		a.get("/v1/traces/"+string(holder), &told)
+		if len(told.Activities) != 1 || told.Activities[0].ID != got.ActivityID || told.Activities[0].SkillName != "break_lane" {
+			t.Errorf("the audit is %+v", told.Activities)
+		}
+	}
+}
+
+func TestALaneInAProtectedWriteIsAConflictThatNamesTheHolder(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	holder := trace.New(trace.Webhook)
+	a.take("pipeline:prices", string(holder)+"/1")
+	tx, err := a.pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	if _, err := tx.Exec(t.Context(), `select 1 from agent_locks where lane = 'pipeline:prices' for key share`); err != nil {
+		t.Fatal(err)
+	}
+	p := a.refused(a.raw("POST", "/v1/lanes/pipeline:prices/break", `{"reason":"now"}`, asAdmin()), http.StatusConflict, "in use by pid ")
+	if p.Holder != string(holder)+"/1" || p.TraceID != string(holder) {
+		t.Errorf("problem is %+v", p)
+	}
+}
+
+func TestLanesAndRunsAreListedWithTheirHolders(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	holder := trace.New(trace.Operate)
+	a.take("operate", string(holder)+"/1")
+	x := a.begin("beat", trace.New(trace.Heartbeat))
+	a.claim(x)
+	var got struct {
+		Items []struct {
+			Lane      string
+			LockedBy  string   `json:"locked_by"`
+			TraceID   string   `json:"trace_id"`
+			ExpiresIn *float64 `json:"expires_in"`
+		}
+	}
+	a.get("/v1/lanes", &got)
+	if len(got.Items) != 2 {
+		t.Fatalf("lanes are %+v", got.Items)
+	}
+	lane, run := got.Items[0], got.Items[1]
+	if lane.Lane != "operate" || lane.LockedBy != string(holder)+"/1" || lane.TraceID != string(holder) || *lane.ExpiresIn < 200 {
+		t.Errorf("lane is %+v", lane)
+	}
+	if run.Lane != "execution:"+x.ID || run.TraceID != x.TraceID {
+		t.Errorf("run is %+v", run)
+	}
+	if first := a.list("/v1/lanes", "lane", 1, nil); len(first) != 2 || first[1] != run.Lane {
+		t.Errorf("by pages of one: %v", first)
+	}
+}
+
+// unaudited lists the changing routes without an audit row, with the reason.
+var unaudited = map[string]string{
+	"POST /v1/events":                            "the event is kept, with who raised it; systems raise many",
+	"POST /v1/executions/{id}/replay":            "changes nothing",
+	"POST /v1/executions/{id}/lock":              "a worker's; the execution has rows",
+	"PUT /v1/executions/{id}/lock/{lock_id}":     "a worker's",
+	"DELETE /v1/executions/{id}/lock/{lock_id}":  "a worker's; the execution has rows",
+	"PUT /v1/locks":                              "a worker's",
+	"POST /v1/executions/{id}/checkpoints":       "a worker's; the execution has rows",
+	"POST /v1/threads/{id}/messages":             "has a row; see the tests of what an admin says",
+	"POST /v1/threads/{id}/join_tokens":          "has a row; see the tests of join tokens",
+	"POST /v1/threads/{id}/participants":         "has a row; see the tests of join tokens",
+	"DELETE /v1/threads/{id}/access/{access_id}": "has a row; see the tests of join tokens",
+	"PUT /v1/memory/entries/{category}/{key}":    "has a row; see the tests of memory",
+	"DELETE /v1/memory/entries/{category}/{key}": "has a row; see the tests of memory",
+	"POST /v1/memory/conflicts/{id}/decide":      "has a row; see the tests of memory",
+	"POST /v1/memory/{id}/forget":                "has a row; see the tests of memory",
+	"POST /v1/documents":                         "has a row; see the tests of documents",
+	"DELETE /v1/documents/{id}":                  "has a row; see the tests of documents",
+	"POST /v1/objectives/{id}/reject":            "as accept",
+	"POST /v1/webhooks/outbox/{id}/resend":       "has a row; see the tests of webhooks",
+	"POST /v1/automations/runs/{id}/redrive":     "has a row; see the tests of automations",
+}
+
+// Every route by which an admin changes something leaves a row, of the admin, with the reason and the object.
+func TestEveryRouteThatChangesSomethingIsInTheAudit(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	a.skill("fetch")
+	exec(t, a.pool, `insert into agent_automations (name, cron, skill_name) values ('nightly', '0 3 * * *', 'fetch')`)
+	exec(t, a.pool, `insert into agent_automations (name, cron, skill_name, enabled, disabled_by, proposed_by) values ('proposed', '0 3 * * *', 'fetch', false, 'proposal', 'x')`)
+	exec(t, a.pool, `insert into agent_objectives (name, goal, status, proposed_by) values ('later', 'g', 'proposed', 'x')`)
+	exec(t, a.pool, `insert into agent_objectives (name, goal) values ('tidy', 'g')`)
+	exec(t, a.pool, `insert into agent_webhook_targets (name, url, secrets, events) values ('ops', 'https://ops.example', '{"${S}"}', '{"*"}')`)
+	exec(t, a.pool, `insert into agent_webhook_endpoints (name, scheme, secrets, actions) values ('shop', 'standard', '{"${S}"}', '[]')`)
+	begin := func() string {
+		x, _, err := a.engine.Start(t.Context(), a.pool, executions.Spec{Flow: executions.External, Surface: trace.Flow, Agent: "x", OnLost: "fail"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return x.ID
+	}
+	x := begin()
+	approval := value[string](t, a.pool, `
+		insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)
+		select e.trace_id, e.id, s.name, s.revision, '{}', 'h', clock_timestamp() + interval '1 day'
+		  from agent_executions e, agent_skills s where e.id = $1::uuid and s.name = 'fetch' returning id::text`, x)
+	a.take("pipeline:x", string(trace.New(trace.Heartbeat))+"/7")
+	const because = `{"reason":"why not"}`
+	seen := map[string]bool{}
+	for _, c := range [][]string{
+		{"POST /v1/skills/{name}/disable", "fetch", because, "skill fetch"},
+		{"POST /v1/skills/{name}/enable", "fetch", because, "skill fetch"},
+		{"POST /v1/approvals/{id}", approval, `{"decision":"reject","reason":"why not"}`, "decision: reject, approval " + approval + ", skill fetch"},
+		{"POST /v1/automations/{id}/disable", "nightly", because, "automation nightly"},
+		{"POST /v1/automations/{id}/enable", "nightly", because, "automation nightly"},
+		{"POST /v1/automations/{id}/accept", "proposed", because, "automation proposed"},
+		{"POST /v1/automations/{id}/run", "nightly", because, "automation nightly"},
+		{"POST /v1/objectives/{id}/accept", "later", because, "objective later"},
+		{"POST /v1/objectives/{id}/pause", "tidy", because, "objective tidy"},
+		{"POST /v1/objectives/{id}/resume", "tidy", because, "objective tidy"},
+		{"POST /v1/lanes/{lane}/break", "pipeline:x", because, "lane pipeline:x"},
+		{"POST /v1/webhooks/targets/{id}/disable", "ops", because, "target ops"},
+		{"POST /v1/webhooks/targets/{id}/enable", "ops", because, "target ops"},
+		{"POST /v1/webhooks/endpoints/{id}/disable", "shop", because, "endpoint shop"},
+		{"POST /v1/webhooks/endpoints/{id}/enable", "shop", because, "endpoint shop"},
+		{"POST /v1/executions", "", `{"flow":"external:x","reason":"why not"}`, "flow external:x"},
+		{"POST /v1/executions/{id}/fork", x, `{"reason":"why not"}`, "execution " + x},
+		{"POST /v1/executions/{id}/cancel", x, because, "execution " + x + ", flow external"},
+		{"POST /v1/executions/{id}/retry", x, "", "execution " + x},
+		{"POST /v1/threads", "", `{"id":"maria"}`, "thread maria"},
+		{"PUT /v1/retention", "", `{"keep":{"activity":"90d"},"reason":"why not"}`, "rows: "},
+		{"POST /v1/pause", "", because, ""},
+		{"POST /v1/resume", "", because, ""},
+	} {
+		seen[c[0]] = true
+		method, path, _ := strings.Cut(c[0], " ")
+		for _, name := range []string{"{id}", "{name}", "{lane}"} {
+			path = strings.Replace(path, name, c[1], 1)
+		}
+		before := value[string](t, a.pool, `select coalesce(max(id::text), '') from agent_activity`)
+		if w := a.raw(method, path, c[2], asAdmin()); w.Code >= http.StatusMultipleChoices {
+			t.Errorf("%s: %d %s", c[0], w.Code, w.Body)
+			continue
+		}
+		var page struct{ Items []activity.Audited }
+		a.get("/v1/activity/audit", &page)
+		found := false
+		for _, r := range page.Items {
+			found = found || r.ID > before && r.Actor == activity.Admin && r.OnBehalfOf == activity.Admin && strings.Contains(r.Object, c[3]) &&
+				(r.Reason == "why not" || !strings.Contains(c[2], "why not"))
+		}
+		if !found {
+			t.Errorf("%s: no row names the admin, the reason and %q: %+v", c[0], c[3], page.Items[:min(3, len(page.Items))])
+		}
+	}
+	for path, methods := range a.doc["paths"].(map[string]any) {
+		for method := range methods.(map[string]any) {
+			if at := strings.ToUpper(method) + " " + path; method != "get" && method != "parameters" && !seen[at] && unaudited[at] == "" {
+				t.Errorf("%s: does it change something? Then give it a row in the audit, and a line here", at)
+			}
+		}
+	}
+}
+
+// objective declares an objective.
+func (a *agent) objective(name string) string {
+	a.t.Helper()
+	d := objectives.Definition{Name: name, Goal: "be done", Steps: []string{"one", "two"}}
+	if _, err := objectives.Put(a.t.Context(), a.pool, d, objectives.SourceAdmin); err != nil {
+		a.t.Fatal(err)
+	}
+	return name
+}
+
+// automation declares an automation.
+func (a *agent) automation(name string) string {
+	a.t.Helper()
+	d := automations.Definition{Name: name, Cron: "0 3 * * *", Prompt: "look around"}
+	if _, err := automations.Put(a.t.Context(), a.pool, d, automations.SourceWorkspace); err != nil {
+		a.t.Fatal(err)
+	}
+	return name
+}
+
+// approval is a call of the skill drop that an execution asks leave for, and with park waits for.
+func (a *agent) approval(args string, park bool) (got approvals.Approval) {
+	a.t.Helper()
+	d := skills.Definition{Name: "drop", Description: "drops a table", Handler: "builtin:drop", Trust: skills.TrustApprove}
+	if _, err := skills.Put(a.t.Context(), a.pool, d, skills.SourceWorkspace); err != nil {
+		a.t.Fatal(err)
+	}
+	skill, err := skills.Get(a.t.Context(), a.pool, "drop")
+	if err != nil {
+		a.t.Fatal(err)
+	}
+	flow := fmt.Sprintf("ask_%d", asked.Add(1))
+	err = a.engine.Register(flow, func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+		var err error
+		got, err = approvals.Ask(ctx, approvals.Request{
+			Skill: skill.Name, SkillID: skill.ID, Revision: skill.Revision, Args: json.RawMessage(args), Park: park,
+		})
+		if err == nil && park {
+			_, err = executions.Wait(ctx, "leave", executions.Approval(got.ID, time.Hour))
+		}
+		return executions.Result{}, err
+	})
+	if err != nil {
+		a.t.Fatal(err)
+	}
+	if _, err := a.engine.RunNow(context.WithoutCancel(a.t.Context()), executions.Spec{Flow: flow, Surface: trace.Flow}); err != nil {
+		a.t.Fatal(err)
+	}
+	return got
+}
+
+// asked numbers the flows of approval, whose names are taken once.
+var asked atomic.Int64
+
+func TestAnApprovalIsDecidedOnceAndWhoWaitsGoesOn(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	open := a.approval(`{"table":"x"}`, true)
+	if x, err := executions.Get(t.Context(), a.pool, *open.ExecutionID); err != nil || x.Status != executions.Waiting {
+		t.Fatalf("execution is %+v, %v", x, err)
+	}
+	var seen approvals.Approval
+	header := a.get("/v1/approvals/"+open.ID, &seen)
+	if seen.Status != "pending" || string(seen.Arguments) != `{"table":"x"}` || header.Get("X-Trace-Id") != open.TraceID {
+		t.Errorf("approval is %+v", seen)
+	}
+	var statuses [600]atomic.Int64
+	var traceID atomic.Value
+	var group sync.WaitGroup
+	for i := range 20 {
+		group.Go(func() {
+			said := map[bool]string{true: "approve", false: "reject"}[i%2 == 0]
+			w := a.raw("POST", "/v1/approvals/"+open.ID, `{"decision":"`+said+`","reason":"looked at it"}`, asAdmin())
+			statuses[w.Code].Add(1)
+			if w.Code == http.StatusOK {
+				traceID.Store(w.Header().Get("X-Trace-Id"))
+			}
+		})
+	}
+	group.Wait()
+	if statuses[200].Load() != 1 || statuses[409].Load() != 19 {
+		t.Fatalf("%d decided, %d were refused", statuses[200].Load(), statuses[409].Load())
+	}
+	var told activity.Trace
+	a.get("/v1/traces/"+traceID.Load().(string), &told)
+	if told.Surface != "operate" || len(told.Activities) != 1 || told.Activities[0].SkillName != "decide_approval" {
+		t.Errorf("the audit is %+v", told)
+	}
+	if x, err := executions.Get(t.Context(), a.pool, *open.ExecutionID); err != nil || x.Status == executions.Waiting {
+		t.Errorf("who waited is %+v, %v", x, err)
+	}
+	late := a.raw("POST", "/v1/approvals/"+open.ID, `{"decision":"approve"}`, asAdmin())
+	if p := a.refused(late, 409, "decided already"); p.TraceID != open.TraceID || late.Header().Get("X-Trace-Id") != open.TraceID {
+		t.Errorf("refused under trace %q, not %q", p.TraceID, open.TraceID)
+	}
+}
+
+func TestApprovalsAreFilteredAndBadDecisionsRefused(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	first, second := a.approval(`{"n":1}`, false), a.approval(`{"n":2}`, false)
+	a.post("/v1/approvals/"+first.ID, `{"decision":"reject"}`, &struct{}{})
+	for query, want := range map[string][]string{
+		"?status=pending": {second.ID}, "?status=rejected": {first.ID}, "?status=consumed": nil,
+		"?skill=drop": {second.ID, first.ID}, "?trace_id=" + first.TraceID: {first.ID},
+	} {
+		if diff := cmp.Diff(want, a.list("/v1/approvals"+query, "id", 10, nil)); diff != "" {
+			t.Errorf("%s: %s", query, diff)
+		}
+	}
+	exec(t, a.pool, `update agent_approvals set expires_at = clock_timestamp() where id = @id`, postgres.Strict{"id": second.ID})
+	const unknown = "018f0000-0000-7000-8000-000000000000"
+	for name, test := range map[string]struct {
+		id, body string
+		status   int
+		words    string
+	}{
+		"expired":     {second.ID, `{"decision":"approve"}`, 409, "expired"},
+		"unknown":     {unknown, `{"decision":"approve"}`, 404, "no such approval"},
+		"malformed":   {"42", `{"decision":"approve"}`, 400, "uuid"},
+		"no decision": {second.ID, `{}`, 400, "approve or reject"},
+		"maybe":       {second.ID, `{"decision":"maybe"}`, 400, "maybe"},
+		"field":       {second.ID, `{"decision":"approve","arguments":{}}`, 400, "arguments"},
+		"reason":      {second.ID, `{"decision":"approve","reason":"\u0000"}`, 400, "reason"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			a.t = t
+			a.refused(a.raw("POST", "/v1/approvals/"+test.id, test.body, asAdmin()), test.status, test.words)
+		})
+	}
+}
+
+// raise posts an event and returns its id and what it resumed.
+func (a *agent) raise(body string, header http.Header) (id string, resumed []string) {
+	a.t.Helper()
+	var got struct {
+		ID      string `json:"event_id"`
+		Resumed []string
+	}
+	a.expect(a.raw("POST", "/v1/events", body, header), "POST", "/v1/events", http.StatusAccepted, &got)
+	return got.ID, got.Resumed
+}
+
+func TestAnEventResumesWhoWaitsAndCountsOnce(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	err := a.engine.Register("wait", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+		_, err := executions.Wait(ctx, "for it", executions.Event("order-7", time.Hour))
+		return executions.Result{}, err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	x, err := a.engine.RunNow(context.WithoutCancel(t.Context()), executions.Spec{Flow: "wait", Surface: trace.Flow})
+	if err != nil {
+		t.Fatal(err)
+	}
+	const body = `{"event":"EVENT_COMPLETED","key":"order-7","data":{"paid":true},"id":"e1"}`
+	first, resumed := a.raise(body, asAdmin())
+	if diff := cmp.Diff([]string{x.ID}, resumed); diff != "" {
+		t.Error(diff)
+	}
+	if again, resumed := a.raise(body, asAdmin()); again != first || len(resumed) != 0 {
+		t.Errorf("again: %s, %v", again, resumed)
+	}
+	hints := value[int](t, a.pool, `select count(*) from river.river_job where args::text like '%' || @id || '%'`,
+		postgres.Strict{"id": x.ID})
+	if hints == 0 {
+		t.Error("no worker was told")
+	}
+	keyed := asAdmin()
+	keyed.Set("Idempotency-Key", "k")
+	bare := `{"event":"TEST_COMPLETED","key":"k"}`
+	one, _ := a.raise(bare, keyed)
+	exec(t, a.pool, `delete from agent_idempotency`) // as after a crash before the answer was kept
+	if two, _ := a.raise(bare, keyed); two != one {
+		t.Errorf("the same key raised %s and %s", one, two)
+	}
+	three, _ := a.raise(bare, asAdmin())
+	four, _ := a.raise(bare, asAdmin())
+	if three == one || three == four {
+		t.Error("events without id or key are one")
+	}
+}
+
+// What a visitor says is in the conversation, whichever way it came; a wait need not be about one that is kept here.
+func TestAMessageThatIsRaisedIsInItsConversation(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	if _, _, err := threads.Ensure(t.Context(), a.pool, threads.Thread{ID: "ana"}); err != nil {
+		t.Fatal(err)
+	}
+	first, _ := a.raise(`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"text":"yes","n":12345678901234567890},"id":"m1"}`, asAdmin())
+	if again, _ := a.raise(`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"text":"yes"},"id":"m1"}`, asAdmin()); again != first {
+		t.Errorf("again: %s, not %s", again, first)
+	}
+	a.raise(`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"photo":7}}`, asAdmin())
+	a.raise(`{"event":"MESSAGE_RECEIVED","key":"elsewhere","data":{"content":"yes"}}`, asAdmin())
+	said := value[string](t, a.pool, `select string_agg(concat_ws(' ', thread_id, role, status, content), '; ') from agent_messages`)
+	if said != "ana user received yes" {
+		t.Errorf("said: %s", said)
+	}
+	if data := value[string](t, a.pool, `select concat_ws(' ', data ->> 'content', data ->> 'n') from agent_events where external_id = 'm1'`); data != "yes 12345678901234567890" {
+		t.Errorf("the event's data: %s", data)
+	}
+	if n := value[int](t, a.pool, `select count(*) from agent_events where event = 'MESSAGE_RECEIVED'`); n != 3 {
+		t.Errorf("%d events", n)
+	}
+}
+
+func TestOnlyEventsFromOutsideCanBeRaised(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	for name, test := range map[string]struct{ body, words string }{
+		"approval":    {`{"event":"APPROVAL_DECIDED","key":"x"}`, "APPROVAL_DECIDED"},
+		"end":         {`{"event":"AGENT_COMPLETED","key":"x"}`, "AGENT_COMPLETED"},
+		"time":        {`{"event":"SCHEDULE_REACHED","key":"x"}`, "SCHEDULE_REACHED"},
+		"lane":        {`{"event":"LANE_FREED","key":"x"}`, "LANE_FREED"},
+		"unknown":     {`{"event":"x","key":"x"}`, "event"},
+		"no key":      {`{"event":"EVENT_COMPLETED"}`, "key"},
+		"NUL":         {`{"event":"EVENT_COMPLETED","key":"x","data":{"a":"\u0000"}}`, ""},
+		"number":      {`{"event":"EVENT_COMPLETED","key":"x","data":{"a":1e400000}}`, "numeric"},
+		"not UTF-8":   {"{\"event\":\"EVENT_COMPLETED\",\"key\":\"a\xff\"}", "UTF-8"},
+		"own id":      {`{"event":"EVENT_COMPLETED","key":"x","id":"completed 018f0000-0000-7000-8000-000000000000"}`, "completed"},
+		"approval id": {`{"event":"EVENT_COMPLETED","key":"x","id":"approval 018f0000-0000-7000-8000-000000000000"}`, "approval"},
+		"field":       {`{"event":"EVENT_COMPLETED","key":"x","trace":"y"}`, "trace"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			a.t = t
+			a.refused(a.raw("POST", "/v1/events", test.body, asAdmin()), http.StatusBadRequest, test.words)
+		})
+	}
+	if n := value[int](t, a.pool, `select count(*) from agent_events`); n != 0 {
+		t.Errorf("%d events were raised", n)
+	}
+}
+
+func TestAProposedObjectiveIsDecidedAndAudited(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	for _, name := range []string{"grow", "shrink"} {
+		d := objectives.Definition{Name: name, Goal: "be another size"}
+		if _, err := objectives.Propose(t.Context(), a.pool, d, "agent", string(trace.New(trace.Heartbeat))); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for path, status := range map[string]string{"grow/accept": "active", "shrink/reject": "rejected"} {
+		name, action, _ := strings.Cut(path, "/")
+		var got change
+		a.post("/v1/objectives/"+path, `{"reason":"as agreed"}`, &got)
+		if got.Name != name || !got.Changed {
+			t.Errorf("answer is %+v", got)
+		}
+		a.audited(got.TraceID, got.ActivityID, action+"_objective", "as agreed")
+		var o struct {
+			Status  string
+			Decided string `json:"decided_by"`
+			Steps   []any
+		}
+		a.get("/v1/objectives/"+name, &o)
+		if o.Status != status || o.Decided != "admin" || o.Steps == nil {
+			t.Errorf("objective is %+v", o)
+		}
+	}
+	a.refused(a.raw("POST", "/v1/objectives/grow/reject", `{"reason":"x"}`, asAdmin()), 409, "decided")
+	a.refused(a.raw("POST", "/v1/objectives/none/accept", `{"reason":"x"}`, asAdmin()), 404, "not found")
+	a.refused(a.raw("GET", "/v1/objectives/none", "", asAdmin()), 404, "not found")
+	if n := value[int](t, a.pool, `select count(*) from agent_activity where skill_name like '%_objective'`); n != 2 {
+		t.Errorf("%d audits", n)
+	}
+	if diff := cmp.Diff([]string{"grow"}, a.list("/v1/objectives?status=active", "name", 10, nil)); diff != "" {
+		t.Error(diff)
+	}
+}
+
+// A name is the proposer's, a model's: whatever is in it, the proposal can be refused.
+func TestAProposalIsRefusedWhateverItsName(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	const name = "\u202egnp.exe\u200b\u0085\x1b[31m"
+	said := string(trace.New(trace.Heartbeat))
+	if _, err := objectives.Propose(t.Context(), a.pool, objectives.Definition{Name: name, Goal: "hide"}, "agent", said); err != nil {
+		t.Fatal(err)
+	}
+	d := automations.Definition{Name: name, Cron: "0 * * * *", Prompt: "look"}
+	if _, err := automations.Propose(t.Context(), a.pool, d, "agent", said); err != nil {
+		t.Fatal(err)
+	}
+	var got change
+	a.post("/v1/objectives/"+escape(name)+"/reject", `{"reason":"no"}`, &got)
+	a.audited(got.TraceID, got.ActivityID, "reject_objective", "no")
+	a.post("/v1/automations/"+escape(name)+"/disable", `{"reason":"no"}`, &got)
+	a.audited(got.TraceID, got.ActivityID, "disable_automation", "no")
+	for _, missing := range []string{"a%00b", "a%FFb"} {
+		a.refused(a.raw("POST", "/v1/automations/"+missing+"/disable", `{"reason":"no"}`, asAdmin()), 404, "not found")
+	}
+}
+
+func TestAutomationsAreSwitchedRunAndShown(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	a.automation("nightly")
+	proposal := automations.Definition{Name: "hourly", Cron: "0 * * * *", Prompt: "look"}
+	if _, err := automations.Propose(t.Context(), a.pool, proposal, "agent", string(trace.New(trace.Heartbeat))); err != nil {
+		t.Fatal(err)
+	}
+	var got change
+	for _, action := range []string{"disable", "enable"} {
+		a.post("/v1/automations/nightly/"+action, `{"reason":"as agreed"}`, &got)
+		a.audited(got.TraceID, got.ActivityID, action+"_automation", "as agreed")
+		var row struct{ Enabled bool }
+		a.get("/v1/automations/nightly", &row)
+		if row.Enabled != (action == "enable") || !got.Changed {
+			t.Errorf("after %s: %+v, %+v", action, row, got)
+		}
+	}
+	a.refused(a.raw("POST", "/v1/automations/hourly/enable", `{"reason":"x"}`, asAdmin()), 409, "accept it first")
+	a.refused(a.raw("POST", "/v1/automations/hourly/run", `{"reason":"x"}`, asAdmin()), 409, "accept it first")
+	a.post("/v1/automations/hourly/accept", `{"reason":"useful"}`, &got)
+	a.refused(a.raw("POST", "/v1/automations/hourly/accept", `{"reason":"x"}`, asAdmin()), 409, "decided")
+	a.refused(a.raw("POST", "/v1/automations/none/run", `{"reason":"x"}`, asAdmin()), 404, "not found")
+	var run automations.Run
+	header := a.expect(a.raw("POST", "/v1/automations/nightly/run", `{"reason":"now"}`, asAdmin()),
+		"POST", "/v1/automations/nightly/run", http.StatusAccepted, &run)
+	if run.Status != automations.DueNow || header.Get("X-Trace-Id") != run.TraceID {
+		t.Errorf("run is %+v", run)
+	}
+	var detail struct{ Runs []automations.Run }
+	a.get("/v1/automations/nightly", &detail)
+	if len(detail.Runs) != 1 || detail.Runs[0].ID != run.ID {
+		t.Errorf("runs are %+v", detail.Runs)
+	}
+	if diff := cmp.Diff([]string{"hourly", "nightly"}, a.list("/v1/automations?enabled=true", "name", 10, nil)); diff != "" {
+		t.Error(diff)
+	}
+}
+
+// remember keeps an entry.
+func (a *agent) remember(key, category string) string {
+	a.t.Helper()
+	note := memory.Note{Category: category, Key: key, Value: "what is known of " + key, TraceID: string(trace.New(trace.Heartbeat))}
+	if _, err := memory.Save(a.t.Context(), a.pool, note); err != nil {
+		a.t.Fatal(err)
+	}
+	return key
+}
+
+func TestMemoryIsFilteredAndSearched(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	a.remember("coffee", "habits")
+	a.remember("office", "places")
+	for query, want := range map[string][]string{
+		"": {"office", "coffee"}, "?q=coffee": {"coffee"}, "?category=places": {"office"}, "?prefix=cof": {"coffee"}, "?q=nothing": nil,
+	} {
+		if diff := cmp.Diff(want, a.list("/v1/memory"+query, "key", 10, nil)); diff != "" {
+			t.Errorf("%s: %s", query, diff)
+		}
+	}
+	// What an admin keeps from the command line has a trace without executions.
+	op := trace.New(trace.Operate)
+	if _, err := memory.Save(t.Context(), a.pool, memory.Note{Key: "tea", Value: 1, TraceID: string(op)}); err != nil {
+		t.Fatal(err)
+	}
+	for _, form := range []string{string(op), op.OTel(), strings.ToUpper(op.OTel()), op.Suffix()} {
+		if diff := cmp.Diff([]string{"tea"}, a.list("/v1/memory?trace_id="+form, "key", 10, nil)); diff != "" {
+			t.Errorf("%s: %s", form, diff)
+		}
+	}
+	a.refused(a.raw("GET", "/v1/memory?q=coffee&category=habits", "", asAdmin()), 400, "do not go together")
+}
+
+func TestAThreadIsReadPageByPage(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	for _, id := range []string{"first", "second/with a slash"} {
+		if _, _, err := threads.Ensure(t.Context(), a.pool, threads.Thread{ID: id, Channel: "chat", Owner: "website"}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for i := range 7 {
+		d := threads.Draft{ThreadID: "first", Role: threads.User, Content: fmt.Sprint(i), Channel: "chat", Status: threads.Received}
+		if _, err := threads.Post(t.Context(), a.pool, d); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if diff := cmp.Diff([]string{"first", "second/with a slash"}, a.list("/v1/threads?channel=chat", "id", 1, nil)); diff != "" {
+		t.Error(diff)
+	}
+	var said []string
+	path := "/v1/threads/first?limit=3"
+	for path != "" {
+		var got struct {
+			ID       string
+			Messages []threads.Message
+			Next     *string `json:"next_cursor"`
+		}
+		a.get(path, &got)
+		for _, m := range got.Messages {
+			said = append(said, m.Content)
+		}
+		path = ""
+		if got.Next != nil {
+			path = "/v1/threads/first?limit=3&cursor=" + *got.Next
+		}
+	}
+	if diff := cmp.Diff([]string{"6", "5", "4", "3", "2", "1", "0"}, said); diff != "" {
+		t.Error(diff)
+	}
+	var other struct{ Messages []any }
+	a.get("/v1/threads/second%2Fwith%20a%20slash", &other)
+	if other.Messages == nil || len(other.Messages) != 0 {
+		t.Errorf("messages are %v", other.Messages)
+	}
+	a.refused(a.raw("GET", "/v1/threads/none", "", asAdmin()), 404, "no such thread")
+	a.refused(a.raw("GET", "/v1/threads/%00", "", asAdmin()), 400, "printable")
+	a.refused(a.raw("GET", "/v1/threads/first?cursor=x", "", asAdmin()), 400, "cursor")
+	a.refused(a.raw("GET", "/v1/threads?cursor=x", "", asAdmin()), 400, "cursor")
+}

@@ -1,0 +1,306 @@
+package api_test
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+func TestATraceIsFoundByEveryFormOfItsID(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	id := trace.New(trace.Webhook)
+	a.begin("deliver", id)
+	for _, skill := range []string{"first", "second"} {
+		a.note(activity.Entry{TraceID: string(id), Surface: "webhook", Skill: skill}, activity.Success)
+	}
+	for name, form := range map[string]string{"prefixed": string(id), "hex": id.OTel(), "ulid": id.Suffix()} {
+		t.Run(name, func(t *testing.T) {
+			a.t = t
+			var got activity.Trace
+			header := a.get("/v1/traces/"+form, &got)
+			if got.TraceID != string(id) || got.OTelTraceID != id.OTel() || got.Surface != "webhook" || got.Status != "pending" {
+				t.Errorf("trace is %+v", got)
+			}
+			if len(got.Activities) != 2 || got.Activities[0].SkillName != "first" || got.Activities[1].ConversationID != string(id) {
+				t.Errorf("activities are %+v", got.Activities)
+			}
+			if header.Get("X-Trace-Id") != string(id) {
+				t.Errorf("X-Trace-Id is %q", header.Get("X-Trace-Id"))
+			}
+		})
+	}
+}
+
+func TestATraceWithoutActivitiesHasAnEmptyList(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	id := trace.New(trace.Flow)
+	a.begin("beat", id)
+	var got map[string]any
+	a.get("/v1/traces/"+string(id), &got)
+	if list, ok := got["activities"].([]any); !ok || len(list) != 0 {
+		t.Errorf("activities are %v", got["activities"])
+	}
+}
+
+// detail is what the contract says of one execution.
+type detail struct {
+	ID         string
+	TraceID    string `json:"trace_id"`
+	Status     string
+	Flow       string
+	Input      map[string]string
+	CreatedAt  string `json:"created_at"`
+	Checkpoint *struct {
+		Step   string
+		Output any
+	}
+	Waits []struct {
+		For   string `json:"waiting_for"`
+		Key   string `json:"waiting_key"`
+		Until string `json:"waiting_until"`
+		Data  any    `json:"waiting_data"`
+	}
+}
+
+func TestAnExecutionHasItsLatestCheckpointAndItsWaits(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	x := a.begin("ask", trace.New(trace.Flow))
+	var got detail
+	header := a.get("/v1/executions/"+x.ID, &got)
+	if got.ID != x.ID || got.Status != "pending" || got.Flow != "ask" || got.Input["for"] != "ask" || got.Checkpoint != nil {
+		t.Errorf("execution is %+v", got)
+	}
+	if got.Waits == nil || len(got.Waits) != 0 {
+		t.Errorf("waits are %v", got.Waits)
+	}
+	if header.Get("X-Trace-Id") != x.TraceID {
+		t.Errorf("X-Trace-Id is %q", header.Get("X-Trace-Id"))
+	}
+	if at, err := time.Parse(time.RFC3339, got.CreatedAt); err != nil || got.CreatedAt[len(got.CreatedAt)-1] != 'Z' || !at.Equal(x.CreatedAt) {
+		t.Errorf("created at %q, want %s", got.CreatedAt, x.CreatedAt)
+	}
+	a.claim(x)
+	exec(t, a.pool, `
+		insert into agent_checkpoints (execution_id, step, claim, output, created_at) values
+		       (@id, 'second', 1, '{"n": 2}', clock_timestamp()),
+		       (@id, 'zeroth', 1, '{"n": 1}', clock_timestamp() - interval '1 minute')`, postgres.Strict{"id": x.ID})
+	exec(t, a.pool, `
+		update agent_executions set status = 'waiting', claim = claim + 1, waiting_for = 'response', waiting_key = 'thread-7',
+		       waiting_until = '2999-01-01', waiting_data = '{"asked": "when?"}' where id = @id`, postgres.Strict{"id": x.ID})
+	a.get("/v1/executions/"+x.ID, &got)
+	if got.Checkpoint == nil || got.Checkpoint.Step != "second" {
+		t.Errorf("checkpoint is %+v", got.Checkpoint)
+	}
+	if len(got.Waits) != 1 || got.Waits[0].For != "response" || got.Waits[0].Key != "thread-7" || got.Waits[0].Data == nil {
+		t.Errorf("waits are %+v", got.Waits)
+	}
+}
+
+// The row keeps what a replay needs; the API shows neither its secrets nor values without end.
+func TestExecutionsAreShownWithoutSecrets(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	x := a.begin("ask", trace.New(trace.Flow))
+	a.claim(x)
+	exec(t, a.pool, `
+		insert into agent_checkpoints (execution_id, step, claim, output)
+		values (@id, 'login', 1, '{"password": "Zq81xLm0Kk77"}')`, postgres.Strict{"id": x.ID})
+	exec(t, a.pool, `
+		update agent_executions set status = 'waiting', claim = claim + 1, waiting_for = 'event', waiting_key = 'token=Zq81xLm0Kk77',
+		       waiting_until = '2999-01-01', waiting_data = '{"secret": "Zq81xLm0Kk77"}', variables = '{"api_key": "Zq81xLm0Kk77"}',
+		       result_summary = 'Bearer Zq81xLm0Kk77', input = jsonb_build_object('long', repeat('long ', 40000))
+		 where id = @id`, postgres.Strict{"id": x.ID})
+	for _, path := range []string{"/v1/executions", "/v1/executions/" + x.ID} {
+		a.get(path, &struct{}{})
+		got := a.raw("GET", path, "", asAdmin()).Body.String()
+		if strings.Contains(got, "Zq81xLm0Kk77") || !strings.Contains(got, "[redacted]") || len(got) > 128<<10 {
+			t.Errorf("%s: %d bytes: %.2000s", path, len(got), got)
+		}
+	}
+	kept, err := executions.Get(t.Context(), a.pool, x.ID)
+	if err != nil || !strings.Contains(string(kept.Variables), "Zq81xLm0Kk77") {
+		t.Errorf("the row keeps %s, %v", kept.Variables, err)
+	}
+}
+
+func TestACancelEndsAnExecutionAndIsNotRepeated(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	x := a.begin("beat", trace.New(trace.Flow))
+	var got struct {
+		Status  string
+		TraceID string `json:"trace_id"`
+	}
+	for range 2 {
+		header := a.post("/v1/executions/"+x.ID+"/cancel", `{"reason":"not needed"}`, &got)
+		if got.Status != "cancelled" || header.Get("X-Trace-Id") != x.TraceID {
+			t.Errorf("answer is %+v, %v", got, header)
+		}
+	}
+	row, err := executions.Get(t.Context(), a.pool, x.ID)
+	if err != nil || *row.CancelledBy != "admin" || *row.CancelReason != "not needed" {
+		t.Errorf("row is %+v, %v", row, err)
+	}
+	done := a.begin("beat", trace.New(trace.Flow))
+	a.fails(done)
+	a.post("/v1/executions/"+done.ID+"/cancel", `{"reason":"too late"}`, &got)
+	if got.Status != "failed" {
+		t.Errorf("an execution that has ended is now %s", got.Status)
+	}
+}
+
+func TestSkillsAreListedWithTheirHealth(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	a.skill("idle")
+	a.skill("busy")
+	for _, status := range []activity.Status{activity.Success, activity.Success, activity.Error, activity.Error} {
+		a.note(activity.Entry{TraceID: string(trace.New(trace.Flow)), Kind: activity.KindCall, Skill: "busy"}, status)
+	}
+	var got struct {
+		Items []struct {
+			Name   string
+			Health struct {
+				Calls, Streak int
+				Rate          *float64 `json:"success_rate"`
+				P50           *float64 `json:"p50_ms"`
+				P95           *float64 `json:"p95_ms"`
+				State         string
+			}
+		}
+	}
+	a.get("/v1/skills", &got)
+	busy, idle := got.Items[0], got.Items[1]
+	if busy.Name != "busy" || busy.Health.Calls != 4 || busy.Health.Streak != 2 || *busy.Health.Rate != 0.5 || busy.Health.P95 == nil {
+		t.Errorf("busy is %+v", busy)
+	}
+	if idle.Name != "idle" || idle.Health.Calls != 0 || idle.Health.Rate != nil || idle.Health.State != "enabled" {
+		t.Errorf("idle is %+v", idle)
+	}
+}
+
+func TestForkRetryAndReplayOverHTTP(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	e := engine(t, pool)
+	err := e.Register("greet", func(ctx context.Context, raw json.RawMessage) (executions.Result, error) {
+		var in struct{ Name string }
+		if err := json.Unmarshal(raw, &in); err != nil {
+			return executions.Result{}, err
+		}
+		_, err := executions.Step(ctx, "look up", func(context.Context) (int, error) { return 1, nil }, executions.Input(in.Name))
+		if err == nil {
+			_, err = executions.Step(ctx, "say", func(context.Context) (int, error) {
+				if in.Name == "nobody" {
+					return 0, fmt.Errorf("there is nobody")
+				}
+				return 1, nil
+			})
+		}
+		return executions.Result{Summary: "hello " + in.Name}, err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	a := with(t, pool, e)
+	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
+	var group errgroup.Group
+	group.Go(func() error { return e.Run(ctx) })
+	t.Cleanup(func() {
+		stop()
+		if err := group.Wait(); err != nil {
+			t.Error(err)
+		}
+	})
+	run := func(name string, want executions.Status) executions.Execution {
+		x, err := e.RunNow(t.Context(), executions.Spec{Flow: "greet", Surface: trace.Flow, Input: map[string]string{"name": name}})
+		if err != nil || x.Status != want {
+			t.Fatalf("%s: %s, %v", name, x.Status, err)
+		}
+		return x
+	}
+	good, bad := run("Ana", executions.Completed), run("nobody", executions.Failed)
+	type forked struct {
+		ID, Status, From string
+		TraceID          string `json:"trace_id"`
+		ForkedFrom       string `json:"forked_from"`
+	}
+	var got forked
+	header := a.does("POST", "/v1/executions/"+good.ID+"/fork", `{"from": "say", "input": {"name": "Ana", "more": true}}`, 201, &got)
+	if got.ForkedFrom != good.ID || got.From != "say" || got.Status != "pending" || header.Get("X-Trace-Id") != got.TraceID || got.TraceID == good.TraceID {
+		t.Errorf("fork is %+v", got)
+	}
+	a.does("POST", "/v1/executions/"+bad.ID+"/retry", ``, 201, &got)
+	if got.ForkedFrom != bad.ID || got.From != "say" {
+		t.Errorf("retry is %+v", got)
+	}
+	var replayed executions.Replayed
+	for _, x := range []executions.Execution{good, bad} {
+		a.post("/v1/executions/"+x.ID+"/replay", ``, &replayed)
+		if !replayed.Equal || replayed.Digest == "" || replayed.Steps != 2 || replayed.TraceID != x.TraceID {
+			t.Errorf("replay is %+v", replayed)
+		}
+	}
+	for path, c := range map[string]struct {
+		body   string
+		status int
+		words  string
+	}{
+		"/v1/executions/" + good.ID + "/fork":                                  {`{"from": "say", "input": {"name": "Eva"}}`, http.StatusConflict, "step look up"},
+		"/v1/executions/" + strings.ToUpper(bad.ID) + "/fork":                  {`{"from": "look up", "input": {"name": "\u0000"}}`, http.StatusBadRequest, "u0000 cannot be converted"},
+		"/v1/executions/" + bad.ID + "/fork":                                   {`{"from": "sing"}`, http.StatusBadRequest, "no such recorded step"},
+		"/v1/executions/" + good.ID + "/retry":                                 {``, http.StatusConflict, "only what has failed"},
+		"/v1/executions/nonsense/replay":                                       {``, http.StatusBadRequest, "not the id of an execution"},
+		"/v1/executions/" + "0198c0de-0000-7000-8000-000000000000" + "/replay": {``, http.StatusNotFound, "no such execution"},
+	} {
+		a.refused(a.raw("POST", path, c.body, asAdmin()), c.status, c.words)
+	}
+}
+
+func TestMonitoringOverHTTP(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	exec(t, a.pool, `
+		insert into agent_executions (trace_id, surface, flow, status) values ('fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'a', 'pending'),
+		       ('fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'b', 'running'), ('fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'c', 'running')`)
+	exec(t, a.pool, `
+		update agent_executions set status = 'waiting', waiting_for = 'event', waiting_key = flow,
+		       waiting_until = clock_timestamp() + case flow when 'b' then interval '-2 hours' else interval '1 hour' end where status = 'running'`)
+	exec(t, a.pool, `update agent_executions set updated_at = clock_timestamp() - interval '2 hours' where flow = 'b'`)
+	items := func(path string) (got []map[string]any) {
+		t.Helper()
+		w := a.raw("GET", path, "", asAdmin())
+		var page struct{ Items []map[string]any }
+		if err := json.Unmarshal(w.Body.Bytes(), &page); err != nil || w.Code != http.StatusOK {
+			t.Fatalf("%s: %d %s", path, w.Code, w.Body)
+		}
+		return page.Items
+	}
+	if got := items("/v1/monitor/status"); len(got) != 3 || fmt.Sprint(got[0]["status"], got[0]["count"], got[2]["count"]) != "pending1 2" {
+		t.Errorf("status: %v", got)
+	}
+	if got := items("/v1/monitor/waiting"); len(got) != 2 || got[0]["flow"] != "b" || got[1]["waiting_key"] != "c" {
+		t.Errorf("waiting: %v", got)
+	}
+	if got := items("/v1/monitor/waiting?for=delay"); len(got) != 0 {
+		t.Errorf("waiting for time: %v", got)
+	}
+	if got := items("/v1/monitor/stuck"); len(got) != 1 || got[0]["flow"] != "b" {
+		t.Errorf("stuck: %v", got)
+	}
+}

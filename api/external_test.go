@@ -1,0 +1,583 @@
+package api_test
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	osexec "os/exec"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lanekeeper/lanekeeper/api"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/lanes"
+)
+
+// alive is the API with an engine that runs and sweeps often.
+func alive(t *testing.T, flows ...string) *agent {
+	t.Helper()
+	pool := pgtest.DB(t)
+	e, err := executions.New(pool, executions.Options{
+		Keeper: lanes.NewKeeper(pool, lanes.Options{}), SweepEvery: 100 * time.Millisecond,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range flows {
+		err := e.Register(name, func(context.Context, json.RawMessage) (executions.Result, error) {
+			return executions.Result{Summary: "ran"}, nil
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
+	ended := make(chan error, 1)
+	go func() { ended <- e.Run(ctx) }()
+	t.Cleanup(func() {
+		stop()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+	return wired(t, api.Options{Pool: pool, Engine: e})
+}
+
+// does expects a status and reads the answer.
+func (a *agent) does(method, path, body string, status int, into any) http.Header {
+	a.t.Helper()
+	return a.expect(a.raw(method, path, body, asAdmin()), method, path, status, into)
+}
+
+type started struct {
+	ID, Status string
+	TraceID    string `json:"trace_id"`
+}
+
+func (a *agent) outside(more string) started {
+	a.t.Helper()
+	var x started
+	header := a.does("POST", "/v1/executions", `{"flow":"external"`+more+`}`, http.StatusCreated, &x)
+	if x.Status != "pending" || header.Get("X-Trace-Id") != x.TraceID || !strings.HasPrefix(x.TraceID, "fl_") {
+		a.t.Errorf("started %+v", x)
+	}
+	return x
+}
+
+type lockAnswer struct {
+	LockID      string               `json:"lock_id"`
+	ExpiresAt   time.Time            `json:"expires_at"`
+	Execution   executions.Execution `json:"execution"`
+	Checkpoint  *struct{ Step string }
+	Checkpoints map[string]any
+}
+
+func (a *agent) locked(id, owner string, ttl int) lockAnswer {
+	a.t.Helper()
+	var got lockAnswer
+	a.does("POST", "/v1/executions/"+id+"/lock", fmt.Sprintf(`{"owner":%q,"ttl_seconds":%d}`, owner, ttl), 200, &got)
+	return got
+}
+
+// recording is the answer to a checkpoint.
+func (a *agent) recording(id, lock, step, output string) *httptest.ResponseRecorder {
+	a.t.Helper()
+	return a.raw("POST", "/v1/executions/"+id+"/checkpoints", fmt.Sprintf(`{"lock_id":%q,"step":%q,"output":%s}`, lock, step, output), asAdmin())
+}
+
+// refusedAll expects that a lock is void for everything.
+func (a *agent) refusedAll(id, lock, words string) {
+	a.t.Helper()
+	path := "/v1/executions/" + id + "/lock/" + lock
+	for _, w := range []*httptest.ResponseRecorder{
+		a.raw("PUT", path, "", asAdmin()), a.recording(id, lock, "late", "1"), a.raw("DELETE", path, `{"status":"completed"}`, asAdmin()),
+	} {
+		a.refused(w, http.StatusConflict, words)
+	}
+}
+
+func TestTheLifeOfARunOfAWorkerOutside(t *testing.T) {
+	t.Parallel()
+	a := alive(t)
+	x := a.outside(`,"input":{"n":1,"token":"kept-whole-for-the-worker"},"thread_id":"t-1","progress_seconds":600`)
+	path := "/v1/executions/" + x.ID
+	lock := a.locked(x.ID, "worker 1", 30)
+	if lock.Execution.Status != "running" || lock.Checkpoint != nil || len(lock.Checkpoints) != 0 || !strings.Contains(string(lock.Execution.Input), "kept-whole") ||
+		time.Until(lock.ExpiresAt) > 31*time.Second || lock.Execution.Progress != 600 || lock.Execution.OnLost != "fail" {
+		t.Errorf("lock is %+v", lock)
+	}
+	if again := a.locked(x.ID, "worker 1", 60); again.LockID != lock.LockID || !again.ExpiresAt.After(lock.ExpiresAt) {
+		t.Errorf("again %+v", again)
+	}
+	held := a.refused(a.raw("POST", path+"/lock", `{"owner":"worker 2"}`, asAdmin()), 409, "worker 1 has it until")
+	if held.Holder != "worker 1" || held.TraceID != x.TraceID || !strings.HasSuffix(held.Type, "lock-held") {
+		t.Errorf("held: %+v", held)
+	}
+	var step struct{ ID, Step string }
+	a.expect(a.recording(x.ID, lock.LockID, "one", `{"a":[1,2]}`), "POST", path+"/checkpoints", 201, &step)
+	a.expect(a.recording(x.ID, lock.LockID, "one", `{ "a": [1, 2.0] }`), "POST", path+"/checkpoints", 200, &step)
+	a.refused(a.recording(x.ID, lock.LockID, "one", `{"a":[2,1]}`), 409, "another output")
+	a.refused(a.recording(x.ID, lock.LockID+"x", "one", `{"a":[1,2]}`), 409, "locked by worker 1")
+	var beat struct {
+		ExpiresAt       time.Time `json:"expires_at"`
+		Status          string
+		CancelRequested bool `json:"cancel_requested"`
+	}
+	header := a.does("PUT", path+"/lock/"+lock.LockID, "", 200, &beat)
+	if beat.Status != "running" || beat.CancelRequested || time.Until(beat.ExpiresAt) < 30*time.Second || header.Get("X-Trace-Id") != x.TraceID {
+		t.Errorf("beat %+v", beat)
+	}
+	var end started
+	a.does("DELETE", path+"/lock/"+lock.LockID, `{"status":"waiting","waiting_for":"event","waiting_key":"paid","timeout":"7d"}`, 200, &end)
+	var detail struct {
+		Status     string
+		Checkpoint struct{ Step string }
+		Waits      []struct {
+			For string `json:"waiting_for"`
+			Key string `json:"waiting_key"`
+		}
+		ForkedFrom, FlowVersion, Inherits any
+	}
+	a.get(path, &detail)
+	if end.Status != "waiting" || detail.Status != "waiting" || len(detail.Waits) != 1 || detail.Waits[0].Key != "paid" || detail.Checkpoint.Step != "one" {
+		t.Errorf("waiting: %+v, %+v", end, detail)
+	}
+	a.refused(a.raw("POST", path+"/lock", `{"owner":"worker 2"}`, asAdmin()), 409, "for event paid until")
+	a.refusedAll(x.ID, lock.LockID, "waits for event paid")
+	a.does("POST", "/v1/events", `{"event":"EVENT_COMPLETED","key":"paid","data":{"amount":3}}`, 202, &struct{}{})
+	next := a.locked(x.ID, "worker 2", 30)
+	want := map[string]any{"one": map[string]any{"a": []any{1.0, 2.0}}, "wait event 1": next.Checkpoints["wait event 1"]}
+	if diff := cmp.Diff(want, next.Checkpoints); diff != "" || next.Checkpoints["wait event 1"].(map[string]any)["data"].(map[string]any)["amount"] != 3.0 ||
+		next.Checkpoint.Step != "wait event 1" {
+		t.Errorf("after the wait: %+v %s", next, diff)
+	}
+	a.does("DELETE", path+"/lock/"+next.LockID, `{"status":"failed","error_message":"no paper"}`, 200, &end)
+	a.refusedAll(x.ID, next.LockID, "the run has ended: failed, no paper")
+	a.refused(a.raw("POST", path+"/lock", `{"owner":"worker 2"}`, asAdmin()), 409, "the run has ended: failed, no paper")
+	for _, id := range []string{lock.LockID, next.LockID} {
+		if strings.Contains(a.log.String(), id) {
+			t.Error("the log has the id of a lock")
+		}
+		if listed := a.raw("GET", "/v1/lanes", "", asAdmin()).Body.String() + a.raw("GET", path, "", asAdmin()).Body.String(); strings.Contains(listed, id) {
+			t.Error("the id of a lock is listed")
+		}
+	}
+	if !strings.Contains(a.log.String(), "/lock/[redacted]") {
+		t.Error("the requests are not in the log")
+	}
+}
+
+func TestWhatIsNotAskedRightIsRefused(t *testing.T) {
+	t.Parallel()
+	a := alive(t, "report", "heartbeat")
+	x := a.outside("")
+	lock := a.locked(x.ID, "w", 30)
+	path, held := "/v1/executions/"+x.ID, "/v1/executions/"+x.ID+"/lock/"+lock.LockID
+	const nobody = "/v1/executions/018f0000-0000-7000-8000-000000000000"
+	step := func(more string) string { return `{"lock_id":"` + lock.LockID + `",` + more + `}` }
+	for _, c := range []struct {
+		method, path, body string
+		status             int
+		words              string
+	}{
+		{"POST", "/v1/executions", `{"flow":"reprot"}`, 422, "did you mean report?"},
+		{"POST", "/v1/executions", `{"flow":"zzz"}`, 422, "external, report"},
+		{"POST", "/v1/executions", `{"FLOW":"external"}`, 400, `unknown field "FLOW"`},
+		{"POST", "/v1/executions", `{"flow":"heartbeat"}`, 422, "agent heartbeat"},
+		{"POST", "/v1/executions", `{"flow":"external:"}`, 422, "there is no flow"},
+		{"POST", "/v1/executions", `{"flow":"external:a b"}`, 422, "there is no flow"},
+		{"POST", "/v1/executions", `{}`, 400, "flow is missing"},
+		{"POST", "/v1/executions", `{"flow":"external","onlost":"fail"}`, 400, "onlost"},
+		{"POST", "/v1/executions", `{"flow":"external","on_lost":"resume"}`, 400, "on_lost"},
+		{"POST", "/v1/executions", `{"flow":"external","on_lost":"explode"}`, 400, "on_lost"},
+		{"POST", "/v1/executions", `{"flow":"external","progress_seconds":-1}`, 400, "progress_seconds"},
+		{"POST", "/v1/executions", `{"flow":"external","priority":5}`, 400, "priority"},
+		{"POST", "/v1/executions", `{"flow":"external","queue":"fast"}`, 400, "queue"},
+		{"POST", "/v1/executions", `{"flow":"external","parent_id":"x"}`, 400, "parent_id"},
+		{"POST", "/v1/executions", `{"flow":"external","parent_id":"018f0000-0000-7000-8000-000000000000"}`, 404, "parent_id"},
+		{"POST", "/v1/executions", `{"flow":"external","input":"\u0000"}`, 400, "u0000 cannot be converted"},
+		{"POST", "/v1/executions", `{"flow":"external","input":1e400000}`, 400, "numeric"},
+		{"POST", "/v1/executions", `{"flow":"external","input":"` + strings.Repeat("x", 1<<20) + `"}`, 413, "larger"},
+		{"POST", "/v1/executions/x/lock", `{"owner":"w"}`, 400, "uuid"},
+		{"POST", nobody + "/lock", `{"owner":"w"}`, 404, "no such execution"},
+		{"POST", path + "/lock", `{}`, 400, "owner"},
+		{"POST", path + "/lock", `{"owner":"w","ttl":3}`, 400, `"ttl"`},
+		{"POST", path + "/lock", `{"owner":"w","ttl_seconds":0}`, 400, "ttl_seconds"},
+		{"POST", path + "/lock", `{"owner":"w","ttl_seconds":86401}`, 400, "ttl_seconds"},
+		{"POST", path + "/lock", `{"owner":"a\u0000b"}`, 400, "owner"},
+		{"PUT", "/v1/executions/x/lock/y", "", 400, "uuid"},
+		{"PUT", nobody + "/lock/y", "", 404, "no such execution"},
+		{"PUT", path + "/lock/y", "", 409, "locked by w"},
+		{"PUT", path + "/lock/y", "{}", 409, "locked by w"},
+		{"PUT", held, `{"ttl_seconds":60}`, 400, `unknown field "ttl_seconds"`},
+		{"PUT", held, "60", 400, "not a JSON object"},
+		{"PUT", path + "/lock/a%00b", "", 400, "not the id of a lock"},
+		{"PUT", "/v1/locks", `{"lock_ids":[]}`, 400, "lock_ids"},
+		{"PUT", "/v1/locks", `{"lock_ids":[""]}`, 400, "lock_ids[0]"},
+		{"POST", "/v1/executions/x/checkpoints", step(`"step":"a","output":1`), 400, "uuid"},
+		{"POST", nobody + "/checkpoints", step(`"step":"a","output":1`), 404, "no such execution"},
+		{"POST", path + "/checkpoints", step(`"step":"a"`), 400, "output"},
+		{"POST", path + "/checkpoints", step(`"output":1`), 400, "step"},
+		{"POST", path + "/checkpoints", `{"step":"a","output":1}`, 400, "lock_id"},
+		{"POST", path + "/checkpoints", step(`"step":"a","output":"\u0000"`), 400, "u0000 cannot be converted"},
+		{"POST", path + "/checkpoints", step(`"step":"` + strings.Repeat("x", 501) + `","output":1`), 400, "500"},
+		{"POST", path + "/checkpoints", step(`"step":"wait event 1","output":1`), 400, "the outcomes of waits"},
+		{"DELETE", held, `{"status":"waiting","waiting_for":"agent","waiting_key":"` + strings.ToUpper(x.ID) + `"}`, 400, "its own end"},
+		{"DELETE", held, ``, 400, "JSON object"},
+		{"DELETE", held, `{"status":"cancelled"}`, 400, "completed, failed or waiting"},
+		{"DELETE", held, `{"status":"completed","waiting_for":"event"}`, 400, "status waiting"},
+		{"DELETE", held, `{"status":"completed","error_message":"x"}`, 400, "status failed"},
+		{"DELETE", held, `{"status":"waiting"}`, 400, "response, agent"},
+		{"DELETE", held, `{"status":"waiting","waiting_for":"lane","waiting_key":"x"}`, 400, "response, agent"},
+		{"DELETE", held, `{"status":"waiting","waiting_for":"event"}`, 400, "key"},
+		{"DELETE", held, `{"status":"waiting","waiting_for":"agent","waiting_key":"w"}`, 400, "the id of an execution"},
+		{"DELETE", held, `{"status":"waiting","waiting_for":"delay"}`, 400, "delay"},
+		{"DELETE", held, `{"status":"waiting","waiting_for":"delay","timeout":"31d"}`, 400, "30 days"},
+		{"DELETE", held, `{"status":"waiting","waiting_for":"response","waiting_key":"t","timeout":"8d"}`, 400, "7 days"},
+		{"DELETE", held, `{"status":"waiting","waiting_for":"delay","timeout":"soon"}`, 400, "24h"},
+		{"DELETE", held, `{"status":"waiting","waiting_for":"delay","timeout":-5}`, 400, "24h"},
+		{"DELETE", held, `{"status":"waiting","waiting_for":"delay","timeout":[1]}`, 400, "24h"},
+	} {
+		t.Run(c.method+" "+strings.ReplaceAll(c.path, lock.LockID, "id")+" "+fmt.Sprintf("%.60s", c.body), func(t *testing.T) {
+			b := *a
+			b.t = t
+			b.refused(b.raw(c.method, c.path, c.body, asAdmin()), c.status, c.words)
+		})
+	}
+	if again := a.locked(x.ID, "w", 30); again.LockID != lock.LockID || len(again.Checkpoints) != 0 {
+		t.Errorf("something was changed: %+v", again)
+	}
+	inside := started{}
+	a.does("POST", "/v1/executions", `{"flow":"report"}`, 201, &inside)
+	a.refused(a.raw("POST", "/v1/executions/"+inside.ID+"/lock", `{"owner":"w"}`, asAdmin()), 409, "external")
+}
+
+func TestAStartWithAKeyIsStartedOnceAndAChildBelongsToItsParent(t *testing.T) {
+	t.Parallel()
+	a := alive(t)
+	header := asAdmin()
+	header.Set("Idempotency-Key", "start 1")
+	var first, again, child started
+	body := `{"flow":"external:sum","input":{"a":1}}`
+	a.expect(a.raw("POST", "/v1/executions", body, header), "POST", "/v1/executions", 201, &first)
+	a.expect(a.raw("POST", "/v1/executions", body, header), "POST", "/v1/executions", 201, &again)
+	exec(t, a.pool, `delete from agent_idempotency`) // as if the process had died before it kept the answer
+	a.expect(a.raw("POST", "/v1/executions", body, header), "POST", "/v1/executions", 201, &child)
+	if first != again || first != child {
+		t.Errorf("started %+v, %+v, %+v", first, again, child)
+	}
+	a.does("POST", "/v1/executions", `{"flow":"external","parent_id":"`+first.ID+`","queue":"interactive","priority":1}`, 201, &child)
+	if child.TraceID != first.TraceID || child.ID == first.ID {
+		t.Errorf("the child is %+v", child)
+	}
+	a.does("POST", "/v1/executions/"+first.ID+"/cancel", `{"reason":"enough"}`, 200, &again)
+	a.refused(a.raw("POST", "/v1/executions", `{"flow":"external","parent_id":"`+first.ID+`"}`, asAdmin()), 409, "has ended")
+}
+
+func TestFiftyClientsRaceForOneLock(t *testing.T) {
+	t.Parallel()
+	a := alive(t)
+	x := a.outside("")
+	var won, lost atomic.Int32
+	var group sync.WaitGroup
+	for i := range 50 {
+		group.Go(func() {
+			w := a.raw("POST", "/v1/executions/"+x.ID+"/lock", fmt.Sprintf(`{"owner":"w%d"}`, i), asAdmin())
+			var p problem
+			switch {
+			case w.Code == 200:
+				won.Add(1)
+			case w.Code == 409 && json.Unmarshal(w.Body.Bytes(), &p) == nil && p.Holder != "":
+				lost.Add(1)
+			default:
+				t.Errorf("%d %s", w.Code, w.Body)
+			}
+		})
+	}
+	group.Wait()
+	if won.Load() != 1 || lost.Load() != 49 {
+		t.Errorf("%d got it, %d did not", won.Load(), lost.Load())
+	}
+}
+
+func TestManyLocksBeatInOneRequestAndACancelIsTold(t *testing.T) {
+	t.Parallel()
+	a := alive(t)
+	x, y := a.outside(""), a.outside("")
+	one, two := a.locked(x.ID, "w", 30), a.locked(y.ID, "w", 30)
+	a.does("POST", "/v1/executions/"+y.ID+"/cancel", `{"reason":"enough"}`, 200, &struct{}{})
+	var got struct {
+		Locks []struct {
+			LockID          string  `json:"lock_id"`
+			ExecutionID     *string `json:"execution_id"`
+			Live            bool
+			ExpiresAt       *time.Time `json:"expires_at"`
+			Status          *string
+			CancelRequested bool `json:"cancel_requested"`
+		}
+	}
+	body := fmt.Sprintf(`{"lock_ids":[%q,%q,"gone"]}`, one.LockID, two.LockID)
+	a.does("PUT", "/v1/locks", body, 200, &got)
+	if l := got.Locks; len(l) != 3 || !l[0].Live || *l[0].ExecutionID != x.ID || *l[0].Status != "running" || l[0].CancelRequested ||
+		!l[1].Live || !l[1].CancelRequested || *l[1].Status != "cancelled" || l[2].Live || l[2].ExecutionID != nil || l[2].ExpiresAt != nil {
+		t.Errorf("beats are %+v", l)
+	}
+	a.refusedAll(y.ID, two.LockID, "cancelled, enough")
+}
+
+// follow reads the statuses of an execution until its end.
+func (a *agent) follow(url, last string) (statuses, ids []string) {
+	a.t.Helper()
+	r, err := http.NewRequestWithContext(a.t.Context(), "GET", url, http.NoBody)
+	if err != nil {
+		a.t.Fatal(err)
+	}
+	r.Header = bearer(token)
+	if last != "" {
+		r.Header.Set("Last-Event-ID", last)
+	}
+	got, err := http.DefaultClient.Do(r)
+	if err != nil {
+		a.t.Fatal(err)
+	}
+	defer got.Body.Close()
+	for lines := bufio.NewScanner(got.Body); ; {
+		e := event(a.t, lines)
+		if len(e) == 0 {
+			return statuses, ids
+		}
+		var data struct{ Status string }
+		if err := json.Unmarshal([]byte(e["data"]), &data); err != nil {
+			a.t.Fatal(err)
+		}
+		statuses, ids = append(statuses, data.Status), append(ids, e["id"])
+	}
+}
+
+func TestAFollowerSeesEveryStatusAndComesBackWithoutAGap(t *testing.T) {
+	t.Parallel()
+	a := alive(t)
+	server := a.listen(nil)
+	x := a.outside("")
+	url := server.URL + "/v1/executions/" + x.ID + "/events"
+	type seen struct{ statuses, ids []string }
+	all := make(chan seen, 1)
+	first := a.call(t.Context(), "GET", url, token)
+	defer first.Body.Close()
+	lines := bufio.NewScanner(first.Body)
+	pending := event(t, lines) // from here on nothing is missed, however quickly it comes
+	go func() {
+		statuses, ids := []string{"pending"}, []string{pending["id"]}
+		for e := event(t, lines); len(e) > 0; e = event(t, lines) {
+			_, status, _ := strings.Cut(e["id"], "-")
+			statuses, ids = append(statuses, status), append(ids, e["id"])
+		}
+		all <- seen{statuses, ids}
+	}()
+	path := "/v1/executions/" + x.ID + "/lock"
+	for range 2 {
+		l := a.locked(x.ID, "w", 30)
+		a.does("DELETE", path+"/"+l.LockID, `{"status":"waiting","waiting_for":"event","waiting_key":"k"}`, 200, &struct{}{})
+		a.does("POST", "/v1/events", `{"event":"EVENT_COMPLETED","key":"k"}`, 202, &struct{}{})
+	}
+	l := a.locked(x.ID, "w", 1) // nobody beats: it fails
+	want := []string{"pending", "running", "waiting", "running", "waiting", "running", "failed"}
+	got := <-all
+	if diff := cmp.Diff(want, got.statuses); diff != "" {
+		t.Fatal(diff)
+	}
+	a.refusedAll(x.ID, l.LockID, "lease expired")
+	for i, id := range got.ids[:len(got.ids)-1] {
+		if again, _ := a.follow(url, id); !slices.Equal(again, want[i+1:]) {
+			t.Errorf("after %s it sees %v", id, again)
+		}
+	}
+	if again, _ := a.follow(url, ""); !slices.Equal(again, []string{"failed"}) {
+		t.Errorf("who is new sees %v", again)
+	}
+}
+
+func TestAFieldOfTheWrongTypeIsNamed(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	for body, words := range map[string]string{
+		`{"flow": "external", "progress_seconds": 1.5}`: "progress_seconds cannot be a JSON number 1.5: it takes a whole number",
+		`{"flow": 7}`: "flow cannot be a JSON number: it takes a text",
+	} {
+		a.refused(a.raw("POST", "/v1/executions", body, asAdmin()), http.StatusBadRequest, words)
+	}
+}
+
+// A child that its parent outside waits for belongs to it as one inside does.
+func TestACoordinatorOutsideStartsAChildThatItWaitsFor(t *testing.T) {
+	t.Parallel()
+	a := alive(t)
+	a.creates("/v1/threads", `{"id":"t"}`, nil)
+	parent := a.outside(`,"thread_id":"t"`)
+	for more, want := range map[string]string{
+		`"wait_for_completion":true`:                          "t true true",
+		`"wait_for_completion":true,"can_inherit_lock":false`: "t true false",
+		`"wait_for_completion":false`:                         "false false",
+		`"wait_for_completion":true,"thread_id":"t"`:          "t true true",
+		`"wait_for_completion":true,"can_inherit_lock":true`:  "t true true",
+	} {
+		child := a.outside(fmt.Sprintf(`,"parent_id":%q,%s`, parent.ID, more))
+		got := value[string](t, a.pool, `select concat_ws(' ', thread_id, awaited::text, inherits::text) from agent_executions where id = $1`, child.ID)
+		if got != want {
+			t.Errorf("%s: %s, want %s", more, got, want)
+		}
+	}
+	for body, words := range map[string]string{
+		`{"flow":"external","wait_for_completion":true}`:                              "parent_id",
+		`{"flow":"external","parent_id":"` + parent.ID + `","can_inherit_lock":true}`: "wait_for_completion",
+	} {
+		a.refused(a.raw("POST", "/v1/executions", body, asAdmin()), 400, words)
+	}
+}
+
+func TestPausingAndResumingIsAuditedAndDoneOnce(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	var state executions.Pause
+	if a.get("/v1/pause", &state); state.Paused || state.PausedAt != nil {
+		t.Errorf("state: %+v", state)
+	}
+	var first, again, over executions.PauseChange
+	header := a.post("/v1/pause", `{"reason":"prices look wrong"}`, &first)
+	if !first.Changed || !first.Paused || first.PausedBy != "admin" || header.Get("X-Trace-Id") != first.TraceID {
+		t.Errorf("pause: %+v, %v", first, header)
+	}
+	a.audited(first.TraceID, first.ActivityID, "pause_agent", "prices look wrong")
+	if a.post("/v1/pause", `{"reason":"really"}`, &again); again.Changed || again.TraceID != first.TraceID || again.Reason != "prices look wrong" {
+		t.Errorf("again: %+v", again)
+	}
+	if a.get("/v1/pause", &state); !state.Paused || state.TraceID != first.TraceID || state.Reason != first.Reason {
+		t.Errorf("state: %+v", state)
+	}
+	a.refused(a.raw("POST", "/v1/pause", `{}`, asAdmin()), 400, "reason")
+	a.refused(a.raw("POST", "/v1/resume", `{"reason":" "}`, asAdmin()), 400, "reason")
+	a.post("/v1/resume", `{"reason":"they were right"}`, &over)
+	if !over.Changed || over.Paused || over.Reason != "prices look wrong" || over.ResumedAt == nil {
+		t.Errorf("resume: %+v", over)
+	}
+	a.audited(over.TraceID, over.ActivityID, "resume_agent", "they were right")
+	var none executions.PauseChange
+	if a.post("/v1/resume", `{"reason":"again"}`, &none); none.Changed || none.PausedAt != nil {
+		t.Errorf("resumed twice: %+v", none)
+	}
+}
+
+func TestALockIsRefusedWhilePaused(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	var x struct{ ID string }
+	a.expect(a.raw("POST", "/v1/executions", `{"flow":"external"}`, asAdmin()), "POST", "/v1/executions", 201, &x)
+	a.post("/v1/pause", `{"reason":"prices look wrong"}`, &struct{}{})
+	p := a.refused(a.raw("POST", "/v1/executions/"+x.ID+"/lock", `{"owner":"worker 1"}`, asAdmin()), 409, "by admin: prices look wrong")
+	if p.Type != "urn:lanekeeper:problem:paused" {
+		t.Errorf("problem: %+v", p)
+	}
+	a.post("/v1/resume", `{"reason":"they were right"}`, &struct{}{})
+	a.post("/v1/executions/"+x.ID+"/lock", `{"owner":"worker 1"}`, &struct{}{})
+}
+
+// node is the example worker, run by Node.
+type node struct {
+	cmd *osexec.Cmd
+	out *logged
+}
+
+func (a *agent) node(base, name, id, pause string) *node {
+	a.t.Helper()
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(a.t.Context()), 3*time.Minute)
+	n := &node{cmd: osexec.CommandContext(ctx, "node", "../examples/outside-worker/worker.mjs", id, "8", pause), out: &logged{}}
+	n.cmd.Env = append(os.Environ(), "AGENT_URL="+base, "AGENT_ADMIN_TOKEN="+token, "WORKER="+name, "TTL_SECONDS=600")
+	n.cmd.Stdout, n.cmd.Stderr = n.out, n.out
+	if err := n.cmd.Start(); err != nil {
+		a.t.Fatal(err)
+	}
+	a.t.Cleanup(func() {
+		cancel()
+		_ = n.cmd.Wait() // it was waited for already, or is killed
+	})
+	return n
+}
+
+func (n *node) signal(t *testing.T, s syscall.Signal) {
+	t.Helper()
+	if err := n.cmd.Process.Signal(s); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// recorded waits until a worker has recorded some steps of its own.
+func (a *agent) recorded(n *node, steps int) {
+	a.t.Helper()
+	pgtest.Eventually(a.t, time.Minute, func() bool { return strings.Count(n.out.String(), "recorded add") >= steps }, "the worker records its steps")
+}
+
+func TestAWorkerInNodeIsKilledAndAnotherGoesOnFromTheLastCheckpoint(t *testing.T) {
+	t.Parallel()
+	if _, err := osexec.LookPath("node"); err != nil {
+		t.Skip("node is not installed: the worker in another language is not tried")
+	}
+	a := alive(t)
+	base := a.listen(nil).URL
+	x := a.outside(`,"on_lost":"hand_on","input":{"start":10}`)
+	over := func() { // as if the ten minutes had passed
+		t.Helper()
+		exec(t, a.pool, `update agent_workers set expires_at = clock_timestamp() where execution_id = $1`, x.ID)
+		pgtest.Eventually(t, time.Minute, func() bool {
+			return value[bool](t, a.pool, `select claimed_by is null and status = 'running' from agent_executions where id = $1`, x.ID)
+		}, "the run is handed on")
+	}
+	first := a.node(base, "first", x.ID, "500")
+	a.recorded(first, 2)
+	first.signal(t, syscall.SIGSTOP)
+	intruder := a.node(base, "intruder", x.ID, "0")
+	if err := intruder.cmd.Wait(); intruder.cmd.ProcessState.ExitCode() != 9 || !strings.Contains(intruder.out.String(), "first has it until") {
+		t.Errorf("who came too early: %v %s", err, intruder.out)
+	}
+	first.signal(t, syscall.SIGKILL)
+	_ = first.cmd.Wait() // killed
+	over()
+	second := a.node(base, "second", x.ID, "500")
+	a.recorded(second, 2)
+	second.signal(t, syscall.SIGSTOP) // alive, but not heard of
+	over()
+	third := a.node(base, "third", x.ID, "0")
+	if err := third.cmd.Wait(); err != nil || !strings.Contains(third.out.String(), "completed: 46") {
+		t.Errorf("third: %v %s", err, third.out)
+	}
+	second.signal(t, syscall.SIGCONT)
+	if err := second.cmd.Wait(); second.cmd.ProcessState.ExitCode() != 9 || !strings.Contains(second.out.String(), ": 409 ") {
+		t.Errorf("who was woken late: %v %s", err, second.out)
+	}
+	steps := value[int](t, a.pool, `select count(*)::int from agent_checkpoints where execution_id = $1`, x.ID)
+	claims := value[int](t, a.pool, `select count(distinct claim)::int from agent_checkpoints where execution_id = $1`, x.ID)
+	var ended struct {
+		Status  string
+		Summary string `json:"result_summary"`
+	}
+	a.get("/v1/executions/"+x.ID, &ended)
+	if steps != 8 || claims != 3 || ended.Status != "completed" || ended.Summary != "the sum is 46" {
+		t.Errorf("%d steps under %d claims, %+v", steps, claims, ended)
+	}
+	for _, n := range []*node{second, third} { // nobody does again what was recorded
+		if strings.Contains(n.out.String(), "recorded add 1\n") || strings.Contains(n.out.String(), "locked with 0") {
+			t.Errorf("it began anew: %s", n.out)
+		}
+	}
+}

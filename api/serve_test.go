@@ -1,0 +1,150 @@
+package api
+
+import (
+	"bytes"
+	"encoding/json"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+	"unicode/utf8"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/credentials"
+	"github.com/lanekeeper/lanekeeper/internal/ssetest"
+)
+
+func TestTimesAreUTCAtAnyDepth(t *testing.T) {
+	t.Parallel()
+	type Inner struct {
+		At   time.Time  `json:"at"`
+		Once *time.Time `json:"once"`
+		Raw  json.RawMessage
+	}
+	type outer struct {
+		Inner
+		List []Inner `json:"list"`
+		Next *Inner  `json:"next"`
+	}
+	there := time.Date(2026, 1, 2, 3, 4, 5, 0, time.FixedZone("there", 7200))
+	v := outer{Inner: Inner{At: there}, List: []Inner{{At: there, Once: &there}}, Next: &Inner{At: there}}
+	got, err := encode(&v)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if strings.Contains(string(got), "+02:00") || strings.Count(string(got), "2026-01-02T01:04:05Z") != 4 {
+		t.Errorf("encoded as %s", got)
+	}
+	if v.List[0].At != there || *v.List[0].Once != there || v.Next.At != there {
+		t.Error("the value itself was changed")
+	}
+}
+
+func TestAPanicIsAProblemWithoutItsStack(t *testing.T) {
+	t.Parallel()
+	var log bytes.Buffer
+	s := &server{gate: &gate{}, budgets: newBudgets(), limits: usual(), log: slog.New(slog.NewTextHandler(&log, nil))}
+	h := s.wrap(s.serve(route{access: Public, handle: func(request) (answer, error) { panic("the secret inside") }}))
+	w := httptest.NewRecorder()
+	h.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), "GET", "/x", nil))
+	if w.Code != http.StatusInternalServerError || w.Header().Get("Content-Type") != "application/problem+json" {
+		t.Errorf("answer is %d %v", w.Code, w.Header())
+	}
+	if strings.Contains(w.Body.String(), "secret") || strings.Contains(w.Body.String(), "goroutine") {
+		t.Errorf("the client is told %s", w.Body)
+	}
+	if !strings.Contains(log.String(), "the secret inside") || !strings.Contains(log.String(), "goroutine") {
+		t.Errorf("the log says %s", log.String())
+	}
+}
+
+func TestHalfAnAnswerIsCutOff(t *testing.T) {
+	t.Parallel()
+	s := &server{gate: &gate{}, budgets: newBudgets(), limits: usual(), log: slog.New(slog.DiscardHandler)}
+	h := s.wrap(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		_, _ = w.Write([]byte("half"))
+		panic("then nothing")
+	}))
+	defer func() {
+		if recover() != http.ErrAbortHandler { //nolint:errorlint // the very value that net/http asks for
+			t.Error("the connection is not aborted")
+		}
+	}()
+	h.ServeHTTP(httptest.NewRecorder(), httptest.NewRequestWithContext(t.Context(), "GET", "/x", nil))
+}
+
+func TestWhatCannotBeEncodedIsAProblem(t *testing.T) {
+	t.Parallel()
+	s := &server{gate: &gate{}, budgets: newBudgets(), limits: usual(), log: slog.New(slog.DiscardHandler)}
+	h := s.serve(route{access: Public, handle: func(request) (answer, error) {
+		return answer{body: struct {
+			F func() `json:"f"`
+		}{}}, nil
+	}})
+	w := httptest.NewRecorder()
+	h.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), "GET", "/x", nil))
+	if w.Code != http.StatusInternalServerError || !json.Valid(w.Body.Bytes()) {
+		t.Errorf("answer is %d %s", w.Code, w.Body)
+	}
+}
+
+func TestALoginLastsTwelveHours(t *testing.T) {
+	t.Parallel()
+	s, err := newSessions(Options{AdminToken: "token"}, credentials.NewGuard(slog.New(slog.DiscardHandler)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	began := time.Unix(1_800_000_000, 0)
+	s.now = func() time.Time { return began }
+	r := httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/", http.NoBody)
+	r.AddCookie(s.begin(r))
+	for after, want := range map[time.Duration]bool{0: true, sessionLasts - time.Second: true, sessionLasts: false, 24 * time.Hour: false} {
+		s.now = func() time.Time { return began.Add(after) }
+		l, err := s.signed(r)
+		if err != nil || (l != nil) != want || l != nil && !l.until.Equal(began.Add(12*time.Hour)) {
+			t.Errorf("after %s: %v, %v", after, l, err)
+		}
+	}
+}
+
+// FuzzStream tells a follower of an execution whatever stands in the database, and reads it as a client does.
+func FuzzStream(f *testing.F) {
+	for i, text := range []string{
+		"running", "a\nb\r\nc\rd", "\n\nid: 9\nevent: status\ndata: {}\n\n", "\x00", "\xff\xfe", "\u2028\ufeff", "</script>", strings.Repeat("x\r", 3000),
+	} {
+		f.Add(text, text, text, i)
+	}
+	f.Fuzz(func(t *testing.T, id, status, waitingFor string, change int) {
+		w := httptest.NewRecorder()
+		e := statusEvent{ID: id, TraceID: id, Status: executions.Status(status), WaitingFor: &waitingFor, Claim: int64(change), Change: change}
+		for range 2 {
+			if err := send(w, e); err != nil {
+				t.Fatal(err)
+			}
+		}
+		got := ssetest.Read(w.Body.String())
+		if len(got.Events) != 2 || len(got.Unknown)+len(got.Comments)+len(got.Retry) > 0 || got.Left != "" {
+			t.Fatalf("%q are not two events", w.Body)
+		}
+		for _, event := range got.Events {
+			var read statusEvent
+			if err := json.Unmarshal([]byte(event.Data), &read); err != nil || event.Name != "status" {
+				t.Fatalf("event %+v: %v", event, err)
+			}
+			if !utf8.ValidString(id + status + waitingFor) {
+				continue
+			}
+			read.Claim, read.Change = e.Claim, e.Change
+			if diff := cmp.Diff(e, read); diff != "" {
+				t.Errorf("came out otherwise: %s", diff)
+			}
+			if !strings.ContainsAny(status, "\r\n\x00") && event.ID != e.mark() {
+				t.Errorf("the id is %q, not %q", event.ID, e.mark())
+			}
+		}
+	})
+}

@@ -1,0 +1,357 @@
+package api_test
+
+import (
+	"bytes"
+	"encoding/json"
+	"mime/multipart"
+	"net/http"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/api"
+	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/documents"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/retention"
+	"github.com/lanekeeper/lanekeeper/trace"
+	"github.com/lanekeeper/lanekeeper/webhooks"
+)
+
+// declare makes agents the current ones.
+func (a *agent) declare(all ...agents.Definition) {
+	a.t.Helper()
+	for _, d := range all {
+		if _, err := agents.Put(a.t.Context(), a.pool, d, "workspace"); err != nil {
+			a.t.Fatal(err)
+		}
+	}
+}
+
+func withAgents(t *testing.T) *agent {
+	t.Helper()
+	pool := pgtest.DB(t)
+	return wired(t, api.Options{
+		Pool: pool, Engine: engine(t, pool),
+		Agents: &agents.Directory{Settings: agents.Settings{Name: "desk", Model: "gpt-6-luna", Limits: agents.Limits{Tokens: 60000}}},
+	})
+}
+
+func TestAgentsAreListedTheDefaultFirst(t *testing.T) {
+	t.Parallel()
+	a := withAgents(t)
+	if got := a.list("/v1/agents", "name", 5, nil); !slices.Equal(got, []string{"desk"}) {
+		t.Errorf("without declared agents: %v", got)
+	}
+	a.declare(agents.Definition{Name: "sales", Default: true}, agents.Definition{Name: "billing"},
+		agents.Definition{Name: "returns"}, agents.Definition{Name: "zebra"})
+	want := []string{"sales", "billing", "returns", "zebra"}
+	if got := a.list("/v1/agents", "name", 50, nil); !slices.Equal(got, want) {
+		t.Errorf("one page: %v", got)
+	}
+	got := a.list("/v1/agents", "name", 2, func() {
+		if _, err := agents.Remove(t.Context(), a.pool, "workspace", []string{"sales", "returns", "zebra"}); err != nil {
+			t.Fatal(err)
+		}
+	})
+	if !slices.Equal(got, want) {
+		t.Errorf("pages between which the last agent was removed: %v", got)
+	}
+	var page struct {
+		Items []struct {
+			Model string
+			Today struct {
+				Scope string
+			}
+			Limits agents.Limits
+		}
+	}
+	a.get("/v1/agents?limit=1", &page)
+	if one := page.Items[0]; one.Model != "gpt-6-luna" || one.Limits.Tokens != 60000 {
+		t.Errorf("not the effective values: %+v", one)
+	}
+}
+
+func TestAnAgentIsShownWithWhereItsValuesComeFrom(t *testing.T) {
+	t.Parallel()
+	a := withAgents(t)
+	a.declare(agents.Definition{Name: "sales", Default: true, Timezone: "Europe/Madrid", Skills: []string{}})
+	a.declare(agents.Definition{Name: "sales", Default: true, Timezone: "Europe/Madrid", Instructions: "You are {{Nora}}."})
+	var shown struct {
+		Instructions string
+		Version      int
+		Versions     []int
+		Values       []agents.Value
+		Skills       json.RawMessage
+	}
+	a.get("/v1/agents/sales", &shown)
+	if shown.Version != 2 || !slices.Equal(shown.Versions, []int{2, 1}) || shown.Instructions != "You are {{Nora}}." || string(shown.Skills) != "null" {
+		t.Errorf("shown %+v", shown)
+	}
+	for _, want := range []agents.Value{
+		{Name: "timezone", Value: "Europe/Madrid", From: "document"},
+		{Name: "model", Value: "gpt-6-luna", From: "AGENT_MODEL"},
+		{Name: "memory", Value: "shared", From: "default"},
+		{Name: "limits.tokens", Value: "60000", From: "AGENT_MAX_TOKENS"},
+	} {
+		if !slices.Contains(shown.Values, want) {
+			t.Errorf("no %+v in %+v", want, shown.Values)
+		}
+	}
+	a.get("/v1/agents/sales?version=1", &shown)
+	if shown.Version != 1 || string(shown.Skills) != "[]" {
+		t.Errorf("version 1 is %+v", shown)
+	}
+}
+
+func TestAnAgentThatIsNotThereIsRefusedWithWhatToDo(t *testing.T) {
+	t.Parallel()
+	a := withAgents(t)
+	a.declare(agents.Definition{Name: "sales", Default: true}, agents.Definition{Name: "billing"})
+	if _, err := agents.Remove(t.Context(), a.pool, "workspace", []string{"sales"}); err != nil {
+		t.Fatal(err)
+	}
+	for path, words := range map[string]string{
+		"/v1/agents/nobody-near":      `there is no agent "nobody-near"; GET /v1/agents lists them`,
+		"/v1/agents/salse":            `there is no agent "salse", did you mean "sales"?; GET /v1/agents lists them`,
+		"/v1/agents/billing":          "agent billing was removed; ?version=1 shows what it was",
+		"/v1/agents/sales?version=9":  "agent sales has no version 9: the latest is 1; leave version out for it",
+		"/v1/agents/%00":              "GET /v1/agents lists them",
+		"/v1/agents/nobody?version=2": `there is no agent "nobody"; GET /v1/agents`,
+	} {
+		a.refused(a.raw("GET", path, "", asAdmin()), http.StatusNotFound, words)
+	}
+	a.refused(a.raw("GET", "/v1/agents/sales?version=0", "", asAdmin()), http.StatusBadRequest, "it is a number from 1")
+	a.refused(a.raw("GET", "/v1/agents?cursor=x", "", asAdmin()), http.StatusBadRequest, "")
+	var shown agents.Shown
+	a.get("/v1/agents/billing?version=1", &shown)
+}
+
+func TestListingsAreNarrowedToAnAgent(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	for _, agent := range []string{"sales", "billing", "sales"} {
+		x, _, err := a.engine.Start(t.Context(), a.pool, executions.Spec{Flow: "beat", Surface: trace.Flow, Agent: agent})
+		if err != nil {
+			t.Fatal(err)
+		}
+		exec(t, a.pool, `insert into agent_threads (id, channel, agent) values (@id, 'chat', @agent)`, postgres.Strict{"id": x.ID, "agent": agent})
+	}
+	for path, field := range map[string]string{"/v1/executions": "id", "/v1/traces": "trace_id", "/v1/threads": "id"} {
+		if got := a.list(path+"?agent=sales", field, 1, nil); len(got) != 2 {
+			t.Errorf("%s of sales: %v", path, got)
+		}
+		var page struct{ Items []struct{ Agent string } }
+		a.get(path+"?agent=billing", &page)
+		if len(page.Items) != 1 || page.Items[0].Agent != "billing" {
+			t.Errorf("%s of billing: %+v", path, page.Items)
+		}
+	}
+}
+
+func TestTargetsAndEndpointsAreSwitchedAndThatIsAudited(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	exec(t, a.pool, `insert into agent_webhook_targets (name, url, secrets, events) values ('ops', 'https://ops.example', '{"${S}"}', '{"*"}')`)
+	exec(t, a.pool, `insert into agent_webhook_endpoints (name, scheme, secrets, actions) values ('shop', 'standard', '{"${S}"}', '[]')`)
+	for path, table := range map[string]string{"targets/ops": "agent_webhook_targets", "endpoints/shop": "agent_webhook_endpoints"} {
+		var got change
+		a.post("/v1/webhooks/"+path+"/disable", `{"reason":"they move"}`, &got)
+		if !got.Changed || value[string](t, a.pool, `select disabled_by || ': ' || disabled_reason from `+table) != "admin: they move" {
+			t.Errorf("%s: %+v", path, got)
+		}
+		action := map[string]string{"targets/ops": "disable_webhook_target", "endpoints/shop": "disable_webhook"}[path]
+		a.audited(got.TraceID, got.ActivityID, action, "they move")
+		a.post("/v1/webhooks/"+path+"/enable", `{"reason":"they are back"}`, &got)
+		if !got.Changed || !value[bool](t, a.pool, `select enabled from `+table) {
+			t.Errorf("%s is not back: %+v", path, got)
+		}
+		a.refused(a.raw("POST", "/v1/webhooks/"+path+"x/enable", `{"reason":"x"}`, asAdmin()), http.StatusNotFound, "not found")
+	}
+	var list struct{ Items []webhooks.Target }
+	if a.get("/v1/webhooks/targets", &list); len(list.Items) != 1 || list.Items[0].Name != "ops" {
+		t.Errorf("targets are %+v", list)
+	}
+}
+
+func TestADeadMessageIsResentAndThatIsAudited(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	id := value[string](t, a.pool, `
+		with t as (insert into agent_webhook_targets (name, url, secrets, events) values ('ops', 'https://ops.example', '{"${S}"}', '{"*"}') returning id)
+		insert into agent_webhook_outbox (target_id, event, payload, trace_id, status, attempts)
+		select id, 'execution.failed', '{}', 'wh_1', 'dead', 10 from t returning id::text`)
+	var got change
+	a.post("/v1/webhooks/outbox/"+id+"/resend", `{"reason":"they are back"}`, &got)
+	if !got.Changed || value[string](t, a.pool, `select status || attempts from agent_webhook_outbox`) != "pending10" {
+		t.Errorf("answer is %+v", got)
+	}
+	a.audited(got.TraceID, got.ActivityID, "resend_webhook", "they are back")
+	a.refused(a.raw("POST", "/v1/webhooks/outbox/"+id+"/resend", `{"reason":"x"}`, asAdmin()), http.StatusConflict, "was not given up")
+	a.refused(a.raw("POST", "/v1/webhooks/outbox/x/resend", `{"reason":"x"}`, asAdmin()), http.StatusBadRequest, "is not the id of")
+	a.refused(a.raw("POST", "/v1/webhooks/outbox/01890000-0000-7000-8000-000000000000/resend", `{"reason":"x"}`, asAdmin()), http.StatusNotFound, "not found")
+}
+
+func TestADeadRunIsTriedAgainAndThatIsAudited(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	id := value[string](t, a.pool, `
+		with a as (insert into agent_automations (name, cron, skill_name) values ('nightly', '@daily', 'fetch') returning id)
+		insert into agent_automation_runs (automation_id, cause, scheduled_for, status) select id, 'cron', now(), 'dead' from a returning id::text`)
+	var run automations.Run
+	header := a.expect(a.raw("POST", "/v1/automations/runs/"+id+"/redrive", `{"reason":"the site is back"}`, asAdmin()),
+		"POST", "/v1/automations/runs/"+id+"/redrive", http.StatusAccepted, &run)
+	if run.Status != automations.Error || run.RetryAt == nil {
+		t.Errorf("run is %+v", run)
+	}
+	told := value[string](t, a.pool, `select skill_name || ' by ' || agent || ': ' || purpose from agent_activity where trace_id = @trace`,
+		postgres.Strict{"trace": header.Get("X-Trace-Id")})
+	if told != "redrive_automation by admin: the site is back" {
+		t.Errorf("the audit says %q", told)
+	}
+	a.refused(a.raw("POST", "/v1/automations/runs/"+id+"/redrive", `{"reason":"x"}`, asAdmin()), http.StatusConflict, "is not dead but error")
+	a.refused(a.raw("POST", "/v1/automations/runs/01890000-0000-7000-8000-000000000000/redrive", `{"reason":"x"}`, asAdmin()), http.StatusNotFound, "not found")
+}
+
+// fileForm is a multipart body with one file, and its content type.
+func fileForm(t *testing.T, name, content string) (body, contentType string) {
+	t.Helper()
+	var b bytes.Buffer
+	w := multipart.NewWriter(&b)
+	part, err := w.CreateFormFile("file", name)
+	if err == nil {
+		_, err = part.Write([]byte(content))
+	}
+	if err != nil || w.Close() != nil {
+		t.Fatal(err)
+	}
+	return b.String(), w.FormDataContentType()
+}
+
+func stored(t *testing.T, body []byte) (d documents.Document) {
+	t.Helper()
+	if err := json.Unmarshal(body, &d); err != nil {
+		t.Fatalf("%s: %v", body, err)
+	}
+	return d
+}
+
+func TestAnAdminStoresFetchesAndDeletesADocument(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	exec(t, a.pool, `insert into agent_threads (id, channel, owner_kind, owner) values ('maria', 'chat', 'admin', 'admin')`)
+	body, kind := fileForm(t, "../../a \"b\".html", "<html><script>alert(1)</script>")
+	w := a.raw("POST", "/v1/documents?thread_id=maria", body, having("Content-Type", kind))
+	if w.Code != 201 || w.Header().Get("X-Trace-Id") == "" {
+		t.Fatalf("%d %s", w.Code, w.Body)
+	}
+	d := stored(t, w.Body.Bytes())
+	if d.Name != `a "b".html` || d.ContentType != "text/html" || d.ThreadID == nil || *d.ThreadID != "maria" {
+		t.Errorf("%+v", d)
+	}
+	raw := stored(t, a.raw("POST", "/v1/documents?name=x.bin", "\x00\x01", having("Content-Type", "application/x-thing")).Body.Bytes())
+	if raw.Name != "x.bin" || raw.Size != 2 || raw.ThreadID != nil {
+		t.Errorf("%+v", raw)
+	}
+	got := a.raw("GET", "/v1/documents/"+d.ID+"/content", "", asAdmin())
+	h := got.Header()
+	if got.Body.String() != "<html><script>alert(1)</script>" || h.Get("X-Content-Type-Options") != "nosniff" ||
+		!strings.HasPrefix(h.Get("Content-Disposition"), "attachment") || h.Get("Content-Security-Policy") == "" {
+		t.Errorf("%v %s", h, got.Body)
+	}
+	var list struct{ Items []documents.Document }
+	a.get("/v1/documents?thread_id=maria", &list)
+	if len(list.Items) != 1 || list.Items[0].ID != d.ID {
+		t.Errorf("%+v", list)
+	}
+	if w := a.raw("DELETE", "/v1/documents/"+d.ID, `{"reason":"by mistake"}`, asAdmin()); w.Code != 200 {
+		t.Errorf("%d %s", w.Code, w.Body)
+	}
+	a.refused(a.raw("GET", "/v1/documents/"+d.ID, "", asAdmin()), 404, "no such document")
+	a.refused(a.raw("GET", "/v1/documents/"+d.ID+"/content", "", asAdmin()), 404, "no such document")
+	a.refused(a.raw("DELETE", "/v1/documents/"+d.ID, `{"reason":"again"}`, asAdmin()), 404, "no such document")
+	acts := value[string](t, a.pool, `
+		select string_agg(skill_name || coalesce(input ->> 'document', ''), ' ' order by id) from agent_activity where skill_name like '%\_document'`)
+	if acts != "add_document"+d.ID+" add_document"+raw.ID+" delete_document"+d.ID {
+		t.Errorf("the audit has %s", acts)
+	}
+	if n := value[int](t, a.pool, `select count(*) from agent_activity a where a::text like '%alert(1)%'`); n != 0 {
+		t.Error("the audit has the content")
+	}
+}
+
+func TestAnUploadThatCannotBeIsRefused(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	a := wired(t, api.Options{Pool: pool, Engine: engine(t, pool), DocumentBytes: 2000})
+	noFile, kind := fileForm(t, "a", "x")
+	noFile = strings.Replace(noFile, `name="file"`, `name="other"`, 1)
+	large, largeKind := fileForm(t, "a", strings.Repeat("x", 2001))
+	for what, c := range map[string]struct {
+		path, body, kind string
+		status           int
+		says             string
+	}{
+		"too large":       {"", strings.Repeat("x", 2001), "text/plain", 413, "at most 2000 bytes are stored"},
+		"too large form":  {"", large, largeKind, 413, "at most 2000 bytes are stored"},
+		"far too large":   {"", strings.Repeat("x", 100_000), "text/plain", 413, "bytes"},
+		"empty":           {"", "", "text/plain", 400, "empty"},
+		"no file":         {"", noFile, kind, 400, "no part named file"},
+		"broken form":     {"", "x", kind, 400, "no file"},
+		"unknown thread":  {"?thread_id=nobody", "x", "text/plain", 404, "thread"},
+		"wrong parameter": {"?thread=nobody", "x", "text/plain", 400, "no parameter"},
+	} {
+		t.Run(what, func(t *testing.T) {
+			a.refused(a.raw("POST", "/v1/documents"+c.path, c.body, having("Content-Type", c.kind)), c.status, c.says)
+		})
+	}
+	if w := a.raw("POST", "/v1/documents", "x", http.Header{}); w.Code != 401 {
+		t.Errorf("without a token: %d", w.Code)
+	}
+	if n := value[int](t, a.pool, `select count(*) from agent_documents`); n != 0 {
+		t.Errorf("%d documents are there", n)
+	}
+}
+
+func TestHowLongIsKeptIsSetAndAudited(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	var list struct{ Items []retention.Policy }
+	keep := func() map[string]string {
+		a.get("/v1/retention", &list)
+		all := map[string]string{}
+		for _, p := range list.Items {
+			all[p.Kind] = p.Keep
+		}
+		return all
+	}
+	if got := keep(); len(got) != 11 || got["activity"] != "forever" || got["deliveries"] != "90 days" {
+		t.Errorf("at first: %v", got)
+	}
+	var change retention.Change
+	header := a.expect(a.raw("PUT", "/v1/retention", `{"keep":{"activity":"90d","events":"36 hours"},"reason":"the disk is small"}`, asAdmin()),
+		"PUT", "/v1/retention", 200, &change)
+	if !change.Changed || header.Get("X-Trace-Id") != change.TraceID {
+		t.Errorf("%+v, %v", change, header)
+	}
+	a.audited(change.TraceID, change.ActivityID, "set_retention", "the disk is small")
+	if got := keep(); got["activity"] != "90 days" || got["events"] != "36:00:00" || got["messages"] != "forever" {
+		t.Errorf("then: %v", got)
+	}
+	for body, says := range map[string]string{
+		`{"reason":"why"}`: "keep is missing", `{"keep":{"activity":"90d"}}`: "reason is missing",
+		`{"keep":{"memory":"90d"},"reason":"why"}`:                  "'memory' is not a kind of what is kept",
+		`{"keep":{"messages":"90d","events":"1s"},"reason":"why"}`:  "events cannot be kept for 00:00:01: give 1 day to 100 years, or forever",
+		`{"keep":{"messages":"a while"},"reason":"why"}`:            "'a while' is not a time to keep messages",
+		`{"keep":{"activity":90},"reason":"why"}`:                   "keep",
+		`{"keep":{"activity":"90d"},"reason":"why","forever":true}`: "forever",
+	} {
+		a.refused(a.raw("PUT", "/v1/retention", body, asAdmin()), 400, says)
+	}
+	if got := keep(); got["messages"] != "forever" {
+		t.Errorf("part of what was refused was done: %v", got)
+	}
+}

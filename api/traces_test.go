@@ -1,0 +1,140 @@
+package api_test
+
+import (
+	"net/http"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/prompts"
+	"github.com/lanekeeper/lanekeeper/trace"
+	"github.com/lanekeeper/lanekeeper/why"
+)
+
+// TestTheCallersTraceIsALink: whoever starts a run, or wakes one by an event, with a traceparent is linked from the run's
+// trace, which keeps its own id. What is no traceparent leaves nothing.
+func TestTheCallersTraceIsALink(t *testing.T) {
+	t.Parallel()
+	const first, second = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
+	a := alive(t)
+	from := func(parent string) http.Header {
+		h := asAdmin()
+		h.Set("Traceparent", parent)
+		return h
+	}
+	links := func(id string) (all string) {
+		err := a.pool.QueryRow(t.Context(), `select coalesce(string_agg(traceparent, ' ' order by created_at), '') from agent_trace_links where trace_id = $1`, id).Scan(&all)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return all
+	}
+	var x started
+	a.expect(a.raw("POST", "/v1/executions", `{"flow":"external"}`, from(first)), "POST", "/v1/executions", http.StatusCreated, &x)
+	if got := links(x.TraceID); got != first || trace.ID(x.TraceID).OTel() == first[3:35] {
+		t.Errorf("trace %s is linked to %q, want %q", x.TraceID, got, first)
+	}
+	var lock lockAnswer
+	a.does("POST", "/v1/executions/"+x.ID+"/lock", `{"owner":"me"}`, http.StatusOK, &lock)
+	a.does("DELETE", "/v1/executions/"+x.ID+"/lock/"+lock.LockID, `{"status":"waiting","waiting_for":"event","waiting_key":"k1"}`, http.StatusOK, new(any))
+	var got executions.Delivered
+	a.expect(a.raw("POST", "/v1/events", `{"event":"EVENT_COMPLETED","key":"k1"}`, from(second)), "POST", "/v1/events", http.StatusAccepted, &got)
+	if len(got.Resumed) != 1 || links(x.TraceID) != first+" "+second {
+		t.Errorf("woken are %v; the trace is linked to %q", got.Resumed, links(x.TraceID))
+	}
+	var y started
+	a.expect(a.raw("POST", "/v1/executions", `{"flow":"external"}`, from("00-rubbish")), "POST", "/v1/executions", http.StatusCreated, &y)
+	if got := links(y.TraceID); got != "" {
+		t.Errorf("rubbish is a link: %q", got)
+	}
+}
+
+func TestATraceSaysWhyByEveryFormOfItsID(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	id := trace.New(trace.Flow)
+	begun := a.begin("order", id)
+	for _, form := range []string{string(id), id.OTel(), id.Suffix()} {
+		var got why.Answer
+		header := a.get("/v1/traces/"+form+"/why", &got)
+		if got.TraceID != string(id) || got.OTelTraceID != id.OTel() || header.Get("X-Trace-Id") != string(id) {
+			t.Errorf("by %s the trace is %s, %s, %s", form, got.TraceID, got.OTelTraceID, header.Get("X-Trace-Id"))
+		}
+		cause := got.Of(why.Because)
+		if len(cause) != 1 || cause[0].FromRef != "outside" || cause[0].ToRef != "execution "+begun.ID {
+			t.Errorf("by %s the cause is %+v", form, cause)
+		}
+	}
+	a.refused(a.raw("GET", "/v1/traces/"+string(trace.New(trace.Chat))+"/why", "", asAdmin()), http.StatusNotFound, "")
+	a.refused(a.raw("GET", "/v1/traces/nonsense/why", "", asAdmin()), http.StatusBadRequest, "not a trace id")
+}
+
+func TestTheModelCallsOfATraceAreReadWithTheirPrompts(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	const trace = "op_01J8052XG1XHJAZ95GX5TCNBAZ"
+	if _, err := a.pool.Exec(t.Context(), `
+		with calls as (
+		  insert into agent_activity (trace_id, surface, skill_name, kind, model)
+		  values ($1, 'operate', 'model_call', 'model', 'first'), ($1, 'operate', 'model_call', 'model', 'second') returning id, model),
+		part as (
+		  insert into agent_prompt_parts (digest, body) values (sha256('{"role":"user"}'), '{"role":"user"}'))
+		insert into agent_prompts (activity_id, messages) select id, array[sha256('{"role":"user"}')] from calls where model = 'second'`,
+		trace); err != nil {
+		t.Fatal(err)
+	}
+	var got prompts.Page
+	a.get("/v1/traces/"+trace+"/prompts", &got)
+	if len(got.Calls) != 2 || got.Calls[0].Recorded || !got.Calls[1].Recorded || len(got.Calls[1].Messages) != 1 {
+		t.Fatalf("read: %+v", got)
+	}
+	if part := got.Parts[got.Calls[1].Messages[0]]; string(part.Body) != `{"role":"user"}` || part.Role != "user" {
+		t.Errorf("part: %+v", part)
+	}
+	a.get("/v1/traces/"+trace+"/prompts?activity_id="+got.Calls[1].ActivityID, &got)
+	if len(got.Calls) != 1 {
+		t.Errorf("of one call: %+v", got.Calls)
+	}
+}
+
+func TestACallIsComparedWithTheOneBeforeItOnWhicheverPage(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	const trace = "op_01J8052XG1XHJAZ95GX5TCNBAZ"
+	if _, err := a.pool.Exec(t.Context(), `
+		with calls as (
+		  insert into agent_activity (id, trace_id, surface, agent, skill_name, kind)
+		  select lanekeeper.agent_uuid7_floor(now() + n * interval '1 second'), $1, 'operate', case when n = 2 then 'other' else 'ops' end, 'model_call', 'model'
+		    from generate_series(1, 4) n returning id)
+		insert into agent_prompts (activity_id, tools, messages)
+		select id, sha256('tools'), array[sha256('system'), sha256(id::text::bytea)] from calls`, trace); err != nil {
+		t.Fatal(err)
+	}
+	var all, first, second, third prompts.Page
+	a.get("/v1/traces/"+trace+"/prompts", &all)
+	if len(all.Calls) != 4 || all.Calls[2].SharedParts != 2 || all.Calls[3].SharedParts != 2 {
+		t.Fatalf("read: %+v", all)
+	}
+	a.get("/v1/traces/"+trace+"/prompts?limit=2", &first)
+	if len(first.Calls) != 2 || first.Next == nil || first.Calls[0].SharedParts != 0 || first.Calls[1].SharedParts != 0 {
+		t.Fatalf("first page: %+v", first)
+	}
+	a.get("/v1/traces/"+trace+"/prompts?limit=1&cursor="+*first.Next, &second)
+	if len(second.Calls) != 1 || second.Calls[0].SharedParts != 2 {
+		t.Errorf("second page: %+v", second)
+	}
+	a.get("/v1/traces/"+trace+"/prompts?activity_id="+all.Calls[3].ActivityID, &third)
+	if len(third.Calls) != 1 || third.Calls[0].SharedParts != 2 {
+		t.Errorf("of one call: %+v", third)
+	}
+}
+
+func TestPromptsRefuseWhatIsNoParameter(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	for query, says := range map[string]string{
+		"activity_id=nonsense": "parameter activity_id has to be a uuid", "limit=0": "it can be 1 to 100",
+		"limit=101": "it can be 1 to 100", "limit=many": "it can be 1 to 100",
+	} {
+		a.refused(a.raw("GET", "/v1/traces/op_01J8052XG1XHJAZ95GX5TCNBAZ/prompts?"+query, "", asAdmin()), 400, says)
+	}
+}

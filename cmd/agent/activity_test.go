@@ -1,0 +1,516 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"html"
+	"io"
+	"math/rand/v2"
+	"net/http"
+	"net/http/cookiejar"
+	"net/url"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/prompts"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// audited is what the commands that the tests audit change.
+const audited = hooks + `
+---
+kind: skill
+name: pay
+description: Pay.
+trust: approve
+handler: "sql:"
+config: {query: select 1 as n}
+---
+kind: automation
+name: nightly
+cron: "0 3 * * *"
+skill: pay
+---
+kind: objective
+name: tidy
+goal: Tidy up.
+steps: [look]
+`
+
+// unaudited lists the commands without an audit row, with the reason.
+var unaudited = map[string]string{
+	"": "shows help", "help": "shows help", "version": "reads", "doctor": "reads", "healthcheck": "reads", "why": "reads", "why last": "reads", "trace": "reads", "trace ls": "reads", "trace last": "reads",
+	"activity ls": "reads", "activity spend": "reads", "activity slowest": "reads", "activity failing": "reads", "activity audit": "reads", "lanes ls": "reads",
+	"executions ls": "reads", "executions show": "reads", "executions status": "reads", "executions waiting": "reads", "executions stuck": "reads", "executions replay": "reads",
+	"agents ls": "reads", "agents show": "reads", "agents diff": "reads", "models ls": "reads", "models check": "asks a model", "init": "writes files alone",
+	"flows ls": "reads", "flows show": "reads", "flows schema": "reads", "requests ls": "reads", "requests show": "reads", "skills ls": "reads", "skills show": "reads", "approvals ls": "reads",
+	"approvals show": "reads", "objectives ls": "reads", "objectives show": "reads", "automations ls": "reads", "automations show": "reads", "automations runs": "reads",
+	"automations dead": "reads", "memory ls": "reads", "memory get": "reads", "memory search": "reads", "memory stats": "reads", "memory conflicts ls": "reads",
+	"memory conflicts show": "reads", "webhooks ls": "reads", "webhooks show": "reads", "webhooks endpoints": "reads", "webhooks targets": "reads",
+	"retention show": "reads", "mcp ls": "reads", "mcp show": "reads", "threads ls": "reads", "threads show": "reads", "threads locks": "reads", "threads access": "reads",
+	"migrate": "agent_schema keeps it", "serve": "does what others ask", "dev": "applies a workspace, and serves", "demo": "plays on a database of its own", "mcp": "serves others",
+	"mcp serve": "serves others", "chat": "is a visitor", "operate": "a turn has its own rows, on behalf of the admin", "skills call": "the call has its own row, on behalf of the admin",
+	"heartbeat": "has its own rows", "lanes run": "runs a command of the admin's own; one that is skipped has a row", "selfheal": "a skill that is healed has a row",
+	"documents ls": "reads", "documents show": "reads", "documents get": "reads",
+	"documents add": "has a row; see the tests of documents", "documents rm": "has a row; see the tests of documents",
+	"threads clean": "what is freed has a row", "mcp sync": "what changes has a row", "mcp accept": "has a row; see the tests of quarantine",
+}
+
+// auditedCommands are the others, in an order in which each changes something: with the object that the audit names,
+// and the reason.
+func auditedCommands(t *testing.T, p program, db *pgxpool.Pool, dir string) [][]string {
+	one := func(sql string, args ...any) (id string) {
+		t.Helper()
+		if err := db.QueryRow(t.Context(), sql, args...).Scan(&id); err != nil {
+			t.Fatal(err)
+		}
+		return id
+	}
+	begin := func() string {
+		engine, err := executions.New(db, executions.Options{Keeper: lanes.NewKeeper(db, lanes.Options{})})
+		if err != nil {
+			t.Fatal(err)
+		}
+		x, _, err := engine.Start(t.Context(), db, executions.Spec{Flow: executions.External, Surface: trace.Flow, Agent: "tester", OnLost: "fail"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return x.ID
+	}
+	first, second := begin(), begin()
+	asked := func() string {
+		return one(`insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)
+			select x.trace_id, x.id, s.name, s.revision, '{}', lanekeeper.agent_uuid7()::text, clock_timestamp() + interval '1 day'
+			  from agent_skills s, agent_executions x where s.name = 'pay' and x.id = $1::uuid returning id::text`, first)
+	}
+	dead := one(`insert into agent_automation_runs (automation_id, cause, scheduled_for, status)
+		select id, 'manual', clock_timestamp(), 'dead' from agent_automations where name = 'nightly' returning id::text`)
+	for _, name := range []string{"later", "never"} {
+		one(`insert into agent_objectives (name, goal, status, proposed_by) values ($1, 'g', 'proposed', 'tester') returning id::text`, name)
+	}
+	one(`insert into agent_automations (name, skill_name, cron, timezone, enabled, disabled_by, proposed_by)
+		select 'proposed', skill_name, cron, timezone, false, 'proposal', 'tester' from agent_automations where name = 'nightly' returning id::text`)
+	one(`insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, status, headers, body, body_sha256)
+		values ('shop', 'msg_1', 'wh_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'wh_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'dead', '{}', '{"id": 7}', 'abc') returning id::text`)
+	one(`insert into agent_threads (id, channel) values ('maria', 'chat') returning id`)
+	one(`select try_acquire_agent_lock('pipeline:x', 'import', 3600)::text`)
+	conflict := one(`insert into agent_memory_conflicts (category, key, value, if_revision, found_revision, found_value, trace_id, found_trace_id)
+		values ('admin', 'contact', '"b"', 1, 1, '"a"', 'op_x', 'op_y') returning id::text`)
+	request := one(`insert into agent_requests (kind, execution_id, trace_id, title) values ('test', $1::uuid, 'fl_x', 'sql') returning id::text`, second)
+	step := one(`select s.id::text from agent_objective_steps s`)
+	approve, reject := asked(), asked()
+	return [][]string{
+		{"skills disable pay", "skill pay", "why not"},
+		{"skills enable pay", "skill pay", "why not"},
+		{"webhooks disable shop", "endpoint shop", "why not"},
+		{"webhooks enable shop", "endpoint shop", "why not"},
+		{"webhooks disable ops --target", "target ops", "why not"},
+		{"webhooks replay msg_1", "delivery msg_1", "why not"},
+		{"approvals approve " + approve, "decision: approve, approval " + approve + ", skill pay", "why not"},
+		{"approvals reject " + reject, "decision: reject, approval " + reject + ", skill pay", "why not"},
+		{"automations disable nightly", "automation nightly", "why not"},
+		{"automations enable nightly", "automation nightly", "why not"},
+		{"automations accept proposed", "automation proposed", "why not"},
+		{"automations redrive " + dead, "automation nightly, run " + dead, "why not"},
+		{"automations run nightly", "automation nightly", "why not"},
+		{"objectives add new --goal g", "objective new", ""},
+		{"objectives accept later", "objective later", "why not"},
+		{"objectives reject never", "objective never", "why not"},
+		{"objectives pause tidy", "objective tidy", "why not"},
+		{"objectives resume tidy", "objective tidy", "why not"},
+		{"objectives done " + step, "step " + step, "why not"},
+		{"memory set contact Ana --category admin", "memory admin / contact", "why not"},
+		{"memory conflicts resolve " + conflict + " --take theirs", "decision: keep, conflict " + conflict + ", memory admin / contact", "why not"},
+		{"memory forget contact --category admin", "memory admin / contact", "why not"},
+		{"executions cancel " + first, "execution " + first + ", flow external", "why not"},
+		{"executions retry " + first, "execution " + first, "why not"},
+		{"executions fork " + second, "execution " + second, "why not"},
+		{"executions start external:x", "flow external:x", "why not"},
+		{"executions event EVENT_COMPLETED invoice-7", "event EVENT_COMPLETED, key invoice-7", ""},
+		{"requests answer " + request + " --yes", "event TEST_COMPLETED, key " + request, ""},
+		{"lanes release pipeline:x", "lane pipeline:x", "why not"},
+		{"threads send maria hello", "thread maria", ""},
+		{"threads invite maria", "thread maria", ""},
+		{"threads open maria --flow support", "thread maria", ""},
+		{"mcp offer pay", "skill pay", ""},
+		{"mcp withdraw pay", "skill pay", ""},
+		{"retention set activity=90d", `rows: {"activity"`, "why not"},
+		{"retention run activity", "rows: activity", "why not"},
+		{"pause", "", "why not"},
+		{"resume", "", "why not"},
+		{"apply " + dir, "changed: ", ""},
+	}
+}
+
+// Every command that changes something leaves a row, of the admin, with the reason and the object.
+func TestEveryCommandThatChangesSomethingIsInTheAudit(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	p, db := on(t, url), connect(t, url)
+	dir := folder(t, map[string]string{"all.yaml": audited})
+	p.must("apply", dir)
+	seen := map[string]bool{}
+	check := func(command, object, reason string) {
+		t.Helper()
+		newest := func() (id string) {
+			_ = db.QueryRow(t.Context(), `select coalesce(max(id::text), '') from agent_activity`).Scan(&id)
+			return id
+		}
+		before := newest()
+		args := strings.Fields(command)
+		if reason != "" {
+			args = append(args, "--reason", reason)
+		}
+		if got := p.run(args...); got.code != 0 {
+			t.Errorf("agent %s: exit %d: %s", command, got.code, got.err)
+			return
+		}
+		var page struct{ Items []activity.Audited }
+		p.mustJSON(&page, "activity", "audit")
+		for _, r := range page.Items {
+			if r.ID > before && r.Actor == activity.Admin && r.OnBehalfOf == activity.Admin && strings.Contains(r.Object, object) && (reason == "" || r.Reason == reason) {
+				return
+			}
+		}
+		t.Errorf("agent %s: no row names the admin, %q and %q: %+v", command, object, reason, page.Items[:min(3, len(page.Items))])
+	}
+	for _, c := range auditedCommands(t, p, db, dir) {
+		if strings.HasPrefix(c[0], "apply") {
+			if err := os.WriteFile(filepath.Join(dir, "all.yaml"), []byte(strings.Replace(audited, "Pay.", "Pay now.", 1)), 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}
+		check(c[0], c[1], c[2])
+		words := strings.Fields(c[0])
+		for n := 1; n <= min(3, len(words)); n++ {
+			seen[strings.Join(words[:n], " ")] = true
+		}
+	}
+	var access string
+	if err := db.QueryRow(t.Context(), `select id::text from agent_thread_access where thread_id = 'maria' limit 1`).Scan(&access); err != nil {
+		t.Fatal(err)
+	}
+	check("threads revoke maria "+access, "thread maria, access "+access, "")
+	seen["threads revoke"] = true
+	for name, cmd := range everyCommand(t) {
+		if unaudited[name] == "" && !seen[name] && len(cmd.Commands()) == 0 && !strings.HasPrefix(name, "completion") {
+			t.Errorf("agent %s: does it change something? Then give it a row in the audit, and a line here", name)
+		}
+	}
+}
+
+// A run whose call needs an approval says so, with what to do, and is settled when the approved call was made.
+func TestARunThatNeedsAnApprovalSaysSoAndIsSettledWithIt(t *testing.T) {
+	t.Parallel()
+	p := on(t, pgtest.URL(t))
+	p.must("apply", folder(t, map[string]string{"all.yaml": audited}))
+	var ran struct {
+		Run        struct{ ID, Status string }
+		ApprovalID string `json:"approval_id"`
+	}
+	p.mustJSON(&ran, "automations", "run", "nightly")
+	contains(t, p.must("automations", "run", "nightly"), "waits for approval "+ran.ApprovalID, "agent approvals approve")
+	contains(t, p.must("approvals", "show", ran.ApprovalID), "asked by", "agent in automation (surface operate) for the admin")
+	contains(t, p.must("automations", "runs"), "awaits approval "+ran.ApprovalID[:30])
+	p.must("approvals", "approve", ran.ApprovalID, "--reason", "it is due")
+	late := p.run("approvals", "reject", ran.ApprovalID)
+	contains(t, late.err, "decided already: approved by admin at", "it is due", "see agent approvals show "+ran.ApprovalID)
+	if late.code != 1 || strings.Contains(late.err, "or its skill") {
+		t.Errorf("exit %d: %s", late.code, late.err)
+	}
+	p.must("heartbeat")
+	var runs struct{ Items []struct{ ID, Status string } }
+	p.mustJSON(&runs, "automations", "runs", "nightly")
+	for _, r := range runs.Items {
+		if r.Status != "success" {
+			t.Errorf("after the call the run is %+v", r)
+		}
+	}
+	if shown := p.must("approvals", "show", ran.ApprovalID); strings.Contains(shown, "waits for the decision") || !strings.Contains(shown, "consumed") {
+		t.Errorf("shown is %s", shown)
+	}
+
+	p.mustJSON(&ran, "automations", "run", "nightly")
+	p.must("approvals", "reject", ran.ApprovalID, "--reason", "too dear")
+	contains(t, p.must("automations", "runs"), "rejected by admin: too dear")
+
+	p.must("skills", "disable", "pay")
+	off := p.run("automations", "run", "nightly")
+	if off.code != 1 || strings.HasPrefix(off.out, "\n") || !strings.Contains(off.err, "agent skills enable pay") {
+		t.Errorf("of a disabled skill: exit %d, stdout %q, stderr %q", off.code, off.out, off.err)
+	}
+}
+
+// line is a line of a report, whoever tells it.
+type line = map[string]any
+
+// history writes a random history: skills that were enabled again, that are disabled and on trial, names that are no skill, model calls that
+// lead to 0, 1 and 25 skill calls or fail, skipped rows, phases, an admin's acts, and an execution with a child.
+func history(t *testing.T, db *pgxpool.Pool) {
+	t.Helper()
+	seed := uint64(time.Now().UnixNano())
+	t.Log("seed", seed)
+	r := rand.New(rand.NewPCG(seed, 1))
+	const root, child = "01890000-0000-7000-8000-000000000001", "01890000-0000-7000-8000-000000000002"
+	_, err := db.Exec(t.Context(), `
+		insert into agent_skills (name, tool_definition, handler, enabled, disabled_by, disabled_reason, disabled_at, trial_at, enabled_at)
+		values ('healthy', '{}', 'builtin:x', true, '', '', null, null, 'epoch'), ('again', '{}', 'builtin:x', true, '', '', null, null, clock_timestamp() - interval '3 hours'),
+		       ('broken', '{}', 'builtin:x', false, 'self_heal', 'failed', now(), null, 'epoch'), ('tried', '{}', 'builtin:x', false, 'self_heal', 'failed', now(), now(), 'epoch');
+		insert into agent_executions (id, trace_id, surface, agent, flow, status, parent_id)
+		values ('`+root+`', 'op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'operate', 'agent', 'external:turn', 'pending', null),
+		       ('`+child+`', 'op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'operate', 'agent', 'external:help', 'pending', '`+root+`');
+		insert into agent_activity (trace_id, kind, agent, surface, skill_name, purpose, input)
+		values ('op_01JD3V7K8ZQ6W2M5T9X4C1B0AF', 'note', 'admin', 'operate', 'disable_skill', 'it costs too much', '{"skill": "broken"}')`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	pick := func(words ...string) string { return words[r.IntN(len(words))] }
+	cause := ""
+	for range 250 {
+		kind := pick("call", "call", "call", "model", "phase", "note")
+		name, ledTo, tokens, cost := pick("healthy", "again", "broken", "tried", "imagined", "reasoning"), `{}`, 0, 0.0
+		status, class := pick("success", "success", "error", "skipped", "pending_approval", "unknown"), ""
+		if status == "error" {
+			class = pick("timeout", "http_status", "invalid_params", "unknown_tool", "disabled")
+		}
+		if kind == "model" {
+			name, ledTo = "model_call", pick(`{}`, `{"healthy": 1}`, `{"again": 25}`, `{"healthy": 3, "tried": 1, "broken": 2}`)
+			tokens, cost = 1+r.IntN(5000), float64(r.IntN(1_000_000))/1e6
+		}
+		err := db.QueryRow(t.Context(), `
+			insert into agent_activity (id, trace_id, execution_id, kind, agent, surface, skill_name, purpose, status, error_class, error_message, model, token_usage,
+			       cost_usd, led_to, cause_id, created_at, finished_at, duration_ms)
+			select lanekeeper.agent_uuid7(at), 'op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', nullif($1, '')::uuid, $2, 'agent', $3, $4, $5, $6, $7, nullif($7, ''),
+			       case $2 when 'model' then 'm1' else '' end, jsonb_build_object('prompt_tokens', $8::int / 2, 'completion_tokens', $8::int - $8::int / 2, 'total_tokens', $8::int),
+			       $9::float8::numeric(14, 6), $10::text::jsonb, nullif($11, '')::uuid, at, at, $12
+			  from (select clock_timestamp() - make_interval(secs => $13) as at) x
+			returning case when kind = 'model' then id::text else '' end`,
+			pick("", root, child), kind, pick("operate", "chat", "heartbeat"), name, pick("", "turn"), status, class, tokens, cost, ledTo,
+			map[bool]string{true: cause}[kind == "call"], r.IntN(60_000), float64(r.IntN(6*24*3600))).Scan(&cause)
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// told reads a report in each way and reports what they do not agree on; it returns the lines.
+func (c *reporter) told(name, sql, since string, fields ...string) []line {
+	c.t.Helper()
+	var bySQL []line
+	if err := c.db.QueryRow(c.t.Context(), `select coalesce(jsonb_agg(to_jsonb(x)), '[]') from (`+sql+`) x`).Scan(&bySQL); err != nil {
+		c.t.Fatal(err)
+	}
+	var byCommand, byHTTP struct {
+		Items []line `json:"items"`
+	}
+	args := []string{"activity", name, "--limit", "500"}
+	if since != "" {
+		args = append(args, "--since", since)
+	}
+	c.p.mustJSON(&byCommand, args...)
+	if err := json.Unmarshal([]byte(c.get("/v1/activity/"+name+"?limit=500")), &byHTTP); err != nil {
+		c.t.Fatal(err)
+	}
+	only := cmpopts.IgnoreMapEntries(func(k string, _ any) bool { return !slices.Contains(fields, k) })
+	if len(bySQL) == 0 {
+		c.t.Errorf("%s has no lines", name)
+	}
+	for way, lines := range map[string][]line{"the command line": byCommand.Items, "HTTP": byHTTP.Items} {
+		if diff := cmp.Diff(bySQL, lines, only, cmpopts.EquateApprox(0, 1e-9)); diff != "" {
+			c.t.Errorf("%s: SQL and %s differ:\n%s", name, way, diff)
+		}
+	}
+	return bySQL
+}
+
+// reporter asks one running program.
+type reporter struct {
+	t       *testing.T
+	p       program
+	db      *pgxpool.Pool
+	base    string
+	browser *http.Client
+}
+
+// get is a page, or a route of the admin's.
+func (c *reporter) get(path string) string {
+	c.t.Helper()
+	return c.do(http.MethodGet, path, "")
+}
+
+func (c *reporter) do(method, path, form string) string {
+	c.t.Helper()
+	req, err := http.NewRequestWithContext(c.t.Context(), method, c.base+path, strings.NewReader(form))
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	if form != "" {
+		req.Header.Set("Content-Type", "application/x-www-form-urlencoded")
+	}
+	if strings.HasPrefix(path, "/v1/") {
+		req.Header.Set("Authorization", "Bearer "+strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN="))
+	}
+	got, err := c.browser.Do(req)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	defer got.Body.Close()
+	body, err := io.ReadAll(got.Body)
+	if err != nil || got.StatusCode != http.StatusOK {
+		c.t.Fatalf("%s %s: %d %s (%v)", method, path, got.StatusCode, body, err)
+	}
+	return string(body)
+}
+
+// row is the part of a page from a text up to the end of its row.
+func (c *reporter) row(page, from string) string {
+	c.t.Helper()
+	_, rest, found := strings.Cut(page, from)
+	if !found {
+		c.t.Errorf("the page has no %s", from)
+	}
+	row, _, _ := strings.Cut(rest, "</tr>")
+	return row
+}
+
+// cells reports the numbers that a row does not have.
+func (c *reporter) cells(row string, numbers ...any) {
+	c.t.Helper()
+	plain := strings.ReplaceAll(row, ",", "")
+	for _, n := range numbers {
+		if n != nil && !strings.Contains(plain, fmt.Sprintf(">%.0f<", n)) {
+			c.t.Errorf("the page does not say %.0f in %s", n, row)
+		}
+	}
+}
+
+func TestReportsSayTheSameInSQLOnTheCommandLineOverHTTPAndOnThePage(t *testing.T) {
+	t.Parallel()
+	address := pgtest.URL(t)
+	db := connect(t, address)
+	history(t, db)
+	p := on(t, address, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "AGENT_HEARTBEAT_CRON=0 0 29 2 *")
+	s := p.start("serve")
+	jar, err := cookiejar.New(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := &reporter{t, p, db, "http://" + s.find(t, `listen=http://(\S+)`), &http.Client{Jar: jar}}
+	c.do(http.MethodPost, "/login", url.Values{"token": {strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN=")}, "next": {"/spend"}}.Encode())
+
+	c.told("spend", `select s.*, s.day::text as day from agent_spend s order by s.day desc, s.cost_usd desc, s.tokens desc, s.skill, s.surface, s.model`, "30d",
+		"day", "skill", "surface", "model", "calls", "prompt_tokens", "completion_tokens", "tokens", "cost_usd", "unknown_tokens", "unknown_usd")
+	c.spendIsWhole(t.Context())
+	page := c.get("/skills")
+	for _, l := range c.told("slowest", `select * from agent_slowest_skills`, "", "skill", "calls", "p50_ms", "p95_ms", "max_ms", "slowest_trace_id") {
+		c.cells(c.row(page, fmt.Sprintf(`id="slowest-%s"`, l["skill"])), l["calls"], l["p50_ms"], l["p95_ms"], l["max_ms"])
+	}
+	var skills struct {
+		Items []struct {
+			Name   string `json:"name"`
+			Health line   `json:"health"`
+		} `json:"items"`
+	}
+	if err := json.Unmarshal([]byte(c.get("/v1/skills")), &skills); err != nil {
+		t.Fatal(err)
+	}
+	health := map[any]line{}
+	for _, k := range skills.Items {
+		health[k.Name] = k.Health
+	}
+	for _, l := range c.told("failing", `select * from agent_failing_skills`, "", "skill", "calls", "errors", "rate", "streak", "p50_ms", "p95_ms", "last_error",
+		"last_error_class", "last_trace_id", "state") {
+		c.cells(c.row(page, fmt.Sprintf(`id="failing-%s"`, l["skill"])), l["errors"], l["calls"], l["streak"])
+		if h := health[l["skill"]]; h["streak"] != l["streak"] || h["state"] != l["state"] {
+			t.Errorf("%s: the health of skills says %v, failing says %v", l["skill"], h, l)
+		}
+	}
+	page = c.get("/audit")
+	const first = 20
+	for i, l := range c.told("audit", `select * from agent_audit order by id desc`, "30d", "id", "actor", "kind", "act", "object", "reason", "origin", "on_behalf_of", "status",
+		"error_class", "error_message", "model", "tokens", "cost_usd", "duration_ms", "surface", "trace_id", "execution_id", "parent_id", "cause_id", "thread_id") {
+		if i < first {
+			row := c.row(page, fmt.Sprintf(`id="row-%s"`, l["id"]))
+			contains(t, row, l["actor"].(string), l["act"].(string), html.EscapeString(l["object"].(string)), l["reason"].(string), l["on_behalf_of"].(string))
+		}
+	}
+}
+
+// spendIsWhole compares the sums of the views with the log, and the page's with them.
+func (c *reporter) spendIsWhole(ctx context.Context) {
+	c.t.Helper()
+	var charged, purposes, log string
+	err := c.db.QueryRow(ctx, `
+		select (select row(sum(s.calls), sum(s.prompt_tokens), sum(s.completion_tokens), sum(s.tokens), sum(s.cost_usd))::text from agent_spend s),
+		       (select row(sum(s.calls), sum(s.prompt_tokens), sum(s.completion_tokens), sum(s.tokens), sum(s.cost_usd))::text from agent_spend_by_purpose s),
+		       (select row(count(*), sum(lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens')), sum(lanekeeper.agent_tokens(a.token_usage, 'completion_tokens')),
+		               sum(lanekeeper.agent_tokens(a.token_usage, 'total_tokens')), sum(a.cost_usd))::text from agent_activity a where a.kind = 'model')`).
+		Scan(&charged, &purposes, &log)
+	if err != nil || charged != log || purposes != log {
+		c.t.Errorf("charged are %s, by purpose %s, the log has %s (%v)", charged, purposes, log, err)
+	}
+	page := c.get("/spend?days=30&by=skill")
+	rows, err := c.db.Query(ctx, `select s.skill, sum(s.tokens)::float8, sum(s.calls)::float8 from agent_spend s where s.skill <> '' group by 1`)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	defer rows.Close()
+	for rows.Next() {
+		var skill string
+		var tokens, calls float64
+		if err := rows.Scan(&skill, &tokens, &calls); err != nil {
+			c.t.Fatal(err)
+		}
+		c.cells(c.row(page, ">"+skill+"</a></th>"), tokens, calls)
+	}
+	if err := rows.Err(); err != nil {
+		c.t.Fatal(err)
+	}
+}
+
+func TestATraceShowsThePromptsOfItsModelCalls(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	p := on(t, db.Config().ConnString())
+	const id = "op_01J8052XG1XHJAZ95GX5TCNBAZ"
+	_, err := db.Exec(t.Context(), `
+		with old as (
+		  insert into agent_activity (trace_id, surface, agent, skill_name, kind, model) values ($1, 'operate', 'ops', 'model_call', 'model', 'old')),
+		call as (
+		  insert into agent_activity (trace_id, surface, agent, skill_name, kind, model, token_usage)
+		  values ($1, 'operate', 'ops', 'model_call', 'model', 'gpt-4o-mini',
+		          '{"prompt_tokens": 1200, "cached_tokens": 1024, "completion_tokens": 9, "total_tokens": 1209}') returning id),
+		part as (
+		  insert into agent_prompt_parts (digest, body)
+		  select sha256(b::bytea), b from unnest(array['[{"type":"function"}]', '{"content":"You act.","role":"system"}']) b)
+		insert into agent_prompts (activity_id, tools, messages, options)
+		select id, sha256('[{"type":"function"}]'), array[sha256('{"content":"You act.","role":"system"}'), sha256('gone')], '{"max_tokens": 4096}' from call`, id)
+	if err != nil {
+		t.Fatal(err)
+	}
+	text := p.must("trace", id, "--prompts")
+	for _, want := range []string{
+		"prompt: not recorded, or no longer kept", "tokens: 1200 prompt (1024 cached, 0 cache writes), 9 completion",
+		`options: {"max_tokens": 4096}`, "[tools, 21 bytes]\n[{\"type\":\"function\"}]", "[system, 38 bytes]\nYou act.", "is no longer kept]",
+	} {
+		contains(t, text, want)
+	}
+	var page prompts.Page
+	p.mustJSON(&page, "trace", id, "--prompts")
+	if page.TraceID != id || len(page.Calls) != 2 || len(page.Parts) != 2 {
+		t.Errorf("--json: %+v", page)
+	}
+}

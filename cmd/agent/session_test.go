@@ -1,0 +1,430 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net"
+	"net/url"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/spf13/cobra"
+
+	"github.com/lanekeeper/lanekeeper/internal/config"
+	"github.com/lanekeeper/lanekeeper/internal/logging"
+	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/migrations"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// What a stopped process has locked in the middle of a step keeps others from its executions no longer than its lease does.
+func TestATransactionIsLeftAloneForALease(t *testing.T) {
+	t.Parallel()
+	log, err := logging.New(io.Discard, "text", "error")
+	if err != nil {
+		t.Fatal(err)
+	}
+	url := pgtest.EmptyURL(t)
+	for lease, want := range map[time.Duration]string{
+		time.Second: "5s", 6 * time.Second: "6s", 30 * time.Second: "30s", 10 * time.Minute: "1min",
+	} {
+		s := &session{config: config.Config{Workers: 1, WorkerLease: lease}, log: log, url: url}
+		if err := s.connect(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		var got string
+		err := s.pool.QueryRow(t.Context(), `show idle_in_transaction_session_timeout`).Scan(&got)
+		s.close(t.Context())
+		if err != nil || got != want {
+			t.Errorf("with a lease of %s the server ends it after %q (%v), want %s", lease, got, err, want)
+		}
+	}
+}
+
+// Programs that read JSON find what to do in one place, also when the database cannot be opened.
+func TestADatabaseThatCannotBeOpenedSaysWhatToDoInItsField(t *testing.T) {
+	t.Parallel()
+	const gone = "postgres://user@127.0.0.1:1/none"
+	var got struct {
+		Error struct{ Message, Hint string }
+	}
+	if err := oneDocument(bare(t, "DATABASE_URL="+gone).run("executions", "ls", "--json").err, &got); err != nil {
+		t.Fatal(err)
+	}
+	if hint := got.Error.Hint; !strings.HasPrefix(hint, "check host and port") || strings.Contains(got.Error.Message, hint) ||
+		!strings.HasSuffix(got.Error.Message, "cannot reach the server (connection refused)") {
+		t.Errorf("got %+v", got.Error)
+	}
+	text := bare(t, "DATABASE_URL="+gone).run("executions", "ls").err
+	if want := "agent: " + got.Error.Message + ": " + got.Error.Hint + "\n"; text != want {
+		t.Errorf("in text %q, want %q", text, want)
+	}
+}
+
+// A server without a free connection is advised about once.
+func TestAFullServerIsAdvisedAboutOnce(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	db := connect(t, url)
+	role := "crowd_" + strings.ToLower(trace.New(trace.Flow).Suffix())
+	if _, err := db.Exec(t.Context(), `create role `+role+` login connection limit 0`); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if _, err := db.Exec(context.Background(), `drop role `+role); err != nil {
+			t.Error(err)
+		}
+	})
+	at := db.Config().ConnConfig
+	full := fmt.Sprintf("postgres://%s@/%s?host=%s&port=%d", role, at.Database, at.Host, at.Port)
+	if got := bare(t, "DATABASE_URL="+full).run("executions", "ls"); strings.Count(got.err, "max_connections") != 1 {
+		t.Errorf("got %+v", got)
+	}
+}
+
+// orders is a workspace with a skill that writes to a shop's database.
+const orders = `kind: database
+name: shop
+url_env: SHOP_DATABASE_URL
+access: write
+---
+kind: skill
+name: close_order
+parameters: {type: object, properties: {id: {type: integer}}}
+handler: "sql:"
+config:
+  database: shop
+  writes: true
+  query: |
+    update orders set closed = closed + 1
+    where id = @id returning id
+`
+
+const orderTable = `create table orders (id int, closed int); insert into orders values (1, 0)`
+
+// A database is declared by name, its URL comes from the environment, and nothing that is printed has it. A call
+// without the setting is refused, names it, and is no failure that self-heal counts.
+func TestSkillsOnANamedDatabase(t *testing.T) {
+	t.Parallel()
+	url, there := pgtest.URL(t), pgtest.URL(t)
+	dir := folder(t, map[string]string{"orders.yaml": orders})
+	shop := connect(t, there)
+	if _, err := shop.Exec(t.Context(), orderTable); err != nil {
+		t.Fatal(err)
+	}
+	without, with := on(t, url), on(t, url, "SHOP_DATABASE_URL="+there)
+	says := "/orders.yaml:3:10: url_env: set SHOP_DATABASE_URL"
+	if got := without.run("apply", dir); got.code != 2 || !strings.Contains(got.err, says) {
+		t.Errorf("without the setting: exit %d, %s", got.code, got.err)
+	}
+	wrong := folder(t, map[string]string{"orders.yaml": strings.Replace(orders, "closed + 1", "clsed + 1", 1)})
+	says = `/orders.yaml:14:32: sql: column "clsed" does not exist`
+	if got := with.run("apply", wrong); got.code != 2 || !strings.Contains(got.err, says) {
+		t.Errorf("wrong SQL: exit %d, %s", got.code, got.err)
+	}
+	contains(t, with.must("apply", dir), "+ database shop", "+ skill close_order")
+	contains(t, with.must("skills", "call", "close_order", "--args", `{"id": 1}`), `"row_count": 1`)
+	contains(t, with.must("doctor"), "ok   database shop")
+	if got := without.run("doctor"); got.code != 1 || !strings.Contains(got.out, "set SHOP_DATABASE_URL") {
+		t.Errorf("doctor: exit %d, %s", got.code, got.out)
+	}
+	for range 4 {
+		got := without.run("skills", "call", "close_order", "--args", `{"id": 1}`)
+		if got.code != 1 || !strings.Contains(got.err, "set SHOP_DATABASE_URL, which has the URL of database shop") {
+			t.Errorf("a call without the setting: exit %d, %s", got.code, got.err)
+		}
+	}
+	without.must("heartbeat")
+	contains(t, with.must("skills", "call", "close_order", "--args", `{"id": 1}`), `"row_count": 1`)
+	var failed int
+	err := connect(t, url).QueryRow(t.Context(), `
+		select count(*) from agent_skill_calls where skill_name = 'close_order' and status = 'error'`).Scan(&failed)
+	if err != nil || failed != 0 {
+		t.Errorf("%d failures are counted, %v", failed, err)
+	}
+}
+
+// The process is killed between the commit in the shop's database and the checkpoint in its own. Another process goes
+// on, gets the recorded result, and the order was closed once.
+func TestAnEffectInANamedDatabaseHappensOnceThroughACrash(t *testing.T) {
+	t.Parallel()
+	url, there := pgtest.URL(t), pgtest.URL(t)
+	shop, own := connect(t, there), connect(t, url)
+	if _, err := shop.Exec(t.Context(), orderTable); err != nil {
+		t.Fatal(err)
+	}
+	p := on(t, url, "SHOP_DATABASE_URL="+there, "AGENT_WORKER_LEASE=2s", token, "AGENT_LISTEN=127.0.0.1:0",
+		"AGENT_LOG_LEVEL=info")
+	p.must("apply", folder(t, map[string]string{"orders.yaml": orders}))
+	row, err := shop.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer row.Rollback(t.Context())
+	if _, err := row.Exec(t.Context(), `select from orders where id = 1 for update`); err != nil {
+		t.Fatal(err)
+	}
+	args := []string{"skills", "call", "close_order", "--args", `{"id": 1}`}
+	cmd := exec.CommandContext(t.Context(), os.Args[0], args...) //nolint:gosec // itself
+	cmd.Env = append(append(os.Environ(), asAgent+"=1"), p.environ...)
+	cmd.SysProcAttr = proctest.DieWithUs()
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	until(t, shop, `select count(*) > 0 from pg_stat_activity
+		where datname = current_database() and wait_event_type = 'Lock' and query like '%orders%'`)
+	gate, err := own.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer gate.Rollback(t.Context())
+	if _, err := gate.Exec(t.Context(), `lock table agent_checkpoints in share mode`); err != nil {
+		t.Fatal(err)
+	}
+	if err := row.Rollback(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	until(t, shop, `select count(*) = 1 from agent_effects where result is not null`)
+	if err := cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	_ = cmd.Wait() // it was killed
+	if err := gate.Rollback(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	p.start("serve").find(t, `listen=http://(\S+)`)
+	until(t, own, `select count(*) = 1 from agent_executions where flow = 'skill_call' and status = 'completed'
+		and claim > 1 and result::text like '%row_count%'`)
+	var closed int
+	if err := shop.QueryRow(t.Context(), `select closed from orders`).Scan(&closed); err != nil || closed != 1 {
+		t.Errorf("the order was closed %d times, %v", closed, err)
+	}
+}
+
+// until waits for a query to answer true.
+func until(t *testing.T, db *pgxpool.Pool, query string) {
+	t.Helper()
+	pgtest.Eventually(t, pgWait, func() bool {
+		var yes bool
+		return db.QueryRow(t.Context(), query).Scan(&yes) == nil && yes
+	}, query)
+}
+
+// withoutDatabase are the commands that open no database.
+var withoutDatabase = map[string]bool{"version": true, "help": true, "healthcheck": true, "flows schema": true, "demo": true, "init": true}
+
+// Every command that opens the database refuses one that a newer version migrated, with what to do about it, and leaves it as it is. A
+// command that is added later is held to it too: it is called in ways that fit most.
+func TestEveryCommandRefusesANewerSchema(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	pool := connect(t, url)
+	if _, err := pool.Exec(t.Context(), `insert into agent_migrations (version, name, hash) values (9999, '9999_later.sql', 'x')`); err != nil {
+		t.Fatal(err)
+	}
+	p := on(t, url, "AGENT_ADMIN_TOKEN=a-long-random-text-for-tests", "AGENT_LISTEN=127.0.0.1:0")
+	before := written(t, p, url)
+	for name, cmd := range everyCommand(t) {
+		if !cmd.Runnable() || withoutDatabase[name] || strings.HasPrefix(name, "completion") || name == "" {
+			continue
+		}
+		refuses(t, p, name, cmd)
+	}
+	if after := written(t, p, url); after != before {
+		t.Errorf("rows were written: %s before, %s after", before, after)
+	}
+}
+
+// refuses calls a command with arguments that may fit, until it comes to the database.
+func refuses(t *testing.T, p program, name string, cmd *cobra.Command) {
+	t.Helper()
+	const id = "01890000-0000-7000-8000-000000000000"
+	words := strings.Fields(name)
+	for flag, value := range map[string]string{"reason": "why", "as": "me"} {
+		if cmd.Flags().Lookup(flag) != nil {
+			words = append(words, "--"+flag, value)
+		}
+	}
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "all.yaml"), []byte("kind: objective\nname: a\ngoal: b\nsteps: [c]\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	var last answer
+	for _, args := range [][]string{nil, {dir}, {id}, {id, "x"}, {"fl_01JQZ8W3T5N7R9V1X3Z5B7D9F1"}, {"x", "--", "true"}, {"EVENT_COMPLETED", "x"}, {"activity=90d"}} {
+		last = p.run(append(slices.Clip(words), args...)...)
+		if args == nil && cmd.HasSubCommands() && strings.Contains(last.out, "Usage:") {
+			return // only a name for the commands below it
+		}
+		if strings.Contains(last.err+last.out, "migrated by a newer version of agent; use that version or newer") {
+			if last.code != exitUsage && name != "doctor" {
+				t.Errorf("agent %s: exit %d, want %d", name, last.code, exitUsage)
+			}
+			return
+		}
+	}
+	t.Errorf("agent %s does not refuse a newer schema: exit %d, %s%s", name, last.code, last.out, last.err)
+}
+
+// written counts what the commands might have written.
+func written(t *testing.T, p program, url string) (rows string) {
+	t.Helper()
+	err := connect(p.t, url).QueryRow(t.Context(), `
+		select concat_ws(' ', (select count(*) from agent_activity), (select count(*) from agent_skills), (select count(*) from agent_executions),
+		       (select count(*) from agent_workers), (select count(*) from agent_locks), (select count(*) from agent_memory))`).Scan(&rows)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return rows
+}
+
+// A user without CREATEROLE gets the statement for a superuser. After it, the next migration grants the contract.
+// Roles belong to the cluster, so the test has one of its own.
+func TestMigratePrintsTheStatementForTheMissingRole(t *testing.T) {
+	t.Parallel()
+	server, err := pgserver.Start(t.Context(), pgserver.Config{Ephemeral: true, Database: "agent", Owner: "owner"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := server.Stop(context.WithoutCancel(t.Context())); err != nil {
+			t.Error(err)
+		}
+	})
+	p := on(t, server.URL())
+	statement := regexp.MustCompile(`let a superuser run this, then run agent migrate again:\n  (create role .*;)\n`)
+	var found []string
+	for range 2 { // it is printed until it was followed
+		got := p.run("migrate")
+		if found = statement.FindStringSubmatch(got.err); got.code != 0 || found == nil {
+			t.Fatalf("agent migrate as a user without CREATEROLE: exit %d, stderr: %s", got.code, got.err)
+		}
+	}
+	superuser, err := url.Parse(server.URL())
+	if err != nil {
+		t.Fatal(err)
+	}
+	superuser.User = url.User("postgres")
+	db := connect(t, superuser.String())
+	mustExec(t, db, found[1])
+	if got := p.run("migrate"); got.code != 0 || got.err != "" {
+		t.Fatalf("agent migrate with the role: exit %d, stderr: %s", got.code, got.err)
+	}
+	mustExec(t, db, `create role importer login; grant `+migrations.ClientRole+` to importer`)
+	superuser.User = url.User("importer")
+	importer := connect(t, superuser.String())
+	mustExec(t, importer, `select try_acquire_agent_lock('shelf', 'importer', 30); select * from agent_locks_live`)
+	if _, err := importer.Exec(t.Context(), `select from agent_locks`); err == nil {
+		t.Error("the role reads a table")
+	}
+}
+
+// mustExec runs statements without arguments.
+func mustExec(t *testing.T, db *pgxpool.Pool, statements string) {
+	t.Helper()
+	if _, err := db.Exec(t.Context(), statements); err != nil {
+		t.Fatalf("%s: %v", statements, err)
+	}
+}
+
+// wire is an address behind which another one is. What goes through it can be cut.
+type wire struct {
+	net.Listener
+	mu   sync.Mutex
+	open map[net.Conn]struct{}
+	over bool // the test has ended
+}
+
+// newWire leads to an address until the test ends.
+func newWire(t *testing.T, to string) *wire {
+	t.Helper()
+	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := &wire{Listener: listener, open: map[net.Conn]struct{}{}}
+	var group sync.WaitGroup
+	group.Go(func() {
+		for {
+			near, err := w.Accept()
+			if err != nil {
+				return // the test ends
+			}
+			far, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", to)
+			if err != nil {
+				_ = near.Close()
+				continue
+			}
+			w.keep(near, far)
+			group.Go(func() { w.carry(near, far) })
+			group.Go(func() { w.carry(far, near) })
+		}
+	})
+	t.Cleanup(func() {
+		_ = listener.Close()
+		w.mu.Lock()
+		w.over = true
+		w.mu.Unlock()
+		w.cut()
+		group.Wait()
+	})
+	return w
+}
+
+func (w *wire) keep(ends ...net.Conn) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, end := range ends {
+		w.open[end] = struct{}{}
+		if w.over {
+			_ = end.Close()
+		}
+	}
+}
+
+// carry copies until one of the two ends.
+func (w *wire) carry(to, from net.Conn) {
+	_, _ = io.Copy(to, from) // an end that goes away ends it
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, end := range []net.Conn{to, from} {
+		_ = end.Close()
+		delete(w.open, end)
+	}
+}
+
+// cut breaks every connection that there is.
+func (w *wire) cut() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for end := range w.open {
+		_ = end.Close()
+	}
+}
+
+// freeAddress is an address that stays free while nobody listens there: its port is none that the system gives to who
+// does not ask for it.
+func freeAddress(t *testing.T) string {
+	t.Helper()
+	for range 1000 {
+		at := net.JoinHostPort("127.0.0.1", strconv.Itoa(20000+rand.IntN(12000))) // any will do
+		if l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", at); err == nil {
+			_ = l.Close()
+			return at
+		}
+	}
+	t.Fatal("no port from 20000 to 31999 is free")
+	return ""
+}

@@ -1,0 +1,315 @@
+package main
+
+import (
+	"encoding/json"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+const broken = "broken_on_purpose"
+
+// makeDue makes the broken automation due now, whatever its schedule says.
+func makeDue(t *testing.T, db *pgxpool.Pool) {
+	t.Helper()
+	_, err := db.Exec(t.Context(), `
+		update agent_automations set next_run_at = clock_timestamp() - interval '1 second'
+		 where name = 'broken on purpose' and next_run_at is not null`)
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// state is how the broken skill and its automation stand.
+type state struct {
+	enabled            bool
+	by, reason         string
+	failures           int // that the evidence names
+	automationEnabled  bool
+	automationDisabler string
+	calls              int
+}
+
+func stateOf(t *testing.T, db *pgxpool.Pool) state {
+	t.Helper()
+	var s state
+	err := db.QueryRow(t.Context(), `
+		select s.enabled, s.disabled_by, s.disabled_reason, coalesce(jsonb_array_length(s.evidence -> 'failures'), 0),
+		       a.enabled, a.disabled_by,
+		       (select count(*) from agent_activity c where c.skill_name = s.name and c.status = 'error')
+		  from agent_skills s, agent_automations a
+		 where s.name = 'broken_on_purpose' and a.name = 'broken on purpose'`).
+		Scan(&s.enabled, &s.by, &s.reason, &s.failures, &s.automationEnabled, &s.automationDisabler, &s.calls)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+// The caretaker's broken skill is taken out of service after its third failed call, with reason and evidence, its
+// automation is paused; enabling restores exactly that, and self-heal does not take it away again at once.
+func TestTheBrokenSkillIsTakenOutOfServiceAndComesBack(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	db := connect(t, url)
+	p := on(t, url)
+	p.must("apply", caretaker)
+
+	for call := 1; call <= 3; call++ {
+		makeDue(t, db)
+		p.must("heartbeat")
+		if got := stateOf(t, db); got.calls != call {
+			t.Fatalf("after %d heartbeats there are %d failed calls", call, got.calls)
+		}
+		if got := stateOf(t, db); call < 3 && !got.enabled {
+			t.Fatalf("disabled after %d failed calls: %+v", call, got)
+		}
+	}
+	makeDue(t, db)
+	p.must("heartbeat")
+	got := stateOf(t, db)
+	if got.enabled || got.by != "self_heal" || got.failures != 3 || got.calls != 3 {
+		t.Errorf("after the third failed call: %+v", got)
+	}
+	contains(t, got.reason, "3 consecutive failures", "caretaker_notes")
+	if got.automationEnabled || got.automationDisabler != "self_heal" {
+		t.Errorf("its automation: %+v", got)
+	}
+	contains(t, p.must("trace", "last", "--surface", "heartbeat"), "heal_skill")
+	contains(t, p.must("skills", "show", broken), "disabled by self_heal: 3 consecutive failures", "evidence", "caretaker_notes")
+	contains(t, p.must("skills", "ls"), "disabled", "self_heal")
+	if refused := p.run("skills", "call", broken); refused.code != 1 || !strings.Contains(refused.err, "agent skills enable "+broken) {
+		t.Errorf("a call of the disabled skill: exit %d, stderr %q", refused.code, refused.err)
+	}
+
+	restored := p.must("skills", "enable", broken)
+	contains(t, restored, broken+" is in service\n", "automation broken on purpose runs again\n")
+	if strings.Contains(restored, "daily sizes") {
+		t.Errorf("enabling restored what self-heal had not paused: %s", restored)
+	}
+	for range 2 {
+		contains(t, p.must("selfheal"), " skills checked, 0 taken out of service\n")
+		if got := stateOf(t, db); !got.enabled || !got.automationEnabled || got.by != "" || got.reason != "" || got.failures != 0 {
+			t.Fatalf("self-heal after the enabling: %+v", got)
+		}
+	}
+	makeDue(t, db)
+	p.must("heartbeat")
+	contains(t, p.must("selfheal"), "0 taken out of service")
+	if got := stateOf(t, db); !got.enabled || got.calls != 4 {
+		t.Errorf("after one failure since the enabling: %+v", got)
+	}
+}
+
+// agent selfheal does on its own what a heartbeat's first phase does, and says so.
+func TestSelfhealOnItsOwn(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	p := on(t, url)
+	p.must("apply", caretaker)
+	for range 3 {
+		if got := p.run("skills", "call", broken, "--json"); got.code != 1 || !strings.Contains(got.err, `"trace_id":"op_`) {
+			t.Fatalf("a call of the broken skill: exit %d, stderr %q", got.code, got.err)
+		}
+	}
+	contains(t, p.must("selfheal"), "21 skills checked, 1 taken out of service\n", "  "+broken+": 3 consecutive failures",
+		"    automation broken on purpose paused\n")
+	var again struct {
+		Checked        int
+		Healed, Trials []any
+	}
+	p.mustJSON(&again, "selfheal")
+	if again.Checked != 20 || again.Healed == nil || len(again.Healed) != 0 || again.Trials == nil {
+		t.Errorf("a second self-heal: %+v", again)
+	}
+}
+
+func TestSkillsDisableAndEnable(t *testing.T) {
+	t.Parallel()
+	p := on(t, pgtest.URL(t))
+	p.must("apply", caretaker)
+	var changed struct {
+		Skill, State string
+		Changed      bool
+		Restored     []string `json:"automations_restored"`
+	}
+	p.mustJSON(&changed, "skills", "disable", "connections", "--reason", "too slow")
+	if changed.Skill != "connections" || changed.State != "disabled" || !changed.Changed || changed.Restored == nil {
+		t.Errorf("got %+v", changed)
+	}
+	if got := p.must("skills", "disable", "connections"); got != "connections was out of service already\n" {
+		t.Errorf("disabled twice: %q", got)
+	}
+	contains(t, p.must("skills", "show", "connections"), "disabled by admin: too slow")
+	contains(t, p.must("activity", "ls", "--skill", "disable_skill"), "op_", "success")
+	p.must("apply", caretaker)
+	contains(t, p.must("skills", "show", "connections"), "disabled by admin: too slow")
+	if got := p.must("skills", "enable", "connections"); got != "connections is in service\n" {
+		t.Errorf("enabled: %q", got)
+	}
+	for _, args := range [][]string{{"enable", "nope"}, {"disable", "nope"}, {"show", "nope"}, {"call", "nope"}} {
+		got := p.run(append([]string{"skills"}, args...)...)
+		if got.code != 1 || !strings.HasSuffix(got.err, "see agent skills ls\n") {
+			t.Errorf("agent skills %v: exit %d, stderr %q", args, got.code, got.err)
+		}
+	}
+}
+
+func TestSkillsCall(t *testing.T) {
+	t.Parallel()
+	p := on(t, pgtest.URL(t))
+	p.must("apply", caretaker)
+	contains(t, p.must("skills", "call", "table_sizes", "--args", `{"limit": 1}`), `"row_count": 1`)
+	var called struct {
+		Skill       string
+		ExecutionID string `json:"execution_id"`
+		TraceID     string `json:"trace_id"`
+		Result      struct{ Rows []any }
+	}
+	p.mustJSON(&called, "skills", "call", "database_size")
+	if len(called.Result.Rows) != 1 || !strings.HasPrefix(called.TraceID, "op_") {
+		t.Errorf("got %+v", called)
+	}
+	contains(t, p.must("trace", called.TraceID), "database_size")
+	contains(t, p.must("executions", "show", called.ExecutionID), "skill_call", "completed")
+	for args, says := range map[string]string{`{"limit": 0}`: "/limit", `{"nope": 1}`: "nope", `[1]`: "object", `{`: "is not JSON"} {
+		got := p.run("skills", "call", "table_sizes", "--args", args)
+		if got.code != 2 || got.out != "" || !strings.Contains(got.err, says) {
+			t.Errorf("--args %s: exit %d, stderr %q", args, got.code, got.err)
+		}
+	}
+	var runs struct{ Items []any }
+	p.mustJSON(&runs, "executions", "ls")
+	if len(runs.Items) != 2 {
+		t.Errorf("%d executions: a call with bad arguments was begun", len(runs.Items))
+	}
+}
+
+// A call of a skill on trial is the trial, and says so.
+func TestSkillsCallOfASkillOnTrialIsTheTrial(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	p := on(t, url)
+	p.must("apply", caretaker)
+	db := connect(t, url)
+	trial := func(name, sql string) {
+		t.Helper()
+		if _, err := db.Exec(t.Context(), `
+			update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_reason = 'it failed 3 times in a row', disabled_at = now(),
+			       trial_at = now(), config = case $2 when '' then config else config || jsonb_build_object('query', $2::text) end where name = $1`, name, sql); err != nil {
+			t.Fatal(err)
+		}
+	}
+	trial("database_size", "")
+	got := p.run("skills", "call", "database_size")
+	if got.code != 0 {
+		t.Errorf("exit %d", got.code)
+	}
+	contains(t, got.err, "is on trial", "its next call decides", "it failed 3 times in a row", "skill database_size is back in service")
+	trial("database_size", "select 1 / 0")
+	got = p.run("skills", "call", "database_size")
+	if got.code != exitFailed {
+		t.Errorf("exit %d", got.code)
+	}
+	contains(t, got.err, "is on trial", "failed its trial", "its cool-down begins anew")
+	contains(t, p.run("skills", "call", "database_size").err, "is disabled by self_heal: failed its trial")
+}
+
+func TestBuiltinsAreThereWithoutBeingDeclared(t *testing.T) {
+	t.Parallel()
+	p := on(t, pgtest.URL(t))
+	contains(t, p.must("skills", "call", "recall", "--args", `{"query": "sizes"}`), `"memories": []`)
+	contains(t, p.must("skills", "call", "objectives_list"), `"objectives": []`)
+	contains(t, p.must("skills", "call", "recent_activity", "--args", `{"skill": "recall"}`), `"status": "success"`)
+	contains(t, p.must("skills", "ls"), "objectives_list", "recall", "recent_activity")
+}
+
+func TestApplyKnowsTheBuiltins(t *testing.T) {
+	t.Parallel()
+	p := on(t, pgtest.URL(t))
+	dir := folder(t, map[string]string{"x.yaml": "kind: skill\nname: mine\nhandler: builtin:recal\n"})
+	got := p.run("apply", dir)
+	if got.code != 2 {
+		t.Errorf("exit code %d, not 2", got.code)
+	}
+	contains(t, got.err, `/x.yaml:3:10: handler: unknown builtin "recal"; did you mean "recall"?`)
+	dir = folder(t, map[string]string{
+		"x.yaml": "kind: automation\nname: z\ncron: \"0 * * * *\"\nskill: recall\narguments: {limit: 3}\n",
+	})
+	p.must("apply", dir)
+}
+
+func TestABuiltinIsBackWhenTheWorkspaceNoLongerReplacesIt(t *testing.T) {
+	t.Parallel()
+	p := on(t, pgtest.URL(t))
+	p.must("apply", folder(t, map[string]string{"x.yaml": strings.Replace(goodSkill, "name: one", "name: recall", 1)}))
+	contains(t, p.must("skills", "show", "recall"), "sql:")
+	p.must("heartbeat")
+	contains(t, p.must("skills", "show", "recall"), "sql:")
+	p.must("apply", "--prune", folder(t, map[string]string{"x.yaml": goodSkill}))
+	contains(t, p.must("skills", "show", "recall"), "builtin:recall")
+}
+
+func TestAgentsAreListedShownAndCompared(t *testing.T) {
+	t.Parallel()
+	p := on(t, pgtest.URL(t))
+	contains(t, p.must("agents", "ls"), "default", "0")
+	contains(t, p.must("agents", "show", "agent"), "AGENT_TIMEZONE", "limits.tokens", "AGENT_MAX_TOKENS")
+	const sales = "kind: agent\nname: sales\ndefault: true\ndescription: Orders.\ninstructions: You are Nora.\ntimezone: Europe/Madrid\n" +
+		"limits: {tokens: 60000, day_usd: 5}\n"
+	const billing = "---\nkind: agent\nname: billing\nkeys: [shop]\nmemory: own\n"
+	dir := folder(t, map[string]string{"a.yaml": sales + billing})
+	p.must("apply", dir)
+	p.must("apply", folder(t, map[string]string{"a.yaml": sales + "effort: low\n" + billing}))
+	contains(t, p.must("agents", "ls"), "sales", "default", "Orders.", "billing", "shop", "own")
+	contains(t, p.must("agents", "show", "sales"), "version 2 of", "2 in all", "Europe/Madrid", "document", "60000", "You are Nora.")
+	contains(t, p.must("agents", "diff", "sales"), "--- sales version 1", "+++ sales version 2", "+effort: low")
+	contains(t, p.must("agents", "diff", "sales", "2", "2"), "no difference")
+	contains(t, p.must("agents", "diff", "billing"), "+name: billing")
+	var shown struct {
+		Values []agents.Value
+		Model  string
+	}
+	if err := json.Unmarshal([]byte(p.must("agents", "show", "sales", "--json")), &shown); err != nil || len(shown.Values) < 15 {
+		t.Errorf("%d values, %v", len(shown.Values), err)
+	}
+	p.must("heartbeat", "--agent", "billing")
+	for _, list := range [][]string{{"executions", "ls"}, {"trace", "ls"}} {
+		contains(t, p.must(append(list, "--agent", "billing")...), "hb_")
+		contains(t, p.must(append(list, "--agent", "sales")...), "matches")
+	}
+	contains(t, p.must("threads", "ls", "--agent", "billing"), "no threads")
+	for _, c := range []struct {
+		args []string
+		code int
+		want string
+	}{
+		{[]string{"agents", "show", "nobody"}, 1, `there is no agent "nobody"; see agent agents ls`},
+		{[]string{"chat", "--agent", "nobody", "hello"}, 1, `find agent "nobody": no such agent; see agent agents ls`},
+		{[]string{"agents", "show", "sales", "--version", "9"}, 1, "agent sales has no version 9: the latest is 2"},
+		{[]string{"agents", "diff", "sales", "one"}, 2, `"one" is no version`},
+	} {
+		got := p.run(c.args...)
+		if got.code != c.code {
+			t.Errorf("%v: %d %s", c.args, got.code, got.err)
+		}
+		contains(t, got.err, c.want)
+	}
+	p.must("apply", "--prune", folder(t, map[string]string{"a.yaml": sales}))
+	contains(t, p.run("agents", "show", "billing").err, "agent billing was removed; agent agents show billing --version 1 shows what it was")
+}
+
+// A person reads the greeting before the first prompt of a conversation, and not when it goes on.
+func TestChatOnATerminalBeginsWithTheGreeting(t *testing.T) {
+	t.Parallel()
+	p := on(t, pgtest.URL(t))
+	p.must("apply", folder(t, map[string]string{"a.yaml": "kind: agent\nname: nora\ngreeting: Hola, soy Nora.\n"}))
+	contains(t, p.onTerminal(t, "hello\n\x04", "chat", "--thread", "ana"), "Hola, soy Nora.\r\n> ")
+	if screen := p.onTerminal(t, "\x04", "chat", "--thread", "ana"); strings.Contains(screen, "Hola") {
+		t.Errorf("greeted again:\n%s", screen)
+	}
+}

@@ -1,0 +1,143 @@
+package operate
+
+import (
+	"context"
+	"encoding/json"
+	"log/slog"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+	"unicode/utf8"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/ssetest"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// A run that resumes takes no step before it waits for leave. The lane that it took before it was resumed is freed
+// all the same: it would else be kept for as long as the person takes.
+func TestARunThatOnlyWaitsAgainFreesTheLaneThatItTookBefore(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	log := slog.New(slog.DiscardHandler)
+	listener := postgres.NewListener(postgres.Dialer(pool), log)
+	keeper := lanes.NewKeeper(pool, lanes.Options{Listener: listener, Logger: log})
+	engine, err := executions.New(pool, executions.Options{Keeper: keeper, Listener: listener, Logger: log, Workers: 2})
+	if err != nil {
+		t.Fatal(err)
+	}
+	o := &Operate{log: log}
+	freed := make(chan string, 1)
+	err = engine.Register("waits", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+		if current, _ := executions.Current(ctx); current.WaitNumber == 0 {
+			if _, err := executions.Lane(ctx, Lane); err != nil {
+				return executions.Result{}, err
+			}
+		}
+		if _, err := executions.Wait(ctx, "first", executions.Event("first", time.Hour)); err != nil {
+			return executions.Result{}, err
+		}
+		_, p := o.protect(ctx, nil)
+		p.lend(ctx)
+		var holder string
+		err := pool.QueryRow(ctx, `select coalesce((select locked_by from agent_locks_live where lane = @lane), '')`,
+			postgres.Strict{"lane": Lane}).Scan(&holder)
+		freed <- holder
+		return executions.Result{}, err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, stop := context.WithCancel(t.Context())
+	over := make(chan error, 3)
+	for _, run := range []func(context.Context) error{listener.Run, keeper.Run, engine.Run} {
+		go func() { over <- run(ctx) }()
+	}
+	defer func() {
+		stop()
+		for range 3 {
+			if err := <-over; err != nil {
+				t.Error(err)
+			}
+		}
+	}()
+	if _, _, err := engine.Start(ctx, pool, executions.Spec{Flow: "waits", Surface: trace.Operate}); err != nil {
+		t.Fatal(err)
+	}
+	pgtest.Eventually(t, time.Minute, func() bool {
+		var kept bool
+		err := pool.QueryRow(ctx, `
+			select exists (select from agent_executions e join agent_locks l on l.execution_id = e.id where e.status = 'waiting' and l.lane = @lane)`,
+			postgres.Strict{"lane": Lane}).Scan(&kept)
+		return err == nil && kept
+	}, "the run waits and keeps the lane")
+	if _, err := pool.Exec(ctx, `select deliver_agent_event('EVENT_COMPLETED', 'first', '{}')`); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case holder := <-freed:
+		if holder != "" {
+			t.Errorf("the lane is held by %s", holder)
+		}
+	case <-time.After(time.Minute):
+		t.Fatal("the run did not go on")
+	}
+}
+
+// FuzzStream writes events of any content and reads them as a client does: each is one event, with the data it was given.
+func FuzzStream(f *testing.F) {
+	for _, s := range []string{"", "a\nb\r\nc\rd", "\n\nevent: done\ndata: {}\n\n", "\x00\u2028\xff", "</script>", strings.Repeat("a\r\n", 2000)} {
+		f.Add(s, `{"a": "b"}`)
+		f.Add(s, "{\n\n\"event\":\t\"\\n\\n\"\r\n}")
+	}
+	f.Fuzz(func(t *testing.T, text, arguments string) {
+		if !json.Valid([]byte(arguments)) {
+			arguments = "null"
+		}
+		w := httptest.NewRecorder()
+		_, leave := context.WithCancelCause(t.Context())
+		s := newStream(w, leave)
+		sent := []Event{
+			{"start", Start{TraceID: "op_0", SessionID: text}},
+			{"delta", Delta{text}},
+			{"tool", ToolCall{ID: text, Name: "f", Arguments: json.RawMessage(arguments), Error: text}},
+			{text, Delta{text}},
+			{"done", Done{Text: text}},
+		}
+		for _, e := range sent {
+			s.event(e)
+			s.comment("sign of life")
+		}
+		got := ssetest.Read(w.Body.String())
+		if len(got.Events) != len(sent) || len(got.Comments) != len(sent) || len(got.Unknown)+len(got.Retry) > 0 || got.Left != "" {
+			t.Fatalf("%d events: %q", len(got.Events), w.Body)
+		}
+		for i, e := range got.Events {
+			if !json.Valid([]byte(e.Data)) || i != 3 && e.Name != sent[i].Name {
+				t.Errorf("event %d is %+v", i, e)
+			}
+		}
+		var delta Delta
+		var call ToolCall
+		var done Done
+		for i, into := range map[int]any{1: &delta, 2: &call, 4: &done} {
+			if err := json.Unmarshal([]byte(got.Events[i].Data), into); err != nil {
+				t.Errorf("event %d is %q: %v", i, got.Events[i].Data, err)
+			}
+		}
+		if !utf8.ValidString(text + arguments) {
+			return
+		}
+		call.Arguments = nil // as JSON they are the same, not as text
+		want := ToolCall{ID: text, Name: "f", Error: text}
+		if diff := cmp.Diff(want, call) + cmp.Diff(Done{Text: text}, done) + cmp.Diff(Delta{text}, delta); diff != "" {
+			t.Errorf("%q came out otherwise: %s", text, diff)
+		}
+	})
+}
