@@ -36,7 +36,7 @@
 //   - A listing is {"items": […], "next_cursor": "…" or null}, newest first. A cursor names the last row of
 //     its page by a key that only grows, so rows that come in between shift nothing: what was there when
 //     the listing began is listed exactly once.
-//   - A POST with an Idempotency-Key is done once; see once.go.
+//   - A POST with an Idempotency-Key is done once; see idempotency.go.
 //   - What an open transaction of a client holds, such as an event id, an idempotency key or the lane of a thread, is waited for during a
 //     second, in which the request has no connection most of the time. Then the answer is 503 with Retry-After and names that transaction.
 //   - What an admin changes is an activity under an op_ trace, committed together with the change. A lane

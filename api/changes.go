@@ -31,7 +31,8 @@ type change struct {
 	ActivityID string `json:"activity_id"`
 }
 
-// atRevision lock what an admin changes, by what it is called in the record, where the request says on which revision that is based.
+// atRevision lock what an admin changes, by what it is called in the record, where the request says on which revision
+// that is based.
 var atRevision = map[string]func(ctx context.Context, tx pgx.Tx, name string, revision int) error{
 	"objective": objectives.AtRevision, "automation": automations.AtRevision, "skill": skills.AtRevision,
 }

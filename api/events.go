@@ -93,7 +93,8 @@ func (s *server) raiseEvent(r request) (answer, error) {
 	return answer{body: delivered(got), status: http.StatusAccepted}, nil
 }
 
-// deliver raises an event. A message for a conversation that there is becomes a message of it, as when its visitor had said it.
+// deliver raises an event. A message for a conversation that there is becomes a message of it, as when its visitor
+// had said it.
 func (s *server) deliver(ctx context.Context, e event) (executions.Delivered, error) {
 	ctx = executions.WithLockPatience(ctx, postgres.LockPatience)
 	data, content := said(e)
@@ -113,7 +114,8 @@ func (s *server) deliver(ctx context.Context, e event) (executions.Delivered, er
 	return executions.Delivered{EventID: arrived.EventID, Resumed: arrived.Resumed}, err
 }
 
-// said is what a message says, under the names that a wait for a response reads; "" of other events and of what is no text.
+// said is what a message says, under the names that a wait for a response reads; "" of other events and of what is no
+// text.
 func said(e event) (data map[string]any, content string) {
 	var members map[string]json.RawMessage // as they came, also long numbers
 	if e.Event != "MESSAGE_RECEIVED" || json.Unmarshal(e.Data, &members) != nil {

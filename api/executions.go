@@ -150,7 +150,8 @@ type beginning struct {
 	ThreadID string          `json:"thread_id,omitempty"`
 	ChatKey  string          `json:"chat_key,omitempty"` // may speak in the thread, and calls it by its id
 	ParentID string          `json:"parent_id,omitempty"`
-	// The parent waits for it: it is cancelled with the parent, and speaks in the parent's thread. The parent then gives its lock back with waiting_for agent.
+	// The parent waits for it: it is cancelled with the parent, and speaks in the parent's thread. The parent then gives
+	// its lock back with waiting_for agent.
 	WaitForCompletion bool  `json:"wait_for_completion,omitempty"`
 	CanInheritLock    *bool `json:"can_inherit_lock,omitempty"` // of one that is waited for: whether it may act in the parent's lanes; true when left out
 
@@ -371,8 +372,8 @@ func (s *server) flowNames(ctx context.Context) ([]string, error) {
 	return slices.Compact(names), nil
 }
 
-// keyedStart makes the execution an effect of its Idempotency-Key, so that it is started once also when the process died
-// between starting it and keeping the answer.
+// keyedStart makes the execution an effect of its Idempotency-Key, so that it is started once also when the process
+// died between starting it and keeping the answer.
 func keyedStart(r *http.Request, b beginning) string {
 	key := r.Header.Get(keyHeader)
 	if key == "" {

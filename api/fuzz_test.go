@@ -23,7 +23,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// written are requests in whose bodies and addresses $T stands for a text; "$T" in quotes is a JSON text, if the text is.
+// written are requests in whose bodies and addresses $T stands for a text; "$T" in quotes is a JSON text, if the text
+// is.
 var written = []string{
 	`POST /v1/events {"event": "EVENT_COMPLETED", "key": "$T", "data": {"a": "$T", "$T": [$T]}, "id": "$T"}`,
 	`POST /v1/events {"event": "MESSAGE_RECEIVED", "key": "thread", "data": {"content": "$T"}}`,
@@ -46,8 +47,8 @@ var written = []string{
 }
 
 // FuzzTextOnItsWayIn sends any text through every door: the database cannot hold NUL, bytes that are not UTF-8, or
-// half of a surrogate pair, and no number beyond its own. Whatever it is, it is taken, or refused as the client's mistake; it
-// is never ours.
+// half of a surrogate pair, and no number beyond its own. Whatever it is, it is taken, or refused as the client's
+// mistake; it is never ours.
 func FuzzTextOnItsWayIn(f *testing.F) {
 	pool := pgtest.DB(f)
 	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
@@ -130,8 +131,8 @@ var hostile = []string{
 
 var pathParameter = regexp.MustCompile(`\{[^}]*\}`)
 
-// TestNoValueInAnyRouteIsOurMistake puts each hostile value into each place of each route's document: keys, values, parameters.
-// Whatever it is, it is taken or refused.
+// TestNoValueInAnyRouteIsOurMistake puts each hostile value into each place of each route's document: keys, values,
+// parameters. Whatever it is, it is taken or refused.
 func TestNoValueInAnyRouteIsOurMistake(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -193,7 +194,8 @@ func parameters(operation map[string]any) (names []string) {
 	return names
 }
 
-// bodies has the value once in each place of an operation's body, the others being harmless; one empty text without a body.
+// bodies has the value once in each place of an operation's body, the others being harmless; one empty text without a
+// body.
 func (a *agent) bodies(operation map[string]any, value string) []string {
 	request, _ := operation["requestBody"].(map[string]any)
 	content, _ := request["content"].(map[string]any)

@@ -73,8 +73,8 @@ func (s *server) once(rt route, next http.Handler) http.Handler {
 	})
 }
 
-// claim hears whether the key was taken also when the client has left: one of which nobody knows would be in the way of the same
-// request until its lease ends. One that may have been taken, though the answer was lost, is given up.
+// claim hears whether the key was taken also when the client has left: one of which nobody knows would be in the way
+// of the same request until its lease ends. One that may have been taken, though the answer was lost, is given up.
 func (s *server) claim(ctx context.Context, id *identity) (first *kept, err error) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), settleLimit)
 	defer cancel()
@@ -429,9 +429,10 @@ const (
 	maxSettlePause = 2 * time.Second
 )
 
-// unsettled are attempts that are over, and of which the database could not be told: until their leases end, their keys would be in
-// the way of the same requests sent again, here and at other processes. Whoever comes next with a key tells it, and a goroutine does
-// as soon as the database is back. The goroutine has ended when nothing is left to tell.
+// unsettled are attempts that are over, and of which the database could not be told: until their leases end, their
+// keys would be in the way of the same requests sent again, here and at other processes. Whoever comes next with a
+// key tells it, and a goroutine does as soon as the database is back. The goroutine has ended when nothing is left to
+// tell.
 type unsettled struct {
 	db   postgres.DB
 	stop <-chan struct{} // ends the goroutine; nil is never

@@ -356,7 +356,8 @@ func TestAKeyWhoseClaimWasNotHeardOfIsFreeWhenTheDatabaseIsBack(t *testing.T) {
 	}
 }
 
-// Another process need not wait for a lease either: who could not tell of an attempt tells it once the database is back.
+// Another process need not wait for a lease either: who could not tell of an attempt tells it once the database is
+// back.
 func TestAKeyIsFreeElsewhereWhenTheDatabaseIsBack(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

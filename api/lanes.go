@@ -122,8 +122,8 @@ func (b *laneBreak) recorded(ctx context.Context, tx pgx.Tx) error {
 	return err
 }
 
-// inUse answers for a break that an open transaction holds up, such as a protected write of the holder: who holds the lane, and which
-// transaction is in the way.
+// inUse answers for a break that an open transaction holds up, such as a protected write of the holder: who holds the
+// lane, and which transaction is in the way.
 func (s *server) inUse(ctx context.Context, lane string, cause error) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), probeLimit)
 	defer cancel()

@@ -108,8 +108,9 @@ func (s *server) probe(ctx context.Context) readiness {
 	return got
 }
 
-// writes says whether the database takes what is written. It costs nothing until a statement of this process was refused because the
-// disk is full or the database read-only; from then on a large write is tried now and then, and taken back.
+// writes says whether the database takes what is written. It costs nothing until a statement of this process was
+// refused because the disk is full or the database read-only; from then on a large write is tried now and then, and
+// taken back.
 func (s *server) writes(ctx context.Context) check {
 	taken := check{true, "are taken"}
 	at, refused := postgres.LastRefusal(s.ready)

@@ -290,15 +290,15 @@ type Endpoint struct {
 	// context ends when the client goes away, and at shutdown, with the cause executions.ErrDraining; the
 	// handler has to return then.
 	Stream bool
-	// Ends marks a stream that is the answer to a request and comes to an end by itself: a shutdown waits for it for a while,
-	// because a client may not know whether it can ask again.
+	// Ends marks a stream that is the answer to a request and comes to an end by itself: a shutdown waits for it for a
+	// while, because a client may not know whether it can ask again.
 	Ends bool
 	// OpenAIErrors makes refusals (401, 403, 404, 405, 408, 413, 415, 429) OpenAI's error objects.
 	OpenAIErrors bool
 	// MaxBody is in bytes, 1 MiB when 0.
 	MaxBody int64
-	// Expect is called before the body is read. It refuses the request, or returns it and how many bytes its body may have, at most
-	// MaxBody. Nil expects MaxBody. Such routes share bounds that no other route has.
+	// Expect is called before the body is read. It refuses the request, or returns it and how many bytes its body may
+	// have, at most MaxBody. Nil expects MaxBody. Such routes share bounds that no other route has.
 	Expect func(r *http.Request) (*http.Request, int64, error)
 	// Idempotent honours Idempotency-Key. It needs a caller that is known, so not Public.
 	Idempotent bool

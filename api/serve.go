@@ -80,8 +80,8 @@ func (s *server) run(rt route, in request) (got answer, from *replica.Source, er
 	return got, from, err
 }
 
-// run calls the route's function. What may be done twice is done again when a connection to the database broke under it, so
-// that a client need not.
+// run calls the route's function. What may be done twice is done again when a connection to the database broke under
+// it, so that a client need not.
 func (rt route) run(in request) (got answer, err error) {
 	twice := in.Method == http.MethodGet || in.Method == http.MethodHead || rt.repeatable || rt.keyed && in.Header.Get(keyHeader) != ""
 	if !twice {
@@ -247,8 +247,8 @@ func (b because) check() error {
 	return nil
 }
 
-// readBody decodes a body into the type of zero, and refuses what that does not say. A route without a body takes none, or an
-// empty object: what is said to it would be ignored.
+// readBody decodes a body into the type of zero, and refuses what that does not say. A route without a body takes
+// none, or an empty object: what is said to it would be ignored.
 func readBody(r *http.Request, zero any) (any, error) {
 	raw, err := admission.Bytes(r.Body)
 	if err != nil {

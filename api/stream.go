@@ -88,7 +88,8 @@ func seen(lastEventID string, present int) int {
 	return present - 1
 }
 
-// tell sends states until one is terminal, the execution is gone, or ctx ends. Changes up to and with after are not told.
+// tell sends states until one is terminal, the execution is gone, or ctx ends. Changes up to and with after are not
+// told.
 func (s *server) tell(ctx context.Context, w http.ResponseWriter, now statusEvent, after int) error {
 	updates, leave := s.watch.join(ctx, now.ID)
 	defer leave()

@@ -392,7 +392,8 @@ func (s *server) openThread(r request) (answer, error) {
 	return answer{body: got, status: http.StatusCreated, trace: done.TraceID}, nil
 }
 
-// begin makes a thread of the admin's or, where its messages go out by themselves, of the channel's, and opens it to the key that is named.
+// begin makes a thread of the admin's or, where its messages go out by themselves, of the channel's, and opens it to
+// the key that is named.
 func (s *server) begin(ctx context.Context, tx pgx.Tx, o opening) (threads.Thread, bool, error) {
 	t := threads.Thread{ID: o.ID, Channel: o.Channel, Target: o.Target, Participant: o.Participant, Owner: o.Owner, IdleSeconds: value(o.IdleSeconds)}
 	if o.Channel == "" || o.Channel == threads.ChannelChat || o.Owner != "" {
@@ -498,8 +499,8 @@ func saidWrong(err error) error {
 	return err
 }
 
-// sayingKey makes the message an effect of its Idempotency-Key, so that it is sent once also when the process died between
-// sending it and keeping the answer.
+// sayingKey makes the message an effect of its Idempotency-Key, so that it is sent once also when the process died
+// between sending it and keeping the answer.
 func sayingKey(r *http.Request, thread string, b saying) string {
 	key := r.Header.Get(keyHeader)
 	if key == "" {

@@ -53,8 +53,8 @@ func (s *server) listActivity(r request) (answer, error) {
 	return answer{body: pageOf(rows, next)}, nil
 }
 
-// reports are the questions about the log that people ask most. Their figures are those of the views agent_spend, agent_slowest_skills,
-// agent_failing_skills and agent_audit.
+// reports are the questions about the log that people ask most. Their figures are those of the views agent_spend,
+// agent_slowest_skills, agent_failing_skills and agent_audit.
 func (s *server) reports() []route {
 	skill := text("skill", "Name of the skill")
 	since := moment("since", "Only what began at this moment or later; without it, the last 7 days")

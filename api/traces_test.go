@@ -10,8 +10,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/why"
 )
 
-// TestTheCallersTraceIsALink: whoever starts a run, or wakes one by an event, with a traceparent is linked from the run's
-// trace, which keeps its own id. What is no traceparent leaves nothing.
+// TestTheCallersTraceIsALink: whoever starts a run, or wakes one by an event, with a traceparent is linked from the
+// run's trace, which keeps its own id. What is no traceparent leaves nothing.
 func TestTheCallersTraceIsALink(t *testing.T) {
 	t.Parallel()
 	const first, second = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"

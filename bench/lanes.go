@@ -303,8 +303,8 @@ type handedOver struct {
 	floor, ours samples
 }
 
-// settledFor is how long a waiter is left alone before the release: its second look, which it takes without being woken, is
-// over by then, so that what is measured is the waking.
+// settledFor is how long a waiter is left alone before the release: its second look, which it takes without being
+// woken, is over by then, so that what is measured is the waking.
 const settledFor = 60 * time.Millisecond
 
 // handOvers hands a lane to a waiter of another process: it has a pool, a listener and a keeper of its own.
@@ -387,7 +387,8 @@ func (b *laneBench) untilWaiting(ctx context.Context) error {
 	}
 }
 
-// handFloor is the least that hands a row over: an update that notifies, and an update by who has heard of it, both committed.
+// handFloor is the least that hands a row over: an update that notifies, and an update by who has heard of it, both
+// committed.
 type handFloor struct {
 	bench  *laneBench
 	listen *pgx.Conn

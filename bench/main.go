@@ -174,8 +174,8 @@ func (b *waitBench) print(out io.Writer, r waitResult) {
 // tick is the unit of times in /proc, which is the same on every Linux that Go supports.
 const tick = 10 * time.Millisecond
 
-// cpuTime is the processor time that was used so far, by the server and by this process. It says more than the time on the
-// clock where others use the machine as well.
+// cpuTime is the processor time that was used so far, by the server and by this process. It says more than the time
+// on the clock where others use the machine as well.
 type cpuTime struct{ server, own time.Duration }
 
 // cpu reads it; zero where the system does not say.

@@ -22,9 +22,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/why"
 )
 
-// storyBench measures what people ask of a large log: the story of one trace, by the SQL that CONTRACTS.md gives, by what
-// `agent trace` and GET of a trace read, and as a page; and every view and listing of the dashboard. The floor is one
-// row by its key. Traces are drawn from the whole log, so most are not in memory.
+// storyBench measures what people ask of a large log: the story of one trace, by the SQL that CONTRACTS.md gives, by
+// what `agent trace` and GET of a trace read, and as a page; and every view and listing of the dashboard. The floor
+// is one row by its key. Traces are drawn from the whole log, so most are not in memory.
 type storyBench struct {
 	room
 	often int // the story of a trace, floor and story in turns
@@ -245,8 +245,9 @@ func (b *storyBench) printStory(out io.Writer, questions []*asked) {
 	fmt.Fprint(out, t.String())
 }
 
-// whyBench measures what why(trace) takes in a large log, beside one row read by an index in turns with it. Traces are drawn from the whole
-// log, so most are not in memory. Each has a hundred actions, a wait for an event that another trace raised, a lane, and three of ten have a child.
+// whyBench measures what why(trace) takes in a large log, beside one row read by an index in turns with it. Traces
+// are drawn from the whole log, so most are not in memory. Each has a hundred actions, a wait for an event that
+// another trace raised, a lane, and three of ten have a child.
 type whyBench struct {
 	storyBench
 	sequential int64 // rows read by sequential scans, by all questions
@@ -301,7 +302,8 @@ func whyBenchmark(ctx context.Context, args []string, out, errw io.Writer) (err 
 	return nil
 }
 
-// askInTurns asks each question about one trace after the other, so that whatever else the machine does concerns all alike.
+// askInTurns asks each question about one trace after the other, so that whatever else the machine does concerns all
+// alike.
 func (b *whyBench) askInTurns(ctx context.Context) ([]*asked, error) {
 	questions := []*asked{
 		{name: "floor: one row by an index", ask: b.read(`select e.id from agent_executions e where e.trace_id = @trace limit 1`)},
@@ -351,8 +353,8 @@ func (b *whyBench) printWhy(out io.Writer, questions []*asked) {
 	fmt.Fprint(out, t.String())
 }
 
-// fillCauses gives each execution of the log what why() tells of: the execution before it raised the event that it waited for, it had a lane,
-// two steps, and, three of ten, a child in its trace. What is there stays.
+// fillCauses gives each execution of the log what why() tells of: the execution before it raised the event that it
+// waited for, it had a lane, two steps, and, three of ten, a child in its trace. What is there stays.
 func (b *whyBench) fillCauses(ctx context.Context) error {
 	began := time.Now()
 	for from := int64(0); from < b.large/100; from += piece / 10 {

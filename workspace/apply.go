@@ -89,8 +89,8 @@ func wrap(what string, err error) error {
 	return fmt.Errorf("%s: %w", what, err)
 }
 
-// Lock keeps applies, and whatever else follows from what they write, apart until the end of tx. The statements after it
-// see what the apply before has committed.
+// Lock keeps applies, and whatever else follows from what they write, apart until the end of tx. The statements after
+// it see what the apply before has committed.
 func Lock(ctx context.Context, tx pgx.Tx) error {
 	_, err := tx.Exec(ctx, `select pg_advisory_xact_lock(hashtextextended('lanekeeper workspace', 0))`)
 	if err != nil {

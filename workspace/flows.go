@@ -59,9 +59,9 @@ func getFlow(ctx context.Context, tx pgx.Tx, name string) (flowRow, error) {
 	return flowRow{d.Description, d.Input, d.Variables, d.Channel, d.Target, string(actions), f.Version, f.Source}, nil
 }
 
-// checkFlows wants the name of every flow to be free of those of Go code, and the flows that it starts and the skills that it
-// names to exist: in the workspace or beside it (the rows are as they are about to be), or, of flows, in Go code. It returns
-// [Problems].
+// checkFlows wants the name of every flow to be free of those of Go code, and the flows that it starts and the skills
+// that it names to exist: in the workspace or beside it (the rows are as they are about to be), or, of flows, in Go
+// code. It returns [Problems].
 func checkFlows(ctx context.Context, db postgres.DB, w Workspace) error {
 	if len(w.Flows) == 0 {
 		return nil
@@ -151,8 +151,8 @@ func flowNames(ctx context.Context, db postgres.DB) ([]string, error) {
 	}
 }
 
-// checkTargets wants the flows that skills, automations and webhooks start to exist: in the workspace or beside it (the rows are
-// as they are about to be), in Go code, or with workers outside. It returns [Problems].
+// checkTargets wants the flows that skills, automations and webhooks start to exist: in the workspace or beside it
+// (the rows are as they are about to be), in Go code, or with workers outside. It returns [Problems].
 func checkTargets(ctx context.Context, db postgres.DB, w Workspace) error {
 	targets := w.flowTargets()
 	if len(targets) == 0 {

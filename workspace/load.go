@@ -453,8 +453,8 @@ func (d *decoder) duration(node *yaml.Node, into reflect.Value, path string) {
 	into.SetInt(int64(value))
 }
 
-// scalar reads a text, a whole number, a number or a truth value. Every scalar is a text where a text is wanted; nothing
-// else is converted.
+// scalar reads a text, a whole number, a number or a truth value. Every scalar is a text where a text is wanted;
+// nothing else is converted.
 func (d *decoder) scalar(node *yaml.Node, into reflect.Value, path string) {
 	wanted, tags := "a number", []string{"!!int", "!!float"}
 	switch {

@@ -1,23 +1,23 @@
 // Package workspace reads what an agent is made of from a folder of YAML files, and makes the database match it.
 //
 // A file has one or more documents, separated by ---. Each says what it is with kind: (agent, database, skill,
-// mcp_server,
-// objective, automation, flow, webhook or webhook_target); its other keys are those of the kind's Definition. Which file a document is in does not matter, nor in
-// which folder; skills/, automations.yaml and the like are a custom. Names that begin with a dot are left out.
+// mcp_server, objective, automation, flow, webhook or webhook_target); its other keys are those of the kind's
+// Definition. Which file a document is in does not matter, nor in which folder; skills/, automations.yaml and the
+// like are a custom. Names that begin with a dot are left out.
 //
 // Reading is strict. An unknown key, a key given twice, a value of the wrong type, a second document of the same name
 // is a problem, and so is everything that the kind's own Validate finds. All problems of all files are reported at
-// once, each with file, line and column, and then nothing is read. YAML's aliases and merge keys are refused: a
-// file means what it shows.
+// once, each with file, line and column, and then nothing is read. YAML's aliases and merge keys are refused: a file
+// means what it shows.
 //
-// [Apply] makes the database match in one transaction: what is new is created, what differs is updated, and what came from
-// a workspace (source 'workspace') and is no longer in it is removed. It is idempotent: applied again, a workspace
-// changes no row. What the agent learned and an admin decided is not a workspace's: whether a skill or an automation is
-// in service and why, an objective's progress, memories, when an automation runs next. [Plan] is Apply with its
-// transaction rolled back, so the two cannot disagree.
+// [Apply] makes the database match in one transaction: what is new is created, what differs is updated, and what came
+// from a workspace (source 'workspace') and is no longer in it is removed. It is idempotent: applied again, a
+// workspace changes no row. What the agent learned and an admin decided is not a workspace's: whether a skill or an
+// automation is in service and why, an objective's progress, memories, when an automation runs next. [Plan] is Apply
+// with its transaction rolled back, so the two cannot disagree.
 //
-// Why two applies at once are safe: each takes the same transaction-level lock first, so the second sees what the first
-// committed. A lock of a transaction works behind PgBouncer and ends with its holder.
+// Why two applies at once are safe: each takes the same transaction-level lock first, so the second sees what the
+// first committed. A lock of a transaction works behind PgBouncer and ends with its holder.
 package workspace
 
 import (

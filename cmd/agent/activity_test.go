@@ -257,8 +257,9 @@ func TestARunThatNeedsAnApprovalSaysSoAndIsSettledWithIt(t *testing.T) {
 // line is a line of a report, whoever tells it.
 type line = map[string]any
 
-// history writes a random history: skills that were enabled again, that are disabled and on trial, names that are no skill, model calls that
-// lead to 0, 1 and 25 skill calls or fail, skipped rows, phases, an admin's acts, and an execution with a child.
+// history writes a random history: skills that were enabled again, that are disabled and on trial, names that are no
+// skill, model calls that lead to 0, 1 and 25 skill calls or fail, skipped rows, phases, an admin's acts, and an
+// execution with a child.
 func history(t *testing.T, db *pgxpool.Pool) {
 	t.Helper()
 	seed := uint64(time.Now().UnixNano())

@@ -92,8 +92,8 @@ func (c *cli) attach(ctx context.Context, s *session, paths []string) (ids []str
 	return ids, nil
 }
 
-// letInCLI opens a thread of an admin, a flow, an endpoint or a channel to the command line: who is at it has the database. The threads of visitors
-// stay theirs.
+// letInCLI opens a thread of an admin, a flow, an endpoint or a channel to the command line: who is at it has the
+// database. The threads of visitors stay theirs.
 func letInCLI(ctx context.Context, s *session, thread string) error {
 	if thread == "" {
 		return nil

@@ -2,8 +2,8 @@ package main
 
 import "context"
 
-// stories are what the demo can play. The times, the names and the words of independent, chained and hung are those of the
-// three scenarios for which threads are locked.
+// stories are what the demo can play. The times, the names and the words of independent, chained and hung are those
+// of the three scenarios for which threads are locked.
 func stories() []story {
 	return []story{onboardingStory(), independentStory(), chainedStory(), hungStory()}
 }

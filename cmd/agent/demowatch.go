@@ -48,8 +48,9 @@ type moment struct {
 
 // watcher looks at a thread and at the executions of its story through HTTP, and tells what happens in its order.
 //
-// The database's times give the order. What a cause has done is seen a look later at the latest, so that something is told when a
-// second look has found nothing from before it. Who got the thread is told by the log, whose line comes a moment after the message.
+// The database's times give the order. What a cause has done is seen a look later at the latest, so that something is
+// told when a second look has found nothing from before it. Who got the thread is told by the log, whose line comes a
+// moment after the message.
 type watcher struct {
 	client      *client
 	heard       *journal
@@ -409,8 +410,8 @@ func (h *journalist) Handle(_ context.Context, r slog.Record) error {
 	return nil
 }
 
-// text is the first of some attributes that is there. An owner is an execution and the number of its claim; only the former
-// is kept.
+// text is the first of some attributes that is there. An owner is an execution and the number of its claim; only the
+// former is kept.
 func text(values map[string]slog.Value, names ...string) string {
 	for _, name := range names {
 		if v, ok := values[name]; ok {
@@ -421,7 +422,8 @@ func text(values map[string]slog.Value, names ...string) string {
 	return ""
 }
 
-// client is everybody outside, speaking HTTP: an admin, a worker, another system, and the candidate, who has a chat key.
+// client is everybody outside, speaking HTTP: an admin, a worker, another system, and the candidate, who has a chat
+// key.
 type client struct {
 	base, admin, chat string
 	http              *http.Client

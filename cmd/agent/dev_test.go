@@ -21,8 +21,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
-// Without any setting but a quiet clock dev runs its own server, keeps its data, and the other commands in the folder find it, also
-// when dev does not run.
+// Without any setting but a quiet clock dev runs its own server, keeps its data, and the other commands in the folder
+// find it, also when dev does not run.
 func TestDevOnItsOwnServer(t *testing.T) {
 	t.Chdir(t.TempDir())
 	p := bare(t, "AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=0 0 29 2 *")

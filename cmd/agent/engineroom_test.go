@@ -25,7 +25,8 @@ type walk struct {
 	*browser.Page
 }
 
-// newWalk serves, opens a page and logs in. The page may have no complaint at the end of the test that was not expected.
+// newWalk serves, opens a page and logs in. The page may have no complaint at the end of the test that was not
+// expected.
 func newWalk(t *testing.T, look browser.Look, settings ...string) *walk {
 	t.Helper()
 	url := pgtest.URL(t)

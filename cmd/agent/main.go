@@ -273,7 +273,8 @@ func group(use, short string, below ...*cobra.Command) *cobra.Command {
 	return cmd
 }
 
-// showHelp tells a person what is below a command. That is no result, so who asked for one as JSON is told what is missing.
+// showHelp tells a person what is below a command. That is no result, so who asked for one as JSON is told what is
+// missing.
 func showHelp(cmd *cobra.Command, _ []string) error {
 	if asked, err := cmd.Flags().GetBool("json"); err == nil && asked {
 		return &exitError{exitUsage, seeHelp(fmt.Errorf("%s takes a command", cmd.CommandPath()), cmd)}
@@ -332,7 +333,8 @@ func (c *cli) printVersion() error {
 	})
 }
 
-// version is set by builds without a repository, such as that of the container image: -ldflags "-X main.version=v1.2.3".
+// version is set by builds without a repository, such as that of the container image: -ldflags "-X
+// main.version=v1.2.3".
 var version string
 
 // buildVersion is this program's version, as the build recorded it.

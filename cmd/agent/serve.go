@@ -353,8 +353,8 @@ func (c *cli) observe(a *app) error {
 	return nil
 }
 
-// metricsEndpoints is what Prometheus scrapes. Like the probes it asks for no token: it has counts, and names of surfaces, skills,
-// models and webhook endpoints, and nothing of what was said.
+// metricsEndpoints is what Prometheus scrapes. Like the probes it asks for no token: it has counts, and names of
+// surfaces, skills, models and webhook endpoints, and nothing of what was said.
 func (a *app) metricsEndpoints() []api.Endpoint {
 	return []api.Endpoint{{
 		Method: "GET", Path: "/metrics", Access: api.Public, ContentType: "text/plain",

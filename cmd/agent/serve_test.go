@@ -433,7 +433,8 @@ func TestAProcessThatIsStoppedServesUntilOthersKnow(t *testing.T) {
 	}
 }
 
-// An answer that is being made when the process is told to stop is made to its end, streamed or not, and then the process ends.
+// An answer that is being made when the process is told to stop is made to its end, streamed or not, and then the
+// process ends.
 func TestAStopWaitsForAnswers(t *testing.T) {
 	t.Parallel()
 	asked, free := make(chan struct{}, 2), make(chan struct{})
@@ -596,8 +597,8 @@ func TestTheLogIsCountedWhileTheAgentServes(t *testing.T) {
 	}
 }
 
-// What the program registers for itself is started by its surfaces, with input that they have checked. A flow that is new
-// here has to be named in package api, with how it is started.
+// What the program registers for itself is started by its surfaces, with input that they have checked. A flow that is
+// new here has to be named in package api, with how it is started.
 func TestNoFlowOfTheProgramsOwnIsStartedOverHTTP(t *testing.T) {
 	t.Parallel()
 	p := on(t, pgtest.URL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info")

@@ -178,8 +178,8 @@ func (s *session) connect(ctx context.Context) error {
 	return nil
 }
 
-// idleTransaction is how long a process may leave a transaction alone: its executions go elsewhere after its lease, and what it has
-// locked in the middle of a step must not keep them.
+// idleTransaction is how long a process may leave a transaction alone: its executions go elsewhere after its lease,
+// and what it has locked in the middle of a step must not keep them.
 func idleTransaction(lease time.Duration) time.Duration {
 	return min(max(lease, 5*time.Second), time.Minute)
 }

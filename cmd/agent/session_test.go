@@ -30,7 +30,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// What a stopped process has locked in the middle of a step keeps others from its executions no longer than its lease does.
+// What a stopped process has locked in the middle of a step keeps others from its executions no longer than its lease
+// does.
 func TestATransactionIsLeftAloneForALease(t *testing.T) {
 	t.Parallel()
 	log, err := logging.New(io.Discard, "text", "error")
@@ -226,8 +227,8 @@ func until(t *testing.T, db *pgxpool.Pool, query string) {
 // withoutDatabase are the commands that open no database.
 var withoutDatabase = map[string]bool{"version": true, "help": true, "healthcheck": true, "flows schema": true, "demo": true, "init": true}
 
-// Every command that opens the database refuses one that a newer version migrated, with what to do about it, and leaves it as it is. A
-// command that is added later is held to it too: it is called in ways that fit most.
+// Every command that opens the database refuses one that a newer version migrated, with what to do about it, and
+// leaves it as it is. A command that is added later is held to it too: it is called in ways that fit most.
 func TestEveryCommandRefusesANewerSchema(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)

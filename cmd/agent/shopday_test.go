@@ -154,7 +154,8 @@ func (d *shopDay) admin(ctx context.Context, said ...string) error {
 	return s.Close(ctx)
 }
 
-// pass lets the day pass: heartbeats all day long, visitors from 9:30 on, an admin in the morning and one in the evening.
+// pass lets the day pass: heartbeats all day long, visitors from 9:30 on, an admin in the morning and one in the
+// evening.
 func (d *shopDay) pass(ctx context.Context) error {
 	visitors := 0
 	for n := range 48 {

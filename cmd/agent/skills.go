@@ -31,7 +31,8 @@ func (c *cli) skillsCommand() *cobra.Command {
 		c.skillsCallCommand())
 }
 
-// health is what agent_skill_health says of a skill, at a cost that does not grow with the log: percentiles are right to 2.5 per cent.
+// health is what agent_skill_health says of a skill, at a cost that does not grow with the log: percentiles are right
+// to 2.5 per cent.
 type health struct {
 	Skill          string     `json:"skill"`
 	Calls          int64      `json:"calls"`

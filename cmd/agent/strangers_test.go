@@ -35,7 +35,8 @@ const (
 // salary is what no stranger may read.
 const salary = "the salary is 4711"
 
-// strangersYAML has flows that say the secret and wait, endpoints that begin threads and that answer in them by the name that the sender gives.
+// strangersYAML has flows that say the secret and wait, endpoints that begin threads and that answer in them by the
+// name that the sender gives.
 const strangersYAML = `
 kind: flow
 name: offer
@@ -320,8 +321,8 @@ func (r visit) alike(hidden ...string) string {
 	return fmt.Sprintf("%d %s", r.status, body)
 }
 
-// TestTheMatrixOfStrangers lets everybody try everything on a thread of every kind: take its name in advance, read it, speak in it, list it. Nobody
-// gets in, and nobody learns that it is there.
+// TestTheMatrixOfStrangers lets everybody try everything on a thread of every kind: take its name in advance, read
+// it, speak in it, list it. Nobody gets in, and nobody learns that it is there.
 func TestTheMatrixOfStrangers(t *testing.T) {
 	t.Parallel()
 	h := newHall(t)
@@ -624,9 +625,9 @@ func (h *hall) heldOpen(statements ...string) (end func()) {
 	}
 }
 
-// flood repeats a request from many connections until stop is called. stop returns the answers by status, and one answer
-// with 503. It prefers an answer that names the holder, then one that names the held row, to one that names the database:
-// on a busy machine the look for the holder may come too late.
+// flood repeats a request from many connections until stop is called. stop returns the answers by status, and one
+// answer with 503. It prefers an answer that names the holder, then one that names the held row, to one that names
+// the database: on a busy machine the look for the holder may come too late.
 func (h *hall) flood(request func() visit) (stop func() (map[int]int, visit)) {
 	var mu sync.Mutex
 	var flooding sync.WaitGroup

@@ -313,8 +313,8 @@ func splitListen(listen string) (string, error) {
 	return host, nil
 }
 
-// LoadServe is [Load] for `agent serve`: what it cannot do without and is not set is told together with what is wrong. Where nothing is
-// wrong, see [Config.RequireServe].
+// LoadServe is [Load] for `agent serve`: what it cannot do without and is not set is told together with what is
+// wrong. Where nothing is wrong, see [Config.RequireServe].
 func LoadServe(environ map[string]string, also ...string) (Config, error) {
 	c, err := Load(environ, also...)
 	wrong, ok := errors.AsType[*Error](err)
@@ -330,8 +330,8 @@ func LoadServe(environ map[string]string, also ...string) (Config, error) {
 	return c, joined(problems)
 }
 
-// RequireServe reports what `agent serve` lacks: a database and an admin token. Neither that nor a chat key may be weak,
-// also where only this machine can reach the port: a proxy may be before it. The error is an [*Error].
+// RequireServe reports what `agent serve` lacks: a database and an admin token. Neither that nor a chat key may be
+// weak, also where only this machine can reach the port: a proxy may be before it. The error is an [*Error].
 func (c Config) RequireServe() error {
 	var problems []string
 	if !c.DatabaseURL.IsSet() {

@@ -209,11 +209,12 @@ type DotEnv struct {
 	Set, Ignored []string
 }
 
-// neverFromFile are names that .env may not set: the settings that name programs or other databases, and what child processes inherit.
+// neverFromFile are names that .env may not set: the settings that name programs or other databases, and what child
+// processes inherit.
 var neverFromFile = []string{"AGENT_PG_BIN", "AGENT_TEST_DATABASE_URL", "PATH", "HOME", "LANG"}
 
-// LoadDotEnv reads a file .env, if there is one. What environ sets, itself or by _FILE, stays. more reports names that are settings of
-// others. The error is an [*Error] where the file sets what it may not.
+// LoadDotEnv reads a file .env, if there is one. What environ sets, itself or by _FILE, stays. more reports names
+// that are settings of others. The error is an [*Error] where the file sets what it may not.
 func LoadDotEnv(path string, environ map[string]string, more func(name string) bool) (DotEnv, error) {
 	out := DotEnv{Environ: maps.Clone(environ), References: map[string]string{}}
 	if out.Environ == nil {

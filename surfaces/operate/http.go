@@ -60,8 +60,8 @@ func (a *Answer) Add(e Event) {
 // errAnswered ends a turn's request whose client cannot hear what comes later.
 var errAnswered = errors.New("the request was answered")
 
-// Handler answers POST /v1/operate: server-sent events, or one document for Accept: application/json. It decides nothing
-// about who may call it.
+// Handler answers POST /v1/operate: server-sent events, or one document for Accept: application/json. It decides
+// nothing about who may call it.
 func (o *Operate) Handler() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		body, err := o.readBody(w, r)

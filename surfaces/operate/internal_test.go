@@ -90,7 +90,8 @@ func TestARunThatOnlyWaitsAgainFreesTheLaneThatItTookBefore(t *testing.T) {
 	}
 }
 
-// FuzzStream writes events of any content and reads them as a client does: each is one event, with the data it was given.
+// FuzzStream writes events of any content and reads them as a client does: each is one event, with the data it was
+// given.
 func FuzzStream(f *testing.F) {
 	for _, s := range []string{"", "a\nb\r\nc\rd", "\n\nevent: done\ndata: {}\n\n", "\x00\u2028\xff", "</script>", strings.Repeat("a\r\n", 2000)} {
 		f.Add(s, `{"a": "b"}`)

@@ -201,8 +201,8 @@ func (s *Session) pinned(ctx context.Context, tx pgx.Tx, thread, acting string) 
 	return owner.Name, nil
 }
 
-// keyHeader makes a request count once. Who routes requests here refuses one whose first attempt is under way, until the
-// process that has it is dead; the turn goes on all the same, so it is an effect of the key as well.
+// keyHeader makes a request count once. Who routes requests here refuses one whose first attempt is under way, until
+// the process that has it is dead; the turn goes on all the same, so it is an effect of the key as well.
 const keyHeader = "Idempotency-Key"
 
 // turnKey is the dedupe key of a request's turn; empty without an Idempotency-Key.
@@ -215,8 +215,8 @@ func turnKey(r *http.Request, b Body) string {
 	return "operate " + hex.EncodeToString(sum[:])
 }
 
-// unused is the dedupe key under which a request's turn may begin, or the refusal of one that was begun before. After a turn
-// that failed, which its client was told, or was of another day, the same request begins another.
+// unused is the dedupe key under which a request's turn may begin, or the refusal of one that was begun before. After
+// a turn that failed, which its client was told, or was of another day, the same request begins another.
 func (o *Operate) unused(ctx context.Context, key string) (string, error) {
 	for next := key; next != ""; {
 		var id string

@@ -189,7 +189,8 @@ func (s *Session) attend(ctx context.Context, x executions.Execution, emit func(
 	return done, nil
 }
 
-// spent is what a turn that is left has used and cost so far. It is told to who leaves, who does not wait for it to be known.
+// spent is what a turn that is left has used and cost so far. It is told to who leaves, who does not wait for it to
+// be known.
 func (s *Session) spent(ctx context.Context, x executions.Execution) (activity.Usage, float64) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cancelLimit)
 	defer cancel()

@@ -316,7 +316,8 @@ func resumesHeadless(t *testing.T, elsewhere bool) {
 	b := p.say(t, s, "Do both.", false)
 	<-reached
 	start := until[operate.Start](t, b, "start")
-	// The process is paused past its lease: nobody renews what it has. Its lane, which nobody else may have yet, is the turn's.
+	// The process is paused past its lease: nobody renews what it has. Its lane, which nobody else may have yet, is the
+	// turn's.
 	const lost = `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`
 	if elsewhere { // at once: else the turn may go on under the lane in between
 		exec(t, w.pool, `with lost as (`+lost+`)
@@ -371,7 +372,8 @@ func TestAShutdownHandsTheTurnOn(t *testing.T) {
 	w.becomes(t, start.ExecutionID, executions.Completed)
 }
 
-// Between two turns nothing but the process keeps the lane: it must not be kept from the next admin for the rest of its lease.
+// Between two turns nothing but the process keeps the lane: it must not be kept from the next admin for the rest of
+// its lease.
 func TestTheLaneOfASessionGoesWithItsProcess(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Hello."), modeltest.Text("Hello."))

@@ -69,8 +69,8 @@ func (o *Operate) Explain(ctx context.Context, busy *lanes.BusyError) string {
 	return text + fmt.Sprintf("; at work for %s", time.Duration(h.HeldFor*float64(time.Second)).Round(time.Second))
 }
 
-// NoteSkipped records that a turn of a session was not taken, because another admin is at work, as a skipped activity with the holder under
-// a trace of its own.
+// NoteSkipped records that a turn of a session was not taken, because another admin is at work, as a skipped activity
+// with the holder under a trace of its own.
 func (o *Operate) NoteSkipped(ctx context.Context, session string, busy *lanes.BusyError) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()
@@ -102,9 +102,9 @@ func (o *Operate) WatchHandler() http.Handler {
 	})
 }
 
-// Watch follows the admins at work, read only, until ctx ends: who has the lane (event lane, whenever that changes), and
-// the turns taken in it, in the events that the admin sees, except that text comes with the end of each model call.
-// It begins with the turn that is under way.
+// Watch follows the admins at work, read only, until ctx ends: who has the lane (event lane, whenever that changes),
+// and the turns taken in it, in the events that the admin sees, except that text comes with the end of each model
+// call. It begins with the turn that is under way.
 func (o *Operate) Watch(ctx context.Context, emit func(Event)) error {
 	w := &watcher{o: o, emit: emit, open: map[string]bool{}, turns: map[string]bool{}, seen: map[string]activity.Status{}, asked: map[string]bool{}}
 	for ctx.Err() == nil {

@@ -280,8 +280,8 @@ func TestADeliveryWaitsForItsLane(t *testing.T) {
 	w.until(t, long, webhooks.Done)
 }
 
-// TestAProcessLostAtAnyStepRepeatsNothing takes the claim from the process when it is about to write the k-th checkpoint, for
-// every k; another goes on.
+// TestAProcessLostAtAnyStepRepeatsNothing takes the claim from the process when it is about to write the k-th
+// checkpoint, for every k; another goes on.
 func TestAProcessLostAtAnyStepRepeatsNothing(t *testing.T) {
 	t.Parallel()
 	const steps = 9 // plan; begin; event, its phase; run, its phase; end, pause; …
@@ -407,7 +407,8 @@ func TestADeliveryStartsAFlowOnce(t *testing.T) {
 	}
 }
 
-// thinking gives the world a model, and the skills inside (internal), answer (external) and pay (external, needs leave).
+// thinking gives the world a model, and the skills inside (internal), answer (external) and pay (external, needs
+// leave).
 func (w *world) thinking(t *testing.T, model *modeltest.Server) (*reason.Loop, *calls) {
 	t.Helper()
 	made := &calls{}

@@ -258,7 +258,8 @@ func TestATruncatedBodyIsNotStored(t *testing.T) {
 	}
 }
 
-// A sender that uses one delivery id for two bodies loses neither: the first is handled, the others are kept to be looked at.
+// A sender that uses one delivery id for two bodies loses neither: the first is handled, the others are kept to be
+// looked at.
 func TestAnotherBodyUnderADeliveryIDIsKeptAndSeen(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -455,8 +456,8 @@ func TestWrongTokensAreSlowedDown(t *testing.T) {
 	}
 }
 
-// TestAStormIsHandledOnceEach sends every delivery twice, in disorder, to an endpoint that two processes work for, while each
-// automation fails now and then.
+// TestAStormIsHandledOnceEach sends every delivery twice, in disorder, to an endpoint that two processes work for,
+// while each automation fails now and then.
 func TestAStormIsHandledOnceEach(t *testing.T) {
 	t.Parallel()
 	const deliveries, senders = 200, 16

@@ -1,18 +1,19 @@
 // Package webhook is the surface on which other systems reach the agent: POST /webhooks/{endpoint}.
 //
-// Nothing of a body is read when its endpoint is not there, or the header lacks a signature or has a time that is not now's. Else
-// a request is read as it is, within the endpoint's limit; it is verified before anything looks into it; and it is
-// stored, together with the execution that will handle it, in one transaction. Only then is it acknowledged: 202
-// with the trace id. So what was acknowledged is never lost, and what could not be stored is sent again by its sender. A
-// delivery id that came before is answered 200 with the first trace id and changes nothing, also when fifty come at
-// once: the unique key of the delivery decides, not a look beforehand.
+// Nothing of a body is read when its endpoint is not there, or the header lacks a signature or has a time that is not
+// now's. Else a request is read as it is, within the endpoint's limit; it is verified before anything looks into it;
+// and it is stored, together with the execution that will handle it, in one transaction. Only then is it
+// acknowledged: 202 with the trace id. So what was acknowledged is never lost, and what could not be stored is sent
+// again by its sender. A delivery id that came before is answered 200 with the first trace id and changes nothing,
+// also when fifty come at once: the unique key of the delivery decides, not a look beforehand.
 //
-// The execution (flow "webhook", a wh_ trace, background queue) holds the lane webhook:{endpoint}:{delivery}, and does what
-// the endpoint's actions say: raise an event or end a wait, with the step's checkpoint in the same transaction; start a flow with the payload as its input; make a
-// run of an automation due; or let the model act on the payload, which is data for it and never instruction. Each action that has
-// been done is not done again, neither after a crash nor when another action of the delivery is tried again. An action
-// that fails is tried again after durable pauses; when the attempts are used up the delivery is dead, says why, and can
-// be replayed: a new execution and a new trace for the same delivery, which double clicks cannot double.
+// The execution (flow "webhook", a wh_ trace, background queue) holds the lane webhook:{endpoint}:{delivery}, and
+// does what the endpoint's actions say: raise an event or end a wait, with the step's checkpoint in the same
+// transaction; start a flow with the payload as its input; make a run of an automation due; or let the model act on
+// the payload, which is data for it and never instruction. Each action that has been done is not done again, neither
+// after a crash nor when another action of the delivery is tried again. An action that fails is tried again after
+// durable pauses; when the attempts are used up the delivery is dead, says why, and can be replayed: a new execution
+// and a new trace for the same delivery, which double clicks cannot double.
 //
 // An unverified request leaves nothing but a note in the log and the activity log, once a minute and endpoint.
 package webhook
@@ -54,8 +55,8 @@ type Surface struct {
 	Loop   *reason.Loop
 	Logger *slog.Logger
 	Agent  string
-	// Automate starts a run of an automation in the transaction that also records that this was done, and returns the run's
-	// id. Nil starts one of package automations; some process must have its runner registered.
+	// Automate starts a run of an automation in the transaction that also records that this was done, and returns the
+	// run's id. Nil starts one of package automations; some process must have its runner registered.
 	Automate func(ctx context.Context, tx pgx.Tx, r AutomationRequest) (string, error)
 	// Getenv resolves the secrets of endpoints; nil is the process's environment.
 	Getenv func(string) string
@@ -63,7 +64,8 @@ type Surface struct {
 	Now func() time.Time
 	// Backoff is how long after a failed attempt the next one is made; default 10 s, 1 min, 6 min, 36 min, then 2 h.
 	Backoff func(attempt int) time.Duration
-	// Received is told of each request at an endpoint: accepted, repeated, conflict or refused. It must return at once; may be nil.
+	// Received is told of each request at an endpoint: accepted, repeated, conflict or refused. It must return at once;
+	// may be nil.
 	Received func(endpoint, result string)
 
 	intake    postgres.KeyedTx
@@ -157,8 +159,8 @@ func (s *Surface) Replay(ctx context.Context, id string, seen int, reason string
 	return d, err
 }
 
-// begin starts a flow with the delivery's data as input, in the transaction of the checkpoint, and does not wait for its end. It
-// belongs to the delivery's trace. A delivery that is handled again by an admin's wish starts another.
+// begin starts a flow with the delivery's data as input, in the transaction of the checkpoint, and does not wait for
+// its end. It belongs to the delivery's trace. A delivery that is handled again by an admin's wish starts another.
 func (s *Surface) begin(ctx context.Context, c webhooks.Content, t task) (result, error) {
 	switch known, err := s.knows(ctx, t.Action.Flow); {
 	case err != nil:
@@ -181,8 +183,8 @@ func (s *Surface) begin(ctx context.Context, c webhooks.Content, t task) (result
 	return result{Flow: t.Action.Flow, Started: started.ExecutionID}, err
 }
 
-// conversation is the thread that a template names for a delivery, begun when there is none. The name is the endpoint's own: who sends the
-// delivery chooses it, and must not get into a thread of somebody else's by it.
+// conversation is the thread that a template names for a delivery, begun when there is none. The name is the
+// endpoint's own: who sends the delivery chooses it, and must not get into a thread of somebody else's by it.
 func (s *Surface) conversation(ctx context.Context, c webhooks.Content, template string) (string, error) {
 	if template == "" {
 		return "", nil
@@ -202,8 +204,9 @@ func endpoint(name string) threads.Principal {
 	return threads.Principal{Kind: threads.ByWebhook, Owner: name}
 }
 
-// threadOf is the key of a message's event: of the endpoint's own thread that it names, or of one that was opened to the endpoint. A name that no
-// thread has is the key itself, because a wait need not be about a conversation that is kept here.
+// threadOf is the key of a message's event: of the endpoint's own thread that it names, or of one that was opened to
+// the endpoint. A name that no thread has is the key itself, because a wait need not be about a conversation that is
+// kept here.
 func (s *Surface) threadOf(ctx context.Context, c webhooks.Content, key string) (string, error) {
 	return executions.Persist(ctx, func(ctx context.Context) (string, error) {
 		id, known, err := threads.Resolve(ctx, s.Pool, endpoint(c.Endpoint), key)
@@ -231,8 +234,8 @@ func (s *Surface) knows(ctx context.Context, flow string) (bool, error) {
 	return executions.Persist(ctx, func(ctx context.Context) (bool, error) { return s.Engine.Knows(ctx, flow) })
 }
 
-// automate starts the run in the transaction of the checkpoint. How the run then fares is its own story: it has attempts and a
-// dead letter of its own.
+// automate starts the run in the transaction of the checkpoint. How the run then fares is its own story: it has
+// attempts and a dead letter of its own.
 func (s *Surface) automate(ctx context.Context, c webhooks.Content, t task) (result, error) {
 	payload, err := data(c, webhooks.Action{})
 	if err != nil {
