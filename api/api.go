@@ -21,7 +21,7 @@
 //     login that holds for reading too.
 //   - Pages are for people, and for the rest of this promise they are routes like the others: they are not in the
 //     document, and what is refused is refused with a page.
-//   - What a client may take is bounded before it costs (see admission.go and internal/admission): requests in work by class,
+//   - Admission bounds each client before it costs (admission.go, internal/admission): requests in work by class,
 //     chat key, webhook endpoint and address, bytes of bodies that have arrived, connections. What is over a bound is
 //     refused at once with 429 and Retry-After. A body that is larger than its route takes is 413 for good, without
 //     Retry-After. Strangers, the login, visitors and admins have bounds of their own.

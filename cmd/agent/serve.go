@@ -153,14 +153,14 @@ func (a *app) reportTokens(ctx context.Context) error {
 // cutLimit is how long answers that are cut may take to say so.
 const cutLimit = 5 * time.Second
 
-// stages are those of a stop, so that no request is lost whose client may not send it again:
+// stages signal the phases of a graceful shutdown:
 //
-//  1. draining, at once: /readyz says 503, so that whoever shares out requests sends them elsewhere, and connections are closed
-//     behind their answers. Everything else goes on for AGENT_DRAIN_DELAY.
-//  2. stopping: no connection is taken any more, and streams that are only watched end. Requests under way, also answers that are
-//     streamed, have AGENT_SHUTDOWN_TIMEOUT, and the engine goes on working for them.
-//  3. cutting: answers still being made end with where to find them later. The engine takes no more work, lets the steps under way
-//     finish within AGENT_SHUTDOWN_TIMEOUT, and hands the rest to other processes.
+//  1. draining starts at once. /readyz answers 503, so load balancers stop sending requests. Connections close
+//     after their current response. Work continues for AGENT_DRAIN_DELAY.
+//  2. stopping closes the listener and the streams that only watch. Requests in flight, streamed ones too, have
+//     AGENT_SHUTDOWN_TIMEOUT, and the engine still works for them.
+//  3. cutting ends the remaining responses with a pointer to their result. The engine accepts no work, finishes
+//     running steps within AGENT_SHUTDOWN_TIMEOUT, and hands the rest to other processes.
 type stages struct{ draining, stopping, cutting chan struct{} }
 
 // serving works and answers until ctx ends, and then stops in stages. more runs beside it.
