@@ -13,8 +13,6 @@ import (
 	"io"
 	"os"
 	"os/signal"
-	"runtime"
-	"runtime/debug"
 	"slices"
 	"strings"
 	"syscall"
@@ -27,7 +25,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/heap"
 	"github.com/lanekeeper/lanekeeper/internal/nearest"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
-	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
 func main() {
@@ -315,35 +312,3 @@ func money(usd float64) string { return fmt.Sprintf("$%.4f", usd) }
 
 // percent shows a share.
 func percent(share float64) string { return fmt.Sprintf("%.0f %%", share*100) }
-
-func (c *cli) versionCommand() *cobra.Command {
-	return &cobra.Command{
-		Use: "version", Short: "Print the version", Args: args(0, 0, "no arguments"),
-		RunE: func(*cobra.Command, []string) error { return c.printVersion() },
-	}
-}
-
-// printVersion is also what agent --version does.
-func (c *cli) printVersion() error {
-	built := buildVersion()
-	about := map[string]any{"version": built, "schema": migrations.Version(), "go": runtime.Version()}
-	return c.print(about, func(w io.Writer) error {
-		_, err := fmt.Fprintf(w, "agent %s, schema %d, %s\n", built, migrations.Version(), runtime.Version())
-		return err
-	})
-}
-
-// version is set by builds without a repository, such as that of the container image: -ldflags "-X
-// main.version=v1.2.3".
-var version string
-
-// buildVersion is this program's version, as the build recorded it.
-func buildVersion() string {
-	if version != "" {
-		return version
-	}
-	if info, ok := debug.ReadBuildInfo(); ok && info.Main.Version != "" {
-		return info.Main.Version
-	}
-	return "(devel)"
-}

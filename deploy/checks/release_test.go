@@ -27,7 +27,7 @@ func TestTheRelease(t *testing.T) {
 		!slices.Contains([]string(b.Flags), "-trimpath") {
 		t.Errorf("the build is %+v", b)
 	}
-	source, err := os.ReadFile("../../cmd/agent/main.go")
+	source, err := os.ReadFile("../../cmd/agent/version.go")
 	if err != nil {
 		t.Fatal(err)
 	}
