@@ -223,7 +223,7 @@ func LinkExecutions(ctx context.Context, db postgres.DB, ids []string) error {
 
 // ForgetLinks deletes links that are older than keep, and returns how many.
 func ForgetLinks(ctx context.Context, db postgres.DB, keep time.Duration) (int64, error) {
-	tag, err := db.Exec(ctx, `delete from agent_trace_links where created_at < clock_timestamp() - make_interval(secs => @seconds)`,
+	tag, err := db.Exec(ctx, `delete from agent_trace_links where created_at < statement_timestamp() - make_interval(secs => @seconds)`,
 		postgres.Strict{"seconds": keep.Seconds()})
 	if err != nil {
 		return 0, fmt.Errorf("forget links of traces: %w", err)

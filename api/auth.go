@@ -307,7 +307,7 @@ func (s *sessions) revoke(r *http.Request) error {
 		_, err := s.db.Exec(r.Context(), `
 			with forgotten as (
 			  delete from agent_logouts where session_id in (
-			    select session_id from agent_logouts where expires_at < clock_timestamp() order by expires_at limit 100 for update skip locked)),
+			    select session_id from agent_logouts where expires_at < statement_timestamp() order by expires_at limit 100 for update skip locked)),
 			ended as (
 			  insert into agent_logouts (session_id, expires_at) values (@id, @until) on conflict do nothing returning session_id)
 			select pg_notify(@channel, session_id) from ended`, postgres.Strict{"id": l.id, "until": l.until, "channel": logoutChannel})

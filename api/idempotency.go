@@ -235,7 +235,7 @@ func (id *identity) claim(ctx context.Context, db postgres.DB) (*kept, error) {
 			with forgotten as (
 			  delete from agent_idempotency
 			   where (scope, key) in (select o.scope, o.key from agent_idempotency o
-			          where o.expires_at <= clock_timestamp() and (o.scope, o.key) <> (@scope, @key)
+			          where o.expires_at <= statement_timestamp() and (o.scope, o.key) <> (@scope, @key)
 			          order by o.expires_at limit 20 for update skip locked))
 			insert into agent_idempotency as i (scope, key, fingerprint, attempt, lease_until, expires_at)
 			select @scope, @key, @fingerprint, @attempt, clock_timestamp() + make_interval(secs => @lease), clock_timestamp() + make_interval(secs => @life)

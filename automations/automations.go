@@ -405,7 +405,7 @@ func Due(ctx context.Context, db postgres.DB, limit int) ([]Automation, error) {
 		       prompt, flow, max_attempts, enabled, disabled_reason, disabled_by, disabled_at, paused_for, proposed_by, decided_by, revision, next_run_at, last_run_at, last_trace_id, source,
 		       created_at, updated_at
 		  from agent_automations a
-		 where (enabled or `+tries+`) and trigger = 'cron' and next_run_at <= clock_timestamp()
+		 where (enabled or `+tries+`) and trigger = 'cron' and next_run_at <= statement_timestamp()
 		 order by next_run_at, id limit @limit`, pgx.StrictNamedArgs{"limit": page(limit)})
 	return collect(rows, err, "list due automations")
 }

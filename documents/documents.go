@@ -126,7 +126,7 @@ func TooLarge(most int64) error {
 func dropUnused(ctx context.Context, tx pgx.Tx) error {
 	_, err := tx.Exec(ctx, `
 		with old as (
-		  select d.id from agent_documents d where d.expires_at < clock_timestamp() order by d.expires_at limit 20
+		  select d.id from agent_documents d where d.expires_at < statement_timestamp() order by d.expires_at limit 20
 		     for update skip locked)
 		delete from agent_documents d using old o where d.id = o.id`)
 	if err != nil {

@@ -164,7 +164,7 @@ func (d dueSchedule) schedule() Schedule {
 func dueSchedules(ctx context.Context, tx pgx.Tx) ([]dueSchedule, error) {
 	rows, err := tx.Query(ctx, `
 		select name, flow, surface, agent, cron, timezone, input, next_run_at from agent_schedules
-		 where next_run_at <= clock_timestamp() order by next_run_at for update skip locked`)
+		 where next_run_at <= statement_timestamp() order by next_run_at for update skip locked`)
 	if err != nil {
 		return nil, err
 	}

@@ -160,7 +160,7 @@ func queueSweep(b *pgx.Batch) {
 	b.Queue(`
 		with ` + sweepLock + `,
 		over as materialized (
-		  select w.id from sweeps cross join agent_workers w where mine and w.expires_at < clock_timestamp() order by w.expires_at for update of w skip locked),
+		  select w.id from sweeps cross join agent_workers w where mine and w.expires_at < statement_timestamp() order by w.expires_at for update of w skip locked),
 		unknown as (
 		  select distinct x.claimed_by from sweeps cross join agent_executions x
 		   where mine and x.claimed_by is not null and not exists (select from agent_workers w where w.id = x.claimed_by))

@@ -64,7 +64,7 @@ func (k *Keeper) Expire(ctx context.Context, after string) (next string, err err
 func (k *Keeper) clearEnded(ctx context.Context, after string) (next string, err error) {
 	_, err = k.db.Exec(ctx, `
 		delete from agent_lock_waiters w where w.ctid = any (array(
-		  select x.ctid from agent_lock_waiters x where x.expires_at < clock_timestamp() - interval '1 minute' for update skip locked))`)
+		  select x.ctid from agent_lock_waiters x where x.expires_at < statement_timestamp() - interval '1 minute' for update skip locked))`)
 	if err != nil {
 		return "", err
 	}
@@ -117,12 +117,12 @@ func Prune(ctx context.Context, db postgres.DB, free time.Duration) error {
 	_, first := db.Exec(ctx, `
 		select count(lanekeeper.return_agent_lock(l.lane)) from (
 		  select l.lane from agent_locks l
-		   where l.expires_at <= clock_timestamp() and exists (select from agent_lock_loans n where n.lane = l.lane)
+		   where l.expires_at <= statement_timestamp() and exists (select from agent_lock_loans n where n.lane = l.lane)
 		   order by l.lane limit 1000 for update skip locked) l`)
 	_, second := db.Exec(ctx, `
 		with old as (
 		  select l.lane, l.execution_id, l.fencing_token, l.locked_at, l.expires_at from agent_locks l
-		   where l.expires_at < clock_timestamp() - make_interval(secs => @free)
+		   where l.expires_at < statement_timestamp() - make_interval(secs => @free)
 		     and not exists (select from agent_lock_loans n where n.lane = l.lane)
 		   order by l.lane limit 1000 for update skip locked),
 		held as (

@@ -309,7 +309,7 @@ func (c *Client) Run(ctx context.Context) error {
 // prune forgets calls from outside whose answers were collected long ago.
 func (c *Client) prune(ctx context.Context) {
 	_, err := c.opts.Pool.Exec(ctx, `
-		delete from agent_mcp_calls where collected_at < clock_timestamp() - make_interval(secs => @life)`,
+		delete from agent_mcp_calls where collected_at < statement_timestamp() - make_interval(secs => @life)`,
 		postgres.Strict{"life": keepCalls.Seconds()})
 	if err != nil && ctx.Err() == nil {
 		c.log.WarnContext(ctx, "old MCP calls not removed", "error", err)

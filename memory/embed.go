@@ -121,7 +121,7 @@ func (x *Index) claim(ctx context.Context, db postgres.DB, since time.Time) ([]c
 		    order by m.updated_at limit @most)
 		  union
 		  (select e.memory_id from agent_memory_embeddings e
-		    where e.model = @model and e.due_at <= clock_timestamp() order by e.due_at limit @most)),
+		    where e.model = @model and e.due_at <= statement_timestamp() order by e.due_at limit @most)),
 		held as (
 		  select m.id, m.revision, m.key, m.value
 		    from agent_memory m join wanted w on w.id = m.id
@@ -302,7 +302,7 @@ func (x *Index) removeOther(ctx context.Context, db postgres.DB) error {
 			delete from agent_memory_embeddings e
 			 where (e.memory_id, e.model) in (
 			         select o.memory_id, o.model from agent_memory_embeddings o
-			          where o.model <> @model and o.updated_at < clock_timestamp() - make_interval(secs => @kept::float8) limit @most)`,
+			          where o.model <> @model and o.updated_at < statement_timestamp() - make_interval(secs => @kept::float8) limit @most)`,
 			postgres.Strict{"model": x.model.Model(), "kept": keptOtherModel.Seconds(), "most": piece})
 		if err != nil {
 			return fmt.Errorf("remove embeddings of other models: %w", err)

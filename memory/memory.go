@@ -308,8 +308,8 @@ func (o Owner) Named(ctx context.Context, db postgres.DB, names ...Name) ([]Entr
 func Expire(ctx context.Context, db postgres.DB) (int64, error) {
 	tag, err := db.Exec(ctx, `
 		delete from agent_memory
-		 where id in (select id from agent_memory where expires_at <= clock_timestamp() for update skip locked)
-		   and expires_at <= clock_timestamp()`)
+		 where id in (select id from agent_memory where expires_at <= statement_timestamp() for update skip locked)
+		   and expires_at <= statement_timestamp()`)
 	if err != nil {
 		return 0, fmt.Errorf("expire memory: %w", err)
 	}
@@ -518,12 +518,12 @@ func prune(ctx context.Context, db postgres.DB) error {
 		with keys as (
 		  delete from agent_memory_forgotten g
 		   using (select o.owner, o.category, o.key from agent_memory_forgotten o
-		           where o.forgotten_at < clock_timestamp() - interval '90 days' order by o.forgotten_at limit 1000
+		           where o.forgotten_at < statement_timestamp() - interval '90 days' order by o.forgotten_at limit 1000
 		             for update skip locked) old
 		   where g.owner = old.owner and g.category = old.category and g.key = old.key)
 		delete from agent_memory_conflicts c
 		 using (select o.id from agent_memory_conflicts o
-		         where o.status <> 'open' and o.decided_at < clock_timestamp() - interval '90 days' order by o.decided_at limit 1000
+		         where o.status <> 'open' and o.decided_at < statement_timestamp() - interval '90 days' order by o.decided_at limit 1000
 		           for update skip locked) old
 		 where c.id = old.id`)
 	if err != nil {

@@ -166,7 +166,7 @@ func BackOff(ctx context.Context, db postgres.DB, objectiveID string) error {
 func Settle(ctx context.Context, db postgres.Beginner) (int, error) {
 	rows, err := db.Query(ctx, `
 		select o.id, o.last_trace_id from agent_objectives o
-		 where o.status = 'active' and o.due_at <= clock_timestamp()
+		 where o.status = 'active' and o.due_at <= statement_timestamp()
 		   and exists (select from agent_objective_steps s where s.objective_id = o.id)
 		   and not exists (select from agent_objective_steps s where s.objective_id = o.id and s.status = 'pending')
 		 order by o.id`)

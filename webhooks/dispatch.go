@@ -144,7 +144,7 @@ func take(ctx context.Context, db postgres.DB, limit, each int, full []string, l
 		  select o.id from agent_webhook_targets t
 		   cross join lateral (
 		     select m.id from agent_webhook_outbox m
-		      where m.target_id = t.id and m.status = 'pending' and m.next_attempt_at <= clock_timestamp()
+		      where m.target_id = t.id and m.status = 'pending' and m.next_attempt_at <= statement_timestamp()
 		      order by m.next_attempt_at limit @each for update skip locked) o
 		   where t.enabled and t.blocked_until <= clock_timestamp() and t.id <> all(@full::uuid[])
 		   limit @limit),

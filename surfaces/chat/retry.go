@@ -120,7 +120,7 @@ func (t *retry) find(ctx context.Context, tx pgx.Tx) (x executions.Execution, fo
 func (t *retry) note(ctx context.Context, tx pgx.Tx, execution string) error {
 	_, err := tx.Exec(ctx, `
 		with old as (
-		  select r.id from agent_chat_requests r where r.expires_at < clock_timestamp() order by r.expires_at limit 20
+		  select r.id from agent_chat_requests r where r.expires_at < statement_timestamp() order by r.expires_at limit 20
 		     for update skip locked),
 		gone as (delete from agent_chat_requests r using old o where r.id = o.id)
 		insert into agent_chat_requests (fingerprint, execution_id, connection, worker, attempt)
