@@ -260,7 +260,7 @@ func servers(t *testing.T, dir string) []int {
 	return pids
 }
 
-// statOf are the fields of /proc/PID/stat after the command: state, parent, group, session, …
+// statOf are the fields of /proc/PID/stat after the command: state, parent, group, session and so on.
 func statOf(t *testing.T, pid int) []string {
 	t.Helper()
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))

@@ -31,7 +31,7 @@ type flows struct {
 
 // engine runs the flows of package executions in the lane, one parent after the other, until ctx ends.
 func (p part) engine(ctx context.Context) error {
-	pool, err := postgres.Open(ctx, p.URL, postgres.Options{MaxConns: 12, ConnectWait: patience, ApplicationName: "linearizability"})
+	pool, err := postgres.Open(ctx, p.URL, postgres.Options{MaxConns: 12, ConnectWait: patience, ApplicationName: "lanetest"})
 	if err != nil {
 		return err
 	}
@@ -45,7 +45,7 @@ func (p part) engine(ctx context.Context) error {
 		return err
 	}
 	f := &flows{pool: pool}
-	if err := errors.Join(e.Register("linearizability parent", f.parent), e.Register("linearizability child", f.child)); err != nil {
+	if err := errors.Join(e.Register("lanetest parent", f.parent), e.Register("lanetest child", f.child)); err != nil {
 		return err
 	}
 	var background sync.WaitGroup
@@ -54,7 +54,7 @@ func (p part) engine(ctx context.Context) error {
 	background.Go(func() { failed[1] = e.Run(ctx) })
 	for rest(ctx, 150*time.Millisecond) {
 		// One that is not started, because the database is away, is not missed.
-		_, _, _ = e.Start(ctx, pool, executions.Spec{Flow: "linearizability parent", Surface: trace.Flow, Input: p.Own})
+		_, _, _ = e.Start(ctx, pool, executions.Spec{Flow: "lanetest parent", Surface: trace.Flow, Input: p.Own})
 	}
 	background.Wait()
 	return errors.Join(failed[:]...)
@@ -72,7 +72,7 @@ func (f *flows) parent(ctx context.Context, input json.RawMessage) (executions.R
 			return executions.Result{}, err // another parent's turn
 		}
 		f.write(ctx, lane, hold)
-		child := executions.Child{Flow: "linearizability child", Input: lane, Wait: true, Timeout: 30 * time.Second}
+		child := executions.Child{Flow: "lanetest child", Input: lane, Wait: true, Timeout: 30 * time.Second}
 		if _, err := executions.Trigger(ctx, fmt.Sprint("child ", n), child); err != nil {
 			f.write(ctx, lane, hold) // parked, or lost: too late
 			return executions.Result{}, err

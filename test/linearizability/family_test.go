@@ -76,7 +76,7 @@ func (k *kin) newExecution(ctx context.Context, parent string) (string, error) {
 func (k *kin) hired(ctx context.Context) (err error) {
 	if k.worker == "" {
 		k.worker, err = k.text(ctx, `
-			insert into agent_workers (name, expires_at) values ('linearizability', clock_timestamp() + interval '1 hour') returning id::text`)
+			insert into agent_workers (name, expires_at) values ('lanetest', clock_timestamp() + interval '1 hour') returning id::text`)
 	}
 	return err
 }

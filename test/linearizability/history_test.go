@@ -158,7 +158,7 @@ func (t *tape) write(o *op) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if _, err := t.file.Write(line); err != nil {
-		fmt.Fprintln(os.Stderr, "linearizability: record:", err)
+		fmt.Fprintln(os.Stderr, "lanetest: record:", err)
 		os.Exit(3) // a history with holes proves nothing
 	}
 }
@@ -343,7 +343,7 @@ func checkAll(t *testing.T, byLane map[string][]*op) (n int) {
 // keep saves the history of a lane for whoever looks for the fault.
 func keep(t *testing.T, ops []*op) string {
 	t.Helper()
-	file, err := os.CreateTemp("", "linearizability-history-*.jsonl") //nolint:usetesting // it is to outlive the test
+	file, err := os.CreateTemp("", "lanetest-history-*.jsonl") //nolint:usetesting // it is to outlive the test
 	if err != nil {
 		t.Error(err)
 		return ""

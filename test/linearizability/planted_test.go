@@ -156,7 +156,7 @@ var plants = map[string]struct {
 			declare held agent_locks; now_ timestamptz;
 			begin
 			  select l.* into held from agent_locks l where l.lane = p_lane for update;
-			  now_ := clock_timestamp() + coalesce(nullif(current_setting('linearizability.ahead', true), ''), '0')::interval;
+			  now_ := clock_timestamp() + coalesce(nullif(current_setting('lanetest.ahead', true), ''), '0')::interval;
 			  if held.expires_at > now_ and held.locked_by <> p_locked_by then
 			    return query select false, held.fencing_token, held.expires_at, held.locked_by;
 			    return;
@@ -167,7 +167,7 @@ var plants = map[string]struct {
 			   where l.lane = p_lane returning true, l.fencing_token, l.expires_at, l.locked_by;
 			end $$`,
 		script: func(g *stage) {
-			if _, err := g.b.conn.Exec(g.t.Context(), `set linearizability.ahead = '1 hour'`); err != nil {
+			if _, err := g.b.conn.Exec(g.t.Context(), `set lanetest.ahead = '1 hour'`); err != nil {
 				g.t.Fatal(err)
 			}
 			g.mustAcquire(g.a, 600)

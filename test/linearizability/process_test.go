@@ -49,7 +49,7 @@ func TestMain(m *testing.M) {
 	pgserver.GuardMain()
 	if raw := os.Getenv(partVariable); raw != "" {
 		if err := act(raw); err != nil {
-			fmt.Fprintln(os.Stderr, "linearizability:", err)
+			fmt.Fprintln(os.Stderr, "lanetest:", err)
 			os.Exit(1)
 		}
 		os.Exit(0)
@@ -108,7 +108,7 @@ func (p part) sessions(ctx context.Context, tape *tape) {
 
 func (p part) workers(ctx context.Context, tape *tape) error {
 	pool, err := postgres.Open(ctx, p.URL, postgres.Options{
-		MaxConns: int32(p.Clients) + 2, ConnectWait: patience, ApplicationName: "linearizability",
+		MaxConns: int32(p.Clients) + 2, ConnectWait: patience, ApplicationName: "lanetest",
 	})
 	if err != nil {
 		if ctx.Err() != nil {

@@ -40,7 +40,7 @@ func newProxy(t testing.TB, target string) *proxy {
 }
 
 // url is where processes find the database.
-func (p *proxy) url() string { return p.URL("linearizability") }
+func (p *proxy) url() string { return p.URL("lanetest") }
 
 // link is one connection through the proxy.
 type link struct {

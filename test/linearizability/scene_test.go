@@ -49,7 +49,7 @@ type server struct {
 
 func newServer(t testing.TB) *server {
 	t.Helper()
-	dir, err := os.MkdirTemp("", "linearizability-") //nolint:usetesting // the test's own folder is closed to the server's user
+	dir, err := os.MkdirTemp("", "lanetest-") //nolint:usetesting // the test's own folder is closed to the server's user
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -100,7 +100,7 @@ func (s *server) copy() {
 
 func (s *server) open(database string) *pgxpool.Pool {
 	s.t.Helper()
-	pool, err := postgres.Open(s.t.Context(), s.url(database), postgres.Options{ApplicationName: "linearizability admin"})
+	pool, err := postgres.Open(s.t.Context(), s.url(database), postgres.Options{ApplicationName: "lanetest admin"})
 	if err != nil {
 		s.t.Fatal(err)
 	}
@@ -296,7 +296,7 @@ func (c *scene) pause() {
 // terminate ends some sessions with pg_terminate_backend.
 func (c *scene) terminate() {
 	n := c.server.count(c.server.admin, `select count(pg_terminate_backend(pid)) from (
-		select pid from pg_stat_activity where application_name = 'linearizability' and pid <> pg_backend_pid()
+		select pid from pg_stat_activity where application_name = 'lanetest' and pid <> pg_backend_pid()
 		 order by (state <> 'idle') desc, random() limit 3) t`)
 	c.faults["pg_terminate_backend"] += n
 }
@@ -445,9 +445,9 @@ func (c *scene) judgeWrites(did map[string]int) {
 			c.t.Errorf("round %d: more than one owner wrote under each of %d tokens", c.round, n)
 		}
 	}
-	did["write of an engine"] += c.server.count(c.server.flows, `select count(*) from lanecheck_writes w
+	did["write of an engine"] += c.server.count(c.server.flows, `select count(*) from lanetest_writes w
 		join agent_executions x on x.id::text = split_part(w.owner, '#', 1) where w.lane = $1`, c.engines)
-	did["write of an engine's child"] += c.server.count(c.server.flows, `select count(*) from lanecheck_writes w
+	did["write of an engine's child"] += c.server.count(c.server.flows, `select count(*) from lanetest_writes w
 		join agent_executions x on x.id::text = split_part(w.owner, '#', 1) and x.parent_id is not null where w.lane = $1`, c.engines)
 }
 

@@ -248,18 +248,18 @@ func fenced(ctx context.Context, tape *tape, db postgres.Beginner, g grant, fenc
 
 // writeDown is the write that the fence protects.
 func writeDown(ctx context.Context, tx postgres.DB, g grant) error {
-	_, err := tx.Exec(ctx, `insert into lanecheck_writes (lane, token, owner) values ($1, $2, $3)`, g.lane, g.token, g.owner)
+	_, err := tx.Exec(ctx, `insert into lanetest_writes (lane, token, owner) values ($1, $2, $3)`, g.lane, g.token, g.owner)
 	return err
 }
 
 // writesTable is where fenced writes go. The number is drawn after the fence.
-const writesTable = `create table if not exists lanecheck_writes (n bigint generated always as identity, 
+const writesTable = `create table if not exists lanetest_writes (n bigint generated always as identity, 
 	lane text not null, token bigint not null, owner text not null)`
 
 // backwards is the pairs of writes under a smaller token after one under a larger.
 const backwards = `
 	select count(*) from (
-	  select w.token, max(w.token) over (partition by w.lane order by w.n) as high from lanecheck_writes w) t
+	  select w.token, max(w.token) over (partition by w.lane order by w.n) as high from lanetest_writes w) t
 	 where t.token < t.high`
 
 // rest waits, and reports false when ctx has ended.
@@ -276,4 +276,4 @@ func rest(ctx context.Context, d time.Duration) bool {
 
 // shared is the tokens under which more than one owner wrote.
 const shared = `
-	select count(*) from (select from lanecheck_writes w group by w.lane, w.token having count(distinct w.owner) > 1) t`
+	select count(*) from (select from lanetest_writes w group by w.lane, w.token having count(distinct w.owner) > 1) t`

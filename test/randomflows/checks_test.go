@@ -10,51 +10,51 @@ import (
 
 // tables hold what the test knows, beside what flows write.
 const tables = `
-	create schema randomflows;
-	create table randomflows.effects (execution_id uuid not null, step text not null);
-	create table randomflows.calls (kind text not null, execution_id uuid not null, step text not null, key text not null);
-	create table randomflows.expected (
+	create schema proof;
+	create table proof.effects (execution_id uuid not null, step text not null);
+	create table proof.calls (kind text not null, execution_id uuid not null, step text not null, key text not null);
+	create table proof.expected (
 	  seed text not null, root boolean not null, value int not null, variables jsonb not null,
 	  effects int not null, calls int not null, once int not null, children int not null);
-	create table randomflows.events (key text not null);
-	create table randomflows.forks (id uuid not null, step text not null, value int not null);
-	create table randomflows.alone (
+	create table proof.events (key text not null);
+	create table proof.forks (id uuid not null, step text not null, value int not null);
+	create table proof.alone (
 	  n bigint generated always as identity, lane text not null, execution_id uuid not null, place text not null, at text not null)`
 
 // checks are the invariants: each query lists what violates one, in words.
 var checks = map[string]string{
 	"each flow was run once": `
-		select format('the flow of %s has %s executions', e.seed, count(x.id)) from randomflows.expected e
+		select format('the flow of %s has %s executions', e.seed, count(x.id)) from proof.expected e
 		  left join agent_executions x on x.input ->> 'seed' = e.seed and e.root = (x.parent_id is null)
 		 group by e.seed having count(x.id) <> 1
 		union all
 		select format('execution %s is of a flow that nobody drew', x.id) from agent_executions x
-		 where not exists (select from randomflows.expected e where e.seed = x.input ->> 'seed')`,
+		 where not exists (select from proof.expected e where e.seed = x.input ->> 'seed')`,
 	"each ended with what the model says": `
 		select format('execution %s of %s is %s with %s and %s, not completed with %s and %s: %s %s', x.id, e.seed, x.status, x.result, x.variables, e.value, e.variables,
 		              x.failed_step, x.error_message)
-		  from randomflows.expected e join agent_executions x on x.input ->> 'seed' = e.seed
+		  from proof.expected e join agent_executions x on x.input ->> 'seed' = e.seed
 		 where (x.status, x.result, x.variables) is distinct from ('completed', to_jsonb(e.value), e.variables)`,
 	"a parent has its children": `
 		select format('execution %s has %s children, not %s', x.id, c.n, e.children)
-		  from randomflows.expected e join agent_executions x on x.input ->> 'seed' = e.seed
+		  from proof.expected e join agent_executions x on x.input ->> 'seed' = e.seed
 		  cross join lateral (select count(*) as n from agent_executions y where y.parent_id = x.id) c
 		 where c.n <> e.children`,
 	"an effect is there once": `
 		select format('execution %s has %s effects of %s steps, not %s', x.id, c.n, c.steps, e.effects)
-		  from randomflows.expected e join agent_executions x on x.input ->> 'seed' = e.seed
-		  cross join lateral (select count(*) as n, count(distinct f.step) as steps from randomflows.effects f where f.execution_id = x.id) c
+		  from proof.expected e join agent_executions x on x.input ->> 'seed' = e.seed
+		  cross join lateral (select count(*) as n, count(distinct f.step) as steps from proof.effects f where f.execution_id = x.id) c
 		 where (c.n, c.steps) is distinct from (e.effects, e.effects)`,
 	"a call that may be repeated was made, under one key": `
 		select format('execution %s made %s calls under %s keys, not %s', x.id, c.steps, c.keys, e.calls)
-		  from randomflows.expected e join agent_executions x on x.input ->> 'seed' = e.seed
-		  cross join lateral (select count(distinct f.step) as steps, count(distinct f.key) as keys from randomflows.calls f
+		  from proof.expected e join agent_executions x on x.input ->> 'seed' = e.seed
+		  cross join lateral (select count(distinct f.step) as steps, count(distinct f.key) as keys from proof.calls f
 		                       where f.execution_id = x.id and f.kind = 'call') c
 		 where (c.steps, c.keys) is distinct from (e.calls, e.calls)`,
 	"a call that may not be repeated was made once, or is unknown": `
 		select format('execution %s made %s calls of %s steps, and %s of %s are on record', x.id, c.n, c.steps, a.n, e.once)
-		  from randomflows.expected e join agent_executions x on x.input ->> 'seed' = e.seed
-		  cross join lateral (select count(*) as n, count(distinct f.step) as steps from randomflows.calls f where f.execution_id = x.id and f.kind = 'once') c
+		  from proof.expected e join agent_executions x on x.input ->> 'seed' = e.seed
+		  cross join lateral (select count(*) as n, count(distinct f.step) as steps from proof.calls f where f.execution_id = x.id and f.kind = 'once') c
 		  cross join lateral (select count(*) as n, count(*) filter (where a.status = 'unknown') as unknown from agent_activity a
 		                       where a.execution_id = x.id and a.skill_name = 'once' and a.status in ('success', 'unknown')) a
 		 where c.n <> c.steps or a.n <> e.once or c.steps < e.once - a.unknown or c.steps > e.once`,
@@ -67,13 +67,13 @@ var checks = map[string]string{
 		  left join agent_events v on v.event = 'AGENT_COMPLETED' and v.execution_id = x.id group by x.id having count(v.id) <> 1`,
 	"each event ended one wait": `
 		select format('the event %s came %s times and ended %s waits, of which %s are on record', e.key, count(v.id), count(v.consumed_by), count(c.step))
-		  from randomflows.events e left join agent_events v on v.event = 'EVENT_COMPLETED' and v.key = e.key
+		  from proof.events e left join agent_events v on v.event = 'EVENT_COMPLETED' and v.key = e.key
 		  left join agent_checkpoints c on c.execution_id = v.consumed_by and c.output ->> 'event_id' = v.id::text
 		 group by e.key having (count(v.id), count(v.consumed_by), count(c.step)) is distinct from (1, 1, 1)`,
 	"who has a lane is alone in it": `
 		select format('lane %s: execution %s %s at %s after execution %s began there', a.lane, a.execution_id, a.at, a.place, a.other)
 		  from (select a.*, lag(a.at, 1, 'ends') over w as before_, lag(a.execution_id || a.place) over w as other
-		          from randomflows.alone a window w as (partition by a.lane order by a.n)) a
+		          from proof.alone a window w as (partition by a.lane order by a.n)) a
 		 where a.at = 'begins' and a.before_ <> 'ends' or a.at = 'ends' and a.other is distinct from a.execution_id || a.place`,
 	"nothing is left": `
 		select format('execution %s is claimed by %s', id, claimed_by) from agent_executions where claimed_by is not null
@@ -97,7 +97,7 @@ func (w *world) expect(seeds []uint64) {
 		e := model(seed, 0)
 		e.write(b, true)
 		for _, key := range e.keys() {
-			b.Queue(`insert into randomflows.events values ($1)`, key)
+			b.Queue(`insert into proof.events values ($1)`, key)
 		}
 	}
 	if err := w.pool.SendBatch(w.t.Context(), b).Close(); err != nil {
@@ -106,7 +106,7 @@ func (w *world) expect(seeds []uint64) {
 }
 
 func (e *expected) write(b *pgx.Batch, root bool) {
-	b.Queue(`insert into randomflows.expected values ($1, $2, $3, $4, $5, $6, $7, $8)`,
+	b.Queue(`insert into proof.expected values ($1, $2, $3, $4, $5, $6, $7, $8)`,
 		strconv.FormatUint(e.seed, 10), root, e.value, e.variables, e.effects, e.calls, e.once, e.children)
 	for _, c := range e.families {
 		c.write(b, false)

@@ -189,7 +189,7 @@ func (w *world) keep() {
 	w.sink.mu.Lock()
 	defer w.sink.mu.Unlock()
 	for _, c := range w.sink.calls {
-		w.exec(`insert into randomflows.calls (kind, execution_id, step, key) values ($1, $2, $3, $4)`, c.kind, c.execution, c.step, c.key)
+		w.exec(`insert into proof.calls (kind, execution_id, step, key) values ($1, $2, $3, $4)`, c.kind, c.execution, c.step, c.key)
 	}
 }
 

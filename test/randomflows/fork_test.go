@@ -44,13 +44,13 @@ func (w *world) refork(r *rand.Rand) {
 			w.t.Errorf("fork of %s from %s: %v", s.ID, s.Step, err)
 			continue
 		}
-		w.exec(`insert into randomflows.forks values ($1, $2, $3)`, fork.ID, s.Step, s.Value)
+		w.exec(`insert into proof.forks values ($1, $2, $3)`, fork.ID, s.Step, s.Value)
 	}
 	w.settle(patience)
 	for _, found := range w.violations(wrongForks) {
 		w.t.Error(found)
 	}
-	for _, id := range w.violations(`select id::text from randomflows.forks`) {
+	for _, id := range w.violations(`select id::text from proof.forks`) {
 		if found := w.replay(id); found != "" {
 			w.t.Error(found)
 		}
@@ -60,7 +60,7 @@ func (w *world) refork(r *rand.Rand) {
 // wrongForks are those that came to something else.
 const wrongForks = `
 	select format('the fork %s from %s is %s with %s, not completed with %s: %s %s', f.id, f.step, x.status, x.result, f.value, x.failed_step, x.error_message)
-	  from randomflows.forks f left join agent_executions x on x.id = f.id
+	  from proof.forks f left join agent_executions x on x.id = f.id
 	 where (x.status, x.result) is distinct from ('completed', to_jsonb(f.value))`
 
 // replay says how the replay of an execution differs from its record; empty when it does not.

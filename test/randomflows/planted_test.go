@@ -21,19 +21,19 @@ const innocent = `
 	select pg_temp.id(v.name), 'fl_planted', 'flow', 'drawn', 'completed', pg_temp.id(v.parent), 3, jsonb_build_object('seed', v.seed),
 	       to_jsonb(v.value), v.variables, now()
 	  from (values ('root', null, '1', 10, '{"value": 3}'::jsonb), ('child', 'root', '2', 20, '{}')) v (name, parent, seed, value, variables);
-	insert into randomflows.expected values ('1', true, 10, '{"value": 3}', 2, 1, 2, 1), ('2', false, 20, '{}', 0, 0, 0, 0);
-	insert into randomflows.effects values (pg_temp.id('root'), 'a'), (pg_temp.id('root'), 'b');
-	insert into randomflows.calls (kind, execution_id, step, key)
+	insert into proof.expected values ('1', true, 10, '{"value": 3}', 2, 1, 2, 1), ('2', false, 20, '{}', 0, 0, 0, 0);
+	insert into proof.effects values (pg_temp.id('root'), 'a'), (pg_temp.id('root'), 'b');
+	insert into proof.calls (kind, execution_id, step, key)
 	select v.kind, pg_temp.id('root'), v.step, v.key from (values ('call', 'c', 'k'), ('call', 'c', 'k'), ('once', 'd', 'l')) v (kind, step, key);
 	insert into agent_activity (trace_id, execution_id, claim, kind, skill_name, step, status, error_class)
 	select 'fl_planted', pg_temp.id('root'), v.claim, 'call', 'once', v.step, v.status, v.class
 	  from (values (1, 'd', 'success', ''), (2, 'e', 'unknown', 'interrupted')) v (claim, step, status, class);
 	insert into agent_events (event, key, execution_id) select 'AGENT_COMPLETED', id::text, id from agent_executions;
-	insert into randomflows.events values ('came');
+	insert into proof.events values ('came');
 	insert into agent_events (id, event, key, consumed_by) values (pg_temp.id('event'), 'EVENT_COMPLETED', 'came', pg_temp.id('root'));
 	insert into agent_checkpoints (execution_id, step, claim, output)
 	values (pg_temp.id('root'), 'f', 3, jsonb_build_object('event_id', pg_temp.id('event')));
-	insert into randomflows.alone (lane, execution_id, place, at)
+	insert into proof.alone (lane, execution_id, place, at)
 	select v.lane, pg_temp.id(v.name), v.place, v.at
 	  from (values ('one', 'root', '.1', 'begins'), ('two', 'child', '.1', 'begins'), ('one', 'root', '.1', 'ends'), ('one', 'root', '.2', 'begins'),
 	    ('two', 'child', '.1', 'ends'), ('one', 'root', '.2', 'ends')) v (lane, name, place, at)`
@@ -54,16 +54,16 @@ var planted = map[string][]string{
 		`insert into agent_executions (trace_id, surface, flow, parent_id, input) values ('fl_planted', 'flow', 'drawn', pg_temp.id('root'), '{"seed": "2"}')`,
 	},
 	"an effect is there once": {
-		`insert into randomflows.effects values (pg_temp.id('root'), 'a')`, `delete from randomflows.effects where step = 'a'`,
-		`update randomflows.effects set step = 'a'`, `update randomflows.effects set execution_id = pg_temp.id('child')`,
+		`insert into proof.effects values (pg_temp.id('root'), 'a')`, `delete from proof.effects where step = 'a'`,
+		`update proof.effects set step = 'a'`, `update proof.effects set execution_id = pg_temp.id('child')`,
 	},
 	"a call that may be repeated was made, under one key": {
-		`delete from randomflows.calls where kind = 'call'`, `insert into randomflows.calls values ('call', pg_temp.id('root'), 'c', 'm')`,
-		`insert into randomflows.calls values ('call', pg_temp.id('child'), 'c', 'm')`,
+		`delete from proof.calls where kind = 'call'`, `insert into proof.calls values ('call', pg_temp.id('root'), 'c', 'm')`,
+		`insert into proof.calls values ('call', pg_temp.id('child'), 'c', 'm')`,
 	},
 	"a call that may not be repeated was made once, or is unknown": {
-		`insert into randomflows.calls values ('once', pg_temp.id('root'), 'd', 'l')`, `delete from randomflows.calls where kind = 'once'`,
-		`insert into randomflows.calls values ('once', pg_temp.id('root'), 'e', 'm'), ('once', pg_temp.id('root'), 'f', 'n')`,
+		`insert into proof.calls values ('once', pg_temp.id('root'), 'd', 'l')`, `delete from proof.calls where kind = 'once'`,
+		`insert into proof.calls values ('once', pg_temp.id('root'), 'e', 'm'), ('once', pg_temp.id('root'), 'f', 'n')`,
 		`delete from agent_activity where status = 'unknown'`, `update agent_activity set status = 'error'`,
 	},
 	"a call is unknown only where a claim was lost": {
@@ -79,10 +79,10 @@ var planted = map[string][]string{
 		`insert into agent_checkpoints (execution_id, step, claim, output) select execution_id, 'g', claim, output from agent_checkpoints`,
 	},
 	"who has a lane is alone in it": {
-		`insert into randomflows.alone (lane, execution_id, place, at) values ('one', pg_temp.id('child'), '.1', 'ends')`,
-		`insert into randomflows.alone (lane, execution_id, place, at) values ('one', pg_temp.id('child'), '.2', 'begins'), ('one', pg_temp.id('root'), '.3', 'begins')`,
-		`update randomflows.alone set lane = 'one'`, `update randomflows.alone set execution_id = pg_temp.id('child') where lane = 'one' and at = 'begins'`,
-		`update randomflows.alone set place = '.1' where at = 'begins'`, `delete from randomflows.alone where at = 'ends'`,
+		`insert into proof.alone (lane, execution_id, place, at) values ('one', pg_temp.id('child'), '.1', 'ends')`,
+		`insert into proof.alone (lane, execution_id, place, at) values ('one', pg_temp.id('child'), '.2', 'begins'), ('one', pg_temp.id('root'), '.3', 'begins')`,
+		`update proof.alone set lane = 'one'`, `update proof.alone set execution_id = pg_temp.id('child') where lane = 'one' and at = 'begins'`,
+		`update proof.alone set place = '.1' where at = 'begins'`, `delete from proof.alone where at = 'ends'`,
 	},
 	"nothing is left": {
 		`update agent_executions set status = 'running', completed_at = null, claimed_by = pg_temp.id('worker')`,

@@ -115,7 +115,7 @@ func pause(ctx context.Context, lasts time.Duration) error {
 // note writes a row of the step it is in.
 func note(ctx context.Context, tx pgx.Tx) error {
 	x, _ := executions.Current(ctx)
-	_, err := tx.Exec(ctx, `insert into randomflows.effects (execution_id, step) values (@id, @step)`,
+	_, err := tx.Exec(ctx, `insert into proof.effects (execution_id, step) values (@id, @step)`,
 		postgres.Strict{"id": x.ID, "step": executions.StepKey(ctx)})
 	return err
 }
@@ -278,7 +278,7 @@ func (p player) alone(ctx context.Context, o op, depth int, path string) (int, e
 	for _, at := range []string{"begins", "ends"} {
 		_, err := executions.StepTx(within, at+" "+path, func(ctx context.Context, tx pgx.Tx) (int, error) {
 			x, _ := executions.Current(ctx)
-			_, err := tx.Exec(ctx, `insert into randomflows.alone (lane, execution_id, place, at) values (@lane, @id, @place, @at)`,
+			_, err := tx.Exec(ctx, `insert into proof.alone (lane, execution_id, place, at) values (@lane, @id, @place, @at)`,
 				postgres.Strict{"lane": o.name, "id": x.ID, "place": path, "at": at})
 			return 0, err
 		})

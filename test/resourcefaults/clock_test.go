@@ -191,7 +191,7 @@ func jumping(t *testing.T) string {
 	if err := os.WriteFile(filepath.Join(dir, "overlay.json"), overlay, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	built, err := proctest.Build("resourcefaults-jumping", "-overlay", filepath.Join(dir, "overlay.json"))
+	built, err := proctest.Build("faults-jumping", "-overlay", filepath.Join(dir, "overlay.json"))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -17,7 +17,7 @@ const patience = 90 * time.Second
 // program is the program under test, built once for all tests.
 var program string
 
-func TestMain(m *testing.M) { proctest.Main(m, "resourcefaults", &program) }
+func TestMain(m *testing.M) { proctest.Main(m, "faults", &program) }
 
 // atLength reports whether the long run was asked for.
 func atLength() bool { return os.Getenv("AGENT_FAULTS_ALL") != "" }

@@ -10,7 +10,7 @@ import (
 // no other user's eyes than those of a server that root starts.
 func mount(t *testing.T, size string) (dir string, ok bool) {
 	t.Helper()
-	dir, err := os.MkdirTemp("", "resourcefaults-disk-") //nolint:usetesting // the test's own folder is closed to the server's user
+	dir, err := os.MkdirTemp("", "faults-disk-") //nolint:usetesting // the test's own folder is closed to the server's user
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -22,7 +22,7 @@ func mount(t *testing.T, size string) (dir string, ok bool) {
 	if err := os.Chmod(dir, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	if err := syscall.Mount("resourcefaults", dir, "tmpfs", syscall.MS_NOSUID|syscall.MS_NODEV, "mode=0755,size="+size); err != nil {
+	if err := syscall.Mount("faults", dir, "tmpfs", syscall.MS_NOSUID|syscall.MS_NODEV, "mode=0755,size="+size); err != nil {
 		t.Logf("mount: %v", err)
 		return "", false
 	}

@@ -40,7 +40,7 @@ var troubles = map[string]func(t *testing.T) trouble{
 // admin is a pool of the test's own.
 func admin(t *testing.T, url string) *pgxpool.Pool {
 	t.Helper()
-	pool, err := postgres.Open(t.Context(), url, postgres.Options{MaxConns: 4, ApplicationName: "resourcefaults"})
+	pool, err := postgres.Open(t.Context(), url, postgres.Options{MaxConns: 4, ApplicationName: "faults"})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -69,11 +69,11 @@ func pretendedFullDisk(t *testing.T) trouble {
 	url := pgtest.URL(t)
 	db := admin(t, url)
 	do(t, db, `
-		create table resourcefaults (yes boolean not null);
-		insert into resourcefaults values (false);
-		create function resourcefaults() returns trigger language plpgsql as $$
+		create table faults (yes boolean not null);
+		insert into faults values (false);
+		create function faults() returns trigger language plpgsql as $$
 		begin
-		  if (select yes from public.resourcefaults) then
+		  if (select yes from public.faults) then
 		    raise exception 'could not extend file "base/1/2": No space left on device' using errcode = '53100', hint = 'Check free disk space.';
 		  end if;
 		  return null;
@@ -82,12 +82,12 @@ func pretendedFullDisk(t *testing.T) trouble {
 		declare t record;
 		begin
 		  for t in select c.oid::regclass as name from pg_class c where c.relkind in ('r', 'p') and not c.relispartition
-		              and c.relnamespace in ('public'::regnamespace, 'river'::regnamespace) and c.relname <> 'resourcefaults'
+		              and c.relnamespace in ('public'::regnamespace, 'river'::regnamespace) and c.relname <> 'faults'
 		  loop
-		    execute format('create trigger resourcefaults before insert or update on %s for each statement execute function public.resourcefaults()', t.name);
+		    execute format('create trigger faults before insert or update on %s for each statement execute function public.faults()', t.name);
 		  end loop;
 		end $$`)
-	set := func(yes bool) func() { return func() { do(t, db, `update resourcefaults set yes = $1`, yes) } }
+	set := func(yes bool) func() { return func() { do(t, db, `update faults set yes = $1`, yes) } }
 	return trouble{url, set(true), set(false), "disk is full", "free space on it"}
 }
 

@@ -25,7 +25,7 @@ func TestTheWriteAheadLogIsFull(t *testing.T) {
 		t.Log("no file system can be mounted here: the write-ahead log cannot be filled")
 		return
 	}
-	dir, err := os.MkdirTemp("", "resourcefaults-server-") //nolint:usetesting // a server of root's belongs to another user
+	dir, err := os.MkdirTemp("", "faults-server-") //nolint:usetesting // a server of root's belongs to another user
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -1,0 +1,88 @@
+// Command words reports retired words in the files below the working directory. Its argument is the file of the list:
+// each line has a retired word and the word that replaces it. In Go and SQL a word is also a part of a name, as in
+// workerCrew or crew_size.
+package main
+
+import (
+	"bufio"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"unicode/utf8"
+)
+
+// skipped lists directories whose files are not ours, or are never edited again.
+var skipped = []string{".git", ".bin", "bin", ".agent", "testdata", "changes", "node_modules"}
+
+func main() {
+	found, err := check(os.DirFS("."), os.Args[1], os.Stdout)
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "words:", err)
+	}
+	if err != nil || found > 0 {
+		os.Exit(1)
+	}
+}
+
+// check prints each line with a retired word and returns their number.
+func check(tree fs.FS, list string, out io.Writer) (found int, err error) {
+	text, err := fs.ReadFile(tree, list)
+	if err != nil {
+		return 0, err
+	}
+	replacements := map[string]string{}
+	for line := range strings.Lines(string(text)) {
+		if word, replacement, ok := strings.Cut(strings.TrimSpace(line), " "); ok && word != "#" {
+			replacements[word] = replacement
+		}
+	}
+	err = fs.WalkDir(tree, ".", func(path string, entry fs.DirEntry, err error) error {
+		switch {
+		case err != nil:
+			return err
+		case entry.IsDir() && slices.Contains(skipped, filepath.Base(path)):
+			return fs.SkipDir
+		case entry.IsDir(), path == list:
+			return nil
+		}
+		text, err := fs.ReadFile(tree, path)
+		if err != nil || !utf8.Valid(text) {
+			return err
+		}
+		found += report(path, string(text), replacements, out)
+		return nil
+	})
+	return found, err
+}
+
+// name matches a letter run, and its parts are the words of a camelCase name.
+var (
+	name = regexp.MustCompile(`[A-Za-z]+`)
+	part = regexp.MustCompile(`[A-Z]+[a-z]*|[a-z]+`)
+)
+
+// report prints the lines of a file with a retired word and returns their number.
+func report(path, text string, replacements map[string]string, out io.Writer) (found int) {
+	lines := bufio.NewScanner(strings.NewReader(text))
+	lines.Buffer(nil, len(text)+1)
+	for n := 1; lines.Scan(); n++ {
+		for _, whole := range name.FindAllString(lines.Text(), -1) {
+			for _, word := range append(part.FindAllString(whole, -1), whole) {
+				if replacement, ok := replacements[lower(word)]; ok {
+					fmt.Fprintf(out, "%s:%d: %s is retired: use %s\n", path, n, word, replacement)
+					found++
+					break
+				}
+			}
+		}
+	}
+	return found
+}
+
+// lower makes the first letter small, so that an exported name equals the one in the list.
+func lower(word string) string { return strings.ToLower(word[:1]) + word[1:] }

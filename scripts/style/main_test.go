@@ -1,0 +1,28 @@
+package main
+
+import (
+	"strings"
+	"testing"
+	"testing/fstest"
+)
+
+func TestRetiredWordsAreFoundInNamesAndSentences(t *testing.T) {
+	t.Parallel()
+	tree := fstest.MapFS{
+		"list":        {Data: []byte("# a comment\ncrew worker pool\nputOff defer\n")},
+		"a.go":        {Data: []byte("var workerCrew int\nfunc PutOff() {}\n// The crew rests.\nvar screw, putoff int\n")},
+		"b/c.sql":     {Data: []byte("select crew_size")},
+		"testdata/a":  {Data: []byte("crew")},
+		"picture.png": {Data: []byte("\xff crew")},
+	}
+	var out strings.Builder
+	found, err := check(tree, "list", &out)
+	want := `a.go:1: Crew is retired: use worker pool
+a.go:2: PutOff is retired: use defer
+a.go:3: crew is retired: use worker pool
+b/c.sql:1: crew is retired: use worker pool
+`
+	if err != nil || found != 4 || out.String() != want {
+		t.Errorf("found %d, %v:\n%s", found, err, out.String())
+	}
+}
