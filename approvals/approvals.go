@@ -201,7 +201,8 @@ func insert(ctx context.Context, tx pgx.Tx, r Request, hash string) (_ Approval,
 	}).Scan(&id, &fresh)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return Approval{}, false, &executions.StepError{
-			Class: "stale_skill", Message: fmt.Sprintf("skill %s was changed or removed since this run read it: no approval was asked for", r.Skill),
+			Class: "stale_skill", Message: fmt.Sprintf(
+				"skill %s was changed or removed since this run read it: no approval was asked for", r.Skill),
 		}
 	}
 	if err != nil {
@@ -241,13 +242,15 @@ func Decide(ctx context.Context, db postgres.Beginner, id string, approve bool, 
 			return err
 		}
 		if !approve {
-			if err := automations.Denied(ctx, tx, id, fmt.Sprintf("rejected by %s: %s (approval %s)", by, reason, id)); err != nil {
+			if err := automations.Denied(ctx, tx, id,
+				fmt.Sprintf("rejected by %s: %s (approval %s)", by, reason, id)); err != nil {
 				return err
 			}
 		}
 		_, err = activity.Note(ctx, tx, activity.Entry{
 			Skill: "decide_approval", Input: map[string]string{
-				"approval_id": id, "skill": decided.SkillName, "decision": map[bool]string{true: "approve", false: "reject"}[approve], "by": by, "reason": reason,
+				"approval_id": id, "skill": decided.SkillName,
+				"decision": map[bool]string{true: "approve", false: "reject"}[approve], "by": by, "reason": reason,
 			},
 		}, activity.Outcome{Output: map[string]string{"status": decided.Status, "trace_id": decided.TraceID}})
 		return err

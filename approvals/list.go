@@ -13,7 +13,8 @@ import (
 
 // Get reads one approval; ErrNotFound when there is none.
 func Get(ctx context.Context, db postgres.DB, id string) (Approval, error) {
-	rows, err := db.Query(ctx, `select `+columns+` from agent_approvals a`+asker+` where a.id = @id`, postgres.Strict{"id": id})
+	rows, err := db.Query(ctx, `select `+columns+` from agent_approvals a`+asker+` where a.id = @id`,
+		postgres.Strict{"id": id})
 	got, err := collectOne(rows, err)
 	if err != nil {
 		return Approval{}, fmt.Errorf("read approval %s: %w", id, err)

@@ -69,7 +69,8 @@ func park(t *testing.T, args string, change ...func(*executions.Options)) *parke
 }
 
 func (p *parked) flow(ctx context.Context, s skills.Skill, args json.RawMessage) (executions.Result, error) {
-	asked, err := approvals.Ask(ctx, approvals.Request{Skill: s.Name, SkillID: s.ID, Revision: s.Revision, Args: args, Park: true})
+	asked, err := approvals.Ask(ctx, approvals.Request{Skill: s.Name, SkillID: s.ID, Revision: s.Revision, Args: args,
+		Park: true})
 	if err != nil {
 		return executions.Result{}, err
 	}
@@ -85,7 +86,8 @@ func (p *parked) flow(ctx context.Context, s skills.Skill, args json.RawMessage)
 		return executions.Result{Summary: decision.Status + " by " + decision.By + ": " + decision.Reason}, nil
 	}
 	x, _ := executions.Current(ctx)
-	_, err = executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "drop"}, Also: approvals.Use(asked.ID, x.ID, "call")},
+	_, err = executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "drop"},
+		Also: approvals.Use(asked.ID, x.ID, "call")},
 		func(context.Context, *executions.Effect) (bool, error) {
 			p.acted.Add(1)
 			return true, nil
@@ -143,7 +145,8 @@ func TestOfFiftyDecisionsOneHasEffect(t *testing.T) {
 	}
 	called := map[string]int32{"consumed": 1, "rejected": 0}[decided.Status]
 	if won.Load() != 1 || p.acted.Load() != called || (called == 1) != (x.ResultSummary == "called") {
-		t.Errorf("%d decided, the approval is %s, %d calls, the run says %q", won.Load(), decided.Status, p.acted.Load(), x.ResultSummary)
+		t.Errorf("%d decided, the approval is %s, %d calls, the run says %q", won.Load(), decided.Status, p.acted.Load(),
+			x.ResultSummary)
 	}
 	if n := count(t, p.pool, `select count(*) from agent_events where event = 'APPROVAL_DECIDED'`); n != 1 {
 		t.Errorf("%d events of one decision", n)
@@ -215,7 +218,8 @@ func TestAnApprovalDoesNotOutliveItsExecution(t *testing.T) {
 	if _, err := p.engine.Cancel(t.Context(), id, "admin", "enough"); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := approvals.Decide(t.Context(), p.pool, approval, true, "admin", ""); !errors.Is(err, approvals.ErrDecided) {
+	if _, err := approvals.Decide(t.Context(), p.pool, approval, true, "admin", ""); !errors.Is(err,
+		approvals.ErrDecided) {
 		t.Errorf("decided although nobody waits: %v", err)
 	}
 	if got, err := approvals.Get(t.Context(), p.pool, approval); err != nil || got.Status != "expired" {
@@ -243,7 +247,8 @@ func TestListingsTellWhatHasExpired(t *testing.T) {
 func TestWhatWaitsForASkillThatChangesIsClosed(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct{ change, says string }{
-		"changed": {`update agent_skills set revision = revision + 1 where name = 'drop'`, "the skill drop was changed: revision 1 is now 2"},
+		"changed": {`update agent_skills set revision = revision + 1 where name = 'drop'`,
+			"the skill drop was changed: revision 1 is now 2"},
 		"removed": {`delete from agent_skills where name = 'drop'`, "the skill drop was removed"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -284,13 +289,15 @@ func TestGrantsOfASkillThatChangesAreClosed(t *testing.T) {
 	}
 	exec(t, pool, `update agent_skills set revision = 2 where name = 'drop'`)
 	for _, id := range []string{pending, granted} {
-		if got, err := approvals.Get(t.Context(), pool, id); err != nil || got.Status != "expired" || !strings.Contains(got.Reason, "was changed") {
+		if got, err := approvals.Get(t.Context(), pool, id); err != nil || got.Status != "expired" ||
+			!strings.Contains(got.Reason, "was changed") {
 			t.Errorf("the approval is %+v (%v)", got, err)
 		}
 	}
 	// A run that has read the skill before does not ask for what nobody can give.
 	inside(t, pool, func(ctx context.Context) error {
-		_, err := approvals.Ask(ctx, approvals.Request{Skill: s.Name, SkillID: s.ID, Revision: s.Revision, Args: json.RawMessage(`{"table":"z"}`)})
+		_, err := approvals.Ask(ctx, approvals.Request{Skill: s.Name, SkillID: s.ID, Revision: s.Revision,
+			Args: json.RawMessage(`{"table":"z"}`)})
 		if failure, ok := errors.AsType[*executions.StepError](err); !ok || failure.Class != "stale_skill" {
 			t.Errorf("asked for another: %v", err)
 		}

@@ -11,9 +11,9 @@
 //     too low) can go beyond a limit; it is settled at what it used, and the next call finds less.
 //   - A small rest shortens the answer that is asked for instead of refusing it, down to a least.
 //   - Others' reservations make a call wait, for a bounded time; only what is spent ends a run at once.
-//   - Each request to a provider has a reservation of its own, committed before it leaves. What was spent is never below
-//     what the provider bills, over kills, pauses and time-outs: a request that was sent and not answered may have been
-//     billed, so its reservation is written off. It counts as spent at its worst case, and as unknown.
+//   - Each request to a provider has a reservation of its own, committed before it leaves. What was spent is never
+//     below what the provider bills, over kills, pauses and time-outs: a request that was sent and not answered may
+//     have been billed, so its reservation is written off. It counts as spent at its worst case, and as unknown.
 //   - The database writes off what a lost claim has reserved, when another claim takes the execution over, and what is
 //     under way when an execution ends. A call that is made again has another reservation: the provider bills both.
 //
@@ -99,7 +99,8 @@ type Error struct {
 
 // Error names the limit and how much of it is gone.
 func (e *Error) Error() string {
-	text := fmt.Sprintf("the limit of %s for %s leaves too little for another model call: %s spent", amount(e.Limit, e.Unit), scopeText(e.Scope), amount(e.Spent, e.Unit))
+	text := fmt.Sprintf("the limit of %s for %s leaves too little for another model call: %s spent",
+		amount(e.Limit, e.Unit), scopeText(e.Scope), amount(e.Spent, e.Unit))
 	if e.Kind == Reserved {
 		text = fmt.Sprintf("the limit of %s for %s is taken up by calls under way: %s spent",
 			amount(e.Limit, e.Unit), scopeText(e.Scope), amount(e.Spent, e.Unit))

@@ -67,7 +67,8 @@ func TestTheScopeThatRefusesIsNamed(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	id := running(t, db)
-	limits := budgets.Limits{Day: budgets.Limit{Tokens: 5000}, Surface: map[trace.Surface]budgets.Limit{trace.Chat: {Tokens: 120}}}
+	limits := budgets.Limits{Day: budgets.Limit{Tokens: 5000},
+		Surface: map[trace.Surface]budgets.Limit{trace.Chat: {Tokens: 120}}}
 	_, err := reserve(t, db, call(id, 0, limits.Scopes(trace.Chat, scope("run:ch_1", 9000, 0))...))
 	var refused *budgets.Error
 	if !errors.As(err, &refused) || !strings.HasSuffix(refused.Scope, ":chat") || refused.Limit != 120 {
@@ -377,7 +378,8 @@ func TestNonsenseIsRefused(t *testing.T) {
 		}
 	}
 	for _, spend := range []string{
-		`{"tokens": -1, "usd": 0, "unknown_tokens": 0, "unknown_usd": 0}`, `{"tokens": 0, "usd": null, "unknown_tokens": 0, "unknown_usd": 0}`,
+		`{"tokens": -1, "usd": 0, "unknown_tokens": 0, "unknown_usd": 0}`,
+		`{"tokens": 0, "usd": null, "unknown_tokens": 0, "unknown_usd": 0}`,
 		`{"tokens": 1, "usd": 0, "unknown_tokens": 2, "unknown_usd": 0}`, `{}`,
 	} {
 		const sql = `select lanekeeper.settle_agent_budget(gen_random_uuid(), 's', $1)`

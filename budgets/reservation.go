@@ -93,7 +93,9 @@ func (r *Reservation) Renew(ctx context.Context, db postgres.DB) (Spend, int64, 
 	lost, err := executions.Persist(ctx, func(ctx context.Context) (lost Spend, err error) {
 		r.answer = verdict{}
 		b := &pgx.Batch{}
-		b.Queue(`select lanekeeper.fence_agent_execution(@id, @claim)`, postgres.Strict{"id": r.ExecutionID, "claim": r.Claim}) // locks go from there to budgets
+		// locks go from there to budgets
+		b.Queue(`select lanekeeper.fence_agent_execution(@id, @claim)`,
+			postgres.Strict{"id": r.ExecutionID, "claim": r.Claim})
 		b.Queue(`select tokens, cost_usd::float8 from lanekeeper.settle_agent_budget(@execution_id, @step)`,
 			postgres.Strict{"execution_id": r.ExecutionID, "step": r.Step}).QueryRow(func(row pgx.Row) error {
 			return row.Scan(&lost.Tokens, &lost.USD)
@@ -160,7 +162,8 @@ func (r *Reservation) Settle(b *pgx.Batch, s Spend) {
 	tokens, usd := max(s.Tokens, 0), max(s.USD, 0)
 	b.Queue(`select lanekeeper.settle_agent_budget(@execution_id, @step, @spend)`, postgres.Strict{
 		"execution_id": r.ExecutionID, "step": r.Step, "spend": map[string]any{
-			"tokens": tokens, "usd": usd, "unknown_tokens": min(max(s.UnknownTokens, 0), tokens), "unknown_usd": min(max(s.UnknownUSD, 0), usd),
+			"tokens": tokens, "usd": usd, "unknown_tokens": min(max(s.UnknownTokens, 0), tokens),
+			"unknown_usd": min(max(s.UnknownUSD, 0), usd),
 		},
 	})
 }

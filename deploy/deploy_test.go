@@ -1,5 +1,6 @@
-// Package deploy_test holds the files of this folder to what the program knows: settings, ports, probes, times. What needs the
-// tools of others (Dockerfile, Kubernetes, Helm, goreleaser) is in checks, a module of its own: make prove ONLY=packages.
+// Package deploy_test holds the files of this folder to what the program knows: settings, ports, probes, times. What
+// needs the tools of others (Dockerfile, Kubernetes, Helm, goreleaser) is in checks, a module of its own: make prove
+// ONLY=packages.
 package deploy_test
 
 import (
@@ -127,7 +128,8 @@ func at(v any, keys ...any) any {
 
 func TestTheYAMLIsSound(t *testing.T) {
 	for path, text := range files(t) {
-		if ext := filepath.Ext(path); ext == ".yaml" && !strings.Contains(path, "templates") && len(documents(t, path, text)) == 0 {
+		if ext := filepath.Ext(path); ext == ".yaml" && !strings.Contains(path, "templates") &&
+			len(documents(t, path, text)) == 0 {
 			t.Errorf("%s has nothing in it", path)
 		}
 	}
@@ -156,7 +158,8 @@ func fallback(t *testing.T, name string) string {
 // enough checks that a process gets the time for all stages of its stop, with the default of AGENT_SHUTDOWN_TIMEOUT.
 func enough(t *testing.T, where string, drain, granted time.Duration) {
 	t.Helper()
-	// After the two timeouts: answers that are cut say so (5 s), what is under way is cut off (5 s), and leases are given back.
+	// After the two timeouts: answers that are cut say so (5 s), what is under way is cut off (5 s), and leases are
+	// given back.
 	if least := drain + 2*duration(t, fallback(t, "AGENT_SHUTDOWN_TIMEOUT")) + 15*time.Second; granted < least {
 		t.Errorf("%s: the process is killed after %s, and may need %s", where, granted, least)
 	}
@@ -178,7 +181,8 @@ func TestACompositionKeepsItsData(t *testing.T) {
 		t.Errorf("the agent starts when migrate is %v", got)
 	}
 	env := at(c, "services", "agent", "environment")
-	enough(t, "compose.yaml", duration(t, at(env, "AGENT_DRAIN_DELAY").(string)), duration(t, at(c, "services", "agent", "stop_grace_period").(string)))
+	enough(t, "compose.yaml", duration(t, at(env, "AGENT_DRAIN_DELAY").(string)),
+		duration(t, at(c, "services", "agent", "stop_grace_period").(string)))
 }
 
 func TestThePodsOfTheManifests(t *testing.T) {
@@ -198,7 +202,8 @@ func TestThePodsOfTheManifests(t *testing.T) {
 		if port, _ := at(agent, "ports", 0, "containerPort").(int); env["AGENT_LISTEN"] != "0.0.0.0:"+strconv.Itoa(port) {
 			t.Errorf("it listens at %s, and the port is %d", env["AGENT_LISTEN"], port)
 		}
-		for probe, path := range map[string]string{"startupProbe": "/healthz", "livenessProbe": "/healthz", "readinessProbe": "/readyz"} {
+		for probe, path := range map[string]string{"startupProbe": "/healthz", "livenessProbe": "/healthz",
+			"readinessProbe": "/readyz"} {
 			if got := at(agent, probe, "httpGet", "path"); got != path {
 				t.Errorf("%s asks %v, want %s", probe, got, path)
 			}

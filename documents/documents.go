@@ -110,8 +110,9 @@ func Add(ctx context.Context, tx pgx.Tx, u Upload) (Document, error) {
 		values (@name, @type, @size, @sum, @is_text, @content, nullif(@thread, ''), nullif(@execution, '')::uuid, @trace,
 		        @kind, @owner, @visitor, case when @unused then clock_timestamp() + make_interval(secs => @life) end)
 		returning `+columns, postgres.Strict{
-		"name": name, "type": kind, "size": len(u.Content), "sum": sum[:], "is_text": isText(kind, u.Content), "content": u.Content,
-		"thread": u.ThreadID, "execution": u.ExecutionID, "trace": u.TraceID, "kind": string(u.By.Kind),
+		"name": name, "type": kind, "size": len(u.Content), "sum": sum[:], "is_text": isText(kind, u.Content),
+		"content": u.Content,
+		"thread":  u.ThreadID, "execution": u.ExecutionID, "trace": u.TraceID, "kind": string(u.By.Kind),
 		"owner": postgres.Text(u.By.Owner), "visitor": u.By.Proof, "unused": u.unused(), "life": UnusedLife.Seconds(),
 	})
 	return one(rows, err, "store document")
@@ -166,7 +167,8 @@ func makeRoom(ctx context.Context, tx pgx.Tx, u Upload) error {
 func roomInThread(ctx context.Context, tx pgx.Tx, thread string, more int64) error {
 	var count, size int64
 	b := &pgx.Batch{}
-	b.Queue(`select 1 from agent_threads where id = @thread for key share`, postgres.Strict{"thread": postgres.Text(thread)}).
+	b.Queue(`select 1 from agent_threads where id = @thread for key share`,
+		postgres.Strict{"thread": postgres.Text(thread)}).
 		QueryRow(func(row pgx.Row) error { return row.Scan(new(int)) })
 	b.Queue(`select pg_advisory_xact_lock(hashtextextended('documents of thread ' || @thread, 0))`,
 		postgres.Strict{"thread": postgres.Text(thread)})
@@ -255,7 +257,8 @@ func Delete(ctx context.Context, db postgres.DB, id string) (Document, error) {
 
 // Audit is what an activity row says of a document.
 func (d Document) Audit() map[string]any {
-	said := map[string]any{"document": d.ID, "name": d.Name, "content_type": d.ContentType, "size": d.Size, "sha256": d.SHA256}
+	said := map[string]any{"document": d.ID, "name": d.Name, "content_type": d.ContentType, "size": d.Size,
+		"sha256": d.SHA256}
 	if d.ThreadID != nil {
 		said["thread_id"] = *d.ThreadID
 	}

@@ -60,7 +60,10 @@ func ended(t *testing.T, pool *pgxpool.Pool) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	err = engine.Register("f", func(context.Context, json.RawMessage) (executions.Result, error) { return executions.Result{}, nil })
+	err = engine.Register("f", func(context.Context, json.RawMessage) (executions.Result,
+		error) {
+		return executions.Result{}, nil
+	})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -81,7 +84,8 @@ func TestADocumentIsKeptAsItCame(t *testing.T) {
 		t.Fatalf("%d bytes came back, %v", len(got), err)
 	}
 	again, err := documents.Get(t.Context(), pool, d.ID)
-	if err != nil || again.Size != int64(len(content)) || again.UploadedBy != "admin" || again.TraceID != "op_x" || again.ExpiresAt != nil {
+	if err != nil || again.Size != int64(len(content)) || again.UploadedBy != "admin" || again.TraceID != "op_x" ||
+		again.ExpiresAt != nil {
 		t.Errorf("%+v, %v", again, err)
 	}
 	if _, err := documents.Delete(t.Context(), pool, d.ID); err != nil {
@@ -106,13 +110,15 @@ func TestNameAndTypeAreCleaned(t *testing.T) {
 		"control":       {"a\x00\n\x1b[2J.txt", "", "x", "a[2J.txt", "text/plain"},
 		"right to left": {"a\u202egpj.exe", "", "x", "agpj.exe", "text/plain"},
 		"no name":       {"..", "", "x", "document", "text/plain"},
-		"long name":     {strings.Repeat("é", 500) + ".pdf", "", "%PDF-1.7", strings.Repeat("é", 196) + ".pdf", "application/pdf"},
+		"long name": {strings.Repeat("é", 500) + ".pdf", "", "%PDF-1.7", strings.Repeat("é", 196) + ".pdf",
+			"application/pdf"},
 		"claimed lie":   {"a.png", "image/png", "<html><script>", "a.png", "text/html"},
 		"claimed type":  {"a", "text/csv; charset=x", "a,b", "a", "text/csv"},
 		"claimed image": {"a", "image/png", "a,b", "a", "text/plain"},
 		"no JSON":       {"a.json", "", "{", "a.json", "text/plain"},
-		"word":          {"a.docx", "", "PK\x03\x04", "a.docx", "application/vnd.openxmlformats-officedocument.wordprocessingml.document"},
-		"bad claim":     {"a", "text/;;", "x", "a", "text/plain"},
+		"word": {"a.docx", "", "PK\x03\x04", "a.docx",
+			"application/vnd.openxmlformats-officedocument.wordprocessingml.document"},
+		"bad claim": {"a", "text/;;", "x", "a", "text/plain"},
 	} {
 		d := added(t, pool, documents.Upload{Name: c.name, ContentType: c.claimed, Content: []byte(c.content)})
 		if d.Name != c.wantName || d.ContentType != c.wantType {
@@ -131,7 +137,8 @@ func TestLimitsAreNamed(t *testing.T) {
 	if !errors.Is(err, documents.ErrTooLarge) || !strings.Contains(err.Error(), "at most 10 bytes") {
 		t.Errorf("too large: %v", err)
 	}
-	if _, err := add(t.Context(), pool, documents.Upload{Content: []byte("x"), ThreadID: "nowhere"}); !errors.Is(err, threads.ErrNotFound) {
+	if _, err := add(t.Context(), pool, documents.Upload{Content: []byte("x"), ThreadID: "nowhere"}); !errors.Is(err,
+		threads.ErrNotFound) {
 		t.Errorf("no thread: %v", err)
 	}
 }
@@ -173,7 +180,8 @@ func TestUnusedUploadsGo(t *testing.T) {
 	if unused.ExpiresAt == nil || unused.UploadedBy != "visitor site" {
 		t.Fatalf("%+v", unused)
 	}
-	if _, err := pool.Exec(t.Context(), `update agent_documents set expires_at = now() - interval '1 s' where id = $1`, unused.ID); err != nil {
+	if _, err := pool.Exec(t.Context(), `update agent_documents set expires_at = now() - interval '1 s' where id = $1`,
+		unused.ID); err != nil {
 		t.Fatal(err)
 	}
 	added(t, pool, documents.Upload{Content: []byte("y"), By: threads.Key("app")})
@@ -189,7 +197,8 @@ func TestUnusedUploadsGo(t *testing.T) {
 		documents.MaxUnused); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := add(t.Context(), pool, documents.Upload{Content: []byte("y"), By: threads.Key("app")}); !errors.Is(err, documents.ErrTooMany) {
+	if _, err := add(t.Context(), pool, documents.Upload{Content: []byte("y"), By: threads.Key("app")}); !errors.Is(err,
+		documents.ErrTooMany) {
 		t.Errorf("one too many: %v", err)
 	}
 	added(t, pool, documents.Upload{Content: []byte("y"), By: threads.Key("other")})

@@ -19,18 +19,21 @@ const owned = `owner_kind = @kind and owner = @owner and visitor = @proof`
 
 // of are the arguments of owned, and an id.
 func of(p threads.Principal, id string) postgres.Strict {
-	return postgres.Strict{"id": postgres.Text(id), "kind": string(p.Kind), "owner": postgres.Text(p.Owner), "proof": p.Proof}
+	return postgres.Strict{"id": postgres.Text(id), "kind": string(p.Kind), "owner": postgres.Text(p.Owner),
+		"proof": p.Proof}
 }
 
 // GetOwn reads a document of a principal without its content. Somebody else's is [ErrNotFound].
 func GetOwn(ctx context.Context, db postgres.DB, p threads.Principal, id string) (Document, error) {
-	rows, err := db.Query(ctx, `select `+columns+` from agent_documents where id = lanekeeper.agent_uuid(@id) and `+owned, of(p, id))
+	rows, err := db.Query(ctx, `select `+columns+` from agent_documents where id = lanekeeper.agent_uuid(@id) and `+owned,
+		of(p, id))
 	return one(rows, err, "read document")
 }
 
 // ListOwn reads the documents of a principal without their content, at most so many: newest first, or oldest first.
 // They follow the document named after, where one is named.
-func ListOwn(ctx context.Context, db postgres.DB, p threads.Principal, after string, oldest bool, most int) ([]Document, error) {
+func ListOwn(ctx context.Context, db postgres.DB, p threads.Principal, after string, oldest bool, most int) ([]Document,
+	error) {
 	args := of(p, after)
 	args["most"], args["oldest"] = most, oldest
 	rows, err := db.Query(ctx, `

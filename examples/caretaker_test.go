@@ -111,7 +111,8 @@ func (r result) find(t *testing.T, column string, value any) map[string]any {
 func asRole(t *testing.T, pool *pgxpool.Pool) *pgxpool.Pool {
 	t.Helper()
 	const role = "caretaker_test_reader"
-	newCaller(t, pool).exec(`do $$ begin create role `+role+`; exception when duplicate_object or unique_violation then null; end $$`,
+	newCaller(t, pool).exec(`do $$ begin create role `+role+
+		`; exception when duplicate_object or unique_violation then null; end $$`,
 		`grant select on agent_skills, agent_memory, agent_automations, agent_automation_runs to `+role)
 	config := pool.Config()
 	config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error {
@@ -219,10 +220,11 @@ func TestCompareSizesTakesWhatWasRememberedOrMeasured(t *testing.T) {
 		statements []string
 		before     any
 	}{
-		"nothing yet":                {nil, nil},
-		"an object":                  {[]string{remember(`{"public.t": 100}`, 24)}, 100.0},
-		"rows":                       {[]string{remember(`[{"table": "public.t", "bytes": 200}]`, 24)}, 200.0},
-		"rows inside a result":       {[]string{remember(`{"row_count": 1, "rows": [{"table": "public.t", "bytes": 300}]}`, 24)}, 300.0},
+		"nothing yet": {nil, nil},
+		"an object":   {[]string{remember(`{"public.t": 100}`, 24)}, 100.0},
+		"rows":        {[]string{remember(`[{"table": "public.t", "bytes": 200}]`, 24)}, 200.0},
+		"rows inside a result": {[]string{remember(`{"row_count": 1, "rows": [{"table": "public.t", "bytes": 300}]}`,
+			24)}, 300.0},
 		"text is passed over":        {[]string{remember(`"public.t has 5 bytes"`, 24)}, nil},
 		"other facts too":            {[]string{remember(`{"row_count": 7}`, 24)}, nil},
 		"the automation's":           {[]string{measure(`400`, 24)}, 400.0},
@@ -237,7 +239,8 @@ func TestCompareSizesTakesWhatWasRememberedOrMeasured(t *testing.T) {
 			caller.exec(`delete from agent_memory`, `delete from agent_automation_runs`)
 			caller.exec(c.statements...)
 			row := caller.call("compare_sizes", `{"limit": 100}`).find(t, "table", "public.t")
-			if row["bytes_before"] != c.before || row["bytes_now"] != 8192.0 || (row["compared_with"] == nil) != (c.before == nil) {
+			if row["bytes_before"] != c.before || row["bytes_now"] != 8192.0 ||
+				(row["compared_with"] == nil) != (c.before == nil) {
 				t.Errorf("row is %v, not %v before", row, c.before)
 			}
 		})
@@ -254,7 +257,9 @@ func TestCompareSizesShowsTablesThatAreGone(t *testing.T) {
 
 func TestUnusedIndexesLeaveConstraintsAlone(t *testing.T) {
 	c := newCaller(t, applied(t))
-	c.exec(`create table t (id int primary key, u int unique, n int)`, `insert into t select i, i, i from generate_series(1, 5000) i`, // larger than those of the schema
+	// larger than those of the schema
+	c.exec(`create table t (id int primary key, u int unique, n int)`,
+		`insert into t select i, i, i from generate_series(1, 5000) i`,
 		`create index unused on t (n)`, `create unique index only_once on t (n)`)
 	var names []any
 	for _, row := range c.call("unused_indexes", `{"min_bytes": 0, "limit": 100}`).Rows {
@@ -269,7 +274,8 @@ func TestUnusedIndexesLeaveConstraintsAlone(t *testing.T) {
 
 func TestDeadRowsAreCounted(t *testing.T) {
 	c := newCaller(t, applied(t))
-	c.exec(`create table t (n int) with (autovacuum_enabled = off)`, `insert into t select generate_series(1, 3000)`, `delete from t where n <= 2000`)
+	c.exec(`create table t (n int) with (autovacuum_enabled = off)`, `insert into t select generate_series(1, 3000)`,
+		`delete from t where n <= 2000`)
 	pgtest.Eventually(t, soon, func() bool {
 		c.flush()
 		found := c.call("dead_rows", `{}`)

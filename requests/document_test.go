@@ -82,7 +82,8 @@ func TestARequestIsAnsweredByADocumentThatItMayTake(t *testing.T) {
 	if diff := cmp.Diff(want, end(t, pool, engine, id)); diff != "" {
 		t.Error(diff)
 	}
-	if got, err := documents.Get(t.Context(), pool, admin.ID); err != nil || got.ExecutionID == nil || *got.ExecutionID != id {
+	if got, err := documents.Get(t.Context(), pool, admin.ID); err != nil || got.ExecutionID == nil ||
+		*got.ExecutionID != id {
 		t.Errorf("the admin's document belongs to %v, %v", got.ExecutionID, err)
 	}
 }

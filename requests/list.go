@@ -50,8 +50,8 @@ func Get(ctx context.Context, db postgres.DB, id string) (Record, error) {
 	return got, nil
 }
 
-// Filter narrows a listing. Zero values do not narrow; Limit defaults to 50 and is at most 1000. Before is the id after which
-// the listing goes on, newest first.
+// Filter narrows a listing. Zero values do not narrow; Limit defaults to 50 and is at most 1000. Before is the id
+// after which the listing goes on, newest first.
 type Filter struct {
 	Kind, Status, ThreadID, ExecutionID, Before string
 	Limit                                       int

@@ -1,13 +1,13 @@
 // Package requests asks people for something: documents, a signature, a test.
 //
 // A request is a row of agent_requests, made by an execution, whose id is the key of the event that answers it
-// (DOCUMENT_UPLOADED, SIGNATURE_COMPLETED, TEST_COMPLETED) and of the wait for it (executions.Document, Signature, Test). How
-// it reaches the person, a message in a thread or a link by mail, is the caller's business.
+// (DOCUMENT_UPLOADED, SIGNATURE_COMPLETED, TEST_COMPLETED) and of the wait for it (executions.Document, Signature,
+// Test). How it reaches the person, a message in a thread or a link by mail, is the caller's business.
 //
-// A request is answered once. A signature or a test by its first event; documents when all that were asked for are there,
-// whether they come one by one, several at once or several times. What was not asked for is noted and changes nothing, and
-// so is what comes after the answer. An answer that comes while nobody waits is kept by the request, so a wait that begins
-// later ends at once. A request whose execution ends before it is answered is closed.
+// A request is answered once. A signature or a test by its first event; documents when all that were asked for are
+// there, whether they come one by one, several at once or several times. What was not asked for is noted and changes
+// nothing, and so is what comes after the answer. An answer that comes while nobody waits is kept by the request, so
+// a wait that begins later ends at once. A request whose execution ends before it is answered is closed.
 //
 // The rules are a SQL function (answer_agent_request), because events come from any client.
 package requests
@@ -96,8 +96,9 @@ func WaitFor(kind, id string, timeout time.Duration) (executions.WaitFor, error)
 	return executions.WaitFor{}, fmt.Errorf("wait for request %s: %w: kind %q is not known", id, ErrInvalid, kind)
 }
 
-// Create inserts a request in the caller's transaction, on behalf of the execution that ctx belongs to, and returns its id.
-// It is not durable by itself: inside an execution use Ask, or call it in the function of a step (executions.StepTx).
+// Create inserts a request in the caller's transaction, on behalf of the execution that ctx belongs to, and returns
+// its id. It is not durable by itself: inside an execution use Ask, or call it in the function of a step
+// (executions.StepTx).
 func Create(ctx context.Context, tx pgx.Tx, r Request) (string, error) {
 	if err := r.Validate(); err != nil {
 		return "", fmt.Errorf("ask for a %s: %w", r.Kind, err)
@@ -135,7 +136,8 @@ func Create(ctx context.Context, tx pgx.Tx, r Request) (string, error) {
 	return id, nil
 }
 
-// Ask makes a request as a durable step of the execution that ctx belongs to: once, whatever crashes. name is the step's.
+// Ask makes a request as a durable step of the execution that ctx belongs to: once, whatever crashes. name is the
+// step's.
 func Ask(ctx context.Context, name string, r Request) (string, error) {
 	if err := r.Validate(); err != nil {
 		return "", fmt.Errorf("ask for a %s: %w", r.Kind, err)

@@ -96,7 +96,8 @@ func TestARequestIsAnsweredByItsEvents(t *testing.T) {
 		"all documents at once, in their order": {
 			requests.Request{Kind: requests.Document, Title: "Papers", Items: []string{"photo", "cv"}},
 			"DOCUMENT_UPLOADED",
-			[]string{`{"documentUrls": ["u0"]}`, `{"document": "x", "documentUrls": ["u0", "u0"]}`, `{"documentUrls": ["u2", "u1"]}`},
+			[]string{`{"documentUrls": ["u0"]}`, `{"document": "x", "documentUrls": ["u0", "u0"]}`,
+				`{"documentUrls": ["u2", "u1"]}`},
 			map[string]any{"documentUrls": []any{"u2", "u1"}, "documents": []any{
 				map[string]any{"document": "photo", "url": "u2"}, map[string]any{"document": "cv", "url": "u1"},
 			}},
@@ -118,8 +119,10 @@ func TestARequestIsAnsweredByItsEvents(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
 			engine, id := asks(t, pool, c.request)
-			open, err := requests.List(t.Context(), pool, requests.Filter{Kind: c.request.Kind, Status: requests.Pending, ThreadID: "candidate", ExecutionID: id})
-			if err != nil || len(open) != 1 || open[0].Title != c.request.Title || open[0].ExecutionID != id || open[0].Answer != nil {
+			open, err := requests.List(t.Context(), pool,
+				requests.Filter{Kind: c.request.Kind, Status: requests.Pending, ThreadID: "candidate", ExecutionID: id})
+			if err != nil || len(open) != 1 || open[0].Title != c.request.Title || open[0].ExecutionID != id ||
+				open[0].Answer != nil {
 				t.Fatalf("open requests %+v, %v", open, err)
 			}
 			for _, data := range c.data {
@@ -141,15 +144,18 @@ func TestARequestIsAnsweredByItsEvents(t *testing.T) {
 func TestARequestSaysWhatIsWrongWithIt(t *testing.T) {
 	t.Parallel()
 	for name, r := range map[string]requests.Request{
-		"no kind": {}, "nothing asked for": {Kind: requests.Document}, "twice": {Kind: requests.Document, Items: []string{"cv", "cv"}},
-		"no name": {Kind: requests.Document, Items: []string{" "}}, "items of a test": {Kind: requests.Test, Items: []string{"cv"}},
-		"too many": {Kind: requests.Document, Items: make([]string, 101)},
+		"no kind": {}, "nothing asked for": {Kind: requests.Document},
+		"twice":           {Kind: requests.Document, Items: []string{"cv", "cv"}},
+		"no name":         {Kind: requests.Document, Items: []string{" "}},
+		"items of a test": {Kind: requests.Test, Items: []string{"cv"}},
+		"too many":        {Kind: requests.Document, Items: make([]string, 101)},
 	} {
 		if _, err := requests.Ask(t.Context(), "ask", r); !errors.Is(err, requests.ErrInvalid) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	if _, err := requests.Ask(t.Context(), "ask", requests.Request{Kind: requests.Test}); !errors.Is(err, executions.ErrOutside) {
+	if _, err := requests.Ask(t.Context(), "ask", requests.Request{Kind: requests.Test}); !errors.Is(err,
+		executions.ErrOutside) {
 		t.Errorf("outside: %v", err)
 	}
 	if _, err := requests.WaitFor("pizza", "x", 0); !errors.Is(err, requests.ErrInvalid) {

@@ -16,16 +16,20 @@ func TestVariablesHaveTheNamesOfTheSeeds(t *testing.T) {
 		kind, data string
 		want       map[string]any
 	}{
-		"documents of a request": {"document", `{"documents": {"cv": "u"}, "documentUrls": ["u"]}`, map[string]any{"documentUrls": []any{"u"}}},
-		"documents of an event":  {"document", `{"documents": [{"url": "a"}, 3, {"url": "b"}]}`, map[string]any{"documentUrls": []any{"a", "b"}}},
-		"one document":           {"document", `{"url": "a"}`, map[string]any{"documentUrls": []any{"a"}}},
-		"snake case":             {"document", `{"document_urls": ["a"]}`, map[string]any{"documentUrls": []any{"a"}}},
-		"signature":              {"signature", `{"signedDocumentUrl": "u", "signed_at": "t"}`, map[string]any{"signedDocumentUrl": "u", "signedAt": "t"}},
-		"nothing said":           {"signature", `{}`, map[string]any{}},
-		"score as text":          {"test", `{"test_score": "7.5", "test_result": "passed"}`, map[string]any{"testScore": 7.5, "testResult": "passed"}},
-		"score of nothing":       {"test", `{"score": 0}`, map[string]any{"testScore": 0.0}},
-		"response":               {"response", `{"content": "hola"}`, map[string]any{"lastResponse": "hola"}},
-		"response of others":     {"response", `{"message": "hola"}`, map[string]any{"lastResponse": "hola"}},
+		"documents of a request": {"document", `{"documents": {"cv": "u"}, "documentUrls": ["u"]}`,
+			map[string]any{"documentUrls": []any{"u"}}},
+		"documents of an event": {"document", `{"documents": [{"url": "a"}, 3, {"url": "b"}]}`,
+			map[string]any{"documentUrls": []any{"a", "b"}}},
+		"one document": {"document", `{"url": "a"}`, map[string]any{"documentUrls": []any{"a"}}},
+		"snake case":   {"document", `{"document_urls": ["a"]}`, map[string]any{"documentUrls": []any{"a"}}},
+		"signature": {"signature", `{"signedDocumentUrl": "u", "signed_at": "t"}`,
+			map[string]any{"signedDocumentUrl": "u", "signedAt": "t"}},
+		"nothing said": {"signature", `{}`, map[string]any{}},
+		"score as text": {"test", `{"test_score": "7.5", "test_result": "passed"}`,
+			map[string]any{"testScore": 7.5, "testResult": "passed"}},
+		"score of nothing":   {"test", `{"score": 0}`, map[string]any{"testScore": 0.0}},
+		"response":           {"response", `{"content": "hola"}`, map[string]any{"lastResponse": "hola"}},
+		"response of others": {"response", `{"message": "hola"}`, map[string]any{"lastResponse": "hola"}},
 		"child": {"agent", `{"execution_id": "x", "status": "completed"}`, map[string]any{
 			"triggeredExecutionId": "x", "childExecutionStatus": "completed", "childExecutionSuccess": true,
 		}},
@@ -45,7 +49,8 @@ func TestVariablesHaveTheNamesOfTheSeeds(t *testing.T) {
 			t.Errorf("%s became %v", data, got)
 		}
 	}
-	if got, err := requests.Variables("test", executions.Outcome{Data: json.RawMessage(`{"score": 1}`), TimedOut: true}); err != nil || len(got) != 0 {
+	if got, err := requests.Variables("test",
+		executions.Outcome{Data: json.RawMessage(`{"score": 1}`), TimedOut: true}); err != nil || len(got) != 0 {
 		t.Errorf("a timeout set %v, %v", got, err)
 	}
 }

@@ -52,7 +52,8 @@ type errand struct {
 	Stays bool `json:"stays"`
 }
 
-// errand has a step, a child that ends soon, an event that came long before it is waited for, and an end that may be far away.
+// errand has a step, a child that ends soon, an event that came long before it is waited for, and an end that may be
+// far away.
 func (b *beside) errand(ctx context.Context, raw json.RawMessage) (executions.Result, error) {
 	var in errand
 	if err := json.Unmarshal(raw, &in); err != nil {
@@ -90,7 +91,8 @@ func (b *beside) child(ctx context.Context, _ json.RawMessage) (executions.Resul
 // start runs the engine until the test ends.
 func (b *beside) start() {
 	engine, err := executions.New(b.pool, executions.Options{
-		Keeper: lanes.NewKeeper(b.pool, lanes.Options{}), Logger: slog.New(slog.DiscardHandler), SweepEvery: 200 * time.Millisecond, PollOnly: true,
+		Keeper: lanes.NewKeeper(b.pool, lanes.Options{}), Logger: slog.New(slog.DiscardHandler),
+		SweepEvery: 200 * time.Millisecond, PollOnly: true,
 	})
 	if err != nil {
 		b.t.Fatal(err)
@@ -113,7 +115,8 @@ func (b *beside) start() {
 // begin starts an errand, gives it its early event, and returns its id.
 func (b *beside) begin(ctx context.Context, in errand) string {
 	raw, _ := json.Marshal(in)
-	x, _, err := b.engine.Start(ctx, b.pool, executions.Spec{Flow: "errand", Surface: trace.Flow, Input: json.RawMessage(raw)})
+	x, _, err := b.engine.Start(ctx, b.pool,
+		executions.Spec{Flow: "errand", Surface: trace.Flow, Input: json.RawMessage(raw)})
 	if err != nil {
 		b.t.Errorf("start: %v", err)
 		return ""
@@ -140,7 +143,8 @@ func (b *beside) read(ctx context.Context) error {
 			id = b.traces[rand.IntN(len(b.traces))]
 		}
 		b.mu.Unlock()
-		if _, err := activity.TraceOf(ctx, b.pool, id); err != nil && !errors.Is(err, activity.ErrNotFound) && !errors.Is(err, trace.ErrInvalid) && ctx.Err() == nil {
+		if _, err := activity.TraceOf(ctx, b.pool, id); err != nil && !errors.Is(err, activity.ErrNotFound) &&
+			!errors.Is(err, trace.ErrInvalid) && ctx.Err() == nil {
 			return fmt.Errorf("read trace %s: %w", id, err)
 		}
 		var n int
@@ -184,8 +188,8 @@ func (b *beside) missing(ids []string) []string {
 	return gone
 }
 
-// TestNothingUnfinishedIsTouchedAndNobodyWaits: while executions begin, wait, and end, and traces are read, passes follow at their
-// heels, with old months that are detached and dropped.
+// TestNothingUnfinishedIsTouchedAndNobodyWaits: while executions begin, wait, and end, and traces are read, passes
+// follow at their heels, with old months that are detached and dropped.
 func TestNothingUnfinishedIsTouchedAndNobodyWaits(t *testing.T) {
 	t.Parallel()
 	if pgtest.Pooled() {
@@ -264,7 +268,8 @@ func TestNothingUnfinishedIsTouchedAndNobodyWaits(t *testing.T) {
 		b.deliver(t.Context(), fmt.Sprintf("go %d", n))
 	}
 	pgtest.Eventually(t, time.Minute, func() bool {
-		return value[int](t, own, `select count(*) from agent_executions where id = any($1::uuid[]) and status = 'completed'`, stay) == len(stay)
+		return value[int](t, own, `select count(*) from agent_executions where id = any($1::uuid[]) and status = 'completed'`,
+			stay) == len(stay)
 	}, "those that stayed end")
 	for _, kind := range []string{"executions", "events", "activity", "messages", "partitions"} {
 		if removed[kind] == 0 {

@@ -20,7 +20,8 @@ const effects = `
 func noteCauses(t *testing.T, db postgres.DB) {
 	t.Helper()
 	exec(t, db, `delete from agent_links`)
-	exec(t, db, `insert into agent_links (cause, kind, effect) select 'trace of a test', 'raised', e.effect from (`+effects+`) e`)
+	exec(t, db, `insert into agent_links (cause, kind, effect) select 'trace of a test', 'raised', e.effect from (`+
+		effects+`) e`)
 	exec(t, db, `
 		insert into agent_lane_holds (lane, execution_id, fencing_token, held_from, held_until, ended)
 		select 'lane ' || id, id, 1, created_at, created_at, 'released' from agent_executions`)
@@ -31,9 +32,11 @@ func noteCauses(t *testing.T, db postgres.DB) {
 func causesAreOfWhatIsThere(t *testing.T, db postgres.DB) {
 	t.Helper()
 	for what, sql := range map[string][2]string{
-		"causes":      {effects + ` order by 1`, `select effect from agent_links where cause = 'trace of a test' order by 1`},
-		"lanes held":  {`select id::text from agent_executions order by 1`, `select execution_id::text from agent_lane_holds where ended = 'released' order by 1`},
-		"claims lost": {`select id::text from agent_executions order by 1`, `select execution_id::text from agent_claims_lost order by 1`},
+		"causes": {effects + ` order by 1`, `select effect from agent_links where cause = 'trace of a test' order by 1`},
+		"lanes held": {`select id::text from agent_executions order by 1`,
+			`select execution_id::text from agent_lane_holds where ended = 'released' order by 1`},
+		"claims lost": {`select id::text from agent_executions order by 1`,
+			`select execution_id::text from agent_claims_lost order by 1`},
 	} {
 		if diff := cmp.Diff(texts(t, db, sql[0]), texts(t, db, sql[1])); diff != "" {
 			t.Errorf("%s, want -, got +:\n%s", what, diff)

@@ -16,16 +16,17 @@ import (
 // passing is the name of the sessions that make passes.
 const passing = "retention"
 
-// waits is who was seen to wait for whom. Sessions of an engine wait for one another, too, and on a busy machine for long; a test of
-// passes is about those that wait for a pass, or stand in a queue behind one.
+// waits is who was seen to wait for whom. Sessions of an engine wait for one another, too, and on a busy machine for
+// long; a test of passes is about those that wait for a pass, or stand in a queue behind one.
 type waits struct {
 	t    *testing.T
 	mu   sync.Mutex
 	seen map[uint32][]string // the names of those that a session has waited for since it last began a statement
 }
 
-// hasty is a pool whose sessions wait for no lock for longer than 100 ms: the server refuses that with 55P03. A refusal fails the test when
-// a pass was seen among those that were waited for, holding the lock or before the others in its queue.
+// hasty is a pool whose sessions wait for no lock for longer than 100 ms: the server refuses that with 55P03. A
+// refusal fails the test when a pass was seen among those that were waited for, holding the lock or before the others
+// in its queue.
 func hasty(t *testing.T, url string, watcher *pgxpool.Pool) *pgxpool.Pool {
 	t.Helper()
 	config, err := pgxpool.ParseConfig(url)

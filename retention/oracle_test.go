@@ -12,8 +12,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// The oracle says in Go which rows a pass takes away: it reads everything and follows the words of docs/retention.md, with none of
-// the functions of the database.
+// The oracle says in Go which rows a pass takes away: it reads everything and follows the words of docs/retention.md,
+// with none of the functions of the database.
 
 type execution struct {
 	ID, TraceID, WaitingFor, WaitingKey, DedupeKey, ThreadID string
@@ -91,14 +91,17 @@ var tables = map[string]string{
 
 func read(t *testing.T, db postgres.DB) *world {
 	t.Helper()
-	w := &world{executions: map[string]execution{}, approvals: map[string]approval{}, rows: map[string][]row{}, now: value[time.Time](t, db, `select now()`)}
-	for _, x := range load[execution](t, db, `select id::text, trace_id, coalesce(waiting_for, ''), coalesce(waiting_key, ''), coalesce(dedupe_key, ''),
+	w := &world{executions: map[string]execution{}, approvals: map[string]approval{}, rows: map[string][]row{},
+		now: value[time.Time](t, db, `select now()`)}
+	for _, x := range load[execution](t, db,
+		`select id::text, trace_id, coalesce(waiting_for, ''), coalesce(waiting_key, ''), coalesce(dedupe_key, ''),
 		coalesce(thread_id, ''), coalesce(parent_id::text, ''), created_at, completed_at from agent_executions`) {
 		w.executions[x.ID] = x
 	}
 	w.events = load[event](t, db, `select id::text, event, key, coalesce(external_id, ''), coalesce(execution_id::text, ''), coalesce(consumed_by::text, ''),
 		created_at from agent_events`)
-	for _, a := range load[approval](t, db, `select id::text, trace_id, coalesce(execution_id::text, ''), status, consumed_for, parked, created_at,
+	for _, a := range load[approval](t, db,
+		`select id::text, trace_id, coalesce(execution_id::text, ''), status, consumed_for, parked, created_at,
 		expires_at, decided_at from agent_approvals`) {
 		w.approvals[a.ID] = a
 	}
@@ -153,10 +156,14 @@ func (w *world) overExecutions(cut time.Time) map[string]bool {
 	gone := map[string]bool{}
 	for id, x := range w.executions {
 		is := func(r row) bool { return r.ExecutionID == id }
-		stays := x.CreatedAt.After(cut) || w.asked(x.TraceID) || w.unfinished(x.ParentID) || w.has("untold", is) || w.has("locks", is) ||
+		stays := x.CreatedAt.After(cut) || w.asked(x.TraceID) || w.unfinished(x.ParentID) || w.has("untold", is) ||
+			w.has("locks", is) ||
 			w.has("reservations", is) ||
 			w.has("runs", func(r row) bool { return r.ExecutionID == id && r.Status == "claimed" }) ||
-			w.has("messages", func(r row) bool { return r.ExecutionID == id && (r.Status == "queued" || r.Status == "sending") }) ||
+			w.has("messages", func(r row) bool {
+				return r.ExecutionID == id &&
+					(r.Status == "queued" || r.Status == "sending")
+			}) ||
 			w.has("calls", func(r row) bool { return r.Held && "mcp.call "+r.ID == x.DedupeKey })
 		for _, y := range w.executions {
 			stays = stays || y.TraceID == x.TraceID && (y.CompletedAt == nil || y.CompletedAt.After(cut)) ||
@@ -215,7 +222,8 @@ func (w *world) overApproval(a approval, cut time.Time) bool {
 	_, known := w.executions[a.ExecutionID]
 	used, _, _ := strings.Cut(a.ConsumedFor, " ")
 	over := a.Status == "rejected" || a.Status == "expired" || a.Status == "consumed" || a.ExpiresAt.Before(cut)
-	return over && a.CreatedAt.Before(cut) && (a.DecidedAt == nil || a.DecidedAt.Before(cut)) && !w.unfinished(a.ExecutionID) &&
+	return over && a.CreatedAt.Before(cut) && (a.DecidedAt == nil || a.DecidedAt.Before(cut)) &&
+		!w.unfinished(a.ExecutionID) &&
 		(!a.Parked || !known) && !w.unfinished(used)
 }
 

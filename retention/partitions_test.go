@@ -46,7 +46,8 @@ func attached(t *testing.T, db postgres.DB, days int) []string {
 
 func pass(t *testing.T, pool *pgxpool.Pool, patience time.Duration) retention.Done {
 	t.Helper()
-	done, err := retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"activity"}, Anew: true, Patience: patience})
+	done, err := retention.Run(t.Context(), pool,
+		retention.Options{Kinds: []string{"activity"}, Anew: true, Patience: patience})
 	if err != nil || len(done) != 1 {
 		t.Fatalf("%+v, %v", done, err)
 	}
@@ -81,8 +82,8 @@ func intersect(a, b []string) []string {
 	return slices.DeleteFunc(slices.Clone(a), func(s string) bool { return !slices.Contains(b, s) })
 }
 
-// TestAMonthIsDetachedBesideAReader who takes his time: the pass does not wait for long, and nobody waits for it. What it began is
-// finished when he is gone.
+// TestAMonthIsDetachedBesideAReader who takes his time: the pass does not wait for long, and nobody waits for it.
+// What it began is finished when he is gone.
 func TestAMonthIsDetachedBesideAReader(t *testing.T) {
 	t.Parallel()
 	if pgtest.Pooled() {

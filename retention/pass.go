@@ -68,7 +68,8 @@ func Run(ctx context.Context, pool *pgxpool.Pool, o Options) ([]Done, error) {
 			done = append(done, d)
 		}
 		if !o.DryRun && (d.Removed > 0 || len(d.Partitions) > 0) {
-			o.Logger.InfoContext(ctx, "old rows removed", "kind", p.Kind, "keep", p.Keep, "count", d.Removed, "partitions", d.Partitions)
+			o.Logger.InfoContext(ctx, "old rows removed", "kind", p.Kind, "keep", p.Keep, "count", d.Removed, "partitions",
+				d.Partitions)
 		}
 		if ctx.Err() != nil {
 			break
@@ -136,7 +137,8 @@ func (o Options) one(ctx context.Context, pool *pgxpool.Pool, d *Done) error {
 }
 
 // pruneWithRetry does one piece, and again when it met a lock.
-func pruneWithRetry(ctx context.Context, db postgres.Beginner, kind string, anew bool) (removed int64, more bool, err error) {
+func pruneWithRetry(ctx context.Context, db postgres.Beginner, kind string, anew bool) (removed int64, more bool,
+	err error) {
 	for try := 1; ; try++ {
 		removed, more, err = prune(ctx, db, kind, pieceRows, anew)
 		if !postgres.IsCode(err, "55P03", "40P01") || try == tries {

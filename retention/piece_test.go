@@ -47,7 +47,8 @@ func TestALongThreadGoesInPieces(t *testing.T) {
 			t.Errorf("a piece has deleted %d messages", n)
 		}
 	}
-	if left := value[[]string](t, pool, `select array_agg(distinct thread_id) from agent_messages`); len(left) != 1 || left[0] != "2" {
+	if left := value[[]string](t, pool, `select array_agg(distinct thread_id) from agent_messages`); len(left) != 1 ||
+		left[0] != "2" {
 		t.Errorf("threads %v have messages, want 2, in which an execution that goes on has spoken", left)
 	}
 	if left := value[int](t, pool, `select count(*) from agent_threads`); left != 1 {
@@ -114,7 +115,8 @@ func TestManyCheckpointsGoInPieces(t *testing.T) {
 	exec(t, pool, `update agent_retention set keep = '1 day' where kind = 'executions'`)
 	over(t, pool, 3, 150)
 	removed := pieces(t, pool, "executions")
-	if left := value[int](t, pool, `select count(*) from agent_checkpoints`); left != 0 || removed[0] != 3 || len(removed) != 6 {
+	if left := value[int](t, pool, `select count(*) from agent_checkpoints`); left != 0 || removed[0] != 3 ||
+		len(removed) != 6 {
 		t.Errorf("%d checkpoints are left after %v", left, removed)
 	}
 }
@@ -141,10 +143,12 @@ func TestARowThatChangedAfterItWasFoundStays(t *testing.T) {
 	for kind, key := range map[string]string{
 		"executions": `select id::text from agent_executions`, "budgets": `select scope from agent_budgets`,
 		"hour_counts": `select ctid::text from agent_activity_counts`, "outbox": `select id::text from agent_webhook_outbox`,
-		"deliveries": `select id::text from agent_webhook_deliveries`, "automation_runs": `select id::text from agent_automation_runs`,
+		"deliveries":      `select id::text from agent_webhook_deliveries`,
+		"automation_runs": `select id::text from agent_automation_runs`,
 	} {
 		keys := texts(t, pool, key)
-		if tag, err := pool.Exec(t.Context(), retention.Remove(kind), postgres.Strict{"keys": keys}); err != nil || len(keys) != 1 || tag.RowsAffected() != 0 {
+		if tag, err := pool.Exec(t.Context(), retention.Remove(kind), postgres.Strict{"keys": keys}); err != nil ||
+			len(keys) != 1 || tag.RowsAffected() != 0 {
 			t.Errorf("%s: %d rows of %v are deleted: %v", kind, tag.RowsAffected(), keys, err)
 		}
 	}

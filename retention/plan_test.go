@@ -45,8 +45,8 @@ const much = `
 	insert into agent_activity_open (activity_id, kind) select id, 'call' from n where n % 400 = 0;
 	update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7_floor(clock_timestamp())`
 
-// TestAPieceReadsWhatItLooksAt, by index and no further, at any size of the tables: none is read from end to end, and of none are many
-// more rows fetched than are looked at.
+// TestAPieceReadsWhatItLooksAt, by index and no further, at any size of the tables: none is read from end to end, and
+// of none are many more rows fetched than are looked at.
 func TestAPieceReadsWhatItLooksAt(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -90,7 +90,8 @@ func piece(kind string) func(ctx context.Context, db postgres.Beginner) (int64, 
 }
 
 // readsLittle runs what removes something, in the middle of what is old and not at once after what was removed before.
-func readsLittle(t *testing.T, pool postgres.Beginner, what string, least int, run func(context.Context, postgres.Beginner) (int64, error)) {
+func readsLittle(t *testing.T, pool postgres.Beginner, what string, least int,
+	run func(context.Context, postgres.Beginner) (int64, error)) {
 	t.Helper()
 	err := postgres.InTx(t.Context(), pool, func(tx pgx.Tx) error {
 		before, err := reads(t, tx)

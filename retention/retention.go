@@ -11,8 +11,9 @@
 //     has not ended and everything of its trace, with its activity, checkpoints, requests and the events it may take;
 //     threads in which somebody works or a message is queued; approvals that are not decided; deliveries that are not
 //     settled. A pass never touches memory (package memory drops what has expired, and old decided conflicts).
-//   - Nobody waits for a pass. A piece of it is one transaction of a fraction of a second, which skips what others have
-//     locked. A partition is detached concurrently: that waits for readers without a lock that others would queue for.
+//   - Nobody waits for a pass. A piece of it is one transaction of a fraction of a second, which skips what others
+//     have locked. A partition is detached concurrently: that waits for readers without a lock that others would queue
+//     for.
 //   - A pass may be killed anywhere, and any number may run at once. A piece has happened or has not. One pass at a
 //     time works on a kind, and the next goes on where it stopped.
 //

@@ -29,7 +29,8 @@ func rounds() int {
 func randomPolicy(r *rand.Rand) map[string]string {
 	policy := map[string]string{}
 	for kind, least := range map[string]int{
-		"activity": 7, "executions": 1, "events": 1, "messages": 1, "approvals": 1, "automation_runs": 1, "deliveries": 1, "outbox": 1,
+		"activity": 7, "executions": 1, "events": 1, "messages": 1, "approvals": 1, "automation_runs": 1, "deliveries": 1,
+		"outbox":  1,
 		"budgets": 31, "hour_counts": 35, "prompts": 1,
 	} {
 		policy[kind] = fmt.Sprintf("%dd", least+r.IntN(120))
@@ -40,8 +41,8 @@ func randomPolicy(r *rand.Rand) map[string]string {
 	return policy
 }
 
-// TestWhatGoesIsWhatThePolicySays: of random states, by random policies, exactly the rows go that an oracle names. So nothing that is
-// not finished does, nor what it needs.
+// TestWhatGoesIsWhatThePolicySays: of random states, by random policies, exactly the rows go that an oracle names. So
+// nothing that is not finished does, nor what it needs.
 func TestWhatGoesIsWhatThePolicySays(t *testing.T) {
 	t.Parallel()
 	for n := range rounds() {
@@ -83,8 +84,9 @@ func TestWhatGoesIsWhatThePolicySays(t *testing.T) {
 func agree(t *testing.T, had, left map[string][]string, counted, done []retention.Done) {
 	t.Helper()
 	tables := map[string]string{
-		"activity": "activity", "executions": "executions", "deliveries": "deliveries", "outbox": "outbox", "automation_runs": "runs",
-		"budgets": "budgets", "hour_counts": "counts", "messages": "messages", "prompts": "prompts",
+		"activity": "activity", "executions": "executions", "deliveries": "deliveries", "outbox": "outbox",
+		"automation_runs": "runs",
+		"budgets":         "budgets", "hour_counts": "counts", "messages": "messages", "prompts": "prompts",
 	}
 	for _, d := range counted {
 		if table, ok := tables[d.Kind]; ok && d.Removed != int64(len(had[table])-len(left[table])) {
@@ -105,7 +107,8 @@ func TestAPassMayBeStoppedAnywhere(t *testing.T) {
 	r := rand.New(rand.NewPCG(7, 7))
 	random(t, pool, r)
 	policy := map[string]string{}
-	for _, kind := range []string{"activity", "executions", "events", "messages", "approvals", "automation_runs", "deliveries", "outbox", "budgets", "hour_counts", "prompts"} {
+	for _, kind := range []string{"activity", "executions", "events", "messages", "approvals", "automation_runs",
+		"deliveries", "outbox", "budgets", "hour_counts", "prompts"} {
 		policy[kind] = "64d"
 	}
 	if _, err := retention.Set(t.Context(), pool, policy, "admin", ""); err != nil {
@@ -146,9 +149,11 @@ func TestEverythingIsKeptUntilSomebodySaysOtherwise(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	random(t, pool, rand.New(rand.NewPCG(1, 2)))
-	exec(t, pool, `update agent_retention set keep = null where kind in ('deliveries', 'outbox', 'budgets', 'prompts')`) // as they have always been
+	// as they have always been
+	exec(t, pool, `update agent_retention set keep = null where kind in ('deliveries', 'outbox', 'budgets', 'prompts')`)
 	had := read(t, pool).keys()
-	if done, err := retention.Run(t.Context(), pool, retention.Options{Anew: true}); err != nil || len(done) != 1 || done[0].Removed != 0 {
+	if done, err := retention.Run(t.Context(), pool, retention.Options{Anew: true}); err != nil || len(done) != 1 ||
+		done[0].Removed != 0 {
 		t.Errorf("%+v, %v", done, err)
 	}
 	if diff := cmp.Diff(had, read(t, pool).keys()); diff != "" {
@@ -181,7 +186,8 @@ func TestPoliciesThatCannotBeAreRefusedWhole(t *testing.T) {
 	if diff := cmp.Diff(before, after); diff != "" || err != nil {
 		t.Errorf("%v, changed:\n%s", err, diff)
 	}
-	if _, err := retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"memory"}}); !errors.Is(err, retention.ErrInvalid) {
+	if _, err := retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"memory"}}); !errors.Is(err,
+		retention.ErrInvalid) {
 		t.Errorf("a pass over memory: %v", err)
 	}
 	_, err = pool.Exec(t.Context(), `update agent_retention set keep = '1 second' where kind = 'executions'`)
@@ -197,8 +203,9 @@ func TestAPassGoesOnBesideLockedRows(t *testing.T) {
 	random(t, pool, rand.New(rand.NewPCG(uint64(time.Now().UnixNano()), 0)))
 	noteCauses(t, pool)
 	policy := map[string]string{
-		"activity": "7d", "executions": "1d", "events": "1d", "messages": "1d", "approvals": "1d", "automation_runs": "1d", "deliveries": "1d",
-		"outbox": "1d", "budgets": "31d", "hour_counts": "35d", "prompts": "1d",
+		"activity": "7d", "executions": "1d", "events": "1d", "messages": "1d", "approvals": "1d", "automation_runs": "1d",
+		"deliveries": "1d",
+		"outbox":     "1d", "budgets": "31d", "hour_counts": "35d", "prompts": "1d",
 	}
 	if _, err := retention.Set(t.Context(), pool, policy, "admin", ""); err != nil {
 		t.Fatal(err)
@@ -211,7 +218,8 @@ func TestAPassGoesOnBesideLockedRows(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	tables := []string{"agent_executions", "agent_events", "agent_messages", "agent_threads", "agent_approvals", "agent_webhook_deliveries"}
+	tables := []string{"agent_executions", "agent_events", "agent_messages", "agent_threads", "agent_approvals",
+		"agent_webhook_deliveries"}
 	for _, table := range tables {
 		if _, err := tx.Exec(t.Context(), "select from "+table+" order by id limit 3 for update"); err != nil {
 			t.Fatal(err)
@@ -224,7 +232,8 @@ func TestAPassGoesOnBesideLockedRows(t *testing.T) {
 	}
 	beside := read(t, pool).keys()
 	for kind, ids := range want.keys() {
-		if gone := slices.DeleteFunc(slices.Clone(ids), func(id string) bool { return slices.Contains(beside[kind], id) }); len(gone) > 0 {
+		if gone := slices.DeleteFunc(slices.Clone(ids),
+			func(id string) bool { return slices.Contains(beside[kind], id) }); len(gone) > 0 {
 			t.Errorf("%s that stay are gone: %v", kind, gone)
 		}
 	}

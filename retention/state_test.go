@@ -13,8 +13,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// build makes a random state: traces of executions that have ended or not, with everything that belongs to them, from now to 200 days ago.
-// No age is within an hour of a policy's days.
+// build makes a random state: traces of executions that have ended or not, with everything that belongs to them, from
+// now to 200 days ago. No age is within an hour of a policy's days.
 type build struct {
 	t     *testing.T
 	r     *rand.Rand
@@ -174,7 +174,8 @@ func (b *build) belongings(x made, completed any) {
 		b.add(`insert into agent_status_changes (execution_id, n, status) values ($1, $2, 'running')`, x.id, n)
 	}
 	if b.chance(3) {
-		b.add(`insert into agent_requests (kind, execution_id, trace_id, status) values ('test', $1, $2, 'completed')`, x.id, x.trace)
+		b.add(`insert into agent_requests (kind, execution_id, trace_id, status) values ('test', $1, $2, 'completed')`, x.id,
+			x.trace)
 		b.add(`insert into agent_message_drafts (execution_id, claim, content) values ($1, 1, '')`, x.id)
 	}
 	if completed != nil {
@@ -205,7 +206,8 @@ func (b *build) belongings(x made, completed any) {
 
 func (b *build) activity(trace string, execution any, at time.Time) {
 	id := b.id(at)
-	b.add(`insert into agent_activity (id, trace_id, execution_id, skill_name, created_at) values ($1, $2, $3, 's', $4)`, id, trace, execution, at)
+	b.add(`insert into agent_activity (id, trace_id, execution_id, skill_name, created_at) values ($1, $2, $3, 's', $4)`,
+		id, trace, execution, at)
 	if b.chance(30) {
 		b.add(`insert into agent_activity_open (activity_id, kind) values ($1, 'call')`, id)
 	} else if b.chance(30) {
@@ -272,7 +274,8 @@ func (b *build) alone() {
 		b.id(at), x.trace, of, b.pick("received", "running", "failed", "done", "done", "ignored", "dead"), at, b.after(at))
 	b.add(`insert into agent_webhook_outbox (id, target_id, event, payload, trace_id, status, created_at, finished_at)
 		values ($1, '00000000-0000-7000-8000-000000000001', 'e', '{}', 't', $2, $3, $4)`, b.id(at), b.pick("pending", "sent", "dead"), at, b.after(at))
-	b.add(`insert into agent_budgets (scope, created_at) values ($1, $2) on conflict do nothing`, strings.TrimPrefix(b.id(at), "0"), at)
+	b.add(`insert into agent_budgets (scope, created_at) values ($1, $2) on conflict do nothing`,
+		strings.TrimPrefix(b.id(at), "0"), at)
 	b.add(`insert into agent_activity_counts (span, start, kind, skill, surface, model) values ($1, $2, 'call', $3, '', '')`, b.pick("hour", "day"), at.Truncate(time.Hour), fmt.Sprint(b.last))
 	b.add(`insert into agent_memory (key, value, created_at, updated_at) values ($1, '1', $2, $2)`, b.id(at), at)
 }

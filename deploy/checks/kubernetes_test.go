@@ -71,7 +71,8 @@ func sound(t *testing.T, name string, all map[string]any) *appsv1.Deployment {
 		t.Fatalf("%s: there is no Deployment", name)
 	}
 	labels := d.Spec.Template.Labels
-	picks := map[string]map[string]string{"the Deployment": d.Spec.Selector.MatchLabels, "the Service": all["Service"].(*corev1.Service).Spec.Selector}
+	picks := map[string]map[string]string{"the Deployment": d.Spec.Selector.MatchLabels,
+		"the Service": all["Service"].(*corev1.Service).Spec.Selector}
 	if b, is := all["PodDisruptionBudget"].(*policyv1.PodDisruptionBudget); is {
 		picks["the PodDisruptionBudget"] = b.Spec.Selector.MatchLabels
 	}
@@ -90,12 +91,14 @@ func sound(t *testing.T, name string, all map[string]any) *appsv1.Deployment {
 	if port := all["Service"].(*corev1.Service).Spec.Ports[0].TargetPort.StrVal; port != agent.Ports[0].Name {
 		t.Errorf("%s: the Service leads to the port %q, and the container has %q", name, port, agent.Ports[0].Name)
 	}
-	if pod.SecurityContext == nil || pod.SecurityContext.RunAsNonRoot == nil || !*pod.SecurityContext.RunAsNonRoot || *pod.SecurityContext.RunAsUser != 65532 {
+	if pod.SecurityContext == nil || pod.SecurityContext.RunAsNonRoot == nil || !*pod.SecurityContext.RunAsNonRoot ||
+		*pod.SecurityContext.RunAsUser != 65532 {
 		t.Errorf("%s: the pod may run as root", name)
 	}
 	for _, c := range slices.Concat(pod.InitContainers, pod.Containers) {
 		s := c.SecurityContext
-		if s == nil || !*s.ReadOnlyRootFilesystem || *s.AllowPrivilegeEscalation || !slices.Contains(s.Capabilities.Drop, "ALL") {
+		if s == nil || !*s.ReadOnlyRootFilesystem || *s.AllowPrivilegeEscalation ||
+			!slices.Contains(s.Capabilities.Drop, "ALL") {
 			t.Errorf("%s: the container %s is not locked down", name, c.Name)
 		}
 	}
@@ -131,7 +134,8 @@ func rendered(t *testing.T, values map[string]any) (string, error) {
 	if err := chart.Validate(); err != nil {
 		t.Fatal(err)
 	}
-	all, err := chartutil.ToRenderValues(chart, values, chartutil.ReleaseOptions{Name: "try", Namespace: "agents", IsInstall: true}, chartutil.DefaultCapabilities)
+	all, err := chartutil.ToRenderValues(chart, values,
+		chartutil.ReleaseOptions{Name: "try", Namespace: "agents", IsInstall: true}, chartutil.DefaultCapabilities)
 	if err != nil {
 		return "", err
 	}
@@ -156,19 +160,25 @@ func TestTheChart(t *testing.T) {
 		hasNot []string
 	}{
 		"with a Secret of one's own": {
-			map[string]any{"existingSecret": "mine"}, []string{"Deployment", "Service", "ServiceAccount", "PodDisruptionBudget"}, []string{"Secret", "Ingress"},
+			map[string]any{"existingSecret": "mine"}, []string{"Deployment", "Service", "ServiceAccount", "PodDisruptionBudget"},
+			[]string{"Secret", "Ingress"},
 		},
 		"with secrets": {map[string]any{"secrets": secrets}, []string{"Secret"}, nil},
 		"with everything": {
 			map[string]any{
-				"secrets": secrets, "replicas": 5, "drainSeconds": 3, "shutdownSeconds": 7, "settings": map[string]any{"AGENT_WORKERS": 1000000, "AGENT_LANES": "on"},
-				"ingress": map[string]any{"enabled": true, "host": "agent.example.com", "tlsSecret": "tls", "className": "nginx"}, "migrate": false,
-				"podLabels": map[string]any{"team": "a"}, "podAnnotations": map[string]any{"b": "c"}, "nodeSelector": map[string]any{"d": "e"},
-				"tolerations": []any{map[string]any{"key": "f", "operator": "Exists"}}, "imagePullSecrets": []any{map[string]any{"name": "g"}},
-				"affinity": map[string]any{"nodeAffinity": map[string]any{}},
+				"secrets": secrets, "replicas": 5, "drainSeconds": 3, "shutdownSeconds": 7,
+				"settings":  map[string]any{"AGENT_WORKERS": 1000000, "AGENT_LANES": "on"},
+				"ingress":   map[string]any{"enabled": true, "host": "agent.example.com", "tlsSecret": "tls", "className": "nginx"},
+				"migrate":   false,
+				"podLabels": map[string]any{"team": "a"}, "podAnnotations": map[string]any{"b": "c"},
+				"nodeSelector":     map[string]any{"d": "e"},
+				"tolerations":      []any{map[string]any{"key": "f", "operator": "Exists"}},
+				"imagePullSecrets": []any{map[string]any{"name": "g"}},
+				"affinity":         map[string]any{"nodeAffinity": map[string]any{}},
 			}, []string{"Secret", "Ingress"}, nil,
 		},
-		"with one replica": {map[string]any{"existingSecret": "mine", "replicas": 1}, []string{"Deployment"}, []string{"PodDisruptionBudget"}},
+		"with one replica": {map[string]any{"existingSecret": "mine", "replicas": 1}, []string{"Deployment"},
+			[]string{"PodDisruptionBudget"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			text, err := rendered(t, c.values)
@@ -191,7 +201,8 @@ func TestTheChart(t *testing.T) {
 			for _, e := range d.Spec.Template.Spec.Containers[0].Env {
 				env[e.Name] = e.Value
 			}
-			if name == "with everything" && (env["AGENT_WORKERS"] != "1e+06" && env["AGENT_WORKERS"] != "1000000" || env["AGENT_DRAIN_DELAY"] != "3s" ||
+			if name == "with everything" && (env["AGENT_WORKERS"] != "1e+06" && env["AGENT_WORKERS"] != "1000000" ||
+				env["AGENT_DRAIN_DELAY"] != "3s" ||
 				*d.Spec.Template.Spec.TerminationGracePeriodSeconds != 3+2*7+20 || *d.Spec.Replicas != 5) {
 				t.Errorf("the values are not followed: %v", env)
 			}
@@ -216,7 +227,8 @@ func TestTheChartMakesThePodOfTheManifests(t *testing.T) {
 		for _, list := range [][]corev1.Container{d.Template.Spec.InitContainers, d.Template.Spec.Containers} {
 			for i := range list {
 				list[i].ImagePullPolicy = ""
-				list[i].Env = slices.DeleteFunc(list[i].Env, func(e corev1.EnvVar) bool { return e.Name == "AGENT_SHUTDOWN_TIMEOUT" && e.Value == "25s" })
+				list[i].Env = slices.DeleteFunc(list[i].Env,
+					func(e corev1.EnvVar) bool { return e.Name == "AGENT_SHUTDOWN_TIMEOUT" && e.Value == "25s" })
 			}
 		}
 	}
@@ -238,11 +250,13 @@ func TestTheChartRefusesWhatCannotBe(t *testing.T) {
 		values map[string]any
 		says   string
 	}{
-		"no secret":           {nil, "set existingSecret"},
-		"a misspelt value":    {map[string]any{"existingSecret": "s", "replica": 3}, "replica"},
-		"a misspelt setting":  {map[string]any{"existingSecret": "s", "settings": map[string]any{"AGNET_MODEL": "m"}}, "AGNET_MODEL"},
-		"no replica":          {map[string]any{"existingSecret": "s", "replicas": 0}, "replicas"},
-		"an Ingress for none": {map[string]any{"existingSecret": "s", "ingress": map[string]any{"enabled": true}}, "ingress.host"},
+		"no secret":        {nil, "set existingSecret"},
+		"a misspelt value": {map[string]any{"existingSecret": "s", "replica": 3}, "replica"},
+		"a misspelt setting": {map[string]any{"existingSecret": "s", "settings": map[string]any{"AGNET_MODEL": "m"}},
+			"AGNET_MODEL"},
+		"no replica": {map[string]any{"existingSecret": "s", "replicas": 0}, "replicas"},
+		"an Ingress for none": {map[string]any{"existingSecret": "s", "ingress": map[string]any{"enabled": true}},
+			"ingress.host"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if _, err := rendered(t, c.values); err == nil || !strings.Contains(err.Error(), c.says) {

@@ -23,7 +23,8 @@ func TestTheRelease(t *testing.T) {
 		t.Fatalf("version %d, %d builds", p.Version, len(p.Builds))
 	}
 	b := p.Builds[0]
-	if !slices.Equal(b.Goos, []string{"linux", "darwin"}) || !slices.Equal(b.Goarch, []string{"amd64", "arm64"}) || !slices.Contains(b.Env, "CGO_ENABLED=0") ||
+	if !slices.Equal(b.Goos, []string{"linux", "darwin"}) || !slices.Equal(b.Goarch, []string{"amd64", "arm64"}) ||
+		!slices.Contains(b.Env, "CGO_ENABLED=0") ||
 		!slices.Contains([]string(b.Flags), "-trimpath") {
 		t.Errorf("the build is %+v", b)
 	}
@@ -31,11 +32,13 @@ func TestTheRelease(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if !strings.Contains(strings.Join(b.Ldflags, " "), "-X main.version=") || !strings.Contains(string(source), "\nvar version string\n") {
+	if !strings.Contains(strings.Join(b.Ldflags, " "), "-X main.version=") ||
+		!strings.Contains(string(source), "\nvar version string\n") {
 		t.Error("the release does not say its version")
 	}
 	if len(p.SBOMs) == 0 || p.Checksum.NameTemplate == "" || len(p.Archives) != 1 || len(p.NFPMs) != 1 {
-		t.Errorf("%d SBOMs, checksums %q, %d archives, %d packages", len(p.SBOMs), p.Checksum.NameTemplate, len(p.Archives), len(p.NFPMs))
+		t.Errorf("%d SBOMs, checksums %q, %d archives, %d packages", len(p.SBOMs), p.Checksum.NameTemplate, len(p.Archives),
+			len(p.NFPMs))
 	}
 	var unit bool
 	for _, c := range p.NFPMs[0].Contents {

@@ -73,7 +73,8 @@ func (a *arrival) read(c *conn) ([]byte, error) {
 	defer a.free()
 	c.done()
 	defer c.work()
-	var spare [1]byte // what is read where there is no room: the first byte, before which nothing is taken, and one too many
+	// what is read where there is no room: the first byte, before which nothing is taken, and one too many
+	var spare [1]byte
 	for {
 		room := a.room()
 		if len(room) == 0 {

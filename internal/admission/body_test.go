@@ -243,7 +243,8 @@ func TestABodyThatIsNotSentIsGivenUpEarly(t *testing.T) {
 		t.Fatal(err)
 	}
 	err = <-got
-	if took := time.Since(began); !errors.Is(err, os.ErrDeadlineExceeded) || took < 4*time.Second || took > 15*time.Second {
+	if took := time.Since(began); !errors.Is(err, os.ErrDeadlineExceeded) || took < 4*time.Second ||
+		took > 15*time.Second {
 		t.Errorf("after %s: %v", took, err)
 	}
 	if budget.Used() != 0 {

@@ -124,7 +124,8 @@ func (p *Page) where() string {
 	ctx, cancel := context.WithTimeout(p.ctx, 5*time.Second)
 	defer cancel()
 	var at, text string
-	err := chromedp.Run(ctx, chromedp.Location(&at), chromedp.Evaluate(`document.body ? document.body.innerText.slice(0, 3000) : ""`, &text))
+	err := chromedp.Run(ctx, chromedp.Location(&at),
+		chromedp.Evaluate(`document.body ? document.body.innerText.slice(0, 3000) : ""`, &text))
 	if err != nil {
 		return fmt.Sprintf("(the page does not answer: %v)", err)
 	}
@@ -201,7 +202,8 @@ func (p *Page) Shows(words string) {
 	p.Until("the page shows "+words, fmt.Sprintf("document.body.innerText.includes(%q)", words))
 }
 
-// Offline cuts the page off from the network, or connects it again: new requests fail. A stream that is open stays open.
+// Offline cuts the page off from the network, or connects it again: new requests fail. A stream that is open stays
+// open.
 func (p *Page) Offline(off bool) {
 	p.tb.Helper()
 	everywhere := []*network.Conditions{{DownloadThroughput: -1, UploadThroughput: -1}}

@@ -58,7 +58,8 @@ func TestFailureHasTheProtocolsShape(t *testing.T) {
 	if err := chatwire.WriteFailure(w, http.StatusNotFound, f); err != nil {
 		t.Fatal(err)
 	}
-	want := `{"error":{"message":"no such model","type":"invalid_request_error","param":null,"code":"model_not_found"}}` + "\n"
+	want := `{"error":{"message":"no such model","type":"invalid_request_error","param":null,"code":"model_not_found"}}` +
+		"\n"
 	if w.Code != http.StatusNotFound || w.Body.String() != want {
 		t.Errorf("got %d %s, want 404 %s", w.Code, w.Body, want)
 	}

@@ -1,13 +1,14 @@
 // Package clientip finds the address that a request came from.
 //
-// It is the address of the connection, unless that is a trusted proxy (AGENT_TRUSTED_PROXIES). Then it is the right-most
-// address of X-Forwarded-For, or else of Forwarded, that is not a trusted proxy: a client can write anything further left.
-// A header that cannot be read, or two headers that disagree, leave the address at the last proxy that was read: who sends
-// nonsense shares a limit with others who do, never with a visitor of another address.
+// It is the address of the connection, unless that is a trusted proxy (AGENT_TRUSTED_PROXIES). Then it is the
+// right-most address of X-Forwarded-For, or else of Forwarded, that is not a trusted proxy: a client can write
+// anything further left. A header that cannot be read, or two headers that disagree, leave the address at the last
+// proxy that was read: who sends nonsense shares a limit with others who do, never with a visitor of another address.
 //
 // Who sends such a header and is no trusted proxy is logged, now and then, with what to do about it.
 //
-// Rate limits count by [Key]: an IPv4 address, or the /64 network of an IPv6 address, which one host can choose from freely.
+// Rate limits count by [Key]: an IPv4 address, or the /64 network of an IPv6 address, which one host can choose from
+// freely.
 package clientip
 
 import (
@@ -118,8 +119,9 @@ func (t Trusted) report(r *http.Request, log *slog.Logger, logged *atomic.Int64)
 	if t.Has(peer) || last != 0 && now-last < int64(logEvery) || !logged.CompareAndSwap(last, now) {
 		return
 	}
-	log.WarnContext(r.Context(), "forwarded address ignored", "peer", peer.String(), "todo", "if this is your proxy, list it in "+
-		"AGENT_TRUSTED_PROXIES; until then all who come through it share the limits of one address")
+	log.WarnContext(r.Context(), "forwarded address ignored", "peer", peer.String(), "todo",
+		"if this is your proxy, list it in "+
+			"AGENT_TRUSTED_PROXIES; until then all who come through it share the limits of one address")
 }
 
 type contextKey struct{}
@@ -132,7 +134,8 @@ func Of(r *http.Request) netip.Addr {
 	return Peer(r)
 }
 
-// Key is what limits count by: the client's IPv4 address or IPv6 /64 network. All connections without an address share one.
+// Key is what limits count by: the client's IPv4 address or IPv6 /64 network. All connections without an address
+// share one.
 func Key(r *http.Request) string { return Group(Of(r)) }
 
 // Group is the key of an address.

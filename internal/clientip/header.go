@@ -6,8 +6,8 @@ import (
 	"strings"
 )
 
-// hops returns the last addresses that proxies added, the nearest proxy's last. both has those of Forwarded when both headers
-// are sent.
+// hops returns the last addresses that proxies added, the nearest proxy's last. both has those of Forwarded when both
+// headers are sent.
 func hops(h http.Header) (list, both []string) {
 	forwardedFor, forwarded := h.Values("X-Forwarded-For"), h.Values("Forwarded")
 	switch {

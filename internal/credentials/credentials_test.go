@@ -94,7 +94,8 @@ func TestARightSecretPasses(t *testing.T) {
 		"weak, elsewhere":      {from(t, "192.0.2.2:99"), Admin, weak, true},
 	} {
 		name2, ok, err := s.Check(c.at, c.kind, c.secret, keys...)
-		if passes := ok && err == nil; passes != c.passes || passes && name2 != strings.Fields(strings.ReplaceAll(name, ",", " "))[0] {
+		if passes := ok && err == nil; passes != c.passes || passes &&
+			name2 != strings.Fields(strings.ReplaceAll(name, ",", " "))[0] {
 			t.Errorf("%s: %s, %v, %v", name, name2, ok, err)
 		}
 		if knows := s.Knows(c.at, c.kind, c.secret, keys...); knows != c.passes {
@@ -145,7 +146,8 @@ func TestManyWrongTriesAreFewLines(t *testing.T) {
 	s.clock = s.clock.Add(logEvery)
 	_, _, _ = s.Check(from(t, "10.9.9.9:9"), Admin, "sesame-sesame", NewKey("", weak))
 	lines := strings.Split(strings.TrimSpace(s.log.String()), "\n")
-	if len(lines) != 2 || !strings.Contains(lines[0], "remote=10.0.0.0") || !strings.Contains(lines[1], "unlogged_before=2999") {
+	if len(lines) != 2 || !strings.Contains(lines[0], "remote=10.0.0.0") ||
+		!strings.Contains(lines[1], "unlogged_before=2999") {
 		t.Errorf("%d lines: %s", len(lines), s.log.String())
 	}
 	if strings.Contains(s.log.String(), "sesame") {

@@ -73,7 +73,8 @@ type lineState struct {
 
 // NewGuard makes a guard that remembers nothing.
 func NewGuard(log *slog.Logger) *Guard {
-	return &Guard{log: log, now: time.Now, known: map[source]*list.Element{}, recent: list.New(), lines: map[Kind]*lineState{}}
+	return &Guard{log: log, now: time.Now, known: map[source]*list.Element{}, recent: list.New(),
+		lines: map[Kind]*lineState{}}
 }
 
 // Check returns the name of the key that the secret opens. ok is false for a wrong one; the error is a [*Wait] where
@@ -173,7 +174,8 @@ func (g *Guard) report(r *http.Request, from source, wrong int, now time.Time) {
 		line.unlogged++
 		return
 	}
-	g.log.WarnContext(r.Context(), "wrong credential", "kind", string(from.kind), "remote", from.address, "wrong_here", wrong,
+	g.log.WarnContext(r.Context(), "wrong credential", "kind", string(from.kind), "remote", from.address, "wrong_here",
+		wrong,
 		"unlogged_before", line.unlogged)
 	*line = lineState{next: now.Add(logEvery)}
 }

@@ -17,8 +17,8 @@ import (
 	"go.uber.org/goleak"
 )
 
-// guard waits for the process that guards the test server: it stays as long as any test binary uses the server, so it may
-// outlive the tests of the binary that started it.
+// guard waits for the process that guards the test server: it stays as long as any test binary uses the server, so it
+// may outlive the tests of the binary that started it.
 const guard = "github.com/lanekeeper/lanekeeper/internal/pgserver.launchGuard.func1"
 
 // patience is how long a goroutine may take to end on a busy machine.

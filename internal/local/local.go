@@ -16,7 +16,8 @@ import (
 // Path is address when it is a path of this server, with its query and without a fragment, and else "/".
 func Path(address string) string {
 	odd := func(r rune) bool { return r <= ' ' || r == 0x7f || r == '\\' }
-	if !strings.HasPrefix(address, "/") || strings.HasPrefix(address, "//") || strings.ContainsFunc(address, odd) || len(address) > 4000 {
+	if !strings.HasPrefix(address, "/") || strings.HasPrefix(address, "//") || strings.ContainsFunc(address, odd) ||
+		len(address) > 4000 {
 		return "/"
 	}
 	u, err := url.Parse(address)
@@ -30,7 +31,8 @@ func Path(address string) string {
 	return u.RequestURI()
 }
 
-// CookieName is the name of a cookie with the port that the browser sees: it sends the cookies of a host to all of its ports.
+// CookieName is the name of a cookie with the port that the browser sees: it sends the cookies of a host to all of
+// its ports.
 func CookieName(r *http.Request, name string) string {
 	_, port, err := net.SplitHostPort(r.Host)
 	if _, bad := strconv.ParseUint(port, 10, 16); err != nil || bad != nil {

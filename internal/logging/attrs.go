@@ -67,7 +67,8 @@ func redactAttr(a slog.Attr) slog.Attr {
 		return slog.String(a.Key, value.Duration().String())
 	case slog.KindTime:
 		return slog.Attr{Key: a.Key, Value: value}
-	case slog.KindString, slog.KindAny, slog.KindInt64, slog.KindUint64, slog.KindFloat64, slog.KindBool, slog.KindLogValuer:
+	case slog.KindString, slog.KindAny, slog.KindInt64, slog.KindUint64, slog.KindFloat64, slog.KindBool,
+		slog.KindLogValuer:
 	}
 	if redact.Hides(a.Key, value.Any()) {
 		return slog.String(a.Key, redact.Marker)

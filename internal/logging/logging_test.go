@@ -54,10 +54,13 @@ func TestLinesSayTheirRun(t *testing.T) {
 		log  func(context.Context, *slog.Logger)
 		want map[string]any
 	}{
-		"plain":        {func(ctx context.Context, l *slog.Logger) { l.InfoContext(ctx, "m") }, run},
-		"own lane":     {func(ctx context.Context, l *slog.Logger) { l.InfoContext(ctx, "m", "lane", "objective:1") }, with(map[string]any{"lane": "objective:1"})},
-		"lane by with": {func(ctx context.Context, l *slog.Logger) { l.With("lane", "a").InfoContext(ctx, "m") }, with(map[string]any{"lane": "a"})},
-		"group":        {func(ctx context.Context, l *slog.Logger) { l.WithGroup("g").InfoContext(ctx, "m", "lane", "a") }, with(map[string]any{"g": map[string]any{"lane": "a"}})},
+		"plain": {func(ctx context.Context, l *slog.Logger) { l.InfoContext(ctx, "m") }, run},
+		"own lane": {func(ctx context.Context, l *slog.Logger) { l.InfoContext(ctx, "m", "lane", "objective:1") },
+			with(map[string]any{"lane": "objective:1"})},
+		"lane by with": {func(ctx context.Context, l *slog.Logger) { l.With("lane", "a").InfoContext(ctx, "m") },
+			with(map[string]any{"lane": "a"})},
+		"group": {func(ctx context.Context, l *slog.Logger) { l.WithGroup("g").InfoContext(ctx, "m", "lane", "a") },
+			with(map[string]any{"g": map[string]any{"lane": "a"}})},
 		"with, group, with": {
 			func(ctx context.Context, l *slog.Logger) {
 				l.With("a", 1).WithGroup("g").With("b", 2).WithGroup("h").InfoContext(ctx, "m", "c", 3)
@@ -146,10 +149,12 @@ func TestNoLineShowsASecret(t *testing.T) {
 
 func TestOrdinaryValuesAreKept(t *testing.T) {
 	got := line(t, func(l *slog.Logger) {
-		l.Info("lane busy", "fencing_token", 7, "tokens", 12, "ok", true, "secret", "", "holder", "e1#2", "v", map[string]int{"a": 1})
+		l.Info("lane busy", "fencing_token", 7, "tokens", 12, "ok", true, "secret", "", "holder", "e1#2", "v",
+			map[string]int{"a": 1})
 	})
 	want := map[string]any{
-		"level": "INFO", "msg": "lane busy", "fencing_token": 7.0, "tokens": 12.0, "ok": true, "secret": "", "holder": "e1#2", "v": map[string]any{"a": 1.0},
+		"level": "INFO", "msg": "lane busy", "fencing_token": 7.0, "tokens": 12.0, "ok": true, "secret": "", "holder": "e1#2",
+		"v": map[string]any{"a": 1.0},
 	}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Error(diff)
@@ -201,7 +206,8 @@ func TestDurationsAreReadable(t *testing.T) {
 	got := line(t, func(l *slog.Logger) {
 		l.With("age", 90*time.Minute).Info("m", "took", 1500*time.Millisecond, slog.Group("g", "wait", time.Second))
 	})
-	want := map[string]any{"level": "INFO", "msg": "m", "age": "1h30m0s", "took": "1.5s", "g": map[string]any{"wait": "1s"}}
+	want := map[string]any{"level": "INFO", "msg": "m", "age": "1h30m0s", "took": "1.5s",
+		"g": map[string]any{"wait": "1s"}}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Error(diff)
 	}

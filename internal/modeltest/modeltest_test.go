@@ -57,7 +57,8 @@ func TestRepliesComeInOrderAndRequestsAreRemembered(t *testing.T) {
 
 	_, _, first := post(t.Context(), t, server.URL(), `{"model":"m","messages":[{"role":"user","content":"one"}]}`)
 	status, header, _ := post(t.Context(), t, server.URL(), `{"model":"m","messages":[]}`)
-	_, _, third := post(t.Context(), t, server.URL(), `{"model":"m","messages":[],"stream":true,"stream_options":{"include_usage":true}}`)
+	_, _, third := post(t.Context(), t, server.URL(),
+		`{"model":"m","messages":[],"stream":true,"stream_options":{"include_usage":true}}`)
 
 	if !strings.Contains(first, `"arguments":"{\"a\":1}"`) || !strings.Contains(first, `"finish_reason":"tool_calls"`) {
 		t.Errorf("first answer = %s", first)
@@ -105,7 +106,8 @@ func TestFunctionDecides(t *testing.T) {
 		return modeltest.Text(fmt.Sprintf("%d %s", n, req.Model))
 	})
 	for n := range 2 {
-		if _, _, body := post(t.Context(), t, server.URL(), `{"model":"m"}`); !strings.Contains(body, fmt.Sprintf(`"%d m"`, n)) {
+		if _, _, body := post(t.Context(), t, server.URL(), `{"model":"m"}`); !strings.Contains(body,
+			fmt.Sprintf(`"%d m"`, n)) {
 			t.Errorf("answer %d = %s", n, body)
 		}
 	}

@@ -199,7 +199,8 @@ func TestItSaysWhyItDoesNotStart(t *testing.T) {
 	direct := pgtest.DirectURL(t, pgtest.EmptyURL(t))
 	ctx, cancel := context.WithTimeout(t.Context(), soon)
 	defer cancel()
-	if _, err := pgbouncer.Start(ctx, pgbouncer.Config{Server: "postgres://u:hunter2@h:port/d"}); err == nil || strings.Contains(err.Error(), "hunter2") {
+	if _, err := pgbouncer.Start(ctx, pgbouncer.Config{Server: "postgres://u:hunter2@h:port/d"}); err == nil ||
+		strings.Contains(err.Error(), "hunter2") {
 		t.Errorf("error %v", err)
 	}
 	dir, err := os.MkdirTemp("", "lk-pgbouncer-test-") //nolint:usetesting // the test's own folder is closed to the user that it runs as
@@ -212,7 +213,8 @@ func TestItSaysWhyItDoesNotStart(t *testing.T) {
 		}
 	})
 	for name, c := range map[string]struct{ script, want string }{
-		"ends":         {"case $1 in --version) echo PgBouncer 1.25.0;; *) echo FATAL no room >&2; exit 1; esac", "FATAL no room"},
+		"ends": {"case $1 in --version) echo PgBouncer 1.25.0;; *) echo FATAL no room >&2; exit 1; esac",
+			"FATAL no room"},
 		"another":      {"echo nginx 1.0", "no version of PgBouncer"},
 		"does not run": {"exit 3", "exit status 3"},
 		"is not there": {"", "no such file"},
@@ -227,7 +229,8 @@ func TestItSaysWhyItDoesNotStart(t *testing.T) {
 			t.Fatal(err)
 		}
 		t.Setenv("AGENT_TEST_PGBOUNCER", path)
-		if _, err := pgbouncer.Start(ctx, pgbouncer.Config{Server: direct}); err == nil || !strings.Contains(err.Error(), c.want) {
+		if _, err := pgbouncer.Start(ctx, pgbouncer.Config{Server: direct}); err == nil ||
+			!strings.Contains(err.Error(), c.want) {
 			t.Errorf("%s: error %v, want %q", name, err, c.want)
 		}
 	}

@@ -102,7 +102,8 @@ func (p *Pooler) launch(binary string, user *owner) error {
 		return err
 	}
 	defer log.Close()
-	cmd := exec.Command(binary, filepath.Join(p.dir, configFile)) // it lives until Stop, whatever becomes of the start's context
+	// it lives until Stop, whatever becomes of the start's context
+	cmd := exec.Command(binary, filepath.Join(p.dir, configFile))
 	cmd.Dir, cmd.Stdout, cmd.Stderr = p.dir, log, log
 	cmd.Env = []string{"LC_ALL=C", "TZ=UTC", "PATH=/usr/local/bin:/usr/bin:/bin"}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // ^C at a terminal is for the tests, who stop it

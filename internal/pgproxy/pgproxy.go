@@ -1,8 +1,8 @@
 // Package pgproxy stands between a process and its database, for tests that break what goes between them.
 //
-// A Proxy accepts connections and makes one to the server for each; what is done with the two is the test's affair, and both are
-// closed when either direction has ended. Requests and Answers read the protocol for it: what a client sends before it waits for an
-// answer, and when the answer is whole. There is no encryption.
+// A Proxy accepts connections and makes one to the server for each; what is done with the two is the test's affair,
+// and both are closed when either direction has ended. Requests and Answers read the protocol for it: what a client
+// sends before it waits for an answer, and when the answer is whole. There is no encryption.
 package pgproxy
 
 import (
@@ -16,8 +16,8 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// Link carries what goes over one connection: each function is called once, in a goroutine of its own, and returns when its direction
-// has ended.
+// Link carries what goes over one connection: each function is called once, in a goroutine of its own, and returns
+// when its direction has ended.
 type Link interface {
 	Upstream()
 	Downstream()
@@ -35,8 +35,8 @@ type Proxy struct {
 	closed bool
 }
 
-// Listen makes a proxy before the database of a URL, which is closed when the test ends. link is called for each connection, one at a
-// time.
+// Listen makes a proxy before the database of a URL, which is closed when the test ends. link is called for each
+// connection, one at a time.
 func Listen(tb testing.TB, target string, link func(client, server net.Conn) Link) *Proxy {
 	tb.Helper()
 	config, err := pgx.ParseConfig(target)

@@ -32,8 +32,8 @@ type Request struct {
 	Executes bool     // it is to carry them out now
 }
 
-// NewRequests reads the first message of a session, which it returns, and answers no to encryption before. A message that asks for a
-// cancel begins none: IsCancel.
+// NewRequests reads the first message of a session, which it returns, and answers no to encryption before. A message
+// that asks for a cancel begins none: IsCancel.
 func NewRequests(client io.ReadWriter) (*Requests, []byte, error) {
 	in := bufio.NewReader(client)
 	for {
@@ -94,8 +94,9 @@ func (r *Requests) read(next *Request, kind byte, body []byte) {
 	}
 }
 
-// Answers passes on what a server says until a connection ends, or an answer is lost: then it returns true at the end of that answer,
-// when what was asked has been done, and committed where it should be. lost is asked before each message of an answer.
+// Answers passes on what a server says until a connection ends, or an answer is lost: then it returns true at the end
+// of that answer, when what was asked has been done, and committed where it should be. lost is asked before each
+// message of an answer.
 func Answers(server io.Reader, client io.Writer, lost func() bool) bool {
 	in := bufio.NewReader(server)
 	for {

@@ -77,7 +77,8 @@ func givenBinaries(dir string) (Binaries, error) {
 		return Binaries{}, fmt.Errorf("AGENT_PG_BIN=%s: %w: set it to the folder that holds postgres and initdb", dir, err)
 	}
 	if !supported(b.Major) {
-		return Binaries{}, fmt.Errorf("AGENT_PG_BIN=%s: PostgreSQL %s is not supported: use a version from %d to %d", dir, b.Version, oldestMajor, newestMajor)
+		return Binaries{}, fmt.Errorf("AGENT_PG_BIN=%s: PostgreSQL %s is not supported: use a version from %d to %d", dir,
+			b.Version, oldestMajor, newestMajor)
 	}
 	return b, nil
 }
@@ -86,7 +87,8 @@ func candidates(getenv func(string) string) []string {
 	var dirs []string
 	for _, pattern := range []string{
 		"/usr/lib/postgresql/*/bin", "/usr/pgsql-*/bin", "/usr/libexec/postgresql*", "/usr/local/pgsql/bin",
-		"/opt/homebrew/opt/postgresql@*/bin", "/usr/local/opt/postgresql@*/bin", "/home/linuxbrew/.linuxbrew/opt/postgresql@*/bin",
+		"/opt/homebrew/opt/postgresql@*/bin", "/usr/local/opt/postgresql@*/bin",
+		"/home/linuxbrew/.linuxbrew/opt/postgresql@*/bin",
 		"/Applications/Postgres.app/Contents/Versions/*/bin",
 	} {
 		matches, err := filepath.Glob(pattern)

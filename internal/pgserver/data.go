@@ -82,7 +82,8 @@ func noticeOthers(l layout, bin Binaries, config Config) {
 
 func moveRecipe(data string, major int) string {
 	return fmt.Sprintf("to take the data over, start it with the binaries of %d (AGENT_PG_BIN=/usr/lib/postgresql/%d/bin agent dev), "+
-		"run pg_dumpall -h SOCKETDIR -U %s > dump.sql, and load dump.sql into the new server with psql (%s)", major, major, superuser, data)
+		"run pg_dumpall -h SOCKETDIR -U %s > dump.sql, and load dump.sql into the new server with psql (%s)", major, major,
+		superuser, data)
 }
 
 func dataMajor(data string) (int, error) {

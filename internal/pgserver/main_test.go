@@ -248,7 +248,8 @@ func servers(t *testing.T, dir string) []int {
 	for _, line := range lines {
 		text, err := os.ReadFile(line)
 		args := strings.Split(string(text), "\x00")
-		if err != nil || len(args) < 3 || args[1] != "-D" || !strings.HasPrefix(args[2], dir) || filepath.Base(args[0]) != "postgres" {
+		if err != nil || len(args) < 3 || args[1] != "-D" || !strings.HasPrefix(args[2], dir) ||
+			filepath.Base(args[0]) != "postgres" {
 			continue
 		}
 		pid, err := strconv.Atoi(filepath.Base(filepath.Dir(line)))

@@ -29,7 +29,8 @@ func (s *Server) giveAway(ctx context.Context, config Config) error {
 		if err != nil || owned {
 			return err
 		}
-		if _, err := tx.Exec(ctx, `select set_config('lanekeeper.owner', @owner, true)`, postgres.Strict{"owner": config.Owner}); err != nil {
+		if _, err := tx.Exec(ctx, `select set_config('lanekeeper.owner', @owner, true)`,
+			postgres.Strict{"owner": config.Owner}); err != nil {
 			return err
 		}
 		_, err = tx.Exec(ctx, changeOwner)
@@ -41,7 +42,8 @@ func (s *Server) giveAway(ctx context.Context, config Config) error {
 	return nil
 }
 
-// changeOwner gives the database and all that is in it to a role. Indexes, sequences of columns and row types follow their tables.
+// changeOwner gives the database and all that is in it to a role. Indexes, sequences of columns and row types follow
+// their tables.
 const changeOwner = `
 do $$
 declare

@@ -334,7 +334,8 @@ func TestDataOfAnotherVersionStaysBeside(t *testing.T) {
 	var told []string
 	config := pgserver.Config{Dir: dir, BinDir: bin.Dir, Progress: func(line string) { told = append(told, line) }}
 	s := start(t, config)
-	if got := query(t, s.URL(), "select split_part(current_setting('server_version'), '.', 1)"); got != strconv.Itoa(bin.Major) {
+	if got := query(t, s.URL(), "select split_part(current_setting('server_version'), '.', 1)"); got != strconv.Itoa(
+		bin.Major) {
 		t.Errorf("server version %s", got)
 	}
 	if !strings.Contains(strings.Join(told, "\n"), beside) {

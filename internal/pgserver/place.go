@@ -143,7 +143,8 @@ func (l *layout) settleOwner() error {
 	}
 	if l.user == nil {
 		if uid != os.Geteuid() {
-			return fmt.Errorf("%s belongs to another user (uid %d): run as that user or as root, or remove the folder", l.root, uid)
+			return fmt.Errorf("%s belongs to another user (uid %d): run as that user or as root, or remove the folder", l.root,
+				uid)
 		}
 		return nil
 	}

@@ -17,7 +17,8 @@ import (
 // awaitReady returns when the server accepts connections to database, which it makes when missing.
 // errNoServer when gone reports that the server is gone.
 func awaitReady(ctx context.Context, l layout, database string, gone func() (bool, error)) error {
-	ctx, cancel := context.WithTimeoutCause(ctx, readyLimit, fmt.Errorf("the server does not accept connections after %s; see %s", readyLimit, l.path(logFile)))
+	ctx, cancel := context.WithTimeoutCause(ctx, readyLimit,
+		fmt.Errorf("the server does not accept connections after %s; see %s", readyLimit, l.path(logFile)))
 	defer cancel()
 	return poll(ctx, func() (bool, error) {
 		// What is recorded by a server that is only starting may still change.

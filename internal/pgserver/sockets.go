@@ -64,7 +64,8 @@ func removeShort(l layout) error {
 		want = l.user.uid
 	}
 	uid, err := ownerOf(dir)
-	if err == nil && uid == want && filepath.Dir(dir) == shortTemp && strings.HasPrefix(filepath.Base(dir), socketPattern) {
+	if err == nil && uid == want && filepath.Dir(dir) == shortTemp &&
+		strings.HasPrefix(filepath.Base(dir), socketPattern) {
 		if err := os.RemoveAll(dir); err != nil {
 			return err
 		}

@@ -40,7 +40,8 @@ func clearStale(ctx context.Context, l layout) error {
 		return removeIfExists(path)
 	}
 	if sockets, err := recordedSockets(l); err != nil || len(lines) < 5 || lines[4] != sockets {
-		return fmt.Errorf("a server that was not started by agent (process %d) runs on %s: stop it with kill -INT %d", pid, l.data(), pid)
+		return fmt.Errorf("a server that was not started by agent (process %d) runs on %s: stop it with kill -INT %d", pid,
+			l.data(), pid)
 	}
 	if err := endOrphan(ctx, pid, l.data()); err != nil {
 		return err

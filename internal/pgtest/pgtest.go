@@ -60,8 +60,8 @@ func Main(m interface{ Run() int }) {
 	os.Exit(code)
 }
 
-// AtOnce lets n tests of a package run at once: for packages whose tests wait more than they compute. It is called before
-// [Main]; -parallel still decides where it is given.
+// AtOnce lets n tests of a package run at once: for packages whose tests wait more than they compute. It is called
+// before [Main]; -parallel still decides where it is given.
 func AtOnce(n int) {
 	flag.Parse()
 	given := false

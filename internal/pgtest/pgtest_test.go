@@ -31,7 +31,8 @@ func TestEveryTestHasItsOwnDatabaseWithTheSchema(t *testing.T) {
 
 func TestEmptyHasNoTables(t *testing.T) {
 	var tables int
-	err := pgtest.Empty(t).QueryRow(t.Context(), "select count(*) from pg_tables where schemaname = 'public'").Scan(&tables)
+	err := pgtest.Empty(t).QueryRow(t.Context(),
+		"select count(*) from pg_tables where schemaname = 'public'").Scan(&tables)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -48,7 +49,8 @@ func TestDatabasesAreDroppedAtTheEnd(t *testing.T) {
 		}
 	})
 	var there bool
-	err := pgtest.Empty(t).QueryRow(t.Context(), "select exists (select from pg_database where datname = $1)", name).Scan(&there)
+	err := pgtest.Empty(t).QueryRow(t.Context(), "select exists (select from pg_database where datname = $1)",
+		name).Scan(&there)
 	if err != nil {
 		t.Fatal(err)
 	}

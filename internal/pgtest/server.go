@@ -113,8 +113,8 @@ func startServer() (*server, error) {
 
 func tell(line string) { fmt.Fprintln(os.Stderr, "pgtest:", line) }
 
-// directory is the shared folder of this user, refused when another user made it. It is in memory where there is plenty: making
-// and dropping a database there takes a tenth of the time, and a slow disk does not stall the tests.
+// directory is the shared folder of this user, refused when another user made it. It is in memory where there is
+// plenty: making and dropping a database there takes a tenth of the time, and a slow disk does not stall the tests.
 func directory() (string, error) {
 	name := "lanekeeper-test-" + strconv.Itoa(os.Geteuid())
 	dir := filepath.Join(os.TempDir(), name)
@@ -149,8 +149,8 @@ func (s *server) urlOf(database string) string {
 	return u.String()
 }
 
-// fastest is how a database is copied at least cost. Since version 15 the server would log all of it by default, which takes three
-// times as long where nothing is synchronised; before, it could not.
+// fastest is how a database is copied at least cost. Since version 15 the server would log all of it by default,
+// which takes three times as long where nothing is synchronised; before, it could not.
 func (s *server) fastest(ctx context.Context) (strategy string, err error) {
 	err = s.admin.QueryRow(ctx, `
 		select case when current_setting('server_version_num')::int >= 150000 then ' strategy file_copy' else '' end`).Scan(&strategy)

@@ -6,9 +6,9 @@ import (
 )
 
 const (
-	// A server whose machine is gone says nothing. A connection that is silent for this long is asked whether the other side is
-	// there, so many times, so far apart; and what is sent must be confirmed within goneAfter. Without that a statement would
-	// wait for the better part of an hour.
+	// A server whose machine is gone says nothing. A connection that is silent for this long is asked whether the other
+	// side is there, so many times, so far apart; and what is sent must be confirmed within goneAfter. Without that a
+	// statement would wait for the better part of an hour.
 	silentFor  = 15 * time.Second
 	askedEvery = 5 * time.Second
 	askedTimes = 3

@@ -31,7 +31,10 @@ func TestConnectionsNoticeThatTheOtherSideIsGone(t *testing.T) {
 		tcpUserTimeout: 30_000, syscall.TCP_KEEPIDLE: 15, syscall.TCP_KEEPINTVL: 5, syscall.TCP_KEEPCNT: 3,
 	} {
 		var got int
-		if err := raw.Control(func(fd uintptr) { got, err = syscall.GetsockoptInt(int(fd), syscall.IPPROTO_TCP, option) }); err != nil {
+		if err := raw.Control(func(fd uintptr) {
+			got,
+				err = syscall.GetsockoptInt(int(fd), syscall.IPPROTO_TCP, option)
+		}); err != nil {
 			t.Fatal(err)
 		}
 		if err != nil || got != want {

@@ -9,9 +9,9 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// A [KeyedTx] tries leastTries times at least, and for [LockPatience]. It waits for a lock for firstLockWait at first, then
-// for twice as long, up to maxLockWait: a key that many processes write to is busy and moves on, and who waits longer gets
-// its turn. Between two tries it waits without a connection, for lockPause to twice as long.
+// A [KeyedTx] tries leastTries times at least, and for [LockPatience]. It waits for a lock for firstLockWait at
+// first, then for twice as long, up to maxLockWait: a key that many processes write to is busy and moves on, and who
+// waits longer gets its turn. Between two tries it waits without a connection, for lockPause to twice as long.
 const (
 	leastTries    = 5
 	firstLockWait = 50 * time.Millisecond
@@ -19,8 +19,8 @@ const (
 	lockPause     = 20 * time.Millisecond
 )
 
-// KeyedTx runs one transaction per key at a time. A transaction holds a connection for at most 400 ms while it waits for
-// a lock. When another transaction keeps the lock for about [LockPatience], the error is one that [Locked]
+// KeyedTx runs one transaction per key at a time. A transaction holds a connection for at most 400 ms while it waits
+// for a lock. When another transaction keeps the lock for about [LockPatience], the error is one that [Locked]
 // reports. The zero value is ready, and may be used from many goroutines.
 type KeyedTx struct {
 	// Slots bounds by its capacity how many are under way at once, so that others have the rest of the connections; nil
@@ -41,7 +41,8 @@ func (k *KeyedTx) Try(ctx context.Context, key string, write func(ctx context.Co
 	return k.try(ctx, key, func(ctx context.Context, _ time.Duration) error { return write(ctx) })
 }
 
-func (k *KeyedTx) try(ctx context.Context, key string, write func(ctx context.Context, wait time.Duration) error) error {
+func (k *KeyedTx) try(ctx context.Context, key string,
+	write func(ctx context.Context, wait time.Duration) error) error {
 	release, err := k.queue.Acquire(ctx, key, LockPatience)
 	if err != nil {
 		return err
@@ -71,7 +72,8 @@ func (k *KeyedTx) bounded(ctx context.Context, write func(ctx context.Context) e
 }
 
 // again tries for so long, leastTries times at least.
-func again(ctx context.Context, patience time.Duration, write func(ctx context.Context, wait time.Duration) error) error {
+func again(ctx context.Context, patience time.Duration,
+	write func(ctx context.Context, wait time.Duration) error) error {
 	until, wait := time.Now().Add(patience), firstLockWait
 	for tries := 1; ; tries++ {
 		err := write(ctx, wait)

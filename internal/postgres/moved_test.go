@@ -10,7 +10,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// After a failover the old primary may live on and take no writes. Whoever still has a connection to it has to let go of it.
+// After a failover the old primary may live on and take no writes. Whoever still has a connection to it has to let go
+// of it.
 func TestAPoolLetsGoOfAServerThatTakesNoMoreWrites(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Empty(t)

@@ -18,9 +18,10 @@ const (
 	defaultApplicationName = "agent"
 	connectTimeout         = 10 * time.Second
 	connectRetryEvery      = 250 * time.Millisecond
-	idleInTransaction      = time.Minute // then the server ends the session: a process that was paused holds nobody up for longer
-	readCommitted          = "read committed"
-	utf8                   = "UTF8"
+	// then the server ends the session: a process that was paused holds nobody up for longer
+	idleInTransaction = time.Minute
+	readCommitted     = "read committed"
+	utf8              = "UTF8"
 )
 
 // Options tune [Open]; the zero value is right for a server process. What the connection string
@@ -169,16 +170,16 @@ type route struct {
 	encoding  string // of the database
 }
 
-// asked is what a session is to be like where no pooler is in between, whatever the server, the database and the role set: no just-in-time compilation,
-// which costs short statements far more than it saves; times, spans and texts that are written, and read again, in one way alone; no end for being idle,
-// which listening is.
+// asked is what a session is to be like where no pooler is in between, whatever the server, the database and the role
+// set: no just-in-time compilation, which costs short statements far more than it saves; times, spans and texts that
+// are written, and read again, in one way alone; no end for being idle, which listening is.
 var asked = map[string]string{
 	"jit": "off", "timezone": "UTC", "datestyle": "ISO", "intervalstyle": "postgres", "client_encoding": utf8,
 	"standard_conforming_strings": "on", "array_nulls": "on", "idle_session_timeout": "0",
 }
 
-// adapt makes config fit the way to the server. What a session is to be like is sent as startup parameters, of which PgBouncer refuses some,
-// so they are only sent when no pooler is there.
+// adapt makes config fit the way to the server. What a session is to be like is sent as startup parameters, of which
+// PgBouncer refuses some, so they are only sent when no pooler is there.
 func (r route) adapt(config *pgx.ConnConfig, url string, idle time.Duration) error {
 	config.Tracer = guard{moved: &moved{}, refused: &refusals{}, pooled: r.pooled}
 	if !strings.Contains(url, "default_query_exec_mode") {
@@ -239,7 +240,8 @@ func probe(ctx context.Context, config *pgx.ConnConfig) (r route, err error) {
 	if r.pooled, err = pooled(ctx, conn); err != nil {
 		return route{}, err
 	}
-	err = conn.QueryRow(ctx, "select current_setting('default_transaction_isolation'), current_setting('server_encoding')", pgx.QueryExecModeExec).
+	err = conn.QueryRow(ctx, "select current_setting('default_transaction_isolation'), current_setting('server_encoding')",
+		pgx.QueryExecModeExec).
 		Scan(&r.isolation, &r.encoding)
 	return r, err
 }

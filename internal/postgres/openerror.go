@@ -30,7 +30,8 @@ func (e *openError) Error() string {
 
 func (e *openError) Unwrap() error { return e.cause }
 
-// Todo is what an operator does about a database that could not be opened; its error ends with that. Empty for any other error.
+// Todo is what an operator does about a database that could not be opened; its error ends with that. Empty for any
+// other error.
 func Todo(err error) string {
 	if refused, ok := errors.AsType[*openError](err); ok {
 		return refused.todo

@@ -63,8 +63,8 @@ func Code(err error) string {
 	return ""
 }
 
-// Unchanged reports that a statement that failed with err, which was its own transaction, has certainly changed nothing. A server that
-// goes down says so also to who has just committed.
+// Unchanged reports that a statement that failed with err, which was its own transaction, has certainly changed
+// nothing. A server that goes down says so also to who has just committed.
 func Unchanged(err error) bool {
 	code := Code(err)
 	return pgconn.SafeToRetry(err) || code == "57014" || code != "" && code[:2] != "57" && code[:2] != "08"
@@ -76,7 +76,8 @@ func IsCode(err error, codes ...string) bool {
 	return code != "" && slices.Contains(codes, code)
 }
 
-// Told is what the server says of a value that it refuses: its message, and the detail, which names what is wrong in it.
+// Told is what the server says of a value that it refuses: its message, and the detail, which names what is wrong in
+// it.
 func Told(refused *pgconn.PgError) string {
 	if refused.Detail == "" {
 		return refused.Message

@@ -33,19 +33,28 @@ func TestOpenSaysWhatIsWrongAndNeverThePassword(t *testing.T) {
 		url  string
 		want []string
 	}{
-		"nothing":        {"", []string{"DATABASE_URL"}},
-		"not a URL":      {"postgres://u:" + secret + "#x@h:port/db", []string{"cannot read the connection string", "percent-encoded"}},
-		"a bare @":       {"postgres://u:p@" + secret + "/x@127.0.0.1:1/db", []string{"cannot read the connection string", "%40"}},
-		"two of them":    {"postgres://u:p@" + secret + "@127.0.0.1:1/db", []string{"cannot read the connection string", "%40"}},
-		"a bare /":       {"postgres://u:1/" + secret + "@127.0.0.1:1/db", []string{"cannot read the connection string", "%2F"}},
-		"a bare #":       {"postgres://u:p@" + secret + "#x@127.0.0.1:1/db", []string{"cannot read the connection string", "%23"}},
-		"a bare ?":       {"postgresql://u:p@" + secret + "?x@127.0.0.1:1/db", []string{"cannot read the connection string", "%3F"}},
-		"bad setting":    {"postgres://u:" + secret + "@h/db?pool_max_conns=many", []string{"cannot read the connection string"}},
-		"nobody listens": {"postgres://u:" + secret + "@127.0.0.1:1/db", []string{"cannot reach the server", "127.0.0.1:1", "check host and port"}},
+		"nothing": {"", []string{"DATABASE_URL"}},
+		"not a URL": {"postgres://u:" + secret + "#x@h:port/db",
+			[]string{"cannot read the connection string", "percent-encoded"}},
+		"a bare @": {"postgres://u:p@" + secret + "/x@127.0.0.1:1/db",
+			[]string{"cannot read the connection string", "%40"}},
+		"two of them": {"postgres://u:p@" + secret + "@127.0.0.1:1/db",
+			[]string{"cannot read the connection string", "%40"}},
+		"a bare /": {"postgres://u:1/" + secret + "@127.0.0.1:1/db",
+			[]string{"cannot read the connection string", "%2F"}},
+		"a bare #": {"postgres://u:p@" + secret + "#x@127.0.0.1:1/db",
+			[]string{"cannot read the connection string", "%23"}},
+		"a bare ?": {"postgresql://u:p@" + secret + "?x@127.0.0.1:1/db",
+			[]string{"cannot read the connection string", "%3F"}},
+		"bad setting": {"postgres://u:" + secret + "@h/db?pool_max_conns=many",
+			[]string{"cannot read the connection string"}},
+		"nobody listens": {"postgres://u:" + secret + "@127.0.0.1:1/db",
+			[]string{"cannot reach the server", "127.0.0.1:1", "check host and port"}},
 		"no such socket": {"postgres://u:" + secret + "@/db?host=/nowhere", []string{"cannot reach the server", "/nowhere"}},
-		"no such name":   {"postgres://u:" + secret + "@no-such-host.invalid/db", []string{"cannot reach the server", "no-such-host.invalid"}},
-		"no database":    {noDatabase.String(), []string{"no such database", "createdb no_such_database"}},
-		"no user":        {noUser.String(), []string{"refuses user", "no_such_user"}},
+		"no such name": {"postgres://u:" + secret + "@no-such-host.invalid/db",
+			[]string{"cannot reach the server", "no-such-host.invalid"}},
+		"no database": {noDatabase.String(), []string{"no such database", "createdb no_such_database"}},
+		"no user":     {noUser.String(), []string{"refuses user", "no_such_user"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -79,7 +88,8 @@ func TestOpenChoosesWhatThePathToTheServerCarries(t *testing.T) {
 		"direct":                 {direct, pgx.QueryExecModeCacheStatement},
 		"direct, told otherwise": {with(t, direct, "default_query_exec_mode", "exec"), pgx.QueryExecModeExec},
 		"pooler":                 {pooler, pgx.QueryExecModeCacheDescribe},
-		"pooler, told otherwise": {with(t, pooler, "default_query_exec_mode", "cache_statement"), pgx.QueryExecModeCacheStatement},
+		"pooler, told otherwise": {with(t, pooler, "default_query_exec_mode", "cache_statement"),
+			pgx.QueryExecModeCacheStatement},
 	} {
 		pool, err := postgres.Open(t.Context(), test.url, postgres.Options{})
 		if err != nil {
@@ -90,7 +100,8 @@ func TestOpenChoosesWhatThePathToTheServerCarries(t *testing.T) {
 			t.Errorf("%s: mode %s, want %s", name, got, test.want)
 		}
 		var sum int
-		if err := pool.QueryRow(t.Context(), "select @a::int + 1", postgres.Strict{"a": 41}).Scan(&sum); err != nil || sum != 42 {
+		if err := pool.QueryRow(t.Context(), "select @a::int + 1", postgres.Strict{"a": 41}).Scan(&sum); err != nil ||
+			sum != 42 {
 			t.Errorf("%s: 41 + 1 = %d, %v", name, sum, err)
 		}
 		pool.Close()
@@ -106,7 +117,8 @@ func TestReadCommittedWhateverTheDefault(t *testing.T) {
 	}
 	defer admin.Close()
 	name := pgx.Identifier{admin.Config().ConnConfig.Database}.Sanitize()
-	if _, err := admin.Exec(t.Context(), "alter database "+name+" set default_transaction_isolation = 'serializable'"); err != nil {
+	if _, err := admin.Exec(t.Context(), "alter database "+name+
+		" set default_transaction_isolation = 'serializable'"); err != nil {
 		t.Fatal(err)
 	}
 	pool, err := postgres.Open(t.Context(), at, postgres.Options{})
@@ -136,7 +148,8 @@ func TestReadCommittedWhateverTheDefault(t *testing.T) {
 	if alone != "read committed" || before != "read committed" || within != "read committed" {
 		t.Errorf("isolation of a statement %q, of one of a pool from before %q, of InTx %q", alone, before, within)
 	}
-	if _, err = postgres.Open(t.Context(), throughPooler(t, at), postgres.Options{}); err == nil || !strings.Contains(err.Error(), "alter database") {
+	if _, err = postgres.Open(t.Context(), throughPooler(t, at), postgres.Options{}); err == nil ||
+		!strings.Contains(err.Error(), "alter database") {
 		t.Errorf("behind a pooler, where it cannot be set: %v", err)
 	}
 }
@@ -201,7 +214,8 @@ func TestATransactionThatNobodyGoesOnWithEnds(t *testing.T) {
 	if err != nil || jit != "off by client" { // the server of the tests has it off as well
 		t.Errorf("just-in-time compilation is %s (%v), want off by client", jit, err)
 	}
-	if err := usual.QueryRow(t.Context(), `show idle_in_transaction_session_timeout`).Scan(&limit); err != nil || limit != "1min" {
+	if err := usual.QueryRow(t.Context(), `show idle_in_transaction_session_timeout`).Scan(&limit); err != nil ||
+		limit != "1min" {
 		t.Errorf("the limit is %q (%v), want 1min", limit, err)
 	}
 	hasty, err := postgres.Open(t.Context(), database, postgres.Options{IdleTransaction: 5 * time.Second})
@@ -209,7 +223,8 @@ func TestATransactionThatNobodyGoesOnWithEnds(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(hasty.Close)
-	if err := hasty.QueryRow(t.Context(), `show idle_in_transaction_session_timeout`).Scan(&limit); err != nil || limit != "5s" {
+	if err := hasty.QueryRow(t.Context(), `show idle_in_transaction_session_timeout`).Scan(&limit); err != nil ||
+		limit != "5s" {
 		t.Errorf("the limit is %q (%v), want 5s", limit, err)
 	}
 	u, err := url.Parse(database)

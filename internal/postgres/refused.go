@@ -23,8 +23,8 @@ func (r *refusals) note(err error) {
 	}
 }
 
-// LastRefusal is when the server last refused a write of this process because its disk is full or it is read-only; the error is nil
-// when it never did. pool was made by [Open] or [Reserve], which share what they note.
+// LastRefusal is when the server last refused a write of this process because its disk is full or it is read-only;
+// the error is nil when it never did. pool was made by [Open] or [Reserve], which share what they note.
 func LastRefusal(pool *pgxpool.Pool) (at time.Time, err error) {
 	g, ok := pool.Config().ConnConfig.Tracer.(guard)
 	if !ok || g.refused == nil {

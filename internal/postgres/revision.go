@@ -2,7 +2,8 @@ package postgres
 
 import "fmt"
 
-// StaleError reports a change that did not take place, because what it is about is not at the revision that it is based on.
+// StaleError reports a change that did not take place, because what it is about is not at the revision that it is
+// based on.
 type StaleError struct {
 	What, Name    string // such as objective, and its name
 	Read, Current int    // the revision that the change is based on, and the one that is there

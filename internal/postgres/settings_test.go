@@ -31,7 +31,8 @@ func TestTextsAreTheSameWhateverTheDatabaseSets(t *testing.T) {
 	admin := opened(t, at)
 	name := pgx.Identifier{admin.Config().ConnConfig.Database}.Sanitize()
 	for _, setting := range []string{
-		"timezone = 'Asia/Kolkata'", "datestyle = 'German, DMY'", "intervalstyle = 'sql_standard'", "client_encoding = 'latin1'",
+		"timezone = 'Asia/Kolkata'", "datestyle = 'German, DMY'", "intervalstyle = 'sql_standard'",
+		"client_encoding = 'latin1'",
 		"standard_conforming_strings = off", "array_nulls = off", "jit = on",
 	} {
 		if _, err := admin.Exec(t.Context(), "alter database "+name+" set "+setting); err != nil {
@@ -42,16 +43,19 @@ func TestTextsAreTheSameWhateverTheDatabaseSets(t *testing.T) {
 		select concat_ws(' ', timestamptz '2026-07-01 00:00:00+00', interval '30 days', length('\n'), ('{1,null}'::int[])[2] is null, length(chr(8364) || $1),
 		       current_setting('jit'))`
 	var got string
-	if err := opened(t, at).QueryRow(t.Context(), texts, "€").Scan(&got); err != nil || got != "2026-07-01 00:00:00+00 30 days 2 t 2 off" {
+	if err := opened(t, at).QueryRow(t.Context(), texts, "€").Scan(&got); err != nil ||
+		got != "2026-07-01 00:00:00+00 30 days 2 t 2 off" {
 		t.Errorf("got %q, %v", got, err)
 	}
 	const zone = `select current_setting('TimeZone')`
-	if err := opened(t, at+"&TimeZone=Europe/Madrid").QueryRow(t.Context(), zone).Scan(&got); err != nil || got != "Europe/Madrid" {
+	if err := opened(t, at+"&TimeZone=Europe/Madrid").QueryRow(t.Context(), zone).Scan(&got); err != nil ||
+		got != "Europe/Madrid" {
 		t.Errorf("with a zone in the connection string the zone is %q, %v", got, err)
 	}
 }
 
-// Sessions that listen are idle, and so are those of a pool at night: a database that ends such sessions ended both, again and again.
+// Sessions that listen are idle, and so are those of a pool at night: a database that ends such sessions ended both,
+// again and again.
 func TestAnIdleSessionIsKeptWhateverTheDatabaseSets(t *testing.T) {
 	t.Parallel()
 	at := pgtest.EmptyURL(t)
@@ -62,7 +66,8 @@ func TestAnIdleSessionIsKeptWhateverTheDatabaseSets(t *testing.T) {
 	}
 	db := opened(t, at)
 	var set string
-	if err := db.QueryRow(t.Context(), `select current_setting('idle_session_timeout')`).Scan(&set); err != nil || set != "0" {
+	if err := db.QueryRow(t.Context(), `select current_setting('idle_session_timeout')`).Scan(&set); err != nil ||
+		set != "0" {
 		t.Errorf("a session of the pool is ended after %q: %v", set, err)
 	}
 	listening, err := postgres.Dialer(db)(t.Context())
@@ -83,16 +88,20 @@ func TestADatabaseOfAnotherEncodingIsRefused(t *testing.T) {
 	at := pgtest.EmptyURL(t)
 	admin := opened(t, at)
 	name := admin.Config().ConnConfig.Database + "_ascii"
-	if _, err := admin.Exec(t.Context(), "create database "+pgx.Identifier{name}.Sanitize()+" template template0 encoding 'SQL_ASCII' locale 'C'"); err != nil {
+	if _, err := admin.Exec(t.Context(), "create database "+pgx.Identifier{name}.Sanitize()+
+		" template template0 encoding 'SQL_ASCII' locale 'C'"); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		if _, err := admin.Exec(context.WithoutCancel(t.Context()), "drop database "+pgx.Identifier{name}.Sanitize()); err != nil {
+		if _, err := admin.Exec(context.WithoutCancel(t.Context()),
+			"drop database "+pgx.Identifier{name}.Sanitize()); err != nil {
 			t.Error(err)
 		}
 	})
-	_, err := postgres.Open(t.Context(), strings.Replace(at, admin.Config().ConnConfig.Database, name, 1), postgres.Options{})
-	if err == nil || !strings.Contains(err.Error(), `"SQL_ASCII"`) || !strings.Contains(err.Error(), "createdb --encoding=UTF8") {
+	_, err := postgres.Open(t.Context(), strings.Replace(at, admin.Config().ConnConfig.Database, name, 1),
+		postgres.Options{})
+	if err == nil || !strings.Contains(err.Error(), `"SQL_ASCII"`) ||
+		!strings.Contains(err.Error(), "createdb --encoding=UTF8") {
 		t.Errorf("got %v", err)
 	}
 }

@@ -13,9 +13,10 @@ import (
 )
 
 const (
-	// A server may be there and say nothing: it was stopped, or its machine is, and what is sent to it is confirmed all the same.
-	// A request that was not answered for silentFor has the server asked over another connection; when that is not answered within
-	// answerWithin either, nobody goes on waiting for this server. One that does answer is asked again later and later.
+	// A server may be there and say nothing: it was stopped, or its machine is, and what is sent to it is confirmed all
+	// the same. A request that was not answered for silentFor has the server asked over another connection; when that is
+	// not answered within answerWithin either, nobody goes on waiting for this server. One that does answer is asked
+	// again later and later.
 	answerWithin = 10 * time.Second
 	lookEvery    = 5 * time.Second
 	silentMost   = 4 * time.Minute
@@ -27,8 +28,8 @@ var errSilent = errors.New("the server takes what is sent and answers nobody")
 // sslRequest asks any PostgreSQL server, or pooler, for one byte.
 var sslRequest = []byte{0, 0, 0, 8, 4, 210, 22, 47}
 
-// patience ends the connections of a pool to a server that has stopped answering. Without it whatever waits for an answer, such as
-// a sweep, would wait until the server goes on, also when another one has long taken its place.
+// patience ends the connections of a pool to a server that has stopped answering. Without it whatever waits for an
+// answer, such as a sweep, would wait until the server goes on, also when another one has long taken its place.
 type patience struct {
 	dial                 func(ctx context.Context, network, address string) (net.Conn, error)
 	silent, within, look time.Duration
@@ -136,8 +137,8 @@ func (p *patience) lookLater() {
 	})
 }
 
-// lookNow asks each server that owes an answer, and gives up those that do not give this one either, with everything that leads
-// there: also what is idle, or in the middle of an answer.
+// lookNow asks each server that owes an answer, and gives up those that do not give this one either, with everything
+// that leads there: also what is idle, or in the middle of an answer.
 func (p *patience) lookNow() {
 	var asked sync.WaitGroup
 	for _, server := range p.owing() {
@@ -171,8 +172,8 @@ func (p *patience) owing() map[string][]*asking {
 	return servers
 }
 
-// hears reports whether a server answers. Only silence says that it does not: one that refuses is there, or the kernel will end what
-// leads to it. A socket on which too many stand in the queue says nothing about the server.
+// hears reports whether a server answers. Only silence says that it does not: one that refuses is there, or the
+// kernel will end what leads to it. A socket on which too many stand in the queue says nothing about the server.
 func (p *patience) hears(server net.Addr) bool {
 	ctx, cancel := context.WithTimeout(context.Background(), p.within)
 	defer cancel()
@@ -198,7 +199,8 @@ func ranOut(err error) bool {
 	if errors.Is(err, syscall.EAGAIN) {
 		return false
 	}
-	return errors.Is(err, os.ErrDeadlineExceeded) || errors.Is(err, context.DeadlineExceeded) || errors.As(err, &network) && network.Timeout()
+	return errors.Is(err, os.ErrDeadlineExceeded) || errors.Is(err, context.DeadlineExceeded) ||
+		errors.As(err, &network) && network.Timeout()
 }
 
 // giveUp ends what leads to a server.

@@ -6,9 +6,9 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// Strict is the one form of named arguments the house uses: a name that is missing or left over is
-// an error, not a NULL. A connection remembers how the texts that were sent over it are rewritten: to look for the names
-// in a long one takes longer than the rest of what is done here to send it.
+// Strict is the one form of named arguments the house uses: a name that is missing or left over is an error, not a
+// NULL. A connection remembers how the texts that were sent over it are rewritten: to look for the names in a long
+// one takes longer than the rest of what is done here to send it.
 type Strict map[string]any
 
 // text is a query as the server gets it.

@@ -10,8 +10,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// A text that was sent before is rewritten as it was the first time, with the values of now; what is missing or left over is
-// refused each time.
+// A text that was sent before is rewritten as it was the first time, with the values of now; what is missing or left
+// over is refused each time.
 func TestNamesMeanTheSameEveryTime(t *testing.T) {
 	t.Parallel()
 	conn, err := pgx.Connect(t.Context(), pgtest.EmptyURL(t))
@@ -23,7 +23,8 @@ func TestNamesMeanTheSameEveryTime(t *testing.T) {
 	for i := range 3 {
 		a, b := fmt.Sprint("a", i), fmt.Sprint("b", i)
 		var got string
-		if err := conn.QueryRow(t.Context(), text, postgres.Strict{"a": a, "b": b}).Scan(&got); err != nil || got != b+a+b+"@c" {
+		if err := conn.QueryRow(t.Context(), text, postgres.Strict{"a": a, "b": b}).Scan(&got); err != nil ||
+			got != b+a+b+"@c" {
 			t.Errorf("round %d: %q, %v", i, got, err)
 		}
 		for name, args := range map[string]postgres.Strict{
@@ -63,7 +64,8 @@ func TestTextsAreForgottenBeforeThereAreTooMany(t *testing.T) {
 			}
 		}
 	}
-	if sql, _, err := (postgres.Strict{"a": 1}).RewriteQuery(t.Context(), nil, "select @a", nil); err != nil || sql != "select $1" {
+	if sql, _, err := (postgres.Strict{"a": 1}).RewriteQuery(t.Context(), nil, "select @a", nil); err != nil ||
+		sql != "select $1" {
 		t.Errorf("without a connection: %q, %v", sql, err)
 	}
 }

@@ -23,7 +23,8 @@ func TestEveryTimeIsRead(t *testing.T) {
 		for _, mode := range []pgx.QueryExecMode{pgx.QueryExecModeCacheStatement, pgx.QueryExecModeSimpleProtocol} {
 			var got time.Time
 			var also, none *time.Time
-			err := pool.QueryRow(t.Context(), "select $1::text::timestamptz, $1::text::timestamptz, null::timestamptz", mode, given).
+			err := pool.QueryRow(t.Context(), "select $1::text::timestamptz, $1::text::timestamptz, null::timestamptz", mode,
+				given).
 				Scan(&got, &also, &none)
 			if err != nil {
 				t.Errorf("%s, %s: %v", given, mode, err)

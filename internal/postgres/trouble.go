@@ -17,8 +17,9 @@ const (
 	codeLocked     = "55P03" // lock_timeout, or nowait
 )
 
-// Trouble says what keeps the database, or this process, from its work, and what an operator does about it, when
-// err is of that sort: something outside that goes on working by itself once it is mended. Both are empty for any other error.
+// Trouble says what keeps the database, or this process, from its work, and what an operator does about it, when err
+// is of that sort: something outside that goes on working by itself once it is mended. Both are empty for any other
+// error.
 func Trouble(err error) (what, todo string) {
 	switch Code(err) {
 	case codeDiskFull:
@@ -29,7 +30,8 @@ func Trouble(err error) (what, todo string) {
 	case codeMemory:
 		return "the database server is out of memory", "give it more, or lower its max_connections and work_mem"
 	case codeTooMany:
-		return "the database server has no free connection", "raise its max_connections, or the limit of the role or the database; or lower pool_max_conns in DATABASE_URL"
+		return "the database server has no free connection",
+			"raise its max_connections, or the limit of the role or the database; or lower pool_max_conns in DATABASE_URL"
 	case codeLocked:
 		return "another transaction of the database has locked what is to be written",
 			"end it: pg_stat_activity lists what is idle in transaction; nothing needs to be restarted here"
@@ -37,7 +39,8 @@ func Trouble(err error) (what, todo string) {
 		return "the database server starts or stops", "try again in a moment; its log says why"
 	}
 	if errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE) {
-		return "this process may not open more files and connections", "raise its limit: ulimit -n, or LimitNOFILE= of a systemd unit"
+		return "this process may not open more files and connections",
+			"raise its limit: ulimit -n, or LimitNOFILE= of a systemd unit"
 	}
 	return "", ""
 }

@@ -10,8 +10,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// A server that goes down while a connection is made is waited for, as one that is not there is; without ConnectWait it is
-// an error at once.
+// A server that goes down while a connection is made is waited for, as one that is not there is; without ConnectWait
+// it is an error at once.
 func TestOpenWaitsForAServerThatGoesDownMeanwhile(t *testing.T) {
 	t.Parallel()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")

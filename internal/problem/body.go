@@ -8,8 +8,8 @@ import (
 	"strings"
 )
 
-// Stray is the first field of a JSON object that is none of the struct's that into points to; empty when all are. A decoder
-// that refuses unknown fields lets one through whose name differs in the case of its letters alone.
+// Stray is the first field of a JSON object that is none of the struct's that into points to; empty when all are. A
+// decoder that refuses unknown fields lets one through whose name differs in the case of its letters alone.
 func Stray(raw []byte, into any) (string, error) {
 	var said map[string]json.RawMessage
 	if err := json.Unmarshal(raw, &said); err != nil {

@@ -36,7 +36,8 @@ func Of(err error) (p *Problem, news bool) {
 		return New(http.StatusConflict, "%s", busy).Kind("lane-busy", "Lane busy").WithHolder(busy.Holder), false
 	}
 	if blocked, ok := errors.AsType[*lanes.BlockedError](err); ok {
-		return New(http.StatusConflict, "%s; try again, or end that transaction", blocked.Reason).Kind("lane-in-use", "Lane in use"), false
+		return New(http.StatusConflict, "%s; try again, or end that transaction", blocked.Reason).Kind("lane-in-use",
+			"Lane in use"), false
 	}
 	if refused, ok := errors.AsType[*executions.RunError](err); ok {
 		return ofRun(refused), false
@@ -48,7 +49,8 @@ func Of(err error) (p *Problem, news bool) {
 		return New(http.StatusPreconditionFailed, "%s", stale).Kind("changed-meanwhile", "Changed meanwhile"), false
 	}
 	if locked, ok := errors.AsType[*postgres.LockedError](err); ok {
-		return New(http.StatusServiceUnavailable, "%s; try again, or end that transaction", locked).Kind("locked", "Locked"), true
+		return New(http.StatusServiceUnavailable, "%s; try again, or end that transaction", locked).Kind("locked", "Locked"),
+			true
 	}
 	switch {
 	case is(err, activity.ErrCursor):
@@ -56,8 +58,10 @@ func Of(err error) (p *Problem, news bool) {
 			Kind("bad-parameter", "Bad parameter"), false
 	case is(err, trace.ErrInvalid, lanes.ErrInvalid):
 		return New(http.StatusBadRequest, "%s", err).Kind("malformed-id", "Malformed id"), false
-	case is(err, activity.ErrNotFound, executions.ErrNotFound, skills.ErrNotFound, memory.ErrNotFound, memory.ErrConflictNotFound, objectives.ErrNotFound,
-		automations.ErrNotFound, automations.ErrRunNotFound, approvals.ErrNotFound, threads.ErrNotFound, webhooks.ErrNotFound, documents.ErrNotFound):
+	case is(err, activity.ErrNotFound, executions.ErrNotFound, skills.ErrNotFound, memory.ErrNotFound,
+		memory.ErrConflictNotFound, objectives.ErrNotFound,
+		automations.ErrNotFound, automations.ErrRunNotFound, approvals.ErrNotFound, threads.ErrNotFound, webhooks.ErrNotFound,
+		documents.ErrNotFound):
 		return New(http.StatusNotFound, "%s", err), false
 	case is(err, documents.ErrTooLarge):
 		return New(http.StatusRequestEntityTooLarge, "%s", err), false
@@ -65,8 +69,10 @@ func Of(err error) (p *Problem, news bool) {
 		return New(http.StatusConflict, "%s", err), false
 	case is(err, threads.ErrEmpty, documents.ErrEmpty, documents.ErrForm):
 		return New(http.StatusBadRequest, "%s", err).Kind("bad-body", "Bad body"), false
-	case is(err, memory.ErrConflictDecided, memory.ErrConflictsFull, objectives.ErrNotActive, objectives.ErrConflict, objectives.ErrNoEvidence,
-		objectives.ErrTaken, automations.ErrProposal, automations.ErrSkillDisabled, automations.ErrTaken, approvals.ErrDecided):
+	case is(err, memory.ErrConflictDecided, memory.ErrConflictsFull, objectives.ErrNotActive, objectives.ErrConflict,
+		objectives.ErrNoEvidence,
+		objectives.ErrTaken, automations.ErrProposal, automations.ErrSkillDisabled, automations.ErrTaken,
+		approvals.ErrDecided):
 		return New(http.StatusConflict, "%s", err), false
 	case is(err, context.Canceled):
 		return New(http.StatusServiceUnavailable, "the request was given up"), false
@@ -139,6 +145,8 @@ func Away(err error) bool {
 	if strings.HasPrefix(postgres.Code(err), "08") { // what a pooler says whose server is away
 		return true
 	}
-	return postgres.Locked(err) || is(err, context.DeadlineExceeded, io.ErrUnexpectedEOF, pgconn.ErrConnClosed) || // what a rollback on a broken connection says
-		postgres.IsCode(err, "25006", "25P03", "25P04", "53100", "53200", "53300", "57014", "57P01", "57P02", "57P03", "57P05")
+	// what a rollback on a broken connection says
+	return postgres.Locked(err) || is(err, context.DeadlineExceeded, io.ErrUnexpectedEOF, pgconn.ErrConnClosed) ||
+		postgres.IsCode(err, "25006", "25P03", "25P04", "53100", "53200", "53300", "57014", "57P01", "57P02", "57P03",
+			"57P05")
 }

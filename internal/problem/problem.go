@@ -10,8 +10,8 @@
 //
 //   - Type tells programs the sort of problem. It is about:blank where the status says it all.
 //   - trace_id is there where a trace is, also as X-Trace-Id; holder is there where a lane is held.
-//   - A change that is based on a revision which is not there any more is refused (412) with what is there now and what was to
-//     be written.
+//   - A change that is based on a revision which is not there any more is refused (412) with what is there now and
+//     what was to be written.
 //   - A problem that time may cure (503, a busy lane) has Retry-After.
 //   - No answer is kept by a cache.
 //
@@ -41,7 +41,8 @@ type Problem struct {
 	Detail  string `json:"detail"`
 	TraceID string `json:"trace_id,omitempty"`
 	Holder  string `json:"holder,omitempty"` // of the lane or lock that is in the way
-	// Of a change that was based on something else than what is there (412): what is there now, and what was to be written.
+	// Of a change that was based on something else than what is there (412): what is there now, and what was to be
+	// written.
 	Current any `json:"current,omitempty"`
 	Yours   any `json:"yours,omitempty"`
 }
@@ -49,7 +50,8 @@ type Problem struct {
 // New returns a problem whose type and title are those of the status. What format and args say is told to
 // the client.
 func New(status int, format string, args ...any) *Problem {
-	return &Problem{Type: "about:blank", Title: http.StatusText(status), Status: status, Detail: fmt.Sprintf(format, args...)}
+	return &Problem{Type: "about:blank", Title: http.StatusText(status), Status: status,
+		Detail: fmt.Sprintf(format, args...)}
 }
 
 // Kind names a problem that clients tell apart beyond its status: name is a word with hyphens, title is

@@ -30,7 +30,8 @@ func write(t *testing.T, with writer, err error, traceID string) (*httptest.Resp
 	t.Helper()
 	var log bytes.Buffer
 	w := httptest.NewRecorder()
-	with(w, httptest.NewRequestWithContext(t.Context(), "GET", "/v1/x", nil), err, traceID, slog.New(slog.NewTextHandler(&log, nil)))
+	with(w, httptest.NewRequestWithContext(t.Context(), "GET", "/v1/x", nil), err, traceID,
+		slog.New(slog.NewTextHandler(&log, nil)))
 	return w, log.String()
 }
 
@@ -40,18 +41,24 @@ func TestErrorsOfTheHouseHaveTheirStatus(t *testing.T) {
 		status int
 		kind   string
 	}{
-		"own":           {fmt.Errorf("do it: %w", problem.New(418, "short and stout").Kind("teapot", "Teapot")), 418, "urn:lanekeeper:problem:teapot"},
-		"blocked lane":  {fmt.Errorf("break: %w", &lanes.BlockedError{Reason: "lane 'x' is in use by pid 1"}), 409, "urn:lanekeeper:problem:lane-in-use"},
-		"busy lane":     {fmt.Errorf("acquire: %w", &lanes.BusyError{Lane: "operate", Holder: "op_1"}), 409, "urn:lanekeeper:problem:lane-busy"},
-		"cursor":        {activity.ErrCursor, 400, "urn:lanekeeper:problem:bad-parameter"},
-		"bad lane":      {lanes.ErrInvalid, 400, "urn:lanekeeper:problem:malformed-id"},
-		"no execution":  {executions.ErrNotFound, 404, "about:blank"},
-		"no skill":      {skills.ErrNotFound, 404, "about:blank"},
-		"lost update":   {fmt.Errorf("save: %w", &memory.ConflictError{Key: "k", Yours: json.RawMessage("1"), Theirs: &memory.Entry{}}), 412, "urn:lanekeeper:problem:changed-meanwhile"},
+		"own": {fmt.Errorf("do it: %w", problem.New(418, "short and stout").Kind("teapot", "Teapot")), 418,
+			"urn:lanekeeper:problem:teapot"},
+		"blocked lane": {fmt.Errorf("break: %w", &lanes.BlockedError{Reason: "lane 'x' is in use by pid 1"}), 409,
+			"urn:lanekeeper:problem:lane-in-use"},
+		"busy lane": {fmt.Errorf("acquire: %w", &lanes.BusyError{Lane: "operate", Holder: "op_1"}), 409,
+			"urn:lanekeeper:problem:lane-busy"},
+		"cursor":       {activity.ErrCursor, 400, "urn:lanekeeper:problem:bad-parameter"},
+		"bad lane":     {lanes.ErrInvalid, 400, "urn:lanekeeper:problem:malformed-id"},
+		"no execution": {executions.ErrNotFound, 404, "about:blank"},
+		"no skill":     {skills.ErrNotFound, 404, "about:blank"},
+		"lost update": {fmt.Errorf("save: %w",
+			&memory.ConflictError{Key: "k", Yours: json.RawMessage("1"), Theirs: &memory.Entry{}}), 412,
+			"urn:lanekeeper:problem:changed-meanwhile"},
 		"client gone":   {context.Canceled, 503, "about:blank"},
 		"shutting down": {executions.ErrDraining, 503, "urn:lanekeeper:problem:draining"},
 		"too slow":      {context.DeadlineExceeded, 503, "urn:lanekeeper:problem:database-away"},
-		"pooler":        {&pgconn.PgError{Code: "08P01", Message: "server login has been failing"}, 503, "urn:lanekeeper:problem:database-away"},
+		"pooler": {&pgconn.PgError{Code: "08P01", Message: "server login has been failing"}, 503,
+			"urn:lanekeeper:problem:database-away"},
 		"broken":        {fmt.Errorf("roll back: %w", pgconn.ErrConnClosed), 503, "urn:lanekeeper:problem:database-away"},
 		"anything else": {errors.New("relation agent_x at 10.0.0.7"), 500, "about:blank"},
 	} {
@@ -76,7 +83,8 @@ func TestErrorsOfTheHouseHaveTheirStatus(t *testing.T) {
 
 func TestTraceAndHolderAreTold(t *testing.T) {
 	w, log := write(t, problem.Write, problem.New(409, "held").WithHolder("op_1/7"), "op_2")
-	want := `{"type":"about:blank","title":"Conflict","status":409,"detail":"held","trace_id":"op_2","holder":"op_1/7"}` + "\n"
+	want := `{"type":"about:blank","title":"Conflict","status":409,"detail":"held","trace_id":"op_2","holder":"op_1/7"}` +
+		"\n"
 	if diff := cmp.Diff(want, w.Body.String()); diff != "" {
 		t.Error(diff)
 	}
@@ -93,7 +101,8 @@ func TestTheCauseGoesToTheLogAndNotToTheClient(t *testing.T) {
 	for name, with := range map[string]writer{"problem": problem.Write, "OpenAI's format": problem.WriteOpenAI} {
 		t.Run(name, func(t *testing.T) {
 			w, log := write(t, with, errors.New("relation agent_x at 10.0.0.7"), "op_1")
-			if strings.Contains(w.Body.String(), "agent_x") || !strings.Contains(log, "agent_x") || !strings.Contains(log, "op_1") {
+			if strings.Contains(w.Body.String(), "agent_x") || !strings.Contains(log, "agent_x") ||
+				!strings.Contains(log, "op_1") {
 				t.Errorf("told %s, logged %s", w.Body, log)
 			}
 		})

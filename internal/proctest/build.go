@@ -36,9 +36,9 @@ func Main(m interface{ Run() int }, name string, path *string) {
 	pgtest.Main(m)
 }
 
-// Build makes the program, with further flags of go build, and returns its path. The name of the package under test, and of
-// the variant if there are several, tells its programs from those of others. What earlier runs have left is removed: a
-// TestMain that exits removes nothing. The file is called agent, in a folder of its own.
+// Build makes the program, with further flags of go build, and returns its path. The name of the package under test,
+// and of the variant if there are several, tells its programs from those of others. What earlier runs have left is
+// removed: a TestMain that exits removes nothing. The file is called agent, in a folder of its own.
 func Build(name string, flags ...string) (string, error) { return buildIn("", name, flags...) }
 
 // ErrNoCommit reports that neither the repository nor its remote has a commit.
@@ -62,15 +62,16 @@ func BuildCommit(name, commit string) (string, error) {
 	return path, nil
 }
 
-// buildArchive unpacks a commit into a directory and builds there. Without the directory's name in it, Go's cache serves
-// the next run.
+// buildArchive unpacks a commit into a directory and builds there. Without the directory's name in it, Go's cache
+// serves the next run.
 func buildArchive(dir, name, commit string) (string, error) {
 	root, err := exec.Command("git", "rev-parse", "--show-toplevel").Output()
 	if err != nil {
 		return "", fmt.Errorf("find the repository: %w", err)
 	}
 	archive := filepath.Join(dir, "source.tar")
-	if out, err := exec.Command("git", "-C", strings.TrimSpace(string(root)), "archive", "--output", archive, commit).CombinedOutput(); err != nil {
+	if out, err := exec.Command("git", "-C", strings.TrimSpace(string(root)), "archive", "--output", archive,
+		commit).CombinedOutput(); err != nil {
 		return "", fmt.Errorf("git archive: %w: %s", err, out)
 	}
 	if out, err := exec.Command("tar", "-xf", archive, "-C", dir).CombinedOutput(); err != nil {

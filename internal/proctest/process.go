@@ -1,9 +1,11 @@
 //go:build unix
 
-// Package proctest builds the program once for a test binary, and runs it as real processes that tests kill, stop and read.
+// Package proctest builds the program once for a test binary, and runs it as real processes that tests kill, stop and
+// read.
 //
-// A process gets exactly the environment that it is given, dies with the test binary, and is killed when its test ends; what it
-// printed last is shown when the test has failed, and where its goroutines are. A process may be used by several goroutines.
+// A process gets exactly the environment that it is given, dies with the test binary, and is killed when its test
+// ends; what it printed last is shown when the test has failed, and where its goroutines are. A process may be used
+// by several goroutines.
 package proctest
 
 import (
@@ -72,8 +74,8 @@ func Environ(more ...string) []string {
 	return append(kept, more...)
 }
 
-// Start starts a command in a folder with exactly the given environment. Patience is how long it may take until something that
-// is waited for has happened.
+// Start starts a command in a folder with exactly the given environment. Patience is how long it may take until
+// something that is waited for has happened.
 func Start(tb testing.TB, patience time.Duration, dir string, environ []string, command ...string) *Process {
 	tb.Helper()
 	p := &Process{Cmd: exec.Command(command[0], command[1:]...), t: tb, patience: patience, ended: make(chan struct{})}
@@ -156,7 +158,8 @@ func (p *Process) Stop() {
 // Says waits until the process has logged a text.
 func (p *Process) Says(words string) {
 	p.t.Helper()
-	pgtest.Eventually(p.t, p.patience, func() bool { return strings.Contains(p.Err.String(), words) }, p.name()+" says: "+words)
+	pgtest.Eventually(p.t, p.patience, func() bool { return strings.Contains(p.Err.String(), words) },
+		p.name()+" says: "+words)
 }
 
 // listens finds the address in a log of either form.

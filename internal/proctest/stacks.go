@@ -13,7 +13,8 @@ import (
 // dumpPatience is how long a process has to say where its goroutines are.
 const dumpPatience = 3 * time.Second
 
-// whereabouts ends a process that still runs and returns what its goroutines were doing; empty when it had ended, was stopped, or does not say.
+// whereabouts ends a process that still runs and returns what its goroutines were doing; empty when it had ended, was
+// stopped, or does not say.
 func (p *Process) whereabouts() string {
 	if !p.Running() || p.Cmd.Process.Signal(syscall.SIGQUIT) != nil {
 		return ""
@@ -26,8 +27,8 @@ func (p *Process) whereabouts() string {
 	return stacks(p.Err.String())
 }
 
-// stacks puts each stack of a dump of goroutines on one line, innermost function first, without the runtime's, and equal ones
-// together.
+// stacks puts each stack of a dump of goroutines on one line, innermost function first, without the runtime's, and
+// equal ones together.
 func stacks(dump string) string {
 	_, dump, found := strings.Cut(dump, "SIGQUIT: quit\n")
 	if !found {

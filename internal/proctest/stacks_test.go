@@ -17,11 +17,14 @@ func TestStacks(t *testing.T) {
 		hang()
 	}
 	t.Parallel()
-	p := Start(t, 10*time.Second, t.TempDir(), append(Environ(), "PROCTEST_HANG=yes"), os.Args[0], "-test.run=^TestStacks$", "-test.v")
-	pgtest.Eventually(t, 10*time.Second, func() bool { return strings.Contains(p.Out.String(), "hangs") }, "the process hangs")
+	p := Start(t, 10*time.Second, t.TempDir(), append(Environ(), "PROCTEST_HANG=yes"), os.Args[0],
+		"-test.run=^TestStacks$", "-test.v")
+	pgtest.Eventually(t, 10*time.Second, func() bool { return strings.Contains(p.Out.String(), "hangs") },
+		"the process hangs")
 	got := p.whereabouts()
 	if !strings.Contains(got, "proctest.hang < proctest.TestStacks") || !strings.Contains(got, "1 × ") {
-		t.Errorf("stacks of a process that hangs:\n%s\nwant one of hang, called by TestStacks; it printed:\n%s", got, p.Err.Tail(40))
+		t.Errorf("stacks of a process that hangs:\n%s\nwant one of hang, called by TestStacks; it printed:\n%s", got,
+			p.Err.Tail(40))
 	}
 }
 

@@ -14,7 +14,8 @@
 //   - Who wrote reads from the primary for [FreshFor], in which every standby that is read has replayed the write.
 //   - A standby that is away, starts, is too far behind, was promoted, or belongs to another database is not read. One
 //     log line says so, and another that it is read again.
-//   - A reader meets no error of the standby while the primary works: what failed there is read again from the primary.
+//   - A reader meets no error of the standby while the primary works: what failed there is read again from the
+//     primary.
 //   - While the primary is away the standby is read, and the source says so.
 //
 // The lag is measured once a second, not estimated from the time of the last transaction, which grows while the primary

@@ -39,7 +39,8 @@ func check(spec string) error {
 	}
 	for i, f := range fields {
 		if err := checkField(parts[i], i); err != nil {
-			return fmt.Errorf("the %s %q is wrong (%w): it takes %s, for example %s", f.name, parts[i], err, f.allowed, f.example)
+			return fmt.Errorf("the %s %q is wrong (%w): it takes %s, for example %s", f.name, parts[i], err, f.allowed,
+				f.example)
 		}
 	}
 	return nil

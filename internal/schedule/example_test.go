@@ -20,5 +20,6 @@ func ExampleParse() {
 func ExampleParse_wrong() {
 	_, err := schedule.Parse("0 25 * * *", time.UTC)
 	fmt.Println(err)
-	// Output: parse schedule "0 25 * * *": the hour "25" is wrong (end of range (25) above maximum (23): 25): it takes 0 to 23, for example "9" or "8-18"
+	// Output: parse schedule "0 25 * * *": the hour "25" is wrong (end of range (25) above maximum (23): 25): it takes 0
+	// to 23, for example "9" or "8-18"
 }

@@ -1,7 +1,7 @@
 // Package sdnotify tells the service manager how the process is, by systemd's protocol: a datagram to the socket that
-// NOTIFY_SOCKET names, with READY=1 when it serves, STOPPING=1 when it was told to stop, and WATCHDOG=1 at half the interval
-// that WATCHDOG_USEC gives. Without NOTIFY_SOCKET there is nobody to tell, and nothing is done. A program that stops
-// answering altogether stops telling too, and is started again.
+// NOTIFY_SOCKET names, with READY=1 when it serves, STOPPING=1 when it was told to stop, and WATCHDOG=1 at half the
+// interval that WATCHDOG_USEC gives. Without NOTIFY_SOCKET there is nobody to tell, and nothing is done. A program
+// that stops answering altogether stops telling too, and is started again.
 package sdnotify
 
 import (

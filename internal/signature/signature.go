@@ -9,8 +9,8 @@
 //   - Every comparison of secrets or signatures takes the same time whatever they are.
 //   - Several secrets may be given at once, and each is good: a sender's secret is rotated by giving both until
 //     it has changed. An empty secret is an error ([ErrSecret]), never a match.
-//   - Where the scheme signs a time, one further from now than the tolerance, to either side, is refused. GitHub, bearer,
-//     and hmac without a timestamp header sign none: a copy of such a request verifies for ever, so it must be
+//   - Where the scheme signs a time, one further from now than the tolerance, to either side, is refused. GitHub,
+//     bearer, and hmac without a timestamp header sign none: a copy of such a request verifies for ever, so it must be
 //     recognised by its delivery id.
 //
 // [ErrSecret] is the receiver's mistake; every other error wraps [ErrRefused] and is the sender's. The messages name no
@@ -82,8 +82,8 @@ type claim struct {
 	given  map[string][][]byte // signatures by version
 }
 
-// Before returns an error for a request that is refused whatever its body is: one without a signature, with a time that is not
-// near now, or with another token. So that nobody need read a body to find out.
+// Before returns an error for a request that is refused whatever its body is: one without a signature, with a time
+// that is not near now, or with another token. So that nobody need read a body to find out.
 func (v Verifier) Before(h http.Header, now time.Time) error {
 	_, err := v.claim(h, now)
 	if err == nil && v.Scheme == Bearer && len(v.Secrets) > 0 {

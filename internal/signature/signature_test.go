@@ -59,17 +59,20 @@ func hexSum(secret, message string) string {
 
 func TestTheOfficialLibrariesSignaturesVerify(t *testing.T) {
 	t.Parallel()
-	stripeHeader := stripe.GenerateTestSignedPayload(&stripe.UnsignedPayload{Payload: body, Secret: "whsec_stripe", Timestamp: now}).Header
+	stripeHeader := stripe.GenerateTestSignedPayload(&stripe.UnsignedPayload{Payload: body, Secret: "whsec_stripe",
+		Timestamp: now}).Header
 	for name, c := range map[string]struct {
 		v signature.Verifier
 		h http.Header
 		b []byte
 	}{
 		"Standard Webhooks": {
-			signature.Verifier{Scheme: signature.Standard, Secrets: []string{whsec}}, standard(t, whsec, "msg_1", now, body), body,
+			signature.Verifier{Scheme: signature.Standard, Secrets: []string{whsec}}, standard(t, whsec, "msg_1", now, body),
+			body,
 		},
 		"Stripe": {
-			signature.Verifier{Scheme: signature.Stripe, Secrets: []string{"whsec_stripe"}}, header("Stripe-Signature", stripeHeader), body,
+			signature.Verifier{Scheme: signature.Stripe, Secrets: []string{"whsec_stripe"}},
+			header("Stripe-Signature", stripeHeader), body,
 		},
 		"GitHub's published example": {
 			signature.Verifier{Scheme: signature.GitHub, Secrets: []string{"It's a Secret to Everybody"}},
@@ -83,22 +86,27 @@ func TestTheOfficialLibrariesSignaturesVerify(t *testing.T) {
 			[]byte(`{"test": 2432232314}`),
 		},
 		"generic in hex": {
-			signature.Verifier{Scheme: signature.HMAC, Secrets: []string{"s"}}, header("X-Signature", hexSum("s", string(body))), body,
+			signature.Verifier{Scheme: signature.HMAC, Secrets: []string{"s"}}, header("X-Signature", hexSum("s", string(body))),
+			body,
 		},
 		"generic as Slack signs": {
 			signature.Verifier{Scheme: signature.HMAC, Secrets: []string{"s"}, Layout: signature.Layout{
-				Header: "X-Slack-Signature", Prefix: "v0=", TimestampHeader: "X-Slack-Request-Timestamp", Signed: "v0:{timestamp}:{body}",
+				Header: "X-Slack-Signature", Prefix: "v0=", TimestampHeader: "X-Slack-Request-Timestamp",
+				Signed: "v0:{timestamp}:{body}",
 			}},
-			header("X-Slack-Request-Timestamp", "1700000000", "X-Slack-Signature", "v0="+hexSum("s", "v0:1700000000:"+string(body))), body,
+			header("X-Slack-Request-Timestamp", "1700000000", "X-Slack-Signature",
+				"v0="+hexSum("s", "v0:1700000000:"+string(body))), body,
 		},
 		"generic in base64": {
-			signature.Verifier{Scheme: signature.HMAC, Secrets: []string{"s"}, Layout: signature.Layout{Header: "X-Shop", Encoding: "base64"}},
+			signature.Verifier{Scheme: signature.HMAC, Secrets: []string{"s"},
+				Layout: signature.Layout{Header: "X-Shop", Encoding: "base64"}},
 			header("X-Shop", func() string {
 				raw, _ := hex.DecodeString(hexSum("s", string(body)))
 				return base64.StdEncoding.EncodeToString(raw)
 			}()), body,
 		},
-		"bearer": {signature.Verifier{Scheme: signature.Bearer, Secrets: []string{"tok"}}, header("Authorization", "bearer tok"), body},
+		"bearer": {signature.Verifier{Scheme: signature.Bearer, Secrets: []string{"tok"}},
+			header("Authorization", "bearer tok"), body},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -211,9 +219,11 @@ func TestTimesFarFromNowAreRefused(t *testing.T) {
 				signature.Standard: standard(t, whsec, "msg", at, body),
 				signature.Stripe: header("Stripe-Signature", stripe.GenerateTestSignedPayload(
 					&stripe.UnsignedPayload{Payload: body, Secret: whsec, Timestamp: at}).Header),
-				signature.HMAC: header("X-Time", fmt.Sprint(at.Unix()), "X-Signature", hexSum(whsec, fmt.Sprintf("%d.%s", at.Unix(), body))),
+				signature.HMAC: header("X-Time", fmt.Sprint(at.Unix()), "X-Signature",
+					hexSum(whsec, fmt.Sprintf("%d.%s", at.Unix(), body))),
 			} {
-				v := signature.Verifier{Scheme: scheme, Secrets: []string{whsec}, Tolerance: c.tolerance, Layout: signature.Layout{TimestampHeader: "X-Time"}}
+				v := signature.Verifier{Scheme: scheme, Secrets: []string{whsec}, Tolerance: c.tolerance,
+					Layout: signature.Layout{TimestampHeader: "X-Time"}}
 				if err := v.Verify(h, body, now); (err == nil) != c.good || err != nil && !errors.Is(err, signature.ErrRefused) {
 					t.Errorf("%s: %v", scheme, err)
 				}
@@ -229,18 +239,25 @@ func TestMalformedHeadersAreRefused(t *testing.T) {
 		scheme signature.Scheme
 		h      http.Header
 	}{
-		"no id":                 {signature.Standard, header("webhook-timestamp", "1700000000", "webhook-signature", good.Get("webhook-signature"))},
-		"another id":            {signature.Standard, header("webhook-id", "msg2", "webhook-timestamp", "1700000000", "webhook-signature", good.Get("webhook-signature"))},
-		"another version":       {signature.Standard, header("webhook-id", "msg", "webhook-timestamp", "1700000000", "webhook-signature", strings.Replace(good.Get("webhook-signature"), "v1,", "v2,", 1))},
-		"a time with a sign":    {signature.Standard, header("webhook-id", "msg", "webhook-timestamp", "1.7e9", "webhook-signature", good.Get("webhook-signature"))},
-		"a thousand signatures": {signature.Standard, header("webhook-id", "msg", "webhook-timestamp", "1700000000", "webhook-signature", strings.Repeat("v1,AAAA ", 1000)+good.Get("webhook-signature"))},
-		"Stripe without v1":     {signature.Stripe, header("Stripe-Signature", "t=1700000000,v0=00")},
-		"Stripe without t":      {signature.Stripe, header("Stripe-Signature", "v1=00")},
-		"sha1 of GitHub":        {signature.GitHub, header("X-Hub-Signature", "sha1=00")},
-		"no hex":                {signature.GitHub, header("X-Hub-Signature-256", "sha256=zz")},
-		"empty signature":       {signature.GitHub, header("X-Hub-Signature-256", "sha256=")},
-		"basic":                 {signature.Bearer, header("Authorization", "Basic "+whsec)},
-		"empty token":           {signature.Bearer, header("Authorization", "Bearer ")},
+		"no id": {signature.Standard,
+			header("webhook-timestamp", "1700000000", "webhook-signature", good.Get("webhook-signature"))},
+		"another id": {signature.Standard,
+			header("webhook-id", "msg2", "webhook-timestamp", "1700000000", "webhook-signature", good.Get("webhook-signature"))},
+		"another version": {signature.Standard,
+			header("webhook-id", "msg", "webhook-timestamp", "1700000000", "webhook-signature",
+				strings.Replace(good.Get("webhook-signature"), "v1,", "v2,", 1))},
+		"a time with a sign": {signature.Standard,
+			header("webhook-id", "msg", "webhook-timestamp", "1.7e9", "webhook-signature", good.Get("webhook-signature"))},
+		"a thousand signatures": {signature.Standard,
+			header("webhook-id", "msg", "webhook-timestamp", "1700000000", "webhook-signature",
+				strings.Repeat("v1,AAAA ", 1000)+good.Get("webhook-signature"))},
+		"Stripe without v1": {signature.Stripe, header("Stripe-Signature", "t=1700000000,v0=00")},
+		"Stripe without t":  {signature.Stripe, header("Stripe-Signature", "v1=00")},
+		"sha1 of GitHub":    {signature.GitHub, header("X-Hub-Signature", "sha1=00")},
+		"no hex":            {signature.GitHub, header("X-Hub-Signature-256", "sha256=zz")},
+		"empty signature":   {signature.GitHub, header("X-Hub-Signature-256", "sha256=")},
+		"basic":             {signature.Bearer, header("Authorization", "Basic "+whsec)},
+		"empty token":       {signature.Bearer, header("Authorization", "Bearer ")},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -257,7 +274,8 @@ func TestAnEmptySecretMatchesNothing(t *testing.T) {
 	for _, scheme := range append(signature.Schemes(), "none") {
 		for _, secrets := range [][]string{nil, {""}, {whsec, ""}} {
 			v := signature.Verifier{Scheme: scheme, Secrets: secrets}
-			h := header("X-Signature", hexSum("", string(body)), "X-Hub-Signature-256", "sha256="+hexSum("", string(body)), "Authorization", "Bearer ")
+			h := header("X-Signature", hexSum("", string(body)), "X-Hub-Signature-256", "sha256="+hexSum("", string(body)),
+				"Authorization", "Bearer ")
 			if err := v.Verify(h, body, now); !errors.Is(err, signature.ErrSecret) {
 				t.Errorf("%s with %q: %v", scheme, secrets, err)
 			}
@@ -277,7 +295,8 @@ func FuzzVerify(f *testing.F) {
 	f.Fuzz(func(t *testing.T, a, b, c string, payload []byte) {
 		h := http.Header{}
 		for i, name := range []string{
-			"Webhook-Id", "Webhook-Timestamp", "Webhook-Signature", "Stripe-Signature", "X-Hub-Signature-256", "X-Signature", "Authorization", "X-Time",
+			"Webhook-Id", "Webhook-Timestamp", "Webhook-Signature", "Stripe-Signature", "X-Hub-Signature-256", "X-Signature",
+			"Authorization", "X-Time",
 		} {
 			h.Set(name, []string{a, b, c, b, c, c, c, b}[i])
 		}

@@ -84,8 +84,8 @@ func standardKey(secret, asymmetric string) (key []byte, ed bool, err error) {
 	return key, ed, nil
 }
 
-// Sign returns the headers of a Standard Webhooks message that is sent at a time: one signature for each secret. A whsec_
-// secret signs v1 (HMAC-SHA256); a whsk_ one, the seed of an ed25519 key or the whole key, signs v1a.
+// Sign returns the headers of a Standard Webhooks message that is sent at a time: one signature for each secret. A
+// whsec_ secret signs v1 (HMAC-SHA256); a whsk_ one, the seed of an ed25519 key or the whole key, signs v1a.
 func Sign(secrets []string, id string, at time.Time, body []byte) (http.Header, error) {
 	if id == "" || strings.ContainsAny(id, ". \t\r\n") {
 		return nil, fmt.Errorf("sign webhook: an id has no dot and no space, unlike %q", id)

@@ -108,7 +108,8 @@ func (f *folder) learn(path string, file *ast.File) (err error) {
 			if decl.Doc == nil || !strings.HasSuffix(decl.Doc.List[len(decl.Doc.List)-1].Text, ".sql") {
 				continue
 			}
-			if embedded, is := strings.CutPrefix(decl.Doc.List[len(decl.Doc.List)-1].Text, "//go:embed "); is && !strings.Contains(embedded, "*") {
+			if embedded, is := strings.CutPrefix(decl.Doc.List[len(decl.Doc.List)-1].Text, "//go:embed "); is &&
+				!strings.Contains(embedded, "*") {
 				var text []byte
 				if text, err = os.ReadFile(filepath.Join(path, embedded)); err != nil {
 					return false

@@ -59,7 +59,8 @@ func TestPostgresAcceptsEveryStatementInTheSource(t *testing.T) {
 		case s.err != nil && composed[s.file] != "":
 			used = append(used, s.file)
 		case s.err != nil:
-			t.Errorf("%s: the statement is put together while the program runs (%v): make it a constant, or list the file here", s.at, s.err)
+			t.Errorf("%s: the statement is put together while the program runs (%v): make it a constant, or list the file here",
+				s.at, s.err)
 		case utility.MatchString(s.sql):
 		default:
 			checked++
@@ -117,7 +118,8 @@ func TestTheCheckSeesWhatIsWrong(t *testing.T) {
 				says = err.Error()
 			}
 		}
-		if expected, known := want[s.at]; !known || (expected == "") != (says == "") || !regexp.MustCompile(regexp.QuoteMeta(expected)).MatchString(says) {
+		if expected, known := want[s.at]; !known || (expected == "") != (says == "") ||
+			!regexp.MustCompile(regexp.QuoteMeta(expected)).MatchString(says) {
 			t.Errorf("%s: %q, want %q", s.at, says, expected)
 		}
 	}

@@ -1,12 +1,12 @@
 // Package sse writes server-sent events.
 //
-// Everything that streams to a browser or another client writes through here, so that one place knows what could make of
-// an event two, or of text a field. A client that reads as the HTML standard says gets, for each event, exactly one with
-// its name, id and data:
+// Everything that streams to a browser or another client writes through here, so that one place knows what could make
+// of an event two, or of text a field. A client that reads as the HTML standard says gets, for each event, exactly
+// one with its name, id and data:
 //
 //   - Each line of the data is a line of the stream. Line breaks come out as \n, whichever they were: JSON has none.
-//   - A name or an id is one line: line breaks in it become spaces, and NUL, for which clients drop an id, the sign for a
-//     character that is none. So do bytes that are not UTF-8, everywhere.
+//   - A name or an id is one line: line breaks in it become spaces, and NUL, for which clients drop an id, the sign
+//     for a character that is none. So do bytes that are not UTF-8, everywhere.
 //   - A comment stays one, also over several lines.
 package sse
 

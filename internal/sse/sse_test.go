@@ -14,8 +14,10 @@ import (
 
 // texts are what has been the end of other writers.
 var texts = []string{
-	"", " ", "a", " a: b ", "a\nb", "a\r\nb", "a\rb", "\n", "\r\n\r\n", "\r", "a\n\nevent: done\ndata: {}\n\n", "\nid: 7\nretry: 1", ": a",
-	"\rdata: x\r\r", "\x00", "a\x00b", "\xff\xfe", "a\xc3\n", "\xed\xa0\x80", "\ufeff", "\ufeffdata: x", "\u2028\u2029\u0085\v\f",
+	"", " ", "a", " a: b ", "a\nb", "a\r\nb", "a\rb", "\n", "\r\n\r\n", "\r", "a\n\nevent: done\ndata: {}\n\n",
+	"\nid: 7\nretry: 1", ": a",
+	"\rdata: x\r\r", "\x00", "a\x00b", "\xff\xfe", "a\xc3\n", "\xed\xa0\x80", "\ufeff", "\ufeffdata: x",
+	"\u2028\u2029\u0085\v\f",
 	"日本 🎉 👨‍👩‍👧", "[DONE]", strings.Repeat("x", 5000), strings.Repeat("a\r\n", 500),
 }
 
@@ -24,7 +26,8 @@ func TestAnEventIsWrittenSo(t *testing.T) {
 		"data: \n\n":                     {},
 		"data: {}\n\n":                   {Data: "{}"},
 		"event: a\ndata: b\ndata: c\n\n": {Name: "a", Data: "b\r\nc"},
-		"retry: 1500\nid: 1 2\nevent: a b\ndata: \ufffd\n\n": {ID: "1\n2", Name: "a\rb", Data: "\xff", Retry: 1500 * time.Millisecond},
+		"retry: 1500\nid: 1 2\nevent: a b\ndata: \ufffd\n\n": {ID: "1\n2", Name: "a\rb", Data: "\xff",
+			Retry: 1500 * time.Millisecond},
 	} {
 		if got := string(e.Append(nil)); got != want {
 			t.Errorf("%+v is written as %q, want %q", e, got, want)
@@ -43,8 +46,8 @@ func TestAVeryLongEventIsOne(t *testing.T) {
 	}
 }
 
-// FuzzEvent writes any text wherever there is room for it, and reads it as a client does: nothing is lost, and nothing is there
-// that was not meant.
+// FuzzEvent writes any text wherever there is room for it, and reads it as a client does: nothing is lost, and
+// nothing is there that was not meant.
 func FuzzEvent(f *testing.F) {
 	for i, text := range texts {
 		f.Add(text, text, text, text)
@@ -67,7 +70,8 @@ func FuzzEvent(f *testing.F) {
 			lines[i] = strings.ToValidUTF8(lines[i], "\ufffd")
 		}
 		got := ssetest.Read(string(stream))
-		want := []ssetest.Event{{ID: line(id), Name: line(name), Data: strings.Join(lines, "\n")}, {ID: "last", Data: "the end"}}
+		want := []ssetest.Event{{ID: line(id), Name: line(name), Data: strings.Join(lines, "\n")},
+			{ID: "last", Data: "the end"}}
 		if diff := cmp.Diff(want, got.Events); diff != "" {
 			t.Errorf("%q, %q, %q came out otherwise: %s", id, name, data, diff)
 		}

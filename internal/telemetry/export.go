@@ -68,7 +68,8 @@ func NewExporter(pool *pgxpool.Pool, s Settings, version string, m *Metrics, log
 		return nil
 	}
 	e := &Exporter{
-		pool: pool, log: log, metrics: m, sender: newSender(s, version), me: ulid.Make().String(), content: s.Content, most: mostRows,
+		pool: pool, log: log, metrics: m, sender: newSender(s, version), me: ulid.Make().String(), content: s.Content,
+		most: mostRows,
 	}
 	if s.Content {
 		e.most = mostWithContent
@@ -132,7 +133,8 @@ func (e *Exporter) look(ctx context.Context) (more bool) {
 	return more && err == nil
 }
 
-// graced is ctx for a pass that is under way when ctx ends: it may still note what was sent, so that it is not sent again.
+// graced is ctx for a pass that is under way when ctx ends: it may still note what was sent, so that it is not sent
+// again.
 func graced(ctx context.Context) (context.Context, func()) {
 	patient, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	stop := context.AfterFunc(ctx, func() {
@@ -261,8 +263,8 @@ func refusedForGood(err error) bool {
 
 // settled reports whether all that was being written at the mark is written. Without a mark this moment becomes it.
 //
-// Who writes an activity or an event has a lock on its table before the row gets its id, until the end of the transaction.
-// So who has none after the mark was set has committed what has ids before it, or writes later ones.
+// Who writes an activity or an event has a lock on its table before the row gets its id, until the end of the
+// transaction. So who has none after the mark was set has committed what has ids before it, or writes later ones.
 func (e *Exporter) settled(ctx context.Context, at *position) (bool, error) {
 	var writing []string
 	err := e.pool.QueryRow(ctx, `

@@ -101,8 +101,8 @@ func names(spans []otlptest.Span) []string {
 	return all
 }
 
-// TestOneRoot: whatever a trace is made of, the first execution is its root; notes from outside and further executions are
-// filed under it.
+// TestOneRoot: whatever a trace is made of, the first execution is its root; notes from outside and further
+// executions are filed under it.
 func TestOneRoot(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -114,7 +114,9 @@ func TestOneRoot(t *testing.T) {
 	s.end(child)
 	s.note(alone, nil, "first")
 	s.note(alone, nil, "second")
-	if got := names(s.exported()); !cmp.Equal(got, []string{"execute_tool first", "execute_tool from outside", "execute_tool inside", "execute_tool second", "invoke_workflow external"}) {
+	if got := names(s.exported()); !cmp.Equal(got,
+		[]string{"execute_tool first", "execute_tool from outside", "execute_tool inside", "execute_tool second",
+			"invoke_workflow external"}) {
 		t.Errorf("before the root has ended there are %q", got)
 	}
 	other := s.start(id, nil)
@@ -122,7 +124,8 @@ func TestOneRoot(t *testing.T) {
 	s.end(root)
 	s.exported()
 	spans := s.receiver.Trace(id.OTel())
-	for _, wrong := range otlptest.Check(slices.DeleteFunc(slices.Clone(spans), func(one otlptest.Span) bool { return one.Attributes["agent.execution.id"] == other })) {
+	for _, wrong := range otlptest.Check(slices.DeleteFunc(slices.Clone(spans),
+		func(one otlptest.Span) bool { return one.Attributes["agent.execution.id"] == other })) {
 		t.Error(wrong)
 	}
 	for _, one := range spans {
@@ -158,7 +161,8 @@ func TestWhatCommitsLateIsSent(t *testing.T) {
 	}
 	pgtest.Eventually(t, time.Minute, passes, "the exporter looks")
 	pgtest.Eventually(t, time.Minute, func() bool {
-		return s.one(`select (clock_timestamp() > $1::timestamptz + interval '2 seconds')::text`, s.one(`select max(created_at)::text from agent_activity`)) == "true"
+		return s.one(`select (clock_timestamp() > $1::timestamptz + interval '2 seconds')::text`,
+			s.one(`select max(created_at)::text from agent_activity`)) == "true"
 	}, "two passes go by")
 	if got := s.receiver.Trace(""); len(got) != 0 {
 		t.Errorf("%q were sent while an older transaction was under way", names(got))
@@ -200,7 +204,8 @@ func TestTheCallersSpanIsALink(t *testing.T) {
 	s.exec(`insert into agent_trace_links (trace_id, traceparent) values ($1, '00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01'), ($1, 'rubbish')`, string(id))
 	s.end(run)
 	spans := s.exported()
-	if len(spans) != 1 || spans[0].TraceID != id.OTel() || !cmp.Equal(spans[0].Links, []string{"4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7"}) {
+	if len(spans) != 1 || spans[0].TraceID != id.OTel() ||
+		!cmp.Equal(spans[0].Links, []string{"4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7"}) {
 		t.Errorf("sent %+v", spans)
 	}
 }
@@ -288,7 +293,8 @@ func TestOneSends(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
 	first := s.export()
-	pgtest.Eventually(t, time.Minute, func() bool { return s.one(`select sender from agent_span_export`) != "" }, "the first has the right")
+	pgtest.Eventually(t, time.Minute, func() bool { return s.one(`select sender from agent_span_export`) != "" },
+		"the first has the right")
 	holder := s.one(`select sender from agent_span_export`)
 	second := s.export()
 	s.note(trace.New(trace.Flow), nil, "one")
@@ -297,7 +303,8 @@ func TestOneSends(t *testing.T) {
 		t.Errorf("the right went from %s to %s", holder, got)
 	}
 	first()
-	pgtest.Eventually(t, time.Minute, func() bool { return s.one(`select sender from agent_span_export`) != "" }, "the second has the right")
+	pgtest.Eventually(t, time.Minute, func() bool { return s.one(`select sender from agent_span_export`) != "" },
+		"the second has the right")
 	s.note(trace.New(trace.Flow), nil, "two")
 	second()
 	if got := names(s.receiver.Trace("")); !cmp.Equal(got, []string{"execute_tool one", "execute_tool two"}) {
@@ -311,7 +318,8 @@ func TestTheLastPassSendsWhatHasJustEnded(t *testing.T) {
 	s := newScene(t)
 	for n := range 25 {
 		stop := s.export()
-		pgtest.Eventually(t, time.Minute, func() bool { return s.one(`select sender from agent_span_export`) != "" }, "it has the right")
+		pgtest.Eventually(t, time.Minute, func() bool { return s.one(`select sender from agent_span_export`) != "" },
+			"it has the right")
 		s.note(trace.New(trace.Flow), nil, "one")
 		stop()
 		if got := len(s.receiver.Trace("")); got != n+1 {

@@ -1,8 +1,8 @@
 package telemetry
 
-// The GenAI semantic conventions, which are under development: github.com/open-telemetry/semantic-conventions-genai at commit
-// 06ec68e722c45a7218e23ea1bc1339fe4e21ecae (2026-10). This is the only place that names them; names of a later commit are
-// changed here, and in the golden sets of the tests.
+// The GenAI semantic conventions, which are under development: github.com/open-telemetry/semantic-conventions-genai
+// at commit 06ec68e722c45a7218e23ea1bc1339fe4e21ecae (2026-10). This is the only place that names them; names of a
+// later commit are changed here, and in the golden sets of the tests.
 const (
 	opWorkflow = "invoke_workflow"
 	opAgent    = "invoke_agent"

@@ -27,14 +27,17 @@ func TestGoldenAttributes(t *testing.T) {
 	golden := map[string]map[string]any{
 		"invoke_workflow heartbeat": {
 			"gen_ai.operation.name": "invoke_workflow", "gen_ai.workflow.name": "heartbeat", "gen_ai.agent.name": "agent",
-			"gen_ai.conversation.id": "T1", "agent.trace_ref": string(id), "agent.surface": "heartbeat", "agent.execution.id": run,
-			"agent.flow": "heartbeat", "agent.status": "failed", "agent.result_type": "failure", "agent.claim": int64(0), "agent.queued_ms": int64(0),
-			"error.type": "failure",
+			"gen_ai.conversation.id": "T1", "agent.trace_ref": string(id), "agent.surface": "heartbeat",
+			"agent.execution.id": run,
+			"agent.flow":         "heartbeat", "agent.status": "failed", "agent.result_type": "failure", "agent.claim": int64(0),
+			"agent.queued_ms": int64(0),
+			"error.type":      "failure",
 		},
 		"chat gpt-4o": {
 			"gen_ai.operation.name": "chat", "gen_ai.provider.name": "openai", "gen_ai.agent.name": "agent",
 			"gen_ai.request.model": "gpt-4o", "gen_ai.response.model": "gpt-4o", "gen_ai.usage.input_tokens": int64(7),
-			"gen_ai.usage.output_tokens": int64(3), "agent.llm.cost_usd": 0.25, "agent.trace_ref": string(id), "agent.surface": "heartbeat",
+			"gen_ai.usage.output_tokens": int64(3), "agent.llm.cost_usd": 0.25, "agent.trace_ref": string(id),
+			"agent.surface":      "heartbeat",
 			"agent.execution.id": run, "agent.activity.kind": "model", "agent.status": "success", "agent.step": "reflect/model",
 			"agent.lane": "heartbeat", "agent.purpose": "reflect",
 		},

@@ -26,8 +26,8 @@ type message struct {
 	Parts []map[string]any `json:"parts"`
 }
 
-// messages turns the messages of a model call's row into those of the conventions, as JSON. What the row had to cut is no list
-// of messages any more, and is given as it is.
+// messages turns the messages of a model call's row into those of the conventions, as JSON. What the row had to cut
+// is no list of messages any more, and is given as it is.
 func messages(raw json.RawMessage, asked bool) string {
 	if len(raw) == 0 || string(raw) == "null" || string(raw) == "{}" {
 		return ""
@@ -65,7 +65,8 @@ func (m said) parts() []map[string]any {
 		if json.Valid([]byte(c.Function.Arguments)) {
 			arguments = json.RawMessage(c.Function.Arguments)
 		}
-		parts = append(parts, map[string]any{"type": "tool_call", "id": c.ID, "name": c.Function.Name, "arguments": arguments})
+		parts = append(parts, map[string]any{"type": "tool_call", "id": c.ID, "name": c.Function.Name,
+			"arguments": arguments})
 	}
 	return parts
 }

@@ -41,11 +41,15 @@ func used(m *telemetry.Metrics) {
 	m.Lost(x)
 	m.Ended(x, executions.Completed)
 	m.Closed(activity.Entry{Kind: activity.KindModel, Model: "asked"}, activity.Outcome{
-		Status: activity.Success, Model: "answered", CostUSD: 0.5, Usage: activity.Usage{PromptTokens: 7, CompletionTokens: 3},
+		Status: activity.Success, Model: "answered", CostUSD: 0.5,
+		Usage: activity.Usage{PromptTokens: 7, CompletionTokens: 3},
 	}, time.Second)
-	m.Closed(activity.Entry{Kind: activity.KindCall, Skill: "look"}, activity.Outcome{Status: activity.Error, Class: "timeout"}, time.Second)
-	m.Closed(activity.Entry{Kind: activity.KindCall, Skill: "invented"}, activity.Outcome{Status: activity.Error, Class: "unknown_tool"}, 0)
-	m.Closed(activity.Entry{Kind: activity.KindPhase, Skill: "reflect"}, activity.Outcome{Status: activity.Success}, time.Second)
+	m.Closed(activity.Entry{Kind: activity.KindCall, Skill: "look"},
+		activity.Outcome{Status: activity.Error, Class: "timeout"}, time.Second)
+	m.Closed(activity.Entry{Kind: activity.KindCall, Skill: "invented"},
+		activity.Outcome{Status: activity.Error, Class: "unknown_tool"}, 0)
+	m.Closed(activity.Entry{Kind: activity.KindPhase, Skill: "reflect"}, activity.Outcome{Status: activity.Success},
+		time.Second)
 	m.LaneWaited("objective:1", time.Second, true)
 	m.LaneLost("my own/lane:7")
 	m.Delivery("github", "accepted")
@@ -64,18 +68,23 @@ func TestMetricsAreAsPrometheusWantsThem(t *testing.T) {
 	for _, line := range []string{
 		`agent_runs_total{status="completed",surface="heartbeat"} 1`, `agent_claims_lost_total{surface="heartbeat"} 1`,
 		`agent_runs_active{surface="heartbeat"} 0`, `agent_run_duration_seconds_count{surface="heartbeat"} 1`,
-		`agent_llm_requests_total{model="answered",status="success"} 1`, `agent_llm_tokens_total{model="answered",type="input"} 7`,
+		`agent_llm_requests_total{model="answered",status="success"} 1`,
+		`agent_llm_tokens_total{model="answered",type="input"} 7`,
 		`agent_llm_tokens_total{model="answered",type="output"} 3`, `agent_llm_cost_usd_total{model="answered"} 0.5`,
-		`agent_skill_invocations_total{skill="look",status="error"} 1`, `agent_skill_invocations_total{skill="unknown_tool",status="error"} 1`,
+		`agent_skill_invocations_total{skill="look",status="error"} 1`,
+		`agent_skill_invocations_total{skill="unknown_tool",status="error"} 1`,
 		`agent_lane_lock_wait_seconds_count{got="yes",lane="objective"} 1`, `agent_lock_lost_total{lane="other"} 1`,
-		`agent_webhook_deliveries_total{result="accepted",source="github"} 1`, `agent_database_up 1`, `agent_executions{status="waiting"} 0`,
-		`agent_approvals_pending 0`, `agent_paused 0`, `agent_lane_lock_held{lane="thread"} 0`, `agent_heartbeat_last_success_timestamp_seconds 0`,
+		`agent_webhook_deliveries_total{result="accepted",source="github"} 1`, `agent_database_up 1`,
+		`agent_executions{status="waiting"} 0`,
+		`agent_approvals_pending 0`, `agent_paused 0`, `agent_lane_lock_held{lane="thread"} 0`,
+		`agent_heartbeat_last_success_timestamp_seconds 0`,
 	} {
 		if !strings.Contains(text, line+"\n") {
 			t.Errorf("there is no line %s", line)
 		}
 	}
-	if strings.Contains(text, "reflect") || strings.Contains(text, "invented") || !strings.Contains(text, `version="1.2.3"`) {
+	if strings.Contains(text, "reflect") || strings.Contains(text, "invented") ||
+		!strings.Contains(text, `version="1.2.3"`) {
 		t.Error("a phase or an invented name is counted, or the version is missing")
 	}
 }
@@ -88,7 +97,8 @@ func TestAScrapeWithoutTheDatabase(t *testing.T) {
 	used(m)
 	db.Close()
 	text := scrape(t, m)
-	if !strings.Contains(text, "agent_database_up 0\n") || strings.Contains(text, "agent_approvals_pending ") || !strings.Contains(text, "agent_runs_total{") {
+	if !strings.Contains(text, "agent_database_up 0\n") || strings.Contains(text, "agent_approvals_pending ") ||
+		!strings.Contains(text, "agent_runs_total{") {
 		t.Errorf("scraped\n%s", text)
 	}
 }
@@ -121,7 +131,8 @@ func TestLabelsAreBounded(t *testing.T) {
 		m.LaneWaited("lane"+n, 0, true)
 	}
 	text := scrape(t, m)
-	for name, most := range map[string]int{"agent_skill_invocations_total{": 501, "agent_llm_requests_total{": 101, "agent_lane_lock_wait_seconds_count{": 1} {
+	for name, most := range map[string]int{"agent_skill_invocations_total{": 501, "agent_llm_requests_total{": 101,
+		"agent_lane_lock_wait_seconds_count{": 1} {
 		if n := strings.Count(text, name); n != most {
 			t.Errorf("%d series %s, want %d", n, name, most)
 		}

@@ -28,7 +28,8 @@ type sender struct {
 func newSender(s Settings, version string) *sender {
 	options := []otlptracehttp.Option{
 		otlptracehttp.WithEndpointURL(s.Endpoint), otlptracehttp.WithTimeout(s.Timeout), otlptracehttp.WithHeaders(s.Headers),
-		otlptracehttp.WithRetry(otlptracehttp.RetryConfig{Enabled: false}), // the position stays, and the next pass sends it again
+		// the position stays, and the next pass sends it again
+		otlptracehttp.WithRetry(otlptracehttp.RetryConfig{Enabled: false}),
 		otlptracehttp.WithCompression(otlptracehttp.NoCompression),
 	}
 	if s.Gzip {
@@ -48,7 +49,8 @@ func newSender(s Settings, version string) *sender {
 	return out
 }
 
-// resource is who sends. It is one of the processes that work on the database, not necessarily the one that did the work.
+// resource is who sends. It is one of the processes that work on the database, not necessarily the one that did the
+// work.
 func (s Settings) resource(version string) *resource.Resource {
 	host, _ := os.Hostname() // without one the id is told apart by its random part
 	about := []attribute.KeyValue{

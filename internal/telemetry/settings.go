@@ -43,7 +43,8 @@ func Variables() [][2]string {
 	}
 }
 
-// Load reads the settings. It reports all that is wrong, one line each. Where nothing is to be sent the rest is not looked at.
+// Load reads the settings. It reports all that is wrong, one line each. Where nothing is to be sent the rest is not
+// looked at.
 func Load(environ map[string]string) (Settings, error) {
 	get := func(name string) string { return strings.TrimSpace(environ[name]) }
 	either := func(name string) (string, string) { // of traces, or of all signals

@@ -15,7 +15,8 @@ import (
 func TestLoad(t *testing.T) {
 	const endpoint = "OTEL_EXPORTER_OTLP_ENDPOINT"
 	standard := telemetry.Settings{
-		Endpoint: "http://c:4318/v1/traces", Headers: map[string]string{}, Timeout: 10 * time.Second, Service: "lanekeeper", Attributes: map[string]string{},
+		Endpoint: "http://c:4318/v1/traces", Headers: map[string]string{}, Timeout: 10 * time.Second, Service: "lanekeeper",
+		Attributes: map[string]string{},
 	}
 	with := func(change func(*telemetry.Settings)) telemetry.Settings {
 		s := standard
@@ -27,9 +28,11 @@ func TestLoad(t *testing.T) {
 		want    telemetry.Settings
 		wrong   []string // variables that the error names
 	}{
-		"nothing":             {nil, telemetry.Settings{}, nil},
-		"disabled":            {map[string]string{endpoint: "http://c:4318", "OTEL_SDK_DISABLED": "TRUE"}, telemetry.Settings{}, nil},
-		"no exporter":         {map[string]string{endpoint: "http://c:4318", "OTEL_TRACES_EXPORTER": "none"}, telemetry.Settings{}, nil},
+		"nothing": {nil, telemetry.Settings{}, nil},
+		"disabled": {map[string]string{endpoint: "http://c:4318", "OTEL_SDK_DISABLED": "TRUE"},
+			telemetry.Settings{}, nil},
+		"no exporter": {map[string]string{endpoint: "http://c:4318", "OTEL_TRACES_EXPORTER": "none"},
+			telemetry.Settings{}, nil},
 		"off, so not read":    {map[string]string{"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, telemetry.Settings{}, nil},
 		"endpoint":            {map[string]string{endpoint: "http://c:4318"}, standard, nil},
 		"endpoint with slash": {map[string]string{endpoint: "http://c:4318/"}, standard, nil},
@@ -39,9 +42,11 @@ func TestLoad(t *testing.T) {
 		},
 		"all": {
 			map[string]string{
-				endpoint: "http://c:4318", "OTEL_EXPORTER_OTLP_HEADERS": "authorization=Bearer%20x, a = b", "OTEL_EXPORTER_OTLP_TIMEOUT": "2500",
-				"OTEL_EXPORTER_OTLP_COMPRESSION": "gzip", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/json", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc",
-				"OTEL_RESOURCE_ATTRIBUTES": "service.name=a,deployment.environment=prod", "OTEL_SERVICE_NAME": "b",
+				endpoint: "http://c:4318", "OTEL_EXPORTER_OTLP_HEADERS": "authorization=Bearer%20x, a = b",
+				"OTEL_EXPORTER_OTLP_TIMEOUT":     "2500",
+				"OTEL_EXPORTER_OTLP_COMPRESSION": "gzip", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/json",
+				"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc",
+				"OTEL_RESOURCE_ATTRIBUTES":    "service.name=a,deployment.environment=prod", "OTEL_SERVICE_NAME": "b",
 				"OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT": "true",
 			},
 			with(func(s *telemetry.Settings) {
@@ -52,7 +57,8 @@ func TestLoad(t *testing.T) {
 		},
 		"all wrong": {
 			map[string]string{
-				endpoint: "c:4318", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc", "OTEL_EXPORTER_OTLP_HEADERS": "secret", "OTEL_EXPORTER_OTLP_TIMEOUT": "10s",
+				endpoint: "c:4318", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc", "OTEL_EXPORTER_OTLP_HEADERS": "secret",
+				"OTEL_EXPORTER_OTLP_TIMEOUT":     "10s",
 				"OTEL_EXPORTER_OTLP_COMPRESSION": "zstd", "OTEL_TRACES_SAMPLER": "jaeger_remote", "OTEL_TRACES_EXPORTER": "zipkin",
 				"OTEL_RESOURCE_ATTRIBUTES": "a=%zz",
 			},

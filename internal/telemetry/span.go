@@ -58,8 +58,8 @@ func (f found) spans(content bool) []span {
 	return valid
 }
 
-// within lets a span end at a moment at the latest, and never before it began. What one statement ends, such as a phase and a
-// call in it at a cancel, ends microseconds apart.
+// within lets a span end at a moment at the latest, and never before it began. What one statement ends, such as a
+// phase and a call in it at a cancel, ends microseconds apart.
 func (s span) within(latest time.Time) span {
 	if s.end.After(latest) && !s.start.After(latest) {
 		s.end = latest
@@ -72,7 +72,8 @@ func (s span) within(latest time.Time) span {
 
 func (r runRow) span() span {
 	s := span{
-		trace: trace.ID(r.TraceID), id: trace.SpanID(r.ID), start: r.CreatedAt, end: r.CompletedAt, kind: oteltrace.SpanKindInternal,
+		trace: trace.ID(r.TraceID), id: trace.SpanID(r.ID), start: r.CreatedAt, end: r.CompletedAt,
+		kind:   oteltrace.SpanKindInternal,
 		failed: r.Status == "failed" || r.Status == "timeout", message: redact.Text(r.ErrorMessage, maxMessage),
 	}
 	switch {
@@ -167,7 +168,8 @@ func (w waitRow) kind() string {
 
 func (a activityRow) span(content bool) span {
 	s := span{
-		trace: trace.ID(a.TraceID), id: trace.SpanID(a.ID), start: a.CreatedAt, end: a.FinishedAt, kind: oteltrace.SpanKindInternal,
+		trace: trace.ID(a.TraceID), id: trace.SpanID(a.ID), start: a.CreatedAt, end: a.FinishedAt,
+		kind:   oteltrace.SpanKindInternal,
 		failed: a.Status == "error" || a.Status == "unknown", message: a.ErrorMessage,
 	}
 	for _, above := range []*string{a.ParentID, a.RunID, a.RootID} {
@@ -180,8 +182,10 @@ func (a activityRow) span(content bool) span {
 	s.name, s.kind, about = a.describe()
 	s.attributes = append(about, set(
 		text(genConversation, a.ThreadID), text(agentTraceRef, a.TraceID), text(agentSurface, a.Surface),
-		text(agentExecution, deref(a.ExecutionID)), text(agentActivity, a.ID), text(agentKind, a.Kind), text(agentStatus, a.Status),
-		text(agentStep, a.Step), text(agentLane, a.Lane), text(agentPurpose, a.Purpose), text(agentIdempotent, a.IdempotencyKey),
+		text(agentExecution, deref(a.ExecutionID)), text(agentActivity, a.ID), text(agentKind, a.Kind),
+		text(agentStatus, a.Status),
+		text(agentStep, a.Step), text(agentLane, a.Lane), text(agentPurpose, a.Purpose),
+		text(agentIdempotent, a.IdempotencyKey),
 	)...)
 	if s.failed {
 		s.attributes = append(s.attributes, text(errorType, cmp.Or(a.ErrorClass, "_OTHER")))
@@ -203,7 +207,8 @@ func (a activityRow) describe() (name string, kind oteltrace.SpanKind, about []a
 	case "model":
 		about = set(
 			text(genOperation, opChat), text(genProvider, provider), text(genAgentName, a.Agent), text(genRequestModel, a.Model),
-			attribute.Int64(genInputTokens, number(a.PromptTokens)), attribute.Int64(genOutputTokens, number(a.CompletionTokens)),
+			attribute.Int64(genInputTokens, number(a.PromptTokens)),
+			attribute.Int64(genOutputTokens, number(a.CompletionTokens)),
 			attribute.Float64(agentCost, a.CostUsd),
 		)
 		if a.Status == "success" {
@@ -218,13 +223,14 @@ func (a activityRow) describe() (name string, kind oteltrace.SpanKind, about []a
 		return title(opChat, a.Model), oteltrace.SpanKindClient, about
 	case "call":
 		return title(opTool, a.SkillName), oteltrace.SpanKindInternal, set(
-			text(genOperation, opTool), text(genToolName, a.SkillName), text(genToolType, "function"), text(genAgentName, a.Agent))
+			text(genOperation, opTool), text(genToolName, a.SkillName), text(genToolType, "function"),
+			text(genAgentName, a.Agent))
 	}
 	return title(a.Kind, a.SkillName), oteltrace.SpanKindInternal, set(text(genAgentName, a.Agent))
 }
 
-// content is what was said and given, for whoever asks for it. It was redacted when it was stored; what is done here again
-// costs little, and holds when a row was written by somebody else.
+// content is what was said and given, for whoever asks for it. It was redacted when it was stored; what is done here
+// again costs little, and holds when a row was written by somebody else.
 func (a activityRow) content() []attribute.KeyValue {
 	in, out := genToolArguments, genToolResult
 	switch a.Kind {

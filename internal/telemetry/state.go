@@ -20,13 +20,18 @@ const (
 )
 
 var (
-	upDesc         = prometheus.NewDesc("agent_database_up", "Whether the database answered within a second. Without it what follows from it is left out.", nil, nil)
-	executionsDesc = prometheus.NewDesc("agent_executions", "Executions that have not ended, by status, counted up to 100000.", []string{"status"}, nil)
-	oldestDesc     = prometheus.NewDesc("agent_queue_oldest_seconds", "Age of the oldest execution that has not begun; 0 when there is none.", nil, nil)
-	approvalsDesc  = prometheus.NewDesc("agent_approvals_pending", "Calls that wait for an admin's leave.", nil, nil)
-	beatDesc       = prometheus.NewDesc("agent_heartbeat_last_success_timestamp_seconds", "When the last heartbeat completed that was not skipped; 0 when none did.", nil, nil)
-	pausedDesc     = prometheus.NewDesc("agent_paused", "1 while autonomous work is paused.", nil, nil)
-	heldDesc       = prometheus.NewDesc("agent_lane_lock_held", "Lanes that are held now, by their kind.", []string{"lane"}, nil)
+	upDesc = prometheus.NewDesc("agent_database_up",
+		"Whether the database answered within a second. Without it what follows from it is left out.", nil, nil)
+	executionsDesc = prometheus.NewDesc("agent_executions",
+		"Executions that have not ended, by status, counted up to 100000.", []string{"status"}, nil)
+	oldestDesc = prometheus.NewDesc("agent_queue_oldest_seconds",
+		"Age of the oldest execution that has not begun; 0 when there is none.", nil, nil)
+	approvalsDesc = prometheus.NewDesc("agent_approvals_pending", "Calls that wait for an admin's leave.", nil, nil)
+	beatDesc      = prometheus.NewDesc("agent_heartbeat_last_success_timestamp_seconds",
+		"When the last heartbeat completed that was not skipped; 0 when none did.", nil, nil)
+	pausedDesc = prometheus.NewDesc("agent_paused", "1 while autonomous work is paused.", nil, nil)
+	heldDesc   = prometheus.NewDesc("agent_lane_lock_held", "Lanes that are held now, by their kind.", []string{"lane"},
+		nil)
 )
 
 //go:embed state.sql
@@ -55,7 +60,8 @@ func NewState(db postgres.DB, log *slog.Logger) *State { return &State{db: db, l
 
 // Describe implements prometheus.Collector.
 func (s *State) Describe(to chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{upDesc, executionsDesc, oldestDesc, approvalsDesc, beatDesc, pausedDesc, heldDesc} {
+	for _, d := range []*prometheus.Desc{upDesc, executionsDesc, oldestDesc, approvalsDesc, beatDesc, pausedDesc,
+		heldDesc} {
 		to <- d
 	}
 }

@@ -26,3 +26,21 @@ b/c.sql:1: crew is retired: use worker pool
 		t.Errorf("found %d, %v:\n%s", found, err, out.String())
 	}
 }
+
+func TestOnlyStringsMayBeWide(t *testing.T) {
+	t.Parallel()
+	long := strings.Repeat("x", 120)
+	for text, want := range map[string]int{
+		"package p // " + long:                              1,
+		"package p\nvar a = `" + long + "\n" + long + "`\n": 0,
+		"package p\nvar a = \"" + long + "\"\n":             0,
+		"package p\nvar " + long + " = 1 //nolint:x // y\n": 0,
+		"package p\nvar " + long + " = \"short\"\n":         1,
+		"package p\nvar " + strings.Repeat("é", 114) + "\n": 0,
+	} {
+		var out strings.Builder
+		if got := reportWidth("p.go", text, &out); got != want {
+			t.Errorf("%d lines are too wide, want %d:\n%s%s", got, want, text, out.String())
+		}
+	}
+}

@@ -14,8 +14,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
 )
 
-// patience is how long anything may take on a busy machine before the test gives up. It is more than twice as long as the server
-// lets a stopped process keep a transaction open.
+// patience is how long anything may take on a busy machine before the test gives up. It is more than twice as long as
+// the server lets a stopped process keep a transaction open.
 const patience = 150 * time.Second
 
 // agent is a running process of the program.

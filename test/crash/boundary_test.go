@@ -216,7 +216,8 @@ func TestCancelAtEveryBoundary(t *testing.T) {
 			}
 			next := s.begin()
 			s.ends(next, "completed")
-			if summary := one[string](s, `select result_summary from agent_executions where id = $1`, next); strings.HasPrefix(summary, "skipped") {
+			if summary := one[string](s, `select result_summary from agent_executions where id = $1`,
+				next); strings.HasPrefix(summary, "skipped") {
 				t.Errorf("the next heartbeat was %s", summary)
 			}
 		})
@@ -237,7 +238,8 @@ func TestTheConnectionBreaksAtEveryBoundary(t *testing.T) {
 
 // atBoundaries runs a test at a number of boundaries, evenly spread, in each of several ways; of a sample
 // each boundary is met in one way and the next one in the other.
-func atBoundaries(t *testing.T, total, sample int, ways map[string]verdict, test func(t *testing.T, n int, how verdict)) {
+func atBoundaries(t *testing.T, total, sample int, ways map[string]verdict,
+	test func(t *testing.T, n int, how verdict)) {
 	t.Helper()
 	every := distance(total, sample)
 	for n := every; n <= total; n += every {
@@ -369,7 +371,8 @@ func (s *scene) whole(id string, before snapshot) {
 func (s *scene) compare(was, now row, callsWere, callsAre int) {
 	s.t.Helper()
 	again, most := callsAre-callsWere, 1
-	want := row{Key: now.Key, Skill: now.Skill, Idempotent: now.Idempotent, Recorded: 1, Unknown: was.Unknown + was.Running}
+	want := row{Key: now.Key, Skill: now.Skill, Idempotent: now.Idempotent, Recorded: 1,
+		Unknown: was.Unknown + was.Running}
 	switch {
 	case was.Recorded > 0: // it was over: nobody makes it again
 		most = 0

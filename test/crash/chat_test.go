@@ -12,8 +12,8 @@ import (
 var asks = regexp.MustCompile(`hashtextextended\('chat `)
 
 // TestKillAtEveryBoundaryOfAChatAnswer kills the process that has the visitor's connection before each of its
-// requests, and after each took effect. Another one finishes the answer, if the message was stored; if not, the visitor's
-// client says it again.
+// requests, and after each took effect. Another one finishes the answer, if the message was stored; if not, the
+// visitor's client says it again.
 func TestKillAtEveryBoundaryOfAChatAnswer(t *testing.T) {
 	t.Parallel()
 	for name, stream := range map[string]bool{"streamed": true, "whole": false} {

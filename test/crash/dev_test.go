@@ -24,7 +24,8 @@ func TestDevLeavesNoServerBehind(t *testing.T) {
 	first.Says(greeting)
 	pid := postmaster(t, filepath.Join(dir, ".agent", "pg", "*"))
 	first.Kill()
-	pgtest.Eventually(t, 90*time.Second, func() bool { return errors.Is(syscall.Kill(pid, 0), syscall.ESRCH) }, "the server goes with its process")
+	pgtest.Eventually(t, 90*time.Second, func() bool { return errors.Is(syscall.Kill(pid, 0), syscall.ESRCH) },
+		"the server goes with its process")
 
 	began := time.Now()
 	second := launch(t, dir, environ, "dev")
@@ -51,7 +52,8 @@ func TestDevLeavesNoServerBehind(t *testing.T) {
 	if code := second.Exit(); code != 0 {
 		t.Errorf("exit code %d, want 0", code)
 	}
-	if files, err := filepath.Glob(filepath.Join(dir, ".agent", "pg", "*", "data", "postmaster.pid")); err != nil || len(files) > 0 {
+	if files, err := filepath.Glob(filepath.Join(dir, ".agent", "pg", "*", "data", "postmaster.pid")); err != nil ||
+		len(files) > 0 {
 		t.Errorf("after an orderly stop there is %v (%v)", files, err)
 	}
 }

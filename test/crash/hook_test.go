@@ -11,9 +11,9 @@ import (
 // receives is the first thing that a delivery does in the database.
 var receives = regexp.MustCompile(`from agent_webhook_endpoints`)
 
-// TestKillAtEveryBoundaryOfAWebhook kills the process that receives and handles a delivery with three actions before each of
-// its requests, and after each took effect. The sender sends it again, as senders do, whatever it has heard. Each
-// action is done once.
+// TestKillAtEveryBoundaryOfAWebhook kills the process that receives and handles a delivery with three actions before
+// each of its requests, and after each took effect. The sender sends it again, as senders do, whatever it has heard.
+// Each action is done once.
 func TestKillAtEveryBoundaryOfAWebhook(t *testing.T) {
 	t.Parallel()
 	total := cleanHook(t, false)
@@ -22,8 +22,8 @@ func TestKillAtEveryBoundaryOfAWebhook(t *testing.T) {
 		func(t *testing.T, n int, how verdict) { killHook(t, n, how, false) })
 }
 
-// TestKillAtEveryBoundaryOfARetry is the same for a delivery whose last action fails at first: what was done before is not
-// done again, and the pause survives.
+// TestKillAtEveryBoundaryOfARetry is the same for a delivery whose last action fails at first: what was done before
+// is not done again, and the pause survives.
 func TestKillAtEveryBoundaryOfARetry(t *testing.T) {
 	t.Parallel()
 	total := cleanHook(t, true)
@@ -56,8 +56,8 @@ func (s *scene) mends() {
 	s.exec(`update agent_executions set waiting_until = clock_timestamp() where status = 'waiting' and waiting_for = 'delay'`)
 }
 
-// handled waits until the delivery and what it started have ended, or the process is dead. A delivery that waits for its next
-// attempt gets it.
+// handled waits until the delivery and what it started have ended, or the process is dead. A delivery that waits for
+// its next attempt gets it.
 func (s *scene) handled(a *agent) {
 	s.t.Helper()
 	eventually(s.t, "the delivery is handled", func() bool {

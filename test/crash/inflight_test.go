@@ -71,7 +71,8 @@ func TestKillTwiceInTheSameCall(t *testing.T) {
 	s.ends(id, "completed")
 	now := s.look().rows[key]
 	if now.Unknown != 2 || now.Recorded != 1 || s.called()[key] != 3 {
-		t.Errorf("the log says %+v of a call that was made %d times, want 2 unknown, 1 recorded, 3 calls", now, s.called()[key])
+		t.Errorf("the log says %+v of a call that was made %d times, want 2 unknown, 1 recorded, 3 calls", now,
+			s.called()[key])
 	}
 	s.phases(id)
 	s.effects(id)

@@ -51,8 +51,8 @@ func (s *scene) operate(a *agent) {
 	s.hear(s.request(a, http.MethodPost, "/v1/operate", adminToken, `{"message": "order", "session_id": "th"}`))
 }
 
-// TestKillAtEveryBoundaryOfAnApproval kills the process before and after each request of a turn that asks for leave, waits,
-// is decided and makes its call. The decision comes while a process works, or while none does. The grant is
+// TestKillAtEveryBoundaryOfAnApproval kills the process before and after each request of a turn that asks for leave,
+// waits, is decided and makes its call. The decision comes while a process works, or while none does. The grant is
 // used once, the call made at most once.
 func TestKillAtEveryBoundaryOfAnApproval(t *testing.T) {
 	t.Parallel()
@@ -120,7 +120,8 @@ func (s *scene) decide(a *agent, approve bool) int {
 	if approve {
 		word = "approve"
 	}
-	response, err := http.DefaultClient.Do(s.request(a, http.MethodPost, "/v1/approvals/"+id, adminToken, `{"decision": "`+word+`"}`))
+	response, err := http.DefaultClient.Do(s.request(a, http.MethodPost, "/v1/approvals/"+id, adminToken,
+		`{"decision": "`+word+`"}`))
 	if err != nil {
 		return 0
 	}
@@ -231,39 +232,41 @@ func TestADenialWhileNobodyWorks(t *testing.T) {
 	}
 }
 
-// TestADecisionDiesWithItsProcess kills the process that takes the decision at each of its requests: it is made, and then
-// told, or it is not made, and can be.
+// TestADecisionDiesWithItsProcess kills the process that takes the decision at each of its requests: it is made, and
+// then told, or it is not made, and can be.
 func TestADecisionDiesWithItsProcess(t *testing.T) {
 	t.Parallel()
 	from := regexp.MustCompile(`decide_agent_approval`)
-	atBoundaries(t, 6, 3, map[string]verdict{"before": killBefore, "after": killAfter}, func(t *testing.T, n int, how verdict) {
-		s := newTalk(t)
-		first := s.serve("", "PGAPPNAME="+victim)
-		var asking sync.WaitGroup
-		asking.Go(func() { s.say(first, order) })
-		eventually(t, "it waits for the admin", func() bool {
-			return one[bool](s, `select exists (select from agent_executions where status = 'waiting')`)
+	atBoundaries(t, 6, 3, map[string]verdict{"before": killBefore, "after": killAfter},
+		func(t *testing.T, n int, how verdict) {
+			s := newTalk(t)
+			first := s.serve("", "PGAPPNAME="+victim)
+			var asking sync.WaitGroup
+			asking.Go(func() { s.say(first, order) })
+			eventually(t, "it waits for the admin", func() bool {
+				return one[bool](s, `select exists (select from agent_executions where status = 'waiting')`)
+			})
+			before := s.over(first)
+			asking.Wait()
+			cli := s.breakIn(&counter{from: from}, n, how, "approvals", "approve", s.pending(), "--json")
+			cli.Exit()
+			s.quiet()
+			decided := s.pending() == ""
+			told := one[bool](s, `select exists (select from agent_events where event = 'APPROVAL_DECIDED')`)
+			noted := one[bool](s, `select exists (select from agent_activity where skill_name = 'decide_approval')`)
+			if told != decided || noted != decided {
+				t.Errorf("decided: %t, told: %t, noted: %t", decided, told, noted)
+			}
+			var printed struct{ Status string }
+			if out := cli.Out.String(); out != "" &&
+				(json.Unmarshal([]byte(out), &printed) != nil || strings.Contains(out, "approved") && !decided) {
+				t.Errorf("decided: %t, and the command says %s", decided, out)
+			}
+			b := s.serve("")
+			if !decided {
+				s.decide(b, true)
+			}
+			s.insist(b, order)
+			s.allowed(b, partner{words: order.words}, before)
 		})
-		before := s.over(first)
-		asking.Wait()
-		cli := s.breakIn(&counter{from: from}, n, how, "approvals", "approve", s.pending(), "--json")
-		cli.Exit()
-		s.quiet()
-		decided := s.pending() == ""
-		told := one[bool](s, `select exists (select from agent_events where event = 'APPROVAL_DECIDED')`)
-		noted := one[bool](s, `select exists (select from agent_activity where skill_name = 'decide_approval')`)
-		if told != decided || noted != decided {
-			t.Errorf("decided: %t, told: %t, noted: %t", decided, told, noted)
-		}
-		var printed struct{ Status string }
-		if out := cli.Out.String(); out != "" && (json.Unmarshal([]byte(out), &printed) != nil || strings.Contains(out, "approved") && !decided) {
-			t.Errorf("decided: %t, and the command says %s", decided, out)
-		}
-		b := s.serve("")
-		if !decided {
-			s.decide(b, true)
-		}
-		s.insist(b, order)
-		s.allowed(b, partner{words: order.words}, before)
-	})
 }

@@ -19,9 +19,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 )
 
-// TestTheLedgerIsNeverBelowTheProvidersLog kills, pauses and stops processes at random moments while visitors talk and leave.
-// The provider bills every request that it takes, whatever becomes of the connection, and logs it. At every moment the
-// budget has at least what the provider has billed; in the end each call's rows have exactly that, but for what is marked as unknown.
+// TestTheLedgerIsNeverBelowTheProvidersLog kills, pauses and stops processes at random moments while visitors talk
+// and leave. The provider bills every request that it takes, whatever becomes of the connection, and logs it. At
+// every moment the budget has at least what the provider has billed; in the end each call's rows have exactly that,
+// but for what is marked as unknown.
 func TestTheLedgerIsNeverBelowTheProvidersLog(t *testing.T) {
 	t.Parallel()
 	moments := 25
@@ -64,7 +65,8 @@ type ledger struct {
 
 func newLedger(t *testing.T, seed uint64) *ledger {
 	t.Helper()
-	x := &ledger{scene: newTalk(t), random: rand.New(rand.NewPCG(seed, 0)), billed: map[string]int64{}, visits: map[int]context.CancelFunc{}}
+	x := &ledger{scene: newTalk(t), random: rand.New(rand.NewPCG(seed, 0)), billed: map[string]int64{},
+		visits: map[int]context.CancelFunc{}}
 	x.more = append(x.more, "AGENT_SHUTDOWN_TIMEOUT=500ms", `AGENT_PRICES={"scripted":{"input":1,"output":1}}`)
 	x.model.Handle(func(n int, req openai.ChatCompletionRequest) modeltest.Reply {
 		return x.provide(rand.New(rand.NewPCG(seed, uint64(n)+1)), x.model.Requests()[n].IdempotencyKey(), req)
@@ -102,7 +104,8 @@ func (x *ledger) provide(random *rand.Rand, key string, req openai.ChatCompletio
 	}
 	switch random.IntN(12) {
 	case 0:
-		return modeltest.Status([]int{http.StatusInternalServerError, http.StatusBadGateway, http.StatusGatewayTimeout}[random.IntN(3)], 0)
+		return modeltest.Status([]int{http.StatusInternalServerError, http.StatusBadGateway,
+			http.StatusGatewayTimeout}[random.IntN(3)], 0)
 	case 1:
 		return modeltest.CutStream(words)
 	case 2:
@@ -242,7 +245,8 @@ func (x *ledger) equal() {
 			x.t.Fatal(err)
 		}
 		if billed := x.billed[key]; all < billed || all-open > billed {
-			x.t.Errorf("call %s: the provider has billed %d tokens, the ledger has %d, %d of them unknown", key, billed, all, open)
+			x.t.Errorf("call %s: the provider has billed %d tokens, the ledger has %d, %d of them unknown", key, billed, all,
+				open)
 		}
 		counted, unknown = counted+all, unknown+open
 		delete(x.billed, key)

@@ -164,7 +164,8 @@ func (x *words) judge() {
 	}
 	for word, request := range x.noted {
 		if written := slices.Contains(there, word); written == kept[word] && (written || !x.givenUp(request)) {
-			x.t.Errorf("%s: what a heartbeat noted, %s, is there: %v, and among the conflicts: %v\n%s", x.key, word, written, kept[word], x.beats())
+			x.t.Errorf("%s: what a heartbeat noted, %s, is there: %v, and among the conflicts: %v\n%s", x.key, word, written,
+				kept[word], x.beats())
 		}
 	}
 	slices.Sort(there)
@@ -240,7 +241,8 @@ func (x *words) somebody(r *rand.Rand) *agent {
 }
 
 // send makes a request; 0 when there was no answer.
-func (x *words) send(r *rand.Rand, method, path, secret, body string, header ...string) (status int, tag string, answer []byte) {
+func (x *words) send(r *rand.Rand, method, path, secret, body string, header ...string) (status int, tag string,
+	answer []byte) {
 	a := x.somebody(r)
 	if a == nil {
 		x.pause(r, 20)
@@ -264,7 +266,8 @@ func (x *words) run(r *rand.Rand, word string) {
 	key, over := x.subject()
 	body := modeltest.Arguments(map[string]string{"word": word, "key": key})
 	for over.Err() == nil {
-		if status, _, _ := x.send(r, http.MethodPost, "/webhooks/notes", hookSecret, body, "webhook-id", key+word); status/100 == 2 {
+		if status, _, _ := x.send(r, http.MethodPost, "/webhooks/notes", hookSecret, body, "webhook-id",
+			key+word); status/100 == 2 {
 			x.ended(key + word)
 			return
 		}
@@ -463,10 +466,12 @@ func (x *words) pursue(request string, req openai.ChatCompletionRequest) modelte
 			there = a.Memories[0]
 		}
 		value, _ := there.with(fmt.Sprintf("h%x", crc32.ChecksumIEEE([]byte(request))))
-		return modeltest.ToolCall("remember", modeltest.Arguments(map[string]string{"category": "general", "key": key, "value": value}))
+		return modeltest.ToolCall("remember", modeltest.Arguments(map[string]string{"category": "general", "key": key,
+			"value": value}))
 	}
 	revision := func() (n int) {
-		_ = x.db.QueryRow(over, `select coalesce(max(revision), 0) from agent_memory where key = $1`, key).Scan(&n) // at the end nobody waits
+		// at the end nobody waits
+		_ = x.db.QueryRow(over, `select coalesce(max(revision), 0) from agent_memory where key = $1`, key).Scan(&n)
 		return n
 	}
 	for began := revision(); crc32.ChecksumIEEE([]byte(request))%4 > 0 && over.Err() == nil && revision() == began; {

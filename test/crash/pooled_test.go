@@ -31,9 +31,9 @@ goal: Pay what is due.
 steps: [Look at what is due]
 `
 
-// TestThroughPgBouncer has the real program work through PgBouncer in transaction mode, with three server connections: with
-// nothing besides, when it polls, and with a way around for what needs a session. A heartbeat, a visitor's answer and an
-// execution that waits come to their ends, each thing done once.
+// TestThroughPgBouncer has the real program work through PgBouncer in transaction mode, with three server
+// connections: with nothing besides, when it polls, and with a way around for what needs a session. A heartbeat, a
+// visitor's answer and an execution that waits come to their ends, each thing done once.
 func TestThroughPgBouncer(t *testing.T) {
 	t.Parallel()
 	for name, direct := range map[string]bool{"polling": false, "with a direct way": true} {

@@ -214,9 +214,11 @@ func one[T any](s *scene, sql string, args ...any) T {
 // environ is what a process of this scene gets; a database of "" is the scene's own, without a proxy.
 func (s *scene) environ(database string, more ...string) []string {
 	return append([]string{
-		"DATABASE_URL=" + cmp.Or(database, s.url), "AGENT_ADMIN_TOKEN=a-long-random-text-for-tests", "AGENT_LISTEN=127.0.0.1:0",
+		"DATABASE_URL=" + cmp.Or(database, s.url), "AGENT_ADMIN_TOKEN=a-long-random-text-for-tests",
+		"AGENT_LISTEN=127.0.0.1:0",
 		"OPENAI_BASE_URL=" + s.model.URL(), "OPENAI_API_KEY=secret-of-the-test", "AGENT_MODEL=" + modeltest.Model,
-		"AGENT_HEARTBEAT_CRON=" + never, "AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1", "AGENT_WORKER_LEASE=30s", "AGENT_LOG_LEVEL=debug",
+		"AGENT_HEARTBEAT_CRON=" + never, "AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1", "AGENT_WORKER_LEASE=30s",
+		"AGENT_LOG_LEVEL=debug",
 	}, slices.Concat(s.more, more)...)
 }
 
@@ -279,7 +281,8 @@ func (s *scene) ends(id, status string) {
 	}
 }
 
-// sessions is what the database's sessions do, and what workers and unfinished executions there are, for a failure. It works also when the test is over.
+// sessions is what the database's sessions do, and what workers and unfinished executions there are, for a failure.
+// It works also when the test is over.
 func (s *scene) sessions() (report string) {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()

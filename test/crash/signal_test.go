@@ -118,7 +118,8 @@ func (s *scene) stopping(a *agent) bool {
 func (s *scene) handedBack(id string) {
 	s.t.Helper()
 	if !one[bool](s, `select status = 'running' and claimed_by is null and attempt = 0 from agent_executions where id = $1`, id) {
-		s.t.Errorf("the execution was not handed back: %s", one[string](s, `select to_jsonb(e)::text from agent_executions e where id = $1`, id))
+		s.t.Errorf("the execution was not handed back: %s",
+			one[string](s, `select to_jsonb(e)::text from agent_executions e where id = $1`, id))
 	}
 	// A thread stays with it: nobody else begins to talk in the middle of its conversation.
 	if n := one[int](s, `select count(*) from agent_locks_live where lane not like 'thread:%' or execution_id is distinct from $1::uuid`, id); n != 0 {

@@ -139,7 +139,8 @@ func (s *scene) asking(a *agent, m message) *http.Request {
 	body := modeltest.Arguments(map[string]any{
 		"model": "agent", "stream": m.stream, "messages": []map[string]string{{"role": "user", "content": m.words}},
 	})
-	return s.request(a, http.MethodPost, "/v1/chat/completions", chatKey, body, "X-Thread-Id", m.thread, "Idempotency-Key", m.key())
+	return s.request(a, http.MethodPost, "/v1/chat/completions", chatKey, body, "X-Thread-Id", m.thread, "Idempotency-Key",
+		m.key())
 }
 
 // attach asks for an answer by its id.
@@ -350,7 +351,8 @@ func (s *scene) killed(from *regexp.Regexp, n int, how verdict) (*agent, *counte
 	return a, c
 }
 
-// over is how it stands with a process that was to be killed: what it leaves behind is at rest, and its leases are over.
+// over is how it stands with a process that was to be killed: what it leaves behind is at rest, and its leases are
+// over.
 func (s *scene) over(a *agent) snapshot {
 	s.t.Helper()
 	a.Kill()

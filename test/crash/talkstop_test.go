@@ -17,8 +17,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 )
 
-// TestAStopInTheMiddleOfAStreamedAnswer that takes too long: the client is told that the server goes down and where the answer
-// will be, and another process finishes it. A model call that does not end within AGENT_SHUTDOWN_TIMEOUT is made again.
+// TestAStopInTheMiddleOfAStreamedAnswer that takes too long: the client is told that the server goes down and where
+// the answer will be, and another process finishes it. A model call that does not end within AGENT_SHUTDOWN_TIMEOUT
+// is made again.
 func TestAStopInTheMiddleOfAStreamedAnswer(t *testing.T) {
 	t.Parallel()
 	for name, cut := range map[string]bool{"the model goes on": false, "the model is cut off": true} {
@@ -76,8 +77,8 @@ func (s *scene) slowly(pause time.Duration) {
 	s.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return begun })
 }
 
-// TestAPausedChatWakesToNothing: a process is stopped in the middle of a visitor's turn until its lease has ended and another
-// has answered. What it does when it wakes is refused, the answer is there once, and its client gets it.
+// TestAPausedChatWakesToNothing: a process is stopped in the middle of a visitor's turn until its lease has ended and
+// another has answered. What it does when it wakes is refused, the answer is there once, and its client gets it.
 func TestAPausedChatWakesToNothing(t *testing.T) {
 	t.Parallel()
 	for name, stream := range map[string]bool{"streamed": true, "whole": false} {
@@ -92,7 +93,8 @@ func TestAPausedChatWakesToNothing(t *testing.T) {
 			asking.Go(func() { got = s.say(a, m) })
 			held.wait()
 			// What its client was shown is noted beside the call, not before it.
-			eventually(t, "the text so far is stored", func() bool { return one[int](s, `select count(*) from agent_message_drafts`) == 1 })
+			eventually(t, "the text so far is stored",
+				func() bool { return one[int](s, `select count(*) from agent_message_drafts`) == 1 })
 			a.Signal(syscall.SIGSTOP)
 			before := s.look()
 			b := s.serve("")
@@ -157,7 +159,8 @@ func TestAServerDiesUnderFiveChats(t *testing.T) {
 	for _, words := range []string{"second", "third"} {
 		before := one[int](s, `select count(*) from agent_messages`)
 		ask(a, message{"th0", words, true})
-		eventually(t, "the message is stored", func() bool { return one[int](s, `select count(*) from agent_messages`) > before })
+		eventually(t, "the message is stored",
+			func() bool { return one[int](s, `select count(*) from agent_messages`) > before })
 	}
 	a.Kill()
 	s.quiet()
@@ -183,5 +186,6 @@ func TestAServerDiesUnderFiveChats(t *testing.T) {
 // expire ends the lease of one process.
 func (s *scene) expire(a *agent) {
 	s.t.Helper()
-	s.exec(`update agent_workers set expires_at = clock_timestamp() - interval '1 second' where name like '%pid ' || $1`, a.pid())
+	s.exec(`update agent_workers set expires_at = clock_timestamp() - interval '1 second' where name like '%pid ' || $1`,
+		a.pid())
 }

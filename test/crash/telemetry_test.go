@@ -75,7 +75,8 @@ func newTraced(t *testing.T) (*scene, *otlptest.Server) {
 			return modeltest.ToolCall("settle", `{}`)
 		case pursues && said == 2:
 			id := stepID.FindStringSubmatch(req.Messages[1].Content)
-			return modeltest.ToolCall("complete_step", modeltest.Arguments(map[string]string{"step_id": id[1], "result": "paid"}))
+			return modeltest.ToolCall("complete_step",
+				modeltest.Arguments(map[string]string{"step_id": id[1], "result": "paid"}))
 		case pursues:
 			return modeltest.Text("The bills are paid.")
 		}
@@ -106,7 +107,8 @@ func (s *scene) sent(from *otlptest.Server, execution string) []otlptest.Span {
 		  from agent_executions x where x.id = $1`, execution)
 	id := s.otel(execution)
 	rows := func() int {
-		return len(slices.DeleteFunc(from.Trace(id), func(one otlptest.Span) bool { return strings.HasPrefix(one.Name, "wait ") }))
+		return len(slices.DeleteFunc(from.Trace(id),
+			func(one otlptest.Span) bool { return strings.HasPrefix(one.Name, "wait ") }))
 	}
 	eventually(s.t, fmt.Sprintf("%d spans of rows come", want), func() bool { return rows() >= want })
 	if n := rows(); n != want {
@@ -131,7 +133,8 @@ func (s *scene) mirrored(spans []otlptest.Span) {
 			if n, ok := one_.Attributes["gen_ai.usage.input_tokens"]; ok {
 				tokens, cost = fmt.Sprint(n), fmt.Sprint(one_.Attributes["agent.llm.cost_usd"])+" "
 			}
-			want := fmt.Sprintf("%s %s %s %st t", one_.Attributes["agent.trace_ref"], one_.Attributes["agent.status"], tokens, cost)
+			want := fmt.Sprintf("%s %s %s %st t", one_.Attributes["agent.trace_ref"], one_.Attributes["agent.status"], tokens,
+				cost)
 			if got != want {
 				s.t.Errorf("span %s says %q, its row %q", one_.Name, want, got)
 			}
@@ -148,8 +151,8 @@ func names(spans []otlptest.Span) map[string]int {
 	return counts
 }
 
-// TestAHeartbeatIsAWholeTrace: a heartbeat with model calls, skills, a wait and a child comes to a receiver as one trace, under
-// the id that SQL has.
+// TestAHeartbeatIsAWholeTrace: a heartbeat with model calls, skills, a wait and a child comes to a receiver as one
+// trace, under the id that SQL has.
 func TestAHeartbeatIsAWholeTrace(t *testing.T) {
 	t.Parallel()
 	s, receiver := newTraced(t)
@@ -167,8 +170,9 @@ func TestAHeartbeatIsAWholeTrace(t *testing.T) {
 	s.agrees(a)
 	got := names(spans)
 	for name, want := range map[string]int{
-		"invoke_workflow heartbeat": 1, "invoke_workflow settlement": 1, "execute_tool look": 2, "execute_tool pay": 1, "execute_tool settle": 1,
-		"wait lane": 1, "wait delay": 1, "phase advance_plan": 1, "chat " + modeltest.Model: 5,
+		"invoke_workflow heartbeat": 1, "invoke_workflow settlement": 1, "execute_tool look": 2, "execute_tool pay": 1,
+		"execute_tool settle": 1,
+		"wait lane":           1, "wait delay": 1, "phase advance_plan": 1, "chat " + modeltest.Model: 5,
 	} {
 		if got[name] != want {
 			t.Errorf("%d spans %q, want %d; all: %v", got[name], name, want, got)
@@ -189,7 +193,8 @@ func TestAHeartbeatIsAWholeTrace(t *testing.T) {
 	}
 }
 
-// TestWhatAKilledProcessDidIsSent by the one that takes its work over: nothing of the trace is missing, nothing came twice.
+// TestWhatAKilledProcessDidIsSent by the one that takes its work over: nothing of the trace is missing, nothing came
+// twice.
 func TestWhatAKilledProcessDidIsSent(t *testing.T) {
 	t.Parallel()
 	s, receiver := newTraced(t)
@@ -197,7 +202,8 @@ func TestWhatAKilledProcessDidIsSent(t *testing.T) {
 	a := s.serve("")
 	id := s.begin()
 	held.wait()
-	eventually(t, "what had ended before is sent", func() bool { return names(receiver.Trace(s.otel(id)))["execute_tool look"] == 1 })
+	eventually(t, "what had ended before is sent",
+		func() bool { return names(receiver.Trace(s.otel(id)))["execute_tool look"] == 1 })
 	// A batch whose answer was not noted any more comes again, with the same ids.
 	eventually(t, "the process has noted that it was", func() bool {
 		return one[bool](s, `select sent_upto > (select id from agent_activity where skill_name = 'look') from agent_span_export`)
@@ -211,7 +217,8 @@ func TestWhatAKilledProcessDidIsSent(t *testing.T) {
 	spans := s.sent(receiver, id)
 	s.mirrored(spans)
 	for _, one := range spans {
-		if one.Name == "execute_tool pay" && (one.Attributes["agent.status"] != "unknown" || one.Attributes["error.type"] != "interrupted" || !one.Failed) {
+		if one.Name == "execute_tool pay" && (one.Attributes["agent.status"] != "unknown" ||
+			one.Attributes["error.type"] != "interrupted" || !one.Failed) {
 			t.Errorf("the call that was interrupted is shown as %v", one.Attributes)
 		}
 	}
@@ -221,7 +228,8 @@ func TestWhatAKilledProcessDidIsSent(t *testing.T) {
 	s.counted(b, map[string]float64{`agent_runs_total{status="completed",surface="heartbeat"}`: 2})
 }
 
-// TestAReceiverThatIsDown holds nobody up, and gets everything when it is back. A one-shot command sends before it exits.
+// TestAReceiverThatIsDown holds nobody up, and gets everything when it is back. A one-shot command sends before it
+// exits.
 func TestAReceiverThatIsDown(t *testing.T) {
 	t.Parallel()
 	s, receiver := newTraced(t)
@@ -246,7 +254,8 @@ func TestAReceiverThatIsDown(t *testing.T) {
 	s.mirrored(receiver.Trace(s.otel(id)))
 }
 
-// counted compares counters of a process with the rows that it has finished: all that there are, or those that more says.
+// counted compares counters of a process with the rows that it has finished: all that there are, or those that more
+// says.
 func (s *scene) counted(a *agent, want map[string]float64) {
 	s.t.Helper()
 	got := s.metrics(a)
@@ -288,7 +297,8 @@ func (s *scene) metrics(a *agent) map[string]float64 {
 	return got
 }
 
-// agrees compares all counters of runs, model calls and skills with what SQL says, both ways. The process is the only one there was.
+// agrees compares all counters of runs, model calls and skills with what SQL says, both ways. The process is the only
+// one there was.
 func (s *scene) agrees(a *agent) {
 	s.t.Helper()
 	want := map[string]float64{}
@@ -317,7 +327,8 @@ func (s *scene) agrees(a *agent) {
 	}
 	got := map[string]float64{}
 	for series, n := range s.metrics(a) {
-		for _, name := range []string{"agent_runs_total", "agent_skill_invocations_total", "agent_llm_requests_total", "agent_llm_tokens_total"} {
+		for _, name := range []string{"agent_runs_total", "agent_skill_invocations_total", "agent_llm_requests_total",
+			"agent_llm_tokens_total"} {
 			if strings.HasPrefix(series, name+"{") {
 				got[series] = n
 			}

@@ -36,8 +36,8 @@ const (
 	chatKey    = "a-visitors-long-random-text"
 )
 
-// lease is that of the process: long enough for a machine that is busy. What nobody but the lease's renewal notices, takes two thirds
-// of it.
+// lease is that of the process: long enough for a machine that is busy. What nobody but the lease's renewal notices,
+// takes two thirds of it.
 const lease = 15 * time.Second
 
 // never is a schedule that no test lives to see.
@@ -75,19 +75,22 @@ func newAgent(pool *pgxpool.Pool, modelURL string, s settings, log *slog.Logger)
 	a.keeper = lanes.NewKeeper(pool, lanes.Options{Listener: a.listener, Logger: log})
 	var err error
 	a.engine, err = executions.New(pool, executions.Options{
-		Keeper: a.keeper, Listener: a.listener, Logger: log, Workers: 4, LeaseTTL: lease, SweepEvery: s.sweep, StopTimeout: 5 * time.Second,
+		Keeper: a.keeper, Listener: a.listener, Logger: log, Workers: 4, LeaseTTL: lease, SweepEvery: s.sweep,
+		StopTimeout: 5 * time.Second,
 	})
 	if err != nil {
 		return nil, err
 	}
 	private := []string{"127.0.0.1"}
 	registry, err := skills.New(skills.Options{
-		Builtins: builtins.New(pool, nil, nil), Pool: pool, AllowPrivate: private, Logger: log, Flow: skills.Flows(pool, a.engine, "agent"),
+		Builtins: builtins.New(pool, nil, nil), Pool: pool, AllowPrivate: private, Logger: log,
+		Flow: skills.Flows(pool, a.engine, "agent"),
 	})
 	if err != nil {
 		return nil, err
 	}
-	model, err := models.New(models.Config{BaseURL: modelURL, APIKey: "secret-of-the-test", Model: modeltest.Model, Logger: log})
+	model, err := models.New(models.Config{BaseURL: modelURL, APIKey: "secret-of-the-test", Model: modeltest.Model,
+		Logger: log})
 	if err != nil {
 		return nil, err
 	}
@@ -112,7 +115,8 @@ func (a *agent) addSurfaces(private []string) error {
 		},
 	}
 	a.runner = &runner.Runner{
-		Pool: a.pool, Loop: a.loop, Engine: a.engine, Logger: a.log, Listener: a.listener, PollEvery: a.automations, SignalsEvery: a.automations,
+		Pool: a.pool, Loop: a.loop, Engine: a.engine, Logger: a.log, Listener: a.listener, PollEvery: a.automations,
+		SignalsEvery: a.automations,
 	}
 	guarded, err := skills.NewGuardedClient(private, nil)
 	if err != nil {
@@ -128,15 +132,17 @@ func (a *agent) addSurfaces(private []string) error {
 		return err
 	}
 	a.handler, err = api.New(api.Options{
-		Pool: a.pool, Engine: a.engine, AdminToken: adminToken, ChatKeys: map[string]string{"visitor": chatKey}, Logger: a.log,
+		Pool: a.pool, Engine: a.engine, AdminToken: adminToken, ChatKeys: map[string]string{"visitor": chatKey},
+		Logger: a.log,
 		Endpoints: []api.Endpoint{
 			{
 				Method: "POST", Path: "/v1/chat/completions", About: "Chat.", Access: api.Visitor, Stream: true, OpenAIErrors: true,
 				Handler: a.chat.CompletionsHandler(),
 			},
 			{
-				Method: "GET", Path: "/v1/chat/completions/{id}", About: "An answer.", Access: api.Visitor, Stream: true, OpenAIErrors: true,
-				Handler: a.chat.CompletionHandler(),
+				Method: "GET", Path: "/v1/chat/completions/{id}", About: "An answer.", Access: api.Visitor, Stream: true,
+				OpenAIErrors: true,
+				Handler:      a.chat.CompletionHandler(),
 			},
 		},
 	})
@@ -157,7 +163,8 @@ func (a *agent) run(ctx context.Context) error {
 	below.Go(func() error { return a.listener.Run(living) })
 	below.Go(func() error { return a.keeper.Run(living) })
 	above, ctx := errgroup.WithContext(ctx)
-	for _, part := range []func(ctx context.Context) error{a.engine.Run, a.chat.Run, a.outgoing.Run, a.threads.Run, a.count} {
+	for _, part := range []func(ctx context.Context) error{a.engine.Run, a.chat.Run, a.outgoing.Run, a.threads.Run,
+		a.count} {
 		above.Go(func() error { return part(ctx) })
 	}
 	if a.automations > 0 {

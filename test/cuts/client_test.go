@@ -12,9 +12,9 @@ import (
 	"time"
 )
 
-// ask makes a request of the process's HTTP, and makes it again, under the same Idempotency-Key, where a careful client would:
-// when the connection broke, the process said that it cannot now, or that the first request is still being handled. What was
-// told instead of an answer is noted.
+// ask makes a request of the process's HTTP, and makes it again, under the same Idempotency-Key, where a careful
+// client would: when the connection broke, the process said that it cannot now, or that the first request is still
+// being handled. What was told instead of an answer is noted.
 func (w *world) ask(ctx context.Context, method, path, body, key string) []byte {
 	w.t.Helper()
 	for {

@@ -10,8 +10,8 @@ import (
 	"testing"
 )
 
-// together is how many cuts one run of the sample has: as often as postgres.Again tries once more, since all of them may meet
-// one transaction.
+// together is how many cuts one run of the sample has: as often as postgres.Again tries once more, since all of them
+// may meet one transaction.
 const together = 3
 
 // trial is a story and its cuts.
@@ -21,8 +21,8 @@ type trial struct {
 	name  string
 }
 
-// TestCuts tells each story with its connection cut at one message, for each message in each way; or, as a sample, for each
-// statement in each way, several in one run.
+// TestCuts tells each story with its connection cut at one message, for each message in each way; or, as a sample,
+// for each statement in each way, several in one run.
 func TestCuts(t *testing.T) {
 	clean := undisturbed(t)
 	trials := plan(clean)
@@ -67,8 +67,8 @@ func undisturbed(t *testing.T) map[string]ending {
 	return clean
 }
 
-// plan is what is cut: everything, or each statement once in each way, of which what a process does beside its runs only in the
-// story about that; the preparation of a statement is cut with all the others.
+// plan is what is cut: everything, or each statement once in each way, of which what a process does beside its runs
+// only in the story about that; the preparation of a statement is cut with all the others.
 func plan(clean map[string]ending) []trial {
 	beside := map[string]bool{}
 	for _, x := range clean["idle"].sent {
@@ -77,7 +77,8 @@ func plan(clean map[string]ending) []trial {
 	var trials []trial
 	for _, s := range stories {
 		var cuts []cut
-		for _, x := range slices.SortedFunc(slices.Values(clean[s.name].sent), func(a, b sent) int { return cmp.Compare(a.text, b.text) }) {
+		for _, x := range slices.SortedFunc(slices.Values(clean[s.name].sent),
+			func(a, b sent) int { return cmp.Compare(a.text, b.text) }) {
 			idle := s.name == "idle"
 			if idle != beside[x.text] && (idle || !whole()) || strings.HasPrefix(x.text, "prepare: ") && !whole() {
 				continue
@@ -118,8 +119,8 @@ func sample(x sent, w way) int {
 	return 1 + (int(h.Sum32()>>1)+int(w))%x.times
 }
 
-// run tells the story with the cuts and compares. Where a lease was lost, it may be that the machine stood still; then it is
-// told again.
+// run tells the story with the cuts and compares. Where a lease was lost, it may be that the machine stood still;
+// then it is told again.
 func (x trial) run(t *testing.T, want []string, found *findings) {
 	t.Helper()
 	var got ending

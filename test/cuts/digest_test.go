@@ -11,18 +11,22 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// passing are the tables of which nothing lasts: who works, what was counted, how far something has come; and the diary of claims
-// and lanes, which tells of the disturbance itself.
+// passing are the tables of which nothing lasts: who works, what was counted, how far something has come; and the
+// diary of claims and lanes, which tells of the disturbance itself.
 var passing = []string{
-	"agent_workers", "agent_migrations", "agent_schema_code", "agent_activity_counted", "agent_activity_counts", "agent_activity_durations", "agent_activity_uncounted",
-	"agent_span_export", "agent_retention_passes", "agent_claims_lost", "agent_lane_holds", "agent_chat_requests", "agent_prompts", "agent_prompt_parts",
+	"agent_workers", "agent_migrations", "agent_schema_code", "agent_activity_counted", "agent_activity_counts",
+	"agent_activity_durations", "agent_activity_uncounted",
+	"agent_span_export", "agent_retention_passes", "agent_claims_lost", "agent_lane_holds", "agent_chat_requests",
+	"agent_prompts", "agent_prompt_parts",
 }
 
-// differs are the columns, and the fields of JSON, that differ from run to run: counters of attempts and claims, how long
-// something took, hashes of what has ids or times in it, and sizes of prompts with times in them.
+// differs are the columns, and the fields of JSON, that differ from run to run: counters of attempts and claims, how
+// long something took, hashes of what has ids or times in it, and sizes of prompts with times in them.
 var differs = []string{
-	"claim", "attempt of agent_executions", "attempt of agent_idempotency", "hinted_at", "wait_number", "wake", "fencing_token", "duration_ms", "spent_ns", "p50_ms", "p95_ms",
-	"fingerprint", "idempotency_key", "arguments_hash", "body", "search", "spent", "tokens", "token_usage", "usage", "cost_usd", "next_run_at", "messages",
+	"claim", "attempt of agent_executions", "attempt of agent_idempotency", "hinted_at", "wait_number", "wake",
+	"fencing_token", "duration_ms", "spent_ns", "p50_ms", "p95_ms",
+	"fingerprint", "idempotency_key", "arguments_hash", "body", "search", "spent", "tokens", "token_usage", "usage",
+	"cost_usd", "next_run_at", "messages",
 }
 
 // words that stand for what differs from run to run in texts.
@@ -46,8 +50,8 @@ type canon struct {
 	names map[string]string
 }
 
-// digest is the state of the world without what differs from run to run. Each row of each table is a line, and each thing
-// that went out to the world.
+// digest is the state of the world without what differs from run to run. Each row of each table is a line, and each
+// thing that went out to the world.
 func digest(w *world) []string {
 	w.t.Helper()
 	rows, err := w.db.Query(w.t.Context(), `
@@ -166,7 +170,8 @@ func effects(w *world) []string {
 	}
 	var lines []string
 	for _, what := range slices.Sorted(maps.Keys(calls)) {
-		lines = append(lines, fmt.Sprintf("effect: %s: %d calls under %d keys", strings.Join(strings.Fields(what), " "), calls[what], len(keys[what])))
+		lines = append(lines, fmt.Sprintf("effect: %s: %d calls under %d keys", strings.Join(strings.Fields(what), " "),
+			calls[what], len(keys[what])))
 	}
 	return lines
 }

@@ -7,7 +7,8 @@ import (
 	"testing"
 )
 
-// exception is an end that differs from that of the undisturbed run, or that somebody outside had to ask again, for a reason.
+// exception is an end that differs from that of the undisturbed run, or that somebody outside had to ask again, for a
+// reason.
 type exception struct {
 	name  string         // as docs/exceptions.md has it
 	story string         // "" for any
@@ -41,9 +42,10 @@ var exceptions = []exception{
 
 // covers reports whether the exception is what was seen in a trial.
 func (e exception) covers(x trial, what string) bool {
-	return (e.story == "" || e.story == x.story.name) && e.shows.MatchString(what) && slices.ContainsFunc(x.cuts, func(c cut) bool {
-		return (e.way == pass || e.way == c.way) && e.at.MatchString(c.text)
-	})
+	return (e.story == "" || e.story == x.story.name) && e.shows.MatchString(what) &&
+		slices.ContainsFunc(x.cuts, func(c cut) bool {
+			return (e.way == pass || e.way == c.way) && e.at.MatchString(c.text)
+		})
 }
 
 // The table and the document have the same exceptions.

@@ -10,8 +10,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgproxy"
 )
 
-// newProxy makes a proxy for the database of a URL, whose ledger says what is cut. It stands between the parts of a process and the
-// database.
+// newProxy makes a proxy for the database of a URL, whose ledger says what is cut. It stands between the parts of a
+// process and the database.
 func newProxy(t testing.TB, target string, ledger *ledger) *pgproxy.Proxy {
 	t.Helper()
 	return pgproxy.Listen(t, target, func(client, server net.Conn) pgproxy.Link {

@@ -77,7 +77,8 @@ func beat(ctx context.Context, w *world) {
 	w.exec(`update agent_schedules set next_run_at = clock_timestamp() where name = 'heartbeat'`)
 	for w.agent.engine.Tick(ctx) != nil && ctx.Err() == nil { // the sweep ticks where the leader does not
 	}
-	w.eventually("the heartbeat has ended", `select exists (select from agent_executions where flow = 'heartbeat' and completed_at is not null)`)
+	w.eventually("the heartbeat has ended",
+		`select exists (select from agent_executions where flow = 'heartbeat' and completed_at is not null)`)
 }
 
 var stepID = regexp.MustCompile(`step ([0-9a-f-]{36}): `)
@@ -161,7 +162,8 @@ func converse(w *world) {
 func order(ctx context.Context, w *world) {
 	heard := make(chan string, 1)
 	go func() { heard <- w.say(ctx, "t1", "one, please") }()
-	w.eventually("the answer waits for leave", `select exists (select from agent_executions where status = 'waiting' and waiting_for = 'approval')`)
+	w.eventually("the answer waits for leave",
+		`select exists (select from agent_executions where status = 'waiting' and waiting_for = 'approval')`)
 	id := one[string](w, `select id::text from agent_approvals`)
 	w.ask(ctx, "POST", "/v1/approvals/"+id, `{"decision": "approve"}`, "decision")
 	select {

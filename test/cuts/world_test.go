@@ -112,7 +112,8 @@ func (w *world) process(url string, s settings, fn func(ctx context.Context)) er
 		return err
 	}
 	defer pool.Close()
-	a, err := newAgent(pool, w.model.URL(), s, slog.New(slog.NewTextHandler(w, &slog.HandlerOptions{Level: slog.LevelInfo})))
+	a, err := newAgent(pool, w.model.URL(), s,
+		slog.New(slog.NewTextHandler(w, &slog.HandlerOptions{Level: slog.LevelInfo})))
 	if err != nil {
 		w.t.Fatal(err)
 	}

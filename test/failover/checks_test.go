@@ -112,7 +112,8 @@ func (l *load) settle() {
 	l.t.Helper()
 	l.end()
 	l.exec(`update agent_schedules set next_run_at = clock_timestamp() + interval '1 day'`)
-	pgtest.Eventually(l.t, 2*patience, func() bool { return len(l.violations(underWay)) == 0 }, "everything that was begun ends")
+	pgtest.Eventually(l.t, 2*patience, func() bool { return len(l.violations(underWay)) == 0 },
+		"everything that was begun ends")
 	l.survived()
 	for _, a := range l.agents {
 		a.Stop()

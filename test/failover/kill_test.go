@@ -20,8 +20,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-// counter stands between a process and the database, counts the requests of all its connections, and says of one that it must
-// not arrive, or that it arrives and its answer is not heard.
+// counter stands between a process and the database, counts the requests of all its connections, and says of one that
+// it must not arrive, or that it arrives and its answer is not heard.
 type counter struct {
 	address string
 
@@ -130,8 +130,9 @@ func (c *counter) step() (last, arrives bool) {
 	return last, !last || c.before
 }
 
-// TestMigrateIsKilledAtEveryRequest kills `agent migrate` with -9 at one request after the other, before it arrives and after, and runs
-// it again on what is there, until it comes through. The schema is then that of a database that was migrated in peace.
+// TestMigrateIsKilledAtEveryRequest kills `agent migrate` with -9 at one request after the other, before it arrives
+// and after, and runs it again on what is there, until it comes through. The schema is then that of a database that
+// was migrated in peace.
 func TestMigrateIsKilledAtEveryRequest(t *testing.T) {
 	t.Parallel()
 	to := pgtest.EmptyURL(t)
@@ -160,8 +161,9 @@ func TestMigrateIsKilledAtEveryRequest(t *testing.T) {
 	}
 }
 
-// nextRequest is where the next run dies. Every file costs four requests, one that builds indexes concurrently some for each of them, and those
-// before it some that do not change: so a run gets on a little, and dies inside a file or between two.
+// nextRequest is where the next run dies. Every file costs four requests, one that builds indexes concurrently some
+// for each of them, and those before it some that do not change: so a run gets on a little, and dies inside a file or
+// between two.
 func nextRequest(n, files int) int {
 	switch {
 	case long(), n < 12:
@@ -203,8 +205,8 @@ func connect(t *testing.T, to string) *pgxpool.Pool {
 	return db
 }
 
-// appliedFiles is how many files are applied. What a file makes is there exactly when it is recorded: the files are known to
-// fail when they are applied twice, and not to apply without those before.
+// appliedFiles is how many files are applied. What a file makes is there exactly when it is recorded: the files are
+// known to fail when they are applied twice, and not to apply without those before.
 func appliedFiles(t *testing.T, db *pgxpool.Pool) int {
 	t.Helper()
 	var there bool

@@ -15,8 +15,8 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// load is everybody outside: who starts executions, gives events, speaks in threads and asks as a visitor, and who takes a
-// lane by plain SQL. All try again until they are answered, under the same key; what was answered is noted.
+// load is everybody outside: who starts executions, gives events, speaks in threads and asks as a visitor, and who
+// takes a lane by plain SQL. All try again until they are answered, under the same key; what was answered is noted.
 type load struct {
 	*world
 	ctx   context.Context // ends when no more may begin
@@ -38,7 +38,8 @@ type load struct {
 func (w *world) newLoad() *load {
 	ctx, stop := context.WithCancel(w.t.Context())
 	l := &load{
-		world: w, ctx: ctx, stop: stop, runs: map[int]string{}, given: map[string]string{}, notes: map[string]string{}, heard: map[string]string{},
+		world: w, ctx: ctx, stop: stop, runs: map[int]string{}, given: map[string]string{}, notes: map[string]string{},
+		heard: map[string]string{},
 	}
 	l.jobs.SetLimit(8)
 	w.t.Cleanup(func() {
@@ -94,7 +95,8 @@ func (l *load) start(n int) {
 
 func (l *load) give(n int) {
 	key, id := fmt.Sprintf("event %d", n), fmt.Sprintf("given %d", n)
-	l.insist("/v1/events", adminToken, "", "", map[string]any{"event": "EVENT_COMPLETED", "key": key, "data": map[string]any{"is": key}, "id": id}, nil)
+	l.insist("/v1/events", adminToken, "", "",
+		map[string]any{"event": "EVENT_COMPLETED", "key": key, "data": map[string]any{"is": key}, "id": id}, nil)
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.given[id] = key
@@ -181,7 +183,8 @@ func (l *load) post(ctx context.Context, path, token, key, thread string, body [
 	if err != nil {
 		return 0, nil
 	}
-	for name, value := range map[string]string{"Authorization": "Bearer " + token, "Content-Type": "application/json", "Idempotency-Key": key, "X-Thread-Id": thread} {
+	for name, value := range map[string]string{"Authorization": "Bearer " + token, "Content-Type": "application/json",
+		"Idempotency-Key": key, "X-Thread-Id": thread} {
 		if value != "" {
 			req.Header.Set(name, value)
 		}

@@ -11,8 +11,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
-// TestTheDatabaseIsRestartedAndStaysAway while two processes work: in order, without warning, and for a while, in the long form for
-// longer than a worker's lease.
+// TestTheDatabaseIsRestartedAndStaysAway while two processes work: in order, without warning, and for a while, in the
+// long form for longer than a worker's lease.
 func TestTheDatabaseIsRestartedAndStaysAway(t *testing.T) {
 	t.Parallel()
 	away, lease := 4*time.Second, "30s"
@@ -39,7 +39,8 @@ func TestTheDatabaseIsRestartedAndStaysAway(t *testing.T) {
 		l.recovers()
 	}
 	for i, a := range w.agents {
-		for _, says := range []string{"database unavailable, trying again", "not ready: the database does not answer", "notification connection lost"} {
+		for _, says := range []string{"database unavailable, trying again", "not ready: the database does not answer",
+			"notification connection lost"} {
 			if !strings.Contains(a.Err.String(), says) {
 				t.Errorf("process %d does not log: %s", i, says)
 			}
@@ -61,7 +62,8 @@ func (l *load) recovers() {
 	began := time.Now()
 	l.ready("after the outage")
 	before := l.started()
-	pgtest.Eventually(l.t, patience, func() bool { return l.started() > before+4 }, "executions are started after the outage")
+	pgtest.Eventually(l.t, patience, func() bool { return l.started() > before+4 },
+		"executions are started after the outage")
 	pgtest.Eventually(l.t, patience, func() bool {
 		n := 0
 		err := l.db.QueryRow(l.t.Context(), `select count(*) from agent_executions where flow = 'errand' and status = 'completed' and created_at > $1`, began).Scan(&n)

@@ -137,9 +137,12 @@ var passing = regexp.MustCompile(`\s*<p id="replica".*</p>\s*|data-(?:now|seen)=
 
 // roomPages are the pages that are read from a replica.
 var roomPages = []string{
-	"/", "/activity", "/audit", "/traces", "/traces/" + oldTrace, "/traces/" + oldTrace + "?view=tree", "/traces/" + oldTrace + "?view=table",
-	"/executions", "/executions?view=waiting", "/executions?view=stuck", "/executions/" + oldRun, "/threads", "/threads/talk", "/approvals", "/agents", "/agents/agent",
-	"/skills", "/skills/look", "/automations", "/objectives", "/memory", "/deliveries", "/outgoing", "/spend", "/spend?by=purpose", "/lanes",
+	"/", "/activity", "/audit", "/traces", "/traces/" + oldTrace, "/traces/" + oldTrace + "?view=tree",
+	"/traces/" + oldTrace + "?view=table",
+	"/executions", "/executions?view=waiting", "/executions?view=stuck", "/executions/" + oldRun, "/threads",
+	"/threads/talk", "/approvals", "/agents", "/agents/agent",
+	"/skills", "/skills/look", "/automations", "/objectives", "/memory", "/deliveries", "/outgoing", "/spend",
+	"/spend?by=purpose", "/lanes",
 }
 
 func TestPagesAndQuestionsAreReadFromAReplica(t *testing.T) {
@@ -154,7 +157,8 @@ func TestPagesAndQuestionsAreReadFromAReplica(t *testing.T) {
 // sameAnswers compares every page, and why, in both servers while nobody writes.
 func (r *replicated) sameAnswers(t *testing.T) {
 	read := r.reader(replica.Options{})
-	pgtest.Eventually(t, patience, func() bool { _, err := read.Measure(t.Context()); return err == nil }, "the replica is read")
+	pgtest.Eventually(t, patience, func() bool { _, err := read.Measure(t.Context()); return err == nil },
+		"the replica is read")
 	room, err := engineroom.New(engineroom.Options{Pool: r.db, Read: read, Agent: "agent"})
 	if err != nil {
 		t.Fatal(err)
@@ -166,11 +170,13 @@ func (r *replicated) sameAnswers(t *testing.T) {
 	server := httptest.NewServer(mux)
 	t.Cleanup(server.Close)
 	for _, path := range roomPages {
-		if _, err := read.Measure(t.Context()); err != nil { // a measurement is valid for seconds, and a slow machine takes longer for all pages
+		// a measurement is valid for seconds, and a slow machine takes longer for all pages
+		if _, err := read.Measure(t.Context()); err != nil {
 			t.Fatal(err)
 		}
 		there, here := get(t, server.Client(), server.URL+path, false), get(t, server.Client(), server.URL+path, true)
-		if there.status != http.StatusOK || there.lag == "" || !strings.Contains(there.body, "From the replica, ") || strings.Contains(there.body, "could not be read") {
+		if there.status != http.StatusOK || there.lag == "" || !strings.Contains(there.body, "From the replica, ") ||
+			strings.Contains(there.body, "could not be read") {
 			t.Errorf("%s: status %d, lag %q, not from the replica as a whole:\n%s", path, there.status, there.lag, there.body)
 		}
 		if here.lag != "" || strings.Contains(here.body, "From the replica") {
@@ -180,7 +186,8 @@ func (r *replicated) sameAnswers(t *testing.T) {
 			t.Errorf("%s reads otherwise on the replica (-primary +replica):\n%s", path, diff)
 		}
 	}
-	if operate := get(t, server.Client(), server.URL+"/operate", false); operate.status != http.StatusOK || operate.lag != "" {
+	if operate := get(t, server.Client(), server.URL+"/operate", false); operate.status != http.StatusOK ||
+		operate.lag != "" {
 		t.Errorf("a page that follows a turn: status %d, lag %q, want the primary's", operate.status, operate.lag)
 	}
 	var answers [2]why.Answer
@@ -215,7 +222,8 @@ func (r *replicated) otherDatabase(t *testing.T) {
 func (r *replicated) tooFar(t *testing.T) {
 	near, far := r.reader(replica.Options{MaxLag: 1}), r.reader(replica.Options{})
 	for _, read := range []*replica.Reader{near, far} {
-		pgtest.Eventually(t, patience, func() bool { d, err := read.Measure(t.Context()); return err == nil || d > 0 }, "the lag is known")
+		pgtest.Eventually(t, patience, func() bool { d, err := read.Measure(t.Context()); return err == nil || d > 0 },
+			"the lag is known")
 	}
 	r.standby.sql(`select pg_wal_replay_pause()`)
 	defer r.standby.sql(`select pg_wal_replay_resume()`)
@@ -244,12 +252,14 @@ func (r *replicated) tooFar(t *testing.T) {
 // environ is what a process gets.
 func (r *replicated) environ(more ...string) []string {
 	return append([]string{
-		"DATABASE_URL=" + urlOf(r.primary), "AGENT_ADMIN_TOKEN=" + adminToken, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_FORMAT=json",
+		"DATABASE_URL=" + urlOf(r.primary), "AGENT_ADMIN_TOKEN=" + adminToken, "AGENT_LISTEN=127.0.0.1:0",
+		"AGENT_LOG_FORMAT=json",
 		"AGENT_HEARTBEAT_CRON=0 0 1 1 *", "AGENT_WORKER_LEASE=5m",
 	}, more...)
 }
 
-// served drives the program through replay that stands still, a replica that goes and comes back, and a primary that goes.
+// served drives the program through replay that stands still, a replica that goes and comes back, and a primary that
+// goes.
 func (r *replicated) served(t *testing.T) {
 	a := launch(t, t.TempDir(), r.environ("DATABASE_READ_URL="+urlOf(r.standby)), "serve")
 	base := a.Base()
@@ -274,12 +284,16 @@ func (r *replicated) served(t *testing.T) {
 		t.Errorf("the page after a lever does not show what it did; lag %q:\n%s", own.lag, own.body)
 	}
 	from("the old state is shown with its lag", "/", func(p page) bool {
-		return p.lag >= "1" && !strings.Contains(p.body, "Autonomous work is paused") && regexp.MustCompile(`From the replica, \d+\.\d s behind`).MatchString(p.body)
+		return p.lag >= "1" && !strings.Contains(p.body, "Autonomous work is paused") &&
+			regexp.MustCompile(`From the replica, \d+\.\d s behind`).MatchString(p.body)
 	})
 	r.seesItsOwn(admin, base)
 	r.asksThePrimary(base)
 	r.standby.sql(`select pg_wal_replay_resume()`)
-	from("the replica catches up", "/", func(p page) bool { return p.lag != "" && strings.Contains(p.body, "Autonomous work is paused") })
+	from("the replica catches up", "/", func(p page) bool {
+		return p.lag != "" &&
+			strings.Contains(p.body, "Autonomous work is paused")
+	})
 
 	r.standby.stop(syscall.SIGKILL)
 	from("pages go on without the replica", "/", func(p page) bool { return p.lag == "" })
@@ -291,11 +305,13 @@ func (r *replicated) served(t *testing.T) {
 	}
 
 	r.primary.stop(syscall.SIGQUIT)
-	from("pages are shown without the primary", "/traces/"+oldTrace, func(p page) bool { return strings.Contains(p.body, "the primary does not answer") })
+	from("pages are shown without the primary", "/traces/"+oldTrace,
+		func(p page) bool { return strings.Contains(p.body, "the primary does not answer") })
 	if got := get(t, admin, base+"/traces", false); got.status != http.StatusServiceUnavailable {
 		t.Errorf("a login that cannot be checked: status %d, want 503", got.status)
 	}
-	if asked := r.ask("why", oldTrace); !strings.Contains(asked.Out.String(), oldTrace) || !strings.Contains(asked.Err.String(), "the primary does not answer") {
+	if asked := r.ask("why", oldTrace); !strings.Contains(asked.Out.String(), oldTrace) ||
+		!strings.Contains(asked.Err.String(), "the primary does not answer") {
 		t.Errorf("agent why without the primary:\n%s\n%s", asked.Out.Tail(30), asked.Err.Tail(30))
 	}
 }
@@ -305,12 +321,14 @@ func (r *replicated) questions(base string) {
 	r.t.Helper()
 	trace := "/v1/traces/" + oldTrace
 	for _, path := range []string{
-		"/v1/traces", trace, trace + "/why", trace + "/prompts", "/v1/activity", "/v1/activity/spend", "/v1/activity/slowest", "/v1/activity/failing",
+		"/v1/traces", trace, trace + "/why", trace + "/prompts", "/v1/activity", "/v1/activity/spend", "/v1/activity/slowest",
+		"/v1/activity/failing",
 		"/v1/activity/audit",
 	} {
 		there, here := get(r.t, http.DefaultClient, base+path, false), get(r.t, http.DefaultClient, base+path, true)
 		if there.status != http.StatusOK || there.lag == "" || here.lag != "" || there.body != here.body {
-			r.t.Errorf("%s: status %d, lag %q and %q, want the same answer from both:\n%s\n%s", path, there.status, there.lag, here.lag, there.body, here.body)
+			r.t.Errorf("%s: status %d, lag %q and %q, want the same answer from both:\n%s\n%s", path, there.status, there.lag,
+				here.lag, there.body, here.body)
 		}
 	}
 	for _, path := range []string{"/v1/executions", "/v1/executions/" + oldRun, "/v1/lanes", "/v1/skills"} {
@@ -319,7 +337,8 @@ func (r *replicated) questions(base string) {
 		}
 	}
 	for _, args := range [][]string{{"why", oldTrace}, {"activity", "ls"}} {
-		if asked := r.ask(args...); !strings.Contains(asked.Out.String(), oldTrace) || !strings.HasPrefix(asked.Err.String(), "from the replica, 0.") {
+		if asked := r.ask(args...); !strings.Contains(asked.Out.String(), oldTrace) ||
+			!strings.HasPrefix(asked.Err.String(), "from the replica, 0.") {
 			r.t.Errorf("agent %v:\n%s\n%s", args, asked.Out.Tail(30), asked.Err.Tail(30))
 		}
 	}
@@ -380,10 +399,12 @@ func (r *replicated) watch(client *http.Client, url string) string {
 func (r *replicated) asksThePrimary(base string) {
 	r.t.Helper()
 	const newTrace = "op_01JD3V7K8ZQ6W2M5T9X4C1B0AF"
-	r.exec(`insert into agent_executions (trace_id, surface, agent, flow, status) values ('` + newTrace + `', 'operate', 'agent', 'external:turn', 'pending')`)
+	r.exec(`insert into agent_executions (trace_id, surface, agent, flow, status) values ('` + newTrace +
+		`', 'operate', 'agent', 'external:turn', 'pending')`)
 	for _, path := range []string{"/v1/traces/" + newTrace, "/traces/" + newTrace} {
 		if got := get(r.t, http.DefaultClient, base+path, false); got.status != http.StatusOK || got.lag != "" {
-			r.t.Errorf("%s, which the replica does not have yet: status %d, lag %q, want the primary's answer", path, got.status, got.lag)
+			r.t.Errorf("%s, which the replica does not have yet: status %d, lag %q, want the primary's answer", path, got.status,
+				got.lag)
 		}
 	}
 }
@@ -396,7 +417,8 @@ func (r *replicated) logIn(base string) *http.Client {
 		r.t.Fatal(err)
 	}
 	client := &http.Client{Jar: jar}
-	if got := post(r.t, client, base+"/login", url.Values{"token": {adminToken}, "next": {"/"}}); got.status != http.StatusOK {
+	if got := post(r.t, client, base+"/login",
+		url.Values{"token": {adminToken}, "next": {"/"}}); got.status != http.StatusOK {
 		r.t.Fatalf("log in: status %d", got.status)
 	}
 	return client

@@ -14,7 +14,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// documented runs the one command of docs/retention.md that begins with a word, with programs of the PostgreSQL that the tests use.
+// documented runs the one command of docs/retention.md that begins with a word, with programs of the PostgreSQL that
+// the tests use.
 func documented(t *testing.T, word, dir string, environ ...string) {
 	t.Helper()
 	text, err := os.ReadFile("../../docs/retention.md")
@@ -43,8 +44,9 @@ func run(t *testing.T, command, dir string, environ ...string) {
 }
 
 // TestADumpOfALiveDatabaseGoesOnElsewhere: a database is dumped while executions run and wait, with the commands of
-// docs/retention.md, the old processes go on for a while and are stopped, and others work on what was restored. What waited waits and wakes,
-// what ran is taken over, tokens and claims are larger than any of the old world, and nobody who has an old one can write.
+// docs/retention.md, the old processes go on for a while and are stopped, and others work on what was restored. What
+// waited waits and wakes, what ran is taken over, tokens and claims are larger than any of the old world, and nobody
+// who has an old one can write.
 func TestADumpOfALiveDatabaseGoesOnElsewhere(t *testing.T) {
 	t.Parallel()
 	if pgtest.Pooled() {
@@ -62,7 +64,8 @@ func TestADumpOfALiveDatabaseGoesOnElsewhere(t *testing.T) {
 	for n := waiting + 1; n <= waiting+running; n++ {
 		l.start(n)
 	}
-	pgtest.Eventually(t, patience, func() bool { return w.holds("look") && value[int](w, atWork) == running }, "the others are in the middle of a call")
+	pgtest.Eventually(t, patience, func() bool { return w.holds("look") && value[int](w, atWork) == running },
+		"the others are in the middle of a call")
 	w.exec(`select acquire_agent_lock('probe', 'old', 60)`)
 
 	dir := t.TempDir()
@@ -79,7 +82,8 @@ func TestADumpOfALiveDatabaseGoesOnElsewhere(t *testing.T) {
 
 	to := pgtest.EmptyURL(t)
 	documented(t, "pg_restore", dir, "NEW_DATABASE_URL="+to)
-	run(t, `psql --dbname="$NEW_DATABASE_URL" --command='drop schema told cascade'`, dir, "NEW_DATABASE_URL="+to) // the test's own
+	// the test's own
+	run(t, `psql --dbname="$NEW_DATABASE_URL" --command='drop schema told cascade'`, dir, "NEW_DATABASE_URL="+to)
 	documented(t, "psql --dbname", dir, "NEW_DATABASE_URL="+to)
 	restored := newWorld(t, to, "30s")
 	if n := value[int](restored, asleep); n != waiting {

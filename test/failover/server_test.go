@@ -54,7 +54,8 @@ func standbyOf(t testing.TB, primary *server) *server {
 	s := replicaOf(t, primary)
 	primary.sql(`alter system set synchronous_standby_names = 'standby'`)
 	primary.sql(`select pg_reload_conf()`)
-	primary.await("the standby is synchronous", `select exists (select from pg_stat_replication where sync_state = 'sync')`)
+	primary.await("the standby is synchronous",
+		`select exists (select from pg_stat_replication where sync_state = 'sync')`)
 	return s
 }
 
@@ -97,8 +98,8 @@ func place(t testing.TB) *server {
 	return s
 }
 
-// freePort finds one below those that the system gives to whoever asks for any, so that it stays free while the server is
-// away.
+// freePort finds one below those that the system gives to whoever asks for any, so that it stays free while the
+// server is away.
 func freePort(t testing.TB) int {
 	t.Helper()
 	for range 100 {
@@ -142,7 +143,8 @@ func (s *server) attributes() *syscall.SysProcAttr {
 func (s *server) command(name string, args ...string) *exec.Cmd {
 	cmd := exec.Command(filepath.Join(s.bin, name), args...)
 	cmd.Dir, cmd.SysProcAttr = filepath.Dir(s.dir), s.attributes()
-	cmd.Env = []string{"LC_ALL=C", "TZ=UTC", "PATH=/usr/local/bin:/usr/bin:/bin", "LD_LIBRARY_PATH=" + os.Getenv("LD_LIBRARY_PATH")}
+	cmd.Env = []string{"LC_ALL=C", "TZ=UTC", "PATH=/usr/local/bin:/usr/bin:/bin",
+		"LD_LIBRARY_PATH=" + os.Getenv("LD_LIBRARY_PATH")}
 	return cmd
 }
 
@@ -162,8 +164,10 @@ func (s *server) start() {
 		s.t.Fatal(err)
 	}
 	defer log.Close()
-	cmd := s.command("postgres", "-D", s.dir, "-p", strconv.Itoa(s.port), "-c", "listen_addresses=127.0.0.1", "-c", "unix_socket_directories=",
-		"-c", "shared_buffers=32MB", "-c", "max_connections=120", "-c", "dynamic_shared_memory_type=mmap", "-c", "wal_keep_size=64MB")
+	cmd := s.command("postgres", "-D", s.dir, "-p", strconv.Itoa(s.port), "-c", "listen_addresses=127.0.0.1", "-c",
+		"unix_socket_directories=",
+		"-c", "shared_buffers=32MB", "-c", "max_connections=120", "-c", "dynamic_shared_memory_type=mmap", "-c",
+		"wal_keep_size=64MB")
 	cmd.Stdout, cmd.Stderr = log, log
 	if err := cmd.Start(); err != nil {
 		s.t.Fatal(err)
@@ -190,8 +194,8 @@ func (s *server) start() {
 	}, "PostgreSQL answers")
 }
 
-// stop ends the server as pg_ctl does: SIGINT is its fast mode, SIGQUIT its immediate mode, SIGKILL kills the postmaster,
-// whose children then end by themselves.
+// stop ends the server as pg_ctl does: SIGINT is its fast mode, SIGQUIT its immediate mode, SIGKILL kills the
+// postmaster, whose children then end by themselves.
 func (s *server) stop(how syscall.Signal) {
 	s.t.Helper()
 	if err := s.cmd.Process.Signal(how); err != nil {
@@ -210,7 +214,8 @@ func (s *server) promote() {
 func (s *server) try(database, sql string) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(s.t.Context()), 20*time.Second)
 	defer cancel()
-	conn, err := pgx.Connect(ctx, fmt.Sprintf("postgres://postgres@127.0.0.1:%d/%s?sslmode=disable&application_name=test", s.port, database))
+	conn, err := pgx.Connect(ctx, fmt.Sprintf("postgres://postgres@127.0.0.1:%d/%s?sslmode=disable&application_name=test",
+		s.port, database))
 	if err != nil {
 		return err
 	}

@@ -20,7 +20,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-// expansion is what the migrations of a release may look like: it changes what every statement of the processes touches.
+// expansion is what the migrations of a release may look like: it changes what every statement of the processes
+// touches.
 var expansion = map[string]string{
 	"9001_more.sql": `
 		alter table agent_executions add column more int not null default 1, add column maybe text;
@@ -58,8 +59,8 @@ func files(t testing.TB, further map[string]string) fstest.MapFS {
 	return all
 }
 
-// TestANewerVersionMigratesWhileProcessesServe, with executions that run and wait: nothing is lost and nothing stops. Then the
-// processes are stopped, and may not come back.
+// TestANewerVersionMigratesWhileProcessesServe, with executions that run and wait: nothing is lost and nothing stops.
+// Then the processes are stopped, and may not come back.
 func TestANewerVersionMigratesWhileProcessesServe(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, pgtest.URL(t), "30s")
@@ -71,21 +72,23 @@ func TestANewerVersionMigratesWhileProcessesServe(t *testing.T) {
 	}
 	w.open()
 	for i, base := range w.bases {
-		if got := probe(t, base+"/readyz"); got.status != http.StatusOK || !strings.Contains(got.Checks["schema"].Detail, "newer version") {
+		if got := probe(t, base+"/readyz"); got.status != http.StatusOK ||
+			!strings.Contains(got.Checks["schema"].Detail, "newer version") {
 			t.Errorf("process %d says %d, %+v", i, got.status, got.Checks)
 		}
 	}
 	l.recovers()
 	again := launch(t, w.dir, w.environ(), "serve")
-	if code := again.Exit(); code != 2 || !strings.Contains(again.Err.String(), "migrated by a newer version of agent; use that version or newer") {
+	if code := again.Exit(); code != 2 || !strings.Contains(again.Err.String(),
+		"migrated by a newer version of agent; use that version or newer") {
 		t.Errorf("agent serve on a newer schema: exit code %d: %s", code, again.Err.String())
 	}
 	l.settle()
 }
 
-// TestWhatWaitsInTheLastNumberedVersionFinishesInThisOne upgrades the data of schema version 118 with the program, and serves it: what
-// a release left in a database when its processes were killed while one execution ran, and others waited for everything that can
-// be waited for.
+// TestWhatWaitsInTheLastNumberedVersionFinishesInThisOne upgrades the data of schema version 118 with the program,
+// and serves it: what a release left in a database when its processes were killed while one execution ran, and others
+// waited for everything that can be waited for.
 func TestWhatWaitsInTheLastNumberedVersionFinishesInThisOne(t *testing.T) {
 	t.Parallel()
 	to := pgtest.EmptyURL(t)
@@ -102,7 +105,10 @@ func TestWhatWaitsInTheLastNumberedVersionFinishesInThisOne(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	answers := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, _ *http.Request) { rw.WriteHeader(http.StatusNoContent) }))
+	answers := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter,
+		_ *http.Request) {
+		rw.WriteHeader(http.StatusNoContent)
+	}))
 	t.Cleanup(answers.Close) // the skill whose call was interrupted
 	here := strings.ReplaceAll(string(data), "127.0.0.1:31779", answers.Listener.Addr().String())
 	conn, err := pgx.Connect(t.Context(), to) // one of its own: a dump sets what the session keeps
@@ -133,12 +139,16 @@ func finishes(t *testing.T, w *world) {
 	}
 	w.serve(1)
 	l := w.newLoad()
-	l.insist("/v1/events", adminToken, "", "", map[string]any{"event": "EVENT_COMPLETED", "key": "event old", "data": map[string]any{"is": "heard"}, "id": "1"}, nil)
-	l.insist("/v1/events", adminToken, "", "", map[string]any{"event": "MESSAGE_RECEIVED", "key": "old", "data": map[string]any{"content": "heard"}, "id": "2"}, nil)
-	for kind, event := range map[string]string{"document": "DOCUMENT_UPLOADED", "signature": "SIGNATURE_COMPLETED", "test": "TEST_COMPLETED"} {
+	l.insist("/v1/events", adminToken, "", "",
+		map[string]any{"event": "EVENT_COMPLETED", "key": "event old", "data": map[string]any{"is": "heard"}, "id": "1"}, nil)
+	l.insist("/v1/events", adminToken, "", "",
+		map[string]any{"event": "MESSAGE_RECEIVED", "key": "old", "data": map[string]any{"content": "heard"}, "id": "2"}, nil)
+	for kind, event := range map[string]string{"document": "DOCUMENT_UPLOADED", "signature": "SIGNATURE_COMPLETED",
+		"test": "TEST_COMPLETED"} {
 		id := value[string](w, `select id::text from agent_requests where kind = $1 and status = 'pending'`, kind)
 		l.insist("/v1/events", adminToken, "", "", map[string]any{
-			"event": event, "key": id, "id": kind, "data": map[string]any{"document": "INE", "url": "heard", "score": 7, "result": "passed"},
+			"event": event, "key": id, "id": kind,
+			"data": map[string]any{"document": "INE", "url": "heard", "score": 7, "result": "passed"},
 		}, nil)
 	}
 	pgtest.Eventually(t, patience, func() bool {

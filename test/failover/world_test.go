@@ -81,7 +81,8 @@ type called struct{ skill, key, body string }
 // newWorld migrates the database and applies the workspace.
 func newWorld(t testing.TB, url, lease string) *world {
 	t.Helper()
-	w := &world{t: t, url: url, model: modeltest.New(t), dir: t.TempDir(), lease: lease, gate: make(chan struct{}), held: map[string]int{}}
+	w := &world{t: t, url: url, model: modeltest.New(t), dir: t.TempDir(), lease: lease, gate: make(chan struct{}),
+		held: map[string]int{}}
 	close(w.gate)
 	t.Cleanup(w.open) // what is held up lets go before the servers are closed
 	w.connect()
@@ -119,9 +120,12 @@ func (w *world) connect() {
 // environ is what a process of this world gets.
 func (w *world) environ() []string {
 	return []string{
-		"DATABASE_URL=" + w.url, "AGENT_ADMIN_TOKEN=" + adminToken, "AGENT_LISTEN=127.0.0.1:0", "AGENT_CHAT_KEY=visitors=" + visitorKey,
-		"AGENT_CHAT_RATE=100000", "OPENAI_BASE_URL=" + w.model.URL(), "OPENAI_API_KEY=secret-of-the-test", "AGENT_MODEL=" + modeltest.Model,
-		"AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1", "AGENT_LOG_FORMAT=json", "AGENT_HEARTBEAT_CRON=@every 3s", "AGENT_WORKER_LEASE=" + w.lease,
+		"DATABASE_URL=" + w.url, "AGENT_ADMIN_TOKEN=" + adminToken, "AGENT_LISTEN=127.0.0.1:0",
+		"AGENT_CHAT_KEY=visitors=" + visitorKey,
+		"AGENT_CHAT_RATE=100000", "OPENAI_BASE_URL=" + w.model.URL(), "OPENAI_API_KEY=secret-of-the-test",
+		"AGENT_MODEL=" + modeltest.Model,
+		"AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1", "AGENT_LOG_FORMAT=json", "AGENT_HEARTBEAT_CRON=@every 3s",
+		"AGENT_WORKER_LEASE=" + w.lease,
 		"AGENT_WORKERS=6",
 	}
 }
@@ -140,7 +144,8 @@ func (w *world) serve(processes int) {
 func (w *world) ready(when string) {
 	w.t.Helper()
 	for _, base := range w.bases {
-		pgtest.Eventually(w.t, patience, func() bool { return probe(w.t, base+"/readyz").status == http.StatusOK }, "a process is ready "+when)
+		pgtest.Eventually(w.t, patience, func() bool { return probe(w.t, base+"/readyz").status == http.StatusOK },
+			"a process is ready "+when)
 	}
 }
 

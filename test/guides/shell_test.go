@@ -91,7 +91,8 @@ func (s *shell) command(name string, args ...string) *exec.Cmd {
 	cmd := exec.Command(name, args...)
 	cmd.Dir = s.dir
 	cmd.Env = []string{
-		"PATH=" + filepath.Dir(program) + ":" + os.Getenv("PATH"), "HOME=" + os.Getenv("HOME"), "USER=" + os.Getenv("USER"), "LANG=C.UTF-8",
+		"PATH=" + filepath.Dir(program) + ":" + os.Getenv("PATH"), "HOME=" + os.Getenv("HOME"), "USER=" + os.Getenv("USER"),
+		"LANG=C.UTF-8",
 		"AGENT_LISTEN=" + s.address, "AGENT_HEARTBEAT_CRON=0 0 1 1 *", "PSQLRC=/dev/null", "PAGER=cat",
 	}
 	if s.page.database {

@@ -31,7 +31,8 @@ type flows struct {
 
 // engine runs the flows of package executions in the lane, one parent after the other, until ctx ends.
 func (p part) engine(ctx context.Context) error {
-	pool, err := postgres.Open(ctx, p.URL, postgres.Options{MaxConns: 12, ConnectWait: patience, ApplicationName: "lanetest"})
+	pool, err := postgres.Open(ctx, p.URL, postgres.Options{MaxConns: 12, ConnectWait: patience,
+		ApplicationName: "lanetest"})
 	if err != nil {
 		return err
 	}
@@ -39,7 +40,8 @@ func (p part) engine(ctx context.Context) error {
 	quiet := slog.New(slog.DiscardHandler)
 	keeper := lanes.NewKeeper(pool, lanes.Options{})
 	e, err := executions.New(pool, executions.Options{
-		Keeper: keeper, Logger: quiet, LeaseTTL: 3 * time.Second, SweepEvery: 500 * time.Millisecond, StopTimeout: time.Second,
+		Keeper: keeper, Logger: quiet, LeaseTTL: 3 * time.Second, SweepEvery: 500 * time.Millisecond,
+		StopTimeout: time.Second,
 	})
 	if err != nil {
 		return err

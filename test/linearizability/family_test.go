@@ -84,7 +84,8 @@ func (k *kin) hired(ctx context.Context) (err error) {
 // claimIt claims an execution; only that of a parent concerns its lane.
 func (k *kin) claimIt(ctx context.Context, id string) error {
 	o := k.tape.call(&op{Kind: kindClaim, Lane: k.lane, Owner: id})
-	err := k.conn.QueryRow(ctx, `select coalesce(max(claim), 0) from lanekeeper.claim_agent_execution($1, $2)`, id, k.worker).Scan(&o.Got)
+	err := k.conn.QueryRow(ctx, `select coalesce(max(claim), 0) from lanekeeper.claim_agent_execution($1, $2)`, id,
+		k.worker).Scan(&o.Got)
 	o.OK = o.Got > 0
 	k.tape.done(o, err)
 	return err
@@ -170,7 +171,8 @@ func (k *kin) parkOn(ctx context.Context, id string, claim int64) (child string,
 	if err != nil {
 		return "", err
 	}
-	if _, err := k.text(ctx, `select claim::text from lanekeeper.claim_agent_execution($1, $2)`, child, k.worker); err != nil {
+	if _, err := k.text(ctx, `select claim::text from lanekeeper.claim_agent_execution($1, $2)`, child,
+		k.worker); err != nil {
 		return "", err
 	}
 	select {

@@ -60,7 +60,8 @@ type op struct {
 	Call  int64  `json:"call"`
 
 	Many bool `json:"many,omitempty"` // of a statement about several lanes
-	// Passes: a release that hands the lane to who waits, Heir, whose lease ends at Ends. When nobody does, its commit is not waited for.
+	// Passes: a release that hands the lane to who waits, Heir, whose lease ends at Ends. When nobody does, its commit
+	// is not waited for.
 	Passes bool   `json:"passes,omitempty"`
 	Heir   string `json:"heir,omitempty"`
 
@@ -136,7 +137,8 @@ func (t *tape) call(o *op) *op {
 	return o
 }
 
-// done records the answer to an operation. It stays one of which nobody heard when err does not say that nothing was done.
+// done records the answer to an operation. It stays one of which nobody heard when err does not say that nothing was
+// done.
 func (t *tape) done(o *op, err error) {
 	_, unconnected := errors.AsType[*pgconn.ConnectError](err)
 	switch {
@@ -201,8 +203,8 @@ const place = int64(5 * time.Second)
 // late is how long after its call an operation of which nobody heard may happen, as far as heirs are looked for.
 const late = int64(3 * time.Second)
 
-// findHeirs finds those who may wait for the lane while a release happens. Of one of which nobody heard, only those count of
-// whom the history says that they had the lane at some time.
+// findHeirs finds those who may wait for the lane while a release happens. Of one of which nobody heard, only those
+// count of whom the history says that they had the lane at some time.
 func (o *op) findHeirs(ops []*op) {
 	until := o.end()
 	had, left := map[string]bool{}, map[string][]int64{}
@@ -225,7 +227,8 @@ func (o *op) findHeirs(ops []*op) {
 				end = min(end, at)
 			}
 		}
-		if w.Kind == kindAwait && w.Call < until && end >= o.Call && (o.Return != 0 || had[w.Owner]) && !slices.Contains(o.heirs, w.Owner) {
+		if w.Kind == kindAwait && w.Call < until && end >= o.Call && (o.Return != 0 || had[w.Owner]) &&
+			!slices.Contains(o.heirs, w.Owner) {
 			o.heirs = append(o.heirs, w.Owner)
 		}
 	}

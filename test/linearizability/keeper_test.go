@@ -269,7 +269,8 @@ func (w *worker) acquire(ctx context.Context) (*lanes.Lease, error) {
 }
 
 func newUUID(r *rand.Rand) string {
-	return fmt.Sprintf("%08x-%04x-7%03x-8%03x-%012x", r.Uint32(), r.Uint32N(1<<16), r.Uint32N(1<<12), r.Uint32N(1<<12), r.Uint64N(1<<48))
+	return fmt.Sprintf("%08x-%04x-7%03x-8%03x-%012x", r.Uint32(), r.Uint32N(1<<16), r.Uint32N(1<<12), r.Uint32N(1<<12),
+		r.Uint64N(1<<48))
 }
 
 func (w *worker) work(ctx context.Context, lease *lanes.Lease) {
@@ -285,5 +286,6 @@ func (w *worker) work(ctx context.Context, lease *lanes.Lease) {
 func (w *worker) write(ctx context.Context, lease *lanes.Lease) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), patience)
 	defer cancel()
-	fenced(ctx, w.tape, w.pool, grant{lane: lease.Lane(), owner: lease.Owner().String(), token: lease.Token()}, lease.Fence)
+	fenced(ctx, w.tape, w.pool, grant{lane: lease.Lane(), owner: lease.Owner().String(), token: lease.Token()},
+		lease.Fence)
 }

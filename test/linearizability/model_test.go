@@ -228,7 +228,8 @@ func (s state) released(o *op, now int64) (bool, state) {
 		after.family = s.family.without()
 		switch {
 		case o.Heir != "":
-			return o.Got >= after.token && o.Ends > now && slices.Contains(o.heirs, o.Heir), after.give(o.Heir, o.Got, now, o.Ends, o.Ends)
+			return o.Got >= after.token && o.Ends > now && slices.Contains(o.heirs, o.Heir),
+				after.give(o.Heir, o.Got, now, o.Ends, o.Ends)
 		case o.Passes:
 			after.was = s.lease
 		}
@@ -293,8 +294,9 @@ func (s state) unheard(o *op, now int64) (state, bool) {
 	return s, false
 }
 
-// steps is step where more than one thing may have happened: a loan that expired may have gone back, a crash may
-// undo a release that was not waited for, and a release of which nobody heard may have handed the lane to anybody who waited.
+// steps is step where more than one thing may have happened: a loan that expired may have gone back, a crash may undo
+// a release that was not waited for, and a release of which nobody heard may have handed the lane to anybody who
+// waited.
 func steps(s state, o *op) (all []any) {
 	ok, after := step(s, o)
 	if ok {

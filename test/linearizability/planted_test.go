@@ -49,7 +49,8 @@ func (g *stage) session(url, name string) *session {
 	if err != nil {
 		g.t.Fatal(err)
 	}
-	g.t.Cleanup(func() { _ = conn.Close(g.t.Context()) })                                    // its database is dropped next
+	// its database is dropped next
+	g.t.Cleanup(func() { _ = conn.Close(g.t.Context()) })
 	return &session{tape: g.tape, name: name, conn: conn, rand: rand.New(rand.NewPCG(1, 1))} // not a secret
 }
 
@@ -89,7 +90,8 @@ func (g *stage) mustAcquire(s *session, seconds int64) grant {
 	return got
 }
 
-// gate is what a planted acquire waits at between its look and its write, so that two of them look before either writes.
+// gate is what a planted acquire waits at between its look and its write, so that two of them look before either
+// writes.
 const gate = 4711
 
 // plants are faults that lanes could have, and a script in which each does harm.
@@ -235,7 +237,8 @@ var plants = map[string]struct {
 		script: func(g *stage) {
 			parent, child := g.kin(g.a), g.kin(g.b)
 			id := parent.park(g, parent.begin(g))
-			child.ask(g.t.Context(), kindAcquire, acquireSQL, grant{lane: parent.lane, owner: "b", ttl: 600_000_000}) // tells the token
+			// tells the token
+			child.ask(g.t.Context(), kindAcquire, acquireSQL, grant{lane: parent.lane, owner: "b", ttl: 600_000_000})
 			child.take(g.t.Context(), grant{lane: parent.lane, owner: id + "#1", ttl: 600_000_000})
 		},
 	},
@@ -358,8 +361,9 @@ func TestATimeoutOfTheCheckerIsAFailure(t *testing.T) {
 	var ops []*op
 	for n := range 40 { // one of them was granted, and there is no telling which
 		ops = append(ops, &op{
-			ID: fmt.Sprint(n), Kind: kindTry, Lane: "x", Owner: fmt.Sprint(n), TTL: 60_000_000, Call: int64(n + 1), Return: 1_000_000,
-			OK: n%2 == 0,
+			ID: fmt.Sprint(n), Kind: kindTry, Lane: "x", Owner: fmt.Sprint(n), TTL: 60_000_000, Call: int64(n + 1),
+			Return: 1_000_000,
+			OK:     n%2 == 0,
 		})
 	}
 	mark(ops)

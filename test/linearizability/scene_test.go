@@ -199,7 +199,8 @@ var skews = []int64{0, 3600, -3600, 86_400 * 400}
 func newScene(t testing.TB, s *server, seed uint64, round int) *scene {
 	t.Helper()
 	c := &scene{
-		t: t, server: s, proxy: newProxy(t, s.url("postgres")), aside: newProxy(t, s.url(flowsDatabase)), dir: t.TempDir(), round: round, seed: seed + uint64(round),
+		t: t, server: s, proxy: newProxy(t, s.url("postgres")), aside: newProxy(t, s.url(flowsDatabase)), dir: t.TempDir(),
+		round: round, seed: seed + uint64(round),
 		rand: rand.New(rand.NewPCG(seed, uint64(round))), faults: map[string]int{}, // not a secret
 	}
 	for n := range 5 {
@@ -398,7 +399,8 @@ func tally(byLane map[string][]*op, into map[string]int) {
 var needed = []string{
 	"acquire yes", "acquire no", "acquire unheard", "try yes", "try no", "await yes", "await no", "renew yes", "renew no",
 	"release yes", "release no", "hand-over", "break yes", "write yes", "write no",
-	"take yes", "loan yes", "claim yes", "park yes", "resume yes", "finish yes", "write of an engine", "write of an engine's child",
+	"take yes", "loan yes", "claim yes", "park yes", "resume yes", "finish yes", "write of an engine",
+	"write of an engine's child",
 }
 
 func TestLanesAreLinearizable(t *testing.T) {

@@ -139,7 +139,8 @@ func (s *session) pass(ctx context.Context, o *op, sql string, args ...any) {
 
 // free is release by who is in no transaction.
 func (s *session) free(ctx context.Context, g grant) {
-	s.pass(ctx, &op{Lane: g.lane, Owner: g.owner, Token: g.token}, `select lanekeeper.release_agent_lock($1, $2, $3, true)`, g.lane, g.owner, g.token)
+	s.pass(ctx, &op{Lane: g.lane, Owner: g.owner, Token: g.token},
+		`select lanekeeper.release_agent_lock($1, $2, $3, true)`, g.lane, g.owner, g.token)
 }
 
 const (
@@ -196,7 +197,8 @@ func (s *session) try(ctx context.Context, g grant) {
 
 func (s *session) renew(ctx context.Context, g grant) {
 	o := s.tape.call(&op{Kind: kindRenew, Lane: g.lane, Owner: g.owner, Token: g.token, TTL: g.ttl})
-	s.tape.done(o, s.conn.QueryRow(ctx, `select renew_agent_lock($1, $2, $3, $4)`, g.lane, g.owner, g.token, g.ttl/1_000_000).Scan(&o.OK))
+	s.tape.done(o, s.conn.QueryRow(ctx, `select renew_agent_lock($1, $2, $3, $4)`, g.lane, g.owner, g.token,
+		g.ttl/1_000_000).Scan(&o.OK))
 }
 
 func (s *session) release(ctx context.Context, g grant) {
@@ -227,8 +229,10 @@ func (s *session) sweep(ctx context.Context) {
 
 func (s *session) write(ctx context.Context, g grant) { fenced(ctx, s.tape, s.conn, g, nil) }
 
-// fenced is a protected write: its transaction begins with the fence, and notes the token and its place among all writes.
-func fenced(ctx context.Context, tape *tape, db postgres.Beginner, g grant, fence func(ctx context.Context, tx postgres.DB) error) {
+// fenced is a protected write: its transaction begins with the fence, and notes the token and its place among all
+// writes.
+func fenced(ctx context.Context, tape *tape, db postgres.Beginner, g grant,
+	fence func(ctx context.Context, tx postgres.DB) error) {
 	o := tape.call(&op{Kind: kindWrite, Lane: g.lane, Owner: g.owner, Token: g.token})
 	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		var err error
@@ -248,7 +252,8 @@ func fenced(ctx context.Context, tape *tape, db postgres.Beginner, g grant, fenc
 
 // writeDown is the write that the fence protects.
 func writeDown(ctx context.Context, tx postgres.DB, g grant) error {
-	_, err := tx.Exec(ctx, `insert into lanetest_writes (lane, token, owner) values ($1, $2, $3)`, g.lane, g.token, g.owner)
+	_, err := tx.Exec(ctx, `insert into lanetest_writes (lane, token, owner) values ($1, $2, $3)`, g.lane, g.token,
+		g.owner)
 	return err
 }
 

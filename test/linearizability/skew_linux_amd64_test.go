@@ -12,8 +12,9 @@ import (
 // skewable says that a process's clock can be skewed here.
 const skewable = true
 
-// skew moves the wall clock of this process, and of no other, by some seconds: the function of the kernel's that Go asks
-// for the time lies in memory of the process's own, and is replaced by one that asks the kernel and adds to its answer.
+// skew moves the wall clock of this process, and of no other, by some seconds: the function of the kernel's that Go
+// asks for the time lies in memory of the process's own, and is replaced by one that asks the kernel and adds to its
+// answer.
 func skew(seconds int64) error {
 	base, size, err := vdso()
 	if err != nil {
@@ -38,7 +39,8 @@ func skew(seconds int64) error {
 	}
 	for _, s := range symbols {
 		if s.Name == "__vdso_clock_gettime" {
-			if _, err := mem.WriteAt(clockGettime(seconds), base+int64(s.Value)); err != nil { // an offset in an image of some pages
+			// an offset in an image of some pages
+			if _, err := mem.WriteAt(clockGettime(seconds), base+int64(s.Value)); err != nil {
 				return fmt.Errorf("change the vDSO: %w", err)
 			}
 			return nil

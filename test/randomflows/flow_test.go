@@ -153,7 +153,8 @@ func (w *world) begin(ctx context.Context, seeds []uint64, within time.Duration)
 	for i, seed := range seeds {
 		rest(max(0, time.Until(start.Add(within*time.Duration(i)/time.Duration(len(seeds))))))
 		_, _, err := w.engine.Start(ctx, w.pool, executions.Spec{
-			Flow: flowName, Surface: trace.Flow, Input: asked{Seed: strconv.FormatUint(seed, 10)}, DedupeKey: strconv.FormatUint(seed, 10), MaxAttempts: 50,
+			Flow: flowName, Surface: trace.Flow, Input: asked{Seed: strconv.FormatUint(seed, 10)},
+			DedupeKey: strconv.FormatUint(seed, 10), MaxAttempts: 50,
 		})
 		if err != nil {
 			return err
@@ -189,7 +190,8 @@ func (w *world) keep() {
 	w.sink.mu.Lock()
 	defer w.sink.mu.Unlock()
 	for _, c := range w.sink.calls {
-		w.exec(`insert into proof.calls (kind, execution_id, step, key) values ($1, $2, $3, $4)`, c.kind, c.execution, c.step, c.key)
+		w.exec(`insert into proof.calls (kind, execution_id, step, key) values ($1, $2, $3, $4)`, c.kind, c.execution, c.step,
+			c.key)
 	}
 }
 

@@ -20,8 +20,8 @@ type recorded struct {
 	Value    int
 }
 
-// refork forks executions from steps that are drawn from their records, in peace: each fork comes to what its execution came to, and
-// its replay to what it has on record.
+// refork forks executions from steps that are drawn from their records, in peace: each fork comes to what its
+// execution came to, and its replay to what it has on record.
 func (w *world) refork(r *rand.Rand) {
 	w.t.Helper()
 	ctx := w.t.Context()

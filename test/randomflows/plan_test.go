@@ -50,15 +50,15 @@ type op struct {
 // names are few, so that steps share them.
 var names = []string{"a", "b", "a", "a#2", "c/d", "é"}
 
-// lanesWanted are few, too. They are a thread's, which stay with an execution that a shutdown or a pause hands back; others are free
-// until it goes on.
+// lanesWanted are few, too. They are a thread's, which stay with an execution that a shutdown or a pause hands back;
+// others are free until it goes on.
 var lanesWanted = []string{"thread:one", "thread:two", "thread:three"}
 
 // deepest is how deep children and groups go.
 const deepest = 3
 
-// plan draws what the flow of a seed does. It has a lane once at most: each run takes anew, and gives back, the lanes of what is on
-// record (executions.Lane).
+// plan draws what the flow of a seed does. It has a lane once at most: each run takes anew, and gives back, the lanes
+// of what is on record (executions.Lane).
 func plan(seed uint64, depth int) []op {
 	r := rand.New(rand.NewPCG(seed, uint64(depth)))
 	ops := draw(r, depth, 3+r.IntN(6), true)
@@ -72,8 +72,9 @@ func plan(seed uint64, depth int) []op {
 	return ops
 }
 
-// draw draws so many ops. Where several are at the same time, or again and again, there are no variables, which would be
-// the last one's, and no lanes, which are the execution's; and in loops no children and events, which have one name.
+// draw draws so many ops. Where several are at the same time, or again and again, there are no variables, which would
+// be the last one's, and no lanes, which are the execution's; and in loops no children and events, which have one
+// name.
 func draw(r *rand.Rand, depth, n int, top bool) []op {
 	simple := []kind{step, step, step, fails, bounded, effect, within, call, once, delay, never, now}
 	if top {
@@ -86,7 +87,8 @@ func draw(r *rand.Rand, depth, n int, top bool) []op {
 		if depth < deepest && r.IntN(3) == 0 {
 			k = grouped[r.IntN(len(grouped))]
 		}
-		o := op{kind: k, name: names[r.IntN(len(names))], n: r.IntN(1000), lasts: time.Duration(1+r.IntN(30)) * time.Millisecond, seed: r.Uint64()}
+		o := op{kind: k, name: names[r.IntN(len(names))], n: r.IntN(1000),
+			lasts: time.Duration(1+r.IntN(30)) * time.Millisecond, seed: r.Uint64()}
 		switch k {
 		case branches:
 			o.joined = r.IntN(2) == 0
@@ -113,7 +115,8 @@ func drawPlain(r *rand.Rand, n int) []op {
 	plain := []kind{step, fails, effect, call, once, delay}
 	ops := make([]op, n)
 	for i := range ops {
-		ops[i] = op{kind: plain[r.IntN(len(plain))], name: names[r.IntN(len(names))], n: r.IntN(1000), lasts: time.Duration(1+r.IntN(5)) * time.Millisecond}
+		ops[i] = op{kind: plain[r.IntN(len(plain))], name: names[r.IntN(len(names))], n: r.IntN(1000),
+			lasts: time.Duration(1+r.IntN(5)) * time.Millisecond}
 	}
 	return ops
 }

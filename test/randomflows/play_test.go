@@ -61,13 +61,17 @@ func (p player) play(ctx context.Context, ops []op, depth int, path string, valu
 func (p player) one(ctx context.Context, o op, depth int, path string, value int) (int, error) {
 	switch o.kind {
 	case step:
-		return executions.Step(ctx, o.name, func(ctx context.Context) (int, error) { return o.n, pause(ctx, o.lasts) }, executions.Input(value))
+		return executions.Step(ctx, o.name, func(ctx context.Context) (int, error) { return o.n, pause(ctx, o.lasts) },
+			executions.Input(value))
 	case fails, bounded:
 		return o.n, p.inVain(ctx, o)
 	case effect:
 		return executions.StepTx(ctx, o.name, func(ctx context.Context, tx pgx.Tx) (int, error) { return o.n, note(ctx, tx) })
 	case within:
-		return executions.StepTx(ctx, o.name, func(ctx context.Context, tx pgx.Tx) (int, error) { return p.within(ctx, tx, o) })
+		return executions.StepTx(ctx, o.name, func(ctx context.Context, tx pgx.Tx) (int,
+			error) {
+			return p.within(ctx, tx, o)
+		})
 	case call, once:
 		return p.call(ctx, o)
 	case delay, event, never:
@@ -89,7 +93,10 @@ func (p player) one(ctx context.Context, o op, depth int, path string, value int
 			return p.play(ctx, o.parts[0], depth+1, path, 0)
 		})
 	case nest:
-		return executions.Step(ctx, o.name, func(ctx context.Context) (int, error) { return p.play(ctx, o.parts[0], depth+1, path, 0) })
+		return executions.Step(ctx, o.name, func(ctx context.Context) (int,
+			error) {
+			return p.play(ctx, o.parts[0], depth+1, path, 0)
+		})
 	case scope:
 		return p.play(executions.Scope(ctx, o.name+path), o.parts[0], depth+1, path, 0)
 	case loop:
@@ -172,7 +179,8 @@ func (p player) call(ctx context.Context, o op) (int, error) {
 // post makes the call.
 func (p player) post(ctx context.Context, k kind, key string) error {
 	x, _ := executions.Current(ctx)
-	where := p.sink + "?" + url.Values{"kind": {string(k)}, "execution": {x.ID}, "step": {executions.StepKey(ctx)}, "key": {key}}.Encode()
+	where := p.sink + "?" + url.Values{"kind": {string(k)}, "execution": {x.ID}, "step": {executions.StepKey(ctx)},
+		"key": {key}}.Encode()
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, where, http.NoBody)
 	if err != nil {
 		return err

@@ -55,7 +55,8 @@ func work(url, sink string) error {
 	listener := postgres.NewListener(postgres.Dialer(pool), log)
 	keeper := lanes.NewKeeper(pool, lanes.Options{Listener: listener, Logger: log})
 	engine, err := executions.New(pool, executions.Options{
-		Keeper: keeper, Listener: listener, Logger: log, Workers: 24, LeaseTTL: lease, SweepEvery: 300 * time.Millisecond, StopTimeout: 5 * time.Second,
+		Keeper: keeper, Listener: listener, Logger: log, Workers: 24, LeaseTTL: lease, SweepEvery: 300 * time.Millisecond,
+		StopTimeout: 5 * time.Second,
 	})
 	if err != nil {
 		return err

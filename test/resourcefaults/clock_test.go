@@ -26,9 +26,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// TestTheDatabasesClockJumps an hour forward, and back. Forward every lease seems to have ended, so claims are handed on
-// under runs that live: they are fenced off, and each effect happens once. Back, leases last longer: nothing is handed on
-// too early.
+// TestTheDatabasesClockJumps an hour forward, and back. Forward every lease seems to have ended, so claims are handed
+// on under runs that live: they are fenced off, and each effect happens once. Back, leases last longer: nothing is
+// handed on too early.
 func TestTheDatabasesClockJumps(t *testing.T) {
 	t.Parallel()
 	url := pgtest.EmptyURL(t)
@@ -106,7 +106,8 @@ func TestTheDatabasesClockJumps(t *testing.T) {
 	if n := value[int](t, db, `select count(*) from agent_executions where status <> 'completed'`); n != 0 {
 		t.Errorf("%d executions are not completed", n)
 	}
-	if n, most := value[int](t, db, `select count(*) from effects`), value[int](t, db, `select count(*) from (select distinct by, what from effects) d`); n != 18*4 || most != n {
+	if n, most := value[int](t, db, `select count(*) from effects`),
+		value[int](t, db, `select count(*) from (select distinct by, what from effects) d`); n != 18*4 || most != n {
 		t.Errorf("%d effects, %d of them different, want %d", n, most, 18*4)
 	}
 }
@@ -145,7 +146,8 @@ func TestTheProcesssClockJumps(t *testing.T) {
 		if refused := yes.send(a); refused != nil {
 			t.Errorf("%s: %+v", by, refused)
 		}
-		if got := a.ask(http.MethodPost, "/v1/executions", fmt.Sprintf(`{"flow": "wide", "input": {"n": %d}}`, i)); got.status != http.StatusCreated {
+		if got := a.ask(http.MethodPost, "/v1/executions",
+			fmt.Sprintf(`{"flow": "wide", "input": {"n": %d}}`, i)); got.status != http.StatusCreated {
 			t.Errorf("%s: %+v", by, got)
 		}
 		eventually(t, "the flow ends with a clock that is wrong by "+by.String(), func() bool {
@@ -177,7 +179,8 @@ func jumping(t *testing.T) string {
 	}
 	dir := t.TempDir()
 	replace := map[string]string{}
-	for name, text := range map[string]string{"time.go": strings.Replace(string(source), reads, reads+"\tsec += jump()\n", 1), "jump.go": jumpSource} {
+	for name, text := range map[string]string{"time.go": strings.Replace(string(source), reads, reads+"\tsec += jump()\n",
+		1), "jump.go": jumpSource} {
 		path := filepath.Join(dir, name)
 		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
 			t.Fatal(err)
@@ -198,8 +201,8 @@ func jumping(t *testing.T) string {
 	return built
 }
 
-// jumpSource is how wrong the clock is. The file is read by a goroutine, every few milliseconds: the runtime asks for the time
-// where it can make no system call.
+// jumpSource is how wrong the clock is. The file is read by a goroutine, every few milliseconds: the runtime asks for
+// the time where it can make no system call.
 const jumpSource = `package time
 
 import (

@@ -27,7 +27,8 @@ import (
 )
 
 // engine runs an engine of this process until the test ends.
-func engine(t *testing.T, pool *pgxpool.Pool, flows map[string]executions.Func, log *proctest.Text, change ...func(*executions.Options)) *executions.Engine {
+func engine(t *testing.T, pool *pgxpool.Pool, flows map[string]executions.Func, log *proctest.Text,
+	change ...func(*executions.Options)) *executions.Engine {
 	t.Helper()
 	opts := executions.Options{
 		Keeper: lanes.NewKeeper(pool, lanes.Options{}), SweepEvery: 100 * time.Millisecond, LeaseTTL: 2 * time.Second,
@@ -74,8 +75,8 @@ func receive[T any](t *testing.T, from <-chan T) (v T) {
 	return v
 }
 
-// TestARunWhoseStepCannotBeRecorded: the run ends, and says why; the execution says no more than is so, and completes when
-// the trouble is over, with what was recorded before taken from the record.
+// TestARunWhoseStepCannotBeRecorded: the run ends, and says why; the execution says no more than is so, and completes
+// when the trouble is over, with what was recorded before taken from the record.
 func TestARunWhoseStepCannotBeRecorded(t *testing.T) {
 	t.Parallel()
 	for name, arrange := range troubles {
@@ -90,8 +91,10 @@ func TestARunWhoseStepCannotBeRecorded(t *testing.T) {
 			t.Cleanup(pool.Close)
 			var first, second atomic.Int32
 			at, told, log := newGate(), newHeard(), &proctest.Text{}
-			e := engine(t, pool, map[string]executions.Func{"two": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
-				if _, err := executions.Step(ctx, "first", func(context.Context) (int32, error) { return first.Add(1), nil }); err != nil {
+			e := engine(t, pool, map[string]executions.Func{"two": func(ctx context.Context,
+				_ json.RawMessage) (executions.Result, error) {
+				if _, err := executions.Step(ctx, "first",
+					func(context.Context) (int32, error) { return first.Add(1), nil }); err != nil {
 					return executions.Result{}, err
 				}
 				_, err := executions.Step(ctx, "second", func(context.Context) (string, error) {
@@ -112,7 +115,8 @@ func TestARunWhoseStepCannotBeRecorded(t *testing.T) {
 			if err := receive(t, told.first); !errors.Is(err, executions.ErrLost) {
 				t.Errorf("the flow was told %v", err)
 			}
-			if got := value[string](t, db, `select status from agent_executions where id = $1`, x.ID); got != "running" && got != "pending" {
+			if got := value[string](t, db, `select status from agent_executions where id = $1`, x.ID); got != "running" &&
+				got != "pending" {
 				t.Errorf("the execution is %s, and its step is not recorded", got)
 			}
 			if n := value[int](t, db, `select count(*) from agent_checkpoints where execution_id = $1`, x.ID); n != 1 {
@@ -134,8 +138,8 @@ func TestARunWhoseStepCannotBeRecorded(t *testing.T) {
 	}
 }
 
-// TestWhatWasAcknowledgedIsThere: starts, events and steps with an effect in the database, while the trouble comes and goes.
-// Whatever was answered without an error is there, and has had its effect once.
+// TestWhatWasAcknowledgedIsThere: starts, events and steps with an effect in the database, while the trouble comes
+// and goes. Whatever was answered without an error is there, and has had its effect once.
 func TestWhatWasAcknowledgedIsThere(t *testing.T) {
 	t.Parallel()
 	for name, arrange := range troubles {

@@ -40,20 +40,23 @@ actions:
     key: "{body.key}"
 `
 
-// TestStrangersStopNobody: whatever strangers and visitors send, and however much at once, the process says that it is ready, answers
-// its admin, and keeps its memory.
+// TestStrangersStopNobody: whatever strangers and visitors send, and however much at once, the process says that it
+// is ready, answers its admin, and keeps its memory.
 func TestStrangersStopNobody(t *testing.T) {
 	const chatKey = "a-long-random-text-of-the-chat"
 	url := pgtest.URL(t)
 	declare(t, url, signedEndpoint)
 	for name, c := range map[string]struct{ path, header string }{
-		"no endpoint":      {"/webhooks/nothing", ""},
-		"signed endpoint":  {"/webhooks/signed", "X-Hub-Signature-256: sha256=" + strings.Repeat("ab", 32) + "\r\nX-GitHub-Delivery: 1\r\n"},
-		"chunked transfer": {"/webhooks/signed", "X-Hub-Signature-256: sha256=" + strings.Repeat("ab", 32) + "\r\nTransfer-Encoding: chunked\r\n"},
+		"no endpoint": {"/webhooks/nothing", ""},
+		"signed endpoint": {"/webhooks/signed",
+			"X-Hub-Signature-256: sha256=" + strings.Repeat("ab", 32) + "\r\nX-GitHub-Delivery: 1\r\n"},
+		"chunked transfer": {"/webhooks/signed",
+			"X-Hub-Signature-256: sha256=" + strings.Repeat("ab", 32) + "\r\nTransfer-Encoding: chunked\r\n"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			a := serve(t, "", environ(url, "AGENT_CHAT_KEY="+chatKey, "AGENT_CHAT_RATE=100000", "AGENT_LOG_LEVEL=info"))
-			eventually(t, "the process is ready", func() bool { return a.ask(http.MethodGet, "/readyz", "").status == http.StatusOK })
+			eventually(t, "the process is ready",
+				func() bool { return a.ask(http.MethodGet, "/readyz", "").status == http.StatusOK })
 			a.ask(http.MethodGet, "/v1/lanes", "")
 			before := a.memory("VmRSS")
 			ctx, stop := context.WithCancel(t.Context())
@@ -67,7 +70,8 @@ func TestStrangersStopNobody(t *testing.T) {
 				group.Go(func() { a.floodChat(ctx, chatKey, i, &chats) })
 			}
 			a.staysWell()
-			eventually(t, "each has sent what it sends a few times", func() bool { return bodies.Load() > 3*64 && chats.Load() > 3*24 })
+			eventually(t, "each has sent what it sends a few times",
+				func() bool { return bodies.Load() > 3*64 && chats.Load() > 3*24 })
 			a.staysWell()
 			stop()
 			group.Wait()
@@ -170,7 +174,8 @@ func (a *agent) floodChat(ctx context.Context, key string, n int, answers *atomi
 	}
 	body.WriteString(`{"role":"user","content":"hello"}]}`)
 	for i := 0; ctx.Err() == nil; i++ {
-		r, err := http.NewRequestWithContext(ctx, http.MethodPost, a.base+"/v1/chat/completions", strings.NewReader(body.String()))
+		r, err := http.NewRequestWithContext(ctx, http.MethodPost, a.base+"/v1/chat/completions",
+			strings.NewReader(body.String()))
 		if err != nil {
 			return
 		}

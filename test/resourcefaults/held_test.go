@@ -49,9 +49,13 @@ func TestAHeldThreadStopsNobodyElse(t *testing.T) {
 	url := pgtest.URL(t)
 	pool := declare(t, url, bearerEndpoint)
 	a := serve(t, "", environ(url, "AGENT_CHAT_KEY="+key, "AGENT_CHAT_RATE=100000", "AGENT_LOG_LEVEL=info"))
-	eventually(t, "the process is ready", func() bool { return a.ask(http.MethodGet, "/readyz", "").status == http.StatusOK })
+	eventually(t, "the process is ready", func() bool {
+		return a.ask(http.MethodGet, "/readyz",
+			"").status == http.StatusOK
+	})
 	say := func(ctx context.Context, thread string) answer {
-		return a.askIn(ctx, http.MethodPost, "/v1/chat/completions", `{"model":"agent","messages":[{"role":"user","content":"hello"}]}`,
+		return a.askIn(ctx, http.MethodPost, "/v1/chat/completions",
+			`{"model":"agent","messages":[{"role":"user","content":"hello"}]}`,
 			"Authorization", "Bearer "+key, "X-Thread-Id", thread)
 	}
 	if got := say(t.Context(), "held"); got.status != http.StatusOK {
@@ -88,7 +92,8 @@ func TestAHeldThreadStopsNobodyElse(t *testing.T) {
 	for name, ask := range map[string]func() answer{
 		"other visitors": func() answer { return say(t.Context(), fmt.Sprint("other ", n)) },
 		"webhooks": func() answer {
-			return a.ask(http.MethodPost, "/webhooks/open", fmt.Sprintf(`{"key":"%d"}`, n), "Authorization", "Bearer hook-secret-of-the-test")
+			return a.ask(http.MethodPost, "/webhooks/open", fmt.Sprintf(`{"key":"%d"}`, n), "Authorization",
+				"Bearer hook-secret-of-the-test")
 		},
 		"readiness": func() answer { return a.ask(http.MethodGet, "/readyz", "") },
 		"the admin": func() answer { return a.ask(http.MethodGet, "/v1/lanes", "") },
@@ -100,7 +105,8 @@ func TestAHeldThreadStopsNobodyElse(t *testing.T) {
 	if err := tx.Rollback(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "the thread takes messages again", func() bool { return say(t.Context(), "held").status == http.StatusOK })
+	eventually(t, "the thread takes messages again",
+		func() bool { return say(t.Context(), "held").status == http.StatusOK })
 }
 
 // within expects good answers, and nearly all of them quickly in one of a few rounds: the machine may be as busy as the

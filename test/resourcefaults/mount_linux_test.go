@@ -22,7 +22,8 @@ func mount(t *testing.T, size string) (dir string, ok bool) {
 	if err := os.Chmod(dir, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	if err := syscall.Mount("faults", dir, "tmpfs", syscall.MS_NOSUID|syscall.MS_NODEV, "mode=0755,size="+size); err != nil {
+	if err := syscall.Mount("faults", dir, "tmpfs", syscall.MS_NOSUID|syscall.MS_NODEV,
+		"mode=0755,size="+size); err != nil {
 		t.Logf("mount: %v", err)
 		return "", false
 	}

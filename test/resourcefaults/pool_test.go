@@ -21,8 +21,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// TestAPoolThatIsTaken for longer than a lease: the run ends, nothing is recorded that was not, and when the connections
-// come back the execution completes.
+// TestAPoolThatIsTaken for longer than a lease: the run ends, nothing is recorded that was not, and when the
+// connections come back the execution completes.
 func TestAPoolThatIsTaken(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
@@ -34,8 +34,10 @@ func TestAPoolThatIsTaken(t *testing.T) {
 	t.Cleanup(pool.Close)
 	var first, second atomic.Int32
 	at, told := newGate(), newHeard()
-	e := engine(t, pool, map[string]executions.Func{"two": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
-		if _, err := executions.Step(ctx, "first", func(context.Context) (int32, error) { return first.Add(1), nil }); err != nil {
+	e := engine(t, pool, map[string]executions.Func{"two": func(ctx context.Context, _ json.RawMessage) (executions.Result,
+		error) {
+		if _, err := executions.Step(ctx, "first",
+			func(context.Context) (int32, error) { return first.Add(1), nil }); err != nil {
 			return executions.Result{}, err
 		}
 		_, err := executions.Step(ctx, "second", func(context.Context) (int32, error) {
@@ -61,7 +63,8 @@ func TestAPoolThatIsTaken(t *testing.T) {
 	if n := value[int](t, db, `select count(*) from agent_checkpoints where execution_id = $1`, x.ID); n != 1 {
 		t.Errorf("%d steps are recorded", n)
 	}
-	if got := value[string](t, db, `select status from agent_executions where id = $1`, x.ID); got != "running" && got != "pending" {
+	if got := value[string](t, db, `select status from agent_executions where id = $1`, x.ID); got != "running" &&
+		got != "pending" {
 		t.Errorf("the execution is %s", got)
 	}
 	giveBack()

@@ -27,7 +27,8 @@ type agent struct {
 // launch starts a command with exactly the given environment.
 func launch(t testing.TB, dir string, environ []string, command ...string) *agent {
 	t.Helper()
-	a := &agent{Process: proctest.Start(t, patience, dir, environ, command...), t: t, client: &http.Client{Timeout: patience}}
+	a := &agent{Process: proctest.Start(t, patience, dir, environ, command...), t: t,
+		client: &http.Client{Timeout: patience}}
 	t.Cleanup(a.client.CloseIdleConnections)
 	return a
 }
@@ -35,7 +36,8 @@ func launch(t testing.TB, dir string, environ []string, command ...string) *agen
 // environ is what a process gets, with DATABASE_URL.
 func environ(database string, more ...string) []string {
 	return append(proctest.Environ(
-		"DATABASE_URL="+database, "AGENT_ADMIN_TOKEN="+token, "AGENT_LISTEN=127.0.0.1:0", "HOOK_SECRET=hook-secret-of-the-test",
+		"DATABASE_URL="+database, "AGENT_ADMIN_TOKEN="+token, "AGENT_LISTEN=127.0.0.1:0",
+		"HOOK_SECRET=hook-secret-of-the-test",
 		"AGENT_MODEL=offline", "AGENT_HEARTBEAT_CRON=0 0 29 2 *", "AGENT_LOG_LEVEL=debug", "AGENT_WORKER_LEASE=5s",
 	), more...)
 }

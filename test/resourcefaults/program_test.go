@@ -25,12 +25,14 @@ func (y *acknowledged) send(a *agent) (refused *answer) {
 		into           *[]string
 		header         []string
 	}{
-		{"/v1/events", fmt.Sprintf(`{"event": "EVENT_COMPLETED", "key": %q, "id": %q, "data": {"x": %q}}`, event, event, large()), event, &y.events, nil},
+		{"/v1/events", fmt.Sprintf(`{"event": "EVENT_COMPLETED", "key": %q, "id": %q, "data": {"x": %q}}`, event, event,
+			large()), event, &y.events, nil},
 		{
 			"/webhooks/hook", fmt.Sprintf(`{"key": %q, "x": %q}`, delivery, large()), delivery, &y.deliveries,
 			[]string{"Authorization", "Bearer hook-secret-of-the-test", "X-Id", delivery},
 		},
-		{"/v1/executions", fmt.Sprintf(`{"flow": "external:job", "input": {"key": %q, "x": %q}}`, key, large()), key, &y.executions, nil},
+		{"/v1/executions", fmt.Sprintf(`{"flow": "external:job", "input": {"key": %q, "x": %q}}`, key, large()), key,
+			&y.executions, nil},
 	} {
 		switch got := a.ask(http.MethodPost, r.path, r.body, r.header...); {
 		case got.status/100 == 2:
@@ -83,13 +85,15 @@ func TestAnOperatorReadsWhatIsWrong(t *testing.T) {
 			switch {
 			case refused == nil:
 				t.Fatal("nothing was refused")
-			case refused.status != http.StatusServiceUnavailable || !strings.Contains(refused.problem(), bad.words) || refused.header.Get("Retry-After") == "":
+			case refused.status != http.StatusServiceUnavailable || !strings.Contains(refused.problem(), bad.words) ||
+				refused.header.Get("Retry-After") == "":
 				t.Errorf("refused with %d %v %s", refused.status, refused.header, refused.body)
 			}
 			if !strings.Contains(a.Err.String(), bad.hint) {
 				t.Errorf("the log does not say %q", bad.hint)
 			}
-			if got := a.ask(http.MethodGet, "/readyz", ""); got.status != http.StatusServiceUnavailable || !strings.Contains(got.body, bad.words) {
+			if got := a.ask(http.MethodGet, "/readyz", ""); got.status != http.StatusServiceUnavailable ||
+				!strings.Contains(got.body, bad.words) {
 				t.Errorf("readyz: %+v", got)
 			}
 			if code, out, errs := command(t, env, "executions", "ls"); code != 0 {
@@ -108,8 +112,10 @@ func TestAnOperatorReadsWhatIsWrong(t *testing.T) {
 			}
 			bad.end()
 			eventually(t, "everything is taken again", func() bool { return yes.send(a) == nil })
-			eventually(t, "the process is ready", func() bool { return a.ask(http.MethodGet, "/readyz", "").status == http.StatusOK })
-			if code, out, errs := command(t, env, "executions", "start", "external:job", "--input", `{"key": "last"}`); code != 0 {
+			eventually(t, "the process is ready",
+				func() bool { return a.ask(http.MethodGet, "/readyz", "").status == http.StatusOK })
+			if code, out, errs := command(t, env, "executions", "start", "external:job", "--input",
+				`{"key": "last"}`); code != 0 {
 				t.Errorf("the same command afterwards: exit code %d, %s%s", code, out, errs)
 			}
 			yes.executions = append(yes.executions, "last")
@@ -138,13 +144,15 @@ func TestNoFileDescriptorIsLeft(t *testing.T) {
 		}
 	})
 	for range 100 {
-		c, err := (&net.Dialer{Timeout: 10 * time.Second}).DialContext(t.Context(), "tcp", strings.TrimPrefix(a.base, "http://"))
+		c, err := (&net.Dialer{Timeout: 10 * time.Second}).DialContext(t.Context(), "tcp",
+			strings.TrimPrefix(a.base, "http://"))
 		if err != nil {
 			break // the queue of the listener is full, too
 		}
 		silent = append(silent, c)
 	}
-	eventually(t, "the process says what it lacks", func() bool { return strings.Contains(a.Err.String(), "too many open files") })
+	eventually(t, "the process says what it lacks",
+		func() bool { return strings.Contains(a.Err.String(), "too many open files") })
 	if !a.Running() {
 		t.Fatal("the process has ended")
 	}
@@ -152,7 +160,10 @@ func TestNoFileDescriptorIsLeft(t *testing.T) {
 		c.Close()
 	}
 	eventually(t, "everything is taken again", func() bool { return yes.send(a) == nil })
-	eventually(t, "the process is ready", func() bool { return a.ask(http.MethodGet, "/readyz", "").status == http.StatusOK })
+	eventually(t, "the process is ready", func() bool {
+		return a.ask(http.MethodGet, "/readyz",
+			"").status == http.StatusOK
+	})
 	yes.kept(t, bad.url)
 }
 
@@ -184,7 +195,8 @@ func TestTheLeastPoolIsEnough(t *testing.T) {
 		t.Errorf("heartbeat: exit code %d, %s", code, errs)
 	}
 	const hello = `{"model": "agent", "messages": [{"role": "user", "content": "Hello"}]}`
-	if got := a.ask(http.MethodPost, "/v1/chat/completions", hello, "Authorization", "Bearer "+chatKey); got.status != http.StatusOK {
+	if got := a.ask(http.MethodPost, "/v1/chat/completions", hello, "Authorization",
+		"Bearer "+chatKey); got.status != http.StatusOK {
 		t.Errorf("chat: %+v", got)
 	}
 	db := admin(t, bad.url)

@@ -130,7 +130,8 @@ func readOnly(t *testing.T) trouble {
 	return trouble{own.URL(), set("on"), set("off"), "read-only", "primary"}
 }
 
-// fullDisk is a database on a small file system that is filled to the last byte; a pretended one where none can be mounted.
+// fullDisk is a database on a small file system that is filled to the last byte; a pretended one where none can be
+// mounted.
 func fullDisk(t *testing.T) trouble {
 	disk, ok := mount(t, "128m")
 	if !ok {

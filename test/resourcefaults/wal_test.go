@@ -13,8 +13,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 )
 
-// TestTheWriteAheadLogIsFull: then PostgreSQL ends itself at once, with whatever it was at, and may not come up before there is
-// room. The program stays up and refuses; when there is room and PostgreSQL runs, all that was acknowledged is there.
+// TestTheWriteAheadLogIsFull: then PostgreSQL ends itself at once, with whatever it was at, and may not come up
+// before there is room. The program stays up and refuses; when there is room and PostgreSQL runs, all that was
+// acknowledged is there.
 func TestTheWriteAheadLogIsFull(t *testing.T) {
 	t.Parallel()
 	if !atLength() {

@@ -43,7 +43,8 @@ type load struct {
 // begin starts the load.
 func (w *world) begin() *load {
 	ctx, stop := context.WithCancel(w.t.Context())
-	l := &load{world: w, ctx: ctx, stop: stop, lost: map[string]bool{}, runs: map[int]string{}, said: map[string][]string{}, done: map[string]int{}}
+	l := &load{world: w, ctx: ctx, stop: stop, lost: map[string]bool{}, runs: map[int]string{},
+		said: map[string][]string{}, done: map[string]int{}}
 	w.t.Cleanup(l.end)
 	for i := range 4 {
 		l.group.Go(func() { l.converse(fmt.Sprintf("visitor-%d", i), i%2 == 0) })
@@ -77,7 +78,8 @@ func (l *load) hasBegun() {
 	pgtest.Eventually(l.t, patience, func() bool {
 		l.mu.Lock()
 		defer l.mu.Unlock()
-		return l.t.Failed() || l.done["answer"] > before["answer"]+2 && l.done["message"] > before["message"] && l.done["end"] > before["end"] && l.done["tally"] > before["tally"]
+		return l.t.Failed() || l.done["answer"] > before["answer"]+2 && l.done["message"] > before["message"] &&
+			l.done["end"] > before["end"] && l.done["tally"] > before["tally"]
 	}, "everybody goes on")
 }
 
@@ -103,7 +105,8 @@ func (l *load) send(r request) (status int, answer []byte, err error) {
 	if err != nil {
 		return 0, nil, err
 	}
-	for name, value := range map[string]string{"Authorization": "Bearer " + r.token, "Idempotency-Key": r.key, "X-Thread-Id": r.thread} {
+	for name, value := range map[string]string{"Authorization": "Bearer " + r.token, "Idempotency-Key": r.key,
+		"X-Thread-Id": r.thread} {
 		if value != "" {
 			req.Header.Set(name, value)
 		}
@@ -142,7 +145,8 @@ func (l *load) insist(r request) (answer []byte) {
 		switch {
 		case err == nil && status >= 200 && status < 300:
 			return answer
-		case err == nil && status >= 400 && status < 500 && status != http.StatusConflict && status != http.StatusTooManyRequests:
+		case err == nil && status >= 400 && status < 500 && status != http.StatusConflict &&
+			status != http.StatusTooManyRequests:
 			l.t.Errorf("%s %s: %d %s", r.method, r.path, status, answer)
 			return nil
 		}
@@ -223,7 +227,8 @@ func (l *load) speak(thread string) {
 	l.once(request{"POST", "/v1/threads", adminToken, "", "", map[string]any{"id": thread}})
 	for n := 1; rest(l.ctx, 30*time.Millisecond); n++ {
 		words := fmt.Sprintf("note %d of %s", n, thread)
-		if _, well := l.once(request{"POST", "/v1/threads/" + thread + "/messages", adminToken, "", "", map[string]any{"content": words}}); !well {
+		if _, well := l.once(request{"POST", "/v1/threads/" + thread + "/messages", adminToken, "", "",
+			map[string]any{"content": words}}); !well {
 			if l.t.Failed() {
 				return
 			}
@@ -287,7 +292,8 @@ func (l *load) addOne(owner string) error {
 	ctx := l.t.Context()
 	var acquired bool
 	var token int64
-	err := l.db.QueryRow(ctx, `select a.acquired, coalesce(a.fencing_token, 0) from acquire_agent_lock('tally', $1, 60) a`, owner).Scan(&acquired, &token)
+	err := l.db.QueryRow(ctx, `select a.acquired, coalesce(a.fencing_token, 0) from acquire_agent_lock('tally', $1, 60) a`,
+		owner).Scan(&acquired, &token)
 	if err != nil || !acquired {
 		return err
 	}
@@ -318,7 +324,8 @@ func (l *load) follow(id string) {
 	for l.t.Context().Err() == nil {
 		_, answer, _ := l.send(request{"GET", "/v1/executions/" + id + "/events", adminToken, "", "", nil})
 		for lines := bufio.NewScanner(bytes.NewReader(answer)); lines.Scan(); {
-			if strings.HasPrefix(lines.Text(), "data: ") && (strings.Contains(lines.Text(), `"status":"completed"`) || strings.Contains(lines.Text(), `"status":"failed"`)) {
+			if strings.HasPrefix(lines.Text(), "data: ") &&
+				(strings.Contains(lines.Text(), `"status":"completed"`) || strings.Contains(lines.Text(), `"status":"failed"`)) {
 				l.count("end")
 				return
 			}

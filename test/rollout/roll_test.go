@@ -83,8 +83,10 @@ func newWorld(t testing.TB, program, at string, again bool, further ...string) *
 	skill := httptest.NewServer(http.HandlerFunc(w.pay))
 	t.Cleanup(skill.Close)
 	w.environ = []string{
-		"DATABASE_URL=" + at, "AGENT_ADMIN_TOKEN=" + adminToken, "AGENT_CHAT_KEY=visitors=" + visitorKey, "AGENT_LISTEN=127.0.0.1:0",
-		"AGENT_CHAT_RATE=100000", "OPENAI_BASE_URL=" + model.URL(), "OPENAI_API_KEY=secret-of-the-test", "AGENT_MODEL=" + modeltest.Model,
+		"DATABASE_URL=" + at, "AGENT_ADMIN_TOKEN=" + adminToken, "AGENT_CHAT_KEY=visitors=" + visitorKey,
+		"AGENT_LISTEN=127.0.0.1:0",
+		"AGENT_CHAT_RATE=100000", "OPENAI_BASE_URL=" + model.URL(), "OPENAI_API_KEY=secret-of-the-test",
+		"AGENT_MODEL=" + modeltest.Model,
 		"AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1", "AGENT_LOG_FORMAT=json", "AGENT_HEARTBEAT_CRON=@every 2s", "AGENT_WORKERS=6",
 		"SHOP_SECRET=" + shopSecret, "AGENT_DRAIN_DELAY=500ms",
 	}
@@ -150,7 +152,8 @@ func (w *world) add() *proctest.Process {
 	r := launch(w.t, w.program, w.environ, "serve")
 	base := r.Base()
 	w.proxy.replace("", base)
-	pgtest.Eventually(w.t, patience, func() bool { return w.proxy.sendsTo(base) }, "the proxy sends requests to a new replica")
+	pgtest.Eventually(w.t, patience, func() bool { return w.proxy.sendsTo(base) },
+		"the proxy sends requests to a new replica")
 	return r
 }
 

@@ -41,7 +41,8 @@ func nextRelease(t testing.TB) string {
 			t.Fatal(err)
 		}
 		tables, code, _ := strings.Cut(string(text), "\n-- Code\n")
-		replace(path, tables+"\n-- Code\n"+strings.ReplaceAll(code, "\nbegin\n", "\nbegin -- of the next release\n")+"\n-- The end.\n")
+		replace(path, tables+"\n-- Code\n"+strings.ReplaceAll(code, "\nbegin\n", "\nbegin -- of the next release\n")+
+			"\n-- The end.\n")
 	}
 	replace("../../migrations/changes/9001_next.sql", `
 		alter table agent_executions add column more int not null default 1, add column maybe text;

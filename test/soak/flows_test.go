@@ -70,11 +70,13 @@ func sizeOf(t *testing.T) flowSoak {
 	if os.Getenv("AGENT_SOAK") == "" {
 		return flowSoak{executions: 60, lasts: 25 * time.Second, restarts: 1, kill: 2 * time.Second, lease: "10s"}
 	}
-	return flowSoak{executions: 1000, lasts: lasts(t), restarts: max(3, int(lasts(t)/(40*time.Second))), kill: 1500 * time.Millisecond, lease: "10s"}
+	return flowSoak{executions: 1000, lasts: lasts(t), restarts: max(3, int(lasts(t)/(40*time.Second))),
+		kill: 1500 * time.Millisecond, lease: "10s"}
 }
 
-// TestFlowsOutliveEverything runs many flows while processes are killed, the database is restarted, and events come twice, too
-// early and too late; and then asks whether everything is as if nothing had happened. AGENT_SOAK=5m runs 1,000.
+// TestFlowsOutliveEverything runs many flows while processes are killed, the database is restarted, and events come
+// twice, too early and too late; and then asks whether everything is as if nothing had happened. AGENT_SOAK=5m runs
+// 1,000.
 func TestFlowsOutliveEverything(t *testing.T) {
 	size := sizeOf(t)
 	server, dir := ownServer(t)
@@ -89,7 +91,8 @@ func TestFlowsOutliveEverything(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := &people{world: w, noise: n, engine: engine, total: size.executions, seen: map[string]bool{}, given: map[string]given{}}
+	p := &people{world: w, noise: n, engine: engine, total: size.executions, seen: map[string]bool{},
+		given: map[string]given{}}
 	p.jobs.SetLimit(16)
 	t.Cleanup(func() { _ = p.jobs.Wait() }) // none fails; they end with the test
 	n.begin(processes)
@@ -188,7 +191,8 @@ func (p *people) keep(served *counter) {
 func (p *people) tallyFlows() {
 	t := p.world.t
 	t.Helper()
-	t.Logf("%6d processes killed, %d restarts of the database, %d deliveries beyond the first", p.kills, p.restarts, p.twice)
+	t.Logf("%6d processes killed, %d restarts of the database, %d deliveries beyond the first", p.kills, p.restarts,
+		p.twice)
 	if p.kills == 0 || p.restarts == 0 || p.twice == 0 {
 		t.Error("nothing went wrong: the soak does not show what it is for")
 	}
@@ -205,7 +209,8 @@ func (p *people) tallyFlows() {
 		{"calls of skills", `select count(*) from soak.calls where skill in ('look', 'pay')`, false},
 		{"calls beyond the first", `select count(*) - count(distinct key) from soak.calls where skill = 'look'`, true},
 		{"calls that nobody knows the outcome of", `select count(*) from agent_activity where status = 'unknown'`, true},
-		{"executions that failed because of one", `select count(*) from agent_executions where status = 'failed' and flow in ('papers', 'errands')`, true},
+		{"executions that failed because of one",
+			`select count(*) from agent_executions where status = 'failed' and flow in ('papers', 'errands')`, true},
 		{"posts beyond the first", `select count(*) - count(distinct key) from soak.calls where skill = 'post'`, true},
 		{"messages withdrawn", `select count(*) from agent_messages where status = 'withdrawn'`, true},
 	} {

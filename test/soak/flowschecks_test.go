@@ -2,7 +2,8 @@
 
 package soak_test
 
-// notedOfFlows is what only the soak of flows knows. The triggers note what must not happen, also where it is undone later.
+// notedOfFlows is what only the soak of flows knows. The triggers note what must not happen, also where it is undone
+// later.
 const notedOfFlows = `
 	create table soak.runs (n int not null, flow text not null, id uuid not null);
 	create table soak.given (id text not null, event text not null, key text not null, wanted boolean not null);

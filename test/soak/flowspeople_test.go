@@ -119,7 +119,8 @@ func (p *people) post(ctx context.Context, path, key string, body any) ([]byte, 
 func (p *people) start(n int) {
 	s, thread := of(n)
 	if s.waitsForEvent() && s.flow != "patient" && n%3 == 0 {
-		p.give("EVENT_COMPLETED", fmt.Sprintf("event %d", n), map[string]any{"is": fmt.Sprintf("event %d", n)}, true) // before its wait
+		// before its wait
+		p.give("EVENT_COMPLETED", fmt.Sprintf("event %d", n), map[string]any{"is": fmt.Sprintf("event %d", n)}, true)
 	}
 	p.jobs.Go(func() error {
 		p.insist("start", func(ctx context.Context) error {
@@ -155,7 +156,8 @@ func (p *people) give(event, key string, data map[string]any, wanted bool) {
 	for range times {
 		p.jobs.Go(func() error {
 			p.insist("give "+name, func(ctx context.Context) error {
-				_, err := p.post(ctx, "/v1/events", "", map[string]any{"event": event, "key": key, "data": data, "id": "soak " + name})
+				_, err := p.post(ctx, "/v1/events", "",
+					map[string]any{"event": event, "key": key, "data": data, "id": "soak " + name})
 				return err
 			})
 			p.note(name, given{event, key, wanted})
@@ -189,7 +191,8 @@ func (p *people) say(thread, content, about string, wanted bool) {
 					return err
 				}
 				return pgx.BeginFunc(ctx, p.db, func(tx pgx.Tx) error {
-					_, err := threads.Receive(ctx, p.engine, tx, threads.Incoming{ThreadID: thread, Content: content, ID: "soak say " + about})
+					_, err := threads.Receive(ctx, p.engine, tx,
+						threads.Incoming{ThreadID: thread, Content: content, ID: "soak say " + about})
 					return err
 				})
 			})

@@ -9,8 +9,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
-// innocentFlows is a small history in which nothing is wrong: two executions that share a thread, the second with a child;
-// one that was cancelled with its child; and one that posts its messages. Ids are short names; see helpers.
+// innocentFlows is a small history in which nothing is wrong: two executions that share a thread, the second with a
+// child; one that was cancelled with its child; and one that posts its messages. Ids are short names; see helpers.
 const innocentFlows = `
 	insert into agent_executions (id, trace_id, surface, flow, status, parent_id, inherits, thread_id, claim, input, completed_at)
 	select id(v.name), tr('fl', 1), 'flow', v.flow, v.status, id(v.parent), v.parent is not null, v.thread, 2, jsonb_build_object('n', v.n),
@@ -60,8 +60,10 @@ const innocentFlows = `
 // plantedFlows are rows that violate one check each; every check has some.
 var plantedFlows = map[string][]string{
 	"what was started is there, once": {
-		`insert into soak.runs values (1, 'talk', id('other'))`, `delete from agent_executions where id = id('talk')`, `delete from soak.runs where n = 1`,
-		`update agent_executions set input = '{"n": 9}' where id = id('talk')`, `update agent_executions set flow = 'late' where id = id('talk')`,
+		`insert into soak.runs values (1, 'talk', id('other'))`, `delete from agent_executions where id = id('talk')`,
+		`delete from soak.runs where n = 1`,
+		`update agent_executions set input = '{"n": 9}' where id = id('talk')`,
+		`update agent_executions set flow = 'late' where id = id('talk')`,
 	},
 	"a child is started once": {
 		`delete from agent_executions where id = id('brief')`,
@@ -69,18 +71,22 @@ var plantedFlows = map[string][]string{
 		`insert into agent_executions (trace_id, surface, flow, status, parent_id) values (tr('fl', 1), 'flow', 'brief', 'completed', id('talk'))`,
 	},
 	"an execution ends as its scenario says": {
-		`update agent_executions set status = 'failed' where id = id('talk')`, `update agent_executions set status = 'completed' where id = id('overdue')`,
-		`update agent_executions set status = 'running' where id = id('stays')`, `update agent_executions set status = 'failed' where id = id('errands')`,
+		`update agent_executions set status = 'failed' where id = id('talk')`,
+		`update agent_executions set status = 'completed' where id = id('overdue')`,
+		`update agent_executions set status = 'running' where id = id('stays')`,
+		`update agent_executions set status = 'failed' where id = id('errands')`,
 		`update agent_executions set flow = 'other' where id = id('talk')`,
 	},
 	"an execution ends once, and says so once": {
 		`insert into soak.ends values (id('talk'), 'completed')`, `delete from soak.ends where execution_id = id('talk')`,
-		`update soak.ends set status = 'failed' where execution_id = id('talk')`, `delete from agent_events where execution_id = id('talk')`,
+		`update soak.ends set status = 'failed' where execution_id = id('talk')`,
+		`delete from agent_events where execution_id = id('talk')`,
 		`insert into agent_events (event, key, data) values ('AGENT_COMPLETED', id('talk')::text, '{"status": "completed"}')`,
 		`update agent_events set data = '{"status": "failed"}' where execution_id = id('talk')`,
 	},
 	"each message is said once, and none is lost": {
-		`delete from agent_messages where content = '1 talk 1: hello'`, `update agent_messages set execution_id = id('overdue') where content = '1 talk 1: hello'`,
+		`delete from agent_messages where content = '1 talk 1: hello'`,
+		`update agent_messages set execution_id = id('overdue') where content = '1 talk 1: hello'`,
 		`insert into agent_messages (thread_id, seq, turn, role, content, execution_id, status) values ('t', 14, 14, 'assistant', '1 talk 1: hello', id('talk'), 'sent')`,
 		`update agent_messages set status = 'withdrawn', seq = null, turn = null where content = '1 talk 1: hello'`,
 		`update agent_messages set content = '1 talk 3: heard [answer to 2 talk 2] looked 1' where content like '1 talk 3%'`,
@@ -94,31 +100,41 @@ var plantedFlows = map[string][]string{
 		`update agent_messages set id = lanekeeper.agent_uuid7('2026-01-02') where seq = 1 and thread_id = 't'`,
 	},
 	"a thread has no gap": {
-		`delete from agent_messages where seq = 4`, `delete from agent_messages where seq = 1 and thread_id = 't'`, `update agent_threads set next_seq = 20`,
+		`delete from agent_messages where seq = 4`, `delete from agent_messages where seq = 1 and thread_id = 't'`,
+		`update agent_threads set next_seq = 20`,
 	},
-	"nobody speaks while another has the thread": {swapped(7, 8), swapped(9, 4), `update agent_messages set execution_id = id('talk') where content like '2 brief%'`},
-	"who speaks as one is heard in order":        {swapped(9, 10), swapped(9, 12)},
+	"nobody speaks while another has the thread": {swapped(7, 8), swapped(9, 4),
+		`update agent_messages set execution_id = id('talk') where content like '2 brief%'`},
+	"who speaks as one is heard in order": {swapped(9, 10), swapped(9, 12)},
 	"a message arrives": {
-		`update agent_messages set status = 'failed' where seq = 2`, `update agent_messages set status = 'sending' where seq = 2 and thread_id = 'p'`,
-		`update agent_messages set status = 'sent' where seq = 2 and thread_id = 'p'`, `update agent_executions set status = 'failed' where id = id('stopped')`,
+		`update agent_messages set status = 'failed' where seq = 2`,
+		`update agent_messages set status = 'sending' where seq = 2 and thread_id = 'p'`,
+		`update agent_messages set status = 'sent' where seq = 2 and thread_id = 'p'`,
+		`update agent_executions set status = 'failed' where id = id('stopped')`,
 		`delete from soak.calls where skill = 'post'`, `update agent_messages set attempts = 0`,
-		`insert into soak.calls (skill, key, body) values ('post', 'none', '{}')`, `update soak.calls set body = '{"data": {"content": "other"}}' where skill = 'post'`,
+		`insert into soak.calls (skill, key, body) values ('post', 'none', '{}')`,
+		`update soak.calls set body = '{"data": {"content": "other"}}' where skill = 'post'`,
 	},
 	"messages are posted in order": {`
 		delete from soak.calls where skill = 'post';
 		insert into soak.calls (skill, key, body) select 'post', id::text, '{}' from agent_messages where channel = 'webhook' order by seq desc`},
 	"no event is lost": {
 		`delete from agent_events where key = 'event 4'`, `update agent_events set consumed_by = null where key = 'event 4'`,
-		`update agent_events set consumed_by = id('overdue') where key = 'late 2'`, `insert into agent_events (event, key) values ('EVENT_COMPLETED', 'event 4')`,
-		`insert into soak.given values ('soak 5', 'EVENT_COMPLETED', 'event 5', true)`, `update agent_events set key = 'other' where key = 'event 4'`,
+		`update agent_events set consumed_by = id('overdue') where key = 'late 2'`,
+		`insert into agent_events (event, key) values ('EVENT_COMPLETED', 'event 4')`,
+		`insert into soak.given values ('soak 5', 'EVENT_COMPLETED', 'event 5', true)`,
+		`update agent_events set key = 'other' where key = 'event 4'`,
 	},
 	"a stored result never changes": {`insert into soak.changed values (id('talk'), 'a step', '1', '2')`},
 	"nothing must be done twice": {
-		`insert into soak.calls (skill, key, body) values ('pay', 'k6', '{}')`, `insert into soak.calls (skill, key, body) values ('pay', 'k8', '{"n": 4, "at": "k6"}')`,
+		`insert into soak.calls (skill, key, body) values ('pay', 'k6', '{}')`,
+		`insert into soak.calls (skill, key, body) values ('pay', 'k8', '{"n": 4, "at": "k6"}')`,
 	},
 	"what was done twice shows": {
-		`insert into soak.calls (skill, key, body) values ('look', 'k1', '{}')`, `insert into soak.calls (skill, key, body) values ('look', 'k2', '{}')`,
-		`delete from agent_activity where status = 'unknown'`, `update agent_activity set status = 'success' where status = 'unknown'`,
+		`insert into soak.calls (skill, key, body) values ('look', 'k1', '{}')`,
+		`insert into soak.calls (skill, key, body) values ('look', 'k2', '{}')`,
+		`delete from agent_activity where status = 'unknown'`,
+		`update agent_activity set status = 'success' where status = 'unknown'`,
 		`insert into soak.calls (skill, key, body) values ('look', '', '{}')`,
 	},
 	"what is logged was done, and as often as the flow says": {
@@ -127,7 +143,8 @@ var plantedFlows = map[string][]string{
 		`insert into agent_activity (trace_id, execution_id, skill_name, idempotency_key) values (tr('fl', 1), id('stays'), 'pay', 'k6')`,
 	},
 	"what is unknown is so because a claim was lost": {
-		`update agent_activity set status = 'error' where idempotency_key = 'k2'`, `update agent_activity set claim = 2 where status = 'unknown'`,
+		`update agent_activity set status = 'error' where idempotency_key = 'k2'`,
+		`update agent_activity set claim = 2 where status = 'unknown'`,
 		`update agent_activity set error_class = 'timeout' where status = 'unknown'`,
 	},
 	"nothing is left": {
@@ -135,10 +152,12 @@ var plantedFlows = map[string][]string{
 		`insert into agent_locks (lane, locked_by, fencing_token, expires_at, parked) values ('thread:t', '', 1, now(), true)`,
 		`insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds) values ('thread:t', 1, id('a'), id('b'), 1)`,
 		`update agent_executions set status = 'waiting', completed_at = null where id = id('talk')`,
-		`insert into agent_untold_ends values (id('talk'))`, `update agent_messages set status = 'queued', seq = null, turn = null where seq = 2`,
+		`insert into agent_untold_ends values (id('talk'))`,
+		`update agent_messages set status = 'queued', seq = null, turn = null where seq = 2`,
 		`update agent_messages set status = 'sending' where seq = 2`,
 		`insert into agent_requests (kind, execution_id, trace_id) values ('test', id('talk'), tr('fl', 1))`,
-		`insert into agent_activity_open (activity_id, kind) values (id('x'), 'call')`, `update agent_activity set status = 'running' where idempotency_key = 'k2'`,
+		`insert into agent_activity_open (activity_id, kind) values (id('x'), 'call')`,
+		`update agent_activity set status = 'running' where idempotency_key = 'k2'`,
 		`update agent_activity set finished_at = null where idempotency_key = 'k2'`,
 		`insert into agent_message_drafts (execution_id, claim, content) values (id('talk'), 1, 'So')`,
 		`insert into agent_workers (name, expires_at) values ('w', now() + interval '1 hour')`,
@@ -167,9 +186,12 @@ func TestTheTriggersOfTheSoakNoteWhatMustNotBe(t *testing.T) {
 		`alter table agent_checkpoints disable trigger agent_checkpoints_fence, disable trigger agent_checkpoints_fence_update`,
 		`insert into agent_checkpoints (execution_id, step, claim, output) values (id('x'), 'changed', 1, '1'), (id('x'), 'gone', 1, '1'),
 		   (id('x'), 'loop', 1, '{"next": 16}'), (id('x'), 'loop@3/set', 1, '1'), (id('x'), 'back', 1, '{"next": 16}'), (id('x'), 'same', 1, '1')`,
-		`update agent_checkpoints set output = '2' where step = 'changed'`, `delete from agent_checkpoints where step = 'gone'`,
-		`update agent_checkpoints set output = '{"next": 32}' where step = 'loop'`, `delete from agent_checkpoints where step like 'loop@%'`,
-		`update agent_checkpoints set output = '{"next": 2}' where step = 'back'`, `update agent_checkpoints set claim = 2 where step = 'same'`,
+		`update agent_checkpoints set output = '2' where step = 'changed'`,
+		`delete from agent_checkpoints where step = 'gone'`,
+		`update agent_checkpoints set output = '{"next": 32}' where step = 'loop'`,
+		`delete from agent_checkpoints where step like 'loop@%'`,
+		`update agent_checkpoints set output = '{"next": 2}' where step = 'back'`,
+		`update agent_checkpoints set claim = 2 where step = 'same'`,
 	} {
 		if _, err := db.Exec(t.Context(), sql); err != nil {
 			t.Fatalf("%v\n%s", err, sql)

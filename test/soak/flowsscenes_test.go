@@ -5,8 +5,8 @@ package soak_test
 import "fmt"
 
 // scenario is a flow of which many executions run, or that they start as a child. Everything that it says is known
-// beforehand: {n} is the number of the root, and what is heard from outside is part of what is said next, so that a message that is
-// lost, repeated or given to another shows in the words.
+// beforehand: {n} is the number of the root, and what is heard from outside is part of what is said next, so that a
+// message that is lost, repeated or given to another shows in the words.
 type scenario struct {
 	flow     string
 	ends     string         // the status in the end
@@ -23,21 +23,25 @@ var scenarios = []scenario{
 	{
 		flow: "talk", ends: "completed", looks: 1, weight: 5,
 		says: []string{
-			"{n} talk 1: hello", "{n} talk 2: how are you?", "{n} talk 3: heard [answer to {n} talk 2] looked {n}", "{n} talk 4: and now?",
+			"{n} talk 1: hello", "{n} talk 2: how are you?", "{n} talk 3: heard [answer to {n} talk 2] looked {n}",
+			"{n} talk 4: and now?",
 			"{n} talk 5: heard [answer to {n} talk 4]",
 		},
 	},
 	{
 		flow: "papers", ends: "completed", pays: 1, weight: 3,
 		says: []string{
-			"{n} papers 1: welcome", "{n} papers 2: send both", "{n} papers 3: got [url {n} INE, url {n} CURP], sign", "{n} papers 4: got [signed {n}], a test",
+			"{n} papers 1: welcome", "{n} papers 2: send both", "{n} papers 3: got [url {n} INE, url {n} CURP], sign",
+			"{n} papers 4: got [signed {n}], a test",
 			"{n} papers 5: got [{n}]", "{n} papers 6: got [event {n}]",
 		},
 	},
 	{
-		flow: "family", ends: "completed", looks: 1, weight: 3, children: map[string]int{"speaker": 1, "aside": 1, "failing": 1, "nested": 1},
+		flow: "family", ends: "completed", looks: 1, weight: 3,
+		children: map[string]int{"speaker": 1, "aside": 1, "failing": 1, "nested": 1},
 		says: []string{
-			"{n} family 1: begins", "{n} family 2: completed", "{n} family 3: failed", "{n} family 4: completed", "{n} family 5: ends",
+			"{n} family 1: begins", "{n} family 2: completed", "{n} family 3: failed", "{n} family 4: completed",
+			"{n} family 5: ends",
 		},
 	},
 	{
@@ -46,7 +50,8 @@ var scenarios = []scenario{
 	},
 	{flow: "aside", ends: "completed", says: []string{"{n} aside 1: by the way"}},
 	{flow: "failing", ends: "failed"},
-	{flow: "nested", ends: "completed", children: map[string]int{"brief": 1}, says: []string{"{n} nested 1: begins", "{n} nested 2: ends"}},
+	{flow: "nested", ends: "completed", children: map[string]int{"brief": 1},
+		says: []string{"{n} nested 1: begins", "{n} nested 2: ends"}},
 	{flow: "brief", ends: "completed", says: []string{"{n} brief 1: said"}},
 	{
 		flow: "late", ends: "completed", looks: 1, weight: 2, private: true, children: map[string]int{"slow": 1},
@@ -62,19 +67,22 @@ var scenarios = []scenario{
 	},
 	{
 		flow: "patient", ends: "completed", weight: 2,
-		says: []string{"{n} patient 1: begins", "{n} patient 2: still nothing", "{n} patient 3: got [event {n}]", "{n} patient 4: ends"},
+		says: []string{"{n} patient 1: begins", "{n} patient 2: still nothing", "{n} patient 3: got [event {n}]",
+			"{n} patient 4: ends"},
 	},
 	{
 		flow: "stubborn", ends: "timeout", weight: 1,
 		says: []string{
-			"{n} stubborn 1: begins", "{n} stubborn 2: again", "{n} stubborn 3: again", "{n} stubborn 4: again", "{n} stubborn 5: again",
+			"{n} stubborn 1: begins", "{n} stubborn 2: again", "{n} stubborn 3: again", "{n} stubborn 4: again",
+			"{n} stubborn 5: again",
 		},
 	},
 	{
 		flow: "errands", ends: "completed", pays: 2, looks: 2, weight: 1, private: true,
 		says: []string{"{n} errands 1: begins", "{n} errands 2: sum 171", "{n} errands 3: got [event {n}]"},
 	},
-	{flow: "stopped", ends: "cancelled", weight: 1, looks: 1, children: map[string]int{"stays": 1}, says: []string{"{n} stopped 1: begins"}},
+	{flow: "stopped", ends: "cancelled", weight: 1, looks: 1, children: map[string]int{"stays": 1},
+		says: []string{"{n} stopped 1: begins"}},
 	{flow: "stays", ends: "cancelled"},
 }
 

@@ -86,7 +86,8 @@ func launchQuietly(w *world, args ...string) *agent { return launch(w.t, w.dir, 
 func (l *load) admin() {
 	for n := 1; l.pause(500 * time.Millisecond); n++ {
 		body := fmt.Sprintf(`{"message": "Count one more, please; this is turn %d.", "wait": true}`, n)
-		req, err := http.NewRequestWithContext(l.t.Context(), http.MethodPost, l.base()+"/v1/operate", strings.NewReader(body))
+		req, err := http.NewRequestWithContext(l.t.Context(), http.MethodPost, l.base()+"/v1/operate",
+			strings.NewReader(body))
 		if err != nil {
 			l.t.Error(err)
 			return
@@ -271,7 +272,8 @@ func (l *load) delivered(n int, kind string) bool {
 		l.t.Error(err)
 		return true
 	}
-	req, err := http.NewRequestWithContext(l.t.Context(), http.MethodPost, l.base()+"/webhooks/shop", bytes.NewReader(body))
+	req, err := http.NewRequestWithContext(l.t.Context(), http.MethodPost, l.base()+"/webhooks/shop",
+		bytes.NewReader(body))
 	if err != nil {
 		l.t.Error(err)
 		return true
@@ -294,7 +296,8 @@ func (l *load) noteLanes(agents ...*agent) {
 	for _, a := range agents {
 		for _, line := range a.lines() {
 			if line.Message == "lane acquired" {
-				l.note(`insert into soak.lanes (lane, owner, token) values ($1, $2, $3)`, line.Lane, line.Owner, line.Token.String())
+				l.note(`insert into soak.lanes (lane, owner, token) values ($1, $2, $3)`, line.Lane, line.Owner,
+					line.Token.String())
 			}
 		}
 	}

@@ -183,5 +183,6 @@ func (t transcript) pursue() modeltest.Reply {
 	if reply, counted := t.count(); !counted {
 		return reply
 	}
-	return modeltest.ToolCall("complete_step", modeltest.Arguments(map[string]string{"step_id": steps[reported][1], "result": "counted"}))
+	return modeltest.ToolCall("complete_step",
+		modeltest.Arguments(map[string]string{"step_id": steps[reported][1], "result": "counted"}))
 }

@@ -189,7 +189,8 @@ func (l *load) tally() {
 		{"orders shipped", `select count(*) from soak.calls where skill = 'ship'`, -1},
 		{"runs by the clock", `select count(*) from agent_automation_runs where cause = 'cron'`, -1},
 		{"counted", `select count(*) from agent_activity where skill_name = 'memory_write' and status = 'success'`, -1},
-		{"counts that came too late and were tried again", `select count(*) from agent_activity where skill_name = 'memory_write' and status = 'skipped'`, 1 << 30},
+		{"counts that came too late and were tried again",
+			`select count(*) from agent_activity where skill_name = 'memory_write' and status = 'skipped'`, 1 << 30},
 		{"steps of objectives done", `select count(*) from agent_objective_evidence`, -1},
 		{"model calls", `select count(*) from agent_activity where kind = 'model'`, -1},
 		{"model calls that failed", `select count(*) from agent_activity where kind = 'model' and status = 'error'`, 1 << 30},
@@ -216,7 +217,8 @@ func (a *agent) acquired() (n int) {
 func worst(a *agent) string {
 	var bad []string
 	for _, l := range a.lines() {
-		if l.Level == "ERROR" || l.Level == "WARN" && l.Message != "lane busy" && l.Message != "model call repeated" && l.Message != "heartbeat skipped" {
+		if l.Level == "ERROR" || l.Level == "WARN" && l.Message != "lane busy" && l.Message != "model call repeated" &&
+			l.Message != "heartbeat skipped" {
 			bad = append(bad, l.raw)
 		}
 	}

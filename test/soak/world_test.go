@@ -54,7 +54,8 @@ func newWorld(t testing.TB, yaml string) *world {
 	return newWorldOn(t, pgtest.URL(t), yaml, nil)
 }
 
-// newWorldOn is newWorld on a database of the caller's, which has the schema, and with the caller's own server of skills.
+// newWorldOn is newWorld on a database of the caller's, which has the schema, and with the caller's own server of
+// skills.
 func newWorldOn(t testing.TB, url, yaml string, skills http.HandlerFunc) *world {
 	t.Helper()
 	w := &world{t: t, url: url, model: modeltest.New(t), dir: t.TempDir()}
@@ -95,7 +96,8 @@ func (w *world) serveSkill(rw http.ResponseWriter, r *http.Request) {
 		body = []byte("{}")
 	}
 	skill := strings.Trim(r.URL.Path, "/")
-	_, err = w.db.Exec(r.Context(), `insert into soak.calls (skill, key, body) values ($1, $2, $3)`, skill, r.Header.Get("Idempotency-Key"), body)
+	_, err = w.db.Exec(r.Context(), `insert into soak.calls (skill, key, body) values ($1, $2, $3)`, skill,
+		r.Header.Get("Idempotency-Key"), body)
 	if err != nil {
 		http.Error(rw, err.Error(), http.StatusInternalServerError)
 		return
@@ -112,7 +114,8 @@ func (w *world) environ(more ...string) []string {
 		"DATABASE_URL=" + w.url, "AGENT_ADMIN_TOKEN=" + adminToken, "AGENT_LISTEN=127.0.0.1:0",
 		"AGENT_CHAT_KEY=visitors=" + visitorKey + ",stranger=" + strangerKey, "AGENT_CHAT_RATE=100000",
 		"OPENAI_BASE_URL=" + w.model.URL(), "OPENAI_API_KEY=" + modelKey, "AGENT_MODEL=" + modeltest.Model,
-		`AGENT_PRICES={"scripted":{"input":2.5,"output":10}}`, "SHOP_SECRET=whsec_" + shopKey, "WEATHER_TOKEN=" + weatherToken,
+		`AGENT_PRICES={"scripted":{"input":2.5,"output":10}}`, "SHOP_SECRET=whsec_" + shopKey,
+		"WEATHER_TOKEN=" + weatherToken,
 		"AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1", "AGENT_LOG_FORMAT=json", "AGENT_HEARTBEAT_CRON=0 0 29 2 *",
 	}, more...)
 }

@@ -1,7 +1,7 @@
 // Package otlptest is a receiver of traces for tests: OTLP over HTTP in protobuf, as collectors take it.
 //
-// It keeps every span that it has acknowledged, refuses what is not as the protocol says, and can be told to fail. [Check]
-// says whether spans are a complete and well-formed trace.
+// It keeps every span that it has acknowledged, refuses what is not as the protocol says, and can be told to fail.
+// [Check] says whether spans are a complete and well-formed trace.
 package otlptest
 
 import (
@@ -100,7 +100,8 @@ func (s *Server) receive(w http.ResponseWriter, r *http.Request) {
 			return
 		}
 	}
-	if r.Method != http.MethodPost || r.URL.Path != "/v1/traces" || r.Header.Get("Content-Type") != "application/x-protobuf" {
+	if r.Method != http.MethodPost || r.URL.Path != "/v1/traces" ||
+		r.Header.Get("Content-Type") != "application/x-protobuf" {
 		s.tb.Errorf("the receiver got %s %s with %s", r.Method, r.URL.Path, r.Header.Get("Content-Type"))
 		w.WriteHeader(http.StatusBadRequest)
 		return
@@ -138,10 +139,12 @@ func (s *Server) receive(w http.ResponseWriter, r *http.Request) {
 
 func received(one *wire.Span, resource map[string]any) Span {
 	got := Span{
-		TraceID: hex.EncodeToString(one.GetTraceId()), ID: hex.EncodeToString(one.GetSpanId()), Parent: hex.EncodeToString(one.GetParentSpanId()),
-		Name: one.GetName(), Kind: one.GetKind().String(), Start: time.Unix(0, int64(one.GetStartTimeUnixNano())).UTC(),
-		End: time.Unix(0, int64(one.GetEndTimeUnixNano())).UTC(), Attributes: attributes(one.GetAttributes()), Resource: resource,
-		Failed: one.GetStatus().GetCode() == wire.Status_STATUS_CODE_ERROR, Message: one.GetStatus().GetMessage(),
+		TraceID: hex.EncodeToString(one.GetTraceId()), ID: hex.EncodeToString(one.GetSpanId()),
+		Parent: hex.EncodeToString(one.GetParentSpanId()),
+		Name:   one.GetName(), Kind: one.GetKind().String(), Start: time.Unix(0, int64(one.GetStartTimeUnixNano())).UTC(),
+		End: time.Unix(0, int64(one.GetEndTimeUnixNano())).UTC(), Attributes: attributes(one.GetAttributes()),
+		Resource: resource,
+		Failed:   one.GetStatus().GetCode() == wire.Status_STATUS_CODE_ERROR, Message: one.GetStatus().GetMessage(),
 	}
 	for _, l := range one.GetLinks() {
 		got.Links = append(got.Links, hex.EncodeToString(l.GetTraceId())+"-"+hex.EncodeToString(l.GetSpanId()))
@@ -168,9 +171,9 @@ func attributes(list []*common.KeyValue) map[string]any {
 	return got
 }
 
-// Check says what is wrong with the spans of one trace as a whole; nothing when it is complete and well formed: one root, every
-// parent there and no id twice, and no span that begins before its parent, or ends before it begins or after its parent
-// (but for a child that nobody waited for).
+// Check says what is wrong with the spans of one trace as a whole; nothing when it is complete and well formed: one
+// root, every parent there and no id twice, and no span that begins before its parent, or ends before it begins or
+// after its parent (but for a child that nobody waited for).
 func Check(spans []Span) []string {
 	var wrong []string
 	byID := map[string]Span{}
@@ -197,7 +200,8 @@ func Check(spans []Span) []string {
 		case !ok:
 			wrong = append(wrong, fmt.Sprintf("%s has the parent %s, which is not there", s.Name, s.Parent))
 		case s.Start.Before(above.Start), s.End.After(above.End) && s.Attributes["agent.detached"] != true:
-			wrong = append(wrong, fmt.Sprintf("%s (%s to %s) is not within %s (%s to %s)", s.Name, s.Start, s.End, above.Name, above.Start, above.End))
+			wrong = append(wrong, fmt.Sprintf("%s (%s to %s) is not within %s (%s to %s)", s.Name, s.Start, s.End, above.Name,
+				above.Start, above.End))
 		}
 	}
 	return wrong
