@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -118,7 +119,8 @@ func tell(line string) { fmt.Fprintln(os.Stderr, "pgtest:", line) }
 func directory() (string, error) {
 	name := "lanekeeper-test-" + strconv.Itoa(os.Geteuid())
 	dir := filepath.Join(os.TempDir(), name)
-	if os.Getenv("TMPDIR") == "" && (exists(filepath.Join(memory, name)) || plenty()) {
+	free := os.Getenv("TMPDIR") == "" || strings.HasPrefix(os.Getenv("TMPDIR"), memory+"/")
+	if free && memory != "" && (exists(filepath.Join(memory, name)) || plenty()) {
 		dir = filepath.Join(memory, name)
 	}
 	if err := os.Mkdir(dir, 0o755); err != nil && !errors.Is(err, os.ErrExist) {

@@ -9,6 +9,8 @@ import (
 	"strconv"
 	"time"
 
+	"github.com/jackc/pgx/v5"
+
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
@@ -67,9 +69,17 @@ func (s *server) migrate(ctx context.Context, database string) error {
 	if err != nil {
 		return err
 	}
-	defer pool.Close()
 	_, err = migrations.Up(ctx, pool)
-	return err
+	pool.Close()
+	if err != nil {
+		return err
+	}
+	// The first connection after the migrations stores the catalogue's cache, pg_internal.init, which copies share.
+	conn, err := pgx.Connect(ctx, s.urlOf(database))
+	if err != nil {
+		return err
+	}
+	return conn.Close(ctx)
 }
 
 // seal closes the finished database to connections, because a template in use cannot be copied, and
