@@ -106,13 +106,6 @@ func count(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) (n int) {
 	return n
 }
 
-func exec(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
-	t.Helper()
-	if _, err := pool.Exec(t.Context(), sql, args...); err != nil {
-		t.Fatal(err)
-	}
-}
-
 func TestTheSameCallIsAskedForOnce(t *testing.T) {
 	t.Parallel()
 	pool, s := setUp(t)
@@ -202,7 +195,7 @@ func TestWhatIsNotALiveGrantIsNotUsed(t *testing.T) {
 			if err := approve(t, pool, id); err != nil {
 				t.Fatal(err)
 			}
-			exec(t, pool, `update agent_approvals set expires_at = clock_timestamp() where id = $1`, id)
+			pgtest.Exec(t, pool, `update agent_approvals set expires_at = clock_timestamp() where id = $1`, id)
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -223,7 +216,7 @@ func TestAnExpiredApprovalDoesNotStandInTheWay(t *testing.T) {
 	t.Parallel()
 	pool, s := setUp(t)
 	first := ask(t, pool, s, `{}`)
-	exec(t, pool, `update agent_approvals set expires_at = clock_timestamp() where id = $1`, first)
+	pgtest.Exec(t, pool, `update agent_approvals set expires_at = clock_timestamp() where id = $1`, first)
 	if err := approve(t, pool, first); !errors.Is(err, approvals.ErrDecided) {
 		t.Errorf("an expired approval was decided: %v", err)
 	}

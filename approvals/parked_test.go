@@ -177,7 +177,7 @@ func TestADecisionInSQLWakesWhoWaits(t *testing.T) {
 	t.Parallel()
 	p := park(t, `{}`, func(o *executions.Options) { o.SweepEvery = time.Hour })
 	id, approval := p.begin()
-	exec(t, p.pool, `select decide_agent_approval($1, true, 'dba', 'by hand')`, approval)
+	pgtest.Exec(t, p.pool, `select decide_agent_approval($1, true, 'dba', 'by hand')`, approval)
 	if x := p.until(id, executions.Completed); x.ResultSummary != "called" {
 		t.Errorf("ended with %q", x.ResultSummary)
 	}
@@ -202,7 +202,7 @@ func TestAParkedGrantIsItsExecutionsAlone(t *testing.T) {
 	if left, err := approvals.Approved(t.Context(), p.pool, 5); err != nil || len(left) != 0 {
 		t.Errorf("a heartbeat would follow through %+v, %v", left, err)
 	}
-	exec(t, p.pool, `update agent_approvals set status = 'approved' where id = $1`, other) // approved, but not told
+	pgtest.Exec(t, p.pool, `update agent_approvals set status = 'approved' where id = $1`, other) // approved, but not told
 	if err := use(t, p.pool, other, func() { t.Error("acted with another execution's grant") }); !approvals.IsUsed(err) {
 		t.Errorf("another's grant: %v", err)
 	}
@@ -231,7 +231,7 @@ func TestListingsTellWhatHasExpired(t *testing.T) {
 	t.Parallel()
 	p := park(t, `{}`)
 	_, approval := p.begin()
-	exec(t, p.pool, `update agent_approvals set expires_at = clock_timestamp() where id = $1`, approval)
+	pgtest.Exec(t, p.pool, `update agent_approvals set expires_at = clock_timestamp() where id = $1`, approval)
 	for status, want := range map[string]int{"": 1, "pending": 0, "expired": 1, "approved": 0} {
 		got, err := approvals.List(t.Context(), p.pool, approvals.Filter{Status: status})
 		if err != nil || len(got) != want {
@@ -254,7 +254,7 @@ func TestWhatWaitsForASkillThatChangesIsClosed(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			p := park(t, `{"table":"x"}`)
 			id, approval := p.begin()
-			exec(t, p.pool, c.change)
+			pgtest.Exec(t, p.pool, c.change)
 			if x := p.until(id, executions.Completed); x.ResultSummary != "expired by : "+c.says {
 				t.Errorf("the run was told %q", x.ResultSummary)
 			}
@@ -283,11 +283,11 @@ func TestGrantsOfASkillThatChangesAreClosed(t *testing.T) {
 	if err := approve(t, pool, granted); err != nil {
 		t.Fatal(err)
 	}
-	exec(t, pool, `update agent_skills set description = description || '.', revision = revision where name = 'drop'`)
+	pgtest.Exec(t, pool, `update agent_skills set description = description || '.', revision = revision where name = 'drop'`)
 	if n := count(t, pool, `select count(*) from agent_approvals where status = 'expired'`); n != 0 {
 		t.Errorf("%d were closed although the skill is the same", n)
 	}
-	exec(t, pool, `update agent_skills set revision = 2 where name = 'drop'`)
+	pgtest.Exec(t, pool, `update agent_skills set revision = 2 where name = 'drop'`)
 	for _, id := range []string{pending, granted} {
 		if got, err := approvals.Get(t.Context(), pool, id); err != nil || got.Status != "expired" ||
 			!strings.Contains(got.Reason, "was changed") {

@@ -80,7 +80,7 @@ func TestTheScopeThatRefusesIsNamed(t *testing.T) {
 	if got, err := reserve(t, db, call(id, 1, limits.Scopes(trace.Webhook)...)); err != nil || got != 1000 {
 		t.Errorf("another surface was granted %d (%v)", got, err)
 	}
-	if n := value[int](t, db, `select count(*) from agent_budget_today where reserved_tokens = 1100`); n != 2 {
+	if n := pgtest.Value[int](t, db, `select count(*) from agent_budget_today where reserved_tokens = 1100`); n != 2 {
 		t.Errorf("%d of today's scopes have the reservation, want the day and the surface", n)
 	}
 }
@@ -113,7 +113,7 @@ func TestACallThatIsRepeatedUnderAnotherClaimIsReservedTwice(t *testing.T) {
 	if _, err := reserve(t, db, call(id, 0, scope("s", 0, 0))); err != nil {
 		t.Fatal(err)
 	}
-	exec(t, db, `update agent_executions set claim = 2 where id = $1`, id) // a crash
+	pgtest.Exec(t, db, `update agent_executions set claim = 2 where id = $1`, id) // a crash
 	again := call(id, 0, scope("s", 0, 0))
 	again.Claim = 2
 	if got, err := reserve(t, db, again); err != nil || got != 1000 {
@@ -144,18 +144,18 @@ func TestWhatALostClaimReservedIsWrittenOffWhenItIsTakenOver(t *testing.T) {
 	if _, err := reserve(t, db, r); err != nil {
 		t.Fatal(err)
 	}
-	exec(t, db, `update agent_executions set claim = 2 where id = $1`, id)
+	pgtest.Exec(t, db, `update agent_executions set claim = 2 where id = $1`, id)
 	for range 2 {
-		exec(t, db, `select lanekeeper.recover_agent_activity($1, 2)`, id)
+		pgtest.Exec(t, db, `select lanekeeper.recover_agent_activity($1, 2)`, id)
 	}
 	if got := standing(t, db, "s"); got != "1100 2$ spent, 0 0$ set aside, 1100 2$ of 1 unknown" {
 		t.Errorf("s has %s", got)
 	}
-	if got := value[string](t, db, `select concat_ws(' ', status, cost_usd::float8, token_usage) from agent_activity where id = $1`, row); got !=
+	if got := pgtest.Value[string](t, db, `select concat_ws(' ', status, cost_usd::float8, token_usage) from agent_activity where id = $1`, row); got !=
 		`unknown 2 {"unknown_usd": 2.000, "total_tokens": 1100, "prompt_tokens": 100, "unknown_tokens": 1100, "completion_tokens": 1000}` {
 		t.Errorf("the row says %s", got)
 	}
-	if got := value[string](t, db, `select concat_ws(' ', tokens, cost_usd::float8) from agent_spend`); got != "1100 2" {
+	if got := pgtest.Value[string](t, db, `select concat_ws(' ', tokens, cost_usd::float8) from agent_spend`); got != "1100 2" {
 		t.Errorf("spent are %s", got)
 	}
 }
@@ -198,7 +198,7 @@ func TestAStaleClaimReservesNothing(t *testing.T) {
 	if err := send(t, db, queued(r)); !postgres.IsCode(err, "LK001") {
 		t.Errorf("err = %v, want SQLSTATE LK001", err)
 	}
-	if n := value[int](t, db, `select count(*) from agent_budget_reservations`); n != 0 {
+	if n := pgtest.Value[int](t, db, `select count(*) from agent_budget_reservations`); n != 0 {
 		t.Errorf("%d reservations", n)
 	}
 }
@@ -249,13 +249,13 @@ func TestReservationsAreDecidedOneAfterTheOther(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	exec(t, tx, `select from agent_budgets for update`) // the first is at its decision
+	pgtest.Exec(t, tx, `select from agent_budgets for update`) // the first is at its decision
 	second := call(running(t, db), 2, scope("s", 1220, 0))
 	second.Patience = 1
 	sent := make(chan error, 1)
 	go func() { sent <- send(t, db, queued(second)) }()
 	pgtest.Eventually(t, 90*time.Second, func() bool {
-		return value[int](t, db, `select count(*) from pg_stat_activity where datname = current_database()
+		return pgtest.Value[int](t, db, `select count(*) from pg_stat_activity where datname = current_database()
 			and wait_event_type = 'Lock' and query like '%reserve_agent_budget%'`) == 1
 	}, "the second waits for the first")
 	if got, err := reserve(t, tx, call(id, 1, scope("s", 1220, 0))); err != nil || got != 1000 {
@@ -335,7 +335,7 @@ func TestAnEndedExecutionsCallsCountInFull(t *testing.T) {
 	if _, err := reserve(t, db, r); err != nil {
 		t.Fatal(err)
 	}
-	exec(t, db, `select cancel_agent_execution($1, 'admin', 'enough')`, id)
+	pgtest.Exec(t, db, `select cancel_agent_execution($1, 'admin', 'enough')`, id)
 	for _, s := range []string{"s", "r"} {
 		if got := standing(t, db, s); got != "1100 2$ spent, 0 0$ set aside, 1100 2$ of 1 unknown" {
 			t.Errorf("%s has %s", s, got)
@@ -393,7 +393,7 @@ func TestTodayIsTheDatabasesUTCDay(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	if err := pgx.BeginFunc(t.Context(), db, func(tx pgx.Tx) error {
-		exec(t, tx, `set local timezone = 'Pacific/Kiritimati'`)
+		pgtest.Exec(t, tx, `set local timezone = 'Pacific/Kiritimati'`)
 		_, err := reserve(t, tx, call(running(t, db), 0, budgets.Limits{}.Scopes(trace.Chat)...))
 		return err
 	}); err != nil {

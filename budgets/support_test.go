@@ -17,7 +17,7 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 // running is an execution under its first claim, by a worker that lives.
 func running(t *testing.T, db *pgxpool.Pool) string {
 	t.Helper()
-	return value[string](t, db, `
+	return pgtest.Value[string](t, db, `
 		with w as (insert into agent_workers (expires_at) values (clock_timestamp() + interval '1 hour') returning id)
 		insert into agent_executions (trace_id, surface, flow, status, claim, claimed_by)
 		select 'fl_x', 'flow', 'test', 'running', 1, id from w returning id::text`)
@@ -67,23 +67,8 @@ func settle(t *testing.T, db postgres.DB, r *budgets.Reservation, tokens int64, 
 // standing is a scope as text: spent, set aside, unknown.
 func standing(t *testing.T, db postgres.DB, name string) string {
 	t.Helper()
-	return value[string](t, db, `
+	return pgtest.Value[string](t, db, `
 		select format('%s %s$ spent, %s %s$ set aside, %s %s$ of %s unknown', tokens, trim_scale(cost_usd), reserved_tokens,
 		              trim_scale(reserved_usd), unknown_tokens, trim_scale(unknown_usd), unsettled)
 		  from agent_budgets where scope = $1`, name)
-}
-
-func value[T any](t *testing.T, db postgres.DB, sql string, args ...any) (v T) {
-	t.Helper()
-	if err := db.QueryRow(t.Context(), sql, args...).Scan(&v); err != nil {
-		t.Fatalf("%s: %v", sql, err)
-	}
-	return v
-}
-
-func exec(t *testing.T, db postgres.DB, sql string, args ...any) {
-	t.Helper()
-	if _, err := db.Exec(t.Context(), sql, args...); err != nil {
-		t.Fatalf("%s: %v", sql, err)
-	}
 }

@@ -169,7 +169,7 @@ func (b *beside) missing(ids []string) []string {
 			continue
 		}
 		had := load[struct{ Step string }](b.t, b.pool, `select step from agent_checkpoints where execution_id = '`+id+`'`)
-		logged := value[int](b.t, b.pool, `select count(*) from agent_activity where execution_id = $1`, id)
+		logged := pgtest.Value[int](b.t, b.pool, `select count(*) from agent_activity where execution_id = $1`, id)
 		for _, step := range b.truth[id] {
 			if !slices.ContainsFunc(had, func(s struct{ Step string }) bool { return s.Step == step }) {
 				gone = append(gone, fmt.Sprintf("step %s of execution %s (%s)", step, id, status))
@@ -178,7 +178,7 @@ func (b *beside) missing(ids []string) []string {
 		if logged != 2 {
 			gone = append(gone, fmt.Sprintf("activity of execution %s: %d rows are left", id, logged))
 		}
-		ended := value[int](b.t, b.pool, `
+		ended := pgtest.Value[int](b.t, b.pool, `
 			select count(*) from agent_executions c join agent_events v on v.external_id = 'completed ' || c.id
 			 where c.parent_id = $1 and c.status = 'completed'`, id)
 		if ended != 1 {
@@ -202,10 +202,10 @@ func TestNothingUnfinishedIsTouchedAndNobodyWaits(t *testing.T) {
 	}
 	t.Cleanup(own.Close)
 	random(t, own, rand.New(rand.NewPCG(3, 4)))
-	exec(t, own, `delete from agent_executions where completed_at is null; delete from agent_executions where completed_at > now() - interval '1 hour'`)
-	exec(t, own, `delete from agent_activity_uncounted; delete from agent_activity_open; update agent_approvals set status = 'rejected' where status in ('pending', 'approved')`)
+	pgtest.Exec(t, own, `delete from agent_executions where completed_at is null; delete from agent_executions where completed_at > now() - interval '1 hour'`)
+	pgtest.Exec(t, own, `delete from agent_activity_uncounted; delete from agent_activity_open; update agent_approvals set status = 'rejected' where status in ('pending', 'approved')`)
 	// As no admin can: what ended a moment ago is old.
-	exec(t, own, `
+	pgtest.Exec(t, own, `
 		alter table agent_retention drop constraint agent_retention_check;
 		update agent_retention set keep = '300 milliseconds' where kind in ('executions', 'events', 'messages', 'approvals', 'automation_runs');
 		update agent_retention set keep = '60 days' where kind = 'activity'`)
@@ -216,12 +216,12 @@ func TestNothingUnfinishedIsTouchedAndNobodyWaits(t *testing.T) {
 		stay = append(stay, b.begin(t.Context(), errand{N: n, Stays: true}))
 	}
 	// They have been at work for long: one of the old months is theirs.
-	exec(t, own, `
+	pgtest.Exec(t, own, `
 		insert into agent_activity (id, trace_id, execution_id, skill_name, created_at)
 		select lanekeeper.agent_uuid7(at + n * interval '1 ms'), x.trace_id, x.id, 's', at
 		  from agent_executions x, generate_series(1, 2) n, (select clock_timestamp() - interval '150 days' as at) a where x.id = any($1::uuid[]);`, stay)
-	exec(t, own, `delete from agent_activity_uncounted`)
-	theirs := value[string](t, own, `select distinct tableoid::regclass::text from agent_activity where execution_id = any($1::uuid[])`, stay)
+	pgtest.Exec(t, own, `delete from agent_activity_uncounted`)
+	theirs := pgtest.Value[string](t, own, `select distinct tableoid::regclass::text from agent_activity where execution_id = any($1::uuid[])`, stay)
 	ctx, stop := context.WithCancel(t.Context())
 	defer stop()
 	var readers, passes errgroup.Group
@@ -246,15 +246,15 @@ func TestNothingUnfinishedIsTouchedAndNobodyWaits(t *testing.T) {
 		b.begin(t.Context(), errand{N: 100 + n})
 	}
 	pgtest.Eventually(t, time.Minute, func() bool {
-		return value[int](t, own, `select count(*) from agent_executions where flow = 'errand' and status <> 'waiting'`) == 0 &&
-			value[int](t, own, `select count(*) from agent_executions where flow = 'errand' and completed_at is not null`) == 0
+		return pgtest.Value[int](t, own, `select count(*) from agent_executions where flow = 'errand' and status <> 'waiting'`) == 0 &&
+			pgtest.Value[int](t, own, `select count(*) from agent_executions where flow = 'errand' and completed_at is not null`) == 0
 	}, "all that ended is gone")
 	for range 3 {
 		if gone := b.missing(stay); len(gone) > 0 {
 			t.Errorf("gone, though it has not ended: %v", gone)
 		}
 	}
-	if old := value[string](t, own, `
+	if old := pgtest.Value[string](t, own, `
 		select coalesce(string_agg(split_part(partition, '.', 2), ' '), '') from agent_activity_partitions
 		 where upper_id < lanekeeper.agent_uuid7_floor(now() - interval '95 days')`); old != theirs {
 		t.Errorf("of the old months %s are left, and %s is needed", old, theirs)
@@ -268,7 +268,7 @@ func TestNothingUnfinishedIsTouchedAndNobodyWaits(t *testing.T) {
 		b.deliver(t.Context(), fmt.Sprintf("go %d", n))
 	}
 	pgtest.Eventually(t, time.Minute, func() bool {
-		return value[int](t, own, `select count(*) from agent_executions where id = any($1::uuid[]) and status = 'completed'`,
+		return pgtest.Value[int](t, own, `select count(*) from agent_executions where id = any($1::uuid[]) and status = 'completed'`,
 			stay) == len(stay)
 	}, "those that stayed end")
 	for _, kind := range []string{"executions", "events", "activity", "messages", "partitions"} {

@@ -6,6 +6,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -19,13 +20,13 @@ const effects = `
 // noteCauses notes a cause for every row that can have one, and a lane and a lost claim for every execution.
 func noteCauses(t *testing.T, db postgres.DB) {
 	t.Helper()
-	exec(t, db, `delete from agent_links`)
-	exec(t, db, `insert into agent_links (cause, kind, effect) select 'trace of a test', 'raised', e.effect from (`+
+	pgtest.Exec(t, db, `delete from agent_links`)
+	pgtest.Exec(t, db, `insert into agent_links (cause, kind, effect) select 'trace of a test', 'raised', e.effect from (`+
 		effects+`) e`)
-	exec(t, db, `
+	pgtest.Exec(t, db, `
 		insert into agent_lane_holds (lane, execution_id, fencing_token, held_from, held_until, ended)
 		select 'lane ' || id, id, 1, created_at, created_at, 'released' from agent_executions`)
-	exec(t, db, `insert into agent_claims_lost (execution_id, claim, how) select id, 1, 'lost' from agent_executions`)
+	pgtest.Exec(t, db, `insert into agent_claims_lost (execution_id, claim, how) select id, 1, 'lost' from agent_executions`)
 }
 
 // causesAreOfWhatIsThere checks that the causes of what went have gone with it, and no others.

@@ -25,21 +25,21 @@ func months(t *testing.T) (*pgxpool.Pool, string) {
 	}
 	t.Cleanup(pool.Close)
 	partitions(t, pool)
-	exec(t, pool, `
+	pgtest.Exec(t, pool, `
 		insert into agent_activity (id, trace_id, skill_name, created_at)
 		select lanekeeper.agent_uuid7(lower + n * interval '1 hour'), 'hb_' || partition, 's', lower + n * interval '1 hour'
 		  from (select p.partition, to_timestamp(('x' || substr(replace(p.lower_id::text, '-', ''), 1, 12))::bit(48)::bigint / 1000.0) as lower
 		          from agent_activity_partitions p where p.lower_id < lanekeeper.agent_uuid7_floor(now() - interval '40 days')) m, generate_series(1, 10) n`)
-	exec(t, pool, `delete from agent_activity_uncounted; `)
-	exec(t, pool, `update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7_floor(clock_timestamp())`)
-	exec(t, pool, `update agent_retention set keep = '90 days' where kind = 'activity'`)
+	pgtest.Exec(t, pool, `delete from agent_activity_uncounted; `)
+	pgtest.Exec(t, pool, `update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7_floor(clock_timestamp())`)
+	pgtest.Exec(t, pool, `update agent_retention set keep = '90 days' where kind = 'activity'`)
 	return pool, url
 }
 
 // attached lists the partitions of the log that are older than so many days.
 func attached(t *testing.T, db postgres.DB, days int) []string {
 	t.Helper()
-	return value[[]string](t, db, `
+	return pgtest.Value[[]string](t, db, `
 		select coalesce(array_agg(partition order by lower_id), '{}') from agent_activity_partitions
 		 where upper_id < lanekeeper.agent_uuid7_floor(now() - make_interval(days => $1))`, days)
 }
@@ -62,7 +62,7 @@ func TestOldMonthsAreDroppedWhole(t *testing.T) {
 		t.Fatalf("old months: %v", old)
 	}
 	archived := old[0] // by somebody who knows why
-	exec(t, pool, `alter table agent_activity detach partition `+archived)
+	pgtest.Exec(t, pool, `alter table agent_activity detach partition `+archived)
 	done := pass(t, pool, 0)
 	if !slices.Equal(intersect(done.Partitions, old), old[1:]) || done.Removed != 0 || done.Later != "" {
 		t.Errorf("%+v, want %v dropped", done, old[1:])
@@ -70,7 +70,7 @@ func TestOldMonthsAreDroppedWhole(t *testing.T) {
 	if left := attached(t, pool, 123); len(left) != 0 {
 		t.Errorf("left: %v", left)
 	}
-	if n := value[int](t, pool, `select count(*) from `+archived); n != 10 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from `+archived); n != 10 {
 		t.Errorf("the month that somebody else detached has %d rows", n)
 	}
 	if again := pass(t, pool, 0); len(again.Partitions) != 0 || again.Removed != 0 {
@@ -96,19 +96,20 @@ func TestAMonthIsDetachedBesideAReader(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = reader.Rollback(t.Context()) }()
-	exec(t, reader, `select count(*) from agent_activity`)
+	pgtest.Exec(t, reader, `select count(*) from agent_activity`)
 	worked := make(chan error, 1)
 	stop := make(chan struct{})
 	go func() { worked <- useTheLog(t, others, stop) }()
 	old := attached(t, pool, 123)
-	rows := value[int](t, pool, `select count(*) from agent_activity where skill_name = 's'`)
+	rows := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 's'`)
 	for range 3 {
 		if done := pass(t, pool, 300*time.Millisecond); len(done.Partitions) != 0 || done.Later == "" || done.Removed != 0 {
 			t.Errorf("beside a reader: %+v", done)
 		}
 	}
-	left := value[int](t, pool, `select count(*) from agent_activity_partitions where leaving`)
-	if n := value[int](t, pool, `select count(*) from agent_activity where skill_name = 's'`); left == 0 || n >= rows {
+	left := pgtest.Value[int](t, pool, `select count(*) from agent_activity_partitions where leaving`)
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 's'`); left == 0 ||
+		n >= rows {
 		t.Errorf("%d months are leaving, and %d of %d rows are read", left, n, rows)
 	}
 	if err := reader.Rollback(t.Context()); err != nil {
@@ -123,7 +124,7 @@ func TestAMonthIsDetachedBesideAReader(t *testing.T) {
 		t.Error(err)
 	}
 	for _, name := range old {
-		if value[*string](t, pool, `select to_regclass($1)::text`, name) != nil {
+		if pgtest.Value[*string](t, pool, `select to_regclass($1)::text`, name) != nil {
 			t.Errorf("%s is detached and was not dropped", name)
 		}
 	}
@@ -167,12 +168,13 @@ func TestAPassGoesOnWhereAnotherWasKilled(t *testing.T) {
 	old := attached(t, pool, 123)
 	note(t, pool, old[0])
 	note(t, pool, old[1])
-	exec(t, pool, strings.Join([]string{`alter table agent_activity detach partition`, old[1], `concurrently`}, " "))
+	pgtest.Exec(t, pool, strings.Join([]string{`alter table agent_activity detach partition`, old[1], `concurrently`},
+		" "))
 	done := pass(t, pool, 0)
 	if diff := cmp.Diff(old, intersect(done.Partitions, old)); diff != "" {
 		t.Errorf("dropped:\n%s", diff)
 	}
-	if n := value[int](t, pool, `select count(*) from agent_activity_retired`); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity_retired`); n != 0 {
 		t.Errorf("%d months are still on their way out", n)
 	}
 }
@@ -182,12 +184,13 @@ func TestAMonthThatIsNeededAfterAllIsAttachedAgain(t *testing.T) {
 	t.Parallel()
 	pool, _ := months(t)
 	old := attached(t, pool, 123)
-	rows := value[int](t, pool, `select count(*) from agent_activity`)
+	rows := pgtest.Value[int](t, pool, `select count(*) from agent_activity`)
 	for _, name := range old[:2] {
 		note(t, pool, name)
-		exec(t, pool, `insert into agent_executions (trace_id, surface, flow) values ('hb_' || $1, 'flow', 'f')`, name)
+		pgtest.Exec(t, pool, `insert into agent_executions (trace_id, surface, flow) values ('hb_' || $1, 'flow', 'f')`, name)
 	}
-	exec(t, pool, strings.Join([]string{`alter table agent_activity detach partition`, old[1], `concurrently`}, " "))
+	pgtest.Exec(t, pool, strings.Join([]string{`alter table agent_activity detach partition`, old[1], `concurrently`},
+		" "))
 	done := pass(t, pool, 0)
 	if slices.Contains(done.Partitions, old[0]) || slices.Contains(done.Partitions, old[1]) {
 		t.Errorf("dropped: %v", done.Partitions)
@@ -195,11 +198,11 @@ func TestAMonthThatIsNeededAfterAllIsAttachedAgain(t *testing.T) {
 	if got := attached(t, pool, 123); !slices.Equal(got, old[:2]) {
 		t.Errorf("attached: %v, want %v", got, old[:2])
 	}
-	if n := value[int](t, pool, `select count(*) from agent_activity`); n != rows-10*len(done.Partitions) {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity`); n != rows-10*len(done.Partitions) {
 		t.Errorf("%d rows are left of %d, without %v", n, rows, done.Partitions)
 	}
 	// When it has ended the month goes, in the next pass.
-	exec(t, pool, `update agent_executions set status = 'cancelled'`)
+	pgtest.Exec(t, pool, `update agent_executions set status = 'cancelled'`)
 	if done := pass(t, pool, 0); !slices.Equal(done.Partitions, old[:2]) {
 		t.Errorf("after the end: %+v", done)
 	}

@@ -28,18 +28,18 @@ func pieces(t *testing.T, db postgres.Beginner, kind string) (removed []int64) {
 func TestALongThreadGoesInPieces(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	exec(t, pool, `update agent_retention set keep = '30 days' where kind = 'messages'`)
-	exec(t, pool, `
+	pgtest.Exec(t, pool, `update agent_retention set keep = '30 days' where kind = 'messages'`)
+	pgtest.Exec(t, pool, `
 		insert into agent_threads (id, channel, updated_at, next_seq)
 		select t, 'chat', now() - interval '60 days' + t * interval '1 hour', 1000 from generate_series(1, 4) t`)
-	exec(t, pool, `
+	pgtest.Exec(t, pool, `
 		with x as (insert into agent_executions (trace_id, surface, flow) values ('hb_x', 'flow', 'f') returning id)
 		insert into agent_messages (thread_id, seq, turn, role, content, status, execution_id)
 		select t, n, n, 'user', n, 'received', case when t = 2 and n = 1 then x.id end from x, generate_series(1, 4) t, generate_series(1, 150) n`)
 	if n, more, err := retention.Prune(t.Context(), pool, "messages", 100, false); n != 100 || !more || err != nil {
 		t.Errorf("the first piece: %d, %v, %v", n, more, err)
 	}
-	if oldest := value[int](t, pool, `select min(seq) from agent_messages where thread_id = '1'`); oldest != 101 {
+	if oldest := pgtest.Value[int](t, pool, `select min(seq) from agent_messages where thread_id = '1'`); oldest != 101 {
 		t.Errorf("message %d of the first thread is its oldest, want 101", oldest)
 	}
 	for _, n := range pieces(t, pool, "messages") {
@@ -47,11 +47,12 @@ func TestALongThreadGoesInPieces(t *testing.T) {
 			t.Errorf("a piece has deleted %d messages", n)
 		}
 	}
-	if left := value[[]string](t, pool, `select array_agg(distinct thread_id) from agent_messages`); len(left) != 1 ||
+	if left := pgtest.Value[[]string](t, pool,
+		`select array_agg(distinct thread_id) from agent_messages`); len(left) != 1 ||
 		left[0] != "2" {
 		t.Errorf("threads %v have messages, want 2, in which an execution that goes on has spoken", left)
 	}
-	if left := value[int](t, pool, `select count(*) from agent_threads`); left != 1 {
+	if left := pgtest.Value[int](t, pool, `select count(*) from agent_threads`); left != 1 {
 		t.Errorf("%d threads are left", left)
 	}
 }
@@ -60,8 +61,8 @@ func TestALongThreadGoesInPieces(t *testing.T) {
 func over(t *testing.T, pool *pgxpool.Pool, executions, checkpoints int) {
 	t.Helper()
 	err := postgres.InTx(t.Context(), pool, func(tx pgx.Tx) error {
-		exec(t, tx, `set local session_replication_role = replica`)
-		exec(t, tx, `
+		pgtest.Exec(t, tx, `set local session_replication_role = replica`)
+		pgtest.Exec(t, tx, `
 			with x as (
 			  insert into agent_executions (id, trace_id, surface, flow, status, created_at, completed_at)
 			  select lanekeeper.agent_uuid7(at), 'hb_' || n, 'flow', 'f', 'completed', at, at
@@ -80,20 +81,20 @@ func over(t *testing.T, pool *pgxpool.Pool, executions, checkpoints int) {
 func TestOneLockedRowKeepsOnlyItsOwn(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	exec(t, pool, `update agent_retention set keep = '1 day' where kind in ('executions', 'messages')`)
+	pgtest.Exec(t, pool, `update agent_retention set keep = '1 day' where kind in ('executions', 'messages')`)
 	over(t, pool, 4, 0)
-	exec(t, pool, `
+	pgtest.Exec(t, pool, `
 		insert into agent_threads (id, channel, updated_at, next_seq)
 		select t, 'chat', now() - interval '2 days' + t * interval '1 hour', 1000 from generate_series(1, 4) t`)
-	exec(t, pool, `
+	pgtest.Exec(t, pool, `
 		insert into agent_messages (thread_id, seq, turn, role, content, status) select t, 1, 1, 'user', '', 'received' from generate_series(1, 4) t`)
 	tx, err := pool.Begin(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	exec(t, tx, `select from agent_events order by external_id limit 1 for update`)
-	exec(t, tx, `select from agent_messages where thread_id = '2' for update`)
+	pgtest.Exec(t, tx, `select from agent_events order by external_id limit 1 for update`)
+	pgtest.Exec(t, tx, `select from agent_messages where thread_id = '2' for update`)
 	for _, kind := range []string{"executions", "messages"} {
 		if removed, _, err := retention.Prune(t.Context(), pool, kind, 100, false); removed != 3 || err != nil {
 			t.Errorf("beside a locked row %d %s are deleted, want 3: %v", removed, kind, err)
@@ -112,10 +113,10 @@ func TestOneLockedRowKeepsOnlyItsOwn(t *testing.T) {
 func TestManyCheckpointsGoInPieces(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	exec(t, pool, `update agent_retention set keep = '1 day' where kind = 'executions'`)
+	pgtest.Exec(t, pool, `update agent_retention set keep = '1 day' where kind = 'executions'`)
 	over(t, pool, 3, 150)
 	removed := pieces(t, pool, "executions")
-	if left := value[int](t, pool, `select count(*) from agent_checkpoints`); left != 0 || removed[0] != 3 ||
+	if left := pgtest.Value[int](t, pool, `select count(*) from agent_checkpoints`); left != 0 || removed[0] != 3 ||
 		len(removed) != 6 {
 		t.Errorf("%d checkpoints are left after %v", left, removed)
 	}
@@ -125,20 +126,20 @@ func TestManyCheckpointsGoInPieces(t *testing.T) {
 func TestARowThatChangedAfterItWasFoundStays(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	exec(t, pool, `insert into agent_executions (trace_id, surface, flow) values ('hb_x', 'flow', 'f')`)
-	exec(t, pool, `insert into agent_budgets (scope, reserved_tokens) values ('run:x', 1)`)
-	exec(t, pool, `update agent_retention set keep = '35 days' where kind = 'hour_counts'`)
-	exec(t, pool, `insert into agent_activity_counts (span, start, kind, skill, surface, model) values ('hour', now(), 'call', '', '', '')`)
-	exec(t, pool, `
+	pgtest.Exec(t, pool, `insert into agent_executions (trace_id, surface, flow) values ('hb_x', 'flow', 'f')`)
+	pgtest.Exec(t, pool, `insert into agent_budgets (scope, reserved_tokens) values ('run:x', 1)`)
+	pgtest.Exec(t, pool, `update agent_retention set keep = '35 days' where kind = 'hour_counts'`)
+	pgtest.Exec(t, pool, `insert into agent_activity_counts (span, start, kind, skill, surface, model) values ('hour', now(), 'call', '', '', '')`)
+	pgtest.Exec(t, pool, `
 		insert into agent_webhook_targets (id, name, url, secrets, events) values ('00000000-0000-7000-8000-000000000001', 't', 'u', '{a}', '{*}')`)
-	exec(t, pool, `
+	pgtest.Exec(t, pool, `
 		insert into agent_webhook_outbox (target_id, event, payload, trace_id) values ('00000000-0000-7000-8000-000000000001', 'e', '{}', 't')`)
-	exec(t, pool, `
+	pgtest.Exec(t, pool, `
 		insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, status, body, body_sha256)
 		values ('e', '1', 't', 't', 'dead', '', '')`)
-	exec(t, pool, `
+	pgtest.Exec(t, pool, `
 		insert into agent_automations (id, name, cron, prompt) values ('00000000-0000-7000-8000-000000000002', 'a', '* * * * *', 'p')`)
-	exec(t, pool, `
+	pgtest.Exec(t, pool, `
 		insert into agent_automation_runs (automation_id, scheduled_for, status) values ('00000000-0000-7000-8000-000000000002', now(), 'dead')`)
 	for kind, key := range map[string]string{
 		"executions": `select id::text from agent_executions`, "budgets": `select scope from agent_budgets`,

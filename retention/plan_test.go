@@ -61,11 +61,11 @@ func TestAPieceReadsWhatItLooksAt(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	exec(t, pool, `analyze`)
-	exec(t, pool, `update agent_retention set keep = least * 2`)
-	kinds := value[[]string](t, pool, `select array_agg(kind order by kind) from agent_retention`)
+	pgtest.Exec(t, pool, `analyze`)
+	pgtest.Exec(t, pool, `update agent_retention set keep = least * 2`)
+	kinds := pgtest.Value[[]string](t, pool, `select array_agg(kind order by kind) from agent_retention`)
 	for _, keep := range []string{"14 days", "90 days"} {
-		exec(t, pool, `update agent_retention set keep = $1::text::interval where kind = 'activity'`, keep)
+		pgtest.Exec(t, pool, `update agent_retention set keep = $1::text::interval where kind = 'activity'`, keep)
 		for _, kind := range kinds {
 			least := 100
 			if kind == "executions" && keep == "90 days" {

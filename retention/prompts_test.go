@@ -13,11 +13,11 @@ import (
 func TestAPartGoesWithTheLastPromptThatHasIt(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	exec(t, pool, `
+	pgtest.Exec(t, pool, `
 		insert into agent_prompt_parts (digest, body, used_on)
 		select sha256(p.body::bytea), p.body, (now() at time zone 'UTC')::date - p.days
 		  from (values ('shared', 10), ('old', 40), ('unused', 20), ('new', 0)) p (body, days)`)
-	exec(t, pool, `
+	pgtest.Exec(t, pool, `
 		insert into agent_prompts (activity_id, messages, created_at)
 		select lanekeeper.agent_uuid7(now() - make_interval(days => p.days)), array(select sha256(b::bytea) from unnest(p.parts) b), now() - make_interval(days => p.days)
 		  from (values (40, '{shared,old}'::text[]), (10, '{shared}'), (0, '{new}')) p (days, parts)`)
@@ -25,11 +25,11 @@ func TestAPartGoesWithTheLastPromptThatHasIt(t *testing.T) {
 	if err != nil || len(done) != 1 || done[0].Removed != 3 {
 		t.Errorf("a pass has done %+v, %v; want 1 prompt and 2 parts", done, err)
 	}
-	left := value[[]string](t, pool, `select array_agg(body order by body) from agent_prompt_parts`)
+	left := pgtest.Value[[]string](t, pool, `select array_agg(body order by body) from agent_prompt_parts`)
 	if diff := cmp.Diff([]string{"new", "shared"}, left); diff != "" {
 		t.Errorf("parts that are left (-want +got):\n%s", diff)
 	}
-	if n := value[int](t, pool, `select count(*) from agent_prompts`); n != 2 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_prompts`); n != 2 {
 		t.Errorf("%d prompts are left, want 2", n)
 	}
 	if _, err := retention.Set(t.Context(), pool, map[string]string{"activity": "7d"}, "admin", ""); err != nil {
@@ -38,7 +38,7 @@ func TestAPartGoesWithTheLastPromptThatHasIt(t *testing.T) {
 	if _, err := retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"prompts"}, Anew: true}); err != nil {
 		t.Fatal(err)
 	}
-	left = value[[]string](t, pool, `select array_agg(body) from agent_prompt_parts`)
+	left = pgtest.Value[[]string](t, pool, `select array_agg(body) from agent_prompt_parts`)
 	if !slices.Equal(left, []string{"new"}) {
 		t.Errorf("%v are left of prompts that are kept no longer than their model calls", left)
 	}

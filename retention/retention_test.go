@@ -140,7 +140,7 @@ func TestAPassMayBeStoppedAnywhere(t *testing.T) {
 	if diff := cmp.Diff(want.keys(), read(t, pool).keys()); diff != "" {
 		t.Errorf("want -, got +:\n%s", diff)
 	}
-	if n := value[int](t, pool, `select count(*) from agent_retention_leftovers`); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_retention_leftovers`); n != 0 {
 		t.Errorf("%d executions have left something", n)
 	}
 }
@@ -150,7 +150,7 @@ func TestEverythingIsKeptUntilSomebodySaysOtherwise(t *testing.T) {
 	pool := pgtest.DB(t)
 	random(t, pool, rand.New(rand.NewPCG(1, 2)))
 	// as they have always been
-	exec(t, pool, `update agent_retention set keep = null where kind in ('deliveries', 'outbox', 'budgets', 'prompts')`)
+	pgtest.Exec(t, pool, `update agent_retention set keep = null where kind in ('deliveries', 'outbox', 'budgets', 'prompts')`)
 	had := read(t, pool).keys()
 	if done, err := retention.Run(t.Context(), pool, retention.Options{Anew: true}); err != nil || len(done) != 1 ||
 		done[0].Removed != 0 {

@@ -21,7 +21,7 @@ func TestSpendStaysWhenTheLogGoes(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	partitions(t, pool)
-	exec(t, pool, `
+	pgtest.Exec(t, pool, `
 		insert into agent_activity (id, trace_id, kind, skill_name, token_usage, cost_usd, created_at)
 		select lanekeeper.agent_uuid7(at), 'hb_x', 'model', 'model', usage::jsonb, cost, at
 		  from (select clock_timestamp() - interval '150 days' as at) x,
@@ -34,18 +34,18 @@ func TestSpendStaysWhenTheLogGoes(t *testing.T) {
 		}
 		switch when {
 		case "before they are counted":
-			exec(t, pool, `update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7_floor(clock_timestamp())`)
+			pgtest.Exec(t, pool, `update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7_floor(clock_timestamp())`)
 			if _, err := activity.Count(t.Context(), pool); err != nil {
 				t.Fatal(err)
 			}
 		case "after":
-			exec(t, pool, `update agent_retention set keep = '90 days' where kind = 'activity'`)
+			pgtest.Exec(t, pool, `update agent_retention set keep = '90 days' where kind = 'activity'`)
 			if done := pass(t, pool, time.Minute); len(done.Partitions) == 0 {
 				t.Errorf("%+v", done)
 			}
 		}
 	}
-	if n := value[int](t, pool, `select count(*) from agent_activity`); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity`); n != 0 {
 		t.Errorf("%d rows are left", n)
 	}
 }

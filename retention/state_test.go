@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -38,7 +39,7 @@ var (
 // partitions makes those of the last eight months.
 func partitions(t *testing.T, db postgres.DB) {
 	t.Helper()
-	exec(t, db, `
+	pgtest.Exec(t, db, `
 		do $$
 		declare
 		  month timestamptz := (date_trunc('month', clock_timestamp() at time zone 'UTC') - interval '8 months') at time zone 'UTC';
@@ -81,7 +82,7 @@ func random(t *testing.T, pool *pgxpool.Pool, r *rand.Rand) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	exec(t, pool, `update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7_floor(clock_timestamp())`)
+	pgtest.Exec(t, pool, `update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7_floor(clock_timestamp())`)
 }
 
 func (b *build) add(sql string, args ...any) { b.batch.Queue(sql, args...) }
@@ -278,20 +279,4 @@ func (b *build) alone() {
 		strings.TrimPrefix(b.id(at), "0"), at)
 	b.add(`insert into agent_activity_counts (span, start, kind, skill, surface, model) values ($1, $2, 'call', $3, '', '')`, b.pick("hour", "day"), at.Truncate(time.Hour), fmt.Sprint(b.last))
 	b.add(`insert into agent_memory (key, value, created_at, updated_at) values ($1, '1', $2, $2)`, b.id(at), at)
-}
-
-func exec(t *testing.T, db postgres.DB, sql string, args ...any) {
-	t.Helper()
-	if _, err := db.Exec(t.Context(), sql, args...); err != nil {
-		t.Fatal(err)
-	}
-}
-
-func value[T any](t *testing.T, db postgres.DB, sql string, args ...any) T {
-	t.Helper()
-	var v T
-	if err := db.QueryRow(t.Context(), sql, args...).Scan(&v); err != nil {
-		t.Fatal(err)
-	}
-	return v
 }

@@ -39,7 +39,7 @@ func TestAParkedThreadDoesNotExpireAndAnswersGoToItsHolder(t *testing.T) {
 	}})
 	id := p.begin(t, "ask")
 	p.reaches(t, id, executions.Waiting)
-	held := value[bool](t, pool, `select parked and expires_at > clock_timestamp() + interval '100 years' from agent_locks where lane = 'thread:t'`)
+	held := pgtest.Value[bool](t, pool, `select parked and expires_at > clock_timestamp() + interval '100 years' from agent_locks where lane = 'thread:t'`)
 	if freed, err := threads.Clean(t.Context(), pool, slog.New(slog.DiscardHandler)); !held || err != nil || len(freed) > 0 {
 		t.Errorf("parked %t, freed %+v, %v", held, freed, err)
 	}
@@ -89,7 +89,7 @@ func TestTheSameIncomingMessageCountsOnce(t *testing.T) {
 			t.Errorf("message ids differ: %v", ids)
 		}
 	}
-	if n := value[int](t, pool, `select count(*)::int from agent_messages`); n != 1 {
+	if n := pgtest.Value[int](t, pool, `select count(*)::int from agent_messages`); n != 1 {
 		t.Errorf("%d messages", n)
 	}
 	if _, err := receive("u"); !postgres.IsCode(err, "22023") {
@@ -120,10 +120,10 @@ func TestAQuestionThatIsQueuedIsWaitedForWhenItLeaves(t *testing.T) {
 	if got := p.replies(t, "t", "for a"); len(got.Resumed) != 0 {
 		t.Errorf("an answer to a question that was not asked: %+v", got)
 	}
-	queued := value[bool](t, pool, `select waiting_data ? 'queued_message' and waiting_until > clock_timestamp() + interval '29 days' from agent_executions where id = $1`, id)
+	queued := pgtest.Value[bool](t, pool, `select waiting_data ? 'queued_message' and waiting_until > clock_timestamp() + interval '29 days' from agent_executions where id = $1`, id)
 	ends(t, pool, a, "completed")
 	pgtest.Eventually(t, patience, func() bool {
-		return value[bool](t, pool, `select not waiting_data ? 'queued_message' and waiting_until < clock_timestamp() + interval '61 minutes' from agent_executions where id = $1`, id)
+		return pgtest.Value[bool](t, pool, `select not waiting_data ? 'queued_message' and waiting_until < clock_timestamp() + interval '61 minutes' from agent_executions where id = $1`, id)
 	}, "the wait begins")
 	if !queued {
 		t.Error("the wait had begun before its question was out")
@@ -132,7 +132,7 @@ func TestAQuestionThatIsQueuedIsWaitedForWhenItLeaves(t *testing.T) {
 	if diff := cmp.Diff([]string{"a", "for a", "first", "second"}, spoken(t, pool, "t")); diff != "" {
 		t.Errorf("said (-want +got):\n%s", diff)
 	}
-	if !value[bool](t, pool, `select parked and execution_id = $1 from agent_locks where lane = 'thread:t'`, id) {
+	if !pgtest.Value[bool](t, pool, `select parked and execution_id = $1 from agent_locks where lane = 'thread:t'`, id) {
 		t.Error("the thread is not parked with who asked")
 	}
 	if got := p.replies(t, "t", "answer"); len(got.Resumed) != 1 {
@@ -171,7 +171,7 @@ func TestAChildSpeaksInItsParentsThreadAndASiblingQueues(t *testing.T) {
 	})
 	id := p.begin(t, "parent")
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, pool, `select count(*)::int from agent_executions where flow = 'child' and status = 'waiting'
+		return pgtest.Value[int](t, pool, `select count(*)::int from agent_executions where flow = 'child' and status = 'waiting'
 			or flow = 'sibling' and status = 'completed'`) == 2
 	}, "the child waits, the sibling has ended")
 	p.replies(t, "t", "my answer")
@@ -181,7 +181,7 @@ func TestAChildSpeaksInItsParentsThreadAndASiblingQueues(t *testing.T) {
 	if diff := cmp.Diff(want, spoken(t, pool, "t")); diff != "" {
 		t.Errorf("said (-want +got):\n%s", diff)
 	}
-	child := value[string](t, pool, `select id::text from agent_executions where flow = 'child'`)
+	child := pgtest.Value[string](t, pool, `select id::text from agent_executions where flow = 'child'`)
 	p.log.want(t, `msg="lane inherited"`, "lane=thread:t", "from="+id, "to="+child)
 	p.log.want(t, "level=WARN", `msg="lane busy"`, "lane=thread:t", "holder=")
 }
@@ -234,7 +234,7 @@ func TestAParentWhoseWaitTimesOutHasTheThreadAgain(t *testing.T) {
 				want = append([]string{"parent begins"}, want...)
 			}
 			pgtest.Eventually(t, patience, func() bool {
-				return value[int](t, pool, `select count(*)::int from agent_executions where waiting_key = 'over'`) == 1
+				return pgtest.Value[int](t, pool, `select count(*)::int from agent_executions where waiting_key = 'over'`) == 1
 			}, "the parent has gone on")
 			if diff := cmp.Diff(want, spoken(t, pool, "t")); diff != "" {
 				t.Errorf("said (-want +got):\n%s", diff)
@@ -245,7 +245,7 @@ func TestAParentWhoseWaitTimesOutHasTheThreadAgain(t *testing.T) {
 				}
 				if key == "answer" {
 					pgtest.Eventually(t, patience, func() bool {
-						return value[int](t, pool, `select count(*)::int from agent_messages where status = 'queued'`) == 1
+						return pgtest.Value[int](t, pool, `select count(*)::int from agent_messages where status = 'queued'`) == 1
 					}, "what the child says is queued")
 				}
 			}
@@ -300,9 +300,9 @@ func TestAdminsMessagesWaitForTheirTurn(t *testing.T) {
 	ends(t, db, a, "completed")
 	flushes(t, db)
 	// A turn of the chat that stands in the lane's queue goes first.
-	exec(t, db, `select await_agent_lock('thread:t', 'first', 60, 60)`)
-	exec(t, db, `select await_agent_lock('thread:t', 'a turn', 60, 60)`)
-	exec(t, db, `select release_agent_lock('thread:t', 'first')`)
+	pgtest.Exec(t, db, `select await_agent_lock('thread:t', 'first', 60, 60)`)
+	pgtest.Exec(t, db, `select await_agent_lock('thread:t', 'a turn', 60, 60)`)
+	pgtest.Exec(t, db, `select release_agent_lock('thread:t', 'first')`)
 	if s := admin("three"); !s.Queued || s.Holder != "a turn" {
 		t.Errorf("behind a turn: %+v", s)
 	}
@@ -310,8 +310,8 @@ func TestAdminsMessagesWaitForTheirTurn(t *testing.T) {
 	if s := saysAs(t, db, b, "b"); !s.Queued {
 		t.Errorf("behind a turn: %+v", s)
 	}
-	exec(t, db, `select await_agent_lock('thread:t', 'a turn', 60, 60)`)
-	exec(t, db, `select release_agent_lock('thread:t', 'a turn')`)
+	pgtest.Exec(t, db, `select await_agent_lock('thread:t', 'a turn', 60, 60)`)
+	pgtest.Exec(t, db, `select release_agent_lock('thread:t', 'a turn')`)
 	flushes(t, db)
 	if diff := cmp.Diff([]string{"one", "a", "two", "three", "b"}, spoken(t, db, "t")); diff != "" {
 		t.Errorf("said (-want +got):\n%s", diff)
@@ -342,7 +342,7 @@ func TestSendRefusesWhatCannotBeSent(t *testing.T) {
 			t.Errorf("%s: %v, want SQLSTATE %s", name, err, c.code)
 		}
 	}
-	if n := value[int](t, db, `select count(*)::int from agent_messages`); n != 0 {
+	if n := pgtest.Value[int](t, db, `select count(*)::int from agent_messages`); n != 0 {
 		t.Errorf("%d messages are there", n)
 	}
 }

@@ -157,13 +157,13 @@ func tells(t *testing.T, db postgres.Beginner, thread string, words ...string) {
 func settled(t *testing.T, db postgres.DB) {
 	t.Helper()
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, db, `select count(*)::int from agent_messages where status in ('queued', 'sending')`) == 0
+		return pgtest.Value[int](t, db, `select count(*)::int from agent_messages where status in ('queued', 'sending')`) == 0
 	}, "every message is settled")
 }
 
 func states(t *testing.T, db postgres.DB) []string {
 	t.Helper()
-	return value[[]string](t, db, `select array_agg(content || ' ' || status || ' ' || attempts order by thread_id, seq) from agent_messages`)
+	return pgtest.Value[[]string](t, db, `select array_agg(content || ' ' || status || ' ' || attempts order by thread_id, seq) from agent_messages`)
 }
 
 func TestMessagesArePostedInOrderUnderOneID(t *testing.T) {
@@ -191,11 +191,11 @@ func TestMessagesArePostedInOrderUnderOneID(t *testing.T) {
 		if ids[p.Content] == "" {
 			ids[p.Content] = p.ID
 		}
-		if id := value[string](t, pool, `select id::text from agent_messages where content = $1`, p.Content); p.ID != ids[p.Content] || p.ID != id {
+		if id := pgtest.Value[string](t, pool, `select id::text from agent_messages where content = $1`, p.Content); p.ID != ids[p.Content] || p.ID != id {
 			t.Errorf("%s was posted under %s, its id is %s", p.Content, p.ID, id)
 		}
 	}
-	if got := value[string](t, pool, `select error_message from agent_messages where content = 'never'`); !strings.Contains(got, "500") {
+	if got := pgtest.Value[string](t, pool, `select error_message from agent_messages where content = 'never'`); !strings.Contains(got, "500") {
 		t.Errorf("the reason is %q", got)
 	}
 }
@@ -224,10 +224,10 @@ func TestAHangingTargetHoldsUpNobodyElse(t *testing.T) {
 	log, _ := carries(t, pool)
 	pgtest.Eventually(t, patience, func() bool { return len(fast.contents()) == 2 }, "the fast one has got both")
 	pgtest.Eventually(t, patience, func() bool {
-		return value[string](t, pool, `select status from agent_messages where thread_id = 'log'`) == "delivered"
+		return pgtest.Value[string](t, pool, `select status from agent_messages where thread_id = 'log'`) == "delivered"
 	}, "the log has got its message")
 	log.want(t, "msg=message", `content="for the log"`, "thread_id=log")
-	if n := value[int](t, pool, `select count(*)::int from agent_messages where thread_id like 'slow %' and status = 'delivered'`); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select count(*)::int from agent_messages where thread_id like 'slow %' and status = 'delivered'`); n != 0 {
 		t.Errorf("%d messages were delivered to a target that hangs", n)
 	}
 	close(release)
@@ -242,22 +242,22 @@ func TestACourierThatDiesIsFollowedByAnother(t *testing.T) {
 	begins(t, pool, "t", threads.ChannelWebhook, "crm")
 	tells(t, pool, "t", "one", "two")
 	// What the dead one has left: an attempt that it took, and whose end nobody recorded.
-	exec(t, pool, `update agent_messages set attempts = 1, next_attempt_at = clock_timestamp() + interval '1 hour' where content = 'one'`)
-	id := value[string](t, pool, `select id::text from agent_messages where content = 'one'`)
+	pgtest.Exec(t, pool, `update agent_messages set attempts = 1, next_attempt_at = clock_timestamp() + interval '1 hour' where content = 'one'`)
+	id := pgtest.Value[string](t, pool, `select id::text from agent_messages where content = 'one'`)
 	carries(t, pool)
 	carries(t, pool)
 	tells(t, pool, "t", "three")
 	if got := crm.contents(); len(got) != 0 {
 		t.Errorf("posted while another carries: %v", got)
 	}
-	exec(t, pool, `update agent_messages set next_attempt_at = clock_timestamp() where content = 'one'`)
-	exec(t, pool, `select pg_notify('agent_outbox', '')`)
+	pgtest.Exec(t, pool, `update agent_messages set next_attempt_at = clock_timestamp() where content = 'one'`)
+	pgtest.Exec(t, pool, `select pg_notify('agent_outbox', '')`)
 	settled(t, pool)
 	if diff := cmp.Diff([]string{"one", "two", "three"}, crm.contents()); diff != "" {
 		t.Errorf("posts (-want +got):\n%s", diff)
 	}
 	// It wakes and records its attempt after all: too late.
-	thread := value[string](t, pool, `select thread_id from agent_messages where id = $1`, id)
+	thread := pgtest.Value[string](t, pool, `select thread_id from agent_messages where id = $1`, id)
 	if recorded, err := threads.SettleFailed(t.Context(), pool, thread, id, 1); recorded || err != nil {
 		t.Errorf("an attempt that was outlived was recorded: %t, %v", recorded, err)
 	}
@@ -307,12 +307,12 @@ func TestACourierSendsQueuesAndFreesThreads(t *testing.T) {
 	log, _ := carries(t, db)
 	ends(t, db, a, "completed")
 	pgtest.Eventually(t, patience, func() bool { return len(spoken(t, db, "t")) == 2 }, "b's message leaves")
-	exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = 'thread:t'`)
+	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = 'thread:t'`)
 	pgtest.Eventually(t, patience, func() bool { return len(spoken(t, db, "t")) == 3 }, "c's message leaves")
 	// Nobody wants this one; it is freed some time later, and that is logged. Only couriers log, the sweep does not.
-	exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '10 minutes' where lane = 'thread:t'`)
+	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '10 minutes' where lane = 'thread:t'`)
 	pgtest.Eventually(t, patience, func() bool {
-		return value[string](t, db, `select locked_by from agent_locks where lane = 'thread:t'`) == ""
+		return pgtest.Value[string](t, db, `select locked_by from agent_locks where lane = 'thread:t'`) == ""
 	}, "the thread is freed")
 	pgtest.Eventually(t, patience, func() bool { return log.has("level=WARN", `msg="lane stale, clearing"`, "holder="+c) }, "it is logged")
 }

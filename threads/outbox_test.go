@@ -25,11 +25,11 @@ func TestMessagesOfOthersQueueAndLeaveInTheirOrder(t *testing.T) {
 			t.Errorf("%s: %+v", m.words, s)
 		}
 	}
-	exec(t, db, `update agent_locks set expires_at = clock_timestamp() + interval '1 minute' where lane = 'thread:t'`)
+	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() + interval '1 minute' where lane = 'thread:t'`)
 	if s := saysAs(t, db, a, "a2"); s.Queued {
 		t.Errorf("the holder's second: %+v", s)
 	}
-	if !value[bool](t, db, `select expires_at > clock_timestamp() + interval '5 minutes' from agent_locks where lane = 'thread:t'`) {
+	if !pgtest.Value[bool](t, db, `select expires_at > clock_timestamp() + interval '5 minutes' from agent_locks where lane = 'thread:t'`) {
 		t.Error("a send does not renew the lease")
 	}
 	ends(t, db, a, "completed")
@@ -131,11 +131,11 @@ func TestWhatAFailedExecutionQueuedLeavesAndWhatACancelledOneQueuedDoesNot(t *te
 	if diff := cmp.Diff([]string{"a", "failed", "last"}, spoken(t, db, "t")); diff != "" {
 		t.Errorf("said (-want +got):\n%s", diff)
 	}
-	if got := value[string](t, db, `select status from agent_messages where content = 'cancelled'`); got != "withdrawn" {
+	if got := pgtest.Value[string](t, db, `select status from agent_messages where content = 'cancelled'`); got != "withdrawn" {
 		t.Errorf("the message of the cancelled one is %s", got)
 	}
 	// One that has ended never keeps the thread.
-	if got := value[string](t, db, `select execution_id::text from agent_locks where lane = 'thread:t'`); got != last {
+	if got := pgtest.Value[string](t, db, `select execution_id::text from agent_locks where lane = 'thread:t'`); got != last {
 		t.Errorf("the thread is held by %s, want %s", got, last)
 	}
 }
@@ -146,7 +146,7 @@ func TestAThreadWithoutASendForTenMinutesIsAnybodys(t *testing.T) {
 	open(t, db, "t")
 	a, b := claimed(t, db, ""), claimed(t, db, "")
 	saysAs(t, db, a, "a")
-	exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '1 minute' where lane = 'thread:t'`)
+	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '1 minute' where lane = 'thread:t'`)
 	log := &journal{}
 	s := saysAs(t, db, b, "b")
 	if s.Queued {
@@ -173,7 +173,7 @@ func TestTheIdleTimeIsTheThreads(t *testing.T) {
 	}
 	lasts := func(of, when string) {
 		t.Helper()
-		holds := value[bool](t, db, `
+		holds := pgtest.Value[bool](t, db, `
 			select execution_id = $1::uuid and ttl_seconds = 20 and expires_at between clock_timestamp() - interval '1 minute'
 			   and clock_timestamp() + interval '20 seconds' from agent_locks where lane = 'thread:t'`, of)
 		if !holds {
@@ -183,10 +183,10 @@ func TestTheIdleTimeIsTheThreads(t *testing.T) {
 	a, b := claimed(t, db, ""), claimed(t, db, "")
 	saysAs(t, db, a, "a")
 	lasts(a, "taken")
-	exec(t, db, `update agent_locks set expires_at = clock_timestamp() + interval '600 s', ttl_seconds = 600 where lane = 'thread:t'`)
+	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() + interval '600 s', ttl_seconds = 600 where lane = 'thread:t'`)
 	saysAs(t, db, a, "more")
 	lasts(a, "renewed")
-	exec(t, db, `update agent_locks set expires_at = clock_timestamp() + interval '600 s' where lane = 'thread:t'`) // the machine may be slow
+	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() + interval '600 s' where lane = 'thread:t'`) // the machine may be slow
 	if s := saysAs(t, db, b, "b"); !s.Queued {
 		t.Errorf("not queued: %+v", s)
 	}
@@ -208,18 +208,18 @@ func TestCleanFreesWhatNobodyUses(t *testing.T) {
 		t.Errorf("freed a thread in use: %+v, %v", freed, err)
 	}
 	const lazily = `select count(*)::int from lanekeeper.clean_agent_threads('0', interval '5 minutes')`
-	exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = 'thread:t'`)
-	exec(t, db, `update agent_messages set status = 'withdrawn' where status = 'queued'`)
-	if n := value[int](t, db, lazily); n != 0 {
+	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = 'thread:t'`)
+	pgtest.Exec(t, db, `update agent_messages set status = 'withdrawn' where status = 'queued'`)
+	if n := pgtest.Value[int](t, db, lazily); n != 0 {
 		t.Errorf("%d threads were freed that nobody wants", n)
 	}
-	exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '6 minutes' where lane = 'thread:t'`)
-	if n := value[int](t, db, lazily); n != 1 {
+	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '6 minutes' where lane = 'thread:t'`)
+	if n := pgtest.Value[int](t, db, lazily); n != 1 {
 		t.Error("one that nobody has wanted for long was not freed")
 	}
 	saysAs(t, db, a, "again")
 	saysAs(t, db, b, "b")
-	exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = 'thread:t'`)
+	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = 'thread:t'`)
 	freed, err := threads.Clean(t.Context(), db, logger)
 	if err != nil || len(freed) != 1 || freed[0].ThreadID != "t" || freed[0].IdleSeconds < 600 || *freed[0].ExecutionID != a {
 		t.Errorf("freed %+v, %v", freed, err)
@@ -231,7 +231,7 @@ func TestCleanFreesWhatNobodyUses(t *testing.T) {
 		t.Errorf("said (-want +got):\n%s", diff)
 	}
 	// What an ended execution still holds, whoever made that, is freed, too.
-	exec(t, db, `update agent_locks set execution_id = $1::uuid, locked_by = $1::text || '#1' where lane = 'thread:t'`, claimedAndEnded(t, db))
+	pgtest.Exec(t, db, `update agent_locks set execution_id = $1::uuid, locked_by = $1::text || '#1' where lane = 'thread:t'`, claimedAndEnded(t, db))
 	if freed, err := threads.Clean(t.Context(), db, logger); err != nil || len(freed) != 1 {
 		t.Errorf("freed %+v, %v", freed, err)
 	}

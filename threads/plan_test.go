@@ -12,16 +12,16 @@ import (
 func fill(t *testing.T, db postgres.DB, turns int) {
 	t.Helper()
 	open(t, db, "long")
-	exec(t, db, `insert into agent_threads (id, channel, owner) select 'other ' || n, 'chat', 'site' from generate_series(1, 200) n`)
-	exec(t, db, `
+	pgtest.Exec(t, db, `insert into agent_threads (id, channel, owner) select 'other ' || n, 'chat', 'site' from generate_series(1, 200) n`)
+	pgtest.Exec(t, db, `
 		insert into agent_messages (thread_id, seq, turn, role, content, status, tokens)
 		select 'other ' || (n % 200 + 1), n, n, 'user', 'hello there', 'received', 8 from generate_series(1, 100000) n`)
-	exec(t, db, `
+	pgtest.Exec(t, db, `
 		insert into agent_messages (thread_id, seq, turn, role, content, status, tokens)
 		select 'long', n, n - (n + 1) % 2, case n % 2 when 1 then 'user' else 'assistant' end, 'what was said ' || n, 'sent', 8
 		  from generate_series(1, $1::int) n`, 2*turns)
-	exec(t, db, `update agent_threads set next_seq = $1::int + 1 where id = 'long'`, 2*turns)
-	exec(t, db, `analyze agent_messages`)
+	pgtest.Exec(t, db, `update agent_threads set next_seq = $1::int + 1 where id = 'long'`, 2*turns)
+	pgtest.Exec(t, db, `analyze agent_messages`)
 }
 
 // touched is how many rows of messages the statements of fn have read, by index or not.

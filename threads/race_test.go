@@ -64,21 +64,21 @@ func TestFiftyExecutionsSpeakInOneThread(t *testing.T) {
 			}
 		} else {
 			// A claim is lost: whoever has it is fenced off, and another begins again from the checkpoints.
-			exec(t, pool, `
+			pgtest.Exec(t, pool, `
 				update agent_executions set claimed_by = null, claim = claim + 1, wake = wake + 1, hinted_at = 'epoch'
 				 where id = (select id from agent_executions where id = $1 and status = 'running' and claimed_by is not null for update skip locked)`, id)
 		}
-		ended = value[int](t, pool, `select count(*)::int from agent_executions where flow = 'speak' and completed_at is not null`)
+		ended = pgtest.Value[int](t, pool, `select count(*)::int from agent_executions where flow = 'speak' and completed_at is not null`)
 	}
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, pool, `select count(*)::int from agent_messages where status = 'queued'`) == 0
+		return pgtest.Value[int](t, pool, `select count(*)::int from agent_messages where status = 'queued'`) == 0
 	}, "the queue is empty")
 	order(t, spoken(t, pool, "t"), ids, cancelled, words)
 	// Seqs have no gaps, and of two queued messages of different speakers none overtook.
-	if n := value[int](t, pool, `select (max(seq) - count(seq))::int from agent_messages where thread_id = 't'`); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select (max(seq) - count(seq))::int from agent_messages where thread_id = 't'`); n != 0 {
 		t.Errorf("%d places are missing", n)
 	}
-	if n := value[int](t, pool, `select count(*)::int from agent_locks where lane = 'thread:t' and locked_by <> ''`); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select count(*)::int from agent_locks where lane = 'thread:t' and locked_by <> ''`); n != 0 {
 		t.Error("somebody keeps the thread")
 	}
 }
@@ -129,10 +129,10 @@ func TestNobodySpeaksBetweenTheWordsOfAHolder(t *testing.T) {
 		p.begin(t, "speak")
 	}
 	pgtest.Eventually(t, patience, func() bool {
-		if value[bool](t, pool, `select exists (select from agent_executions x where x.status = 'waiting' and not x.waiting_data ? 'queued_message')`) {
+		if pgtest.Value[bool](t, pool, `select exists (select from agent_executions x where x.status = 'waiting' and not x.waiting_data ? 'queued_message')`) {
 			p.replies(t, "t", "go on")
 		}
-		return value[int](t, pool, `select count(*)::int from agent_executions where completed_at is not null`) == 10
+		return pgtest.Value[int](t, pool, `select count(*)::int from agent_executions where completed_at is not null`) == 10
 	}, "all have spoken")
 	var speakers []string
 	for _, line := range spoken(t, pool, "t") {
@@ -158,7 +158,7 @@ func TestAHolderThatFencedAWriteSpeaksBesideAnother(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	exec(t, tx, `select fence_agent_lock('thread:t', (select fencing_token from agent_locks where lane = 'thread:t'))`)
+	pgtest.Exec(t, tx, `select fence_agent_lock('thread:t', (select fencing_token from agent_locks where lane = 'thread:t'))`)
 	const says = `select lanekeeper.send_agent_message('t', x.id, x.claim, $2) from agent_executions x where x.id = $1`
 	spoke := make(chan error, 1)
 	go func() {
@@ -166,10 +166,10 @@ func TestAHolderThatFencedAWriteSpeaksBesideAnother(t *testing.T) {
 		spoke <- err
 	}()
 	pgtest.Eventually(t, patience, func() bool {
-		return value[bool](t, pool, `select exists (select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'
+		return pgtest.Value[bool](t, pool, `select exists (select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'
 			and strpos(query, 'send_agent_message') > 0)`)
 	}, "the other waits")
-	exec(t, tx, says, holder, "second")
+	pgtest.Exec(t, tx, says, holder, "second")
 	if err := tx.Commit(t.Context()); err != nil {
 		t.Error(err)
 	}
@@ -187,8 +187,8 @@ func TestTwoWhoAreTheFirstInAThreadTakeTurns(t *testing.T) {
 	pool := pgtest.DB(t)
 	open(t, pool, "t")
 	for range 10 {
-		exec(t, pool, `delete from agent_messages`)
-		exec(t, pool, `delete from agent_locks`)
+		pgtest.Exec(t, pool, `delete from agent_messages`)
+		pgtest.Exec(t, pool, `delete from agent_locks`)
 		queued := make(chan bool, 6)
 		for range cap(queued) {
 			id := claimed(t, pool, "")

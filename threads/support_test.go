@@ -58,14 +58,6 @@ func (j *journal) has(parts ...string) bool {
 	return false
 }
 
-func value[T any](t *testing.T, db postgres.DB, sql string, args ...any) (v T) {
-	t.Helper()
-	if err := db.QueryRow(t.Context(), sql, args...).Scan(&v); err != nil {
-		t.Fatalf("%s: %v", sql, err)
-	}
-	return v
-}
-
 type process struct {
 	*executions.Engine
 	pool *pgxpool.Pool
@@ -153,21 +145,21 @@ func done(err error) (executions.Result, error) { return executions.Result{}, er
 // spoken is what is said in a thread, in order; what is queued or withdrawn is not.
 func spoken(t *testing.T, db postgres.DB, thread string) []string {
 	t.Helper()
-	return value[[]string](t, db, `
+	return pgtest.Value[[]string](t, db, `
 		select coalesce(array_agg(content order by seq), '{}') from agent_messages where thread_id = $1 and seq is not null`, thread)
 }
 
 // claimed makes an execution that a live worker of the test runs.
 func claimed(t *testing.T, db postgres.DB, parent string) string {
 	t.Helper()
-	worker := value[string](t, db, `
+	worker := pgtest.Value[string](t, db, `
 		insert into agent_workers (name, ttl_seconds, expires_at) values ('test', 600, clock_timestamp() + interval '10 minutes') returning id::text`)
 	var id string
 	err := postgres.InTx(t.Context(), db.(postgres.Beginner), func(tx pgx.Tx) error { // else a process of the test may be the first to claim it
-		id = value[string](t, tx, `
+		id = pgtest.Value[string](t, tx, `
 			insert into agent_executions (trace_id, surface, agent, flow, thread_id, status, parent_id, inherits, hinted_at)
 			values (lanekeeper.agent_trace_id('fl'), 'flow', 'a', 'sql', 't', 'pending', nullif($1, '')::uuid, $1 <> '', 'infinity') returning id::text`, parent)
-		if got := value[int](t, tx, `select count(*)::int from lanekeeper.claim_agent_execution($1, $2)`, id, worker); got != 1 {
+		if got := pgtest.Value[int](t, tx, `select count(*)::int from lanekeeper.claim_agent_execution($1, $2)`, id, worker); got != 1 {
 			t.Fatal("not claimed")
 		}
 		return nil
@@ -183,7 +175,7 @@ func saysAs(t *testing.T, db postgres.DB, id, words string) threads.SendResult {
 	t.Helper()
 	var got threads.SendResult
 	if err := postgres.InTx(t.Context(), db.(postgres.Beginner), func(tx pgx.Tx) (err error) {
-		claim := value[int64](t, tx, `select claim from agent_executions where id = $1`, id)
+		claim := pgtest.Value[int64](t, tx, `select claim from agent_executions where id = $1`, id)
 		got, err = threads.SendTx(t.Context(), tx, threads.Outgoing{ThreadID: "t", Content: words, ExecutionID: id, Claim: claim})
 		return err
 	}); err != nil {
@@ -195,10 +187,10 @@ func saysAs(t *testing.T, db postgres.DB, id, words string) threads.SendResult {
 func ends(t *testing.T, db postgres.DB, id, status string) {
 	t.Helper()
 	if status == "cancelled" {
-		exec(t, db, `select cancel_agent_execution($1, 'admin', 'a test')`, id)
+		pgtest.Exec(t, db, `select cancel_agent_execution($1, 'admin', 'a test')`, id)
 		return
 	}
-	exec(t, db, `select lanekeeper.complete_agent_execution(x.id, x.claim, $2, '', null, null, null) from agent_executions x where x.id = $1`, id, status)
+	pgtest.Exec(t, db, `select lanekeeper.complete_agent_execution(x.id, x.claim, $2, '', null, null, null) from agent_executions x where x.id = $1`, id, status)
 }
 
 func flushes(t *testing.T, db postgres.DB) {

@@ -226,10 +226,10 @@ func TestHeldThreadsAreSeen(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	open(t, db, "held")
-	exec(t, db, `select acquire_agent_lock('thread:held', '018f0000-0000-7000-8000-000000000001#1', 600)`)
-	exec(t, db, `select acquire_agent_lock('thread:gone', 'somebody', 600)`)
-	exec(t, db, `select acquire_agent_lock('operate', 'an admin', 600)`)
-	exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '3 minutes' where lane = 'thread:gone'`)
+	pgtest.Exec(t, db, `select acquire_agent_lock('thread:held', '018f0000-0000-7000-8000-000000000001#1', 600)`)
+	pgtest.Exec(t, db, `select acquire_agent_lock('thread:gone', 'somebody', 600)`)
+	pgtest.Exec(t, db, `select acquire_agent_lock('operate', 'an admin', 600)`)
+	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '3 minutes' where lane = 'thread:gone'`)
 	all, err := threads.Locks(t.Context(), db, false)
 	if err != nil {
 		t.Fatal(err)
@@ -265,12 +265,5 @@ func TestListingsGoOnWhereTheyEnded(t *testing.T) {
 	}
 	if diff := cmp.Diff([]string{"a", "c", "b"}, got); diff != "" {
 		t.Errorf("listing (-want +got):\n%s", diff)
-	}
-}
-
-func exec(t *testing.T, db postgres.DB, sql string, args ...any) {
-	t.Helper()
-	if _, err := db.Exec(t.Context(), sql, args...); err != nil {
-		t.Fatalf("%s: %v", sql, err)
 	}
 }

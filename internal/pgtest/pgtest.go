@@ -169,15 +169,14 @@ func open(tb testing.TB, url string) *pgxpool.Pool {
 	return pool
 }
 
-// Eventually fails the test when condition does not become true within timeout.
+// Eventually fails the test when condition does not become true within timeout. The longer it takes, the less often it
+// asks: after 5 ms at first, after 50 ms in the end.
 func Eventually(tb testing.TB, timeout time.Duration, condition func() bool, message string) {
 	tb.Helper()
 	deadline := time.After(timeout)
-	ticker := time.NewTicker(5 * time.Millisecond)
-	defer ticker.Stop()
-	for !condition() {
+	for pause := 5 * time.Millisecond; !condition(); pause = min(pause*5/4, 50*time.Millisecond) {
 		select {
-		case <-ticker.C:
+		case <-time.After(pause):
 		case <-deadline:
 			if condition() {
 				return

@@ -51,7 +51,8 @@ func TestTheDatabasesClockJumps(t *testing.T) {
 		t.Fatal(err)
 	}
 	do(t, db, `create table effects (by text not null, what text not null)`)
-	if ahead := value[bool](t, pool, `select clock_timestamp() < pg_catalog.clock_timestamp() + interval '1 minute'`); !ahead {
+	if ahead := pgtest.Value[bool](t, pool,
+		`select clock_timestamp() < pg_catalog.clock_timestamp() + interval '1 minute'`); !ahead {
 		t.Fatal("the clock is wrong before it jumps")
 	}
 	at := newGate()
@@ -90,7 +91,7 @@ func TestTheDatabasesClockJumps(t *testing.T) {
 	}
 	ended := func() {
 		eventually(t, "all executions have ended", func() bool {
-			return value[int](t, db, `select count(*) from agent_executions where completed_at is null`) == 0
+			return pgtest.Value[int](t, db, `select count(*) from agent_executions where completed_at is null`) == 0
 		})
 	}
 	begin(6, "steps")
@@ -103,11 +104,11 @@ func TestTheDatabasesClockJumps(t *testing.T) {
 	do(t, db, `update clock.jump set by = '0'`)
 	begin(3, "steps")
 	ended()
-	if n := value[int](t, db, `select count(*) from agent_executions where status <> 'completed'`); n != 0 {
+	if n := pgtest.Value[int](t, db, `select count(*) from agent_executions where status <> 'completed'`); n != 0 {
 		t.Errorf("%d executions are not completed", n)
 	}
-	if n, most := value[int](t, db, `select count(*) from effects`),
-		value[int](t, db, `select count(*) from (select distinct by, what from effects) d`); n != 18*4 || most != n {
+	if n, most := pgtest.Value[int](t, db, `select count(*) from effects`),
+		pgtest.Value[int](t, db, `select count(*) from (select distinct by, what from effects) d`); n != 18*4 || most != n {
 		t.Errorf("%d effects, %d of them different, want %d", n, most, 18*4)
 	}
 }
@@ -137,7 +138,7 @@ func TestTheProcesssClockJumps(t *testing.T) {
 	}
 	var worker string
 	eventually(t, "the process has a lease", func() bool {
-		worker = value[string](t, db, `select coalesce(max(id::text), '') from agent_workers where expires_at > clock_timestamp()`)
+		worker = pgtest.Value[string](t, db, `select coalesce(max(id::text), '') from agent_workers where expires_at > clock_timestamp()`)
 		return worker != ""
 	})
 	var yes acknowledged
@@ -151,11 +152,11 @@ func TestTheProcesssClockJumps(t *testing.T) {
 			t.Errorf("%s: %+v", by, got)
 		}
 		eventually(t, "the flow ends with a clock that is wrong by "+by.String(), func() bool {
-			return value[int](t, db, `select count(*) from agent_executions where flow = 'wide' and status = 'completed'`) == i+1
+			return pgtest.Value[int](t, db, `select count(*) from agent_executions where flow = 'wide' and status = 'completed'`) == i+1
 		})
-		renewed := value[time.Time](t, db, `select expires_at from agent_workers where id = $1`, worker)
+		renewed := pgtest.Value[time.Time](t, db, `select expires_at from agent_workers where id = $1`, worker)
 		eventually(t, "the lease is renewed", func() bool {
-			return value[bool](t, db, `select expires_at > $2 and expires_at < clock_timestamp() + interval '1 minute' from agent_workers where id = $1`, worker, renewed)
+			return pgtest.Value[bool](t, db, `select expires_at > $2 and expires_at < clock_timestamp() + interval '1 minute' from agent_workers where id = $1`, worker, renewed)
 		})
 	}
 	yes.kept(t, url)

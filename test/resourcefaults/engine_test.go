@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
 	"github.com/lanekeeper/lanekeeper/lanes"
@@ -115,16 +116,16 @@ func TestARunWhoseStepCannotBeRecorded(t *testing.T) {
 			if err := receive(t, told.first); !errors.Is(err, executions.ErrLost) {
 				t.Errorf("the flow was told %v", err)
 			}
-			if got := value[string](t, db, `select status from agent_executions where id = $1`, x.ID); got != "running" &&
+			if got := pgtest.Value[string](t, db, `select status from agent_executions where id = $1`, x.ID); got != "running" &&
 				got != "pending" {
 				t.Errorf("the execution is %s, and its step is not recorded", got)
 			}
-			if n := value[int](t, db, `select count(*) from agent_checkpoints where execution_id = $1`, x.ID); n != 1 {
+			if n := pgtest.Value[int](t, db, `select count(*) from agent_checkpoints where execution_id = $1`, x.ID); n != 1 {
 				t.Errorf("%d steps are recorded", n)
 			}
 			bad.end()
 			eventually(t, "the execution completes", func() bool {
-				return value[string](t, db, `select status from agent_executions where id = $1`, x.ID) == "completed"
+				return pgtest.Value[string](t, db, `select status from agent_executions where id = $1`, x.ID) == "completed"
 			})
 			if first.Load() != 1 || second.Load() < 2 {
 				t.Errorf("the first step ran %d times, the second %d times", first.Load(), second.Load())
@@ -186,7 +187,7 @@ func TestWhatWasAcknowledgedIsThere(t *testing.T) {
 				eventually(t, "work is taken again", func() bool { return refused(0) == nil })
 			}
 			eventually(t, "all that was started has ended", func() bool {
-				return value[int](t, db, `select count(*) from agent_executions where completed_at is null`) == 0
+				return pgtest.Value[int](t, db, `select count(*) from agent_executions where completed_at is null`) == 0
 			})
 			for what, sql := range map[string]string{
 				"executions that were acknowledged and are not completed": `
@@ -194,11 +195,11 @@ func TestWhatWasAcknowledgedIsThere(t *testing.T) {
 				"executions with an effect that is not there, or twice": `
 					select count(*) from unnest($1::text[]) a where (select count(*) from effects where by = a) <> 1`,
 			} {
-				if n := value[int](t, db, sql, started); n != 0 {
+				if n := pgtest.Value[int](t, db, sql, started); n != 0 {
 					t.Errorf("%d of %d %s", n, len(started), what)
 				}
 			}
-			lost := value[int](t, db, `select count(*) from unnest($1::text[]) a where not exists (select from agent_events where key = a)`, events)
+			lost := pgtest.Value[int](t, db, `select count(*) from unnest($1::text[]) a where not exists (select from agent_events where key = a)`, events)
 			if lost != 0 {
 				t.Errorf("%d of %d events that were acknowledged are not there", lost, len(events))
 			}

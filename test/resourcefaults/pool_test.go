@@ -60,16 +60,16 @@ func TestAPoolThatIsTaken(t *testing.T) {
 	if err := receive(t, told.first); !errors.Is(err, executions.ErrLost) {
 		t.Errorf("the flow was told %v", err)
 	}
-	if n := value[int](t, db, `select count(*) from agent_checkpoints where execution_id = $1`, x.ID); n != 1 {
+	if n := pgtest.Value[int](t, db, `select count(*) from agent_checkpoints where execution_id = $1`, x.ID); n != 1 {
 		t.Errorf("%d steps are recorded", n)
 	}
-	if got := value[string](t, db, `select status from agent_executions where id = $1`, x.ID); got != "running" &&
+	if got := pgtest.Value[string](t, db, `select status from agent_executions where id = $1`, x.ID); got != "running" &&
 		got != "pending" {
 		t.Errorf("the execution is %s", got)
 	}
 	giveBack()
 	eventually(t, "the execution completes", func() bool {
-		return value[string](t, db, `select status from agent_executions where id = $1`, x.ID) == "completed"
+		return pgtest.Value[string](t, db, `select status from agent_executions where id = $1`, x.ID) == "completed"
 	})
 	if first.Load() != 1 || second.Load() < 2 {
 		t.Errorf("the first step ran %d times, the second %d times", first.Load(), second.Load())
@@ -120,12 +120,12 @@ func TestAnEngineOnTheLeastPool(t *testing.T) {
 		}
 	}
 	eventually(t, "all runs have ended", func() bool {
-		return value[int](t, db, `select count(*) from agent_executions where completed_at is null`) == 0
+		return pgtest.Value[int](t, db, `select count(*) from agent_executions where completed_at is null`) == 0
 	})
-	if n := value[int](t, db, `select count(*) from agent_executions where status = 'completed'`); n != 2*runs {
+	if n := pgtest.Value[int](t, db, `select count(*) from agent_executions where status = 'completed'`); n != 2*runs {
 		t.Errorf("%d are completed, want %d", n, 2*runs)
 	}
-	if n := value[int](t, db, `select count(distinct by) from effects`); n != 2*runs {
+	if n := pgtest.Value[int](t, db, `select count(distinct by) from effects`); n != 2*runs {
 		t.Errorf("%d effects, want %d", n, 2*runs)
 	}
 }

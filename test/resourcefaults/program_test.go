@@ -12,6 +12,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
 // acknowledged are the ids that a process, or a command, said yes to.
@@ -56,7 +58,7 @@ func (y *acknowledged) kept(t *testing.T, url string) {
 		"deliveries": {`select count(*) from unnest($1::text[]) a where not exists (select from agent_webhook_deliveries where delivery_id = a)`, y.deliveries},
 		"executions": {`select count(*) from unnest($1::text[]) a where not exists (select from agent_executions where input ->> 'key' = a)`, y.executions},
 	} {
-		if n := value[int](t, db, look.sql, look.ids); n != 0 || len(look.ids) == 0 {
+		if n := pgtest.Value[int](t, db, look.sql, look.ids); n != 0 || len(look.ids) == 0 {
 			t.Errorf("of %d %s that were acknowledged %d are not there", len(look.ids), what, n)
 		}
 	}
@@ -201,9 +203,9 @@ func TestTheLeastPoolIsEnough(t *testing.T) {
 	}
 	db := admin(t, bad.url)
 	eventually(t, "all runs have ended", func() bool {
-		return value[int](t, db, `select count(*) from agent_executions where completed_at is null and flow not like 'external%'`) == 0
+		return pgtest.Value[int](t, db, `select count(*) from agent_executions where completed_at is null and flow not like 'external%'`) == 0
 	})
-	if n := value[int](t, db, `select count(*) from agent_executions where flow = 'wide' and status = 'completed'`); n != 12 {
+	if n := pgtest.Value[int](t, db, `select count(*) from agent_executions where flow = 'wide' and status = 'completed'`); n != 12 {
 		t.Errorf("%d flows are completed", n)
 	}
 	yes.kept(t, bad.url)

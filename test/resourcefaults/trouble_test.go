@@ -55,15 +55,6 @@ func do(t *testing.T, db postgres.DB, sql string, args ...any) {
 	}
 }
 
-// value reads one value.
-func value[T any](t *testing.T, db postgres.DB, sql string, args ...any) (v T) {
-	t.Helper()
-	if err := db.QueryRow(t.Context(), sql, args...).Scan(&v); err != nil {
-		t.Fatalf("%v\n%s", err, sql)
-	}
-	return v
-}
-
 // pretendedFullDisk refuses every insert and update as a full disk does.
 func pretendedFullDisk(t *testing.T) trouble {
 	url := pgtest.URL(t)
@@ -123,7 +114,7 @@ func readOnly(t *testing.T) trouble {
 			do(t, db, `alter system set default_transaction_read_only = `+to)
 			do(t, db, `select pg_reload_conf()`)
 			eventually(t, "the server is read-only: "+to, func() bool {
-				return value[string](t, db, `select current_setting('transaction_read_only')`) == to
+				return pgtest.Value[string](t, db, `select current_setting('transaction_read_only')`) == to
 			})
 		}
 	}
