@@ -266,7 +266,7 @@ func TestABatchOfStepsIsWrittenUnderEachClaim(t *testing.T) {
 func batchOfSteps(t *testing.T, showing bool, kept string) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	live, dead := worker(t, pool), worker(t, pool)
+	live, dead := workerLease(t, pool), workerLease(t, pool)
 	names := []string{"live", "stale", "ahead", "dead", "locked", "written", "cancelled", "parked", "pending", "ended", "shown", "shown stale", "unshowable", "live"}
 	ids, claims, steps, variables := make([]string, len(names)), make([]int64, len(names)), make([]string, len(names)), make([]*string, len(names))
 	tx, err := pool.Begin(t.Context())
@@ -342,7 +342,7 @@ func batchOfSteps(t *testing.T, showing bool, kept string) {
 func TestABatchWithARecordedStepWritesNothing(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	w := worker(t, pool)
+	w := workerLease(t, pool)
 	ids, claims := make([]string, 2), make([]int64, 2)
 	for i := range ids {
 		ids[i] = pending(t, pool)
@@ -365,7 +365,7 @@ func TestAClaimIsNotTakenUnderAFencedWrite(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	id := pending(t, pool)
-	claim := mustClaim(t, pool, id, worker(t, pool))
+	claim := mustClaim(t, pool, id, workerLease(t, pool))
 	tx, err := pool.Begin(t.Context())
 	if err != nil {
 		t.Fatal(err)
@@ -390,7 +390,7 @@ func TestOneOfABatchInOrderIsNotLive(t *testing.T) {
 			t.Run(name+map[bool]string{true: ", ends"}[ends], func(t *testing.T) {
 				t.Parallel()
 				pool := pgtest.DB(t)
-				live, dead := worker(t, pool), worker(t, pool)
+				live, dead := workerLease(t, pool), workerLease(t, pool)
 				ids, claims := []string{pending(t, pool), pending(t, pool)}, make([]int64, 2)
 				slices.Sort(ids)
 				claims[0] = mustClaim(t, pool, ids[0], live)
@@ -451,7 +451,7 @@ func closeAll(t *testing.T, db postgres.DB, ids []string, claims []int64, steps 
 func TestAnEndIsWrittenWithItsLastStepOrNotAtAll(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	live, dead := worker(t, pool), worker(t, pool)
+	live, dead := workerLease(t, pool), workerLease(t, pool)
 	names := []string{"live", "stale", "dead", "lane", "lender", "locked", "cancelled", "parked", "reserved", "twice", "twice", "stepless"}
 	ids, claims, steps := make([]string, len(names)), make([]int64, len(names)), make([]*string, len(names))
 	for i, name := range names {
@@ -543,7 +543,7 @@ var onRecord = map[string]string{
 func TestABatchOfEndsOfWhichOneIsOnRecordWritesNothing(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	w := worker(t, pool)
+	w := workerLease(t, pool)
 	ids, claims := make([]string, 2), make([]int64, 2)
 	for i := range ids {
 		ids[i] = pending(t, pool)
@@ -694,7 +694,7 @@ func TestWhatFollowsAnEndFollowsOneOfABatch(t *testing.T) {
 			t.Run(name+" "+place, func(t *testing.T) {
 				t.Parallel()
 				pool := pgtest.DB(t)
-				w, status := worker(t, pool), map[bool]string{true: "completed", false: c.status}[c.status == ""]
+				w, status := workerLease(t, pool), map[bool]string{true: "completed", false: c.status}[c.status == ""]
 				alone := c.prepared(t, pool, pending(t, pool), w)
 				claims, ended := make([]int64, len(l.ids)), make([]string, len(l.ids))
 				for i, id := range l.ids {
@@ -738,7 +738,7 @@ func TestABatchOfEndsLeavesThoseWithLanesAndBudgets(t *testing.T) {
 			t.Run(what+" "+place, func(t *testing.T) {
 				t.Parallel()
 				pool := pgtest.DB(t)
-				w := worker(t, pool)
+				w := workerLease(t, pool)
 				claims, want := make([]int64, len(l.ids)), []string{}
 				for i, id := range l.ids {
 					claims[i] = mustClaim(t, pool, pendingAs(t, pool, id), w)
@@ -762,7 +762,7 @@ func TestABatchOfEndsLeavesThoseWithLanesAndBudgets(t *testing.T) {
 func TestABatchOfEndsTellsOfThePlacesThatItFrees(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	w := worker(t, pool)
+	w := workerLease(t, pool)
 	for _, limited := range []string{"another", "flow"} {
 		exec(t, pool, `insert into agent_limits (kind, name, running) values ('flow', @flow, 1)`, postgres.Strict{"flow": limited})
 		id := pending(t, pool)
@@ -791,7 +791,7 @@ func TestABatchOfEndsTellsOfThePlacesThatItFrees(t *testing.T) {
 func TestTheRulesHoldAfterABatchOfEnds(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	w := worker(t, pool)
+	w := workerLease(t, pool)
 	ended, next := pending(t, pool), pending(t, pool)
 	mustClaim(t, pool, ended, w)
 	mustClaim(t, pool, next, w)
@@ -818,7 +818,7 @@ func TestTheRulesHoldAfterABatchOfEnds(t *testing.T) {
 func TestWhatABatchReadsDoesNotGrowWithTheTables(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	w := worker(t, pool)
+	w := workerLease(t, pool)
 	tx, err := pool.Begin(t.Context()) // one session
 	if err != nil {
 		t.Fatal(err)

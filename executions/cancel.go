@@ -10,8 +10,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// cancelPatience is how long a cancel waits for a step that has its execution locked to stop.
-const cancelPatience = time.Second
+// cancelTimeout is how long a cancel waits for a step that has its execution locked to stop.
+const cancelTimeout = time.Second
 
 // Cancel ends an execution now, whatever it does, and returns the status it has then: cancelled, or the
 // terminal status it had already. The claim is void at once, so nothing more is recorded; the process
@@ -21,18 +21,18 @@ const cancelPatience = time.Second
 // a second. One that has not stopped by then delays nobody: the status is that of an execution that has not ended,
 // the cancel is requested, and it is completed when that transaction ends. See CancelDetail for what is in the way.
 func (e *Engine) Cancel(ctx context.Context, id, by, reason string) (Status, error) {
-	told := func() { e.cancelled(context.WithoutCancel(ctx), id) }
-	return cancel(ctx, e.pool, id, by, reason, told, func() (Status, error) {
+	notify := func() { e.stopIfCancelled(context.WithoutCancel(ctx), id) }
+	return cancel(ctx, e.pool, id, by, reason, notify, func() (Status, error) {
 		var status *string
-		var ends []ended
+		var ends []endedExecution
 		b := &pgx.Batch{}
-		b.Queue(cancelling, postgres.Strict{"id": id, "by": by, "reason": reason}).QueryRow(func(row pgx.Row) error { return row.Scan(&status) })
-		endedIn(b, &ends)
+		b.Queue(cancelSQL, postgres.Strict{"id": id, "by": by, "reason": reason}).QueryRow(func(row pgx.Row) error { return row.Scan(&status) })
+		queueEnded(b, &ends)
 		err := e.pool.SendBatch(ctx, b).Close() // which sets status
-		now, err := cancelledNow(id, status, err)
+		now, err := cancelResult(id, status, err)
 		if err == nil && now.Ended() {
 			e.deliverCompletion(ctx, id)
-			e.announceEnds(ctx, ends)
+			e.logEnded(ctx, ends)
 		}
 		return now, err
 	})
@@ -42,8 +42,8 @@ func (e *Engine) Cancel(ctx context.Context, id, by, reason string) (Status, err
 func Cancel(ctx context.Context, db postgres.DB, id, by, reason string) (Status, error) {
 	return cancel(ctx, db, id, by, reason, func() {}, func() (Status, error) {
 		var status *string
-		err := db.QueryRow(ctx, cancelling, postgres.Strict{"id": id, "by": by, "reason": reason}).Scan(&status)
-		return cancelledNow(id, status, err)
+		err := db.QueryRow(ctx, cancelSQL, postgres.Strict{"id": id, "by": by, "reason": reason}).Scan(&status)
+		return cancelResult(id, status, err)
 	})
 }
 
@@ -51,35 +51,35 @@ func Cancel(ctx context.Context, db postgres.DB, id, by, reason string) (Status,
 // locked the cancel is requested when the caller's transaction commits.
 func CancelTx(ctx context.Context, tx pgx.Tx, id, by, reason string) (Status, error) {
 	var status *string
-	err := tx.QueryRow(ctx, cancelling, postgres.Strict{"id": id, "by": by, "reason": reason}).Scan(&status)
-	return cancelledNow(id, status, err)
+	err := tx.QueryRow(ctx, cancelSQL, postgres.Strict{"id": id, "by": by, "reason": reason}).Scan(&status)
+	return cancelResult(id, status, err)
 }
 
-const cancelling = `select lanekeeper.cancel_agent_execution(@id, @by, @reason)`
+const cancelSQL = `select lanekeeper.cancel_agent_execution(@id, @by, @reason)`
 
 // cancel requests a cancel where the execution is locked, tells who runs it, and tries until it has ended, for a while.
-func cancel(ctx context.Context, db postgres.DB, id, by, reason string, told func(), try func() (Status, error)) (Status, error) {
+func cancel(ctx context.Context, db postgres.DB, id, by, reason string, notify func(), attempt func() (Status, error)) (Status, error) {
 	var requested bool
 	err := db.QueryRow(ctx, `select lanekeeper.request_agent_cancel(@id, @by, @reason)`,
 		postgres.Strict{"id": id, "by": by, "reason": reason}).Scan(&requested)
 	if err != nil && !postgres.IsCode(err, "55P03") {
-		_, err = cancelledNow(id, nil, err)
+		_, err = cancelResult(id, nil, err)
 		return "", err
 	}
-	until := time.Now().Add(cancelPatience)
+	until := time.Now().Add(cancelTimeout)
 	for pause := 5 * time.Millisecond; ; pause = min(2*pause, 50*time.Millisecond) {
 		if requested {
-			told()
+			notify()
 		}
-		status, err := try()
+		status, err := attempt()
 		if postgres.IsCode(err, "55P03") { // something else that follows from the end is locked
 			if _, err = db.Exec(ctx, `select lanekeeper.request_agent_cancel(@id, @by, @reason, true)`, postgres.Strict{"id": id, "by": by, "reason": reason}); err == nil {
 				requested = true
-				status, err = standingAs(ctx, db, id)
+				status, err = statusOf(ctx, db, id)
 			}
 		}
 		if err == nil {
-			told()
+			notify()
 		}
 		if err != nil || status.Ended() || time.Now().After(until) || !sleep(ctx, pause) {
 			return status, err
@@ -87,8 +87,8 @@ func cancel(ctx context.Context, db postgres.DB, id, by, reason string, told fun
 	}
 }
 
-// standingAs is the status of an execution.
-func standingAs(ctx context.Context, db postgres.DB, id string) (Status, error) {
+// statusOf is the status of an execution.
+func statusOf(ctx context.Context, db postgres.DB, id string) (Status, error) {
 	x, err := Get(ctx, db, id)
 	return x.Status, err
 }
@@ -107,8 +107,8 @@ func CancelDetail(ctx context.Context, db postgres.DB) (string, error) {
 	return detail, nil
 }
 
-// cancelledNow is what a cancel has come to.
-func cancelledNow(id string, status *string, err error) (Status, error) {
+// cancelResult is what a cancel has come to.
+func cancelResult(id string, status *string, err error) (Status, error) {
 	switch {
 	case postgres.IsCode(err, "22P02") || (err == nil && status == nil):
 		return "", fmt.Errorf("cancel execution %s: %w", id, ErrNotFound)
@@ -118,8 +118,8 @@ func cancelledNow(id string, status *string, err error) (Status, error) {
 	return Status(*status), nil
 }
 
-// cancelled stops a run of this process whose execution was cancelled, or is to be.
-func (e *Engine) cancelled(ctx context.Context, id string) {
+// stopIfCancelled stops a run of this process whose execution was cancelled, or is to be.
+func (e *Engine) stopIfCancelled(ctx context.Context, id string) {
 	e.mu.Lock()
 	r := e.runs[id]
 	e.mu.Unlock()
@@ -128,11 +128,11 @@ func (e *Engine) cancelled(ctx context.Context, id string) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
-	var over bool
+	var cancelled bool
 	err := e.pool.QueryRow(ctx, `
 		select exists (select from agent_executions x where x.id = @id and x.status = 'cancelled')
-		    or exists (select from agent_cancel_requests c where c.execution_id = @id)`, postgres.Strict{"id": id}).Scan(&over)
-	if err == nil && over {
+		    or exists (select from agent_cancel_requests c where c.execution_id = @id)`, postgres.Strict{"id": id}).Scan(&cancelled)
+	if err == nil && cancelled {
 		r.stop(ErrCancelled)
 	}
 }
@@ -140,18 +140,18 @@ func (e *Engine) cancelled(ctx context.Context, id string) {
 // completeCancel cancels an execution whose run was stopped, where that is requested: its transaction has just been
 // rolled back, and the server may not be done with that. The sweep does it where this cannot.
 func (e *Engine) completeCancel(ctx context.Context, id string) {
-	ctx, stop := context.WithTimeout(context.WithoutCancel(ctx), cancelPatience)
+	ctx, stop := context.WithTimeout(context.WithoutCancel(ctx), cancelTimeout)
 	defer stop()
 	for pause := 2 * time.Millisecond; ; pause = min(2*pause, 50*time.Millisecond) {
-		if done, err := e.tryComplete(ctx, id); done || err != nil && ctx.Err() != nil || !sleep(ctx, pause) {
+		if done, err := e.tryCompleteCancel(ctx, id); done || err != nil && ctx.Err() != nil || !sleep(ctx, pause) {
 			return
 		}
 	}
 }
 
-// tryComplete is one try. It reports that there is nothing left to do.
-func (e *Engine) tryComplete(ctx context.Context, id string) (done bool, err error) {
-	var ends []ended
+// tryCompleteCancel is one try. It reports that there is nothing left to do.
+func (e *Engine) tryCompleteCancel(ctx context.Context, id string) (done bool, err error) {
+	var ends []endedExecution
 	b := &pgx.Batch{}
 	b.Queue(`
 		select case when c.execution_id is null then true
@@ -160,13 +160,13 @@ func (e *Engine) tryComplete(ctx context.Context, id string) (done bool, err err
 		            else false end
 		  from (values (true)) one left join agent_cancel_requests c on c.execution_id = @id`,
 		postgres.Strict{"id": id}).QueryRow(func(row pgx.Row) error { return row.Scan(&done) })
-	endedIn(b, &ends)
+	queueEnded(b, &ends)
 	if err := e.pool.SendBatch(ctx, b).Close(); err != nil {
 		return false, fmt.Errorf("complete cancel of execution %s: %w", id, err)
 	}
 	if len(ends) > 0 {
 		e.deliverCompletion(ctx, id)
-		e.announceEnds(ctx, ends)
+		e.logEnded(ctx, ends)
 	}
 	return done, nil
 }
@@ -183,7 +183,7 @@ func (e *Engine) completeCancels(ctx context.Context) error {
 		return fmt.Errorf("list requested cancels: %w", err)
 	}
 	for _, id := range ids {
-		switch _, err := e.tryComplete(ctx, id); {
+		switch _, err := e.tryCompleteCancel(ctx, id); {
 		case ctx.Err() != nil, postgres.Broken(err), err != nil && postgres.Code(err) == "":
 			return err
 		case err != nil && !postgres.IsCode(err, "55P03"):

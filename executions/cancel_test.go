@@ -39,7 +39,7 @@ func TestCancelEndsPendingAndWaitingExecutions(t *testing.T) {
 		t.Errorf("got %+v", got)
 	}
 	waits := pending(t, pool)
-	n := mustClaim(t, pool, waits, worker(t, pool))
+	n := mustClaim(t, pool, waits, workerLease(t, pool))
 	exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', 'key', '1 hour', null)`, postgres.Strict{"id": waits, "claim": n})
 	if status, err := executions.Cancel(t.Context(), pool, waits, "ana", ""); err != nil || status != executions.Cancelled {
 		t.Errorf("cancel: %s, %v", status, err)
@@ -67,7 +67,7 @@ func TestCancelOfWhatIsNotThereOrHasEnded(t *testing.T) {
 		}
 	}
 	id := pending(t, pool)
-	n := mustClaim(t, pool, id, worker(t, pool))
+	n := mustClaim(t, pool, id, workerLease(t, pool))
 	exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', '', null, null, null)`, postgres.Strict{"id": id, "claim": n})
 	if status, err := executions.Cancel(t.Context(), pool, id, "ana", ""); err != nil || status != executions.Completed {
 		t.Errorf("cancel of a completed one: %s, %v", status, err)
@@ -466,7 +466,7 @@ func TestAnExecutionWhoseCancelIsRequestedIsNotClaimed(t *testing.T) {
 	second := queued(t, pool, "flow", "flow", 2)
 	exec(t, pool, `insert into agent_cancel_requests (execution_id, cancelled_by) values ($1, 'ana')`, first)
 	tx := leftOpen(t, pool, `select 1`)
-	if got := claimReady(t, tx, worker(t, pool), 10); len(got) != 1 || got[0] != second {
+	if got := claimReady(t, tx, workerLease(t, pool), 10); len(got) != 1 || got[0] != second {
 		t.Errorf("claimed %v of %s, which is to be cancelled, and %s", got, first, second)
 	}
 	if missed := value[string](t, tx, `select coalesce(current_setting('lanekeeper.missed', true), '')`); missed != "" {

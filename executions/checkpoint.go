@@ -18,79 +18,79 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// point is the result of a step that has no activity row, as it is written.
-type point struct {
-	id, step, print string
-	claim           int64
-	failed          bool
-	output          json.RawMessage
-	variables       json.RawMessage // nil when the row has them
+// checkpointWrite is the result of a step that has no activity row, as it is written.
+type checkpointWrite struct {
+	id, step, fingerprint string
+	claim                 int64
+	failed                bool
+	output                json.RawMessage
+	variables             json.RawMessage // nil when the row has them
 }
 
 // queue queues the record of a step. Sent twice, it changes nothing the second time. It waits for a lock of the
 // execution for a moment only.
-func (p *point) queue(b *pgx.Batch) {
+func (p *checkpointWrite) queue(b *pgx.Batch) {
 	b.Queue(`
 		insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output)
 		select @id, @step, @claim, @fingerprint, @failed, @output from set_config('lock_timeout', @patience, true)
 		on conflict (execution_id, step) do nothing`, postgres.Strict{
-		"id": p.id, "step": p.step, "claim": p.claim, "fingerprint": p.print, "failed": p.failed, "output": p.output, "patience": lockPatience,
+		"id": p.id, "step": p.step, "claim": p.claim, "fingerprint": p.fingerprint, "failed": p.failed, "output": p.output, "patience": lockTimeout,
 	})
 }
 
-// keepPoint writes the result of a step, together with those of other runs that come at the same time, or by itself
+// writeCheckpoint writes the result of a step, together with those of other runs that come at the same time, or by itself
 // until then. Only who is by itself sets a timer, which costs more than it seems to.
-func (r *run) keepPoint(ctx context.Context, until time.Time, s spec, output json.RawMessage, failed bool) error {
-	text := r.carry()
+func (r *run) writeCheckpoint(ctx context.Context, until time.Time, s stepSpec, output json.RawMessage, failed bool) error {
+	text := r.takeVariables()
 	alone := func() (struct{}, error) {
 		ctx, cancel := context.WithDeadline(ctx, until)
 		defer cancel()
-		return struct{}{}, r.with(ctx, text, func(text json.RawMessage) error {
+		return struct{}{}, r.withVariables(ctx, text, func(text json.RawMessage) error {
 			return r.e.write(ctx, func(b *pgx.Batch) {
 				r.queueVariables(b, text)
 				r.queueCheckpoint(b, s, output, failed)
 			})
 		})
 	}
-	_, err := r.e.batchers.checkpoints.Do(ctx, point{
-		id: r.exec.ID, step: s.key, print: s.print, claim: r.exec.Claim, failed: failed, output: output, variables: text,
+	_, err := r.e.batchers.checkpoints.Do(ctx, checkpointWrite{
+		id: r.exec.ID, step: s.key, fingerprint: s.fingerprint, claim: r.exec.Claim, failed: failed, output: output, variables: text,
 	}, alone)
-	r.carried(text, err)
+	r.returnVariables(text, err)
 	return err
 }
 
-// recordSeveral writes results in one commit, each under its own claim. What is not live, or locked, is left to be
+// checkpointBatch writes results in one commit, each under its own claim. What is not live, or locked, is left to be
 // written by itself, where it is refused or waits.
-func (e *Engine) recordSeveral(ctx context.Context, points []point) ([]batch.Answer[struct{}], error) {
+func (e *Engine) checkpointBatch(ctx context.Context, points []checkpointWrite) ([]batch.Answer[struct{}], error) {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
 	n := len(points)
 	ids, claims, steps, prints, failed := make([]string, n), make([]int64, n), make([]string, n), make([]string, n), make([]bool, n)
 	outputs, variables := make([]*string, n), make([]*string, n)
 	for i, p := range points {
-		ids[i], claims[i], steps[i], prints[i], failed[i] = p.id, p.claim, p.step, p.print, p.failed
-		outputs[i], variables[i] = jsonText(p.output), jsonText(p.variables)
+		ids[i], claims[i], steps[i], prints[i], failed[i] = p.id, p.claim, p.step, p.fingerprint, p.failed
+		outputs[i], variables[i] = nullableJSON(p.output), nullableJSON(p.variables)
 	}
 	rows, err := e.pool.Query(ctx, `
 		select n from lanekeeper.checkpoint_agent_executions(@ids, @claims, @steps, @prints, @failed, (@outputs::text[])::jsonb[],
 		       (@variables::text[])::jsonb[])`,
 		postgres.Strict{
-			"ids": uuids(ids), "claims": claims, "steps": steps, "prints": given(prints), "failed": given(failed), "outputs": outputs,
-			"variables": given(variables),
+			"ids": uuidArray(ids), "claims": claims, "steps": steps, "prints": nilIfZero(prints), "failed": nilIfZero(failed), "outputs": outputs,
+			"variables": nilIfZero(variables),
 		})
 	if err != nil {
 		return nil, fmt.Errorf("record %d steps: %w", n, err)
 	}
-	answers, err := leftAlone[struct{}](rows, n)
+	answers, err := readLeftOut[struct{}](rows, n)
 	if err != nil {
 		return nil, fmt.Errorf("record %d steps: %w", n, err)
 	}
 	return answers, nil
 }
 
-// uuids is an argument of ids, which costs less to send and to read in sixteen bytes each. What is no UUID the
+// uuidArray is an argument of ids, which costs less to send and to read in sixteen bytes each. What is no UUID the
 // database refuses.
-func uuids(ids []string) any {
+func uuidArray(ids []string) any {
 	several := make(pgtype.FlatArray[pgtype.UUID], len(ids))
 	for i, id := range ids {
 		if several[i].Scan(id) != nil {
@@ -100,8 +100,8 @@ func uuids(ids []string) any {
 	return several
 }
 
-// given is an argument of several writes; nil, which is less to send and to take apart, where all have the zero value.
-func given[T comparable](values []T) []T {
+// nilIfZero is an argument of several writes; nil, which is less to send and to take apart, where all have the zero value.
+func nilIfZero[T comparable](values []T) []T {
 	var zero T
 	if slices.ContainsFunc(values, func(v T) bool { return v != zero }) {
 		return values
@@ -109,12 +109,12 @@ func given[T comparable](values []T) []T {
 	return nil
 }
 
-// leftAlone reads which of n writes of a batch were left to be made by themselves.
-func leftAlone[Out any](rows pgx.Rows, n int) ([]batch.Answer[Out], error) {
+// readLeftOut reads which of n writes of a batch were left to be made by themselves.
+func readLeftOut[Out any](rows pgx.Rows, n int) ([]batch.Answer[Out], error) {
 	answers := make([]batch.Answer[Out], n)
-	var at int
-	_, err := pgx.ForEachRow(rows, []any{&at}, func() error {
-		answers[at-1].Alone = true
+	var n1 int
+	_, err := pgx.ForEachRow(rows, []any{&n1}, func() error {
+		answers[n1-1].Alone = true
 		return nil
 	})
 	return answers, err
@@ -125,39 +125,39 @@ func leftAlone[Out any](rows pgx.Rows, n int) ([]batch.Answer[Out], error) {
 // anything else, and by itself when nothing follows soon: so no other step, no wait and no end is ever ahead of a
 // record, and records are written in the order in which their steps ended. A process that dies in this moment runs
 // the step again, as if it had died within it.
-const putOffFor = time.Millisecond
+const deferDelay = time.Millisecond
 
-// longestPutOff is how long a result may be, in bytes, to be put off, and longestKey the key of its step, which is
+// maxDeferredBytes is how long a result may be, in bytes, to be put off, and longestKey the key of its step, which is
 // indexed. What the database might refuse is written at once, while the code can still be told.
 const (
-	longestPutOff = 4096
-	longestKey    = 1024
+	maxDeferredBytes = 4096
+	maxDeferredKey   = 1024
 )
 
 // errUnrecorded ends a run whose result could not be written after the code had been told that the step was done.
 var errUnrecorded = errors.New("the result of a step could not be recorded")
 
-// putOff is the result of a step that is yet to be written.
-type putOff struct {
-	s       spec
+// deferredCheckpoint is the result of a step that is yet to be written.
+type deferredCheckpoint struct {
+	s       stepSpec
 	effect  *Effect
 	value   any
 	output  json.RawMessage
 	failure *StepError
 }
 
-// point is the result as it is written; nil for none.
-func (p *putOff) point(r *run) *point {
+// write is the result as it is written; nil for none.
+func (p *deferredCheckpoint) write(r *run) *checkpointWrite {
 	if p == nil {
 		return nil
 	}
-	return &point{id: r.exec.ID, step: p.s.key, print: p.s.print, claim: r.exec.Claim, failed: p.failure != nil, output: p.output}
+	return &checkpointWrite{id: r.exec.ID, step: p.s.key, fingerprint: p.s.fingerprint, claim: r.exec.Claim, failed: p.failure != nil, output: p.output}
 }
 
-// canWait reports a result that may be put off.
-func (r *run) canWait(s spec, effect *Effect, output json.RawMessage) bool {
-	return s.again && s.entry == nil && s.also == nil && (effect == nil || effect.Settle == nil) && r.replay == nil &&
-		len(output) <= longestPutOff && withoutExponents(output) && len(s.key) <= longestKey && s.key == postgres.Text(s.key)
+// canDefer reports a result that may be put off.
+func (r *run) canDefer(s stepSpec, effect *Effect, output json.RawMessage) bool {
+	return s.repeatable && s.entry == nil && s.onIntent == nil && (effect == nil || effect.Settle == nil) && r.replay == nil &&
+		len(output) <= maxDeferredBytes && withoutExponents(output) && len(s.key) <= maxDeferredKey && s.key == postgres.Text(s.key)
 }
 
 // withoutExponents reports JSON without exponents. Its numbers are those that jsonb holds, if they are not long.
@@ -176,19 +176,19 @@ func withoutExponents(text json.RawMessage) bool {
 	return true
 }
 
-// putOff keeps a result until something else is written, or its time is up.
-func (r *run) putOff(ctx context.Context, p *putOff) error {
-	r.recording.Lock()
-	defer r.recording.Unlock()
-	if err := r.recordPutOff(ctx); err != nil { // of another branch, or of a step within this one
+// deferCheckpoint keeps a result until something else is written, or its time is up.
+func (r *run) deferCheckpoint(ctx context.Context, p *deferredCheckpoint) error {
+	r.recordMu.Lock()
+	defer r.recordMu.Unlock()
+	if err := r.flushDeferredLocked(ctx); err != nil { // of another branch, or of a step within this one
 		return err
 	}
-	r.put = p
-	if r.putTimer != nil {
-		r.putTimer.Reset(putOffFor)
+	r.deferred = p
+	if r.deferTimer != nil {
+		r.deferTimer.Reset(deferDelay)
 		return nil
 	}
-	r.putTimer = time.AfterFunc(putOffFor, func() {
+	r.deferTimer = time.AfterFunc(deferDelay, func() {
 		_ = r.flushDeferred(context.WithoutCancel(ctx)) // an error has stopped the run
 	})
 	return nil
@@ -196,45 +196,45 @@ func (r *run) putOff(ctx context.Context, p *putOff) error {
 
 // flushDeferred returns when nothing is put off any more. An error has stopped the run.
 func (r *run) flushDeferred(ctx context.Context) error {
-	r.recording.Lock()
-	defer r.recording.Unlock()
-	return r.recordPutOff(ctx)
+	r.recordMu.Lock()
+	defer r.recordMu.Unlock()
+	return r.flushDeferredLocked(ctx)
 }
 
-// takePutOff hands what was put off to a write that takes it along; nil when there is nothing. It waits for a write
+// takeDeferred hands what was put off to a write that takes it along; nil when there is nothing. It waits for a write
 // that is under way.
-func (r *run) takePutOff() *putOff {
-	r.recording.Lock()
-	defer r.recording.Unlock()
-	p := r.put
-	r.put = nil
+func (r *run) takeDeferred() *deferredCheckpoint {
+	r.recordMu.Lock()
+	defer r.recordMu.Unlock()
+	p := r.deferred
+	r.deferred = nil
 	if p != nil {
-		r.putTimer.Stop()
+		r.deferTimer.Stop()
 	}
 	return p
 }
 
-// recordPutOff writes what was put off. The caller holds r.recording.
-func (r *run) recordPutOff(ctx context.Context) error {
-	p := r.put
+// flushDeferredLocked writes what was put off. The caller holds r.recording.
+func (r *run) flushDeferredLocked(ctx context.Context) error {
+	p := r.deferred
 	if p == nil {
 		return nil
 	}
-	r.put = nil
-	r.putTimer.Stop()
-	return r.recordTaken(ctx, p)
+	r.deferred = nil
+	r.deferTimer.Stop()
+	return r.recordDeferred(ctx, p)
 }
 
-// recordTaken writes what was taken from r.put. An error has stopped the run.
-func (r *run) recordTaken(ctx context.Context, p *putOff) error {
-	err := r.recordNow(ctx, p.s, p.effect, p.value, p.output, p.failure)
+// recordDeferred writes what was taken from r.put. An error has stopped the run.
+func (r *run) recordDeferred(ctx context.Context, p *deferredCheckpoint) error {
+	err := r.recordStep(ctx, p.s, p.effect, p.value, p.output, p.failure)
 	switch {
-	case err == nil, r.poisoned() != nil:
-	case passing(err), ctx.Err() != nil:
+	case err == nil, r.stopCause() != nil:
+	case transient(err), ctx.Err() != nil:
 		r.stop(ErrLost) // nobody knows, and whoever takes over runs the step again
 	default:
 		err = errors.Join(errUnrecorded, err)
-		r.noteFailure(p.s.key)
+		r.setFailedStep(p.s.key)
 		r.stop(err)
 	}
 	return err
@@ -242,11 +242,11 @@ func (r *run) recordTaken(ctx context.Context, p *putOff) error {
 
 // batchers join the writes of concurrent executions, one batcher for each kind of write.
 type batchers struct {
-	starts      *batch.Batcher[opening, Execution]
-	checkpoints *batch.Batcher[point, struct{}]
-	waits       *batch.Batcher[parking, []byte]
-	events      *batch.Batcher[occurrence, Delivered]
-	ends        *batch.Batcher[lastWrite, finished]
+	starts      *batch.Batcher[insertParams, Execution]
+	checkpoints *batch.Batcher[checkpointWrite, struct{}]
+	waits       *batch.Batcher[waitWrite, []byte]
+	events      *batch.Batcher[event, Delivered]
+	completions *batch.Batcher[completion, completionResult]
 }
 
 // newBatchers returns the batchers of an engine. They share a scheduler, so callers of different kinds fall into step
@@ -258,14 +258,14 @@ type batchers struct {
 func newBatchers(e *Engine) batchers {
 	s := &batch.Scheduler{}
 	return batchers{
-		starts: &batch.Batcher[opening, Execution]{Scheduler: s, Send: e.startSeveral, Unchanged: postgres.Unchanged},
-		waits:  &batch.Batcher[parking, []byte]{Scheduler: s, Send: e.parkSeveral, Unchanged: postgres.Unchanged},
-		events: &batch.Batcher[occurrence, Delivered]{Scheduler: s, Send: e.handSeveral, Unchanged: postgres.Unchanged},
-		checkpoints: &batch.Batcher[point, struct{}]{
-			Scheduler: s, Send: e.recordSeveral, Compare: func(a, b point) int { return strings.Compare(a.id, b.id) },
+		starts: &batch.Batcher[insertParams, Execution]{Scheduler: s, Send: e.startBatch, Unchanged: postgres.Unchanged},
+		waits:  &batch.Batcher[waitWrite, []byte]{Scheduler: s, Send: e.waitBatch, Unchanged: postgres.Unchanged},
+		events: &batch.Batcher[event, Delivered]{Scheduler: s, Send: e.deliverBatch, Unchanged: postgres.Unchanged},
+		checkpoints: &batch.Batcher[checkpointWrite, struct{}]{
+			Scheduler: s, Send: e.checkpointBatch, Compare: func(a, b checkpointWrite) int { return strings.Compare(a.id, b.id) },
 		},
-		ends: &batch.Batcher[lastWrite, finished]{
-			Scheduler: s, Send: e.finishSeveral, Compare: func(a, b lastWrite) int { return strings.Compare(a.id, b.id) },
+		completions: &batch.Batcher[completion, completionResult]{
+			Scheduler: s, Send: e.completeBatch, Compare: func(a, b completion) int { return strings.Compare(a.id, b.id) },
 		},
 	}
 }
@@ -276,20 +276,20 @@ func newBatchers(e *Engine) batchers {
 // alone. It is not a step: code that replays sets the same variables again, and what the row has already is not
 // written again. Of branches that run at the same time the last one to set them wins.
 func SetVariables(ctx context.Context, variables any) error {
-	r, err := runOf(ctx)
+	r, err := runFrom(ctx)
 	if err != nil {
 		return err
 	}
 	text, _, err := encode(variables)
 	if err == nil {
-		text, err = canonical(text)
+		text, err = canonicalJSON(text)
 	}
 	if err != nil {
 		return fmt.Errorf("encode variables: %w", err)
 	}
 	var object map[string]any // a number that has no float64 is beyond what the row can hold, too
 	if err := json.Unmarshal(text, &object); err != nil || object == nil {
-		return fmt.Errorf("set variables: they are an object that can be stored, not %T: %w", variables, errors.Join(err, errNoObject))
+		return fmt.Errorf("set variables: they are an object that can be stored, not %T: %w", variables, errors.Join(err, errNotObject))
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -297,11 +297,11 @@ func SetVariables(ctx context.Context, variables any) error {
 	return nil
 }
 
-// errNoObject reports variables that are not an object.
-var errNoObject = errors.New("give a struct or a map")
+// errNotObject reports variables that are not an object.
+var errNotObject = errors.New("give a struct or a map")
 
-// canonical writes JSON in the one way that two equal values share, whatever the order of their members was.
-func canonical(text json.RawMessage) (json.RawMessage, error) {
+// canonicalJSON writes JSON in the one way that two equal values share, whatever the order of their members was.
+func canonicalJSON(text json.RawMessage) (json.RawMessage, error) {
 	d := json.NewDecoder(bytes.NewReader(text))
 	d.UseNumber()
 	var tree any
@@ -311,57 +311,57 @@ func canonical(text json.RawMessage) (json.RawMessage, error) {
 	return json.Marshal(tree)
 }
 
-// unwritten returns the variables that the row does not have yet; nil when it has them.
-func (r *run) unwritten() json.RawMessage {
+// pendingVariables returns the variables that the row does not have yet; nil when it has them.
+func (r *run) pendingVariables() json.RawMessage {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.variables == nil {
 		return nil
 	}
-	if r.shown == nil && len(r.exec.Variables) > 0 {
-		if text, err := canonical(r.exec.Variables); err == nil {
-			r.shown = text
+	if r.storedVariables == nil && len(r.exec.Variables) > 0 {
+		if text, err := canonicalJSON(r.exec.Variables); err == nil {
+			r.storedVariables = text
 		}
 	}
-	if bytes.Equal(r.variables, r.shown) {
+	if bytes.Equal(r.variables, r.storedVariables) {
 		return nil
 	}
 	return r.variables
 }
 
-// carry takes the variables for one write of several that may be under way; nil when another has them. The writer calls
+// takeVariables takes the variables for one write of several that may be under way; nil when another has them. The writer calls
 // carried when it is done.
-func (r *run) carry() json.RawMessage {
-	text := r.unwritten()
+func (r *run) takeVariables() json.RawMessage {
+	text := r.pendingVariables()
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if text == nil || r.carrying {
+	if text == nil || r.variablesInFlight {
 		return nil
 	}
-	r.carrying = true
+	r.variablesInFlight = true
 	return text
 }
 
-func (r *run) carried(text json.RawMessage, err error) {
+func (r *run) returnVariables(text json.RawMessage, err error) {
 	if text == nil {
 		return
 	}
 	r.mu.Lock()
-	r.carrying = false
+	r.variablesInFlight = false
 	r.mu.Unlock()
 	if err == nil {
-		r.haveShown(text)
+		r.setStoredVariables(text)
 	}
 }
 
-// haveShown notes what the row has.
-func (r *run) haveShown(text json.RawMessage) {
+// setStoredVariables notes what the row has.
+func (r *run) setStoredVariables(text json.RawMessage) {
 	if text == nil {
 		return
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.shown = text
+	r.storedVariables = text
 }
 
 // queueVariables queues the variables for the batch of a write that is fenced.
@@ -393,9 +393,9 @@ func (r *run) queueVariablesUnlessLocked(b *pgx.Batch, text *json.RawMessage) {
 	})
 }
 
-// with makes a write that carries variables. Those that the database cannot hold must not keep the run from going on:
+// withVariables makes a write that carries variables. Those that the database cannot hold must not keep the run from going on:
 // they are left out, and the log says so.
-func (r *run) with(ctx context.Context, text json.RawMessage, write func(text json.RawMessage) error) error {
+func (r *run) withVariables(ctx context.Context, text json.RawMessage, write func(text json.RawMessage) error) error {
 	err := write(text)
 	if code := postgres.Code(err); text != nil && (strings.HasPrefix(code, "22") || strings.HasPrefix(code, "54")) {
 		if again := write(nil); again == nil {
@@ -409,14 +409,14 @@ func (r *run) with(ctx context.Context, text json.RawMessage, write func(text js
 // write is the engine's write, which takes along the variables that were set since the last one. They come first,
 // because the fence locks the row more weakly than they do.
 func (r *run) write(ctx context.Context, queue func(b *pgx.Batch)) error {
-	text := r.carry()
-	err := r.with(ctx, text, func(text json.RawMessage) error {
+	text := r.takeVariables()
+	err := r.withVariables(ctx, text, func(text json.RawMessage) error {
 		return r.e.write(ctx, func(b *pgx.Batch) {
-			queuePatience(b)
+			queueLockTimeout(b)
 			r.queueVariables(b, text)
 			queue(b)
 		})
 	})
-	r.carried(text, err)
+	r.returnVariables(text, err)
 	return err
 }

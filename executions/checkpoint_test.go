@@ -355,8 +355,8 @@ func TestAStepAfterTheFlowHasReturnedIsOutside(t *testing.T) {
 	}
 }
 
-// shown are the variables that everybody sees.
-func shown(t *testing.T, pool *pgxpool.Pool, id string) string {
+// redactValue are the variables that everybody sees.
+func redactValue(t *testing.T, pool *pgxpool.Pool, id string) string {
 	t.Helper()
 	text, err := compact(get(t, pool, id).Variables)
 	if err != nil {
@@ -406,12 +406,12 @@ func TestVariablesTravelWithTheNextWrite(t *testing.T) {
 			t.Errorf("look %d: %s, want %s", i, got, want)
 		}
 	}
-	if got := shown(t, pool, id); got != `{"a":3}` {
+	if got := redactValue(t, pool, id); got != `{"a":3}` {
 		t.Errorf("while it waits: %s", got)
 	}
 	mustDeliver(t, pool, "go", `{}`)
 	until(t, pool, id, executions.Completed)
-	if got := shown(t, pool, id); got != `{"a":4}` {
+	if got := redactValue(t, pool, id); got != `{"a":4}` {
 		t.Errorf("after its end: %s", got)
 	}
 }
@@ -439,13 +439,13 @@ func TestAReplaySetsVariablesAgain(t *testing.T) {
 	asleep := prepare(t, pool, flows)
 	wait := asleep.runAside(t)
 	id := g.arrival(t)
-	if got := shown(t, pool, id); got != `{"i":1}` {
+	if got := redactValue(t, pool, id); got != `{"i":1}` {
 		t.Errorf("staged variables are shown before they are written: %s", got)
 	}
 	expire(t, pool, id)
 	start(t, pool, flows)
 	until(t, pool, id, executions.Completed)
-	if got := shown(t, pool, id); got != `{"i":2}` {
+	if got := redactValue(t, pool, id); got != `{"i":2}` {
 		t.Errorf("after the replay: %s", got)
 	}
 	g.open()
@@ -479,7 +479,7 @@ func TestAStaleClaimWritesNoVariables(t *testing.T) {
 	until(t, pool, id, executions.Completed)
 	g.open()
 	wait()
-	if got := shown(t, pool, id); got != `{"by":"successor"}` {
+	if got := redactValue(t, pool, id); got != `{"by":"successor"}` {
 		t.Errorf("shown %s", got)
 	}
 }
@@ -586,14 +586,14 @@ func TestVariablesOfATransactionWaitForNobody(t *testing.T) {
 		}); err != nil {
 			return executions.Result{}, err
 		}
-		if got := shown(t, pool, x.ID); got != `{}` {
+		if got := redactValue(t, pool, x.ID); got != `{}` {
 			t.Errorf("beside who has the row: %s", got)
 		}
 		return executions.Result{}, other.Rollback(ctx)
 	}))
 	id := p.begin(t, "flow")
 	x := until(t, pool, id, executions.Completed)
-	if got := shown(t, pool, x.ID); got != `{"a":1}` {
+	if got := redactValue(t, pool, x.ID); got != `{"a":1}` {
 		t.Errorf("in the end: %s", got)
 	}
 }

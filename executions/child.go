@@ -41,13 +41,13 @@ type Triggered struct {
 	TimedOut    bool            `json:"timed_out"` // the wait: the child goes on, under lanes of its own
 }
 
-// work is what makes a child the one that was started: not how long it is waited for, which code may change under a
+// identity is what makes a child the one that was started: not how long it is waited for, which code may change under a
 // running execution. The input is written in one way, because what came out of a record has its members in another
 // order than before.
-func (c Child) work() (any, error) {
+func (c Child) identity() (any, error) {
 	input, _, err := encode(c.Input)
 	if err == nil {
-		input, err = canonical(input)
+		input, err = canonicalJSON(input)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("encode input: %w", err)
@@ -62,20 +62,20 @@ const Deepest = 32
 // ClassNesting is the class of a child that would be nested too deep.
 const ClassNesting = "nesting"
 
-// depth fails where an execution has Deepest ancestors already.
-func depth(ctx context.Context, tx pgx.Tx, id string) error {
-	var above int
+// checkDepth fails where an execution has Deepest ancestors already.
+func checkDepth(ctx context.Context, tx pgx.Tx, id string) error {
+	var ancestors int
 	err := tx.QueryRow(ctx, `
 		with recursive line (id, parent_id, above) as (
 		  select x.id, x.parent_id, 0 from agent_executions x where x.id = @id
 		  union all
 		  select x.id, x.parent_id, line.above + 1 from line join agent_executions x on x.id = line.parent_id
 		   where line.above < @deepest::int)
-		select max(above) from line`, postgres.Strict{"id": id, "deepest": Deepest}).Scan(&above)
+		select max(above) from line`, postgres.Strict{"id": id, "deepest": Deepest}).Scan(&ancestors)
 	if err != nil {
 		return fmt.Errorf("count the ancestors of execution %s: %w", id, err)
 	}
-	if above >= Deepest-1 {
+	if ancestors >= Deepest-1 {
 		return &StepError{Class: ClassNesting, Message: fmt.Sprintf(
 			"executions are nested %d deep, which is the most: do they start one another without end?", Deepest)}
 	}
@@ -85,14 +85,14 @@ func depth(ctx context.Context, tx pgx.Tx, id string) error {
 // Trigger starts a child execution of the same trace and, if asked to, waits for its end. A child that failed is a
 // result, not an error. While the parent waits the child may act in the lanes that the parent holds.
 func Trigger(ctx context.Context, name string, c Child) (Triggered, error) {
-	r, err := runOf(ctx)
+	r, err := runFrom(ctx)
 	if err == nil && c.Wait {
-		err = mayWait(ctx, name)
+		err = checkWaitAllowed(ctx, name)
 	}
 	if err != nil {
 		return Triggered{}, err
 	}
-	work, err := c.work()
+	identity, err := c.identity()
 	if err != nil {
 		return Triggered{}, fmt.Errorf("trigger %s: %w", name, err)
 	}
@@ -101,7 +101,7 @@ func Trigger(ctx context.Context, name string, c Child) (Triggered, error) {
 		if thread == "" && r.exec.ThreadID != nil {
 			thread = *r.exec.ThreadID
 		}
-		if err := depth(ctx, tx, r.exec.ID); err != nil {
+		if err := checkDepth(ctx, tx, r.exec.ID); err != nil {
 			return "", err
 		}
 		child, _, err := r.e.StartTx(ctx, tx, Spec{
@@ -110,7 +110,7 @@ func Trigger(ctx context.Context, name string, c Child) (Triggered, error) {
 			Awaited: c.Wait, Inherits: c.Wait && !c.KeepLanes, DedupeKey: c.DedupeKey,
 		})
 		return child.ID, err
-	}, Input(work))
+	}, Input(identity))
 	if err != nil || !c.Wait {
 		return Triggered{ExecutionID: id}, err
 	}

@@ -15,73 +15,73 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// lastWrite is the end of a run, as it is written.
-type lastWrite struct {
-	id        string
-	claim     int64
-	status    Status
-	summary   string
-	result    json.RawMessage
-	failure   *string
-	step      *string
-	variables json.RawMessage // nil when the row has them
-	row       *Execution      // as it was claimed, where somebody waits for it as it ends; else nil
-	last      *point          // the step that ended just before; nil for none
+// completion is the end of a run, as it is written.
+type completion struct {
+	id           string
+	claim        int64
+	status       Status
+	summary      string
+	result       json.RawMessage
+	errorMessage *string
+	failedStep   *string
+	variables    json.RawMessage  // nil when the row has them
+	row          *Execution       // as it was claimed, where somebody waits for it as it ends; else nil
+	lastStep     *checkpointWrite // the step that ended just before; nil for none
 }
 
-// finished is what became of an end.
-type finished struct {
-	freed   []freedLane
-	awaited bool       // somebody waits for this end
-	row     *Execution // as it ended, where it was wanted
+// completionResult is what became of an end.
+type completionResult struct {
+	releasedLanes []releasedLane
+	awaited       bool       // somebody waits for this end
+	row           *Execution // as it ended, where it was wanted
 }
 
-// finish writes the end, and with it the last step where that is not on record. Lanes, open activity rows and
+// complete writes the end, and with it the last step where that is not on record. Lanes, open activity rows and
 // AGENT_COMPLETED follow in the same transaction. A result that the database refuses makes the execution fail, so
 // that it does end.
-func (r *run) finish(ctx context.Context, last *putOff, status Status, result Result, failure error) error {
+func (r *run) complete(ctx context.Context, last *deferredCheckpoint, status Status, result Result, failure error) error {
 	value, _, err := encode(result.Value)
 	if err != nil {
 		status, failure, value = Failed, fmt.Errorf("encode result: %w", err), nil
 	}
 	detached := context.WithoutCancel(ctx)
-	done, err := r.writeEnd(detached, last.point(r), status, postgres.Text(result.Summary), value, failure)
-	if refused(err) {
+	done, err := r.writeCompletion(detached, last.write(r), status, postgres.Text(result.Summary), value, failure)
+	if rejected(err) {
 		status, failure = Failed, fmt.Errorf("store result: %w", err)
-		done, err = r.writeEnd(detached, last.point(r), status, "", nil, failure)
+		done, err = r.writeCompletion(detached, last.write(r), status, "", nil, failure)
 	}
-	if last != nil && refused(err) { // it was not the result, but the last step: the run does end
-		r.noteFailure(last.s.key)
+	if last != nil && rejected(err) { // it was not the result, but the last step: the run does end
+		r.setFailedStep(last.s.key)
 		failure, last = errors.Join(errUnrecorded, err), nil
-		done, err = r.writeEnd(detached, nil, status, "", nil, failure)
+		done, err = r.writeCompletion(detached, nil, status, "", nil, failure)
 	}
 	switch {
 	case errors.Is(err, ErrStale), err != nil && postgres.Code(err) == "":
-		return r.finishStale(ctx, status, result, err)
+		return r.resolveStaleCompletion(ctx, status, result, err)
 	case err != nil:
 		return fmt.Errorf("finish execution %s: %w", r.exec.ID, err)
 	}
 	if last != nil {
 		r.e.log.InfoContext(ctx, "checkpoint saved", "step", last.s.key)
 	}
-	r.afterEnd(ctx, status, failure, done)
+	r.afterCompletion(ctx, status, failure, done)
 	return nil
 }
 
-// afterEnd says that the run has ended, and resumes who waits for that.
-func (r *run) afterEnd(ctx context.Context, status Status, failure error, done finished) {
-	about := []any{"result_type", resultType(status), "status", string(status)}
+// afterCompletion says that the run has ended, and resumes who waits for that.
+func (r *run) afterCompletion(ctx context.Context, status Status, failure error, done completionResult) {
+	attrs := []any{"result_type", resultType(status), "status", string(status)}
 	if failure != nil {
-		about = append(about, "error", failure)
+		attrs = append(attrs, "error", failure)
 	}
 	r.e.opts.Observer.Ended(r.exec, status)
-	r.e.log.InfoContext(ctx, "execution completed", about...)
+	r.e.log.InfoContext(ctx, "execution completed", attrs...)
 	r.e.log.InfoContext(ctx, "event emitted", "event", "AGENT_COMPLETED", "key", r.exec.ID)
 	if r.exec.ParentID != nil || done.awaited { // the next turn of a thread may wait for this one
 		r.e.deliverCompletion(context.WithoutCancel(ctx), r.exec.ID)
 	}
-	r.e.logFreed(ctx, r.exec.ID, done.freed)
-	r.e.log.InfoContext(ctx, "locks released", "count", len(done.freed))
+	r.e.logReleasedLanes(ctx, r.exec.ID, done.releasedLanes)
+	r.e.log.InfoContext(ctx, "locks released", "count", len(done.releasedLanes))
 }
 
 // deliverCompletion resumes the executions that wait for the completion of id. After a failure the sweep does it.
@@ -96,24 +96,24 @@ func (e *Engine) tryDeliverCompletion(ctx context.Context, id string) error {
 	defer cancel()
 	var woken int
 	b := &pgx.Batch{}
-	queuePatience(b)
+	queueLockTimeout(b)
 	b.Queue(`select lanekeeper.deliver_agent_completion(@id)`, postgres.Strict{"id": id}).QueryRow(func(row pgx.Row) error { return row.Scan(&woken) })
 	err := e.pool.SendBatch(ctx, b).Close()
 	if woken > 0 {
-		e.ready(Background, woken)
-		e.ready(Interactive, woken)
-		if !e.works() {
-			e.pass(ctx)
+		e.notifyReady(Background, woken)
+		e.notifyReady(Interactive, woken)
+		if !e.dispatching() {
+			e.notifyPeers(ctx)
 		}
 	}
 	return err
 }
 
-// finishStale tells an end that was refused, or came too late, from one whose answer was lost.
-func (r *run) finishStale(ctx context.Context, status Status, result Result, cause error) error {
+// resolveStaleCompletion tells an end that was refused, or came too late, from one whose answer was lost.
+func (r *run) resolveStaleCompletion(ctx context.Context, status Status, result Result, cause error) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()
-	now, err := stillThere(Get(ctx, r.e.pool, r.exec.ID))
+	now, err := explainMissing(Get(ctx, r.e.pool, r.exec.ID))
 	switch {
 	case err != nil:
 		return fmt.Errorf("finish execution %s: %w", r.exec.ID, errors.Join(cause, err))
@@ -123,15 +123,15 @@ func (r *run) finishStale(ctx context.Context, status Status, result Result, cau
 	case now.Claim == r.exec.Claim && !errors.Is(cause, ErrStale):
 		return fmt.Errorf("finish execution %s: %w", r.exec.ID, cause)
 	}
-	r.reject(ctx, activity.Entry{Skill: "finish", Claim: r.exec.Claim}, activity.Outcome{
+	r.recordRejected(ctx, activity.Entry{Skill: "finish", Claim: r.exec.Claim}, activity.Outcome{
 		Status: activity.Status(status), Output: result,
 	})
 	return nil
 }
 
-// failed names the step whose error ended the run: the one that the error is of, or else the last one that failed or
+// failedStepOf names the step whose error ended the run: the one that the error is of, or else the last one that failed or
 // timed out, if nothing succeeded after it.
-func (r *run) failed(failure error) string {
+func (r *run) failedStepOf(failure error) string {
 	if step, ok := errors.AsType[*StepError](failure); ok && step.Step != "" {
 		return step.Step
 	}
@@ -140,67 +140,67 @@ func (r *run) failed(failure error) string {
 	return r.failedStep
 }
 
-// writeEnd writes the terminal row, and the last step where that was put off. It is tried for as long as a lease lasts.
-func (r *run) writeEnd(ctx context.Context, last *point, status Status, summary string, value json.RawMessage, failure error) (done finished, err error) {
-	end := lastWrite{
-		id: r.exec.ID, claim: r.exec.Claim, status: status, summary: summary, result: value, variables: r.unwritten(), row: r.wantedRow(),
-		last: last,
+// writeCompletion writes the terminal row, and the last step where that was put off. It is tried for as long as a lease lasts.
+func (r *run) writeCompletion(ctx context.Context, last *checkpointWrite, status Status, summary string, value json.RawMessage, failure error) (done completionResult, err error) {
+	end := completion{
+		id: r.exec.ID, claim: r.exec.Claim, status: status, summary: summary, result: value, variables: r.pendingVariables(), row: r.rowForCaller(),
+		lastStep: last,
 	}
 	if failure != nil {
-		end.failure, end.step = new(postgres.Text(failure.Error())), null(r.failed(failure))
+		end.errorMessage, end.failedStep = new(postgres.Text(failure.Error())), null(r.failedStepOf(failure))
 	}
 	until := time.Now().Add(r.e.opts.LeaseTTL)
-	alone := func(write func(ctx context.Context, end lastWrite) (finished, error)) (finished, error) {
+	alone := func(write func(ctx context.Context, end completion) (completionResult, error)) (completionResult, error) {
 		bounded, cancel := context.WithDeadline(ctx, until)
 		defer cancel()
 		return write(bounded, end)
 	}
 	if r.exec.ThreadID != nil { // it likely holds the thread's lane, and is not for a batch
-		done, err = alone(r.endAlone)
+		done, err = alone(r.completeInTx)
 	} else {
-		done, err = r.e.batchers.ends.Do(ctx, end, func() (finished, error) { return alone(r.endSingly) })
+		done, err = r.e.batchers.completions.Do(ctx, end, func() (completionResult, error) { return alone(r.completeOne) })
 	}
 	if done.row != nil {
-		r.over(done.row)
+		r.onCompleted(done.row)
 	}
 	return done, err
 }
 
-// endSingly writes an end that comes alone: as a batch of one, or, where it has more to do than a batch does, by
+// completeOne writes an end that comes alone: as a batch of one, or, where it has more to do than a batch does, by
 // itself.
-func (r *run) endSingly(ctx context.Context, end lastWrite) (finished, error) {
-	got, err := r.e.finishSeveral(ctx, []lastWrite{end})
+func (r *run) completeOne(ctx context.Context, end completion) (completionResult, error) {
+	got, err := r.e.completeBatch(ctx, []completion{end})
 	if err != nil || got[0].Alone {
-		return r.endAlone(ctx, end)
+		return r.completeInTx(ctx, end)
 	}
 	return got[0].Value, nil
 }
 
-// endAlone writes an end with all that follows from it, such as the lanes that it frees, in one transaction.
-func (r *run) endAlone(ctx context.Context, end lastWrite) (done finished, err error) {
-	err = r.with(ctx, end.variables, func(text json.RawMessage) error {
+// completeInTx writes an end with all that follows from it, such as the lanes that it frees, in one transaction.
+func (r *run) completeInTx(ctx context.Context, end completion) (done completionResult, err error) {
+	err = r.withVariables(ctx, end.variables, func(text json.RawMessage) error {
 		return r.e.write(ctx, func(b *pgx.Batch) {
-			queuePatience(b)
-			if end.last != nil { // whose fence locks the row more weakly than the end does
+			queueLockTimeout(b)
+			if end.lastStep != nil { // whose fence locks the row more weakly than the end does
 				b.Queue(`select from agent_executions where id = @id and claim = @claim for update`, postgres.Strict{"id": end.id, "claim": end.claim})
-				end.last.queue(b)
+				end.lastStep.queue(b)
 			}
 			r.queueVariables(b, text)
-			queueEnd(b, end, &done)
+			queueCompletion(b, end, &done)
 		})
 	})
 	return done, err
 }
 
-// queueEnd queues an end and the questions whose answers are needed after the commit: the freed lanes, whether
+// queueCompletion queues an end and the questions whose answers are needed after the commit: the freed lanes, whether
 // somebody waits for this end, and the row. Whoever begins to wait locks the row first: the end finds that wait, or
 // the wait finds the end.
-func queueEnd(b *pgx.Batch, end lastWrite, done *finished) {
+func queueCompletion(b *pgx.Batch, end completion, done *completionResult) {
 	b.Queue(`select lanekeeper.complete_agent_execution(@id, @claim, @status, @summary, @result, @error, @step)`, postgres.Strict{
 		"id": end.id, "claim": end.claim, "status": string(end.status), "summary": end.summary,
-		"result": end.result, "error": end.failure, "step": end.step,
+		"result": end.result, "error": end.errorMessage, "step": end.failedStep,
 	})
-	queueFreed(b, end.id, &done.freed)
+	queueReleasedLanes(b, end.id, &done.releasedLanes)
 	b.Queue(`select exists (select from agent_untold_ends where execution_id = @id)`, postgres.Strict{"id": end.id}).
 		QueryRow(func(row pgx.Row) error { return row.Scan(&done.awaited) })
 	if end.row != nil {
@@ -212,16 +212,16 @@ func queueEnd(b *pgx.Batch, end lastWrite, done *finished) {
 	}
 }
 
-// finishSeveral writes ends in one commit, each with its last step and under its own claim. They free no lanes,
+// completeBatch writes ends in one commit, each with its last step and under its own claim. They free no lanes,
 // because what holds any is left to be ended by itself, as is one whose claim is not live any more.
-func (e *Engine) finishSeveral(ctx context.Context, ends []lastWrite) ([]batch.Answer[finished], error) {
+func (e *Engine) completeBatch(ctx context.Context, ends []completion) ([]batch.Answer[completionResult], error) {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
 	n := len(ends)
-	answers := batch.Unanswered[finished](n)
-	ids, claims, objects := make([]string, n), make([]int64, n), make([]endObject, n)
+	answers := batch.Unanswered[completionResult](n)
+	ids, claims, objects := make([]string, n), make([]int64, n), make([]completionParams, n)
 	for i, x := range ends {
-		ids[i], claims[i], objects[i] = x.id, x.claim, x.object()
+		ids[i], claims[i], objects[i] = x.id, x.claim, x.params()
 	}
 	text, err := json.Marshal(objects)
 	if err != nil {
@@ -230,15 +230,15 @@ func (e *Engine) finishSeveral(ctx context.Context, ends []lastWrite) ([]batch.A
 	rows, err := e.pool.Query(ctx, `
 		select n, updated_at, completed_at, result, variables, inherits, flow_version
 		  from lanekeeper.complete_agent_executions(@ids, @claims, @ends)`,
-		postgres.Strict{"ids": uuids(ids), "claims": claims, "ends": json.RawMessage(text)})
+		postgres.Strict{"ids": uuidArray(ids), "claims": claims, "ends": json.RawMessage(text)})
 	if err != nil {
 		return nil, fmt.Errorf("finish %d executions: %w", n, err)
 	}
 	var place int
-	var c closed
+	var c completedRow
 	into := []any{&place, &c.updated, &c.completed, &c.result, &c.variables, &c.inherits, &c.version}
 	_, err = pgx.ForEachRow(rows, into, func() error {
-		answers[place-1] = batch.Answer[finished]{Value: finished{row: c.execution(ends[place-1])}}
+		answers[place-1] = batch.Answer[completionResult]{Value: completionResult{row: c.execution(ends[place-1])}}
 		c.result, c.variables = nil, nil // the next row has bytes of its own
 		return nil
 	})
@@ -248,8 +248,8 @@ func (e *Engine) finishSeveral(ctx context.Context, ends []lastWrite) ([]batch.A
 	return answers, nil
 }
 
-// endObject is an end as complete_agent_executions takes it.
-type endObject struct {
+// completionParams is an end as complete_agent_executions takes it.
+type completionParams struct {
 	Status     Status          `json:"status"`
 	Summary    string          `json:"summary,omitempty"`
 	Result     json.RawMessage `json:"result,omitempty"`
@@ -263,18 +263,18 @@ type endObject struct {
 	Output     json.RawMessage `json:"output,omitempty"`
 }
 
-func (x *lastWrite) object() endObject {
-	o := endObject{
-		Status: x.status, Summary: x.summary, Result: x.result, Error: x.failure, FailedStep: x.step, Variables: x.variables, Wanted: x.row != nil,
+func (x *completion) params() completionParams {
+	o := completionParams{
+		Status: x.status, Summary: x.summary, Result: x.result, Error: x.errorMessage, FailedStep: x.failedStep, Variables: x.variables, Wanted: x.row != nil,
 	}
-	if x.last != nil {
-		o.Step, o.Print, o.StepFailed, o.Output = x.last.step, x.last.print, x.last.failed, x.last.output
+	if x.lastStep != nil {
+		o.Step, o.Print, o.StepFailed, o.Output = x.lastStep.step, x.lastStep.fingerprint, x.lastStep.failed, x.lastStep.output
 	}
 	return o
 }
 
-// closed is what only the database knows of an execution that has ended.
-type closed struct {
+// completedRow is what only the database knows of an execution that has ended.
+type completedRow struct {
 	updated, completed time.Time
 	result, variables  json.RawMessage
 	inherits           bool
@@ -282,29 +282,29 @@ type closed struct {
 }
 
 // execution is the row as it ended, as it would be read; nil where nobody wants it.
-func (c closed) execution(end lastWrite) *Execution {
+func (c completedRow) execution(end completion) *Execution {
 	if end.row == nil {
 		return nil
 	}
 	x := *end.row
 	kind := resultType(end.status)
 	x.Status, x.ClaimedBy, x.ResultType, x.ResultSummary, x.Result = end.status, nil, &kind, end.summary, c.result
-	x.ErrorMessage, x.FailedStep, x.Variables = end.failure, end.step, c.variables
+	x.ErrorMessage, x.FailedStep, x.Variables = end.errorMessage, end.failedStep, c.variables
 	x.WaitingFor, x.WaitingKey, x.WaitingUntil, x.WaitingData = nil, nil, nil, nil
 	x.UpdatedAt, x.CompletedAt, x.Inherits, x.FlowVersion = c.updated, &c.completed, c.inherits, c.version
 	return &x
 }
 
-// wantedRow is the execution as it was claimed, where somebody waits for it as it ends.
-func (r *run) wantedRow() *Execution {
-	if r.over == nil {
+// rowForCaller is the execution as it was claimed, where somebody waits for it as it ends.
+func (r *run) rowForCaller() *Execution {
+	if r.onCompleted == nil {
 		return nil
 	}
 	return &r.exec
 }
 
-// jsonText is JSON as a parameter of an array; nil for none.
-func jsonText(text json.RawMessage) *string {
+// nullableJSON is JSON as a parameter of an array; nil for none.
+func nullableJSON(text json.RawMessage) *string {
 	if text == nil {
 		return nil
 	}
@@ -326,17 +326,17 @@ func resultType(s Status) string {
 	return string(s)
 }
 
-// ended is an execution that a transaction has ended, and how many lanes that freed.
-type ended struct {
+// endedExecution is an execution that a transaction has ended, and how many lanes that freed.
+type endedExecution struct {
 	ID, TraceID string
 	Status      Status
 	Freed       int
 }
 
-// endedIn adds the question which executions the batch's transaction has ended: by a cancel or a sweep, where no run
+// queueEnded adds the question which executions the batch's transaction has ended: by a cancel or a sweep, where no run
 // says so. As part of the batch it holds nothing up, whatever becomes of this process. A sweep ends executions in
 // transactions within its own: what is visible and in progress is of one of them.
-func endedIn(b *pgx.Batch, into *[]ended) {
+func queueEnded(b *pgx.Batch, dest *[]endedExecution) {
 	b.Queue(`
 		select x.id::text, x.trace_id, x.status, coalesce((v.data ->> 'locks_released')::int, 0)
 		  from agent_events v join agent_executions x on x.id = lanekeeper.agent_uuid(v.key)
@@ -345,62 +345,62 @@ func endedIn(b *pgx.Batch, into *[]ended) {
 		            then pg_xact_status((div(pg_current_xact_id_if_assigned()::text::numeric, 4294967296) * 4294967296 + v.xmin::text::bigint)::text::xid8)
 		                 = 'in progress' end
 		 order by v.id`).Query(func(rows pgx.Rows) (err error) {
-		*into, err = pgx.CollectRows(rows, pgx.RowToStructByPos[ended])
+		*dest, err = pgx.CollectRows(rows, pgx.RowToStructByPos[endedExecution])
 		return err
 	})
 }
 
-// announceEnds says that executions have ended, as a run says it of itself.
-func (e *Engine) announceEnds(ctx context.Context, ends []ended) {
+// logEnded says that executions have ended, as a run says it of itself.
+func (e *Engine) logEnded(ctx context.Context, ends []endedExecution) {
 	for _, x := range ends {
-		about := named(x.TraceID, x.ID)
-		e.log.InfoContext(ctx, "execution completed", append(about, "result_type", resultType(x.Status), "status", string(x.Status))...)
-		e.log.InfoContext(ctx, "event emitted", append(about, "event", "AGENT_COMPLETED", "key", x.ID)...)
-		e.logReleased(ctx, x.ID, x.Freed, about...)
+		attrs := executionAttrs(x.TraceID, x.ID)
+		e.log.InfoContext(ctx, "execution completed", append(attrs, "result_type", resultType(x.Status), "status", string(x.Status))...)
+		e.log.InfoContext(ctx, "event emitted", append(attrs, "event", "AGENT_COMPLETED", "key", x.ID)...)
+		e.logReleased(ctx, x.ID, x.Freed, attrs...)
 	}
 }
 
-// freedLane is a lane that the end of an execution has freed, or returned to who lent it.
-type freedLane struct {
+// releasedLane is a lane that the end of an execution has freed, or returned to who lent it.
+type releasedLane struct {
 	Lane      string
 	Token     int64
 	Successor string // who waited for it and has it now; "" for nobody
 }
 
-// queueFreed queues the question which lanes the end of an execution has freed. The end has said in its event how
+// queueReleasedLanes queues the question which lanes the end of an execution has freed. The end has said in its event how
 // many they are, and each was noted in its transaction: the last ones are those.
-func queueFreed(b *pgx.Batch, id string, into *[]freedLane) {
+func queueReleasedLanes(b *pgx.Batch, id string, dest *[]releasedLane) {
 	b.Queue(`
 		select h.lane, h.fencing_token as token, h.successor from (
 		  select * from agent_lane_holds o where o.execution_id = @id and o.ended in ('ended', 'given back')
 		   order by o.held_until desc
 		   limit coalesce((select (v.data ->> 'locks_released')::int from agent_events v where v.external_id = 'completed ' || @id::text), 0)) h
 		 order by h.lane`, postgres.Strict{"id": id}).Query(func(rows pgx.Rows) (err error) {
-		*into, err = pgx.CollectRows(rows, pgx.RowToStructByName[freedLane])
+		*dest, err = pgx.CollectRows(rows, pgx.RowToStructByName[releasedLane])
 		return err
 	})
 }
 
 // logReleased names the lanes that the end of an execution has freed, and says how many they were.
-func (e *Engine) logReleased(ctx context.Context, id string, n int, about ...any) {
-	var freed []freedLane
+func (e *Engine) logReleased(ctx context.Context, id string, n int, attrs ...any) {
+	var released []releasedLane
 	if n > 0 {
-		asking, cancel := context.WithTimeout(ctx, 5*time.Second)
+		queryCtx, cancel := context.WithTimeout(ctx, 5*time.Second)
 		defer cancel()
 		b := &pgx.Batch{}
-		queueFreed(b, id, &freed)
-		if err := e.pool.SendBatch(asking, b).Close(); err != nil {
-			e.log.WarnContext(ctx, "names of released lanes not read", append(slices.Clip(about), "error", err)...)
+		queueReleasedLanes(b, id, &released)
+		if err := e.pool.SendBatch(queryCtx, b).Close(); err != nil {
+			e.log.WarnContext(ctx, "names of released lanes not read", append(slices.Clip(attrs), "error", err)...)
 		}
 	}
-	e.logFreed(ctx, id, freed, about...)
-	e.log.InfoContext(ctx, "locks released", append(slices.Clip(about), "count", n)...)
+	e.logReleasedLanes(ctx, id, released, attrs...)
+	e.log.InfoContext(ctx, "locks released", append(slices.Clip(attrs), "count", n)...)
 }
 
-// logFreed names freed lanes.
-func (e *Engine) logFreed(ctx context.Context, id string, freed []freedLane, about ...any) {
-	for _, f := range freed {
-		line := append(slices.Clip(about), "lane", f.Lane, "owner", id, "fencing_token", f.Token)
+// logReleasedLanes names freed lanes.
+func (e *Engine) logReleasedLanes(ctx context.Context, id string, released []releasedLane, attrs ...any) {
+	for _, f := range released {
+		line := append(slices.Clip(attrs), "lane", f.Lane, "owner", id, "fencing_token", f.Token)
 		if f.Successor != "" {
 			line = append(line, "to", f.Successor)
 		}

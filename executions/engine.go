@@ -66,37 +66,37 @@ type Engine struct {
 	fallback   func(ctx context.Context, flow string) (Func, error)
 	unforkable map[string]string // why, by flow
 
-	running     atomic.Bool
-	registering sync.Mutex // held while a lease is begun, so that there is one
-	mu          sync.Mutex
-	worker      *worker
-	runs        map[string]*run
-	draining    bool
-	nudge       chan struct{} // sweep sooner
-	alarm       chan struct{} // a timer is due sooner than was known
-	crews       map[string]*crew
-	due         dueTime
-	stuck       stuckNotice
-	batchers    batchers
-	paused      atomic.Bool // as far as this process knows
+	running       atomic.Bool
+	registerMu    sync.Mutex // held while a lease is begun, so that there is one
+	mu            sync.Mutex
+	lease         *workerLease
+	runs          map[string]*run
+	draining      bool
+	sweepRequests chan struct{} // sweep sooner
+	timerChanged  chan struct{} // a timer is due sooner than was known
+	pools         map[string]*workerPool
+	nextDue       dueTimes
+	stuckLimiter  stuckWarnings
+	batchers      batchers
+	paused        atomic.Bool // as far as this process knows
 
-	transactions  chan struct{} // has room for as many as may be open at once
+	txSlots       chan struct{} // has room for as many as may be open at once
 	retrySlot     chan struct{} // has room for one write that has met a lock, and is made again
 	firstTrySlots chan struct{} // has room for half as many first tries with keys as there are connections
 	keyQueue      postgres.KeyQueue
 }
 
-// longestLease bounds how long the executions of a process that has died are left with it.
-const longestLease = 24 * time.Hour
+// maxLease bounds how long the executions of a process that has died are left with it.
+const maxLease = 24 * time.Hour
 
 // New makes an engine. It does not touch the database yet.
 func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 	if opts.Keeper == nil {
 		return nil, errors.New("make engine: a lanes.Keeper is required")
 	}
-	if opts.Workers < 0 || opts.LeaseTTL > longestLease {
+	if opts.Workers < 0 || opts.LeaseTTL > maxLease {
 		return nil, fmt.Errorf("make engine: it cannot have %d workers and a lease of %s: no fewer than 0, for the default, and at most %s are possible",
-			opts.Workers, opts.LeaseTTL, longestLease)
+			opts.Workers, opts.LeaseTTL, maxLease)
 	}
 	opts.Workers = cmp.Or(opts.Workers, 16)
 	opts.LeaseTTL = max(cmp.Or(opts.LeaseTTL, 30*time.Second).Truncate(time.Second), time.Second)
@@ -104,21 +104,21 @@ func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 	opts.StopTimeout = cmp.Or(opts.StopTimeout, 20*time.Second)
 	opts.PollOnly = opts.PollOnly || opts.Direct == nil && postgres.Pooled(pool)
 	if opts.Observer == nil {
-		opts.Observer = unobserved{}
+		opts.Observer = noopObserver{}
 	}
 	e := &Engine{
 		pool: pool, opts: opts, log: cmp.Or(opts.Logger, slog.New(slog.DiscardHandler)), keeper: opts.Keeper,
-		flows: map[string]Func{}, runs: map[string]*run{}, nudge: make(chan struct{}, 1),
-		alarm: make(chan struct{}, 1), crews: map[string]*crew{},
-		transactions: make(chan struct{}, max(1, pool.Config().MaxConns-1)), retrySlot: make(chan struct{}, 1),
+		flows: map[string]Func{}, runs: map[string]*run{}, sweepRequests: make(chan struct{}, 1),
+		timerChanged: make(chan struct{}, 1), pools: map[string]*workerPool{},
+		txSlots: make(chan struct{}, max(1, pool.Config().MaxConns-1)), retrySlot: make(chan struct{}, 1),
 		firstTrySlots: make(chan struct{}, max(1, pool.Config().MaxConns/2)),
 	}
 	for _, queue := range []string{Background, Interactive} {
-		e.crews[queue] = newCrew(e, queue)
+		e.pools[queue] = newWorkerPool(e, queue)
 	}
 	e.batchers = newBatchers(e)
 	var err error
-	if e.river, err = newRiver(pool, e); err != nil {
+	if e.river, err = newRiverClient(pool, e); err != nil {
 		return nil, err
 	}
 	return e, nil
@@ -164,45 +164,45 @@ func (e *Engine) Run(ctx context.Context) error {
 		return errors.New("run engine: it runs already, or has been shut down: make another with New")
 	}
 	defer e.running.Store(false)
-	enlist := func() error {
-		_, err := e.current(ctx) // which begins the worker's lease
+	register := func() error {
+		_, err := e.Worker(ctx) // which begins the worker's lease
 		return err
 	}
-	switch err := e.insist(ctx, enlist); {
-	case over(ctx):
-		e.retire(context.WithoutCancel(ctx)) // it was told to stop before it had begun
+	switch err := e.retryStartup(ctx, register); {
+	case ctxDone(ctx):
+		e.endLease(context.WithoutCancel(ctx)) // it was told to stop before it had begun
 		return nil
 	case err != nil:
 		return err
 	}
 	// River and the lease outlive ctx for as long as the shutdown takes.
-	living, stop := context.WithCancel(context.WithoutCancel(ctx))
+	runCtx, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
-	switch err := e.insist(ctx, func() error { return e.river.Start(living) }); {
-	case err != nil && over(ctx):
-		e.retire(context.WithoutCancel(ctx))
+	switch err := e.retryStartup(ctx, func() error { return e.river.Start(runCtx) }); {
+	case err != nil && ctxDone(ctx):
+		e.endLease(context.WithoutCancel(ctx))
 		return nil
 	case err != nil:
 		return fmt.Errorf("start River: %w", err)
 	}
-	group, _ := errgroup.WithContext(living)
-	group.Go(func() error { e.renewLoop(living); return nil })
+	group, _ := errgroup.WithContext(runCtx)
+	group.Go(func() error { e.renewLoop(runCtx); return nil })
 	group.Go(func() error { e.sweepLoop(ctx); return nil })
-	group.Go(func() error { e.listenLoop(living); return nil })
-	group.Go(func() error { e.watchPause(living); return nil })
-	var working sync.WaitGroup
-	for _, c := range e.crews {
-		group.Go(func() error { c.tellLoop(living); return nil })
-		working.Go(func() { c.work(ctx, living) })
+	group.Go(func() error { e.listenLoop(runCtx); return nil })
+	group.Go(func() error { e.watchPause(runCtx); return nil })
+	var pollers sync.WaitGroup
+	for _, c := range e.pools {
+		group.Go(func() error { c.notifyLoop(runCtx); return nil })
+		pollers.Go(func() { c.run(ctx, runCtx) })
 	}
 	<-ctx.Done()
-	e.drain(living, &working)
+	e.drain(runCtx, &pollers)
 	stop()
 	return group.Wait()
 }
 
-// over reports that ctx has ended, which is how an engine is told to stop.
-func over(ctx context.Context) bool {
+// ctxDone reports that ctx has ended, which is how an engine is told to stop.
+func ctxDone(ctx context.Context) bool {
 	select {
 	case <-ctx.Done():
 		return true
@@ -211,11 +211,11 @@ func over(ctx context.Context) bool {
 	}
 }
 
-// insist begins something, also when the database goes away in that moment. What had begun of it by then has been
+// retryStartup begins something, also when the database goes away in that moment. What had begun of it by then has been
 // stopped.
-func (e *Engine) insist(ctx context.Context, begin func() error) error {
+func (e *Engine) retryStartup(ctx context.Context, start func() error) error {
 	for {
-		err := begin()
+		err := start()
 		if err == nil || !postgres.Transient(err) || ctx.Err() != nil {
 			return err
 		}
@@ -229,9 +229,9 @@ func (e *Engine) insist(ctx context.Context, begin func() error) error {
 // Beat keeps the worker's lease and hears of cancels until ctx ends, and takes no work: for a command that
 // only calls RunNow. It returns when the lease has been given back.
 func (e *Engine) Beat(ctx context.Context) error {
-	switch _, err := e.current(ctx); {
-	case over(ctx):
-		e.retire(context.WithoutCancel(ctx))
+	switch _, err := e.Worker(ctx); {
+	case ctxDone(ctx):
+		e.endLease(context.WithoutCancel(ctx))
 		return nil
 	case err != nil:
 		return err
@@ -241,19 +241,19 @@ func (e *Engine) Beat(ctx context.Context) error {
 	group.Go(func() error { e.listenLoop(beating); return nil })
 	group.Go(func() error { e.watchPause(beating); return nil })
 	err := group.Wait()
-	e.retire(context.WithoutCancel(ctx))
+	e.endLease(context.WithoutCancel(ctx))
 	return err
 }
 
 // drain ends the work: new steps are refused, those under way may finish.
-func (e *Engine) drain(ctx context.Context, working *sync.WaitGroup) {
+func (e *Engine) drain(ctx context.Context, pollers *sync.WaitGroup) {
 	e.mu.Lock()
 	e.draining = true
 	e.mu.Unlock()
 	soft, cancel := context.WithTimeout(ctx, e.opts.StopTimeout)
 	defer cancel()
 	claimed := make(chan struct{}) // what was being claimed is known
-	go func() { working.Wait(); close(claimed) }()
+	go func() { pollers.Wait(); close(claimed) }()
 	select {
 	case <-claimed:
 	case <-soft.Done():
@@ -265,13 +265,13 @@ func (e *Engine) drain(ctx context.Context, working *sync.WaitGroup) {
 			e.log.WarnContext(ctx, "shutdown incomplete", "error", err)
 		}
 	}
-	e.outlast(ctx, soft)
-	e.retire(ctx)
-	e.pass(ctx)
+	e.waitForRuns(ctx, soft)
+	e.endLease(ctx)
+	e.notifyPeers(ctx)
 }
 
-// pass tells other processes of what this one will not take.
-func (e *Engine) pass(ctx context.Context) {
+// notifyPeers tells other processes of what this one will not take.
+func (e *Engine) notifyPeers(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
 	defer cancel()
 	if _, err := e.pool.Exec(ctx, `select pg_notify('agent_ready', '')`); err != nil {
@@ -279,24 +279,24 @@ func (e *Engine) pass(ctx context.Context) {
 	}
 }
 
-// outlast waits for the runs to end, and stops them when soft does.
-func (e *Engine) outlast(ctx, soft context.Context) {
-	if e.idle(soft) {
+// waitForRuns waits for the runs to end, and stops them when soft does.
+func (e *Engine) waitForRuns(ctx, soft context.Context) {
+	if e.waitIdle(soft) {
 		return
 	}
-	e.stopAll(ErrDraining)
+	e.stopRuns(ErrDraining)
 	hard, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
-	e.idle(hard)
+	e.waitIdle(hard)
 }
 
-// idle waits until this process runs nothing; false when ctx ended first.
-func (e *Engine) idle(ctx context.Context) bool {
+// waitIdle waits until this process runs nothing; false when ctx ended first.
+func (e *Engine) waitIdle(ctx context.Context) bool {
 	for {
 		e.mu.Lock()
 		n := len(e.runs)
 		e.mu.Unlock()
-		if n == 0 && e.crews[Background].idle() && e.crews[Interactive].idle() {
+		if n == 0 && e.pools[Background].idle() && e.pools[Interactive].idle() {
 			return true
 		}
 		if !sleep(ctx, 5*time.Millisecond) {
@@ -305,8 +305,8 @@ func (e *Engine) idle(ctx context.Context) bool {
 	}
 }
 
-// stopAll stops every run.
-func (e *Engine) stopAll(cause error) {
+// stopRuns stops every run.
+func (e *Engine) stopRuns(cause error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	for _, r := range e.runs {
@@ -322,20 +322,20 @@ func (e *Engine) Live() error {
 	switch {
 	case e.draining:
 		return ErrDraining
-	case e.worker == nil:
+	case e.lease == nil:
 		return errors.New("the worker has no lease yet")
-	case time.Now().After(e.worker.deadline):
+	case time.Now().After(e.lease.deadline):
 		return ErrLost
 	default:
 		return nil
 	}
 }
 
-// hurry wakes the sweeper.
-func (e *Engine) hurry() { signal(e.nudge) }
+// requestSweep wakes the sweeper.
+func (e *Engine) requestSweep() { signal(e.sweepRequests) }
 
-// name says who this process is, for people.
-func name() string {
+// processName says who this process is, for people.
+func processName() string {
 	host, err := os.Hostname()
 	if err != nil {
 		host = "unknown host"
@@ -356,11 +356,11 @@ type Observer interface {
 	Closed(e activity.Entry, o activity.Outcome, took time.Duration)
 }
 
-// unobserved is the Observer of an engine that has none.
-type unobserved struct{}
+// noopObserver is the Observer of an engine that has none.
+type noopObserver struct{}
 
-func (unobserved) Began(Execution)                                        {}
-func (unobserved) Left(Execution)                                         {}
-func (unobserved) Lost(Execution)                                         {}
-func (unobserved) Ended(Execution, Status)                                {}
-func (unobserved) Closed(activity.Entry, activity.Outcome, time.Duration) {}
+func (noopObserver) Began(Execution)                                        {}
+func (noopObserver) Left(Execution)                                         {}
+func (noopObserver) Lost(Execution)                                         {}
+func (noopObserver) Ended(Execution, Status)                                {}
+func (noopObserver) Closed(activity.Entry, activity.Outcome, time.Duration) {}

@@ -359,8 +359,8 @@ func TestACallerWhoHasLeftIsNotKeptByADatabaseThatHangs(t *testing.T) {
 	}
 }
 
-// worker registers a worker by plain SQL, as an outside one would.
-func worker(t *testing.T, pool *pgxpool.Pool) string {
+// workerLease registers a worker by plain SQL, as an outside one would.
+func workerLease(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
 	return value[string](t, pool, `
 		insert into agent_workers (name, expires_at) values ('test', clock_timestamp() + interval '30 seconds') returning id::text`)
@@ -420,7 +420,7 @@ func TestOneOfManyRacersGetsTheClaim(t *testing.T) {
 	pool := pgtest.DB(t)
 	workers := make([]string, 8)
 	for i := range workers {
-		workers[i] = worker(t, pool)
+		workers[i] = workerLease(t, pool)
 	}
 	for range 20 {
 		id := pending(t, pool)
@@ -510,7 +510,7 @@ func TestAWorkerThatExpiredComesBackUnderANewID(t *testing.T) {
 func TestAnExpiredWorkerIsNotRevived(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	w := worker(t, pool)
+	w := workerLease(t, pool)
 	exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 ms'`)
 	id := pending(t, pool)
 	if n, err := claim(t.Context(), pool, id, w); n != 0 || err != nil {
@@ -524,7 +524,7 @@ func TestAnExpiredWorkerIsNotRevived(t *testing.T) {
 // lose lets a worker claim an execution and die.
 func lose(t *testing.T, pool *pgxpool.Pool, id, checkpoint string) {
 	t.Helper()
-	w := worker(t, pool)
+	w := workerLease(t, pool)
 	n := mustClaim(t, pool, id, w)
 	if checkpoint != "" {
 		exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values (@id, @step, @claim)`,
@@ -559,7 +559,7 @@ func TestACheckpointGivesNewAttempts(t *testing.T) {
 	cases := map[string]func(t *testing.T, pool *pgxpool.Pool, id string){
 		"of a claim that is lost": func(t *testing.T, pool *pgxpool.Pool, id string) { lose(t, pool, id, "progress") },
 		"of a claim that is handed back": func(t *testing.T, pool *pgxpool.Pool, id string) {
-			n := mustClaim(t, pool, id, worker(t, pool))
+			n := mustClaim(t, pool, id, workerLease(t, pool))
 			exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'progress', @claim)`,
 				postgres.Strict{"id": id, "claim": n})
 			exec(t, pool, `select lanekeeper.release_agent_claim(@id, @claim)`, postgres.Strict{"id": id, "claim": n})
@@ -603,7 +603,7 @@ func TestClaimsOfAnUnknownWorkerAreSwept(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	id := pending(t, pool)
-	mustClaim(t, pool, id, worker(t, pool))
+	mustClaim(t, pool, id, workerLease(t, pool))
 	exec(t, pool, `delete from agent_workers`)
 	start(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
 	until(t, pool, id, executions.Completed)
@@ -643,7 +643,7 @@ func TestARunWithoutProgressFails(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	id, working := pending(t, pool), pending(t, pool)
-	w := worker(t, pool)
+	w := workerLease(t, pool)
 	mustClaim(t, pool, id, w)
 	n := mustClaim(t, pool, working, w)
 	exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'x', @claim)`, postgres.Strict{"id": working, "claim": n})
@@ -699,7 +699,7 @@ func TestAnExpiredLeaseStopsWritesBeforeAnybodySweeps(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	id := pending(t, pool)
-	args := postgres.Strict{"id": id, "claim": mustClaim(t, pool, id, worker(t, pool))}
+	args := postgres.Strict{"id": id, "claim": mustClaim(t, pool, id, workerLease(t, pool))}
 	expire(t, pool, id)
 	for name, sql := range map[string]string{
 		"checkpoint": `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'late', @claim)`,

@@ -14,36 +14,36 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// occurrence is an event to deliver.
-type occurrence struct {
-	event, key string
-	data       json.RawMessage
-	id         *string
-	raiser     string // see raiser
+// event is an event to deliver.
+type event struct {
+	name, key string
+	data      json.RawMessage
+	id        *string
+	source    string // see raiser
 }
 
 // lockName names what another transaction may hold of an event: its id, or the wait that it ends, which the database
 // gives to one event at a time.
-func (o occurrence) lockName() string {
+func (o event) lockName() string {
 	if o.id == nil {
-		return fmt.Sprintf("the wait for %s %.300q", o.event, o.key)
+		return fmt.Sprintf("the wait for %s %.300q", o.name, o.key)
 	}
 	return fmt.Sprintf("event id %.300q", *o.id)
 }
 
-// handOver delivers an event in a process that runs executions. What it wakes is claimed by the same statement as long
+// deliverLocal delivers an event in a process that runs executions. What it wakes is claimed by the same statement as long
 // as this process has workers free and nothing else is to come before it, so that one round trip lies between an event
 // and the code that waits for it. The rest goes to the queue.
-func (e *Engine) handOver(ctx context.Context, o occurrence) (Delivered, error) {
+func (e *Engine) deliverLocal(ctx context.Context, o event) (Delivered, error) {
 	single := func(ctx context.Context) (Delivered, error) {
-		got, err := e.handSeveral(ctx, []occurrence{o})
+		got, err := e.deliverBatch(ctx, []event{o})
 		if err != nil {
 			return Delivered{}, err
 		}
 		return got[0].Value, nil
 	}
 	alone := func() (got Delivered, err error) {
-		err = e.tryKey(ctx, o.lockName(), func(ctx context.Context) (err error) {
+		err = e.retryKey(ctx, o.lockName(), func(ctx context.Context) (err error) {
 			got, err = single(ctx)
 			return err
 		})
@@ -52,8 +52,8 @@ func (e *Engine) handOver(ctx context.Context, o occurrence) (Delivered, error) 
 	// A replay: the seal is to refuse it, and others must not take it along. Or the event has a raiser, who is noted
 	// for its statement.
 	var got Delivered
-	err := e.holdKey(ctx, o.lockName(), func() (err error) {
-		if postgres.IsSealed(ctx) || o.raiser != "" {
+	err := e.serializeKey(ctx, o.lockName(), func() (err error) {
+		if postgres.IsSealed(ctx) || o.source != "" {
 			got, err = alone()
 		} else {
 			got, err = e.batchers.events.Do(ctx, o, alone)
@@ -63,79 +63,79 @@ func (e *Engine) handOver(ctx context.Context, o occurrence) (Delivered, error) 
 	return got, err
 }
 
-// asideFor is how long workers are set aside for what events wake. A statement that takes longer is held up by
+// slotTimeout is how long workers are set aside for what events wake. A statement that takes longer is held up by
 // somebody's lock, and the workers are of more use elsewhere.
-const asideFor = 100 * time.Millisecond
+const slotTimeout = 100 * time.Millisecond
 
-// places are workers set aside for what events wake, of each queue.
-type places struct {
+// slots are workers set aside for what events wake, of each queue.
+type slots struct {
 	e                       *Engine
 	background, interactive int // as many may be claimed
 
-	mu     sync.Mutex
-	lapsed bool
-	left   map[string]int
-	timer  *time.Timer
+	mu       sync.Mutex
+	released bool
+	unused   map[string]int
+	timer    *time.Timer
 }
 
-func (e *Engine) setAside(n int) *places {
-	p := &places{e: e, background: e.crews[Background].reserve(n), interactive: e.crews[Interactive].reserve(n)}
-	p.left = map[string]int{Background: p.background, Interactive: p.interactive}
+func (e *Engine) reserveSlots(n int) *slots {
+	p := &slots{e: e, background: e.pools[Background].reserve(n), interactive: e.pools[Interactive].reserve(n)}
+	p.unused = map[string]int{Background: p.background, Interactive: p.interactive}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.timer = time.AfterFunc(asideFor, p.giveBack)
+	p.timer = time.AfterFunc(slotTimeout, p.release)
 	return p
 }
 
-// take puts a worker to a claimed execution.
-func (p *places) take(x claimed, worker string) {
+// start puts a worker to a claimed execution.
+func (p *slots) start(x claimedExecution, worker string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	c := p.e.crews[x.Queue]
-	if p.lapsed { // there may be one worker more for a while
-		c.run(c.life(), x, worker)
+	c := p.e.pools[x.Queue]
+	if p.released { // there may be one worker more for a while
+		c.startUnreserved(c.runContext(), x, worker)
 		return
 	}
-	p.left[x.Queue]--
-	c.begin(c.life(), x, worker)
+	p.unused[x.Queue]--
+	c.startReserved(c.runContext(), x, worker)
 }
 
-// giveBack returns what was not used.
-func (p *places) giveBack() {
+// release returns what was not used.
+func (p *slots) release() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.timer.Stop()
-	if p.lapsed {
+	if p.released {
 		return
 	}
-	p.lapsed = true
-	for queue, n := range p.left {
-		p.e.crews[queue].vacate(n)
+	p.released = true
+	for queue, n := range p.unused {
+		p.e.pools[queue].release(n)
 	}
 }
 
-// handSeveral delivers events in one transaction. Of several, those that would have to wait for somebody are not
+// deliverBatch delivers events in one transaction. Of several, those that would have to wait for somebody are not
 // delivered, and the answer says so.
-func (e *Engine) handSeveral(ctx context.Context, events []occurrence) ([]batch.Answer[Delivered], error) {
+func (e *Engine) deliverBatch(ctx context.Context, events []event) ([]batch.Answer[Delivered], error) {
 	if len(events) > 1 {
 		bounded, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 		defer cancel()
 		ctx = bounded
 	}
-	worker, err := e.current(ctx)
+	worker, err := e.Worker(ctx)
 	if err != nil {
 		return nil, err
 	}
-	at := e.setAside(len(events))
-	defer at.giveBack()
-	rows, err := e.queryEvents(ctx, events, worker, at)
+	reserved := e.reserveSlots(len(events))
+	defer reserved.release()
+	rows, err := e.queryEvents(ctx, events, worker, reserved)
 	if err != nil {
 		return nil, err
 	}
 	defer rows.Close()
 	answers := batch.Unanswered[Delivered](len(events))
-	var took []claimed
-	left := map[string]int{} // of each queue, what is to be claimed from it
+	var claimed []claimedExecution
+	queued := map[string]int{} // of each queue, what is to be claimed from it
 	for rows.Next() {
 		var n int
 		var eventID, executionID, queue *string
@@ -152,26 +152,26 @@ func (e *Engine) handSeveral(ctx context.Context, events []occurrence) ([]batch.
 		}
 		switch {
 		case ok:
-			took = append(took, x)
+			claimed = append(claimed, x)
 		case queue != nil:
-			left[*queue]++
+			queued[*queue]++
 		}
 	}
 	if err := rows.Err(); err != nil {
 		return nil, err
 	}
-	for _, x := range took {
-		at.take(x, worker)
+	for _, x := range claimed {
+		reserved.start(x, worker)
 	}
-	for queue, n := range left {
-		e.ready(queue, n)
+	for queue, n := range queued {
+		e.notifyReady(queue, n)
 	}
 	return answers, nil
 }
 
 // queryEvents is the statement: for one event, which waits for the locks of others, or for several.
-func (e *Engine) queryEvents(ctx context.Context, events []occurrence, worker string, at *places) (pgx.Rows, error) {
-	skip := append(e.crews[Background].skipped(), e.crews[Interactive].skipped()...)
+func (e *Engine) queryEvents(ctx context.Context, events []event, worker string, reserved *slots) (pgx.Rows, error) {
+	skip := append(e.pools[Background].skippedFlows(), e.pools[Interactive].skippedFlows()...)
 	if len(events) == 1 {
 		o := events[0]
 		return e.pool.Query(ctx, `
@@ -182,28 +182,28 @@ func (e *Engine) queryEvents(ctx context.Context, events []occurrence, worker st
 			                    array_remove(array[case when @background > 0 then 'background' end, case when @interactive > 0 then 'interactive' end], null),
 			                    @skip) d) x`,
 			postgres.Strict{
-				"event": o.event, "key": o.key, "data": o.data, "id": o.id, "raiser": o.raiser, "worker": worker,
-				"background": at.background, "interactive": at.interactive, "skip": skip, "patience": lockPatience,
+				"event": o.name, "key": o.key, "data": o.data, "id": o.id, "raiser": o.source, "worker": worker,
+				"background": reserved.background, "interactive": reserved.interactive, "skip": skip, "patience": lockTimeout,
 			})
 	}
 	n := len(events)
 	names, keys, data, ids := make([]string, n), make([]string, n), make([]*string, n), make([]*string, n)
 	for i, o := range events {
-		names[i], keys[i], data[i], ids[i] = o.event, o.key, jsonText(o.data), o.id
+		names[i], keys[i], data[i], ids[i] = o.name, o.key, nullableJSON(o.data), o.id
 	}
 	return e.pool.Query(ctx, `
 		select `+deliveredColumns+`
 		  from (select `+deliveredRow+`
 		          from lanekeeper.deliver_agent_events(@events, @keys, (@data::text[])::jsonb[], @ids, @worker, @background, @interactive, @skip) d) x`,
 		postgres.Strict{
-			"events": names, "keys": keys, "data": data, "ids": ids, "worker": worker, "background": at.background,
-			"interactive": at.interactive, "skip": skip,
+			"events": names, "keys": keys, "data": data, "ids": ids, "worker": worker, "background": reserved.background,
+			"interactive": reserved.interactive, "skip": skip,
 		})
 }
 
 // deliveredColumns are what a delivery returns, of rows x made of deliveredRow.
 const (
-	deliveredColumns = columns + `, ` + recordedColumns + `, n, event_id::text, execution_id::text, woken_queue`
+	deliveredColumns = columns + `, ` + checkpointColumns + `, n, event_id::text, execution_id::text, woken_queue`
 	deliveredRow     = `(d.execution).*, d.held, d.steps, d.claims, d.prints, d.failed, d.outputs, d.times, d.n, d.event_id, d.execution_id,
 		d.queue as woken_queue`
 )
@@ -220,11 +220,11 @@ type Delivered struct {
 // worker free for it, so that it goes on at once; events of other callers at the same time share the commit. An id or a
 // wait that an open transaction holds is waited for as WithLockPatience says. In a transaction, workers hear of it when
 // that commits.
-func (e *Engine) Deliver(ctx context.Context, db postgres.Beginner, event, key string, data json.RawMessage, id string) (Delivered, error) {
+func (e *Engine) Deliver(ctx context.Context, db postgres.Beginner, name, key string, data json.RawMessage, id string) (Delivered, error) {
 	if len(data) == 0 {
 		data = json.RawMessage("{}")
 	}
-	o := occurrence{event, key, data, null(id), raiser(ctx)}
+	o := event{name, key, data, null(id), eventSource(ctx)}
 	var got Delivered
 	var err error
 	inTx := func(tx pgx.Tx) (err error) {
@@ -234,8 +234,8 @@ func (e *Engine) Deliver(ctx context.Context, db postgres.Beginner, event, key s
 	switch {
 	case !isPool(db):
 		err = postgres.InTx(ctx, db, inTx)
-	case e.works():
-		got, err = e.handOver(ctx, o)
+	case e.dispatching():
+		got, err = e.deliverLocal(ctx, o)
 	default:
 		err = e.withKey(ctx, o.lockName(), func(ctx context.Context) error { return postgres.InTxWithin(ctx, e.pool, inTx) })
 	}
@@ -243,24 +243,24 @@ func (e *Engine) Deliver(ctx context.Context, db postgres.Beginner, event, key s
 		err = postgres.ExplainLock(ctx, e.pool, err, o.lockName(), "agent_events", "agent_executions")
 	}
 	if err != nil {
-		return Delivered{}, fmt.Errorf("deliver event %s: %w", event, err)
+		return Delivered{}, fmt.Errorf("deliver event %s: %w", name, err)
 	}
-	e.log.InfoContext(ctx, "event emitted", "event", event, "key", key, "resumed", len(got.Resumed))
+	e.log.InfoContext(ctx, "event emitted", "event", name, "key", key, "resumed", len(got.Resumed))
 	return got, nil
 }
 
 // deliverTx delivers an event in a transaction.
-func (e *Engine) deliverTx(ctx context.Context, tx pgx.Tx, o occurrence) (Delivered, error) {
-	got, hints, err := deliver(ctx, tx, postgres.Strict{"event": o.event, "key": o.key, "data": o.data, "id": o.id, "raiser": o.raiser})
+func (e *Engine) deliverTx(ctx context.Context, tx pgx.Tx, o event) (Delivered, error) {
+	got, wakeups, err := deliver(ctx, tx, postgres.Strict{"event": o.name, "key": o.key, "data": o.data, "id": o.id, "raiser": o.source})
 	if err != nil {
 		return Delivered{}, err
 	}
-	return got, e.sendHints(ctx, tx, hints)
+	return got, e.insertWakeups(ctx, tx, wakeups)
 }
 
-// raiser names who raises an event, for why(): the execution or the trace that ctx belongs to; empty for what comes
+// eventSource names who raises an event, for why(): the execution or the trace that ctx belongs to; empty for what comes
 // from outside.
-func raiser(ctx context.Context) string {
+func eventSource(ctx context.Context) string {
 	span, inTrace := trace.From(ctx)
 	switch {
 	case !inTrace:
@@ -273,7 +273,7 @@ func raiser(ctx context.Context) string {
 
 // deliver is the statement, and the hints for what it woke. The limit keeps the planner from reading the whole table,
 // since it believes that an event wakes a thousand.
-func deliver(ctx context.Context, db postgres.DB, args postgres.Strict) (got Delivered, hints []hint, err error) {
+func deliver(ctx context.Context, db postgres.DB, args postgres.Strict) (got Delivered, wakeups []wakeup, err error) {
 	rows, err := db.Query(ctx, `
 		with by as materialized (select set_config('lanekeeper.raised_by', @raiser, true) as raiser)
 		select d.event_id::text, d.execution_id::text, x.wake, x.queue, x.priority
@@ -287,12 +287,12 @@ func deliver(ctx context.Context, db postgres.DB, args postgres.Strict) (got Del
 	_, err = pgx.ForEachRow(rows, []any{&got.EventID, &executionID, &wake, &queue, &priority}, func() error {
 		if executionID != nil {
 			got.Resumed = append(got.Resumed, *executionID)
-			hints = append(hints, hint{*executionID, *wake, *queue, *priority})
+			wakeups = append(wakeups, wakeup{*executionID, *wake, *queue, *priority})
 		}
 		return nil
 	})
 	if err != nil {
 		return Delivered{}, nil, err
 	}
-	return got, hints, nil
+	return got, wakeups, nil
 }

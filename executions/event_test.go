@@ -23,7 +23,7 @@ import (
 func parked(t *testing.T, pool *pgxpool.Pool, key, flow string, priority int) string {
 	t.Helper()
 	id := queued(t, pool, flow, "flow", priority)
-	n := mustClaim(t, pool, id, worker(t, pool))
+	n := mustClaim(t, pool, id, workerLease(t, pool))
 	exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'event', 'event', @key, interval '1 day', null)`,
 		postgres.Strict{"id": id, "claim": n, "key": key})
 	return id
@@ -90,7 +90,7 @@ func eachWay(t *testing.T, fn func(t *testing.T, pool *pgxpool.Pool, by string))
 // What is claimed along with its event is what would be claimed next, and nothing else.
 func TestWhatAnEventWakesIsClaimedWhereItWouldBeNext(t *testing.T) {
 	eachWay(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
-		me := worker(t, pool)
+		me := workerLease(t, pool)
 		cases := map[string]struct {
 			before, after string // SQL; X is the execution
 			flow          string
@@ -148,7 +148,7 @@ func script(t *testing.T, pool *pgxpool.Pool, sql string) {
 
 func TestOfSeveralThatAnEventWakesTheQueueDecides(t *testing.T) {
 	eachWay(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
-		me := worker(t, pool)
+		me := workerLease(t, pool)
 		late, first := parked(t, pool, "k", "flow", 4), parked(t, pool, "k", "flow", 1)
 		got := hand(t, pool, me, 1, by, "k")
 		if by == several { // a batch leaves what is not for one alone
@@ -172,7 +172,7 @@ func TestOfSeveralThatAnEventWakesTheQueueDecides(t *testing.T) {
 
 func TestAnEventThatComesTwiceResumesOnce(t *testing.T) {
 	eachWay(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
-		me := worker(t, pool)
+		me := workerLease(t, pool)
 		one, two := parked(t, pool, "one", "flow", 2), parked(t, pool, "two", "flow", 2)
 		first := hand(t, pool, me, 9, by, "one=id")
 		again := hand(t, pool, me, 9, by, "two=id")
@@ -196,7 +196,7 @@ func TestAnEventThatComesTwiceResumesOnce(t *testing.T) {
 func TestABatchLeavesWhatItWouldWaitFor(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	me := worker(t, pool)
+	me := workerLease(t, pool)
 	ids := map[string]string{}
 	for _, key := range []string{"plain", "waits", "row", "lane", "twice"} {
 		ids[key] = parked(t, pool, key, "flow", 2)
@@ -255,14 +255,14 @@ func TestSeveralThatAnEventWakesGoOnAtOnce(t *testing.T) {
 // more to read.
 func TestAClaimThatWasLostBeforeIsSaid(t *testing.T) {
 	eachWay(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
-		me := worker(t, pool)
+		me := workerLease(t, pool)
 		for lost, key := range []string{"never", "once"} {
 			id := pending(t, pool)
 			if lost > 0 {
 				lose(t, pool, id, "")
 			}
 			exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'event', 'event', @key, interval '1 day', null)`,
-				postgres.Strict{"id": id, "claim": mustClaim(t, pool, id, worker(t, pool)), "key": key})
+				postgres.Strict{"id": id, "claim": mustClaim(t, pool, id, workerLease(t, pool)), "key": key})
 			got := hand(t, pool, me, 1, by, key)
 			if len(got) != 1 || got[0].Claimed == nil || got[0].Held != (lost > 0) {
 				t.Errorf("lost %s: %+v", key, got)
@@ -314,7 +314,7 @@ func TestWhatADeadProcessWasHandedGoesOn(t *testing.T) {
 	eachWay(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
 		id := parked(t, pool, "k", "flow", 2)
 		exec(t, pool, `update agent_executions set input = '"k"'`)
-		dead := worker(t, pool)
+		dead := workerLease(t, pool)
 		if got := hand(t, pool, dead, 1, by, "k"); got[0].Claimed == nil {
 			t.Fatalf("not claimed: %+v", got)
 		}
@@ -343,7 +343,7 @@ func TestOldAndNewProcessesWorkTogether(t *testing.T) {
 	pgtest.Eventually(t, patience, func() bool {
 		return value[int](t, pool, `select count(*) from agent_executions where status = 'waiting'`) == n
 	}, "all wait")
-	old := worker(t, pool)
+	old := workerLease(t, pool)
 	group, ctx := errgroup.WithContext(t.Context())
 	for i := range n {
 		event := fmt.Sprint("once ", i)
@@ -384,7 +384,7 @@ func TestWhoWaitsIsFoundByTheKey(t *testing.T) {
 	exec(t, pool, `
 		update agent_executions set status = 'waiting', waiting_for = 'event', waiting_key = id::text, waiting_step = 'event', claim = 2, wait_number = 1`)
 	id := value[string](t, pool, `select max(id::text) from agent_executions`)
-	me := worker(t, pool)
+	me := workerLease(t, pool)
 	read := func(tx postgres.DB) int {
 		return value[int](t, tx, `select (idx_tup_fetch + seq_tup_read)::int from pg_stat_xact_user_tables where relname = 'agent_executions'`)
 	}
@@ -507,7 +507,7 @@ func TestAWorkerIsFreeWhileAnEndIsWritten(t *testing.T) {
 func TestTheRecordThatIsHandedOverIsTheOneThatIsStored(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	me := worker(t, pool)
+	me := workerLease(t, pool)
 	for _, record := range []struct {
 		before string
 		steps  int
@@ -602,7 +602,7 @@ func TestWhatHappensWhileAnEventWaitsForItsRowCounts(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
-			me, id := worker(t, pool), parked(t, pool, "k", "flow", 2)
+			me, id := workerLease(t, pool), parked(t, pool, "k", "flow", 2)
 			got := meanwhile(t, pool, me, id, func(tx pgx.Tx) { c.change(t, tx, id, me) })
 			x := get(t, pool, id)
 			if len(got) != 1 || (got[0].Claimed != nil) != c.claimed || (x.ClaimedBy != nil) != c.claimed || x.Status != c.status {

@@ -158,7 +158,7 @@ func Get(ctx context.Context, db postgres.DB, id string) (Execution, error) {
 	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[Execution])
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
-		return Execution{}, missing(ctx, db, id)
+		return Execution{}, notFoundError(ctx, db, id)
 	case postgres.IsCode(err, "22P02"):
 		return Execution{}, fmt.Errorf("execution %s: %w", id, ErrNotFound)
 	case err != nil:
@@ -167,9 +167,9 @@ func Get(ctx context.Context, db postgres.DB, id string) (Execution, error) {
 	return got, nil
 }
 
-// missing says that there is no such execution, and that retention may have taken it away: it has taken some, and
+// notFoundError says that there is no such execution, and that retention may have taken it away: it has taken some, and
 // this one's id is as old.
-func missing(ctx context.Context, db postgres.DB, id string) error {
+func notFoundError(ctx context.Context, db postgres.DB, id string) error {
 	rows, err := db.Query(ctx, `
 		select coalesce(': it keeps what has ended for ' || r.keep, '') from agent_retention r join agent_retention_passes p on p.kind = r.kind
 		 where r.kind = 'executions' and p.removed > 0 and (r.keep is null or @id::uuid < lanekeeper.agent_uuid7_floor(clock_timestamp() - r.keep))`,
@@ -284,7 +284,7 @@ type WaitingRow struct {
 
 // Redacted is the row as it may be shown; see [Execution.Redacted].
 func (w WaitingRow) Redacted() WaitingRow {
-	w.WaitingData = shown(w.WaitingData)
+	w.WaitingData = redactValue(w.WaitingData)
 	return w
 }
 
@@ -333,19 +333,19 @@ func Relatives(ctx context.Context, db postgres.DB, id string) ([]Relative, erro
 	return got, nil
 }
 
-// maxShown is how many bytes of one value of a row are shown.
-const maxShown = 64 << 10
+// maxRedactedBytes is how many bytes of one value of a row are shown.
+const maxRedactedBytes = 64 << 10
 
 // Redacted is the execution as it may be shown: without secrets, each value at most 64 KiB. The row keeps
 // them whole, because a replay needs what was there, so whatever prints an execution prints this.
 func (x Execution) Redacted() Execution {
 	for _, value := range []*json.RawMessage{&x.Input, &x.Variables, &x.WaitingData, &x.Result} {
-		*value = shown(*value)
+		*value = redactValue(*value)
 	}
-	x.ResultSummary = redact.Text(x.ResultSummary, maxShown)
+	x.ResultSummary = redact.Text(x.ResultSummary, maxRedactedBytes)
 	for _, text := range []**string{&x.WaitingKey, &x.ErrorMessage, &x.FailedStep, &x.CancelReason, &x.DedupeKey} {
 		if *text != nil {
-			*text = new(redact.Text(**text, maxShown))
+			*text = new(redact.Text(**text, maxRedactedBytes))
 		}
 	}
 	return x
@@ -353,17 +353,17 @@ func (x Execution) Redacted() Execution {
 
 // Redacted is the checkpoint as it may be shown; see [Execution.Redacted].
 func (c Checkpoint) Redacted() Checkpoint {
-	c.Step = redact.Text(c.Step, maxShown)
-	c.Output = shown(c.Output)
+	c.Step = redact.Text(c.Step, maxRedactedBytes)
+	c.Output = redactValue(c.Output)
 	return c
 }
 
-// shown is a value without secrets; one that is not there stays so.
-func shown(value json.RawMessage) json.RawMessage {
+// redactValue is a value without secrets; one that is not there stays so.
+func redactValue(value json.RawMessage) json.RawMessage {
 	if value == nil {
 		return nil
 	}
-	return redact.JSON(value, maxShown)
+	return redact.JSON(value, maxRedactedBytes)
 }
 
 // IsControl reports an error that is not a result of the work but the way a run is ended: parked,

@@ -81,25 +81,25 @@ type RunLock struct {
 func (e *Engine) LockRun(ctx context.Context, id, owner string, ttl time.Duration) (RunLock, error) {
 	var got RunLock
 	var refused error
-	var ends []ended
+	var ends []endedExecution
 	err := postgres.InTx(ctx, e.pool, func(tx pgx.Tx) (err error) {
 		got, refused, err = lockRun(ctx, tx, id, owner, ttl)
 		if err != nil || !errors.Is(refused, ErrEnded) {
 			return err // a refusal commits: what the end of the last lock meant is settled all the same
 		}
 		b := &pgx.Batch{}
-		endedIn(b, &ends)
+		queueEnded(b, &ends)
 		return tx.SendBatch(ctx, b).Close()
 	})
-	if held, paused := errors.AsType[*PausedError](refusedByPause(ctx, e.pool, err)); paused {
+	if held, paused := errors.AsType[*PausedError](explainPaused(ctx, e.pool, err)); paused {
 		return RunLock{}, &RunError{Err: ErrPaused, Detail: held.Pause.since() + "; lock it when that is over"}
 	}
 	switch {
 	case err != nil:
-		return RunLock{}, fmt.Errorf("lock execution %s: %w", id, malformed(err))
+		return RunLock{}, fmt.Errorf("lock execution %s: %w", id, invalidArgument(err))
 	case refused != nil:
 		if errors.Is(refused, ErrEnded) {
-			e.announceEnds(ctx, ends)
+			e.logEnded(ctx, ends)
 			e.deliverCompletion(ctx, id)
 		}
 		return RunLock{}, refused
@@ -108,7 +108,7 @@ func (e *Engine) LockRun(ctx context.Context, id, owner string, ttl time.Duratio
 	if got.Execution.Claim == 1 {
 		message = "execution started"
 	}
-	e.log.InfoContext(ctx, message, append(named(got.Execution.TraceID, id), "flow", got.Execution.Flow, //nolint:sloglint // one of two constants
+	e.log.InfoContext(ctx, message, append(executionAttrs(got.Execution.TraceID, id), "flow", got.Execution.Flow, //nolint:sloglint // one of two constants
 		"claim", got.Execution.Claim, "checkpoints", len(got.Checkpoints), "owner", owner)...)
 	return got, nil
 }
@@ -130,15 +130,15 @@ func lockRun(ctx context.Context, tx pgx.Tx, id, owner string, ttl time.Duration
 		return RunLock{}, nil, err
 	}
 	if why != nil {
-		return RunLock{}, refusal(*why, got.Execution, holder, expires), nil
+		return RunLock{}, lockRefusal(*why, got.Execution, holder, expires), nil
 	}
 	got.LockID, got.ExpiresAt = *lockID, *expires
 	got.Checkpoints, err = Checkpoints(ctx, tx, id)
 	return got, nil, err
 }
 
-// refusal is why a lock was not given.
-func refusal(why string, x Execution, holder *string, expires *time.Time) error {
+// lockRefusal is why a lock was not given.
+func lockRefusal(why string, x Execution, holder *string, expires *time.Time) error {
 	x = x.Redacted()
 	refused := &RunError{TraceID: x.TraceID}
 	switch why {
@@ -146,25 +146,25 @@ func refusal(why string, x Execution, holder *string, expires *time.Time) error 
 		refused.Err, refused.Holder = ErrHeld, *holder
 		refused.Detail = fmt.Sprintf("%s has it until %s, or longer if it beats", *holder, expires.UTC().Format(time.RFC3339))
 	case "waiting":
-		refused.Err, refused.Detail = ErrNotReady, "for "+waitsFor(x)+"; lock it when that is over"
+		refused.Err, refused.Detail = ErrNotReady, "for "+describeWait(x)+"; lock it when that is over"
 	case "inside":
 		refused.Err, refused.Detail = ErrNotOutside, fmt.Sprintf("its flow is %s, not %s or %s:NAME", x.Flow, External, External)
 	default:
-		refused.Err, refused.Detail = ErrEnded, howEnded(x)
+		refused.Err, refused.Detail = ErrEnded, describeEnd(x)
 	}
 	return refused
 }
 
-// waitsFor says what an execution waits for.
-func waitsFor(x Execution) string {
+// describeWait says what an execution waits for.
+func describeWait(x Execution) string {
 	if x.WaitingFor == nil || x.WaitingKey == nil || x.WaitingUntil == nil {
 		return "something that has just come"
 	}
 	return fmt.Sprintf("%s %s until %s", *x.WaitingFor, *x.WaitingKey, x.WaitingUntil.UTC().Format(time.RFC3339))
 }
 
-// howEnded says how an execution ended.
-func howEnded(x Execution) string {
+// describeEnd says how an execution ended.
+func describeEnd(x Execution) string {
 	for _, why := range []*string{x.ErrorMessage, x.CancelReason} {
 		if why != nil && *why != "" {
 			return fmt.Sprintf("%s, %s", x.Status, *why)
@@ -187,23 +187,23 @@ type Beat struct {
 // BeatRuns prolongs locks, each by its own ttl, and answers in their order. It neither waits for a checkpoint that is
 // being written nor holds one up.
 func (e *Engine) BeatRuns(ctx context.Context, lockIDs []string) ([]Beat, error) {
-	return e.beat(ctx, lockIDs, nil)
+	return e.renewLocks(ctx, lockIDs, nil)
 }
 
 // BeatRun is BeatRuns for the lock of one execution. Errors: ErrNotFound, ErrVoid with the reason.
 func (e *Engine) BeatRun(ctx context.Context, id, lockID string) (Beat, error) {
-	got, err := e.beat(ctx, []string{lockID}, id)
+	got, err := e.renewLocks(ctx, []string{lockID}, id)
 	if err != nil {
 		return Beat{}, err
 	}
 	if !got[0].Live {
-		return Beat{}, e.refuse(ctx, id, lockID, "beat", "", nil)
+		return Beat{}, e.rejectVoidLock(ctx, id, lockID, "beat", "", nil)
 	}
 	return got[0], nil
 }
 
-// beat prolongs locks, only those of one execution when id is not nil.
-func (e *Engine) beat(ctx context.Context, lockIDs []string, id any) ([]Beat, error) {
+// renewLocks prolongs locks, only those of one execution when id is not nil.
+func (e *Engine) renewLocks(ctx context.Context, lockIDs []string, id any) ([]Beat, error) {
 	rows, err := e.pool.Query(ctx, `
 		select lock_id, execution_id::text, trace_id, live, expires_at, status, cancel_requested from beat_agent_locks(@locks, @id)`,
 		postgres.Strict{"locks": lockIDs, "id": id})
@@ -238,9 +238,9 @@ func (e *Engine) CheckpointRun(ctx context.Context, id, lockID, step string, out
 	}
 	switch {
 	case postgres.IsCode(err, "LK001"):
-		return "", false, e.refuse(ctx, id, lockID, "checkpoint", step, output)
+		return "", false, e.rejectVoidLock(ctx, id, lockID, "checkpoint", step, output)
 	case err != nil:
-		return "", false, fmt.Errorf("record step of execution %s: %w", id, malformed(err))
+		return "", false, fmt.Errorf("record step of execution %s: %w", id, invalidArgument(err))
 	case answer == "different":
 		return traceID, false, &RunError{
 			Err: ErrDifferent, TraceID: traceID,
@@ -248,14 +248,14 @@ func (e *Engine) CheckpointRun(ctx context.Context, id, lockID, step string, out
 		}
 	}
 	if answer == "created" {
-		e.log.InfoContext(ctx, "checkpoint saved", append(named(traceID, id), "step", step)...)
+		e.log.InfoContext(ctx, "checkpoint saved", append(executionAttrs(traceID, id), "step", step)...)
 	}
 	return traceID, answer == "created", nil
 }
 
-// refuse says why a lock is void, and records that a write under it was refused.
-func (e *Engine) refuse(ctx context.Context, id, lockID, write, step string, output json.RawMessage) error {
-	refused := e.void(ctx, id)
+// rejectVoidLock says why a lock is void, and records that a write under it was refused.
+func (e *Engine) rejectVoidLock(ctx context.Context, id, lockID, write, step string, output json.RawMessage) error {
+	refused := e.voidLockError(ctx, id)
 	if errors.Is(refused, ErrVoid) {
 		e.recordStale(ctx, id, lockID, write, step, output)
 	}
@@ -279,8 +279,8 @@ func (e *Engine) recordStale(ctx context.Context, id, lockID, write, step string
 	e.log.WarnContext(ctx, "stale write rejected", "execution_id", id, "write", write, "step", step)
 }
 
-// void says why a lock is void.
-func (e *Engine) void(ctx context.Context, id string) error {
+// voidLockError says why a lock is void.
+func (e *Engine) voidLockError(ctx context.Context, id string) error {
 	x, err := Get(ctx, e.pool, id)
 	if err != nil {
 		return err
@@ -296,9 +296,9 @@ func (e *Engine) void(ctx context.Context, id string) error {
 	}
 	switch {
 	case x.Status.Ended():
-		refused.Detail = "the run has ended: " + howEnded(x) + ". Stop the work"
+		refused.Detail = "the run has ended: " + describeEnd(x) + ". Stop the work"
 	case x.Status == Waiting:
-		refused.Detail = "it was given back, and the run waits for " + waitsFor(x)
+		refused.Detail = "it was given back, and the run waits for " + describeWait(x)
 	case owner != "":
 		refused.Holder = owner
 		refused.Detail = "the run is locked by " + owner + ". Stop the work: it goes on there"
@@ -308,13 +308,13 @@ func (e *Engine) void(ctx context.Context, id string) error {
 	return refused
 }
 
-// named are the attributes that every line about a run has.
-func named(traceID, id string) []any {
+// executionAttrs are the attributes that every line about a run has.
+func executionAttrs(traceID, id string) []any {
 	return []any{slog.String("trace_id", traceID), slog.String("execution_id", id)}
 }
 
-// malformed turns what the database refuses as an argument into ErrMalformed, with its words.
-func malformed(err error) error {
+// invalidArgument turns what the database refuses as an argument into ErrMalformed, with its words.
+func invalidArgument(err error) error {
 	refused, is := errors.AsType[*pgconn.PgError](err)
 	if !is || !slices.Contains([]string{"22023", "22P02", "22P05", "22003"}, refused.Code) {
 		return err
@@ -360,34 +360,34 @@ func (e *Engine) UnlockRun(ctx context.Context, id, lockID string, r Release) (s
 	}).Scan(&status, &traceID)
 	switch {
 	case postgres.IsCode(err, "LK001"):
-		return "", "", e.refuse(ctx, id, lockID, "release", string(r.Status), r.Result)
+		return "", "", e.rejectVoidLock(ctx, id, lockID, "release", string(r.Status), r.Result)
 	case err != nil:
-		return "", "", fmt.Errorf("unlock execution %s: %w", id, malformed(err))
+		return "", "", fmt.Errorf("unlock execution %s: %w", id, invalidArgument(err))
 	}
-	e.released(ctx, id, traceID, status, r)
+	e.logUnlocked(ctx, id, traceID, status, r)
 	return status, traceID, nil
 }
 
-// released says what became of a run, and to whom.
-func (e *Engine) released(ctx context.Context, id, traceID string, status Status, r Release) {
-	about := named(traceID, id)
+// logUnlocked says what became of a run, and to whom.
+func (e *Engine) logUnlocked(ctx context.Context, id, traceID string, status Status, r Release) {
+	attrs := executionAttrs(traceID, id)
 	switch {
 	case status == Waiting:
-		e.log.InfoContext(ctx, "execution waiting", append(about, "waiting_for", r.For, "waiting_key", r.Key)...)
+		e.log.InfoContext(ctx, "execution waiting", append(attrs, "waiting_for", r.For, "waiting_key", r.Key)...)
 		if r.Timeout > 0 {
-			e.soon(r.Timeout)
+			e.wakeSweepIn(r.Timeout)
 		}
 	case status.Ended():
-		e.log.InfoContext(ctx, "execution completed", append(about, "result_type", resultType(status), "status", string(status))...)
-		e.log.InfoContext(ctx, "event emitted", append(about, "event", "AGENT_COMPLETED", "key", id)...)
+		e.log.InfoContext(ctx, "execution completed", append(attrs, "result_type", resultType(status), "status", string(status))...)
+		e.log.InfoContext(ctx, "event emitted", append(attrs, "event", "AGENT_COMPLETED", "key", id)...)
 		var freed int
 		err := e.pool.QueryRow(ctx, `
 			select coalesce((data ->> 'locks_released')::int, 0) from agent_events where external_id = 'completed ' || @id`,
 			postgres.Strict{"id": id}).Scan(&freed)
 		if err != nil {
-			e.log.WarnContext(ctx, "count of released locks not read", append(about, "error", err)...)
+			e.log.WarnContext(ctx, "count of released locks not read", append(attrs, "error", err)...)
 		}
-		e.logReleased(ctx, id, freed, about...)
+		e.logReleased(ctx, id, freed, attrs...)
 		e.deliverCompletion(ctx, id)
 	}
 }

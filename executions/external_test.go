@@ -484,7 +484,7 @@ func TestNoProcessClaimsARunForWorkersOutside(t *testing.T) {
 	id := p.external(t, handOn)
 	never := func(when string) {
 		t.Helper()
-		w := worker(t, pool)
+		w := workerLease(t, pool)
 		if n, err := claim(t.Context(), pool, id, w); err != nil || n != 0 {
 			t.Errorf("%s it was claimed: %d, %v", when, n, err)
 		}

@@ -75,7 +75,7 @@ func (e *Engine) Fork(ctx context.Context, db postgres.Beginner, s ForkSpec) (Ex
 	var got Execution
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		if s.Input != nil {
-			if err := e.foresee(ctx, tx, x, s); err != nil {
+			if err := e.checkInput(ctx, tx, x, s); err != nil {
 				return err
 			}
 		}
@@ -135,7 +135,7 @@ func (e *Engine) fork(ctx context.Context, tx pgx.Tx, s ForkSpec) (Execution, er
 	if err != nil {
 		return Execution{}, err
 	}
-	return got, e.sendHints(ctx, tx, []hint{{got.ID, 0, got.Queue, got.Priority}})
+	return got, e.insertWakeups(ctx, tx, []wakeup{{got.ID, 0, got.Queue, got.Priority}})
 }
 
 // forkSteps reads the records that a fork begins with.
@@ -145,63 +145,63 @@ func forkSteps(ctx context.Context, tx pgx.Tx, s ForkSpec) ([]Checkpoint, error)
 		return nil, err
 	}
 	defer rows.Close()
-	var points []Checkpoint
+	var checkpoints []Checkpoint
 	found := false
 	for rows.Next() {
 		found = true
 		if rows.RawValues()[0] == nil { // the step is there, and nothing before it
 			continue
 		}
-		point, err := pgx.RowToStructByPos[Checkpoint](rows)
+		checkpoint, err := pgx.RowToStructByPos[Checkpoint](rows)
 		if err != nil {
 			return nil, err
 		}
-		points = append(points, point)
+		checkpoints = append(checkpoints, checkpoint)
 	}
 	if rows.Err() == nil && !found {
 		return nil, fmt.Errorf("from %q: %w", s.From, ErrNoStep)
 	}
-	return points, rows.Err()
+	return checkpoints, rows.Err()
 }
 
-// foresee calls the flow with the new input and the records that the fork will have, as in a replay, to find out
+// checkInput calls the flow with the new input and the records that the fork will have, as in a replay, to find out
 // whether one of them belongs to another input. What cannot be told that way is left to the fork.
-func (e *Engine) foresee(ctx context.Context, tx pgx.Tx, x Execution, s ForkSpec) error {
+func (e *Engine) checkInput(ctx context.Context, tx pgx.Tx, x Execution, s ForkSpec) error {
 	if fn, err := e.flow(ctx, x.Flow); err != nil || fn == nil {
 		return err
 	}
-	points, err := forkSteps(ctx, tx, s)
+	checkpoints, err := forkSteps(ctx, tx, s)
 	if err != nil {
 		return err
 	}
 	if s.Latest && x.FlowVersion != nil {
-		if err := newest(ctx, tx, &x, points); err != nil {
+		if err := useCurrentVersion(ctx, tx, &x, checkpoints); err != nil {
 			return err
 		}
 	}
-	sortPoints(points)
+	sortCheckpoints(checkpoints)
 	x.Input, x.Status, x.ErrorMessage = s.Input, Running, nil
-	got, err := e.rehearse(ctx, x, points, nil)
+	got, err := e.replayCheckpoints(ctx, x, checkpoints, nil)
 	if err != nil {
 		return err
 	}
 	switch {
 	case got.changed != "":
-		return &contradiction{strings.TrimSuffix(got.changed, ": "+ErrChanged.Error()) + "; fork from this step or one before it"}
+		return &inputConflict{strings.TrimSuffix(got.changed, ": "+ErrChanged.Error()) + "; fork from this step or one before it"}
 	case got.failure != "":
 		return fmt.Errorf("%w: with this input the flow fails: %s", ErrNoFork, got.failure)
 	}
 	return nil
 }
 
-// contradiction is an ErrChanged of a fork, where it is the input that changed and not the code.
-type contradiction struct{ message string }
+// inputConflict is an ErrChanged of a fork, where it is the input that changed and not the code.
+type inputConflict struct{ message string }
 
-func (c *contradiction) Error() string        { return c.message }
-func (c *contradiction) Is(target error) bool { return target == ErrChanged }
+func (c *inputConflict) Error() string        { return c.message }
+func (c *inputConflict) Is(target error) bool { return target == ErrChanged }
 
-// newest gives an execution the current version of its flow, as fork does.
-func newest(ctx context.Context, tx pgx.Tx, x *Execution, points []Checkpoint) error {
+// useCurrentVersion gives an execution the current version of its flow, as fork does.
+func useCurrentVersion(ctx context.Context, tx pgx.Tx, x *Execution, checkpoints []Checkpoint) error {
 	var version int
 	err := tx.QueryRow(ctx, `select coalesce((select f.version from agent_flows f where f.name = @flow and f.current), @was)`,
 		postgres.Strict{"flow": x.Flow, "was": *x.FlowVersion}).Scan(&version)
@@ -209,9 +209,9 @@ func newest(ctx context.Context, tx pgx.Tx, x *Execution, points []Checkpoint) e
 		return fmt.Errorf("read current version of flow %s: %w", x.Flow, err)
 	}
 	x.FlowVersion = &version
-	for i := range points {
-		if points[i].Step == "flow version" && !points[i].Failed {
-			points[i].Output = fmt.Appendf(nil, "%d", version)
+	for i := range checkpoints {
+		if checkpoints[i].Step == "flow version" && !checkpoints[i].Failed {
+			checkpoints[i].Output = fmt.Appendf(nil, "%d", version)
 		}
 	}
 	return nil
@@ -230,22 +230,22 @@ func (e *Engine) Retry(ctx context.Context, db postgres.Beginner, id string) (Ex
 	if !x.Status.Ended() || x.Status == Completed {
 		return Execution{}, "", fmt.Errorf("retry execution %s, which is %s: %w", x.ID, x.Status, ErrNotFailed)
 	}
-	points, err := Checkpoints(ctx, db, x.ID)
+	checkpoints, err := Checkpoints(ctx, db, x.ID)
 	if err != nil {
 		return Execution{}, "", err
 	}
-	from := retryFrom(x, points)
+	from := retryStep(x, checkpoints)
 	got, err := e.Fork(ctx, db, ForkSpec{ID: x.ID, From: from})
 	return got, from, err
 }
 
-// retryFrom chooses the step that a retry begins with; empty for what comes after all that is recorded.
-func retryFrom(x Execution, points []Checkpoint) string {
-	if x.Status == Cancelled || stoppedFromOutside(x) || len(points) == 0 {
+// retryStep chooses the step that a retry begins with; empty for what comes after all that is recorded.
+func retryStep(x Execution, checkpoints []Checkpoint) string {
+	if x.Status == Cancelled || failedByWorkers(x) || len(checkpoints) == 0 {
 		return ""
 	}
 	recorded := func(step string) bool {
-		for _, c := range points {
+		for _, c := range checkpoints {
 			if c.Step == step {
 				return true
 			}
@@ -253,13 +253,13 @@ func retryFrom(x Execution, points []Checkpoint) string {
 		return false
 	}
 	if x.ErrorMessage != nil {
-		if step := blame(*x.ErrorMessage, "", points); step != "" {
+		if step := findFailedStep(*x.ErrorMessage, "", checkpoints); step != "" {
 			return step
 		}
 	}
 	if x.Status == Timeout {
-		for _, c := range slices.Backward(points) {
-			if timedOut(c) {
+		for _, c := range slices.Backward(checkpoints) {
+			if isTimedOutWait(c) {
 				return c.Step
 			}
 		}
@@ -268,19 +268,19 @@ func retryFrom(x Execution, points []Checkpoint) string {
 	if x.FailedStep != nil && x.ErrorMessage != nil && strings.Contains(*x.ErrorMessage, ErrChanged.Error()) && recorded(*x.FailedStep) {
 		return *x.FailedStep
 	}
-	last := points[len(points)-1]
+	last := checkpoints[len(checkpoints)-1]
 	if start, ok := strings.CutSuffix(last.Step, " result"); ok && recorded(start) && recorded(start+" wait") {
 		return start // the child's end was passed on: a new child is started
 	}
 	return last.Step
 }
 
-// blame finds the earliest failed record, within a prefix, whose message is part of an error; of one that groups
+// findFailedStep finds the earliest failed record, within a prefix, whose message is part of an error; of one that groups
 // others, the one in it. Messages are taken from the error as they are found, so that equal ones count as often as
 // they are there.
-func blame(message, within string, points []Checkpoint) (step string) {
+func findFailedStep(message, within string, checkpoints []Checkpoint) (step string) {
 	rest, why := message, ""
-	for _, c := range slices.Backward(points) {
+	for _, c := range slices.Backward(checkpoints) {
 		if !c.Failed || !strings.HasPrefix(c.Step, within) {
 			continue
 		}
@@ -295,14 +295,14 @@ func blame(message, within string, points []Checkpoint) (step string) {
 	if step == "" {
 		return ""
 	}
-	if inner := blame(why, step+"/", points); inner != "" {
+	if inner := findFailedStep(why, step+"/", checkpoints); inner != "" {
 		return inner
 	}
 	return step
 }
 
-// timedOut reports the record of a wait that timed out.
-func timedOut(c Checkpoint) bool {
+// isTimedOutWait reports the record of a wait that timed out.
+func isTimedOutWait(c Checkpoint) bool {
 	var out struct {
 		Event    string `json:"event"`
 		TimedOut bool   `json:"timed_out"`

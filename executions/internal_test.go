@@ -20,15 +20,15 @@ import (
 
 // StartSeveral starts executions in one statement; those of here claimed by this process, for callers who run them.
 func (e *Engine) StartSeveral(ctx context.Context, specs []Spec, here []bool) ([]Execution, error) {
-	all := make([]opening, len(specs))
+	all := make([]insertParams, len(specs))
 	for i, s := range specs {
-		o, err := s.opening(here[i])
+		o, err := s.insertParams(here[i])
 		if err != nil {
 			return nil, err
 		}
 		all[i] = o
 	}
-	answers, err := e.startSeveral(ctx, all)
+	answers, err := e.startBatch(ctx, all)
 	if err != nil {
 		return nil, err
 	}
@@ -40,13 +40,13 @@ func (e *Engine) StartSeveral(ctx context.Context, specs []Spec, here []bool) ([
 }
 
 // Works reports whether the workers of this process look for executions.
-func (e *Engine) Works() bool { return e.works() }
+func (e *Engine) Works() bool { return e.dispatching() }
 
 // SweepPause is how long the sweeper may sleep.
-func (e *Engine) SweepPause() time.Duration { return e.due.pause(time.Hour) }
+func (e *Engine) SweepPause() time.Duration { return e.nextDue.sleepTime(time.Hour) }
 
 // AsStored is JSON as jsonb gives it back.
-func AsStored(text json.RawMessage) (json.RawMessage, error) { return asStored(text) }
+func AsStored(text json.RawMessage) (json.RawMessage, error) { return jsonbText(text) }
 
 // RenewWorker prolongs the lease of a worker, and reports whether it lives.
 func RenewWorker(ctx context.Context, pool *pgxpool.Pool, id string) (alive bool, err error) {
@@ -57,7 +57,7 @@ func RenewWorker(ctx context.Context, pool *pgxpool.Pool, id string) (alive bool
 
 // TryComplete completes a requested cancel, if no transaction has the execution locked any more.
 func (e *Engine) TryComplete(ctx context.Context, id string) (bool, error) {
-	return e.tryComplete(ctx, id)
+	return e.tryCompleteCancel(ctx, id)
 }
 
 // engineAway is an engine whose database is, and counts how often it is asked for.
@@ -76,7 +76,7 @@ func engineAway(t *testing.T, log *slog.Logger, tries *int) *Engine {
 	}
 	return &Engine{
 		pool: pool, keeper: lanes.NewKeeper(pool, lanes.Options{}), opts: Options{SweepEvery: 5 * time.Second}, log: log,
-		nudge: make(chan struct{}, 1), alarm: make(chan struct{}, 1),
+		sweepRequests: make(chan struct{}, 1), timerChanged: make(chan struct{}, 1),
 	}
 }
 
@@ -87,7 +87,7 @@ func TestASweepThatFailsIsNotRepeatedAtOnce(t *testing.T) {
 		tries := 0
 		e := engineAway(t, slog.New(slog.DiscardHandler), &tries)
 		defer e.pool.Close()
-		e.due.set(time.Time{}, time.Now(), 1)
+		e.nextDue.set(time.Time{}, time.Now(), 1)
 		ctx, cancel := context.WithTimeout(t.Context(), 9*time.Second+time.Second/2)
 		defer cancel()
 		e.sweepLoop(ctx)
@@ -119,10 +119,10 @@ func TestHousekeepingThatFailsIsNotRepeatedAtEachSweep(t *testing.T) {
 func TestAHandOverWakesNoSweep(t *testing.T) {
 	t.Parallel()
 	for said, wakes := range map[string]int{"pipeline:prices": 1, "": 1, "pipeline:prices\trun/1\t1795234346428444\t1795234356428444": 0} {
-		e := &Engine{nudge: make(chan struct{}, 1)}
-		e.hearLane(said)
-		if len(e.nudge) != wakes {
-			t.Errorf("the sweep is woken %d times by %q, want %d", len(e.nudge), said, wakes)
+		e := &Engine{sweepRequests: make(chan struct{}, 1)}
+		e.onLaneFreed(said)
+		if len(e.sweepRequests) != wakes {
+			t.Errorf("the sweep is woken %d times by %q, want %d", len(e.sweepRequests), said, wakes)
 		}
 	}
 }
@@ -146,10 +146,10 @@ func TestClaimsThatFailBecomeNoMore(t *testing.T) {
 		}
 		defer pool.Close()
 		told := slog.New(slog.NewTextHandler(counter{&tries, "ready executions not claimed"}, nil))
-		c := newCrew(&Engine{pool: pool, opts: Options{SweepEvery: time.Second, LeaseTTL: 30 * time.Second, Workers: 1}, log: told}, Background)
+		c := newWorkerPool(&Engine{pool: pool, opts: Options{SweepEvery: time.Second, LeaseTTL: 30 * time.Second, Workers: 1}, log: told}, Background)
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		defer cancel()
-		c.work(ctx, ctx)
+		c.run(ctx, ctx)
 		if n := tries.Load(); n < 60 || n > 125 { // a tick and a try of its own each second
 			t.Errorf("%d tries in a minute", n)
 		}

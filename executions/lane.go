@@ -35,10 +35,10 @@ type Hold struct {
 // that waits too, and so on; it goes back when the child releases it or ends. The child may come here before its parent
 // has begun to wait: then Lane holds the goroutine until it has, for at most a minute.
 func Lane(ctx context.Context, name string, opts ...lanes.Option) (*Hold, error) {
-	deadline := time.Now().Add(lendPatience)
-	return take(ctx, name, func(r *run, heard context.Context) (*lanes.Lease, error) {
-		for pause := lendPause; ; pause = min(2*pause, lendPauseMost) {
-			lease, err := r.e.keeper.AcquireAs(heard, lanes.ClaimOwner(r.exec.ID, r.exec.Claim), name, opts...)
+	deadline := time.Now().Add(lendTimeout)
+	return acquireLane(ctx, name, func(r *run, detached context.Context) (*lanes.Lease, error) {
+		for pause := minLendPause; ; pause = min(2*pause, maxLendPause) {
+			lease, err := r.e.keeper.AcquireAs(detached, lanes.ClaimOwner(r.exec.ID, r.exec.Claim), name, opts...)
 			busy, ok := errors.AsType[*lanes.BusyError](err)
 			if !ok || !busy.Soon || time.Now().After(deadline) || !sleep(ctx, pause) {
 				return lease, err
@@ -48,9 +48,9 @@ func Lane(ctx context.Context, name string, opts ...lanes.Option) (*Hold, error)
 }
 
 const (
-	lendPatience  = time.Minute // a parent whose process died before it waited is taken up again within that
-	lendPause     = 2 * time.Millisecond
-	lendPauseMost = time.Second
+	lendTimeout  = time.Minute // a parent whose process died before it waited is taken up again within that
+	minLendPause = 2 * time.Millisecond
+	maxLendPause = time.Second
 )
 
 // LaneWait is Lane that stands in the lane's queue until its turn comes, for at most patience; then
@@ -58,34 +58,34 @@ const (
 // wait durably with LaneFree.
 func LaneWait(ctx context.Context, name string, patience time.Duration, opts ...lanes.Option) (*Hold, error) {
 	deadline := time.Now().Add(patience)
-	return take(ctx, name, func(r *run, heard context.Context) (*lanes.Lease, error) {
+	return acquireLane(ctx, name, func(r *run, detached context.Context) (*lanes.Lease, error) {
 		// The lease's context derives from this one, so it is not ended when the wait is over.
-		waiting, give := context.WithCancelCause(heard)
-		defer context.AfterFunc(ctx, func() { give(context.Cause(ctx)) })()
-		left := max(time.Until(deadline), time.Millisecond)
+		waiting, stop := context.WithCancelCause(detached)
+		defer context.AfterFunc(ctx, func() { stop(context.Cause(ctx)) })()
+		remaining := max(time.Until(deadline), time.Millisecond)
 		return r.e.keeper.AwaitAs(waiting, lanes.ClaimOwner(r.exec.ID, r.exec.Claim), name,
-			append(opts, lanes.WithPatience(left))...)
+			append(opts, lanes.WithPatience(remaining))...)
 	})
 }
 
-func take(ctx context.Context, name string, ask func(r *run, ctx context.Context) (*lanes.Lease, error)) (*Hold, error) {
-	r, err := runOf(ctx)
+func acquireLane(ctx context.Context, name string, acquire func(r *run, ctx context.Context) (*lanes.Lease, error)) (*Hold, error) {
+	r, err := runFrom(ctx)
 	if err != nil {
 		return nil, err
 	}
-	if poison := r.poisoned(); poison != nil {
+	if poison := r.stopCause(); poison != nil {
 		return nil, poison
 	}
 	if r.replay != nil {
-		return r.replay.lane(ctx, r, name)
+		return r.replay.answerLane(ctx, r, name)
 	}
-	heard := outlive(ctx, 5*time.Second)
+	detached := withGrace(ctx, 5*time.Second)
 	lease, err := Persist(ctx, func(context.Context) (*lanes.Lease, error) {
-		lease, err := ask(r, heard)
+		lease, err := acquire(r, detached)
 		if err != nil {
 			return nil, err
 		}
-		return lease, r.fenceLease(heard, lease)
+		return lease, r.fenceLease(detached, lease)
 	})
 	switch {
 	case ctx.Err() != nil:
@@ -94,11 +94,11 @@ func take(ctx context.Context, name string, ask func(r *run, ctx context.Context
 		return nil, fmt.Errorf("take lane: %w", err)
 	}
 	r.mu.Lock()
-	if r.held == nil {
-		r.held = make(map[*lanes.Lease]struct{}, 1)
+	if r.leases == nil {
+		r.leases = make(map[*lanes.Lease]struct{}, 1)
 	}
-	maps.DeleteFunc(r.held, func(l *lanes.Lease, _ struct{}) bool { return l.Lane() == name && lost(l) }) // it is taken again
-	r.held[lease] = struct{}{}
+	maps.DeleteFunc(r.leases, func(l *lanes.Lease, _ struct{}) bool { return l.Lane() == name && leaseLost(l) }) // it is taken again
+	r.leases[lease] = struct{}{}
 	r.mu.Unlock()
 	held, end := context.WithCancelCause(lease.Context())
 	context.AfterFunc(ctx, func() { end(context.Cause(ctx)) })
@@ -123,17 +123,17 @@ func (r *run) fenceLease(ctx context.Context, lease *lanes.Lease) error {
 	return err
 }
 
-// outlive is a context that ends some time after ctx. Under it the answer to a statement is heard although
+// withGrace is a context that ends some time after ctx. Under it the answer to a statement is heard although
 // the run is stopped: a lane that is taken behind its back would stay taken.
-func outlive(ctx context.Context, by time.Duration) context.Context {
+func withGrace(ctx context.Context, grace time.Duration) context.Context {
 	longer, end := context.WithCancelCause(context.WithoutCancel(ctx))
-	context.AfterFunc(ctx, func() { time.AfterFunc(by, func() { end(context.Cause(ctx)) }) })
+	context.AfterFunc(ctx, func() { time.AfterFunc(grace, func() { end(context.Cause(ctx)) }) })
 	return longer
 }
 
 // LaneHeld reports whether somebody holds a lane; nobody does while lanes are off. It is not a step.
 func LaneHeld(ctx context.Context, name string) (bool, error) {
-	r, err := runOf(ctx)
+	r, err := runFrom(ctx)
 	if err != nil {
 		return false, err
 	}
@@ -161,32 +161,32 @@ func (h *Hold) Fence(ctx context.Context, tx postgres.DB) error {
 	return h.lease.Fence(ctx, tx)
 }
 
-// lost reports whether a lease was lost.
-func lost(l *lanes.Lease) bool { return errors.Is(context.Cause(l.Context()), lanes.ErrLost) }
+// leaseLost reports whether a lease was lost.
+func leaseLost(l *lanes.Lease) bool { return errors.Is(context.Cause(l.Context()), lanes.ErrLost) }
 
 // Release gives the lane back before the execution ends. In a run that has parked or was stopped it does
 // nothing: the hold is the execution's, and a deferred Release that fires while the function unwinds must
 // not free it. When a connection breaks or the database is away it tries again, as [Persist] does.
 func (h *Hold) Release(ctx context.Context) error {
-	if h.lease != nil && h.run.poisoned() == nil {
-		return h.giveBack(ctx)
+	if h.lease != nil && h.run.stopCause() == nil {
+		return h.release(ctx)
 	}
 	return nil
 }
 
-// giveBack is Release where there is something to give back.
-func (h *Hold) giveBack(ctx context.Context) error {
+// release is Release where there is something to give back.
+func (h *Hold) release(ctx context.Context) error {
 	h.run.mu.Lock()
-	delete(h.run.held, h.lease)
+	delete(h.run.leases, h.lease)
 	h.run.mu.Unlock()
-	unheard, given := false, false
+	uncertain, released := false, false
 	_, err := Persist(ctx, func(ctx context.Context) (struct{}, error) {
 		err := h.lease.Release(ctx)
-		given = unheard && errors.Is(err, lanes.ErrLost) // by the try before
-		unheard = unheard || err != nil
+		released = uncertain && errors.Is(err, lanes.ErrLost) // by the try before
+		uncertain = uncertain || err != nil
 		return struct{}{}, err
 	})
-	if given {
+	if released {
 		return nil
 	}
 	return err

@@ -98,7 +98,7 @@ func TestLoansKeepTheirRulesWhateverHappens(t *testing.T) {
 	}
 	m.lanes = append(m.lanes, "pipeline:p")
 	for range 12 {
-		m.workers = append(m.workers, worker(t, pool))
+		m.workers = append(m.workers, workerLease(t, pool))
 	}
 	for round := range *loanRounds {
 		m.round(t, seed, round)

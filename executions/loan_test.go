@@ -34,7 +34,7 @@ func relative(t *testing.T, pool *pgxpool.Pool, parent string) member {
 	id := value[string](t, pool, `
 		insert into agent_executions (trace_id, surface, flow, parent_id, awaited, inherits)
 		values ($1, 'flow', 'flow', nullif($2, '')::uuid, $2 <> '', $2 <> '') returning id::text`, string(trace.New(trace.Flow)), parent)
-	return member{id, mustClaim(t, pool, id, worker(t, pool))}
+	return member{id, mustClaim(t, pool, id, workerLease(t, pool))}
 }
 
 const parkOnChild = `select lanekeeper.wait_agent_execution($1::uuid, $2, 'child ' || $3::text, 'agent', $3::text, '1 hour', null)`
@@ -110,7 +110,7 @@ func stuck(t *testing.T, db postgres.DB, n int, text string) {
 	}, text+" waits")
 }
 
-func begun(t *testing.T, pool *pgxpool.Pool) pgx.Tx {
+func startedRow(t *testing.T, pool *pgxpool.Pool) pgx.Tx {
 	t.Helper()
 	tx, err := pool.Begin(t.Context())
 	if err != nil {
@@ -268,7 +268,7 @@ func TestABorrowerIsClaimedAgain(t *testing.T) {
 			if expired {
 				exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
 			}
-			last.claim = mustClaim(t, pool, last.id, worker(t, pool))
+			last.claim = mustClaim(t, pool, last.id, workerLease(t, pool))
 			if got := mustTake(t, pool, lane, last); got <= old {
 				t.Errorf("token %d after %d", got, old)
 			}
@@ -315,7 +315,7 @@ func TestAThreadComesBackToAnOwnerThatChangesMeanwhile(t *testing.T) {
 				if !childFirst {
 					first, second = second, first
 				}
-				tx := begun(t, pool)
+				tx := startedRow(t, pool)
 				if err := first(tx); err != nil {
 					t.Fatal(err)
 				}
@@ -349,7 +349,7 @@ func TestAThreadComesBackToAnOwnerThatIsBusy(t *testing.T) {
 	mustTake(t, pool, lane, p)
 	c := relative(t, pool, p.id)
 	mustTake(t, pool, lane, c)
-	tx := begun(t, pool)
+	tx := startedRow(t, pool)
 	exec(t, tx, `select from agent_executions where id = $1::uuid for update`, p.id)
 	exec(t, pool, `select lanekeeper.complete_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, c.id, c.claim)
 	exec(t, tx, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'x', 'event', 'x', '1 hour', null)`, p.id, p.claim)
@@ -380,7 +380,7 @@ func TestABorrowMeetsTheEndOfTheWait(t *testing.T) {
 				if !borrowFirst {
 					first, second, text = resume, borrow, "lend_agent"
 				}
-				tx := begun(t, pool)
+				tx := startedRow(t, pool)
 				if err := first(tx); err != nil {
 					t.Fatal(err)
 				}
@@ -408,7 +408,7 @@ func TestACancelOfAParentMeetsItsChildsSend(t *testing.T) {
 	exec(t, pool, `insert into agent_threads (id, channel) values ('t1', 'chat')`)
 	all := line(t, pool, "thread:t1", 2)
 	p, c := all[0], all[1]
-	tx := begun(t, pool)
+	tx := startedRow(t, pool)
 	exec(t, tx, `select fence_agent_execution($1::uuid, $2)`, c.id, c.claim) // a step of the child
 	var group errgroup.Group
 	group.Go(func() error {
@@ -477,7 +477,7 @@ func TestAThreadStaysWithWhoIsHandedBack(t *testing.T) {
 	if !value[bool](t, pool, `select queued from lanekeeper.send_agent_message('t1', $1::uuid, $2, 'me first')`, other.id, other.claim) {
 		t.Error("another conversation slips in")
 	}
-	p.claim = mustClaim(t, pool, p.id, worker(t, pool))
+	p.claim = mustClaim(t, pool, p.id, workerLease(t, pool))
 	mustTake(t, pool, "thread:t1", p)
 }
 
@@ -507,7 +507,7 @@ func TestALoanThatEndsDuringASweepStays(t *testing.T) {
 	mustTake(t, pool, "objective:1", first[1])
 	mustTake(t, pool, "objective:2", second[1])
 	exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = 'objective:1'`)
-	tx := begun(t, pool)
+	tx := startedRow(t, pool)
 	exec(t, tx, `select from agent_lock_loans where lane = 'objective:1' for update`)
 	swept := make(chan error, 1)
 	go func() {

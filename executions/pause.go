@@ -96,7 +96,7 @@ func PauseAll(ctx context.Context, db postgres.DB, by, reason string) (PauseChan
 		postgres.Strict{"reason": reason, "by": by}).
 		Scan(&got.Changed, &got.PausedAt, &got.PausedBy, &got.Reason, &got.TraceID, &got.ActivityID)
 	if err != nil {
-		return PauseChange{}, fmt.Errorf("pause the agent: %w", malformed(err))
+		return PauseChange{}, fmt.Errorf("pause the agent: %w", invalidArgument(err))
 	}
 	return got, nil
 }
@@ -110,7 +110,7 @@ func ResumeAll(ctx context.Context, db postgres.DB, by, reason string) (PauseCha
 		postgres.Strict{"reason": reason, "by": by}).
 		Scan(&got.Changed, &got.PausedAt, &got.PausedBy, &got.Reason, &got.ResumedAt, &got.TraceID, &got.ActivityID)
 	if err != nil {
-		return PauseChange{}, fmt.Errorf("resume the agent: %w", malformed(err))
+		return PauseChange{}, fmt.Errorf("resume the agent: %w", invalidArgument(err))
 	}
 	return got, nil
 }
@@ -145,8 +145,8 @@ func skipTick(ctx context.Context, tx pgx.Tx, s Schedule, due time.Time, p Pause
 	return err
 }
 
-// refusedByPause is err, or what it means when a pause refused a claim.
-func refusedByPause(ctx context.Context, db postgres.DB, err error) error {
+// explainPaused is err, or what it means when a pause refused a claim.
+func explainPaused(ctx context.Context, db postgres.DB, err error) error {
 	if !postgres.IsCode(err, pausedCode) {
 		return err
 	}
@@ -165,27 +165,27 @@ func (e *Engine) Paused() bool { return e.paused.Load() }
 // watchPause keeps this process told whether the agent is paused: as soon as the database says so, and else once in
 // SweepEvery.
 func (e *Engine) watchPause(ctx context.Context) {
-	var told <-chan string
+	var notifications <-chan string
 	if e.opts.Listener != nil {
 		payloads, stop := e.opts.Listener.Subscribe(pauseChannel)
 		defer stop()
-		told = payloads
+		notifications = payloads
 	}
 	ticker := time.NewTicker(e.opts.SweepEvery)
 	defer ticker.Stop()
 	for {
-		e.learnPause(ctx)
+		e.refreshPause(ctx)
 		select {
 		case <-ctx.Done():
 			return
-		case <-told:
+		case <-notifications:
 		case <-ticker.C:
 		}
 	}
 }
 
-// learnPause asks the database once.
-func (e *Engine) learnPause(ctx context.Context) {
+// refreshPause asks the database once.
+func (e *Engine) refreshPause(ctx context.Context) {
 	p, err := CurrentPause(ctx, e.pool)
 	switch {
 	case err != nil && ctx.Err() == nil:
@@ -200,9 +200,9 @@ func (e *Engine) learnPause(ctx context.Context) {
 	}
 }
 
-// heldBack is why a run must not take its next step: the agent is paused. What the process knows may be a moment old,
+// checkPaused is why a run must not take its next step: the agent is paused. What the process knows may be a moment old,
 // so the database has the last word.
-func (r *run) heldBack(ctx context.Context) error {
+func (r *run) checkPaused(ctx context.Context) error {
 	if r.replay != nil || Attended(trace.Surface(r.exec.Surface)) || !r.e.paused.Load() {
 		return nil
 	}

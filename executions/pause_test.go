@@ -156,7 +156,7 @@ func TestAttendedRunsGoOnWhilePaused(t *testing.T) {
 func TestAClaimIsBeforeThePauseOrIsNotMade(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	w := worker(t, pool)
+	w := workerLease(t, pool)
 	before, after := pending(t, pool), pending(t, pool)
 	inTx := func(sql string, args ...any) (tx pgx.Tx) {
 		tx, err := pool.Begin(t.Context())
@@ -192,7 +192,7 @@ func TestAfterAPauseHasReturnedNothingIsClaimed(t *testing.T) {
 	pool := pgtest.DB(t)
 	workers := make([]string, 4)
 	for i := range workers {
-		workers[i] = worker(t, pool)
+		workers[i] = workerLease(t, pool)
 	}
 	for range 5 {
 		exec(t, pool, `delete from agent_executions`)

@@ -82,17 +82,17 @@ func (e *Engine) Replay(ctx context.Context, id string) (Replayed, error) {
 	if running {
 		return Replayed{}, fmt.Errorf("replay execution %s: %w", x.ID, ErrRunning)
 	}
-	points, err := Checkpoints(ctx, e.pool, x.ID)
+	checkpoints, err := Checkpoints(ctx, e.pool, x.ID)
 	if err != nil {
 		return Replayed{}, err
 	}
-	var waitsIn *string
+	var waitingIn *string
 	if x.Status == Waiting {
-		if waitsIn, err = waitingStep(ctx, e.pool, x.ID); err != nil {
+		if waitingIn, err = waitingStep(ctx, e.pool, x.ID); err != nil {
 			return Replayed{}, err
 		}
 	}
-	got, err := e.rehearse(ctx, x, points, waitsIn)
+	got, err := e.replayCheckpoints(ctx, x, checkpoints, waitingIn)
 	if err != nil {
 		return Replayed{}, fmt.Errorf("replay execution %s: %w", x.ID, err)
 	}
@@ -108,9 +108,9 @@ func waitingStep(ctx context.Context, db postgres.DB, id string) (step *string, 
 	return step, nil
 }
 
-// rehearse replays a record. Whether a lane was free is not recorded, so where the code asks, "yes" is tried first, and
+// replayCheckpoints replays a record. Whether a lane was free is not recorded, so where the code asks, "yes" is tried first, and
 // "no" where that leads to a difference.
-func (e *Engine) rehearse(ctx context.Context, x Execution, points []Checkpoint, waitsIn *string) (Replayed, error) {
+func (e *Engine) replayCheckpoints(ctx context.Context, x Execution, checkpoints []Checkpoint, waitingStep *string) (Replayed, error) {
 	flow, err := e.flow(ctx, x.Flow)
 	switch {
 	case err != nil:
@@ -118,16 +118,16 @@ func (e *Engine) rehearse(ctx context.Context, x Execution, points []Checkpoint,
 	case flow == nil:
 		return Replayed{}, fmt.Errorf("%s: %w", x.Flow, ErrUnknownFlow)
 	}
-	nowhere, err := unreachable(ctx, e.pool)
+	closed, err := closedPool(ctx, e.pool)
 	if err != nil {
 		return Replayed{}, err
 	}
-	silent := &Engine{pool: nowhere, opts: e.opts, log: slog.New(slog.DiscardHandler), flows: e.flows, fallback: e.fallback}
+	engine := &Engine{pool: closed, opts: e.opts, log: slog.New(slog.DiscardHandler), flows: e.flows, fallback: e.fallback}
 	var first *Replayed
 	var busy []bool
 	for range maxReplays {
-		p := newReplaying(x, points, waitsIn, busy)
-		got := silent.replayOnce(ctx, x, flow, p)
+		record := newReplayRecord(x, checkpoints, waitingStep, busy)
+		got := engine.replayOnce(ctx, x, flow, record)
 		if ctx.Err() != nil {
 			return Replayed{}, context.Cause(ctx)
 		}
@@ -137,7 +137,7 @@ func (e *Engine) rehearse(ctx context.Context, x Execution, points []Checkpoint,
 		if first == nil {
 			first = &got
 		}
-		busy = slices.Clone(p.answered)
+		busy = slices.Clone(record.laneAnswers)
 		for len(busy) > 0 && busy[len(busy)-1] {
 			busy = busy[:len(busy)-1]
 		}
@@ -149,43 +149,43 @@ func (e *Engine) rehearse(ctx context.Context, x Execution, points []Checkpoint,
 	return *first, nil
 }
 
-// unreachable is a pool on the same database that never gives a connection: what a replay's run has in place of one.
-func unreachable(ctx context.Context, pool *pgxpool.Pool) (*pgxpool.Pool, error) {
+// closedPool is a pool on the same database that never gives a connection: what a replay's run has in place of one.
+func closedPool(ctx context.Context, pool *pgxpool.Pool) (*pgxpool.Pool, error) {
 	config := pool.Config()
 	config.MinConns, config.MinIdleConns = 0, 0
-	nowhere, err := pgxpool.NewWithConfig(ctx, config)
+	closed, err := pgxpool.NewWithConfig(ctx, config)
 	if err != nil {
 		return nil, fmt.Errorf("prepare replay: %w", err)
 	}
-	nowhere.Close()
-	return nowhere, nil
+	closed.Close()
+	return closed, nil
 }
 
 // replayOnce calls the function once and compares.
-func (e *Engine) replayOnce(ctx context.Context, x Execution, flow Func, p *replaying) Replayed {
+func (e *Engine) replayOnce(ctx context.Context, x Execution, flow Func, record *replayRecord) Replayed {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	r := &run{
-		e: e, exec: x, life: ctx, cancel: cancel, replay: p,
-		seen: map[string]int{}, latest: map[string]int{}, checkpoints: p.points, interrupted: map[string]bool{},
+		e: e, exec: x, ctx: ctx, cancel: cancel, replay: record,
+		occurrences: map[string]int{}, latestStep: map[string]int{}, checkpoints: record.checkpoints, interrupted: map[string]bool{},
 	}
-	sealed, seal := postgres.Sealed(r.within(ctx))
-	result, err := r.call(sealed, flow)
+	sealed, seal := postgres.Sealed(r.flowContext(ctx))
+	result, err := r.callFlow(sealed, flow)
 	got := Replayed{
 		ExecutionID: x.ID, TraceID: x.TraceID, Flow: x.Flow, Status: x.Status,
-		Digest: digest(p.all, p.counts, string(x.Status), recordedEnd(x)),
+		Digest: digest(record.ordered, record.counts, string(x.Status), recordedEnd(x)),
 	}
-	if poison := r.poisoned(); errors.Is(poison, ErrChanged) {
+	if poison := r.stopCause(); errors.Is(poison, ErrChanged) {
 		got.changed = poison.Error()
 	}
-	if step, of := errors.AsType[*StepError](err); err != nil && p.divergence == nil && p.endedAt == "" && !seal.Tried() && (!of || step.Step == "") {
+	if step, of := errors.AsType[*StepError](err); err != nil && record.divergence == nil && record.endedAt == "" && !seal.Tried() && (!of || step.Step == "") {
 		got.failure = err.Error()
 	}
-	status, end := r.judge(x, p, result, err, seal.Tried())
-	got.EndedAt, got.Divergence = p.endedAt, p.divergence
-	got.ReplayDigest = digest(p.all, p.came, string(status), end)
-	for _, c := range p.all {
-		if p.came(c) {
+	status, end := r.compareEnd(x, record, result, err, seal.Tried())
+	got.EndedAt, got.Divergence = record.endedAt, record.divergence
+	got.ReplayDigest = digest(record.ordered, record.wasReached, string(status), end)
+	for _, c := range record.ordered {
+		if record.wasReached(c) {
 			got.Steps++
 		}
 	}
@@ -193,37 +193,37 @@ func (e *Engine) replayOnce(ctx context.Context, x Execution, flow Func, p *repl
 	return got
 }
 
-// ending is what an execution ended with, for its digest.
-type ending struct {
+// endState is what an execution ended with, for its digest.
+type endState struct {
 	Summary string `json:"summary"`
 	Result  any    `json:"result"`
 	Error   string `json:"error"`
 }
 
-func recordedEnd(x Execution) ending {
-	end := ending{Summary: x.ResultSummary, Result: canonicalJSON(x.Result)}
+func recordedEnd(x Execution) endState {
+	end := endState{Summary: x.ResultSummary, Result: comparableJSON(x.Result)}
 	if x.ErrorMessage != nil {
 		end.Error = *x.ErrorMessage
 	}
 	return end
 }
 
-// judge notes how the end of a replay differs from that of the record, and returns the status and the end that it
+// compareEnd notes how the end of a replay differs from that of the record, and returns the status and the end that it
 // came to.
-func (r *run) judge(x Execution, p *replaying, result Result, err error, asked bool) (Status, ending) {
-	poison := r.poisoned()
+func (r *run) compareEnd(x Execution, record *replayRecord, result Result, err error, queried bool) (Status, endState) {
+	stopErr := r.stopCause()
 	switch {
-	case p.divergence != nil:
-		return "", ending{}
-	case asked:
-		p.diverge(r.lastStep(p), DivergedDatabase, "the code asks the database outside of a step, so what it does cannot be told from the record")
-		return "", ending{}
-	case p.endedAt != "":
-		p.unreached("")
+	case record.divergence != nil:
+		return "", endState{}
+	case queried:
+		record.diverge(r.lastStep(record), DivergedDatabase, "the code asks the database outside of a step, so what it does cannot be told from the record")
+		return "", endState{}
+	case record.endedAt != "":
+		record.divergeUnreached("")
 		return x.Status, recordedEnd(x)
 	}
-	if poison != nil { // of ErrChanged
-		err = poison
+	if stopErr != nil { // of ErrChanged
+		err = stopErr
 	}
 	status := Completed
 	switch {
@@ -232,7 +232,7 @@ func (r *run) judge(x Execution, p *replaying, result Result, err error, asked b
 	case err != nil:
 		status = Failed
 	}
-	var end ending
+	var end endState
 	if err != nil {
 		end.Error = postgres.Text(err.Error())
 	}
@@ -240,37 +240,37 @@ func (r *run) judge(x Execution, p *replaying, result Result, err error, asked b
 	if wrong != nil {
 		status, end.Error = Failed, fmt.Errorf("encode result: %w", wrong).Error()
 	} else {
-		end.Summary, end.Result = postgres.Text(result.Summary), canonicalJSON(value)
+		end.Summary, end.Result = postgres.Text(result.Summary), comparableJSON(value)
 	}
-	was := recordedEnd(x)
-	same := status == x.Status && digest(nil, nil, "", end) == digest(nil, nil, "", was)
+	recorded := recordedEnd(x)
+	same := status == x.Status && digest(nil, nil, "", end) == digest(nil, nil, "", recorded)
 	switch {
 	case same:
-		p.unreached("")
-	case errors.Is(poison, ErrChanged):
-		p.diverge(r.lastFailed(), DivergedInput, poison.Error())
-	case p.unreached(end.Error):
-	case p.open && p.waitsIn == nil: // stopped after its last step
+		record.divergeUnreached("")
+	case errors.Is(stopErr, ErrChanged):
+		record.diverge(r.lastFailed(), DivergedInput, stopErr.Error())
+	case record.divergeUnreached(end.Error):
+	case record.openEnded && record.waitingStep == nil: // stopped after its last step
 		return x.Status, recordedEnd(x)
-	case p.open:
-		p.diverge(*p.waitsIn, DivergedResult, fmt.Sprintf("the code ends as %s where the record waits", status))
+	case record.openEnded:
+		record.diverge(*record.waitingStep, DivergedResult, fmt.Sprintf("the code ends as %s where the record waits", status))
 	case status != x.Status:
-		p.diverge(r.lastStep(p), DivergedResult, fmt.Sprintf("the code ends as %s, the record as %s%s", status, x.Status, because(end.Error)))
+		record.diverge(r.lastStep(record), DivergedResult, fmt.Sprintf("the code ends as %s, the record as %s%s", status, x.Status, errorSuffix(end.Error)))
 	default:
-		p.diverge(r.lastStep(p), DivergedResult, fmt.Sprintf("the code ends with %s, the record with %s", clipped(end), clipped(was)))
+		record.diverge(r.lastStep(record), DivergedResult, fmt.Sprintf("the code ends with %s, the record with %s", truncated(end), truncated(recorded)))
 	}
 	return status, end
 }
 
-func because(message string) string {
+func errorSuffix(message string) string {
 	if message == "" {
 		return ""
 	}
 	return ": " + message
 }
 
-// clipped shows an end.
-func clipped(end ending) string {
+// truncated shows an end.
+func truncated(end endState) string {
 	text, err := json.Marshal(end)
 	if err != nil {
 		return "what cannot be shown"
@@ -279,10 +279,10 @@ func clipped(end ending) string {
 }
 
 // lastStep is the step that a replay came to last.
-func (r *run) lastStep(p *replaying) string {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.last
+func (r *run) lastStep(record *replayRecord) string {
+	record.mu.Lock()
+	defer record.mu.Unlock()
+	return record.last
 }
 
 // lastFailed is the step that was noted as failed last.
@@ -294,7 +294,7 @@ func (r *run) lastFailed() string {
 
 // digest identifies steps, outputs, status and result. Steps go by their keys, because those of parallel branches
 // have no order.
-func digest(points []Checkpoint, counts func(Checkpoint) bool, status string, end ending) string {
+func digest(checkpoints []Checkpoint, counts func(Checkpoint) bool, status string, end endState) string {
 	sum := sha256.New()
 	write := func(v any) {
 		text, err := json.Marshal(v)
@@ -303,10 +303,10 @@ func digest(points []Checkpoint, counts func(Checkpoint) bool, status string, en
 		}
 		sum.Write(append(text, '\n'))
 	}
-	sorted := slices.SortedFunc(slices.Values(points), func(a, b Checkpoint) int { return strings.Compare(a.Step, b.Step) })
+	sorted := slices.SortedFunc(slices.Values(checkpoints), func(a, b Checkpoint) int { return strings.Compare(a.Step, b.Step) })
 	for _, c := range sorted {
 		if counts(c) {
-			write([]any{c.Step, c.Failed, c.Fingerprint, canonicalJSON(c.Output)})
+			write([]any{c.Step, c.Failed, c.Fingerprint, comparableJSON(c.Output)})
 		}
 	}
 	write(status)
@@ -314,8 +314,8 @@ func digest(points []Checkpoint, counts func(Checkpoint) bool, status string, en
 	return hex.EncodeToString(sum.Sum(nil))
 }
 
-// canonicalJSON is a JSON value in one form, however it was written: numbers by their value, members by their names.
-func canonicalJSON(text json.RawMessage) any {
+// comparableJSON is a JSON value in one form, however it was written: numbers by their value, members by their names.
+func comparableJSON(text json.RawMessage) any {
 	if len(text) == 0 {
 		return nil
 	}
@@ -325,10 +325,10 @@ func canonicalJSON(text json.RawMessage) any {
 	if err := d.Decode(&v); err != nil {
 		return string(text)
 	}
-	return plainNumbers(v)
+	return normalizeNumbers(v)
 }
 
-func plainNumbers(v any) any {
+func normalizeNumbers(v any) any {
 	switch v := v.(type) {
 	case json.Number:
 		if n, ok := new(big.Rat).SetString(v.String()); ok {
@@ -336,11 +336,11 @@ func plainNumbers(v any) any {
 		}
 	case []any:
 		for i := range v {
-			v[i] = plainNumbers(v[i])
+			v[i] = normalizeNumbers(v[i])
 		}
 	case map[string]any:
 		for name, member := range v {
-			v[name] = plainNumbers(member)
+			v[name] = normalizeNumbers(member)
 		}
 	}
 	return v

@@ -15,62 +15,62 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// lockPatience is how long a statement that a client's open transaction may hold up waits for a lock, and holds its
+// lockTimeout is how long a statement that a client's open transaction may hold up waits for a lock, and holds its
 // connection. Functions of the database have the same setting.
-const lockPatience = postgres.LockTimeout
+const lockTimeout = postgres.LockTimeout
 
-type lockPatienceKey struct{}
+type lockTimeoutKey struct{}
 
 // WithLockPatience bounds how long calls under ctx try a write that an open transaction of somebody else holds up: for
 // as long as a worker's lease lasts without it. Then they fail with a postgres.LockedError, and nothing has changed.
 // Between two tries they hold no connection.
 func WithLockPatience(ctx context.Context, patience time.Duration) context.Context {
-	return context.WithValue(ctx, lockPatienceKey{}, patience)
+	return context.WithValue(ctx, lockTimeoutKey{}, patience)
 }
 
-func (e *Engine) lockPatience(ctx context.Context) time.Duration {
-	if patience, given := ctx.Value(lockPatienceKey{}).(time.Duration); given {
+func (e *Engine) lockTimeout(ctx context.Context) time.Duration {
+	if patience, given := ctx.Value(lockTimeoutKey{}).(time.Duration); given {
 		return patience
 	}
 	return e.opts.LeaseTTL
 }
 
-// queuePatience bounds the waits for locks of what is queued after it.
-func queuePatience(b *pgx.Batch) {
-	b.Queue(`select set_config('lock_timeout', @patience, true)`, postgres.Strict{"patience": lockPatience})
+// queueLockTimeout bounds the waits for locks of what is queued after it.
+func queueLockTimeout(b *pgx.Batch) {
+	b.Queue(`select set_config('lock_timeout', @patience, true)`, postgres.Strict{"patience": lockTimeout})
 }
 
-// longestLocked is the longest pause before a write that met a lock is made again.
-const longestLocked = 200 * time.Millisecond
+// maxLockPause is the longest pause before a write that met a lock is made again.
+const maxLockPause = 200 * time.Millisecond
 
-// freeRetries is how many retries of a write need no turn: a lock that others hold for a moment is free by then.
-const freeRetries = 3
+// unqueuedRetries is how many retries of a write need no turn: a lock that others hold for a moment is free by then.
+const unqueuedRetries = 3
 
 // retryLocked makes a write again while another transaction has a lock that it needs, for as long as lockPatience says.
 // Between two tries it holds no connection. Writes that go on meeting a lock take turns and hold one connection among
 // all of them: a transaction that somebody has left open delays nobody else's work.
 func retryLocked[T any](ctx context.Context, e *Engine, write func(ctx context.Context) (T, error)) (T, error) {
-	until := time.Now().Add(e.lockPatience(ctx))
+	until := time.Now().Add(e.lockTimeout(ctx))
 	value, err := write(ctx)
-	pause := firstPause
+	pause := minBackoff
 	for n := 1; postgres.IsCode(err, "55P03") && time.Now().Before(until); n++ {
 		if !sleep(ctx, pause+rand.N(pause)) {
 			return value, err
 		}
-		if pause = min(2*pause, longestLocked); n <= freeRetries {
+		if pause = min(2*pause, maxLockPause); n <= unqueuedRetries {
 			value, err = write(ctx)
 			continue
 		}
-		if !e.takeTurn(ctx, time.Until(until)) {
+		if !e.acquireRetrySlot(ctx, time.Until(until)) {
 			return value, err
 		}
-		value, err = inTurn(ctx, e, write)
+		value, err = withRetrySlot(ctx, e, write)
 	}
 	return value, err
 }
 
-// takeTurn waits for the turn of a write that goes on meeting a lock; false when the patience or ctx ends first.
-func (e *Engine) takeTurn(ctx context.Context, patience time.Duration) bool {
+// acquireRetrySlot waits for the turn of a write that goes on meeting a lock; false when the patience or ctx ends first.
+func (e *Engine) acquireRetrySlot(ctx context.Context, patience time.Duration) bool {
 	timer := time.NewTimer(patience)
 	defer timer.Stop()
 	select {
@@ -82,33 +82,33 @@ func (e *Engine) takeTurn(ctx context.Context, patience time.Duration) bool {
 	return false
 }
 
-// inTurn makes a write, and gives the turn back.
-func inTurn[T any](ctx context.Context, e *Engine, write func(ctx context.Context) (T, error)) (T, error) {
+// withRetrySlot makes a write, and gives the turn back.
+func withRetrySlot[T any](ctx context.Context, e *Engine, write func(ctx context.Context) (T, error)) (T, error) {
 	defer func() { <-e.retrySlot }()
 	return write(ctx)
 }
 
 // withKey makes a write with a key that another transaction may hold; name is the key's, empty for a write without one.
 func (e *Engine) withKey(ctx context.Context, name string, write func(ctx context.Context) error) error {
-	return e.holdKey(ctx, name, func() error { return e.tryKey(ctx, name, write) })
+	return e.serializeKey(ctx, name, func() error { return e.retryKey(ctx, name, write) })
 }
 
-// holdKey calls write when no other call of this process writes with the key: of many that wait for it, one asks the
+// serializeKey calls write when no other call of this process writes with the key: of many that wait for it, one asks the
 // database.
-func (e *Engine) holdKey(ctx context.Context, name string, write func() error) error {
+func (e *Engine) serializeKey(ctx context.Context, name string, write func() error) error {
 	if name == "" {
 		return write()
 	}
-	leave, err := e.keyQueue.Acquire(ctx, name, e.lockPatience(ctx))
+	unlock, err := e.keyQueue.Acquire(ctx, name, e.lockTimeout(ctx))
 	if err != nil {
 		return err
 	}
-	defer leave()
+	defer unlock()
 	return write()
 }
 
-// tryKey is retryLocked. First tries with keys have half of the pool's connections at most, whatever is held.
-func (e *Engine) tryKey(ctx context.Context, name string, write func(ctx context.Context) error) error {
+// retryKey is retryLocked. First tries with keys have half of the pool's connections at most, whatever is held.
+func (e *Engine) retryKey(ctx context.Context, name string, write func(ctx context.Context) error) error {
 	tries := 0
 	_, err := retryLocked(ctx, e, func(ctx context.Context) (struct{}, error) {
 		if tries++; name == "" {
@@ -137,11 +137,11 @@ func isPool(db postgres.Beginner) bool {
 
 // Pauses between two tries of a write while the database is away; they double.
 const (
-	firstPause   = 20 * time.Millisecond
-	longestPause = 2 * time.Second
+	minBackoff = 20 * time.Millisecond
+	maxBackoff = 2 * time.Second
 )
 
-func newBackoff() postgres.Backoff { return postgres.Backoff{First: firstPause, Max: longestPause} }
+func newBackoff() postgres.Backoff { return postgres.Backoff{First: minBackoff, Max: maxBackoff} }
 
 // write is the seam through which every durable write of a run goes: one batch, one commit, awaited.
 // The statements must bear being sent twice, because a connection that breaks does not tell whether the
@@ -159,7 +159,7 @@ func (e *Engine) write(ctx context.Context, queue func(b *pgx.Batch)) error {
 			return nil
 		case postgres.IsCode(err, "LK001"):
 			return ErrStale
-		case ctx.Err() != nil, !passing(err):
+		case ctx.Err() != nil, !transient(err):
 			return err
 		}
 		e.warnUnavailable(ctx, err)
@@ -170,24 +170,24 @@ func (e *Engine) write(ctx context.Context, queue func(b *pgx.Batch)) error {
 }
 
 // warnUnavailable logs a try that met a database in trouble, with what to do where that is known.
-func (e *Engine) warnUnavailable(ctx context.Context, err error, about ...any) {
-	about = append(about, "error", err)
+func (e *Engine) warnUnavailable(ctx context.Context, err error, attrs ...any) {
+	attrs = append(attrs, "error", err)
 	if what, todo := postgres.Trouble(err); what != "" {
-		about = append(about, "trouble", what, "hint", todo)
+		attrs = append(attrs, "trouble", what, "hint", todo)
 	}
-	e.log.WarnContext(ctx, "database unavailable, trying again", about...)
+	e.log.WarnContext(ctx, "database unavailable, trying again", attrs...)
 }
 
-// passing reports an error that another try of one of the engine's own writes may not meet. What a slow moment of the
+// transient reports an error that another try of one of the engine's own writes may not meet. What a slow moment of the
 // database makes last longer than statement_timeout says is no more the result of a run than an outage: a query of
 // the flow's own may be meant to be cancelled, these never.
-func passing(err error) bool { return postgres.Transient(err) || postgres.IsCode(err, "57014") }
+func transient(err error) bool { return postgres.Transient(err) || postgres.IsCode(err, "57014") }
 
-// refused reports an error with which the database refuses what was written: another try would meet it again.
-func refused(err error) bool { return postgres.Code(err) != "" && !passing(err) }
+// rejected reports an error with which the database refuses what was written: another try would meet it again.
+func rejected(err error) bool { return postgres.Code(err) != "" && !transient(err) }
 
-// reject notes a refused write in the activity log, without the run's context, which has ended.
-func (r *run) reject(ctx context.Context, entry activity.Entry, out activity.Outcome) {
+// recordRejected notes a refused write in the activity log, without the run's context, which has ended.
+func (r *run) recordRejected(ctx context.Context, entry activity.Entry, out activity.Outcome) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 10*time.Second)
 	defer cancel()
 	r.e.log.ErrorContext(ctx, "stale write rejected", "step", entry.Step, "claim", r.exec.Claim)
@@ -196,8 +196,8 @@ func (r *run) reject(ctx context.Context, entry activity.Entry, out activity.Out
 	}
 }
 
-// mostCancelled is how often Persist takes a statement that was cancelled for one that met a slow moment.
-const mostCancelled = 2
+// maxCancelRetries is how often Persist takes a statement that was cancelled for one that met a slow moment.
+const maxCancelRetries = 2
 
 // Persist asks the database again, for as long as a worker's lease lasts, when fn fails because a connection broke or
 // the database is away: so a restart of the database is not the result of a step. fn must bear being called twice, as
@@ -205,22 +205,22 @@ const mostCancelled = 2
 // statement_timeout does it in a slow moment of the database, is made again twice: one that is cancelled each time is
 // meant to be. Step does it by itself; code between steps and inside a Call may use it.
 func Persist[T any](ctx context.Context, fn func(ctx context.Context) (T, error)) (T, error) {
-	r, err := runOf(ctx)
+	r, err := runFrom(ctx)
 	if err != nil {
 		return fn(ctx)
 	}
 	deadline := time.Now().Add(r.e.opts.LeaseTTL)
 	cancelled := 0
 	for backoff := newBackoff(); ; {
-		begun := r.steps()
+		before := r.countSteps()
 		value, err := fn(ctx)
 		if postgres.IsCode(err, "57014") {
 			cancelled++
 		}
 		switch {
-		case err == nil, ctx.Err() != nil, !away(err), cancelled > mostCancelled, time.Now().After(deadline), r.poisoned() != nil:
+		case err == nil, ctx.Err() != nil, !retryable(err), cancelled > maxCancelRetries, time.Now().After(deadline), r.stopCause() != nil:
 			return value, err
-		case r.stepped(scopeOf(ctx), begun): // called again, it would take its own steps for others
+		case r.startedSince(scopeOf(ctx), before): // called again, it would take its own steps for others
 			return value, err
 		}
 		r.e.warnUnavailable(ctx, err)
@@ -230,26 +230,26 @@ func Persist[T any](ctx context.Context, fn func(ctx context.Context) (T, error)
 	}
 }
 
-// away reports an error of the database that another try may not meet. One of somebody else's server, or
+// retryable reports an error of the database that another try may not meet. One of somebody else's server, or
 // of time that the code gave itself, is not of that kind.
-func away(err error) bool {
+func retryable(err error) bool {
 	var other *url.Error
-	return passing(err) && !errors.As(err, &other) && !errors.Is(err, context.DeadlineExceeded)
+	return transient(err) && !errors.As(err, &other) && !errors.Is(err, context.DeadlineExceeded)
 }
 
-// steps is how many steps the run has come to.
-func (r *run) steps() int {
+// countSteps is how many steps the run has come to.
+func (r *run) countSteps() int {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.begun
+	return r.stepCount
 }
 
-// stepped reports whether code in a scope has come to further steps, be they within it or around it. Those of other
+// startedSince reports whether code in a scope has come to further steps, be they within it or around it. Those of other
 // branches do not count.
-func (r *run) stepped(scope string, since int) bool {
+func (r *run) startedSince(scope string, since int) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	for other, last := range r.latest {
+	for other, last := range r.latestStep {
 		if last > since && (strings.HasPrefix(other, scope) || strings.HasPrefix(scope, other)) {
 			return true
 		}

@@ -157,7 +157,7 @@ func TestWritesThatAreSentTwiceCountOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	id := pending(t, pool)
-	n := mustClaim(t, pool, id, worker(t, pool))
+	n := mustClaim(t, pool, id, workerLease(t, pool))
 	entry := activity.Entry{TraceID: "fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE", ExecutionID: id, Claim: n, Step: "pay", Skill: "pay"}
 	one, err := activity.Open(t.Context(), pool, entry)
 	if err != nil {

@@ -17,8 +17,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-// hintsAtOnce is how many hints River hands over together; each takes no time.
-const hintsAtOnce = 100
+// maxWakeJobs is how many hints River hands over together; each takes no time.
+const maxWakeJobs = 100
 
 // The queues. Interactive work has workers of its own, because a priority cannot free busy ones.
 const (
@@ -42,11 +42,11 @@ type tickArgs struct{}
 // Kind names the job in River's table.
 func (tickArgs) Kind() string { return "schedule_tick" }
 
-// newRiver makes this process's River client: hints, and the leader's tick.
-func newRiver(pool *pgxpool.Pool, e *Engine) (*river.Client[pgx.Tx], error) {
+// newRiverClient makes this process's River client: hints, and the leader's tick.
+func newRiverClient(pool *pgxpool.Pool, e *Engine) (*river.Client[pgx.Tx], error) {
 	workers := river.NewWorkers()
 	river.AddWorker(workers, river.WorkFunc(func(_ context.Context, job *river.Job[wakeArgs]) error {
-		e.ready(job.Queue, 1)
+		e.notifyReady(job.Queue, 1)
 		return nil
 	}))
 	river.AddWorker(workers, river.WorkFunc(func(ctx context.Context, _ *river.Job[tickArgs]) error {
@@ -56,13 +56,13 @@ func newRiver(pool *pgxpool.Pool, e *Engine) (*river.Client[pgx.Tx], error) {
 	if e.opts.PollOnly {
 		poll = 500 * time.Millisecond
 	}
-	client, err := river.NewClient(driver(pool, e.opts.Direct), &river.Config{
+	client, err := river.NewClient(riverDriver(pool, e.opts.Direct), &river.Config{
 		Schema:  migrations.RiverSchema,
-		Logger:  quiet(e.log),
+		Logger:  warningsOnly(e.log),
 		Workers: workers,
 		Queues: map[string]river.QueueConfig{
-			Background:  {MaxWorkers: hintsAtOnce},
-			Interactive: {MaxWorkers: hintsAtOnce},
+			Background:  {MaxWorkers: maxWakeJobs},
+			Interactive: {MaxWorkers: maxWakeJobs},
 			"ticks":     {MaxWorkers: 1},
 		},
 		FetchCooldown:     5 * time.Millisecond,
@@ -75,7 +75,7 @@ func newRiver(pool *pgxpool.Pool, e *Engine) (*river.Client[pgx.Tx], error) {
 		PeriodicJobs: []*river.PeriodicJob{river.NewPeriodicJob(
 			river.PeriodicInterval(time.Second),
 			func() (river.JobArgs, *river.InsertOpts) {
-				if !e.due.passed() {
+				if !e.nextDue.scheduleDue() {
 					return nil, nil
 				}
 				return tickArgs{}, &river.InsertOpts{Queue: "ticks", MaxAttempts: 1}
@@ -91,27 +91,27 @@ func newRiver(pool *pgxpool.Pool, e *Engine) (*river.Client[pgx.Tx], error) {
 // process, of both queues, look at once. It takes no time and never fails; other processes are told of what is too
 // much for this one.
 func (e *Engine) Look() {
-	for _, c := range e.crews {
-		c.look()
+	for _, c := range e.pools {
+		c.poll()
 	}
 }
 
-// ready says that n executions of a queue may be ready: the workers of this process look at once, and where they are
+// notifyReady says that n executions of a queue may be ready: the workers of this process look at once, and where they are
 // too few, other processes are told.
-func (e *Engine) ready(queue string, n int) {
-	c := e.crews[queue]
+func (e *Engine) notifyReady(queue string, n int) {
+	c := e.pools[queue]
 	if c == nil {
 		return
 	}
-	c.look()
-	if !c.has(n) {
-		c.spread()
+	c.poll()
+	if !c.hasFree(n) {
+		c.notifyPeers()
 	}
 }
 
-// works reports whether this process claims what is ready, so that it needs no hint in the transaction.
-func (e *Engine) works() bool {
-	for _, c := range e.crews {
+// dispatching reports whether this process claims what is ready, so that it needs no hint in the transaction.
+func (e *Engine) dispatching() bool {
+	for _, c := range e.pools {
 		if !c.isOpen() {
 			return false
 		}
@@ -119,63 +119,63 @@ func (e *Engine) works() bool {
 	return true
 }
 
-// hint is one wake-up to insert.
-type hint struct {
+// wakeup is one wake-up to insert.
+type wakeup struct {
 	ID       string
 	Wake     int
 	Queue    string
 	Priority int
 }
 
-func (h hint) options() *river.InsertOpts {
+func (h wakeup) insertOpts() *river.InsertOpts {
 	return &river.InsertOpts{Queue: h.Queue, Priority: h.Priority, MaxAttempts: 1}
 }
 
-// sendHints inserts wake-ups in the transaction that made the executions ready.
-func (e *Engine) sendHints(ctx context.Context, tx pgx.Tx, hints []hint) error {
-	switch len(hints) {
+// insertWakeups inserts wake-ups in the transaction that made the executions ready.
+func (e *Engine) insertWakeups(ctx context.Context, tx pgx.Tx, wakeups []wakeup) error {
+	switch len(wakeups) {
 	case 0:
 		return nil
 	case 1:
-		h := hints[0]
-		if _, err := e.river.InsertTx(ctx, tx, wakeArgs{h.ID, h.Wake}, h.options()); err != nil {
-			return fmt.Errorf("hint execution %s: %w", h.ID, err)
+		w := wakeups[0]
+		if _, err := e.river.InsertTx(ctx, tx, wakeArgs{w.ID, w.Wake}, w.insertOpts()); err != nil {
+			return fmt.Errorf("hint execution %s: %w", w.ID, err)
 		}
 		return nil
 	}
-	jobs := make([]river.InsertManyParams, len(hints))
-	for i, h := range hints {
-		jobs[i] = river.InsertManyParams{Args: wakeArgs{h.ID, h.Wake}, InsertOpts: h.options()}
+	jobs := make([]river.InsertManyParams, len(wakeups))
+	for i, w := range wakeups {
+		jobs[i] = river.InsertManyParams{Args: wakeArgs{w.ID, w.Wake}, InsertOpts: w.insertOpts()}
 	}
 	if _, err := e.river.InsertManyFastTx(ctx, tx, jobs); err != nil {
-		return fmt.Errorf("hint %d executions: %w", len(hints), err)
+		return fmt.Errorf("hint %d executions: %w", len(wakeups), err)
 	}
 	return nil
 }
 
-// driver is River's way to the database: by pool, and by direct, unless that is nil, for what needs a session.
-func driver(pool, direct *pgxpool.Pool) riverdriver.Driver[pgx.Tx] {
+// riverDriver is River's way to the database: by pool, and by direct, unless that is nil, for what needs a session.
+func riverDriver(pool, direct *pgxpool.Pool) riverdriver.Driver[pgx.Tx] {
 	if direct == nil {
 		return riverpgxv5.New(pool)
 	}
-	return &twoWays{riverpgxv5.New(pool), riverpgxv5.New(direct)}
+	return &splitDriver{riverpgxv5.New(pool), riverpgxv5.New(direct)}
 }
 
-// twoWays listens elsewhere than it does everything else.
-type twoWays struct {
+// splitDriver listens elsewhere than it does everything else.
+type splitDriver struct {
 	*riverpgxv5.Driver
 
 	session *riverpgxv5.Driver
 }
 
 // GetListener listens where a session is one.
-func (w *twoWays) GetListener(params *riverdriver.GetListenenerParams) riverdriver.Listener {
+func (w *splitDriver) GetListener(params *riverdriver.GetListenenerParams) riverdriver.Listener {
 	return w.session.GetListener(params)
 }
 
 // Logger is the log of the engine that runs the execution ctx belongs to; outside executions it discards.
 func Logger(ctx context.Context) *slog.Logger {
-	r, err := runOf(ctx)
+	r, err := runFrom(ctx)
 	if err != nil {
 		return slog.New(slog.DiscardHandler)
 	}
@@ -185,7 +185,7 @@ func Logger(ctx context.Context) *slog.Logger {
 // Claim names the execution that ctx belongs to, and the claim under which this process runs it; ErrOutside when it
 // belongs to none. It is what a function in SQL needs that acts for an execution.
 func Claim(ctx context.Context) (id string, claim int64, err error) {
-	r, err := runOf(ctx)
+	r, err := runFrom(ctx)
 	if err != nil {
 		return "", 0, err
 	}
@@ -205,11 +205,11 @@ func (e *Engine) Hint(ctx context.Context, tx pgx.Tx, ids ...string) error {
 	if err != nil {
 		return fmt.Errorf("read ready executions: %w", err)
 	}
-	ready, err := pgx.CollectRows(rows, pgx.RowToStructByPos[hint])
+	ready, err := pgx.CollectRows(rows, pgx.RowToStructByPos[wakeup])
 	if err != nil {
 		return fmt.Errorf("read ready executions: %w", err)
 	}
-	return e.sendHints(ctx, tx, ready)
+	return e.insertWakeups(ctx, tx, ready)
 }
 
 // LockClaim is the claim that a live lock of a worker outside stands for, to act as its execution. Errors:
@@ -222,7 +222,7 @@ func (e *Engine) LockClaim(ctx context.Context, id, lockID string) (int64, error
 		return 0, fmt.Errorf("look at lock of execution %s: %w", id, err)
 	}
 	if claim == nil {
-		return 0, e.refuse(ctx, id, lockID, "message", "", nil)
+		return 0, e.rejectVoidLock(ctx, id, lockID, "message", "", nil)
 	}
 	return *claim, nil
 }
@@ -245,35 +245,35 @@ func (e *Engine) listenLoop(ctx context.Context) {
 		case <-ctx.Done():
 			return
 		case id := <-cancels:
-			e.hearCancel(ctx, id)
-		case said := <-freed:
-			e.hearLane(said)
+			e.onCancel(ctx, id)
+		case payload := <-freed:
+			e.onLaneFreed(payload)
 		case <-woken:
 			e.Look()
 		case queue := <-ready:
-			e.hear(queue)
+			e.onReady(queue)
 		}
 	}
 }
 
-// hear looks at the named queue, or at both.
-func (e *Engine) hear(queue string) {
-	if c := e.crews[queue]; c != nil {
-		c.look()
+// onReady looks at the named queue, or at both.
+func (e *Engine) onReady(queue string) {
+	if c := e.pools[queue]; c != nil {
+		c.poll()
 		return
 	}
 	e.Look()
 }
 
-// hearLane sweeps for those who wait until a lane is free, which one that was handed over is not.
-func (e *Engine) hearLane(said string) {
-	if !lanes.HandedOver(said) {
-		e.hurry()
+// onLaneFreed sweeps for those who wait until a lane is free, which one that was handed over is not.
+func (e *Engine) onLaneFreed(payload string) {
+	if !lanes.HandedOver(payload) {
+		e.requestSweep()
 	}
 }
 
-// hearCancel stops the named run; an empty name means that notifications may have been missed.
-func (e *Engine) hearCancel(ctx context.Context, id string) {
+// onCancel stops the named run; an empty name means that notifications may have been missed.
+func (e *Engine) onCancel(ctx context.Context, id string) {
 	ids := []string{id}
 	if id == "" {
 		ids = nil
@@ -284,7 +284,7 @@ func (e *Engine) hearCancel(ctx context.Context, id string) {
 		e.mu.Unlock()
 	}
 	for _, running := range ids {
-		e.cancelled(ctx, running)
+		e.stopIfCancelled(ctx, running)
 	}
 }
 
@@ -295,24 +295,24 @@ func (e *Engine) stopping() bool {
 	return e.draining
 }
 
-// quiet keeps River's chatter out of the program's log; its warnings and errors stay.
-func quiet(log *slog.Logger) *slog.Logger {
-	return slog.New(&atLeast{log.Handler(), slog.LevelWarn})
+// warningsOnly keeps River's chatter out of the program's log; its warnings and errors stay.
+func warningsOnly(log *slog.Logger) *slog.Logger {
+	return slog.New(&levelHandler{log.Handler(), slog.LevelWarn})
 }
 
-type atLeast struct {
+type levelHandler struct {
 	slog.Handler
 	level slog.Level
 }
 
-func (h *atLeast) Enabled(ctx context.Context, l slog.Level) bool {
+func (h *levelHandler) Enabled(ctx context.Context, l slog.Level) bool {
 	return l >= h.level && h.Handler.Enabled(ctx, l)
 }
 
-func (h *atLeast) WithAttrs(attrs []slog.Attr) slog.Handler {
-	return &atLeast{h.Handler.WithAttrs(attrs), h.level}
+func (h *levelHandler) WithAttrs(attrs []slog.Attr) slog.Handler {
+	return &levelHandler{h.Handler.WithAttrs(attrs), h.level}
 }
 
-func (h *atLeast) WithGroup(name string) slog.Handler {
-	return &atLeast{h.Handler.WithGroup(name), h.level}
+func (h *levelHandler) WithGroup(name string) slog.Handler {
+	return &levelHandler{h.Handler.WithGroup(name), h.level}
 }

@@ -32,7 +32,7 @@ func (e *Engine) Put(ctx context.Context, s Schedule) error {
 	if err := PutSchedule(ctx, e.pool, s); err != nil {
 		return err
 	}
-	return e.lookAhead(ctx)
+	return e.refreshDue(ctx)
 }
 
 // PutSchedule is [Engine.Put] in the caller's transaction. Engines hear of the schedule with their next sweep.
@@ -127,7 +127,7 @@ func (e *Engine) Tick(ctx context.Context) error {
 				if pause.Paused {
 					return skipTick(ctx, tx, d.schedule(), d.NextRunAt, pause)
 				}
-				return e.start(ctx, tx, d.schedule(), d.NextRunAt)
+				return e.startScheduled(ctx, tx, d.schedule(), d.NextRunAt)
 			})
 			if err == nil {
 				continue
@@ -144,7 +144,7 @@ func (e *Engine) Tick(ctx context.Context) error {
 		}
 		return nil
 	})
-	if err := errors.Join(append(broken, err, e.lookAhead(ctx))...); err != nil {
+	if err := errors.Join(append(broken, err, e.refreshDue(ctx))...); err != nil {
 		return fmt.Errorf("tick: %w", err)
 	}
 	return nil
@@ -171,8 +171,8 @@ func dueSchedules(ctx context.Context, tx pgx.Tx) ([]dueSchedule, error) {
 	return pgx.CollectRows(rows, pgx.RowToStructByPos[dueSchedule])
 }
 
-// start begins the execution of one tick and moves the schedule on.
-func (e *Engine) start(ctx context.Context, tx pgx.Tx, s Schedule, due time.Time) error {
+// startScheduled begins the execution of one tick and moves the schedule on.
+func (e *Engine) startScheduled(ctx context.Context, tx pgx.Tx, s Schedule, due time.Time) error {
 	next, err := s.next(ctx, tx)
 	if err != nil {
 		return err

@@ -23,7 +23,7 @@ const (
 	defaultPriority    = 2
 	defaultOnLost      = "resume"
 	defaultMaxAttempts = 5
-	noInput            = "{}"
+	emptyInput         = "{}"
 )
 
 // Spec describes an execution to start. Flow and Surface are required.
@@ -63,8 +63,8 @@ func (e *Engine) Start(ctx context.Context, db postgres.Beginner, s Spec) (got E
 			got, created, err = e.StartTx(ctx, tx, s)
 			return err
 		})
-	case e.works():
-		return e.startHere(ctx, s)
+	case e.dispatching():
+		return e.startLocal(ctx, s)
 	default:
 		err = e.withKey(ctx, s.lockName(), func(ctx context.Context) error {
 			return postgres.InTxWithin(ctx, e.pool, func(tx pgx.Tx) (err error) {
@@ -97,7 +97,7 @@ func (e *Engine) StartByAdmin(ctx context.Context, s Spec, reason string) (got E
 	if err != nil {
 		return Execution{}, false, postgres.ExplainLock(ctx, e.pool, err, s.lockName(), "agent_executions")
 	}
-	if created && e.works() {
+	if created && e.dispatching() {
 		e.Look()
 	}
 	return got, created, nil
@@ -115,7 +115,7 @@ func (s Spec) lockName() string {
 func (e *Engine) StartTx(ctx context.Context, tx pgx.Tx, s Spec) (Execution, bool, error) {
 	got, created, err := s.insert(ctx, tx, "pending", "", "")
 	if err == nil && created {
-		err = e.sendHints(ctx, tx, []hint{{got.ID, 0, got.Queue, got.Priority}})
+		err = e.insertWakeups(ctx, tx, []wakeup{{got.ID, 0, got.Queue, got.Priority}})
 	}
 	if err != nil {
 		return Execution{}, false, fmt.Errorf("start %s: %w", s.Flow, err)
@@ -123,12 +123,12 @@ func (e *Engine) StartTx(ctx context.Context, tx pgx.Tx, s Spec) (Execution, boo
 	return got, created, nil
 }
 
-// insertNow is insert in a transaction of its own. While another transaction holds the dedupe key, it tries again.
-func (e *Engine) insertNow(ctx context.Context, s Spec, status, worker string) (Execution, bool, error) {
+// insertWithRetry is insert in a transaction of its own. While another transaction holds the dedupe key, it tries again.
+func (e *Engine) insertWithRetry(ctx context.Context, s Spec, status, worker string) (Execution, bool, error) {
 	created := false
 	var got Execution
 	err := e.withKey(ctx, s.lockName(), func(ctx context.Context) (err error) {
-		got, created, err = s.insert(ctx, e.pool, status, worker, lockPatience)
+		got, created, err = s.insert(ctx, e.pool, status, worker, lockTimeout)
 		return err
 	})
 	return got, created, postgres.ExplainLock(ctx, e.pool, err, s.lockName(), "agent_executions")
@@ -136,8 +136,8 @@ func (e *Engine) insertNow(ctx context.Context, s Spec, status, worker string) (
 
 // insert writes the row. A dedupe key that is taken leads to the row that has it. patience bounds how long it waits
 // for another transaction that holds the key; empty for as long as the transaction's lock_timeout says.
-func (s Spec) insert(ctx context.Context, db postgres.DB, status, worker, patience string) (Execution, bool, error) {
-	o, err := s.opening(status == "running")
+func (s Spec) insert(ctx context.Context, db postgres.DB, status, worker, lockTimeout string) (Execution, bool, error) {
+	o, err := s.insertParams(status == "running")
 	if err != nil {
 		return Execution{}, false, err
 	}
@@ -150,7 +150,7 @@ func (s Spec) insert(ctx context.Context, db postgres.DB, status, worker, patien
 		       @on_lost, @max_attempts, @progress_seconds
 		  from set_config('lock_timeout', coalesce(@patience, current_setting('lock_timeout')), true)
 		on conflict do nothing
-		returning `+columns, o.arguments(status, worker, patience))
+		returning `+columns, o.namedArgs(status, worker, lockTimeout))
 	if err != nil {
 		return Execution{}, false, fmt.Errorf("insert execution: %w", err)
 	}
@@ -171,23 +171,23 @@ func (s Spec) insert(ctx context.Context, db postgres.DB, status, worker, patien
 	return got, false, err
 }
 
-// opening is a start as it is sent: what the spec leaves out is filled in.
-type opening struct {
+// insertParams is a start as it is sent: what the spec leaves out is filled in.
+type insertParams struct {
 	Spec
-	input json.RawMessage
-	here  bool // for a caller who runs it
+	input           json.RawMessage
+	claimedByCaller bool // for a caller who runs it
 }
 
-// opening fills in what is left out.
-func (s Spec) opening(here bool) (opening, error) {
+// insertParams fills in what is left out.
+func (s Spec) insertParams(claimedByCaller bool) (insertParams, error) {
 	if s.Flow == "" || s.Surface.Prefix() == "" {
-		return opening{}, fmt.Errorf("an execution needs a flow and a surface, not %q and %q", s.Flow, s.Surface)
+		return insertParams{}, fmt.Errorf("an execution needs a flow and a surface, not %q and %q", s.Flow, s.Surface)
 	}
-	o := opening{Spec: s, input: json.RawMessage(noInput), here: here}
+	o := insertParams{Spec: s, input: json.RawMessage(emptyInput), claimedByCaller: claimedByCaller}
 	if s.Input != nil {
 		var err error
 		if o.input, err = json.Marshal(s.Input); err != nil {
-			return opening{}, fmt.Errorf("encode input: %w", err)
+			return insertParams{}, fmt.Errorf("encode input: %w", err)
 		}
 	}
 	if s.TraceID == "" {
@@ -198,14 +198,14 @@ func (s Spec) opening(here bool) (opening, error) {
 	return o, nil
 }
 
-// arguments are those of a start by itself.
-func (o opening) arguments(status, worker, patience string) postgres.Strict {
+// namedArgs are those of a start by itself.
+func (o insertParams) namedArgs(status, worker, lockTimeout string) postgres.Strict {
 	return postgres.Strict{
 		"trace_id": string(o.TraceID), "surface": string(o.Surface), "agent": o.Agent, "flow": o.Flow,
 		"parent_id": null(o.ParentID), "thread_id": null(o.ThreadID), "queue": o.Queue,
 		"priority": o.Priority, "status": status, "worker": null(worker), "input": o.input,
 		"dedupe_key": null(o.DedupeKey), "awaited": o.Awaited, "inherits": o.Inherits, "on_lost": o.OnLost,
-		"max_attempts": o.MaxAttempts, "progress_seconds": o.ProgressSeconds, "patience": null(patience),
+		"max_attempts": o.MaxAttempts, "progress_seconds": o.ProgressSeconds, "patience": null(lockTimeout),
 	}
 }
 
@@ -217,21 +217,21 @@ func null(s string) *string {
 	return &s
 }
 
-// startHere starts an execution in a process that runs executions. As long as this process has workers free and nothing
+// startLocal starts an execution in a process that runs executions. As long as this process has workers free and nothing
 // else is to come before it, it begins claimed by one of them, so that one round trip lies between the call and the
 // function. Starts at the same time share a statement. The rest goes to the queue, where workers look at once.
-func (e *Engine) startHere(ctx context.Context, s Spec) (Execution, bool, error) {
+func (e *Engine) startLocal(ctx context.Context, s Spec) (Execution, bool, error) {
 	if s.DedupeKey != "" { // another transaction may hold the key: not one to wait for with others
-		return e.startQueued(ctx, s)
+		return e.startPending(ctx, s)
 	}
-	o, err := s.opening(false)
+	o, err := s.insertParams(false)
 	if err != nil {
 		return Execution{}, false, fmt.Errorf("start %s: %w", s.Flow, err)
 	}
 	alone := func() (Execution, error) {
-		got, err := e.startSeveral(ctx, []opening{o})
+		got, err := e.startBatch(ctx, []insertParams{o})
 		if postgres.IsCode(err, pausedCode) { // paused in this moment
-			queued, _, err := e.startQueued(ctx, s)
+			queued, _, err := e.startPending(ctx, s)
 			return queued, err
 		}
 		if err != nil {
@@ -251,49 +251,49 @@ func (e *Engine) startHere(ctx context.Context, s Spec) (Execution, bool, error)
 	return got, true, nil
 }
 
-// startQueued inserts an execution that the workers of this process look for at once.
-func (e *Engine) startQueued(ctx context.Context, s Spec) (Execution, bool, error) {
-	got, created, err := e.insertNow(ctx, s, "pending", "")
+// startPending inserts an execution that the workers of this process look for at once.
+func (e *Engine) startPending(ctx context.Context, s Spec) (Execution, bool, error) {
+	got, created, err := e.insertWithRetry(ctx, s, "pending", "")
 	if err != nil {
 		return Execution{}, false, fmt.Errorf("start %s: %w", s.Flow, err)
 	}
 	if created {
-		e.ready(got.Queue, 1)
+		e.notifyReady(got.Queue, 1)
 	}
 	return got, created, nil
 }
 
-// startSeveral starts executions in one statement, and puts workers to those that it claimed.
+// startBatch starts executions in one statement, and puts workers to those that it claimed.
 //
 // Who starts one for others waits until it is on disk. Where each is for a caller who runs it here, nobody is told
 // before it has ended, and what is committed after it makes it durable with itself: its first record, the intent of a
 // call, a lane, its end. So the statement does not wait for the disk, unless the lease of this process has ended, so
 // that they are in the queue, of which callers are told. A server that crashes before any of these has never had the
 // execution, and the run, whose claim is gone, ends with an error.
-func (e *Engine) startSeveral(ctx context.Context, opens []opening) ([]batch.Answer[Execution], error) {
-	if len(opens) > 1 {
+func (e *Engine) startBatch(ctx context.Context, inserts []insertParams) ([]batch.Answer[Execution], error) {
+	if len(inserts) > 1 {
 		bounded, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 		defer cancel()
 		ctx = bounded
 	}
-	worker, err := e.current(ctx)
+	worker, err := e.Worker(ctx)
 	if err != nil {
 		return nil, err
 	}
 	queued := 0
-	for i := range opens {
-		if !opens[i].here {
+	for i := range inserts {
+		if !inserts[i].claimedByCaller {
 			queued++
 		}
 	}
-	at := e.setAside(queued)
-	defer at.giveBack()
-	args, err := startArguments(opens)
+	reserved := e.reserveSlots(queued)
+	defer reserved.release()
+	args, err := startBatchArgs(inserts)
 	if err != nil {
 		return nil, err
 	}
-	args["worker"], args["places"], args["waited_for"] = worker, []int{at.background, at.interactive}, queued > 0
-	args["skip"] = append(e.crews[Background].skipped(), e.crews[Interactive].skipped()...)
+	args["worker"], args["places"], args["waited_for"] = worker, []int{reserved.background, reserved.interactive}, queued > 0
+	args["skip"] = append(e.pools[Background].skippedFlows(), e.pools[Interactive].skippedFlows()...)
 	rows, err := e.pool.Query(ctx, `
 		select n, id::text, claimed, at, parent_id::text, on_lost, input,
 		       case when n = 1 and claimed and not @waited_for then set_config('synchronous_commit', 'off', true) end
@@ -301,11 +301,11 @@ func (e *Engine) startSeveral(ctx context.Context, opens []opening) ([]batch.Ans
 	if err != nil {
 		return nil, err
 	}
-	answers := make([]batch.Answer[Execution], len(opens))
+	answers := make([]batch.Answer[Execution], len(inserts))
 	var n int
-	var b begun
+	var b startedRow
 	_, err = pgx.ForEachRow(rows, []any{&n, &b.id, &b.claimed, &b.at, &b.parent, &b.onLost, &b.input, nil}, func() error {
-		b.execution(&answers[n-1].Value, &opens[n-1], worker)
+		b.execution(&answers[n-1].Value, &inserts[n-1], worker)
 		b.input = nil // the next row has bytes of its own
 		return nil
 	})
@@ -315,19 +315,19 @@ func (e *Engine) startSeveral(ctx context.Context, opens []opening) ([]batch.Ans
 	for i := range answers {
 		x := &answers[i].Value
 		switch {
-		case opens[i].here: // the caller runs it
+		case inserts[i].claimedByCaller: // the caller runs it
 			continue
 		case x.ClaimedBy == nil:
-			e.ready(x.Queue, 1)
+			e.notifyReady(x.Queue, 1)
 			continue
 		}
-		at.take(claimed{Execution: *x, checkpoints: map[string]Checkpoint{}, interrupted: map[string]bool{}}, worker)
+		reserved.start(claimedExecution{Execution: *x, checkpoints: map[string]Checkpoint{}, interrupted: map[string]bool{}}, worker)
 	}
 	return answers, nil
 }
 
-// begun is what only the database knows of an execution that was started.
-type begun struct {
+// startedRow is what only the database knows of an execution that was started.
+type startedRow struct {
 	id, onLost string
 	claimed    bool
 	at         time.Time
@@ -336,7 +336,7 @@ type begun struct {
 }
 
 // execution makes the row, as it would be read.
-func (b *begun) execution(x *Execution, o *opening, worker string) {
+func (b *startedRow) execution(x *Execution, o *insertParams, worker string) {
 	*x = Execution{
 		ID: b.id, ParentID: b.parent, Input: b.input, OnLost: b.onLost, Status: Pending, Variables: json.RawMessage("{}"),
 		CreatedAt: b.at, UpdatedAt: b.at,
@@ -350,16 +350,16 @@ func (b *begun) execution(x *Execution, o *opening, worker string) {
 	}
 }
 
-// startArguments turns several starts into what start_agent_executions takes. What all leave at its default is null.
-func startArguments(opens []opening) (postgres.Strict, error) {
-	n := len(opens)
+// startBatchArgs turns several starts into what start_agent_executions takes. What all leave at its default is null.
+func startBatchArgs(batch []insertParams) (postgres.Strict, error) {
+	n := len(batch)
 	traces, surfaces, flows, inputs, options := make([]string, n), make([]string, n), make([]string, n), make([]string, n), make([]startOptions, n)
-	for i := range opens {
-		o := &opens[i]
+	for i := range batch {
+		o := &batch[i]
 		traces[i], surfaces[i], flows[i], inputs[i], options[i] = string(o.TraceID), string(o.Surface), o.Flow, string(o.input), o.options()
 	}
 	args := postgres.Strict{"traces": traces, "surfaces": surfaces, "flows": flows, "inputs": nil, "options": nil}
-	if slices.ContainsFunc(inputs, func(input string) bool { return input != noInput }) {
+	if slices.ContainsFunc(inputs, func(input string) bool { return input != emptyInput }) {
 		args["inputs"] = inputs
 	}
 	if slices.ContainsFunc(options, func(o startOptions) bool { return o != startOptions{} }) {
@@ -387,17 +387,17 @@ type startOptions struct {
 	Progress    int    `json:"progress_seconds,omitempty"`
 }
 
-func (o *opening) options() startOptions {
+func (o *insertParams) options() startOptions {
 	return startOptions{
-		Queued: !o.here, ParentID: o.ParentID, Awaited: o.Awaited, Inherits: o.Inherits, ThreadID: o.ThreadID, Progress: o.ProgressSeconds,
-		Queue: unless(o.Queue, Background), Agent: unless(o.Agent, defaultAgent), OnLost: unless(o.OnLost, defaultOnLost),
-		Priority: unless(o.Priority, defaultPriority), MaxAttempts: unless(o.MaxAttempts, defaultMaxAttempts),
+		Queued: !o.claimedByCaller, ParentID: o.ParentID, Awaited: o.Awaited, Inherits: o.Inherits, ThreadID: o.ThreadID, Progress: o.ProgressSeconds,
+		Queue: zeroIfDefault(o.Queue, Background), Agent: zeroIfDefault(o.Agent, defaultAgent), OnLost: zeroIfDefault(o.OnLost, defaultOnLost),
+		Priority: zeroIfDefault(o.Priority, defaultPriority), MaxAttempts: zeroIfDefault(o.MaxAttempts, defaultMaxAttempts),
 	}
 }
 
-// unless is a value; zero where it is the default.
-func unless[T comparable](value, standard T) T {
-	if value == standard {
+// zeroIfDefault is a value; zero where it is the default.
+func zeroIfDefault[T comparable](value, defaultValue T) T {
+	if value == defaultValue {
 		var zero T
 		return zero
 	}

@@ -232,7 +232,7 @@ func TestRunsOfALeaseThatHasEndedAreInTheQueue(t *testing.T) {
 func TestABatchOfStartsKeepsTheRules(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	w := worker(t, pool)
+	w := workerLease(t, pool)
 	// Three starts, of which the second is claimed and has a key of its own.
 	begin := func(key string, value any) error {
 		second := map[string]any{"trace_id": "t", "surface": "flow", "flow": "f"}

@@ -45,11 +45,11 @@ type scopeKey struct{}
 // Scope names a branch: steps in it have keys of their own. Branches that run at the same time must each
 // have one, because the order of their steps differs from run to run. A slash in the name counts as an underscore.
 func Scope(ctx context.Context, name string) context.Context {
-	return under(ctx, scopeOf(ctx)+strings.ReplaceAll(name, "/", "_")+"/")
+	return withScope(ctx, scopeOf(ctx)+strings.ReplaceAll(name, "/", "_")+"/")
 }
 
-// under is a scope whose keys begin so. What a step is made of has the step's own key before it, slashes and all.
-func under(ctx context.Context, prefix string) context.Context {
+// withScope is a scope whose keys begin so. What a step is made of has the step's own key before it, slashes and all.
+func withScope(ctx context.Context, prefix string) context.Context {
 	return context.WithValue(ctx, scopeKey{}, prefix)
 }
 
@@ -66,12 +66,12 @@ func Gate(ctx context.Context, gate func(ctx context.Context) error) context.Con
 
 // passGate asks the gate in a scope of the step's own: which waits it makes differs from run to run, so
 // they must not share keys with those of other steps.
-func passGate(ctx context.Context, s spec) error {
+func passGate(ctx context.Context, s stepSpec) error {
 	gate, _ := ctx.Value(gateKey{}).(func(ctx context.Context) error)
 	if gate == nil {
 		return nil
 	}
-	inner := under(Gate(ctx, nil), beforeStep(s.key))
+	inner := withScope(Gate(ctx, nil), gatePrefix(s.key))
 	_, err := Persist(inner, func(ctx context.Context) (struct{}, error) { return struct{}{}, gate(ctx) })
 	return err
 }
@@ -82,31 +82,31 @@ func scopeOf(ctx context.Context) string {
 }
 
 // Option adds to a step.
-type Option func(*spec)
+type Option func(*stepSpec)
 
 // Input names what the step works on. Its fingerprint is kept, and a later run that comes to the same
 // step with another input fails with ErrChanged instead of taking a result that belongs to other work.
-func Input(v any) Option { return func(s *spec) { s.input = v } }
+func Input(v any) Option { return func(s *stepSpec) { s.input = v } }
 
 // As names the activity row of a Phase; without it the row has the name of the step.
 func As(skill string) Option {
-	return func(s *spec) {
+	return func(s *stepSpec) {
 		if s.entry != nil {
 			s.entry.Skill = skill
 		}
 	}
 }
 
-// spec is a step about to run.
-type spec struct {
-	name  string
-	key   string
-	input any
-	print string
-	entry *activity.Entry // nil: no activity row
-	also  func(b *pgx.Batch, step string)
-	again bool                   // may be made again after a crash
-	end   func(value any) Result // what its transaction ends the run with; nil where the run goes on
+// stepSpec is a step about to run.
+type stepSpec struct {
+	name        string
+	key         string
+	input       any
+	fingerprint string
+	entry       *activity.Entry // nil: no activity row
+	onIntent    func(b *pgx.Batch, step string)
+	repeatable  bool                   // may be made again after a crash
+	complete    func(value any) Result // what its transaction ends the run with; nil where the run goes on
 }
 
 // Step runs fn once and records its result; later runs of the execution get the record. An error is a result too and
@@ -120,22 +120,22 @@ type spec struct {
 // returns, for a millisecond or as long as the database is away. What a flow leaves behind when it returns takes no
 // steps: ErrOutside.
 func Step[T any](ctx context.Context, name string, fn func(ctx context.Context) (T, error), opts ...Option) (T, error) {
-	s := spec{name: name, again: true}
+	s := stepSpec{name: name, repeatable: true}
 	for _, o := range opts {
 		o(&s)
 	}
-	return do(ctx, s, func(ctx context.Context, _ *Effect) (T, error) { return Persist(ctx, fn) })
+	return runStep(ctx, s, func(ctx context.Context, _ *Effect) (T, error) { return Persist(ctx, fn) })
 }
 
 // Phase is a Step with an activity row of its own, under which the rows of the steps in it are filed. The row
 // shows its Input. A crash leaves the row running; the next claim goes on with the same row.
 func Phase[T any](ctx context.Context, name string, fn func(ctx context.Context, effect *Effect) (T, error), opts ...Option) (T, error) {
-	s := spec{name: name, again: true, entry: &activity.Entry{Skill: name, Kind: activity.KindPhase}}
+	s := stepSpec{name: name, repeatable: true, entry: &activity.Entry{Skill: name, Kind: activity.KindPhase}}
 	for _, o := range opts {
 		o(&s)
 	}
 	s.entry.Input = s.input
-	return do(ctx, s, fn)
+	return runStep(ctx, s, fn)
 }
 
 // Call describes an effect on the world: what is called, with what, on whose behalf. Idempotent says
@@ -165,7 +165,7 @@ type Effect struct {
 	// being sent twice.
 	Settle func(b *pgx.Batch)
 
-	began time.Time
+	startedAt time.Time
 }
 
 // Do makes a call as a durable step. Before fn acts, its intent is a running row of the activity log;
@@ -176,81 +176,81 @@ func Do[T any](ctx context.Context, name string, c Call, fn func(ctx context.Con
 	if c.Kind == "" {
 		c.Kind = activity.KindCall
 	}
-	return do(ctx, spec{name: name, again: c.Idempotent, entry: &c.Entry, input: c.Input, also: c.Also}, fn)
+	return runStep(ctx, stepSpec{name: name, repeatable: c.Idempotent, entry: &c.Entry, input: c.Input, onIntent: c.Also}, fn)
 }
 
-// do is the one way in which a step happens.
-func do[T any](ctx context.Context, s spec, fn func(ctx context.Context, effect *Effect) (T, error)) (T, error) {
+// runStep is the one way in which a step happens.
+func runStep[T any](ctx context.Context, s stepSpec, fn func(ctx context.Context, effect *Effect) (T, error)) (T, error) {
 	var zero T
-	r, err := s.begin(ctx)
+	r, err := s.start(ctx)
 	if err != nil {
 		return zero, err
 	}
-	if r.replay != nil && r.replay.underWay(s) {
-		return zero, enter(ctx, r, s, fn)
+	if r.replay != nil && r.replay.isUnderWay(s) {
+		return zero, callUnderWay(ctx, r, s, fn)
 	}
-	if done, v, err := recorded[T](ctx, r, s); done {
+	if done, v, err := recordedResult[T](ctx, r, s); done {
 		return v, err
 	}
 	if err := passGate(ctx, s); err != nil {
 		return zero, err
 	}
-	effect := &Effect{began: time.Now()}
+	effect := &Effect{startedAt: time.Now()}
 	if s.entry != nil { // else nobody is told
 		effect.Key = r.idempotencyKey(s.key)
 	}
-	if !s.again && r.interrupted[s.key] {
-		return keep(ctx, r, s, nil, zero, &StepError{Step: s.key, Class: ClassUnknown, Message: fmt.Sprintf(
+	if !s.repeatable && r.interrupted[s.key] {
+		return recordResult(ctx, r, s, nil, zero, &StepError{Step: s.key, Class: ClassUnknown, Message: fmt.Sprintf(
 			"the process was lost while %s was called; nobody knows whether it took effect, and it is not safe to call it again", s.name)})
 	}
-	if err := r.open(ctx, s, effect); err != nil {
+	if err := r.openActivity(ctx, s, effect); err != nil {
 		return zero, err
 	}
-	inner := inside(ctx, s)
-	if !s.again {
-		inner = withoutWaits(inner, "the call "+s.key+", which is not idempotent, so that it cannot be begun again after the wait")
+	inner := stepScope(ctx, s)
+	if !s.repeatable {
+		inner = forbidWaits(inner, "the call "+s.key+", which is not idempotent, so that it cannot be begun again after the wait")
 	}
 	if effect.ActivityID != "" {
 		inner = trace.WithActivity(inner, effect.ActivityID)
 	}
 	value, err := zero, ctx.Err() // which may have ended while the intent was written
 	if err == nil {
-		value, err = protect(inner, effect, fn)
-		err = cmp.Or(err, effect.account())
+		value, err = recoverPanic(inner, effect, fn)
+		err = cmp.Or(err, effect.validateCost())
 	}
-	stop := r.poisoned()
+	stop := r.stopCause()
 	if errors.Is(stop, ErrParked) || errors.Is(stop, ErrDraining) && err != nil {
 		return zero, stop
 	}
-	if err != nil && (stop != nil || r.interrupts(ctx)) {
+	if err != nil && (stop != nil || r.endedExternally(ctx)) {
 		return zero, r.abandon(ctx, s, effect, err)
 	}
-	if ctx.Err() != nil && r.life.Err() == nil { // the code's own limit, or another branch, has ended the step and not the run
+	if ctx.Err() != nil && r.ctx.Err() == nil { // the code's own limit, or another branch, has ended the step and not the run
 		ctx = context.WithoutCancel(ctx)
 	}
 	if err != nil {
-		return keep(ctx, r, s, effect, zero, asStepError(s.key, err))
+		return recordResult(ctx, r, s, effect, zero, asStepError(s.key, err))
 	}
-	return keep(ctx, r, s, effect, value, nil)
+	return recordResult(ctx, r, s, effect, value, nil)
 }
 
-// interrupts reports that a step is ended from outside, by the end of its run or the loss of a lane, so that its
+// endedExternally reports that a step is ended from outside, by the end of its run or the loss of a lane, so that its
 // error is no result of it. What the code ends itself, by a timeout or because another branch has failed, has its
 // error for a result.
-func (r *run) interrupts(ctx context.Context) bool {
-	if r.life.Err() != nil { // first: the context of a hold hears of it a moment later
+func (r *run) endedExternally(ctx context.Context) bool {
+	if r.ctx.Err() != nil { // first: the context of a hold hears of it a moment later
 		return true
 	}
 	cause := context.Cause(ctx)
 	return errors.Is(cause, lanes.ErrLost) || IsControl(cause) && !errors.Is(cause, context.Canceled)
 }
 
-// inside is the scope of the steps within a step.
-func inside(ctx context.Context, s spec) context.Context { return under(ctx, s.key+"/") }
+// stepScope is the scope of the steps within a step.
+func stepScope(ctx context.Context, s stepSpec) context.Context { return withScope(ctx, s.key+"/") }
 
-// begin finds the run, refuses steps of one that is over, and gives the step its key.
-func (s *spec) begin(ctx context.Context) (*run, error) {
-	r, err := runOf(ctx)
+// start finds the run, refuses steps of one that is over, and gives the step its key.
+func (s *stepSpec) start(ctx context.Context) (*run, error) {
+	r, err := runFrom(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -260,76 +260,76 @@ func (s *spec) begin(ctx context.Context) (*run, error) {
 			return nil, fmt.Errorf("step %s: encode input: %w", s.name, err)
 		}
 		sum := sha256.Sum256(text)
-		s.print = hex.EncodeToString(sum[:8])
+		s.fingerprint = hex.EncodeToString(sum[:8])
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	scope := scopeOf(ctx)
-	r.begun++
-	r.latest[scope] = r.begun
-	s.key = r.keyOf(scope + s.name)
-	if r.poison != nil {
-		return nil, r.poison
+	r.stepCount++
+	r.latestStep[scope] = r.stepCount
+	s.key = r.nextKey(scope + s.name)
+	if r.stopErr != nil {
+		return nil, r.stopErr
 	}
 	if r.returned {
 		return nil, fmt.Errorf("step %s: the flow has returned, and what goes on after it is %w", s.name, ErrOutside)
 	}
 	var stop error
-	if ctx.Err() != nil && r.interrupts(ctx) { // the code's own limit is no reason to have no result
+	if ctx.Err() != nil && r.endedExternally(ctx) { // the code's own limit is no reason to have no result
 		stop = context.Cause(ctx)
 	}
 	if stop == nil {
-		stop = r.lostLane()
+		stop = r.lostLaneError()
 	}
-	if _, recorded := r.checkpoints[s.key]; stop == nil || recorded && r.life.Err() == nil {
+	if _, recorded := r.checkpoints[s.key]; stop == nil || recorded && r.ctx.Err() == nil {
 		return r, nil
 	}
 	return nil, stop
 }
 
-// lostLane is an error while the run has lost a lane that it has not released: no step begins then, whatever its
+// lostLaneError is an error while the run has lost a lane that it has not released: no step begins then, whatever its
 // context. The caller holds r.mu.
-func (r *run) lostLane() error {
-	for lease := range r.held {
-		if lost(lease) {
+func (r *run) lostLaneError() error {
+	for lease := range r.leases {
+		if leaseLost(lease) {
 			return fmt.Errorf("lane %s: %w", lease.Lane(), context.Cause(lease.Context()))
 		}
 	}
 	return nil
 }
 
-// keyOf gives a step its key: its name, and which of that name it is. The third of "a" and one that is called "a#3"
+// nextKey gives a step its key: its name, and which of that name it is. The third of "a" and one that is called "a#3"
 // must not have the same. The caller holds r.mu.
-func (r *run) keyOf(base string) string {
-	if at := strings.LastIndexByte(base, '#'); at >= 0 && r.seen[base] == 0 {
-		if n, err := strconv.Atoi(base[at+1:]); err == nil && n > 1 && n <= r.seen[base[:at]] {
-			r.seen[base] = 1
+func (r *run) nextKey(base string) string {
+	if at := strings.LastIndexByte(base, '#'); at >= 0 && r.occurrences[base] == 0 {
+		if n, err := strconv.Atoi(base[at+1:]); err == nil && n > 1 && n <= r.occurrences[base[:at]] {
+			r.occurrences[base] = 1
 		}
 	}
 	for {
-		r.seen[base]++
-		n := r.seen[base]
+		r.occurrences[base]++
+		n := r.occurrences[base]
 		if n == 1 {
 			return base
 		}
-		if key := base + "#" + strconv.Itoa(n); r.seen[key] == 0 {
+		if key := base + "#" + strconv.Itoa(n); r.occurrences[key] == 0 {
 			return key
 		}
 	}
 }
 
-// forget has the steps within a step get the keys again that they had, because it is begun anew.
-func (r *run) forget(step string) {
+// resetKeys has the steps within a step get the keys again that they had, because it is begun anew.
+func (r *run) resetKeys(step string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	maps.DeleteFunc(r.seen, func(key string, _ int) bool { return strings.HasPrefix(key, step+"/") })
+	maps.DeleteFunc(r.occurrences, func(key string, _ int) bool { return strings.HasPrefix(key, step+"/") })
 }
 
 // Now is the database's time, recorded: the same in every run of the execution.
 func Now(ctx context.Context) (time.Time, error) {
 	return Step(ctx, "now", func(ctx context.Context) (time.Time, error) {
 		var now time.Time
-		r, err := runOf(ctx)
+		r, err := runFrom(ctx)
 		if err != nil {
 			return now, err
 		}
@@ -338,8 +338,8 @@ func Now(ctx context.Context) (time.Time, error) {
 	})
 }
 
-// snapshotEvery is how many iterations of a Loop lie between two snapshots.
-const snapshotEvery = 16
+// snapshotInterval is how many iterations of a Loop lie between two snapshots.
+const snapshotInterval = 16
 
 // snapshot is the record of a Loop: its state before an iteration.
 type snapshot[S any] struct {
@@ -354,52 +354,52 @@ type snapshot[S any] struct {
 // many there were. Each iteration is a scope of its own. S must survive encoding/json, and body must put
 // into its state whatever later iterations need.
 func Loop[S any](ctx context.Context, name string, state S, body func(ctx context.Context, state S) (S, bool, error)) (S, error) {
-	s := spec{name: name}
-	r, err := s.begin(ctx)
+	s := stepSpec{name: name}
+	r, err := s.start(ctx)
 	if err != nil {
 		return state, err
 	}
-	at := snapshot[S]{State: state}
-	if err := r.loopReplayed(ctx, s); err != nil {
+	current := snapshot[S]{State: state}
+	if err := r.replayLoop(ctx, s); err != nil {
 		return state, err
 	}
 	r.mu.Lock()
-	point, resumed := r.checkpoints[s.key]
+	checkpoint, resumed := r.checkpoints[s.key]
 	r.mu.Unlock()
 	if resumed {
-		if err := json.Unmarshal(point.Output, &at); err != nil {
-			return state, r.changed(s.key, fmt.Errorf("loop %s: its record does not fit %T (%w): %w", s.key, state, err, ErrChanged))
+		if err := json.Unmarshal(checkpoint.Output, &current); err != nil {
+			return state, r.failChanged(s.key, fmt.Errorf("loop %s: its record does not fit %T (%w): %w", s.key, state, err, ErrChanged))
 		}
 	}
-	for !at.Done {
-		at.State, at.Done, err = body(under(ctx, fmt.Sprintf("%s@%d/", s.key, at.Next)), at.State)
+	for !current.Done {
+		current.State, current.Done, err = body(withScope(ctx, fmt.Sprintf("%s@%d/", s.key, current.Next)), current.State)
 		if err != nil {
-			return at.State, err
+			return current.State, err
 		}
-		at.Next++
-		if at.Done || at.Next%snapshotEvery == 0 {
-			stored, mended, err := r.snapshot(ctx, s, at)
-			if err == nil && mended { // what goes on from the snapshot has no other state
-				at, err = decode[snapshot[S]](stored)
+		current.Next++
+		if current.Done || current.Next%snapshotInterval == 0 {
+			stored, altered, err := r.snapshot(ctx, s, current)
+			if err == nil && altered { // what goes on from the snapshot has no other state
+				current, err = decode[snapshot[S]](stored)
 			}
 			if err != nil {
-				return at.State, err
+				return current.State, err
 			}
 		}
 	}
-	return at.State, nil
+	return current.State, nil
 }
 
 // snapshot records a loop's state in place of the steps of its iterations, in one transaction. The fence
 // is the checkpoint's own.
-func (r *run) snapshot(ctx context.Context, s spec, at any) (output json.RawMessage, mended bool, err error) {
+func (r *run) snapshot(ctx context.Context, s stepSpec, state any) (output json.RawMessage, altered bool, err error) {
 	if r.replay != nil {
-		return nil, false, r.replay.beyond(r, s.key)
+		return nil, false, r.replay.beyondRecord(r, s.key)
 	}
 	if err := r.flushDeferred(ctx); err != nil { // lest a record comes after those that the state stands for
 		return nil, false, err
 	}
-	if output, mended, err = encode(at); err != nil {
+	if output, altered, err = encode(state); err != nil {
 		return nil, false, fmt.Errorf("loop %s: encode state: %w", s.key, err)
 	}
 	bounded, cancel := context.WithTimeout(context.WithoutCancel(ctx), r.e.opts.LeaseTTL)
@@ -415,5 +415,5 @@ func (r *run) snapshot(ctx context.Context, s spec, at any) (output json.RawMess
 			 where execution_id = @id and starts_with(step, @prefix) and substr(step, length(@prefix) + 1) ~ '^[0-9]+/'`,
 			postgres.Strict{"id": r.exec.ID, "prefix": s.key + "@"})
 	})
-	return output, mended, r.written(ctx, s, err, activity.Outcome{Output: at})
+	return output, altered, r.handleWriteError(ctx, s, err, activity.Outcome{Output: state})
 }

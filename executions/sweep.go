@@ -18,133 +18,133 @@ import (
 const leaderGrace = 3 * time.Second
 
 const (
-	// mostLeft is how often the time between two sweeps is doubled for a timer that they leave: to 64 ms.
-	mostLeft = 6
-	// afterFailure is how long the next sweep waits for a timer, or the next claim, when one has failed.
-	afterFailure = time.Second
+	// maxSkips is how often the time between two sweeps is doubled for a timer that they leave: to 64 ms.
+	maxSkips = 6
+	// failureDelay is how long the next sweep waits for a timer, or the next claim, when one has failed.
+	failureDelay = time.Second
 )
 
-// dueTime is when the next timer or schedule is due, as far as this process knows.
-type dueTime struct {
+// dueTimes is when the next timer or schedule is due, as far as this process knows.
+type dueTimes struct {
 	mu       sync.Mutex
 	schedule time.Time
 	timer    time.Time
-	first    float64 // the timer by the database's clock
-	left     int     // how often sweeps have left it, though it was due
+	dbTimer  float64 // the timer by the database's clock
+	skips    int     // how often sweeps have left it, though it was due
 }
 
-// passed reports whether a schedule is due; River's leader asks once a second.
-func (d *dueTime) passed() bool {
+// scheduleDue reports whether a schedule is due; River's leader asks once a second.
+func (d *dueTimes) scheduleDue() bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return !d.schedule.IsZero() && !time.Now().Before(d.schedule)
 }
 
-// overdue reports whether a schedule has been due for longer than a tick of River's leader takes.
-func (d *dueTime) overdue() bool {
+// scheduleOverdue reports whether a schedule has been due for longer than a tick of River's leader takes.
+func (d *dueTimes) scheduleOverdue() bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return !d.schedule.IsZero() && time.Since(d.schedule) > leaderGrace
 }
 
-// sooner brings the next timer forward, and reports whether that changed it.
-func (d *dueTime) sooner(t time.Time) bool {
+// advanceTimer brings the next timer forward, and reports whether that changed it.
+func (d *dueTimes) advanceTimer(t time.Time) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if !d.timer.IsZero() && !t.Before(d.timer) {
 		return false
 	}
-	d.timer, d.left = t, 0
+	d.timer, d.skips = t, 0
 	return true
 }
 
 // set is what a sweep has found. First is the timer by the database's clock, by which it is known again.
-func (d *dueTime) set(schedule, timer time.Time, first float64) {
+func (d *dueTimes) set(schedule, timer time.Time, first float64) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if first == d.first && !timer.IsZero() && !timer.After(time.Now()) {
-		d.left = min(d.left+1, mostLeft)
+	if first == d.dbTimer && !timer.IsZero() && !timer.After(time.Now()) {
+		d.skips = min(d.skips+1, maxSkips)
 	} else {
-		d.left = 0
+		d.skips = 0
 	}
-	d.schedule, d.timer, d.first = schedule, timer, first
+	d.schedule, d.timer, d.dbTimer = schedule, timer, first
 }
 
 // postpone puts a timer off that a sweep has failed to fire.
-func (d *dueTime) postpone() {
+func (d *dueTimes) postpone() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if soonest := time.Now().Add(afterFailure); !d.timer.IsZero() && d.timer.Before(soonest) {
+	if soonest := time.Now().Add(failureDelay); !d.timer.IsZero() && d.timer.Before(soonest) {
 		d.timer = soonest
 	}
 }
 
-// pause is how long the sweeper may sleep: longer each time that a timer was left, because its row is locked or
+// sleepTime is how long the sweeper may sleep: longer each time that a timer was left, because its row is locked or
 // another process sweeps.
-func (d *dueTime) pause(longest time.Duration) time.Duration {
+func (d *dueTimes) sleepTime(maxSleep time.Duration) time.Duration {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.timer.IsZero() {
-		return longest
+		return maxSleep
 	}
-	return min(longest, max(time.Until(d.timer), time.Millisecond<<d.left))
+	return min(maxSleep, max(time.Until(d.timer), time.Millisecond<<d.skips))
 }
 
 // sweepLoop does what no running code would do: take claims from the dead, fire timers, repeat hints.
 func (e *Engine) sweepLoop(ctx context.Context) {
-	var keep time.Time   // when to keep house again
-	var expire time.Time // when to look for lanes whose lease ended
-	after := ""          // the lane after which that goes on
+	var nextHousekeeping time.Time // when to keep house again
+	var nextExpire time.Time       // when to look for lanes whose lease ended
+	afterLane := ""                // the lane after which that goes on
 	for ctx.Err() == nil {
 		if err := e.Sweep(ctx); err != nil && ctx.Err() == nil {
 			e.log.WarnContext(ctx, "sweep failed", "error", err)
-			e.due.postpone()
+			e.nextDue.postpone()
 		}
-		if e.due.overdue() {
+		if e.nextDue.scheduleOverdue() {
 			if err := e.Tick(ctx); err != nil && ctx.Err() == nil {
 				e.log.WarnContext(ctx, "tick failed", "error", err)
 			}
 		}
-		if time.Now().After(expire) {
+		if time.Now().After(nextExpire) {
 			var err error
-			if after, err = e.keeper.Expire(ctx, after); err != nil && ctx.Err() == nil {
+			if afterLane, err = e.keeper.Expire(ctx, afterLane); err != nil && ctx.Err() == nil {
 				e.log.WarnContext(ctx, "lanes that ended not cleared", "error", err)
 			}
-			expire = time.Now().Add(e.opts.SweepEvery)
+			nextExpire = time.Now().Add(e.opts.SweepEvery)
 		}
-		if time.Now().After(keep) {
-			keep = time.Now().Add(time.Hour)
+		if time.Now().After(nextHousekeeping) {
+			nextHousekeeping = time.Now().Add(time.Hour)
 			if err := e.housekeep(ctx); err != nil && ctx.Err() == nil {
 				e.log.WarnContext(ctx, "housekeeping failed", "error", err)
-				keep = time.Now().Add(time.Minute)
+				nextHousekeeping = time.Now().Add(time.Minute)
 			}
 		}
-		e.untilSweep(ctx)
+		e.waitForSweep(ctx)
 	}
 }
 
-// untilSweep waits until a timer is due, somebody asks, or the time between two sweeps is over.
-func (e *Engine) untilSweep(ctx context.Context) {
+// waitForSweep waits until a timer is due, somebody asks, or the time between two sweeps is over.
+func (e *Engine) waitForSweep(ctx context.Context) {
 	latest := time.Now().Add(e.opts.SweepEvery)
 	for {
-		timer := time.NewTimer(e.due.pause(time.Until(latest)))
+		timer := time.NewTimer(e.nextDue.sleepTime(time.Until(latest)))
 		select {
-		case <-e.alarm:
+		case <-e.timerChanged:
 			timer.Stop()
 			continue
 		case <-ctx.Done():
 		case <-timer.C:
-		case <-e.nudge:
+		case <-e.sweepRequests:
 		}
 		timer.Stop()
 		return
 	}
 }
 
-// soon has the sweep wake for a timer that is due then.
-func (e *Engine) soon(in time.Duration) {
-	if e.due.sooner(time.Now().Add(in)) {
-		signal(e.alarm)
+// wakeSweepIn has the sweep wake for a timer that is due then.
+func (e *Engine) wakeSweepIn(delay time.Duration) {
+	if e.nextDue.advanceTimer(time.Now().Add(delay)) {
+		signal(e.timerChanged)
 	}
 }
 
@@ -156,7 +156,7 @@ const sweepLock = `sweeps as materialized (select pg_try_advisory_xact_lock(hash
 // time that has passed or a lane that is free. Workers before executions: the lock makes sure that none is renewed now.
 // No plan of it reads a whole table, however small the table was when the plan was made.
 func queueSweep(b *pgx.Batch) {
-	b.Queue(`select set_config('lock_timeout', @patience, true), set_config('enable_seqscan', 'off', true)`, postgres.Strict{"patience": lockPatience})
+	b.Queue(`select set_config('lock_timeout', @patience, true), set_config('enable_seqscan', 'off', true)`, postgres.Strict{"patience": lockTimeout})
 	b.Queue(`
 		with ` + sweepLock + `,
 		over as materialized (
@@ -172,8 +172,8 @@ func queueSweep(b *pgx.Batch) {
 	b.Queue(`with ` + sweepLock + ` select lanekeeper.sweep_agent_waits() from sweeps where mine`)
 }
 
-// sweptMost bounds what one sweep finishes for others.
-const sweptMost = 500
+// sweepLimit bounds what one sweep finishes for others.
+const sweepLimit = 500
 
 // Sweep looks once for lost claims, due timers, freed lanes and ready executions without a hint. Many
 // may call it at once; one does the work.
@@ -183,7 +183,7 @@ func (e *Engine) Sweep(ctx context.Context) error {
 		N     int
 	}
 	var ready []readyIn
-	var ends []ended
+	var ends []endedExecution
 	if err := e.completeCancels(ctx); err != nil {
 		return err
 	}
@@ -192,13 +192,13 @@ func (e *Engine) Sweep(ctx context.Context) error {
 	}
 	b := &pgx.Batch{}
 	queueSweep(b)
-	endedIn(b, &ends)
+	queueEnded(b, &ends)
 	b.Queue(`
 		select k.queue, sum(r.n)::int from lanekeeper.agent_ready_kinds k cross join lateral (
 		  select count(*) as n from (
 		    select from lanekeeper.agent_ready_executions x where x.queue = k.queue and x.flow = k.flow and x.surface = k.surface
 		     limit least(k.places, @most::int)) one) r
-		 where (k.places > 0) is not false group by k.queue`, postgres.Strict{"most": sweptMost}).Query(func(rows pgx.Rows) (err error) {
+		 where (k.places > 0) is not false group by k.queue`, postgres.Strict{"most": sweepLimit}).Query(func(rows pgx.Rows) (err error) {
 		ready, err = pgx.CollectRows(rows, pgx.RowToStructByPos[readyIn])
 		return err
 	})
@@ -206,14 +206,14 @@ func (e *Engine) Sweep(ctx context.Context) error {
 		return fmt.Errorf("sweep executions: %w", err)
 	}
 	for _, r := range ready { // after the commit: who looked before would find nothing
-		e.ready(r.Queue, r.N)
+		e.notifyReady(r.Queue, r.N)
 	}
 	err := e.sweepThreads(ctx)
-	left, failed := e.lookAround(ctx)
+	left, failed := e.readDue(ctx)
 	err = errors.Join(err, failed)
-	e.announceEnds(ctx, ends)
-	if err == nil && left > stuckAfter {
-		err = e.warnOfStuck(ctx)
+	e.logEnded(ctx, ends)
+	if err == nil && left > stuckThreshold {
+		err = e.warnStuck(ctx)
 	}
 	return err
 }
@@ -223,7 +223,7 @@ func (e *Engine) Sweep(ctx context.Context) error {
 func (e *Engine) deliverCompletions(ctx context.Context) error {
 	rows, err := e.pool.Query(ctx, `
 		select t.id::text from (select u.execution_id as id from agent_untold_ends u order by u.execution_id limit @most) t order by random()`,
-		postgres.Strict{"most": sweptMost})
+		postgres.Strict{"most": sweepLimit})
 	if err != nil {
 		return fmt.Errorf("list ends that no parent knows of: %w", err)
 	}
@@ -253,11 +253,11 @@ func (e *Engine) sweepThreads(ctx context.Context) error {
 			b.Queue(`select lanekeeper.clean_agent_threads(interval '10 seconds', interval '5 minutes')`)
 		},
 		func(b *pgx.Batch) {
-			b.Queue(`select lanekeeper.flush_agent_threads(@most)`, postgres.Strict{"most": sweptMost})
+			b.Queue(`select lanekeeper.flush_agent_threads(@most)`, postgres.Strict{"most": sweepLimit})
 		},
 	} {
 		b := &pgx.Batch{}
-		queuePatience(b)
+		queueLockTimeout(b)
 		queue(b)
 		if err := e.pool.SendBatch(ctx, b).Close(); err != nil && !postgres.IsCode(err, "55P03") {
 			return fmt.Errorf("sweep threads: %w", err)
@@ -266,15 +266,15 @@ func (e *Engine) sweepThreads(ctx context.Context) error {
 	return nil
 }
 
-// lookAhead is lookAround for who has not swept.
-func (e *Engine) lookAhead(ctx context.Context) error {
-	_, err := e.lookAround(ctx)
+// refreshDue is lookAround for who has not swept.
+func (e *Engine) refreshDue(ctx context.Context) error {
+	_, err := e.readDue(ctx)
 	return err
 }
 
-// lookAround learns when the next timer and the next schedule are due, and for how long the worker that was lost
+// readDue learns when the next timer and the next schedule are due, and for how long the worker that was lost
 // first is left. What is asked is how long until then, by the database's clock, so this process's clock may be wrong.
-func (e *Engine) lookAround(ctx context.Context) (left time.Duration, err error) {
+func (e *Engine) readDue(ctx context.Context) (left time.Duration, err error) {
 	var schedule, timer, lost *float64
 	var first float64
 	err = e.pool.QueryRow(ctx, `
@@ -286,16 +286,16 @@ func (e *Engine) lookAround(ctx context.Context) (left time.Duration, err error)
 	if err != nil {
 		return 0, fmt.Errorf("look ahead: %w", err)
 	}
-	e.due.set(after(schedule), after(timer), first)
-	signal(e.alarm) // the sweep may be asleep until a later time
+	e.nextDue.set(localTime(schedule), localTime(timer), first)
+	signal(e.timerChanged) // the sweep may be asleep until a later time
 	if lost != nil {
 		left = time.Duration(min(*lost, 1e6) * float64(time.Second))
 	}
 	return left, nil
 }
 
-// after is the local time that is some seconds away; zero for none.
-func after(seconds *float64) time.Time {
+// localTime is the local time that is some seconds away; zero for none.
+func localTime(seconds *float64) time.Time {
 	if seconds == nil {
 		return time.Time{}
 	}
@@ -309,34 +309,34 @@ func (e *Engine) housekeep(ctx context.Context) error {
 }
 
 const (
-	// stuckAfter is how long the claims of a lost worker may be left until somebody says so, and stuckAgain until it is
+	// stuckThreshold is how long the claims of a lost worker may be left until somebody says so, and stuckAgain until it is
 	// said again.
-	stuckAfter = 5 * time.Second
-	stuckAgain = 15 * time.Second
+	stuckThreshold = 5 * time.Second
+	stuckInterval  = 15 * time.Second
 )
 
-// stuckNotice is when it was last said.
-type stuckNotice struct {
+// stuckWarnings is when it was last said.
+type stuckWarnings struct {
 	mu   sync.Mutex
 	last time.Time
 }
 
 // due reports whether to say it now.
-func (n *stuckNotice) due() bool {
+func (n *stuckWarnings) due() bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	if !n.last.IsZero() && time.Since(n.last) < stuckAgain {
+	if !n.last.IsZero() && time.Since(n.last) < stuckInterval {
 		return false
 	}
 	n.last = time.Now()
 	return true
 }
 
-// warnOfStuck says whose executions nobody can take over, and what may be in the way: a sweep passes over what is
+// warnStuck says whose executions nobody can take over, and what may be in the way: a sweep passes over what is
 // locked, as by a process that was stopped in the middle of a step's transaction. The server ends such a transaction
 // after a while.
-func (e *Engine) warnOfStuck(ctx context.Context) error {
-	if !e.stuck.due() {
+func (e *Engine) warnStuck(ctx context.Context) error {
+	if !e.stuckLimiter.due() {
 		return nil
 	}
 	var worker, sessions string

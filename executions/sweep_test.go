@@ -66,7 +66,7 @@ func TestATimerThatASweepLeavesIsNotSweptForAllTheTime(t *testing.T) {
 func TestWhatALostWorkerHad(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	lost, other := worker(t, pool), worker(t, pool)
+	lost, other := workerLease(t, pool), workerLease(t, pool)
 	has := func(by, set string) string {
 		id := pending(t, pool)
 		mustClaim(t, pool, id, by)
@@ -111,7 +111,7 @@ func TestWhatALostWorkerHad(t *testing.T) {
 // lostWork is what a worker has that is dead: twenty executions, of which every fourth ends with its worker.
 func lostWork(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
-	dead := worker(t, pool)
+	dead := workerLease(t, pool)
 	for i := range 20 {
 		id := pending(t, pool)
 		mustClaim(t, pool, id, dead)
@@ -217,7 +217,7 @@ func TestASweepPassesOverWhatIsLocked(t *testing.T) {
 		        select 'AGENT_COMPLETED', l.execution_id::text, 'completed ' || l.execution_id from agent_locks l where l.lane = 'automation:a'`
 	)
 	lost := func(t *testing.T, pool *pgxpool.Pool, set string) (held, free string) {
-		gone := worker(t, pool)
+		gone := workerLease(t, pool)
 		held, free = pending(t, pool), pending(t, pool)
 		for _, id := range []string{held, free} {
 			mustClaim(t, pool, id, gone)
@@ -298,7 +298,7 @@ func TestWorkThatNobodyCanTakeOverIsTold(t *testing.T) {
 	pool := pgtest.DB(t)
 	l := &lines{}
 	p := prepare(t, pool, nil, l.into)
-	lost := worker(t, pool)
+	lost := workerLease(t, pool)
 	mustClaim(t, pool, pending(t, pool), lost)
 	tx, err := pool.Begin(t.Context())
 	if err != nil {
@@ -337,7 +337,7 @@ func TestNobodyIsWarnedOfWhatIsTakenOverNext(t *testing.T) {
 	pool := pgtest.DB(t)
 	l := &lines{}
 	p := prepare(t, pool, nil, l.into)
-	mustClaim(t, pool, pending(t, pool), worker(t, pool))
+	mustClaim(t, pool, pending(t, pool), workerLease(t, pool))
 	exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 hour'`)
 	err := p.Put(t.Context(), executions.Schedule{Name: "first", Flow: "heartbeat", Surface: trace.Heartbeat, Cron: "@every 1h", Timezone: "UTC"})
 	if err != nil {

@@ -19,18 +19,18 @@ import (
 // and RunNow returns ErrNotFound. ErrPaused when the agent is paused and the surface is not an attended one: then
 // nothing was inserted.
 func (e *Engine) RunNow(ctx context.Context, s Spec) (Execution, error) {
-	return e.insertAndRun(ctx, s, e.standing)
+	return e.insertAndRun(ctx, s, e.readOrCancel)
 }
 
 // RunHere is RunNow for work that is worth finishing when the caller has left: when ctx ends, the run is
 // handed back and goes on elsewhere.
 func (e *Engine) RunHere(ctx context.Context, s Spec) (Execution, error) {
-	return e.insertAndRun(ctx, s, e.left)
+	return e.insertAndRun(ctx, s, e.readDetached)
 }
 
 // insertAndRun reads the row with read where its end is not known.
 func (e *Engine) insertAndRun(ctx context.Context, s Spec, read func(ctx context.Context, id string) (Execution, error)) (Execution, error) {
-	worker, err := e.current(ctx)
+	worker, err := e.Worker(ctx)
 	if err != nil {
 		return Execution{}, fmt.Errorf("run %s: %w", s.Flow, err)
 	}
@@ -38,32 +38,32 @@ func (e *Engine) insertAndRun(ctx context.Context, s Spec, read func(ctx context
 		return Execution{}, fmt.Errorf("run %s: %w", s.Flow, context.Cause(ctx))
 	}
 	// An interrupt must not leave a row of which nobody here knows.
-	heard, cancel := context.WithTimeout(context.WithoutCancel(ctx), e.opts.LeaseTTL)
-	claimed, created, err := e.insertClaimed(heard, s, worker)
+	insertCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), e.opts.LeaseTTL)
+	claimed, created, err := e.insertClaimed(insertCtx, s, worker)
 	cancel()
 	if err != nil {
-		return Execution{}, fmt.Errorf("run %s: %w", s.Flow, refusedByPause(ctx, e.pool, err))
+		return Execution{}, fmt.Errorf("run %s: %w", s.Flow, explainPaused(ctx, e.pool, err))
 	}
 	if !created {
 		return claimed, nil
 	}
-	var over *Execution
+	var completed *Execution
 	if claimed.ClaimedBy != nil {
-		over, err = e.execute(ctx, claimed, *claimed.ClaimedBy)
+		completed, err = e.executeSync(ctx, claimed, *claimed.ClaimedBy)
 	} else { // this process's lease had ended by then, so it is in the queue: whoever has one runs it
 		err = e.Attend(ctx, claimed.ID)
 	}
 	switch {
 	case err != nil:
 		return Execution{}, fmt.Errorf("run %s: %w", s.Flow, err)
-	case over != nil:
-		return *over, nil
+	case completed != nil:
+		return *completed, nil
 	}
-	return stillThere(read(ctx, claimed.ID))
+	return explainMissing(read(ctx, claimed.ID))
 }
 
-// stillThere says why an execution that has run here may be gone.
-func stillThere(x Execution, err error) (Execution, error) {
+// explainMissing says why an execution that has run here may be gone.
+func explainMissing(x Execution, err error) (Execution, error) {
 	if errors.Is(err, ErrNotFound) {
 		err = fmt.Errorf("what was run is gone, by a crash of the database before its start was on disk, or because it was removed: %w", err)
 	}
@@ -73,13 +73,13 @@ func stillThere(x Execution, err error) (Execution, error) {
 // insertClaimed inserts an execution that this process has claimed, together with others that begin at the same time.
 func (e *Engine) insertClaimed(ctx context.Context, s Spec, worker string) (Execution, bool, error) {
 	alone := func() (Execution, error) {
-		got, _, err := e.insertNow(ctx, s, "running", worker)
+		got, _, err := e.insertWithRetry(ctx, s, "running", worker)
 		return got, err
 	}
 	if s.DedupeKey != "" || postgres.IsSealed(ctx) {
-		return e.insertNow(ctx, s, "running", worker)
+		return e.insertWithRetry(ctx, s, "running", worker)
 	}
-	o, err := s.opening(true)
+	o, err := s.insertParams(true)
 	if err != nil {
 		return Execution{}, false, err
 	}
@@ -91,7 +91,7 @@ func (e *Engine) insertClaimed(ctx context.Context, s Spec, worker string) (Exec
 // the commit the caller runs it with RunClaimed, at once: a claim without a run is given to others after
 // some seconds. The second return value is false when the dedupe key was taken; then there is nothing to run.
 func (e *Engine) InsertClaimed(ctx context.Context, tx pgx.Tx, s Spec) (Execution, bool, error) {
-	worker, err := e.current(ctx)
+	worker, err := e.Worker(ctx)
 	if err != nil {
 		return Execution{}, false, fmt.Errorf("start %s: %w", s.Flow, err)
 	}
@@ -109,22 +109,22 @@ func (e *Engine) RunClaimed(ctx context.Context, claimed Execution) (Execution, 
 	if claimed.ClaimedBy == nil {
 		return Execution{}, fmt.Errorf("run %s: execution %s is claimed by nobody", claimed.Flow, claimed.ID)
 	}
-	over, err := e.execute(ctx, claimed, *claimed.ClaimedBy)
+	completed, err := e.executeSync(ctx, claimed, *claimed.ClaimedBy)
 	switch {
 	case err != nil:
 		return Execution{}, fmt.Errorf("run %s: %w", claimed.Flow, err)
-	case over != nil:
-		return *over, nil
+	case completed != nil:
+		return *completed, nil
 	}
-	return stillThere(e.standing(ctx, claimed.ID))
+	return explainMissing(e.readOrCancel(ctx, claimed.ID))
 }
 
-// standing reads a row after its run, and cancels what a caller who has left will not see to its end.
-func (e *Engine) standing(ctx context.Context, id string) (Execution, error) {
+// readOrCancel reads a row after its run, and cancels what a caller who has left will not see to its end.
+func (e *Engine) readOrCancel(ctx context.Context, id string) (Execution, error) {
 	if x, err := Get(ctx, e.pool, id); ctx.Err() == nil {
 		return x, err
 	}
-	detached, cancel := e.lingering(ctx)
+	detached, cancel := e.detachedContext(ctx)
 	defer cancel()
 	if _, err := e.Cancel(detached, id, "interrupt", "the command was interrupted"); err != nil {
 		return Execution{}, err
@@ -132,19 +132,19 @@ func (e *Engine) standing(ctx context.Context, id string) (Execution, error) {
 	return Get(detached, e.pool, id)
 }
 
-// left reads a row as its run has left it, also for a caller who has left.
-func (e *Engine) left(ctx context.Context, id string) (Execution, error) {
+// readDetached reads a row as its run has left it, also for a caller who has left.
+func (e *Engine) readDetached(ctx context.Context, id string) (Execution, error) {
 	if x, err := Get(ctx, e.pool, id); ctx.Err() == nil {
 		return x, err
 	}
-	detached, cancel := e.lingering(ctx)
+	detached, cancel := e.detachedContext(ctx)
 	defer cancel()
 	return Get(detached, e.pool, id)
 }
 
-// lingering is for what remains to be done when the caller has left: it lasts as long as a lease, so that a database
+// detachedContext is for what remains to be done when the caller has left: it lasts as long as a lease, so that a database
 // that hangs keeps nobody.
-func (e *Engine) lingering(ctx context.Context) (context.Context, context.CancelFunc) {
+func (e *Engine) detachedContext(ctx context.Context) (context.Context, context.CancelFunc) {
 	return context.WithTimeout(context.WithoutCancel(ctx), e.opts.LeaseTTL)
 }
 
@@ -152,7 +152,7 @@ func (e *Engine) lingering(ctx context.Context) (context.Context, context.Cancel
 // lost. One that is not ready, because it waits, has ended or somebody else was quicker, is left alone and
 // no error. When ctx ends first, the run is handed back and goes on elsewhere.
 func (e *Engine) Attend(ctx context.Context, id string) error {
-	worker, err := e.current(ctx)
+	worker, err := e.Worker(ctx)
 	if err != nil {
 		return err
 	}
@@ -168,7 +168,7 @@ func (e *Engine) Attend(ctx context.Context, id string) error {
 	case err != nil:
 		return fmt.Errorf("claim execution %s: %w", id, err)
 	}
-	if _, err = e.execute(ctx, claimed, worker); errors.Is(err, errUnnumbered) {
+	if _, err = e.executeSync(ctx, claimed, worker); errors.Is(err, errClaimTooLow) {
 		return e.Attend(ctx, id)
 	}
 	return err

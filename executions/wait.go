@@ -32,7 +32,7 @@ const MaxWait = 30 * 24 * time.Hour
 
 // Limits are how long a wait of a kind lasts when nothing is said (0: it has to be said), and at most. The
 // database has the same table (wait_agent_execution) and refuses what is longer.
-func Limits(kind string) (standard, longest time.Duration) {
+func Limits(kind string) (defaultTimeout, maxTimeout time.Duration) {
 	const day = 24 * time.Hour
 	switch kind {
 	case "response":
@@ -99,8 +99,8 @@ func Test(requestID string, timeout time.Duration) WaitFor {
 func (w WaitFor) About(data map[string]any) WaitFor {
 	all := map[string]any{}
 	maps.Copy(all, data)
-	if mine, ok := w.data.(map[string]any); ok {
-		maps.Copy(all, mine)
+	if own, ok := w.data.(map[string]any); ok {
+		maps.Copy(all, own)
 	}
 	w.data = all
 	return w
@@ -124,27 +124,27 @@ type Outcome struct {
 // returns the recorded outcome. Event, timer and cancel compete for the wait; exactly one ends it. There are no waits
 // within a StepTx, nor within a Do that is not idempotent.
 func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
-	if err := mayWait(ctx, name); err != nil {
+	if err := checkWaitAllowed(ctx, name); err != nil {
 		return Outcome{}, err
 	}
-	s := spec{name: name}
-	standard, longest := Limits(w.kind)
+	s := stepSpec{name: name}
+	defaultTimeout, maxTimeout := Limits(w.kind)
 	if w.timeout == 0 {
-		w.timeout = standard
+		w.timeout = defaultTimeout
 	}
-	if w.timeout <= 0 || w.timeout > longest {
-		return Outcome{}, fmt.Errorf("wait %s: a timeout of a wait for %s is more than 0 and at most %s, not %s", name, w.kind, longest, w.timeout)
+	if w.timeout <= 0 || w.timeout > maxTimeout {
+		return Outcome{}, fmt.Errorf("wait %s: a timeout of a wait for %s is more than 0 and at most %s, not %s", name, w.kind, maxTimeout, w.timeout)
 	}
 	if w.kind != "delay" && w.key == "" {
 		return Outcome{}, fmt.Errorf("wait %s: a wait for %s needs a key", name, w.kind)
 	}
-	r, err := s.begin(ctx)
+	r, err := s.start(ctx)
 	if err != nil {
 		return Outcome{}, err
 	}
-	if done, out, err := recorded[Outcome](ctx, r, s); done {
+	if done, out, err := recordedResult[Outcome](ctx, r, s); done {
 		if err == nil {
-			r.waited(s.key, out)
+			r.noteTimeout(s.key, out)
 		}
 		return out, err
 	}
@@ -156,74 +156,74 @@ func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
 		return Outcome{}, fmt.Errorf("wait %s: encode data: %w", name, err)
 	}
 	r.e.log.InfoContext(ctx, "action requires wait", "step", s.key, "waiting_for", w.kind)
-	came, err := r.park(ctx, s.key, w, data)
+	outcome, err := r.park(ctx, s.key, w, data)
 	switch {
-	case errors.Is(err, ErrStale), err != nil && r.unheard(ctx, s, err, activity.Outcome{}):
-		return Outcome{}, r.written(ctx, s, ErrStale, activity.Outcome{})
+	case errors.Is(err, ErrStale), err != nil && r.writeLost(ctx, s, err, activity.Outcome{}):
+		return Outcome{}, r.handleWriteError(ctx, s, ErrStale, activity.Outcome{})
 	case err != nil && ctx.Err() != nil:
 		return Outcome{}, context.Cause(ctx)
 	case err != nil:
 		return Outcome{}, fmt.Errorf("wait %s: %w", name, err)
-	case came != nil:
-		out, err := decode[Outcome](came)
+	case outcome != nil:
+		out, err := decode[Outcome](outcome)
 		if err != nil {
 			return Outcome{}, fmt.Errorf("wait %s: %w", name, err)
 		}
 		r.e.log.InfoContext(ctx, "checkpoint saved", "step", s.key, "event", out.Event)
-		r.waited(s.key, out)
+		r.noteTimeout(s.key, out)
 		return out, nil
 	}
 	r.e.log.InfoContext(ctx, "execution waiting", "waiting_for", w.kind, "waiting_key", w.key, "timeout", w.timeout.String())
 	r.stop(ErrParked)
-	r.e.soon(w.timeout)
+	r.e.wakeSweepIn(w.timeout)
 	if w.kind == "lane" {
-		r.e.hurry() // a release before the park was committed notified nobody
+		r.e.requestSweep() // a release before the park was committed notified nobody
 	}
 	return Outcome{}, ErrParked
 }
 
 type noWaitsKey struct{}
 
-// withoutWaits is the context within a step that has to end in the run in which it has begun.
-func withoutWaits(ctx context.Context, within string) context.Context {
+// forbidWaits is the context within a step that has to end in the run in which it has begun.
+func forbidWaits(ctx context.Context, within string) context.Context {
 	return context.WithValue(ctx, noWaitsKey{}, within)
 }
 
-// mayWait refuses a wait that would leave a step which cannot be left.
-func mayWait(ctx context.Context, name string) error {
+// checkWaitAllowed refuses a wait that would leave a step which cannot be left.
+func checkWaitAllowed(ctx context.Context, name string) error {
 	if within, ok := ctx.Value(noWaitsKey{}).(string); ok {
 		return fmt.Errorf("wait %s: there are no waits within %s: wait before or after it", name, within)
 	}
 	return nil
 }
 
-// waited notes how a wait ended, for the record of the run's end.
-func (r *run) waited(step string, out Outcome) {
+// noteTimeout notes how a wait ended, for the record of the run's end.
+func (r *run) noteTimeout(step string, out Outcome) {
 	if out.TimedOut {
-		r.noteFailure(step)
+		r.setFailedStep(step)
 	}
 }
 
 // park makes the execution wait, or returns what it would wait for. It tries again when the connection
 // breaks; a try whose answer was lost is recognised by the wait number.
-func (r *run) park(ctx context.Context, step string, w WaitFor, data json.RawMessage) (came []byte, err error) {
+func (r *run) park(ctx context.Context, step string, w WaitFor, data json.RawMessage) (outcome []byte, err error) {
 	backoff := newBackoff()
-	for unsure := false; ; unsure = true {
-		text := r.unwritten()
-		err := r.with(ctx, text, func(text json.RawMessage) (err error) {
-			came, err = retryLocked(ctx, r.e, func(ctx context.Context) ([]byte, error) { return r.parkShared(ctx, step, w, data, text) })
+	for uncertain := false; ; uncertain = true {
+		text := r.pendingVariables()
+		err := r.withVariables(ctx, text, func(text json.RawMessage) (err error) {
+			outcome, err = retryLocked(ctx, r.e, func(ctx context.Context) ([]byte, error) { return r.writeWait(ctx, step, w, data, text) })
 			return err
 		})
 		switch {
 		case err == nil:
-			r.haveShown(text)
-			return came, nil
+			r.setStoredVariables(text)
+			return outcome, nil
 		case postgres.IsCode(err, "LK001"):
-			if now, err := Get(ctx, r.e.pool, r.exec.ID); unsure && err == nil && now.WaitNumber > r.exec.WaitNumber {
+			if now, err := Get(ctx, r.e.pool, r.exec.ID); uncertain && err == nil && now.WaitNumber > r.exec.WaitNumber {
 				return nil, nil
 			}
 			return nil, ErrStale
-		case ctx.Err() != nil, !passing(err):
+		case ctx.Err() != nil, !transient(err):
 			return nil, err
 		}
 		r.e.warnUnavailable(ctx, err, "step", step)
@@ -233,21 +233,21 @@ func (r *run) park(ctx context.Context, step string, w WaitFor, data json.RawMes
 	}
 }
 
-// tryPark is one transaction, in which the variables follow the park.
-func (r *run) tryPark(ctx context.Context, step string, w WaitFor, data, variables json.RawMessage) (came []byte, err error) {
+// waitInTx is one transaction, in which the variables follow the park.
+func (r *run) waitInTx(ctx context.Context, step string, w WaitFor, data, variables json.RawMessage) (outcome []byte, err error) {
 	b := &pgx.Batch{}
-	queuePatience(b)
+	queueLockTimeout(b)
 	b.Queue(`select lanekeeper.wait_agent_execution(@id, @claim, @step, @kind, @key, make_interval(secs => @seconds), @data)`,
 		postgres.Strict{
 			"id": r.exec.ID, "claim": r.exec.Claim, "step": step, "kind": w.kind, "key": w.key,
 			"seconds": w.timeout.Seconds(), "data": data,
-		}).QueryRow(func(row pgx.Row) error { return row.Scan(&came) })
+		}).QueryRow(func(row pgx.Row) error { return row.Scan(&outcome) })
 	r.queueVariables(b, variables)
-	return came, r.e.pool.SendBatch(ctx, b).Close()
+	return outcome, r.e.pool.SendBatch(ctx, b).Close()
 }
 
-// parking is a wait that begins, as it is written.
-type parking struct {
+// waitWrite is a wait that begins, as it is written.
+type waitWrite struct {
 	id, step, kind, key string
 	claim               int64
 	seconds             float64
@@ -255,32 +255,32 @@ type parking struct {
 	variables           json.RawMessage // nil when the row has them
 }
 
-// sharedKinds are the kinds of waits that need nothing but an event or a time.
-var sharedKinds = []string{"event", "approval", "delay"}
+// batchedKinds are the kinds of waits that need nothing but an event or a time.
+var batchedKinds = []string{"event", "approval", "delay"}
 
-// parkShared begins a wait, together with those of other runs that come at the same time, or by itself where the kind
+// writeWait begins a wait, together with those of other runs that come at the same time, or by itself where the kind
 // of wait or the run needs more. What it waited for may have come already.
-func (r *run) parkShared(ctx context.Context, step string, w WaitFor, data, variables json.RawMessage) (came []byte, err error) {
-	alone := func() ([]byte, error) { return r.tryPark(ctx, step, w, data, variables) }
-	if !slices.Contains(sharedKinds, w.kind) || r.exec.ThreadID != nil { // it likely holds the thread's lane
+func (r *run) writeWait(ctx context.Context, step string, w WaitFor, data, variables json.RawMessage) (outcome []byte, err error) {
+	alone := func() ([]byte, error) { return r.waitInTx(ctx, step, w, data, variables) }
+	if !slices.Contains(batchedKinds, w.kind) || r.exec.ThreadID != nil { // it likely holds the thread's lane
 		return alone()
 	}
-	return r.e.batchers.waits.Do(ctx, parking{
+	return r.e.batchers.waits.Do(ctx, waitWrite{
 		id: r.exec.ID, step: step, kind: w.kind, key: w.key, claim: r.exec.Claim, seconds: w.timeout.Seconds(), data: data, variables: variables,
 	}, alone)
 }
 
-// parkSeveral lets executions wait in one commit, each under its own claim. What has lanes, is locked or stale, or
+// waitBatch lets executions wait in one commit, each under its own claim. What has lanes, is locked or stale, or
 // may find what it waits for is left to be parked by itself.
-func (e *Engine) parkSeveral(ctx context.Context, parks []parking) ([]batch.Answer[[]byte], error) {
+func (e *Engine) waitBatch(ctx context.Context, waits []waitWrite) ([]batch.Answer[[]byte], error) {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
-	n := len(parks)
+	n := len(waits)
 	ids, claims, steps, kinds, keys := make([]string, n), make([]int64, n), make([]string, n), make([]string, n), make([]string, n)
 	seconds, data, variables := make([]float64, n), make([]*string, n), make([]*string, n)
-	for i, p := range parks {
+	for i, p := range waits {
 		ids[i], claims[i], steps[i], kinds[i], keys[i], seconds[i] = p.id, p.claim, p.step, p.kind, p.key, p.seconds
-		data[i], variables[i] = jsonText(p.data), jsonText(p.variables)
+		data[i], variables[i] = nullableJSON(p.data), nullableJSON(p.variables)
 	}
 	rows, err := e.pool.Query(ctx, `
 		select lanekeeper.wait_agent_executions(@ids, @claims, @steps, @kinds, @keys, @seconds, (@data::text[])::jsonb[],
@@ -291,7 +291,7 @@ func (e *Engine) parkSeveral(ctx context.Context, parks []parking) ([]batch.Answ
 	if err != nil {
 		return nil, fmt.Errorf("park %d executions: %w", n, err)
 	}
-	answers, err := leftAlone[[]byte](rows, n)
+	answers, err := readLeftOut[[]byte](rows, n)
 	if err != nil {
 		return nil, fmt.Errorf("park %d executions: %w", n, err)
 	}

@@ -104,7 +104,7 @@ func TestNoWakeUpIsLostWhenEventAndWaitMeet(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	const rounds = 100
-	w := worker(t, pool)
+	w := workerLease(t, pool)
 	ids := make([]string, rounds)
 	claims := make([]int64, rounds)
 	for i := range ids {
@@ -182,7 +182,7 @@ func TestATimedOutFlowEndsWithStatusTimeout(t *testing.T) {
 func TestEventTimerAndCancelEndAWaitOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	w := worker(t, pool)
+	w := workerLease(t, pool)
 	kinds := map[string]int{}
 	for i := range 60 {
 		id := pending(t, pool)
@@ -223,7 +223,7 @@ func TestAnOutcomeWhoseAnswerWasLostIsGivenAgain(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	id := pending(t, pool)
-	n := mustClaim(t, pool, id, worker(t, pool))
+	n := mustClaim(t, pool, id, workerLease(t, pool))
 	mustDeliver(t, pool, "key", `{"n": 1}`)
 	park := func() string {
 		return value[string](t, pool, `select coalesce(lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', 'key', '1 hour', null)::text, 'waits')`,
@@ -327,7 +327,7 @@ func TestAWaitNumberIsResumedOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	id := pending(t, pool)
-	n := mustClaim(t, pool, id, worker(t, pool))
+	n := mustClaim(t, pool, id, workerLease(t, pool))
 	resume := func(number int) bool {
 		return value[bool](t, pool, `select lanekeeper.resume_agent_execution(@id, @number, '{}')`, postgres.Strict{"id": id, "number": number})
 	}
@@ -354,7 +354,7 @@ type waiter struct {
 
 func newWaiter(t *testing.T, pool *pgxpool.Pool) *waiter {
 	t.Helper()
-	w := &waiter{t: t, pool: pool, id: pending(t, pool), by: worker(t, pool)}
+	w := &waiter{t: t, pool: pool, id: pending(t, pool), by: workerLease(t, pool)}
 	w.n = mustClaim(t, pool, w.id, w.by)
 	return w
 }

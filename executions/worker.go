@@ -15,70 +15,67 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// worker is this process's lease. An expired one never comes back: the process registers anew.
-type worker struct {
-	id       string
-	deadline time.Time       // by the local monotonic clock, counted from before the call that prolonged it
-	strays   map[string]bool // claims that the last renewal found without a run of this process
+// workerLease is this process's lease. An expired one never comes back: the process registers anew.
+type workerLease struct {
+	id             string
+	deadline       time.Time       // by the local monotonic clock, counted from before the call that prolonged it
+	orphanedClaims map[string]bool // claims that the last renewal found without a run of this process
 }
 
-// register begins a new lease.
-func (e *Engine) register(ctx context.Context) error {
-	began := time.Now()
+// registerWorker begins a new lease.
+func (e *Engine) registerWorker(ctx context.Context) error {
+	sentAt := time.Now()
 	var id string
 	err := cmp.Or(e.opts.Lease, e.pool).QueryRow(ctx, `
 		insert into agent_workers (name, ttl_seconds, expires_at)
 		values (@name, @ttl::int, clock_timestamp() + make_interval(secs => @ttl::int)) returning id::text`,
-		postgres.Strict{"name": name(), "ttl": int(e.opts.LeaseTTL.Seconds())}).Scan(&id)
+		postgres.Strict{"name": processName(), "ttl": int(e.opts.LeaseTTL.Seconds())}).Scan(&id)
 	if err != nil {
 		return fmt.Errorf("register worker: %w", err)
 	}
 	e.mu.Lock()
-	e.worker = &worker{id: id, deadline: began.Add(e.opts.LeaseTTL)}
+	e.lease = &workerLease{id: id, deadline: sentAt.Add(e.opts.LeaseTTL)}
 	e.mu.Unlock()
 	return nil
 }
 
-// lease is the worker's lease and when it ends unless it is renewed; nil when there is none.
-func (e *Engine) lease() (w *worker, until time.Time) {
+// currentLease is the worker's lease and when it ends unless it is renewed; nil when there is none.
+func (e *Engine) currentLease() (w *workerLease, until time.Time) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if e.worker != nil {
-		until = e.worker.deadline
+	if e.lease != nil {
+		until = e.lease.deadline
 	}
-	return e.worker, until
+	return e.lease, until
 }
 
 // Worker is the id of this process among the rows of agent_workers, registering it when it has none. It counts as
 // dead when its row has expired; a process that wakes after that gets another.
-func (e *Engine) Worker(ctx context.Context) (string, error) { return e.current(ctx) }
-
-// current returns the live lease's id, registering one when there is none.
-func (e *Engine) current(ctx context.Context) (string, error) {
-	e.registering.Lock()
-	defer e.registering.Unlock()
+func (e *Engine) Worker(ctx context.Context) (string, error) {
+	e.registerMu.Lock()
+	defer e.registerMu.Unlock()
 	for range 2 {
-		w, until := e.lease()
+		w, until := e.currentLease()
 		if w != nil && time.Now().Before(until) {
 			return w.id, nil
 		}
-		e.lose(w)
-		if err := e.register(ctx); err != nil {
+		e.dropLease(w)
+		if err := e.registerWorker(ctx); err != nil {
 			return "", err
 		}
 	}
 	return "", ErrLost
 }
 
-// lose forgets a lease and stops everything that ran under it.
-func (e *Engine) lose(w *worker) {
+// dropLease forgets a lease and stops everything that ran under it.
+func (e *Engine) dropLease(w *workerLease) {
 	if w == nil {
 		return
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if e.worker == w {
-		e.worker = nil
+	if e.lease == w {
+		e.lease = nil
 	}
 	for _, r := range e.runs {
 		if r.worker == w.id {
@@ -87,11 +84,11 @@ func (e *Engine) lose(w *worker) {
 	}
 }
 
-// retire ends the lease at a shutdown, so that nobody waits for it to expire.
-func (e *Engine) retire(ctx context.Context) {
+// endLease ends the lease at a shutdown, so that nobody waits for it to expire.
+func (e *Engine) endLease(ctx context.Context) {
 	e.mu.Lock()
-	w := e.worker
-	e.worker = nil
+	w := e.lease
+	e.lease = nil
 	e.mu.Unlock()
 	if w == nil {
 		return
@@ -113,18 +110,18 @@ func (e *Engine) renewLoop(ctx context.Context) {
 			e.log.WarnContext(ctx, "worker lease not renewed", "error", err)
 			wait = min(every, time.Second)
 		}
-		if !sleep(ctx, e.untilDeadline(wait)) {
+		if !sleep(ctx, e.clampToDeadline(wait)) {
 			return
 		}
 	}
 }
 
-// untilDeadline shortens a pause so that a lease's end is noticed when it comes.
-func (e *Engine) untilDeadline(wait time.Duration) time.Duration {
+// clampToDeadline shortens a pause so that a lease's end is noticed when it comes.
+func (e *Engine) clampToDeadline(wait time.Duration) time.Duration {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if e.worker != nil {
-		wait = min(wait, max(time.Until(e.worker.deadline), time.Millisecond))
+	if e.lease != nil {
+		wait = min(wait, max(time.Until(e.lease.deadline), time.Millisecond))
 	}
 	return wait
 }
@@ -132,36 +129,36 @@ func (e *Engine) untilDeadline(wait time.Duration) time.Duration {
 // renew prolongs the lease and learns in the same statement which runs are still ours, so that a cancel
 // or a takeover is noticed where no notification came through.
 func (e *Engine) renew(ctx context.Context) error {
-	w, until := e.lease()
+	w, until := e.currentLease()
 	if w == nil || !time.Now().Before(until) {
-		_, err := e.current(ctx)
+		_, err := e.Worker(ctx)
 		return err
 	}
-	began := time.Now()
+	sentAt := time.Now()
 	timed, cancel := context.WithDeadline(ctx, until)
 	defer cancel()
 	var alive bool
-	var mine, requested []string
-	err := renewWorker(timed, cmp.Or(e.opts.Lease, e.pool), w.id, &alive, &mine, &requested)
+	var claims, cancels []string
+	err := renewWorker(timed, cmp.Or(e.opts.Lease, e.pool), w.id, &alive, &claims, &cancels)
 	switch {
 	case err != nil:
 		return fmt.Errorf("renew worker: %w", err)
 	case !alive:
-		e.lose(w)
-		_, err := e.current(ctx)
+		e.dropLease(w)
+		_, err := e.Worker(ctx)
 		return errors.Join(ErrLost, err)
 	}
-	for _, id := range requested {
-		e.cancelled(ctx, id)
+	for _, id := range cancels {
+		e.stopIfCancelled(ctx, id)
 	}
-	gone, strays := e.compare(w, began, mine)
-	for _, r := range gone {
-		e.ended(ctx, r)
+	lost, orphaned := e.reconcile(w, sentAt, claims)
+	for _, r := range lost {
+		e.stopLostRun(ctx, r)
 	}
-	for _, stray := range strays {
-		e.log.WarnContext(ctx, "claim without a run", "claim", stray)
-		id, claim, _ := strings.Cut(stray, "#")
-		e.handBack(ctx, id, claim)
+	for _, orphan := range orphaned {
+		e.log.WarnContext(ctx, "claim without a run", "claim", orphan)
+		id, claim, _ := strings.Cut(orphan, "#")
+		e.releaseClaimOf(ctx, id, claim)
 		e.Look() // this process may go on with it, under a claim that it knows of
 	}
 	return nil
@@ -169,7 +166,7 @@ func (e *Engine) renew(ctx context.Context) error {
 
 // renewWorker prolongs a lease that has not ended, and reads what is claimed under it. The row is locked before the
 // clock is read.
-func renewWorker(ctx context.Context, pool *pgxpool.Pool, id string, alive *bool, mine, requested *[]string) error {
+func renewWorker(ctx context.Context, pool *pgxpool.Pool, id string, alive *bool, claims, cancels *[]string) error {
 	b := &pgx.Batch{}
 	args := postgres.Strict{"id": id}
 	b.Queue(`select from agent_workers where id = @id for no key update`, args)
@@ -184,44 +181,44 @@ func renewWorker(ctx context.Context, pool *pgxpool.Pool, id string, alive *bool
 		  select e.id || '#' || e.claim from agent_executions e where e.claimed_by = @id), array(
 		  select c.execution_id::text from agent_cancel_requests c
 		   where exists (select from agent_executions e where e.id = c.execution_id and e.claimed_by = @id))`,
-		args).QueryRow(func(row pgx.Row) error { return row.Scan(mine, requested) })
+		args).QueryRow(func(row pgx.Row) error { return row.Scan(claims, cancels) })
 	return pool.SendBatch(ctx, b).Close()
 }
 
-// compare sets the claims that the database has for a worker against the runs of this process: which
+// reconcile sets the claims that the database has for a worker against the runs of this process: which
 // runs have lost theirs, and which claims have had no run for two renewals. Such a claim was made, but
 // the answer was lost with its connection, or its end could not be written; nobody else would take it
 // away while this process lives.
-func (e *Engine) compare(w *worker, began time.Time, mine []string) (gone []*run, strays []string) {
+func (e *Engine) reconcile(w *workerLease, sentAt time.Time, claims []string) (lost []*run, orphaned []string) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	w.deadline = began.Add(e.opts.LeaseTTL)
-	held := make(map[string]bool, len(mine))
-	running := make(map[string]bool, len(mine))
-	for _, claim := range mine {
+	w.deadline = sentAt.Add(e.opts.LeaseTTL)
+	held := make(map[string]bool, len(claims))
+	running := make(map[string]bool, len(claims))
+	for _, claim := range claims {
 		held[claim] = true
 	}
 	for _, r := range e.runs {
-		running[r.owner()] = true
-		if r.worker == w.id && r.began.Before(began) && !held[r.owner()] {
-			gone = append(gone, r)
+		running[r.laneOwner().String()] = true
+		if r.worker == w.id && r.startedAt.Before(sentAt) && !held[r.laneOwner().String()] {
+			lost = append(lost, r)
 		}
 	}
-	before := w.strays
-	w.strays = map[string]bool{}
+	before := w.orphanedClaims
+	w.orphanedClaims = map[string]bool{}
 	for claim := range held {
 		if !running[claim] {
-			w.strays[claim] = true
+			w.orphanedClaims[claim] = true
 			if before[claim] {
-				strays = append(strays, claim)
+				orphaned = append(orphaned, claim)
 			}
 		}
 	}
-	return gone, strays
+	return lost, orphaned
 }
 
-// ended stops a run whose claim is not in the database any more, for the reason that the row gives.
-func (e *Engine) ended(ctx context.Context, r *run) {
+// stopLostRun stops a run whose claim is not in the database any more, for the reason that the row gives.
+func (e *Engine) stopLostRun(ctx context.Context, r *run) {
 	now, err := Get(ctx, e.pool, r.exec.ID)
 	switch {
 	case err == nil && now.Status == Cancelled:
@@ -246,14 +243,14 @@ func sleep(ctx context.Context, d time.Duration) bool {
 	}
 }
 
-// giveUp hands an unfinished execution back, so that it goes on elsewhere at once.
-func (e *Engine) giveUp(ctx context.Context, r *run) {
-	e.handBack(context.WithoutCancel(ctx), r.exec.ID, r.exec.Claim)
+// releaseClaim hands an unfinished execution back, so that it goes on elsewhere at once.
+func (e *Engine) releaseClaim(ctx context.Context, r *run) {
+	e.releaseClaimOf(context.WithoutCancel(ctx), r.exec.ID, r.exec.Claim)
 }
 
-// handBack gives a claim up. One that could not be given up is lost with the worker's lease, or found as
+// releaseClaimOf gives a claim up. One that could not be given up is lost with the worker's lease, or found as
 // a claim without a run.
-func (e *Engine) handBack(ctx context.Context, id string, claim any) {
+func (e *Engine) releaseClaimOf(ctx context.Context, id string, claim any) {
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
 	done, err := e.pool.Exec(ctx, `

@@ -114,7 +114,7 @@ func TestRacingClaimsNeverExceedALimit(t *testing.T) {
 	limit(t, pool, "surface", "flow", 7)
 	workers := make([]string, 6)
 	for i := range workers {
-		workers[i] = worker(t, pool)
+		workers[i] = workerLease(t, pool)
 	}
 	for range 15 {
 		exec(t, pool, `delete from agent_executions`)
@@ -151,7 +151,7 @@ func TestRacingClaimsNeverExceedALimit(t *testing.T) {
 func TestTheQueueGoesByPriorityAndAge(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	w := worker(t, pool)
+	w := workerLease(t, pool)
 	old, urgent, late := queued(t, pool, "a", "flow", 2), queued(t, pool, "b", "chat", 1), queued(t, pool, "c", "flow", 3)
 	young, gone := queued(t, pool, "a", "flow", 2), queued(t, pool, "a", "flow", 1)
 	if _, err := executions.Cancel(t.Context(), pool, gone, "test", "not needed"); err != nil {
@@ -169,7 +169,7 @@ func TestTheQueueGoesByPriorityAndAge(t *testing.T) {
 func TestALimitHoldsBackNothingElse(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	w := worker(t, pool)
+	w := workerLease(t, pool)
 	limit(t, pool, "flow", "full", 1)
 	limit(t, pool, "surface", "webhook", 0)
 	held := queued(t, pool, "full", "flow", 1)
@@ -200,7 +200,7 @@ func TestALimitHoldsBackNothingElse(t *testing.T) {
 func TestAWaitingRunHoldsNoPlace(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	w := worker(t, pool)
+	w := workerLease(t, pool)
 	limit(t, pool, "flow", "flow", 1)
 	first := pending(t, pool)
 	n := mustClaim(t, pool, first, w)
@@ -228,7 +228,7 @@ func TestARunThatSomebodyWaitsForIsCountedAndNotHeldUp(t *testing.T) {
 	limit(t, pool, "surface", "flow", 1)
 	p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		return executions.Result{}, func() error {
-			got, err := tryReady(ctx, pool, worker(t, pool), 1)
+			got, err := tryReady(ctx, pool, workerLease(t, pool), 1)
 			if err == nil && len(got) != 0 {
 				t.Error("a place was free")
 			}
