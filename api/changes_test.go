@@ -338,7 +338,7 @@ func (a *agent) approval(args string, park bool) (got approvals.Approval) {
 	if err != nil {
 		a.t.Fatal(err)
 	}
-	if _, err := a.engine.RunNow(context.WithoutCancel(a.t.Context()), executions.Spec{Flow: flow, Surface: trace.Flow}); err != nil {
+	if _, err := a.engine.RunSync(context.WithoutCancel(a.t.Context()), executions.Spec{Flow: flow, Surface: trace.Flow}); err != nil {
 		a.t.Fatal(err)
 	}
 	return got
@@ -446,7 +446,7 @@ func TestAnEventResumesWhoWaitsAndCountsOnce(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	x, err := a.engine.RunNow(context.WithoutCancel(t.Context()), executions.Spec{Flow: "wait", Surface: trace.Flow})
+	x, err := a.engine.RunSync(context.WithoutCancel(t.Context()), executions.Spec{Flow: "wait", Surface: trace.Flow})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -96,7 +96,7 @@ func (s *server) raiseEvent(r request) (answer, error) {
 // deliver raises an event. A message for a conversation that there is becomes a message of it, as when its visitor
 // had said it.
 func (s *server) deliver(ctx context.Context, e event) (executions.Delivered, error) {
-	ctx = executions.WithLockPatience(ctx, postgres.LockPatience)
+	ctx = executions.WithLockTimeout(ctx, postgres.LockPatience)
 	data, content := said(e)
 	if content == "" {
 		return s.engine.Deliver(ctx, s.pool, e.Event, e.Key, e.Data, e.ID)

@@ -272,7 +272,7 @@ func (s *server) startExecution(r request) (answer, error) {
 // start starts an execution, by the admin, or for the parent that asks for a child. It waits for a moment for an
 // idempotency key that an open transaction holds.
 func (s *server) start(ctx context.Context, spec executions.Spec, reason string) (x executions.Execution, err error) {
-	ctx = executions.WithLockPatience(ctx, postgres.LockPatience)
+	ctx = executions.WithLockTimeout(ctx, postgres.LockPatience)
 	if spec.ParentID != "" {
 		x, _, err = s.engine.Start(ctx, s.pool, spec)
 	} else {
@@ -321,7 +321,7 @@ func (s *server) startable(ctx context.Context, flow string, input json.RawMessa
 		return problem.New(http.StatusUnprocessableEntity, "flow %s is not started here: %s", flow, instead).
 			Kind("reserved-flow", "Reserved flow")
 	}
-	known, err := s.engine.Knows(ctx, flow)
+	known, err := s.engine.HasFlow(ctx, flow)
 	if err != nil {
 		return err
 	}

@@ -228,7 +228,7 @@ func TestForkRetryAndReplayOverHTTP(t *testing.T) {
 		}
 	})
 	run := func(name string, want executions.Status) executions.Execution {
-		x, err := e.RunNow(t.Context(), executions.Spec{Flow: "greet", Surface: trace.Flow, Input: map[string]string{"name": name}})
+		x, err := e.RunSync(t.Context(), executions.Spec{Flow: "greet", Surface: trace.Flow, Input: map[string]string{"name": name}})
 		if err != nil || x.Status != want {
 			t.Fatalf("%s: %s, %v", name, x.Status, err)
 		}

@@ -227,7 +227,7 @@ func (s *server) beatLock(r request) (answer, error) {
 	if err != nil {
 		return answer{}, err
 	}
-	got, err := s.engine.BeatRun(r.Context(), id, lockID)
+	got, err := s.engine.RenewLock(r.Context(), id, lockID)
 	if err != nil {
 		return answer{}, err
 	}
@@ -235,7 +235,7 @@ func (s *server) beatLock(r request) (answer, error) {
 }
 
 func (s *server) beatLocks(r request) (answer, error) {
-	got, err := s.engine.BeatRuns(r.Context(), r.body.(beating).LockIDs)
+	got, err := s.engine.RenewLocks(r.Context(), r.body.(beating).LockIDs)
 	if err != nil {
 		return answer{}, err
 	}
@@ -288,7 +288,7 @@ func (s *server) releaseLock(r request) (answer, error) {
 	if !given(b.Result) {
 		b.Result = nil
 	}
-	status, traceID, err := s.engine.UnlockRun(r.Context(), id, lockID, executions.Release{
+	status, traceID, err := s.engine.UnlockRun(r.Context(), id, lockID, executions.UnlockParams{
 		Status: b.Status, Summary: b.ResultSummary, Result: b.Result, Error: b.ErrorMessage, For: b.WaitingFor, Key: b.WaitingKey, Timeout: within,
 	})
 	if err != nil {

@@ -55,7 +55,7 @@ func inside(t *testing.T, pool *pgxpool.Pool, fn func(ctx context.Context) error
 	if err != nil {
 		t.Fatal(err)
 	}
-	x, err := e.RunNow(context.WithoutCancel(t.Context()), executions.Spec{Flow: "flow", Surface: trace.Flow})
+	x, err := e.RunSync(context.WithoutCancel(t.Context()), executions.Spec{Flow: "flow", Surface: trace.Flow})
 	if err != nil {
 		t.Error(err)
 	}
@@ -88,7 +88,7 @@ func use(t *testing.T, pool *pgxpool.Pool, id string, act func()) (result error)
 	inside(t, pool, func(ctx context.Context) error {
 		x, _ := executions.Current(ctx)
 		_, result = executions.Do(ctx, "approved "+id, executions.Call{
-			Entry: activity.Entry{Skill: "drop"}, Also: approvals.Use(id, x.ID, "approved "+id),
+			Entry: activity.Entry{Skill: "drop"}, OnIntent: approvals.Use(id, x.ID, "approved "+id),
 		}, func(context.Context, *executions.Effect) (bool, error) {
 			act()
 			return true, nil

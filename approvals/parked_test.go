@@ -87,7 +87,7 @@ func (p *parked) flow(ctx context.Context, s skills.Skill, args json.RawMessage)
 	}
 	x, _ := executions.Current(ctx)
 	_, err = executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "drop"},
-		Also: approvals.Use(asked.ID, x.ID, "call")},
+		OnIntent: approvals.Use(asked.ID, x.ID, "call")},
 		func(context.Context, *executions.Effect) (bool, error) {
 			p.acted.Add(1)
 			return true, nil

@@ -206,7 +206,7 @@ func (b *engineBench) run(ctx context.Context, out io.Writer) error {
 			fmt.Fprintf(b.errw, "%s, %d callers\n", flow, callers)
 			r := rates{callers: callers}
 			ours := func(ctx context.Context, _ int) error {
-				x, err := b.engine.RunNow(ctx, executions.Spec{Flow: flow, Surface: trace.Flow})
+				x, err := b.engine.RunSync(ctx, executions.Spec{Flow: flow, Surface: trace.Flow})
 				if err == nil && x.Status != executions.Completed {
 					err = fmt.Errorf("execution %s is %s", x.ID, x.Status)
 				}

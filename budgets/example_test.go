@@ -22,14 +22,14 @@ func ExampleReservation() {
 			Need:   budgets.Need{PromptTokens: 900, Wanted: 500, Least: 50},
 		}
 		return executions.Do(ctx, "model", executions.Call{
-			Entry: activity.Entry{Skill: "ask"}, Also: r.Reserve,
+			Entry: activity.Entry{Skill: "ask"}, OnIntent: r.Reserve,
 		}, func(ctx context.Context, effect *executions.Effect) (string, error) {
 			tokens, err := r.Await(ctx, pool)
 			if err != nil {
 				return "", err // a *budgets.Error: a limit
 			}
 			text, used, cost, err := complete(ctx, tokens)
-			effect.Settle = func(b *pgx.Batch) { r.Settle(b, budgets.Spend{Tokens: used, USD: cost}) }
+			effect.OnResult = func(b *pgx.Batch) { r.Settle(b, budgets.Spend{Tokens: used, USD: cost}) }
 			return text, err
 		})
 	}

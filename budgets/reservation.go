@@ -90,7 +90,7 @@ func (r *Reservation) Reserve(b *pgx.Batch, step string) {
 // reserves anew for another request. It returns what was written off, and like Await how many tokens are granted.
 func (r *Reservation) Renew(ctx context.Context, db postgres.DB) (Spend, int64, error) {
 	r.reckon()
-	lost, err := executions.Persist(ctx, func(ctx context.Context) (lost Spend, err error) {
+	lost, err := executions.RetryTransient(ctx, func(ctx context.Context) (lost Spend, err error) {
 		r.answer = verdict{}
 		b := &pgx.Batch{}
 		// locks go from there to budgets
@@ -140,7 +140,7 @@ func (r *Reservation) Await(ctx context.Context, db postgres.DB) (int64, error) 
 // ask reserves in a transaction of its own.
 func (r *Reservation) ask(ctx context.Context, db postgres.DB, enough int64) error {
 	r.reckon()
-	_, err := executions.Persist(ctx, func(ctx context.Context) (struct{}, error) {
+	_, err := executions.RetryTransient(ctx, func(ctx context.Context) (struct{}, error) {
 		return struct{}{}, r.answer.scan(db.QueryRow(ctx, reserve, r.arguments(enough)))
 	})
 	if err != nil {

@@ -67,7 +67,7 @@ func ended(t *testing.T, pool *pgxpool.Pool) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	x, err := engine.RunNow(t.Context(), executions.Spec{Flow: "f", Surface: trace.Flow})
+	x, err := engine.RunSync(t.Context(), executions.Spec{Flow: "f", Surface: trace.Flow})
 	if err != nil {
 		t.Fatal(err)
 	}

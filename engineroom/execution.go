@@ -391,7 +391,7 @@ func (room *Room) ancestors(ctx context.Context, id string) ([]relative, error) 
 		    join agent_executions p on p.id = x.parent_id where l.level < @deepest)
 		select x.id::text, left(x.flow, 100) as flow, x.status, x.parent_id::text, x.created_at, l.level
 		  from line l join agent_executions x on x.id = l.id order by l.level`, freshPlan,
-		postgres.Strict{"id": id, "deepest": executions.Deepest})
+		postgres.Strict{"id": id, "deepest": executions.MaxDepth})
 	if err != nil {
 		return nil, fmt.Errorf("read the parents of the execution: %w", err)
 	}

@@ -46,7 +46,7 @@ func TestManyCallersShareTheirWrites(t *testing.T) {
 	for range 48 {
 		group.Go(func() error {
 			for range 20 {
-				x, err := p.RunNow(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
+				x, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
 				if err != nil {
 					return err
 				}
@@ -101,7 +101,7 @@ func TestAStartThatACrashTookHasNeverBeen(t *testing.T) {
 		return ends(executions.Step(ctx, "step", func(context.Context) (int, error) { return 1, nil }))
 	}), lease)
 	spec := executions.Spec{Flow: "flow", Surface: trace.Flow}
-	durable, err := p.RunNow(t.Context(), spec) // which begins the lease
+	durable, err := p.RunSync(t.Context(), spec) // which begins the lease
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -208,7 +208,7 @@ func TestWhatIsRunHereIsOnDiskWithItsEnd(t *testing.T) {
 	p := prepare(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }),
 		func(o *executions.Options) { o.LeaseTTL = time.Minute })
 	spec := executions.Spec{Flow: "flow", Surface: trace.Flow}
-	if _, err := p.RunNow(t.Context(), spec); err != nil { // which begins the lease
+	if _, err := p.RunSync(t.Context(), spec); err != nil { // which begins the lease
 		t.Fatal(err)
 	}
 	exec(t, pool, `alter system set synchronous_standby_names = 'nobody'`)

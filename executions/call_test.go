@@ -477,7 +477,7 @@ func TestARunThatIsCalledForWithinAStepIsARunOfItsOwn(t *testing.T) {
 			})
 			return ends(executions.Do(closed, "call", executions.Call{Entry: activity.Entry{Skill: "call"}},
 				func(ctx context.Context, _ *executions.Effect) (string, error) {
-					x, err := p.RunHere(ctx, executions.Spec{Flow: "inner", Surface: trace.Flow})
+					x, err := p.RunDetached(ctx, executions.Spec{Flow: "inner", Surface: trace.Flow})
 					return x.ID, err
 				}))
 		},
@@ -492,7 +492,7 @@ func TestARunThatIsCalledForWithinAStepIsARunOfItsOwn(t *testing.T) {
 			return ends(n, nil)
 		},
 	})
-	outer, err := p.RunNow(t.Context(), executions.Spec{Flow: "outer", Surface: trace.Flow})
+	outer, err := p.RunSync(t.Context(), executions.Spec{Flow: "outer", Surface: trace.Flow})
 	if err != nil || outer.Status != executions.Completed {
 		t.Fatalf("%s, %v, %v", outer.Status, outer.ErrorMessage, err)
 	}
@@ -587,7 +587,7 @@ func TestMethodsOfWhatTheCodeReturnsMayPanic(t *testing.T) {
 	}
 	p := start(t, pool, flows)
 	for name := range flows {
-		got, err := p.RunNow(t.Context(), executions.Spec{Flow: name, Surface: trace.Flow})
+		got, err := p.RunSync(t.Context(), executions.Spec{Flow: name, Surface: trace.Flow})
 		if err != nil || got.Status != executions.Failed || got.ErrorMessage == nil || !strings.Contains(*got.ErrorMessage, "panic") {
 			t.Errorf("%s: %s, %v, %v", name, got.Status, got.ErrorMessage, err)
 		}

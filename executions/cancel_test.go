@@ -659,7 +659,7 @@ func TestACallerSaysHowLongItWaitsForAnOpenTransaction(t *testing.T) {
 		insert into agent_executions (trace_id, surface, flow, dedupe_key) values ('fl_1', 'flow', 'other', 'held')`)
 	exec(t, tx, `set local application_name = 'clumsy'`)
 	for name, p := range engines {
-		ctx := executions.WithLockPatience(t.Context(), 600*time.Millisecond)
+		ctx := executions.WithLockTimeout(t.Context(), 600*time.Millisecond)
 		_, err := p.Deliver(ctx, pool, "EVENT_COMPLETED", "key", nil, "held")
 		if locked, is := errors.AsType[*postgres.LockedError](err); !is || locked.What != `event id "held"` || !strings.Contains(locked.Holders, "clumsy") {
 			t.Errorf("%s: event: %v", name, err)
@@ -691,7 +691,7 @@ func TestADedupeKeyInAnOpenTransactionDelaysNoOtherStart(t *testing.T) {
 		group.Go(func() (err error) {
 			s := executions.Spec{Flow: "flow", Surface: trace.Flow, DedupeKey: "held"}
 			if i%2 == 0 {
-				_, err = p.RunHere(t.Context(), s)
+				_, err = p.RunDetached(t.Context(), s)
 			} else {
 				_, _, err = p.Start(t.Context(), pool, s)
 			}
@@ -732,7 +732,7 @@ func TestExecutionsLockedInAnOpenTransactionDelayNoOther(t *testing.T) {
 	}, func(o *executions.Options) { o.LeaseTTL, o.Workers = time.Minute, 2*runs })
 	run := func(string) time.Duration {
 		return measure(t, 4, 300, func(int, int) error {
-			_, err := p.RunHere(t.Context(), executions.Spec{Flow: "free", Surface: trace.Flow})
+			_, err := p.RunDetached(t.Context(), executions.Spec{Flow: "free", Surface: trace.Flow})
 			return err
 		})
 	}

@@ -38,8 +38,8 @@ func (p *checkpointWrite) queue(b *pgx.Batch) {
 	})
 }
 
-// writeCheckpoint writes the result of a step, together with those of other runs that come at the same time, or by itself
-// until then. Only who is by itself sets a timer, which costs more than it seems to.
+// writeCheckpoint writes the result of a step, together with those of other runs that come at the same time, or by
+// itself until then. Only who is by itself sets a timer, which costs more than it seems to.
 func (r *run) writeCheckpoint(ctx context.Context, until time.Time, s stepSpec, output json.RawMessage, failed bool) error {
 	text := r.takeVariables()
 	alone := func() (struct{}, error) {
@@ -100,7 +100,8 @@ func uuidArray(ids []string) any {
 	return several
 }
 
-// nilIfZero is an argument of several writes; nil, which is less to send and to take apart, where all have the zero value.
+// nilIfZero is an argument of several writes; nil, which is less to send and to take apart, where all have the zero
+// value.
 func nilIfZero[T comparable](values []T) []T {
 	var zero T
 	if slices.ContainsFunc(values, func(v T) bool { return v != zero }) {
@@ -156,7 +157,7 @@ func (p *deferredCheckpoint) write(r *run) *checkpointWrite {
 
 // canDefer reports a result that may be put off.
 func (r *run) canDefer(s stepSpec, effect *Effect, output json.RawMessage) bool {
-	return s.repeatable && s.entry == nil && s.onIntent == nil && (effect == nil || effect.Settle == nil) && r.replay == nil &&
+	return s.repeatable && s.entry == nil && s.onIntent == nil && (effect == nil || effect.OnResult == nil) && r.replay == nil &&
 		len(output) <= maxDeferredBytes && withoutExponents(output) && len(s.key) <= maxDeferredKey && s.key == postgres.Text(s.key)
 }
 
@@ -329,8 +330,8 @@ func (r *run) pendingVariables() json.RawMessage {
 	return r.variables
 }
 
-// takeVariables takes the variables for one write of several that may be under way; nil when another has them. The writer calls
-// carried when it is done.
+// takeVariables takes the variables for one write of several that may be under way; nil when another has them. The
+// writer calls carried when it is done.
 func (r *run) takeVariables() json.RawMessage {
 	text := r.pendingVariables()
 	r.mu.Lock()
@@ -393,8 +394,8 @@ func (r *run) queueVariablesUnlessLocked(b *pgx.Batch, text *json.RawMessage) {
 	})
 }
 
-// withVariables makes a write that carries variables. Those that the database cannot hold must not keep the run from going on:
-// they are left out, and the log says so.
+// withVariables makes a write that carries variables. Those that the database cannot hold must not keep the run from
+// going on: they are left out, and the log says so.
 func (r *run) withVariables(ctx context.Context, text json.RawMessage, write func(text json.RawMessage) error) error {
 	err := write(text)
 	if code := postgres.Code(err); text != nil && (strings.HasPrefix(code, "22") || strings.HasPrefix(code, "54")) {

@@ -347,7 +347,7 @@ func TestAStepAfterTheFlowHasReturnedIsOutside(t *testing.T) {
 	ctx := <-left
 	until(t, pool, id, executions.Completed)
 	_, err := executions.Step(ctx, "late", func(context.Context) (int, error) { return 1, nil })
-	if !errors.Is(err, executions.ErrOutside) || !strings.Contains(err.Error(), "the flow has returned") {
+	if !errors.Is(err, executions.ErrNotInExecution) || !strings.Contains(err.Error(), "the flow has returned") {
 		t.Errorf("the step: %v", err)
 	}
 	if n := value[int](t, pool, `select count(*) from agent_checkpoints`); n != 0 {
@@ -491,11 +491,11 @@ func TestVariablesAreAnObject(t *testing.T) {
 		p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 			return executions.Result{}, executions.SetVariables(ctx, v)
 		}))
-		if got, err := p.RunNow(t.Context(), executions.Spec{Flow: "flow", Surface: "flow"}); err != nil || got.Status != executions.Failed {
+		if got, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: "flow"}); err != nil || got.Status != executions.Failed {
 			t.Errorf("%s: %s, %v", name, got.Status, err)
 		}
 	}
-	if err := executions.SetVariables(t.Context(), vars{}); !errors.Is(err, executions.ErrOutside) {
+	if err := executions.SetVariables(t.Context(), vars{}); !errors.Is(err, executions.ErrNotInExecution) {
 		t.Errorf("outside: %v", err)
 	}
 }

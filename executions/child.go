@@ -25,8 +25,8 @@ type Child struct {
 	KeepLanes bool
 	// DedupeKey makes the start one with every other of the same key, also in other executions.
 	DedupeKey string
-	// About is what the wait shows to people, in waiting_data.
-	About map[string]any `json:"-"`
+	// WaitData is what the wait shows to people, in waiting_data.
+	WaitData map[string]any `json:"-"`
 }
 
 // Triggered is what a parent learns of a child. Without Wait there is only its id.
@@ -55,9 +55,9 @@ func (c Child) identity() (any, error) {
 	return map[string]any{"flow": c.Flow, "input": input, "thread_id": c.ThreadID, "wait": c.Wait}, nil
 }
 
-// Deepest is how many executions may be nested as children of children. Flows that start one another without end are
+// MaxDepth is how many executions may be nested as children of children. Flows that start one another without end are
 // stopped there.
-const Deepest = 32
+const MaxDepth = 32
 
 // ClassNesting is the class of a child that would be nested too deep.
 const ClassNesting = "nesting"
@@ -71,13 +71,13 @@ func checkDepth(ctx context.Context, tx pgx.Tx, id string) error {
 		  union all
 		  select x.id, x.parent_id, line.above + 1 from line join agent_executions x on x.id = line.parent_id
 		   where line.above < @deepest::int)
-		select max(above) from line`, postgres.Strict{"id": id, "deepest": Deepest}).Scan(&ancestors)
+		select max(above) from line`, postgres.Strict{"id": id, "deepest": MaxDepth}).Scan(&ancestors)
 	if err != nil {
 		return fmt.Errorf("count the ancestors of execution %s: %w", id, err)
 	}
-	if ancestors >= Deepest-1 {
+	if ancestors >= MaxDepth-1 {
 		return &StepError{Class: ClassNesting, Message: fmt.Sprintf(
-			"executions are nested %d deep, which is the most: do they start one another without end?", Deepest)}
+			"executions are nested %d deep, which is the most: do they start one another without end?", MaxDepth)}
 	}
 	return nil
 }
@@ -115,8 +115,8 @@ func Trigger(ctx context.Context, name string, c Child) (Triggered, error) {
 		return Triggered{ExecutionID: id}, err
 	}
 	wait := Agent(id, c.Timeout)
-	if c.About != nil {
-		wait = wait.About(c.About)
+	if c.WaitData != nil {
+		wait = wait.WithData(c.WaitData)
 	}
 	out, err := Wait(ctx, name+" wait", wait)
 	if err != nil {

@@ -214,7 +214,7 @@ func TestAClaimThatIsNeverRunGoesElsewhere(t *testing.T) {
 	until(t, pool, claimed.ID, executions.Completed)
 }
 
-// RunHere leaves what its caller has no time for to others; RunClaimed, as RunNow, cancels it.
+// RunDetached leaves what its caller has no time for to others; RunClaimed, as RunSync, cancels it.
 func TestRunHereHandsBackWhatItsCallerLeft(t *testing.T) {
 	pool := pgtest.DB(t)
 	ctx, leave := context.WithCancel(t.Context())
@@ -228,7 +228,7 @@ func TestRunHereHandsBackWhatItsCallerLeft(t *testing.T) {
 		}
 		return executions.Result{Summary: "elsewhere"}, nil
 	}))
-	x, err := p.RunHere(ctx, executions.Spec{Flow: "flow", Surface: trace.Chat})
+	x, err := p.RunDetached(ctx, executions.Spec{Flow: "flow", Surface: trace.Chat})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -244,7 +244,7 @@ func TestASettlementCommitsWithTheResult(t *testing.T) {
 		for i, fail := range []error{nil, errors.New("no")} {
 			_, err := executions.Do(ctx, fmt.Sprint("call ", i), executions.Call{},
 				func(_ context.Context, effect *executions.Effect) (bool, error) {
-					effect.Settle = func(b *pgx.Batch) {
+					effect.OnResult = func(b *pgx.Batch) {
 						b.Queue(`insert into settled values (@what) on conflict do nothing`, postgres.Strict{"what": fmt.Sprint(i)})
 					}
 					return true, fail

@@ -74,7 +74,7 @@ func (r *run) afterCompletion(ctx context.Context, status Status, failure error,
 	if failure != nil {
 		attrs = append(attrs, "error", failure)
 	}
-	r.e.opts.Observer.Ended(r.exec, status)
+	r.e.opts.Observer.ExecutionEnded(r.exec, status)
 	r.e.log.InfoContext(ctx, "execution completed", attrs...)
 	r.e.log.InfoContext(ctx, "event emitted", "event", "AGENT_COMPLETED", "key", r.exec.ID)
 	if r.exec.ParentID != nil || done.awaited { // the next turn of a thread may wait for this one
@@ -118,7 +118,7 @@ func (r *run) resolveStaleCompletion(ctx context.Context, status Status, result 
 	case err != nil:
 		return fmt.Errorf("finish execution %s: %w", r.exec.ID, errors.Join(cause, err))
 	case now.Claim == r.exec.Claim && now.Status == status:
-		r.e.opts.Observer.Ended(r.exec, status)
+		r.e.opts.Observer.ExecutionEnded(r.exec, status)
 		return nil
 	case now.Claim == r.exec.Claim && !errors.Is(cause, ErrStale):
 		return fmt.Errorf("finish execution %s: %w", r.exec.ID, cause)
@@ -129,8 +129,8 @@ func (r *run) resolveStaleCompletion(ctx context.Context, status Status, result 
 	return nil
 }
 
-// failedStepOf names the step whose error ended the run: the one that the error is of, or else the last one that failed or
-// timed out, if nothing succeeded after it.
+// failedStepOf names the step whose error ended the run: the one that the error is of, or else the last one that
+// failed or timed out, if nothing succeeded after it.
 func (r *run) failedStepOf(failure error) string {
 	if step, ok := errors.AsType[*StepError](failure); ok && step.Step != "" {
 		return step.Step
@@ -140,7 +140,8 @@ func (r *run) failedStepOf(failure error) string {
 	return r.failedStep
 }
 
-// writeCompletion writes the terminal row, and the last step where that was put off. It is tried for as long as a lease lasts.
+// writeCompletion writes the terminal row, and the last step where that was put off. It is tried for as long as a
+// lease lasts.
 func (r *run) writeCompletion(ctx context.Context, last *checkpointWrite, status Status, summary string, value json.RawMessage, failure error) (done completionResult, err error) {
 	end := completion{
 		id: r.exec.ID, claim: r.exec.Claim, status: status, summary: summary, result: value, variables: r.pendingVariables(), row: r.rowForCaller(),
@@ -367,8 +368,8 @@ type releasedLane struct {
 	Successor string // who waited for it and has it now; "" for nobody
 }
 
-// queueReleasedLanes queues the question which lanes the end of an execution has freed. The end has said in its event how
-// many they are, and each was noted in its transaction: the last ones are those.
+// queueReleasedLanes queues the question which lanes the end of an execution has freed. The end has said in its event
+// how many they are, and each was noted in its transaction: the last ones are those.
 func queueReleasedLanes(b *pgx.Batch, id string, dest *[]releasedLane) {
 	b.Queue(`
 		select h.lane, h.fencing_token as token, h.successor from (

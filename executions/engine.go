@@ -142,8 +142,8 @@ func (e *Engine) Fallback(find func(ctx context.Context, flow string) (Func, err
 	e.fallback = find
 }
 
-// Knows reports whether a flow is registered, or the fallback finds it.
-func (e *Engine) Knows(ctx context.Context, flow string) (bool, error) {
+// HasFlow reports whether a flow is registered, or the fallback finds it.
+func (e *Engine) HasFlow(ctx context.Context, flow string) (bool, error) {
 	fn, err := e.flow(ctx, flow)
 	return fn != nil, err
 }
@@ -165,7 +165,7 @@ func (e *Engine) Run(ctx context.Context) error {
 	}
 	defer e.running.Store(false)
 	register := func() error {
-		_, err := e.Worker(ctx) // which begins the worker's lease
+		_, err := e.WorkerID(ctx) // which begins the worker's lease
 		return err
 	}
 	switch err := e.retryStartup(ctx, register); {
@@ -226,10 +226,10 @@ func (e *Engine) retryStartup(ctx context.Context, start func() error) error {
 	}
 }
 
-// Beat keeps the worker's lease and hears of cancels until ctx ends, and takes no work: for a command that
-// only calls RunNow. It returns when the lease has been given back.
-func (e *Engine) Beat(ctx context.Context) error {
-	switch _, err := e.Worker(ctx); {
+// KeepAlive keeps the worker's lease and hears of cancels until ctx ends, and takes no work: for a command that
+// only calls RunSync. It returns when the lease has been given back.
+func (e *Engine) KeepAlive(ctx context.Context) error {
+	switch _, err := e.WorkerID(ctx); {
 	case ctxDone(ctx):
 		e.endLease(context.WithoutCancel(ctx))
 		return nil
@@ -346,21 +346,21 @@ func processName() string {
 // Observer is told what happens to executions in this process, for metrics. Its methods must return at once.
 type Observer interface {
 	// Began and Left frame a run: a claim that this process works on.
-	Began(x Execution)
-	Left(x Execution)
+	RunStarted(x Execution)
+	RunFinished(x Execution)
 	// Lost says that the claim went elsewhere under the run.
-	Lost(x Execution)
+	ClaimLost(x Execution)
 	// Ended says that the run has written the end of its execution, or that it was cancelled under it.
-	Ended(x Execution, status Status)
+	ExecutionEnded(x Execution, status Status)
 	// Closed says that the end of a step's activity was written.
-	Closed(e activity.Entry, o activity.Outcome, took time.Duration)
+	ActivityClosed(e activity.Entry, o activity.Outcome, took time.Duration)
 }
 
 // noopObserver is the Observer of an engine that has none.
 type noopObserver struct{}
 
-func (noopObserver) Began(Execution)                                        {}
-func (noopObserver) Left(Execution)                                         {}
-func (noopObserver) Lost(Execution)                                         {}
-func (noopObserver) Ended(Execution, Status)                                {}
-func (noopObserver) Closed(activity.Entry, activity.Outcome, time.Duration) {}
+func (noopObserver) RunStarted(Execution)                                           {}
+func (noopObserver) RunFinished(Execution)                                          {}
+func (noopObserver) ClaimLost(Execution)                                            {}
+func (noopObserver) ExecutionEnded(Execution, Status)                               {}
+func (noopObserver) ActivityClosed(activity.Entry, activity.Outcome, time.Duration) {}

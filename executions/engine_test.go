@@ -131,7 +131,7 @@ func TestAnEngineThatIsStoppedBeforeItBegins(t *testing.T) {
 	cancel()
 	for name, run := range map[string]func(*executions.Engine) error{
 		"run":  func(e *executions.Engine) error { return e.Run(ended) },
-		"beat": func(e *executions.Engine) error { return e.Beat(ended) },
+		"beat": func(e *executions.Engine) error { return e.KeepAlive(ended) },
 	} {
 		e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
 		if err != nil {
@@ -279,7 +279,7 @@ func TestRunNowThatIsInterruptedIsCancelled(t *testing.T) {
 		<-ctx.Done()
 		return executions.Result{}, ctx.Err()
 	}))
-	got, err := p.RunNow(ctx, executions.Spec{Flow: "flow", Surface: trace.Flow})
+	got, err := p.RunSync(ctx, executions.Spec{Flow: "flow", Surface: trace.Flow})
 	if err != nil || got.Status != executions.Cancelled || str(got.CancelledBy) != "interrupt" {
 		t.Errorf("status %s by %q, %v", got.Status, str(got.CancelledBy), err)
 	}
@@ -291,7 +291,7 @@ func TestBeatKeepsTheLeaseWithoutTakingWork(t *testing.T) {
 	p := prepare(t, pool, flow(nothing))
 	ctx, cancel := context.WithCancel(t.Context())
 	var group errgroup.Group
-	group.Go(func() error { return p.Beat(ctx) })
+	group.Go(func() error { return p.KeepAlive(ctx) })
 	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
 	first := value[time.Time](t, pool, `select expires_at from agent_workers`)
 	id := p.begin(t, "flow")
@@ -310,26 +310,26 @@ func TestBeatKeepsTheLeaseWithoutTakingWork(t *testing.T) {
 	}
 }
 
-// lefts calls a function when a run is over.
-type lefts func()
+// finishObserver calls a function when a run is over.
+type finishObserver func()
 
-func (f lefts) Left(executions.Execution)                            { f() }
-func (lefts) Began(executions.Execution)                             {}
-func (lefts) Lost(executions.Execution)                              {}
-func (lefts) Ended(executions.Execution, executions.Status)          {}
-func (lefts) Closed(activity.Entry, activity.Outcome, time.Duration) {}
+func (f finishObserver) RunFinished(executions.Execution)                             { f() }
+func (finishObserver) RunStarted(executions.Execution)                                {}
+func (finishObserver) ClaimLost(executions.Execution)                                 {}
+func (finishObserver) ExecutionEnded(executions.Execution, executions.Status)         {}
+func (finishObserver) ActivityClosed(activity.Entry, activity.Outcome, time.Duration) {}
 
 // What remains to be done for a caller who has left is given up when the database does not answer.
 func TestACallerWhoHasLeftIsNotKeptByADatabaseThatHangs(t *testing.T) {
 	t.Parallel()
 	for _, here := range []bool{false, true} {
-		name := map[bool]string{false: "RunNow", true: "RunHere"}[here]
+		name := map[bool]string{false: "RunSync", true: "RunDetached"}[here]
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
 			ctx, leave := context.WithCancel(t.Context())
 			var locked pgx.Tx
-			hang := lefts(func() {
+			hang := finishObserver(func() {
 				leave()
 				var err error
 				if locked, err = pool.Begin(t.Context()); err == nil {
@@ -343,7 +343,7 @@ func TestACallerWhoHasLeftIsNotKeptByADatabaseThatHangs(t *testing.T) {
 				_, err := executions.Wait(ctx, "long", executions.Delay(time.Hour))
 				return executions.Result{}, err
 			}), func(o *executions.Options) { o.LeaseTTL, o.Observer = time.Second, hang })
-			run := map[bool]func(context.Context, executions.Spec) (executions.Execution, error){false: p.RunNow, true: p.RunHere}[here]
+			run := map[bool]func(context.Context, executions.Spec) (executions.Execution, error){false: p.RunSync, true: p.RunDetached}[here]
 			returned := make(chan error, 1)
 			go func() {
 				_, err := run(ctx, executions.Spec{Flow: "flow", Surface: trace.Flow})

@@ -31,9 +31,9 @@ func (o event) lockName() string {
 	return fmt.Sprintf("event id %.300q", *o.id)
 }
 
-// deliverLocal delivers an event in a process that runs executions. What it wakes is claimed by the same statement as long
-// as this process has workers free and nothing else is to come before it, so that one round trip lies between an event
-// and the code that waits for it. The rest goes to the queue.
+// deliverLocal delivers an event in a process that runs executions. What it wakes is claimed by the same statement as
+// long as this process has workers free and nothing else is to come before it, so that one round trip lies between an
+// event and the code that waits for it. The rest goes to the queue.
 func (e *Engine) deliverLocal(ctx context.Context, o event) (Delivered, error) {
 	single := func(ctx context.Context) (Delivered, error) {
 		got, err := e.deliverBatch(ctx, []event{o})
@@ -122,7 +122,7 @@ func (e *Engine) deliverBatch(ctx context.Context, events []event) ([]batch.Answ
 		defer cancel()
 		ctx = bounded
 	}
-	worker, err := e.Worker(ctx)
+	worker, err := e.WorkerID(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -218,7 +218,7 @@ type Delivered struct {
 // where given, makes it count once however often it comes. With a pool for db, whichever it is, the engine uses its
 // own: in a process that runs executions that is one statement, which also claims what it woke where this process has a
 // worker free for it, so that it goes on at once; events of other callers at the same time share the commit. An id or a
-// wait that an open transaction holds is waited for as WithLockPatience says. In a transaction, workers hear of it when
+// wait that an open transaction holds is waited for as WithLockTimeout says. In a transaction, workers hear of it when
 // that commits.
 func (e *Engine) Deliver(ctx context.Context, db postgres.Beginner, name, key string, data json.RawMessage, id string) (Delivered, error) {
 	if len(data) == 0 {
@@ -258,8 +258,8 @@ func (e *Engine) deliverTx(ctx context.Context, tx pgx.Tx, o event) (Delivered, 
 	return got, e.insertWakeups(ctx, tx, wakeups)
 }
 
-// eventSource names who raises an event, for why(): the execution or the trace that ctx belongs to; empty for what comes
-// from outside.
+// eventSource names who raises an event, for why(): the execution or the trace that ctx belongs to; empty for what
+// comes from outside.
 func eventSource(ctx context.Context) string {
 	span, inTrace := trace.From(ctx)
 	switch {

@@ -57,7 +57,7 @@ func pay(ctx context.Context, input json.RawMessage) (executions.Result, error) 
 
 func TestTheFlowOfThePageRuns(t *testing.T) {
 	p := start(t, pgtest.DB(t), map[string]executions.Func{"pay": pay})
-	x, err := p.RunNow(t.Context(), executions.Spec{Flow: "pay", Surface: trace.Flow, Input: Order{"n-7"}})
+	x, err := p.RunSync(t.Context(), executions.Spec{Flow: "pay", Surface: trace.Flow, Input: Order{"n-7"}})
 	if err != nil || x.Status != executions.Completed || x.ResultSummary != "paid n-7" {
 		t.Fatalf("%s %q, %v", x.Status, x.ResultSummary, err)
 	}

@@ -22,7 +22,7 @@
 // after a park every further step fails, so code that ignores it does no harm.
 //
 // The runs of the flows "external" and "external:NAME" are not called here: a worker outside, in any language,
-// locks one, records its steps and gives it back (LockRun, BeatRuns, CheckpointRun, UnlockRun; over HTTP see
+// locks one, records its steps and gives it back (LockRun, RenewLocks, CheckpointRun, UnlockRun; over HTTP see
 // docs/outside-workers.md). Its lock is a claim like any other, with a lease of its own.
 //
 // Why this is safe: a claim has a number that only grows, and every durable write carries it. The
@@ -65,8 +65,8 @@ var (
 	ErrChanged = errors.New("the code changed under a running execution")
 	// ErrNotFound reports an id without an execution.
 	ErrNotFound = errors.New("no such execution")
-	// ErrOutside reports a step that is not inside a running execution.
-	ErrOutside = errors.New("not inside an execution: steps need the context that a flow is called with")
+	// ErrNotInExecution reports a step that is not inside a running execution.
+	ErrNotInExecution = errors.New("not inside an execution: steps need the context that a flow is called with")
 
 	// ErrDraining is the cause with which a run is handed back because its process shuts down.
 	ErrDraining = errors.New("the process shuts down: the execution goes on elsewhere")

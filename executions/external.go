@@ -35,10 +35,10 @@ var (
 	ErrHeld = errors.New("the run is locked by another worker")
 	// ErrVoid reports a lock that is not, or no longer, the run's.
 	ErrVoid = errors.New("the lock is void")
-	// ErrDifferent reports a step that was recorded with another output.
-	ErrDifferent = errors.New("the step was recorded with another output")
-	// ErrNotOutside reports a run that this program's own processes run.
-	ErrNotOutside = errors.New("the run is not one for workers outside")
+	// ErrOutputConflict reports a step that was recorded with another output.
+	ErrOutputConflict = errors.New("the step was recorded with another output")
+	// ErrNotExternal reports a run that this program's own processes run.
+	ErrNotExternal = errors.New("the run is not one for workers outside")
 	// ErrNotReady reports a run that waits for something, so that there is nothing to do.
 	ErrNotReady = errors.New("the run waits")
 	// ErrEnded reports a run that has ended.
@@ -77,7 +77,7 @@ type RunLock struct {
 // ttl (whole seconds, up to a day) has passed without a beat. One that is over already is settled first: the run
 // fails or is handed on, as its on_lost says.
 //
-// Errors: ErrNotFound, ErrNotOutside, ErrHeld with its holder, ErrNotReady, ErrEnded, ErrPaused, ErrMalformed.
+// Errors: ErrNotFound, ErrNotExternal, ErrHeld with its holder, ErrNotReady, ErrEnded, ErrPaused, ErrMalformed.
 func (e *Engine) LockRun(ctx context.Context, id, owner string, ttl time.Duration) (RunLock, error) {
 	var got RunLock
 	var refused error
@@ -148,7 +148,7 @@ func lockRefusal(why string, x Execution, holder *string, expires *time.Time) er
 	case "waiting":
 		refused.Err, refused.Detail = ErrNotReady, "for "+describeWait(x)+"; lock it when that is over"
 	case "inside":
-		refused.Err, refused.Detail = ErrNotOutside, fmt.Sprintf("its flow is %s, not %s or %s:NAME", x.Flow, External, External)
+		refused.Err, refused.Detail = ErrNotExternal, fmt.Sprintf("its flow is %s, not %s or %s:NAME", x.Flow, External, External)
 	default:
 		refused.Err, refused.Detail = ErrEnded, describeEnd(x)
 	}
@@ -173,8 +173,8 @@ func describeEnd(x Execution) string {
 	return string(x.Status)
 }
 
-// Beat is what became of one lock of BeatRuns.
-type Beat struct {
+// LockRenewal is what became of one lock of RenewLocks.
+type LockRenewal struct {
 	LockID          string
 	ExecutionID     *string // nil for a lock that is gone
 	TraceID         *string
@@ -184,33 +184,33 @@ type Beat struct {
 	CancelRequested bool // the execution was cancelled: stop the work. Told once, with that the lock is over
 }
 
-// BeatRuns prolongs locks, each by its own ttl, and answers in their order. It neither waits for a checkpoint that is
+// RenewLocks prolongs locks, each by its own ttl, and answers in their order. It neither waits for a checkpoint that is
 // being written nor holds one up.
-func (e *Engine) BeatRuns(ctx context.Context, lockIDs []string) ([]Beat, error) {
+func (e *Engine) RenewLocks(ctx context.Context, lockIDs []string) ([]LockRenewal, error) {
 	return e.renewLocks(ctx, lockIDs, nil)
 }
 
-// BeatRun is BeatRuns for the lock of one execution. Errors: ErrNotFound, ErrVoid with the reason.
-func (e *Engine) BeatRun(ctx context.Context, id, lockID string) (Beat, error) {
+// RenewLock is RenewLocks for the lock of one execution. Errors: ErrNotFound, ErrVoid with the reason.
+func (e *Engine) RenewLock(ctx context.Context, id, lockID string) (LockRenewal, error) {
 	got, err := e.renewLocks(ctx, []string{lockID}, id)
 	if err != nil {
-		return Beat{}, err
+		return LockRenewal{}, err
 	}
 	if !got[0].Live {
-		return Beat{}, e.rejectVoidLock(ctx, id, lockID, "beat", "", nil)
+		return LockRenewal{}, e.rejectVoidLock(ctx, id, lockID, "beat", "", nil)
 	}
 	return got[0], nil
 }
 
 // renewLocks prolongs locks, only those of one execution when id is not nil.
-func (e *Engine) renewLocks(ctx context.Context, lockIDs []string, id any) ([]Beat, error) {
+func (e *Engine) renewLocks(ctx context.Context, lockIDs []string, id any) ([]LockRenewal, error) {
 	rows, err := e.pool.Query(ctx, `
 		select lock_id, execution_id::text, trace_id, live, expires_at, status, cancel_requested from beat_agent_locks(@locks, @id)`,
 		postgres.Strict{"locks": lockIDs, "id": id})
 	if err != nil {
 		return nil, fmt.Errorf("beat locks: %w", err)
 	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Beat])
+	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[LockRenewal])
 	if err != nil {
 		return nil, fmt.Errorf("beat locks: %w", err)
 	}
@@ -223,7 +223,7 @@ func (e *Engine) renewLocks(ctx context.Context, lockIDs []string, id any) ([]Be
 }
 
 // CheckpointRun records a step under a lock. recorded is false when it was recorded before with this output, equal as
-// jsonb. Errors: ErrNotFound, ErrVoid with the reason, ErrDifferent, ErrMalformed.
+// jsonb. Errors: ErrNotFound, ErrVoid with the reason, ErrOutputConflict, ErrMalformed.
 func (e *Engine) CheckpointRun(ctx context.Context, id, lockID, step string, output json.RawMessage) (traceID string, recorded bool, err error) {
 	if len(output) == 0 {
 		output = json.RawMessage("null")
@@ -243,7 +243,7 @@ func (e *Engine) CheckpointRun(ctx context.Context, id, lockID, step string, out
 		return "", false, fmt.Errorf("record step of execution %s: %w", id, invalidArgument(err))
 	case answer == "different":
 		return traceID, false, &RunError{
-			Err: ErrDifferent, TraceID: traceID,
+			Err: ErrOutputConflict, TraceID: traceID,
 			Detail: fmt.Sprintf("%.100q keeps the first; give each step a name of its own", step),
 		}
 	}
@@ -322,8 +322,8 @@ func invalidArgument(err error) error {
 	return &RunError{Err: ErrMalformed, Detail: postgres.Told(refused)}
 }
 
-// Release is how a worker outside gives a lock back.
-type Release struct {
+// UnlockParams is how a worker outside gives a lock back.
+type UnlockParams struct {
 	Status  Status // Completed, Failed or Waiting
 	Summary string // of the result
 	Result  json.RawMessage
@@ -340,7 +340,7 @@ type Release struct {
 // run's afterwards: Running when what it waits for had come already.
 //
 // Errors: ErrNotFound, ErrVoid with the reason, ErrMalformed.
-func (e *Engine) UnlockRun(ctx context.Context, id, lockID string, r Release) (status Status, traceID string, err error) {
+func (e *Engine) UnlockRun(ctx context.Context, id, lockID string, r UnlockParams) (status Status, traceID string, err error) {
 	var timeout any
 	if r.Timeout != 0 {
 		timeout = r.Timeout.Seconds()
@@ -369,7 +369,7 @@ func (e *Engine) UnlockRun(ctx context.Context, id, lockID string, r Release) (s
 }
 
 // logUnlocked says what became of a run, and to whom.
-func (e *Engine) logUnlocked(ctx context.Context, id, traceID string, status Status, r Release) {
+func (e *Engine) logUnlocked(ctx context.Context, id, traceID string, status Status, r UnlockParams) {
 	attrs := executionAttrs(traceID, id)
 	switch {
 	case status == Waiting:

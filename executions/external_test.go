@@ -59,9 +59,9 @@ func (p *process) record(t *testing.T, id, lock, step, output string) bool {
 // void checks that a lock can do nothing, and that each refusal has some words.
 func (p *process) void(t *testing.T, id, lock, words string) {
 	t.Helper()
-	_, beat := p.BeatRun(t.Context(), id, lock)
+	_, beat := p.RenewLock(t.Context(), id, lock)
 	_, _, record := p.CheckpointRun(t.Context(), id, lock, "late", json.RawMessage(`1`))
-	_, _, unlock := p.UnlockRun(t.Context(), id, lock, executions.Release{Status: executions.Completed})
+	_, _, unlock := p.UnlockRun(t.Context(), id, lock, executions.UnlockParams{Status: executions.Completed})
 	for what, err := range map[string]error{"beat": beat, "checkpoint": record, "unlock": unlock} {
 		if !errors.Is(err, executions.ErrVoid) || !strings.Contains(fmt.Sprint(err), words) || strings.Contains(fmt.Sprint(err), lock) {
 			t.Errorf("%s with a void lock: %v, want %q", what, err, words)
@@ -106,14 +106,14 @@ func TestARunLockIsTakenKeptAndGivenBack(t *testing.T) {
 	if !p.record(t, id, first.LockID, "a", `{"x": 1, "y": [1.0]}`) || p.record(t, id, first.LockID, "a", ` {"y":[1.0],"x":1}`) {
 		t.Error("the step is not recorded once")
 	}
-	if _, _, err := p.CheckpointRun(t.Context(), id, first.LockID, "a", json.RawMessage(`{"x": 2}`)); !errors.Is(err, executions.ErrDifferent) {
+	if _, _, err := p.CheckpointRun(t.Context(), id, first.LockID, "a", json.RawMessage(`{"x": 2}`)); !errors.Is(err, executions.ErrOutputConflict) {
 		t.Errorf("another output: %v", err)
 	}
-	beat, err := p.BeatRun(t.Context(), id, first.LockID)
+	beat, err := p.RenewLock(t.Context(), id, first.LockID)
 	if err != nil || !beat.Live || beat.CancelRequested || *beat.Status != executions.Running || !beat.ExpiresAt.After(again.ExpiresAt) {
 		t.Errorf("beat is %+v, %v", beat, err)
 	}
-	status, traceID, err := p.UnlockRun(t.Context(), id, first.LockID, executions.Release{
+	status, traceID, err := p.UnlockRun(t.Context(), id, first.LockID, executions.UnlockParams{
 		Status: executions.Completed, Summary: "done", Result: json.RawMessage(`[1]`),
 	})
 	if err != nil || status != executions.Completed || traceID != first.Execution.TraceID {
@@ -139,7 +139,7 @@ func TestWhatCannotBeLockedIsRefused(t *testing.T) {
 		want      error
 	}{
 		"unknown":       {nobody, "w", time.Minute, executions.ErrNotFound},
-		"inside":        {p.begin(t, "flow"), "w", time.Minute, executions.ErrNotOutside},
+		"inside":        {p.begin(t, "flow"), "w", time.Minute, executions.ErrNotExternal},
 		"no owner":      {id, "", time.Minute, executions.ErrMalformed},
 		"blank owner":   {id, "  ", time.Minute, executions.ErrMalformed},
 		"control":       {id, "a\nb", time.Minute, executions.ErrMalformed},
@@ -152,11 +152,11 @@ func TestWhatCannotBeLockedIsRefused(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	if _, err := p.BeatRun(t.Context(), nobody, "x"); !errors.Is(err, executions.ErrNotFound) {
+	if _, err := p.RenewLock(t.Context(), nobody, "x"); !errors.Is(err, executions.ErrNotFound) {
 		t.Errorf("beat of nobody: %v", err)
 	}
 	lock, other := p.lock(t, id, "w"), p.external(t)
-	if _, err := p.BeatRun(t.Context(), other, lock.LockID); !errors.Is(err, executions.ErrVoid) {
+	if _, err := p.RenewLock(t.Context(), other, lock.LockID); !errors.Is(err, executions.ErrVoid) {
 		t.Errorf("another run's lock: %v", err)
 	}
 	for step, output := range map[string]string{"": "1", "a\nb": "1", strings.Repeat("x", 501): "1", "nul": `"\u0000"`, "half": `"\ud800"`} {
@@ -201,10 +201,10 @@ func TestBeatsAndCheckpointsDoNotWaitForOneAnother(t *testing.T) {
 	lock := p.lock(t, id, "w")
 	checkpoint := held(t, p.pool)
 	exec(t, checkpoint, `select checkpoint_agent_execution($1, $2, 'slow', '1')`, id, lock.LockID)
-	if _, err := p.BeatRun(t.Context(), id, lock.LockID); err != nil { // while the checkpoint's transaction is open
+	if _, err := p.RenewLock(t.Context(), id, lock.LockID); err != nil { // while the checkpoint's transaction is open
 		t.Errorf("beat: %v", err)
 	}
-	if got, err := p.BeatRuns(t.Context(), []string{lock.LockID}); err != nil || !got[0].Live {
+	if got, err := p.RenewLocks(t.Context(), []string{lock.LockID}); err != nil || !got[0].Live {
 		t.Errorf("beat of many: %+v, %v", got, err)
 	}
 	if again := p.lock(t, id, "w"); again.LockID != lock.LockID {
@@ -324,7 +324,7 @@ func TestAWorkerThatBeatsAndGetsNowhereIsCaught(t *testing.T) {
 	exec(t, p.pool, `update agent_executions set updated_at = updated_at - interval '61 seconds'`)
 	p.record(t, works, locks[works].LockID, "a", "1")
 	for _, lock := range locks {
-		if got, err := p.BeatRuns(t.Context(), []string{lock.LockID}); err != nil || !got[0].Live {
+		if got, err := p.RenewLocks(t.Context(), []string{lock.LockID}); err != nil || !got[0].Live {
 			t.Fatalf("%+v, %v", got, err)
 		}
 	}
@@ -360,7 +360,7 @@ func TestACancelIsToldByTheNextBeatAndEndsTheLock(t *testing.T) {
 	if _, _, err := p.CheckpointRun(t.Context(), id, lock.LockID, "a", json.RawMessage("1")); !errors.Is(err, executions.ErrVoid) {
 		t.Errorf("checkpoint after a cancel: %v", err)
 	}
-	got, err := p.BeatRun(t.Context(), id, lock.LockID)
+	got, err := p.RenewLock(t.Context(), id, lock.LockID)
 	if err != nil || !got.CancelRequested || *got.Status != executions.Cancelled || got.ExpiresAt == nil {
 		t.Errorf("beat after a cancel: %+v, %v", got, err)
 	}
@@ -386,7 +386,7 @@ func TestManyLocksBeatAtOnceEachForItself(t *testing.T) {
 	expire(t, p.pool, gone)
 	sweeping := held(t, p.pool) // as the sweep would hold it
 	exec(t, sweeping, `select from agent_workers where expires_at < clock_timestamp() for update`)
-	got, err := p.BeatRuns(t.Context(), locks)
+	got, err := p.RenewLocks(t.Context(), locks)
 	if err != nil || len(got) != 5 {
 		t.Fatalf("%+v, %v", got, err)
 	}
@@ -402,7 +402,7 @@ func TestARunThatWaitsIsLockedAgainWithTheOutcome(t *testing.T) {
 	p := prepare(t, pgtest.DB(t), nil)
 	id := p.external(t, func(s *executions.Spec) { s.ThreadID = "t-1" })
 	lock := p.lock(t, id, "w")
-	wait := func(r executions.Release) executions.Status {
+	wait := func(r executions.UnlockParams) executions.Status {
 		t.Helper()
 		r.Status = executions.Waiting
 		status, _, err := p.UnlockRun(t.Context(), id, lock.LockID, r)
@@ -411,7 +411,7 @@ func TestARunThatWaitsIsLockedAgainWithTheOutcome(t *testing.T) {
 		}
 		return status
 	}
-	for name, r := range map[string]executions.Release{
+	for name, r := range map[string]executions.UnlockParams{
 		"unknown":  {For: "godot", Key: "k"},
 		"a lane":   {For: "lane", Key: "x"},
 		"no kind":  {Key: "k"},
@@ -424,7 +424,7 @@ func TestARunThatWaitsIsLockedAgainWithTheOutcome(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	if status := wait(executions.Release{For: "event", Key: "paid", Timeout: time.Hour}); status != executions.Waiting || workers(t, p.pool) != 0 {
+	if status := wait(executions.UnlockParams{For: "event", Key: "paid", Timeout: time.Hour}); status != executions.Waiting || workers(t, p.pool) != 0 {
 		t.Fatalf("status %s, %d locks", status, workers(t, p.pool))
 	}
 	p.void(t, id, lock.LockID, "waits for event paid")
@@ -443,10 +443,10 @@ func TestARunThatWaitsIsLockedAgainWithTheOutcome(t *testing.T) {
 	if _, err := p.Deliver(t.Context(), p.pool, "EVENT_COMPLETED", "early", nil, ""); err != nil {
 		t.Fatal(err)
 	}
-	if status := wait(executions.Release{For: "event", Key: "early"}); status != executions.Running || workers(t, p.pool) != 0 {
+	if status := wait(executions.UnlockParams{For: "event", Key: "early"}); status != executions.Running || workers(t, p.pool) != 0 {
 		t.Errorf("for what had come it is %s", status)
 	}
-	for i, r := range []executions.Release{
+	for i, r := range []executions.UnlockParams{
 		{For: "response"},
 		{For: "agent", Key: p.external(t)},
 		{For: "document", Key: "d"},
@@ -501,7 +501,7 @@ func TestNoProcessClaimsARunForWorkersOutside(t *testing.T) {
 	sweep(t, pool)
 	never("handed on")
 	lock := p.lock(t, id, "w")
-	if _, _, err := p.UnlockRun(t.Context(), id, lock.LockID, executions.Release{Status: executions.Waiting, For: "event", Key: "k"}); err != nil {
+	if _, _, err := p.UnlockRun(t.Context(), id, lock.LockID, executions.UnlockParams{Status: executions.Waiting, For: "event", Key: "k"}); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "k", nil, ""); err != nil {
@@ -527,7 +527,7 @@ func TestTheEndOfAnOutsideRunWakesItsParent(t *testing.T) {
 	until(t, pool, id, executions.Waiting)
 	child := value[string](t, pool, `select id::text from agent_executions where parent_id = $1`, id)
 	lock := p.lock(t, child, "w")
-	if _, _, err := p.UnlockRun(t.Context(), child, lock.LockID, executions.Release{Status: executions.Failed, Error: "no paper"}); err != nil {
+	if _, _, err := p.UnlockRun(t.Context(), child, lock.LockID, executions.UnlockParams{Status: executions.Failed, Error: "no paper"}); err != nil {
 		t.Fatal(err)
 	}
 	var got executions.Triggered
@@ -544,7 +544,7 @@ func TestEveryStatusOfAnOutsideRunIsKept(t *testing.T) {
 	p := prepare(t, pgtest.DB(t), nil)
 	id := p.external(t)
 	lock := p.lock(t, id, "w")
-	if _, _, err := p.UnlockRun(t.Context(), id, lock.LockID, executions.Release{Status: executions.Completed}); err != nil {
+	if _, _, err := p.UnlockRun(t.Context(), id, lock.LockID, executions.UnlockParams{Status: executions.Completed}); err != nil {
 		t.Fatal(err)
 	}
 	got := value[[]string](t, p.pool, `select array_agg(n || ' ' || status order by n) from agent_status_changes where execution_id = $1`, id)
@@ -574,7 +574,7 @@ func TestRefusedWritesOfAWorkerOutsideAreRecorded(t *testing.T) {
 	if _, err := p.LockClaim(t.Context(), id, late.LockID); !errors.Is(err, executions.ErrVoid) {
 		t.Errorf("a message: %v", err)
 	}
-	if _, err := p.BeatRun(t.Context(), id, "another"); !errors.Is(err, executions.ErrVoid) {
+	if _, err := p.RenewLock(t.Context(), id, "another"); !errors.Is(err, executions.ErrVoid) {
 		t.Errorf("a beat of another lock: %v", err)
 	}
 	type refused struct {
@@ -645,7 +645,7 @@ func TestACoordinatorOutsideLendsItsThread(t *testing.T) {
 				t.Error("the child's message queues")
 			}
 			exec(t, pool, `update agent_executions set variables = '{"color": "red"}' where id = @id`, postgres.Strict{"id": child})
-			if _, _, err := p.UnlockRun(t.Context(), child, mine.LockID, executions.Release{
+			if _, _, err := p.UnlockRun(t.Context(), child, mine.LockID, executions.UnlockParams{
 				Status: executions.Completed, Summary: "done", Result: json.RawMessage(`{"n": 7}`),
 			}); err != nil {
 				t.Fatal(err)
@@ -654,7 +654,7 @@ func TestACoordinatorOutsideLendsItsThread(t *testing.T) {
 		if ends == "before it waits" {
 			work()
 		}
-		status, _, err := p.UnlockRun(t.Context(), id, lock.LockID, executions.Release{Status: executions.Waiting, For: "agent", Key: child})
+		status, _, err := p.UnlockRun(t.Context(), id, lock.LockID, executions.UnlockParams{Status: executions.Waiting, For: "agent", Key: child})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -725,9 +725,9 @@ func TestWorkersSweepsAndCancelsNeverDeadlock(t *testing.T) {
 					for _, l := range locks {
 						all = append(all, l)
 					}
-					_, err = p.BeatRuns(ctx, all)
+					_, err = p.RenewLocks(ctx, all)
 				case what == 8:
-					_, _, err = p.UnlockRun(ctx, id, locks[id], executions.Release{Status: executions.Waiting, For: "event", Key: "k", Timeout: 50 * time.Millisecond})
+					_, _, err = p.UnlockRun(ctx, id, locks[id], executions.UnlockParams{Status: executions.Waiting, For: "event", Key: "k", Timeout: 50 * time.Millisecond})
 				case what == 9:
 					_, err = p.Deliver(ctx, pool, "EVENT_COMPLETED", "k", nil, "")
 				case what == 10:

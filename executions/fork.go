@@ -275,9 +275,9 @@ func retryStep(x Execution, checkpoints []Checkpoint) string {
 	return last.Step
 }
 
-// findFailedStep finds the earliest failed record, within a prefix, whose message is part of an error; of one that groups
-// others, the one in it. Messages are taken from the error as they are found, so that equal ones count as often as
-// they are there.
+// findFailedStep finds the earliest failed record, within a prefix, whose message is part of an error; of one that
+// groups others, the one in it. Messages are taken from the error as they are found, so that equal ones count as
+// often as they are there.
 func findFailedStep(message, within string, checkpoints []Checkpoint) (step string) {
 	rest, why := message, ""
 	for _, c := range slices.Backward(checkpoints) {

@@ -80,7 +80,7 @@ func acquireLane(ctx context.Context, name string, acquire func(r *run, ctx cont
 		return r.replay.answerLane(ctx, r, name)
 	}
 	detached := withGrace(ctx, 5*time.Second)
-	lease, err := Persist(ctx, func(context.Context) (*lanes.Lease, error) {
+	lease, err := RetryTransient(ctx, func(context.Context) (*lanes.Lease, error) {
 		lease, err := acquire(r, detached)
 		if err != nil {
 			return nil, err
@@ -166,7 +166,7 @@ func leaseLost(l *lanes.Lease) bool { return errors.Is(context.Cause(l.Context()
 
 // Release gives the lane back before the execution ends. In a run that has parked or was stopped it does
 // nothing: the hold is the execution's, and a deferred Release that fires while the function unwinds must
-// not free it. When a connection breaks or the database is away it tries again, as [Persist] does.
+// not free it. When a connection breaks or the database is away it tries again, as [RetryTransient] does.
 func (h *Hold) Release(ctx context.Context) error {
 	if h.lease != nil && h.run.stopCause() == nil {
 		return h.release(ctx)
@@ -180,7 +180,7 @@ func (h *Hold) release(ctx context.Context) error {
 	delete(h.run.leases, h.lease)
 	h.run.mu.Unlock()
 	uncertain, released := false, false
-	_, err := Persist(ctx, func(ctx context.Context) (struct{}, error) {
+	_, err := RetryTransient(ctx, func(ctx context.Context) (struct{}, error) {
 		err := h.lease.Release(ctx)
 		released = uncertain && errors.Is(err, lanes.ErrLost) // by the try before
 		uncertain = uncertain || err != nil

@@ -660,7 +660,7 @@ func TestNoStepBeginsAfterALaneWasLost(t *testing.T) {
 			_, stopped = executions.Step(ctx, "act", func(context.Context) (int, error) { called = true; return 1, nil })
 			return ends(nil, stopped)
 		}), func(o *executions.Options) { renewing(t, o) })
-		x, err := p.RunNow(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
+		x, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
 		if err != nil || called != c.goOn || errors.Is(stopped, lanes.ErrLost) == c.goOn || (x.Status == executions.Completed) != c.goOn {
 			t.Errorf("%s: the step was called %t, with %v; the run is %s, %v", name, called, stopped, x.Status, err)
 		}
@@ -690,7 +690,7 @@ func TestNoStepBeginsAfterTheOuterHoldOfALaneWasLost(t *testing.T) {
 		_, err = executions.Step(ctx, "act", func(context.Context) (int, error) { called = true; return 1, nil })
 		return ends(nil, err)
 	}), func(o *executions.Options) { renewing(t, o) })
-	if x, err := p.RunNow(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow}); err != nil || called {
+	if x, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow}); err != nil || called {
 		t.Errorf("the step was called %t; the run is %s, %v", called, x.Status, err)
 	}
 	p.stop()

@@ -115,9 +115,9 @@ func ResumeAll(ctx context.Context, db postgres.DB, by, reason string) (PauseCha
 	return got, nil
 }
 
-// NoteSkipped records, as a skipped activity under a trace of its own, work that does not begin because of a pause, and
-// returns the trace. s names it: flow, surface, agent and input.
-func NoteSkipped(ctx context.Context, db postgres.DB, s Spec, p Pause) (trace.ID, error) {
+// RecordSkipped records, as a skipped activity under a trace of its own, work that does not begin because of a pause,
+// and returns the trace. s names it: flow, surface, agent and input.
+func RecordSkipped(ctx context.Context, db postgres.DB, s Spec, p Pause) (trace.ID, error) {
 	id := trace.New(s.Surface)
 	_, err := activity.Note(ctx, db, activity.Entry{
 		TraceID: string(id), Surface: string(s.Surface), Agent: s.Agent, Skill: s.Flow, Input: s.Input,
@@ -134,7 +134,7 @@ func skipTick(ctx context.Context, tx pgx.Tx, s Schedule, due time.Time, p Pause
 	if err != nil {
 		return err
 	}
-	_, err = NoteSkipped(ctx, tx, Spec{
+	_, err = RecordSkipped(ctx, tx, Spec{
 		Flow: s.Flow, Surface: s.Surface, Agent: s.Agent, Input: map[string]any{"schedule": s.Name, "scheduled_for": due.UTC()},
 	}, p)
 	if err != nil {
@@ -196,12 +196,12 @@ func (e *Engine) refreshPause(ctx context.Context) {
 		e.log.WarnContext(ctx, "autonomous work is paused", "by", p.PausedBy, "reason", p.Reason)
 	default:
 		e.log.InfoContext(ctx, "autonomous work is resumed")
-		e.Look()
+		e.Poll()
 	}
 }
 
-// checkPaused is why a run must not take its next step: the agent is paused. What the process knows may be a moment old,
-// so the database has the last word.
+// checkPaused is why a run must not take its next step: the agent is paused. What the process knows may be a moment
+// old, so the database has the last word.
 func (r *run) checkPaused(ctx context.Context) error {
 	if r.replay != nil || Attended(trace.Surface(r.exec.Surface)) || !r.e.paused.Load() {
 		return nil

@@ -371,7 +371,7 @@ func TestATickThatFallsDueWhilePausedIsRecordedAsSkipped(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := prepare(t, pool, nil)
-	err := p.Put(t.Context(), executions.Schedule{Name: "beat", Flow: "heartbeat", Surface: trace.Heartbeat, Cron: "*/30 * * * *"})
+	err := p.PutSchedule(t.Context(), executions.Schedule{Name: "beat", Flow: "heartbeat", Surface: trace.Heartbeat, Cron: "*/30 * * * *"})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -414,7 +414,7 @@ func TestNothingAutonomousIsRunNowWhilePaused(t *testing.T) {
 	pool := pgtest.DB(t)
 	p := prepare(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
 	pause(t, pool)
-	_, err := p.RunNow(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Heartbeat})
+	_, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Heartbeat})
 	var refused *executions.PausedError
 	if !errors.Is(err, executions.ErrPaused) || !errors.As(err, &refused) || refused.Pause.PausedBy != "ana" {
 		t.Errorf("run: %v", err)
@@ -422,7 +422,7 @@ func TestNothingAutonomousIsRunNowWhilePaused(t *testing.T) {
 	if n := value[int](t, pool, `select count(*) from agent_executions`); n != 0 {
 		t.Errorf("%d were inserted", n)
 	}
-	x, err := p.RunNow(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Operate})
+	x, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Operate})
 	if err != nil || x.Status != executions.Completed {
 		t.Errorf("attended: %s, %v", x.Status, err)
 	}

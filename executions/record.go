@@ -116,8 +116,8 @@ func (r *run) openActivity(ctx context.Context, s stepSpec, effect *Effect) erro
 	return r.handleWriteError(ctx, s, err, activity.Outcome{Status: activity.Running})
 }
 
-// untilRunEnds is ctx without the limits that the code has set: a write that they cut off might be there, and nobody would
-// know of it.
+// untilRunEnds is ctx without the limits that the code has set: a write that they cut off might be there, and nobody
+// would know of it.
 func (r *run) untilRunEnds(ctx context.Context) (context.Context, func()) {
 	if ctx.Done() == r.ctx.Done() {
 		return ctx, func() {}
@@ -204,7 +204,7 @@ func (r *run) recordStep(ctx context.Context, s stepSpec, effect *Effect, value 
 		return failed
 	}
 	if s.entry != nil && effect != nil {
-		r.e.opts.Observer.Closed(*s.entry, out, time.Since(effect.startedAt))
+		r.e.opts.Observer.ActivityClosed(*s.entry, out, time.Since(effect.startedAt))
 	}
 	if s.entry != nil {
 		r.e.log.InfoContext(ctx, "action completed", "action", s.entry.Skill, "step", s.key, "status", string(out.Status))
@@ -215,7 +215,7 @@ func (r *run) recordStep(ctx context.Context, s stepSpec, effect *Effect, value 
 
 // writeResult is the commit of record, tried until then. A step that is nothing but its result shares it with others.
 func (r *run) writeResult(ctx context.Context, until time.Time, s stepSpec, effect *Effect, out activity.Outcome, output json.RawMessage, failed bool) error {
-	if s.entry == nil && (effect == nil || effect.Settle == nil) {
+	if s.entry == nil && (effect == nil || effect.OnResult == nil) {
 		return r.writeCheckpoint(ctx, until, s, output, failed)
 	}
 	ctx, cancel := context.WithDeadline(ctx, until)
@@ -224,8 +224,8 @@ func (r *run) writeResult(ctx context.Context, until time.Time, s stepSpec, effe
 		if s.entry != nil && effect != nil {
 			activity.CloseIn(ctx, b, effect.ActivityID, *s.entry, out)
 		}
-		if effect != nil && effect.Settle != nil {
-			effect.Settle(b)
+		if effect != nil && effect.OnResult != nil {
+			effect.OnResult(b)
 		}
 		r.queueCheckpoint(b, s, output, failed)
 	})

@@ -108,8 +108,8 @@ func waitingStep(ctx context.Context, db postgres.DB, id string) (step *string, 
 	return step, nil
 }
 
-// replayCheckpoints replays a record. Whether a lane was free is not recorded, so where the code asks, "yes" is tried first, and
-// "no" where that leads to a difference.
+// replayCheckpoints replays a record. Whether a lane was free is not recorded, so where the code asks, "yes" is tried
+// first, and "no" where that leads to a difference.
 func (e *Engine) replayCheckpoints(ctx context.Context, x Execution, checkpoints []Checkpoint, waitingStep *string) (Replayed, error) {
 	flow, err := e.flow(ctx, x.Flow)
 	switch {

@@ -17,13 +17,15 @@ import (
 // that another branch has come to. It passes only where the code differs from the record.
 const replayTimeout = 5 * time.Second
 
-// replayRecord is the record that a run is given in place of a database. A step gets its record when everything that was
-// recorded before it has been come to; so branches that ran in parallel meet in the replay as they did in the record.
+// replayRecord is the record that a run is given in place of a database. A step gets its record when everything that
+// was recorded before it has been come to; so branches that ran in parallel meet in the replay as they did in the
+// record.
 type replayRecord struct {
 	ordered     []Checkpoint // by the time they were recorded
 	checkpoints map[string]Checkpoint
 	nested      map[string]bool // records within a step that has a record itself, which stands for them
-	// openEnded says that the function had not ended by itself where the record ends; waitsIn is the step in which it waits.
+	// openEnded says that the function had not ended by itself where the record ends; waitsIn is the step in which it
+	// waits.
 	openEnded   bool
 	waitingStep *string
 
@@ -120,7 +122,8 @@ func (p *replayRecord) wasReached(c Checkpoint) bool {
 	return false
 }
 
-// firstUnreached is the first record before a moment that was not come to; ok is false when there is none. p.mu is held.
+// firstUnreached is the first record before a moment that was not come to; ok is false when there is none. p.mu is
+// held.
 func (p *replayRecord) firstUnreached(before time.Time) (c Checkpoint, ok bool) {
 	for _, c := range p.ordered {
 		if !before.IsZero() && !c.CreatedAt.Before(before) {
@@ -190,8 +193,8 @@ func cancelledBySibling(c Checkpoint) bool {
 	return json.Unmarshal(c.Output, &failure) == nil && strings.Contains(failure.Message, context.Canceled.Error())
 }
 
-// awaitWaitingBranch holds a step up that the record does not have while another branch has yet to come to the wait in which the
-// record ends: it was under way then.
+// awaitWaitingBranch holds a step up that the record does not have while another branch has yet to come to the wait
+// in which the record ends: it was under way then.
 func (p *replayRecord) awaitWaitingBranch(ctx context.Context, key string) error {
 	if !p.openEnded || p.waitingStep == nil {
 		return nil

@@ -334,7 +334,7 @@ func FuzzTextOfARun(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, one, two string) {
 		text, raw = one, two
-		x, err := e.RunNow(t.Context(), executions.Spec{Flow: "says", Surface: trace.Flow})
+		x, err := e.RunSync(t.Context(), executions.Spec{Flow: "says", Surface: trace.Flow})
 		if err != nil || x.Status != executions.Completed {
 			t.Fatalf("%q and %q: %s %s, %v", one, two, x.Status, str(x.ErrorMessage), err)
 		}

@@ -21,10 +21,10 @@ const lockTimeout = postgres.LockTimeout
 
 type lockTimeoutKey struct{}
 
-// WithLockPatience bounds how long calls under ctx try a write that an open transaction of somebody else holds up: for
+// WithLockTimeout bounds how long calls under ctx try a write that an open transaction of somebody else holds up: for
 // as long as a worker's lease lasts without it. Then they fail with a postgres.LockedError, and nothing has changed.
 // Between two tries they hold no connection.
-func WithLockPatience(ctx context.Context, patience time.Duration) context.Context {
+func WithLockTimeout(ctx context.Context, patience time.Duration) context.Context {
 	return context.WithValue(ctx, lockTimeoutKey{}, patience)
 }
 
@@ -69,7 +69,8 @@ func retryLocked[T any](ctx context.Context, e *Engine, write func(ctx context.C
 	return value, err
 }
 
-// acquireRetrySlot waits for the turn of a write that goes on meeting a lock; false when the patience or ctx ends first.
+// acquireRetrySlot waits for the turn of a write that goes on meeting a lock; false when the patience or ctx ends
+// first.
 func (e *Engine) acquireRetrySlot(ctx context.Context, patience time.Duration) bool {
 	timer := time.NewTimer(patience)
 	defer timer.Stop()
@@ -93,8 +94,8 @@ func (e *Engine) withKey(ctx context.Context, name string, write func(ctx contex
 	return e.serializeKey(ctx, name, func() error { return e.retryKey(ctx, name, write) })
 }
 
-// serializeKey calls write when no other call of this process writes with the key: of many that wait for it, one asks the
-// database.
+// serializeKey calls write when no other call of this process writes with the key: of many that wait for it, one asks
+// the database.
 func (e *Engine) serializeKey(ctx context.Context, name string, write func() error) error {
 	if name == "" {
 		return write()
@@ -199,12 +200,12 @@ func (r *run) recordRejected(ctx context.Context, entry activity.Entry, out acti
 // maxCancelRetries is how often Persist takes a statement that was cancelled for one that met a slow moment.
 const maxCancelRetries = 2
 
-// Persist asks the database again, for as long as a worker's lease lasts, when fn fails because a connection broke or
-// the database is away: so a restart of the database is not the result of a step. fn must bear being called twice, as
-// a read does; other errors, and those of steps in it, are returned as they come. A statement that was cancelled, as
-// statement_timeout does it in a slow moment of the database, is made again twice: one that is cancelled each time is
-// meant to be. Step does it by itself; code between steps and inside a Call may use it.
-func Persist[T any](ctx context.Context, fn func(ctx context.Context) (T, error)) (T, error) {
+// RetryTransient asks the database again, for as long as a worker's lease lasts, when fn fails because a connection
+// broke or the database is away: so a restart of the database is not the result of a step. fn must bear being called
+// twice, as a read does; other errors, and those of steps in it, are returned as they come. A statement that was
+// cancelled, as statement_timeout does it in a slow moment of the database, is made again twice: one that is
+// cancelled each time is meant to be. Step does it by itself; code between steps and inside a Call may use it.
+func RetryTransient[T any](ctx context.Context, fn func(ctx context.Context) (T, error)) (T, error) {
 	r, err := runFrom(ctx)
 	if err != nil {
 		return fn(ctx)
@@ -244,8 +245,8 @@ func (r *run) countSteps() int {
 	return r.stepCount
 }
 
-// startedSince reports whether code in a scope has come to further steps, be they within it or around it. Those of other
-// branches do not count.
+// startedSince reports whether code in a scope has come to further steps, be they within it or around it. Those of
+// other branches do not count.
 func (r *run) startedSince(scope string, since int) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -312,7 +312,7 @@ func TestALaneIsGivenBackThoughTheConnectionBreaks(t *testing.T) {
 			})
 			return ends(nil, errors.Join(hold.Release(ctx), broken.Wait()))
 		}))
-		x, err := p.RunNow(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
+		x, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
 		if err != nil || x.Status != executions.Completed {
 			t.Errorf("%s, given back before the connection broke %t: %s, %v, %v", lane, done, x.Status, x.ErrorMessage, err)
 		}
@@ -385,7 +385,7 @@ func TestAnEndInATransactionIsKnownWhenTheAnswerToItsCommitIsLost(t *testing.T) 
 		}
 		return executions.Result{}, err
 	}), never)
-	x, err := p.RunNow(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
+	x, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
 	if err != nil || x.Status != executions.Completed || x.ResultSummary != "seven" || string(x.Result) != "7" || x.Claim != 1 {
 		t.Errorf("it ended as %s with %q, %s: %v", x.Status, x.ResultSummary, x.Result, err)
 	}

@@ -87,17 +87,17 @@ func newRiverClient(pool *pgxpool.Pool, e *Engine) (*river.Client[pgx.Tx], error
 	return client, nil
 }
 
-// Look is for who has made executions ready by a function of the database, after the commit: the workers of this
+// Poll is for who has made executions ready by a function of the database, after the commit: the workers of this
 // process, of both queues, look at once. It takes no time and never fails; other processes are told of what is too
 // much for this one.
-func (e *Engine) Look() {
+func (e *Engine) Poll() {
 	for _, c := range e.pools {
 		c.poll()
 	}
 }
 
-// notifyReady says that n executions of a queue may be ready: the workers of this process look at once, and where they are
-// too few, other processes are told.
+// notifyReady says that n executions of a queue may be ready: the workers of this process look at once, and where
+// they are too few, other processes are told.
 func (e *Engine) notifyReady(queue string, n int) {
 	c := e.pools[queue]
 	if c == nil {
@@ -182,8 +182,8 @@ func Logger(ctx context.Context) *slog.Logger {
 	return r.e.log
 }
 
-// Claim names the execution that ctx belongs to, and the claim under which this process runs it; ErrOutside when it
-// belongs to none. It is what a function in SQL needs that acts for an execution.
+// Claim names the execution that ctx belongs to, and the claim under which this process runs it; ErrNotInExecution
+// when it belongs to none. It is what a function in SQL needs that acts for an execution.
 func Claim(ctx context.Context) (id string, claim int64, err error) {
 	r, err := runFrom(ctx)
 	if err != nil {
@@ -192,9 +192,9 @@ func Claim(ctx context.Context) (id string, claim int64, err error) {
 	return r.exec.ID, r.exec.Claim, nil
 }
 
-// Hint tells a worker of executions that tx has made ready by a function of the database, such as
+// WakeTx tells a worker of executions that tx has made ready by a function of the database, such as
 // receive_agent_message. Ids of others are passed over. What is not told the sweep finds within seconds.
-func (e *Engine) Hint(ctx context.Context, tx pgx.Tx, ids ...string) error {
+func (e *Engine) WakeTx(ctx context.Context, tx pgx.Tx, ids ...string) error {
 	if len(ids) == 0 {
 		return nil
 	}
@@ -249,7 +249,7 @@ func (e *Engine) listenLoop(ctx context.Context) {
 		case payload := <-freed:
 			e.onLaneFreed(payload)
 		case <-woken:
-			e.Look()
+			e.Poll()
 		case queue := <-ready:
 			e.onReady(queue)
 		}
@@ -262,7 +262,7 @@ func (e *Engine) onReady(queue string) {
 		c.poll()
 		return
 	}
-	e.Look()
+	e.Poll()
 }
 
 // onLaneFreed sweeps for those who wait until a lane is free, which one that was handed over is not.

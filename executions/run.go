@@ -53,13 +53,13 @@ type runKey struct{}
 func runFrom(ctx context.Context) (*run, error) {
 	r, ok := ctx.Value(runKey{}).(*run)
 	if !ok {
-		return nil, ErrOutside
+		return nil, ErrNotInExecution
 	}
 	return r, nil
 }
 
-// flowContext is the context that the function is called with. Where a step of another run has called for this one, what
-// is that step's stays there: keys that began with its own would be others when this run goes on in a worker.
+// flowContext is the context that the function is called with. Where a step of another run has called for this one,
+// what is that step's stays there: keys that began with its own would be others when this run goes on in a worker.
 func (r *run) flowContext(ctx context.Context) context.Context {
 	if _, err := runFrom(ctx); err == nil {
 		for _, key := range []any{scopeKey{}, gateKey{}, noWaitsKey{}} {
@@ -98,8 +98,8 @@ func (r *run) stopCause() error {
 	return r.stopErr
 }
 
-// executeSync runs an execution that was claimed by itself, or inserted claimed, and whose record is still to be read. It
-// returns the row as it ended, where that is known without asking.
+// executeSync runs an execution that was claimed by itself, or inserted claimed, and whose record is still to be
+// read. It returns the row as it ended, where that is known without asking.
 func (e *Engine) executeSync(ctx context.Context, x Execution, worker string) (completed *Execution, err error) {
 	err = e.execute(ctx, claimedExecution{Execution: x, onCompleted: func(row *Execution) { completed = row }}, worker, func() {})
 	return completed, err
@@ -141,8 +141,8 @@ func (e *Engine) execute(ctx context.Context, claim claimedExecution, worker str
 		return nil
 	}
 	defer e.removeRun(r)
-	e.opts.Observer.Began(r.exec)
-	defer e.opts.Observer.Left(r.exec)
+	e.opts.Observer.RunStarted(r.exec)
+	defer e.opts.Observer.RunFinished(r.exec)
 	r.logStart(ctx)
 	result, err := r.callFlow(ctx, flow)
 	r.mu.Lock()
@@ -158,8 +158,8 @@ func (e *Engine) execute(ctx context.Context, claim claimedExecution, worker str
 	return err
 }
 
-// releaseCancelledLanes frees what a stopped run took when its execution had ended already, by a cancel: nobody else would
-// before the lease of the lane ends.
+// releaseCancelledLanes frees what a stopped run took when its execution had ended already, by a cancel: nobody else
+// would before the lease of the lane ends.
 func (r *run) releaseCancelledLanes(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()
@@ -281,7 +281,7 @@ func (r *run) finish(ctx context.Context, result Result, err error) error {
 		return nil
 	case errors.Is(stopErr, ErrLost), errors.Is(stopErr, ErrStale):
 		r.e.log.ErrorContext(ctx, "claim lost", "claim", r.exec.Claim)
-		r.e.opts.Observer.Lost(r.exec)
+		r.e.opts.Observer.ClaimLost(r.exec)
 		if errors.Is(stopErr, ErrStale) { // a refused write may have lost its lane, and not the claim: others go on
 			r.e.releaseClaim(ctx, r)
 		}
@@ -289,7 +289,7 @@ func (r *run) finish(ctx context.Context, result Result, err error) error {
 	case errors.Is(stopErr, ErrCancelled):
 		r.e.completeCancel(ctx, r.exec.ID)
 		r.e.log.InfoContext(ctx, "execution cancelled")
-		r.e.opts.Observer.Ended(r.exec, Cancelled)
+		r.e.opts.Observer.ExecutionEnded(r.exec, Cancelled)
 		return nil
 	case errors.Is(stopErr, ErrDraining):
 		r.e.releaseClaim(ctx, r)
@@ -298,7 +298,7 @@ func (r *run) finish(ctx context.Context, result Result, err error) error {
 		return r.complete(ctx, nil, Failed, Result{}, stopErr)
 	}
 	if ended && !errors.Is(context.Cause(ctx), lanes.ErrLost) {
-		r.e.releaseClaim(ctx, r) // the caller went away: a shutdown, or an interrupt that RunNow turns into a cancel
+		r.e.releaseClaim(ctx, r) // the caller went away: a shutdown, or an interrupt that RunSync turns into a cancel
 		r.e.notifyReady(r.exec.Queue, 1)
 		return nil
 	}

@@ -26,16 +26,16 @@ type Schedule struct {
 	Input    any
 }
 
-// Put creates a schedule or changes it. The next time is computed anew only when the cron expression or
+// PutSchedule creates a schedule or changes it. The next time is computed anew only when the cron expression or
 // the time zone differ from what is stored, so a restart does not postpone a tick.
-func (e *Engine) Put(ctx context.Context, s Schedule) error {
+func (e *Engine) PutSchedule(ctx context.Context, s Schedule) error {
 	if err := PutSchedule(ctx, e.pool, s); err != nil {
 		return err
 	}
 	return e.refreshDue(ctx)
 }
 
-// PutSchedule is [Engine.Put] in the caller's transaction. Engines hear of the schedule with their next sweep.
+// PutSchedule is [Engine.PutSchedule] in the caller's transaction. Engines hear of the schedule with their next sweep.
 func PutSchedule(ctx context.Context, db postgres.DB, s Schedule) error {
 	if s.Name == "" || s.Flow == "" || s.Surface.Prefix() == "" {
 		return fmt.Errorf("schedule %s: it needs a name, a flow and a surface, not %q, %q and %q", s.Name, s.Name, s.Flow, s.Surface)

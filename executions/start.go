@@ -55,7 +55,7 @@ type Spec struct {
 // Start inserts a pending execution together with its wake-up, in one transaction of db. With a pool for db, whichever
 // it is, the engine uses its own; in a process that runs executions that is one statement, and its workers look at
 // once. The second return value is false when the dedupe key was taken; then the execution is the earlier one. A key
-// that an open transaction holds is waited for as WithLockPatience says.
+// that an open transaction holds is waited for as WithLockTimeout says.
 func (e *Engine) Start(ctx context.Context, db postgres.Beginner, s Spec) (got Execution, created bool, err error) {
 	switch {
 	case !isPool(db):
@@ -98,7 +98,7 @@ func (e *Engine) StartByAdmin(ctx context.Context, s Spec, reason string) (got E
 		return Execution{}, false, postgres.ExplainLock(ctx, e.pool, err, s.lockName(), "agent_executions")
 	}
 	if created && e.dispatching() {
-		e.Look()
+		e.Poll()
 	}
 	return got, created, nil
 }
@@ -123,7 +123,8 @@ func (e *Engine) StartTx(ctx context.Context, tx pgx.Tx, s Spec) (Execution, boo
 	return got, created, nil
 }
 
-// insertWithRetry is insert in a transaction of its own. While another transaction holds the dedupe key, it tries again.
+// insertWithRetry is insert in a transaction of its own. While another transaction holds the dedupe key, it tries
+// again.
 func (e *Engine) insertWithRetry(ctx context.Context, s Spec, status, worker string) (Execution, bool, error) {
 	created := false
 	var got Execution
@@ -217,9 +218,10 @@ func null(s string) *string {
 	return &s
 }
 
-// startLocal starts an execution in a process that runs executions. As long as this process has workers free and nothing
-// else is to come before it, it begins claimed by one of them, so that one round trip lies between the call and the
-// function. Starts at the same time share a statement. The rest goes to the queue, where workers look at once.
+// startLocal starts an execution in a process that runs executions. As long as this process has workers free and
+// nothing else is to come before it, it begins claimed by one of them, so that one round trip lies between the call
+// and the function. Starts at the same time share a statement. The rest goes to the queue, where workers look at
+// once.
 func (e *Engine) startLocal(ctx context.Context, s Spec) (Execution, bool, error) {
 	if s.DedupeKey != "" { // another transaction may hold the key: not one to wait for with others
 		return e.startPending(ctx, s)
@@ -276,7 +278,7 @@ func (e *Engine) startBatch(ctx context.Context, inserts []insertParams) ([]batc
 		defer cancel()
 		ctx = bounded
 	}
-	worker, err := e.Worker(ctx)
+	worker, err := e.WorkerID(ctx)
 	if err != nil {
 		return nil, err
 	}

@@ -171,7 +171,7 @@ func TestARunReturnsTheExecutionAsItIsRead(t *testing.T) {
 		for range callers {
 			group.Go(func() error {
 				for kind := range 6 {
-					got, err := p.RunNow(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Operate, Input: kind})
+					got, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Operate, Input: kind})
 					if err != nil {
 						return err
 					}
@@ -196,15 +196,15 @@ func TestRunsOfALeaseThatHasEndedAreInTheQueue(t *testing.T) {
 	})
 	paused := prepare(t, pool, body, func(o *executions.Options) { o.LeaseTTL = 10 * time.Minute })
 	spec := executions.Spec{Flow: "flow", Surface: trace.Flow}
-	if _, err := paused.RunHere(t.Context(), spec); err != nil {
+	if _, err := paused.RunDetached(t.Context(), spec); err != nil {
 		t.Fatal(err)
 	}
 	exec(t, pool, `update agent_workers set expires_at = clock_timestamp()`)
 	var group errgroup.Group
 	for i := range 20 {
-		run := paused.RunHere
+		run := paused.RunDetached
 		if i%2 == 0 {
-			run = paused.RunNow
+			run = paused.RunSync
 		}
 		group.Go(func() (err error) {
 			defer func() {

@@ -72,7 +72,7 @@ func passGate(ctx context.Context, s stepSpec) error {
 		return nil
 	}
 	inner := withScope(Gate(ctx, nil), gatePrefix(s.key))
-	_, err := Persist(inner, func(ctx context.Context) (struct{}, error) { return struct{}{}, gate(ctx) })
+	_, err := RetryTransient(inner, func(ctx context.Context) (struct{}, error) { return struct{}{}, gate(ctx) })
 	return err
 }
 
@@ -118,13 +118,13 @@ type stepSpec struct {
 // The record is durable before the execution begins or records anything else, such as the next step, a wait or its
 // end, with which it shares a write where that follows at once. A small one may be yet to be written when Step
 // returns, for a millisecond or as long as the database is away. What a flow leaves behind when it returns takes no
-// steps: ErrOutside.
+// steps: ErrNotInExecution.
 func Step[T any](ctx context.Context, name string, fn func(ctx context.Context) (T, error), opts ...Option) (T, error) {
 	s := stepSpec{name: name, repeatable: true}
 	for _, o := range opts {
 		o(&s)
 	}
-	return runStep(ctx, s, func(ctx context.Context, _ *Effect) (T, error) { return Persist(ctx, fn) })
+	return runStep(ctx, s, func(ctx context.Context, _ *Effect) (T, error) { return RetryTransient(ctx, fn) })
 }
 
 // Phase is a Step with an activity row of its own, under which the rows of the steps in it are filed. The row
@@ -143,9 +143,9 @@ func Phase[T any](ctx context.Context, name string, fn func(ctx context.Context,
 type Call struct {
 	activity.Entry
 	Idempotent bool
-	// Also queues statements that commit together with the intent, such as the use of an approval. They
+	// OnIntent queues statements that commit together with the intent, such as the use of an approval. They
 	// must bear being sent twice for one step, whose key it gets.
-	Also func(b *pgx.Batch, step string)
+	OnIntent func(b *pgx.Batch, step string)
 }
 
 // Effect is what a call learns from the runtime and tells it.
@@ -161,9 +161,9 @@ type Effect struct {
 	CostUSD float64
 	Model   string
 	LedTo   map[string]int // of a model call: how often its answer calls each skill
-	// Settle queues statements that commit together with the call's result, or with its error. They must bear
+	// OnResult queues statements that commit together with the call's result, or with its error. They must bear
 	// being sent twice.
-	Settle func(b *pgx.Batch)
+	OnResult func(b *pgx.Batch)
 
 	startedAt time.Time
 }
@@ -176,7 +176,7 @@ func Do[T any](ctx context.Context, name string, c Call, fn func(ctx context.Con
 	if c.Kind == "" {
 		c.Kind = activity.KindCall
 	}
-	return runStep(ctx, stepSpec{name: name, repeatable: c.Idempotent, entry: &c.Entry, input: c.Input, onIntent: c.Also}, fn)
+	return runStep(ctx, stepSpec{name: name, repeatable: c.Idempotent, entry: &c.Entry, input: c.Input, onIntent: c.OnIntent}, fn)
 }
 
 // runStep is the one way in which a step happens.
@@ -272,7 +272,7 @@ func (s *stepSpec) start(ctx context.Context) (*run, error) {
 		return nil, r.stopErr
 	}
 	if r.returned {
-		return nil, fmt.Errorf("step %s: the flow has returned, and what goes on after it is %w", s.name, ErrOutside)
+		return nil, fmt.Errorf("step %s: the flow has returned, and what goes on after it is %w", s.name, ErrNotInExecution)
 	}
 	var stop error
 	if ctx.Err() != nil && r.endedExternally(ctx) { // the code's own limit is no reason to have no result

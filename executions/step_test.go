@@ -286,10 +286,10 @@ func TestNowIsTheSameInEveryRun(t *testing.T) {
 
 func TestStepsOutsideAnExecutionSaySo(t *testing.T) {
 	t.Parallel()
-	if _, err := executions.Step(t.Context(), "x", func(context.Context) (int, error) { return 0, nil }); !errors.Is(err, executions.ErrOutside) {
+	if _, err := executions.Step(t.Context(), "x", func(context.Context) (int, error) { return 0, nil }); !errors.Is(err, executions.ErrNotInExecution) {
 		t.Errorf("Step: %v", err)
 	}
-	if _, err := executions.Lane(t.Context(), "x"); !errors.Is(err, executions.ErrOutside) {
+	if _, err := executions.Lane(t.Context(), "x"); !errors.Is(err, executions.ErrNotInExecution) {
 		t.Errorf("Lane: %v", err)
 	}
 }
@@ -399,7 +399,7 @@ func TestRunNowReturnsTheRowAsItStands(t *testing.T) {
 	p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		return ends(executions.Step(ctx, "work", func(context.Context) (int, error) { return 7, nil }))
 	}))
-	got, err := p.RunNow(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Operate})
+	got, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Operate})
 	if err != nil || got.Status != executions.Completed || string(got.Result) != "7" || got.Surface != "operate" {
 		t.Errorf("got %+v, %v", got, err)
 	}

@@ -138,9 +138,9 @@ func tryTx[T any](ctx context.Context, r *run, s stepSpec, retry bool, fn func(c
 
 type inTxKey struct{}
 
-// acquireTxSlot waits until a transaction may begin. They leave one connection of the pool to what is recorded within them:
-// were all taken by transactions of which each waits for one more, none of them would ever end. One within another
-// does not wait for those around it.
+// acquireTxSlot waits until a transaction may begin. They leave one connection of the pool to what is recorded within
+// them: were all taken by transactions of which each waits for one more, none of them would ever end. One within
+// another does not wait for those around it.
 func (e *Engine) acquireTxSlot(ctx context.Context) (within context.Context, release func(), err error) {
 	if ctx.Value(inTxKey{}) != nil {
 		return ctx, func() {}, nil
@@ -163,8 +163,8 @@ func callTx[T any](ctx context.Context, tx pgx.Tx, fn func(ctx context.Context, 
 	return value, err
 }
 
-// reloadStep looks whether a step has been recorded meanwhile; errRecorded then. Steps within it that the try before has
-// recorded are not made again.
+// reloadStep looks whether a step has been recorded meanwhile; errRecorded then. Steps within it that the try before
+// has recorded are not made again.
 func (r *run) reloadStep(ctx context.Context, tx postgres.DB, step string) error {
 	r.resetKeys(step)
 	if err := r.flushDeferred(ctx); err != nil {

@@ -90,7 +90,7 @@ func (p *process) runAside(t *testing.T) (wait func() executions.Execution) {
 	var got executions.Execution
 	var group errgroup.Group
 	group.Go(func() (err error) {
-		got, err = p.RunNow(context.WithoutCancel(t.Context()), executions.Spec{Flow: "flow", Surface: trace.Flow})
+		got, err = p.RunSync(context.WithoutCancel(t.Context()), executions.Spec{Flow: "flow", Surface: trace.Flow})
 		return err
 	})
 	return func() executions.Execution {

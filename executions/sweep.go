@@ -309,8 +309,8 @@ func (e *Engine) housekeep(ctx context.Context) error {
 }
 
 const (
-	// stuckThreshold is how long the claims of a lost worker may be left until somebody says so, and stuckAgain until it is
-	// said again.
+	// stuckThreshold is how long the claims of a lost worker may be left until somebody says so, and stuckAgain until it
+	// is said again.
 	stuckThreshold = 5 * time.Second
 	stuckInterval  = 15 * time.Second
 )

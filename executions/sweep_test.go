@@ -339,7 +339,7 @@ func TestNobodyIsWarnedOfWhatIsTakenOverNext(t *testing.T) {
 	p := prepare(t, pool, nil, l.into)
 	mustClaim(t, pool, pending(t, pool), workerLease(t, pool))
 	exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 hour'`)
-	err := p.Put(t.Context(), executions.Schedule{Name: "first", Flow: "heartbeat", Surface: trace.Heartbeat, Cron: "@every 1h", Timezone: "UTC"})
+	err := p.PutSchedule(t.Context(), executions.Schedule{Name: "first", Flow: "heartbeat", Surface: trace.Heartbeat, Cron: "@every 1h", Timezone: "UTC"})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -365,7 +365,7 @@ func TestTwoEnginesStartOneExecutionPerTick(t *testing.T) {
 	pool := pgtest.DB(t)
 	p := start(t, pool, flow(nothing))
 	start(t, pool, flow(nothing))
-	if err := p.Put(t.Context(), every("@every 1s")); err != nil {
+	if err := p.PutSchedule(t.Context(), every("@every 1s")); err != nil {
 		t.Fatal(err)
 	}
 	pgtest.Eventually(t, patience, func() bool {
@@ -386,7 +386,7 @@ func TestTicksGoOnWhileTheLeaderIsDead(t *testing.T) {
 		insert into river.river_leader (name, leader_id, elected_at, expires_at)
 		values ('default', 'dead', now(), now() + interval '1 hour')`)
 	p := start(t, pool, flow(nothing))
-	if err := p.Put(t.Context(), every("@every 1s")); err != nil {
+	if err := p.PutSchedule(t.Context(), every("@every 1s")); err != nil {
 		t.Fatal(err)
 	}
 	pgtest.Eventually(t, patience, func() bool {
@@ -401,7 +401,7 @@ func TestManyTickersStartADueTimeOnceAndMissedTicksBecomeOne(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := prepare(t, pool, flow(nothing))
-	if err := p.Put(t.Context(), every("*/30 * * * *")); err != nil {
+	if err := p.PutSchedule(t.Context(), every("*/30 * * * *")); err != nil {
 		t.Fatal(err)
 	}
 	for round := range 5 {
@@ -429,7 +429,7 @@ func TestPuttingAScheduleAgainDoesNotPostponeIt(t *testing.T) {
 	next := func() time.Time { return value[time.Time](t, pool, `select next_run_at from agent_schedules`) }
 	put := func(s executions.Schedule) {
 		t.Helper()
-		if err := p.Put(t.Context(), s); err != nil {
+		if err := p.PutSchedule(t.Context(), s); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -458,7 +458,7 @@ func TestABadScheduleNamesItsFieldAndWritesNothing(t *testing.T) {
 		"a flow":      {Name: "pulse", Surface: trace.Heartbeat, Cron: "* * * * *", Timezone: "UTC"},
 		`and "radio"`: {Name: "pulse", Flow: "flow", Surface: "radio", Cron: "* * * * *", Timezone: "UTC"},
 	} {
-		if err := p.Put(t.Context(), s); err == nil || !strings.Contains(err.Error(), says) {
+		if err := p.PutSchedule(t.Context(), s); err == nil || !strings.Contains(err.Error(), says) {
 			t.Errorf("want %q in the error, got %v", says, err)
 		}
 	}

@@ -10,27 +10,27 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// RunNow inserts an execution that this process has claimed already and runs it in the calling goroutine
+// RunSync inserts an execution that this process has claimed already and runs it in the calling goroutine
 // until it ends, parks or is lost; then it returns the row as it stands. It is for work somebody waits
 // for. When ctx ends first, the execution is cancelled, unless the database does not answer for as long as a lease
 // lasts. If the process dies, another resumes it. The start, where this process has claimed it, does not wait for the
 // disk: what is committed next makes it durable with itself, a record, the intent of a call, a lane, or the end,
 // before which nobody is told anything. If the database crashes before any of these, the execution has never been,
-// and RunNow returns ErrNotFound. ErrPaused when the agent is paused and the surface is not an attended one: then
+// and RunSync returns ErrNotFound. ErrPaused when the agent is paused and the surface is not an attended one: then
 // nothing was inserted.
-func (e *Engine) RunNow(ctx context.Context, s Spec) (Execution, error) {
+func (e *Engine) RunSync(ctx context.Context, s Spec) (Execution, error) {
 	return e.insertAndRun(ctx, s, e.readOrCancel)
 }
 
-// RunHere is RunNow for work that is worth finishing when the caller has left: when ctx ends, the run is
+// RunDetached is RunSync for work that is worth finishing when the caller has left: when ctx ends, the run is
 // handed back and goes on elsewhere.
-func (e *Engine) RunHere(ctx context.Context, s Spec) (Execution, error) {
+func (e *Engine) RunDetached(ctx context.Context, s Spec) (Execution, error) {
 	return e.insertAndRun(ctx, s, e.readDetached)
 }
 
 // insertAndRun reads the row with read where its end is not known.
 func (e *Engine) insertAndRun(ctx context.Context, s Spec, read func(ctx context.Context, id string) (Execution, error)) (Execution, error) {
-	worker, err := e.Worker(ctx)
+	worker, err := e.WorkerID(ctx)
 	if err != nil {
 		return Execution{}, fmt.Errorf("run %s: %w", s.Flow, err)
 	}
@@ -51,7 +51,7 @@ func (e *Engine) insertAndRun(ctx context.Context, s Spec, read func(ctx context
 	if claimed.ClaimedBy != nil {
 		completed, err = e.executeSync(ctx, claimed, *claimed.ClaimedBy)
 	} else { // this process's lease had ended by then, so it is in the queue: whoever has one runs it
-		err = e.Attend(ctx, claimed.ID)
+		err = e.ClaimAndRun(ctx, claimed.ID)
 	}
 	switch {
 	case err != nil:
@@ -91,7 +91,7 @@ func (e *Engine) insertClaimed(ctx context.Context, s Spec, worker string) (Exec
 // the commit the caller runs it with RunClaimed, at once: a claim without a run is given to others after
 // some seconds. The second return value is false when the dedupe key was taken; then there is nothing to run.
 func (e *Engine) InsertClaimed(ctx context.Context, tx pgx.Tx, s Spec) (Execution, bool, error) {
-	worker, err := e.Worker(ctx)
+	worker, err := e.WorkerID(ctx)
 	if err != nil {
 		return Execution{}, false, fmt.Errorf("start %s: %w", s.Flow, err)
 	}
@@ -142,17 +142,17 @@ func (e *Engine) readDetached(ctx context.Context, id string) (Execution, error)
 	return Get(detached, e.pool, id)
 }
 
-// detachedContext is for what remains to be done when the caller has left: it lasts as long as a lease, so that a database
-// that hangs keeps nobody.
+// detachedContext is for what remains to be done when the caller has left: it lasts as long as a lease, so that a
+// database that hangs keeps nobody.
 func (e *Engine) detachedContext(ctx context.Context) (context.Context, context.CancelFunc) {
 	return context.WithTimeout(context.WithoutCancel(ctx), e.opts.LeaseTTL)
 }
 
-// Attend claims an execution if it is ready and runs it in the calling goroutine until it ends, parks or is
+// ClaimAndRun claims an execution if it is ready and runs it in the calling goroutine until it ends, parks or is
 // lost. One that is not ready, because it waits, has ended or somebody else was quicker, is left alone and
 // no error. When ctx ends first, the run is handed back and goes on elsewhere.
-func (e *Engine) Attend(ctx context.Context, id string) error {
-	worker, err := e.Worker(ctx)
+func (e *Engine) ClaimAndRun(ctx context.Context, id string) error {
+	worker, err := e.WorkerID(ctx)
 	if err != nil {
 		return err
 	}
@@ -169,7 +169,7 @@ func (e *Engine) Attend(ctx context.Context, id string) error {
 		return fmt.Errorf("claim execution %s: %w", id, err)
 	}
 	if _, err = e.executeSync(ctx, claimed, worker); errors.Is(err, errClaimTooLow) {
-		return e.Attend(ctx, id)
+		return e.ClaimAndRun(ctx, id)
 	}
 	return err
 }

@@ -95,8 +95,8 @@ func Test(requestID string, timeout time.Duration) WaitFor {
 	return WaitFor{kind: "test", key: requestID, timeout: timeout}
 }
 
-// About adds what the wait shows to people, in waiting_data: an object.
-func (w WaitFor) About(data map[string]any) WaitFor {
+// WithData adds what the wait shows to people, in waiting_data: an object.
+func (w WaitFor) WithData(data map[string]any) WaitFor {
 	all := map[string]any{}
 	maps.Copy(all, data)
 	if own, ok := w.data.(map[string]any); ok {

@@ -279,7 +279,7 @@ func TestWaitsCheckTheirArguments(t *testing.T) {
 		p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 			return ends(executions.Wait(ctx, "pause", w))
 		}))
-		got, err := p.RunNow(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
+		got, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
 		if err != nil || got.Status != executions.Failed || !strings.Contains(str(got.ErrorMessage), "wait pause: ") {
 			t.Errorf("%s: status %s, %q, %v", name, got.Status, str(got.ErrorMessage), err)
 		}

@@ -49,9 +49,9 @@ func (e *Engine) currentLease() (w *workerLease, until time.Time) {
 	return e.lease, until
 }
 
-// Worker is the id of this process among the rows of agent_workers, registering it when it has none. It counts as
+// WorkerID is the id of this process among the rows of agent_workers, registering it when it has none. It counts as
 // dead when its row has expired; a process that wakes after that gets another.
-func (e *Engine) Worker(ctx context.Context) (string, error) {
+func (e *Engine) WorkerID(ctx context.Context) (string, error) {
 	e.registerMu.Lock()
 	defer e.registerMu.Unlock()
 	for range 2 {
@@ -131,7 +131,7 @@ func (e *Engine) clampToDeadline(wait time.Duration) time.Duration {
 func (e *Engine) renew(ctx context.Context) error {
 	w, until := e.currentLease()
 	if w == nil || !time.Now().Before(until) {
-		_, err := e.Worker(ctx)
+		_, err := e.WorkerID(ctx)
 		return err
 	}
 	sentAt := time.Now()
@@ -145,7 +145,7 @@ func (e *Engine) renew(ctx context.Context) error {
 		return fmt.Errorf("renew worker: %w", err)
 	case !alive:
 		e.dropLease(w)
-		_, err := e.Worker(ctx)
+		_, err := e.WorkerID(ctx)
 		return errors.Join(ErrLost, err)
 	}
 	for _, id := range cancels {
@@ -159,7 +159,7 @@ func (e *Engine) renew(ctx context.Context) error {
 		e.log.WarnContext(ctx, "claim without a run", "claim", orphan)
 		id, claim, _ := strings.Cut(orphan, "#")
 		e.releaseClaimOf(ctx, id, claim)
-		e.Look() // this process may go on with it, under a claim that it knows of
+		e.Poll() // this process may go on with it, under a claim that it knows of
 	}
 	return nil
 }

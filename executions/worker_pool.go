@@ -26,9 +26,9 @@ const (
 	maxCompletingPerWorker = 4
 )
 
-// workerPool is this process's workers of one queue. Whenever something may be ready and workers are free, one statement
-// claims as many executions as there are free workers, and each runs in a goroutine of its own: so what waits costs
-// this process nothing, and a burst is taken in few round trips. What it cannot take, it tells others of.
+// workerPool is this process's workers of one queue. Whenever something may be ready and workers are free, one
+// statement claims as many executions as there are free workers, and each runs in a goroutine of its own: so what
+// waits costs this process nothing, and a burst is taken in few round trips. What it cannot take, it tells others of.
 type workerPool struct {
 	e      *Engine
 	queue  string
@@ -219,8 +219,8 @@ func (c *workerPool) startUnreserved(runCtx context.Context, x claimedExecution,
 	c.startReserved(runCtx, x, worker)
 }
 
-// startReserved puts a worker, whose place is set aside, to a claimed execution. The worker is free when the function has
-// returned: what remains is to write the end, and some ends may be written beside the work.
+// startReserved puts a worker, whose place is set aside, to a claimed execution. The worker is free when the function
+// has returned: what remains is to write the end, and some ends may be written beside the work.
 func (c *workerPool) startReserved(runCtx context.Context, x claimedExecution, worker string) {
 	go func() {
 		free := sync.OnceValue(c.flowReturned)
@@ -310,7 +310,7 @@ type claimedExecution struct {
 func (c *workerPool) claim(ctx context.Context, n int) (worker string, claimed []claimedExecution, missed bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, c.e.opts.LeaseTTL)
 	defer cancel()
-	if worker, err = c.e.Worker(ctx); err != nil {
+	if worker, err = c.e.WorkerID(ctx); err != nil {
 		return "", nil, false, err
 	}
 	rows, err := c.e.pool.Query(ctx, `
@@ -377,7 +377,7 @@ func (x *Execution) scanTargets() []any {
 // is taken at once. An execution that waits holds no place, and needs one again when its wait has ended.
 //
 // Two ways in are not held up, and are counted: runs that are inserted already claimed because somebody waits for
-// them (RunNow, RunHere, InsertClaimed: chat turns, for example), and runs that workers outside lock.
+// them (RunSync, RunDetached, InsertClaimed: chat turns, for example), and runs that workers outside lock.
 type Admission struct {
 	Kind    string `json:"kind"` // flow or surface
 	Name    string `json:"name"`
@@ -396,6 +396,6 @@ func (e *Engine) SetLimits(ctx context.Context, limits []Admission) error {
 	if _, err := e.pool.Exec(ctx, `select set_agent_limits(@limits)`, postgres.Strict{"limits": json.RawMessage(text)}); err != nil {
 		return fmt.Errorf("set limits of executions: %w", err)
 	}
-	e.Look()
+	e.Poll()
 	return nil
 }

@@ -239,7 +239,7 @@ func TestARunThatSomebodyWaitsForIsCountedAndNotHeldUp(t *testing.T) {
 	exec(t, pool, `
 		with w as (insert into agent_workers (expires_at) values (clock_timestamp() + interval '1 hour') returning id)
 		insert into agent_executions (trace_id, surface, flow, status, claim, claimed_by) select 'x', 'flow', 'x', 'running', 1, id from w`)
-	got, err := p.RunNow(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
+	got, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
 	if err != nil || got.Status != executions.Completed {
 		t.Errorf("status %s, %v", got.Status, err)
 	}

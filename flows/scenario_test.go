@@ -303,7 +303,7 @@ func TestScenarioOfAHungAgent(t *testing.T) {
 
 	// Eleven minutes pass without a word. It lives.
 	exec(t, s.pool, `update agent_locks set expires_at = expires_at - interval '11 minutes 10 seconds' where lane = 'thread:pedro'`)
-	if beat, err := s.BeatRun(t.Context(), a, lock.LockID); err != nil || !beat.Live {
+	if beat, err := s.RenewLock(t.Context(), a, lock.LockID); err != nil || !beat.Live {
 		t.Errorf("the beat: %+v, %v", beat, err)
 	}
 	s.holds(t, "agente_a 11 min, Pedro, stale, 0 queued")

@@ -277,7 +277,7 @@ func (in *Interpreter) load(ctx context.Context, name string, version int) (*com
 	if flow != nil {
 		return flow, nil
 	}
-	row, err := executions.Persist(ctx, func(ctx context.Context) (Flow, error) {
+	row, err := executions.RetryTransient(ctx, func(ctx context.Context) (Flow, error) {
 		return GetVersion(postgres.Unsealed(ctx), in.Pool, name, version) // a replay may read what never changes
 	})
 	if err != nil {

@@ -35,7 +35,7 @@ type awaited struct {
 // await waits, and does at a timeout what the action says: its timeoutActions, and then onTimeout.
 func (m *machine) await(ctx context.Context, r ready, w executions.WaitFor) (awaited, error) {
 	for try := 0; ; try++ {
-		out, err := executions.Wait(ctx, "wait", w.About(m.about(r)))
+		out, err := executions.Wait(ctx, "wait", w.WithData(m.about(r)))
 		if err != nil {
 			return awaited{}, err
 		}
@@ -157,7 +157,7 @@ func (m *machine) delay(ctx context.Context, r ready) (result, error) {
 	if err != nil || length <= 0 {
 		return result{}, err
 	}
-	_, err = executions.Wait(ctx, "wait", executions.Delay(length).About(map[string]any{"action": r.key}))
+	_, err = executions.Wait(ctx, "wait", executions.Delay(length).WithData(map[string]any{"action": r.key}))
 	return result{}, err
 }
 

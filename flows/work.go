@@ -45,7 +45,7 @@ func (m *machine) skill(ctx context.Context, r ready) (result, error) {
 		set["approvalStatus"], set["approvalReason"] = d.Status, d.Reason
 		switch {
 		case d.Status == "approved":
-			about.Also, step = d.use(ctx)
+			about.OnIntent, step = d.use(ctx)
 		case inText(r.args["onRejection"]) == onContinue:
 			return result{Set: saved(set, r.save, nil)}, nil
 		default:
@@ -222,7 +222,7 @@ func (m *machine) trigger(ctx context.Context, r ready, effect *executions.Effec
 	wait := r.flag("waitForCompletion", true)
 	child, err := executions.Trigger(ctx, "child", executions.Child{
 		Flow: r.flow, Input: input, ThreadID: m.thread, Wait: wait, Timeout: r.timeout, KeepLanes: !r.flag("canInheritLock", wait),
-		About: m.about(r),
+		WaitData: m.about(r),
 	})
 	if err != nil {
 		return result{}, err
@@ -244,7 +244,7 @@ func (m *machine) startable(ctx context.Context, flow string, input map[string]a
 		return fmt.Errorf("write input: %w", err)
 	}
 	_, err = executions.Step(ctx, "check", func(ctx context.Context) (bool, error) {
-		known, err := m.in.Engine.Knows(ctx, flow)
+		known, err := m.in.Engine.HasFlow(ctx, flow)
 		if err == nil && !known && !executions.IsExternal(flow) {
 			err = failure("unknown_flow", "there is no flow %s", flow)
 		}
@@ -300,7 +300,7 @@ func (m *machine) join(ctx context.Context, r ready, child executions.Triggered,
 
 // again waits once more for a child, and reads how it fares.
 func (m *machine) again(ctx context.Context, r ready, id string) (executions.Triggered, error) {
-	out, err := executions.Wait(ctx, "wait", executions.Agent(id, r.timeout).About(m.about(r)))
+	out, err := executions.Wait(ctx, "wait", executions.Agent(id, r.timeout).WithData(m.about(r)))
 	if err != nil {
 		return executions.Triggered{}, err
 	}

@@ -221,7 +221,7 @@ func (s *Server) Register() error {
 			}
 			current, _ := executions.Current(ctx)
 			step = "approved " + id
-			call.Also = approvals.Use(id, current.ID, step)
+			call.OnIntent = approvals.Use(id, current.ID, step)
 		}
 		value, err := s.Invoke(ctx, step, skill, in.Args, call)
 		if approvals.IsUsed(err) {
@@ -282,7 +282,7 @@ func (s *Server) call(ctx context.Context, name string, args json.RawMessage) (*
 	if skill.Trust == skills.TrustApprove {
 		ended, err = s.withLeave(ctx, skill, args, spec)
 	} else {
-		ended, err = s.Engine.RunNow(ctx, spec)
+		ended, err = s.Engine.RunSync(ctx, spec)
 	}
 	if errors.Is(err, executions.ErrPaused) {
 		return failure(err.Error()), nil
@@ -316,7 +316,7 @@ func (s *Server) withLeave(ctx context.Context, skill skills.Skill, args json.Ra
 			return executions.Execution{}, err
 		}
 		spec.DedupeKey = "mcp.call " + id
-		x, err := s.Engine.RunNow(ctx, spec)
+		x, err := s.Engine.RunSync(ctx, spec)
 		if err != nil {
 			return x, err
 		}
@@ -342,7 +342,7 @@ func (s *Server) settled(ctx context.Context, x executions.Execution, patience t
 	defer ticker.Stop()
 	for !x.Status.Ended() && x.Status != executions.Waiting && time.Now().Before(deadline) {
 		if x.ClaimedBy == nil { // it is ready: nobody runs it yet
-			if err := s.Engine.Attend(ctx, x.ID); err != nil {
+			if err := s.Engine.ClaimAndRun(ctx, x.ID); err != nil {
 				return x, err
 			}
 		}

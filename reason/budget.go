@@ -79,7 +79,7 @@ func (b Budget) limit() budgets.Limit {
 func (a *account) reservation(ctx context.Context, model *models.Client, req models.Request) (*reservation, error) {
 	current, ok := executions.Current(ctx)
 	if !ok {
-		return nil, executions.ErrOutside
+		return nil, executions.ErrNotInExecution
 	}
 	req.MaxTokens = a.answer
 	quote := model.Quote(req)
@@ -113,7 +113,7 @@ type reservation struct {
 // grant returns how long the answer may be, in tokens. From then on the request's worst case counts, until it says what
 // it used.
 func (r *reservation) grant(ctx context.Context, db postgres.DB, effect *executions.Effect) (int, error) {
-	effect.Settle = func(b *pgx.Batch) { r.Settle(b, r.last) }
+	effect.OnResult = func(b *pgx.Batch) { r.Settle(b, r.last) }
 	granted, err := r.Await(ctx, db)
 	return r.take(granted, err)
 }

@@ -98,13 +98,13 @@ func TestARefusalIsRecorded(t *testing.T) {
 	}); err != nil {
 		t.Fatal(err)
 	}
-	x, err := e.RunNow(t.Context(), executions.Spec{Flow: "twice", Surface: trace.Flow})
+	x, err := e.RunSync(t.Context(), executions.Spec{Flow: "twice", Surface: trace.Flow})
 	if err != nil || x.Status != executions.Waiting {
 		t.Fatalf("the execution is %s: %v", x.Status, err)
 	}
 	w.loop.Limits = budgets.Limits{}
 	exec(t, w.pool, `select deliver_agent_event('EVENT_COMPLETED', 'go')`)
-	if err := e.Attend(t.Context(), x.ID); err != nil {
+	if err := e.ClaimAndRun(t.Context(), x.ID); err != nil {
 		t.Fatal(err)
 	}
 	if len(w.took) != 2 || w.took[0].Ended != "day" || w.took[1].Ended != "day" || w.took[0].Text != w.took[1].Text {
@@ -230,13 +230,13 @@ func TestACancelledCallCountsInFull(t *testing.T) {
 	e := w.engine(t, false)
 	var run errgroup.Group
 	run.Go(func() error {
-		_, err := e.RunNow(ctx, executions.Spec{Flow: "turn", Surface: trace.Flow})
+		_, err := e.RunSync(ctx, executions.Spec{Flow: "turn", Surface: trace.Flow})
 		return err
 	})
 	pgtest.Eventually(t, patience, func() bool { return len(w.model.Requests()) == 1 }, "the model is asked")
 	cancel()
 	if err := run.Wait(); err != nil {
-		t.Logf("RunNow: %v", err)
+		t.Logf("RunSync: %v", err)
 	}
 	pgtest.Eventually(t, patience, func() bool { return w.book(t).Unknown > 0 }, "the reservation is written off")
 	if got := w.book(t); got.Aside != 0 || got.Spent < models.DefaultMaxTokens || got.Unknown != got.Spent {
@@ -261,7 +261,7 @@ func TestACallRepeatedAfterACrashIsCountedTwice(t *testing.T) {
 	stopped, stop := context.WithCancelCause(context.WithoutCancel(t.Context()))
 	var first errgroup.Group
 	first.Go(func() error {
-		_, err := engine.RunHere(stopped, executions.Spec{Flow: "turn", Surface: trace.Flow})
+		_, err := engine.RunDetached(stopped, executions.Spec{Flow: "turn", Surface: trace.Flow})
 		return err
 	})
 	pgtest.Eventually(t, patience, func() bool { return len(w.model.Requests()) == 1 }, "the model is asked")
@@ -292,7 +292,7 @@ func TestConcurrentRunsDoNotOverspendTogether(t *testing.T) {
 	var group errgroup.Group
 	for i := range runs {
 		group.Go(func() error {
-			_, err := engines[i%len(engines)].RunNow(t.Context(), executions.Spec{Flow: "turn", Surface: trace.Flow})
+			_, err := engines[i%len(engines)].RunSync(t.Context(), executions.Spec{Flow: "turn", Surface: trace.Flow})
 			return err
 		})
 	}
@@ -332,7 +332,7 @@ func TestConcurrentRunsLearnFromEachOtherHowTheServerCounts(t *testing.T) {
 	var group errgroup.Group
 	for i := range runs {
 		group.Go(func() error {
-			_, err := engines[i%len(engines)].RunNow(t.Context(), executions.Spec{Flow: "turn", Surface: trace.Flow})
+			_, err := engines[i%len(engines)].RunSync(t.Context(), executions.Spec{Flow: "turn", Surface: trace.Flow})
 			return err
 		})
 	}

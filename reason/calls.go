@@ -119,7 +119,7 @@ func (w *turn) performSkill(ctx context.Context, c *call, s skills.Skill) error 
 func (w *turn) invokeSkill(
 	ctx context.Context, c *call, s skills.Skill, step string, also func(b *pgx.Batch, _ string),
 ) error {
-	about := executions.Call{Entry: activity.Entry{Purpose: w.Purpose}, Also: also}
+	about := executions.Call{Entry: activity.Entry{Purpose: w.Purpose}, OnIntent: also}
 	value, err := w.invoke(ctx, step, s, c.args, w.seen, about, func() { w.begin(c) })
 	var failure *executions.StepError
 	switch {
@@ -224,7 +224,7 @@ func misconfigured(err error) bool {
 // admit lets a skill pass that is in service now, and one that is on trial once. The turn chose its tools
 // when it began; what was taken out of service since is not called.
 func (l *Loop) admit(ctx context.Context, s skills.Skill, owner string) error {
-	now, err := executions.Persist(ctx, func(ctx context.Context) (skills.Skill, error) {
+	now, err := executions.RetryTransient(ctx, func(ctx context.Context) (skills.Skill, error) {
 		return skills.Get(ctx, l.Pool, s.Name)
 	})
 	switch {

@@ -53,7 +53,7 @@ func (w *world) survive(t *testing.T, c *crash) executions.Execution {
 	engine := w.engine(t, false)
 	first.Go(func() (err error) {
 		defer close(over)
-		alone, err = engine.RunNow(context.WithoutCancel(t.Context()), executions.Spec{Flow: "turn", Surface: trace.Flow})
+		alone, err = engine.RunSync(context.WithoutCancel(t.Context()), executions.Spec{Flow: "turn", Surface: trace.Flow})
 		return err
 	})
 	var id string
@@ -283,7 +283,7 @@ func TestAWaitOfTheTurnDoesNotUseItsTime(t *testing.T) {
 		})
 	}
 	e := w.engine(t, true)
-	x, err := e.RunNow(t.Context(), executions.Spec{Flow: "turn", Surface: trace.Flow})
+	x, err := e.RunSync(t.Context(), executions.Spec{Flow: "turn", Surface: trace.Flow})
 	if err != nil || x.Status != executions.Waiting {
 		t.Fatalf("execution is %s: %v", x.Status, err)
 	}

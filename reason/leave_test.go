@@ -61,7 +61,7 @@ func dropSkill(extra string) skills.Definition {
 // park runs the turn until it waits.
 func (w *world) park(t *testing.T) executions.Execution {
 	t.Helper()
-	x, err := w.engine(t, false).RunNow(t.Context(), executions.Spec{Flow: "turn", Surface: trace.Flow})
+	x, err := w.engine(t, false).RunSync(t.Context(), executions.Spec{Flow: "turn", Surface: trace.Flow})
 	if err != nil || x.Status != executions.Waiting {
 		t.Fatalf("execution is %s: %v %s", x.Status, err, deref(x.ErrorMessage))
 	}

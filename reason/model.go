@@ -131,7 +131,7 @@ func (l *Loop) consult(ctx context.Context, c modelCall) (reply, error) {
 			Input: c.shown,
 		},
 		Idempotent: true, // asking again costs money, and changes nothing in the world
-		Also: func(b *pgx.Batch, step string) {
+		OnIntent: func(b *pgx.Batch, step string) {
 			r.Reserve(b, step)
 			if c.prompt == nil {
 				c.prompt = l.prompts.Prepare(l.Model.Prepared(c.request))
@@ -192,8 +192,8 @@ func (l *Loop) send(ctx context.Context, c modelCall, r *reservation, effect *ex
 		return reply{}, ctx.Err()
 	}
 	response, err := l.Model.Complete(ctx, c.request)
-	settle := effect.Settle
-	effect.Settle = func(b *pgx.Batch) {
+	settle := effect.OnResult
+	effect.OnResult = func(b *pgx.Batch) {
 		settle(b)
 		c.prompt.Amend(ctx, l.log(), b, effect.ActivityID, response.Sent)
 	}

@@ -106,7 +106,7 @@ func (w *turn) findSkills(ctx context.Context, args json.RawMessage) (any, error
 	found, err := executions.Do(ctx, "skill_search", executions.Call{
 		Entry: activity.Entry{Skill: "skill_search", Purpose: w.Purpose, Input: asked}, Idempotent: true,
 	}, func(ctx context.Context, effect *executions.Effect) ([]skills.Skill, error) {
-		all, err := executions.Persist(ctx, func(ctx context.Context) ([]skills.Skill, error) {
+		all, err := executions.RetryTransient(ctx, func(ctx context.Context) ([]skills.Skill, error) {
 			return w.inScope(ctx, w.Pool, w.Turn, w.agent)
 		})
 		if err != nil {

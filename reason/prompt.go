@@ -65,7 +65,7 @@ func (l *Loop) prepare(ctx context.Context, t Turn) (prepared, error) {
 		return p, fmt.Errorf("choose tools: %w", err)
 	}
 	if p.Agent != nil && p.who.Name == "" { // recorded by another run
-		p.who, err = executions.Persist(ctx, func(ctx context.Context) (agents.Agent, error) {
+		p.who, err = executions.RetryTransient(ctx, func(ctx context.Context) (agents.Agent, error) {
 			return l.Agents.Version(ctx, l.Pool, p.Agent.Name, p.Agent.Version)
 		})
 	}

@@ -21,7 +21,7 @@ func (w *world) summarise(t *testing.T, previous string, messages []models.Messa
 		text = got
 		return executions.Result{Value: got}, err
 	}
-	x, err := w.engine(t, false).RunNow(t.Context(), executions.Spec{Flow: "turn", Surface: "flow"})
+	x, err := w.engine(t, false).RunSync(t.Context(), executions.Spec{Flow: "turn", Surface: "flow"})
 	if err != nil {
 		t.Fatal(err)
 	}

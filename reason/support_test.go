@@ -141,7 +141,7 @@ func (w *world) flow(ctx context.Context, _ json.RawMessage) (executions.Result,
 // run takes one turn to its end.
 func (w *world) run(t *testing.T) (executions.Execution, reason.Outcome) {
 	t.Helper()
-	x, err := w.engine(t, false).RunNow(t.Context(), executions.Spec{Flow: "turn", Surface: trace.Flow})
+	x, err := w.engine(t, false).RunSync(t.Context(), executions.Spec{Flow: "turn", Surface: trace.Flow})
 	if err != nil {
 		t.Fatal(err)
 	}

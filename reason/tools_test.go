@@ -87,7 +87,7 @@ func TestATurnThatCannotBeTakenIsRefused(t *testing.T) {
 	} {
 		w := newWorld(t)
 		spoil(w)
-		x, err := w.engine(t, false).RunNow(t.Context(), executions.Spec{Flow: "turn", Surface: "flow"})
+		x, err := w.engine(t, false).RunSync(t.Context(), executions.Spec{Flow: "turn", Surface: "flow"})
 		if err != nil || x.Status != executions.Failed || !strings.Contains(deref(x.ErrorMessage), says) {
 			t.Errorf("%s: %s, %q, %v", says, x.Status, deref(x.ErrorMessage), err)
 		}

@@ -105,7 +105,7 @@ func Create(ctx context.Context, tx pgx.Tx, r Request) (string, error) {
 	}
 	x, ok := executions.Current(ctx)
 	if !ok {
-		return "", fmt.Errorf("ask for a %s: %w", r.Kind, executions.ErrOutside)
+		return "", fmt.Errorf("ask for a %s: %w", r.Kind, executions.ErrNotInExecution)
 	}
 	details := json.RawMessage("{}")
 	if r.Details != nil {

@@ -51,7 +51,7 @@ func asks(t *testing.T, pool *pgxpool.Pool, r requests.Request) (engine *executi
 	if err != nil {
 		t.Fatal(err)
 	}
-	x, err := engine.RunNow(t.Context(), executions.Spec{Flow: "asks", Surface: trace.Flow, ThreadID: "candidate"})
+	x, err := engine.RunSync(t.Context(), executions.Spec{Flow: "asks", Surface: trace.Flow, ThreadID: "candidate"})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -63,7 +63,7 @@ func end(t *testing.T, pool *pgxpool.Pool, engine *executions.Engine, id string)
 	t.Helper()
 	var x executions.Execution
 	pgtest.Eventually(t, patience, func() bool {
-		if err := engine.Attend(t.Context(), id); err != nil {
+		if err := engine.ClaimAndRun(t.Context(), id); err != nil {
 			t.Fatal(err)
 		}
 		var err error
@@ -155,7 +155,7 @@ func TestARequestSaysWhatIsWrongWithIt(t *testing.T) {
 		}
 	}
 	if _, err := requests.Ask(t.Context(), "ask", requests.Request{Kind: requests.Test}); !errors.Is(err,
-		executions.ErrOutside) {
+		executions.ErrNotInExecution) {
 		t.Errorf("outside: %v", err)
 	}
 	if _, err := requests.WaitFor("pizza", "x", 0); !errors.Is(err, requests.ErrInvalid) {
@@ -219,7 +219,7 @@ func TestARequestBelongsToItsTransaction(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := engine.RunNow(t.Context(), executions.Spec{Flow: "undone", Surface: trace.Flow}); err != nil {
+	if _, err := engine.RunSync(t.Context(), executions.Spec{Flow: "undone", Surface: trace.Flow}); err != nil {
 		t.Fatal(err)
 	}
 	if got, err := requests.List(t.Context(), pool, requests.Filter{}); err != nil || len(got) != 0 {

@@ -118,7 +118,7 @@ func knows(ctx context.Context, e *executions.Engine, flow string) (bool, error)
 	if executions.IsExternal(flow) {
 		return true, nil
 	}
-	return e.Knows(ctx, flow)
+	return e.HasFlow(ctx, flow)
 }
 
 // awaitEnd looks until an execution has ended, or the time is nearly up.

@@ -151,7 +151,7 @@ func (h sqlHandler) call(ctx context.Context, r *Registry, c Call, args map[stri
 		return nil, failure(ClassSQL, "%s", err)
 	}
 	// A query leaves nothing behind, so one that a restart of the database has broken off is made again.
-	result, err := executions.Persist(ctx, func(ctx context.Context) (sqlResult, error) {
+	result, err := executions.RetryTransient(ctx, func(ctx context.Context) (sqlResult, error) {
 		result, err := h.readOnly(ctx, on, timeout, query, values)
 		if postgres.IsCode(err, "57014") {
 			err = sqlFailure(timeout, err) // the time is the skill's own, and is over

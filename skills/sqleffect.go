@@ -61,7 +61,7 @@ func (h sqlHandler) effect(
 	}
 	sum := sha256.Sum256(append([]byte(c.Skill.Name+"\x00"), text...))
 	entry.fingerprint = hex.EncodeToString(sum[:16])
-	result, err := executions.Persist(ctx, func(ctx context.Context) (json.RawMessage, error) {
+	result, err := executions.RetryTransient(ctx, func(ctx context.Context) (json.RawMessage, error) {
 		result, err := h.once(ctx, on, entry, timeout, args)
 		if postgres.IsCode(err, undefinedTable) && !errors.As(err, new(queryError)) {
 			if err = PrepareEffects(ctx, on); err == nil {

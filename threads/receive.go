@@ -73,5 +73,5 @@ func Receive(ctx context.Context, e *executions.Engine, tx pgx.Tx, in Incoming) 
 	if err != nil {
 		return Arrived{}, fmt.Errorf("receive message in thread %q: %w", in.ThreadID, err)
 	}
-	return got, e.Hint(ctx, tx, got.Resumed...)
+	return got, e.WakeTx(ctx, tx, got.Resumed...)
 }

@@ -77,7 +77,7 @@ func (s *scenario) startChild() bool {
 
 func (s *scenario) tick() bool {
 	name := s.name("schedule")
-	if err := s.engine.Put(s.ctx(), executions.Schedule{Name: name, Flow: "heartbeat", Surface: trace.Heartbeat, Cron: "@every 1h", Timezone: "UTC"}); err != nil {
+	if err := s.engine.PutSchedule(s.ctx(), executions.Schedule{Name: name, Flow: "heartbeat", Surface: trace.Heartbeat, Cron: "@every 1h", Timezone: "UTC"}); err != nil {
 		s.t.Fatal(err)
 	}
 	s.exec(`update agent_schedules set next_run_at = clock_timestamp() - interval '1 second' where name = $1`, name)

@@ -70,7 +70,7 @@ func (r *Runner) Register() error {
 	return r.Engine.Register(Flow, r.run)
 }
 
-// Spec describes the execution that makes a run, which it takes itself: for a run by hand, with Engine.RunNow.
+// Spec describes the execution that makes a run, which it takes itself: for a run by hand, with Engine.RunSync.
 func Spec(agent string, run automations.Run) executions.Spec {
 	s := executions.Spec{Flow: Flow, Surface: trace.Flow, Agent: agent, Input: input{run.ID, run.Attempt}}
 	if id, err := trace.Parse(run.TraceID); err == nil {

@@ -243,7 +243,7 @@ func TestARunOfADeadProcessGoesOnElsewhere(t *testing.T) {
 	group.Go(func() {
 		run, err := automations.GetRun(t.Context(), w.pool, w.value(t, `select id::text from agent_automation_runs`))
 		if err == nil {
-			err = engine.Attend(context.WithoutCancel(t.Context()), *run.ExecutionID)
+			err = engine.ClaimAndRun(context.WithoutCancel(t.Context()), *run.ExecutionID)
 		}
 		if err != nil {
 			t.Error(err)
@@ -296,11 +296,11 @@ func TestARunByHandIsMadeByWhoAskedForIt(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	x, err := engine.RunNow(t.Context(), runner.Spec("agent", run))
+	x, err := engine.RunSync(t.Context(), runner.Spec("agent", run))
 	if err != nil || x.Status != executions.Completed || x.TraceID != run.TraceID || x.ResultSummary != "a: success" {
 		t.Errorf("got %+v, %v", x, err)
 	}
-	if x, err := engine.RunNow(t.Context(), runner.Spec("agent", run)); err != nil || !strings.Contains(x.ResultSummary, "somebody else") {
+	if x, err := engine.RunSync(t.Context(), runner.Spec("agent", run)); err != nil || !strings.Contains(x.ResultSummary, "somebody else") {
 		t.Errorf("the same run was made again: %+v, %v", x, err)
 	}
 	w.exec(t, `update agent_automations set disabled_by = 'proposal', proposed_by = 'agent'`)

@@ -209,7 +209,7 @@ func (a *app) run(ctx context.Context, more ...func(ctx context.Context) error) 
 
 // beat keeps what a command needs that runs one execution itself, while fn works.
 func (a *app) beat(ctx context.Context, fn func(ctx context.Context) error) error {
-	return a.living(ctx, fn, a.engine.Beat)
+	return a.living(ctx, fn, a.engine.KeepAlive)
 }
 
 // living keeps leases, notifications and what else is given while fn works, however it ends: they are needed until

@@ -414,7 +414,7 @@ func (c *cli) runAutomation(ctx context.Context, s *session, name, reason string
 	}
 	var ended executions.Execution
 	err = a.beat(ctx, func(ctx context.Context) error {
-		ended, err = a.engine.RunNow(ctx, runner.Spec(s.config.Name, run))
+		ended, err = a.engine.RunSync(ctx, runner.Spec(s.config.Name, run))
 		return err
 	})
 	if err != nil {

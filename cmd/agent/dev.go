@@ -247,7 +247,7 @@ func (c *cli) firstHeartbeat(ctx context.Context, s *session, a *app) error {
 	if err != nil {
 		return err
 	}
-	x, err := a.engine.RunNow(ctx, heartbeat.SpecOf(acting))
+	x, err := a.engine.RunSync(ctx, heartbeat.SpecOf(acting))
 	if held, paused := errors.AsType[*executions.PausedError](err); paused {
 		return c.skipHeartbeat(ctx, s, held.Pause)
 	}

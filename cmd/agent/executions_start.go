@@ -99,7 +99,7 @@ func (c *cli) startExecution(ctx context.Context, s *session, b begun) error {
 			return err
 		}
 	}
-	x, created, err := a.engine.StartByAdmin(executions.WithLockPatience(ctx, postgres.LockPatience), b.spec, b.reason)
+	x, created, err := a.engine.StartByAdmin(executions.WithLockTimeout(ctx, postgres.LockPatience), b.spec, b.reason)
 	if err != nil {
 		return err
 	}
@@ -147,7 +147,7 @@ func startable(ctx context.Context, a *app, spec *executions.Spec) error {
 		}
 		return nil
 	}
-	known, err := a.engine.Knows(ctx, spec.Flow)
+	known, err := a.engine.HasFlow(ctx, spec.Flow)
 	if err != nil {
 		return err
 	}

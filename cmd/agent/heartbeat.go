@@ -55,7 +55,7 @@ a process that runs agent serve or agent dev.`,
 			}
 			var ended executions.Execution
 			err = a.beat(ctx, func(ctx context.Context) error {
-				ended, err = a.engine.RunNow(ctx, spec)
+				ended, err = a.engine.RunSync(ctx, spec)
 				return err
 			})
 			if held, paused := errors.AsType[*executions.PausedError](err); paused {
@@ -200,7 +200,7 @@ func (c *cli) tellPause(ctx context.Context, s *session) error {
 
 // skipHeartbeat records a heartbeat that does not begin because of a pause, and prints its story.
 func (c *cli) skipHeartbeat(ctx context.Context, s *session, p executions.Pause) error {
-	id, err := executions.NoteSkipped(ctx, s.pool, executions.Spec{
+	id, err := executions.RecordSkipped(ctx, s.pool, executions.Spec{
 		Flow: heartbeat.Flow, Surface: trace.Heartbeat, Agent: s.config.Name,
 	}, p)
 	if err != nil {

@@ -122,7 +122,7 @@ func (c *cli) enter(ctx context.Context, a *app, admin *operate.Session, wait bo
 	}
 	told := errors.New(a.operate.Explain(ctx, busy))
 	if !wait {
-		a.operate.NoteSkipped(ctx, admin.ID(), busy)
+		a.operate.RecordSkipped(ctx, admin.ID(), busy)
 		return &exitError{exitBusy, hint(told, "wait with --wait, or look on with --watch")}
 	}
 	c.say("%s; waiting …", printable(told.Error()))

@@ -107,7 +107,7 @@ func (d *shopDay) heartbeat(ctx context.Context, n int, also ...string) error {
 	if err != nil {
 		return err
 	}
-	x, err := d.app.engine.RunNow(ctx, heartbeat.SpecOf(acting))
+	x, err := d.app.engine.RunSync(ctx, heartbeat.SpecOf(acting))
 	if err == nil && (x.Status != executions.Completed || strings.Contains(x.ResultSummary, "failed")) {
 		err = fmt.Errorf("heartbeat %d is %s: %s %s", n, x.Status, x.ResultSummary, deref(x.ErrorMessage))
 	}

@@ -295,7 +295,7 @@ func (c *cli) callSkill(ctx context.Context, s *session, call skillCall) error {
 	}
 	var ended executions.Execution
 	err = a.beat(ctx, func(ctx context.Context) error {
-		ended, err = a.engine.RunNow(ctx, executions.Spec{Flow: callFlow, Surface: trace.Operate, Agent: s.config.Name, Input: call})
+		ended, err = a.engine.RunSync(ctx, executions.Spec{Flow: callFlow, Surface: trace.Operate, Agent: s.config.Name, Input: call})
 		return err
 	})
 	if err != nil {

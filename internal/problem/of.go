@@ -111,7 +111,7 @@ func ofRun(err *executions.RunError) *Problem {
 		return p.Kind("lock-held", "Lock held")
 	case is(err, executions.ErrVoid):
 		return p.Kind("lock-void", "Lock void")
-	case is(err, executions.ErrDifferent):
+	case is(err, executions.ErrOutputConflict):
 		return p.Kind("step-recorded", "Step recorded otherwise")
 	case is(err, executions.ErrNotReady):
 		return p.Kind("run-waits", "Run waits")

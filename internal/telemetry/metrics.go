@@ -95,29 +95,29 @@ func (m *Metrics) Handler() http.Handler {
 // Registry is what is gathered.
 func (m *Metrics) Registry() *prometheus.Registry { return m.registry }
 
-// Began counts an execution that this process has begun to run.
-func (m *Metrics) Began(x executions.Execution) {
+// RunStarted counts an execution that this process has begun to run.
+func (m *Metrics) RunStarted(x executions.Execution) {
 	if m != nil {
 		m.active.WithLabelValues(x.Surface).Inc()
 	}
 }
 
-// Left is the opposite of Began, however it left.
-func (m *Metrics) Left(x executions.Execution) {
+// RunFinished is the opposite of Began, however it left.
+func (m *Metrics) RunFinished(x executions.Execution) {
 	if m != nil {
 		m.active.WithLabelValues(x.Surface).Dec()
 	}
 }
 
-// Lost counts a claim that was lost.
-func (m *Metrics) Lost(x executions.Execution) {
+// ClaimLost counts a claim that was lost.
+func (m *Metrics) ClaimLost(x executions.Execution) {
 	if m != nil {
 		m.claimsLost.WithLabelValues(x.Surface).Inc()
 	}
 }
 
-// Ended counts an execution that ended here.
-func (m *Metrics) Ended(x executions.Execution, status executions.Status) {
+// ExecutionEnded counts an execution that ended here.
+func (m *Metrics) ExecutionEnded(x executions.Execution, status executions.Status) {
 	if m == nil {
 		return
 	}
@@ -127,8 +127,8 @@ func (m *Metrics) Ended(x executions.Execution, status executions.Status) {
 	}
 }
 
-// Closed counts an activity whose end was recorded here.
-func (m *Metrics) Closed(e activity.Entry, o activity.Outcome, took time.Duration) {
+// ActivityClosed counts an activity whose end was recorded here.
+func (m *Metrics) ActivityClosed(e activity.Entry, o activity.Outcome, took time.Duration) {
 	if m == nil {
 		return
 	}

@@ -36,19 +36,19 @@ func scrape(t *testing.T, m *telemetry.Metrics) string {
 func used(m *telemetry.Metrics) {
 	now := time.Now()
 	x := executions.Execution{Surface: "heartbeat", StartedAt: &now}
-	m.Began(x)
-	m.Left(x)
-	m.Lost(x)
-	m.Ended(x, executions.Completed)
-	m.Closed(activity.Entry{Kind: activity.KindModel, Model: "asked"}, activity.Outcome{
+	m.RunStarted(x)
+	m.RunFinished(x)
+	m.ClaimLost(x)
+	m.ExecutionEnded(x, executions.Completed)
+	m.ActivityClosed(activity.Entry{Kind: activity.KindModel, Model: "asked"}, activity.Outcome{
 		Status: activity.Success, Model: "answered", CostUSD: 0.5,
 		Usage: activity.Usage{PromptTokens: 7, CompletionTokens: 3},
 	}, time.Second)
-	m.Closed(activity.Entry{Kind: activity.KindCall, Skill: "look"},
+	m.ActivityClosed(activity.Entry{Kind: activity.KindCall, Skill: "look"},
 		activity.Outcome{Status: activity.Error, Class: "timeout"}, time.Second)
-	m.Closed(activity.Entry{Kind: activity.KindCall, Skill: "invented"},
+	m.ActivityClosed(activity.Entry{Kind: activity.KindCall, Skill: "invented"},
 		activity.Outcome{Status: activity.Error, Class: "unknown_tool"}, 0)
-	m.Closed(activity.Entry{Kind: activity.KindPhase, Skill: "reflect"}, activity.Outcome{Status: activity.Success},
+	m.ActivityClosed(activity.Entry{Kind: activity.KindPhase, Skill: "reflect"}, activity.Outcome{Status: activity.Success},
 		time.Second)
 	m.LaneWaited("objective:1", time.Second, true)
 	m.LaneLost("my own/lane:7")
@@ -126,8 +126,8 @@ func TestLabelsAreBounded(t *testing.T) {
 	m := telemetry.NewMetrics("test", nil)
 	for i := range 3000 {
 		n := strconv.Itoa(i)
-		m.Closed(activity.Entry{Kind: activity.KindCall, Skill: "s" + n}, activity.Outcome{Status: activity.Success}, 0)
-		m.Closed(activity.Entry{Kind: activity.KindModel, Model: "m" + n}, activity.Outcome{Status: activity.Success}, 0)
+		m.ActivityClosed(activity.Entry{Kind: activity.KindCall, Skill: "s" + n}, activity.Outcome{Status: activity.Success}, 0)
+		m.ActivityClosed(activity.Entry{Kind: activity.KindModel, Model: "m" + n}, activity.Outcome{Status: activity.Success}, 0)
 		m.LaneWaited("lane"+n, 0, true)
 	}
 	text := scrape(t, m)

@@ -93,7 +93,7 @@ type spoken struct {
 func (c *Chat) relay(ctx context.Context, raw json.RawMessage) (executions.Result, error) {
 	x, ok := executions.Current(ctx)
 	if !ok {
-		return executions.Result{}, executions.ErrOutside
+		return executions.Result{}, executions.ErrNotInExecution
 	}
 	var in input
 	if err := json.Unmarshal(raw, &in); err != nil {
@@ -134,7 +134,7 @@ func (c *Chat) overhear(ctx context.Context, x executions.Execution, in input, f
 	defer look.Stop()
 	shown, last := 0, int64(0) // the place of what was shown last
 	for {
-		h, err := executions.Persist(ctx, func(ctx context.Context) (heard, error) { return c.listen(ctx, x, in, last) })
+		h, err := executions.RetryTransient(ctx, func(ctx context.Context) (heard, error) { return c.listen(ctx, x, in, last) })
 		if err != nil {
 			return answer{}, err
 		}

@@ -327,7 +327,7 @@ func TestAVisitorDoesNotWaitForAWorkerThatIsAway(t *testing.T) {
 		}); err != nil {
 			t.Fatal(err)
 		}
-		if _, _, err := p.engine.UnlockRun(t.Context(), x.ID, got.LockID, executions.Release{Status: executions.Waiting, For: "response"}); err != nil {
+		if _, _, err := p.engine.UnlockRun(t.Context(), x.ID, got.LockID, executions.UnlockParams{Status: executions.Waiting, For: "response"}); err != nil {
 			t.Fatal(err)
 		}
 	}

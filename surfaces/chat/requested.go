@@ -111,7 +111,7 @@ func (c *Chat) notice(ctx context.Context, in input, said int) (string, error) {
 		return "", nil
 	}
 	var question string
-	missing, err := executions.Persist(ctx, func(ctx context.Context) (items []string, err error) {
+	missing, err := executions.RetryTransient(ctx, func(ctx context.Context) (items []string, err error) {
 		err = c.Pool.QueryRow(ctx, `
 			select array(select i from unnest(r.items) with ordinality u (i, n) where not r.received ? i order by n),
 			       case when r.received = '{}' then coalesce((

@@ -60,7 +60,7 @@ func (c *Chat) retryOf(r *http.Request, a Ask, digest string, made, stream bool)
 	if err != nil || attempt < 0 || attempt > 100 {
 		attempt = 0
 	}
-	worker, err := c.Engine.Worker(r.Context())
+	worker, err := c.Engine.WorkerID(r.Context())
 	if err != nil {
 		return nil, fmt.Errorf("recognise request: %w", err)
 	}

@@ -23,7 +23,7 @@ const cancelRest = 5 * time.Second
 
 // Say sends a message and returns the answer, without HTTP; show, where set, gets its text piece by piece. When
 // ctx ends first, the turn is cancelled. Errors that a visitor may know are *Refusal. The engine's lease
-// must be kept meanwhile: by Engine.Run, or Engine.Beat.
+// must be kept meanwhile: by Engine.Run, or Engine.KeepAlive.
 func (c *Chat) Say(ctx context.Context, a Ask, show func(piece string)) (Answer, error) {
 	if a.TraceID == "" {
 		a.TraceID, a.own = trace.New(trace.Chat), true

@@ -52,7 +52,7 @@ func (c *Chat) summarise(ctx context.Context, raw json.RawMessage) (executions.R
 	if err != nil || f.Through == 0 {
 		return executions.Result{Summary: "nothing is old enough"}, err
 	}
-	old, err := executions.Persist(ctx, func(ctx context.Context) ([]threads.Message, error) {
+	old, err := executions.RetryTransient(ctx, func(ctx context.Context) ([]threads.Message, error) {
 		return threads.Turns(ctx, c.Pool, in.Thread, f.First, f.Through+1, f.Last)
 	})
 	if err != nil {

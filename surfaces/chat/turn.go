@@ -61,7 +61,7 @@ type turn struct {
 func (c *Chat) run(ctx context.Context, raw json.RawMessage) (executions.Result, error) {
 	x, ok := executions.Current(ctx)
 	if !ok {
-		return executions.Result{}, executions.ErrOutside
+		return executions.Result{}, executions.ErrNotInExecution
 	}
 	t := &turn{Chat: c, exec: x}
 	if err := json.Unmarshal(raw, &t.in); err != nil {
@@ -137,7 +137,7 @@ func (t *turn) read(ctx context.Context) error {
 		sketch   threads.Sketch
 		opening  string
 	}
-	got, err := executions.Persist(ctx, func(ctx context.Context) (f found, err error) {
+	got, err := executions.RetryTransient(ctx, func(ctx context.Context) (f found, err error) {
 		if t.posted != nil && t.posted.messages != nil {
 			f.messages = slices.Clone(t.posted.messages)
 			slices.Reverse(f.messages)
@@ -235,7 +235,7 @@ func (t *turn) remember(ctx context.Context) (past, error) {
 		return p, nil
 	}
 	var images map[string][]models.Part
-	messages, err := executions.Persist(ctx, func(ctx context.Context) (list []threads.Message, err error) {
+	messages, err := executions.RetryTransient(ctx, func(ctx context.Context) (list []threads.Message, err error) {
 		list, err = threads.Turns(ctx, t.Pool, t.in.Thread, b.From, t.number, b.Through)
 		if err == nil {
 			images, err = t.imagesOf(ctx, list)

@@ -166,7 +166,7 @@ func (t *turn) earlier(ctx context.Context) ([]underWay, error) {
 	if t.posted != nil && t.posted.alone {
 		return nil, nil
 	}
-	return executions.Persist(ctx, func(ctx context.Context) ([]underWay, error) {
+	return executions.RetryTransient(ctx, func(ctx context.Context) ([]underWay, error) {
 		return unfinished(ctx, t.Pool, t.in.Thread, t.number)
 	})
 }
@@ -198,7 +198,7 @@ func (t *turn) takeLane(ctx context.Context, step string, live bool) (held bool,
 // claimLane takes the lane from an earlier claim of this turn: a process that was lost, and does not know it yet, may
 // have come to the head of the queue.
 func (t *turn) claimLane(ctx context.Context, ghost string) error {
-	_, err := executions.Persist(ctx, func(ctx context.Context) (struct{}, error) {
+	_, err := executions.RetryTransient(ctx, func(ctx context.Context) (struct{}, error) {
 		return struct{}{}, postgres.InTx(ctx, t.Pool, func(tx pgx.Tx) error {
 			_, err := tx.Exec(ctx, `
 				select lanekeeper.fence_agent_execution(@id, @claim), leave_agent_lock_queue(@lane, @ghost),

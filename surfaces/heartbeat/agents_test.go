@@ -49,7 +49,7 @@ func (w *world) asked() string {
 
 func (w *world) runOf(t *testing.T, a agents.Agent) executions.Execution {
 	t.Helper()
-	x, err := w.engine(t, false).RunNow(context.WithoutCancel(t.Context()), heartbeat.SpecOf(a))
+	x, err := w.engine(t, false).RunSync(context.WithoutCancel(t.Context()), heartbeat.SpecOf(a))
 	if err != nil || x.Status != executions.Completed {
 		t.Fatalf("the heartbeat of %s is %s: %v, %v", a.Name, x.Status, deref(x.ErrorMessage), err)
 	}

@@ -82,7 +82,7 @@ func (w *world) lose(t *testing.T, came, wake chan struct{}) executions.Executio
 	over := make(chan struct{})
 	first.Go(func() error {
 		defer close(over)
-		_, err := engine.RunNow(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
+		_, err := engine.RunSync(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
 		return err
 	})
 	select {

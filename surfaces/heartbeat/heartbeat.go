@@ -453,7 +453,7 @@ func (b *beat) useGrant(ctx context.Context, grant approvals.Approval) error {
 	current, _ := executions.Current(ctx)
 	step := "approved " + grant.ID
 	_, err = b.Loop.Invoke(ctx, step, skill, grant.Arguments, executions.Call{
-		Entry: activity.Entry{Purpose: "follow_through"}, Also: approvals.Use(grant.ID, current.ID, step),
+		Entry: activity.Entry{Purpose: "follow_through"}, OnIntent: approvals.Use(grant.ID, current.ID, step),
 	})
 	if approvals.IsUsed(err) {
 		return &executions.StepError{Class: "refused", Message: "approval " + grant.ID + " was used by somebody else, or has expired"}

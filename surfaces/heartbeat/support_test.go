@@ -220,7 +220,7 @@ func (w *world) engine(t *testing.T, running bool) *executions.Engine {
 // run makes one heartbeat, now.
 func (w *world) run(t *testing.T) (executions.Execution, heartbeat.Summary) {
 	t.Helper()
-	x, err := w.engine(t, false).RunNow(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
+	x, err := w.engine(t, false).RunSync(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -38,7 +38,7 @@ func (w *world) unlaned(t *testing.T, n int) []executions.Execution {
 			t.Fatal(err)
 		}
 		all.Go(func() {
-			x, err := e.RunNow(context.WithoutCancel(t.Context()), executions.Spec{Flow: "heartbeat", Surface: trace.Heartbeat})
+			x, err := e.RunSync(context.WithoutCancel(t.Context()), executions.Spec{Flow: "heartbeat", Surface: trace.Heartbeat})
 			if err != nil {
 				t.Error(err)
 			}

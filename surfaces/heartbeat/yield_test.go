@@ -138,7 +138,7 @@ func TestAHeartbeatUnderWayYieldsAndResumes(t *testing.T) {
 		t.Run(phase, func(t *testing.T) {
 			w := interrupted(t, phase)
 			e := w.engine(t, true)
-			x, err := e.RunNow(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
+			x, err := e.RunSync(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -181,7 +181,7 @@ func TestAHeartbeatUnderWayGoesOnAfterTheOneInItsLane(t *testing.T) {
 	for _, phase := range []string{"advance_plan", "run_automations"} {
 		t.Run(phase, func(t *testing.T) {
 			w := interrupted(t, phase)
-			x, err := w.engine(t, true).RunNow(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
+			x, err := w.engine(t, true).RunSync(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
 			if err != nil || x.Status != executions.Waiting {
 				t.Fatalf("the heartbeat is %s: %v", x.Status, err)
 			}
@@ -223,7 +223,7 @@ func TestAHeartbeatThatWaitedLongEnoughGivesUpTheRest(t *testing.T) {
 			w.beat.YieldLimit = 300 * time.Millisecond
 			e := w.engine(t, true)
 			begun := time.Now()
-			x, err := e.RunNow(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
+			x, err := e.RunSync(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -276,7 +276,7 @@ func TestAResumedHeartbeatAsksForNothingThatIsFinished(t *testing.T) {
 	w.automation(t, automations.Definition{Name: "a", Skill: "look"})
 	w.automation(t, automations.Definition{Name: "b", Skill: "look"})
 	exec(t, w.pool, `update agent_automations set next_run_at = next_run_at - interval '1 hour' where name = 'a'`)
-	x, err := w.engine(t, true).RunNow(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
+	x, err := w.engine(t, true).RunSync(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
 	if err != nil || x.Status != executions.Waiting {
 		t.Fatalf("the heartbeat is %s: %v", x.Status, err)
 	}

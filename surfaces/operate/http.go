@@ -161,7 +161,7 @@ func (o *Operate) refusal(ctx context.Context, session string, err error) error 
 	if !ok {
 		return err
 	}
-	o.NoteSkipped(ctx, session, busy)
+	o.RecordSkipped(ctx, session, busy)
 	return problem.New(http.StatusConflict, "%s; send wait: true to wait, or follow GET /v1/operate/watch", o.Explain(ctx, busy)).
 		Kind("lane-busy", "Lane busy").WithHolder(busy.Holder)
 }

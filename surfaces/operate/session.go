@@ -216,7 +216,7 @@ func (s *Session) enter(ctx context.Context, wait bool) error {
 	if s.held() != nil {
 		return nil
 	}
-	process, err := s.o.Engine.Worker(ctx)
+	process, err := s.o.Engine.WorkerID(ctx)
 	if err != nil {
 		return fmt.Errorf("open session: %w", err)
 	}

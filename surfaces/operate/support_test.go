@@ -132,7 +132,7 @@ func (p *process) begin(t *testing.T, listener *postgres.Listener, working bool)
 		if working {
 			return p.engine.Run(ctx)
 		}
-		return p.engine.Beat(ctx)
+		return p.engine.KeepAlive(ctx)
 	})
 	p.stop = stop
 	p.ended = sync.OnceValue(func() error { return above.Wait() })

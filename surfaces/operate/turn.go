@@ -310,7 +310,7 @@ func (s *Session) help(ctx context.Context, x executions.Execution) (time.Durati
 	kind, key := deref(x.WaitingFor), deref(x.WaitingKey)
 	switch {
 	case x.Status != executions.Waiting && x.ClaimedBy == nil:
-		return retryPause, s.o.Engine.Attend(running, x.ID)
+		return retryPause, s.o.Engine.ClaimAndRun(running, x.ID)
 	case x.Status == executions.Waiting && kind == "lane" && key == Lane:
 		// Another process was quicker to go on with the turn, and wants the lane for it.
 		s.mu.Lock()
@@ -318,7 +318,7 @@ func (s *Session) help(ctx context.Context, x executions.Execution) (time.Durati
 		s.mu.Unlock()
 		return s.o.Poll, s.release(running)
 	case x.Status == executions.Waiting && kind == "agent":
-		return s.o.Poll, s.o.Engine.Attend(ctx, key) // where no other process works
+		return s.o.Poll, s.o.Engine.ClaimAndRun(ctx, key) // where no other process works
 	}
 	return s.o.Poll, nil
 }

@@ -502,7 +502,7 @@ func TestAHeartbeatUnderWayYieldsToTheAdminAndResumes(t *testing.T) {
 	if done, err := s.Turn(t.Context(), "Hello.", false, func(operate.Event) {}); err != nil || done.Ended != "answered" {
 		t.Errorf("the admin's turn: %+v, %v", done, err)
 	}
-	tick, err := p.engine.RunNow(t.Context(), heartbeat.Spec("agent"))
+	tick, err := p.engine.RunSync(t.Context(), heartbeat.Spec("agent"))
 	if err != nil || !strings.HasPrefix(tick.ResultSummary, "skipped") || w.rows(t, tick.TraceID) != "heartbeat skipped" {
 		t.Errorf("the tick is %s: %q, %v; %s", tick.Status, tick.ResultSummary, err, w.rows(t, tick.TraceID))
 	}

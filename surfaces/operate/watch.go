@@ -69,9 +69,9 @@ func (o *Operate) Explain(ctx context.Context, busy *lanes.BusyError) string {
 	return text + fmt.Sprintf("; at work for %s", time.Duration(h.HeldFor*float64(time.Second)).Round(time.Second))
 }
 
-// NoteSkipped records that a turn of a session was not taken, because another admin is at work, as a skipped activity
+// RecordSkipped records that a turn of a session was not taken, because another admin is at work, as a skipped activity
 // with the holder under a trace of its own.
-func (o *Operate) NoteSkipped(ctx context.Context, session string, busy *lanes.BusyError) {
+func (o *Operate) RecordSkipped(ctx context.Context, session string, busy *lanes.BusyError) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()
 	_, err := activity.Note(ctx, o.Pool, activity.Entry{

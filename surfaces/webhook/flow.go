@@ -229,7 +229,7 @@ func (s *Surface) act(ctx context.Context, p plan, t task, attempt int) (result,
 	in := about(p)
 	in["action"], in["attempt"] = t.Number, attempt
 	return executions.Phase(ctx, "webhook_action", func(ctx context.Context, _ *executions.Effect) (result, error) {
-		c, err := executions.Persist(ctx, func(ctx context.Context) (webhooks.Content, error) {
+		c, err := executions.RetryTransient(ctx, func(ctx context.Context) (webhooks.Content, error) {
 			return webhooks.Load(ctx, s.Pool, p.Delivery, p.Format)
 		})
 		if err != nil {

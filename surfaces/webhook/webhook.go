@@ -208,7 +208,7 @@ func endpoint(name string) threads.Principal {
 // the endpoint. A name that no thread has is the key itself, because a wait need not be about a conversation that is
 // kept here.
 func (s *Surface) threadOf(ctx context.Context, c webhooks.Content, key string) (string, error) {
-	return executions.Persist(ctx, func(ctx context.Context) (string, error) {
+	return executions.RetryTransient(ctx, func(ctx context.Context) (string, error) {
 		id, known, err := threads.Resolve(ctx, s.Pool, endpoint(c.Endpoint), key)
 		if errors.Is(err, threads.ErrInvalid) {
 			return key, nil
@@ -231,7 +231,7 @@ func (s *Surface) knows(ctx context.Context, flow string) (bool, error) {
 	if executions.IsExternal(flow) {
 		return true, nil
 	}
-	return executions.Persist(ctx, func(ctx context.Context) (bool, error) { return s.Engine.Knows(ctx, flow) })
+	return executions.RetryTransient(ctx, func(ctx context.Context) (bool, error) { return s.Engine.HasFlow(ctx, flow) })
 }
 
 // automate starts the run in the transaction of the checkpoint. How the run then fares is its own story: it has

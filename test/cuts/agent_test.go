@@ -151,7 +151,7 @@ func (a *agent) addSurfaces(private []string) error {
 
 // run works until ctx ends.
 func (a *agent) run(ctx context.Context) error {
-	if err := a.engine.Put(ctx, heartbeat.Schedule(never, "UTC")); err != nil {
+	if err := a.engine.PutSchedule(ctx, heartbeat.Schedule(never, "UTC")); err != nil {
 		return err
 	}
 	if err := a.engine.SetLimits(ctx, nil); err != nil {

@@ -77,7 +77,7 @@ func lastRefused(server *modeltest.Server) string {
 // heartbeatFinishes runs a heartbeat that takes the steps of an objective.
 func (w *world) heartbeatFinishes(t *testing.T) {
 	t.Helper()
-	x, err := w.engine.RunNow(t.Context(), heartbeat.Spec("nora"))
+	x, err := w.engine.RunSync(t.Context(), heartbeat.Spec("nora"))
 	fatal(t, err)
 	if x.Status != executions.Completed {
 		t.Fatalf("the heartbeat is %s: %v", x.Status, x.ErrorMessage)
