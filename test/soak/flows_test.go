@@ -68,7 +68,11 @@ type flowSoak struct {
 func sizeOf(t *testing.T) flowSoak {
 	t.Helper()
 	if os.Getenv("AGENT_SOAK") == "" {
-		return flowSoak{executions: 60, lasts: 25 * time.Second, restarts: 1, kill: 2 * time.Second, lease: "10s"}
+		short := flowSoak{executions: 60, lasts: 25 * time.Second, restarts: 1, kill: 2 * time.Second, lease: "10s"}
+		if testing.Short() {
+			short.executions, short.lasts = 30, 12*time.Second
+		}
+		return short
 	}
 	return flowSoak{executions: 1000, lasts: lasts(t), restarts: max(3, int(lasts(t)/(40*time.Second))),
 		kill: 1500 * time.Millisecond, lease: "10s"}

@@ -81,7 +81,10 @@ func soakWorkspace() string {
 func lasts(t testing.TB) time.Duration {
 	t.Helper()
 	given := os.Getenv("AGENT_SOAK")
-	if given == "" {
+	switch {
+	case given == "" && testing.Short():
+		return 10 * time.Second
+	case given == "":
 		return 20 * time.Second
 	}
 	d, err := time.ParseDuration(given)
