@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/jackc/pgx/v5"
+
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -31,14 +33,23 @@ func (d *Directory) List(ctx context.Context, db postgres.DB) ([]Agent, error) {
 	if err != nil {
 		return nil, err
 	}
+	return d.list(rows), nil
+}
+
+func (d *Directory) list(rows []row) []Agent {
 	if len(rows) == 0 {
-		return []Agent{d.undeclared()}, nil
+		return []Agent{d.undeclared()}
 	}
 	all := make([]Agent, len(rows))
 	for i, r := range rows {
 		all[i] = d.fill(r)
 	}
-	return all, nil
+	return all
+}
+
+// QueueList queues the statement of List.
+func (d *Directory) QueueList(b *pgx.Batch, into *[]Agent) {
+	queueCurrent(b, func(rows []row) { *into = d.list(rows) })
 }
 
 // Default returns the agent that acts where nobody names one.
@@ -56,6 +67,11 @@ func (d *Directory) Find(ctx context.Context, db postgres.DB, name string) (Agen
 	if err != nil {
 		return Agent{}, err
 	}
+	return Find(all, name)
+}
+
+// Find is [Directory.Find] among the agents that [Directory.List] returned.
+func Find(all []Agent, name string) (Agent, error) {
 	if name == "" || name == Alias {
 		return all[0], nil
 	}
@@ -74,8 +90,13 @@ func (d *Directory) Acting(ctx context.Context, db postgres.DB, name string) (Ag
 	if err != nil {
 		return Agent{}, err
 	}
+	return Acting(all, name), nil
+}
+
+// Acting is [Directory.Acting] among the agents that [Directory.List] returned.
+func Acting(all []Agent, name string) Agent {
 	i := slices.IndexFunc(all, func(a Agent) bool { return a.Name == name })
-	return all[max(i, 0)], nil
+	return all[max(i, 0)]
 }
 
 // Version returns one version of an agent, of a removed one, too. Version 0 is the installation's own agent.
@@ -93,11 +114,13 @@ func (d *Directory) Version(ctx context.Context, db postgres.DB, name string, nu
 // Reachable lists the agents that a chat key reaches: those that name it, or the default one when none does.
 func (d *Directory) Reachable(ctx context.Context, db postgres.DB, key string) ([]Agent, error) {
 	all, err := d.List(ctx, db)
-	if err != nil {
-		return nil, err
-	}
+	return ReachedBy(all, key), err
+}
+
+// ReachedBy returns those of all agents that a chat key reaches, as [Directory.Reachable] does. It changes all.
+func ReachedBy(all []Agent, key string) []Agent {
 	bound := slices.ContainsFunc(all, func(a Agent) bool { return slices.Contains(a.Keys, key) })
-	return slices.DeleteFunc(all, func(a Agent) bool { return !a.reachedBy(key, bound) }), nil
+	return slices.DeleteFunc(all, func(a Agent) bool { return !a.reachedBy(key, bound) })
 }
 
 // undeclared is the installation itself as an agent.

@@ -76,18 +76,25 @@ func Remove(ctx context.Context, db postgres.DB, source string, keep []string) (
 }
 
 // current reads the agents in service, the default first, then by name.
-func current(ctx context.Context, db postgres.DB) ([]row, error) {
-	rows, err := db.Query(ctx, `
-		select name, version, definition, source, created_at from agent_agents
-		 where current order by not is_default, name`)
-	if err != nil {
-		return nil, fmt.Errorf("list agents: %w", err)
-	}
-	all, err := pgx.CollectRows(rows, pgx.RowToStructByName[row])
-	if err != nil {
+func current(ctx context.Context, db postgres.DB) (all []row, err error) {
+	b := &pgx.Batch{}
+	queueCurrent(b, func(rows []row) { all = rows })
+	if err := db.SendBatch(ctx, b).Close(); err != nil {
 		return nil, fmt.Errorf("list agents: %w", err)
 	}
 	return all, nil
+}
+
+func queueCurrent(b *pgx.Batch, use func([]row)) {
+	b.Queue(`
+		select name, version, definition, source, created_at from agent_agents
+		 where current order by not is_default, name`).Query(func(rows pgx.Rows) error {
+		all, err := pgx.CollectRows(rows, pgx.RowToStructByName[row])
+		if err == nil {
+			use(all)
+		}
+		return err
+	})
 }
 
 // version reads one version of an agent, of a removed one, too.

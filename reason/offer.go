@@ -28,16 +28,15 @@ type offer struct {
 	More   int            `json:"more"` // in scope besides them
 }
 
-// offered chooses what to offer: everything in scope, or of very much that which is nearest to the prompt.
-func (l *Loop) offered(ctx context.Context, db postgres.DB, t Turn, a agents.Agent) (offer, error) {
-	all, err := l.inScope(ctx, db, t, a)
+// offered chooses among the callable skills what to offer: everything in scope, or of very much that which is nearest
+// to the prompt.
+func (l *Loop) offered(ctx context.Context, db postgres.DB, t Turn, a agents.Agent, callable []skills.Skill) (offer, error) {
+	all, trials := l.Skills.Split(ctx, callable)
+	all, err := l.also(ctx, db, t, all)
 	if err != nil {
 		return offer{}, err
 	}
-	trials, err := l.trials(ctx, db, t, a)
-	if err != nil {
-		return offer{}, err
-	}
+	all, trials = t.allowed(a, all), t.allowed(a, trials)
 	if len(all)+len(trials) <= mostOffered {
 		return offer{Skills: append(all, trials...)}, nil
 	}
@@ -47,14 +46,10 @@ func (l *Loop) offered(ctx context.Context, db postgres.DB, t Turn, a agents.Age
 	return offer{Skills: append(chosen, trials...), More: len(all) - len(chosen)}, nil
 }
 
-// inScope lists the skills in service that the turn's scopes and its agent allow.
-func (l *Loop) inScope(ctx context.Context, db postgres.DB, t Turn, a agents.Agent) ([]skills.Skill, error) {
+// also adds the skills that a turn with scopes names.
+func (l *Loop) also(ctx context.Context, db postgres.DB, t Turn, all []skills.Skill) ([]skills.Skill, error) {
 	if len(t.Scopes) == 0 {
 		return nil, nil
-	}
-	all, err := l.Skills.Available(ctx, db, t.Scopes...)
-	if err != nil {
-		return nil, err
 	}
 	for _, name := range t.Also {
 		s, err := skills.Get(ctx, db, name)
@@ -69,17 +64,7 @@ func (l *Loop) inScope(ctx context.Context, db postgres.DB, t Turn, a agents.Age
 			all = slices.Insert(all, at, s)
 		}
 	}
-	return t.allowed(a, all), nil
-}
-
-// trials are the skills out of service that may be tried once. Whoever may call a skill may try it: one that only
-// visitors have would not come back otherwise.
-func (l *Loop) trials(ctx context.Context, db postgres.DB, t Turn, a agents.Agent) ([]skills.Skill, error) {
-	if len(t.Scopes) == 0 {
-		return nil, nil
-	}
-	all, err := skills.OnTrial(ctx, db, t.Scopes...)
-	return slices.DeleteFunc(t.allowed(a, all), func(s skills.Skill) bool { return l.Skills.Runnable(s) != nil }), err
+	return all, nil
 }
 
 // skillSearch finds skills that were not offered at once. Its hits can be called for the rest of the turn.
@@ -107,7 +92,11 @@ func (w *turn) findSkills(ctx context.Context, args json.RawMessage) (any, error
 		Entry: activity.Entry{Skill: "skill_search", Purpose: w.Purpose, Input: asked}, Idempotent: true,
 	}, func(ctx context.Context, effect *executions.Effect) ([]skills.Skill, error) {
 		all, err := executions.RetryTransient(ctx, func(ctx context.Context) ([]skills.Skill, error) {
-			return w.inScope(ctx, w.Pool, w.Turn, w.agent)
+			all, err := w.Skills.Available(ctx, w.Pool, w.Scopes...)
+			if err == nil {
+				all, err = w.also(ctx, w.Pool, w.Turn, all)
+			}
+			return w.allowed(w.agent, all), err
 		})
 		if err != nil {
 			return nil, err

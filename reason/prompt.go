@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/memory"
+	"github.com/lanekeeper/lanekeeper/skills"
 )
 
 // The parts of a request stand in an order that serves providers' caches and safety. What changes least comes first:
@@ -54,13 +55,7 @@ type pinnedEntry struct {
 
 // prepare decides, once, who acts and what the turn is offered.
 func (l *Loop) prepare(ctx context.Context, t Turn) (prepared, error) {
-	p, err := executions.Step(ctx, "tools", func(ctx context.Context) (p prepared, err error) {
-		err = postgres.InTx(ctx, l.Pool, func(tx pgx.Tx) (err error) { // one transaction for several reads
-			p, err = l.choose(ctx, tx, t)
-			return err
-		})
-		return p, err
-	})
+	p, err := executions.Step(ctx, "tools", func(ctx context.Context) (prepared, error) { return l.choose(ctx, l.Pool, t) })
 	if err != nil {
 		return p, fmt.Errorf("choose tools: %w", err)
 	}
@@ -74,43 +69,49 @@ func (l *Loop) prepare(ctx context.Context, t Turn) (prepared, error) {
 
 // choose reads who acts and what the turn is offered.
 func (l *Loop) choose(ctx context.Context, db postgres.DB, t Turn) (p prepared, err error) {
+	var all []agents.Agent
+	var callable []skills.Skill
+	b := &pgx.Batch{}
 	if l.Agents != nil {
-		if p.who, err = l.acting(ctx, db, t); err != nil {
+		l.Agents.QueueList(b, &all)
+	}
+	if len(t.Scopes) > 0 {
+		skills.QueueCallable(b, t.Scopes, &callable)
+	}
+	if err := db.SendBatch(ctx, b).Close(); err != nil {
+		return p, fmt.Errorf("read agents and skills: %w", err)
+	}
+	if l.Agents != nil {
+		if p.who, err = acts(ctx, all, t); err != nil {
 			return p, err
 		}
 		p.Agent, p.Now = &acting{p.who.Name, p.who.Version}, time.Now().UTC().Truncate(time.Second)
+		p.Delegates = colleagues(all, p.who)
 		if p.Pinned, err = pinned(ctx, db, p.who); err != nil {
 			return p, err
 		}
-		if p.Delegates, err = l.colleagues(ctx, db, p.who); err != nil {
-			return p, err
-		}
 	}
-	p.offer, err = l.offered(ctx, db, t, p.who)
+	p.offer, err = l.offered(ctx, db, t, p.who, callable)
 	return p, err
 }
 
-// acting is the agent of a turn: the one that it names, or the execution's.
-func (l *Loop) acting(ctx context.Context, db postgres.DB, t Turn) (agents.Agent, error) {
+// acts returns the agent of a turn: the one that it names, or the execution's.
+func acts(ctx context.Context, all []agents.Agent, t Turn) (agents.Agent, error) {
 	if t.Agent != "" {
-		return l.Agents.Find(ctx, db, t.Agent)
+		return agents.Find(all, t.Agent)
 	}
 	current, _ := executions.Current(ctx)
-	return l.Agents.Acting(ctx, db, current.Agent)
+	return agents.Acting(all, current.Agent), nil
 }
 
 // colleagues are the agents that an agent may delegate to, as far as they are in service.
-func (l *Loop) colleagues(ctx context.Context, db postgres.DB, a agents.Agent) (list []colleague, err error) {
-	if len(a.Delegates) == 0 {
-		return nil, nil
-	}
-	all, err := l.Agents.List(ctx, db)
+func colleagues(all []agents.Agent, a agents.Agent) (list []colleague) {
 	for _, other := range all {
 		if slices.Contains(a.Delegates, other.Name) {
 			list = append(list, colleague{other.Name, other.Description})
 		}
 	}
-	return list, err
+	return list
 }
 
 // pinned reads the entries that an agent always sees, in the order of its document. Those that are not there are left

@@ -112,13 +112,31 @@ func (r *Registry) Available(ctx context.Context, db postgres.DB, scopes ...stri
 	if err != nil {
 		return nil, err
 	}
+	return r.runnable(ctx, all), nil
+}
+
+// Split divides the skills of [QueueCallable], in their order, into those in service and those on trial, without
+// those that this registry cannot run. One in service that cannot be run is logged.
+func (r *Registry) Split(ctx context.Context, callable []Skill) (enabled, onTrial []Skill) {
+	for _, s := range callable {
+		switch {
+		case s.Enabled:
+			enabled = append(enabled, s)
+		case r.Runnable(s) == nil:
+			onTrial = append(onTrial, s)
+		}
+	}
+	return r.runnable(ctx, enabled), onTrial
+}
+
+func (r *Registry) runnable(ctx context.Context, all []Skill) []Skill {
 	return slices.DeleteFunc(all, func(s Skill) bool {
 		err := r.Runnable(s)
 		if err != nil {
 			r.logger.WarnContext(ctx, "skill cannot run", "skill", s.Name, "error", err)
 		}
 		return err != nil
-	}), nil
+	})
 }
 
 // Runnable says why this registry cannot run s, whether or not it is enabled; nil when it can.

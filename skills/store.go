@@ -150,15 +150,17 @@ func enabled(ctx context.Context, db postgres.DB, scopes []string) ([]Skill, err
 	return collect(rows, err, "list available skills")
 }
 
-// OnTrial returns the disabled skills of the given scopes, and of [ScopeBoth], that may be tried once and that nobody
-// tries now, by name.
-func OnTrial(ctx context.Context, db postgres.DB, scopes ...string) ([]Skill, error) {
-	rows, err := db.Query(ctx, `
+// QueueCallable queues a read of the skills of the given scopes, and of [ScopeBoth], by name: those in service, and the
+// disabled ones that may be tried once and that nobody tries now.
+func QueueCallable(b *pgx.Batch, scopes []string, into *[]Skill) {
+	b.Queue(`
 		select `+columns+` from agent_skills
-		 where not enabled and trial_at is not null and (scope = 'both' or scope = any(@scopes::text[]))
-		   and (evidence #>> '{trial,until}')::timestamptz > clock_timestamp() is not true
-		 order by name`, pgx.StrictNamedArgs{"scopes": append([]string{}, scopes...)})
-	return collect(rows, err, "list skills on trial")
+		 where (scope = 'both' or scope = any(@scopes::text[]))
+		   and (enabled or trial_at is not null and (evidence #>> '{trial,until}')::timestamptz > clock_timestamp() is not true)
+		 order by name`, pgx.StrictNamedArgs{"scopes": scopes}).Query(func(rows pgx.Rows) (err error) {
+		*into, err = collect(rows, nil, "list callable skills")
+		return err
+	})
 }
 
 // marshalEvidence writes evidence as a JSON object; nil is the empty one.

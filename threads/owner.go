@@ -58,17 +58,21 @@ func Resolve(ctx context.Context, db postgres.DB, p Principal, name string) (id 
 	if err := CheckID(name); err != nil {
 		return "", false, fmt.Errorf("find thread: %w", err)
 	}
-	var own *string
-	err = db.QueryRow(ctx, `
-		select lanekeeper.agent_thread_for(@kind, @owner, @proof, @name), lanekeeper.agent_thread_id(@kind, @owner, @proof, @name)`,
-		postgres.Strict{"kind": string(p.Kind), "owner": postgres.Text(p.Owner), "proof": p.Proof, "name": name}).Scan(&own, &id)
-	if err != nil {
+	b := &pgx.Batch{}
+	QueueResolve(b, p, name, &id, &known)
+	if err := db.SendBatch(ctx, b).Close(); err != nil {
 		return "", false, fmt.Errorf("find thread: %w", err)
 	}
-	if own != nil {
-		return *own, true, nil
-	}
-	return id, false, nil
+	return id, known, nil
+}
+
+// QueueResolve queues the statement of [Resolve], for a name that [CheckID] takes.
+func QueueResolve(b *pgx.Batch, p Principal, name string, id *string, known *bool) {
+	b.Queue(`
+		select coalesce(own.id, lanekeeper.agent_thread_id(@kind, @owner, @proof, @name)), own.id is not null
+		  from (select lanekeeper.agent_thread_for(@kind, @owner, @proof, @name) as id offset 0) own`,
+		postgres.Strict{"kind": string(p.Kind), "owner": postgres.Text(p.Owner), "proof": p.Proof, "name": name}).
+		QueryRow(func(row pgx.Row) error { return row.Scan(id, known) })
 }
 
 // Open returns the thread that p means by t's name, or by its id where it has no name; made is true when it begins
@@ -86,19 +90,10 @@ func Open(ctx context.Context, db postgres.DB, p Principal, t Thread) (got Threa
 		return Thread{}, false, errors.New("open thread: a visitor has a secret, and nobody else has")
 	}
 	var id string
-	err = db.QueryRow(ctx, `
-		with own as (select lanekeeper.agent_thread_for(@kind, @owner, @proof, @name) as id),
-		made as (
-		  insert into agent_threads (id, channel, target, agent, owner, participant, idle_seconds, owner_kind, visitor, name)
-		  select lanekeeper.agent_thread_id(@kind, @owner, @proof, @name), coalesce(nullif(@channel, ''), 'chat'), @target,
-		         coalesce(nullif(@agent, ''), 'agent'), @owner, @participant, coalesce(nullif(@idle::int, 0), 600), @kind, @proof, @name
-		    from own where own.id is null on conflict (id) do nothing returning id)
-		select id, false from own where id is not null union all select id, true from made`,
-		postgres.Strict{
-			"kind": string(p.Kind), "owner": postgres.Text(p.Owner), "proof": p.Proof, "name": name, "channel": t.Channel, "target": t.Target,
-			"agent": postgres.Text(t.Agent), "participant": postgres.Text(t.Participant), "idle": t.IdleSeconds,
-		}).Scan(&id, &made)
-	if errors.Is(err, pgx.ErrNoRows) { // somebody else has begun it meanwhile, or long ago
+	b := &pgx.Batch{}
+	queueOpen(b, p, name, t, &id, &made)
+	err = db.SendBatch(ctx, b).Close()
+	if err == nil && id == "" { // somebody else has begun it meanwhile, or long ago
 		var known bool
 		if id, known, err = Resolve(ctx, db, p, name); err == nil && !known {
 			err = ErrForeign
@@ -109,6 +104,55 @@ func Open(ctx context.Context, db postgres.DB, p Principal, t Thread) (got Threa
 	}
 	got, err = Get(ctx, db, id)
 	return got, made, err
+}
+
+// queueOpen queues the statement of Open. id is "" when another owner has the thread's id, or another transaction began the thread.
+func queueOpen(b *pgx.Batch, p Principal, name string, t Thread, id *string, made *bool) {
+	b.Queue(`
+		with own as (select lanekeeper.agent_thread_for(@kind, @owner, @proof, @name) as id),
+		made as (
+		  insert into agent_threads (id, channel, target, agent, owner, participant, idle_seconds, owner_kind, visitor, name)
+		  select lanekeeper.agent_thread_id(@kind, @owner, @proof, @name), coalesce(nullif(@channel, ''), 'chat'), @target,
+		         coalesce(nullif(@agent, ''), 'agent'), @owner, @participant, coalesce(nullif(@idle::int, 0), 600), @kind, @proof, @name
+		    from own where own.id is null on conflict (id) do nothing returning id)
+		select id, false from own where id is not null union all select id, true from made`,
+		postgres.Strict{
+			"kind": string(p.Kind), "owner": postgres.Text(p.Owner), "proof": p.Proof, "name": name, "channel": t.Channel, "target": t.Target,
+			"agent": postgres.Text(t.Agent), "participant": postgres.Text(t.Participant), "idle": t.IdleSeconds,
+		}).QueryRow(func(row pgx.Row) error {
+		if err := row.Scan(id, made); !errors.Is(err, pgx.ErrNoRows) {
+			return err
+		}
+		return nil
+	})
+}
+
+// OpenLocked is [Open] and [Lock] of the thread with an id, which p means by t's name, in one round trip. queue adds
+// statements to it, which run under the lock. [ErrForeign]: p means no thread by that name any more, or another one.
+func OpenLocked(ctx context.Context, tx pgx.Tx, p Principal, t Thread, queue func(b *pgx.Batch)) (got Thread, err error) {
+	var id string
+	var made bool
+	b := &pgx.Batch{}
+	queueOpen(b, p, t.Name, t, &id, &made)
+	b.Queue(lockThread, postgres.Strict{"id": postgres.Text(t.ID)}).Query(func(rows pgx.Rows) error {
+		got, err = pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Thread])
+		if errors.Is(err, pgx.ErrNoRows) {
+			err = ErrForeign
+		}
+		return err
+	})
+	queue(b)
+	known := true
+	if err = tx.SendBatch(ctx, b).Close(); err == nil && id == "" { // another transaction began it, after this statement began
+		id, known, err = Resolve(ctx, tx, p, t.Name)
+	}
+	if err == nil && (!known || id != t.ID) {
+		err = ErrForeign
+	}
+	if err != nil {
+		return Thread{}, fmt.Errorf("open thread: %w", err)
+	}
+	return got, nil
 }
 
 // Ensure returns the thread with an id, and makes it when there is none; made is true then. It is for those who act

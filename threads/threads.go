@@ -91,11 +91,13 @@ func Get(ctx context.Context, db postgres.DB, id string) (Thread, error) {
 
 // Lock reads a thread and keeps others from posting in it until tx ends.
 func Lock(ctx context.Context, tx pgx.Tx, id string) (Thread, error) {
-	rows, err := tx.Query(ctx, `
-		select id, name, owner_kind, channel, target, agent, owner, participant, idle_seconds, next_seq, summary, summary_through, created_at, updated_at
-		  from agent_threads where id = @id for no key update`, postgres.Strict{"id": postgres.Text(id)})
+	rows, err := tx.Query(ctx, lockThread, postgres.Strict{"id": postgres.Text(id)})
 	return one(rows, err)
 }
+
+const lockThread = `
+		select id, name, owner_kind, channel, target, agent, owner, participant, idle_seconds, next_seq, summary, summary_through, created_at, updated_at
+		  from agent_threads where id = @id for no key update`
 
 func one(rows pgx.Rows, err error) (Thread, error) {
 	if err != nil {

@@ -35,15 +35,6 @@ func (c *Chat) reachedBy(ctx context.Context, key string) (list []agents.Agent, 
 	return list, err
 }
 
-// agentOf is the agent that a model id means for a chat key.
-func (c *Chat) agentOf(ctx context.Context, key, model string) (agents.Agent, error) {
-	all, err := c.reachedBy(ctx, key)
-	if err != nil {
-		return agents.Agent{}, err
-	}
-	return choose(all, model)
-}
-
 // choose finds the agent of a model id. The alias is the default agent, or the only one that the key reaches.
 func choose(reachable []agents.Agent, model string) (agents.Agent, error) {
 	for _, a := range reachable {

@@ -49,6 +49,8 @@ type Ask struct {
 	agent       agents.Agent    // who answers
 	own         bool            // the trace was made for this message alone
 	thread      string          // the id of the thread
+	known       bool            // the thread exists
+	resolved    string          // the name that thread and known were read for; "" before that, and once they were used
 	fresh       bool            // the name was made up here
 	response    *responseEcho   // of a request for a response
 	form        *reason.Form    // of the answer; nil for one in words
@@ -206,9 +208,11 @@ func (c *Chat) locate(ctx context.Context, a *Ask) (err error) {
 		a.thread = a.Name
 		return nil
 	}
-	known := false
-	a.thread, known, err = threads.Resolve(ctx, c.Front, a.principal(), a.Name)
-	if err == nil && !known && !a.fresh && threads.GivenOut(a.Name) {
+	if a.resolved != a.Name {
+		a.thread, a.known, err = threads.Resolve(ctx, c.Front, a.principal(), a.Name)
+	}
+	a.resolved = ""
+	if err == nil && !a.known && threads.GivenOut(a.Name) {
 		err = threads.ErrNotFound
 	}
 	return err
@@ -230,27 +234,26 @@ type posted struct {
 
 // insert stores the message together with its turn, or with a relay, in one transaction.
 func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a Ask) (got inserted, err error) {
-	if a.retry != nil {
-		if x, found, err := a.retry.find(ctx, tx); err != nil || found {
-			return inserted{exec: x}, err
-		}
-		defer func() {
-			if got.created && err == nil {
-				err = a.retry.note(ctx, tx, got.exec.ID)
-			}
-		}()
-	}
 	// One message of a thread is stored at a time. This lock comes before executions, and they before the
 	// thread's row: the order in which a turn's answer takes them, too.
 	var words span
 	var known bool
-	var to string
+	var again, to string
 	b := &pgx.Batch{}
+	if a.retry != nil {
+		a.retry.queueFind(b, &again)
+	}
 	queueThreadLock(b, a.thread)
 	c.queueUnseen(b, a, &words, &known)
 	queueListener(b, a.thread, &to)
 	if err := tx.SendBatch(ctx, b).Close(); err != nil {
 		return got, fmt.Errorf("lock thread: %w", err)
+	}
+	if a.retry != nil {
+		if a.retry.attached = again != ""; a.retry.attached {
+			got.exec, err = executions.Get(ctx, tx, again)
+			return got, err
+		}
 	}
 	if a.last != "" {
 		if err := a.isLast(ctx, tx); err != nil {
@@ -276,7 +279,15 @@ func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a Ask) (got inserted, err 
 		} else {
 			got.exec, got.created, err = c.pass(ctx, tx, a, to)
 		}
-		return got, err
+		if err != nil || !got.created || a.retry == nil {
+			return got, err
+		}
+		b := &pgx.Batch{}
+		a.retry.queueNote(b, got.exec.ID)
+		if err := tx.SendBatch(ctx, b).Close(); err != nil {
+			return got, fmt.Errorf("note request: %w", err)
+		}
+		return got, nil
 	}
 	a.unseen = &words
 	if got.exec, got.created, err = c.Engine.InsertClaimed(ctx, tx, a.spec()); err != nil || !got.created {
@@ -360,11 +371,16 @@ func (c *Chat) repeated(ctx context.Context, a Ask, x executions.Execution) (beg
 	return begun{exec: x, name: first.name(), feed: f, leave: leave}, nil
 }
 
+// opening is the thread as the message opens it.
+func (a Ask) opening() threads.Thread {
+	return threads.Thread{
+		ID: a.thread, Name: a.Name, Channel: cmp.Or(a.Channel, channel), Agent: rowName(a.agent), Participant: clip(a.Participant, 200),
+	}
+}
+
 // opened makes sure that the thread is there, and that the visitor may speak in it.
 func (c *Chat) opened(ctx context.Context, tx pgx.Tx, a Ask) error {
-	got, _, err := threads.Open(ctx, tx, a.principal(), threads.Thread{
-		Name: a.Name, Channel: cmp.Or(a.Channel, channel), Agent: rowName(a.agent), Participant: clip(a.Participant, 200),
-	})
+	got, _, err := threads.Open(ctx, tx, a.principal(), a.opening())
 	if err == nil && got.ID != a.thread {
 		err = threads.ErrForeign // it was revoked, or given, this moment
 	}
@@ -380,13 +396,19 @@ func (c *Chat) store(
 	ctx context.Context, tx pgx.Tx, a Ask, x executions.Execution, asked documentRequest,
 ) (cut []string, said *posted, err error) {
 	from := cmp.Or(a.Channel, channel)
-	if err := c.opened(ctx, tx, a); err != nil {
-		return nil, nil, err
-	}
 	if cut, err = c.makeWay(ctx, tx, a, x); err != nil {
 		return nil, nil, err
 	}
-	thread, err := threads.Lock(ctx, tx, a.thread)
+	var earlier []underWay
+	thread, err := threads.OpenLocked(ctx, tx, a.principal(), a.opening(), func(b *pgx.Batch) {
+		queueUnfinished(b, a.thread, 0, &earlier)
+		if a.retry != nil {
+			a.retry.queueNote(b, x.ID)
+		}
+	})
+	if err == nil {
+		err = c.sameAgent(ctx, tx, thread.Agent, a)
+	}
 	if err != nil {
 		return nil, nil, err
 	}
@@ -417,18 +439,11 @@ func (c *Chat) store(
 		return nil, nil, err
 	}
 	words := list[len(drafts)-len(texts):]
-	said = &posted{messages: words, alone: thread.NextSeq == 1}
+	said = &posted{messages: words, alone: len(earlier) == 0}
 	for _, some := range images {
 		if len(some) > 0 {
 			said.messages = nil
 		}
-	}
-	if first := words[0].Turn; !said.alone && first != nil {
-		earlier, err := unfinished(ctx, tx, a.thread, *first)
-		if err != nil {
-			return nil, nil, err
-		}
-		said.alone = len(earlier) == 0
 	}
 	return cut, said, nil
 }

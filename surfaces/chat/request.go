@@ -3,6 +3,7 @@ package chat
 import (
 	"bytes"
 	"cmp"
+	"context"
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
@@ -12,10 +13,12 @@ import (
 	"strings"
 	"unicode/utf8"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/oklog/ulid/v2"
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/internal/admission"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
@@ -149,14 +152,7 @@ func (c *Chat) address(r *http.Request, req request, secret string) (Ask, error)
 	if !ok {
 		return Ask{}, bad("user", "invalid_type", "The parameter user must be a string.")
 	}
-	agent, err := c.agentOf(r.Context(), c.Visitor(r), model)
-	if err != nil {
-		return Ask{}, err
-	}
-	a := Ask{
-		Owner: c.Visitor(r), Secret: secret, Model: model, agent: agent, Participant: cmp.Or(user, "visitor"),
-		Channel: channel,
-	}
+	a := Ask{Owner: c.Visitor(r), Secret: secret, Model: model, Participant: cmp.Or(user, "visitor"), Channel: channel}
 	a.Name, a.Join = cmp.Or(r.Header.Get(threadHeader), req.thread), r.Header.Get(joinHeader)
 	if a.Name == "" && a.Join == "" {
 		a.Name = threadOf(a.Owner, user)
@@ -169,7 +165,27 @@ func (c *Chat) address(r *http.Request, req request, secret string) (Ask, error)
 		!utf8.ValidString(a.Key) {
 		return Ask{}, bad("Idempotency-Key", "invalid_value", "An Idempotency-Key is UTF-8 of at most 255 bytes.")
 	}
-	return a, nil
+	return a, c.lookUp(r.Context(), &a)
+}
+
+// lookUp finds the agent that the model id means, and the thread that the visitor's name for it means. A connection that
+// breaks is no answer: another is asked.
+func (c *Chat) lookUp(ctx context.Context, a *Ask) error {
+	var all []agents.Agent
+	err := postgres.Again(ctx, func() error {
+		b := &pgx.Batch{}
+		c.Agents.QueueList(b, &all)
+		if a.Name != "" && a.Join == "" {
+			a.resolved = a.Name
+			threads.QueueResolve(b, a.principal(), a.Name, &a.thread, &a.known)
+		}
+		return c.Front.SendBatch(ctx, b).Close()
+	})
+	if err != nil {
+		return fmt.Errorf("find agent and thread: %w", err)
+	}
+	a.agent, err = choose(agents.ReachedBy(all, a.Owner), a.Model)
+	return err
 }
 
 // NewThreadID is an id that nobody can guess.

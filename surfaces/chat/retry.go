@@ -77,18 +77,15 @@ func (c *Chat) retryOf(r *http.Request, a Ask, digest string, made, stream bool)
 	return t, nil
 }
 
-// find looks for the turn that the request asked for before, and makes its answer this connection's. Equal requests
-// wait for each other, in a lock that is taken before their thread's.
-func (t *retry) find(ctx context.Context, tx pgx.Tx) (x executions.Execution, found bool, err error) {
-	t.attached = false
-	b := &pgx.Batch{}
+// queueFind queues the search for the turn that the request asked for before, and makes its answer this connection's.
+// id is "" when there is none. Equal requests wait for each other, in a lock that is taken before their thread's.
+func (t *retry) queueFind(b *pgx.Batch, id *string) {
 	b.Queue(`select pg_advisory_xact_lock(hashtextextended('chat request ' || encode(@print, 'hex'), 0))`,
 		postgres.Strict{"print": t.print})
-	var id string
 	b.Queue(`
 		with same as (
 		  select r.id from agent_chat_requests r join agent_executions x on x.id = r.execution_id
-		   where r.fingerprint = @print and r.created_at > clock_timestamp() - interval '15 minutes' and case
+		   where r.fingerprint = @print and r.created_at > statement_timestamp() - interval '15 minutes' and case
 		     when r.connection = @trace then x.trace_id <> @trace -- by a commit whose answer was lost
 		     when @attempt > 0 and r.state = 'delivered' then r.attempt <= @attempt and @named::boolean
 		       and r.changed_at > clock_timestamp() - make_interval(secs => @delivered)
@@ -97,28 +94,21 @@ func (t *retry) find(ctx context.Context, tx pgx.Tx) (x executions.Execution, fo
 		     else (@named::boolean or @quiet::boolean) and x.completed_at is null and
 		       (r.state = 'left' or r.state = 'open' and not exists
 		         (select from agent_workers w where w.id = r.worker and w.expires_at > clock_timestamp())) end
-		   order by array_position(array['left', 'open'], r.state), r.created_at desc limit 1)
-		update agent_chat_requests r
-		   set connection = @trace, worker = @worker, attempt = greatest(r.attempt, @attempt), state = 'open',
-		       changed_at = clock_timestamp()
-		  from same s where r.id = s.id returning r.execution_id::text`, postgres.Strict{
+		   order by array_position(array['left', 'open'], r.state), r.created_at desc limit 1),
+		taken as (
+		  update agent_chat_requests r
+		     set connection = @trace, worker = @worker, attempt = greatest(r.attempt, @attempt), state = 'open',
+		         changed_at = clock_timestamp()
+		    from same s where r.id = s.id returning r.execution_id)
+		select coalesce((select k.execution_id::text from taken k), '')`, postgres.Strict{
 		"print": t.print, "attempt": t.attempt, "named": t.named, "quiet": t.quiet, "worker": t.worker,
 		"trace": t.trace, "delivered": deliveredFor.Seconds(),
-	}).QueryRow(func(row pgx.Row) error { return row.Scan(&id) })
-	switch err := tx.SendBatch(ctx, b).Close(); {
-	case errors.Is(err, pgx.ErrNoRows):
-		return x, false, nil
-	case err != nil:
-		return x, false, fmt.Errorf("recognise request: %w", err)
-	}
-	x, err = executions.Get(ctx, tx, id)
-	t.attached = err == nil
-	return x, t.attached, err
+	}).QueryRow(func(row pgx.Row) error { return row.Scan(id) })
 }
 
-// note keeps the request with the turn that it began, and drops a few that are old.
-func (t *retry) note(ctx context.Context, tx pgx.Tx, execution string) error {
-	_, err := tx.Exec(ctx, `
+// queueNote queues the note of the request with the turn that it began. It drops a few that are old.
+func (t *retry) queueNote(b *pgx.Batch, execution string) {
+	b.Queue(`
 		with old as (
 		  select r.id from agent_chat_requests r where r.expires_at < statement_timestamp() order by r.expires_at limit 20
 		     for update skip locked),
@@ -127,10 +117,6 @@ func (t *retry) note(ctx context.Context, tx pgx.Tx, execution string) error {
 		values (@print, @execution::uuid, @trace, @worker::uuid, @attempt)`, postgres.Strict{
 		"print": t.print, "execution": execution, "trace": t.trace, "worker": t.worker, "attempt": t.attempt,
 	})
-	if err != nil {
-		return fmt.Errorf("note request: %w", err)
-	}
-	return nil
 }
 
 // settle notes whether the client got its answer. A retry that took the answer over meanwhile is not touched.

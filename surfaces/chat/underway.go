@@ -45,21 +45,25 @@ type underWay struct {
 
 // unfinished lists the turns of a thread that are under way, in their order; those from before on are left
 // out, 0 is none.
-func unfinished(ctx context.Context, db postgres.DB, thread string, before int64) ([]underWay, error) {
-	rows, err := db.Query(ctx, `
+func unfinished(ctx context.Context, db postgres.DB, thread string, before int64) (list []underWay, err error) {
+	b := &pgx.Batch{}
+	queueUnfinished(b, thread, before, &list)
+	if err := db.SendBatch(ctx, b).Close(); err != nil {
+		return nil, fmt.Errorf("read turns under way: %w", err)
+	}
+	return list, nil
+}
+
+func queueUnfinished(b *pgx.Batch, thread string, before int64, list *[]underWay) {
+	b.Queue(`
 		select x.id::text as execution_id, m.turn, coalesce(x.waiting_for = 'approval', false) as asks
 		  from agent_executions x join agent_messages m on m.execution_id = x.id and m.role = 'user' and m.seq = m.turn
 		 where x.thread_id = @thread and x.completed_at is null and x.flow = @flow
 		   and (@before::bigint = 0 or m.turn < @before)
-		 order by m.turn`, postgres.Strict{"thread": thread, "flow": Flow, "before": before})
-	if err != nil {
-		return nil, fmt.Errorf("read turns under way: %w", err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByName[underWay])
-	if err != nil {
-		return nil, fmt.Errorf("read turns under way: %w", err)
-	}
-	return got, nil
+		 order by m.turn`, postgres.Strict{"thread": thread, "flow": Flow, "before": before}).Query(func(rows pgx.Rows) (err error) {
+		*list, err = pgx.CollectRows(rows, pgx.RowToStructByName[underWay])
+		return err
+	})
 }
 
 // makeWay does what double texting asks for: nothing, a refusal, or an end to what is under way. A turn that is cut
