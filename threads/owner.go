@@ -106,7 +106,8 @@ func Open(ctx context.Context, db postgres.DB, p Principal, t Thread) (got Threa
 	return got, made, err
 }
 
-// queueOpen queues the statement of Open. id is "" when another owner has the thread's id, or another transaction began the thread.
+// queueOpen queues the statement of Open. id is "" when another owner has the thread's id, or another transaction
+// began the thread.
 func queueOpen(b *pgx.Batch, p Principal, name string, t Thread, id *string, made *bool) {
 	b.Queue(`
 		with own as (select lanekeeper.agent_thread_for(@kind, @owner, @proof, @name) as id),
