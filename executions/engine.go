@@ -22,11 +22,11 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// Func is a durable function. It is called from the top each time its execution is claimed, with a
-// context that ends when the claim is lost or the execution cancelled.
+// Func is a durable function. Each claim calls it from the top. Its context ends when the claim is lost or the
+// execution cancelled.
 type Func func(ctx context.Context, input json.RawMessage) (Result, error)
 
-// Result is what a durable function ends with: a sentence for people and a value for programs.
+// Result is the result of a durable function: a summary for people and a value for programs.
 type Result struct {
 	Summary string
 	Value   any
@@ -37,24 +37,24 @@ type Options struct {
 	Keeper   *lanes.Keeper      // required
 	Listener *postgres.Listener // shortens waits; may be nil
 	Logger   *slog.Logger
-	Workers  int // executions of the background queue at once; default 16, the interactive queue has as many
-	// LeaseTTL is how long a worker lives without renewing; default 30 s, in whole seconds, at most a day. It is
-	// renewed every third of it.
+	Workers  int // concurrent executions per queue; default 16
+	// LeaseTTL is the lifetime of a worker's lease without renewal; default 30 s, in whole seconds, at most a day.
+	// The engine renews it three times per TTL.
 	LeaseTTL time.Duration
-	// SweepEvery is how often lost claims and hints are looked for; default 5 s, its floor is 100 ms.
+	// SweepEvery is the interval between sweeps for lost claims and notifications; default 5 s, at least 100 ms.
 	SweepEvery time.Duration
-	// StopTimeout is how long steps under way may take to finish at a shutdown; default 20 s.
+	// StopTimeout bounds how long running steps may finish during a shutdown; default 20 s.
 	StopTimeout time.Duration
-	// PollOnly is River without LISTEN. Without Direct it is so in any case where the pool ends at a pooler.
+	// PollOnly runs River without LISTEN. It is implied behind a pooler without Direct.
 	PollOnly bool
-	Direct   *pgxpool.Pool // leads to the server itself, for LISTEN, where the pool ends at a pooler; may be nil
-	// Lease renews the worker's lease over connections that no execution takes; may be nil.
+	Direct   *pgxpool.Pool // connects to the server itself, for LISTEN behind a pooler; may be nil
+	// Lease renews the worker's lease over connections that executions do not use; may be nil.
 	Lease    *pgxpool.Pool
 	Observer Observer // may be nil
 }
 
-// Engine is one process's part in running executions. Register flows before Run; everything else may be
-// called at any time, by any goroutine, also when Run is not running.
+// Engine runs the executions of one process. Register flows before Run. All other methods may be called at any time
+// by any goroutine, also without Run.
 type Engine struct {
 	pool   *pgxpool.Pool
 	opts   Options
@@ -64,39 +64,39 @@ type Engine struct {
 	flows  map[string]Func
 	// fallback finds flows that are not in flows; may be nil.
 	fallback   func(ctx context.Context, flow string) (Func, error)
-	unforkable map[string]string // why, by flow
+	unforkable map[string]string // reason by flow
 
 	running       atomic.Bool
-	registerMu    sync.Mutex // held while a lease is begun, so that there is one
+	registerMu    sync.Mutex // held while a lease is registered, so there is only one
 	mu            sync.Mutex
 	lease         *workerLease
 	runs          map[string]*run
 	draining      bool
-	sweepRequests chan struct{} // sweep sooner
-	timerChanged  chan struct{} // a timer is due sooner than was known
+	sweepRequests chan struct{} // wakes the sweeper
+	timerChanged  chan struct{} // a timer is due sooner than known
 	pools         map[string]*workerPool
 	nextDue       dueTimes
 	stuckLimiter  stuckWarnings
 	batchers      batchers
 	paused        atomic.Bool // as far as this process knows
 
-	txSlots       chan struct{} // has room for as many as may be open at once
-	retrySlot     chan struct{} // has room for one write that has met a lock, and is made again
-	firstTrySlots chan struct{} // has room for half as many first tries with keys as there are connections
+	txSlots       chan struct{} // bounds open transactions
+	retrySlot     chan struct{} // bounds blocked writes that are retried, to one
+	firstTrySlots chan struct{} // bounds first attempts of keyed writes, to half of the connections
 	keyQueue      postgres.KeyQueue
 }
 
-// maxLease bounds how long the executions of a process that has died are left with it.
+// maxLease bounds how long a dead process keeps its executions.
 const maxLease = 24 * time.Hour
 
-// New makes an engine. It does not touch the database yet.
+// New makes an engine. It does not use the database yet.
 func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 	if opts.Keeper == nil {
 		return nil, errors.New("make engine: a lanes.Keeper is required")
 	}
 	if opts.Workers < 0 || opts.LeaseTTL > maxLease {
-		return nil, fmt.Errorf("make engine: it cannot have %d workers and a lease of %s: no fewer than 0, for the default, and at most %s are possible",
-			opts.Workers, opts.LeaseTTL, maxLease)
+		return nil, fmt.Errorf("make engine: workers must be 0 (default) or more, the lease at most %s; got %d and %s",
+			maxLease, opts.Workers, opts.LeaseTTL)
 	}
 	opts.Workers = cmp.Or(opts.Workers, 16)
 	opts.LeaseTTL = max(cmp.Or(opts.LeaseTTL, 30*time.Second).Truncate(time.Second), time.Second)
@@ -124,20 +124,20 @@ func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 	return e, nil
 }
 
-// Register names a durable function. A name that is taken, or empty, is an error, and what had it keeps it.
+// Register names a durable function. It returns an error for an empty or registered name.
 func (e *Engine) Register(flow string, fn Func) error {
 	if flow == "" || fn == nil {
 		return errors.New("register flow: a name and a function are required")
 	}
 	if _, taken := e.flows[flow]; taken {
-		return fmt.Errorf("register flow %s: the name is taken", flow)
+		return fmt.Errorf("register flow %s: the name is registered already", flow)
 	}
 	e.flows[flow] = fn
 	return nil
 }
 
-// Fallback finds the functions of flows that were not registered, such as those that are data. find returns nil
-// for a flow that it does not know; an error hands the execution back, to be tried again. Set it before Run.
+// Fallback finds the functions of unregistered flows, such as flows stored as data. find returns nil for an unknown
+// flow. Its error releases the execution for another attempt. Call it before Run.
 func (e *Engine) Fallback(find func(ctx context.Context, flow string) (Func, error)) {
 	e.fallback = find
 }
@@ -148,7 +148,7 @@ func (e *Engine) HasFlow(ctx context.Context, flow string) (bool, error) {
 	return fn != nil, err
 }
 
-// flow finds the function of a flow; nil when it is not known here.
+// flow returns the function of a flow; nil when it is unknown here.
 func (e *Engine) flow(ctx context.Context, name string) (Func, error) {
 	if fn := e.flows[name]; fn != nil || e.fallback == nil {
 		return fn, nil
@@ -156,21 +156,21 @@ func (e *Engine) flow(ctx context.Context, name string) (Func, error) {
 	return e.fallback(ctx, name)
 }
 
-// Run works until ctx ends, then shuts down: it takes no more work, lets the steps under way finish within
-// StopTimeout, hands unfinished executions back and returns nil. A database that goes away does not end it; it says
-// so and goes on when it is back. One that runs, or was shut down, is an error: it would take no work and not say so.
+// Run works until ctx ends, then shuts down and returns nil. A shutdown claims nothing more, lets running steps
+// finish within StopTimeout, and releases unfinished executions. Run survives a database outage. It returns an error
+// when the engine runs already or was shut down.
 func (e *Engine) Run(ctx context.Context) error {
 	if e.stopping() || e.running.Swap(true) {
-		return errors.New("run engine: it runs already, or has been shut down: make another with New")
+		return errors.New("run engine: it runs already or was shut down; make another with New")
 	}
 	defer e.running.Store(false)
 	register := func() error {
-		_, err := e.WorkerID(ctx) // which begins the worker's lease
+		_, err := e.WorkerID(ctx)
 		return err
 	}
 	switch err := e.retryStartup(ctx, register); {
 	case ctxDone(ctx):
-		e.endLease(context.WithoutCancel(ctx)) // it was told to stop before it had begun
+		e.endLease(context.WithoutCancel(ctx)) // ctx ended before the start
 		return nil
 	case err != nil:
 		return err
@@ -201,7 +201,7 @@ func (e *Engine) Run(ctx context.Context) error {
 	return group.Wait()
 }
 
-// ctxDone reports that ctx has ended, which is how an engine is told to stop.
+// ctxDone reports whether ctx has ended.
 func ctxDone(ctx context.Context) bool {
 	select {
 	case <-ctx.Done():
@@ -211,8 +211,8 @@ func ctxDone(ctx context.Context) bool {
 	}
 }
 
-// retryStartup begins something, also when the database goes away in that moment. What had begun of it by then has been
-// stopped.
+// retryStartup calls start until it succeeds, while the database is unavailable. A failed start leaves nothing
+// running.
 func (e *Engine) retryStartup(ctx context.Context, start func() error) error {
 	for {
 		err := start()
@@ -226,8 +226,8 @@ func (e *Engine) retryStartup(ctx context.Context, start func() error) error {
 	}
 }
 
-// KeepAlive keeps the worker's lease and hears of cancels until ctx ends, and takes no work: for a command that
-// only calls RunSync. It returns when the lease has been given back.
+// KeepAlive renews the worker's lease and receives cancels until ctx ends, then ends the lease. It claims nothing:
+// use it in a command that only calls RunSync.
 func (e *Engine) KeepAlive(ctx context.Context) error {
 	switch _, err := e.WorkerID(ctx); {
 	case ctxDone(ctx):
@@ -245,14 +245,14 @@ func (e *Engine) KeepAlive(ctx context.Context) error {
 	return err
 }
 
-// drain ends the work: new steps are refused, those under way may finish.
+// drain refuses new steps and lets running ones finish.
 func (e *Engine) drain(ctx context.Context, pollers *sync.WaitGroup) {
 	e.mu.Lock()
 	e.draining = true
 	e.mu.Unlock()
 	soft, cancel := context.WithTimeout(ctx, e.opts.StopTimeout)
 	defer cancel()
-	claimed := make(chan struct{}) // what was being claimed is known
+	claimed := make(chan struct{}) // closed when no claim is in flight
 	go func() { pollers.Wait(); close(claimed) }()
 	select {
 	case <-claimed:
@@ -270,16 +270,16 @@ func (e *Engine) drain(ctx context.Context, pollers *sync.WaitGroup) {
 	e.notifyPeers(ctx)
 }
 
-// notifyPeers tells other processes of what this one will not take.
+// notifyPeers notifies other processes of ready executions.
 func (e *Engine) notifyPeers(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
 	defer cancel()
 	if _, err := e.pool.Exec(ctx, `select pg_notify('agent_ready', '')`); err != nil {
-		e.log.WarnContext(ctx, "other processes not told of ready executions", "error", err)
+		e.log.WarnContext(ctx, "other processes not notified of ready executions", "error", err)
 	}
 }
 
-// waitForRuns waits for the runs to end, and stops them when soft does.
+// waitForRuns waits for the runs to end, and stops them when soft ends.
 func (e *Engine) waitForRuns(ctx, soft context.Context) {
 	if e.waitIdle(soft) {
 		return
@@ -314,8 +314,8 @@ func (e *Engine) stopRuns(cause error) {
 	}
 }
 
-// Live is nil while the worker's lease is live and the process does not shut down, so that it would do work; else it
-// says why not: ErrDraining, ErrLost, or that there is no lease yet.
+// Live returns nil while the worker's lease is live and the process does not shut down. Otherwise it returns
+// ErrDraining, ErrLost, or an error for a missing lease.
 func (e *Engine) Live() error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -334,7 +334,7 @@ func (e *Engine) Live() error {
 // requestSweep wakes the sweeper.
 func (e *Engine) requestSweep() { signal(e.sweepRequests) }
 
-// processName says who this process is, for people.
+// processName identifies this process for people.
 func processName() string {
 	host, err := os.Hostname()
 	if err != nil {
@@ -343,20 +343,20 @@ func processName() string {
 	return fmt.Sprintf("%s pid %d", host, os.Getpid())
 }
 
-// Observer is told what happens to executions in this process, for metrics. Its methods must return at once.
+// Observer receives the events of this process's executions, for metrics. Its methods must return at once.
 type Observer interface {
-	// Began and Left frame a run: a claim that this process works on.
+	// RunStarted and RunFinished frame a run: one claim on which this process works.
 	RunStarted(x Execution)
 	RunFinished(x Execution)
-	// Lost says that the claim went elsewhere under the run.
+	// ClaimLost reports that another process took the claim.
 	ClaimLost(x Execution)
-	// Ended says that the run has written the end of its execution, or that it was cancelled under it.
+	// ExecutionEnded reports that the run wrote the end of its execution, or that a cancel ended it.
 	ExecutionEnded(x Execution, status Status)
-	// Closed says that the end of a step's activity was written.
+	// ActivityClosed reports that the activity row of a step was closed.
 	ActivityClosed(e activity.Entry, o activity.Outcome, took time.Duration)
 }
 
-// noopObserver is the Observer of an engine that has none.
+// noopObserver is the default Observer.
 type noopObserver struct{}
 
 func (noopObserver) RunStarted(Execution)                                           {}

@@ -1,39 +1,38 @@
 // Package executions runs durable functions: runs that survive the death of their process.
 //
-// An execution is a row with a state machine (pending → running → waiting | completed | failed | timeout
-// | cancelled). A worker claims the row and calls the Go function registered under the row's flow. The
-// function does its work in steps; each finished step is a checkpoint, and when the run is claimed again
-// after a crash the function starts from the top, gets the recorded results back and goes on where it
-// stopped. So a flow is ordinary code that keeps one rule: whatever differs from run to run (time, ids,
-// randomness, the world) happens inside a step. See docs/executions.md and docs/code-changes.md.
+// An execution is a row with a state machine (pending → running → waiting | completed | failed | timeout |
+// cancelled). A worker claims the row and calls the Go function that is registered under the row's flow. The function
+// does its work in steps, and each finished step is a checkpoint. After a crash another worker claims the row and
+// calls the function from the top. Recorded steps return their checkpoints, so the function continues where it
+// stopped. A flow is ordinary code with one rule: whatever differs between runs (time, ids, randomness, the world)
+// happens inside a step. See docs/executions.md and docs/code-changes.md.
 //
 // The four kinds of steps:
 //
-//   - Step: a function whose result, or error, is recorded, at the latest with what the execution does next. May run
-//     again if the process dies before.
-//   - Call: a Step with an effect on the world. Its intent is an activity row before it acts. When the
-//     process dies in it, an idempotent call is made again under the same idempotency key; any other ends
-//     `unknown` and is never repeated silently.
+//   - Step: a function whose result or error is recorded. It may run again if the process dies before the record.
+//   - Call: a Step with an effect on the world. An activity row records the intent before the call. After a crash an
+//     idempotent call is repeated under its idempotency key. Any other call ends `unknown` and is never repeated
+//     silently.
 //   - Phase: a Step that groups others under one activity row, which survives crashes.
-//   - StepTx: a Step whose effect is in this database: fence, effect and checkpoint are one transaction.
+//   - StepTx: a Step whose effect is in this database. Fence, effect and checkpoint are one transaction.
 //
-// Wait parks: the row goes to waiting, the function unwinds with ErrParked, and no process is needed
-// until the event, the timer or a cancel ends the wait. Whoever runs a function must return that error;
-// after a park every further step fails, so code that ignores it does no harm.
+// Wait suspends the execution: the row becomes waiting and the function unwinds with ErrParked. No process is needed
+// until an event, the timer or a cancel ends the wait. A caller of such a function must return that error. Every
+// later step of the run fails, so code that ignores the error does no harm.
 //
-// The runs of the flows "external" and "external:NAME" are not called here: a worker outside, in any language,
-// locks one, records its steps and gives it back (LockRun, RenewLocks, CheckpointRun, UnlockRun; over HTTP see
+// External workers, in any language, run the flows "external" and "external:NAME". A worker locks an execution,
+// records its steps and unlocks it (LockRun, RenewLocks, CheckpointRun, UnlockRun; over HTTP see
 // docs/outside-workers.md). Its lock is a claim like any other, with a lease of its own.
 //
-// Why this is safe: a claim has a number that only grows, and every durable write carries it. The
-// database refuses a write under an old number (SQLSTATE LK001, ErrStale here), so a process that was
-// paused past its lease can do nothing when it wakes; what it tried is noted in the activity log. Claims
-// live as long as their worker's lease, 30 seconds renewed every 10.
+// Safety: a claim has a number that only grows, and every durable write carries it. The database refuses a write
+// under an old number (SQLSTATE LK001, ErrStale here). So a process that was paused past its lease changes nothing
+// when it wakes. The activity log records what it tried. Claims live as long as their worker's lease: 30 seconds,
+// renewed every 10.
 //
-// The row is the truth about what is ready. A process that made something ready looks at the queue after its
-// commit and claims as many executions as it has free workers, in one statement, within the limits (Admission);
-// where it has too few, it tells other processes. In a transaction of the caller's River carries the hint. Every
-// process also looks by itself every 5 seconds, after a sweep, which covers whatever hint was lost.
+// The row is the only source of truth about readiness. A process that makes an execution ready polls the queue after
+// its commit. One statement claims as many executions as it has free workers, within the limits (Admission). With too
+// few free workers it notifies other processes. In a caller's transaction River carries the notification. Every
+// process also polls every 5 seconds after a sweep, which covers lost notifications.
 package executions
 
 import (
@@ -51,31 +50,31 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Errors that callers tell apart.
+// Errors that callers distinguish.
 var (
-	// ErrParked unwinds a durable function that has begun to wait. Return it.
-	ErrParked = errors.New("execution parked: it goes on when its wait ends")
+	// ErrParked unwinds a durable function that waits. Return it.
+	ErrParked = errors.New("execution parked: it continues when its wait ends")
 	// ErrStale reports a write under a claim that is no longer live.
 	ErrStale = activity.ErrStale
-	// ErrLost is the cause with which a run's context ends when its worker's lease has ended.
+	// ErrLost is the cause of a cancelled run context after the worker's lease ended.
 	ErrLost = errors.New("claim lost: the worker's lease ended")
-	// ErrCancelled is the cause with which a run's context ends when the execution was cancelled.
+	// ErrCancelled is the cause of a cancelled run context after a cancel.
 	ErrCancelled = errors.New("execution cancelled")
 	// ErrChanged reports code that changed under a running execution.
 	ErrChanged = errors.New("the code changed under a running execution")
 	// ErrNotFound reports an id without an execution.
 	ErrNotFound = errors.New("no such execution")
-	// ErrNotInExecution reports a step that is not inside a running execution.
-	ErrNotInExecution = errors.New("not inside an execution: steps need the context that a flow is called with")
+	// ErrNotInExecution reports a step outside a running execution.
+	ErrNotInExecution = errors.New("not inside an execution: pass the context of the flow to its steps")
 
-	// ErrDraining is the cause with which a run is handed back because its process shuts down.
-	ErrDraining = errors.New("the process shuts down: the execution goes on elsewhere")
+	// ErrDraining is the cause of a released run while its process shuts down.
+	ErrDraining = errors.New("the process shuts down: another process continues the execution")
 )
 
 // Status is a state of an execution.
 type Status string
 
-// The states. Which may follow which is enforced by the database (SQLSTATE LK002).
+// The states. The database enforces the transitions (SQLSTATE LK002).
 const (
 	Pending   Status = "pending"
 	Running   Status = "running"
@@ -91,7 +90,7 @@ func (s Status) Ended() bool {
 	return s == Completed || s == Failed || s == Timeout || s == Cancelled
 }
 
-// Execution is one durable run, as its row says.
+// Execution is one durable run: a row of agent_executions.
 type Execution struct {
 	ID            string          `json:"id"`
 	TraceID       string          `json:"trace_id"`
@@ -122,19 +121,19 @@ type Execution struct {
 	CancelReason  *string         `json:"cancel_reason"`
 	DedupeKey     *string         `json:"dedupe_key"`
 	OnLost        string          `json:"on_lost"`          // what the loss of its worker means
-	MaxAttempts   int             `json:"max_attempts"`     // workers lost without a checkpoint between
-	Progress      int             `json:"progress_seconds"` // 0 is no bound
-	Inherits      bool            `json:"inherits"`         // may borrow the lanes of the parent that waits for it
-	ForkedFrom    *string         `json:"forked_from"`      // the execution whose steps, up to ForkedStep, it began with
+	MaxAttempts   int             `json:"max_attempts"`     // workers lost without a checkpoint between them
+	Progress      int             `json:"progress_seconds"` // 0 is no limit
+	Inherits      bool            `json:"inherits"`         // may borrow the lanes of its waiting parent
+	ForkedFrom    *string         `json:"forked_from"`      // the execution whose steps before ForkedStep were copied
 	ForkedStep    *string         `json:"forked_step"`
-	FlowVersion   *int            `json:"flow_version"` // of a flow that is written down as data
+	FlowVersion   *int            `json:"flow_version"` // of a flow that is stored as data
 	CreatedAt     time.Time       `json:"created_at"`
 	StartedAt     *time.Time      `json:"started_at"`
 	UpdatedAt     time.Time       `json:"updated_at"`
 	CompletedAt   *time.Time      `json:"completed_at"`
 }
 
-// span is where the work of a run is, for what it calls, writes and logs.
+// span is the trace span of the run.
 func (x *Execution) span() trace.Span {
 	s := trace.Span{TraceID: trace.ID(x.TraceID), ExecutionID: x.ID, Surface: trace.Surface(x.Surface), Agent: x.Agent}
 	if x.ThreadID != nil {
@@ -143,13 +142,13 @@ func (x *Execution) span() trace.Span {
 	return s
 }
 
-// columns lists what Execution scans, in its order.
+// columns lists the columns of an Execution, in the order of its fields.
 const columns = `id::text, trace_id, surface, agent, flow, parent_id::text, thread_id, queue, priority, status,
 	claimed_by::text, claim, input, variables, waiting_for, waiting_key, waiting_until, waiting_data, wait_number, attempt,
 	result_type, result_summary, result, error_message, failed_step, cancelled_by, cancel_reason, dedupe_key, on_lost,
 	max_attempts, progress_seconds, inherits, forked_from::text, forked_step, flow_version, created_at, started_at, updated_at, completed_at`
 
-// Get reads one execution; ErrNotFound when there is none.
+// Get reads one execution. It returns ErrNotFound when there is none.
 func Get(ctx context.Context, db postgres.DB, id string) (Execution, error) {
 	rows, err := db.Query(ctx, `select `+columns+` from agent_executions where id = @id`, postgres.Strict{"id": id})
 	if err != nil {
@@ -167,8 +166,8 @@ func Get(ctx context.Context, db postgres.DB, id string) (Execution, error) {
 	return got, nil
 }
 
-// notFoundError says that there is no such execution, and that retention may have taken it away: it has taken some, and
-// this one's id is as old.
+// notFoundError returns ErrNotFound, and names retention when that may have removed the execution: some were removed,
+// and this id is as old.
 func notFoundError(ctx context.Context, db postgres.DB, id string) error {
 	rows, err := db.Query(ctx, `
 		select coalesce(': it keeps what has ended for ' || r.keep, '') from agent_retention r join agent_retention_passes p on p.kind = r.kind
@@ -184,14 +183,14 @@ func notFoundError(ctx context.Context, db postgres.DB, id string) error {
 	case err != nil:
 		return fmt.Errorf("read execution: %w", err)
 	}
-	return fmt.Errorf("execution %s: %w; retention may have taken it away%s", id, ErrNotFound, keeps)
+	return fmt.Errorf("execution %s: %w; retention may have removed it%s", id, ErrNotFound, keeps)
 }
 
-// Filter narrows a listing. Zero values do not narrow; Limit defaults to 50 and is at most 1000. Before
-// is the id after which the listing goes on, newest first.
+// Filter narrows a listing. Zero values do not narrow. Limit defaults to 50 and is at most 1000. The listing
+// continues after the id in Before, newest first.
 type Filter struct {
 	Status, Surface, Flow, Agent, Before string
-	TraceIDs                             []trace.ID // what [trace.ParseAny] makes of one id
+	TraceIDs                             []trace.ID // from [trace.ParseAny]
 	Limit                                int
 }
 
@@ -231,7 +230,7 @@ type Checkpoint struct {
 	CreatedAt   time.Time       `json:"created_at"`
 }
 
-// Checkpoints reads what an execution has recorded, in the order in which it was.
+// Checkpoints reads the checkpoints of an execution, oldest first.
 func Checkpoints(ctx context.Context, db postgres.DB, id string) ([]Checkpoint, error) {
 	rows, err := db.Query(ctx, `
 		select step, claim, fingerprint, failed, output, created_at from agent_checkpoints
@@ -246,15 +245,14 @@ func Checkpoints(ctx context.Context, db postgres.DB, id string) ([]Checkpoint, 
 	return got, nil
 }
 
-// StatusCount is a row of the view agent_executions_by_status: how many executions are in a state that is not terminal,
-// and for how long they have been there on average.
+// StatusCount is a row of the view agent_executions_by_status: the number and mean age of executions in one state.
 type StatusCount struct {
 	Status        Status  `json:"status"`
 	Count         int64   `json:"count"`
 	AvgAgeSeconds float64 `json:"avg_age_seconds"`
 }
 
-// CountByStatus reads how many executions are pending, running and waiting.
+// CountByStatus counts pending, running and waiting executions.
 func CountByStatus(ctx context.Context, db postgres.DB) ([]StatusCount, error) {
 	rows, err := db.Query(ctx, `
 		select status, count, avg_age_seconds::float8 from agent_executions_by_status order by status`)
@@ -268,7 +266,7 @@ func CountByStatus(ctx context.Context, db postgres.DB) ([]StatusCount, error) {
 	return got, nil
 }
 
-// WaitingRow is an execution that waits, as the views agent_executions_waiting and agent_executions_stuck show it.
+// WaitingRow is a row of the views agent_executions_waiting and agent_executions_stuck.
 type WaitingRow struct {
 	ID           string          `json:"id"`
 	TraceID      string          `json:"trace_id"`
@@ -282,14 +280,14 @@ type WaitingRow struct {
 	Waited       float64         `json:"waited_seconds"`
 }
 
-// Redacted is the row as it may be shown; see [Execution.Redacted].
+// Redacted returns the row without secrets; see [Execution.Redacted].
 func (w WaitingRow) Redacted() WaitingRow {
 	w.WaitingData = redactValue(w.WaitingData)
 	return w
 }
 
-// ListWaiting reads what waits, the nearest deadline first; at most 500. kind narrows to one kind of wait, and stuck
-// to what the deadline has passed of and nobody has touched for an hour.
+// ListWaiting reads at most 500 waiting executions, the nearest deadline first. kind selects one kind of wait. stuck
+// selects those whose deadline passed and that were not updated for an hour.
 func ListWaiting(ctx context.Context, db postgres.DB, kind string, stuck bool, limit int) ([]WaitingRow, error) {
 	rows, err := db.Query(ctx, `
 		select w.id::text, w.trace_id, w.surface, w.agent, w.flow, coalesce(w.waiting_for, ''), coalesce(w.waiting_key, ''), w.waiting_until,
@@ -308,17 +306,17 @@ func ListWaiting(ctx context.Context, db postgres.DB, kind string, stuck bool, l
 	return got, nil
 }
 
-// Relative is an execution that belongs to another: its child, or its fork.
+// Relative is a child or a fork of an execution.
 type Relative struct {
 	ID     string `json:"id"`
 	Flow   string `json:"flow"`
 	Status Status `json:"status"`
-	// From is the step that a fork began with; empty for children, and for forks of all that was recorded.
+	// From is the first step that the fork does again; empty for children and for forks that keep every step.
 	From string `json:"from"`
 	Fork bool   `json:"fork"`
 }
 
-// Relatives reads the children and the forks of an execution, in the order in which they were started; at most 500.
+// Relatives reads at most 500 children and forks of an execution, oldest first.
 func Relatives(ctx context.Context, db postgres.DB, id string) ([]Relative, error) {
 	rows, err := db.Query(ctx, `
 		select id::text, flow, status, coalesce(forked_step, ''), coalesce(forked_from = @id::uuid, false) from agent_executions
@@ -333,11 +331,11 @@ func Relatives(ctx context.Context, db postgres.DB, id string) ([]Relative, erro
 	return got, nil
 }
 
-// maxRedactedBytes is how many bytes of one value of a row are shown.
+// maxRedactedBytes bounds each value of a redacted row.
 const maxRedactedBytes = 64 << 10
 
-// Redacted is the execution as it may be shown: without secrets, each value at most 64 KiB. The row keeps
-// them whole, because a replay needs what was there, so whatever prints an execution prints this.
+// Redacted returns the execution without secrets, each value cut at 64 KiB. Show this form only. The row keeps its
+// values, because a replay needs them.
 func (x Execution) Redacted() Execution {
 	for _, value := range []*json.RawMessage{&x.Input, &x.Variables, &x.WaitingData, &x.Result} {
 		*value = redactValue(*value)
@@ -351,14 +349,14 @@ func (x Execution) Redacted() Execution {
 	return x
 }
 
-// Redacted is the checkpoint as it may be shown; see [Execution.Redacted].
+// Redacted returns the checkpoint without secrets; see [Execution.Redacted].
 func (c Checkpoint) Redacted() Checkpoint {
 	c.Step = redact.Text(c.Step, maxRedactedBytes)
 	c.Output = redactValue(c.Output)
 	return c
 }
 
-// redactValue is a value without secrets; one that is not there stays so.
+// redactValue redacts a JSON value; nil stays nil.
 func redactValue(value json.RawMessage) json.RawMessage {
 	if value == nil {
 		return nil
@@ -366,8 +364,8 @@ func redactValue(value json.RawMessage) json.RawMessage {
 	return redact.JSON(value, maxRedactedBytes)
 }
 
-// IsControl reports an error that is not a result of the work but the way a run is ended: parked,
-// stopped, handed back. Durable code passes it on untouched.
+// IsControl reports an error that interrupts a run (parked, stopped, released) and is no result of its work. Durable
+// code returns it unchanged.
 func IsControl(err error) bool {
 	for _, control := range []error{ErrParked, ErrLost, ErrStale, ErrCancelled, ErrDraining, context.Canceled} {
 		if errors.Is(err, control) {

@@ -17,7 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-// maxWakeJobs is how many hints River hands over together; each takes no time.
+// maxWakeJobs bounds the wake-up jobs that River works at once. Each only wakes the pool.
 const maxWakeJobs = 100
 
 // The queues. Interactive work has workers of its own, because a priority cannot free busy ones.
@@ -26,8 +26,7 @@ const (
 	Interactive = "interactive"
 )
 
-// wakeArgs is a hint to look at an execution. It carries no work: the row is the truth, so a hint may
-// come late, twice or never.
+// wakeArgs wakes workers for an execution. The row is the source of truth, so the job may come late, twice or never.
 type wakeArgs struct {
 	ExecutionID string `json:"execution_id"`
 	Wake        int    `json:"wake"`
@@ -36,13 +35,13 @@ type wakeArgs struct {
 // Kind names the job in River's table.
 func (wakeArgs) Kind() string { return "execution_wake" }
 
-// tickArgs asks to start what schedules have become due.
+// tickArgs starts due schedules.
 type tickArgs struct{}
 
 // Kind names the job in River's table.
 func (tickArgs) Kind() string { return "schedule_tick" }
 
-// newRiverClient makes this process's River client: hints, and the leader's tick.
+// newRiverClient makes this process's River client: wake-ups, and the leader's tick.
 func newRiverClient(pool *pgxpool.Pool, e *Engine) (*river.Client[pgx.Tx], error) {
 	workers := river.NewWorkers()
 	river.AddWorker(workers, river.WorkFunc(func(_ context.Context, job *river.Job[wakeArgs]) error {
@@ -52,7 +51,7 @@ func newRiverClient(pool *pgxpool.Pool, e *Engine) (*river.Client[pgx.Tx], error
 	river.AddWorker(workers, river.WorkFunc(func(ctx context.Context, _ *river.Job[tickArgs]) error {
 		return e.Tick(ctx)
 	}))
-	poll := 5 * time.Second // only for what a notification was missed for
+	poll := 5 * time.Second // only for missed notifications
 	if e.opts.PollOnly {
 		poll = 500 * time.Millisecond
 	}
@@ -67,8 +66,7 @@ func newRiverClient(pool *pgxpool.Pool, e *Engine) (*river.Client[pgx.Tx], error
 		},
 		FetchCooldown:     5 * time.Millisecond,
 		FetchPollInterval: poll,
-		// The row's claim is what makes a run single, so a tick may take as long as it likes, and a job
-		// that River believes stuck may be handed out again.
+		// The claim on the row makes a run exclusive. So a tick needs no timeout, and River may rescue any job.
 		JobTimeout:           -1,
 		RescueStuckJobsAfter: 24 * time.Hour,
 		PollOnly:             e.opts.PollOnly,
@@ -87,17 +85,16 @@ func newRiverClient(pool *pgxpool.Pool, e *Engine) (*river.Client[pgx.Tx], error
 	return client, nil
 }
 
-// Poll is for who has made executions ready by a function of the database, after the commit: the workers of this
-// process, of both queues, look at once. It takes no time and never fails; other processes are told of what is too
-// much for this one.
+// Poll wakes the workers of both queues. Call it after a commit that made executions ready by a SQL function. It
+// never blocks or fails. Work beyond the free workers is announced to other processes.
 func (e *Engine) Poll() {
 	for _, c := range e.pools {
 		c.poll()
 	}
 }
 
-// notifyReady says that n executions of a queue may be ready: the workers of this process look at once, and where
-// they are too few, other processes are told.
+// notifyReady wakes the workers of a queue for n executions, and notifies other processes when too few workers are
+// free.
 func (e *Engine) notifyReady(queue string, n int) {
 	c := e.pools[queue]
 	if c == nil {
@@ -109,7 +106,7 @@ func (e *Engine) notifyReady(queue string, n int) {
 	}
 }
 
-// dispatching reports whether this process claims what is ready, so that it needs no hint in the transaction.
+// dispatching reports whether this process claims ready executions, so a transaction needs no River job.
 func (e *Engine) dispatching() bool {
 	for _, c := range e.pools {
 		if !c.isOpen() {
@@ -119,7 +116,7 @@ func (e *Engine) dispatching() bool {
 	return true
 }
 
-// wakeup is one wake-up to insert.
+// wakeup is one River job to insert.
 type wakeup struct {
 	ID       string
 	Wake     int
@@ -131,7 +128,7 @@ func (h wakeup) insertOpts() *river.InsertOpts {
 	return &river.InsertOpts{Queue: h.Queue, Priority: h.Priority, MaxAttempts: 1}
 }
 
-// insertWakeups inserts wake-ups in the transaction that made the executions ready.
+// insertWakeups inserts River jobs in the transaction that made the executions ready.
 func (e *Engine) insertWakeups(ctx context.Context, tx pgx.Tx, wakeups []wakeup) error {
 	switch len(wakeups) {
 	case 0:
@@ -139,7 +136,7 @@ func (e *Engine) insertWakeups(ctx context.Context, tx pgx.Tx, wakeups []wakeup)
 	case 1:
 		w := wakeups[0]
 		if _, err := e.river.InsertTx(ctx, tx, wakeArgs{w.ID, w.Wake}, w.insertOpts()); err != nil {
-			return fmt.Errorf("hint execution %s: %w", w.ID, err)
+			return fmt.Errorf("wake execution %s: %w", w.ID, err)
 		}
 		return nil
 	}
@@ -148,12 +145,12 @@ func (e *Engine) insertWakeups(ctx context.Context, tx pgx.Tx, wakeups []wakeup)
 		jobs[i] = river.InsertManyParams{Args: wakeArgs{w.ID, w.Wake}, InsertOpts: w.insertOpts()}
 	}
 	if _, err := e.river.InsertManyFastTx(ctx, tx, jobs); err != nil {
-		return fmt.Errorf("hint %d executions: %w", len(wakeups), err)
+		return fmt.Errorf("wake %d executions: %w", len(wakeups), err)
 	}
 	return nil
 }
 
-// riverDriver is River's way to the database: by pool, and by direct, unless that is nil, for what needs a session.
+// riverDriver connects River through pool, and listens through direct unless that is nil.
 func riverDriver(pool, direct *pgxpool.Pool) riverdriver.Driver[pgx.Tx] {
 	if direct == nil {
 		return riverpgxv5.New(pool)
@@ -161,19 +158,19 @@ func riverDriver(pool, direct *pgxpool.Pool) riverdriver.Driver[pgx.Tx] {
 	return &splitDriver{riverpgxv5.New(pool), riverpgxv5.New(direct)}
 }
 
-// splitDriver listens elsewhere than it does everything else.
+// splitDriver listens over another pool than its queries use.
 type splitDriver struct {
 	*riverpgxv5.Driver
 
 	session *riverpgxv5.Driver
 }
 
-// GetListener listens where a session is one.
+// GetListener listens over the direct pool, because a pooler has no sessions.
 func (w *splitDriver) GetListener(params *riverdriver.GetListenenerParams) riverdriver.Listener {
 	return w.session.GetListener(params)
 }
 
-// Logger is the log of the engine that runs the execution ctx belongs to; outside executions it discards.
+// Logger returns the engine's log for the execution of ctx; outside executions it discards.
 func Logger(ctx context.Context) *slog.Logger {
 	r, err := runFrom(ctx)
 	if err != nil {
@@ -182,8 +179,8 @@ func Logger(ctx context.Context) *slog.Logger {
 	return r.e.log
 }
 
-// Claim names the execution that ctx belongs to, and the claim under which this process runs it; ErrNotInExecution
-// when it belongs to none. It is what a function in SQL needs that acts for an execution.
+// Claim returns the execution of ctx and its claim number, for SQL functions that act for an execution. It returns
+// ErrNotInExecution outside executions.
 func Claim(ctx context.Context) (id string, claim int64, err error) {
 	r, err := runFrom(ctx)
 	if err != nil {
@@ -192,8 +189,8 @@ func Claim(ctx context.Context) (id string, claim int64, err error) {
 	return r.exec.ID, r.exec.Claim, nil
 }
 
-// WakeTx tells a worker of executions that tx has made ready by a function of the database, such as
-// receive_agent_message. Ids of others are passed over. What is not told the sweep finds within seconds.
+// WakeTx wakes workers for executions that tx made ready by a SQL function, such as receive_agent_message. It ignores
+// ids of others. The sweep finds missed ones within seconds.
 func (e *Engine) WakeTx(ctx context.Context, tx pgx.Tx, ids ...string) error {
 	if len(ids) == 0 {
 		return nil
@@ -212,14 +209,14 @@ func (e *Engine) WakeTx(ctx context.Context, tx pgx.Tx, ids ...string) error {
 	return e.insertWakeups(ctx, tx, ready)
 }
 
-// LockClaim is the claim that a live lock of a worker outside stands for, to act as its execution. Errors:
-// ErrNotFound, ErrVoid with the reason.
+// LockClaim returns the claim number behind a live lock of an external worker. Errors: ErrNotFound, ErrVoid with the
+// reason.
 func (e *Engine) LockClaim(ctx context.Context, id, lockID string) (int64, error) {
 	var claim *int64
 	err := e.pool.QueryRow(ctx, `
 		select (select x.claim from agent_executions x where x.id = @id and x.claim = agent_lock_claim(@id, @lock))`, postgres.Strict{"id": id, "lock": lockID}).Scan(&claim)
 	if err != nil {
-		return 0, fmt.Errorf("look at lock of execution %s: %w", id, err)
+		return 0, fmt.Errorf("read lock of execution %s: %w", id, err)
 	}
 	if claim == nil {
 		return 0, e.rejectVoidLock(ctx, id, lockID, "message", "", nil)
@@ -227,7 +224,7 @@ func (e *Engine) LockClaim(ctx context.Context, id, lockID string) (int64, error
 	return *claim, nil
 }
 
-// listenLoop hears of cancels and freed lanes as they happen.
+// listenLoop receives notifications of cancels, released lanes and ready executions.
 func (e *Engine) listenLoop(ctx context.Context) {
 	if e.opts.Listener == nil {
 		return
@@ -236,9 +233,9 @@ func (e *Engine) listenLoop(ctx context.Context) {
 	defer stop()
 	freed, stopFreed := e.opts.Listener.Subscribe("agent_lanes")
 	defer stopFreed()
-	woken, stopWoken := e.opts.Listener.Subscribe("agent_wake") // by a decision that was made in SQL alone
+	woken, stopWoken := e.opts.Listener.Subscribe("agent_wake") // from decisions made in SQL
 	defer stopWoken()
-	ready, stopReady := e.opts.Listener.Subscribe("agent_ready") // by a process that has too much to do, or a place that is free
+	ready, stopReady := e.opts.Listener.Subscribe("agent_ready") // from a process without free workers, or a freed admission slot
 	defer stopReady()
 	for {
 		select {
@@ -256,7 +253,7 @@ func (e *Engine) listenLoop(ctx context.Context) {
 	}
 }
 
-// onReady looks at the named queue, or at both.
+// onReady polls the named queue, or both.
 func (e *Engine) onReady(queue string) {
 	if c := e.pools[queue]; c != nil {
 		c.poll()
@@ -265,14 +262,14 @@ func (e *Engine) onReady(queue string) {
 	e.Poll()
 }
 
-// onLaneFreed sweeps for those who wait until a lane is free, which one that was handed over is not.
+// onLaneFreed sweeps waits for a free lane. A lane that was handed over is not free.
 func (e *Engine) onLaneFreed(payload string) {
 	if !lanes.HandedOver(payload) {
 		e.requestSweep()
 	}
 }
 
-// onCancel stops the named run; an empty name means that notifications may have been missed.
+// onCancel stops the named run. An empty name means that notifications may have been missed.
 func (e *Engine) onCancel(ctx context.Context, id string) {
 	ids := []string{id}
 	if id == "" {
@@ -295,7 +292,7 @@ func (e *Engine) stopping() bool {
 	return e.draining
 }
 
-// warningsOnly keeps River's chatter out of the program's log; its warnings and errors stay.
+// warningsOnly drops River's log lines below warnings.
 func warningsOnly(log *slog.Logger) *slog.Logger {
 	return slog.New(&levelHandler{log.Handler(), slog.LevelWarn})
 }

@@ -15,11 +15,11 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// workerLease is this process's lease. An expired one never comes back: the process registers anew.
+// workerLease is this process's lease. An expired lease never revives: the process registers a new one.
 type workerLease struct {
 	id             string
-	deadline       time.Time       // by the local monotonic clock, counted from before the call that prolonged it
-	orphanedClaims map[string]bool // claims that the last renewal found without a run of this process
+	deadline       time.Time       // local monotonic time, counted from before the renewing statement
+	orphanedClaims map[string]bool // claims without a run at the last renewal
 }
 
 // registerWorker begins a new lease.
@@ -39,7 +39,7 @@ func (e *Engine) registerWorker(ctx context.Context) error {
 	return nil
 }
 
-// currentLease is the worker's lease and when it ends unless it is renewed; nil when there is none.
+// currentLease returns the lease and its deadline; nil when there is none.
 func (e *Engine) currentLease() (w *workerLease, until time.Time) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -49,8 +49,8 @@ func (e *Engine) currentLease() (w *workerLease, until time.Time) {
 	return e.lease, until
 }
 
-// WorkerID is the id of this process among the rows of agent_workers, registering it when it has none. It counts as
-// dead when its row has expired; a process that wakes after that gets another.
+// WorkerID returns the id of this process in agent_workers, and registers it when it has no live lease. A process
+// whose row expired gets a new id.
 func (e *Engine) WorkerID(ctx context.Context) (string, error) {
 	e.registerMu.Lock()
 	defer e.registerMu.Unlock()
@@ -67,7 +67,7 @@ func (e *Engine) WorkerID(ctx context.Context) (string, error) {
 	return "", ErrLost
 }
 
-// dropLease forgets a lease and stops everything that ran under it.
+// dropLease forgets a lease and stops its runs.
 func (e *Engine) dropLease(w *workerLease) {
 	if w == nil {
 		return
@@ -84,7 +84,7 @@ func (e *Engine) dropLease(w *workerLease) {
 	}
 }
 
-// endLease ends the lease at a shutdown, so that nobody waits for it to expire.
+// endLease ends the lease at a shutdown, so no other process waits for its expiry.
 func (e *Engine) endLease(ctx context.Context) {
 	e.mu.Lock()
 	w := e.lease
@@ -101,7 +101,7 @@ func (e *Engine) endLease(ctx context.Context) {
 	}
 }
 
-// renewLoop keeps the lease alive. When it cannot, the lease's own deadline stops the runs.
+// renewLoop renews the lease. When it cannot, the lease's deadline stops the runs.
 func (e *Engine) renewLoop(ctx context.Context) {
 	every := e.opts.LeaseTTL / 3
 	for {
@@ -116,7 +116,7 @@ func (e *Engine) renewLoop(ctx context.Context) {
 	}
 }
 
-// clampToDeadline shortens a pause so that a lease's end is noticed when it comes.
+// clampToDeadline shortens a pause so that the end of the lease is noticed in time.
 func (e *Engine) clampToDeadline(wait time.Duration) time.Duration {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -126,8 +126,8 @@ func (e *Engine) clampToDeadline(wait time.Duration) time.Duration {
 	return wait
 }
 
-// renew prolongs the lease and learns in the same statement which runs are still ours, so that a cancel
-// or a takeover is noticed where no notification came through.
+// renew renews the lease and reads its claims in the same round trip. So a cancel or a takeover is found without a
+// notification.
 func (e *Engine) renew(ctx context.Context) error {
 	w, until := e.currentLease()
 	if w == nil || !time.Now().Before(until) {
@@ -159,13 +159,12 @@ func (e *Engine) renew(ctx context.Context) error {
 		e.log.WarnContext(ctx, "claim without a run", "claim", orphan)
 		id, claim, _ := strings.Cut(orphan, "#")
 		e.releaseClaimOf(ctx, id, claim)
-		e.Poll() // this process may go on with it, under a claim that it knows of
+		e.Poll() // this process may claim it again
 	}
 	return nil
 }
 
-// renewWorker prolongs a lease that has not ended, and reads what is claimed under it. The row is locked before the
-// clock is read.
+// renewWorker renews a live lease and reads its claims. It locks the row before it reads the clock.
 func renewWorker(ctx context.Context, pool *pgxpool.Pool, id string, alive *bool, claims, cancels *[]string) error {
 	b := &pgx.Batch{}
 	args := postgres.Strict{"id": id}
@@ -185,10 +184,9 @@ func renewWorker(ctx context.Context, pool *pgxpool.Pool, id string, alive *bool
 	return pool.SendBatch(ctx, b).Close()
 }
 
-// reconcile sets the claims that the database has for a worker against the runs of this process: which
-// runs have lost theirs, and which claims have had no run for two renewals. Such a claim was made, but
-// the answer was lost with its connection, or its end could not be written; nobody else would take it
-// away while this process lives.
+// reconcile compares the database's claims of a worker with the runs of this process. It returns runs without a
+// claim, and claims without a run for two renewals. Such a claim lost its answer with the connection, or its end
+// could not be written. No other process takes it while this one lives.
 func (e *Engine) reconcile(w *workerLease, sentAt time.Time, claims []string) (lost []*run, orphaned []string) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -217,7 +215,7 @@ func (e *Engine) reconcile(w *workerLease, sentAt time.Time, claims []string) (l
 	return lost, orphaned
 }
 
-// stopLostRun stops a run whose claim is not in the database any more, for the reason that the row gives.
+// stopLostRun stops a run whose claim is gone, with the cause that the row gives.
 func (e *Engine) stopLostRun(ctx context.Context, r *run) {
 	now, err := Get(ctx, e.pool, r.exec.ID)
 	switch {
@@ -243,13 +241,12 @@ func sleep(ctx context.Context, d time.Duration) bool {
 	}
 }
 
-// releaseClaim hands an unfinished execution back, so that it goes on elsewhere at once.
+// releaseClaim releases an unfinished execution, so another process continues it at once.
 func (e *Engine) releaseClaim(ctx context.Context, r *run) {
 	e.releaseClaimOf(context.WithoutCancel(ctx), r.exec.ID, r.exec.Claim)
 }
 
-// releaseClaimOf gives a claim up. One that could not be given up is lost with the worker's lease, or found as
-// a claim without a run.
+// releaseClaimOf releases a claim. One that cannot be released ends with the worker's lease, or is found as orphaned.
 func (e *Engine) releaseClaimOf(ctx context.Context, id string, claim any) {
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
@@ -258,10 +255,11 @@ func (e *Engine) releaseClaimOf(ctx context.Context, id string, claim any) {
 		postgres.Strict{"id": id, "claim": claim})
 	switch {
 	case err != nil:
-		e.log.WarnContext(ctx, "execution not handed back", "execution", id, "error", err)
+		e.log.WarnContext(ctx, "execution not released", "execution", id, "error", err)
 		return
-	case done.RowsAffected() == 0: // it has gone on under another claim
+	case done.RowsAffected() == 0: // another claim has replaced it
+
 		return
 	}
-	e.log.InfoContext(ctx, "execution handed back", "execution", id)
+	e.log.InfoContext(ctx, "execution released", "execution", id)
 }

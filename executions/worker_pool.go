@@ -14,38 +14,37 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Pauses of a crew.
 const (
-	// unknownFlowDelay is how long a flow that could not be found here is left to others.
+	// unknownFlowDelay is how long this process skips a flow that it does not know.
 	unknownFlowDelay = 5 * time.Second
-	// notifyInterval is how often at most other processes are told that there is more than this one can take.
+	// notifyInterval is the shortest pause between two notifications of other processes.
 	notifyInterval = 20 * time.Millisecond
-	// After so long executions are asked for again that somebody had locked; it doubles while they are.
+	// minMissDelay is the first pause before locked executions are polled again; it doubles up to maxMissDelay.
 	minMissDelay, maxMissDelay = 2 * time.Millisecond, time.Second
-	// maxCompletingPerWorker is how many ends may be written beside the work of each worker.
+	// maxCompletingPerWorker bounds the completions that are written beside the work of each worker.
 	maxCompletingPerWorker = 4
 )
 
-// workerPool is this process's workers of one queue. Whenever something may be ready and workers are free, one
-// statement claims as many executions as there are free workers, and each runs in a goroutine of its own: so what
-// waits costs this process nothing, and a burst is taken in few round trips. What it cannot take, it tells others of.
+// workerPool is this process's workers of one queue. One statement claims as many ready executions as workers are
+// free. Each execution runs in its own goroutine. So waiting executions cost nothing here, and a burst takes few
+// round trips. Work beyond the free workers is announced to other processes.
 type workerPool struct {
 	e      *Engine
 	queue  string
 	size   int
-	wake   chan struct{} // something may be ready
-	notify chan struct{} // others should look
-	// Of work alone:
-	pollTimer *time.Timer   // its own next look; one, however often others have called for one meanwhile
-	missDelay time.Duration // until another try for executions that were locked
-	backlog   bool          // the last claim took as much as there were workers, so there may be more
+	wake   chan struct{} // an execution may be ready
+	notify chan struct{} // other processes should poll
+	// Used by run alone:
+	pollTimer *time.Timer   // one timer, however many polls were requested
+	missDelay time.Duration // pause before locked executions are polled again
+	backlog   bool          // the last claim used every free worker, so more may be ready
 
 	mu         sync.Mutex
-	busy       int             // workers at work, and places set aside
-	completing int             // runs whose function has returned, and whose end is being written
-	starved    bool            // something may be ready that there was no worker for
+	busy       int             // working workers and reserved slots
+	completing int             // returned flows whose completion is being written
+	starved    bool            // an execution may be ready without a free worker
 	accepting  bool            // claims are made
-	runCtx     context.Context // what they are run under
+	runCtx     context.Context // context of the runs
 	skipUntil  map[string]time.Time
 }
 
@@ -55,13 +54,13 @@ func newWorkerPool(e *Engine, queue string) *workerPool {
 	}
 }
 
-// poll says that something may be ready.
+// poll wakes the pool.
 func (c *workerPool) poll() { signal(c.wake) }
 
-// notifyPeers says that other processes should look.
+// notifyPeers requests a notification of other processes.
 func (c *workerPool) notifyPeers() { signal(c.notify) }
 
-// signal leaves a mark for whoever waits for one; more than one mark says nothing more.
+// signal wakes a receiver of ch; pending signals are merged.
 func signal(ch chan struct{}) {
 	select {
 	case ch <- struct{}{}:
@@ -69,11 +68,11 @@ func signal(ch chan struct{}) {
 	}
 }
 
-// run claims and runs what is ready until ctx ends. What it has claimed then is run under living.
+// run claims and runs ready executions until ctx ends. Their runs use runCtx.
 func (c *workerPool) run(ctx, runCtx context.Context) {
 	c.open(runCtx)
 	defer c.close()
-	c.poll() // what became ready while nobody was here
+	c.poll() // for executions that became ready before
 	interval := c.e.opts.SweepEvery
 	if c.e.opts.PollOnly {
 		interval = min(interval, 500*time.Millisecond)
@@ -85,21 +84,21 @@ func (c *workerPool) run(ctx, runCtx context.Context) {
 		case <-ctx.Done():
 			return
 		case <-c.wake:
-		case <-ticker.C: // for hints that were lost
+		case <-ticker.C: // for lost notifications
 		}
 		for ctx.Err() == nil && c.dispatch(runCtx) {
 		}
 	}
 }
 
-// gatherDelay is how long workers that become free wait for those that become free with them, where there is a backlog.
+// gatherDelay lets workers that become free together claim together while there is a backlog.
 const gatherDelay = 100 * time.Microsecond
 
-// dispatch claims for the workers that are free, and reports whether there may be more for those still free.
+// dispatch claims for the free workers, and reports whether more may be ready.
 func (c *workerPool) dispatch(runCtx context.Context) bool {
 	free := c.freeWorkers()
 	if c.backlog && free > 0 && free < c.size && sleep(runCtx, gatherDelay) {
-		free = c.freeWorkers() // there is a backlog: workers that become free together take from it together
+		free = c.freeWorkers()
 	}
 	if free == 0 {
 		c.notifyPeers()
@@ -124,9 +123,8 @@ func (c *workerPool) dispatch(runCtx context.Context) bool {
 	return len(claimed) == free
 }
 
-// pollAfter has the crew look after a pause, once, whatever it was told before. Did each try that fails bring about
-// one more, then those of ticks and notifications would add to them, and there were ever more of them for as long as
-// the database is away.
+// pollAfter polls once after a delay. One timer serves all requests: otherwise failed polls would add up while the
+// database is away.
 func (c *workerPool) pollAfter(delay time.Duration) {
 	if c.pollTimer == nil {
 		c.pollTimer = time.AfterFunc(delay, c.poll)
@@ -135,7 +133,7 @@ func (c *workerPool) pollAfter(delay time.Duration) {
 	c.pollTimer.Reset(delay)
 }
 
-// freeWorkers is how many workers have nothing to do. When there is none, the next one to finish will look again.
+// freeWorkers returns the number of free workers. When it is 0, the next free worker polls.
 func (c *workerPool) freeWorkers() int {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -143,22 +141,21 @@ func (c *workerPool) freeWorkers() int {
 	return c.size - c.busy
 }
 
-// hasFree reports whether a worker for n executions is free, which look would put to work.
+// hasFree reports whether n workers are free that a poll would use.
 func (c *workerPool) hasFree(n int) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.accepting && c.size-c.busy >= n
 }
 
-// idle reports whether no worker is at work.
+// idle reports whether no worker is busy.
 func (c *workerPool) idle() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.busy == 0 && c.completing == 0
 }
 
-// reserve sets places aside for executions that are about to be claimed otherwise than from the queue, up to n, and
-// says how many.
+// reserve reserves up to n slots for executions that are claimed outside a poll, and returns their number.
 func (c *workerPool) reserve(n int) int {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -170,7 +167,7 @@ func (c *workerPool) reserve(n int) int {
 	return n
 }
 
-// release gives places back.
+// release frees n slots.
 func (c *workerPool) release(n int) {
 	if n == 0 {
 		return
@@ -190,28 +187,28 @@ func (c *workerPool) isOpen() bool {
 	return c.accepting
 }
 
-// open says that claims are made, and under which context they are run.
+// open accepts claims, and sets the context of their runs.
 func (c *workerPool) open(runCtx context.Context) {
 	c.mu.Lock()
 	c.accepting, c.runCtx = true, runCtx
 	c.mu.Unlock()
 }
 
-// close says that no more claims are made. Those that are being made are run all the same.
+// close stops new claims. Claims in flight still run.
 func (c *workerPool) close() {
 	c.mu.Lock()
 	c.accepting = false
 	c.mu.Unlock()
 }
 
-// runContext is the context that claims are run under, also those that were being made when the crew closed.
+// runContext returns the context of the runs, also after close.
 func (c *workerPool) runContext() context.Context {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.runCtx
 }
 
-// startUnreserved puts a worker to a claimed execution.
+// startUnreserved takes a slot and starts a claimed execution.
 func (c *workerPool) startUnreserved(runCtx context.Context, x claimedExecution, worker string) {
 	c.mu.Lock()
 	c.busy++
@@ -219,8 +216,8 @@ func (c *workerPool) startUnreserved(runCtx context.Context, x claimedExecution,
 	c.startReserved(runCtx, x, worker)
 }
 
-// startReserved puts a worker, whose place is set aside, to a claimed execution. The worker is free when the function
-// has returned: what remains is to write the end, and some ends may be written beside the work.
+// startReserved starts a claimed execution in a reserved slot. The worker is free when the function returns:
+// completions are written beside the work, up to a bound.
 func (c *workerPool) startReserved(runCtx context.Context, x claimedExecution, worker string) {
 	go func() {
 		free := sync.OnceValue(c.flowReturned)
@@ -232,7 +229,7 @@ func (c *workerPool) startReserved(runCtx context.Context, x claimedExecution, w
 	}()
 }
 
-// flowReturned says that a function has returned, and reports whether that made its worker free.
+// flowReturned reports whether the returned function freed its worker.
 func (c *workerPool) flowReturned() bool {
 	c.mu.Lock()
 	if c.completing >= maxCompletingPerWorker*c.size {
@@ -245,7 +242,7 @@ func (c *workerPool) flowReturned() bool {
 	return true
 }
 
-// runEnded says that a run is over, of which the worker was made free before, or is now.
+// runEnded ends a run. freed says whether its worker is free already.
 func (c *workerPool) runEnded(freed bool) {
 	if !freed {
 		c.release(1)
@@ -256,7 +253,7 @@ func (c *workerPool) runEnded(freed bool) {
 	c.mu.Unlock()
 }
 
-// skipFlow lets others have a flow that could not be found here, for a while.
+// skipFlow leaves an unknown flow to other processes for a while.
 func (c *workerPool) skipFlow(flow string) {
 	c.mu.Lock()
 	c.skipUntil[flow] = time.Now().Add(unknownFlowDelay)
@@ -264,7 +261,7 @@ func (c *workerPool) skipFlow(flow string) {
 	c.notifyPeers()
 }
 
-// skippedFlows lists the flows that are left to others.
+// skippedFlows lists the flows that are left to other processes.
 func (c *workerPool) skippedFlows() []string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -279,7 +276,7 @@ func (c *workerPool) skippedFlows() []string {
 	return names
 }
 
-// notifyLoop tells other processes, not more often than is of use. A hint that is lost is made good by their own looks.
+// notifyLoop notifies other processes, at most once per notifyInterval. Their own polls cover a lost notification.
 func (c *workerPool) notifyLoop(ctx context.Context) {
 	for {
 		select {
@@ -288,7 +285,7 @@ func (c *workerPool) notifyLoop(ctx context.Context) {
 		case <-c.notify:
 		}
 		if _, err := c.e.pool.Exec(ctx, `select pg_notify('agent_ready', @queue)`, postgres.Strict{"queue": c.queue}); err != nil && ctx.Err() == nil {
-			c.e.log.WarnContext(ctx, "other processes not told of ready executions", "queue", c.queue, "error", err)
+			c.e.log.WarnContext(ctx, "other processes not notified of ready executions", "queue", c.queue, "error", err)
 		}
 		if !sleep(ctx, notifyInterval) {
 			return
@@ -296,17 +293,17 @@ func (c *workerPool) notifyLoop(ctx context.Context) {
 	}
 }
 
-// claimedExecution is an execution of which this process has a claim, and what earlier claims have recorded.
+// claimedExecution is an execution that this process claimed, with its checkpoints.
 type claimedExecution struct {
 	Execution
-	needsRecovery bool // lanes or calls of an earlier claim are open, or may have been interrupted
+	needsRecovery bool // an earlier claim left lanes, open activities or interrupted calls
 	checkpoints   map[string]Checkpoint
 	interrupted   map[string]bool
-	onCompleted   func(row *Execution) // gets the row as it ended, where that is known without asking; may be nil
+	onCompleted   func(row *Execution) // receives the final row where it is known without a query; may be nil
 }
 
-// claim takes up to n ready executions, with their records, in one round trip and one transaction.
-// Missed says that there were others, which somebody had locked.
+// claim claims up to n ready executions with their checkpoints, in one round trip and one transaction. missed reports
+// ready executions that were locked.
 func (c *workerPool) claim(ctx context.Context, n int) (worker string, claimed []claimedExecution, missed bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, c.e.opts.LeaseTTL)
 	defer cancel()
@@ -334,10 +331,10 @@ func (c *workerPool) claim(ctx context.Context, n int) (worker string, claimed [
 	return worker, claimed, missed, rows.Err()
 }
 
-// checkpointColumns lists what a claim answers beside the row: whether it is held, and its checkpoints, side by side.
+// checkpointColumns lists the columns after the execution's own: recovery flag, and checkpoints as arrays.
 const checkpointColumns = `held, steps, claims, prints, failed, outputs, times`
 
-// scanClaimed reads one claimed execution with its record, and further columns; false when the row has no execution.
+// scanClaimed reads one claimed execution and the extra columns; false when the row has no execution.
 func scanClaimed(rows pgx.Rows, extra []any) (claimedExecution, bool, error) {
 	var x claimedExecution
 	if rows.RawValues()[0] == nil {
@@ -359,10 +356,10 @@ func scanClaimed(rows pgx.Rows, extra []any) (claimedExecution, bool, error) {
 	return x, true, nil
 }
 
-// numExecutionColumns is how many columns an Execution has.
+// numExecutionColumns is the number of columns of an Execution.
 var numExecutionColumns = reflect.TypeFor[Execution]().NumField()
 
-// scanTargets are the fields of an Execution, in the order of columns.
+// scanTargets returns pointers to the fields, in the order of columns.
 func (x *Execution) scanTargets() []any {
 	v := reflect.ValueOf(x).Elem()
 	dest := make([]any, v.NumField(), v.NumField()+16)
@@ -372,19 +369,19 @@ func (x *Execution) scanTargets() []any {
 	return dest
 }
 
-// Admission bounds how many executions of a flow, or of a surface, are run at once, by all processes together. The
-// others stay ready in the queue, by priority and then by age, and can be cancelled there; a place that becomes free
-// is taken at once. An execution that waits holds no place, and needs one again when its wait has ended.
+// Admission limits how many executions of a flow or surface run at once, over all processes. The others stay ready in
+// the queue by priority and age, and can be cancelled there. A free slot is used at once. A waiting execution holds
+// no slot.
 //
-// Two ways in are not held up, and are counted: runs that are inserted already claimed because somebody waits for
-// them (RunSync, RunDetached, InsertClaimed: chat turns, for example), and runs that workers outside lock.
+// Two kinds of runs are counted but never delayed: those inserted already claimed because a caller waits (RunSync,
+// RunDetached, InsertClaimed: chat turns, for example), and those that external workers lock.
 type Admission struct {
 	Kind    string `json:"kind"` // flow or surface
 	Name    string `json:"name"`
 	Running int    `json:"running"` // 0 stops them
 }
 
-// SetLimits makes the limits what is given, for all processes, and no others. Executions that run already go on.
+// SetLimits replaces all limits, for all processes. Running executions continue.
 func (e *Engine) SetLimits(ctx context.Context, limits []Admission) error {
 	if limits == nil {
 		limits = []Admission{}
