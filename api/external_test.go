@@ -121,7 +121,7 @@ func TestTheLifeOfARunOfAWorkerOutside(t *testing.T) {
 	if again := a.locked(x.ID, "worker 1", 60); again.LockID != lock.LockID || !again.ExpiresAt.After(lock.ExpiresAt) {
 		t.Errorf("again %+v", again)
 	}
-	held := a.refused(a.raw("POST", path+"/lock", `{"owner":"worker 2"}`, asAdmin()), 409, "worker 1 has it until")
+	held := a.refused(a.raw("POST", path+"/lock", `{"owner":"worker 2"}`, asAdmin()), 409, "worker 1 holds it until")
 	if held.Holder != "worker 1" || held.TraceID != x.TraceID || !strings.HasSuffix(held.Type, "lock-held") {
 		t.Errorf("held: %+v", held)
 	}
@@ -547,7 +547,7 @@ func TestAWorkerInNodeIsKilledAndAnotherGoesOnFromTheLastCheckpoint(t *testing.T
 	a.recorded(first, 2)
 	first.signal(t, syscall.SIGSTOP)
 	intruder := a.node(base, "intruder", x.ID, "0")
-	if err := intruder.cmd.Wait(); intruder.cmd.ProcessState.ExitCode() != 9 || !strings.Contains(intruder.out.String(), "first has it until") {
+	if err := intruder.cmd.Wait(); intruder.cmd.ProcessState.ExitCode() != 9 || !strings.Contains(intruder.out.String(), "first holds it until") {
 		t.Errorf("who came too early: %v %s", err, intruder.out)
 	}
 	first.signal(t, syscall.SIGKILL)

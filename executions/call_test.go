@@ -436,7 +436,7 @@ func TestThereAreNoWaitsWithinWhatCannotBeBegunAgain(t *testing.T) {
 				return nil, nil
 			})
 			for _, err := range failed {
-				if err == nil || !strings.Contains(err.Error(), "there are no waits within") {
+				if err == nil || !strings.Contains(err.Error(), "not allowed within") {
 					t.Errorf("the wait answered %v", err)
 				}
 			}

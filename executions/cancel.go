@@ -10,16 +10,15 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// cancelTimeout is how long a cancel waits for a step that has its execution locked to stop.
+// cancelTimeout bounds how long a cancel waits for a step that has its execution locked.
 const cancelTimeout = time.Second
 
-// Cancel ends an execution now, whatever it does, and returns the status it has then: cancelled, or the
-// terminal status it had already. The claim is void at once, so nothing more is recorded; the process
-// that runs it is told and stops its step.
+// Cancel ends an execution and returns its status: cancelled, or the terminal status that it had. The claim is void
+// at once, so nothing more is recorded. The process that runs it is notified and stops its step.
 //
-// A step in a transaction (StepTx) has the execution locked. It is told first, and the cancel waits for it for up to
-// a second. One that has not stopped by then delays nobody: the status is that of an execution that has not ended,
-// the cancel is requested, and it is completed when that transaction ends. See CancelDetail for what is in the way.
+// A step in a transaction (StepTx) has the execution locked. Cancel notifies it first and waits up to a second. If
+// the step has not stopped by then, the cancel stays requested and is completed when that transaction ends; the
+// status is not terminal. CancelDetail names the open transactions.
 func (e *Engine) Cancel(ctx context.Context, id, by, reason string) (Status, error) {
 	notify := func() { e.stopIfCancelled(context.WithoutCancel(ctx), id) }
 	return cancel(ctx, e.pool, id, by, reason, notify, func() (Status, error) {
@@ -28,7 +27,7 @@ func (e *Engine) Cancel(ctx context.Context, id, by, reason string) (Status, err
 		b := &pgx.Batch{}
 		b.Queue(cancelSQL, postgres.Strict{"id": id, "by": by, "reason": reason}).QueryRow(func(row pgx.Row) error { return row.Scan(&status) })
 		queueEnded(b, &ends)
-		err := e.pool.SendBatch(ctx, b).Close() // which sets status
+		err := e.pool.SendBatch(ctx, b).Close() // sets status
 		now, err := cancelResult(id, status, err)
 		if err == nil && now.Ended() {
 			e.deliverCompletion(ctx, id)
@@ -38,7 +37,7 @@ func (e *Engine) Cancel(ctx context.Context, id, by, reason string) (Status, err
 	})
 }
 
-// Cancel is Engine.Cancel for a process that runs no engine.
+// Cancel is Engine.Cancel for a process without an engine.
 func Cancel(ctx context.Context, db postgres.DB, id, by, reason string) (Status, error) {
 	return cancel(ctx, db, id, by, reason, func() {}, func() (Status, error) {
 		var status *string
@@ -47,8 +46,8 @@ func Cancel(ctx context.Context, db postgres.DB, id, by, reason string) (Status,
 	})
 }
 
-// CancelTx is Cancel in a transaction of the caller's. It tries once: of an execution that another transaction has
-// locked the cancel is requested when the caller's transaction commits.
+// CancelTx cancels in the caller's transaction, in one attempt. When another transaction has the execution locked,
+// the cancel is requested.
 func CancelTx(ctx context.Context, tx pgx.Tx, id, by, reason string) (Status, error) {
 	var status *string
 	err := tx.QueryRow(ctx, cancelSQL, postgres.Strict{"id": id, "by": by, "reason": reason}).Scan(&status)
@@ -57,7 +56,8 @@ func CancelTx(ctx context.Context, tx pgx.Tx, id, by, reason string) (Status, er
 
 const cancelSQL = `select lanekeeper.cancel_agent_execution(@id, @by, @reason)`
 
-// cancel requests a cancel where the execution is locked, tells who runs it, and tries until it has ended, for a while.
+// cancel requests the cancel of a locked execution, notifies its process, and retries until the execution has ended
+// or a second has passed.
 func cancel(ctx context.Context, db postgres.DB, id, by, reason string, notify func(), attempt func() (Status, error)) (Status, error) {
 	var requested bool
 	err := db.QueryRow(ctx, `select lanekeeper.request_agent_cancel(@id, @by, @reason)`,
@@ -72,7 +72,7 @@ func cancel(ctx context.Context, db postgres.DB, id, by, reason string, notify f
 			notify()
 		}
 		status, err := attempt()
-		if postgres.IsCode(err, "55P03") { // something else that follows from the end is locked
+		if postgres.IsCode(err, "55P03") { // a row that the end changes is locked
 			if _, err = db.Exec(ctx, `select lanekeeper.request_agent_cancel(@id, @by, @reason, true)`, postgres.Strict{"id": id, "by": by, "reason": reason}); err == nil {
 				requested = true
 				status, err = statusOf(ctx, db, id)
@@ -87,27 +87,26 @@ func cancel(ctx context.Context, db postgres.DB, id, by, reason string, notify f
 	}
 }
 
-// statusOf is the status of an execution.
+// statusOf reads the status of an execution.
 func statusOf(ctx context.Context, db postgres.DB, id string) (Status, error) {
 	x, err := Get(ctx, db, id)
 	return x.Status, err
 }
 
-// CancelDetail says why a cancel is not completed yet: which transactions of other sessions work on executions and
-// have been open for longest.
+// CancelDetail explains an incomplete cancel: it names the longest open transactions on executions.
 func CancelDetail(ctx context.Context, db postgres.DB) (string, error) {
 	open, err := postgres.OpenTransactions(ctx, db, "agent_executions")
 	if err != nil {
-		return "", fmt.Errorf("look who has executions locked: %w", err)
+		return "", fmt.Errorf("list transactions that lock executions: %w", err)
 	}
-	detail := "another transaction has the execution locked, and it is cancelled when that ends"
+	detail := "another transaction has the execution locked; the cancel completes when that ends"
 	if open != "" {
 		detail += "; it may be " + open
 	}
 	return detail, nil
 }
 
-// cancelResult is what a cancel has come to.
+// cancelResult maps the answer of a cancel to a status or an error.
 func cancelResult(id string, status *string, err error) (Status, error) {
 	switch {
 	case postgres.IsCode(err, "22P02") || (err == nil && status == nil):
@@ -118,7 +117,7 @@ func cancelResult(id string, status *string, err error) (Status, error) {
 	return Status(*status), nil
 }
 
-// stopIfCancelled stops a run of this process whose execution was cancelled, or is to be.
+// stopIfCancelled stops a run of this process whose execution is cancelled, or whose cancel is requested.
 func (e *Engine) stopIfCancelled(ctx context.Context, id string) {
 	e.mu.Lock()
 	r := e.runs[id]
@@ -137,8 +136,8 @@ func (e *Engine) stopIfCancelled(ctx context.Context, id string) {
 	}
 }
 
-// completeCancel cancels an execution whose run was stopped, where that is requested: its transaction has just been
-// rolled back, and the server may not be done with that. The sweep does it where this cannot.
+// completeCancel completes a requested cancel after the run stopped. Its transaction was just rolled back, and the
+// server may still hold its locks. The sweep completes what remains.
 func (e *Engine) completeCancel(ctx context.Context, id string) {
 	ctx, stop := context.WithTimeout(context.WithoutCancel(ctx), cancelTimeout)
 	defer stop()
@@ -149,7 +148,7 @@ func (e *Engine) completeCancel(ctx context.Context, id string) {
 	}
 }
 
-// tryCompleteCancel is one try. It reports that there is nothing left to do.
+// tryCompleteCancel makes one attempt. It reports whether nothing is left to do.
 func (e *Engine) tryCompleteCancel(ctx context.Context, id string) (done bool, err error) {
 	var ends []endedExecution
 	b := &pgx.Batch{}
@@ -171,8 +170,8 @@ func (e *Engine) tryCompleteCancel(ctx context.Context, id string) (done bool, e
 	return done, nil
 }
 
-// completeCancels completes all that are requested and can be. Each is a transaction: one that cannot delays no other,
-// and no sweep.
+// completeCancels completes all requested cancels that can be. Each is its own transaction, so a blocked one delays
+// no other.
 func (e *Engine) completeCancels(ctx context.Context) error {
 	rows, err := e.pool.Query(ctx, `select c.execution_id::text from agent_cancel_requests c order by c.requested_at limit 1000`)
 	if err != nil {

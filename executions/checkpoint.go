@@ -18,7 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// checkpointWrite is the result of a step that has no activity row, as it is written.
+// checkpointWrite is the result of a step without an activity row, as it is written.
 type checkpointWrite struct {
 	id, step, fingerprint string
 	claim                 int64
@@ -27,8 +27,8 @@ type checkpointWrite struct {
 	variables             json.RawMessage // nil when the row has them
 }
 
-// queue queues the record of a step. Sent twice, it changes nothing the second time. It waits for a lock of the
-// execution for a moment only.
+// queue queues the checkpoint. A repeated insert changes nothing. It waits for a lock of the execution only for
+// lockTimeout.
 func (p *checkpointWrite) queue(b *pgx.Batch) {
 	b.Queue(`
 		insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output)
@@ -38,8 +38,8 @@ func (p *checkpointWrite) queue(b *pgx.Batch) {
 	})
 }
 
-// writeCheckpoint writes the result of a step, together with those of other runs that come at the same time, or by
-// itself until then. Only who is by itself sets a timer, which costs more than it seems to.
+// writeCheckpoint writes the result of a step in a batch with those of other runs, or alone until a deadline. Only
+// the single write sets a timer, because timers are costly.
 func (r *run) writeCheckpoint(ctx context.Context, until time.Time, s stepSpec, output json.RawMessage, failed bool) error {
 	text := r.takeVariables()
 	alone := func() (struct{}, error) {
@@ -59,8 +59,8 @@ func (r *run) writeCheckpoint(ctx context.Context, until time.Time, s stepSpec, 
 	return err
 }
 
-// checkpointBatch writes results in one commit, each under its own claim. What is not live, or locked, is left to be
-// written by itself, where it is refused or waits.
+// checkpointBatch writes results in one commit, each under its own claim. It leaves out executions that are locked or
+// whose claim is not live.
 func (e *Engine) checkpointBatch(ctx context.Context, points []checkpointWrite) ([]batch.Answer[struct{}], error) {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
@@ -88,8 +88,8 @@ func (e *Engine) checkpointBatch(ctx context.Context, points []checkpointWrite) 
 	return answers, nil
 }
 
-// uuidArray is an argument of ids, which costs less to send and to read in sixteen bytes each. What is no UUID the
-// database refuses.
+// uuidArray encodes ids in sixteen bytes each, which is cheaper to send and parse. The database rejects an id that is
+// no UUID.
 func uuidArray(ids []string) any {
 	several := make(pgtype.FlatArray[pgtype.UUID], len(ids))
 	for i, id := range ids {
@@ -100,8 +100,7 @@ func uuidArray(ids []string) any {
 	return several
 }
 
-// nilIfZero is an argument of several writes; nil, which is less to send and to take apart, where all have the zero
-// value.
+// nilIfZero returns nil where all values are zero, which is cheaper to send.
 func nilIfZero[T comparable](values []T) []T {
 	var zero T
 	if slices.ContainsFunc(values, func(v T) bool { return v != zero }) {
@@ -110,7 +109,7 @@ func nilIfZero[T comparable](values []T) []T {
 	return nil
 }
 
-// readLeftOut reads which of n writes of a batch were left to be made by themselves.
+// readLeftOut reads the writes that a batch left out.
 func readLeftOut[Out any](rows pgx.Rows, n int) ([]batch.Answer[Out], error) {
 	answers := make([]batch.Answer[Out], n)
 	var n1 int
@@ -121,24 +120,23 @@ func readLeftOut[Out any](rows pgx.Rows, n int) ([]batch.Answer[Out], error) {
 	return answers, err
 }
 
-// The result of a step that is nothing but its result is put off being written for a moment, because what often
-// follows is the end of the run, and then both are one write. It is written before the execution begins or records
-// anything else, and by itself when nothing follows soon: so no other step, no wait and no end is ever ahead of a
-// record, and records are written in the order in which their steps ended. A process that dies in this moment runs
-// the step again, as if it had died within it.
+// deferDelay is how long the checkpoint of a plain step is deferred. Often the run ends next, and both become one
+// write. The checkpoint is written before the execution starts or records anything else, and on its own after the
+// delay. So records keep the order in which their steps ended, and no step, wait or end precedes one. A process that
+// dies within the delay runs the step again, as if it had died in it.
 const deferDelay = time.Millisecond
 
-// maxDeferredBytes is how long a result may be, in bytes, to be put off, and longestKey the key of its step, which is
-// indexed. What the database might refuse is written at once, while the code can still be told.
+// Bounds of a deferred result and of its step's key. Results that the database might reject are written at once,
+// while the code can still receive the error.
 const (
 	maxDeferredBytes = 4096
 	maxDeferredKey   = 1024
 )
 
-// errUnrecorded ends a run whose result could not be written after the code had been told that the step was done.
+// errUnrecorded ends a run whose deferred result could not be written.
 var errUnrecorded = errors.New("the result of a step could not be recorded")
 
-// deferredCheckpoint is the result of a step that is yet to be written.
+// deferredCheckpoint is the result of a step that is not written yet.
 type deferredCheckpoint struct {
 	s       stepSpec
 	effect  *Effect
@@ -147,7 +145,7 @@ type deferredCheckpoint struct {
 	failure *StepError
 }
 
-// write is the result as it is written; nil for none.
+// write returns the checkpoint to write; nil for none.
 func (p *deferredCheckpoint) write(r *run) *checkpointWrite {
 	if p == nil {
 		return nil
@@ -155,13 +153,13 @@ func (p *deferredCheckpoint) write(r *run) *checkpointWrite {
 	return &checkpointWrite{id: r.exec.ID, step: p.s.key, fingerprint: p.s.fingerprint, claim: r.exec.Claim, failed: p.failure != nil, output: p.output}
 }
 
-// canDefer reports a result that may be put off.
+// canDefer reports whether a result may be deferred.
 func (r *run) canDefer(s stepSpec, effect *Effect, output json.RawMessage) bool {
 	return s.repeatable && s.entry == nil && s.onIntent == nil && (effect == nil || effect.OnResult == nil) && r.replay == nil &&
 		len(output) <= maxDeferredBytes && withoutExponents(output) && len(s.key) <= maxDeferredKey && s.key == postgres.Text(s.key)
 }
 
-// withoutExponents reports JSON without exponents. Its numbers are those that jsonb holds, if they are not long.
+// withoutExponents reports JSON without exponents. jsonb stores its numbers as they are, unless they are long.
 func withoutExponents(text json.RawMessage) bool {
 	quoted := false
 	for i := 0; i < len(text); i++ {
@@ -177,11 +175,11 @@ func withoutExponents(text json.RawMessage) bool {
 	return true
 }
 
-// deferCheckpoint keeps a result until something else is written, or its time is up.
+// deferCheckpoint stores a result until another write takes it along or the delay is over.
 func (r *run) deferCheckpoint(ctx context.Context, p *deferredCheckpoint) error {
 	r.recordMu.Lock()
 	defer r.recordMu.Unlock()
-	if err := r.flushDeferredLocked(ctx); err != nil { // of another branch, or of a step within this one
+	if err := r.flushDeferredLocked(ctx); err != nil { // of another branch, or of an inner step
 		return err
 	}
 	r.deferred = p
@@ -190,20 +188,20 @@ func (r *run) deferCheckpoint(ctx context.Context, p *deferredCheckpoint) error 
 		return nil
 	}
 	r.deferTimer = time.AfterFunc(deferDelay, func() {
-		_ = r.flushDeferred(context.WithoutCancel(ctx)) // an error has stopped the run
+		_ = r.flushDeferred(context.WithoutCancel(ctx)) // an error stops the run
 	})
 	return nil
 }
 
-// flushDeferred returns when nothing is put off any more. An error has stopped the run.
+// flushDeferred writes the deferred checkpoint. An error has stopped the run.
 func (r *run) flushDeferred(ctx context.Context) error {
 	r.recordMu.Lock()
 	defer r.recordMu.Unlock()
 	return r.flushDeferredLocked(ctx)
 }
 
-// takeDeferred hands what was put off to a write that takes it along; nil when there is nothing. It waits for a write
-// that is under way.
+// takeDeferred returns the deferred checkpoint for a write that includes it; nil for none. It waits for a write in
+// flight.
 func (r *run) takeDeferred() *deferredCheckpoint {
 	r.recordMu.Lock()
 	defer r.recordMu.Unlock()
@@ -215,7 +213,7 @@ func (r *run) takeDeferred() *deferredCheckpoint {
 	return p
 }
 
-// flushDeferredLocked writes what was put off. The caller holds r.recording.
+// flushDeferredLocked is flushDeferred. The caller holds r.recordMu.
 func (r *run) flushDeferredLocked(ctx context.Context) error {
 	p := r.deferred
 	if p == nil {
@@ -226,13 +224,13 @@ func (r *run) flushDeferredLocked(ctx context.Context) error {
 	return r.recordDeferred(ctx, p)
 }
 
-// recordDeferred writes what was taken from r.put. An error has stopped the run.
+// recordDeferred writes a taken checkpoint. An error has stopped the run.
 func (r *run) recordDeferred(ctx context.Context, p *deferredCheckpoint) error {
 	err := r.recordStep(ctx, p.s, p.effect, p.value, p.output, p.failure)
 	switch {
 	case err == nil, r.stopCause() != nil:
 	case transient(err), ctx.Err() != nil:
-		r.stop(ErrLost) // nobody knows, and whoever takes over runs the step again
+		r.stop(ErrLost) // the outcome is unknown: the next claim runs the step again
 	default:
 		err = errors.Join(errUnrecorded, err)
 		r.setFailedStep(p.s.key)
@@ -253,9 +251,8 @@ type batchers struct {
 // newBatchers returns the batchers of an engine. They share a scheduler, so callers of different kinds fall into step
 // too.
 //
-// A checkpoint or an end that is sent twice changes nothing the second time. A start, a wait, or an event without an
-// id would count twice, so these are sent again only after the database refused them. Checkpoints and ends are sorted
-// as their rows are locked.
+// A repeated checkpoint or completion changes nothing. A start, a wait, or an event without an id would count twice,
+// so these are repeated only after the database rejected them. Checkpoints and completions are sorted in lock order.
 func newBatchers(e *Engine) batchers {
 	s := &batch.Scheduler{}
 	return batchers{
@@ -271,11 +268,11 @@ func newBatchers(e *Engine) batchers {
 	}
 }
 
-// SetVariables replaces the execution's variables, the state that it shows to others: an object. They are written
-// together with the next durable write of the run (a checkpoint, a wait, the end; or the one after, where that is a
-// StepTx while somebody has the row locked), under its fence, so they cost no round trip and are lost with that write
-// alone. It is not a step: code that replays sets the same variables again, and what the row has already is not
-// written again. Of branches that run at the same time the last one to set them wins.
+// SetVariables replaces the variables of the execution: an object that shows its state to others. The next durable
+// write of the run stores them under its fence: a checkpoint, a wait or the end. A StepTx on a locked row leaves them
+// to the write after it. So they cost no round trip, and are lost only with that write. SetVariables is not a step:
+// replayed code sets the same variables again, and stored values are not written again. Of parallel branches, the
+// last call wins.
 func SetVariables(ctx context.Context, variables any) error {
 	r, err := runFrom(ctx)
 	if err != nil {
@@ -288,9 +285,9 @@ func SetVariables(ctx context.Context, variables any) error {
 	if err != nil {
 		return fmt.Errorf("encode variables: %w", err)
 	}
-	var object map[string]any // a number that has no float64 is beyond what the row can hold, too
+	var object map[string]any // rejects numbers beyond float64, as the row would
 	if err := json.Unmarshal(text, &object); err != nil || object == nil {
-		return fmt.Errorf("set variables: they are an object that can be stored, not %T: %w", variables, errors.Join(err, errNotObject))
+		return fmt.Errorf("set variables: need a JSON object, got %T: %w", variables, errors.Join(err, errNotObject))
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -299,9 +296,9 @@ func SetVariables(ctx context.Context, variables any) error {
 }
 
 // errNotObject reports variables that are not an object.
-var errNotObject = errors.New("give a struct or a map")
+var errNotObject = errors.New("pass a struct or a map")
 
-// canonicalJSON writes JSON in the one way that two equal values share, whatever the order of their members was.
+// canonicalJSON writes equal JSON values alike, whatever the order of their members.
 func canonicalJSON(text json.RawMessage) (json.RawMessage, error) {
 	d := json.NewDecoder(bytes.NewReader(text))
 	d.UseNumber()
@@ -312,7 +309,7 @@ func canonicalJSON(text json.RawMessage) (json.RawMessage, error) {
 	return json.Marshal(tree)
 }
 
-// pendingVariables returns the variables that the row does not have yet; nil when it has them.
+// pendingVariables returns the variables that the row lacks; nil for none.
 func (r *run) pendingVariables() json.RawMessage {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -330,8 +327,8 @@ func (r *run) pendingVariables() json.RawMessage {
 	return r.variables
 }
 
-// takeVariables takes the variables for one write of several that may be under way; nil when another has them. The
-// writer calls carried when it is done.
+// takeVariables reserves the variables for one of several concurrent writes; nil when another write has them. The
+// writer calls returnVariables afterwards.
 func (r *run) takeVariables() json.RawMessage {
 	text := r.pendingVariables()
 	r.mu.Lock()
@@ -355,7 +352,6 @@ func (r *run) returnVariables(text json.RawMessage, err error) {
 	}
 }
 
-// setStoredVariables notes what the row has.
 func (r *run) setStoredVariables(text json.RawMessage) {
 	if text == nil {
 		return
@@ -365,20 +361,20 @@ func (r *run) setStoredVariables(text json.RawMessage) {
 	r.storedVariables = text
 }
 
-// queueVariables queues the variables for the batch of a write that is fenced.
+// queueVariables queues the variables in the batch of a fenced write.
 func (r *run) queueVariables(b *pgx.Batch, text json.RawMessage) {
 	if text == nil {
 		return
 	}
 	b.Queue(`
 		update agent_executions set variables = @variables
-		 where id = @id and claim between @claim::bigint and @claim::bigint + 1`, // a park in this batch has made it one more
+		 where id = @id and claim between @claim::bigint and @claim::bigint + 1`, // a wait in this batch has increased it
 		postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim, "variables": text})
 }
 
-// queueVariablesUnlessLocked is queueVariables for a transaction that may hold lanes, as one that speaks in a thread
-// does: executions are locked before lanes, so who has the row now, such as a parent that begins to wait, may want
-// them next. Then text becomes nil, and the next write takes the variables along.
+// queueVariablesUnlessLocked is queueVariables for a transaction that may hold lanes. Executions are locked before
+// lanes, so the present holder of the row may wait for those lanes. Then text becomes nil, and the next write stores
+// the variables.
 func (r *run) queueVariablesUnlessLocked(b *pgx.Batch, text *json.RawMessage) {
 	if *text == nil {
 		return
@@ -394,8 +390,8 @@ func (r *run) queueVariablesUnlessLocked(b *pgx.Batch, text *json.RawMessage) {
 	})
 }
 
-// withVariables makes a write that carries variables. Those that the database cannot hold must not keep the run from
-// going on: they are left out, and the log says so.
+// withVariables makes a write with variables. Variables that the database rejects must not stop the run: they are
+// left out and logged.
 func (r *run) withVariables(ctx context.Context, text json.RawMessage, write func(text json.RawMessage) error) error {
 	err := write(text)
 	if code := postgres.Code(err); text != nil && (strings.HasPrefix(code, "22") || strings.HasPrefix(code, "54")) {
@@ -407,8 +403,8 @@ func (r *run) withVariables(ctx context.Context, text json.RawMessage, write fun
 	return err
 }
 
-// write is the engine's write, which takes along the variables that were set since the last one. They come first,
-// because the fence locks the row more weakly than they do.
+// write is the engine's write with the pending variables. They come first, because the fence takes a weaker lock than
+// their update.
 func (r *run) write(ctx context.Context, queue func(b *pgx.Batch)) error {
 	text := r.takeVariables()
 	err := r.withVariables(ctx, text, func(text json.RawMessage) error {

@@ -12,24 +12,24 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Child is an execution that another one starts.
+// Child describes a child execution to start.
 type Child struct {
 	Flow     string
 	Input    any
 	ThreadID string // the parent's when empty
-	// Wait makes the parent wait for the child's end, durably; the child is cancelled with it.
+	// Wait makes the parent wait durably for the child's end; a cancel of the parent cancels the child.
 	Wait bool
-	// Timeout of that wait: 0 is an hour, or as long as the child itself has to wait; the most is a day.
+	// Timeout of that wait: 0 is an hour, or longer while the child itself waits; the limit is a day.
 	Timeout time.Duration
-	// KeepLanes keeps a child that is waited for from borrowing its parent's lanes.
+	// KeepLanes stops an awaited child from borrowing its parent's lanes.
 	KeepLanes bool
-	// DedupeKey makes the start one with every other of the same key, also in other executions.
+	// DedupeKey makes the start idempotent over all executions with the key.
 	DedupeKey string
-	// WaitData is what the wait shows to people, in waiting_data.
+	// WaitData is an object in waiting_data, which people see.
 	WaitData map[string]any `json:"-"`
 }
 
-// Triggered is what a parent learns of a child. Without Wait there is only its id.
+// Triggered is the result of a child. Without Wait it has only the id.
 type Triggered struct {
 	ExecutionID string          `json:"execution_id"`
 	Status      Status          `json:"status"`
@@ -38,12 +38,11 @@ type Triggered struct {
 	Error       string          `json:"error,omitempty"`
 	Result      json.RawMessage `json:"result"`
 	Variables   json.RawMessage `json:"variables"`
-	TimedOut    bool            `json:"timed_out"` // the wait: the child goes on, under lanes of its own
+	TimedOut    bool            `json:"timed_out"` // the wait timed out: the child continues with lanes of its own
 }
 
-// identity is what makes a child the one that was started: not how long it is waited for, which code may change under a
-// running execution. The input is written in one way, because what came out of a record has its members in another
-// order than before.
+// identity is the input of the step that starts the child. It leaves out the timeout, which code may change under a
+// running execution. The input is canonical, because a recorded value has its members in another order.
 func (c Child) identity() (any, error) {
 	input, _, err := encode(c.Input)
 	if err == nil {
@@ -55,14 +54,13 @@ func (c Child) identity() (any, error) {
 	return map[string]any{"flow": c.Flow, "input": input, "thread_id": c.ThreadID, "wait": c.Wait}, nil
 }
 
-// MaxDepth is how many executions may be nested as children of children. Flows that start one another without end are
-// stopped there.
+// MaxDepth bounds the nesting of children, so flows that start one another end.
 const MaxDepth = 32
 
-// ClassNesting is the class of a child that would be nested too deep.
+// ClassNesting is the error class of a child that is nested too deep.
 const ClassNesting = "nesting"
 
-// checkDepth fails where an execution has Deepest ancestors already.
+// checkDepth fails where an execution has MaxDepth ancestors already.
 func checkDepth(ctx context.Context, tx pgx.Tx, id string) error {
 	var ancestors int
 	err := tx.QueryRow(ctx, `
@@ -77,13 +75,13 @@ func checkDepth(ctx context.Context, tx pgx.Tx, id string) error {
 	}
 	if ancestors >= MaxDepth-1 {
 		return &StepError{Class: ClassNesting, Message: fmt.Sprintf(
-			"executions are nested %d deep, which is the most: do they start one another without end?", MaxDepth)}
+			"executions are nested %d deep, the limit: check whether they start one another without end", MaxDepth)}
 	}
 	return nil
 }
 
-// Trigger starts a child execution of the same trace and, if asked to, waits for its end. A child that failed is a
-// result, not an error. While the parent waits the child may act in the lanes that the parent holds.
+// Trigger starts a child execution of the same trace and, with Wait, waits for its end. A failed child is a result,
+// not an error. While the parent waits, the child may use the parent's lanes.
 func Trigger(ctx context.Context, name string, c Child) (Triggered, error) {
 	r, err := runFrom(ctx)
 	if err == nil && c.Wait {

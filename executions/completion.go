@@ -25,20 +25,19 @@ type completion struct {
 	errorMessage *string
 	failedStep   *string
 	variables    json.RawMessage  // nil when the row has them
-	row          *Execution       // as it was claimed, where somebody waits for it as it ends; else nil
-	lastStep     *checkpointWrite // the step that ended just before; nil for none
+	row          *Execution       // the execution as it was claimed, where a caller wants the final row; else nil
+	lastStep     *checkpointWrite // deferred checkpoint of the last step; nil for none
 }
 
-// completionResult is what became of an end.
+// completionResult is the result of a written completion.
 type completionResult struct {
 	releasedLanes []releasedLane
-	awaited       bool       // somebody waits for this end
-	row           *Execution // as it ended, where it was wanted
+	awaited       bool       // another execution waits for this one
+	row           *Execution // the final row, where a caller wants it
 }
 
-// complete writes the end, and with it the last step where that is not on record. Lanes, open activity rows and
-// AGENT_COMPLETED follow in the same transaction. A result that the database refuses makes the execution fail, so
-// that it does end.
+// complete writes the end of the execution and its deferred checkpoint. Lanes, open activity rows and AGENT_COMPLETED
+// follow in the same transaction. A result that the database rejects fails the execution, so it does end.
 func (r *run) complete(ctx context.Context, last *deferredCheckpoint, status Status, result Result, failure error) error {
 	value, _, err := encode(result.Value)
 	if err != nil {
@@ -50,7 +49,7 @@ func (r *run) complete(ctx context.Context, last *deferredCheckpoint, status Sta
 		status, failure = Failed, fmt.Errorf("store result: %w", err)
 		done, err = r.writeCompletion(detached, last.write(r), status, "", nil, failure)
 	}
-	if last != nil && rejected(err) { // it was not the result, but the last step: the run does end
+	if last != nil && rejected(err) { // the last step was rejected, not the result
 		r.setFailedStep(last.s.key)
 		failure, last = errors.Join(errUnrecorded, err), nil
 		done, err = r.writeCompletion(detached, nil, status, "", nil, failure)
@@ -68,7 +67,7 @@ func (r *run) complete(ctx context.Context, last *deferredCheckpoint, status Sta
 	return nil
 }
 
-// afterCompletion says that the run has ended, and resumes who waits for that.
+// afterCompletion logs the end and resumes the executions that wait for it.
 func (r *run) afterCompletion(ctx context.Context, status Status, failure error, done completionResult) {
 	attrs := []any{"result_type", resultType(status), "status", string(status)}
 	if failure != nil {
@@ -77,17 +76,17 @@ func (r *run) afterCompletion(ctx context.Context, status Status, failure error,
 	r.e.opts.Observer.ExecutionEnded(r.exec, status)
 	r.e.log.InfoContext(ctx, "execution completed", attrs...)
 	r.e.log.InfoContext(ctx, "event emitted", "event", "AGENT_COMPLETED", "key", r.exec.ID)
-	if r.exec.ParentID != nil || done.awaited { // the next turn of a thread may wait for this one
+	if r.exec.ParentID != nil || done.awaited {
 		r.e.deliverCompletion(context.WithoutCancel(ctx), r.exec.ID)
 	}
 	r.e.logReleasedLanes(ctx, r.exec.ID, done.releasedLanes)
 	r.e.log.InfoContext(ctx, "locks released", "count", len(done.releasedLanes))
 }
 
-// deliverCompletion resumes the executions that wait for the completion of id. After a failure the sweep does it.
+// deliverCompletion resumes the executions that wait for the completion of id. After an error the sweep does it.
 func (e *Engine) deliverCompletion(ctx context.Context, id string) {
 	if err := e.tryDeliverCompletion(ctx, id); err != nil {
-		e.log.WarnContext(ctx, "parent not told yet", "execution", id, "error", err)
+		e.log.WarnContext(ctx, "parent not resumed yet", "execution", id, "error", err)
 	}
 }
 
@@ -109,7 +108,7 @@ func (e *Engine) tryDeliverCompletion(ctx context.Context, id string) error {
 	return err
 }
 
-// resolveStaleCompletion tells an end that was refused, or came too late, from one whose answer was lost.
+// resolveStaleCompletion distinguishes a rejected or late completion from one whose answer was lost.
 func (r *run) resolveStaleCompletion(ctx context.Context, status Status, result Result, cause error) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()
@@ -129,8 +128,8 @@ func (r *run) resolveStaleCompletion(ctx context.Context, status Status, result 
 	return nil
 }
 
-// failedStepOf names the step whose error ended the run: the one that the error is of, or else the last one that
-// failed or timed out, if nothing succeeded after it.
+// failedStepOf returns the step whose error ended the run. It is the step of the error, or the last step that failed
+// or timed out without a later success.
 func (r *run) failedStepOf(failure error) string {
 	if step, ok := errors.AsType[*StepError](failure); ok && step.Step != "" {
 		return step.Step
@@ -140,8 +139,7 @@ func (r *run) failedStepOf(failure error) string {
 	return r.failedStep
 }
 
-// writeCompletion writes the terminal row, and the last step where that was put off. It is tried for as long as a
-// lease lasts.
+// writeCompletion writes the terminal row and the deferred checkpoint, and retries for one lease.
 func (r *run) writeCompletion(ctx context.Context, last *checkpointWrite, status Status, summary string, value json.RawMessage, failure error) (done completionResult, err error) {
 	end := completion{
 		id: r.exec.ID, claim: r.exec.Claim, status: status, summary: summary, result: value, variables: r.pendingVariables(), row: r.rowForCaller(),
@@ -156,7 +154,7 @@ func (r *run) writeCompletion(ctx context.Context, last *checkpointWrite, status
 		defer cancel()
 		return write(bounded, end)
 	}
-	if r.exec.ThreadID != nil { // it likely holds the thread's lane, and is not for a batch
+	if r.exec.ThreadID != nil { // it likely holds the thread's lane, which a batch leaves out
 		done, err = alone(r.completeInTx)
 	} else {
 		done, err = r.e.batchers.completions.Do(ctx, end, func() (completionResult, error) { return alone(r.completeOne) })
@@ -167,8 +165,8 @@ func (r *run) writeCompletion(ctx context.Context, last *checkpointWrite, status
 	return done, err
 }
 
-// completeOne writes an end that comes alone: as a batch of one, or, where it has more to do than a batch does, by
-// itself.
+// completeOne writes a single completion: as a batch of one, or with its own transaction where the batch leaves it
+// out.
 func (r *run) completeOne(ctx context.Context, end completion) (completionResult, error) {
 	got, err := r.e.completeBatch(ctx, []completion{end})
 	if err != nil || got[0].Alone {
@@ -177,12 +175,12 @@ func (r *run) completeOne(ctx context.Context, end completion) (completionResult
 	return got[0].Value, nil
 }
 
-// completeInTx writes an end with all that follows from it, such as the lanes that it frees, in one transaction.
+// completeInTx writes a completion with all its consequences, such as released lanes, in one transaction.
 func (r *run) completeInTx(ctx context.Context, end completion) (done completionResult, err error) {
 	err = r.withVariables(ctx, end.variables, func(text json.RawMessage) error {
 		return r.e.write(ctx, func(b *pgx.Batch) {
 			queueLockTimeout(b)
-			if end.lastStep != nil { // whose fence locks the row more weakly than the end does
+			if end.lastStep != nil { // lock the row before its fence takes a weaker lock
 				b.Queue(`select from agent_executions where id = @id and claim = @claim for update`, postgres.Strict{"id": end.id, "claim": end.claim})
 				end.lastStep.queue(b)
 			}
@@ -193,9 +191,8 @@ func (r *run) completeInTx(ctx context.Context, end completion) (done completion
 	return done, err
 }
 
-// queueCompletion queues an end and the questions whose answers are needed after the commit: the freed lanes, whether
-// somebody waits for this end, and the row. Whoever begins to wait locks the row first: the end finds that wait, or
-// the wait finds the end.
+// queueCompletion queues a completion and the queries for after the commit: released lanes, waiting executions and
+// the row. A new wait locks the row first, so either the completion finds the wait or the wait finds the completion.
 func queueCompletion(b *pgx.Batch, end completion, done *completionResult) {
 	b.Queue(`select lanekeeper.complete_agent_execution(@id, @claim, @status, @summary, @result, @error, @step)`, postgres.Strict{
 		"id": end.id, "claim": end.claim, "status": string(end.status), "summary": end.summary,
@@ -213,8 +210,8 @@ func queueCompletion(b *pgx.Batch, end completion, done *completionResult) {
 	}
 }
 
-// completeBatch writes ends in one commit, each with its last step and under its own claim. They free no lanes,
-// because what holds any is left to be ended by itself, as is one whose claim is not live any more.
+// completeBatch writes completions in one commit, each with its last step and under its own claim. It leaves out
+// executions with lanes and those without a live claim.
 func (e *Engine) completeBatch(ctx context.Context, ends []completion) ([]batch.Answer[completionResult], error) {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
@@ -240,7 +237,7 @@ func (e *Engine) completeBatch(ctx context.Context, ends []completion) ([]batch.
 	into := []any{&place, &c.updated, &c.completed, &c.result, &c.variables, &c.inherits, &c.version}
 	_, err = pgx.ForEachRow(rows, into, func() error {
 		answers[place-1] = batch.Answer[completionResult]{Value: completionResult{row: c.execution(ends[place-1])}}
-		c.result, c.variables = nil, nil // the next row has bytes of its own
+		c.result, c.variables = nil, nil // the next row allocates its own
 		return nil
 	})
 	if err != nil {
@@ -249,7 +246,7 @@ func (e *Engine) completeBatch(ctx context.Context, ends []completion) ([]batch.
 	return answers, nil
 }
 
-// completionParams is an end as complete_agent_executions takes it.
+// completionParams is a completion as complete_agent_executions reads it.
 type completionParams struct {
 	Status     Status          `json:"status"`
 	Summary    string          `json:"summary,omitempty"`
@@ -274,7 +271,7 @@ func (x *completion) params() completionParams {
 	return o
 }
 
-// completedRow is what only the database knows of an execution that has ended.
+// completedRow has the columns of a completed execution that only the database knows.
 type completedRow struct {
 	updated, completed time.Time
 	result, variables  json.RawMessage
@@ -282,7 +279,7 @@ type completedRow struct {
 	version            *int
 }
 
-// execution is the row as it ended, as it would be read; nil where nobody wants it.
+// execution returns the final row as a query would; nil without a caller that wants it.
 func (c completedRow) execution(end completion) *Execution {
 	if end.row == nil {
 		return nil
@@ -296,7 +293,7 @@ func (c completedRow) execution(end completion) *Execution {
 	return &x
 }
 
-// rowForCaller is the execution as it was claimed, where somebody waits for it as it ends.
+// rowForCaller returns the execution as it was claimed where a caller wants the final row.
 func (r *run) rowForCaller() *Execution {
 	if r.onCompleted == nil {
 		return nil
@@ -304,7 +301,7 @@ func (r *run) rowForCaller() *Execution {
 	return &r.exec
 }
 
-// nullableJSON is JSON as a parameter of an array; nil for none.
+// nullableJSON is JSON as an element of an array parameter; nil for none.
 func nullableJSON(text json.RawMessage) *string {
 	if text == nil {
 		return nil
@@ -313,7 +310,7 @@ func nullableJSON(text json.RawMessage) *string {
 	return &s
 }
 
-// resultType is the result_type that belongs to a terminal status.
+// resultType returns the result_type of a terminal status.
 func resultType(s Status) string {
 	switch s {
 	case Completed:
@@ -327,16 +324,16 @@ func resultType(s Status) string {
 	return string(s)
 }
 
-// endedExecution is an execution that a transaction has ended, and how many lanes that freed.
+// endedExecution is an execution that a transaction ended, and the number of lanes that freed.
 type endedExecution struct {
 	ID, TraceID string
 	Status      Status
 	Freed       int
 }
 
-// queueEnded adds the question which executions the batch's transaction has ended: by a cancel or a sweep, where no run
-// says so. As part of the batch it holds nothing up, whatever becomes of this process. A sweep ends executions in
-// transactions within its own: what is visible and in progress is of one of them.
+// queueEnded queries the executions that the batch's transaction ended: by a cancel or a sweep, where no run reports
+// it. Inside the batch it delays nothing. A sweep ends executions in subtransactions. So a visible row of an
+// in-progress transaction is one of them.
 func queueEnded(b *pgx.Batch, dest *[]endedExecution) {
 	b.Queue(`
 		select x.id::text, x.trace_id, x.status, coalesce((v.data ->> 'locks_released')::int, 0)
@@ -351,7 +348,7 @@ func queueEnded(b *pgx.Batch, dest *[]endedExecution) {
 	})
 }
 
-// logEnded says that executions have ended, as a run says it of itself.
+// logEnded logs the end of executions as their runs would.
 func (e *Engine) logEnded(ctx context.Context, ends []endedExecution) {
 	for _, x := range ends {
 		attrs := executionAttrs(x.TraceID, x.ID)
@@ -361,15 +358,15 @@ func (e *Engine) logEnded(ctx context.Context, ends []endedExecution) {
 	}
 }
 
-// releasedLane is a lane that the end of an execution has freed, or returned to who lent it.
+// releasedLane is a lane that the end of an execution released, or returned to its lender.
 type releasedLane struct {
 	Lane      string
 	Token     int64
-	Successor string // who waited for it and has it now; "" for nobody
+	Successor string // the waiter that holds it now; "" for none
 }
 
-// queueReleasedLanes queues the question which lanes the end of an execution has freed. The end has said in its event
-// how many they are, and each was noted in its transaction: the last ones are those.
+// queueReleasedLanes queries the lanes that the end of an execution released. Its event has their number, and their
+// rows are the latest.
 func queueReleasedLanes(b *pgx.Batch, id string, dest *[]releasedLane) {
 	b.Queue(`
 		select h.lane, h.fencing_token as token, h.successor from (
@@ -382,7 +379,7 @@ func queueReleasedLanes(b *pgx.Batch, id string, dest *[]releasedLane) {
 	})
 }
 
-// logReleased names the lanes that the end of an execution has freed, and says how many they were.
+// logReleased logs the released lanes and their number.
 func (e *Engine) logReleased(ctx context.Context, id string, n int, attrs ...any) {
 	var released []releasedLane
 	if n > 0 {
@@ -391,14 +388,14 @@ func (e *Engine) logReleased(ctx context.Context, id string, n int, attrs ...any
 		b := &pgx.Batch{}
 		queueReleasedLanes(b, id, &released)
 		if err := e.pool.SendBatch(queryCtx, b).Close(); err != nil {
-			e.log.WarnContext(ctx, "names of released lanes not read", append(slices.Clip(attrs), "error", err)...)
+			e.log.WarnContext(ctx, "released lanes not read", append(slices.Clip(attrs), "error", err)...)
 		}
 	}
 	e.logReleasedLanes(ctx, id, released, attrs...)
 	e.log.InfoContext(ctx, "locks released", append(slices.Clip(attrs), "count", n)...)
 }
 
-// logReleasedLanes names freed lanes.
+// logReleasedLanes logs each released lane.
 func (e *Engine) logReleasedLanes(ctx context.Context, id string, released []releasedLane, attrs ...any) {
 	for _, f := range released {
 		line := append(slices.Clip(attrs), "lane", f.Lane, "owner", id, "fencing_token", f.Token)

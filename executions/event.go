@@ -19,11 +19,10 @@ type event struct {
 	name, key string
 	data      json.RawMessage
 	id        *string
-	source    string // see raiser
+	source    string // see eventSource
 }
 
-// lockName names what another transaction may hold of an event: its id, or the wait that it ends, which the database
-// gives to one event at a time.
+// lockName names the key that another transaction may hold: the event's id, or the wait that it ends.
 func (o event) lockName() string {
 	if o.id == nil {
 		return fmt.Sprintf("the wait for %s %.300q", o.name, o.key)
@@ -31,9 +30,9 @@ func (o event) lockName() string {
 	return fmt.Sprintf("event id %.300q", *o.id)
 }
 
-// deliverLocal delivers an event in a process that runs executions. What it wakes is claimed by the same statement as
-// long as this process has workers free and nothing else is to come before it, so that one round trip lies between an
-// event and the code that waits for it. The rest goes to the queue.
+// deliverLocal delivers an event in a process that runs executions. The same statement claims the resumed executions
+// while this process has free workers and the queue has nothing first. So one round trip lies between an event and
+// the waiting code. All others are queued.
 func (e *Engine) deliverLocal(ctx context.Context, o event) (Delivered, error) {
 	single := func(ctx context.Context) (Delivered, error) {
 		got, err := e.deliverBatch(ctx, []event{o})
@@ -49,8 +48,7 @@ func (e *Engine) deliverLocal(ctx context.Context, o event) (Delivered, error) {
 		})
 		return got, err
 	}
-	// A replay: the seal is to refuse it, and others must not take it along. Or the event has a raiser, who is noted
-	// for its statement.
+	// A replay must not join a batch. An event with a source sets it for its own statement.
 	var got Delivered
 	err := e.serializeKey(ctx, o.lockName(), func() (err error) {
 		if postgres.IsSealed(ctx) || o.source != "" {
@@ -63,11 +61,11 @@ func (e *Engine) deliverLocal(ctx context.Context, o event) (Delivered, error) {
 	return got, err
 }
 
-// slotTimeout is how long workers are set aside for what events wake. A statement that takes longer is held up by
-// somebody's lock, and the workers are of more use elsewhere.
+// slotTimeout bounds how long workers stay reserved for resumed executions. A slower statement is blocked by a lock,
+// and the workers are needed elsewhere.
 const slotTimeout = 100 * time.Millisecond
 
-// slots are workers set aside for what events wake, of each queue.
+// slots are workers of each queue that are reserved for resumed executions.
 type slots struct {
 	e                       *Engine
 	background, interactive int // as many may be claimed
@@ -87,12 +85,12 @@ func (e *Engine) reserveSlots(n int) *slots {
 	return p
 }
 
-// start puts a worker to a claimed execution.
+// start runs a claimed execution.
 func (p *slots) start(x claimedExecution, worker string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	c := p.e.pools[x.Queue]
-	if p.released { // there may be one worker more for a while
+	if p.released { // there may be one worker too many for a while
 		c.startUnreserved(c.runContext(), x, worker)
 		return
 	}
@@ -100,7 +98,7 @@ func (p *slots) start(x claimedExecution, worker string) {
 	c.startReserved(c.runContext(), x, worker)
 }
 
-// release returns what was not used.
+// release frees the unused slots.
 func (p *slots) release() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -114,8 +112,7 @@ func (p *slots) release() {
 	}
 }
 
-// deliverBatch delivers events in one transaction. Of several, those that would have to wait for somebody are not
-// delivered, and the answer says so.
+// deliverBatch delivers events in one transaction. Of several, it leaves out those that would wait for a lock.
 func (e *Engine) deliverBatch(ctx context.Context, events []event) ([]batch.Answer[Delivered], error) {
 	if len(events) > 1 {
 		bounded, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
@@ -135,7 +132,7 @@ func (e *Engine) deliverBatch(ctx context.Context, events []event) ([]batch.Answ
 	defer rows.Close()
 	answers := batch.Unanswered[Delivered](len(events))
 	var claimed []claimedExecution
-	queued := map[string]int{} // of each queue, what is to be claimed from it
+	queued := map[string]int{} // executions left to each queue
 	for rows.Next() {
 		var n int
 		var eventID, executionID, queue *string
@@ -169,7 +166,7 @@ func (e *Engine) deliverBatch(ctx context.Context, events []event) ([]batch.Answ
 	return answers, nil
 }
 
-// queryEvents is the statement: for one event, which waits for the locks of others, or for several.
+// queryEvents runs the statement: for one event, which waits for locks, or for several.
 func (e *Engine) queryEvents(ctx context.Context, events []event, worker string, reserved *slots) (pgx.Rows, error) {
 	skip := append(e.pools[Background].skippedFlows(), e.pools[Interactive].skippedFlows()...)
 	if len(events) == 1 {
@@ -201,25 +198,24 @@ func (e *Engine) queryEvents(ctx context.Context, events []event, worker string,
 		})
 }
 
-// deliveredColumns are what a delivery returns, of rows x made of deliveredRow.
+// deliveredColumns are the columns of a delivery, of rows x made of deliveredRow.
 const (
 	deliveredColumns = columns + `, ` + checkpointColumns + `, n, event_id::text, execution_id::text, woken_queue`
 	deliveredRow     = `(d.execution).*, d.held, d.steps, d.claims, d.prints, d.failed, d.outputs, d.times, d.n, d.event_id, d.execution_id,
 		d.queue as woken_queue`
 )
 
-// Delivered says what an event did.
+// Delivered is the result of an event.
 type Delivered struct {
 	EventID string   `json:"event_id"`
 	Resumed []string `json:"resumed"` // executions whose wait it ended
 }
 
-// Deliver records an event and ends every wait for it; one that nobody waits for is kept for the first that will. id,
-// where given, makes it count once however often it comes. With a pool for db, whichever it is, the engine uses its
-// own: in a process that runs executions that is one statement, which also claims what it woke where this process has a
-// worker free for it, so that it goes on at once; events of other callers at the same time share the commit. An id or a
-// wait that an open transaction holds is waited for as WithLockTimeout says. In a transaction, workers hear of it when
-// that commits.
+// Deliver records an event and ends every wait for it. An event without a wait is kept for the first one. id makes
+// repeated deliveries count once. For any pool it uses the engine's own pool. A process that runs executions needs
+// one statement, which also claims the resumed executions while workers are free. Concurrent events share the commit.
+// WithLockTimeout bounds the wait for an open transaction that holds the id or the wait. In a transaction, workers
+// are notified at its commit.
 func (e *Engine) Deliver(ctx context.Context, db postgres.Beginner, name, key string, data json.RawMessage, id string) (Delivered, error) {
 	if len(data) == 0 {
 		data = json.RawMessage("{}")
@@ -258,8 +254,7 @@ func (e *Engine) deliverTx(ctx context.Context, tx pgx.Tx, o event) (Delivered, 
 	return got, e.insertWakeups(ctx, tx, wakeups)
 }
 
-// eventSource names who raises an event, for why(): the execution or the trace that ctx belongs to; empty for what
-// comes from outside.
+// eventSource names the source of an event, for why(): the execution or trace of ctx; empty for external events.
 func eventSource(ctx context.Context) string {
 	span, inTrace := trace.From(ctx)
 	switch {
@@ -271,8 +266,8 @@ func eventSource(ctx context.Context) string {
 	return "trace " + string(span.TraceID)
 }
 
-// deliver is the statement, and the hints for what it woke. The limit keeps the planner from reading the whole table,
-// since it believes that an event wakes a thousand.
+// deliver runs the statement and returns the wake-ups of the resumed executions. The planner expects a thousand rows
+// of the function; the limit prevents a full scan.
 func deliver(ctx context.Context, db postgres.DB, args postgres.Strict) (got Delivered, wakeups []wakeup, err error) {
 	rows, err := db.Query(ctx, `
 		with by as materialized (select set_config('lanekeeper.raised_by', @raiser, true) as raiser)

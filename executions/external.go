@@ -19,40 +19,39 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 )
 
-// External is the flow that a worker outside of this program runs. "external:NAME" are such flows too, for
-// workers that do different things.
+// External is the flow of an external worker. "external:NAME" are such flows too, for workers with different tasks.
 const External = "external"
 
-// IsExternal reports whether workers outside run a flow.
+// IsExternal reports whether external workers run a flow.
 func IsExternal(flow string) bool { return flow == External || strings.HasPrefix(flow, External+":") }
 
-// Flows names the registered flows, sorted; those of the fallback are not among them.
+// Flows returns the registered flows, sorted, without those of the fallback.
 func (e *Engine) Flows() []string { return slices.Sorted(maps.Keys(e.flows)) }
 
-// What can be wrong with a run lock. Each comes as a *RunError.
+// The errors of run locks. Each comes as a *RunError.
 var (
-	// ErrHeld reports a run that another worker's live lock holds.
+	// ErrHeld reports an execution that another worker's live lock holds.
 	ErrHeld = errors.New("the run is locked by another worker")
-	// ErrVoid reports a lock that is not, or no longer, the run's.
+	// ErrVoid reports a lock that is not, or no longer, the execution's.
 	ErrVoid = errors.New("the lock is void")
 	// ErrOutputConflict reports a step that was recorded with another output.
 	ErrOutputConflict = errors.New("the step was recorded with another output")
-	// ErrNotExternal reports a run that this program's own processes run.
-	ErrNotExternal = errors.New("the run is not one for workers outside")
-	// ErrNotReady reports a run that waits for something, so that there is nothing to do.
+	// ErrNotExternal reports an execution of this program's own processes.
+	ErrNotExternal = errors.New("the run is not for external workers")
+	// ErrNotReady reports a waiting execution.
 	ErrNotReady = errors.New("the run waits")
-	// ErrEnded reports a run that has ended.
+	// ErrEnded reports an ended execution.
 	ErrEnded = errors.New("the run has ended")
-	// ErrMalformed reports an argument that cannot be: the text says which.
+	// ErrMalformed reports an invalid argument; the text names it.
 	ErrMalformed = errors.New("not valid")
 )
 
-// RunError says why something about a run lock was refused; errors.Is finds which of the errors above it is.
+// RunError explains a refused lock operation; errors.Is matches one of the errors above.
 type RunError struct {
 	Err     error
-	TraceID string // of the run; empty where that is unknown
-	Holder  string // the owner of the live lock; empty without one
-	Detail  string // for people: what is so, and what to do
+	TraceID string // of the execution; empty where unknown
+	Holder  string // owner of the live lock; empty for none
+	Detail  string // state, and what to do
 }
 
 func (e *RunError) Error() string {
@@ -64,18 +63,18 @@ func (e *RunError) Error() string {
 
 func (e *RunError) Unwrap() error { return e.Err }
 
-// RunLock is the right to run an execution from outside, with all that is needed to go on.
+// RunLock is the right to run an execution externally, with its state.
 type RunLock struct {
-	LockID      string // a secret: whoever knows it may write as the run
+	LockID      string // a secret: it authorizes writes of the execution
 	ExpiresAt   time.Time
 	Execution   Execution
-	Checkpoints []Checkpoint // what was recorded so far, in its order
+	Checkpoints []Checkpoint // oldest first
 }
 
-// LockRun locks an execution for a worker outside, and reads its state in the same transaction. owner names the
-// worker, one process of it: the owner of the live lock gets the same lock again, prolonged. The lock is void when
-// ttl (whole seconds, up to a day) has passed without a beat. One that is over already is settled first: the run
-// fails or is handed on, as its on_lost says.
+// LockRun locks an execution for an external worker, and reads its state in the same transaction. owner names one
+// process of the worker: the owner of the live lock gets the same lock again, renewed. The lock is void after ttl
+// (whole seconds, up to a day) without a renewal. An expired lock is settled first: the execution fails or is handed
+// on, as its on_lost says.
 //
 // Errors: ErrNotFound, ErrNotExternal, ErrHeld with its holder, ErrNotReady, ErrEnded, ErrPaused, ErrMalformed.
 func (e *Engine) LockRun(ctx context.Context, id, owner string, ttl time.Duration) (RunLock, error) {
@@ -85,14 +84,14 @@ func (e *Engine) LockRun(ctx context.Context, id, owner string, ttl time.Duratio
 	err := postgres.InTx(ctx, e.pool, func(tx pgx.Tx) (err error) {
 		got, refused, err = lockRun(ctx, tx, id, owner, ttl)
 		if err != nil || !errors.Is(refused, ErrEnded) {
-			return err // a refusal commits: what the end of the last lock meant is settled all the same
+			return err // a refusal commits too: the expired lock is settled
 		}
 		b := &pgx.Batch{}
 		queueEnded(b, &ends)
 		return tx.SendBatch(ctx, b).Close()
 	})
 	if held, paused := errors.AsType[*PausedError](explainPaused(ctx, e.pool, err)); paused {
-		return RunLock{}, &RunError{Err: ErrPaused, Detail: held.Pause.since() + "; lock it when that is over"}
+		return RunLock{}, &RunError{Err: ErrPaused, Detail: held.Pause.since() + "; lock it after the pause"}
 	}
 	switch {
 	case err != nil:
@@ -137,16 +136,16 @@ func lockRun(ctx context.Context, tx pgx.Tx, id, owner string, ttl time.Duration
 	return got, nil, err
 }
 
-// lockRefusal is why a lock was not given.
+// lockRefusal explains a refused lock.
 func lockRefusal(why string, x Execution, holder *string, expires *time.Time) error {
 	x = x.Redacted()
 	refused := &RunError{TraceID: x.TraceID}
 	switch why {
 	case "held":
 		refused.Err, refused.Holder = ErrHeld, *holder
-		refused.Detail = fmt.Sprintf("%s has it until %s, or longer if it beats", *holder, expires.UTC().Format(time.RFC3339))
+		refused.Detail = fmt.Sprintf("%s holds it until %s, or longer after a heartbeat", *holder, expires.UTC().Format(time.RFC3339))
 	case "waiting":
-		refused.Err, refused.Detail = ErrNotReady, "for "+describeWait(x)+"; lock it when that is over"
+		refused.Err, refused.Detail = ErrNotReady, "for "+describeWait(x)+"; lock it after the wait"
 	case "inside":
 		refused.Err, refused.Detail = ErrNotExternal, fmt.Sprintf("its flow is %s, not %s or %s:NAME", x.Flow, External, External)
 	default:
@@ -155,15 +154,15 @@ func lockRefusal(why string, x Execution, holder *string, expires *time.Time) er
 	return refused
 }
 
-// describeWait says what an execution waits for.
+// describeWait describes the wait of an execution.
 func describeWait(x Execution) string {
 	if x.WaitingFor == nil || x.WaitingKey == nil || x.WaitingUntil == nil {
-		return "something that has just come"
+		return "an event that has just arrived"
 	}
 	return fmt.Sprintf("%s %s until %s", *x.WaitingFor, *x.WaitingKey, x.WaitingUntil.UTC().Format(time.RFC3339))
 }
 
-// describeEnd says how an execution ended.
+// describeEnd describes the end of an execution.
 func describeEnd(x Execution) string {
 	for _, why := range []*string{x.ErrorMessage, x.CancelReason} {
 		if why != nil && *why != "" {
@@ -173,24 +172,24 @@ func describeEnd(x Execution) string {
 	return string(x.Status)
 }
 
-// LockRenewal is what became of one lock of RenewLocks.
+// LockRenewal is the result of one renewed lock.
 type LockRenewal struct {
 	LockID          string
-	ExecutionID     *string // nil for a lock that is gone
+	ExecutionID     *string // nil for a deleted lock
 	TraceID         *string
-	Live            bool // the lock was prolonged, or its holder is told of a cancel; otherwise it is void
+	Live            bool // renewed, or its holder learns of a cancel; otherwise void
 	ExpiresAt       *time.Time
 	Status          *Status
-	CancelRequested bool // the execution was cancelled: stop the work. Told once, with that the lock is over
+	CancelRequested bool // the execution was cancelled: stop the work. Reported once, because the lock is over
 }
 
-// RenewLocks prolongs locks, each by its own ttl, and answers in their order. It neither waits for a checkpoint that is
-// being written nor holds one up.
+// RenewLocks renews locks, each by its own ttl, and answers in their order. It neither waits for nor delays a
+// checkpoint in flight.
 func (e *Engine) RenewLocks(ctx context.Context, lockIDs []string) ([]LockRenewal, error) {
 	return e.renewLocks(ctx, lockIDs, nil)
 }
 
-// RenewLock is RenewLocks for the lock of one execution. Errors: ErrNotFound, ErrVoid with the reason.
+// RenewLock renews the lock of one execution. Errors: ErrNotFound, ErrVoid with the reason.
 func (e *Engine) RenewLock(ctx context.Context, id, lockID string) (LockRenewal, error) {
 	got, err := e.renewLocks(ctx, []string{lockID}, id)
 	if err != nil {
@@ -202,17 +201,17 @@ func (e *Engine) RenewLock(ctx context.Context, id, lockID string) (LockRenewal,
 	return got[0], nil
 }
 
-// renewLocks prolongs locks, only those of one execution when id is not nil.
+// renewLocks renews locks, only those of one execution when id is not nil.
 func (e *Engine) renewLocks(ctx context.Context, lockIDs []string, id any) ([]LockRenewal, error) {
 	rows, err := e.pool.Query(ctx, `
 		select lock_id, execution_id::text, trace_id, live, expires_at, status, cancel_requested from beat_agent_locks(@locks, @id)`,
 		postgres.Strict{"locks": lockIDs, "id": id})
 	if err != nil {
-		return nil, fmt.Errorf("beat locks: %w", err)
+		return nil, fmt.Errorf("renew locks: %w", err)
 	}
 	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[LockRenewal])
 	if err != nil {
-		return nil, fmt.Errorf("beat locks: %w", err)
+		return nil, fmt.Errorf("renew locks: %w", err)
 	}
 	for _, b := range got {
 		if id == nil && !b.Live && b.ExecutionID != nil {
@@ -222,8 +221,8 @@ func (e *Engine) renewLocks(ctx context.Context, lockIDs []string, id any) ([]Lo
 	return got, nil
 }
 
-// CheckpointRun records a step under a lock. recorded is false when it was recorded before with this output, equal as
-// jsonb. Errors: ErrNotFound, ErrVoid with the reason, ErrOutputConflict, ErrMalformed.
+// CheckpointRun records a step under a lock. recorded is false when the step has this output already, equal as jsonb.
+// Errors: ErrNotFound, ErrVoid with the reason, ErrOutputConflict, ErrMalformed.
 func (e *Engine) CheckpointRun(ctx context.Context, id, lockID, step string, output json.RawMessage) (traceID string, recorded bool, err error) {
 	if len(output) == 0 {
 		output = json.RawMessage("null")
@@ -244,7 +243,7 @@ func (e *Engine) CheckpointRun(ctx context.Context, id, lockID, step string, out
 	case answer == "different":
 		return traceID, false, &RunError{
 			Err: ErrOutputConflict, TraceID: traceID,
-			Detail: fmt.Sprintf("%.100q keeps the first; give each step a name of its own", step),
+			Detail: fmt.Sprintf("%.100q keeps the first output; give each step its own name", step),
 		}
 	}
 	if answer == "created" {
@@ -253,7 +252,7 @@ func (e *Engine) CheckpointRun(ctx context.Context, id, lockID, step string, out
 	return traceID, answer == "created", nil
 }
 
-// rejectVoidLock says why a lock is void, and records that a write under it was refused.
+// rejectVoidLock explains a void lock, and records the rejected write.
 func (e *Engine) rejectVoidLock(ctx context.Context, id, lockID, write, step string, output json.RawMessage) error {
 	refused := e.voidLockError(ctx, id)
 	if errors.Is(refused, ErrVoid) {
@@ -262,8 +261,8 @@ func (e *Engine) rejectVoidLock(ctx context.Context, id, lockID, write, step str
 	return refused
 }
 
-// recordStale records in the activity log that a write of a worker outside was refused. Of one lock a few have a row
-// each, and the last one counts the rest: a worker that goes on for hours fills no log.
+// recordStale records a rejected write of an external worker in the activity log. The first few per lock have a row
+// each, and the last row counts the rest. So a stale worker cannot fill the log.
 func (e *Engine) recordStale(ctx context.Context, id, lockID, write, step string, output json.RawMessage) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()
@@ -273,13 +272,13 @@ func (e *Engine) recordStale(ctx context.Context, id, lockID, write, step string
 	}
 	if _, err := e.pool.Exec(ctx, `select record_stale_agent_write(@id, @lock, @write, @step, @output)`,
 		postgres.Strict{"id": id, "lock": lockID, "write": write, "step": step, "output": kept}); err != nil {
-		e.log.WarnContext(ctx, "stale write not noted", "execution_id", id, "step", step, "error", err)
+		e.log.WarnContext(ctx, "stale write not recorded", "execution_id", id, "step", step, "error", err)
 		return
 	}
 	e.log.WarnContext(ctx, "stale write rejected", "execution_id", id, "write", write, "step", step)
 }
 
-// voidLockError says why a lock is void.
+// voidLockError explains why a lock is void.
 func (e *Engine) voidLockError(ctx context.Context, id string) error {
 	x, err := Get(ctx, e.pool, id)
 	if err != nil {
@@ -298,22 +297,22 @@ func (e *Engine) voidLockError(ctx context.Context, id string) error {
 	case x.Status.Ended():
 		refused.Detail = "the run has ended: " + describeEnd(x) + ". Stop the work"
 	case x.Status == Waiting:
-		refused.Detail = "it was given back, and the run waits for " + describeWait(x)
+		refused.Detail = "it was released, and the run waits for " + describeWait(x)
 	case owner != "":
 		refused.Holder = owner
-		refused.Detail = "the run is locked by " + owner + ". Stop the work: it goes on there"
+		refused.Detail = "the run is locked by " + owner + ", which continues it. Stop the work"
 	default:
-		refused.Detail = "its time ran out, or it was given back. Stop the work, and lock the run anew to go on from its last checkpoint"
+		refused.Detail = "it expired or was released. Stop the work, and lock the run again to continue from its last checkpoint"
 	}
 	return refused
 }
 
-// executionAttrs are the attributes that every line about a run has.
+// executionAttrs are the log attributes of every line about an execution.
 func executionAttrs(traceID, id string) []any {
 	return []any{slog.String("trace_id", traceID), slog.String("execution_id", id)}
 }
 
-// invalidArgument turns what the database refuses as an argument into ErrMalformed, with its words.
+// invalidArgument turns a rejected argument into ErrMalformed, with the database's message.
 func invalidArgument(err error) error {
 	refused, is := errors.AsType[*pgconn.PgError](err)
 	if !is || !slices.Contains([]string{"22023", "22P02", "22P05", "22003"}, refused.Code) {
@@ -322,22 +321,22 @@ func invalidArgument(err error) error {
 	return &RunError{Err: ErrMalformed, Detail: postgres.Told(refused)}
 }
 
-// UnlockParams is how a worker outside gives a lock back.
+// UnlockParams describe how an external worker releases a lock.
 type UnlockParams struct {
 	Status  Status // Completed, Failed or Waiting
 	Summary string // of the result
 	Result  json.RawMessage
-	Error   string // what failed
-	// With Waiting: what for, one of the eight kinds of Limits (response, agent, document, signature, test, event, delay,
-	// approval), and for how long. 0 is the kind's standard.
+	Error   string // reason of the failure
+	// With Waiting: one of the eight kinds of Limits (response, agent, document, signature, test, event, delay,
+	// approval) and the timeout. 0 is the default of the kind.
 	For     string
-	Key     string // not for a delay
+	Key     string // empty for a delay
 	Timeout time.Duration
 }
 
-// UnlockRun gives a lock back: the run ends, or waits and can be locked again, by any worker, when the wait is over.
-// Its outcome is then among the checkpoints as step "wait KIND N", N counting the run's waits. The status is the
-// run's afterwards: Running when what it waits for had come already.
+// UnlockRun releases a lock: the execution ends, or waits. After the wait any worker can lock it again. The outcome
+// of the wait is a checkpoint named "wait KIND N", where N counts the execution's waits. The returned status is
+// Running when the awaited event had happened already.
 //
 // Errors: ErrNotFound, ErrVoid with the reason, ErrMalformed.
 func (e *Engine) UnlockRun(ctx context.Context, id, lockID string, r UnlockParams) (status Status, traceID string, err error) {
@@ -368,7 +367,7 @@ func (e *Engine) UnlockRun(ctx context.Context, id, lockID string, r UnlockParam
 	return status, traceID, nil
 }
 
-// logUnlocked says what became of a run, and to whom.
+// logUnlocked logs the result of an unlock, and resumes waiting executions.
 func (e *Engine) logUnlocked(ctx context.Context, id, traceID string, status Status, r UnlockParams) {
 	attrs := executionAttrs(traceID, id)
 	switch {
@@ -385,7 +384,7 @@ func (e *Engine) logUnlocked(ctx context.Context, id, traceID string, status Sta
 			select coalesce((data ->> 'locks_released')::int, 0) from agent_events where external_id = 'completed ' || @id`,
 			postgres.Strict{"id": id}).Scan(&freed)
 		if err != nil {
-			e.log.WarnContext(ctx, "count of released locks not read", append(attrs, "error", err)...)
+			e.log.WarnContext(ctx, "number of released lanes not read", append(attrs, "error", err)...)
 		}
 		e.logReleased(ctx, id, freed, attrs...)
 		e.deliverCompletion(ctx, id)

@@ -265,7 +265,7 @@ func TestALockThatRanOutIsSettledBeforeAnotherIsGiven(t *testing.T) {
 	fails := p.external(t)
 	lock := p.lock(t, fails, "first")
 	expire(t, p.pool, fails)
-	p.void(t, fails, lock.LockID, "its time ran out")
+	p.void(t, fails, lock.LockID, "it expired or was released")
 	if _, err := p.LockRun(t.Context(), fails, "second", time.Minute); !errors.Is(err, executions.ErrEnded) || !strings.Contains(err.Error(), "lease expired") {
 		t.Errorf("lock after the time of one that fails: %v", err)
 	}

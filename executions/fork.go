@@ -18,28 +18,26 @@ import (
 // ErrNoFork reports an execution that cannot be forked; the text says why and what to do instead.
 var ErrNoFork = errors.New("it cannot be forked")
 
-// ErrNoStep reports a fork from a step that was not recorded.
+// ErrNoStep reports a fork from a step without a checkpoint.
 var ErrNoStep = errors.New("no such recorded step")
 
-// ErrNotFailed reports a retry of an execution that has not ended, or that did what it should.
-var ErrNotFailed = errors.New("only what has failed, timed out or was cancelled can be retried")
+// ErrNotFailed reports a retry of an execution that has not failed.
+var ErrNotFailed = errors.New("only a failed, timed out or cancelled execution can be retried")
 
-// ForkSpec says how to fork an execution.
+// ForkSpec describes a fork.
 type ForkSpec struct {
 	ID string
-	// From is the step to begin anew with: the key of a recorded step, of a phase or loop under way, of a scope, or of
-	// the step it waits in. Empty keeps everything that was recorded.
+	// From is the first step to run again: the key of a recorded step, of a phase or loop under way, of a scope, or
+	// of a waiting step. Empty keeps every checkpoint.
 	From string
 	// Input replaces the input; nil keeps it.
 	Input json.RawMessage
-	// Latest takes the version of a flow in data that is current now, in place of the one that the execution began
-	// with.
+	// Latest uses the current version of a flow that is stored as data, instead of the recorded version.
 	Latest bool
 }
 
-// Unforkable makes forks of a flow's executions fail with ErrNoFork and a reason, which says what to do instead: for
-// flows whose executions belong to something else that has one place for one execution. Call it where flows are
-// registered, before Run.
+// Unforkable makes forks of a flow fail with ErrNoFork and a reason that says what to do instead. Use it for flows
+// whose owner has room for one execution. Call it before Run.
 func (e *Engine) Unforkable(flow, why string) {
 	if e.unforkable == nil {
 		e.unforkable = map[string]string{}
@@ -47,20 +45,19 @@ func (e *Engine) Unforkable(flow, why string) {
 	e.unforkable[flow] = why
 }
 
-// Fork starts a new execution, of a trace of its own, that begins with what another had recorded before a step, and
-// does the rest anew: steps, calls, children, sends and questions to people from there on are its own. The other is
-// not touched, whatever state it is in, and neither tells its parent of the fork.
+// Fork starts a new execution with its own trace. It copies the checkpoints before a step and runs the rest again:
+// steps, calls, children, messages and requests from there on are its own. The original execution is unchanged, and
+// neither notifies its parent of the fork.
 //
-// What was recorded before the step is what had a record by the time the step got its own, or, for a phase, loop or
-// scope under way, when the first step in it did. Not kept are the steps within the named one, leave for a call that
-// was not made by then, and a request to people that nothing followed. Lanes are taken anew, and what the fork says
-// in the thread of the other it says under its own claim. A fork from a wait waits anew: a delay from its beginning,
-// others for an event yet to come, and for a child of the other if its start is kept.
+// Checkpoints before the step are those recorded before it, or before the first inner step of a phase, loop or scope
+// under way. The fork drops the inner steps of the named one, approvals of calls that were not made, and a request to
+// people without a later step. It acquires its lanes again, and sends in the thread under its own claim. A fork from
+// a wait waits again: a delay from its beginning, other waits for a new event, and for the original's child if its
+// start is kept.
 //
-// With another input, a recorded step whose own input (see Input) would be another makes Fork fail with ErrChanged,
-// and the text names the step; one with which the flow fails between steps, such as one that it does not take, makes
-// it fail with ErrNoFork. Where that cannot be told before, the fork itself fails so. Further errors: ErrNotFound,
-// ErrNoStep, ErrNoFork.
+// With another input, a checkpoint with a different recorded input (see Input) makes Fork fail with ErrChanged and
+// the name of the step. An input with which the flow fails between steps gives ErrNoFork. Where that is not known
+// before, the fork itself fails. Further errors: ErrNotFound, ErrNoStep, ErrNoFork.
 func (e *Engine) Fork(ctx context.Context, db postgres.Beginner, s ForkSpec) (Execution, error) {
 	x, err := Get(ctx, db, s.ID)
 	if err != nil {
@@ -92,8 +89,8 @@ func (e *Engine) Fork(ctx context.Context, db postgres.Beginner, s ForkSpec) (Ex
 //go:embed fork_steps.sql
 var forkStepsSQL string
 
-// fork inserts the execution with its records and its wake-up. Its claim begins at 1, so that the first that claims it
-// loads what it begins with. What has ended is locked: its records must not be pruned while they are copied.
+// fork inserts the execution with its checkpoints and wakes a worker. Its claim starts at 1, so the first real claim
+// loads the checkpoints. The lock keeps retention from pruning the original meanwhile.
 func (e *Engine) fork(ctx context.Context, tx pgx.Tx, s ForkSpec) (Execution, error) {
 	var id string
 	var was, version *int
@@ -138,7 +135,7 @@ func (e *Engine) fork(ctx context.Context, tx pgx.Tx, s ForkSpec) (Execution, er
 	return got, e.insertWakeups(ctx, tx, []wakeup{{got.ID, 0, got.Queue, got.Priority}})
 }
 
-// forkSteps reads the records that a fork begins with.
+// forkSteps reads the checkpoints of a fork.
 func forkSteps(ctx context.Context, tx pgx.Tx, s ForkSpec) ([]Checkpoint, error) {
 	rows, err := tx.Query(ctx, forkStepsSQL, postgres.Strict{"id": s.ID, "from": null(s.From)})
 	if err != nil {
@@ -149,7 +146,7 @@ func forkSteps(ctx context.Context, tx pgx.Tx, s ForkSpec) ([]Checkpoint, error)
 	found := false
 	for rows.Next() {
 		found = true
-		if rows.RawValues()[0] == nil { // the step is there, and nothing before it
+		if rows.RawValues()[0] == nil { // the step exists without checkpoints before it
 			continue
 		}
 		checkpoint, err := pgx.RowToStructByPos[Checkpoint](rows)
@@ -164,8 +161,8 @@ func forkSteps(ctx context.Context, tx pgx.Tx, s ForkSpec) ([]Checkpoint, error)
 	return checkpoints, rows.Err()
 }
 
-// checkInput calls the flow with the new input and the records that the fork will have, as in a replay, to find out
-// whether one of them belongs to another input. What cannot be told that way is left to the fork.
+// checkInput replays the flow with the new input and the checkpoints of the fork, to find a checkpoint of another
+// input. What a replay cannot find fails in the fork.
 func (e *Engine) checkInput(ctx context.Context, tx pgx.Tx, x Execution, s ForkSpec) error {
 	if fn, err := e.flow(ctx, x.Flow); err != nil || fn == nil {
 		return err
@@ -194,7 +191,7 @@ func (e *Engine) checkInput(ctx context.Context, tx pgx.Tx, x Execution, s ForkS
 	return nil
 }
 
-// inputConflict is an ErrChanged of a fork, where it is the input that changed and not the code.
+// inputConflict is an ErrChanged where the input changed, not the code.
 type inputConflict struct{ message string }
 
 func (c *inputConflict) Error() string        { return c.message }
@@ -217,11 +214,10 @@ func useCurrentVersion(ctx context.Context, tx pgx.Tx, x *Execution, checkpoints
 	return nil
 }
 
-// Retry forks an execution that failed, timed out or was cancelled, so that what ended it is done anew: the failed
-// step, and of a failed phase the step in it that failed; the wait that timed out; the start of the child whose
-// failure was passed on. Where the code failed between steps, the last recorded one is done anew. An execution that
-// was cancelled, or lost its workers too often, goes on after what it had recorded. The second value is the step it
-// begins with.
+// Retry forks an execution that failed, timed out or was cancelled, so that its failed part runs again: the failed
+// step (in a phase, the inner one), the wait that timed out, or the start of the failed child. Where the code failed
+// between steps, the last recorded step runs again. An execution that was cancelled or lost its workers continues
+// after its last checkpoint. The second return value is the first step that runs again.
 func (e *Engine) Retry(ctx context.Context, db postgres.Beginner, id string) (Execution, string, error) {
 	x, err := Get(ctx, db, id)
 	if err != nil {
@@ -239,7 +235,7 @@ func (e *Engine) Retry(ctx context.Context, db postgres.Beginner, id string) (Ex
 	return got, from, err
 }
 
-// retryStep chooses the step that a retry begins with; empty for what comes after all that is recorded.
+// retryStep chooses the first step of a retry; empty to continue after all checkpoints.
 func retryStep(x Execution, checkpoints []Checkpoint) string {
 	if x.Status == Cancelled || failedByWorkers(x) || len(checkpoints) == 0 {
 		return ""
@@ -264,20 +260,20 @@ func retryStep(x Execution, checkpoints []Checkpoint) string {
 			}
 		}
 	}
-	// A record that contradicts the code is not a failed one.
+	// A checkpoint that contradicts the code did not fail.
 	if x.FailedStep != nil && x.ErrorMessage != nil && strings.Contains(*x.ErrorMessage, ErrChanged.Error()) && recorded(*x.FailedStep) {
 		return *x.FailedStep
 	}
 	last := checkpoints[len(checkpoints)-1]
 	if start, ok := strings.CutSuffix(last.Step, " result"); ok && recorded(start) && recorded(start+" wait") {
-		return start // the child's end was passed on: a new child is started
+		return start // the child's failure was returned: start a new child
 	}
 	return last.Step
 }
 
-// findFailedStep finds the earliest failed record, within a prefix, whose message is part of an error; of one that
-// groups others, the one in it. Messages are taken from the error as they are found, so that equal ones count as
-// often as they are there.
+// findFailedStep finds the earliest failed checkpoint, within a prefix, whose message is part of an error; for a
+// group, its inner step. Each found message is removed from the error, so equal messages count as often as they
+// occur.
 func findFailedStep(message, within string, checkpoints []Checkpoint) (step string) {
 	rest, why := message, ""
 	for _, c := range slices.Backward(checkpoints) {
@@ -301,7 +297,7 @@ func findFailedStep(message, within string, checkpoints []Checkpoint) (step stri
 	return step
 }
 
-// isTimedOutWait reports the record of a wait that timed out.
+// isTimedOutWait reports the checkpoint of a wait that timed out.
 func isTimedOutWait(c Checkpoint) bool {
 	var out struct {
 		Event    string `json:"event"`

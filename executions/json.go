@@ -13,9 +13,8 @@ import (
 	"unicode/utf8"
 )
 
-// encode makes the JSON that is stored. jsonb can hold neither U+0000 nor half a surrogate pair, and no text bytes
-// that are not UTF-8; all become U+FFFD, and mended says that what is stored differs from v, as also JSON does that v
-// keeps as it was written.
+// encode returns the JSON to store. jsonb stores neither U+0000 nor half a surrogate pair, and text needs valid
+// UTF-8; all of these become U+FFFD. altered says that the stored value differs from v, as it does for raw JSON in v.
 func encode(v any) (text json.RawMessage, altered bool, err error) {
 	text, altered, err = sanitize(v)
 	if err != nil || !holdsRawJSON(reflect.TypeOf(v)) {
@@ -25,7 +24,7 @@ func encode(v any) (text json.RawMessage, altered bool, err error) {
 	return text, true, err
 }
 
-// sanitize is JSON that jsonb can hold.
+// sanitize returns JSON that jsonb accepts.
 func sanitize(v any) (text json.RawMessage, altered bool, err error) {
 	if text, err = safeMarshal(v); err != nil {
 		return nil, false, err
@@ -33,16 +32,16 @@ func sanitize(v any) (text json.RawMessage, altered bool, err error) {
 	if unsigned := stripNegativeZero(text); len(unsigned) < len(text) {
 		text, altered = unsigned, true
 	}
-	if !utf8.Valid(text) { // of a json.RawMessage
+	if !utf8.Valid(text) { // in a json.RawMessage
 		text, altered = bytes.ToValidUTF8(text, []byte("\ufffd")), true
 	}
 	if !bytes.Contains(text, []byte(`\u`)) {
 		return text, altered, nil
 	}
 	if !bytes.Contains(text, []byte(`\u0000`)) && !bytes.Contains(bytes.ToLower(text), []byte(`\ud`)) {
-		return text, altered || bytes.Contains(text, []byte(`\ufffd`)), nil // which stands for bytes that are not UTF-8
+		return text, altered || bytes.Contains(text, []byte(`\ufffd`)), nil // the encoder replaced invalid UTF-8
 	}
-	d := json.NewDecoder(bytes.NewReader(text)) // which mends the surrogates
+	d := json.NewDecoder(bytes.NewReader(text)) // replaces lone surrogates
 	d.UseNumber()
 	var tree any
 	if err := d.Decode(&tree); err != nil {
@@ -52,7 +51,7 @@ func sanitize(v any) (text json.RawMessage, altered bool, err error) {
 	return text, true, err
 }
 
-// safeMarshal makes JSON of what the code has made; a method of it that panics is an error.
+// safeMarshal encodes a value of the code; a panic of its methods becomes an error.
 func safeMarshal(v any) (text []byte, err error) {
 	defer func() {
 		if p := recover(); p != nil {
@@ -62,7 +61,7 @@ func safeMarshal(v any) (text []byte, err error) {
 	return json.Marshal(v)
 }
 
-// stripNegativeZero takes the sign from zeros, as jsonb does.
+// stripNegativeZero removes the sign of zeros, as jsonb does.
 func stripNegativeZero(text []byte) []byte {
 	if !bytes.Contains(text, []byte("-0")) {
 		return text
@@ -82,7 +81,7 @@ func stripNegativeZero(text []byte) []byte {
 	return append(out, text[from:]...)
 }
 
-// startsWithZero reports that the number with which a text begins is zero.
+// startsWithZero reports whether the number at the start of text is zero.
 func startsWithZero(text []byte) bool {
 	rest := bytes.TrimLeft(text, "0.")
 	return len(rest) < len(text) && (len(rest) == 0 || rest[0] < '1' || rest[0] > '9')
@@ -114,11 +113,9 @@ func decode[T any](text []byte) (value T, err error) {
 	return value, nil
 }
 
-// A json.RawMessage, or a json.Number, is given back as it was written, and the database writes JSON in a way of its
-// own. So a result that has one is brought into that form at once: what the first run goes on with, and may give to
-// its next step as input, is then what a replay gets.
-
-// holdsRawJSON reports a type whose values keep JSON as it was written; within are those that it is part of.
+// holdsRawJSON reports a type with a json.RawMessage or json.Number in it; parents are the types around it. Such
+// values keep JSON as it was written, but the database rewrites it. encode therefore brings them into the database's
+// form, so the first run continues with what a replay gets.
 func holdsRawJSON(t reflect.Type, parents ...reflect.Type) bool {
 	if t == nil || slices.Contains(parents, t) {
 		return false
@@ -141,8 +138,8 @@ func holdsRawJSON(t reflect.Type, parents ...reflect.Type) bool {
 	return false
 }
 
-// jsonbText is JSON as jsonb gives it back: members by length and then by bytes, numbers without exponents, and its
-// own spaces.
+// jsonbText formats JSON as jsonb does: members by length and then by bytes, numbers without exponents, and its own
+// spacing.
 func jsonbText(text json.RawMessage) (json.RawMessage, error) {
 	d := json.NewDecoder(bytes.NewReader(text))
 	d.UseNumber()
@@ -190,7 +187,7 @@ func appendComma(b []byte, i int) []byte {
 	return b
 }
 
-// appendString writes a string, in which only what must be escaped is.
+// appendString appends a string with the necessary escapes only.
 func appendString(b []byte, s string) []byte {
 	b = append(b, '"')
 	for i := range len(s) {
@@ -206,11 +203,10 @@ func appendString(b []byte, s string) []byte {
 	return append(b, '"')
 }
 
-// maxExponent bounds what a number without its exponent takes to write; what is beyond it the database refuses,
-// or nobody writes.
+// maxExponent bounds the digits of an expanded number. The database rejects most larger ones.
 const maxExponent = 1000
 
-// expandNumber is a number without an exponent, and zero without a sign.
+// expandNumber returns a number without an exponent, and zero without a sign.
 func expandNumber(text string) string {
 	mantissa, exponent, long := strings.Cut(strings.ToLower(text), "e")
 	exp, err := strconv.Atoi(cmp.Or(exponent, "0"))

@@ -12,28 +12,25 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Hold is a lane that an execution holds. It belongs to the execution, not to the process: a park keeps
-// it, a new claim takes it over with a new token, and the execution's end frees it. Where the run is handed back,
-// because its process shuts down or the agent is paused, it stays with the execution if it is a thread's; any other
-// is free for others until the execution goes on and takes it again.
+// Hold is a lane that an execution holds. It belongs to the execution, not to the process. A wait keeps it, a new
+// claim takes it over with a new token, and the end releases it. A released run (shutdown, pause) keeps only a
+// thread's lane. Any other lane is free until the execution continues and acquires it again.
 type Hold struct {
 	run   *run
 	lease *lanes.Lease
 	ctx   context.Context
 }
 
-// Lane takes a lane for the execution that ctx belongs to, or keeps the hold it has; errors.Is(err,
-// lanes.ErrBusy) when somebody else holds it. It is not a step: whether a lane is free is asked anew in
-// every run.
+// Lane acquires a lane for the execution of ctx, or returns the hold that it has. It returns lanes.ErrBusy when
+// another owner holds the lane. Lane is not a step: every run acquires its lanes again.
 //
-// So a run also takes anew, and releases, the lanes of what it has on record. A flow that takes one lane twice gives
-// it up, in a run that goes on within the second part, at the Release of the first; and one that takes several, each
-// after the other, may hold a later one while it waits for an earlier. Take a lane once, and hold it until all that
-// it protects is done.
+// So a run also acquires and releases the lanes of its recorded steps. A flow that acquires one lane twice loses it,
+// on a resumed run, at the Release of the first hold. A flow that acquires several lanes one after another may hold a
+// later one while it waits for an earlier one. Acquire a lane once, and hold it until all protected work is done.
 //
-// A child that its parent waits for (Trigger with Wait) borrows a lane that the parent holds, or the parent's parent if
-// that waits too, and so on; it goes back when the child releases it or ends. The child may come here before its parent
-// has begun to wait: then Lane holds the goroutine until it has, for at most a minute.
+// An awaited child (Trigger with Wait) borrows a lane of its parent, or of an ancestor that waits too. The lane
+// returns when the child releases it or ends. A child may call Lane before its parent waits: then Lane blocks for at
+// most a minute.
 func Lane(ctx context.Context, name string, opts ...lanes.Option) (*Hold, error) {
 	deadline := time.Now().Add(lendTimeout)
 	return acquireLane(ctx, name, func(r *run, detached context.Context) (*lanes.Lease, error) {
@@ -48,18 +45,17 @@ func Lane(ctx context.Context, name string, opts ...lanes.Option) (*Hold, error)
 }
 
 const (
-	lendTimeout  = time.Minute // a parent whose process died before it waited is taken up again within that
+	lendTimeout  = time.Minute // a parent whose process died resumes within that
 	minLendPause = 2 * time.Millisecond
 	maxLendPause = time.Second
 )
 
-// LaneWait is Lane that stands in the lane's queue until its turn comes, for at most patience; then
-// errors.Is(err, lanes.ErrBusy). It holds the goroutine, so it is for a run that somebody is looking at; others
-// wait durably with LaneFree.
+// LaneWait is Lane that queues for the lane, for at most patience; then it returns lanes.ErrBusy. It blocks the
+// goroutine, so use it where a person waits. Other runs wait durably with LaneFree.
 func LaneWait(ctx context.Context, name string, patience time.Duration, opts ...lanes.Option) (*Hold, error) {
 	deadline := time.Now().Add(patience)
 	return acquireLane(ctx, name, func(r *run, detached context.Context) (*lanes.Lease, error) {
-		// The lease's context derives from this one, so it is not ended when the wait is over.
+		// The lease's context derives from this one, so it must outlive the wait.
 		waiting, stop := context.WithCancelCause(detached)
 		defer context.AfterFunc(ctx, func() { stop(context.Cause(ctx)) })()
 		remaining := max(time.Until(deadline), time.Millisecond)
@@ -89,15 +85,15 @@ func acquireLane(ctx context.Context, name string, acquire func(r *run, ctx cont
 	})
 	switch {
 	case ctx.Err() != nil:
-		return nil, context.Cause(ctx) // what was taken is the execution's, and goes with it
+		return nil, context.Cause(ctx) // the lane belongs to the execution and ends with it
 	case err != nil:
-		return nil, fmt.Errorf("take lane: %w", err)
+		return nil, fmt.Errorf("acquire lane: %w", err)
 	}
 	r.mu.Lock()
 	if r.leases == nil {
 		r.leases = make(map[*lanes.Lease]struct{}, 1)
 	}
-	maps.DeleteFunc(r.leases, func(l *lanes.Lease, _ struct{}) bool { return l.Lane() == name && leaseLost(l) }) // it is taken again
+	maps.DeleteFunc(r.leases, func(l *lanes.Lease, _ struct{}) bool { return l.Lane() == name && leaseLost(l) })
 	r.leases[lease] = struct{}{}
 	r.mu.Unlock()
 	held, end := context.WithCancelCause(lease.Context())
@@ -105,8 +101,8 @@ func acquireLane(ctx context.Context, name string, acquire func(r *run, ctx cont
 	return &Hold{run: r, lease: lease, ctx: trace.WithLane(held, name)}, nil
 }
 
-// fenceLease gives a lane back that a claim took which had been lost by then: its successor would find it held by
-// nobody it knows. A claim that is lost after this leaves the lane to its successor.
+// fenceLease releases a lane that a lost claim acquired: otherwise the next claim would find an unknown holder. A
+// claim lost after this check leaves the lane to the next claim.
 func (r *run) fenceLease(ctx context.Context, lease *lanes.Lease) error {
 	_, err := r.e.pool.Exec(ctx, `select lanekeeper.fence_agent_execution(@id, @claim)`,
 		postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim})
@@ -118,20 +114,20 @@ func (r *run) fenceLease(ctx context.Context, lease *lanes.Lease) error {
 		err = ErrStale
 	}
 	if back := lease.Release(ctx); back != nil {
-		r.e.log.WarnContext(ctx, "lane of a lost claim not given back", "lane", lease.Lane(), "error", back)
+		r.e.log.WarnContext(ctx, "lane of a lost claim not released", "lane", lease.Lane(), "error", back)
 	}
 	return err
 }
 
-// withGrace is a context that ends some time after ctx. Under it the answer to a statement is heard although
-// the run is stopped: a lane that is taken behind its back would stay taken.
+// withGrace returns a context that ends some time after ctx. It receives the answer to a statement although the run
+// is stopped. Otherwise an acquired lane would stay held.
 func withGrace(ctx context.Context, grace time.Duration) context.Context {
 	longer, end := context.WithCancelCause(context.WithoutCancel(ctx))
 	context.AfterFunc(ctx, func() { time.AfterFunc(grace, func() { end(context.Cause(ctx)) }) })
 	return longer
 }
 
-// LaneHeld reports whether somebody holds a lane; nobody does while lanes are off. It is not a step.
+// LaneHeld reports whether an owner holds a lane; false while lanes are off. It is not a step.
 func LaneHeld(ctx context.Context, name string) (bool, error) {
 	r, err := runFrom(ctx)
 	if err != nil {
@@ -140,11 +136,11 @@ func LaneHeld(ctx context.Context, name string) (bool, error) {
 	return r.e.keeper.Held(ctx, name)
 }
 
-// Context ends with cause lanes.ErrLost when the lane is lost. Work the lane protects runs under it. No step of the
-// run begins after that, under this context or another, until this hold is released or the lane is taken again.
+// Context ends with cause lanes.ErrLost when the lane is lost. Run protected work under it. After the loss no step of
+// the run starts, under any context, until this hold is released or the lane is acquired again.
 func (h *Hold) Context() context.Context { return h.ctx }
 
-// Token is the hold's fencing token; 0 in a replay, where nothing is held.
+// Token is the fencing token; 0 in a replay, which holds nothing.
 func (h *Hold) Token() int64 {
 	if h.lease == nil {
 		return 0
@@ -152,8 +148,8 @@ func (h *Hold) Token() int64 {
 	return h.lease.Token()
 }
 
-// Fence guards the writes of tx, as [lanes.Lease.Fence] does. In the transaction of a [StepTx], a lane that was lost
-// ends the run with ErrStale; the execution goes on elsewhere.
+// Fence guards the writes of tx, as [lanes.Lease.Fence] does. In the transaction of a [StepTx], a lost lane ends the
+// run with ErrStale, and another process continues the execution.
 func (h *Hold) Fence(ctx context.Context, tx postgres.DB) error {
 	if h.lease == nil {
 		return nil
@@ -164,9 +160,8 @@ func (h *Hold) Fence(ctx context.Context, tx postgres.DB) error {
 // leaseLost reports whether a lease was lost.
 func leaseLost(l *lanes.Lease) bool { return errors.Is(context.Cause(l.Context()), lanes.ErrLost) }
 
-// Release gives the lane back before the execution ends. In a run that has parked or was stopped it does
-// nothing: the hold is the execution's, and a deferred Release that fires while the function unwinds must
-// not free it. When a connection breaks or the database is away it tries again, as [RetryTransient] does.
+// Release releases the lane before the execution ends. After a wait or a stop it does nothing: the hold belongs to
+// the execution, and a deferred Release must not free it. Release retries transient errors like [RetryTransient].
 func (h *Hold) Release(ctx context.Context) error {
 	if h.lease != nil && h.run.stopCause() == nil {
 		return h.release(ctx)
@@ -174,7 +169,7 @@ func (h *Hold) Release(ctx context.Context) error {
 	return nil
 }
 
-// release is Release where there is something to give back.
+// release releases the lane with retries.
 func (h *Hold) release(ctx context.Context) error {
 	h.run.mu.Lock()
 	delete(h.run.leases, h.lease)
@@ -182,7 +177,7 @@ func (h *Hold) release(ctx context.Context) error {
 	uncertain, released := false, false
 	_, err := RetryTransient(ctx, func(ctx context.Context) (struct{}, error) {
 		err := h.lease.Release(ctx)
-		released = uncertain && errors.Is(err, lanes.ErrLost) // by the try before
+		released = uncertain && errors.Is(err, lanes.ErrLost) // by the previous attempt
 		uncertain = uncertain || err != nil
 		return struct{}{}, err
 	})

@@ -13,30 +13,30 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// pauseChannel is where the database says that the agent was paused, or resumed.
+// pauseChannel is the notification channel of pauses and resumptions.
 const pauseChannel = "agent_pause"
 
 // pausedCode is the SQLSTATE of a claim that a pause refuses.
 const pausedCode = "LK003"
 
-// ErrPaused reports autonomous work that does not begin, or go on, because the agent is paused. It comes as a
+// ErrPaused reports autonomous work that does not start or continue while the agent is paused. It comes as a
 // *PausedError.
 var ErrPaused = errors.New("autonomous work is paused")
 
-// Pause is whether autonomous work is paused, and since when, by whom and why.
+// Pause is the state of the pause of autonomous work.
 //
-// While it is, no execution is claimed but those of attended surfaces (see Attended), those that run are handed back
-// before their next step as at a shutdown, schedules record their ticks as skipped, and workers outside are refused
-// new locks. What arrives is kept in the queue. The state is a row, so it outlives every process.
+// During a pause only executions of attended surfaces are claimed (see Attended). Running executions are released
+// before their next step, as at a shutdown. Schedules record their ticks as skipped, and external workers get no new
+// locks. Arriving work stays in the queue. The state is a row, so it survives every process.
 type Pause struct {
 	Paused   bool       `json:"paused"`
-	PausedAt *time.Time `json:"paused_at"` // nil unless paused, and so on
+	PausedAt *time.Time `json:"paused_at"` // nil unless paused
 	PausedBy string     `json:"paused_by"`
 	Reason   string     `json:"reason"`
-	TraceID  string     `json:"trace_id"` // of the activity that recorded it
+	TraceID  string     `json:"trace_id"` // of the activity that recorded the pause
 }
 
-// String is the pause in a sentence without a full stop.
+// String is the pause as a sentence without a full stop.
 func (p Pause) String() string {
 	if p.PausedAt == nil {
 		return ErrPaused.Error()
@@ -52,27 +52,27 @@ func (p Pause) since() string {
 	return fmt.Sprintf("since %s UTC by %s: %s", p.PausedAt.UTC().Format(time.DateTime), p.PausedBy, p.Reason)
 }
 
-// PausedError says which pause is in the way. To the engine it means what a shutdown means: the run is handed back.
+// PausedError names the pause that refused the work. The engine handles it like a shutdown: the run is released.
 type PausedError struct{ Pause Pause }
 
-func (e *PausedError) Error() string { return e.Pause.String() + "; agent resume ends that" }
+func (e *PausedError) Error() string { return e.Pause.String() + "; run agent resume to end the pause" }
 
-// Is makes it ErrPaused, and ErrDraining for everything that hands a run back.
+// Is matches ErrPaused, and ErrDraining wherever a run is released.
 func (e *PausedError) Is(target error) bool { return target == ErrPaused || target == ErrDraining }
 
-// PauseChange is what pausing or resuming did. Changed is false when it was so already.
+// PauseChange is the result of pausing or resuming. Changed is false when the state was the same before.
 type PauseChange struct {
 	Pause
 	Changed    bool       `json:"changed"`
 	ResumedAt  *time.Time `json:"resumed_at"`
-	ActivityID string     `json:"activity_id"` // empty when nothing was changed
+	ActivityID string     `json:"activity_id"` // empty without a change
 }
 
-// Attended reports whether a person waits for the executions of a surface, so that a pause leaves them alone. The
-// database has the same rule (agent_executions_begins).
+// Attended reports a surface whose executions have a waiting person: a pause does not affect it. The database has the
+// same rule (agent_executions_begins).
 func Attended(surface trace.Surface) bool { return surface == trace.Operate || surface == trace.Chat }
 
-// CurrentPause reads whether autonomous work is paused.
+// CurrentPause reads the state of the pause.
 func CurrentPause(ctx context.Context, db postgres.DB) (Pause, error) {
 	p := Pause{Paused: true}
 	err := db.QueryRow(ctx, `select paused_at, paused_by, reason, trace_id from agent_pauses where resumed_at is null`).
@@ -86,9 +86,9 @@ func CurrentPause(ctx context.Context, db postgres.DB) (Pause, error) {
 	return p, nil
 }
 
-// PauseAll pauses autonomous work, in all processes, until ResumeAll; it is recorded as an activity. When it returns,
-// nothing more is claimed; what runs stops before its next step, which processes hear of within moments where the
-// database can notify them, and within their SweepEvery otherwise. Of two at once one is the pause.
+// PauseAll pauses autonomous work in all processes until ResumeAll, and records an activity. When it returns, no
+// further claim succeeds. Running executions stop before their next step: within moments after a notification,
+// otherwise within SweepEvery. Of two concurrent calls, one is the pause.
 func PauseAll(ctx context.Context, db postgres.DB, by, reason string) (PauseChange, error) {
 	got := PauseChange{Pause: Pause{Paused: true}}
 	err := db.QueryRow(ctx, `
@@ -101,8 +101,8 @@ func PauseAll(ctx context.Context, db postgres.DB, by, reason string) (PauseChan
 	return got, nil
 }
 
-// ResumeAll ends the pause; what is ready is taken at once. The change tells of the pause that was, with the trace of
-// its end. reason may be empty.
+// ResumeAll ends the pause; ready executions are claimed at once. The result describes the ended pause, with the
+// trace of its end. reason may be empty.
 func ResumeAll(ctx context.Context, db postgres.DB, by, reason string) (PauseChange, error) {
 	var got PauseChange
 	err := db.QueryRow(ctx, `
@@ -115,8 +115,8 @@ func ResumeAll(ctx context.Context, db postgres.DB, by, reason string) (PauseCha
 	return got, nil
 }
 
-// RecordSkipped records, as a skipped activity under a trace of its own, work that does not begin because of a pause,
-// and returns the trace. s names it: flow, surface, agent and input.
+// RecordSkipped records work that a pause prevents, as a skipped activity under its own trace, and returns the trace.
+// s gives flow, surface, agent and input.
 func RecordSkipped(ctx context.Context, db postgres.DB, s Spec, p Pause) (trace.ID, error) {
 	id := trace.New(s.Surface)
 	_, err := activity.Note(ctx, db, activity.Entry{
@@ -128,7 +128,7 @@ func RecordSkipped(ctx context.Context, db postgres.DB, s Spec, p Pause) (trace.
 	return id, nil
 }
 
-// skipTick moves a schedule on that fell due during a pause: the tick is recorded, and not made good later.
+// skipTick moves a schedule past a tick during a pause. The tick is recorded and never made up.
 func skipTick(ctx context.Context, tx pgx.Tx, s Schedule, due time.Time, p Pause) error {
 	next, err := s.next(ctx, tx)
 	if err != nil {
@@ -145,7 +145,7 @@ func skipTick(ctx context.Context, tx pgx.Tx, s Schedule, due time.Time, p Pause
 	return err
 }
 
-// explainPaused is err, or what it means when a pause refused a claim.
+// explainPaused replaces the error of a claim that a pause refused.
 func explainPaused(ctx context.Context, db postgres.DB, err error) error {
 	if !postgres.IsCode(err, pausedCode) {
 		return err
@@ -154,16 +154,14 @@ func explainPaused(ctx context.Context, db postgres.DB, err error) error {
 	if failure != nil {
 		return failure
 	}
-	p.Paused = true // it was, when the claim was refused
+	p.Paused = true // it was when the claim was refused
 	return &PausedError{p}
 }
 
-// Paused reports whether this process knows that the agent is paused. It may learn it some moments later than
-// CurrentPause tells.
+// Paused reports whether this process knows of a pause. It may lag behind CurrentPause by moments.
 func (e *Engine) Paused() bool { return e.paused.Load() }
 
-// watchPause keeps this process told whether the agent is paused: as soon as the database says so, and else once in
-// SweepEvery.
+// watchPause reads the state of the pause after each notification, and once per SweepEvery.
 func (e *Engine) watchPause(ctx context.Context) {
 	var notifications <-chan string
 	if e.opts.Listener != nil {
@@ -184,12 +182,12 @@ func (e *Engine) watchPause(ctx context.Context) {
 	}
 }
 
-// refreshPause asks the database once.
+// refreshPause reads the state once.
 func (e *Engine) refreshPause(ctx context.Context) {
 	p, err := CurrentPause(ctx, e.pool)
 	switch {
 	case err != nil && ctx.Err() == nil:
-		e.log.WarnContext(ctx, "not known whether the agent is paused", "error", err)
+		e.log.WarnContext(ctx, "pause state not read", "error", err)
 	case err != nil:
 	case e.paused.Swap(p.Paused) == p.Paused:
 	case p.Paused:
@@ -200,8 +198,8 @@ func (e *Engine) refreshPause(ctx context.Context) {
 	}
 }
 
-// checkPaused is why a run must not take its next step: the agent is paused. What the process knows may be a moment
-// old, so the database has the last word.
+// checkPaused returns an error when a pause forbids the next step. The process's state may be old, so the database
+// decides.
 func (r *run) checkPaused(ctx context.Context) error {
 	if r.replay != nil || Attended(trace.Surface(r.exec.Surface)) || !r.e.paused.Load() {
 		return nil

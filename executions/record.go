@@ -19,8 +19,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// recordedResult returns the result of an earlier run of this step, if there is one. Before anything new is
-// begun, it also looks whether the process shuts down, or the agent is paused.
+// recordedResult returns the checkpoint of a step, if there is one. Before a new step starts, it checks for a
+// shutdown and a pause.
 func recordedResult[T any](ctx context.Context, r *run, s stepSpec) (bool, T, error) {
 	var value T
 	if r.replay != nil {
@@ -67,8 +67,8 @@ func recordedResult[T any](ctx context.Context, r *run, s stepSpec) (bool, T, er
 	return true, value, nil
 }
 
-// recordExpired is a step that does not begin because its context has ended. Where the code has ended it, that is its
-// result: a later run may come to it in time, and do what this one does without.
+// recordExpired records a step that cannot start because the code ended its context. A run that was ended from
+// outside records nothing: a later run may start the step in time.
 func recordExpired[T any](ctx context.Context, r *run, s stepSpec) (T, error) {
 	var zero T
 	if r.endedExternally(ctx) {
@@ -77,8 +77,8 @@ func recordExpired[T any](ctx context.Context, r *run, s stepSpec) (T, error) {
 	return recordResult(context.WithoutCancel(ctx), r, s, nil, zero, asStepError(s.key, ctx.Err()))
 }
 
-// Changed ends the run, because a step's record belongs to another input than the code now has, and returns the error
-// that says so. A step that depends on more than its [Input] finds that out by itself.
+// Changed ends the run, because a step's checkpoint belongs to another input, and returns that error. Use it in a
+// step that depends on more than its [Input].
 func Changed(ctx context.Context, step string) error {
 	err := fmt.Errorf("step %s has a record for another input: %w", step, ErrChanged)
 	if r, _ := runFrom(ctx); r != nil {
@@ -87,15 +87,14 @@ func Changed(ctx context.Context, step string) error {
 	return err
 }
 
-// failChanged ends a run whose record does not belong to its code. That cannot be handled by the flow: what
-// it would do next is not what was begun.
+// failChanged ends a run whose checkpoint contradicts its code. The flow cannot handle that.
 func (r *run) failChanged(step string, err error) error {
 	r.setFailedStep(step)
 	r.stop(err)
 	return err
 }
 
-// openActivity writes the intent of a step that has an activity row.
+// openActivity writes the intent of a step with an activity row.
 func (r *run) openActivity(ctx context.Context, s stepSpec, effect *Effect) error {
 	if s.entry == nil {
 		return nil
@@ -116,8 +115,7 @@ func (r *run) openActivity(ctx context.Context, s stepSpec, effect *Effect) erro
 	return r.handleWriteError(ctx, s, err, activity.Outcome{Status: activity.Running})
 }
 
-// untilRunEnds is ctx without the limits that the code has set: a write that they cut off might be there, and nobody
-// would know of it.
+// untilRunEnds returns ctx without the limits of the code. A write that they interrupt would have an unknown outcome.
 func (r *run) untilRunEnds(ctx context.Context) (context.Context, func()) {
 	if ctx.Done() == r.ctx.Done() {
 		return ctx, func() {}
@@ -127,8 +125,8 @@ func (r *run) untilRunEnds(ctx context.Context) (context.Context, func()) {
 	return longer, func() { stop(); end(nil) }
 }
 
-// recordResult records how a step ended and returns what every later run will get: the value, or the error. A
-// value that cannot be stored is an error, too.
+// recordResult records how a step ended, and returns what every later run gets: the value or the error. A value that
+// cannot be stored becomes an error.
 func recordResult[T any](ctx context.Context, r *run, s stepSpec, effect *Effect, value T, failure *StepError) (T, error) {
 	var zero T
 	var stored any = value
@@ -162,7 +160,7 @@ func recordResult[T any](ctx context.Context, r *run, s stepSpec, effect *Effect
 	return value, err
 }
 
-// flushAndRecord writes the result of a step, after what was put off.
+// flushAndRecord writes the result of a step after the deferred checkpoint.
 func (r *run) flushAndRecord(ctx context.Context, s stepSpec, effect *Effect, value any, output json.RawMessage, failure *StepError) error {
 	if err := r.flushDeferred(ctx); err != nil {
 		return err
@@ -170,8 +168,8 @@ func (r *run) flushAndRecord(ctx context.Context, s stepSpec, effect *Effect, va
 	return r.recordStep(ctx, s, effect, value, output, failure)
 }
 
-// recordStep writes the result of a step: its checkpoint, and the end of its activity row, in one commit. It
-// is tried also when the run was stopped meanwhile: the database knows whether the claim still counts.
+// recordStep writes the checkpoint of a step and closes its activity row in one commit. It also runs after a stop:
+// the database knows whether the claim is still live.
 func (r *run) recordStep(ctx context.Context, s stepSpec, effect *Effect, value any, output json.RawMessage, failure *StepError) error {
 	out := activity.Outcome{Status: activity.Success, Output: value}
 	if effect != nil {
@@ -192,10 +190,10 @@ func (r *run) recordStep(ctx context.Context, s stepSpec, effect *Effect, value 
 	switch {
 	case failed == nil:
 	case !time.Now().Before(until) && transient(err) && !errors.Is(failed, ErrStale):
-		// The database could not be written to for as long as a lease lasts. That is no result of the step: the run
-		// ends here, and its claim, which then has no run, is handed on.
+		// The database was unavailable for a whole lease. That is no result of the step: the run ends, and its
+		// orphaned claim is released.
 		r.e.log.ErrorContext(ctx, "result not recorded", "step", s.key, "error", err)
-		if ctx.Err() != nil { // it has ended already: nobody could renew the lease either
+		if ctx.Err() != nil { // the lease was not renewed either
 			return errors.Join(context.Cause(ctx), failed)
 		}
 		r.stop(ErrLost)
@@ -213,7 +211,7 @@ func (r *run) recordStep(ctx context.Context, s stepSpec, effect *Effect, value 
 	return nil
 }
 
-// writeResult is the commit of record, tried until then. A step that is nothing but its result shares it with others.
+// writeResult commits a result, with retries until a deadline. A step without an activity row shares a batch.
 func (r *run) writeResult(ctx context.Context, until time.Time, s stepSpec, effect *Effect, out activity.Outcome, output json.RawMessage, failed bool) error {
 	if s.entry == nil && (effect == nil || effect.OnResult == nil) {
 		return r.writeCheckpoint(ctx, until, s, output, failed)
@@ -231,7 +229,7 @@ func (r *run) writeResult(ctx context.Context, until time.Time, s stepSpec, effe
 	})
 }
 
-// handleWriteError deals with the answer to a durable write.
+// handleWriteError handles the outcome of a durable write.
 func (r *run) handleWriteError(ctx context.Context, s stepSpec, err error, out activity.Outcome) error {
 	switch {
 	case err == nil:
@@ -252,8 +250,8 @@ func (r *run) handleWriteError(ctx context.Context, s stepSpec, err error, out a
 	}
 }
 
-// writeLost reports that a write got no answer and came too late: the claim is gone, and what it would have
-// written is not there. So it is with a process that was paused between sending and hearing.
+// writeLost reports a write without an answer that came too late: the claim is gone, and the write is not there. A
+// process that was paused between request and answer finds that.
 func (r *run) writeLost(ctx context.Context, s stepSpec, err error, out activity.Outcome) bool {
 	if postgres.Code(err) != "" {
 		return false
@@ -268,14 +266,14 @@ func (r *run) writeLost(ctx context.Context, s stepSpec, err error, out activity
 		  from agent_executions x where x.id = @id`,
 		postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim, "waits": r.exec.WaitNumber, "step": s.key, "opening": out.Status == activity.Running}).Scan(&late)
 	if failure != nil {
-		r.e.log.WarnContext(ctx, "not known whether a write took effect", "step", s.key, "error", errors.Join(err, failure))
+		r.e.log.WarnContext(ctx, "outcome of a write unknown", "step", s.key, "error", errors.Join(err, failure))
 		return false
 	}
 	return late
 }
 
-// abandon leaves a step whose run was stopped in the middle: no result is recorded. A call's row is
-// closed by whoever took the claim away; a lost one leaves a note of what was interrupted.
+// abandon leaves a step whose run was stopped, without a result. The next claim closes the row of its call. A lost
+// claim leaves a record of the interrupted call.
 func (r *run) abandon(ctx context.Context, s stepSpec, effect *Effect, cause error) error {
 	stopped := cmp.Or(context.Cause(ctx), r.stopCause())
 	if s.entry != nil && errors.Is(stopped, ErrLost) {
@@ -286,37 +284,37 @@ func (r *run) abandon(ctx context.Context, s stepSpec, effect *Effect, cause err
 	return stopped
 }
 
-// queueCheckpoint queues the record of a step.
+// queueCheckpoint queues the checkpoint of a step.
 func (r *run) queueCheckpoint(b *pgx.Batch, s stepSpec, output json.RawMessage, failed bool) {
 	(&checkpointWrite{id: r.exec.ID, step: s.key, fingerprint: s.fingerprint, claim: r.exec.Claim, failed: failed, output: output}).queue(b)
 }
 
-// setFailedStep notes the step that failed last; empty when one has succeeded since.
+// setFailedStep stores the step that failed last; empty after a success.
 func (r *run) setFailedStep(step string) {
 	r.mu.Lock()
 	r.failedStep = step
 	r.mu.Unlock()
 }
 
-// idempotencyKey names one step of one execution.
+// idempotencyKey identifies one step of one execution.
 func (r *run) idempotencyKey(step string) string {
 	sum := sha256.Sum256([]byte(r.exec.ID + " " + step))
 	return hex.EncodeToString(sum[:16])
 }
 
-// maxUSD is what a row of the activity log cannot hold any more.
+// maxUSD is the first cost that a row of the activity log cannot store.
 const maxUSD = 1e8
 
-// validateCost refuses a cost that is no amount, or more than a row holds: it would be in each sum with others.
+// validateCost rejects a cost that is no amount, or that a row cannot store: it would spoil every sum.
 func (e *Effect) validateCost() error {
 	if cost := e.CostUSD; !(math.Abs(cost) < maxUSD) {
 		e.CostUSD = 0
-		return &StepError{Class: "result", Message: fmt.Sprintf("the call says that it has cost %v USD, which cannot be recorded", cost)}
+		return &StepError{Class: "result", Message: fmt.Sprintf("the call reported a cost of %v USD, which cannot be recorded", cost)}
 	}
 	return nil
 }
 
-// outcome is what the activity row says.
+// outcome is the content of the activity row.
 func (e *Effect) outcome(value any) activity.Outcome {
 	out := activity.Outcome{Status: e.Status, Output: e.Output, Usage: e.Usage, CostUSD: e.CostUSD, Model: e.Model, LedTo: e.LedTo}
 	if out.Output == nil {
@@ -339,8 +337,8 @@ func recoverPanic[T any](ctx context.Context, effect *Effect, fn func(context.Co
 	return value, probeError(err)
 }
 
-// probeError asks an error what it will be asked where nothing catches a panic. One that panics, as a nil pointer of
-// the code's own type does, is a panic of the code.
+// probeError calls the methods of an error that are called later outside a recover. A nil pointer of the code's own
+// error type panics here.
 func probeError(err error) error {
 	if err != nil {
 		_, _ = err.Error(), errors.Is(err, errProbe)
@@ -352,10 +350,10 @@ func probeError(err error) error {
 	return err
 }
 
-// errProbe is no error's cause, so that all of them are asked.
+// errProbe matches no error, so errors.Is visits the whole chain.
 var errProbe = errors.New("never")
 
-// asStepError reduces an error to what is recorded.
+// asStepError reduces an error to its recorded form.
 func asStepError(key string, err error) *StepError {
 	failure := &StepError{Step: key, Class: "error", Message: postgres.Text(err.Error())}
 	var classed interface{ ErrorClass() string }

@@ -18,39 +18,39 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// ErrRunning reports a replay of an execution that this process is running at this moment.
-var ErrRunning = errors.New("the execution is being run here: replay it when it waits or has ended")
+// ErrRunning reports a replay of an execution that this process runs right now.
+var ErrRunning = errors.New("the execution runs here: replay it when it waits or has ended")
 
-// ErrUnknownFlow reports a flow that this program does not have; those of workers outside are among them.
+// ErrUnknownFlow reports a flow that this program does not have, such as those of external workers.
 var ErrUnknownFlow = errors.New("this program does not have the flow")
 
-// Replayed is how a replay went.
+// Replayed is the result of a replay.
 type Replayed struct {
 	ExecutionID string `json:"execution_id"`
 	TraceID     string `json:"trace_id"`
 	Flow        string `json:"flow"`
-	Status      Status `json:"status"` // of the record
-	Steps       int    `json:"steps"`  // recorded steps that the code came to, and those within them
-	// Digest is over the record's steps, outputs, status and result; ReplayDigest is over what the replay came to.
+	Status      Status `json:"status"` // of the recorded execution
+	Steps       int    `json:"steps"`  // recorded steps that the code reached, with their inner steps
+	// Digest covers the recorded steps, outputs, status and result; ReplayDigest those that the replay reached.
 	Digest       string `json:"digest"`
 	ReplayDigest string `json:"replay_digest"`
-	// EndedAt is the step with which the record ends although the function would go on: it waits there, or was stopped.
+	// EndedAt is the step where the record ends although the function would continue: it waits there, or was stopped.
 	EndedAt    string      `json:"ended_at"`
 	Equal      bool        `json:"equal"`
 	Divergence *Divergence `json:"divergence"` // null when all is equal
 
-	changed string // the step that has a record for another input, as the error of it says; empty for none
-	failure string // the error of code that failed between steps, so that it does so however often it is called; empty for none
+	changed string // error of the step with another input; empty for none
+	failure string // error of code that failed between steps; empty for none
 }
 
-// The ways in which a replay can differ from its record.
+// The kinds of divergence.
 const (
-	DivergedUnrecorded = "unrecorded" // the code takes a step that the record does not have
-	DivergedOrder      = "order"      // the code comes to a step before one that was recorded earlier
-	DivergedInput      = "input"      // the code comes to a step with another input, or reads its result as another type
-	DivergedUnreached  = "unreached"  // the code ends without a step that the record has
-	DivergedResult     = "result"     // the code ends otherwise
-	DivergedDatabase   = "database"   // the code asks the database outside of steps
+	DivergedUnrecorded = "unrecorded" // the code takes a step without a checkpoint
+	DivergedOrder      = "order"      // the code reaches a step before an earlier one
+	DivergedInput      = "input"      // the code reaches a step with another input or result type
+	DivergedUnreached  = "unreached"  // the code ends before a recorded step
+	DivergedResult     = "result"     // the code ends with another result
+	DivergedDatabase   = "database"   // the code queries the database outside steps
 )
 
 // Divergence says where a replay differs from its record.
@@ -60,17 +60,16 @@ type Divergence struct {
 	Message string `json:"message"`
 }
 
-// maxReplays bounds how many answers to the question whether a lane is free are tried.
+// maxReplays bounds the combinations of lane answers that a replay tries.
 const maxReplays = 32
 
-// Replay calls the flow of an execution with what the execution has recorded, and with no way to do anything new: a
-// step that is not recorded ends it, lanes are not taken, nothing is written, and a database handle of package
-// internal/postgres answers nothing under the flow's context. What the code does in place of a step by other means is
-// its own affair; see docs/executions.md. A record that ends in a wait, or that was stopped from outside, is replayed
-// to there. A step that groups others is taken from its record, and those within it with it.
+// Replay calls the flow of an execution with its checkpoints and without any effect. A step without a checkpoint ends
+// the replay, lanes are not acquired, nothing is written, and database handles of internal/postgres answer nothing
+// under the flow's context. Replay cannot block effects by other means; see docs/executions.md. A record that ends in
+// a wait, or that was stopped externally, is replayed up to there. A step that groups others is taken from its
+// checkpoint, with its inner steps.
 //
-// The error is ErrNotFound, ErrRunning, or that the flow is not known here. That the replay differs is no error: see
-// Replayed.Divergence.
+// Errors: ErrNotFound, ErrRunning, ErrUnknownFlow. A difference is no error: see Replayed.Divergence.
 func (e *Engine) Replay(ctx context.Context, id string) (Replayed, error) {
 	x, err := Get(ctx, e.pool, id)
 	if err != nil {
@@ -99,7 +98,7 @@ func (e *Engine) Replay(ctx context.Context, id string) (Replayed, error) {
 	return got, nil
 }
 
-// waitingStep is the step in which an execution waits.
+// waitingStep reads the step in which an execution waits.
 func waitingStep(ctx context.Context, db postgres.DB, id string) (step *string, err error) {
 	err = db.QueryRow(ctx, `select waiting_step from agent_executions where id = @id`, postgres.Strict{"id": id}).Scan(&step)
 	if err != nil {
@@ -108,8 +107,8 @@ func waitingStep(ctx context.Context, db postgres.DB, id string) (step *string, 
 	return step, nil
 }
 
-// replayCheckpoints replays a record. Whether a lane was free is not recorded, so where the code asks, "yes" is tried
-// first, and "no" where that leads to a difference.
+// replayCheckpoints replays a record. Lane answers are not recorded: the replay first tries "free", and "busy" after
+// a divergence.
 func (e *Engine) replayCheckpoints(ctx context.Context, x Execution, checkpoints []Checkpoint, waitingStep *string) (Replayed, error) {
 	flow, err := e.flow(ctx, x.Flow)
 	switch {
@@ -149,7 +148,7 @@ func (e *Engine) replayCheckpoints(ctx context.Context, x Execution, checkpoints
 	return *first, nil
 }
 
-// closedPool is a pool on the same database that never gives a connection: what a replay's run has in place of one.
+// closedPool is a closed pool for the same database: a replay gets no connections.
 func closedPool(ctx context.Context, pool *pgxpool.Pool) (*pgxpool.Pool, error) {
 	config := pool.Config()
 	config.MinConns, config.MinIdleConns = 0, 0
@@ -193,7 +192,7 @@ func (e *Engine) replayOnce(ctx context.Context, x Execution, flow Func, record 
 	return got
 }
 
-// endState is what an execution ended with, for its digest.
+// endState is the end of an execution, for its digest.
 type endState struct {
 	Summary string `json:"summary"`
 	Result  any    `json:"result"`
@@ -208,15 +207,14 @@ func recordedEnd(x Execution) endState {
 	return end
 }
 
-// compareEnd notes how the end of a replay differs from that of the record, and returns the status and the end that it
-// came to.
+// compareEnd records how the end of a replay differs from the record, and returns the status and end that it reached.
 func (r *run) compareEnd(x Execution, record *replayRecord, result Result, err error, queried bool) (Status, endState) {
 	stopErr := r.stopCause()
 	switch {
 	case record.divergence != nil:
 		return "", endState{}
 	case queried:
-		record.diverge(r.lastStep(record), DivergedDatabase, "the code asks the database outside of a step, so what it does cannot be told from the record")
+		record.diverge(r.lastStep(record), DivergedDatabase, "the code queries the database outside a step, so the record does not determine what it does")
 		return "", endState{}
 	case record.endedAt != "":
 		record.divergeUnreached("")
@@ -269,31 +267,31 @@ func errorSuffix(message string) string {
 	return ": " + message
 }
 
-// truncated shows an end.
+// truncated formats an end state for a message.
 func truncated(end endState) string {
 	text, err := json.Marshal(end)
 	if err != nil {
-		return "what cannot be shown"
+		return "an end that cannot be encoded"
 	}
 	return string(bytes.ToValidUTF8(text[:min(len(text), 300)], nil))
 }
 
-// lastStep is the step that a replay came to last.
+// lastStep is the last step that a replay reached.
 func (r *run) lastStep(record *replayRecord) string {
 	record.mu.Lock()
 	defer record.mu.Unlock()
 	return record.last
 }
 
-// lastFailed is the step that was noted as failed last.
+// lastFailed is the step that failed last.
 func (r *run) lastFailed() string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.failedStep
 }
 
-// digest identifies steps, outputs, status and result. Steps go by their keys, because those of parallel branches
-// have no order.
+// digest identifies steps, outputs, status and result. Steps are sorted by key, because parallel branches have no
+// order.
 func digest(checkpoints []Checkpoint, counts func(Checkpoint) bool, status string, end endState) string {
 	sum := sha256.New()
 	write := func(v any) {
@@ -314,7 +312,7 @@ func digest(checkpoints []Checkpoint, counts func(Checkpoint) bool, status strin
 	return hex.EncodeToString(sum.Sum(nil))
 }
 
-// comparableJSON is a JSON value in one form, however it was written: numbers by their value, members by their names.
+// comparableJSON decodes JSON into one form: numbers by value, members by name.
 func comparableJSON(text json.RawMessage) any {
 	if len(text) == 0 {
 		return nil

@@ -13,30 +13,29 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// replayTimeout is how long a replay waits for a parallel branch to come to what was recorded earlier than the step
-// that another branch has come to. It passes only where the code differs from the record.
+// replayTimeout bounds how long one branch waits for another to reach an earlier step. It only expires where the code
+// differs from the record.
 const replayTimeout = 5 * time.Second
 
-// replayRecord is the record that a run is given in place of a database. A step gets its record when everything that
-// was recorded before it has been come to; so branches that ran in parallel meet in the replay as they did in the
-// record.
+// replayRecord is the record that a run gets in place of a database. A step gets its checkpoint once all earlier
+// steps are reached. So parallel branches interleave as they did in the recorded run.
 type replayRecord struct {
-	ordered     []Checkpoint // by the time they were recorded
+	ordered     []Checkpoint // by time of recording
 	checkpoints map[string]Checkpoint
-	nested      map[string]bool // records within a step that has a record itself, which stands for them
-	// openEnded says that the function had not ended by itself where the record ends; waitsIn is the step in which it
-	// waits.
+	nested      map[string]bool // checkpoints within a step that has one itself and represents them
+	// openEnded says that the function had not ended by itself where the record ends. waitingStep is the step in
+	// which it waits.
 	openEnded   bool
 	waitingStep *string
 
 	mu          sync.Mutex
-	progress    chan struct{} // closed when a step is come to
+	progress    chan struct{} // closed when a step is reached
 	reached     map[string]bool
 	last        string
 	endedAt     string
 	divergence  *Divergence
-	busyLanes   []bool // the answers to give to those who ask for a lane
-	laneAnswers []bool // those that were given
+	busyLanes   []bool // the lane answers to give
+	laneAnswers []bool // the lane answers that were given
 }
 
 func newReplayRecord(x Execution, checkpoints []Checkpoint, waitingStep *string, busy []bool) *replayRecord {
@@ -54,7 +53,7 @@ func newReplayRecord(x Execution, checkpoints []Checkpoint, waitingStep *string,
 	return p
 }
 
-// failedByWorkers reports an execution that failed because of its workers, not of its code.
+// failedByWorkers reports an execution that failed because of its workers, not its code.
 func failedByWorkers(x Execution) bool {
 	if x.Status != Failed || x.ErrorMessage == nil {
 		return false
@@ -64,7 +63,7 @@ func failedByWorkers(x Execution) bool {
 		strings.HasPrefix(m, "given up after ") && strings.HasSuffix(m, " workers were lost without a checkpoint between")
 }
 
-// isNested reports a record within a step that has one itself, or of a wait before one.
+// isNested reports a checkpoint within a step that has one itself, or of a wait before such a step.
 func (p *replayRecord) isNested(step string) bool {
 	for i, char := range step {
 		if char != '/' {
@@ -83,13 +82,13 @@ func (p *replayRecord) isNested(step string) bool {
 	return false
 }
 
-// splitKey divides a key into scope and name.
+// splitKey splits a key into scope and name.
 func splitKey(key string) (scope, name string) {
 	i := strings.LastIndexByte(key, '/') + 1
 	return key[:i], key[i:]
 }
 
-// isLaneWait reports a record that a run need not come to: a wait for a lane, which is not waited for when it is free.
+// isLaneWait reports a wait for a lane. A run need not reach it, because it does not wait for a free lane.
 func isLaneWait(c Checkpoint) bool {
 	var out struct {
 		Event string `json:"event"`
@@ -97,10 +96,10 @@ func isLaneWait(c Checkpoint) bool {
 	return json.Unmarshal(c.Output, &out) == nil && out.Event == "LANE_FREED"
 }
 
-// counts reports a record that belongs to the digest.
+// counts reports a checkpoint that belongs to the digest.
 func (p *replayRecord) counts(c Checkpoint) bool { return !isLaneWait(c) }
 
-// wasReached reports a record that the replay came to, or to a step that it is within.
+// wasReached reports a checkpoint that the replay reached, or whose containing step it reached.
 func (p *replayRecord) wasReached(c Checkpoint) bool {
 	if isLaneWait(c) {
 		return false
@@ -122,8 +121,7 @@ func (p *replayRecord) wasReached(c Checkpoint) bool {
 	return false
 }
 
-// firstUnreached is the first record before a moment that was not come to; ok is false when there is none. p.mu is
-// held.
+// firstUnreached returns the first unreached checkpoint before a moment; ok is false for none. The caller holds p.mu.
 func (p *replayRecord) firstUnreached(before time.Time) (c Checkpoint, ok bool) {
 	for _, c := range p.ordered {
 		if !before.IsZero() && !c.CreatedAt.Before(before) {
@@ -136,7 +134,7 @@ func (p *replayRecord) firstUnreached(before time.Time) (c Checkpoint, ok bool) 
 	return Checkpoint{}, false
 }
 
-// reach is called for every step. Nil lets the caller take the record; an error ends the run.
+// reach is called for every step. On nil the caller uses the checkpoint; an error ends the run.
 func (p *replayRecord) reach(ctx context.Context, r *run, s stepSpec) error {
 	checkpoint, recorded := p.checkpoints[s.key]
 	scope := s.key[:strings.LastIndex(s.key, s.name)]
@@ -164,22 +162,22 @@ func (p *replayRecord) reach(ctx context.Context, r *run, s stepSpec) error {
 		p.mu.Unlock()
 		if sibling, _ := splitKey(earlier.Step); sibling == scope || !awaitProgress(ctx, moved) {
 			if sibling != scope && ctx.Err() != nil {
-				return context.Cause(ctx) // another branch has ended this one
+				return context.Cause(ctx) // another branch ended this one
 			}
 			if recorded {
-				return p.stopDiverged(r, s.key, DivergedOrder, fmt.Sprintf("the code comes to it before step %q, which was recorded earlier", earlier.Step))
+				return p.stopDiverged(r, s.key, DivergedOrder, fmt.Sprintf("the code reaches it before step %q, which was recorded earlier", earlier.Step))
 			}
-			return p.stopDiverged(r, s.key, DivergedUnrecorded, fmt.Sprintf("the record has no such step; there the record has step %q", earlier.Step))
+			return p.stopDiverged(r, s.key, DivergedUnrecorded, fmt.Sprintf("the record has no such step; it has step %q there", earlier.Step))
 		}
 	}
 	if recorded {
 		if checkpoint.Failed && cancelledBySibling(checkpoint) && p.hasOtherBranches(scope) {
-			awaitProgress(ctx, nil) // first it is ended as it was then
+			awaitProgress(ctx, nil) // let the other branch end it first
 		}
 		return nil
 	}
 	if !p.openEnded && p.hasOtherBranches(scope) && !awaitProgress(ctx, nil) && ctx.Err() != nil {
-		return context.Cause(ctx) // another branch has ended this one, as it did then
+		return context.Cause(ctx) // another branch ended this one, as recorded
 	}
 	if err := p.awaitWaitingBranch(ctx, s.key); err != nil {
 		return err
@@ -187,14 +185,14 @@ func (p *replayRecord) reach(ctx context.Context, r *run, s stepSpec) error {
 	return p.beyondRecord(r, s.key)
 }
 
-// cancelledBySibling reports the record of a step whose context was cancelled, as the failure of another branch does.
+// cancelledBySibling reports a step whose context was cancelled, as the failure of another branch does.
 func cancelledBySibling(c Checkpoint) bool {
 	var failure StepError
 	return json.Unmarshal(c.Output, &failure) == nil && strings.Contains(failure.Message, context.Canceled.Error())
 }
 
-// awaitWaitingBranch holds a step up that the record does not have while another branch has yet to come to the wait
-// in which the record ends: it was under way then.
+// awaitWaitingBranch delays a step without a checkpoint until another branch reaches the wait where the record ends:
+// the step was in flight then.
 func (p *replayRecord) awaitWaitingBranch(ctx context.Context, key string) error {
 	if !p.openEnded || p.waitingStep == nil {
 		return nil
@@ -217,7 +215,7 @@ func (p *replayRecord) awaitWaitingBranch(ctx context.Context, key string) error
 	}
 }
 
-// hasOtherBranches reports whether steps of other branches than that of a scope were come to.
+// hasOtherBranches reports whether steps of other branches were reached.
 func (p *replayRecord) hasOtherBranches(scope string) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -230,11 +228,11 @@ func (p *replayRecord) hasOtherBranches(scope string) bool {
 	return false
 }
 
-// beyondRecord is called for what the record does not have: its end, or something new.
+// beyondRecord is called for a step that the record does not have: its end, or a new step.
 func (p *replayRecord) beyondRecord(r *run, key string) error {
 	if !p.openEnded || p.waitingStep != nil && *p.waitingStep != key && !strings.HasPrefix(*p.waitingStep, gatePrefix(key)) &&
 		!strings.HasPrefix(*p.waitingStep, key+"/") {
-		return p.stopDiverged(r, key, DivergedUnrecorded, "the record has no such step: the code does something new")
+		return p.stopDiverged(r, key, DivergedUnrecorded, "the record has no such step; the code is different")
 	}
 	p.mu.Lock()
 	if p.endedAt == "" {
@@ -245,13 +243,13 @@ func (p *replayRecord) beyondRecord(r *run, key string) error {
 	return ErrParked
 }
 
-// gatePrefix begins the keys of what is waited for before a step; see Gate.
+// gatePrefix is the key prefix of waits in the gate of a step; see Gate.
 func gatePrefix(key string) string {
 	scope, name := splitKey(key)
 	return scope + "before " + name + "/"
 }
 
-// awaitProgress waits for any step to be come to.
+// awaitProgress waits until any step is reached.
 func awaitProgress(ctx context.Context, moved <-chan struct{}) bool {
 	timer := time.NewTimer(replayTimeout)
 	defer timer.Stop()
@@ -261,7 +259,7 @@ func awaitProgress(ctx context.Context, moved <-chan struct{}) bool {
 	case <-timer.C:
 	case <-ctx.Done():
 		select {
-		case <-moved: // what ended ctx was come to first
+		case <-moved: // progress came before the end of ctx
 			return true
 		default:
 		}
@@ -275,7 +273,7 @@ func (p *replayRecord) stopDiverged(r *run, step, kind, message string) error {
 	return ErrParked
 }
 
-// diverge notes the first difference.
+// diverge stores the first difference.
 func (p *replayRecord) diverge(step, kind, message string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -284,35 +282,35 @@ func (p *replayRecord) diverge(step, kind, message string) {
 	}
 }
 
-// divergeUnreached notes a record that the code did not come to, because of why, and reports whether there is one.
+// divergeUnreached reports whether a checkpoint was not reached, and stores that as the difference.
 func (p *replayRecord) divergeUnreached(why string) bool {
 	p.mu.Lock()
 	c, ok := p.firstUnreached(time.Time{})
 	p.mu.Unlock()
 	if ok {
-		p.diverge(c.Step, DivergedUnreached, "the code ends without coming to this recorded step"+errorSuffix(why))
+		p.diverge(c.Step, DivergedUnreached, "the code ends before this recorded step"+errorSuffix(why))
 	}
 	return ok
 }
 
-// answerLane answers who asks for a lane: it is granted, but not taken, or it is busy.
+// answerLane answers a lane request: granted without an effect, or busy.
 func (p *replayRecord) answerLane(ctx context.Context, r *run, name string) (*Hold, error) {
 	p.mu.Lock()
 	busy := len(p.laneAnswers) < len(p.busyLanes) && p.busyLanes[len(p.laneAnswers)]
 	p.laneAnswers = append(p.laneAnswers, busy)
 	p.mu.Unlock()
 	if busy {
-		return nil, fmt.Errorf("take lane: lane %s: %w", name, lanes.ErrBusy)
+		return nil, fmt.Errorf("acquire lane: lane %s: %w", name, lanes.ErrBusy)
 	}
 	return &Hold{run: r, ctx: ctx}, nil
 }
 
-// sortCheckpoints puts records into the order in which they were made.
+// sortCheckpoints sorts by time of recording.
 func sortCheckpoints(points []Checkpoint) {
 	slices.SortStableFunc(points, func(a, b Checkpoint) int { return a.CreatedAt.Compare(b.CreatedAt) })
 }
 
-// replayLoop lets a replay come to a loop's last snapshot, where there is one.
+// replayLoop reaches a loop's last snapshot in a replay.
 func (r *run) replayLoop(ctx context.Context, s stepSpec) error {
 	if r.replay == nil {
 		return nil
@@ -323,8 +321,8 @@ func (r *run) replayLoop(ctx context.Context, s stepSpec) error {
 	return r.replay.reach(ctx, r, s)
 }
 
-// isUnderWay reports a step or phase that was entered and has no record of its own yet: its function is called, for the
-// steps in it. A call is not, because it is an effect.
+// isUnderWay reports a step or phase that was started and has no checkpoint yet: its function is called for its inner
+// steps. A call is an effect and is not called.
 func (p *replayRecord) isUnderWay(s stepSpec) bool {
 	if _, ok := p.checkpoints[s.key]; ok || s.entry != nil && s.entry.Kind != activity.KindPhase {
 		return false
@@ -341,7 +339,7 @@ func (p *replayRecord) isUnderWay(s stepSpec) bool {
 	return false
 }
 
-// reachNested lets what was recorded within a step that is not entered count as come to with it.
+// reachNested marks the checkpoints within a skipped step as reached.
 func (p *replayRecord) reachNested(key string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -352,7 +350,7 @@ func (p *replayRecord) reachNested(key string) {
 	}
 }
 
-// callUnderWay calls the function of a step under way. What it would record as its result is beyond the record.
+// callUnderWay calls the function of a step under way. Its result is beyond the record.
 func callUnderWay[T any](ctx context.Context, r *run, s stepSpec, fn func(ctx context.Context, effect *Effect) (T, error)) error {
 	_, err := recoverPanic(stepScope(ctx, s), &Effect{Key: r.idempotencyKey(s.key)}, fn)
 	if stopErr := r.stopCause(); stopErr != nil {

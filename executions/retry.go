@@ -15,15 +15,15 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// lockTimeout is how long a statement that a client's open transaction may hold up waits for a lock, and holds its
-// connection. Functions of the database have the same setting.
+// lockTimeout bounds how long a statement waits for a lock and keeps its connection. SQL functions use the same
+// value.
 const lockTimeout = postgres.LockTimeout
 
 type lockTimeoutKey struct{}
 
-// WithLockTimeout bounds how long calls under ctx try a write that an open transaction of somebody else holds up: for
-// as long as a worker's lease lasts without it. Then they fail with a postgres.LockedError, and nothing has changed.
-// Between two tries they hold no connection.
+// WithLockTimeout bounds how long calls under ctx retry a write that another open transaction blocks; the default is
+// the worker's lease. Then they return a postgres.LockedError, and nothing has changed. Retries hold no connection
+// between attempts.
 func WithLockTimeout(ctx context.Context, patience time.Duration) context.Context {
 	return context.WithValue(ctx, lockTimeoutKey{}, patience)
 }
@@ -35,20 +35,20 @@ func (e *Engine) lockTimeout(ctx context.Context) time.Duration {
 	return e.opts.LeaseTTL
 }
 
-// queueLockTimeout bounds the waits for locks of what is queued after it.
+// queueLockTimeout bounds the lock waits of the statements queued after it.
 func queueLockTimeout(b *pgx.Batch) {
 	b.Queue(`select set_config('lock_timeout', @patience, true)`, postgres.Strict{"patience": lockTimeout})
 }
 
-// maxLockPause is the longest pause before a write that met a lock is made again.
+// maxLockPause is the longest pause between attempts of a blocked write.
 const maxLockPause = 200 * time.Millisecond
 
-// unqueuedRetries is how many retries of a write need no turn: a lock that others hold for a moment is free by then.
+// unqueuedRetries is the number of retries without the retry slot. Most locks are released by then.
 const unqueuedRetries = 3
 
-// retryLocked makes a write again while another transaction has a lock that it needs, for as long as lockPatience says.
-// Between two tries it holds no connection. Writes that go on meeting a lock take turns and hold one connection among
-// all of them: a transaction that somebody has left open delays nobody else's work.
+// retryLocked retries a write while another transaction blocks it, for lockTimeout. It holds no connection between
+// attempts. All writes that stay blocked share one slot and so one connection. An abandoned transaction therefore
+// delays no other work.
 func retryLocked[T any](ctx context.Context, e *Engine, write func(ctx context.Context) (T, error)) (T, error) {
 	until := time.Now().Add(e.lockTimeout(ctx))
 	value, err := write(ctx)
@@ -69,8 +69,7 @@ func retryLocked[T any](ctx context.Context, e *Engine, write func(ctx context.C
 	return value, err
 }
 
-// acquireRetrySlot waits for the turn of a write that goes on meeting a lock; false when the patience or ctx ends
-// first.
+// acquireRetrySlot waits for the retry slot; false when timeout or ctx ends first.
 func (e *Engine) acquireRetrySlot(ctx context.Context, patience time.Duration) bool {
 	timer := time.NewTimer(patience)
 	defer timer.Stop()
@@ -83,18 +82,18 @@ func (e *Engine) acquireRetrySlot(ctx context.Context, patience time.Duration) b
 	return false
 }
 
-// withRetrySlot makes a write, and gives the turn back.
+// withRetrySlot makes a write and frees the retry slot.
 func withRetrySlot[T any](ctx context.Context, e *Engine, write func(ctx context.Context) (T, error)) (T, error) {
 	defer func() { <-e.retrySlot }()
 	return write(ctx)
 }
 
-// withKey makes a write with a key that another transaction may hold; name is the key's, empty for a write without one.
+// withKey makes a write whose key another transaction may hold. An empty name is a write without a key.
 func (e *Engine) withKey(ctx context.Context, name string, write func(ctx context.Context) error) error {
 	return e.serializeKey(ctx, name, func() error { return e.retryKey(ctx, name, write) })
 }
 
-// serializeKey calls write when no other call of this process writes with the key: of many that wait for it, one asks
+// serializeKey calls write when no other call of this process writes with the key. Of many waiting calls, one queries
 // the database.
 func (e *Engine) serializeKey(ctx context.Context, name string, write func() error) error {
 	if name == "" {
@@ -108,7 +107,7 @@ func (e *Engine) serializeKey(ctx context.Context, name string, write func() err
 	return write()
 }
 
-// retryKey is retryLocked. First tries with keys have half of the pool's connections at most, whatever is held.
+// retryKey is retryLocked. First attempts with keys use at most half of the pool's connections.
 func (e *Engine) retryKey(ctx context.Context, name string, write func(ctx context.Context) error) error {
 	tries := 0
 	_, err := retryLocked(ctx, e, func(ctx context.Context) (struct{}, error) {
@@ -130,13 +129,13 @@ func (e *Engine) retryKey(ctx context.Context, name string, write func(ctx conte
 	return err
 }
 
-// isPool reports whether db is a pool, and not a transaction or a connection of the caller's.
+// isPool reports whether db is a pool, and not the caller's transaction or connection.
 func isPool(db postgres.Beginner) bool {
 	_, pool := db.(*pgxpool.Pool)
 	return pool
 }
 
-// Pauses between two tries of a write while the database is away; they double.
+// Pauses between attempts while the database is unavailable; they double.
 const (
 	minBackoff = 20 * time.Millisecond
 	maxBackoff = 2 * time.Second
@@ -144,9 +143,9 @@ const (
 
 func newBackoff() postgres.Backoff { return postgres.Backoff{First: minBackoff, Max: maxBackoff} }
 
-// write is the seam through which every durable write of a run goes: one batch, one commit, awaited.
-// The statements must bear being sent twice, because a connection that breaks does not tell whether the
-// commit took effect: write then sends them again, for as long as ctx lives.
+// write sends every durable write of a run: one batch, one commit, awaited. The statements must be safe to send
+// twice, because a broken connection hides the outcome of the commit. write sends them again for as long as ctx
+// lives.
 func (e *Engine) write(ctx context.Context, queue func(b *pgx.Batch)) error {
 	backoff := newBackoff()
 	for {
@@ -170,7 +169,7 @@ func (e *Engine) write(ctx context.Context, queue func(b *pgx.Batch)) error {
 	}
 }
 
-// warnUnavailable logs a try that met a database in trouble, with what to do where that is known.
+// warnUnavailable logs an attempt that found the database unavailable, with a hint where one is known.
 func (e *Engine) warnUnavailable(ctx context.Context, err error, attrs ...any) {
 	attrs = append(attrs, "error", err)
 	if what, todo := postgres.Trouble(err); what != "" {
@@ -179,32 +178,30 @@ func (e *Engine) warnUnavailable(ctx context.Context, err error, attrs ...any) {
 	e.log.WarnContext(ctx, "database unavailable, trying again", attrs...)
 }
 
-// transient reports an error that another try of one of the engine's own writes may not meet. What a slow moment of the
-// database makes last longer than statement_timeout says is no more the result of a run than an outage: a query of
-// the flow's own may be meant to be cancelled, these never.
+// transient reports an error of an engine write that a retry may avoid. It includes statement timeouts: a query of a
+// flow may be meant to time out, an engine write never.
 func transient(err error) bool { return postgres.Transient(err) || postgres.IsCode(err, "57014") }
 
-// rejected reports an error with which the database refuses what was written: another try would meet it again.
+// rejected reports a permanent database error: a retry would get it again.
 func rejected(err error) bool { return postgres.Code(err) != "" && !transient(err) }
 
-// recordRejected notes a refused write in the activity log, without the run's context, which has ended.
+// recordRejected records a rejected write in the activity log, outside the ended context of the run.
 func (r *run) recordRejected(ctx context.Context, entry activity.Entry, out activity.Outcome) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 10*time.Second)
 	defer cancel()
 	r.e.log.ErrorContext(ctx, "stale write rejected", "step", entry.Step, "claim", r.exec.Claim)
 	if err := activity.Reject(ctx, r.e.pool, entry, out); err != nil {
-		r.e.log.ErrorContext(ctx, "stale write not noted", "step", entry.Step, "error", err)
+		r.e.log.ErrorContext(ctx, "stale write not recorded", "step", entry.Step, "error", err)
 	}
 }
 
-// maxCancelRetries is how often Persist takes a statement that was cancelled for one that met a slow moment.
+// maxCancelRetries bounds how often a statement timeout counts as transient.
 const maxCancelRetries = 2
 
-// RetryTransient asks the database again, for as long as a worker's lease lasts, when fn fails because a connection
-// broke or the database is away: so a restart of the database is not the result of a step. fn must bear being called
-// twice, as a read does; other errors, and those of steps in it, are returned as they come. A statement that was
-// cancelled, as statement_timeout does it in a slow moment of the database, is made again twice: one that is
-// cancelled each time is meant to be. Step does it by itself; code between steps and inside a Call may use it.
+// RetryTransient retries fn for one worker's lease while a connection breaks or the database is unavailable. So a
+// restart of the database is no result of a step. fn must be safe to repeat, as a read is. It returns all other
+// errors, and those after a step in fn, unchanged. It repeats a statement timeout twice: a repeated timeout is
+// intended. Step uses RetryTransient itself. Code between steps and inside a Call may use it.
 func RetryTransient[T any](ctx context.Context, fn func(ctx context.Context) (T, error)) (T, error) {
 	r, err := runFrom(ctx)
 	if err != nil {
@@ -221,7 +218,7 @@ func RetryTransient[T any](ctx context.Context, fn func(ctx context.Context) (T,
 		switch {
 		case err == nil, ctx.Err() != nil, !retryable(err), cancelled > maxCancelRetries, time.Now().After(deadline), r.stopCause() != nil:
 			return value, err
-		case r.startedSince(scopeOf(ctx), before): // called again, it would take its own steps for others
+		case r.startedSince(scopeOf(ctx), before): // a repeated fn would give its steps other keys
 			return value, err
 		}
 		r.e.warnUnavailable(ctx, err)
@@ -231,22 +228,21 @@ func RetryTransient[T any](ctx context.Context, fn func(ctx context.Context) (T,
 	}
 }
 
-// retryable reports an error of the database that another try may not meet. One of somebody else's server, or
-// of time that the code gave itself, is not of that kind.
+// retryable reports a database error that a retry may avoid. It excludes errors of other servers and deadlines of the
+// code itself.
 func retryable(err error) bool {
 	var other *url.Error
 	return transient(err) && !errors.As(err, &other) && !errors.Is(err, context.DeadlineExceeded)
 }
 
-// countSteps is how many steps the run has come to.
+// countSteps returns the number of started steps.
 func (r *run) countSteps() int {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.stepCount
 }
 
-// startedSince reports whether code in a scope has come to further steps, be they within it or around it. Those of
-// other branches do not count.
+// startedSince reports whether code in a scope, or in a scope within or around it, started further steps.
 func (r *run) startedSince(scope string, since int) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -22,34 +22,34 @@ type run struct {
 	exec      Execution
 	worker    string
 	startedAt time.Time
-	ctx       context.Context // ends when the run is stopped, or its caller leaves
+	ctx       context.Context // ends when the run is stopped or its caller leaves
 	cancel    context.CancelCauseFunc
 
 	mu                sync.Mutex
 	checkpoints       map[string]Checkpoint
 	interrupted       map[string]bool           // steps whose call an earlier claim left in flight
-	occurrences       map[string]int            // occurrences of scope + name
-	stepCount         int                       // steps that the code has come to
-	latestStep        map[string]int            // which of them was the last, by scope
-	leases            map[*lanes.Lease]struct{} // what the code holds; nil until it takes a lane
+	occurrences       map[string]int            // by scope + name
+	stepCount         int                       // steps that the code has started
+	latestStep        map[string]int            // number of the last started step, by scope
+	leases            map[*lanes.Lease]struct{} // held lanes; nil until the first one
 	variables         json.RawMessage           // as the code set them last; nil when it has not
-	storedVariables   json.RawMessage           // those that the row has
-	variablesInFlight bool                      // a write under way takes them along
+	storedVariables   json.RawMessage           // as the row has them
+	variablesInFlight bool                      // a write under way stores them
 	stopErr           error                     // why no further step may run
 	completed         *completionResult         // set when a step has ended the run
-	returned          bool                      // the function has: what it left behind takes no further steps
+	returned          bool                      // the flow has returned: further steps are refused
 	failedStep        string
-	onCompleted       func(row *Execution) // gets the row as it ended, where that is known without asking; nil when nobody wants it
-	replay            *replayRecord        // the record of a replay, which does nothing new; nil in a real run
+	onCompleted       func(row *Execution) // receives the final row where it is known without a query; nil without a caller
+	replay            *replayRecord        // the record of a replay; nil in a real run
 
-	recordMu   sync.Mutex  // held while what was put off is written
-	deferTimer *time.Timer // of what is put off; nil before the first time
+	recordMu   sync.Mutex  // held while a deferred checkpoint is written
+	deferTimer *time.Timer // flushes the deferred checkpoint; nil before the first one
 	deferred   *deferredCheckpoint
 }
 
 type runKey struct{}
 
-// runFrom finds the run a context belongs to.
+// runFrom returns the run of a context.
 func runFrom(ctx context.Context) (*run, error) {
 	r, ok := ctx.Value(runKey{}).(*run)
 	if !ok {
@@ -58,8 +58,8 @@ func runFrom(ctx context.Context) (*run, error) {
 	return r, nil
 }
 
-// flowContext is the context that the function is called with. Where a step of another run has called for this one,
-// what is that step's stays there: keys that began with its own would be others when this run goes on in a worker.
+// flowContext returns the context of the flow. Where a step of another run called for this one, the keys of that step
+// stay there. Otherwise a resumed run would compute other step keys.
 func (r *run) flowContext(ctx context.Context) context.Context {
 	if _, err := runFrom(ctx); err == nil {
 		for _, key := range []any{scopeKey{}, gateKey{}, noWaitsKey{}} {
@@ -69,7 +69,7 @@ func (r *run) flowContext(ctx context.Context) context.Context {
 	return trace.With(context.WithValue(ctx, runKey{}, r), r.exec.span())
 }
 
-// Current returns the execution that ctx belongs to, as it was claimed; false outside executions.
+// Current returns the execution of ctx as it was claimed; false outside executions.
 func Current(ctx context.Context) (Execution, bool) {
 	r, err := runFrom(ctx)
 	if err != nil {
@@ -78,7 +78,7 @@ func Current(ctx context.Context) (Execution, bool) {
 	return r.exec, true
 }
 
-// laneOwner is that name as lanes know it.
+// laneOwner is the owner of the lanes of this claim.
 func (r *run) laneOwner() lanes.Owner { return lanes.ClaimOwner(r.exec.ID, r.exec.Claim) }
 
 // stop ends the run's context and refuses further steps.
@@ -91,22 +91,22 @@ func (r *run) stop(cause error) {
 	r.cancel(cause)
 }
 
-// stopCause says why no further step may run, if so.
+// stopCause returns why no further step may run; nil while the run is live.
 func (r *run) stopCause() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.stopErr
 }
 
-// executeSync runs an execution that was claimed by itself, or inserted claimed, and whose record is still to be
-// read. It returns the row as it ended, where that is known without asking.
+// executeSync runs an execution whose checkpoints are not loaded yet. It returns the final row where that is known
+// without a query.
 func (e *Engine) executeSync(ctx context.Context, x Execution, worker string) (completed *Execution, err error) {
 	err = e.execute(ctx, claimedExecution{Execution: x, onCompleted: func(row *Execution) { completed = row }}, worker, func() {})
 	return completed, err
 }
 
-// execute runs a claimed execution until it ends, parks, is lost or is handed back. It calls returned when the function
-// has returned, before that end is written.
+// execute runs a claimed execution until it ends, waits, is lost or is released. It calls returned when the flow has
+// returned, before the end is written.
 func (e *Engine) execute(ctx context.Context, claim claimedExecution, worker string, returned func()) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -125,7 +125,7 @@ func (e *Engine) execute(ctx context.Context, claim claimedExecution, worker str
 		return fmt.Errorf("find flow %s: %w", claimed.Flow, err)
 	}
 	if flow == nil {
-		e.log.WarnContext(ctx, "flow is not known here, left to a process that knows it", "flow", claimed.Flow)
+		e.log.WarnContext(ctx, "flow unknown here, left to other processes", "flow", claimed.Flow)
 		e.releaseClaim(ctx, r)
 		return nil
 	}
@@ -149,7 +149,7 @@ func (e *Engine) execute(ctx context.Context, claim claimedExecution, worker str
 	r.returned = true
 	r.mu.Unlock()
 	returned()
-	// From here on the database decides about the execution's lanes: renewing them would find them gone.
+	// The database decides about the lanes now: a renewal would report them as lost.
 	e.keeper.Drop(r.laneOwner())
 	err = r.finish(ctx, result, err)
 	if stopped := r.stopCause(); ctx.Err() != nil && !errors.Is(stopped, ErrParked) {
@@ -158,8 +158,7 @@ func (e *Engine) execute(ctx context.Context, claim claimedExecution, worker str
 	return err
 }
 
-// releaseCancelledLanes frees what a stopped run took when its execution had ended already, by a cancel: nobody else
-// would before the lease of the lane ends.
+// releaseCancelledLanes releases lanes that a stopped run acquired after a cancel had ended its execution.
 func (r *run) releaseCancelledLanes(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()
@@ -167,11 +166,11 @@ func (r *run) releaseCancelledLanes(ctx context.Context) {
 		select lanekeeper.release_agent_execution_locks(x.id) from agent_executions x where x.id = @id and x.completed_at is not null`,
 		postgres.Strict{"id": r.exec.ID})
 	if err != nil {
-		r.e.log.WarnContext(ctx, "lanes of a stopped run not looked at", "error", err)
+		r.e.log.WarnContext(ctx, "lanes of a stopped run not released", "error", err)
 	}
 }
 
-// loadState makes the run ready to go on where an earlier claim stopped.
+// loadState loads the state that earlier claims recorded.
 func (r *run) loadState(ctx context.Context, needsRecovery bool) error {
 	known := r.checkpoints != nil
 	if !known || needsRecovery {
@@ -189,14 +188,13 @@ func (r *run) loadState(ctx context.Context, needsRecovery bool) error {
 	return nil
 }
 
-// errClaimTooLow hands a claim back so that the next one has a higher number. Whoever claims looks for interrupted
-// calls only where the number is higher than waits alone make it, which is so once a claim was lost; but a call is
-// interrupted as well when another branch begins to wait beside it, and may be waited beside again before its branch
-// comes to it.
-var errClaimTooLow = errors.New("the claim's number does not tell of an interrupted call")
+// errClaimTooLow releases a claim so that the next one has a higher number. A claim looks for interrupted calls only
+// where its number is higher than the waits alone explain, that is after a lost claim. But a wait of another branch
+// interrupts a call too.
+var errClaimTooLow = errors.New("the claim's number hides an interrupted call")
 
-// load reads, in one round trip, what earlier claims have recorded. Of a run that is held, lanes and calls are still
-// those of an earlier claim.
+// load reads the checkpoints and interrupted calls of earlier claims in one round trip. needsRecovery first takes
+// over their lanes and open activities.
 func (r *run) load(ctx context.Context, needsRecovery bool) error {
 	b := &pgx.Batch{}
 	args := postgres.Strict{"id": r.exec.ID}
@@ -230,7 +228,7 @@ func (r *run) load(ctx context.Context, needsRecovery bool) error {
 	return nil
 }
 
-// addRun lists the run as this process's; false when the process shuts down.
+// addRun registers the run; false while the process shuts down.
 func (e *Engine) addRun(r *run) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -261,7 +259,7 @@ func (r *run) callFlow(ctx context.Context, flow Func) (result Result, err error
 	return result, probeError(err)
 }
 
-// finish decides what the end of the function means for the execution.
+// finish maps the end of the flow to the end of the execution.
 func (r *run) finish(ctx context.Context, result Result, err error) error {
 	if r.completed != nil {
 		if r.completed.row != nil && r.onCompleted != nil {
@@ -270,10 +268,10 @@ func (r *run) finish(ctx context.Context, result Result, err error) error {
 		r.afterCompletion(ctx, Completed, nil, *r.completed)
 		return nil
 	}
-	last := r.takeDeferred() // an error of a write of it that was under way has stopped the run
+	last := r.takeDeferred() // a failed write of it has stopped the run
 	stopErr, ended := r.stopCause(), ctx.Err() != nil
 	if last != nil && (stopErr != nil || ended) {
-		_ = r.recordDeferred(ctx, last) // an error has stopped the run
+		_ = r.recordDeferred(ctx, last) // an error stops the run
 		last, stopErr = nil, r.stopCause()
 	}
 	switch {
@@ -282,7 +280,7 @@ func (r *run) finish(ctx context.Context, result Result, err error) error {
 	case errors.Is(stopErr, ErrLost), errors.Is(stopErr, ErrStale):
 		r.e.log.ErrorContext(ctx, "claim lost", "claim", r.exec.Claim)
 		r.e.opts.Observer.ClaimLost(r.exec)
-		if errors.Is(stopErr, ErrStale) { // a refused write may have lost its lane, and not the claim: others go on
+		if errors.Is(stopErr, ErrStale) { // the write may have lost its lane only: release the claim
 			r.e.releaseClaim(ctx, r)
 		}
 		return nil
@@ -298,7 +296,7 @@ func (r *run) finish(ctx context.Context, result Result, err error) error {
 		return r.complete(ctx, nil, Failed, Result{}, stopErr)
 	}
 	if ended && !errors.Is(context.Cause(ctx), lanes.ErrLost) {
-		r.e.releaseClaim(ctx, r) // the caller went away: a shutdown, or an interrupt that RunSync turns into a cancel
+		r.e.releaseClaim(ctx, r) // the caller left: a shutdown, or an interrupt that RunSync turns into a cancel
 		r.e.notifyReady(r.exec.Queue, 1)
 		return nil
 	}
@@ -312,8 +310,8 @@ func (r *run) finish(ctx context.Context, result Result, err error) error {
 	return r.complete(ctx, last, status, result, err)
 }
 
-// logStart says that the run begins, or goes on. A wait may have been ended by a sweep or by plain SQL, where nobody
-// could say so, hence what ended it is said here, by whoever goes on.
+// logStart logs the start or resumption of the run, with the event that ended its wait. A sweep or plain SQL may have
+// ended the wait, so it is logged here.
 func (r *run) logStart(ctx context.Context) {
 	attrs := []any{"flow", r.exec.Flow, "claim", r.exec.Claim, "checkpoints", len(r.checkpoints)}
 	if r.exec.Claim == 1 {
@@ -322,7 +320,7 @@ func (r *run) logStart(ctx context.Context) {
 	}
 	if step, out, ok := r.lastWait(); ok {
 		attrs = append(attrs, "step", step, "timed_out", out.TimedOut)
-		if !out.TimedOut { // else the outcome names an event that has not come
+		if !out.TimedOut { // otherwise the event has not happened
 			attrs = append(attrs, "event", out.Event)
 		}
 	}
@@ -330,8 +328,7 @@ func (r *run) logStart(ctx context.Context) {
 	r.e.log.InfoContext(ctx, "continuing from checkpoint", "checkpoints", len(r.checkpoints))
 }
 
-// lastWait is the wait whose end made the execution ready: its outcome was recorded under the number that the park had
-// made, and this claim is the next.
+// lastWait returns the wait that made the execution ready. Its outcome has the claim number before this one.
 func (r *run) lastWait() (step string, out Outcome, ok bool) {
 	for _, c := range r.checkpoints {
 		if c.Claim != r.exec.Claim-1 || c.Failed {

@@ -14,20 +14,20 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Schedule starts an execution again and again. Its next time is a row, so a tick that falls due while
-// no process runs, or while River changes its leader, is found later; several missed ticks become one.
+// Schedule starts executions of a flow repeatedly. Its next time is a row, so ticks without a running process are
+// found later; several missed ticks become one.
 type Schedule struct {
 	Name     string
 	Flow     string
 	Surface  trace.Surface
-	Agent    string // who acts; the default agent when empty
+	Agent    string // the default agent when empty
 	Cron     string // five fields, or @every and the like
 	Timezone string // a name of the time zone database
 	Input    any
 }
 
-// PutSchedule creates a schedule or changes it. The next time is computed anew only when the cron expression or
-// the time zone differ from what is stored, so a restart does not postpone a tick.
+// PutSchedule creates or updates a schedule. It computes the next time only when the cron expression or time zone
+// changes, so a restart postpones no tick.
 func (e *Engine) PutSchedule(ctx context.Context, s Schedule) error {
 	if err := PutSchedule(ctx, e.pool, s); err != nil {
 		return err
@@ -35,10 +35,10 @@ func (e *Engine) PutSchedule(ctx context.Context, s Schedule) error {
 	return e.refreshDue(ctx)
 }
 
-// PutSchedule is [Engine.PutSchedule] in the caller's transaction. Engines hear of the schedule with their next sweep.
+// PutSchedule is [Engine.PutSchedule] in the caller's transaction. Engines find the schedule at their next sweep.
 func PutSchedule(ctx context.Context, db postgres.DB, s Schedule) error {
 	if s.Name == "" || s.Flow == "" || s.Surface.Prefix() == "" {
-		return fmt.Errorf("schedule %s: it needs a name, a flow and a surface, not %q, %q and %q", s.Name, s.Name, s.Flow, s.Surface)
+		return fmt.Errorf("schedule %s: name, flow and surface are required, got %q, %q and %q", s.Name, s.Name, s.Flow, s.Surface)
 	}
 	next, err := s.next(ctx, db)
 	if err != nil {
@@ -68,7 +68,7 @@ func PutSchedule(ctx context.Context, db postgres.DB, s Schedule) error {
 	return nil
 }
 
-// AssignSchedule lets another agent act in what a schedule starts, and reports whether there is the schedule.
+// AssignSchedule changes the agent of a schedule, and reports whether the schedule exists.
 func AssignSchedule(ctx context.Context, db postgres.DB, name, agent string) (bool, error) {
 	tag, err := db.Exec(ctx, `update agent_schedules set agent = @agent, updated_at = clock_timestamp() where name = @name`,
 		postgres.Strict{"name": name, "agent": agent})
@@ -78,7 +78,7 @@ func AssignSchedule(ctx context.Context, db postgres.DB, name, agent string) (bo
 	return tag.RowsAffected() > 0, nil
 }
 
-// RemoveSchedules removes the schedules of a flow that are not among keep. What they have started goes on.
+// RemoveSchedules deletes the schedules of a flow except keep. Started executions continue.
 func RemoveSchedules(ctx context.Context, db postgres.DB, flow string, keep []string) error {
 	_, err := db.Exec(ctx, `delete from agent_schedules where flow = @flow and name <> all(@keep::text[])`,
 		postgres.Strict{"flow": flow, "keep": append([]string{}, keep...)})
@@ -105,11 +105,10 @@ func (s Schedule) next(ctx context.Context, db postgres.DB) (time.Time, error) {
 	return plan.Next(now), nil
 }
 
-// Tick starts what has become due: one execution per schedule, keyed by the time it was due, in the
-// transaction that moves the schedule on. Many may tick at once; each due time is started once. While
-// the agent is paused a tick is recorded as skipped instead. A
-// schedule that cannot be started (somebody wrote its row by hand) is reported and tried again in a
-// minute; the others do not wait for it, nor for one that another transaction has locked.
+// Tick starts the due schedules: one execution per schedule, keyed by its due time, in the transaction that advances
+// the schedule. Concurrent ticks start each due time once. During a pause a tick is recorded as skipped. A schedule
+// that cannot start, such as an invalid row, is reported and retried in a minute. Neither it nor a locked schedule
+// delays the others.
 func (e *Engine) Tick(ctx context.Context) error {
 	var broken []error
 	err := postgres.InTxWithin(ctx, e.pool, func(tx pgx.Tx) error {
@@ -133,7 +132,7 @@ func (e *Engine) Tick(ctx context.Context) error {
 				continue
 			}
 			broken = append(broken, fmt.Errorf("schedule %s: %w", d.Name, err))
-			if postgres.Locked(err) { // by another transaction: the next tick tries again
+			if postgres.Locked(err) { // the next tick retries
 				continue
 			}
 			if _, err := tx.Exec(ctx, `
@@ -150,7 +149,7 @@ func (e *Engine) Tick(ctx context.Context) error {
 	return nil
 }
 
-// dueSchedule is a row that has become due.
+// dueSchedule is a due row.
 type dueSchedule struct {
 	Name, Flow, Surface, Agent, Cron, Timezone string
 	Input                                      json.RawMessage
@@ -171,7 +170,7 @@ func dueSchedules(ctx context.Context, tx pgx.Tx) ([]dueSchedule, error) {
 	return pgx.CollectRows(rows, pgx.RowToStructByPos[dueSchedule])
 }
 
-// startScheduled begins the execution of one tick and moves the schedule on.
+// startScheduled starts the execution of one tick and advances the schedule.
 func (e *Engine) startScheduled(ctx context.Context, tx pgx.Tx, s Schedule, due time.Time) error {
 	next, err := s.next(ctx, tx)
 	if err != nil {

@@ -17,7 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// What is not given, as the columns and start_agent_executions have it.
+// Defaults of a start, as in the columns and in start_agent_executions.
 const (
 	defaultAgent       = "agent"
 	defaultPriority    = 2
@@ -30,7 +30,7 @@ const (
 type Spec struct {
 	Flow    string
 	Surface trace.Surface
-	// TraceID is the trace to belong to; empty begins a new one for the surface.
+	// TraceID is the trace of the execution; empty starts a new trace for the surface.
 	TraceID  trace.ID
 	Agent    string
 	Input    any
@@ -38,24 +38,25 @@ type Spec struct {
 	ParentID string
 	Queue    string // Background (default) or Interactive
 	Priority int    // 1 first … 4 last; default 2
-	// DedupeKey makes the start idempotent: the second start with a key returns the first's execution.
+	// DedupeKey makes the start idempotent: a second start with the key returns the first execution.
 	DedupeKey string
-	// Awaited says that the parent waits for this run: it is cancelled with its parent.
+	// Awaited says that the parent waits for this execution, so a cancel of the parent cancels it.
 	Awaited bool
-	// Inherits lets the run borrow the lanes of the parent that waits for it.
+	// Inherits lets the execution borrow the lanes of its waiting parent.
 	Inherits bool
-	// OnLost is what a worker's loss means: "resume" (default), "fail", or "hand_on" for runs of outside workers.
+	// OnLost is the effect of a lost worker: "resume" (default), "fail", or "hand_on" for executions of external
+	// workers.
 	OnLost string
-	// MaxAttempts is how many workers may be lost without a checkpoint between; default 5.
+	// MaxAttempts bounds the workers lost without a checkpoint between them; default 5.
 	MaxAttempts int
-	// ProgressSeconds ends a run that has recorded nothing for so long; 0 is no bound.
+	// ProgressSeconds ends an execution without a checkpoint for so long; 0 is no limit.
 	ProgressSeconds int
 }
 
-// Start inserts a pending execution together with its wake-up, in one transaction of db. With a pool for db, whichever
-// it is, the engine uses its own; in a process that runs executions that is one statement, and its workers look at
-// once. The second return value is false when the dedupe key was taken; then the execution is the earlier one. A key
-// that an open transaction holds is waited for as WithLockTimeout says.
+// Start inserts a pending execution and wakes a worker, in one transaction of db. For any pool it uses the engine's
+// own pool. A process that runs executions needs one statement, and its own workers start at once. The second return
+// value is false when the dedupe key exists; then the execution is the earlier one. WithLockTimeout bounds the wait
+// for an open transaction that holds the key.
 func (e *Engine) Start(ctx context.Context, db postgres.Beginner, s Spec) (got Execution, created bool, err error) {
 	switch {
 	case !isPool(db):
@@ -80,7 +81,8 @@ func (e *Engine) Start(ctx context.Context, db postgres.Beginner, s Spec) (got E
 	return got, created, nil
 }
 
-// StartByAdmin is Start in the engine's pool, recorded in its transaction as an act of the admin. reason may be empty.
+// StartByAdmin starts an execution in the engine's pool, and records an act of the admin in the same transaction.
+// reason may be empty.
 func (e *Engine) StartByAdmin(ctx context.Context, s Spec, reason string) (got Execution, created bool, err error) {
 	act := activity.Act{
 		Name: "start_execution", Reason: reason, Within: true, Input: map[string]any{"flow": s.Flow, "thread_id": s.ThreadID},
@@ -103,7 +105,7 @@ func (e *Engine) StartByAdmin(ctx context.Context, s Spec, reason string) (got E
 	return got, created, nil
 }
 
-// lockName names what another transaction may hold of a start; empty for nothing.
+// lockName names the key that another transaction may hold; empty without a key.
 func (s Spec) lockName() string {
 	if s.DedupeKey == "" {
 		return ""
@@ -111,7 +113,7 @@ func (s Spec) lockName() string {
 	return fmt.Sprintf("idempotency key %.300q", s.DedupeKey)
 }
 
-// StartTx is Start in a transaction of the caller's: the execution exists when that commits.
+// StartTx starts an execution in the caller's transaction.
 func (e *Engine) StartTx(ctx context.Context, tx pgx.Tx, s Spec) (Execution, bool, error) {
 	got, created, err := s.insert(ctx, tx, "pending", "", "")
 	if err == nil && created {
@@ -123,8 +125,7 @@ func (e *Engine) StartTx(ctx context.Context, tx pgx.Tx, s Spec) (Execution, boo
 	return got, created, nil
 }
 
-// insertWithRetry is insert in a transaction of its own. While another transaction holds the dedupe key, it tries
-// again.
+// insertWithRetry inserts in its own transaction, and retries while another transaction holds the dedupe key.
 func (e *Engine) insertWithRetry(ctx context.Context, s Spec, status, worker string) (Execution, bool, error) {
 	created := false
 	var got Execution
@@ -135,8 +136,8 @@ func (e *Engine) insertWithRetry(ctx context.Context, s Spec, status, worker str
 	return got, created, postgres.ExplainLock(ctx, e.pool, err, s.lockName(), "agent_executions")
 }
 
-// insert writes the row. A dedupe key that is taken leads to the row that has it. patience bounds how long it waits
-// for another transaction that holds the key; empty for as long as the transaction's lock_timeout says.
+// insert writes the row, or returns the row of an existing dedupe key. lockTimeout bounds the wait for another
+// transaction with the key; empty keeps the transaction's own setting.
 func (s Spec) insert(ctx context.Context, db postgres.DB, status, worker, lockTimeout string) (Execution, bool, error) {
 	o, err := s.insertParams(status == "running")
 	if err != nil {
@@ -172,14 +173,14 @@ func (s Spec) insert(ctx context.Context, db postgres.DB, status, worker, lockTi
 	return got, false, err
 }
 
-// insertParams is a start as it is sent: what the spec leaves out is filled in.
+// insertParams are the parameters of a start, with defaults applied.
 type insertParams struct {
 	Spec
 	input           json.RawMessage
-	claimedByCaller bool // for a caller who runs it
+	claimedByCaller bool // the caller runs it
 }
 
-// insertParams fills in what is left out.
+// insertParams applies the defaults.
 func (s Spec) insertParams(claimedByCaller bool) (insertParams, error) {
 	if s.Flow == "" || s.Surface.Prefix() == "" {
 		return insertParams{}, fmt.Errorf("an execution needs a flow and a surface, not %q and %q", s.Flow, s.Surface)
@@ -199,7 +200,7 @@ func (s Spec) insertParams(claimedByCaller bool) (insertParams, error) {
 	return o, nil
 }
 
-// namedArgs are those of a start by itself.
+// namedArgs returns the arguments of a single insert.
 func (o insertParams) namedArgs(status, worker, lockTimeout string) postgres.Strict {
 	return postgres.Strict{
 		"trace_id": string(o.TraceID), "surface": string(o.Surface), "agent": o.Agent, "flow": o.Flow,
@@ -218,12 +219,11 @@ func null(s string) *string {
 	return &s
 }
 
-// startLocal starts an execution in a process that runs executions. As long as this process has workers free and
-// nothing else is to come before it, it begins claimed by one of them, so that one round trip lies between the call
-// and the function. Starts at the same time share a statement. The rest goes to the queue, where workers look at
-// once.
+// startLocal starts an execution in a process that runs executions. While a worker is free and the queue has nothing
+// first, the insert includes the claim: one round trip before the flow runs. Concurrent starts share a statement. All
+// others are queued.
 func (e *Engine) startLocal(ctx context.Context, s Spec) (Execution, bool, error) {
-	if s.DedupeKey != "" { // another transaction may hold the key: not one to wait for with others
+	if s.DedupeKey != "" { // another transaction may hold the key, which would delay the batch
 		return e.startPending(ctx, s)
 	}
 	o, err := s.insertParams(false)
@@ -232,7 +232,7 @@ func (e *Engine) startLocal(ctx context.Context, s Spec) (Execution, bool, error
 	}
 	alone := func() (Execution, error) {
 		got, err := e.startBatch(ctx, []insertParams{o})
-		if postgres.IsCode(err, pausedCode) { // paused in this moment
+		if postgres.IsCode(err, pausedCode) { // paused meanwhile
 			queued, _, err := e.startPending(ctx, s)
 			return queued, err
 		}
@@ -242,7 +242,7 @@ func (e *Engine) startLocal(ctx context.Context, s Spec) (Execution, bool, error
 		return got[0].Value, nil
 	}
 	var got Execution
-	if postgres.IsSealed(ctx) { // a replay: the seal is to refuse it, and others must not take it along
+	if postgres.IsSealed(ctx) { // a replay, which must not join a batch
 		got, err = alone()
 	} else {
 		got, err = e.batchers.starts.Do(ctx, o, alone)
@@ -253,7 +253,7 @@ func (e *Engine) startLocal(ctx context.Context, s Spec) (Execution, bool, error
 	return got, true, nil
 }
 
-// startPending inserts an execution that the workers of this process look for at once.
+// startPending inserts a queued execution and wakes a worker of this process.
 func (e *Engine) startPending(ctx context.Context, s Spec) (Execution, bool, error) {
 	got, created, err := e.insertWithRetry(ctx, s, "pending", "")
 	if err != nil {
@@ -265,13 +265,12 @@ func (e *Engine) startPending(ctx context.Context, s Spec) (Execution, bool, err
 	return got, created, nil
 }
 
-// startBatch starts executions in one statement, and puts workers to those that it claimed.
+// startBatch starts executions in one statement, and runs those that it claimed.
 //
-// Who starts one for others waits until it is on disk. Where each is for a caller who runs it here, nobody is told
-// before it has ended, and what is committed after it makes it durable with itself: its first record, the intent of a
-// call, a lane, its end. So the statement does not wait for the disk, unless the lease of this process has ended, so
-// that they are in the queue, of which callers are told. A server that crashes before any of these has never had the
-// execution, and the run, whose claim is gone, ends with an error.
+// A start for another process is durable when startBatch returns. Starts for callers that run them here do not wait
+// for the disk: the next commit of the run makes each one durable, and the caller learns nothing before. That does
+// not hold after the lease has ended, because the executions are queued then. After a server crash such a run has no
+// claim and ends with an error.
 func (e *Engine) startBatch(ctx context.Context, inserts []insertParams) ([]batch.Answer[Execution], error) {
 	if len(inserts) > 1 {
 		bounded, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
@@ -308,7 +307,7 @@ func (e *Engine) startBatch(ctx context.Context, inserts []insertParams) ([]batc
 	var b startedRow
 	_, err = pgx.ForEachRow(rows, []any{&n, &b.id, &b.claimed, &b.at, &b.parent, &b.onLost, &b.input, nil}, func() error {
 		b.execution(&answers[n-1].Value, &inserts[n-1], worker)
-		b.input = nil // the next row has bytes of its own
+		b.input = nil // the next row allocates its own
 		return nil
 	})
 	if err != nil {
@@ -317,7 +316,7 @@ func (e *Engine) startBatch(ctx context.Context, inserts []insertParams) ([]batc
 	for i := range answers {
 		x := &answers[i].Value
 		switch {
-		case inserts[i].claimedByCaller: // the caller runs it
+		case inserts[i].claimedByCaller:
 			continue
 		case x.ClaimedBy == nil:
 			e.notifyReady(x.Queue, 1)
@@ -328,7 +327,7 @@ func (e *Engine) startBatch(ctx context.Context, inserts []insertParams) ([]batc
 	return answers, nil
 }
 
-// startedRow is what only the database knows of an execution that was started.
+// startedRow has the columns of a started execution that only the database knows.
 type startedRow struct {
 	id, onLost string
 	claimed    bool
@@ -337,7 +336,7 @@ type startedRow struct {
 	input      json.RawMessage
 }
 
-// execution makes the row, as it would be read.
+// execution fills in the row as a query would return it.
 func (b *startedRow) execution(x *Execution, o *insertParams, worker string) {
 	*x = Execution{
 		ID: b.id, ParentID: b.parent, Input: b.input, OnLost: b.onLost, Status: Pending, Variables: json.RawMessage("{}"),
@@ -352,7 +351,7 @@ func (b *startedRow) execution(x *Execution, o *insertParams, worker string) {
 	}
 }
 
-// startBatchArgs turns several starts into what start_agent_executions takes. What all leave at its default is null.
+// startBatchArgs returns the arguments of start_agent_executions; null where all starts use the default.
 func startBatchArgs(batch []insertParams) (postgres.Strict, error) {
 	n := len(batch)
 	traces, surfaces, flows, inputs, options := make([]string, n), make([]string, n), make([]string, n), make([]string, n), make([]startOptions, n)
@@ -374,7 +373,7 @@ func startBatchArgs(batch []insertParams) (postgres.Strict, error) {
 	return args, nil
 }
 
-// startOptions are what most starts leave at its default.
+// startOptions are the parameters that most starts leave at their defaults.
 type startOptions struct {
 	Queued      bool   `json:"queued,omitempty"`
 	Queue       string `json:"queue,omitempty"`
@@ -397,7 +396,7 @@ func (o *insertParams) options() startOptions {
 	}
 }
 
-// zeroIfDefault is a value; zero where it is the default.
+// zeroIfDefault returns the zero value for the default.
 func zeroIfDefault[T comparable](value, defaultValue T) T {
 	if value == defaultValue {
 		var zero T

@@ -21,51 +21,51 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// StepError is the recorded error of a step. The first run and every replay return it alike, so a flow
-// may decide on Class; the original error's identity is not kept.
+// StepError is the recorded error of a step. The first run and every replay return the same values, so a flow may
+// branch on Class. The original error is not kept.
 type StepError struct {
 	Step    string `json:"-"`
 	Class   string `json:"class"`
 	Message string `json:"message"`
-	// Until, where set, is when what refused the step ends: another try may succeed then.
+	// Until, where set, is the time from which a retry may succeed.
 	Until time.Time `json:"until,omitzero"`
 }
 
 // Error is the message of the error that ended the step.
 func (e *StepError) Error() string { return e.Message }
 
-// ErrorClass is a stable word for the sort of error.
+// ErrorClass is a stable word for the kind of error.
 func (e *StepError) ErrorClass() string { return e.Class }
 
-// ClassUnknown is the class of a call of which nobody knows whether it took effect.
+// ClassUnknown is the class of a call with an unknown outcome.
 const ClassUnknown = "unknown"
 
 type scopeKey struct{}
 
-// Scope names a branch: steps in it have keys of their own. Branches that run at the same time must each
-// have one, because the order of their steps differs from run to run. A slash in the name counts as an underscore.
+// Scope names a branch: its steps have keys of their own. Parallel branches each need a scope, because the order of
+// their steps differs between runs. A slash in the name counts as an underscore.
 func Scope(ctx context.Context, name string) context.Context {
 	return withScope(ctx, scopeOf(ctx)+strings.ReplaceAll(name, "/", "_")+"/")
 }
 
-// withScope is a scope whose keys begin so. What a step is made of has the step's own key before it, slashes and all.
+// withScope sets the key prefix of the steps under ctx, slashes included.
 func withScope(ctx context.Context, prefix string) context.Context {
 	return context.WithValue(ctx, scopeKey{}, prefix)
 }
 
-// StepKey is the key of the step that ctx is inside of; empty outside of steps.
+// StepKey is the key of the step that contains ctx; empty outside steps.
 func StepKey(ctx context.Context) string { return strings.TrimSuffix(scopeOf(ctx), "/") }
 
 type gateKey struct{}
 
-// Gate returns a context in which gate is asked before every step that is not recorded yet. It may wait
-// durably, which is how a run yields to another between two steps; its error stops the flow.
+// Gate returns a context that calls gate before every step without a checkpoint. gate may wait durably, so a run can
+// yield to another between two steps. Its error stops the flow.
 func Gate(ctx context.Context, gate func(ctx context.Context) error) context.Context {
 	return context.WithValue(ctx, gateKey{}, gate)
 }
 
-// passGate asks the gate in a scope of the step's own: which waits it makes differs from run to run, so
-// they must not share keys with those of other steps.
+// passGate calls the gate in a scope of the step. The waits of a gate differ between runs, so they must not share
+// keys with other steps.
 func passGate(ctx context.Context, s stepSpec) error {
 	gate, _ := ctx.Value(gateKey{}).(func(ctx context.Context) error)
 	if gate == nil {
@@ -81,14 +81,14 @@ func scopeOf(ctx context.Context) string {
 	return s
 }
 
-// Option adds to a step.
+// Option configures a step.
 type Option func(*stepSpec)
 
-// Input names what the step works on. Its fingerprint is kept, and a later run that comes to the same
-// step with another input fails with ErrChanged instead of taking a result that belongs to other work.
+// Input names the input of a step and records its fingerprint. A later run with another input fails with ErrChanged
+// instead of a wrong result.
 func Input(v any) Option { return func(s *stepSpec) { s.input = v } }
 
-// As names the activity row of a Phase; without it the row has the name of the step.
+// As names the activity row of a Phase; the default is the name of the step.
 func As(skill string) Option {
 	return func(s *stepSpec) {
 		if s.entry != nil {
@@ -105,20 +105,18 @@ type stepSpec struct {
 	fingerprint string
 	entry       *activity.Entry // nil: no activity row
 	onIntent    func(b *pgx.Batch, step string)
-	repeatable  bool                   // may be made again after a crash
-	complete    func(value any) Result // what its transaction ends the run with; nil where the run goes on
+	repeatable  bool                   // may run again after a crash
+	complete    func(value any) Result // result of the execution that the step's transaction completes; nil for none
 }
 
-// Step runs fn once and records its result; later runs of the execution get the record. An error is a result too and
-// comes back as *StepError, also where a limit of time on ctx, or the failure of another branch, has ended fn or was
-// there before it: then fn is not called. fn may run again when the process dies before the record is written, so
-// effects on the world belong into Call. T must survive encoding/json; JSON that it holds as json.RawMessage is given
-// back, from the first run on, as the database writes it.
+// Step runs fn once and records its result. Later runs of the execution get the record. An error is a result too and
+// returns as *StepError. That includes a timeout of ctx and a failure of another branch; if they came first, fn is
+// not called. fn may run again when the process dies before the record, so effects on the world belong into Call. T
+// must survive encoding/json. A json.RawMessage in it has the database's form from the first run on.
 //
-// The record is durable before the execution begins or records anything else, such as the next step, a wait or its
-// end, with which it shares a write where that follows at once. A small one may be yet to be written when Step
-// returns, for a millisecond or as long as the database is away. What a flow leaves behind when it returns takes no
-// steps: ErrNotInExecution.
+// The record is durable before the execution starts or records anything else: the next step, a wait or its end. An
+// end right after it shares its write. When Step returns, a small result may be unwritten for a millisecond, or while
+// the database is unavailable. Steps after the flow has returned fail with ErrNotInExecution.
 func Step[T any](ctx context.Context, name string, fn func(ctx context.Context) (T, error), opts ...Option) (T, error) {
 	s := stepSpec{name: name, repeatable: true}
 	for _, o := range opts {
@@ -127,8 +125,8 @@ func Step[T any](ctx context.Context, name string, fn func(ctx context.Context) 
 	return runStep(ctx, s, func(ctx context.Context, _ *Effect) (T, error) { return RetryTransient(ctx, fn) })
 }
 
-// Phase is a Step with an activity row of its own, under which the rows of the steps in it are filed. The row
-// shows its Input. A crash leaves the row running; the next claim goes on with the same row.
+// Phase is a Step with an activity row, above the rows of the steps in it. The row shows its Input. After a crash the
+// row stays running, and the next claim continues it.
 func Phase[T any](ctx context.Context, name string, fn func(ctx context.Context, effect *Effect) (T, error), opts ...Option) (T, error) {
 	s := stepSpec{name: name, repeatable: true, entry: &activity.Entry{Skill: name, Kind: activity.KindPhase}}
 	for _, o := range opts {
@@ -138,40 +136,39 @@ func Phase[T any](ctx context.Context, name string, fn func(ctx context.Context,
 	return runStep(ctx, s, fn)
 }
 
-// Call describes an effect on the world: what is called, with what, on whose behalf. Idempotent says
-// that calling again under the same key does no harm, which is what happens after a crash in the middle.
+// Call describes an effect on the world: target, input and principal. An Idempotent call may be repeated under the
+// same key, as happens after a crash during the call.
 type Call struct {
 	activity.Entry
 	Idempotent bool
-	// OnIntent queues statements that commit together with the intent, such as the use of an approval. They
-	// must bear being sent twice for one step, whose key it gets.
+	// OnIntent queues statements that commit with the intent, such as the use of an approval. They must be safe to
+	// send twice for one step key.
 	OnIntent func(b *pgx.Batch, step string)
 }
 
-// Effect is what a call learns from the runtime and tells it.
+// Effect is the state of a call that the runtime and the function share.
 type Effect struct {
-	// Key is the idempotency key: the same for every try of this step of this execution, and no other's.
+	// Key is the idempotency key: the same for every attempt of this step of this execution, and unique to it.
 	Key string
 	// ActivityID is the call's row.
 	ActivityID string
-	// What the row will say, beyond the result and the error. Output defaults to the result.
+	// Further columns of the row. Output defaults to the result.
 	Status  activity.Status
 	Output  any
 	Usage   activity.Usage
 	CostUSD float64
 	Model   string
-	LedTo   map[string]int // of a model call: how often its answer calls each skill
-	// OnResult queues statements that commit together with the call's result, or with its error. They must bear
-	// being sent twice.
+	LedTo   map[string]int // of a model call: the number of calls of each skill in its answer
+	// OnResult queues statements that commit with the call's result or error. They must be safe to send twice.
 	OnResult func(b *pgx.Batch)
 
 	startedAt time.Time
 }
 
-// Do makes a call as a durable step. Before fn acts, its intent is a running row of the activity log;
-// after, the row and the checkpoint are finished in one transaction. When an earlier claim died between
-// the two, an idempotent call is made again under the same key, and any other returns a *StepError of
-// class ClassUnknown without being made.
+// Do makes a call as a durable step. A running row of the activity log records its intent before fn. Afterwards one
+// transaction closes the row and writes the checkpoint. When an earlier claim died between the two, an idempotent
+// call is repeated under the same key. Any other call returns a *StepError of class ClassUnknown without another
+// attempt.
 func Do[T any](ctx context.Context, name string, c Call, fn func(ctx context.Context, effect *Effect) (T, error)) (T, error) {
 	if c.Kind == "" {
 		c.Kind = activity.KindCall
@@ -179,7 +176,7 @@ func Do[T any](ctx context.Context, name string, c Call, fn func(ctx context.Con
 	return runStep(ctx, stepSpec{name: name, repeatable: c.Idempotent, entry: &c.Entry, input: c.Input, onIntent: c.OnIntent}, fn)
 }
 
-// runStep is the one way in which a step happens.
+// runStep runs every kind of step but StepTx.
 func runStep[T any](ctx context.Context, s stepSpec, fn func(ctx context.Context, effect *Effect) (T, error)) (T, error) {
 	var zero T
 	r, err := s.start(ctx)
@@ -196,24 +193,24 @@ func runStep[T any](ctx context.Context, s stepSpec, fn func(ctx context.Context
 		return zero, err
 	}
 	effect := &Effect{startedAt: time.Now()}
-	if s.entry != nil { // else nobody is told
+	if s.entry != nil {
 		effect.Key = r.idempotencyKey(s.key)
 	}
 	if !s.repeatable && r.interrupted[s.key] {
 		return recordResult(ctx, r, s, nil, zero, &StepError{Step: s.key, Class: ClassUnknown, Message: fmt.Sprintf(
-			"the process was lost while %s was called; nobody knows whether it took effect, and it is not safe to call it again", s.name)})
+			"the process died during the call of %s; nobody knows whether it took effect, and it is not safe to repeat", s.name)})
 	}
 	if err := r.openActivity(ctx, s, effect); err != nil {
 		return zero, err
 	}
 	inner := stepScope(ctx, s)
 	if !s.repeatable {
-		inner = forbidWaits(inner, "the call "+s.key+", which is not idempotent, so that it cannot be begun again after the wait")
+		inner = forbidWaits(inner, "the call "+s.key+", which is not idempotent and so cannot restart after the wait")
 	}
 	if effect.ActivityID != "" {
 		inner = trace.WithActivity(inner, effect.ActivityID)
 	}
-	value, err := zero, ctx.Err() // which may have ended while the intent was written
+	value, err := zero, ctx.Err() // ctx may have ended while the intent was written
 	if err == nil {
 		value, err = recoverPanic(inner, effect, fn)
 		err = cmp.Or(err, effect.validateCost())
@@ -225,7 +222,7 @@ func runStep[T any](ctx context.Context, s stepSpec, fn func(ctx context.Context
 	if err != nil && (stop != nil || r.endedExternally(ctx)) {
 		return zero, r.abandon(ctx, s, effect, err)
 	}
-	if ctx.Err() != nil && r.ctx.Err() == nil { // the code's own limit, or another branch, has ended the step and not the run
+	if ctx.Err() != nil && r.ctx.Err() == nil { // a timeout of the code or another branch ended the step, not the run
 		ctx = context.WithoutCancel(ctx)
 	}
 	if err != nil {
@@ -234,11 +231,10 @@ func runStep[T any](ctx context.Context, s stepSpec, fn func(ctx context.Context
 	return recordResult(ctx, r, s, effect, value, nil)
 }
 
-// endedExternally reports that a step is ended from outside, by the end of its run or the loss of a lane, so that its
-// error is no result of it. What the code ends itself, by a timeout or because another branch has failed, has its
-// error for a result.
+// endedExternally reports a step that ended with its run or with a lost lane. Then its error is no result. A timeout
+// of the code or the failure of another branch is a result.
 func (r *run) endedExternally(ctx context.Context) bool {
-	if r.ctx.Err() != nil { // first: the context of a hold hears of it a moment later
+	if r.ctx.Err() != nil { // the context of a hold ends a moment later
 		return true
 	}
 	cause := context.Cause(ctx)
@@ -248,7 +244,7 @@ func (r *run) endedExternally(ctx context.Context) bool {
 // stepScope is the scope of the steps within a step.
 func stepScope(ctx context.Context, s stepSpec) context.Context { return withScope(ctx, s.key+"/") }
 
-// start finds the run, refuses steps of one that is over, and gives the step its key.
+// start finds the run, refuses a step of a stopped run, and computes the key.
 func (s *stepSpec) start(ctx context.Context) (*run, error) {
 	r, err := runFrom(ctx)
 	if err != nil {
@@ -272,10 +268,10 @@ func (s *stepSpec) start(ctx context.Context) (*run, error) {
 		return nil, r.stopErr
 	}
 	if r.returned {
-		return nil, fmt.Errorf("step %s: the flow has returned, and what goes on after it is %w", s.name, ErrNotInExecution)
+		return nil, fmt.Errorf("step %s called after its flow returned: %w", s.name, ErrNotInExecution)
 	}
 	var stop error
-	if ctx.Err() != nil && r.endedExternally(ctx) { // the code's own limit is no reason to have no result
+	if ctx.Err() != nil && r.endedExternally(ctx) { // a timeout of the code is recorded as the result
 		stop = context.Cause(ctx)
 	}
 	if stop == nil {
@@ -287,8 +283,8 @@ func (s *stepSpec) start(ctx context.Context) (*run, error) {
 	return nil, stop
 }
 
-// lostLaneError is an error while the run has lost a lane that it has not released: no step begins then, whatever its
-// context. The caller holds r.mu.
+// lostLaneError returns an error while the run has an unreleased lost lane: no step starts then, under any context.
+// The caller holds r.mu.
 func (r *run) lostLaneError() error {
 	for lease := range r.leases {
 		if leaseLost(lease) {
@@ -298,8 +294,8 @@ func (r *run) lostLaneError() error {
 	return nil
 }
 
-// nextKey gives a step its key: its name, and which of that name it is. The third of "a" and one that is called "a#3"
-// must not have the same. The caller holds r.mu.
+// nextKey returns the key of a step: its name and occurrence. The third "a" and a step named "a#3" get different
+// keys. The caller holds r.mu.
 func (r *run) nextKey(base string) string {
 	if at := strings.LastIndexByte(base, '#'); at >= 0 && r.occurrences[base] == 0 {
 		if n, err := strconv.Atoi(base[at+1:]); err == nil && n > 1 && n <= r.occurrences[base[:at]] {
@@ -318,7 +314,7 @@ func (r *run) nextKey(base string) string {
 	}
 }
 
-// resetKeys has the steps within a step get the keys again that they had, because it is begun anew.
+// resetKeys lets the inner steps of a repeated step get their former keys.
 func (r *run) resetKeys(step string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -338,21 +334,20 @@ func Now(ctx context.Context) (time.Time, error) {
 	})
 }
 
-// snapshotInterval is how many iterations of a Loop lie between two snapshots.
+// snapshotInterval is the number of iterations of a Loop between two snapshots.
 const snapshotInterval = 16
 
-// snapshot is the record of a Loop: its state before an iteration.
+// snapshot is the checkpoint of a Loop: its state before an iteration.
 type snapshot[S any] struct {
 	Next  int  `json:"next"`
 	State S    `json:"state"`
 	Done  bool `json:"done"`
 }
 
-// Loop calls body with the state that the call before returned, until body says that it is done, and
-// returns the last state. It is for loops that may be long: after every 16 iterations the state takes the
-// place of the records of the steps in them, so that a claim has at most 16 iterations to replay however
-// many there were. Each iteration is a scope of its own. S must survive encoding/json, and body must put
-// into its state whatever later iterations need.
+// Loop calls body with the state of the previous call until body is done, and returns the last state. Use it for long
+// loops. After every 16 iterations a snapshot of the state replaces the checkpoints of their steps, so a claim
+// replays at most 16 iterations. Each iteration is a scope of its own. S must survive encoding/json and hold
+// everything that later iterations need.
 func Loop[S any](ctx context.Context, name string, state S, body func(ctx context.Context, state S) (S, bool, error)) (S, error) {
 	s := stepSpec{name: name}
 	r, err := s.start(ctx)
@@ -368,7 +363,7 @@ func Loop[S any](ctx context.Context, name string, state S, body func(ctx contex
 	r.mu.Unlock()
 	if resumed {
 		if err := json.Unmarshal(checkpoint.Output, &current); err != nil {
-			return state, r.failChanged(s.key, fmt.Errorf("loop %s: its record does not fit %T (%w): %w", s.key, state, err, ErrChanged))
+			return state, r.failChanged(s.key, fmt.Errorf("loop %s: its checkpoint does not fit %T (%w): %w", s.key, state, err, ErrChanged))
 		}
 	}
 	for !current.Done {
@@ -379,7 +374,7 @@ func Loop[S any](ctx context.Context, name string, state S, body func(ctx contex
 		current.Next++
 		if current.Done || current.Next%snapshotInterval == 0 {
 			stored, altered, err := r.snapshot(ctx, s, current)
-			if err == nil && altered { // what goes on from the snapshot has no other state
+			if err == nil && altered { // continue with the stored state
 				current, err = decode[snapshot[S]](stored)
 			}
 			if err != nil {
@@ -390,13 +385,13 @@ func Loop[S any](ctx context.Context, name string, state S, body func(ctx contex
 	return current.State, nil
 }
 
-// snapshot records a loop's state in place of the steps of its iterations, in one transaction. The fence
-// is the checkpoint's own.
+// snapshot replaces the checkpoints of the iterations by the loop's state, in one transaction. The fence is that of
+// the checkpoint.
 func (r *run) snapshot(ctx context.Context, s stepSpec, state any) (output json.RawMessage, altered bool, err error) {
 	if r.replay != nil {
 		return nil, false, r.replay.beyondRecord(r, s.key)
 	}
-	if err := r.flushDeferred(ctx); err != nil { // lest a record comes after those that the state stands for
+	if err := r.flushDeferred(ctx); err != nil { // a later checkpoint must not precede the snapshot
 		return nil, false, err
 	}
 	if output, altered, err = encode(state); err != nil {

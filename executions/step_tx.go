@@ -12,9 +12,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// StepTx runs fn in a transaction that also holds the fence and the checkpoint: the effect is in the
-// database exactly when the step is recorded. fn may be called again, in a new transaction, when the
-// connection breaks or the transaction had to give way.
+// StepTx runs fn in a transaction with the fence and the checkpoint: the effect is in the database exactly when the
+// step is recorded. fn may be called again in a new transaction after a broken connection, deadlock or serialization
+// failure.
 func StepTx[T any](ctx context.Context, name string, fn func(ctx context.Context, tx pgx.Tx) (T, error), opts ...Option) (T, error) {
 	var zero T
 	s := stepSpec{name: name}
@@ -47,7 +47,7 @@ func StepTx[T any](ctx context.Context, name string, fn func(ctx context.Context
 			r.stop(ErrStale)
 			r.recordRejected(ctx, activity.Entry{Skill: s.name, Step: s.key, Claim: r.exec.Claim}, activity.Outcome{Output: value})
 			return zero, ErrStale
-		case ctx.Err() != nil && !r.endedExternally(ctx): // the code's own limit: what it has come to shows when the server has done with it
+		case ctx.Err() != nil && !r.endedExternally(ctx): // a timeout of the code
 			expired := asStepError(s.key, ctx.Err())
 			detached, end := r.untilRunEnds(ctx)
 			defer end()
@@ -57,7 +57,7 @@ func StepTx[T any](ctx context.Context, name string, fn func(ctx context.Context
 			return zero, r.handleWriteError(ctx, s, ErrStale, activity.Outcome{Output: value})
 		case ctx.Err() != nil:
 			return zero, context.Cause(ctx)
-		case !transient(err): // of the transaction; what the function was told is its own
+		case !transient(err):
 			return recordResult(ctx, r, s, nil, zero, asStepError(s.key, err))
 		}
 		r.e.warnUnavailable(ctx, err, "step", s.key)
@@ -67,11 +67,11 @@ func StepTx[T any](ctx context.Context, name string, fn func(ctx context.Context
 	}
 }
 
-// errRecorded ends a transaction that finds its step done: an earlier one's commit had arrived after all.
+// errRecorded ends a transaction that finds its step recorded: an earlier commit succeeded after all.
 var errRecorded = errors.New("step recorded already")
 
-// tryTx is one transaction of a StepTx. The lock makes a second try wait for a first whose connection
-// broke while the server still works on it.
+// tryTx is one transaction of a StepTx. The advisory lock makes a retry wait for a first transaction that lost its
+// connection but still runs.
 func tryTx[T any](ctx context.Context, r *run, s stepSpec, retry bool, fn func(ctx context.Context, tx pgx.Tx) (T, error)) (value T, err error) {
 	ctx, release, err := r.e.acquireTxSlot(ctx)
 	if err != nil {
@@ -103,7 +103,7 @@ func tryTx[T any](ctx context.Context, r *run, s stepSpec, retry bool, fn func(c
 		if value, err = callTx(forbidWaits(stepScope(ctx, s), "the transaction of step "+s.key), tx, fn); err != nil {
 			return err
 		}
-		if tx.Conn().PgConn().IsBusy() { // whatever is sent now is refused, and looks as if it could be tried again
+		if tx.Conn().PgConn().IsBusy() { // further statements would fail with an error that looks transient
 			return asStepError("", errors.New("the transaction is still being read from: close the rows of its queries"))
 		}
 		if out, altered, err = encode(value); err != nil {
@@ -138,9 +138,9 @@ func tryTx[T any](ctx context.Context, r *run, s stepSpec, retry bool, fn func(c
 
 type inTxKey struct{}
 
-// acquireTxSlot waits until a transaction may begin. They leave one connection of the pool to what is recorded within
-// them: were all taken by transactions of which each waits for one more, none of them would ever end. One within
-// another does not wait for those around it.
+// acquireTxSlot waits until a transaction may begin. One connection of the pool stays free for writes within
+// transactions: otherwise transactions that each need one more connection would deadlock. A nested transaction does
+// not wait.
 func (e *Engine) acquireTxSlot(ctx context.Context) (within context.Context, release func(), err error) {
 	if ctx.Value(inTxKey{}) != nil {
 		return ctx, func() {}, nil
@@ -153,8 +153,8 @@ func (e *Engine) acquireTxSlot(ctx context.Context) (within context.Context, rel
 	}
 }
 
-// callTx calls the function of a StepTx. What it returns is its own error unless the database is in
-// trouble: a timeout of something else that it asked must not look like one of the transaction.
+// callTx calls the function of a StepTx. Its error is its own unless the database failed: a timeout of another server
+// must not look like one of the transaction.
 func callTx[T any](ctx context.Context, tx pgx.Tx, fn func(ctx context.Context, tx pgx.Tx) (T, error)) (value T, err error) {
 	value, err = recoverPanic(ctx, nil, func(ctx context.Context, _ *Effect) (T, error) { return fn(ctx, tx) })
 	if err != nil && !tx.Conn().IsClosed() && (postgres.Code(err) == "" || !postgres.Transient(err)) && !postgres.IsCode(err, "LK001") {
@@ -163,8 +163,8 @@ func callTx[T any](ctx context.Context, tx pgx.Tx, fn func(ctx context.Context, 
 	return value, err
 }
 
-// reloadStep looks whether a step has been recorded meanwhile; errRecorded then. Steps within it that the try before
-// has recorded are not made again.
+// reloadStep reads the checkpoints of a step and its inner steps; errRecorded when the step has one. A retry does not
+// repeat recorded inner steps.
 func (r *run) reloadStep(ctx context.Context, tx postgres.DB, step string) error {
 	r.resetKeys(step)
 	if err := r.flushDeferred(ctx); err != nil {
@@ -191,9 +191,9 @@ func (r *run) reloadStep(ctx context.Context, tx postgres.DB, step string) error
 	return nil
 }
 
-// EndTx is a [StepTx] whose transaction also ends the execution, as completed with the result of the value: the
-// effect, its record and the end are in the database together or not at all. The flow returns after it; what it
-// returns then is not looked at.
+// EndTx is a [StepTx] whose transaction also completes the execution with the result of the value. So effect,
+// checkpoint and end are in the database together or not at all. The flow returns next; its return values are
+// ignored.
 func EndTx[T any](
 	ctx context.Context, name string, fn func(ctx context.Context, tx pgx.Tx) (T, error), result func(value T) Result,
 ) (T, error) {
@@ -202,15 +202,15 @@ func EndTx[T any](
 	})
 }
 
-// queueCompletionLock locks the row as an end does, before the fence locks it more weakly: whoever waits for it in
-// between would deadlock with a lock that grows.
+// queueCompletionLock locks the row as a completion does, before the fence takes a weaker lock. A stronger lock later
+// could deadlock with a waiting transaction.
 func (r *run) queueCompletionLock(b *pgx.Batch) {
 	queueLockTimeout(b)
 	b.Queue(`select from agent_executions where id = @id and claim = @claim for update`, postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim})
-	b.Queue(`set local lock_timeout to default`) // for the step's own statements
+	b.Queue(`set local lock_timeout to default`) // for the statements of fn
 }
 
-// queueResult queues the end of the run with a result.
+// queueResult queues the completion of the execution.
 func (r *run) queueResult(b *pgx.Batch, result Result) (*completionResult, error) {
 	value, _, err := encode(result.Value)
 	if err != nil {
@@ -224,7 +224,7 @@ func (r *run) queueResult(b *pgx.Batch, result Result) (*completionResult, error
 	return done, nil
 }
 
-// setCompleted notes that a transaction has ended the run. Its lanes are the database's from here on.
+// setCompleted stores the completion of the run by a transaction. The database decides about its lanes from here on.
 func (r *run) setCompleted(done *completionResult) {
 	r.mu.Lock()
 	r.completed = done
@@ -232,8 +232,8 @@ func (r *run) setCompleted(done *completionResult) {
 	r.e.keeper.Drop(r.laneOwner())
 }
 
-// completedEarlier reports whether an earlier try of the transaction has ended the run after all, though its answer was
-// lost. Then the record is the step's result.
+// completedEarlier reports whether an earlier transaction completed the execution although its answer was lost. Then
+// the checkpoint is the step's result.
 func (r *run) completedEarlier(ctx context.Context, step string) bool {
 	row, err := Get(ctx, r.e.pool, r.exec.ID)
 	if err != nil || row.Status != Completed || row.Claim != r.exec.Claim {

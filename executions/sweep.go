@@ -13,41 +13,41 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// leaderGrace is how long River's leader has for a tick. When it has died, a new one is elected only after
-// some 15 seconds; until then whoever sweeps ticks instead.
+// leaderGrace is how long River's leader has for a tick. After its death, River elects a new leader only after some
+// 15 seconds; until then the sweeper ticks.
 const leaderGrace = 3 * time.Second
 
 const (
-	// maxSkips is how often the time between two sweeps is doubled for a timer that they leave: to 64 ms.
+	// maxSkips bounds the doubling of the pause while sweeps skip a due timer: to 64 ms.
 	maxSkips = 6
-	// failureDelay is how long the next sweep waits for a timer, or the next claim, when one has failed.
+	// failureDelay is the pause before the next sweep of a timer, or the next claim, after a failure.
 	failureDelay = time.Second
 )
 
-// dueTimes is when the next timer or schedule is due, as far as this process knows.
+// dueTimes are the next due times of timers and schedules, as far as this process knows.
 type dueTimes struct {
 	mu       sync.Mutex
 	schedule time.Time
 	timer    time.Time
 	dbTimer  float64 // the timer by the database's clock
-	skips    int     // how often sweeps have left it, though it was due
+	skips    int     // how often sweeps skipped it although it was due
 }
 
-// scheduleDue reports whether a schedule is due; River's leader asks once a second.
+// scheduleDue reports whether a schedule is due; River's leader calls it once a second.
 func (d *dueTimes) scheduleDue() bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return !d.schedule.IsZero() && !time.Now().Before(d.schedule)
 }
 
-// scheduleOverdue reports whether a schedule has been due for longer than a tick of River's leader takes.
+// scheduleOverdue reports whether River's leader has missed a due schedule.
 func (d *dueTimes) scheduleOverdue() bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return !d.schedule.IsZero() && time.Since(d.schedule) > leaderGrace
 }
 
-// advanceTimer brings the next timer forward, and reports whether that changed it.
+// advanceTimer moves the next timer forward, and reports whether that changed it.
 func (d *dueTimes) advanceTimer(t time.Time) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -58,7 +58,7 @@ func (d *dueTimes) advanceTimer(t time.Time) bool {
 	return true
 }
 
-// set is what a sweep has found. First is the timer by the database's clock, by which it is known again.
+// set stores the result of a sweep. dbTimer identifies the timer by the database's clock.
 func (d *dueTimes) set(schedule, timer time.Time, first float64) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -70,7 +70,7 @@ func (d *dueTimes) set(schedule, timer time.Time, first float64) {
 	d.schedule, d.timer, d.dbTimer = schedule, timer, first
 }
 
-// postpone puts a timer off that a sweep has failed to fire.
+// postpone delays a timer that a failed sweep did not fire.
 func (d *dueTimes) postpone() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -79,7 +79,7 @@ func (d *dueTimes) postpone() {
 	}
 }
 
-// sleepTime is how long the sweeper may sleep: longer each time that a timer was left, because its row is locked or
+// sleepTime is how long the sweeper may sleep. It doubles while a due timer is skipped, because its row is locked or
 // another process sweeps.
 func (d *dueTimes) sleepTime(maxSleep time.Duration) time.Duration {
 	d.mu.Lock()
@@ -90,11 +90,12 @@ func (d *dueTimes) sleepTime(maxSleep time.Duration) time.Duration {
 	return min(maxSleep, max(time.Until(d.timer), time.Millisecond<<d.skips))
 }
 
-// sweepLoop does what no running code would do: take claims from the dead, fire timers, repeat hints.
+// sweepLoop does what no running code would do: it takes claims of dead workers, fires timers and covers lost
+// notifications.
 func (e *Engine) sweepLoop(ctx context.Context) {
-	var nextHousekeeping time.Time // when to keep house again
-	var nextExpire time.Time       // when to look for lanes whose lease ended
-	afterLane := ""                // the lane after which that goes on
+	var nextHousekeeping time.Time
+	var nextExpire time.Time
+	afterLane := "" // continues the scan for expired lanes
 	for ctx.Err() == nil {
 		if err := e.Sweep(ctx); err != nil && ctx.Err() == nil {
 			e.log.WarnContext(ctx, "sweep failed", "error", err)
@@ -108,7 +109,7 @@ func (e *Engine) sweepLoop(ctx context.Context) {
 		if time.Now().After(nextExpire) {
 			var err error
 			if afterLane, err = e.keeper.Expire(ctx, afterLane); err != nil && ctx.Err() == nil {
-				e.log.WarnContext(ctx, "lanes that ended not cleared", "error", err)
+				e.log.WarnContext(ctx, "expired lanes not cleared", "error", err)
 			}
 			nextExpire = time.Now().Add(e.opts.SweepEvery)
 		}
@@ -123,7 +124,7 @@ func (e *Engine) sweepLoop(ctx context.Context) {
 	}
 }
 
-// waitForSweep waits until a timer is due, somebody asks, or the time between two sweeps is over.
+// waitForSweep waits until a timer is due, a sweep is requested, or SweepEvery is over.
 func (e *Engine) waitForSweep(ctx context.Context) {
 	latest := time.Now().Add(e.opts.SweepEvery)
 	for {
@@ -141,20 +142,20 @@ func (e *Engine) waitForSweep(ctx context.Context) {
 	}
 }
 
-// wakeSweepIn has the sweep wake for a timer that is due then.
+// wakeSweepIn wakes the sweeper for a timer.
 func (e *Engine) wakeSweepIn(delay time.Duration) {
 	if e.nextDue.advanceTimer(time.Now().Add(delay)) {
 		signal(e.timerChanged)
 	}
 }
 
-// sweepLock makes a statement that one of several sweeps at the same time does; the others find nothing.
+// sweepLock lets one of several concurrent sweeps run a statement; the others find nothing.
 const sweepLock = `sweeps as materialized (select pg_try_advisory_xact_lock(hashtextextended('sweep executions', 0)) as mine)`
 
-// queueSweep queues what a sweep does in one transaction: it takes claims away from workers whose lease has ended, from
-// workers that are not registered at all, and from executions that make no progress; and it resumes what waits for a
-// time that has passed or a lane that is free. Workers before executions: the lock makes sure that none is renewed now.
-// No plan of it reads a whole table, however small the table was when the plan was made.
+// queueSweep queues the transaction of a sweep. It takes claims from expired and unregistered workers and from
+// executions without progress. It resumes waits whose time has passed or whose lane is free. Workers are locked
+// before executions, so none renews meanwhile. Sequential scans are off, because a plan may outlive the size of its
+// table.
 func queueSweep(b *pgx.Batch) {
 	b.Queue(`select set_config('lock_timeout', @patience, true), set_config('enable_seqscan', 'off', true)`, postgres.Strict{"patience": lockTimeout})
 	b.Queue(`
@@ -172,11 +173,11 @@ func queueSweep(b *pgx.Batch) {
 	b.Queue(`with ` + sweepLock + ` select lanekeeper.sweep_agent_waits() from sweeps where mine`)
 }
 
-// sweepLimit bounds what one sweep finishes for others.
+// sweepLimit bounds the work of one sweep.
 const sweepLimit = 500
 
-// Sweep looks once for lost claims, due timers, freed lanes and ready executions without a hint. Many
-// may call it at once; one does the work.
+// Sweep runs once: lost claims, due timers, free lanes, and ready executions without a notification. Of many
+// concurrent calls one does the work.
 func (e *Engine) Sweep(ctx context.Context) error {
 	type readyIn struct {
 		Queue string
@@ -187,7 +188,7 @@ func (e *Engine) Sweep(ctx context.Context) error {
 	if err := e.completeCancels(ctx); err != nil {
 		return err
 	}
-	if err := e.deliverCompletions(ctx); err != nil { // before timers: a child that has ended does not count as timed out
+	if err := e.deliverCompletions(ctx); err != nil { // before timers, so an ended child does not time out
 		return err
 	}
 	b := &pgx.Batch{}
@@ -205,7 +206,7 @@ func (e *Engine) Sweep(ctx context.Context) error {
 	if err := e.pool.SendBatch(ctx, b).Close(); err != nil {
 		return fmt.Errorf("sweep executions: %w", err)
 	}
-	for _, r := range ready { // after the commit: who looked before would find nothing
+	for _, r := range ready { // after the commit, which makes them visible
 		e.notifyReady(r.Queue, r.N)
 	}
 	err := e.sweepThreads(ctx)
@@ -218,18 +219,18 @@ func (e *Engine) Sweep(ctx context.Context) error {
 	return err
 }
 
-// deliverCompletions resumes the parents of executions that have ended, where whoever ended them could not. Each is a
-// transaction: one that cannot be resumed yet delays few others.
+// deliverCompletions resumes the parents of ended executions where the process that ended them could not. Each is its
+// own transaction, so a blocked one delays few others.
 func (e *Engine) deliverCompletions(ctx context.Context) error {
 	rows, err := e.pool.Query(ctx, `
 		select t.id::text from (select u.execution_id as id from agent_untold_ends u order by u.execution_id limit @most) t order by random()`,
 		postgres.Strict{"most": sweepLimit})
 	if err != nil {
-		return fmt.Errorf("list ends that no parent knows of: %w", err)
+		return fmt.Errorf("list undelivered completions: %w", err)
 	}
 	ids, err := pgx.CollectRows(rows, pgx.RowTo[string])
 	if err != nil {
-		return fmt.Errorf("list ends that no parent knows of: %w", err)
+		return fmt.Errorf("list undelivered completions: %w", err)
 	}
 	locked := 0
 	for _, id := range ids {
@@ -245,8 +246,8 @@ func (e *Engine) deliverCompletions(ctx context.Context) error {
 	return nil
 }
 
-// sweepThreads ends the leases of threads whose holders are gone, and sends what is queued in those that are free. The
-// outbox does both sooner, as a rule. What meets a lock is left to the next sweep.
+// sweepThreads ends the leases of abandoned threads, and delivers queued messages of free ones. The outbox usually
+// does both sooner. Locked rows are left to the next sweep.
 func (e *Engine) sweepThreads(ctx context.Context) error {
 	for _, queue := range []func(b *pgx.Batch){
 		func(b *pgx.Batch) {
@@ -266,14 +267,14 @@ func (e *Engine) sweepThreads(ctx context.Context) error {
 	return nil
 }
 
-// refreshDue is lookAround for who has not swept.
+// refreshDue is readDue without a sweep.
 func (e *Engine) refreshDue(ctx context.Context) error {
 	_, err := e.readDue(ctx)
 	return err
 }
 
-// readDue learns when the next timer and the next schedule are due, and for how long the worker that was lost
-// first is left. What is asked is how long until then, by the database's clock, so this process's clock may be wrong.
+// readDue reads when the next timer and schedule are due, and how long the first lost worker has been expired. It
+// reads durations, because this process's clock may be wrong.
 func (e *Engine) readDue(ctx context.Context) (left time.Duration, err error) {
 	var schedule, timer, lost *float64
 	var first float64
@@ -284,17 +285,17 @@ func (e *Engine) readDue(ctx context.Context) (left time.Duration, err error) {
 		       coalesce(extract(epoch from w.first), 0)::float8
 		  from (select min(waiting_until) as first from agent_executions where status = 'waiting') w`).Scan(&schedule, &timer, &lost, &first)
 	if err != nil {
-		return 0, fmt.Errorf("look ahead: %w", err)
+		return 0, fmt.Errorf("read due times: %w", err)
 	}
 	e.nextDue.set(localTime(schedule), localTime(timer), first)
-	signal(e.timerChanged) // the sweep may be asleep until a later time
+	signal(e.timerChanged) // the sweeper may sleep until a later time
 	if lost != nil {
 		left = time.Duration(min(*lost, 1e6) * float64(time.Second))
 	}
 	return left, nil
 }
 
-// localTime is the local time that is some seconds away; zero for none.
+// localTime is the local time in some seconds; zero for nil.
 func localTime(seconds *float64) time.Time {
 	if seconds == nil {
 		return time.Time{}
@@ -302,26 +303,26 @@ func localTime(seconds *float64) time.Time {
 	return time.Now().Add(time.Duration(min(*seconds, 1e6) * float64(time.Second)))
 }
 
-// housekeep makes partitions ahead and forgets lanes that nobody uses.
+// housekeep creates partitions ahead and deletes unused lanes.
 func (e *Engine) housekeep(ctx context.Context) error {
 	_, first := e.pool.Exec(ctx, `select lanekeeper.ensure_agent_activity_partitions()`)
 	return errors.Join(first, lanes.Prune(ctx, e.pool, 24*time.Hour))
 }
 
 const (
-	// stuckThreshold is how long the claims of a lost worker may be left until somebody says so, and stuckAgain until it
-	// is said again.
+	// stuckThreshold is how long a lost worker may keep its claims without a warning; stuckInterval is the pause
+	// between warnings.
 	stuckThreshold = 5 * time.Second
 	stuckInterval  = 15 * time.Second
 )
 
-// stuckWarnings is when it was last said.
+// stuckWarnings limits the rate of warnings.
 type stuckWarnings struct {
 	mu   sync.Mutex
 	last time.Time
 }
 
-// due reports whether to say it now.
+// due reports whether to warn now.
 func (n *stuckWarnings) due() bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -332,9 +333,9 @@ func (n *stuckWarnings) due() bool {
 	return true
 }
 
-// warnStuck says whose executions nobody can take over, and what may be in the way: a sweep passes over what is
-// locked, as by a process that was stopped in the middle of a step's transaction. The server ends such a transaction
-// after a while.
+// warnStuck names a lost worker whose executions no process can take over, and the open transactions. A sweep skips
+// locked rows, such as those of a process that was stopped in a step's transaction. The server ends such a
+// transaction after a while.
 func (e *Engine) warnStuck(ctx context.Context) error {
 	if !e.stuckLimiter.due() {
 		return nil
@@ -343,7 +344,7 @@ func (e *Engine) warnStuck(ctx context.Context) error {
 	var seconds float64
 	var n int
 	err := e.pool.QueryRow(ctx, `
-		-- what a sweep has passed over
+		-- claims that a sweep skipped
 		select w.name, extract(epoch from clock_timestamp() - w.expires_at)::float8,
 		       (select count(*) from agent_executions x where x.claimed_by = w.id),
 		       (select coalesce(string_agg(format('pid %s of %s, %s for %s', s.pid, s.application_name, s.state,
@@ -355,10 +356,10 @@ func (e *Engine) warnStuck(ctx context.Context) error {
 		         where k.expires_at < clock_timestamp() and exists (select from agent_executions x where x.claimed_by = k.id)
 		         order by k.expires_at limit 1) w`).Scan(&worker, &seconds, &n, &sessions)
 	switch {
-	case errors.Is(err, pgx.ErrNoRows): // another sweep has just taken them
+	case errors.Is(err, pgx.ErrNoRows): // another sweep took them meanwhile
 		return nil
 	case err != nil:
-		return fmt.Errorf("look at what is not taken over: %w", err)
+		return fmt.Errorf("read stuck executions: %w", err)
 	}
 	e.log.WarnContext(ctx, "lost executions not taken over yet, their rows are locked", "worker", worker, "executions", n,
 		"lost_for", time.Duration(seconds*float64(time.Second)).Round(time.Second), "open_transactions", sessions)

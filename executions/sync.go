@@ -10,25 +10,26 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// RunSync inserts an execution that this process has claimed already and runs it in the calling goroutine
-// until it ends, parks or is lost; then it returns the row as it stands. It is for work somebody waits
-// for. When ctx ends first, the execution is cancelled, unless the database does not answer for as long as a lease
-// lasts. If the process dies, another resumes it. The start, where this process has claimed it, does not wait for the
-// disk: what is committed next makes it durable with itself, a record, the intent of a call, a lane, or the end,
-// before which nobody is told anything. If the database crashes before any of these, the execution has never been,
-// and RunSync returns ErrNotFound. ErrPaused when the agent is paused and the surface is not an attended one: then
-// nothing was inserted.
+// RunSync inserts an execution that this process has claimed, and runs it in the calling goroutine until it ends,
+// waits or is lost. It returns the row. Use it for work with a waiting caller. When ctx ends first, RunSync cancels
+// the execution, unless the database is unavailable for longer than a lease. If the process dies, another process
+// resumes the execution.
+//
+// The insert does not wait for the disk. The next commit of the run makes it durable: a checkpoint, the intent of a
+// call, a lane or the end. The caller learns nothing before. If the server crashes before that commit, the execution
+// never existed and RunSync returns ErrNotFound. While the agent is paused and the surface is not attended, RunSync
+// inserts nothing and returns ErrPaused.
 func (e *Engine) RunSync(ctx context.Context, s Spec) (Execution, error) {
 	return e.insertAndRun(ctx, s, e.readOrCancel)
 }
 
-// RunDetached is RunSync for work that is worth finishing when the caller has left: when ctx ends, the run is
-// handed back and goes on elsewhere.
+// RunDetached is RunSync for work that must finish after the caller leaves. When ctx ends, the run is released and
+// another process continues it.
 func (e *Engine) RunDetached(ctx context.Context, s Spec) (Execution, error) {
 	return e.insertAndRun(ctx, s, e.readDetached)
 }
 
-// insertAndRun reads the row with read where its end is not known.
+// insertAndRun inserts and runs an execution. read reads the row when the run does not know it.
 func (e *Engine) insertAndRun(ctx context.Context, s Spec, read func(ctx context.Context, id string) (Execution, error)) (Execution, error) {
 	worker, err := e.WorkerID(ctx)
 	if err != nil {
@@ -37,7 +38,7 @@ func (e *Engine) insertAndRun(ctx context.Context, s Spec, read func(ctx context
 	if ctx.Err() != nil {
 		return Execution{}, fmt.Errorf("run %s: %w", s.Flow, context.Cause(ctx))
 	}
-	// An interrupt must not leave a row of which nobody here knows.
+	// An interrupt must not leave a row that nobody runs.
 	insertCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), e.opts.LeaseTTL)
 	claimed, created, err := e.insertClaimed(insertCtx, s, worker)
 	cancel()
@@ -50,7 +51,7 @@ func (e *Engine) insertAndRun(ctx context.Context, s Spec, read func(ctx context
 	var completed *Execution
 	if claimed.ClaimedBy != nil {
 		completed, err = e.executeSync(ctx, claimed, *claimed.ClaimedBy)
-	} else { // this process's lease had ended by then, so it is in the queue: whoever has one runs it
+	} else { // the lease of this process ended meanwhile, so the execution is queued
 		err = e.ClaimAndRun(ctx, claimed.ID)
 	}
 	switch {
@@ -62,15 +63,15 @@ func (e *Engine) insertAndRun(ctx context.Context, s Spec, read func(ctx context
 	return explainMissing(read(ctx, claimed.ID))
 }
 
-// explainMissing says why an execution that has run here may be gone.
+// explainMissing explains why an execution that ran here does not exist.
 func explainMissing(x Execution, err error) (Execution, error) {
 	if errors.Is(err, ErrNotFound) {
-		err = fmt.Errorf("what was run is gone, by a crash of the database before its start was on disk, or because it was removed: %w", err)
+		err = fmt.Errorf("the execution is gone: a database crash lost its start, or somebody removed it: %w", err)
 	}
 	return x, err
 }
 
-// insertClaimed inserts an execution that this process has claimed, together with others that begin at the same time.
+// insertClaimed inserts an execution that this process has claimed, in a batch with concurrent starts.
 func (e *Engine) insertClaimed(ctx context.Context, s Spec, worker string) (Execution, bool, error) {
 	alone := func() (Execution, error) {
 		got, _, err := e.insertWithRetry(ctx, s, "running", worker)
@@ -87,9 +88,9 @@ func (e *Engine) insertClaimed(ctx context.Context, s Spec, worker string) (Exec
 	return got, err == nil, err
 }
 
-// InsertClaimed inserts, in a transaction of the caller's, an execution that this process has claimed. After
-// the commit the caller runs it with RunClaimed, at once: a claim without a run is given to others after
-// some seconds. The second return value is false when the dedupe key was taken; then there is nothing to run.
+// InsertClaimed inserts an execution that this process has claimed, in the caller's transaction. Run it with
+// RunClaimed right after the commit: other processes take a claim without a run after some seconds. The second return
+// value is false when the dedupe key exists; then there is nothing to run.
 func (e *Engine) InsertClaimed(ctx context.Context, tx pgx.Tx, s Spec) (Execution, bool, error) {
 	worker, err := e.WorkerID(ctx)
 	if err != nil {
@@ -102,12 +103,12 @@ func (e *Engine) InsertClaimed(ctx context.Context, tx pgx.Tx, s Spec) (Executio
 	return claimed, created, nil
 }
 
-// RunClaimed runs what InsertClaimed inserted, in the calling goroutine, until it ends, parks or is lost, and
-// returns the row as it stands. When ctx ends first, the execution is cancelled; a ctx that does not end
-// with the caller's connection lets it finish.
+// RunClaimed runs an inserted execution in the calling goroutine until it ends, waits or is lost, and returns the
+// row. When ctx ends first, it cancels the execution. Pass a ctx that outlives the caller's connection to let it
+// finish.
 func (e *Engine) RunClaimed(ctx context.Context, claimed Execution) (Execution, error) {
 	if claimed.ClaimedBy == nil {
-		return Execution{}, fmt.Errorf("run %s: execution %s is claimed by nobody", claimed.Flow, claimed.ID)
+		return Execution{}, fmt.Errorf("run %s: execution %s has no claim; insert it with InsertClaimed", claimed.Flow, claimed.ID)
 	}
 	completed, err := e.executeSync(ctx, claimed, *claimed.ClaimedBy)
 	switch {
@@ -119,7 +120,7 @@ func (e *Engine) RunClaimed(ctx context.Context, claimed Execution) (Execution, 
 	return explainMissing(e.readOrCancel(ctx, claimed.ID))
 }
 
-// readOrCancel reads a row after its run, and cancels what a caller who has left will not see to its end.
+// readOrCancel reads the row after its run. When the caller has left, it cancels the execution first.
 func (e *Engine) readOrCancel(ctx context.Context, id string) (Execution, error) {
 	if x, err := Get(ctx, e.pool, id); ctx.Err() == nil {
 		return x, err
@@ -132,7 +133,7 @@ func (e *Engine) readOrCancel(ctx context.Context, id string) (Execution, error)
 	return Get(detached, e.pool, id)
 }
 
-// readDetached reads a row as its run has left it, also for a caller who has left.
+// readDetached reads the row after its run, also when the caller has left.
 func (e *Engine) readDetached(ctx context.Context, id string) (Execution, error) {
 	if x, err := Get(ctx, e.pool, id); ctx.Err() == nil {
 		return x, err
@@ -142,15 +143,14 @@ func (e *Engine) readDetached(ctx context.Context, id string) (Execution, error)
 	return Get(detached, e.pool, id)
 }
 
-// detachedContext is for what remains to be done when the caller has left: it lasts as long as a lease, so that a
-// database that hangs keeps nobody.
+// detachedContext survives ctx for at most one lease, so an unresponsive database keeps no caller.
 func (e *Engine) detachedContext(ctx context.Context) (context.Context, context.CancelFunc) {
 	return context.WithTimeout(context.WithoutCancel(ctx), e.opts.LeaseTTL)
 }
 
-// ClaimAndRun claims an execution if it is ready and runs it in the calling goroutine until it ends, parks or is
-// lost. One that is not ready, because it waits, has ended or somebody else was quicker, is left alone and
-// no error. When ctx ends first, the run is handed back and goes on elsewhere.
+// ClaimAndRun claims a ready execution and runs it in the calling goroutine until it ends, waits or is lost. It
+// returns nil for an execution that is not ready. When ctx ends first, the run is released and another process
+// continues it.
 func (e *Engine) ClaimAndRun(ctx context.Context, id string) error {
 	worker, err := e.WorkerID(ctx)
 	if err != nil {
@@ -164,7 +164,7 @@ func (e *Engine) ClaimAndRun(ctx context.Context, id string) error {
 	claimed, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[Execution])
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
-		return nil // not ready: somebody else was quicker, or it waits, or it has ended
+		return nil // not ready: claimed elsewhere, waiting or ended
 	case err != nil:
 		return fmt.Errorf("claim execution %s: %w", id, err)
 	}

@@ -16,7 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// ErrTimedOut returned by a durable function (wrapped or not) ends its execution with status timeout.
+// ErrTimedOut, returned by a durable function and possibly wrapped, ends its execution with status timeout.
 var ErrTimedOut = errors.New("the wait timed out")
 
 // WaitFor describes a wait.
@@ -27,11 +27,11 @@ type WaitFor struct {
 	data    any
 }
 
-// MaxWait is how long any wait may last. Some kinds have a shorter bound; see Limits.
+// MaxWait is the longest wait. Some kinds have a shorter limit; see Limits.
 const MaxWait = 30 * 24 * time.Hour
 
-// Limits are how long a wait of a kind lasts when nothing is said (0: it has to be said), and at most. The
-// database has the same table (wait_agent_execution) and refuses what is longer.
+// Limits returns the default and the longest timeout of a kind of wait; a default of 0 requires a timeout. The
+// database has the same table (wait_agent_execution) and rejects longer timeouts.
 func Limits(kind string) (defaultTimeout, maxTimeout time.Duration) {
 	const day = 24 * time.Hour
 	switch kind {
@@ -45,24 +45,24 @@ func Limits(kind string) (defaultTimeout, maxTimeout time.Duration) {
 	return 7 * day, MaxWait
 }
 
-// Delay waits for time to pass, by the database's clock; at most MaxWait.
+// Delay waits for time to pass by the database's clock; at most MaxWait.
 func Delay(d time.Duration) WaitFor { return WaitFor{kind: "delay", timeout: d} }
 
-// Event waits for EVENT_COMPLETED with a key; a timeout of 0 is 7 days, the most is MaxWait. An event
-// that came before, and that no other wait took, ends the wait at once.
+// Event waits for EVENT_COMPLETED with a key. A timeout of 0 is 7 days; the limit is MaxWait. An earlier event that
+// ended no other wait ends this one at once.
 func Event(key string, timeout time.Duration) WaitFor {
 	return WaitFor{kind: "event", key: key, timeout: timeout}
 }
 
 // Approval waits for the decision on an approval: APPROVAL_DECIDED with its id as key. The outcome's Data is
-// {"status", "by", "reason"}. A timeout of 0 is 7 days, the most is MaxWait.
+// {"status", "by", "reason"}. A timeout of 0 is 7 days; the limit is MaxWait.
 func Approval(id string, timeout time.Duration) WaitFor {
 	return WaitFor{kind: "approval", key: id, timeout: timeout}
 }
 
-// Agent waits for the end of another execution, normally a child: AGENT_COMPLETED with its id as key. The
-// outcome's Data has its status, result_type and result_summary. The most is a day. A timeout of 0 is 1 hour, or as
-// long as the child itself waits for something, if that is longer.
+// Agent waits for the end of another execution, normally a child: AGENT_COMPLETED with its id as key. The outcome's
+// Data has its status, result_type and result_summary. The limit is a day. A timeout of 0 is 1 hour, or longer while
+// the child itself waits.
 func Agent(childID string, timeout time.Duration) WaitFor {
 	w := WaitFor{kind: "agent", key: childID, timeout: timeout}
 	if timeout == 0 {
@@ -71,31 +71,30 @@ func Agent(childID string, timeout time.Duration) WaitFor {
 	return w
 }
 
-// Response waits for a message in a thread, MESSAGE_RECEIVED with the thread as key, that came after the
-// execution's own last one there. While that one is still queued the time does not run. A timeout of 0 is 24
-// hours, the most is 7 days.
+// Response waits for a message in a thread, MESSAGE_RECEIVED with the thread as key, after the execution's own last
+// message. The timeout starts when that message is sent. A timeout of 0 is 24 hours; the limit is 7 days.
 func Response(threadID string, timeout time.Duration) WaitFor {
 	return WaitFor{kind: "response", key: threadID, timeout: timeout}
 }
 
-// Document waits until all documents of a request are there: DOCUMENT_UPLOADED with its id as key. The outcome's Data
-// has documentUrls, in the order in which they were asked for. A timeout of 0 is 7 days, the most is MaxWait.
+// Document waits for all documents of a request: DOCUMENT_UPLOADED with its id as key. The outcome's Data has
+// documentUrls in the requested order. A timeout of 0 is 7 days; the limit is MaxWait.
 func Document(requestID string, timeout time.Duration) WaitFor {
 	return WaitFor{kind: "document", key: requestID, timeout: timeout}
 }
 
-// Signature waits for SIGNATURE_COMPLETED with the id of a request as key. A timeout of 0 is 7 days, the most is
+// Signature waits for SIGNATURE_COMPLETED with the id of a request as key. A timeout of 0 is 7 days; the limit is
 // MaxWait.
 func Signature(requestID string, timeout time.Duration) WaitFor {
 	return WaitFor{kind: "signature", key: requestID, timeout: timeout}
 }
 
-// Test waits for TEST_COMPLETED with the id of a request as key. A timeout of 0 is 7 days, the most is MaxWait.
+// Test waits for TEST_COMPLETED with the id of a request as key. A timeout of 0 is 7 days; the limit is MaxWait.
 func Test(requestID string, timeout time.Duration) WaitFor {
 	return WaitFor{kind: "test", key: requestID, timeout: timeout}
 }
 
-// WithData adds what the wait shows to people, in waiting_data: an object.
+// WithData adds an object to waiting_data, which people see.
 func (w WaitFor) WithData(data map[string]any) WaitFor {
 	all := map[string]any{}
 	maps.Copy(all, data)
@@ -106,7 +105,7 @@ func (w WaitFor) WithData(data map[string]any) WaitFor {
 	return w
 }
 
-// LaneFree waits until nobody holds a lane, without taking it. Somebody else may take it meanwhile.
+// LaneFree waits until a lane is free, without acquiring it. Another owner may acquire it first.
 func LaneFree(lane string, timeout time.Duration) WaitFor {
 	return WaitFor{kind: "lane", key: lane, timeout: timeout}
 }
@@ -119,10 +118,9 @@ type Outcome struct {
 	TimedOut bool            `json:"timed_out"`
 }
 
-// Wait waits durably. The first time it normally returns ErrParked, which the flow returns in turn: the
-// execution is waiting and holds no process. When the wait has ended, the flow runs again and Wait
-// returns the recorded outcome. Event, timer and cancel compete for the wait; exactly one ends it. There are no waits
-// within a StepTx, nor within a Do that is not idempotent.
+// Wait waits durably. The first call normally returns ErrParked, and the flow returns it: the execution is waiting
+// and holds no process. After the wait the flow runs again, and Wait returns the recorded outcome. Event, timer and
+// cancel compete; exactly one ends the wait. Wait fails within a StepTx, and within a Do that is not idempotent.
 func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
 	if err := checkWaitAllowed(ctx, name); err != nil {
 		return Outcome{}, err
@@ -133,7 +131,7 @@ func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
 		w.timeout = defaultTimeout
 	}
 	if w.timeout <= 0 || w.timeout > maxTimeout {
-		return Outcome{}, fmt.Errorf("wait %s: a timeout of a wait for %s is more than 0 and at most %s, not %s", name, w.kind, maxTimeout, w.timeout)
+		return Outcome{}, fmt.Errorf("wait %s: the timeout for %s must be more than 0 and at most %s, got %s", name, w.kind, maxTimeout, w.timeout)
 	}
 	if w.kind != "delay" && w.key == "" {
 		return Outcome{}, fmt.Errorf("wait %s: a wait for %s needs a key", name, w.kind)
@@ -177,35 +175,35 @@ func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
 	r.stop(ErrParked)
 	r.e.wakeSweepIn(w.timeout)
 	if w.kind == "lane" {
-		r.e.requestSweep() // a release before the park was committed notified nobody
+		r.e.requestSweep() // a release before this commit notified nobody
 	}
 	return Outcome{}, ErrParked
 }
 
 type noWaitsKey struct{}
 
-// forbidWaits is the context within a step that has to end in the run in which it has begun.
+// forbidWaits marks the context of a step that must end in its run.
 func forbidWaits(ctx context.Context, within string) context.Context {
 	return context.WithValue(ctx, noWaitsKey{}, within)
 }
 
-// checkWaitAllowed refuses a wait that would leave a step which cannot be left.
+// checkWaitAllowed rejects a wait in a step that must end in its run.
 func checkWaitAllowed(ctx context.Context, name string) error {
 	if within, ok := ctx.Value(noWaitsKey{}).(string); ok {
-		return fmt.Errorf("wait %s: there are no waits within %s: wait before or after it", name, within)
+		return fmt.Errorf("wait %s: not allowed within %s: wait before or after it", name, within)
 	}
 	return nil
 }
 
-// noteTimeout notes how a wait ended, for the record of the run's end.
+// noteTimeout stores a timed-out wait as the failed step of the run.
 func (r *run) noteTimeout(step string, out Outcome) {
 	if out.TimedOut {
 		r.setFailedStep(step)
 	}
 }
 
-// park makes the execution wait, or returns what it would wait for. It tries again when the connection
-// breaks; a try whose answer was lost is recognised by the wait number.
+// park suspends the execution, or returns the outcome of a wait that ended at once. It retries after a broken
+// connection; the wait number identifies an attempt whose answer was lost.
 func (r *run) park(ctx context.Context, step string, w WaitFor, data json.RawMessage) (outcome []byte, err error) {
 	backoff := newBackoff()
 	for uncertain := false; ; uncertain = true {
@@ -233,7 +231,7 @@ func (r *run) park(ctx context.Context, step string, w WaitFor, data json.RawMes
 	}
 }
 
-// waitInTx is one transaction, in which the variables follow the park.
+// waitInTx starts a wait in its own transaction, with the variables after it.
 func (r *run) waitInTx(ctx context.Context, step string, w WaitFor, data, variables json.RawMessage) (outcome []byte, err error) {
 	b := &pgx.Batch{}
 	queueLockTimeout(b)
@@ -246,7 +244,7 @@ func (r *run) waitInTx(ctx context.Context, step string, w WaitFor, data, variab
 	return outcome, r.e.pool.SendBatch(ctx, b).Close()
 }
 
-// waitWrite is a wait that begins, as it is written.
+// waitWrite is the start of a wait, as it is written.
 type waitWrite struct {
 	id, step, kind, key string
 	claim               int64
@@ -255,14 +253,14 @@ type waitWrite struct {
 	variables           json.RawMessage // nil when the row has them
 }
 
-// batchedKinds are the kinds of waits that need nothing but an event or a time.
+// batchedKinds are the kinds of waits that need only an event or a time.
 var batchedKinds = []string{"event", "approval", "delay"}
 
-// writeWait begins a wait, together with those of other runs that come at the same time, or by itself where the kind
-// of wait or the run needs more. What it waited for may have come already.
+// writeWait starts a wait in a batch with those of other runs, or alone where the kind or the run needs more. It
+// returns the outcome of a wait that ended at once.
 func (r *run) writeWait(ctx context.Context, step string, w WaitFor, data, variables json.RawMessage) (outcome []byte, err error) {
 	alone := func() ([]byte, error) { return r.waitInTx(ctx, step, w, data, variables) }
-	if !slices.Contains(batchedKinds, w.kind) || r.exec.ThreadID != nil { // it likely holds the thread's lane
+	if !slices.Contains(batchedKinds, w.kind) || r.exec.ThreadID != nil { // it likely holds the thread's lane, which a batch leaves out
 		return alone()
 	}
 	return r.e.batchers.waits.Do(ctx, waitWrite{
@@ -270,8 +268,8 @@ func (r *run) writeWait(ctx context.Context, step string, w WaitFor, data, varia
 	}, alone)
 }
 
-// waitBatch lets executions wait in one commit, each under its own claim. What has lanes, is locked or stale, or
-// may find what it waits for is left to be parked by itself.
+// waitBatch starts waits in one commit, each under its own claim. It leaves out executions that hold lanes, are
+// locked or stale, and waits that may end at once.
 func (e *Engine) waitBatch(ctx context.Context, waits []waitWrite) ([]batch.Answer[[]byte], error) {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
@@ -289,11 +287,11 @@ func (e *Engine) waitBatch(ctx context.Context, waits []waitWrite) ([]batch.Answ
 			"ids": ids, "claims": claims, "steps": steps, "kinds": kinds, "keys": keys, "seconds": seconds, "data": data, "variables": variables,
 		})
 	if err != nil {
-		return nil, fmt.Errorf("park %d executions: %w", n, err)
+		return nil, fmt.Errorf("suspend %d executions: %w", n, err)
 	}
 	answers, err := readLeftOut[[]byte](rows, n)
 	if err != nil {
-		return nil, fmt.Errorf("park %d executions: %w", n, err)
+		return nil, fmt.Errorf("suspend %d executions: %w", n, err)
 	}
 	return answers, nil
 }
