@@ -1,31 +1,27 @@
-// Package automations is what the agent does on its own: the tables agent_automations and
-// agent_automation_runs.
+// Package automations owns the agent's automations: the tables agent_automations and agent_automation_runs.
 //
-// An automation calls a skill, or gives the model a goal, for one of three reasons:
+// An automation calls a skill, starts a flow, or gives the model a goal, on one of three triggers:
 //
-//	cron    a time of a schedule has come. The run's unique key is the claim: of any number of processes that see
-//	        it, one inserts the row ([Claim]), and the same transaction moves the automation to its next
-//	        time. A time that came while nobody was there is run once, not once for each that was missed:
+//	cron    a time of a schedule. The run's unique key is the claim: one of several processes inserts the row
+//	        ([Claim]), and the same transaction moves the automation to its next time. Missed times run once in all:
 //	        the next time is the first after the database's now.
-//	event   something was recorded in agent_events. A trigger makes a run due in the event's own transaction,
-//	        whoever raised it; a condition over the event and the counters may let it pass unused.
-//	signal  a condition over the counters has become true ([Watch]).
+//	event   a row in agent_events. A database trigger makes a run due in the event's transaction. A condition over
+//	        the event and the counters may skip it.
+//	signal  a condition over the counters that becomes true ([Watch]).
 //
-// Every run is claimed before anything runs ([Claim], [Take]), by a statement that one of many callers wins. A
-// process that dies after that has left a row that says so. Package runner runs what is claimed.
+// Every run is claimed before it starts ([Claim], [Take]), by one of several callers. A crash leaves the claimed row.
+// Package runner runs claimed runs.
 //
-// The agent may propose an automation ([Propose]). It is out of service until an admin accepts it, and the database
-// keeps it so until the row says who decided.
+// The agent may propose an automation ([Propose]). It is disabled until an admin accepts it; the database enforces
+// that.
 //
-// A run whose execution was cancelled, or failed for good, is claimed by nobody any more; [Abandoned] finds it, to be
-// ended with [Finish] like any other that failed.
+// [Abandoned] finds runs whose execution was cancelled or failed. [Finish] ends them as failures.
 //
-// A failed run is tried again, later each time, until the automation's attempts are used up; then it is dead, and
-// stays there to be looked at ([Runs]) or tried again by hand ([Redrive]).
+// A failed run is retried with growing pauses until the automation's attempts are used up. Then it is dead: an admin
+// can read it ([Runs]) and retry it ([Redrive]).
 //
-// The automations of a skill are paused when it is disabled, whoever does that, and exactly those ([PausedFor])
-// resume when it is enabled: what an admin disabled, before or since, stays disabled. The database does it, so no
-// writer has to.
+// Disabling a skill pauses its automations, and enabling it resumes exactly those ([PausedFor]). An automation that an
+// admin disabled stays disabled. The database does both.
 package automations
 
 import (
@@ -43,17 +39,17 @@ import (
 )
 
 var (
-	// ErrNotFound reports an automation that does not exist.
+	// ErrNotFound reports an unknown automation.
 	ErrNotFound = errors.New("automation not found")
-	// ErrRunNotFound reports a run that does not exist.
+	// ErrRunNotFound reports an unknown run.
 	ErrRunNotFound = errors.New("automation run not found")
-	// ErrTaken reports a proposal whose name another automation has.
+	// ErrTaken reports a proposal under the name of another automation.
 	ErrTaken = errors.New("an automation of this name exists and says something else")
-	// ErrTooMany reports that the agent has proposed enough until somebody decides.
+	// ErrTooMany reports that too many proposals are undecided.
 	ErrTooMany = errors.New("too many proposals are undecided")
-	// ErrProposal reports a proposal that has to be accepted first.
+	// ErrProposal reports an undecided proposal.
 	ErrProposal = errors.New("it is a proposal; accept it first")
-	// ErrSkillDisabled reports an automation whose skill is out of service: nothing was changed.
+	// ErrSkillDisabled reports an automation with a disabled skill. Nothing was changed.
 	ErrSkillDisabled = errors.New("its skill is disabled")
 )
 
@@ -64,29 +60,29 @@ const (
 	Signal = "signal"
 )
 
-// Manual is the cause of a run by an admin's hand; the others are the triggers.
+// Manual is the cause of a run that an admin started; the others are the triggers.
 const Manual = "manual"
 
-// maxOpen is how many proposals may await a decision.
+// maxOpen bounds the undecided proposals.
 const maxOpen = 20
 
 // States of a run.
 const (
-	DueNow  = "due"     // an event, a signal or an admin wants it; nobody has it yet
-	Claimed = "claimed" // somebody runs it, or died doing so
+	DueNow  = "due"     // requested by an event, a signal or an admin; not claimed yet
+	Claimed = "claimed" // running, or its process died
 	Success = "success"
-	Error   = "error" // to be tried again at its retry_at
-	Dead    = "dead"  // the attempts are used up
+	Error   = "error" // retried at retry_at
+	Dead    = "dead"  // its attempts are used up
 	Skipped = "skipped"
 )
 
-// SelfHeal is who disabled an automation that is paused for a skill which self-heal disabled.
+// SelfHeal is the disabled_by of an automation paused for a skill that self-heal disabled.
 const SelfHeal = "self_heal"
 
-// Proposal is who disabled an automation that the agent proposed and nobody accepted.
+// Proposal is the disabled_by of an undecided proposal.
 const Proposal = "proposal"
 
-// Sources of automations: a workspace file, the agent itself.
+// Sources of automations: a workspace file, or the agent.
 const (
 	SourceWorkspace = "workspace"
 	SourceAgent     = "agent"
@@ -97,12 +93,12 @@ type Automation struct {
 	ID             string          `json:"id"`
 	Name           string          `json:"name"`
 	Description    string          `json:"description"`
-	Agent          string          `json:"agent"` // who acts in its runs; empty: the default agent
+	Agent          string          `json:"agent"` // agent of its runs; empty for the default agent
 	Trigger        string          `json:"trigger"`
 	Cron           string          `json:"cron"`
 	Timezone       string          `json:"timezone"`
 	Event          string          `json:"event"`
-	Condition      string          `json:"condition"` // over the event and the counters; empty: always
+	Condition      string          `json:"condition"` // over the event and the counters; empty is true
 	Signal         string          `json:"signal"`    // over the counters
 	Armed          bool            `json:"armed"`     // the signal was false since it last fired
 	SkillName      string          `json:"skill_name"`
@@ -114,10 +110,10 @@ type Automation struct {
 	DisabledReason string          `json:"disabled_reason"`
 	DisabledBy     string          `json:"disabled_by"`
 	DisabledAt     *time.Time      `json:"disabled_at"`
-	PausedFor      string          `json:"paused_for"`  // the skill for which it is paused
-	ProposedBy     string          `json:"proposed_by"` // the agent; empty for what people declared
-	DecidedBy      string          `json:"decided_by"`  // who accepted or refused it
-	Revision       int             `json:"revision"`    // grows when what it says, or what was decided, changes
+	PausedFor      string          `json:"paused_for"`  // the disabled skill that paused it
+	ProposedBy     string          `json:"proposed_by"` // the agent; empty for a declaration
+	DecidedBy      string          `json:"decided_by"`  // the admin who accepted or rejected it
+	Revision       int             `json:"revision"`    // grows with each change of its definition or decision
 	NextRunAt      *time.Time      `json:"next_run_at"` // nil for events and signals
 	LastRunAt      *time.Time      `json:"last_run_at"`
 	LastTraceID    string          `json:"last_trace_id"`
@@ -144,7 +140,7 @@ type Run struct {
 	FinishedAt   *time.Time      `json:"finished_at"`
 }
 
-// AwaitedApproval is the approval that the run's call waits for; empty when it waits for none.
+// AwaitedApproval returns the approval that the run's call waits for; empty for none.
 func (r Run) AwaitedApproval() string {
 	var output struct {
 		ApprovalID string `json:"approval_id"`
@@ -156,8 +152,7 @@ func (r Run) AwaitedApproval() string {
 }
 
 // PausedFor lists the automations that are paused for a skill, by name. The database pauses them when the skill is
-// disabled, whoever disables it, and resumes exactly those when it is enabled: one whose time came meanwhile is due
-// once.
+// disabled, and resumes them when it is enabled. A time that passed meanwhile is due once.
 func PausedFor(ctx context.Context, db postgres.DB, skill string) ([]string, error) {
 	rows, err := db.Query(ctx, `
 		select name from agent_automations where skill_name = @skill and paused_for = @skill and not enabled`,
@@ -165,9 +160,9 @@ func PausedFor(ctx context.Context, db postgres.DB, skill string) ([]string, err
 	return sortedNames(rows, err, "list automations paused for skill "+skill)
 }
 
-// Enable puts an automation into service, whoever took it out. False when it is in service already; [ErrNotFound]
-// when there is none, [ErrProposal] when nobody has accepted it yet, [ErrSkillDisabled] while its skill is disabled.
-// On error nothing is changed.
+// Enable enables an automation, whoever disabled it. It returns false if it is enabled already. It returns
+// [ErrNotFound] for none, [ErrProposal] for an undecided proposal, and [ErrSkillDisabled] while its skill is
+// disabled.
 func Enable(ctx context.Context, db postgres.DB, name string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_automations a
@@ -189,9 +184,8 @@ func Enable(ctx context.Context, db postgres.DB, name string) (bool, error) {
 	return tag.RowsAffected() > 0, nil
 }
 
-// Disable takes an automation out of service, by an admin's word; it does not resume with its skill, also when it was
-// paused for that. A proposal is refused that way. False when an admin has disabled it already; [ErrNotFound] when
-// there is none.
+// Disable disables an automation for an admin. It does not resume with its skill then. It also rejects a proposal. It
+// returns false if an admin has disabled it already, and [ErrNotFound] for none.
 func Disable(ctx context.Context, db postgres.DB, name, by, reason string) (bool, error) {
 	if strings.TrimSpace(by) == "" || by == SelfHeal || by == Proposal {
 		return false, fmt.Errorf("disable automation %q: %w", name, errors.New("name the admin who does it"))
@@ -216,9 +210,9 @@ func settled(ctx context.Context, db postgres.DB, name string, rows int64) (bool
 	return false, err
 }
 
-// Propose writes down an automation that the agent by wants, and returns it. It is out of service until an admin
-// accepts it, and an event or signal in the meantime starts nothing. Proposing the same again changes nothing;
-// [ErrTaken] when the name belongs to another automation, [ErrTooMany] when 20 proposals await a decision.
+// Propose stores an automation that the agent by proposes, and returns it. It is disabled until an admin accepts it,
+// and earlier events and signals start nothing. Proposing the same again changes nothing. It returns [ErrTaken] for
+// the name of another automation, and [ErrTooMany] while 20 proposals are undecided.
 func Propose(ctx context.Context, db postgres.Beginner, d Definition, by, traceID string) (a Automation, err error) {
 	r, err := resolve(d)
 	if err != nil {
@@ -243,7 +237,7 @@ func Propose(ctx context.Context, db postgres.Beginner, d Definition, by, traceI
 	return a, nil
 }
 
-// insertProposal writes the row; false when the name is taken. The lock makes the count of open ones exact.
+// insertProposal inserts the row; false if the name is taken. A lock makes the count of open proposals exact.
 func insertProposal(ctx context.Context, tx pgx.Tx, r resolved, by, traceID string) (bool, error) {
 	if _, err := tx.Exec(ctx, `select pg_advisory_xact_lock(hashtextextended('lanekeeper automation proposals', 0))`); err != nil {
 		return false, err
@@ -275,14 +269,14 @@ func insertProposal(ctx context.Context, tx pgx.Tx, r resolved, by, traceID stri
 	return tag.RowsAffected() > 0, err
 }
 
-// says reports whether a proposal of the agent was made in these words.
+// says reports whether a proposal of the agent equals r.
 func (a Automation) says(r resolved) bool {
 	return a.ProposedBy != "" && a.Trigger == r.Trigger && a.Cron == r.Cron && a.Event == r.Event && a.Condition == r.When &&
 		a.Signal == r.Signal && a.SkillName == r.Skill && a.Prompt == r.Prompt && a.Flow == r.Flow
 }
 
-// Accept puts a proposal into service, by an admin's decision; a schedule begins now. False when it is not a
-// proposal; [ErrNotFound] when there is no such automation. [Disable] refuses one.
+// Accept enables a proposal for an admin; a schedule starts now. It returns false for an automation that is no
+// proposal, and [ErrNotFound] for none. [Disable] rejects a proposal.
 func Accept(ctx context.Context, db postgres.DB, nameOrID, by string) (bool, error) {
 	if strings.TrimSpace(by) == "" {
 		return false, fmt.Errorf("accept automation %q: name the admin who does it", nameOrID)
@@ -311,7 +305,7 @@ func Accept(ctx context.Context, db postgres.DB, nameOrID, by string) (bool, err
 	return tag.RowsAffected() > 0, nil
 }
 
-// definition is what decides about an automation's times.
+// definition returns the fields that determine an automation's times.
 func (a Automation) definition() Definition {
 	return Definition{
 		Name: a.Name, Trigger: a.Trigger, Cron: a.Cron, Timezone: a.Timezone, Event: a.Event, When: a.Condition, Signal: a.Signal,
@@ -319,9 +313,8 @@ func (a Automation) definition() Definition {
 	}
 }
 
-// AtRevision locks an automation until the end of the transaction, so that what follows is based on what the caller
-// has read. It is a [*postgres.StaleError] when the automation is at another revision, and [ErrNotFound] when there
-// is none. 0 is whatever it is at.
+// AtRevision locks an automation until the transaction ends. It returns a [*postgres.StaleError] if it has another
+// revision, and [ErrNotFound] for none. Revision 0 matches every revision.
 func AtRevision(ctx context.Context, tx pgx.Tx, name string, revision int) error {
 	if revision == 0 {
 		return nil
@@ -350,7 +343,7 @@ type Filter struct {
 	Enabled *bool
 	Skill   string
 	Source  string
-	Before  string // an id: only older rows
+	Before  string // an id; returns only older rows
 	Limit   int    // 100 when 0, at most 1000
 }
 
@@ -370,7 +363,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Automation, error) {
 	return collect(rows, err, "list automations")
 }
 
-// Get returns one automation by its name or id, or [ErrNotFound].
+// Get returns one automation by name or id, or [ErrNotFound].
 func Get(ctx context.Context, db postgres.DB, nameOrID string) (Automation, error) {
 	rows, err := db.Query(ctx, `
 		select id, name, description, agent, trigger, cron, timezone, event, condition, signal, armed, skill_name, arguments,
@@ -388,17 +381,17 @@ func Get(ctx context.Context, db postgres.DB, nameOrID string) (Automation, erro
 	return found[0], nil
 }
 
-// tries holds for an automation a that self-heal has paused for its own skill, of which the one trial is to be made:
-// its next time, or a run that waits, is the occasion. A skill that no model uses would else never come back. Not one
-// that needs leave, of which nobody knows when it is made, nor while another of its automations makes the trial.
+// tries matches an automation a that self-heal has paused for its own skill, and whose next time or pending run can
+// be the skill's trial. Without it, a skill that no model uses would never return. It excludes skills that need
+// approval, because the time of the call is unknown, and a second concurrent trial.
 const tries = `(a.disabled_by = 'self_heal' and a.paused_for = a.skill_name and exists (
 	select from agent_skills s where s.name = a.paused_for and not s.enabled and s.disabled_by = 'self_heal' and s.trial_at is not null
 	   and s.trust <> 'approve' and coalesce((s.evidence #>> '{trial,until}')::timestamptz <= clock_timestamp(), true))
 	and not exists (select from agent_automation_runs c join agent_automations o on o.id = c.automation_id
 	                 where c.status = 'claimed' and o.paused_for = a.paused_for))`
 
-// Due returns the automations whose time has come, the longest waiting first: those that are enabled, and those with
-// which a skill is tried. Each is to be claimed with its NextRunAt. limit is 100 when 0.
+// Due returns the due automations, the longest waiting first: enabled ones, and those that can try their skill. Claim
+// each with its NextRunAt. limit is 100 when 0.
 func Due(ctx context.Context, db postgres.DB, limit int) ([]Automation, error) {
 	rows, err := db.Query(ctx, `
 		select id, name, description, agent, trigger, cron, timezone, event, condition, signal, armed, skill_name, arguments,
@@ -425,7 +418,7 @@ func collect(rows pgx.Rows, err error, what string) ([]Automation, error) {
 type RunFilter struct {
 	AutomationID string
 	Status       string // "dead" is the dead letter box
-	Before       string // an id: only older rows
+	Before       string // an id; returns only older rows
 	Limit        int    // 100 when 0, at most 1000
 }
 
@@ -442,9 +435,9 @@ func Runs(ctx context.Context, db postgres.DB, f RunFilter) ([]Run, error) {
 	return collectRuns(rows, err, "list automation runs")
 }
 
-// Abandoned returns the claimed runs that nobody will finish, oldest first: those whose execution has ended, or is
-// no longer there, and those that belong to no execution and were claimed more than a day ago. Each is to be
-// ended with [Finish], which one of many callers does. limit is 100 when 0.
+// Abandoned returns claimed runs that nobody will finish, oldest first. Their execution has ended or is missing, or
+// they have none and were claimed over a day ago. Call [Finish] for each; one of several callers succeeds. limit is
+// 100 when 0.
 func Abandoned(ctx context.Context, db postgres.DB, limit int) ([]Run, error) {
 	rows, err := db.Query(ctx, `
 		select r.id, r.automation_id, r.cause, r.scheduled_for, r.event_id, r.status, r.attempt, r.retry_at, r.execution_id, r.trace_id,
@@ -476,9 +469,9 @@ func page(limit int) int {
 	return min(limit, maxPage)
 }
 
-// Upcoming returns the next n times of an automation with a schedule, from its next_run_at on, in its time zone.
-// None when it is disabled, has another trigger, or somebody broke its schedule. A time that has come
-// already is the first; those that were missed besides it are not run.
+// Upcoming returns the next n times of an automation's schedule, from its next_run_at on, in its time zone. It
+// returns none for a disabled automation, another trigger, or an invalid schedule. The first may have passed; other
+// missed times are not run.
 func (a Automation) Upcoming(n int) []time.Time {
 	times := []time.Time{}
 	if a.Trigger != Cron || !a.Enabled || a.NextRunAt == nil {

@@ -22,10 +22,10 @@ const (
 	maxMessage = 2000
 )
 
-// Claim takes one time of an automation's schedule, before it is run: it inserts the run and moves the automation to
-// its next time, in one transaction. Of many callers one gets ok. Not ok means that somebody else has this time, that
-// the automation is disabled (and does not try its skill) or has no schedule, or that scheduledFor is not its
-// next_run_at. executionID may be empty. [ErrNotFound] when there is no such automation.
+// Claim claims one time of an automation's schedule. In one transaction it inserts the run and moves the automation
+// to its next time. One of several callers gets ok. Otherwise another caller has this time, the automation is
+// disabled (and does not try its skill) or has no schedule, or scheduledFor is not its next_run_at. executionID may
+// be empty. [ErrNotFound] reports an unknown automation.
 func Claim(ctx context.Context, db postgres.Beginner, automationID string, scheduledFor time.Time, executionID, traceID string) (run Run, ok bool, err error) {
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		t, err := hold(ctx, tx, automationID)
@@ -39,7 +39,7 @@ func Claim(ctx context.Context, db postgres.Beginner, automationID string, sched
 		if run, ok, err = insertRun(ctx, tx, automationID, scheduledFor, executionID, traceID); err != nil {
 			return err
 		}
-		// Also when the run was there already (a schedule that was set back): else it would be due for ever.
+		// Also if the run exists already (after a schedule was set back). Otherwise it would stay due.
 		_, err = tx.Exec(ctx, `
 			update agent_automations
 			   set next_run_at = @next, last_run_at = case when @ran::boolean then clock_timestamp() else last_run_at end,
@@ -53,7 +53,7 @@ func Claim(ctx context.Context, db postgres.Beginner, automationID string, sched
 	return run, ok, nil
 }
 
-// timing is what decides about a claim, read under the lock of the automation.
+// timing is the locked row that a claim depends on.
 type timing struct {
 	Trigger, Cron, Timezone string
 	Enabled                 bool
@@ -79,8 +79,8 @@ func (t timing) claimable(scheduledFor time.Time) bool {
 	return t.Trigger == Cron && t.Enabled && t.NextRunAt != nil && t.NextRunAt.Equal(scheduledFor) && !t.NextRunAt.After(t.Now)
 }
 
-// next is the first time after now. Counted from the time that is run, so that an interval keeps
-// its beat; one far in the past is not walked through.
+// next returns the first time after now. It counts from the claimed time, so that an interval keeps its phase. It
+// skips a time far in the past.
 func (t timing) next() (*time.Time, error) {
 	zone, err := schedule.Location(t.Timezone)
 	if err != nil {
@@ -138,18 +138,18 @@ func oneRun(rows pgx.Rows, err error) (Run, bool, error) {
 	return run, err == nil, err
 }
 
-// Result is how a run ended. With an Error it is tried again, or dead; Skipped and neither count as
-// an attempt that worked nor as one that failed.
+// Result is the outcome of a run. A run with an Error is retried, or dead. A skipped run counts neither as a success
+// nor as a failure.
 type Result struct {
-	Output    any    // encodes as JSON; kept up to 256 KiB
-	Error     string // empty: it worked
-	Skipped   bool   // there was nothing to do, or something else was in the way
-	GivenBack bool   // with an Error: it had to give way before its end, so it is tried again though it was its last attempt
+	Output    any    // encodes as JSON; stored up to 256 KiB
+	Error     string // empty for a success
+	Skipped   bool   // there was no work, or another run blocked it
+	GivenBack bool   // with an Error: the run was interrupted, so it is retried even after its last attempt
 }
 
-// Finish ends a claimed run and returns it as it is then. After a failure it is to be tried again
-// 1, 4, 16 and then 60 minutes later, until the automation's attempts are used up; one that was given back in any case.
-// False when the run is not claimed any more, and then nothing changes. attempt is the one that the caller ran.
+// Finish ends a claimed run and returns its row. A failed run is retried after 1, 4, 16 and then 60 minutes, until
+// its attempts are used up. One that was given back is always retried. It returns false if the run is not claimed any
+// more. attempt is the caller's attempt.
 func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, result Result) (Run, bool, error) {
 	output, err := result.encode()
 	if err != nil {
@@ -177,8 +177,7 @@ func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, resu
 	return run, ok, nil
 }
 
-// Settle ends a run that was left as skipped because its call awaits an approval, when that call was made: failure is
-// why it did not work, empty when it did.
+// Settle ends a run that was skipped for an approval, after the call was made. failure is empty for a success.
 func Settle(ctx context.Context, db postgres.DB, approvalID, failure string) error {
 	_, err := db.Exec(ctx, `
 		update agent_automation_runs
@@ -191,7 +190,7 @@ func Settle(ctx context.Context, db postgres.DB, approvalID, failure string) err
 	return nil
 }
 
-// Denied says of a run that was left as skipped because its call awaits an approval why that is not made.
+// Denied records why the call of a run that was skipped for an approval was not made.
 func Denied(ctx context.Context, db postgres.DB, approvalID, why string) error {
 	_, err := db.Exec(ctx, `
 		update agent_automation_runs set error_message = @why
@@ -203,8 +202,8 @@ func Denied(ctx context.Context, db postgres.DB, approvalID, why string) error {
 	return nil
 }
 
-// Redrive gives a dead run one more attempt, due now; one that was never begun is due as it was. False when it is
-// not dead.
+// Redrive gives a dead run one more attempt, due now. A run that never started is due as before. It returns false if
+// the run is not dead.
 func Redrive(ctx context.Context, db postgres.DB, runID string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_automation_runs
@@ -252,14 +251,13 @@ func clip(text string) string {
 	return text
 }
 
-// Channel is where the database says that a run has become due.
+// Channel is the notification channel for due runs.
 const Channel = "agent_automations"
 
-// Ready returns the runs that are to be taken now, the longest waiting first and one for each automation, because
-// an automation runs one at a time: those that an event or a signal made due, failed ones whose retry has come,
-// and those by hand, unless they are left to who asked for them. Those of disabled automations wait until they are
-// enabled, except those by hand and one with which a skill is tried; those behind a claimed run until it has ended.
-// limit is 100 when 0.
+// Ready returns the runs to claim now, the longest waiting first, at most one per automation, because an automation's
+// runs are serial. It returns runs due by an event or a signal, failed runs whose retry is due, and manual runs whose
+// caller has left. Runs of disabled automations wait, except manual runs and a trial of their skill. limit is 100
+// when 0.
 func Ready(ctx context.Context, db postgres.DB, limit int) ([]Run, error) {
 	rows, err := db.Query(ctx, `
 		with ready as (
@@ -276,9 +274,9 @@ func Ready(ctx context.Context, db postgres.DB, limit int) ([]Run, error) {
 	return collectRuns(rows, err, "list runs that are ready")
 }
 
-// Take claims a run that is [Ready], before it is run. Of many callers one gets ok. attempt is the one that the
-// caller saw; the run returned has the one to be made. traceID is kept only where the run has no trace of its
-// own: what an event caused belongs to the event's. A run by an admin's hand needs no enabled automation.
+// Take claims a [Ready] run. One of several callers gets ok. attempt is the attempt that the caller read; the
+// returned run has the new one. traceID is stored only if the run has no trace: the run of an event belongs to the
+// event's. A manual run needs no enabled automation.
 func Take(ctx context.Context, db postgres.DB, runID string, attempt int, executionID, traceID string) (Run, bool, error) {
 	rows, err := db.Query(ctx, `
 		with run as (
@@ -308,7 +306,7 @@ func Take(ctx context.Context, db postgres.DB, runID string, attempt int, execut
 	return run, ok, nil
 }
 
-// Pass ends a due run that is not meant: its condition does not hold. False when it is not due any more.
+// Pass ends a due run whose condition is false. It returns false if the run is not due any more.
 func Pass(ctx context.Context, db postgres.DB, runID string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_automation_runs
@@ -320,8 +318,8 @@ func Pass(ctx context.Context, db postgres.DB, runID string) (bool, error) {
 	return tag.RowsAffected() > 0, nil
 }
 
-// Bury puts a due run whose condition cannot be decided into the dead letter box: trying again decides nothing. False
-// when it is not due any more.
+// Bury makes a due run dead because its condition fails; a retry would fail, too. It returns false if the run is not
+// due any more.
 func Bury(ctx context.Context, db postgres.DB, runID, why string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_automation_runs set status = 'dead', finished_at = clock_timestamp(), error_message = @why
@@ -332,7 +330,7 @@ func Bury(ctx context.Context, db postgres.DB, runID, why string) (bool, error) 
 	return tag.RowsAffected() > 0, nil
 }
 
-// Announce tells whoever listens on [Channel] to look at what is ready, when db commits.
+// Announce notifies the listeners on [Channel] when db commits.
 func Announce(ctx context.Context, db postgres.DB) error {
 	if _, err := db.Exec(ctx, `select pg_notify(@channel, '')`, pgx.StrictNamedArgs{"channel": Channel}); err != nil {
 		return fmt.Errorf("announce automation runs: %w", err)
@@ -340,19 +338,18 @@ func Announce(ctx context.Context, db postgres.DB) error {
 	return nil
 }
 
-// RunByHand makes a run of an automation due, now, also of one that is out of service. It is to be taken by who
-// asked for it; when it has not been within a minute, by whoever finds it ready. [ErrNotFound] when there is no such
-// automation, [ErrProposal] when it is a proposal that nobody has accepted.
+// RunByHand makes a run of an automation due now, also of a disabled one. The caller should claim it; after a minute
+// any process may. It returns [ErrNotFound] for none, and [ErrProposal] for an undecided proposal.
 func RunByHand(ctx context.Context, db postgres.DB, nameOrID, traceID string) (Run, error) {
 	return byHand(ctx, db, nameOrID, traceID, time.Minute)
 }
 
-// Order is [RunByHand] for who does not take the run: it is ready at once.
+// Order is [RunByHand] for a caller that does not claim the run: it is ready at once.
 func Order(ctx context.Context, db postgres.DB, nameOrID, traceID string) (Run, error) {
 	return byHand(ctx, db, nameOrID, traceID, 0)
 }
 
-// byHand leaves the run to the caller for a while: until then claimed_at says when others may claim it.
+// byHand reserves the run for the caller: until claimed_at, no other process may claim it.
 func byHand(ctx context.Context, db postgres.DB, nameOrID, traceID string, left time.Duration) (Run, error) {
 	a, err := Get(ctx, db, nameOrID)
 	if err != nil {
@@ -399,8 +396,8 @@ func GetRun(ctx context.Context, db postgres.DB, id string) (Run, error) {
 	return run, nil
 }
 
-// Payload is what caused a run: {"event", "key", "data"}, or a signal's counters. It is as the event brought it,
-// secrets included; whoever shows it redacts it.
+// Payload returns the cause of a run: {"event", "key", "data"}, or a signal's counters. It is not redacted; redact it
+// before display.
 func Payload(ctx context.Context, db postgres.DB, runID string) (json.RawMessage, error) {
 	var raw json.RawMessage
 	err := db.QueryRow(ctx, `select payload from agent_automation_runs where id = @id`, pgx.StrictNamedArgs{"id": runID}).Scan(&raw)
@@ -413,10 +410,9 @@ func Payload(ctx context.Context, db postgres.DB, runID string) (json.RawMessage
 	return raw, nil
 }
 
-// Watch looks at the signals of all enabled automations, once, and returns how many fired. A signal fires when
-// it becomes true, and again only after it was false: that it is true costs one run, however long it stays so
-// and however many processes watch. A signal that cannot be decided does not hold up the others; the error
-// joins what was wrong with each.
+// Watch evaluates the signals of all enabled automations once and returns how many fired. A signal fires when it
+// becomes true, and again only after it was false, regardless of the number of watchers. A failing signal does not
+// stop the others; the error joins all failures.
 func Watch(ctx context.Context, db postgres.DB) (fired int, err error) {
 	rows, err := db.Query(ctx, `
 		select id, name, signal, armed from agent_automations where enabled and trigger = 'signal' order by id`)
@@ -456,8 +452,8 @@ func Watch(ctx context.Context, db postgres.DB) (fired int, err error) {
 	return fired, errors.Join(failures...)
 }
 
-// fire makes a run due. The flag is the claim: of many watchers one lowers it, in the statement that inserts
-// the run.
+// fire makes a run due. The flag is the claim: of several watchers, one clears it in the statement that inserts the
+// run.
 func fire(ctx context.Context, db postgres.DB, id, signal string, counters Counters) (int, error) {
 	tag, err := db.Exec(ctx, `
 		with up as (
@@ -484,8 +480,8 @@ func wrapped(what string, err error) error {
 	return nil
 }
 
-// PassTime ends one time of an automation's schedule that is not run, because of what why says: the run is recorded as
-// skipped, and the automation moves to its next time. Of many callers one gets ok, as with [Claim].
+// PassTime skips one time of an automation's schedule because of why: it records a skipped run and moves the
+// automation to its next time. One of several callers gets ok, as with [Claim].
 func PassTime(ctx context.Context, db postgres.Beginner, automationID string, scheduledFor time.Time, traceID, why string) (run Run, ok bool, err error) {
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		if run, ok, err = Claim(ctx, tx, automationID, scheduledFor, "", traceID); err != nil || !ok {

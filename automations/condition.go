@@ -17,16 +17,16 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Bounds of a condition. Loops over a payload (all, any, map, …) are not offered at all, so that what a
-// condition costs grows with its own length only.
+// Bounds of a condition. Loops over a payload (all, any, map, …) are not allowed, so that a condition's cost grows
+// only with its length.
 const (
 	maxCondition = 1000    // bytes
 	maxNodes     = 200     // of its syntax tree
-	maxMemory    = 100_000 // values it may make
+	maxMemory    = 100_000 // values that it may allocate
 )
 
-// Counters are what conditions and signals may ask about the agent, by the names under which they do. Those that
-// end in 24h look at the last 24 hours.
+// Counters are the values about the agent for conditions and signals, under these names. Names with the suffix 24h
+// cover the last 24 hours.
 type Counters struct {
 	PendingApprovals   int     `expr:"pending_approvals" json:"pending_approvals"`
 	Failures24h        int     `expr:"failures_24h" json:"failures_24h"` // failed calls of skills
@@ -40,19 +40,19 @@ type Counters struct {
 	ObjectivesActive   int     `expr:"objectives_active" json:"objectives_active"`
 	ObjectivesOverdue  int     `expr:"objectives_overdue" json:"objectives_overdue"` // due for over an hour
 	ObjectivesProposed int     `expr:"objectives_proposed" json:"objectives_proposed"`
-	AutomationsDead    int     `expr:"automations_dead" json:"automations_dead"` // runs in the dead letter box
+	AutomationsDead    int     `expr:"automations_dead" json:"automations_dead"` // dead runs
 	Memories           int     `expr:"memories" json:"memories"`
 }
 
-// Cause is what a condition of an event automation looks at: the event, and the counters at that moment.
+// Cause is the input of an event automation's condition: the event, and the current counters.
 type Cause struct {
 	Event    string `expr:"event"`
 	Key      string `expr:"key"`
 	Payload  any    `expr:"payload"` // the event's data
-	Counters        // by their own names
+	Counters        // under their own names
 }
 
-// Count reads the counters, at one moment.
+// Count reads the counters in one snapshot.
 func Count(ctx context.Context, db postgres.DB) (Counters, error) {
 	rows, err := db.Query(ctx, `
 		with a as (
@@ -86,8 +86,7 @@ func Count(ctx context.Context, db postgres.DB) (Counters, error) {
 	return got, nil
 }
 
-// compile reads a condition over env, which is Cause{} or Counters{}: an expression with a truth value. The error
-// names the place.
+// compile compiles a boolean condition over env, which is Cause{} or Counters{}. The error names the position.
 func compile(text string, env any) (*vm.Program, error) {
 	if len(text) > maxCondition {
 		return nil, fmt.Errorf("must have at most %d bytes", maxCondition)
@@ -110,13 +109,13 @@ func compile(text string, env any) (*vm.Program, error) {
 	return program, err
 }
 
-// loopFinder looks for what would make a condition's cost depend on more than its length.
+// loopFinder finds nodes whose cost exceeds the condition's length.
 type loopFinder struct {
 	found bool
-	at    int // letters before it
+	at    int // its position
 }
 
-// Visit is called for every node.
+// Visit implements ast.Visitor.
 func (f *loopFinder) Visit(node *ast.Node) {
 	if f.found {
 		return
@@ -151,8 +150,8 @@ func holds(text string, env any) (bool, error) {
 	return truth, nil
 }
 
-// Meant reports whether a run of an event automation is meant: whether its condition holds for the event and
-// the counters. One without a condition always is.
+// Meant reports whether the condition of a run's automation holds for the event and the counters. An empty condition
+// holds.
 func Meant(ctx context.Context, db postgres.DB, a Automation, runID string) (bool, error) {
 	if a.Condition == "" {
 		return true, nil
@@ -179,17 +178,17 @@ func Meant(ctx context.Context, db postgres.DB, a Automation, runID string) (boo
 	return ok, nil
 }
 
-// ConditionError reports a condition that cannot be decided, such as one that compares what an event does not
-// have. It is the run's failure, not the database's.
+// ConditionError reports a condition that fails at run time, such as a comparison with a missing field. The run is at
+// fault, not the database.
 type ConditionError struct {
 	Automation string
 	Err        error
 }
 
-// Error says which automation's condition it is, and why.
+// Error names the automation and the failure.
 func (e *ConditionError) Error() string {
 	return fmt.Sprintf("decide condition of automation %q: %s", e.Automation, e.Err)
 }
 
-// Unwrap is the cause.
+// Unwrap returns the cause.
 func (e *ConditionError) Unwrap() error { return e.Err }

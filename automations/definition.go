@@ -28,34 +28,33 @@ var (
 	flowName  = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_.:-]{0,99}$`)
 )
 
-// Definition is what a workspace file declares about an automation. It has a skill with arguments, a flow, or a
-// prompt; and a cron expression, an event, or a signal. Conditions are expressions (expr-lang.org) over the fields of
-// [Cause] and [Counters]; a misspelt name or a comparison of unlike things is a problem found here.
+// Definition declares an automation in a workspace file. It has a skill with arguments, a flow, or a prompt; and a
+// cron expression, an event, or a signal. Conditions are expressions (expr-lang.org) over [Cause] and [Counters].
+// Validation reports unknown names and type mismatches.
 type Definition struct {
 	Name        string         `yaml:"name" json:"name"`
 	Description string         `yaml:"description" json:"description,omitempty"`
-	Agent       string         `yaml:"agent" json:"agent,omitempty"`               // who acts; empty: the default agent
-	Trigger     string         `yaml:"trigger" json:"trigger,omitempty"`           // cron, event, signal; empty: by what else is there
+	Agent       string         `yaml:"agent" json:"agent,omitempty"`               // agent of its runs; empty for the default agent
+	Trigger     string         `yaml:"trigger" json:"trigger,omitempty"`           // cron, event, signal; empty: implied by the other fields
 	Cron        string         `yaml:"cron" json:"cron,omitempty"`                 // five fields, @daily, @every 30m
 	Timezone    string         `yaml:"timezone" json:"timezone,omitempty"`         // of the cron expression; UTC when empty
 	Event       string         `yaml:"event" json:"event,omitempty"`               // the event's name
 	When        string         `yaml:"when" json:"when,omitempty"`                 // of an event: a condition, such as payload.action == "opened"
 	Signal      string         `yaml:"signal" json:"signal,omitempty"`             // a condition, such as pending_approvals > 3
-	Skill       string         `yaml:"skill" json:"skill,omitempty"`               // its name
-	Arguments   map[string]any `yaml:"arguments" json:"arguments,omitempty"`       // of the skill, or of the flow beside what caused the run
-	Flow        string         `yaml:"flow" json:"flow,omitempty"`                 // its name; a run starts it and does not wait for its end
+	Skill       string         `yaml:"skill" json:"skill,omitempty"`               // name
+	Arguments   map[string]any `yaml:"arguments" json:"arguments,omitempty"`       // of the skill; for a flow, in addition to the cause
+	Flow        string         `yaml:"flow" json:"flow,omitempty"`                 // name; a run starts it and does not wait for it
 	Prompt      string         `yaml:"prompt" json:"prompt,omitempty"`             // a goal for the model
 	MaxAttempts int            `yaml:"max_attempts" json:"max_attempts,omitempty"` // 3 when 0, at most 20
 }
 
-// Validate reports everything that is wrong with d, each problem as "field path: what is wrong",
-// joined as by [errors.Join].
+// Validate returns all problems of d, each as "field path: problem", joined as by [errors.Join].
 func Validate(d Definition) error {
 	_, err := resolve(d)
 	return err
 }
 
-// resolved is a valid definition as it is stored.
+// resolved is a valid definition in its stored form.
 type resolved struct {
 	Definition
 	arguments json.RawMessage
@@ -185,9 +184,8 @@ func (r *resolved) checkAction() []error {
 	return problems
 }
 
-// Put makes the automation d.Name say what d declares and reports whether anything changed. When its
-// schedule changed it is next due at the schedule's first time from now on. What was learned
-// (enabled, paused, last run) stays.
+// Put stores the declaration d and reports whether it changed anything. A changed schedule is due at its first time
+// from now. The state (enabled, paused, last run) stays.
 func Put(ctx context.Context, db postgres.DB, d Definition, source string) (changed bool, err error) {
 	r, err := resolve(d)
 	if err != nil {
@@ -197,7 +195,7 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 	if err != nil {
 		return false, fmt.Errorf("put automation %q: %w", d.Name, err)
 	}
-	// People who declare what the agent had proposed have accepted it.
+	// A declaration accepts the agent's proposal.
 	tag, err := db.Exec(ctx, `
 		insert into agent_automations as a
 		       (name, description, agent, trigger, cron, timezone, event, condition, signal, skill_name, arguments, prompt, flow, max_attempts,
@@ -249,8 +247,7 @@ func firstTime(ctx context.Context, db postgres.DB, r resolved) (*time.Time, err
 	return &next, nil
 }
 
-// Remove deletes the automations of source that are not among keep, with their runs, and returns their
-// names.
+// Remove deletes the automations of source except keep, with their runs, and returns their names.
 func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
 	rows, err := db.Query(ctx, `
 		delete from agent_automations where source = @source and name <> all(@keep::text[]) returning name`,

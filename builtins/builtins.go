@@ -1,29 +1,26 @@
-// Package builtins is the skills that come with the binary: what an agent can do with its own state in a
-// workspace that declares nothing.
+// Package builtins holds the skills of the binary: an agent's access to its own state.
 //
-//	recall, memory_search  what the agent remembers (package memory)
-//	memory_write           keep something, if the key is at the revision that the run has read, or new
-//	memory_forget          drop something, if it is at the revision that the run has read; an admin is told
-//	objectives_list        what it works towards, and how far it is (package objectives)
-//	objective_propose      want something new, which an admin accepts or rejects
-//	objective_update       note progress, if the objective is at the revision that the run has read, and plan further steps
-//	objective_advance      report a step as done, which successful calls of the same run must show
-//	automation_propose     want something done again and again, which an admin accepts
-//	skill_list             what skills there are, and their state
-//	recent_activity        what it did last, and how that went (package activity)
-//	document_read          the text of a document that the run may read, piece by piece (package documents)
+//	recall, memory_search  read the memory (package memory)
+//	memory_write           store a value, if the key is new or at the revision that the run has read
+//	memory_forget          delete an entry at the revision that the run has read, after an admin's approval
+//	objectives_list        list objectives and their progress (package objectives)
+//	objective_propose      propose an objective, which an admin accepts or rejects
+//	objective_update       note progress at the revision that the run has read, and plan steps
+//	objective_advance      complete a step, proven by successful calls of the same run
+//	automation_propose     propose an automation, which an admin accepts
+//	skill_list             list the skills and their state
+//	recent_activity        list recent activities and their outcome (package activity)
+//	document_read          read a document that the run may read, in pieces (package documents)
 //
-// Each is for the agent itself (scope internal). None changes what anybody may do: trust, scope, handler and enabled
-// are not among what they write, and nothing here approves or accepts. Each is idempotent: it reads, or what it writes
-// has a key, and a call that is made again after a crash finds its own work. What the caller got wrong has the class
-// invalid_params and is no failure of the skill. A write to a memory or an objective's note that somebody else has
-// changed answers with both values, and writes nothing ([IsConflict]); what a run has read is kept by who calls
-// ([Sights], [Guarded]). An answer leaves out what would make it too long for a model and says how much that was.
+// All have scope internal. None changes a right: they write neither trust, scope, handler nor enabled, and approve
+// nothing. All are idempotent: they read, or their write has a key, so a repeated call after a crash finds its own
+// work. Invalid arguments have the class invalid_params and are no failure of the skill. A write to a changed memory
+// entry or note is rejected, and the answer has both values ([IsConflict]). The caller tracks what a run has read
+// ([Sights], [Guarded]). A long answer is cut for the model and reports the omitted amount.
 //
-// [New] is the code, for [skills.Options]; [Put] is the rows, for the database. They are two because a row
-// outlives the process, and because a workspace may replace a row: Put never touches one of another source,
-// so a workspace's skill of the same name wins. Put is safe in any number of processes at once, each row
-// being one statement that the table's unique name decides.
+// [New] is the code, for [skills.Options]; [Put] writes the rows. A row outlives the process, and a workspace may
+// replace it: Put never changes a row of another source. Put is safe in concurrent processes, because each row is one
+// statement on a unique name.
 package builtins
 
 import (
@@ -45,8 +42,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// New returns the builtins by the name behind "builtin:". They work through pool. directory says whose memory
-// they use; nil is an installation without settings. index searches the memory; nil searches by words alone.
+// New returns the builtins by the name after "builtin:". They use pool. directory finds the memory of an agent; nil
+// is an installation without settings. index searches the memory; nil searches by words alone.
 func New(pool *pgxpool.Pool, directory *agents.Directory, index *memory.Index) map[string]skills.Builtin {
 	directory = cmp.Or(directory, &agents.Directory{})
 	recall := recalling(index)
@@ -75,8 +72,7 @@ func Names() []string {
 	return names
 }
 
-// Put declares the builtins and returns how many rows that changed: none, when it was done before. A row that a
-// workspace declared stays the workspace's.
+// Put declares the builtins and returns the number of changed rows. A declaration of a workspace stays.
 func Put(ctx context.Context, db postgres.DB) (changed int, err error) {
 	for _, d := range definitions() {
 		did, err := skills.Put(ctx, db, d, skills.SourceBuiltin)
@@ -101,10 +97,10 @@ func reading[A any](pool *pgxpool.Pool, read func(ctx context.Context, db postgr
 	}
 }
 
-// acting is on whose behalf something is written.
+// acting identifies the writer.
 type acting struct{ TraceID, ExecutionID, Agent string }
 
-// remembering makes a builtin of a function that works on the memory of the agent that acts.
+// remembering makes a builtin of a function that uses the memory of the acting agent.
 func remembering[A any](
 	pool *pgxpool.Pool, directory *agents.Directory,
 	use func(ctx context.Context, db postgres.Beginner, who rememberer, args A) (any, error),
@@ -126,13 +122,13 @@ func remembering[A any](
 	}
 }
 
-// rememberer is whose memory is used, and for which work.
+// rememberer identifies the memory and the writer.
 type rememberer struct {
 	owner   memory.Owner
 	traceID string
 }
 
-// writing makes a builtin of a function that changes the database. It needs a trace, which says who did it.
+// writing makes a builtin of a function that changes the database. It needs a trace, for the audit.
 func writing[A any](pool *pgxpool.Pool, write func(ctx context.Context, db postgres.Beginner, who acting, args A) (any, error)) skills.Builtin {
 	return func(ctx context.Context, c skills.Call) (any, error) {
 		args, err := arguments[A](c)
@@ -159,7 +155,7 @@ func arguments[A any](c skills.Call) (args A, err error) {
 // DocumentRead is the builtin that reads documents.
 const DocumentRead = "document_read"
 
-// definitions are the rows, by name: whoever puts them in one transaction locks them in this order.
+// definitions are the rows by name, which is the lock order.
 func definitions() []skills.Definition {
 	all := slices.Concat(aboutMemory(), aboutObjectives(), aboutWork())
 	for i := range all {
@@ -319,14 +315,14 @@ func text(about string) map[string]any {
 	return map[string]any{"type": "string", "maxLength": 500, "description": about}
 }
 
-// needed is an object whose first properties must be there.
+// needed is an object with required properties.
 func needed(properties map[string]any, required ...any) map[string]any {
 	o := object(properties)
 	o["required"] = required
 	return o
 }
 
-// words is a text of some length.
+// words is a text of bounded length.
 func words(about string, most int) map[string]any {
 	return map[string]any{"type": "string", "minLength": 1, "maxLength": most, "description": about}
 }
@@ -335,7 +331,7 @@ func number(about string, least, most int) map[string]any {
 	return map[string]any{"type": "integer", "minimum": least, "maximum": most, "description": about}
 }
 
-// titles are steps.
+// titles are titles of steps.
 func titles(about string) map[string]any {
 	return map[string]any{"type": "array", "maxItems": 20, "items": words("", 300), "description": about}
 }
@@ -364,7 +360,7 @@ func activityStates() []activity.Status {
 	}
 }
 
-// clip keeps the beginning of a text.
+// clip returns the beginning of a text.
 func clip(s string, most int) string {
 	if len(s) <= most {
 		return s

@@ -19,21 +19,21 @@ import (
 const (
 	defaultLimit = 10
 	maxLimit     = 50
-	searched     = 500       // matches among which those of a category are looked for
-	maxRecalled  = 128 << 10 // bytes of remembered values in one answer; one entry has at most half of it
+	searched     = 500       // matches to search before the filter by category
+	maxRecalled  = 128 << 10 // bytes of values in one answer; one entry has at most half of it
 	maxGoal      = 400
 	maxError     = 300
 	maxSkills    = 100
 )
 
-// recallArgs may name nothing: then it is what was remembered last.
+// recallArgs may be empty: then the newest entries are returned.
 type recallArgs struct {
 	Query    string `json:"query"`
 	Category string `json:"category"`
 	Limit    int    `json:"limit"`
 }
 
-// recalled is an entry of the memory as the agent gets to see it.
+// recalled is the agent's view of a memory entry.
 type recalled struct {
 	Category  string          `json:"category"`
 	Key       string          `json:"key"`
@@ -44,13 +44,13 @@ type recalled struct {
 	TraceID   string          `json:"trace_id"`
 }
 
-// memories is recall's answer.
+// memories is the answer of recall.
 type memories struct {
 	Memories []recalled `json:"memories"`
-	LeftOut  int        `json:"left_out,omitempty"` // found, but too long to be shown beside the others
+	LeftOut  int        `json:"left_out,omitempty"` // found, but beyond the size limit
 }
 
-// recalling makes the search of the memory.
+// recalling returns the search of the memory.
 func recalling(index *memory.Index) func(context.Context, postgres.Beginner, rememberer, recallArgs) (any, error) {
 	return func(ctx context.Context, db postgres.Beginner, who rememberer, args recallArgs) (any, error) {
 		found, err := lookUp(ctx, db, index, who.owner, args)
@@ -87,7 +87,7 @@ type objectivesArgs struct {
 	Objective string `json:"objective"`
 }
 
-// pursued is an objective as the agent gets to see it.
+// pursued is the agent's view of an objective.
 type pursued struct {
 	ID       string    `json:"id"`
 	Name     string    `json:"name"`
@@ -100,13 +100,13 @@ type pursued struct {
 	DueAt    time.Time `json:"due_at"`
 	Goal     string    `json:"goal"`
 	Note     string    `json:"note,omitempty"`
-	NoteCut  bool      `json:"note_cut,omitempty"` // it is longer; with the objective's name all of it is shown
+	NoteCut  bool      `json:"note_cut,omitempty"` // the note is longer; a query with the objective's name returns all of it
 	Revision int       `json:"revision"`
 	TraceID  string    `json:"last_trace_id"`
-	Steps    []taken   `json:"steps,omitempty"` // when one objective was asked for
+	Steps    []taken   `json:"steps,omitempty"` // only for a query with the objective's name
 }
 
-// taken is a step as the agent gets to see it.
+// taken is the agent's view of a step.
 type taken struct {
 	Title  string `json:"title"`
 	Status string `json:"status"`
@@ -137,7 +137,7 @@ func pursuedOf(o objectives.Objective) pursued {
 	}
 }
 
-// oneObjective shows one with its steps.
+// oneObjective returns one objective with its steps.
 func oneObjective(ctx context.Context, db postgres.DB, name string) (any, error) {
 	o, err := objectives.Get(ctx, db, name)
 	if err != nil {
@@ -158,7 +158,7 @@ type skillsArgs struct {
 	Words string `json:"words"`
 }
 
-// offered is a skill as the agent gets to see it.
+// offered is the agent's view of a skill.
 type offered struct {
 	Name        string `json:"name"`
 	Description string `json:"description"`
@@ -167,7 +167,7 @@ type offered struct {
 	Enabled     bool   `json:"enabled"`
 }
 
-// skillList names the skills, those that have all the words in name or description.
+// skillList lists the skills with all given words in their name or description.
 func skillList(ctx context.Context, db postgres.DB, args skillsArgs) (any, error) {
 	all, err := skills.List(ctx, db, skills.Filter{Limit: 1000})
 	if err != nil {
@@ -195,7 +195,7 @@ type activityArgs struct {
 	Limit  int    `json:"limit"`
 }
 
-// acted is an activity as the agent gets to see it: that it happened and how it went, not what was said.
+// acted is the agent's view of an activity: its outcome without its content.
 type acted struct {
 	Time       time.Time `json:"time"`
 	TraceID    string    `json:"trace_id"`
@@ -208,7 +208,7 @@ type acted struct {
 func recentActivity(ctx context.Context, db postgres.DB, args activityArgs) (any, error) {
 	rows, _, err := activity.Recent(ctx, db, activity.Filter{
 		Skill: args.Skill, Status: activity.Status(args.Status), Limit: bounded(args.Limit),
-		Kinds: []activity.Kind{activity.KindCall, activity.KindPhase, activity.KindNote}, // and no model calls
+		Kinds: []activity.Kind{activity.KindCall, activity.KindPhase, activity.KindNote}, // without model calls
 	})
 	if err != nil {
 		return nil, err
@@ -230,7 +230,7 @@ func bounded(limit int) int {
 	return min(limit, maxLimit)
 }
 
-// maxPiece is how many bytes of a document one answer has.
+// maxPiece bounds the bytes of a document in one answer.
 const maxPiece = 16 << 10
 
 type documentArgs struct {
@@ -238,7 +238,7 @@ type documentArgs struct {
 	Offset   int64  `json:"offset"`
 }
 
-// paper is a document as the agent gets to see it.
+// paper is the agent's view of a document.
 type paper struct {
 	ID          string `json:"id"`
 	Name        string `json:"name"`
@@ -252,7 +252,7 @@ type piece struct {
 	paper
 	Text   string `json:"text"`
 	Offset int64  `json:"offset"`
-	Next   int64  `json:"next,omitempty"` // the offset of what follows; 0 after the last piece
+	Next   int64  `json:"next,omitempty"` // offset of the next piece; 0 after the last
 	Note   string `json:"note,omitempty"`
 }
 

@@ -20,10 +20,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// classInvalid is the class of what the caller has to say otherwise; it is not the skill's failure.
+// classInvalid marks invalid arguments, which are no failure of the skill.
 const classInvalid = "invalid_params"
 
-// mistake tells the caller what to say otherwise, when err is one of its mistakes; other errors stay what they are.
+// mistake converts err to a classInvalid error if it is one of mistakes.
 func mistake(err error, mistakes ...error) error {
 	for _, m := range mistakes {
 		if errors.Is(err, m) {
@@ -33,7 +33,7 @@ func mistake(err error, mistakes ...error) error {
 	return err
 }
 
-// refuse is a mistake in words.
+// refuse returns a classInvalid error.
 func refuse(text string) error { return &skills.CallError{Class: classInvalid, Message: text} }
 
 const defaultCategory = "general"
@@ -43,10 +43,10 @@ type memoryWriteArgs struct {
 	Key      string          `json:"key"`
 	Value    json.RawMessage `json:"value"`
 	Days     float64         `json:"expires_in_days"`
-	Revision float64         `json:"revision"` // 2.0 is an integer to JSON Schema
+	Revision float64         `json:"revision"` // 2.0 is an integer in JSON Schema
 }
 
-// memoryWrite keeps a value. A call that is made again after a crash finds what the first one wrote, and says so.
+// memoryWrite stores a value. A repeated call after a crash finds the first call's value and succeeds.
 func memoryWrite(ctx context.Context, db postgres.Beginner, who rememberer, args memoryWriteArgs) (any, error) {
 	note := memory.Note{
 		Owner:    who.owner,
@@ -66,14 +66,14 @@ func memoryWrite(ctx context.Context, db postgres.Beginner, who rememberer, args
 	return map[string]any{"category": saved.Category, "key": saved.Key, "revision": saved.Revision, "expires_at": saved.ExpiresAt}, nil
 }
 
-// written reports whether what is there was stored by this very call before.
+// written reports whether this very call stored the current value.
 func written(note memory.Note, conflict *memory.ConflictError) bool {
 	there := conflict.Theirs
 	return there != nil && there.TraceID == note.TraceID && sameJSON(there.Value, conflict.Yours) &&
 		(there.Revision == note.Revision+1 || note.Revision == memory.Absent)
 }
 
-// sameJSON compares values, not texts: the database keeps JSON in its own spelling.
+// sameJSON compares values, because jsonb normalizes texts.
 func sameJSON(a, b json.RawMessage) bool {
 	var x, y any
 	if json.Unmarshal(a, &x) != nil || json.Unmarshal(b, &y) != nil {
@@ -104,15 +104,13 @@ func memoryForget(ctx context.Context, db postgres.Beginner, who rememberer, arg
 	return map[string]any{"category": args.Category, "key": args.Key, "forgotten": forgotten}, err
 }
 
-// anyRevision as the revision of a call replaces whatever is there. It is for what people write down; a model cannot
-// say it.
+// anyRevision replaces any revision. Only people's writes use it, never a model's.
 const anyRevision = -1
 
-// ClassConflict is the class of a write that did not take place, because the key has changed since the run read it.
+// ClassConflict marks a rejected write: the key has changed since the run read it.
 const ClassConflict = "conflict"
 
-// readRevision is the revision of a [memory.Note], or of an objective's note, for that of a call's arguments, where 0,
-// or none, says that there must be none.
+// readRevision converts a call's revision to that of a [memory.Note] or an objective's note. 0 or none means absent.
 func readRevision(said float64) int {
 	switch revision := int(said); revision {
 	case 0:
@@ -124,12 +122,12 @@ func readRevision(said float64) int {
 	}
 }
 
-// conflicted is the answer of a write that did not take place: both values, so that the caller can decide.
+// conflicted is the answer of a rejected write, with both values.
 type conflicted struct {
 	Error   string          `json:"error"` // ClassConflict
 	Message string          `json:"message"`
 	Yours   json.RawMessage `json:"yours,omitempty"`
-	Theirs  any             `json:"theirs"` // *recalled or pursued; nil: it was forgotten, or has expired
+	Theirs  any             `json:"theirs"` // *recalled or pursued; nil if it was forgotten or has expired
 }
 
 func conflictAnswer(c *memory.ConflictError) any {
@@ -141,7 +139,7 @@ func conflictAnswer(c *memory.ConflictError) any {
 	return said
 }
 
-// theirs is what a conflict has found, of either kind.
+// theirs is the current value in a conflict.
 type theirs struct {
 	Revision    int             `json:"revision"`
 	Value       json.RawMessage `json:"value"`
@@ -150,7 +148,7 @@ type theirs struct {
 	LastTraceID string          `json:"last_trace_id"`
 }
 
-// IsConflict reports whether a skill's answer is that its write did not take place, and says why for people.
+// IsConflict reports whether a skill's answer is a rejected write, and why.
 func IsConflict(s skills.Skill, answer json.RawMessage) (why string, is bool) {
 	var c struct {
 		Error  string          `json:"error"`
@@ -168,7 +166,7 @@ func IsConflict(s skills.Skill, answer json.RawMessage) (why string, is bool) {
 	return fmt.Sprintf("nothing was changed: it is not at the revision that was read; %s; wanted was %s", there, yours), true
 }
 
-// kindObjective is the kind of a [memory.Name] that names an objective: its key is the objective's name, or its id.
+// kindObjective is the kind of a [memory.Name] of an objective: its key is the objective's name or id.
 const kindObjective = "objective"
 
 func writesMemory(s skills.Skill) bool {
@@ -180,20 +178,20 @@ func OnMemory(s skills.Skill) bool { return readsMemory(s) }
 
 func writesObjective(s skills.Skill) bool { return s.Handler == "builtin:objective_update" }
 
-// guards reports whether a skill writes what others may have written since it was read.
+// guards reports whether a skill's write depends on what its run has read.
 func guards(s skills.Skill) bool { return writesMemory(s) || writesObjective(s) }
 
-// readsMemory reports whether what a skill answers may show entries of the memory.
+// readsMemory reports whether a skill's answer may show memory entries.
 func readsMemory(s skills.Skill) bool {
 	return s.Handler == "builtin:recall" || s.Handler == "builtin:memory_search" || writesMemory(s)
 }
 
-// readsObjectives reports whether what a skill answers may show objectives with their notes.
+// readsObjectives reports whether a skill's answer may show objectives with notes.
 func readsObjectives(s skills.Skill) bool {
 	return s.Handler == "builtin:objectives_list" || s.Handler == "builtin:objective_advance" || writesObjective(s)
 }
 
-// Sights are the entries of the memory, and the objectives, that a skill's answer showed in its first upto bytes.
+// Sights are the memory entries and objectives in the first upto bytes of a skill's answer.
 func Sights(s skills.Skill, answer []byte, upto int) []memory.Sight {
 	switch {
 	case readsMemory(s):
@@ -218,7 +216,7 @@ func SightsOf(o objectives.Objective) []memory.Sight {
 	}
 }
 
-// Wrote is what a call has written by itself: its run knows it, without having read it.
+// Wrote returns the sights of a call's own write.
 func Wrote(s skills.Skill, answer json.RawMessage) []memory.Sight {
 	var done struct {
 		memory.Sight
@@ -230,7 +228,7 @@ func Wrote(s skills.Skill, answer json.RawMessage) []memory.Sight {
 		return nil
 	}
 	switch {
-	case writesObjective(s) && done.Revision > 0: // a note was written
+	case writesObjective(s) && done.Revision > 0: // it wrote a note
 		return SightsOf(objectives.Objective{ID: done.ID, Name: done.Objective, Revision: done.Revision})
 	case writesObjective(s) || done.Key == "":
 		return nil
@@ -240,8 +238,8 @@ func Wrote(s skills.Skill, answer json.RawMessage) []memory.Sight {
 	return []memory.Sight{{Name: memory.Name{Category: done.Category, Key: done.Key}, Revision: done.Revision}}
 }
 
-// Guarded are the arguments of a call with the revision that its run has read of what it writes, whatever the caller
-// says of it. nil for seen leaves them as they are: nobody keeps what was read.
+// Guarded returns a call's arguments with the revision that its run has read, overriding the caller's. A nil seen
+// leaves them unchanged.
 func Guarded(s skills.Skill, args json.RawMessage, seen memory.Seen) json.RawMessage {
 	if seen == nil || !guards(s) {
 		return args
@@ -249,7 +247,7 @@ func Guarded(s skills.Skill, args json.RawMessage, seen memory.Seen) json.RawMes
 	var said map[string]json.RawMessage
 	var name struct{ Category, Key, Objective string }
 	if json.Unmarshal(args, &said) != nil || json.Unmarshal(args, &name) != nil {
-		return args // which the check of arguments refuses
+		return args // the argument check rejects it
 	}
 	revision := seen.Revision(name.Category, name.Key)
 	if writesObjective(s) {
@@ -268,7 +266,7 @@ type objectiveProposeArgs struct {
 	Goal            string   `json:"goal"`
 	SuccessCriteria string   `json:"success_criteria"`
 	Steps           []string `json:"steps"`
-	Priority        float64  `json:"priority"` // 2.0 is an integer to JSON Schema
+	Priority        float64  `json:"priority"` // 2.0 is an integer in JSON Schema
 	ReviewEvery     string   `json:"review_every"`
 }
 
@@ -296,9 +294,9 @@ type objectiveUpdateArgs struct {
 	Revision  float64  `json:"revision"`
 }
 
-// objectiveUpdate writes down how far an objective is, and plans; what is done it cannot say (objective_advance). A
-// note replaces the one that the caller has read; where others have changed the objective since, nothing is written,
-// and the answer has both. A call that is made again after a crash finds its own note.
+// objectiveUpdate stores an objective's note and plans steps; objective_advance completes them. A note replaces the
+// one that the caller has read. After a concurrent change nothing is written, and the answer has both notes. A
+// repeated call after a crash finds its own note.
 func objectiveUpdate(ctx context.Context, db postgres.Beginner, who acting, args objectiveUpdateArgs) (any, error) {
 	if args.Note == "" && len(args.AddSteps) == 0 {
 		return nil, refuse("say what to change: note or add_steps")
@@ -331,9 +329,9 @@ func objectiveUpdate(ctx context.Context, db postgres.Beginner, who acting, args
 	return said, nil
 }
 
-// noteConflict is the answer of a note that would have replaced another one that the caller has not read.
+// noteConflict is the answer of a note that would replace an unread one.
 func noteConflict(note string, there objectives.Objective) any {
-	yours, _ := json.Marshal(note) // a string is JSON
+	yours, _ := json.Marshal(note) // a string always encodes
 	return conflicted{
 		Error: ClassConflict, Yours: yours, Theirs: pursuedOf(there),
 		Message: "Nothing was changed: somebody else changed this objective since you read it, or you have not read it. " +
@@ -359,8 +357,8 @@ type objectiveAdvanceArgs struct {
 	Result    string `json:"result"`
 }
 
-// objectiveAdvance reports a step as done. What shows it is looked up among the calls of this run, never
-// believed; and the run holds the objective's lane meanwhile.
+// objectiveAdvance reports a step as done. It looks up the evidence among the calls of this run, and holds the
+// objective's lane meanwhile.
 func objectiveAdvance(ctx context.Context, db postgres.Beginner, who acting, args objectiveAdvanceArgs) (any, error) {
 	o, step, err := findStep(ctx, db, args)
 	if err != nil {
@@ -374,10 +372,10 @@ func objectiveAdvance(ctx context.Context, db postgres.Beginner, who acting, arg
 		if err != nil {
 			return nil, err
 		}
-		defer func() { _ = hold.Release(ctx) }() // a release that is lost is covered by the lane's end with the execution
+		defer func() { _ = hold.Release(ctx) }() // a lost release is covered by the end of the execution
 	}
 	if step.Status == objectives.Done && step.TraceID == who.TraceID {
-		return advanced(ctx, db, o, step) // said before, by this work
+		return advanced(ctx, db, o, step) // reported before, by this run
 	}
 	calls, err := objectives.FindEvidence(ctx, db, step.ID, objectives.Where{TraceID: who.TraceID, ExecutionID: who.ExecutionID})
 	if err != nil {
@@ -404,11 +402,11 @@ func advanced(ctx context.Context, db postgres.DB, o objectives.Objective, step 
 	o, err := objectives.Get(ctx, db, o.ID)
 	return map[string]any{
 		"objective": o.Name, "step": step.Title, "status": "done", "done": o.Done, "total": o.Total, "objective_status": o.Status,
-		"objectives": []pursued{pursuedOf(o)}, // as it is now: a note may follow
+		"objectives": []pursued{pursuedOf(o)}, // the current state, for a later note
 	}, err
 }
 
-// findStep looks a step up by its title, or its id, in an active objective.
+// findStep finds a step by title or id in an active objective.
 func findStep(ctx context.Context, db postgres.DB, args objectiveAdvanceArgs) (objectives.Objective, objectives.Step, error) {
 	o, err := objectives.Get(ctx, db, args.Objective)
 	if err != nil {

@@ -12,22 +12,22 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/nearest"
 )
 
-// action is one action, ready to be run.
+// action is one compiled action.
 type action struct {
-	Action // what its type says
+	Action // the specification of its type
 
-	key   string // in the records: its id, or its type and place
+	key   string // key of its record: the id, or type and position
 	when  *expression
 	save  string
-	given map[string]any // the parameters, nested actions and expressions left out, with templates
+	given map[string]any // the parameters without nested actions and expressions, with parsed templates
 	exprs map[string]*expression
 	flow  string // of trigger_agent
-	// flowPath is where it is named.
+	// flowPath is the path of the reference.
 	flowPath string
-	skills   map[string]string // those that are named, by the path of each mention
+	skills   map[string]string // referenced skills, by path
 	agents   map[string]string // likewise
 
-	timeout        time.Duration // 0 is the standard of its kind
+	timeout        time.Duration // 0 for the default of its kind
 	onTimeout      string
 	timeoutActions []*action
 
@@ -37,12 +37,12 @@ type action struct {
 
 // branch is one case of a switch.
 type branch struct {
-	condition *expression // nil: equals decides
+	condition *expression // nil if equals decides
 	equals    any         // with templates
 	actions   []*action
 }
 
-// walk calls fn for an action and for all within it.
+// walk calls fn for an action and all nested ones.
 func (a *action) walk(fn func(*action)) {
 	fn(a)
 	lists := [][]*action{a.timeoutActions}
@@ -57,7 +57,7 @@ func (a *action) walk(fn func(*action)) {
 	}
 }
 
-// flag is a parameter that is true or false.
+// flag returns a boolean parameter.
 func (a *action) flag(name string, standard bool) bool {
 	if value, ok := a.given[name].(bool); ok {
 		return value
@@ -65,10 +65,10 @@ func (a *action) flag(name string, standard bool) bool {
 	return standard
 }
 
-// compiler gathers what is wrong with a definition.
+// compiler collects the problems of a definition.
 type compiler struct {
 	problems []error
-	ids      map[string]string // where an id was given
+	ids      map[string]string // the path of each id
 	count    int
 }
 
@@ -76,7 +76,7 @@ func (c *compiler) add(path, format string, args ...any) {
 	c.problems = append(c.problems, fmt.Errorf("%s: %s", path, fmt.Sprintf(format, args...)))
 }
 
-// unknown says that a name is none of known, and which it may have meant.
+// unknown reports an unknown name and suggests a similar one.
 func (c *compiler) unknown(path, what, name string, known []string) {
 	if near := nearest.To(name, known); near != "" {
 		c.add(path, "unknown %s %q; did you mean %q?", what, shorten(name), near)
@@ -92,7 +92,7 @@ var (
 	agentForm    = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_-]{0,63}$`)
 )
 
-// reserved are the variables that the runtime sets, and words of the expression language.
+// reserved are the variables of the runtime and the keywords of the expression language.
 var (
 	reserved = []string{"input", "executionId", "traceId", "threadId"}
 	words    = []string{"true", "false", "nil", "null", "not", "in", "and", "or", "let", "if", "else", "matches", "contains", "startsWith", "endsWith"}
@@ -128,7 +128,7 @@ func (c *compiler) actions(given any, path string, depth int) []*action {
 	return all
 }
 
-// action reads one action; nil when it cannot be told what it is.
+// action reads one action; nil if its type is unknown.
 func (c *compiler) action(given any, path string, place, depth int) *action {
 	c.count++
 	fields, ok := given.(map[string]any)
@@ -165,7 +165,7 @@ func (c *compiler) action(given any, path string, place, depth int) *action {
 
 func typeNames() []string { return slices.Sorted(maps.Keys(specs)) }
 
-// common reads what stands beside the parameters of any action.
+// common reads the keys beside an action's parameters.
 func (c *compiler) common(a *action, fields map[string]any, path string) {
 	known := slices.Clone(commonKeys)
 	if a.Waits != "" {
@@ -234,7 +234,7 @@ func (c *compiler) expression(given any, path string) *expression {
 	return e
 }
 
-// parameters reads the parameters of an action.
+// parameters reads an action's parameters.
 func (c *compiler) parameters(a *action, given map[string]any, path string, depth int) {
 	for _, name := range slices.Sorted(maps.Keys(given)) {
 		p, known := a.parameter(name)
@@ -284,7 +284,7 @@ func present(given map[string]any, group []string) int {
 	return n
 }
 
-// timeouts reads how long an action waits. The keys stand beside the parameters or among them, not both.
+// timeouts reads an action's timeout. Its keys stand beside the parameters or among them, not both.
 func (c *compiler) timeouts(a *action, beside, among map[string]any, path string, depth int) {
 	if a.Waits == "" {
 		return
@@ -336,7 +336,7 @@ func (c *compiler) choice(given any, s sort, path string) string {
 	return word
 }
 
-// parameter reads one parameter that is given.
+// parameter reads one given parameter.
 func (c *compiler) parameter(a *action, p Parameter, given any, path string, depth int) {
 	switch p.sort {
 	case exprSort:
@@ -368,13 +368,13 @@ func (c *compiler) parameter(a *action, p Parameter, given any, path string, dep
 			a.mentions(fmt.Sprintf("%s[%d]", path, i), name)
 		}
 		a.given[p.Name] = c.value(p.sort, given, path)
-	case timeoutSort, reactionSort: // not parameters: see timeouts
+	case timeoutSort, reactionSort: // read by timeouts
 	default:
 		a.given[p.Name] = c.value(p.sort, given, path)
 	}
 }
 
-// mentions notes a skill that the action names.
+// mentions records a reference to a skill.
 func (a *action) mentions(path, skill string) {
 	if a.skills == nil {
 		a.skills = map[string]string{}
@@ -382,7 +382,7 @@ func (a *action) mentions(path, skill string) {
 	a.skills[path] = skill
 }
 
-// value reads a parameter that is kept as a value, with its templates parsed.
+// value reads a parameter's value and parses its templates.
 func (c *compiler) value(s sort, given any, path string) any {
 	text, isText := given.(string)
 	switch s {
@@ -432,7 +432,7 @@ func (c *compiler) value(s sort, given any, path string) any {
 		c.skills(given, path)
 	case channelSort, failureSort, statusSort:
 		c.choice(given, s, path)
-	default: // anything goes, or it is read elsewhere
+	default: // any value, or read elsewhere
 	}
 	settled, err := normal(given)
 	if err != nil {
@@ -441,10 +441,10 @@ func (c *compiler) value(s sort, given any, path string) any {
 	return parseTree(settled, path, func(path string, err error) { c.add(path, "%s", err) })
 }
 
-// moment checks a duration or a time that has no template.
+// moment validates a duration or a time without a template.
 func (c *compiler) moment(s sort, text, path string) {
 	if t, err := parseTemplate(text); t != nil || err != nil || text == "" {
-		return // said elsewhere, or known only when it runs
+		return // reported elsewhere, or known only at run time
 	}
 	if s == lengthSort {
 		if _, err := delayLength(text); err != nil {
@@ -508,7 +508,7 @@ func (c *compiler) expressions(a *action, given any, path string) {
 	}
 }
 
-// cases reads those of a switch.
+// cases reads the cases of a switch.
 func (c *compiler) cases(given any, path string, depth int) []branch {
 	list, ok := given.([]any)
 	if !ok || len(list) == 0 {

@@ -18,33 +18,33 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/nearest"
 )
 
-// Bounds of an expression. What is offered costs at most the length of the expression times the size of the variables:
-// tests over a list (all, any, …) are not nested and call nothing, and what makes texts or lists out of others in
-// a loop (map, reduce, join, repeat, ranges) is not offered at all.
+// Bounds of an expression. Its cost is at most the expression's length times the size of the variables. Predicates
+// over a list (all, any, …) do not nest and call nothing. Functions that build texts or lists in a loop (map, reduce,
+// join, repeat, ranges) are not allowed.
 const (
 	maxExpression = 2000    // bytes
-	maxNodes      = 300     // of its syntax tree
-	maxMade       = 100_000 // values it may make
+	maxNodes      = 300     // nodes of its syntax tree
+	maxMade       = 100_000 // values that it may allocate
 )
 
-// classExpression is the class of actions that ended because an expression could not be computed.
+// classExpression is the error class of an expression that failed at run time.
 const classExpression = "expression"
 
-// offered are the functions that expressions may call.
+// offered are the functions available to expressions.
 var offered = []string{
 	"len", "lower", "upper", "trim", "int", "float", "string", "abs", "ceil", "floor", "round", "min", "max", "hasPrefix", "hasSuffix",
 	"indexOf", "split", "first", "last", "keys", "values", "type", "toJSON", "fromJSON",
 	"all", "any", "none", "one", "count", "filter", "find",
 }
 
-// expression is an Expr program and the names it cannot do without.
+// expression is an Expr program with its required names.
 type expression struct {
 	text    string
 	program *vm.Program
 	needs   []string
 }
 
-// compileExpression reads an expression over the variables. The error names the place.
+// compileExpression compiles an expression over the variables. The error names the position.
 func compileExpression(text string) (*expression, error) {
 	switch {
 	case strings.TrimSpace(text) == "":
@@ -74,16 +74,15 @@ func compileExpression(text string) (*expression, error) {
 	return &expression{text: text, program: program, needs: look.needs()}, nil
 }
 
-// inspector looks at a syntax tree: which names it needs, and whether its cost is bounded. Nodes are visited from the
-// leaves up.
+// inspector checks a syntax tree: its required names, and the bound of its cost. It visits leaves first.
 type inspector struct {
 	names    map[ast.Node]string // the identifiers
-	optional map[ast.Node]bool   // those of them that may be unknown: left of ??, or before ?.
-	own      map[string]bool     // names that let declares
+	optional map[ast.Node]bool   // identifiers that may be unset: left of ??, or before ?.
+	own      map[string]bool     // names declared by let
 	refused  string
 }
 
-// Visit is called for every node.
+// Visit implements ast.Visitor.
 func (l *inspector) Visit(node *ast.Node) {
 	switch n := (*node).(type) {
 	case *ast.IdentifierNode:
@@ -106,7 +105,7 @@ func (l *inspector) Visit(node *ast.Node) {
 	case *ast.PredicateNode:
 		within(n.Node, func(inner ast.Node) {
 			switch i := inner.(type) {
-			case *ast.BuiltinNode, *ast.CallNode: // another loop is one, too
+			case *ast.BuiltinNode, *ast.CallNode: // a call is a loop, too
 				l.refused = "calls within a loop over a list are not offered; use for_each"
 			case *ast.BinaryNode:
 				if i.Operator == "+" {
@@ -117,7 +116,7 @@ func (l *inspector) Visit(node *ast.Node) {
 	}
 }
 
-// allow lets the identifiers of a subtree be unknown.
+// allow lets the identifiers of a subtree be unset.
 func (l *inspector) allow(tree ast.Node) {
 	within(tree, func(n ast.Node) {
 		if _, ok := n.(*ast.IdentifierNode); ok {
@@ -143,10 +142,10 @@ func within(tree ast.Node, look func(ast.Node)) {
 
 type visitor func(ast.Node)
 
-// Visit is called for every node.
+// Visit implements ast.Visitor.
 func (v visitor) Visit(node *ast.Node) { v(*node) }
 
-// value computes the expression.
+// value evaluates the expression.
 func (e *expression) value(vars map[string]any) (any, error) {
 	for _, name := range e.needs {
 		if _, known := vars[name]; !known {
@@ -171,7 +170,7 @@ func (e *expression) value(vars map[string]any) (any, error) {
 	return got, nil
 }
 
-// truth computes a condition.
+// truth evaluates a condition.
 func (e *expression) truth(vars map[string]any) (bool, error) {
 	value, err := e.value(vars)
 	if err != nil {
@@ -184,7 +183,7 @@ func (e *expression) truth(vars map[string]any) (bool, error) {
 	return truth, nil
 }
 
-// classTemplate is the class of actions that ended because of a template or a name in it.
+// classTemplate is the error class of a template that failed at run time.
 const classTemplate = "template"
 
 // template is a text with references to variables.
@@ -198,11 +197,11 @@ type part struct {
 	ref  *reference
 }
 
-// reference is what stands between {{ and }}.
+// reference is the text between {{ and }}.
 type reference struct {
-	path     []string // name, then keys and indexes
+	path     []string // a name, then keys and indexes
 	fallback any
-	has      bool // a fallback
+	has      bool // has a default
 }
 
 var (
@@ -210,7 +209,7 @@ var (
 	defaultFilter = regexp.MustCompile(`^default\s*:\s*(.+)$`)
 )
 
-// parseTemplate reads a text; nil when there is no template in it.
+// parseTemplate parses a text; nil if it holds no template.
 func parseTemplate(text string) (*template, error) {
 	if !strings.Contains(text, "{{") {
 		return nil, nil
@@ -238,7 +237,7 @@ func parseTemplate(text string) (*template, error) {
 	return t, nil
 }
 
-// cutReference cuts at the }} that closes, one in quotes left out.
+// cutReference cuts at the closing }} outside quotes.
 func cutReference(text string) (inner, rest string, closed bool) {
 	var quote byte
 	for i := 0; i < len(text); i++ {
@@ -291,7 +290,7 @@ func parseReference(inner string) (part, error) {
 	return part{ref: ref}, nil
 }
 
-// literal reads a default: JSON, or a text in single quotes.
+// literal parses a default: JSON, or a text in single quotes.
 func literal(text string) (any, error) {
 	if n := len(text); n >= 2 && text[0] == '\'' && text[n-1] == '\'' {
 		return text[1 : n-1], nil
@@ -302,10 +301,10 @@ func literal(text string) (any, error) {
 	return parsed(json.RawMessage(text))
 }
 
-// whole reports whether the template is one reference and nothing else.
+// whole reports whether the template is a single reference.
 func (t *template) whole() bool { return len(t.parts) == 1 && t.parts[0].ref != nil }
 
-// value fills the template in. One that is whole keeps its type.
+// value fills in the template. A whole template keeps its value's type.
 func (t *template) value(vars map[string]any) (any, error) {
 	if t.whole() {
 		return t.parts[0].ref.value(vars)
@@ -330,7 +329,7 @@ func (t *template) value(vars map[string]any) (any, error) {
 
 func (r *reference) String() string { return strings.Join(r.path, ".") }
 
-// value follows the path. Null is replaced by the default, too.
+// value resolves the path. The default replaces null, too.
 func (r *reference) value(vars map[string]any) (any, error) {
 	var at any = vars
 	for i, key := range r.path {
@@ -357,7 +356,7 @@ func (r *reference) missing(vars map[string]any, depth int) error {
 	return failure(classTemplate, "variable %q is not known%s; set it before, or give it a default: {{%s ?? \"…\"}}", r, hint, r)
 }
 
-// member is a key of a mapping, or an index of a list.
+// member returns a map's value or a list's item.
 func member(of any, key string) (any, bool) {
 	switch v := of.(type) {
 	case map[string]any:
@@ -373,7 +372,7 @@ func member(of any, key string) (any, bool) {
 	return nil, false
 }
 
-// inText is a value within a text. A list of plain values is written with commas, other structures as JSON.
+// inText formats a value within a text. A list of scalars is joined by commas; other structures are JSON.
 func inText(value any) string {
 	switch v := value.(type) {
 	case nil:
@@ -408,7 +407,7 @@ func asJSON(value any) string {
 	return strings.TrimSuffix(b.String(), "\n")
 }
 
-// parseTree finds the templates in a value's texts. Its texts that have one become *template; everything else stays.
+// parseTree parses the templates in a value's texts. A text with one becomes *template.
 func parseTree(value any, path string, bad func(path string, err error)) any {
 	switch v := value.(type) {
 	case string:
@@ -435,7 +434,7 @@ func parseTree(value any, path string, bad func(path string, err error)) any {
 	return value
 }
 
-// fill is a tree with its templates filled in.
+// fill returns a tree with its templates filled in.
 func fill(tree any, vars map[string]any) (any, error) {
 	switch v := tree.(type) {
 	case *template:
@@ -464,7 +463,7 @@ func fill(tree any, vars map[string]any) (any, error) {
 	return tree, nil
 }
 
-// shorten keeps a message readable.
+// shorten cuts a message to a readable length.
 func shorten(text string) string {
 	const longest = 60
 	if len(text) <= longest {

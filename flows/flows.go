@@ -1,35 +1,33 @@
-// Package flows runs conversations and processes that are written down as data: the table agent_flows, and the
-// durable function that carries a definition out.
+// Package flows runs conversations and processes that are stored as data: the table agent_flows, and the durable
+// function that interprets a definition.
 //
-// A [Definition] is a list of actions. Each has an actionType, parameters, and, where they make sense, the same few
-// keys beside them:
+// A [Definition] is a list of actions. Each has an actionType, parameters, and optional keys beside them:
 //
-//	id              names the action in the records; otherwise its type and place do (send_message 2)
-//	when            an expression; the action is left out when it is false
-//	saveAs          the variable that takes the result
-//	timeout         of an action that waits; onTimeout: fail (default), continue or retry; timeoutActions are run
-//	                before that, at every timeout. The three may also stand among the parameters.
+//	id              names the action's record; the default is its type and position (send_message 2)
+//	when            an expression; the action is skipped if it is false
+//	saveAs          the variable for the result
+//	timeout         of a waiting action; onTimeout: fail (default), continue or retry; timeoutActions run
+//	                first, at every timeout. The three may also stand among the parameters.
 //
-// The actions are listed by [Actions], with their parameters. Texts may contain templates, {{name}}, {{a.b}} and
-// {{name ?? "a default"}} (or {{name | default: "a default"}}); one that is the whole text keeps the value's type.
-// Conditions (when, condition) and the expressions of set are in Expr (expr-lang.org), without calls that could cost
-// more than the length of the expression and of the variables. A name that is unknown when it is needed ends the
-// action, and with it the execution: class template, with the variable and the action.
+// [Actions] lists the action types with their parameters. Texts may contain templates: {{name}}, {{a.b}} and
+// {{name ?? "a default"}} (or {{name | default: "a default"}}). A template that is the whole text keeps the value's
+// type. Conditions (when, condition) and the expressions of set are written in Expr (expr-lang.org), restricted to
+// calls with bounded cost. An unknown name fails the action and the execution, with class template, the variable
+// and the action.
 //
-// Variables accumulate: the definition's own, then what actions save. Reserved are input, executionId, traceId and
-// threadId. Waits set lastResponse, documents, documentUrls, signedDocumentUrl, signedAt, testScore, testResult,
-// eventData, requestId and timedOut; trigger_agent sets the child's variables, then triggeredExecutionId,
-// childExecutionStatus and childExecutionSuccess. A skill that needs an approval sets approvalStatus (approved,
-// rejected or expired) and approvalReason. What a wait would have set is null after its timeout.
+// Variables accumulate: first the definition's, then the results of actions. Reserved are input, executionId, traceId
+// and threadId. Waits set lastResponse, documents, documentUrls, signedDocumentUrl, signedAt, testScore, testResult,
+// eventData, requestId and timedOut. trigger_agent sets the child's variables, then triggeredExecutionId,
+// childExecutionStatus and childExecutionSuccess. A skill with an approval sets approvalStatus (approved, rejected or
+// expired) and approvalReason. After a timeout, the variables of a wait are null.
 //
-// Promises: every version that was applied is kept, and an execution finishes on the one it began with (its first
-// recorded step). What [Validate] accepts is what [JSONSchema] describes, plus what a schema cannot say: expressions
-// and templates that parse, timeouts within [executions.Limits], ids that occur once. A flow that is stopped at any
-// moment goes on after its last finished action.
+// Guarantees: every applied version is stored, and an execution finishes on the version of its first recorded step.
+// [Validate] accepts what [JSONSchema] describes, with further checks: expressions and templates parse, timeouts are
+// within [executions.Limits], ids are unique. A flow that is stopped continues after its last finished action.
 //
-// Why that is safe: the interpreter is an ordinary durable function. An action is a phase (executions.Phase) whose
-// record is what it set, so a replay takes finished actions from their records; what decides between them is computed
-// from those records alone. Long loops are executions.Loop, so replay stays bounded.
+// The interpreter is an ordinary durable function. An action is a phase (executions.Phase), and its record holds the
+// variables that it set. A replay reads finished actions from their records, and control flow depends on those
+// records alone. Long loops are executions.Loop, so replay stays bounded.
 package flows
 
 import (
@@ -49,40 +47,40 @@ import (
 // Bounds of a definition.
 const (
 	maxText    = 8192 // bytes of a description, an expression
-	maxActions = 500  // nested ones counted
-	maxNesting = 10   // of actions in actions
+	maxActions = 500  // nested ones included
+	maxNesting = 10   // levels of nested actions
 )
 
-// Errors that callers tell apart.
+// Errors that callers distinguish.
 var (
-	// ErrNotFound reports a flow, or a version of one, that does not exist.
+	// ErrNotFound reports an unknown flow or version.
 	ErrNotFound = errors.New("no such flow")
-	// ErrRemoved reports a flow that may not begin any more: it was removed from the workspace.
+	// ErrRemoved reports a flow that was removed from the workspace and cannot start.
 	ErrRemoved = errors.New("the flow was removed")
 )
 
 var flowName = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_-]{0,63}$`)
 
-// Definition is what a workspace file declares about a flow. Actions are read by [Validate]; see the package comment.
+// Definition declares a flow in a workspace file. [Validate] reads the actions; see the package comment.
 type Definition struct {
 	Name        string         `yaml:"name" json:"name"`
 	Description string         `yaml:"description" json:"description,omitempty"`
-	Input       map[string]any `yaml:"input" json:"input,omitempty"`         // JSON Schema of type object; anything when empty
-	Variables   map[string]any `yaml:"variables" json:"variables,omitempty"` // at the beginning
-	Channel     string         `yaml:"channel" json:"channel,omitempty"`     // of its messages: chat, webhook or log; the thread's when empty
-	Target      string         `yaml:"target" json:"target,omitempty"`       // of channel webhook: the name of a webhook_target; the thread's when empty
+	Input       map[string]any `yaml:"input" json:"input,omitempty"`         // JSON Schema of type object; empty accepts any input
+	Variables   map[string]any `yaml:"variables" json:"variables,omitempty"` // initial values
+	Channel     string         `yaml:"channel" json:"channel,omitempty"`     // for its messages: chat, webhook or log; the thread's when empty
+	Target      string         `yaml:"target" json:"target,omitempty"`       // for channel webhook: the name of a webhook_target; the thread's when empty
 	Actions     []any          `yaml:"actions" json:"actions"`
 }
 
-// Validate reports everything that is wrong with d, each problem as "field path: what is wrong", joined as by
-// [errors.Join]. It needs neither database nor network.
+// Validate returns all problems of d, each as "field path: problem", joined as by [errors.Join]. It uses neither
+// database nor network.
 func Validate(d Definition) error {
 	_, err := compile(d)
 	return err
 }
 
-// Triggers lists the flows that d starts, by the path of each mention. Those of workers outside (external,
-// external:NAME) are not among them.
+// Triggers lists the flows that d starts, by the path of each reference. It omits those of external workers
+// (external, external:NAME).
 func Triggers(d Definition) map[string]string {
 	named := map[string]string{}
 	c := &compiler{}
@@ -96,7 +94,7 @@ func Triggers(d Definition) map[string]string {
 	return named
 }
 
-// Skills lists the skills that d calls or lets a model call, by the path of each mention.
+// Skills lists the skills that d calls or offers to a model, by the path of each reference.
 func Skills(d Definition) map[string]string {
 	named := map[string]string{}
 	c := &compiler{}
@@ -106,7 +104,7 @@ func Skills(d Definition) map[string]string {
 	return named
 }
 
-// Agents lists the agents that d names, by the path of each mention.
+// Agents lists the agents that d names, by the path of each reference.
 func Agents(d Definition) map[string]string {
 	named := map[string]string{}
 	c := &compiler{}
@@ -116,12 +114,12 @@ func Agents(d Definition) map[string]string {
 	return named
 }
 
-// compiled is a definition ready to be run.
+// compiled is a definition ready to run.
 type compiled struct {
 	name            string
 	variables       map[string]any
 	channel, target string
-	input           *inputSchema // nil takes anything
+	input           *inputSchema // nil accepts any input
 	actions         []*action
 }
 
@@ -161,7 +159,7 @@ func compile(d Definition) (*compiled, error) {
 	return f, nil
 }
 
-// variables checks and normalises the variables of the beginning. They are taken as they stand: no templates.
+// variables validates and normalizes the initial variables. It parses no templates.
 func (c *compiler) variables(given map[string]any) map[string]any {
 	for name := range given {
 		c.variable("variables."+name, name)
@@ -182,7 +180,7 @@ func orElse(value, fallback string) string {
 	return value
 }
 
-// classed is an error with a stable word for its sort.
+// classed is an error with a stable class.
 type classed struct {
 	class   string
 	message string
@@ -190,14 +188,14 @@ type classed struct {
 
 func (e *classed) Error() string { return e.message }
 
-// ErrorClass is the sort of error, as the records keep it.
+// ErrorClass returns the class that records store.
 func (e *classed) ErrorClass() string { return e.class }
 
 func failure(class, format string, args ...any) error {
 	return &classed{class: class, message: fmt.Sprintf(format, args...)}
 }
 
-// inputSchema is what a flow takes.
+// inputSchema validates a flow's input.
 type inputSchema struct {
 	schema *jsonschema.Schema
 }
@@ -209,7 +207,7 @@ func (noLoader) Load(url string) (any, error) {
 	return nil, fmt.Errorf("%s is outside this schema, and only references inside it are followed", url)
 }
 
-// compileInput reads a flow's schema; nil when it has none.
+// compileInput compiles a flow's schema; nil for none.
 func compileInput(schema map[string]any) (*inputSchema, error) {
 	if len(schema) == 0 {
 		return nil, nil
@@ -239,7 +237,7 @@ func compileInput(schema map[string]any) (*inputSchema, error) {
 	return &inputSchema{compiled}, nil
 }
 
-// InvalidInput reports an input that a flow does not take. Over HTTP it is 422.
+// InvalidInput reports input that violates a flow's schema. Over HTTP it is 422.
 type InvalidInput struct {
 	Flow   string
 	Reason string
@@ -249,11 +247,10 @@ func (e *InvalidInput) Error() string {
 	return fmt.Sprintf("flow %s does not take this input: %s", e.Flow, e.Reason)
 }
 
-// ErrorClass is the sort of error, as the records keep it.
+// ErrorClass returns the class that records store.
 func (e *InvalidInput) ErrorClass() string { return "invalid_input" }
 
-// accept checks an input and completes it with the defaults of the properties that are absent. Nothing at all is the
-// empty object.
+// accept validates input and adds the defaults of absent properties. Empty input is the empty object.
 func (s *inputSchema) accept(flow string, raw json.RawMessage) (any, error) {
 	if trimmed := bytes.TrimSpace(raw); len(trimmed) == 0 || string(trimmed) == "null" {
 		raw = json.RawMessage(`{}`)
@@ -281,7 +278,7 @@ func (s *inputSchema) accept(flow string, raw json.RawMessage) (any, error) {
 	return normal(doc)
 }
 
-// oneLine is the library's error without its headline.
+// oneLine returns the library's error without its headline.
 func oneLine(err error) string {
 	lines := strings.Split(err.Error(), "\n")
 	if len(lines) > 1 {

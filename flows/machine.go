@@ -18,7 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/memory"
 )
 
-// classTimedOut is the class of an action whose wait timed out and that fails because of it.
+// classTimedOut is the error class of an action whose wait timed out.
 const classTimedOut = "timed_out"
 
 // timedOut ends the execution with status timeout.
@@ -26,16 +26,15 @@ type timedOut struct{ *executions.StepError }
 
 func (e *timedOut) Unwrap() []error { return []error{executions.ErrTimedOut, e.StepError} }
 
-// machine is one execution of a flow under way. Its variables are computed from the records of the actions alone, in
-// their order.
+// machine runs one execution of a flow. Its variables follow from the records of the actions alone, in their order.
 type machine struct {
 	in     *Interpreter
 	flow   *compiled
 	exec   executions.Execution
 	thread string
 	vars   map[string]any
-	seen   memory.Seen      // what the actions have read of the memory
-	noted  []map[string]any // for each scope that wants to know: what was set in it
+	seen   memory.Seen      // memory that the actions have read
+	noted  []map[string]any // for each open scope, the variables set in it
 }
 
 func newMachine(ctx context.Context, in *Interpreter, flow *compiled, input json.RawMessage) (*machine, error) {
@@ -56,7 +55,7 @@ func newMachine(ctx context.Context, in *Interpreter, flow *compiled, input json
 	return m, executions.SetVariables(ctx, m.vars)
 }
 
-// set makes variables known, here and to those who look at the execution.
+// set sets variables, here and for readers of the execution.
 func (m *machine) set(ctx context.Context, values map[string]any) error {
 	for name, value := range values {
 		settled, err := normal(value)
@@ -74,7 +73,7 @@ func (m *machine) set(ctx context.Context, values map[string]any) error {
 	return executions.SetVariables(ctx, m.vars)
 }
 
-// note begins to keep what is set, until the returned function is called.
+// note collects the variables set until done is called.
 func (m *machine) note() (set map[string]any, done func()) {
 	set = map[string]any{}
 	depth := len(m.noted)
@@ -82,7 +81,7 @@ func (m *machine) note() (set map[string]any, done func()) {
 	return set, func() { m.noted = m.noted[:depth] }
 }
 
-// block runs actions one after another, until one of them ends the flow.
+// block runs actions in order until one ends the flow.
 func (m *machine) block(ctx context.Context, actions []*action) (*ending, error) {
 	for _, a := range actions {
 		ended, err := m.do(ctx, a)
@@ -97,12 +96,12 @@ func (m *machine) block(ctx context.Context, actions []*action) (*ending, error)
 type result struct {
 	Set     map[string]any `json:"set,omitempty"`
 	Skipped bool           `json:"skipped,omitempty"`
-	Branch  string         `json:"branch,omitempty"` // of an action that decides
+	Branch  string         `json:"branch,omitempty"` // the choice of a control action
 	End     *ending        `json:"end,omitempty"`
-	Seen    []memory.Sight `json:"seen,omitempty"` // what it read of the memory
+	Seen    []memory.Sight `json:"seen,omitempty"` // memory that it read
 }
 
-// UnmarshalJSON keeps whole numbers whole, however large.
+// UnmarshalJSON keeps integers exact, however large.
 func (r *result) UnmarshalJSON(raw []byte) error {
 	type plain result
 	record := struct {
@@ -125,7 +124,7 @@ type ready struct {
 	err     error
 }
 
-// do runs one action: a phase with a row of its own, and then the actions that it decided for.
+// do runs one action as a phase with its own row, and then the actions that it chose.
 func (m *machine) do(ctx context.Context, a *action) (*ending, error) {
 	r := m.prepare(a)
 	recorded := true
@@ -156,8 +155,8 @@ func (m *machine) do(ctx context.Context, a *action) (*ending, error) {
 	return m.follow(ctx, r, got)
 }
 
-// sameResult recomputes a recorded action and reports whether the result is the recorded one. Expressions read
-// variables that the action's fingerprint does not cover, and a fork with another input may keep such a record.
+// sameResult recomputes a recorded action and reports whether the result is equal. The action's fingerprint does not
+// cover the variables that its expressions read, so a fork with other input may hold a stale record.
 func (m *machine) sameResult(r ready, recorded result) bool {
 	if recorded.Skipped || !r.computes() {
 		return true
@@ -172,11 +171,11 @@ func (m *machine) sameResult(r ready, recorded result) bool {
 	return err == nil && now.Branch == recorded.Branch && asJSON(now.Set) == asJSON(recorded.Set)
 }
 
-// unordered finds calls whose result comes in any order.
+// unordered matches calls with an unordered result.
 var unordered = regexp.MustCompile(`\b(keys|values)\s*\(`)
 
-// computes reports whether an action's result follows from the variables alone, and always alike: the order of keys and
-// values does not.
+// computes reports whether an action's result depends on the variables alone and is deterministic. The order of keys
+// and values is not.
 func (a *action) computes() bool {
 	for _, e := range a.exprs {
 		if e != nil && unordered.MatchString(e.text) {
@@ -294,7 +293,7 @@ func (m *machine) bound(set map[string]any) error {
 	return nil
 }
 
-// act is the table of the actions. Those that only decide about others return what they decided.
+// act dispatches to the implementation of an action. A control action returns its choice.
 func (m *machine) act(ctx context.Context, r ready, effect *executions.Effect) (result, error) {
 	switch r.Type {
 	case "send_message":
@@ -326,7 +325,7 @@ func (m *machine) act(ctx context.Context, r ready, effect *executions.Effect) (
 	return m.decide(r, effect)
 }
 
-// assign computes variables. All see those of before.
+// assign computes variables. Each sees the values before the action.
 func (m *machine) assign(r ready) (result, error) {
 	set := maps.Clone(object(r.args["variables"]))
 	if set == nil {
@@ -349,13 +348,13 @@ const (
 	standardTimes = 1000
 )
 
-// decide chooses what a control action runs; follow runs it. So the choice is recorded and seen in the trace, and the
-// actions that it leads to have rows of their own beside it.
+// decide chooses the actions of a control action; follow runs them. So the choice is recorded, and the chosen actions
+// have their own rows.
 func (m *machine) decide(r ready, effect *executions.Effect) (result, error) {
 	switch r.Type {
 	case "if", "while":
 		vars := m.vars
-		if r.Type == "while" { // the condition may be about index, which counts from 0
+		if r.Type == "while" { // the condition may use index, which counts from 0
 			vars = maps.Clone(vars)
 			vars["index"] = 0
 		}
@@ -381,7 +380,7 @@ func (m *machine) decide(r ready, effect *executions.Effect) (result, error) {
 	return result{}, fmt.Errorf("actionType %s is not known to this binary", r.Type)
 }
 
-// choose is the case of a switch that fits: "case 1", or "default".
+// choose returns the matching case of a switch: "case 1", or "default".
 func (m *machine) choose(r ready) (string, error) {
 	for i, c := range r.cases {
 		fits := false
@@ -403,7 +402,7 @@ func (m *machine) choose(r ready) (string, error) {
 	return "default", nil
 }
 
-// follow runs the actions that an action decided for.
+// follow runs the actions that an action chose.
 func (m *machine) follow(ctx context.Context, r ready, got result) (*ending, error) {
 	inner := executions.Scope(ctx, r.key)
 	switch r.Type {
@@ -425,7 +424,7 @@ func (m *machine) follow(ctx context.Context, r ready, got result) (*ending, err
 	return nil, nil
 }
 
-// turns is the state of a loop: all that its iterations have set.
+// turns is the state of a loop: the variables set by all iterations.
 type turns struct {
 	Next int            `json:"next"`
 	Set  map[string]any `json:"set"`
@@ -446,7 +445,7 @@ func (m *machine) forEach(ctx context.Context, r ready) (*ending, error) {
 	})
 }
 
-// while runs actions as long as a condition holds.
+// while runs actions while a condition holds.
 func (m *machine) while(ctx context.Context, r ready) (*ending, error) {
 	most := standardTimes
 	if n, ok := r.args["max"].(int); ok {
@@ -469,7 +468,7 @@ func (m *machine) while(ctx context.Context, r ready) (*ending, error) {
 	})
 }
 
-// fail ends an action that had decided already: with a row, and as the failed step.
+// fail ends an action after its choice was recorded, as the failed step with its own row.
 func (m *machine) fail(ctx context.Context, a *action, err error) error {
 	_, failed := executions.Phase(ctx, a.key, func(context.Context, *executions.Effect) (result, error) {
 		return result{}, a.blame(err)
@@ -477,14 +476,14 @@ func (m *machine) fail(ctx context.Context, a *action, err error) error {
 	return failed
 }
 
-// loop repeats body until it says that it is done. own are the variables that exist inside of the loop only.
+// loop repeats body until it reports the end. own are the variables of the loop's scope.
 func (m *machine) loop(ctx context.Context, own []string, body func(ctx context.Context, n int) (bool, *ending, error)) (*ending, error) {
 	before := maps.Clone(m.vars)
 	set, done := m.note()
 	defer done()
 	first := true
 	last, err := executions.Loop(ctx, "each", turns{}, func(ctx context.Context, s turns) (turns, bool, error) {
-		if first { // of iterations that a snapshot stands for
+		if first { // iterations that a snapshot covers
 			if err := m.set(ctx, s.Set); err != nil {
 				return s, false, err
 			}
@@ -512,11 +511,11 @@ func (m *machine) loop(ctx context.Context, own []string, body func(ctx context.
 	return last.End, executions.SetVariables(ctx, m.vars)
 }
 
-// maxVariables is how large all variables of an execution together may be, in bytes of JSON.
+// maxVariables bounds the JSON of all variables of an execution, in bytes.
 const maxVariables = 512 << 10
 
-// normal is a value as its JSON has it when it is read back from the database: whole numbers are int, others float64.
-// What an action sets has this form at once, so that the first run and a replay compute alike.
+// normal returns a value in the form that the database returns: integers are int, other numbers float64. Every
+// variable has this form at once, so that the first run and a replay compute alike.
 func normal(value any) (any, error) {
 	raw, err := json.Marshal(value)
 	if err != nil {
@@ -528,7 +527,7 @@ func normal(value any) (any, error) {
 	return parsed(raw)
 }
 
-// parsed reads JSON in the normal form; nothing at all is null.
+// parsed decodes JSON in the normal form. Empty JSON is null.
 func parsed(raw json.RawMessage) (any, error) {
 	if len(bytes.TrimSpace(raw)) == 0 {
 		return nil, nil
@@ -547,7 +546,7 @@ func settled(value any) any {
 	case json.Number:
 		return number(v)
 	case string:
-		return strings.ReplaceAll(v, "\x00", "\uFFFD") // as the records keep it
+		return strings.ReplaceAll(v, "\x00", "\uFFFD") // the records store it this way
 	case []any:
 		for i, item := range v {
 			v[i] = settled(item)
@@ -567,14 +566,14 @@ func number(n json.Number) any {
 	f, err := n.Float64()
 	switch {
 	case err != nil:
-		return string(n) // beyond any number that programs have
+		return string(n) // beyond the range of number types
 	case f == math.Trunc(f) && math.Abs(f) < 1<<62:
 		return int(f)
 	}
 	return f
 }
 
-// object is a value that is one; nil otherwise.
+// object returns a value that is a map; nil otherwise.
 func object(value any) map[string]any {
 	found, _ := value.(map[string]any)
 	return found

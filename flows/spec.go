@@ -8,37 +8,37 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 )
 
-// sort is what a parameter takes.
+// sort is the kind of a parameter's value.
 type sort string
 
 const (
 	textSort     sort = "text"             // a text with templates
 	textsSort    sort = "texts"            // a text or a list of texts, with templates
-	valueSort    sort = "value"            // anything, with templates in its texts
-	objectSort   sort = "object"           // a mapping of anything, with templates in its texts
-	listSort     sort = "list"             // a list, or a template that is one
-	nameSort     sort = "name"             // a variable's name
-	namesSort    sort = "names"            // a list of names of skills
-	skillSort    sort = "skill"            // a skill's name
-	flowSort     sort = "flow"             // a flow's name
+	valueSort    sort = "value"            // any value, with templates in its texts
+	objectSort   sort = "object"           // a mapping, with templates in its texts
+	listSort     sort = "list"             // a list, or a template that yields one
+	nameSort     sort = "name"             // the name of a variable
+	namesSort    sort = "names"            // names of skills
+	skillSort    sort = "skill"            // the name of a skill
+	flowSort     sort = "flow"             // the name of a flow
 	agentSort    sort = "agent"            // the name of an agent, no template
 	lengthSort   sort = "duration"         // 90m, 24h, 7d, or a template
 	timeSort     sort = "time"             // RFC 3339, or a template
 	boolSort     sort = "true or false"    // no template
-	countSort    sort = "number"           // a whole number from 1
+	countSort    sort = "number"           // an integer from 1
 	exprSort     sort = "expression"       // Expr
 	exprsSort    sort = "expressions"      // a mapping of names to Expr
-	setSort      sort = "variables"        // a mapping of names to anything, with templates in its texts
+	setSort      sort = "variables"        // a mapping of names to values, with templates in their texts
 	actionsSort  sort = "actions"          // a list of actions
 	casesSort    sort = "cases"            // a list of {condition | equals, actions}
 	channelSort  sort = "channel"          // chat, webhook or log
-	failureSort  sort = "continue or fail" // what a failed child or a rejected approval means
-	statusSort   sort = "status"           // how an execution ends
+	failureSort  sort = "continue or fail" // the effect of a failed child or a rejected approval
+	statusSort   sort = "status"           // the final status of an execution
 	timeoutSort  sort = "timeout"          // a duration within the limits of the wait, no template
 	reactionSort sort = "fail, continue or retry"
 )
 
-// choices are the words that a sort takes, where it takes only some.
+// choices returns the words of an enumerated sort.
 func (s sort) choices() []string {
 	switch s {
 	case channelSort:
@@ -67,20 +67,20 @@ const (
 // Parameter is one parameter of an action.
 type Parameter struct {
 	Name     string `json:"name"`
-	Takes    string `json:"takes"` // in words
+	Takes    string `json:"takes"` // a description for people
 	Required bool   `json:"required"`
 	About    string `json:"about"`
 
 	sort sort
 }
 
-// Action describes one type of action.
+// Action describes a type of action.
 type Action struct {
 	Type       string      `json:"type"`
 	About      string      `json:"about"`
-	Waits      string      `json:"waits,omitempty"` // the kind of wait, of one that may wait: it has a timeout
+	Waits      string      `json:"waits,omitempty"` // the kind of wait; a waiting action has a timeout
 	Parameters []Parameter `json:"parameters"`
-	// OneOf are groups of which exactly one parameter, and AnyOf groups of which at least one, must be given.
+	// Exactly one parameter of each OneOf group must be given, and at least one of each AnyOf group.
 	OneOf, AnyOf [][]string `json:"-"`
 }
 
@@ -92,7 +92,7 @@ func may(name string, s sort, about string) Parameter {
 	return Parameter{Name: name, Takes: string(s), About: about, sort: s}
 }
 
-// Actions lists the types of actions, in the order in which they are documented.
+// Actions lists the types of actions in the order of the documentation.
 func Actions() []Action { return slices.Concat(talking(), working(), control()) }
 
 // talking are the actions between the flow and people.
@@ -128,7 +128,7 @@ func talking() []Action {
 	}
 }
 
-// working are the actions that do something else, or wait for it.
+// working are the actions that do external work or wait for it.
 func working() []Action {
 	return []Action{
 		{
@@ -174,7 +174,7 @@ func working() []Action {
 	}
 }
 
-// control are the actions that decide which others are run.
+// control are the actions that choose other actions.
 func control() []Action {
 	return []Action{
 		{
@@ -204,7 +204,7 @@ func control() []Action {
 	}
 }
 
-// timeoutKeys may stand beside the parameters of an action that waits, or among them.
+// timeoutKeys may stand beside the parameters of a waiting action, or among them.
 var timeoutKeys = []string{"timeout", "onTimeout", "timeoutActions"}
 
 // commonKeys may stand beside the parameters of every action.
@@ -235,20 +235,20 @@ func (a Action) names() []string {
 	return names
 }
 
-// saves reports whether an action has a result that saveAs can take.
+// saves reports whether an action has a result for saveAs.
 func (a Action) saves() bool {
 	return !slices.Contains([]string{"set", "delay", "if", "switch", "for_each", "while", "end", "fail"}, a.Type)
 }
 
 func listed(words []string) string { return strings.Join(words, ", ") }
 
-// schemaID names the published schema.
+// schemaID is the id of the published schema.
 const schemaID = "https://lanekeeper.dev/schemas/flow.json"
 
 type node = map[string]any
 
-// JSONSchema is the JSON Schema (draft 2020-12) of a flow's document, for editors and other programs. It is made from
-// the list of actions that Validate reads.
+// JSONSchema returns the JSON Schema (draft 2020-12) of a flow's document, for editors and other programs. It is
+// generated from the specification that Validate uses.
 func JSONSchema() (json.RawMessage, error) {
 	definitions := node{
 		"template":   node{"type": "string", "minLength": 1, "description": "A text; {{name}} stands for a variable."},
@@ -293,7 +293,7 @@ func JSONSchema() (json.RawMessage, error) {
 
 func ref(name string) node { return node{"$ref": "#/$defs/" + name} }
 
-// targetRule says that only channel webhook has a target.
+// targetRule restricts target to channel webhook.
 func targetRule() node {
 	return node{
 		"if":   node{"required": []string{"target"}, "properties": node{"target": node{"minLength": 1}}},
@@ -301,7 +301,7 @@ func targetRule() node {
 	}
 }
 
-// schema is that of one type of action.
+// schema returns the schema of an action type.
 func (a Action) schema() node {
 	properties := node{
 		"id": node{"type": "string", "pattern": idForm.String()}, "actionType": node{"const": a.Type},
@@ -380,7 +380,7 @@ func requireEach(names []string) []node {
 	return all
 }
 
-// schema is that of a parameter.
+// schema returns the schema of a parameter.
 func (s sort) schema() node {
 	switch s {
 	case textSort:

@@ -27,12 +27,12 @@ type Flow struct {
 	Digest     string     `json:"digest"` // of the definition
 	Definition Definition `json:"definition"`
 	Source     string     `json:"source"`
-	Current    bool       `json:"current"` // a new execution begins with it
+	Current    bool       `json:"current"` // new executions start with it
 	CreatedAt  time.Time  `json:"created_at"`
 }
 
-// Put makes d the version with which new executions of d.Name begin, and reports whether anything changed. Executions
-// that run keep theirs. Two calls for one name at once must be kept apart by the caller, as a workspace's apply does.
+// Put makes d the current version of d.Name and reports whether anything changed. Running executions keep their
+// version. The caller serializes calls for one name, as a workspace's apply does.
 func Put(ctx context.Context, db postgres.DB, d Definition, source string) (changed bool, err error) {
 	if err := Validate(d); err != nil {
 		return false, fmt.Errorf("put flow %q: %w", d.Name, err)
@@ -57,8 +57,8 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 	return tag.RowsAffected() > 0, nil
 }
 
-// Remove takes the flows of source that are not among keep out of service, and returns their names. Their versions
-// stay, for the executions that have begun with them.
+// Remove retires the flows of source except keep, and returns their names. Their versions stay, for the executions
+// that started with them.
 func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
 	rows, err := db.Query(ctx, `
 		update agent_flows set current = false where current and source = @source and name <> all(@keep::text[]) returning name`,
@@ -74,7 +74,7 @@ func Remove(ctx context.Context, db postgres.DB, source string, keep []string) (
 	return names, nil
 }
 
-// Get reads the version of a flow with which new executions begin; [ErrNotFound] when there is none.
+// Get reads the current version of a flow; [ErrNotFound] for none.
 func Get(ctx context.Context, db postgres.DB, name string) (Flow, error) {
 	rows, err := db.Query(ctx, `
 		select name, version, digest, definition, source, current, created_at from agent_flows where name = @name and current`,
@@ -82,7 +82,7 @@ func Get(ctx context.Context, db postgres.DB, name string) (Flow, error) {
 	return one(rows, err, name)
 }
 
-// GetVersion reads one version of a flow, of a removed one, too; [ErrNotFound] when there is none.
+// GetVersion reads one version of a flow, also of a removed one; [ErrNotFound] for none.
 func GetVersion(ctx context.Context, db postgres.DB, name string, version int) (Flow, error) {
 	rows, err := db.Query(ctx, `
 		select name, version, digest, definition, source, current, created_at from agent_flows
@@ -105,10 +105,10 @@ func one(rows pgx.Rows, err error, name string) (Flow, error) {
 	return got, nil
 }
 
-// Filter narrows a listing. The zero value lists the first 100 flows that may begin, by name.
+// Filter narrows a listing. The zero value lists the first 100 current flows, by name.
 type Filter struct {
-	Name   string // all versions of this flow, newest first, instead of the current ones of all
-	After  string // the name after which the listing goes on
+	Name   string // all versions of this flow, newest first, instead of all current ones
+	After  string // the listing continues after this name
 	Before int    // with Name: only versions before this one
 	Limit  int    // 100 when 0, at most 500
 }
@@ -133,9 +133,9 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Flow, error) {
 	return all, nil
 }
 
-// CheckStart says whether an execution of a flow may begin with an input: [ErrRemoved] when the flow was removed,
-// *[InvalidInput] when its schema does not take the input. A name that agent_flows has never had is not judged: it
-// may be a flow of Go code.
+// CheckStart reports whether an execution of a flow can start with an input. It returns [ErrRemoved] for a removed
+// flow and *[InvalidInput] for input that violates the schema. A name outside agent_flows may be a flow in Go, so it
+// passes.
 func CheckStart(ctx context.Context, db postgres.DB, name string, input json.RawMessage) error {
 	schema, err := startSchema(ctx, db, name)
 	if errors.Is(err, ErrNotFound) {
@@ -152,7 +152,7 @@ func CheckStart(ctx context.Context, db postgres.DB, name string, input json.Raw
 	return err
 }
 
-// startSchema reads what a flow takes.
+// startSchema reads a flow's input schema.
 func startSchema(ctx context.Context, db postgres.DB, name string) (schema map[string]any, err error) {
 	var current bool
 	err = db.QueryRow(ctx, `
@@ -178,8 +178,8 @@ func exists(ctx context.Context, db postgres.DB, name string) (found bool, err e
 	return found, nil
 }
 
-// Interpreter carries flows out. Pool and Engine are required; without a Loop the actions skill and reason fail. It
-// is safe for concurrent use. Give its Find to the Fallback of the engine.
+// Interpreter runs flows. Pool and Engine are required; without a Loop, the actions skill and reason fail. It is safe
+// for concurrent use. Set Find as the engine's Fallback.
 type Interpreter struct {
 	Pool   *pgxpool.Pool
 	Engine *executions.Engine
@@ -187,14 +187,14 @@ type Interpreter struct {
 	Logger *slog.Logger // may be nil; actions are logged by the engine
 
 	mu    sync.Mutex
-	known map[string]bool // names that agent_flows has; they never leave it
+	known map[string]bool // names in agent_flows; they are never deleted
 	ready map[string]*compiled
 }
 
-// mostReady is how many compiled versions are kept.
+// mostReady bounds the cache of compiled versions.
 const mostReady = 256
 
-// Find is how the engine comes to flows that are data: it returns nil for a name that agent_flows has never had.
+// Find finds a flow that is data, for the engine. It returns nil for a name that agent_flows never had.
 func (in *Interpreter) Find(ctx context.Context, name string) (executions.Func, error) {
 	in.mu.Lock()
 	known := in.known[name]
@@ -240,7 +240,7 @@ func (in *Interpreter) run(ctx context.Context, name string, input json.RawMessa
 	return ended.result(fmt.Sprintf("Flow %s (version %d) completed.", name, version))
 }
 
-// begin chooses the version, once: the one that is current when the execution begins, or the one that a fork was given.
+// begin chooses the version once: the current one at the start, or a fork's.
 func (in *Interpreter) begin(ctx context.Context, name string, input json.RawMessage) (int, error) {
 	current, _ := executions.Current(ctx)
 	return executions.StepTx(ctx, "flow version", func(ctx context.Context, tx pgx.Tx) (int, error) {
@@ -258,7 +258,7 @@ func (in *Interpreter) begin(ctx context.Context, name string, input json.RawMes
 			with v as (select version from agent_flows where name = @name and current)
 			update agent_executions x set flow_version = v.version from v where x.id = @id returning x.flow_version`,
 			postgres.Strict{"name": name, "id": current.ID}).Scan(&version)
-		if errors.Is(err, pgx.ErrNoRows) { // removed in this moment
+		if errors.Is(err, pgx.ErrNoRows) { // removed a moment ago
 			err = failure("removed", "flow %s: %s", name, ErrRemoved)
 		}
 		if err == nil && in.Logger != nil {
@@ -268,7 +268,7 @@ func (in *Interpreter) begin(ctx context.Context, name string, input json.RawMes
 	})
 }
 
-// load is one version, compiled. Versions never change, so they are kept.
+// load returns one compiled version. It caches versions, which are immutable.
 func (in *Interpreter) load(ctx context.Context, name string, version int) (*compiled, error) {
 	key := fmt.Sprintf("%s %d", name, version)
 	in.mu.Lock()
@@ -278,7 +278,7 @@ func (in *Interpreter) load(ctx context.Context, name string, version int) (*com
 		return flow, nil
 	}
 	row, err := executions.RetryTransient(ctx, func(ctx context.Context) (Flow, error) {
-		return GetVersion(postgres.Unsealed(ctx), in.Pool, name, version) // a replay may read what never changes
+		return GetVersion(postgres.Unsealed(ctx), in.Pool, name, version) // a replay may read immutable data
 	})
 	if err != nil {
 		return nil, err
@@ -295,7 +295,7 @@ func (in *Interpreter) load(ctx context.Context, name string, version int) (*com
 	return flow, nil
 }
 
-// ending is what the action end says. The nil one is the end of the list.
+// ending is the outcome of the action end. nil is the end of the list.
 type ending struct {
 	Status  string `json:"status"`
 	Summary string `json:"summary"`

@@ -18,21 +18,21 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-// maxRetries is how often a wait with onTimeout: retry is begun again.
+// maxRetries bounds the repeats of a wait with onTimeout: retry.
 const maxRetries = 3
 
-// classDelay is the class of a delay whose time makes no sense.
+// classDelay is the error class of an invalid delay.
 const classDelay = "delay"
 
-// awaited is how a wait ended.
+// awaited is the outcome of a wait.
 type awaited struct {
 	out  executions.Outcome
 	data any     // of the event
-	late bool    // it timed out, and the flow goes on
+	late bool    // it timed out, and the flow continues
 	end  *ending // a timeoutAction ended the flow
 }
 
-// await waits, and does at a timeout what the action says: its timeoutActions, and then onTimeout.
+// await waits. At a timeout it runs the timeoutActions and applies onTimeout.
 func (m *machine) await(ctx context.Context, r ready, w executions.WaitFor) (awaited, error) {
 	for try := 0; ; try++ {
 		out, err := executions.Wait(ctx, "wait", w.WithData(m.about(r)))
@@ -50,7 +50,7 @@ func (m *machine) await(ctx context.Context, r ready, w executions.WaitFor) (awa
 	}
 }
 
-// about is what a wait shows to people.
+// about returns a wait's description for people.
 func (m *machine) about(r ready) map[string]any {
 	about := map[string]any{"action": r.key, "onTimeout": r.onTimeout}
 	if r.timeout > 0 {
@@ -62,7 +62,7 @@ func (m *machine) about(r ready) map[string]any {
 	return about
 }
 
-// late does what an action says about a timeout. again means that it waits once more.
+// late handles a timeout. again means that the wait repeats.
 func (m *machine) late(ctx context.Context, r ready, try int) (again bool, got awaited, err error) {
 	if err := m.set(ctx, map[string]any{"timedOut": true}); err != nil {
 		return false, awaited{}, err
@@ -88,8 +88,7 @@ func (m *machine) late(ctx context.Context, r ready, try int) (again bool, got a
 	return false, awaited{}, failure(classTimedOut, "no %s came within %s%s", r.Waits, timeout, times)
 }
 
-// settle is the record of an action that has waited: the variables of its kind, null where the event has none or did
-// not come.
+// settle returns the record of a waited action. It sets the variables of its kind, or null where the event has none.
 func (a awaited) settle(r ready) (result, error) {
 	found, err := requests.Variables(r.Waits, a.out)
 	if err != nil {
@@ -105,7 +104,7 @@ func (a awaited) settle(r ready) (result, error) {
 	return result{Set: set, End: a.end}, nil
 }
 
-// sets are the variables that a wait of a kind sets.
+// sets are the variables that each kind of wait sets.
 var sets = map[string][]string{
 	"response": {"lastResponse"}, "document": {"documentUrls", "documents"}, "signature": {"signedDocumentUrl", "signedAt"},
 	"test": {"testScore", "testResult"},
@@ -143,7 +142,7 @@ func (m *machine) waitForEvent(ctx context.Context, r ready) (result, error) {
 	return settled, err
 }
 
-// delayLength checks how long a delay is.
+// delayLength validates the length of a delay.
 func delayLength(text string) (time.Duration, error) {
 	d, err := parseLength(text)
 	if err == nil && (d <= 0 || d > executions.MaxWait) {
@@ -161,7 +160,7 @@ func (m *machine) delay(ctx context.Context, r ready) (result, error) {
 	return result{}, err
 }
 
-// delayFor is how long a delay lasts; 0 when its time has passed.
+// delayFor returns the remaining time of a delay; 0 if it has passed.
 func (m *machine) delayFor(ctx context.Context, r ready) (time.Duration, error) {
 	if given, ok := r.args["duration"]; ok {
 		length, err := delayLength(inText(given))
@@ -184,7 +183,7 @@ func (m *machine) delayFor(ctx context.Context, r ready) (time.Duration, error) 
 	return 0, failure(classDelay, "until: %s is more than %s away", until.Format(time.RFC3339), inWords(executions.MaxWait))
 }
 
-// say says something in the thread, over the action's channel or the flow's.
+// say sends a message in the thread, over the action's channel or the flow's.
 func (m *machine) say(ctx context.Context, r ready, content string) (threads.SendResult, error) {
 	if m.thread == "" {
 		return threads.SendResult{}, noThread()
@@ -208,7 +207,7 @@ func (m *machine) sendMessage(ctx context.Context, r ready) (result, error) {
 	return result{Set: map[string]any{r.save: sent}}, nil
 }
 
-// openThread lets a visitor into the thread: by a join token, or by naming the key.
+// openThread admits a visitor to the thread: by a join token, or by the key's name.
 func (m *machine) openThread(ctx context.Context, r ready) (result, error) {
 	if m.thread == "" {
 		return result{}, noThread()
@@ -241,7 +240,7 @@ func (m *machine) openThread(ctx context.Context, r ready) (result, error) {
 	return result{Set: map[string]any{orElse(r.save, "joinToken"): token.Secret}}, nil
 }
 
-// request asks somebody for documents, a signature or a test, says so in the thread, and waits for it.
+// request asks a person for documents, a signature or a test, announces it in the thread, and waits for it.
 func (m *machine) request(ctx context.Context, r ready) (result, error) {
 	asked, standard := r.asks()
 	id, err := requests.Ask(ctx, "request", asked)
@@ -271,7 +270,7 @@ func (m *machine) request(ctx context.Context, r ready) (result, error) {
 		return result{}, err
 	}
 	settled.Set["requestId"] = id
-	if r.Waits == requests.Signature && !got.late && settled.Set["signedAt"] == nil { // the event does not say
+	if r.Waits == requests.Signature && !got.late && settled.Set["signedAt"] == nil { // the event does not contain it
 		now, err := executions.Now(ctx)
 		if err != nil {
 			return result{}, err
@@ -281,7 +280,7 @@ func (m *machine) request(ctx context.Context, r ready) (result, error) {
 	return settled, nil
 }
 
-// asks is what an action asks for, and the words for it where the flow has none of its own.
+// asks returns an action's request and its default message.
 func (r ready) asks() (requests.Request, string) {
 	switch r.Waits {
 	case requests.Document:
@@ -307,7 +306,7 @@ func (r ready) asks() (requests.Request, string) {
 	return requests.Request{Kind: r.Waits, Title: test, Details: map[string]any{"test": test}}, "A test is waiting for you: " + test
 }
 
-// tell says in the thread what is asked for. Without a thread and words of the flow's own, somebody else tells.
+// tell announces a request in the thread. Without a thread and a message of the flow, the channel does it.
 func (m *machine) tell(ctx context.Context, r ready, id, standard string) error {
 	own, has := r.given["message"]
 	if !has && m.thread == "" {
@@ -329,7 +328,7 @@ func (m *machine) tell(ctx context.Context, r ready, id, standard string) error 
 
 var errNoLoop = errors.New("this process was built without a reasoning loop and calls no skills")
 
-// lengthPattern is how a duration is written; JSONSchema has the same.
+// lengthPattern is the syntax of a duration; JSONSchema uses it, too.
 const lengthPattern = `^([0-9]+(\.[0-9]+)?(ms|s|m|h|d|w))+$`
 
 var (
@@ -337,7 +336,7 @@ var (
 	lengthPart = regexp.MustCompile(`([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d|w)`)
 )
 
-// parseLength reads a duration such as 90m, 24h, 7d or 1d12h.
+// parseLength parses a duration such as 90m, 24h, 7d or 1d12h.
 func parseLength(text string) (time.Duration, error) {
 	if !lengthForm.MatchString(text) {
 		return 0, fmt.Errorf("%q is not a duration: write 30s, 90m, 24h or 7d", text)
@@ -360,7 +359,7 @@ func parseLength(text string) (time.Duration, error) {
 	return time.Duration(total), nil
 }
 
-// inWords writes a duration the way it is given: 7d, 24h, 90m.
+// inWords formats a duration in its input syntax: 7d, 24h, 90m.
 func inWords(d time.Duration) string {
 	const day = 24 * time.Hour
 	switch {

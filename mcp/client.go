@@ -20,20 +20,20 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Options are what a client is made of. Pool is required.
+// Options configure a client. Pool is required.
 type Options struct {
 	Pool *pgxpool.Pool
-	// AllowPrivate lists what may be reached over HTTP besides public addresses, as for http: skills.
+	// AllowPrivate lists private targets over HTTP, as for http: skills.
 	AllowPrivate []string
-	TLS          *tls.Config         // for a certificate authority of one's own; nil for the system's
-	Getenv       func(string) string // resolves ${NAME}, and what children inherit; os.Getenv when nil
+	TLS          *tls.Config         // for a private certificate authority; nil for the system's
+	Getenv       func(string) string // resolves ${NAME} and the environment of child processes; os.Getenv when nil
 	Logger       *slog.Logger        // nil for none
-	Agent        string              // whose activity a sync is
-	Version      string              // told to servers
+	Agent        string              // owner of the activity of a sync
+	Version      string              // sent to servers
 }
 
-// Client keeps the connections of one process to MCP servers: one each, made when first needed. It may be used from
-// many goroutines. [Client.Close] ends them.
+// Client holds this process's connections to MCP servers: one each, opened on first use. It is safe for concurrent
+// use. [Client.Close] ends the connections.
 type Client struct {
 	opts Options
 	log  *slog.Logger
@@ -41,20 +41,20 @@ type Client struct {
 	mu     sync.Mutex
 	slots  map[string]*slot
 	closed bool
-	under  sync.WaitGroup // connections that are being closed
+	under  sync.WaitGroup // connections that are closing
 }
 
-// slot is the place of one server's connection.
+// slot holds one server's connection.
 type slot struct {
-	turn chan struct{} // held by who looks at or makes the connection
+	turn chan struct{} // a lock on conn
 	conn *connection
-	// After a failure the next connection is made no sooner than retryAt.
+	// After a failure, retryAt is the earliest time of the next connection.
 	failures int
 	retryAt  time.Time
 	failure  error
 }
 
-// NewClient returns a client. It connects to nothing yet.
+// NewClient returns a client. It opens no connection.
 func NewClient(o Options) *Client {
 	if o.Getenv == nil {
 		o.Getenv = os.Getenv
@@ -63,12 +63,12 @@ func NewClient(o Options) *Client {
 	return &Client{opts: o, log: cmp.Or(o.Logger, slog.New(slog.DiscardHandler)), slots: map[string]*slot{}}
 }
 
-// errClosed reports a client that was closed.
+// errClosed reports a closed client.
 var errClosed = errors.New("the MCP client is closed")
 
-// Call calls a mounted tool; it is the [skills.RemoteCall] of this package. The tool must look, on the connection
-// that is used, as it did when it was accepted: else it is quarantined and the call refused. A call is sent once,
-// unless the server said that it does not know the session and so did not take it.
+// Call calls a mounted tool; it implements [skills.RemoteCall]. The tool must match the accepted definition on the
+// connection in use. Otherwise it is quarantined, and the call is rejected. A call is sent once. It is repeated only
+// if the server rejected an unknown session.
 func (c *Client) Call(ctx context.Context, t skills.RemoteTool, call skills.Call, args map[string]any) (any, error) {
 	for try := 0; ; try++ {
 		conn, err := c.trusted(ctx, t)
@@ -80,15 +80,15 @@ func (c *Client) Call(ctx context.Context, t skills.RemoteTool, call skills.Call
 		case err == nil:
 			return readResult(t, result, conn.hide)
 		case errors.Is(err, sdk.ErrSessionMissing) && try == 0 && ctx.Err() == nil:
-			conn.stale.Store(true) // the server began anew and did not take the call
+			conn.stale.Store(true) // the server lost the session and did not run the call
 		default:
 			return nil, c.failed(ctx, t, conn, err)
 		}
 	}
 }
 
-// trusted is a connection on which the tool shows the hash that was accepted. A connection that shows another may be
-// older than what was accepted last, so a new one is asked before the tool is taken for changed.
+// trusted returns a connection on which the tool has the accepted hash. A connection with another hash may be older
+// than the acceptance, so a new connection decides.
 func (c *Client) trusted(ctx context.Context, t skills.RemoteTool) (*connection, error) {
 	for try := 0; ; try++ {
 		conn, err := c.connection(ctx, t.Server)
@@ -110,7 +110,7 @@ func (c *Client) trusted(ctx context.Context, t skills.RemoteTool) (*connection,
 	}
 }
 
-// quarantine settles the server's tools by what a connection lists.
+// quarantine settles the server's tools by a connection's list.
 func (c *Client) quarantine(ctx context.Context, conn *connection) error {
 	return postgres.InTx(ctx, c.opts.Pool, func(tx pgx.Tx) error {
 		_, err := settle(ctx, tx, conn.remote.Name, c.opts.Agent, conn.listed)
@@ -118,7 +118,7 @@ func (c *Client) quarantine(ctx context.Context, conn *connection) error {
 	})
 }
 
-// failed gives a broken call its class, and a broken connection back.
+// failed classifies a failed call and retires a broken connection.
 func (c *Client) failed(ctx context.Context, t skills.RemoteTool, conn *connection, err error) error {
 	if ctx.Err() != nil {
 		return ctx.Err()
@@ -132,7 +132,7 @@ func (c *Client) failed(ctx context.Context, t skills.RemoteTool, conn *connecti
 	return &skills.CallError{Class: skills.ClassUnavailable, Message: message}
 }
 
-// connection returns the server's connection, made anew where there is none that can be used.
+// connection returns the server's connection, or opens one if none is usable.
 func (c *Client) connection(ctx context.Context, server string) (*connection, error) {
 	r, err := Get(ctx, c.opts.Pool, server)
 	if errors.Is(err, ErrNotFound) {
@@ -172,7 +172,7 @@ func (c *Client) connection(ctx context.Context, server string) (*connection, er
 	return conn, nil
 }
 
-// slot is the place of a server's connection.
+// slot returns the slot of a server.
 func (c *Client) slot(server string) (*slot, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -185,7 +185,7 @@ func (c *Client) slot(server string) (*slot, error) {
 	return c.slots[server], nil
 }
 
-// keep puts a new connection into its place; false when the client was closed meanwhile.
+// keep stores a new connection in its slot. It returns false if the client was closed meanwhile.
 func (c *Client) keep(s *slot, conn *connection) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -199,7 +199,7 @@ func (c *Client) keep(s *slot, conn *connection) bool {
 // retire closes a connection in the background; Close waits for it.
 func (c *Client) retire(conn *connection) { c.under.Go(conn.close) }
 
-// fail notes that no connection could be made. The first failure is followed at once by another try.
+// fail records a failed connection. The first failure permits an immediate retry.
 func (s *slot) fail(ctx context.Context, server string, err error) error {
 	if ctx.Err() != nil {
 		return ctx.Err()
@@ -218,7 +218,7 @@ func unavailable(server string, err error) error {
 	return &skills.CallError{Class: skills.ClassUnavailable, Message: fmt.Sprintf("MCP server %s: %s", server, cleanText(err.Error(), 500))}
 }
 
-// Close ends all connections, and the children behind them, and waits until they are gone. Calls that come later fail.
+// Close ends all connections and their child processes, and waits for them. Later calls fail.
 func (c *Client) Close() {
 	c.mu.Lock()
 	c.closed = true
@@ -227,7 +227,7 @@ func (c *Client) Close() {
 	c.mu.Unlock()
 	for _, s := range slots {
 		c.under.Go(func() {
-			s.turn <- struct{}{} // whoever connects now finds the client closed
+			s.turn <- struct{}{} // a concurrent connect finds the client closed
 			if s.conn != nil {
 				s.conn.close()
 			}
@@ -236,8 +236,7 @@ func (c *Client) Close() {
 	c.under.Wait()
 }
 
-// meta is what a server is told beside the arguments: the key that is the same for every try of the call, and the
-// trace, as W3C Trace Context has it.
+// meta returns the metadata of a call: its idempotency key and the W3C trace context.
 func meta(ctx context.Context, call skills.Call) sdk.Meta {
 	m := sdk.Meta{}
 	if call.IdempotencyKey != "" {
@@ -249,8 +248,8 @@ func meta(ctx context.Context, call skills.Call) sdk.Meta {
 	return m
 }
 
-// Sync asks a server for its tools, on a connection of its own, and mounts, quarantines or disables them as the package
-// comment says. That the server cannot be reached is noted in its row and is the error; nothing else changes then.
+// Sync lists a server's tools on a new connection, and mounts, quarantines or disables them as the package comment
+// says. If the server is unreachable, its row and the error say so, and nothing else changes.
 func (c *Client) Sync(ctx context.Context, server string) (Report, error) {
 	r, err := Get(ctx, c.opts.Pool, server)
 	if err != nil {
@@ -274,7 +273,7 @@ func (c *Client) Sync(ctx context.Context, server string) (Report, error) {
 	return report, c.noteAttempt(ctx, server, "", conn.about)
 }
 
-// noteAttempt says when a server was asked, and what came of it.
+// noteAttempt records the time and outcome of a sync.
 func (c *Client) noteAttempt(ctx context.Context, server, failure, about string) error {
 	_, err := c.opts.Pool.Exec(ctx, `
 		update agent_mcp_servers
@@ -288,9 +287,8 @@ func (c *Client) noteAttempt(ctx context.Context, server, failure, about string)
 	return nil
 }
 
-// Run syncs the servers that are due, at once and then every so often, until ctx ends; then it closes the client. A
-// server is due when it was declared anew, when its last sync is a quarter of an hour ago, and a minute after a
-// failure. Nothing waits for it, and it returns nil.
+// Run syncs due servers until ctx ends; then it closes the client and returns nil. A server is due after a new
+// declaration, 15 minutes after its last sync, and one minute after a failure.
 func (c *Client) Run(ctx context.Context) error {
 	defer c.Close()
 	ticker := time.NewTicker(retryEvery / 4)
@@ -306,7 +304,7 @@ func (c *Client) Run(ctx context.Context) error {
 	}
 }
 
-// prune forgets calls from outside whose answers were collected long ago.
+// prune deletes old calls of external clients with collected answers.
 func (c *Client) prune(ctx context.Context) {
 	_, err := c.opts.Pool.Exec(ctx, `
 		delete from agent_mcp_calls where collected_at < statement_timestamp() - make_interval(secs => @life)`,

@@ -105,7 +105,7 @@ func TestAChildThatDoesNotReadCannotHoldACall(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, nil)
 	d := stdioServer(t, map[string]any{childVariable: "deaf-later"})
-	d.TimeoutMS = 3000 // also the new child starts within it
+	d.TimeoutMS = 3000 // includes the start of the new child
 	w.put(d)
 	w.sync()
 	began := time.Now()
@@ -118,7 +118,7 @@ func TestAChildThatDoesNotReadCannotHoldACall(t *testing.T) {
 	}
 }
 
-// pid is the process behind the test's stdio server.
+// pid returns the process of the test's stdio server.
 func (w *world) pid() (pid int, env []string) {
 	w.t.Helper()
 	var got struct {
@@ -151,7 +151,7 @@ func TestAChildIsKeptReplacedAndStopped(t *testing.T) {
 		t.Fatal(err)
 	}
 	var second int
-	pgtest.Eventually(t, soon, func() bool { // the first call after the kill may still meet the dead child
+	pgtest.Eventually(t, soon, func() bool { // the first call after the kill may reach the dead child
 		if _, err := w.call("pid", `{}`); err != nil {
 			return false
 		}
@@ -256,7 +256,7 @@ func TestResultsOfEveryKind(t *testing.T) {
 		"resource": `{"attached":[{"mime":"","text":"inside","type":"resource","uri":"file:///a"}]}`,
 	} {
 		got := w.must(name, `{}`)
-		if name == "image" { // the hash is not the point
+		if name == "image" { // the test ignores the hash
 			got, _, _ = strings.Cut(got, `"sha256"`)
 			want, _, _ = strings.Cut(want, `"sha256"`)
 		}

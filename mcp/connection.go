@@ -22,26 +22,26 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// maxTimeouts is how many calls in a row may get no answer before a connection is made anew.
+// maxTimeouts is the number of consecutive timeouts after which a connection is replaced.
 const maxTimeouts = 3
 
-// connection is a session with a server and what it listed.
+// connection is a session with a server, and the listed tools.
 type connection struct {
 	remote  Remote
 	session *sdk.ClientSession
 	child   *process // nil over HTTP
 	hide    func(string) string
 	made    time.Time
-	listed  map[string]snapshot // never written to after it was made
+	listed  map[string]snapshot // immutable after connect
 	about   string
 
-	stale    atomic.Bool  // the server says that its list changed
-	timeouts atomic.Int32 // in a row
+	stale    atomic.Bool  // the server announced a changed list
+	timeouts atomic.Int32 // consecutive
 	ended    chan struct{}
 }
 
-// connect makes a connection and lists the server's tools. ctx bounds both and not the connection. What is left of one
-// that failed is cleaned up by tidy, now or in the background.
+// connect opens a connection and lists the server's tools. ctx bounds both, but not the connection's life. tidy runs
+// the cleanup after a failure, now or in the background.
 func (c *Client) connect(ctx context.Context, r Remote, tidy func(func())) (*connection, error) {
 	ctx, cancel := context.WithTimeout(ctx, connectTimeout)
 	defer cancel()
@@ -69,7 +69,7 @@ func (c *Client) connect(ctx context.Context, r Remote, tidy func(func())) (*con
 	return conn, nil
 }
 
-// blotted is an error without secrets.
+// blotted redacts secrets in an error.
 func (conn *connection) blotted(err error) error {
 	text := conn.hide(cleanText(err.Error(), 900))
 	if refused, ok := errors.AsType[*skills.CallError](err); ok {
@@ -78,7 +78,7 @@ func (conn *connection) blotted(err error) error {
 	return errors.New(text)
 }
 
-// transport prepares the way to a server: a child, or HTTP.
+// transport prepares the transport: a child process, or HTTP.
 func (c *Client) transport(conn *connection, values map[string]string) (sdk.Transport, error) {
 	r := conn.remote
 	if r.Transport == TransportHTTP {
@@ -95,7 +95,7 @@ func (c *Client) transport(conn *connection, values map[string]string) (sdk.Tran
 // open begins the session and lists the tools.
 func (conn *connection) open(ctx context.Context, transport sdk.Transport, version string) error {
 	options := &sdk.ClientOptions{Capabilities: &sdk.ClientCapabilities{}, Logger: slog.New(slog.DiscardHandler)}
-	if conn.child != nil { // over HTTP that would hold a stream open; there the list is taken anew by its age
+	if conn.child != nil { // over HTTP this would hold a stream open; there, the list is refreshed by age
 		options.ToolListChangedHandler = func(context.Context, *sdk.ToolListChangedRequest) { conn.stale.Store(true) }
 	}
 	client := sdk.NewClient(&sdk.Implementation{Name: "lanekeeper", Version: version}, options)
@@ -106,7 +106,7 @@ func (conn *connection) open(ctx context.Context, transport sdk.Transport, versi
 	conn.session = session
 	go func() { // ends with the session; close waits for it
 		defer close(conn.ended)
-		_ = session.Wait() // how it ended is the answer of the call that was under way
+		_ = session.Wait() // the pending call reports the error
 	}()
 	if info := session.InitializeResult(); info != nil && info.ServerInfo != nil {
 		conn.about = cleanText(fmt.Sprintf("%s %s, MCP %s", info.ServerInfo.Name, info.ServerInfo.Version, info.ProtocolVersion), 200)
@@ -117,7 +117,7 @@ func (conn *connection) open(ctx context.Context, transport sdk.Transport, versi
 	return err
 }
 
-// listTools reads a server's tools, of each name the first, within bounds.
+// listTools reads a server's tools within bounds. The first tool of each name counts.
 func listTools(ctx context.Context, session *sdk.ClientSession) (map[string]snapshot, error) {
 	listed := make(map[string]snapshot)
 	params := &sdk.ListToolsParams{}
@@ -143,7 +143,7 @@ func listTools(ctx context.Context, session *sdk.ClientSession) (map[string]snap
 	return nil, fmt.Errorf("list tools: there are more than %d pages", maxPages)
 }
 
-// usable reports whether the next call may use the connection; r is the server as it is declared now.
+// usable reports whether the next call may use the connection. r is the current declaration.
 func (conn *connection) usable(r Remote) bool {
 	select {
 	case <-conn.ended:
@@ -157,15 +157,15 @@ func (conn *connection) usable(r Remote) bool {
 	return !tooOld && !conn.stale.Load() && conn.remote.Revision == r.Revision && conn.timeouts.Load() < maxTimeouts
 }
 
-// close ends the session, calls under way included, and the child.
+// close ends the session with its pending calls, and the child.
 func (conn *connection) close() {
 	if conn.child != nil {
 		defer conn.child.stop()
 	}
 	closed := make(chan struct{})
-	go func() { // ends at the latest when the child is killed
+	go func() { // ends at the latest with the child's kill
 		defer close(closed)
-		_ = conn.session.Close() // the connection may have ended before
+		_ = conn.session.Close() // the connection may be closed already
 	}()
 	timer := time.NewTimer(stopPatience)
 	defer timer.Stop()
@@ -179,15 +179,14 @@ func (conn *connection) close() {
 	}
 }
 
-// call sends one call and waits for its answer. It returns within moments of the end of ctx, also when the child
-// does not read.
+// call sends one call and waits for its answer. It returns soon after ctx ends, even if the child does not read.
 func (conn *connection) call(ctx context.Context, params *sdk.CallToolParams) (*sdk.CallToolResult, error) {
 	type answer struct {
 		result *sdk.CallToolResult
 		err    error
 	}
 	answered := make(chan answer, 1)
-	go func() { // ends when the call does; a child that does not read is killed below
+	go func() { // ends with the call; a child that does not read is killed below
 		result, err := conn.session.CallTool(ctx, params)
 		answered <- answer{result, err}
 	}()
@@ -217,15 +216,15 @@ func (conn *connection) call(ctx context.Context, params *sdk.CallToolParams) (*
 	return a.result, a.err
 }
 
-// stdioTransport speaks to a child over its input and output.
+// stdioTransport connects to a child over its stdin and stdout.
 type stdioTransport struct{ child *process }
 
-// Connect is called once by the SDK; the child runs already.
+// Connect is called once, by the SDK, for a running child.
 func (t stdioTransport) Connect(ctx context.Context) (sdk.Connection, error) {
 	return (&sdk.IOTransport{Reader: t.child.stdout, Writer: t.child.stdin, MaxLineLength: maxMessage}).Connect(ctx)
 }
 
-// childEnv is the environment of a child: what a program needs to start, and what was declared.
+// childEnv returns the environment of a child: the minimum for a program to start, and the declared variables.
 func childEnv(declared map[string]string, getenv func(string) string) []string {
 	env := make([]string, 0, len(declared)+3)
 	for _, name := range []string{"PATH", "HOME", "LANG"} {
@@ -240,8 +239,8 @@ func childEnv(declared map[string]string, getenv func(string) string) []string {
 	return env
 }
 
-// httpTransport speaks streamable HTTP through the guarded dialer. It does not go on with a stream that broke: a call
-// whose answer was lost has failed.
+// httpTransport speaks streamable HTTP through the guarded dialer. It does not resume a broken stream: the call
+// fails.
 func httpTransport(r Remote, headers map[string]string, allow []string, tlsConfig *tls.Config) (sdk.Transport, error) {
 	client, err := skills.NewGuardedClient(allow, tlsConfig)
 	if err != nil {
@@ -253,7 +252,7 @@ func httpTransport(r Remote, headers map[string]string, allow []string, tlsConfi
 	}, nil
 }
 
-// bounded adds the declared headers to each request and bounds what is read of each answer.
+// bounded adds the declared headers to each request and bounds each response.
 type bounded struct {
 	next    http.RoundTripper
 	headers map[string]string
@@ -265,7 +264,7 @@ func (b *bounded) RoundTrip(request *http.Request) (*http.Response, error) {
 		request.Header.Set(name, value)
 	}
 	cancel := func() {}
-	if request.Method == http.MethodDelete { // the goodbye of a session; nobody waits long for it
+	if request.Method == http.MethodDelete { // the end of a session must not take long
 		var ctx context.Context
 		ctx, cancel = context.WithTimeout(request.Context(), stopPatience)
 		request = request.WithContext(ctx)
@@ -279,7 +278,7 @@ func (b *bounded) RoundTrip(request *http.Request) (*http.Response, error) {
 	return response, nil
 }
 
-// boundedBody is an answer that ends with an error when it is too long.
+// boundedBody fails when a response is too long.
 type boundedBody struct {
 	io.ReadCloser
 	left int
@@ -300,14 +299,14 @@ func (b *boundedBody) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// lines reads the messages of a client, one a line. What is no message is answered here, and passed over: it would be
-// the session's end.
+// lines reads a client's messages, one a line. It answers an invalid line itself and skips it, because the SDK would
+// end the session.
 type lines struct {
 	io.Closer
 	in   *bufio.Reader
 	out  io.Writer
 	most int    // bytes of a message
-	line []byte // what of the last one is still to be read
+	line []byte // unread rest of the current line
 }
 
 func (l *lines) Read(p []byte) (int, error) {
@@ -327,7 +326,7 @@ func (l *lines) Read(p []byte) (int, error) {
 	return n, nil
 }
 
-// next is the next line that is not blank, with its end. Of one that is too long it is the beginning.
+// next returns the next line that is not blank, with its newline. It cuts a line that is too long.
 func (l *lines) next() ([]byte, error) {
 	for {
 		var line []byte
@@ -339,7 +338,7 @@ func (l *lines) next() ([]byte, error) {
 			}
 		}
 		if len(bytes.TrimSpace(line)) > 0 {
-			return line, nil // an error comes again
+			return line, nil // the next read returns the error again
 		}
 		if more != nil {
 			return nil, more
@@ -347,7 +346,7 @@ func (l *lines) next() ([]byte, error) {
 	}
 }
 
-// problem is what keeps a line from being a message, or several. Those of a batch are the SDK's to judge.
+// problem returns why a line is no valid message. The SDK judges batches.
 func (l *lines) problem(line []byte) *jsonrpc.Error {
 	line = bytes.TrimSpace(line)
 	switch {
@@ -364,7 +363,7 @@ func (l *lines) problem(line []byte) *jsonrpc.Error {
 	return nil
 }
 
-// refuse answers a line, under its id if it has one.
+// refuse answers a line with an error, under its id if it has one.
 func (l *lines) refuse(line []byte, problem *jsonrpc.Error) error {
 	var asked struct {
 		ID json.RawMessage `json:"id"`
@@ -380,7 +379,7 @@ func (l *lines) refuse(line []byte, problem *jsonrpc.Error) error {
 	return err
 }
 
-// oneByOne lets several write, a message at a time.
+// oneByOne serializes concurrent writes of messages.
 type oneByOne struct {
 	io.WriteCloser
 	mu sync.Mutex

@@ -15,13 +15,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// The reference server of the protocol's makers, which has one of everything.
+// The reference server of the protocol covers all its features.
 const (
 	everything        = "@modelcontextprotocol/server-everything"
 	everythingVersion = "2026.8.31"
 )
 
-// installEverything returns the reference server's program, installed once per user.
+// installEverything installs the reference server once per user and returns its program.
 func installEverything(t *testing.T) (node, program string) {
 	t.Helper()
 	npm, err := exec.LookPath("npm")
@@ -43,7 +43,7 @@ func installEverything(t *testing.T) (node, program string) {
 	if err := os.MkdirAll(filepath.Dir(dir), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	fresh, err := os.MkdirTemp(filepath.Dir(dir), "installing-") //nolint:usetesting // it is renamed, within one file system
+	fresh, err := os.MkdirTemp(filepath.Dir(dir), "installing-") //nolint:usetesting // renamed later, within one file system
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -55,7 +55,7 @@ func installEverything(t *testing.T) (node, program string) {
 	if err != nil {
 		t.Skipf("npm cannot install %s (offline?): the reference MCP server cannot be tried: %v\n%s", everything, err, out)
 	}
-	if err := os.Rename(fresh, dir); err != nil && !errors.Is(err, fs.ErrExist) { // another test may have been quicker
+	if err := os.Rename(fresh, dir); err != nil && !errors.Is(err, fs.ErrExist) { // another test may have won
 		t.Fatal(err)
 	}
 	return node, program

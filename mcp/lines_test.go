@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-// Whatever a line is, the one after it is answered.
+// The line after an invalid one is answered.
 func TestALineThatIsNoMessageIsAnsweredAndPassedOver(t *testing.T) {
 	t.Parallel()
 	h := newHouse(t)

@@ -24,7 +24,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// childVariable makes the test binary a server over stdio.
+// childVariable makes the test binary a stdio server.
 const childVariable = "LANEKEEPER_TEST_MCP"
 
 const soon = 90 * time.Second
@@ -36,7 +36,7 @@ func TestMain(m *testing.M) {
 	pgtest.Main(m)
 }
 
-// child is a server over stdio. One that is "deaf" never reads.
+// child is a stdio server. The kind "deaf" never reads.
 func child(kind string) int {
 	fmt.Fprintln(os.Stderr, "child begins")
 	if kind == "deaf-later" {
@@ -51,12 +51,12 @@ func child(kind string) int {
 	return 0
 }
 
-// deafen reads some bytes and then none any more.
+// deafen reads some bytes and then blocks.
 type deafen struct{ rest int }
 
 func (d *deafen) Read(p []byte) (int, error) {
 	if d.rest <= 0 {
-		time.Sleep(time.Hour) // select would be a deadlock to a program without C, and end it
+		time.Sleep(time.Hour) // without cgo, an empty select would be a deadlock
 	}
 	n, err := os.Stdin.Read(p[:min(len(p), d.rest)])
 	d.rest -= n
@@ -65,7 +65,7 @@ func (d *deafen) Read(p []byte) (int, error) {
 
 func (d *deafen) Close() error { return nil }
 
-// tool is a tool and what it does.
+// tool is a tool with its implementation.
 type tool struct {
 	sdk.Tool
 	do sdk.ToolHandler
@@ -85,7 +85,7 @@ func text(s string) *sdk.CallToolResult {
 
 var echoSchema = json.RawMessage(`{"type":"object","properties":{"text":{"type":"string"},"times":{"type":"integer","default":1}},"required":["text"]}`)
 
-// tools are echo and some that say something about the process.
+// tools are echo and some that report on the process.
 func tools(description string) []tool {
 	if description == "" {
 		description = "Says it again."
@@ -114,7 +114,7 @@ func tools(description string) []tool {
 	}
 }
 
-// served is a server over HTTP whose tools may be changed.
+// served is an HTTP server with replaceable tools.
 type served struct {
 	*httptest.Server
 	mu      sync.Mutex
@@ -136,7 +136,7 @@ func serve(t *testing.T, all ...tool) *served {
 	return s
 }
 
-// become makes the server another one.
+// become replaces the server's tools.
 func (s *served) become(all ...tool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -177,7 +177,7 @@ func newWorld(t *testing.T, getenv func(string) string) *world {
 	return w
 }
 
-// restart is another process.
+// restart simulates a new process.
 func (w *world) restart(getenv func(string) string) {
 	w.t.Helper()
 	client := mcp.NewClient(mcp.Options{Pool: w.pool, AllowPrivate: []string{"127.0.0.1"}, Getenv: getenv, Agent: "tester"})
@@ -234,7 +234,7 @@ func (w *world) call(tool, args string) (json.RawMessage, error) {
 	return w.registry.Invoke(w.t.Context(), skills.Call{Skill: w.skill(tool), Args: json.RawMessage(args), IdempotencyKey: "key of " + tool})
 }
 
-// must calls a tool that answers.
+// must calls a tool that must succeed.
 func (w *world) must(tool, args string) string {
 	w.t.Helper()
 	result, err := w.call(tool, args)
@@ -244,7 +244,7 @@ func (w *world) must(tool, args string) string {
 	return string(result)
 }
 
-// fails wants a call to fail with a class and a part of its message.
+// fails expects a call to fail with a class and a part of its message.
 func (w *world) fails(tool, args, class, part string) {
 	w.t.Helper()
 	_, err := w.call(tool, args)
@@ -254,7 +254,7 @@ func (w *world) fails(tool, args, class, part string) {
 	}
 }
 
-// serveAt is serve on an address that was in use before.
+// serveAt is serve on a given address.
 func serveAt(t *testing.T, address string, all ...tool) *httptest.Server {
 	t.Helper()
 	server := newServer(all...)

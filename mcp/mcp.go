@@ -1,33 +1,34 @@
-// Package mcp speaks the Model Context Protocol in both directions: tools of other programs become skills, and
-// chosen skills become tools of others.
+// Package mcp implements the Model Context Protocol in both directions: it mounts the tools of other programs as
+// skills, and offers chosen skills as tools.
 //
-// # Their tools as our skills
+// # Mounted tools
 //
-// A server is declared in the workspace ([Definition]) and reached over streamable HTTP or as a child process over
-// stdio. A sync lists its tools and mounts each as the skill mcp__{server}__{tool}, whose trust is "approve" unless
-// an admin said otherwise. From then on it is a skill like any other: checked arguments, a timeout that cancels the
-// call, a durable step, self-heal.
+// The workspace declares a server ([Definition]). The client reaches it over streamable HTTP, or as a child process
+// over stdio. A sync lists its tools and mounts each as the skill mcp__{server}__{tool}. Its trust is "approve"
+// unless an admin sets another. Such a skill has validated arguments, a timeout that cancels the call, a durable
+// step, and self-heal.
 //
-// What a server says about itself is a stranger's word, so:
+// A server is not trusted:
 //
-//   - A tool is pinned: the hash of its name, description, input schema and annotations is kept with the skill. A tool
-//     that shows another hash is quarantined (its skill is disabled, both versions are kept) until an admin accepts it. The
-//     pin is compared with what the connection in use lists, not only at a sync, and the listing of a connection is
-//     taken anew when the server says that it changed and, over HTTP, every ten minutes.
-//   - Annotations only raise the gate: a tool that says it is destructive needs approval whatever was set, and one that
-//     says it only reads gains nothing. Whether a call may be repeated is the admin's word alone.
-//   - Texts are cleaned of control and invisible characters and cut, schemas, results and messages are bounded, secrets that
-//     a server repeats are blotted out.
-//   - Private addresses are dialled only when allowed; a child gets PATH, HOME, LANG and what was declared.
+//   - Tools are pinned. The skill stores the hash of the tool's name, description, input schema and annotations. A
+//     tool with another hash is quarantined: its skill is disabled until an admin accepts the new version. Every
+//     call compares the pin with the list of its connection. The client lists again when the server announces a
+//     change and, over HTTP, every ten minutes.
+//   - Annotations can only restrict. A tool that declares itself destructive needs approval. A tool that declares
+//     itself read-only gains nothing. Only the admin decides whether a call may be repeated.
+//   - Texts are cleaned of control and invisible characters. Schemas, results and messages are bounded. Repeated
+//     secrets are redacted.
+//   - Private addresses need the operator's permission. A child process gets PATH, HOME, LANG and the declared
+//     variables.
 //
-// Connections are made when first needed, one per server, and made again after a failure; a call is never sent
-// twice. A server that cannot be reached fails the call with class unavailable.
+// The client opens one connection per server, on first use, and again after a failure. It never sends a call twice.
+// A call to an unreachable server fails with class unavailable.
 //
-// # Our skills as their tools
+// # Offered skills
 //
-// [Server] offers the skills that an admin chose, over HTTP behind the caller's access check and over stdio. Each
-// call is an execution of the flow mcp.call. A skill whose trust is "approve" parks it: the caller is told the
-// approval's id and, calling again with the same arguments after the decision, gets the answer, once.
+// [Server] offers skills over HTTP, behind the caller's access check, and over stdio. Each call is an execution of
+// the flow mcp.call. A skill whose trust is "approve" waits for an approval: the caller receives the approval's id.
+// After the decision, the same call with the same arguments receives the answer once.
 package mcp
 
 import (
@@ -47,25 +48,25 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// Errors that callers tell apart.
+// Errors that callers distinguish.
 var (
-	// ErrNotFound reports a server or a tool that does not exist.
+	// ErrNotFound reports an unknown server or tool.
 	ErrNotFound = errors.New("no such MCP server or tool")
-	// ErrNothingToAccept reports a tool that is not in quarantine, or has changed again since it was looked at.
+	// ErrNothingToAccept reports a tool that is not in quarantine, or has changed since it was read.
 	ErrNothingToAccept = errors.New("the tool is not in quarantine, or has changed again")
 )
 
-// By is the name under which this package disables skills.
+// By is this package's name as the actor that disables skills.
 const By = "mcp"
 
-// Limits of what is taken from a server.
+// Limits on input from a server.
 const (
 	maxTools       = 256
 	maxPages       = 64
 	maxDefinition  = 64 << 10
 	maxDescription = 1500
 	maxSchemaText  = 400
-	maxMessage     = 8 << 20 // one message, and one HTTP answer
+	maxMessage     = 8 << 20 // one message, and one HTTP response
 	maxStderrLine  = 2000
 )
 
@@ -73,14 +74,14 @@ const (
 const (
 	connectTimeout = 90 * time.Second // npx may fetch a package first
 	listTimeout    = 30 * time.Second
-	maxAge         = 10 * time.Minute // of an HTTP connection and its listing
+	maxAge         = 10 * time.Minute // of an HTTP connection and its list
 	syncEvery      = 15 * time.Minute
 	retryEvery     = time.Minute
 	longestPause   = 30 * time.Second
 	keepCalls      = 7 * 24 * time.Hour
 )
 
-// Source marks the skills that were mounted.
+// Source marks mounted skills.
 const Source = skills.SourceMCP
 
 // Transports.
@@ -89,24 +90,24 @@ const (
 	TransportStdio = "stdio" // a child process
 )
 
-// Definition is what a workspace file declares about a server whose tools are mounted. Empty fields mean: transport
-// by what is given, scope internal, trust approve, all tools, a timeout of 30 s per call. Patterns are those of
-// path.Match, on the tool's own name.
+// Definition declares a server with tools to mount, in a workspace file. Defaults: the transport follows from url or
+// command, scope internal, trust approve, all tools, a timeout of 30 s per call. Patterns are those of path.Match, on
+// the tool's own name.
 type Definition struct {
 	Name      string         `yaml:"name" json:"name"`
 	Transport string         `yaml:"transport" json:"transport,omitempty"` // http or stdio
-	URL       string         `yaml:"url" json:"url,omitempty"`             // of http
-	Headers   map[string]any `yaml:"headers" json:"headers,omitempty"`     // of http; secrets as ${NAME} or file:/path
-	Command   []string       `yaml:"command" json:"command,omitempty"`     // of stdio
-	Env       map[string]any `yaml:"env" json:"env,omitempty"`             // of stdio; secrets as ${NAME} or file:/path
+	URL       string         `yaml:"url" json:"url,omitempty"`             // http only
+	Headers   map[string]any `yaml:"headers" json:"headers,omitempty"`     // http only; secrets as ${NAME} or file:/path
+	Command   []string       `yaml:"command" json:"command,omitempty"`     // stdio only
+	Env       map[string]any `yaml:"env" json:"env,omitempty"`             // stdio only; secrets as ${NAME} or file:/path
 	Scope     string         `yaml:"scope" json:"scope,omitempty"`
 	Trust     string         `yaml:"trust" json:"trust,omitempty"`
-	// Auto are patterns of tools that act without approval, whatever Trust says; a tool that says it is destructive
+	// Auto are patterns of tools that need no approval, regardless of Trust. A tool that declares itself destructive
 	// needs approval nevertheless.
 	Auto       []string `yaml:"auto" json:"auto,omitempty"`
 	Include    []string `yaml:"include" json:"include,omitempty"`
 	Exclude    []string `yaml:"exclude" json:"exclude,omitempty"`
-	Idempotent []string `yaml:"idempotent" json:"idempotent,omitempty"` // may be called again after a crash
+	Idempotent []string `yaml:"idempotent" json:"idempotent,omitempty"` // may be repeated after a crash
 	TimeoutMS  int      `yaml:"timeout_ms" json:"timeout_ms,omitempty"`
 }
 

@@ -12,18 +12,18 @@ import (
 	"time"
 )
 
-// stopPatience is how long a child may take to leave after its input was closed, and again after it was asked to.
+// stopPatience bounds the exit of a child after its input closes, and again after SIGTERM.
 const stopPatience = 2 * time.Second
 
-// process is a server that runs as our child, in a process group of its own.
+// process is a server that runs as a child, in its own process group.
 type process struct {
 	cmd    *exec.Cmd
-	stdin  *os.File // ours: the child's input
-	stdout *os.File // ours: the child's output
+	stdin  *os.File // our end of the child's input
+	stdout *os.File // our end of the child's output
 	exited chan struct{}
 }
 
-// startProcess starts command with exactly the environment env. Its error output goes to log, line by line, bounded.
+// startProcess starts command with exactly the environment env. It logs the child's error output by line, bounded.
 func startProcess(command, env []string, log *slog.Logger, hide func(string) string) (*process, error) {
 	path, err := exec.LookPath(command[0])
 	if err != nil {
@@ -40,7 +40,7 @@ func startProcess(command, env []string, log *slog.Logger, hide func(string) str
 	cmd := exec.Command(path, command[1:]...)
 	cmd.Env, cmd.Stdin, cmd.Stdout = env, childIn, childOut
 	cmd.Stderr = &lineLogger{log: log, hide: hide}
-	cmd.WaitDelay = stopPatience // a grandchild may hold the error output
+	cmd.WaitDelay = stopPatience // a grandchild may hold the error output open
 	ownGroup(cmd)
 	err = cmd.Start()
 	// The child has its own copies.
@@ -60,15 +60,15 @@ func startProcess(command, env []string, log *slog.Logger, hide func(string) str
 	return p, nil
 }
 
-// stop ends the child and what it started: its input is closed, then its process group is asked, then killed. It
-// returns when the child is gone.
+// stop ends the child and its children: it closes the input, sends SIGTERM to the group, then SIGKILL. It returns
+// when the child has exited.
 func (p *process) stop() {
-	_ = p.stdin.Close() // closed already where the session ended first
+	_ = p.stdin.Close() // closed already if the session ended first
 	if !p.gone(stopPatience) {
 		signalGroup(p.cmd, false)
 		p.gone(stopPatience)
 	}
-	signalGroup(p.cmd, true) // also what the child left behind
+	signalGroup(p.cmd, true) // also the remaining processes of the group
 	<-p.exited
 	_ = p.stdout.Close()
 }
@@ -76,7 +76,7 @@ func (p *process) stop() {
 // kill ends the child at once.
 func (p *process) kill() { signalGroup(p.cmd, true) }
 
-// gone reports whether the child ended within patience.
+// gone reports whether the child exits within patience.
 func (p *process) gone(patience time.Duration) bool {
 	select {
 	case <-p.exited:
@@ -93,7 +93,7 @@ func (p *process) gone(patience time.Duration) bool {
 	}
 }
 
-// lineLogger logs what is written to it, a line at a time. Long lines are cut.
+// lineLogger logs its input by line. It cuts long lines.
 type lineLogger struct {
 	log  *slog.Logger
 	hide func(string) string

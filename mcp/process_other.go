@@ -9,10 +9,10 @@ import (
 
 func ownGroup(*exec.Cmd) {}
 
-// signalGroup ends the child; there are no process groups here.
+// signalGroup ends the child; this platform has no process groups.
 func signalGroup(cmd *exec.Cmd, kill bool) {
 	if kill {
-		_ = cmd.Process.Kill() // gone already is no error
+		_ = cmd.Process.Kill() // an exited process is no error
 		return
 	}
 	_ = cmd.Process.Signal(os.Interrupt)

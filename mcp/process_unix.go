@@ -7,11 +7,11 @@ import (
 	"syscall"
 )
 
-// ownGroup puts a child into a process group of its own, so that what it starts can be stopped with it, and a ^C in
-// our terminal does not reach it before us.
+// ownGroup puts a child into its own process group. So its children stop with it, and a ^C in our terminal does not
+// reach it first.
 func ownGroup(cmd *exec.Cmd) { cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} }
 
-// signalGroup asks the group to end, or kills it. A group that is gone is no error.
+// signalGroup signals the group to end, or kills it. A missing group is no error.
 func signalGroup(cmd *exec.Cmd, kill bool) {
 	signal := syscall.SIGTERM
 	if kill {

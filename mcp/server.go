@@ -31,11 +31,11 @@ import (
 
 const (
 	maxBody    = 1 << 20
-	lookAgain  = 5 * time.Second // how often a session over stdio looks whether other skills are offered
+	lookAgain  = 5 * time.Second // interval at which a stdio session checks for changed offers
 	ourVersion = "dev"
 )
 
-// Server offers skills over MCP. All fields but Version and Logger are required. It may be used from many goroutines.
+// Server offers skills over MCP. All fields but Version and Logger are required. It is safe for concurrent use.
 type Server struct {
 	Pool   *pgxpool.Pool
 	Engine *executions.Engine
@@ -47,19 +47,18 @@ type Server struct {
 	Logger  *slog.Logger
 }
 
-// serverKey is where a request's server is kept on its way through the SDK.
+// serverKey is the context key of a request's server.
 type serverKey struct{}
 
-// Handler answers streamable HTTP, without sessions: every request stands alone, so any process may answer it. It
-// checks nothing about who asks; put the admin token before it. It ends with the request's context.
+// Handler serves streamable HTTP without sessions, so any process can answer any request. It does not authenticate;
+// put the admin token in front. It ends with the request's context.
 func (s *Server) Handler() http.Handler {
 	stream := sdk.NewStreamableHTTPHandler(func(r *http.Request) *sdk.Server {
 		server, _ := r.Context().Value(serverKey{}).(*sdk.Server)
 		return server
 	}, &sdk.StreamableHTTPOptions{
 		Stateless: true, PropagateRequestCancellation: true, MaxRequestBodyBytes: maxBody,
-		// The token, which no browser sends by itself, is what keeps other sites out; a proxy on this machine may pass on
-		// any host.
+		// The token keeps other sites out, because no browser sends it by itself. A local proxy may forward any host.
 		DisableLocalhostProtection: true,
 	})
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -73,9 +72,9 @@ func (s *Server) Handler() http.Handler {
 	})
 }
 
-// Serve answers one client over in and out, a message a line, until the client leaves or ctx ends, which is no error.
-// A line that is no message, or has more than 1 MiB, is answered with an error and passed over. The client is told
-// when other skills are offered. Nothing else may write to out.
+// Serve answers one client over in and out, one message a line, until the client leaves or ctx ends; neither is an
+// error. It answers an invalid or longer line than 1 MiB with an error. It notifies the client of changed offers.
+// Nothing else may write to out.
 func (s *Server) Serve(ctx context.Context, in io.ReadCloser, out io.WriteCloser) error {
 	ctx, cancel := context.WithCancel(ctx)
 	server := s.server(true)
@@ -100,12 +99,12 @@ func (s *Server) Serve(ctx context.Context, in io.ReadCloser, out io.WriteCloser
 	return nil
 }
 
-// clientLeft reports the ways in which a session over stdio ends well.
+// clientLeft reports the normal ends of a stdio session.
 func clientLeft(err error) bool {
 	return errors.Is(err, io.EOF) || errors.Is(err, io.ErrClosedPipe) || errors.Is(err, sdk.ErrConnectionClosed)
 }
 
-// follow keeps a long session's list of tools true until ctx ends.
+// follow keeps a session's list of tools current until ctx ends.
 func (s *Server) follow(ctx context.Context, server *sdk.Server, known map[string]int) {
 	ticker := time.NewTicker(lookAgain)
 	defer ticker.Stop()
@@ -124,7 +123,7 @@ func (s *Server) follow(ctx context.Context, server *sdk.Server, known map[strin
 	}
 }
 
-// server is an SDK server without tools. changes says whether it tells its client of other tools.
+// server returns an SDK server without tools. changes makes it announce changes of the list.
 func (s *Server) server(changes bool) *sdk.Server {
 	return sdk.NewServer(&sdk.Implementation{Name: "lanekeeper", Version: cmp.Or(s.Version, ourVersion)}, &sdk.ServerOptions{
 		Instructions: "Tools are skills of the agent " + s.Agent + ". A tool that needs an admin's approval answers with the id of " +
@@ -134,8 +133,7 @@ func (s *Server) server(changes bool) *sdk.Server {
 	})
 }
 
-// refresh makes a server offer what is offered now. known are the revisions of what it offers; the new ones are
-// returned.
+// refresh applies the current offers to a server. known are the revisions that it offers; the new ones are returned.
 func (s *Server) refresh(ctx context.Context, server *sdk.Server, known map[string]int) (map[string]int, error) {
 	all, err := s.offered(ctx)
 	if err != nil {
@@ -156,7 +154,7 @@ func (s *Server) refresh(ctx context.Context, server *sdk.Server, known map[stri
 	return now, nil
 }
 
-// add offers one skill; false when the SDK does not take its schema, which it says with a panic.
+// add offers one skill. It returns false if the SDK panics on the schema.
 func (s *Server) add(ctx context.Context, server *sdk.Server, skill skills.Skill) (added bool) {
 	defer func() {
 		if reason := recover(); reason != nil {
@@ -183,11 +181,11 @@ func (s *Server) log() *slog.Logger {
 	return s.Logger
 }
 
-// Flow is the flow of a call from outside.
+// Flow is the flow of an external call.
 const Flow = "mcp.call"
 
 const (
-	// answerLife is how long the answer to an approved call is kept for the caller; later the same call is a new one.
+	// answerLife is how long the answer to an approved call can be collected. Later, the same call is a new one.
 	answerLife = 24 * time.Hour
 	pollCall   = 100 * time.Millisecond
 )
@@ -198,8 +196,7 @@ type callInput struct {
 	Args  json.RawMessage `json:"args"`
 }
 
-// Register makes the flow known to the engine, so that every process can go on with a call whose process died or
-// whose approval came.
+// Register registers the flow with the engine, so that any process can resume a call after a crash or an approval.
 func (s *Server) Register() error {
 	s.Engine.Unforkable(Flow, "a call answers one client; call the tool again")
 	return s.Engine.Register(Flow, func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
@@ -234,7 +231,7 @@ func (s *Server) Register() error {
 	})
 }
 
-// leave asks for an approval and waits, durably, until it is given. The error says why it was not.
+// leave requests an approval and waits durably for the decision. The error says why it was not given.
 func leave(ctx context.Context, skill skills.Skill, args json.RawMessage) (id string, err error) {
 	asked, err := approvals.Ask(ctx, approvals.Request{
 		Skill: skill.Name, SkillID: skill.ID, Revision: skill.Revision, Args: args, Park: true,
@@ -259,8 +256,8 @@ func leave(ctx context.Context, skill skills.Skill, args json.RawMessage) (id st
 	return asked.ID, nil
 }
 
-// call answers tools/call. What goes wrong with the skill is a result that says so, as the protocol wants it, so that
-// the caller's model can read it; an error is a fault of ours.
+// call answers tools/call. A failure of the skill is a result, as the protocol demands, so that the caller's model
+// can read it. An error is an internal failure.
 func (s *Server) call(ctx context.Context, name string, args json.RawMessage) (*sdk.CallToolResult, error) {
 	if len(args) == 0 {
 		args = json.RawMessage(`{}`)
@@ -293,7 +290,7 @@ func (s *Server) call(ctx context.Context, name string, args json.RawMessage) (*
 	return answer(ended), nil
 }
 
-// fault hides the cause of a fault from the caller and logs it.
+// fault logs an internal failure and hides its cause from the caller.
 func (s *Server) fault(ctx context.Context, err error) error {
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
@@ -302,9 +299,8 @@ func (s *Server) fault(ctx context.Context, err error) error {
 	return errors.New("the call could not be made; the server's log says why")
 }
 
-// withLeave leads a call that needs an approval to the execution that its first try began, and begins one where there
-// is none whose answer is due. It returns an execution that has ended, whose answer is then this caller's alone, or
-// one that has not.
+// withLeave finds the execution that an earlier try of this call started, or starts one. It returns an ended
+// execution, whose answer then belongs to this caller alone, or a pending one.
 func (s *Server) withLeave(ctx context.Context, skill skills.Skill, args json.RawMessage, spec executions.Spec) (executions.Execution, error) {
 	hash, err := approvals.Hash(args)
 	if err != nil {
@@ -331,17 +327,17 @@ func (s *Server) withLeave(ctx context.Context, skill skills.Skill, args json.Ra
 		if mine && !old && x.Status != executions.Timeout {
 			return x, nil
 		}
-		// Somebody else has the answer, or it is of no use any more: this is a new call.
+		// Another caller collected the answer, or it is stale: this is a new call.
 	}
 }
 
-// settled waits for an execution that runs, here or elsewhere, to end or to wait, within patience.
+// settled waits, within patience, for an execution to end or to wait. The execution may run elsewhere.
 func (s *Server) settled(ctx context.Context, x executions.Execution, patience time.Duration) (executions.Execution, error) {
 	deadline := time.Now().Add(patience + time.Second)
 	ticker := time.NewTicker(pollCall)
 	defer ticker.Stop()
 	for !x.Status.Ended() && x.Status != executions.Waiting && time.Now().Before(deadline) {
-		if x.ClaimedBy == nil { // it is ready: nobody runs it yet
+		if x.ClaimedBy == nil { // it is ready, but no process has claimed it
 			if err := s.Engine.ClaimAndRun(ctx, x.ID); err != nil {
 				return x, err
 			}
@@ -359,7 +355,7 @@ func (s *Server) settled(ctx context.Context, x executions.Execution, patience t
 	return x, nil
 }
 
-// openCall returns the id of the open row of a call, made where there is none.
+// openCall returns the id of a call's open row. It inserts a missing row.
 func openCall(ctx context.Context, db postgres.DB, skill skills.Skill, hash string) (id string, err error) {
 	err = db.QueryRow(ctx, `
 		insert into agent_mcp_calls as c (skill_name, skill_revision, arguments_hash) values (@skill, @revision, @hash)
@@ -373,7 +369,7 @@ func openCall(ctx context.Context, db postgres.DB, skill skills.Skill, hash stri
 	return id, nil
 }
 
-// collect takes the answer of a call; one of many who try gets true.
+// collect marks a call's answer as collected. One of several callers gets true.
 func collect(ctx context.Context, db postgres.DB, id string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_mcp_calls set collected_at = clock_timestamp() where id = @id and collected_at is null`,
@@ -384,7 +380,7 @@ func collect(ctx context.Context, db postgres.DB, id string) (bool, error) {
 	return tag.RowsAffected() > 0, nil
 }
 
-// answer shows an execution as the result of a tool.
+// answer converts an execution to a tool result.
 func answer(x executions.Execution) *sdk.CallToolResult {
 	var r *sdk.CallToolResult
 	switch {
@@ -403,7 +399,7 @@ func answer(x executions.Execution) *sdk.CallToolResult {
 	return r
 }
 
-// success is the value as text and, where it is an object, as structured content.
+// success returns the value as text, and as structured content if it is an object.
 func success(value json.RawMessage) *sdk.CallToolResult {
 	var text string
 	var fields map[string]json.RawMessage
@@ -419,22 +415,21 @@ func success(value json.RawMessage) *sdk.CallToolResult {
 	return r
 }
 
-// pending says that an admin is asked. It is marked as an error, because nothing was done: a caller that looks at the
-// flag alone must not take the call for made.
+// pending returns a result for a call that awaits approval. It is marked as an error, so that a caller does not take
+// the call for done.
 func pending(approval string) *sdk.CallToolResult {
 	r := failure(fmt.Sprintf("Nothing was done yet: the call awaits approval %s. Once an admin has approved it, call again with the same arguments.", approval))
 	r.StructuredContent = map[string]string{"status": "pending_approval", "approval_id": approval}
 	return r
 }
 
-// failure is a result that says what went wrong.
+// failure returns a result with an error message.
 func failure(text string) *sdk.CallToolResult {
 	return &sdk.CallToolResult{IsError: true, Content: []sdk.Content{&sdk.TextContent{Text: text}}}
 }
 
-// readResult makes a skill's result of a tool's: the structured content where there is some, else the text; what is
-// neither is summarised, with its size and kind. A result that says it is an error is one. Its size is bounded by the
-// registry.
+// readResult converts a tool's result to a skill's: the structured content if present, else the text. It summarizes
+// other content by size and kind. The registry bounds the size.
 func readResult(t skills.RemoteTool, result *sdk.CallToolResult, hide func(string) string) (any, error) {
 	if len(result.InputRequests) > 0 {
 		return nil, &skills.CallError{Class: skills.ClassHandler, Message: fmt.Sprintf(
@@ -461,7 +456,7 @@ func readResult(t skills.RemoteTool, result *sdk.CallToolResult, hide func(strin
 	return map[string]any{"text": text, "attached": redact.Known(others, hide)}, nil
 }
 
-// split takes the texts out of a result's content and describes the rest.
+// split separates the texts of a result's content and describes the rest.
 func split(content []sdk.Content) (texts []string, others []any) {
 	for _, item := range content {
 		switch c := item.(type) {
@@ -485,7 +480,7 @@ func split(content []sdk.Content) (texts []string, others []any) {
 	return texts, others
 }
 
-// resource is an embedded resource: its text, or what its bytes are.
+// resource returns an embedded resource: its text, or a description of its bytes.
 func resource(r *sdk.ResourceContents) map[string]any {
 	if r == nil {
 		return map[string]any{"type": "resource"}
@@ -498,14 +493,14 @@ func resource(r *sdk.ResourceContents) map[string]any {
 	return described
 }
 
-// blob describes bytes that are of no use to a model as text.
+// blob describes binary data.
 func blob(kind, mime string, data []byte) map[string]any {
 	sum := sha256.Sum256(data)
 	return map[string]any{"type": kind, "mime": mime, "bytes": len(data), "sha256": hex.EncodeToString(sum[:])}
 }
 
-// protocolError is the message of an error that the server itself sent: it is there, and refuses the call. The SDK has
-// codes of its own, from -32003 to -32005, for a connection that is gone.
+// protocolError returns the message of an error that a reachable server sent. The SDK's own codes, -32003 to -32005,
+// mean a lost connection.
 func protocolError(err error) (string, bool) {
 	e, ok := errors.AsType[*jsonrpc.Error](err)
 	if !ok || e.Code <= -32003 && e.Code >= -32005 || errors.Is(err, sdk.ErrConnectionClosed) {

@@ -26,7 +26,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// house is an agent whose skills are offered.
+// house is an agent that offers skills.
 type house struct {
 	t      *testing.T
 	pool   *pgxpool.Pool
@@ -54,7 +54,7 @@ func newHouse(t *testing.T) *house {
 	return h
 }
 
-// process is a server of one more process.
+// process is a server of another process.
 func (h *house) process() *mcp.Server {
 	h.t.Helper()
 	registry, err := skills.New(skills.Options{Pool: h.pool, Builtins: map[string]skills.Builtin{
@@ -88,7 +88,7 @@ func (h *house) offer(skill string) {
 	}
 }
 
-// trust makes the skill add need an approval.
+// approve makes the skill add need an approval.
 func (h *house) approve() {
 	h.t.Helper()
 	d := skills.Definition{Name: "add", Description: "Adds.", Handler: "builtin:add", Trust: skills.TrustApprove, Parameters: map[string]any{
@@ -99,7 +99,7 @@ func (h *house) approve() {
 	}
 }
 
-// http is a stock client that speaks to the handler behind a token.
+// http is a stock client of the handler behind a token.
 func (h *house) http() *sdk.ClientSession {
 	h.t.Helper()
 	guarded := h.server.Handler()
@@ -131,7 +131,7 @@ func (bearer) RoundTrip(r *http.Request) (*http.Response, error) {
 	return http.DefaultTransport.RoundTrip(r)
 }
 
-// stdio is a stock client on a session of Serve.
+// stdio is a stock client of a Serve session.
 func (h *house) stdio(options *sdk.ClientOptions) *sdk.ClientSession {
 	h.t.Helper()
 	theirIn, ourOut := io.Pipe()
@@ -173,7 +173,7 @@ func callTool(t *testing.T, session *sdk.ClientSession, name string, args any) *
 	return result
 }
 
-// said is the text of a result.
+// said returns the text of a result.
 func said(r *sdk.CallToolResult) string {
 	var parts []string
 	for _, c := range r.Content {
@@ -247,7 +247,7 @@ func TestTheListFollowsTheOffers(t *testing.T) {
 	}
 }
 
-// awaits wants a call to wait for an approval, and returns its id.
+// awaits expects a call to wait for an approval, and returns its id.
 func awaits(t *testing.T, r *sdk.CallToolResult) string {
 	t.Helper()
 	fields, _ := r.StructuredContent.(map[string]any)
@@ -274,7 +274,7 @@ func TestACallThatNeedsApprovalIsMadeOnceAfterIt(t *testing.T) {
 	if h.made.Load() != 0 {
 		t.Fatal("it was called without an approval")
 	}
-	h.server = h.process() // the process that asked is gone
+	h.server = h.process() // the calling process is gone
 	session = h.http()
 	if _, err := approvals.Decide(t.Context(), h.pool, id, true, "admin", ""); err != nil {
 		t.Fatal(err)

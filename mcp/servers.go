@@ -13,7 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// Remote is a row of agent_mcp_servers: a server whose tools are mounted.
+// Remote is a row of agent_mcp_servers: a server with mounted tools.
 type Remote struct {
 	ID          string         `json:"id"`
 	Name        string         `json:"name"`
@@ -42,8 +42,8 @@ type Remote struct {
 const remoteColumns = `id::text, name, transport, url, command, headers, env, scope, trust, auto, include, exclude, idempotent,
 	timeout_ms, revision, source, attempted_at, synced_at, sync_error, about, created_at, updated_at`
 
-// Put makes the row of d.Name say what d declares, and reports whether anything changed. Tools that are mounted get the
-// new scope, trust and timeout at once. The error of a bad definition is that of [Validate].
+// Put stores the declaration d and reports whether it changed anything. Mounted tools get the new scope, trust and
+// timeout at once. The error of an invalid definition is that of [Validate].
 func Put(ctx context.Context, db postgres.Beginner, d Definition, source string) (changed bool, err error) {
 	if err := Validate(d); err != nil {
 		return false, fmt.Errorf("put MCP server %q: %w", d.Name, err)
@@ -98,8 +98,7 @@ func object(m map[string]any) map[string]any {
 	return m
 }
 
-// Remove deletes the servers of source that are not among keep, with the skills that were mounted from them, and
-// returns their names.
+// Remove deletes the servers of source except keep, with their mounted skills, and returns their names.
 func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
 	rows, err := db.Query(ctx, `
 		with gone as (
@@ -129,7 +128,7 @@ func Remove(ctx context.Context, db postgres.DB, source string, keep []string) (
 	return names, nil
 }
 
-// Get reads one server, or [ErrNotFound].
+// Get reads one server, or returns [ErrNotFound].
 func Get(ctx context.Context, db postgres.DB, name string) (Remote, error) {
 	rows, err := db.Query(ctx, `select `+remoteColumns+` from agent_mcp_servers where name = @name`, postgres.Strict{"name": name})
 	if err != nil {
@@ -158,16 +157,16 @@ func List(ctx context.Context, db postgres.DB) ([]Remote, error) {
 	return all, nil
 }
 
-// Tool is a row of agent_mcp_tools: a tool and the skill that it is mounted as.
+// Tool is a row of agent_mcp_tools: a tool and its mounted skill.
 type Tool struct {
 	Server     string          `json:"server"`
 	Tool       string          `json:"tool"`
 	Skill      string          `json:"skill"`
 	State      string          `json:"state"` // mounted, quarantined, gone, excluded or refused
 	Reason     string          `json:"reason"`
-	Pin        string          `json:"pin"`        // the hash of what was accepted
-	Definition json.RawMessage `json:"definition"` // what was accepted
-	SeenPin    string          `json:"seen_pin"`   // the hash of what the server shows now, where it differs
+	Pin        string          `json:"pin"`        // hash of the accepted definition
+	Definition json.RawMessage `json:"definition"` // the accepted definition
+	SeenPin    string          `json:"seen_pin"`   // hash of the server's current definition, if different
 	Seen       json.RawMessage `json:"seen"`
 	CreatedAt  time.Time       `json:"created_at"`
 	UpdatedAt  time.Time       `json:"updated_at"`
@@ -177,14 +176,14 @@ type Tool struct {
 const (
 	Mounted     = "mounted"     // its skill calls it
 	Quarantined = "quarantined" // it changed; an admin must accept it
-	Gone        = "gone"        // the server no longer has it
-	Excluded    = "excluded"    // the workspace leaves it out
-	Refused     = "refused"     // it cannot be a skill
+	Gone        = "gone"        // the server removed it
+	Excluded    = "excluded"    // the workspace excludes it
+	Refused     = "refused"     // it cannot become a skill
 )
 
 const toolColumns = `server, tool, skill_name, state, reason, pin, definition, seen_pin, seen, created_at, updated_at`
 
-// Tools reads the tools of a server, or of all when server is empty, by server and name.
+// Tools reads the tools of a server, or of all servers when server is empty, by server and name.
 func Tools(ctx context.Context, db postgres.DB, server string) ([]Tool, error) {
 	rows, err := db.Query(ctx, `
 		select `+toolColumns+` from agent_mcp_tools where @server = '' or server = @server order by server, tool`,

@@ -25,25 +25,25 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Report is what a sync found. Lists hold the names of tools whose state it changed.
+// Report is the outcome of a sync. Its lists name the tools with a changed state.
 type Report struct {
 	Server      string   `json:"server"`
 	About       string   `json:"about"`
-	Tools       int      `json:"tools"` // that the server lists
+	Tools       int      `json:"tools"` // listed by the server
 	Mounted     []string `json:"mounted"`
 	Quarantined []string `json:"quarantined"`
 	Gone        []string `json:"gone"`
 	Excluded    []string `json:"excluded"`
 	Refused     []string `json:"refused"`
-	Error       string   `json:"error,omitempty"` // why nothing was found
+	Error       string   `json:"error,omitempty"` // why the sync failed
 }
 
-// changed reports whether there is something to tell.
+// changed reports whether any tool changed.
 func (r Report) changed() bool {
 	return len(r.Mounted)+len(r.Quarantined)+len(r.Gone)+len(r.Excluded)+len(r.Refused) > 0
 }
 
-// note counts a tool whose state changed.
+// note counts a tool with a changed state.
 func (r *Report) note(t Tool) {
 	switch t.State {
 	case Mounted:
@@ -59,7 +59,7 @@ func (r *Report) note(t Tool) {
 	}
 }
 
-// settle makes the rows of a server's tools, and their skills, match what it lists, and records what changed.
+// settle updates the rows and skills of a server's tools to match its list, and records the changes.
 func settle(ctx context.Context, tx pgx.Tx, server, agent string, listed map[string]snapshot) (Report, error) {
 	report := Report{
 		Server: server, Tools: len(listed), Mounted: []string{}, Quarantined: []string{}, Gone: []string{}, Excluded: []string{},
@@ -82,7 +82,7 @@ func settle(ctx context.Context, tx pgx.Tx, server, agent string, listed map[str
 			rows[name] = Tool{Server: server, Tool: name, Skill: skillName(server, name), Definition: json.RawMessage(`{}`)}
 		}
 	}
-	for _, name := range slices.Sorted(maps.Keys(rows)) { // everybody locks rows in one order
+	for _, name := range slices.Sorted(maps.Keys(rows)) { // a fixed lock order avoids deadlocks
 		old := rows[name]
 		var now *snapshot
 		if s, ok := listed[name]; ok {
@@ -102,7 +102,7 @@ func settle(ctx context.Context, tx pgx.Tx, server, agent string, listed map[str
 	return report, record(ctx, tx, agent, "mcp_sync", map[string]any{"server": server}, report)
 }
 
-// lock reads a server's row and keeps others from settling it meanwhile.
+// lock reads and locks a server's row.
 func lock(ctx context.Context, tx pgx.Tx, server string) (Remote, error) {
 	if _, err := tx.Exec(ctx, `select from agent_mcp_servers where name = @name for update`, postgres.Strict{"name": server}); err != nil {
 		return Remote{}, fmt.Errorf("lock MCP server %q: %w", server, err)
@@ -110,7 +110,7 @@ func lock(ctx context.Context, tx pgx.Tx, server string) (Remote, error) {
 	return Get(ctx, tx, server)
 }
 
-// place writes a tool's row and brings its skill into the state that it calls for.
+// place writes a tool's row and updates its skill accordingly.
 func place(ctx context.Context, tx pgx.Tx, r Remote, t Tool) (Tool, error) {
 	if t.State == Mounted {
 		if problem, err := mountable(ctx, tx, r, t); err != nil {
@@ -132,7 +132,7 @@ func place(ctx context.Context, tx pgx.Tx, r Remote, t Tool) (Tool, error) {
 	return t, err
 }
 
-// mountable says why a tool cannot be a skill; empty when it can.
+// mountable returns why a tool cannot become a skill; empty if it can.
 func mountable(ctx context.Context, tx pgx.Tx, r Remote, t Tool) (string, error) {
 	d, err := t.accepted(r)
 	if err != nil {
@@ -152,7 +152,7 @@ func mountable(ctx context.Context, tx pgx.Tx, r Remote, t Tool) (string, error)
 	return "", nil
 }
 
-// accepted is the skill of what was accepted of a tool.
+// accepted returns the skill of a tool's accepted definition.
 func (t Tool) accepted(r Remote) (skills.Definition, error) {
 	var d definition
 	if err := json.Unmarshal(t.Definition, &d); err != nil {
@@ -161,7 +161,7 @@ func (t Tool) accepted(r Remote) (skills.Definition, error) {
 	return r.skill(t.Tool, t.Skill, t.Pin, d), nil
 }
 
-// mount makes the skill, and puts it back into service if it was this package that took it out.
+// mount stores the skill, and enables it if this package had disabled it.
 func mount(ctx context.Context, tx pgx.Tx, r Remote, t Tool) error {
 	d, err := t.accepted(r)
 	if err != nil {
@@ -178,7 +178,7 @@ func mount(ctx context.Context, tx pgx.Tx, r Remote, t Tool) error {
 	return err
 }
 
-// unmount takes a skill out of service and keeps both versions as the evidence.
+// unmount disables a skill and records both versions as evidence.
 func unmount(ctx context.Context, tx pgx.Tx, t Tool) error {
 	reason := fmt.Sprintf("tool %s of the MCP server %s: %s", t.Tool, t.Server, t.Reason)
 	if t.State == Quarantined {
@@ -212,8 +212,8 @@ func writeTool(ctx context.Context, tx pgx.Tx, t Tool) error {
 	return nil
 }
 
-// remount gives the tools of a server whose declaration changed their new scope, trust and timeout. What is newly
-// included waits for the next sync when nothing of it was accepted yet.
+// remount applies a changed declaration's scope, trust and timeout to a server's tools. A newly included tool without
+// an accepted version waits for the next sync.
 func remount(ctx context.Context, tx pgx.Tx, server string) error {
 	r, err := lock(ctx, tx, server)
 	if err != nil {
@@ -239,9 +239,9 @@ func remount(ctx context.Context, tx pgx.Tx, server string) error {
 	return nil
 }
 
-// Accept makes the version that a quarantined tool shows now the accepted one, and puts its skill back into service.
-// pin, where not empty, is the hash of the version that was looked at: [ErrNothingToAccept] when it is another by now,
-// or when the tool is not in quarantine; [ErrNotFound] when there is no such tool. The act is recorded.
+// Accept accepts the current version of a quarantined tool and enables its skill. pin, if not empty, is the hash of
+// the version that the admin read. It returns [ErrNothingToAccept] if the hash differs or the tool is not in
+// quarantine, and [ErrNotFound] for an unknown tool. It records an activity.
 func Accept(ctx context.Context, db postgres.Beginner, server, tool, pin, agent string) (Tool, error) {
 	var accepted Tool
 	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
@@ -279,7 +279,7 @@ func Accept(ctx context.Context, db postgres.Beginner, server, tool, pin, agent 
 	return accepted, nil
 }
 
-// record leaves the activity of an act on mounted tools, under the trace of ctx, or one of its own.
+// record writes the activity of a change to mounted tools, under the trace of ctx or a new one.
 func record(ctx context.Context, db postgres.DB, agent, skill string, input, output any) error {
 	e := activity.Entry{Skill: skill, Input: input}
 	if x, inside := executions.Current(ctx); inside {
@@ -294,15 +294,15 @@ func record(ctx context.Context, db postgres.DB, agent, skill string, input, out
 	return err
 }
 
-// Offer is a row of agent_mcp_offers: a skill that others may call over MCP.
+// Offer is a row of agent_mcp_offers: a skill that external clients may call over MCP.
 type Offer struct {
 	Skill     string    `json:"skill"`
 	OfferedBy string    `json:"offered_by"`
 	CreatedAt time.Time `json:"created_at"`
 }
 
-// Grant offers a skill over MCP; false when it is offered already, [skills.ErrNotFound] when there is none. by is the
-// admin. The act is recorded.
+// Grant offers a skill over MCP. It returns false if the skill is offered already, and [skills.ErrNotFound] for an
+// unknown one. by is the admin. It records an activity.
 func Grant(ctx context.Context, db postgres.Beginner, skill, by, agent string) (bool, error) {
 	return change(ctx, db, "mcp_offer", skill, by, agent, func(tx pgx.Tx) (int64, error) {
 		tag, err := tx.Exec(ctx, `
@@ -312,8 +312,8 @@ func Grant(ctx context.Context, db postgres.Beginner, skill, by, agent string) (
 	})
 }
 
-// Withdraw ends an offer; false when there is none, [skills.ErrNotFound] when there is no such skill. Calls under way
-// go on. The act is recorded.
+// Withdraw ends an offer. It returns false if there is none, and [skills.ErrNotFound] for an unknown skill. Pending
+// calls continue. It records an activity.
 func Withdraw(ctx context.Context, db postgres.Beginner, skill, by, agent string) (bool, error) {
 	return change(ctx, db, "mcp_withdraw", skill, by, agent, func(tx pgx.Tx) (int64, error) {
 		tag, err := tx.Exec(ctx, `delete from agent_mcp_offers where skill_name = @skill`, postgres.Strict{"skill": skill})
@@ -338,7 +338,7 @@ func change(ctx context.Context, db postgres.Beginner, act, skill, by, agent str
 	return changed, nil
 }
 
-// Offers lists the skills that are offered, by name.
+// Offers lists the offered skills by name.
 func Offers(ctx context.Context, db postgres.DB) ([]Offer, error) {
 	rows, err := db.Query(ctx, `select skill_name, offered_by, created_at from agent_mcp_offers order by skill_name`)
 	if err != nil {
@@ -351,7 +351,7 @@ func Offers(ctx context.Context, db postgres.DB) ([]Offer, error) {
 	return all, nil
 }
 
-// offered is what the registry can run of what is offered and in service.
+// offered returns the offered and enabled skills that the registry can run.
 func (s *Server) offered(ctx context.Context) ([]skills.Skill, error) {
 	offers, err := Offers(ctx, s.Pool)
 	if err != nil || len(offers) == 0 {
@@ -366,14 +366,14 @@ func (s *Server) offered(ctx context.Context) ([]skills.Skill, error) {
 	}), nil
 }
 
-// definition is a tool as it is kept: cleaned, so that it can be shown.
+// definition is a tool as stored: cleaned for display.
 type definition struct {
 	Description string         `json:"description"`
 	InputSchema map[string]any `json:"input_schema"`
 	Annotations *annotations   `json:"annotations,omitempty"`
 }
 
-// annotations are what a tool says about its own behaviour. They are not trusted.
+// annotations are a tool's claims about its behaviour. They are not trusted.
 type annotations struct {
 	DestructiveHint *bool `json:"destructiveHint,omitempty"`
 	OpenWorldHint   *bool `json:"openWorldHint,omitempty"`
@@ -381,15 +381,14 @@ type annotations struct {
 	IdempotentHint  bool  `json:"idempotentHint,omitempty"`
 }
 
-// snapshot is a tool as a server shows it now.
+// snapshot is a tool as the server lists it now.
 type snapshot struct {
-	pin        string // the hash of it as it came
+	pin        string // hash of the raw definition
 	definition definition
-	problem    string // why it cannot be a skill
+	problem    string // why it cannot become a skill
 }
 
-// look takes the snapshot of a tool. The pin covers every byte of what a model or a person could be shown, before it
-// is cleaned.
+// look takes the snapshot of a tool. The pin covers all bytes that a model or a person can see, before cleaning.
 func look(t *sdk.Tool) snapshot {
 	raw, err := json.Marshal(map[string]any{
 		"name": t.Name, "description": t.Description, "inputSchema": t.InputSchema, "annotations": t.Annotations,
@@ -415,7 +414,7 @@ func look(t *sdk.Tool) snapshot {
 	return s
 }
 
-// schemaOf is a cleaned copy of a tool's schema, or why there is none.
+// schemaOf returns a cleaned copy of a tool's schema, or why there is none.
 func schemaOf(t *sdk.Tool) (map[string]any, string) {
 	raw, err := json.Marshal(t.InputSchema)
 	var schema map[string]any
@@ -429,8 +428,8 @@ func schemaOf(t *sdk.Tool) (map[string]any, string) {
 	return schema, ""
 }
 
-// parameters is the schema as the skill has it. One that lists no properties takes what comes; one that lists some and
-// says nothing of others takes no others, as everywhere in skills.
+// parameters returns the skill's schema. A schema without properties accepts any argument; one with properties
+// accepts no others by default, as all skills do.
 func (d definition) parameters() map[string]any {
 	schema := make(map[string]any, len(d.InputSchema)+1)
 	maps.Copy(schema, d.InputSchema)
@@ -444,8 +443,8 @@ func (d definition) parameters() map[string]any {
 	return schema
 }
 
-// destructive reports whether a tool says, or by the protocol's default implies, that it may destroy something. A
-// tool without any annotations says nothing.
+// destructive reports whether a tool declares, or by the protocol's default implies, a destructive effect. A tool
+// without annotations declares nothing.
 func (a *annotations) destructive() bool {
 	switch {
 	case a == nil:
@@ -456,7 +455,7 @@ func (a *annotations) destructive() bool {
 	return !a.ReadOnlyHint
 }
 
-// trustOf is how much a tool is trusted: as the admin set, or less.
+// trustOf returns a tool's trust: the admin's setting, or a stricter one.
 func (r Remote) trustOf(tool string, a *annotations) string {
 	switch {
 	case a.destructive():
@@ -467,12 +466,12 @@ func (r Remote) trustOf(tool string, a *annotations) string {
 	return r.Trust
 }
 
-// includes reports whether the workspace wants a tool.
+// includes reports whether the workspace includes a tool.
 func (r Remote) includes(tool string) bool {
 	return (len(r.Include) == 0 || matches(r.Include, tool)) && !matches(r.Exclude, tool)
 }
 
-// skill is what a tool is mounted as.
+// skill returns the skill declaration of a tool.
 func (r Remote) skill(tool, name, pin string, d definition) skills.Definition {
 	about := d.Description
 	if about == "" {
@@ -486,11 +485,11 @@ func (r Remote) skill(tool, name, pin string, d definition) skills.Definition {
 	}
 }
 
-// longestSkill is how long a skill's name may be.
+// longestSkill bounds a skill's name.
 const longestSkill = 64
 
-// skillName is the name of a tool's skill. Where a letter had to go or the name was too long, a part of the hash of
-// the tool's own name keeps it apart from others.
+// skillName returns the name of a tool's skill. If a character was replaced or the name was cut, a part of the hash
+// of the tool's name keeps it unique.
 func skillName(server, tool string) string {
 	safe := strings.Map(func(r rune) rune {
 		if r < 128 && (r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' || r >= '0' && r <= '9' || r == '_' || r == '-') {
@@ -507,8 +506,8 @@ func skillName(server, tool string) string {
 	return name[:min(len(name), longestSkill-len(mark))] + mark
 }
 
-// judge says what becomes of a tool: old is its row (new ones have only names), now is how the server shows it, nil
-// when it does not. It decides alone, so that every case can be seen in one place.
+// judge decides the state of a tool. old is its row, with only names for a new tool. now is the listed tool, nil if
+// the server does not list it. All cases are decided here.
 func judge(r Remote, old Tool, now *snapshot) Tool {
 	next := old
 	next.Reason, next.SeenPin, next.Seen = "", "", json.RawMessage(`{}`)
@@ -533,7 +532,7 @@ func judge(r Remote, old Tool, now *snapshot) Tool {
 	return next
 }
 
-// difference says which parts of a tool changed.
+// difference names the changed parts of a tool.
 func difference(accepted json.RawMessage, now definition) string {
 	var then, current definition
 	if json.Unmarshal(accepted, &then) != nil || json.Unmarshal(encode(now), &current) != nil {
@@ -555,7 +554,7 @@ func difference(accepted json.RawMessage, now definition) string {
 	return "it changed since it was accepted: " + strings.Join(parts, ", ")
 }
 
-// encode writes what came from JSON and so can be written again.
+// encode encodes a definition, which came from JSON.
 func encode(d definition) json.RawMessage {
 	raw, err := json.Marshal(d)
 	if err != nil {
@@ -564,8 +563,8 @@ func encode(d definition) json.RawMessage {
 	return raw
 }
 
-// cleanText makes a stranger's text fit to be read by people and models: no control characters, nothing invisible that
-// could carry hidden words or turn the direction of writing, at most limit letters.
+// cleanText makes foreign text safe to show to people and models. It removes control characters and invisible
+// characters that could hide words or change the writing direction. It cuts at limit characters.
 func cleanText(text string, limit int) string {
 	text = strings.Map(func(r rune) rune {
 		switch {
@@ -585,15 +584,14 @@ func cleanText(text string, limit int) string {
 	return text
 }
 
-// hidden reports whether a letter is not seen: control and format characters (zero width, direction, tags), private
-// use, surrogates, and the variation selectors, which can spell words.
+// hidden reports an invisible character: control and format characters (zero width, direction, tags), private use,
+// surrogates, and variation selectors.
 func hidden(r rune) bool {
 	return unicode.In(r, unicode.Cc, unicode.Cf, unicode.Co, unicode.Cs, unicode.Variation_Selector) || r == '\u115F' || r == '\u1160' ||
 		r == '\u3164' || r == '\uFFA0' || r == '\u2028' || r == '\u2029'
 }
 
-// cleanSchema cleans the texts of a JSON Schema that are there to be read. What decides about arguments (names, enum,
-// const, default, pattern) stays as it is.
+// cleanSchema cleans the descriptive texts of a JSON Schema. It leaves names, enum, const, default and pattern.
 func cleanSchema(value any) any {
 	switch v := value.(type) {
 	case []any:
@@ -618,7 +616,7 @@ func cleanKeyword(key string, value any) any {
 	case "enum", "const", "default", "examples", "pattern", "required":
 		return value
 	case "properties", "patternProperties", "$defs", "definitions", "dependentSchemas":
-		// Here the keys are names, and each value is a schema.
+		// The keys are names, and each value is a schema.
 		if schemas, ok := value.(map[string]any); ok {
 			for name, schema := range schemas {
 				schemas[name] = cleanSchema(schema)

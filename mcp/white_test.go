@@ -35,7 +35,7 @@ func TestValidateSaysEverythingThatIsWrong(t *testing.T) {
 	url := "https://example.com/mcp"
 	for name, c := range map[string]struct {
 		d    Definition
-		want []string // the beginnings of the problems; none: it is good
+		want []string // prefixes of the problems; empty for a valid one
 	}{
 		"http":            {Definition{Name: "a", URL: url, Headers: map[string]any{"Authorization": "Bearer ${TOKEN}", "X-Region": "eu"}}, nil},
 		"stdio":           {Definition{Name: "a", Command: []string{"npx", "-y", "x"}, Env: map[string]any{"API_KEY": "file:/run/secrets/key", "LEVEL": "debug"}}, nil},

@@ -15,35 +15,35 @@ import (
 )
 
 var (
-	// ErrConflictNotFound reports a conflict that does not exist.
+	// ErrConflictNotFound reports an unknown conflict.
 	ErrConflictNotFound = errors.New("conflict not found")
-	// ErrConflictDecided reports a conflict that was decided before.
+	// ErrConflictDecided reports a decided conflict.
 	ErrConflictDecided = errors.New("the conflict was decided already")
-	// ErrConflictsFull reports that too many conflicts await a decision.
+	// ErrConflictsFull reports that too many conflicts are undecided.
 	ErrConflictsFull = errors.New("too many memory conflicts are undecided")
 )
 
 // States of a [Conflict].
 const (
 	ConflictOpen  = "open"
-	ConflictKept  = "kept"  // what was there stayed
+	ConflictKept  = "kept"  // the stored value stayed
 	ConflictTaken = "taken" // the late value replaced it
 )
 
-// maxConflicts is how many conflicts may be open.
+// maxConflicts bounds the open conflicts.
 const maxConflicts = 1000
 
-// Conflict is a row of agent_memory_conflicts: a value that was not written, because its key had changed since its
-// writer read it, and the writer was not there any more to decide.
+// Conflict is a row of agent_memory_conflicts: a rejected value whose writer had ended. Its key had changed since the
+// writer read it.
 type Conflict struct {
 	ID            string          `json:"id"`
-	Owner         Owner           `json:"agent,omitempty"` // whose own memory it is about
+	Owner         Owner           `json:"agent,omitempty"` // owner of the memory
 	Category      string          `json:"category"`
 	Key           string          `json:"key"`
-	Value         json.RawMessage `json:"value"`          // that was not written
-	TTLSeconds    float64         `json:"ttl_seconds"`    // how long it was to be kept; 0: for ever
-	IfRevision    int             `json:"if_revision"`    // what its writer had read; 0: nothing
-	FoundRevision int             `json:"found_revision"` // what was there instead; 0: nothing
+	Value         json.RawMessage `json:"value"`          // the rejected value
+	TTLSeconds    float64         `json:"ttl_seconds"`    // lifetime of the value; 0 for no expiry
+	IfRevision    int             `json:"if_revision"`    // the revision that the writer had read; 0 for none
+	FoundRevision int             `json:"found_revision"` // the revision at the write; 0 for none
 	FoundValue    json.RawMessage `json:"found_value"`
 	FoundTraceID  string          `json:"found_trace_id"`
 	TraceID       string          `json:"trace_id"` // of the writer
@@ -53,8 +53,8 @@ type Conflict struct {
 	DecidedReason string          `json:"decided_reason"`
 	DecidedAt     *time.Time      `json:"decided_at"`
 	CreatedAt     time.Time       `json:"created_at"`
-	// What is there now.
-	Revision int             `json:"revision"` // 0: nothing
+	// The current entry.
+	Revision int             `json:"revision"` // 0 for none
 	Current  json.RawMessage `json:"current"`
 }
 
@@ -66,8 +66,8 @@ const conflictColumns = `
 		  left join agent_memory m on m.owner = c.owner and m.category = c.category and m.key = c.key
 		   and (m.expires_at is null or m.expires_at > clock_timestamp())`
 
-// KeepConflict keeps what was not written, for an admin to decide, and returns the conflict's id: that of an open one
-// with the same value, where there is one. [ErrConflictsFull] when 1,000 are undecided. executionID may be empty.
+// KeepConflict stores a rejected value for an admin's decision, and returns the conflict's id. An open conflict with
+// the same value is reused. It returns [ErrConflictsFull] when 1,000 are undecided. executionID may be empty.
 func KeepConflict(ctx context.Context, db postgres.DB, n Note, c *ConflictError, executionID string) (id string, err error) {
 	found := Entry{}
 	if c.Theirs != nil {
@@ -103,9 +103,9 @@ func KeepConflict(ctx context.Context, db postgres.DB, n Note, c *ConflictError,
 // ConflictFilter narrows [Conflicts]; the zero value lists the newest 20 that are open.
 type ConflictFilter struct {
 	Status        string // ConflictOpen when empty; "all" for all
-	Owner         *Owner // whose memory; everybody's when nil
+	Owner         *Owner // owner of the memory; nil for all
 	Category, Key string // of one key, when Key is set
-	Before        string // an id: only older ones
+	Before        string // an id; returns only older ones
 	Limit         int    // 20 when 0, at most 1000
 }
 
@@ -146,19 +146,19 @@ func GetConflict(ctx context.Context, db postgres.DB, id string) (Conflict, erro
 	return c, nil
 }
 
-// Decision is what becomes of a conflict.
+// Decision decides a conflict.
 type Decision struct {
-	Take   bool   // the late value replaces what is there
+	Take   bool   // the late value replaces the stored one
 	By     string // the admin
 	Reason string
-	// IfRevision is the revision that the admin saw; [Absent]: nothing; 0: what was found when the conflict arose.
+	// IfRevision is the revision that the admin read; [Absent] for none; 0 for the one at the conflict.
 	IfRevision int
-	TraceID    string // under which the value is written
+	TraceID    string // trace of the write
 }
 
-// Decide decides an open conflict, in the caller's transaction, and returns it as it is then. [ErrConflictDecided] when
-// somebody was faster. A late value is written only if the key is still at the revision that the admin saw; otherwise
-// the error is a [*ConflictError], and the conflict stays open.
+// Decide decides an open conflict in the caller's transaction and returns its row. It returns [ErrConflictDecided]
+// after another decision. It writes the late value only at the revision that the admin read. Otherwise it returns a
+// [*ConflictError], and the conflict stays open.
 func Decide(ctx context.Context, tx pgx.Tx, id string, d Decision) (Conflict, error) {
 	if strings.TrimSpace(d.By) == "" {
 		return Conflict{}, fmt.Errorf("decide memory conflict: %w: name the admin who does it", ErrInvalid)

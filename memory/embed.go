@@ -18,25 +18,25 @@ import (
 )
 
 const (
-	embedEvery     = 5 * time.Second // how often new revisions are looked for
-	embedAllEvery  = time.Hour       // how often all entries are compared with their vectors
+	embedEvery     = 5 * time.Second // interval of the search for new revisions
+	embedAllEvery  = time.Hour       // interval of the full comparison
 	embedOverlap   = 10 * time.Minute
 	embedBatch     = 32 // texts in one request
 	embedTimeout   = time.Minute
-	embedClaim     = 5 * time.Minute // after that, another process may take over
+	embedClaim     = 5 * time.Minute // then another process may claim it
 	maxEmbedPause  = 5 * time.Minute // between passes while the server fails
 	maxEmbedded    = 8000            // bytes of a text that are embedded
-	shortEmbedded  = 2000            // of a text that the server has refused
-	keptOtherModel = 24 * time.Hour  // how long the vectors of another model are kept
+	shortEmbedded  = 2000            // of a text that the server rejected
+	keptOtherModel = 24 * time.Hour  // retention of another model's vectors
 )
 
-// Run embeds what was written, until ctx ends. Any number of processes may do it: each claims the entries that it
-// embeds. A nil Index has nothing to do.
+// Run embeds entries until ctx ends. Several processes may run it: each claims its entries. A nil Index returns at
+// once.
 func (x *Index) Run(ctx context.Context, db postgres.DB) error {
 	if x == nil {
 		return nil
 	}
-	var all time.Time // when all entries are compared again
+	var all time.Time // time of the next full comparison
 	var since time.Time
 	pause, failing := embedEvery, false
 	for {
@@ -73,12 +73,12 @@ func (x *Index) Run(ctx context.Context, db postgres.DB) error {
 	}
 }
 
-// vectorVersion is the version of the extension vector in this database; null: it is not installed.
+// vectorVersion is the version of the extension vector; null if it is not installed.
 const vectorVersion = `(select x.extversion from pg_extension x where x.extname = 'vector')`
 
-// Update embeds the entries that were written since a time and have no vector of their revision, and those whose
-// earlier attempt is due again. It returns how many it has embedded. Without the extension vector it does nothing.
-// The zero time looks at all entries, and removes vectors of other models that are a day old.
+// Update embeds the entries written since a time that lack a vector, and failed ones that are due again. It returns
+// how many it embedded. Without the extension vector it does nothing. The zero time covers all entries, and removes
+// vectors of other models after a day.
 func (x *Index) Update(ctx context.Context, db postgres.DB, since time.Time) (embedded int, err error) {
 	var version *string
 	if err := db.QueryRow(ctx, `select `+vectorVersion).Scan(&version); err != nil || version == nil {
@@ -102,7 +102,7 @@ func (x *Index) Update(ctx context.Context, db postgres.DB, since time.Time) (em
 	}
 }
 
-// claimed is a revision of an entry that this process embeds.
+// claimed is a claimed revision of an entry.
 type claimed struct {
 	ID       string
 	Revision int
@@ -110,7 +110,7 @@ type claimed struct {
 	Value    json.RawMessage
 }
 
-// claim takes the next entries to embed. A claim that nobody fulfils is due again after some minutes.
+// claim claims the next entries to embed. An unfulfilled claim expires after some minutes.
 func (x *Index) claim(ctx context.Context, db postgres.DB, since time.Time) ([]claimed, error) {
 	rows, err := db.Query(ctx, `
 		with wanted as (
@@ -149,8 +149,8 @@ func (x *Index) claim(ctx context.Context, db postgres.DB, since time.Time) ([]c
 	return list, nil
 }
 
-// embed embeds claimed entries in one request, and one by one when the server refuses that. When the server fails, or
-// refuses every one of several, the pass ends with an error.
+// embed embeds claimed entries in one request, or one by one if the server rejects that. The pass ends with an error
+// if the server fails, or rejects every text.
 func (x *Index) embed(ctx context.Context, db postgres.DB, list []claimed) (int, error) {
 	vectors, err := x.ask(ctx, list, maxEmbedded)
 	switch {
@@ -196,8 +196,8 @@ func (x *Index) ask(ctx context.Context, list []claimed, most int) ([][]float32,
 	return x.model.Embed(ctx, texts)
 }
 
-// refused reports an error that may be about the texts, not about the server. Some servers answer 500 to a text that is
-// too long for them.
+// refused reports an error that may concern the texts, not the server. Some servers answer 500 to a text that is too
+// long.
 func refused(err error) bool {
 	said, ok := errors.AsType[*models.Error](err)
 	return ok && slices.Contains([]int{
@@ -205,7 +205,7 @@ func refused(err error) bool {
 	}, said.Status)
 }
 
-// text is what is embedded of an entry: its key, and its value, which is shown without quotes when it is a text.
+// text returns the text to embed: the key and the value, unquoted if it is a text.
 func (c claimed) text(most int) string {
 	value := string(c.Value)
 	var plain string
@@ -215,7 +215,7 @@ func (c claimed) text(most int) string {
 	return cut(c.Key+": "+value, most)
 }
 
-// cut shortens a text to so many bytes of whole characters.
+// cut cuts a text to a number of bytes at a whole character.
 func cut(text string, most int) string {
 	if len(text) <= most {
 		return text
@@ -226,7 +226,7 @@ func cut(text string, most int) string {
 	return text[:most]
 }
 
-// store keeps vectors of revisions that are still claimed.
+// store stores the vectors of revisions that are still claimed.
 func (x *Index) store(ctx context.Context, db postgres.DB, list []claimed, vectors [][]float32) error {
 	ids, revisions := keys(list)
 	texts := make([]string, len(vectors))
@@ -245,7 +245,7 @@ func (x *Index) store(ctx context.Context, db postgres.DB, list []claimed, vecto
 	return nil
 }
 
-// arrayText is a vector as PostgreSQL writes an array.
+// arrayText formats a vector as a PostgreSQL array.
 func arrayText(vector []float32) string {
 	b := []byte{'{'}
 	for i, f := range vector {
@@ -271,7 +271,7 @@ func (x *Index) release(ctx context.Context, db postgres.DB, list []claimed) err
 	return nil
 }
 
-// putBack makes a text that the server refuses due again later: after 5 minutes, then 20, then 80, at most a day.
+// putBack delays a rejected text: by 5 minutes, then 20, then 80, at most a day.
 func (x *Index) putBack(ctx context.Context, db postgres.DB, c claimed, why error) error {
 	x.log.WarnContext(ctx, "the embedding server refuses a memory; it is found by words alone",
 		"id", c.ID, "model", x.model.Model(), "error", why)
@@ -293,8 +293,8 @@ func keys(list []claimed) (ids []string, revisions []int) {
 	return ids, revisions
 }
 
-// removeOther removes what other models have made, a day after it was made: until then, a process with the other
-// setting may need it.
+// removeOther removes vectors of other models after a day. Until then, a process with the other setting may need
+// them.
 func (x *Index) removeOther(ctx context.Context, db postgres.DB) error {
 	const piece = 1000
 	for {
@@ -313,16 +313,16 @@ func (x *Index) removeOther(ctx context.Context, db postgres.DB) error {
 	}
 }
 
-// EmbeddingState says how far the entries are embedded.
+// EmbeddingState is the progress of the embedding.
 type EmbeddingState struct {
-	Extension string // the version of the extension vector; empty: the database has none
+	Extension string // version of the extension vector; empty if the database has none
 	Available bool   // the server offers the extension
-	Server    int    // the major version of PostgreSQL
+	Server    int    // major version of PostgreSQL
 	Entries   int
-	Embedded  int // by the model, in their present revision
+	Embedded  int // current revisions embedded by the model
 }
 
-// State returns how far the entries are embedded.
+// State returns the progress of the embedding.
 func (x *Index) State(ctx context.Context, db postgres.DB) (s EmbeddingState, err error) {
 	err = db.QueryRow(ctx, `
 		select coalesce(`+vectorVersion+`, ''), exists (select from pg_available_extensions where name = 'vector'),

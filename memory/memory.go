@@ -1,26 +1,23 @@
-// Package memory is what the agent keeps from one run to the next: the table agent_memory.
+// Package memory stores what the agent keeps between runs: the table agent_memory.
 //
-// An entry is a JSON value under a category and a key. Saving again replaces the value and counts the
-// revision. A revision names one value of a key for ever: also a key that was forgotten or has expired goes on
-// counting when it is kept anew. A writer says which revision it has read, or that it has read none ([Absent]). If
-// the key is at another revision, nothing is written, and the error has both values ([ConflictError]). [Seen] is what
-// a run has read. Where no writer is left to decide, the value becomes a [Conflict], which an admin decides.
-// Each entry says under which trace it was last written.
+// An entry is a JSON value under a category and a key. Each write increments the key's revision. A revision never
+// repeats, even after deletion or expiry. A writer names the revision that it has read, or [Absent]. If the key is at
+// another revision, nothing is written, and the [ConflictError] has both values. [Seen] is what a run has read. A
+// rejected value whose writer has ended becomes a [Conflict], which an admin decides. Each entry names the trace of
+// its last write.
 //
-// An entry belongs to an [Owner]: the memory that all agents share, or that of one agent alone. The owner is a part of
-// the key, so what one owner keeps is neither read, found, changed nor forgotten through another.
+// An entry belongs to an [Owner]: the shared memory, or one agent's. The owner is a part of the key, so one owner's
+// entries cannot be read or changed through another.
 //
-// What looks like a secret (package redact) is not kept: a memory is read by models, shown to people and never rotated.
-// A category holds at most 5,000 entries; that bound is looked at before each new key, so callers at the same moment
-// may pass it by as many as they are.
+// A value that looks like a secret (package redact) is rejected, because models and people read the memory. A
+// category holds at most 5,000 entries. Concurrent writers may exceed that bound by their number.
 //
-// An entry may expire. An expired entry is gone from every read at that moment, by the database's
-// clock; [Expire] only frees its room. Search is PostgreSQL's full-text search without a language
-// (keys and values hold names as often as words), so it needs no extension.
+// Reads ignore expired entries, by the database's clock; [Expire] deletes them. Search is PostgreSQL's full-text
+// search without a language, because keys and values often hold names. It needs no extension.
 //
-// An [Index] adds search by meaning, where the installation names an embedding model and the database has the extension
-// vector. Writers do not wait for the embedding server: [Index.Run] embeds entries after they were written. A vector
-// belongs to one revision of one entry, and goes with the entry.
+// An [Index] adds semantic search, if an embedding model is configured and the extension vector is installed. Writers
+// do not wait for the embedding server: [Index.Run] embeds entries later. A vector belongs to one revision of an
+// entry and is deleted with it.
 package memory
 
 import (
@@ -41,15 +38,15 @@ import (
 )
 
 var (
-	// ErrNotFound reports an entry that does not exist, or has expired.
+	// ErrNotFound reports an unknown or expired entry.
 	ErrNotFound = errors.New("memory not found")
-	// ErrConflict reports an entry that is not at the revision the caller read. The error is a [*ConflictError].
+	// ErrConflict reports an entry at another revision than the caller read. The error is a [*ConflictError].
 	ErrConflict = errors.New("memory was changed by somebody else; read it again")
-	// ErrSecret reports a value, or a key, that is taken for a secret.
+	// ErrSecret reports a value or key that looks like a secret.
 	ErrSecret = errors.New("this looks like a secret, and secrets are not remembered; keep where to find it instead")
-	// ErrFull reports a category that holds all it may.
+	// ErrFull reports a full category.
 	ErrFull = errors.New("the category is full; forget something, or let entries expire")
-	// ErrInvalid reports a note that no category can hold; the error says what is wrong with it.
+	// ErrInvalid reports an invalid note; the error says why.
 	ErrInvalid = errors.New("invalid")
 )
 
@@ -59,25 +56,25 @@ const (
 	maxValue        = 64 << 10
 	defaultLimit    = 20
 	maxLimit        = 1000
-	maxEntries      = 5000 // of a category
+	maxEntries      = 5000 // per category
 )
 
-// Owner is whose memory it is: an agent's name for a memory of its own, or [Shared].
+// Owner is the owner of a memory: an agent's name, or [Shared].
 type Owner string
 
-// Shared is the memory of all agents that have none of their own.
+// Shared is the memory of all agents without their own.
 const Shared Owner = ""
 
-// Absent as the revision of a [Note] says that the caller has seen no entry there.
+// Absent, as the revision of a [Note], says that the caller found no entry.
 const Absent = -1
 
-// ConflictError reports a write that did not take place, because the key is not at the revision that its writer read.
+// ConflictError reports a rejected write: the key is at another revision than its writer read.
 type ConflictError struct {
 	Owner         Owner
 	Category, Key string
-	Read          int             // the revision that the writer read; 0 or Absent: none
-	Yours         json.RawMessage // what it wanted to write; nil to forget
-	Theirs        *Entry          // what is there; nil when nothing is
+	Read          int             // the revision that the writer read; 0 or Absent for none
+	Yours         json.RawMessage // the rejected value; nil for a deletion
+	Theirs        *Entry          // the stored entry; nil for none
 }
 
 func (e *ConflictError) Error() string {
@@ -112,31 +109,31 @@ func clip(value json.RawMessage) string {
 // Entry is a row of agent_memory.
 type Entry struct {
 	ID        string          `json:"id"`
-	Owner     Owner           `json:"agent,omitempty"` // whose own memory it is
+	Owner     Owner           `json:"agent,omitempty"` // owner of the memory
 	Category  string          `json:"category"`
 	Key       string          `json:"key"`
 	Value     json.RawMessage `json:"value"`
 	Revision  int             `json:"revision"`
 	TraceID   string          `json:"trace_id"`
-	ExpiresAt *time.Time      `json:"expires_at"` // nil: never
+	ExpiresAt *time.Time      `json:"expires_at"` // nil for no expiry
 	CreatedAt time.Time       `json:"created_at"`
 	UpdatedAt time.Time       `json:"updated_at"`
 }
 
-// Note is something to remember.
+// Note is a value to store.
 type Note struct {
-	Owner    Owner         // whose memory; that of all when empty
+	Owner    Owner         // owner of the memory; empty for the shared one
 	Category string        // "general" when empty; at most 255 bytes
 	Key      string        // at most 255 bytes
 	Value    any           // encodes as at most 64 KiB of JSON, without NUL characters
-	TTL      time.Duration // how long it is kept; 0: for ever
-	TraceID  string        // the work that learned it
-	Revision int           // the revision the caller has read, or Absent; 0: whatever is there
+	TTL      time.Duration // lifetime; 0 for no expiry
+	TraceID  string        // trace of the writer
+	Revision int           // the revision that the caller read, or Absent; 0 for any
 }
 
-// Save stores n in place of what its category and key hold, expiry included, and returns the entry. It
-// is a [*ConflictError] when n names a revision and the entry is at another, or gone; [ErrSecret] when n is taken for
-// a secret; [ErrFull] when it would be one entry too many; [ErrInvalid] when n is not as [Note] says.
+// Save replaces the value and expiry under n's category and key, and returns the entry. It returns a [*ConflictError]
+// if n names a revision and the entry has another or is gone; [ErrSecret] for a secret; [ErrFull] for a full
+// category; [ErrInvalid] for an invalid note.
 func Save(ctx context.Context, db postgres.DB, n Note) (Entry, error) {
 	value, err := n.check()
 	if err != nil {
@@ -155,9 +152,8 @@ func Save(ctx context.Context, db postgres.DB, n Note) (Entry, error) {
 	return e, nil
 }
 
-// write is one statement, which finds no row when the key is not at the revision that the note is based on. An expired
-// entry that still lies there counts as none. What is based on a revision is an update: an insert would also find no
-// entry where one was deleted at the same moment.
+// write is one statement. It returns no row if the key is not at the note's revision. An expired entry counts as
+// none. A note with a revision is an update: an insert could succeed after a concurrent deletion.
 func (n *Note) write(ctx context.Context, db postgres.DB, value json.RawMessage) (Entry, error) {
 	args := postgres.Strict{
 		"owner": n.Owner, "category": n.Category, "key": n.Key, "value": value, "trace_id": n.TraceID,
@@ -191,7 +187,7 @@ func (n *Note) write(ctx context.Context, db postgres.DB, value json.RawMessage)
 	return pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Entry])
 }
 
-// conflict is the error of a write that did not take place, with what is there now.
+// conflict returns the error of a rejected write, with the current entry.
 func conflict(ctx context.Context, db postgres.DB, o Owner, category, key string, read int, yours json.RawMessage) error {
 	c := &ConflictError{Owner: o, Category: category, Key: key, Read: read, Yours: yours}
 	theirs, err := o.Get(ctx, db, category, key)
@@ -235,15 +231,15 @@ func (n *Note) check() (json.RawMessage, error) {
 	return value, nil
 }
 
-// secret reports whether anything would be taken out of the value, or its key, where it is shown.
+// secret reports whether redaction would change the key or the value.
 func secret(key string, value json.RawMessage) bool {
-	const room = 4 * maxValue // what is only long is no secret
+	const room = 4 * maxValue // length alone is no secret
 	named := redact.JSON(map[string]json.RawMessage{key: value}, room)
 	plain, err := json.Marshal(map[string]json.RawMessage{key: value})
 	return err != nil || strings.Count(string(named), redact.Marker) > strings.Count(string(plain), redact.Marker)
 }
 
-// room refuses a new key in a full category.
+// room rejects a new key in a full category.
 func room(ctx context.Context, db postgres.DB, n Note) error {
 	var full bool
 	err := db.QueryRow(ctx, `
@@ -280,7 +276,7 @@ func (o Owner) Get(ctx context.Context, db postgres.DB, category, key string) (E
 	return e, nil
 }
 
-// Named returns the entries of names, in their order. Those that are not there are left out.
+// Named returns the entries of names, in order. It omits missing ones.
 func (o Owner) Named(ctx context.Context, db postgres.DB, names ...Name) ([]Entry, error) {
 	categories, keys := make([]string, len(names)), make([]string, len(names))
 	for i, name := range names {
@@ -303,8 +299,8 @@ func (o Owner) Named(ctx context.Context, db postgres.DB, names ...Name) ([]Entr
 	return found, nil
 }
 
-// Expire deletes the entries whose time has come and returns how many. What is kept about keys that are gone, and
-// conflicts that were decided, go after 90 days. Any number of callers may run at once.
+// Expire deletes the expired entries and returns how many. Revisions of deleted keys, and decided conflicts, are
+// deleted after 90 days. Concurrent calls are safe.
 func Expire(ctx context.Context, db postgres.DB) (int64, error) {
 	tag, err := db.Exec(ctx, `
 		delete from agent_memory
@@ -316,17 +312,17 @@ func Expire(ctx context.Context, db postgres.DB) (int64, error) {
 	return tag.RowsAffected(), prune(ctx, db)
 }
 
-// CategoryStats is what one category holds.
+// CategoryStats are the totals of a category.
 type CategoryStats struct {
-	Owner     Owner     `json:"agent,omitempty"` // whose own memory it is
+	Owner     Owner     `json:"agent,omitempty"` // owner of the memory
 	Category  string    `json:"category"`
 	Entries   int64     `json:"entries"`
 	Bytes     int64     `json:"bytes"`    // of keys and values, as stored
-	Expiring  int64     `json:"expiring"` // entries that have an expiry
+	Expiring  int64     `json:"expiring"` // entries with an expiry
 	UpdatedAt time.Time `json:"updated_at"`
 }
 
-// Stats counts the entries by owner and category, by name.
+// Stats returns totals by owner and category, sorted by name.
 func Stats(ctx context.Context, db postgres.DB) ([]CategoryStats, error) {
 	rows, err := db.Query(ctx, `
 		select owner, category, count(*) as entries, sum(octet_length(key) + pg_column_size(value))::bigint as bytes,
@@ -343,37 +339,36 @@ func Stats(ctx context.Context, db postgres.DB) ([]CategoryStats, error) {
 	return stats, nil
 }
 
-// Name is what an entry is known by. Other rows whose revisions a run keeps have a Kind, and no category.
+// Name identifies an entry. Other rows with tracked revisions have a Kind and no category.
 type Name struct {
 	Kind     string `json:"kind,omitempty"`
 	Category string `json:"category"`
 	Key      string `json:"key"`
 }
 
-// Sight is a revision of a key that was read; [Absent]: the key was found to hold nothing.
+// Sight is a revision of a key that a run read; [Absent] if the key was empty.
 type Sight struct {
 	Name
 	Revision int `json:"revision"`
 }
 
-// Seen is what a run has read. What it writes is based on that: a key that it has not read must be new.
+// Seen is what a run has read. Its writes depend on it: a key that it has not read must be new.
 type Seen map[Name]int
 
-// Revision is what a [Note] about a key says: the revision that was read, or [Absent].
+// Revision returns the revision for a [Note] about a key: the one that was read, or [Absent].
 func (s Seen) Revision(category, key string) int {
 	return cmp.Or(s[Name{Category: cmp.Or(category, defaultCategory), Key: key}], Absent)
 }
 
-// Add takes in what was read.
+// Add adds sights.
 func (s Seen) Add(sights ...Sight) {
 	for _, x := range sights {
 		s[x.Name] = x.Revision
 	}
 }
 
-// SightsIn are the entries in an answer that end within its first upto bytes, which is how much of it was shown. An
-// answer is a JSON object that has entries in the list "memories", or one in "theirs". What is inside a value is not
-// looked at.
+// SightsIn returns the entries of an answer that end within its first upto bytes, which is the shown part. An answer
+// is a JSON object with entries in the list "memories", or one in "theirs". Values are not searched.
 func SightsIn(answer []byte, upto int) []Sight {
 	var found []Sight
 	for _, raw := range ShownIn(answer, upto, "memories") {
@@ -386,8 +381,7 @@ func SightsIn(answer []byte, upto int) []Sight {
 	return found
 }
 
-// ShownIn are the values in an answer's list, and its "theirs", that end within the first upto bytes of the answer, a
-// JSON object.
+// ShownIn returns the values of an answer's list, and its "theirs", that end within the answer's first upto bytes.
 func ShownIn(answer []byte, upto int, list string) []json.RawMessage {
 	var found []json.RawMessage
 	decoder := json.NewDecoder(bytes.NewReader(answer))
@@ -425,7 +419,7 @@ func ShownIn(answer []byte, upto int, list string) []json.RawMessage {
 	return found
 }
 
-// shown reads one value, which was shown if it ends within upto bytes; false at the end of what can be read.
+// shown reads one value, which was shown if it ends within upto bytes; false at the end of the readable part.
 func shown(decoder *json.Decoder, upto int, found *[]json.RawMessage) bool {
 	var raw json.RawMessage
 	if decoder.Decode(&raw) != nil {
@@ -437,8 +431,8 @@ func shown(decoder *json.Decoder, upto int, found *[]json.RawMessage) bool {
 	return true
 }
 
-// Forget deletes an entry and reports whether there was one. revision is as that of a [Note]: an entry at another is
-// left alone, and the error is a [*ConflictError]. With [Absent], an entry that is there is a conflict.
+// Forget deletes an entry and reports whether one existed. revision is that of a [Note]: at another revision it
+// deletes nothing and returns a [*ConflictError]. With [Absent], an existing entry is a conflict.
 func (o Owner) Forget(ctx context.Context, db postgres.DB, category, key string, revision int) (bool, error) {
 	var expired bool
 	err := db.QueryRow(ctx, `
@@ -456,7 +450,7 @@ func (o Owner) Forget(ctx context.Context, db postgres.DB, category, key string,
 	return !expired, nil
 }
 
-// stillThere is the conflict of an entry that was to be deleted and is at another revision; nil when none is there.
+// stillThere returns the conflict of an entry at another revision; nil if none exists.
 func (o Owner) stillThere(ctx context.Context, db postgres.DB, category, key string, revision int) error {
 	if revision == 0 {
 		return nil
@@ -468,9 +462,8 @@ func (o Owner) stillThere(ctx context.Context, db postgres.DB, category, key str
 	return fmt.Errorf("forget memory %q: %w", key, err)
 }
 
-// ForgetID deletes the entry with an id and returns what it was; [ErrNotFound] when there is none, or it has
-// expired. With a revision above 0, an entry at another is left alone, and the error is a [*ConflictError]. Of any
-// number of callers at once, one deletes it.
+// ForgetID deletes the entry with an id and returns it; [ErrNotFound] for a missing or expired one. With a positive
+// revision, an entry at another is kept, and the error is a [*ConflictError]. One of several callers deletes it.
 func ForgetID(ctx context.Context, db postgres.DB, id string, revision int) (Entry, error) {
 	rows, err := db.Query(ctx, `
 		delete from agent_memory
@@ -512,7 +505,7 @@ func GetID(ctx context.Context, db postgres.DB, id string) (Entry, error) {
 	return e, nil
 }
 
-// prune drops what is known about keys that are long gone, and conflicts that were decided long ago.
+// prune deletes the revisions of long gone keys, and old decided conflicts.
 func prune(ctx context.Context, db postgres.DB) error {
 	_, err := db.Exec(ctx, `
 		with keys as (

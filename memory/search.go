@@ -15,9 +15,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Search returns the entries that match query, the best first. The query is as one types it into a web
-// search: words, "a phrase", or, -not. When no entry has all its words, those that have any are
-// returned, unless it excludes or quotes something. A query without a word is [Recent].
+// Search returns the entries that match query, best first. The query has the syntax of a web search: words, "a
+// phrase", or, -not. If no entry has all words, it returns entries with any of them, unless the query excludes or
+// quotes something. A query without words is [Recent].
 func (o Owner) Search(ctx context.Context, db postgres.DB, query string, limit int) ([]Entry, error) {
 	form, err := parse(ctx, db, query)
 	if err != nil {
@@ -26,11 +26,11 @@ func (o Owner) Search(ctx context.Context, db postgres.DB, query string, limit i
 	return o.search(ctx, db, query, form, limit)
 }
 
-// queryForm is what PostgreSQL makes of a query.
+// queryForm is PostgreSQL's parse of a query.
 type queryForm struct {
 	words     int
-	plain     bool    // nothing but words: no phrase, no or, no exclusion
-	extension *string // the version of the extension vector; nil: the database has none
+	plain     bool    // only words: no phrase, no or, no exclusion
+	extension *string // version of the extension vector; nil if the database has none
 }
 
 func parse(ctx context.Context, db postgres.DB, query string) (f queryForm, err error) {
@@ -79,15 +79,15 @@ func (o Owner) matching(ctx context.Context, db postgres.DB, query string, anyWo
 
 // Filter narrows [List]; the zero value lists the newest 20 of all owners.
 type Filter struct {
-	Owner    *Owner // whose memory; everybody's when nil
+	Owner    *Owner // owner of the memory; nil for all
 	Category string
-	Prefix   string     // of the key
-	TraceIDs []trace.ID // the work that wrote it last: what [trace.ParseAny] makes of one id
-	Before   string     // an id: only older entries
+	Prefix   string     // prefix of the key
+	TraceIDs []trace.ID // traces of the last write, as [trace.ParseAny] returns them for an id
+	Before   string     // an id; returns only older entries
 	Limit    int        // 20 when 0, at most 1000
 }
 
-// List returns entries, the newest first, by when their key was first kept; expired ones are left out.
+// List returns entries, newest first by creation. It omits expired ones.
 func List(ctx context.Context, db postgres.DB, f Filter) ([]Entry, error) {
 	rows, err := db.Query(ctx, `
 		select id, owner, category, key, value, revision, trace_id, expires_at, created_at, updated_at
@@ -109,8 +109,8 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Entry, error) {
 	return found, nil
 }
 
-// Recent returns the entries of a category, or of all when it is empty, the last written first. limit
-// is 20 when 0, and at most 1000.
+// Recent returns the last written entries of a category, or of all when it is empty. limit is 20 when 0, at most
+// 1000.
 func (o Owner) Recent(ctx context.Context, db postgres.DB, category string, limit int) ([]Entry, error) {
 	rows, err := db.Query(ctx, `
 		select id, owner, category, key, value, revision, trace_id, expires_at, created_at, updated_at
@@ -138,37 +138,37 @@ func bounded(limit int) int {
 
 const (
 	queryTimeout = 2 * time.Second  // for the embedding of a query
-	queryPause   = 30 * time.Second // after a failure, queries are not embedded for so long
-	rankedDepth  = 50               // how many matches of each kind are ranked, at least
+	queryPause   = 30 * time.Second // pause after a failure
+	rankedDepth  = 50               // least number of ranked matches of each kind
 	rankConstant = 60               // of reciprocal rank fusion
-	maxScanned   = 50_000           // the newest entries of one owner, which one search compares
+	maxScanned   = 50_000           // bound of the entries that a search compares, newest first
 )
 
-// Embedder makes vectors of texts. A [models.Client] is one.
+// Embedder computes vectors of texts. A [models.Client] is one.
 type Embedder interface {
 	Model() string
 	Embed(ctx context.Context, texts []string) ([][]float32, error)
 }
 
-// Index searches by words and by meaning, and keeps the vectors up to date. A nil Index searches by words alone. It is
-// safe for concurrent use.
+// Index searches by words and by meaning, and maintains the vectors. A nil Index searches by words alone. It is safe
+// for concurrent use.
 type Index struct {
 	model Embedder
 	log   *slog.Logger
 
 	mu         sync.Mutex
-	searching  string    // what keeps queries from being embedded; empty: nothing
-	pausedTill time.Time // no query is embedded before
+	searching  string    // why queries are not embedded; empty if they are
+	pausedTill time.Time // end of the pause
 }
 
-// NewIndex makes an Index over an embedding model. log may be nil.
+// NewIndex returns an Index over an embedding model. log may be nil.
 func NewIndex(model Embedder, log *slog.Logger) *Index {
 	return &Index{model: model, log: cmp.Or(log, slog.New(slog.DiscardHandler))}
 }
 
-// Search is [Owner.Search], ranked together with the entries that are nearest in meaning (reciprocal rank fusion). A
-// query that quotes or excludes something is searched by words alone. So is every query while the extension vector is
-// missing or the embedding server fails; the log says so once.
+// Search is [Owner.Search], fused with the entries nearest in meaning (reciprocal rank fusion). It uses words alone
+// for a query that quotes or excludes something, without the extension vector, and while the embedding server fails.
+// It logs that once.
 func (x *Index) Search(ctx context.Context, db postgres.DB, o Owner, query string, limit int) ([]Entry, error) {
 	form, err := parse(ctx, db, query)
 	if err != nil {
@@ -194,7 +194,7 @@ func (x *Index) Search(ctx context.Context, db postgres.DB, o Owner, query strin
 	return found[:min(len(found), bounded(limit))], nil
 }
 
-// queryVector is the vector of a query; nil when there is none to be had now.
+// queryVector returns the vector of a query; nil if none is available.
 func (x *Index) queryVector(ctx context.Context, form queryForm, query string) []float32 {
 	if form.extension == nil {
 		x.report(ctx, "the database has no extension vector", nil)
@@ -222,7 +222,7 @@ func (x *Index) paused() bool {
 	return time.Now().Before(x.pausedTill)
 }
 
-// report logs what keeps searches from using meaning, when that changes.
+// report logs a change of what keeps searches from using vectors.
 func (x *Index) report(ctx context.Context, wrong string, err error) {
 	x.mu.Lock()
 	before := x.searching
@@ -241,7 +241,7 @@ func (x *Index) report(ctx context.Context, wrong string, err error) {
 	}
 }
 
-// nearest returns the entries that are nearest to a vector, the nearest first.
+// nearest returns the entries nearest to a vector, nearest first.
 func (x *Index) nearest(ctx context.Context, db postgres.DB, o Owner, vector []float32, limit int) ([]Entry, error) {
 	rows, err := db.Query(ctx, `
 		select m.id, m.owner, m.category, m.key, m.value, m.revision, m.trace_id, m.expires_at, m.created_at, m.updated_at
@@ -259,7 +259,7 @@ func (x *Index) nearest(ctx context.Context, db postgres.DB, o Owner, vector []f
 	return found, nil
 }
 
-// fuse merges ranked lists: an entry scores 1 / (60 + rank) in each. Of equals, the one of the first list comes first.
+// fuse merges ranked lists: an entry scores 1 / (60 + rank) in each. Of equals, the first list's entry wins.
 func fuse(lists ...[]Entry) []Entry {
 	scores := map[string]float64{}
 	var all []Entry

@@ -14,14 +14,14 @@ import (
 	"strings"
 )
 
-// Listed is a model as its server lists it. Most servers say no more than the name.
+// Listed is a model in a server's list. Most servers list only the name.
 type Listed struct {
 	ID      string
-	Context int      // tokens that it takes at once; 0 when the server does not say
-	Inputs  []string // what it takes, such as text and image; nil when the server does not say
+	Context int      // context length in tokens; 0 if the server omits it
+	Inputs  []string // input types, such as text and image; nil if the server omits them
 }
 
-// List asks the server for its models, in the order of their names. Its error is an *[Error].
+// List asks the server for its models, sorted by name. Its error is an *[Error].
 func (c *Client) List(ctx context.Context) ([]Listed, error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, c.config.BaseURL+"/models", http.NoBody)
 	if err != nil {
@@ -50,7 +50,7 @@ func (c *Client) List(ctx context.Context) ([]Listed, error) {
 	return readList(body)
 }
 
-// readList reads OpenAI's form, with the members that vLLM, OpenRouter and others add to it.
+// readList decodes OpenAI's list, with the fields that vLLM, OpenRouter and others add.
 func readList(body []byte) ([]Listed, error) {
 	var answer struct {
 		Data []struct {
@@ -74,49 +74,49 @@ func readList(body []byte) ([]Listed, error) {
 	return listed, nil
 }
 
-// API is the protocol that the next request to a model is sent in.
+// API returns the protocol of the next request to a model.
 func (c *Client) API(model string) API { return c.api(model, c.understood(model)) }
 
-// Learned says in words what the server has refused of a model, as far as this client has asked.
+// Learned names the features that the server has rejected for a model.
 func (c *Client) Learned(model string) []string { return c.understood(model).names() }
 
-// Price is the price of a model, and whether the table knows it.
+// Price returns the price of a model. ok is false for a model outside the table.
 func (c *Client) Price(model string) (Price, bool) { return c.config.Prices.Of(model) }
 
-// TakesImages reports whether images are sent to a model: they are, until its facts or its server say otherwise.
+// TakesImages reports whether images are sent to a model. They are, unless its facts or its server exclude them.
 func (c *Client) TakesImages(model string) bool {
 	return !FactsOf(model).NoImages && !c.understood(model).has(noImages)
 }
 
-// String is a price as people read it.
+// String formats a price for people.
 func (p Price) String() string { return fmt.Sprintf("$%g in, $%g out", p.Prompt, p.Completion) }
 
-// API is the protocol that a request is sent in.
+// API is a protocol.
 type API string
 
 // The protocols.
 const (
-	APIAuto      API = "auto" // what fits the server and the model
+	APIAuto      API = "auto" // chosen for the server and the model
 	APIChat      API = "chat"
 	APIResponses API = "responses"
 )
 
-// Facts is what is known of a model before it was asked. Unknown models have the zero value, which suits most
-// servers: what they refuse is learned.
+// Facts describe a model before the first request. Unknown models have the zero value. The client learns from
+// refusals.
 type Facts struct {
-	Context       int    // tokens that it takes at once; 0 when that is not known
+	Context       int    // context length in tokens; 0 if unknown
 	Responses     bool   // OpenAI serves it best, or only, over the Responses API
-	NewLimit      bool   // it takes max_completion_tokens, and refuses max_tokens
-	Thinks        bool   // hidden reasoning counts as part of its answers
-	NoTemperature bool   // it refuses a temperature
-	OneSystem     bool   // its template takes one system message, the first
-	Echo          string // the member that must be on each of its messages with calls, empty where it did not think
-	Signed        bool   // it refuses calls without its signature
-	NoImages      bool   // it takes text alone
-	NoSchema      bool   // it ignores structured outputs in silence
+	NewLimit      bool   // it needs max_completion_tokens instead of max_tokens
+	Thinks        bool   // hidden reasoning counts as output
+	NoTemperature bool   // it rejects a temperature
+	OneSystem     bool   // its template accepts one system message, at the front
+	Echo          string // field required on each message with calls; empty if it did not think
+	Signed        bool   // it rejects calls without their signature
+	NoImages      bool   // it accepts only text
+	NoSchema      bool   // it ignores structured outputs
 }
 
-// facts is by name: of a name that begins so the longest decides.
+// facts are by prefix of the name; the longest prefix decides.
 var facts = map[string]Facts{
 	"offline":      {NoImages: true},
 	"gpt-3.5":      {Context: 16_385, NoImages: true},
@@ -151,8 +151,7 @@ var facts = map[string]Facts{
 	"deepseek-ocr": {},
 }
 
-// FactsOf is what is known of a model. A name with a provider or an owner in front (openai/gpt-6-sol) counts
-// without it, whatever its case.
+// FactsOf returns the facts of a model. Case and a leading provider or owner (openai/gpt-6-sol) do not matter.
 func FactsOf(model string) Facts {
 	name := strings.ToLower(model)
 	name = name[strings.LastIndex(name, "/")+1:]
@@ -165,16 +164,16 @@ func FactsOf(model string) Facts {
 	return facts[best]
 }
 
-// KnownModels are the beginnings of names that facts are known of, in order.
+// KnownModels lists the prefixes with facts, sorted.
 func KnownModels() []string { return slices.Sorted(maps.Keys(facts)) }
 
-// openAI reports whether the client talks to OpenAI itself.
+// openAI reports whether the endpoint is OpenAI's.
 func (c *Client) openAI() bool {
 	u, err := url.Parse(c.config.BaseURL)
 	return err == nil && (u.Hostname() == "api.openai.com" || strings.HasSuffix(u.Hostname(), ".api.openai.com"))
 }
 
-// api is the protocol for a model, as far as that is set, known or learned.
+// api returns the protocol for a model: configured, known or learned.
 func (c *Client) api(model string, d dialect) API {
 	switch {
 	case c.config.API == APIChat || c.config.API == APIResponses:
@@ -190,19 +189,19 @@ func (c *Client) api(model string, d dialect) API {
 // Price is in US dollars per million tokens.
 type Price struct {
 	Prompt     float64
-	Cached     float64 // of the prompt's tokens, those the server had read before
-	CacheWrite float64 // and those that it keeps for the next time; as Prompt when it is zero
+	Cached     float64 // prompt tokens that the server read from its cache
+	CacheWrite float64 // prompt tokens that the server wrote to its cache; zero means Prompt
 	Completion float64
-	Long       Long // what holds for long prompts
+	Long       Long // price of long prompts
 }
 
-// Long is the price of a request whose prompt is over so many tokens. Its zero value changes nothing.
+// Long is the price of a request with a prompt above a number of tokens. The zero value has no effect.
 type Long struct {
 	Over                                   int
 	Prompt, Cached, CacheWrite, Completion float64
 }
 
-// at is the price of a request with a prompt of so many tokens.
+// at returns the price for a prompt of a given length.
 func (p Price) at(prompt int) Price {
 	if p.Long.Over > 0 && prompt > p.Long.Over {
 		p.Prompt, p.Cached = p.Long.Prompt, p.Long.Cached
@@ -214,14 +213,13 @@ func (p Price) at(prompt int) Price {
 	return p
 }
 
-// Prices maps a model's name to its price. A name stands for itself and for its dated versions
-// ("gpt-4o" for "gpt-4o-2024-08-06" and "gpt-4o-latest", not for "gpt-4o-mini"); one that ends in * stands for all
-// that begin so. The longest name that fits wins.
+// Prices maps model names to prices. A name covers itself and its dated versions ("gpt-4o" covers "gpt-4o-2024-08-06"
+// and "gpt-4o-latest", but not "gpt-4o-mini"). A name that ends in * covers its prefix. The longest match wins.
 type Prices map[string]Price
 
-// DefaultPrices is a small table of list prices of OpenAI's models, and the offline model at nothing. Prices
-// change: what decides about money should be set by the operator ([Prices.With]). A model that no name fits costs
-// nothing here, so that no limit of money bounds it: give it a price, or set a limit of tokens ([Client.Priced]).
+// DefaultPrices is a small table of OpenAI's list prices, with the offline model at zero. Prices change: an operator
+// who limits money should set them ([Prices.With]). A model without a price costs nothing here, so no money limit
+// bounds it. Give it a price, or set a token limit ([Client.Priced]).
 func DefaultPrices() Prices {
 	return Prices{
 		"offline":      {},
@@ -245,7 +243,7 @@ func DefaultPrices() Prices {
 	}
 }
 
-// With is a new table in which the prices of over replace those of p.
+// With returns a table in which over overrides p.
 func (p Prices) With(over Prices) Prices {
 	merged := maps.Clone(p)
 	if merged == nil {
@@ -255,8 +253,7 @@ func (p Prices) With(over Prices) Prices {
 	return merged
 }
 
-// Of finds the price of a model. A name with a provider in front ("openai/gpt-4o") is looked up
-// whole first, and then without.
+// Of finds the price of a model. It looks up a name with a provider ("openai/gpt-4o") whole first, then without.
 func (p Prices) Of(model string) (Price, bool) {
 	best, found := "", false
 	for name := range p {
@@ -270,7 +267,7 @@ func (p Prices) Of(model string) (Price, bool) {
 	return p[best], found
 }
 
-// Cost is in US dollars.
+// Cost returns US dollars.
 func (p Price) Cost(u Usage) float64 {
 	p = p.at(u.PromptTokens)
 	fresh := float64(u.PromptTokens - u.CachedTokens - u.CacheWriteTokens)
@@ -292,7 +289,7 @@ func (p Prices) check() error {
 	return nil
 }
 
-// amounts are all that a price says in dollars.
+// amounts lists all dollar amounts of a price.
 func (p Price) amounts() []float64 {
 	return []float64{
 		p.Prompt, p.Cached, p.CacheWrite, p.Completion,
@@ -300,7 +297,7 @@ func (p Price) amounts() []float64 {
 	}
 }
 
-// covers reports whether a name of the table stands for the model.
+// covers reports whether a name of the table covers the model.
 func covers(name, model string) bool {
 	if prefix, open := strings.CutSuffix(name, "*"); open {
 		return strings.HasPrefix(model, prefix)
@@ -309,7 +306,7 @@ func covers(name, model string) bool {
 	return begins && (rest == "" || isVersion(rest))
 }
 
-// isVersion reports whether what follows a model's name is a date or a running number of three digits or more.
+// isVersion reports whether a suffix is a date or a number of at least three digits.
 func isVersion(rest string) bool {
 	if rest[0] != '-' && rest[0] != '@' {
 		return false

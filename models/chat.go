@@ -12,10 +12,10 @@ import (
 	"strings"
 )
 
-// signatureLeftOut is what Gemini takes in place of a signature that was lost with an edit or a change of models.
+// signatureLeftOut replaces a signature that Gemini demands and that an edit or a change of models lost.
 const signatureLeftOut = `{"google":{"thought_signature":"skip_thought_signature_validator"}}`
 
-// chatBody adds what chat completions have of a request.
+// chatBody adds the fields of a chat completion.
 func (c *Client) chatBody(o *object, req Request, d dialect, known Facts) error {
 	messages := make([]string, len(req.Messages))
 	for i, m := range req.Messages {
@@ -33,7 +33,7 @@ func (c *Client) chatBody(o *object, req Request, d dialect, known Facts) error 
 		o.set("stream_options", map[string]bool{"include_usage": true})
 	}
 	if req.MaxTokens > 0 {
-		name := "max_tokens" // most servers know no other
+		name := "max_tokens" // the name that most servers know
 		if d.has(newLimit) || known.NewLimit {
 			name = "max_completion_tokens"
 		}
@@ -48,14 +48,14 @@ func (c *Client) chatBody(o *object, req Request, d dialect, known Facts) error 
 	return nil
 }
 
-// chatWriter writes messages for one origin.
+// chatWriter encodes messages for one origin.
 type chatWriter struct {
 	origin string
 	d      dialect
 	known  Facts
 }
 
-// message is a message with what its origin wants back.
+// message encodes a message with the fields that its origin wants back.
 func (w chatWriter) message(m Message) (string, error) {
 	var o object
 	o.set("role", m.Role)
@@ -87,7 +87,7 @@ func (w chatWriter) message(m Message) (string, error) {
 	return o.end()
 }
 
-// thoughts adds what the model thought, under the name that it came in, and its other members.
+// thoughts adds the reasoning, under its original name, and the opaque fields.
 func (w chatWriter) thoughts(o *object, m Message) {
 	own := m.Opaque.from(w.origin, m.digest())
 	if own && !w.d.has(noOpaque) {
@@ -107,11 +107,11 @@ func (w chatWriter) thoughts(o *object, m Message) {
 		return
 	}
 	if _, there := o.texts[wanted]; !there {
-		o.set(wanted, m.Reasoning) // also when it is empty
+		o.set(wanted, m.Reasoning) // even if empty
 	}
 }
 
-// call is a call with what its origin wants back.
+// call encodes a call with the fields that its origin wants back.
 func (w chatWriter) call(call ToolCall, first bool) (string, error) {
 	var o object
 	o.set("id", call.ID)
@@ -127,10 +127,10 @@ func (w chatWriter) call(call ToolCall, first bool) (string, error) {
 	return o.end()
 }
 
-// origin is who may have a provider's opaque members back.
+// origin identifies the owner of a provider's opaque fields.
 func (c *Client) origin(model string) string { return c.config.BaseURL + " " + model }
 
-// fragment is a tool call, or a part of one.
+// fragment is a tool call or a part of one.
 type fragment struct {
 	Index    *int   `json:"index"`
 	ID       string `json:"id"`
@@ -154,7 +154,7 @@ func (f *fragment) UnmarshalJSON(raw []byte) error {
 	return nil
 }
 
-// arguments are text that should be JSON. Some servers send the JSON itself.
+// arguments are a text that should be JSON. Some servers send the JSON itself.
 type arguments string
 
 func (a *arguments) UnmarshalJSON(raw []byte) error {
@@ -165,19 +165,19 @@ func (a *arguments) UnmarshalJSON(raw []byte) error {
 	return nil
 }
 
-// calls collects tool calls from their fragments. Its zero value is ready.
+// calls assembles tool calls from fragments. Its zero value is ready.
 type calls struct {
 	list []*collected
 }
 
 type collected struct {
-	index     int // -1 when the server gives none
+	index     int // -1 if the server sends none
 	id, name  string
 	arguments strings.Builder
 	opaque    gathered
 }
 
-// add finds the call that a fragment continues, or begins one.
+// add continues the call of a fragment, or starts one.
 func (c *calls) add(f fragment) {
 	call := c.continued(f)
 	if call == nil {
@@ -198,8 +198,8 @@ func (c *calls) add(f fragment) {
 	}
 }
 
-// continued is the call that f is a further fragment of; nil when it begins one. An index decides, without it
-// the id. Without both, a name begins a call and anything else belongs to the last.
+// continued returns the call that f continues; nil if f starts one. An index decides, or else the id. Without both, a
+// name starts a call, and any other fragment belongs to the last call.
 func (c *calls) continued(f fragment) *collected {
 	for _, call := range slices.Backward(c.list) {
 		switch {
@@ -218,8 +218,8 @@ func (c *calls) continued(f fragment) *collected {
 	return nil
 }
 
-// another reports whether f, of the same index, is a call of its own nevertheless: servers that send whole calls
-// may give each the index 0. Others repeat the name with every fragment, which means nothing.
+// another reports whether f starts a new call under the same index. Servers that send whole calls may give each the
+// index 0. Others repeat the name in every fragment.
 func (call *collected) another(f fragment) bool {
 	if f.Function.Name == "" || call.name == "" {
 		return false
@@ -230,10 +230,9 @@ func (call *collected) another(f fragment) bool {
 	return f.Function.Name != call.name || json.Valid([]byte(call.arguments.String()))
 }
 
-// finished is the calls in the order of their indexes, or as they came where there are none. Every one has an id
-// of its own: a missing or repeated one is replaced by a hash of the request and the call's place in the answer,
-// so that the same answer to the same request always has the same ids. In an answer that was cut short, a call
-// without arguments is one of which they are missing.
+// finished returns the calls by index, or in their order without one. Every call has a unique id. A hash of the
+// request and the position replaces a missing or repeated id, so equal answers have equal ids. In a truncated answer,
+// a call without arguments has lost them.
 func (c *calls) finished(req Request, origin string, cut bool) []ToolCall {
 	var out []ToolCall
 	seen := map[string]bool{}
@@ -248,7 +247,7 @@ func (c *calls) finished(req Request, origin string, cut bool) []ToolCall {
 		seen[call.id] = true
 		made := ToolCall{
 			ID:        call.id,
-			Name:      cmp.Or(call.name, "unnamed"), // no tool; servers refuse a history with an empty name
+			Name:      cmp.Or(call.name, "unnamed"), // no tool has this name; servers reject an empty name in a history
 			Arguments: cmp.Or(call.arguments.String(), "{}"),
 		}
 		if members := call.opaque.texts(); members != nil {
@@ -259,23 +258,23 @@ func (c *calls) finished(req Request, origin string, cut bool) []ToolCall {
 	return out
 }
 
-// derivedID has the form of a server's own.
+// derivedID has the form of a server's id.
 func derivedID(req Request, place int, name string) string {
 	hash := sha256.New()
 	for _, v := range []any{req.Model, req.Messages, req.IdempotencyKey, place, name} {
 		encoded, err := json.Marshal(v)
 		if err != nil {
-			encoded = fmt.Appendf(nil, "%v", v) // a message the encoder refuses was never sent
+			encoded = fmt.Appendf(nil, "%v", v) // a message that does not encode was never sent
 		}
 		hash.Write(append(encoded, '\n'))
 	}
 	return "call_" + hex.EncodeToString(hash.Sum(nil))[:24]
 }
 
-// imageLeftOut stands where an image was that the model cannot take.
+// imageLeftOut replaces an image that the model does not accept.
 const imageLeftOut = "[An image was left out here: this model takes text alone.]"
 
-// adapted is the history in the form that the model takes.
+// adapted returns the history in a form that the model accepts.
 func adapted(messages []Message, d dialect, known Facts) []Message {
 	if d.has(noImages) || known.NoImages {
 		messages = withoutImages(messages)
@@ -286,7 +285,7 @@ func adapted(messages []Message, d dialect, known Facts) []Message {
 	return messages
 }
 
-// adaptedRequest is a request in the form that the server is known to take.
+// adaptedRequest returns a request in a form that the server accepts.
 func adaptedRequest(req Request, d dialect) Request {
 	known := FactsOf(req.Model)
 	req.Messages = adapted(withForm(req, d, known), d, known)
@@ -302,8 +301,8 @@ func adaptedRequest(req Request, d dialect) Request {
 	return req
 }
 
-// folded is a history with one system message, the first. What the system says later goes to the end of the tool's
-// result before it, else into what the user says.
+// folded returns a history with one system message, at the front. A later system text is appended to the preceding
+// tool result, or else to a user message.
 func folded(messages []Message) []Message {
 	var out []Message
 	for _, m := range messages {
@@ -323,7 +322,7 @@ func folded(messages []Message) []Message {
 	return out
 }
 
-// with is a message with what another says after it.
+// with appends the content of another message.
 func with(m, more Message) Message {
 	if len(m.Parts) == 0 {
 		m.Content = strings.Join(slices.DeleteFunc([]string{m.Content, more.Content}, isBlank), "\n\n")
@@ -340,7 +339,7 @@ func with(m, more Message) Message {
 
 func isBlank(text string) bool { return text == "" }
 
-// severalSystem reports whether folding changes anything.
+// severalSystem reports whether folding changes the history.
 func severalSystem(messages []Message) bool {
 	for i, m := range messages {
 		if i > 0 && m.Role == RoleSystem {
@@ -350,7 +349,7 @@ func severalSystem(messages []Message) bool {
 	return false
 }
 
-// withoutImages says in words where an image was.
+// withoutImages replaces images with words.
 func withoutImages(messages []Message) []Message {
 	out := slices.Clone(messages)
 	for i, m := range out {
@@ -371,7 +370,7 @@ func withoutImages(messages []Message) []Message {
 
 func isImage(p Part) bool { return p.Image != nil }
 
-// images reports whether the request has any.
+// images reports whether the request has images.
 func (r Request) images() bool {
 	return slices.ContainsFunc(r.Messages, func(m Message) bool { return slices.ContainsFunc(m.Parts, isImage) })
 }
@@ -386,7 +385,7 @@ func (r Request) thought() bool {
 	return slices.ContainsFunc(r.Messages, func(m Message) bool { return m.Reasoning != "" })
 }
 
-// opaque reports whether the history has a provider's members.
+// opaque reports whether the history has opaque fields.
 func (r Request) opaque() bool {
 	return slices.ContainsFunc(r.Messages, func(m Message) bool {
 		return m.Opaque != nil || slices.ContainsFunc(m.ToolCalls, func(c ToolCall) bool { return c.Opaque != nil })
@@ -398,19 +397,19 @@ const (
 	thinkEnds   = "</think>"
 )
 
-// thinker tells what a model thinks from what it says, where its server sends both as text: a block
-// <think>…</think> at the beginning is thought. Tags may be split over chunks. Its zero value is ready.
+// thinker separates reasoning from text, for servers that send both as text: a leading block <think>…</think> is
+// reasoning. Chunks may split tags. Its zero value is ready.
 type thinker struct {
 	state thinkState
-	held  string // what may be the beginning of a tag, or blanks before one
+	held  string // a possible beginning of a tag, or blanks before it
 }
 
 type thinkState int
 
 const (
-	thinkOpen thinkState = iota // nothing but blanks so far
+	thinkOpen thinkState = iota // only blanks so far
 	thinkInside
-	thinkBehind // the block has ended, and the text has not begun
+	thinkBehind // after the block, before the text
 	thinkDone
 )
 
@@ -426,7 +425,7 @@ func (t *thinker) add(piece string) (said, thought string) {
 		case strings.HasPrefix(trimmed, thinkBegins):
 			t.state, t.held = thinkInside, strings.TrimPrefix(trimmed, thinkBegins)
 		case strings.HasPrefix(thinkBegins, trimmed):
-			return "", "" // more may come
+			return "", "" // the rest may follow
 		default:
 			t.state = thinkDone
 			return t.rest(), ""
@@ -449,7 +448,7 @@ func (t *thinker) add(piece string) (said, thought string) {
 	return t.rest(), thought
 }
 
-// end gives up what was held back.
+// end flushes the held text.
 func (t *thinker) end() (said, thought string) {
 	if t.state == thinkInside {
 		return "", t.rest()
@@ -463,7 +462,7 @@ func (t *thinker) rest() string {
 	return held
 }
 
-// partialEnd is how much of the end of a text may begin the end tag.
+// partialEnd returns how many final bytes of a text may begin the end tag.
 func partialEnd(text string) int {
 	for n := min(len(text), len(thinkEnds)-1); n > 0; n-- {
 		if strings.HasSuffix(text, thinkEnds[:n]) {

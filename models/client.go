@@ -1,34 +1,30 @@
-// Package models talks to language models: any endpoint that speaks OpenAI's chat completions or its Responses API.
+// Package models is a client for language models: any endpoint with OpenAI's chat completions or Responses API.
 //
-// There is one way to do it. [New] checks a [Config]; [Client.Complete] sends a [Request] and returns a
-// [Response], whole or not at all. It always streams, so that [Request.OnDelta] can show the text as it comes.
+// [New] validates a [Config]. [Client.Complete] sends a [Request] and returns a whole [Response] or an error. It
+// always streams, so that [Request.OnDelta] can show the text as it arrives.
 //
-// What it promises:
+// Guarantees:
 //
-//   - A response is complete: the server said so, by a finish reason or by [DONE]. A stream that ends without
-//     either, or is cut, is an error, never a shorter answer. Nothing acts on a response before it is returned, so
-//     the whole request can be repeated, under the same Idempotency-Key.
-//   - An answer ends: one that goes clearly beyond [Request.MaxTokens], because the server ignores it, is cut here,
-//     with the finish reason length, which is also what a server says that keeps to it. A call of which not even
-//     the arguments had begun then is left out.
-//   - Only what may pass is repeated: 429, 5xx, broken connections, transient errors in the middle of a stream;
-//     a few times, with jitter, never earlier than the server's Retry-After, never beyond the context's
-//     deadline. A wait longer than [Retry.MaxWait] is the caller's to make: the error comes back at once, with
-//     RetryAfter set. Other 4xx are not repeated.
-//   - Silence ends: an attempt that receives no byte for [Config.IdleTimeout] is given up and repeated.
-//   - Tool calls come out in one form, whatever the server's dialect: ordered, with a name and an id each, the
-//     arguments as text. They are not validated; they may be no JSON at all.
-//   - Usage is always filled in. Where a server never reports it, it is an estimate above the usual, marked as one.
-//     Cost comes from a price table; a model without a price costs 0 and says so ([Response.Priced]). An attempt that
-//     the server got, and neither refused nor answered with its usage, may have been billed: the caller hears of it
-//     before another is sent ([Request.BeforeRetry]) or at the end ([Response.Unknown]). Refusals are 4xx, 501, 503
-//     and 529, but not 408.
+//   - A response is complete: the server sent a finish reason or [DONE]. A stream without either is an error. Nothing
+//     acts on a partial response, so the whole request can be repeated under the same Idempotency-Key.
+//   - An answer ends. If it clearly exceeds [Request.MaxTokens], it is cut with the finish reason length. A call
+//     without any arguments is dropped then.
+//   - Only transient failures are repeated: 429, 5xx, broken connections, and transient errors inside a stream. The
+//     waits have jitter, respect Retry-After, and end before the context's deadline. A wait beyond
+//     [Retry.MaxWait] is left to the caller: the error returns at once with RetryAfter set.
+//   - Silence ends: an attempt without a byte for [Config.IdleTimeout] is cancelled and repeated.
+//   - Tool calls have one form for all servers: ordered, each with a name and an id, arguments as text. The arguments
+//     are not validated and may be invalid JSON.
+//   - Usage is always set. Without the server's report it is a high estimate, marked as such. The cost comes from a
+//     price table; a model without a price costs 0, and [Response.Priced] is false. An attempt that the server
+//     received, and neither refused nor answered with usage, may have been billed. The caller is notified before the
+//     next attempt ([Request.BeforeRetry]) or at the end ([Response.Unknown]). Refusals are 4xx, 501, 503 and 529,
+//     but not 408.
 //   - Errors are *[Error] or wrap the context's error. No error and no log line contains the key.
 //
-// Servers differ. What one refuses aloud (stream_options, max_tokens, a second system message, the protocol itself) is
-// left out or sent in another form once it has said so, one thing a refusal; the client remembers that for all later
-// requests to the model. What a model gets wrong in silence is declared ([Facts]). A provider's own members of messages
-// and calls go back to it as they came ([Opaque]), and to nobody else.
+// Servers differ. A feature that a server rejects (stream_options, max_tokens, a second system message, the protocol)
+// is dropped or replaced, one per refusal. The client remembers it for the model. [Facts] declare what a model gets
+// wrong silently. A provider's opaque fields return unchanged to their origin only ([Opaque]).
 //
 // A [Client] is safe for concurrent use and holds no goroutine between calls.
 package models
@@ -54,36 +50,36 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 )
 
-// DefaultBaseURL is OpenAI's own endpoint.
+// DefaultBaseURL is OpenAI's endpoint.
 const DefaultBaseURL = "https://api.openai.com/v1"
 
-// Config says which model to talk to, and how. Only Model is needed for OpenAI itself, besides a key.
+// Config configures a client. OpenAI needs only Model and a key.
 type Config struct {
-	BaseURL    string       // up to and including /v1 or what stands for it; DefaultBaseURL when empty
-	APIKey     string       // sent as a bearer token; empty for servers that want none
-	Model      string       // for requests that name none
-	HTTPClient *http.Client // one with Go's default transport when nil; its Timeout would cut long streams
+	BaseURL    string       // including /v1 or its equivalent; DefaultBaseURL when empty
+	APIKey     string       // sent as a bearer token; empty for servers without one
+	Model      string       // for requests without a model
+	HTTPClient *http.Client // nil for Go's default transport; its Timeout would cut long streams
 	Prices     Prices       // DefaultPrices() when nil
 	Logger     *slog.Logger // slog.Default() when nil
 	Retry      Retry
-	// IdleTimeout is the longest silence within one attempt, from sending to the last byte; 5 minutes when zero.
+	// IdleTimeout bounds the silence within one attempt, from sending to the last byte; 5 minutes when zero.
 	IdleTimeout time.Duration
-	// ReasoningEffort is passed on to models that know the word ("none", "low", …); left out when empty.
+	// ReasoningEffort is passed to models that support it ("none", "low", …); omitted when empty.
 	ReasoningEffort string
 	// API is the protocol; [APIAuto] when empty.
 	API API
-	// Headers and Query are added to each request. Their values are taken for secrets.
+	// Headers and Query are added to each request. Their values are treated as secrets.
 	Headers map[string]string
 	Query   url.Values
-	// Extra is laid over the body of each request: objects member by member; a null takes a member away.
+	// Extra is merged into the body of each request, member by member. A null removes a member.
 	Extra map[string]json.RawMessage
 }
 
-// Retry says how often and how patiently a request is repeated. Zero fields take the defaults.
+// Retry configures repeated attempts. Zero fields take the defaults.
 type Retry struct {
-	Attempts int           // in all, the first included; 4
-	Base     time.Duration // about the first wait, doubled for each further one; 500 ms
-	MaxWait  time.Duration // the longest wait made in here; 30 s
+	Attempts int           // in all, including the first; 4
+	Base     time.Duration // approximate first wait, doubled for each further one; 500 ms
+	MaxWait  time.Duration // the longest wait; 30 s
 }
 
 // Client sends requests to one endpoint.
@@ -91,12 +87,12 @@ type Client struct {
 	config Config
 
 	mu       sync.Mutex
-	dialects map[string]dialect // what the server has turned out not to understand, by model
+	dialects map[string]dialect // rejected features, by model
 	density  float64            // see Density
 	reports  bool               // the server has reported usage
 }
 
-// New checks the configuration, all of it at once, and makes no connection.
+// New validates the whole configuration. It opens no connection.
 func New(config Config) (*Client, error) {
 	config = withDefaults(config)
 	var problems []error
@@ -126,10 +122,10 @@ func New(config Config) (*Client, error) {
 	return &Client{config: config}, nil
 }
 
-// Model is the model that answers requests which name none.
+// Model returns the default model.
 func (c *Client) Model() string { return c.config.Model }
 
-// Priced reports whether the price table knows that model. A limit of money does not hold for one it does not know.
+// Priced reports whether the price table has the default model. A money limit does not bound other models.
 func (c *Client) Priced() bool {
 	_, found := c.config.Prices.Of(c.config.Model)
 	return found
@@ -159,7 +155,7 @@ func withDefaults(config Config) Config {
 	return config
 }
 
-// checkBaseURL refuses what could not work or would leak a secret into logs. Its errors do not show the URL.
+// checkBaseURL rejects a URL that cannot work or would leak a secret into logs. Its errors omit the URL.
 func checkBaseURL(text string) error {
 	u, err := url.Parse(text)
 	switch {
@@ -181,7 +177,7 @@ func checkBaseURL(text string) error {
 	return nil
 }
 
-// over is go-openai's client over one attempt.
+// over returns go-openai's client on top of one attempt.
 func (c *Client) over(doer openai.HTTPDoer) *openai.Client {
 	config := openai.DefaultConfig(c.config.APIKey)
 	config.BaseURL = c.config.BaseURL
@@ -189,7 +185,7 @@ func (c *Client) over(doer openai.HTTPDoer) *openai.Client {
 	return openai.NewClientWithConfig(config)
 }
 
-// longestRetryAfter is how long a server's word is believed.
+// longestRetryAfter bounds a server's Retry-After.
 const longestRetryAfter = 7 * 24 * time.Hour
 
 func (r Retry) withDefaults() Retry {
@@ -200,8 +196,8 @@ func (r Retry) withDefaults() Retry {
 	}
 }
 
-// wait is how long to wait after the given attempt, counted from 1, and whether to go on at all. The
-// wait is between half and all of Base, doubled for each attempt made, and never shorter than the server asked.
+// wait returns the wait after an attempt, counted from 1, and whether to retry. The wait is between half and all of
+// Base, doubled for each attempt, and at least the server's Retry-After.
 func (r Retry) wait(attempt int, failure *Error) (time.Duration, bool) {
 	if !failure.Retryable || attempt >= r.Attempts || failure.RetryAfter > r.MaxWait {
 		return 0, false
@@ -218,14 +214,14 @@ func (r Retry) wait(attempt int, failure *Error) (time.Duration, bool) {
 
 func jitter(d time.Duration) time.Duration { return rand.N(d + 1) }
 
-// reaches reports whether ctx lives longer than a wait.
+// reaches reports whether ctx outlives a wait.
 func reaches(ctx context.Context, wait time.Duration) bool {
 	deadline, bounded := ctx.Deadline()
 	return !bounded || time.Until(deadline) > wait
 }
 
-// retryAfter reads how long a server wants to be left alone: Retry-After-Ms, or Retry-After in seconds or as an HTTP
-// date. What is not understood or already past is 0.
+// retryAfter reads Retry-After-Ms, or Retry-After in seconds or as an HTTP date. It returns 0 for an invalid or past
+// value.
 func retryAfter(header http.Header, now time.Time) time.Duration {
 	if ms, err := strconv.ParseFloat(header.Get("Retry-After-Ms"), 64); err == nil {
 		return believed(ms / 1000)
@@ -241,13 +237,13 @@ func retryAfter(header http.Header, now time.Time) time.Duration {
 }
 
 func believed(seconds float64) time.Duration {
-	if !(seconds > 0) { // also when it is no number
+	if !(seconds > 0) { // NaN included
 		return 0
 	}
 	return time.Duration(min(seconds, longestRetryAfter.Seconds()) * float64(time.Second))
 }
 
-// transportError is an error of the connection, or of go-openai before it sent anything.
+// transportError is an error of the connection, or of go-openai before sending.
 func transportError(err error) *Error {
 	if wrapped, ok := errors.AsType[*url.Error](err); ok {
 		err = wrapped.Err // the outer text repeats the URL
@@ -269,7 +265,7 @@ func transportError(err error) *Error {
 	return e
 }
 
-// refusedUnsent reports whether go-openai found the request unfit for the model it names.
+// refusedUnsent reports whether go-openai rejected the request before sending.
 func refusedUnsent(err error) bool {
 	for _, unfit := range []error{
 		openai.ErrChatCompletionInvalidModel, openai.ErrContentFieldsMisused,
@@ -284,8 +280,8 @@ func refusedUnsent(err error) bool {
 	return false
 }
 
-// Embed returns the vector of each text, in the order of the texts. It makes one attempt: callers that can wait repeat
-// it themselves. Its error is an *[Error] or wraps the context's error. Extra and Facts do not apply to it.
+// Embed returns the vector of each text, in order. It makes one attempt; the caller may repeat it. Its error is an
+// *[Error] or wraps the context's error. Extra and Facts do not apply.
 func (c *Client) Embed(ctx context.Context, texts []string) ([][]float32, error) {
 	wanted := openai.EmbeddingRequest{
 		Input: texts, Model: openai.EmbeddingModel(c.config.Model),
@@ -317,7 +313,7 @@ func (c *Client) Embed(ctx context.Context, texts []string) ([][]float32, error)
 	return nil, failure
 }
 
-// readEmbeddings reads OpenAI's form of an answer. Servers may list the vectors in any order.
+// readEmbeddings decodes OpenAI's response. Servers may list the vectors in any order.
 func readEmbeddings(document []byte, texts int) ([][]float32, error) {
 	var answer openai.EmbeddingResponse
 	if err := json.Unmarshal(document, &answer); err != nil {

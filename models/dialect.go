@@ -7,29 +7,28 @@ import (
 	"strings"
 )
 
-// dialect is what a server has turned out not to understand, of one model. Zero is the full protocol; a refusal
-// sets a bit.
+// dialect is the set of features that a server rejected for a model. Zero is the full protocol.
 type dialect uint32
 
 const (
-	noUsage       dialect = 1 << iota // refuses stream_options
-	noStream                          // refuses stream
-	newLimit                          // refuses max_tokens in favour of max_completion_tokens
-	noChat                            // wants the Responses API
+	noUsage       dialect = 1 << iota // rejects stream_options
+	noStream                          // rejects stream
+	newLimit                          // demands max_completion_tokens instead of max_tokens
+	noChat                            // demands the Responses API
 	noResponses                       // has no Responses API
-	oneSystem                         // takes one system message, the first
-	noTemperature                     // refuses a temperature
-	noEffort                          // does not know reasoning effort
+	oneSystem                         // accepts one system message, at the front
+	noTemperature                     // rejects a temperature
+	noEffort                          // has no reasoning effort
 	noSchema                          // has no structured outputs
-	noImages                          // takes text alone
-	noInclude                         // refuses include of a Responses request
-	noStore                           // refuses store
-	echo                              // wants reasoning_content on each message with calls
-	noEcho                            // refuses reasoning in the history
-	noOpaque                          // refuses the other members that it sent
+	noImages                          // accepts only text
+	noInclude                         // rejects include of a Responses request
+	noStore                           // rejects store
+	echo                              // demands reasoning_content on each message with calls
+	noEcho                            // rejects reasoning in the history
+	noOpaque                          // rejects its own opaque fields
 )
 
-// dialectNames are the bits in order, as logs have them.
+// dialectNames are the names of the bits in logs, in order.
 var dialectNames = []string{
 	"without stream_options", "without streaming", "with max_completion_tokens", "over the Responses API",
 	"over chat completions", "one system message", "without temperature", "without reasoning effort",
@@ -48,24 +47,24 @@ func (d dialect) names() (names []string) {
 	return names
 }
 
-// sent is what a refused request asked for.
+// sent describes a rejected request.
 type sent struct {
 	req Request
 	api API
-	own API // the protocol that is set
+	own API // the configured protocol
 }
 
-// after is the dialect to try next, when the refusal shows that d asks for too much. Every
-// change takes something away, so a request goes through a few at most.
+// after returns the dialect to try next, if the refusal shows a rejected feature. Every change removes a feature, so
+// the number of tries is small.
 func (d dialect) after(refusal *Error, s sent) (next dialect, changed bool) {
 	words := strings.ToLower(refusal.Code + " " + refusal.param + " " + refusal.Message)
-	words = strings.ReplaceAll(words, "invalid_request_error", "") // says nothing, and would sound unsupported
+	words = strings.ReplaceAll(words, "invalid_request_error", "") // a generic type that would sound unsupported
 	switch refusal.Status {
 	case http.StatusBadRequest, http.StatusUnprocessableEntity, http.StatusNotImplemented,
 		http.StatusMethodNotAllowed, http.StatusNotAcceptable, http.StatusUnsupportedMediaType:
 	case http.StatusNotFound:
 		return d.afterNotFound(words, s)
-	case http.StatusInternalServerError: // llama.cpp, of templates that raise an exception
+	case http.StatusInternalServerError: // llama.cpp, for templates that raise an exception
 		if !aboutRoles(words) {
 			return d, false
 		}
@@ -85,8 +84,7 @@ func (d dialect) after(refusal *Error, s sent) (next dialect, changed bool) {
 	return d, false
 }
 
-// afterNotFound gives the Responses API up when the server has no such route. A model that is not found is no
-// reason to.
+// afterNotFound drops the Responses API if the server has no such route. An unknown model is no reason.
 func (d dialect) afterNotFound(words string, s sent) (next dialect, changed bool) {
 	next = d
 	model := strings.ToLower(s.req.Model)
@@ -99,7 +97,7 @@ func (d dialect) afterNotFound(words string, s sent) (next dialect, changed bool
 	return next, next != d
 }
 
-// withoutAPI changes the protocol, each way once.
+// withoutAPI changes the protocol, once in each direction.
 func (d dialect) withoutAPI(words string, s sent) dialect {
 	switch {
 	case s.own != APIAuto:
@@ -112,7 +110,7 @@ func (d dialect) withoutAPI(words string, s sent) dialect {
 	return d
 }
 
-// withoutOption leaves an option out that the refusal names.
+// withoutOption drops an option that the refusal names.
 func (d dialect) withoutOption(words string, s sent) dialect {
 	names := func(options ...string) bool {
 		for _, option := range options {
@@ -147,7 +145,7 @@ func (d dialect) withoutOption(words string, s sent) dialect {
 	return d
 }
 
-// withoutHistory sends the history in another form.
+// withoutHistory changes the form of the history.
 func (d dialect) withoutHistory(words string, s sent) dialect {
 	unsupported := soundsUnsupported(words)
 	switch {
@@ -175,7 +173,7 @@ func (d dialect) withoutStream(words string, _ sent) dialect {
 	return d
 }
 
-// aboutRoles reports whether a refusal is about who may speak when.
+// aboutRoles reports a refusal about the order of roles.
 func aboutRoles(words string) bool {
 	about := strings.Contains(words, "system") || strings.Contains(words, "role")
 	for _, sign := range []string{
@@ -189,7 +187,7 @@ func aboutRoles(words string) bool {
 	return false
 }
 
-// soundsUnsupported reports whether a refusal is of the kind that names what a server does not have.
+// soundsUnsupported reports a refusal that names an unsupported feature.
 func soundsUnsupported(words string) bool {
 	for _, sign := range []string{
 		"support", "not implemented", "not allowed", "not permitted", "not available", "not enabled", "unknown",
@@ -202,14 +200,14 @@ func soundsUnsupported(words string) bool {
 	return false
 }
 
-// understood is what is known and learned of a model.
+// understood returns the known and learned dialect of a model.
 func (c *Client) understood(model string) dialect {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.dialects[model]
 }
 
-// learn remembers a dialect for all later requests to a model, together with what others have learned meanwhile.
+// learn stores a dialect for later requests to a model, merged with concurrent changes.
 func (c *Client) learn(ctx context.Context, model string, d dialect) {
 	c.mu.Lock()
 	if c.dialects == nil {

@@ -12,19 +12,19 @@ import (
 	"time"
 )
 
-// maxMessageRunes is how much of a server's words an error repeats.
+// maxMessageRunes bounds the quoted message of a server.
 const maxMessageRunes = 500
 
-// Error is why a server gave no answer.
+// Error is a failed request.
 type Error struct {
-	Status     int           // of HTTP, or the one a stream named in its middle; 0 without any
+	Status     int           // HTTP status, or the one inside a stream; 0 for none
 	Code       string        // the server's code or type, such as rate_limit_exceeded; may be empty
-	Message    string        // the server's words or the connection's, bounded, on one line, without secrets
+	Message    string        // the server's or connection's message, bounded, on one line, without secrets
 	Retryable  bool          // the same request may succeed later
-	RetryAfter time.Duration // how long the server wants to be left alone; 0 when it does not say
-	Advice     string        // what an operator can do, where more is known than the status says
+	RetryAfter time.Duration // the server's wish; 0 for none
+	Advice     string        // what an operator can do, if the status alone does not say
 
-	param string // the parameter the server complains about
+	param string // the parameter at fault
 	cause error
 }
 
@@ -47,10 +47,10 @@ func (e *Error) Error() string {
 	return b.String()
 }
 
-// Unwrap is the connection's error, where there was one.
+// Unwrap returns the connection's error.
 func (e *Error) Unwrap() error { return e.cause }
 
-// advice is what an operator can do.
+// advice returns what an operator can do.
 func (e *Error) advice() string {
 	switch {
 	case e.Advice != "":
@@ -67,7 +67,7 @@ func (e *Error) advice() string {
 	return ""
 }
 
-// scrubbed removes the key, and what looks like one, from all that is shown.
+// scrubbed redacts the key, and texts that look like one.
 func (e *Error) scrubbed(secrets []string) *Error {
 	clean := *e
 	clean.Message = scrub(e.Message, secrets)
@@ -79,7 +79,7 @@ func (e *Error) scrubbed(secrets []string) *Error {
 	return &clean
 }
 
-// secrets are the key and what the headers and the query say.
+// secrets are the key and the values of headers and query.
 func (c Config) secrets() []string {
 	all := []string{c.APIKey}
 	for _, value := range c.Headers {
@@ -104,7 +104,7 @@ func scrub(text string, secrets []string) string {
 	return looksSecret.ReplaceAllString(text, "[secret]")
 }
 
-// refusal is the error in an answer with a status other than 2xx.
+// refusal returns the error of a response with a status other than 2xx.
 func refusal(status int, header http.Header, body []byte) *Error {
 	e := &Error{Status: status, RetryAfter: retryAfter(header, time.Now())}
 	e.read(body)
@@ -115,8 +115,8 @@ func refusal(status int, header http.Header, body []byte) *Error {
 	return e
 }
 
-// streamError is the error in the middle of an answer. The request itself was accepted, so unless the error says that
-// it is at fault after all, it may pass.
+// streamError returns an error inside a stream. The server accepted the request, so it is retryable unless the error
+// says otherwise.
 func streamError(chunk []byte) *Error {
 	e := &Error{}
 	e.read(chunk)
@@ -142,13 +142,13 @@ const (
 	adviseResponses = "set AGENT_MODEL_API to auto or responses"
 )
 
-// namesResponses reports whether the server wants the Responses API for what was asked.
+// namesResponses reports whether the server demands the Responses API.
 func (e *Error) namesResponses() bool {
 	return e.Status == http.StatusBadRequest && strings.Contains(e.Message, "/v1/responses")
 }
 
-// read takes the error's parts from a body in one of the forms that servers use: {"error":{…}}, {"error":"…"},
-// the members of error at the top, {"detail":…}, one of these in a list, or just text.
+// read decodes the forms of errors that servers use: {"error":{…}}, {"error":"…"}, the fields at the top,
+// {"detail":…}, one of these in a list, or text.
 func (e *Error) read(body []byte) {
 	var several []json.RawMessage
 	if json.Unmarshal(body, &several) == nil && len(several) > 0 {
@@ -184,7 +184,7 @@ func (e *Error) read(body []byte) {
 
 func isNumber(text string) bool { return number(text) != 0 }
 
-// number is a text as a number; 0 when it is none.
+// number parses a text; 0 if it is no number.
 func number(text string) int {
 	n, err := strconv.Atoi(text)
 	if err != nil {
@@ -193,7 +193,7 @@ func number(text string) int {
 	return n
 }
 
-// scalar is a JSON value as text: a string without its quotes, nothing for null.
+// scalar returns a JSON scalar as text: a string without quotes, empty for null.
 func scalar(raw json.RawMessage) string {
 	var s string
 	if err := json.Unmarshal(raw, &s); err == nil {
@@ -202,7 +202,7 @@ func scalar(raw json.RawMessage) string {
 	return string(raw)
 }
 
-// plainText is a body that is no JSON, as far as it is fit to be shown.
+// plainText returns a body that is no JSON, cleaned for display.
 func plainText(body []byte) string {
 	text := strings.TrimSpace(string(body))
 	if strings.HasPrefix(text, "<") {

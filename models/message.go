@@ -14,7 +14,7 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 )
 
-// Who speaks.
+// Roles of a message.
 const (
 	RoleSystem    = openai.ChatMessageRoleSystem
 	RoleUser      = openai.ChatMessageRoleUser
@@ -22,10 +22,10 @@ const (
 	RoleTool      = openai.ChatMessageRoleTool
 )
 
-// FinishReason is why an answer ended, in the words of chat completions.
+// FinishReason is why an answer ended, in the terms of chat completions.
 type FinishReason = openai.FinishReason
 
-// Why an answer ended.
+// Finish reasons.
 const (
 	FinishStop          = openai.FinishReasonStop
 	FinishLength        = openai.FinishReasonLength
@@ -33,33 +33,33 @@ const (
 	FinishContentFilter = openai.FinishReasonContentFilter
 )
 
-// Message is what somebody says: the one type for every protocol. Its JSON is that of chat completions and of the
-// steps that earlier versions recorded, with the member opaque_secret besides, whose name redaction knows.
+// Message is a message in every protocol. Its JSON is that of chat completions, also for recorded steps, with the
+// extra field opaque_secret, which redaction knows.
 type Message struct {
 	Role       string
 	Content    string // text
-	Parts      []Part // what follows the text, images above all
+	Parts      []Part // content after the text, mostly images
 	ToolCalls  []ToolCall
-	ToolCallID string // of the call that a message of [RoleTool] answers
-	Name       string // of the tool, in a message of [RoleTool]
-	Reasoning  string // what the model thought, as far as its server shows it
-	Refusal    string // why the model will not answer, in place of Content
+	ToolCallID string // of the call that a [RoleTool] message answers
+	Name       string // of the tool, in a [RoleTool] message
+	Reasoning  string // the model's reasoning, if its server shows it
+	Refusal    string // the model's refusal, instead of Content
 	Opaque     *Opaque
 }
 
-// Part is a piece of a message: text, or an image.
+// Part is a part of a message: text or an image.
 type Part struct {
 	Text  string
 	Image *Image
 }
 
-// Image is a picture: a URL of https, or one of data with the picture in it. Detail is low, high, auto or empty.
+// Image is a picture: an https URL, or a data URL. Detail is low, high, auto or empty.
 type Image struct {
 	URL    string
 	Detail string
 }
 
-// ToolCall is a call of a tool as a model makes it. The arguments should be JSON; they need not be.
+// ToolCall is a model's call of a tool. The arguments may be invalid JSON.
 type ToolCall struct {
 	ID        string
 	Name      string
@@ -67,25 +67,25 @@ type ToolCall struct {
 	Opaque    *Opaque
 }
 
-// Tool is a function that a model may call. Its parameters are a JSON Schema.
+// Tool is a function for a model. Its parameters are a JSON Schema.
 type Tool struct {
 	Name        string
 	Description string
 	Parameters  any
 }
 
-// Opaque is what a provider wants back exactly as it came, such as signatures and encrypted reasoning. It goes to
-// its origin alone, and only beside the words it came with. People and logs never see it. The JSON texts are kept
-// as strings, because PostgreSQL's jsonb would order their members anew.
+// Opaque holds fields that a provider wants back unchanged, such as signatures and encrypted reasoning. Only its
+// origin receives them, beside the unchanged message. Logs and people never see them. The JSON texts are strings,
+// because jsonb would reorder their members.
 type Opaque struct {
 	Origin      string            `json:"origin"`                 // base URL and model
-	Digest      string            `json:"digest"`                 // of what it came with
-	ReasoningAs string            `json:"reasoning_as,omitempty"` // the member that the reasoning came in
-	Members     map[string]string `json:"members,omitempty"`      // JSON texts by name
-	Items       []string          `json:"items,omitempty"`        // JSON texts of a response's output, in order
+	Digest      string            `json:"digest"`                 // of the message
+	ReasoningAs string            `json:"reasoning_as,omitempty"` // the field that held the reasoning
+	Members     map[string]string `json:"members,omitempty"`      // JSON texts by field name
+	Items       []string          `json:"items,omitempty"`        // JSON texts of a response's output items, in order
 }
 
-// String hides what it holds.
+// String hides the content.
 func (o *Opaque) String() string {
 	if o == nil {
 		return "none"
@@ -93,16 +93,16 @@ func (o *Opaque) String() string {
 	return "[opaque]"
 }
 
-// LogValue hides what it holds.
+// LogValue hides the content.
 func (o *Opaque) LogValue() slog.Value { return slog.StringValue(o.String()) }
 
-// from reports whether it came from an origin, beside words with that digest.
+// from reports whether the fields came from an origin, with a message of that digest.
 func (o *Opaque) from(origin, digest string) bool {
 	return o != nil && o.Origin == origin && o.Digest == digest
 }
 
-// repaired keeps the members that came with a message whose calls were put in order: their origin wants them beside the
-// repaired ones, too. Items hold the calls as they came, so they are left out.
+// repaired keeps the fields of a message whose calls were repaired, because their origin wants them. It drops the
+// items, which hold the original calls.
 func (o *Opaque) repaired(before, after string) *Opaque {
 	if o == nil || before == after || o.Digest != before {
 		return o
@@ -112,7 +112,7 @@ func (o *Opaque) repaired(before, after string) *Opaque {
 	return &kept
 }
 
-// Shown is the message as rows and logs have it: without what is opaque, and without the bytes of images.
+// Shown returns the message for rows and logs, without opaque fields and image bytes.
 func (m Message) Shown() Message {
 	m.Opaque = nil
 	m.Parts = shownParts(m.Parts)
@@ -127,7 +127,7 @@ func (m Message) Shown() Message {
 	return m
 }
 
-// shownParts says how large an image is, in place of it.
+// shownParts replaces images with their sizes.
 func shownParts(parts []Part) []Part {
 	if !slices.ContainsFunc(parts, isImage) {
 		return parts
@@ -141,7 +141,7 @@ func shownParts(parts []Part) []Part {
 	return shown
 }
 
-// imageURL is that of an image; "" for a text.
+// imageURL returns an image's URL; "" for a text.
 func (p Part) imageURL() string {
 	if p.Image == nil {
 		return ""
@@ -149,7 +149,7 @@ func (p Part) imageURL() string {
 	return p.Image.URL
 }
 
-// Shown is [Message.Shown] of each.
+// Shown applies [Message.Shown] to each message.
 func Shown(messages []Message) []Message {
 	if messages == nil {
 		return nil
@@ -161,10 +161,10 @@ func Shown(messages []Message) []Message {
 	return shown
 }
 
-// LogValue is what a log shows of it.
+// LogValue returns the message as shown.
 func (m Message) LogValue() slog.Value { return slog.AnyValue(m.Shown()) }
 
-// digest changes when anything is changed that a provider's opaque members belong to.
+// digest changes with any content that opaque fields depend on.
 func (m Message) digest() string {
 	texts := []string{m.Role, m.Content, m.Refusal}
 	for _, c := range m.ToolCalls {
@@ -183,7 +183,7 @@ func digestOf(texts ...string) string {
 	return hex.EncodeToString(hash.Sum(nil))[:16]
 }
 
-// messageJSON is a message as it is stored.
+// messageJSON is the stored form of a message.
 type messageJSON struct {
 	Role       string          `json:"role"`
 	Content    json.RawMessage `json:"content,omitempty"`
@@ -195,7 +195,7 @@ type messageJSON struct {
 	Opaque     *Opaque         `json:"opaque_secret,omitempty"`
 }
 
-// partJSON is a part of a message as chat completions have it.
+// partJSON is the form of a part in chat completions.
 type partJSON struct {
 	Type  string     `json:"type"`
 	Text  string     `json:"text,omitempty"`
@@ -221,7 +221,7 @@ func (m Message) MarshalJSON() ([]byte, error) {
 	return encode(out)
 }
 
-// content is text, or the list of parts where there are any; nil when there is nothing.
+// content returns the text, or the list of parts; nil for an empty message.
 func (m Message) content() (json.RawMessage, error) {
 	if len(m.Parts) == 0 {
 		if m.Content == "" {
@@ -303,10 +303,10 @@ func (c *ToolCall) UnmarshalJSON(raw []byte) error {
 	return nil
 }
 
-// noParameters is the schema of a tool that takes nothing.
+// noParameters is the schema of a tool without parameters.
 const noParameters = `{"type":"object","properties":{}}`
 
-// parameters is the tool's schema, also of one that takes nothing.
+// parameters returns the tool's schema, or the empty one.
 func (t Tool) parameters() any {
 	if t.Parameters == nil {
 		return json.RawMessage(noParameters)
@@ -328,7 +328,7 @@ func (t Tool) MarshalJSON() ([]byte, error) {
 	}{"function", definition(t)})
 }
 
-// encode is json.Marshal without the escapes for HTML, which would change what must stay byte-equal.
+// encode is json.Marshal without HTML escapes, because opaque texts must stay equal byte for byte.
 func encode(v any) ([]byte, error) {
 	var out bytes.Buffer
 	enc := json.NewEncoder(&out)
@@ -339,7 +339,7 @@ func encode(v any) ([]byte, error) {
 	return bytes.TrimRight(out.Bytes(), "\n"), nil
 }
 
-// Text is all text of the message, its parts' included.
+// Text returns all text of the message, including its parts.
 func (m Message) Text() string {
 	texts := make([]string, 0, len(m.Parts)+1)
 	for _, text := range append([]string{m.Content}, partTexts(m.Parts)...) {
@@ -357,15 +357,14 @@ func partTexts(parts []Part) (texts []string) {
 	return texts
 }
 
-// longestName is how long a tool's name may be.
+// longestName bounds a tool's name.
 const longestName = 64
 
 var notInNames = regexp.MustCompile(`[^a-zA-Z0-9_-]`)
 
-// acceptable is a history as servers take it. A model may call a tool by a name that no tool can have
-// (multi_tool_use.parallel), or with arguments that are no object; it is told so, but the request that tells it
-// carries the call, and would be refused for it. Without content a message is refused,
-// above all the answer of a tool.
+// acceptable returns a history that servers accept. A model may call an impossible name (multi_tool_use.parallel) or
+// send arguments that are no object. The next request quotes that call, so it must be repaired. Servers also reject
+// messages without content, above all tool results.
 func acceptable(history []Message) []Message {
 	messages := make([]Message, len(history))
 	for i, m := range history {
@@ -383,8 +382,8 @@ func acceptable(history []Message) []Message {
 	return messages
 }
 
-// Sendable is a reply as it goes back to the model with the next request: arguments that are no JSON become an empty
-// object, because servers refuse a history that holds them. What came with the reply still goes back beside it.
+// Sendable returns a reply for the next request: invalid arguments become an empty object, because servers reject
+// them. Opaque fields stay.
 func (m Message) Sendable() Message {
 	asReceived := m.digest()
 	m.ToolCalls = slices.Clone(m.ToolCalls)
@@ -397,7 +396,7 @@ func (m Message) Sendable() Message {
 	return m
 }
 
-// possibleCalls leaves calls that are in order as they are.
+// possibleCalls repairs calls and leaves valid ones unchanged.
 func possibleCalls(made []ToolCall) []ToolCall {
 	if len(made) == 0 {
 		return nil
@@ -418,29 +417,29 @@ func possibleName(name string) string {
 	return name[:min(len(name), longestName)]
 }
 
-// isObject takes null for none, which a Go map does not.
+// isObject rejects null, unlike decoding into a map.
 func isObject(arguments string) bool {
 	var members map[string]json.RawMessage
 	return json.Unmarshal([]byte(arguments), &members) == nil && members != nil
 }
 
-// opaqueMembers are the members of a chat completion's message that providers want back and that nobody else
-// understands. Others are left out: servers refuse a history with members that they do not know.
+// opaqueMembers are fields of a chat completion's message that providers want back. Other unknown fields are dropped,
+// because servers reject them.
 var opaqueMembers = []string{
 	"reasoning_details", "extra_content", "thinking_blocks", "provider_specific_fields",
 	"thought_signature", "signature",
 }
 
-// callMembers are the members of a tool call that are understood here. All others go back.
+// callMembers are the known fields of a tool call. All others are sent back.
 var callMembers = []string{"index", "id", "type", "function"}
 
-// reasoningNames are the members in which servers send what a model thinks, as text.
+// reasoningNames are the fields in which servers send reasoning as text.
 var reasoningNames = []string{"reasoning_content", "reasoning", "thinking"}
 
-// gathered collects opaque members from the pieces of a stream. Its zero value is ready.
+// gathered collects opaque fields from a stream. Its zero value is ready.
 type gathered map[string]json.RawMessage
 
-// add joins a piece to what is there. A member that comes once stays byte for byte as it came.
+// add merges a piece. A field that comes once stays unchanged.
 func (g *gathered) add(name string, piece json.RawMessage) {
 	if isNull(piece) {
 		return
@@ -454,7 +453,7 @@ func (g *gathered) add(name string, piece json.RawMessage) {
 	(*g)[name] = slices.Clone(piece)
 }
 
-// texts is what was gathered; nil when that is nothing.
+// texts returns the fields; nil if there are none.
 func (g *gathered) texts() map[string]string {
 	if len(*g) == 0 {
 		return nil
@@ -468,11 +467,11 @@ func (g *gathered) texts() map[string]string {
 
 func isNull(raw json.RawMessage) bool { return len(raw) == 0 || string(raw) == "null" }
 
-// pieces are the members whose texts a stream sends in pieces.
+// pieces are the fields whose text is streamed in pieces.
 var pieces = []string{"text", "summary", "data", "signature", "thinking"}
 
-// joined is two pieces of one value: lists entry by entry where these have the same index and type, objects member
-// by member, and of anything else the later.
+// joined merges two pieces of a value: lists by index and type of their entries, objects by member. Otherwise the
+// later one wins.
 func joined(a, b json.RawMessage) json.RawMessage {
 	var lists [2][]json.RawMessage
 	if json.Unmarshal(a, &lists[0]) == nil && json.Unmarshal(b, &lists[1]) == nil {
@@ -501,7 +500,7 @@ func joinedLists(a, b []json.RawMessage) json.RawMessage {
 	return json.RawMessage(list(texts))
 }
 
-// continues reports whether an entry is a further piece of another.
+// continues reports whether an entry continues another.
 func continues(have, entry json.RawMessage) bool {
 	type place struct {
 		Index *int   `json:"index"`

@@ -12,61 +12,58 @@ import (
 	"time"
 )
 
-// Request is one turn to be completed.
+// Request is one turn to complete.
 type Request struct {
 	Model       string // the client's when empty
 	Messages    []Message
 	Tools       []Tool
-	MaxTokens   int      // upper bound of the answer; the server's own when zero
+	MaxTokens   int      // bound of the answer; the server's default when zero
 	Effort      string   // of reasoning, in the model's words ("low", "high", …); the client's when empty
-	Schema      *Schema  // of an answer in JSON, where the server can promise that; nil for one in words
-	Temperature *float32 // the server's own when nil
-	// IdempotencyKey is sent as the header of that name with every attempt.
+	Schema      *Schema  // of a JSON answer, where the server supports it; nil for text
+	Temperature *float32 // the server's default when nil
+	// IdempotencyKey is sent as a header with every attempt.
 	IdempotencyKey string
-	// OnDelta gets the answer's text piece by piece, on the goroutine that called Complete.
+	// OnDelta receives the answer's text in pieces, on the goroutine of Complete.
 	OnDelta func(text string)
-	// BeforeRetry is called before the request is sent again, when the attempt before may have been billed: the
-	// server got it, and neither refused nor answered it. It returns the upper bound of the answer from then on; an
-	// error ends the call.
+	// BeforeRetry runs before a retry if the last attempt may have been billed: the server received it and neither
+	// refused nor answered it. It returns the new bound of the answer. An error ends the call.
 	BeforeRetry func(ctx context.Context) (maxTokens int, err error)
-	// OnRestart is called when text was given to OnDelta and the attempt it came from has come to
-	// nothing: what follows begins anew.
+	// OnRestart runs after an attempt failed whose text OnDelta had received. The text starts over.
 	OnRestart func()
 }
 
 // Response is a whole answer.
 type Response struct {
 	Message      Message      // role assistant
-	FinishReason FinishReason // tool_calls whenever there are any, unless the answer was cut short
+	FinishReason FinishReason // tool_calls if there are any, unless the answer was truncated
 	Model        string       // as the server names it
 	Usage        Usage
 	CostUSD      float64
-	Priced       bool          // false when the price table does not know the model
-	Duration     time.Duration // with repetitions and waits
-	Attempts     int           // requests that were sent for it, refused dialects included
-	// Unknown says that the last attempt may have been billed and nobody knows for how much: the server got it, and
-	// neither refused it nor said what it used. Usage is an estimate then, too low or too high, or empty besides an
-	// error.
+	Priced       bool          // false if the price table lacks the model
+	Duration     time.Duration // including retries and waits
+	Attempts     int           // requests sent, including rejected dialects
+	// Unknown means that the last attempt may have been billed at an unknown amount: the server received it, and
+	// neither refused it nor reported usage. Usage is then an estimate, or empty beside an error.
 	Unknown bool
-	// Sent is the request as the last attempt had it, see [Client.Prepared].
+	// Sent is the request of the last attempt, see [Client.Prepared].
 	Sent Request
 }
 
-// Usage is in tokens. CachedTokens and CacheWriteTokens are part of PromptTokens: those that the server had read
-// before, and those that it keeps for the next time.
+// Usage counts tokens. CachedTokens and CacheWriteTokens are parts of PromptTokens: tokens read from the server's
+// cache, and tokens written to it.
 type Usage struct {
 	PromptTokens     int
 	CompletionTokens int
 	TotalTokens      int
 	CachedTokens     int
 	CacheWriteTokens int  `json:",omitempty"`
-	Estimated        bool // the server did not say; see [Client.Quote] for how it is reckoned
+	Estimated        bool // the server did not report it; [Client.Quote] documents the estimate
 }
 
-// Complete sends the request and returns the whole answer. See the package comment for what is repeated.
+// Complete sends the request and returns the whole answer. The package comment says what it repeats.
 //
-// The error is an *[Error] when the server or the connection is at fault, and wraps the context's error when
-// ctx ended first. Besides an error, the Response says only what was sent, and whether what was used is unknown.
+// The error is an *[Error] for a failure of the server or the connection. It wraps the context's error if ctx ended.
+// Beside an error, the Response holds only Sent and Unknown.
 func (c *Client) Complete(ctx context.Context, req Request) (Response, error) {
 	if len(req.Messages) == 0 {
 		return Response{}, &Error{Message: "the request has no messages"}
@@ -80,7 +77,7 @@ func (c *Client) Complete(ctx context.Context, req Request) (Response, error) {
 	return run.response(answer), nil
 }
 
-// complete fills in the client's defaults and repairs the messages.
+// complete applies the client's defaults and repairs the messages.
 func (c *Client) complete(req Request) Request {
 	if req.Model == "" {
 		req.Model = c.config.Model
@@ -90,14 +87,14 @@ func (c *Client) complete(req Request) Request {
 	return req
 }
 
-// Prepared is a request as it goes out: with the client's defaults, repaired, and in the form that the server is known
-// to take. While it is sent, the client may learn that the server wants another.
+// Prepared returns a request as it would be sent: with defaults, repaired, and in a form that the server accepts. The
+// client may still learn another form while sending.
 func (c *Client) Prepared(req Request) Request {
 	req = c.complete(req)
 	return adaptedRequest(req, c.understood(req.Model))
 }
 
-// response prices the answer and estimates what the server did not count.
+// response prices the answer and estimates missing usage.
 func (r *run) response(a answer) Response {
 	resp := r.failed()
 	resp.Message, resp.FinishReason = a.message, a.finish
@@ -111,7 +108,7 @@ func (r *run) response(a answer) Response {
 	return resp
 }
 
-// failed is what is known without an answer.
+// failed returns what is known without an answer.
 func (r *run) failed() Response {
 	_, found := r.client.config.Prices.Of(r.req.Model)
 	return Response{
@@ -120,7 +117,7 @@ func (r *run) failed() Response {
 	}
 }
 
-// orEstimate fills in what the server did not count, for an answer of so many tokens.
+// orEstimate fills in missing counts, for an answer of a given length.
 func (u Usage) orEstimate(req Request, completion int) Usage {
 	if u.TotalTokens == 0 {
 		u.TotalTokens = u.PromptTokens + u.CompletionTokens
@@ -132,7 +129,7 @@ func (u Usage) orEstimate(req Request, completion int) Usage {
 	return u
 }
 
-// contextError tells an ended context from a server's fault.
+// contextError distinguishes an ended context from a server's failure.
 func contextError(ctx context.Context) error {
 	cause := context.Cause(ctx)
 	if errors.Is(cause, ctx.Err()) {
@@ -141,7 +138,7 @@ func contextError(ctx context.Context) error {
 	return errors.Join(ctx.Err(), cause)
 }
 
-// object writes the members of a JSON object in the order given, and byte for byte as given.
+// object writes the members of a JSON object in order, unchanged.
 type object struct {
 	names []string
 	texts map[string]string
@@ -157,7 +154,7 @@ func (o *object) set(name string, value any) {
 	o.raw(name, string(encoded))
 }
 
-// raw adds a member that is JSON already, or replaces it.
+// raw adds or replaces a member that is JSON already.
 func (o *object) raw(name, text string) {
 	if o.texts == nil {
 		o.texts = map[string]string{}
@@ -175,8 +172,7 @@ func (o *object) members(texts map[string]string) {
 	}
 }
 
-// merge lays an object over this one: objects member by member, else the other's value stands. A null takes a
-// member away.
+// merge merges another object: objects by member, otherwise the other value wins. A null removes a member.
 func (o *object) merge(extra map[string]json.RawMessage) {
 	for _, name := range slices.Sorted(maps.Keys(extra)) {
 		value := extra[name]
@@ -203,7 +199,7 @@ func (o *object) merge(extra map[string]json.RawMessage) {
 	}
 }
 
-// end is the whole object.
+// end returns the object.
 func (o *object) end() (string, error) {
 	var out bytes.Buffer
 	out.WriteByte('{')
@@ -223,7 +219,7 @@ func (o *object) end() (string, error) {
 	return out.String(), o.err
 }
 
-// list is a JSON array of texts that are JSON.
+// list returns a JSON array of JSON texts.
 func list(texts []string) string {
 	var out bytes.Buffer
 	out.WriteByte('[')
@@ -237,7 +233,7 @@ func list(texts []string) string {
 	return out.String()
 }
 
-// body is the request in the form that the server is known to understand.
+// body encodes the request in a form that the server accepts.
 func (c *Client) body(req Request, api API, d dialect) (string, error) {
 	known := FactsOf(req.Model)
 	req = adaptedRequest(req, d)
@@ -262,14 +258,14 @@ func (c *Client) body(req Request, api API, d dialect) (string, error) {
 	return o.end()
 }
 
-// Schema is the form that an answer is to have: JSON of a schema, or any object when Schema is empty.
+// Schema is the demanded form of an answer: a JSON Schema, or any object when Schema is empty.
 type Schema struct {
 	Name        string          `json:"name"`
 	Description string          `json:"description,omitempty"`
 	Schema      json.RawMessage `json:"schema"`
-	Strict      bool            `json:"strict"` // servers then want every member required and no others allowed
+	Strict      bool            `json:"strict"` // servers then demand that every member is required and no others are allowed
 
-	inWords bool // the server has refused this one
+	inWords bool // the server rejected this schema
 }
 
 // The formats of an answer, as both protocols name them.
@@ -278,7 +274,7 @@ const (
 	formatObject = "json_object"
 )
 
-// format is the form as chat completions have it.
+// format returns the form of chat completions.
 func (s *Schema) format() map[string]any {
 	if len(s.Schema) == 0 {
 		return map[string]any{"type": formatObject}
@@ -286,7 +282,7 @@ func (s *Schema) format() map[string]any {
 	return map[string]any{"type": formatSchema, "json_schema": s}
 }
 
-// flatFormat is the form as the Responses API has it.
+// flatFormat returns the form of the Responses API.
 func (s *Schema) flatFormat() any {
 	if len(s.Schema) == 0 {
 		return map[string]any{"type": formatObject}
@@ -297,12 +293,12 @@ func (s *Schema) flatFormat() any {
 	}{formatSchema, *s}
 }
 
-// inWords reports whether the server has no structured outputs, or not for this schema.
+// inWords reports whether the form goes into the prompt, because the server does not support this schema.
 func inWords(s *Schema, d dialect, known Facts) bool {
 	return s.inWords || d.has(noSchema) || known.NoSchema
 }
 
-// rule is the form in words.
+// rule returns the form as an instruction.
 func (s *Schema) rule() string {
 	if len(s.Schema) == 0 {
 		return "[Form of the final answer: one JSON object, and nothing else: no words around it, no code fence.]"
@@ -312,10 +308,10 @@ func (s *Schema) rule() string {
 		string(s.Schema)
 }
 
-// withForm is the history of a request. The form is added in words where the server does not get it otherwise. Any
-// object always needs the words: OpenAI refuses a request for one that does not say JSON.
+// withForm returns the history of a request, with the form as an instruction where the server lacks structured
+// outputs. The "any object" form always needs it, because OpenAI rejects a request without the word JSON.
 //
-// The words go to the last that the user said. A client sends the schema, so it has no more rank than that.
+// The instruction goes into the last user message. The schema comes from a client, so it has no higher rank.
 func withForm(req Request, d dialect, known Facts) []Message {
 	s := req.Schema
 	if s == nil || len(s.Schema) > 0 && !inWords(s, d, known) {
@@ -331,8 +327,8 @@ func withForm(req Request, d dialect, known Facts) []Message {
 	return append(slices.Clip(req.Messages), Message{Role: RoleUser, Content: s.rule()})
 }
 
-// schemaRefused asks for the form in words, this once, when the server refuses the schema itself. Its dialect is not
-// to blame: another schema may pass.
+// schemaRefused switches this call to an instruction if the server rejects the schema. The dialect stays, because
+// another schema may pass.
 func (r *run) schemaRefused(refusal *Error) bool {
 	if r.req.Schema == nil || r.req.Schema.inWords || refusal.Status != 400 && refusal.Status != 422 {
 		return false
@@ -347,30 +343,29 @@ func (r *run) schemaRefused(refusal *Error) bool {
 }
 
 const (
-	// DefaultMaxTokens is what [Client.Quote] expects of an answer whose length the request does not bound.
+	// DefaultMaxTokens is the expected length of an unbounded answer in [Client.Quote].
 	DefaultMaxTokens = 4096
-	// ThinkingMaxTokens is what it expects of models whose hidden reasoning counts as part of the answer.
+	// ThinkingMaxTokens is the same for models whose hidden reasoning counts as output.
 	ThinkingMaxTokens = 16_384
 
 	bytesPerToken     = 4 // of English prose; other languages and code have fewer
 	longestWord       = 24
-	tokensPerMessage  = 4 // what the chat format adds
+	tokensPerMessage  = 4 // overhead of the chat format
 	reservePerMessage = 8
 	imageTokens       = 1500
 )
 
-// Quote is about the most that one attempt of a request can use and cost, for budgets to set aside beforehand.
+// Quote is the approximate worst case of one attempt, for a budget reservation.
 type Quote struct {
 	PromptTokens int
 	PromptUSD    float64
-	AnswerTokens int     // MaxTokens, or what is usual for the model
-	TokenUSD     float64 // of each token of the answer
+	AnswerTokens int     // MaxTokens, or the model's default
+	TokenUSD     float64 // of each output token
 }
 
-// Quote reckons a request's worst case. No tokenizer is at hand, so it takes a token for every two letters and
-// blanks, and one for every other byte, and eight for each message and tool: tokenizers hardly ever make more.
-// Ordinary prompts use about half of that. A model without a price costs nothing. (A missing usage is estimated by
-// the same rule.)
+// Quote estimates a request's worst case without a tokenizer: one token for two letters or blanks, one for every
+// other byte, and eight for each message and tool. Tokenizers rarely exceed that; ordinary prompts use about half. A
+// model without a price costs nothing. The same rule estimates missing usage.
 func (c *Client) Quote(req Request) Quote {
 	if req.Model == "" {
 		req.Model = c.config.Model
@@ -389,7 +384,7 @@ func (c *Client) Quote(req Request) Quote {
 	return q
 }
 
-// EstimateTokens is about what messages come to as a prompt: a token for every four bytes, four for each message.
+// EstimateTokens estimates messages as a prompt: a token for four bytes, and four for each message.
 func EstimateTokens(messages []Message) int {
 	return estimatePrompt(Request{Messages: messages})
 }
@@ -399,24 +394,24 @@ func estimatePrompt(req Request) int {
 	return ceilDiv(all.bytes, bytesPerToken) + parts*tokensPerMessage + all.images*imageTokens
 }
 
-// mostTokensOf is the most that a prompt comes to.
+// mostTokensOf returns the largest size of a prompt.
 func mostTokensOf(req Request) int {
 	all, parts := size(req)
 	return all.most() + parts*reservePerMessage
 }
 
-// extent is how much there is to read.
+// extent is an amount of input.
 type extent struct {
 	bytes  int
-	halves int // of tokens, at the most
+	halves int // upper bound, in half tokens
 	images int
 }
 
-// most is how many tokens it can be.
+// most returns the upper bound in tokens.
 func (e extent) most() int { return ceilDiv(e.halves, 2) + e.images*imageTokens }
 
-// add counts text. Letters in words and blanks are two to a token; digits, signs, other scripts and what is no word
-// may be one.
+// add counts text. Letters in words and blanks are half a token each. Digits, signs, other scripts and non-words
+// count one.
 func (e *extent) add(text string) {
 	e.bytes += len(text)
 	word := 0
@@ -434,8 +429,8 @@ func (e *extent) add(text string) {
 	}
 }
 
-// addOpaque counts what a provider gets back: about a token for every four bytes, as encrypted reasoning has. Other
-// items of an answer are counted as the text and the calls that they are.
+// addOpaque counts fields that a provider gets back: about a token for four bytes, as encrypted reasoning has. Other
+// items of an answer count as their text and calls.
 func (e *extent) addOpaque(o *Opaque) {
 	if o == nil {
 		return
@@ -453,14 +448,14 @@ func (e *extent) addOpaque(o *Opaque) {
 	e.halves += bytes / 2
 }
 
-// size measures a prompt; parts is how many messages and tools it has.
+// size measures a prompt; parts is its number of messages and tools.
 func size(req Request) (all extent, parts int) {
 	for _, m := range req.Messages {
 		one := measure(m)
 		all = extent{all.bytes + one.bytes, all.halves + one.halves, all.images + one.images}
 	}
 	for _, tool := range req.Tools {
-		if encoded, err := json.Marshal(tool); err == nil { // one that cannot be encoded is never sent
+		if encoded, err := json.Marshal(tool); err == nil { // a tool that does not encode is never sent
 			all.add(string(encoded))
 		}
 	}
@@ -470,7 +465,7 @@ func size(req Request) (all extent, parts int) {
 	return all, len(req.Messages) + len(req.Tools)
 }
 
-// measure is a message's extent.
+// measure returns a message's extent.
 func measure(m Message) (e extent) {
 	for _, text := range []string{m.Content, m.Refusal, m.Reasoning, m.Name, m.ToolCallID} {
 		e.add(text)
@@ -493,16 +488,15 @@ func measure(m Message) (e extent) {
 
 func ceilDiv(a, b int) int { return (a + b - 1) / b }
 
-// Density is how many tokens the server has counted for each one that [Client.Quote] reckoned a prompt at, at the
-// most and at least 1. A prompt quoted that much higher is not quoted too low for a server that counts otherwise.
-// Safe for concurrent use.
+// Density is the largest ratio of tokens counted by the server to tokens of [Client.Quote]; at least 1. A budget
+// multiplies its quotes by it. Safe for concurrent use.
 func (c *Client) Density() float64 {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return max(c.density, 1)
 }
 
-// reportsUsage reports whether the server has reported usage, now or before.
+// reportsUsage reports whether the server has ever reported usage.
 func (c *Client) reportsUsage(now bool) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -510,8 +504,7 @@ func (c *Client) reportsUsage(now bool) bool {
 	return c.reports
 }
 
-// Learn takes from an answer how the server counts: a prompt reckoned at so many tokens was counted as u says. Safe for
-// concurrent use.
+// Learn updates the density: a prompt estimated at reckoned tokens was counted as in u. Safe for concurrent use.
 func (c *Client) Learn(reckoned int, u Usage) {
 	if reckoned <= 0 || u.Estimated {
 		return

@@ -7,8 +7,8 @@ import (
 	"strings"
 )
 
-// responsesBody adds what the Responses API has of a request. Nothing is stored at the server: the whole history is
-// sent, with the items of earlier answers as they came.
+// responsesBody adds the fields of the Responses API. The server stores nothing: the whole history is sent, with the
+// items of earlier answers unchanged.
 func (c *Client) responsesBody(o *object, req Request, d dialect) error {
 	var input []string
 	origin := c.origin(req.Model)
@@ -45,7 +45,7 @@ func (c *Client) responsesBody(o *object, req Request, d dialect) error {
 	return nil
 }
 
-// responseTool is a function as the Responses API has it. What is not said there is strict, so it is said.
+// responseTool is a function in the Responses API, whose default is strict.
 type responseTool struct {
 	Type        string `json:"type"`
 	Name        string `json:"name"`
@@ -58,7 +58,7 @@ func (t Tool) response() responseTool {
 	return responseTool{Type: "function", Name: t.Name, Description: t.Description, Parameters: t.parameters()}
 }
 
-// responseItem is what a message becomes that has no items of its own.
+// responseItem is a message without items of its own.
 type responseItem struct {
 	Type      string         `json:"type"`
 	Role      string         `json:"role,omitempty"`
@@ -76,7 +76,7 @@ type responsePart struct {
 	Detail string `json:"detail,omitempty"`
 }
 
-// responseItems is a message as items: those that it came as, for their origin, else new ones.
+// responseItems converts a message to items: the original ones for their origin, else new ones.
 func responseItems(m Message, origin string, d dialect) ([]string, error) {
 	if m.Opaque.from(origin, m.digest()) && len(m.Opaque.Items) > 0 && !d.has(noOpaque) {
 		return m.Opaque.Items, nil
@@ -114,7 +114,7 @@ func responseItems(m Message, origin string, d dialect) ([]string, error) {
 	return texts, nil
 }
 
-// inputParts is what a user or the system says.
+// inputParts converts the content of a user or system message.
 func inputParts(m Message) (parts []responsePart) {
 	if m.Content != "" {
 		parts = append(parts, responsePart{Type: "input_text", Text: m.Content})
@@ -133,12 +133,12 @@ func inputParts(m Message) (parts []responsePart) {
 	return parts
 }
 
-// response puts an answer of the Responses API together. Its zero value is ready.
+// response assembles an answer of the Responses API. Its zero value is ready.
 type response struct {
 	assembly
 	items   []outputItem
-	spoken  int // items of text that have begun
-	pending int // bytes of arguments that have come
+	spoken  int // items of text started
+	pending int // bytes of arguments received
 	over    bool
 }
 
@@ -160,7 +160,7 @@ type outputItem struct {
 	} `json:"summary"`
 }
 
-// event is one of a stream, as far as it matters here.
+// event holds the relevant fields of a stream's event.
 type event struct {
 	Type     string          `json:"type"`
 	Delta    words           `json:"delta"`
@@ -185,7 +185,7 @@ type responseObject struct {
 	} `json:"usage"`
 }
 
-// add takes an event, or a whole answer, and returns the text it brought.
+// add handles an event or a whole answer, and returns its text.
 func (r *response) add(raw []byte) (text string, err error) {
 	var e event
 	if err := json.Unmarshal(raw, &e); err != nil {
@@ -217,7 +217,7 @@ func (r *response) add(raw []byte) (text string, err error) {
 	return "", nil
 }
 
-// addDocument takes an answer that came in one piece.
+// addDocument handles an answer in one piece.
 func (r *response) addDocument(raw []byte) (string, error) {
 	var whole responseObject
 	if err := json.Unmarshal(raw, &whole); err != nil {
@@ -236,7 +236,7 @@ func (r *response) addDocument(raw []byte) (string, error) {
 	return text, nil
 }
 
-// unnested is the error of an event, whether that is nested or not.
+// unnested returns the error of an event, nested or not.
 func unnested(raw []byte) []byte {
 	var e struct {
 		Error json.RawMessage `json:"error"`
@@ -255,11 +255,11 @@ func unnested(raw []byte) []byte {
 	return raw
 }
 
-// begun keeps what two items of text say apart.
+// begun separates the texts of two items.
 func (r *response) begun(item json.RawMessage) (string, error) {
 	var begun outputItem
 	if err := json.Unmarshal(item, &begun); err != nil {
-		begun.Type = "" // of no kind that is known here
+		begun.Type = "" // an unknown kind
 	}
 	if begun.Type != "message" {
 		return "", nil
@@ -271,10 +271,10 @@ func (r *response) begun(item json.RawMessage) (string, error) {
 	return "", nil
 }
 
-// betweenItems is put between what two items of one answer say.
+// betweenItems separates the texts of two items.
 const betweenItems = "\n\n"
 
-// done keeps an item.
+// done stores an item.
 func (r *response) done(raw json.RawMessage) error {
 	item := outputItem{raw: string(raw)}
 	if err := json.Unmarshal(raw, &item); err != nil {
@@ -284,7 +284,7 @@ func (r *response) done(raw json.RawMessage) error {
 	return nil
 }
 
-// end takes the state of the whole answer.
+// end stores the state of the whole answer.
 func (r *response) end(state responseObject) error {
 	r.model = cmp.Or(state.Model, r.model)
 	if u := state.Usage; u != nil {
@@ -319,7 +319,7 @@ func (r *response) end(state responseObject) error {
 	return nil
 }
 
-// ended reports whether the server said that this is all. The end marker of chat completions is no such word.
+// ended reports whether the server completed the answer. The end marker of chat completions does not count.
 func (r *response) ended(bool) bool { return r.over }
 
 func (r *response) empty() bool { return r.assembly.empty() && len(r.items) == 0 }
@@ -328,7 +328,7 @@ func (r *response) size() int { return r.assembly.size() + r.pending }
 
 func (r *response) beyond(maxTokens int) bool { return beyond(r.size(), r.usage, maxTokens) }
 
-// said is what the items say.
+// said returns the texts of the items.
 func (r *response) said() (text, refusal, reasoning string) {
 	var texts, refusals, thoughts []string
 	for _, item := range r.items {
@@ -354,7 +354,7 @@ func (r *response) said() (text, refusal, reasoning string) {
 	return strings.Join(texts, betweenItems), strings.Join(refusals, "\n"), strings.Join(thoughts, "\n\n")
 }
 
-// answer is the assembled whole.
+// answer returns the assembled answer.
 func (r *response) answer(req Request, origin string) answer {
 	text, refusal, reasoning := r.said()
 	m := Message{
@@ -362,7 +362,7 @@ func (r *response) answer(req Request, origin string) answer {
 		Reasoning: cmp.Or(reasoning, r.reasoning.String()),
 	}
 	cut := r.finish == FinishLength || r.finish == FinishContentFilter
-	nameless := false // a call has no id, so its result could not name it
+	nameless := false // a call without an id, so its result could not name it
 	for _, item := range r.items {
 		if item.Type != "function_call" {
 			continue
@@ -377,7 +377,7 @@ func (r *response) answer(req Request, origin string) answer {
 	if len(m.ToolCalls) > 0 && !cut {
 		finish = FinishToolCalls
 	}
-	if len(r.items) > 0 && !cut && !nameless { // what was cut short cannot be sent back as it is
+	if len(r.items) > 0 && !cut && !nameless { // a truncated item cannot be sent back
 		m.Opaque = &Opaque{Origin: origin, Digest: m.digest()}
 		for _, item := range r.items {
 			m.Opaque.Items = append(m.Opaque.Items, item.raw)

@@ -21,18 +21,18 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// run is one call of Complete: attempts until one gives an answer.
+// run is one Complete call: attempts until one succeeds.
 type run struct {
 	client  *Client
 	req     Request
 	started time.Time
-	sent    int     // attempts made, those that only taught a dialect included
-	last    Request // as the last attempt had it
-	shown   bool    // text of the present attempt went to OnDelta
-	unknown bool    // the last attempt may have been billed, and nobody knows for how much
+	sent    int     // attempts made, including those that taught a dialect
+	last    Request // request of the last attempt
+	shown   bool    // OnDelta received text of the current attempt
+	unknown bool    // the last attempt may have been billed at an unknown amount
 }
 
-// untilDone repeats the request as long as that may help.
+// untilDone repeats the request while that may help.
 func (r *run) untilDone(ctx context.Context) (answer, error) {
 	for attempt := 1; ; {
 		d := r.client.understood(r.req.Model)
@@ -50,7 +50,7 @@ func (r *run) untilDone(ctx context.Context) (answer, error) {
 		}
 		if next, changed := d.after(failure, sent{r.req, api, r.client.config.API}); changed {
 			r.client.learn(ctx, r.req.Model, next)
-			continue // a refusal: nothing was billed
+			continue // a refusal is not billed
 		}
 		if failure.namesResponses() && api == APIChat {
 			failure.Advice = adviseResponses
@@ -71,7 +71,7 @@ func (r *run) untilDone(ctx context.Context) (answer, error) {
 	}
 }
 
-// beforeRetry has the caller account for an attempt that may have been billed.
+// beforeRetry lets the caller account for an attempt that may have been billed.
 func (r *run) beforeRetry(ctx context.Context) (err error) {
 	if r.unknown && r.req.BeforeRetry != nil {
 		r.unknown = false
@@ -80,7 +80,7 @@ func (r *run) beforeRetry(ctx context.Context) (err error) {
 	return err
 }
 
-// restart tells a live viewer that what it saw does not count.
+// restart notifies a live viewer that the shown text is void.
 func (r *run) restart() {
 	if r.shown && r.req.OnRestart != nil {
 		r.req.OnRestart()
@@ -124,7 +124,7 @@ func (r *run) try(ctx context.Context, api API, d dialect) (answer, *Error) {
 	return parts.answer(r.req, r.client.origin(r.req.Model)), nil
 }
 
-// receiver gives the pieces of a stream.
+// receiver yields the pieces of a stream.
 type receiver interface {
 	RecvRaw() ([]byte, error)
 	Close() error
@@ -154,12 +154,12 @@ func (r *run) stream(ctx context.Context, link *link, api API, parts answering) 
 			err = r.take(parts, chunk)
 		}
 		switch whole := parts.ended(link.saidDone()); {
-		case err != nil && whole: // what breaks after the end costs nothing but the usage
+		case err != nil && whole: // an error after the end loses only the usage
 			parts.misses(!link.saidDone() && !ended)
 			return nil
 		case err != nil:
 			return err
-		case whole && api == APIResponses: // nothing comes after it, and some servers keep the connection
+		case whole && api == APIResponses: // nothing follows, and some servers keep the connection open
 			return nil
 		case !whole && parts.beyond(r.req.MaxTokens):
 			r.client.config.Logger.WarnContext(
@@ -175,7 +175,7 @@ func (r *run) stream(ctx context.Context, link *link, api API, parts answering) 
 	}
 }
 
-// whole gets the answer in one piece, from servers that do not stream.
+// whole receives the answer in one piece, from servers without streams.
 func (r *run) whole(ctx context.Context, link *link, api API, parts answering) error {
 	var err error
 	if api == APIResponses {
@@ -199,7 +199,7 @@ func (r *run) take(parts answering, chunk []byte) error {
 	return nil
 }
 
-// show gives text to a live viewer.
+// show passes text to a live viewer.
 func (r *run) show(text string) {
 	if text != "" && r.req.OnDelta != nil {
 		r.shown = true
@@ -207,7 +207,7 @@ func (r *run) show(text string) {
 	}
 }
 
-// cutOff is the end of a stream as an error.
+// cutOff returns the end of a stream as an error.
 func cutOff(err error) error {
 	if errors.Is(err, io.EOF) {
 		err = io.ErrUnexpectedEOF
@@ -215,7 +215,7 @@ func cutOff(err error) error {
 	return fmt.Errorf("the stream was cut off before its end: %w", err)
 }
 
-// sleep waits for d or for the end of ctx, whichever comes first.
+// sleep waits for d or the end of ctx.
 func sleep(ctx context.Context, d time.Duration) error {
 	timer := time.NewTimer(d)
 	defer timer.Stop()
@@ -227,10 +227,10 @@ func sleep(ctx context.Context, d time.Duration) error {
 	}
 }
 
-// statusOverloaded is what some providers answer instead of 503.
+// statusOverloaded is the status of some providers instead of 503.
 const statusOverloaded = 529
 
-// maxRefusalBytes is how much of a refusal is read.
+// maxRefusalBytes bounds the bytes read of a refusal.
 const maxRefusalBytes = 64 << 10
 
 var (
@@ -238,24 +238,23 @@ var (
 	errWebPage  = errors.New("the answer is a web page: is OPENAI_BASE_URL a chat completions endpoint?")
 )
 
-// link is the connection of one attempt: what go-openai sends passes through here, and so does what comes back.
-// It sends a body of our own, because go-openai has no place for some of its members, and sets headers. It reads
-// refusals itself (with the headers go-openai drops), filters event streams, accepts a whole document where a stream
-// was asked for, and ends silence.
+// link is the connection of one attempt, between go-openai and the network. It replaces the body, because go-openai
+// lacks some fields, and sets headers. It reads refusals with all headers, filters event streams, accepts a whole
+// document instead of a stream, and enforces the idle timeout.
 type link struct {
 	config Config
 	key    string // idempotency key
-	out    string // the body to send in place of go-openai's
+	out    string // the body that replaces go-openai's
 	idle   *time.Timer
-	sent   atomic.Bool // the request may have left
+	sent   atomic.Bool // the request may have left this process
 
 	body     io.ReadCloser
 	failure  *Error     // the server refused
-	lines    *dataLines // the answer is a stream
-	document []byte     // the answer is whole
+	lines    *dataLines // set if the answer is a stream
+	document []byte     // set if the answer is whole
 }
 
-// newLink starts to listen for silence; giveUp cancels the attempt.
+// newLink starts the idle timer; giveUp cancels the attempt.
 func newLink(config Config, idempotencyKey, body string, giveUp context.CancelCauseFunc) *link {
 	l := &link{config: config, key: idempotencyKey, out: body}
 	l.idle = time.AfterFunc(config.IdleTimeout, func() {
@@ -268,15 +267,15 @@ type idleError struct{ after time.Duration }
 
 func (e *idleError) Error() string { return fmt.Sprintf("the server was silent for %s", e.after) }
 
-// close ends the attempt's timer and its body.
+// close stops the timer and closes the body.
 func (l *link) close() {
 	l.idle.Stop()
 	if l.body != nil {
-		l.body.Close() // nothing is lost with it: what was needed has been read
+		l.body.Close() // all needed bytes were read
 	}
 }
 
-// saidDone reports whether the stream's end marker was seen.
+// saidDone reports whether the stream's end marker came.
 func (l *link) saidDone() bool { return l.lines != nil && l.lines.done }
 
 // Do sends a request of go-openai.
@@ -288,8 +287,7 @@ func (l *link) Do(req *http.Request) (*http.Response, error) {
 		req.URL.RawQuery = l.config.Query.Encode()
 	}
 	if l.key != "" {
-		// Not in canonical form: under that name net/http would send the request again by itself when a connection
-		// breaks.
+		// Not in canonical form: for that name net/http would repeat the request itself when a connection breaks.
 		req.Header["idempotency-key"] = []string{l.key}
 	}
 	if parent := trace.Traceparent(req.Context()); parent != "" {
@@ -300,7 +298,7 @@ func (l *link) Do(req *http.Request) (*http.Response, error) {
 	})
 	req = req.WithContext(ctx)
 	req.Body, req.ContentLength = io.NopCloser(strings.NewReader(l.out)), int64(len(l.out))
-	req.GetBody = nil // a request is never sent twice in here
+	req.GetBody = nil // forbids net/http to repeat the request
 	resp, err := l.config.HTTPClient.Do(req)
 	if err != nil {
 		return nil, err
@@ -321,17 +319,17 @@ func (l *link) Do(req *http.Request) (*http.Response, error) {
 	return resp, nil
 }
 
-// refused keeps why the server said no.
+// refused stores the reason of a refusal.
 func (l *link) refused(resp *http.Response, body io.Reader) {
 	text, err := io.ReadAll(io.LimitReader(body, maxRefusalBytes))
 	if err != nil && len(text) == 0 {
-		text = []byte(http.StatusText(resp.StatusCode)) // the status is the answer; its words were cut off
+		text = []byte(http.StatusText(resp.StatusCode)) // the status decides; its message was cut off
 	}
 	l.failure = refusal(resp.StatusCode, resp.Header, text)
 }
 
-// readDocument keeps an answer in one piece and hands it on both ways: as the document go-openai parses when it
-// asked for one, and as a stream of one chunk when it asked for a stream.
+// readDocument stores an answer in one piece and passes it on: as a document, or as a stream of one chunk if
+// go-openai asked for a stream.
 func (l *link) readDocument(resp *http.Response, body io.Reader) (*http.Response, error) {
 	text, err := io.ReadAll(io.LimitReader(body, maxAnswerBytes+1))
 	if err != nil {
@@ -353,8 +351,8 @@ func (l *link) readDocument(resp *http.Response, body io.Reader) (*http.Response
 	return resp, nil
 }
 
-// mayBeBilled reports whether a failed attempt may have used tokens: the server may have got it, and did not refuse
-// it. A gateway that gives up says nothing about the model behind it.
+// mayBeBilled reports whether a failed attempt may have used tokens: the server may have received it and did not
+// refuse it. A gateway's timeout says nothing about the model behind it.
 func (l *link) mayBeBilled(err error) bool {
 	if l.failure == nil {
 		return l.sent.Load() && !errors.Is(err, errWebPage)
@@ -369,7 +367,7 @@ func (l *link) mayBeBilled(err error) bool {
 	}
 }
 
-// explain makes the error of a failed attempt.
+// explain returns the error of a failed attempt.
 func (l *link) explain(ctx context.Context, err error) *Error {
 	var silent *idleError
 	var said *Error
@@ -384,7 +382,7 @@ func (l *link) explain(ctx context.Context, err error) *Error {
 	return said.scrubbed(l.config.secrets())
 }
 
-// heard notes that the server gives signs of life.
+// heard resets the idle timer on each read.
 type heard struct {
 	in   io.Reader
 	link *link
@@ -398,7 +396,7 @@ func (h *heard) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// firstByte looks at the first byte that is not white space, without taking it.
+// firstByte peeks at the first byte that is not white space.
 func firstByte(in *bufio.Reader) (byte, error) {
 	for {
 		next, err := in.Peek(1)

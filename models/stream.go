@@ -13,7 +13,7 @@ import (
 	"strings"
 )
 
-// maxAnswerBytes bounds what one answer may send.
+// maxAnswerBytes bounds one answer.
 const maxAnswerBytes = 32 << 20
 
 var errAnswerTooLong = errors.New("the answer is longer than 32 MiB")
@@ -27,13 +27,13 @@ var errAnswerTooLong = errors.New("the answer is longer than 32 MiB")
 // assembly.add like every other. Lines may end in LF, CR or CRLF, the last one in nothing.
 type dataLines struct {
 	in     *bufio.Reader
-	out    []byte // filtered and not yet read
+	out    []byte // filtered and unread
 	buffer []byte
 	taken  int
 	skipLF bool
 	err    error
-	done   bool   // [DONE] has passed
-	begun  []byte // a document without the field name that is not whole yet
+	done   bool   // [DONE] came
+	begun  []byte // an incomplete document without the field name
 }
 
 var (
@@ -45,7 +45,7 @@ var (
 
 func newDataLines(in io.Reader) *dataLines { return &dataLines{in: bufio.NewReader(in)} }
 
-// Read never holds a line back: it returns as soon as one is complete.
+// Read returns as soon as a line is complete.
 func (d *dataLines) Read(p []byte) (int, error) {
 	for len(d.out) == 0 {
 		if d.err != nil {
@@ -60,7 +60,7 @@ func (d *dataLines) Read(p []byte) (int, error) {
 	return n, nil
 }
 
-// line reads up to the end of a line and returns it without. The line is valid until the next call.
+// line returns the next line without its end. The line is valid until the next call.
 func (d *dataLines) line() ([]byte, error) {
 	d.buffer = d.buffer[:0]
 	for {
@@ -83,7 +83,7 @@ func (d *dataLines) line() ([]byte, error) {
 	}
 }
 
-// filter queues the line if it is one of data.
+// filter queues the line if it holds data.
 func (d *dataLines) filter(line []byte) {
 	line = bytes.TrimPrefix(line, byteOrder)
 	payload, isData := bytes.CutPrefix(line, dataField)
@@ -105,15 +105,14 @@ func (d *dataLines) filter(line []byte) {
 	d.out = append(d.out, "\n\n"...)
 }
 
-// document collects a document that was sent without the field name, as some servers send an error, and returns it
-// once it is whole.
+// document collects a document without the field name, as some servers send an error, and returns it when complete.
 func (d *dataLines) document(line []byte) []byte {
 	if len(d.begun) == 0 && !bytes.HasPrefix(line, []byte("{")) && !bytes.HasPrefix(line, []byte("[")) {
 		return nil
 	}
 	d.begun = append(d.begun, line...)
 	if len(d.begun) > maxRefusalBytes && len(d.begun) > len(line) {
-		d.begun = nil // no error is as long
+		d.begun = nil // longer than any error
 		return nil
 	}
 	if !json.Valid(d.begun) {
@@ -124,7 +123,7 @@ func (d *dataLines) document(line []byte) []byte {
 	return whole
 }
 
-// answer is what one attempt brought.
+// answer is the outcome of one attempt.
 type answer struct {
 	message Message
 	finish  FinishReason
@@ -132,7 +131,7 @@ type answer struct {
 	usage   Usage
 }
 
-// chunk is a part of an answer as servers send it: a delta of a stream, or the whole message.
+// chunk is a part of an answer: a delta of a stream, or the whole message.
 type chunk struct {
 	Model   string `json:"model"`
 	Choices []struct {
@@ -151,7 +150,7 @@ type part struct {
 	Calls   []fragment `json:"tool_calls"`
 
 	reasoning   string
-	reasoningAs string // the member that it came in
+	reasoningAs string // the field that held it
 	opaque      map[string]json.RawMessage
 }
 
@@ -183,14 +182,14 @@ type wireUsage struct {
 	Details    *usageDetails `json:"prompt_tokens_details"`
 }
 
-// usageDetails are parts of the prompt's tokens.
+// usageDetails split the prompt's tokens.
 type usageDetails struct {
 	Cached     int `json:"cached_tokens"`
 	CacheWrite int `json:"cache_write_tokens"`
 }
 
-// words is content: a string, or a list of parts of which the text ones count. A NUL is what the records make of
-// it, or what was shown of an answer would not be what is kept of it.
+// words is content: a string, or a list of parts whose texts count. A NUL is replaced here as in the records, so that
+// shown and stored text agree.
 type words string
 
 func (w *words) UnmarshalJSON(raw []byte) error {
@@ -210,7 +209,7 @@ func (w *words) UnmarshalJSON(raw []byte) error {
 	return nil
 }
 
-// answering puts an answer together, in one of the protocols.
+// answering assembles an answer in one protocol.
 type answering interface {
 	add(raw []byte) (text string, err error)
 	rest() string
@@ -224,22 +223,22 @@ type answering interface {
 	answer(req Request, origin string) answer
 }
 
-// assembly puts an answer of chat completions together. Its zero value is ready.
+// assembly assembles an answer of chat completions. Its zero value is ready.
 type assembly struct {
 	text      strings.Builder
 	reasoning strings.Builder
 	refusal   strings.Builder
 	calls     calls
 	thinker   thinker
-	thoughtAs string // the member that the reasoning came in
+	thoughtAs string // the field that held the reasoning
 	opaque    gathered
 	finish    FinishReason
 	model     string
 	usage     Usage
-	cut       bool // the server had more to say, which may have been the usage
+	cut       bool // the server may have had more to send, such as usage
 }
 
-// add takes a chunk and returns the text it brought. The error is an *Error when the server sent one.
+// add handles a chunk and returns its text. The error is an *Error if the server sent one.
 func (a *assembly) add(raw []byte) (text string, err error) {
 	var c chunk
 	if err := json.Unmarshal(raw, &c); err != nil {
@@ -262,7 +261,7 @@ func (a *assembly) add(raw []byte) (text string, err error) {
 	return text, nil
 }
 
-// notUnderstood is the error of a piece that is none. A server may send an error as a list.
+// notUnderstood returns the error of an invalid chunk. A server may send an error as a list.
 func notUnderstood(raw []byte, err error) *Error {
 	if bytes.HasPrefix(raw, []byte("[")) && bytes.Contains(raw, []byte(`"error"`)) {
 		return streamError(raw)
@@ -270,7 +269,7 @@ func notUnderstood(raw []byte, err error) *Error {
 	return &Error{Message: fmt.Sprintf("the answer is not understood: %v", err), Retryable: true, cause: err}
 }
 
-// addPart takes a part and returns the text that may be shown.
+// addPart handles a part and returns the text to show.
 func (a *assembly) addPart(p *part) string {
 	said, thought := a.thinker.add(string(p.Content))
 	a.text.WriteString(said)
@@ -286,18 +285,17 @@ func (a *assembly) addPart(p *part) string {
 	return said
 }
 
-// hugeTokens is more than any model takes or gives.
+// hugeTokens exceeds every model's limits.
 const hugeTokens = 10_000_000
 
-// possible reports whether a server can have counted so. Less than none, or more than there can be, is what one
-// says that does not know (-1, also as the largest number); taken at its word it would give a budget back, or have
-// every later prompt reckoned at more than all budgets.
+// possible reports whether a count is plausible. Servers without counts send -1 or the largest number. Accepting that
+// would refund a budget, or inflate all later estimates.
 func (u wireUsage) possible() bool {
 	return min(u.Prompt, u.Completion, u.Total) >= 0 && max(u.Prompt, u.Completion) <= hugeTokens &&
 		u.Total <= 2*hugeTokens
 }
 
-// count keeps the latest usage: servers that report it with every chunk report the sum so far.
+// count stores the latest usage. Servers that report it with every chunk report the running sum.
 func (a *assembly) count(u *wireUsage) {
 	if u == nil || !u.possible() || u.Prompt+u.Completion+u.Total == 0 {
 		return
@@ -309,10 +307,10 @@ func (a *assembly) count(u *wireUsage) {
 	}
 }
 
-// ended reports whether the server said that this is all.
+// ended reports whether the server completed the answer.
 func (a *assembly) ended(saidDone bool) bool { return a.finish != "" || saidDone }
 
-// rest is the text that was held back.
+// rest returns the held text.
 func (a *assembly) rest() string {
 	said, thought := a.thinker.end()
 	a.text.WriteString(said)
@@ -320,19 +318,19 @@ func (a *assembly) rest() string {
 	return said
 }
 
-// cutAt ends an answer that its server did not end.
+// cutAt ends a truncated answer.
 func (a *assembly) cutAt(why FinishReason) { a.finish, a.cut = why, true }
 
-// misses says that the server had more to say, which may have been the usage.
+// misses records that the server may have had more to send.
 func (a *assembly) misses(more bool) { a.cut = more }
 
-// known is what was used, and whether some of it may not have been said.
+// known returns the usage, and whether it may be incomplete.
 func (a *assembly) known() (u Usage, cut bool) { return a.usage, a.cut }
 
-// empty reports whether nothing was said.
+// empty reports whether no content came.
 func (a *assembly) empty() bool { return a.text.Len()+a.refusal.Len()+len(a.calls.list) == 0 }
 
-// size is the bytes of all that was said.
+// size returns the bytes of content.
 func (a *assembly) size() int {
 	n := a.text.Len() + a.reasoning.Len() + a.refusal.Len()
 	for _, call := range a.calls.list {
@@ -341,15 +339,15 @@ func (a *assembly) size() int {
 	return n
 }
 
-// beyond reports whether an answer is clearly longer than it was allowed to be: a token is about four bytes, and
-// hardly ever more than eight.
+// beyond reports whether an answer clearly exceeds its limit: a token is about four bytes, and rarely more than
+// eight.
 func (a *assembly) beyond(maxTokens int) bool { return beyond(a.size(), a.usage, maxTokens) }
 
 func beyond(size int, u Usage, maxTokens int) bool {
 	return maxTokens > 0 && (size > 8*maxTokens+512 || u.CompletionTokens > maxTokens+maxTokens/10+16)
 }
 
-// answer is the assembled whole. Ids that the server left out are derived from the request.
+// answer returns the assembled answer. Missing ids are derived from the request.
 func (a *assembly) answer(req Request, origin string) answer {
 	finish := a.finish
 	called := a.calls.finished(req, origin, finish == FinishLength)

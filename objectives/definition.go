@@ -21,19 +21,18 @@ const (
 	defaultPriority = 2
 )
 
-// Definition is what a workspace file declares about an objective.
+// Definition declares an objective in a workspace file.
 type Definition struct {
 	Name            string   `yaml:"name" json:"name"`
 	Goal            string   `yaml:"goal" json:"goal"`
-	SuccessCriteria string   `yaml:"success_criteria" json:"success_criteria,omitempty"` // how to tell that it is reached
-	Agent           string   `yaml:"agent" json:"agent,omitempty"`                       // who works on it; empty: the default agent
+	SuccessCriteria string   `yaml:"success_criteria" json:"success_criteria,omitempty"` // the test of success
+	Agent           string   `yaml:"agent" json:"agent,omitempty"`                       // the agent that works on it; empty for the default agent
 	Priority        int      `yaml:"priority" json:"priority,omitempty"`                 // 1 (first) to 9; 2 when 0
-	ReviewEvery     string   `yaml:"review_every" json:"review_every,omitempty"`         // 12h, 7d; empty: done when its steps are
-	Steps           []string `yaml:"steps" json:"steps,omitempty"`                       // titles; none: the model plans them
+	ReviewEvery     string   `yaml:"review_every" json:"review_every,omitempty"`         // 12h, 7d; empty: completed with its steps
+	Steps           []string `yaml:"steps" json:"steps,omitempty"`                       // titles; empty: the model plans them
 }
 
-// Validate reports everything that is wrong with d, each problem as "field path: what is wrong",
-// joined as by [errors.Join].
+// Validate returns all problems of d, each as "field path: problem", joined as by [errors.Join].
 func Validate(d Definition) error {
 	var problems []error
 	if err := checkText("name", d.Name, maxTitle); err != nil {
@@ -80,7 +79,7 @@ func checkText(path, text string, most int) error {
 	return nil
 }
 
-// parseReview reads a duration, also in days; 0 for none.
+// parseReview parses a duration, also in days; 0 for none.
 func parseReview(text string) (time.Duration, error) {
 	if text == "" {
 		return 0, nil
@@ -106,9 +105,8 @@ func parseReview(text string) (time.Duration, error) {
 	return d, nil
 }
 
-// Put makes the objective d.Name say what d declares and reports whether anything changed. Steps
-// are known by their title: a new one is added at the end, the others stay as they are, those the model
-// planned and those the file no longer has included. Status, round, due time and results stay.
+// Put stores the declaration d and reports whether it changed anything. The title identifies a step: new steps are
+// appended, and all others stay, also those outside the file. Status, round, due time and results stay.
 func Put(ctx context.Context, db postgres.Beginner, d Definition, source string) (changed bool, err error) {
 	if err := Validate(d); err != nil {
 		return false, fmt.Errorf("put objective %q: %w", d.Name, err)
@@ -128,7 +126,7 @@ func Put(ctx context.Context, db postgres.Beginner, d Definition, source string)
 	return changed, nil
 }
 
-// putObjective writes the row, and holds it until the end of the transaction.
+// putObjective writes and locks the row.
 func putObjective(ctx context.Context, tx pgx.Tx, d Definition, source string) (id string, changed bool, err error) {
 	review, err := parseReview(d.ReviewEvery)
 	if err != nil {
@@ -141,7 +139,7 @@ func putObjective(ctx context.Context, tx pgx.Tx, d Definition, source string) (
 		"name": d.Name, "goal": strings.TrimSpace(d.Goal), "criteria": strings.TrimSpace(d.SuccessCriteria), "priority": d.Priority,
 		"agent": d.Agent, "review": review.Seconds(), "source": source,
 	}
-	// People who declare what the agent had proposed have accepted it.
+	// A declaration accepts the agent's proposal.
 	err = tx.QueryRow(ctx, `
 		insert into agent_objectives as o (name, goal, success_criteria, agent, priority, review_every, source)
 		values (@name, @goal, @criteria, @agent, @priority, make_interval(secs => nullif(@review::float8, 0)), @source)
@@ -163,8 +161,8 @@ func putObjective(ctx context.Context, tx pgx.Tx, d Definition, source string) (
 	return id, false, err
 }
 
-// Remove takes the objectives of source that are not among keep out of work and returns their names:
-// one that was never advanced is deleted, the others are paused, because they hold what was learned.
+// Remove retires the objectives of source except keep, and returns their names. It deletes one that was never
+// advanced, and pauses the others, because they hold results.
 func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
 	rows, err := db.Query(ctx, `
 		with gone as (

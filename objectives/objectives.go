@@ -1,30 +1,26 @@
-// Package objectives is what the agent works towards: the tables agent_objectives, agent_objective_steps and
+// Package objectives owns the agent's objectives: the tables agent_objectives, agent_objective_steps and
 // agent_objective_evidence.
 //
-// An objective has a goal, criteria of success and steps. Steps are rows, written down by an admin or planned by the
-// model, and each is taken once: it goes from pending to done, to failed after three attempts, or to skipped, by
-// compare-and-set, with the trace that did it. A declaration in the workspace adds steps and changes goals; it never
-// touches what was done.
+// An objective has a goal, success criteria and steps. An admin or the model writes steps. A step goes once from
+// pending to done, to failed after three attempts, or to skipped, by compare-and-set, with its trace. A declaration
+// in the workspace adds steps and changes goals. It never changes results.
 //
-// A step is done only with evidence: a successful call that the agent made, under the trace that reports the step and
-// since the step's round began, and that proves no other step; or an admin's word ([ConfirmStep]). What awaits
-// approval, was skipped or failed never counts. The database refuses a step that is done without it, whoever writes,
-// so nothing that a model says completes a step; [FindEvidence] looks the calls up.
+// A step is done only with evidence: a successful call of the agent, in the reporting trace and since the round
+// began, that proves no other step; or an admin's confirmation ([ConfirmStep]). Pending, skipped and failed calls do
+// not count. The database enforces it, so a model's claim alone completes nothing. [FindEvidence] finds the calls.
 //
-// The agent may propose an objective ([Propose]). A proposal is not worked on until an admin accepts it, and the
-// database keeps it a proposal until the row says who decided.
+// The agent may propose an objective ([Propose]). Work starts after an admin accepts it; the database enforces that.
 //
-// An objective is due when it is active, its time has come, and there is something to do: a pending step, or no step
-// at all, which means that it has yet to be planned. One whose steps have all ended is not due but to be settled
-// ([Advanced], or [Settle] for those that a lost run left behind): with review_every it begins its next round then,
-// all steps pending again but the skipped, otherwise it is completed, or failed if a step failed.
+// An objective is due when it is active, its time has come, and it has a pending step or no step at all, which means
+// that planning is due. Without pending steps it is settled instead ([Advanced], or [Settle] after a lost run). With
+// review_every it starts its next round: all steps but the skipped are pending again. Otherwise it is completed, or
+// failed if a step failed.
 //
-// A run that changes no step makes the objective due later ([BackOff]): 15 minutes, twice as long after each further
-// one, a day at most. A step that is added, done, failed or confirmed, and an edit or another status, end that; the
-// database sees to it.
+// A run without progress delays the objective ([BackOff]): 15 minutes, doubled for each further run, at most a day. A
+// new, done, failed or confirmed step, an edit, or another status ends the delay; the database does that.
 //
-// Who advances an objective holds its lane; the compare-and-set on each step keeps the ledger right even if that lane
-// was lost on the way.
+// The worker holds the objective's lane. The compare-and-set on each step keeps the state correct if the lane is
+// lost.
 package objectives
 
 import (
@@ -40,19 +36,19 @@ import (
 )
 
 var (
-	// ErrNotFound reports an objective that does not exist.
+	// ErrNotFound reports an unknown objective.
 	ErrNotFound = errors.New("objective not found")
-	// ErrStepNotFound reports a step that does not exist.
+	// ErrStepNotFound reports an unknown step.
 	ErrStepNotFound = errors.New("step not found")
-	// ErrNotActive reports an objective that takes no more steps.
+	// ErrNotActive reports an objective that accepts no steps.
 	ErrNotActive = errors.New("objective is not active")
-	// ErrNoEvidence reports a step that nothing shows to be done.
+	// ErrNoEvidence reports a step without evidence.
 	ErrNoEvidence = errors.New("no successful action shows that the step is done")
-	// ErrTaken reports a proposal whose name another objective has.
+	// ErrTaken reports a proposal under the name of another objective.
 	ErrTaken = errors.New("an objective of this name exists and says something else")
-	// ErrTooMany reports that the agent has proposed enough until somebody decides.
+	// ErrTooMany reports that too many proposals are undecided.
 	ErrTooMany = errors.New("too many proposals are undecided")
-	// ErrConflict reports an objective that is not at the revision the caller read.
+	// ErrConflict reports an objective at another revision than the caller read.
 	ErrConflict = errors.New("objective was changed by somebody else; read it again")
 )
 
@@ -73,13 +69,13 @@ const (
 	Skipped = "skipped"
 )
 
-// Unread as the revision of [SetNote] says that the caller has not read the objective.
+// Unread, as the revision of [SetNote], says that the caller has not read the objective.
 const Unread = -1
 
-// MaxAttempts is how often a step may fail before it is [Failed].
+// MaxAttempts is the number of failures after which a step is [Failed].
 const MaxAttempts = 3
 
-// Sources of objectives: a workspace file, the agent itself, an admin's command.
+// Sources of objectives: a workspace file, the agent, or an admin's command.
 const (
 	SourceWorkspace = "workspace"
 	SourceAgent     = "agent"
@@ -102,28 +98,28 @@ type Objective struct {
 	Goal               string     `json:"goal"`
 	SuccessCriteria    string     `json:"success_criteria"`
 	Status             string     `json:"status"`
-	Agent              string     `json:"agent"`                // whose heartbeat works on it; empty: the default agent
-	Priority           int        `json:"priority"`             // 1 comes first
-	ReviewEverySeconds int64      `json:"review_every_seconds"` // 0: done when its steps are
+	Agent              string     `json:"agent"`                // agent of the heartbeat that works on it; empty for the default agent
+	Priority           int        `json:"priority"`             // 1 is first
+	ReviewEverySeconds int64      `json:"review_every_seconds"` // 0: completed with its steps
 	DueAt              time.Time  `json:"due_at"`
-	IdleRuns           int        `json:"idle_runs"` // runs in a row without progress, each of which has put DueAt off
+	IdleRuns           int        `json:"idle_runs"` // consecutive runs without progress; each one delays DueAt
 	Round              int        `json:"round"`
-	Note               string     `json:"note"`           // the agent's last word on its progress
-	ProposedBy         string     `json:"proposed_by"`    // the agent; empty for what people declared
-	ProposedTrace      string     `json:"proposed_trace"` // under which it was
-	DecidedBy          string     `json:"decided_by"`     // who accepted or rejected it
+	Note               string     `json:"note"`           // the agent's last note on its progress
+	ProposedBy         string     `json:"proposed_by"`    // the agent; empty for a declaration
+	ProposedTrace      string     `json:"proposed_trace"` // trace of the proposal
+	DecidedBy          string     `json:"decided_by"`     // the admin who accepted or rejected it
 	DecidedReason      string     `json:"decided_reason"`
 	DecidedAt          *time.Time `json:"decided_at"`
-	Revision           int        `json:"revision"` // grows when what it says, or what was decided, changes
+	Revision           int        `json:"revision"` // grows with each change of its definition or decision
 	LastTraceID        string     `json:"last_trace_id"`
 	Source             string     `json:"source"`
 	CreatedAt          time.Time  `json:"created_at"`
 	UpdatedAt          time.Time  `json:"updated_at"`
-	Total              int        `json:"total"` // steps, the skipped left out
+	Total              int        `json:"total"` // steps without skipped ones
 	Done               int        `json:"done"`
 	Failed             int        `json:"failed"`
 	Pending            int        `json:"pending"`
-	Progress           float64    `json:"progress"` // done of total, 0 to 1
+	Progress           float64    `json:"progress"` // done / total, 0 to 1
 }
 
 // Step is a row of agent_objective_steps.
@@ -133,19 +129,19 @@ type Step struct {
 	Position    int       `json:"position"`
 	Title       string    `json:"title"`
 	Status      string    `json:"status"`
-	Result      string    `json:"result"` // of the last round, until it is done again
+	Result      string    `json:"result"` // of the last round, until the next completion
 	Attempts    int       `json:"attempts"`
 	TraceID     string    `json:"trace_id"`
-	StartedAt   time.Time `json:"started_at"` // of this round; nothing older is evidence
+	StartedAt   time.Time `json:"started_at"` // start of this round; older calls are no evidence
 	CreatedAt   time.Time `json:"created_at"`
 	UpdatedAt   time.Time `json:"updated_at"`
 }
 
-// Evidence is a row of agent_objective_evidence: a successful call, or an admin's word.
+// Evidence is a row of agent_objective_evidence: a successful call, or an admin's confirmation.
 type Evidence struct {
 	ID         string    `json:"id"`
 	StepID     string    `json:"step_id"`
-	ActivityID *string   `json:"activity_id"` // nil for an admin's word
+	ActivityID *string   `json:"activity_id"` // nil for an admin's confirmation
 	SkillName  string    `json:"skill_name"`
 	TraceID    string    `json:"trace_id"`
 	GivenBy    string    `json:"given_by"` // the admin
@@ -157,11 +153,11 @@ type Evidence struct {
 type Filter struct {
 	Status string
 	Source string
-	Before string // an id: only older rows
+	Before string // an id; returns only older rows
 	Limit  int    // 100 when 0, at most 1000
 }
 
-// selected is an objective with its progress.
+// selected selects an objective with its progress.
 const selected = `
 		select o.id, o.name, o.goal, o.success_criteria, o.status, o.agent, o.priority,
 		       coalesce(extract(epoch from o.review_every), 0)::bigint as review_every_seconds, o.due_at, o.idle_runs, o.round, o.note,
@@ -187,14 +183,14 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Objective, error) {
 	return collect("list objectives", rows, err)
 }
 
-// Whose says whose objectives are meant: those of an agent, or, without one, all but those of others.
+// Whose selects objectives by agent: one agent's, or, without one, all but those of the others.
 type Whose struct {
 	Agent  string
 	Except []string
 }
 
-// Due returns the objectives that have work now, the most important and longest waiting first: active,
-// their time come, with a pending step or with no step at all. limit is 10 when 0.
+// Due returns the objectives with work now, by priority and waiting time: active, due, with a pending step or without
+// any step. limit is 10 when 0.
 func Due(ctx context.Context, db postgres.DB, w Whose, limit int) ([]Objective, error) {
 	if limit <= 0 {
 		limit = 10
@@ -207,7 +203,7 @@ func Due(ctx context.Context, db postgres.DB, w Whose, limit int) ([]Objective, 
 	return collect("list due objectives", rows, err)
 }
 
-// Get returns one objective by its name or id, or [ErrNotFound].
+// Get returns one objective by name or id, or [ErrNotFound].
 func Get(ctx context.Context, db postgres.DB, nameOrID string) (Objective, error) {
 	rows, err := db.Query(ctx, selected+`
 		 where o.name = @key or o.id::text = @key
@@ -233,7 +229,7 @@ func collect(what string, rows pgx.Rows, err error) ([]Objective, error) {
 	return found, nil
 }
 
-// Steps returns the steps of an objective in their order.
+// Steps returns the steps of an objective in order.
 func Steps(ctx context.Context, db postgres.DB, objectiveID string) ([]Step, error) {
 	rows, err := db.Query(ctx, `
 		select id, objective_id, position, title, status, result, attempts, trace_id, started_at, created_at, updated_at
@@ -248,8 +244,8 @@ func Steps(ctx context.Context, db postgres.DB, objectiveID string) ([]Step, err
 	return steps, nil
 }
 
-// SetStatus pauses, resumes or ends an objective by hand: from is the status it must have. False when
-// it has another. A proposal is decided with [Accept] or [Reject] and with nothing else.
+// SetStatus pauses, resumes or ends an objective. from is the required status; for another it returns false. Only
+// [Accept] and [Reject] decide a proposal.
 func SetStatus(ctx context.Context, db postgres.DB, objectiveID, from, to string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_objectives set status = @to, updated_at = clock_timestamp() where id = @id and status = @from and status not in ('proposed', 'rejected') and @to not in ('proposed', 'rejected')`,
@@ -260,9 +256,8 @@ func SetStatus(ctx context.Context, db postgres.DB, objectiveID, from, to string
 	return tag.RowsAffected() > 0, nil
 }
 
-// AtRevision locks an objective until the end of the transaction, so that what follows is based on what the caller
-// has read. It is a [*postgres.StaleError] when the objective is at another revision, and [ErrNotFound] when there is
-// none. 0 is whatever it is at.
+// AtRevision locks an objective until the transaction ends. It returns a [*postgres.StaleError] if it has another
+// revision, and [ErrNotFound] for none. Revision 0 matches every revision.
 func AtRevision(ctx context.Context, tx pgx.Tx, name string, revision int) error {
 	if revision == 0 {
 		return nil
@@ -281,9 +276,9 @@ func AtRevision(ctx context.Context, tx pgx.Tx, name string, revision int) error
 	return postgres.AtRevision("objective", name, revision, current)
 }
 
-// Propose writes down an objective that the agent by wants to pursue, and returns it. It is not worked on until
-// an admin accepts it. Proposing the same again changes nothing; [ErrTaken] when the name belongs to an
-// objective that says something else, [ErrTooMany] when 20 proposals await a decision.
+// Propose stores an objective that the agent by proposes, and returns it. Work starts after an admin accepts it.
+// Proposing the same again changes nothing. It returns [ErrTaken] for the name of a different objective, and
+// [ErrTooMany] while 20 proposals are undecided.
 func Propose(ctx context.Context, db postgres.Beginner, d Definition, by, traceID string) (o Objective, err error) {
 	if err := Validate(d); err != nil {
 		return Objective{}, fmt.Errorf("propose objective %q: %w", d.Name, err)
@@ -310,7 +305,7 @@ func Propose(ctx context.Context, db postgres.Beginner, d Definition, by, traceI
 	return o, nil
 }
 
-// insertProposal writes the row; no id when the name is taken. The lock makes the count of open ones exact.
+// insertProposal inserts the row; no id if the name is taken. A lock makes the count of open proposals exact.
 func insertProposal(ctx context.Context, tx pgx.Tx, d Definition, by, traceID string) (id string, err error) {
 	review, err := parseReview(d.ReviewEvery)
 	if err != nil {
@@ -348,7 +343,7 @@ func insertProposal(ctx context.Context, tx pgx.Tx, d Definition, by, traceID st
 	return id, err
 }
 
-// sameProposal lets a proposal pass that was made before, in the same words.
+// sameProposal accepts a repeated, equal proposal.
 func sameProposal(ctx context.Context, tx pgx.Tx, o Objective, d Definition) error {
 	if o.ProposedBy == "" || o.Goal != strings.TrimSpace(d.Goal) || o.SuccessCriteria != strings.TrimSpace(d.SuccessCriteria) {
 		return ErrTaken
@@ -364,14 +359,14 @@ func sameProposal(ctx context.Context, tx pgx.Tx, o Objective, d Definition) err
 	return err
 }
 
-// Accept makes a proposal active, due now, by an admin's decision. False when it is not a proposal; a rejected
-// one may be accepted still. [ErrNotFound] when there is no such objective.
+// Accept activates a proposal for an admin; it is due now. It returns false for an objective that is no proposal. A
+// rejected one can still be accepted. [ErrNotFound] reports an unknown one.
 func Accept(ctx context.Context, db postgres.DB, nameOrID, by, reason string) (bool, error) {
 	return decide(ctx, db, nameOrID, Active, by, reason)
 }
 
-// Reject refuses a proposal, by an admin's decision. False when it is not an undecided proposal;
-// [ErrNotFound] when there is no such objective.
+// Reject rejects a proposal for an admin. It returns false if the objective is no undecided proposal, and
+// [ErrNotFound] for none.
 func Reject(ctx context.Context, db postgres.DB, nameOrID, by, reason string) (bool, error) {
 	return decide(ctx, db, nameOrID, Rejected, by, reason)
 }
@@ -397,9 +392,8 @@ func decide(ctx context.Context, db postgres.DB, nameOrID, status, by, reason st
 }
 
 // SetNote replaces the note on an objective's progress and returns the objective. revision is the one that the caller
-// has read, or [Unread]: then there must be no note. With [ErrConflict], which tells that it is otherwise, the
-// objective is returned as it is. 0 replaces whatever is there. It is [ErrNotActive] for an objective that is not
-// worked on or proposed.
+// read, or [Unread], which demands that no note exists; 0 replaces any note. [ErrConflict] reports another revision
+// and returns the current objective. [ErrNotActive] reports an objective that is neither active nor proposed.
 func SetNote(ctx context.Context, db postgres.DB, nameOrID, note, traceID string, revision int) (Objective, error) {
 	if err := checkText("note", note, maxNote); err != nil {
 		return Objective{}, fmt.Errorf("note objective %q: %w", nameOrID, err)

@@ -14,7 +14,7 @@ import (
 
 const maxStepResult = 8 << 10
 
-// done marks a pending step so; false when it is not pending any more.
+// done completes a pending step; false if it is not pending any more.
 func done(ctx context.Context, db postgres.DB, stepID, result, traceID string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_objective_steps
@@ -27,9 +27,8 @@ func done(ctx context.Context, db postgres.DB, stepID, result, traceID string) (
 	return tag.RowsAffected() > 0, nil
 }
 
-// FailStep counts a failed attempt of a pending step and keeps the reason. The step stays pending for the
-// next run until [MaxAttempts] have failed; it is returned as it is then. False when the step is not
-// pending any more, and then nothing changes.
+// FailStep counts a failed attempt of a pending step, stores the reason, and returns the step. It stays pending until
+// [MaxAttempts] failures. It returns false if the step is not pending any more.
 func FailStep(ctx context.Context, db postgres.DB, stepID, reason, traceID string) (Step, bool, error) {
 	rows, err := db.Query(ctx, `
 		update agent_objective_steps
@@ -51,9 +50,8 @@ func FailStep(ctx context.Context, db postgres.DB, stepID, reason, traceID strin
 	return s, true, nil
 }
 
-// AddSteps appends steps, as the model plans them, to an active objective and returns the new ones; a
-// title that is there already is left out. An objective holds at most 100. The error is
-// [ErrNotFound] or [ErrNotActive], or says what is wrong with the titles.
+// AddSteps appends planned steps to an active objective and returns the new ones. It skips existing titles. An
+// objective has at most 100 steps. The error is [ErrNotFound], [ErrNotActive], or names the invalid title.
 func AddSteps(ctx context.Context, db postgres.Beginner, objectiveID string, titles []string) (added []Step, err error) {
 	if err := errors.Join(checkTitles(titles)...); err != nil {
 		return nil, fmt.Errorf("add steps: %w", err)
@@ -75,8 +73,7 @@ func AddSteps(ctx context.Context, db postgres.Beginner, objectiveID string, tit
 	return added, nil
 }
 
-// hold locks an objective until the end of the transaction, so that what the next statement reads of
-// its steps is not about to be changed by another hold.
+// hold locks an objective until the transaction ends, so that its steps stay stable.
 func hold(ctx context.Context, tx pgx.Tx, objectiveID string) (status string, err error) {
 	err = tx.QueryRow(ctx, `select status from agent_objectives where id = @id for update`,
 		pgx.StrictNamedArgs{"id": objectiveID}).Scan(&status)
@@ -86,7 +83,7 @@ func hold(ctx context.Context, tx pgx.Tx, objectiveID string) (status string, er
 	return status, err
 }
 
-// addSteps appends under the lock of the objective.
+// addSteps appends steps under the objective's lock.
 func addSteps(ctx context.Context, tx pgx.Tx, objectiveID string, titles []string) ([]Step, error) {
 	if len(titles) == 0 {
 		return nil, nil
@@ -110,7 +107,7 @@ func addSteps(ctx context.Context, tx pgx.Tx, objectiveID string, titles []strin
 	return added, err
 }
 
-// storable cuts a text to what is kept of it.
+// storable cuts a text to its stored length.
 func storable(text string) string {
 	text = strings.ReplaceAll(strings.ToValidUTF8(text, "\uFFFD"), "\x00", "\uFFFD")
 	if len(text) > maxStepResult {
@@ -147,8 +144,8 @@ func Advanced(ctx context.Context, db postgres.Beginner, objectiveID, traceID st
 	return o, nil
 }
 
-// BackOff records that a run made no progress: the objective is due again in 15 minutes, twice as long after each
-// further run, a day at most. Nothing changes when it is not active, or not due.
+// BackOff records a run without progress: the objective is due again in 15 minutes, doubled for each further run, at
+// most a day. It changes nothing if the objective is not active or not due.
 func BackOff(ctx context.Context, db postgres.DB, objectiveID string) error {
 	_, err := db.Exec(ctx, `
 		update agent_objectives o
@@ -161,8 +158,8 @@ func BackOff(ctx context.Context, db postgres.DB, objectiveID string) error {
 	return nil
 }
 
-// Settle settles the due objectives whose steps have all ended, as [Advanced] would: those of a run
-// that was lost between its last step and its end. It returns how many.
+// Settle settles the due objectives without pending steps, as [Advanced] would: their run was lost before its end. It
+// returns how many.
 func Settle(ctx context.Context, db postgres.Beginner) (int, error) {
 	rows, err := db.Query(ctx, `
 		select o.id, o.last_trace_id from agent_objectives o
@@ -186,8 +183,8 @@ func Settle(ctx context.Context, db postgres.Beginner) (int, error) {
 	return len(all), nil
 }
 
-// settle runs under the lock of the objective. due_at is part of the condition because the round of a
-// recurring objective that has just ended is not due: a second caller finds nothing to do.
+// settle runs under the objective's lock. The condition on due_at stops a second caller: a recurring objective is not
+// due right after its round.
 func settle(ctx context.Context, tx pgx.Tx, objectiveID, traceID string) error {
 	_, err := tx.Exec(ctx, `
 		with steps as (
@@ -212,23 +209,22 @@ func settle(ctx context.Context, tx pgx.Tx, objectiveID, traceID string) error {
 	return err
 }
 
-// maxEvidence is how many calls are kept for one step.
+// maxEvidence bounds the stored calls of one step.
 const maxEvidence = 50
 
-// Where says which of the agent's calls may speak for a step.
+// Where selects the calls that may be evidence.
 type Where struct {
-	TraceID     string // the calls' trace; required
-	ExecutionID string // the run that made them; empty: any of the trace
-	Under       string // the key of the durable step within which they were made; empty: any
+	TraceID     string // trace of the calls; required
+	ExecutionID string // execution of the calls; empty for any of the trace
+	Under       string // key of the enclosing durable step; empty for any
 }
 
-// call is a candidate: a successful call that proves no step yet.
+// call is a successful call that proves no step yet.
 type call struct{ ID, SkillName string }
 
-// FindEvidence returns the ids of the activities that show a pending step to be done: successful calls made
-// since its round began that prove no step yet. Those of a skill that the step's title names speak for it,
-// all of them; where it names none, the oldest call that no other pending step names does. Empty when
-// there is none: then the agent has not acted.
+// FindEvidence returns the activities that prove a pending step: successful calls since its round began that prove no
+// step yet. If the step's title names skills, their calls count, all of them. Otherwise the oldest call counts that
+// no other pending step names. Empty means that the agent has not acted.
 func FindEvidence(ctx context.Context, db postgres.DB, stepID string, w Where) ([]string, error) {
 	rows, err := db.Query(ctx, `
 		select a.id, a.skill_name
@@ -257,7 +253,7 @@ func FindEvidence(ctx context.Context, db postgres.DB, stepID string, w Where) (
 	return chosen(calls, title, others), nil
 }
 
-// pendingTitles is the step's title, and those of the objective's other pending steps.
+// pendingTitles returns the titles of the step and of the objective's other pending steps.
 func pendingTitles(ctx context.Context, db postgres.DB, stepID string) (title string, others []string, err error) {
 	rows, err := db.Query(ctx, `
 		select o.title, o.id = s.id
@@ -279,7 +275,7 @@ func pendingTitles(ctx context.Context, db postgres.DB, stepID string) (title st
 	return title, others, err
 }
 
-// chosen picks the calls that speak for a step.
+// chosen selects the calls that prove a step.
 func chosen(calls []call, title string, others []string) (ids []string) {
 	for _, c := range calls {
 		if names(title, c.SkillName) && len(ids) < maxEvidence {
@@ -297,7 +293,7 @@ func chosen(calls []call, title string, others []string) (ids []string) {
 	return nil
 }
 
-// names reports whether a title speaks of a skill, as a word of its own.
+// names reports whether a title names a skill, as a whole word.
 func names(title, skill string) bool {
 	for rest := title; ; {
 		i := strings.Index(rest, skill)
@@ -320,10 +316,9 @@ func wordByte(b byte) bool {
 func noEvidence(err error) bool    { return postgres.IsCode(err, "LK010") }
 func provedAnother(err error) bool { return postgres.IsCode(err, "23505") }
 
-// CompleteStep marks a pending step done, with the activities that show it, and keeps its result, cut at 8
-// KiB, and the trace that did it. False when the step is not pending any more, and then nothing changes.
-// [ErrNoEvidence] when activities is empty, or one of them is not a successful call of that trace since the
-// step's round began, or proves another step already.
+// CompleteStep completes a pending step with its evidence, and stores its result, cut at 8 KiB, and the trace. It
+// returns false if the step is not pending any more. It returns [ErrNoEvidence] if activities is empty or contains
+// anything but successful calls of that trace, made since the round began, that prove no other step.
 func CompleteStep(ctx context.Context, db postgres.Beginner, stepID, result, traceID string, activities []string) (bool, error) {
 	return complete(ctx, db, stepID, result, traceID, func(ctx context.Context, tx pgx.Tx) error {
 		_, err := tx.Exec(ctx, `
@@ -333,8 +328,8 @@ func CompleteStep(ctx context.Context, db postgres.Beginner, stepID, result, tra
 	})
 }
 
-// ConfirmStep marks a pending step done on an admin's word, which is kept with who gave it and why. False when
-// the step is not pending any more.
+// ConfirmStep completes a pending step by an admin's confirmation, which is stored with the admin and the reason. It
+// returns false if the step is not pending any more.
 func ConfirmStep(ctx context.Context, db postgres.Beginner, stepID, by, reason, traceID string) (bool, error) {
 	if strings.TrimSpace(by) == "" || strings.TrimSpace(reason) == "" {
 		return false, errors.New("complete step: an admin's word needs who gives it and why")
@@ -347,7 +342,7 @@ func ConfirmStep(ctx context.Context, db postgres.Beginner, stepID, by, reason, 
 	})
 }
 
-// complete writes the evidence and ends the step, under the step's lock.
+// complete stores the evidence and ends the step, under the step's lock.
 func complete(ctx context.Context, db postgres.Beginner, stepID, result, traceID string, prove func(context.Context, pgx.Tx) error) (ok bool, err error) {
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		var pending bool
@@ -374,7 +369,7 @@ func complete(ctx context.Context, db postgres.Beginner, stepID, result, traceID
 	return ok, nil
 }
 
-// EvidenceOf returns what shows the steps of an objective to be done, in the order in which it was given.
+// EvidenceOf returns the evidence of an objective's steps, in order.
 func EvidenceOf(ctx context.Context, db postgres.DB, objectiveID string) ([]Evidence, error) {
 	rows, err := db.Query(ctx, `
 		select e.id, e.step_id, e.activity_id, e.skill_name, e.trace_id, e.given_by, e.reason, e.created_at
@@ -390,8 +385,8 @@ func EvidenceOf(ctx context.Context, db postgres.DB, objectiveID string) ([]Evid
 	return found, nil
 }
 
-// Confirm is [ConfirmStep], and settles the objective if that was its last step, as [Advanced] does.
-// [ErrStepNotFound] when there is no such step.
+// Confirm is [ConfirmStep], and settles the objective after its last step, as [Advanced] does. It returns
+// [ErrStepNotFound] for an unknown step.
 func Confirm(ctx context.Context, db postgres.Beginner, stepID, by, reason, traceID string) (ok bool, err error) {
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		if ok, err = ConfirmStep(ctx, tx, stepID, by, reason, traceID); err != nil {

@@ -1,27 +1,24 @@
-// Package selfheal takes skills that keep failing out of service, with the evidence, and lets them back.
+// Package selfheal disables skills that keep failing, with evidence, and re-enables them after a successful trial.
 //
-// The rule, over the calls of the last 72 hours of each enabled skill: 3 or more failures in a row up to
-// now, or a failure rate of 0.5 or more over at least 20 calls. Why two: a streak is noticed within three
-// calls, but one lucky call hides it, and a skill that fails 19 times of 25 may never fail thrice in a
-// row; a rate sees that, but says nothing about few calls. 72 hours hold enough of a skill that runs a
-// few times a day and forget last week's outage. All five numbers are settable (Policy).
+// The rule covers the calls of the last 72 hours of each enabled skill: 3 or more consecutive failures up to now, or
+// a failure rate of at least 0.5 over at least 20 calls. A streak shows after three calls, but one lucky call hides
+// it: a skill that fails 19 times of 25 may never fail three times in a row. A rate shows that, but needs many calls.
+// 72 hours cover a skill that runs a few times a day, and forget last week's outage. [Policy] sets all five numbers.
 //
-// What counts is said once, by the view agent_skill_calls: a call with its retries is one row; skipped
-// calls count neither way; a model's bad arguments, a stall, a cancel and a lost process are not the
-// skill's failures; and nothing before the skill was last enabled counts, so it is not disabled again
-// for what it was disabled for. A rate per error class decides nothing of its own (a class cannot fail
-// more often than all classes together); the classes are counted to say what is wrong.
+// The view agent_skill_calls defines what counts. A call with its retries is one row. Skipped calls do not count. A
+// model's invalid arguments, a stall, a cancellation and a lost process are no failures of the skill. Calls before
+// the last enabling do not count. Error classes only explain the failure: no class fails more often than all
+// together.
 //
-// A tripped skill is disabled by "self_heal", which pauses its enabled automations, in one transaction
-// that first locks the skill and then measures it again. So two heals at once disable it once, and a
-// success or an admin's re-enabling that came in between is seen. What an admin disabled is not touched.
+// A tripped skill is disabled by "self_heal", and its enabled automations are paused, in one transaction that locks
+// the skill and measures again. So concurrent runs disable it once, and see a success or an admin's enabling in
+// between. What an admin disabled is not changed.
 //
-// After a cool-down of 24 hours Run offers the skill for a trial (trial_at). The runtime shows the skills
-// of Trials to its model beside the enabled ones, and lets an automation that was paused for its own skill
-// try it when its next time has come, or with a run that has waited. It asks Admit right before it calls
-// one, which lets one call through, and tells After, or Settle, how it ended: a success re-enables the
-// skill and restores its automations, a failure starts the cool-down anew. A call that was let through and
-// is never settled, because its process died, makes room for another after the skill's timeout and 15 minutes.
+// After a cool-down of 24 hours, Run offers the skill for a trial (trial_at). The runtime offers the skills of
+// [Trials] to its model, and lets an automation that was paused for the skill try it when due. It calls [Admit]
+// before the call, which admits one, and reports the outcome with [After] or [Settle]: a success enables the skill
+// and resumes its automations, a failure restarts the cool-down. An admitted call that is never settled expires after
+// the skill's timeout plus 15 minutes.
 package selfheal
 
 import (
@@ -42,15 +39,15 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// By is who disables: the value of disabled_by in agent_skills and agent_automations.
+// By is the actor in disabled_by of agent_skills and agent_automations.
 const By = "self_heal"
 
-// Policy is the rule's numbers. The zero value is not one; see Default.
+// Policy holds the rule's numbers. The zero value is invalid; see Default.
 type Policy struct {
-	Failures  int           // in a row, that disable
-	Window    time.Duration // how far back calls count
-	Rate      float64       // of failures, that disables; above 0, at most 1
-	RateCalls int           // fewest calls for the rate to mean something
+	Failures  int           // consecutive failures that disable a skill
+	Window    time.Duration // age of the calls that count
+	Rate      float64       // failure rate that disables a skill; above 0, at most 1
+	RateCalls int           // fewest calls for the rate
 	Cooldown  time.Duration // from disabling to the trial
 }
 
@@ -59,7 +56,7 @@ func Default() Policy {
 	return Policy{Failures: 3, Window: 72 * time.Hour, Rate: 0.5, RateCalls: 20, Cooldown: 24 * time.Hour}
 }
 
-// Validate names every number that cannot be meant.
+// Validate names every invalid number.
 func (p Policy) Validate() error {
 	var bad []error
 	complain := func(wrong bool, text string) {
@@ -78,10 +75,9 @@ func (p Policy) Validate() error {
 	return fmt.Errorf("self-heal policy: %w", errors.Join(bad...))
 }
 
-// Run measures every enabled skill, disables those that trip the rule, each in a transaction of its own
-// (a savepoint when db is a transaction), and offers a trial to those whose cool-down has passed. It may
-// run at any time and many times at once. It writes no activity: the report has what the caller needs
-// for one row per healed skill. On an error the report holds what was done before it.
+// Run measures every enabled skill and disables those that trip the rule, each in its own transaction (a savepoint
+// when db is a transaction). It offers a trial to skills after their cool-down. Concurrent runs are safe. It writes
+// no activity: the caller does, from the report. After an error the report holds what was done.
 func Run(ctx context.Context, db postgres.Beginner, p Policy) (Report, error) {
 	report := Report{Healed: []Healed{}, Trials: []Trial{}}
 	if err := p.Validate(); err != nil {
@@ -111,7 +107,7 @@ func Run(ctx context.Context, db postgres.Beginner, p Policy) (Report, error) {
 	return report, err
 }
 
-// heal disables one skill, unless it no longer trips the rule.
+// heal disables one skill if it still trips the rule.
 func heal(ctx context.Context, db postgres.Beginner, p Policy, skill string) (healed Healed, done bool, err error) {
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		m, still, err := lock(ctx, tx, p, skill)
@@ -130,7 +126,7 @@ func heal(ctx context.Context, db postgres.Beginner, p Policy, skill string) (he
 	return healed, done && err == nil, err
 }
 
-// lock takes the skill's row and measures again what is true now that nobody else can change it.
+// lock locks the skill's row and measures again.
 func lock(ctx context.Context, tx pgx.Tx, p Policy, skill string) (measured, bool, error) {
 	tag, err := tx.Exec(ctx, `select 1 from agent_skills where name = @skill and enabled for no key update`,
 		postgres.Strict{"skill": skill})
@@ -150,7 +146,7 @@ func lock(ctx context.Context, tx pgx.Tx, p Policy, skill string) (measured, boo
 //go:embed measure.sql
 var measureSQL string
 
-// measured is how an enabled skill fares. Failures and Classes are there when the rule is tripped.
+// measured are the numbers of an enabled skill. Failures and Classes are set if the rule is tripped.
 type measured struct {
 	Skill    string
 	SkillID  string
@@ -164,7 +160,7 @@ type measured struct {
 	Classes  map[string]int
 }
 
-// measure reads the calls of one enabled skill, or of all of them when skill is empty.
+// measure reads the calls of one enabled skill, or of all when skill is empty.
 func measure(ctx context.Context, db postgres.DB, p Policy, skill string) ([]measured, error) {
 	rows, err := db.Query(ctx, measureSQL, pgx.QueryExecModeCacheDescribe, postgres.Strict{
 		"skill": skill, "window": p.Window, "failures": p.Failures, "rate": p.Rate, "rate_calls": p.RateCalls,
@@ -181,7 +177,7 @@ func measure(ctx context.Context, db postgres.DB, p Policy, skill string) ([]mea
 
 func (m measured) tripped() bool { return m.ByStreak || m.ByRate }
 
-// evidence is what an admin needs to see that the rule was applied rightly.
+// evidence returns what an admin needs to verify the decision.
 func (m measured) evidence(p Policy) Evidence {
 	e := Evidence{
 		Rule: "streak", Streak: m.Streak, Calls: m.Calls, Errors: m.Errors, Window: p.Window.String(),
@@ -196,7 +192,7 @@ func (m measured) evidence(p Policy) Evidence {
 	return e
 }
 
-// reason is the evidence in words.
+// reason returns the evidence in words.
 func (m measured) reason() string {
 	text := fmt.Sprintf("%d consecutive failures", m.Streak)
 	if !m.ByStreak {
@@ -212,7 +208,7 @@ func (m measured) reason() string {
 	return text + ", last: " + cmp.Or(strings.Trim(last.ErrorClass+": "+oneLine(last.ErrorMessage, 200), ": "), "no message")
 }
 
-// commonest is the error class that occurs most; the first by name of equals.
+// commonest returns the most frequent error class; of equals, the first by name.
 func (m measured) commonest() (class string, n int) {
 	for _, c := range slices.Sorted(maps.Keys(m.Classes)) {
 		if m.Classes[c] > n {
@@ -222,7 +218,7 @@ func (m measured) commonest() (class string, n int) {
 	return class, n
 }
 
-// oneLine is text without line breaks, of at most n runes.
+// oneLine returns text without line breaks, of at most n runes.
 func oneLine(s string, n int) string {
 	runes := []rune(strings.Join(strings.Fields(s), " "))
 	if len(runes) <= n {
@@ -231,11 +227,11 @@ func oneLine(s string, n int) string {
 	return string(runes[:n-1]) + "…"
 }
 
-// Report is what a run found and did.
+// Report is the outcome of a run.
 type Report struct {
 	Checked int      `json:"checked"` // enabled skills that were measured
 	Healed  []Healed `json:"healed"`
-	Trials  []Trial  `json:"trials"` // skills that are offered for one try
+	Trials  []Trial  `json:"trials"` // skills that may be tried once
 }
 
 // Healed is a skill that this run disabled.
@@ -247,18 +243,18 @@ type Healed struct {
 	AutomationsPaused []string `json:"automations_paused"`
 }
 
-// Evidence is why a skill was disabled. It is kept with the skill until it is enabled again.
+// Evidence is why a skill was disabled. It stays with the skill until it is enabled again.
 type Evidence struct {
 	Reason   string         `json:"reason"`
-	Rule     string         `json:"rule"` // streak or rate: what tripped; streak when both did
+	Rule     string         `json:"rule"` // streak or rate: the tripped condition; streak if both
 	Streak   int            `json:"streak"`
 	Calls    int            `json:"calls"`
 	Errors   int            `json:"errors"`
 	Rate     float64        `json:"rate"`
 	Window   string         `json:"window"`
-	Since    time.Time      `json:"since"` // the window's start, or the last enabling when that is later
+	Since    time.Time      `json:"since"` // start of the window, or the last enabling if later
 	Classes  map[string]int `json:"classes"`
-	Failures []Failure      `json:"failures"` // the newest first, ten or as many as trip the rule
+	Failures []Failure      `json:"failures"` // newest first: ten, or as many as trip the rule
 }
 
 // Failure is one failed call.
@@ -273,14 +269,13 @@ type Failure struct {
 // Trial is a disabled skill that may be tried once.
 type Trial struct {
 	Skill       string    `json:"skill"`
-	Reason      string    `json:"reason"` // for which it was disabled
+	Reason      string    `json:"reason"` // why it was disabled
 	OfferedAt   time.Time `json:"offered_at"`
-	Taken       bool      `json:"taken"`       // the one call is under way
-	Automations []string  `json:"automations"` // that wait for the skill
+	Taken       bool      `json:"taken"`       // the trial call is running
+	Automations []string  `json:"automations"` // paused for the skill
 }
 
-// Prompt is the report for a heartbeat's prompt. Error texts come from outside, so they are quoted: they
-// are data for the model, not instructions.
+// Prompt returns the report for a heartbeat's prompt. Error texts are foreign, so they are quoted as data.
 func (r Report) Prompt() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "Self-heal checked %d skills.", r.Checked)

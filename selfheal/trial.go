@@ -14,14 +14,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// grace is how long, beyond the skill's timeout, a call on trial may stay unsettled.
+// grace is how long a trial call may stay unsettled beyond the skill's timeout.
 const grace = 15 * time.Minute
 
 // settleLimit bounds the settling of a call whose context has ended.
 const settleLimit = 10 * time.Second
 
-// offer marks the skills whose cool-down has passed. One that somebody is changing now waits for the
-// next run.
+// offer marks the skills whose cool-down has passed. It skips locked rows until the next run.
 func offer(ctx context.Context, db postgres.DB, p Policy) error {
 	_, err := db.Exec(ctx, `
 		update agent_skills s
@@ -38,8 +37,7 @@ func offer(ctx context.Context, db postgres.DB, p Policy) error {
 	return nil
 }
 
-// Trials lists the skills that may be tried once, by name. To a model [skills.OnTrial] offers those that are
-// not taken.
+// Trials lists the skills that may be tried once, by name. [skills.OnTrial] offers the untaken ones to a model.
 func Trials(ctx context.Context, db postgres.DB) ([]Trial, error) {
 	rows, err := db.Query(ctx, `
 		select s.name as skill, s.disabled_reason as reason, s.trial_at as offered_at,
@@ -62,10 +60,9 @@ func Trials(ctx context.Context, db postgres.DB) ([]Trial, error) {
 	return list, nil
 }
 
-// Admit reports whether the caller may make the one call of a skill that is on trial; of many callers one
-// may. It is asked right before the call, when its arguments have been checked. owner names the call, for
-// example by its idempotency key: the same owner is let through again, so that a call which is repeated
-// after a crash is not refused for its own first attempt. The call ends in Settle, After or Withdraw.
+// Admit reports whether the caller may make the trial call of a skill. One of several callers may. Call it after the
+// arguments were validated. owner identifies the call, for example by its idempotency key: the same owner is admitted
+// again, so a call that is repeated after a crash succeeds. Settle, After or Withdraw ends the trial.
 func Admit(ctx context.Context, db postgres.DB, skill, owner string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_skills s
@@ -83,9 +80,8 @@ func Admit(ctx context.Context, db postgres.DB, skill, owner string) (bool, erro
 	return tag.RowsAffected() > 0, nil
 }
 
-// Settle ends the trial of a skill. After a success the skill is enabled and what self-heal paused for it
-// is restored; after a failure the cool-down begins anew. A skill that is not on trial, because an admin
-// or another call settled it, is left alone and Settled is false.
+// Settle ends the trial of a skill. A success enables the skill and restores its paused automations. A failure
+// restarts the cool-down. If the skill is not on trial any more, nothing changes and Settled is false.
 func Settle(ctx context.Context, db postgres.Beginner, skill string, success bool) (Restored, error) {
 	restored := Restored{Skill: skill, By: By, Reason: "the trial failed: the cool-down begins anew", Automations: []string{}}
 	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
@@ -111,7 +107,7 @@ func Settle(ctx context.Context, db postgres.Beginner, skill string, success boo
 	return restored, nil
 }
 
-// Withdraw gives a trial back whose call was not made, or of which nothing is known: another may be.
+// Withdraw returns a trial whose call was not made, or whose outcome is unknown.
 func Withdraw(ctx context.Context, db postgres.DB, skill string) error {
 	_, err := db.Exec(ctx, `
 		update agent_skills s set evidence = s.evidence - 'trial', updated_at = clock_timestamp()
@@ -123,9 +119,8 @@ func Withdraw(ctx context.Context, db postgres.DB, skill string) error {
 	return nil
 }
 
-// After is told how each call of a skill ended and settles those on trial, with an activity row
-// (settle_trial). Only a failure of the skill itself is one: a call that was refused for its arguments,
-// or whose run ended, decides nothing and gives the trial back.
+// After is called with the outcome of each skill call. It settles trials and writes an activity (settle_trial). Only
+// a failure of the skill counts. A rejected call, or one whose run ended, returns the trial.
 func After(db postgres.Beginner) func(ctx context.Context, skill skills.Skill, err error) error {
 	return func(ctx context.Context, skill skills.Skill, err error) error {
 		if skill.Enabled {
@@ -155,7 +150,7 @@ func After(db postgres.Beginner) func(ctx context.Context, skill skills.Skill, e
 	}
 }
 
-// onTrial locks a skill that is on trial and returns why it was disabled in the first place.
+// onTrial locks a skill on trial and returns why it was disabled.
 func onTrial(ctx context.Context, tx pgx.Tx, skill string) (reason string, found bool, err error) {
 	err = tx.QueryRow(ctx, `
 		select coalesce(evidence ->> 'reason', disabled_reason) from agent_skills
@@ -167,23 +162,22 @@ func onTrial(ctx context.Context, tx pgx.Tx, skill string) (reason string, found
 	return reason, err == nil, err
 }
 
-// again is the reason of a skill that failed its trial.
+// again is the reason after a failed trial.
 func again(reason string) string { return "failed its trial; disabled for: " + reason }
 
-// Restored is how a skill came back, or did not; it has what an activity row needs.
+// Restored is the outcome of a re-enabling, for an activity row.
 type Restored struct {
 	Skill       string   `json:"skill"`
-	Settled     bool     `json:"settled"` // something was decided now
+	Settled     bool     `json:"settled"` // this call decided it
 	Enabled     bool     `json:"enabled"`
 	By          string   `json:"by"`
 	Reason      string   `json:"reason"`
 	WasReason   string   `json:"was_reason"`  // why it was disabled
-	Automations []string `json:"automations"` // put back into service
+	Automations []string `json:"automations"` // resumed
 }
 
-// Reenable puts a disabled skill back into service, whoever disabled it, and with it exactly the
-// automations that were paused for it. The count starts afresh: nothing before now counts. A
-// skill in service stays so. by and reason go into the activity that the caller writes. The error wraps
+// Reenable enables a disabled skill, whoever disabled it, and resumes the automations paused for it. Earlier calls no
+// longer count. An enabled skill stays so. by and reason go into the caller's activity. The error wraps
 // skills.ErrNotFound.
 func Reenable(ctx context.Context, db postgres.Beginner, skill, by, reason string) (Restored, error) {
 	restored := Restored{Skill: skill, Enabled: true, By: by, Reason: reason, Automations: []string{}}

@@ -21,9 +21,9 @@ const (
 	maxRedirects   = 5
 )
 
-// newTransport returns a transport that connects to public addresses and to what allow lists. It
-// uses no proxy: a proxy would resolve names where nobody checks them. It keeps no connection: on a kept
-// one net/http sends a request with an idempotency key again, silently, when the first try breaks.
+// newTransport returns a transport for public addresses and those in allow. It uses no proxy, because a proxy
+// resolves names unchecked. It keeps no connection: net/http silently repeats a request with an idempotency key when
+// a kept connection breaks.
 func newTransport(allow []string, tlsConfig *tls.Config) (*http.Transport, error) {
 	g, err := newGuard(allow)
 	if err != nil {
@@ -39,8 +39,8 @@ func newTransport(allow []string, tlsConfig *tls.Config) (*http.Transport, error
 	}, nil
 }
 
-// NewGuardedClient returns an HTTP client that goes where http: skills may: to public addresses and what allow
-// lists (see [Options]), without a proxy, following redirects only within a host. tlsConfig may be nil.
+// NewGuardedClient returns an HTTP client with the reach of http: skills: public addresses and allow (see [Options]).
+// It uses no proxy and follows redirects only within a host. tlsConfig may be nil.
 func NewGuardedClient(allow []string, tlsConfig *tls.Config) (*http.Client, error) {
 	transport, err := newTransport(allow, tlsConfig)
 	if err != nil {
@@ -79,8 +79,7 @@ func newGuard(allow []string) (*guard, error) {
 	return g, nil
 }
 
-// dial connects to address. The check is made by Control, which the dialer calls with the numeric
-// address of each connection it is about to open.
+// dial connects to address. The dialer's Control checks the numeric address of each connection.
 func (g *guard) dial(ctx context.Context, network, address string) (net.Conn, error) {
 	d := net.Dialer{Timeout: dialTimeout}
 	host, _, err := net.SplitHostPort(address)
@@ -93,9 +92,8 @@ func (g *guard) dial(ctx context.Context, network, address string) (net.Conn, er
 	return whenPossible(ctx, func() (net.Conn, error) { return d.DialContext(ctx, network, address) })
 }
 
-// whenPossible dials again as long as the process, or the machine, is out of file descriptors: that is no fault of
-// the service, for which its skill would be taken out of service, and nothing was sent. It gives up when ctx ends,
-// with the error of the last try.
+// retryDial dials again while the process or the machine is out of file descriptors. The service is not at fault
+// then, and nothing was sent. When ctx ends, it returns the last error.
 func whenPossible(ctx context.Context, dial func() (net.Conn, error)) (net.Conn, error) {
 	ticker := time.NewTicker(redialEvery)
 	defer ticker.Stop()
@@ -124,8 +122,7 @@ func (g *guard) control(_, address string, _ syscall.RawConn) error {
 	return failure(ClassRefused, "%s is not a public address; if the skill may reach it, add it to AGENT_ALLOW_PRIVATE_HTTP", ip)
 }
 
-// special are the ranges inside the unicast space that do not lead to a host of the public internet, or
-// lead to an IPv4 address in disguise.
+// special are the unicast ranges without a public host, or with an embedded IPv4 address.
 var special = []netip.Prefix{
 	netip.MustParsePrefix("0.0.0.0/8"),
 	netip.MustParsePrefix("100.64.0.0/10"), // carrier-grade NAT
@@ -152,8 +149,7 @@ func public(ip netip.Addr) bool {
 	return !slices.ContainsFunc(special, func(p netip.Prefix) bool { return p.Contains(ip) })
 }
 
-// checkRedirect follows a redirect within the host and never from https to http: elsewhere the
-// headers, and the secrets in them, have no business.
+// checkRedirect follows a redirect within the host, and never from https to http. Headers carry secrets.
 func checkRedirect(next *http.Request, via []*http.Request) error {
 	first := via[0].URL
 	switch {

@@ -31,7 +31,7 @@ func TestPublicAddresses(t *testing.T) {
 	}
 }
 
-// A name that resolves to a private address is refused at the dial, whatever it resolved to before.
+// A name that resolves to a private address is refused at the dial.
 func TestControlSeesTheAddressThatIsDialled(t *testing.T) {
 	t.Parallel()
 	g, err := newGuard(nil)
@@ -49,7 +49,7 @@ func TestControlSeesTheAddressThatIsDialled(t *testing.T) {
 	}
 }
 
-// Descriptors come back, as when a burst of visitors has left.
+// File descriptors come back after a burst of connections.
 func TestADialWaitsForAFileDescriptor(t *testing.T) {
 	t.Parallel()
 	here, there := net.Pipe()
@@ -87,8 +87,8 @@ func TestADialWaitsForAFileDescriptor(t *testing.T) {
 	}
 }
 
-// FuzzArguments looks for a schema or arguments that panic, a schema that reads what is outside of it, and arguments
-// that are taken and cannot be stored.
+// FuzzArguments searches for panics, for schemas that read external documents, and for accepted arguments that cannot
+// be stored.
 func FuzzArguments(f *testing.F) {
 	for _, schema := range []string{
 		`{"type": "object", "properties": {"n": {"type": "integer", "minimum": 1, "default": 2}}, "required": ["n"]}`,

@@ -21,13 +21,13 @@ import (
 
 const userAgent = "lanekeeper"
 
-// httpHandler calls a service. {name} in the path and the query of its URL is an argument, escaped;
-// the other arguments travel as query parameters (GET, HEAD, DELETE) or as a JSON object.
+// httpHandler calls a service. An argument replaces {name} in the path and query of the URL, escaped. The other
+// arguments become query parameters (GET, HEAD, DELETE) or a JSON object.
 type httpHandler struct {
 	method  string
 	url     string
 	headers map[string]string
-	body    any // a template in place of that object; nil for none
+	body    any // a template instead of that object; nil for none
 	inURL   []string
 	inBody  []string
 }
@@ -54,7 +54,7 @@ func (h httpHandler) call(ctx context.Context, r *Registry, c Call, args map[str
 	if err != nil {
 		return nil, httpFailure(request, hide, err)
 	}
-	defer func() { _ = response.Body.Close() }() // only read from: nothing is lost
+	defer func() { _ = response.Body.Close() }() // closing a response loses nothing
 	body, err := io.ReadAll(io.LimitReader(response.Body, maxResult+1))
 	if err != nil {
 		return nil, httpFailure(request, hide, err)
@@ -116,7 +116,7 @@ func carriesBody(method string) bool {
 	return method == http.MethodPost || method == http.MethodPut || method == http.MethodPatch
 }
 
-// httpFailure gives an error of the connection its class. The URL's query is left out: it has arguments.
+// httpFailure classifies an error of the connection. It omits the URL's query, which holds arguments.
 func httpFailure(request *http.Request, hide func(string) string, err error) error {
 	if ue, ok := errors.AsType[*url.Error](err); ok {
 		err = ue.Err
@@ -136,7 +136,7 @@ func excerpt(text string) string {
 	return strings.ToValidUTF8(strings.Join(strings.Fields(text[:min(len(text), most)]), " "), "")
 }
 
-// readAnswer is the JSON value of a body, or its text; nil when there is none.
+// readAnswer returns the JSON value of a body, or its text; nil for an empty body.
 func readAnswer(contentType string, body []byte, hide func(string) string) (any, error) {
 	if len(bytes.TrimSpace(body)) == 0 {
 		return nil, nil
@@ -158,7 +158,7 @@ func readAnswer(contentType string, body []byte, hide func(string) string) (any,
 	return hide(strings.ToValidUTF8(string(body), "\uFFFD")), nil
 }
 
-// hider blots out secrets that a service repeats.
+// hider redacts the given secrets.
 func hider(secrets []string) func(string) string {
 	pairs := make([]string, 0, 2*len(secrets))
 	for _, secret := range secrets {
@@ -193,7 +193,7 @@ func (h httpHandler) resolveHeaders(getenv func(string) string) (headers map[str
 	return headers, secrets, nil
 }
 
-// scalarText is a value as a piece of a URL.
+// scalarText encodes a value for a URL.
 func scalarText(value any) string {
 	switch v := value.(type) {
 	case nil:

@@ -42,7 +42,7 @@ func invokeHTTP(t *testing.T, d skills.Definition, args string) (json.RawMessage
 	return r.Invoke(t.Context(), skills.Call{Skill: row(t, d), Args: json.RawMessage(args), IdempotencyKey: "key-1"})
 }
 
-// echo answers with what it was asked.
+// echo returns the request as its response.
 func echo(w http.ResponseWriter, r *http.Request) {
 	body, _ := io.ReadAll(r.Body)
 	w.Header().Set("Content-Type", "application/json")
@@ -286,7 +286,7 @@ func TestNewRefusesBadAllowances(t *testing.T) {
 	}
 }
 
-// A kept connection that breaks makes net/http send a request with an idempotency key again by itself.
+// net/http repeats a request with an idempotency key when a kept connection breaks.
 func TestHTTPSendsARequestOnce(t *testing.T) {
 	t.Parallel()
 	var asked atomic.Int32

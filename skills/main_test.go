@@ -43,7 +43,7 @@ func registry(t *testing.T, o skills.Options) *skills.Registry {
 	return r
 }
 
-// row makes a Skill of a definition without a database.
+// row makes a Skill from a definition without a database.
 func row(t *testing.T, d skills.Definition) skills.Skill {
 	t.Helper()
 	parameters := d.Parameters
@@ -156,7 +156,7 @@ func TestASkillStartsAFlow(t *testing.T) {
 	if got := call(slow, `{}`, ""); got.Status.Ended() || got.ExecutionID == "" {
 		t.Errorf("when the time is up: %+v", got)
 	}
-	// Inside an execution it is a child of it.
+	// Inside an execution, the new execution is its child.
 	parent, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "caller", Surface: trace.Webhook, ThreadID: "t1"})
 	if err != nil {
 		t.Fatal(err)

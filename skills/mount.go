@@ -14,19 +14,18 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// FlowRequest is what a flow: skill asks for: an execution of a flow. Input is the call's arguments, valid and
-// complete.
+// FlowRequest asks for an execution of a flow. Input holds the validated arguments.
 type FlowRequest struct {
 	Flow  string
 	Input json.RawMessage
-	// Wait asks for the end of it, as long as the context lasts.
+	// Wait waits for the end of the execution while the context lasts.
 	Wait bool
-	// Key names the call: two requests with one key are one execution. It may be empty.
+	// Key identifies the call: requests with one key share one execution. It may be empty.
 	Key string
 }
 
-// FlowAnswer is what the caller of a flow: skill learns. Without wait there is no summary yet; with it the status is
-// that of the end, or of the moment when the skill's time was up: then the execution goes on.
+// FlowAnswer describes the execution that a flow: skill started. Without Wait it has no summary. With Wait it has the
+// final status, or the status at the skill's timeout; the execution continues then.
 type FlowAnswer struct {
 	ExecutionID string            `json:"execution_id"`
 	Status      executions.Status `json:"status"`
@@ -35,7 +34,7 @@ type FlowAnswer struct {
 	Variables   json.RawMessage   `json:"variables,omitempty"`
 }
 
-// RunFlow starts an execution for a flow: skill. It may be called from many goroutines.
+// RunFlow starts an execution for a flow: skill. It is safe for concurrent use.
 type RunFlow func(ctx context.Context, r FlowRequest) (FlowAnswer, error)
 
 var flowPattern = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_.:-]{0,99}$`)
@@ -46,7 +45,7 @@ type flowHandler struct {
 	wait bool
 }
 
-// parseFlow reads flow:NAME and whether the call waits for the end.
+// parseFlow reads flow:NAME and the option to wait.
 func parseFlow(name string, config json.RawMessage) (handler, []error) {
 	var c struct {
 		Wait bool `json:"wait"`
@@ -75,14 +74,14 @@ func (h flowHandler) call(ctx context.Context, r *Registry, c Call, args map[str
 	return r.flow(ctx, FlowRequest{Flow: h.flow, Input: input, Wait: h.wait, Key: c.IdempotencyKey})
 }
 
-// Pauses between two looks at an execution that is waited for; they double.
+// Pauses between polls of an execution; they double.
 const (
 	firstLook = 20 * time.Millisecond
 	lastLook  = time.Second
 )
 
-// Flows runs flows with an engine, for Options.Flow. Inside an execution the new one is its child: of the same trace,
-// surface, agent and thread; elsewhere it has a trace of its own and acts as agent.
+// Flows runs flows with an engine, for Options.Flow. Inside an execution, the new one is a child with the same trace,
+// surface, agent and thread. Elsewhere it has its own trace and acts as agent.
 func Flows(db postgres.Beginner, e *executions.Engine, agent string) RunFlow {
 	return func(ctx context.Context, r FlowRequest) (FlowAnswer, error) {
 		switch known, err := knows(ctx, e, r.Flow); {
@@ -113,7 +112,7 @@ func Flows(db postgres.Beginner, e *executions.Engine, agent string) RunFlow {
 	}
 }
 
-// knows reports whether a flow can be started: by name here, or by a worker outside.
+// knows reports whether a flow can start: registered here, or handled by an external worker.
 func knows(ctx context.Context, e *executions.Engine, flow string) (bool, error) {
 	if executions.IsExternal(flow) {
 		return true, nil
@@ -121,7 +120,7 @@ func knows(ctx context.Context, e *executions.Engine, flow string) (bool, error)
 	return e.HasFlow(ctx, flow)
 }
 
-// awaitEnd looks until an execution has ended, or the time is nearly up.
+// awaitEnd polls an execution until it ends or the deadline is near.
 func awaitEnd(ctx context.Context, db postgres.DB, x executions.Execution) (executions.Execution, error) {
 	var up <-chan time.Time
 	if deadline, limited := ctx.Deadline(); limited {
@@ -156,14 +155,14 @@ func flowAnswer(x executions.Execution) FlowAnswer {
 	return got
 }
 
-// RemoteTool is what an mcp: skill calls: a tool of a server, as it was when it was accepted. Pin is the hash of
-// that; a tool that shows another one is not called.
+// RemoteTool is the accepted tool of an mcp: skill. Pin is the hash of its definition. A tool with another hash is
+// not called.
 type RemoteTool struct {
 	Server, Tool, Pin string
 }
 
-// RemoteCall calls a tool of another program. args are valid and complete. It returns when ctx ends, and may be
-// called from many goroutines.
+// RemoteCall calls a tool of another program with validated arguments. It returns when ctx ends. It is safe for
+// concurrent use.
 type RemoteCall func(ctx context.Context, t RemoteTool, c Call, args map[string]any) (any, error)
 
 const maxToolName = 128

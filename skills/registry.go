@@ -23,18 +23,18 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Builtin is a skill written in Go. It returns when ctx ends, and a value that encodes as JSON. It
-// may be called from many goroutines. An error of type [*CallError] keeps its class.
+// Builtin is a skill written in Go. It returns when ctx ends. Its result must encode as JSON. It is safe for
+// concurrent use. A [*CallError] keeps its class.
 type Builtin func(ctx context.Context, c Call) (any, error)
 
 // Call is one call of a skill.
 type Call struct {
 	Skill          Skill
 	Args           json.RawMessage // a JSON object; empty is {}
-	IdempotencyKey string          // the same for every try of the same call; may be empty
+	IdempotencyKey string          // equal for every retry of a call; may be empty
 }
 
-// Options are what a registry is made of. The zero value runs http: skills and nothing else.
+// Options configure a registry. The zero value runs only http: skills.
 type Options struct {
 	// Builtins by the name behind "builtin:".
 	Builtins map[string]Builtin
@@ -46,18 +46,18 @@ type Options struct {
 	MCP RemoteCall
 	// Flow starts executions, for flow: skills; nil for none. See [Flows].
 	Flow RunFlow
-	// AllowPrivate lists what http: skills may reach besides public addresses: addresses
-	// (127.0.0.1), ranges (10.0.0.0/8), host names (db.internal) and host:port pairs.
+	// AllowPrivate lists private targets of http: skills: addresses (127.0.0.1), ranges (10.0.0.0/8), host names
+	// (db.internal) and host:port pairs.
 	AllowPrivate []string
-	// TLS of http: skills, for a certificate authority of one's own; nil for the system's.
+	// TLS configures http: skills, for a private certificate authority; nil for the system's.
 	TLS *tls.Config
 	// Getenv resolves ${env:NAME}; os.Getenv when nil.
 	Getenv func(string) string
-	// Logger gets what is wrong with rows and stacks of panics; nil for none.
+	// Logger receives problems of rows and stacks of panics; nil for none.
 	Logger *slog.Logger
 }
 
-// Registry checks and makes calls. Its methods may be called from any goroutine.
+// Registry validates and makes calls. It is safe for concurrent use.
 type Registry struct {
 	builtins map[string]Builtin
 	pool     *pgxpool.Pool
@@ -72,14 +72,14 @@ type Registry struct {
 	prepared map[string]*prepared // by skill id
 }
 
-// prepared is a row made ready to be called.
+// prepared is a row compiled for calls.
 type prepared struct {
 	revision int
 	schema   *jsonschema.Schema
 	handler  handler
 }
 
-// New returns a registry. The error names the entry of AllowPrivate that cannot be read.
+// New returns a registry. The error names an invalid entry of AllowPrivate.
 func New(o Options) (*Registry, error) {
 	client, err := NewGuardedClient(o.AllowPrivate, o.TLS)
 	if err != nil {
@@ -105,8 +105,8 @@ func New(o Options) (*Registry, error) {
 	return r, nil
 }
 
-// Available returns the enabled skills of the given scopes that this registry can run, by name.
-// [ScopeBoth] is always included; no scope means all. A row that cannot be run is logged.
+// Available returns the enabled skills of the given scopes that this registry can run, by name. It always includes
+// [ScopeBoth]; no scope means all. It logs each row that cannot run.
 func (r *Registry) Available(ctx context.Context, db postgres.DB, scopes ...string) ([]Skill, error) {
 	all, err := enabled(ctx, db, scopes)
 	if err != nil {
@@ -139,7 +139,7 @@ func (r *Registry) runnable(ctx context.Context, all []Skill) []Skill {
 	})
 }
 
-// Runnable says why this registry cannot run s, whether or not it is enabled; nil when it can.
+// Runnable returns why this registry cannot run s, enabled or not; nil if it can.
 func (r *Registry) Runnable(s Skill) error {
 	p, err := r.prepare(s)
 	if err != nil {
@@ -148,7 +148,7 @@ func (r *Registry) Runnable(s Skill) error {
 	return p.handler.ready(r)
 }
 
-// Check reports arguments that s does not take as an [*InvalidParams] with every violation.
+// Check returns an [*InvalidParams] with every violation of the schema of s.
 func (r *Registry) Check(s Skill, args json.RawMessage) error {
 	_, _, err := r.check(s, args)
 	return err
@@ -175,7 +175,7 @@ func (r *Registry) check(s Skill, raw json.RawMessage) (*prepared, map[string]an
 	return p, withDefaults(p.schema, args), nil
 }
 
-// prepare compiles a row, once per revision.
+// prepare compiles a row once per revision.
 func (r *Registry) prepare(s Skill) (*prepared, error) {
 	r.mu.Lock()
 	p := r.prepared[s.ID]
@@ -200,8 +200,8 @@ func (r *Registry) prepare(s Skill) (*prepared, error) {
 	return p, nil
 }
 
-// Invoke calls a skill and returns its result as JSON. It does not look at whether the skill is
-// enabled. The error is an [*InvalidParams], a [*CallError], or, when ctx has ended, its cause.
+// Invoke calls a skill and returns its result as JSON. It ignores whether the skill is enabled. The error is an
+// [*InvalidParams], a [*CallError], or the cause of ctx.
 func (r *Registry) Invoke(ctx context.Context, c Call) (json.RawMessage, error) {
 	p, args, err := r.check(c.Skill, c.Args)
 	if err != nil {
@@ -234,14 +234,14 @@ func (r *Registry) guarded(ctx context.Context, h handler, c Call, args map[stri
 	return encodeResult(value)
 }
 
-// handler acts for one skill. args are valid and complete.
+// handler runs one skill. Its arguments are validated.
 type handler interface {
 	call(ctx context.Context, r *Registry, c Call, args map[string]any) (any, error)
-	// ready says why the registry cannot run it, if so.
+	// ready returns why the registry cannot run it.
 	ready(r *Registry) error
 }
 
-// parseHandler reads what a row says about its handler; parameters are the names it may be given.
+// parseHandler reads the handler of a row. parameters are the declared names.
 func parseHandler(text string, config json.RawMessage, parameters []string) (handler, []error) {
 	kind, rest, ok := strings.Cut(text, ":")
 	if !ok {
@@ -263,7 +263,7 @@ func parseHandler(text string, config json.RawMessage, parameters []string) (han
 	return nil, []error{fmt.Errorf("handler: %q is not a kind of handler; use builtin:, sql:, http:, mcp: or flow:", kind)}
 }
 
-// decodeConfig reads config into to and refuses fields that to does not have.
+// decodeConfig decodes config into to and rejects unknown fields.
 func decodeConfig(config json.RawMessage, to any) error {
 	if len(config) == 0 {
 		return nil
@@ -285,7 +285,7 @@ func parseBuiltin(name string, config json.RawMessage) (handler, []error) {
 	if !namePattern.MatchString(name) {
 		return nil, []error{fmt.Errorf("handler: builtin:%s must name a builtin with 1 to 64 of the characters a-z A-Z 0-9 _ -", name)}
 	}
-	var own map[string]any // a builtin reads it
+	var own map[string]any // the builtin reads it
 	if err := decodeConfig(config, &own); err != nil {
 		return nil, []error{err}
 	}
@@ -303,9 +303,9 @@ func (h builtinHandler) call(ctx context.Context, r *Registry, c Call, _ map[str
 	return r.builtins[h.name](ctx, c)
 }
 
-// Enable puts a disabled skill back into service: its trial is cleared, and failures before now do
-// not count. by and reason are kept as the evidence; the caller writes the activity. False when it is in
-// service already; [ErrNotFound] when there is none.
+// Enable returns a disabled skill to service. It clears the trial, and earlier failures no longer count. It stores by
+// and reason as evidence; the caller writes the activity. It returns false for an enabled skill, and [ErrNotFound]
+// for none.
 func Enable(ctx context.Context, db postgres.DB, name, by, reason string) (bool, error) {
 	evidence, err := marshalEvidence(map[string]string{"enabled_by": by, "reason": reason})
 	if err != nil {
@@ -322,9 +322,9 @@ func Enable(ctx context.Context, db postgres.DB, name, by, reason string) (bool,
 	return settled(ctx, db, name, tag.RowsAffected())
 }
 
-// Disable takes a skill out of service. by is who does it ("self_heal", an admin) and is not empty; evidence is
-// anything that encodes as JSON. False when it is out of service already, and then nothing changes, except that an
-// admin's word replaces self-heal's, which makes it permanent; [ErrNotFound] when there is none.
+// Disable takes a skill out of service. by names the actor ("self_heal" or an admin) and must not be empty. evidence
+// is any value that encodes as JSON. It returns false for a disabled skill and changes nothing, with one exception:
+// an admin replaces self-heal, which makes the state permanent. It returns [ErrNotFound] for an unknown skill.
 func Disable(ctx context.Context, db postgres.DB, name, by, reason string, evidence any) (bool, error) {
 	if strings.TrimSpace(by) == "" {
 		return false, fmt.Errorf("disable skill %q: %w", name, errors.New("nobody is named who does it"))
@@ -353,8 +353,7 @@ func settled(ctx context.Context, db postgres.DB, name string, rows int64) (bool
 	return false, err
 }
 
-// FailTrial ends a trial, which self-heal began, that failed: the cool-down begins anew. False when the skill is not
-// on trial, and then nothing changes.
+// FailTrial ends a failed trial and restarts the cool-down. It returns false for a skill that is not on trial.
 func FailTrial(ctx context.Context, db postgres.DB, name, reason string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_skills
@@ -367,9 +366,8 @@ func FailTrial(ctx context.Context, db postgres.DB, name, reason string) (bool, 
 	return tag.RowsAffected() > 0, nil
 }
 
-// AtRevision locks a skill until the end of the transaction, so that what follows is based on what the caller has
-// read. It is a [*postgres.StaleError] when the skill is at another revision of its state, and [ErrNotFound] when
-// there is none. 0 is whatever it is at.
+// AtRevision locks a skill until the transaction ends. It returns a [*postgres.StaleError] if the skill's state has
+// another revision, and [ErrNotFound] if there is no such skill. Revision 0 matches every revision.
 func AtRevision(ctx context.Context, tx pgx.Tx, name string, revision int) error {
 	if revision == 0 {
 		return nil

@@ -14,16 +14,16 @@ import (
 const (
 	maxResult  = 256 << 10
 	maxDepth   = 100
-	maxNumeric = 300 // the largest decimal exponent that every reader takes
+	maxNumeric = 300 // the largest decimal exponent that every reader supports
 )
 
-// encodeResult makes JSON of value that PostgreSQL stores and readers in other languages take.
+// encodeResult encodes value as JSON that PostgreSQL stores and other languages read.
 func encodeResult(value any) (json.RawMessage, error) {
 	raw, err := json.Marshal(value)
 	if err != nil {
 		return nil, failure(ClassHandler, "the result cannot be written as JSON: %s", err)
 	}
-	if len(raw) > 2*maxResult { // escapes of HTML may go
+	if len(raw) > 2*maxResult { // HTML escapes may shrink it
 		return nil, tooLarge(len(raw))
 	}
 	d := json.NewDecoder(bytes.NewReader(raw))
@@ -87,7 +87,7 @@ func clean(value any, depth int) (any, error) {
 
 func noNUL(s string) string { return strings.ReplaceAll(s, "\x00", "\uFFFD") }
 
-// portable keeps a number, or writes it as a string where its exponent is beyond what PostgreSQL takes.
+// portable keeps a number, or writes it as a string if PostgreSQL cannot store its exponent.
 func portable(n json.Number) any {
 	_, exponent, ok := strings.Cut(strings.ToLower(n.String()), "e")
 	if !ok {
@@ -99,23 +99,23 @@ func portable(n json.Number) any {
 	return n
 }
 
-// ErrNotFound reports a skill that does not exist.
+// ErrNotFound reports an unknown skill.
 var ErrNotFound = errors.New("skill not found")
 
 // Classes of [CallError].
 const (
 	ClassTimeout     = "timeout"     // no answer within the skill's timeout
-	ClassHTTPStatus  = "http_status" // the service answered, but not with success
-	ClassNetwork     = "network"     // the service, or the database, could not be reached
-	ClassSQL         = "sql"         // the database refused the query
-	ClassTooLarge    = "too_large"   // more than a result may hold
-	ClassRefused     = "refused"     // not done because a rule forbids it
-	ClassUnavailable = "unavailable" // the server behind an mcp: skill cannot be reached
+	ClassHTTPStatus  = "http_status" // the service answered with an error
+	ClassNetwork     = "network"     // the service or the database was unreachable
+	ClassSQL         = "sql"         // the database rejected the query
+	ClassTooLarge    = "too_large"   // the result exceeds the limit
+	ClassRefused     = "refused"     // a rule forbids the call
+	ClassUnavailable = "unavailable" // the server of an mcp: skill is unreachable
 	ClassPanic       = "panic"
-	ClassHandler     = "handler" // the handler says so, or cannot run
+	ClassHandler     = "handler" // the handler failed or cannot run
 
-	// ClassConfiguration is a call that this process cannot make as it is configured: a setting is missing or cannot be
-	// read. It is no failure of the skill, and self-heal does not count it.
+	// ClassConfiguration marks a call that this process cannot make: a setting is missing or invalid. Self-heal does
+	// not count it as a failure of the skill.
 	ClassConfiguration = "configuration"
 )
 
@@ -127,7 +127,7 @@ type CallError struct {
 
 func (e *CallError) Error() string { return e.Message }
 
-// Misconfigured is the refusal of a call that this process has no setting for; the message names the setting.
+// Misconfigured rejects a call for a missing setting. The message names the setting.
 func Misconfigured(format string, args ...any) *CallError {
 	return failure(ClassConfiguration, format, args...)
 }
@@ -136,13 +136,12 @@ func failure(class, format string, args ...any) *CallError {
 	return &CallError{Class: class, Message: clip(fmt.Sprintf(format, args...))}
 }
 
-// ClassBusy is the class of a call that did nothing, because somebody else holds the lane that it needs. It is
-// skipped, and no failure of the skill.
+// ClassBusy marks a call that was skipped, because another holder has its lane. It is no failure of the skill.
 const ClassBusy = "lane_busy"
 
 const maxMessage = 1000
 
-// clip makes a message short and storable.
+// clip shortens a message and makes it storable.
 func clip(s string) string {
 	s = strings.ReplaceAll(strings.ToValidUTF8(s, "\uFFFD"), "\x00", "\uFFFD")
 	if len(s) <= maxMessage {
@@ -151,8 +150,8 @@ func clip(s string) string {
 	return strings.ToValidUTF8(s[:maxMessage], "") + "…"
 }
 
-// classify gives err its class. outer is the caller's context and inner the call's own: when outer
-// has ended, nothing is known about the skill and the error is outer's.
+// classify classifies err. outer is the caller's context, inner the call's own. If outer ended, the error is outer's,
+// and it says nothing about the skill.
 func classify(outer, inner context.Context, c Call, err error) error {
 	if outer.Err() != nil {
 		return fmt.Errorf("call %s: %w", c.Skill.Name, context.Cause(outer))

@@ -14,7 +14,7 @@ import (
 
 const schemaURL = "skill:parameters"
 
-// noLoader keeps a schema from reading files or the network: everything it refers to is inside it.
+// noLoader keeps a schema from reading files or the network. References resolve inside the schema.
 type noLoader struct{}
 
 func (noLoader) Load(url string) (any, error) {
@@ -35,7 +35,7 @@ func compile(schema json.RawMessage) (*jsonschema.Schema, error) {
 	return c.Compile(schemaURL)
 }
 
-// resolveParameters returns the schema as it is stored and the names of its properties.
+// resolveParameters returns the stored schema and its property names.
 func resolveParameters(parameters map[string]any) (json.RawMessage, []string, []error) {
 	schema := make(map[string]any, len(parameters)+3)
 	maps.Copy(schema, parameters)
@@ -66,11 +66,11 @@ func resolveParameters(parameters map[string]any) (json.RawMessage, []string, []
 	return raw, propertyNames(compiled), nil
 }
 
-// deepestSchema is how many objects and lists of a schema may be within each other. What it takes to compile one
-// grows with the cube of that: one of 100 KB, such as a server of tools may send, takes minutes.
+// deepestSchema bounds the nesting of a schema. Compile time grows with the cube of the depth: a schema of 100 KB
+// could take minutes.
 const deepestSchema = 200
 
-// deeper reports JSON in which more than most objects and lists are within each other.
+// deeper reports JSON nested beyond a limit.
 func deeper(text []byte, most int) bool {
 	quoted, depth := false, 0
 	for i := 0; i < len(text) && depth <= most; i++ {
@@ -89,7 +89,7 @@ func deeper(text []byte, most int) bool {
 	return depth > most
 }
 
-// closeSchema forbids undeclared arguments, unless the schema has its own word on that.
+// closeSchema forbids undeclared arguments, unless the schema decides it.
 func closeSchema(schema map[string]any) {
 	for _, k := range []string{
 		"additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames",
@@ -102,7 +102,7 @@ func closeSchema(schema map[string]any) {
 	schema["additionalProperties"] = false
 }
 
-// schemaProblems tells what is wrong with a schema, one error per place.
+// schemaProblems returns the problems of a schema, one error per place.
 func schemaProblems(err error) []error {
 	var invalid *jsonschema.ValidationError
 	if sv, ok := errors.AsType[*jsonschema.SchemaValidationError](err); ok && errors.As(sv.Err, &invalid) {
@@ -124,14 +124,13 @@ func propertyNames(s *jsonschema.Schema) []string {
 	return names
 }
 
-// Violation is one way in which arguments break their schema.
+// Violation is one mismatch between arguments and their schema.
 type Violation struct {
 	Path    string `json:"path"` // JSON pointer into the arguments; empty for the whole
 	Message string `json:"message"`
 }
 
-// InvalidParams reports arguments that a skill does not take. It is the caller's mistake, not the
-// skill's failure.
+// InvalidParams reports arguments that violate the schema. The caller is at fault, not the skill.
 type InvalidParams struct {
 	Skill      string          `json:"skill"`
 	Violations []Violation     `json:"violations"`
@@ -151,8 +150,8 @@ func (e *InvalidParams) Error() string {
 	return b.String()
 }
 
-// violations lists the innermost causes of a validation error. (The library's own flat list drops
-// what lies behind a reference.)
+// violations lists the innermost causes of a validation error. The library's flat list drops causes behind a
+// reference.
 func violations(e *jsonschema.ValidationError) []Violation {
 	var all []Violation
 	for _, cause := range e.Causes {
@@ -168,7 +167,7 @@ func violations(e *jsonschema.ValidationError) []Violation {
 	return all
 }
 
-// decodeArgs reads arguments as a JSON object; nothing at all is the empty object.
+// decodeArgs decodes arguments as a JSON object. Empty arguments are the empty object.
 func decodeArgs(raw json.RawMessage) (any, []Violation) {
 	if len(bytes.TrimSpace(raw)) == 0 {
 		return map[string]any{}, nil

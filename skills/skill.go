@@ -1,28 +1,29 @@
-// Package skills is what the agent can do: the table agent_skills, and the registry that checks and
-// makes a call.
+// Package skills owns the agent's skills: the table agent_skills, and the registry that validates and makes a call.
 //
-// A skill is a row: a name, a JSON Schema of its parameters, and a handler that acts. A workspace
-// file or the binary declares it ([Definition]); whether it is in service (enabled, on trial) is
-// learned and never touched by a declaration. The revision grows when, and only when, what a call
-// would do changes, so an approval bound to a revision cannot be spent on something else.
+// A skill is a row: a name, a JSON Schema of its parameters, and a handler. A workspace file or the binary declares
+// it ([Definition]). Its state (enabled, on trial) is never changed by a declaration. The revision grows if and only
+// if the behaviour of a call changes, so an approval for a revision permits nothing else.
 //
-// The registry promises, for every handler:
+// The registry guarantees for every handler:
 //
-//   - arguments are checked against the schema first, and every violation is reported ([InvalidParams]);
-//   - a timeout stops the call itself: the server-side query is cancelled, the HTTP request is closed,
-//     the context of a builtin ends. A builtin must return when its context ends;
-//   - a failure has a class ([CallError]); a panic is a failure; the end of the caller's own context is
-//     not, and comes back as that context's error;
-//   - a result is JSON that PostgreSQL can store (no NUL, no lone surrogates) of at most 256 KiB.
+//   - Arguments are validated against the schema first, and every violation is reported ([InvalidParams]).
+//   - A timeout stops the call itself: it cancels the query on the server, closes the HTTP request, or ends the context
+//     of a builtin, which must return then.
+//   - A failure has a class ([CallError]). A panic is a failure. The end of the caller's context is none; it returns as
+//     that context's error.
+//   - A result is JSON that PostgreSQL can store (no NUL, no lone surrogates), of at most 256 KiB.
 //
-// sql: runs one query in a read-only transaction. The query's text is fixed by its definition and arguments travel
-// beside it in the extended protocol, which also refuses a second statement: no argument can change what is asked.
-// http: connects only to public addresses unless told otherwise; the check is made on the address that is dialled,
-// after the name was resolved, so a name that resolves to something else the second time does not pass. A secret is
-// named in a header as ${env:NAME}, is read when the call is made, and is blotted out of answers and errors. mcp:
-// calls a tool of another program, which package mcp mounts and reaches ([RemoteCall]). flow: starts an execution of
-// a flow with the arguments as its input, one for each call however often it is made, so such a skill is idempotent;
-// with wait it answers how that ended, or, when the skill's time is up, that it goes on.
+// sql: runs one query in a read-only transaction. The definition fixes its text, and arguments travel separately in the
+// extended protocol, which rejects a second statement. So no argument can change the query.
+//
+// http: connects only to public addresses by default. It checks the address at the dial, after name resolution, so DNS
+// rebinding does not pass. A header names a secret as ${env:NAME}; it is read at the call and redacted from answers and
+// errors.
+//
+// mcp: calls a tool of another program, through package mcp ([RemoteCall]).
+//
+// flow: starts an execution of a flow with the arguments as its input. A call starts one execution, however often it is
+// repeated, so the skill is idempotent. With wait it returns the outcome, or at the skill's timeout a running status.
 package skills
 
 import (
@@ -51,7 +52,7 @@ const (
 	TrustApprove = "approve" // acts after an admin's approval
 )
 
-// Where a declaration came from.
+// Sources of a declaration.
 const (
 	SourceWorkspace = "workspace"
 	SourceBuiltin   = "builtin"
@@ -74,24 +75,24 @@ type Skill struct {
 	DisabledReason string          `json:"disabled_reason"`
 	DisabledBy     string          `json:"disabled_by"`
 	DisabledAt     *time.Time      `json:"disabled_at"`
-	EnabledAt      time.Time       `json:"enabled_at"` // failures before it do not count
-	TrialAt        *time.Time      `json:"trial_at"`   // when the one try after the cool-down was granted
+	EnabledAt      time.Time       `json:"enabled_at"` // earlier failures do not count
+	TrialAt        *time.Time      `json:"trial_at"`   // time of the one trial after the cool-down
 	Evidence       json.RawMessage `json:"evidence"`
-	Revision       int             `json:"revision"`       // grows when what a call would do changes
-	StateRevision  int             `json:"state_revision"` // grows when that, or whether it is in service, changes
+	Revision       int             `json:"revision"`       // grows when the behaviour of a call changes
+	StateRevision  int             `json:"state_revision"` // grows when the behaviour or the state changes
 	Source         string          `json:"source"`
 	CreatedAt      time.Time       `json:"created_at"`
 	UpdatedAt      time.Time       `json:"updated_at"`
 }
 
-// Timeout is the longest a call may take.
+// Timeout bounds the duration of a call.
 func (s Skill) Timeout() time.Duration { return time.Duration(s.TimeoutMS) * time.Millisecond }
 
-// Callable reports whether what names the skill, and asks no model, may call it: it is in service, or on trial and
-// nobody's leave is needed. Of those who try it one is let through, by the call.
+// Callable reports whether a caller without a model may call the skill: it is enabled, or it is on trial and needs no
+// approval. The call admits one of several concurrent trials.
 func (s Skill) Callable() bool { return s.Enabled || s.TrialAt != nil && s.Trust != TrustApprove }
 
-// OutOfService says why a skill cannot be called now, as the end of a sentence that begins with its name.
+// OutOfService returns why a skill cannot be called, as the end of a sentence that starts with its name.
 func (s Skill) OutOfService() string {
 	if s.TrialAt != nil {
 		return fmt.Sprintf("is on trial: its next call decides whether it returns to service; it was disabled by %s: %s", s.DisabledBy, s.DisabledReason)
@@ -99,7 +100,7 @@ func (s Skill) OutOfService() string {
 	return fmt.Sprintf("is disabled by %s: %s", s.DisabledBy, s.DisabledReason)
 }
 
-// Parameters is the JSON Schema of the arguments; an empty object's schema when the row has none.
+// Parameters returns the JSON Schema of the arguments; by default the schema of an empty object.
 func (s Skill) Parameters() json.RawMessage {
 	var tool toolDefinition
 	if err := json.Unmarshal(s.ToolDefinition, &tool); err != nil || len(tool.Parameters) == 0 {
@@ -108,7 +109,7 @@ func (s Skill) Parameters() json.RawMessage {
 	return tool.Parameters
 }
 
-// Tool is the skill as a model is offered it.
+// Tool returns the skill as a model's tool.
 func (s Skill) Tool() models.Tool {
 	return models.Tool{Name: s.Name, Description: s.Description, Parameters: s.Parameters()}
 }
@@ -127,9 +128,9 @@ const (
 
 var namePattern = regexp.MustCompile(`^[a-zA-Z0-9_-]{1,64}$`)
 
-// Definition is what a workspace file, or the binary, declares about a skill. Empty fields mean:
-// scope internal, trust auto, timeout 30s, no parameters. A schema that says nothing about further
-// properties allows none, so that a misspelt argument is an error and not silently dropped.
+// Definition declares a skill, in a workspace file or in the binary. Defaults: scope internal, trust auto, timeout
+// 30s, no parameters. Unless the schema decides it, undeclared properties are errors, so that a misspelt argument
+// shows.
 type Definition struct {
 	Name        string         `yaml:"name" json:"name"`
 	Description string         `yaml:"description" json:"description"`
@@ -142,14 +143,14 @@ type Definition struct {
 	Timeout     string         `yaml:"timeout" json:"timeout,omitempty"` // 500ms, 30s, 5m
 }
 
-// Validate reports everything that is wrong with d, each problem as "field path: what is wrong".
-// It needs neither database nor network. The problems are joined as by [errors.Join].
+// Validate returns all problems of d, each as "field path: problem". It uses neither database nor network. The
+// problems are joined as by [errors.Join].
 func Validate(d Definition) error {
 	_, err := resolve(d)
 	return err
 }
 
-// resolved is a valid definition as it is stored.
+// resolved is a valid definition in its stored form.
 type resolved struct {
 	name, description string
 	tool, config      json.RawMessage
@@ -193,10 +194,10 @@ func resolve(d Definition) (resolved, error) {
 		return resolved{}, errors.Join(problems...)
 	}
 	if strings.HasPrefix(r.handler, "flow:") {
-		r.idempotent = true // one call is one execution, however often it is made
+		r.idempotent = true // repeated calls share one execution
 	}
 	if query, ok := act.(sqlHandler); ok && query.writes {
-		r.idempotent = true // agent_effects records the call in the transaction that makes it
+		r.idempotent = true // agent_effects records the call in its own transaction
 	}
 	r.tool, err = json.Marshal(toolDefinition{Name: r.name, Description: r.description, Parameters: parameters})
 	return r, err

@@ -25,19 +25,18 @@ const (
 	defaultRows = 100
 	maxRows     = 1000
 
-	// maxRowsSize is how many bytes of rows are read.
+	// maxRowsSize bounds the bytes of rows.
 	maxRowsSize = maxResult - 1024
 
 	rollbackTimeout = 5 * time.Second
 )
 
-// sqlHandler runs one query: a select (with, values or table are too). It is read as a table, whose
-// rows PostgreSQL itself turns into JSON.
+// sqlHandler runs one query: select, with, values or table. PostgreSQL encodes its rows as JSON.
 type sqlHandler struct {
 	query    string
 	rowLimit int
-	timeout  time.Duration // 0: the skill's
-	database string        // a named one; empty for the agent's own
+	timeout  time.Duration // 0 for the skill's timeout
+	database string        // a named database; empty for the agent's own
 	writes   bool
 }
 
@@ -53,7 +52,7 @@ type sqlConfig struct {
 type sqlResult struct {
 	Rows      []json.RawMessage `json:"rows"`
 	RowCount  int               `json:"row_count"`
-	Truncated bool              `json:"truncated"` // there are more rows than these
+	Truncated bool              `json:"truncated"` // further rows were dropped
 }
 
 func parseSQL(rest string, config json.RawMessage, parameters []string) (handler, []error) {
@@ -90,7 +89,7 @@ func parseSQL(rest string, config json.RawMessage, parameters []string) (handler
 	}, problems
 }
 
-// checkPlaceholders wants the query's @names and the parameters to be the same set.
+// checkPlaceholders requires the query's @names and the parameters to be the same set.
 func checkPlaceholders(query string, parameters []string) []error {
 	var problems []error
 	used := placeholders(query)
@@ -109,13 +108,12 @@ func checkPlaceholders(query string, parameters []string) []error {
 
 var placeholderLike = regexp.MustCompile(`@([\pL_][\pL\pN_]*)`)
 
-// placeholders lists the @names of a query, those in its strings and comments left out: which ones
-// count is for pgx to say, because pgx replaces them.
+// placeholders lists the @names of a query outside strings and comments. pgx decides, because pgx replaces them.
 func placeholders(query string) []string {
 	var names []string
 	for _, match := range placeholderLike.FindAllStringSubmatch(query, -1) {
 		name := match[1]
-		probe := pgx.NamedArgs{name: true} //nolint:forbidigo // asks about one name; the call itself is strict
+		probe := pgx.NamedArgs{name: true} //nolint:forbidigo // it probes one name; the call itself is strict
 		_, args, err := probe.RewriteQuery(context.Background(), nil, query, nil)
 		if err == nil && slices.Contains(args, true) && !slices.Contains(names, name) {
 			names = append(names, name)
@@ -150,11 +148,11 @@ func (h sqlHandler) call(ctx context.Context, r *Registry, c Call, args map[stri
 	if err != nil {
 		return nil, failure(ClassSQL, "%s", err)
 	}
-	// A query leaves nothing behind, so one that a restart of the database has broken off is made again.
+	// A read leaves no effect, so it is repeated after a restart of the database.
 	result, err := executions.RetryTransient(ctx, func(ctx context.Context) (sqlResult, error) {
 		result, err := h.readOnly(ctx, on, timeout, query, values)
 		if postgres.IsCode(err, "57014") {
-			err = sqlFailure(timeout, err) // the time is the skill's own, and is over
+			err = sqlFailure(timeout, err) // the skill's own timeout passed
 		}
 		return result, err
 	})
@@ -164,7 +162,7 @@ func (h sqlHandler) call(ctx context.Context, r *Registry, c Call, args map[stri
 	return result, nil
 }
 
-// target is the database that the query runs on.
+// target returns the database of the query.
 func (h sqlHandler) target(ctx context.Context, r *Registry) (Database, error) {
 	if h.database == "" {
 		return Database{Pool: r.pool}, nil
@@ -176,9 +174,9 @@ func (h sqlHandler) target(ctx context.Context, r *Registry) (Database, error) {
 	return on, err
 }
 
-// readOnly runs the query in a read-only transaction and always rolls that back: what a function may do in
-// one all the same (notify, change a setting of the session, make a large object) leaves nothing. Advisory locks of the
-// session outlive a transaction, and are given back inside it: behind a pooler the session is ours until its end.
+// readOnly runs the query in a read-only transaction and rolls it back. The rollback undoes permitted side effects:
+// notifications, session settings, large objects. Advisory locks outlive a transaction, so they are released inside
+// it: behind a pooler, the session is ours only until the transaction ends.
 func (h sqlHandler) readOnly(
 	ctx context.Context, on Database, timeout time.Duration, query string, values []any,
 ) (result sqlResult, err error) {
@@ -190,7 +188,7 @@ func (h sqlHandler) readOnly(
 		closing, cancel := context.WithTimeout(context.WithoutCancel(ctx), rollbackTimeout)
 		defer cancel()
 		_, unlocked := tx.Exec(closing, `rollback to savepoint lanekeeper_query; select pg_advisory_unlock_all()`)
-		if unlocked != nil { // the connection is of no use to anybody any more
+		if unlocked != nil { // the connection is unusable
 			_ = tx.Conn().Close(closing)
 		}
 		if undone := tx.Rollback(closing); err == nil && unlocked == nil {
@@ -203,29 +201,28 @@ func (h sqlHandler) readOnly(
 	return h.run(ctx, tx.Conn(), query, values)
 }
 
-// prologue bounds what follows in a transaction.
+// prologue sets the timeouts of a transaction.
 func prologue(timeout time.Duration) string {
 	limit := strconv.FormatInt(max(timeout.Milliseconds(), 1), 10)
 	return "set local statement_timeout = " + limit + "; set local timezone = 'UTC'"
 }
 
-// bind replaces the @names of a text by parameters, and returns their values.
+// bind replaces the @names of a query by $numbers and returns their values.
 func (h sqlHandler) bind(ctx context.Context, text string, args map[string]any) (string, []any, error) {
 	named := make(pgx.StrictNamedArgs)
 	for _, name := range placeholders(h.query) {
-		named[name] = args[name] // absent and without default: NULL
+		named[name] = args[name] // absent, without a default: NULL
 	}
 	return named.RewriteQuery(ctx, nil, text, nil)
 }
 
-// limited reads the rows of a query that only reads.
+// limited wraps a read-only query in its row limit.
 func (h sqlHandler) limited() string {
 	return bounded("(\n" + h.query + "\n) lanekeeper_row limit " + strconv.Itoa(h.rowLimit+1))
 }
 
-// bounded is a query over rows whose alias is lanekeeper_row, a name that no query has as a column: that would be meant
-// instead of the row. The server sends the size of each row, and the rows themselves only for as long as all of them
-// together are no larger than a result may be.
+// bounded wraps a query with the alias lanekeeper_row, which no column may shadow. The server sends the size of each
+// row, and the rows until their total size reaches the limit of a result.
 func bounded(rows string) string {
 	return "select case when sum(lanekeeper_size) over (rows unbounded preceding) <= " + strconv.Itoa(maxRowsSize) +
 		" then lanekeeper_text end, lanekeeper_size" +
@@ -234,8 +231,8 @@ func bounded(rows string) string {
 		") lanekeeper_texts) lanekeeper_sizes"
 }
 
-// run prepares the query, which refuses more than one statement, and executes it with the arguments
-// as text of the type that the server has inferred for each.
+// run prepares the query, which rejects several statements, and executes it. Arguments are sent as text of the types
+// that the server inferred.
 func (h sqlHandler) run(ctx context.Context, conn *pgx.Conn, query string, values []any) (sqlResult, error) {
 	statement, err := conn.PgConn().Prepare(ctx, "", query, nil)
 	if err != nil {
@@ -267,25 +264,24 @@ func (h sqlHandler) run(ctx context.Context, conn *pgx.Conn, query string, value
 	return result, err
 }
 
-// Database is where the query of a sql: skill runs.
+// Database is the target of a sql: skill.
 type Database struct {
 	Pool   *pgxpool.Pool
 	Writes bool   // skills may declare that they write
-	Role   string // queries run as this role; empty for that of the connection
+	Role   string // role of the queries; empty for that of the connection
 }
 
-// Databases opens a named database. The error is a [*CallError]: [ClassConfiguration] when there is no such database or
-// no setting for it, [ClassNetwork] when it cannot be reached. It may be called from many goroutines.
+// Databases opens a named database. The error is a [*CallError]: [ClassConfiguration] for an unknown database or a
+// missing setting, [ClassNetwork] for an unreachable server. It is safe for concurrent use.
 type Databases func(ctx context.Context, name string) (Database, error)
 
-// Check asks the database whether queries can run as its role, and whether the ledger of effects is there where skills
-// may write.
+// Check verifies that queries can run as the database's role, and that a writable database has the ledger of effects.
 func (d Database) Check(ctx context.Context) error {
 	tx, err := d.Pool.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadOnly})
 	if err != nil {
 		return fmt.Errorf("begin a transaction: %w", err)
 	}
-	defer func() { _ = tx.Rollback(ctx) }() // it has only read
+	defer func() { _ = tx.Rollback(ctx) }() // the transaction only reads
 	var ledger bool
 	if err := tx.QueryRow(ctx, `select to_regclass('agent_effects') is not null`).Scan(&ledger); err != nil {
 		return fmt.Errorf("look for the table agent_effects: %w", err)
@@ -301,7 +297,7 @@ func (d Database) Check(ctx context.Context) error {
 	return nil
 }
 
-// asRole is the statement that makes what follows in a transaction run as the database's role.
+// asRole returns the statement that sets the database's role for a transaction.
 func (d Database) asRole() string {
 	if d.Role == "" {
 		return ""
@@ -309,7 +305,7 @@ func (d Database) asRole() string {
 	return "; set local role " + pgx.Identifier{d.Role}.Sanitize()
 }
 
-// sqlFailure gives an error of a query its class.
+// sqlFailure classifies an error of a query.
 func sqlFailure(limit fmt.Stringer, err error) error {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	switch {
@@ -327,7 +323,7 @@ func sqlFailure(limit fmt.Stringer, err error) error {
 	return failure(ClassSQL, "%s", message)
 }
 
-// parameterTexts writes the values of parameters of the given types.
+// parameterTexts encodes values for parameters of the given types.
 func parameterTexts(values []any, oids []uint32) ([][]byte, error) {
 	texts := make([][]byte, len(values))
 	for i, value := range values {
@@ -340,8 +336,8 @@ func parameterTexts(values []any, oids []uint32) ([][]byte, error) {
 	return texts, nil
 }
 
-// parameterText writes a JSON value as the text of a parameter of type oid; nil is NULL. The server
-// parses it as a value of that type and as nothing else.
+// parameterText encodes a JSON value as text for a parameter of type oid; nil is NULL. The server parses it as that
+// type.
 func parameterText(value any, oid uint32) ([]byte, error) {
 	if value == nil {
 		return nil, nil
@@ -367,7 +363,7 @@ func parameterText(value any, oid uint32) ([]byte, error) {
 	return json.Marshal(value)
 }
 
-// arrayText writes a PostgreSQL array literal, every element quoted.
+// arrayText writes a PostgreSQL array literal with every element quoted.
 func arrayText(b *strings.Builder, items []any) error {
 	b.WriteByte('{')
 	for i, item := range items {
@@ -394,12 +390,12 @@ func arrayText(b *strings.Builder, items []any) error {
 	return nil
 }
 
-// ahead is what may stand before the first word of a statement: space, comments and brackets.
+// ahead matches space, comments and brackets before the first word of a statement.
 var ahead = regexp.MustCompile(`^(?:\s|--[^\n]*(?:\n|$)|/\*(?s:.*?)\*/|\()*`)
 
 var word = regexp.MustCompile(`^[A-Za-z]+`)
 
-// verb is the first word of a statement and where it stands, in bytes.
+// verb returns the first word of a statement and its byte offset.
 func verb(query string) (first string, at int) {
 	at = len(ahead.FindString(query))
 	return word.FindString(query[at:]), at
@@ -408,7 +404,7 @@ func verb(query string) (first string, at int) {
 const onlyOne = "only one read-only query is possible: select, with, values or table; " +
 	"to write to a named database, declare config.writes"
 
-// checkVerb refuses a statement that is none of those a skill may make.
+// checkVerb rejects a statement of a kind that a skill may not run.
 func (h sqlHandler) checkVerb() error {
 	first, _ := verb(h.query)
 	read := []string{"select", "with", "values", "table"}

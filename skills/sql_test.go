@@ -181,7 +181,7 @@ func TestSQLValuesAreSensibleJSON(t *testing.T) {
 	}
 }
 
-// sleeping reports whether a query of the test's marker runs on the server.
+// sleeping reports whether a query with the marker runs on the server.
 func sleeping(t *testing.T, pool *pgxpool.Pool, marker string) bool {
 	t.Helper()
 	var n int
@@ -239,7 +239,7 @@ func TestSQLCancelStopsTheQueryOnTheServer(t *testing.T) {
 		t.Errorf("got %v", err)
 	}
 	pgtest.Eventually(t, 90*time.Second, func() bool { return !sleeping(t, pool, marker) }, "the query still runs")
-	// The pool is as good as before.
+	// The pool stays usable.
 	if _, err := invokeSQL(t, pool, "select 1", `{}`, nil, nil); err != nil {
 		t.Error(err)
 	}
@@ -254,7 +254,7 @@ func TestSQLLeavesNothingInTheSession(t *testing.T) {
 	if _, err := invokeSQL(t, pool, "select set_config('statement_timeout', '1234', false)", `{}`, nil, nil); err != nil {
 		t.Fatal(err)
 	}
-	// Before 16, a transaction that only reads may make a large object.
+	// Before version 16, a read-only transaction may create a large object.
 	if _, err := invokeSQL(t, pool, "select lo_create(0)::text", `{}`, nil, nil); err != nil && !strings.Contains(err.Error(), "25006") {
 		t.Fatal(err)
 	}
@@ -273,7 +273,7 @@ func TestSQLLeavesNothingInTheSession(t *testing.T) {
 	}
 }
 
-// What the server would send is bounded there: a row of 30 MB never comes into memory.
+// The server bounds the rows: a row of 30 MB is never loaded.
 func TestSQLRowsAreBoundedBeforeTheyAreSent(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -314,8 +314,7 @@ func TestSQLKeepsNoLock(t *testing.T) {
 	}
 }
 
-// A restart of the database is not the result of a query that it broke off: neither its run fails nor does the
-// failure count against the skill.
+// A restart of the database fails neither the run nor the skill.
 func TestAQueryThatTheDatabaseBrokeOffIsMadeAgain(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -374,7 +373,7 @@ func TestAQueryThatTheDatabaseBrokeOffIsMadeAgain(t *testing.T) {
 	}
 }
 
-// shop is a registry with a named database, and that database with an account of 100.
+// shop returns a registry with a named database, which has an account of 100.
 func shop(t *testing.T, role string) (*skills.Registry, *pgxpool.Pool) {
 	t.Helper()
 	there := pgtest.DB(t)
@@ -395,7 +394,7 @@ func shop(t *testing.T, role string) (*skills.Registry, *pgxpool.Pool) {
 	return r, there
 }
 
-// pay is a skill that takes an amount from the account.
+// pay is a skill that debits the account.
 func pay(t *testing.T, query string, config map[string]any) skills.Skill {
 	t.Helper()
 	all := map[string]any{"database": "shop", "writes": true, "query": query}
@@ -446,7 +445,7 @@ func TestACallThatIsRepeatedUnderItsKeyWritesOnce(t *testing.T) {
 	if class(err) != skills.ClassRefused {
 		t.Errorf("another call under the key: %v", err)
 	}
-	for range 2 { // without a key each call is one
+	for range 2 { // without a key, each call is separate
 		if _, err := r.Invoke(t.Context(), skills.Call{Skill: s, Args: json.RawMessage(`{"n": 1}`)}); err != nil {
 			t.Fatal(err)
 		}

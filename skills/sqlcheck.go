@@ -15,16 +15,16 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// SQLError is what is wrong with the query of a sql: skill, and where.
+// SQLError is a problem in the query of a sql: skill, with its position.
 type SQLError struct {
 	Field   string // handler or config.query
-	Offset  int    // in bytes, in the text of the field; -1 is unknown
+	Offset  int    // in bytes within the field; -1 if unknown
 	Message string
 }
 
 func (e *SQLError) Error() string { return e.Message }
 
-// SQLDatabase reports whether d is a sql: skill, and the named database that it runs on; empty for the agent's own.
+// SQLDatabase reports whether d is a sql: skill, and returns its named database; empty for the agent's own.
 func SQLDatabase(d Definition) (database string, ok bool) {
 	kind, _, _ := strings.Cut(strings.TrimSpace(d.Handler), ":")
 	database, _ = d.Config["database"].(string)
@@ -37,8 +37,8 @@ func SQLWrites(d Definition) bool {
 	return writes
 }
 
-// CheckSQL has the server prepare the query of a sql: skill, as a call would, and runs nothing. What is wrong with the
-// query is an [*SQLError]. It leaves tx usable.
+// CheckSQL has the server prepare the query of a sql: skill, without running it. A problem of the query is an
+// [*SQLError]. tx stays usable.
 func CheckSQL(ctx context.Context, tx pgx.Tx, d Definition, role string) error {
 	r, err := resolve(d)
 	if err != nil {
@@ -60,7 +60,7 @@ func CheckSQL(ctx context.Context, tx pgx.Tx, d Definition, role string) error {
 	return c.check(ctx)
 }
 
-// sqlCheck is the check of one query. offset is where it begins in its field.
+// sqlCheck checks one query. offset is its position in the field.
 type sqlCheck struct {
 	handler sqlHandler
 	tx      pgx.Tx
@@ -87,7 +87,7 @@ func (c sqlCheck) check(ctx context.Context) error {
 	return err
 }
 
-// prepare has the server parse a text, which is or holds the query, and returns the number of its columns.
+// prepare has the server parse a text with the query, and returns the number of columns.
 func (c sqlCheck) prepare(ctx context.Context, text string) (fields int, err error) {
 	bound, _, err := c.handler.bind(ctx, text, nil)
 	if err != nil {
@@ -128,7 +128,7 @@ var (
 	parameter   = regexp.MustCompile(`\$(\d+)`)
 )
 
-// message is what the server says, with its hint, in the words of the file.
+// message returns the server's error with its hint, in the terms of the file.
 func (c sqlCheck) message(ctx context.Context, refused *pgconn.PgError) (string, error) {
 	switch {
 	case strings.Contains(refused.Message, "cannot insert multiple commands"),
@@ -163,7 +163,7 @@ func (c sqlCheck) message(ctx context.Context, refused *pgconn.PgError) (string,
 	return text, nil
 }
 
-// nearRelation asks whether another table or view was meant.
+// nearRelation suggests a similar table or view.
 func (c sqlCheck) nearRelation(ctx context.Context, name string) (string, error) {
 	rows, err := c.tx.Query(ctx, `
 		select relname from pg_class
@@ -179,7 +179,7 @@ func (c sqlCheck) nearRelation(ctx context.Context, name string) (string, error)
 	return "", err
 }
 
-// locate finds where in the field the server's position is, which counts characters of the bound text from 1.
+// locate converts the server's position, which counts characters of the bound text from 1, to an offset in the field.
 func (c sqlCheck) locate(text, bound string, position int) int {
 	if c.offset < 0 || position < 1 {
 		return -1
@@ -193,8 +193,7 @@ func (c sqlCheck) locate(text, bound string, position int) int {
 
 var placeholderAt = regexp.MustCompile(`^@[\pL_][\pL\pN_]*`)
 
-// inOriginal is the byte in a text with @names that stands where a character of the text with $numbers does. Nothing
-// else differs between them.
+// inOriginal maps a character of the text with $numbers to a byte of the text with @names.
 func inOriginal(text, bound string, character int) int {
 	i, j := 0, 0
 	for n := 0; n < character && j < len(bound) && i < len(text); n++ {
@@ -214,5 +213,5 @@ func inOriginal(text, bound string, character int) int {
 	return i
 }
 
-// Unreachable reports an error of a [Databases] that says nothing about the settings: the server may be back later.
+// Unreachable reports an error of a [Databases] that does not concern the settings: the server may return.
 func Unreachable(err error) bool { return postgres.Unreachable(err) }

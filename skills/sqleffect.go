@@ -15,8 +15,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// effectsDDL is the ledger of effects, which a database of access write has. A row is written in the transaction of
-// the effect, under the key of the step that asked for it.
+// effectsDDL creates the ledger of effects in a writable database. A row is written in the transaction of the effect,
+// under the key of its step.
 const effectsDDL = `
 create table if not exists agent_effects (
   key         text primary key,
@@ -31,7 +31,7 @@ comment on table agent_effects is
 // undefinedTable is the SQLSTATE of a table that does not exist.
 const undefinedTable = "42P01"
 
-// PrepareEffects makes the ledger of effects in a database that skills write to, where it is not there yet.
+// PrepareEffects creates the ledger of effects in a writable database, if it is missing.
 func PrepareEffects(ctx context.Context, on Database) error {
 	return postgres.InTx(ctx, on.Pool, func(tx pgx.Tx) error {
 		var there bool
@@ -46,8 +46,8 @@ func PrepareEffects(ctx context.Context, on Database) error {
 	})
 }
 
-// effect runs a writing query and records its result under the call's key, in one transaction. A call that is repeated
-// under the same key, also by another process after a crash, gets that result and does nothing.
+// effect runs a writing query and records its result under the call's key, in one transaction. A repeated call with
+// the same key returns that result without an effect, also after a crash.
 func (h sqlHandler) effect(
 	ctx context.Context, on Database, c Call, timeout time.Duration, args map[string]any,
 ) (any, error) {
@@ -69,7 +69,7 @@ func (h sqlHandler) effect(
 			}
 		}
 		if postgres.IsCode(err, "57014") {
-			err = sqlFailure(timeout, err) // the time is the skill's own, and is over
+			err = sqlFailure(timeout, err) // the skill's own timeout passed
 		}
 		return result, err
 	})
@@ -82,8 +82,7 @@ func (h sqlHandler) effect(
 // effect is a row of the ledger.
 type effect struct{ key, skill, fingerprint string }
 
-// once makes the effect unless the ledger has it. The row of the key comes first: another process that makes the same
-// call waits for it.
+// once runs the effect unless the ledger has its key. It inserts the key first, so a concurrent call waits.
 func (h sqlHandler) once(
 	ctx context.Context, on Database, e effect, timeout time.Duration, args map[string]any,
 ) (result json.RawMessage, err error) {
@@ -94,7 +93,7 @@ func (h sqlHandler) once(
 	defer func() {
 		closing, cancel := context.WithTimeout(context.WithoutCancel(ctx), rollbackTimeout)
 		defer cancel()
-		_ = tx.Rollback(closing) // nothing to do after a commit
+		_ = tx.Rollback(closing) // a no-op after the commit
 	}()
 	if _, err := tx.Exec(ctx, prologue(timeout)); err != nil {
 		return nil, err
@@ -120,7 +119,7 @@ func (h sqlHandler) once(
 	return result, tx.Commit(ctx)
 }
 
-// recorded is the result of an effect that was made before.
+// recorded returns the result of an earlier effect.
 func (e effect) recorded(ctx context.Context, tx pgx.Tx) (json.RawMessage, error) {
 	var fingerprint string
 	var result json.RawMessage
@@ -132,12 +131,12 @@ func (e effect) recorded(ctx context.Context, tx pgx.Tx) (json.RawMessage, error
 	return result, err
 }
 
-// queryError is an error of the skill's query, and not of the ledger.
+// queryError is an error of the skill's query, not of the ledger.
 type queryError struct{ error }
 
 func (e queryError) Unwrap() error { return e.error }
 
-// write runs the query as the database's role, and gives back what a session would keep.
+// write runs the query as the database's role and resets the session's state.
 func (h sqlHandler) write(ctx context.Context, tx pgx.Tx, on Database, args map[string]any) (json.RawMessage, error) {
 	if _, err := tx.Exec(ctx, "savepoint lanekeeper_query"+on.asRole()); err != nil {
 		return nil, err
@@ -148,7 +147,7 @@ func (h sqlHandler) write(ctx context.Context, tx pgx.Tx, on Database, args map[
 		defer cancel()
 		_, undone := tx.Exec(closing, `rollback to savepoint lanekeeper_query; select pg_advisory_unlock_all()`)
 		if undone != nil {
-			_ = tx.Conn().Close(closing) // the connection is of no use to anybody any more
+			_ = tx.Conn().Close(closing) // the connection is unusable
 		}
 		return nil, queryError{err}
 	}
@@ -158,7 +157,7 @@ func (h sqlHandler) write(ctx context.Context, tx pgx.Tx, on Database, args map[
 	return encodeResult(result)
 }
 
-// runWrite runs a statement that returns rows like a query of the same bounds, and any other for its number of rows.
+// runWrite runs a statement and returns its rows, or its number of rows.
 func (h sqlHandler) runWrite(ctx context.Context, conn *pgx.Conn, args map[string]any) (sqlResult, error) {
 	plain, values, err := h.bind(ctx, h.query, args)
 	if err != nil {
@@ -183,8 +182,7 @@ func (h sqlHandler) runWrite(ctx context.Context, conn *pgx.Conn, args map[strin
 	return sqlResult{Rows: []json.RawMessage{}, RowCount: int(tag.RowsAffected())}, err
 }
 
-// returning reads the rows that a writing statement returns. It has no limit: a function in a select does its work for
-// every row.
+// returning reads the rows of a writing statement. It has no limit, because a function in a select acts on every row.
 func (h sqlHandler) returning() string {
 	return "with lanekeeper_effect as (\n" + h.query + "\n) " + bounded("lanekeeper_effect lanekeeper_row")
 }

@@ -12,10 +12,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Put makes the row of d.Name say what d declares, and reports whether anything changed. The
-// revision grows only then; what was learned (enabled, disabled, evidence) stays. A declaration of
-// the binary never replaces one of another source: a workspace may override a builtin. The error of
-// a bad definition is that of [Validate].
+// Put stores the declaration d and reports whether it changed anything. The revision grows only with a change, and
+// the state (enabled, disabled, evidence) stays. A declaration of the binary never replaces another source: a
+// workspace may override a builtin. The error of an invalid definition is that of [Validate].
 func Put(ctx context.Context, db postgres.DB, d Definition, source string) (changed bool, err error) {
 	r, err := resolve(d)
 	if err != nil {
@@ -49,8 +48,8 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 	return tag.RowsAffected() > 0, nil
 }
 
-// Remove deletes the skills of source that are not among keep, and returns their names. A builtin
-// that a workspace overrode is back with the next [Put] of the binary.
+// Remove deletes the skills of source except keep, and returns their names. A builtin that a workspace overrode
+// returns with the binary's next [Put].
 func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
 	rows, err := db.Query(ctx, `
 		delete from agent_skills where source = @source and name <> all(@keep::text[]) returning name`,
@@ -66,7 +65,7 @@ func Remove(ctx context.Context, db postgres.DB, source string, keep []string) (
 	return names, nil
 }
 
-// Delete removes those of the named skills that source declared, and reports whether there was any.
+// Delete removes the named skills of source and reports whether any existed.
 func Delete(ctx context.Context, db postgres.DB, source string, names ...string) (bool, error) {
 	tag, err := db.Exec(ctx, `delete from agent_skills where source = @source and name = any(@names::text[])`,
 		pgx.StrictNamedArgs{"source": source, "names": append([]string{}, names...)})
@@ -76,11 +75,11 @@ func Delete(ctx context.Context, db postgres.DB, source string, names ...string)
 	return tag.RowsAffected() > 0, nil
 }
 
-// columns are those of a [Skill].
+// columns are the columns of a [Skill].
 const columns = `id, name, description, tool_definition, handler, config, scope, trust, idempotent, timeout_ms, enabled,
 	disabled_reason, disabled_by, disabled_at, enabled_at, trial_at, evidence, revision, state_revision, source, created_at, updated_at`
 
-// collect reads the skills that a query has found, whose error is err.
+// collect reads the skills of a query.
 func collect(rows pgx.Rows, err error, what string) ([]Skill, error) {
 	var all []Skill
 	if err == nil {
@@ -114,7 +113,7 @@ type Filter struct {
 	Scope      string // exactly this scope
 	Source     string
 	DisabledBy string
-	Before     string // an id: only older rows
+	Before     string // an id; returns only older rows
 	Limit      int    // 100 when 0, at most 1000
 }
 
@@ -150,8 +149,8 @@ func enabled(ctx context.Context, db postgres.DB, scopes []string) ([]Skill, err
 	return collect(rows, err, "list available skills")
 }
 
-// QueueCallable queues a read of the skills of the given scopes, and of [ScopeBoth], by name: those in service, and the
-// disabled ones that may be tried once and that nobody tries now.
+// QueueCallable queues a read of the callable skills of the given scopes, and of [ScopeBoth], by name: the enabled ones,
+// and the disabled ones with an open trial.
 func QueueCallable(b *pgx.Batch, scopes []string, into *[]Skill) {
 	b.Queue(`
 		select `+columns+` from agent_skills
@@ -163,7 +162,7 @@ func QueueCallable(b *pgx.Batch, scopes []string, into *[]Skill) {
 	})
 }
 
-// marshalEvidence writes evidence as a JSON object; nil is the empty one.
+// marshalEvidence encodes evidence as a JSON object; nil is the empty one.
 func marshalEvidence(evidence any) (json.RawMessage, error) {
 	if evidence == nil {
 		return json.RawMessage(`{}`), nil

@@ -369,7 +369,7 @@ func TestValidateAccepts(t *testing.T) {
 	}
 }
 
-// To compile one takes minutes, and schemas come from servers of tools as well.
+// Compiling it takes minutes, and MCP servers send schemas, too.
 func TestASchemaThatIsTooDeepIsRefusedAtOnce(t *testing.T) {
 	t.Parallel()
 	nested := func(levels int) map[string]any {

@@ -12,15 +12,15 @@ import (
 	"strings"
 )
 
-// Content is what a delivery's paths look into.
+// Content is the data that a delivery's paths read.
 //
-// A path is body, body.issue.number, body.items.0.id (a digit is an index where there is a list),
-// header.x-github-event, delivery (the sender's delivery id) or endpoint. In a template a path stands in braces:
-// issue-{body.issue.number}. Anything else in braces stays as it is.
+// A path is body, body.issue.number, body.items.0.id (a number indexes a list), header.x-github-event, delivery (the
+// sender's delivery id) or endpoint. In a template a path stands in braces: issue-{body.issue.number}. Other braces
+// stay.
 type Content struct {
 	Endpoint, DeliveryID string
 	Header               http.Header
-	Body                 any // as JSON has it, numbers as json.Number; a text where the endpoint takes no JSON
+	Body                 any // decoded JSON, with json.Number; a text where the endpoint accepts no JSON
 }
 
 var (
@@ -29,7 +29,7 @@ var (
 	suspicious  = regexp.MustCompile(`\{\{|\{\s*(body|header|delivery|endpoint)\b`)
 )
 
-// checkPath reports a path that can never lead anywhere.
+// checkPath reports a path that can never resolve.
 func checkPath(path string) error {
 	if !pathForm.MatchString(path) {
 		return fmt.Errorf("%q is no path; write body.field, body.list.0.field, header.name, delivery or endpoint", path)
@@ -37,7 +37,7 @@ func checkPath(path string) error {
 	return nil
 }
 
-// checkTemplate reports a template with something that looks like a placeholder and is none.
+// checkTemplate reports a template with an invalid placeholder.
 func checkTemplate(text string) error {
 	if rest := placeholder.ReplaceAllString(text, ""); suspicious.MatchString(rest) {
 		return errors.New("has braces that are no placeholder; write {body.field}, {header.name}, {delivery} or {endpoint}")
@@ -45,7 +45,7 @@ func checkTemplate(text string) error {
 	return nil
 }
 
-// parseBody reads exactly one JSON value.
+// parseBody decodes exactly one JSON value.
 func parseBody(raw []byte) (any, error) {
 	d := json.NewDecoder(bytes.NewReader(raw))
 	d.UseNumber()
@@ -56,7 +56,7 @@ func parseBody(raw []byte) (any, error) {
 	return v, nil
 }
 
-// At is the value that a path leads to; an error when it leads nowhere.
+// At returns the value at a path, or an error.
 func (c Content) At(path string) (any, error) {
 	if err := checkPath(path); err != nil {
 		return nil, err
@@ -102,7 +102,7 @@ func descend(at any, step string) (any, bool) {
 	return nil, false
 }
 
-// Text fills a template with plain values; one that leads nowhere, or to a list, an object or null, is an error.
+// Text fills a template with scalars. A missing value, a list, an object or null is an error.
 func (c Content) Text(template string) (string, error) {
 	return c.fill(template, func(path string, v any) (string, error) {
 		switch v := v.(type) {
@@ -117,8 +117,8 @@ func (c Content) Text(template string) (string, error) {
 	})
 }
 
-// Quoted fills a template with values as JSON, each cut at most bytes: so that what a sender wrote can be told from
-// what the admin wrote.
+// Quoted fills a template with values as JSON, each cut at most bytes. So the sender's text is distinct from the
+// admin's.
 func (c Content) Quoted(template string, most int) (string, error) {
 	return c.fill(template, func(_ string, v any) (string, error) { return quote(v, most), nil })
 }
@@ -139,11 +139,11 @@ func (c Content) fill(template string, show func(path string, v any) (string, er
 	return text, errors.Join(problems...)
 }
 
-// quote is a value as JSON of about most bytes; what was cut says so.
+// quote encodes a value as JSON of about most bytes, and marks a cut.
 func quote(v any, most int) string {
 	var out bytes.Buffer
 	e := json.NewEncoder(&out)
-	e.SetEscapeHTML(true) // < and > too: no tag can be closed from within
+	e.SetEscapeHTML(true) // escapes < and >, so that no tag can be closed from within
 	if err := e.Encode(v); err != nil {
 		return "null"
 	}
@@ -166,8 +166,8 @@ func kindOf(v any) string {
 	return fmt.Sprintf("%T", v)
 }
 
-// Matches reports whether every path of a filter has the value, or one of the list of values, that it names. A path
-// that leads nowhere matches nothing: other events have other fields.
+// Matches reports whether every path of a filter has its value, or one of its list of values. A missing path does not
+// match, because other events have other fields.
 func (c Content) Matches(when map[string]any) bool {
 	for path, want := range when {
 		v, err := c.At(path)
@@ -189,8 +189,8 @@ func (c Content) Matches(when map[string]any) bool {
 	return true
 }
 
-// same compares scalars. A header is a text, so it also equals a number that is written so; numbers with a fraction
-// or an exponent are compared as numbers.
+// same compares scalars. A header is a text, so it equals a number with the same digits. Numbers with a fraction or
+// an exponent are compared as numbers.
 func same(a, b any) bool {
 	x, okA := scalar(a)
 	y, okB := scalar(b)
@@ -206,7 +206,7 @@ func scalar(v any) (string, bool) {
 	switch v := v.(type) {
 	case nil:
 		return "null", true
-	case float64: // as a filter comes out of the database
+	case float64: // a filter's number, as the database returns it
 		return strconv.FormatFloat(v, 'f', -1, 64), true
 	case string, bool, json.Number, int, int64, uint64:
 		return fmt.Sprint(v), true

@@ -36,14 +36,14 @@ var (
 	plainID         = regexp.MustCompile(`^[\x21-\x7e]([\x20-\x7e]*[\x21-\x7e])?$`)
 )
 
-// Incoming is a request that was verified.
+// Incoming is a verified request.
 type Incoming struct {
 	Header http.Header
 	Body   []byte
 	Value  any // the parsed body
 }
 
-// KeptHeaders is what is stored of the headers: those that carry secrets are blotted out.
+// KeptHeaders returns the stored headers, with secrets redacted.
 func (e Endpoint) KeptHeaders(h http.Header) json.RawMessage {
 	kept := h.Clone()
 	for _, name := range e.SecretHeaders() {
@@ -54,9 +54,9 @@ func (e Endpoint) KeptHeaders(h http.Header) json.RawMessage {
 	return redact.JSON(kept, maxHeaders)
 }
 
-// DeliveryID is the sender's name of a delivery: at the endpoint's path, or where its scheme has it, or else the
-// SHA-256 of the body (with the signed time before it, where there is one). One that is long or unprintable is
-// hashed. An error when the path leads to nothing.
+// DeliveryID returns the sender's id of a delivery: from the endpoint's path, or from its scheme's place, or else the
+// SHA-256 of the body (after the signed time, if any). A long or unprintable id is hashed. A path that does not
+// resolve is an error.
 func (e Endpoint) DeliveryID(in Incoming) (string, error) {
 	path := cmp.Or(e.Settings.ID, e.usualID(in.Header))
 	if path == Digest {
@@ -80,8 +80,8 @@ func (e Endpoint) DeliveryID(in Incoming) (string, error) {
 	return id, nil
 }
 
-// usualID is where a scheme has the delivery id. What hmac does not sign is not taken from a header unless the admin
-// says so: whoever copies a request could change it. Who has a bearer's token could do so anyway.
+// usualID returns the delivery id of a scheme. With hmac, it reads no unsigned header unless the admin allows it: a
+// replayed request could carry another. A bearer token's holder could forge any request anyway.
 func (e Endpoint) usualID(h http.Header) string {
 	switch e.Scheme {
 	case signature.Standard:
@@ -106,7 +106,7 @@ func digest(prefix string, of []byte) string {
 	return prefix + hex.EncodeToString(sum[:])
 }
 
-// Lane is the lane of a delivery's handling.
+// Lane returns the lane of a delivery's handling.
 func (d Delivery) Lane() string {
 	name := "webhook:" + d.Endpoint + ":" + d.DeliveryID
 	if !lanes.ValidName(name) {
@@ -115,8 +115,8 @@ func (d Delivery) Lane() string {
 	return name
 }
 
-// Insert stores a delivery. Of any number that come with one id, one is fresh; to the others the first is returned, and
-// counted as a repeat.
+// Insert stores a delivery. Of concurrent deliveries with one id, one is fresh. The others return the first and count
+// as repeats.
 func Insert(ctx context.Context, tx pgx.Tx, e Endpoint, deliveryID, traceID string, in Incoming) (d Delivery, fresh bool, err error) {
 	parent := in.Header.Get("Traceparent")
 	if !traceparentForm.MatchString(parent) || len(parent) > 200 {
@@ -159,7 +159,7 @@ func one(rows pgx.Rows, err error) (Delivery, error) {
 	return d, err
 }
 
-// Link names the execution that handles a delivery.
+// Link stores the execution that handles a delivery.
 func Link(ctx context.Context, tx pgx.Tx, id, executionID string) error {
 	_, err := tx.Exec(ctx, `update agent_webhook_deliveries set execution_id = @execution where id = @id`,
 		postgres.Strict{"id": id, "execution": executionID})
@@ -169,16 +169,16 @@ func Link(ctx context.Context, tx pgx.Tx, id, executionID string) error {
 	return nil
 }
 
-// Mark is how the handling of a delivery stands.
+// Mark is a state of a delivery's handling.
 type Mark struct {
 	Status  string
 	Attempt int
 	Error   string
-	Retry   float64 // seconds until the next attempt, of Failed
+	Retry   float64 // seconds until the next attempt, if failed
 	Outcome any
 }
 
-// Set writes a mark for the execution that handles the delivery; another execution's has no effect.
+// Set stores a mark for the execution that handles the delivery. For another execution it has no effect.
 func Set(ctx context.Context, db postgres.DB, id, executionID string, m Mark) error {
 	_, err := db.Exec(ctx, `
 		update agent_webhook_deliveries
@@ -204,8 +204,8 @@ func outcome(v any) any {
 	return redact.JSON(v, 16<<10)
 }
 
-// Reopen begins a replay: the delivery is received again under a new trace. [ErrUnderWay] when it is being handled,
-// or when it was replayed since the caller saw seen replays (below 0: whatever was seen).
+// Reopen starts a replay: the delivery is received again under a new trace. It returns [ErrUnderWay] if the delivery
+// is being handled, or was replayed after the caller read seen replays (negative: any number).
 func Reopen(ctx context.Context, tx pgx.Tx, id, traceID string, seen int) (Delivery, error) {
 	d, err := one(tx.Query(ctx, `
 		update agent_webhook_deliveries d
@@ -225,7 +225,7 @@ func Reopen(ctx context.Context, tx pgx.Tx, id, traceID string, seen int) (Deliv
 	return d, nil
 }
 
-// Get reads a delivery by its id, or by the sender's where one endpoint alone has it; [ErrNotFound] when there is none.
+// Get reads a delivery by its id, or by the sender's id if it is unique; [ErrNotFound] for none.
 func Get(ctx context.Context, db postgres.DB, id string) (Delivery, error) {
 	rows, err := db.Query(ctx, `
 		select `+deliveryColumns+` from agent_webhook_deliveries d
@@ -247,7 +247,7 @@ func Get(ctx context.Context, db postgres.DB, id string) (Delivery, error) {
 	return got[0], nil
 }
 
-// Body reads the body of a delivery, as it came.
+// Body reads the raw body of a delivery.
 func Body(ctx context.Context, db postgres.DB, id string) ([]byte, error) {
 	var body []byte
 	err := db.QueryRow(ctx, `select body from agent_webhook_deliveries where id = @id`, postgres.Strict{"id": id}).Scan(&body)
@@ -260,10 +260,10 @@ func Body(ctx context.Context, db postgres.DB, id string) ([]byte, error) {
 	return body, nil
 }
 
-// Load is what the paths of a delivery's endpoint look into.
+// Load returns the content that the paths of a delivery's endpoint read.
 func Load(ctx context.Context, db postgres.DB, d Delivery, format string) (Content, error) {
 	c := Content{Endpoint: d.Endpoint, DeliveryID: d.DeliveryID}
-	var kept map[string]any // a list of values, or what stands in place of a secret
+	var kept map[string]any // a list of values, or the mark of a redacted secret
 	if err := json.Unmarshal(d.Headers, &kept); err != nil {
 		return c, fmt.Errorf("read headers of delivery: %w", err)
 	}
@@ -285,7 +285,7 @@ func Load(ctx context.Context, db postgres.DB, d Delivery, format string) (Conte
 	return c, err
 }
 
-// Parse reads a body as an endpoint's format wants it.
+// Parse decodes a body in an endpoint's format.
 func Parse(raw []byte, format string) (any, error) {
 	if !utf8.Valid(raw) {
 		return nil, errors.New("the body is not UTF-8")
@@ -299,8 +299,8 @@ func Parse(raw []byte, format string) (any, error) {
 	return parseBody(raw)
 }
 
-// Filter narrows a listing. Zero values do not narrow; Limit defaults to 50 and is at most 1000. Before is the id
-// after which the listing goes on, newest first.
+// Filter narrows a listing. Zero values do not narrow. Limit is 50 by default, at most 1000. The listing continues
+// after the id Before, newest first.
 type Filter struct {
 	Endpoint, Status, Before string
 	Limit                    int
@@ -327,10 +327,10 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Delivery, error) {
 	return got, nil
 }
 
-// keptConflicts is how many bodies are kept for one delivery, beside the first.
+// keptConflicts bounds the stored bodies of one delivery, beside the first.
 const keptConflicts = 5
 
-// Conflict is another body that came under the id of a delivery, and was not handled.
+// Conflict is another body under the id of a delivery. It was not handled.
 type Conflict struct {
 	ID         string          `json:"id"`
 	BodySHA256 string          `json:"body_sha256"`
@@ -339,9 +339,9 @@ type Conflict struct {
 	ReceivedAt time.Time       `json:"received_at"`
 }
 
-// KeepConflict compares what came again with the delivery d that has its id. When it says something else, it is
-// counted and kept, and conflict is true; kept is false when this body is kept already, or five others are. The
-// caller's transaction holds d.
+// KeepConflict compares a repeated delivery with d, which has its id. conflict reports a different body, which is
+// counted. kept reports that it was stored: it is new, and fewer than five others are stored. The caller's
+// transaction locks d.
 func KeepConflict(ctx context.Context, tx pgx.Tx, e Endpoint, d Delivery, in Incoming) (conflict, kept bool, err error) {
 	sum := digest("", in.Body)
 	if sum == d.BodySHA256 {
@@ -371,8 +371,8 @@ func KeepConflict(ctx context.Context, tx pgx.Tx, e Endpoint, d Delivery, in Inc
 	return true, kept, nil
 }
 
-// same reports whether two bodies of one delivery id say the same: senders write JSON anew for each attempt. Stripe's
-// event also says how many webhooks are still to be told, which is less the next time.
+// same reports whether two bodies of one delivery id are equal. Senders encode JSON anew for each attempt. Stripe
+// also counts its pending webhooks, which decreases.
 func (e Endpoint) same(first, again any) bool {
 	if e.Scheme == signature.Stripe {
 		first, again = without(first, "pending_webhooks"), without(again, "pending_webhooks")
@@ -390,7 +390,7 @@ func without(body any, member string) any {
 	return object
 }
 
-// Conflicts reads the other bodies that are kept of a delivery, oldest first.
+// Conflicts reads the stored other bodies of a delivery, oldest first.
 func Conflicts(ctx context.Context, db postgres.DB, deliveryID string) ([]Conflict, error) {
 	rows, err := db.Query(ctx, `
 		select c.id::text, c.body_sha256, octet_length(c.body) as body_bytes, c.headers, c.received_at
@@ -405,7 +405,7 @@ func Conflicts(ctx context.Context, db postgres.DB, deliveryID string) ([]Confli
 	return got, nil
 }
 
-// ConflictBody reads the body of a conflict, as it came.
+// ConflictBody reads the raw body of a conflict.
 func ConflictBody(ctx context.Context, db postgres.DB, id string) ([]byte, error) {
 	var body []byte
 	if err := db.QueryRow(ctx, `select body from agent_webhook_conflicts where id = @id`, postgres.Strict{"id": id}).Scan(&body); err != nil {
@@ -414,11 +414,10 @@ func ConflictBody(ctx context.Context, db postgres.DB, id string) ([]byte, error
 	return body, nil
 }
 
-// Resend gives an outgoing message that was given up one more attempt, now, under the same webhook-id. False when it
-// is not dead; [ErrNotFound] when there is no such message. A target that is out of service is sent it once it is
-// back.
+// Resend gives a dead outgoing message one more attempt, now, under the same webhook-id. It returns false if the
+// message is not dead, and [ErrNotFound] for an unknown one. A disabled target receives it once it is enabled.
 func Resend(ctx context.Context, tx pgx.Tx, id string) (bool, error) {
-	// The attempts go on from where they were, so that a late end of an old one has no effect on the new.
+	// The attempt number grows, so a late end of an old attempt has no effect on the new one.
 	tag, err := tx.Exec(ctx, `
 		with again as (
 		  update agent_webhook_outbox

@@ -24,25 +24,25 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// lease is how long an attempt has before another process makes the next.
+// lease bounds an attempt before another process may make the next.
 const lease = 60 * time.Second
 
-// Dispatcher sends what is in the outbox. Pool, Client and Logger are required. Any number may run on one
-// database; an attempt is made by one of them.
+// Dispatcher sends the messages of the outbox. Pool, Client and Logger are required. Several may run on one database;
+// each attempt is made by one of them.
 type Dispatcher struct {
 	Pool *pgxpool.Pool
-	// Client makes the connections; its redirects are not followed. It comes from skills.NewGuardedClient, which refuses
-	// private addresses that the operator has not allowed: a target must not be a way into the network.
+	// Client makes the connections; redirects are not followed. It comes from skills.NewGuardedClient, which refuses
+	// private addresses unless the operator allows them. A target must not reach the internal network.
 	Client   *http.Client
 	Logger   *slog.Logger
 	Listener *postgres.Listener  // shortens waits; may be nil
-	Getenv   func(string) string // of the secrets; nil is the process's environment
-	// Schedule is how long after each failed attempt the next one is made; when it is used up, the message is dead. The
-	// default is that of Standard Webhooks: 5 s, 5 m, 30 m, 2 h, 5 h, 10 h, 14 h, 20 h, 24 h, each up to a fifth longer.
+	Getenv   func(string) string // for secrets; nil reads the process's environment
+	// Schedule lists the pauses after failed attempts. After the last, the message is dead. The default is that of
+	// Standard Webhooks: 5 s, 5 m, 30 m, 2 h, 5 h, 10 h, 14 h, 20 h, 24 h, each up to a fifth longer.
 	Schedule []time.Duration
 }
 
-// defaultSchedule is what Standard Webhooks recommends, after the first attempt at once.
+// defaultSchedule is the schedule of Standard Webhooks after the first, immediate attempt.
 func defaultSchedule() []time.Duration {
 	return []time.Duration{
 		5 * time.Second, 5 * time.Minute, 30 * time.Minute, 2 * time.Hour, 5 * time.Hour, 10 * time.Hour, 14 * time.Hour,
@@ -50,8 +50,7 @@ func defaultSchedule() []time.Duration {
 	}
 }
 
-// Run sends until ctx ends, then lets the attempts under way finish and returns nil. A database that is away is
-// waited for.
+// Run sends until ctx ends, then finishes its attempts and returns nil. It waits for an unreachable database.
 func (d *Dispatcher) Run(ctx context.Context) error {
 	if d.Schedule == nil {
 		d.Schedule = defaultSchedule()
@@ -73,7 +72,8 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	return nil
 }
 
-// attempt makes one attempt: its activity before, the request, the verdict after. What cannot be recorded is not sent.
+// attempt makes one attempt: it records the activity, sends the request, and records the verdict. It sends nothing
+// that it cannot record.
 func (d *Dispatcher) attempt(ctx context.Context, m message) {
 	ctx, cancel := context.WithTimeout(ctx, lease-5*time.Second)
 	defer cancel()
@@ -96,7 +96,7 @@ func (d *Dispatcher) attempt(ctx context.Context, m message) {
 		out.Status = activity.Error
 	}
 	err = postgres.Again(ctx, func() error {
-		return postgres.InTx(ctx, d.Pool, func(tx pgx.Tx) error { // a row that is not closed is only found by the message
+		return postgres.InTx(ctx, d.Pool, func(tx pgx.Tx) error { // an open row is found only through the message
 			if err := activity.Close(ctx, tx, id, entry, out); err != nil {
 				return err
 			}
@@ -132,12 +132,12 @@ type message struct {
 	Payload    string
 	TraceID    string
 	Attempt    int
-	ActivityID *string // of an attempt before, whose end nobody recorded
+	ActivityID *string // of an earlier attempt without a recorded end
 	SentAt     time.Time
 }
 
-// take begins up to limit attempts, none of the targets in full and at most each of one target. A row that is taken
-// is not due again before the lease ends, so nobody else attempts it meanwhile.
+// take claims up to limit attempts, at most each per target, and none of the targets in full. A claimed row is not
+// due again before its lease ends.
 func take(ctx context.Context, db postgres.DB, limit, each int, full []string, lease time.Duration) ([]message, error) {
 	rows, err := db.Query(ctx, `
 		with due as (
@@ -167,7 +167,7 @@ func take(ctx context.Context, db postgres.DB, limit, each int, full []string, l
 	return got, nil
 }
 
-// nextDue is how long until something is to be sent, by the database's clock; outbox.MaxPause when nothing waits.
+// nextDue returns the time until a message is due, by the database's clock; outbox.MaxPause without messages.
 func nextDue(ctx context.Context, db postgres.DB) (time.Duration, error) {
 	var seconds *float64
 	err := db.QueryRow(ctx, `
@@ -185,8 +185,8 @@ func nextDue(ctx context.Context, db postgres.DB) (time.Duration, error) {
 	return time.Duration(*seconds * float64(time.Second)), nil
 }
 
-// file opens the activity of an attempt and notes it with the message, so that whoever makes the next can close it if
-// this one is lost; that of an attempt that was lost before, it closes.
+// file opens the activity of an attempt and links it to the message, so that a later attempt can close it. It closes
+// the activity of an earlier lost attempt.
 func file(ctx context.Context, db postgres.Beginner, m message, entry activity.Entry) (id string, err error) {
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		if m.ActivityID != nil {
@@ -211,21 +211,21 @@ func file(ctx context.Context, db postgres.Beginner, m message, entry activity.E
 	return id, nil
 }
 
-// verdict is how an attempt ended.
+// verdict is the outcome of an attempt.
 type verdict struct {
-	status  int // of HTTP; 0 without an answer
+	status  int // HTTP status; 0 without a response
 	err     string
 	class   string
-	retry   time.Duration // until the next attempt; 0: none
-	pause   time.Duration // that the target asked for
-	gone    bool          // the target wants no more
+	retry   time.Duration // until the next attempt; 0 for none
+	pause   time.Duration // requested by the target
+	gone    bool          // the target rejects further messages
 	outcome any
 }
 
 func (v verdict) ok() bool { return v.err == "" }
 
-// settle records how an attempt ended, for the message and for its target. An attempt that was outlived by its lease
-// has no effect.
+// settle records the outcome of an attempt for the message and its target. An attempt with an expired lease has no
+// effect.
 func settle(ctx context.Context, tx pgx.Tx, m message, v verdict) error {
 	status := "pending"
 	switch {
@@ -253,11 +253,11 @@ func settle(ctx context.Context, tx pgx.Tx, m message, v verdict) error {
 	return nil
 }
 
-// persistent is how long a target must have failed, without a success between, to be taken out of service.
+// persistent is how long a target must fail without a success before it is disabled.
 const persistent = 24 * time.Hour
 
-// judge keeps count of a target's failures, and takes it out of service when it said so (410), or has failed
-// max_failures times in a row over at least a day.
+// judge counts a target's failures. It disables the target after a 410, or after max_failures consecutive failures
+// over at least a day.
 func judge(ctx context.Context, tx pgx.Tx, m message, v verdict) error {
 	if v.ok() {
 		_, err := tx.Exec(ctx, `
@@ -290,12 +290,12 @@ func judge(ctx context.Context, tx pgx.Tx, m message, v verdict) error {
 
 const (
 	sendTimeout = 15 * time.Second
-	longestStop = 24 * time.Hour // that a target may ask for
+	longestStop = 24 * time.Hour // longest pause that a target may request
 	maxAnswer   = 4 << 10
 )
 
-// Poster posts what is signed as Standard Webhooks says. Client comes from skills.NewGuardedClient; its redirects are
-// not followed. A nil Getenv is the process's environment.
+// Poster sends requests signed by Standard Webhooks. Client comes from skills.NewGuardedClient; redirects are not
+// followed. A nil Getenv reads the process's environment.
 type Poster struct {
 	Client *http.Client
 	Getenv func(string) string
@@ -303,25 +303,25 @@ type Poster struct {
 
 // Request is one request to a target.
 type Request struct {
-	ID      string // the webhook-id, the same for every attempt
+	ID      string // the webhook-id, equal for every attempt
 	TraceID string
 	URL     string
-	Secrets []string // references; each signs
+	Secrets []string // references; each one signs
 	Payload string   // JSON
 	SentAt  time.Time
 }
 
-// Response is how a request ended. Only 2xx is a success, and has no Error.
+// Response is the outcome of a request. Only a 2xx is a success and has no Error.
 type Response struct {
-	Status int    // of HTTP; 0 without an answer
-	Answer string // the beginning of its body
-	Error  string // without the address: its query may be a secret
+	Status int    // HTTP status; 0 without a response
+	Answer string // the beginning of the body
+	Error  string // without the address, whose query may be a secret
 	Class  string // secret, refused, network, http_status, …
 	Pause  time.Duration
-	Gone   bool // the target wants no more
+	Gone   bool // the target rejects further messages
 }
 
-// Post makes one request, of at most 15 seconds. Pause is how long the target asked to be left alone, at most a day.
+// Post makes one request within 15 seconds. Pause is the wait that the target requested, at most a day.
 func (p Poster) Post(ctx context.Context, l Request) Response {
 	ctx, cancel := context.WithTimeout(ctx, sendTimeout)
 	defer cancel()
@@ -350,12 +350,12 @@ func (p Poster) Post(ctx context.Context, l Request) Response {
 	if err != nil {
 		return unsent(err)
 	}
-	defer func() { _ = response.Body.Close() }()                    // only read from: nothing is lost
-	said, _ := io.ReadAll(io.LimitReader(response.Body, maxAnswer)) // what it says is only for the log
+	defer func() { _ = response.Body.Close() }()                    // closing a response loses nothing
+	said, _ := io.ReadAll(io.LimitReader(response.Body, maxAnswer)) // the body is only logged
 	return judged(response, string(said))
 }
 
-// unsent is the receipt of a request without an answer.
+// unsent is the outcome of a request without a response.
 func unsent(err error) Response {
 	if ue, ok := errors.AsType[*url.Error](err); ok {
 		err = ue.Err
@@ -367,7 +367,7 @@ func unsent(err error) Response {
 	return r
 }
 
-// judged reads the answer.
+// judged classifies a response.
 func judged(response *http.Response, said string) Response {
 	r := Response{Status: response.StatusCode, Answer: said}
 	if r.Status >= 200 && r.Status < 300 {
@@ -383,7 +383,7 @@ func judged(response *http.Response, said string) Response {
 	return r
 }
 
-// retryAfter reads seconds or a date; 0 when there is neither.
+// retryAfter parses seconds or a date; 0 for neither.
 func retryAfter(text string, now time.Time) time.Duration {
 	if seconds, err := strconv.Atoi(text); err == nil {
 		return min(max(time.Duration(seconds), 0)*time.Second, longestStop)

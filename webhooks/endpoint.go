@@ -35,7 +35,7 @@ const (
 	maxTolerance    = time.Hour
 )
 
-// How a body is read.
+// Formats of a body.
 const (
 	FormatJSON = "json"
 	FormatText = "text"
@@ -47,12 +47,12 @@ var (
 	headerForm = regexp.MustCompile(`^[A-Za-z0-9-]{1,100}$`)
 )
 
-// Settings are the details of an endpoint, as its row has them.
+// Settings are the details of an endpoint, as stored.
 type Settings struct {
 	Format           string  `json:"format"` // json, or text: UTF-8, not parsed
 	MaxBytes         int64   `json:"max_bytes"`
 	ToleranceSeconds float64 `json:"tolerance_seconds"`
-	ID               string  `json:"id"` // path of the delivery id, or digest; empty: the scheme's
+	ID               string  `json:"id"` // path of the delivery id, or digest; empty for the scheme's place
 	MaxAttempts      int     `json:"max_attempts"`
 	Header           string  `json:"header,omitempty"`
 	Encoding         string  `json:"encoding,omitempty"`
@@ -61,24 +61,24 @@ type Settings struct {
 	Signed           string  `json:"signed,omitempty"`
 }
 
-// Digest as the path of a delivery id means the SHA-256 of the body.
+// Digest, as the path of a delivery id, selects the SHA-256 of the body.
 const Digest = "digest"
 
-// HMAC says where and how a generic signature stands.
+// HMAC describes a generic signature.
 type HMAC struct {
 	Header          string `yaml:"header" json:"header,omitempty"`                     // X-Signature when empty
 	Encoding        string `yaml:"encoding" json:"encoding,omitempty"`                 // hex or base64; hex when empty
-	Prefix          string `yaml:"prefix" json:"prefix,omitempty"`                     // sha256= and the like
-	TimestampHeader string `yaml:"timestamp_header" json:"timestamp_header,omitempty"` // of the time that is signed too
+	Prefix          string `yaml:"prefix" json:"prefix,omitempty"`                     // such as sha256=
+	TimestampHeader string `yaml:"timestamp_header" json:"timestamp_header,omitempty"` // of the signed time
 	Signed          string `yaml:"signed" json:"signed,omitempty"`                     // {timestamp}.{body} when empty
 }
 
-// EndpointDefinition is what a workspace file declares about an endpoint.
+// EndpointDefinition declares an endpoint in a workspace file.
 type EndpointDefinition struct {
-	Name        string           `yaml:"name" json:"name"` // the last part of /webhooks/{name}
+	Name        string           `yaml:"name" json:"name"` // the last segment of /webhooks/{name}
 	Description string           `yaml:"description" json:"description,omitempty"`
 	Scheme      signature.Scheme `yaml:"scheme" json:"scheme"`
-	Secrets     []string         `yaml:"secrets" json:"secrets"` // references; several while one is rotated
+	Secrets     []string         `yaml:"secrets" json:"secrets"` // references; several during a rotation
 	HMAC        HMAC             `yaml:"hmac" json:"hmac,omitzero"`
 	Tolerance   time.Duration    `yaml:"tolerance" json:"tolerance,omitempty"`       // of the signed time; 5 minutes when 0
 	Format      string           `yaml:"format" json:"format,omitempty"`             // json (when empty) or text
@@ -88,23 +88,23 @@ type EndpointDefinition struct {
 	Actions     []Action         `yaml:"actions" json:"actions"`
 }
 
-// Action is one thing that is done with a delivery. It has exactly one of Event, Resume, Automation, Flow and Prompt.
-// Every action whose When holds is done, in their order.
+// Action is a reaction to a delivery. It has exactly one of Event, Resume, Automation, Flow and Prompt. Every action
+// with a true When runs, in order.
 type Action struct {
-	When       map[string]any `yaml:"when" json:"when,omitempty"`             // path: value, or a list of values; all must hold
-	Event      string         `yaml:"event" json:"event,omitempty"`           // EVENT_COMPLETED and the like
+	When       map[string]any `yaml:"when" json:"when,omitempty"`             // path: value, or a list of values; all must match
+	Event      string         `yaml:"event" json:"event,omitempty"`           // such as EVENT_COMPLETED
 	Resume     string         `yaml:"resume" json:"resume,omitempty"`         // kind of a wait: document, signature, test, event, response
-	Key        string         `yaml:"key" json:"key,omitempty"`               // template, of event and resume
-	Data       map[string]any `yaml:"data" json:"data,omitempty"`             // field: path, of event, resume and flow; the body when empty
-	Automation string         `yaml:"automation" json:"automation,omitempty"` // its name
-	Flow       string         `yaml:"flow" json:"flow,omitempty"`             // its name; it is started with the data as input, once for a delivery
-	Thread     string         `yaml:"thread" json:"thread,omitempty"`         // template, of flow: the conversation that it speaks in, begun when there is none
+	Key        string         `yaml:"key" json:"key,omitempty"`               // template, for event and resume
+	Data       map[string]any `yaml:"data" json:"data,omitempty"`             // field: path, for event, resume and flow; the body when empty
+	Automation string         `yaml:"automation" json:"automation,omitempty"` // name
+	Flow       string         `yaml:"flow" json:"flow,omitempty"`             // name; it starts with the data as input, once per delivery
+	Thread     string         `yaml:"thread" json:"thread,omitempty"`         // template, for flow: its conversation, created if missing
 	Prompt     string         `yaml:"prompt" json:"prompt,omitempty"`         // template, for the model
-	Scopes     []string       `yaml:"scopes" json:"scopes,omitempty"`         // of the skills that the model is offered; external when empty
+	Scopes     []string       `yaml:"scopes" json:"scopes,omitempty"`         // scopes of the model's skills; external when empty
 }
 
-// events are those that a webhook may raise, by the kind of wait that they end. Decisions of approvals, ends of
-// executions and times are not among them: nobody outside may claim them.
+// events are the events that a webhook may emit, by the kind of wait that they end. External senders must not decide
+// approvals, end executions or fire timers.
 func events() map[string]string {
 	return map[string]string{
 		"response": "MESSAGE_RECEIVED", "document": "DOCUMENT_UPLOADED", "signature": "SIGNATURE_COMPLETED",
@@ -112,7 +112,7 @@ func events() map[string]string {
 	}
 }
 
-// EventName is the event that the action raises; empty when it raises none.
+// EventName returns the event that the action emits; empty for none.
 func (a Action) EventName() string {
 	if a.Resume != "" {
 		return events()[a.Resume]
@@ -120,14 +120,13 @@ func (a Action) EventName() string {
 	return a.Event
 }
 
-// ValidateEndpoint reports everything that is wrong with d, each problem as "field path: what is wrong", joined as by
-// [errors.Join].
+// ValidateEndpoint returns all problems of d, each as "field path: problem", joined as by [errors.Join].
 func ValidateEndpoint(d EndpointDefinition) error {
 	_, err := d.resolve()
 	return err
 }
 
-// resolve gives a definition its defaults and checks it.
+// resolve applies the defaults to a definition and validates it.
 func (d EndpointDefinition) resolve() (Endpoint, error) {
 	e := Endpoint{
 		Name: d.Name, Description: d.Description, Scheme: d.Scheme, Secrets: d.Secrets, Actions: d.Actions,
@@ -212,7 +211,7 @@ func (s Settings) check() []error {
 	return problems
 }
 
-// check reports what is wrong with an action, each problem as "field: what is wrong".
+// check returns the problems of an action, each as "field: problem".
 func (a Action) check() []error {
 	var problems []error
 	chosen := 0
@@ -301,7 +300,7 @@ func (a Action) checkPrompt() []error {
 	return problems
 }
 
-// Verifier is how requests to the endpoint are checked, with its secrets resolved.
+// Verifier returns the verifier of requests to the endpoint, with its secrets resolved.
 func (e Endpoint) Verifier(secrets []string) signature.Verifier {
 	return signature.Verifier{
 		Scheme: e.Scheme, Secrets: secrets, Tolerance: time.Duration(e.Settings.ToleranceSeconds * float64(time.Second)),
@@ -312,7 +311,7 @@ func (e Endpoint) Verifier(secrets []string) signature.Verifier {
 	}
 }
 
-// SecretHeaders are the headers that prove who sent a delivery to the endpoint; they are not kept.
+// SecretHeaders are the headers that authenticate a delivery. They are not stored.
 func (e Endpoint) SecretHeaders() []string {
 	return []string{
 		"Authorization", "Proxy-Authorization", "Cookie", "X-Hub-Signature", "X-Hub-Signature-256", "Stripe-Signature",
@@ -320,8 +319,8 @@ func (e Endpoint) SecretHeaders() []string {
 	}
 }
 
-// PutEndpoint makes the endpoint d.Name say what d declares and reports whether anything changed. Whether it is in
-// service stays as an admin decided.
+// PutEndpoint stores the declaration d and reports whether it changed anything. An admin's enabling or disabling
+// stays.
 func PutEndpoint(ctx context.Context, db postgres.DB, d EndpointDefinition, source string) (changed bool, err error) {
 	e, err := d.resolve()
 	if err != nil {
@@ -353,9 +352,9 @@ func PutEndpoint(ctx context.Context, db postgres.DB, d EndpointDefinition, sour
 	return tag.RowsAffected() > 0, nil
 }
 
-// GetEndpoint reads an endpoint by name; [ErrNotFound] when there is none.
+// GetEndpoint reads an endpoint by name; [ErrNotFound] for none.
 func GetEndpoint(ctx context.Context, db postgres.DB, name string) (Endpoint, error) {
-	if !utf8.ValidString(name) || strings.ContainsRune(name, 0) { // PostgreSQL has no such text
+	if !utf8.ValidString(name) || strings.ContainsRune(name, 0) { // PostgreSQL cannot store such a text
 		return Endpoint{}, fmt.Errorf("read webhook %q: %w", name, ErrNotFound)
 	}
 	rows, err := db.Query(ctx, `
@@ -391,8 +390,7 @@ func Endpoints(ctx context.Context, db postgres.DB) ([]Endpoint, error) {
 	return got, nil
 }
 
-// RemoveEndpoints deletes the endpoints of source that are not among keep, and returns their names. What they received
-// stays.
+// RemoveEndpoints deletes the endpoints of source except keep, and returns their names. Their deliveries stay.
 func RemoveEndpoints(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
 	rows, err := db.Query(ctx, `
 		delete from agent_webhook_endpoints where source = @source and name <> all(@keep::text[]) returning name`,
@@ -400,7 +398,7 @@ func RemoveEndpoints(ctx context.Context, db postgres.DB, source string, keep []
 	return sortedNames(rows, err, "remove webhooks of source "+source)
 }
 
-// SetEndpoint takes an endpoint in or out of service, by an admin's word. False when it was so already.
+// SetEndpoint enables or disables an endpoint for an admin. It returns false if nothing changed.
 func SetEndpoint(ctx context.Context, db postgres.DB, name string, enabled bool, by, reason string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_webhook_endpoints
@@ -433,10 +431,10 @@ func sortedNames(rows pgx.Rows, err error, what string) ([]string, error) {
 
 var envForm = regexp.MustCompile(`^\$\{[A-Za-z_][A-Za-z0-9_]*\}$`)
 
-// maxSecret is the size in bytes of the largest file that holds a secret.
+// maxSecret bounds a secret's file, in bytes.
 const maxSecret = 64 << 10
 
-// checkSecrets reports references that are none. A literal is never repeated in the message.
+// checkSecrets reports invalid references. A message never repeats a literal.
 func checkSecrets(secrets []string) []error {
 	if len(secrets) == 0 {
 		return []error{errors.New("secrets: is empty; name at least one, as ${NAME} or file:/path")}
@@ -453,8 +451,8 @@ func checkSecrets(secrets []string) []error {
 	return problems
 }
 
-// Secrets resolves references now. A missing one is an error that says what to set; it never has a secret in it. getenv
-// nil is the process's environment.
+// Secrets resolves references now. The error for a missing one says what to set, and never contains a secret. A nil
+// getenv reads the process's environment.
 func Secrets(references []string, getenv func(string) string) ([]string, error) {
 	if getenv == nil {
 		getenv = os.Getenv
@@ -473,9 +471,8 @@ func Secrets(references []string, getenv func(string) string) ([]string, error) 
 	return secrets, nil
 }
 
-// CheckTokens reports bearer tokens that are too weak to be one: a request proves nothing else, so who guesses the
-// token is the sender. A reference that leads nowhere here is no error: the files may be checked elsewhere than they
-// are served.
+// CheckTokens reports bearer tokens that are too weak: nothing else authenticates a request. An unresolvable
+// reference is no error, because files may be validated on another machine.
 func CheckTokens(scheme signature.Scheme, references []string, getenv func(string) string) error {
 	if scheme != signature.Bearer {
 		return nil

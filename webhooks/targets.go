@@ -21,7 +21,7 @@ const (
 
 var eventForm = regexp.MustCompile(`^(\*|[a-z_]+\.(\*|[a-z_]+))$`)
 
-// EventTypes are what the agent tells of itself.
+// EventTypes are the agent's own events.
 func EventTypes() []string {
 	return []string{
 		"approval.requested", "execution.cancelled", "execution.completed", "execution.failed", "objective.completed",
@@ -29,18 +29,17 @@ func EventTypes() []string {
 	}
 }
 
-// TargetDefinition is what a workspace file declares about a target.
+// TargetDefinition declares a target in a workspace file.
 type TargetDefinition struct {
 	Name        string   `yaml:"name" json:"name"`
 	Description string   `yaml:"description" json:"description,omitempty"`
 	URL         string   `yaml:"url" json:"url"`
-	Secrets     []string `yaml:"secrets" json:"secrets"` // references; each signs, so that one can be rotated
+	Secrets     []string `yaml:"secrets" json:"secrets"` // references; each one signs, so that one can be rotated
 	Events      []string `yaml:"events" json:"events"`   // execution.failed, execution.*, *
 	MaxFailures int      `yaml:"max_failures" json:"max_failures,omitempty"`
 }
 
-// ValidateTarget reports everything that is wrong with d, each problem as "field path: what is wrong", joined as by
-// [errors.Join].
+// ValidateTarget returns all problems of d, each as "field path: problem", joined as by [errors.Join].
 func ValidateTarget(d TargetDefinition) error {
 	problems := append(checkName(d.Name, d.Description), checkSecrets(d.Secrets)...)
 	switch u, err := url.Parse(d.URL); {
@@ -82,8 +81,7 @@ func family(event string) string {
 	return event
 }
 
-// PutTarget makes the target d.Name say what d declares and reports whether anything changed. Whether it is in
-// service, and how it fared, stays.
+// PutTarget stores the declaration d and reports whether it changed anything. The target's state and failures stay.
 func PutTarget(ctx context.Context, db postgres.DB, d TargetDefinition, source string) (changed bool, err error) {
 	if err := ValidateTarget(d); err != nil {
 		return false, fmt.Errorf("put webhook target %q: %w", d.Name, err)
@@ -106,12 +104,12 @@ func PutTarget(ctx context.Context, db postgres.DB, d TargetDefinition, source s
 	return tag.RowsAffected() > 0, nil
 }
 
-// Targets lists all targets by name, with how much waits for each.
+// Targets lists all targets by name, with their pending messages.
 func Targets(ctx context.Context, db postgres.DB) ([]Target, error) {
 	return targets(ctx, db, "")
 }
 
-// GetTarget reads a target by name; [ErrNotFound] when there is none.
+// GetTarget reads a target by name; [ErrNotFound] for none.
 func GetTarget(ctx context.Context, db postgres.DB, name string) (Target, error) {
 	got, err := targets(ctx, db, name)
 	if err == nil && (len(got) == 0 || name == "") {
@@ -140,8 +138,7 @@ func targets(ctx context.Context, db postgres.DB, name string) ([]Target, error)
 	return got, nil
 }
 
-// RemoveTargets deletes the targets of source that are not among keep, with what was to be sent to them, and returns
-// their names.
+// RemoveTargets deletes the targets of source except keep, with their pending messages, and returns their names.
 func RemoveTargets(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
 	rows, err := db.Query(ctx, `
 		delete from agent_webhook_targets where source = @source and name <> all(@keep::text[]) returning name`,
@@ -149,8 +146,8 @@ func RemoveTargets(ctx context.Context, db postgres.DB, source string, keep []st
 	return sortedNames(rows, err, "remove webhook targets of source "+source)
 }
 
-// SetTarget takes a target in or out of service, by an admin's word. Put back, it is sent what waited for it. False
-// when it was so already.
+// SetTarget enables or disables a target for an admin. An enabled target receives its pending messages. It returns
+// false if nothing changed.
 func SetTarget(ctx context.Context, db postgres.DB, name string, enabled bool, by, reason string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		with changed as (

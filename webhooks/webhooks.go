@@ -1,20 +1,16 @@
-// Package webhooks owns the tables of webhooks, incoming and outgoing, and sends the outgoing ones.
+// Package webhooks owns the tables of incoming and outgoing webhooks, and sends the outgoing ones.
 //
-// An endpoint is what others post to: how they sign, and what is done with what they send (see [EndpointDefinition]).
-// A delivery is one thing they sent. Its row is written before it is acknowledged, and its unique key (endpoint,
-// delivery id) makes it handled once however often it comes: [Insert] tells the first from the repeated, also when
-// fifty come at the same moment. The surface that receives and acts is surfaces/webhook.
+// An endpoint receives deliveries. Its [EndpointDefinition] declares the signature and the actions. A delivery's row
+// is written before the response. Its unique key (endpoint, delivery id) makes it handled once: [Insert]
+// distinguishes the first from repeats, also under concurrency. surfaces/webhook receives and acts.
 //
-// A target is who is told of the agent's own events. Triggers write the outbox in the transaction that causes an
-// event, so nothing is told that did not happen and nothing that happened is forgotten; with no target that wants an
-// event they write nothing. A [Dispatcher] sends: any number may run at once, and an attempt is one's alone, because
-// whoever takes a row moves its next time past the end of the attempt in the same statement. A dispatcher that dies
-// is outlived by that time, and the message is sent again under the same webhook-id: at least once, never twice by
-// two at once.
+// A target receives the agent's events. Triggers write the outbox in the transaction of the event, so an event is
+// sent if and only if it was committed. Without a matching target they write nothing. Any number of [Dispatcher]s may
+// run: a claim moves the row's next time past the lease in the same statement, so one process makes each attempt.
+// After a crash, the message is sent again under the same webhook-id: delivery is at least once, never concurrent.
 //
-// Definitions hold references to secrets (${NAME}, file:/path), never secrets; [Secrets] resolves them when used, so
-// a rotated file or a restarted process is enough to change one. Headers that carry secrets are blotted out before a
-// delivery is stored.
+// Definitions hold references to secrets (${NAME}, file:/path). [Secrets] resolves them at use, so a changed file or a
+// restart rotates a secret. Headers with secrets are redacted before a delivery is stored.
 package webhooks
 
 import (
@@ -26,26 +22,26 @@ import (
 )
 
 var (
-	// ErrNotFound reports an endpoint, a target or a delivery that does not exist.
+	// ErrNotFound reports an unknown endpoint, target or delivery.
 	ErrNotFound = errors.New("webhook not found")
-	// ErrUnderWay reports a delivery that is being handled, and so is not replayed.
+	// ErrUnderWay reports a delivery that is being handled and cannot be replayed.
 	ErrUnderWay = errors.New("the delivery is being handled already")
 )
 
 // States of a delivery.
 const (
-	Received = "received" // stored, its execution has not begun
+	Received = "received" // stored; its execution has not started
 	Running  = "running"
-	Failed   = "failed" // to be tried again at its next_attempt_at
+	Failed   = "failed" // retried at next_attempt_at
 	Done     = "done"
-	Ignored  = "ignored" // no action of the endpoint was for it
-	Dead     = "dead"    // the attempts are used up, or its execution was ended
+	Ignored  = "ignored" // no action of the endpoint matched
+	Dead     = "dead"    // its attempts are used up, or its execution ended
 )
 
 // Statuses lists the states of a delivery.
 func Statuses() []string { return []string{Received, Running, Failed, Done, Ignored, Dead} }
 
-// SourceWorkspace marks endpoints and targets that a workspace file declares.
+// SourceWorkspace marks endpoints and targets of a workspace file.
 const SourceWorkspace = "workspace"
 
 // Endpoint is a row of agent_webhook_endpoints.
@@ -77,8 +73,8 @@ type Delivery struct {
 	Status        string          `json:"status"`
 	Attempts      int             `json:"attempts"` // of the last handling
 	Replays       int             `json:"replays"`
-	Repeats       int             `json:"repeats"`   // how often it came again
-	Conflicts     int             `json:"conflicts"` // and of these, with another body
+	Repeats       int             `json:"repeats"`   // number of repeats
+	Conflicts     int             `json:"conflicts"` // repeats with another body
 	Headers       json.RawMessage `json:"headers"`
 	BodySHA256    string          `json:"body_sha256"`
 	BodyBytes     int             `json:"body_bytes"`
@@ -104,11 +100,11 @@ type Target struct {
 	DisabledReason string     `json:"disabled_reason"`
 	DisabledBy     string     `json:"disabled_by"`
 	DisabledAt     *time.Time `json:"disabled_at"`
-	Failures       int        `json:"failures"` // attempts that failed in a row
+	Failures       int        `json:"failures"` // consecutive failed attempts
 	FailingSince   *time.Time `json:"failing_since"`
 	BlockedUntil   time.Time  `json:"blocked_until"`
-	Pending        int        `json:"pending"` // messages to be sent
-	Dead           int        `json:"dead"`    // messages that were given up
+	Pending        int        `json:"pending"` // messages to send
+	Dead           int        `json:"dead"`    // dead messages
 	Source         string     `json:"source"`
 	CreatedAt      time.Time  `json:"created_at"`
 	UpdatedAt      time.Time  `json:"updated_at"`

@@ -9,7 +9,7 @@ import (
 	"unicode"
 )
 
-// titles are what stands above the parts.
+// titles are the headings of the parts.
 var titles = []struct {
 	part  Part
 	title string
@@ -23,7 +23,7 @@ var titles = []struct {
 	{Spend, "What it cost"},
 }
 
-// Parts are those that have rows below the first line, in their order.
+// Parts returns the parts with rows below the first line, in order.
 func (a Answer) Parts() []Part {
 	var parts []Part
 	for _, t := range titles {
@@ -34,7 +34,7 @@ func (a Answer) Parts() []Part {
 	return parts
 }
 
-// Title is what stands above a part.
+// Title returns the heading of a part.
 func (p Part) Title() string {
 	for _, t := range titles {
 		if t.part == p {
@@ -44,10 +44,10 @@ func (p Part) Title() string {
 	return string(p)
 }
 
-// blocked is the kind of a row about who had the lane that the row above waited for.
+// blocked is the kind of a row about the holder of the lane that the row above waited for.
 const blocked = "blocked"
 
-// deepest is how far rows are indented at most.
+// deepest bounds the indentation.
 const deepest = 12
 
 const (
@@ -57,10 +57,9 @@ const (
 	none = "\x1b[0m"
 )
 
-// Write writes an answer for people: a line that says what the trace was, and below it the parts, each row with its
-// time, the chain of causes and the children indented below what caused them, and the other trace where a row leads
-// to one. Text that came from outside is shown without its control characters. colour adds ANSI colours, which say
-// nothing that the words do not.
+// Write writes an answer for people: a line about the trace, and the parts below. Each row has its time, and the
+// linked trace if there is one. Causes and children are indented below their cause. Foreign text is shown without
+// control characters. colour adds ANSI colours, which carry no extra information.
 func Write(w io.Writer, a Answer, colour bool) error {
 	out := bufio.NewWriter(w)
 	p := page{out: out, answer: a, colour: colour}
@@ -103,8 +102,8 @@ func (p page) part(part Part) {
 	}
 }
 
-// Depths says how far each row of a part is below its first cause, or its first execution; who had a lane is below
-// who waited for it. 0 in parts that are lists.
+// Depths returns the depth of each row of a part below its first cause or execution. A lane's holder is below its
+// waiter. Lists have depth 0.
 func (a Answer) Depths(p Part) []int {
 	rows := a.Of(p)
 	depths := make([]int, len(rows))
@@ -129,7 +128,7 @@ func (a Answer) Depths(p Part) []int {
 	return depths
 }
 
-// clock is the time of day, with the date where that is not the one of the trace's beginning.
+// clock returns the time of day, with the date if it differs from the trace's.
 func (p page) clock(at *time.Time) string {
 	switch {
 	case at == nil:
@@ -154,7 +153,7 @@ func (p page) paint(text, tint string) string {
 	return tint + text + none
 }
 
-// plain shows text that came from outside: on one line, and unable to steer a terminal.
+// plain returns foreign text on one line, without control characters.
 func plain(s string) string {
 	return strings.Join(strings.Fields(strings.Map(func(r rune) rune {
 		switch {

@@ -1,22 +1,21 @@
-// Package why answers why a trace is what it is: who began it, across other traces; what it did and waited for; who
-// had which lane; what went wrong; what came of it elsewhere; and what it cost.
+// Package why explains a trace: its causes, also in other traces; its executions, waits and lanes; its failures; its
+// effects; and its cost.
 //
-// The answer is the SQL function why(trace), which a person may call in psql; here it is read, redacted and written for
-// people. Each row says that one thing caused another (FromRef → ToRef), in parts that follow one another:
+// The SQL function why(trace) computes the answer, also in psql. This package reads, redacts and formats it. A row says
+// that one thing caused another (FromRef → ToRef). The parts are:
 //
-//	trace    what it was, in a line
-//	because  what caused it, from the first cause down to its first execution
+//	trace    a summary in one line
+//	because  its causes, from the first cause to its first execution
 //	did      its executions
-//	waits    what it waited for, what ended that, and who had the lane that it waited for
-//	lanes    which lanes it had, from when to when
-//	trouble  workers that were lost, writes that were refused as stale, calls of which nobody knows the end
-//	led to   what it caused: events and whom they resumed, automations, forks, messages, approvals, what targets were told
+//	waits    its waits, what ended them, and the holder of each awaited lane
+//	lanes    its lanes, with their times
+//	trouble  lost workers, writes rejected by a fence, calls with an unknown outcome
+//	led to   its effects: events and resumed executions, automations, forks, messages, approvals, notified targets
 //	spend    calls, tokens and dollars by model
 //
 // A reference is a word and an id: execution, trace, event, run (of an automation), delivery, approval, request,
 // outgoing, thread, lane, schedule, worker, step, model; or one of outside, admin, timer. Lists are bounded, and a
-// row of kind more says what was left out. Every read goes by an index, so that the answer does not get slower as the
-// log grows.
+// row of kind more reports the omitted rows. Every read uses an index, so the cost does not grow with the log.
 package why
 
 import (
@@ -51,17 +50,17 @@ const (
 // More is the kind of a row that says what was left out.
 const More = "more"
 
-// Most is how many rows of each part are read.
+// Most bounds the rows of each part.
 const Most = 100
 
-// bounds of what is shown, in bytes.
+// Bounds of the output, in bytes.
 const (
 	maxText   = 1000
 	maxDetail = 4 << 10
 )
 
-// Reason is a row: FromRef caused ToRef, or, where FromRef is empty, something is so. TraceID and ExecutionID are
-// those of the other end where that is in a trace.
+// Reason is a row: FromRef caused ToRef, or without FromRef, a fact. TraceID and ExecutionID link to the other end,
+// if it has a trace.
 type Reason struct {
 	Seq         int             `json:"seq"`
 	Part        Part            `json:"part"`
@@ -75,14 +74,14 @@ type Reason struct {
 	Detail      json.RawMessage `json:"detail"`
 }
 
-// Answer is why a trace is what it is.
+// Answer explains a trace.
 type Answer struct {
 	TraceID     string   `json:"trace_id"`
-	OTelTraceID string   `json:"otel_trace_id"` // the same 16 bytes in hex, as tracing tools show them
+	OTelTraceID string   `json:"otel_trace_id"` // the same 16 bytes in hex, for tracing tools
 	Reasons     []Reason `json:"reasons"`
 }
 
-// Of asks about a trace by its id in any form. The error wraps trace.ErrInvalid for what is no id, and
+// Of explains a trace by its id in any form. The error wraps trace.ErrInvalid for an invalid id, and
 // activity.ErrNotFound.
 func Of(ctx context.Context, db postgres.DB, id string) (Answer, error) {
 	if _, err := trace.ParseAny(id); err != nil {
@@ -109,7 +108,7 @@ func Of(ctx context.Context, db postgres.DB, id string) (Answer, error) {
 	return a, nil
 }
 
-// show makes a row fit to be shown: what others wrote is in it, such as keys of events and errors.
+// show prepares a row for display: it may hold foreign text, such as keys of events and errors.
 func (r *Reason) show() {
 	for _, text := range []*string{&r.What, &r.FromRef, &r.ToRef} {
 		*text = redact.Text(*text, maxText)
