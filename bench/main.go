@@ -42,7 +42,7 @@ import (
 
 func main() {
 	pgserver.GuardMain()
-	heap.Roomy()
+	heap.SetMinimumHeap()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	err := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
 	stop()

@@ -29,7 +29,7 @@ import (
 
 func main() {
 	pgserver.GuardMain()
-	heap.Roomy()
+	heap.SetMinimumHeap()
 	ctx, stop := signals(context.Background())
 	code := run(ctx, os.Args[1:], os.Environ(), os.Stdin, os.Stdout, os.Stderr)
 	stop()

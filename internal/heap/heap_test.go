@@ -22,54 +22,54 @@ var garbage, kept []byte
 
 // set is what is set, which can only be read by setting it.
 func set() int {
-	p := debug.SetGCPercent(usual)
+	p := debug.SetGCPercent(growth)
 	debug.SetGCPercent(p)
 	return p
 }
 
-// A process takes no more than its room, however little it keeps in memory, nor before the first collection.
-func TestTheFirstCollectionComesWhenTheRoomIsTaken(t *testing.T) {
-	defer debug.SetGCPercent(debug.SetGCPercent(usual))
+// The heap never grows by more than the minimum, however small it is, also before the first collection.
+func TestTheFirstCollectionComesAfterTheMinimumGrowth(t *testing.T) {
+	defer debug.SetGCPercent(debug.SetGCPercent(growth))
 	for _, collect := range []bool{false, true} {
 		if collect {
 			runtime.GC()
 		}
-		debug.SetGCPercent(percent(counted()))
+		debug.SetGCPercent(percent(scanned()))
 		var now runtime.MemStats
 		runtime.ReadMemStats(&now)
-		if now.NextGC > Room+8<<20 {
+		if now.NextGC > MinGrowth+8<<20 {
 			t.Errorf("the next collection comes at %d MB", now.NextGC>>20)
 		}
 	}
-	if got := least * percent(0) / 100; got > Room {
+	if got := goMinimum * percent(0) / 100; got > MinGrowth {
 		t.Errorf("nothing is collected before %d MB are taken", got>>20)
 	}
 }
 
-func TestASmallHeapHasRoomAndALargeOneDoubles(t *testing.T) {
-	const much = 20 * Room
-	watch()
-	if few := collections(much); few > much/Room+10 { // else one for each four megabytes
+func TestASmallHeapGrowsByTheMinimumAndALargeOneByAPercentage(t *testing.T) {
+	const much = 20 * MinGrowth
+	adjust()
+	if few := collections(much); few > much/MinGrowth+10 { // else one for each four megabytes
 		t.Errorf("%d collections of %d MB", few, much>>20)
 	}
-	kept = make([]byte, 4*Room)
+	kept = make([]byte, 4*MinGrowth)
 	for range 100 { // the cleanup comes a moment after the collection
 		runtime.GC()
 		time.Sleep(10 * time.Millisecond)
-		if set() == usual {
+		if set() == growth {
 			break
 		}
 	}
-	if got := set(); got != usual {
+	if got := set(); got != growth {
 		t.Errorf("a heap of %d MB may grow by %d per cent", len(kept)>>20, got)
 	}
 	kept = nil
 	for range 100 {
 		runtime.GC()
 		time.Sleep(10 * time.Millisecond)
-		if set() > usual {
+		if set() > growth {
 			return
 		}
 	}
-	t.Error("a heap that has become small again has no room")
+	t.Error("a heap that has become small again does not grow by the minimum")
 }
