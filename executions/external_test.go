@@ -338,7 +338,7 @@ func TestAWorkerThatBeatsAndGetsNowhereIsCaught(t *testing.T) {
 	if x := get(t, p.pool, goesOn); x.Status != executions.Running || x.ClaimedBy != nil || x.Attempt != 1 {
 		t.Errorf("one that is handed on is %+v", x)
 	}
-	p.void(t, goesOn, locks[goesOn].LockID, "lock the run anew")
+	p.void(t, goesOn, locks[goesOn].LockID, "lock the run again")
 	p.lock(t, goesOn, "another")
 	exec(t, p.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second' where owner = 'w'`)
 	sweep(t, p.pool)

@@ -37,7 +37,7 @@ func Lane(ctx context.Context, name string, opts ...lanes.Option) (*Hold, error)
 		for pause := minLendPause; ; pause = min(2*pause, maxLendPause) {
 			lease, err := r.e.keeper.AcquireAs(detached, lanes.ClaimOwner(r.exec.ID, r.exec.Claim), name, opts...)
 			busy, ok := errors.AsType[*lanes.BusyError](err)
-			if !ok || !busy.Soon || time.Now().After(deadline) || !sleep(ctx, pause) {
+			if !ok || !busy.WillLend || time.Now().After(deadline) || !sleep(ctx, pause) {
 				return lease, err
 			}
 		}
@@ -59,8 +59,8 @@ func LaneWait(ctx context.Context, name string, patience time.Duration, opts ...
 		waiting, stop := context.WithCancelCause(detached)
 		defer context.AfterFunc(ctx, func() { stop(context.Cause(ctx)) })()
 		remaining := max(time.Until(deadline), time.Millisecond)
-		return r.e.keeper.AwaitAs(waiting, lanes.ClaimOwner(r.exec.ID, r.exec.Claim), name,
-			append(opts, lanes.WithPatience(remaining))...)
+		return r.e.keeper.AcquireWaitAs(waiting, lanes.ClaimOwner(r.exec.ID, r.exec.Claim), name,
+			append(opts, lanes.WithTimeout(remaining))...)
 	})
 }
 

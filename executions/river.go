@@ -264,7 +264,7 @@ func (e *Engine) onReady(queue string) {
 
 // onLaneFreed sweeps waits for a free lane. A lane that was handed over is not free.
 func (e *Engine) onLaneFreed(payload string) {
-	if !lanes.HandedOver(payload) {
+	if !lanes.IsHandover(payload) {
 		e.requestSweep()
 	}
 }

@@ -353,9 +353,9 @@ func TestWhoAsksForWhatRetentionTookIsToldSo(t *testing.T) {
 	for _, c := range []struct{ after, id, says string }{
 		{`select 1`, old, ""},
 		{`update agent_retention set keep = '30 days' where kind = 'executions'`, old, ""}, // it has taken nothing yet
-		{`update agent_retention_passes set removed = 1 where kind = 'executions'`, old, "; retention may have taken it away: it keeps what has ended for 30 days"},
+		{`update agent_retention_passes set removed = 1 where kind = 'executions'`, old, "; retention may have removed it: it keeps what has ended for 30 days"},
 		{`select 1`, recent, ""},
-		{`update agent_retention set keep = null where kind = 'executions'`, recent, "; retention may have taken it away"},
+		{`update agent_retention set keep = null where kind = 'executions'`, recent, "; retention may have removed it"},
 	} {
 		exec(t, pool, c.after)
 		want := "execution " + c.id + ": no such execution" + c.says

@@ -454,8 +454,8 @@ func TestABadScheduleNamesItsFieldAndWritesNothing(t *testing.T) {
 		"minute":      every("61 * * * *"),
 		"5":           every("* * *"),
 		"Mars/Base":   {Name: "pulse", Flow: "flow", Surface: trace.Heartbeat, Cron: "* * * * *", Timezone: "Mars/Base"},
-		"a name":      {Flow: "flow", Surface: trace.Heartbeat, Cron: "* * * * *", Timezone: "UTC"},
-		"a flow":      {Name: "pulse", Surface: trace.Heartbeat, Cron: "* * * * *", Timezone: "UTC"},
+		"name":      {Flow: "flow", Surface: trace.Heartbeat, Cron: "* * * * *", Timezone: "UTC"},
+		"flow":      {Name: "pulse", Surface: trace.Heartbeat, Cron: "* * * * *", Timezone: "UTC"},
 		`and "radio"`: {Name: "pulse", Flow: "flow", Surface: "radio", Cron: "* * * * *", Timezone: "UTC"},
 	} {
 		if err := p.PutSchedule(t.Context(), s); err == nil || !strings.Contains(err.Error(), says) {

@@ -16,119 +16,118 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Acquire tries once to take lane, as an owner of its own. It never waits: a lane that another owner holds
-// is a *BusyError, which matches ErrBusy; a bad lane or TTL is ErrInvalid. The lease runs until
-// Release, for as long as Run renews it. Context of the lease derives from ctx. A ctx that ends while the
-// database answers may still get the lease, whose Context is over then: release it like any other.
+// Acquire makes one attempt to acquire lane for a new owner. It never waits. A held lane is a *BusyError, which
+// matches ErrBusy; an invalid lane or TTL is ErrInvalid. Run renews the lease until Release. The context of the lease
+// derives from ctx. If ctx ends during the statement, Acquire may still return a lease with an ended Context: release
+// it like any other.
 func (k *Keeper) Acquire(ctx context.Context, lane string, opts ...Option) (*Lease, error) {
 	return k.AcquireAs(ctx, runOwner(ctx, settingsFor(lane, opts).process), lane, opts...)
 }
 
-// AcquireAs is Acquire for the claim of an execution. What the owner holds already is
-// granted again: the holds are counted, and the lane is free when the last is released. A lane that a parent of
-// the execution holds, which waits for it, is borrowed if the execution may; Lender says so, and a release gives it
-// back.
+// AcquireAs is Acquire for the claim of an execution. A lane that the owner already holds is granted again: holds are
+// counted, and the last release frees the lane. A lane of a waiting parent is borrowed if the execution may borrow
+// it. Lender then names the parent, and a release returns the lane.
 func (k *Keeper) AcquireAs(ctx context.Context, owner Owner, lane string, opts ...Option) (*Lease, error) {
-	try := k.tryTogether
+	try := k.tryBatched
 	if owner.claim {
-		try = takeLane
+		try = tryExecutionLane
 	}
-	lease, busy, err := k.look(ctx, owner, lane, settingsFor(lane, opts).ttl, try)
+	lease, busy, err := k.attempt(ctx, owner, lane, settingsFor(lane, opts).ttl, try)
 	if err != nil {
 		return nil, err
 	}
 	if busy != nil {
 		k.log.WarnContext(ctx, "lane busy", "lane", lane, "owner", owner.name, "holder", busy.Holder)
-		return nil, busy.err(lane)
+		return nil, busy.busyError(lane)
 	}
 	return lease, nil
 }
 
-// answer is what the database says to who asks for a lane, with what the lane was before.
-type answer struct {
+// acquireResult is the database's answer to an acquire, with the lane's former state.
+type acquireResult struct {
 	Acquired     bool
 	FencingToken int64
 	ExpiresAt    time.Time
 	Holder       string
 	Remaining    float64 // seconds until ExpiresAt by the database's clock
-	WasHolder    string  // whose expired lease was taken over
-	StaleFor     float64 // seconds since that expired
-	Lender       string  // whose lane was borrowed
-	Soon         bool    // it will be lent when its holder waits
+	WasHolder    string  // holder of the expired lease that was replaced
+	StaleFor     float64 // seconds since that lease expired
+	Lender       string  // execution that lent the lane
+	WillLend     bool    // the holder lends it when it waits
 }
 
-func (a *answer) err(lane string) *BusyError {
-	e := &BusyError{Lane: lane, Holder: a.Holder, ExpiresAt: a.ExpiresAt, Soon: a.Soon}
-	if a.Holder == "" || a.Remaining > parkedFrom.Seconds() {
+func (a *acquireResult) busyError(lane string) *BusyError {
+	e := &BusyError{Lane: lane, Holder: a.Holder, ExpiresAt: a.ExpiresAt, WillLend: a.WillLend}
+	if a.Holder == "" || a.Remaining > parkedAfter.Seconds() {
 		e.ExpiresAt = time.Time{}
 	}
 	return e
 }
 
-// parkedFrom is longer than any lease: what lasts that long is parked.
-const parkedFrom = 10 * 365 * 24 * time.Hour
+// parkedAfter is longer than any lease: a longer remaining time means parked.
+const parkedAfter = 10 * 365 * 24 * time.Hour
 
-// remaining is how long the present lease lasts, at most parkedFrom.
-func (a *answer) remaining() time.Duration {
-	return time.Duration(math.Min(a.Remaining, parkedFrom.Seconds()) * float64(time.Second))
+// remaining is the time left of the present lease, at most parkedAfter.
+func (a *acquireResult) remaining() time.Duration {
+	return time.Duration(math.Min(a.Remaining, parkedAfter.Seconds()) * float64(time.Second))
 }
 
-// ask is one statement about a lane: tryLane, takeLane or waiter.ask.
-type ask func(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration) (answer, error)
+// acquireFunc is one statement that acquires a lane: tryLane, tryExecutionLane or waiter.tryOrEnqueue.
+type acquireFunc func(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration) (acquireResult, error)
 
-// look asks once. It returns a lease, or who is in the way, or an error.
-func (k *Keeper) look(ctx context.Context, owner Owner, lane string, ttl time.Duration, ask ask) (*Lease, *answer, error) {
+// attempt runs one statement. It returns a lease, or the holder, or an error.
+func (k *Keeper) attempt(ctx context.Context, owner Owner, lane string, ttl time.Duration, acquire acquireFunc) (*Lease, *acquireResult, error) {
 	if owner.name == "" {
 		return nil, nil, fmt.Errorf("acquire %s: %w: the owner is not a claim of an execution", lane, ErrInvalid)
 	}
 	if !k.enabled {
-		return localLease(ctx, k, owner, lane), nil, nil
+		return unlockedLease(ctx, k, owner, lane), nil, nil
 	}
 	id := key{lane, owner.name}
-	end, err := k.turns.Lock(ctx, id)
+	unlock, err := k.keyed.Lock(ctx, id)
 	if err != nil {
 		return nil, nil, fmt.Errorf("acquire %s: %w", lane, err)
 	}
-	defer end()
-	ttl, nested := k.longest(id, ttl)
-	before := time.Now()
-	a, err := k.answer(ctx, ask, lane, owner, ttl)
+	defer unlock()
+	ttl, nested := k.nestedTTL(id, ttl)
+	sentAt := time.Now()
+	a, err := k.query(ctx, acquire, lane, owner, ttl)
 	switch {
-	case refused(err):
-		return nil, nil, invalid("acquire", lane, err)
+	case isInvalid(err):
+		return nil, nil, invalidError("acquire", lane, err)
 	case err != nil:
 		if !nested {
-			k.undo(ctx, owner, lane, ttl, err)
+			k.undoAcquire(ctx, owner, lane, ttl, err)
 		}
 		return nil, nil, fmt.Errorf("acquire %s: %w", lane, err)
 	case !a.Acquired:
 		return nil, &a, nil
 	}
-	lease := k.enter(ctx, owner, grant{
-		lane: lane, token: a.FencingToken, ttl: ttl, before: before, expires: a.ExpiresAt, lender: a.Lender,
+	lease := k.addGrant(ctx, owner, grant{
+		lane: lane, token: a.FencingToken, ttl: ttl, sentAt: sentAt, expires: a.ExpiresAt, lender: a.Lender,
 	})
 	k.logGrant(ctx, lease, a, nested)
 	return lease, nil, nil
 }
 
-// answer sends a statement and stays for its answer a while after ctx has ended: a lane that is granted
-// to a caller who went away in that moment would be held by nobody until its lease ends.
-func (k *Keeper) answer(ctx context.Context, ask ask, lane string, owner Owner, ttl time.Duration) (answer, error) {
+// query runs a statement and waits for its answer a while after ctx has ended. Otherwise a lane granted at that
+// moment would stay held until its lease expires.
+func (k *Keeper) query(ctx context.Context, acquire acquireFunc, lane string, owner Owner, ttl time.Duration) (acquireResult, error) {
 	if ctx.Err() != nil {
-		return answer{}, context.Cause(ctx)
+		return acquireResult{}, context.Cause(ctx)
 	}
-	patient, leave := context.WithCancelCause(context.WithoutCancel(ctx))
-	defer leave(nil)
+	queryCtx, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
+	defer cancel(nil)
 	stop := context.AfterFunc(ctx, func() {
-		enough := time.AfterFunc(answerLimit, func() { leave(context.Cause(ctx)) })
-		context.AfterFunc(patient, func() { enough.Stop() })
+		timer := time.AfterFunc(answerTimeout, func() { cancel(context.Cause(ctx)) })
+		context.AfterFunc(queryCtx, func() { timer.Stop() })
 	})
 	defer stop()
-	return ask(patient, k.db, lane, owner, ttl)
+	return acquire(queryCtx, k.db, lane, owner, ttl)
 }
 
-// longest keeps a nested hold from shortening the lease of the outer one.
-func (k *Keeper) longest(id key, ttl time.Duration) (_ time.Duration, nested bool) {
+// nestedTTL keeps a nested hold from shortening the outer lease.
+func (k *Keeper) nestedTTL(id key, ttl time.Duration) (_ time.Duration, nested bool) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if h := k.held[id]; h != nil && ttl > 0 {
@@ -137,7 +136,7 @@ func (k *Keeper) longest(id key, ttl time.Duration) (_ time.Duration, nested boo
 	return ttl, false
 }
 
-func (k *Keeper) logGrant(ctx context.Context, l *Lease, a answer, nested bool) {
+func (k *Keeper) logGrant(ctx context.Context, l *Lease, a acquireResult, nested bool) {
 	if nested {
 		return
 	}
@@ -151,35 +150,35 @@ func (k *Keeper) logGrant(ctx context.Context, l *Lease, a answer, nested bool) 
 	k.log.InfoContext(ctx, "lane acquired", "lane", l.Lane(), "owner", l.Owner().name, "fencing_token", a.FencingToken)
 }
 
-// undo frees what a statement may have taken whose answer did not arrive, and leaves the queue; what fails goes on in
-// the background. The lanes of an execution are left: they end with it.
-func (k *Keeper) undo(ctx context.Context, owner Owner, lane string, ttl time.Duration, cause error) {
-	var never *pgconn.ConnectError
-	if owner.claim || errors.As(cause, &never) || postgres.Unchanged(cause) {
+// undoAcquire releases what a statement without an answer may have acquired, and leaves the queue. A failure
+// continues in the background. Lanes of an execution stay: they end with it.
+func (k *Keeper) undoAcquire(ctx context.Context, owner Owner, lane string, ttl time.Duration, cause error) {
+	var connectErr *pgconn.ConnectError
+	if owner.claim || errors.As(cause, &connectErr) || postgres.Unchanged(cause) {
 		return
 	}
-	k.giveUp(ctx, lane, owner, ttl, func(ctx context.Context) error { return quitQueue(ctx, k.db, lane, owner) })
+	k.releaseOrphan(ctx, lane, owner, ttl, func(ctx context.Context) error { return leaveQueue(ctx, k.db, lane, owner) })
 }
 
-// giveUp frees a lane of which no caller knows, and goes on in the background when that fails.
-func (k *Keeper) giveUp(ctx context.Context, lane string, owner Owner, ttl time.Duration, free func(ctx context.Context) error) {
-	limited, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseLimit)
+// releaseOrphan releases a lane without a caller, in the background after a failure.
+func (k *Keeper) releaseOrphan(ctx context.Context, lane string, owner Owner, ttl time.Duration, release func(ctx context.Context) error) {
+	limited, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTimeout)
 	defer cancel()
-	err := free(limited)
+	err := release(limited)
 	if err == nil {
 		return
 	}
-	k.log.WarnContext(ctx, "lane may be held, trying to free it until its lease ends", "lane", lane, "owner", owner.name, "error", err)
-	if worthRetrying(err) {
-		k.inBackground(ctx, ttl, func(ctx context.Context) bool {
-			err := free(ctx)
-			return err == nil || !worthRetrying(err)
+	k.log.WarnContext(ctx, "lane may be held, retrying its release until the lease expires", "lane", lane, "owner", owner.name, "error", err)
+	if retryable(err) {
+		k.retryInBackground(ctx, ttl, func(ctx context.Context) bool {
+			err := release(ctx)
+			return err == nil || !retryable(err)
 		})
 	}
 }
 
-// told is a row of acquire_agent_lock or acquire_or_enqueue_agent_lock, and what the database's clock said then.
-type told struct {
+// acquireRow is a row of acquire_agent_lock or acquire_or_enqueue_agent_lock, with the database's time.
+type acquireRow struct {
 	Acquired     bool
 	FencingToken int64
 	ExpiresAt    time.Time
@@ -189,9 +188,9 @@ type told struct {
 	Now          time.Time
 }
 
-// answer reckons with the times here, which costs less than in the statement.
-func (t *told) answer() answer {
-	a := answer{Acquired: t.Acquired, FencingToken: t.FencingToken, ExpiresAt: t.ExpiresAt, Holder: t.Holder, WasHolder: t.WasHolder}
+// result computes the durations here, which is cheaper than in SQL.
+func (t *acquireRow) result() acquireResult {
+	a := acquireResult{Acquired: t.Acquired, FencingToken: t.FencingToken, ExpiresAt: t.ExpiresAt, Holder: t.Holder, WasHolder: t.WasHolder}
 	if t.Holder != "" {
 		a.Remaining = t.ExpiresAt.Sub(t.Now).Seconds()
 	}
@@ -201,29 +200,29 @@ func (t *told) answer() answer {
 	return a
 }
 
-// readTold reads by place: finding the columns by name costs several times as much.
-func readTold(row pgx.CollectableRow) (t told, err error) {
+// scanAcquireRow scans by position, which is several times cheaper than by name.
+func scanAcquireRow(row pgx.CollectableRow) (t acquireRow, err error) {
 	err = row.Scan(&t.Acquired, &t.FencingToken, &t.ExpiresAt, &t.Holder, &t.WasHolder, &t.WasUntil, &t.Now)
 	return t, err
 }
 
-// tryLane asks for a lane without waiting.
-func tryLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration) (answer, error) {
+// tryLane acquires a lane without waiting.
+func tryLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration) (acquireResult, error) {
 	rows, err := db.Query(ctx, `
 		select acquired, coalesce(fencing_token, 0) as fencing_token, coalesce(expires_at, 'epoch') as expires_at, coalesce(locked_by, '') as holder,
 		       coalesce(was_holder, '') as was_holder, coalesce(was_until, 'epoch') as was_until, clock_timestamp() as now
 		  from lanekeeper.acquire_agent_lock(@lane, @owner, @ttl)`,
 		postgres.Strict{"lane": lane, "owner": owner.name, "ttl": seconds(ttl)})
 	if err != nil {
-		return answer{}, err
+		return acquireResult{}, err
 	}
-	t, err := pgx.CollectExactlyOneRow(rows, readTold)
-	return t.answer(), err
+	t, err := pgx.CollectExactlyOneRow(rows, scanAcquireRow)
+	return t.result(), err
 }
 
-// takeLane is tryLane for the claim of an execution, which may borrow. The join reads the row as it was before the
-// function ran.
-func takeLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration) (answer, error) {
+// tryExecutionLane is tryLane for the claim of an execution, which may borrow. The join reads the row as it was
+// before the function ran.
+func tryExecutionLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration) (acquireResult, error) {
 	rows, err := db.Query(ctx, `
 		select a.acquired, coalesce(a.fencing_token, 0) as fencing_token, coalesce(a.expires_at, 'epoch') as expires_at,
 		       coalesce(a.locked_by, '') as holder,
@@ -236,16 +235,16 @@ func takeLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl
 		        and was.fencing_token < a.fencing_token`,
 		postgres.Strict{"lane": lane, "owner": owner.name, "ttl": seconds(ttl)})
 	if err != nil {
-		return answer{}, err
+		return acquireResult{}, err
 	}
-	return pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[answer])
+	return pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[acquireResult])
 }
 
-// refused reports that the database refuses what it was given.
-func refused(err error) bool { return postgres.IsCode(err, codeInvalid, codeNoText) }
+// isInvalid reports an argument that the database rejects.
+func isInvalid(err error) bool { return postgres.IsCode(err, codeInvalid, codeNoText) }
 
-// invalid makes ErrInvalid of an error that is refused, with the database's words.
-func invalid(verb, lane string, err error) error {
+// invalidError wraps a rejected argument in ErrInvalid, with the database's message.
+func invalidError(verb, lane string, err error) error {
 	text := err.Error()
 	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
 		text = pgErr.Message
@@ -254,130 +253,129 @@ func invalid(verb, lane string, err error) error {
 }
 
 const (
-	channel    = "agent_lanes"          // a release notifies it when somebody waits, with the lane, or with whom it was handed to
-	queuePlace = 5 * time.Second        // how long the queue keeps a place between two looks
-	pollEvery  = time.Second            // when nothing wakes us
-	pollSoon   = 150 * time.Millisecond // when the lane is free, but promised to who came before us
-	pollAgain  = 30 * time.Millisecond  // when the row was being changed, and once after the first look
+	channel       = "agent_lanes"          // releases notify it when a waiter queues: with the lane, or with the handover
+	queuePlaceTTL = 5 * time.Second        // lifetime of a place in the queue between two attempts
+	pollInterval  = time.Second            // without a notification
+	pollPromised  = 150 * time.Millisecond // when the lane is free but promised to an earlier waiter
+	pollLocked    = 30 * time.Millisecond  // when the row was locked, and once after the first attempt
 )
 
-// AcquireWait takes lane when its turn comes, as an owner of its own. Waiters are served in the
-// order in which they came. It gives up with a *BusyError after its patience (see WithPatience),
-// with ctx's cause when ctx ends, and leaves the queue either way.
+// AcquireWait queues for lane as a new owner. Waiters are served in order of arrival. It returns a *BusyError after
+// its timeout (see WithTimeout), or the cause of ctx when that ends, and leaves the queue either way.
 func (k *Keeper) AcquireWait(ctx context.Context, lane string, opts ...Option) (*Lease, error) {
-	return k.AwaitAs(ctx, runOwner(ctx, settingsFor(lane, opts).process), lane, opts...)
+	return k.AcquireWaitAs(ctx, runOwner(ctx, settingsFor(lane, opts).process), lane, opts...)
 }
 
-// AwaitAs is AcquireWait for the claim of an execution.
-func (k *Keeper) AwaitAs(ctx context.Context, owner Owner, lane string, opts ...Option) (_ *Lease, err error) {
+// AcquireWaitAs is AcquireWait for the claim of an execution.
+func (k *Keeper) AcquireWaitAs(ctx context.Context, owner Owner, lane string, opts ...Option) (_ *Lease, err error) {
 	s := settingsFor(lane, opts)
 	w := waiter{keeper: k, owner: owner, lane: lane, ttl: s.ttl}
-	began := time.Now()
-	defer func() { k.observer.LaneWaited(lane, time.Since(began), err == nil) }()
+	start := time.Now()
+	defer func() { k.observer.LaneWaited(lane, time.Since(start), err == nil) }()
 	if k.listener != nil && k.enabled {
-		freed, cancel := k.listener.SubscribeTo(channel, w.concerned)
+		freed, cancel := k.listener.SubscribeTo(channel, w.concerns)
 		defer cancel()
-		w.freed = freed
+		w.notifications = freed
 	}
-	return w.wait(ctx, s.patience)
+	return w.wait(ctx, s.timeout)
 }
 
 type waiter struct {
-	keeper *Keeper
-	owner  Owner
-	lane   string
-	ttl    time.Duration
-	freed  <-chan string // what is notified of lanes; nil without a listener
-	before time.Time     // the last look that was answered was asked after this
-	now    time.Time     // what the database's clock said then
+	keeper        *Keeper
+	owner         Owner
+	lane          string
+	ttl           time.Duration
+	notifications <-chan string // of lanes; nil without a listener
+	sentAt        time.Time     // before the last answered attempt was sent
+	dbTime        time.Time     // the database's clock in that answer
 }
 
-func (w *waiter) wait(ctx context.Context, patience time.Duration) (*Lease, error) {
-	enough := time.NewTimer(patience)
-	defer enough.Stop()
-	for looks := 1; ; looks++ {
-		lease, busy, err := w.keeper.look(ctx, w.owner, w.lane, w.ttl, w.ask)
+func (w *waiter) wait(ctx context.Context, timeout time.Duration) (*Lease, error) {
+	deadline := time.NewTimer(timeout)
+	defer deadline.Stop()
+	for attempts := 1; ; attempts++ {
+		lease, busy, err := w.keeper.attempt(ctx, w.owner, w.lane, w.ttl, w.tryOrEnqueue)
 		if err != nil {
-			if looks > 1 {
-				w.leave(ctx)
+			if attempts > 1 {
+				w.leaveQueue(ctx)
 			}
 			return nil, err
 		}
 		if lease != nil {
 			return lease, nil
 		}
-		if looks == 1 {
+		if attempts == 1 {
 			w.keeper.log.WarnContext(ctx, "lane busy", "lane", w.lane, "owner", w.owner.name, "holder", busy.Holder, "waiting", true)
 		}
-		got, goOn := w.pause(ctx, w.nextLook(busy, looks), enough.C)
-		if got != nil && w.keeper.renewing() && time.Now().Before(w.end(*got)) {
-			return w.accept(ctx, *got), nil
+		handedOver, retry := w.pause(ctx, w.nextAttempt(busy, attempts), deadline.C)
+		if handedOver != nil && w.keeper.renewing() && time.Now().Before(w.localEnd(*handedOver)) {
+			return w.accept(ctx, *handedOver), nil
 		}
-		if !goOn {
-			w.leave(ctx)
+		if !retry {
+			w.leaveQueue(ctx)
 			if ctx.Err() != nil {
 				return nil, fmt.Errorf("await %s: %w", w.lane, context.Cause(ctx))
 			}
-			return nil, busy.err(w.lane)
+			return nil, busy.busyError(w.lane)
 		}
 	}
 }
 
-// concerned reports whether a notification is about the lane, and not of a hand-over to another: who looks at each
-// change of each lane writes as often, and has no time to read.
-func (w *waiter) concerned(payload string) bool {
+// concerns reports whether a notification is about this lane and not a handover to another owner. The filter here
+// saves one query per unrelated notification.
+func (w *waiter) concerns(payload string) bool {
 	return payload == w.lane || strings.HasPrefix(payload, w.lane+"\t"+w.owner.name+"\t")
 }
 
-// pause returns the lane when it is handed over, and true when it is time to look again.
-func (w *waiter) pause(ctx context.Context, d time.Duration, enough <-chan time.Time) (got *handed, goOn bool) {
+// pause returns the lane when it is handed over, and true when it is time for another attempt.
+func (w *waiter) pause(ctx context.Context, d time.Duration, deadline <-chan time.Time) (got *handover, retry bool) {
 	poll := time.NewTimer(d)
 	defer poll.Stop()
 	for {
 		select {
 		case <-ctx.Done():
 			return nil, false
-		case <-enough:
+		case <-deadline:
 			return nil, false
 		case <-poll.C:
 			return nil, true
-		case payload := <-w.freed:
+		case payload := <-w.notifications:
 			if payload == w.lane || payload == "" {
 				return nil, true
 			}
-			if h, ok := readHanded(payload); ok && h.lane == w.lane && h.owner == w.owner.name {
+			if h, ok := parseHandover(payload); ok && h.lane == w.lane && h.owner == w.owner.name {
 				return &h, true
 			}
 		}
 	}
 }
 
-// nextLook is when to look without being woken. The quick second look is for a release that was under way
-// during the first, too early to see our mark and too late for us to see it.
-func (w *waiter) nextLook(busy *answer, looks int) time.Duration {
-	switch left := busy.remaining(); {
-	case busy.Holder == "", looks == 1:
-		return pollAgain/2 + rand.N(pollAgain)
-	case left <= 0:
-		return pollSoon/2 + rand.N(pollSoon)
+// nextAttempt is the pause without a notification. The second attempt is quick: a release during the first one may
+// have missed our place in the queue.
+func (w *waiter) nextAttempt(busy *acquireResult, attempts int) time.Duration {
+	switch remaining := busy.remaining(); {
+	case busy.Holder == "", attempts == 1:
+		return pollLocked/2 + rand.N(pollLocked)
+	case remaining <= 0:
+		return pollPromised/2 + rand.N(pollPromised)
 	default:
-		return min(left+rand.N(pollAgain), pollEvery*3/4+rand.N(pollEvery/2))
+		return min(remaining+rand.N(pollLocked), pollInterval*3/4+rand.N(pollInterval/2))
 	}
 }
 
-// leave gives the place in the queue up, and the lane if it was handed over just then, also when ctx has ended. A place
-// that could not be given up is void after queuePlace.
-func (w *waiter) leave(ctx context.Context) {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseLimit)
+// leaveQueue gives up the place in the queue, and a lane that was just handed over, also when ctx has ended.
+// Otherwise the place expires after queuePlaceTTL.
+func (w *waiter) leaveQueue(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTimeout)
 	defer cancel()
-	if err := quitQueue(ctx, w.keeper.db, w.lane, w.owner); err != nil {
-		w.keeper.log.WarnContext(ctx, "place in the queue not given up, it ends by itself", "lane", w.lane, "error", err)
+	if err := leaveQueue(ctx, w.keeper.db, w.lane, w.owner); err != nil {
+		w.keeper.log.WarnContext(ctx, "place in the queue not removed, it expires", "lane", w.lane, "error", err)
 	}
 }
 
-// quitQueue leaves the queue of a lane, after a hand-over that is under way, and then releases what was handed over.
-// The claim of an execution is handed nothing, and may hold the lane: it only leaves.
-func quitQueue(ctx context.Context, db postgres.DB, lane string, owner Owner) error {
+// leaveQueue leaves the queue of a lane, and then releases a lane that was handed over meanwhile. The claim of an
+// execution gets no handover and may hold the lane: it only leaves.
+func leaveQueue(ctx context.Context, db postgres.DB, lane string, owner Owner) error {
 	args := postgres.Strict{"lane": lane, "owner": owner.name}
 	if owner.claim {
 		_, err := db.Exec(ctx, `select leave_agent_lock_queue(@lane, @owner)`, args)
@@ -389,36 +387,36 @@ func quitQueue(ctx context.Context, db postgres.DB, lane string, owner Owner) er
 		args).Scan(&released)
 }
 
-// ask asks for the lane and keeps a place in its queue when it is busy. Who listens may be handed the lane, but for the
-// claims of executions, which may be over by then.
-func (w *waiter) ask(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration) (answer, error) {
-	before := time.Now()
+// tryOrEnqueue acquires the lane, or queues for it when it is busy. A listening waiter may get a handover. Claims of
+// executions do not, because they may have ended by then.
+func (w *waiter) tryOrEnqueue(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration) (acquireResult, error) {
+	sentAt := time.Now()
 	rows, err := db.Query(ctx, `
 		select acquired, coalesce(fencing_token, 0) as fencing_token, coalesce(expires_at, 'epoch') as expires_at, coalesce(locked_by, '') as holder,
 		       coalesce(was_holder, '') as was_holder, coalesce(was_until, 'epoch') as was_until, clock_timestamp() as now
 		  from lanekeeper.acquire_or_enqueue_agent_lock(@lane, @owner, @ttl, @place, @handed)`,
 		postgres.Strict{
-			"lane": lane, "owner": owner.name, "ttl": seconds(ttl), "place": seconds(queuePlace), "handed": w.freed != nil && !owner.claim,
+			"lane": lane, "owner": owner.name, "ttl": seconds(ttl), "place": seconds(queuePlaceTTL), "handed": w.notifications != nil && !owner.claim,
 		})
 	if err != nil {
-		return answer{}, err
+		return acquireResult{}, err
 	}
-	t, err := pgx.CollectExactlyOneRow(rows, readTold)
+	t, err := pgx.CollectExactlyOneRow(rows, scanAcquireRow)
 	if err == nil {
-		w.before, w.now = before, t.Now
+		w.sentAt, w.dbTime = sentAt, t.Now
 	}
-	return t.answer(), err
+	return t.result(), err
 }
 
-// handed is what a release notifies that has given the lane to who waited.
-type handed struct {
+// handover is the notification of a release that handed the lane to a waiter.
+type handover struct {
 	lane, owner string
 	token       int64
 	until       time.Time // by the database's clock
 }
 
-// readHanded reads a notification; false for one of another kind.
-func readHanded(payload string) (h handed, ok bool) {
+// parseHandover parses a notification; false for another kind.
+func parseHandover(payload string) (h handover, ok bool) {
 	parts := strings.Split(payload, "\t")
 	if len(parts) != 4 {
 		return h, false
@@ -431,26 +429,26 @@ func readHanded(payload string) (h handed, ok bool) {
 	if err != nil {
 		return h, false
 	}
-	return handed{parts[0], parts[1], token, time.UnixMicro(until).UTC()}, true
+	return handover{parts[0], parts[1], token, time.UnixMicro(until).UTC()}, true
 }
 
-// HandedOver reports whether a notification on agent_lanes says that a lane has gone from its holder to who waited
-// for it, so that it was never free.
-func HandedOver(payload string) bool {
-	_, ok := readHanded(payload)
+// IsHandover reports a notification on agent_lanes that a lane went from its holder to a waiter, so it was never
+// free.
+func IsHandover(payload string) bool {
+	_, ok := parseHandover(payload)
 	return ok
 }
 
-// end is when a lease that was handed over ends at the latest, by the local clock: it counts from before the last
-// look, which told what the database's clock said later.
-func (w *waiter) end(got handed) time.Time { return w.before.Add(got.until.Sub(w.now)) }
+// localEnd bounds the end of a handed-over lease by the local clock: it counts from before the last attempt, whose
+// answer had the database's time.
+func (w *waiter) localEnd(h handover) time.Time { return w.sentAt.Add(h.until.Sub(w.dbTime)) }
 
-// accept makes a lease of a lane that was handed over. It is a short one, which Run renews to its length at once;
-// without Run the next look does that. Lanes that Run does not renew, those of threads, are not handed over.
-func (w *waiter) accept(ctx context.Context, got handed) *Lease {
-	lease := w.keeper.enter(ctx, w.owner, grant{
-		lane: w.lane, token: got.token, ttl: w.ttl, before: w.before, expires: got.until, brief: w.end(got),
+// accept makes a lease of a handed-over lane. The lease is short until Run renews it at once; without Run the next
+// attempt does. Lanes that Run does not renew, those of threads, are never handed over.
+func (w *waiter) accept(ctx context.Context, h handover) *Lease {
+	lease := w.keeper.addGrant(ctx, w.owner, grant{
+		lane: w.lane, token: h.token, ttl: w.ttl, sentAt: w.sentAt, expires: h.until, localEnd: w.localEnd(h),
 	})
-	w.keeper.logGrant(ctx, lease, answer{FencingToken: got.token}, false)
+	w.keeper.logGrant(ctx, lease, acquireResult{FencingToken: h.token}, false)
 	return lease
 }

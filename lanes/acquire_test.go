@@ -238,7 +238,7 @@ func TestGivingUpLeavesTheQueue(t *testing.T) {
 	l, err := k.Acquire(t.Context(), "x")
 	acquired(t, l, err)
 
-	_, err = k.AcquireWait(t.Context(), "x", lanes.WithPatience(300*time.Millisecond))
+	_, err = k.AcquireWait(t.Context(), "x", lanes.WithTimeout(300*time.Millisecond))
 	if busy, ok := errors.AsType[*lanes.BusyError](err); !ok || busy.Holder != l.Owner().String() {
 		t.Errorf("out of patience: %v, want the holder", err)
 	}

@@ -10,38 +10,38 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// wanted is a lane that somebody asks for.
-type wanted struct {
+// acquireRequest is one acquire of a batch.
+type acquireRequest struct {
 	lane  string
 	owner Owner
 	ttl   time.Duration
 }
 
-// held is a lease that somebody gives back.
-type held struct {
+// releaseRequest is one release of a batch.
+type releaseRequest struct {
 	lane  string
 	owner Owner
 	token int64
 }
 
-// tryTogether is tryLane, with others who ask now. The claims of executions do not come here: see takeLane.
-func (k *Keeper) tryTogether(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration) (answer, error) {
-	return k.tries.Do(ctx, wanted{lane, owner, ttl}, func() (answer, error) { return tryLane(ctx, db, lane, owner, ttl) })
+// tryBatched is tryLane in a batch of concurrent acquires. Claims of executions use tryExecutionLane instead.
+func (k *Keeper) tryBatched(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration) (acquireResult, error) {
+	return k.acquires.Do(ctx, acquireRequest{lane, owner, ttl}, func() (acquireResult, error) { return tryLane(ctx, db, lane, owner, ttl) })
 }
 
-// numbered is an answer to one of many, from 1.
-type numbered struct {
+// numberedRow is the answer to one acquire of a batch, from 1.
+type numberedRow struct {
 	n int64
-	told
+	acquireRow
 }
 
-func readNumbered(row pgx.CollectableRow) (t numbered, err error) {
+func scanNumberedRow(row pgx.CollectableRow) (t numberedRow, err error) {
 	err = row.Scan(&t.n, &t.Acquired, &t.FencingToken, &t.ExpiresAt, &t.Holder, &t.WasHolder, &t.WasUntil, &t.Now)
 	return t, err
 }
 
-// tryMany asks for several lanes, of different owners, in one commit.
-func tryMany(ctx context.Context, db postgres.DB, all []wanted) ([]batch.Answer[answer], error) {
+// tryBatch acquires several lanes, of different owners, in one commit.
+func tryBatch(ctx context.Context, db postgres.DB, all []acquireRequest) ([]batch.Answer[acquireResult], error) {
 	var lanes, owners []string
 	var ttls []int32
 	for _, w := range all {
@@ -56,77 +56,77 @@ func tryMany(ctx context.Context, db postgres.DB, all []wanted) ([]batch.Answer[
 	if err != nil {
 		return nil, err
 	}
-	found, err := pgx.CollectRows(rows, readNumbered)
+	found, err := pgx.CollectRows(rows, scanNumberedRow)
 	if err != nil {
 		return nil, err
 	}
-	answers := batch.Unanswered[answer](len(all))
+	answers := batch.Unanswered[acquireResult](len(all))
 	for _, f := range found {
-		answers[f.n-1] = batch.Answer[answer]{Value: f.answer()}
+		answers[f.n-1] = batch.Answer[acquireResult]{Value: f.result()}
 	}
 	return answers, nil
 }
 
-// lateGrant gives back what was granted to a caller who has gone away.
-func (k *Keeper) lateGrant(w wanted, a answer) {
+// releaseLate releases a lane that was granted to a caller who has left.
+func (k *Keeper) releaseLate(w acquireRequest, a acquireResult) {
 	k.mu.Lock()
 	nested := k.held[key{w.lane, w.owner.name}] != nil
 	k.mu.Unlock()
 	if !a.Acquired || nested {
 		return
 	}
-	k.giveUp(context.Background(), w.lane, w.owner, w.ttl, func(ctx context.Context) error {
-		_, err := freeLane(ctx, k.db, held{w.lane, w.owner, a.FencingToken})
+	k.releaseOrphan(context.Background(), w.lane, w.owner, w.ttl, func(ctx context.Context) error {
+		_, err := releaseLane(ctx, k.db, releaseRequest{w.lane, w.owner, a.FencingToken})
 		return err
 	})
 }
 
-// release is the answer to who gives a lane back.
-type release struct {
-	done bool
-	to   string // whom it was handed over to
+// releaseResult is the answer to a release.
+type releaseResult struct {
+	done      bool
+	successor string // the waiter that got the lane
 }
 
-// freeTogether is freeLane, with others who give theirs back now.
-func (k *Keeper) freeTogether(ctx context.Context, h held) (release, error) {
-	alone := func() (release, error) { return freeLane(ctx, k.db, h) }
+// releaseBatched is releaseLane in a batch of concurrent releases.
+func (k *Keeper) releaseBatched(ctx context.Context, h releaseRequest) (releaseResult, error) {
+	alone := func() (releaseResult, error) { return releaseLane(ctx, k.db, h) }
 	if h.owner.claim {
 		return alone()
 	}
-	return k.frees.Do(ctx, h, alone)
+	return k.releases.Do(ctx, h, alone)
 }
 
-// freeLane releases one lane. It waits about a second for a fenced write under its token, then the error is
-// ErrBlocked. When nobody is handed the lane, the commit is not waited for: a server that crashes within the same
-// second may hold the lane for its owner, who is gone, until the lease ends. That is safe, and the statement is the
-// whole transaction. A grant is always durable, and all that was committed before it.
-func freeLane(ctx context.Context, db postgres.DB, h held) (release, error) {
+// releaseLane releases one lane. It waits about a second for a fenced write under its token; then the error is
+// ErrBlocked. A release without a handover does not wait for the disk. A server crash within a second may restore the
+// lane of its former owner until the lease expires, which is safe. The statement is the whole transaction. A grant is
+// always durable, with everything committed before it.
+func releaseLane(ctx context.Context, db postgres.DB, h releaseRequest) (releaseResult, error) {
 	var passed *string
 	err := db.QueryRow(ctx, `
 		select f.passed, set_config('synchronous_commit', case f.passed when '' then 'off' else current_setting('synchronous_commit') end, true)
 		  from lanekeeper.release_agent_lock(@lane, @owner, @token, true) f (passed)`,
 		postgres.Strict{"lane": h.lane, "owner": h.owner.name, "token": h.token}).Scan(&passed, nil)
 	if passed == nil || err != nil {
-		return release{}, blocked(err)
+		return releaseResult{}, asBlocked(err)
 	}
-	return passedOn(*passed), nil
+	return parseRelease(*passed), nil
 }
 
-// passedOn reads what a release says of whom the lane went to.
-func passedOn(passed string) release {
-	to, _ := readHanded(passed)
-	return release{done: true, to: to.owner}
+// parseRelease parses the handover of a release.
+func parseRelease(passed string) releaseResult {
+	to, _ := parseHandover(passed)
+	return releaseResult{done: true, successor: to.owner}
 }
 
-// freed is an answer of freeMany.
-type freed struct {
-	N      int64
-	Passed string // whom the lane went to
-	Mode   string // of the commit
+// releaseRow is a row of releaseBatch.
+type releaseRow struct {
+	N        int64
+	Handover string // the waiter that got the lane
+	Mode     string // of the commit
 }
 
-// freeMany is freeLane for several. It never waits; those that it leaves alone have no answer.
-func freeMany(ctx context.Context, db postgres.DB, all []held) ([]batch.Answer[release], error) {
+// releaseBatch is releaseLane for several lanes. It never waits, and leaves blocked ones out.
+func releaseBatch(ctx context.Context, db postgres.DB, all []releaseRequest) ([]batch.Answer[releaseResult], error) {
 	var lanes, owners []string
 	var tokens []int64
 	for _, h := range all {
@@ -144,13 +144,13 @@ func freeMany(ctx context.Context, db postgres.DB, all []held) ([]batch.Answer[r
 	if err != nil {
 		return nil, err
 	}
-	done, err := pgx.CollectRows(rows, pgx.RowToStructByPos[freed])
+	done, err := pgx.CollectRows(rows, pgx.RowToStructByPos[releaseRow])
 	if err != nil {
 		return nil, err
 	}
-	answers := batch.Unanswered[release](len(all))
+	answers := batch.Unanswered[releaseResult](len(all))
 	for _, f := range done {
-		answers[f.N-1] = batch.Answer[release]{Value: passedOn(f.Passed)}
+		answers[f.N-1] = batch.Answer[releaseResult]{Value: parseRelease(f.Handover)}
 	}
 	return answers, nil
 }

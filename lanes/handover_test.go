@@ -215,7 +215,7 @@ func TestOnlyTheLiveHolderHandsOver(t *testing.T) {
 	exec(t, write, `select fence_agent_lock('x', $1)`, token)
 	to := make(chan string, 1)
 	go func() { to <- frees(t, db, "x", "a", token) }()
-	blocked(t, db, "release_agent_lock")
+	asBlocked(t, db, "release_agent_lock")
 	commit(t, write)
 	if heir := <-to; heir != "b" {
 		t.Errorf("it went to %q", heir)
@@ -238,7 +238,7 @@ func TestALeaseThatEndsMeanwhileIsNotHandedOver(t *testing.T) {
 	exec(t, write, `select fence_agent_lock('x', $1)`, token)
 	to := make(chan string, 1)
 	go func() { to <- frees(t, db, "x", "a", token) }()
-	blocked(t, db, "release_agent_lock")
+	asBlocked(t, db, "release_agent_lock")
 	pgtest.Eventually(t, soon, func() bool {
 		return get[bool](t, db, `select expires_at < clock_timestamp() from agent_locks`)
 	}, "the lease ends")
@@ -279,7 +279,7 @@ func TestWhoLeavesTheQueueHoldsNothing(t *testing.T) {
 	go func() {
 		left <- get[string](t, db, `select coalesce(lanekeeper.release_agent_lock('x', 'b', null, true), 'nothing') from leave_agent_lock_queue('x', 'b')`)
 	}()
-	blocked(t, db, "leave_agent_lock_queue")
+	asBlocked(t, db, "leave_agent_lock_queue")
 	commit(t, release)
 	if to := <-left; !strings.HasPrefix(to, "x\tc\t") {
 		t.Errorf("b left, and the lane went to %q", to)
@@ -385,7 +385,7 @@ func TestAClaimIsHandedNothing(t *testing.T) {
 	owner := lanes.ClaimOwner("00000000-0000-7000-8000-000000000001", 1)
 	got := make(chan *lanes.Lease, 1)
 	go func() {
-		lease, err := k.AwaitAs(t.Context(), owner, "x")
+		lease, err := k.AcquireWaitAs(t.Context(), owner, "x")
 		if err != nil {
 			t.Error(err)
 		}

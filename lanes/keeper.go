@@ -15,83 +15,81 @@ import (
 )
 
 const (
-	renewEvery   = 10 * time.Second // at most between two renewals of a lease
-	answerLimit  = 2 * time.Second  // for the answer to an acquire after its ctx has ended
-	releaseLimit = 5 * time.Second  // for a release or the leaving of a queue, whatever ctx says
+	maxRenewInterval = 10 * time.Second // between two renewals of a lease
+	answerTimeout    = 2 * time.Second  // for the answer to an acquire after its ctx ended
+	releaseTimeout   = 5 * time.Second  // for a release or leaving a queue, also after ctx ended
 )
 
-// Options tune a Keeper. Zero values are the defaults.
+// Options configure a Keeper. Zero values are the defaults.
 type Options struct {
-	// Listener shortens the waits of AcquireWait; nil to poll only.
+	// Listener shortens the waits of AcquireWait; nil polls only.
 	Listener *Listener
 	// Logger gets the lane events; nil for none.
 	Logger *slog.Logger
-	// Disabled (AGENT_LANES=off) grants everything without asking the database: for local use
-	// by one process.
+	// Disabled (AGENT_LANES=off) grants every lane without a query: for local use by one process.
 	Disabled bool
-	// Observer is told of waits and losses, for metrics; nil for none.
+	// Observer receives waits and losses, for metrics; nil for none.
 	Observer Observer
 }
 
-// Observer is told what happens to lanes in this process. Its methods must return at once.
+// Observer receives the lane events of this process. Its methods must return at once.
 type Observer interface {
-	// LaneWaited says how long AcquireWait took, whether it got the lane or not.
+	// LaneWaited reports the duration of AcquireWait, and whether it got the lane.
 	LaneWaited(lane string, took time.Duration, got bool)
-	// LaneLost says that a lease ended before it was released.
+	// LaneLost reports a lease that was lost before its release.
 	LaneLost(lane string)
 }
 
-// unobserved is the Observer of a keeper that has none.
-type unobserved struct{}
+// noopObserver is the default Observer.
+type noopObserver struct{}
 
-func (unobserved) LaneWaited(string, time.Duration, bool) {}
-func (unobserved) LaneLost(string)                        {}
+func (noopObserver) LaneWaited(string, time.Duration, bool) {}
+func (noopObserver) LaneLost(string)                        {}
 
-// Keeper acquires lanes for a process and keeps them. There is one per process. All methods may be
-// called from any goroutine.
+// Keeper acquires and renews the lanes of a process. There is one per process. All methods may be called from any
+// goroutine.
 type Keeper struct {
-	db       postgres.DB
-	listener *Listener
-	log      *slog.Logger
-	enabled  bool
-	observer Observer
-	turns    postgres.KeyedMutex[key]
-	changed  chan struct{} // has room for one: wakes Run when a lease is to be renewed sooner than it would look
-	tries    batch.Batcher[wanted, answer]
-	frees    batch.Batcher[held, release]
-	runs     atomic.Int32    // of Run
-	closed   context.Context // ends with ReleaseAll
-	close    context.CancelFunc
+	db          postgres.DB
+	listener    *Listener
+	log         *slog.Logger
+	enabled     bool
+	observer    Observer
+	keyed       postgres.KeyedMutex[key]
+	renewSooner chan struct{} // wakes Run when a lease is due before nextRenewal
+	acquires    batch.Batcher[acquireRequest, acquireResult]
+	releases    batch.Batcher[releaseRequest, releaseResult]
+	runCount    atomic.Int32    // running calls of Run
+	closed      context.Context // ends with ReleaseAll
+	close       context.CancelFunc
 
-	mu      sync.Mutex
-	held    map[key]*hold
-	lanes   map[string]map[*hold]struct{} // what is in held, by lane
-	planned time.Time                     // when Run looks again
+	mu          sync.Mutex
+	held        map[key]*hold
+	lanes       map[string]map[*hold]struct{} // the holds by lane
+	nextRenewal time.Time                     // next wake-up of Run
 }
 
-// NewKeeper returns a keeper whose lanes are those of db, which has to be a pool: many
-// goroutines use it at once. Call Run to have leases renewed.
+// NewKeeper returns a keeper for the lanes of db, which must be a pool. Call Run to renew leases.
 func NewKeeper(db postgres.DB, opts Options) *Keeper {
 	k := &Keeper{
 		db: db, listener: opts.Listener, log: opts.Logger, enabled: !opts.Disabled, observer: opts.Observer,
-		changed: make(chan struct{}, 1), held: make(map[key]*hold), lanes: make(map[string]map[*hold]struct{}),
+		renewSooner: make(chan struct{}, 1), held: make(map[key]*hold), lanes: make(map[string]map[*hold]struct{}),
 	}
 	k.closed, k.close = context.WithCancel(context.Background())
-	k.tries.Send = func(ctx context.Context, all []wanted) ([]batch.Answer[answer], error) {
-		return tryMany(ctx, k.db, all)
+	k.acquires.Send = func(ctx context.Context, all []acquireRequest) ([]batch.Answer[acquireResult], error) {
+		return tryBatch(ctx, k.db, all)
 	}
-	k.tries.Late = k.lateGrant
-	k.frees.Send = func(ctx context.Context, all []held) ([]batch.Answer[release], error) {
-		return freeMany(ctx, k.db, all)
+	k.acquires.Late = k.releaseLate
+	k.releases.Send = func(ctx context.Context, all []releaseRequest) ([]batch.Answer[releaseResult], error) {
+		return releaseBatch(ctx, k.db, all)
 	}
 	scheduler := &batch.Scheduler{}
-	share(&k.tries, scheduler)
-	share(&k.frees, scheduler)
+	configureBatcher(&k.acquires, scheduler)
+	configureBatcher(&k.releases, scheduler)
 	if k.log == nil {
 		k.log = slog.New(slog.DiscardHandler)
 	}
 	if k.observer == nil {
-		k.observer = unobserved{}
+		k.observer = noopObserver{}
 	}
 	if !k.enabled {
 		k.log.WarnContext(context.Background(), "lanes are off: every lane is granted to everybody; set AGENT_LANES=on")
@@ -99,70 +97,69 @@ func NewKeeper(db postgres.DB, opts Options) *Keeper {
 	return k
 }
 
-// share configures batching. A release that a fenced write delays must not delay the rest.
-func share[In, Out any](g *batch.Batcher[In, Out], scheduler *batch.Scheduler) {
-	g.Scheduler = scheduler
-	g.Unchanged, g.MaxSize, g.MaxWait, g.Timeout = postgres.Unchanged, 64, 25*time.Millisecond, 5*time.Second
+// configureBatcher configures batching. A release that a fenced write delays must not delay the rest.
+func configureBatcher[In, Out any](b *batch.Batcher[In, Out], scheduler *batch.Scheduler) {
+	b.Scheduler = scheduler
+	b.Unchanged, b.MaxSize, b.MaxWait, b.Timeout = postgres.Unchanged, 64, 25*time.Millisecond, 5*time.Second
 }
 
-// Adopt keeps a lease that the database granted without this package: the lane of an execution that
-// was re-owned when it was claimed. startedBefore is a moment before the statement that did it; from
-// there the local end of the lease is counted. The lease counts as one hold of owner.
+// Adopt keeps a lease that the database granted without this package: the lane of an execution that a claim took
+// over. The local end of the lease counts from startedBefore, a moment before that statement. The lease counts as one
+// hold of owner.
 func (k *Keeper) Adopt(ctx context.Context, owner Owner, lane string, token int64, ttl time.Duration, startedBefore time.Time) *Lease {
 	if !k.enabled {
-		return localLease(ctx, k, owner, lane)
+		return unlockedLease(ctx, k, owner, lane)
 	}
-	return k.enter(ctx, owner, grant{
-		lane: lane, token: token, ttl: wholeSeconds(ttl), before: startedBefore, expires: startedBefore.Add(ttl),
+	return k.addGrant(ctx, owner, grant{
+		lane: lane, token: token, ttl: wholeSeconds(ttl), sentAt: startedBefore, expires: startedBefore.Add(ttl),
 	})
 }
 
-// Drop forgets every lease of owner without a release and without a word, and cancels their
-// contexts. It is for the end or the park of an execution, where SQL releases or parks its lanes: call
-// it before that statement, or a renewal may take the release for a loss.
+// Drop forgets every lease of owner without a release, and cancels their contexts. Call it before the statement that
+// ends or suspends an execution, where SQL releases or parks its lanes. Otherwise a renewal may report a loss.
 func (k *Keeper) Drop(owner Owner) {
 	k.mu.Lock()
 	var dropped []*Lease
 	for id, h := range k.held {
 		if id.owner == owner.name {
-			dropped = append(dropped, k.forget(h)...)
+			dropped = append(dropped, k.remove(h)...)
 		}
 	}
 	k.mu.Unlock()
-	endAll(dropped, context.Canceled)
+	cancelAll(dropped, context.Canceled)
 }
 
-// ReleaseAll ends every lease of the process, at its shutdown: those of executions are dropped, since the next claim
-// takes their lanes over; all others are released. It works with a ctx that has ended, and tries again for at most 5
-// seconds what a broken connection or an open transaction keeps from being released.
+// ReleaseAll ends every lease of the process at its shutdown. Leases of executions are dropped, because the next
+// claim takes their lanes over; all others are released. It works with an ended ctx, and retries broken connections
+// and open transactions for at most 5 seconds.
 func (k *Keeper) ReleaseAll(ctx context.Context) error {
 	k.close()
-	var left []held
-	var ended []*Lease
+	var remaining []releaseRequest
+	var cancelled []*Lease
 	k.mu.Lock()
 	for _, h := range k.held {
 		if !h.owner.claim {
-			left = append(left, held{h.lane, h.owner, h.token})
+			remaining = append(remaining, releaseRequest{h.lane, h.owner, h.token})
 		}
-		ended = append(ended, k.forget(h)...)
+		cancelled = append(cancelled, k.remove(h)...)
 	}
 	k.mu.Unlock()
-	endAll(ended, context.Canceled)
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseLimit)
+	cancelAll(cancelled, context.Canceled)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTimeout)
 	defer cancel()
 	var err error
-	for pause := retryFirst; len(left) > 0; pause = min(2*pause, retryMost) {
-		if left, err = k.releaseEach(ctx, left); err != nil && (!worthRetrying(err) || !sleep(ctx, pause)) {
-			return fmt.Errorf("release %d lanes: %w", len(left), err)
+	for pause := minRetryPause; len(remaining) > 0; pause = min(2*pause, maxRetryPause) {
+		if remaining, err = k.releaseEach(ctx, remaining); err != nil && (!retryable(err) || !sleep(ctx, pause)) {
+			return fmt.Errorf("release %d lanes: %w", len(remaining), err)
 		}
 	}
 	return nil
 }
 
-// releaseEach releases many lanes in one statement, and by itself each that this leaves. It returns those that are
-// not released, with why.
-func (k *Keeper) releaseEach(ctx context.Context, all []held) (left []held, err error) {
-	answers, err := freeMany(ctx, k.db, all)
+// releaseEach releases many lanes in one statement, and each that it leaves out by itself. It returns the remaining
+// ones and the last error.
+func (k *Keeper) releaseEach(ctx context.Context, all []releaseRequest) (remaining []releaseRequest, err error) {
+	answers, err := releaseBatch(ctx, k.db, all)
 	if err != nil {
 		return all, err
 	}
@@ -170,32 +167,31 @@ func (k *Keeper) releaseEach(ctx context.Context, all []held) (left []held, err 
 		released := answers[i].Value
 		if answers[i].Alone {
 			var failed error
-			if released, failed = freeLane(ctx, k.db, h); failed != nil {
-				left, err = append(left, h), failed
+			if released, failed = releaseLane(ctx, k.db, h); failed != nil {
+				remaining, err = append(remaining, h), failed
 			}
 		}
 		if released.done {
-			k.logReleased(ctx, h, released.to)
+			k.logReleased(ctx, h, released.successor)
 		}
 	}
-	return left, err
+	return remaining, err
 }
 
-func (k *Keeper) wakeRun() {
+func (k *Keeper) wakeRenewal() {
 	select {
-	case k.changed <- struct{}{}:
+	case k.renewSooner <- struct{}{}:
 	default:
 	}
 }
 
-// Listener hears what the database tells a process, over one connection: it shortens the waits of everything that
-// takes one. A process has one, and calls its Run once, which returns when its context ends; a connection that breaks
-// is opened again. Behind a pooler it says once that nothing is heard. Everything works without one, by looking about
-// once a second.
+// Listener receives the database's notifications over one connection, for all users in the process. Run it once; it
+// returns when its context ends, and reconnects a broken connection. Behind a pooler it logs once that there are no
+// notifications. Everything works without one, by polling once a second.
 type Listener = postgres.Listener
 
-// NewListener returns the listener of a process. Its connection leads to the database of pool and does not count
-// among pool's. logger gets what happens to it; nil for none.
+// NewListener returns the listener of a process. Its connection is not one of pool's. logger receives its events; nil
+// for none.
 func NewListener(pool *pgxpool.Pool, logger *slog.Logger) *Listener {
 	if logger == nil {
 		logger = slog.New(slog.DiscardHandler)

@@ -289,7 +289,7 @@ func TestTheLaneOfADeadProcessIsFreedWhileSomebodyLooks(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	blocked(t, db, "lose_agent_claims")
+	asBlocked(t, db, "lose_agent_claims")
 	commit(t, look)
 	under.Wait()
 	if g := try(t, db, "x", "b", 60); !g.acquired {

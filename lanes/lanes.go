@@ -1,43 +1,42 @@
 // Package lanes keeps two runs from doing the same work at once.
 //
-// A lane is a name, such as "heartbeat" or "pipeline:prices", that one owner holds for a while. The
-// hold is a lease in the table agent_locks: owner, fencing token, end. A holder that dies loses the
-// lane when the lease ends, so nothing has to clean up after it. The rules are SQL functions
-// (migrations/schema/020_lanes.sql), so any client of the database obeys them; this package is a thin
-// client that adds what only a process can: renewal, cancellation and counting.
+// A lane is a name, such as "heartbeat" or "pipeline:prices", that one owner holds for a while. The hold is a lease
+// in the table agent_locks: owner, fencing token, expiry. A holder that dies loses the lane when the lease expires,
+// so nothing has to clean up. The rules are SQL functions (migrations/schema/020_lanes.sql), so they bind every
+// client of the database. This package adds what only a process can do: renewal, cancellation and counting of nested
+// holds.
 //
 // It promises:
 //
-//   - At most one owner holds a lane at any moment of the database's clock, and the tokens of one
-//     lane grow in the order of its grants.
-//   - A try never waits. AcquireWait keeps a place in a queue: nobody is overtaken or starves. A release hands the lane to
-//     who waits first, in its own transaction, and the notification that tells it so leaves after the commit: the waiter
-//     sends nothing. The lease that begins so is short, at most 10 seconds, until [Keeper.Run] has renewed it: a waiter that died
-//     meanwhile lets it run out, and one that gives up gives it back.
-//   - The context of a lease is cancelled with cause [ErrLost] when the lane is lost, and at the
-//     latest when the lease ends by the local monotonic clock, started before the call that
-//     acquired or renewed it. So it ends no later than the database's lease, even when the
-//     database cannot be reached.
-//   - No transaction of another client, however long it stays open, delays a renewal or a try, or a release or a break for longer than
-//     about a second: then that is a *BlockedError, which says who is in the way.
-//   - A break reaches its holder by notification; without notifications the holder finds it at its next renewal.
-//   - Only the holder releases, only once, and a nested hold of the same owner never frees the outer one. A grant is
-//     durable when it is answered, a hand-over when it is notified; a release to nobody is within a second. A release that a broken
-//     connection interrupts goes on in the background, see [Lease.Release]. A server that crashes meanwhile shows the lane as held
-//     until its lease ends, unless somebody else has got it: that grant makes the release durable with itself.
-//   - An owner is one claim of one run. The type [Owner] has no constructor from a mere string, so a
-//     constant owner, which would let a second instance in, cannot be written.
+//   - At most one owner holds a lane at any moment of the database's clock. The tokens of a lane grow in the order of
+//     its grants.
+//   - Acquire never waits. AcquireWait queues: no waiter is overtaken or starves. A release hands the lane to the
+//     first waiter in its own transaction, and notifies it at the commit. The handed-over lease is short, at most 10
+//     seconds, until [Keeper.Run] renews it. So the lease of a dead waiter expires, and a waiter that gives up
+//     releases it.
+//   - A lost lane cancels the context of its lease with cause [ErrLost]. That happens at the latest when the lease
+//     expires by the local monotonic clock, counted from before the statement. So the context ends no later than the
+//     database's lease, even without a connection.
+//   - An open transaction of another client delays a renewal, an acquire, a release or a break for about a second at
+//     most. Then the error is a *BlockedError, which names the transaction.
+//   - A notification tells the holder of a break; without notifications the holder finds it at its next renewal.
+//   - Only the holder releases, once, and a nested hold of the same owner never releases the outer one. A grant is
+//     durable when it returns, a handover when it is notified. A release to no waiter becomes durable within a
+//     second. An interrupted release continues in the background, see [Lease.Release]. A server crash before that
+//     shows the lane as held until its lease expires. A later grant makes the release durable with itself.
+//   - An owner is one claim of one run. The type [Owner] has no constructor from a string, so no constant owner can
+//     let a second instance in.
 //
-// A paused process can still write after its lease has ended, before it notices. A write that must
-// not happen then begins with [Lease.Fence] in its transaction: it fails with [ErrStale] once the
-// lane has gone to somebody else, and a takeover waits for a fenced transaction that is under way.
+// A paused process can write after its lease has expired, before it notices. Start a write that must not happen then
+// with [Lease.Fence] in its transaction. It fails with [ErrStale] once another owner has the lane, and a takeover
+// waits for a fenced transaction.
 //
-// A lane can be lent: a child execution acts in the lanes of the parent that waits for it. The borrower has a token of
-// its own, so the lender's late writes are refused; the lane goes back, with a new token again, when the borrower ends,
-// gives it back or lets it expire, and when a lender stops waiting. SQL decides who may borrow and keeps the
-// loans (migrations/schema/020_lanes.sql); here it is only [Keeper.AcquireAs].
+// A lane can be lent: a child execution uses the lanes of its waiting parent. The borrower has its own token, so the
+// lender's late writes are refused. The lane returns with a new token when the borrower ends, releases it or lets it
+// expire, and when the lender stops waiting. SQL decides who may borrow and stores the loans. Here it is only
+// [Keeper.AcquireAs].
 //
-// One [Keeper] per process renews every lease it holds with one statement, see [Keeper.Run].
+// One [Keeper] per process renews all its leases with one statement, see [Keeper.Run].
 package lanes
 
 import (
@@ -59,20 +58,20 @@ import (
 )
 
 var (
-	// ErrBusy reports a lane that somebody else holds. The error is a *BusyError.
+	// ErrBusy reports a lane that another owner holds. The error is a *BusyError.
 	ErrBusy = errors.New("lane busy")
-	// ErrLost is the cause of the cancellation of a lease's context: the lane was lost.
+	// ErrLost is the cause of a cancelled lease context: the lane was lost.
 	ErrLost = errors.New("lane lost")
-	// ErrStale reports a fenced write under a token that is no longer its lane's (SQLSTATE LK001).
+	// ErrStale reports a fenced write under a token that its lane no longer has (SQLSTATE LK001).
 	ErrStale = errors.New("lane token is stale")
-	// ErrBlocked reports a lane that another transaction has in use, such as a fenced write that is still open, for
-	// longer than about a second (SQLSTATE 55P03). Nothing has changed. The error is a *BlockedError.
+	// ErrBlocked reports a lane that another open transaction blocks for more than about a second (SQLSTATE 55P03).
+	// Nothing has changed. The error is a *BlockedError.
 	ErrBlocked = errors.New("lane in use")
-	// ErrInvalid reports a lane, owner, TTL or reason that the database refuses (SQLSTATE 22023).
+	// ErrInvalid reports a lane, owner, TTL or reason that the database rejects (SQLSTATE 22023).
 	ErrInvalid = errors.New("invalid")
 )
 
-// SQLSTATEs that the lane functions raise, and that of a text which does not come as far as to them.
+// SQLSTATEs of the lane functions, and that of text which is not valid UTF-8.
 const (
 	codeStale   = "LK001"
 	codeBlocked = "55P03"
@@ -80,19 +79,19 @@ const (
 	codeNoText  = "22021"
 )
 
-// BusyError says who holds a lane. It matches ErrBusy.
+// BusyError names the holder of a lane. It matches ErrBusy.
 type BusyError struct {
 	Lane      string
-	Holder    string    // owner of the live lease, or who waits first; empty when the row was being changed
-	ExpiresAt time.Time // end of that lease by the database's clock; zero when unknown or parked
-	// Soon says that an execution holds it which has started the one that asks, and lends it when it begins to wait.
-	Soon bool
+	Holder    string    // owner of the live lease, or the first waiter; empty when the row was locked
+	ExpiresAt time.Time // expiry by the database's clock; zero when unknown or parked
+	// WillLend says that the holder started the requesting execution, and lends the lane when it waits.
+	WillLend bool
 }
 
 func (e *BusyError) Error() string {
 	switch {
 	case e.Holder == "":
-		return fmt.Sprintf("acquire %s: lane busy: somebody takes or releases it right now", e.Lane)
+		return fmt.Sprintf("acquire %s: lane busy: it is being acquired or released right now", e.Lane)
 	case e.ExpiresAt.IsZero():
 		return fmt.Sprintf("acquire %s: lane busy: held by %s", e.Lane, e.Holder)
 	}
@@ -102,9 +101,9 @@ func (e *BusyError) Error() string {
 // Is makes errors.Is(err, ErrBusy) true.
 func (e *BusyError) Is(target error) bool { return target == ErrBusy }
 
-// BlockedError says which transaction is in the way. It matches ErrBlocked.
+// BlockedError names the blocking transaction. It matches ErrBlocked.
 type BlockedError struct {
-	Reason string // pid, application and since when, in the words of the database
+	Reason string // pid, application and start of the transaction, as the database reports them
 	Hint   string // what to do
 	cause  *pgconn.PgError
 }
@@ -114,23 +113,23 @@ func (e *BlockedError) Error() string { return e.Reason }
 // Is makes errors.Is(err, ErrBlocked) true.
 func (e *BlockedError) Is(target error) bool { return target == ErrBlocked }
 
-// Unwrap is what the database said.
+// Unwrap is the database's error.
 func (e *BlockedError) Unwrap() error { return e.cause }
 
-// blocked makes a *BlockedError of an error that says so, and leaves every other as it is.
-func blocked(err error) error {
+// asBlocked turns a lock timeout into a *BlockedError, and returns other errors unchanged.
+func asBlocked(err error) error {
 	if said, ok := errors.AsType[*pgconn.PgError](err); ok && said.Code == codeBlocked {
 		return &BlockedError{Reason: said.Message, Hint: said.Hint, cause: said}
 	}
 	return err
 }
 
-// longestName of a lane or an owner, in characters.
-const longestName = 255
+// maxNameLength is in characters.
+const maxNameLength = 255
 
-// unseen are characters of which a reader sees nothing, or that change how others are seen. agent_name_fault has the
-// same.
-var unseen = &unicode.RangeTable{
+// invisible are characters that a reader does not see, or that change how others look. agent_name_fault has the same
+// table.
+var invisible = &unicode.RangeTable{
 	R16: []unicode.Range16{
 		{0x80, 0xa0, 1},
 		{0xad, 0xad, 1},
@@ -155,35 +154,32 @@ var unseen = &unicode.RangeTable{
 	LatinOffset: 2,
 }
 
-// ValidName reports whether a lane or an owner may have a name: 1 to 255 printable characters, not only blanks, that
-// look like no other name. So it has no invisible characters, none that change the direction of the text, no blanks
-// other than the space, and its accents are composed (Unicode's normal form C). The database refuses every other name
-// with 22023.
+// ValidName reports whether a name is valid for a lane or an owner: 1 to 255 printable characters, not only spaces,
+// that resemble no other name. So it has no invisible characters, no characters that change the text direction, no
+// blanks but the space, and composed accents (Unicode's normal form C). The database rejects other names with 22023.
 func ValidName(name string) bool {
-	if n := utf8.RuneCountInString(name); n < 1 || n > longestName || !utf8.ValidString(name) || strings.Trim(name, " ") == "" {
+	if n := utf8.RuneCountInString(name); n < 1 || n > maxNameLength || !utf8.ValidString(name) || strings.Trim(name, " ") == "" {
 		return false
 	}
 	for _, r := range name {
-		if unicode.IsControl(r) || unicode.Is(unseen, r) {
+		if unicode.IsControl(r) || unicode.Is(invisible, r) {
 			return false
 		}
 	}
 	return norm.NFC.IsNormalString(name)
 }
 
-// Owner is one claim of one run: who holds a lane. The zero value owns nothing. Owners are made by
-// ClaimOwner for executions and by Acquire and AcquireWait for everything else, where each call
-// is an owner of its own.
+// Owner is one claim of one run: the holder of a lane. The zero value owns nothing. ClaimOwner makes the owner of an
+// execution. Acquire and AcquireWait make a new owner for each call.
 type Owner struct {
 	name  string
-	claim bool // of an execution: its lanes end with it, in SQL
+	claim bool // of an execution: SQL ends its lanes with it
 }
 
 var executionID = regexp.MustCompile(`^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$`)
 
-// ClaimOwner is the owner of the lanes of an execution under one of its claims. With anything but
-// an execution's id and a claim number above 0 it is the zero Owner, which every function
-// refuses with ErrInvalid.
+// ClaimOwner is the owner of the lanes of an execution under one claim. For an invalid id or claim it is the zero
+// Owner, which every function rejects with ErrInvalid.
 func ClaimOwner(execution string, claim int64) Owner {
 	if claim <= 0 || !executionID.MatchString(execution) {
 		return Owner{}
@@ -191,11 +187,11 @@ func ClaimOwner(execution string, claim int64) Owner {
 	return Owner{name: execution + "#" + strconv.FormatInt(claim, 10), claim: true}
 }
 
-// String is the owner as it stands in agent_locks.locked_by.
+// String is the owner as in agent_locks.locked_by.
 func (o Owner) String() string { return o.name }
 
-// runOwner is a new owner for work outside executions, never the same twice. A trace in
-// ctx becomes its beginning, so that the live view can name it, and a process its end, so that the sweep finds it.
+// runOwner is a new unique owner for work outside executions. It starts with the trace of ctx, which the live view
+// shows, and ends with the process, by which the sweep finds it.
 func runOwner(ctx context.Context, process string) Owner {
 	name := "run"
 	if id, ok := trace.From(ctx); ok {
@@ -208,11 +204,11 @@ func runOwner(ctx context.Context, process string) Owner {
 	return Owner{name: name}
 }
 
-// policy is what a lane's name says about its leases. It is decided here and nowhere else.
+// policy derives the lease settings from a lane's name.
 type policy struct {
 	ttl     time.Duration // default
-	renewed bool          // by Run; otherwise only by Lease.Renew or by acquiring again
-	cancels bool          // losing it cancels the work
+	renewed bool          // by Run; otherwise only by Lease.Renew or another acquire
+	cancels bool          // its loss cancels the work
 }
 
 const (
@@ -221,9 +217,9 @@ const (
 	jobTTL     = time.Hour
 )
 
-// policyOf knows the lanes of the runtime by name; any other name is an external job's.
-// A thread's lane ends when nothing was sent for its TTL: each send renews it, and losing it cancels
-// nothing, because the next send acquires it again or queues.
+// policyOf knows the lanes of the runtime by name; any other name is an external job's. A thread's lane expires when
+// nothing was sent for its TTL: each send renews it. Its loss cancels nothing, because the next send acquires it
+// again or queues.
 func policyOf(lane string) policy {
 	kind, _, named := strings.Cut(lane, ":")
 	switch {
@@ -236,26 +232,26 @@ func policyOf(lane string) policy {
 	return policy{ttl: jobTTL, renewed: true, cancels: true}
 }
 
-// Option changes one acquisition.
+// Option configures one acquire.
 type Option func(*settings)
 
 type settings struct {
-	ttl      time.Duration
-	patience time.Duration // 0: a little longer than ttl
-	process  string        // its id in agent_workers; empty: the lease ends by its time only
+	ttl     time.Duration
+	timeout time.Duration // 0: a little longer than ttl
+	process string        // its id in agent_workers; empty: the lease only expires
 }
 
-// WithTTL sets how long the lease lasts without a renewal, 1 second to 30 days, in whole seconds
-// (rounded up). A nested hold never shortens the lease of the outer one.
+// WithTTL sets the lease's lifetime without a renewal: 1 second to 30 days, rounded up to whole seconds. A nested
+// hold never shortens the outer lease.
 func WithTTL(ttl time.Duration) Option { return func(s *settings) { s.ttl = ttl } }
 
-// WithPatience sets how long AcquireWait waits. The default is longer than the lane's TTL, so
-// that a holder that died is outlived.
-func WithPatience(patience time.Duration) Option { return func(s *settings) { s.patience = patience } }
+// WithTimeout bounds the wait of AcquireWait. The default is longer than the lane's TTL, so it outlasts a dead
+// holder.
+func WithTimeout(timeout time.Duration) Option { return func(s *settings) { s.timeout = timeout } }
 
-// WithProcess has the lane go free when a process of that id in agent_workers is dead, and not at the end of its
-// lease only: the owner ends with "@" and the id, by which the sweep finds it. It is for Acquire and AcquireWait;
-// lanes of an execution go on with it.
+// WithProcess releases the lane when the process with that id in agent_workers is dead, and not only at the end of
+// its lease. The owner ends with "@" and the id. Use it with Acquire and AcquireWait; lanes of executions outlive
+// their process.
 func WithProcess(id string) Option { return func(s *settings) { s.process = id } }
 
 func settingsFor(lane string, opts []Option) settings {
@@ -264,13 +260,13 @@ func settingsFor(lane string, opts []Option) settings {
 		o(&s)
 	}
 	s.ttl = wholeSeconds(s.ttl)
-	if s.patience <= 0 {
-		s.patience = s.ttl + s.ttl/4 + queuePlace
+	if s.timeout <= 0 {
+		s.timeout = s.ttl + s.ttl/4 + queuePlaceTTL
 	}
 	return s
 }
 
-// wholeSeconds rounds away from zero, so that neither 1 ms nor -1 ms becomes the invalid 0.
+// wholeSeconds rounds away from zero, so neither 1 ms nor -1 ms becomes the invalid 0.
 func wholeSeconds(d time.Duration) time.Duration {
 	if d%time.Second == 0 {
 		return d
@@ -281,7 +277,7 @@ func wholeSeconds(d time.Duration) time.Duration {
 	return d.Truncate(time.Second) - time.Second
 }
 
-// seconds is d for an int parameter; what does not fit is out of every allowed range anyway.
+// seconds converts d for an int parameter; larger values are out of range anyway.
 func seconds(d time.Duration) int32 {
 	const most = 1<<31 - 1
 	return int32(max(-most, min(most, int64(d/time.Second))))

@@ -12,24 +12,24 @@ import (
 
 // Lease is a hold of a lane. Its methods may be called from any goroutine.
 type Lease struct {
-	hold *hold
-	ctx  context.Context
-	end  context.CancelCauseFunc
-	off  bool // lanes are switched off
+	hold   *hold
+	ctx    context.Context
+	cancel context.CancelCauseFunc
+	off    bool // lanes are off
 
-	mu      sync.Mutex
-	settled bool // Release has its answer
-	answer  error
+	mu         sync.Mutex
+	released   bool // Release has its answer
+	releaseErr error
 }
 
 func newLease(ctx context.Context, h *hold) *Lease {
 	l := &Lease{hold: h}
-	l.ctx, l.end = leaseContext(ctx, h.lane)
+	l.ctx, l.cancel = leaseContext(ctx, h.lane)
 	return l
 }
 
-// localLease is what everybody gets while lanes are off.
-func localLease(ctx context.Context, k *Keeper, owner Owner, lane string) *Lease {
+// unlockedLease is the lease while lanes are off.
+func unlockedLease(ctx context.Context, k *Keeper, owner Owner, lane string) *Lease {
 	l := newLease(ctx, &hold{keeper: k, owner: owner, lane: lane, lost: make(chan struct{})})
 	l.off = true
 	return l
@@ -38,17 +38,16 @@ func localLease(ctx context.Context, k *Keeper, owner Owner, lane string) *Lease
 // Lane is the name of the lane.
 func (l *Lease) Lane() string { return l.hold.lane }
 
-// Owner is who holds it.
+// Owner is the holder.
 func (l *Lease) Owner() Owner { return l.hold.owner }
 
-// Lender is the execution that the lane was borrowed from, empty for a lane that was free.
+// Lender is the execution that lent the lane; empty for a lane of its own.
 func (l *Lease) Lender() string { return l.hold.lender }
 
-// Token is the fencing token: larger than that of every earlier grant of this lane. 0 while lanes are off.
+// Token is the fencing token: larger than those of all earlier grants of this lane; 0 while lanes are off.
 func (l *Lease) Token() int64 { return l.hold.token }
 
-// ExpiresAt is the end of the lease by the database's clock, as of the last renewal. Zero while
-// lanes are off.
+// ExpiresAt is the expiry by the database's clock as of the last renewal; zero while lanes are off.
 func (l *Lease) ExpiresAt() time.Time {
 	k := l.hold.keeper
 	k.mu.Lock()
@@ -56,16 +55,15 @@ func (l *Lease) ExpiresAt() time.Time {
 	return l.hold.expires
 }
 
-// Context is the acquirer's context, cancelled when the lease is released and, with a cause that is
-// ErrLost, when the lane is lost. The loss of a thread's lane cancels nothing.
+// Context is the acquirer's context. The release cancels it, and a loss cancels it with a cause that is ErrLost. The
+// loss of a thread's lane cancels nothing.
 func (l *Lease) Context() context.Context { return l.ctx }
 
 // Lost is closed when the lane is lost, also a thread's.
 func (l *Lease) Lost() <-chan struct{} { return l.hold.lost }
 
-// Fence guards the writes of tx: it returns ErrStale, and has aborted tx, when the lane is no longer held
-// under this lease's token. Otherwise nobody can take the lane over before tx ends; renewals pass.
-// Call it before the writes.
+// Fence guards the writes of tx; call it before them. It returns ErrStale, and has aborted tx, when the lane is no
+// longer held under this token. Otherwise no other owner can acquire the lane before tx ends; renewals still succeed.
 func (l *Lease) Fence(ctx context.Context, tx postgres.DB) error {
 	if l.off {
 		return nil
@@ -81,15 +79,15 @@ func (l *Lease) Fence(ctx context.Context, tx postgres.DB) error {
 	return nil
 }
 
-// Renew prolongs the lease by its TTL from now. Only lanes that Run does not renew, those of threads, need
-// it. ErrLost once the lane is lost or given back; nil also when the row was being changed and the lease goes on as
-// it was.
+// Renew extends the lease by its TTL from now. Only threads' lanes need it, because Run does not renew them. It
+// returns ErrLost for a lost or released lane. It returns nil also when the row was locked and the lease is
+// unchanged.
 func (l *Lease) Renew(ctx context.Context) error {
 	if l.off {
 		return nil
 	}
-	if l.over() {
-		return fmt.Errorf("renew %s: %w: it was given back", l.hold.lane, ErrLost)
+	if l.isOver() {
+		return fmt.Errorf("renew %s: %w: it was released", l.hold.lane, ErrLost)
 	}
 	if err := l.hold.keeper.renew(ctx, []*hold{l.hold}); err != nil {
 		return fmt.Errorf("renew %s: %w", l.hold.lane, err)
@@ -102,73 +100,71 @@ func (l *Lease) Renew(ctx context.Context) error {
 	}
 }
 
-// over reports that the lease was given back, or forgotten with its owner.
-func (l *Lease) over() bool {
+// isOver reports a lease that was released, or dropped with its owner.
+func (l *Lease) isOver() bool {
 	k := l.hold.keeper
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	_, counts := l.hold.leases[l]
-	return l.hold.state == gone || l.hold.state != lost && !counts
+	return l.hold.state == released || l.hold.state != lost && !counts
 }
 
-// Release cancels Context and gives the lane back. An inner hold only ends itself. It works with a ctx
-// that has ended. When a connection breaks, the database is away or a fenced write is still open it tries again, for
-// at most 5 seconds; then it returns the error, and the keeper goes on trying until the lease would have ended
-// anyway. It may be called again, and answers the same. ErrLost says that the lane had been lost before, so that the
-// work may not have been alone.
-func (l *Lease) Release(ctx context.Context) error { return l.ReleaseWithin(ctx, releaseLimit) }
+// Release cancels Context and releases the lane; an inner hold only ends itself. It works with an ended ctx. It
+// retries broken connections, an unavailable database and open fenced writes for at most 5 seconds. Then it returns
+// the error, and the keeper retries until the lease would have expired. A repeated call returns the same. ErrLost
+// says that the lane was lost before, so the work may have overlapped with another's.
+func (l *Lease) Release(ctx context.Context) error { return l.ReleaseWithin(ctx, releaseTimeout) }
 
-// ReleaseWithin is Release that tries for as long as limit, for a process that ends afterwards.
+// ReleaseWithin is Release that retries for limit, for a process that ends afterwards.
 func (l *Lease) ReleaseWithin(ctx context.Context, limit time.Duration) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.end(context.Canceled)
-	if l.settled {
-		return l.answer
+	l.cancel(context.Canceled)
+	if l.released {
+		return l.releaseErr
 	}
 	if l.off {
-		l.settled = true
+		l.released = true
 		l.hold.keeper.log.InfoContext(ctx, "lane released", "lane", l.hold.lane, "owner", l.hold.owner.name)
 		return nil
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), limit)
 	defer cancel()
-	answer, err := l.hold.keeper.leave(ctx, l)
+	answer, err := l.hold.keeper.releaseLease(ctx, l)
 	if err != nil {
 		return fmt.Errorf("release %s: %w", l.hold.lane, err)
 	}
-	l.settled = true
+	l.released = true
 	if answer != nil {
-		l.answer = fmt.Errorf("release %s: %w", l.hold.lane, answer)
+		l.releaseErr = fmt.Errorf("release %s: %w", l.hold.lane, answer)
 	}
-	return l.answer
+	return l.releaseErr
 }
 
-// key is what a process may hold once: a lane, by an owner.
+// key identifies a hold of this process: a lane and its owner.
 type key struct{ lane, owner string }
 
-// grant is what the database gave, and when we began to ask.
+// grant is a granted lane, with the local time before the statement.
 type grant struct {
-	lane    string
-	token   int64
-	ttl     time.Duration
-	before  time.Time // local, read before the statement was sent
-	expires time.Time // by the database's clock
-	lender  string    // of a lane that was borrowed
-	brief   time.Time // local end of a lane that was handed over, which is sooner than its ttl; zero otherwise
+	lane     string
+	token    int64
+	ttl      time.Duration
+	sentAt   time.Time // local, before the statement was sent
+	expires  time.Time // by the database's clock
+	lender   string    // of a borrowed lane
+	localEnd time.Time // local end of a handed-over lease, sooner than its ttl; zero otherwise
 }
 
 type state int
 
 const (
-	live    state = iota
-	closing       // being released: neither renewed nor lost
+	live      state = iota
+	releasing       // neither renewed nor lost
 	lost
-	gone // released or forgotten
+	released // or dropped
 )
 
-// hold is one lease of the database as this process sees it, shared by the nested Leases of its
-// owner. The fields below the line are guarded by Keeper.mu.
+// hold is one database lease in this process, shared by the nested Leases of its owner.
 type hold struct {
 	keeper *Keeper
 	owner  Owner
@@ -176,7 +172,7 @@ type hold struct {
 	token  int64
 	lender string
 	policy policy
-	log    context.Context // for log lines: the values of the first acquirer's context
+	logCtx context.Context // values of the first acquirer's context, for log lines
 	lost   chan struct{}
 
 	// guarded by Keeper.mu
@@ -188,19 +184,19 @@ type hold struct {
 	timer    *time.Timer // fires at deadline
 	leases   map[*Lease]struct{}
 
-	background bool // its release goes on in the background
+	background bool // its release continues in the background
 }
 
 func (h *hold) key() key { return key{h.lane, h.owner.name} }
 
-// enter turns a grant into a Lease: the first of a new hold, or one more of the hold that it refreshed.
-func (k *Keeper) enter(ctx context.Context, owner Owner, g grant) *Lease {
+// addGrant turns a grant into a Lease: the first of a new hold, or one more of a refreshed hold.
+func (k *Keeper) addGrant(ctx context.Context, owner Owner, g grant) *Lease {
 	id := key{g.lane, owner.name}
 	k.mu.Lock()
 	h := k.held[id]
-	after := func() {}
+	notify := func() {}
 	if h != nil && h.token != g.token {
-		after = k.loseLocked(h, "it was granted anew")
+		notify = k.loseLocked(h, "it was granted anew")
 		h = nil
 	}
 	if h == nil {
@@ -213,18 +209,18 @@ func (k *Keeper) enter(ctx context.Context, owner Owner, g grant) *Lease {
 	}
 	h.state = live
 	h.ttl = g.ttl
-	if g.brief.IsZero() {
-		h.extend(g.before, g.ttl, g.expires)
+	if g.localEnd.IsZero() {
+		h.extend(g.sentAt, g.ttl, g.expires)
 	} else {
 		h.expires, h.renewAt = g.expires, time.Now()
 	}
 	l := newLease(ctx, h)
 	h.leases[l] = struct{}{}
-	sooner := h.policy.renewed && h.renewAt.Before(k.planned)
+	sooner := h.policy.renewed && h.renewAt.Before(k.nextRenewal)
 	k.mu.Unlock()
-	after()
+	notify()
 	if sooner {
-		k.wakeRun()
+		k.wakeRenewal()
 	}
 	return l
 }
@@ -232,35 +228,35 @@ func (k *Keeper) enter(ctx context.Context, owner Owner, g grant) *Lease {
 func (k *Keeper) newHold(ctx context.Context, owner Owner, g grant) *hold {
 	h := &hold{
 		keeper: k, owner: owner, lane: g.lane, token: g.token, lender: g.lender, policy: policyOf(g.lane),
-		log: context.WithoutCancel(ctx), lost: make(chan struct{}), leases: make(map[*Lease]struct{}),
-		deadline: g.before.Add(g.ttl),
+		logCtx: context.WithoutCancel(ctx), lost: make(chan struct{}), leases: make(map[*Lease]struct{}),
+		deadline: g.sentAt.Add(g.ttl),
 	}
-	if !g.brief.IsZero() {
-		h.deadline = g.brief
+	if !g.localEnd.IsZero() {
+		h.deadline = g.localEnd
 	}
 	h.timer = time.AfterFunc(time.Until(h.deadline), func() { k.expire(h) })
 	return h
 }
 
-// extend moves the end of the lease to ttl after before. A moment that lies before the present end is
-// of a statement that another has overtaken. Caller holds Keeper.mu.
-func (h *hold) extend(before time.Time, ttl time.Duration, expires time.Time) {
-	if end := before.Add(ttl); end.After(h.deadline) {
+// extend moves the end of the lease to ttl after sentAt. An earlier end belongs to a statement that another has
+// overtaken. The caller holds Keeper.mu.
+func (h *hold) extend(sentAt time.Time, ttl time.Duration, expires time.Time) {
+	if end := sentAt.Add(ttl); end.After(h.deadline) {
 		h.deadline = end
 		h.timer.Reset(time.Until(end))
 	}
 	h.expires = expires
-	h.renewAt = before.Add(h.interval())
+	h.renewAt = sentAt.Add(h.interval())
 }
 
-// shorten is for a renewal that was sent with a smaller TTL than the lease has got since.
-func (h *hold) shorten(before time.Time, ttl time.Duration) {
-	h.deadline = before.Add(ttl)
+// shorten handles a renewal that was sent with a smaller TTL than the lease has now.
+func (h *hold) shorten(sentAt time.Time, ttl time.Duration) {
+	h.deadline = sentAt.Add(ttl)
 	h.timer.Reset(time.Until(h.deadline))
 	h.renewAt = time.Now()
 }
 
-func (h *hold) interval() time.Duration { return min(h.ttl/3, renewEvery) }
+func (h *hold) interval() time.Duration { return min(h.ttl/3, maxRenewInterval) }
 
 // expire runs at the local end of a lease.
 func (k *Keeper) expire(h *hold) {
@@ -270,38 +266,38 @@ func (k *Keeper) expire(h *hold) {
 		k.mu.Unlock()
 		return
 	}
-	after := func() {}
-	if h.state == closing { // its release has failed, and now the database has freed it
-		k.forget(h)
+	notify := func() {}
+	if h.state == releasing { // its release failed, and the database lease has expired
+		k.remove(h)
 	} else {
-		after = k.loseLocked(h, fmt.Sprintf("it was not renewed within %s", h.ttl))
+		notify = k.loseLocked(h, fmt.Sprintf("it was not renewed within %s", h.ttl))
 	}
 	k.mu.Unlock()
-	after()
+	notify()
 }
 
-// loseLocked marks a live hold as lost. The caller holds mu and calls after when it has let go.
-func (k *Keeper) loseLocked(h *hold, why string) (after func()) {
+// loseLocked marks a live hold as lost. The caller holds mu, and calls notify after it has unlocked mu.
+func (k *Keeper) loseLocked(h *hold, reason string) (notify func()) {
 	if h.state != live {
 		return func() {}
 	}
-	leases := k.forget(h)
+	leases := k.remove(h)
 	h.state = lost
 	return func() {
 		close(h.lost)
 		k.observer.LaneLost(h.lane)
 		if !h.policy.cancels {
-			k.log.InfoContext(h.log, "lane lost", "lane", h.lane, "owner", h.owner.name, "fencing_token", h.token, "reason", why)
+			k.log.InfoContext(h.logCtx, "lane lost", "lane", h.lane, "owner", h.owner.name, "fencing_token", h.token, "reason", reason)
 			return
 		}
-		endAll(leases, fmt.Errorf("%w: %s: %s", ErrLost, h.lane, why))
-		k.log.ErrorContext(h.log, "lane lost", "lane", h.lane, "owner", h.owner.name, "fencing_token", h.token, "reason", why)
+		cancelAll(leases, fmt.Errorf("%w: %s: %s", ErrLost, h.lane, reason))
+		k.log.ErrorContext(h.logCtx, "lane lost", "lane", h.lane, "owner", h.owner.name, "fencing_token", h.token, "reason", reason)
 	}
 }
 
-// forget takes a hold out of the keeper and returns its leases. The caller holds mu.
-func (k *Keeper) forget(h *hold) []*Lease {
-	h.state = gone
+// remove takes a hold out of the keeper and returns its leases. The caller holds mu.
+func (k *Keeper) remove(h *hold) []*Lease {
+	h.state = released
 	h.timer.Stop()
 	if k.held[h.key()] == h {
 		delete(k.held, h.key())
@@ -317,13 +313,13 @@ func (k *Keeper) forget(h *hold) []*Lease {
 	return leases
 }
 
-func endAll(leases []*Lease, cause error) {
+func cancelAll(leases []*Lease, cause error) {
 	for _, l := range leases {
-		l.end(cause)
+		l.cancel(cause)
 	}
 }
 
-// leaseContext is where the work of a lease runs.
+// leaseContext is the context of a lease's work.
 func leaseContext(ctx context.Context, lane string) (context.Context, context.CancelCauseFunc) {
 	return context.WithCancelCause(trace.WithLane(ctx, lane))
 }

@@ -98,7 +98,7 @@ func TestOwnersAreNeverTheSame(t *testing.T) {
 		if _, err := k.AcquireAs(t.Context(), owner, "c"); !errors.Is(err, lanes.ErrInvalid) {
 			t.Errorf("%s owner: %v, want ErrInvalid", name, err)
 		}
-		if _, err := k.AwaitAs(t.Context(), owner, "c"); !errors.Is(err, lanes.ErrInvalid) {
+		if _, err := k.AcquireWaitAs(t.Context(), owner, "c"); !errors.Is(err, lanes.ErrInvalid) {
 			t.Errorf("%s owner waits: %v, want ErrInvalid", name, err)
 		}
 	}
@@ -315,7 +315,7 @@ func TestACallerWhoLeavesWhileTheLaneIsGrantedLeavesItFree(t *testing.T) {
 		}
 		left <- err
 	}()
-	blocked(t, db, "acquire_agent_lock")
+	asBlocked(t, db, "acquire_agent_lock")
 	leave()
 	select {
 	case err := <-left:

@@ -11,7 +11,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// LiveLane is a lane that is held now, or an execution that is run now (its lane is "execution:{id}").
+// LiveLane is a held lane, or a running execution (its lane is "execution:{id}").
 type LiveLane struct {
 	Lane         string   `json:"lane"`
 	LockedBy     string   `json:"locked_by"`
@@ -20,10 +20,10 @@ type LiveLane struct {
 	FencingToken int64    `json:"fencing_token"`
 	HeldFor      float64  `json:"held_for"`   // seconds
 	ExpiresIn    *float64 `json:"expires_in"` // seconds; null when parked
-	Parked       bool     `json:"parked"`     // kept by an execution that waits, without an end
+	Parked       bool     `json:"parked"`     // kept without expiry by a waiting execution
 }
 
-// Live returns the view agent_locks_live, by lane.
+// Live reads the view agent_locks_live, sorted by lane.
 func Live(ctx context.Context, db postgres.DB) ([]LiveLane, error) {
 	rows, err := db.Query(ctx, `
 		select l.lane, l.locked_by, l.execution_id::text as execution_id, l.trace_id, l.fencing_token,
@@ -41,37 +41,37 @@ func Live(ctx context.Context, db postgres.DB) ([]LiveLane, error) {
 }
 
 const (
-	// expireMost is how many of the lanes that are held one Expire looks at.
-	expireMost = 1000
-	// overdue is how long a lease has ended when Expire clears its lane.
-	overdue = 10 * time.Second
+	// expireBatch bounds the held lanes that one Expire reads.
+	expireBatch = 1000
+	// expireAfter is how long a lease has been expired when Expire clears its lane.
+	expireAfter = 10 * time.Second
 )
 
-// Expire clears lanes whose lease ended ten seconds ago or more and logs each, among some of those that are held:
-// those after a name, which is empty for the first. It returns after which name to go on. Threads are cleared by who
-// delivers their messages, and lent lanes are returned by [Prune]. It does nothing while lanes are off.
+// Expire clears lanes whose lease expired at least ten seconds ago, and logs each. It reads a batch of held lanes by
+// name, after a name that is empty for the first batch, and returns the name to continue after. It leaves threads to
+// their message delivery, and lent lanes to [Prune]. It does nothing while lanes are off.
 func (k *Keeper) Expire(ctx context.Context, after string) (next string, err error) {
 	if !k.enabled {
 		return "", nil
 	}
-	next, err = k.clearEnded(ctx, after)
+	next, err = k.clearExpired(ctx, after)
 	if err != nil {
-		return "", fmt.Errorf("clear lanes that ended: %w", err)
+		return "", fmt.Errorf("clear expired lanes: %w", err)
 	}
 	return next, nil
 }
 
-func (k *Keeper) clearEnded(ctx context.Context, after string) (next string, err error) {
+func (k *Keeper) clearExpired(ctx context.Context, after string) (next string, err error) {
 	_, err = k.db.Exec(ctx, `
 		delete from agent_lock_waiters w where w.ctid = any (array(
 		  select x.ctid from agent_lock_waiters x where x.expires_at < statement_timestamp() - interval '1 minute' for update skip locked))`)
 	if err != nil {
 		return "", err
 	}
-	// By name: an index by the end of the lease would be written by each renewal.
+	// Scan by name: every renewal would have to write an index on the expiry.
 	rows, err := k.db.Query(ctx, `
 		select l.lane from agent_locks l where l.locked_by <> '' and l.lane > @after order by l.lane limit @most`,
-		postgres.Strict{"after": after, "most": expireMost})
+		postgres.Strict{"after": after, "most": expireBatch})
 	if err != nil {
 		return "", err
 	}
@@ -87,7 +87,7 @@ func (k *Keeper) clearEnded(ctx context.Context, after string) (next string, err
 		   order by l.lane for update of l skip locked)
 		select e.lane, e.locked_by as holder, coalesce(e.execution_id::text, '') as execution_id,
 		       extract(epoch from clock_timestamp() - e.expires_at)::float8 as ended_for
-		  from ended e, lanekeeper.clear_agent_lock(e.lane, 'expired')`, postgres.Strict{"held": held, "overdue": overdue.Seconds()})
+		  from ended e, lanekeeper.clear_agent_lock(e.lane, 'expired')`, postgres.Strict{"held": held, "overdue": expireAfter.Seconds()})
 	if err != nil {
 		return "", err
 	}
@@ -102,14 +102,14 @@ func (k *Keeper) clearEnded(ctx context.Context, after string) (next string, err
 	for _, f := range found {
 		k.log.WarnContext(ctx, "lane stale, clearing", "lane", f.Lane, "holder", f.Holder, "execution_id", f.ExecutionID, "age", age(f.EndedFor))
 	}
-	if len(held) < expireMost {
+	if len(held) < expireBatch {
 		return "", nil
 	}
-	return held[expireMost-1], nil
+	return held[expireBatch-1], nil
 }
 
-// Prune returns lanes whose borrower has let them expire, and forgets those that have been free for a time. Their
-// tokens go on to grow, because the clock does.
+// Prune returns lanes whose borrower let them expire, and deletes lanes that were free for a time. Tokens keep
+// growing, because the clock does.
 func Prune(ctx context.Context, db postgres.DB, free time.Duration) error {
 	if free < 0 {
 		return fmt.Errorf("prune lanes that were free for %s: %w: give 0 or more", free, ErrInvalid)
@@ -136,13 +136,13 @@ func Prune(ctx context.Context, db postgres.DB, free time.Duration) error {
 	return nil
 }
 
-// age is a time in seconds as a log line has it.
+// age formats seconds for a log line.
 func age(seconds float64) string {
 	return time.Duration(seconds * float64(time.Second)).Round(time.Millisecond).String()
 }
 
-// Busy returns who holds a lane, or nil when nobody does, as while lanes are off.
-func (k *Keeper) Busy(ctx context.Context, lane string) (*BusyError, error) {
+// Holder returns the holder of a lane; nil for a free lane or while lanes are off.
+func (k *Keeper) Holder(ctx context.Context, lane string) (*BusyError, error) {
 	if !k.enabled {
 		return nil, nil
 	}
@@ -150,7 +150,7 @@ func (k *Keeper) Busy(ctx context.Context, lane string) (*BusyError, error) {
 		select l.locked_by, case when l.parked then null else l.expires_at end from agent_locks l
 		 where l.lane = @lane and l.locked_by <> '' and l.expires_at > clock_timestamp()`, postgres.Strict{"lane": lane})
 	if err != nil {
-		return nil, fmt.Errorf("look at %s: %w", lane, err)
+		return nil, fmt.Errorf("read lane %s: %w", lane, err)
 	}
 	type holder struct {
 		Name string
@@ -167,7 +167,7 @@ func (k *Keeper) Busy(ctx context.Context, lane string) (*BusyError, error) {
 	return busy, nil
 }
 
-// Held reports whether somebody holds lane; nobody does while lanes are off.
+// Held reports whether an owner holds lane; false while lanes are off.
 func (k *Keeper) Held(ctx context.Context, lane string) (bool, error) {
 	if !k.enabled {
 		return false, nil
@@ -175,29 +175,29 @@ func (k *Keeper) Held(ctx context.Context, lane string) (bool, error) {
 	return Held(ctx, k.db, lane)
 }
 
-// Held reports whether somebody holds lane.
+// Held reports whether an owner holds lane.
 func Held(ctx context.Context, db postgres.DB, lane string) (bool, error) {
 	var held bool
 	err := db.QueryRow(ctx, `select is_agent_lock_held(@lane)`, postgres.Strict{"lane": lane}).Scan(&held)
 	if err != nil {
-		return false, fmt.Errorf("look at %s: %w", lane, err)
+		return false, fmt.Errorf("read lane %s: %w", lane, err)
 	}
 	return held, nil
 }
 
-// Break takes lane away from its holder, whose token is void from then on, and records that with the
-// reason as an activity under the holder's trace. The holder is notified (see [Keeper.Run]). It waits for a fenced
-// write that is under way, about a second: then it is a *BlockedError, and the lane is as it was. False when nobody
-// holds the lane; ErrInvalid without a reason.
+// Break releases lane against its holder, whose token becomes void, and records that with the reason as an activity
+// under the holder's trace. The holder is notified (see [Keeper.Run]). It waits about a second for a fenced write;
+// then it returns a *BlockedError and changes nothing. It returns false for a free lane, and ErrInvalid without a
+// reason.
 func Break(ctx context.Context, db postgres.DB, lane, reason string) (bool, error) {
 	var broken bool
 	err := db.QueryRow(ctx, `select break_agent_lock(@lane, @reason)`,
 		postgres.Strict{"lane": lane, "reason": reason}).Scan(&broken)
-	if refused(err) {
-		return false, invalid("break", lane, err)
+	if isInvalid(err) {
+		return false, invalidError("break", lane, err)
 	}
 	if err != nil {
-		return false, fmt.Errorf("break %s: %w", lane, blocked(err))
+		return false, fmt.Errorf("break %s: %w", lane, asBlocked(err))
 	}
 	return broken, nil
 }

@@ -35,7 +35,7 @@ func TestAReleaseWhoseSessionIsKilledFreesTheLane(t *testing.T) {
 		}
 		released := make(chan error, 1)
 		go func() { released <- l.Release(t.Context()) }()
-		blocked(t, db, "release_agent_lock")
+		asBlocked(t, db, "release_agent_lock")
 		terminate(t, db, "release_agent_lock")
 		began := time.Now()
 		commit(t, write)
@@ -162,7 +162,7 @@ func TestReleaseAllIsTriedAgain(t *testing.T) {
 	}
 	released := make(chan error, 1)
 	go func() { released <- k.ReleaseAll(t.Context()) }()
-	blocked(t, db, "release_agent_lock")
+	asBlocked(t, db, "release_agent_lock")
 	terminate(t, db, "release_agent_lock")
 	pgtest.Eventually(t, soon, func() bool { return get[int](t, db, `select count(*) from agent_locks_live`) == 1 }, "the others are free")
 	commit(t, write)

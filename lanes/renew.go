@@ -11,23 +11,23 @@ import (
 )
 
 const (
-	busyRetry = 250 * time.Millisecond // for a row that somebody had locked
-	failRetry = time.Second            // at most, for a database that did not answer
-	idleLook  = time.Minute            // when there is nothing to renew; a new lease wakes Run
-	renewMost = 5 * time.Second        // for one renewal to be answered
+	lockedRetryDelay = 250 * time.Millisecond // for a locked row
+	maxFailureDelay  = time.Second            // for an unavailable database
+	idleInterval     = time.Minute            // without a lease to renew; a new lease wakes Run
+	renewTimeout     = 5 * time.Second        // for one renewal
 )
 
-// Run renews every lease of the process until ctx ends, then returns nil: one statement for all of
-// them, each at a third of its TTL but at least every 10 seconds, and at once when a release has handed it over. A
-// lease that is lost is cancelled with ErrLost. A break notifies its holder: with a Listener that hears, Run finds
-// the loss at once, otherwise at the next renewal. Without Run leases end after their TTL.
+// Run renews every lease of the process until ctx ends, then returns nil. One statement renews all: each lease at a
+// third of its TTL, at least every 10 seconds, and at once after a handover. A lost lease is cancelled with ErrLost.
+// A break notifies its holder: with a Listener Run finds the loss at once, otherwise at the next renewal. Without Run
+// leases expire after their TTL.
 func (k *Keeper) Run(ctx context.Context) error {
-	k.runs.Add(1)
-	defer k.runs.Add(-1)
-	var said <-chan string
+	k.runCount.Add(1)
+	defer k.runCount.Add(-1)
+	var notifications <-chan string
 	if k.listener != nil && k.enabled {
 		var stop func()
-		said, stop = k.listener.SubscribeTo(channel, k.holds)
+		notifications, stop = k.listener.SubscribeTo(channel, k.concerns)
 		defer stop()
 	}
 	timer := time.NewTimer(0)
@@ -37,9 +37,9 @@ func (k *Keeper) Run(ctx context.Context) error {
 		case <-ctx.Done():
 			return nil
 		case <-timer.C:
-		case <-k.changed:
-		case payload := <-said:
-			k.doubt(payload)
+		case <-k.renewSooner:
+		case payload := <-notifications:
+			k.renewNow(payload)
 		}
 		due, next := k.due(time.Now())
 		if len(due) > 0 {
@@ -50,9 +50,8 @@ func (k *Keeper) Run(ctx context.Context) error {
 	}
 }
 
-// holds reports whether a notification is about a lane that this process holds under another name or token: it may be
-// lost.
-func (k *Keeper) holds(payload string) bool {
+// concerns reports a notification about a held lane under another owner or token: it may be lost.
+func (k *Keeper) concerns(payload string) bool {
 	lane, to, _ := strings.Cut(payload, "\t")
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -64,9 +63,9 @@ func (k *Keeper) holds(payload string) bool {
 	return false
 }
 
-// doubt has what is held of a lane renewed now, which shows whether it is lost; of all lanes when notifications may
-// have been missed.
-func (k *Keeper) doubt(payload string) {
+// renewNow renews the holds of a lane now, which shows whether they are lost. An empty payload means all lanes,
+// because notifications may have been missed.
+func (k *Keeper) renewNow(payload string) {
 	lane, _, _ := strings.Cut(payload, "\t")
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -81,10 +80,10 @@ func (k *Keeper) doubt(payload string) {
 	}
 }
 
-// renewing reports whether Run is there.
-func (k *Keeper) renewing() bool { return k.runs.Load() > 0 }
+// renewing reports whether Run is running.
+func (k *Keeper) renewing() bool { return k.runCount.Load() > 0 }
 
-// renewDue renews and, when the database does not answer, plans the next try.
+// renewDue renews leases, and plans a retry when the database does not answer.
 func (k *Keeper) renewDue(ctx context.Context, due []*hold) {
 	err := k.renew(ctx, due)
 	if err == nil || ctx.Err() != nil {
@@ -94,17 +93,16 @@ func (k *Keeper) renewDue(ctx context.Context, due []*hold) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	for _, h := range due {
-		h.renewAt = time.Now().Add(min(failRetry, h.interval()/4))
+		h.renewAt = time.Now().Add(min(maxFailureDelay, h.interval()/4))
 	}
 }
 
-// due returns the leases to renew now, if any is due: with it go those that would be soon. next
-// is how long nothing is due.
+// due returns the leases to renew, if any is due, together with those due soon. next is the time until one is due.
 func (k *Keeper) due(now time.Time) (due []*hold, next time.Duration) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	next = idleLook
-	defer func() { k.planned = now.Add(next) }()
+	next = idleInterval
+	defer func() { k.nextRenewal = now.Add(next) }()
 	for _, h := range k.held {
 		if h.state != live || !h.policy.renewed {
 			continue
@@ -121,14 +119,14 @@ func (k *Keeper) due(now time.Time) (due []*hold, next time.Duration) {
 	return due, 0
 }
 
-// leaseColumns is the arrays of a statement about many leases.
-type leaseColumns struct {
+// renewParams are the array parameters of a renewal.
+type renewParams struct {
 	lanes, owners []string
 	tokens        []int64
 	ttls          []int32
 }
 
-func (b *leaseColumns) add(h *hold) {
+func (b *renewParams) add(h *hold) {
 	b.lanes = append(b.lanes, h.lane)
 	b.owners = append(b.owners, h.owner.name)
 	b.tokens = append(b.tokens, h.token)
@@ -143,17 +141,17 @@ type renewal struct {
 	ExpiresAt    time.Time
 }
 
-// renew asks for all of them in one statement and acts on the answer. An error means that nothing is known.
+// renew renews leases in one statement and applies the answers. After an error their state is unknown.
 func (k *Keeper) renew(ctx context.Context, holds []*hold) error {
-	var b leaseColumns
-	limit := renewMost
+	var b renewParams
+	limit := renewTimeout
 	k.mu.Lock()
 	for _, h := range holds {
 		b.add(h)
-		limit = min(limit, h.interval()/2) // leaves time for more tries before the lease ends
+		limit = min(limit, h.interval()/2) // leaves time for retries before the lease expires
 	}
 	k.mu.Unlock()
-	before := time.Now()
+	sentAt := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	answers, err := renewLanes(ctx, k.db, b)
@@ -170,31 +168,31 @@ func (k *Keeper) renew(ctx context.Context, holds []*hold) error {
 	}
 	for i, h := range holds {
 		ttl := time.Duration(b.ttls[i]) * time.Second
-		k.settle(h, byGrant[grantKey{h.lane, h.token}], before, ttl)
+		k.applyRenewal(h, byGrant[grantKey{h.lane, h.token}], sentAt, ttl)
 	}
 	return nil
 }
 
-// settle acts on the answer to one renewal.
-func (k *Keeper) settle(h *hold, a renewal, before time.Time, ttl time.Duration) {
+// applyRenewal applies the answer to one renewal.
+func (k *Keeper) applyRenewal(h *hold, a renewal, sentAt time.Time, ttl time.Duration) {
 	k.mu.Lock()
-	after := func() {}
+	notify := func() {}
 	switch {
 	case h.state != live: // released or lost meanwhile
 	case a.Renewed && ttl < h.ttl:
-		h.shorten(before, ttl)
+		h.shorten(sentAt, ttl)
 	case a.Renewed:
-		h.extend(before, ttl, a.ExpiresAt)
+		h.extend(sentAt, ttl, a.ExpiresAt)
 	case a.Busy:
-		h.renewAt = time.Now().Add(busyRetry)
+		h.renewAt = time.Now().Add(lockedRetryDelay)
 	default:
-		after = k.loseLocked(h, "the database says it ended or was taken")
+		notify = k.loseLocked(h, "the database says it ended or was taken")
 	}
 	k.mu.Unlock()
-	after()
+	notify()
 }
 
-func renewLanes(ctx context.Context, db postgres.DB, b leaseColumns) ([]renewal, error) {
+func renewLanes(ctx context.Context, db postgres.DB, b renewParams) ([]renewal, error) {
 	rows, err := db.Query(ctx, `
 		select r.lane, r.fencing_token, r.renewed, r.busy, coalesce(r.expires_at, 'epoch') as expires_at
 		  from lanekeeper.renew_agent_locks(@lanes::text[], @owners::text[], @tokens::bigint[], @ttls::int[]) r`,

@@ -242,7 +242,7 @@ func TestAFenceThatMeetsATakeoverFails(t *testing.T) {
 		_, err := db.Exec(t.Context(), `select fence_agent_lock('x', $1)`, token)
 		fenced <- err
 	}()
-	blocked(t, db, "fence_agent_lock")
+	asBlocked(t, db, "fence_agent_lock")
 	commit(t, takeover)
 	wantCode(t, <-fenced, "LK001")
 }
@@ -304,7 +304,7 @@ func TestARowLockHeldPastTheEndRevivesNothing(t *testing.T) {
 				revived <- patiently[bool](t, db, query, token)
 			}()
 			if name == "renewal" || name == "release" {
-				blocked(t, db, "_agent_lock(")
+				asBlocked(t, db, "_agent_lock(")
 			}
 			pgtest.Eventually(t, soon, func() bool { return !get[bool](t, db, `select is_agent_lock_held('x')`) }, "the lease ends")
 			commit(t, stranger)

@@ -115,8 +115,8 @@ func wantCode(t testing.TB, err error, code string) {
 	}
 }
 
-// blocked waits until a statement that contains text waits for a lock.
-func blocked(t testing.TB, db postgres.DB, text string) {
+// asBlocked waits until a statement that contains text waits for a lock.
+func asBlocked(t testing.TB, db postgres.DB, text string) {
 	t.Helper()
 	pgtest.Eventually(t, soon, func() bool {
 		return get[bool](t, db, `select exists (select from pg_stat_activity where datname = current_database()

@@ -395,7 +395,7 @@ func (c *cli) runAutomation(ctx context.Context, s *session, name, reason string
 	if err != nil {
 		return automationHint(err)
 	}
-	busy, err := a.keeper.Busy(ctx, "automation:"+found.ID)
+	busy, err := a.keeper.Holder(ctx, "automation:"+found.ID)
 	if err != nil {
 		return err
 	}

@@ -1,12 +1,11 @@
 //go:build unix
 
-// Package lanerun runs a command while it holds a lane, as flock(1) does with a file: the body of
-// `agent lanes run LANE -- CMD…`, for jobs that know nothing of lanes.
+// Package lanerun runs a command while it holds a lane, like flock(1) with a file. It implements `agent lanes run
+// LANE -- CMD…`, for jobs that do not use lanes themselves.
 //
-// It promises that the command never runs without the lane: a busy lane skips it, and a lane that is
-// lost ends it, first politely and then not. The lane is released on every way out; when
-// this process is killed the lane ends with its lease, and the command, which nobody then watches, may go
-// on for that long unnoticed (on Linux it is told to end, too).
+// It promises that the command never runs without the lane. A busy lane skips the command, and a lost lane ends it:
+// SIGTERM first, then SIGKILL. Every exit releases the lane. When this process is killed, the lane ends with its
+// lease, and the command may run until then (on Linux it gets SIGTERM).
 package lanerun
 
 import (
@@ -26,22 +25,22 @@ import (
 )
 
 const (
-	// ExitBusy is the exit code when the lane is held by somebody else.
+	// ExitBusy is the exit code for a busy lane.
 	ExitBusy = 75
-	// ExitFailed is the exit code when the command could not be run, or had to be ended with its lane lost.
+	// ExitFailed is the exit code when the command did not run, or was ended after its lane was lost.
 	ExitFailed = 1
 	exitSignal = 128 // plus the signal's number, as in a shell
 
-	grace        = 10 * time.Second // between the polite end of a command and the other
-	releaseLimit = 30 * time.Second // for a release that the database does not answer
+	grace        = 10 * time.Second // between SIGTERM and SIGKILL
+	releaseLimit = 30 * time.Second // for a release without an answer
 )
 
-// Stdio is what the command reads and writes, and where RunCommand itself logs.
+// Stdio has the streams of the command and of RunCommand's log.
 type Stdio struct {
 	In       io.Reader
 	Out, Err io.Writer
 	Log      *slog.Logger // nil for text on Err
-	// Skipped is told that the lane is busy and the command was not run; nil when nobody wants to know.
+	// Skipped is called when the lane is busy and the command was not run; may be nil.
 	Skipped func(ctx context.Context, busy *lanes.BusyError)
 }
 
@@ -52,17 +51,16 @@ func (s Stdio) log() *slog.Logger {
 	return s.Log
 }
 
-// RunCommand runs argv while keeper holds lane, and returns the command's exit code; 128 + n when
-// signal n ended it. Signals that this process gets meanwhile are handed to the command. ttl 0 is
-// the lane's default.
+// RunCommand runs argv while keeper holds lane, and returns the command's exit code; 128 + n after signal n. Signals
+// to this process are forwarded to the command. ttl 0 is the lane's default.
 //
-// A busy lane is exit code 75 and no error, with a warning `already running, skipped` in the log. A release that
-// the database does not answer is tried again for 30 seconds, and then a warning too: the command has run, and is not to be run again for that. An
-// error comes with exit code 1: the lane or the command is not valid, the database did not answer, the
-// lane was lost (lanes.ErrLost) or ctx ended, which ends the command.
+// A busy lane is exit code 75 and no error, with the warning `already running, skipped` in the log. A release without
+// an answer is retried for 30 seconds and then logged as a warning, because the command has run. An error comes with
+// exit code 1: the lane or the command is invalid, the database did not answer, the lane was lost (lanes.ErrLost), or
+// ctx ended, which ends the command.
 func RunCommand(ctx context.Context, keeper *lanes.Keeper, lane string, ttl time.Duration, argv []string, stdio Stdio) (int, error) {
 	if len(argv) == 0 {
-		return ExitFailed, errors.New("run: no command given; write it after --")
+		return ExitFailed, errors.New("run: no command given; add it after --")
 	}
 	var opts []lanes.Option
 	if ttl != 0 {
@@ -80,7 +78,7 @@ func RunCommand(ctx context.Context, keeper *lanes.Keeper, lane string, ttl time
 		return ExitFailed, err
 	}
 	code, err := runHeld(lease, argv, stdio)
-	released := lease.ReleaseWithin(ctx, releaseLimit) // afterwards nobody is left who could
+	released := lease.ReleaseWithin(ctx, releaseLimit)
 	switch {
 	case err == nil && errors.Is(released, lanes.ErrLost): // the command may not have been alone
 		return code, fmt.Errorf("after %s: %w", argv[0], released)
@@ -90,8 +88,7 @@ func RunCommand(ctx context.Context, keeper *lanes.Keeper, lane string, ttl time
 	return code, err
 }
 
-// runHeld runs the command under the lease. Whatever ends it, it has ended when this returns, and with it
-// the processes it started, where they stayed in its group.
+// runHeld runs the command under the lease. When it returns, the command has ended, with the processes of its group.
 func runHeld(lease *lanes.Lease, argv []string, stdio Stdio) (int, error) {
 	cmd := exec.Command(argv[0], argv[1:]...)
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = stdio.In, stdio.Out, stdio.Err
@@ -113,7 +110,7 @@ func runHeld(lease *lanes.Lease, argv []string, stdio Stdio) (int, error) {
 		select {
 		case err := <-ended:
 			if cause != nil {
-				group.signal(syscall.SIGKILL) // what the command left behind
+				group.signal(syscall.SIGKILL) // remaining processes of the group
 				return ExitFailed, fmt.Errorf("run %s: ended: %w", argv[0], cause)
 			}
 			return exitCode(cmd, err)
@@ -133,7 +130,7 @@ func runHeld(lease *lanes.Lease, argv []string, stdio Stdio) (int, error) {
 	}
 }
 
-// exitCode turns the end of a command into an exit code.
+// exitCode returns the exit code of a command.
 func exitCode(cmd *exec.Cmd, err error) (int, error) {
 	if cmd.ProcessState == nil {
 		return ExitFailed, fmt.Errorf("run %s: %w", cmd.Path, err)

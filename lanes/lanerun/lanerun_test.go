@@ -108,7 +108,8 @@ func TestABusyLaneSkipsTheCommand(t *testing.T) {
 	}
 }
 
-// A command that has run has not failed because the database does not answer afterwards; whoever sees a failure runs it again.
+// A command that has run has not failed because the database does not answer afterwards; whoever sees a failure runs
+// it again.
 func TestTheExitCodeIsTheCommandsAlsoWithoutARelease(t *testing.T) {
 	db := pgtest.DB(t)
 	k := keeper(t, db)

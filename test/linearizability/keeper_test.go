@@ -261,7 +261,7 @@ func (w *worker) acquire(ctx context.Context) (*lanes.Lease, error) {
 	ttl := lanes.WithTTL(time.Duration(1+w.rand.IntN(2)) * time.Second)
 	switch w.rand.IntN(4) {
 	case 0:
-		return w.keeper.AcquireWait(ctx, lane, ttl, lanes.WithPatience(time.Duration(1+w.rand.IntN(400))*time.Millisecond))
+		return w.keeper.AcquireWait(ctx, lane, ttl, lanes.WithTimeout(time.Duration(1+w.rand.IntN(400))*time.Millisecond))
 	case 1:
 		return w.keeper.AcquireAs(ctx, lanes.ClaimOwner(newUUID(w.rand), 1), lane, ttl)
 	}
