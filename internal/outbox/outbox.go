@@ -22,7 +22,8 @@ import (
 const (
 	// maxAttempts bounds the attempts of a process at the same time.
 	maxAttempts = 16
-	// PerTarget bounds those to one target.
+	// PerTarget is how many attempts to one target a claim begins at most, and none while so many are in flight. So
+	// fewer than twice as many are made at the same time.
 	PerTarget = 4
 
 	// MaxPause is the longest pause between two claims, where no notification comes.
