@@ -65,8 +65,10 @@ func inside(t *testing.T, pool *pgxpool.Pool, fn func(ctx context.Context) error
 func ask(t *testing.T, pool *pgxpool.Pool, s skills.Skill, args string) (id string) {
 	t.Helper()
 	inside(t, pool, func(ctx context.Context) error {
-		asked, err := approvals.Ask(ctx, approvals.Request{Skill: s.Name, SkillID: s.ID, Revision: s.Revision,
-			Args: json.RawMessage(args)})
+		asked, err := approvals.Ask(ctx, approvals.Request{
+			Skill: s.Name, SkillID: s.ID, Revision: s.Revision,
+			Args: json.RawMessage(args),
+		})
 		if err != nil {
 			t.Error(err)
 		}

@@ -69,8 +69,10 @@ func park(t *testing.T, args string, change ...func(*executions.Options)) *parke
 }
 
 func (p *parked) flow(ctx context.Context, s skills.Skill, args json.RawMessage) (executions.Result, error) {
-	asked, err := approvals.Ask(ctx, approvals.Request{Skill: s.Name, SkillID: s.ID, Revision: s.Revision, Args: args,
-		Park: true})
+	asked, err := approvals.Ask(ctx, approvals.Request{
+		Skill: s.Name, SkillID: s.ID, Revision: s.Revision, Args: args,
+		Park: true,
+	})
 	if err != nil {
 		return executions.Result{}, err
 	}
@@ -86,8 +88,10 @@ func (p *parked) flow(ctx context.Context, s skills.Skill, args json.RawMessage)
 		return executions.Result{Summary: decision.Status + " by " + decision.By + ": " + decision.Reason}, nil
 	}
 	x, _ := executions.Current(ctx)
-	_, err = executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "drop"},
-		OnIntent: approvals.Use(asked.ID, x.ID, "call")},
+	_, err = executions.Do(ctx, "call", executions.Call{
+		Entry:    activity.Entry{Skill: "drop"},
+		OnIntent: approvals.Use(asked.ID, x.ID, "call"),
+	},
 		func(context.Context, *executions.Effect) (bool, error) {
 			p.acted.Add(1)
 			return true, nil
@@ -247,8 +251,10 @@ func TestListingsTellWhatHasExpired(t *testing.T) {
 func TestWhatWaitsForASkillThatChangesIsClosed(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct{ change, says string }{
-		"changed": {`update agent_skills set revision = revision + 1 where name = 'drop'`,
-			"the skill drop was changed: revision 1 is now 2"},
+		"changed": {
+			`update agent_skills set revision = revision + 1 where name = 'drop'`,
+			"the skill drop was changed: revision 1 is now 2",
+		},
 		"removed": {`delete from agent_skills where name = 'drop'`, "the skill drop was removed"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -296,8 +302,10 @@ func TestGrantsOfASkillThatChangesAreClosed(t *testing.T) {
 	}
 	// A run that has read the skill before does not ask for what nobody can give.
 	inside(t, pool, func(ctx context.Context) error {
-		_, err := approvals.Ask(ctx, approvals.Request{Skill: s.Name, SkillID: s.ID, Revision: s.Revision,
-			Args: json.RawMessage(`{"table":"z"}`)})
+		_, err := approvals.Ask(ctx, approvals.Request{
+			Skill: s.Name, SkillID: s.ID, Revision: s.Revision,
+			Args: json.RawMessage(`{"table":"z"}`),
+		})
 		if failure, ok := errors.AsType[*executions.StepError](err); !ok || failure.Class != "stale_skill" {
 			t.Errorf("asked for another: %v", err)
 		}

@@ -67,8 +67,10 @@ func TestTheScopeThatRefusesIsNamed(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	id := running(t, db)
-	limits := budgets.Limits{Day: budgets.Limit{Tokens: 5000},
-		Surface: map[trace.Surface]budgets.Limit{trace.Chat: {Tokens: 120}}}
+	limits := budgets.Limits{
+		Day:     budgets.Limit{Tokens: 5000},
+		Surface: map[trace.Surface]budgets.Limit{trace.Chat: {Tokens: 120}},
+	}
 	_, err := reserve(t, db, call(id, 0, limits.Scopes(trace.Chat, scope("run:ch_1", 9000, 0))...))
 	var refused *budgets.Error
 	if !errors.As(err, &refused) || !strings.HasSuffix(refused.Scope, ":chat") || refused.Limit != 120 {

@@ -257,8 +257,10 @@ func Delete(ctx context.Context, db postgres.DB, id string) (Document, error) {
 
 // Audit is what an activity row says of a document.
 func (d Document) Audit() map[string]any {
-	said := map[string]any{"document": d.ID, "name": d.Name, "content_type": d.ContentType, "size": d.Size,
-		"sha256": d.SHA256}
+	said := map[string]any{
+		"document": d.ID, "name": d.Name, "content_type": d.ContentType, "size": d.Size,
+		"sha256": d.SHA256,
+	}
 	if d.ThreadID != nil {
 		said["thread_id"] = *d.ThreadID
 	}

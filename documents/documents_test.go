@@ -61,7 +61,8 @@ func ended(t *testing.T, pool *pgxpool.Pool) string {
 		t.Fatal(err)
 	}
 	err = engine.Register("f", func(context.Context, json.RawMessage) (executions.Result,
-		error) {
+		error,
+	) {
 		return executions.Result{}, nil
 	})
 	if err != nil {
@@ -110,14 +111,18 @@ func TestNameAndTypeAreCleaned(t *testing.T) {
 		"control":       {"a\x00\n\x1b[2J.txt", "", "x", "a[2J.txt", "text/plain"},
 		"right to left": {"a\u202egpj.exe", "", "x", "agpj.exe", "text/plain"},
 		"no name":       {"..", "", "x", "document", "text/plain"},
-		"long name": {strings.Repeat("é", 500) + ".pdf", "", "%PDF-1.7", strings.Repeat("é", 196) + ".pdf",
-			"application/pdf"},
+		"long name": {
+			strings.Repeat("é", 500) + ".pdf", "", "%PDF-1.7", strings.Repeat("é", 196) + ".pdf",
+			"application/pdf",
+		},
 		"claimed lie":   {"a.png", "image/png", "<html><script>", "a.png", "text/html"},
 		"claimed type":  {"a", "text/csv; charset=x", "a,b", "a", "text/csv"},
 		"claimed image": {"a", "image/png", "a,b", "a", "text/plain"},
 		"no JSON":       {"a.json", "", "{", "a.json", "text/plain"},
-		"word": {"a.docx", "", "PK\x03\x04", "a.docx",
-			"application/vnd.openxmlformats-officedocument.wordprocessingml.document"},
+		"word": {
+			"a.docx", "", "PK\x03\x04", "a.docx",
+			"application/vnd.openxmlformats-officedocument.wordprocessingml.document",
+		},
 		"bad claim": {"a", "text/;;", "x", "a", "text/plain"},
 	} {
 		d := added(t, pool, documents.Upload{Name: c.name, ContentType: c.claimed, Content: []byte(c.content)})

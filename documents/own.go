@@ -19,8 +19,10 @@ const owned = `owner_kind = @kind and owner = @owner and visitor = @proof`
 
 // of are the arguments of owned, and an id.
 func of(p threads.Principal, id string) postgres.Strict {
-	return postgres.Strict{"id": postgres.Text(id), "kind": string(p.Kind), "owner": postgres.Text(p.Owner),
-		"proof": p.Proof}
+	return postgres.Strict{
+		"id": postgres.Text(id), "kind": string(p.Kind), "owner": postgres.Text(p.Owner),
+		"proof": p.Proof,
+	}
 }
 
 // GetOwn reads a document of a principal without its content. Somebody else's is [ErrNotFound].
@@ -33,7 +35,8 @@ func GetOwn(ctx context.Context, db postgres.DB, p threads.Principal, id string)
 // ListOwn reads the documents of a principal without their content, at most so many: newest first, or oldest first.
 // They follow the document named after, where one is named.
 func ListOwn(ctx context.Context, db postgres.DB, p threads.Principal, after string, oldest bool, most int) ([]Document,
-	error) {
+	error,
+) {
 	args := of(p, after)
 	args["most"], args["oldest"] = most, oldest
 	rows, err := db.Query(ctx, `

@@ -96,8 +96,10 @@ func TestARequestIsAnsweredByItsEvents(t *testing.T) {
 		"all documents at once, in their order": {
 			requests.Request{Kind: requests.Document, Title: "Papers", Items: []string{"photo", "cv"}},
 			"DOCUMENT_UPLOADED",
-			[]string{`{"documentUrls": ["u0"]}`, `{"document": "x", "documentUrls": ["u0", "u0"]}`,
-				`{"documentUrls": ["u2", "u1"]}`},
+			[]string{
+				`{"documentUrls": ["u0"]}`, `{"document": "x", "documentUrls": ["u0", "u0"]}`,
+				`{"documentUrls": ["u2", "u1"]}`,
+			},
 			map[string]any{"documentUrls": []any{"u2", "u1"}, "documents": []any{
 				map[string]any{"document": "photo", "url": "u2"}, map[string]any{"document": "cv", "url": "u1"},
 			}},

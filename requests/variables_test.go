@@ -16,17 +16,25 @@ func TestVariablesHaveTheNamesOfTheSeeds(t *testing.T) {
 		kind, data string
 		want       map[string]any
 	}{
-		"documents of a request": {"document", `{"documents": {"cv": "u"}, "documentUrls": ["u"]}`,
-			map[string]any{"documentUrls": []any{"u"}}},
-		"documents of an event": {"document", `{"documents": [{"url": "a"}, 3, {"url": "b"}]}`,
-			map[string]any{"documentUrls": []any{"a", "b"}}},
+		"documents of a request": {
+			"document", `{"documents": {"cv": "u"}, "documentUrls": ["u"]}`,
+			map[string]any{"documentUrls": []any{"u"}},
+		},
+		"documents of an event": {
+			"document", `{"documents": [{"url": "a"}, 3, {"url": "b"}]}`,
+			map[string]any{"documentUrls": []any{"a", "b"}},
+		},
 		"one document": {"document", `{"url": "a"}`, map[string]any{"documentUrls": []any{"a"}}},
 		"snake case":   {"document", `{"document_urls": ["a"]}`, map[string]any{"documentUrls": []any{"a"}}},
-		"signature": {"signature", `{"signedDocumentUrl": "u", "signed_at": "t"}`,
-			map[string]any{"signedDocumentUrl": "u", "signedAt": "t"}},
+		"signature": {
+			"signature", `{"signedDocumentUrl": "u", "signed_at": "t"}`,
+			map[string]any{"signedDocumentUrl": "u", "signedAt": "t"},
+		},
 		"nothing said": {"signature", `{}`, map[string]any{}},
-		"score as text": {"test", `{"test_score": "7.5", "test_result": "passed"}`,
-			map[string]any{"testScore": 7.5, "testResult": "passed"}},
+		"score as text": {
+			"test", `{"test_score": "7.5", "test_result": "passed"}`,
+			map[string]any{"testScore": 7.5, "testResult": "passed"},
+		},
 		"score of nothing":   {"test", `{"score": 0}`, map[string]any{"testScore": 0.0}},
 		"response":           {"response", `{"content": "hola"}`, map[string]any{"lastResponse": "hola"}},
 		"response of others": {"response", `{"message": "hola"}`, map[string]any{"lastResponse": "hola"}},

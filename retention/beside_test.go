@@ -196,11 +196,7 @@ func TestNothingUnfinishedIsTouchedAndNobodyWaits(t *testing.T) {
 		t.Skip("the time that a session waits for a lock is set when it begins")
 	}
 	url := pgtest.URL(t)
-	own, err := postgres.Open(t.Context(), url, postgres.Options{ApplicationName: passing})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(own.Close)
+	own := pgtest.Pool(t, url, postgres.Options{ApplicationName: passing})
 	random(t, own, rand.New(rand.NewPCG(3, 4)))
 	pgtest.Exec(t, own, `delete from agent_executions where completed_at is null; delete from agent_executions where completed_at > now() - interval '1 hour'`)
 	pgtest.Exec(t, own, `delete from agent_activity_uncounted; delete from agent_activity_open; update agent_approvals set status = 'rejected' where status in ('pending', 'approved')`)

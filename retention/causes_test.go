@@ -34,10 +34,14 @@ func causesAreOfWhatIsThere(t *testing.T, db postgres.DB) {
 	t.Helper()
 	for what, sql := range map[string][2]string{
 		"causes": {effects + ` order by 1`, `select effect from agent_links where cause = 'trace of a test' order by 1`},
-		"lanes held": {`select id::text from agent_executions order by 1`,
-			`select execution_id::text from agent_lane_holds where ended = 'released' order by 1`},
-		"claims lost": {`select id::text from agent_executions order by 1`,
-			`select execution_id::text from agent_claims_lost order by 1`},
+		"lanes held": {
+			`select id::text from agent_executions order by 1`,
+			`select execution_id::text from agent_lane_holds where ended = 'released' order by 1`,
+		},
+		"claims lost": {
+			`select id::text from agent_executions order by 1`,
+			`select execution_id::text from agent_claims_lost order by 1`,
+		},
 	} {
 		if diff := cmp.Diff(texts(t, db, sql[0]), texts(t, db, sql[1])); diff != "" {
 			t.Errorf("%s, want -, got +:\n%s", what, diff)

@@ -92,8 +92,10 @@ var tables = map[string]string{
 
 func read(t *testing.T, db postgres.DB) *world {
 	t.Helper()
-	w := &world{executions: map[string]execution{}, approvals: map[string]approval{}, rows: map[string][]row{},
-		now: pgtest.Value[time.Time](t, db, `select now()`)}
+	w := &world{
+		executions: map[string]execution{}, approvals: map[string]approval{}, rows: map[string][]row{},
+		now: pgtest.Value[time.Time](t, db, `select now()`),
+	}
 	for _, x := range load[execution](t, db,
 		`select id::text, trace_id, coalesce(waiting_for, ''), coalesce(waiting_key, ''), coalesce(dedupe_key, ''),
 		coalesce(thread_id, ''), coalesce(parent_id::text, ''), created_at, completed_at from agent_executions`) {

@@ -19,11 +19,7 @@ import (
 func months(t *testing.T) (*pgxpool.Pool, string) {
 	t.Helper()
 	url := pgtest.URL(t)
-	pool, err := postgres.Open(t.Context(), url, postgres.Options{ApplicationName: passing})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(pool.Close)
+	pool := pgtest.Pool(t, url, postgres.Options{ApplicationName: passing})
 	partitions(t, pool)
 	pgtest.Exec(t, pool, `
 		insert into agent_activity (id, trace_id, skill_name, created_at)

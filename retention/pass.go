@@ -138,7 +138,8 @@ func (o Options) one(ctx context.Context, pool *pgxpool.Pool, d *Done) error {
 
 // pruneWithRetry does one piece, and again when it met a lock.
 func pruneWithRetry(ctx context.Context, db postgres.Beginner, kind string, anew bool) (removed int64, more bool,
-	err error) {
+	err error,
+) {
 	for try := 1; ; try++ {
 		removed, more, err = prune(ctx, db, kind, pieceRows, anew)
 		if !postgres.IsCode(err, "55P03", "40P01") || try == tries {

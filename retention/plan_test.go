@@ -91,7 +91,8 @@ func piece(kind string) func(ctx context.Context, db postgres.Beginner) (int64, 
 
 // readsLittle runs what removes something, in the middle of what is old and not at once after what was removed before.
 func readsLittle(t *testing.T, pool postgres.Beginner, what string, least int,
-	run func(context.Context, postgres.Beginner) (int64, error)) {
+	run func(context.Context, postgres.Beginner) (int64, error),
+) {
 	t.Helper()
 	err := postgres.InTx(t.Context(), pool, func(tx pgx.Tx) error {
 		before, err := reads(t, tx)

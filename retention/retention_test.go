@@ -107,8 +107,10 @@ func TestAPassMayBeStoppedAnywhere(t *testing.T) {
 	r := rand.New(rand.NewPCG(7, 7))
 	random(t, pool, r)
 	policy := map[string]string{}
-	for _, kind := range []string{"activity", "executions", "events", "messages", "approvals", "automation_runs",
-		"deliveries", "outbox", "budgets", "hour_counts", "prompts"} {
+	for _, kind := range []string{
+		"activity", "executions", "events", "messages", "approvals", "automation_runs",
+		"deliveries", "outbox", "budgets", "hour_counts", "prompts",
+	} {
 		policy[kind] = "64d"
 	}
 	if _, err := retention.Set(t.Context(), pool, policy, "admin", ""); err != nil {
@@ -218,8 +220,10 @@ func TestAPassGoesOnBesideLockedRows(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	tables := []string{"agent_executions", "agent_events", "agent_messages", "agent_threads", "agent_approvals",
-		"agent_webhook_deliveries"}
+	tables := []string{
+		"agent_executions", "agent_events", "agent_messages", "agent_threads", "agent_approvals",
+		"agent_webhook_deliveries",
+	}
 	for _, table := range tables {
 		if _, err := tx.Exec(t.Context(), "select from "+table+" order by id limit 3 for update"); err != nil {
 			t.Fatal(err)

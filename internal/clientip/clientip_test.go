@@ -51,8 +51,11 @@ func TestTheClientIsTheRightMostHopThatIsNotTrusted(t *testing.T) {
 		"IPv6 with a zone":       {"[fd00::1%eth0]:99", []string{"fe80::1%eth0"}, nil, "fe80::1"},
 		"IPv4 in IPv6":           {"[::ffff:10.0.0.1]:99", []string{"::ffff:198.51.100.1"}, nil, "198.51.100.1"},
 		"a network of both":      {"192.168.0.7:99", []string{"198.51.100.1"}, nil, "198.51.100.1"},
-		"Forwarded": {"10.0.0.1:99", nil,
-			[]string{`for=1.2.3.4, For="[2001:db8::1]:4711";proto=https;by=10.0.0.1`}, "2001:db8::1"},
+		"Forwarded": {
+			"10.0.0.1:99", nil,
+			[]string{`for=1.2.3.4, For="[2001:db8::1]:4711";proto=https;by=10.0.0.1`},
+			"2001:db8::1",
+		},
 		"Forwarded, hidden":     {"10.0.0.1:99", nil, []string{`for=_secret`}, "10.0.0.1"},
 		"Forwarded, no for":     {"10.0.0.1:99", nil, []string{`for=1.2.3.4, proto=http`}, "10.0.0.1"},
 		"Forwarded, open quote": {"10.0.0.1:99", nil, []string{`by="x, for=1.2.3.4`, `for=198.51.100.1`}, "198.51.100.1"},
@@ -73,8 +76,10 @@ func TestTheClientIsTheRightMostHopThatIsNotTrusted(t *testing.T) {
 
 func TestNetworksThatCannotBeTrusted(t *testing.T) {
 	t.Parallel()
-	for _, bad := range []string{"proxy.local", "10.0.0.0/33", "0.0.0.0/0", "::/0", "::ffff:0.0.0.0/96", "fe80::1%eth0",
-		"10.0.0.1:80"} {
+	for _, bad := range []string{
+		"proxy.local", "10.0.0.0/33", "0.0.0.0/0", "::/0", "::ffff:0.0.0.0/96", "fe80::1%eth0",
+		"10.0.0.1:80",
+	} {
 		if got, err := clientip.Parse([]string{bad}); err == nil || !strings.Contains(err.Error(), bad) {
 			t.Errorf("%s: %v, %v", bad, got, err)
 		}

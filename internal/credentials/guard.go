@@ -73,8 +73,10 @@ type lineState struct {
 
 // NewGuard makes a guard that remembers nothing.
 func NewGuard(log *slog.Logger) *Guard {
-	return &Guard{log: log, now: time.Now, known: map[source]*list.Element{}, recent: list.New(),
-		lines: map[Kind]*lineState{}}
+	return &Guard{
+		log: log, now: time.Now, known: map[source]*list.Element{}, recent: list.New(),
+		lines: map[Kind]*lineState{},
+	}
 }
 
 // Check returns the name of the key that the secret opens. ok is false for a wrong one; the error is a [*Wait] where

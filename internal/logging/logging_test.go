@@ -55,12 +55,18 @@ func TestLinesSayTheirRun(t *testing.T) {
 		want map[string]any
 	}{
 		"plain": {func(ctx context.Context, l *slog.Logger) { l.InfoContext(ctx, "m") }, run},
-		"own lane": {func(ctx context.Context, l *slog.Logger) { l.InfoContext(ctx, "m", "lane", "objective:1") },
-			with(map[string]any{"lane": "objective:1"})},
-		"lane by with": {func(ctx context.Context, l *slog.Logger) { l.With("lane", "a").InfoContext(ctx, "m") },
-			with(map[string]any{"lane": "a"})},
-		"group": {func(ctx context.Context, l *slog.Logger) { l.WithGroup("g").InfoContext(ctx, "m", "lane", "a") },
-			with(map[string]any{"g": map[string]any{"lane": "a"}})},
+		"own lane": {
+			func(ctx context.Context, l *slog.Logger) { l.InfoContext(ctx, "m", "lane", "objective:1") },
+			with(map[string]any{"lane": "objective:1"}),
+		},
+		"lane by with": {
+			func(ctx context.Context, l *slog.Logger) { l.With("lane", "a").InfoContext(ctx, "m") },
+			with(map[string]any{"lane": "a"}),
+		},
+		"group": {
+			func(ctx context.Context, l *slog.Logger) { l.WithGroup("g").InfoContext(ctx, "m", "lane", "a") },
+			with(map[string]any{"g": map[string]any{"lane": "a"}}),
+		},
 		"with, group, with": {
 			func(ctx context.Context, l *slog.Logger) {
 				l.With("a", 1).WithGroup("g").With("b", 2).WithGroup("h").InfoContext(ctx, "m", "c", 3)
@@ -206,8 +212,10 @@ func TestDurationsAreReadable(t *testing.T) {
 	got := line(t, func(l *slog.Logger) {
 		l.With("age", 90*time.Minute).Info("m", "took", 1500*time.Millisecond, slog.Group("g", "wait", time.Second))
 	})
-	want := map[string]any{"level": "INFO", "msg": "m", "age": "1h30m0s", "took": "1.5s",
-		"g": map[string]any{"wait": "1s"}}
+	want := map[string]any{
+		"level": "INFO", "msg": "m", "age": "1h30m0s", "took": "1.5s",
+		"g": map[string]any{"wait": "1s"},
+	}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Error(diff)
 	}

@@ -77,8 +77,10 @@ func find(ctx context.Context, progress func(string)) (string, error) {
 
 // known is where the program is, or "". A user's PATH often lacks the folders for administrators.
 func known() string {
-	for _, name := range []string{"pgbouncer", "/usr/sbin/pgbouncer", "/usr/local/sbin/pgbouncer",
-		"/opt/homebrew/bin/pgbouncer"} {
+	for _, name := range []string{
+		"pgbouncer", "/usr/sbin/pgbouncer", "/usr/local/sbin/pgbouncer",
+		"/opt/homebrew/bin/pgbouncer",
+	} {
 		if path, err := exec.LookPath(name); err == nil {
 			return path
 		}

@@ -164,8 +164,10 @@ func (p *Pooler) urlOf(database string, settings url.Values) string {
 	}
 	query.Set("host", p.dir)
 	query.Set("port", strconv.Itoa(port))
-	return (&url.URL{Scheme: "postgres", User: url.User(p.server.User), Path: "/" + database,
-		RawQuery: query.Encode()}).String()
+	return (&url.URL{
+		Scheme: "postgres", User: url.User(p.server.User), Path: "/" + database,
+		RawQuery: query.Encode(),
+	}).String()
 }
 
 // Prepares reports whether this version can keep prepared statements of its clients ([Config.Prepared]).

@@ -45,11 +45,7 @@ func pooler(t *testing.T, config pgbouncer.Config) (p *pgbouncer.Pooler, through
 
 func open(t *testing.T, url string) *pgxpool.Pool {
 	t.Helper()
-	pool, err := postgres.Open(t.Context(), url, postgres.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(pool.Close)
+	pool := pgtest.Pool(t, url, postgres.Options{})
 	return pool
 }
 
@@ -213,8 +209,10 @@ func TestItSaysWhyItDoesNotStart(t *testing.T) {
 		}
 	})
 	for name, c := range map[string]struct{ script, want string }{
-		"ends": {"case $1 in --version) echo PgBouncer 1.25.0;; *) echo FATAL no room >&2; exit 1; esac",
-			"FATAL no room"},
+		"ends": {
+			"case $1 in --version) echo PgBouncer 1.25.0;; *) echo FATAL no room >&2; exit 1; esac",
+			"FATAL no room",
+		},
 		"another":      {"echo nginx 1.0", "no version of PgBouncer"},
 		"does not run": {"exit 3", "exit status 3"},
 		"is not there": {"", "no such file"},

@@ -330,8 +330,10 @@ func (s *Server) awaitGone(ctx context.Context) error {
 // connString writes a space as %20: in a URL of PostgreSQL a + is a plus sign.
 func connString(l layout, role, database string) string {
 	query := url.Values{"host": {l.sockets}, "port": {strconv.Itoa(port)}, "sslmode": {"disable"}}
-	u := url.URL{Scheme: "postgres", User: url.User(role), Host: "", Path: "/" + database,
-		RawQuery: strings.ReplaceAll(query.Encode(), "+", "%20")}
+	u := url.URL{
+		Scheme: "postgres", User: url.User(role), Host: "", Path: "/" + database,
+		RawQuery: strings.ReplaceAll(query.Encode(), "+", "%20"),
+	}
 	return u.String()
 }
 

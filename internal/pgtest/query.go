@@ -1,17 +1,30 @@
 package pgtest
 
 import (
+	"context"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Exec runs a statement. An error ends the test.
+// Pool opens connections to a database for the time of a test.
+func Pool(tb testing.TB, url string, o postgres.Options) *pgxpool.Pool {
+	tb.Helper()
+	db, err := postgres.Open(tb.Context(), url, o)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	tb.Cleanup(db.Close)
+	return db
+}
+
+// Exec runs a statement. An error ends the test. Exec, Value and Column also work in cleanups.
 func Exec(tb testing.TB, db postgres.DB, sql string, args ...any) {
 	tb.Helper()
-	if _, err := db.Exec(tb.Context(), sql, args...); err != nil {
+	if _, err := db.Exec(context.WithoutCancel(tb.Context()), sql, args...); err != nil {
 		tb.Fatalf("%v\n%s", err, sql)
 	}
 }
@@ -19,7 +32,7 @@ func Exec(tb testing.TB, db postgres.DB, sql string, args ...any) {
 // Value reads the single value of a query. An error, or no row, ends the test.
 func Value[T any](tb testing.TB, db postgres.DB, sql string, args ...any) (value T) {
 	tb.Helper()
-	if err := db.QueryRow(tb.Context(), sql, args...).Scan(&value); err != nil {
+	if err := db.QueryRow(context.WithoutCancel(tb.Context()), sql, args...).Scan(&value); err != nil {
 		tb.Fatalf("%v\n%s", err, sql)
 	}
 	return value
@@ -28,7 +41,7 @@ func Value[T any](tb testing.TB, db postgres.DB, sql string, args ...any) (value
 // Column reads the single column of a query. An error ends the test.
 func Column[T any](tb testing.TB, db postgres.DB, sql string, args ...any) []T {
 	tb.Helper()
-	rows, err := db.Query(tb.Context(), sql, args...)
+	rows, err := db.Query(context.WithoutCancel(tb.Context()), sql, args...)
 	if err != nil {
 		tb.Fatalf("%v\n%s", err, sql)
 	}

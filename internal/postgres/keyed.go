@@ -42,7 +42,8 @@ func (k *KeyedTx) Try(ctx context.Context, key string, write func(ctx context.Co
 }
 
 func (k *KeyedTx) try(ctx context.Context, key string,
-	write func(ctx context.Context, wait time.Duration) error) error {
+	write func(ctx context.Context, wait time.Duration) error,
+) error {
 	release, err := k.queue.Acquire(ctx, key, LockPatience)
 	if err != nil {
 		return err
@@ -73,7 +74,8 @@ func (k *KeyedTx) bounded(ctx context.Context, write func(ctx context.Context) e
 
 // again tries for so long, leastTries times at least.
 func again(ctx context.Context, patience time.Duration,
-	write func(ctx context.Context, wait time.Duration) error) error {
+	write func(ctx context.Context, wait time.Duration) error,
+) error {
 	until, wait := time.Now().Add(patience), firstLockWait
 	for tries := 1; ; tries++ {
 		err := write(ctx, wait)

@@ -66,7 +66,8 @@ func (l *Listener) Subscribe(channel string) (payloads <-chan string, cancel fun
 // SubscribeTo is Subscribe to the payloads that are wanted, and the empty one: where many are others', none of these
 // has to fit. wanted must return at once.
 func (l *Listener) SubscribeTo(channel string, wanted func(payload string) bool) (payloads <-chan string,
-	cancel func()) {
+	cancel func(),
+) {
 	s := &subscriber{payloads: make(chan string, subscriberBuffer), wanted: wanted}
 	l.mu.Lock()
 	defer l.mu.Unlock()

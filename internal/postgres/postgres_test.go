@@ -34,25 +34,43 @@ func TestOpenSaysWhatIsWrongAndNeverThePassword(t *testing.T) {
 		want []string
 	}{
 		"nothing": {"", []string{"DATABASE_URL"}},
-		"not a URL": {"postgres://u:" + secret + "#x@h:port/db",
-			[]string{"cannot read the connection string", "percent-encoded"}},
-		"a bare @": {"postgres://u:p@" + secret + "/x@127.0.0.1:1/db",
-			[]string{"cannot read the connection string", "%40"}},
-		"two of them": {"postgres://u:p@" + secret + "@127.0.0.1:1/db",
-			[]string{"cannot read the connection string", "%40"}},
-		"a bare /": {"postgres://u:1/" + secret + "@127.0.0.1:1/db",
-			[]string{"cannot read the connection string", "%2F"}},
-		"a bare #": {"postgres://u:p@" + secret + "#x@127.0.0.1:1/db",
-			[]string{"cannot read the connection string", "%23"}},
-		"a bare ?": {"postgresql://u:p@" + secret + "?x@127.0.0.1:1/db",
-			[]string{"cannot read the connection string", "%3F"}},
-		"bad setting": {"postgres://u:" + secret + "@h/db?pool_max_conns=many",
-			[]string{"cannot read the connection string"}},
-		"nobody listens": {"postgres://u:" + secret + "@127.0.0.1:1/db",
-			[]string{"cannot reach the server", "127.0.0.1:1", "check host and port"}},
+		"not a URL": {
+			"postgres://u:" + secret + "#x@h:port/db",
+			[]string{"cannot read the connection string", "percent-encoded"},
+		},
+		"a bare @": {
+			"postgres://u:p@" + secret + "/x@127.0.0.1:1/db",
+			[]string{"cannot read the connection string", "%40"},
+		},
+		"two of them": {
+			"postgres://u:p@" + secret + "@127.0.0.1:1/db",
+			[]string{"cannot read the connection string", "%40"},
+		},
+		"a bare /": {
+			"postgres://u:1/" + secret + "@127.0.0.1:1/db",
+			[]string{"cannot read the connection string", "%2F"},
+		},
+		"a bare #": {
+			"postgres://u:p@" + secret + "#x@127.0.0.1:1/db",
+			[]string{"cannot read the connection string", "%23"},
+		},
+		"a bare ?": {
+			"postgresql://u:p@" + secret + "?x@127.0.0.1:1/db",
+			[]string{"cannot read the connection string", "%3F"},
+		},
+		"bad setting": {
+			"postgres://u:" + secret + "@h/db?pool_max_conns=many",
+			[]string{"cannot read the connection string"},
+		},
+		"nobody listens": {
+			"postgres://u:" + secret + "@127.0.0.1:1/db",
+			[]string{"cannot reach the server", "127.0.0.1:1", "check host and port"},
+		},
 		"no such socket": {"postgres://u:" + secret + "@/db?host=/nowhere", []string{"cannot reach the server", "/nowhere"}},
-		"no such name": {"postgres://u:" + secret + "@no-such-host.invalid/db",
-			[]string{"cannot reach the server", "no-such-host.invalid"}},
+		"no such name": {
+			"postgres://u:" + secret + "@no-such-host.invalid/db",
+			[]string{"cannot reach the server", "no-such-host.invalid"},
+		},
 		"no database": {noDatabase.String(), []string{"no such database", "createdb no_such_database"}},
 		"no user":     {noUser.String(), []string{"refuses user", "no_such_user"}},
 	} {
@@ -88,8 +106,10 @@ func TestOpenChoosesWhatThePathToTheServerCarries(t *testing.T) {
 		"direct":                 {direct, pgx.QueryExecModeCacheStatement},
 		"direct, told otherwise": {with(t, direct, "default_query_exec_mode", "exec"), pgx.QueryExecModeExec},
 		"pooler":                 {pooler, pgx.QueryExecModeCacheDescribe},
-		"pooler, told otherwise": {with(t, pooler, "default_query_exec_mode", "cache_statement"),
-			pgx.QueryExecModeCacheStatement},
+		"pooler, told otherwise": {
+			with(t, pooler, "default_query_exec_mode", "cache_statement"),
+			pgx.QueryExecModeCacheStatement,
+		},
 	} {
 		pool, err := postgres.Open(t.Context(), test.url, postgres.Options{})
 		if err != nil {

@@ -75,8 +75,10 @@ func Transient(err error) bool {
 // Broken reports an error of a connection that broke, or that the server ended: another one may well work at once.
 // Time that ran out is not of that kind.
 func Broken(err error) bool {
-	for _, broken := range []error{io.EOF, io.ErrUnexpectedEOF, net.ErrClosed, syscall.ECONNRESET, syscall.EPIPE,
-		pgconn.ErrConnClosed} {
+	for _, broken := range []error{
+		io.EOF, io.ErrUnexpectedEOF, net.ErrClosed, syscall.ECONNRESET, syscall.EPIPE,
+		pgconn.ErrConnClosed,
+	} {
 		if errors.Is(err, broken) {
 			return true
 		}

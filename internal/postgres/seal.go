@@ -63,7 +63,8 @@ func (guard) check(ctx context.Context) context.Context {
 
 // TraceAcquireStart refuses a connection.
 func (g guard) TraceAcquireStart(ctx context.Context, _ *pgxpool.Pool,
-	_ pgxpool.TraceAcquireStartData) context.Context {
+	_ pgxpool.TraceAcquireStartData,
+) context.Context {
 	return g.check(ctx)
 }
 

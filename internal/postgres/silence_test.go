@@ -26,8 +26,10 @@ func newSlowServer(t *testing.T) *slowServer {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := &slowServer{Listener: listener, asked: make(chan struct{}, 100), answer: make(chan struct{}),
-		over: make(chan struct{})}
+	s := &slowServer{
+		Listener: listener, asked: make(chan struct{}, 100), answer: make(chan struct{}),
+		over: make(chan struct{}),
+	}
 	t.Cleanup(func() {
 		close(s.over)
 		listener.Close()

@@ -50,8 +50,10 @@ type Problem struct {
 // New returns a problem whose type and title are those of the status. What format and args say is told to
 // the client.
 func New(status int, format string, args ...any) *Problem {
-	return &Problem{Type: "about:blank", Title: http.StatusText(status), Status: status,
-		Detail: fmt.Sprintf(format, args...)}
+	return &Problem{
+		Type: "about:blank", Title: http.StatusText(status), Status: status,
+		Detail: fmt.Sprintf(format, args...),
+	}
 }
 
 // Kind names a problem that clients tell apart beyond its status: name is a word with hyphens, title is

@@ -41,24 +41,34 @@ func TestErrorsOfTheHouseHaveTheirStatus(t *testing.T) {
 		status int
 		kind   string
 	}{
-		"own": {fmt.Errorf("do it: %w", problem.New(418, "short and stout").Kind("teapot", "Teapot")), 418,
-			"urn:lanekeeper:problem:teapot"},
-		"blocked lane": {fmt.Errorf("break: %w", &lanes.BlockedError{Reason: "lane 'x' is in use by pid 1"}), 409,
-			"urn:lanekeeper:problem:lane-in-use"},
-		"busy lane": {fmt.Errorf("acquire: %w", &lanes.BusyError{Lane: "operate", Holder: "op_1"}), 409,
-			"urn:lanekeeper:problem:lane-busy"},
+		"own": {
+			fmt.Errorf("do it: %w", problem.New(418, "short and stout").Kind("teapot", "Teapot")), 418,
+			"urn:lanekeeper:problem:teapot",
+		},
+		"blocked lane": {
+			fmt.Errorf("break: %w", &lanes.BlockedError{Reason: "lane 'x' is in use by pid 1"}), 409,
+			"urn:lanekeeper:problem:lane-in-use",
+		},
+		"busy lane": {
+			fmt.Errorf("acquire: %w", &lanes.BusyError{Lane: "operate", Holder: "op_1"}), 409,
+			"urn:lanekeeper:problem:lane-busy",
+		},
 		"cursor":       {activity.ErrCursor, 400, "urn:lanekeeper:problem:bad-parameter"},
 		"bad lane":     {lanes.ErrInvalid, 400, "urn:lanekeeper:problem:malformed-id"},
 		"no execution": {executions.ErrNotFound, 404, "about:blank"},
 		"no skill":     {skills.ErrNotFound, 404, "about:blank"},
-		"lost update": {fmt.Errorf("save: %w",
-			&memory.ConflictError{Key: "k", Yours: json.RawMessage("1"), Theirs: &memory.Entry{}}), 412,
-			"urn:lanekeeper:problem:changed-meanwhile"},
+		"lost update": {
+			fmt.Errorf("save: %w",
+				&memory.ConflictError{Key: "k", Yours: json.RawMessage("1"), Theirs: &memory.Entry{}}), 412,
+			"urn:lanekeeper:problem:changed-meanwhile",
+		},
 		"client gone":   {context.Canceled, 503, "about:blank"},
 		"shutting down": {executions.ErrDraining, 503, "urn:lanekeeper:problem:draining"},
 		"too slow":      {context.DeadlineExceeded, 503, "urn:lanekeeper:problem:database-away"},
-		"pooler": {&pgconn.PgError{Code: "08P01", Message: "server login has been failing"}, 503,
-			"urn:lanekeeper:problem:database-away"},
+		"pooler": {
+			&pgconn.PgError{Code: "08P01", Message: "server login has been failing"}, 503,
+			"urn:lanekeeper:problem:database-away",
+		},
 		"broken":        {fmt.Errorf("roll back: %w", pgconn.ErrConnClosed), 503, "urn:lanekeeper:problem:database-away"},
 		"anything else": {errors.New("relation agent_x at 10.0.0.7"), 500, "about:blank"},
 	} {

@@ -10,6 +10,7 @@ package proctest
 
 import (
 	"bytes"
+	"encoding/json"
 	"errors"
 	"os"
 	"os/exec"
@@ -160,6 +161,28 @@ func (p *Process) Says(words string) {
 	p.t.Helper()
 	pgtest.Eventually(p.t, p.patience, func() bool { return strings.Contains(p.Err.String(), words) },
 		p.name()+" says: "+words)
+}
+
+// Line is a line of a JSON log.
+type Line struct {
+	Level   string      `json:"level"`
+	Message string      `json:"msg"`
+	Listen  string      `json:"listen"`
+	Lane    string      `json:"lane"`
+	Owner   string      `json:"owner"`
+	Token   json.Number `json:"fencing_token"`
+	Raw     string      `json:"-"`
+}
+
+// Lines reads what the process has logged as JSON so far.
+func (p *Process) Lines() (all []Line) {
+	for text := range strings.Lines(p.Err.String()) {
+		l := Line{Raw: strings.TrimSpace(text)}
+		if json.Unmarshal([]byte(text), &l) == nil {
+			all = append(all, l)
+		}
+	}
+	return all
 }
 
 // listens finds the address in a log of either form.

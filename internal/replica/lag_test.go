@@ -19,14 +19,26 @@ func TestALagIsTheAgeOfWhatWasReplayed(t *testing.T) {
 		known       bool
 	}{
 		"idle primary": {[]mark{{ago(2 * time.Second), 7}, {now, 7}}, position{Position: 7, Ago: &hour}, false, 0, 0, true},
-		"all replayed": {[]mark{{ago(2 * time.Second), 7}, {now, 9}}, position{Position: 12, Ago: &hour}, false, 0, 0,
-			true},
-		"stands still": {[]mark{{ago(9 * time.Second), 7}, {now, 9}}, position{Position: 7}, false, 9 * time.Second,
-			10 * time.Second, true},
+		"all replayed": {
+			[]mark{{ago(2 * time.Second), 7}, {now, 9}},
+			position{Position: 12, Ago: &hour},
+			false, 0, 0,
+			true,
+		},
+		"stands still": {
+			[]mark{{ago(9 * time.Second), 7}, {now, 9}},
+			position{Position: 7},
+			false, 9 * time.Second,
+			10 * time.Second, true,
+		},
 		"first look":    {[]mark{{now, 9}}, position{Position: 7, Ago: &hour}, false, hour, hour, true},
 		"nothing known": {[]mark{{now, 9}}, position{Position: 7}, false, 0, time.Second, false},
-		"primary away": {[]mark{{ago(5 * time.Second), 7}}, position{Position: 7}, true, 5 * time.Second, 6 * time.Second,
-			true},
+		"primary away": {
+			[]mark{{ago(5 * time.Second), 7}},
+			position{Position: 7},
+			true, 5 * time.Second, 6 * time.Second,
+			true,
+		},
 		"another server": {[]mark{{ago(time.Second), 9}, {now, 3}}, position{Position: 3, Ago: &hour}, false, 0, 0, true},
 	} {
 		t.Run(name, func(t *testing.T) {

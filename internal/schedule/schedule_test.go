@@ -32,8 +32,10 @@ func TestNext(t *testing.T) {
 		"strictly after": {"0 10 * * *", "", "2026-01-01T10:00:00Z", "2026-01-02T10:00:00Z"},
 		"just before":    {"0 10 * * *", "", "2026-01-01T09:59:59.999Z", "2026-01-01T10:00:00Z"},
 		"zone given":     {"0 9 * * *", "Europe/Madrid", "2026-01-01T00:00:00Z", "2026-01-01T08:00:00Z"},
-		"zone in expression": {"CRON_TZ=Asia/Tokyo 0 9 * * *", "Europe/Madrid", "2026-01-01T01:00:00Z",
-			"2026-01-02T00:00:00Z"},
+		"zone in expression": {
+			"CRON_TZ=Asia/Tokyo 0 9 * * *", "Europe/Madrid", "2026-01-01T01:00:00Z",
+			"2026-01-02T00:00:00Z",
+		},
 		"short zone":         {"TZ=UTC 0 9 * * *", "Europe/Madrid", "2026-01-01T00:00:00Z", "2026-01-01T09:00:00Z"},
 		"name in zone":       {"@daily", "Europe/Madrid", "2026-01-01T00:00:00Z", "2026-01-01T23:00:00Z"},
 		"name, own zone":     {"CRON_TZ=Asia/Tokyo @daily", "", "2026-01-01T00:00:00Z", "2026-01-01T15:00:00Z"},

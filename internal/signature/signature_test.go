@@ -59,15 +59,18 @@ func hexSum(secret, message string) string {
 
 func TestTheOfficialLibrariesSignaturesVerify(t *testing.T) {
 	t.Parallel()
-	stripeHeader := stripe.GenerateTestSignedPayload(&stripe.UnsignedPayload{Payload: body, Secret: "whsec_stripe",
-		Timestamp: now}).Header
+	stripeHeader := stripe.GenerateTestSignedPayload(&stripe.UnsignedPayload{
+		Payload: body, Secret: "whsec_stripe",
+		Timestamp: now,
+	}).Header
 	for name, c := range map[string]struct {
 		v signature.Verifier
 		h http.Header
 		b []byte
 	}{
 		"Standard Webhooks": {
-			signature.Verifier{Scheme: signature.Standard, Secrets: []string{whsec}}, standard(t, whsec, "msg_1", now, body),
+			signature.Verifier{Scheme: signature.Standard, Secrets: []string{whsec}},
+			standard(t, whsec, "msg_1", now, body),
 			body,
 		},
 		"Stripe": {
@@ -86,7 +89,8 @@ func TestTheOfficialLibrariesSignaturesVerify(t *testing.T) {
 			[]byte(`{"test": 2432232314}`),
 		},
 		"generic in hex": {
-			signature.Verifier{Scheme: signature.HMAC, Secrets: []string{"s"}}, header("X-Signature", hexSum("s", string(body))),
+			signature.Verifier{Scheme: signature.HMAC, Secrets: []string{"s"}},
+			header("X-Signature", hexSum("s", string(body))),
 			body,
 		},
 		"generic as Slack signs": {
@@ -98,15 +102,19 @@ func TestTheOfficialLibrariesSignaturesVerify(t *testing.T) {
 				"v0="+hexSum("s", "v0:1700000000:"+string(body))), body,
 		},
 		"generic in base64": {
-			signature.Verifier{Scheme: signature.HMAC, Secrets: []string{"s"},
-				Layout: signature.Layout{Header: "X-Shop", Encoding: "base64"}},
+			signature.Verifier{
+				Scheme: signature.HMAC, Secrets: []string{"s"},
+				Layout: signature.Layout{Header: "X-Shop", Encoding: "base64"},
+			},
 			header("X-Shop", func() string {
 				raw, _ := hex.DecodeString(hexSum("s", string(body)))
 				return base64.StdEncoding.EncodeToString(raw)
 			}()), body,
 		},
-		"bearer": {signature.Verifier{Scheme: signature.Bearer, Secrets: []string{"tok"}},
-			header("Authorization", "bearer tok"), body},
+		"bearer": {
+			signature.Verifier{Scheme: signature.Bearer, Secrets: []string{"tok"}},
+			header("Authorization", "bearer tok"), body,
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -222,8 +230,10 @@ func TestTimesFarFromNowAreRefused(t *testing.T) {
 				signature.HMAC: header("X-Time", fmt.Sprint(at.Unix()), "X-Signature",
 					hexSum(whsec, fmt.Sprintf("%d.%s", at.Unix(), body))),
 			} {
-				v := signature.Verifier{Scheme: scheme, Secrets: []string{whsec}, Tolerance: c.tolerance,
-					Layout: signature.Layout{TimestampHeader: "X-Time"}}
+				v := signature.Verifier{
+					Scheme: scheme, Secrets: []string{whsec}, Tolerance: c.tolerance,
+					Layout: signature.Layout{TimestampHeader: "X-Time"},
+				}
 				if err := v.Verify(h, body, now); (err == nil) != c.good || err != nil && !errors.Is(err, signature.ErrRefused) {
 					t.Errorf("%s: %v", scheme, err)
 				}
@@ -239,18 +249,28 @@ func TestMalformedHeadersAreRefused(t *testing.T) {
 		scheme signature.Scheme
 		h      http.Header
 	}{
-		"no id": {signature.Standard,
-			header("webhook-timestamp", "1700000000", "webhook-signature", good.Get("webhook-signature"))},
-		"another id": {signature.Standard,
-			header("webhook-id", "msg2", "webhook-timestamp", "1700000000", "webhook-signature", good.Get("webhook-signature"))},
-		"another version": {signature.Standard,
+		"no id": {
+			signature.Standard,
+			header("webhook-timestamp", "1700000000", "webhook-signature", good.Get("webhook-signature")),
+		},
+		"another id": {
+			signature.Standard,
+			header("webhook-id", "msg2", "webhook-timestamp", "1700000000", "webhook-signature", good.Get("webhook-signature")),
+		},
+		"another version": {
+			signature.Standard,
 			header("webhook-id", "msg", "webhook-timestamp", "1700000000", "webhook-signature",
-				strings.Replace(good.Get("webhook-signature"), "v1,", "v2,", 1))},
-		"a time with a sign": {signature.Standard,
-			header("webhook-id", "msg", "webhook-timestamp", "1.7e9", "webhook-signature", good.Get("webhook-signature"))},
-		"a thousand signatures": {signature.Standard,
+				strings.Replace(good.Get("webhook-signature"), "v1,", "v2,", 1)),
+		},
+		"a time with a sign": {
+			signature.Standard,
+			header("webhook-id", "msg", "webhook-timestamp", "1.7e9", "webhook-signature", good.Get("webhook-signature")),
+		},
+		"a thousand signatures": {
+			signature.Standard,
 			header("webhook-id", "msg", "webhook-timestamp", "1700000000", "webhook-signature",
-				strings.Repeat("v1,AAAA ", 1000)+good.Get("webhook-signature"))},
+				strings.Repeat("v1,AAAA ", 1000)+good.Get("webhook-signature")),
+		},
 		"Stripe without v1": {signature.Stripe, header("Stripe-Signature", "t=1700000000,v0=00")},
 		"Stripe without t":  {signature.Stripe, header("Stripe-Signature", "v1=00")},
 		"sha1 of GitHub":    {signature.GitHub, header("X-Hub-Signature", "sha1=00")},

@@ -26,8 +26,10 @@ func TestAnEventIsWrittenSo(t *testing.T) {
 		"data: \n\n":                     {},
 		"data: {}\n\n":                   {Data: "{}"},
 		"event: a\ndata: b\ndata: c\n\n": {Name: "a", Data: "b\r\nc"},
-		"retry: 1500\nid: 1 2\nevent: a b\ndata: \ufffd\n\n": {ID: "1\n2", Name: "a\rb", Data: "\xff",
-			Retry: 1500 * time.Millisecond},
+		"retry: 1500\nid: 1 2\nevent: a b\ndata: \ufffd\n\n": {
+			ID: "1\n2", Name: "a\rb", Data: "\xff",
+			Retry: 1500 * time.Millisecond,
+		},
 	} {
 		if got := string(e.Append(nil)); got != want {
 			t.Errorf("%+v is written as %q, want %q", e, got, want)
@@ -70,8 +72,10 @@ func FuzzEvent(f *testing.F) {
 			lines[i] = strings.ToValidUTF8(lines[i], "\ufffd")
 		}
 		got := ssetest.Read(string(stream))
-		want := []ssetest.Event{{ID: line(id), Name: line(name), Data: strings.Join(lines, "\n")},
-			{ID: "last", Data: "the end"}}
+		want := []ssetest.Event{
+			{ID: line(id), Name: line(name), Data: strings.Join(lines, "\n")},
+			{ID: "last", Data: "the end"},
+		}
 		if diff := cmp.Diff(want, got.Events); diff != "" {
 			t.Errorf("%q, %q, %q came out otherwise: %s", id, name, data, diff)
 		}

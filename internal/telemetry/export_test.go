@@ -115,8 +115,10 @@ func TestOneRoot(t *testing.T) {
 	s.note(alone, nil, "first")
 	s.note(alone, nil, "second")
 	if got := names(s.exported()); !cmp.Equal(got,
-		[]string{"execute_tool first", "execute_tool from outside", "execute_tool inside", "execute_tool second",
-			"invoke_workflow external"}) {
+		[]string{
+			"execute_tool first", "execute_tool from outside", "execute_tool inside", "execute_tool second",
+			"invoke_workflow external",
+		}) {
 		t.Errorf("before the root has ended there are %q", got)
 	}
 	other := s.start(id, nil)

@@ -65,8 +65,10 @@ func (m said) parts() []map[string]any {
 		if json.Valid([]byte(c.Function.Arguments)) {
 			arguments = json.RawMessage(c.Function.Arguments)
 		}
-		parts = append(parts, map[string]any{"type": "tool_call", "id": c.ID, "name": c.Function.Name,
-			"arguments": arguments})
+		parts = append(parts, map[string]any{
+			"type": "tool_call", "id": c.ID, "name": c.Function.Name,
+			"arguments": arguments,
+		})
 	}
 	return parts
 }

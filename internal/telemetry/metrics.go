@@ -88,8 +88,10 @@ func NewMetrics(version string, state prometheus.Collector) *Metrics {
 
 // Handler serves the metrics. What cannot be gathered is left out, and the rest is served.
 func (m *Metrics) Handler() http.Handler {
-	return promhttp.HandlerFor(m.registry, promhttp.HandlerOpts{ErrorHandling: promhttp.ContinueOnError,
-		MaxRequestsInFlight: 8})
+	return promhttp.HandlerFor(m.registry, promhttp.HandlerOpts{
+		ErrorHandling:       promhttp.ContinueOnError,
+		MaxRequestsInFlight: 8,
+	})
 }
 
 // Registry is what is gathered.

@@ -131,8 +131,10 @@ func TestLabelsAreBounded(t *testing.T) {
 		m.LaneWaited("lane"+n, 0, true)
 	}
 	text := scrape(t, m)
-	for name, most := range map[string]int{"agent_skill_invocations_total{": 501, "agent_llm_requests_total{": 101,
-		"agent_lane_lock_wait_seconds_count{": 1} {
+	for name, most := range map[string]int{
+		"agent_skill_invocations_total{": 501, "agent_llm_requests_total{": 101,
+		"agent_lane_lock_wait_seconds_count{": 1,
+	} {
 		if n := strings.Count(text, name); n != most {
 			t.Errorf("%d series %s, want %d", n, name, most)
 		}

@@ -29,10 +29,16 @@ func TestLoad(t *testing.T) {
 		wrong   []string // variables that the error names
 	}{
 		"nothing": {nil, telemetry.Settings{}, nil},
-		"disabled": {map[string]string{endpoint: "http://c:4318", "OTEL_SDK_DISABLED": "TRUE"},
-			telemetry.Settings{}, nil},
-		"no exporter": {map[string]string{endpoint: "http://c:4318", "OTEL_TRACES_EXPORTER": "none"},
-			telemetry.Settings{}, nil},
+		"disabled": {
+			map[string]string{endpoint: "http://c:4318", "OTEL_SDK_DISABLED": "TRUE"},
+			telemetry.Settings{},
+			nil,
+		},
+		"no exporter": {
+			map[string]string{endpoint: "http://c:4318", "OTEL_TRACES_EXPORTER": "none"},
+			telemetry.Settings{},
+			nil,
+		},
 		"off, so not read":    {map[string]string{"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, telemetry.Settings{}, nil},
 		"endpoint":            {map[string]string{endpoint: "http://c:4318"}, standard, nil},
 		"endpoint with slash": {map[string]string{endpoint: "http://c:4318/"}, standard, nil},

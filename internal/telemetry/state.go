@@ -60,8 +60,10 @@ func NewState(db postgres.DB, log *slog.Logger) *State { return &State{db: db, l
 
 // Describe implements prometheus.Collector.
 func (s *State) Describe(to chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{upDesc, executionsDesc, oldestDesc, approvalsDesc, beatDesc, pausedDesc,
-		heldDesc} {
+	for _, d := range []*prometheus.Desc{
+		upDesc, executionsDesc, oldestDesc, approvalsDesc, beatDesc, pausedDesc,
+		heldDesc,
+	} {
 		to <- d
 	}
 }

@@ -15,6 +15,8 @@ import (
 	"testing"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
 // victim names the connections of the process that is killed.
@@ -176,7 +178,7 @@ func TestInterruptAtEveryBoundary(t *testing.T) {
 				t.Errorf("exit code %d, and the heartbeat is %s", code, got)
 			}
 			for what, sql := range leftovers {
-				if n := one[int](s, sql); n != 0 {
+				if n := pgtest.Value[int](s.t, s.db, sql); n != 0 {
 					t.Errorf("%s: %d, want none", what, n)
 				}
 			}
@@ -205,18 +207,18 @@ func TestCancelAtEveryBoundary(t *testing.T) {
 			})
 			s.serve(p.URL(victim))
 			eventually(t, "the execution ends", func() bool {
-				return one[bool](s, `select completed_at is not null from agent_executions where id = $1`, id)
+				return pgtest.Value[bool](s.t, s.db, `select completed_at is not null from agent_executions where id = $1`, id)
 			})
 			admin.Wait()
 			if got := s.status(id); got == "failed" {
 				t.Errorf("the execution is %s", got)
 			}
 			for _, what := range []string{"lanes held", "calls open", "rows running"} {
-				eventually(t, "no "+what, func() bool { return one[int](s, leftovers[what]) == 0 })
+				eventually(t, "no "+what, func() bool { return pgtest.Value[int](s.t, s.db, leftovers[what]) == 0 })
 			}
 			next := s.begin()
 			s.ends(next, "completed")
-			if summary := one[string](s, `select result_summary from agent_executions where id = $1`,
+			if summary := pgtest.Value[string](s.t, s.db, `select result_summary from agent_executions where id = $1`,
 				next); strings.HasPrefix(summary, "skipped") {
 				t.Errorf("the next heartbeat was %s", summary)
 			}
@@ -239,7 +241,8 @@ func TestTheConnectionBreaksAtEveryBoundary(t *testing.T) {
 // atBoundaries runs a test at a number of boundaries, evenly spread, in each of several ways; of a sample
 // each boundary is met in one way and the next one in the other.
 func atBoundaries(t *testing.T, total, sample int, ways map[string]verdict,
-	test func(t *testing.T, n int, how verdict)) {
+	test func(t *testing.T, n int, how verdict),
+) {
 	t.Helper()
 	every := distance(total, sample)
 	for n := every; n <= total; n += every {
@@ -300,7 +303,7 @@ func (s *scene) breakIn(c *counter, n int, how verdict, args ...string) *agent {
 func (s *scene) quiet() {
 	s.t.Helper()
 	eventually(s.t, "the server has let go of the killed process", func() bool {
-		return one[int](s, `
+		return pgtest.Value[int](s.t, s.db, `
 			select count(*) from pg_stat_activity where datname = current_database() and application_name = $1`, victim) == 0
 	})
 }
@@ -371,8 +374,10 @@ func (s *scene) whole(id string, before snapshot) {
 func (s *scene) compare(was, now row, callsWere, callsAre int) {
 	s.t.Helper()
 	again, most := callsAre-callsWere, 1
-	want := row{Key: now.Key, Skill: now.Skill, Idempotent: now.Idempotent, Recorded: 1,
-		Unknown: was.Unknown + was.Running}
+	want := row{
+		Key: now.Key, Skill: now.Skill, Idempotent: now.Idempotent, Recorded: 1,
+		Unknown: was.Unknown + was.Running,
+	}
 	switch {
 	case was.Recorded > 0: // it was over: nobody makes it again
 		most = 0
@@ -390,7 +395,7 @@ func (s *scene) compare(was, now row, callsWere, callsAre int) {
 // phases checks that each of the six has one row, in order, and ended well.
 func (s *scene) phases(id string) {
 	s.t.Helper()
-	got := one[string](s, `
+	got := pgtest.Value[string](s.t, s.db, `
 		select coalesce(string_agg(skill_name || ' ' || status, ', ' order by created_at), '') from agent_activity
 		 where execution_id = $1 and kind = 'phase' and parent_id is null`, id)
 	want := "self_heal success, follow_through success, advance_plan success, run_automations success, " +
@@ -420,11 +425,11 @@ func (s *scene) effects(id string) {
 		}
 	}
 	for what, sql := range leftovers {
-		if n := one[int](s, sql); n != 0 {
+		if n := pgtest.Value[int](s.t, s.db, sql); n != 0 {
 			s.t.Errorf("%s: %d, want none", what, n)
 		}
 	}
-	if unknown := one[int](s, `
+	if unknown := pgtest.Value[int](s.t, s.db, `
 		select count(*) from agent_activity where execution_id = $1 and skill_name = 'pay' and status = 'unknown' and purpose = 'advance_plan'`,
 		id); unknown > 0 && !s.told("nobody knows whether it took effect") {
 		s.t.Error("the model was not told that nobody knows whether its call took effect")
@@ -443,7 +448,7 @@ var leftovers = map[string]string{
 func (s *scene) count(sql, id string) int {
 	s.t.Helper()
 	if !strings.Contains(sql, "$1") {
-		return one[int](s, sql)
+		return pgtest.Value[int](s.t, s.db, sql)
 	}
-	return one[int](s, sql, cmp.Or(id, "none"))
+	return pgtest.Value[int](s.t, s.db, sql, cmp.Or(id, "none"))
 }

@@ -6,6 +6,9 @@ import (
 	"regexp"
 	"strings"
 	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // asks is the first thing that a chat message does in the database.
@@ -34,10 +37,10 @@ func cleanChat(t *testing.T, stream bool) int {
 	a, c := s.killed(asks, -1, pass)
 	got := s.say(a, message{"th", "weather", stream})
 	n := c.count()
-	if !got.whole || got.status != 200 {
+	if !got.Complete || got.Status != 200 {
 		t.Fatalf("the answer is %+v", got)
 	}
-	s.answered(a, "th", map[string]said{"weather": got}, "weather")
+	s.answered(a, "th", map[string]testkit.Answer{"weather": got}, "weather")
 	s.settled(snapshot{})
 	if n < 20 {
 		t.Errorf("an answer made %d requests; does the proxy still see them?", n)
@@ -52,23 +55,23 @@ func killChat(t *testing.T, n int, how verdict, stream bool) {
 	a, _ := s.killed(asks, n, how)
 	first := s.say(a, m)
 	before := s.over(a)
-	stored := one[int](s, `select count(*) from agent_messages where role = 'user'`)
-	if stored == 0 && (first.id != "" || one[int](s, `select count(*) from agent_executions`) > 0) {
+	stored := pgtest.Value[int](s.t, s.db, `select count(*) from agent_messages where role = 'user'`)
+	if stored == 0 && (first.ID != "" || pgtest.Value[int](s.t, s.db, `select count(*) from agent_executions`) > 0) {
 		t.Error("a turn without its message")
 	}
 	b := s.serve("")
 	got := s.insist(b, m)
-	s.answered(b, "th", map[string]said{m.words: got}, m.words)
-	if first.whole && first.text != got.text {
-		t.Errorf("the client was told %q, then %q", first.text, got.text)
+	s.answered(b, "th", map[string]testkit.Answer{m.words: got}, m.words)
+	if first.Complete && first.Text != got.Text {
+		t.Errorf("the client was told %q, then %q", first.Text, got.Text)
 	}
-	if id := first.id; id != "" { // the client knew what to attach to
-		if again := s.attach(b, id, "?stream=true"); again.id != got.id || again.text != got.text || !again.whole {
+	if id := first.ID; id != "" { // the client knew what to attach to
+		if again := s.attach(b, id, "?stream=true"); again.ID != got.ID || again.Text != got.Text || !again.Complete {
 			t.Errorf("attached again: %+v, want %+v", again, got)
 		}
 	}
-	if strings.Count(got.text, reply(m.words)) != 1 {
-		t.Errorf("the answer is %q", got.text)
+	if strings.Count(got.Text, reply(m.words)) != 1 {
+		t.Errorf("the answer is %q", got.Text)
 	}
 	s.settled(before)
 }

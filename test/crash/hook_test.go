@@ -6,6 +6,8 @@ import (
 	"net/http"
 	"regexp"
 	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
 // receives is the first thing that a delivery does in the database.
@@ -47,13 +49,13 @@ func (s *scene) deliver(a *agent) int {
 
 // fails takes the automation out of service, so that the action that starts it fails.
 func (s *scene) fails() {
-	s.exec(`update agent_automations set enabled = false, disabled_by = 'admin', disabled_reason = 'a pause'`)
+	pgtest.Exec(s.t, s.db, `update agent_automations set enabled = false, disabled_by = 'admin', disabled_reason = 'a pause'`)
 }
 
 // mends puts it back, and ends the pause before the next attempt.
 func (s *scene) mends() {
-	s.exec(`update agent_automations set enabled = true, disabled_by = '', disabled_reason = ''`)
-	s.exec(`update agent_executions set waiting_until = clock_timestamp() where status = 'waiting' and waiting_for = 'delay'`)
+	pgtest.Exec(s.t, s.db, `update agent_automations set enabled = true, disabled_by = '', disabled_reason = ''`)
+	pgtest.Exec(s.t, s.db, `update agent_executions set waiting_until = clock_timestamp() where status = 'waiting' and waiting_for = 'delay'`)
 }
 
 // handled waits until the delivery and what it started have ended, or the process is dead. A delivery that waits for
@@ -61,10 +63,10 @@ func (s *scene) mends() {
 func (s *scene) handled(a *agent) {
 	s.t.Helper()
 	eventually(s.t, "the delivery is handled", func() bool {
-		if one[bool](s, `select exists (select from agent_executions where status = 'waiting' and waiting_for = 'delay')`) {
+		if pgtest.Value[bool](s.t, s.db, `select exists (select from agent_executions where status = 'waiting' and waiting_for = 'delay')`) {
 			s.mends()
 		}
-		return !a.Running() || one[bool](s, `
+		return !a.Running() || pgtest.Value[bool](s.t, s.db, `
 			select count(*) = 2 and bool_and(completed_at is not null) from agent_executions where flow <> 'heartbeat'`)
 	})
 }
@@ -101,7 +103,7 @@ func killHook(t *testing.T, n int, how verdict, fails bool) {
 		s.handled(a)
 	}
 	before := s.over(a)
-	stored := one[int](s, `select count(*) from agent_webhook_deliveries`)
+	stored := pgtest.Value[int](s.t, s.db, `select count(*) from agent_webhook_deliveries`)
 	if status != 0 && stored != 1 {
 		t.Errorf("answered %d, and %d deliveries are stored", status, stored)
 	}
@@ -132,11 +134,11 @@ func (s *scene) delivered(before snapshot, failed bool) {
 		"the third, done":   `select count(*) from agent_activity where skill_name = 'webhook_action' and input ->> 'action' = '3' and status = 'success'`,
 		"executions":        `select count(*) - 1 from agent_executions`,
 	} {
-		if n := one[int](s, sql); n != 1 {
+		if n := pgtest.Value[int](s.t, s.db, sql); n != 1 {
 			s.t.Errorf("%s: %d, want 1", what, n)
 		}
 	}
-	if n := one[int](s, `select attempts from agent_webhook_deliveries`); n != attempts {
+	if n := pgtest.Value[int](s.t, s.db, `select attempts from agent_webhook_deliveries`); n != attempts {
 		s.t.Errorf("%d attempts, want %d", n, attempts)
 	}
 }

@@ -5,6 +5,8 @@ package crash_test
 import (
 	"strings"
 	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
 // TestKillWhileACallIsInFlight kills `agent serve` while the other side has the request and has not
@@ -90,11 +92,11 @@ func TestADeadWorkersLeaseEndsByItself(t *testing.T) {
 	a.Kill()
 	s.quiet()
 	before := s.look()
-	ends := one[string](s, `select max(expires_at)::text from agent_workers`)
+	ends := pgtest.Value[string](s.t, s.db, `select max(expires_at)::text from agent_workers`)
 	s.serve("")
 	s.ends(id, "completed")
 	s.whole(id, before)
-	if early := one[bool](s, `
+	if early := pgtest.Value[bool](s.t, s.db, `
 		select min(created_at) < $1::timestamptz from agent_activity
 		 where execution_id = $2 and claim = (select claim from agent_executions where id = $2)`, ends, id); early {
 		t.Error("the run was taken over before the lease had ended")
@@ -130,7 +132,7 @@ func (s *scene) running() []row {
 // shows checks that the story of an execution's trace has certain words.
 func (s *scene) shows(id, words string) {
 	s.t.Helper()
-	trace := one[string](s, `select trace_id from agent_executions where id = $1`, id)
+	trace := pgtest.Value[string](s.t, s.db, `select trace_id from agent_executions where id = $1`, id)
 	a := s.agent("", "trace", trace, "--no-color")
 	if code := a.Exit(); code != 0 || !strings.Contains(a.Out.String(), words) {
 		s.t.Errorf("agent trace exits %d and does not show %q:\n%s", code, words, a.Out.String())

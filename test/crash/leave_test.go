@@ -9,6 +9,9 @@ import (
 	"strings"
 	"sync"
 	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // asksOrOperates is the first thing in the database that comes of a message, whoever says it.
@@ -35,10 +38,10 @@ var partners = map[string]partner{
 		words: "order",
 		say:   func(s *scene, a *agent) { s.operate(a) },
 		again: func(s *scene, a *agent) {
-			if one[int](s, `select count(*) from agent_messages where role = 'user'`) == 0 {
+			if pgtest.Value[int](s.t, s.db, `select count(*) from agent_messages where role = 'user'`) == 0 {
 				// The first sweep gives back what the session of the dead process held, long before its lease ends.
 				eventually(s.t, "the lane of the dead process is free", func() bool {
-					return one[bool](s, `select not is_agent_lock_held('operate')`)
+					return pgtest.Value[bool](s.t, s.db, `select not is_agent_lock_held('operate')`)
 				})
 				s.operate(a)
 			}
@@ -48,7 +51,7 @@ var partners = map[string]partner{
 
 // operate has the admin ask for an order in the session th, which ends with it.
 func (s *scene) operate(a *agent) {
-	s.hear(s.request(a, http.MethodPost, "/v1/operate", adminToken, `{"message": "order", "session_id": "th"}`))
+	testkit.Chat(s.request(a, http.MethodPost, "/v1/operate", adminToken, `{"message": "order", "session_id": "th"}`), nil)
 }
 
 // TestKillAtEveryBoundaryOfAnApproval kills the process before and after each request of a turn that asks for leave,
@@ -92,7 +95,8 @@ func (s *scene) through(a *agent, who partner) {
 		s.decide(a, true) // of which nobody may hear
 	}
 	eventually(s.t, "it is over, or the process dead", func() bool {
-		return !a.Running() || one[bool](s, `select count(*) = 1 and bool_and(completed_at is not null) from agent_executions`)
+		return !a.Running() || pgtest.Value[bool](s.t, s.db,
+			`select count(*) = 1 and bool_and(completed_at is not null) from agent_executions`)
 	})
 }
 
@@ -109,13 +113,13 @@ func (s *scene) asksLeave(a *agent) (asks bool) {
 // pending is the approval that waits for a decision.
 func (s *scene) pending() string {
 	s.t.Helper()
-	return one[string](s, `select coalesce((select id::text from agent_approvals where status = 'pending'), '')`)
+	return pgtest.Value[string](s.t, s.db, `select coalesce((select id::text from agent_approvals where status = 'pending'), '')`)
 }
 
 // decide decides what waits, over HTTP, and returns the status of the answer; 0 when there is none.
 func (s *scene) decide(a *agent, approve bool) int {
 	s.t.Helper()
-	id := one[string](s, `select id::text from agent_approvals`)
+	id := pgtest.Value[string](s.t, s.db, `select id::text from agent_approvals`)
 	word := "reject"
 	if approve {
 		word = "approve"
@@ -132,7 +136,7 @@ func (s *scene) decide(a *agent, approve bool) int {
 // closes ends the admin's session of a process, which holds the lane until it is idle.
 func (s *scene) closes(a *agent) {
 	s.t.Helper()
-	s.exec(`select break_agent_lock('operate', 'the test is over') where is_agent_lock_held('operate')`)
+	pgtest.Exec(s.t, s.db, `select break_agent_lock('operate', 'the test is over') where is_agent_lock_held('operate')`)
 }
 
 func killLeave(t *testing.T, who partner, n int, how verdict) {
@@ -150,7 +154,7 @@ func killLeave(t *testing.T, who partner, n int, how verdict) {
 	var asking sync.WaitGroup
 	asking.Go(func() { who.again(s, b) })
 	eventually(t, "leave is asked for", func() bool {
-		return one[bool](s, `select exists (select from agent_approvals)`)
+		return pgtest.Value[bool](s.t, s.db, `select exists (select from agent_approvals)`)
 	})
 	if s.pending() != "" {
 		if status := s.decide(b, true); status != http.StatusOK {
@@ -159,7 +163,7 @@ func killLeave(t *testing.T, who partner, n int, how verdict) {
 	}
 	asking.Wait()
 	eventually(t, "the turn ends", func() bool {
-		return one[bool](s, `select count(*) = 1 and bool_and(completed_at is not null) from agent_executions`)
+		return pgtest.Value[bool](s.t, s.db, `select count(*) = 1 and bool_and(completed_at is not null) from agent_executions`)
 	})
 	if status := s.decide(b, false); status != http.StatusConflict {
 		t.Errorf("a second decision is answered %d", status)
@@ -181,11 +185,12 @@ func (s *scene) allowed(a *agent, who partner, before snapshot) {
 		"decisions":        `select count(*) from agent_activity where skill_name = 'decide_approval'`,
 		"decisions told":   `select count(*) from agent_events where event = 'APPROVAL_DECIDED'`,
 	} {
-		if n := one[int](s, sql); n != 1 {
+		if n := pgtest.Value[int](s.t, s.db, sql); n != 1 {
 			s.t.Errorf("%s: %d, want 1", what, n)
 		}
 	}
-	unknown := one[bool](s, `select status = 'unknown' from agent_activity where skill_name = 'order' and status <> 'pending_approval'`)
+	unknown := pgtest.Value[bool](s.t, s.db,
+		`select status = 'unknown' from agent_activity where skill_name = 'order' and status <> 'pending_approval'`)
 	if unknown && !s.told("nobody knows whether it took effect") {
 		s.t.Error("the model was not told that nobody knows whether its call took effect")
 	}
@@ -202,7 +207,8 @@ func TestADenialWhileNobodyWorks(t *testing.T) {
 			var asking sync.WaitGroup
 			asking.Go(func() { who.say(s, a) })
 			eventually(t, "it waits for the admin", func() bool {
-				return one[bool](s, `select exists (select from agent_executions where status = 'waiting' and waiting_for = 'approval')`)
+				return pgtest.Value[bool](s.t, s.db,
+					`select exists (select from agent_executions where status = 'waiting' and waiting_for = 'approval')`)
 			})
 			before := s.over(a)
 			asking.Wait()
@@ -213,7 +219,7 @@ func TestADenialWhileNobodyWorks(t *testing.T) {
 			b := s.serve("")
 			who.again(s, b)
 			eventually(t, "the turn ends", func() bool {
-				return one[bool](s, `select bool_and(completed_at is not null) from agent_executions`)
+				return pgtest.Value[bool](s.t, s.db, `select bool_and(completed_at is not null) from agent_executions`)
 			})
 			s.settled(before)
 			s.answered(b, "th", nil, who.words)
@@ -225,7 +231,7 @@ func TestADenialWhileNobodyWorks(t *testing.T) {
 			if !s.told("too dear") {
 				t.Error("the model was not told why")
 			}
-			if got := one[string](s, `select string_agg(status, ' ') from agent_approvals`); got != "rejected" {
+			if got := pgtest.Value[string](s.t, s.db, `select string_agg(status, ' ') from agent_approvals`); got != "rejected" {
 				t.Errorf("the approval is %s", got)
 			}
 		})
@@ -244,7 +250,7 @@ func TestADecisionDiesWithItsProcess(t *testing.T) {
 			var asking sync.WaitGroup
 			asking.Go(func() { s.say(first, order) })
 			eventually(t, "it waits for the admin", func() bool {
-				return one[bool](s, `select exists (select from agent_executions where status = 'waiting')`)
+				return pgtest.Value[bool](s.t, s.db, `select exists (select from agent_executions where status = 'waiting')`)
 			})
 			before := s.over(first)
 			asking.Wait()
@@ -252,8 +258,9 @@ func TestADecisionDiesWithItsProcess(t *testing.T) {
 			cli.Exit()
 			s.quiet()
 			decided := s.pending() == ""
-			told := one[bool](s, `select exists (select from agent_events where event = 'APPROVAL_DECIDED')`)
-			noted := one[bool](s, `select exists (select from agent_activity where skill_name = 'decide_approval')`)
+			told := pgtest.Value[bool](s.t, s.db, `select exists (select from agent_events where event = 'APPROVAL_DECIDED')`)
+			noted := pgtest.Value[bool](s.t, s.db,
+				`select exists (select from agent_activity where skill_name = 'decide_approval')`)
 			if told != decided || noted != decided {
 				t.Errorf("decided: %t, told: %t, noted: %t", decided, told, noted)
 			}

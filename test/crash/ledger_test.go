@@ -17,6 +17,8 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // TestTheLedgerIsNeverBelowTheProvidersLog kills, pauses and stops processes at random moments while visitors talk
@@ -43,7 +45,7 @@ func TestTheLedgerIsNeverBelowTheProvidersLog(t *testing.T) {
 	x.wake()
 	talking()
 	eventually(t, "everything has ended", func() bool {
-		return one[bool](x.scene, `select not exists (select from agent_executions where completed_at is null)`)
+		return pgtest.Value[bool](x.t, x.db, `select not exists (select from agent_executions where completed_at is null)`)
 	})
 	x.covers()
 	x.equal()
@@ -65,8 +67,10 @@ type ledger struct {
 
 func newLedger(t *testing.T, seed uint64) *ledger {
 	t.Helper()
-	x := &ledger{scene: newTalk(t), random: rand.New(rand.NewPCG(seed, 0)), billed: map[string]int64{},
-		visits: map[int]context.CancelFunc{}}
+	x := &ledger{
+		scene: newTalk(t), random: rand.New(rand.NewPCG(seed, 0)), billed: map[string]int64{},
+		visits: map[int]context.CancelFunc{},
+	}
 	x.more = append(x.more, "AGENT_SHUTDOWN_TIMEOUT=500ms", `AGENT_PRICES={"scripted":{"input":1,"output":1}}`)
 	x.model.Handle(func(n int, req openai.ChatCompletionRequest) modeltest.Reply {
 		return x.provide(rand.New(rand.NewPCG(seed, uint64(n)+1)), x.model.Requests()[n].IdempotencyKey(), req)
@@ -104,8 +108,10 @@ func (x *ledger) provide(random *rand.Rand, key string, req openai.ChatCompletio
 	}
 	switch random.IntN(12) {
 	case 0:
-		return modeltest.Status([]int{http.StatusInternalServerError, http.StatusBadGateway,
-			http.StatusGatewayTimeout}[random.IntN(3)], 0)
+		return modeltest.Status([]int{
+			http.StatusInternalServerError, http.StatusBadGateway,
+			http.StatusGatewayTimeout,
+		}[random.IntN(3)], 0)
 	case 1:
 		return modeltest.CutStream(words)
 	case 2:
@@ -153,7 +159,7 @@ func (x *ledger) say(v int, random *rand.Rand, words string) {
 		return
 	}
 	m := message{fmt.Sprintf("visitor-%d", v), words, random.IntN(2) == 0}
-	x.hear(x.asking(a, m).WithContext(ctx))
+	testkit.Chat(x.asking(a, m).WithContext(ctx), nil)
 }
 
 // moment lets some time pass and does something to a process or a visitor.
@@ -214,7 +220,7 @@ func (x *ledger) covers() {
 	x.mu.Lock()
 	billed := x.total
 	x.mu.Unlock()
-	counted := one[int64](x.scene, `
+	counted := pgtest.Value[int64](x.t, x.db, `
 		select coalesce(sum(tokens + reserved_tokens), 0)::bigint from agent_budgets where scope ~ '^day:[0-9-]+$'`)
 	if counted < billed {
 		x.t.Errorf("the provider has billed %d tokens, the ledger has %d", billed, counted)
@@ -255,7 +261,7 @@ func (x *ledger) equal() {
 		x.t.Errorf("calls without a row: %v (%v)", x.billed, err)
 	}
 	x.t.Logf("%d requests: billed %d tokens, counted %d, %d of them unknown", x.requests, x.total, counted, unknown)
-	if got, want := one[string](x.scene, `
+	if got, want := pgtest.Value[string](x.t, x.db, `
 		select concat_ws(' ', sum(tokens), sum(unknown_tokens), sum(reserved_tokens), bool_and(abs(cost_usd * 1000000 - tokens) < 1)::text)
 		  from agent_budgets where scope ~ '^day:[0-9-]+$'`), fmt.Sprintf("%d %d 0 true", counted, unknown); got != want {
 		x.t.Errorf("the budget has %s, the log %s", got, want)

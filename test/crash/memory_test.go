@@ -130,7 +130,7 @@ func (x *words) round(key string, moments int) {
 
 // seenAll reports whether what the test is about has happened in this round.
 func (x *words) seenAll() bool {
-	late := one[bool](x.scene, `select exists (select from agent_memory_conflicts where key = $1)`, x.key)
+	late := pgtest.Value[bool](x.t, x.db, `select exists (select from agent_memory_conflicts where key = $1)`, x.key)
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	return late && x.conflicts > 0 && len(x.heard) > 0 && len(x.noted) > 0
@@ -141,7 +141,8 @@ func (x *words) judge() {
 	x.t.Helper()
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	there := strings.Fields(one[string](x.scene, `select value #>> '{}' from agent_memory where key = $1`, x.key))
+	there := strings.Fields(pgtest.Value[string](x.t, x.db, `select value #>> '{}' from agent_memory where key = $1`,
+		x.key))
 	rows, err := x.db.Query(x.ctx(), `select value #>> '{}' from agent_memory_conflicts where key = $1`, x.key)
 	if err != nil {
 		x.t.Fatal(err)
@@ -181,14 +182,14 @@ func (x *words) judge() {
 
 // givenUp reports whether a run was given up, which its execution says: too many processes have died under it.
 func (x *words) givenUp(request string) bool {
-	return one[bool](x.scene, `
+	return pgtest.Value[bool](x.t, x.db, `
 		select exists (select from agent_activity a join agent_executions x on x.id = a.execution_id
 		                where a.idempotency_key = $1 and x.error_message like 'given up after%')`, request)
 }
 
 // beats is how the heartbeats went, for a failure.
 func (x *words) beats() string {
-	return one[string](x.scene, `
+	return pgtest.Value[string](x.t, x.db, `
 		select string_agg(concat_ws(' ', x.id, x.status, x.error_message, a.skill_name, a.status, a.step, a.input, a.output, a.error_message), e'\n' order by a.id)
 		  from agent_executions x left join agent_activity a on a.trace_id = x.trace_id
 		 where x.flow = 'heartbeat'`)
@@ -224,7 +225,7 @@ func (x *words) pause(r *rand.Rand, most int) {
 // ended waits until a run has ended; "" is every run.
 func (x *words) ended(thread string) {
 	eventually(x.t, "what was asked for has ended", func() bool {
-		return one[bool](x.scene, `
+		return pgtest.Value[bool](x.t, x.db, `
 			select not exists (select from agent_executions x
 			         where x.completed_at is null and ($1 = '' or x.id in (select d.execution_id from agent_webhook_deliveries d where d.delivery_id = $1)))`, thread)
 	})
@@ -242,7 +243,8 @@ func (x *words) somebody(r *rand.Rand) *agent {
 
 // send makes a request; 0 when there was no answer.
 func (x *words) send(r *rand.Rand, method, path, secret, body string, header ...string) (status int, tag string,
-	answer []byte) {
+	answer []byte,
+) {
 	a := x.somebody(r)
 	if a == nil {
 		x.pause(r, 20)
@@ -276,10 +278,10 @@ func (x *words) run(r *rand.Rand, word string) {
 
 // beat has a process run a heartbeat.
 func (x *words) beat(r *rand.Rand, _ string) {
-	x.exec(`update agent_objectives set due_at = clock_timestamp()`)
+	pgtest.Exec(x.t, x.db, `update agent_objectives set due_at = clock_timestamp()`)
 	id := x.begin()
 	eventually(x.t, "the heartbeat ends", func() bool {
-		return one[bool](x.scene, `select completed_at is not null from agent_executions where id = $1`, id)
+		return pgtest.Value[bool](x.t, x.db, `select completed_at is not null from agent_executions where id = $1`, id)
 	})
 	x.pause(r, 300)
 }
@@ -466,8 +468,10 @@ func (x *words) pursue(request string, req openai.ChatCompletionRequest) modelte
 			there = a.Memories[0]
 		}
 		value, _ := there.with(fmt.Sprintf("h%x", crc32.ChecksumIEEE([]byte(request))))
-		return modeltest.ToolCall("remember", modeltest.Arguments(map[string]string{"category": "general", "key": key,
-			"value": value}))
+		return modeltest.ToolCall("remember", modeltest.Arguments(map[string]string{
+			"category": "general", "key": key,
+			"value": value,
+		}))
 	}
 	revision := func() (n int) {
 		// at the end nobody waits

@@ -6,6 +6,8 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
 // TestAPausedWorkerWakesToNothing: a process is stopped in the middle of a step until its lease has ended
@@ -40,7 +42,7 @@ func TestAPausedWorkerWakesToNothing(t *testing.T) {
 	}
 	// It has lost that run, not its life: it begins anew under another lease.
 	eventually(t, "the woken process has a lease again", func() bool {
-		return one[bool](s, `select exists (select from agent_workers where expires_at > clock_timestamp() and name like '%pid ' || $1)`, a.pid())
+		return pgtest.Value[bool](s.t, s.db, `select exists (select from agent_workers where expires_at > clock_timestamp() and name like '%pid ' || $1)`, a.pid())
 	})
 }
 
@@ -86,7 +88,7 @@ func TestAWriteThatComesTooLate(t *testing.T) {
 			if c.early {
 				s.expire(a)
 			}
-			s.exec(`select release_agent_lock('operate', 'admin')`)
+			pgtest.Exec(s.t, s.db, `select release_agent_lock('operate', 'admin')`)
 			s.serve("")
 			s.ends(id, "completed")
 			record := s.record(id)
@@ -108,21 +110,21 @@ func (s *scene) adminComes() {
 		s.mu.Lock()
 		s.atSkill = nil
 		s.mu.Unlock()
-		s.exec(`select try_acquire_agent_lock('operate', 'admin', 300)`)
+		pgtest.Exec(s.t, s.db, `select try_acquire_agent_lock('operate', 'admin', 300)`)
 	}
 }
 
 // token is the fencing token of the heartbeat's lane.
 func (s *scene) token() int64 {
 	s.t.Helper()
-	return one[int64](s, `select fencing_token from agent_locks_live where lane = 'heartbeat'`)
+	return pgtest.Value[int64](s.t, s.db, `select fencing_token from agent_locks_live where lane = 'heartbeat'`)
 }
 
 // rejects waits until a refused write is in the log of an execution; of a certain skill where one is named.
 func (s *scene) rejects(id, skill string) {
 	s.t.Helper()
 	eventually(s.t, "the refused write is in the activity log", func() bool {
-		return one[bool](s, `
+		return pgtest.Value[bool](s.t, s.db, `
 			select exists (select from agent_activity
 			 where execution_id = $1 and skill_name = 'stale_write' and status = 'error' and error_class = 'stale'
 			   and ($2 = '' or input ->> 'rejected_write' = $2))`, id, skill)
@@ -132,7 +134,7 @@ func (s *scene) rejects(id, skill string) {
 // record is everything that is kept of a run, without the notes about what was refused.
 func (s *scene) record(id string) string {
 	s.t.Helper()
-	return one[string](s, `
+	return pgtest.Value[string](s.t, s.db, `
 		select string_agg(line, e'\n' order by line) from (
 		  select to_jsonb(e)::text from agent_executions e where id = $1
 		  union all select to_jsonb(c)::text from agent_checkpoints c where execution_id = $1

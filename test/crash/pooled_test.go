@@ -48,7 +48,7 @@ func TestThroughPgBouncer(t *testing.T) {
 			a := s.serve(through, more...)
 			// Who listens, which are the process and its queue, does so past the pooler, or not at all.
 			listening := func() int {
-				return one[int](s, `select count(*) from pg_stat_activity where datname = current_database() and query ilike 'listen %'`)
+				return pgtest.Value[int](s.t, s.db, `select count(*) from pg_stat_activity where datname = current_database() and query ilike 'listen %'`)
 			}
 			if direct {
 				eventually(t, "two connections listen", func() bool { return listening() == 2 })
@@ -59,12 +59,13 @@ func TestThroughPgBouncer(t *testing.T) {
 			beat := s.begin()
 			flow := s.post(a, "/v1/executions", `{"flow": "patient"}`, http.StatusCreated)["id"]
 			got := s.say(a, message{"visitor", "Hello there", true})
-			if !got.whole || !strings.Contains(got.text, reply("Hello there")) {
+			if !got.Complete || !strings.Contains(got.Text, reply("Hello there")) {
 				t.Errorf("the answer is %+v", got)
 			}
 			s.ends(beat, "completed")
 			eventually(t, "the flow waits for its event", func() bool {
-				return one[bool](s, `select coalesce(waiting_for = 'event', false) from agent_executions where id = $1`, flow)
+				return pgtest.Value[bool](s.t, s.db,
+					`select coalesce(waiting_for = 'event', false) from agent_executions where id = $1`, flow)
 			})
 			s.post(a, "/v1/events", `{"event": "EVENT_COMPLETED", "key": "go-on"}`, http.StatusAccepted)
 			s.ends(flow, "completed")

@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"io"
 	"net/http"
-	"net/http/httptest"
 	"regexp"
 	"slices"
 	"strings"
@@ -23,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
@@ -62,12 +62,12 @@ func newSceneOn(t testing.TB, database string) *scene {
 	s := newStage(t, database, workspaceYAML)
 	s.model.Handle(s.think)
 	// An automation that is due, an approved call, and a skill that has failed three times.
-	s.exec(`update agent_automations set next_run_at = clock_timestamp() - interval '1 second'`)
-	s.exec(`
+	pgtest.Exec(s.t, s.db, `update agent_automations set next_run_at = clock_timestamp() - interval '1 second'`)
+	pgtest.Exec(s.t, s.db, `
 		insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, status, expires_at)
 		select 'op_0', name, revision, '{"amount": 3}', 'hash', 'approved', clock_timestamp() + interval '1 day'
 		  from agent_skills where name = 'pay'`)
-	s.exec(`
+	pgtest.Exec(s.t, s.db, `
 		insert into agent_activity (trace_id, skill_name, skill_id, status, error_class, error_message, finished_at)
 		select 'op_0', name, id, 'error', 'http_status', 'broken', clock_timestamp()
 		  from agent_skills, generate_series(1, 3) where name = 'broken'`)
@@ -79,18 +79,9 @@ func newSceneOn(t testing.TB, database string) *scene {
 func newStage(t testing.TB, database, declared string) *scene {
 	t.Helper()
 	s := &scene{t: t, url: database, model: modeltest.New(t), dir: t.TempDir()}
-	var err error
-	s.db, err = postgres.Open(t.Context(), s.url, postgres.Options{MaxConns: 4, ApplicationName: "crash"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(s.db.Close)
-	served := httptest.NewServer(http.HandlerFunc(s.serveSkill))
-	t.Cleanup(func() {
-		served.CloseClientConnections()
-		served.Close()
-	})
-	files, err := workspace.Load(fstest.MapFS{"all.yaml": {Data: fmt.Appendf(nil, declared, served.URL)}})
+	s.db = pgtest.Pool(t, s.url, postgres.Options{MaxConns: 4, ApplicationName: "crash"})
+	served := testkit.Serve(t, http.HandlerFunc(s.serveSkill))
+	files, err := workspace.Load(fstest.MapFS{"all.yaml": {Data: fmt.Appendf(nil, declared, served)}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -190,36 +181,13 @@ func (s *scene) think(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 	}
 }
 
-// exec runs a statement.
-func (s *scene) exec(sql string, args ...any) {
-	s.t.Helper()
-	if _, err := s.db.Exec(s.ctx(), sql, args...); err != nil {
-		s.t.Fatalf("%v\n%s", err, sql)
-	}
-}
-
 // ctx is the test's; what cleans up has none of its own.
 func (s *scene) ctx() context.Context { return s.t.Context() }
 
-// one reads a single value.
-func one[T any](s *scene, sql string, args ...any) T {
-	s.t.Helper()
-	var value T
-	if err := s.db.QueryRow(s.ctx(), sql, args...).Scan(&value); err != nil {
-		s.t.Fatalf("%v\n%s", err, sql)
-	}
-	return value
-}
-
 // environ is what a process of this scene gets; a database of "" is the scene's own, without a proxy.
 func (s *scene) environ(database string, more ...string) []string {
-	return append([]string{
-		"DATABASE_URL=" + cmp.Or(database, s.url), "AGENT_ADMIN_TOKEN=a-long-random-text-for-tests",
-		"AGENT_LISTEN=127.0.0.1:0",
-		"OPENAI_BASE_URL=" + s.model.URL(), "OPENAI_API_KEY=secret-of-the-test", "AGENT_MODEL=" + modeltest.Model,
-		"AGENT_HEARTBEAT_CRON=" + never, "AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1", "AGENT_WORKER_LEASE=30s",
-		"AGENT_LOG_LEVEL=debug",
-	}, slices.Concat(s.more, more)...)
+	return append(testkit.Environ(cmp.Or(database, s.url), s.model, "AGENT_ADMIN_TOKEN="+adminToken,
+		"AGENT_HEARTBEAT_CRON="+never, "AGENT_WORKER_LEASE=30s", "AGENT_LOG_LEVEL=debug"), slices.Concat(s.more, more)...)
 }
 
 // agent starts the program in this scene, on a database as environ takes it.
@@ -247,7 +215,7 @@ func (s *scene) atWork() {
 // begin asks for a heartbeat, for whoever serves, and returns its execution's id.
 func (s *scene) begin() string {
 	s.t.Helper()
-	return one[string](s, `
+	return pgtest.Value[string](s.t, s.db, `
 		insert into agent_executions (trace_id, surface, flow, status, hinted_at)
 		values (lanekeeper.agent_trace_id('hb'), 'heartbeat', 'heartbeat', 'pending', 'epoch') returning id::text`)
 }
@@ -255,13 +223,13 @@ func (s *scene) begin() string {
 // heartbeat is the id of the only heartbeat there is; empty when there is none yet.
 func (s *scene) heartbeat() string {
 	s.t.Helper()
-	return one[string](s, `select coalesce((select id::text from agent_executions where flow = 'heartbeat' order by id limit 1), '')`)
+	return pgtest.Value[string](s.t, s.db, `select coalesce((select id::text from agent_executions where flow = 'heartbeat' order by id limit 1), '')`)
 }
 
 // status is how an execution stands.
 func (s *scene) status(id string) string {
 	s.t.Helper()
-	return one[string](s, `select status from agent_executions where id = $1`, id)
+	return pgtest.Value[string](s.t, s.db, `select status from agent_executions where id = $1`, id)
 }
 
 // ends waits for an execution to end in a status.
@@ -273,11 +241,11 @@ func (s *scene) ends(id, status string) {
 			told = true
 			s.t.Log(s.sessions())
 		}
-		return one[bool](s, `select completed_at is not null from agent_executions where id = $1`, id)
+		return pgtest.Value[bool](s.t, s.db, `select completed_at is not null from agent_executions where id = $1`, id)
 	})
 	if got := s.status(id); got != status {
 		s.t.Errorf("the execution ended %s, want %s: %s", got, status,
-			one[string](s, `select coalesce(error_message, '') from agent_executions where id = $1`, id))
+			pgtest.Value[string](s.t, s.db, `select coalesce(error_message, '') from agent_executions where id = $1`, id))
 	}
 }
 
@@ -301,7 +269,7 @@ func (s *scene) sessions() (report string) {
 // hurry ends the leases of the workers whose process is gone, which time would do.
 func (s *scene) hurry() {
 	s.t.Helper()
-	s.exec(`update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
+	pgtest.Exec(s.t, s.db, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 }
 
 // asked counts the requests the model got, by idempotency key.

@@ -5,6 +5,8 @@ package crash_test
 import (
 	"syscall"
 	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
 // TestAGracefulStopHandsTheWorkOn: the step under way finishes and is recorded, no further one begins, and
@@ -95,11 +97,12 @@ func TestInterruptingACommandCancelsItsHeartbeat(t *testing.T) {
 		"rows running": `select count(*) from agent_activity where status = 'running'`,
 		"claims":       `select count(*) from agent_executions where claim > 3`,
 	} {
-		if n := one[int](s, sql); n != 0 {
+		if n := pgtest.Value[int](s.t, s.db, sql); n != 0 {
 			t.Errorf("%s: %d, want none", what, n)
 		}
 	}
-	if got := one[string](s, `select status from agent_activity where skill_name = 'look'`); got != "unknown" {
+	if got := pgtest.Value[string](s.t, s.db,
+		`select status from agent_activity where skill_name = 'look'`); got != "unknown" {
 		t.Errorf("the call that was cut off is %s, want unknown", got)
 	}
 	if got := len(s.called()); got != 2 {
@@ -117,15 +120,15 @@ func (s *scene) stopping(a *agent) bool {
 // handedBack checks that an execution waits for whoever takes it, and that nothing else is held for it.
 func (s *scene) handedBack(id string) {
 	s.t.Helper()
-	if !one[bool](s, `select status = 'running' and claimed_by is null and attempt = 0 from agent_executions where id = $1`, id) {
+	if !pgtest.Value[bool](s.t, s.db, `select status = 'running' and claimed_by is null and attempt = 0 from agent_executions where id = $1`, id) {
 		s.t.Errorf("the execution was not handed back: %s",
-			one[string](s, `select to_jsonb(e)::text from agent_executions e where id = $1`, id))
+			pgtest.Value[string](s.t, s.db, `select to_jsonb(e)::text from agent_executions e where id = $1`, id))
 	}
 	// A thread stays with it: nobody else begins to talk in the middle of its conversation.
-	if n := one[int](s, `select count(*) from agent_locks_live where lane not like 'thread:%' or execution_id is distinct from $1::uuid`, id); n != 0 {
+	if n := pgtest.Value[int](s.t, s.db, `select count(*) from agent_locks_live where lane not like 'thread:%' or execution_id is distinct from $1::uuid`, id); n != 0 {
 		s.t.Errorf("%d lanes are still held", n)
 	}
-	if n := one[int](s, `select count(*) from agent_workers where expires_at > clock_timestamp()`); n != 0 {
+	if n := pgtest.Value[int](s.t, s.db, `select count(*) from agent_workers where expires_at > clock_timestamp()`); n != 0 {
 		s.t.Errorf("%d workers still have a lease", n)
 	}
 }

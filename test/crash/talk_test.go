@@ -3,11 +3,8 @@
 package crash_test
 
 import (
-	"bufio"
-	"bytes"
 	"cmp"
 	"encoding/json"
-	"io"
 	"net/http"
 	"regexp"
 	"slices"
@@ -18,6 +15,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 const (
@@ -110,15 +108,6 @@ func (s *scene) converse(_ int, req openai.ChatCompletionRequest) modeltest.Repl
 // reply is how the model ends its answer.
 func reply(words string) string { return "That is all about: " + strings.SplitN(words, "\n", 2)[0] }
 
-// said is what a client has heard.
-type said struct {
-	status int    // 0: the connection broke before there was one
-	id     string // of the completion
-	text   string
-	code   string // of an error
-	whole  bool   // it ended as the protocol says
-}
-
 // message is what a client says: in a thread, under an idempotency key.
 type message struct {
 	thread, words string
@@ -128,9 +117,9 @@ type message struct {
 func (m message) key() string { return m.thread + " " + m.words }
 
 // say sends a message to a process and listens until the answer, or the connection, has ended.
-func (s *scene) say(a *agent, m message) said {
+func (s *scene) say(a *agent, m message) testkit.Answer {
 	s.t.Helper()
-	return s.hear(s.asking(a, m))
+	return testkit.Chat(s.asking(a, m), nil)
 }
 
 // asking is the request with a message.
@@ -144,9 +133,9 @@ func (s *scene) asking(a *agent, m message) *http.Request {
 }
 
 // attach asks for an answer by its id.
-func (s *scene) attach(a *agent, id, query string) said {
+func (s *scene) attach(a *agent, id, query string) testkit.Answer {
 	s.t.Helper()
-	return s.hear(s.request(a, http.MethodGet, "/v1/chat/completions/"+id+query, chatKey, ""))
+	return testkit.Chat(s.request(a, http.MethodGet, "/v1/chat/completions/"+id+query, chatKey, ""), nil)
 }
 
 // request makes one; further words are headers.
@@ -166,85 +155,22 @@ func (s *scene) request(a *agent, method, path, key, body string, header ...stri
 	return r
 }
 
-// hear reads an answer of the chat as far as it comes.
-func (s *scene) hear(r *http.Request) (got said) {
-	got, _ = s.listen(r, nil)
-	return got
-}
-
-// listen is hear, and calls heard for each piece of text.
-func (s *scene) listen(r *http.Request, heard func(text string)) (got said, _ http.Header) {
-	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
-	response, err := client.Do(r)
-	if err != nil {
-		return got, nil
-	}
-	defer func() { _ = response.Body.Close() }()
-	got.status, got.id = response.StatusCode, response.Header.Get("X-Completion-Id")
-	if strings.HasPrefix(response.Header.Get("Content-Type"), "text/event-stream") {
-		got.stream(response.Body, heard)
-		return got, response.Header
-	}
-	raw, err := io.ReadAll(response.Body)
-	if err != nil {
-		return got, response.Header
-	}
-	got.add(raw)
-	got.whole = got.code == ""
-	return got, response.Header
-}
-
-// stream reads chunks.
-func (x *said) stream(body io.Reader, heard func(text string)) {
-	lines := bufio.NewScanner(body)
-	lines.Buffer(nil, 1<<20)
-	for lines.Scan() {
-		data, ok := bytes.CutPrefix(lines.Bytes(), []byte("data: "))
-		switch {
-		case !ok:
-		case string(data) == "[DONE]":
-			x.whole = true
-		default:
-			x.add(data)
-			if heard != nil {
-				heard(x.text)
-			}
-		}
-	}
-}
-
-// add takes in a chunk, or a whole answer.
-func (x *said) add(raw []byte) {
-	var c struct {
-		ID      string
-		Choices []struct{ Delta, Message struct{ Content string } }
-		Error   struct{ Code string }
-	}
-	if json.Unmarshal(raw, &c) != nil {
-		return // cut off
-	}
-	x.id, x.code = cmp.Or(c.ID, x.id), cmp.Or(c.Error.Code, x.code)
-	for _, choice := range c.Choices {
-		x.text += choice.Delta.Content + choice.Message.Content
-	}
-}
-
 // insist does what a client does whose connection broke: it sends the message again under its key, and attaches to the
 // answer that is under way. It returns the answer.
-func (s *scene) insist(a *agent, m message) (got said) {
+func (s *scene) insist(a *agent, m message) (got testkit.Answer) {
 	s.t.Helper()
 	eventually(s.t, "the database is there", func() bool {
 		got = s.say(a, m)
-		return got.status != http.StatusServiceUnavailable
+		return got.Status != http.StatusServiceUnavailable
 	})
-	if got.status == http.StatusConflict && got.id != "" {
-		id := got.id
+	if got.Status == http.StatusConflict && got.ID != "" {
+		id := got.ID
 		eventually(s.t, "the answer is there", func() bool {
-			return s.attach(a, id, "?stream=true").code != "answer_restarted" // it returns at the end of the turn
+			return s.attach(a, id, "?stream=true").Code != "answer_restarted" // it returns at the end of the turn
 		})
 		got = s.attach(a, id, "")
 	}
-	if got.status != http.StatusOK || !got.whole {
+	if got.Status != http.StatusOK || !got.Complete {
 		s.t.Errorf("no answer to %q: %+v", m.words, got)
 	}
 	return got
@@ -286,8 +212,8 @@ func (s *scene) lines(a *agent, thread string) (lines []string) {
 func (s *scene) settled(before snapshot) {
 	s.t.Helper()
 	eventually(s.t, "everything has ended, and nothing is held", func() bool {
-		open := one[int](s, `select count(*) from agent_executions where completed_at is null`)
-		return open+one[int](s, leftovers["lanes held"]) == 0
+		open := pgtest.Value[int](s.t, s.db, `select count(*) from agent_executions where completed_at is null`)
+		return open+pgtest.Value[int](s.t, s.db, leftovers["lanes held"]) == 0
 	})
 	after := s.look()
 	for key := range after.asked {
@@ -304,7 +230,7 @@ func (s *scene) settled(before snapshot) {
 		s.compare(before.rows[key], now, before.calls(key), after.calls(key))
 	}
 	for what, sql := range leftovers {
-		if n := one[int](s, sql); n != 0 {
+		if n := pgtest.Value[int](s.t, s.db, sql); n != 0 {
 			s.t.Errorf("%s: %d, want none", what, n)
 		}
 	}
@@ -315,14 +241,14 @@ func (s *scene) settled(before snapshot) {
 			 where (select count(*) from agent_events e where e.event = 'AGENT_COMPLETED' and e.key = x.id::text) <> 1`,
 		"drafts": `select count(*) from agent_message_drafts`,
 	} {
-		if n := one[int](s, sql); n != 0 {
+		if n := pgtest.Value[int](s.t, s.db, sql); n != 0 {
 			s.t.Errorf("%s: %d, want none", what, n)
 		}
 	}
 }
 
 // answered checks a thread: each message once, in order, and after it one answer, the same that its client got.
-func (s *scene) answered(a *agent, thread string, answers map[string]said, words ...string) {
+func (s *scene) answered(a *agent, thread string, answers map[string]testkit.Answer, words ...string) {
 	s.t.Helper()
 	got := s.lines(a, thread)
 	if len(got) != 2*len(words) {
@@ -333,8 +259,8 @@ func (s *scene) answered(a *agent, thread string, answers map[string]said, words
 		if got[2*i] != "user: "+w || !strings.HasSuffix(got[2*i+1], reply(w)) {
 			s.t.Errorf("the thread is %q, want %q answered in place %d", got, w, i)
 		}
-		if heard, ok := answers[w]; ok && "assistant: "+heard.text != got[2*i+1] {
-			s.t.Errorf("the client was told %q, the thread has %q", heard.text, got[2*i+1])
+		if heard, ok := answers[w]; ok && "assistant: "+heard.Text != got[2*i+1] {
+			s.t.Errorf("the client was told %q, the thread has %q", heard.Text, got[2*i+1])
 		}
 	}
 }
@@ -346,7 +272,7 @@ func (s *scene) killed(from *regexp.Regexp, n int, how verdict) (*agent, *counte
 	a := s.breakIn(c, n, how, "serve")
 	a.Says("msg=serving")
 	eventually(s.t, "the process takes work", func() bool {
-		return one[bool](s, `select exists (select from agent_workers where expires_at > clock_timestamp())`)
+		return pgtest.Value[bool](s.t, s.db, `select exists (select from agent_workers where expires_at > clock_timestamp())`)
 	})
 	return a, c
 }

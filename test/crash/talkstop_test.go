@@ -15,6 +15,8 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // TestAStopInTheMiddleOfAStreamedAnswer that takes too long: the client is told that the server goes down and where
@@ -35,10 +37,10 @@ func TestAStopInTheMiddleOfAStreamedAnswer(t *testing.T) {
 			a := s.serve("", "AGENT_SHUTDOWN_TIMEOUT="+limit)
 			heard := make(chan struct{})
 			once := sync.OnceFunc(func() { close(heard) })
-			var got said
+			var got testkit.Answer
 			var asking sync.WaitGroup
 			asking.Go(func() {
-				got, _ = s.listen(s.asking(a, m), func(text string) {
+				got = testkit.Chat(s.asking(a, m), func(text string) {
 					if text != "" {
 						once()
 					}
@@ -50,19 +52,19 @@ func TestAStopInTheMiddleOfAStreamedAnswer(t *testing.T) {
 				t.Errorf("exit code %d, want 0", code)
 			}
 			asking.Wait()
-			if got.code != "shutting_down" || got.whole || got.id == "" || got.text == "" {
+			if got.Code != "shutting_down" || got.Complete || got.ID == "" || got.Text == "" {
 				t.Errorf("the client heard %+v, want the beginning of the answer and that the server goes down", got)
 			}
 			before := s.look()
 			if open := s.running(); len(open) != 0 && !cut {
 				t.Errorf("left open: %+v", open)
 			}
-			s.handedBack(one[string](s, `select id::text from agent_executions`))
+			s.handedBack(pgtest.Value[string](s.t, s.db, `select id::text from agent_executions`))
 			s.model.Handle(s.converse)
 			b := s.serve("")
 			answer := s.insist(b, m)
-			s.answered(b, "th", map[string]said{m.words: answer}, m.words)
-			if again := s.attach(b, got.id, "?stream=true"); again.text != answer.text || !again.whole {
+			s.answered(b, "th", map[string]testkit.Answer{m.words: answer}, m.words)
+			if again := s.attach(b, got.ID, "?stream=true"); again.Text != answer.Text || !again.Complete {
 				t.Errorf("attached again: %+v, want %+v", again, answer)
 			}
 			s.settled(before)
@@ -88,17 +90,17 @@ func TestAPausedChatWakesToNothing(t *testing.T) {
 			held := s.holdSkill("look", 1)
 			m := message{"th", "weather", stream}
 			a := s.serve("", "AGENT_WORKER_LEASE=6s")
-			var got said
+			var got testkit.Answer
 			var asking sync.WaitGroup
 			asking.Go(func() { got = s.say(a, m) })
 			held.wait()
 			// What its client was shown is noted beside the call, not before it.
 			eventually(t, "the text so far is stored",
-				func() bool { return one[int](s, `select count(*) from agent_message_drafts`) == 1 })
+				func() bool { return pgtest.Value[int](s.t, s.db, `select count(*) from agent_message_drafts`) == 1 })
 			a.Signal(syscall.SIGSTOP)
 			before := s.look()
 			b := s.serve("")
-			id := one[string](s, `select id::text from agent_executions`)
+			id := pgtest.Value[string](s.t, s.db, `select id::text from agent_executions`)
 			s.ends(id, "completed")
 			s.settled(before)
 			record := s.record(id)
@@ -114,12 +116,12 @@ func TestAPausedChatWakesToNothing(t *testing.T) {
 				t.Errorf("the thread is %q, was %q", now, lines)
 			}
 			answer := s.insist(b, m)
-			s.answered(b, "th", map[string]said{m.words: answer}, m.words)
-			if !got.whole || got.text != answer.text {
+			s.answered(b, "th", map[string]testkit.Answer{m.words: answer}, m.words)
+			if !got.Complete || got.Text != answer.Text {
 				t.Errorf("the client of the woken process heard %+v, the answer is %+v", got, answer)
 			}
 			eventually(t, "the woken process serves", func() bool {
-				return s.say(a, message{"other", "later", false}).whole
+				return s.say(a, message{"other", "later", false}).Complete
 			})
 		})
 	}
@@ -145,7 +147,7 @@ func TestAServerDiesUnderFiveChats(t *testing.T) {
 			}
 			mu.Lock()
 			defer mu.Unlock()
-			if !got.whole || !strings.HasSuffix(got.text, reply(m.words)) {
+			if !got.Complete || !strings.HasSuffix(got.Text, reply(m.words)) {
 				t.Errorf("in %s: %+v", m.thread, got)
 			}
 		})
@@ -157,10 +159,10 @@ func TestAServerDiesUnderFiveChats(t *testing.T) {
 		held.wait()
 	}
 	for _, words := range []string{"second", "third"} {
-		before := one[int](s, `select count(*) from agent_messages`)
+		before := pgtest.Value[int](s.t, s.db, `select count(*) from agent_messages`)
 		ask(a, message{"th0", words, true})
 		eventually(t, "the message is stored",
-			func() bool { return one[int](s, `select count(*) from agent_messages`) > before })
+			func() bool { return pgtest.Value[int](s.t, s.db, `select count(*) from agent_messages`) > before })
 	}
 	a.Kill()
 	s.quiet()
@@ -178,7 +180,7 @@ func TestAServerDiesUnderFiveChats(t *testing.T) {
 	for thread, words := range all {
 		s.answered(b, thread, nil, words...)
 	}
-	if status := s.attach(b, "chatcmpl-01a1fd1b-0000-7000-8000-000000000000", "").status; status != http.StatusNotFound {
+	if status := s.attach(b, "chatcmpl-01a1fd1b-0000-7000-8000-000000000000", "").Status; status != http.StatusNotFound {
 		t.Errorf("an answer that never was: %d", status)
 	}
 }
@@ -186,6 +188,6 @@ func TestAServerDiesUnderFiveChats(t *testing.T) {
 // expire ends the lease of one process.
 func (s *scene) expire(a *agent) {
 	s.t.Helper()
-	s.exec(`update agent_workers set expires_at = clock_timestamp() - interval '1 second' where name like '%pid ' || $1`,
+	pgtest.Exec(s.t, s.db, `update agent_workers set expires_at = clock_timestamp() - interval '1 second' where name like '%pid ' || $1`,
 		a.pid())
 }

@@ -2,7 +2,12 @@
 
 package crash_test
 
-import "testing"
+import (
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
+)
 
 // TestKillTheRescuerOfAConversationToo kills the process that takes over as well, at one of its requests; a third one
 // finishes.
@@ -19,7 +24,7 @@ func TestKillTheRescuerOfAConversationToo(t *testing.T) {
 			before := s.killedToo(1+(total-n)/3, how)
 			c := s.serve("")
 			got := s.insist(c, m)
-			s.answered(c, m.thread, map[string]said{m.words: got}, m.words)
+			s.answered(c, m.thread, map[string]testkit.Answer{m.words: got}, m.words)
 			s.settled(before)
 		})
 }
@@ -49,7 +54,8 @@ func (s *scene) killedToo(n int, how verdict) snapshot {
 	s.t.Helper()
 	b := s.breakIn(&counter{}, n, how, "serve")
 	eventually(s.t, "the second process is killed, or through before", func() bool {
-		return !b.Running() || one[int](s, `select count(*) from agent_executions where completed_at is null`) == 0
+		return !b.Running() || pgtest.Value[int](s.t, s.db,
+			`select count(*) from agent_executions where completed_at is null`) == 0
 	})
 	return s.over(b)
 }
@@ -64,14 +70,14 @@ func TestTheConnectionToTheDatabaseBreaksUnderAConversation(t *testing.T) {
 			m := message{"th", "weather", true}
 			a, _ := s.killed(asks, n, how)
 			first := s.say(a, m)
-			if !first.whole && first.status < 500 {
+			if !first.Complete && first.Status < 500 {
 				t.Errorf("the client heard %+v", first)
 			}
 			got := s.insist(a, m)
-			if first.whole && first.text != got.text {
-				t.Errorf("the client heard %q, then %q", first.text, got.text)
+			if first.Complete && first.Text != got.Text {
+				t.Errorf("the client heard %q, then %q", first.Text, got.Text)
 			}
-			s.answered(a, m.thread, map[string]said{m.words: got}, m.words)
+			s.answered(a, m.thread, map[string]testkit.Answer{m.words: got}, m.words)
 			s.settled(snapshot{})
 		})
 }

@@ -90,18 +90,19 @@ func newTraced(t *testing.T) (*scene, *otlptest.Server) {
 // otel is the id under which tracing tools know an execution's trace.
 func (s *scene) otel(execution string) string {
 	s.t.Helper()
-	return trace.ID(one[string](s, `select trace_id from agent_executions where id = $1`, execution)).OTel()
+	return trace.ID(pgtest.Value[string](s.t, s.db, `select trace_id from agent_executions where id = $1`,
+		execution)).OTel()
 }
 
 // sent waits until all spans of a trace have come, as many as SQL says that there are, and returns them.
 func (s *scene) sent(from *otlptest.Server, execution string) []otlptest.Span {
 	s.t.Helper()
 	eventually(s.t, "all executions of the trace end", func() bool {
-		return one[bool](s, `
+		return pgtest.Value[bool](s.t, s.db, `
 			select count(*) filter (where completed_at is null) = 0 from agent_executions
 			 where trace_id = (select trace_id from agent_executions where id = $1)`, execution)
 	})
-	want := one[int](s, `
+	want := pgtest.Value[int](s.t, s.db, `
 		select (select count(*) from agent_activity where trace_id = x.trace_id and status <> 'running')
 		     + (select count(*) from agent_executions where trace_id = x.trace_id and completed_at is not null)
 		  from agent_executions x where x.id = $1`, execution)
@@ -125,7 +126,7 @@ func (s *scene) mirrored(spans []otlptest.Span) {
 	}
 	for _, one_ := range spans {
 		if id, ok := one_.Attributes["agent.activity.id"].(string); ok {
-			got := one[string](s, `
+			got := pgtest.Value[string](s.t, s.db, `
 				select concat_ws(' ', trace_id, status, coalesce(token_usage ->> 'prompt_tokens', '-'), case kind when 'model' then cost_usd::float8 end,
 				       abs(extract(epoch from created_at) - $2::float8) < 0.001, abs(extract(epoch from finished_at) - $3::float8) < 0.01)
 				  from agent_activity where id = $1`, id, float64(one_.Start.UnixNano())/1e9, float64(one_.End.UnixNano())/1e9)
@@ -160,10 +161,10 @@ func TestAHeartbeatIsAWholeTrace(t *testing.T) {
 	a := s.serve("")
 	id := s.begin()
 	held.wait()
-	s.exec(`select try_acquire_agent_lock('operate', 'admin', 300)`) // an admin comes: the heartbeat waits
+	pgtest.Exec(s.t, s.db, `select try_acquire_agent_lock('operate', 'admin', 300)`) // an admin comes: the heartbeat waits
 	held.free()
 	eventually(t, "the heartbeat waits for the admin", func() bool { return s.status(id) == "waiting" })
-	s.exec(`select release_agent_lock('operate', 'admin')`)
+	pgtest.Exec(s.t, s.db, `select release_agent_lock('operate', 'admin')`)
 	s.ends(id, "completed")
 	spans := s.sent(receiver, id)
 	s.mirrored(spans)
@@ -206,12 +207,12 @@ func TestWhatAKilledProcessDidIsSent(t *testing.T) {
 		func() bool { return names(receiver.Trace(s.otel(id)))["execute_tool look"] == 1 })
 	// A batch whose answer was not noted any more comes again, with the same ids.
 	eventually(t, "the process has noted that it was", func() bool {
-		return one[bool](s, `select sent_upto > (select id from agent_activity where skill_name = 'look') from agent_span_export`)
+		return pgtest.Value[bool](s.t, s.db, `select sent_upto > (select id from agent_activity where skill_name = 'look') from agent_span_export`)
 	})
 	a.Kill()
 	held.free()
 	s.hurry()
-	s.exec(`update agent_span_export set sender_until = '-infinity'`) // which time would do
+	pgtest.Exec(s.t, s.db, `update agent_span_export set sender_until = '-infinity'`) // which time would do
 	b := s.serve("")
 	s.ends(id, "completed")
 	spans := s.sent(receiver, id)
@@ -242,11 +243,12 @@ func TestAReceiverThatIsDown(t *testing.T) {
 		t.Fatalf("%d spans were taken by a receiver that is down, which was asked %d times", n, len(receiver.Requests()))
 	}
 	receiver.Fail(nil)
-	s.exec(`delete from agent_executions where flow = 'settlement' and status = 'pending'`) // nobody serves
+	// nobody serves
+	pgtest.Exec(s.t, s.db, `delete from agent_executions where flow = 'settlement' and status = 'pending'`)
 	if code := s.agent("", "heartbeat").Exit(); code != 0 {
 		t.Fatalf("the second heartbeat ends with %d", code)
 	}
-	want := one[int](s, `
+	want := pgtest.Value[int](s.t, s.db, `
 		select (select count(*) from agent_activity where trace_id <> 'op_0') + (select count(*) from agent_executions where completed_at is not null)`)
 	if got := receiver.Trace(""); len(got) != want {
 		t.Errorf("%d spans came until the process had ended, SQL has %d", len(got), want)
@@ -327,8 +329,10 @@ func (s *scene) agrees(a *agent) {
 	}
 	got := map[string]float64{}
 	for series, n := range s.metrics(a) {
-		for _, name := range []string{"agent_runs_total", "agent_skill_invocations_total", "agent_llm_requests_total",
-			"agent_llm_tokens_total"} {
+		for _, name := range []string{
+			"agent_runs_total", "agent_skill_invocations_total", "agent_llm_requests_total",
+			"agent_llm_tokens_total",
+		} {
 			if strings.HasPrefix(series, name+"{") {
 				got[series] = n
 			}
@@ -339,9 +343,9 @@ func (s *scene) agrees(a *agent) {
 	}
 	for _, m := range []string{"action completed", "execution completed"} {
 		logged := strings.Count(a.Err.String(), `msg="`+m+`"`)
-		inSQL := one[int](s, `select count(*) from agent_executions where completed_at is not null`)
+		inSQL := pgtest.Value[int](s.t, s.db, `select count(*) from agent_executions where completed_at is not null`)
 		if m == "action completed" {
-			inSQL = one[int](s, `select count(*) from agent_activity where kind <> 'note'`)
+			inSQL = pgtest.Value[int](s.t, s.db, `select count(*) from agent_activity where kind <> 'note'`)
 		}
 		if logged != inSQL {
 			s.t.Errorf("the log says %q %d times, SQL has %d", m, logged, inSQL)

@@ -7,6 +7,8 @@ import (
 	"testing"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
 // TestTwoServersMakeOneHeartbeatPerTick runs two processes on a schedule that is faster than some of its
@@ -14,11 +16,11 @@ import (
 func TestTwoServersMakeOneHeartbeatPerTick(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
-	s.exec(`update agent_automations set cron = '@every 1s', skill_name = 'look', arguments = '{}'`)
+	pgtest.Exec(s.t, s.db, `update agent_automations set cron = '@every 1s', skill_name = 'look', arguments = '{}'`)
 	fast := []string{"AGENT_HEARTBEAT_CRON=@every 1s", "AGENT_WORKER_LEASE=6s"}
 	first := s.serve("", fast...)
 	eventually(t, "the first process leads", func() bool {
-		return one[bool](s, `select exists (select from river.river_leader where expires_at > now())`)
+		return pgtest.Value[bool](s.t, s.db, `select exists (select from river.river_leader where expires_at > now())`)
 	})
 	s.serve("", fast...)
 
@@ -33,13 +35,13 @@ func TestTwoServersMakeOneHeartbeatPerTick(t *testing.T) {
 	// The leader dies in a heartbeat that it runs.
 	lost := s.holdSkillOf(first, "look")
 	lost.wait()
-	id := one[string](s, `select id::text from agent_executions where status = 'running' and claimed_by in
+	id := pgtest.Value[string](s.t, s.db, `select id::text from agent_executions where status = 'running' and claimed_by in
 		(select id from agent_workers where name like '%pid ' || $1) limit 1`, first.pid())
 	first.Kill()
 	done := s.beats("done")
 	s.ends(id, "completed")
 	s.atLeast("done", done+4)
-	if claims := one[int](s, `select claim from agent_executions where id = $1`, id); claims < 3 {
+	if claims := pgtest.Value[int](s.t, s.db, `select claim from agent_executions where id = $1`, id); claims < 3 {
 		t.Errorf("the killed leader's heartbeat ended with claim %d: nobody took it over", claims)
 	}
 	s.ticksWereSingle()
@@ -48,7 +50,7 @@ func TestTwoServersMakeOneHeartbeatPerTick(t *testing.T) {
 // beats counts the heartbeats that have ended: done, or skipped.
 func (s *scene) beats(how string) int {
 	s.t.Helper()
-	return one[int](s, `
+	return pgtest.Value[int](s.t, s.db, `
 		select count(*) from agent_executions
 		 where flow = 'heartbeat' and status = 'completed' and (result_summary like 'skipped: %') = ($1 = 'skipped')`, how)
 }
@@ -109,7 +111,7 @@ func (s *scene) ticksWereSingle() {
 			select count(*) from (select a.execution_id, a.input ->> 'scheduled_for' from agent_activity a
 			 where a.skill_name = 'run_automation' group by 1, 2 having count(*) > 1) x`,
 	} {
-		if n := one[int](s, sql); n != 0 {
+		if n := pgtest.Value[int](s.t, s.db, sql); n != 0 {
 			s.t.Errorf("%s: %d, want none", what, n)
 		}
 	}

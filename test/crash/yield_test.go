@@ -5,6 +5,8 @@ package crash_test
 import (
 	"strings"
 	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
 // TestAHeartbeatYieldsToAnAdmin: one that is under way stops before its next step when an admin takes the
@@ -16,13 +18,13 @@ func TestAHeartbeatYieldsToAnAdmin(t *testing.T) {
 	s.serve("")
 	id := s.begin()
 	held.wait()
-	if !one[bool](s, `select try_acquire_agent_lock('operate', 'admin', 300)`) {
+	if !pgtest.Value[bool](s.t, s.db, `select try_acquire_agent_lock('operate', 'admin', 300)`) {
 		t.Fatal("the admin does not get the lane")
 	}
 	held.free()
 	eventually(t, "the heartbeat waits for the admin", func() bool { return s.status(id) == "waiting" })
 	before := s.look()
-	if n := one[int](s, `select count(*) from agent_executions where waiting_for = 'lane' and waiting_key = 'operate'`); n != 1 {
+	if n := pgtest.Value[int](s.t, s.db, `select count(*) from agent_executions where waiting_for = 'lane' and waiting_key = 'operate'`); n != 1 {
 		t.Errorf("%d executions wait for the lane operate, want 1", n)
 	}
 	if before.rows[s.keyOf("look")].Recorded != 1 {
@@ -35,7 +37,7 @@ func TestAHeartbeatYieldsToAnAdmin(t *testing.T) {
 	if got := s.status(id); got != "waiting" {
 		t.Errorf("the heartbeat is %s while the admin is at work, want waiting", got)
 	}
-	if !one[bool](s, `select release_agent_lock('operate', 'admin')`) {
+	if !pgtest.Value[bool](s.t, s.db, `select release_agent_lock('operate', 'admin')`) {
 		t.Fatal("the admin's lane is gone")
 	}
 	s.ends(id, "completed")
@@ -50,13 +52,13 @@ func TestAYieldedHeartbeatSurvivesItsProcess(t *testing.T) {
 	a := s.serve("", "PGAPPNAME="+victim)
 	id := s.begin()
 	held.wait()
-	s.exec(`select try_acquire_agent_lock('operate', 'admin', 300)`)
+	pgtest.Exec(s.t, s.db, `select try_acquire_agent_lock('operate', 'admin', 300)`)
 	held.free()
 	eventually(t, "the heartbeat waits for the admin", func() bool { return s.status(id) == "waiting" })
 	a.Kill()
 	s.quiet()
 	before := s.look()
-	s.exec(`select release_agent_lock('operate', 'admin')`)
+	pgtest.Exec(s.t, s.db, `select release_agent_lock('operate', 'admin')`)
 	s.serve("")
 	s.ends(id, "completed")
 	s.whole(id, before)
@@ -66,17 +68,17 @@ func TestAYieldedHeartbeatSurvivesItsProcess(t *testing.T) {
 func TestTicksWhileAnAdminIsAtWork(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
-	s.exec(`select try_acquire_agent_lock('operate', 'admin', 300)`)
+	pgtest.Exec(s.t, s.db, `select try_acquire_agent_lock('operate', 'admin', 300)`)
 	s.serve("", "AGENT_HEARTBEAT_CRON=@every 1s")
 	s.atLeast("skipped", 2)
-	for id := range strings.SplitSeq(one[string](s, `
+	for id := range strings.SplitSeq(pgtest.Value[string](s.t, s.db, `
 		select string_agg(id::text, ' ') from agent_executions where status = 'completed'`), " ") {
 		s.wasSkipped(id)
 	}
 	if n := len(s.model.Requests()) + len(s.called()); n != 0 {
 		t.Errorf("%d calls were made while the admin was at work", n)
 	}
-	if !one[bool](s, `select is_agent_lock_held('operate')`) {
+	if !pgtest.Value[bool](s.t, s.db, `select is_agent_lock_held('operate')`) {
 		t.Error("the admin has lost the lane")
 	}
 }
@@ -85,7 +87,7 @@ func TestTicksWhileAnAdminIsAtWork(t *testing.T) {
 func TestABusyLaneIsASkip(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
-	if !one[bool](s, `select try_acquire_agent_lock('heartbeat', 'somebody else', 300)`) {
+	if !pgtest.Value[bool](s.t, s.db, `select try_acquire_agent_lock('heartbeat', 'somebody else', 300)`) {
 		t.Fatal("the lane is taken")
 	}
 	token := s.token()
@@ -97,7 +99,7 @@ func TestABusyLaneIsASkip(t *testing.T) {
 	if !strings.Contains(a.Out.String(), "skipped") {
 		t.Errorf("the story does not say that it was skipped:\n%s", a.Out.String())
 	}
-	holder := one[string](s, `select locked_by from agent_locks_live where lane = 'heartbeat'`)
+	holder := pgtest.Value[string](s.t, s.db, `select locked_by from agent_locks_live where lane = 'heartbeat'`)
 	if holder != "somebody else" || s.token() != token {
 		t.Errorf("the lane is held by %q with token %d, want its first holder with %d", holder, s.token(), token)
 	}
@@ -106,7 +108,7 @@ func TestABusyLaneIsASkip(t *testing.T) {
 // wasSkipped checks that a heartbeat left one row, which says that it was skipped.
 func (s *scene) wasSkipped(id string) {
 	s.t.Helper()
-	got := one[string](s, `
+	got := pgtest.Value[string](s.t, s.db, `
 		select string_agg(skill_name || ' ' || status, ', ' order by id) from agent_activity where execution_id = $1`, id)
 	if got != "heartbeat skipped" {
 		s.t.Errorf("a heartbeat that did not take place left the rows %q, want one that was skipped", got)
@@ -116,5 +118,5 @@ func (s *scene) wasSkipped(id string) {
 // keyOf is the idempotency key of the only call of a skill.
 func (s *scene) keyOf(skill string) string {
 	s.t.Helper()
-	return one[string](s, `select idempotency_key from agent_activity where skill_name = $1`, skill)
+	return pgtest.Value[string](s.t, s.db, `select idempotency_key from agent_activity where skill_name = $1`, skill)
 }

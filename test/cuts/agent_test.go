@@ -89,8 +89,10 @@ func newAgent(pool *pgxpool.Pool, modelURL string, s settings, log *slog.Logger)
 	if err != nil {
 		return nil, err
 	}
-	model, err := models.New(models.Config{BaseURL: modelURL, APIKey: "secret-of-the-test", Model: modeltest.Model,
-		Logger: log})
+	model, err := models.New(models.Config{
+		BaseURL: modelURL, APIKey: "secret-of-the-test", Model: modeltest.Model,
+		Logger: log,
+	})
 	if err != nil {
 		return nil, err
 	}
@@ -163,8 +165,10 @@ func (a *agent) run(ctx context.Context) error {
 	below.Go(func() error { return a.listener.Run(living) })
 	below.Go(func() error { return a.keeper.Run(living) })
 	above, ctx := errgroup.WithContext(ctx)
-	for _, part := range []func(ctx context.Context) error{a.engine.Run, a.chat.Run, a.outgoing.Run, a.threads.Run,
-		a.count} {
+	for _, part := range []func(ctx context.Context) error{
+		a.engine.Run, a.chat.Run, a.outgoing.Run, a.threads.Run,
+		a.count,
+	} {
 		above.Go(func() error { return part(ctx) })
 	}
 	if a.automations > 0 {

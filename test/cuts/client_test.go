@@ -1,8 +1,6 @@
 package cuts_test
 
 import (
-	"bufio"
-	"bytes"
 	"cmp"
 	"context"
 	"encoding/json"
@@ -10,6 +8,8 @@ import (
 	"net/http"
 	"strings"
 	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // ask makes a request of the process's HTTP, and makes it again, under the same Idempotency-Key, where a careful
@@ -46,16 +46,7 @@ func told(status int, answer []byte, err error) string {
 }
 
 // pause lets a moment pass before something is asked again.
-func pause(ctx context.Context) bool {
-	timer := time.NewTimer(5 * time.Millisecond)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return true
-	case <-ctx.Done():
-		return false
-	}
-}
+func pause(ctx context.Context) bool { return testkit.Wait(ctx, 5*time.Millisecond) }
 
 // request makes one request; further words are headers.
 func (w *world) request(ctx context.Context, method, path, key, body string, header ...string) (int, []byte, error) {
@@ -78,15 +69,6 @@ func (w *world) request(ctx context.Context, method, path, key, body string, hea
 	return response.StatusCode, answer, err
 }
 
-// said is what a visitor has heard.
-type said struct {
-	status int
-	id     string // of the completion
-	text   string
-	code   string // of an error
-	whole  bool   // it ended as the protocol says
-}
-
 // say sends a visitor's message and listens to the answer. Where that breaks off, it does what a careful client does:
 // it says the same again under the same key, or attaches to the answer that is under way.
 func (w *world) say(ctx context.Context, thread, words string) string {
@@ -100,21 +82,21 @@ func (w *world) say(ctx context.Context, thread, words string) string {
 	method, path, attached := http.MethodPost, "/v1/chat/completions", false
 	for {
 		got := w.hear(ctx, method, path, string(body), thread)
-		if got.whole && got.status == http.StatusOK {
-			return got.text
+		if got.Complete && got.Status == http.StatusOK {
+			return got.Text
 		}
-		w.note("the visitor was told: %d %s", got.status, got.code)
-		if attached = got.id != ""; attached {
-			method, path, body = http.MethodGet, "/v1/chat/completions/"+got.id+"?stream=true", nil
+		w.note("the visitor was told: %d %s", got.Status, got.Code)
+		if attached = got.ID != ""; attached {
+			method, path, body = http.MethodGet, "/v1/chat/completions/"+got.ID+"?stream=true", nil
 		}
 		if !pause(ctx) {
-			return got.text
+			return got.Text
 		}
 	}
 }
 
 // hear makes a request of the chat and reads what comes.
-func (w *world) hear(ctx context.Context, method, path, body, thread string) (got said) {
+func (w *world) hear(ctx context.Context, method, path, body, thread string) testkit.Answer {
 	r, err := http.NewRequestWithContext(ctx, method, w.url+path, strings.NewReader(body))
 	if err != nil {
 		w.t.Fatal(err)
@@ -125,48 +107,5 @@ func (w *world) hear(ctx context.Context, method, path, body, thread string) (go
 		r.Header.Set("X-Thread-Id", thread)
 		r.Header.Set("Idempotency-Key", "message in "+thread)
 	}
-	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
-	response, err := client.Do(r)
-	if err != nil {
-		return got
-	}
-	defer response.Body.Close()
-	got.status, got.id = response.StatusCode, response.Header.Get("X-Completion-Id")
-	if !strings.HasPrefix(response.Header.Get("Content-Type"), "text/event-stream") {
-		raw, err := io.ReadAll(response.Body)
-		if err != nil {
-			return got
-		}
-		got.add(raw)
-		got.whole = got.code == ""
-		return got
-	}
-	lines := bufio.NewScanner(response.Body)
-	for lines.Scan() {
-		data, ok := bytes.CutPrefix(lines.Bytes(), []byte("data: "))
-		switch {
-		case !ok:
-		case string(data) == "[DONE]":
-			got.whole = got.code == ""
-		default:
-			got.add(data)
-		}
-	}
-	return got
-}
-
-// add takes in a chunk, or a whole answer.
-func (x *said) add(raw []byte) {
-	var c struct {
-		ID      string
-		Choices []struct{ Delta, Message struct{ Content string } }
-		Error   struct{ Code string }
-	}
-	if json.Unmarshal(raw, &c) != nil {
-		return // cut off
-	}
-	x.id, x.code = cmp.Or(c.ID, x.id), cmp.Or(c.Error.Code, x.code)
-	for _, choice := range c.Choices {
-		x.text += choice.Delta.Content + choice.Message.Content
-	}
+	return testkit.Chat(r, nil)
 }

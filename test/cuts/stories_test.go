@@ -10,6 +10,7 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
 // stories are all of them.
@@ -61,12 +62,12 @@ max_attempts: 1
 // due makes an automation due, a call approved, a skill one that has failed three times, and a heartbeat due.
 func due(w *world) {
 	w.model.Handle(pursue)
-	w.exec(`update agent_automations set next_run_at = clock_timestamp() - interval '1 second'`)
-	w.exec(`
+	pgtest.Exec(w.t, w.db, `update agent_automations set next_run_at = clock_timestamp() - interval '1 second'`)
+	pgtest.Exec(w.t, w.db, `
 		insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, status, expires_at)
 		select 'op_0', name, revision, '{"amount": 3}', 'hash', 'approved', clock_timestamp() + interval '1 day'
 		  from agent_skills where name = 'pay'`)
-	w.exec(`
+	pgtest.Exec(w.t, w.db, `
 		insert into agent_activity (trace_id, skill_name, skill_id, status, error_class, error_message, finished_at)
 		select 'op_0', name, id, 'error', 'http_status', 'broken', clock_timestamp()
 		  from agent_skills, generate_series(1, 3) where name = 'broken'`)
@@ -74,7 +75,7 @@ func due(w *world) {
 
 // beat makes a heartbeat due and waits for its end.
 func beat(ctx context.Context, w *world) {
-	w.exec(`update agent_schedules set next_run_at = clock_timestamp() where name = 'heartbeat'`)
+	pgtest.Exec(w.t, w.db, `update agent_schedules set next_run_at = clock_timestamp() where name = 'heartbeat'`)
 	for w.agent.engine.Tick(ctx) != nil && ctx.Err() == nil { // the sweep ticks where the leader does not
 	}
 	w.eventually("the heartbeat has ended",
@@ -164,7 +165,7 @@ func order(ctx context.Context, w *world) {
 	go func() { heard <- w.say(ctx, "t1", "one, please") }()
 	w.eventually("the answer waits for leave",
 		`select exists (select from agent_executions where status = 'waiting' and waiting_for = 'approval')`)
-	id := one[string](w, `select id::text from agent_approvals`)
+	id := pgtest.Value[string](w.t, w.db, `select id::text from agent_approvals`)
 	w.ask(ctx, "POST", "/v1/approvals/"+id, `{"decision": "approve"}`, "decision")
 	select {
 	case text := <-heard:

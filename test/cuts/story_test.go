@@ -38,6 +38,6 @@ func (s story) end(t *testing.T, cuts []cut) ending {
 			select not exists (select from agent_executions where completed_at is null)
 			   and not exists (select from agent_activity_open) and not exists (select from agent_locks_live)`)
 	})
-	slow := one[int](w, `select count(*) from agent_workers`) > 1
+	slow := pgtest.Value[int](w.t, w.db, `select count(*) from agent_workers`) > 1
 	return ending{digest(w), w.told(), w.ledger.all(), w.ledger.left(), slow, w.logged()}
 }

@@ -19,7 +19,9 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
@@ -47,21 +49,12 @@ type call struct{ skill, key, args string }
 func newWorld(t testing.TB, database, declared string, cuts []cut) *world {
 	t.Helper()
 	w := &world{t: t, model: modeltest.New(t), ledger: newLedger(cuts), cutting: len(cuts) > 0}
-	var err error
-	w.db, err = postgres.Open(t.Context(), database, postgres.Options{MaxConns: 3, ApplicationName: "cuts"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(w.db.Close)
-	served := httptest.NewServer(http.HandlerFunc(w.serveSkill))
-	t.Cleanup(func() {
-		served.CloseClientConnections()
-		served.Close()
-	})
+	w.db = pgtest.Pool(t, database, postgres.Options{MaxConns: 3, ApplicationName: "cuts"})
+	served := testkit.Serve(t, http.HandlerFunc(w.serveSkill))
 	if _, err := builtins.Put(t.Context(), w.db); err != nil {
 		t.Fatal(err)
 	}
-	files, err := workspace.Load(fstest.MapFS{"all.yaml": {Data: []byte(strings.ReplaceAll(declared, "%s", served.URL))}})
+	files, err := workspace.Load(fstest.MapFS{"all.yaml": {Data: []byte(strings.ReplaceAll(declared, "%s", served))}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -199,29 +192,11 @@ func (w *world) calls() []call {
 	return append([]call(nil), w.skills...)
 }
 
-// exec runs a statement.
-func (w *world) exec(sql string, args ...any) {
-	w.t.Helper()
-	if _, err := w.db.Exec(w.t.Context(), sql, args...); err != nil {
-		w.t.Fatalf("%v\n%s", err, sql)
-	}
-}
-
-// one reads a single value.
-func one[T any](w *world, sql string, args ...any) T {
-	w.t.Helper()
-	var value T
-	if err := w.db.QueryRow(w.t.Context(), sql, args...).Scan(&value); err != nil {
-		w.t.Fatalf("%v\n%s", err, sql)
-	}
-	return value
-}
-
 // eventually waits for a condition; where it does not come, the log tells why.
 func (w *world) eventually(what, sql string, args ...any) {
 	w.t.Helper()
 	late := time.After(patience)
-	for !one[bool](w, sql, args...) {
+	for !pgtest.Value[bool](w.t, w.db, sql, args...) {
 		select {
 		case <-late:
 			w.t.Fatalf("not within %s: %s\n%s", patience, what, w.logged())

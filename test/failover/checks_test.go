@@ -8,8 +8,6 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
@@ -94,25 +92,12 @@ const underWay = `
 	union all
 	select format('lane %s is held by %s', lane, locked_by) from agent_locks where locked_by <> '' and lane <> 'probe'`
 
-func (w *world) violations(query string) []string {
-	w.t.Helper()
-	rows, err := w.db.Query(w.t.Context(), query)
-	if err != nil {
-		w.t.Fatalf("%v\n%s", err, query)
-	}
-	found, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		w.t.Fatalf("%v\n%s", err, query)
-	}
-	return found
-}
-
 // settle lets the load and what it began come to an end, stops the processes, and asks whether everything holds.
 func (l *load) settle() {
 	l.t.Helper()
 	l.end()
-	l.exec(`update agent_schedules set next_run_at = clock_timestamp() + interval '1 day'`)
-	pgtest.Eventually(l.t, 2*patience, func() bool { return len(l.violations(underWay)) == 0 },
+	pgtest.Exec(l.t, l.db, `update agent_schedules set next_run_at = clock_timestamp() + interval '1 day'`)
+	pgtest.Eventually(l.t, 2*patience, func() bool { return len(pgtest.Column[string](l.t, l.db, underWay)) == 0 },
 		"everything that was begun ends")
 	l.survived()
 	for _, a := range l.agents {
@@ -120,7 +105,7 @@ func (l *load) settle() {
 	}
 	l.note()
 	for _, name := range slices.Sorted(maps.Keys(checks)) {
-		for i, violation := range l.violations(checks[name]) {
+		for i, violation := range pgtest.Column[string](l.t, l.db, checks[name]) {
 			if i == 5 {
 				l.t.Errorf("%s: and more", name)
 				break
@@ -134,27 +119,27 @@ func (l *load) settle() {
 // note writes down what only the test knows.
 func (l *load) note() {
 	for n, id := range l.runs {
-		l.exec(`insert into told.runs values ($1, $2)`, n, id)
+		pgtest.Exec(l.t, l.db, `insert into told.runs values ($1, $2)`, n, id)
 	}
 	for id, key := range l.given {
-		l.exec(`insert into told.given values ($1, $2)`, id, key)
+		pgtest.Exec(l.t, l.db, `insert into told.given values ($1, $2)`, id, key)
 	}
 	for id, content := range l.notes {
-		l.exec(`insert into told.notes values ($1, $2)`, id, content)
+		pgtest.Exec(l.t, l.db, `insert into told.notes values ($1, $2)`, id, content)
 	}
 	for question, answer := range l.heard {
-		l.exec(`insert into told.heard values ($1, $2)`, question, answer)
+		pgtest.Exec(l.t, l.db, `insert into told.heard values ($1, $2)`, question, answer)
 	}
 	for _, c := range l.calls {
-		l.exec(`insert into told.calls values ($1, $2, $3)`, c.skill, c.key, c.body)
+		pgtest.Exec(l.t, l.db, `insert into told.calls values ($1, $2, $3)`, c.skill, c.key, c.body)
 	}
 	for i, token := range l.tokens {
-		l.exec(`insert into told.lanes values (-1, $1, 'probe', $2)`, i, token)
+		pgtest.Exec(l.t, l.db, `insert into told.lanes values (-1, $1, 'probe', $2)`, i, token)
 	}
 	for i, a := range l.agents {
-		for nth, line := range a.lines() {
+		for nth, line := range a.Lines() {
 			if token, err := line.Token.Int64(); err == nil && line.Message == "lane acquired" {
-				l.exec(`insert into told.lanes values ($1, $2, $3, $4)`, i, nth, line.Lane, token)
+				pgtest.Exec(l.t, l.db, `insert into told.lanes values ($1, $2, $3, $4)`, i, nth, line.Lane, token)
 			}
 		}
 	}
@@ -178,7 +163,7 @@ func (l *load) tally() {
 		{"calls that nobody knows the outcome of", `select count(*) from agent_activity where status = 'unknown'`, true},
 		{"executions that failed because of one", `select count(*) from agent_executions where status = 'failed'`, true},
 	} {
-		n := value[int](l.world, c.sql)
+		n := pgtest.Value[int](l.t, l.db, c.sql)
 		l.t.Logf("%6d %s", n, c.what)
 		if n == 0 && !c.may {
 			l.t.Errorf("no %s: the test does not show what it is for", c.what)
@@ -193,12 +178,12 @@ func TestTheChecksFindWhatTheyAreFor(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			w := &world{t: t, db: pgtest.DB(t)}
-			w.exec(told)
-			if found := w.violations(checks[name]); len(found) > 0 {
+			pgtest.Exec(w.t, w.db, told)
+			if found := pgtest.Column[string](w.t, w.db, checks[name]); len(found) > 0 {
 				t.Fatalf("an empty database violates it: %s", strings.Join(found, "; "))
 			}
-			w.exec(planted)
-			if len(w.violations(checks[name])) == 0 {
+			pgtest.Exec(w.t, w.db, planted)
+			if len(pgtest.Column[string](w.t, w.db, checks[name])) == 0 {
 				t.Error("the violation is not found")
 			}
 		})

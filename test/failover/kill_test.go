@@ -17,6 +17,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
@@ -177,7 +178,7 @@ func nextRequest(n, files int) int {
 // migrateUntil runs `agent migrate` up to its nth request, and reports whether it ended well before that.
 func migrateUntil(t *testing.T, c *counter, n int, before bool) bool {
 	t.Helper()
-	started := make(chan *agent, 1)
+	started := make(chan *proctest.Process, 1)
 	var once sync.Once
 	c.count(n, before, func() {
 		once.Do(func() {
@@ -197,11 +198,7 @@ func migrateUntil(t *testing.T, c *counter, n int, before bool) bool {
 
 func connect(t *testing.T, to string) *pgxpool.Pool {
 	t.Helper()
-	db, err := postgres.Open(t.Context(), to, postgres.Options{MaxConns: 4, ApplicationName: "test"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(db.Close)
+	db := pgtest.Pool(t, to, postgres.Options{MaxConns: 4, ApplicationName: "test"})
 	return db
 }
 
@@ -253,7 +250,7 @@ func shape(t *testing.T, db *pgxpool.Pool) string {
 func TestTwoProcessesMigrateAtOnce(t *testing.T) {
 	t.Parallel()
 	to := pgtest.EmptyURL(t)
-	var all []*agent
+	var all []*proctest.Process
 	for range 2 {
 		all = append(all, launch(t, t.TempDir(), []string{"DATABASE_URL=" + to}, "migrate"))
 	}

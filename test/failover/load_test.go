@@ -3,16 +3,16 @@
 package failover_test
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
-	"io"
 	"net/http"
 	"sync"
 	"time"
 
 	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // load is everybody outside: who starts executions, gives events, speaks in threads and asks as a visitor, and who
@@ -68,7 +68,7 @@ func (l *load) end() {
 
 // people start an execution, give its event, and say something, over and over.
 func (l *load) people() {
-	for n := 1; rest(l.ctx, 250*time.Millisecond); n++ {
+	for n := 1; testkit.Wait(l.ctx, 250*time.Millisecond); n++ {
 		l.jobs.Go(func() error {
 			l.start(n)
 			if n%3 == 0 {
@@ -130,7 +130,7 @@ func (l *load) ask(n int) {
 
 // lane takes a lane and gives it back, over and over.
 func (l *load) lane() {
-	for n := 0; rest(l.ctx, 200*time.Millisecond); n++ {
+	for n := 0; testkit.Wait(l.ctx, 200*time.Millisecond); n++ {
 		ctx, cancel := context.WithTimeout(l.ctx, 10*time.Second)
 		var token *int64
 		owner := fmt.Sprintf("prober %d", n)
@@ -152,7 +152,7 @@ func (l *load) insist(path, token, key, thread string, body, into any) {
 		l.t.Error(err)
 		return
 	}
-	for ctx := l.t.Context(); ctx.Err() == nil; rest(ctx, 100*time.Millisecond) {
+	for ctx := l.t.Context(); ctx.Err() == nil; testkit.Wait(ctx, 100*time.Millisecond) {
 		status, answer := l.post(ctx, path, token, key, thread, text)
 		switch {
 		case status >= 200 && status < 300:
@@ -179,26 +179,12 @@ func (l *load) post(ctx context.Context, path, token, key, thread string, body [
 	l.turn++
 	base := l.bases[l.turn%len(l.bases)]
 	l.mu.Unlock()
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, base+path, bytes.NewReader(body))
+	got, err := testkit.Do(ctx, http.DefaultClient, http.MethodPost, base+path, string(body), testkit.Bearer(token),
+		"Idempotency-Key: "+key, "X-Thread-Id: "+thread)
 	if err != nil {
 		return 0, nil
 	}
-	for name, value := range map[string]string{"Authorization": "Bearer " + token, "Content-Type": "application/json",
-		"Idempotency-Key": key, "X-Thread-Id": thread} {
-		if value != "" {
-			req.Header.Set(name, value)
-		}
-	}
-	resp, err := http.DefaultClient.Do(req)
-	if err != nil {
-		return 0, nil
-	}
-	defer resp.Body.Close()
-	answer, err := io.ReadAll(resp.Body)
-	if err != nil {
-		return 0, nil
-	}
-	return resp.StatusCode, answer
+	return got.Status, got.Body
 }
 
 // started is how many executions were confirmed.
@@ -206,16 +192,4 @@ func (l *load) started() int {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return len(l.runs)
-}
-
-// rest waits, and reports false when ctx has ended.
-func rest(ctx context.Context, d time.Duration) bool {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return ctx.Err() == nil
-	case <-ctx.Done():
-		return false
-	}
 }

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // TestTheDatabaseIsRestartedAndStaysAway while two processes work: in order, without warning, and for a while, in the
@@ -33,14 +34,16 @@ func TestTheDatabaseIsRestartedAndStaysAway(t *testing.T) {
 			w.unready("database")
 		}
 		w.open() // what was called is answered, and cannot be recorded
-		rest(t.Context(), outage.away)
+		testkit.Wait(t.Context(), outage.away)
 		w.survived()
 		s.start()
 		l.recovers()
 	}
 	for i, a := range w.agents {
-		for _, says := range []string{"database unavailable, trying again", "not ready: the database does not answer",
-			"notification connection lost"} {
+		for _, says := range []string{
+			"database unavailable, trying again", "not ready: the database does not answer",
+			"notification connection lost",
+		} {
 			if !strings.Contains(a.Err.String(), says) {
 				t.Errorf("process %d does not log: %s", i, says)
 			}

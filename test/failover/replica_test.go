@@ -8,7 +8,6 @@ import (
 	"io"
 	"net/http"
 	"net/http/cookiejar"
-	"net/http/httptest"
 	"net/url"
 	"regexp"
 	"strings"
@@ -21,7 +20,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/engineroom"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
 	"github.com/lanekeeper/lanekeeper/internal/replica"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/migrations"
 	"github.com/lanekeeper/lanekeeper/why"
 )
@@ -46,25 +47,21 @@ func newReplicated(t *testing.T) *replicated {
 	if _, err := migrations.Up(t.Context(), r.db); err != nil {
 		t.Fatal(err)
 	}
-	r.exec(`
+	pgtest.Exec(r.t, r.db, `
 		insert into agent_skills (name, tool_definition, handler) values ('look', '{}', 'builtin:x');
 		insert into agent_threads (id, channel, next_seq) values ('talk', 'operate', 2);
-		insert into agent_messages (thread_id, seq, turn, role, content, channel, status, trace_id) values ('talk', 1, 1, 'user', 'hello', 'operate', 'delivered', '` + oldTrace + `');
+		insert into agent_messages (thread_id, seq, turn, role, content, channel, status, trace_id) values ('talk', 1, 1, 'user', 'hello', 'operate', 'delivered', '`+oldTrace+`');
 		insert into agent_executions (id, trace_id, surface, agent, flow, status, thread_id)
-		values ('` + oldRun + `', '` + oldTrace + `', 'operate', 'agent', 'external:turn', 'pending', 'talk');
+		values ('`+oldRun+`', '`+oldTrace+`', 'operate', 'agent', 'external:turn', 'pending', 'talk');
 		insert into agent_activity (trace_id, execution_id, kind, agent, surface, skill_name, status, error_message)
-		values ('` + oldTrace + `', '` + oldRun + `', 'call', 'agent', 'operate', 'look', 'error', 'it is dark')`)
+		values ('`+oldTrace+`', '`+oldRun+`', 'call', 'agent', 'operate', 'look', 'error', 'it is dark')`)
 	r.standby = replicaOf(t, r.primary)
 	return r
 }
 
 func (r *replicated) open(s *server) *pgxpool.Pool {
 	r.t.Helper()
-	pool, err := postgres.Open(r.t.Context(), urlOf(s), postgres.Options{MaxConns: 4, ApplicationName: "test"})
-	if err != nil {
-		r.t.Fatal(err)
-	}
-	r.t.Cleanup(pool.Close)
+	pool := pgtest.Pool(r.t, urlOf(s), postgres.Options{MaxConns: 4, ApplicationName: "test"})
 	return pool
 }
 
@@ -78,8 +75,8 @@ func (r *replicated) exec(sql string) {
 // act writes an activity of a skill, which pages about its trace show.
 func (r *replicated) act(skill string) {
 	r.t.Helper()
-	r.exec(`insert into agent_activity (trace_id, execution_id, kind, agent, surface, skill_name, status)
-	        values ('` + oldTrace + `', '` + oldRun + `', 'call', 'agent', 'operate', '` + skill + `', 'success')`)
+	pgtest.Exec(r.t, r.db, `insert into agent_activity (trace_id, execution_id, kind, agent, surface, skill_name, status)
+	        values ('`+oldTrace+`', '`+oldRun+`', 'call', 'agent', 'operate', '`+skill+`', 'success')`)
 }
 
 // reader is a Reader of both.
@@ -167,14 +164,13 @@ func (r *replicated) sameAnswers(t *testing.T) {
 	for _, route := range room.Routes() {
 		mux.Handle(route.Method+" "+route.Path, route.Handler)
 	}
-	server := httptest.NewServer(mux)
-	t.Cleanup(server.Close)
+	server := testkit.Serve(t, mux)
 	for _, path := range roomPages {
 		// a measurement is valid for seconds, and a slow machine takes longer for all pages
 		if _, err := read.Measure(t.Context()); err != nil {
 			t.Fatal(err)
 		}
-		there, here := get(t, server.Client(), server.URL+path, false), get(t, server.Client(), server.URL+path, true)
+		there, here := get(t, http.DefaultClient, server+path, false), get(t, http.DefaultClient, server+path, true)
 		if there.status != http.StatusOK || there.lag == "" || !strings.Contains(there.body, "From the replica, ") ||
 			strings.Contains(there.body, "could not be read") {
 			t.Errorf("%s: status %d, lag %q, not from the replica as a whole:\n%s", path, there.status, there.lag, there.body)
@@ -186,7 +182,7 @@ func (r *replicated) sameAnswers(t *testing.T) {
 			t.Errorf("%s reads otherwise on the replica (-primary +replica):\n%s", path, diff)
 		}
 	}
-	if operate := get(t, server.Client(), server.URL+"/operate", false); operate.status != http.StatusOK ||
+	if operate := get(t, http.DefaultClient, server+"/operate", false); operate.status != http.StatusOK ||
 		operate.lag != "" {
 		t.Errorf("a page that follows a turn: status %d, lag %q, want the primary's", operate.status, operate.lag)
 	}
@@ -348,7 +344,7 @@ func (r *replicated) questions(base string) {
 }
 
 // ask runs a command to its end.
-func (r *replicated) ask(args ...string) *agent {
+func (r *replicated) ask(args ...string) *proctest.Process {
 	r.t.Helper()
 	asked := launch(r.t, r.t.TempDir(), r.environ("DATABASE_READ_URL="+urlOf(r.standby), "AGENT_LOG_LEVEL=error"), args...)
 	asked.Exit()
@@ -399,7 +395,7 @@ func (r *replicated) watch(client *http.Client, url string) string {
 func (r *replicated) asksThePrimary(base string) {
 	r.t.Helper()
 	const newTrace = "op_01JD3V7K8ZQ6W2M5T9X4C1B0AF"
-	r.exec(`insert into agent_executions (trace_id, surface, agent, flow, status) values ('` + newTrace +
+	pgtest.Exec(r.t, r.db, `insert into agent_executions (trace_id, surface, agent, flow, status) values ('`+newTrace+
 		`', 'operate', 'agent', 'external:turn', 'pending')`)
 	for _, path := range []string{"/v1/traces/" + newTrace, "/traces/" + newTrace} {
 		if got := get(r.t, http.DefaultClient, base+path, false); got.status != http.StatusOK || got.lag != "" {

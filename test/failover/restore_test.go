@@ -59,22 +59,26 @@ func TestADumpOfALiveDatabaseGoesOnElsewhere(t *testing.T) {
 	for n := 1; n <= waiting; n++ {
 		l.start(n)
 	}
-	pgtest.Eventually(t, patience, func() bool { return value[int](w, asleep) == waiting }, "all wait for their event")
+	pgtest.Eventually(t, patience, func() bool { return pgtest.Value[int](w.t, w.db, asleep) == waiting },
+		"all wait for their event")
 	w.shut()
 	for n := waiting + 1; n <= waiting+running; n++ {
 		l.start(n)
 	}
-	pgtest.Eventually(t, patience, func() bool { return w.holds("look") && value[int](w, atWork) == running },
+	pgtest.Eventually(t, patience, func() bool {
+		return w.holds("look") &&
+			pgtest.Value[int](w.t, w.db, atWork) == running
+	},
 		"the others are in the middle of a call")
-	w.exec(`select acquire_agent_lock('probe', 'old', 60)`)
+	pgtest.Exec(w.t, w.db, `select acquire_agent_lock('probe', 'old', 60)`)
 
 	dir := t.TempDir()
 	documented(t, "pg_dump", dir, "DATABASE_URL="+w.url)
 
 	// Behind the dump the old world goes on, and takes more claims and tokens.
-	w.exec(`select release_agent_lock('probe', 'old')`)
-	token := value[int64](w, `select fencing_token from acquire_agent_lock('probe', 'older', 60)`)
-	claims := value[int64](w, `select max(claim) from agent_executions`)
+	pgtest.Exec(w.t, w.db, `select release_agent_lock('probe', 'old')`)
+	token := pgtest.Value[int64](w.t, w.db, `select fencing_token from acquire_agent_lock('probe', 'older', 60)`)
+	claims := pgtest.Value[int64](w.t, w.db, `select max(claim) from agent_executions`)
 	w.open()
 	for _, a := range w.agents {
 		a.Stop()
@@ -86,7 +90,7 @@ func TestADumpOfALiveDatabaseGoesOnElsewhere(t *testing.T) {
 	run(t, `psql --dbname="$NEW_DATABASE_URL" --command='drop schema told cascade'`, dir, "NEW_DATABASE_URL="+to)
 	documented(t, "psql --dbname", dir, "NEW_DATABASE_URL="+to)
 	restored := newWorld(t, to, "30s")
-	if n := value[int](restored, asleep); n != waiting {
+	if n := pgtest.Value[int](restored.t, restored.db, asleep); n != waiting {
 		t.Errorf("%d of %d wait", n, waiting)
 	}
 	goesOn(restored, waiting+running, token, claims)
@@ -100,20 +104,22 @@ const (
 // goesOn serves a restored database, gives every event, and sees everything end.
 func goesOn(w *world, errands int, token, claims int64) {
 	w.t.Helper()
-	if lost := w.violations(fmt.Sprintf(`
+	if lost := pgtest.Column[string](w.t, w.db, fmt.Sprintf(`
 		select format('%%s %%s has claim %%s', status, id, claim) from agent_executions where completed_at is null and claim <= %d`, claims)); len(lost) > 0 {
 		w.t.Errorf("claims of the old world are not void: %v", lost)
 	}
-	for _, id := range w.violations(`select id::text from agent_executions where completed_at is null`) {
+	for _, id := range pgtest.Column[string](w.t, w.db,
+		`select id::text from agent_executions where completed_at is null`) {
 		_, err := w.db.Exec(w.t.Context(), `select fence_agent_execution($1, $2)`, id, claims)
 		if !postgres.IsCode(err, "LK001") {
 			w.t.Errorf("a claim of the old world on %s: %v", id, err)
 		}
 	}
-	if got := value[int64](w, `select fencing_token from acquire_agent_lock('probe', 'new', 60)`); got <= token {
+	if got := pgtest.Value[int64](w.t, w.db,
+		`select fencing_token from acquire_agent_lock('probe', 'new', 60)`); got <= token {
 		w.t.Errorf("the lane was given with token %d, after %d", got, token)
 	}
-	beats := value[int](w, `select count(*)::int from agent_executions where surface = 'heartbeat' and completed_at is not null`)
+	beats := pgtest.Value[int](w.t, w.db, `select count(*)::int from agent_executions where surface = 'heartbeat' and completed_at is not null`)
 	w.serve(2)
 	l := w.newLoad()
 	l.start(errands + 1) // new work is taken
@@ -121,17 +127,19 @@ func goesOn(w *world, errands int, token, claims int64) {
 		l.give(n)
 	}
 	const left = `select count(*)::int from agent_executions where flow = 'errand' and status <> 'completed'`
-	pgtest.Eventually(w.t, patience, func() bool { return value[int](w, left) == 0 }, "every errand ends well")
-	if said := value[int](w, `select count(distinct content)::int from agent_messages where content like '% got [event %' and status = 'sent'`); said != errands+1 {
+	pgtest.Eventually(w.t, patience, func() bool { return pgtest.Value[int](w.t, w.db, left) == 0 },
+		"every errand ends well")
+	if said := pgtest.Value[int](w.t, w.db,
+		`select count(distinct content)::int from agent_messages where content like '% got [event %' and status = 'sent'`); said != errands+1 {
 		w.t.Errorf("%d of %d said what they got", said, errands+1)
 	}
 	// Timers and schedules: a deadline that passed while nobody was there, and the next heartbeat.
 	l.start(errands + 2)
-	pgtest.Eventually(w.t, patience, func() bool { return value[int](w, asleep) == 1 }, "one waits")
-	w.exec(`update agent_executions set waiting_until = clock_timestamp() where flow = 'errand' and status = 'waiting'`)
+	pgtest.Eventually(w.t, patience, func() bool { return pgtest.Value[int](w.t, w.db, asleep) == 1 }, "one waits")
+	pgtest.Exec(w.t, w.db, `update agent_executions set waiting_until = clock_timestamp() where flow = 'errand' and status = 'waiting'`)
 	pgtest.Eventually(w.t, patience, func() bool {
-		return value[int](w, `select count(*)::int from agent_executions where flow = 'errand' and status = 'timeout'`) == 1 &&
-			value[int](w, `select count(*)::int from agent_executions where surface = 'heartbeat' and completed_at is not null`) > beats
+		return pgtest.Value[int](w.t, w.db, `select count(*)::int from agent_executions where flow = 'errand' and status = 'timeout'`) == 1 &&
+			pgtest.Value[int](w.t, w.db, `select count(*)::int from agent_executions where surface = 'heartbeat' and completed_at is not null`) > beats
 	}, "its time runs out, and the heart beats")
 	w.survived()
 }

@@ -143,8 +143,10 @@ func (s *server) attributes() *syscall.SysProcAttr {
 func (s *server) command(name string, args ...string) *exec.Cmd {
 	cmd := exec.Command(filepath.Join(s.bin, name), args...)
 	cmd.Dir, cmd.SysProcAttr = filepath.Dir(s.dir), s.attributes()
-	cmd.Env = []string{"LC_ALL=C", "TZ=UTC", "PATH=/usr/local/bin:/usr/bin:/bin",
-		"LD_LIBRARY_PATH=" + os.Getenv("LD_LIBRARY_PATH")}
+	cmd.Env = []string{
+		"LC_ALL=C", "TZ=UTC", "PATH=/usr/local/bin:/usr/bin:/bin",
+		"LD_LIBRARY_PATH=" + os.Getenv("LD_LIBRARY_PATH"),
+	}
 	return cmd
 }
 

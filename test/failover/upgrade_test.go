@@ -106,7 +106,8 @@ func TestWhatWaitsInTheLastNumberedVersionFinishesInThisOne(t *testing.T) {
 		t.Fatal(err)
 	}
 	answers := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter,
-		_ *http.Request) {
+		_ *http.Request,
+	) {
 		rw.WriteHeader(http.StatusNoContent)
 	}))
 	t.Cleanup(answers.Close) // the skill whose call was interrupted
@@ -129,11 +130,11 @@ func TestWhatWaitsInTheLastNumberedVersionFinishesInThisOne(t *testing.T) {
 func finishes(t *testing.T, w *world) {
 	t.Helper()
 	// What was dumped is of another day: deadlines are ahead again, and the workers are dead.
-	w.exec(`update agent_executions set waiting_until = clock_timestamp() + interval '1 day' where status = 'waiting'`)
-	w.exec(`update agent_executions set waiting_until = clock_timestamp() where status = 'waiting' and waiting_for = 'delay'`)
-	w.exec(`update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
-	waited := value[int](w, `select count(*) from agent_executions where status = 'waiting'`)
-	running := value[int](w, `select count(*) from agent_executions where status = 'running'`)
+	pgtest.Exec(w.t, w.db, `update agent_executions set waiting_until = clock_timestamp() + interval '1 day' where status = 'waiting'`)
+	pgtest.Exec(w.t, w.db, `update agent_executions set waiting_until = clock_timestamp() where status = 'waiting' and waiting_for = 'delay'`)
+	pgtest.Exec(w.t, w.db, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
+	waited := pgtest.Value[int](w.t, w.db, `select count(*) from agent_executions where status = 'waiting'`)
+	running := pgtest.Value[int](w.t, w.db, `select count(*) from agent_executions where status = 'running'`)
 	if waited < 5 || running < 1 {
 		t.Errorf("%d executions wait and %d run: the data does not show what it is for", waited, running)
 	}
@@ -143,22 +144,26 @@ func finishes(t *testing.T, w *world) {
 		map[string]any{"event": "EVENT_COMPLETED", "key": "event old", "data": map[string]any{"is": "heard"}, "id": "1"}, nil)
 	l.insist("/v1/events", adminToken, "", "",
 		map[string]any{"event": "MESSAGE_RECEIVED", "key": "old", "data": map[string]any{"content": "heard"}, "id": "2"}, nil)
-	for kind, event := range map[string]string{"document": "DOCUMENT_UPLOADED", "signature": "SIGNATURE_COMPLETED",
-		"test": "TEST_COMPLETED"} {
-		id := value[string](w, `select id::text from agent_requests where kind = $1 and status = 'pending'`, kind)
+	for kind, event := range map[string]string{
+		"document": "DOCUMENT_UPLOADED", "signature": "SIGNATURE_COMPLETED",
+		"test": "TEST_COMPLETED",
+	} {
+		id := pgtest.Value[string](w.t, w.db, `select id::text from agent_requests where kind = $1 and status = 'pending'`,
+			kind)
 		l.insist("/v1/events", adminToken, "", "", map[string]any{
 			"event": event, "key": id, "id": kind,
 			"data": map[string]any{"document": "INE", "url": "heard", "score": 7, "result": "passed"},
 		}, nil)
 	}
 	pgtest.Eventually(t, patience, func() bool {
-		return value[bool](w, `select not exists (select from agent_executions where completed_at is null and flow like 'old%')`)
+		return pgtest.Value[bool](w.t, w.db, `select not exists (select from agent_executions where completed_at is null and flow like 'old%')`)
 	}, "what was begun by the version before ends")
-	for _, bad := range w.violations(`
+	for _, bad := range pgtest.Column[string](w.t, w.db, `
 		select format('%s %s is %s: %s', flow, id, status, error_message) from agent_executions where flow like 'old%' and status <> 'completed'`) {
 		t.Error(bad)
 	}
-	if said := value[int](w, `select count(*) from agent_messages m join agent_executions x on x.id = m.execution_id
+	if said := pgtest.Value[int](w.t, w.db,
+		`select count(*) from agent_messages m join agent_executions x on x.id = m.execution_id
 		where x.flow like 'old%' and m.content like 'done%' and m.status = 'sent'`); said != waited+running {
 		t.Errorf("%d executions were finished, and %d said so", waited+running, said)
 	}

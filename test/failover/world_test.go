@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"io"
 	"net/http"
-	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"strings"
@@ -21,6 +20,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
@@ -67,7 +68,7 @@ type world struct {
 	model  *modeltest.Server
 	dir    string
 	lease  string
-	agents []*agent
+	agents []*proctest.Process
 	bases  []string // where they serve
 
 	mu    sync.Mutex
@@ -81,24 +82,22 @@ type called struct{ skill, key, body string }
 // newWorld migrates the database and applies the workspace.
 func newWorld(t testing.TB, url, lease string) *world {
 	t.Helper()
-	w := &world{t: t, url: url, model: modeltest.New(t), dir: t.TempDir(), lease: lease, gate: make(chan struct{}),
-		held: map[string]int{}}
+	w := &world{
+		t: t, url: url, model: modeltest.New(t), dir: t.TempDir(), lease: lease, gate: make(chan struct{}),
+		held: map[string]int{},
+	}
 	close(w.gate)
 	t.Cleanup(w.open) // what is held up lets go before the servers are closed
 	w.connect()
 	if _, err := migrations.Up(t.Context(), w.db); err != nil {
 		t.Fatal(err)
 	}
-	w.exec(told)
+	pgtest.Exec(w.t, w.db, told)
 	w.model.Handle(w.think)
-	served := httptest.NewServer(http.HandlerFunc(w.serveSkill))
-	t.Cleanup(func() {
-		w.open()
-		served.CloseClientConnections()
-		served.Close()
-	})
+	served := testkit.Serve(t, http.HandlerFunc(w.serveSkill))
+	t.Cleanup(w.open)
 	file := filepath.Join(w.dir, "all.yaml")
-	if err := os.WriteFile(file, []byte(strings.ReplaceAll(workspaceYAML, "%s", served.URL)), 0o600); err != nil {
+	if err := os.WriteFile(file, []byte(strings.ReplaceAll(workspaceYAML, "%s", served)), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	if a := launch(t, w.dir, w.environ(), "apply", "."); a.Exit() != 0 {
@@ -109,25 +108,13 @@ func newWorld(t testing.TB, url, lease string) *world {
 
 func (w *world) connect() {
 	w.t.Helper()
-	db, err := postgres.Open(w.t.Context(), w.url, postgres.Options{MaxConns: 8, ApplicationName: "test"})
-	if err != nil {
-		w.t.Fatal(err)
-	}
-	w.t.Cleanup(db.Close)
-	w.db = db
+	w.db = pgtest.Pool(w.t, w.url, postgres.Options{MaxConns: 8, ApplicationName: "test"})
 }
 
 // environ is what a process of this world gets.
 func (w *world) environ() []string {
-	return []string{
-		"DATABASE_URL=" + w.url, "AGENT_ADMIN_TOKEN=" + adminToken, "AGENT_LISTEN=127.0.0.1:0",
-		"AGENT_CHAT_KEY=visitors=" + visitorKey,
-		"AGENT_CHAT_RATE=100000", "OPENAI_BASE_URL=" + w.model.URL(), "OPENAI_API_KEY=secret-of-the-test",
-		"AGENT_MODEL=" + modeltest.Model,
-		"AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1", "AGENT_LOG_FORMAT=json", "AGENT_HEARTBEAT_CRON=@every 3s",
-		"AGENT_WORKER_LEASE=" + w.lease,
-		"AGENT_WORKERS=6",
-	}
+	return testkit.Environ(w.url, w.model, "AGENT_ADMIN_TOKEN="+adminToken, "AGENT_CHAT_KEY=visitors="+visitorKey,
+		"AGENT_LOG_FORMAT=json", "AGENT_HEARTBEAT_CRON=@every 3s", "AGENT_WORKER_LEASE="+w.lease, "AGENT_WORKERS=6")
 }
 
 // serve starts so many processes, and returns when they are ready.
@@ -173,19 +160,11 @@ type probed struct {
 }
 
 func probe(t testing.TB, url string) (got probed) {
-	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, url, nil)
-	if err != nil {
+	response, err := testkit.Do(t.Context(), http.DefaultClient, http.MethodGet, url, "")
+	if err != nil || json.Unmarshal(response.Body, &got) != nil {
 		return got
 	}
-	resp, err := http.DefaultClient.Do(req)
-	if err != nil {
-		return got
-	}
-	defer resp.Body.Close()
-	if err := json.NewDecoder(resp.Body).Decode(&got); err != nil {
-		return got
-	}
-	got.status = resp.StatusCode
+	got.status = response.Status
 	return got
 }
 
@@ -275,22 +254,4 @@ func (w *world) think(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 		return modeltest.Text("answer to " + last)
 	}
 	return modeltest.Text("All is well.")
-}
-
-// exec runs a statement.
-func (w *world) exec(sql string, args ...any) {
-	w.t.Helper()
-	if _, err := w.db.Exec(w.t.Context(), sql, args...); err != nil {
-		w.t.Fatalf("%v\n%s", err, sql)
-	}
-}
-
-// value reads a single value.
-func value[T any](w *world, sql string, args ...any) T {
-	w.t.Helper()
-	var v T
-	if err := w.db.QueryRow(w.t.Context(), sql, args...).Scan(&v); err != nil {
-		w.t.Fatalf("%v\n%s", err, sql)
-	}
-	return v
 }

@@ -17,6 +17,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -31,8 +32,10 @@ type flows struct {
 
 // engine runs the flows of package executions in the lane, one parent after the other, until ctx ends.
 func (p part) engine(ctx context.Context) error {
-	pool, err := postgres.Open(ctx, p.URL, postgres.Options{MaxConns: 12, ConnectWait: patience,
-		ApplicationName: "lanetest"})
+	pool, err := postgres.Open(ctx, p.URL, postgres.Options{
+		MaxConns: 12, ConnectWait: patience,
+		ApplicationName: "lanetest",
+	})
 	if err != nil {
 		return err
 	}
@@ -54,7 +57,7 @@ func (p part) engine(ctx context.Context) error {
 	var failed [2]error
 	background.Go(func() { failed[0] = keeper.Run(ctx) })
 	background.Go(func() { failed[1] = e.Run(ctx) })
-	for rest(ctx, 150*time.Millisecond) {
+	for testkit.Wait(ctx, 150*time.Millisecond) {
 		// One that is not started, because the database is away, is not missed.
 		_, _, _ = e.Start(ctx, pool, executions.Spec{Flow: "lanetest parent", Surface: trace.Flow, Input: p.Own})
 	}
@@ -94,7 +97,7 @@ func (f *flows) child(ctx context.Context, input json.RawMessage) (executions.Re
 	}
 	for range 2 {
 		f.write(ctx, lane, hold)
-		rest(ctx, time.Duration(rand.IntN(20))*time.Millisecond)
+		testkit.Wait(ctx, time.Duration(rand.IntN(20))*time.Millisecond)
 	}
 	return executions.Result{}, nil
 }

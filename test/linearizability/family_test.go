@@ -11,6 +11,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -109,7 +110,7 @@ func (k *kin) take(ctx context.Context, g grant) (grant, bool) {
 // After a break it finds out how things are.
 func (k *kin) runParent(ctx context.Context) {
 	var id string
-	for rest(ctx, time.Duration(k.rand.IntN(15))*time.Millisecond) {
+	for testkit.Wait(ctx, time.Duration(k.rand.IntN(15))*time.Millisecond) {
 		work := context.WithoutCancel(ctx)
 		if err := k.hired(work); err != nil {
 			continue
@@ -131,7 +132,7 @@ func (k *kin) runParent(ctx context.Context) {
 		}
 		switch {
 		case status == "waiting":
-			rest(ctx, time.Duration(k.rand.IntN(60))*time.Millisecond)
+			testkit.Wait(ctx, time.Duration(k.rand.IntN(60))*time.Millisecond)
 			o := k.tape.call(&op{Kind: kindResume, Lane: k.lane, Owner: id, Token: wait})
 			k.tape.done(o, k.conn.QueryRow(work, `select lanekeeper.resume_agent_execution($1, $2, '{}')`, id, wait).Scan(&o.OK))
 		case !claimed:
@@ -155,7 +156,7 @@ func (k *kin) runClaim(ctx context.Context, id string, claim int64) {
 		if k.conn.IsClosed() {
 			return
 		}
-		rest(ctx, 10*time.Millisecond)
+		testkit.Wait(ctx, 10*time.Millisecond)
 	}
 	if _, err := k.parkOn(ctx, id, claim); err != nil {
 		return
@@ -180,7 +181,7 @@ func (k *kin) parkOn(ctx context.Context, id string, claim int64) (child string,
 	default: // the one before is still at work
 	}
 	if k.rand.IntN(3) == 0 {
-		rest(ctx, time.Duration(k.rand.IntN(10))*time.Millisecond)
+		testkit.Wait(ctx, time.Duration(k.rand.IntN(10))*time.Millisecond)
 	}
 	o := k.tape.call(&op{Kind: kindPark, Lane: k.lane, Owner: id, Token: claim, Child: child})
 	var came *string
@@ -215,7 +216,7 @@ func (k *kin) runChild(ctx context.Context, g grant, id string) {
 			g = got
 			break
 		}
-		if k.conn.IsClosed() || !rest(ctx, 5*time.Millisecond) {
+		if k.conn.IsClosed() || !testkit.Wait(ctx, 5*time.Millisecond) {
 			return
 		}
 	}

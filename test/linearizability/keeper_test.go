@@ -18,6 +18,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
@@ -232,7 +233,7 @@ type worker struct {
 
 // play takes lanes and works under them until ctx ends.
 func (w *worker) play(ctx context.Context) {
-	for rest(ctx, time.Duration(w.rand.IntN(25))*time.Millisecond) {
+	for testkit.Wait(ctx, time.Duration(w.rand.IntN(25))*time.Millisecond) {
 		lease, err := w.acquire(ctx)
 		if err != nil {
 			continue // busy, or the database is away
@@ -246,7 +247,7 @@ func (w *worker) play(ctx context.Context) {
 			w.work(ctx, lease)
 		}
 		err = lease.Release(ctx)
-		for err != nil && !errors.Is(err, lanes.ErrLost) && rest(ctx, 50*time.Millisecond) {
+		for err != nil && !errors.Is(err, lanes.ErrLost) && testkit.Wait(ctx, 50*time.Millisecond) {
 			err = lease.Release(ctx)
 		}
 		if w.rand.IntN(4) == 0 {

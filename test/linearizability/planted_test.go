@@ -28,11 +28,7 @@ type stage struct {
 func newStage(t *testing.T) *stage {
 	t.Helper()
 	url := pgtest.URL(t)
-	pool, err := postgres.Open(t.Context(), url, postgres.Options{MaxConns: 4})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(pool.Close)
+	pool := pgtest.Pool(t, url, postgres.Options{MaxConns: 4})
 	tape, err := newTape(tapeIn(t.TempDir(), "stage"), "stage")
 	if err != nil {
 		t.Fatal(err)

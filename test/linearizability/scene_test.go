@@ -23,6 +23,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
@@ -165,7 +166,7 @@ func (s *server) count(db *pgxpool.Pool, sql string, args ...any) (n int) {
 		if err == nil {
 			return n
 		}
-		if time.Now().After(deadline) || !rest(s.t.Context(), 20*time.Millisecond) {
+		if time.Now().After(deadline) || !testkit.Wait(s.t.Context(), 20*time.Millisecond) {
 			s.t.Fatalf("%s: %v", sql, err)
 		}
 	}
@@ -262,7 +263,7 @@ func (c *scene) busy(more int64) {
 	}
 	const each = 400 // about the length of two lines
 	for want, deadline := size()+more*each, time.Now().Add(patience); size() < want; {
-		if time.Now().After(deadline) || !rest(c.t.Context(), 5*time.Millisecond) {
+		if time.Now().After(deadline) || !testkit.Wait(c.t.Context(), 5*time.Millisecond) {
 			c.t.Fatalf("the processes did not do %d operations within %s", more, patience)
 		}
 	}
@@ -286,7 +287,7 @@ func (c *scene) pause() {
 	a.signal(c.t, syscall.SIGSTOP)
 	c.faults["SIGSTOP past the TTL"]++
 	c.group.Go(func() {
-		rest(c.t.Context(), 2300*time.Millisecond)
+		testkit.Wait(c.t.Context(), 2300*time.Millisecond)
 		a.signal(c.t, syscall.SIGCONT)
 		c.mu.Lock()
 		defer c.mu.Unlock()
@@ -307,7 +308,7 @@ func (c *scene) cut(p *proxy, where cut) {
 	before := p.done[where].Load()
 	p.next.Store(int32(where))
 	for deadline := time.Now().Add(patience); p.done[where].Load() == before; {
-		if time.Now().After(deadline) || !rest(c.t.Context(), 2*time.Millisecond) {
+		if time.Now().After(deadline) || !testkit.Wait(c.t.Context(), 2*time.Millisecond) {
 			c.t.Fatalf("no request about lanes within %s", patience)
 		}
 	}

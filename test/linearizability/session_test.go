@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
@@ -40,11 +41,11 @@ func (s *session) play(ctx context.Context) {
 			_ = s.conn.Close(context.WithoutCancel(ctx)) // nothing is under way
 		}
 	}()
-	for rest(ctx, time.Duration(s.rand.IntN(12))*time.Millisecond) {
+	for testkit.Wait(ctx, time.Duration(s.rand.IntN(12))*time.Millisecond) {
 		if s.conn == nil || s.conn.IsClosed() {
 			conn, err := pgx.Connect(ctx, s.url)
 			if err != nil {
-				rest(ctx, 20*time.Millisecond)
+				testkit.Wait(ctx, 20*time.Millisecond)
 				continue
 			}
 			s.conn = conn
@@ -111,7 +112,7 @@ func (s *session) await(ctx context.Context, g grant) {
 		sql = queueSQL
 	}
 	for range 1 + s.rand.IntN(4) {
-		if s.ask(ctx, kindAwait, sql, g) || !rest(ctx, 10*time.Millisecond) {
+		if s.ask(ctx, kindAwait, sql, g) || !testkit.Wait(ctx, 10*time.Millisecond) {
 			return
 		}
 	}
@@ -232,7 +233,8 @@ func (s *session) write(ctx context.Context, g grant) { fenced(ctx, s.tape, s.co
 // fenced is a protected write: its transaction begins with the fence, and notes the token and its place among all
 // writes.
 func fenced(ctx context.Context, tape *tape, db postgres.Beginner, g grant,
-	fence func(ctx context.Context, tx postgres.DB) error) {
+	fence func(ctx context.Context, tx postgres.DB) error,
+) {
 	o := tape.call(&op{Kind: kindWrite, Lane: g.lane, Owner: g.owner, Token: g.token})
 	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		var err error
@@ -266,18 +268,6 @@ const backwards = `
 	select count(*) from (
 	  select w.token, max(w.token) over (partition by w.lane order by w.n) as high from lanetest_writes w) t
 	 where t.token < t.high`
-
-// rest waits, and reports false when ctx has ended.
-func rest(ctx context.Context, d time.Duration) bool {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return ctx.Err() == nil
-	case <-ctx.Done():
-		return false
-	}
-}
 
 // shared is the tokens under which more than one owner wrote.
 const shared = `

@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
-	"net/http/httptest"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -19,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/objectives"
@@ -110,12 +110,8 @@ func (w *world) newLoop(t *testing.T) *reason.Loop {
 
 func (w *world) serve(t *testing.T, visitors *chat.Chat) {
 	t.Helper()
-	server := httptest.NewServer(visitors.CompletionsHandler())
-	t.Cleanup(func() {
-		server.CloseClientConnections()
-		server.Close()
-	})
-	w.chat = server.URL
+	server := testkit.Serve(t, visitors.CompletionsHandler())
+	w.chat = server
 }
 
 // run keeps the process at work until the test ends.

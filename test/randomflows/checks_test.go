@@ -6,6 +6,8 @@ import (
 	"strconv"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
 // tables hold what the test knows, beside what flows write.
@@ -113,24 +115,10 @@ func (e *expected) write(b *pgx.Batch, root bool) {
 	}
 }
 
-// violations lists what a check finds.
-func (w *world) violations(sql string) []string {
-	w.t.Helper()
-	rows, err := w.pool.Query(w.t.Context(), sql)
-	if err != nil {
-		w.t.Fatal(err)
-	}
-	found, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		w.t.Fatalf("%v\n%s", err, sql)
-	}
-	return found
-}
-
 // replays lists the executions whose code does not come to what they have on record.
 func (w *world) replays() (found []string) {
 	w.t.Helper()
-	for _, id := range w.violations(`select id::text from agent_executions order by id`) {
+	for _, id := range pgtest.Column[string](w.t, w.pool, `select id::text from agent_executions order by id`) {
 		if differs := w.replay(id); differs != "" {
 			found = append(found, differs)
 		}

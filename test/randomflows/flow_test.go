@@ -7,7 +7,6 @@ import (
 	"encoding/json"
 	"math/rand/v2"
 	"net/http"
-	"net/http/httptest"
 	"os"
 	"strconv"
 	"sync"
@@ -20,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -53,31 +53,20 @@ type world struct {
 
 func newWorld(t testing.TB, url string) *world {
 	t.Helper()
-	pool, err := postgres.Open(t.Context(), url, postgres.Options{MaxConns: 12})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(pool.Close)
+	pool := pgtest.Pool(t, url, postgres.Options{MaxConns: 12})
 	w := &world{t: t, pool: pool, sink: &sink{}}
+	var err error
 	w.engine, err = executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
 	if err != nil {
 		t.Fatal(err)
 	}
-	server := httptest.NewServer(w.sink)
-	t.Cleanup(server.Close)
-	w.url = server.URL
+	server := testkit.Serve(t, w.sink)
+	w.url = server
 	if err := w.engine.Register(flowName, player{w.url}.flow); err != nil {
 		t.Fatal(err)
 	}
-	w.exec(tables)
+	pgtest.Exec(w.t, w.pool, tables)
 	return w
-}
-
-func (w *world) exec(sql string, args ...any) {
-	w.t.Helper()
-	if _, err := w.pool.Exec(w.t.Context(), sql, args...); err != nil {
-		w.t.Fatalf("%v\n%s", err, sql)
-	}
 }
 
 // many is how many flows there are, and how long there is trouble.
@@ -190,7 +179,8 @@ func (w *world) keep() {
 	w.sink.mu.Lock()
 	defer w.sink.mu.Unlock()
 	for _, c := range w.sink.calls {
-		w.exec(`insert into proof.calls (kind, execution_id, step, key) values ($1, $2, $3, $4)`, c.kind, c.execution, c.step,
+		pgtest.Exec(w.t, w.pool, `insert into proof.calls (kind, execution_id, step, key) values ($1, $2, $3, $4)`, c.kind,
+			c.execution, c.step,
 			c.key)
 	}
 }
@@ -200,7 +190,7 @@ func (w *world) report(seeds []uint64) {
 	w.t.Helper()
 	w.expect(seeds)
 	for name, sql := range checks {
-		for i, found := range w.violations(sql) {
+		for i, found := range pgtest.Column[string](w.t, w.pool, sql) {
 			if i == 10 {
 				w.t.Errorf("%s: and more", name)
 				break

@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
 // forks are how many executions are forked, after everything.
@@ -44,13 +45,13 @@ func (w *world) refork(r *rand.Rand) {
 			w.t.Errorf("fork of %s from %s: %v", s.ID, s.Step, err)
 			continue
 		}
-		w.exec(`insert into proof.forks values ($1, $2, $3)`, fork.ID, s.Step, s.Value)
+		pgtest.Exec(w.t, w.pool, `insert into proof.forks values ($1, $2, $3)`, fork.ID, s.Step, s.Value)
 	}
 	w.settle(patience)
-	for _, found := range w.violations(wrongForks) {
+	for _, found := range pgtest.Column[string](w.t, w.pool, wrongForks) {
 		w.t.Error(found)
 	}
-	for _, id := range w.violations(`select id::text from proof.forks`) {
+	for _, id := range pgtest.Column[string](w.t, w.pool, `select id::text from proof.forks`) {
 		if found := w.replay(id); found != "" {
 			w.t.Error(found)
 		}

@@ -87,8 +87,10 @@ func draw(r *rand.Rand, depth, n int, top bool) []op {
 		if depth < deepest && r.IntN(3) == 0 {
 			k = grouped[r.IntN(len(grouped))]
 		}
-		o := op{kind: k, name: names[r.IntN(len(names))], n: r.IntN(1000),
-			lasts: time.Duration(1+r.IntN(30)) * time.Millisecond, seed: r.Uint64()}
+		o := op{
+			kind: k, name: names[r.IntN(len(names))], n: r.IntN(1000),
+			lasts: time.Duration(1+r.IntN(30)) * time.Millisecond, seed: r.Uint64(),
+		}
 		switch k {
 		case branches:
 			o.joined = r.IntN(2) == 0
@@ -115,8 +117,10 @@ func drawPlain(r *rand.Rand, n int) []op {
 	plain := []kind{step, fails, effect, call, once, delay}
 	ops := make([]op, n)
 	for i := range ops {
-		ops[i] = op{kind: plain[r.IntN(len(plain))], name: names[r.IntN(len(names))], n: r.IntN(1000),
-			lasts: time.Duration(1+r.IntN(5)) * time.Millisecond}
+		ops[i] = op{
+			kind: plain[r.IntN(len(plain))], name: names[r.IntN(len(names))], n: r.IntN(1000),
+			lasts: time.Duration(1+r.IntN(5)) * time.Millisecond,
+		}
 	}
 	return ops
 }

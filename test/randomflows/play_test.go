@@ -69,7 +69,8 @@ func (p player) one(ctx context.Context, o op, depth int, path string, value int
 		return executions.StepTx(ctx, o.name, func(ctx context.Context, tx pgx.Tx) (int, error) { return o.n, note(ctx, tx) })
 	case within:
 		return executions.StepTx(ctx, o.name, func(ctx context.Context, tx pgx.Tx) (int,
-			error) {
+			error,
+		) {
 			return p.within(ctx, tx, o)
 		})
 	case call, once:
@@ -94,7 +95,8 @@ func (p player) one(ctx context.Context, o op, depth int, path string, value int
 		})
 	case nest:
 		return executions.Step(ctx, o.name, func(ctx context.Context) (int,
-			error) {
+			error,
+		) {
 			return p.play(ctx, o.parts[0], depth+1, path, 0)
 		})
 	case scope:
@@ -179,8 +181,10 @@ func (p player) call(ctx context.Context, o op) (int, error) {
 // post makes the call.
 func (p player) post(ctx context.Context, k kind, key string) error {
 	x, _ := executions.Current(ctx)
-	where := p.sink + "?" + url.Values{"kind": {string(k)}, "execution": {x.ID}, "step": {executions.StepKey(ctx)},
-		"key": {key}}.Encode()
+	where := p.sink + "?" + url.Values{
+		"kind": {string(k)}, "execution": {x.ID}, "step": {executions.StepKey(ctx)},
+		"key": {key},
+	}.Encode()
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, where, http.NoBody)
 	if err != nil {
 		return err

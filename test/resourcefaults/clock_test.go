@@ -42,11 +42,7 @@ func TestTheDatabasesClockJumps(t *testing.T) {
 		  'select pg_catalog.clock_timestamp() + (select by from clock.jump)';
 		create function clock.now() returns timestamptz language sql stable as 'select pg_catalog.now() + (select by from clock.jump)';
 		do $$ begin execute format('alter database %I set search_path = public, clock, pg_catalog', current_database()); end $$`)
-	pool, err := postgres.Open(t.Context(), url, postgres.Options{ApplicationName: "engine"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(pool.Close)
+	pool := pgtest.Pool(t, url, postgres.Options{ApplicationName: "engine"})
 	if _, err := migrations.Up(t.Context(), pool); err != nil {
 		t.Fatal(err)
 	}

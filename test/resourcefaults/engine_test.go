@@ -29,7 +29,8 @@ import (
 
 // engine runs an engine of this process until the test ends.
 func engine(t *testing.T, pool *pgxpool.Pool, flows map[string]executions.Func, log *proctest.Text,
-	change ...func(*executions.Options)) *executions.Engine {
+	change ...func(*executions.Options),
+) *executions.Engine {
 	t.Helper()
 	opts := executions.Options{
 		Keeper: lanes.NewKeeper(pool, lanes.Options{}), SweepEvery: 100 * time.Millisecond, LeaseTTL: 2 * time.Second,
@@ -85,15 +86,12 @@ func TestARunWhoseStepCannotBeRecorded(t *testing.T) {
 			t.Parallel()
 			bad := arrange(t)
 			db := admin(t, bad.url)
-			pool, err := postgres.Open(t.Context(), bad.url, postgres.Options{ApplicationName: "engine"})
-			if err != nil {
-				t.Fatal(err)
-			}
-			t.Cleanup(pool.Close)
+			pool := pgtest.Pool(t, bad.url, postgres.Options{ApplicationName: "engine"})
 			var first, second atomic.Int32
 			at, told, log := newGate(), newHeard(), &proctest.Text{}
 			e := engine(t, pool, map[string]executions.Func{"two": func(ctx context.Context,
-				_ json.RawMessage) (executions.Result, error) {
+				_ json.RawMessage,
+			) (executions.Result, error) {
 				if _, err := executions.Step(ctx, "first",
 					func(context.Context) (int32, error) { return first.Add(1), nil }); err != nil {
 					return executions.Result{}, err
@@ -149,11 +147,7 @@ func TestWhatWasAcknowledgedIsThere(t *testing.T) {
 			bad := arrange(t)
 			db := admin(t, bad.url)
 			do(t, db, `create table effects (by text not null, what text not null)`)
-			pool, err := postgres.Open(t.Context(), bad.url, postgres.Options{ApplicationName: "engine"})
-			if err != nil {
-				t.Fatal(err)
-			}
-			t.Cleanup(pool.Close)
+			pool := pgtest.Pool(t, bad.url, postgres.Options{ApplicationName: "engine"})
 			e := engine(t, pool, map[string]executions.Func{"effect": effect}, &proctest.Text{})
 			var started, events []string
 			refused := func(round int) (failed error) {

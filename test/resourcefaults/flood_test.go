@@ -48,10 +48,14 @@ func TestStrangersStopNobody(t *testing.T) {
 	declare(t, url, signedEndpoint)
 	for name, c := range map[string]struct{ path, header string }{
 		"no endpoint": {"/webhooks/nothing", ""},
-		"signed endpoint": {"/webhooks/signed",
-			"X-Hub-Signature-256: sha256=" + strings.Repeat("ab", 32) + "\r\nX-GitHub-Delivery: 1\r\n"},
-		"chunked transfer": {"/webhooks/signed",
-			"X-Hub-Signature-256: sha256=" + strings.Repeat("ab", 32) + "\r\nTransfer-Encoding: chunked\r\n"},
+		"signed endpoint": {
+			"/webhooks/signed",
+			"X-Hub-Signature-256: sha256=" + strings.Repeat("ab", 32) + "\r\nX-GitHub-Delivery: 1\r\n",
+		},
+		"chunked transfer": {
+			"/webhooks/signed",
+			"X-Hub-Signature-256: sha256=" + strings.Repeat("ab", 32) + "\r\nTransfer-Encoding: chunked\r\n",
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			a := serve(t, "", environ(url, "AGENT_CHAT_KEY="+chatKey, "AGENT_CHAT_RATE=100000", "AGENT_LOG_LEVEL=info"))

@@ -2,7 +2,9 @@
 
 package resourcefaults_test
 
-import "testing"
+import (
+	"testing"
+)
 
 // mount cannot be had here.
 func mount(*testing.T, string) (dir string, ok bool) { return "", false }

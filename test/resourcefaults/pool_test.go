@@ -27,15 +27,12 @@ func TestAPoolThatIsTaken(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	db := admin(t, url)
-	pool, err := postgres.Open(t.Context(), url, postgres.Options{MaxConns: 3, ApplicationName: "engine"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(pool.Close)
+	pool := pgtest.Pool(t, url, postgres.Options{MaxConns: 3, ApplicationName: "engine"})
 	var first, second atomic.Int32
 	at, told := newGate(), newHeard()
 	e := engine(t, pool, map[string]executions.Func{"two": func(ctx context.Context, _ json.RawMessage) (executions.Result,
-		error) {
+		error,
+	) {
 		if _, err := executions.Step(ctx, "first",
 			func(context.Context) (int32, error) { return first.Add(1), nil }); err != nil {
 			return executions.Result{}, err
@@ -106,11 +103,7 @@ func TestAnEngineOnTheLeastPool(t *testing.T) {
 	url := pgtest.URL(t)
 	db := admin(t, url)
 	do(t, db, `create table effects (by text not null, what text not null)`)
-	pool, err := postgres.Open(t.Context(), url, postgres.Options{MaxConns: 2, ApplicationName: "engine"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(pool.Close)
+	pool := pgtest.Pool(t, url, postgres.Options{MaxConns: 2, ApplicationName: "engine"})
 	e := engine(t, pool, map[string]executions.Func{"effect": effect, "all": everything}, &proctest.Text{},
 		func(o *executions.Options) { o.Workers, o.LeaseTTL = 8, 20*time.Second })
 	const runs = 20

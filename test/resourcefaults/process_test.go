@@ -5,12 +5,12 @@ package resourcefaults_test
 import (
 	"context"
 	"encoding/json"
-	"io"
 	"net/http"
-	"strings"
+	"slices"
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 const token = "a-long-random-text-for-tests"
@@ -27,8 +27,10 @@ type agent struct {
 // launch starts a command with exactly the given environment.
 func launch(t testing.TB, dir string, environ []string, command ...string) *agent {
 	t.Helper()
-	a := &agent{Process: proctest.Start(t, patience, dir, environ, command...), t: t,
-		client: &http.Client{Timeout: patience}}
+	a := &agent{
+		Process: proctest.Start(t, patience, dir, environ, command...), t: t,
+		client: &http.Client{Timeout: patience},
+	}
 	t.Cleanup(a.client.CloseIdleConnections)
 	return a
 }
@@ -89,23 +91,13 @@ func (a *agent) ask(method, path, body string, header ...string) answer {
 // askIn is ask with a limit of the caller's.
 func (a *agent) askIn(ctx context.Context, method, path, body string, header ...string) answer {
 	a.t.Helper()
-	r, err := http.NewRequestWithContext(ctx, method, a.base+path, strings.NewReader(body))
-	if err != nil {
-		a.t.Fatal(err)
+	headers := []string{testkit.Bearer(token), "Content-Type: application/json"}
+	for pair := range slices.Chunk(header, 2) {
+		headers = append(headers, pair[0]+": "+pair[1])
 	}
-	r.Header.Set("Authorization", "Bearer "+token)
-	r.Header.Set("Content-Type", "application/json")
-	for i := 0; i+1 < len(header); i += 2 {
-		r.Header.Set(header[i], header[i+1])
-	}
-	w, err := a.client.Do(r)
+	got, err := testkit.Do(ctx, a.client, method, a.base+path, body, headers...)
 	if err != nil {
 		return answer{body: err.Error()}
 	}
-	defer w.Body.Close()
-	text, err := io.ReadAll(w.Body)
-	if err != nil {
-		return answer{body: err.Error()}
-	}
-	return answer{w.StatusCode, string(text), w.Header}
+	return answer{got.Status, string(got.Body), got.Header}
 }

@@ -33,8 +33,10 @@ func (y *acknowledged) send(a *agent) (refused *answer) {
 			"/webhooks/hook", fmt.Sprintf(`{"key": %q, "x": %q}`, delivery, large()), delivery, &y.deliveries,
 			[]string{"Authorization", "Bearer hook-secret-of-the-test", "X-Id", delivery},
 		},
-		{"/v1/executions", fmt.Sprintf(`{"flow": "external:job", "input": {"key": %q, "x": %q}}`, key, large()), key,
-			&y.executions, nil},
+		{
+			"/v1/executions", fmt.Sprintf(`{"flow": "external:job", "input": {"key": %q, "x": %q}}`, key, large()), key,
+			&y.executions, nil,
+		},
 	} {
 		switch got := a.ask(http.MethodPost, r.path, r.body, r.header...); {
 		case got.status/100 == 2:

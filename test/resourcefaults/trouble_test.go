@@ -40,11 +40,7 @@ var troubles = map[string]func(t *testing.T) trouble{
 // admin is a pool of the test's own.
 func admin(t *testing.T, url string) *pgxpool.Pool {
 	t.Helper()
-	pool, err := postgres.Open(t.Context(), url, postgres.Options{MaxConns: 4, ApplicationName: "faults"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(pool.Close)
+	pool := pgtest.Pool(t, url, postgres.Options{MaxConns: 4, ApplicationName: "faults"})
 	return pool
 }
 

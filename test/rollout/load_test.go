@@ -9,7 +9,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"maps"
 	"net/http"
 	"strings"
@@ -19,7 +18,9 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // load is everybody who uses the agent through the proxy.
@@ -43,8 +44,10 @@ type load struct {
 // begin starts the load.
 func (w *world) begin() *load {
 	ctx, stop := context.WithCancel(w.t.Context())
-	l := &load{world: w, ctx: ctx, stop: stop, lost: map[string]bool{}, runs: map[int]string{},
-		said: map[string][]string{}, done: map[string]int{}}
+	l := &load{
+		world: w, ctx: ctx, stop: stop, lost: map[string]bool{}, runs: map[int]string{},
+		said: map[string][]string{}, done: map[string]int{},
+	}
 	w.t.Cleanup(l.end)
 	for i := range 4 {
 		l.group.Go(func() { l.converse(fmt.Sprintf("visitor-%d", i), i%2 == 0) })
@@ -93,34 +96,13 @@ type request struct {
 func (l *load) send(r request) (status int, answer []byte, err error) {
 	ctx, cancel := context.WithTimeout(l.t.Context(), patience)
 	defer cancel()
-	var body io.Reader = http.NoBody
+	body := ""
 	if r.body != nil {
-		text, err := json.Marshal(r.body)
-		if err != nil {
-			return 0, nil, err
-		}
-		body = bytes.NewReader(text)
+		body = modeltest.Arguments(r.body)
 	}
-	req, err := http.NewRequestWithContext(ctx, r.method, l.proxy.URL+r.path, body)
-	if err != nil {
-		return 0, nil, err
-	}
-	for name, value := range map[string]string{"Authorization": "Bearer " + r.token, "Idempotency-Key": r.key,
-		"X-Thread-Id": r.thread} {
-		if value != "" {
-			req.Header.Set(name, value)
-		}
-	}
-	if r.body != nil {
-		req.Header.Set("Content-Type", "application/json")
-	}
-	resp, err := http.DefaultClient.Do(req)
-	if err != nil {
-		return 0, nil, err
-	}
-	defer resp.Body.Close()
-	answer, err = io.ReadAll(resp.Body)
-	return resp.StatusCode, answer, err
+	got, err := testkit.Do(ctx, http.DefaultClient, r.method, l.proxy.URL+r.path, body, testkit.Bearer(r.token),
+		"Idempotency-Key: "+r.key, "X-Thread-Id: "+r.thread)
+	return got.Status, got.Body, err
 }
 
 // once sends what may not be sent again: any failure is one of the agent, unless a bridge is crossed.
@@ -152,14 +134,14 @@ func (l *load) insist(r request) (answer []byte) {
 		}
 		l.count("again")
 		l.t.Logf("sent again: %s %s: %d %v %s", r.method, r.path, status, err, answer)
-		rest(l.t.Context(), 50*time.Millisecond)
+		testkit.Wait(l.t.Context(), 50*time.Millisecond)
 	}
 	return nil
 }
 
 // converse asks one question after the other.
 func (l *load) converse(thread string, stream bool) {
-	for n := 1; rest(l.ctx, 10*time.Millisecond); n++ {
+	for n := 1; testkit.Wait(l.ctx, 10*time.Millisecond); n++ {
 		question := fmt.Sprintf("question %d of %s", n, thread)
 		crossing := l.crossing.Load()
 		answer, well := l.once(request{"POST", "/v1/chat/completions", visitorKey, "", thread, map[string]any{
@@ -225,10 +207,12 @@ func heard(answer []byte, stream bool) string {
 // speak says one thing after the other in a thread.
 func (l *load) speak(thread string) {
 	l.once(request{"POST", "/v1/threads", adminToken, "", "", map[string]any{"id": thread}})
-	for n := 1; rest(l.ctx, 30*time.Millisecond); n++ {
+	for n := 1; testkit.Wait(l.ctx, 30*time.Millisecond); n++ {
 		words := fmt.Sprintf("note %d of %s", n, thread)
-		if _, well := l.once(request{"POST", "/v1/threads/" + thread + "/messages", adminToken, "", "",
-			map[string]any{"content": words}}); !well {
+		if _, well := l.once(request{
+			"POST", "/v1/threads/" + thread + "/messages", adminToken, "", "",
+			map[string]any{"content": words},
+		}); !well {
 			if l.t.Failed() {
 				return
 			}
@@ -244,7 +228,7 @@ func (l *load) speak(thread string) {
 
 // errands starts executions, each under a key, gives their events, and follows them to their end.
 func (l *load) errands(first, step int) {
-	for n := first; rest(l.ctx, 20*time.Millisecond); n += step {
+	for n := first; testkit.Wait(l.ctx, 20*time.Millisecond); n += step {
 		start := request{"POST", "/v1/executions", adminToken, fmt.Sprintf("start %d", n), "", map[string]any{
 			"flow": "errand", "thread_id": fmt.Sprintf("errand-%d", n), "input": map[string]any{"n": n},
 		}}
@@ -275,7 +259,7 @@ func (l *load) errands(first, step int) {
 
 // tally adds one to a number under a lane, again and again, as an importer in SQL does.
 func (l *load) tally(owner string) {
-	for rest(l.ctx, 20*time.Millisecond) {
+	for testkit.Wait(l.ctx, 20*time.Millisecond) {
 		crossing := l.crossing.Load()
 		if err := l.addOne(owner); err != nil {
 			if !crossing && !l.crossing.Load() {
@@ -330,6 +314,6 @@ func (l *load) follow(id string) {
 				return
 			}
 		}
-		rest(l.t.Context(), 50*time.Millisecond)
+		testkit.Wait(l.t.Context(), 50*time.Millisecond)
 	}
 }

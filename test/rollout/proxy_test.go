@@ -14,6 +14,8 @@ import (
 	"sync"
 	"testing"
 	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // askEvery is how often the proxy asks each replica whether it is ready.
@@ -46,7 +48,7 @@ func newProxy(t testing.TB) *proxy {
 	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
 	var asking sync.WaitGroup
 	asking.Go(func() {
-		for rest(ctx, askEvery) {
+		for testkit.Wait(ctx, askEvery) {
 			p.ask(ctx)
 		}
 	})
@@ -110,16 +112,4 @@ func (p *proxy) sendsTo(base string) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.ready[base]
-}
-
-// rest waits, and reports false when ctx has ended.
-func rest(ctx context.Context, d time.Duration) bool {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return ctx.Err() == nil
-	case <-ctx.Done():
-		return false
-	}
 }

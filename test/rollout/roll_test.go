@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"net/http"
-	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"slices"
@@ -16,7 +15,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	openai "github.com/sashabaranov/go-openai"
 
@@ -24,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 const (
@@ -72,31 +71,20 @@ type world struct {
 // called again under the same key.
 func newWorld(t testing.TB, program, at string, again bool, further ...string) *world {
 	t.Helper()
-	db, err := postgres.Open(t.Context(), at, postgres.Options{MaxConns: 6, ApplicationName: "test"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(db.Close)
+	db := pgtest.Pool(t, at, postgres.Options{MaxConns: 6, ApplicationName: "test"})
 	w := &world{t: t, program: program, db: db, paid: map[string]int{}}
 	model := modeltest.New(t)
 	model.Handle(think)
-	skill := httptest.NewServer(http.HandlerFunc(w.pay))
-	t.Cleanup(skill.Close)
-	w.environ = []string{
-		"DATABASE_URL=" + at, "AGENT_ADMIN_TOKEN=" + adminToken, "AGENT_CHAT_KEY=visitors=" + visitorKey,
-		"AGENT_LISTEN=127.0.0.1:0",
-		"AGENT_CHAT_RATE=100000", "OPENAI_BASE_URL=" + model.URL(), "OPENAI_API_KEY=secret-of-the-test",
-		"AGENT_MODEL=" + modeltest.Model,
-		"AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1", "AGENT_LOG_FORMAT=json", "AGENT_HEARTBEAT_CRON=@every 2s", "AGENT_WORKERS=6",
-		"SHOP_SECRET=" + shopSecret, "AGENT_DRAIN_DELAY=500ms",
-	}
-	w.environ = append(w.environ, further...)
+	skill := testkit.Serve(t, http.HandlerFunc(w.pay))
+	w.environ = append(testkit.Environ(at, model, "AGENT_ADMIN_TOKEN="+adminToken, "AGENT_CHAT_KEY=visitors="+visitorKey,
+		"AGENT_LOG_FORMAT=json", "AGENT_HEARTBEAT_CRON=@every 2s", "AGENT_WORKERS=6", "SHOP_SECRET="+shopSecret,
+		"AGENT_DRAIN_DELAY=500ms"), further...)
 	w.migrate(program)
 	if _, err := db.Exec(t.Context(), `create table tally (n int not null); insert into tally values (0)`); err != nil {
 		t.Fatal(err)
 	}
 	dir := t.TempDir()
-	file := strings.ReplaceAll(workspaceYAML, "%s", skill.URL)
+	file := strings.ReplaceAll(workspaceYAML, "%s", skill)
 	if again {
 		w.keys = map[string]bool{}
 		file = strings.Replace(file, "description: Must not be repeated.", "description: Takes a key.\nidempotent: true", 1)
@@ -157,20 +145,6 @@ func (w *world) add() *proctest.Process {
 	return r
 }
 
-// violations runs a query that lists what is wrong, in words.
-func (w *world) violations(query string, args ...any) []string {
-	w.t.Helper()
-	rows, err := w.db.Query(w.t.Context(), query, args...)
-	if err != nil {
-		w.t.Fatalf("%v\n%s", err, query)
-	}
-	found, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		w.t.Fatalf("%v\n%s", err, query)
-	}
-	return found
-}
-
 func TestReplicasAreRolledUnderLoad(t *testing.T) {
 	w := newWorld(t, program, pgtest.URL(t), false)
 	replicas := []*proctest.Process{w.add(), w.add()}
@@ -202,7 +176,7 @@ func (l *load) settle() {
 	l.t.Helper()
 	l.end()
 	pgtest.Eventually(l.t, patience, func() bool {
-		return len(l.violations(`select flow from agent_executions where completed_at is null
+		return len(pgtest.Column[string](l.t, l.db, `select flow from agent_executions where completed_at is null
 			union all select content from agent_messages where status in ('queued', 'sending')
 			union all select lane from agent_locks where expires_at > clock_timestamp() and locked_by <> ''`)) == 0
 	}, "everything that was begun ends")
@@ -212,7 +186,8 @@ func (l *load) settle() {
 func (l *load) check() {
 	l.t.Helper()
 	for n, id := range l.runs {
-		if bad := l.violations(`select format('number %s is %s: %s', $1::int, status, error_message) from agent_executions
+		if bad := pgtest.Column[string](l.t, l.db,
+			`select format('number %s is %s: %s', $1::int, status, error_message) from agent_executions
 			where id = $2::uuid and (status <> 'completed' or (input ->> 'n')::int <> $1)`, n, id); len(bad) > 0 {
 			l.t.Error(bad)
 		}
@@ -228,21 +203,25 @@ func (l *load) check() {
 			where status in ('unknown', 'running') and not (kind = 'model' and ` + strconv.FormatBool(l.crossed) + `)`,
 		`select format('lane %s is held by %s', lane, locked_by) from agent_locks where locked_by <> '' and expires_at > clock_timestamp() or parked`,
 	} {
-		for _, violation := range l.violations(query) {
+		for _, violation := range pgtest.Column[string](l.t, l.db, query) {
 			l.t.Error(violation)
 		}
 	}
 	for thread, want := range l.said {
-		got := l.violations(`select content from agent_messages where thread_id = (select id from agent_threads where id = $1 or name = $1) and content not like '% begins' and content not like '% ends' order by turn, seq`, thread)
+		got := pgtest.Column[string](l.t, l.db,
+			`select content from agent_messages where thread_id = (select id from agent_threads where id = $1 or name = $1) and content not like '% begins' and content not like '% ends' order by turn, seq`, thread)
 		got = slices.DeleteFunc(got, func(words string) bool { return l.lost[words] })
 		if strings.Join(got, "\n") != strings.Join(want, "\n") {
 			l.t.Errorf("in %s was said\n%s\nthere is\n%s", thread, strings.Join(want, "\n"), strings.Join(got, "\n"))
 		}
 	}
-	if n := l.violations(`select format('%s executions', count(*)) from agent_executions where flow = 'errand'`); n[0] != fmt.Sprintf("%d executions", len(l.runs)) {
+	if n := pgtest.Column[string](l.t, l.db,
+		`select format('%s executions', count(*)) from agent_executions where flow = 'errand'`); n[0] != fmt.Sprintf(
+		"%d executions", len(l.runs)) {
 		l.t.Errorf("%s, %d were confirmed", n[0], len(l.runs))
 	}
-	if n := l.violations(`select format('%s tallies', n) from tally`); n[0] != fmt.Sprintf("%d tallies", l.done["tally"]) {
+	if n := pgtest.Column[string](l.t, l.db,
+		`select format('%s tallies', n) from tally`); n[0] != fmt.Sprintf("%d tallies", l.done["tally"]) {
 		l.t.Errorf("%s, %d were committed", n[0], l.done["tally"])
 	}
 	l.t.Logf("%d executions, %d answers, %d messages, %d tallies, %d ends of streams, %d reads; sent again: %d, refused: %d", len(l.runs), l.done["answer"],

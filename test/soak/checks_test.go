@@ -3,14 +3,8 @@
 package soak_test
 
 import (
-	"context"
 	"maps"
 	"slices"
-	"testing"
-
-	"github.com/jackc/pgx/v5"
-
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
 // checks are the invariants: each query lists what violates one, in words.
@@ -216,17 +210,3 @@ var checks = map[string]string{
 }
 
 func checkNames(of map[string]string) []string { return slices.Sorted(maps.Keys(of)) }
-
-// violations runs one of the checks.
-func violations(t testing.TB, db postgres.DB, query string) []string {
-	t.Helper()
-	rows, err := db.Query(context.WithoutCancel(t.Context()), query)
-	if err != nil {
-		t.Fatalf("%v\n%s", err, query)
-	}
-	found, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		t.Fatalf("%v\n%s", err, query)
-	}
-	return found
-}

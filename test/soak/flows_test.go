@@ -16,6 +16,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
@@ -45,7 +46,7 @@ func (c *counter) ServeHTTP(rw http.ResponseWriter, r *http.Request) {
 	c.calls = append(c.calls, called{skill, key, string(body)})
 	c.mu.Unlock()
 	if c.slow || skill != "post" {
-		rest(r.Context(), 100*time.Millisecond+rand.N(400*time.Millisecond))
+		testkit.Wait(r.Context(), 100*time.Millisecond+rand.N(400*time.Millisecond))
 	}
 	rw.Header().Set("Content-Type", "application/json")
 	if _, err := rw.Write(body); err != nil {
@@ -74,8 +75,10 @@ func sizeOf(t *testing.T) flowSoak {
 		}
 		return short
 	}
-	return flowSoak{executions: 1000, lasts: lasts(t), restarts: max(3, int(lasts(t)/(40*time.Second))),
-		kill: 1500 * time.Millisecond, lease: "10s"}
+	return flowSoak{
+		executions: 1000, lasts: lasts(t), restarts: max(3, int(lasts(t)/(40*time.Second))),
+		kill: 1500 * time.Millisecond, lease: "10s",
+	}
 }
 
 // TestFlowsOutliveEverything runs many flows while processes are killed, the database is restarted, and events come
@@ -88,15 +91,17 @@ func TestFlowsOutliveEverything(t *testing.T) {
 	t.Cleanup(n.stop)
 	served := &counter{slow: os.Getenv("AGENT_SOAK") != ""}
 	w := newWorldOn(t, server.URL(), flowsYAML, served.ServeHTTP)
-	w.exec(notedOfFlows)
-	w.exec(scenariosSQL())
+	pgtest.Exec(w.t, w.db, notedOfFlows)
+	pgtest.Exec(w.t, w.db, scenariosSQL())
 	n.world, n.environ = w, w.environ("AGENT_WORKER_LEASE="+size.lease, "AGENT_WORKERS=20")
 	engine, err := executions.New(w.db, executions.Options{Keeper: lanes.NewKeeper(w.db, lanes.Options{})})
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := &people{world: w, noise: n, engine: engine, total: size.executions, seen: map[string]bool{},
-		given: map[string]given{}}
+	p := &people{
+		world: w, noise: n, engine: engine, total: size.executions, seen: map[string]bool{},
+		given: map[string]given{},
+	}
 	p.jobs.SetLimit(16)
 	t.Cleanup(func() { _ = p.jobs.Wait() }) // none fails; they end with the test
 	n.begin(processes)
@@ -104,7 +109,7 @@ func TestFlowsOutliveEverything(t *testing.T) {
 	p.settleFlows(size)
 	p.keep(served)
 	for _, name := range checkNames(flowChecks) {
-		for i, violation := range violations(t, w.db, flowChecks[name]) {
+		for i, violation := range pgtest.Column[string](t, w.db, flowChecks[name]) {
 			if i == 10 {
 				t.Errorf("%s: and more", name)
 				break
@@ -129,12 +134,12 @@ func (p *people) bear(size flowSoak) {
 	group.Go(func() { p.keepRestarting(ctx, size.restarts, size.lasts) })
 	group.Go(func() {
 		for i := range size.executions {
-			rest(ctx, size.lasts*7/10/time.Duration(size.executions)) // when the time is over, the others come at once
+			testkit.Wait(ctx, size.lasts*7/10/time.Duration(size.executions)) // when the time is over, the others come at once
 			p.start(i)
 		}
 	})
 	group.Go(func() {
-		for rest(ctx, 100*time.Millisecond) {
+		for testkit.Wait(ctx, 100*time.Millisecond) {
 			_ = p.lookOut(ctx) // the database may be away
 		}
 	})
@@ -155,7 +160,7 @@ func (p *people) settleFlows(size flowSoak) {
 		p.mu.Lock()
 		begun := len(p.runs) == p.total
 		p.mu.Unlock()
-		left := violations(t, p.db, underWay)
+		left := pgtest.Column[string](t, p.db, underWay)
 		if time.Since(told) > 10*time.Second {
 			told = time.Now()
 			t.Logf("under way after %s: %s", time.Since(began).Round(time.Second), strings.Join(left, "; "))
@@ -164,7 +169,7 @@ func (p *people) settleFlows(size flowSoak) {
 	}
 	t.Cleanup(func() {
 		if t.Failed() {
-			t.Logf("under way: %s", strings.Join(violations(t, p.db, underWay), "\n"))
+			t.Logf("under way: %s", strings.Join(pgtest.Column[string](t, p.db, underWay), "\n"))
 		}
 	})
 	pgtest.Eventually(t, limit, quiet, "everything that was begun ends")
@@ -181,13 +186,14 @@ func (p *people) settleFlows(size flowSoak) {
 // keep writes down what only the test knows.
 func (p *people) keep(served *counter) {
 	for _, r := range p.runs {
-		p.exec(`insert into soak.runs (n, flow, id) values ($1, $2, $3)`, r.n, r.flow, r.id)
+		pgtest.Exec(p.world.t, p.db, `insert into soak.runs (n, flow, id) values ($1, $2, $3)`, r.n, r.flow, r.id)
 	}
 	for id, g := range p.given {
-		p.exec(`insert into soak.given (id, event, key, wanted) values ($1, $2, $3, $4)`, id, g.event, g.key, g.wanted)
+		pgtest.Exec(p.world.t, p.db, `insert into soak.given (id, event, key, wanted) values ($1, $2, $3, $4)`, id, g.event,
+			g.key, g.wanted)
 	}
 	for _, c := range served.calls {
-		p.exec(`insert into soak.calls (skill, key, body) values ($1, $2, $3)`, c.skill, c.key, c.body)
+		pgtest.Exec(p.world.t, p.db, `insert into soak.calls (skill, key, body) values ($1, $2, $3)`, c.skill, c.key, c.body)
 	}
 }
 
@@ -213,12 +219,14 @@ func (p *people) tallyFlows() {
 		{"calls of skills", `select count(*) from soak.calls where skill in ('look', 'pay')`, false},
 		{"calls beyond the first", `select count(*) - count(distinct key) from soak.calls where skill = 'look'`, true},
 		{"calls that nobody knows the outcome of", `select count(*) from agent_activity where status = 'unknown'`, true},
-		{"executions that failed because of one",
-			`select count(*) from agent_executions where status = 'failed' and flow in ('papers', 'errands')`, true},
+		{
+			"executions that failed because of one",
+			`select count(*) from agent_executions where status = 'failed' and flow in ('papers', 'errands')`, true,
+		},
 		{"posts beyond the first", `select count(*) - count(distinct key) from soak.calls where skill = 'post'`, true},
 		{"messages withdrawn", `select count(*) from agent_messages where status = 'withdrawn'`, true},
 	} {
-		n := value[int](p.world, c.sql)
+		n := pgtest.Value[int](p.world.t, p.db, c.sql)
 		t.Logf("%6d %s", n, c.what)
 		if n == 0 && !c.may {
 			t.Errorf("no %s: the soak does not show what it is for", c.what)

@@ -17,6 +17,8 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
@@ -30,7 +32,7 @@ type noise struct {
 	moving sync.Mutex // held while the process of a slot is replaced
 
 	mu       sync.Mutex
-	slots    []*agent
+	slots    []*proctest.Process
 	bases    []string // where the slots serve; "" for one that does not
 	server   *pgserver.Server
 	kills    int
@@ -40,7 +42,7 @@ type noise struct {
 // begin starts a process in each slot.
 func (n *noise) begin(processes int) {
 	n.t.Helper()
-	n.slots, n.bases = make([]*agent, processes), make([]string, processes)
+	n.slots, n.bases = make([]*proctest.Process, processes), make([]string, processes)
 	for i := range n.slots {
 		n.launch(i)
 	}
@@ -71,7 +73,7 @@ func (n *noise) look() {
 		if base != "" {
 			continue
 		}
-		for _, l := range a.lines() {
+		for _, l := range a.Lines() {
 			if l.Message == "serving" {
 				n.mu.Lock()
 				n.bases[i] = l.Listen
@@ -97,7 +99,7 @@ func (n *noise) base() string {
 
 // keepKilling kills a process that serves every second or two, and starts another in its place, until ctx ends.
 func (n *noise) keepKilling(ctx context.Context, every time.Duration) {
-	for rest(ctx, every/2+rand.N(every)) {
+	for testkit.Wait(ctx, every/2+rand.N(every)) {
 		n.look()
 		n.kill(rand.IntN(len(n.slots)))
 	}
@@ -126,7 +128,7 @@ func (n *noise) kill(i int) {
 // keepRestarting restarts the database so many times in the time given, by turns without warning and in good order.
 func (n *noise) keepRestarting(ctx context.Context, times int, during time.Duration) {
 	for i := range times {
-		if !rest(ctx, during/time.Duration(times+1)) {
+		if !testkit.Wait(ctx, during/time.Duration(times+1)) {
 			return
 		}
 		stopServer(n.t, n.server, i%2 == 0)
@@ -148,18 +150,6 @@ func (n *noise) stop() {
 	defer n.mu.Unlock()
 	if err := n.server.Stop(context.Background()); err != nil {
 		n.t.Error(err)
-	}
-}
-
-// rest waits, and reports false when ctx has ended.
-func rest(ctx context.Context, d time.Duration) bool {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return ctx.Err() == nil
-	case <-ctx.Done():
-		return false
 	}
 }
 

@@ -3,11 +3,9 @@
 package soak_test
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
-	"io"
 	"math/rand/v2"
 	"net/http"
 	"strings"
@@ -18,6 +16,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
@@ -71,7 +70,7 @@ func (p *people) insist(what string, f func(ctx context.Context) error) {
 		if err == nil || ctx.Err() != nil {
 			return
 		}
-		if !rest(ctx, 100*time.Millisecond) {
+		if !testkit.Wait(ctx, 100*time.Millisecond) {
 			p.world.t.Logf("%s: %v", what, err)
 			return
 		}
@@ -88,31 +87,18 @@ func (p *people) post(ctx context.Context, path, key string, body any) ([]byte, 
 	if err != nil {
 		return nil, err
 	}
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, base+path, bytes.NewReader(text))
+	got, err := testkit.Do(ctx, http.DefaultClient, http.MethodPost, base+path, string(text), testkit.Bearer(adminToken),
+		"Idempotency-Key: "+key)
 	if err != nil {
 		return nil, err
 	}
-	req.Header.Set("Authorization", "Bearer "+adminToken)
-	req.Header.Set("Content-Type", "application/json")
-	if key != "" {
-		req.Header.Set("Idempotency-Key", key)
-	}
-	resp, err := http.DefaultClient.Do(req)
-	if err != nil {
-		return nil, err
-	}
-	defer resp.Body.Close()
-	answer, err := io.ReadAll(resp.Body)
-	if err != nil {
-		return nil, err
-	}
-	if resp.StatusCode >= 300 {
-		if resp.StatusCode < 500 && resp.StatusCode != http.StatusConflict && p.first("complaint "+path+string(answer)) {
-			p.world.t.Errorf("POST %s %s: %d %s", path, text, resp.StatusCode, answer)
+	if got.Status >= 300 {
+		if got.Status < 500 && got.Status != http.StatusConflict && p.first("complaint "+path+string(got.Body)) {
+			p.world.t.Errorf("POST %s %s: %d %s", path, text, got.Status, got.Body)
 		}
-		return nil, fmt.Errorf("%d %s", resp.StatusCode, answer)
+		return nil, fmt.Errorf("%d %s", got.Status, got.Body)
 	}
-	return answer, nil
+	return got.Body, nil
 }
 
 // start starts the n-th execution.

@@ -103,8 +103,10 @@ var plantedFlows = map[string][]string{
 		`delete from agent_messages where seq = 4`, `delete from agent_messages where seq = 1 and thread_id = 't'`,
 		`update agent_threads set next_seq = 20`,
 	},
-	"nobody speaks while another has the thread": {swapped(7, 8), swapped(9, 4),
-		`update agent_messages set execution_id = id('talk') where content like '2 brief%'`},
+	"nobody speaks while another has the thread": {
+		swapped(7, 8), swapped(9, 4),
+		`update agent_messages set execution_id = id('talk') where content like '2 brief%'`,
+	},
 	"who speaks as one is heard in order": {swapped(9, 10), swapped(9, 12)},
 	"a message arrives": {
 		`update agent_messages set status = 'failed' where seq = 2`,

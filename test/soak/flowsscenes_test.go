@@ -2,7 +2,9 @@
 
 package soak_test
 
-import "fmt"
+import (
+	"fmt"
+)
 
 // scenario is a flow of which many executions run, or that they start as a child. Everything that it says is known
 // beforehand: {n} is the number of the root, and what is heard from outside is part of what is said next, so that a
@@ -50,8 +52,10 @@ var scenarios = []scenario{
 	},
 	{flow: "aside", ends: "completed", says: []string{"{n} aside 1: by the way"}},
 	{flow: "failing", ends: "failed"},
-	{flow: "nested", ends: "completed", children: map[string]int{"brief": 1},
-		says: []string{"{n} nested 1: begins", "{n} nested 2: ends"}},
+	{
+		flow: "nested", ends: "completed", children: map[string]int{"brief": 1},
+		says: []string{"{n} nested 1: begins", "{n} nested 2: ends"},
+	},
 	{flow: "brief", ends: "completed", says: []string{"{n} brief 1: said"}},
 	{
 		flow: "late", ends: "completed", looks: 1, weight: 2, private: true, children: map[string]int{"slow": 1},
@@ -67,8 +71,10 @@ var scenarios = []scenario{
 	},
 	{
 		flow: "patient", ends: "completed", weight: 2,
-		says: []string{"{n} patient 1: begins", "{n} patient 2: still nothing", "{n} patient 3: got [event {n}]",
-			"{n} patient 4: ends"},
+		says: []string{
+			"{n} patient 1: begins", "{n} patient 2: still nothing", "{n} patient 3: got [event {n}]",
+			"{n} patient 4: ends",
+		},
 	},
 	{
 		flow: "stubborn", ends: "timeout", weight: 1,
@@ -81,8 +87,10 @@ var scenarios = []scenario{
 		flow: "errands", ends: "completed", pays: 2, looks: 2, weight: 1, private: true,
 		says: []string{"{n} errands 1: begins", "{n} errands 2: sum 171", "{n} errands 3: got [event {n}]"},
 	},
-	{flow: "stopped", ends: "cancelled", weight: 1, looks: 1, children: map[string]int{"stays": 1},
-		says: []string{"{n} stopped 1: begins"}},
+	{
+		flow: "stopped", ends: "cancelled", weight: 1, looks: 1, children: map[string]int{"stays": 1},
+		says: []string{"{n} stopped 1: begins"},
+	},
 	{flow: "stays", ends: "cancelled"},
 }
 

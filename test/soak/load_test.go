@@ -3,7 +3,6 @@
 package soak_test
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -16,7 +15,9 @@ import (
 
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
 	"github.com/lanekeeper/lanekeeper/internal/signature"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // load is everything that comes from outside while the soak lasts.
@@ -28,8 +29,8 @@ type load struct {
 	mu       sync.Mutex
 	bases    []string // of the processes that serve
 	turn     int
-	finished []*agent // heartbeats that were run
-	asked    int      // questions of visitors that were sent
+	finished []*proctest.Process // heartbeats that were run
+	asked    int                 // questions of visitors that were sent
 	hungUp   int
 }
 
@@ -48,16 +49,7 @@ func (l *load) add(base string) {
 }
 
 // pause waits, and reports false when nothing more may begin.
-func (l *load) pause(d time.Duration) bool {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return l.ctx.Err() == nil
-	case <-l.ctx.Done():
-		return false
-	}
-}
+func (l *load) pause(d time.Duration) bool { return testkit.Wait(l.ctx, d) }
 
 // note keeps a fact; it works until the test ends.
 func (l *load) note(sql string, args ...any) {
@@ -80,22 +72,15 @@ func (l *load) heartbeats() {
 }
 
 // launchQuietly starts a command from a goroutine of the load.
-func launchQuietly(w *world, args ...string) *agent { return launch(w.t, w.dir, w.environ(), args...) }
+func launchQuietly(w *world, args ...string) *proctest.Process {
+	return launch(w.t, w.dir, w.environ(), args...)
+}
 
 // admin talks to the agent, one turn after the other.
 func (l *load) admin() {
 	for n := 1; l.pause(500 * time.Millisecond); n++ {
 		body := fmt.Sprintf(`{"message": "Count one more, please; this is turn %d.", "wait": true}`, n)
-		req, err := http.NewRequestWithContext(l.t.Context(), http.MethodPost, l.base()+"/v1/operate",
-			strings.NewReader(body))
-		if err != nil {
-			l.t.Error(err)
-			return
-		}
-		req.Header.Set("Authorization", "Bearer "+adminToken)
-		req.Header.Set("Content-Type", "application/json")
-		req.Header.Set("Accept", "application/json")
-		status, raw := l.do(req)
+		status, raw := l.post("/v1/operate", body, testkit.Bearer(adminToken), "Accept: application/json")
 		var got struct {
 			TraceID string `json:"trace_id"`
 			Ended   string `json:"ended"`
@@ -109,19 +94,13 @@ func (l *load) admin() {
 	}
 }
 
-// do sends a request and reads the answer; status 0 when there was none.
-func (l *load) do(req *http.Request) (int, []byte) {
-	resp, err := http.DefaultClient.Do(req)
+// post sends a request and reads the answer; status 0 when there was none.
+func (l *load) post(path, body string, headers ...string) (int, []byte) {
+	got, err := testkit.Do(l.t.Context(), http.DefaultClient, http.MethodPost, l.base()+path, body, headers...)
 	if err != nil {
-		l.t.Errorf("%s %s: %v", req.Method, req.URL.Path, err)
-		return 0, nil
+		l.t.Errorf("POST %s: %v", path, err)
 	}
-	defer resp.Body.Close()
-	raw, err := io.ReadAll(resp.Body)
-	if err != nil {
-		l.t.Errorf("%s %s: %v", req.Method, req.URL.Path, err)
-	}
-	return resp.StatusCode, raw
+	return got.Status, got.Body
 }
 
 // visitor asks one question after the other in a thread of its own. Every fourth time a second one is sent before
@@ -272,15 +251,11 @@ func (l *load) delivered(n int, kind string) bool {
 		l.t.Error(err)
 		return true
 	}
-	req, err := http.NewRequestWithContext(l.t.Context(), http.MethodPost, l.base()+"/webhooks/shop",
-		bytes.NewReader(body))
-	if err != nil {
-		l.t.Error(err)
-		return true
+	var headers []string
+	for name := range header {
+		headers = append(headers, name+": "+header.Get(name))
 	}
-	req.Header = header
-	req.Header.Set("Content-Type", "application/json")
-	status, raw := l.do(req)
+	status, raw := l.post("/webhooks/shop", string(body), headers...)
 	if status == http.StatusTooManyRequests {
 		return false
 	}
@@ -292,9 +267,9 @@ func (l *load) delivered(n int, kind string) bool {
 }
 
 // noteLanes keeps what processes logged about lanes.
-func (l *load) noteLanes(agents ...*agent) {
+func (l *load) noteLanes(agents ...*proctest.Process) {
 	for _, a := range agents {
-		for _, line := range a.lines() {
+		for _, line := range a.Lines() {
 			if line.Message == "lane acquired" {
 				l.note(`insert into soak.lanes (lane, owner, token) values ($1, $2, $3)`, line.Lane, line.Owner,
 					line.Token.String())

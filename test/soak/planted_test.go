@@ -96,8 +96,10 @@ var planted = map[string][]string{
 		`insert into soak.calls (skill, key, body) values ('ship', 'k3', '{"order": 2}')`,
 		`delete from soak.calls where skill = 'ship'`,
 	},
-	"a run's output is that of its event": {`update agent_automation_runs set output = '{"text": "Shipped order 2."}'`,
-		`update agent_automation_runs set output = null`},
+	"a run's output is that of its event": {
+		`update agent_automation_runs set output = '{"text": "Shipped order 2."}'`,
+		`update agent_automation_runs set output = null`,
+	},
 	"a call that is logged was made, and no other": {
 		`insert into soak.calls (skill, key, body) values ('restock', 'k3', '{}')`,
 		`insert into soak.calls (skill, key, body) values ('look_up', 'k1', '{}')`,
@@ -114,8 +116,10 @@ var planted = map[string][]string{
 		overlapping("webhook", "other", "null", "''", "'objective:x'"),
 	},
 	"a fencing token is given once": {`insert into soak.lanes (lane, owner, token) values ('heartbeat', 'somebody', 1)`},
-	"who works holds the lane": {`delete from soak.lanes where lane = 'heartbeat'`,
-		`update soak.lanes set owner = 'x' where lane = 'thread:t1'`},
+	"who works holds the lane": {
+		`delete from soak.lanes where lane = 'heartbeat'`,
+		`update soak.lanes set owner = 'x' where lane = 'thread:t1'`,
+	},
 	"every activity has a trace that something began": {
 		`update agent_activity set trace_id = 'none' where skill_name = 'ship'`,
 		`insert into agent_activity (trace_id, skill_name) values (tr('hb', 9), 'x')`,
@@ -148,8 +152,10 @@ var planted = map[string][]string{
 		`update agent_messages set interrupted = true where role = 'assistant'`,
 		`insert into agent_messages (thread_id, seq, turn, role, content, channel, status) values ('t1', 3, 3, 'assistant', 'a', 'chat', 'sent'), ('t1', 4, 2, 'assistant', 'b', 'chat', 'sent')`,
 	},
-	"what a client got is what is stored": {`update soak.answers set answer = 'Something else.'`,
-		`delete from agent_messages where role = 'assistant'`},
+	"what a client got is what is stored": {
+		`update soak.answers set answer = 'Something else.'`,
+		`delete from agent_messages where role = 'assistant'`,
+	},
 	"an admin's answer is that of the turn": {
 		`update soak.operated set answer = 'Counted in turn 2.'`, `delete from soak.operated`,
 	},
@@ -212,13 +218,13 @@ func canFail(t *testing.T, checks map[string]string, planted map[string][]string
 		}
 		for _, sql := range planted[name] {
 			inHistory(t, db, innocent, func(tx pgx.Tx) {
-				if found := violations(t, tx, checks[name]); len(found) != 0 {
+				if found := pgtest.Column[string](t, tx, checks[name]); len(found) != 0 {
 					t.Errorf("%s: finds fault with innocent rows: %q", name, found)
 				}
 				if _, err := tx.Exec(ctx, sql); err != nil {
 					t.Fatalf("%v\n%s", err, sql)
 				}
-				if found := violations(t, tx, checks[name]); len(found) == 0 {
+				if found := pgtest.Column[string](t, tx, checks[name]); len(found) == 0 {
 					t.Errorf("%s: finds nothing after %s", name, sql)
 				}
 			})

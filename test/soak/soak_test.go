@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
 )
 
 const soakYAML = `
@@ -117,7 +118,7 @@ func TestEverythingAtOnce(t *testing.T) {
 	l.settle(first, second)
 	l.noteLanes(append(l.finished, first, second)...)
 	for _, name := range checkNames(checks) {
-		for i, violation := range violations(t, w.db, checks[name]) {
+		for i, violation := range pgtest.Column[string](t, w.db, checks[name]) {
 			if i == 10 {
 				t.Errorf("%s: and more", name)
 				break
@@ -126,33 +127,33 @@ func TestEverythingAtOnce(t *testing.T) {
 		}
 	}
 	l.tally()
-	for _, a := range []*agent{first, second} {
-		n := a.acquired()
+	for _, a := range []*proctest.Process{first, second} {
+		n := acquired(a)
 		t.Logf("%6d lanes acquired by one of the processes", n)
 		if n == 0 {
 			t.Error("one of the processes did nothing")
 		}
 	}
 	if t.Failed() {
-		for _, a := range []*agent{first, second} {
+		for _, a := range []*proctest.Process{first, second} {
 			t.Logf("agent %s:\n%s", strings.Join(a.Cmd.Args[1:], " "), worst(a))
 		}
 	}
 }
 
 // settle lets what is under way end, and the processes too.
-func (l *load) settle(agents ...*agent) {
+func (l *load) settle(agents ...*proctest.Process) {
 	l.t.Helper()
 	pgtest.Eventually(l.t, patience, func() bool {
-		return value[bool](l.world, `select exists (select from agent_automation_runs where cause = 'cron')`)
+		return pgtest.Value[bool](l.t, l.db, `select exists (select from agent_automation_runs where cause = 'cron')`)
 	}, "a heartbeat that no admin keeps away runs what is scheduled")
-	l.exec(`update agent_schedules set next_run_at = clock_timestamp() + interval '1 day'`)
-	l.exec(`update agent_automations set next_run_at = clock_timestamp() + interval '1 day' where trigger = 'cron'`)
+	pgtest.Exec(l.t, l.db, `update agent_schedules set next_run_at = clock_timestamp() + interval '1 day'`)
+	pgtest.Exec(l.t, l.db, `update agent_automations set next_run_at = clock_timestamp() + interval '1 day' where trigger = 'cron'`)
 	began := time.Now()
-	quiet := func() bool { return len(violations(l.t, l.db, unfinished)) == 0 }
+	quiet := func() bool { return len(pgtest.Column[string](l.t, l.db, unfinished)) == 0 }
 	l.t.Cleanup(func() {
 		if !quiet() {
-			l.t.Logf("under way: %s", strings.Join(violations(l.t, l.db, unfinished), ", "))
+			l.t.Logf("under way: %s", strings.Join(pgtest.Column[string](l.t, l.db, unfinished), ", "))
 			l.t.Logf("complaints:\n%s", worst(agents[0]))
 		}
 	})
@@ -192,13 +193,15 @@ func (l *load) tally() {
 		{"orders shipped", `select count(*) from soak.calls where skill = 'ship'`, -1},
 		{"runs by the clock", `select count(*) from agent_automation_runs where cause = 'cron'`, -1},
 		{"counted", `select count(*) from agent_activity where skill_name = 'memory_write' and status = 'success'`, -1},
-		{"counts that came too late and were tried again",
-			`select count(*) from agent_activity where skill_name = 'memory_write' and status = 'skipped'`, 1 << 30},
+		{
+			"counts that came too late and were tried again",
+			`select count(*) from agent_activity where skill_name = 'memory_write' and status = 'skipped'`, 1 << 30,
+		},
 		{"steps of objectives done", `select count(*) from agent_objective_evidence`, -1},
 		{"model calls", `select count(*) from agent_activity where kind = 'model'`, -1},
 		{"model calls that failed", `select count(*) from agent_activity where kind = 'model' and status = 'error'`, 1 << 30},
 	} {
-		n := value[int](l.world, c.sql)
+		n := pgtest.Value[int](l.t, l.db, c.sql)
 		l.t.Logf("%6d %s", n, c.what)
 		if c.most < 0 && n == 0 {
 			l.t.Errorf("no %s: the soak does not show what it is for", c.what)
@@ -207,8 +210,8 @@ func (l *load) tally() {
 }
 
 // acquired counts the lanes that a process took.
-func (a *agent) acquired() (n int) {
-	for _, l := range a.lines() {
+func acquired(a *proctest.Process) (n int) {
+	for _, l := range a.Lines() {
 		if l.Message == "lane acquired" {
 			n++
 		}
@@ -217,12 +220,12 @@ func (a *agent) acquired() (n int) {
 }
 
 // worst is what a process complained about.
-func worst(a *agent) string {
+func worst(a *proctest.Process) string {
 	var bad []string
-	for _, l := range a.lines() {
+	for _, l := range a.Lines() {
 		if l.Level == "ERROR" || l.Level == "WARN" && l.Message != "lane busy" && l.Message != "model call repeated" &&
 			l.Message != "heartbeat skipped" {
-			bad = append(bad, l.raw)
+			bad = append(bad, l.Raw)
 		}
 	}
 	slices.Reverse(bad)

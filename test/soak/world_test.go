@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"net/http"
-	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"strings"
@@ -17,6 +16,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // The secrets of a world. Nothing of them may ever show.
@@ -62,22 +63,14 @@ func newWorldOn(t testing.TB, url, yaml string, skills http.HandlerFunc) *world 
 	if skills == nil {
 		skills = w.serveSkill
 	}
-	var err error
-	if w.db, err = postgres.Open(t.Context(), w.url, postgres.Options{MaxConns: 8, ApplicationName: "soak"}); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(w.db.Close)
-	w.exec(noted)
-	served := httptest.NewServer(skills)
-	t.Cleanup(func() {
-		served.CloseClientConnections()
-		served.Close()
-	})
+	w.db = pgtest.Pool(t, w.url, postgres.Options{MaxConns: 8, ApplicationName: "soak"})
+	pgtest.Exec(w.t, w.db, noted)
+	served := testkit.Serve(t, skills)
 	if err := os.Mkdir(filepath.Join(w.dir, "workspace"), 0o755); err != nil {
 		t.Fatal(err)
 	}
 	file := filepath.Join(w.dir, "workspace", "all.yaml")
-	if err := os.WriteFile(file, []byte(strings.ReplaceAll(yaml, "%s", served.URL)), 0o600); err != nil {
+	if err := os.WriteFile(file, []byte(strings.ReplaceAll(yaml, "%s", served)), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	if a := w.agent("apply", "workspace"); a.Exit() != 0 {
@@ -110,43 +103,21 @@ func (w *world) serveSkill(rw http.ResponseWriter, r *http.Request) {
 
 // environ is what a process of this world gets.
 func (w *world) environ(more ...string) []string {
-	return append([]string{
-		"DATABASE_URL=" + w.url, "AGENT_ADMIN_TOKEN=" + adminToken, "AGENT_LISTEN=127.0.0.1:0",
-		"AGENT_CHAT_KEY=visitors=" + visitorKey + ",stranger=" + strangerKey, "AGENT_CHAT_RATE=100000",
-		"OPENAI_BASE_URL=" + w.model.URL(), "OPENAI_API_KEY=" + modelKey, "AGENT_MODEL=" + modeltest.Model,
-		`AGENT_PRICES={"scripted":{"input":2.5,"output":10}}`, "SHOP_SECRET=whsec_" + shopKey,
-		"WEATHER_TOKEN=" + weatherToken,
-		"AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1", "AGENT_LOG_FORMAT=json", "AGENT_HEARTBEAT_CRON=0 0 29 2 *",
-	}, more...)
+	return append(testkit.Environ(w.url, w.model, "AGENT_ADMIN_TOKEN="+adminToken,
+		"AGENT_CHAT_KEY=visitors="+visitorKey+",stranger="+strangerKey, "OPENAI_API_KEY="+modelKey,
+		`AGENT_PRICES={"scripted":{"input":2.5,"output":10}}`, "SHOP_SECRET=whsec_"+shopKey, "WEATHER_TOKEN="+weatherToken,
+		"AGENT_LOG_FORMAT=json", "AGENT_HEARTBEAT_CRON=0 0 29 2 *"), more...)
 }
 
 // agent starts the program in this world.
-func (w *world) agent(args ...string) *agent {
+func (w *world) agent(args ...string) *proctest.Process {
 	w.t.Helper()
 	return launch(w.t, w.dir, w.environ(), args...)
 }
 
 // serve starts `agent serve` with further settings, and returns its URL when it works.
-func (w *world) serve(more ...string) (*agent, string) {
+func (w *world) serve(more ...string) (*proctest.Process, string) {
 	w.t.Helper()
 	a := launch(w.t, w.dir, w.environ(more...), "serve")
 	return a, a.Base()
-}
-
-// exec runs a statement.
-func (w *world) exec(sql string, args ...any) {
-	w.t.Helper()
-	if _, err := w.db.Exec(w.t.Context(), sql, args...); err != nil {
-		w.t.Fatalf("%v\n%s", err, sql)
-	}
-}
-
-// value reads a single value.
-func value[T any](w *world, sql string, args ...any) T {
-	w.t.Helper()
-	var v T
-	if err := w.db.QueryRow(w.t.Context(), sql, args...).Scan(&v); err != nil {
-		w.t.Fatalf("%v\n%s", err, sql)
-	}
-	return v
 }

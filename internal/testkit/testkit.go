@@ -1,0 +1,90 @@
+// Package testkit has what tests of several packages share and no other kit owns: HTTP servers, HTTP requests, waiting
+// and the environment of a process.
+//
+// The other kits are internal/pgtest (databases), internal/proctest (processes of the program), internal/modeltest
+// (scripted models), internal/pgproxy (connections that break), internal/browser (pages) and internal/leaks (goroutines).
+package testkit
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+)
+
+// Serve starts a server for the time of a test and returns its URL. At the end it breaks connections that are open.
+func Serve(tb testing.TB, handler http.Handler) (url string) {
+	tb.Helper()
+	server := httptest.NewServer(handler)
+	tb.Cleanup(func() {
+		server.CloseClientConnections()
+		server.Close()
+	})
+	return server.URL
+}
+
+// Wait waits for d. It reports false when ctx has ended.
+func Wait(ctx context.Context, d time.Duration) bool {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return ctx.Err() == nil
+	case <-ctx.Done():
+		return false
+	}
+}
+
+// Response is an answer that was read to its end.
+type Response struct {
+	Status int
+	Header http.Header
+	Body   []byte
+}
+
+// Bearer is the header of a token.
+func Bearer(token string) string { return "Authorization: Bearer " + token }
+
+// Do sends a request and reads the answer. A header is "Name: value"; one without a value is left out. A body is JSON
+// unless a header says otherwise.
+func Do(ctx context.Context, client *http.Client, method, url, body string, headers ...string) (got Response,
+	err error,
+) {
+	request, err := http.NewRequestWithContext(ctx, method, url, strings.NewReader(body))
+	if err != nil {
+		return got, err
+	}
+	if body != "" {
+		request.Header.Set("Content-Type", "application/json")
+	}
+	for _, header := range headers {
+		if name, value, _ := strings.Cut(header, ": "); value != "" {
+			request.Header.Set(name, value)
+		}
+	}
+	response, err := client.Do(request)
+	if err != nil {
+		return got, err
+	}
+	defer response.Body.Close()
+	got = Response{Status: response.StatusCode, Header: response.Header}
+	if got.Body, err = io.ReadAll(response.Body); err != nil {
+		return got, fmt.Errorf("%s %s: %w", method, url, err)
+	}
+	return got, nil
+}
+
+// Environ is the environment of a process with a database and a model. Later settings override earlier ones.
+func Environ(database string, model *modeltest.Server, more ...string) []string {
+	return append([]string{
+		"DATABASE_URL=" + database, "AGENT_LISTEN=127.0.0.1:0", "AGENT_CHAT_RATE=100000",
+		"OPENAI_BASE_URL=" + model.URL(), "OPENAI_API_KEY=secret-of-the-test", "AGENT_MODEL=" + modeltest.Model,
+		"AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1",
+	}, more...)
+}
