@@ -166,7 +166,8 @@ func serverArgs(l layout, config Config) []string {
 		settings = append(settings, "dynamic_shared_memory_type=mmap")
 	}
 	if !config.Durable {
-		settings = append(settings, "shared_buffers=32MB", "fsync=off", "synchronous_commit=off", "full_page_writes=off", "autovacuum=off",
+		settings = append(settings, "shared_buffers=32MB", "fsync=off", "synchronous_commit=off", "full_page_writes=off",
+			"autovacuum=off",
 			"wal_level=minimal", "max_wal_senders=0", "max_wal_size=256MB", "max_prepared_transactions=32")
 	}
 	args := []string{"-D", l.data(), "-k", l.sockets, "-p", strconv.Itoa(port)}

@@ -6,8 +6,8 @@ import (
 	"testing"
 )
 
-// oldRows matches a search for old rows, oldest first, that no index can serve: clock_timestamp is volatile, so PostgreSQL
-// compares it with every row.
+// oldRows matches a search for old rows, oldest first, that no index can serve: clock_timestamp is volatile, so
+// PostgreSQL compares it with every row.
 var oldRows = regexp.MustCompile(`(?i)(\w+)\s*<=?\s*clock_timestamp\(\)[^()]*?\border by (?:\w+\.)?(\w+)`)
 
 // Such a search costs as much as the table has rows, however few are old. statement_timestamp is stable.

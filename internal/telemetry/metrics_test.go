@@ -48,7 +48,8 @@ func used(m *telemetry.Metrics) {
 		activity.Outcome{Status: activity.Error, Class: "timeout"}, time.Second)
 	m.ActivityClosed(activity.Entry{Kind: activity.KindCall, Skill: "invented"},
 		activity.Outcome{Status: activity.Error, Class: "unknown_tool"}, 0)
-	m.ActivityClosed(activity.Entry{Kind: activity.KindPhase, Skill: "reflect"}, activity.Outcome{Status: activity.Success},
+	m.ActivityClosed(activity.Entry{Kind: activity.KindPhase, Skill: "reflect"},
+		activity.Outcome{Status: activity.Success},
 		time.Second)
 	m.LaneWaited("objective:1", time.Second, true)
 	m.LaneLost("my own/lane:7")
@@ -126,8 +127,10 @@ func TestLabelsAreBounded(t *testing.T) {
 	m := telemetry.NewMetrics("test", nil)
 	for i := range 3000 {
 		n := strconv.Itoa(i)
-		m.ActivityClosed(activity.Entry{Kind: activity.KindCall, Skill: "s" + n}, activity.Outcome{Status: activity.Success}, 0)
-		m.ActivityClosed(activity.Entry{Kind: activity.KindModel, Model: "m" + n}, activity.Outcome{Status: activity.Success}, 0)
+		m.ActivityClosed(activity.Entry{Kind: activity.KindCall, Skill: "s" + n},
+			activity.Outcome{Status: activity.Success}, 0)
+		m.ActivityClosed(activity.Entry{Kind: activity.KindModel, Model: "m" + n},
+			activity.Outcome{Status: activity.Success}, 0)
 		m.LaneWaited("lane"+n, 0, true)
 	}
 	text := scrape(t, m)

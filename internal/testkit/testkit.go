@@ -1,8 +1,9 @@
-// Package testkit has what tests of several packages share and no other kit owns: HTTP servers, HTTP requests, waiting
-// and the environment of a process.
+// Package testkit has what tests of several packages share and no other kit owns: HTTP servers, HTTP requests,
+// waiting and the environment of a process.
 //
 // The other kits are internal/pgtest (databases), internal/proctest (processes of the program), internal/modeltest
-// (scripted models), internal/pgproxy (connections that break), internal/browser (pages) and internal/leaks (goroutines).
+// (scripted models), internal/pgproxy (connections that break), internal/browser (pages) and internal/leaks
+// (goroutines).
 package testkit
 
 import (
