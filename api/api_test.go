@@ -214,7 +214,7 @@ func TestARequestLeavesALineInTheLog(t *testing.T) {
 func TestTheCauseOfAFailureStaysInside(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	exec(t, a.pool, `alter view agent_locks_live rename to gone`)
+	pgtest.Exec(t, a.pool, `alter view agent_locks_live rename to gone`)
 	w := a.raw("GET", "/v1/lanes", "", asAdmin())
 	a.refused(w, http.StatusInternalServerError, "the log has the cause")
 	if strings.Contains(w.Body.String(), "agent_locks_live") {
@@ -245,7 +245,7 @@ func TestADatabaseThatGivesNoLockInTimeIsSaidToBeAway(t *testing.T) {
 	if err := a.pool.QueryRow(t.Context(), `select quote_ident(current_database())`).Scan(&database); err != nil {
 		t.Fatal(err)
 	}
-	exec(t, a.pool, `alter database `+database+` set lock_timeout = '50ms'`)
+	pgtest.Exec(t, a.pool, `alter database `+database+` set lock_timeout = '50ms'`)
 	a.pool.Reset()
 	tx, err := a.pool.Begin(t.Context())
 	if err != nil {

@@ -446,11 +446,11 @@ func TestALogoutEndsTheLoginEverywhere(t *testing.T) {
 			t.Errorf("%s another login: %d", name, w.Code)
 		}
 	}
-	exec(t, pool, `update agent_logouts set expires_at = clock_timestamp() - interval '1 second'`)
+	pgtest.Exec(t, pool, `update agent_logouts set expires_at = clock_timestamp() - interval '1 second'`)
 	a.raw("POST", "/logout", "", with1(kept))
 	a.raw("POST", "/logout", "", with1(kept)) // once more, as from another tab
 	a.raw("POST", "/logout", "", with1(&http.Cookie{Name: c.Name, Value: "somebody.99999999999.else"}))
-	if n := value[int](t, pool, `select count(*) from agent_logouts`); n != 1 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_logouts`); n != 1 {
 		t.Errorf("%d logouts are kept; the one that is over has to be forgotten, and a stranger's never written", n)
 	}
 }
@@ -459,7 +459,7 @@ func TestALogoutThatCannotBeKeptIsNotOne(t *testing.T) {
 	t.Parallel()
 	a := paged(t)
 	c := a.logIn()
-	exec(t, a.pool, `alter table agent_logouts rename to away`)
+	pgtest.Exec(t, a.pool, `alter table agent_logouts rename to away`)
 	for _, ask := range [][2]string{{"POST", "/logout"}, {"GET", "/v1/lanes"}, {"GET", "/lanes"}} {
 		if w := a.raw(ask[0], ask[1], "", with1(c)); w.Code < 500 || w.Header().Get("Set-Cookie") != "" {
 			t.Errorf("%s: %d %v", ask, w.Code, w.Header())

@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/objectives"
@@ -40,7 +41,7 @@ func TestEnablingASkillRestoresWhatSelfHealPausedAndIsAudited(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	a.skill("fetch")
-	exec(t, a.pool, `insert into agent_automations (name, cron, skill_name) values ('nightly', '0 3 * * *', 'fetch')`)
+	pgtest.Exec(t, a.pool, `insert into agent_automations (name, cron, skill_name) values ('nightly', '0 3 * * *', 'fetch')`)
 	for range 3 {
 		a.note(activity.Entry{TraceID: string(trace.New(trace.Flow)), Kind: activity.KindCall, Skill: "fetch"}, activity.Error)
 	}
@@ -53,7 +54,7 @@ func TestEnablingASkillRestoresWhatSelfHealPausedAndIsAudited(t *testing.T) {
 	if diff := cmp.Diff(want, got); diff != "" || header.Get("X-Trace-Id") != got.TraceID {
 		t.Errorf("%s, %v", diff, header)
 	}
-	if !value[bool](t, a.pool, `select enabled from agent_automations where name = 'nightly'`) {
+	if !pgtest.Value[bool](t, a.pool, `select enabled from agent_automations where name = 'nightly'`) {
 		t.Error("the automation is still paused")
 	}
 	a.audited(got.TraceID, got.ActivityID, "enable_skill", "the service is back")
@@ -96,7 +97,7 @@ func TestAChangeThatCannotBeAuditedIsNotMade(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	a.skill("fetch")
-	exec(t, a.pool, `alter table agent_activity add constraint full_disk check (skill_name <> 'disable_skill')`)
+	pgtest.Exec(t, a.pool, `alter table agent_activity add constraint full_disk check (skill_name <> 'disable_skill')`)
 	a.refused(a.raw("POST", "/v1/skills/fetch/disable", `{"reason":"x"}`, asAdmin()), http.StatusInternalServerError, "log")
 	if row, err := skills.Get(t.Context(), a.pool, "fetch"); err != nil || !row.Enabled {
 		t.Errorf("skill is %+v, %v", row, err)
@@ -126,7 +127,7 @@ func TestALaneIsBrokenUnderItsHoldersTrace(t *testing.T) {
 		if diff := cmp.Diff(want, got); diff != "" || header.Get("X-Trace-Id") != string(holder) {
 			t.Errorf("%s: %s, %v", lane, diff, header)
 		}
-		if value[bool](t, a.pool, `select is_agent_lock_held(@lane)`, postgres.Strict{"lane": lane}) {
+		if pgtest.Value[bool](t, a.pool, `select is_agent_lock_held(@lane)`, postgres.Strict{"lane": lane}) {
 			t.Errorf("%s is still held", lane)
 		}
 		a.refused(a.raw("POST", "/v1/lanes/"+escape(lane)+"/break", `{"reason":"stuck"}`, asAdmin()), 404, "nobody holds")
@@ -217,12 +218,12 @@ func TestEveryRouteThatChangesSomethingIsInTheAudit(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	a.skill("fetch")
-	exec(t, a.pool, `insert into agent_automations (name, cron, skill_name) values ('nightly', '0 3 * * *', 'fetch')`)
-	exec(t, a.pool, `insert into agent_automations (name, cron, skill_name, enabled, disabled_by, proposed_by) values ('proposed', '0 3 * * *', 'fetch', false, 'proposal', 'x')`)
-	exec(t, a.pool, `insert into agent_objectives (name, goal, status, proposed_by) values ('later', 'g', 'proposed', 'x')`)
-	exec(t, a.pool, `insert into agent_objectives (name, goal) values ('tidy', 'g')`)
-	exec(t, a.pool, `insert into agent_webhook_targets (name, url, secrets, events) values ('ops', 'https://ops.example', '{"${S}"}', '{"*"}')`)
-	exec(t, a.pool, `insert into agent_webhook_endpoints (name, scheme, secrets, actions) values ('shop', 'standard', '{"${S}"}', '[]')`)
+	pgtest.Exec(t, a.pool, `insert into agent_automations (name, cron, skill_name) values ('nightly', '0 3 * * *', 'fetch')`)
+	pgtest.Exec(t, a.pool, `insert into agent_automations (name, cron, skill_name, enabled, disabled_by, proposed_by) values ('proposed', '0 3 * * *', 'fetch', false, 'proposal', 'x')`)
+	pgtest.Exec(t, a.pool, `insert into agent_objectives (name, goal, status, proposed_by) values ('later', 'g', 'proposed', 'x')`)
+	pgtest.Exec(t, a.pool, `insert into agent_objectives (name, goal) values ('tidy', 'g')`)
+	pgtest.Exec(t, a.pool, `insert into agent_webhook_targets (name, url, secrets, events) values ('ops', 'https://ops.example', '{"${S}"}', '{"*"}')`)
+	pgtest.Exec(t, a.pool, `insert into agent_webhook_endpoints (name, scheme, secrets, actions) values ('shop', 'standard', '{"${S}"}', '[]')`)
 	begin := func() string {
 		x, _, err := a.engine.Start(t.Context(), a.pool, executions.Spec{Flow: executions.External, Surface: trace.Flow, Agent: "x", OnLost: "fail"})
 		if err != nil {
@@ -231,7 +232,7 @@ func TestEveryRouteThatChangesSomethingIsInTheAudit(t *testing.T) {
 		return x.ID
 	}
 	x := begin()
-	approval := value[string](t, a.pool, `
+	approval := pgtest.Value[string](t, a.pool, `
 		insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)
 		select e.trace_id, e.id, s.name, s.revision, '{}', 'h', clock_timestamp() + interval '1 day'
 		  from agent_executions e, agent_skills s where e.id = $1::uuid and s.name = 'fetch' returning id::text`, x)
@@ -268,7 +269,7 @@ func TestEveryRouteThatChangesSomethingIsInTheAudit(t *testing.T) {
 		for _, name := range []string{"{id}", "{name}", "{lane}"} {
 			path = strings.Replace(path, name, c[1], 1)
 		}
-		before := value[string](t, a.pool, `select coalesce(max(id::text), '') from agent_activity`)
+		before := pgtest.Value[string](t, a.pool, `select coalesce(max(id::text), '') from agent_activity`)
 		if w := a.raw(method, path, c[2], asAdmin()); w.Code >= http.StatusMultipleChoices {
 			t.Errorf("%s: %d %s", c[0], w.Code, w.Body)
 			continue
@@ -403,7 +404,7 @@ func TestApprovalsAreFilteredAndBadDecisionsRefused(t *testing.T) {
 			t.Errorf("%s: %s", query, diff)
 		}
 	}
-	exec(t, a.pool, `update agent_approvals set expires_at = clock_timestamp() where id = @id`, postgres.Strict{"id": second.ID})
+	pgtest.Exec(t, a.pool, `update agent_approvals set expires_at = clock_timestamp() where id = @id`, postgres.Strict{"id": second.ID})
 	const unknown = "018f0000-0000-7000-8000-000000000000"
 	for name, test := range map[string]struct {
 		id, body string
@@ -458,7 +459,7 @@ func TestAnEventResumesWhoWaitsAndCountsOnce(t *testing.T) {
 	if again, resumed := a.raise(body, asAdmin()); again != first || len(resumed) != 0 {
 		t.Errorf("again: %s, %v", again, resumed)
 	}
-	hints := value[int](t, a.pool, `select count(*) from river.river_job where args::text like '%' || @id || '%'`,
+	hints := pgtest.Value[int](t, a.pool, `select count(*) from river.river_job where args::text like '%' || @id || '%'`,
 		postgres.Strict{"id": x.ID})
 	if hints == 0 {
 		t.Error("no worker was told")
@@ -467,7 +468,7 @@ func TestAnEventResumesWhoWaitsAndCountsOnce(t *testing.T) {
 	keyed.Set("Idempotency-Key", "k")
 	bare := `{"event":"TEST_COMPLETED","key":"k"}`
 	one, _ := a.raise(bare, keyed)
-	exec(t, a.pool, `delete from agent_idempotency`) // as after a crash before the answer was kept
+	pgtest.Exec(t, a.pool, `delete from agent_idempotency`) // as after a crash before the answer was kept
 	if two, _ := a.raise(bare, keyed); two != one {
 		t.Errorf("the same key raised %s and %s", one, two)
 	}
@@ -491,14 +492,14 @@ func TestAMessageThatIsRaisedIsInItsConversation(t *testing.T) {
 	}
 	a.raise(`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"photo":7}}`, asAdmin())
 	a.raise(`{"event":"MESSAGE_RECEIVED","key":"elsewhere","data":{"content":"yes"}}`, asAdmin())
-	said := value[string](t, a.pool, `select string_agg(concat_ws(' ', thread_id, role, status, content), '; ') from agent_messages`)
+	said := pgtest.Value[string](t, a.pool, `select string_agg(concat_ws(' ', thread_id, role, status, content), '; ') from agent_messages`)
 	if said != "ana user received yes" {
 		t.Errorf("said: %s", said)
 	}
-	if data := value[string](t, a.pool, `select concat_ws(' ', data ->> 'content', data ->> 'n') from agent_events where external_id = 'm1'`); data != "yes 12345678901234567890" {
+	if data := pgtest.Value[string](t, a.pool, `select concat_ws(' ', data ->> 'content', data ->> 'n') from agent_events where external_id = 'm1'`); data != "yes 12345678901234567890" {
 		t.Errorf("the event's data: %s", data)
 	}
-	if n := value[int](t, a.pool, `select count(*) from agent_events where event = 'MESSAGE_RECEIVED'`); n != 3 {
+	if n := pgtest.Value[int](t, a.pool, `select count(*) from agent_events where event = 'MESSAGE_RECEIVED'`); n != 3 {
 		t.Errorf("%d events", n)
 	}
 }
@@ -525,7 +526,7 @@ func TestOnlyEventsFromOutsideCanBeRaised(t *testing.T) {
 			a.refused(a.raw("POST", "/v1/events", test.body, asAdmin()), http.StatusBadRequest, test.words)
 		})
 	}
-	if n := value[int](t, a.pool, `select count(*) from agent_events`); n != 0 {
+	if n := pgtest.Value[int](t, a.pool, `select count(*) from agent_events`); n != 0 {
 		t.Errorf("%d events were raised", n)
 	}
 }
@@ -560,7 +561,7 @@ func TestAProposedObjectiveIsDecidedAndAudited(t *testing.T) {
 	a.refused(a.raw("POST", "/v1/objectives/grow/reject", `{"reason":"x"}`, asAdmin()), 409, "decided")
 	a.refused(a.raw("POST", "/v1/objectives/none/accept", `{"reason":"x"}`, asAdmin()), 404, "not found")
 	a.refused(a.raw("GET", "/v1/objectives/none", "", asAdmin()), 404, "not found")
-	if n := value[int](t, a.pool, `select count(*) from agent_activity where skill_name like '%_objective'`); n != 2 {
+	if n := pgtest.Value[int](t, a.pool, `select count(*) from agent_activity where skill_name like '%_objective'`); n != 2 {
 		t.Errorf("%d audits", n)
 	}
 	if diff := cmp.Diff([]string{"grow"}, a.list("/v1/objectives?status=active", "name", 10, nil)); diff != "" {

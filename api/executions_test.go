@@ -95,11 +95,11 @@ func TestAnExecutionHasItsLatestCheckpointAndItsWaits(t *testing.T) {
 		t.Errorf("created at %q, want %s", got.CreatedAt, x.CreatedAt)
 	}
 	a.claim(x)
-	exec(t, a.pool, `
+	pgtest.Exec(t, a.pool, `
 		insert into agent_checkpoints (execution_id, step, claim, output, created_at) values
 		       (@id, 'second', 1, '{"n": 2}', clock_timestamp()),
 		       (@id, 'zeroth', 1, '{"n": 1}', clock_timestamp() - interval '1 minute')`, postgres.Strict{"id": x.ID})
-	exec(t, a.pool, `
+	pgtest.Exec(t, a.pool, `
 		update agent_executions set status = 'waiting', claim = claim + 1, waiting_for = 'response', waiting_key = 'thread-7',
 		       waiting_until = '2999-01-01', waiting_data = '{"asked": "when?"}' where id = @id`, postgres.Strict{"id": x.ID})
 	a.get("/v1/executions/"+x.ID, &got)
@@ -117,10 +117,10 @@ func TestExecutionsAreShownWithoutSecrets(t *testing.T) {
 	a := start(t)
 	x := a.begin("ask", trace.New(trace.Flow))
 	a.claim(x)
-	exec(t, a.pool, `
+	pgtest.Exec(t, a.pool, `
 		insert into agent_checkpoints (execution_id, step, claim, output)
 		values (@id, 'login', 1, '{"password": "Zq81xLm0Kk77"}')`, postgres.Strict{"id": x.ID})
-	exec(t, a.pool, `
+	pgtest.Exec(t, a.pool, `
 		update agent_executions set status = 'waiting', claim = claim + 1, waiting_for = 'event', waiting_key = 'token=Zq81xLm0Kk77',
 		       waiting_until = '2999-01-01', waiting_data = '{"secret": "Zq81xLm0Kk77"}', variables = '{"api_key": "Zq81xLm0Kk77"}',
 		       result_summary = 'Bearer Zq81xLm0Kk77', input = jsonb_build_object('long', repeat('long ', 40000))
@@ -275,13 +275,13 @@ func TestForkRetryAndReplayOverHTTP(t *testing.T) {
 func TestMonitoringOverHTTP(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	exec(t, a.pool, `
+	pgtest.Exec(t, a.pool, `
 		insert into agent_executions (trace_id, surface, flow, status) values ('fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'a', 'pending'),
 		       ('fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'b', 'running'), ('fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'c', 'running')`)
-	exec(t, a.pool, `
+	pgtest.Exec(t, a.pool, `
 		update agent_executions set status = 'waiting', waiting_for = 'event', waiting_key = flow,
 		       waiting_until = clock_timestamp() + case flow when 'b' then interval '-2 hours' else interval '1 hour' end where status = 'running'`)
-	exec(t, a.pool, `update agent_executions set updated_at = clock_timestamp() - interval '2 hours' where flow = 'b'`)
+	pgtest.Exec(t, a.pool, `update agent_executions set updated_at = clock_timestamp() - interval '2 hours' where flow = 'b'`)
 	items := func(path string) (got []map[string]any) {
 		t.Helper()
 		w := a.raw("GET", path, "", asAdmin())

@@ -273,7 +273,7 @@ func TestAStartWithAKeyIsStartedOnceAndAChildBelongsToItsParent(t *testing.T) {
 	body := `{"flow":"external:sum","input":{"a":1}}`
 	a.expect(a.raw("POST", "/v1/executions", body, header), "POST", "/v1/executions", 201, &first)
 	a.expect(a.raw("POST", "/v1/executions", body, header), "POST", "/v1/executions", 201, &again)
-	exec(t, a.pool, `delete from agent_idempotency`) // as if the process had died before it kept the answer
+	pgtest.Exec(t, a.pool, `delete from agent_idempotency`) // as if the process had died before it kept the answer
 	a.expect(a.raw("POST", "/v1/executions", body, header), "POST", "/v1/executions", 201, &child)
 	if first != again || first != child {
 		t.Errorf("started %+v, %+v, %+v", first, again, child)
@@ -434,7 +434,7 @@ func TestACoordinatorOutsideStartsAChildThatItWaitsFor(t *testing.T) {
 		`"wait_for_completion":true,"can_inherit_lock":true`:  "t true true",
 	} {
 		child := a.outside(fmt.Sprintf(`,"parent_id":%q,%s`, parent.ID, more))
-		got := value[string](t, a.pool, `select concat_ws(' ', thread_id, awaited::text, inherits::text) from agent_executions where id = $1`, child.ID)
+		got := pgtest.Value[string](t, a.pool, `select concat_ws(' ', thread_id, awaited::text, inherits::text) from agent_executions where id = $1`, child.ID)
 		if got != want {
 			t.Errorf("%s: %s, want %s", more, got, want)
 		}
@@ -538,9 +538,9 @@ func TestAWorkerInNodeIsKilledAndAnotherGoesOnFromTheLastCheckpoint(t *testing.T
 	x := a.outside(`,"on_lost":"hand_on","input":{"start":10}`)
 	over := func() { // as if the ten minutes had passed
 		t.Helper()
-		exec(t, a.pool, `update agent_workers set expires_at = clock_timestamp() where execution_id = $1`, x.ID)
+		pgtest.Exec(t, a.pool, `update agent_workers set expires_at = clock_timestamp() where execution_id = $1`, x.ID)
 		pgtest.Eventually(t, time.Minute, func() bool {
-			return value[bool](t, a.pool, `select claimed_by is null and status = 'running' from agent_executions where id = $1`, x.ID)
+			return pgtest.Value[bool](t, a.pool, `select claimed_by is null and status = 'running' from agent_executions where id = $1`, x.ID)
 		}, "the run is handed on")
 	}
 	first := a.node(base, "first", x.ID, "500")
@@ -565,8 +565,8 @@ func TestAWorkerInNodeIsKilledAndAnotherGoesOnFromTheLastCheckpoint(t *testing.T
 	if err := second.cmd.Wait(); second.cmd.ProcessState.ExitCode() != 9 || !strings.Contains(second.out.String(), ": 409 ") {
 		t.Errorf("who was woken late: %v %s", err, second.out)
 	}
-	steps := value[int](t, a.pool, `select count(*)::int from agent_checkpoints where execution_id = $1`, x.ID)
-	claims := value[int](t, a.pool, `select count(distinct claim)::int from agent_checkpoints where execution_id = $1`, x.ID)
+	steps := pgtest.Value[int](t, a.pool, `select count(*)::int from agent_checkpoints where execution_id = $1`, x.ID)
+	claims := pgtest.Value[int](t, a.pool, `select count(distinct claim)::int from agent_checkpoints where execution_id = $1`, x.ID)
 	var ended struct {
 		Status  string
 		Summary string `json:"result_summary"`

@@ -71,11 +71,11 @@ func TestTheSameRequestGetsTheFirstAnswerAgain(t *testing.T) {
 	if calls.Load() != 4 {
 		t.Errorf("handled %d times", calls.Load())
 	}
-	exec(t, a.pool, `update agent_idempotency set expires_at = clock_timestamp() where key = 'k1'`)
+	pgtest.Exec(t, a.pool, `update agent_idempotency set expires_at = clock_timestamp() where key = 'k1'`)
 	if later := a.keyed("/v1/things", `{"a":2}`, chatKey, "k1"); later.Code != 201 || later.Header().Get("Idempotent-Replayed") != "" {
 		t.Errorf("after its day: %d %s", later.Code, later.Body)
 	}
-	if left := value[int](t, a.pool, `select count(*) from agent_idempotency where expires_at <= clock_timestamp()`); left != 0 {
+	if left := pgtest.Value[int](t, a.pool, `select count(*) from agent_idempotency where expires_at <= clock_timestamp()`); left != 0 {
 		t.Errorf("%d keys whose day is over are kept", left)
 	}
 }
@@ -118,7 +118,7 @@ func TestAnAttemptThatDiedIsTakenOver(t *testing.T) {
 	var a *agent
 	a = surfaced(t, counted(&calls, func(w http.ResponseWriter, r *http.Request, n int64) {
 		if n == 1 {
-			exec(t, a.pool, `update agent_idempotency set lease_until = clock_timestamp() where key = 'k'`)
+			pgtest.Exec(t, a.pool, `update agent_idempotency set lease_until = clock_timestamp() where key = 'k'`)
 			a.refused(a.keyed("/v1/things", "other", chatKey, "k"), 422, "another")
 			if second := a.keyed("/v1/things", "{}", chatKey, "k"); second.Body.String() != `{"n":2}` {
 				t.Errorf("the second attempt: %d %s", second.Code, second.Body)
@@ -245,7 +245,7 @@ func TestOwnPostsHonourKeys(t *testing.T) {
 		t.Errorf("%d %s, then %d %s", first.Code, first.Body, again.Code, again.Body)
 	}
 	a.refused(a.keyed("/v1/skills/other/disable", `{"reason":"x"}`, token, "k"), 422, "another request")
-	n := value[int](t, a.pool, `select count(*) from agent_activity where skill_name = @s`, postgres.Strict{"s": "disable_skill"})
+	n := pgtest.Value[int](t, a.pool, `select count(*) from agent_activity where skill_name = @s`, postgres.Strict{"s": "disable_skill"})
 	if n != 1 {
 		t.Errorf("done %d times", n)
 	}
@@ -255,7 +255,7 @@ func TestOwnPostsHonourKeys(t *testing.T) {
 func TestAKeyMakesSomethingNewOnAnotherDay(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	exec(t, a.pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)
+	pgtest.Exec(t, a.pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)
 	for name, test := range map[string]struct {
 		path, body, table string
 		status            int
@@ -268,20 +268,20 @@ func TestAKeyMakesSomethingNewOnAnotherDay(t *testing.T) {
 			a.t = t
 			made := func(want int) {
 				t.Helper()
-				exec(t, a.pool, `delete from agent_idempotency`) // as when its process died, or when its day is over
+				pgtest.Exec(t, a.pool, `delete from agent_idempotency`) // as when its process died, or when its day is over
 				if w := a.keyed(test.path, test.body, token, "nightly"); w.Code != test.status {
 					t.Fatalf("got %d %s", w.Code, w.Body)
 				}
-				if n := value[int](t, a.pool, `select count(*) from `+test.table); n != want {
+				if n := pgtest.Value[int](t, a.pool, `select count(*) from `+test.table); n != want {
 					t.Errorf("%d were made, not %d", n, want)
 				}
 			}
 			made(1)
 			made(1)
-			exec(t, a.pool, `update `+test.table+` set id = lanekeeper.agent_uuid7(clock_timestamp() - interval '25 hours')`)
+			pgtest.Exec(t, a.pool, `update `+test.table+` set id = lanekeeper.agent_uuid7(clock_timestamp() - interval '25 hours')`)
 			made(2)
 			made(2)
-			exec(t, a.pool, `update `+test.table+` set id = lanekeeper.agent_uuid7(clock_timestamp() - interval '23 hours') where id > lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '1 hour')`)
+			pgtest.Exec(t, a.pool, `update `+test.table+` set id = lanekeeper.agent_uuid7(clock_timestamp() - interval '23 hours') where id > lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '1 hour')`)
 			made(2)
 		})
 	}
@@ -292,8 +292,8 @@ func TestAKeyIsFreeWhenTheDatabaseIsBack(t *testing.T) {
 	t.Parallel()
 	var calls atomic.Int64
 	var a *agent
-	away := func() { exec(t, a.pool, `alter table agent_idempotency rename to away`) }
-	back := func() { exec(t, a.pool, `alter table away rename to agent_idempotency`) }
+	away := func() { pgtest.Exec(t, a.pool, `alter table agent_idempotency rename to away`) }
+	back := func() { pgtest.Exec(t, a.pool, `alter table away rename to agent_idempotency`) }
 	a = surfaced(t, counted(&calls, func(w http.ResponseWriter, r *http.Request, n int64) {
 		switch n {
 		case 1:
@@ -347,7 +347,7 @@ func TestAKeyWhoseClaimWasNotHeardOfIsFreeWhenTheDatabaseIsBack(t *testing.T) {
 	}
 	deaf.gone.Store(true)
 	a.refused(a.keyed("/v1/executions", start, token, "unheard"), 503, "")
-	if n := value[int](t, pool, `select count(*) from agent_idempotency where key = 'unheard'`); n != 1 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_idempotency where key = 'unheard'`); n != 1 {
 		t.Fatalf("the key was taken %d times", n)
 	}
 	deaf.gone.Store(false)
@@ -382,7 +382,7 @@ func TestAKeyIsFreeElsewhereWhenTheDatabaseIsBack(t *testing.T) {
 			made(w, r, n)
 			return
 		}
-		exec(t, pool, `update agent_idempotency set lease_until = clock_timestamp() + interval '1 hour'`)
+		pgtest.Exec(t, pool, `update agent_idempotency set lease_until = clock_timestamp() + interval '1 hour'`)
 		deaf.gone.Store(true)
 		w.WriteHeader(http.StatusServiceUnavailable)
 	})

@@ -15,6 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/flows"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -35,7 +36,7 @@ func (a *agent) begin(flow string, id trace.ID) executions.Execution {
 // claim lets a worker of its own run an execution.
 func (a *agent) claim(x executions.Execution) {
 	a.t.Helper()
-	exec(a.t, a.pool, `
+	pgtest.Exec(a.t, a.pool, `
 		with w as (insert into agent_workers (name, expires_at) values ('w', clock_timestamp() + interval '1 minute') returning id)
 		update agent_executions x set status = 'running', claimed_by = w.id, claim = x.claim + 1 from w where x.id = @id`,
 		postgres.Strict{"id": x.ID})
@@ -45,7 +46,7 @@ func (a *agent) claim(x executions.Execution) {
 func (a *agent) fails(x executions.Execution) {
 	a.t.Helper()
 	a.claim(x)
-	exec(a.t, a.pool, `update agent_executions set status = 'failed' where id = @id`, postgres.Strict{"id": x.ID})
+	pgtest.Exec(a.t, a.pool, `update agent_executions set status = 'failed' where id = @id`, postgres.Strict{"id": x.ID})
 }
 
 // note writes an activity.
@@ -70,7 +71,7 @@ func (a *agent) skill(name string) {
 // take takes a lane for an owner.
 func (a *agent) take(lane, owner string) {
 	a.t.Helper()
-	got := value[bool](a.t, a.pool, `select try_acquire_agent_lock(@lane, @owner, 300)`, postgres.Strict{"lane": lane, "owner": owner})
+	got := pgtest.Value[bool](a.t, a.pool, `select try_acquire_agent_lock(@lane, @owner, 300)`, postgres.Strict{"lane": lane, "owner": owner})
 	if !got {
 		a.t.Fatalf("%s does not get %s", owner, lane)
 	}
@@ -204,12 +205,12 @@ func TestListingsStayWholeUnderConcurrentWriters(t *testing.T) {
 func TestTheLongestPageSaysWhetherThereIsMore(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	exec(t, a.pool, `
+	pgtest.Exec(t, a.pool, `
 		insert into agent_executions (trace_id, surface, flow) select lanekeeper.agent_trace_id('fl'), 'flow', 'beat' from generate_series(1, 500)`)
 	if got := a.list("/v1/executions", "id", 500, nil); len(got) != 500 {
 		t.Errorf("%d executions", len(got))
 	}
-	exec(t, a.pool, `insert into agent_executions (trace_id, surface, flow) values (lanekeeper.agent_trace_id('fl'), 'flow', 'beat')`)
+	pgtest.Exec(t, a.pool, `insert into agent_executions (trace_id, surface, flow) values (lanekeeper.agent_trace_id('fl'), 'flow', 'beat')`)
 	if got := a.list("/v1/executions", "id", 500, nil); len(got) != 501 {
 		t.Errorf("%d executions", len(got))
 	}
@@ -227,7 +228,7 @@ func TestFiltersNarrowListings(t *testing.T) {
 	a.skill("look")
 	a.skill("say")
 	a.post("/v1/skills/say/disable", `{"reason":"too loud"}`, &struct{}{})
-	audit := value[string](t, a.pool, `select id::text from agent_activity where skill_name = 'disable_skill'`)
+	audit := pgtest.Value[string](t, a.pool, `select id::text from agent_activity where skill_name = 'disable_skill'`)
 	for path, test := range map[string]struct {
 		field string
 		want  []string
@@ -330,7 +331,7 @@ func TestFlowsAreListedByName(t *testing.T) {
 func TestRequestsAreListed(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	exec(t, a.pool, `
+	pgtest.Exec(t, a.pool, `
 		with x as (
 		  insert into agent_executions (trace_id, surface, flow) values ('fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'a') returning id, trace_id)
 		insert into agent_requests (kind, execution_id, trace_id, thread_id, title, items)

@@ -23,7 +23,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
@@ -202,21 +201,4 @@ func (a *agent) conforms(method, path string, status int, body []byte) {
 		return
 	}
 	a.t.Errorf("%s is not documented", path)
-}
-
-func exec(t *testing.T, db postgres.DB, sql string, args ...any) {
-	t.Helper()
-	if _, err := db.Exec(t.Context(), sql, args...); err != nil {
-		t.Fatalf("%s: %v", sql, err)
-	}
-}
-
-// value reads one value.
-func value[T any](t *testing.T, db postgres.DB, sql string, args ...any) T {
-	t.Helper()
-	var v T
-	if err := db.QueryRow(t.Context(), sql, args...).Scan(&v); err != nil {
-		t.Fatalf("%s: %v", sql, err)
-	}
-	return v
 }

@@ -10,6 +10,7 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/memory"
 )
 
@@ -75,7 +76,7 @@ func TestTwoBrowsersDoNotOverwriteEachOther(t *testing.T) {
 	if status, header, _ = put("anew", having("If-None-Match", "*")); status != 200 || header.Get("ETag") != `"5"` {
 		t.Errorf("kept anew: %d %v", status, header)
 	}
-	if n := value[int](t, a.pool, `select count(*) from agent_activity where skill_name = 'set_memory'`); n != 5 {
+	if n := pgtest.Value[int](t, a.pool, `select count(*) from agent_activity where skill_name = 'set_memory'`); n != 5 {
 		t.Errorf("%d writes are recorded", n)
 	}
 }
@@ -147,7 +148,7 @@ func TestAMemoryConflictIsListedAndDecidedOnce(t *testing.T) {
 	if c.Status != memory.ConflictTaken || c.Revision != 4 || string(c.Current) != `"late"` {
 		t.Errorf("got %+v", c)
 	}
-	a.audited(w.Header().Get("X-Trace-Id"), value[string](t, a.pool, `
+	a.audited(w.Header().Get("X-Trace-Id"), pgtest.Value[string](t, a.pool, `
 		select id::text from agent_activity where skill_name = 'decide_memory_conflict' and input ->> 'decision' = 'take'`), "decide_memory_conflict", "it is newer")
 	a.get("/v1/memory/conflicts?status=all", &list)
 	if len(list.Items) != 2 || list.Items[1].Status != memory.ConflictTaken {
@@ -162,7 +163,7 @@ func TestWhatWasDecidedMeanwhileIsNotOverruledUnseen(t *testing.T) {
 	a := start(t)
 	a.objective("grow")
 	seen := a.get("/v1/objectives/grow", &struct{}{}).Get("ETag")
-	exec(t, a.pool, `update agent_objectives set due_at = clock_timestamp(), last_trace_id = 'hb_1'`) // a run is no decision
+	pgtest.Exec(t, a.pool, `update agent_objectives set due_at = clock_timestamp(), last_trace_id = 'hb_1'`) // a run is no decision
 	if now := a.get("/v1/objectives/grow", &struct{}{}).Get("ETag"); now != seen {
 		t.Errorf("a run changed the ETag from %s to %s", seen, now)
 	}
@@ -185,7 +186,7 @@ func TestMemoryIsForgottenAndAudited(t *testing.T) {
 	a := start(t)
 	a.remember("a/../b", "facts")
 	a.remember("kept", "facts")
-	id := value[string](t, a.pool, `select id::text from agent_memory where key = 'a/../b'`)
+	id := pgtest.Value[string](t, a.pool, `select id::text from agent_memory where key = 'a/../b'`)
 	a.refused(a.raw("POST", "/v1/memory/"+id+"/forget", `{"reason":" "}`, asAdmin()), 400, "reason")
 	var got change
 	a.post("/v1/memory/"+id+"/forget", `{"reason":"it is wrong"}`, &got)
@@ -197,13 +198,13 @@ func TestMemoryIsForgottenAndAudited(t *testing.T) {
 	if err != nil || len(entries) != 1 || entries[0].Key != "kept" {
 		t.Errorf("left are %+v, %v", entries, err)
 	}
-	if text := value[string](t, a.pool, `select input::text from agent_activity where skill_name = 'forget_memory'`); text == "" || len(text) > 300 {
+	if text := pgtest.Value[string](t, a.pool, `select input::text from agent_activity where skill_name = 'forget_memory'`); text == "" || len(text) > 300 {
 		t.Errorf("the record is %s", text)
 	}
 	for _, none := range []string{id, "kept", "%00", "%ff", "018f0000-0000-7000-8000-000000000000"} {
 		a.refused(a.raw("POST", "/v1/memory/"+none+"/forget", `{"reason":"x"}`, asAdmin()), 404, "not found")
 	}
-	if n := value[int](t, a.pool, `select count(*) from agent_activity where skill_name = 'forget_memory'`); n != 1 {
+	if n := pgtest.Value[int](t, a.pool, `select count(*) from agent_activity where skill_name = 'forget_memory'`); n != 1 {
 		t.Errorf("%d audits", n)
 	}
 }
@@ -224,7 +225,7 @@ func TestAnObjectiveIsPausedAndResumed(t *testing.T) {
 		a.refused(a.raw("POST", "/v1/objectives/grow/"+step.action, `{"reason":"x"}`, asAdmin()), 409, "not ")
 	}
 	a.refused(a.raw("POST", "/v1/objectives/none/pause", `{"reason":"x"}`, asAdmin()), 404, "not found")
-	if n := value[int](t, a.pool, `select count(*) from agent_activity where skill_name like '%_objective'`); n != 2 {
+	if n := pgtest.Value[int](t, a.pool, `select count(*) from agent_activity where skill_name like '%_objective'`); n != 2 {
 		t.Errorf("%d audits", n)
 	}
 }
@@ -271,7 +272,7 @@ func TestAChangeIsBasedOnWhatTheAdminHasSeen(t *testing.T) {
 			if still := a.get(m.path, &struct{}{}).Get("ETag"); still != now || tag != now {
 				t.Errorf("it was at %s, is at %s, and the refusal says %s", now, still, tag)
 			}
-			if n := value[int](t, a.pool, `select count(*) from agent_activity where skill_name = $1`, m.then+"_"+m.what); n != 0 {
+			if n := pgtest.Value[int](t, a.pool, `select count(*) from agent_activity where skill_name = $1`, m.then+"_"+m.what); n != 0 {
 				t.Errorf("the refusal is recorded %d times", n)
 			}
 			for _, bad := range [][2]string{{"If-Match", strings.Trim(now, `"`)}, {"If-Match", `"0"`}, {"If-Match", ""}, {"If-None-Match", "*"}, {"If-None-Match", now}} {

@@ -119,7 +119,7 @@ func TestANewerSchemaThatCameMeanwhileIsReady(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	run(t, a.engine)
-	exec(t, a.pool, `insert into agent_migrations (version, name, hash) values (9999, '9999_later.sql', 'x')`)
+	pgtest.Exec(t, a.pool, `insert into agent_migrations (version, name, hash) values (9999, '9999_later.sql', 'x')`)
 	if got := a.probe(200); !strings.Contains(got.Checks["schema"].Detail, "newer") {
 		t.Errorf("checks are %+v", got.Checks)
 	}
@@ -129,7 +129,7 @@ func TestAnotherSchemaIsNotReady(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	run(t, a.engine)
-	exec(t, a.pool, `update agent_migrations set hash = 'x' where version = 200`)
+	pgtest.Exec(t, a.pool, `update agent_migrations set hash = 'x' where version = 200`)
 	got := a.probe(503)
 	if got.failing() != "schema" || !strings.Contains(got.Checks["schema"].Detail, "differs") {
 		t.Errorf("checks are %+v", got.Checks)

@@ -138,7 +138,7 @@ func TestListingsAreNarrowedToAnAgent(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		exec(t, a.pool, `insert into agent_threads (id, channel, agent) values (@id, 'chat', @agent)`, postgres.Strict{"id": x.ID, "agent": agent})
+		pgtest.Exec(t, a.pool, `insert into agent_threads (id, channel, agent) values (@id, 'chat', @agent)`, postgres.Strict{"id": x.ID, "agent": agent})
 	}
 	for path, field := range map[string]string{"/v1/executions": "id", "/v1/traces": "trace_id", "/v1/threads": "id"} {
 		if got := a.list(path+"?agent=sales", field, 1, nil); len(got) != 2 {
@@ -155,18 +155,18 @@ func TestListingsAreNarrowedToAnAgent(t *testing.T) {
 func TestTargetsAndEndpointsAreSwitchedAndThatIsAudited(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	exec(t, a.pool, `insert into agent_webhook_targets (name, url, secrets, events) values ('ops', 'https://ops.example', '{"${S}"}', '{"*"}')`)
-	exec(t, a.pool, `insert into agent_webhook_endpoints (name, scheme, secrets, actions) values ('shop', 'standard', '{"${S}"}', '[]')`)
+	pgtest.Exec(t, a.pool, `insert into agent_webhook_targets (name, url, secrets, events) values ('ops', 'https://ops.example', '{"${S}"}', '{"*"}')`)
+	pgtest.Exec(t, a.pool, `insert into agent_webhook_endpoints (name, scheme, secrets, actions) values ('shop', 'standard', '{"${S}"}', '[]')`)
 	for path, table := range map[string]string{"targets/ops": "agent_webhook_targets", "endpoints/shop": "agent_webhook_endpoints"} {
 		var got change
 		a.post("/v1/webhooks/"+path+"/disable", `{"reason":"they move"}`, &got)
-		if !got.Changed || value[string](t, a.pool, `select disabled_by || ': ' || disabled_reason from `+table) != "admin: they move" {
+		if !got.Changed || pgtest.Value[string](t, a.pool, `select disabled_by || ': ' || disabled_reason from `+table) != "admin: they move" {
 			t.Errorf("%s: %+v", path, got)
 		}
 		action := map[string]string{"targets/ops": "disable_webhook_target", "endpoints/shop": "disable_webhook"}[path]
 		a.audited(got.TraceID, got.ActivityID, action, "they move")
 		a.post("/v1/webhooks/"+path+"/enable", `{"reason":"they are back"}`, &got)
-		if !got.Changed || !value[bool](t, a.pool, `select enabled from `+table) {
+		if !got.Changed || !pgtest.Value[bool](t, a.pool, `select enabled from `+table) {
 			t.Errorf("%s is not back: %+v", path, got)
 		}
 		a.refused(a.raw("POST", "/v1/webhooks/"+path+"x/enable", `{"reason":"x"}`, asAdmin()), http.StatusNotFound, "not found")
@@ -180,13 +180,13 @@ func TestTargetsAndEndpointsAreSwitchedAndThatIsAudited(t *testing.T) {
 func TestADeadMessageIsResentAndThatIsAudited(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	id := value[string](t, a.pool, `
+	id := pgtest.Value[string](t, a.pool, `
 		with t as (insert into agent_webhook_targets (name, url, secrets, events) values ('ops', 'https://ops.example', '{"${S}"}', '{"*"}') returning id)
 		insert into agent_webhook_outbox (target_id, event, payload, trace_id, status, attempts)
 		select id, 'execution.failed', '{}', 'wh_1', 'dead', 10 from t returning id::text`)
 	var got change
 	a.post("/v1/webhooks/outbox/"+id+"/resend", `{"reason":"they are back"}`, &got)
-	if !got.Changed || value[string](t, a.pool, `select status || attempts from agent_webhook_outbox`) != "pending10" {
+	if !got.Changed || pgtest.Value[string](t, a.pool, `select status || attempts from agent_webhook_outbox`) != "pending10" {
 		t.Errorf("answer is %+v", got)
 	}
 	a.audited(got.TraceID, got.ActivityID, "resend_webhook", "they are back")
@@ -198,7 +198,7 @@ func TestADeadMessageIsResentAndThatIsAudited(t *testing.T) {
 func TestADeadRunIsTriedAgainAndThatIsAudited(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	id := value[string](t, a.pool, `
+	id := pgtest.Value[string](t, a.pool, `
 		with a as (insert into agent_automations (name, cron, skill_name) values ('nightly', '@daily', 'fetch') returning id)
 		insert into agent_automation_runs (automation_id, cause, scheduled_for, status) select id, 'cron', now(), 'dead' from a returning id::text`)
 	var run automations.Run
@@ -207,7 +207,7 @@ func TestADeadRunIsTriedAgainAndThatIsAudited(t *testing.T) {
 	if run.Status != automations.Error || run.RetryAt == nil {
 		t.Errorf("run is %+v", run)
 	}
-	told := value[string](t, a.pool, `select skill_name || ' by ' || agent || ': ' || purpose from agent_activity where trace_id = @trace`,
+	told := pgtest.Value[string](t, a.pool, `select skill_name || ' by ' || agent || ': ' || purpose from agent_activity where trace_id = @trace`,
 		postgres.Strict{"trace": header.Get("X-Trace-Id")})
 	if told != "redrive_automation by admin: the site is back" {
 		t.Errorf("the audit says %q", told)
@@ -242,7 +242,7 @@ func stored(t *testing.T, body []byte) (d documents.Document) {
 func TestAnAdminStoresFetchesAndDeletesADocument(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	exec(t, a.pool, `insert into agent_threads (id, channel, owner_kind, owner) values ('maria', 'chat', 'admin', 'admin')`)
+	pgtest.Exec(t, a.pool, `insert into agent_threads (id, channel, owner_kind, owner) values ('maria', 'chat', 'admin', 'admin')`)
 	body, kind := fileForm(t, "../../a \"b\".html", "<html><script>alert(1)</script>")
 	w := a.raw("POST", "/v1/documents?thread_id=maria", body, having("Content-Type", kind))
 	if w.Code != 201 || w.Header().Get("X-Trace-Id") == "" {
@@ -273,12 +273,12 @@ func TestAnAdminStoresFetchesAndDeletesADocument(t *testing.T) {
 	a.refused(a.raw("GET", "/v1/documents/"+d.ID, "", asAdmin()), 404, "no such document")
 	a.refused(a.raw("GET", "/v1/documents/"+d.ID+"/content", "", asAdmin()), 404, "no such document")
 	a.refused(a.raw("DELETE", "/v1/documents/"+d.ID, `{"reason":"again"}`, asAdmin()), 404, "no such document")
-	acts := value[string](t, a.pool, `
+	acts := pgtest.Value[string](t, a.pool, `
 		select string_agg(skill_name || coalesce(input ->> 'document', ''), ' ' order by id) from agent_activity where skill_name like '%\_document'`)
 	if acts != "add_document"+d.ID+" add_document"+raw.ID+" delete_document"+d.ID {
 		t.Errorf("the audit has %s", acts)
 	}
-	if n := value[int](t, a.pool, `select count(*) from agent_activity a where a::text like '%alert(1)%'`); n != 0 {
+	if n := pgtest.Value[int](t, a.pool, `select count(*) from agent_activity a where a::text like '%alert(1)%'`); n != 0 {
 		t.Error("the audit has the content")
 	}
 }
@@ -311,7 +311,7 @@ func TestAnUploadThatCannotBeIsRefused(t *testing.T) {
 	if w := a.raw("POST", "/v1/documents", "x", http.Header{}); w.Code != 401 {
 		t.Errorf("without a token: %d", w.Code)
 	}
-	if n := value[int](t, a.pool, `select count(*) from agent_documents`); n != 0 {
+	if n := pgtest.Value[int](t, a.pool, `select count(*) from agent_documents`); n != 0 {
 		t.Errorf("%d documents are there", n)
 	}
 }

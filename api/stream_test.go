@@ -263,7 +263,7 @@ func TestTheStatusOfARunIsStreamedUntilItsEnd(t *testing.T) {
 	}{
 		{"pending", func() { a.claim(x) }},
 		{"running", func() {
-			exec(t, a.pool, `update agent_executions set status = 'waiting', claim = claim + 1, waiting_for = 'event', waiting_key = 'k',
+			pgtest.Exec(t, a.pool, `update agent_executions set status = 'waiting', claim = claim + 1, waiting_for = 'event', waiting_key = 'k',
 				waiting_until = '2999-01-01' where id = @id`, postgres.Strict{"id": x.ID})
 		}},
 		{"waiting", func() {

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -28,9 +29,9 @@ func (a *agent) creates(path, body string, into any) {
 // outsideRun makes a run that a worker outside has locked, and returns its id and its lock.
 func (a *agent) outsideRun(owner string) (id, lock string) {
 	a.t.Helper()
-	id = value[string](a.t, a.pool, `insert into agent_executions (trace_id, surface, agent, flow)
+	id = pgtest.Value[string](a.t, a.pool, `insert into agent_executions (trace_id, surface, agent, flow)
 		values (lanekeeper.agent_trace_id('fl'), 'flow', 'outside', 'external') returning id::text`)
-	return id, value[string](a.t, a.pool, `select lock_id from lock_agent_execution($1, $2)`, id, owner)
+	return id, pgtest.Value[string](a.t, a.pool, `select lock_id from lock_agent_execution($1, $2)`, id, owner)
 }
 
 func TestWorkersOutsideAndAdminsSpeakInThreads(t *testing.T) {
@@ -48,7 +49,7 @@ func TestWorkersOutsideAndAdminsSpeakInThreads(t *testing.T) {
 		a.refused(a.raw("POST", "/v1/threads", `{"id":"x","idle_seconds":`+idle+`}`, asAdmin()), 400, "idle_seconds")
 	}
 	a.creates("/v1/threads", `{"id":"quick","idle_seconds":20}`, &made)
-	if made.IdleSeconds != 20 || value[int](t, a.pool, `select idle_seconds from agent_threads where id = 'maria'`) != 600 {
+	if made.IdleSeconds != 20 || pgtest.Value[int](t, a.pool, `select idle_seconds from agent_threads where id = 'maria'`) != 600 {
 		t.Errorf("idle time: %+v", made)
 	}
 
@@ -70,10 +71,10 @@ func TestWorkersOutsideAndAdminsSpeakInThreads(t *testing.T) {
 	if !got.Success || !got.Queued {
 		t.Errorf("the admin's: %+v", got)
 	}
-	exec(t, a.pool, `select unlock_agent_execution($1, $2, 'completed')`, first, lock)
-	exec(t, a.pool, `select lanekeeper.flush_agent_threads()`)
-	exec(t, a.pool, `select unlock_agent_execution($1, $2, 'completed')`, second, other)
-	exec(t, a.pool, `select lanekeeper.flush_agent_threads()`)
+	pgtest.Exec(t, a.pool, `select unlock_agent_execution($1, $2, 'completed')`, first, lock)
+	pgtest.Exec(t, a.pool, `select lanekeeper.flush_agent_threads()`)
+	pgtest.Exec(t, a.pool, `select unlock_agent_execution($1, $2, 'completed')`, second, other)
+	pgtest.Exec(t, a.pool, `select lanekeeper.flush_agent_threads()`)
 	var shown struct{ Messages []threads.Message }
 	a.get("/v1/threads/maria", &shown)
 	var order []string
@@ -83,7 +84,7 @@ func TestWorkersOutsideAndAdminsSpeakInThreads(t *testing.T) {
 	if fmt.Sprint(order) != "[an admin two three one]" {
 		t.Errorf("newest first: %v", order)
 	}
-	if n := value[int](t, a.pool, `select count(*)::int from agent_activity where skill_name = 'send_message' and agent = 'admin'`); n != 1 {
+	if n := pgtest.Value[int](t, a.pool, `select count(*)::int from agent_activity where skill_name = 'send_message' and agent = 'admin'`); n != 1 {
 		t.Errorf("%d records of the admin's message", n)
 	}
 }
@@ -99,9 +100,9 @@ func TestTheLinesOfAMessageNameTheRunAndItsTrace(t *testing.T) {
 	a.creates("/v1/threads/pedro/messages", `{"content":"an admin"}`, nil)
 	got := a.log.String()
 	traceOf := func(id string) string {
-		return value[string](t, a.pool, `select trace_id from agent_executions where id = $1`, id)
+		return pgtest.Value[string](t, a.pool, `select trace_id from agent_executions where id = $1`, id)
 	}
-	audit := value[string](t, a.pool, `select trace_id from agent_activity where skill_name = 'send_message'`)
+	audit := pgtest.Value[string](t, a.pool, `select trace_id from agent_activity where skill_name = 'send_message'`)
 	for _, line := range []string{
 		fmt.Sprintf(`msg="lane acquired" trace_id=%s execution_id=%s lane=thread:pedro owner=%s#1`, traceOf(first), first, first),
 		fmt.Sprintf(`msg="lane busy" trace_id=%s execution_id=%s lane=thread:pedro owner=%s#1 holder=%s#1`, traceOf(second), second, second, first),
@@ -136,9 +137,9 @@ func TestMessagesThatAreRefused(t *testing.T) {
 		a.refused(a.raw("POST", path, body, asAdmin()), want.status, want.words)
 	}
 	a.refused(a.raw("POST", "/v1/threads/none/messages", `{"content":"x"}`, asAdmin()), 404, "no such thread")
-	exec(t, a.pool, `select cancel_agent_execution($1, 'admin', 'enough')`, id)
+	pgtest.Exec(t, a.pool, `select cancel_agent_execution($1, 'admin', 'enough')`, id)
 	a.refused(a.raw("POST", path, fmt.Sprintf(`{"content":"x","execution_id":%q,"lock_id":%q}`, id, lock), asAdmin()), 409, "ended")
-	if n := value[int](t, a.pool, `select count(*)::int from agent_messages`); n != 0 {
+	if n := pgtest.Value[int](t, a.pool, `select count(*)::int from agent_messages`); n != 0 {
 		t.Errorf("%d messages were sent", n)
 	}
 }
@@ -156,10 +157,10 @@ func TestAMessageOfAKeyIsSentOnce(t *testing.T) {
 		if response.Code != http.StatusCreated {
 			t.Fatalf("status %d", response.Code)
 		}
-		ids = append(ids, value[string](t, a.pool, `select max(id::text) from agent_messages`))
-		exec(t, a.pool, `delete from agent_idempotency`)
+		ids = append(ids, pgtest.Value[string](t, a.pool, `select max(id::text) from agent_messages`))
+		pgtest.Exec(t, a.pool, `delete from agent_idempotency`)
 	}
-	if n := value[int](t, a.pool, `select count(*)::int from agent_messages`); n != 1 || ids[0] != ids[1] {
+	if n := pgtest.Value[int](t, a.pool, `select count(*)::int from agent_messages`); n != 1 || ids[0] != ids[1] {
 		t.Errorf("%d messages, %v", n, ids)
 	}
 }

@@ -72,13 +72,6 @@ func finish(t *testing.T, pool *pgxpool.Pool, run automations.Run, result automa
 	return run
 }
 
-func exec(t *testing.T, pool *pgxpool.Pool, sql string) {
-	t.Helper()
-	if _, err := pool.Exec(t.Context(), sql); err != nil {
-		t.Fatal(err)
-	}
-}
-
 func due(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
 	list, err := automations.Due(t.Context(), pool, 0)
@@ -160,10 +153,10 @@ func TestPutKeepsWhatWasLearned(t *testing.T) {
 	if changed, err := automations.Put(t.Context(), pool, d, automations.SourceWorkspace); changed || err != nil {
 		t.Errorf("the same again: %v, %v", changed, err)
 	}
-	exec(t, pool, `
+	pgtest.Exec(t, pool, `
 		insert into agent_skills (name, tool_definition, handler, enabled, disabled_by, disabled_reason, disabled_at)
 		values ('s', '{}', 'builtin:x', false, 'self_heal', '3 failures', clock_timestamp())`)
-	exec(t, pool, `update agent_automations set next_run_at = '2020-01-01'`)
+	pgtest.Exec(t, pool, `update agent_automations set next_run_at = '2020-01-01'`)
 	d.Description = "other"
 	if a := put(t, pool, d); a.Enabled || a.PausedFor != "s" || a.NextRunAt.Year() != 2020 || a.Description != "other" {
 		t.Errorf("got %+v", a)
@@ -282,7 +275,7 @@ func TestATimeThatWasRunBeforeIsPassedBy(t *testing.T) {
 	pool := pgtest.DB(t)
 	a := putDue(t, pool, automations.Definition{Name: "a"}, "1 hour")
 	claim(t, pool, a)
-	exec(t, pool, `update agent_automations set next_run_at = '`+a.NextRunAt.Format(time.RFC3339Nano)+`'`)
+	pgtest.Exec(t, pool, `update agent_automations set next_run_at = '`+a.NextRunAt.Format(time.RFC3339Nano)+`'`)
 	if _, ok, err := automations.Claim(t.Context(), pool, a.ID, *a.NextRunAt, "", traceID); ok || err != nil {
 		t.Errorf("run twice: %v, %v", ok, err)
 	}
@@ -304,7 +297,7 @@ func TestARunIsTriedAgainUntilItIsDead(t *testing.T) {
 		if _, ok, _ := automations.Take(t.Context(), pool, run.ID, run.Attempt, "", traceID); ok {
 			t.Error("retried before its time")
 		}
-		exec(t, pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
+		pgtest.Exec(t, pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
 		retries, err := automations.Ready(t.Context(), pool, 0)
 		if err != nil || len(retries) != 1 {
 			t.Fatalf("retries %+v, %v", retries, err)
@@ -382,7 +375,7 @@ func TestFinishIsComparedAndSet(t *testing.T) {
 func TestAutomationsArePausedWithTheirSkillWhoeverDisablesIt(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	exec(t, pool, `insert into agent_skills (name, tool_definition, handler) values ('broken', '{}', 'builtin:x'), ('fine', '{}', 'builtin:x')`)
+	pgtest.Exec(t, pool, `insert into agent_skills (name, tool_definition, handler) values ('broken', '{}', 'builtin:x'), ('fine', '{}', 'builtin:x')`)
 	for _, name := range []string{"one", "two", "admins"} {
 		putDue(t, pool, automations.Definition{Name: name, Skill: "broken"}, "1 hour")
 	}
@@ -400,10 +393,10 @@ func TestAutomationsArePausedWithTheirSkillWhoeverDisablesIt(t *testing.T) {
 		}
 	}
 	run := finish(t, pool, claim(t, pool, get(t, pool, "one")), automations.Result{Error: "x"})
-	exec(t, pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
+	pgtest.Exec(t, pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
 	disable("admins", true)
 	for _, by := range []string{"self_heal", "admin", "mcp"} {
-		exec(t, pool, `update agent_skills set enabled = false, disabled_by = '`+by+`', disabled_reason = 'broken' where name = 'broken'`)
+		pgtest.Exec(t, pool, `update agent_skills set enabled = false, disabled_by = '`+by+`', disabled_reason = 'broken' where name = 'broken'`)
 		paused("one", "two")
 		if a := get(t, pool, "one"); a.DisabledBy != by || a.DisabledReason != "its skill broken is disabled: broken" || a.DisabledAt == nil {
 			t.Errorf("got %+v", a)
@@ -414,7 +407,7 @@ func TestAutomationsArePausedWithTheirSkillWhoeverDisablesIt(t *testing.T) {
 		if _, ok, _ := automations.Take(t.Context(), pool, run.ID, 1, "", traceID); ok {
 			t.Error("a paused automation was retried")
 		}
-		exec(t, pool, `update agent_skills set enabled = true, disabled_by = '' where name = 'broken'`)
+		pgtest.Exec(t, pool, `update agent_skills set enabled = true, disabled_by = '' where name = 'broken'`)
 		paused()
 		if a, b, c := get(t, pool, "one"), get(t, pool, "admins"), get(t, pool, "other"); !a.Enabled || a.DisabledAt != nil || b.Enabled || !c.Enabled {
 			t.Errorf("after the skill was enabled again: %+v, %+v, %+v", a, b, c)
@@ -423,8 +416,8 @@ func TestAutomationsArePausedWithTheirSkillWhoeverDisablesIt(t *testing.T) {
 	if ok, err := automations.Enable(t.Context(), pool, "admins"); !ok || err != nil {
 		t.Errorf("enable: %v, %v", ok, err)
 	}
-	exec(t, pool, `update agent_skills set enabled = false, disabled_by = 'self_heal' where name = 'broken'`)
-	exec(t, pool, `update agent_skills set disabled_by = 'admin', disabled_reason = 'for good' where name = 'broken'`)
+	pgtest.Exec(t, pool, `update agent_skills set enabled = false, disabled_by = 'self_heal' where name = 'broken'`)
+	pgtest.Exec(t, pool, `update agent_skills set disabled_by = 'admin', disabled_reason = 'for good' where name = 'broken'`)
 	paused("admins", "one", "two")
 	if a := get(t, pool, "two"); a.DisabledBy != "admin" || a.DisabledReason != "its skill broken is disabled: for good" {
 		t.Errorf("got %+v", a)
@@ -443,7 +436,7 @@ func TestAutomationsArePausedWithTheirSkillWhoeverDisablesIt(t *testing.T) {
 func TestNoAutomationIsInServiceWhileItsSkillIsNot(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	exec(t, pool, `
+	pgtest.Exec(t, pool, `
 		insert into agent_skills (name, tool_definition, handler, enabled, disabled_by)
 		values ('broken', '{}', 'builtin:x', false, 'admin'), ('fine', '{}', 'builtin:x', true, '')`)
 	a := put(t, pool, automations.Definition{Name: "a", Cron: "@daily", Skill: "broken"})
@@ -468,7 +461,7 @@ func TestNoAutomationIsInServiceWhileItsSkillIsNot(t *testing.T) {
 	if p := get(t, pool, "p"); p.Enabled || p.PausedFor != "broken" || p.DecidedBy != "admin" {
 		t.Errorf("the accepted proposal is %+v", p)
 	}
-	exec(t, pool, `update agent_skills set enabled = true, disabled_by = '' where name = 'broken'`)
+	pgtest.Exec(t, pool, `update agent_skills set enabled = true, disabled_by = '' where name = 'broken'`)
 	if a, p := get(t, pool, "a"), get(t, pool, "p"); !a.Enabled || !p.Enabled {
 		t.Errorf("they do not resume: %+v, %+v", a, p)
 	}
@@ -478,7 +471,7 @@ func TestNoAutomationIsInServiceWhileItsSkillIsNot(t *testing.T) {
 func TestAnAutomationIsNotMissedThatIsMadeWhileItsSkillIsDisabled(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	exec(t, pool, `insert into agent_skills (name, tool_definition, handler) values ('s', '{}', 'builtin:x')`)
+	pgtest.Exec(t, pool, `insert into agent_skills (name, tool_definition, handler) values ('s', '{}', 'builtin:x')`)
 	var wg sync.WaitGroup
 	for i := range 4 {
 		wg.Go(func() {
@@ -491,7 +484,7 @@ func TestAnAutomationIsNotMissedThatIsMadeWhileItsSkillIsDisabled(t *testing.T) 
 		})
 	}
 	for i := range 41 {
-		exec(t, pool, `update agent_skills set enabled = `+[]string{"false, disabled_by = 'admin'", "true, disabled_by = ''"}[i%2]+` where name = 's'`)
+		pgtest.Exec(t, pool, `update agent_skills set enabled = `+[]string{"false, disabled_by = 'admin'", "true, disabled_by = ''"}[i%2]+` where name = 's'`)
 	}
 	wg.Wait()
 	list, err := automations.List(t.Context(), pool, automations.Filter{Limit: 1000})
@@ -515,7 +508,7 @@ func execution(t *testing.T, pool *pgxpool.Pool, status string) (id string) {
 		t.Fatal(err)
 	}
 	if status != "running" {
-		exec(t, pool, `update agent_executions set status = '`+status+`' where id = '`+id+`'`)
+		pgtest.Exec(t, pool, `update agent_executions set status = '`+status+`' where id = '`+id+`'`)
 	}
 	return id
 }
@@ -545,11 +538,11 @@ func TestARunIsAbandonedWhenItsExecutionHasEnded(t *testing.T) {
 		}
 		of[run.ID] = name
 		if name == "none, old" {
-			exec(t, pool, `update agent_automation_runs set claimed_at = claimed_at - interval '25 hours' where id = '`+run.ID+`'`)
+			pgtest.Exec(t, pool, `update agent_automation_runs set claimed_at = claimed_at - interval '25 hours' where id = '`+run.ID+`'`)
 		}
 	}
 	ended := finish(t, pool, claim(t, pool, putDue(t, pool, automations.Definition{Name: "ended"}, "1 hour")), automations.Result{})
-	exec(t, pool, `update agent_automation_runs set execution_id = '`+execution(t, pool, "failed")+`' where id = '`+ended.ID+`'`)
+	pgtest.Exec(t, pool, `update agent_automation_runs set execution_id = '`+execution(t, pool, "failed")+`' where id = '`+ended.ID+`'`)
 	var got []string
 	for _, r := range abandoned(t, pool) {
 		got = append(got, of[r.ID])
@@ -565,12 +558,12 @@ func TestARetryIsNotAbandonedBecauseTheRunIsOld(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	run := claim(t, pool, putDue(t, pool, automations.Definition{Name: "a"}, "1 hour"))
-	exec(t, pool, `update agent_automation_runs set created_at = created_at - interval '3 days', claimed_at = claimed_at - interval '3 days'`)
+	pgtest.Exec(t, pool, `update agent_automation_runs set created_at = created_at - interval '3 days', claimed_at = claimed_at - interval '3 days'`)
 	if len(abandoned(t, pool)) != 1 {
 		t.Fatal("the first attempt is not abandoned")
 	}
 	run = finish(t, pool, run, automations.Result{Error: "abandoned"})
-	exec(t, pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
+	pgtest.Exec(t, pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
 	retry(t, pool, run)
 	if runs := abandoned(t, pool); len(runs) > 0 {
 		t.Errorf("the second is too: %+v", runs)
@@ -632,7 +625,7 @@ func TestAnAutomationFollowsItsSkillThroughEveryRace(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			pool := pgtest.DB(t)
-			exec(t, pool, `
+			pgtest.Exec(t, pool, `
 				insert into agent_skills (name, tool_definition, handler) values ('sizes', '{}', 'builtin:x'), ('other', '{}', 'builtin:x')`)
 			put(t, pool, automations.Definition{Name: "a"})
 			if _, err := pool.Exec(t.Context(), race.before); err != nil {

@@ -42,7 +42,7 @@ func TestAConditionThatIsWrongIsRefusedWithItsPlace(t *testing.T) {
 func TestAConditionLooksAtTheEventAndTheCounters(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	exec(t, pool, `select raise_agent_event('E', 'repo/1', '{}', null, '')`)
+	pgtest.Exec(t, pool, `select raise_agent_event('E', 'repo/1', '{}', null, '')`)
 	for when, want := range map[string]string{
 		``: "true",
 		`payload.action == "opened" and payload.issue.labels[0] == "bug"`: "true",
@@ -64,7 +64,7 @@ func TestAConditionLooksAtTheEventAndTheCounters(t *testing.T) {
 		}
 		a := put(t, pool, d)
 		data := `{"action": "opened", "issue": {"number": 7, "labels": ["bug", "ui"]}}`
-		exec(t, pool, `select raise_agent_event('E', 'repo/1', '`+data+`', null, '')`)
+		pgtest.Exec(t, pool, `select raise_agent_event('E', 'repo/1', '`+data+`', null, '')`)
 		runs, err := automations.Runs(t.Context(), pool, automations.RunFilter{AutomationID: a.ID, Limit: 1})
 		if err != nil || len(runs) != 1 {
 			t.Fatal(runs, err)

@@ -117,7 +117,7 @@ func put(t *testing.T, pool *pgxpool.Pool, text string) {
 func thread(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
 	const id = "maria"
-	exec(t, pool, `insert into agent_threads (id, channel, agent, owner, participant) values (@id, 'chat', 'agent', 'test', 'Maria') on conflict do nothing`,
+	pgtest.Exec(t, pool, `insert into agent_threads (id, channel, agent, owner, participant) values (@id, 'chat', 'agent', 'test', 'Maria') on conflict do nothing`,
 		postgres.Strict{"id": id})
 	return id
 }
@@ -183,13 +183,13 @@ func variables(t *testing.T, x executions.Execution) map[string]any {
 // said is what went out in the thread, in its order.
 func said(t *testing.T, db postgres.DB) string {
 	t.Helper()
-	return value[string](t, db, `select coalesce(string_agg(content, ' | ' order by seq), '') from agent_messages where role = 'assistant' and seq is not null`)
+	return pgtest.Value[string](t, db, `select coalesce(string_agg(content, ' | ' order by seq), '') from agent_messages where role = 'assistant' and seq is not null`)
 }
 
 // answer is what the other side says.
 func answer(t *testing.T, w *world, text string) {
 	t.Helper()
-	exec(t, w.pool, `select * from lanekeeper.receive_agent_message('maria', @text)`, postgres.Strict{"text": text})
+	pgtest.Exec(t, w.pool, `select * from lanekeeper.receive_agent_message('maria', @text)`, postgres.Strict{"text": text})
 }
 
 // deliver sends an event.
@@ -203,7 +203,7 @@ func deliver(t *testing.T, w *world, event, key, data string) {
 // story is the activity of an execution: type, status.
 func story(t *testing.T, db postgres.DB, id string) string {
 	t.Helper()
-	return value[string](t, db, `
+	return pgtest.Value[string](t, db, `
 		select coalesce(string_agg(skill_name || case status when 'success' then '' else ' ' || status end, ', ' order by created_at, id), '')
 		  from agent_activity where execution_id = @id and kind = 'phase'`, postgres.Strict{"id": id})
 }
@@ -212,23 +212,8 @@ func story(t *testing.T, db postgres.DB, id string) string {
 func late(t *testing.T, w *world, id string, n int) {
 	t.Helper()
 	waits(t, w.pool, id, n)
-	exec(t, w.pool, `update agent_executions set waiting_until = clock_timestamp() - interval '1 second' where id = @id and status = 'waiting'`,
+	pgtest.Exec(t, w.pool, `update agent_executions set waiting_until = clock_timestamp() - interval '1 second' where id = @id and status = 'waiting'`,
 		postgres.Strict{"id": id})
-}
-
-func exec(t *testing.T, db postgres.DB, sql string, args ...any) {
-	t.Helper()
-	if _, err := db.Exec(t.Context(), sql, args...); err != nil {
-		t.Fatalf("%s: %v", sql, err)
-	}
-}
-
-func value[T any](t *testing.T, db postgres.DB, sql string, args ...any) (v T) {
-	t.Helper()
-	if err := db.QueryRow(t.Context(), sql, args...).Scan(&v); err != nil {
-		t.Fatalf("%s: %v", sql, err)
-	}
-	return v
 }
 
 func deref(s *string) string {
@@ -310,7 +295,7 @@ actions:
 			t.Errorf("%s: %v", input, err)
 		}
 	}
-	if n := value[int](t, w.pool, `select count(*)::int from agent_executions`); n != 2 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*)::int from agent_executions`); n != 2 {
 		t.Errorf("%d executions, want the first and one fork", n)
 	}
 }
@@ -328,7 +313,7 @@ func TestALargeNumberIsKeptOverAWait(t *testing.T) {
 		t.Fatal(err)
 	}
 	until(t, w.pool, id, executions.Completed)
-	if said := value[string](t, w.pool, `select content from agent_messages order by id desc limit 1`); said != "123456789012345678" {
+	if said := pgtest.Value[string](t, w.pool, `select content from agent_messages order by id desc limit 1`); said != "123456789012345678" {
 		t.Errorf("it says %s", said)
 	}
 }
@@ -400,12 +385,12 @@ func TestAFlowWritesOnlyOverWhatItHasRead(t *testing.T) {
 				if said := deref(x.ErrorMessage); !strings.Contains(said, test.failed) || !strings.Contains(said, "nothing was changed") || !strings.Contains(said, there) {
 					t.Errorf("it says %q", said)
 				}
-				status := value[string](t, w.pool, `select status from agent_activity where skill_name in ('memory_write', 'memory_forget') and kind = 'call'`)
+				status := pgtest.Value[string](t, w.pool, `select status from agent_activity where skill_name in ('memory_write', 'memory_forget') and kind = 'call'`)
 				if status != "skipped" {
 					t.Errorf("the call is %s", status)
 				}
 			}
-			got := value[string](t, w.pool, `select coalesce((select value::text || ' at ' || revision from agent_memory), 'nothing')`)
+			got := pgtest.Value[string](t, w.pool, `select coalesce((select value::text || ' at ' || revision from agent_memory), 'nothing')`)
 			if got != test.want {
 				t.Errorf("it holds %s, want %s", got, test.want)
 			}
@@ -644,7 +629,7 @@ func TestARunningExecutionKeepsItsVersion(t *testing.T) {
 			return err
 		}
 		third = fork.ID
-		exec(t, tx, `update agent_executions set thread_id = null, input = '{"key": "k4"}' where id = @id`, postgres.Strict{"id": third})
+		pgtest.Exec(t, tx, `update agent_executions set thread_id = null, input = '{"key": "k4"}' where id = @id`, postgres.Strict{"id": third})
 		return nil
 	})
 	if err != nil {
@@ -654,7 +639,7 @@ func TestARunningExecutionKeepsItsVersion(t *testing.T) {
 	if v := x.FlowVersion; v == nil || *v != 1 || !strings.Contains(deref(x.ErrorMessage), "no thread") {
 		t.Errorf("the fork runs version %v: %s", v, deref(x.ErrorMessage))
 	}
-	got := value[string](t, w.pool, `
+	got := pgtest.Value[string](t, w.pool, `
 		select string_agg(flow_version || ' ' || content, ', ' order by m.execution_id, m.id)
 		  from agent_messages m join agent_executions x on x.id = m.execution_id where x.flow = @flow`, postgres.Strict{"flow": "a"})
 	if got != "1 before 1, 1 after 1, 2 before 2, 2 after 2" {
@@ -677,9 +662,9 @@ actions:
 	first := w.begin(t, "again", nil)
 	until(t, w.pool, first, executions.Completed)
 	pgtest.Eventually(t, patience, func() bool {
-		return value[bool](t, w.pool, `select exists (select from agent_executions where status = 'failed')`)
+		return pgtest.Value[bool](t, w.pool, `select exists (select from agent_executions where status = 'failed')`)
 	}, "one of them fails")
-	got := value[string](t, w.pool, `select count(*) || ' ' || count(*) filter (where status = 'failed' and failed_step = 'next' and error_message like '%nested 32 deep%') from agent_executions`)
+	got := pgtest.Value[string](t, w.pool, `select count(*) || ' ' || count(*) filter (where status = 'failed' and failed_step = 'next' and error_message like '%nested 32 deep%') from agent_executions`)
 	if got != "32 1" {
 		t.Errorf("executions, and those that were refused a child: %s", got)
 	}
@@ -789,10 +774,10 @@ actions:
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Error(diff)
 	}
-	if n := value[int](t, pool, `select count(*) from agent_executions`); n != 2 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions`); n != 2 {
 		t.Errorf("%d executions", n)
 	}
-	if n := value[int](t, pool, `select count(*) from agent_requests`); n != 2 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_requests`); n != 2 {
 		t.Errorf("%d requests", n)
 	}
 	if n := r.kills(); n < 30 {

@@ -102,7 +102,7 @@ func playing(t *testing.T, name, participant string) *scenario {
 	for text := range strings.SplitSeq(file(t, "../examples/onboarding/threads/"+name), "\n---\n") {
 		put(t, pool, strings.Replace(text, "kind: flow\n", "", 1))
 	}
-	exec(t, pool, witness)
+	pgtest.Exec(t, pool, witness)
 	s := &scenario{world: &world{pool: pool}, log: &lines{}, id: strings.ToLower(participant)}
 	if _, _, err := threads.Ensure(t.Context(), pool, threads.Thread{ID: s.id, Participant: participant, IdleSeconds: 600}); err != nil {
 		t.Fatal(err)
@@ -156,7 +156,7 @@ func (s *scenario) happens(t *testing.T, what string) {
 // seen is what has happened, in its order; what is the same as before it is left out.
 func (s *scenario) seen(t *testing.T) []string {
 	t.Helper()
-	return value[[]string](t, s.pool, `
+	return pgtest.Value[[]string](t, s.pool, `
 		select coalesce(array_agg(what order by n), '{}')
 		  from (select n, what, lag(what) over (order by n) as before from seen) x where what is distinct from before`)
 }
@@ -164,7 +164,7 @@ func (s *scenario) seen(t *testing.T) []string {
 // held is a row of agent_thread_locks: by whom, minutes, whose thread, and its marks; "" when nobody has the thread.
 func (s *scenario) held(t *testing.T) string {
 	t.Helper()
-	return value[string](t, s.pool, `
+	return pgtest.Value[string](t, s.pool, `
 		select coalesce((select format('%s %s min, %s%s%s, %s queued', who(active_execution_id), lock_minutes, participant_name,
 		       case when parked then ', parked' else '' end, case when stale then ', stale' else '' end, queued)
 		  from agent_thread_locks where thread_id = $1), '')`, s.id)
@@ -192,7 +192,7 @@ func TestScenarioOfIndependentAgents(t *testing.T) {
 	a := s.starts(t, "agente_a", nil)
 	waits(t, s.pool, a, 1)
 	s.holds(t, "agente_a 0 min, Juan, parked, 0 queued")
-	exec(t, s.pool, `update agent_locks set locked_at = locked_at - interval '190 seconds' where lane = 'thread:juan'`)
+	pgtest.Exec(t, s.pool, `update agent_locks set locked_at = locked_at - interval '190 seconds' where lane = 'thread:juan'`)
 
 	b := s.starts(t, "agente_b", nil)
 	until(t, s.pool, b, executions.Completed)
@@ -219,7 +219,7 @@ func TestScenarioOfIndependentAgents(t *testing.T) {
 func TestScenarioOfChainedAgents(t *testing.T) {
 	t.Parallel()
 	s := playing(t, "encadenados.yaml", "Maria")
-	exec(t, s.pool, `update agent_threads set idle_seconds = 1234`)
+	pgtest.Exec(t, s.pool, `update agent_threads set idle_seconds = 1234`)
 	parent := s.starts(t, "coordinador_encadenado", map[string]string{"pausa": "10ms", "pausa_del_recolector": "10ms"})
 	child := *waits(t, s.pool, parent, 2).WaitingKey
 	waits(t, s.pool, child, 2)
@@ -232,20 +232,20 @@ func TestScenarioOfChainedAgents(t *testing.T) {
 	if x := until(t, s.pool, parent, executions.Waiting); deref(x.WaitingFor) != "agent" {
 		t.Errorf("the coordinator waits for %s", deref(x.WaitingFor))
 	}
-	idle := value[int](t, s.pool, `select ttl_seconds from agent_locks where lane = 'thread:maria'`)
-	loans := value[string](t, s.pool, `select string_agg(who(lender) || ' to ' || who(borrower) || ' ' || ttl_seconds, ', ') from agent_lock_loans`)
+	idle := pgtest.Value[int](t, s.pool, `select ttl_seconds from agent_locks where lane = 'thread:maria'`)
+	loans := pgtest.Value[string](t, s.pool, `select string_agg(who(lender) || ' to ' || who(borrower) || ' ' || ttl_seconds, ', ') from agent_lock_loans`)
 	if idle != 1234 || loans != "coordinador to recolector 1234" {
 		t.Errorf("held for %d s; loans: %s", idle, loans)
 	}
 
-	exec(t, s.pool, `select * from lanekeeper.receive_agent_message('maria', 'Aquí está mi INE')`)
+	pgtest.Exec(t, s.pool, `select * from lanekeeper.receive_agent_message('maria', 'Aquí está mi INE')`)
 	until(t, s.pool, child, executions.Completed)
 	until(t, s.pool, parent, executions.Completed)
 	s.logged(t, 1, `msg="locks released"`, "count=1", "execution_id="+parent)
 	s.logged(t, 1, `msg="locks released"`, "execution_id="+child)
 	s.logged(t, 1, `msg="lane acquired"`) // the coordinator goes on with what it was given back
 	s.logged(t, 0, `msg="lane busy"`)
-	if n := value[int](t, s.pool, `select count(*)::int from agent_lock_loans`); n != 0 {
+	if n := pgtest.Value[int](t, s.pool, `select count(*)::int from agent_lock_loans`); n != 0 {
 		t.Errorf("%d loans are left", n)
 	}
 	got := s.seen(t)
@@ -302,7 +302,7 @@ func TestScenarioOfAHungAgent(t *testing.T) {
 	s.holds(t, "agente_a 0 min, Pedro, 0 queued")
 
 	// Eleven minutes pass without a word. It lives.
-	exec(t, s.pool, `update agent_locks set expires_at = expires_at - interval '11 minutes 10 seconds' where lane = 'thread:pedro'`)
+	pgtest.Exec(t, s.pool, `update agent_locks set expires_at = expires_at - interval '11 minutes 10 seconds' where lane = 'thread:pedro'`)
 	if beat, err := s.RenewLock(t.Context(), a, lock.LockID); err != nil || !beat.Live {
 		t.Errorf("the beat: %+v, %v", beat, err)
 	}

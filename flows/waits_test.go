@@ -7,6 +7,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -154,7 +155,7 @@ func TestWithoutAThreadNothingIsSaid(t *testing.T) {
 			t.Errorf("%q", deref(got.ErrorMessage))
 		}
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_requests where kind = @kind`, postgres.Strict{"kind": "test"}); n != 1 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_requests where kind = @kind`, postgres.Strict{"kind": "test"}); n != 1 {
 		t.Errorf("%d requests", n)
 	}
 }
@@ -193,7 +194,7 @@ actions:
 	if x.ResultSummary != "Flow greet (version 1) completed." {
 		t.Errorf("summary %q", x.ResultSummary)
 	}
-	if v := value[int](t, w.pool, `select flow_version from agent_executions where id = @id`, postgres.Strict{"id": id}); v != 1 {
+	if v := pgtest.Value[int](t, w.pool, `select flow_version from agent_executions where id = @id`, postgres.Strict{"id": id}); v != 1 {
 		t.Errorf("version %d", v)
 	}
 }
@@ -216,7 +217,7 @@ actions:
 	deliver(t, w, "TEST_COMPLETED", *waits(t, w.pool, id, 3).WaitingKey, `{"score": 80, "result": "passed"}`)
 	x := until(t, w.pool, id, executions.Completed)
 	got := variables(t, x)
-	open := value[string](t, w.pool, `select id::text from agent_requests where title = 'later' and execution_id = @id`, postgres.Strict{"id": id})
+	open := pgtest.Value[string](t, w.pool, `select id::text from agent_requests where title = 'later' and execution_id = @id`, postgres.Strict{"id": id})
 	want := map[string]any{
 		"requestId": open, "documentUrls": []any{"u/ine", "u/curp"}, "documents": []any{
 			map[string]any{"document": "INE", "url": "u/ine"}, map[string]any{"document": "CURP", "url": "u/curp"},
@@ -418,7 +419,7 @@ func TestWhatIsNotKnownFailsLoudly(t *testing.T) {
 			if deref(x.ErrorMessage) != c.message {
 				t.Errorf("got  %s\nwant %s", deref(x.ErrorMessage), c.message)
 			}
-			class := value[string](t, w.pool, `select error_class from agent_activity where execution_id = @id and status = 'error'`, postgres.Strict{"id": id})
+			class := pgtest.Value[string](t, w.pool, `select error_class from agent_activity where execution_id = @id and status = 'error'`, postgres.Strict{"id": id})
 			if class != c.class {
 				t.Errorf("class %s, want %s", class, c.class)
 			}

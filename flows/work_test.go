@@ -116,11 +116,11 @@ func TestASkillOnTrialIsTriedByAFlow(t *testing.T) {
 	t.Parallel()
 	w := clever(t, mute, flow("f", `
   - {actionType: skill, parameters: {name: double, arguments: {n: 2}}}`))
-	exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_at = clock_timestamp() where name = 'double'`)
+	pgtest.Exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_at = clock_timestamp() where name = 'double'`)
 	if x := until(t, w.pool, w.begin(t, "f", nil), executions.Failed); !strings.Contains(deref(x.ErrorMessage), "double is disabled") {
 		t.Errorf("with a skill that rests the flow failed for %s", deref(x.ErrorMessage))
 	}
-	exec(t, w.pool, `update agent_skills set trial_at = clock_timestamp() where name = 'double'`)
+	pgtest.Exec(t, w.pool, `update agent_skills set trial_at = clock_timestamp() where name = 'double'`)
 	until(t, w.pool, w.begin(t, "f", nil), executions.Completed)
 }
 
@@ -147,7 +147,7 @@ func TestASkillThatNeedsLeaveWaitsForIt(t *testing.T) {
 			t.Errorf("%s", deref(x.ErrorMessage))
 		}
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'careful' and kind = 'call' and status = 'success'`); n != 1 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'careful' and kind = 'call' and status = 'success'`); n != 1 {
 		t.Errorf("it was called %d times", n)
 	}
 }
@@ -289,7 +289,7 @@ actions:
 	if diff := cmp.Diff(map[string]any{"n": 40.0, "text": "10203040"}, got); diff != "" {
 		t.Error(diff)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_checkpoints where execution_id = @id`, postgres.Strict{"id": id}); n != 3 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_checkpoints where execution_id = @id`, postgres.Strict{"id": id}); n != 3 {
 		t.Errorf("%d records, want those of the version, the decision and the loop", n)
 	}
 }

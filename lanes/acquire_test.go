@@ -145,7 +145,8 @@ func TestWaitersPollWithoutNotifications(t *testing.T) {
 	defer cancel()
 	l, err := k.AcquireWait(ctx, "x")
 	acquired(t, l, err)
-	if got := l.ExpiresAt().Add(-get[time.Duration](t, db, `select ttl_seconds * 1000000000::bigint from agent_locks`)); got.Before(ends) {
+	if got := l.ExpiresAt().Add(-get[time.Duration](t, db,
+		`select ttl_seconds * 1000000000::bigint from agent_locks`)); got.Before(ends) {
 		t.Errorf("got the lane of a dead holder at %s, want the end of its lease, %s", got, ends)
 	}
 	log.want(t, 1, "level=WARN", `msg="lane busy"`, `holder="a run that dies"`)
@@ -172,7 +173,7 @@ func TestNobodyOvertakesAWaiter(t *testing.T) {
 		t.Error("b did not get the lane in its turn")
 	}
 	get[bool](t, db, `select release_agent_lock('x', 'b')`)
-	exec(t, db, `select leave_agent_lock_queue('x', 'c')`)
+	pgtest.Exec(t, db, `select leave_agent_lock_queue('x', 'c')`)
 	mustTry(t, db, "x", "d", 60)
 }
 
@@ -204,7 +205,8 @@ func TestAnAbandonedWaiterBlocksOnlyBriefly(t *testing.T) {
 	if g := try(t, db, "x", "patient", 60); g.acquired {
 		t.Error("overtook a waiter that was there a moment ago")
 	}
-	pgtest.Eventually(t, soon, func() bool { return try(t, db, "x", "patient", 60).acquired }, "the next in the queue is served")
+	pgtest.Eventually(t, soon, func() bool { return try(t, db, "x", "patient", 60).acquired },
+		"the next in the queue is served")
 }
 
 func TestAReleaseNotifiesOnlyWhenSomebodyWaits(t *testing.T) {
@@ -215,7 +217,7 @@ func TestAReleaseNotifiesOnlyWhenSomebodyWaits(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = conn.Close(context.Background()) })
-	exec(t, conn, `listen agent_lanes`)
+	pgtest.Exec(t, conn, `listen agent_lanes`)
 	for _, lane := range []string{"lonely", "wanted"} {
 		mustTry(t, db, lane, "a", 60)
 		if lane == "wanted" {
@@ -279,10 +281,10 @@ func TestOtherLanesWakeNobody(t *testing.T) {
 	defer stop()
 	before, began := w.count("acquire_or_enqueue_agent_lock"), time.Now()
 	for range 30 {
-		exec(t, db, `
+		pgtest.Exec(t, db, `
 			select pg_notify('agent_lanes', concat_ws(E'\t', 'x', 'b', n, 1)), pg_notify('agent_lanes', 'y' || n) from generate_series(1, 20) n`)
 		for payload := ""; payload != "y20"; {
-			exec(t, db, `select pg_notify('agent_lanes', 'y20')`)
+			pgtest.Exec(t, db, `select pg_notify('agent_lanes', 'y20')`)
 			payload = <-heard
 		}
 	}
@@ -317,12 +319,12 @@ func TestAFailedTryWritesNoWAL(t *testing.T) {
 	db := pgtest.DB(t)
 	mustTry(t, db, "held", "holder", 3600)
 	mustTry(t, db, "promised", "holder", 3600)
-	exec(t, db, `select await_agent_lock('promised', 'first', 300, 3600)`)
-	exec(t, db, `select release_agent_lock('promised', 'holder')`)
+	pgtest.Exec(t, db, `select await_agent_lock('promised', 'first', 300, 3600)`)
+	pgtest.Exec(t, db, `select release_agent_lock('promised', 'holder')`)
 	mustTry(t, db, "locked", "holder", 3600)
-	exec(t, db, `select release_agent_lock('locked', 'holder')`)
+	pgtest.Exec(t, db, `select release_agent_lock('locked', 'holder')`)
 	lock := begin(t, db)
-	exec(t, lock, `select 1 from agent_locks where lane = 'locked' for key share`)
+	pgtest.Exec(t, lock, `select 1 from agent_locks where lane = 'locked' for key share`)
 
 	for _, lane := range []string{"held", "promised", "locked"} {
 		for name, query := range map[string]string{
@@ -392,17 +394,17 @@ func TestManyAreAskedForAtOnce(t *testing.T) {
 	db := pgtest.DB(t)
 	mustTry(t, db, "held", "holder", 600)
 	old := mustTry(t, db, "free", "before", 600)
-	exec(t, db, `select release_agent_lock('free', 'before')`)
+	pgtest.Exec(t, db, `select release_agent_lock('free', 'before')`)
 	mustTry(t, db, "expired", "dead", 600)
 	lapse(t, db, "expired")
 	mustTry(t, db, "mine", "m", 600)
 	mustTry(t, db, "promised", "holder", 600)
-	exec(t, db, `select await_agent_lock('promised', 'first', 300, 3600)`)
-	exec(t, db, `select release_agent_lock('promised', 'holder')`)
+	pgtest.Exec(t, db, `select await_agent_lock('promised', 'first', 300, 3600)`)
+	pgtest.Exec(t, db, `select release_agent_lock('promised', 'holder')`)
 	mustTry(t, db, "locked", "holder", 600)
-	exec(t, db, `select release_agent_lock('locked', 'holder')`)
+	pgtest.Exec(t, db, `select release_agent_lock('locked', 'holder')`)
 	lock := begin(t, db)
-	exec(t, lock, `select 1 from agent_locks where lane = 'locked' for key share`)
+	pgtest.Exec(t, lock, `select 1 from agent_locks where lane = 'locked' for key share`)
 
 	got := many(t, db, []string{"held", "free", "free", "expired", "mine", "new", "new", "promised", "locked"},
 		[]string{"a", "b", "c", "d", "m", "e", "f", "g", "h"})
@@ -441,9 +443,9 @@ func TestManyAreReleasedAtOnce(t *testing.T) {
 	tokens[1]--
 	owners[2] = "b"
 	lapse(t, db, "expired")
-	exec(t, db, `update agent_locks set parked = true, expires_at = '9000-01-01' where lane = 'parked'`)
+	pgtest.Exec(t, db, `update agent_locks set parked = true, expires_at = '9000-01-01' where lane = 'parked'`)
 	write := begin(t, db)
-	exec(t, write, `select fence_agent_lock('fenced', $1)`, tokens[6])
+	pgtest.Exec(t, write, `select fence_agent_lock('fenced', $1)`, tokens[6])
 	before := map[string]string{}
 	for _, name := range names {
 		before[name] = row(t, db, name)
@@ -493,13 +495,15 @@ func TestCallersShareStatements(t *testing.T) {
 						t.Errorf("a lane that is too long: %v", err)
 					}
 				case i%4 == 3:
-					if b, ok := errors.AsType[*lanes.BusyError](err); !ok || b.Lane != "busy" || b.Holder != "holder" && b.Holder != "" {
+					if b, ok := errors.AsType[*lanes.BusyError](err); !ok || b.Lane != "busy" || b.Holder != "holder" &&
+						b.Holder != "" {
 						t.Errorf("a lane that is held: %v", err)
 					}
 				case err != nil || lease.Lane() != lane:
 					t.Errorf("acquire %s: %v, %v", lane, lease, err)
 				default:
-					if holder := get[string](t, db, `select locked_by from agent_locks where lane = $1`, lane); holder != lease.Owner().String() {
+					if holder := get[string](t, db, `select locked_by from agent_locks where lane = $1`,
+						lane); holder != lease.Owner().String() {
 						t.Errorf("%s is held by %q, want %s", lane, holder, lease.Owner())
 					}
 					if err := lease.Release(t.Context()); err != nil {
@@ -527,7 +531,7 @@ func TestOnlyTheReleaseIsNotWaitedFor(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(db.Close)
-	exec(t, db, `set synchronous_commit = on`)
+	pgtest.Exec(t, db, `set synchronous_commit = on`)
 	k, _ := keeper(t, db)
 	lease, err := k.Acquire(t.Context(), "x")
 	if err != nil {

@@ -61,14 +61,14 @@ func BenchmarkAcquireRelease(b *testing.B) {
 	var floor time.Duration
 	b.Run("floor", func(b *testing.B) {
 		db := pgtest.DB(b)
-		exec(b, db, `create table floor (name text primary key, n bigint not null default 0) with (fillfactor = 50)`)
+		pgtest.Exec(b, db, `create table floor (name text primary key, n bigint not null default 0) with (fillfactor = 50)`)
 		var worker atomic.Int64
 		b.RunParallel(func(pb *testing.PB) {
 			name := fmt.Sprint("x", worker.Add(1))
-			exec(b, db, `insert into floor (name) values ($1)`, name)
+			pgtest.Exec(b, db, `insert into floor (name) values ($1)`, name)
 			for pb.Next() {
-				exec(b, db, `update floor set n = n + 1 where name = $1`, name)
-				exec(b, db, `update floor set n = n + 1 where name = $1`, name)
+				pgtest.Exec(b, db, `update floor set n = n + 1 where name = $1`, name)
+				pgtest.Exec(b, db, `update floor set n = n + 1 where name = $1`, name)
 			}
 		})
 		floor = b.Elapsed() / time.Duration(b.N)

@@ -18,7 +18,8 @@ import (
 // queues puts owner into the queue of lane, as one who may be handed it.
 func queues(t *testing.T, db postgres.DB, lane, owner string, ttl int) {
 	t.Helper()
-	if get[bool](t, db, `select acquired from lanekeeper.acquire_or_enqueue_agent_lock($1, $2, $3, 60, true)`, lane, owner, ttl) {
+	if get[bool](t, db, `select acquired from lanekeeper.acquire_or_enqueue_agent_lock($1, $2, $3, 60, true)`, lane, owner,
+		ttl) {
 		t.Fatalf("%s got %s at once", owner, lane)
 	}
 }
@@ -28,7 +29,8 @@ func settled(t *testing.T, db postgres.DB, lane string) {
 	t.Helper()
 	queued(t, db, lane, 1)
 	place := func() time.Time {
-		return get[time.Time](t, db, `select coalesce(max(expires_at), 'epoch') from agent_lock_waiters where lane = $1`, lane)
+		return get[time.Time](t, db, `select coalesce(max(expires_at), 'epoch') from agent_lock_waiters where lane = $1`,
+			lane)
 	}
 	first := place()
 	pgtest.Eventually(t, soon, func() bool { return place().After(first) }, "the second look")
@@ -37,7 +39,8 @@ func settled(t *testing.T, db postgres.DB, lane string) {
 // frees releases a lane in SQL, again while it is in use, and returns whom it went to: "" for nobody, "not released".
 func frees(t *testing.T, db postgres.DB, lane, owner string, token int64) string {
 	t.Helper()
-	to := patiently[string](t, db, `select coalesce(lanekeeper.release_agent_lock($1, $2, $3, true), 'not released')`, lane, owner, token)
+	to := patiently[string](t, db, `select coalesce(lanekeeper.release_agent_lock($1, $2, $3, true), 'not released')`,
+		lane, owner, token)
 	if parts := strings.Split(to, "\t"); len(parts) == 4 {
 		return parts[1]
 	}
@@ -77,7 +80,8 @@ func TestAReleaseHandsTheLaneOver(t *testing.T) {
 	if err := held.Release(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	holder, token := get[string](t, db, `select locked_by from agent_locks`), get[int64](t, db, `select fencing_token from agent_locks`)
+	holder, token := get[string](t, db, `select locked_by from agent_locks`),
+		get[int64](t, db, `select fencing_token from agent_locks`)
 	if holder == "" || token <= held.Token() {
 		t.Errorf("after the release %q has the lane under token %d, which was %d", holder, token, held.Token())
 	}
@@ -112,7 +116,7 @@ func TestWhoHasTheLaneKeepsNoPlaceInItsQueue(t *testing.T) {
 		t.Fatalf("the lane went to %q", to)
 	}
 	another := begin(t, db)
-	exec(t, another, `update agent_locks set waited_until = clock_timestamp() + interval '5 seconds' where lane = 'x'`)
+	pgtest.Exec(t, another, `update agent_locks set waited_until = clock_timestamp() + interval '5 seconds' where lane = 'x'`)
 	queues(t, db, "x", "b", 60)
 	commit(t, another)
 	token = get[int64](t, db, `select fencing_token from agent_locks`)
@@ -160,14 +164,15 @@ func TestWhoIsNotHandedTheLane(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			lane := strings.ReplaceAll(name, " ", "-")
 			token := mustTry(t, db, lane, "a", 60)
-			exec(t, db, c.first, lane)
+			pgtest.Exec(t, db, c.first, lane)
 			queues(t, db, lane, "c", 60)
 			if c.over {
-				exec(t, db, `update agent_lock_waiters set expires_at = clock_timestamp() where lane = $1 and owner = 'b'`, lane)
+				pgtest.Exec(t, db, `update agent_lock_waiters set expires_at = clock_timestamp() where lane = $1 and owner = 'b'`,
+					lane)
 			}
 			if c.busy != "" {
 				tx := begin(t, db)
-				exec(t, tx, c.busy, lane)
+				pgtest.Exec(t, tx, c.busy, lane)
 				defer commit(t, tx)
 			}
 			conn := listener(t, db)
@@ -195,7 +200,7 @@ func listener(t *testing.T, db *pgxpool.Pool) *pgx.Conn {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = conn.Close(context.Background()) }) // nothing is under way
-	exec(t, conn, `listen agent_lanes`)
+	pgtest.Exec(t, conn, `listen agent_lanes`)
 	return conn
 }
 
@@ -212,7 +217,7 @@ func TestOnlyTheLiveHolderHandsOver(t *testing.T) {
 		}
 	}
 	write := begin(t, db)
-	exec(t, write, `select fence_agent_lock('x', $1)`, token)
+	pgtest.Exec(t, write, `select fence_agent_lock('x', $1)`, token)
 	to := make(chan string, 1)
 	go func() { to <- frees(t, db, "x", "a", token) }()
 	asBlocked(t, db, "release_agent_lock")
@@ -235,7 +240,7 @@ func TestALeaseThatEndsMeanwhileIsNotHandedOver(t *testing.T) {
 	token := mustTry(t, db, "x", "a", 2)
 	queues(t, db, "x", "b", 60)
 	write := begin(t, db)
-	exec(t, write, `select fence_agent_lock('x', $1)`, token)
+	pgtest.Exec(t, write, `select fence_agent_lock('x', $1)`, token)
 	to := make(chan string, 1)
 	go func() { to <- frees(t, db, "x", "a", token) }()
 	asBlocked(t, db, "release_agent_lock")
@@ -261,7 +266,8 @@ func TestWhatWasHandedOverIsShort(t *testing.T) {
 		}
 	}
 	queues(t, db, "short", "patient", 60)
-	pgtest.Eventually(t, soon, func() bool { return try(t, db, "short", "patient", 60).acquired }, "the next in the queue is served")
+	pgtest.Eventually(t, soon, func() bool { return try(t, db, "short", "patient", 60).acquired },
+		"the next in the queue is served")
 }
 
 // Who leaves gives back what was handed over just then, also when that is still under way.
@@ -309,10 +315,10 @@ func TestAReleaseLeavesTheCallersTransactionDurable(t *testing.T) {
 		"a fenced write": `select release_agent_lock('lonely', 'a') from fence_agent_lock('lonely', @lonely)`,
 	} {
 		tx := begin(t, db)
-		exec(t, tx, `set local synchronous_commit = on`)
+		pgtest.Exec(t, tx, `set local synchronous_commit = on`)
 		args := pgx.NamedArgs{"lonely": mustTry(t, tx, "lonely", "a", 60), "wanted": mustTry(t, tx, "wanted", "a", 60)}
 		queues(t, tx, "wanted", "b", 60)
-		exec(t, tx, query, args)
+		pgtest.Exec(t, tx, query, args)
 		if mode := get[string](t, tx, `show synchronous_commit`); mode != "on" {
 			t.Errorf("%s: synchronous_commit is %s", name, mode)
 		}
@@ -331,7 +337,7 @@ func TestAHandOverIsDurable(t *testing.T) {
 		mode   string
 	}{"wanted": {true, "on"}, "lonely": {false, "off"}} {
 		tx := begin(t, db)
-		exec(t, tx, `set local synchronous_commit = on`)
+		pgtest.Exec(t, tx, `set local synchronous_commit = on`)
 		k, _ := keeper(t, tx) // alone, so that each of its statements is in the transaction
 		l, err := k.Acquire(t.Context(), "x")
 		acquired(t, l, err)
@@ -362,7 +368,7 @@ func TestManyAreHandedOver(t *testing.T) {
 	}
 	queues(t, db, "wanted", "b", 60)
 	queues(t, db, "also wanted", "c", 60)
-	exec(t, db, `select await_agent_lock('promised', 'd', 60, 60)`)
+	pgtest.Exec(t, db, `select await_agent_lock('promised', 'd', 60, 60)`)
 	if n := get[int](t, db, `select count(lanekeeper.release_agent_lock(w.lane, w.owner, w.token, true, false)) from unnest($1::text[], $2::text[], $3::bigint[]) w (lane, owner, token)`, names, owners, tokens); n != len(names) {
 		t.Errorf("%d answers, want %d", n, len(names))
 	}
@@ -426,7 +432,8 @@ func TestAHandOverThatIsNotHeardOf(t *testing.T) {
 			settled(t, db, "x")
 			heir := frees(t, db, "x", "a", token)
 			lease := <-got
-			if lease == nil || lease.Owner().String() != heir || get[bool](t, db, `select expires_at < clock_timestamp() + interval '50 minutes' from agent_locks`) {
+			if lease == nil || lease.Owner().String() != heir ||
+				get[bool](t, db, `select expires_at < clock_timestamp() + interval '50 minutes' from agent_locks`) {
 				t.Errorf("got %v, want the whole lease of %s", lease, heir)
 			}
 		})
@@ -449,12 +456,12 @@ func TestAHandOverThatIsHeardOfTooLate(t *testing.T) {
 	}()
 	settled(t, db, "x")
 	place := get[time.Time](t, db, `select expires_at from agent_lock_waiters`)
-	exec(t, db, `select pg_notify('agent_lanes', concat_ws(E'\t', 'x', w.owner, 1, (extract(epoch from clock_timestamp() - interval '1 minute') * 1000000)::bigint))
+	pgtest.Exec(t, db, `select pg_notify('agent_lanes', concat_ws(E'\t', 'x', w.owner, 1, (extract(epoch from clock_timestamp() - interval '1 minute') * 1000000)::bigint))
 		from agent_lock_waiters w`)
 	pgtest.Eventually(t, soon, func() bool {
 		return get[time.Time](t, db, `select coalesce(max(expires_at), 'epoch') from agent_lock_waiters`).After(place)
 	}, "it looks again")
-	exec(t, db, `select release_agent_lock('x', 'a')`)
+	pgtest.Exec(t, db, `select release_agent_lock('x', 'a')`)
 	if lease := <-got; lease == nil || lease.Token() != get[int64](t, db, `select fencing_token from agent_locks`) {
 		t.Errorf("got %v", lease)
 	}

@@ -147,7 +147,8 @@ func TestALeaseSurvivesAShortOutage(t *testing.T) {
 	pgtest.Eventually(t, soon, func() bool { return len(log.find("lanes not renewed")) > 0 }, "a renewal fails")
 	w.cut.Store(false)
 	ends := l.ExpiresAt()
-	pgtest.Eventually(t, soon, func() bool { return l.ExpiresAt().After(ends) || l.Context().Err() != nil }, "renewed again")
+	pgtest.Eventually(t, soon, func() bool { return l.ExpiresAt().After(ends) || l.Context().Err() != nil },
+		"renewed again")
 	if cause := context.Cause(l.Context()); cause != nil {
 		t.Errorf("lost: %v", cause)
 	}
@@ -232,7 +233,7 @@ func TestABusyRowIsAskedAgainSoon(t *testing.T) {
 	l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(9*time.Second))
 	acquired(t, l, err)
 	stranger := begin(t, db)
-	exec(t, stranger, `select from agent_locks where lane = 'x' for update`)
+	pgtest.Exec(t, stranger, `select from agent_locks where lane = 'x' for update`)
 	run(t, k)
 	pgtest.Eventually(t, soon, func() bool { return w.count("renew_agent_locks") >= 2 }, "the row is asked again")
 	commit(t, stranger)
@@ -282,7 +283,7 @@ func TestTheLaneOfADeadProcessIsFreedWhileSomebodyLooks(t *testing.T) {
 	process := get[string](t, db, `insert into agent_workers (expires_at) values (clock_timestamp()) returning id::text`)
 	mustTry(t, db, "x", "run/1@"+process, 60)
 	look := begin(t, db)
-	exec(t, look, `update agent_locks set waited_until = clock_timestamp() where lane = 'x'`)
+	pgtest.Exec(t, look, `update agent_locks set waited_until = clock_timestamp() where lane = 'x'`)
 	var under sync.WaitGroup
 	under.Go(func() {
 		if _, err := db.Exec(t.Context(), `select lanekeeper.lose_agent_claims(id) from agent_workers`); err != nil {
@@ -307,12 +308,12 @@ func TestTheSweepDoesNotWaitForLong(t *testing.T) {
 	process := get[string](t, db, `insert into agent_workers (expires_at) values (clock_timestamp()) returning id::text`)
 	token := mustTry(t, db, "x", "run/1@"+process, 60)
 	write := begin(t, db)
-	exec(t, write, `select fence_agent_lock('x', $1)`, token)
-	exec(t, db, `select lanekeeper.lose_agent_claims(id) from agent_workers`)
+	pgtest.Exec(t, write, `select fence_agent_lock('x', $1)`, token)
+	pgtest.Exec(t, db, `select lanekeeper.lose_agent_claims(id) from agent_workers`)
 	if n := get[int](t, db, `select count(*) from agent_workers`); n != 0 {
 		t.Error("the process is still there")
 	}
-	exec(t, write, `select fence_agent_lock('x', $1)`, token)
+	pgtest.Exec(t, write, `select fence_agent_lock('x', $1)`, token)
 }
 
 func TestLiveShowsWhoHoldsWhat(t *testing.T) {
@@ -320,7 +321,7 @@ func TestLiveShowsWhoHoldsWhat(t *testing.T) {
 	db := pgtest.DB(t)
 	token := mustTry(t, db, "heartbeat", "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE/01JD3V7K8ZQ6W2M5T9X4C1B0AE", 300)
 	mustTry(t, db, "objective:1", execution+"#2", 300)
-	exec(t, db, `update agent_locks set parked = true, expires_at = '9000-01-01' where lane = 'objective:1'`)
+	pgtest.Exec(t, db, `update agent_locks set parked = true, expires_at = '9000-01-01' where lane = 'objective:1'`)
 	mustTry(t, db, "over", "a", 60)
 	lapse(t, db, "over")
 
@@ -332,8 +333,10 @@ func TestLiveShowsWhoHoldsWhat(t *testing.T) {
 		t.Fatalf("%d lanes live, want 2: %+v", len(live), live)
 	}
 	first := live[0]
-	if first.Lane != "heartbeat" || first.FencingToken != token || first.ExpiresIn == nil || *first.ExpiresIn < 290 || *first.ExpiresIn > 300 ||
-		first.HeldFor < 0 || first.HeldFor > 10 || first.ExecutionID != nil || first.TraceID == nil || *first.TraceID != "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE" {
+	if first.Lane != "heartbeat" || first.FencingToken != token || first.ExpiresIn == nil || *first.ExpiresIn < 290 ||
+		*first.ExpiresIn > 300 ||
+		first.HeldFor < 0 || first.HeldFor > 10 || first.ExecutionID != nil || first.TraceID == nil ||
+		*first.TraceID != "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE" {
 		t.Errorf("heartbeat shows as %+v", first)
 	}
 	text, err := json.Marshal(live[1])
@@ -347,7 +350,8 @@ func TestLiveShowsWhoHoldsWhat(t *testing.T) {
 	delete(got, "held_for")
 	delete(got, "fencing_token")
 	want := map[string]any{
-		"lane": "objective:1", "locked_by": execution + "#2", "execution_id": execution, "trace_id": nil, "expires_in": nil, "parked": true,
+		"lane": "objective:1", "locked_by": execution + "#2", "execution_id": execution, "trace_id": nil, "expires_in": nil,
+		"parked": true,
 	}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Error(diff)
@@ -379,10 +383,10 @@ func TestLanesThatEndedAreCleared(t *testing.T) {
 	for _, lane := range []string{"ended", "just ended", "held", "thread:1", "lent"} {
 		mustTry(t, db, lane, "gone", 60)
 	}
-	exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '1 minute' where lane in ('ended', 'thread:1', 'lent')`)
-	exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = 'just ended'`)
-	exec(t, db, `insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds) values ('lent', 1, $1, $1, 60)`, execution)
-	exec(t, db, `insert into agent_lock_waiters (lane, owner, expires_at) values ('ended', 'gone too', clock_timestamp() - interval '2 minutes')`)
+	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '1 minute' where lane in ('ended', 'thread:1', 'lent')`)
+	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = 'just ended'`)
+	pgtest.Exec(t, db, `insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds) values ('lent', 1, $1, $1, 60)`, execution)
+	pgtest.Exec(t, db, `insert into agent_lock_waiters (lane, owner, expires_at) values ('ended', 'gone too', clock_timestamp() - interval '2 minutes')`)
 	token := get[int64](t, db, `select fencing_token from agent_locks where lane = 'ended'`)
 	if next, err := k.Expire(t.Context(), ""); err != nil || next != "" {
 		t.Fatalf("Expire: %q, %v", next, err)
@@ -404,7 +408,7 @@ func TestLanesThatEndedAreCleared(t *testing.T) {
 func TestLanesThatEndedAreClearedInParts(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	exec(t, db, `insert into agent_locks (lane, locked_by, fencing_token, expires_at)
+	pgtest.Exec(t, db, `insert into agent_locks (lane, locked_by, fencing_token, expires_at)
 		select 'lane ' || to_char(n, 'FM00000'), 'gone', 1, clock_timestamp() - interval '1 minute' from generate_series(1, 2500) n`)
 	k, _ := keeper(t, db)
 	after, looks := "", 0

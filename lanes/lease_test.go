@@ -70,7 +70,7 @@ func TestATakeoverIsLogged(t *testing.T) {
 	db := pgtest.DB(t)
 	k, log := keeper(t, db)
 	mustTry(t, db, "x", "a dead run", 60)
-	exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '90 seconds'`)
+	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '90 seconds'`)
 	l, err := k.Acquire(t.Context(), "x")
 	acquired(t, l, err)
 	log.want(t, 1, "level=WARN", `msg="lane stale, clearing"`, "lane=x", `holder="a dead run"`, "age=1m30")
@@ -264,7 +264,8 @@ func TestReleaseIsRepeatedAfterAnOutage(t *testing.T) {
 func TestALostAnswerDoesNotKeepTheLane(t *testing.T) {
 	t.Parallel()
 	for what, said := range map[string]error{
-		"nothing": nil, "the server goes down": &pgconn.PgError{Code: "57P01"}, "a pooler lost the server": &pgconn.PgError{Code: "08P01"},
+		"nothing": nil, "the server goes down": &pgconn.PgError{Code: "57P01"},
+		"a pooler lost the server": &pgconn.PgError{Code: "08P01"},
 	} {
 		t.Run(what, func(t *testing.T) {
 			t.Parallel()
@@ -292,7 +293,7 @@ func TestACallerWhoLeavesWhileTheLaneIsGrantedLeavesItFree(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	k, _ := keeper(t, db)
-	exec(t, db, `
+	pgtest.Exec(t, db, `
 		create function slowly() returns trigger language plpgsql as $$
 		begin
 			begin
@@ -302,9 +303,9 @@ func TestACallerWhoLeavesWhileTheLaneIsGrantedLeavesItFree(t *testing.T) {
 			end;
 			return new;
 		end $$`)
-	exec(t, db, `create trigger slowly before insert on agent_locks for each row execute function slowly()`)
+	pgtest.Exec(t, db, `create trigger slowly before insert on agent_locks for each row execute function slowly()`)
 	gate := begin(t, db)
-	exec(t, gate, `select pg_advisory_xact_lock(42)`)
+	pgtest.Exec(t, gate, `select pg_advisory_xact_lock(42)`)
 
 	ctx, leave := context.WithCancel(t.Context())
 	left := make(chan error, 2)
@@ -383,7 +384,8 @@ func TestAdoptAndDrop(t *testing.T) {
 	if err := adopted.Release(t.Context()); err != nil {
 		t.Errorf("release of a dropped lease: %v", err)
 	}
-	if got := get[string](t, db, `select locked_by || fencing_token from agent_locks`); got != want || w.count("release_agent_lock(@") != 0 {
+	if got := get[string](t, db, `select locked_by || fencing_token from agent_locks`); got != want ||
+		w.count("release_agent_lock(@") != 0 {
 		t.Errorf("Drop or Release touched the lane: %s, want %s", got, want)
 	}
 	log.want(t, 0, "lane lost")
@@ -423,7 +425,8 @@ func TestDisabledLanesGrantEverything(t *testing.T) {
 	acquired(t, a, err)
 	b, err := k.AcquireWait(t.Context(), "x")
 	acquired(t, b, err)
-	if err := errors.Join(b.Fence(t.Context(), db), b.Renew(t.Context()), b.Release(t.Context()), k.ReleaseAll(t.Context())); err != nil {
+	if err := errors.Join(b.Fence(t.Context(), db), b.Renew(t.Context()), b.Release(t.Context()),
+		k.ReleaseAll(t.Context())); err != nil {
 		t.Error(err)
 	}
 	if a.Context().Err() != nil || b.Context().Err() == nil {

@@ -17,7 +17,7 @@ import (
 // terminate ends the sessions that wait in a statement that contains text.
 func terminate(t *testing.T, db *pgxpool.Pool, text string) {
 	t.Helper()
-	exec(t, db, `select pg_terminate_backend(pid) from pg_stat_activity where datname = current_database()
+	pgtest.Exec(t, db, `select pg_terminate_backend(pid) from pg_stat_activity where datname = current_database()
 		and wait_event_type = 'Lock' and query like '%' || $1 || '%' and pid <> pg_backend_pid()`, text)
 }
 
@@ -85,7 +85,8 @@ func TestAReleaseGoesOnInTheBackground(t *testing.T) {
 		t.Errorf("a release without a database: %v", err)
 	}
 	w.cut.Store(false)
-	pgtest.Eventually(t, soon, func() bool { return !get[bool](t, db, `select is_agent_lock_held('x')`) }, "the lane is free")
+	pgtest.Eventually(t, soon, func() bool { return !get[bool](t, db, `select is_agent_lock_held('x')`) },
+		"the lane is free")
 	log.want(t, 1, "lane released", "lane=x")
 	if err := l.Release(t.Context()); err != nil {
 		t.Errorf("Release afterwards: %v", err)
@@ -130,8 +131,8 @@ func TestALaneOfWhichNobodyKnowsIsFreedInTheBackground(t *testing.T) {
 	w := &wire{DB: db}
 	k, log := keeper(t, w)
 	w.lose.Store(true)
-	exec(t, db, `alter function leave_agent_lock_queue rename to away`)
-	exec(t, db, `create function leave_agent_lock_queue(text, text) returns void language plpgsql as $$ begin
+	pgtest.Exec(t, db, `alter function leave_agent_lock_queue rename to away`)
+	pgtest.Exec(t, db, `create function leave_agent_lock_queue(text, text) returns void language plpgsql as $$ begin
 		raise exception 'the server goes down' using errcode = '57P01'; end $$`)
 	if _, err := k.Acquire(t.Context(), "x", lanes.WithTTL(time.Hour)); err == nil {
 		t.Fatal("no error although the answer was lost")
@@ -140,10 +141,11 @@ func TestALaneOfWhichNobodyKnowsIsFreedInTheBackground(t *testing.T) {
 	if !get[bool](t, db, `select is_agent_lock_held('x')`) {
 		t.Fatal("the statement did not reach the database: the test tests nothing")
 	}
-	exec(t, db, `drop function leave_agent_lock_queue`)
-	exec(t, db, `alter function away rename to leave_agent_lock_queue`)
+	pgtest.Exec(t, db, `drop function leave_agent_lock_queue`)
+	pgtest.Exec(t, db, `alter function away rename to leave_agent_lock_queue`)
 	w.lose.Store(false)
-	pgtest.Eventually(t, soon, func() bool { return !get[bool](t, db, `select is_agent_lock_held('x')`) }, "the lane is free")
+	pgtest.Eventually(t, soon, func() bool { return !get[bool](t, db, `select is_agent_lock_held('x')`) },
+		"the lane is free")
 }
 
 // At its shutdown a process releases all lanes, though one is in use and a session is killed.
@@ -164,7 +166,8 @@ func TestReleaseAllIsTriedAgain(t *testing.T) {
 	go func() { released <- k.ReleaseAll(t.Context()) }()
 	asBlocked(t, db, "release_agent_lock")
 	terminate(t, db, "release_agent_lock")
-	pgtest.Eventually(t, soon, func() bool { return get[int](t, db, `select count(*) from agent_locks_live`) == 1 }, "the others are free")
+	pgtest.Eventually(t, soon, func() bool { return get[int](t, db, `select count(*) from agent_locks_live`) == 1 },
+		"the others are free")
 	commit(t, write)
 	if err := <-released; err != nil {
 		t.Error(err)
@@ -177,7 +180,7 @@ func TestReleaseAllIsTriedAgain(t *testing.T) {
 // open runs a statement in a transaction that stays open, as a driver with autocommit off leaves it.
 func open(t *testing.T, db *pgxpool.Pool, query string, args ...any) {
 	t.Helper()
-	exec(t, begin(t, db), query, args...)
+	pgtest.Exec(t, begin(t, db), query, args...)
 }
 
 // prepared runs a statement in a transaction that stays prepared.
@@ -188,8 +191,8 @@ func prepared(t *testing.T, db *pgxpool.Pool, query string, args ...any) {
 	}
 	id := strings.ReplaceAll(t.Name(), "/", " ") + time.Now().Format("150405.000000")
 	tx := begin(t, db)
-	exec(t, tx, query, args...)
-	exec(t, tx, `prepare transaction '`+id+`'`)
+	pgtest.Exec(t, tx, query, args...)
+	pgtest.Exec(t, tx, `prepare transaction '`+id+`'`)
 	_ = tx.Rollback(t.Context()) // of a transaction that the connection does not have any more
 	t.Cleanup(func() {
 		if _, err := db.Exec(context.Background(), `rollback prepared '`+id+`'`); err != nil {
@@ -202,8 +205,8 @@ func prepared(t *testing.T, db *pgxpool.Pool, query string, args ...any) {
 func savepoint(t *testing.T, db *pgxpool.Pool, query string, args ...any) {
 	t.Helper()
 	tx := begin(t, db)
-	exec(t, tx, `savepoint a`)
-	exec(t, tx, query, args...)
+	pgtest.Exec(t, tx, `savepoint a`)
+	pgtest.Exec(t, tx, query, args...)
 }
 
 var clumsy = map[string]func(t *testing.T, db *pgxpool.Pool, query string, args ...any){
@@ -225,7 +228,7 @@ func TestAWaiterInAnOpenTransactionHoldsUpNobody(t *testing.T) {
 				t.Parallel()
 				db := pgtest.DB(t)
 				token := mustTry(t, db, "x", "a", 60)
-				exec(t, db, `insert into agent_locks (lane, fencing_token, expires_at) values ('y', 1, clock_timestamp())`)
+				pgtest.Exec(t, db, `insert into agent_locks (lane, fencing_token, expires_at) values ('y', 1, clock_timestamp())`)
 				leave(t, db, query)
 				unhurt(t, db, token)
 			})
@@ -237,7 +240,7 @@ func TestAWaiterInAnOpenTransactionHoldsUpNobody(t *testing.T) {
 func unhurt(t *testing.T, db *pgxpool.Pool, token int64) {
 	t.Helper()
 	hurry := begin(t, db)
-	exec(t, hurry, `set local lock_timeout = '1s'`)
+	pgtest.Exec(t, hurry, `set local lock_timeout = '1s'`)
 	if !get[bool](t, hurry, `select renewed and not busy from lanekeeper.renew_agent_locks('{x}', '{a}', array[$1::bigint], '{60}')`, token) {
 		t.Error("the holder's renewal is held up")
 	}
@@ -279,7 +282,7 @@ func TestAGrantInAnOpenTransactionIsBusyForOthers(t *testing.T) {
 				t.Parallel()
 				db := pgtest.DB(t)
 				token := mustTry(t, db, "x", "a", 60)
-				exec(t, db, before)
+				pgtest.Exec(t, db, before)
 				leave(t, db, `select acquire_agent_lock('y', 'clumsy', 60)`)
 				k, _ := keeper(t, db)
 				if _, err := k.Acquire(t.Context(), "y"); !errors.Is(err, lanes.ErrBusy) {
@@ -316,7 +319,8 @@ func TestAReleaseThatIsHeldUpSaysByWhom(t *testing.T) {
 						t.Fatalf("%v, want SQLSTATE 55P03 with a hint", err)
 					}
 					who := map[bool]string{true: "prepared transaction '", false: "pid "}[how == "prepared"]
-					if n := strings.Count(said.Message, who); n != fences || !strings.Contains(said.Message, " since 2") || !strings.Contains(said.Message, `'x'`) {
+					if n := strings.Count(said.Message, who); n != fences || !strings.Contains(said.Message, " since 2") ||
+						!strings.Contains(said.Message, `'x'`) {
 						t.Errorf("it says %q, want %d times %q, the lane and since when", said.Message, fences, who)
 					}
 					if now := row(t, db, "x"); now != before {
@@ -370,7 +374,7 @@ func TestAHandOverInAnOpenTransactionHoldsUpNoWaiter(t *testing.T) {
 	queues(t, db, "x", "b", 60)
 	open(t, db, `select lanekeeper.release_agent_lock('x', 'a', $1, true)`, token)
 	hurry := begin(t, db)
-	exec(t, hurry, `set local lock_timeout = '1s'`)
+	pgtest.Exec(t, hurry, `set local lock_timeout = '1s'`)
 	queues(t, hurry, "x", "b", 60)
 	queues(t, hurry, "x", "c", 60)
 	commit(t, hurry)
@@ -381,7 +385,7 @@ func TestAPlaceInAQueueIsKeptForAMinute(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	mustTry(t, db, "x", "a", 60)
-	exec(t, db, `select await_agent_lock('x', 'gone', 60, 86400)`)
+	pgtest.Exec(t, db, `select await_agent_lock('x', 'gone', 60, 86400)`)
 	if !get[bool](t, db, `select expires_at < clock_timestamp() + interval '61 seconds' from agent_lock_waiters`) {
 		t.Error("the place is kept for longer")
 	}

@@ -89,7 +89,7 @@ func TestBusyTryWritesNothing(t *testing.T) {
 	mustTry(t, db, "changing", "a", 60)
 	lapse(t, db, "changing")
 	locker := begin(t, db)
-	exec(t, locker, `select from agent_locks where lane = 'changing' for update`)
+	pgtest.Exec(t, locker, `select from agent_locks where lane = 'changing' for update`)
 	try(t, locker, "new", "a", 60)
 
 	for _, lane := range []string{"held", "promised", "changing", "new"} {
@@ -111,13 +111,13 @@ func TestTryNeverWaits(t *testing.T) {
 	get[bool](t, db, `select release_agent_lock('released', 'a')`)
 	mustTry(t, db, "own", "c", 60)
 	open := begin(t, db)
-	try(t, open, "first", "a", 60)                                         // inserted, not committed
-	try(t, open, "released", "a", 60)                                      // updated, not committed
-	exec(t, open, `select from agent_locks where lane = 'own' for update`) // locked by a stranger
-	exec(t, open, `select await_agent_lock('awaited', 'a', 60)`)           // through the queue
+	try(t, open, "first", "a", 60)                                                // inserted, not committed
+	try(t, open, "released", "a", 60)                                             // updated, not committed
+	pgtest.Exec(t, open, `select from agent_locks where lane = 'own' for update`) // locked by a stranger
+	pgtest.Exec(t, open, `select await_agent_lock('awaited', 'a', 60)`)           // through the queue
 	for _, lane := range []string{"first", "released", "own", "awaited"} {
 		tx := begin(t, db)
-		exec(t, tx, `set local statement_timeout = '2s'`)
+		pgtest.Exec(t, tx, `set local statement_timeout = '2s'`)
 		if g := try(t, tx, lane, "c", 60); g.acquired {
 			t.Errorf("%s: granted while another transaction changes it", lane)
 		}
@@ -218,14 +218,14 @@ func TestFencedWritesStopWhenTheTokenIsVoid(t *testing.T) {
 		"expiry":   `with e as (update agent_locks set expires_at = clock_timestamp() returning 1) select count(*) from e`,
 	} {
 		token := mustTry(t, db, "x", "a", 60)
-		exec(t, db, `select fence_agent_lock('x', $1)`, token)
-		exec(t, db, end)
+		pgtest.Exec(t, db, `select fence_agent_lock('x', $1)`, token)
+		pgtest.Exec(t, db, end)
 		if name == "takeover" {
 			mustTry(t, db, "x", "b", 60)
 		}
 		_, err := db.Exec(t.Context(), `select fence_agent_lock('x', $1)`, token)
 		wantCode(t, err, "LK001")
-		exec(t, db, `select release_agent_lock('x', 'b')`)
+		pgtest.Exec(t, db, `select release_agent_lock('x', 'b')`)
 	}
 }
 
@@ -252,10 +252,10 @@ func TestRenewalsPassAFencedWriteAndTakeoversWait(t *testing.T) {
 	db := pgtest.DB(t)
 	token := mustTry(t, db, "x", "a", 60)
 	write := begin(t, db)
-	exec(t, write, `select fence_agent_lock('x', $1)`, token)
+	pgtest.Exec(t, write, `select fence_agent_lock('x', $1)`, token)
 
 	hurry := begin(t, db)
-	exec(t, hurry, `set local lock_timeout = '1s'`)
+	pgtest.Exec(t, hurry, `set local lock_timeout = '1s'`)
 	for name, query := range map[string]string{
 		"renewal":         `select renew_agent_lock('x', 'a', $1, 60)`,
 		"renewal of many": `select renewed from lanekeeper.renew_agent_locks(array['x'], array['a'], array[$1::bigint], array[60])`,
@@ -271,7 +271,7 @@ func TestRenewalsPassAFencedWriteAndTakeoversWait(t *testing.T) {
 		"release": `select release_agent_lock('x', 'a')`,
 	} {
 		tx := begin(t, db)
-		exec(t, tx, `set local lock_timeout = '100ms'`)
+		pgtest.Exec(t, tx, `set local lock_timeout = '100ms'`)
 		if _, err := tx.Exec(t.Context(), query); !postgres.IsCode(err, "55P03") {
 			t.Errorf("%s passed through a fenced write: %v", name, err)
 		}
@@ -298,7 +298,7 @@ func TestARowLockHeldPastTheEndRevivesNothing(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			token := mustTry(t, db, "x", "a", 1)
 			stranger := begin(t, db)
-			exec(t, stranger, `select from agent_locks where lane = 'x' for update`)
+			pgtest.Exec(t, stranger, `select from agent_locks where lane = 'x' for update`)
 			revived := make(chan bool, 1)
 			go func() {
 				revived <- patiently[bool](t, db, query, token)
@@ -306,7 +306,8 @@ func TestARowLockHeldPastTheEndRevivesNothing(t *testing.T) {
 			if name == "renewal" || name == "release" {
 				asBlocked(t, db, "_agent_lock(")
 			}
-			pgtest.Eventually(t, soon, func() bool { return !get[bool](t, db, `select is_agent_lock_held('x')`) }, "the lease ends")
+			pgtest.Eventually(t, soon, func() bool { return !get[bool](t, db, `select is_agent_lock_held('x')`) },
+				"the lease ends")
 			commit(t, stranger)
 			if <-revived {
 				t.Errorf("%s revived a lease that had ended", name)
@@ -314,7 +315,7 @@ func TestARowLockHeldPastTheEndRevivesNothing(t *testing.T) {
 			if g := try(t, db, "x", "b", 60); !g.acquired {
 				t.Errorf("the lane of an ended lease is held by %s", g.holder)
 			}
-			exec(t, db, `select release_agent_lock('x', 'b')`)
+			pgtest.Exec(t, db, `select release_agent_lock('x', 'b')`)
 		})
 	}
 }
@@ -337,11 +338,11 @@ func TestARenewalOfManySaysWhatEachIs(t *testing.T) {
 	held := mustTry(t, db, "held", "a", 60)
 	locked := mustTry(t, db, "locked", "a", 60)
 	parked := mustTry(t, db, "parked", "a", 60)
-	exec(t, db, `update agent_locks set parked = true, expires_at = '9000-01-01' where lane = 'parked'`)
+	pgtest.Exec(t, db, `update agent_locks set parked = true, expires_at = '9000-01-01' where lane = 'parked'`)
 	stranger := begin(t, db)
-	exec(t, stranger, `select from agent_locks where lane = 'locked' for update`)
+	pgtest.Exec(t, stranger, `select from agent_locks where lane = 'locked' for update`)
 	tx := begin(t, db)
-	exec(t, tx, `set local statement_timeout = '2s'`)
+	pgtest.Exec(t, tx, `set local statement_timeout = '2s'`)
 	got := get[string](t, tx, `
 		select string_agg(lane || ' ' || renewed || ' ' || busy || ' ' || coalesce(extract(year from expires_at) = 9000, false), ', ' order by lane)
 		  from lanekeeper.renew_agent_locks(array['parked', 'held', 'locked', 'none'], array['a', 'a', 'a', 'a'], array[$1, $2, $3, 7]::bigint[],
@@ -370,7 +371,7 @@ func TestARenewalOfManyTellsLostAndNewHoldOfOneLaneApart(t *testing.T) {
 func TestRenewalsOfManyInAnyOrderNeverDeadlock(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	exec(t, db, `select acquire_agent_lock('lane' || n, 'a', 60) from generate_series(1, 100) n`)
+	pgtest.Exec(t, db, `select acquire_agent_lock('lane' || n, 'a', 60) from generate_series(1, 100) n`)
 	ctx, cancel := context.WithTimeout(t.Context(), 2*soon)
 	defer cancel()
 	var renewers sync.WaitGroup
@@ -395,7 +396,8 @@ func TestExecutionIsReadFromTheOwner(t *testing.T) {
 	id := get[string](t, db, `select lanekeeper.agent_uuid7()::text`)
 	for owner, want := range map[string]string{id + "#3": id, id: "", "run/x#3": ""} {
 		mustTry(t, db, "lane of "+owner, owner, 60)
-		got := get[string](t, db, `select coalesce(execution_id::text, '') from agent_locks where lane = $1`, "lane of "+owner)
+		got := get[string](t, db, `select coalesce(execution_id::text, '') from agent_locks where lane = $1`,
+			"lane of "+owner)
 		if got != want {
 			t.Errorf("owner %s has execution %q, want %q", owner, got, want)
 		}
@@ -407,9 +409,12 @@ func TestBadInputIsRefusedAndChangesNothing(t *testing.T) {
 	db := pgtest.DB(t)
 	mustTry(t, db, "held", "a", 60)
 	bad := map[string]any{
-		"null": nil, "empty": "", "blank": "   ", "too long": strings.Repeat("x", 256), "newline": "a\nb", "tab": "a\tb", "escape": "a\x1bb", "delete": "a\x7fb",
-		"no-break space": "\u00a0", "zero width": "\u200b", "a hidden character": "oper\u200bate", "right to left": "prices\u202ecod.sh",
-		"isolate": "a\u2066b\u2069", "soft hyphen": "oper\u00adate", "ideographic blank": "\u3000", "tag": "a\U000e0041", "variation": "a\ufe0f",
+		"null": nil, "empty": "", "blank": "   ", "too long": strings.Repeat("x", 256), "newline": "a\nb", "tab": "a\tb",
+		"escape": "a\x1bb", "delete": "a\x7fb",
+		"no-break space": "\u00a0", "zero width": "\u200b", "a hidden character": "oper\u200bate",
+		"right to left": "prices\u202ecod.sh",
+		"isolate":       "a\u2066b\u2069", "soft hyphen": "oper\u00adate", "ideographic blank": "\u3000",
+		"tag": "a\U000e0041", "variation": "a\ufe0f",
 		"decomposed": "cafe\u0301",
 	}
 	statements := map[string]string{
@@ -479,7 +484,8 @@ func TestGoodInput(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	for _, lane := range []string{
-		"x", strings.Repeat("ñ", 255), "consolidate:{dataset}:2024:11", "with space", "::", "línea · 車道", "caf\u00e9 🚚", "'; drop table agent_locks; --",
+		"x", strings.Repeat("ñ", 255), "consolidate:{dataset}:2024:11", "with space", "::", "línea · 車道", "caf\u00e9 🚚",
+		"'; drop table agent_locks; --",
 	} {
 		mustTry(t, db, lane, lane, 1)
 		mustTry(t, db, lane, lane, 30*86400)
@@ -491,7 +497,8 @@ func TestANameIsValidInTheProgramAndInTheDatabase(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	names := []string{
-		"", " ", "  ", "x", "with space", "cafe\u0301", "caf\u00e9", "\u1112\u1161\u11ab", "한", "🚚", strings.Repeat("ñ", 255), strings.Repeat("ñ", 256), "नमस्ते", "שלום",
+		"", " ", "  ", "x", "with space", "cafe\u0301", "caf\u00e9", "\u1112\u1161\u11ab", "한", "🚚", strings.Repeat("ñ", 255),
+		strings.Repeat("ñ", 256), "नमस्ते", "שלום",
 	}
 	for _, span := range [][2]rune{{1, 0x3200}, {0xfb00, 0xffff}, {0x1d100, 0x1d200}, {0xdfff0, 0xe1010}} {
 		for r := span[0]; r < span[1]; r++ {

@@ -71,13 +71,6 @@ func get[T any](t testing.TB, db postgres.DB, query string, args ...any) T {
 	return v
 }
 
-func exec(t testing.TB, db postgres.DB, query string, args ...any) {
-	t.Helper()
-	if _, err := db.Exec(t.Context(), query, args...); err != nil {
-		t.Fatalf("%s: %v", query, err)
-	}
-}
-
 func begin(t testing.TB, db *pgxpool.Pool) pgx.Tx {
 	t.Helper()
 	tx, err := db.Begin(t.Context())
@@ -98,7 +91,7 @@ func commit(t testing.TB, tx pgx.Tx) {
 // lapse ends the present lease of a lane now, as time would.
 func lapse(t testing.TB, db postgres.DB, lane string) {
 	t.Helper()
-	exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
+	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
 }
 
 // row is everything about a lane, with its version: it differs after any write.
@@ -172,7 +165,8 @@ lines:
 // want waits for n lines: the work of a lost lane is told before the log.
 func (l *logs) want(t testing.TB, n int, words ...string) {
 	t.Helper()
-	pgtest.Eventually(t, soon, func() bool { return len(l.find(words...)) >= n }, fmt.Sprintf("%d log lines with %q", n, words))
+	pgtest.Eventually(t, soon, func() bool { return len(l.find(words...)) >= n },
+		fmt.Sprintf("%d log lines with %q", n, words))
 	if got := l.find(words...); len(got) != n {
 		t.Errorf("%d log lines with %q, want %d; all:\n%s", len(got), words, n, strings.Join(l.find(), ""))
 	}

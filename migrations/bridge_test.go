@@ -36,7 +36,8 @@ func before(t *testing.T) *pgxpool.Pool {
 		t.Fatal(err)
 	}
 	db := pgtest.Empty(t)
-	conn, err := pgx.ConnectConfig(t.Context(), db.Config().ConnConfig.Copy()) // one of its own: a dump sets what the session keeps
+	// one of its own: a dump sets what the session keeps
+	conn, err := pgx.ConnectConfig(t.Context(), db.Config().ConnConfig.Copy())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -127,7 +128,7 @@ func TestASchemaThatNoBridgeLeadsFromIsRefused(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			db := before(t)
-			exec(t, db, c.change)
+			pgtest.Exec(t, db, c.change)
 			if applied, err := migrations.Up(t.Context(), db); !errors.Is(err, c.want) || len(applied) > 0 {
 				t.Errorf("applied %v: %v", applied, err)
 			}

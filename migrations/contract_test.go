@@ -19,7 +19,7 @@ const soon = 90 * time.Second
 func claimed(t *testing.T, db *pgxpool.Pool) string {
 	t.Helper()
 	id := insertExecution(t, db)
-	exec(t, db, `
+	pgtest.Exec(t, db, `
 		with w as (insert into agent_workers (expires_at) values (clock_timestamp() + interval '1 hour') returning id)
 		update agent_executions set status = 'running', claim = 1, claimed_by = (select id from w) where id = $1::uuid`, id)
 	return id
@@ -33,7 +33,7 @@ func inFlight(t *testing.T, db *pgxpool.Pool, id string) pgx.Tx {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) })
-	exec(t, tx, `insert into agent_checkpoints (execution_id, step, claim) values ($1::uuid, 'in flight', 1)`, id)
+	pgtest.Exec(t, tx, `insert into agent_checkpoints (execution_id, step, claim) values ($1::uuid, 'in flight', 1)`, id)
 	return tx
 }
 
@@ -53,13 +53,14 @@ func TestWhoTakesAClaimAwayDoesNotHoldItsWritesUp(t *testing.T) {
 	db := pgtest.DB(t)
 	given := claimed(t, db)
 	over := get[string](t, db, `insert into agent_executions (trace_id, surface, flow) values ('fl_1', 'flow', 'external') returning id::text`)
-	exec(t, db, `select lock_agent_execution($1::uuid, 'somebody')`, over)
+	pgtest.Exec(t, db, `select lock_agent_execution($1::uuid, 'somebody')`, over)
 	for id, take := range map[string]string{
-		given: `select lanekeeper.release_agent_claim($1::uuid, 1)`, over: `select lock_agent_execution($1::uuid, 'somebody else')`,
+		given: `select lanekeeper.release_agent_claim($1::uuid, 1)`,
+		over:  `select lock_agent_execution($1::uuid, 'somebody else')`,
 	} {
 		tx := inFlight(t, db, id)
 		if id == over {
-			exec(t, db, `update agent_workers set expires_at = clock_timestamp() where execution_id = $1::uuid`, id)
+			pgtest.Exec(t, db, `update agent_workers set expires_at = clock_timestamp() where execution_id = $1::uuid`, id)
 		}
 		took := make(chan error, 1)
 		go func() {
@@ -67,7 +68,7 @@ func TestWhoTakesAClaimAwayDoesNotHoldItsWritesUp(t *testing.T) {
 			took <- err
 		}()
 		blocked(t, db, 1, take)
-		exec(t, tx, `select from agent_executions where id = $1::uuid for no key update`, id)
+		pgtest.Exec(t, tx, `select from agent_executions where id = $1::uuid for no key update`, id)
 		if err := tx.Commit(t.Context()); err != nil {
 			t.Errorf("%s: the write: %v", take, err)
 		}
@@ -160,7 +161,8 @@ func TestOnlyARunningExecutionIsClaimed(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	id := insertExecution(t, db)
-	if _, err := db.Exec(t.Context(), `update agent_executions set claimed_by = gen_random_uuid() where id = $1::uuid`, id); !postgres.IsCode(err, "LK002") {
+	if _, err := db.Exec(t.Context(), `update agent_executions set claimed_by = gen_random_uuid() where id = $1::uuid`,
+		id); !postgres.IsCode(err, "LK002") {
 		t.Errorf("claiming a pending execution without running it: %v, want SQLSTATE LK002", err)
 	}
 }
@@ -169,7 +171,7 @@ func TestNoWaitIsForEver(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	id := claimed(t, db)
-	exec(t, db, `update agent_executions set status = 'waiting' where id = $1::uuid`, id)
+	pgtest.Exec(t, db, `update agent_executions set status = 'waiting' where id = $1::uuid`, id)
 	if !get[bool](t, db, `select waiting_until < clock_timestamp() + interval '8 days' from agent_executions`) {
 		t.Error("an execution waits without a deadline")
 	}
@@ -183,13 +185,13 @@ func TestPartitionsAreMadeBesideAReader(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) })
-	exec(t, tx, `select count(*) from agent_activity`)
+	pgtest.Exec(t, tx, `select count(*) from agent_activity`)
 	ctx, cancel := context.WithTimeout(t.Context(), soon)
 	defer cancel()
 	if _, err := db.Exec(ctx, `select lanekeeper.ensure_agent_activity_partitions(5)`); err != nil {
 		t.Fatalf("partitions beside a reader: %v", err)
 	}
-	exec(t, db, `insert into agent_activity (id, trace_id, skill_name)
+	pgtest.Exec(t, db, `insert into agent_activity (id, trace_id, skill_name)
 		values (lanekeeper.agent_uuid7(clock_timestamp() + interval '5 months'), 'fl_x', 'x')`)
 }
 
@@ -209,7 +211,7 @@ func TestADayOfSpendIsFoundByIndex(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) })
-	exec(t, tx, `set local enable_seqscan = off`)
+	pgtest.Exec(t, tx, `set local enable_seqscan = off`)
 	rows, err := tx.Query(t.Context(), `explain (costs off) select * from agent_spend where day = current_date`)
 	if err != nil {
 		t.Fatal(err)
@@ -228,7 +230,7 @@ func TestAnActivityOfAnOldClaimIsRefused(t *testing.T) {
 	db := pgtest.DB(t)
 	id := claimed(t, db)
 	const insert = `insert into agent_activity (trace_id, execution_id, claim, skill_name) values ('fl_x', $1::uuid, $2, 's')`
-	exec(t, db, insert, id, 1)
+	pgtest.Exec(t, db, insert, id, 1)
 	if _, err := db.Exec(t.Context(), insert, id, 0); !postgres.IsCode(err, "LK001") {
 		t.Errorf("an activity of claim 0 of a run whose claim is 1: %v, want SQLSTATE LK001", err)
 	}
@@ -238,9 +240,10 @@ func TestTheClaimThatParkedALaneCannotGiveItAway(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	id := claimed(t, db)
-	exec(t, db, `select acquire_agent_lock('thread:1', $1 || '#1', 60)`, id)
-	exec(t, db, park, id, "wait")
-	if get[bool](t, db, `select release_agent_lock('thread:1', $1 || '#1')`, id) || !get[bool](t, db, `select is_agent_lock_held('thread:1')`) {
+	pgtest.Exec(t, db, `select acquire_agent_lock('thread:1', $1 || '#1', 60)`, id)
+	pgtest.Exec(t, db, park, id, "wait")
+	if get[bool](t, db, `select release_agent_lock('thread:1', $1 || '#1')`, id) ||
+		!get[bool](t, db, `select is_agent_lock_held('thread:1')`) {
 		t.Error("a claim that is over released the lane that its execution keeps while it waits")
 	}
 }
@@ -250,7 +253,7 @@ func TestTheClaimThatParkedALaneMayNotWriteUnderItsToken(t *testing.T) {
 	db := pgtest.DB(t)
 	id := claimed(t, db)
 	token := get[int64](t, db, `select fencing_token from acquire_agent_lock('thread:1', $1 || '#1', 60)`, id)
-	exec(t, db, park, id, "wait")
+	pgtest.Exec(t, db, park, id, "wait")
 	if _, err := db.Exec(t.Context(), `select fence_agent_lock('thread:1', $1)`, token); !postgres.IsCode(err, "LK001") {
 		t.Errorf("a write under the token of the claim that parked: %v, want SQLSTATE LK001", err)
 	}

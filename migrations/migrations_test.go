@@ -28,13 +28,6 @@ func get[T any](t *testing.T, db postgres.DB, query string, args ...any) T {
 	return v
 }
 
-func exec(t *testing.T, db postgres.DB, query string, args ...any) {
-	t.Helper()
-	if _, err := db.Exec(t.Context(), query, args...); err != nil {
-		t.Fatalf("%s: %v", query, err)
-	}
-}
-
 func TestManyProcessesMigrateAtOnce(t *testing.T) {
 	t.Parallel()
 	url := pgtest.EmptyURL(t)
@@ -85,7 +78,7 @@ func TestOnlyThisVersionsSchemaIsAccepted(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			db := pgtest.DB(t)
-			exec(t, db, test.change)
+			pgtest.Exec(t, db, test.change)
 			if err := migrations.Check(t.Context(), db); !errors.Is(err, test.want) {
 				t.Errorf("Check: %v, want %v", err, test.want)
 			}
@@ -100,7 +93,7 @@ func TestOnlyThisVersionsSchemaIsAccepted(t *testing.T) {
 func TestASchemaThatMissesCodeIsOutdated(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	exec(t, db, `delete from agent_schema_code where name = (select max(name) from agent_schema_code)`)
+	pgtest.Exec(t, db, `delete from agent_schema_code where name = (select max(name) from agent_schema_code)`)
 	if err := migrations.Check(t.Context(), db); !errors.Is(err, migrations.ErrOutdated) {
 		t.Errorf("Check: %v, want ErrOutdated", err)
 	}
@@ -249,7 +242,7 @@ func TestStatesOfAnExecution(t *testing.T) {
 			}
 			id := insertExecution(t, db)
 			for _, s := range legal[from].path {
-				exec(t, db, `update agent_executions set status = $2 where id = $1::uuid`, id, s)
+				pgtest.Exec(t, db, `update agent_executions set status = $2 where id = $1::uuid`, id, s)
 			}
 			_, err := db.Exec(t.Context(), `update agent_executions set status = $2 where id = $1::uuid`, id, to)
 			want := ""
@@ -277,11 +270,14 @@ func insertExecution(t *testing.T, db *pgxpool.Pool) string {
 func TestTheEndOfAnExecution(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	for end, result := range map[string]string{"completed": "success", "failed": "failure", "timeout": "timeout", "cancelled": "cancelled"} {
+	for end, result := range map[string]string{
+		"completed": "success", "failed": "failure", "timeout": "timeout",
+		"cancelled": "cancelled",
+	} {
 		id := insertExecution(t, db)
-		exec(t, db, `update agent_executions set status = 'running' where id = $1::uuid`, id)
-		exec(t, db, `select acquire_agent_lock('objective:' || $1, $1 || '#1', 300)`, id)
-		exec(t, db, `update agent_executions set status = $2 where id = $1::uuid`, id, end)
+		pgtest.Exec(t, db, `update agent_executions set status = 'running' where id = $1::uuid`, id)
+		pgtest.Exec(t, db, `select acquire_agent_lock('objective:' || $1, $1 || '#1', 300)`, id)
+		pgtest.Exec(t, db, `update agent_executions set status = $2 where id = $1::uuid`, id, end)
 		got := get[string](t, db, `
 			select result_type || ' ' || (completed_at is not null) || ' ' || is_agent_lock_held('objective:' || id) || ' ' ||
 			       (select count(*) from agent_events v where v.event = 'AGENT_COMPLETED' and v.key = x.id::text)

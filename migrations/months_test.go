@@ -18,8 +18,8 @@ func bare(t *testing.T, zone string) pgx.Tx {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) })
-	exec(t, tx, `select set_config('TimeZone', $1, true)`, zone)
-	exec(t, tx, `do $$ declare p text; begin
+	pgtest.Exec(t, tx, `select set_config('TimeZone', $1, true)`, zone)
+	pgtest.Exec(t, tx, `do $$ declare p text; begin
 		for p in select partition from agent_activity_partitions loop execute 'drop table ' || p; end loop; end $$`)
 	return tx
 }
@@ -37,7 +37,8 @@ func TestMonthsAreThoseOfUTC(t *testing.T) {
 	for _, zone := range []string{"America/New_York", "Europe/Berlin", "Pacific/Auckland"} {
 		tx := bare(t, zone)
 		for month := range 14 {
-			exec(t, tx, `select lanekeeper.ensure_agent_activity_partitions(3, $1)`, time.Date(2027, time.Month(1+month), 1, 0, 30, 0, 0, time.UTC))
+			pgtest.Exec(t, tx, `select lanekeeper.ensure_agent_activity_partitions(3, $1)`,
+				time.Date(2027, time.Month(1+month), 1, 0, 30, 0, 0, time.UTC))
 		}
 		if got := get[int](t, tx, `select count(*) from agent_activity_partitions`); got != 18 {
 			t.Errorf("%s: %d months, want 18", zone, got)

@@ -46,7 +46,7 @@ func TestTheSchemaPageIsThatOfTheDatabase(t *testing.T) {
 func TestThePageShowsWhatAChangeAddsAndAsksForItsComments(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	exec(t, db, `
+	pgtest.Exec(t, db, `
 		create domain agent_mood as text check (value is null or value in ('glad', 'sad'));
 		create table agent_webhook_moods (
 		  execution_id uuid primary key references agent_executions (id), mood agent_mood, size int);

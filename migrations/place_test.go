@@ -27,7 +27,7 @@ func along(t *testing.T, path, before string) (db *pgxpool.Pool, owner *pgxpool.
 		return pool
 	}
 	owner = open(at)
-	exec(t, owner, before)
+	pgtest.Exec(t, owner, before)
 	u, err := url.Parse(at)
 	if err != nil {
 		t.Fatal(err)
@@ -49,7 +49,8 @@ func TestTheSchemaIsRefusedBeforeAnythingIsWritten(t *testing.T) {
 		"capitals": {`"App"`, `create schema "App"; create schema app`, `"App"`},
 		"a space":  {`"my app"`, `create schema "my app"`, `"my app"`},
 		"an agent's tables are in another": {
-			"mine, public", `create schema mine; create table agent_migrations (version int)`, "add search_path=public to DATABASE_URL",
+			"mine, public", `create schema mine; create table agent_migrations (version int)`,
+			"add search_path=public to DATABASE_URL",
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -58,7 +59,8 @@ func TestTheSchemaIsRefusedBeforeAnythingIsWritten(t *testing.T) {
 			if _, err := migrations.Up(t.Context(), db); err == nil || !strings.Contains(err.Error(), c.says) {
 				t.Errorf("got %v, want %q", err, c.says)
 			}
-			if got := get[int](t, owner, written); got != there || get[bool](t, owner, `select exists (select from pg_namespace where nspname = 'river')`) {
+			if got := get[int](t, owner, written); got != there ||
+				get[bool](t, owner, `select exists (select from pg_namespace where nspname = 'river')`) {
 				t.Errorf("%d relations are there, want %d and no schema of River's", got, there)
 			}
 		})
@@ -92,7 +94,8 @@ func TestWhoMayNotMakeTablesIsToldHow(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(pool.Close)
-	if _, err := migrations.Up(t.Context(), pool); err == nil || !strings.Contains(err.Error(), `"pg_monitor" may not create tables in the schema "public"`) {
+	if _, err := migrations.Up(t.Context(), pool); err == nil ||
+		!strings.Contains(err.Error(), `"pg_monitor" may not create tables in the schema "public"`) {
 		t.Errorf("got %v", err)
 	}
 }
@@ -109,13 +112,14 @@ func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
 	}
 	user, database := get[string](t, owner, `select current_user`), get[string](t, owner, `select current_database()`)
 	other := pgx.Identifier{database + "_login"}.Sanitize()
-	exec(t, owner, `create role `+other+` login`)
+	pgtest.Exec(t, owner, `create role `+other+` login`)
 	t.Cleanup(func() {
-		if _, err := owner.Exec(context.WithoutCancel(t.Context()), `drop owned by `+other+`; drop role `+other, pgx.QueryExecModeSimpleProtocol); err != nil {
+		if _, err := owner.Exec(context.WithoutCancel(t.Context()), `drop owned by `+other+`; drop role `+other,
+			pgx.QueryExecModeSimpleProtocol); err != nil {
 			t.Error(err)
 		}
 	})
-	exec(t, owner, `grant select, insert, update, delete on all tables in schema public to `+other)
+	pgtest.Exec(t, owner, `grant select, insert, update, delete on all tables in schema public to `+other)
 	as := func() *pgxpool.Pool {
 		config := db.Config()
 		config.ConnConfig.User = database + "_login"
@@ -132,12 +136,14 @@ func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
 	}
 	_, todo, _ := strings.Cut(err.Error(), "or run: ")
 	for statement := range strings.SplitSeq(todo, "; ") {
-		exec(t, owner, statement)
+		pgtest.Exec(t, owner, statement)
 	}
 	if err := migrations.Rights(t.Context(), as()); err != nil {
 		t.Errorf("a member that did as it was told: %v", err)
 	}
-	if err := migrations.Rights(t.Context(), opened(t, db.Config().ConnString(), "default_transaction_read_only", "on")); err == nil || !strings.Contains(err.Error(), "nothing can be written") {
+	if err := migrations.Rights(t.Context(),
+		opened(t, db.Config().ConnString(), "default_transaction_read_only", "on")); err == nil ||
+		!strings.Contains(err.Error(), "nothing can be written") {
 		t.Errorf("where nothing can be written: %v", err)
 	}
 }
@@ -149,36 +155,41 @@ func TestTablesThatSomebodyHasChangedAreTold(t *testing.T) {
 	if _, err := migrations.Up(t.Context(), db); err != nil {
 		t.Fatal(err)
 	}
-	plain := get[string](t, owner, `select lower(current_database() || '_plain')`) // row-level security does not hold for a superuser
-	exec(t, owner, `create role `+plain)
+	// row-level security does not hold for a superuser
+	plain := get[string](t, owner, `select lower(current_database() || '_plain')`)
+	pgtest.Exec(t, owner, `create role `+plain)
 	t.Cleanup(func() {
-		if _, err := owner.Exec(context.WithoutCancel(t.Context()), `reassign owned by `+plain+` to current_user; drop owned by `+plain+`; drop role `+plain, pgx.QueryExecModeSimpleProtocol); err != nil {
+		if _, err := owner.Exec(context.WithoutCancel(t.Context()),
+			`reassign owned by `+plain+` to current_user; drop owned by `+plain+`; drop role `+plain,
+			pgx.QueryExecModeSimpleProtocol); err != nil {
 			t.Error(err)
 		}
 	})
-	exec(t, owner, `alter table agent_activity owner to `+plain)
-	exec(t, owner, `alter table agent_pauses owner to `+plain)
+	pgtest.Exec(t, owner, `alter table agent_activity owner to `+plain)
+	pgtest.Exec(t, owner, `alter table agent_pauses owner to `+plain)
 	as := opened(t, owner.Config().ConnString(), "role", plain)
 	rights := func(told string) {
 		t.Helper()
-		if err := migrations.Rights(t.Context(), as); (err == nil) != (told == "") || err != nil && !strings.Contains(err.Error(), told) {
+		if err := migrations.Rights(t.Context(), as); (err == nil) != (told == "") || err != nil &&
+			!strings.Contains(err.Error(), told) {
 			t.Errorf("got %v, not %q", err, told)
 		}
 	}
 	rights("")
-	exec(t, owner, `alter table agent_pauses enable row level security`)
+	pgtest.Exec(t, owner, `alter table agent_pauses enable row level security`)
 	rights("") // it does not hold for the owner
-	exec(t, owner, `alter table agent_pauses force row level security`)
+	pgtest.Exec(t, owner, `alter table agent_pauses force row level security`)
 	rights("alter table agent_pauses disable row level security")
-	exec(t, owner, `alter table agent_pauses disable row level security`)
+	pgtest.Exec(t, owner, `alter table agent_pauses disable row level security`)
 	rights("")
-	exec(t, owner, `alter table agent_executions disable trigger user`)
+	pgtest.Exec(t, owner, `alter table agent_executions disable trigger user`)
 	rights("alter table agent_executions enable trigger user")
-	exec(t, owner, `alter table agent_executions enable trigger user`)
+	pgtest.Exec(t, owner, `alter table agent_executions enable trigger user`)
 	rights("")
 	replica := opened(t, db.Config().ConnString(), "session_replication_role", "replica")
-	exec(t, owner, `alter table agent_activity owner to current_user`)
-	if err := migrations.Rights(t.Context(), replica); err == nil || !strings.Contains(err.Error(), "session_replication_role is replica") {
+	pgtest.Exec(t, owner, `alter table agent_activity owner to current_user`)
+	if err := migrations.Rights(t.Context(), replica); err == nil ||
+		!strings.Contains(err.Error(), "session_replication_role is replica") {
 		t.Errorf("a session without triggers: %v", err)
 	}
 }

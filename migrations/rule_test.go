@@ -194,7 +194,7 @@ func judge(t *testing.T, name string, found []string) {
 func TestWhatBreaksTheReleaseBeforeIsFound(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	exec(t, db, `
+	pgtest.Exec(t, db, `
 		create table a (id int primary key, name text not null default '', size int not null, note text);
 		create view v as select id, name from a;
 		create function f(x int, y text) returns int language sql as 'select 1'`)
@@ -231,7 +231,7 @@ func TestWhatBreaksTheReleaseBeforeIsFound(t *testing.T) {
 			t.Fatal(err)
 		}
 		before := schemaOf(t, tx)
-		exec(t, tx, change)
+		pgtest.Exec(t, tx, change)
 		if got := strings.Join(breaks(before, schemaOf(t, tx)), "; "); got != want {
 			t.Errorf("%s\nfound %q, want %q", change, got, want)
 		}

@@ -104,7 +104,7 @@ func TestAMigrationThatWaitsForALockLetsOthersPass(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = reader.Rollback(context.WithoutCancel(t.Context())) }()
-	exec(t, reader, `select count(*) from agent_executions`)
+	pgtest.Exec(t, reader, `select count(*) from agent_executions`)
 	done := upgrade(t, db, next(t, map[string]string{"9001_more.sql": `alter table agent_executions add column more int not null default 0`}))
 	blocked(t, db, 1, "add column more")
 	ctx, cancel := context.WithTimeout(t.Context(), soon)
@@ -173,7 +173,7 @@ func TestAnIndexThatWasLeftHalfBuiltIsBuiltAgain(t *testing.T) {
 	if get[bool](t, db, `select indisvalid from pg_index where indexrelid = 'by_flow'::regclass`) {
 		t.Fatal("nothing was left half built")
 	}
-	exec(t, db, `update agent_executions set flow = 'another' where id = $1::uuid`, second)
+	pgtest.Exec(t, db, `update agent_executions set flow = 'another' where id = $1::uuid`, second)
 	ended(t, upgrade(t, db, later))
 	if !get[bool](t, db, `select indisvalid from pg_index where indexrelid = 'by_flow'::regclass`) {
 		t.Error("the index was left half built")
@@ -186,7 +186,8 @@ func TestChangedCodeIsAppliedOnceMore(t *testing.T) {
 	db := pgtest.DB(t)
 	with := func(later map[string]string, body string) fstest.MapFS {
 		all := next(t, later)
-		all["schema/010_types.sql"].Data = append(all["schema/010_types.sql"].Data, "create or replace function f() returns int language sql as '"+body+"';\n"...)
+		all["schema/010_types.sql"].Data = append(all["schema/010_types.sql"].Data,
+			"create or replace function f() returns int language sql as '"+body+"';\n"...)
 		return all
 	}
 	change := map[string]string{"9001_more.sql": `create table more (id int)`}
@@ -213,8 +214,10 @@ func TestAChangeWithoutItsCodeIsNotApplied(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	broken := next(t, map[string]string{"9001_more.sql": `create table more (id int)`})
-	broken["schema/010_types.sql"].Data = append(broken["schema/010_types.sql"].Data, "create or replace function f() returns nothing language sql as '';\n"...)
-	if _, err := migrations.UpWith(t.Context(), db, broken); err == nil || !strings.Contains(err.Error(), "code of 010_types") {
+	broken["schema/010_types.sql"].Data = append(broken["schema/010_types.sql"].Data,
+		"create or replace function f() returns nothing language sql as '';\n"...)
+	if _, err := migrations.UpWith(t.Context(), db, broken); err == nil ||
+		!strings.Contains(err.Error(), "code of 010_types") {
 		t.Fatalf("code with an error: %v", err)
 	}
 	if get[bool](t, db, `select to_regclass('more') is not null or exists (select from agent_migrations where version = 9001)`) {
@@ -230,14 +233,14 @@ func TestAMigrationTakesAsLongAsItTakes(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	insertExecution(t, db)
-	exec(t, db, `create function slowly(text) returns text language plpgsql immutable as $$ begin perform pg_sleep(0.8); return $1; end $$`)
+	pgtest.Exec(t, db, `create function slowly(text) returns text language plpgsql immutable as $$ begin perform pg_sleep(0.8); return $1; end $$`)
 	name := pgx.Identifier{get[string](t, db, `select current_database()`)}.Sanitize()
 	limits := []string{"statement_timeout = '500ms'", "plpgsql.extra_errors = 'all'"}
 	if get[bool](t, db, `select exists (select from pg_settings where name = 'transaction_timeout')`) { // since version 17
 		limits = append(limits, "transaction_timeout = '700ms'")
 	}
 	for _, limit := range limits {
-		exec(t, db, "alter database "+name+" set "+limit)
+		pgtest.Exec(t, db, "alter database "+name+" set "+limit)
 	}
 	db.Reset()
 	ended(t, upgrade(t, db, next(t, map[string]string{
@@ -255,7 +258,8 @@ func TestAMigrationWithOneConnectionIsRefused(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), soon)
 	defer cancel()
 	url := pgtest.EmptyURL(t)
-	if _, err := migrations.Up(ctx, opened(t, url, "pool_max_conns", "1")); err == nil || !strings.Contains(err.Error(), "set it to 2 or more") {
+	if _, err := migrations.Up(ctx, opened(t, url, "pool_max_conns", "1")); err == nil ||
+		!strings.Contains(err.Error(), "set it to 2 or more") {
 		t.Errorf("with one connection: %v", err)
 	}
 	if _, err := migrations.Up(ctx, opened(t, url, "pool_max_conns", "2")); err != nil {

@@ -76,13 +76,6 @@ func due(t *testing.T, pool *pgxpool.Pool) string {
 	return strings.Join(names, " ")
 }
 
-func exec(t *testing.T, pool *pgxpool.Pool, sql string) {
-	t.Helper()
-	if _, err := pool.Exec(t.Context(), sql); err != nil {
-		t.Fatal(err)
-	}
-}
-
 func TestValidate(t *testing.T) {
 	t.Parallel()
 	many := make([]string, 101)
@@ -165,8 +158,8 @@ func TestDue(t *testing.T) {
 	put(t, pool, objectives.Definition{Name: "paused", Steps: []string{"s"}})
 	put(t, pool, objectives.Definition{Name: "later", Steps: []string{"s"}})
 	ended := put(t, pool, objectives.Definition{Name: "ended", Steps: []string{"s"}})
-	exec(t, pool, `update agent_objectives set status = 'paused' where name = 'paused'`)
-	exec(t, pool, `update agent_objectives set due_at = clock_timestamp() + interval '1 h' where name = 'later'`)
+	pgtest.Exec(t, pool, `update agent_objectives set status = 'paused' where name = 'paused'`)
+	pgtest.Exec(t, pool, `update agent_objectives set due_at = clock_timestamp() + interval '1 h' where name = 'later'`)
 	complete(t, pool, steps(t, pool, ended)[0])
 	if got := due(t, pool); got != "first second unplanned" {
 		t.Errorf("got %s", got)
@@ -239,7 +232,7 @@ func TestAdvanced(t *testing.T) {
 		t.Errorf("with pending steps: %+v, %v", got, err)
 	}
 	complete(t, pool, list[1])
-	exec(t, pool, `update agent_objective_steps set status = 'skipped' where id = '`+list[2].ID+`'`)
+	pgtest.Exec(t, pool, `update agent_objective_steps set status = 'skipped' where id = '`+list[2].ID+`'`)
 	got, err := objectives.Advanced(t.Context(), pool, o.ID, "hb_2")
 	if err != nil || got.Status != objectives.Completed || got.Done != 2 || got.Total != 2 || got.LastTraceID != "hb_2" {
 		t.Errorf("got %+v, %v", got, err)
@@ -263,7 +256,7 @@ func TestARecurringObjectiveBeginsItsNextRoundOnce(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	exec(t, pool, `update agent_objective_steps set status = 'skipped' where id = '`+list[2].ID+`'`)
+	pgtest.Exec(t, pool, `update agent_objective_steps set status = 'skipped' where id = '`+list[2].ID+`'`)
 	var wg sync.WaitGroup
 	for range 8 {
 		wg.Go(func() {
@@ -284,7 +277,7 @@ func TestARecurringObjectiveBeginsItsNextRoundOnce(t *testing.T) {
 	if due(t, pool) != "" {
 		t.Error("due before its review")
 	}
-	exec(t, pool, `update agent_objectives set due_at = clock_timestamp()`)
+	pgtest.Exec(t, pool, `update agent_objectives set due_at = clock_timestamp()`)
 	if due(t, pool) != "a" {
 		t.Error("not due at its review")
 	}
@@ -368,7 +361,7 @@ func TestAnObjectiveWithoutProgressIsTriedLessAndLess(t *testing.T) {
 	off := func(runs int) float64 {
 		t.Helper()
 		for range runs {
-			exec(t, pool, `update agent_objectives set due_at = clock_timestamp() where due_at > clock_timestamp()`)
+			pgtest.Exec(t, pool, `update agent_objectives set due_at = clock_timestamp() where due_at > clock_timestamp()`)
 			if err := objectives.BackOff(t.Context(), pool, o.ID); err != nil {
 				t.Fatal(err)
 			}

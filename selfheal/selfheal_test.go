@@ -25,16 +25,9 @@ const fetch = "fetch"
 // skill inserts one that has been in service for a month.
 func skill(t *testing.T, db postgres.DB, name string) {
 	t.Helper()
-	exec(t, db, `
+	pgtest.Exec(t, db, `
 		insert into agent_skills (name, tool_definition, handler, enabled_at)
 		values ($1, '{}', 'builtin:x', clock_timestamp() - interval '30 days')`, name)
-}
-
-func exec(t *testing.T, db postgres.DB, sql string, args ...any) {
-	t.Helper()
-	if _, err := db.Exec(t.Context(), sql, args...); err != nil {
-		t.Fatal(err)
-	}
 }
 
 // calls inserts calls of a skill, one per word, the last one ago before now and each a minute before the
@@ -49,7 +42,7 @@ func calls(t *testing.T, db postgres.DB, name string, ago time.Duration, words s
 		default:
 			status, class = "error", word
 		}
-		exec(t, db, `
+		pgtest.Exec(t, db, `
 			insert into agent_activity (id, trace_id, skill_name, status, error_class, error_message, created_at, finished_at)
 			select lanekeeper.agent_uuid7(at), 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', $1, $2, $3, case when $3 <> '' then 'it broke' end, at, at
 			  from (select clock_timestamp() - $4::interval as at) x`,
@@ -59,7 +52,7 @@ func calls(t *testing.T, db postgres.DB, name string, ago time.Duration, words s
 
 func automation(t *testing.T, db postgres.DB, name, skill string) {
 	t.Helper()
-	exec(t, db, "insert into agent_automations (name, skill_name) values ($1, $2)", name, skill)
+	pgtest.Exec(t, db, "insert into agent_automations (name, skill_name) values ($1, $2)", name, skill)
 }
 
 // inService are the names of the enabled automations.
@@ -160,7 +153,7 @@ func TestOnlyCallsCount(t *testing.T) {
 	db := pgtest.DB(t)
 	skill(t, db, fetch)
 	calls(t, db, fetch, 0, "timeout timeout timeout")
-	exec(t, db, "update agent_activity set kind = 'phase'")
+	pgtest.Exec(t, db, "update agent_activity set kind = 'phase'")
 	if report := run(t, db, selfheal.Default()); len(report.Healed) > 0 {
 		t.Errorf("phases were counted: %+v", report.Healed)
 	}
@@ -172,15 +165,15 @@ func TestCallsRightBeforeTheEnablingDoNotCount(t *testing.T) {
 	db := pgtest.DB(t)
 	skill(t, db, fetch)
 	calls(t, db, fetch, 0, "timeout timeout timeout")
-	exec(t, db, `
+	pgtest.Exec(t, db, `
 		with at as (select date_trunc('milliseconds', clock_timestamp()) as ms),
 		called as (update agent_activity set created_at = ms + interval '100 microseconds' from at returning 1)
 		update agent_skills set enabled_at = ms + interval '200 microseconds' from at`)
-	exec(t, db, "update agent_activity a set id = lanekeeper.agent_uuid7(a.created_at) from agent_skills s")
+	pgtest.Exec(t, db, "update agent_activity a set id = lanekeeper.agent_uuid7(a.created_at) from agent_skills s")
 	if report := run(t, db, selfheal.Default()); len(report.Healed) > 0 {
 		t.Errorf("calls of before were counted: %+v", report.Healed)
 	}
-	exec(t, db, "update agent_skills set enabled_at = enabled_at - interval '150 microseconds'")
+	pgtest.Exec(t, db, "update agent_skills set enabled_at = enabled_at - interval '150 microseconds'")
 	if report := run(t, db, selfheal.Default()); len(report.Healed) != 1 {
 		t.Error("calls right after were not counted")
 	}
@@ -256,7 +249,7 @@ func TestWhatAnAdminDisabledIsNotTouched(t *testing.T) {
 	if _, err := skills.Disable(t.Context(), db, fetch, "admin", "not now", nil); err != nil {
 		t.Fatal(err)
 	}
-	exec(t, db, "update agent_skills set disabled_at = disabled_at - interval '9 days'")
+	pgtest.Exec(t, db, "update agent_skills set disabled_at = disabled_at - interval '9 days'")
 	report := run(t, db, selfheal.Default())
 	if report.Checked != 0 || len(report.Healed) > 0 || len(report.Trials) > 0 {
 		t.Errorf("report is %+v", report)
@@ -276,10 +269,10 @@ func TestReenableRestoresWhatSelfHealPausedAndCountsAfresh(t *testing.T) {
 	for _, name := range []string{"a", "b", "c"} {
 		automation(t, db, name, fetch)
 	}
-	exec(t, db, "update agent_automations set enabled = false, disabled_by = 'admin' where name = 'a'")
+	pgtest.Exec(t, db, "update agent_automations set enabled = false, disabled_by = 'admin' where name = 'a'")
 	calls(t, db, fetch, 0, "timeout timeout timeout timeout")
 	run(t, db, selfheal.Default())
-	exec(t, db, "update agent_automations set disabled_by = 'admin', paused_for = '' where name = 'b'")
+	pgtest.Exec(t, db, "update agent_automations set disabled_by = 'admin', paused_for = '' where name = 'b'")
 
 	restored, err := selfheal.Reenable(t.Context(), db, fetch, "ana", "fixed")
 	if err != nil {
@@ -361,7 +354,7 @@ func TestASuccessThatComesInBetweenIsSeen(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = tx.Rollback(t.Context()) }()
-	exec(t, tx, "select 1 from agent_skills where name = $1 for no key update", fetch)
+	pgtest.Exec(t, tx, "select 1 from agent_skills where name = $1 for no key update", fetch)
 	calls(t, tx, fetch, 0, "success")
 
 	var report selfheal.Report
@@ -468,11 +461,11 @@ func TestEachSkillIsARangeOfAnIndex(t *testing.T) {
 	for _, name := range []string{"skill_1", "skill_2", "skill_3"} {
 		skill(t, db, name)
 	}
-	exec(t, db, `
+	pgtest.Exec(t, db, `
 		insert into agent_activity (id, trace_id, skill_name, status, created_at)
 		select lanekeeper.agent_uuid7(at), 'hb_x', 'skill_' || n % 97, 'success', at
 		  from (select n, clock_timestamp() - n * interval '120 seconds' as at from generate_series(1, 20000) n) x`)
-	exec(t, db, "analyze agent_activity")
+	pgtest.Exec(t, db, "analyze agent_activity")
 	e := &explainer{Beginner: db, t: t}
 	run(t, e, selfheal.Default())
 	if len(e.plans) != 1 {

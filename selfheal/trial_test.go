@@ -35,7 +35,7 @@ func resting(t *testing.T) *pgxpool.Pool {
 // cool lets a day go by.
 func cool(t *testing.T, db postgres.DB) {
 	t.Helper()
-	exec(t, db, "update agent_skills set disabled_at = disabled_at - interval '24 hours' where name = $1", fetch)
+	pgtest.Exec(t, db, "update agent_skills set disabled_at = disabled_at - interval '24 hours' where name = $1", fetch)
 }
 
 func admit(t *testing.T, db postgres.DB, owner string) bool {
@@ -148,7 +148,7 @@ func TestOneCallIsLetThrough(t *testing.T) {
 	if run(t, db, selfheal.Default()); admit(t, db, "other") {
 		t.Error("another run offers the trial again")
 	}
-	exec(t, db, `
+	pgtest.Exec(t, db, `
 		update agent_skills set evidence = jsonb_set(evidence, '{trial,until}', to_jsonb(clock_timestamp() - interval '1 second'))`)
 	if !admit(t, db, "successor") {
 		t.Error("a trial whose process died is lost for ever")
@@ -220,7 +220,7 @@ func TestAnAdminTakesASkillOffItsTrial(t *testing.T) {
 	db := resting(t)
 	run(t, db, selfheal.Default())
 	admit(t, db, "one")
-	exec(t, db, "update agent_skills set disabled_by = 'admin'")
+	pgtest.Exec(t, db, "update agent_skills set disabled_by = 'admin'")
 	settled, err := selfheal.Settle(t.Context(), db, fetch, true)
 	if err != nil || settled.Settled || get(t, db, fetch).Enabled {
 		t.Errorf("self-heal enabled what an admin disabled: %+v, %v", settled, err)

@@ -24,7 +24,7 @@ func TestAMessageIsSignedAndSentOnceUnderTheCausesTrace(t *testing.T) {
 		emit(t, pool, []string{"execution.completed", "execution.failed"}[i%2])
 	}
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, pool, `select count(*) from agent_webhook_outbox where status = 'sent'`) == n
+		return pgtest.Value[int](t, pool, `select count(*) from agent_webhook_outbox where status = 'sent'`) == n
 	}, "all are sent")
 	if them.count() != n {
 		t.Errorf("%d requests for %d messages", them.count(), n)
@@ -46,11 +46,11 @@ func TestAMessageIsSignedAndSentOnceUnderTheCausesTrace(t *testing.T) {
 		time.Since(said.Timestamp) > time.Minute || said.Data["id"] != "x" {
 		t.Errorf("payload %s: %v", them.bodies[0], err)
 	}
-	if got := value[int](t, pool, `select count(*) from agent_activity where trace_id = 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE'
+	if got := pgtest.Value[int](t, pool, `select count(*) from agent_activity where trace_id = 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE'
 		and skill_name = 'webhook_send' and status = 'success'`); got != n {
 		t.Errorf("%d activities", got)
 	}
-	if got := value[int](t, pool, `select count(*) from agent_activity_open`); got != 0 {
+	if got := pgtest.Value[int](t, pool, `select count(*) from agent_activity_open`); got != 0 {
 		t.Errorf("%d activities are open", got)
 	}
 }
@@ -95,7 +95,7 @@ func TestAnswersThatAreNoSuccess(t *testing.T) {
 					t.Errorf("attempt %d differs", i)
 				}
 			}
-			if n := value[int](t, pool, `select count(*) from agent_activity where skill_name = 'webhook_send'`); n != c.times {
+			if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'webhook_send'`); n != c.times {
 				t.Errorf("%d activities", n)
 			}
 			got, err := webhooks.GetTarget(t.Context(), pool, "them")
@@ -123,7 +123,7 @@ func TestRetryAfterIsHonouredForTheWholeTarget(t *testing.T) {
 			dispatches(t, pool, []string{them.host(t)}, time.Millisecond)
 			emit(t, pool, "execution.completed")
 			pgtest.Eventually(t, patience, func() bool {
-				return value[bool](t, pool, `select http_status > 0 from agent_webhook_outbox`)
+				return pgtest.Value[bool](t, pool, `select http_status > 0 from agent_webhook_outbox`)
 			}, "the first attempt has ended")
 			emit(t, pool, "execution.failed")
 			for what, sql := range map[string]string{
@@ -131,7 +131,7 @@ func TestRetryAfterIsHonouredForTheWholeTarget(t *testing.T) {
 				"the target rests":    `select blocked_until > clock_timestamp() + interval '1 hour' from agent_webhook_targets`,
 				"nothing else is due": `select count(*) = 1 from agent_webhook_outbox where attempts = 0`,
 			} {
-				if !value[bool](t, pool, sql) {
+				if !pgtest.Value[bool](t, pool, sql) {
 					t.Errorf("not so: %s", what)
 				}
 			}
@@ -150,10 +150,10 @@ func TestPrivateAddressesAreRefused(t *testing.T) {
 	if inside.count() != 0 {
 		t.Errorf("%d requests came through", inside.count())
 	}
-	if got := value[string](t, pool, `select last_error from agent_webhook_outbox`); !strings.Contains(got, "AGENT_ALLOW_PRIVATE_HTTP") || strings.Contains(got, "abc123") {
+	if got := pgtest.Value[string](t, pool, `select last_error from agent_webhook_outbox`); !strings.Contains(got, "AGENT_ALLOW_PRIVATE_HTTP") || strings.Contains(got, "abc123") {
 		t.Errorf("error %q", got)
 	}
-	if got := value[string](t, pool, `select distinct error_class from agent_activity where skill_name = 'webhook_send'`); got != "refused" {
+	if got := pgtest.Value[string](t, pool, `select distinct error_class from agent_activity where skill_name = 'webhook_send'`); got != "refused" {
 		t.Errorf("class %q", got)
 	}
 }
@@ -172,27 +172,27 @@ func TestATargetThatFailsForADayIsTakenOutAndPutBack(t *testing.T) {
 	target(t, pool, webhooks.TargetDefinition{URL: them.URL, MaxFailures: 3})
 	dispatches(t, pool, []string{them.host(t)}, time.Millisecond, time.Millisecond, time.Hour)
 	emit(t, pool, "execution.completed")
-	pgtest.Eventually(t, patience, func() bool { return value[int](t, pool, `select failures from agent_webhook_targets`) == 3 }, "it has failed 3 times")
-	if !value[bool](t, pool, `select enabled from agent_webhook_targets`) {
+	pgtest.Eventually(t, patience, func() bool { return pgtest.Value[int](t, pool, `select failures from agent_webhook_targets`) == 3 }, "it has failed 3 times")
+	if !pgtest.Value[bool](t, pool, `select enabled from agent_webhook_targets`) {
 		t.Fatal("it was taken out within a moment: a restart of the receiver must not do that")
 	}
-	exec(t, pool, `update agent_webhook_targets set failing_since = clock_timestamp() - interval '25 hours'`)
+	pgtest.Exec(t, pool, `update agent_webhook_targets set failing_since = clock_timestamp() - interval '25 hours'`)
 	emit(t, pool, "execution.failed")
-	pgtest.Eventually(t, patience, func() bool { return !value[bool](t, pool, `select enabled from agent_webhook_targets`) }, "it is taken out")
+	pgtest.Eventually(t, patience, func() bool { return !pgtest.Value[bool](t, pool, `select enabled from agent_webhook_targets`) }, "it is taken out")
 	got, err := webhooks.GetTarget(t.Context(), pool, "them")
 	if err != nil || got.DisabledBy != "webhooks" || !strings.Contains(got.DisabledReason, "attempts failed in a row") || got.Pending != 2 {
 		t.Errorf("%+v, %v", got, err)
 	}
-	if n := value[int](t, pool, `select lanekeeper.emit_agent_webhook('execution.failed', '', '{}')`); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select lanekeeper.emit_agent_webhook('execution.failed', '', '{}')`); n != 0 {
 		t.Errorf("%d messages for a target that is out of service", n)
 	}
 	close(well)
-	exec(t, pool, `update agent_webhook_outbox set next_attempt_at = clock_timestamp()`)
+	pgtest.Exec(t, pool, `update agent_webhook_outbox set next_attempt_at = clock_timestamp()`)
 	if changed, err := webhooks.SetTarget(t.Context(), pool, "them", true, "admin", ""); !changed || err != nil {
 		t.Fatal(changed, err)
 	}
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, pool, `select count(*) from agent_webhook_outbox where status = 'sent'`) == 2
+		return pgtest.Value[int](t, pool, `select count(*) from agent_webhook_outbox where status = 'sent'`) == 2
 	}, "what waited is sent")
 }
 
@@ -204,21 +204,21 @@ func TestALostAttemptIsMadeAgainUnderTheSameID(t *testing.T) {
 	them := listens(t, status(http.StatusOK))
 	target(t, pool, webhooks.TargetDefinition{URL: them.URL})
 	emit(t, pool, "execution.completed")
-	exec(t, pool, `
+	pgtest.Exec(t, pool, `
 		with lost as (
 		  insert into agent_activity (trace_id, skill_name, status) values ('hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'webhook_send', 'running') returning id),
 		open as (insert into agent_activity_open (activity_id, kind) select id, 'call' from lost)
 		update agent_webhook_outbox set attempts = 1, leased = true, next_attempt_at = clock_timestamp() + interval '300 ms', activity_id = (select id from lost)`)
-	id := value[string](t, pool, `select id::text from agent_webhook_outbox`)
+	id := pgtest.Value[string](t, pool, `select id::text from agent_webhook_outbox`)
 	dispatches(t, pool, []string{them.host(t)})
 	outbox(t, pool, "sent")
 	if them.count() != 1 || them.requests[0].Header.Get("webhook-id") != id {
 		t.Errorf("%d requests", them.count())
 	}
-	if got := value[string](t, pool, `select string_agg(status, ' ' order by created_at) from agent_activity where skill_name = 'webhook_send'`); got != "unknown success" {
+	if got := pgtest.Value[string](t, pool, `select string_agg(status, ' ' order by created_at) from agent_activity where skill_name = 'webhook_send'`); got != "unknown success" {
 		t.Errorf("activities: %s", got)
 	}
-	if value[bool](t, pool, `select finished_at < created_at + interval '300 ms' from agent_webhook_outbox`) {
+	if pgtest.Value[bool](t, pool, `select finished_at < created_at + interval '300 ms' from agent_webhook_outbox`) {
 		t.Error("it was sent again before the lease had ended")
 	}
 }
@@ -234,30 +234,30 @@ func TestAnAttemptThatTheDatabaseInterruptsLeavesNoOpenRow(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
-			exec(t, pool, `create sequence interruptions`)
-			exec(t, pool, `
+			pgtest.Exec(t, pool, `create sequence interruptions`)
+			pgtest.Exec(t, pool, `
 				create function interrupt() returns trigger language plpgsql as $$
 				begin
 				  if nextval('interruptions') = 1 then `+c.how+`; end if;
 				  return new;
 				end $$`)
-			exec(t, pool, `create trigger interrupt before `+c.when+` execute function interrupt()`)
+			pgtest.Exec(t, pool, `create trigger interrupt before `+c.when+` execute function interrupt()`)
 			them := listens(t, status(http.StatusNoContent))
 			target(t, pool, webhooks.TargetDefinition{URL: them.URL})
 			dispatches(t, pool, []string{them.host(t)})
 			emit(t, pool, "execution.completed")
 			pgtest.Eventually(t, patience, func() bool {
-				return value[bool](t, pool, `select is_called from interruptions`)
+				return pgtest.Value[bool](t, pool, `select is_called from interruptions`)
 			}, "the attempt is interrupted")
-			exec(t, pool, `update agent_webhook_outbox set next_attempt_at = clock_timestamp() where status = 'pending' and activity_id is null`)
+			pgtest.Exec(t, pool, `update agent_webhook_outbox set next_attempt_at = clock_timestamp() where status = 'pending' and activity_id is null`)
 			outbox(t, pool, "sent")
 			if them.count() != 1 {
 				t.Errorf("%d requests", them.count())
 			}
-			if n := value[int](t, pool, `select count(*) from agent_activity_open`); n != 0 {
+			if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity_open`); n != 0 {
 				t.Errorf("%d rows are open", n)
 			}
-			if n := value[int](t, pool, `select count(*) from agent_activity where skill_name = 'webhook_send' and status <> 'success'`); n != 0 {
+			if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'webhook_send' and status <> 'success'`); n != 0 {
 				t.Errorf("%d rows are no success", n)
 			}
 		})
@@ -314,12 +314,12 @@ func TestEventsAreWrittenWithWhatCausesThem(t *testing.T) {
 		}
 		defer func() { _ = tx.Rollback(t.Context()) }()
 		for sql := range strings.SplitSeq(causes[event], ";\n") {
-			exec(t, tx, sql)
+			pgtest.Exec(t, tx, sql)
 		}
 		if event == "execution.completed" {
-			exec(t, tx, `select lanekeeper.complete_agent_execution(id, claim, 'completed', 'all well', null, null, null) from agent_executions`)
+			pgtest.Exec(t, tx, `select lanekeeper.complete_agent_execution(id, claim, 'completed', 'all well', null, null, null) from agent_executions`)
 		}
-		got := value[string](t, tx, `select coalesce(string_agg(event || ' ' || trace_id || ' ' || payload, ''), '') from agent_webhook_outbox`)
+		got := pgtest.Value[string](t, tx, `select coalesce(string_agg(event || ' ' || trace_id || ' ' || payload, ''), '') from agent_webhook_outbox`)
 		if !wanted && got != "" {
 			t.Errorf("%s is told though nobody wants it: %s", event, got)
 		}
@@ -339,8 +339,8 @@ func TestEventsAreWrittenWithWhatCausesThem(t *testing.T) {
 	target(t, pool, webhooks.TargetDefinition{Name: "one", URL: "https://example.com", Events: []string{"execution.*"}})
 	try("execution.completed", true)
 	try("skill.disabled", false)
-	exec(t, pool, `select lanekeeper.emit_agent_webhook('execution.failed', '', jsonb_build_object('id', 1, 'text', repeat('x', 30000)))`)
-	if n := value[int](t, pool, `select octet_length(payload::text) from agent_webhook_outbox`); n >= 20_000 {
+	pgtest.Exec(t, pool, `select lanekeeper.emit_agent_webhook('execution.failed', '', jsonb_build_object('id', 1, 'text', repeat('x', 30000)))`)
+	if n := pgtest.Value[int](t, pool, `select octet_length(payload::text) from agent_webhook_outbox`); n >= 20_000 {
 		t.Errorf("a payload of %d bytes", n)
 	}
 }

@@ -136,30 +136,15 @@ func (l *listener) verify(t *testing.T, i int) {
 // emit raises an event as a trigger would.
 func emit(t *testing.T, db postgres.DB, event string) {
 	t.Helper()
-	exec(t, db, `select lanekeeper.emit_agent_webhook($1, 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', '{"id": "x"}')`, event)
+	pgtest.Exec(t, db, `select lanekeeper.emit_agent_webhook($1, 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', '{"id": "x"}')`, event)
 }
 
 // outbox waits for the one message to reach a state.
 func outbox(t *testing.T, pool *pgxpool.Pool, want string) {
 	t.Helper()
 	pgtest.Eventually(t, patience, func() bool {
-		return value[string](t, pool, `select status from agent_webhook_outbox`) == want
+		return pgtest.Value[string](t, pool, `select status from agent_webhook_outbox`) == want
 	}, "the message becomes "+want)
-}
-
-func value[T any](t *testing.T, db postgres.DB, sql string, args ...any) (v T) {
-	t.Helper()
-	if err := db.QueryRow(t.Context(), sql, args...).Scan(&v); err != nil {
-		t.Fatalf("%s: %v", sql, err)
-	}
-	return v
-}
-
-func exec(t *testing.T, db postgres.DB, sql string, args ...any) {
-	t.Helper()
-	if _, err := db.Exec(t.Context(), sql, args...); err != nil {
-		t.Fatalf("%s: %v", sql, err)
-	}
 }
 
 func content(t *testing.T, body string) webhooks.Content {
@@ -316,7 +301,7 @@ func TestADeadMessageIsSentOnceMoreUnderItsID(t *testing.T) {
 	dispatches(t, pool, []string{them.host(t)}, time.Millisecond)
 	emit(t, pool, "execution.failed")
 	outbox(t, pool, "dead")
-	id := value[string](t, pool, `select id::text from agent_webhook_outbox`)
+	id := pgtest.Value[string](t, pool, `select id::text from agent_webhook_outbox`)
 	resend := func(id string) (again bool, err error) {
 		err = postgres.InTx(t.Context(), pool, func(tx pgx.Tx) error {
 			again, err = webhooks.Resend(t.Context(), tx, id)

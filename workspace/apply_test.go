@@ -91,13 +91,6 @@ func versions(t testing.TB, pool *pgxpool.Pool) []string {
 	return list
 }
 
-func exec(t testing.TB, pool *pgxpool.Pool, sql string) {
-	t.Helper()
-	if tag, err := pool.Exec(t.Context(), sql); err != nil || tag.RowsAffected() == 0 {
-		t.Fatalf("%s: %d rows, %v", sql, tag.RowsAffected(), err)
-	}
-}
-
 func query(t testing.TB, pool *pgxpool.Pool, sql string) string {
 	t.Helper()
 	var text string
@@ -221,7 +214,7 @@ func TestApplyKeepsWhatNoFileDeclaresUnlessItIsToBePruned(t *testing.T) {
 	if diff := cmp.Diff(want, actions(kept)); diff != "" || err != nil || kept.Empty() {
 		t.Error(diff, err)
 	}
-	exec(t, pool, `delete from agent_skills where name = 'a'`)
+	pgtest.Exec(t, pool, `delete from agent_skills where name = 'a'`)
 	if diff := cmp.Diff(before, versions(t, pool)); diff != "" {
 		t.Errorf("kept rows were written: %s", diff)
 	}
@@ -249,13 +242,13 @@ func TestApplyNeverTouchesWhatWasLearnedOrDecided(t *testing.T) {
 	if _, err := skills.Disable(t.Context(), pool, "one", "self_heal", "failed thrice", map[string]int{"calls": 3}); err != nil {
 		t.Fatal(err)
 	}
-	exec(t, pool, `update agent_automations set enabled = false, disabled_by = 'admin', disabled_reason = 'not now', disabled_at = now()`)
-	exec(t, pool, `update agent_automations set next_run_at = '2031-01-01', last_run_at = '2020-01-01', last_trace_id = 'hb_x' where name = 'often'`)
-	exec(t, pool, `
+	pgtest.Exec(t, pool, `update agent_automations set enabled = false, disabled_by = 'admin', disabled_reason = 'not now', disabled_at = now()`)
+	pgtest.Exec(t, pool, `update agent_automations set next_run_at = '2031-01-01', last_run_at = '2020-01-01', last_trace_id = 'hb_x' where name = 'often'`)
+	pgtest.Exec(t, pool, `
 		insert into agent_objective_evidence (step_id, given_by, reason) select id, 'admin', 'seen' from agent_objective_steps where title = 'first'`)
-	exec(t, pool, `update agent_objective_steps set status = 'done', result = 'seen', attempts = 1 where title = 'first'`)
-	exec(t, pool, `update agent_objectives set status = 'paused', round = 4, due_at = '2030-01-01'`)
-	exec(t, pool, `insert into agent_memory (key, value) values ('k', '"v"')`)
+	pgtest.Exec(t, pool, `update agent_objective_steps set status = 'done', result = 'seen', attempts = 1 where title = 'first'`)
+	pgtest.Exec(t, pool, `update agent_objectives set status = 'paused', round = 4, due_at = '2030-01-01'`)
+	pgtest.Exec(t, pool, `insert into agent_memory (key, value) values ('k', '"v"')`)
 	state := func() string {
 		return query(t, pool, `
 			select jsonb_build_array(
@@ -316,7 +309,7 @@ func TestApplyGivesAChangedScheduleItsNextTime(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	apply(t, pool, load(t, "a.yaml", everything))
-	exec(t, pool, `update agent_automations set next_run_at = '2031-01-01'`)
+	pgtest.Exec(t, pool, `update agent_automations set next_run_at = '2031-01-01'`)
 	apply(t, pool, load(t, "a.yaml", strings.ReplaceAll(everything, "*/5 *", "*/6 *")))
 	if soon := query(t, pool, `select (next_run_at <= clock_timestamp() + interval '6 minutes')::text from agent_automations`); soon != "true" {
 		t.Error("the automation keeps the time of its old schedule")

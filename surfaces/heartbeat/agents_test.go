@@ -79,12 +79,12 @@ func TestEachAgentHasItsOwnHeartbeat(t *testing.T) {
 		strings.Contains(asked, "Sell more.") || strings.Contains(asked, "Write") || strings.Contains(asked, "You sell.") {
 		t.Errorf("billing's heartbeat asked %s", asked)
 	}
-	phases := value[string](t, w.pool, `
+	phases := pgtest.Value[string](t, w.pool, `
 		select string_agg(skill_name || ' ' || agent, ', ' order by created_at, id) from agent_activity where execution_id = $1 and kind = 'phase'`, x.ID)
 	if phases != "advance_plan billing, heartbeat_prompt billing, save_memories billing" {
 		t.Errorf("its phases are %s", phases)
 	}
-	if lane := value[string](t, w.pool, `select string_agg(distinct lane, ', ') from agent_activity where execution_id = $1`, x.ID); !strings.Contains(lane, "heartbeat:billing") {
+	if lane := pgtest.Value[string](t, w.pool, `select string_agg(distinct lane, ', ') from agent_activity where execution_id = $1`, x.ID); !strings.Contains(lane, "heartbeat:billing") {
 		t.Errorf("its lanes are %s", lane)
 	}
 
@@ -95,7 +95,7 @@ func TestEachAgentHasItsOwnHeartbeat(t *testing.T) {
 		strings.Contains(asked, "open returns") {
 		t.Errorf("the default agent's heartbeat asked %s", asked)
 	}
-	acting := value[string](t, w.pool, `
+	acting := pgtest.Value[string](t, w.pool, `
 		select string_agg(distinct agent || ' ' || purpose, ', ' order by agent || ' ' || purpose)
 		  from agent_activity where execution_id = $1 and kind = 'model'`, x.ID)
 	if acting != "press advance_plan, press automation digest, sales advance_plan" {
@@ -144,7 +144,7 @@ func TestAServerThatBeginsWaitsForAnApply(t *testing.T) {
 		return postgres.InTx(t.Context(), w.pool, func(tx pgx.Tx) error { return heartbeat.Sync(t.Context(), tx, d, true) })
 	})
 	pgtest.Eventually(t, patience, func() bool {
-		return value[bool](t, w.pool, `select exists (select from pg_locks where locktype = 'advisory' and not granted
+		return pgtest.Value[bool](t, w.pool, `select exists (select from pg_locks where locktype = 'advisory' and not granted
 			and database = (select oid from pg_database where datname = current_database()))`)
 	}, "the server waits")
 	for _, a := range []agents.Definition{{Name: "sales", Default: true}, {Name: "billing", Heartbeat: &agents.Heartbeat{}}} {
@@ -161,7 +161,7 @@ func TestAServerThatBeginsWaitsForAnApply(t *testing.T) {
 	if err := group.Wait(); err != nil {
 		t.Fatal(err)
 	}
-	names := value[string](t, w.pool, `select string_agg(name || ' ' || agent, ', ' order by name) from agent_schedules`)
+	names := pgtest.Value[string](t, w.pool, `select string_agg(name || ' ' || agent, ', ' order by name) from agent_schedules`)
 	if names != "heartbeat sales, heartbeat:billing billing" {
 		t.Errorf("the schedules are %s", names)
 	}
@@ -175,7 +175,7 @@ func TestSchedulesFollowTheAgents(t *testing.T) {
 	schedules := func(server bool) string {
 		t.Helper()
 		w.sync(t, d, server)
-		return value[string](t, w.pool, `select string_agg(name || ' ' || agent || ' ' || cron || ' ' || timezone, ', ' order by name) from agent_schedules`)
+		return pgtest.Value[string](t, w.pool, `select string_agg(name || ' ' || agent || ' ' || cron || ' ' || timezone, ', ' order by name) from agent_schedules`)
 	}
 	put := func(d agents.Definition) {
 		t.Helper()
@@ -193,9 +193,9 @@ func TestSchedulesFollowTheAgents(t *testing.T) {
 	if got := schedules(false); got != "heartbeat sales */30 * * * * UTC, heartbeat:billing billing 0 8 * * * Europe/Madrid" {
 		t.Errorf("with agents: %s", got)
 	}
-	next := value[string](t, w.pool, `select next_run_at::text from agent_schedules where name = 'heartbeat:billing'`)
+	next := pgtest.Value[string](t, w.pool, `select next_run_at::text from agent_schedules where name = 'heartbeat:billing'`)
 	schedules(false)
-	if again := value[string](t, w.pool, `select next_run_at::text from agent_schedules where name = 'heartbeat:billing'`); again != next {
+	if again := pgtest.Value[string](t, w.pool, `select next_run_at::text from agent_schedules where name = 'heartbeat:billing'`); again != next {
 		t.Errorf("applying again postpones the heartbeat from %s to %s", next, again)
 	}
 	if _, err := agents.Remove(t.Context(), w.pool, "workspace", []string{"sales"}); err != nil {
@@ -218,12 +218,12 @@ func TestIdleHeartbeatsOfTenAgentsCallNoModel(t *testing.T) {
 	w.sync(t, w.beat.Loop.Agents, true)
 	w.engine(t, true)
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, w.pool, `select count(distinct agent) from agent_executions where status = 'completed'`) == 9
+		return pgtest.Value[int](t, w.pool, `select count(distinct agent) from agent_executions where status = 'completed'`) == 9
 	}, "nine agents had a heartbeat")
 	if n := len(w.model.Requests()); n != 0 {
 		t.Errorf("they called the model %d times", n)
 	}
-	lanesHeld := value[string](t, w.pool, `select coalesce(string_agg(distinct a.lane, ' ' order by a.lane), '') from agent_activity a where a.lane like 'heartbeat%'`)
+	lanesHeld := pgtest.Value[string](t, w.pool, `select coalesce(string_agg(distinct a.lane, ' ' order by a.lane), '') from agent_activity a where a.lane like 'heartbeat%'`)
 	if got := strings.Fields(lanesHeld); len(got) != 9 || slices.Contains(got, heartbeat.Lane) {
 		t.Errorf("they held %s", lanesHeld)
 	}

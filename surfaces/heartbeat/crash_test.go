@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
@@ -90,9 +91,9 @@ func (w *world) lose(t *testing.T, came, wake chan struct{}) executions.Executio
 	case <-over:
 		t.Fatalf("the first process ended before it came to the place: %v", first.Wait())
 	}
-	exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
+	pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 	w.engine(t, true)
-	x := w.until(t, value[string](t, w.pool, `select id::text from agent_executions`), executions.Completed)
+	x := w.until(t, pgtest.Value[string](t, w.pool, `select id::text from agent_executions`), executions.Completed)
 	close(wake)
 	if err := first.Wait(); err != nil {
 		t.Fatal(err)
@@ -138,7 +139,7 @@ func (w *world) checkWhole(t *testing.T, x executions.Execution, lost, calls int
 		"no lane held":          `select count(*) = 0 from agent_locks_live`,
 		"one trace":             `select count(distinct trace_id) = 1 from agent_activity where trace_id like 'hb%'`,
 	} {
-		if !value[bool](t, w.pool, sql) {
+		if !pgtest.Value[bool](t, w.pool, sql) {
 			t.Errorf("not so: %s", what)
 		}
 	}
@@ -153,10 +154,10 @@ func TestAnAutomationWhoseHeartbeatWasCancelledIsTriedAgain(t *testing.T) {
 	w := newWorld(t)
 	w.quiet()
 	w.automation(t, automations.Definition{Name: "often", Skill: "look"})
-	lost := value[string](t, w.pool, `
+	lost := pgtest.Value[string](t, w.pool, `
 		insert into agent_executions (trace_id, surface, flow, status)
 		values ('hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'heartbeat', 'heartbeat', 'running') returning id::text`)
-	exec(t, w.pool, `update agent_executions set status = 'cancelled' where id = $1`, lost)
+	pgtest.Exec(t, w.pool, `update agent_executions set status = 'cancelled' where id = $1`, lost)
 	a, err := automations.Get(t.Context(), w.pool, "often")
 	if err != nil {
 		t.Fatal(err)
@@ -170,12 +171,12 @@ func TestAnAutomationWhoseHeartbeatWasCancelledIsTriedAgain(t *testing.T) {
 	}
 	all.Wait()
 	state := func() string {
-		return value[string](t, w.pool, `select status || ' ' || attempt || ' ' || coalesce(error_message, '') from agent_automation_runs`)
+		return pgtest.Value[string](t, w.pool, `select status || ' ' || attempt || ' ' || coalesce(error_message, '') from agent_automation_runs`)
 	}
 	if got := state(); got != "error 1 its execution ended before it did, so nobody knows how far it came" {
 		t.Errorf("after two heartbeats the run is %q", got)
 	}
-	exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
+	pgtest.Exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
 	w.completed(t)
 	if got := state(); got != "success 2 " || w.calls.of("look") != 1 {
 		t.Errorf("then it is %q, after %d calls", got, w.calls.of("look"))

@@ -10,6 +10,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -74,7 +75,7 @@ func TestALateNoteIsAConflictAndNoOverwrite(t *testing.T) {
 	if !strings.Contains(said.Phases["save_memories"], "1 kept as conflicts") {
 		t.Errorf("the phase says %q", said.Phases["save_memories"])
 	}
-	if got := value[string](t, w.pool, `select status from agent_activity where skill_name = 'save_memory'`); got != "skipped" {
+	if got := pgtest.Value[string](t, w.pool, `select status from agent_activity where skill_name = 'save_memory'`); got != "skipped" {
 		t.Errorf("the row is %s", got)
 	}
 }
@@ -95,7 +96,7 @@ func TestANoteReplacesWhatItsPhaseHasRead(t *testing.T) {
 			t.Parallel()
 			w := knowing(t, test.script...)
 			w.completed(t)
-			if got := value[string](t, w.pool, `select value::text || ' ' || revision from agent_memory`); got != test.want {
+			if got := pgtest.Value[string](t, w.pool, `select value::text || ' ' || revision from agent_memory`); got != test.want {
 				t.Errorf("it holds %s, want %s", got, test.want)
 			}
 			if open, err := memory.Conflicts(t.Context(), w.pool, memory.ConflictFilter{}); err != nil || len(open) != test.conflicts {
@@ -134,10 +135,10 @@ func TestANoteOnAnObjectiveReplacesWhatThePromptHasShown(t *testing.T) {
 				return answer(map[string][]modeltest.Reply{"Objective tidy": test.script}, req)
 			})
 			w.completed(t)
-			if got := value[string](t, w.pool, `select note from agent_objectives`); got != test.want {
+			if got := pgtest.Value[string](t, w.pool, `select note from agent_objectives`); got != test.want {
 				t.Errorf("the note is %q, want %q", got, test.want)
 			}
-			first := value[string](t, w.pool, `select status from agent_activity where skill_name = 'objective_update' order by id limit 1`)
+			first := pgtest.Value[string](t, w.pool, `select status from agent_activity where skill_name = 'objective_update' order by id limit 1`)
 			if (first == "skipped") != (test.meanwhile != "") {
 				t.Errorf("the first call is %s", first)
 			}
@@ -165,11 +166,11 @@ func TestANoteReplacesThatOfAnEarlierHeartbeat(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			w := knowing(t, notes)
-			exec(t, w.pool, `delete from agent_memory`)
-			exec(t, w.pool, `delete from agent_memory_forgotten`)
+			pgtest.Exec(t, w.pool, `delete from agent_memory`)
+			pgtest.Exec(t, w.pool, `delete from agent_memory_forgotten`)
 			test.before(t, w)
 			w.completed(t)
-			if got := value[string](t, w.pool, `select value::text || ' ' || revision from agent_memory`); got != test.want {
+			if got := pgtest.Value[string](t, w.pool, `select value::text || ' ' || revision from agent_memory`); got != test.want {
 				t.Errorf("it holds %s, want %s", got, test.want)
 			}
 			if open, err := memory.Conflicts(t.Context(), w.pool, memory.ConflictFilter{}); err != nil || len(open) != test.conflicts {

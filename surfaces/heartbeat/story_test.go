@@ -15,6 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -72,22 +73,22 @@ func TestAFullHeartbeatIsOneStoryInOrder(t *testing.T) {
 	if diff := cmp.Diff(want, w.story(t, x.TraceID)); diff != "" {
 		t.Errorf("story (-want +got):\n%s", diff)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_activity where trace_id <> $1 and trace_id like 'hb%'`, x.TraceID); n != 0 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where trace_id <> $1 and trace_id like 'hb%'`, x.TraceID); n != 0 {
 		t.Errorf("%d rows are under another trace", n)
 	}
 	if len(said.Phases) != 6 || !strings.Contains(x.ResultSummary, "3 of 3 steps done") || !strings.Contains(x.ResultSummary, "2 of 3 skills taken out of service") {
 		t.Errorf("summary is %q, %v", x.ResultSummary, said.Phases)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_memory where trace_id = $1`, x.TraceID); n != 4 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_memory where trace_id = $1`, x.TraceID); n != 4 {
 		t.Errorf("%d memories", n)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_memory where key = 'lesson two' and category = 'lesson' and expires_at > clock_timestamp()`); n != 1 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_memory where key = 'lesson two' and category = 'lesson' and expires_at > clock_timestamp()`); n != 1 {
 		t.Error("category or expiry of a memory is lost")
 	}
-	if status := value[string](t, w.pool, `select status from agent_objectives where name = 'tidy'`); status != "completed" {
+	if status := pgtest.Value[string](t, w.pool, `select status from agent_objectives where name = 'tidy'`); status != "completed" {
 		t.Errorf("objective is %s", status)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_automation_runs where status = 'success' and trace_id = $1`, x.TraceID); n != 2 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_automation_runs where status = 'success' and trace_id = $1`, x.TraceID); n != 2 {
 		t.Errorf("%d runs succeeded", n)
 	}
 }
@@ -114,7 +115,7 @@ func TestTheHealingReportReachesTheModelAndTheLedger(t *testing.T) {
 			}
 		}
 	}
-	output := value[json.RawMessage](t, w.pool, `
+	output := pgtest.Value[json.RawMessage](t, w.pool, `
 		select output from agent_activity where trace_id = $1 and skill_name = 'heal_skill' and input ->> 'skill' = 'fetch_prices'`, x.TraceID)
 	var healed struct {
 		Reason   string
@@ -212,7 +213,7 @@ func TestWithTheModelDownTheOtherPhasesGoOn(t *testing.T) {
 	if len(said.Phases) != 6 || !strings.HasPrefix(said.Phases["advance_plan"], "failed: ") || w.calls.of("look") != 1 {
 		t.Errorf("summary is %v, look was called %d times", said.Phases, w.calls.of("look"))
 	}
-	states := value[[]string](t, w.pool, `select array_agg(status order by status) from agent_automation_runs`)
+	states := pgtest.Value[[]string](t, w.pool, `select array_agg(status order by status) from agent_automation_runs`)
 	if diff := cmp.Diff([]string{"error", "success"}, states); diff != "" {
 		t.Errorf("runs (-want +got):\n%s", diff)
 	}
@@ -231,7 +232,7 @@ func TestWhatAFailedPhaseNotedIsSaved(t *testing.T) {
 	if x.Status != executions.Failed {
 		t.Errorf("the heartbeat is %s", x.Status)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_memory`); n != 2 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_memory`); n != 2 {
 		t.Errorf("%d memories were saved, want 2", n)
 	}
 }
@@ -249,7 +250,7 @@ func TestTheModelHearsOfAMemoryThatCannotBeKept(t *testing.T) {
 		modeltest.Text("ok"),
 	}})
 	w.completed(t)
-	if keys := value[[]string](t, w.pool, `select array_agg(key) from agent_memory`); len(keys) != 1 || keys[0] != "good" {
+	if keys := pgtest.Value[[]string](t, w.pool, `select array_agg(key) from agent_memory`); len(keys) != 1 || keys[0] != "good" {
 		t.Errorf("memories are %q", keys)
 	}
 	told := w.model.Requests()[1].Messages[3:8]
@@ -268,7 +269,7 @@ func TestAHeartbeatMayCallOnlyWhatIsMeantForIt(t *testing.T) {
 		w.builtins[name] = none
 		w.put(t, skills.Definition{Name: name, Scope: scope})
 	}
-	exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'admin' where name = 'off'`)
+	pgtest.Exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'admin' where name = 'off'`)
 	w.objective(t, objectives.Definition{Name: "o", Goal: "a", Steps: []string{"x"}})
 	w.automation(t, automations.Definition{Name: "p", Prompt: "Task p."})
 	w.quiet()

@@ -147,7 +147,7 @@ func (w *world) failing(t *testing.T, name string) {
 	}
 	w.put(t, skills.Definition{Name: name, Idempotent: true})
 	for range 3 {
-		exec(t, w.pool, `
+		pgtest.Exec(t, w.pool, `
 			insert into agent_activity (trace_id, skill_name, kind, status, error_class, error_message, finished_at, duration_ms)
 			values ('op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', $1, 'call', 'error', 'http_status', 'the service answered 503', clock_timestamp(), 12)`, name)
 	}
@@ -166,7 +166,7 @@ func (w *world) automation(t *testing.T, d automations.Definition) {
 // due sets an automation's next time back to the last full hour.
 func (w *world) due(t *testing.T, name string) {
 	t.Helper()
-	exec(t, w.pool, `update agent_automations set next_run_at = date_trunc('hour', clock_timestamp()) where name = $1`, name)
+	pgtest.Exec(t, w.pool, `update agent_automations set next_run_at = date_trunc('hour', clock_timestamp()) where name = $1`, name)
 }
 
 // objective declares one and returns the ids of its steps.
@@ -318,19 +318,4 @@ func (w *world) prompts() (list []string) {
 // complete is a call of complete_step.
 func complete(id string) modeltest.Reply {
 	return modeltest.ToolCall("complete_step", fmt.Sprintf(`{"step_id":%q,"result":"found 42 rows"}`, id))
-}
-
-func exec(t *testing.T, db postgres.DB, sql string, args ...any) {
-	t.Helper()
-	if _, err := db.Exec(t.Context(), sql, args...); err != nil {
-		t.Fatalf("%s: %v", sql, err)
-	}
-}
-
-func value[T any](t *testing.T, db postgres.DB, sql string, args ...any) (v T) {
-	t.Helper()
-	if err := db.QueryRow(t.Context(), sql, args...).Scan(&v); err != nil {
-		t.Fatalf("%s: %v", sql, err)
-	}
-	return v
 }

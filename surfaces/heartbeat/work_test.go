@@ -65,10 +65,10 @@ func TestADueTimeIsRunOnceHoweverManyRace(t *testing.T) {
 	if n := w.calls.of("look"); n != 3 {
 		t.Errorf("look was called %d times, want 3", n)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_automation_runs where status = 'success'`); n != 3 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_automation_runs where status = 'success'`); n != 3 {
 		t.Errorf("%d runs", n)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_automations where next_run_at > clock_timestamp()`); n != 3 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_automations where next_run_at > clock_timestamp()`); n != 3 {
 		t.Errorf("%d automations have a next time", n)
 	}
 }
@@ -78,13 +78,13 @@ func TestAnAutomationThatSomebodyRunsIsPassedOver(t *testing.T) {
 	w := newWorld(t)
 	w.quiet()
 	w.automation(t, automations.Definition{Name: "a", Skill: "look"})
-	w.take(t, "automation:"+value[string](t, w.pool, `select id::text from agent_automations`))
+	w.take(t, "automation:"+pgtest.Value[string](t, w.pool, `select id::text from agent_automations`))
 	x, _ := w.completed(t)
 	story := strings.Join(w.story(t, x.TraceID), ", ")
 	if !strings.Contains(story, "run_automations success, run_automation skipped") || w.calls.of("look") != 0 {
 		t.Errorf("story is %s", story)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_automation_runs`); n != 0 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_automation_runs`); n != 0 {
 		t.Errorf("%d runs were claimed", n)
 	}
 }
@@ -100,20 +100,20 @@ func TestAFailingAutomationIsTriedAgainLaterAndThenDead(t *testing.T) {
 	w.automation(t, automations.Definition{Name: "a", Skill: "look", MaxAttempts: 3})
 	for attempt, want := range []string{"error 1", "error 2", "dead 3"} {
 		x, said := w.completed(t)
-		if got := value[string](t, w.pool, `select status || ' ' || attempt from agent_automation_runs`); got != want {
+		if got := pgtest.Value[string](t, w.pool, `select status || ' ' || attempt from agent_automation_runs`); got != want {
 			t.Fatalf("after attempt %d the run is %s, want %s", attempt+1, got, want)
 		}
 		if !strings.Contains(said.Phases["run_automations"], "a failed: no answer") {
 			t.Errorf("summary is %v", said.Phases)
 		}
-		if class := value[string](t, w.pool, `select error_class from agent_activity where skill_name = 'run_automation' and trace_id = $1`, x.TraceID); class != "timeout" {
+		if class := pgtest.Value[string](t, w.pool, `select error_class from agent_activity where skill_name = 'run_automation' and trace_id = $1`, x.TraceID); class != "timeout" {
 			t.Errorf("class is %q", class)
 		}
 		x, _ = w.completed(t) // too early: the back-off
-		if n := value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'run_automation' and trace_id = $1`, x.TraceID); n != 0 {
+		if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'run_automation' and trace_id = $1`, x.TraceID); n != 0 {
 			t.Errorf("%d runs before the back-off was over", n)
 		}
-		exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp() where retry_at is not null`)
+		pgtest.Exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp() where retry_at is not null`)
 	}
 	if x, _ := w.completed(t); !strings.Contains(strings.Join(w.story(t, x.TraceID), ","), "run_automations skipped") {
 		t.Error("a dead run was tried again")
@@ -135,7 +135,7 @@ func TestABrokenAutomationDoesNotHoldUpTheOthers(t *testing.T) {
 	if _, err := skills.Disable(t.Context(), w.pool, "off", "admin", "not now", nil); err != nil {
 		t.Fatal(err)
 	}
-	exec(t, w.pool, `update agent_automations set cron = '0 0 30 2 *', next_run_at = next_run_at - interval '1 hour' where name = 'a'`)
+	pgtest.Exec(t, w.pool, `update agent_automations set cron = '0 0 30 2 *', next_run_at = next_run_at - interval '1 hour' where name = 'a'`)
 	x, said := w.completed(t)
 	text := said.Phases["run_automations"]
 	for _, want := range []string{"a failed: ", "b failed: ", "c succeeded"} {
@@ -146,7 +146,7 @@ func TestABrokenAutomationDoesNotHoldUpTheOthers(t *testing.T) {
 	if strings.Contains(text, "d failed") {
 		t.Errorf("an automation that is paused with its skill ran: %q", text)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'run_automation' and status = 'error' and trace_id = $1`, x.TraceID); n != 2 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'run_automation' and status = 'error' and trace_id = $1`, x.TraceID); n != 2 {
 		t.Errorf("%d rows of failed runs, want 2", n)
 	}
 	if w.calls.of("look") != 1 {
@@ -161,10 +161,10 @@ func TestAPromptAutomationThatStallsIsTriedAgain(t *testing.T) {
 	nope := modeltest.ToolCall("nope", `{}`)
 	w.say(map[string][]modeltest.Reply{"Task p": {nope, nope, nope}})
 	x, _ := w.completed(t)
-	if state := value[string](t, w.pool, `select status from agent_automation_runs`); state != "error" {
+	if state := pgtest.Value[string](t, w.pool, `select status from agent_automation_runs`); state != "error" {
 		t.Errorf("the run is %s", state)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_activity where error_class = 'stall' and trace_id = $1`, x.TraceID); n != 1 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where error_class = 'stall' and trace_id = $1`, x.TraceID); n != 1 {
 		t.Errorf("%d stalls", n)
 	}
 }
@@ -217,7 +217,7 @@ func granted(t *testing.T) *world {
 		if err != nil {
 			t.Fatal(err)
 		}
-		exec(t, w.pool, `
+		pgtest.Exec(t, w.pool, `
 			insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, status, expires_at)
 			values ('op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'drop', 1, $1, $2, 'approved', clock_timestamp() + interval '1 day')`, args, hash)
 	}
@@ -233,10 +233,10 @@ func TestAGrantIsFollowedThroughOnceHoweverManyRace(t *testing.T) {
 			t.Errorf("call %d was made %d times", n, calls)
 		}
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`); n != 2 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`); n != 2 {
 		t.Errorf("%d grants were used", n)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'drop'`); n != 2 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'drop'`); n != 2 {
 		t.Errorf("%d rows of the calls", n)
 	}
 }
@@ -251,7 +251,7 @@ func TestAGrantThatIsNoneIsNotFollowedThrough(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := granted(t)
-			exec(t, w.pool, change)
+			pgtest.Exec(t, w.pool, change)
 			x, _ := w.completed(t)
 			if story := strings.Join(w.story(t, x.TraceID), ", "); !strings.Contains(story, "follow_through skipped") || strings.Contains(story, "drop") {
 				t.Errorf("story is %s", story)
@@ -264,13 +264,13 @@ func TestStepsOfAnotherObjectiveAreRefused(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	_, foreign := w.objective(t, objectives.Definition{Name: "zz foreign", Goal: "b", Priority: 9, Steps: []string{"theirs"}})
-	exec(t, w.pool, `update agent_objectives set due_at = clock_timestamp() + interval '1 day' where name = 'zz foreign'`)
+	pgtest.Exec(t, w.pool, `update agent_objectives set due_at = clock_timestamp() + interval '1 day' where name = 'zz foreign'`)
 	_, own := w.objective(t, objectives.Definition{Name: "own", Goal: "a", Steps: []string{"mine"}})
 	w.say(map[string][]modeltest.Reply{"Objective own": {
 		complete(foreign[0]).AndCall("fail_step", `{"step_id":"`+foreign[0]+`","reason":"x"}`), complete("no id"), looked(own[0]), complete(own[0]), modeltest.Text("ok"),
 	}})
 	w.completed(t)
-	states := value[string](t, w.pool, `select string_agg(title || ' ' || status || ' ' || attempts, ', ' order by title) from agent_objective_steps`)
+	states := pgtest.Value[string](t, w.pool, `select string_agg(title || ' ' || status || ' ' || attempts, ', ' order by title) from agent_objective_steps`)
 	if states != "mine done 1, theirs pending 0" {
 		t.Errorf("steps are %s", states)
 	}
@@ -301,7 +301,7 @@ func TestStepsArePlannedAndDoneInOneTurn(t *testing.T) {
 		return looked(id)
 	})
 	_, said := w.completed(t)
-	states := value[string](t, w.pool, `select string_agg(title || ' ' || status, ', ' order by position) from agent_objective_steps`)
+	states := pgtest.Value[string](t, w.pool, `select string_agg(title || ' ' || status, ', ' order by position) from agent_objective_steps`)
 	if states != "one done, two pending" || !strings.Contains(said.Phases["advance_plan"], "plan: 1 of 2 steps done") {
 		t.Errorf("steps are %s, summary %v", states, said.Phases)
 	}
@@ -342,7 +342,7 @@ func TestAnObjectiveWithoutProgressCostsLess(t *testing.T) {
 	if n := len(w.model.Requests()); n != asked {
 		t.Errorf("the next heartbeat asked the model %d times", n-asked)
 	}
-	exec(t, w.pool, `update agent_objectives set goal = 'b'`)
+	pgtest.Exec(t, w.pool, `update agent_objectives set goal = 'b'`)
 	w.completed(t)
 	if n := len(w.model.Requests()); n == asked {
 		t.Error("an edited objective was not worked on")
@@ -374,10 +374,10 @@ func TestASkillOnTrialIsOfferedAndReturnsToService(t *testing.T) {
 	w.automation(t, automations.Definition{Name: "a", Skill: "fetch"})
 	w.quiet()
 	w.completed(t)
-	if w.calls.of("fetch") != 0 || value[bool](t, w.pool, `select enabled from agent_automations`) {
+	if w.calls.of("fetch") != 0 || pgtest.Value[bool](t, w.pool, `select enabled from agent_automations`) {
 		t.Fatal("the skill was not taken out of service, or its automation not paused")
 	}
-	exec(t, w.pool, `update agent_skills set disabled_at = disabled_at - interval '25 hours' where name = 'fetch'`)
+	pgtest.Exec(t, w.pool, `update agent_skills set disabled_at = disabled_at - interval '25 hours' where name = 'fetch'`)
 	w.objective(t, objectives.Definition{Name: "o", Goal: "a", Steps: []string{"x"}})
 	w.say(map[string][]modeltest.Reply{"Objective o": {modeltest.ToolCall("fetch", `{}`), modeltest.Text("ok")}})
 	x, _ := w.completed(t)
@@ -387,7 +387,7 @@ func TestASkillOnTrialIsOfferedAndReturnsToService(t *testing.T) {
 	if story := strings.Join(w.story(t, x.TraceID), ", "); !strings.Contains(story, "settle_trial success") || w.calls.of("fetch") < 1 {
 		t.Errorf("story is %s", story)
 	}
-	if !value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) || !value[bool](t, w.pool, `select enabled from agent_automations`) {
+	if !pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) || !pgtest.Value[bool](t, w.pool, `select enabled from agent_automations`) {
 		t.Error("the skill or its automation is not back in service")
 	}
 }
@@ -402,17 +402,17 @@ func TestASkillIsTriedByItsAutomation(t *testing.T) {
 	w.quiet()
 	w.completed(t)
 	due := `update agent_automations set next_run_at = clock_timestamp() - interval '1 second'`
-	exec(t, w.pool, due)
+	pgtest.Exec(t, w.pool, due)
 	w.completed(t)
 	if w.calls.of("fetch") != 0 {
 		t.Fatal("the skill was called while it rested")
 	}
-	exec(t, w.pool, `update agent_skills set disabled_at = disabled_at - interval '25 hours' where name = 'fetch'`)
+	pgtest.Exec(t, w.pool, `update agent_skills set disabled_at = disabled_at - interval '25 hours' where name = 'fetch'`)
 	x, _ := w.completed(t)
 	if story := strings.Join(w.story(t, x.TraceID), ", "); !strings.Contains(story, "settle_trial success") || w.calls.of("fetch") < 1 {
 		t.Errorf("story is %s", story)
 	}
-	if !value[bool](t, w.pool, `select bool_and(enabled) from agent_automations`) || !value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) {
+	if !pgtest.Value[bool](t, w.pool, `select bool_and(enabled) from agent_automations`) || !pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) {
 		t.Error("the skill or an automation is not back in service")
 	}
 }
@@ -429,17 +429,17 @@ func TestASkillIsTriedByARunThatWaits(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	exec(t, w.pool, `select raise_agent_event('E', 'k', '{}', null, '')`)
+	pgtest.Exec(t, w.pool, `select raise_agent_event('E', 'k', '{}', null, '')`)
 	w.completed(t)
 	if w.calls.of("fetch") != 0 {
 		t.Fatal("the skill was called while it rested")
 	}
-	exec(t, w.pool, `update agent_skills set disabled_at = disabled_at - interval '25 hours' where name = 'fetch'`)
+	pgtest.Exec(t, w.pool, `update agent_skills set disabled_at = disabled_at - interval '25 hours' where name = 'fetch'`)
 	w.completed(t)
-	if got := value[string](t, w.pool, `select string_agg(status, ' ') from agent_automation_runs`); got != "success success" {
+	if got := pgtest.Value[string](t, w.pool, `select string_agg(status, ' ') from agent_automation_runs`); got != "success success" {
 		t.Errorf("the runs are %s", got)
 	}
-	if !value[bool](t, w.pool, `select bool_and(enabled) from agent_automations`) || !value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) {
+	if !pgtest.Value[bool](t, w.pool, `select bool_and(enabled) from agent_automations`) || !pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) {
 		t.Error("the skill or an automation is not back in service")
 	}
 }
@@ -449,7 +449,7 @@ func TestHealingAndItsRowsAreOneTransaction(t *testing.T) {
 	w := newWorld(t)
 	w.failing(t, "fetch")
 	w.quiet()
-	exec(t, w.pool, `
+	pgtest.Exec(t, w.pool, `
 		create function refuse_heal_row() returns trigger language plpgsql as $$
 		begin if new.skill_name = 'heal_skill' then raise exception 'no room'; end if; return new; end $$;
 		create trigger refuse_heal_row before insert on agent_activity for each row execute function refuse_heal_row()`)
@@ -457,7 +457,7 @@ func TestHealingAndItsRowsAreOneTransaction(t *testing.T) {
 	if x.Status != executions.Failed || !strings.Contains(deref(x.ErrorMessage), "self_heal: ") {
 		t.Errorf("the heartbeat is %s: %s", x.Status, deref(x.ErrorMessage))
 	}
-	if !value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) {
+	if !pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) {
 		t.Error("a skill was disabled without evidence in the ledger")
 	}
 	if n := len(phases(w.story(t, x.TraceID))); n != 6 {
@@ -477,7 +477,7 @@ func TestEventRunsAreMadeOnceByHeartbeatsAndDispatchers(t *testing.T) {
 		}
 		w.automation(t, automations.Definition{Name: fmt.Sprint("scheduled ", i), Skill: "look"})
 	}
-	exec(t, w.pool, `select raise_agent_event('E', 'k', '{}', null, '')`)
+	pgtest.Exec(t, w.pool, `select raise_agent_event('E', 'k', '{}', null, '')`)
 	e := w.engine(t, true)
 	r := &runner.Runner{Pool: w.pool, Loop: w.beat.Loop, Engine: e, Logger: slog.New(slog.DiscardHandler), Agent: "agent"}
 	if err := r.Register(); err != nil {
@@ -494,9 +494,9 @@ func TestEventRunsAreMadeOnceByHeartbeatsAndDispatchers(t *testing.T) {
 	}
 	group.Wait()
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, w.pool, `select count(*) from agent_automation_runs where status = 'success'`) == 8
+		return pgtest.Value[int](t, w.pool, `select count(*) from agent_automation_runs where status = 'success'`) == 8
 	}, "all runs end well")
-	if n := value[int](t, w.pool, `select count(*) from agent_automation_runs`); n != 8 || w.calls.of("look") != 8 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_automation_runs`); n != 8 || w.calls.of("look") != 8 {
 		t.Errorf("%d runs, %d calls, want 8 of each", n, w.calls.of("look"))
 	}
 }
@@ -509,9 +509,9 @@ func TestAHeartbeatAloneRunsWhatAnEventMadeDue(t *testing.T) {
 	if _, err := automations.Put(t.Context(), w.pool, d, automations.SourceWorkspace); err != nil {
 		t.Fatal(err)
 	}
-	exec(t, w.pool, `select raise_agent_event('E', 'k', '{}', null, '')`)
+	pgtest.Exec(t, w.pool, `select raise_agent_event('E', 'k', '{}', null, '')`)
 	x, _ := w.completed(t)
-	if got := value[string](t, w.pool, `select status || ' ' || trace_id from agent_automation_runs`); got != "success "+x.TraceID {
+	if got := pgtest.Value[string](t, w.pool, `select status || ' ' || trace_id from agent_automation_runs`); got != "success "+x.TraceID {
 		t.Errorf("the run is %s", got)
 	}
 }
@@ -525,7 +525,7 @@ func TestAStepIsNotDoneByWords(t *testing.T) {
 		complete(steps[0]), modeltest.ToolCall("look", `{}`), complete(steps[0]), complete(steps[1]), modeltest.Text("Both done."),
 	}})
 	w.completed(t)
-	states := value[string](t, w.pool, `select string_agg(title || ' ' || status, ', ' order by position) from agent_objective_steps`)
+	states := pgtest.Value[string](t, w.pool, `select string_agg(title || ' ' || status, ', ' order by position) from agent_objective_steps`)
 	if states != "first done, second pending" {
 		t.Errorf("steps are %s", states)
 	}
@@ -539,7 +539,7 @@ func TestAStepIsNotDoneByWords(t *testing.T) {
 			t.Errorf("after reply %d the model was told %s", n, last)
 		}
 	}
-	of := value[string](t, w.pool, `select skill_name || ' ' || (given_by = '') from agent_objective_evidence`)
+	of := pgtest.Value[string](t, w.pool, `select skill_name || ' ' || (given_by = '') from agent_objective_evidence`)
 	if of != "look true" {
 		t.Errorf("evidence is %s", of)
 	}

@@ -21,14 +21,14 @@ import (
 // take lets somebody hold a lane.
 func (w *world) take(t *testing.T, lane string) {
 	t.Helper()
-	if !value[bool](t, w.pool, `select try_acquire_agent_lock($1, 'somebody#1', 300)`, lane) {
+	if !pgtest.Value[bool](t, w.pool, `select try_acquire_agent_lock($1, 'somebody#1', 300)`, lane) {
 		t.Fatalf("lane %s is not free", lane)
 	}
 }
 
 func (w *world) free(t *testing.T, lane string) {
 	t.Helper()
-	if !value[bool](t, w.pool, `select release_agent_lock($1, 'somebody#1')`, lane) {
+	if !pgtest.Value[bool](t, w.pool, `select release_agent_lock($1, 'somebody#1')`, lane) {
 		t.Fatalf("lane %s was lost", lane)
 	}
 }
@@ -41,7 +41,7 @@ func TestABusyLaneIsRecordedAndLeftAlone(t *testing.T) {
 	if diff := cmp.Diff([]string{"heartbeat skipped"}, w.story(t, x.TraceID)); diff != "" {
 		t.Errorf("story (-want +got):\n%s", diff)
 	}
-	output := value[string](t, w.pool, `select output::text from agent_activity where trace_id = $1`, x.TraceID)
+	output := pgtest.Value[string](t, w.pool, `select output::text from agent_activity where trace_id = $1`, x.TraceID)
 	if !strings.Contains(output, "somebody#1") || !strings.Contains(said.Skipped, "somebody#1") {
 		t.Errorf("the holder is not named: %s, %q", output, said.Skipped)
 	}
@@ -77,13 +77,13 @@ func TestTwoHeartbeatsAtOnceAreOneAndASkip(t *testing.T) {
 			t.Errorf("a heartbeat is %s: %s", x.Status, deref(x.ErrorMessage))
 		}
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'heal_skill'`); n != 2 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'heal_skill'`); n != 2 {
 		t.Errorf("%d heals, want 2", n)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_automation_runs`); n != 2 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_automation_runs`); n != 2 {
 		t.Errorf("%d runs, want 2", n)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_locks_live`); n != 0 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_locks_live`); n != 0 {
 		t.Errorf("%d lanes are still held", n)
 	}
 }
@@ -99,7 +99,7 @@ func TestAnAdminAtWorkIsNotDisturbed(t *testing.T) {
 	if !strings.Contains(said.Skipped, "operate") {
 		t.Errorf("summary is %+v", said)
 	}
-	if value[bool](t, w.pool, `select is_agent_lock_held('heartbeat')`) {
+	if pgtest.Value[bool](t, w.pool, `select is_agent_lock_held('heartbeat')`) {
 		t.Error("the skipped heartbeat still holds its lane")
 	}
 }
@@ -126,7 +126,7 @@ func interrupted(t *testing.T, phase string) *world {
 	} else {
 		w.automation(t, automations.Definition{Name: "p", Prompt: "Task p.", MaxAttempts: 1})
 		w.automation(t, automations.Definition{Name: "q", Skill: "look"})
-		exec(t, w.pool, `update agent_automations set next_run_at = next_run_at - interval '1 hour' where name = 'p'`)
+		pgtest.Exec(t, w.pool, `update agent_automations set next_run_at = next_run_at - interval '1 hour' where name = 'p'`)
 	}
 	w.say(script)
 	return w
@@ -145,7 +145,7 @@ func TestAHeartbeatUnderWayYieldsAndResumes(t *testing.T) {
 			if x.Status != executions.Waiting || deref(x.WaitingFor) != "lane" || deref(x.WaitingKey) != heartbeat.OperateLane {
 				t.Fatalf("the heartbeat is %s for %s %s", x.Status, deref(x.WaitingFor), deref(x.WaitingKey))
 			}
-			if !value[bool](t, w.pool, `select is_agent_lock_held('heartbeat')`) {
+			if !pgtest.Value[bool](t, w.pool, `select is_agent_lock_held('heartbeat')`) {
 				t.Error("the heartbeat lost its lane by waiting")
 			}
 			asked := len(w.model.Requests())
@@ -165,10 +165,10 @@ func TestAHeartbeatUnderWayYieldsAndResumes(t *testing.T) {
 			if len(lines) != 6 || strings.Contains(strings.Join(lines, " "), "error") {
 				t.Errorf("phases are %q", lines)
 			}
-			if n := value[int](t, w.pool, `select count(*) from agent_activity where status = 'running'`); n != 0 {
+			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where status = 'running'`); n != 0 {
 				t.Errorf("%d rows are still running", n)
 			}
-			if n := value[int](t, w.pool, `select count(*) from agent_automation_runs where status <> 'success'`); n != 0 {
+			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_automation_runs where status <> 'success'`); n != 0 {
 				t.Errorf("%d runs did not end well", n)
 			}
 		})
@@ -185,7 +185,7 @@ func TestAHeartbeatUnderWayGoesOnAfterTheOneInItsLane(t *testing.T) {
 			if err != nil || x.Status != executions.Waiting {
 				t.Fatalf("the heartbeat is %s: %v", x.Status, err)
 			}
-			exec(t, w.pool, `update agent_locks set expires_at = clock_timestamp() where lane = 'heartbeat'`)
+			pgtest.Exec(t, w.pool, `update agent_locks set expires_at = clock_timestamp() where lane = 'heartbeat'`)
 			w.take(t, heartbeat.Lane)
 			w.free(t, heartbeat.OperateLane)
 			pgtest.Eventually(t, patience, func() bool {
@@ -201,7 +201,7 @@ func TestAHeartbeatUnderWayGoesOnAfterTheOneInItsLane(t *testing.T) {
 			if len(summary(t, x).Phases) != 6 {
 				t.Errorf("summary is %q", x.ResultSummary)
 			}
-			if n := value[int](t, w.pool, `select count(*) from agent_automation_runs where status <> 'success'`); n != 0 {
+			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_automation_runs where status <> 'success'`); n != 0 {
 				t.Errorf("%d runs did not end well", n)
 			}
 		})
@@ -231,7 +231,7 @@ func TestAHeartbeatThatWaitedLongEnoughGivesUpTheRest(t *testing.T) {
 			if diff := cmp.Diff(want, phases(w.story(t, x.TraceID))); diff != "" {
 				t.Errorf("phases (-want +got):\n%s", diff)
 			}
-			if n := value[int](t, w.pool, `select wait_number from agent_executions where id = $1`, x.ID); n != 1 {
+			if n := pgtest.Value[int](t, w.pool, `select wait_number from agent_executions where id = $1`, x.ID); n != 1 {
 				t.Errorf("it waited %d times, for %s: once is enough", n, time.Since(begun))
 			}
 			if w.calls.of("look") != 1 {
@@ -240,23 +240,23 @@ func TestAHeartbeatThatWaitedLongEnoughGivesUpTheRest(t *testing.T) {
 			if !strings.Contains(x.ResultSummary, "cut short at "+phase) || len(summary(t, x).Phases) != 6 {
 				t.Errorf("summary is %q, %v", x.ResultSummary, summary(t, x).Phases)
 			}
-			if n := value[int](t, w.pool, `select count(*) from agent_activity where status = 'running'`); n != 0 {
+			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where status = 'running'`); n != 0 {
 				t.Errorf("%d rows are still running", n)
 			}
-			if n := value[int](t, w.pool, `select count(*) from agent_memory where key = 'k'`); (n == 1) != (phase == "advance_plan") {
+			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_memory where key = 'k'`); (n == 1) != (phase == "advance_plan") {
 				t.Errorf("%d of the memories noted before were saved", n)
 			}
 			w.free(t, heartbeat.OperateLane)
 			if phase == "run_automations" {
-				state := value[string](t, w.pool, `select status || ' ' || (retry_at is not null) from agent_automation_runs`)
+				state := pgtest.Value[string](t, w.pool, `select status || ' ' || (retry_at is not null) from agent_automation_runs`)
 				if state != "error true" {
 					t.Errorf("the interrupted run is %s: nobody will try it again", state)
 				}
-				if n := value[int](t, w.pool, `select count(*) from agent_automations where name = 'q' and next_run_at < clock_timestamp()`); n != 1 {
+				if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_automations where name = 'q' and next_run_at < clock_timestamp()`); n != 1 {
 					t.Error("the automation that was not reached is no longer due")
 				}
 			}
-			if n := value[int](t, w.pool, `select count(*) from agent_locks_live`); n != 0 {
+			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_locks_live`); n != 0 {
 				t.Errorf("%d lanes are still held", n)
 			}
 		})
@@ -275,12 +275,12 @@ func TestAResumedHeartbeatAsksForNothingThatIsFinished(t *testing.T) {
 	}
 	w.automation(t, automations.Definition{Name: "a", Skill: "look"})
 	w.automation(t, automations.Definition{Name: "b", Skill: "look"})
-	exec(t, w.pool, `update agent_automations set next_run_at = next_run_at - interval '1 hour' where name = 'a'`)
+	pgtest.Exec(t, w.pool, `update agent_automations set next_run_at = next_run_at - interval '1 hour' where name = 'a'`)
 	x, err := w.engine(t, true).RunSync(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
 	if err != nil || x.Status != executions.Waiting {
 		t.Fatalf("the heartbeat is %s: %v", x.Status, err)
 	}
-	w.take(t, "automation:"+value[string](t, w.pool, `select id::text from agent_automations where name = 'a'`))
+	w.take(t, "automation:"+pgtest.Value[string](t, w.pool, `select id::text from agent_automations where name = 'a'`))
 	w.free(t, heartbeat.OperateLane)
 	x = w.until(t, x.ID, executions.Completed)
 	if text := summary(t, x).Phases["run_automations"]; text != "automations: a succeeded, b succeeded" {

@@ -95,7 +95,7 @@ func TestATurnThatIsLeftWaitingFinishesHeadless(t *testing.T) {
 	if called.Load() != 1 || x.ResultSummary != "It is over." {
 		t.Errorf("called %d times, %q", called.Load(), x.ResultSummary)
 	}
-	answer := value[string](t, w.pool, `select content from agent_messages where thread_id = $1 and role = 'assistant'`, s.ID())
+	answer := pgtest.Value[string](t, w.pool, `select content from agent_messages where thread_id = $1 and role = 'assistant'`, s.ID())
 	if answer != "It is over." {
 		t.Errorf("the thread says %q", answer)
 	}

@@ -56,7 +56,7 @@ func TestEveryEventOverHTTP(t *testing.T) {
 				t.Error(err)
 			}
 			pgtest.Eventually(t, patience, func() bool {
-				return value[int](t, w.pool, `select count(*) from agent_executions where waiting_for = 'approval'`) == 1
+				return pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where waiting_for = 'approval'`) == 1
 			}, "the turn is parked")
 			w.decide(t, a.ID, true)
 		}
@@ -166,7 +166,7 @@ func TestOneDocumentForAClientThatAsksForIt(t *testing.T) {
 	if resp.StatusCode != http.StatusAccepted || got.Ended != operate.WaitingApproval || len(got.Approvals) != 1 {
 		t.Fatalf("%d, %+v", resp.StatusCode, got)
 	}
-	spent := value[int](t, w.pool, `select (token_usage ->> 'total_tokens')::int from agent_activity where trace_id = $1 and kind = 'model'`, got.TraceID)
+	spent := pgtest.Value[int](t, w.pool, `select (token_usage ->> 'total_tokens')::int from agent_activity where trace_id = $1 and kind = 'model'`, got.TraceID)
 	if spent == 0 || got.Usage.TotalTokens != spent || got.Usage.TotalTokens != got.Usage.PromptTokens+got.Usage.CompletionTokens {
 		t.Errorf("the call before the wait used %d tokens, the answer says %+v", spent, got.Usage)
 	}
@@ -225,7 +225,7 @@ func TestWrongInputIsNamed(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	p := w.process(t, false, func(o *operate.Options) { o.MaxMessage = 100 })
-	exec(t, w.pool, `insert into agent_threads (id, channel, owner) values ('visitors', 'chat', 'key')`)
+	pgtest.Exec(t, w.pool, `insert into agent_threads (id, channel, owner) values ('visitors', 'chat', 'key')`)
 	for name, test := range map[string]struct {
 		body   string
 		status int
@@ -254,7 +254,7 @@ func TestWrongInputIsNamed(t *testing.T) {
 			}
 		})
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_executions`); n != 0 || w.held(t) != "" {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions`); n != 0 || w.held(t) != "" {
 		t.Errorf("%d executions, lane held by %q", n, w.held(t))
 	}
 }

@@ -150,7 +150,7 @@ func TestTheSecondAdminIsToldWhoHoldsTheLane(t *testing.T) {
 	if !errors.As(err, &busy) || busy.Holder != w.held(t) || len(events.events) != 0 {
 		t.Errorf("the second got %v, events %s", err, events.names())
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_executions`); n != 0 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions`); n != 0 {
 		t.Errorf("%d executions were begun", n)
 	}
 }
@@ -165,7 +165,7 @@ func TestTheSecondAdminMayWait(t *testing.T) {
 	second := other.open(t, "")
 	b := other.say(t, second, "Let me in.", true)
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, w.pool, `select count(*) from agent_lock_waiters where lane = 'operate'`) == 1
+		return pgtest.Value[int](t, w.pool, `select count(*) from agent_lock_waiters where lane = 'operate'`) == 1
 	}, "the second stands in the queue")
 	if err := first.Close(t.Context()); err != nil {
 		t.Fatal(err)
@@ -184,13 +184,13 @@ func TestAWaitThatIsGivenUpLeavesNothing(t *testing.T) {
 	}
 	b := other.say(t, other.open(t, ""), "Let me in.", true)
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, w.pool, `select count(*) from agent_lock_waiters where lane = 'operate'`) == 1
+		return pgtest.Value[int](t, w.pool, `select count(*) from agent_lock_waiters where lane = 'operate'`) == 1
 	}, "the second stands in the queue")
 	b.leave(operate.ErrInterrupt)
 	if _, err := b.wait(t); !errors.Is(err, operate.ErrInterrupt) {
 		t.Errorf("the wait ended with %v", err)
 	}
-	if n := value[int](t, w.pool, `select (select count(*) from agent_lock_waiters) + (select count(*) from agent_executions)`); n != 0 {
+	if n := pgtest.Value[int](t, w.pool, `select (select count(*) from agent_lock_waiters) + (select count(*) from agent_executions)`); n != 0 {
 		t.Errorf("%d rows are left", n)
 	}
 }
@@ -219,7 +219,7 @@ func TestALostLaneStopsTheTurn(t *testing.T) {
 	if x := w.execution(t, start.ExecutionID); x.Status != executions.Failed {
 		t.Errorf("the execution is %s", x.Status)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_activity where status = 'running'`); n != 0 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where status = 'running'`); n != 0 {
 		t.Errorf("%d rows are still running", n)
 	}
 }

@@ -349,31 +349,16 @@ func decode[T any](t *testing.T, r io.Reader) (v T) {
 	return v
 }
 
-func value[T any](t *testing.T, db postgres.DB, sql string, args ...any) (v T) {
-	t.Helper()
-	if err := db.QueryRow(t.Context(), sql, args...).Scan(&v); err != nil {
-		t.Fatalf("%s: %v", sql, err)
-	}
-	return v
-}
-
-func exec(t *testing.T, db postgres.DB, sql string, args ...any) {
-	t.Helper()
-	if _, err := db.Exec(t.Context(), sql, args...); err != nil {
-		t.Fatalf("%s: %v", sql, err)
-	}
-}
-
 // held reports who has the lane operate; empty for nobody.
 func (w *world) held(t *testing.T) string {
 	t.Helper()
-	return value[string](t, w.pool, `select coalesce((select locked_by from agent_locks_live where lane = 'operate'), '')`)
+	return pgtest.Value[string](t, w.pool, `select coalesce((select locked_by from agent_locks_live where lane = 'operate'), '')`)
 }
 
 // rows are what a turn did, skill and status, in order.
 func (w *world) rows(t *testing.T, traceID string) string {
 	t.Helper()
-	return value[string](t, w.pool, `
+	return pgtest.Value[string](t, w.pool, `
 		select coalesce(string_agg(skill_name || ' ' || status, ', ' order by created_at, id), '')
 		  from agent_activity where trace_id = $1`, traceID)
 }

@@ -67,11 +67,11 @@ func TestATurnIsOneExecutionWithATraceOfItsOwnInTheSessionsThread(t *testing.T) 
 	if diff := cmp.Diff([]string{"user: Hello.", "assistant: Good morning.", "user: What did I say?"}, asked); diff != "" {
 		t.Errorf("the second turn's model got (-want +got):\n%s", diff)
 	}
-	said := value[string](t, w.pool, `select string_agg(role || ' ' || status, ', ' order by seq) from agent_messages where thread_id = $1`, s.ID())
+	said := pgtest.Value[string](t, w.pool, `select string_agg(role || ' ' || status, ', ' order by seq) from agent_messages where thread_id = $1`, s.ID())
 	if said != "user received, assistant sent, user received, assistant sent" {
 		t.Errorf("the thread has %s", said)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_activity where lane <> 'operate'`); n != 0 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where lane <> 'operate'`); n != 0 {
 		t.Errorf("%d rows do not name the lane", n)
 	}
 }
@@ -120,7 +120,7 @@ func hanging(t *testing.T, kind string) (w *world, runs, stopped func() bool) {
 	if kind == "sql" {
 		w.put(t, skills.Definition{Name: "slow", Handler: "sql:select pg_sleep(600)"})
 		sleeping := func() bool {
-			return value[int](t, w.pool, `select count(*) from pg_stat_activity where datname = current_database() and state = 'active'
+			return pgtest.Value[int](t, w.pool, `select count(*) from pg_stat_activity where datname = current_database() and state = 'active'
 				and query like '%pg_sleep(600)%' and pid <> pg_backend_pid()`) > 0
 		}
 		return w, sleeping, func() bool { return !sleeping() }
@@ -236,7 +236,7 @@ func TestRequestsWithAKeyThatWaitForTheLaneAreOneTurn(t *testing.T) {
 	if !strings.HasSuffix(refused.Type, ":idempotency-key-used") || refused.TraceID != start.TraceID {
 		t.Errorf("the second was told %+v", refused)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_threads`); n != 1 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_threads`); n != 1 {
 		t.Errorf("%d sessions", n)
 	}
 }
@@ -254,7 +254,7 @@ func TestARequestWhoseTurnFailedOrIsOldMayBeSentAgain(t *testing.T) {
 	if resp := p.keyed(t, "k", `{"message":"Hello."}`); resp.StatusCode != http.StatusConflict {
 		t.Errorf("after the turn that did not fail: %d", resp.StatusCode)
 	}
-	exec(t, w.pool, `update agent_executions set created_at = created_at - interval '1 day'`)
+	pgtest.Exec(t, w.pool, `update agent_executions set created_at = created_at - interval '1 day'`)
 	if events, _ := readEvents(p.keyed(t, "k", `{"message":"Hello."}`).Body, nil); named(events) != "start delta done" {
 		t.Errorf("a day later: %s", named(events))
 	}
@@ -310,7 +310,7 @@ func resumesHeadless(t *testing.T, elsewhere bool) {
 		}
 		return "two", nil
 	})
-	exec(t, w.pool, `update agent_skills set idempotent = true`)
+	pgtest.Exec(t, w.pool, `update agent_skills set idempotent = true`)
 	p := w.process(t, false)
 	s := p.open(t, "")
 	b := p.say(t, s, "Do both.", false)
@@ -320,11 +320,11 @@ func resumesHeadless(t *testing.T, elsewhere bool) {
 	// turn's.
 	const lost = `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`
 	if elsewhere { // at once: else the turn may go on under the lane in between
-		exec(t, w.pool, `with lost as (`+lost+`)
+		pgtest.Exec(t, w.pool, `with lost as (`+lost+`)
 			select release_agent_lock('operate', l.locked_by), try_acquire_agent_lock('operate', 'another admin', 300)
 			  from agent_locks l where l.lane = 'operate'`)
 	} else {
-		exec(t, w.pool, lost)
+		pgtest.Exec(t, w.pool, lost)
 	}
 	other := w.process(t, true)
 	if elsewhere {
@@ -332,7 +332,7 @@ func resumesHeadless(t *testing.T, elsewhere bool) {
 		if deref(x.WaitingFor) != "lane" || w.held(t) != "another admin" {
 			t.Errorf("it waits for %s, the lane is held by %q", deref(x.WaitingFor), w.held(t))
 		}
-		exec(t, w.pool, `update agent_locks set expires_at = clock_timestamp() - interval '1 second' where lane = 'operate'`)
+		pgtest.Exec(t, w.pool, `update agent_locks set expires_at = clock_timestamp() - interval '1 second' where lane = 'operate'`)
 		if err := other.engine.Sweep(t.Context()); err != nil {
 			t.Fatal(err)
 		}
@@ -356,7 +356,7 @@ func TestAShutdownHandsTheTurnOn(t *testing.T) {
 		}
 		return "ok", nil
 	})
-	exec(t, w.pool, `update agent_skills set idempotent = true`)
+	pgtest.Exec(t, w.pool, `update agent_skills set idempotent = true`)
 	p := w.process(t, true)
 	b := p.say(t, p.open(t, ""), "Be slow.", false)
 	<-reached
@@ -388,7 +388,7 @@ func TestTheLaneOfASessionGoesWithItsProcess(t *testing.T) {
 	if err := next.Hold(t.Context(), false); !errors.Is(err, lanes.ErrBusy) {
 		t.Fatalf("the lane of a living process: %v", err)
 	}
-	exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second' where id::text =
+	pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second' where id::text =
 	                   (select split_part(locked_by, '@', 2) from agent_locks where lane = 'operate')`)
 	pgtest.Eventually(t, time.Minute, func() bool { // another sweep may be under way, which began before
 		if err := alive.engine.Sweep(t.Context()); err != nil {
@@ -427,7 +427,7 @@ func TestALongSessionIsSummarisedAndStaysAffordable(t *testing.T) {
 	if longest > 6000 {
 		t.Errorf("the longest request has %d bytes", longest)
 	}
-	if through := value[int](t, w.pool, `select summary_through from agent_threads where id = $1`, s.ID()); through < 20 {
+	if through := pgtest.Value[int](t, w.pool, `select summary_through from agent_threads where id = $1`, s.ID()); through < 20 {
 		t.Errorf("the summary reaches to %d", through)
 	}
 }
@@ -474,7 +474,7 @@ func TestASessionHasOneAgent(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if got := value[string](t, w.pool, `select string_agg(agent, ' ' order by id) from agent_executions where flow = 'operate'`); got != "sales billing billing" {
+	if got := pgtest.Value[string](t, w.pool, `select string_agg(agent, ' ' order by id) from agent_executions where flow = 'operate'`); got != "sales billing billing" {
 		t.Errorf("the executions are of %s", got)
 	}
 }
@@ -487,7 +487,7 @@ func TestAHeartbeatUnderWayYieldsToTheAdminAndResumes(t *testing.T) {
 	w.builtin(t, "look", "", func(context.Context, skills.Call) (any, error) {
 		return "seen", s.Hold(t.Context(), false)
 	})
-	exec(t, w.pool, `
+	pgtest.Exec(t, w.pool, `
 		insert into agent_automations (name, trigger, cron, skill_name, next_run_at, source)
 		values ('looking', 'cron', '0 0 1 1 *', 'look', clock_timestamp() - interval '1 minute', 'workspace')`)
 	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Nothing to report.") })

@@ -52,10 +52,10 @@ func TestActionsAreChosenByFiltersAndFilledFromThePayload(t *testing.T) {
 		t.Fatalf("answer %d %s", got.status, got.body)
 	}
 	w.until(t, "msg_1", webhooks.Done)
-	if data := value[string](t, w.pool, `select data::text from agent_events where event = 'EVENT_COMPLETED' and key = 'invoice-in_7'`); data != `{"via": "test", "amount": 12.50}` {
+	if data := pgtest.Value[string](t, w.pool, `select data::text from agent_events where event = 'EVENT_COMPLETED' and key = 'invoice-in_7'`); data != `{"via": "test", "amount": 12.50}` {
 		t.Errorf("event data %s", data)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_events where key = 'never'`); n != 0 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_events where key = 'never'`); n != 0 {
 		t.Errorf("%d events of actions that were not meant", n)
 	}
 	pgtest.Eventually(t, patience, func() bool {
@@ -66,9 +66,9 @@ func TestActionsAreChosenByFiltersAndFilledFromThePayload(t *testing.T) {
 		t.Errorf("the automation was asked for %d times", w.automated.Load())
 	}
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, w.pool, `select count(*) from agent_activity where trace_id = $1 and status = 'running'`, got.TraceID) == 0
+		return pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where trace_id = $1 and status = 'running'`, got.TraceID) == 0
 	}, "nothing is running")
-	story := value[[]string](t, w.pool, `select array_agg(skill_name || ' ' || status order by created_at) from agent_activity where trace_id = $1`, got.TraceID)
+	story := pgtest.Value[[]string](t, w.pool, `select array_agg(skill_name || ' ' || status order by created_at) from agent_activity where trace_id = $1`, got.TraceID)
 	if diff := cmp.Diff([]string{"webhook_action success", "webhook_action success", "webhook_action success"}, story); diff != "" {
 		t.Errorf("story (-want +got):\n%s", diff)
 	}
@@ -95,7 +95,7 @@ func (w *world) waiter(t *testing.T, kind, key string) string {
 		return err == nil && got.Status == executions.Waiting
 	}, "it waits")
 	if kind != "event" { // as a wait of that kind would
-		exec(t, w.pool, `update agent_executions set waiting_for = $2 where id = $1`, x.ID, kind)
+		pgtest.Exec(t, w.pool, `update agent_executions set waiting_for = $2 where id = $1`, x.ID, kind)
 	}
 	return x.ID
 }
@@ -110,7 +110,7 @@ func TestWhatNoActionIsForIsIgnoredAndShown(t *testing.T) {
 	got := w.accepted(t, "picky", "msg_1", `{"type":"y"}`)
 	w.until(t, "msg_1", webhooks.Ignored)
 	pgtest.Eventually(t, patience, func() bool {
-		return value[string](t, w.pool, `select status from agent_activity where trace_id = $1`, got.TraceID) == "skipped"
+		return pgtest.Value[string](t, w.pool, `select status from agent_activity where trace_id = $1`, got.TraceID) == "skipped"
 	}, "its activity is skipped")
 }
 
@@ -129,7 +129,7 @@ func TestAKeyThatLeadsNowhereFailsLoudlyAndIsReplayedOnceMended(t *testing.T) {
 	if want := `action 2: key: body.isue.number: the body has nothing at "isue"`; deref(d.ErrorMessage) != want {
 		t.Errorf("error %q, want %q", deref(d.ErrorMessage), want)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_events where key = 'first'`); n != 0 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_events where key = 'first'`); n != 0 {
 		t.Error("half of the delivery was done")
 	}
 	define("issue-{body.issue.number}")
@@ -141,7 +141,7 @@ func TestAKeyThatLeadsNowhereFailsLoudlyAndIsReplayedOnceMended(t *testing.T) {
 	if d.TraceID != first.TraceID || d.LastTraceID != replayed.LastTraceID || d.LastTraceID == d.TraceID || d.Replays != 1 {
 		t.Errorf("replayed: %+v", d)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_events where key = 'issue-7'`); n != 1 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_events where key = 'issue-7'`); n != 1 {
 		t.Errorf("%d events", n)
 	}
 	if again := w.send(t, "typo", "msg_1", `{"issue":{"number":7}}`); again.status != http.StatusOK || again.TraceID != first.TraceID {
@@ -172,17 +172,17 @@ func TestAFailingActionIsTriedAgainAloneThenDead(t *testing.T) {
 			if d.Attempts != c.starts {
 				t.Errorf("%d attempts, want %d", d.Attempts, c.starts)
 			}
-			if n := value[int](t, w.pool, `select count(*) from agent_events where key in ('once', 'after')`); n != 2 {
+			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_events where key in ('once', 'after')`); n != 2 {
 				t.Errorf("%d events of actions that succeed", n)
 			}
-			if n := value[int](t, w.pool, `select count(*) from agent_activity where trace_id = $1 and skill_name = 'webhook_action'`, got.TraceID); n != 2+c.starts {
+			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where trace_id = $1 and skill_name = 'webhook_action'`, got.TraceID); n != 2+c.starts {
 				t.Errorf("%d activities", n)
 			}
 			if c.want == webhooks.Dead && deref(d.ErrorMessage) != "action 2: automation flaky is out of order" {
 				t.Errorf("error %q", deref(d.ErrorMessage))
 			}
 			pgtest.Eventually(t, patience, func() bool {
-				return value[int](t, w.pool, `select count(*) from agent_locks_live`) == 0
+				return pgtest.Value[int](t, w.pool, `select count(*) from agent_locks_live`) == 0
 			}, "no lane is held")
 		})
 	}
@@ -232,7 +232,7 @@ func TestDoubleClicksReplayOnce(t *testing.T) {
 	if w.automated.Load() != 2 {
 		t.Errorf("the automation was asked for %d times", w.automated.Load())
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'webhook_replay'`); n != 1 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'webhook_replay'`); n != 1 {
 		t.Errorf("%d notes of a replay", n)
 	}
 }
@@ -265,18 +265,18 @@ func TestADeliveryWaitsForItsLane(t *testing.T) {
 	w.raises(t, "lane")
 	long := "m" + strings.Repeat("x", 198)
 	lane := webhooks.Delivery{Endpoint: "lane", DeliveryID: long}.Lane()
-	if !value[bool](t, w.pool, `select try_acquire_agent_lock($1, 'somebody')`, lane) {
+	if !pgtest.Value[bool](t, w.pool, `select try_acquire_agent_lock($1, 'somebody')`, lane) {
 		t.Fatal("not acquired")
 	}
 	w.accepted(t, "lane", long, `{}`)
 	w.work(t)
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, w.pool, `select count(*) from agent_executions where flow = 'webhook' and status = 'waiting' and waiting_for = 'lane'`) == 1
+		return pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where flow = 'webhook' and status = 'waiting' and waiting_for = 'lane'`) == 1
 	}, "it waits for its lane")
-	if n := value[int](t, w.pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`); n != 0 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`); n != 0 {
 		t.Error("it acted without its lane")
 	}
-	exec(t, w.pool, `select release_agent_lock($1, 'somebody')`, lane)
+	pgtest.Exec(t, w.pool, `select release_agent_lock($1, 'somebody')`, lane)
 	w.until(t, long, webhooks.Done)
 }
 
@@ -294,8 +294,8 @@ func TestAProcessLostAtAnyStepRepeatsNothing(t *testing.T) {
 				{Event: "EVENT_COMPLETED", Key: "once"}, {Automation: "work"},
 			}})
 			// The trigger stands for the death: the write that would be the k-th is refused as stale, and the worker is gone.
-			exec(t, w.pool, `create sequence crash_count`)
-			exec(t, w.pool, fmt.Sprintf(`
+			pgtest.Exec(t, w.pool, `create sequence crash_count`)
+			pgtest.Exec(t, w.pool, fmt.Sprintf(`
 				create function crash() returns trigger language plpgsql as $$
 				begin
 				  if nextval('crash_count') = %d then
@@ -303,12 +303,12 @@ func TestAProcessLostAtAnyStepRepeatsNothing(t *testing.T) {
 				  end if;
 				  return new;
 				end $$`, k))
-			exec(t, w.pool, `create trigger crash before insert on agent_checkpoints for each row execute function crash()`)
+			pgtest.Exec(t, w.pool, `create trigger crash before insert on agent_checkpoints for each row execute function crash()`)
 			w.accepted(t, "crash", "msg_1", `{}`)
 			w.work(t)
 			lost := func() {
 				// What the lost process had claimed goes to the next sweep.
-				exec(t, w.pool, `update agent_executions set claimed_by = null, claim = claim + 1, hinted_at = 'epoch'
+				pgtest.Exec(t, w.pool, `update agent_executions set claimed_by = null, claim = claim + 1, hinted_at = 'epoch'
 				                  where flow = 'webhook' and status = 'running' and claimed_by is not null and updated_at < clock_timestamp() - interval '300 ms'`)
 			}
 			pgtest.Eventually(t, patience, func() bool {
@@ -318,7 +318,7 @@ func TestAProcessLostAtAnyStepRepeatsNothing(t *testing.T) {
 			}, "it is done")
 			pgtest.Eventually(t, patience, func() bool {
 				lost()
-				return value[int](t, w.pool, `select count(*) from agent_executions where flow = 'webhook' and status = 'completed'`) == 1
+				return pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where flow = 'webhook' and status = 'completed'`) == 1
 			}, "its execution has ended")
 			for what, sql := range map[string]string{
 				"one event":            `select count(*) = 1 from agent_events where event = 'EVENT_COMPLETED' and key = 'once'`,
@@ -328,7 +328,7 @@ func TestAProcessLostAtAnyStepRepeatsNothing(t *testing.T) {
 				"no lane held":         `select count(*) = 0 from agent_locks_live`,
 				"the crash took place": fmt.Sprintf(`select last_value > %d from crash_count`, k),
 			} {
-				if !value[bool](t, w.pool, sql) {
+				if !pgtest.Value[bool](t, w.pool, sql) {
 					t.Errorf("not so: %s", what)
 				}
 			}
@@ -341,11 +341,11 @@ func TestADeadDeliveryOfALostProcessIsNotForgotten(t *testing.T) {
 	w := newWorld(t)
 	w.raises(t, "stuck")
 	w.accepted(t, "stuck", "msg_1", `{}`)
-	exec(t, w.pool, `update agent_executions set max_attempts = 1 where flow = 'webhook'`)
-	exec(t, w.pool, `
+	pgtest.Exec(t, w.pool, `update agent_executions set max_attempts = 1 where flow = 'webhook'`)
+	pgtest.Exec(t, w.pool, `
 		with lost as (insert into agent_workers (expires_at) values (clock_timestamp() - interval '1 second') returning id)
 		update agent_executions set status = 'running', claimed_by = (select id from lost), claim = 1 where flow = 'webhook'`)
-	exec(t, w.pool, `select lanekeeper.lose_agent_claims(id) from agent_workers where expires_at < clock_timestamp()`)
+	pgtest.Exec(t, w.pool, `select lanekeeper.lose_agent_claims(id) from agent_workers where expires_at < clock_timestamp()`)
 	if d := w.until(t, "msg_1", webhooks.Dead); !strings.Contains(deref(d.ErrorMessage), "given up") {
 		t.Errorf("error %q", deref(d.ErrorMessage))
 	}
@@ -381,21 +381,21 @@ func TestADeliveryStartsAFlowOnce(t *testing.T) {
 	}
 	for flow, input := range map[string]string{"onboarding": `{"name": "Ana"}`, "archive": `{"candidate": {"name": "Ana"}}`} {
 		pgtest.Eventually(t, patience, func() bool {
-			return value[int](t, w.pool, `select count(*) from agent_executions where flow = $1 and status = 'completed'`, flow) == 1
+			return pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where flow = $1 and status = 'completed'`, flow) == 1
 		}, flow+" ends")
-		same := value[bool](t, w.pool, `
+		same := pgtest.Value[bool](t, w.pool, `
 			select bool_and(x.input = $2::jsonb and x.trace_id = $3 and x.surface = 'webhook' and x.parent_id::text = $4)
 			  from agent_executions x where x.flow = $1`, flow, input, got.TraceID, *d.ExecutionID)
 		if !same {
 			t.Errorf("%s was not started as it should be", flow)
 		}
 	}
-	if n := value[int](t, w.pool, `
+	if n := pgtest.Value[int](t, w.pool, `
 		select count(*) from agent_executions x join agent_threads t on t.id = x.thread_id
 		 where x.flow = 'onboarding' and t.name = 'candidate Ana' and t.owner_kind = 'webhook' and t.owner = 'hire' and t.channel = 'chat'`); n != 1 {
 		t.Errorf("%d runs of onboarding in the thread that was begun for it", n)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_executions where flow = 'archive' and thread_id is not null`); n != 0 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where flow = 'archive' and thread_id is not null`); n != 0 {
 		t.Error("archive has a thread that nobody gave it")
 	}
 	if d := w.until(t, "msg_2", webhooks.Dead); !strings.Contains(deref(d.ErrorMessage), `there is no flow "nothing"`) {
@@ -467,7 +467,7 @@ func TestAPayloadIsDataForTheModelAndLeaveIsWaitedFor(t *testing.T) {
 			return false
 		}
 		id = pending[0].ID
-		return value[string](t, w.pool, `select status from agent_executions where trace_id = $1`, got.TraceID) == "waiting"
+		return pgtest.Value[string](t, w.pool, `select status from agent_executions where trace_id = $1`, got.TraceID) == "waiting"
 	}, "it waits for leave")
 	if made.of("answer") != 1 || made.of("pay") != 0 {
 		t.Errorf("before leave: answer %d, pay %d", made.of("answer"), made.of("pay"))
@@ -489,7 +489,7 @@ func TestAPayloadIsDataForTheModelAndLeaveIsWaitedFor(t *testing.T) {
 	if made.of("answer") != 1 || made.of("pay") != 1 {
 		t.Errorf("in the end: answer %d, pay %d", made.of("answer"), made.of("pay"))
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_activity where trace_id <> $1 and surface = 'webhook'`, got.TraceID); n != 0 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where trace_id <> $1 and surface = 'webhook'`, got.TraceID); n != 0 {
 		t.Errorf("%d activities are under another trace", n)
 	}
 }
@@ -532,13 +532,13 @@ func TestAnAutomationIsRunOnceForADelivery(t *testing.T) {
 	got := w.accepted(t, "run", "msg_1", `{}`)
 	w.accepted(t, "rest", "msg_2", `{}`)
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, w.pool, `select count(*) from agent_automation_runs where status = 'success'`) == 2
+		return pgtest.Value[int](t, w.pool, `select count(*) from agent_automation_runs where status = 'success'`) == 2
 	}, "both automations have run")
 	w.until(t, "msg_1", webhooks.Done)
 	if made.of("answer") != 1 || made.of("inside") != 1 {
 		t.Errorf("answer ran %d times, inside %d times", made.of("answer"), made.of("inside"))
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_automation_runs where trace_id = $1`, got.TraceID); n != 2 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_automation_runs where trace_id = $1`, got.TraceID); n != 2 {
 		t.Errorf("%d runs are under the delivery's trace", n)
 	}
 	if d := w.until(t, "msg_2", webhooks.Dead); deref(d.ErrorMessage) != "action 1: automation resting is out of service: holidays" {
@@ -563,7 +563,7 @@ func TestWhilePausedDeliveriesAreKept(t *testing.T) {
 	if err != nil || d.Status != webhooks.Received {
 		t.Errorf("delivery: %s, %v", d.Status, err)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_executions where claim > 0`); n != 0 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where claim > 0`); n != 0 {
 		t.Errorf("%d were claimed", n)
 	}
 	if _, err := executions.ResumeAll(t.Context(), w.pool, "ana", ""); err != nil {

@@ -75,7 +75,7 @@ func TestEverySchemeIsAcceptedAndStoredAsItCame(t *testing.T) {
 			if got.status != http.StatusAccepted || got.DeliveryID != c.id || !strings.HasPrefix(got.TraceID, "wh_") {
 				t.Fatalf("answer %d %s", got.status, got.body)
 			}
-			stored, err := webhooks.Get(t.Context(), w.pool, value[string](t, w.pool,
+			stored, err := webhooks.Get(t.Context(), w.pool, pgtest.Value[string](t, w.pool,
 				`select id::text from agent_webhook_deliveries where endpoint = $1 and delivery_id = $2`, name, c.id))
 			if err != nil {
 				t.Fatal(err)
@@ -87,7 +87,7 @@ func TestEverySchemeIsAcceptedAndStoredAsItCame(t *testing.T) {
 			if stored.TraceID != got.TraceID || stored.Traceparent != parent || stored.BodySHA256 != sha(c.body) || stored.ExecutionID == nil {
 				t.Errorf("stored %+v", stored)
 			}
-			if linked := value[string](t, w.pool, `select string_agg(traceparent, ' ') from agent_trace_links where trace_id = $1`, got.TraceID); linked != parent {
+			if linked := pgtest.Value[string](t, w.pool, `select string_agg(traceparent, ' ') from agent_trace_links where trace_id = $1`, got.TraceID); linked != parent {
 				t.Errorf("the trace is linked to %q, want the sender's", linked)
 			}
 			for _, secret := range []string{whsec, "secret-cookie", "757107ea", hexSum(whsec, event)} {
@@ -95,7 +95,7 @@ func TestEverySchemeIsAcceptedAndStoredAsItCame(t *testing.T) {
 					t.Errorf("the headers have %q: %s", secret, stored.Headers)
 				}
 			}
-			if flow := value[string](t, w.pool, `select flow || ' ' || surface || ' ' || queue || ' ' || status from agent_executions where trace_id = $1`,
+			if flow := pgtest.Value[string](t, w.pool, `select flow || ' ' || surface || ' ' || queue || ' ' || status from agent_executions where trace_id = $1`,
 				got.TraceID); flow != "webhook webhook background pending" {
 				t.Errorf("execution %s", flow)
 			}
@@ -138,10 +138,10 @@ func TestFiftyAtOnceAreOneExecution(t *testing.T) {
 	if accepted.Load() != 1 || d.Repeats != 49 {
 		t.Errorf("%d accepted, %d repeats", accepted.Load(), d.Repeats)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_executions where surface = 'webhook'`); n != 1 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where surface = 'webhook'`); n != 1 {
 		t.Errorf("%d executions", n)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED' and key = 'msg_same'`); n != 1 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED' and key = 'msg_same'`); n != 1 {
 		t.Errorf("%d events", n)
 	}
 	if again := w.send(t, "storm", "msg_same", `{"a":1}`); again.status != http.StatusOK || again.TraceID != traces[0] {
@@ -166,10 +166,10 @@ func TestWhatIsNotProvedLeavesNothingButANote(t *testing.T) {
 			t.Errorf("%s: %d %s", name, got.status, got.body)
 		}
 	}
-	if n := value[int](t, w.pool, `select (select count(*) from agent_webhook_deliveries) + (select count(*) from agent_executions)`); n != 0 {
+	if n := pgtest.Value[int](t, w.pool, `select (select count(*) from agent_webhook_deliveries) + (select count(*) from agent_executions)`); n != 0 {
 		t.Errorf("%d rows", n)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'webhook_refused' and trace_id like 'wh_%'`); n != 1 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'webhook_refused' and trace_id like 'wh_%'`); n != 1 {
 		t.Errorf("%d notes for 5 requests within a minute", n)
 	}
 }
@@ -221,7 +221,7 @@ func TestBodiesThatCannotBe(t *testing.T) {
 			}
 		})
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_webhook_deliveries`); n != 4 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_webhook_deliveries`); n != 4 {
 		t.Errorf("%d deliveries, want the 4 that were accepted", n)
 	}
 }
@@ -253,7 +253,7 @@ func TestATruncatedBodyIsNotStored(t *testing.T) {
 	if response.StatusCode != http.StatusBadRequest {
 		t.Errorf("answer %s", response.Status)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_webhook_deliveries`); n != 0 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_webhook_deliveries`); n != 0 {
 		t.Errorf("%d deliveries", n)
 	}
 }
@@ -297,13 +297,13 @@ func TestAnotherBodyUnderADeliveryIDIsKeptAndSeen(t *testing.T) {
 		!strings.Contains(string(shown.OtherBodies[0].Body), `"order":8`) && !strings.Contains(string(shown.OtherBodies[0].Body), `"order": 8`) {
 		t.Errorf("the admin sees %s", got.body)
 	}
-	if n := value[int](t, w.pool, `
+	if n := pgtest.Value[int](t, w.pool, `
 		select count(*) from agent_activity where trace_id = $1 and skill_name = 'webhook_conflict' and status = 'error' and error_class = 'conflict'`,
 		first.TraceID); n != 5 {
 		t.Errorf("%d activities tell of 5 other bodies", n)
 	}
 	w.until(t, d.ID, "done")
-	if n := value[int](t, w.pool, `select count(*) from agent_executions where flow = 'webhook'`); n != 1 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where flow = 'webhook'`); n != 1 {
 		t.Errorf("%d executions", n)
 	}
 	repeated := 0
@@ -408,14 +408,14 @@ func TestWhatCannotBeStoredIsNotAcknowledged(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.raises(t, "lost")
-	exec(t, w.pool, `alter table agent_executions add constraint broken check (flow <> 'webhook')`)
+	pgtest.Exec(t, w.pool, `alter table agent_executions add constraint broken check (flow <> 'webhook')`)
 	if got := w.send(t, "lost", "msg_1", `{}`); got.status != http.StatusInternalServerError || strings.Contains(got.body, "broken") {
 		t.Errorf("answer %d %s", got.status, got.body)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_webhook_deliveries`); n != 0 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_webhook_deliveries`); n != 0 {
 		t.Errorf("%d deliveries without an execution", n)
 	}
-	exec(t, w.pool, `alter table agent_executions drop constraint broken`)
+	pgtest.Exec(t, w.pool, `alter table agent_executions drop constraint broken`)
 	w.accepted(t, "lost", "msg_1", `{}`)
 }
 
@@ -496,7 +496,7 @@ func TestAStormIsHandledOnceEach(t *testing.T) {
 		t.Fatalf("answers %v", codes)
 	}
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, w.pool, `select count(*) from agent_executions where flow = 'webhook' and status = 'completed'`) == deliveries
+		return pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where flow = 'webhook' and status = 'completed'`) == deliveries
 	}, "all executions have ended")
 	for what, sql := range map[string]string{
 		"each is done":                   `select count(*) = 200 from agent_webhook_deliveries where status = 'done' and repeats = 1`,
@@ -509,7 +509,7 @@ func TestAStormIsHandledOnceEach(t *testing.T) {
 		"no lane is held":                `select count(*) = 0 from agent_locks_live`,
 		"nothing under an unknown trace": `select count(*) = 0 from agent_activity a where not exists (select from agent_executions x where x.trace_id = a.trace_id)`,
 	} {
-		if !value[bool](t, w.pool, sql) {
+		if !pgtest.Value[bool](t, w.pool, sql) {
 			t.Errorf("not so: %s", what)
 		}
 	}
