@@ -60,7 +60,7 @@ func TestManyCallersShareTheirWrites(t *testing.T) {
 	if err := group.Wait(); err != nil {
 		t.Error(err)
 	}
-	if n := value[int](t, pool, `
+	if n := pgtest.Value[int](t, pool, `
 		select count(*) from agent_executions x where x.completed_at is null
 		    or (select count(*) from agent_events v where v.execution_id = x.id) <> 1
 		    or (select count(*) from agent_checkpoints c where c.execution_id = x.id) <> (x.status = 'completed')::int`); n != 0 {
@@ -105,9 +105,9 @@ func TestAStartThatACrashTookHasNeverBeen(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	exec(t, pool, `alter system set wal_writer_delay = '10s'`)
-	exec(t, pool, `select pg_reload_conf()`)
-	pgtest.Eventually(t, patience, func() bool { return value[string](t, pool, `show wal_writer_delay`) == "10s" }, "the server writes seldom by itself")
+	pgtest.Exec(t, pool, `alter system set wal_writer_delay = '10s'`)
+	pgtest.Exec(t, pool, `select pg_reload_conf()`)
+	pgtest.Eventually(t, patience, func() bool { return pgtest.Value[string](t, pool, `show wal_writer_delay`) == "10s" }, "the server writes seldom by itself")
 	time.Sleep(time.Second) // the pause that its writer was in is over
 	lost, err := p.StartSeveral(t.Context(), []executions.Spec{spec, spec}, []bool{true, true})
 	if err != nil {
@@ -132,7 +132,7 @@ func TestAStartThatACrashTookHasNeverBeen(t *testing.T) {
 	if x, err := p.RunClaimed(t.Context(), lost[0]); !errors.Is(err, executions.ErrNotFound) || !strings.Contains(err.Error(), "crash of the database") {
 		t.Errorf("a run whose start is lost: %v, %v", x.Status, err)
 	}
-	if n := value[int](t, pool, `
+	if n := pgtest.Value[int](t, pool, `
 		select (select count(*) from agent_executions where id <> @id::uuid) + (select count(*) from agent_events where execution_id <> @id::uuid)
 		     + (select count(*) from agent_checkpoints where execution_id <> @id::uuid)`, postgres.Strict{"id": durable.ID}); n != 0 {
 		t.Errorf("%d rows of executions that were lost", n)
@@ -171,7 +171,7 @@ func awaitsStandby(t *testing.T, url string) {
 			if len(ended) > 0 {
 				return true
 			}
-			waits = value[bool](t, watch, `select exists (select from pg_stat_activity where pid = $1 and wait_event = 'SyncRep')`, pid)
+			waits = pgtest.Value[bool](t, watch, `select exists (select from pg_stat_activity where pid = $1 and wait_event = 'SyncRep')`, pid)
 			return waits
 		}, "a commit ends, or waits for a standby")
 		leave()
@@ -211,8 +211,8 @@ func TestWhatIsRunHereIsOnDiskWithItsEnd(t *testing.T) {
 	if _, err := p.RunSync(t.Context(), spec); err != nil { // which begins the lease
 		t.Fatal(err)
 	}
-	exec(t, pool, `alter system set synchronous_standby_names = 'nobody'`)
-	exec(t, pool, `select pg_reload_conf()`)
+	pgtest.Exec(t, pool, `alter system set synchronous_standby_names = 'nobody'`)
+	pgtest.Exec(t, pool, `select pg_reload_conf()`)
 	awaitsStandby(t, server.URL())
 	specs := []executions.Spec{spec, spec}
 	begin := func(here ...bool) ([]executions.Execution, error) {
@@ -234,12 +234,12 @@ func TestWhatIsRunHereIsOnDiskWithItsEnd(t *testing.T) {
 		t.Error("ends did not wait for the standby")
 	}
 	// Its lease has ended, of which the process does not know: it is told that they are in the queue.
-	exec(t, pool, `with c as (select set_config('synchronous_commit', 'local', true)) update agent_workers set expires_at = clock_timestamp() from c`)
+	pgtest.Exec(t, pool, `with c as (select set_config('synchronous_commit', 'local', true)) update agent_workers set expires_at = clock_timestamp() from c`)
 	if got, err := begin(true, true); err == nil {
 		t.Errorf("starts that nobody has claimed did not wait for the standby: %s, %s", got[0].Status, got[1].Status)
 	}
-	exec(t, pool, `alter system reset synchronous_standby_names`)
-	exec(t, pool, `select pg_reload_conf()`)
+	pgtest.Exec(t, pool, `alter system reset synchronous_standby_names`)
+	pgtest.Exec(t, pool, `select pg_reload_conf()`)
 }
 
 // recordAll records a step of each execution, with variables where they are given, and returns the places of those
@@ -295,20 +295,20 @@ func batchOfSteps(t *testing.T, showing bool, kept string) {
 		case "ahead":
 			claims[i]++
 		case "locked":
-			exec(t, tx, `select from agent_executions where id = @id for update`, args)
+			pgtest.Exec(t, tx, `select from agent_executions where id = @id for update`, args)
 		case "written", "unshowable": // in a step of another branch, beside which others may write, but not the row
-			exec(t, tx, `select fence_agent_execution(@id, @claim)`, postgres.Strict{"id": ids[i], "claim": claims[i]})
+			pgtest.Exec(t, tx, `select fence_agent_execution(@id, @claim)`, postgres.Strict{"id": ids[i], "claim": claims[i]})
 			if name == "unshowable" {
-				exec(t, tx, `update agent_executions set progress_seconds = 9 where id = @id`, args)
+				pgtest.Exec(t, tx, `update agent_executions set progress_seconds = 9 where id = @id`, args)
 			}
 		case "cancelled":
-			exec(t, pool, `select cancel_agent_execution(@id, 'test', 'test')`, args)
+			pgtest.Exec(t, pool, `select cancel_agent_execution(@id, 'test', 'test')`, args)
 			claims[i]++ // the number that a cancel leaves is nobody's
 		case "parked":
-			exec(t, pool, `select lanekeeper.wait_agent_execution(@id, 1, 'wait', 'event', 'k', '1 hour', null)`, args)
+			pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, 1, 'wait', 'event', 'k', '1 hour', null)`, args)
 			claims[i]++
 		case "ended":
-			exec(t, pool, `select lanekeeper.complete_agent_execution(@id, 1, 'completed', '', null, null, null)`, args)
+			pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, 1, 'completed', '', null, null, null)`, args)
 		}
 	}
 	expire(t, pool, ids[slices.Index(names, "dead")])
@@ -327,7 +327,7 @@ func batchOfSteps(t *testing.T, showing bool, kept string) {
 			}
 			continue
 		}
-		record := value[string](t, pool, `
+		record := pgtest.Value[string](t, pool, `
 			select claim || fingerprint || failed || output from agent_checkpoints where execution_id = @id and step = @step`,
 			postgres.Strict{"id": ids[i], "step": steps[i]})
 		x := get(t, pool, ids[i])
@@ -348,7 +348,7 @@ func TestABatchWithARecordedStepWritesNothing(t *testing.T) {
 		ids[i] = pending(t, pool)
 		claims[i] = mustClaim(t, pool, ids[i], w)
 	}
-	exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim, output) values (@id, 'step', 1, '"earlier"')`, postgres.Strict{"id": ids[1]})
+	pgtest.Exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim, output) values (@id, 'step', 1, '"earlier"')`, postgres.Strict{"id": ids[1]})
 	before := everything(t, pool, ids[0]) + everything(t, pool, ids[1])
 	got, err := recordAll(t.Context(), pool, ids, claims, []string{"step", "step"}, []*string{new(`{"x": 2}`), nil})
 	if !postgres.IsCode(err, "23505") {
@@ -371,8 +371,8 @@ func TestAClaimIsNotTakenUnderAFencedWrite(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	exec(t, tx, `select fence_agent_execution(@id, @claim)`, postgres.Strict{"id": id, "claim": claim})
-	exec(t, pool, `update agent_executions set progress_seconds = 9 where id = @id`, postgres.Strict{"id": id})
+	pgtest.Exec(t, tx, `select fence_agent_execution(@id, @claim)`, postgres.Strict{"id": id, "claim": claim})
+	pgtest.Exec(t, pool, `update agent_executions set progress_seconds = 9 where id = @id`, postgres.Strict{"id": id})
 	_, err = pool.Exec(t.Context(), `
 		with briefly as materialized (select set_config('lock_timeout', '100ms', true))
 		update agent_executions x set claim = x.claim + 1 from briefly where x.id = @id`, postgres.Strict{"id": id})
@@ -406,13 +406,13 @@ func TestOneOfABatchInOrderIsNotLive(t *testing.T) {
 				case "dead":
 					expire(t, pool, ids[1])
 				case "cancelled":
-					exec(t, pool, `select cancel_agent_execution(@id, 'test', 'test')`, args)
+					pgtest.Exec(t, pool, `select cancel_agent_execution(@id, 'test', 'test')`, args)
 					claims[1]++
 				case "parked":
-					exec(t, pool, `select lanekeeper.wait_agent_execution(@id, 1, 'wait', 'event', 'k', '1 hour', null)`, args)
+					pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, 1, 'wait', 'event', 'k', '1 hour', null)`, args)
 					claims[1]++
 				case "nobody's":
-					exec(t, pool, `update agent_executions set claimed_by = null where id = @id`, args)
+					pgtest.Exec(t, pool, `update agent_executions set claimed_by = null where id = @id`, args)
 				}
 				before := everything(t, pool, ids[1])
 				want, got := "1", ""
@@ -438,7 +438,7 @@ func TestOneOfABatchInOrderIsNotLive(t *testing.T) {
 // closeAll ends executions, with their last steps, and returns the places of those that ended.
 func closeAll(t *testing.T, db postgres.DB, ids []string, claims []int64, steps []*string, status string) string {
 	t.Helper()
-	return value[string](t, db, `
+	return pgtest.Value[string](t, db, `
 		select coalesce(string_agg(n::text, ' ' order by n), '')
 		  from lanekeeper.complete_agent_executions(@ids, @claims, (
 		    select jsonb_agg(jsonb_build_object('status', @status::text, 'summary', 'said', 'result', '{"v": 1}'::jsonb, 'variables', '{"x": 2}'::jsonb)
@@ -470,18 +470,18 @@ func TestAnEndIsWrittenWithItsLastStepOrNotAtAll(t *testing.T) {
 		case "stale":
 			claims[i]--
 		case "lane":
-			exec(t, pool, `select acquire_agent_lock('lane', @id || '#1')`, args)
+			pgtest.Exec(t, pool, `select acquire_agent_lock('lane', @id || '#1')`, args)
 		case "lender":
-			exec(t, pool, `insert into agent_locks (lane, fencing_token, expires_at) values ('lent', 1, clock_timestamp())`)
-			exec(t, pool, `insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds) values ('lent', 1, @id, lanekeeper.agent_uuid7(), 30)`, args)
+			pgtest.Exec(t, pool, `insert into agent_locks (lane, fencing_token, expires_at) values ('lent', 1, clock_timestamp())`)
+			pgtest.Exec(t, pool, `insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds) values ('lent', 1, @id, lanekeeper.agent_uuid7(), 30)`, args)
 		case "cancelled":
-			exec(t, pool, `select cancel_agent_execution(@id, 'test', 'test')`, args)
+			pgtest.Exec(t, pool, `select cancel_agent_execution(@id, 'test', 'test')`, args)
 			claims[i]++ // the number that a cancel leaves is nobody's
 		case "parked":
-			exec(t, pool, `select lanekeeper.wait_agent_execution(@id, 1, 'wait', 'event', 'k', '1 hour', null)`, args)
+			pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, 1, 'wait', 'event', 'k', '1 hour', null)`, args)
 			claims[i]++
 		case "reserved":
-			exec(t, pool, `
+			pgtest.Exec(t, pool, `
 				insert into agent_budget_reservations (execution_id, step, scopes, granted, tokens, cost_usd) values (@id, 's', '{}', 1, 1, 0)`, args)
 		}
 	}
@@ -491,7 +491,7 @@ func TestAnEndIsWrittenWithItsLastStepOrNotAtAll(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	exec(t, tx, `select fence_agent_execution(@id, @claim)`, postgres.Strict{"id": ids[5], "claim": claims[5]}) // it writes
+	pgtest.Exec(t, tx, `select fence_agent_execution(@id, @claim)`, postgres.Strict{"id": ids[5], "claim": claims[5]}) // it writes
 	before := make([]string, len(ids))
 	for i, id := range ids {
 		before[i] = everything(t, pool, id)
@@ -503,7 +503,7 @@ func TestAnEndIsWrittenWithItsLastStepOrNotAtAll(t *testing.T) {
 		x := get(t, pool, ids[i])
 		switch name {
 		case "live", "stepless", "twice":
-			step := value[string](t, pool, `
+			step := pgtest.Value[string](t, pool, `
 				select coalesce(string_agg(step || fingerprint || failed || output, ' '), '') from agent_checkpoints
 				 where execution_id = @id and claim = 1`, postgres.Strict{"id": ids[i]})
 			want := map[string]string{"live": `lastprintfalse3`, "twice": `lastprintfalse3`}[name]
@@ -519,7 +519,7 @@ func TestAnEndIsWrittenWithItsLastStepOrNotAtAll(t *testing.T) {
 			}
 		}
 	}
-	if young := value[bool](t, pool, `
+	if young := pgtest.Value[bool](t, pool, `
 		select bool_or(c.created_at > x.completed_at) from agent_checkpoints c join agent_executions x on x.id = c.execution_id`); young {
 		t.Error("a step is younger than the end of its execution")
 	}
@@ -549,7 +549,7 @@ func TestABatchOfEndsOfWhichOneIsOnRecordWritesNothing(t *testing.T) {
 		ids[i] = pending(t, pool)
 		claims[i] = mustClaim(t, pool, ids[i], w)
 	}
-	exec(t, pool, onRecord["step"], postgres.Strict{"id": ids[1]})
+	pgtest.Exec(t, pool, onRecord["step"], postgres.Strict{"id": ids[1]})
 	before := everything(t, pool, ids[0]) + everything(t, pool, ids[1])
 	_, err := pool.Exec(t.Context(), `
 		select lanekeeper.complete_agent_executions(@ids, @claims, '[{"status": "completed", "step": "last", "output": 1}, {"status": "completed", "step": "last", "output": 1}]')`,
@@ -580,7 +580,7 @@ func TestAnEndOfWhichSomethingIsOnRecord(t *testing.T) {
 	p := start(t, pool, flows)
 	for what, want := range map[string]string{"step": `"earlier" 1`, "event": `"later" 1`} {
 		x := until(t, pool, p.begin(t, what), executions.Completed)
-		got := value[string](t, pool, `
+		got := pgtest.Value[string](t, pool, `
 			select (select output::text from agent_checkpoints where execution_id = @id) || ' ' || (select count(*) from agent_events where external_id = 'completed ' || @id::text)`,
 			postgres.Strict{"id": x.ID})
 		if got != want {
@@ -647,12 +647,12 @@ func (c consequence) prepared(t *testing.T, pool *pgxpool.Pool, id, w string) st
 	t.Helper()
 	args := postgres.Strict{"id": id}
 	if c.flow != "" {
-		exec(t, pool, `update agent_executions set flow = @flow where id = @id`, postgres.Strict{"id": id, "flow": c.flow})
+		pgtest.Exec(t, pool, `update agent_executions set flow = @flow where id = @id`, postgres.Strict{"id": id, "flow": c.flow})
 	}
-	exec(t, pool, `update agent_executions set status = 'running', claimed_by = @w, claim = 1 where id = @id`, postgres.Strict{"id": id, "w": w})
-	exec(t, pool, c.prepare, args)
+	pgtest.Exec(t, pool, `update agent_executions set status = 'running', claimed_by = @w, claim = 1 where id = @id`, postgres.Strict{"id": id, "w": w})
+	pgtest.Exec(t, pool, c.prepare, args)
 	if strings.Contains(c.follows, "agent_untold_ends") {
-		exec(t, pool, `update agent_executions set status = 'waiting', waiting_for = 'agent', waiting_key = @id::text where trace_id = 't' and status = 'running'`, args)
+		pgtest.Exec(t, pool, `update agent_executions set status = 'waiting', waiting_for = 'agent', waiting_key = @id::text where trace_id = 't' and status = 'running'`, args)
 	}
 	return id
 }
@@ -660,7 +660,7 @@ func (c consequence) prepared(t *testing.T, pool *pgxpool.Pool, id, w string) st
 // pendingAs is a pending execution with an id of one's own.
 func pendingAs(t *testing.T, pool *pgxpool.Pool, id string) string {
 	t.Helper()
-	exec(t, pool, `insert into agent_executions (id, trace_id, surface, flow) values (@id, @trace, 'flow', 'flow')`,
+	pgtest.Exec(t, pool, `insert into agent_executions (id, trace_id, surface, flow) values (@id, @trace, 'flow', 'flow')`,
 		postgres.Strict{"id": id, "trace": string(trace.New(trace.Flow))})
 	return id
 }
@@ -706,12 +706,12 @@ func TestWhatFollowsAnEndFollowsOneOfABatch(t *testing.T) {
 						mustClaim(t, pool, id, w)
 					}
 				}
-				exec(t, pool, `select lanekeeper.complete_agent_execution(@id, 1, @status, 'said', null, null, null)`, postgres.Strict{"id": alone, "status": status})
+				pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, 1, @status, 'said', null, null, null)`, postgres.Strict{"id": alone, "status": status})
 				if got := closeAll(t, pool, l.ids, claims, nil, status); got != strings.Join(ended, " ") {
 					t.Fatalf("%s ended", got)
 				}
 				for how, id := range map[string]string{"by itself": alone, "in a batch": l.ids[l.at]} {
-					if !value[bool](t, pool, c.follows, postgres.Strict{"id": id}) {
+					if !pgtest.Value[bool](t, pool, c.follows, postgres.Strict{"id": id}) {
 						t.Errorf("it does not follow an end %s", how)
 					}
 				}
@@ -746,7 +746,7 @@ func TestABatchOfEndsLeavesThoseWithLanesAndBudgets(t *testing.T) {
 						want = append(want, fmt.Sprint(i+1))
 					}
 				}
-				exec(t, pool, take, postgres.Strict{"id": l.ids[l.at]})
+				pgtest.Exec(t, pool, take, postgres.Strict{"id": l.ids[l.at]})
 				if got := closeAll(t, pool, l.ids, claims, nil, "completed"); got != strings.Join(want, " ") {
 					t.Errorf("%q ended, want %q", got, want)
 				}
@@ -764,7 +764,7 @@ func TestABatchOfEndsTellsOfThePlacesThatItFrees(t *testing.T) {
 	pool := pgtest.DB(t)
 	w := workerLease(t, pool)
 	for _, limited := range []string{"another", "flow"} {
-		exec(t, pool, `insert into agent_limits (kind, name, running) values ('flow', @flow, 1)`, postgres.Strict{"flow": limited})
+		pgtest.Exec(t, pool, `insert into agent_limits (kind, name, running) values ('flow', @flow, 1)`, postgres.Strict{"flow": limited})
 		id := pending(t, pool)
 		mustClaim(t, pool, id, w)
 		conn, err := pgtest.Dialer(t, pool)(t.Context())
@@ -772,11 +772,11 @@ func TestABatchOfEndsTellsOfThePlacesThatItFrees(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer func() { _ = conn.Close(context.WithoutCancel(t.Context())) }()
-		exec(t, conn, `listen agent_ready`)
+		pgtest.Exec(t, conn, `listen agent_ready`)
 		if got := closeAll(t, conn, []string{id}, []int64{1}, nil, "completed"); got != "1" {
 			t.Fatalf("%s ended", got)
 		}
-		exec(t, conn, `select pg_notify('agent_ready', 'nothing')`)
+		pgtest.Exec(t, conn, `select pg_notify('agent_ready', 'nothing')`)
 		ctx, cancel := context.WithTimeout(t.Context(), patience)
 		heard, err := conn.WaitForNotification(ctx)
 		cancel()
@@ -803,7 +803,7 @@ func TestTheRulesHoldAfterABatchOfEnds(t *testing.T) {
 	if got := closeAll(t, tx, []string{ended}, []int64{1}, nil, "completed"); got != "1" {
 		t.Fatalf("%s ended", got)
 	}
-	exec(t, tx, `update agent_executions set status = 'failed' where id = @id`, postgres.Strict{"id": next})
+	pgtest.Exec(t, tx, `update agent_executions set status = 'failed' where id = @id`, postgres.Strict{"id": next})
 	if n := completions(t, tx, next); n != 1 {
 		t.Errorf("%d events of the end after it", n)
 	}
@@ -825,20 +825,20 @@ func TestWhatABatchReadsDoesNotGrowWithTheTables(t *testing.T) {
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
 	read := func() int {
-		return value[int](t, tx, `
+		return pgtest.Value[int](t, tx, `
 			select sum(seq_tup_read + coalesce(idx_tup_fetch, 0))::int from pg_stat_xact_user_tables
 			 where relname in ('agent_executions', 'agent_checkpoints', 'agent_events', 'agent_requests', 'agent_approvals', 'agent_activity_open', 'agent_locks')`)
 	}
 	batch := func() int {
-		ids := value[[]string](t, tx, `
+		ids := pgtest.Value[[]string](t, tx, `
 			select array_agg(id::text) from lanekeeper.start_agent_executions('{t,t,t}', '{flow,flow,flow}', '{flow,flow,flow}', null, null, @worker, '{0,0}', '{}')`,
 			postgres.Strict{"worker": w})
 		before := read()
-		exec(t, tx, `select lanekeeper.checkpoint_agent_executions(@ids, '{1,1,1}', '{s,s,s}', null, null, '{1,1,1}', null)`, postgres.Strict{"ids": ids})
+		pgtest.Exec(t, tx, `select lanekeeper.checkpoint_agent_executions(@ids, '{1,1,1}', '{s,s,s}', null, null, '{1,1,1}', null)`, postgres.Strict{"ids": ids})
 		if got := closeAll(t, tx, ids[:2], []int64{1, 1}, []*string{new("last"), nil}, "completed"); got != "1 2" {
 			t.Fatalf("%s ended", got)
 		}
-		exec(t, tx, `select lanekeeper.complete_agent_execution(@id, 1, 'completed', '', null, null, null)`, postgres.Strict{"id": ids[2]})
+		pgtest.Exec(t, tx, `select lanekeeper.complete_agent_execution(@id, 1, 'completed', '', null, null, null)`, postgres.Strict{"id": ids[2]})
 		return read() - before
 	}
 	small := batch()
@@ -852,7 +852,7 @@ func TestWhatABatchReadsDoesNotGrowWithTheTables(t *testing.T) {
 		`insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id)
 		 select id::text, id::text, 1, clock_timestamp() + interval '1 hour', id from agent_executions where flow = 'parent'`,
 	} {
-		exec(t, tx, grow)
+		pgtest.Exec(t, tx, grow)
 	}
 	if large := batch(); large > small+20 {
 		t.Errorf("three executions read %d rows, and %d when the tables had grown", small, large)

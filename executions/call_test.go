@@ -48,7 +48,7 @@ func rows(t *testing.T, db postgres.DB, id string) []row {
 // open counts the activities that are listed as under way.
 func open(t *testing.T, db postgres.DB) int {
 	t.Helper()
-	return value[int](t, db, `select count(*) from agent_activity_open`)
+	return pgtest.Value[int](t, db, `select count(*) from agent_activity_open`)
 }
 
 func TestWhatARunInAThreadDoesIsFiledUnderTheThread(t *testing.T) {
@@ -68,7 +68,7 @@ func TestWhatARunInAThreadDoesIsFiledUnderTheThread(t *testing.T) {
 			t.Fatal(err)
 		}
 		until(t, pool, x.ID, executions.Completed)
-		got := value[string](t, pool, `
+		got := pgtest.Value[string](t, pool, `
 			select string_agg(skill_name || ' in ' || coalesce(thread_id, 'none'), ', ' order by id) from agent_activity where execution_id = $1`, x.ID)
 		if got != want {
 			t.Errorf("of a run in thread %q there is %q, not %q", thread, got, want)
@@ -100,7 +100,7 @@ func TestACallIsARunningRowBeforeItActs(t *testing.T) {
 	if diff := cmp.Diff(want, rows(t, pool, got.ID)); diff != "" {
 		t.Errorf("activity (-want +got):\n%s", diff)
 	}
-	same := value[bool](t, pool, `
+	same := pgtest.Value[bool](t, pool, `
 		select a.xmin = c.xmin from agent_activity a, agent_checkpoints c where a.execution_id = @id and c.execution_id = @id`,
 		postgres.Strict{"id": got.ID})
 	if !same || open(t, pool) != 0 {
@@ -233,7 +233,7 @@ func TestAPhaseKeepsItsRowOverACrash(t *testing.T) {
 	})
 	prepare(t, pool, flows).runAside(t)
 	id := middle.arrival(t)
-	first := value[string](t, pool, `select id::text from agent_activity where kind = 'phase'`)
+	first := pgtest.Value[string](t, pool, `select id::text from agent_activity where kind = 'phase'`)
 	expire(t, pool, id)
 	start(t, pool, flows)
 	until(t, pool, id, executions.Completed)
@@ -241,7 +241,7 @@ func TestAPhaseKeepsItsRowOverACrash(t *testing.T) {
 	if diff := cmp.Diff(want, rows(t, pool, id)); diff != "" {
 		t.Errorf("activity (-want +got):\n%s", diff)
 	}
-	if parent := value[string](t, pool, `select parent_id::text from agent_activity where skill_name = 'ask'`); parent != first {
+	if parent := pgtest.Value[string](t, pool, `select parent_id::text from agent_activity where skill_name = 'ask'`); parent != first {
 		t.Errorf("the call is filed under %s, the phase is %s", parent, first)
 	}
 }
@@ -440,7 +440,7 @@ func TestThereAreNoWaitsWithinWhatCannotBeBegunAgain(t *testing.T) {
 					t.Errorf("the wait answered %v", err)
 				}
 			}
-			if n := value[int](t, pool, `select count(*) from agent_executions`); n != 1 || got.Status != executions.Completed {
+			if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions`); n != 1 || got.Status != executions.Completed {
 				t.Errorf("%d executions, and the status is %s", n, got.Status)
 			}
 		})
@@ -533,7 +533,7 @@ func TestTransactionsLeaveAConnectionToTheStepsWithinThem(t *testing.T) {
 		p.begin(t, "flow")
 	}
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) == 30
+		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) == 30
 	}, "all end")
 }
 
@@ -595,7 +595,7 @@ func TestMethodsOfWhatTheCodeReturnsMayPanic(t *testing.T) {
 			t.Errorf("%s: the failed step is %v", name, got.FailedStep)
 		}
 	}
-	if got := value[string](t, pool, `select status from agent_activity where skill_name = 'call'`); got != string(activity.Error) {
+	if got := pgtest.Value[string](t, pool, `select status from agent_activity where skill_name = 'call'`); got != string(activity.Error) {
 		t.Errorf("the call whose result cannot be stored is %s", got)
 	}
 }
@@ -627,7 +627,7 @@ func TestWhatACallSaysOfItselfMayBeNoText(t *testing.T) {
 		t.Errorf("%s %s", got.Status, got.Result)
 	}
 	args := postgres.Strict{"id": got.ID}
-	if text := value[string](t, pool, `
+	if text := pgtest.Value[string](t, pool, `
 		select string_agg(concat_ws(' ', step, status, model, error_class), ', ' order by step) from agent_activity where execution_id = @id`, args); text !=
 		"fails error a\ufffd c\ufffd, works success a\ufffd " {
 		t.Errorf("%q", text)
@@ -654,7 +654,7 @@ func TestACostThatIsNoAmountIsAnError(t *testing.T) {
 	if said := string(got.Result); strings.Count(said, "cannot be recorded") != 3 || !strings.HasSuffix(said, `"<nil>"]`) || calls.Load() != 4 {
 		t.Errorf("%s %s after %d calls", got.Status, said, calls.Load())
 	}
-	if sums := value[string](t, pool, `select string_agg(status, ' ' order by id) || ' ' || sum(cost_usd) from agent_activity`); sums != "error error error success 99999999.000000" {
+	if sums := pgtest.Value[string](t, pool, `select string_agg(status, ' ' order by id) || ' ' || sum(cost_usd) from agent_activity`); sums != "error error error success 99999999.000000" {
 		t.Error(sums)
 	}
 }
@@ -748,7 +748,7 @@ func TestAStepThatItsOwnCodeEndsIsRecorded(t *testing.T) {
 			if diff := cmp.Diff([]executions.StepError{c.want, c.want}, seen); diff != "" || got.Status != executions.Completed {
 				t.Errorf("status %s, errors (-want +got):\n%s", got.Status, diff)
 			}
-			if n := value[int](t, pool, `select count(*) from agent_activity where skill_name = 'call' and status <> 'error'`); n != 0 {
+			if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'call' and status <> 'error'`); n != 0 {
 				t.Errorf("%d rows of the call do not say that it failed", n)
 			}
 		})
@@ -801,7 +801,7 @@ func TestAStepThatItsLimitKeepsFromBeginningIsRecorded(t *testing.T) {
 			if diff := cmp.Diff([]string{late, late}, seen); diff != "" || got.Status != executions.Completed || made.Load() != 0 {
 				t.Errorf("status %s, made %d times, errors (-want +got):\n%s", got.Status, made.Load(), diff)
 			}
-			if n := value[int](t, pool, `select count(*) from agent_activity where skill_name = 'call'`); n != 0 {
+			if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'call'`); n != 0 {
 				t.Errorf("%d rows of a call that was not made", n)
 			}
 		})
@@ -868,7 +868,7 @@ func callWithin(t *testing.T, name string) {
 	if calls.Load() != 1 || tries.Load() != 2 || string(got.Result) != "1" {
 		t.Errorf("called %d times in %d tries, result %s", calls.Load(), tries.Load(), got.Result)
 	}
-	if n := value[int](t, pool, `select count(*) from effects`); n != 1 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from effects`); n != 1 {
 		t.Errorf("%d effects", n)
 	}
 }
@@ -925,7 +925,7 @@ func TestWhatAStepIsMadeOfHasItsKey(t *testing.T) {
 	if err := json.Unmarshal(got.Result, &keys); err != nil || !strings.HasPrefix(keys, "pha/se/in/ner lo/op@0/in/ner ") {
 		t.Errorf("keys of the steps: %s, %v", got.Result, err)
 	}
-	steps := value[string](t, pool, `select string_agg(step, ' ' order by created_at) from agent_checkpoints`)
+	steps := pgtest.Value[string](t, pool, `select string_agg(step, ' ' order by created_at) from agent_checkpoints`)
 	if want := "pha/before se/gate pha/se/in/ner pha/se lo/op"; steps != want {
 		t.Errorf("recorded %s, want %s", steps, want)
 	}

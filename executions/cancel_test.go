@@ -40,7 +40,7 @@ func TestCancelEndsPendingAndWaitingExecutions(t *testing.T) {
 	}
 	waits := pending(t, pool)
 	n := mustClaim(t, pool, waits, workerLease(t, pool))
-	exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', 'key', '1 hour', null)`, postgres.Strict{"id": waits, "claim": n})
+	pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', 'key', '1 hour', null)`, postgres.Strict{"id": waits, "claim": n})
 	if status, err := executions.Cancel(t.Context(), pool, waits, "ana", ""); err != nil || status != executions.Cancelled {
 		t.Errorf("cancel: %s, %v", status, err)
 	}
@@ -68,7 +68,7 @@ func TestCancelOfWhatIsNotThereOrHasEnded(t *testing.T) {
 	}
 	id := pending(t, pool)
 	n := mustClaim(t, pool, id, workerLease(t, pool))
-	exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', '', null, null, null)`, postgres.Strict{"id": id, "claim": n})
+	pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', '', null, null, null)`, postgres.Strict{"id": id, "claim": n})
 	if status, err := executions.Cancel(t.Context(), pool, id, "ana", ""); err != nil || status != executions.Completed {
 		t.Errorf("cancel of a completed one: %s, %v", status, err)
 	}
@@ -141,9 +141,9 @@ func TestCancelStopsAStepInTheMiddle(t *testing.T) {
 			if diff := cmp.Diff(want, rows(t, pool, id)); diff != "" {
 				t.Errorf("activity (-want +got):\n%s", diff)
 			}
-			if value[bool](t, pool, `select is_agent_lock_held('automation:a')`) || open(t, pool) != 0 || completions(t, pool, id) != 1 {
+			if pgtest.Value[bool](t, pool, `select is_agent_lock_held('automation:a')`) || open(t, pool) != 0 || completions(t, pool, id) != 1 {
 				t.Errorf("%d open rows, %d AGENT_COMPLETED, lane held: %v", open(t, pool), completions(t, pool, id),
-					value[bool](t, pool, `select is_agent_lock_held('automation:a')`))
+					pgtest.Value[bool](t, pool, `select is_agent_lock_held('automation:a')`))
 			}
 			points, err := executions.Checkpoints(t.Context(), pool, id)
 			if err != nil || len(points) != 0 {
@@ -179,13 +179,13 @@ func TestEveryEndFreesLanesClosesRowsAndIsToldOnce(t *testing.T) {
 			}))
 			id := p.begin(t, "flow")
 			until(t, pool, id, status)
-			if value[bool](t, pool, `select is_agent_lock_held('thread:7')`) || open(t, pool) != 0 {
+			if pgtest.Value[bool](t, pool, `select is_agent_lock_held('thread:7')`) || open(t, pool) != 0 {
 				t.Error("the lane is held, or a row is open")
 			}
 			if log := rows(t, pool, id); len(log) != 1 || log[0].Status != "unknown" || log[0].Class != string(status) {
 				t.Errorf("activity %v", log)
 			}
-			freed := value[string](t, pool, `
+			freed := pgtest.Value[string](t, pool, `
 				select string_agg(data->>'locks_released', ' ') from agent_events where event = 'AGENT_COMPLETED' and key = @id`,
 				postgres.Strict{"id": id})
 			if freed != "1" {
@@ -216,7 +216,7 @@ func TestALaneFollowsItsExecution(t *testing.T) {
 	first := receive(t, tokens)
 	p.stop()
 	parked := func(lane string) bool {
-		return value[bool](t, pool, `
+		return pgtest.Value[bool](t, pool, `
 			select parked and expires_at > clock_timestamp() + interval '1 year' from agent_locks
 			 where lane = @lane and execution_id = @id`, postgres.Strict{"lane": lane, "id": id})
 	}
@@ -230,7 +230,7 @@ func TestALaneFollowsItsExecution(t *testing.T) {
 	if second <= first {
 		t.Errorf("token %d after %d", second, first)
 	}
-	if value[bool](t, pool, `select is_agent_lock_held('objective:7')`) {
+	if pgtest.Value[bool](t, pool, `select is_agent_lock_held('objective:7')`) {
 		t.Error("the lane is held after the end")
 	}
 }
@@ -290,7 +290,7 @@ func TestAWaitForALaneEndsWhenItIsFree(t *testing.T) {
 			} else {
 				option = func(*executions.Options) {}
 			}
-			exec(t, pool, `select acquire_agent_lock('operate', 'admin', 600)`)
+			pgtest.Exec(t, pool, `select acquire_agent_lock('operate', 'admin', 600)`)
 			p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 				for {
 					if _, err := executions.Lane(ctx, "operate"); !errors.Is(err, lanes.ErrBusy) {
@@ -303,7 +303,7 @@ func TestAWaitForALaneEndsWhenItIsFree(t *testing.T) {
 			}), option)
 			id := p.begin(t, "flow")
 			until(t, pool, id, executions.Waiting)
-			exec(t, pool, `select release_agent_lock('operate', 'admin')`)
+			pgtest.Exec(t, pool, `select release_agent_lock('operate', 'admin')`)
 			until(t, pool, id, executions.Completed) // notified: no sweep would come for an hour
 		})
 	}
@@ -330,7 +330,7 @@ func inTx(entered chan struct{}, leave <-chan struct{}, deaf bool) map[string]ex
 
 func effectRows(t *testing.T, pool *pgxpool.Pool) int {
 	t.Helper()
-	return value[int](t, pool, `select count(*) from effects`)
+	return pgtest.Value[int](t, pool, `select count(*) from effects`)
 }
 
 func TestACancelStopsAStepInATransaction(t *testing.T) {
@@ -357,7 +357,7 @@ func TestACancelStopsAStepInATransaction(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
-			exec(t, pool, `create table effects (n int)`)
+			pgtest.Exec(t, pool, `create table effects (n int)`)
 			entered := make(chan struct{}, 1)
 			p := start(t, pool, inTx(entered, nil, false), func(o *executions.Options) {
 				o.SweepEvery, o.LeaseTTL = time.Hour, 12*time.Second
@@ -395,7 +395,7 @@ func TestACancelStopsAStepInATransaction(t *testing.T) {
 			}
 			// One that was noted while the cancel was completed elsewhere is left to the sweep.
 			pgtest.Eventually(t, patience, func() bool {
-				return p.Sweep(t.Context()) == nil && value[int](t, pool, `select count(*) from agent_cancel_requests`) == 0
+				return p.Sweep(t.Context()) == nil && pgtest.Value[int](t, pool, `select count(*) from agent_cancel_requests`) == 0
 			}, "no request is left")
 		})
 	}
@@ -406,7 +406,7 @@ func TestACancelStopsAStepInATransaction(t *testing.T) {
 func TestACancelOfAStepThatDoesNotStopIsCompletedWithItsEnd(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	exec(t, pool, `create table effects (n int)`)
+	pgtest.Exec(t, pool, `create table effects (n int)`)
 	entered, leave := make(chan struct{}, 1), make(chan struct{})
 	p := start(t, pool, inTx(entered, leave, true), func(o *executions.Options) { o.SweepEvery, o.LeaseTTL = time.Hour, time.Hour })
 	id := p.begin(t, "flow")
@@ -451,7 +451,7 @@ func TestACancelOfWhatAClientHasLockedIsCompletedByTheSweep(t *testing.T) {
 				t.Fatal(err)
 			}
 			until(t, pool, id, executions.Cancelled)
-			if value[bool](t, pool, `select is_agent_lock_held('automation:a')`) {
+			if pgtest.Value[bool](t, pool, `select is_agent_lock_held('automation:a')`) {
 				t.Error("its lane is held")
 			}
 		})
@@ -464,12 +464,12 @@ func TestAnExecutionWhoseCancelIsRequestedIsNotClaimed(t *testing.T) {
 	pool := pgtest.DB(t)
 	first := queued(t, pool, "flow", "flow", 1)
 	second := queued(t, pool, "flow", "flow", 2)
-	exec(t, pool, `insert into agent_cancel_requests (execution_id, cancelled_by) values ($1, 'ana')`, first)
+	pgtest.Exec(t, pool, `insert into agent_cancel_requests (execution_id, cancelled_by) values ($1, 'ana')`, first)
 	tx := leftOpen(t, pool, `select 1`)
 	if got := claimReady(t, tx, workerLease(t, pool), 10); len(got) != 1 || got[0] != second {
 		t.Errorf("claimed %v of %s, which is to be cancelled, and %s", got, first, second)
 	}
-	if missed := value[string](t, tx, `select coalesce(current_setting('lanekeeper.missed', true), '')`); missed != "" {
+	if missed := pgtest.Value[string](t, tx, `select coalesce(current_setting('lanekeeper.missed', true), '')`); missed != "" {
 		t.Error("the caller asks again at once")
 	}
 }
@@ -478,7 +478,7 @@ func TestAnExecutionWhoseCancelIsRequestedIsNotClaimed(t *testing.T) {
 func TestACancelStopsAChildInATransaction(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	exec(t, pool, `create table effects (n int)`)
+	pgtest.Exec(t, pool, `create table effects (n int)`)
 	entered := make(chan struct{}, 1)
 	flows := inTx(entered, nil, false)
 	flows["parent"] = func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
@@ -494,7 +494,7 @@ func TestACancelStopsAChildInATransaction(t *testing.T) {
 	if status, err := executions.Cancel(t.Context(), pool, id, "ana", "enough"); err != nil || status != executions.Cancelled {
 		t.Errorf("cancel: %s, %v", status, err)
 	}
-	child := value[string](t, pool, `select id::text from agent_executions where parent_id = @id`, postgres.Strict{"id": id})
+	child := pgtest.Value[string](t, pool, `select id::text from agent_executions where parent_id = @id`, postgres.Strict{"id": id})
 	if x := until(t, pool, child, executions.Cancelled); str(x.CancelReason) != "its parent was cancelled: enough" || effectRows(t, pool) != 0 {
 		t.Errorf("%+v, %d effects", x, effectRows(t, pool))
 	}
@@ -515,7 +515,7 @@ func leftOpen(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) pgx.Tx 
 	if err != nil {
 		t.Fatal(err)
 	}
-	exec(t, tx, sql, args...)
+	pgtest.Exec(t, tx, sql, args...)
 	return tx
 }
 
@@ -606,7 +606,7 @@ func TestAnEventInAnOpenTransactionDelaysNoOther(t *testing.T) {
 			if err := repeated.Wait(); err != nil {
 				t.Error(err)
 			}
-			if n := value[int](t, pool, `select count(*) from agent_events where external_id = 'held'`); n != 1 {
+			if n := pgtest.Value[int](t, pool, `select count(*) from agent_events where external_id = 'held'`); n != 1 {
 				t.Errorf("the event is there %d times", n)
 			}
 		})
@@ -616,7 +616,7 @@ func TestAnEventInAnOpenTransactionDelaysNoOther(t *testing.T) {
 // locksWanted is how many sessions of this database wait for a lock.
 func locksWanted(t *testing.T, pool *pgxpool.Pool) int {
 	t.Helper()
-	return value[int](t, pool, `select count(*) from pg_stat_activity where wait_event_type = 'Lock' and datname = current_database()`)
+	return pgtest.Value[int](t, pool, `select count(*) from pg_stat_activity where wait_event_type = 'Lock' and datname = current_database()`)
 }
 
 // Whichever pool a caller has, events and starts go over the engine's, which shares statements and bounds waits.
@@ -657,7 +657,7 @@ func TestACallerSaysHowLongItWaitsForAnOpenTransaction(t *testing.T) {
 	tx := leftOpen(t, pool, `
 		with e as (insert into agent_events (event, key, external_id) values ('EVENT_COMPLETED', 'somewhere', 'held'))
 		insert into agent_executions (trace_id, surface, flow, dedupe_key) values ('fl_1', 'flow', 'other', 'held')`)
-	exec(t, tx, `set local application_name = 'clumsy'`)
+	pgtest.Exec(t, tx, `set local application_name = 'clumsy'`)
 	for name, p := range engines {
 		ctx := executions.WithLockTimeout(t.Context(), 600*time.Millisecond)
 		_, err := p.Deliver(ctx, pool, "EVENT_COMPLETED", "key", nil, "held")
@@ -706,7 +706,7 @@ func TestADedupeKeyInAnOpenTransactionDelaysNoOtherStart(t *testing.T) {
 	if err := group.Wait(); err != nil {
 		t.Error(err)
 	}
-	if n := value[int](t, pool, `select count(*) from agent_executions where dedupe_key = 'held'`); n != 1 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions where dedupe_key = 'held'`); n != 1 {
 		t.Errorf("%d executions have the key", n)
 	}
 }

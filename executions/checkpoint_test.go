@@ -27,7 +27,7 @@ func unwritable(t *testing.T, pool *pgxpool.Pool) (end func()) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	exec(t, tx, `lock table agent_checkpoints in share row exclusive mode`)
+	pgtest.Exec(t, tx, `lock table agent_checkpoints in share row exclusive mode`)
 	ended := false
 	end = func() {
 		if !ended {
@@ -148,7 +148,7 @@ func TestAResultThatCameTooLateIsNoted(t *testing.T) {
 	if x = until(t, pool, x.ID, executions.Completed); string(x.Result) != "2" {
 		t.Errorf("ended with %s", x.Result)
 	}
-	noted := value[string](t, pool, `
+	noted := pgtest.Value[string](t, pool, `
 		select output ->> 'output' from agent_activity where execution_id = @id and skill_name = 'stale_write' and error_class = 'stale'`,
 		postgres.Strict{"id": x.ID})
 	if noted != "1" {
@@ -173,7 +173,7 @@ func TestAnEndThatCannotBeWrittenTakesTheLastStepAlong(t *testing.T) {
 	}
 	end()
 	x := until(t, pool, id, executions.Completed)
-	if kept := value[string](t, pool, `select output::text from agent_checkpoints where execution_id = @id and step = 'step'`,
+	if kept := pgtest.Value[string](t, pool, `select output::text from agent_checkpoints where execution_id = @id and step = 'step'`,
 		postgres.Strict{"id": id}); kept != string(x.Result) {
 		t.Errorf("the step is on record with %s, and the execution ended with %s", kept, x.Result)
 	}
@@ -191,7 +191,7 @@ func TestAResultIsOnRecordSoon(t *testing.T) {
 	}))
 	id := p.begin(t, "flow")
 	pgtest.Eventually(t, patience, func() bool {
-		return value[bool](t, pool, `select exists (select from agent_checkpoints where execution_id = @id and step = 'step')`, postgres.Strict{"id": id})
+		return pgtest.Value[bool](t, pool, `select exists (select from agent_checkpoints where execution_id = @id and step = 'step')`, postgres.Strict{"id": id})
 	}, "the step is on record while the code goes on")
 	close(goOn)
 	until(t, pool, id, executions.Completed)
@@ -222,10 +222,10 @@ func TestResultsAreRecordedInTheOrderOfTheirSteps(t *testing.T) {
 	}))
 	id := p.begin(t, "flow")
 	until(t, pool, id, executions.Completed)
-	if n := value[int](t, pool, `select count(*) from agent_checkpoints where execution_id = @id`, postgres.Strict{"id": id}); n != 40 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_checkpoints where execution_id = @id`, postgres.Strict{"id": id}); n != 40 {
 		t.Errorf("%d records of 40 steps", n)
 	}
-	if n := value[int](t, pool, `
+	if n := pgtest.Value[int](t, pool, `
 		select count(*) from agent_checkpoints a join agent_checkpoints b on b.execution_id = a.execution_id and b.step = 'b' || substr(a.step, 2)
 		 where a.execution_id = @id and a.step like 'a/%' and a.created_at > b.created_at`, postgres.Strict{"id": id}); n != 0 {
 		t.Errorf("%d steps are recorded before one that had ended when they went on", n)
@@ -282,8 +282,8 @@ func TestAStepWithANameThatTheDatabaseRefusesIsToldToTheCode(t *testing.T) {
 func TestALastStepThatTheDatabaseRefusesFailsTheRun(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	exec(t, pool, `create function refuse() returns trigger language plpgsql as $$ begin raise exception 'no' using errcode = '22023'; end $$`)
-	exec(t, pool, `create trigger refuse before insert on agent_checkpoints for each row when (new.step = 'bad') execute function refuse()`)
+	pgtest.Exec(t, pool, `create function refuse() returns trigger language plpgsql as $$ begin raise exception 'no' using errcode = '22023'; end $$`)
+	pgtest.Exec(t, pool, `create trigger refuse before insert on agent_checkpoints for each row when (new.step = 'bad') execute function refuse()`)
 	var calls atomic.Int32
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		n, err := executions.Step(ctx, "bad", func(context.Context) (int32, error) { return calls.Add(1), nil })
@@ -303,23 +303,23 @@ func TestALastStepThatTheDatabaseRefusesFailsTheRun(t *testing.T) {
 func TestAnEndWaitsForARecordThatIsBeingWritten(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	exec(t, pool, `create function refuse() returns trigger language plpgsql as $$ begin
+	pgtest.Exec(t, pool, `create function refuse() returns trigger language plpgsql as $$ begin
 		perform pg_advisory_xact_lock(77);
 		raise exception 'no' using errcode = '22023';
 	end $$`)
-	exec(t, pool, `create trigger refuse before insert on agent_checkpoints for each row when (new.step = 'bad') execute function refuse()`)
+	pgtest.Exec(t, pool, `create trigger refuse before insert on agent_checkpoints for each row when (new.step = 'bad') execute function refuse()`)
 	tx, err := pool.Begin(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	exec(t, tx, `select pg_advisory_xact_lock(77)`)
+	pgtest.Exec(t, tx, `select pg_advisory_xact_lock(77)`)
 	returns := make(chan struct{})
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		defer close(returns)
 		n, err := executions.Step(ctx, "bad", func(context.Context) (int, error) { return 7, nil })
 		pgtest.Eventually(t, patience, func() bool {
-			return value[bool](t, pool, `select exists (select from pg_locks where locktype = 'advisory' and objid = 77 and not granted
+			return pgtest.Value[bool](t, pool, `select exists (select from pg_locks where locktype = 'advisory' and objid = 77 and not granted
 				and database = (select oid from pg_database where datname = current_database()))`)
 		}, "the record is being written")
 		return ends(n, err)
@@ -350,7 +350,7 @@ func TestAStepAfterTheFlowHasReturnedIsOutside(t *testing.T) {
 	if !errors.Is(err, executions.ErrNotInExecution) || !strings.Contains(err.Error(), "the flow has returned") {
 		t.Errorf("the step: %v", err)
 	}
-	if n := value[int](t, pool, `select count(*) from agent_checkpoints`); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_checkpoints`); n != 0 {
 		t.Errorf("%d records", n)
 	}
 }

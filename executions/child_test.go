@@ -126,7 +126,7 @@ func TestTheSweepTellsParents(t *testing.T) {
 	parent := p.begin(t, "parent")
 	child := *until(t, pool, parent, executions.Waiting).WaitingKey
 	until(t, pool, child, executions.Waiting)
-	exec(t, pool, `select cancel_agent_execution(@id, 'somebody', 'by hand')`, postgres.Strict{"id": child})
+	pgtest.Exec(t, pool, `select cancel_agent_execution(@id, 'somebody', 'by hand')`, postgres.Strict{"id": child})
 	if got := childStatus(t, until(t, pool, parent, executions.Completed)); got != "cancelled" {
 		t.Errorf("the child is %s", got)
 	}
@@ -169,7 +169,7 @@ func TestWhatACallersTransactionInsertsIsRunAfterItsCommit(t *testing.T) {
 		}
 		return undone
 	})
-	if !errors.Is(err, undone) || value[int](t, pool, `select count(*) from agent_executions`) != 0 {
+	if !errors.Is(err, undone) || pgtest.Value[int](t, pool, `select count(*) from agent_executions`) != 0 {
 		t.Fatalf("a rolled back insert left something: %v", err)
 	}
 	var claimed executions.Execution
@@ -239,7 +239,7 @@ func TestRunHereHandsBackWhatItsCallerLeft(t *testing.T) {
 
 func TestASettlementCommitsWithTheResult(t *testing.T) {
 	pool := pgtest.DB(t)
-	exec(t, pool, `create table settled (what text primary key)`)
+	pgtest.Exec(t, pool, `create table settled (what text primary key)`)
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		for i, fail := range []error{nil, errors.New("no")} {
 			_, err := executions.Do(ctx, fmt.Sprint("call ", i), executions.Call{},
@@ -256,7 +256,7 @@ func TestASettlementCommitsWithTheResult(t *testing.T) {
 		return executions.Result{}, nil
 	}))
 	until(t, pool, p.begin(t, "flow"), executions.Completed)
-	if n := value[int](t, pool, `select count(*) from settled`); n != 2 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from settled`); n != 2 {
 		t.Errorf("%d of 2 calls were settled", n)
 	}
 }
@@ -320,7 +320,7 @@ func TestAStaleClaimKeepsNoLane(t *testing.T) {
 		t.Errorf("a lost claim took a lane: %v", err)
 	}
 	wait()
-	if value[bool](t, pool, `select is_agent_lock_held('pipeline:late')`) {
+	if pgtest.Value[bool](t, pool, `select is_agent_lock_held('pipeline:late')`) {
 		t.Error("a lost claim keeps a lane")
 	}
 }
@@ -337,15 +337,15 @@ func TestALaneIsWaitedForBehindItsQueue(t *testing.T) {
 		}
 		return ends(executions.Wait(ctx, "queued", executions.LaneFree("thread:queued", time.Minute)))
 	}))
-	exec(t, pool, `select await_agent_lock('thread:queued', 'first', 60)`)
-	exec(t, pool, `select await_agent_lock('thread:queued', 'second', 60, 60)`)
-	exec(t, pool, `select release_agent_lock('thread:queued', 'first')`)
+	pgtest.Exec(t, pool, `select await_agent_lock('thread:queued', 'first', 60)`)
+	pgtest.Exec(t, pool, `select await_agent_lock('thread:queued', 'second', 60, 60)`)
+	pgtest.Exec(t, pool, `select release_agent_lock('thread:queued', 'first')`)
 	id := p.begin(t, "flow")
 	until(t, pool, id, executions.Waiting)
-	if n := value[int](t, pool, `select wait_number from agent_executions where id = @id`, postgres.Strict{"id": id}); n != 1 {
+	if n := pgtest.Value[int](t, pool, `select wait_number from agent_executions where id = @id`, postgres.Strict{"id": id}); n != 1 {
 		t.Errorf("%d waits, want 1: it waits for itself, or over and over", n)
 	}
-	exec(t, pool, `select leave_agent_lock_queue('thread:queued', 'second')`)
+	pgtest.Exec(t, pool, `select leave_agent_lock_queue('thread:queued', 'second')`)
 	until(t, pool, id, executions.Completed)
 }
 
@@ -461,7 +461,7 @@ func TestAChildOutlivesAWaitThatTimedOut(t *testing.T) {
 	if !got.TimedOut || got.Success {
 		t.Errorf("learned %+v", got)
 	}
-	free := value[bool](t, pool, `select not inherits and not awaited from agent_executions where id = @id`, postgres.Strict{"id": got.ExecutionID})
+	free := pgtest.Value[bool](t, pool, `select not inherits and not awaited from agent_executions where id = @id`, postgres.Strict{"id": got.ExecutionID})
 	if child := until(t, pool, got.ExecutionID, executions.Waiting); !free || child.Status != executions.Waiting {
 		t.Errorf("the child is %s, free %v", child.Status, free)
 	}
@@ -505,7 +505,7 @@ func TestAChildIsStartedOnce(t *testing.T) {
 	x := until(t, pool, id, executions.Completed)
 	g.open()
 	wait()
-	if n := value[int](t, pool, `select count(*) from agent_executions where parent_id = @id`, postgres.Strict{"id": x.ID}); n != 1 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions where parent_id = @id`, postgres.Strict{"id": x.ID}); n != 1 {
 		t.Errorf("%d children", n)
 	}
 }
@@ -516,7 +516,7 @@ func TestAParentIsResumedWithoutAProcess(t *testing.T) {
 	pool := pgtest.DB(t)
 	for name, tell := range map[string]func(child string){
 		"told": func(child string) {
-			exec(t, pool, `select lanekeeper.deliver_agent_completion(@child)`, postgres.Strict{"child": child})
+			pgtest.Exec(t, pool, `select lanekeeper.deliver_agent_completion(@child)`, postgres.Strict{"child": child})
 		},
 		"swept": func(string) { sweep(t, pool) },
 	} {
@@ -524,8 +524,8 @@ func TestAParentIsResumedWithoutAProcess(t *testing.T) {
 		if parent.park("child", "agent", child.id) != nil {
 			t.Fatal("it has ended already")
 		}
-		exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', 'fine', null, null, null)`, postgres.Strict{"id": child.id, "claim": child.n})
-		if n := value[int](t, pool, `select count(*) from agent_untold_ends where execution_id = @id`, postgres.Strict{"id": child.id}); n != 1 {
+		pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', 'fine', null, null, null)`, postgres.Strict{"id": child.id, "claim": child.n})
+		if n := pgtest.Value[int](t, pool, `select count(*) from agent_untold_ends where execution_id = @id`, postgres.Strict{"id": child.id}); n != 1 {
 			t.Errorf("%s: the end is not noted as one to be told", name)
 		}
 		if parent.status() != executions.Waiting {
@@ -536,7 +536,7 @@ func TestAParentIsResumedWithoutAProcess(t *testing.T) {
 			t.Errorf("%s: %+v", name, out)
 		}
 	}
-	if n := value[int](t, pool, `select count(*) from agent_untold_ends`); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_untold_ends`); n != 0 {
 		t.Errorf("%d ends are noted for ever", n)
 	}
 }
@@ -549,16 +549,16 @@ func TestAParentIsPatient(t *testing.T) {
 	grandparent.park("child", "agent", parent.id)
 	parent.park("child", "agent", child.id)
 	child.park("event", "event", "never")
-	exec(t, pool, `update agent_executions set waiting_until = clock_timestamp() - interval '1 second' where waiting_for = 'agent'`)
+	pgtest.Exec(t, pool, `update agent_executions set waiting_until = clock_timestamp() - interval '1 second' where waiting_for = 'agent'`)
 	sweep(t, pool)
 	for _, w := range []*waiter{grandparent, parent} {
-		ahead := value[bool](t, pool, `select coalesce(waiting_until > clock_timestamp() + interval '7 days', false) from agent_executions where id = @id`,
+		ahead := pgtest.Value[bool](t, pool, `select coalesce(waiting_until > clock_timestamp() + interval '7 days', false) from agent_executions where id = @id`,
 			postgres.Strict{"id": w.id})
 		if !ahead || w.status() != executions.Waiting {
 			t.Errorf("it is %s, ahead %v", w.status(), ahead)
 		}
 	}
-	exec(t, pool, `select cancel_agent_execution(@id, 'test', '')`, postgres.Strict{"id": child.id})
+	pgtest.Exec(t, pool, `select cancel_agent_execution(@id, 'test', '')`, postgres.Strict{"id": child.id})
 	parent.due()
 	if out := parent.goOn("child"); out.TimedOut {
 		t.Errorf("told of the end by a timeout: %+v", out)
@@ -621,7 +621,7 @@ func TestAnEndAndTheWaitForItMeet(t *testing.T) {
 			group, ctx := errgroup.WithContext(t.Context())
 			group.Go(func() error { defer done.Store(true); return second(ctx, pool) })
 			pgtest.Eventually(t, patience, func() bool {
-				return done.Load() || value[bool](t, pool, `
+				return done.Load() || pgtest.Value[bool](t, pool, `
 					select exists (select from pg_stat_activity where datname = current_database() and cardinality(pg_blocking_pids(pid)) > 0)`)
 			}, "the second is done, or waits for the first")
 			if err := errors.Join(tx.Commit(t.Context()), group.Wait()); err != nil {

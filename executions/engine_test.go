@@ -141,7 +141,7 @@ func TestAnEngineThatIsStoppedBeforeItBegins(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	if n := value[int](t, pool, `select count(*) from agent_workers where expires_at > clock_timestamp()`); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_workers where expires_at > clock_timestamp()`); n != 0 {
 		t.Errorf("%d leases are left", n)
 	}
 }
@@ -221,10 +221,10 @@ func TestAShutdownLetsTheStepFinishAndHandsTheRunBack(t *testing.T) {
 			if got.Status != executions.Running || got.ClaimedBy != nil || got.Attempt != 0 {
 				t.Errorf("status %s, claimed by %q, attempt %d", got.Status, str(got.ClaimedBy), got.Attempt)
 			}
-			if value[bool](t, pool, `select is_agent_lock_held('automation:a')`) {
+			if pgtest.Value[bool](t, pool, `select is_agent_lock_held('automation:a')`) {
 				t.Error("its lane is held")
 			}
-			if value[bool](t, pool, `select exists (select from agent_workers where expires_at > clock_timestamp())`) {
+			if pgtest.Value[bool](t, pool, `select exists (select from agent_workers where expires_at > clock_timestamp())`) {
 				t.Error("the worker's lease goes on")
 			}
 			start(t, pool, p.flows)
@@ -293,10 +293,10 @@ func TestBeatKeepsTheLeaseWithoutTakingWork(t *testing.T) {
 	var group errgroup.Group
 	group.Go(func() error { return p.KeepAlive(ctx) })
 	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
-	first := value[time.Time](t, pool, `select expires_at from agent_workers`)
+	first := pgtest.Value[time.Time](t, pool, `select expires_at from agent_workers`)
 	id := p.begin(t, "flow")
 	pgtest.Eventually(t, patience, func() bool {
-		return value[time.Time](t, pool, `select expires_at from agent_workers`).After(first)
+		return pgtest.Value[time.Time](t, pool, `select expires_at from agent_workers`).After(first)
 	}, "the lease is renewed")
 	cancel()
 	if err := group.Wait(); err != nil && !errors.Is(err, context.Canceled) {
@@ -305,7 +305,7 @@ func TestBeatKeepsTheLeaseWithoutTakingWork(t *testing.T) {
 	if got := get(t, pool, id); got.Status != executions.Pending {
 		t.Errorf("status %s", got.Status)
 	}
-	if value[bool](t, pool, `select exists (select from agent_workers where expires_at > clock_timestamp())`) {
+	if pgtest.Value[bool](t, pool, `select exists (select from agent_workers where expires_at > clock_timestamp())`) {
 		t.Error("the lease goes on")
 	}
 }
@@ -362,14 +362,14 @@ func TestACallerWhoHasLeftIsNotKeptByADatabaseThatHangs(t *testing.T) {
 // workerLease registers a worker by plain SQL, as an outside one would.
 func workerLease(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
-	return value[string](t, pool, `
+	return pgtest.Value[string](t, pool, `
 		insert into agent_workers (name, expires_at) values ('test', clock_timestamp() + interval '30 seconds') returning id::text`)
 }
 
 // pending inserts an execution by plain SQL.
 func pending(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
-	return value[string](t, pool, `
+	return pgtest.Value[string](t, pool, `
 		insert into agent_executions (trace_id, surface, flow) values (@trace, 'flow', 'flow') returning id::text`,
 		postgres.Strict{"trace": string(trace.New(trace.Flow))})
 }
@@ -501,7 +501,7 @@ func TestAWorkerThatExpiredComesBackUnderANewID(t *testing.T) {
 	if string(got.Result) != "2" || got.Claim < 2 {
 		t.Errorf("claim %d, result %s", got.Claim, got.Result)
 	}
-	after := value[string](t, pool, `select string_agg(id::text, ' ') from agent_workers`)
+	after := pgtest.Value[string](t, pool, `select string_agg(id::text, ' ') from agent_workers`)
 	if after == before || len(after) != 36 || p.Live() != nil {
 		t.Errorf("worker before %s, after %s; live: %v", before, after, p.Live())
 	}
@@ -511,7 +511,7 @@ func TestAnExpiredWorkerIsNotRevived(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w := workerLease(t, pool)
-	exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 ms'`)
+	pgtest.Exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 ms'`)
 	id := pending(t, pool)
 	if n, err := claim(t.Context(), pool, id, w); n != 0 || err != nil {
 		t.Errorf("an expired worker got claim %d, %v", n, err)
@@ -527,7 +527,7 @@ func lose(t *testing.T, pool *pgxpool.Pool, id, checkpoint string) {
 	w := workerLease(t, pool)
 	n := mustClaim(t, pool, id, w)
 	if checkpoint != "" {
-		exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values (@id, @step, @claim)`,
+		pgtest.Exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values (@id, @step, @claim)`,
 			postgres.Strict{"id": id, "step": checkpoint, "claim": n})
 	}
 	expire(t, pool, id)
@@ -560,9 +560,9 @@ func TestACheckpointGivesNewAttempts(t *testing.T) {
 		"of a claim that is lost": func(t *testing.T, pool *pgxpool.Pool, id string) { lose(t, pool, id, "progress") },
 		"of a claim that is handed back": func(t *testing.T, pool *pgxpool.Pool, id string) {
 			n := mustClaim(t, pool, id, workerLease(t, pool))
-			exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'progress', @claim)`,
+			pgtest.Exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'progress', @claim)`,
 				postgres.Strict{"id": id, "claim": n})
-			exec(t, pool, `select lanekeeper.release_agent_claim(@id, @claim)`, postgres.Strict{"id": id, "claim": n})
+			pgtest.Exec(t, pool, `select lanekeeper.release_agent_claim(@id, @claim)`, postgres.Strict{"id": id, "claim": n})
 		},
 	}
 	for name, progress := range cases {
@@ -594,7 +594,7 @@ func TestAReadyBacklogBurnsNoAttempts(t *testing.T) {
 	for range 10 {
 		sweep(t, pool)
 	}
-	if n := value[int](t, pool, `select count(*) from agent_executions where status = 'pending' and attempt = 0`); n != len(ids) {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'pending' and attempt = 0`); n != len(ids) {
 		t.Errorf("%d of %d are as they were", n, len(ids))
 	}
 }
@@ -604,7 +604,7 @@ func TestClaimsOfAnUnknownWorkerAreSwept(t *testing.T) {
 	pool := pgtest.DB(t)
 	id := pending(t, pool)
 	mustClaim(t, pool, id, workerLease(t, pool))
-	exec(t, pool, `delete from agent_workers`)
+	pgtest.Exec(t, pool, `delete from agent_workers`)
 	start(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
 	until(t, pool, id, executions.Completed)
 }
@@ -615,7 +615,7 @@ func TestAClaimWithoutARunIsHandedBack(t *testing.T) {
 	pool := pgtest.DB(t)
 	p := start(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
 	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
-	id := value[string](t, pool, `
+	id := pgtest.Value[string](t, pool, `
 		insert into agent_executions (trace_id, surface, flow, status, claimed_by, claim, started_at)
 		select lanekeeper.agent_trace_id('fl'), 'flow', 'flow', 'running', w.id, 1, clock_timestamp() from agent_workers w returning id::text`)
 	if got := until(t, pool, id, executions.Completed); got.Attempt != 0 {
@@ -630,7 +630,7 @@ func TestWhatOutsideWorkersLoseFollowsOnLost(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
 			id := pending(t, pool)
-			exec(t, pool, `update agent_executions set on_lost = @policy`, postgres.Strict{"policy": policy})
+			pgtest.Exec(t, pool, `update agent_executions set on_lost = @policy`, postgres.Strict{"policy": policy})
 			lose(t, pool, id, "")
 			if got := get(t, pool, id); got.Status != want {
 				t.Errorf("status %s", got.Status)
@@ -646,8 +646,8 @@ func TestARunWithoutProgressFails(t *testing.T) {
 	w := workerLease(t, pool)
 	mustClaim(t, pool, id, w)
 	n := mustClaim(t, pool, working, w)
-	exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'x', @claim)`, postgres.Strict{"id": working, "claim": n})
-	exec(t, pool, `update agent_executions set progress_seconds = 60, updated_at = clock_timestamp() - interval '2 minutes'`)
+	pgtest.Exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'x', @claim)`, postgres.Strict{"id": working, "claim": n})
+	pgtest.Exec(t, pool, `update agent_executions set progress_seconds = 60, updated_at = clock_timestamp() - interval '2 minutes'`)
 	sweep(t, pool)
 	if a, b := get(t, pool, id).Status, get(t, pool, working).Status; a != executions.Failed || b != executions.Running {
 		t.Errorf("without progress %s, with %s", a, b)

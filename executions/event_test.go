@@ -24,7 +24,7 @@ func parked(t *testing.T, pool *pgxpool.Pool, key, flow string, priority int) st
 	t.Helper()
 	id := queued(t, pool, flow, "flow", priority)
 	n := mustClaim(t, pool, id, workerLease(t, pool))
-	exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'event', 'event', @key, interval '1 day', null)`,
+	pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'event', 'event', @key, interval '1 day', null)`,
 		postgres.Strict{"id": id, "claim": n, "key": key})
 	return id
 }
@@ -111,10 +111,10 @@ func TestWhatAnEventWakesIsClaimedWhereItWouldBeNext(t *testing.T) {
 		for name, c := range cases {
 			id := ""
 			if c.flow == "external" {
-				id = value[string](t, pool, `
+				id = pgtest.Value[string](t, pool, `
 					insert into agent_executions (trace_id, surface, flow) values ('fl_x', 'flow', 'external') returning id::text`)
-				lock := value[string](t, pool, `select lock_id from lock_agent_execution(@id, 'somebody')`, postgres.Strict{"id": id})
-				exec(t, pool, `select unlock_agent_execution(@id, @lock, 'waiting', '', null, 'event', @key)`, postgres.Strict{"id": id, "lock": lock, "key": name})
+				lock := pgtest.Value[string](t, pool, `select lock_id from lock_agent_execution(@id, 'somebody')`, postgres.Strict{"id": id})
+				pgtest.Exec(t, pool, `select unlock_agent_execution(@id, @lock, 'waiting', '', null, 'event', @key)`, postgres.Strict{"id": id, "lock": lock, "key": name})
 			} else {
 				id = parked(t, pool, name, c.flow, 2)
 			}
@@ -131,7 +131,7 @@ func TestWhatAnEventWakesIsClaimedWhereItWouldBeNext(t *testing.T) {
 			case claimed && (*got[0].Claimed != x.Claim || got[0].Held || !slices.Equal(got[0].Steps, []string{"event"})):
 				t.Errorf("%s: answered %+v, the row has claim %d", name, got[0], x.Claim)
 			}
-			exec(t, pool, `delete from agent_executions`)
+			pgtest.Exec(t, pool, `delete from agent_executions`)
 		}
 	})
 }
@@ -141,7 +141,7 @@ func script(t *testing.T, pool *pgxpool.Pool, sql string) {
 	t.Helper()
 	for s := range strings.SplitSeq(sql, ";") {
 		if s != "" {
-			exec(t, pool, s)
+			pgtest.Exec(t, pool, s)
 		}
 	}
 }
@@ -182,11 +182,11 @@ func TestAnEventThatComesTwiceResumesOnce(t *testing.T) {
 		if a, b := get(t, pool, one).Status, get(t, pool, two).Status; a != executions.Running || b != executions.Waiting {
 			t.Errorf("they are %s and %s", a, b)
 		}
-		if n := value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`); n != 1 {
+		if n := pgtest.Value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`); n != 1 {
 			t.Errorf("%d events are recorded", n)
 		}
 		hand(t, pool, me, 9, by, "kept")
-		if n := value[int](t, pool, `select count(*) from agent_events where key = 'kept' and consumed_by is null`); n != 1 {
+		if n := pgtest.Value[int](t, pool, `select count(*) from agent_events where key = 'kept' and consumed_by is null`); n != 1 {
 			t.Error("an event that nobody waits for was not kept")
 		}
 	})
@@ -201,7 +201,7 @@ func TestABatchLeavesWhatItWouldWaitFor(t *testing.T) {
 	for _, key := range []string{"plain", "waits", "row", "lane", "twice"} {
 		ids[key] = parked(t, pool, key, "flow", 2)
 	}
-	exec(t, pool, `
+	pgtest.Exec(t, pool, `
 		insert into agent_locks (lane, locked_by, fencing_token, expires_at, parked, execution_id)
 		values ('thread:t', @owner, 1, '9000-01-01', true, @id)`, postgres.Strict{"owner": ids["lane"] + "#2", "id": ids["lane"]})
 	held, err := pool.Begin(t.Context())
@@ -209,7 +209,7 @@ func TestABatchLeavesWhatItWouldWaitFor(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = held.Rollback(context.WithoutCancel(t.Context())) }()
-	exec(t, held, `select lanekeeper.agent_wait_lock('event', 'waits'), 1 from agent_executions where id = @id for update`, postgres.Strict{"id": ids["row"]})
+	pgtest.Exec(t, held, `select lanekeeper.agent_wait_lock('event', 'waits'), 1 from agent_executions where id = @id for update`, postgres.Strict{"id": ids["row"]})
 	got := hand(t, pool, me, 9, several, "plain", "waits", "row", "lane", "twice", "twice", "a=same", "b=same", "nobody")
 	delivered := map[int]bool{}
 	for _, h := range got {
@@ -229,7 +229,7 @@ func TestABatchLeavesWhatItWouldWaitFor(t *testing.T) {
 			t.Errorf("%s is %s, want %s", key, x.Status, want)
 		}
 	}
-	if n := value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`); n != 4 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`); n != 4 {
 		t.Errorf("%d events are recorded, want 4", n)
 	}
 }
@@ -261,27 +261,27 @@ func TestAClaimThatWasLostBeforeIsSaid(t *testing.T) {
 			if lost > 0 {
 				lose(t, pool, id, "")
 			}
-			exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'event', 'event', @key, interval '1 day', null)`,
+			pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'event', 'event', @key, interval '1 day', null)`,
 				postgres.Strict{"id": id, "claim": mustClaim(t, pool, id, workerLease(t, pool)), "key": key})
 			got := hand(t, pool, me, 1, by, key)
 			if len(got) != 1 || got[0].Claimed == nil || got[0].Held != (lost > 0) {
 				t.Errorf("lost %s: %+v", key, got)
 			}
-			exec(t, pool, `select lanekeeper.release_agent_claim(@id, @claim)`, postgres.Strict{"id": id, "claim": *got[0].Claimed})
+			pgtest.Exec(t, pool, `select lanekeeper.release_agent_claim(@id, @claim)`, postgres.Strict{"id": id, "claim": *got[0].Claimed})
 			held := func() bool {
-				return value[bool](t, pool, `select held from lanekeeper.claim_agent_executions('background', @worker, 1)`, postgres.Strict{"worker": me})
+				return pgtest.Value[bool](t, pool, `select held from lanekeeper.claim_agent_executions('background', @worker, 1)`, postgres.Strict{"worker": me})
 			}
 			if held() {
 				t.Error("what was lost in the middle of nothing is said to be held")
 			}
-			exec(t, pool, `select lanekeeper.release_agent_claim(id, claim) from agent_executions where id = @id`, postgres.Strict{"id": id})
-			exec(t, pool, `
+			pgtest.Exec(t, pool, `select lanekeeper.release_agent_claim(id, claim) from agent_executions where id = @id`, postgres.Strict{"id": id})
+			pgtest.Exec(t, pool, `
 				insert into agent_activity (trace_id, execution_id, skill_name, step, status, error_class)
 				select trace_id, id, 'fetch', 'fetch', 'unknown', 'interrupted' from agent_executions where id = @id`, postgres.Strict{"id": id})
 			if !held() {
 				t.Error("a call that was interrupted is not said")
 			}
-			exec(t, pool, `update agent_executions set status = 'completed' where id = @id`, postgres.Strict{"id": id})
+			pgtest.Exec(t, pool, `update agent_executions set status = 'completed' where id = @id`, postgres.Strict{"id": id})
 		}
 	})
 }
@@ -290,7 +290,7 @@ func TestLanesGoOnWithWhatAnEventWakes(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	id := parked(t, pool, "k", "flow", 2)
-	exec(t, pool, `
+	pgtest.Exec(t, pool, `
 		insert into agent_locks (lane, locked_by, fencing_token, expires_at, parked, execution_id)
 		values ('thread:t', @owner, 1, '9000-01-01', true, @id)`, postgres.Strict{"owner": id + "#2", "id": id})
 	var owner atomic.Value
@@ -313,7 +313,7 @@ func TestLanesGoOnWithWhatAnEventWakes(t *testing.T) {
 func TestWhatADeadProcessWasHandedGoesOn(t *testing.T) {
 	eachWay(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
 		id := parked(t, pool, "k", "flow", 2)
-		exec(t, pool, `update agent_executions set input = '"k"'`)
+		pgtest.Exec(t, pool, `update agent_executions set input = '"k"'`)
 		dead := workerLease(t, pool)
 		if got := hand(t, pool, dead, 1, by, "k"); got[0].Claimed == nil {
 			t.Fatalf("not claimed: %+v", got)
@@ -341,7 +341,7 @@ func TestOldAndNewProcessesWorkTogether(t *testing.T) {
 		ids[i] = p.beginWith(t, fmt.Sprint("k", i))
 	}
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, pool, `select count(*) from agent_executions where status = 'waiting'`) == n
+		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'waiting'`) == n
 	}, "all wait")
 	old := workerLease(t, pool)
 	group, ctx := errgroup.WithContext(t.Context())
@@ -378,15 +378,15 @@ func TestOldAndNewProcessesWorkTogether(t *testing.T) {
 func TestWhoWaitsIsFoundByTheKey(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	exec(t, pool, `insert into agent_executions (trace_id, surface, flow) select 'fl_x', 'flow', 'flow' from generate_series(1, 3000)`)
-	exec(t, pool, `analyze agent_executions`) // as long as nobody waits
-	exec(t, pool, `update agent_executions set status = 'running'`)
-	exec(t, pool, `
+	pgtest.Exec(t, pool, `insert into agent_executions (trace_id, surface, flow) select 'fl_x', 'flow', 'flow' from generate_series(1, 3000)`)
+	pgtest.Exec(t, pool, `analyze agent_executions`) // as long as nobody waits
+	pgtest.Exec(t, pool, `update agent_executions set status = 'running'`)
+	pgtest.Exec(t, pool, `
 		update agent_executions set status = 'waiting', waiting_for = 'event', waiting_key = id::text, waiting_step = 'event', claim = 2, wait_number = 1`)
-	id := value[string](t, pool, `select max(id::text) from agent_executions`)
+	id := pgtest.Value[string](t, pool, `select max(id::text) from agent_executions`)
 	me := workerLease(t, pool)
 	read := func(tx postgres.DB) int {
-		return value[int](t, tx, `select (idx_tup_fetch + seq_tup_read)::int from pg_stat_xact_user_tables where relname = 'agent_executions'`)
+		return pgtest.Value[int](t, tx, `select (idx_tup_fetch + seq_tup_read)::int from pg_stat_xact_user_tables where relname = 'agent_executions'`)
 	}
 	for name, sql := range map[string]string{
 		"one":       `select count(*) from lanekeeper.deliver_agent_event('EVENT_COMPLETED', @key, '{}', null, @worker, '{background}')`,
@@ -402,7 +402,7 @@ func TestWhoWaitsIsFoundByTheKey(t *testing.T) {
 			}
 			defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
 			before := read(tx)
-			value[int](t, tx, sql, postgres.Strict{"key": id, "worker": me})
+			pgtest.Value[int](t, tx, sql, postgres.Strict{"key": id, "worker": me})
 			if n := read(tx) - before; n > 100 {
 				t.Errorf("%d rows were read to find one that waits", n)
 			}
@@ -422,14 +422,14 @@ func TestAnEventThatIsHeldUpKeepsNoWorker(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	exec(t, tx, `select lanekeeper.agent_wait_lock('event', 'held')`)
+	pgtest.Exec(t, tx, `select lanekeeper.agent_wait_lock('event', 'held')`)
 	var group errgroup.Group
 	group.Go(func() error {
 		_, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "held", nil, "")
 		return err
 	})
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, pool, `select count(*) from pg_locks where locktype = 'advisory' and not granted
+		return pgtest.Value[int](t, pool, `select count(*) from pg_locks where locktype = 'advisory' and not granted
 			and database = (select oid from pg_database where datname = current_database())`) > 0
 	}, "the event waits")
 	mustDeliver(t, pool, "other", "{}")
@@ -470,7 +470,7 @@ func TestASealedEventJoinsNoBatch(t *testing.T) {
 	if err := group.Wait(); err != nil {
 		t.Error(err)
 	}
-	if n := value[int](t, pool, `select count(*) from agent_events where key = 'sealed'`); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_events where key = 'sealed'`); n != 0 {
 		t.Errorf("%d events got through the seal", n)
 	}
 }
@@ -490,7 +490,7 @@ func TestAWorkerIsFreeWhileAnEndIsWritten(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	exec(t, tx, `lock table agent_events in share mode`) // no end can be written
+	pgtest.Exec(t, tx, `lock table agent_events in share mode`) // no end can be written
 	first, second := p.begin(t, "flow"), p.begin(t, "flow")
 	if a, b := receive(t, ran), receive(t, ran); a != first || b != second {
 		t.Errorf("%s and %s ran, want %s and %s", a, b, first, second)
@@ -518,7 +518,7 @@ func TestTheRecordThatIsHandedOverIsTheOneThatIsStored(t *testing.T) {
 	} {
 		id := parked(t, pool, "k", "flow", 2)
 		if record.before != "" {
-			exec(t, pool, `
+			pgtest.Exec(t, pool, `
 				insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output)
 				select id, @step, claim, 'print', true, '{"a": 1}' from agent_executions where id = @id`, postgres.Strict{"id": id, "step": record.before})
 		}
@@ -543,7 +543,7 @@ func TestTheRecordThatIsHandedOverIsTheOneThatIsStored(t *testing.T) {
 		if len(steps) != record.steps || answered != stored {
 			t.Errorf("after %q: steps %q were answered as %s, stored is %s", record.before, steps, answered, stored)
 		}
-		exec(t, pool, `delete from agent_executions`)
+		pgtest.Exec(t, pool, `delete from agent_executions`)
 	}
 }
 
@@ -555,14 +555,14 @@ func meanwhile(t *testing.T, pool *pgxpool.Pool, worker, id string, change func(
 		t.Fatal(err)
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	exec(t, tx, `select from agent_executions where id = @id for update`, postgres.Strict{"id": id})
+	pgtest.Exec(t, tx, `select from agent_executions where id = @id for update`, postgres.Strict{"id": id})
 	done := make(chan []handed, 1)
 	go func() {
 		defer close(done) // also when it fails
 		done <- hand(t, pool, worker, 2, one, "k")
 	}()
 	pgtest.Eventually(t, patience, func() bool {
-		return value[bool](t, pool, `
+		return pgtest.Value[bool](t, pool, `
 			select exists (select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock' and query like '%deliver_agent_event%')`)
 	}, "the event waits")
 	change(tx)
@@ -582,21 +582,21 @@ func TestWhatHappensWhileAnEventWaitsForItsRowCounts(t *testing.T) {
 	}{
 		"nothing": {func(*testing.T, pgx.Tx, string, string) {}, executions.Running, true},
 		"the lease of the worker ends": {func(t *testing.T, tx pgx.Tx, _, worker string) {
-			exec(t, tx, `update agent_workers set expires_at = clock_timestamp() where id = @id`, postgres.Strict{"id": worker})
+			pgtest.Exec(t, tx, `update agent_workers set expires_at = clock_timestamp() where id = @id`, postgres.Strict{"id": worker})
 		}, executions.Running, false},
 		"a limit is set": {func(t *testing.T, tx pgx.Tx, _, _ string) {
-			exec(t, tx, `insert into agent_limits values ('flow', 'flow', 9)`)
+			pgtest.Exec(t, tx, `insert into agent_limits values ('flow', 'flow', 9)`)
 		}, executions.Running, false},
 		"it gets a lane": {func(t *testing.T, tx pgx.Tx, id, _ string) {
-			exec(t, tx, `
+			pgtest.Exec(t, tx, `
 				insert into agent_locks (lane, locked_by, fencing_token, expires_at, parked, execution_id)
 				values ('thread:t', @owner, 1, '9000-01-01', true, @id)`, postgres.Strict{"owner": id + "#2", "id": id})
 		}, executions.Running, true},
 		"its time is over": {func(t *testing.T, tx pgx.Tx, id, _ string) {
-			exec(t, tx, `select lanekeeper.resume_agent_execution(@id, 1, '{"timed_out": true}')`, postgres.Strict{"id": id})
+			pgtest.Exec(t, tx, `select lanekeeper.resume_agent_execution(@id, 1, '{"timed_out": true}')`, postgres.Strict{"id": id})
 		}, executions.Running, false},
 		"it is cancelled": {func(t *testing.T, tx pgx.Tx, id, _ string) {
-			exec(t, tx, `update agent_executions set status = 'cancelled' where id = @id`, postgres.Strict{"id": id})
+			pgtest.Exec(t, tx, `update agent_executions set status = 'cancelled' where id = @id`, postgres.Strict{"id": id})
 		}, executions.Cancelled, false},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -608,11 +608,11 @@ func TestWhatHappensWhileAnEventWaitsForItsRowCounts(t *testing.T) {
 			if len(got) != 1 || (got[0].Claimed != nil) != c.claimed || (x.ClaimedBy != nil) != c.claimed || x.Status != c.status {
 				t.Errorf("answered %+v, it is %s and claimed by %q", got, x.Status, str(x.ClaimedBy))
 			}
-			taken := value[bool](t, pool, `select consumed_by is not null from agent_events where key = 'k'`)
+			taken := pgtest.Value[bool](t, pool, `select consumed_by is not null from agent_events where key = 'k'`)
 			if mine := name != "its time is over" && name != "it is cancelled"; taken != mine || (got[0].ExecutionID != nil) != mine {
 				t.Errorf("the event is taken %t, answered %+v", taken, got)
 			}
-			if n := value[int](t, pool, `select count(*) from agent_locks where execution_id = @id and parked`, postgres.Strict{"id": id}); n > 0 {
+			if n := pgtest.Value[int](t, pool, `select count(*) from agent_locks where execution_id = @id and parked`, postgres.Strict{"id": id}); n > 0 {
 				t.Error("the lane did not go on with it")
 			}
 		})
@@ -627,7 +627,7 @@ func TestTheRaiserOfAnEventIsNotedForItAlone(t *testing.T) {
 		parked(t, pool, "two", "flow", 2)
 	}
 	parked(t, pool, "one", "flow", 2)
-	request := value[string](t, pool, `select lanekeeper.agent_uuid7()::text`)
+	request := pgtest.Value[string](t, pool, `select lanekeeper.agent_uuid7()::text`)
 	for name, event := range map[string][2]string{
 		"nobody waits":  {"EVENT_COMPLETED", "none"},
 		"one waits":     {"EVENT_COMPLETED", "one"},
@@ -640,7 +640,7 @@ func TestTheRaiserOfAnEventIsNotedForItAlone(t *testing.T) {
 		}
 		var ids []string
 		for i, raiser := range []string{"trace fl_a", ""} {
-			ids = append(ids, value[string](t, tx, `
+			ids = append(ids, pgtest.Value[string](t, tx, `
 				with by as materialized (select set_config('lanekeeper.raised_by', @raiser, true) as raiser)
 				select event_id::text from by cross join lateral lanekeeper.deliver_agent_event(case when by.raiser is not null then @event end, @key,
 				       '{"status": "completed", "result_type": "success"}', @id) limit 1`,
@@ -650,7 +650,7 @@ func TestTheRaiserOfAnEventIsNotedForItAlone(t *testing.T) {
 			t.Fatal(err)
 		}
 		for i, want := range []string{"trace fl_a", ""} {
-			got := value[string](t, pool, `select coalesce(max(cause), '') from agent_links where kind = 'raised' and effect = 'event ' || @id`, postgres.Strict{"id": ids[i]})
+			got := pgtest.Value[string](t, pool, `select coalesce(max(cause), '') from agent_links where kind = 'raised' and effect = 'event ' || @id`, postgres.Strict{"id": ids[i]})
 			if got != want {
 				t.Errorf("%s: event %d was raised by %q, want %q", name, i, got, want)
 			}
@@ -660,13 +660,13 @@ func TestTheRaiserOfAnEventIsNotedForItAlone(t *testing.T) {
 
 func (w *waiter) say(thread, text string) (queued bool) {
 	w.t.Helper()
-	return value[bool](w.t, w.pool, `select queued from lanekeeper.send_agent_message(@thread, @id, @claim, @text)`,
+	return pgtest.Value[bool](w.t, w.pool, `select queued from lanekeeper.send_agent_message(@thread, @id, @claim, @text)`,
 		postgres.Strict{"thread": thread, "id": w.id, "claim": w.n, "text": text})
 }
 
 func hears(t *testing.T, db postgres.DB, thread, text string) {
 	t.Helper()
-	exec(t, db, `select lanekeeper.receive_agent_message(@thread, @text)`, postgres.Strict{"thread": thread, "text": text})
+	pgtest.Exec(t, db, `select lanekeeper.receive_agent_message(@thread, @text)`, postgres.Strict{"thread": thread, "text": text})
 }
 
 func answer(out *executions.Outcome) string {
@@ -680,7 +680,7 @@ func answer(out *executions.Outcome) string {
 func TestAnAnswerComesAfterItsQuestion(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	exec(t, pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)
+	pgtest.Exec(t, pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)
 	w := newWaiter(t, pool)
 	hears(t, pool, "t", "old")
 	w.say("t", "how old are you?")
@@ -707,16 +707,16 @@ func TestAnAnswerComesAfterItsQuestion(t *testing.T) {
 func TestTheOrderOfTheThreadDecidesWhatAnswers(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	exec(t, pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)
+	pgtest.Exec(t, pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)
 	w := newWaiter(t, pool)
 	w.say("t", "question")
 	hears(t, pool, "t", "answer")
-	exec(t, pool, `update agent_events set created_at = created_at - interval '1 second' where key = 't'`)
+	pgtest.Exec(t, pool, `update agent_events set created_at = created_at - interval '1 second' where key = 't'`)
 	if got := w.park("first", "response", "t"); !strings.Contains(answer(got), "answer") {
 		t.Errorf("answered with %s", answer(got))
 	}
 	hears(t, pool, "t", "early")
-	exec(t, pool, `update agent_events set created_at = created_at + interval '1 minute' where key = 't'`)
+	pgtest.Exec(t, pool, `update agent_events set created_at = created_at + interval '1 minute' where key = 't'`)
 	w.say("t", "question again")
 	if got := w.park("second", "response", "t"); got != nil {
 		t.Errorf("answered with %s", answer(got))
@@ -727,7 +727,7 @@ func TestTheOrderOfTheThreadDecidesWhatAnswers(t *testing.T) {
 func TestAQuestionInTheQueueHasTime(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	exec(t, pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)
+	pgtest.Exec(t, pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)
 	first, second := newWaiter(t, pool), newWaiter(t, pool)
 	if first.say("t", "one") {
 		t.Fatal("the first to speak was queued")
@@ -741,14 +741,14 @@ func TestAQuestionInTheQueueHasTime(t *testing.T) {
 		t.Fatalf("the first got %s, the second is %s", answer(got), second.status())
 	}
 	days := func() int {
-		return value[int](t, pool, `select round(extract(epoch from waiting_until - clock_timestamp()) / 86400)::int from agent_executions where id = @id`,
+		return pgtest.Value[int](t, pool, `select round(extract(epoch from waiting_until - clock_timestamp()) / 86400)::int from agent_executions where id = @id`,
 			postgres.Strict{"id": second.id})
 	}
 	if n := days(); n != 30 {
 		t.Errorf("its time runs while it is queued: %d days", n)
 	}
-	exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', '', null, null, null)`, postgres.Strict{"id": first.id, "claim": first.n})
-	exec(t, pool, `select lanekeeper.flush_agent_thread('t')`)
+	pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', '', null, null, null)`, postgres.Strict{"id": first.id, "claim": first.n})
+	pgtest.Exec(t, pool, `select lanekeeper.flush_agent_thread('t')`)
 	if n := days(); n != 1 {
 		t.Errorf("it has %d days for the answer, want 1", n)
 	}

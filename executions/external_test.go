@@ -72,7 +72,7 @@ func (p *process) void(t *testing.T, id, lock, words string) {
 // workers counts the rows of locks.
 func workers(t *testing.T, db postgres.DB) int {
 	t.Helper()
-	return value[int](t, db, `select count(*)::int from agent_workers where kind = 'outside'`)
+	return pgtest.Value[int](t, db, `select count(*)::int from agent_workers where kind = 'outside'`)
 }
 
 // held begins a transaction that the test holds, until it rolls it back or ends.
@@ -200,7 +200,7 @@ func TestBeatsAndCheckpointsDoNotWaitForOneAnother(t *testing.T) {
 	id := p.external(t)
 	lock := p.lock(t, id, "w")
 	checkpoint := held(t, p.pool)
-	exec(t, checkpoint, `select checkpoint_agent_execution($1, $2, 'slow', '1')`, id, lock.LockID)
+	pgtest.Exec(t, checkpoint, `select checkpoint_agent_execution($1, $2, 'slow', '1')`, id, lock.LockID)
 	if _, err := p.RenewLock(t.Context(), id, lock.LockID); err != nil { // while the checkpoint's transaction is open
 		t.Errorf("beat: %v", err)
 	}
@@ -214,7 +214,7 @@ func TestBeatsAndCheckpointsDoNotWaitForOneAnother(t *testing.T) {
 		t.Fatal(err)
 	}
 	beat := held(t, p.pool)
-	exec(t, beat, `select beat_agent_locks($1)`, []string{lock.LockID})
+	pgtest.Exec(t, beat, `select beat_agent_locks($1)`, []string{lock.LockID})
 	if !p.record(t, id, lock.LockID, "next", "1") { // while the beat's transaction is open
 		t.Error("not recorded")
 	}
@@ -227,7 +227,7 @@ func TestATakeoverWaitsForACheckpointAndTheSweepDoesNot(t *testing.T) {
 	lock := p.lock(t, id, "first")
 	p.lock(t, other, "w")
 	checkpoint := held(t, p.pool)
-	exec(t, checkpoint, `select checkpoint_agent_execution($1, $2, 'slow', '1')`, id, lock.LockID)
+	pgtest.Exec(t, checkpoint, `select checkpoint_agent_execution($1, $2, 'slow', '1')`, id, lock.LockID)
 	expire(t, p.pool, id)
 	expire(t, p.pool, other)
 	sweep(t, p.pool)
@@ -244,7 +244,7 @@ func TestATakeoverWaitsForACheckpointAndTheSweepDoesNot(t *testing.T) {
 		return err
 	})
 	pgtest.Eventually(t, patience, func() bool {
-		return value[bool](t, p.pool, `select exists (select from pg_stat_activity where datname = current_database()
+		return pgtest.Value[bool](t, p.pool, `select exists (select from pg_stat_activity where datname = current_database()
 			and wait_event_type = 'Lock' and query like '%lock_agent_execution%')`)
 	}, "the takeover waits")
 	if err := checkpoint.Commit(t.Context()); err != nil {
@@ -321,7 +321,7 @@ func TestAWorkerThatBeatsAndGetsNowhereIsCaught(t *testing.T) {
 	for _, id := range []string{fails, goesOn, works} {
 		locks[id] = p.lock(t, id, "w")
 	}
-	exec(t, p.pool, `update agent_executions set updated_at = updated_at - interval '61 seconds'`)
+	pgtest.Exec(t, p.pool, `update agent_executions set updated_at = updated_at - interval '61 seconds'`)
 	p.record(t, works, locks[works].LockID, "a", "1")
 	for _, lock := range locks {
 		if got, err := p.RenewLocks(t.Context(), []string{lock.LockID}); err != nil || !got[0].Live {
@@ -340,7 +340,7 @@ func TestAWorkerThatBeatsAndGetsNowhereIsCaught(t *testing.T) {
 	}
 	p.void(t, goesOn, locks[goesOn].LockID, "lock the run again")
 	p.lock(t, goesOn, "another")
-	exec(t, p.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second' where owner = 'w'`)
+	pgtest.Exec(t, p.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second' where owner = 'w'`)
 	sweep(t, p.pool)
 	if x, n := get(t, p.pool, goesOn), workers(t, p.pool); x.ClaimedBy == nil || n != 1 {
 		t.Errorf("with the second worker it is %+v, %d locks", x, n)
@@ -385,7 +385,7 @@ func TestManyLocksBeatAtOnceEachForItself(t *testing.T) {
 	locks = append(locks, p.lock(t, gone, "w").LockID, "never given")
 	expire(t, p.pool, gone)
 	sweeping := held(t, p.pool) // as the sweep would hold it
-	exec(t, sweeping, `select from agent_workers where expires_at < clock_timestamp() for update`)
+	pgtest.Exec(t, sweeping, `select from agent_workers where expires_at < clock_timestamp() for update`)
 	got, err := p.RenewLocks(t.Context(), locks)
 	if err != nil || len(got) != 5 {
 		t.Fatalf("%+v, %v", got, err)
@@ -460,18 +460,18 @@ func TestARunThatWaitsIsLockedAgainWithTheOutcome(t *testing.T) {
 			t.Errorf("%s: %s", r.For, status)
 		}
 		standard, _ := executions.Limits(r.For)
-		until := value[float64](t, p.pool, `select extract(epoch from waiting_until - clock_timestamp())::float8 from agent_executions where id = $1`, id)
+		until := pgtest.Value[float64](t, p.pool, `select extract(epoch from waiting_until - clock_timestamp())::float8 from agent_executions where id = $1`, id)
 		if want := max(standard, r.Timeout).Seconds(); until > want || until < want-120 {
 			t.Errorf("%s waits %v s, want %v", r.For, until, want)
 		}
-		exec(t, p.pool, `update agent_executions set waiting_until = clock_timestamp() where id = $1`, id)
+		pgtest.Exec(t, p.pool, `update agent_executions set waiting_until = clock_timestamp() where id = $1`, id)
 		sweep(t, p.pool)
 		step := fmt.Sprintf("wait %s %d", r.For, i+3)
 		if last := p.lock(t, id, "w").Checkpoints; last[len(last)-1].Step != step {
 			t.Errorf("the outcome is %+v, want %s", last[len(last)-1], step)
 		}
 	}
-	if keys := value[string](t, p.pool, `select string_agg(waiting_for, ' ' order by n) from agent_status_changes where execution_id = $1 and status = 'waiting'`, id); keys !=
+	if keys := pgtest.Value[string](t, p.pool, `select string_agg(waiting_for, ' ' order by n) from agent_status_changes where execution_id = $1 and status = 'waiting'`, id); keys !=
 		"event response agent document signature test approval delay" {
 		t.Errorf("it waited for %s", keys)
 	}
@@ -490,7 +490,7 @@ func TestNoProcessClaimsARunForWorkersOutside(t *testing.T) {
 		}
 		for range 2 {
 			sweep(t, pool)
-			if n := value[int](t, pool, `select count(*)::int from lanekeeper.agent_ready_executions where id = $1`, id); n != 0 {
+			if n := pgtest.Value[int](t, pool, `select count(*)::int from lanekeeper.agent_ready_executions where id = $1`, id); n != 0 {
 				t.Errorf("%s it is ready for a process", when)
 			}
 		}
@@ -509,7 +509,7 @@ func TestNoProcessClaimsARunForWorkersOutside(t *testing.T) {
 	}
 	never("resumed")
 	claimed := p.lock(t, id, "w").Execution.Claim
-	exec(t, pool, `select lanekeeper.release_agent_claim($1, $2)`, id, claimed)
+	pgtest.Exec(t, pool, `select lanekeeper.release_agent_claim($1, $2)`, id, claimed)
 	never("given up")
 	_, err := pool.Exec(t.Context(), `insert into agent_executions (trace_id, surface, flow, status) values ('fl_1', 'flow', 'external', 'running')`)
 	if !postgres.IsCode(err, "LK002") {
@@ -525,7 +525,7 @@ func TestTheEndOfAnOutsideRunWakesItsParent(t *testing.T) {
 	}))
 	id := p.begin(t, "flow")
 	until(t, pool, id, executions.Waiting)
-	child := value[string](t, pool, `select id::text from agent_executions where parent_id = $1`, id)
+	child := pgtest.Value[string](t, pool, `select id::text from agent_executions where parent_id = $1`, id)
 	lock := p.lock(t, child, "w")
 	if _, _, err := p.UnlockRun(t.Context(), child, lock.LockID, executions.UnlockParams{Status: executions.Failed, Error: "no paper"}); err != nil {
 		t.Fatal(err)
@@ -547,7 +547,7 @@ func TestEveryStatusOfAnOutsideRunIsKept(t *testing.T) {
 	if _, _, err := p.UnlockRun(t.Context(), id, lock.LockID, executions.UnlockParams{Status: executions.Completed}); err != nil {
 		t.Fatal(err)
 	}
-	got := value[[]string](t, p.pool, `select array_agg(n || ' ' || status order by n) from agent_status_changes where execution_id = $1`, id)
+	got := pgtest.Value[[]string](t, p.pool, `select array_agg(n || ' ' || status order by n) from agent_status_changes where execution_id = $1`, id)
 	if diff := cmp.Diff([]string{"1 pending", "2 running", "3 completed"}, got); diff != "" {
 		t.Error(diff)
 	}
@@ -600,10 +600,10 @@ func TestRefusedWritesOfAWorkerOutsideAreRecorded(t *testing.T) {
 			t.Errorf("a secret is kept: %s", r.Output)
 		}
 	}
-	if n := value[int](t, pool, `select count(*) from agent_activity a where position(@lock in a::text) > 0`, postgres.Strict{"lock": late.LockID}); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity a where position(@lock in a::text) > 0`, postgres.Strict{"lock": late.LockID}); n != 0 {
 		t.Error("the lock is in the log")
 	}
-	why := value[string](t, pool, `select string_agg((reason).what, '; ') from lanekeeper.agent_why_log(@trace, 100, 1000) where part = 'trouble'`,
+	why := pgtest.Value[string](t, pool, `select string_agg((reason).what, '; ') from lanekeeper.agent_why_log(@trace, 100, 1000) where part = 'trouble'`,
 		postgres.Strict{"trace": late.Execution.TraceID})
 	if !strings.Contains(why, "a write under a void lock was refused: checkpoint in step step 4, and 25 more") {
 		t.Errorf("why: %s", why)
@@ -611,7 +611,7 @@ func TestRefusedWritesOfAWorkerOutsideAreRecorded(t *testing.T) {
 	if !p.record(t, id, next.LockID, "second", `2`) {
 		t.Error("the next one's step is not recorded")
 	}
-	if value[bool](t, pool, `select record_stale_agent_write(gen_random_uuid(), 'x', 'checkpoint')`) {
+	if pgtest.Value[bool](t, pool, `select record_stale_agent_write(gen_random_uuid(), 'x', 'checkpoint')`) {
 		t.Error("a write of no execution is recorded")
 	}
 }
@@ -622,14 +622,14 @@ func TestACoordinatorOutsideLendsItsThread(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := start(t, pool, nil)
-	exec(t, pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)
+	pgtest.Exec(t, pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)
 	says := func(id, lock, words string) (queued bool) {
 		t.Helper()
 		claim, err := p.LockClaim(t.Context(), id, lock)
 		if err != nil {
 			t.Fatal(err)
 		}
-		return value[bool](t, pool, `select queued from lanekeeper.send_agent_message('t', @id, @claim, @words)`, postgres.Strict{"id": id, "claim": claim, "words": words})
+		return pgtest.Value[bool](t, pool, `select queued from lanekeeper.send_agent_message('t', @id, @claim, @words)`, postgres.Strict{"id": id, "claim": claim, "words": words})
 	}
 	id := p.external(t, func(s *executions.Spec) { s.ThreadID = "t" })
 	for n, ends := range []string{"while it waits", "before it waits"} {
@@ -644,7 +644,7 @@ func TestACoordinatorOutsideLendsItsThread(t *testing.T) {
 			if says(child, mine.LockID, "I answer") {
 				t.Error("the child's message queues")
 			}
-			exec(t, pool, `update agent_executions set variables = '{"color": "red"}' where id = @id`, postgres.Strict{"id": child})
+			pgtest.Exec(t, pool, `update agent_executions set variables = '{"color": "red"}' where id = @id`, postgres.Strict{"id": child})
 			if _, _, err := p.UnlockRun(t.Context(), child, mine.LockID, executions.UnlockParams{
 				Status: executions.Completed, Summary: "done", Result: json.RawMessage(`{"n": 7}`),
 			}); err != nil {
@@ -756,7 +756,7 @@ func TestWorkersSweepsAndCancelsNeverDeadlock(t *testing.T) {
 	if err := group.Wait(); err != nil {
 		t.Fatal(err)
 	}
-	if n := value[int](t, pool, `select count(*)::int from agent_checkpoints where step like 'step %'`); n != int(recorded.Load()) || n == 0 {
+	if n := pgtest.Value[int](t, pool, `select count(*)::int from agent_checkpoints where step like 'step %'`); n != int(recorded.Load()) || n == 0 {
 		t.Errorf("%d steps are recorded, %d were confirmed", n, recorded.Load())
 	}
 	for _, id := range ids {

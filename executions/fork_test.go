@@ -62,7 +62,7 @@ func (d *diary) step(ctx context.Context, name string, opts ...executions.Option
 // everything is all that the tables have of an execution.
 func everything(t *testing.T, db postgres.DB, id string) string {
 	t.Helper()
-	return value[string](t, db, `
+	return pgtest.Value[string](t, db, `
 		select jsonb_build_object(
 		  'row', (select jsonb_agg(x) from agent_executions x where x.id = @id),
 		  'steps', (select jsonb_agg(c order by c.step) from agent_checkpoints c where c.execution_id = @id),
@@ -304,12 +304,12 @@ func TestAnInputThatContradictsARecordIsRefused(t *testing.T) {
 		t.Fatal(err)
 	}
 	until(t, pool, x.ID, executions.Completed)
-	n := value[int](t, pool, `select count(*) from agent_executions`)
+	n := pgtest.Value[int](t, pool, `select count(*) from agent_executions`)
 	_, err = p.Fork(t.Context(), pool, executions.ForkSpec{ID: x.ID, From: "say", Input: json.RawMessage(`{"name": "Eva", "tone": "hello"}`)})
 	if !errors.Is(err, executions.ErrChanged) || !strings.Contains(err.Error(), "step look up") {
 		t.Errorf("another name: %v", err)
 	}
-	if now := value[int](t, pool, `select count(*) from agent_executions`); now != n {
+	if now := pgtest.Value[int](t, pool, `select count(*) from agent_executions`); now != n {
 		t.Error("the refused fork is there")
 	}
 	got := p.fork(t, executions.ForkSpec{ID: x.ID, From: "say", Input: json.RawMessage(`{"name": "Ana", "tone": "bye"}`)}, executions.Completed)
@@ -476,7 +476,7 @@ func TestRetryOfWhatWasStoppedGoesOn(t *testing.T) {
 func TestAForkAsksForLeaveOfItsOwn(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	exec(t, pool, `insert into agent_skills (name, handler, tool_definition) values ('pay', 'builtin:pay', '{}')`)
+	pgtest.Exec(t, pool, `insert into agent_skills (name, handler, tool_definition) values ('pay', 'builtin:pay', '{}')`)
 	var d diary
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		id, err := executions.StepTx(ctx, "ask pay", func(ctx context.Context, tx pgx.Tx) (string, error) {
@@ -508,9 +508,9 @@ func TestAForkAsksForLeaveOfItsOwn(t *testing.T) {
 	}))
 	approve := func(id string) string {
 		until(t, pool, id, executions.Waiting)
-		asked := value[string](t, pool, `
+		asked := pgtest.Value[string](t, pool, `
 			select id::text from agent_approvals where execution_id = @id and status = 'pending'`, postgres.Strict{"id": id})
-		exec(t, pool, `update agent_approvals set status = 'approved', decided_at = clock_timestamp() where id = @id`, postgres.Strict{"id": asked})
+		pgtest.Exec(t, pool, `update agent_approvals set status = 'approved', decided_at = clock_timestamp() where id = @id`, postgres.Strict{"id": asked})
 		if _, err := p.Deliver(t.Context(), pool, "APPROVAL_DECIDED", asked, json.RawMessage(`{"status": "approved"}`), "approval "+asked); err != nil {
 			t.Fatal(err)
 		}
@@ -574,9 +574,9 @@ func TestAForkOfAnOutsideRun(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	lock := value[string](t, pool, `select lock_id from lock_agent_execution(@id, 'worker')`, postgres.Strict{"id": x.ID})
+	lock := pgtest.Value[string](t, pool, `select lock_id from lock_agent_execution(@id, 'worker')`, postgres.Strict{"id": x.ID})
 	for _, step := range []string{"one", "two"} {
-		exec(t, pool, `select checkpoint_agent_execution(@id, @lock, @step, '1')`, postgres.Strict{"id": x.ID, "lock": lock, "step": step})
+		pgtest.Exec(t, pool, `select checkpoint_agent_execution(@id, @lock, @step, '1')`, postgres.Strict{"id": x.ID, "lock": lock, "step": step})
 	}
 	fork, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: x.ID, From: "two"})
 	if err != nil {
@@ -586,7 +586,7 @@ func TestAForkOfAnOutsideRun(t *testing.T) {
 	if err != nil || len(points) != 1 || points[0].Step != "one" {
 		t.Errorf("records %v, %v", points, err)
 	}
-	if got := value[string](t, pool, `select status from lock_agent_execution(@id, 'another')`, postgres.Strict{"id": fork.ID}); got != "running" {
+	if got := pgtest.Value[string](t, pool, `select status from lock_agent_execution(@id, 'another')`, postgres.Strict{"id": fork.ID}); got != "running" {
 		t.Errorf("locked it is %s", got)
 	}
 }

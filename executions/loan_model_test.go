@@ -89,11 +89,11 @@ func TestLoansKeepTheirRulesWhateverHappens(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(pool.Close)
-	exec(t, pool, loanWatch)
+	pgtest.Exec(t, pool, loanWatch)
 	m := &model{pool: pool, claims: map[string]int64{}, tokens: map[string]int64{}}
 	for n := range 3 {
 		m.threads = append(m.threads, fmt.Sprint("t", n))
-		exec(t, pool, `insert into agent_threads (id, channel) values ($1, 'chat')`, m.threads[n])
+		pgtest.Exec(t, pool, `insert into agent_threads (id, channel) values ($1, 'chat')`, m.threads[n])
 		m.lanes = append(m.lanes, fmt.Sprint("thread:t", n), fmt.Sprint("objective:o", n))
 	}
 	m.lanes = append(m.lanes, "pipeline:p")
@@ -107,7 +107,7 @@ func TestLoansKeepTheirRulesWhateverHappens(t *testing.T) {
 		}
 	}
 	t.Logf("%d executions, %d loans, %d fenced writes", len(m.ids),
-		value[int](t, pool, `select last_value from loan_number`), value[int](t, pool, `select count(*) from token_uses`))
+		pgtest.Value[int](t, pool, `select last_value from loan_number`), pgtest.Value[int](t, pool, `select count(*) from token_uses`))
 	m.end(t)
 }
 
@@ -139,7 +139,7 @@ func (m *model) quiet(t *testing.T) {
 // end cancels everything: no lane and no loan is left.
 func (m *model) end(t *testing.T) {
 	t.Helper()
-	exec(t, m.pool, `select cancel_agent_execution(id, 'test', 'the end') from (
+	pgtest.Exec(t, m.pool, `select cancel_agent_execution(id, 'test', 'the end') from (
 		select id from agent_executions where completed_at is null order by id) x`)
 	m.quiet(t)
 	none(t, m.pool, "lanes of executions that have all ended", `select lane, locked_by from agent_locks where execution_id is not null and expires_at > clock_timestamp()`)

@@ -31,7 +31,7 @@ func (m member) owner() string { return fmt.Sprint(m.id, "#", m.claim) }
 // relative starts an execution that runs; a child inherits.
 func relative(t *testing.T, pool *pgxpool.Pool, parent string) member {
 	t.Helper()
-	id := value[string](t, pool, `
+	id := pgtest.Value[string](t, pool, `
 		insert into agent_executions (trace_id, surface, flow, parent_id, awaited, inherits)
 		values ($1, 'flow', 'flow', nullif($2, '')::uuid, $2 <> '', $2 <> '') returning id::text`, string(trace.New(trace.Flow)), parent)
 	return member{id, mustClaim(t, pool, id, workerLease(t, pool))}
@@ -46,7 +46,7 @@ func line(t *testing.T, pool *pgxpool.Pool, lane string, depth int) []member {
 	mustTake(t, pool, lane, all[0])
 	for n := range depth - 1 {
 		all = append(all, relative(t, pool, all[n].id))
-		exec(t, pool, parkOnChild, all[n].id, all[n].claim, all[n+1].id)
+		pgtest.Exec(t, pool, parkOnChild, all[n].id, all[n].claim, all[n+1].id)
 	}
 	return all
 }
@@ -73,7 +73,7 @@ func mustTake(t *testing.T, db postgres.DB, lane string, who member) int64 {
 // wantHolder says who has a lane ("" for nobody), and whether it is parked.
 func wantHolder(t *testing.T, db postgres.DB, lane, id string, parked bool) {
 	t.Helper()
-	got := value[string](t, db, `
+	got := pgtest.Value[string](t, db, `
 		select coalesce((select coalesce(execution_id::text, locked_by) || ' ' || parked from agent_locks
 		                  where lane = $1 and expires_at > clock_timestamp()), ' false')`, lane)
 	if want := fmt.Sprint(id, " ", parked); got != want {
@@ -83,12 +83,12 @@ func wantHolder(t *testing.T, db postgres.DB, lane, id string, parked bool) {
 
 func token(t *testing.T, db postgres.DB, lane string) int64 {
 	t.Helper()
-	return value[int64](t, db, `select fencing_token from agent_locks where lane = $1`, lane)
+	return pgtest.Value[int64](t, db, `select fencing_token from agent_locks where lane = $1`, lane)
 }
 
 func wantLoans(t *testing.T, db postgres.DB, lane string, n int) {
 	t.Helper()
-	if got := value[int](t, db, `select count(*) from agent_lock_loans where lane = $1`, lane); got != n {
+	if got := pgtest.Value[int](t, db, `select count(*) from agent_lock_loans where lane = $1`, lane); got != n {
 		t.Errorf("%d loans, want %d", got, n)
 	}
 }
@@ -105,7 +105,7 @@ func stale(t *testing.T, db postgres.DB, lane string, token int64) {
 func stuck(t *testing.T, db postgres.DB, n int, text string) {
 	t.Helper()
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, db, `select count(*) from pg_stat_activity where datname = current_database()
+		return pgtest.Value[int](t, db, `select count(*) from pg_stat_activity where datname = current_database()
 			and wait_event_type = 'Lock' and strpos(query, $1) > 0`, text) == n
 	}, text+" waits")
 }
@@ -134,36 +134,36 @@ func TestALoanComesBackHoweverItEnds(t *testing.T) {
 	pool := pgtest.DB(t)
 	ends := map[string]func(t *testing.T, lane string, c member){
 		"finished": func(t *testing.T, _ string, c member) {
-			exec(t, pool, `select lanekeeper.complete_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, c.id, c.claim)
+			pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, c.id, c.claim)
 		},
 		"failed": func(t *testing.T, _ string, c member) {
-			exec(t, pool, `select lanekeeper.complete_agent_execution($1::uuid, $2, 'failed', '', null, 'no', null)`, c.id, c.claim)
+			pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution($1::uuid, $2, 'failed', '', null, 'no', null)`, c.id, c.claim)
 		},
 		"cancelled": func(t *testing.T, _ string, c member) {
-			exec(t, pool, `select cancel_agent_execution($1::uuid, 'somebody', 'why not')`, c.id)
+			pgtest.Exec(t, pool, `select cancel_agent_execution($1::uuid, 'somebody', 'why not')`, c.id)
 		},
 		"released": func(t *testing.T, lane string, c member) {
-			if !value[bool](t, pool, `select release_agent_lock($1, $2)`, lane, c.owner()) {
+			if !pgtest.Value[bool](t, pool, `select release_agent_lock($1, $2)`, lane, c.owner()) {
 				t.Error("the borrower cannot release")
 			}
 		},
 		"handed back": func(t *testing.T, _ string, c member) {
-			exec(t, pool, `select lanekeeper.release_agent_claim($1::uuid, $2)`, c.id, c.claim)
+			pgtest.Exec(t, pool, `select lanekeeper.release_agent_claim($1::uuid, $2)`, c.id, c.claim)
 		},
 		"expired, and wanted by an outsider": func(t *testing.T, lane string, _ member) {
-			exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
-			if value[bool](t, pool, `select try_acquire_agent_lock($1, 'outsider')`, lane) {
+			pgtest.Exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
+			if pgtest.Value[bool](t, pool, `select try_acquire_agent_lock($1, 'outsider')`, lane) {
 				t.Error("an outsider gets a lane that goes back to its lender")
 			}
 		},
 		"expired, and swept": func(t *testing.T, lane string, _ member) {
-			exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
+			pgtest.Exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
 			prune(t, pool)
 		},
 		"waiting when its own parent's time is up": func(t *testing.T, lane string, c member) {
-			exec(t, pool, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'x', 'event', 'x', '1 hour', null)`, c.id, c.claim)
+			pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'x', 'event', 'x', '1 hour', null)`, c.id, c.claim)
 			wantHolder(t, pool, lane, c.id, true)
-			exec(t, pool, `update agent_executions set waiting_until = clock_timestamp() where waiting_key = $1`, c.id)
+			pgtest.Exec(t, pool, `update agent_executions set waiting_until = clock_timestamp() where waiting_key = $1`, c.id)
 			sweep(t, pool)
 		},
 	}
@@ -211,7 +211,7 @@ func TestAnyoneInALineStopsWaiting(t *testing.T) {
 			lane := "objective:" + name
 			all := line(t, pool, lane, 4)
 			lent := mustTake(t, pool, lane, all[3])
-			exec(t, pool, c.stop, all[c.which].id)
+			pgtest.Exec(t, pool, c.stop, all[c.which].id)
 			want := ""
 			if c.holder >= 0 {
 				want = all[c.holder].id
@@ -230,12 +230,12 @@ func TestALentLaneIsTheBorrowersAlone(t *testing.T) {
 	pool := pgtest.DB(t)
 	all := line(t, pool, loanLane, 2)
 	before := token(t, pool, loanLane)
-	lenders := value[string](t, pool, `select locked_by from agent_locks where lane = $1`, loanLane)
+	lenders := pgtest.Value[string](t, pool, `select locked_by from agent_locks where lane = $1`, loanLane)
 	lent := mustTake(t, pool, loanLane, all[1])
 	stale(t, pool, loanLane, before) // the lender's late write
-	exec(t, pool, `select fence_agent_lock($1, $2)`, loanLane, lent)
+	pgtest.Exec(t, pool, `select fence_agent_lock($1, $2)`, loanLane, lent)
 	for _, owner := range []string{lenders, all[0].owner()} {
-		if value[bool](t, pool, `select release_agent_lock($1, $2)`, loanLane, owner) {
+		if pgtest.Value[bool](t, pool, `select release_agent_lock($1, $2)`, loanLane, owner) {
 			t.Errorf("%s releases what it has lent", owner)
 		}
 	}
@@ -244,12 +244,12 @@ func TestALentLaneIsTheBorrowersAlone(t *testing.T) {
 			t.Error("a sibling that nobody waits for borrows")
 		}
 	}
-	if !value[bool](t, pool, `select break_agent_lock($1, 'test')`, loanLane) {
+	if !pgtest.Value[bool](t, pool, `select break_agent_lock($1, 'test')`, loanLane) {
 		t.Error("a lent lane cannot be broken")
 	}
 	wantLoans(t, pool, loanLane, 0)
 	wantHolder(t, pool, loanLane, "", false)
-	exec(t, pool, `select cancel_agent_execution($1::uuid, 'x', '')`, all[1].id)
+	pgtest.Exec(t, pool, `select cancel_agent_execution($1::uuid, 'x', '')`, all[1].id)
 	wantHolder(t, pool, loanLane, "", false) // what was broken does not come back
 }
 
@@ -266,7 +266,7 @@ func TestABorrowerIsClaimedAgain(t *testing.T) {
 			expire(t, pool, last.id)
 			sweep(t, pool)
 			if expired {
-				exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
+				pgtest.Exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
 			}
 			last.claim = mustClaim(t, pool, last.id, workerLease(t, pool))
 			if got := mustTake(t, pool, lane, last); got <= old {
@@ -274,7 +274,7 @@ func TestABorrowerIsClaimedAgain(t *testing.T) {
 			}
 			stale(t, pool, lane, old)
 			wantHolder(t, pool, lane, last.id, false)
-			exec(t, pool, `select lanekeeper.complete_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, last.id, last.claim)
+			pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, last.id, last.claim)
 			wantHolder(t, pool, lane, all[1].id, true)
 		})
 	}
@@ -332,7 +332,7 @@ func TestAThreadComesBackToAnOwnerThatChangesMeanwhile(t *testing.T) {
 					return
 				}
 				wantHolder(t, pool, lane, p.id, x.Status == executions.Waiting)
-				if got, want := value[string](t, pool, `select locked_by from agent_locks where lane = $1`, lane), fmt.Sprint(p.id, "#", x.Claim); got != want {
+				if got, want := pgtest.Value[string](t, pool, `select locked_by from agent_locks where lane = $1`, lane), fmt.Sprint(p.id, "#", x.Claim); got != want {
 					t.Errorf("held by %s, want %s", got, want)
 				}
 			})
@@ -350,9 +350,9 @@ func TestAThreadComesBackToAnOwnerThatIsBusy(t *testing.T) {
 	c := relative(t, pool, p.id)
 	mustTake(t, pool, lane, c)
 	tx := startedRow(t, pool)
-	exec(t, tx, `select from agent_executions where id = $1::uuid for update`, p.id)
-	exec(t, pool, `select lanekeeper.complete_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, c.id, c.claim)
-	exec(t, tx, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'x', 'event', 'x', '1 hour', null)`, p.id, p.claim)
+	pgtest.Exec(t, tx, `select from agent_executions where id = $1::uuid for update`, p.id)
+	pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, c.id, c.claim)
+	pgtest.Exec(t, tx, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'x', 'event', 'x', '1 hour', null)`, p.id, p.claim)
 	commit(t, tx)
 	wantHolder(t, pool, lane, p.id, true)
 }
@@ -391,7 +391,7 @@ func TestABorrowMeetsTheEndOfTheWait(t *testing.T) {
 				if err := group.Wait(); err != nil {
 					t.Fatal(err)
 				}
-				if value[bool](t, pool, `select execution_id = $1::uuid from agent_locks where lane = $2`, c.id, lane) {
+				if pgtest.Value[bool](t, pool, `select execution_id = $1::uuid from agent_locks where lane = $2`, c.id, lane) {
 					t.Error("the child keeps a lane of a parent that does not wait for it")
 				}
 				none(t, pool, "a loan of one that does not wait", `
@@ -405,18 +405,18 @@ func TestABorrowMeetsTheEndOfTheWait(t *testing.T) {
 func TestACancelOfAParentMeetsItsChildsSend(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	exec(t, pool, `insert into agent_threads (id, channel) values ('t1', 'chat')`)
+	pgtest.Exec(t, pool, `insert into agent_threads (id, channel) values ('t1', 'chat')`)
 	all := line(t, pool, "thread:t1", 2)
 	p, c := all[0], all[1]
 	tx := startedRow(t, pool)
-	exec(t, tx, `select fence_agent_execution($1::uuid, $2)`, c.id, c.claim) // a step of the child
+	pgtest.Exec(t, tx, `select fence_agent_execution($1::uuid, $2)`, c.id, c.claim) // a step of the child
 	var group errgroup.Group
 	group.Go(func() error {
 		_, err := executions.Cancel(t.Context(), pool, p.id, "x", "")
 		return err
 	})
-	pgtest.Eventually(t, patience, func() bool { return value[int](t, pool, `select count(*) from agent_cancel_requests`) == 2 }, "the cancel is requested")
-	exec(t, tx, `select lanekeeper.send_agent_message('t1', $1::uuid, $2, 'hola')`, c.id, c.claim)
+	pgtest.Eventually(t, patience, func() bool { return pgtest.Value[int](t, pool, `select count(*) from agent_cancel_requests`) == 2 }, "the cancel is requested")
+	pgtest.Exec(t, tx, `select lanekeeper.send_agent_message('t1', $1::uuid, $2, 'hola')`, c.id, c.claim)
 	commit(t, tx)
 	if err := group.Wait(); err != nil {
 		t.Fatal(err)
@@ -445,13 +445,13 @@ func TestAThreadIsLentOnlyToTheChildThatIsWaitedFor(t *testing.T) {
 		{"event", func(member, member) string { return "paid" }, false},
 	} {
 		thread := fmt.Sprint("t", i)
-		exec(t, pool, `insert into agent_threads (id, channel) values ($1, 'chat')`, thread)
+		pgtest.Exec(t, pool, `insert into agent_threads (id, channel) values ($1, 'chat')`, thread)
 		p := relative(t, pool, "")
 		mustTake(t, pool, "thread:"+thread, p)
 		lent, other := relative(t, pool, p.id), relative(t, pool, p.id)
 		token := mustTake(t, pool, "thread:"+thread, lent)
 		wantLoans(t, pool, "thread:"+thread, 1)
-		exec(t, pool, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'wait', $3, $4, '1 hour', null)`, p.id, p.claim, c.kind, c.key(lent, other))
+		pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'wait', $3, $4, '1 hour', null)`, p.id, p.claim, c.kind, c.key(lent, other))
 		if c.kept {
 			wantHolder(t, pool, "thread:"+thread, lent.id, false)
 			wantLoans(t, pool, "thread:"+thread, 1)
@@ -467,14 +467,14 @@ func TestAThreadIsLentOnlyToTheChildThatIsWaitedFor(t *testing.T) {
 func TestAThreadStaysWithWhoIsHandedBack(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	exec(t, pool, `insert into agent_threads (id, channel) values ('t1', 'chat')`)
+	pgtest.Exec(t, pool, `insert into agent_threads (id, channel) values ('t1', 'chat')`)
 	p, other := relative(t, pool, ""), relative(t, pool, "")
 	old := mustTake(t, pool, "thread:t1", p)
 	mustTake(t, pool, loanLane, p)
-	exec(t, pool, `select lanekeeper.release_agent_claim($1::uuid, $2)`, p.id, p.claim)
+	pgtest.Exec(t, pool, `select lanekeeper.release_agent_claim($1::uuid, $2)`, p.id, p.claim)
 	wantHolder(t, pool, loanLane, "", false)
 	stale(t, pool, "thread:t1", old)
-	if !value[bool](t, pool, `select queued from lanekeeper.send_agent_message('t1', $1::uuid, $2, 'me first')`, other.id, other.claim) {
+	if !pgtest.Value[bool](t, pool, `select queued from lanekeeper.send_agent_message('t1', $1::uuid, $2, 'me first')`, other.id, other.claim) {
 		t.Error("another conversation slips in")
 	}
 	p.claim = mustClaim(t, pool, p.id, workerLease(t, pool))
@@ -488,11 +488,11 @@ func TestASweptLaneLeavesNoLoan(t *testing.T) {
 	all := line(t, pool, "pipeline:p", 2)
 	mustTake(t, pool, "pipeline:p", all[1])
 	for range 2 { // the first gives it back to the parent, who lets it expire in turn
-		exec(t, pool, `update agent_locks set expires_at = clock_timestamp() - interval '2 days'`)
+		pgtest.Exec(t, pool, `update agent_locks set expires_at = clock_timestamp() - interval '2 days'`)
 		prune(t, pool)
 	}
 	wantLoans(t, pool, "pipeline:p", 0)
-	if !value[bool](t, pool, `select try_acquire_agent_lock('pipeline:p', 'outsider') and release_agent_lock('pipeline:p', 'outsider')`) {
+	if !pgtest.Value[bool](t, pool, `select try_acquire_agent_lock('pipeline:p', 'outsider') and release_agent_lock('pipeline:p', 'outsider')`) {
 		t.Error("the lane is not free")
 	}
 	wantHolder(t, pool, "pipeline:p", "", false)
@@ -506,21 +506,21 @@ func TestALoanThatEndsDuringASweepStays(t *testing.T) {
 	first, second := line(t, pool, "objective:1", 2), line(t, pool, "objective:2", 2)
 	mustTake(t, pool, "objective:1", first[1])
 	mustTake(t, pool, "objective:2", second[1])
-	exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = 'objective:1'`)
+	pgtest.Exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = 'objective:1'`)
 	tx := startedRow(t, pool)
-	exec(t, tx, `select from agent_lock_loans where lane = 'objective:1' for update`)
+	pgtest.Exec(t, tx, `select from agent_lock_loans where lane = 'objective:1' for update`)
 	swept := make(chan error, 1)
 	go func() {
 		swept <- lanes.Prune(context.WithoutCancel(t.Context()), pool, 0)
 	}()
 	stuck(t, pool, 1, "return_agent_lock")
-	exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = 'objective:2'`)
+	pgtest.Exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = 'objective:2'`)
 	commit(t, tx)
 	if err := <-swept; err != nil {
 		t.Fatal(err)
 	}
 	wantLoans(t, pool, "objective:2", 1)
-	if value[bool](t, pool, `select try_acquire_agent_lock('objective:2', 'outsider')`) {
+	if pgtest.Value[bool](t, pool, `select try_acquire_agent_lock('objective:2', 'outsider')`) {
 		t.Error("an outsider gets a lane whose lender waits")
 	}
 	wantHolder(t, pool, "objective:2", second[0].id, true)

@@ -84,13 +84,13 @@ func TestWhilePausedOnlyAttendedWorkBegins(t *testing.T) {
 		}
 		until(t, pool, x.ID, executions.Completed)
 	}
-	if n := value[int](t, pool, `select count(*) from agent_executions where status = 'pending' and claim = 0`); n != len(held) {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'pending' and claim = 0`); n != len(held) {
 		t.Fatalf("%d of %d are as they were", n, len(held))
 	}
 	if err := p.Sweep(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if n := value[int](t, pool, `select count(*) from lanekeeper.agent_ready_kinds`); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from lanekeeper.agent_ready_kinds`); n != 0 {
 		t.Errorf("%d are handed out as ready", n)
 	}
 	if got := resume(t, pool); !got.Changed || got.Paused || got.PausedBy != "ana" || got.ResumedAt == nil {
@@ -164,11 +164,11 @@ func TestAClaimIsBeforeThePauseOrIsNotMade(t *testing.T) {
 			t.Fatal(err)
 		}
 		t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) })
-		exec(t, tx, sql, args...)
+		pgtest.Exec(t, tx, sql, args...)
 		return tx
 	}
 	claiming := inTx(`select lanekeeper.claim_agent_execution(@id, @worker)`, postgres.Strict{"id": before, "worker": w})
-	if value[bool](t, pool, `select pg_try_advisory_xact_lock(hashtextextended('agent pause', 0))`) {
+	if pgtest.Value[bool](t, pool, `select pg_try_advisory_xact_lock(hashtextextended('agent pause', 0))`) {
 		t.Error("a pause would not wait for the claim")
 	}
 	if err := claiming.Commit(t.Context()); err != nil {
@@ -195,8 +195,8 @@ func TestAfterAPauseHasReturnedNothingIsClaimed(t *testing.T) {
 		workers[i] = workerLease(t, pool)
 	}
 	for range 5 {
-		exec(t, pool, `delete from agent_executions`)
-		exec(t, pool, `
+		pgtest.Exec(t, pool, `delete from agent_executions`)
+		pgtest.Exec(t, pool, `
 			insert into agent_executions (trace_id, surface, flow) select lanekeeper.agent_trace_id('fl'), 'flow', 'flow' from generate_series(1, 200)`)
 		stop := make(chan struct{})
 		halt := sync.OnceFunc(func() { close(stop) })
@@ -217,10 +217,10 @@ func TestAfterAPauseHasReturnedNothingIsClaimed(t *testing.T) {
 		}
 		pause(t, pool)
 		claimed := func() int {
-			return value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`)
+			return pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`)
 		}
 		then := claimed()
-		exec(t, pool, `select pg_sleep(0.02)`) // time for those who would
+		pgtest.Exec(t, pool, `select pg_sleep(0.02)`) // time for those who would
 		now := claimed()
 		halt()
 		if err := group.Wait(); err != nil {
@@ -270,7 +270,7 @@ func TestTwoPausesAtOnceAreOne(t *testing.T) {
 	if n != 1 {
 		t.Errorf("%d resumed it", n)
 	}
-	rows := value[string](t, pool, `
+	rows := pgtest.Value[string](t, pool, `
 		select string_agg(skill_name || ' ' || agent || ' ' || purpose, ', ' order by id) from agent_activity where skill_name in ('pause_agent', 'resume_agent')`)
 	if rows != "pause_agent ana why, resume_agent ana " {
 		t.Errorf("recorded: %s", rows)
@@ -315,7 +315,7 @@ func TestAPauseInTheMiddleOfAClaim(t *testing.T) {
 	}))
 	p.begin(t, "flow")
 	id := second.arrival(t)
-	exec(t, pool, `
+	pgtest.Exec(t, pool, `
 		create or replace view lanekeeper.agent_ready_kinds as
 		select 'background'::text as queue, 'flow'::text as flow, 'flow'::text as surface, null::int as places`)
 	pause(t, pool)
@@ -332,7 +332,7 @@ func TestAPauseInTheMiddleOfAClaim(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = conn.Close(context.WithoutCancel(t.Context())) }()
-	exec(t, conn, `listen agent_ready`)
+	pgtest.Exec(t, conn, `listen agent_ready`)
 	resume(t, pool)
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
@@ -376,7 +376,7 @@ func TestATickThatFallsDueWhilePausedIsRecordedAsSkipped(t *testing.T) {
 		t.Fatal(err)
 	}
 	due := func() {
-		exec(t, pool, `update agent_schedules set next_run_at = clock_timestamp() - interval '3 hours'`)
+		pgtest.Exec(t, pool, `update agent_schedules set next_run_at = clock_timestamp() - interval '3 hours'`)
 	}
 	was := pause(t, pool)
 	for range 2 {
@@ -387,7 +387,7 @@ func TestATickThatFallsDueWhilePausedIsRecordedAsSkipped(t *testing.T) {
 			}
 		}
 	}
-	said := value[string](t, pool, `
+	said := pgtest.Value[string](t, pool, `
 		select count(*) || ' ' || count(distinct trace_id) || ' ' || min(left(trace_id, 3)) || ' ' || min(surface) || ' ' || min(output #>> '{}')
 		  from agent_activity where skill_name = 'heartbeat' and status = 'skipped' and input ->> 'schedule' = 'beat'`)
 	if !strings.HasPrefix(said, "2 2 hb_ heartbeat autonomous work is paused since ") || !strings.HasSuffix(said, "by ana: "+was.Reason) {
@@ -397,14 +397,14 @@ func TestATickThatFallsDueWhilePausedIsRecordedAsSkipped(t *testing.T) {
 	if err := p.Tick(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if n := value[int](t, pool, `select count(*) from agent_executions`); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions`); n != 0 {
 		t.Errorf("%d were started for ticks of the pause", n)
 	}
 	due()
 	if err := p.Tick(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if n := value[int](t, pool, `select count(*) from agent_executions`); n != 1 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions`); n != 1 {
 		t.Errorf("%d were started afterwards", n)
 	}
 }
@@ -419,7 +419,7 @@ func TestNothingAutonomousIsRunNowWhilePaused(t *testing.T) {
 	if !errors.Is(err, executions.ErrPaused) || !errors.As(err, &refused) || refused.Pause.PausedBy != "ana" {
 		t.Errorf("run: %v", err)
 	}
-	if n := value[int](t, pool, `select count(*) from agent_executions`); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions`); n != 0 {
 		t.Errorf("%d were inserted", n)
 	}
 	x, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Operate})
@@ -450,7 +450,7 @@ func TestWorkersOutsideGetNoNewLockWhilePaused(t *testing.T) {
 		!strings.Contains(refused.Detail, "by ana: prices look wrong") {
 		t.Errorf("lock: %v", err)
 	}
-	if n := value[int](t, pool, `select count(*) from agent_workers`); n != 1 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_workers`); n != 1 {
 		t.Errorf("%d locks", n)
 	}
 	// Who has a lock goes on.
@@ -479,7 +479,7 @@ func TestWhatArrivesWhilePausedIsKept(t *testing.T) {
 	until(t, pool, timer, executions.Waiting)
 	pause(t, pool)
 	pgtest.Eventually(t, patience, p.Paused, "the process knows")
-	exec(t, pool, `update agent_executions set waiting_until = clock_timestamp() where id = @id`, postgres.Strict{"id": timer})
+	pgtest.Exec(t, pool, `update agent_executions set waiting_until = clock_timestamp() where id = @id`, postgres.Strict{"id": timer})
 	if err := p.Sweep(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -515,7 +515,7 @@ func TestAPauseSaysWhyAndWho(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	if value[bool](t, pool, `select exists (select from agent_pauses where resumed_at is null)`) {
+	if pgtest.Value[bool](t, pool, `select exists (select from agent_pauses where resumed_at is null)`) {
 		t.Error("it is paused all the same")
 	}
 	for surface, attended := range map[trace.Surface]bool{

@@ -76,17 +76,17 @@ func TestAReplayDoesNothing(t *testing.T) {
 	id := p.begin(t, "flow")
 	until(t, pool, id, executions.Completed)
 	before, all := everything(t, pool, id), done.Load()
-	executionsBefore := value[int](t, pool, `select count(*) from agent_executions`)
+	executionsBefore := pgtest.Value[int](t, pool, `select count(*) from agent_executions`)
 	for range 2 {
 		got := replay(t, p, id)
 		if !got.Equal || got.Steps != 7 || got.Status != executions.Completed {
 			t.Errorf("replay is %+v, %+v", got, got.Divergence)
 		}
 	}
-	if done.Load() != all || everything(t, pool, id) != before || value[int](t, pool, `select count(*) from agent_executions`) != executionsBefore {
+	if done.Load() != all || everything(t, pool, id) != before || pgtest.Value[int](t, pool, `select count(*) from agent_executions`) != executionsBefore {
 		t.Error("the replay did something")
 	}
-	if value[bool](t, pool, `select is_agent_lock_held('lane:x')`) {
+	if pgtest.Value[bool](t, pool, `select is_agent_lock_held('lane:x')`) {
 		t.Error("the replay took a lane")
 	}
 }

@@ -96,13 +96,13 @@ func TestBrokenConnectionsLoseAndRepeatNothing(t *testing.T) {
 			t.Errorf("status %s: %s", got.Status, str(got.ErrorMessage))
 		}
 	}
-	if n := value[int](t, pool, `select count(*) from effects`); n != runs*steps {
+	if n := pgtest.Value[int](t, pool, `select count(*) from effects`); n != runs*steps {
 		t.Errorf("%d effects, want %d", n, runs*steps)
 	}
-	if n := value[int](t, pool, `select count(*) from agent_activity where status = 'success'`); n != runs*steps {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where status = 'success'`); n != runs*steps {
 		t.Errorf("%d finished calls, want %d", n, runs*steps)
 	}
-	if n := value[int](t, pool, `select count(*) from agent_activity where status = 'running'`); n != 0 || open(t, pool) != 0 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where status = 'running'`); n != 0 || open(t, pool) != 0 {
 		t.Errorf("%d rows are running, %d are listed as open", n, open(t, pool))
 	}
 	// A call whose checkpoint had not arrived may be made again, but that is the exception.
@@ -129,7 +129,7 @@ func TestALostHintIsCoveredByTheSweep(t *testing.T) {
 	pool := pgtest.DB(t)
 	p := prepare(t, pool, flow(nothing))
 	id := p.begin(t, "flow")
-	exec(t, pool, `delete from river.river_job`)
+	pgtest.Exec(t, pool, `delete from river.river_job`)
 	start(t, pool, flow(nothing))
 	until(t, pool, id, executions.Completed)
 }
@@ -148,7 +148,7 @@ func TestAStartThatIsRolledBackLeavesNothing(t *testing.T) {
 	if err := tx.Rollback(t.Context()); err != nil {
 		t.Error(err)
 	}
-	if n := value[int](t, pool, `select (select count(*) from agent_executions) + (select count(*) from river.river_job)`); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select (select count(*) from agent_executions) + (select count(*) from river.river_job)`); n != 0 {
 		t.Errorf("%d rows are left", n)
 	}
 }
@@ -171,7 +171,7 @@ func TestWritesThatAreSentTwiceCountOnce(t *testing.T) {
 		if err := activity.Close(t.Context(), pool, one, entry, activity.Outcome{Output: 1}); err != nil {
 			t.Error(err)
 		}
-		exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'pay', @claim) on conflict do nothing`,
+		pgtest.Exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'pay', @claim) on conflict do nothing`,
 			postgres.Strict{"id": id, "claim": n})
 	}
 	if log := rows(t, pool, id); len(log) != 1 || log[0].Status != "success" {
@@ -216,8 +216,8 @@ func TestAWriteThatWasCancelledIsMadeAgain(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
-			exec(t, pool, `create sequence cancels`)
-			exec(t, pool, `
+			pgtest.Exec(t, pool, `create sequence cancels`)
+			pgtest.Exec(t, pool, `
 				create function cancel() returns trigger language plpgsql as $$
 				begin
 				  if nextval('cancels') <= 3 then
@@ -226,7 +226,7 @@ func TestAWriteThatWasCancelledIsMadeAgain(t *testing.T) {
 				  end if;
 				  return new;
 				end $$`)
-			exec(t, pool, `create trigger cancel before `+when+` execute function cancel()`)
+			pgtest.Exec(t, pool, `create trigger cancel before `+when+` execute function cancel()`)
 			var calls, steps atomic.Int32
 			p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 				_, err := executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "call"}},
@@ -303,11 +303,11 @@ func TestALaneIsGivenBackThoughTheConnectionBreaks(t *testing.T) {
 			var broken errgroup.Group
 			broken.Go(func() error {
 				waits := `from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock' and query like '%lanekeeper.release_agent_lock(%' and pid <> pg_backend_pid()`
-				pgtest.Eventually(t, patience, func() bool { return value[bool](t, pool, `select exists (select `+waits+`)`) }, "the release waits")
+				pgtest.Eventually(t, patience, func() bool { return pgtest.Value[bool](t, pool, `select exists (select `+waits+`)`) }, "the release waits")
 				if done {
-					exec(t, tx, `update agent_locks set locked_by = '', expires_at = '-infinity', fencing_token = fencing_token + 1, execution_id = null where lane = $1`, lane)
+					pgtest.Exec(t, tx, `update agent_locks set locked_by = '', expires_at = '-infinity', fencing_token = fencing_token + 1, execution_id = null where lane = $1`, lane)
 				}
-				exec(t, pool, `select pg_terminate_backend(pid) `+waits)
+				pgtest.Exec(t, pool, `select pg_terminate_backend(pid) `+waits)
 				return tx.Commit(context.WithoutCancel(ctx))
 			})
 			return ends(nil, errors.Join(hold.Release(ctx), broken.Wait()))
@@ -316,7 +316,7 @@ func TestALaneIsGivenBackThoughTheConnectionBreaks(t *testing.T) {
 		if err != nil || x.Status != executions.Completed {
 			t.Errorf("%s, given back before the connection broke %t: %s, %v, %v", lane, done, x.Status, x.ErrorMessage, err)
 		}
-		if held := value[bool](t, pool, `select is_agent_lock_held($1)`, lane); held {
+		if held := pgtest.Value[bool](t, pool, `select is_agent_lock_held($1)`, lane); held {
 			t.Errorf("%s is still held", lane)
 		}
 		p.stop()
@@ -365,7 +365,7 @@ func TestAnEndInATransactionIsKnownWhenTheAnswerToItsCommitIsLost(t *testing.T) 
 	t.Parallel()
 	url := pgtest.URL(t)
 	pool := opened(t, url)
-	exec(t, pool, `create table effects (n int)`)
+	pgtest.Exec(t, pool, `create table effects (n int)`)
 	var lose atomic.Bool
 	through := pgproxy.Listen(t, url, func(client, server net.Conn) pgproxy.Link {
 		return &commitLink{client: client, server: server, lose: &lose}
@@ -392,10 +392,10 @@ func TestAnEndInATransactionIsKnownWhenTheAnswerToItsCommitIsLost(t *testing.T) 
 	if lose.Load() || calls != 1 {
 		t.Errorf("the answer was lost: %v; the transaction was made %d times", !lose.Load(), calls)
 	}
-	if n := value[int](t, pool, `select count(*) from effects`); n != 1 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from effects`); n != 1 {
 		t.Errorf("%d effects", n)
 	}
-	if n := value[int](t, pool, `select count(*) from agent_events where external_id = 'completed ' || @id`, postgres.Strict{"id": x.ID}); n != 1 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_events where external_id = 'completed ' || @id`, postgres.Strict{"id": x.ID}); n != 1 {
 		t.Errorf("%d ends", n)
 	}
 }

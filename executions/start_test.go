@@ -199,7 +199,7 @@ func TestRunsOfALeaseThatHasEndedAreInTheQueue(t *testing.T) {
 	if _, err := paused.RunDetached(t.Context(), spec); err != nil {
 		t.Fatal(err)
 	}
-	exec(t, pool, `update agent_workers set expires_at = clock_timestamp()`)
+	pgtest.Exec(t, pool, `update agent_workers set expires_at = clock_timestamp()`)
 	var group errgroup.Group
 	for i := range 20 {
 		run := paused.RunDetached
@@ -224,7 +224,7 @@ func TestRunsOfALeaseThatHasEndedAreInTheQueue(t *testing.T) {
 	}
 	start(t, pool, body)
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) == 21
+		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) == 21
 	}, "another process runs them")
 }
 
@@ -257,18 +257,18 @@ func TestABatchOfStartsKeepsTheRules(t *testing.T) {
 			t.Errorf("a claimed %s: %v", flow, err)
 		}
 	}
-	exec(t, pool, `select pause_agent('prices look wrong')`)
+	pgtest.Exec(t, pool, `select pause_agent('prices look wrong')`)
 	if err := begin("", nil); !postgres.IsCode(err, "LK003") {
 		t.Errorf("claimed while the agent is paused: %v", err)
 	}
-	exec(t, pool, `select resume_agent('test')`)
-	if n := value[int](t, pool, `select count(*) from agent_executions`); n != 0 {
+	pgtest.Exec(t, pool, `select resume_agent('test')`)
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions`); n != 0 {
 		t.Errorf("%d of what was refused are there", n)
 	}
-	exec(t, pool, `
+	pgtest.Exec(t, pool, `
 		select lanekeeper.start_agent_executions('{t,t,t}', '{flow,flow,flow}', '{external,f,external:there}', null, '[{"queued": true}, {}, {"queued": true}]', $1,
 		       '{0,0}', '{}')`, w)
-	got := value[string](t, pool, `select string_agg(concat_ws(' ', flow, outside, on_lost), ', ' order by flow) from agent_executions`)
+	got := pgtest.Value[string](t, pool, `select string_agg(concat_ws(' ', flow, outside, on_lost), ', ' order by flow) from agent_executions`)
 	if want := "external t fail, external:there t fail, f f resume"; got != want {
 		t.Errorf("%s\nwant %s", got, want)
 	}
@@ -278,7 +278,7 @@ func TestABatchOfStartsKeepsTheRules(t *testing.T) {
 func TestWhetherAnExecutionIsForOutsideFollowsFromItsFlow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	id := value[string](t, pool, `insert into agent_executions (trace_id, surface, flow, outside) values ('t', 'flow', 'flow', true) returning id::text`)
+	id := pgtest.Value[string](t, pool, `insert into agent_executions (trace_id, surface, flow, outside) values ('t', 'flow', 'flow', true) returning id::text`)
 	for _, step := range []struct{ set, want string }{
 		{set: "outside = outside", want: "f"},
 		{set: "flow = 'external:there'", want: "t"},
@@ -287,8 +287,8 @@ func TestWhetherAnExecutionIsForOutsideFollowsFromItsFlow(t *testing.T) {
 		{set: "outside = true", want: "f"},
 		{set: "flow = 'external'", want: "t"},
 	} {
-		exec(t, pool, `update agent_executions set `+step.set+` where id = @id`, postgres.Strict{"id": id})
-		if got := value[string](t, pool, `select left(outside::text, 1) from agent_executions where id = @id`, postgres.Strict{"id": id}); got != step.want {
+		pgtest.Exec(t, pool, `update agent_executions set `+step.set+` where id = @id`, postgres.Strict{"id": id})
+		if got := pgtest.Value[string](t, pool, `select left(outside::text, 1) from agent_executions where id = @id`, postgres.Strict{"id": id}); got != step.want {
 			t.Errorf("%s: outside is %s, want %s", step.set, got, step.want)
 		}
 	}
@@ -299,7 +299,7 @@ func TestTheIDsOfABatchAreInOrder(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for range 3 {
-		got := value[string](t, pool, `
+		got := pgtest.Value[string](t, pool, `
 			with b as (
 			  select n, id, at from lanekeeper.start_agent_executions(array_fill('t'::text, '{300}'), array_fill('flow'::text, '{300}'), array_fill('f'::text, '{300}'),
 			         null, null, null, '{0,0}', '{}'))
@@ -348,8 +348,8 @@ func TestWhoAsksForWhatRetentionTookIsToldSo(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := prepare(t, pool, nil)
-	old := value[string](t, pool, `select lanekeeper.agent_uuid7(clock_timestamp() - interval '31 days')::text`)
-	recent := value[string](t, pool, `select lanekeeper.agent_uuid7(clock_timestamp() - interval '29 days')::text`)
+	old := pgtest.Value[string](t, pool, `select lanekeeper.agent_uuid7(clock_timestamp() - interval '31 days')::text`)
+	recent := pgtest.Value[string](t, pool, `select lanekeeper.agent_uuid7(clock_timestamp() - interval '29 days')::text`)
 	for _, c := range []struct{ after, id, says string }{
 		{`select 1`, old, ""},
 		{`update agent_retention set keep = '30 days' where kind = 'executions'`, old, ""}, // it has taken nothing yet
@@ -357,7 +357,7 @@ func TestWhoAsksForWhatRetentionTookIsToldSo(t *testing.T) {
 		{`select 1`, recent, ""},
 		{`update agent_retention set keep = null where kind = 'executions'`, recent, "; retention may have removed it"},
 	} {
-		exec(t, pool, c.after)
+		pgtest.Exec(t, pool, c.after)
 		want := "execution " + c.id + ": no such execution" + c.says
 		_, read := executions.Get(t.Context(), pool, c.id)
 		_, forked := p.Fork(t.Context(), pool, executions.ForkSpec{ID: c.id})

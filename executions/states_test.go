@@ -47,24 +47,24 @@ type subject struct {
 // inState makes an execution and brings it to a state by the public functions.
 func inState(t *testing.T, db postgres.DB, s executions.Status) subject {
 	t.Helper()
-	x := subject{id: value[string](t, db, `
+	x := subject{id: pgtest.Value[string](t, db, `
 		insert into agent_executions (trace_id, surface, flow) values ($1, 'flow', 'states') returning id::text`, string(trace.New(trace.Flow)))}
 	if s == executions.Pending {
 		return x
 	}
 	if s == executions.Cancelled {
-		exec(t, db, `select cancel_agent_execution($1::uuid, 'somebody', 'a reason')`, x.id)
+		pgtest.Exec(t, db, `select cancel_agent_execution($1::uuid, 'somebody', 'a reason')`, x.id)
 		return x
 	}
-	w := value[string](t, db, `
+	w := pgtest.Value[string](t, db, `
 		insert into agent_workers (expires_at) values (clock_timestamp() + interval '10 minutes') returning id::text`)
 	x.claim = mustClaim(t, db, x.id, w)
 	switch s {
 	case executions.Running, executions.Pending, executions.Cancelled:
 	case executions.Waiting:
-		exec(t, db, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'wait', 'event', $1::text, '1 hour', '{"why": "test"}')`, x.id, x.claim)
+		pgtest.Exec(t, db, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'wait', 'event', $1::text, '1 hour', '{"why": "test"}')`, x.id, x.claim)
 	case executions.Completed, executions.Failed, executions.Timeout:
-		exec(t, db, `select lanekeeper.complete_agent_execution($1::uuid, $2, $3, 'said', null, $4, null)`, x.id, x.claim, string(s), "an error")
+		pgtest.Exec(t, db, `select lanekeeper.complete_agent_execution($1::uuid, $2, $3, 'said', null, $4, null)`, x.id, x.claim, string(s), "an error")
 	}
 	return x
 }
@@ -80,7 +80,7 @@ create trigger watch_states after update of status on agent_executions for each 
 // whole is everything about an execution.
 func whole(t *testing.T, db postgres.DB, id string) string {
 	t.Helper()
-	return value[string](t, db, `select to_jsonb(x)::text || x.xmin::text from agent_executions x where x.id = $1::uuid`, id)
+	return pgtest.Value[string](t, db, `select to_jsonb(x)::text || x.xmin::text from agent_executions x where x.id = $1::uuid`, id)
 }
 
 // terminal fails unless the record of an ended execution is complete, and its end was emitted once; for one that lives,
@@ -223,7 +223,7 @@ func TestTheFunctionsChangeStatesOnlyAsTheyMay(t *testing.T) {
 func TestTwoTransitionsRace(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	exec(t, pool, watchStates)
+	pgtest.Exec(t, pool, watchStates)
 	for _, from := range []executions.Status{executions.Pending, executions.Running, executions.Waiting} {
 		for first, one := range deeds {
 			for second, two := range deeds {
@@ -288,7 +288,7 @@ func ways(t *testing.T, pool *pgxpool.Pool, id, what string) {
 func TestGoReachesEveryState(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	exec(t, pool, watchStates)
+	pgtest.Exec(t, pool, watchStates)
 	entered := make(chan struct{}, 1)
 	wait := func(ctx context.Context) (executions.Result, error) {
 		x, _ := executions.Current(ctx)
@@ -384,7 +384,7 @@ func TestAnEndAnswersEveryoneWhoWaitsForIt(t *testing.T) {
 	child := inState(t, pool, executions.Completed)
 	for range 2 {
 		x := inState(t, pool, executions.Running)
-		if told := value[bool](t, pool, `
+		if told := pgtest.Value[bool](t, pool, `
 			select lanekeeper.wait_agent_execution($1::uuid, $2, 'wait', 'agent', $3::text, '1 hour', null) ->> 'event' = 'AGENT_COMPLETED'`,
 			x.id, x.claim, child.id); !told {
 			t.Error("one waits for an execution that has ended")
@@ -409,7 +409,7 @@ func TestAnEndThatIsRefusedFailsAlone(t *testing.T) {
 		ids[i] = p.beginWith(t, i)
 	}
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`) == len(ids)
+		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`) == len(ids)
 	}, "all are claimed")
 	close(gathered)
 	for i, id := range ids {
@@ -447,7 +447,7 @@ func TestAnEventThatIsRefusedFailsAlone(t *testing.T) {
 	if err := group.Wait(); err != nil {
 		t.Fatal(err)
 	}
-	if n := value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`); n != 160 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`); n != 160 {
 		t.Errorf("%d events are recorded, want 160", n)
 	}
 }
@@ -524,15 +524,15 @@ func settings(t *testing.T) []string {
 func TestNoSettingAndNoRoleSwitchesARuleOff(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	role := "attacker_" + strings.ToLower(value[string](t, pool, `select current_database()`))
-	exec(t, pool, fmt.Sprintf(`create role %q`, role))
+	role := "attacker_" + strings.ToLower(pgtest.Value[string](t, pool, `select current_database()`))
+	pgtest.Exec(t, pool, fmt.Sprintf(`create role %q`, role))
 	t.Cleanup(func() {
 		ctx := context.WithoutCancel(t.Context())
 		if _, err := pool.Exec(ctx, fmt.Sprintf(`drop owned by %[1]q; drop role %[1]q`, role), pgx.QueryExecModeSimpleProtocol); err != nil {
 			t.Error(err)
 		}
 	})
-	exec(t, pool, fmt.Sprintf(`
+	pgtest.Exec(t, pool, fmt.Sprintf(`
 		grant all on all tables in schema public to %[1]q;
 		grant usage on schema lanekeeper to %[1]q;
 		grant execute on all functions in schema lanekeeper to %[1]q`, role))
@@ -540,18 +540,18 @@ func TestNoSettingAndNoRoleSwitchesARuleOff(t *testing.T) {
 	for _, s := range states {
 		subjects[s] = inState(t, pool, s)
 	}
-	exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values ($1, 'done', $2)`,
+	pgtest.Exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values ($1, 'done', $2)`,
 		subjects[executions.Running].id, subjects[executions.Running].claim)
-	exec(t, pool, `select pause_agent('an attack')`)
+	pgtest.Exec(t, pool, `select pause_agent('an attack')`)
 	everything := `select md5(string_agg(to_jsonb(x)::text, '' order by x.id)) || (select count(*) from agent_checkpoints) from agent_executions x`
-	before := value[string](t, pool, everything)
+	before := pgtest.Value[string](t, pool, everything)
 	direct := pgtest.DirectURL(t, pool.Config().ConnString()) // a pooler hands on what a session sets
 	for _, as := range []string{"owner", role} {
 		for _, value := range []string{"", "yes", "on", "{}"} {
 			attackAs(t, direct, as, value, subjects)
 		}
 	}
-	if after := value[string](t, pool, everything); after != before {
+	if after := pgtest.Value[string](t, pool, everything); after != before {
 		t.Error("something was written")
 	}
 }
@@ -669,7 +669,7 @@ func TestTheLogTellsEveryTransition(t *testing.T) {
 			}), l.into)
 			id := p.begin(t, "flow")
 			until(t, pool, id, executions.Waiting)
-			exec(t, pool, wake)
+			pgtest.Exec(t, pool, wake)
 			until(t, pool, id, executions.Completed)
 			pgtest.Eventually(t, patience, func() bool { return len(l.said(t, "locks released")) > 0 }, "the end is told")
 			var told []string
@@ -734,10 +734,10 @@ func TestTheLogTellsAnEndThatCameFromOutside(t *testing.T) {
 			p := prepare(t, pgtest.DB(t), nil, l.into)
 			id, others := p.external(t), p.external(t)
 			p.lock(t, id, "first")
-			exec(t, p.pool, `
+			pgtest.Exec(t, p.pool, `
 				insert into agent_events (id, event, key) values (lanekeeper.agent_uuid7_floor(now() + interval '1 minute'), 'AGENT_COMPLETED', @id)`,
 				postgres.Strict{"id": others}) // at the same time, by somebody else, who says it
-			exec(t, p.pool, `select acquire_agent_lock('thread:x', @owner)`, postgres.Strict{"owner": id + "#1"})
+			pgtest.Exec(t, p.pool, `select acquire_agent_lock('thread:x', @owner)`, postgres.Strict{"owner": id + "#1"})
 			c.end(t, p, id)
 			if _, err := p.Cancel(t.Context(), id, "ana", "again"); err != nil {
 				t.Fatal(err)

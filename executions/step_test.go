@@ -251,7 +251,7 @@ func TestWhatTheDatabaseCannotHoldIsAnErrorOrIsMended(t *testing.T) {
 				return c.result, c.err
 			}))
 			got := until(t, pool, p.begin(t, "flow"), c.status)
-			if open := value[int](t, pool, `select count(*) from agent_activity where status not in ('success', 'error')`); open != 0 {
+			if open := pgtest.Value[int](t, pool, `select count(*) from agent_activity where status not in ('success', 'error')`); open != 0 {
 				t.Errorf("%d activities have no clear end (%v)", open, str(got.ErrorMessage))
 			}
 		})
@@ -297,8 +297,8 @@ func TestStepsOutsideAnExecutionSaySo(t *testing.T) {
 // effects makes a table for what StepTx does.
 func effects(t *testing.T, db postgres.DB) func() int {
 	t.Helper()
-	exec(t, db, `create table effects (id bigint generated always as identity, by text)`)
-	return func() int { return value[int](t, db, `select count(*) from effects`) }
+	pgtest.Exec(t, db, `create table effects (id bigint generated always as identity, by text)`)
+	return func() int { return pgtest.Value[int](t, db, `select count(*) from effects`) }
 }
 
 func TestStepTxCommitsItsEffectWithItsCheckpoint(t *testing.T) {
@@ -326,10 +326,10 @@ func TestStepTxCommitsItsEffectWithItsCheckpoint(t *testing.T) {
 	if n := count(); n != 1 {
 		t.Errorf("%d effects", n)
 	}
-	same := value[bool](t, pool, `
+	same := pgtest.Value[bool](t, pool, `
 		select e.xmin = c.xmin from effects e, agent_checkpoints c where c.execution_id = @id and c.step = 'write'`,
 		postgres.Strict{"id": got.ID})
-	failed := value[bool](t, pool, `select failed from agent_checkpoints where step = 'write#2'`)
+	failed := pgtest.Value[bool](t, pool, `select failed from agent_checkpoints where step = 'write#2'`)
 	if !same || !failed {
 		t.Errorf("effect and checkpoint in one transaction: %v; error recorded: %v", same, failed)
 	}
@@ -362,7 +362,7 @@ func TestAStaleStepTxLeavesNoEffect(t *testing.T) {
 	if n := count(); n != 1 || calls.Load() != 1 || string(got.Result) != `"second"` {
 		t.Errorf("%d effects of %d calls, result %s", n, calls.Load(), got.Result)
 	}
-	if n := value[int](t, pool, `select count(*) from agent_activity where skill_name = 'stale_write' and step = 'write'`); n != 1 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'stale_write' and step = 'write'`); n != 1 {
 		t.Errorf("%d notes of the refused write", n)
 	}
 }
@@ -509,7 +509,7 @@ func TestJSONIsWrittenAsTheDatabaseWritesIt(t *testing.T) {
 		`{"bb":1,"a":{"é":[],"zz":{}},"":0,"a":2}`, `[0,-0,0.0,-0.00,1.50,-1.50,10,100.00,12345678901234567890.123456789]`,
 		`[1e0,1E2,1e+2,1.5e-7,-1.50e1,1.5e3,0e5,-0e5,0.0e-3,1e21,1e-20,12.345e2,12.345e4,1e400,1.7976931348623157e308,5e-324]`,
 	} {
-		want := value[string](t, pool, `select (@text::text)::jsonb::text`, postgres.Strict{"text": text})
+		want := pgtest.Value[string](t, pool, `select (@text::text)::jsonb::text`, postgres.Strict{"text": text})
 		if got, err := executions.AsStored(json.RawMessage(text)); err != nil || string(got) != want {
 			t.Errorf("%s\nis  %s (%v)\nnot %s", text, got, err, want)
 		}

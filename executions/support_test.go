@@ -105,32 +105,15 @@ func (p *process) runAside(t *testing.T) (wait func() executions.Execution) {
 // expire ends the lease of the worker that runs an execution.
 func expire(t *testing.T, db postgres.DB, id string) {
 	t.Helper()
-	exec(t, db, `
+	pgtest.Exec(t, db, `
 		update agent_workers set expires_at = clock_timestamp() - interval '1 second'
 		 where id = (select claimed_by from agent_executions where id = @id)`, postgres.Strict{"id": id})
-}
-
-func exec(t *testing.T, db postgres.DB, sql string, args ...any) {
-	t.Helper()
-	if _, err := db.Exec(t.Context(), sql, args...); err != nil {
-		t.Fatalf("%s: %v", sql, err)
-	}
-}
-
-// value reads one value.
-func value[T any](t *testing.T, db postgres.DB, sql string, args ...any) T {
-	t.Helper()
-	var v T
-	if err := db.QueryRow(t.Context(), sql, args...).Scan(&v); err != nil {
-		t.Fatalf("%s: %v", sql, err)
-	}
-	return v
 }
 
 // completions counts the AGENT_COMPLETED events of an execution.
 func completions(t *testing.T, db postgres.DB, id string) int {
 	t.Helper()
-	return value[int](t, db, `select count(*) from agent_events where event = 'AGENT_COMPLETED' and key = @id`, postgres.Strict{"id": id})
+	return pgtest.Value[int](t, db, `select count(*) from agent_events where event = 'AGENT_COMPLETED' and key = @id`, postgres.Strict{"id": id})
 }
 
 // listener runs a notification listener until the test ends.

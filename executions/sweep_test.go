@@ -25,8 +25,8 @@ func TestATimerThatASweepLeavesIsNotSweptForAllTheTime(t *testing.T) {
 	for range 2 {
 		p.begin(t, "flow")
 	}
-	exec(t, pool, `update agent_executions set status = 'running'`)
-	exec(t, pool, `
+	pgtest.Exec(t, pool, `update agent_executions set status = 'running'`)
+	pgtest.Exec(t, pool, `
 		update agent_executions set status = 'waiting', waiting_for = 'delay', waiting_step = 'w',
 		       waiting_until = clock_timestamp() - row_number * interval '1 hour'
 		  from (select id as which, row_number() over (order by id) from agent_executions) n where id = which`)
@@ -35,7 +35,7 @@ func TestATimerThatASweepLeavesIsNotSweptForAllTheTime(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	exec(t, tx, `select from agent_executions for update`)
+	pgtest.Exec(t, tx, `select from agent_executions for update`)
 	sweep := func() {
 		t.Helper()
 		if err := p.Sweep(t.Context()); err != nil {
@@ -52,7 +52,7 @@ func TestATimerThatASweepLeavesIsNotSweptForAllTheTime(t *testing.T) {
 	if got := p.SweepPause(); got != 64*time.Millisecond {
 		t.Errorf("sleeps for %s after many sweeps that left it", got)
 	}
-	exec(t, tx, `update agent_executions set waiting_until = clock_timestamp() + interval '1 day' where waiting_until = (select min(waiting_until) from agent_executions)`)
+	pgtest.Exec(t, tx, `update agent_executions set waiting_until = clock_timestamp() + interval '1 day' where waiting_until = (select min(waiting_until) from agent_executions)`)
 	if err := tx.Commit(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -70,22 +70,22 @@ func TestWhatALostWorkerHad(t *testing.T) {
 	has := func(by, set string) string {
 		id := pending(t, pool)
 		mustClaim(t, pool, id, by)
-		exec(t, pool, `update agent_executions set `+set+` where id = @id`, postgres.Strict{"id": id})
+		pgtest.Exec(t, pool, `update agent_executions set `+set+` where id = @id`, postgres.Strict{"id": id})
 		return id
 	}
 	fresh, again := has(lost, `attempt = 0`), has(lost, `attempt = 3`)
 	recorded, spent, spentButRecorded := has(lost, `attempt = 3`), has(lost, `attempt = 4`), has(lost, `attempt = 4`)
 	fails, once, locked, others := has(lost, `on_lost = 'fail'`), has(lost, `max_attempts = 1`), has(lost, `attempt = 0`), has(other, `attempt = 0`)
 	for _, id := range []string{recorded, spentButRecorded} {
-		exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim, output) values (@id, 'step', 1, '1')`, postgres.Strict{"id": id})
+		pgtest.Exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim, output) values (@id, 'step', 1, '1')`, postgres.Strict{"id": id})
 	}
 	tx, err := pool.Begin(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	exec(t, tx, `select from agent_executions where id = @id for update`, postgres.Strict{"id": locked})
-	if n := value[int](t, pool, `select lanekeeper.lose_agent_claims(@id)`, postgres.Strict{"id": lost}); n != 7 {
+	pgtest.Exec(t, tx, `select from agent_executions where id = @id for update`, postgres.Strict{"id": locked})
+	if n := pgtest.Value[int](t, pool, `select lanekeeper.lose_agent_claims(@id)`, postgres.Strict{"id": lost}); n != 7 {
 		t.Errorf("%d were lost", n)
 	}
 	const gone = "running, nobody's, claim 2, wake 1, noted lost, attempt "
@@ -97,7 +97,7 @@ func TestWhatALostWorkerHad(t *testing.T) {
 		fails: ended + "1: the worker's lease expired", once: ended + "1: given up after 1 workers were lost without a checkpoint between",
 		locked: kept + "0: ", others: kept + "0: ",
 	} {
-		got := value[string](t, pool, `
+		got := pgtest.Value[string](t, pool, `
 			select concat(x.status, case when x.claimed_by is null then ', nobody''s' else ', somebody''s' end, ', claim ', x.claim, ', wake ', x.wake,
 			       ', noted ', (select string_agg(c.how, ' ') from agent_claims_lost c where c.execution_id = x.id and c.claim = 1 and c.worker_name <> ''),
 			       ', attempt ', x.attempt, ': ', x.error_message)
@@ -116,10 +116,10 @@ func lostWork(t *testing.T, pool *pgxpool.Pool) {
 		id := pending(t, pool)
 		mustClaim(t, pool, id, dead)
 		if i%4 == 0 {
-			exec(t, pool, `update agent_executions set on_lost = 'fail' where id = @id`, postgres.Strict{"id": id})
+			pgtest.Exec(t, pool, `update agent_executions set on_lost = 'fail' where id = @id`, postgres.Strict{"id": id})
 		}
 	}
-	exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
+	pgtest.Exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 }
 
 // became counts what has become of the work of a dead worker.
@@ -137,7 +137,7 @@ func TestManySweepsTakeLostWorkOnce(t *testing.T) {
 	lostWork(t, pool)
 	p := prepare(t, pool, flow(nothing))
 	barrier := held(t, pool) // lets them all begin, and meet
-	exec(t, barrier, `lock table agent_workers in access exclusive mode`)
+	pgtest.Exec(t, barrier, `lock table agent_workers in access exclusive mode`)
 	var group errgroup.Group
 	late := func(err error) error { // on a slow machine one gives up its wait for the others: the next sweep takes what is left
 		if postgres.Locked(err) {
@@ -153,7 +153,7 @@ func TestManySweepsTakeLostWorkOnce(t *testing.T) {
 		})
 	}
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, pool, `
+		return pgtest.Value[int](t, pool, `
 			select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'`) >= 4
 	}, "several sweep")
 	if err := barrier.Commit(t.Context()); err != nil {
@@ -165,7 +165,7 @@ func TestManySweepsTakeLostWorkOnce(t *testing.T) {
 	if err := p.Sweep(t.Context()); err != nil {
 		t.Error(err)
 	}
-	if got := value[string](t, pool, became); got != "0 its still, 15 ready, 5 ended, 5 told, 20 noted" {
+	if got := pgtest.Value[string](t, pool, became); got != "0 its still, 15 ready, 5 ended, 5 told, 20 noted" {
 		t.Error(got)
 	}
 }
@@ -176,22 +176,22 @@ func TestASweepThatIsCutOffHasTakenNothing(t *testing.T) {
 	pool := pgtest.DB(t)
 	lostWork(t, pool)
 	p := prepare(t, pool, flow(nothing))
-	exec(t, pool, `
+	pgtest.Exec(t, pool, `
 		create function stall() returns trigger language plpgsql as 'begin perform pg_advisory_xact_lock(42); return null; end'`)
-	exec(t, pool, `create trigger stall after insert on agent_claims_lost for each statement execute function stall()`)
+	pgtest.Exec(t, pool, `create trigger stall after insert on agent_claims_lost for each statement execute function stall()`)
 	stall := held(t, pool)
-	exec(t, stall, `select pg_advisory_xact_lock(42)`)
+	pgtest.Exec(t, stall, `select pg_advisory_xact_lock(42)`)
 	var group errgroup.Group
 	group.Go(func() error { return p.Sweep(t.Context()) })
 	pgtest.Eventually(t, patience, func() bool {
-		return value[bool](t, pool, `
+		return pgtest.Value[bool](t, pool, `
 			select coalesce(bool_or(pg_terminate_backend(pid)), false) from pg_stat_activity
 			 where datname = current_database() and wait_event = 'advisory'`)
 	}, "a sweep is cut off")
 	if err := group.Wait(); err == nil {
 		t.Error("the sweep does not say that it was cut off")
 	}
-	if got := value[string](t, pool, became); got != "20 its still, 0 ready, 0 ended, 0 told, 0 noted" {
+	if got := pgtest.Value[string](t, pool, became); got != "20 its still, 0 ready, 0 ended, 0 told, 0 noted" {
 		t.Error(got)
 	}
 	if err := stall.Commit(t.Context()); err != nil {
@@ -201,7 +201,7 @@ func TestASweepThatIsCutOffHasTakenNothing(t *testing.T) {
 		if err := p.Sweep(t.Context()); err != nil {
 			t.Error(err)
 		}
-		return value[string](t, pool, became) == "0 its still, 15 ready, 5 ended, 5 told, 20 noted"
+		return pgtest.Value[string](t, pool, became) == "0 its still, 15 ready, 5 ended, 5 told, 20 noted"
 	}, "the next one takes all, once")
 }
 
@@ -221,15 +221,15 @@ func TestASweepPassesOverWhatIsLocked(t *testing.T) {
 		held, free = pending(t, pool), pending(t, pool)
 		for _, id := range []string{held, free} {
 			mustClaim(t, pool, id, gone)
-			exec(t, pool, `update agent_executions set `+set+` where id = @id`, postgres.Strict{"id": id})
+			pgtest.Exec(t, pool, `update agent_executions set `+set+` where id = @id`, postgres.Strict{"id": id})
 		}
-		exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 minute' where id = @id`, postgres.Strict{"id": gone})
+		pgtest.Exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 minute' where id = @id`, postgres.Strict{"id": gone})
 		return held, free
 	}
 	waits := func(t *testing.T, pool *pgxpool.Pool, wait string) (held, free string) {
 		held, free = pending(t, pool), pending(t, pool)
-		exec(t, pool, `update agent_executions set status = 'running'`)
-		exec(t, pool, `update agent_executions set status = 'waiting', waiting_step = 'w', `+wait)
+		pgtest.Exec(t, pool, `update agent_executions set status = 'running'`)
+		pgtest.Exec(t, pool, `update agent_executions set status = 'waiting', waiting_step = 'w', `+wait)
 		return held, free
 	}
 	for name, one := range map[string]struct {
@@ -251,7 +251,7 @@ func TestASweepPassesOverWhatIsLocked(t *testing.T) {
 		}, executions.Failed},
 		"no progress": {lane, func(t *testing.T, pool *pgxpool.Pool) (string, string) {
 			held, free := lost(t, pool, `on_lost = 'fail', progress_seconds = 1, updated_at = clock_timestamp() - interval '1 hour'`)
-			exec(t, pool, `update agent_workers set expires_at = clock_timestamp() + interval '1 hour'`)
+			pgtest.Exec(t, pool, `update agent_workers set expires_at = clock_timestamp() + interval '1 hour'`)
 			return held, free
 		}, executions.Failed},
 		"end": {end, func(t *testing.T, pool *pgxpool.Pool) (string, string) {
@@ -263,7 +263,7 @@ func TestASweepPassesOverWhatIsLocked(t *testing.T) {
 			pool := pgtest.DB(t)
 			p := prepare(t, pool, flow(nothing))
 			held, free := one.prepare(t, pool)
-			exec(t, pool, `
+			pgtest.Exec(t, pool, `
 				insert into agent_locks (lane, locked_by, fencing_token, locked_at, expires_at, ttl_seconds, execution_id)
 				select 'automation:a', x.id || '#' || x.claim, 1, clock_timestamp(), clock_timestamp() + interval '1 hour', 3600, x.id
 				  from agent_executions x where x.id = @id`, postgres.Strict{"id": held})
@@ -308,8 +308,8 @@ func TestWorkThatNobodyCanTakeOverIsTold(t *testing.T) {
 	if _, err := tx.Exec(t.Context(), `select from agent_executions for key share`); err != nil {
 		t.Fatal(err)
 	}
-	exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 minute'`)
-	pid := value[int](t, tx, `select pg_backend_pid() from pg_sleep(1.1)`)
+	pgtest.Exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 minute'`)
+	pid := pgtest.Value[int](t, tx, `select pg_backend_pid() from pg_sleep(1.1)`)
 	for range 2 {
 		if err := p.Sweep(t.Context()); err != nil {
 			t.Fatal(err)
@@ -326,7 +326,7 @@ func TestWorkThatNobodyCanTakeOverIsTold(t *testing.T) {
 	if err := p.Sweep(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if n := value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`); n != 0 {
 		t.Errorf("%d executions are still the lost worker's", n)
 	}
 }
@@ -338,7 +338,7 @@ func TestNobodyIsWarnedOfWhatIsTakenOverNext(t *testing.T) {
 	l := &lines{}
 	p := prepare(t, pool, nil, l.into)
 	mustClaim(t, pool, pending(t, pool), workerLease(t, pool))
-	exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 hour'`)
+	pgtest.Exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 hour'`)
 	err := p.PutSchedule(t.Context(), executions.Schedule{Name: "first", Flow: "heartbeat", Surface: trace.Heartbeat, Cron: "@every 1h", Timezone: "UTC"})
 	if err != nil {
 		t.Fatal(err)
@@ -346,7 +346,7 @@ func TestNobodyIsWarnedOfWhatIsTakenOverNext(t *testing.T) {
 	if err := p.Sweep(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if n := value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`); n != 0 {
 		t.Errorf("%d executions are still the lost worker's", n)
 	}
 	if said := l.said(t, "lost executions not taken over yet, their rows are locked"); len(said) != 0 {
@@ -369,10 +369,10 @@ func TestTwoEnginesStartOneExecutionPerTick(t *testing.T) {
 		t.Fatal(err)
 	}
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) >= 4
+		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) >= 4
 	}, "four ticks have run")
-	bad := value[int](t, pool, `select count(*) - count(distinct dedupe_key) from agent_executions`)
-	odd := value[int](t, pool, `select count(*) from agent_executions where dedupe_key not like 'pulse ____-__-__T__:__:__%Z' or surface <> 'heartbeat'`)
+	bad := pgtest.Value[int](t, pool, `select count(*) - count(distinct dedupe_key) from agent_executions`)
+	odd := pgtest.Value[int](t, pool, `select count(*) from agent_executions where dedupe_key not like 'pulse ____-__-__T__:__:__%Z' or surface <> 'heartbeat'`)
 	if bad != 0 || odd != 0 {
 		t.Errorf("%d executions share a tick, %d have another key or surface", bad, odd)
 	}
@@ -382,7 +382,7 @@ func TestTwoEnginesStartOneExecutionPerTick(t *testing.T) {
 func TestTicksGoOnWhileTheLeaderIsDead(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	exec(t, pool, `
+	pgtest.Exec(t, pool, `
 		insert into river.river_leader (name, leader_id, elected_at, expires_at)
 		values ('default', 'dead', now(), now() + interval '1 hour')`)
 	p := start(t, pool, flow(nothing))
@@ -390,9 +390,9 @@ func TestTicksGoOnWhileTheLeaderIsDead(t *testing.T) {
 		t.Fatal(err)
 	}
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) >= 2
+		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) >= 2
 	}, "two ticks have run")
-	if leader := value[string](t, pool, `select leader_id from river.river_leader`); leader != "dead" {
+	if leader := pgtest.Value[string](t, pool, `select leader_id from river.river_leader`); leader != "dead" {
 		t.Errorf("%s became the leader, so this shows nothing", leader)
 	}
 }
@@ -405,7 +405,7 @@ func TestManyTickersStartADueTimeOnceAndMissedTicksBecomeOne(t *testing.T) {
 		t.Fatal(err)
 	}
 	for round := range 5 {
-		exec(t, pool, `update agent_schedules set next_run_at = clock_timestamp() - interval '9 hours'`)
+		pgtest.Exec(t, pool, `update agent_schedules set next_run_at = clock_timestamp() - interval '9 hours'`)
 		var group errgroup.Group
 		for range 8 {
 			group.Go(func() error { return p.Tick(t.Context()) })
@@ -413,10 +413,10 @@ func TestManyTickersStartADueTimeOnceAndMissedTicksBecomeOne(t *testing.T) {
 		if err := group.Wait(); err != nil {
 			t.Fatal(err)
 		}
-		if n := value[int](t, pool, `select count(*) from agent_executions`); n != round+1 {
+		if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions`); n != round+1 {
 			t.Fatalf("%d executions after %d due times", n, round+1)
 		}
-		if !value[bool](t, pool, `select next_run_at > clock_timestamp() and last_run_at < clock_timestamp() - interval '8 hours' from agent_schedules`) {
+		if !pgtest.Value[bool](t, pool, `select next_run_at > clock_timestamp() and last_run_at < clock_timestamp() - interval '8 hours' from agent_schedules`) {
 			t.Error("the schedule did not move on")
 		}
 	}
@@ -426,7 +426,7 @@ func TestPuttingAScheduleAgainDoesNotPostponeIt(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := prepare(t, pool, flow(nothing))
-	next := func() time.Time { return value[time.Time](t, pool, `select next_run_at from agent_schedules`) }
+	next := func() time.Time { return pgtest.Value[time.Time](t, pool, `select next_run_at from agent_schedules`) }
 	put := func(s executions.Schedule) {
 		t.Helper()
 		if err := p.PutSchedule(t.Context(), s); err != nil {
@@ -434,7 +434,7 @@ func TestPuttingAScheduleAgainDoesNotPostponeIt(t *testing.T) {
 		}
 	}
 	put(every("@every 1h"))
-	exec(t, pool, `update agent_schedules set next_run_at = clock_timestamp() - interval '1 minute'`)
+	pgtest.Exec(t, pool, `update agent_schedules set next_run_at = clock_timestamp() - interval '1 minute'`)
 	due := next()
 	put(every("@every 1h"))
 	if !next().Equal(due) {
@@ -462,7 +462,7 @@ func TestABadScheduleNamesItsFieldAndWritesNothing(t *testing.T) {
 			t.Errorf("want %q in the error, got %v", says, err)
 		}
 	}
-	if n := value[int](t, pool, `select count(*) from agent_schedules`); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_schedules`); n != 0 {
 		t.Errorf("%d schedules were written", n)
 	}
 }
@@ -474,16 +474,16 @@ func TestABrokenScheduleDoesNotHoldUpTheOthers(t *testing.T) {
 	for name, change := range map[string]string{
 		"bad cron": `cron = '* *'`, "bad zone": `timezone = 'Mars/Base'`, "bad surface": `surface = 'radio'`, "good": `name = 'good'`,
 	} {
-		exec(t, pool, `
+		pgtest.Exec(t, pool, `
 			insert into agent_schedules (name, flow, surface, cron, timezone, next_run_at)
 			values (@name, 'flow', 'heartbeat', '* * * * *', 'UTC', clock_timestamp() - interval '1 minute')`, postgres.Strict{"name": name})
-		exec(t, pool, `update agent_schedules set `+change+` where name = @name`, postgres.Strict{"name": name})
+		pgtest.Exec(t, pool, `update agent_schedules set `+change+` where name = @name`, postgres.Strict{"name": name})
 	}
 	err := p.Tick(t.Context())
 	if err == nil || strings.Count(err.Error(), "schedule bad") != 3 {
 		t.Errorf("the error does not name the three: %v", err)
 	}
-	if keys := value[string](t, pool, `select string_agg(split_part(dedupe_key, ' ', 1), ' ') from agent_executions`); keys != "good" {
+	if keys := pgtest.Value[string](t, pool, `select string_agg(split_part(dedupe_key, ' ', 1), ' ') from agent_executions`); keys != "good" {
 		t.Errorf("started %q", keys)
 	}
 }

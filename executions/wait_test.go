@@ -123,13 +123,13 @@ func TestNoWakeUpIsLostWhenEventAndWaitMeet(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if n := value[int](t, pool, `select count(*) from agent_executions where status = 'waiting'`); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'waiting'`); n != 0 {
 		t.Errorf("%d of %d wait for ever", n, rounds)
 	}
-	if n := value[int](t, pool, `select count(*) from agent_events where consumed_by is null`); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_events where consumed_by is null`); n != 0 {
 		t.Errorf("%d events are left", n)
 	}
-	if n := value[int](t, pool, `select count(*) from agent_checkpoints where step = 'wait'`); n != rounds {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_checkpoints where step = 'wait'`); n != rounds {
 		t.Errorf("%d outcomes", n)
 	}
 }
@@ -150,7 +150,7 @@ func TestOneEventWakesAllWhoWaitAndAnOldOneOnlyOne(t *testing.T) {
 	until(t, pool, first, executions.Completed)
 	second := p.beginWith(t, "old")
 	until(t, pool, second, executions.Waiting)
-	if by := value[string](t, pool, `select consumed_by::text from agent_events where key = 'old'`); by != first {
+	if by := pgtest.Value[string](t, pool, `select consumed_by::text from agent_events where key = 'old'`); by != first {
 		t.Errorf("the old event was taken by %s, not %s", by, first)
 	}
 }
@@ -163,7 +163,7 @@ func TestAWaitTimesOut(t *testing.T) {
 		t.Errorf("outcome %+v", out)
 	}
 	mustDeliver(t, pool, "key", `{}`)
-	if n := value[int](t, pool, `select count(*) from agent_events where key = 'key' and consumed_by is null`); n != 1 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_events where key = 'key' and consumed_by is null`); n != 1 {
 		t.Errorf("the event that came too late is not kept")
 	}
 }
@@ -187,7 +187,7 @@ func TestEventTimerAndCancelEndAWaitOnce(t *testing.T) {
 	for i := range 60 {
 		id := pending(t, pool)
 		n := mustClaim(t, pool, id, w)
-		exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', @key, '0', null)`,
+		pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', @key, '0', null)`,
 			postgres.Strict{"id": id, "key": id, "claim": n})
 		acts := []func(ctx context.Context) error{
 			func(ctx context.Context) error { return deliver(ctx, pool, id, `{}`, "") },
@@ -201,7 +201,7 @@ func TestEventTimerAndCancelEndAWaitOnce(t *testing.T) {
 		if err := group.Wait(); err != nil {
 			t.Fatal(err)
 		}
-		how := value[string](t, pool, `
+		how := pgtest.Value[string](t, pool, `
 			select coalesce((select case when (output->>'timed_out')::boolean then 'timer' else 'event' end
 			                   from agent_checkpoints where execution_id = x.id), 'nothing')
 			       || ', event ' || case when v.consumed_by is null then 'kept' else 'taken' end
@@ -226,7 +226,7 @@ func TestAnOutcomeWhoseAnswerWasLostIsGivenAgain(t *testing.T) {
 	n := mustClaim(t, pool, id, workerLease(t, pool))
 	mustDeliver(t, pool, "key", `{"n": 1}`)
 	park := func() string {
-		return value[string](t, pool, `select coalesce(lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', 'key', '1 hour', null)::text, 'waits')`,
+		return pgtest.Value[string](t, pool, `select coalesce(lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', 'key', '1 hour', null)::text, 'waits')`,
 			postgres.Strict{"id": id, "claim": n})
 	}
 	if first, second := park(), park(); first != second || !strings.Contains(first, `"n": 1`) {
@@ -298,7 +298,7 @@ func TestEventsCheckTheirArguments(t *testing.T) {
 			t.Errorf("%s was taken", name)
 		}
 	}
-	if n := value[int](t, pool, `select count(*) from agent_events`); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_events`); n != 0 {
 		t.Errorf("%d events were written", n)
 	}
 }
@@ -319,7 +319,7 @@ func TestWaitingNeedsNoGoroutines(t *testing.T) { // not parallel: it counts the
 func waiting(t *testing.T, pool *pgxpool.Pool, n int) {
 	t.Helper()
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, pool, `select count(*) from agent_executions where status = 'waiting'`) == n
+		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'waiting'`) == n
 	}, fmt.Sprintf("%d executions wait", n))
 }
 
@@ -329,12 +329,12 @@ func TestAWaitNumberIsResumedOnce(t *testing.T) {
 	id := pending(t, pool)
 	n := mustClaim(t, pool, id, workerLease(t, pool))
 	resume := func(number int) bool {
-		return value[bool](t, pool, `select lanekeeper.resume_agent_execution(@id, @number, '{}')`, postgres.Strict{"id": id, "number": number})
+		return pgtest.Value[bool](t, pool, `select lanekeeper.resume_agent_execution(@id, @number, '{}')`, postgres.Strict{"id": id, "number": number})
 	}
 	if resume(0) {
 		t.Error("a running execution was resumed")
 	}
-	exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', 'key', '1 hour', null)`, postgres.Strict{"id": id, "claim": n})
+	pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', 'key', '1 hour', null)`, postgres.Strict{"id": id, "claim": n})
 	if resume(2) || !resume(1) || resume(1) {
 		t.Error("another number, or the same number twice, ended the wait")
 	}
@@ -362,7 +362,7 @@ func newWaiter(t *testing.T, pool *pgxpool.Pool) *waiter {
 // park waits for something; the outcome when it has come already, else nil.
 func (w *waiter) park(step, kind, key string) *executions.Outcome {
 	w.t.Helper()
-	text := value[*string](w.t, w.pool, `select lanekeeper.wait_agent_execution(@id, @claim, @step, @kind, @key, null, null)::text`,
+	text := pgtest.Value[*string](w.t, w.pool, `select lanekeeper.wait_agent_execution(@id, @claim, @step, @kind, @key, null, null)::text`,
 		postgres.Strict{"id": w.id, "claim": w.n, "step": step, "kind": kind, "key": key})
 	return w.outcome(text)
 }
@@ -390,7 +390,7 @@ func (w *waiter) goOn(step string) *executions.Outcome {
 		w.t.Fatalf("it is %s in wait %s", x.Status, step)
 	}
 	w.n = mustClaim(w.t, w.pool, w.id, w.by)
-	return w.outcome(value[*string](w.t, w.pool, `select output::text from agent_checkpoints where execution_id = @id and step = @step`,
+	return w.outcome(pgtest.Value[*string](w.t, w.pool, `select output::text from agent_checkpoints where execution_id = @id and step = @step`,
 		postgres.Strict{"id": w.id, "step": step}))
 }
 
@@ -399,7 +399,7 @@ func (w *waiter) status() executions.Status { return get(w.t, w.pool, w.id).Stat
 // due makes its timer due and sweeps.
 func (w *waiter) due() {
 	w.t.Helper()
-	exec(w.t, w.pool, `update agent_executions set waiting_until = clock_timestamp() - interval '1 second' where id = @id`,
+	pgtest.Exec(w.t, w.pool, `update agent_executions set waiting_until = clock_timestamp() - interval '1 second' where id = @id`,
 		postgres.Strict{"id": w.id})
 	sweep(w.t, w.pool)
 }
@@ -410,14 +410,14 @@ func (w *waiter) ask(kind string, items ...string) string {
 	if items == nil {
 		items = []string{}
 	}
-	return value[string](w.t, w.pool, `
+	return pgtest.Value[string](w.t, w.pool, `
 		insert into agent_requests (kind, execution_id, trace_id, items) values (@kind, @id, 'fl_x', @items) returning id::text`,
 		postgres.Strict{"kind": kind, "id": w.id, "items": items})
 }
 
 func send(t *testing.T, db postgres.DB, event, key, data, id string) {
 	t.Helper()
-	exec(t, db, `select deliver_agent_event(@event, @key, @data, nullif(@id, ''))`,
+	pgtest.Exec(t, db, `select deliver_agent_event(@event, @key, @data, nullif(@id, ''))`,
 		postgres.Strict{"event": event, "key": key, "data": data, "id": id})
 }
 
@@ -472,11 +472,11 @@ func TestEveryKindOfWaitHasOneOutcome(t *testing.T) {
 				if first == nil || first.TimedOut || !strings.Contains(string(first.Data), "one") {
 					t.Fatalf("an early event ended the wait with %+v", first)
 				}
-				left := value[int](t, pool, `select count(*) from agent_events where key = @key and consumed_by is null`, postgres.Strict{"key": early})
+				left := pgtest.Value[int](t, pool, `select count(*) from agent_events where key = @key and consumed_by is null`, postgres.Strict{"key": early})
 				if want := map[bool]int{false: 1, true: 0}[asked]; left != want {
 					t.Errorf("%d events are left, want %d", left, want)
 				}
-				exec(t, pool, `select cancel_agent_execution(@id, 'test', '')`, postgres.Strict{"id": w.id})
+				pgtest.Exec(t, pool, `select cancel_agent_execution(@id, 'test', '')`, postgres.Strict{"id": w.id})
 			})
 		}
 	}
@@ -510,8 +510,8 @@ func TestAWaitForDocumentsEndsWhenAllAreThere(t *testing.T) {
 			t.Errorf("%s: a second wait for it ended with %+v", name, again)
 		}
 	}
-	pets := value[int](t, pool, `select count(*) from agent_requests where unexpected ? 'pet' and status = 'completed'`)
-	if n := value[int](t, pool, `select count(*) from agent_events where consumed_by is null`); n != 0 || pets != 1 {
+	pets := pgtest.Value[int](t, pool, `select count(*) from agent_requests where unexpected ? 'pet' and status = 'completed'`)
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_events where consumed_by is null`); n != 0 || pets != 1 {
 		t.Errorf("%d events are left, %d documents that nobody asked for are noted", n, pets)
 	}
 }
@@ -544,8 +544,8 @@ func TestTheEndOfAnExecutionClosesWhatItAskedFor(t *testing.T) {
 	if other.park("other", "test", id) != nil {
 		t.Fatal("nothing came yet")
 	}
-	exec(t, pool, `select cancel_agent_execution(@id, 'test', '')`, postgres.Strict{"id": w.id})
-	if got := value[string](t, pool, `select status from agent_requests where id = @id`, postgres.Strict{"id": id}); got != "closed" {
+	pgtest.Exec(t, pool, `select cancel_agent_execution(@id, 'test', '')`, postgres.Strict{"id": w.id})
+	if got := pgtest.Value[string](t, pool, `select status from agent_requests where id = @id`, postgres.Strict{"id": id}); got != "closed" {
 		t.Errorf("the request is %s", got)
 	}
 	send(t, pool, "TEST_COMPLETED", id, `{"score": 1}`, "")
@@ -558,14 +558,14 @@ func TestTheEndOfAnExecutionClosesWhatItAskedFor(t *testing.T) {
 func TestTimeoutsAreThoseOfTheKind(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	exec(t, pool, `select try_acquire_agent_lock('held', 'somebody')`) // a wait for it begins
+	pgtest.Exec(t, pool, `select try_acquire_agent_lock('held', 'somebody')`) // a wait for it begins
 	for _, kind := range []string{"response", "agent", "document", "signature", "test", "event", "approval", "delay", "lane"} {
 		standard, longest := executions.Limits(kind)
 		if standard > 0 {
 			w := newWaiter(t, pool)
-			exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 's', @kind, 'held', null, null)`,
+			pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 's', @kind, 'held', null, null)`,
 				postgres.Strict{"id": w.id, "claim": w.n, "kind": kind})
-			got := value[float64](t, pool, `select extract(epoch from waiting_until - updated_at)::float8 from agent_executions where id = @id`,
+			got := pgtest.Value[float64](t, pool, `select extract(epoch from waiting_until - updated_at)::float8 from agent_executions where id = @id`,
 				postgres.Strict{"id": w.id})
 			if math.Abs(got-standard.Seconds()) > 1 {
 				t.Errorf("%s: the standard is %s here, %v s in the database", kind, standard, got)
@@ -581,7 +581,7 @@ func TestTimeoutsAreThoseOfTheKind(t *testing.T) {
 				}
 			}
 		}
-		exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 's', @kind, 'k', make_interval(secs => @s), null)`,
+		pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 's', @kind, 'k', make_interval(secs => @s), null)`,
 			postgres.Strict{"id": w.id, "claim": w.n, "kind": kind, "s": longest.Seconds()})
 	}
 }

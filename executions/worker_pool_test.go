@@ -32,7 +32,7 @@ func never(o *executions.Options) { o.SweepEvery, o.LeaseTTL = time.Hour, time.M
 // limit sets a limit by plain SQL.
 func limit(t *testing.T, db postgres.DB, kind, name string, running int) {
 	t.Helper()
-	exec(t, db, `
+	pgtest.Exec(t, db, `
 		insert into agent_limits (kind, name, running) values (@kind, @name, @running)
 		on conflict (kind, name) do update set running = excluded.running`,
 		postgres.Strict{"kind": kind, "name": name, "running": running})
@@ -61,7 +61,7 @@ func claimReady(t *testing.T, db postgres.DB, worker string, n int) []string {
 // queued inserts a pending execution by plain SQL.
 func queued(t *testing.T, pool *pgxpool.Pool, flow, surface string, priority int) string {
 	t.Helper()
-	return value[string](t, pool, `
+	return pgtest.Value[string](t, pool, `
 		insert into agent_executions (trace_id, surface, flow, priority) values (@trace, @surface, @flow, @priority) returning id::text`,
 		postgres.Strict{"trace": string(trace.New(trace.Flow)), "surface": surface, "flow": flow, "priority": priority})
 }
@@ -94,7 +94,7 @@ func TestTwoProcessesTogetherKeepALimit(t *testing.T) {
 		p.begin(t, "flow")
 	}
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, pool, `select count(*) from agent_executions where status <> 'completed'`) == 0
+		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status <> 'completed'`) == 0
 	}, "all get a place, one after the other, without a sweep")
 	if surplus.Load() != 0 || most.Load() < 2 {
 		t.Errorf("%d ran at once", most.Load())
@@ -117,7 +117,7 @@ func TestRacingClaimsNeverExceedALimit(t *testing.T) {
 		workers[i] = workerLease(t, pool)
 	}
 	for range 15 {
-		exec(t, pool, `delete from agent_executions`)
+		pgtest.Exec(t, pool, `delete from agent_executions`)
 		ids := make([]string, 30)
 		for i := range ids {
 			ids[i] = queued(t, pool, []string{"flow", "other"}[i%2], "flow", 2)
@@ -136,14 +136,14 @@ func TestRacingClaimsNeverExceedALimit(t *testing.T) {
 		if err := group.Wait(); err != nil {
 			t.Fatal(err)
 		}
-		one := value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null and flow = 'flow'`)
-		all := value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`)
+		one := pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null and flow = 'flow'`)
+		all := pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`)
 		if one > 5 || all > 7 {
 			t.Fatalf("%d of the flow and %d of the surface are claimed", one, all)
 		}
 	}
 	claimReady(t, pool, workers[0], 30)
-	if n := value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`); n != 7 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`); n != 7 {
 		t.Errorf("%d are claimed, want all 7 places taken", n)
 	}
 }
@@ -182,13 +182,13 @@ func TestALimitHoldsBackNothingElse(t *testing.T) {
 		t.Errorf("claimed %v, want %v", got, want)
 	}
 	const places = `select count(*) from lanekeeper.agent_ready_kinds k where (k.places > 0) is not false`
-	if n := value[int](t, pool, places); n != 0 {
+	if n := pgtest.Value[int](t, pool, places); n != 0 {
 		t.Errorf("%d kinds are said to be ready that cannot start", n)
 	}
 	if _, err := executions.Cancel(t.Context(), pool, held, "test", ""); err != nil {
 		t.Fatal(err)
 	}
-	if n := value[int](t, pool, places); n == 0 {
+	if n := pgtest.Value[int](t, pool, places); n == 0 {
 		t.Error("a place is free, and nothing is ready")
 	}
 	if got := claimReady(t, pool, w, 10); len(got) != 1 {
@@ -208,9 +208,9 @@ func TestAWaitingRunHoldsNoPlace(t *testing.T) {
 	if n, err := claim(t.Context(), pool, second, w); n != 0 || err != nil {
 		t.Fatalf("claim %d, %v beyond the limit", n, err)
 	}
-	exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', 'k', '1 hour', null)`, postgres.Strict{"id": first, "claim": n})
+	pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', 'k', '1 hour', null)`, postgres.Strict{"id": first, "claim": n})
 	mustClaim(t, pool, second, w)
-	exec(t, pool, `select deliver_agent_event('EVENT_COMPLETED', 'k')`)
+	pgtest.Exec(t, pool, `select deliver_agent_event('EVENT_COMPLETED', 'k')`)
 	if got := claimReady(t, pool, w, 5); len(got) != 0 {
 		t.Errorf("%v went on beyond the limit", got)
 	}
@@ -236,7 +236,7 @@ func TestARunThatSomebodyWaitsForIsCountedAndNotHeldUp(t *testing.T) {
 		}()
 	}))
 	queued(t, pool, "other", "flow", 1)
-	exec(t, pool, `
+	pgtest.Exec(t, pool, `
 		with w as (insert into agent_workers (expires_at) values (clock_timestamp() + interval '1 hour') returning id)
 		insert into agent_executions (trace_id, surface, flow, status, claim, claimed_by) select 'x', 'flow', 'x', 'running', 1, id from w`)
 	got, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
@@ -274,7 +274,7 @@ func TestLimitsAreSetAsAWhole(t *testing.T) {
 // jobs counts the hints that River was given.
 func jobs(t *testing.T, db postgres.DB) int {
 	t.Helper()
-	return value[int](t, db, `select count(*) from river.river_job where kind = 'execution_wake'`)
+	return pgtest.Value[int](t, db, `select count(*) from river.river_job where kind = 'execution_wake'`)
 }
 
 func TestAProcessThatDeliversAttendsAtOnce(t *testing.T) {
@@ -391,7 +391,7 @@ func TestAClaimFromTheQueueTakesItsLanesOver(t *testing.T) {
 		t.Fatal(err)
 	}
 	got := until(t, pool, id, executions.Completed)
-	if want := `"` + id + "#" + value[string](t, pool, `select claim::text from agent_executions where id = @id`, postgres.Strict{"id": id}) + `"`; string(got.Result) != want {
+	if want := `"` + id + "#" + pgtest.Value[string](t, pool, `select claim::text from agent_executions where id = @id`, postgres.Strict{"id": id}) + `"`; string(got.Result) != want {
 		t.Errorf("the lane was held by %s, want %s", got.Result, want)
 	}
 }
@@ -430,7 +430,7 @@ func TestAReadyExecutionThatWasLockedIsNotForgotten(t *testing.T) {
 			t.Fatal(err)
 		}
 		locked = pending(t, pool)
-		exec(t, tx, `select from agent_executions where id = @id for no key update`, postgres.Strict{"id": locked})
+		pgtest.Exec(t, tx, `select from agent_executions where id = @id for no key update`, postgres.Strict{"id": locked})
 		until(t, pool, p.begin(t, "flow"), executions.Completed) // the workers have looked
 		if get(t, pool, locked).Status == executions.Pending {
 			return true
@@ -453,7 +453,7 @@ func TestAThousandWaitsLoseNoWakeAndDoubleNone(t *testing.T) {
 	const many = 1000
 	pool := pgtest.DB(t)
 	one, two := start(t, pool, awaits(0)), start(t, pool, awaits(0))
-	exec(t, pool, `
+	pgtest.Exec(t, pool, `
 		insert into agent_executions (trace_id, surface, flow, input)
 		select 'fl_storm', 'flow', 'flow', to_jsonb('key ' || n) from generate_series(1, @many::int) n`, postgres.Strict{"many": many})
 	var sent []int
@@ -484,7 +484,7 @@ func TestAThousandWaitsLoseNoWakeAndDoubleNone(t *testing.T) {
 		t.Fatal(err)
 	}
 	pgtest.Eventually(t, 2*patience, func() bool {
-		return value[int](t, pool, `select count(*) from agent_executions where status <> 'completed'`) == 0
+		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status <> 'completed'`) == 0
 	}, "all are completed")
 	for what, sql := range map[string]string{
 		"events that nobody took": `select count(*) from agent_events where event = 'EVENT_COMPLETED' and consumed_by is null`,
@@ -499,11 +499,11 @@ func TestAThousandWaitsLoseNoWakeAndDoubleNone(t *testing.T) {
 		"ends told twice": `
 			select count(*) - count(distinct key) from agent_events where event = 'AGENT_COMPLETED'`,
 	} {
-		if n := value[int](t, pool, sql); n != 0 {
+		if n := pgtest.Value[int](t, pool, sql); n != 0 {
 			t.Errorf("%d %s", n, what)
 		}
 	}
-	if n := value[int](t, pool, `select count(*) from agent_checkpoints where step = 'event'`); n != many {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_checkpoints where step = 'event'`); n != many {
 		t.Errorf("%d outcomes", n)
 	}
 }
@@ -613,7 +613,7 @@ func kill(t *testing.T, pool *pgxpool.Pool) {
 		t.Errorf("the process says %q, %v", said, err)
 	}
 	pgtest.Eventually(t, 2*patience, func() bool {
-		return value[bool](t, pool, `
+		return pgtest.Value[bool](t, pool, `
 			select (select count(*) from agent_executions where status = 'waiting') = @n
 			   and (select count(*) from effects) = @n
 			   and (select count(*) from agent_executions where status = 'running' and claimed_by is not null) = @n`, postgres.Strict{"n": many})
@@ -630,17 +630,17 @@ func TestAKilledProcessLosesNothing(t *testing.T) {
 	effects(t, pool)
 	kill(t, pool)
 	const waits = `select string_agg(id || ' ' || waiting_until || ' ' || wait_number, ',' order by id) from agent_executions where status = 'waiting'`
-	before := value[string](t, pool, waits)
-	exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`) // as time would
+	before := pgtest.Value[string](t, pool, waits)
+	pgtest.Exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`) // as time would
 	p := start(t, pool, restartFlows(func(context.Context) error { return nil }), patient)
 	pgtest.Eventually(t, 2*patience, func() bool {
-		return value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) == many
+		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) == many
 	}, "all that ran move on")
-	if value[string](t, pool, waits) != before {
+	if pgtest.Value[string](t, pool, waits) != before {
 		t.Error("those that waited do not wait as before")
 	}
 	// Each effect once; the first step is the killed claim's, the others the next one's.
-	got := value[string](t, pool, `
+	got := pgtest.Value[string](t, pool, `
 		select concat_ws(' ', (select count(*) from effects), (select count(distinct by) from effects),
 		       (select count(*) from agent_checkpoints where step = 'first' and claim = 1),
 		       (select count(*) from agent_checkpoints where step <> 'first' and claim > 1),

@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -193,7 +194,7 @@ func TestADelegatedTaskActsAsTheAgentItIsGivenTo(t *testing.T) {
 	if names := toolNames(asked); !slices.Equal(names, []string{"delegate", "probe"}) {
 		t.Errorf("the child was offered %v", names)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_activity where agent = 'billing' and skill_name = 'model_call'`); n != 1 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where agent = 'billing' and skill_name = 'model_call'`); n != 1 {
 		t.Errorf("%d model calls are billing's", n)
 	}
 	var schema struct {
@@ -224,7 +225,7 @@ func TestNobodyDelegatesToAnAgentThatIsNotNamed(t *testing.T) {
 	w.delegates(t)
 	e := w.engine(t, true)
 	until(t, w, begin(t, w, e), executions.Completed)
-	if n := value[int](t, w.pool, `select count(*) from agent_executions where flow = 'delegate'`); n != 0 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where flow = 'delegate'`); n != 0 {
 		t.Errorf("%d tasks were delegated", n)
 	}
 }

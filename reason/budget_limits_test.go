@@ -103,7 +103,7 @@ func TestARefusalIsRecorded(t *testing.T) {
 		t.Fatalf("the execution is %s: %v", x.Status, err)
 	}
 	w.loop.Limits = budgets.Limits{}
-	exec(t, w.pool, `select deliver_agent_event('EVENT_COMPLETED', 'go')`)
+	pgtest.Exec(t, w.pool, `select deliver_agent_event('EVENT_COMPLETED', 'go')`)
 	if err := e.ClaimAndRun(t.Context(), x.ID); err != nil {
 		t.Fatal(err)
 	}
@@ -116,11 +116,11 @@ func TestAnotherRunsReservationIsWaitedForAndThenEndsTheTurn(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("ok").WithUsage(100, 10, 0))
 	w.loop.Limits = budgets.Limits{Day: budgets.Limit{Tokens: 3000}, Patience: 300 * time.Millisecond}
-	other := value[string](t, w.pool, `
+	other := pgtest.Value[string](t, w.pool, `
 		with w as (insert into agent_workers (expires_at) values (clock_timestamp() + interval '1 hour') returning id)
 		insert into agent_executions (trace_id, surface, flow, status, claim, claimed_by)
 		select 'fl_x', 'flow', 'other', 'running', 1, id from w returning id::text`)
-	exec(t, w.pool, `
+	pgtest.Exec(t, w.pool, `
 		select lanekeeper.reserve_agent_budget($1, 1, 'model', '[{"scope": "day:{day}", "tokens": 3000, "usd": 0}]',
 		       '{"prompt_tokens": 1000, "prompt_usd": 0, "token_usd": 0, "wanted": 1950, "enough": 1000, "least": 100}')`, other)
 	x, got := w.completed(t)
@@ -130,7 +130,7 @@ func TestAnotherRunsReservationIsWaitedForAndThenEndsTheTurn(t *testing.T) {
 	if rows := named(w.rows(t, x), "model_call"); len(rows) != 1 || rows[0].Class != "budget_day" {
 		t.Errorf("rows are %+v", rows)
 	}
-	exec(t, w.pool, `select lanekeeper.settle_agent_budget($1, 'model', '{"tokens": 500, "usd": 0, "unknown_tokens": 0, "unknown_usd": 0}')`, other)
+	pgtest.Exec(t, w.pool, `select lanekeeper.settle_agent_budget($1, 'model', '{"tokens": 500, "usd": 0, "unknown_tokens": 0, "unknown_usd": 0}')`, other)
 	if _, got := w.completed(t); got.Ended != reason.Answered {
 		t.Errorf("after the other was settled the outcome is %+v", got)
 	}
@@ -214,8 +214,8 @@ func TestWhatMayBeBilledIsSpentAtItsWorstCase(t *testing.T) {
 func (w *world) agree(t *testing.T, id string) {
 	t.Helper()
 	day := w.book(t)
-	sum := value[int64](t, w.pool, `select coalesce(sum(tokens), 0)::bigint from agent_spend`)
-	unknown := value[int64](t, w.pool, `
+	sum := pgtest.Value[int64](t, w.pool, `select coalesce(sum(tokens), 0)::bigint from agent_spend`)
+	unknown := pgtest.Value[int64](t, w.pool, `
 		select coalesce(sum((token_usage ->> 'unknown_tokens')::bigint), 0)::bigint from agent_activity where execution_id = $1`, id)
 	if sum != day.Spent || unknown != day.Unknown {
 		t.Errorf("the log has %d tokens, %d of them unknown, the day %+v", sum, unknown, day)
@@ -242,7 +242,7 @@ func TestACancelledCallCountsInFull(t *testing.T) {
 	if got := w.book(t); got.Aside != 0 || got.Spent < models.DefaultMaxTokens || got.Unknown != got.Spent {
 		t.Errorf("the day has %+v", got)
 	}
-	w.agree(t, value[string](t, w.pool, `select id::text from agent_executions`))
+	w.agree(t, pgtest.Value[string](t, w.pool, `select id::text from agent_executions`))
 }
 
 func TestACallRepeatedAfterACrashIsCountedTwice(t *testing.T) {
@@ -265,9 +265,9 @@ func TestACallRepeatedAfterACrashIsCountedTwice(t *testing.T) {
 		return err
 	})
 	pgtest.Eventually(t, patience, func() bool { return len(w.model.Requests()) == 1 }, "the model is asked")
-	exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
+	pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 	w.engine(t, true)
-	until(t, w, value[string](t, w.pool, `select id::text from agent_executions`), executions.Completed)
+	until(t, w, pgtest.Value[string](t, w.pool, `select id::text from agent_executions`), executions.Completed)
 	stop(context.Canceled)
 	if err := first.Wait(); err != nil {
 		t.Logf("first process: %v", err)
@@ -275,7 +275,7 @@ func TestACallRepeatedAfterACrashIsCountedTwice(t *testing.T) {
 	if got := w.book(t); got.Aside != 0 || got.Spent != got.Unknown+110 {
 		t.Errorf("the day has %+v", got)
 	}
-	w.agree(t, value[string](t, w.pool, `select id::text from agent_executions`))
+	w.agree(t, pgtest.Value[string](t, w.pool, `select id::text from agent_executions`))
 }
 
 // 64 runs at once, of which the day's limit lets some through: no more than fit, and as many as fit.

@@ -13,6 +13,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -189,7 +190,7 @@ func TestAFailingSkillIsToldToTheModel(t *testing.T) {
 	if rows := named(w.rows(t, x), "probe"); len(rows) != 1 || rows[0].Class != "http_status" || got.Text != "Too bad." {
 		t.Errorf("rows are %+v, outcome %+v", rows, got)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_skill_calls where skill_name = 'probe' and status = 'error'`); n != 1 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_skill_calls where skill_name = 'probe' and status = 'error'`); n != 1 {
 		t.Errorf("%d failures count", n)
 	}
 }
@@ -264,9 +265,9 @@ func TestOnlySkillsInScopeAndInServiceAreOffered(t *testing.T) {
 		w.builtins[name] = noop
 		w.put(t, skills.Definition{Name: name, Scope: scope})
 	}
-	exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'admin' where name = 'off'`)
-	exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_at = clock_timestamp() where name in ('resting', 'tried', 'tried_outer')`)
-	exec(t, w.pool, `update agent_skills set trial_at = clock_timestamp() where name like 'tried%'`)
+	pgtest.Exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'admin' where name = 'off'`)
+	pgtest.Exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_at = clock_timestamp() where name in ('resting', 'tried', 'tried_outer')`)
+	pgtest.Exec(t, w.pool, `update agent_skills set trial_at = clock_timestamp() where name like 'tried%'`)
 	w.completed(t)
 	var offered []string
 	for _, tool := range w.model.Requests()[0].Tools {
@@ -304,7 +305,7 @@ func TestASkillTakenOutOfServiceDuringTheTurnIsNotCalled(t *testing.T) {
 func TestASkillOnTrialIsCalledOnceAndReturnsToService(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.Text("ok"))
-	exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_at = clock_timestamp(), trial_at = clock_timestamp() where name = 'probe'`)
+	pgtest.Exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_at = clock_timestamp(), trial_at = clock_timestamp() where name = 'probe'`)
 	x, got := w.completed(t)
 	if !slices.Equal(got.Calls, []string{"probe"}) {
 		t.Errorf("outcome is %+v", got)
@@ -325,7 +326,7 @@ func TestATrialThatFailsIsNotTriedAgain(t *testing.T) {
 		called++
 		return nil, errBroken
 	}
-	exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_at = clock_timestamp(), trial_at = clock_timestamp() where name = 'probe'`)
+	pgtest.Exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_at = clock_timestamp(), trial_at = clock_timestamp() where name = 'probe'`)
 	w.completed(t)
 	added := w.since(t, 1)
 	if called != 1 || !strings.Contains(added[1].Content, "it broke") || !strings.Contains(added[2].Content, `"error":"disabled"`) {

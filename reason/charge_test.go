@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
 // One answer that calls a skill 25 times is that skill's spend; calls of what is no skill, and the answer in words, are the surface's.
@@ -15,12 +16,12 @@ func TestAModelCallIsChargedToWhatItsAnswerCalls(t *testing.T) {
 	}
 	w := newWorld(t, many, modeltest.ToolCall("imagined", `{}`).WithUsage(10, 1, 0), modeltest.Text("Done.").WithUsage(20, 2, 0))
 	x, _ := w.completed(t)
-	spent := value[string](t, w.pool, `
+	spent := pgtest.Value[string](t, w.pool, `
 		select string_agg(format('%s|%s|%s', s.skill, s.calls, s.tokens), ' ' order by s.skill) from agent_spend s where s.surface = $1`, x.Surface)
 	if spent != "|2|33 sizes|1|1000" {
 		t.Errorf("spent is %s", spent)
 	}
-	asked := value[string](t, w.pool, `
+	asked := pgtest.Value[string](t, w.pool, `
 		select format('%s of %s, by %s', count(m.id), count(*), count(distinct m.id))
 		  from agent_activity a left join agent_activity m on m.id = a.cause_id and m.kind = 'model'
 		 where a.execution_id = $1 and a.kind = 'call'`, x.ID)

@@ -275,7 +275,7 @@ func TestACrashWhileDelegatingStartsOneChild(t *testing.T) {
 				w.engine(t, true)
 			}
 			x = until(t, w, x.ID, executions.Completed)
-			if n := value[int](t, w.pool, `select count(*) from agent_executions where parent_id = $1`, x.ID); n != 1 {
+			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where parent_id = $1`, x.ID); n != 1 {
 				t.Errorf("%d children", n)
 			}
 			if got := w.book(t); got.Aside != 0 || got.Unknown != 0 {
@@ -305,7 +305,7 @@ func TestManyDelegateAtOnce(t *testing.T) {
 	for _, id := range parents {
 		until(t, w, id, executions.Completed)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_executions where flow = 'delegate' and status = 'completed'`); n != 16 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where flow = 'delegate' and status = 'completed'`); n != 16 {
 		t.Errorf("%d tasks were done, want 16", n)
 	}
 }

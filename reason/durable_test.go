@@ -67,7 +67,7 @@ func (w *world) survive(t *testing.T, c *crash) executions.Execution {
 	case <-t.Context().Done():
 		t.Fatal("neither crashed nor ended")
 	}
-	exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
+	pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 	w.engine(t, true)
 	var got executions.Execution
 	pgtest.Eventually(t, patience, func() bool {
@@ -172,10 +172,10 @@ func TestCrashBetweenAnyTwoStepsRepeatsNothing(t *testing.T) {
 			if calls.Load() != 2 {
 				t.Errorf("skills were called %d times, want 2", calls.Load())
 			}
-			if n := value[int](t, w.pool, `select count(*) from agent_approvals`); n != 1 {
+			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals`); n != 1 {
 				t.Errorf("%d approvals, want 1", n)
 			}
-			if n := value[int](t, w.pool, `select count(*) from agent_activity where status = 'pending_approval'`); n != 1 {
+			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where status = 'pending_approval'`); n != 1 {
 				t.Errorf("%d rows that await approval, want 1", n)
 			}
 			if want := []string{"sizes", "broken (failed)", "drop (awaits approval)"}; !slices.Equal(got.Calls, want) {
@@ -202,7 +202,7 @@ func TestCrashDuringAModelCallAsksAgainUnderTheSameKey(t *testing.T) {
 			return modeltest.ToolCall("probe", `{}`)
 		case asked.Add(1) == 1: // the process dies while it waits for this answer
 			c.done.Store(true)
-			c.came <- value[string](t, w.pool, `select id::text from agent_executions`)
+			c.came <- pgtest.Value[string](t, w.pool, `select id::text from agent_executions`)
 			return modeltest.Custom(func(http.ResponseWriter, *http.Request) {
 				<-c.wake
 				panic(http.ErrAbortHandler)
@@ -257,7 +257,7 @@ func TestCrashDuringASkillCall(t *testing.T) {
 			if len(requests) != 2 || !strings.Contains(last[len(last)-1].Content, test.reply) {
 				t.Errorf("%d requests; the model was told %q", len(requests), last[len(last)-1].Content)
 			}
-			states := value[[]string](t, w.pool, `
+			states := pgtest.Value[[]string](t, w.pool, `
 				select array_agg(status order by id) from agent_activity
 				 where execution_id = @id and skill_name = 'act' and error_class <> 'stale'`, postgres.Strict{"id": x.ID})
 			if states[len(states)-1] != test.ended || slices.Contains(states, "running") {

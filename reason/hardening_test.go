@@ -14,6 +14,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -146,7 +147,7 @@ func TestAStormOfRefusalsEndsTheTurnWithoutHarm(t *testing.T) {
 	if len(rows) != 2 || rows[1].Status != "error" || rows[1].Class != "model" || !strings.Contains(rows[1].Message, "429") {
 		t.Errorf("%d rows, the last says %q", len(rows), rows[len(rows)-1].Message)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_activity_open`); n != 0 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity_open`); n != 0 {
 		t.Errorf("%d rows are open", n)
 	}
 }

@@ -131,7 +131,7 @@ func TestAnApprovedCallIsMadeByTheTurnThatWaits(t *testing.T) {
 	if len(rows) != 2 || rows[0].Status != "pending_approval" || rows[1].Status != "success" {
 		t.Errorf("rows are %+v", rows)
 	}
-	same := value[bool](t, w.pool, `
+	same := pgtest.Value[bool](t, w.pool, `
 		select a.consumed_for = a.execution_id || ' approved ' || a.id and c.created_at <= a.consumed_at + interval '1 second' and c.step = 'approved ' || a.id
 		  from agent_approvals a join agent_activity c on c.execution_id = a.execution_id and c.skill_name = 'drop' and c.status = 'success'`)
 	if !same {
@@ -156,7 +156,7 @@ func TestOneDenialEndsIt(t *testing.T) {
 	if got := outcome(t, x); got.Text != "I may not." || len(d.list()) != 0 || asked != 1 {
 		t.Errorf("execution is %s (%s), calls %q, asked %d times", x.Status, deref(x.ErrorMessage), d.list(), asked)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_approvals`); n != 1 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals`); n != 1 {
 		t.Errorf("%d approvals were asked for", n)
 	}
 	replies := 0
@@ -170,7 +170,7 @@ func TestOneDenialEndsIt(t *testing.T) {
 			t.Errorf("the model was told %s", r.Content)
 		}
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_skill_calls where skill_name = 'drop'`); n != 0 || replies != 3 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_skill_calls where skill_name = 'drop'`); n != 0 || replies != 3 {
 		t.Errorf("%d replies; a denial counts as %d calls of the skill", replies, n)
 	}
 }
@@ -197,7 +197,7 @@ func TestAnApprovedCallMadeAgainIsAskedForAgain(t *testing.T) {
 	x := w.park(t)
 	w.engine(t, true)
 	w.ended(t, x.ID, w.approveAll(t))
-	if n := value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`); n != 2 || len(d.list()) != 2 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`); n != 2 || len(d.list()) != 2 {
 		t.Errorf("%d grants for calls %q", n, d.list())
 	}
 }
@@ -236,7 +236,7 @@ func TestAnApprovalThatNobodyDecidesIsADenial(t *testing.T) {
 	d := w.parking(t)
 	w.plan(modeltest.ToolCall("drop", `{"table":"x"}`), modeltest.Text("Nobody."))
 	x := w.park(t)
-	exec(t, w.pool, `update agent_executions set waiting_until = clock_timestamp() where id = @id`, postgres.Strict{"id": x.ID})
+	pgtest.Exec(t, w.pool, `update agent_executions set waiting_until = clock_timestamp() where id = @id`, postgres.Strict{"id": x.ID})
 	w.engine(t, true)
 	w.ended(t, x.ID, nil)
 	if told := w.since(t, 1)[1].Content; !strings.Contains(told, `"DENIED"`) || !strings.Contains(told, "nobody decided in time") || len(d.list()) != 0 {
@@ -332,7 +332,7 @@ func TestCrashAnywhereAroundAnApproval(t *testing.T) {
 				select {
 				case <-c.came:
 					second = true
-					exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
+					pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 					w.engine(t, true)
 				default:
 				}
@@ -347,10 +347,10 @@ func TestCrashAnywhereAroundAnApproval(t *testing.T) {
 			if calls := d.list(); !slices.Equal(calls, []string{`{"table":"x"}`, `{"table":"y"}`}) {
 				t.Errorf("calls are %q", calls)
 			}
-			if n := value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`); n != 2 {
+			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`); n != 2 {
 				t.Errorf("%d grants were used", n)
 			}
-			if n := value[int](t, w.pool, `select count(*) from agent_approvals`); n != 2 || len(w.transcripts(t)) != 2 {
+			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals`); n != 2 || len(w.transcripts(t)) != 2 {
 				t.Errorf("%d approvals, %d model calls", n, len(w.transcripts(t)))
 			}
 		})
@@ -398,7 +398,7 @@ func TestCrashDuringAnApprovedCall(t *testing.T) {
 			got := w.endedAfter(t, x.ID, func() {
 				select {
 				case <-c.came:
-					exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
+					pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 					w.engine(t, true)
 				default:
 				}
@@ -407,7 +407,7 @@ func TestCrashDuringAnApprovedCall(t *testing.T) {
 			if got.Status != executions.Completed || calls.Load() != test.calls {
 				t.Errorf("execution is %s (%s), %d calls", got.Status, deref(got.ErrorMessage), calls.Load())
 			}
-			if n := value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`); n != 1 {
+			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`); n != 1 {
 				t.Errorf("%d grants were used", n)
 			}
 			told := w.since(t, len(w.model.Requests())-1)[1].Content

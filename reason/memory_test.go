@@ -13,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/memory"
 )
 
@@ -151,7 +152,7 @@ func TestWhatATurnHasReadSurvivesItsProcess(t *testing.T) {
 		n := answers(req)
 		if n == 1 && c.done.CompareAndSwap(false, true) { // it has read, and is lost before it writes
 			w.keep(t, "theirs")
-			c.came <- value[string](t, w.pool, `select id::text from agent_executions`)
+			c.came <- pgtest.Value[string](t, w.pool, `select id::text from agent_executions`)
 			return modeltest.Custom(func(http.ResponseWriter, *http.Request) {
 				<-c.wake
 				panic(http.ErrAbortHandler)

@@ -11,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/prompts"
@@ -92,7 +93,7 @@ func TestARecordedPromptIsWhatTheModelWasAsked(t *testing.T) {
 	if second.SharedParts != 1+len(page.Calls[0].Messages) || second.TokenUsage.CachedTokens != 96 || second.TokenUsage.PromptTokens != 140 {
 		t.Errorf("the second call shares %d parts, with usage %+v", second.SharedParts, second.TokenUsage)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_prompt_parts`); n != 1+len(second.Messages) {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_prompt_parts`); n != 1+len(second.Messages) {
 		t.Errorf("%d parts are stored, of two prompts with %d", n, 1+len(second.Messages))
 	}
 }
@@ -111,7 +112,7 @@ func TestAPromptIsRecordedWithoutSecrets(t *testing.T) {
 	if !strings.Contains(string(last.Body), redact.Marker) {
 		t.Errorf("recorded: %s", last.Body)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_prompt_parts where body like '%hunter2%'`); n != 0 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_prompt_parts where body like '%hunter2%'`); n != 0 {
 		t.Errorf("%d parts contain the secret", n)
 	}
 }
@@ -120,10 +121,10 @@ func TestTurnsShareThePartsOfTheirPrompts(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."))
 	first, _ := w.completed(t)
-	before := value[int](t, w.pool, `select count(*) from agent_prompt_parts`)
+	before := pgtest.Value[int](t, w.pool, `select count(*) from agent_prompt_parts`)
 	w.turn.Prompt = "And now?"
 	second, _ := w.completed(t)
-	if after := value[int](t, w.pool, `select count(*) from agent_prompt_parts`); after != before+1 {
+	if after := pgtest.Value[int](t, w.pool, `select count(*) from agent_prompt_parts`); after != before+1 {
 		t.Errorf("the second turn added %d parts, want its message alone", after-before)
 	}
 	a, b := w.prompted(t, first).Calls[0], w.prompted(t, second).Calls[0]
@@ -148,7 +149,7 @@ func TestACallThatFailedHasItsPrompt(t *testing.T) {
 func TestAPromptThatCannotBeRecordedFailsNoTurn(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Done."), modeltest.Text("Again."))
-	exec(t, w.pool, `alter table agent_prompts add constraint refuses check (activity_id is null)`)
+	pgtest.Exec(t, w.pool, `alter table agent_prompts add constraint refuses check (activity_id is null)`)
 	x, _ := w.completed(t)
 	if page := w.prompted(t, x); len(page.Calls) != 1 || page.Calls[0].Recorded || len(page.Parts) != 0 {
 		t.Errorf("recorded: %+v", page)
@@ -156,7 +157,7 @@ func TestAPromptThatCannotBeRecordedFailsNoTurn(t *testing.T) {
 	if found := w.log.find(t, "prompt not recorded"); len(found) != 1 || !strings.Contains(found[0]["error"].(string), "refuses") {
 		t.Errorf("logged: %v", found)
 	}
-	exec(t, w.pool, `alter table agent_prompts drop constraint refuses`)
+	pgtest.Exec(t, w.pool, `alter table agent_prompts drop constraint refuses`)
 	next, _ := w.completed(t)
 	page := w.prompted(t, next)
 	if diff := cmp.Diff(asked(t, w.model.Requests()[1]), recorded(t, page, page.Calls[0])); diff != "" {
@@ -168,13 +169,13 @@ func TestALockedPartBlocksNoTurn(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."))
 	w.completed(t)
-	exec(t, w.pool, `update agent_prompt_parts set used_on = used_on - 1`)
+	pgtest.Exec(t, w.pool, `update agent_prompt_parts set used_on = used_on - 1`)
 	tx, err := w.pool.Begin(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer func() { _ = tx.Rollback(t.Context()) }()
-	exec(t, tx, `update agent_prompt_parts set truncated = truncated`)
+	pgtest.Exec(t, tx, `update agent_prompt_parts set truncated = truncated`)
 	if x, _ := w.completed(t); w.prompted(t, x).Calls[0].Recorded {
 		t.Error("a prompt whose parts are locked is recorded")
 	}
@@ -210,7 +211,7 @@ func TestPartsThatSomebodyDeletedAreStoredAgain(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."), modeltest.Text("Three."))
 	w.completed(t)
-	exec(t, w.pool, `delete from agent_prompt_parts`)
+	pgtest.Exec(t, w.pool, `delete from agent_prompt_parts`)
 	w.completed(t)
 	if found := w.log.find(t, "parts of a prompt not recorded"); len(found) != 1 {
 		t.Errorf("logged: %v", found)
@@ -277,7 +278,7 @@ func TestAPromptIsRecordedInTheFormThatTheServerTook(t *testing.T) {
 func TestAPromptThatCannotBeAmendedFailsNoTurn(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Done."))
-	exec(t, w.pool, `alter table agent_prompts add constraint unamended check (not options ? 'max_tokens')`)
+	pgtest.Exec(t, w.pool, `alter table agent_prompts add constraint unamended check (not options ? 'max_tokens')`)
 	x, _ := w.completed(t)
 	if page := w.prompted(t, x); !page.Calls[0].Recorded {
 		t.Error("what was recorded before the call is gone")

@@ -12,6 +12,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -115,7 +116,7 @@ func TestInvalidParametersAreCorrectedWithSchemaAndErrors(t *testing.T) {
 			if len(rows) != 2 || rows[0].Class != "invalid_params" || rows[0].Status != "error" || rows[1].Status != "success" {
 				t.Errorf("rows are %+v", rows)
 			}
-			if n := value[int](t, w.pool, `select count(*) from agent_skill_calls where skill_name = 'sizes' and status = 'error'`); n != 0 {
+			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_skill_calls where skill_name = 'sizes' and status = 'error'`); n != 0 {
 				t.Errorf("the model's mistake counts as %d failures of the skill", n)
 			}
 		})
@@ -208,7 +209,7 @@ func TestStallAfterTwoRetries(t *testing.T) {
 	if len(logged) != 1 || logged[0]["level"] != "ERROR" || logged[0]["attempts"] == nil || logged[0]["last_calls"] != "probe" || logged[0]["context"] != nil || logged[0]["purpose"] != "test" {
 		t.Errorf("log is %v", logged)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_skill_calls where status = 'error'`); n != 0 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_skill_calls where status = 'error'`); n != 0 {
 		t.Errorf("%d failures count against skills", n)
 	}
 }
@@ -252,7 +253,7 @@ func TestASkillThatNeedsLeaveIsAskedForOnce(t *testing.T) {
 	if again := w.since(t, 2)[1].Content; !strings.Contains(again, told.ApprovalID) {
 		t.Errorf("the second time the model was told %s", again)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_approvals where status = 'pending'`); n != 2 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals where status = 'pending'`); n != 2 {
 		t.Errorf("%d approvals, want one for each set of arguments", n)
 	}
 	rows := named(w.rows(t, x), "drop")

@@ -220,21 +220,6 @@ func (w *world) since(t *testing.T, n int) []openai.ChatCompletionMessage {
 	return requests[n].Messages[len(requests[n-1].Messages):]
 }
 
-func exec(t *testing.T, db postgres.DB, sql string, args ...any) {
-	t.Helper()
-	if _, err := db.Exec(t.Context(), sql, args...); err != nil {
-		t.Fatalf("%s: %v", sql, err)
-	}
-}
-
-func value[T any](t *testing.T, db postgres.DB, sql string, args ...any) (v T) {
-	t.Helper()
-	if err := db.QueryRow(t.Context(), sql, args...).Scan(&v); err != nil {
-		t.Fatalf("%s: %v", sql, err)
-	}
-	return v
-}
-
 // journal keeps what was logged.
 type journal struct {
 	mu   sync.Mutex

@@ -11,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
@@ -103,7 +104,7 @@ func TestAThreadKeepsItsAgent(t *testing.T) {
 			}
 		}
 	}
-	rows := value[string](t, w.pool, `
+	rows := pgtest.Value[string](t, w.pool, `
 		select string_agg(distinct x.agent || ' ' || a.agent || ' ' || th.agent, ', ' order by x.agent || ' ' || a.agent || ' ' || th.agent)
 		  from agent_executions x join agent_activity a on a.execution_id = x.id join agent_threads th on th.id = x.thread_id`)
 	if rows != "billing billing billing, sales sales sales" {
@@ -120,7 +121,7 @@ func TestAGreetingBeginsANewThread(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	said := value[string](t, w.pool, `select string_agg(role || ': ' || content, ', ' order by seq) from agent_messages`)
+	said := pgtest.Value[string](t, w.pool, `select string_agg(role || ': ' || content, ', ' order by seq) from agent_messages`)
 	if want := "assistant: Hola, soy Nora., user: Are you there?, assistant: Yes., user: Are you there?, assistant: Still."; said != want {
 		t.Errorf("the thread is %s", said)
 	}

@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
 func TestAParameterThatCannotBeHonouredIsRefusedByName(t *testing.T) {
@@ -36,7 +37,7 @@ func TestAParameterThatCannotBeHonouredIsRefusedByName(t *testing.T) {
 			t.Errorf("%s: %d %s", value, r.StatusCode, body)
 		}
 	}
-	if n := value[int](t, p.pool, `select count(*) from agent_threads`); n != 0 {
+	if n := pgtest.Value[int](t, p.pool, `select count(*) from agent_threads`); n != 0 {
 		t.Errorf("%d threads were begun by requests that were refused", n)
 	}
 }

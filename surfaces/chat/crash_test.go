@@ -20,8 +20,8 @@ import (
 // after the fence of that write.
 func loseAt(t *testing.T, db postgres.DB, table string, k int) {
 	t.Helper()
-	exec(t, db, `create sequence test_writes`) // which counts a write that is rolled back, too
-	exec(t, db, fmt.Sprintf(`
+	pgtest.Exec(t, db, `create sequence test_writes`) // which counts a write that is rolled back, too
+	pgtest.Exec(t, db, fmt.Sprintf(`
 		create function test_lose() returns trigger language plpgsql as $$
 		begin
 		  if nextval('test_writes') = %d then
@@ -30,7 +30,7 @@ func loseAt(t *testing.T, db postgres.DB, table string, k int) {
 		  end if;
 		  return null;
 		end $$`, k))
-	exec(t, db, fmt.Sprintf(`create trigger test_lose after insert on %s for each statement execute function test_lose()`, table))
+	pgtest.Exec(t, db, fmt.Sprintf(`create trigger test_lose after insert on %s for each statement execute function test_lose()`, table))
 }
 
 // TestATurnSurvivesTheLossOfItsProcessAnywhere loses the first process right after the message is stored, and after its
@@ -84,11 +84,11 @@ func surviveLoss(t *testing.T, table string, k int) bool {
 		return err
 	})
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, w.pool, `select count(*) from agent_executions`) == 1
+		return pgtest.Value[int](t, w.pool, `select count(*) from agent_executions`) == 1
 	}, "the turn begins")
 	w.process(t)
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, w.pool, `select count(*) from agent_executions where status = 'completed'`) == 1
+		return pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where status = 'completed'`) == 1
 	}, "another process ends the turn")
 	if err := group.Wait(); err != nil {
 		t.Fatal(err)
@@ -111,11 +111,11 @@ func surviveLoss(t *testing.T, table string, k int) bool {
 		"nothing left running":  `select count(*) = 0 from agent_activity where status = 'running'`,
 		"no sketch left behind": `select count(*) = 0 from agent_message_drafts`,
 	} {
-		if !value[bool](t, w.pool, sql) {
+		if !pgtest.Value[bool](t, w.pool, sql) {
 			t.Errorf("not so: %s", what)
 		}
 	}
-	return value[bool](t, w.pool, `select is_called and last_value >= $1 from test_writes`, k)
+	return pgtest.Value[bool](t, w.pool, `select is_called and last_value >= $1 from test_writes`, k)
 }
 
 // TestQueuedTurnsKeepTheirOrderThroughALoss loses a process with three messages of one thread in it.
@@ -138,14 +138,14 @@ func TestQueuedTurnsKeepTheirOrderThroughALoss(t *testing.T) {
 			return err
 		})
 		pgtest.Eventually(t, patience, func() bool {
-			return value[int](t, w.pool, `select count(*) from agent_messages where role = 'user'`) == i+1
+			return pgtest.Value[int](t, w.pool, `select count(*) from agent_messages where role = 'user'`) == i+1
 		}, "the message is stored")
 	}
 	receive(t, g.asked)
-	exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
+	pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 	w.process(t)
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, w.pool, `select count(*) from agent_executions where status = 'completed'`) == 3
+		return pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where status = 'completed'`) == 3
 	}, "another process answers all")
 	close(g.pieces)
 	if err := group.Wait(); err != nil {
@@ -163,9 +163,9 @@ func TestTheAnswerAndTheEndOfATurnAreOneTransaction(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Nine."))
 	p := w.process(t)
-	exec(t, w.pool, `create sequence test_ends`)
-	exec(t, w.pool, `create table test_seen (recorded bigint, said bigint)`)
-	exec(t, w.pool, `
+	pgtest.Exec(t, w.pool, `create sequence test_ends`)
+	pgtest.Exec(t, w.pool, `create table test_seen (recorded bigint, said bigint)`)
+	pgtest.Exec(t, w.pool, `
 		create function test_refuse() returns trigger language plpgsql as $$
 		begin
 		  if nextval('test_ends') = 1 then
@@ -175,7 +175,7 @@ func TestTheAnswerAndTheEndOfATurnAreOneTransaction(t *testing.T) {
 		                               (select count(*) from agent_messages where role = 'assistant');
 		  return new;
 		end $$`)
-	exec(t, w.pool, `create trigger test_refuse before update on agent_executions for each row
+	pgtest.Exec(t, w.pool, `create trigger test_refuse before update on agent_executions for each row
 	  when (new.status = 'completed') execute function test_refuse()`)
 	got, err := p.client(inThread("s")...).CreateChatCompletion(t.Context(), says("When?"))
 	if err != nil || got.Choices[0].Message.Content != "Nine." {
@@ -187,7 +187,7 @@ func TestTheAnswerAndTheEndOfATurnAreOneTransaction(t *testing.T) {
 	if n := len(w.model.Requests()); n != 1 {
 		t.Errorf("the model was asked %d times", n)
 	}
-	if !value[bool](t, w.pool, `select count(*) = 1 and bool_and(recorded = 1 and said = 1) from test_seen`) {
+	if !pgtest.Value[bool](t, w.pool, `select count(*) = 1 and bool_and(recorded = 1 and said = 1) from test_seen`) {
 		t.Error("the record and the message of the first try are still there, or those of the second are not")
 	}
 }

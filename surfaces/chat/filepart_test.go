@@ -11,6 +11,7 @@ import (
 	gopenai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
@@ -26,7 +27,7 @@ func inBase64(content string) string { return base64.StdEncoding.EncodeToString(
 // stored lists the documents of threads, with the uploader of each.
 func (w *world) stored(t *testing.T) string {
 	t.Helper()
-	return value[string](t, w.pool, `
+	return pgtest.Value[string](t, w.pool, `
 		select coalesce(string_agg(concat_ws(' ', name, content_type, owner_kind, owner, convert_from(content, 'UTF8')), '; ' order by id), '')
 		  from agent_documents where thread_id is not null`)
 }
@@ -58,7 +59,7 @@ func TestAFileInsideARequestIsStoredWithItsMessage(t *testing.T) {
 		t.Errorf("the model was shown %q", said[0])
 	}
 	other := p.official("shop")
-	_, err := other.Chat.Completions.New(t.Context(), withFile(value[string](t, w.pool, `select id::text from agent_documents where name = 'a.txt'`)))
+	_, err := other.Chat.Completions.New(t.Context(), withFile(pgtest.Value[string](t, w.pool, `select id::text from agent_documents where name = 'a.txt'`)))
 	refusal(t, err, http.StatusNotFound, "file_not_found")
 }
 
@@ -103,7 +104,7 @@ func TestAFileInsideARequestThatCannotBeTakenIsRefused(t *testing.T) {
 			t.Errorf("%s: %d %s", name, r.StatusCode, body)
 		}
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_threads`); n != 0 || w.stored(t) != "" {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_threads`); n != 0 || w.stored(t) != "" {
 		t.Errorf("%d threads, and the documents %s", n, w.stored(t))
 	}
 }

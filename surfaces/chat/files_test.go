@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/requests"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
@@ -147,7 +148,7 @@ func TestFilesAnswerTheRequestOfAFlow(t *testing.T) {
 	if said := w.transcript(t, "t"); len(said) != 5 || !strings.Contains(said[1], "a dent") || !strings.Contains(said[2], "yes") {
 		t.Errorf("the thread: %q", said)
 	}
-	if n := value[int](t, w.pool, `select count(*)::int from agent_documents where thread_id = 't'`); n != 2 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*)::int from agent_documents where thread_id = 't'`); n != 2 {
 		t.Errorf("%d documents belong to the thread", n)
 	}
 }
@@ -181,7 +182,7 @@ func TestAForeignFileAnswersNoRequest(t *testing.T) {
 	client := p.official("site", option.WithHeader("X-Thread-Id", "t"))
 	_, err = client.Chat.Completions.New(t.Context(), withFile(up.ID))
 	refusal(t, err, 404, "file_not_found")
-	if n := value[int](t, w.pool, `select count(*)::int from agent_messages m full join agent_events v on false where m.role = 'user' or v.event = 'DOCUMENT_UPLOADED'`); n != 0 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*)::int from agent_messages m full join agent_events v on false where m.role = 'user' or v.event = 'DOCUMENT_UPLOADED'`); n != 0 {
 		t.Errorf("%d messages and events were stored", n)
 	}
 }

@@ -260,10 +260,10 @@ func TestAResumedTurnKeepsItsForm(t *testing.T) {
 		return nil
 	})
 	receive(t, g.asked)
-	exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
+	pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 	w.process(t)
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, w.pool, `select count(*) from agent_executions where status = 'completed'`) == 1
+		return pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where status = 'completed'`) == 1
 	}, "another process ends the turn")
 	close(g.pieces)
 	if err := group.Wait(); err != nil || !strings.Contains(body, quoted(city)) {

@@ -53,7 +53,7 @@ func TestAVisitorGetsOnlyWhatIsForVisitors(t *testing.T) {
 		"the attempts noted": `select count(*) = 3 from agent_activity where error_class = 'unknown_tool'`,
 		"nothing approved":   `select count(*) = 0 from agent_approvals`,
 	} {
-		if !value[bool](t, w.pool, sql) {
+		if !pgtest.Value[bool](t, w.pool, sql) {
 			t.Errorf("not so: %s", what)
 		}
 	}
@@ -90,9 +90,9 @@ func TestAnApprovalIsWaitedFor(t *testing.T) {
 			var open []approvals.Approval
 			pgtest.Eventually(t, patience, func() bool {
 				open, err = approvals.Pending(t.Context(), w.pool, 10)
-				return err == nil && len(open) == 1 && value[bool](t, w.pool, `select status = 'waiting' from agent_executions`)
+				return err == nil && len(open) == 1 && pgtest.Value[bool](t, w.pool, `select status = 'waiting' from agent_executions`)
 			}, "the turn waits for its approval")
-			if !value[bool](t, w.pool, `select parked from agent_locks where lane = $1`, threads.Lane(w.idOf(t, "r"))) {
+			if !pgtest.Value[bool](t, w.pool, `select parked from agent_locks where lane = $1`, threads.Lane(w.idOf(t, "r"))) {
 				t.Error("the thread's lane is not parked")
 			}
 			if _, err := approvals.Decide(t.Context(), w.pool, open[0].ID, true, "admin", ""); err != nil {
@@ -216,7 +216,7 @@ func TestAnIdempotencyKeyCountsOnce(t *testing.T) {
 	if r, text := p.post(t, `{"model":"agent","messages":[{"role":"user","content":"order two"}]}`, "Idempotency-Key", "k1"); r.StatusCode != http.StatusUnprocessableEntity {
 		t.Errorf("another request with the key: %d %s", r.StatusCode, text)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_messages`); n != 2 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_messages`); n != 2 {
 		t.Errorf("%d messages, want 2", n)
 	}
 	stream, err := p.client("Idempotency-Key", "k2").CreateChatCompletionStream(t.Context(), says("slowly"))

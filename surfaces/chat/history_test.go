@@ -43,7 +43,7 @@ func TestALongHistoryIsCutAndStoredInOneStatement(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."))
 	p := w.process(t, roomy)
-	exec(t, w.pool, countInserts)
+	pgtest.Exec(t, w.pool, countInserts)
 	if r, body := p.post(t, invented(8000, "first"), inThread("long")...); r.StatusCode != http.StatusOK {
 		t.Fatalf("a new thread: %d %s", r.StatusCode, body)
 	}
@@ -51,7 +51,7 @@ func TestALongHistoryIsCutAndStoredInOneStatement(t *testing.T) {
 	if len(lines) != 202 || lines[0] != "user: 7800" || lines[199] != "assistant: 7999" || lines[200] != "user: first" || lines[201] != "assistant: One." {
 		t.Errorf("the thread has %d messages: %s … %s", len(lines), lines[0], strings.Join(lines[max(0, len(lines)-3):], ", "))
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_messages where turn = case role when 'user' then seq else seq - 1 end`); n != 202 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_messages where turn = case role when 'user' then seq else seq - 1 end`); n != 202 {
 		t.Errorf("%d messages have their turn, want 202", n)
 	}
 	if r, body := p.post(t, invented(8000, "second"), inThread("long")...); r.StatusCode != http.StatusOK {
@@ -60,7 +60,7 @@ func TestALongHistoryIsCutAndStoredInOneStatement(t *testing.T) {
 	if lines = w.transcript(t, "long"); len(lines) != 204 || lines[202] != "user: second" {
 		t.Errorf("an existing thread took %d messages", len(lines)-202)
 	}
-	if got := value[string](t, w.pool, `select string_agg(n::text, ' ') from test_inserts`); got != "101 1" {
+	if got := pgtest.Value[string](t, w.pool, `select string_agg(n::text, ' ') from test_inserts`); got != "101 1" {
 		t.Errorf("user messages by statement: %s", got)
 	}
 }
@@ -80,7 +80,7 @@ func TestTooManyNewMessagesAreRefused(t *testing.T) {
 	if _, err := p.client(inThread("many")...).CreateChatCompletion(t.Context(), req); err != nil {
 		t.Fatal(err)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_messages where role = 'user' and turn = 1`); n != 32 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_messages where role = 'user' and turn = 1`); n != 32 {
 		t.Errorf("%d messages are in the turn", n)
 	}
 	body := `{"model":"agent","messages":[` + strings.TrimSuffix(strings.Repeat(`{"role":"user","content":"x"},`, 8000), ",") + `]}`
@@ -148,7 +148,7 @@ func TestTurnsUnderWayAreBounded(t *testing.T) {
 		r, _ := p.post(t, message, inThread("more")...)
 		return r.StatusCode == http.StatusOK
 	}, "a turn that has ended makes room")
-	if n := value[int](t, w.pool, `select count(*) from agent_threads`); n != 9 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_threads`); n != 9 {
 		t.Errorf("%d threads, want 9: what is refused begins none", n)
 	}
 }

@@ -56,18 +56,18 @@ func TestImagesReachTheModelAndStayInTheConversation(t *testing.T) {
 			t.Errorf("request %d has the image of a later message: %v", i, has)
 		}
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_message_images where data is not null`); n != 2 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_message_images where data is not null`); n != 2 {
 		t.Errorf("%d images are stored, want 2", n)
 	}
-	if n := value[int](t, w.pool, `
+	if n := pgtest.Value[int](t, w.pool, `
 		select (select count(*) from agent_activity where strpos(to_jsonb(agent_activity)::text, @data) > 0) +
 		       (select count(*) from agent_checkpoints where strpos(to_jsonb(agent_checkpoints)::text, @data) > 0) +
 		       (select count(*) from agent_executions where strpos(to_jsonb(agent_executions)::text, @data) > 0)`,
 		postgres.Strict{"data": strings.TrimPrefix(pixel("one"), "data:image/png;base64,")}); n != 0 {
 		t.Errorf("the image's bytes are in %d rows of the record", n)
 	}
-	exec(t, w.pool, `delete from agent_threads`)
-	if n := value[int](t, w.pool, `select count(*) from agent_message_images`); n != 0 {
+	pgtest.Exec(t, w.pool, `delete from agent_threads`)
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_message_images`); n != 0 {
 		t.Errorf("%d images have outlived their thread", n)
 	}
 }
@@ -128,7 +128,7 @@ func TestAnImageThatCannotBeTakenIsRefused(t *testing.T) {
 	if f := failureOf(t, body); f.Code != "unsupported_content" || *f.Param != "input[0].content" {
 		t.Error(body)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_threads`); n != 0 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_threads`); n != 0 {
 		t.Errorf("%d threads were begun", n)
 	}
 }
@@ -170,10 +170,10 @@ func TestAResumedTurnKeepsItsImages(t *testing.T) {
 		return nil
 	})
 	receive(t, g.asked)
-	exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
+	pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 	w.process(t)
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, w.pool, `select count(*) from agent_executions where status = 'completed'`) == 1
+		return pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where status = 'completed'`) == 1
 	}, "another process ends the turn")
 	close(g.pieces)
 	if err := group.Wait(); err != nil {

@@ -12,6 +12,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
@@ -62,7 +63,7 @@ func TestASpentLimitIsAnErrorThatSaysWhenItEnds(t *testing.T) {
 	if said != "" || stream.Err() == nil || !strings.Contains(stream.Err().Error(), "insufficient_quota") {
 		t.Errorf("the stream says %q and ends with %v", said, stream.Err())
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_messages where role = 'user'`); n != 2 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_messages where role = 'user'`); n != 2 {
 		t.Errorf("%d messages arrived, want each once", n)
 	}
 	if n := len(w.model.Requests()); n != 0 {

@@ -19,13 +19,13 @@ func converse(t *testing.T, db postgres.DB, thread string, upTo int) {
 	if _, _, err := threads.Ensure(t.Context(), db, threads.Thread{ID: thread, Channel: "chat", Agent: chat.Agent, Owner: "site", Participant: "x"}); err != nil {
 		t.Fatal(err)
 	}
-	exec(t, db, `
+	pgtest.Exec(t, db, `
 		insert into agent_messages (thread_id, seq, turn, role, content, status, tokens)
 		select @thread, n, n - (n + 1) % 2, case n % 2 when 1 then 'user' else 'assistant' end,
 		       'what was said at place ' || n || ' of this long conversation', 'sent', 16
 		  from generate_series((select next_seq from agent_threads where id = @thread), 2 * @turns::int) n`,
 		postgres.Strict{"thread": thread, "turns": upTo})
-	exec(t, db, `update agent_threads set next_seq = 2 * @turns::int + 1 where id = @thread`, postgres.Strict{"thread": thread, "turns": upTo})
+	pgtest.Exec(t, db, `update agent_threads set next_seq = 2 * @turns::int + 1 where id = @thread`, postgres.Strict{"thread": thread, "turns": upTo})
 }
 
 // TestALongThreadCostsTheSamePerTurn measures what the model is sent in turn 50, 500 and 1000 of a thread.
@@ -49,9 +49,9 @@ func TestALongThreadCostsTheSamePerTurn(t *testing.T) {
 		for {
 			p.answerTo(t, "long", "say it now")
 			pgtest.Eventually(t, patience, func() bool {
-				return value[bool](t, w.pool, `select coalesce(bool_and(completed_at is not null), true) from agent_executions`)
+				return pgtest.Value[bool](t, w.pool, `select coalesce(bool_and(completed_at is not null), true) from agent_executions`)
 			}, "the summary is made")
-			through := value[int64](t, w.pool, `select summary_through from agent_threads where id = 'long'`)
+			through := pgtest.Value[int64](t, w.pool, `select summary_through from agent_threads where id = 'long'`)
 			if through == before {
 				break
 			}
@@ -72,7 +72,7 @@ func TestALongThreadCostsTheSamePerTurn(t *testing.T) {
 		t.Errorf("bytes sent by turn: %v", sizes)
 	}
 	t.Logf("bytes sent by turn: %v", sizes)
-	kept := value[int](t, w.pool, `select max(pg_column_size(output)) from agent_checkpoints where step like 'remember%'`)
+	kept := pgtest.Value[int](t, w.pool, `select max(pg_column_size(output)) from agent_checkpoints where step like 'remember%'`)
 	if kept > 3000 {
 		t.Errorf("a turn keeps %d bytes of what was said before", kept)
 	}

@@ -43,7 +43,7 @@ func TestThePageShowsTheGreetingInANewConversation(t *testing.T) {
 	page.Click("#write button")
 	page.Until("it is answered", all+` === "AgentHola, soy Nora. | YouAre you there? | AgentYes."`)
 	pgtest.Eventually(t, patience, func() bool { // the answer is kept just after it was streamed
-		said := value[string](t, w.pool, `select string_agg(role || ': ' || content, ', ' order by seq) from agent_messages`)
+		said := pgtest.Value[string](t, w.pool, `select string_agg(role || ': ' || content, ', ' order by seq) from agent_messages`)
 		return said == "assistant: Hola, soy Nora., user: Are you there?, assistant: Yes."
 	}, "the thread has the greeting once")
 	page.Click("#anew")

@@ -14,6 +14,7 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
@@ -41,7 +42,7 @@ func TestAVisitorIsAnswered(t *testing.T) {
 	if diff := cmp.Diff([]string{"user: When do you open?", "assistant: We open at nine."}, w.transcript(t, "t1")); diff != "" {
 		t.Errorf("thread (-want +got):\n%s", diff)
 	}
-	rows := value[int](t, w.pool, `select count(*) from agent_activity where trace_id = $1 and agent = 'visitor_chat'`, header.Get("X-Trace-Id"))
+	rows := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where trace_id = $1 and agent = 'visitor_chat'`, header.Get("X-Trace-Id"))
 	if rows != 3 || w.called("opening") != 1 {
 		t.Errorf("%d rows of activity and %d calls, want two model calls and one skill", rows, w.called("opening"))
 	}
@@ -227,7 +228,7 @@ func TestWhatIsRefused(t *testing.T) {
 			}
 		})
 	}
-	if n := value[int](t, p.pool, `select count(*) from agent_threads`); n != 0 {
+	if n := pgtest.Value[int](t, p.pool, `select count(*) from agent_threads`); n != 0 {
 		t.Errorf("%d threads were begun by requests that were refused", n)
 	}
 }

@@ -119,7 +119,7 @@ func TestAMessageGoesToTheFlowThatWaitsForIt(t *testing.T) {
 	if diff := cmp.Diff(want, p.all(t, "t")); diff != "" {
 		t.Errorf("the thread (-want +got):\n%s", diff)
 	}
-	if n := value[int](t, p.pool, `select count(*)::int from agent_executions where flow = 'chat'`); n != 0 {
+	if n := pgtest.Value[int](t, p.pool, `select count(*)::int from agent_executions where flow = 'chat'`); n != 0 {
 		t.Errorf("%d turns were taken", n)
 	}
 }
@@ -127,7 +127,7 @@ func TestAMessageGoesToTheFlowThatWaitsForIt(t *testing.T) {
 // all is what was said in a thread, by place.
 func (p *process) all(t *testing.T, thread string) []string {
 	t.Helper()
-	return value[[]string](t, p.pool, `select array_agg(content order by seq) from agent_messages where thread_id = $1`, thread)
+	return pgtest.Value[[]string](t, p.pool, `select array_agg(content order by seq) from agent_messages where thread_id = $1`, thread)
 }
 
 func TestAMessageThatNobodyAnswersIsPassedOn(t *testing.T) {
@@ -263,7 +263,7 @@ func TestARelayWhoseMessagesAreDeletedEndsWithWhatItHasShown(t *testing.T) {
 			said += c.Delta.Content
 		}
 	}
-	exec(t, p.pool, `delete from agent_messages where role = 'assistant'`)
+	pgtest.Exec(t, p.pool, `delete from agent_messages where role = 'assistant'`)
 	close(done)
 	if rest, err := streamed(t, stream); err != nil || rest != "" {
 		t.Errorf("then comes %q, %v", rest, err)
@@ -292,7 +292,7 @@ func TestARelayFollowsFromTheChildToItsParent(t *testing.T) {
 	})
 	id := p.talks(t)
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, p.pool, `select count(*)::int from agent_executions where flow = 'child' and status = 'waiting'`) == 1
+		return pgtest.Value[int](t, p.pool, `select count(*)::int from agent_executions where flow = 'child' and status = 'waiting'`) == 1
 	}, "the child waits")
 	if got := p.answerTo(t, "t", "here it is"); got != "Got it.\n\nNext step." {
 		t.Errorf("answer: %q", got)
@@ -343,7 +343,7 @@ func TestAVisitorDoesNotWaitForAWorkerThatIsAway(t *testing.T) {
 	if _, err := p.engine.LockRun(t.Context(), x.ID, "worker", time.Minute); err != nil {
 		t.Fatal(err)
 	}
-	exec(t, p.pool, `update agent_workers set expires_at = clock_timestamp() where execution_id = $1`, x.ID)
+	pgtest.Exec(t, p.pool, `update agent_workers set expires_at = clock_timestamp() where execution_id = $1`, x.ID)
 	if got := p.answerTo(t, "t", "hello?"); got != "Your message was passed on." {
 		t.Errorf("after the worker was lost: %q", got)
 	}

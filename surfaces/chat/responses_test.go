@@ -138,7 +138,7 @@ func TestResponsesRefuseWhatTheyCannotDo(t *testing.T) {
 			t.Errorf("%s: %d %s", c.body, r.StatusCode, got)
 		}
 	}
-	if n := value[int](t, p.pool, `select count(*) from agent_threads`); n != 0 {
+	if n := pgtest.Value[int](t, p.pool, `select count(*) from agent_threads`); n != 0 {
 		t.Errorf("%d threads were begun by requests that were refused", n)
 	}
 }

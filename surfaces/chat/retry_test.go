@@ -33,7 +33,7 @@ func (p *process) gaveUp(t *testing.T, g *gate, body string, headers ...string) 
 	stop()
 	receive(t, over)
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, p.pool, `select count(*) from agent_chat_requests where state = 'left'`) == 1
+		return pgtest.Value[int](t, p.pool, `select count(*) from agent_chat_requests where state = 'left'`) == 1
 	}, "the connection's end is noted")
 }
 
@@ -62,7 +62,7 @@ func (p *process) sendIn(ctx context.Context, body string, headers ...string) (s
 // turns is how many turns were begun.
 func (w *world) turns(t *testing.T) int {
 	t.Helper()
-	return value[int](t, w.pool, `select count(*) from agent_executions where flow = 'chat'`)
+	return pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where flow = 'chat'`)
 }
 
 // A request that is sent again after its connection broke gets the turn that the first one began.
@@ -99,7 +99,7 @@ func TestARequestThatIsSentAgainIsAnsweredOnce(t *testing.T) {
 				return err
 			})
 			pgtest.Eventually(t, patience, func() bool {
-				return value[bool](t, w.pool, `
+				return pgtest.Value[bool](t, w.pool, `
 					select count(*) = $1 and count(*) filter (where state <> 'left') = 1
 					  from agent_chat_requests`, c.turns)
 			}, "the second request is taken")
@@ -122,7 +122,7 @@ func TestARequestThatIsSentAgainIsAnsweredOnce(t *testing.T) {
 func (w *world) settled(t *testing.T) {
 	t.Helper()
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, w.pool, `select count(*) from agent_executions where completed_at is null`) == 0
+		return pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where completed_at is null`) == 0
 	}, "all turns end")
 }
 
@@ -141,7 +141,7 @@ func TestWhoSaysYesTwiceIsHeardTwice(t *testing.T) {
 		t.Errorf("thread (-want +got):\n%s", diff)
 	}
 	// The first attempt of a third yes was lost on its way: the second answer was delivered too long ago to be meant.
-	exec(t, w.pool, `update agent_chat_requests set changed_at = changed_at - interval '31 seconds'`)
+	pgtest.Exec(t, w.pool, `update agent_chat_requests set changed_at = changed_at - interval '31 seconds'`)
 	w.model.Add(modeltest.Text("Three."))
 	got, err := p.sendIn(t.Context(), yes, append(inThread("t"), countHeader, "1")...)
 	if err != nil || !strings.Contains(got, "Three.") {
@@ -226,7 +226,7 @@ func TestTheRetryAfterAKilledProcessGetsTheTurn(t *testing.T) {
 				_, _ = dead.sendIn(ctx, yes, append(first[:min(len(first), 2):min(len(first), 2)], countHeader, "0")...)
 			}()
 			receive(t, g.asked)
-			exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
+			pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 			p := w.process(t)
 			got, err := p.sendIn(t.Context(), yes, headers...)
 			if err != nil || !strings.Contains(got, "Done.") || w.turns(t) != 1 {

@@ -24,7 +24,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
@@ -384,21 +383,6 @@ func send[T any](t *testing.T, to chan<- T, v T) {
 	case <-time.After(patience):
 		t.Fatal("nobody takes what the test sends")
 	}
-}
-
-func exec(t *testing.T, db postgres.DB, sql string, args ...any) {
-	t.Helper()
-	if _, err := db.Exec(t.Context(), sql, args...); err != nil {
-		t.Fatalf("%s: %v", sql, err)
-	}
-}
-
-func value[T any](t *testing.T, db postgres.DB, sql string, args ...any) (v T) {
-	t.Helper()
-	if err := db.QueryRow(t.Context(), sql, args...).Scan(&v); err != nil {
-		t.Fatalf("%s: %v", sql, err)
-	}
-	return v
 }
 
 // journal keeps what was logged.

@@ -128,7 +128,7 @@ func TestAnotherKeysThreadDoesNotExist(t *testing.T) {
 		strings.ReplaceAll(foreign, got.ID, "X") != strings.ReplaceAll(none, "chatcmpl-01a1fd04-74da-74d4-8812-62d9715247b0", "X") {
 		t.Errorf("another's answer is told apart from none:\n%s\n%s", foreign, none)
 	}
-	if n := value[int](t, w.pool, `select count(*) from agent_executions`); n != 2 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions`); n != 2 {
 		t.Errorf("%d executions, want 2", n)
 	}
 }
@@ -171,7 +171,7 @@ func TestTurnsAreAnsweredInTheirOrder(t *testing.T) {
 			t.Errorf("the model heard (-thread +got):\n%s", diff)
 		}
 	}
-	if !value[bool](t, w.pool, `
+	if !pgtest.Value[bool](t, w.pool, `
 		select bool_and(ordered) from (select turn > coalesce(lag(turn) over (order by seq), 0) as ordered
 		  from agent_messages where role = 'assistant') a`) {
 		t.Error("the answers did not come in the order of the messages")
@@ -269,9 +269,9 @@ func TestDoubleTextingInterrupts(t *testing.T) {
 					case g.pieces <- ".":
 					case <-time.After(100 * time.Millisecond):
 					}
-					return value[int](t, w.pool, `select count(*) from agent_message_drafts`) == 1
+					return pgtest.Value[int](t, w.pool, `select count(*) from agent_message_drafts`) == 1
 				}, "what was said so far is stored")
-				kept = value[string](t, w.pool, `select content from agent_message_drafts`)
+				kept = pgtest.Value[string](t, w.pool, `select content from agent_message_drafts`)
 			}
 			if got := other.answerTo(t, "i", "tea, rather"); got != "Then tea." {
 				t.Errorf("answer %q", got)
@@ -285,7 +285,7 @@ func TestDoubleTextingInterrupts(t *testing.T) {
 			if len(said) != 3 || !strings.HasPrefix(said[1], "assistant: "+kept) || !strings.HasSuffix(said[1], "\n[interrupted]") || said[2] != "user: tea, rather" {
 				t.Errorf("the model heard %q, want the partial answer %q", said, kept)
 			}
-			status := value[string](t, w.pool, `select string_agg(status, ' ' order by created_at) from agent_executions`)
+			status := pgtest.Value[string](t, w.pool, `select string_agg(status, ' ' order by created_at) from agent_executions`)
 			if status != "cancelled completed" {
 				t.Errorf("executions: %s", status)
 			}
@@ -324,7 +324,7 @@ func TestInterruptingKeepsWhatALockedTurnHasSaid(t *testing.T) {
 	answer := make(chan string, 1)
 	go func() { answer <- p.answerTo(t, "i", "tea, rather") }()
 	pgtest.Eventually(t, patience, func() bool {
-		return value[int](t, w.pool, `select count(*) from agent_messages where interrupted and content like 'Coffee is%'`) == 1
+		return pgtest.Value[int](t, w.pool, `select count(*) from agent_messages where interrupted and content like 'Coffee is%'`) == 1
 	}, "what was said is kept while the turn is locked")
 	if err := tx.Rollback(t.Context()); err != nil {
 		t.Fatal(err)
@@ -332,7 +332,7 @@ func TestInterruptingKeepsWhatALockedTurnHasSaid(t *testing.T) {
 	if got := receive(t, answer); got != "Then tea." {
 		t.Errorf("answer %q", got)
 	}
-	if status := value[string](t, w.pool, `select string_agg(status, ' ' order by created_at) from agent_executions`); status != "cancelled completed" {
+	if status := pgtest.Value[string](t, w.pool, `select string_agg(status, ' ' order by created_at) from agent_executions`); status != "cancelled completed" {
 		t.Errorf("executions: %s", status)
 	}
 	_ = stream.Close()
