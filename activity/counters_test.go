@@ -20,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // hurry shortens the lag of counting, so that a test need not wait for it. What it rests on stays: the trigger
@@ -741,7 +742,7 @@ func percentilesOfWholeDays(t *testing.T, db postgres.DB, stage string) {
 		for i, want := range p[2:] {
 			got := p[i]
 			if (got == nil) != (want == nil) || got != nil && math.Abs(*got-*want) > 0.026**want {
-				return fmt.Errorf("%s: p50 and p95 of %s are %v and %v, by the rows %v and %v", stage, skill, deref(p[0]), deref(p[1]), deref(p[2]), deref(p[3]))
+				return fmt.Errorf("%s: p50 and p95 of %s are %v and %v, by the rows %v and %v", stage, skill, testkit.Deref(p[0]), testkit.Deref(p[1]), testkit.Deref(p[2]), testkit.Deref(p[3]))
 			}
 		}
 		return nil
@@ -749,11 +750,4 @@ func percentilesOfWholeDays(t *testing.T, db postgres.DB, stage string) {
 	if err != nil {
 		t.Error(err)
 	}
-}
-
-func deref(p *float64) float64 {
-	if p == nil {
-		return math.NaN()
-	}
-	return *p
 }

@@ -22,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
@@ -496,13 +497,13 @@ func TestALockIsRefusedWhilePaused(t *testing.T) {
 // node is the example worker, run by Node.
 type node struct {
 	cmd *osexec.Cmd
-	out *logged
+	out *testkit.Log
 }
 
 func (a *agent) node(base, name, id, pause string) *node {
 	a.t.Helper()
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(a.t.Context()), 3*time.Minute)
-	n := &node{cmd: osexec.CommandContext(ctx, "node", "../examples/outside-worker/worker.mjs", id, "8", pause), out: &logged{}}
+	n := &node{cmd: osexec.CommandContext(ctx, "node", "../examples/outside-worker/worker.mjs", id, "8", pause), out: &testkit.Log{}}
 	n.cmd.Env = append(os.Environ(), "AGENT_URL="+base, "AGENT_ADMIN_TOKEN="+token, "WORKER="+name, "TTL_SECONDS=600")
 	n.cmd.Stdout, n.cmd.Stderr = n.out, n.out
 	if err := n.cmd.Start(); err != nil {

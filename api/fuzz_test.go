@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -55,7 +56,7 @@ func FuzzTextOnItsWayIn(f *testing.F) {
 	if err != nil {
 		f.Fatal(err)
 	}
-	log := &logged{}
+	log := &testkit.Log{}
 	handler, err := api.New(api.Options{Pool: pool, Engine: e, AdminToken: token, Logger: slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelError}))})
 	if err != nil {
 		f.Fatal(err)

@@ -12,7 +12,6 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -23,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
@@ -39,27 +39,9 @@ type agent struct {
 	pool    *pgxpool.Pool
 	engine  *executions.Engine
 	handler http.Handler
-	log     *logged
+	log     *testkit.Log
 	doc     map[string]any
 	schemas *jsonschema.Compiler
-}
-
-// logged is a log that many write.
-type logged struct {
-	mu   sync.Mutex
-	text bytes.Buffer
-}
-
-func (l *logged) Write(b []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.text.Write(b)
-}
-
-func (l *logged) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.text.String()
 }
 
 func start(t *testing.T) *agent {
@@ -77,7 +59,7 @@ func with(t *testing.T, pool *pgxpool.Pool, e *executions.Engine) *agent {
 // wired is the API with the options of a test; token and log are added.
 func wired(t *testing.T, o api.Options) *agent {
 	t.Helper()
-	a := &agent{t: t, pool: o.Pool, engine: o.Engine, log: &logged{}}
+	a := &agent{t: t, pool: o.Pool, engine: o.Engine, log: &testkit.Log{}}
 	o.AdminToken = token
 	o.Logger = slog.New(slog.NewTextHandler(a.log, &slog.HandlerOptions{Level: slog.LevelDebug}))
 	var err error

@@ -34,11 +34,7 @@ func withStatements(t *testing.T) (*pgxpool.Pool, string) {
 
 func connect(t *testing.T, url string) *pgxpool.Pool {
 	t.Helper()
-	pool, err := postgres.Open(t.Context(), url, postgres.Options{ApplicationName: "test"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(pool.Close)
+	pool := pgtest.Pool(t, url, postgres.Options{ApplicationName: "test"})
 	return pool
 }
 

@@ -21,6 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -120,8 +121,8 @@ func TestTheRowOfAFailedCallSaysWhy(t *testing.T) {
 	}))
 	got := until(t, pool, p.begin(t, "flow"), executions.Failed)
 	want := []row{{"send_mail", "mail", "call", "error", "quota", `"half of it"`}}
-	if diff := cmp.Diff(want, rows(t, pool, got.ID)); diff != "" || str(got.FailedStep) != "mail" {
-		t.Errorf("failed step %q, activity (-want +got):\n%s", str(got.FailedStep), diff)
+	if diff := cmp.Diff(want, rows(t, pool, got.ID)); diff != "" || testkit.Deref(got.FailedStep) != "mail" {
+		t.Errorf("failed step %q, activity (-want +got):\n%s", testkit.Deref(got.FailedStep), diff)
 	}
 }
 

@@ -20,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -35,7 +36,7 @@ func TestCancelEndsPendingAndWaitingExecutions(t *testing.T) {
 		}
 	}
 	got := get(t, pool, id)
-	if str(got.CancelledBy) != "ana" || str(got.CancelReason) != "not wanted" || str(got.ResultType) != "cancelled" || got.CompletedAt == nil {
+	if testkit.Deref(got.CancelledBy) != "ana" || testkit.Deref(got.CancelReason) != "not wanted" || testkit.Deref(got.ResultType) != "cancelled" || got.CompletedAt == nil {
 		t.Errorf("got %+v", got)
 	}
 	waits := pending(t, pool)
@@ -390,7 +391,7 @@ func TestACancelStopsAStepInATransaction(t *testing.T) {
 				until(t, pool, id, executions.Cancelled)
 			}
 			x := until(t, pool, id, executions.Cancelled)
-			if str(x.CancelledBy) != "ana" || str(x.CancelReason) != "enough" || effectRows(t, pool) != 0 || completions(t, pool, id) != 1 {
+			if testkit.Deref(x.CancelledBy) != "ana" || testkit.Deref(x.CancelReason) != "enough" || effectRows(t, pool) != 0 || completions(t, pool, id) != 1 {
 				t.Errorf("%+v, %d effects", x, effectRows(t, pool))
 			}
 			// One that was noted while the cancel was completed elsewhere is left to the sweep.
@@ -419,7 +420,7 @@ func TestACancelOfAStepThatDoesNotStopIsCompletedWithItsEnd(t *testing.T) {
 		t.Errorf("in the way: %q, %v", who, err)
 	}
 	close(leave)
-	if x := until(t, pool, id, executions.Cancelled); str(x.CancelReason) != "enough" || effectRows(t, pool) != 0 {
+	if x := until(t, pool, id, executions.Cancelled); testkit.Deref(x.CancelReason) != "enough" || effectRows(t, pool) != 0 {
 		t.Errorf("%+v, %d effects", x, effectRows(t, pool))
 	}
 }
@@ -495,7 +496,7 @@ func TestACancelStopsAChildInATransaction(t *testing.T) {
 		t.Errorf("cancel: %s, %v", status, err)
 	}
 	child := pgtest.Value[string](t, pool, `select id::text from agent_executions where parent_id = @id`, postgres.Strict{"id": id})
-	if x := until(t, pool, child, executions.Cancelled); str(x.CancelReason) != "its parent was cancelled: enough" || effectRows(t, pool) != 0 {
+	if x := until(t, pool, child, executions.Cancelled); testkit.Deref(x.CancelReason) != "its parent was cancelled: enough" || effectRows(t, pool) != 0 {
 		t.Errorf("%+v, %d effects", x, effectRows(t, pool))
 	}
 	if _, err := executions.Cancel(t.Context(), pool, "01a1fc71-3adb-78b8-86ab-983dc5c92f7f", "ana", ""); !errors.Is(err, executions.ErrNotFound) {

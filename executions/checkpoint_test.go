@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // unwritable keeps everybody from recording steps, and nobody from reading them, until the returned function is called.
@@ -556,8 +557,8 @@ func TestTheEndNamesTheStepThatFailed(t *testing.T) {
 			t.Parallel()
 			p := start(t, pgtest.DB(t), flow(c.flow))
 			x := until(t, p.pool, p.begin(t, "flow"), c.end)
-			if str(x.FailedStep) != c.want || str(x.ErrorMessage) == "" {
-				t.Errorf("failed step %q, %q", str(x.FailedStep), str(x.ErrorMessage))
+			if testkit.Deref(x.FailedStep) != c.want || testkit.Deref(x.ErrorMessage) == "" {
+				t.Errorf("failed step %q, %q", testkit.Deref(x.FailedStep), testkit.Deref(x.ErrorMessage))
 			}
 		})
 	}

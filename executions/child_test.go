@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -431,8 +432,8 @@ func TestTriggerWithoutWaitGoesOn(t *testing.T) {
 	p := start(t, pool, triggers(executions.Child{}, hang))
 	parent := until(t, pool, p.begin(t, "flow"), executions.Completed)
 	child := until(t, pool, triggered(t, parent).ExecutionID, executions.Waiting)
-	if str(child.ParentID) != parent.ID || child.TraceID != parent.TraceID {
-		t.Errorf("child of %s in trace %s", str(child.ParentID), child.TraceID)
+	if testkit.Deref(child.ParentID) != parent.ID || child.TraceID != parent.TraceID {
+		t.Errorf("child of %s in trace %s", testkit.Deref(child.ParentID), child.TraceID)
 	}
 }
 

@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -219,7 +220,7 @@ func TestAShutdownLetsTheStepFinishAndHandsTheRunBack(t *testing.T) {
 				t.Errorf("recorded %v, %v; the second step ran %d times", points, err, seconds.Load())
 			}
 			if got.Status != executions.Running || got.ClaimedBy != nil || got.Attempt != 0 {
-				t.Errorf("status %s, claimed by %q, attempt %d", got.Status, str(got.ClaimedBy), got.Attempt)
+				t.Errorf("status %s, claimed by %q, attempt %d", got.Status, testkit.Deref(got.ClaimedBy), got.Attempt)
 			}
 			if pgtest.Value[bool](t, pool, `select is_agent_lock_held('automation:a')`) {
 				t.Error("its lane is held")
@@ -262,7 +263,7 @@ func TestAShutdownCancelsAStepThatTakesTooLong(t *testing.T) {
 		t.Errorf("the shutdown took %s", took)
 	}
 	if got := get(t, pool, id); got.Status != executions.Running || got.ClaimedBy != nil || got.Attempt != 0 {
-		t.Errorf("status %s, claimed by %q, attempt %d", got.Status, str(got.ClaimedBy), got.Attempt)
+		t.Errorf("status %s, claimed by %q, attempt %d", got.Status, testkit.Deref(got.ClaimedBy), got.Attempt)
 	}
 	start(t, pool, flows)
 	if got := until(t, pool, id, executions.Completed); string(got.Result) != "2" {
@@ -280,8 +281,8 @@ func TestRunNowThatIsInterruptedIsCancelled(t *testing.T) {
 		return executions.Result{}, ctx.Err()
 	}))
 	got, err := p.RunSync(ctx, executions.Spec{Flow: "flow", Surface: trace.Flow})
-	if err != nil || got.Status != executions.Cancelled || str(got.CancelledBy) != "interrupt" {
-		t.Errorf("status %s by %q, %v", got.Status, str(got.CancelledBy), err)
+	if err != nil || got.Status != executions.Cancelled || testkit.Deref(got.CancelledBy) != "interrupt" {
+		t.Errorf("status %s by %q, %v", got.Status, testkit.Deref(got.CancelledBy), err)
 	}
 }
 
@@ -492,7 +493,7 @@ func TestAWorkerThatExpiredComesBackUnderANewID(t *testing.T) {
 	}))
 	p.begin(t, "flow")
 	id := middle.arrival(t)
-	before := str(get(t, pool, id).ClaimedBy)
+	before := testkit.Deref(get(t, pool, id).ClaimedBy)
 	expire(t, pool, id)
 	got := until(t, pool, id, executions.Completed)
 	if cause := receive(t, lost); !errors.Is(cause, executions.ErrLost) {
@@ -546,8 +547,8 @@ func TestClaimsLostWithoutACheckpointAreBounded(t *testing.T) {
 	}
 	lose(t, pool, id, "")
 	got := get(t, pool, id)
-	if got.Status != executions.Failed || str(got.ErrorMessage) != "given up after 5 workers were lost without a checkpoint between" {
-		t.Errorf("status %s, error %q", got.Status, str(got.ErrorMessage))
+	if got.Status != executions.Failed || testkit.Deref(got.ErrorMessage) != "given up after 5 workers were lost without a checkpoint between" {
+		t.Errorf("status %s, error %q", got.Status, testkit.Deref(got.ErrorMessage))
 	}
 	if n := completions(t, pool, id); n != 1 {
 		t.Errorf("%d AGENT_COMPLETED", n)
@@ -578,7 +579,7 @@ func TestACheckpointGivesNewAttempts(t *testing.T) {
 				lose(t, pool, id, "")
 			}
 			if got := get(t, pool, id); got.Status != executions.Running {
-				t.Errorf("status %s, attempt %d: %s", got.Status, got.Attempt, str(got.ErrorMessage))
+				t.Errorf("status %s, attempt %d: %s", got.Status, got.Attempt, testkit.Deref(got.ErrorMessage))
 			}
 		})
 	}

@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // parked inserts an execution that waits for an event of a key, by plain SQL.
@@ -122,12 +123,12 @@ func TestWhatAnEventWakesIsClaimedWhereItWouldBeNext(t *testing.T) {
 			got := hand(t, pool, me, c.places, by, name)
 			script(t, pool, c.after)
 			x := get(t, pool, id)
-			if len(got) != 1 || str(got[0].ExecutionID) != id || x.Status != executions.Running {
+			if len(got) != 1 || testkit.Deref(got[0].ExecutionID) != id || x.Status != executions.Running {
 				t.Fatalf("%s: delivered %+v, status %s", name, got, x.Status)
 			}
 			switch claimed := got[0].Claimed != nil; {
 			case claimed != c.want, claimed != (x.ClaimedBy != nil):
-				t.Errorf("%s: claimed %t, want %t; the row is claimed by %q", name, claimed, c.want, str(x.ClaimedBy))
+				t.Errorf("%s: claimed %t, want %t; the row is claimed by %q", name, claimed, c.want, testkit.Deref(x.ClaimedBy))
 			case claimed && (*got[0].Claimed != x.Claim || got[0].Held || !slices.Equal(got[0].Steps, []string{"event"})):
 				t.Errorf("%s: answered %+v, the row has claim %d", name, got[0], x.Claim)
 			}
@@ -161,7 +162,7 @@ func TestOfSeveralThatAnEventWakesTheQueueDecides(t *testing.T) {
 			t.Fatalf("delivered %+v", got)
 		}
 		if x := get(t, pool, late); x.Status != executions.Running || x.ClaimedBy != nil {
-			t.Errorf("the one of less priority is %s, claimed by %q", x.Status, str(x.ClaimedBy))
+			t.Errorf("the one of less priority is %s, claimed by %q", x.Status, testkit.Deref(x.ClaimedBy))
 		}
 		claimReady(t, pool, me, 1)
 		if x := get(t, pool, first); x.ClaimedBy == nil {
@@ -176,7 +177,7 @@ func TestAnEventThatComesTwiceResumesOnce(t *testing.T) {
 		one, two := parked(t, pool, "one", "flow", 2), parked(t, pool, "two", "flow", 2)
 		first := hand(t, pool, me, 9, by, "one=id")
 		again := hand(t, pool, me, 9, by, "two=id")
-		if len(again) != 1 || again[0].ExecutionID != nil || str(again[0].EventID) != str(first[0].EventID) {
+		if len(again) != 1 || again[0].ExecutionID != nil || testkit.Deref(again[0].EventID) != testkit.Deref(first[0].EventID) {
 			t.Errorf("the repetition: %+v of %+v", again, first)
 		}
 		if a, b := get(t, pool, one).Status, get(t, pool, two).Status; a != executions.Running || b != executions.Waiting {
@@ -321,7 +322,7 @@ func TestWhatADeadProcessWasHandedGoesOn(t *testing.T) {
 		expire(t, pool, id)
 		sweep(t, pool)
 		if x := get(t, pool, id); x.ClaimedBy != nil || x.Attempt != 1 {
-			t.Errorf("after the death it is claimed by %q, attempt %d", str(x.ClaimedBy), x.Attempt)
+			t.Errorf("after the death it is claimed by %q, attempt %d", testkit.Deref(x.ClaimedBy), x.Attempt)
 		}
 		start(t, pool, awaits(0))
 		if out := outcome(t, until(t, pool, id, executions.Completed)); out.Event != "EVENT_COMPLETED" {
@@ -606,7 +607,7 @@ func TestWhatHappensWhileAnEventWaitsForItsRowCounts(t *testing.T) {
 			got := meanwhile(t, pool, me, id, func(tx pgx.Tx) { c.change(t, tx, id, me) })
 			x := get(t, pool, id)
 			if len(got) != 1 || (got[0].Claimed != nil) != c.claimed || (x.ClaimedBy != nil) != c.claimed || x.Status != c.status {
-				t.Errorf("answered %+v, it is %s and claimed by %q", got, x.Status, str(x.ClaimedBy))
+				t.Errorf("answered %+v, it is %s and claimed by %q", got, x.Status, testkit.Deref(x.ClaimedBy))
 			}
 			taken := pgtest.Value[bool](t, pool, `select consumed_by is not null from agent_events where key = 'k'`)
 			if mine := name != "its time is over" && name != "it is cancelled"; taken != mine || (got[0].ExecutionID != nil) != mine {

@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -88,7 +89,7 @@ func (p *process) fork(t *testing.T, s executions.ForkSpec, want executions.Stat
 	if after := everything(t, p.pool, s.ID); after != before {
 		t.Errorf("the fork from %q touched the other\nbefore %s\nafter  %s", s.From, before, after)
 	}
-	if !strings.HasPrefix(got.TraceID, "fl_") || str(got.ForkedFrom) != s.ID || str(got.ForkedStep) != s.From || got.ParentID != nil {
+	if !strings.HasPrefix(got.TraceID, "fl_") || testkit.Deref(got.ForkedFrom) != s.ID || testkit.Deref(got.ForkedStep) != s.From || got.ParentID != nil {
 		t.Errorf("the fork is %+v", got)
 	}
 	return got
@@ -322,8 +323,8 @@ func TestAnInputThatContradictsARecordIsRefused(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got := until(t, pool, blind.ID, executions.Failed); !strings.Contains(str(got.ErrorMessage), "step look up") || str(got.FailedStep) != "look up" {
-		t.Errorf("the fork failed with %s at %s", str(got.ErrorMessage), str(got.FailedStep))
+	if got := until(t, pool, blind.ID, executions.Failed); !strings.Contains(testkit.Deref(got.ErrorMessage), "step look up") || testkit.Deref(got.FailedStep) != "look up" {
+		t.Errorf("the fork failed with %s at %s", testkit.Deref(got.ErrorMessage), testkit.Deref(got.FailedStep))
 	}
 }
 
@@ -529,7 +530,7 @@ func TestAForkAsksForLeaveOfItsOwn(t *testing.T) {
 		}
 		pgtest.Eventually(t, patience, func() bool { return get(t, pool, x.ID).Status.Ended() }, "the fork ends")
 		if got := get(t, pool, x.ID); got.Status != executions.Completed {
-			t.Errorf("from %q: %s %s", from, got.Status, str(got.ErrorMessage))
+			t.Errorf("from %q: %s %s", from, got.Status, testkit.Deref(got.ErrorMessage))
 		}
 		if d.of(x.ID) != want {
 			t.Errorf("from %q: did %q, want %q", from, d.of(x.ID), want)

@@ -84,11 +84,7 @@ func TestLoansKeepTheirRulesWhateverHappens(t *testing.T) {
 		seed = uint64(time.Now().UnixNano())
 	}
 	t.Logf("go test ./executions -run %s -loanseed %d", t.Name(), seed)
-	pool, err := postgres.Open(t.Context(), pgtest.URL(t), postgres.Options{MaxConns: loanClients + 2})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(pool.Close)
+	pool := pgtest.Pool(t, pgtest.URL(t), postgres.Options{MaxConns: loanClients + 2})
 	pgtest.Exec(t, pool, loanWatch)
 	m := &model{pool: pool, claims: map[string]int64{}, tokens: map[string]int64{}}
 	for n := range 3 {

@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -360,7 +361,7 @@ func TestAPauseOutlivesEveryProcess(t *testing.T) {
 		}
 	}
 	if got := get(t, pool, id); got.ClaimedBy != nil || got.Status != executions.Running {
-		t.Fatalf("status %s, claimed by %q", got.Status, str(got.ClaimedBy))
+		t.Fatalf("status %s, claimed by %q", got.Status, testkit.Deref(got.ClaimedBy))
 	}
 	first.open()
 	resume(t, pool)
@@ -489,7 +490,7 @@ func TestWhatArrivesWhilePausedIsKept(t *testing.T) {
 	for what, id := range map[string]string{"event": event, "timer": timer} {
 		until(t, pool, id, executions.Running)
 		if got := get(t, pool, id); got.Status != executions.Running || got.ClaimedBy != nil {
-			t.Errorf("%s: status %s, claimed by %q", what, got.Status, str(got.ClaimedBy))
+			t.Errorf("%s: status %s, claimed by %q", what, got.Status, testkit.Deref(got.ClaimedBy))
 		}
 	}
 	resume(t, pool)

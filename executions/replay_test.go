@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -336,7 +337,7 @@ func FuzzTextOfARun(f *testing.F) {
 		text, raw = one, two
 		x, err := e.RunSync(t.Context(), executions.Spec{Flow: "says", Surface: trace.Flow})
 		if err != nil || x.Status != executions.Completed {
-			t.Fatalf("%q and %q: %s %s, %v", one, two, x.Status, str(x.ErrorMessage), err)
+			t.Fatalf("%q and %q: %s %s, %v", one, two, x.Status, testkit.Deref(x.ErrorMessage), err)
 		}
 		if !utf8.ValidString(x.ResultSummary) {
 			t.Errorf("the summary of %q is %q", one, x.ResultSummary)

@@ -20,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgproxy"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -93,7 +94,7 @@ func TestBrokenConnectionsLoseAndRepeatNothing(t *testing.T) {
 	pgtest.Eventually(t, patience, func() bool { return pool.Ping(t.Context()) == nil }, "the pool has recovered")
 	for _, id := range ids {
 		if got := get(t, pool, id); got.Status != executions.Completed {
-			t.Errorf("status %s: %s", got.Status, str(got.ErrorMessage))
+			t.Errorf("status %s: %s", got.Status, testkit.Deref(got.ErrorMessage))
 		}
 	}
 	if n := pgtest.Value[int](t, pool, `select count(*) from effects`); n != runs*steps {
@@ -199,7 +200,7 @@ func TestATransactionThatTheServerEndedForIdlenessIsTriedAgain(t *testing.T) {
 	id := p.begin(t, "flow")
 	pgtest.Eventually(t, patience, func() bool { return get(t, pool, id).Status.Ended() }, "the execution ends")
 	if got := get(t, pool, id); got.Status != executions.Completed || tries.Load() != 2 {
-		t.Errorf("status %s after %d tries: %s", got.Status, tries.Load(), str(got.ErrorMessage))
+		t.Errorf("status %s after %d tries: %s", got.Status, tries.Load(), testkit.Deref(got.ErrorMessage))
 	}
 }
 
@@ -351,11 +352,7 @@ func (l *commitLink) Downstream() { pgproxy.Answers(l.server, l.client, l.mute.L
 
 func opened(t *testing.T, url string) *pgxpool.Pool {
 	t.Helper()
-	pool, err := postgres.Open(t.Context(), url, postgres.Options{MaxConns: 8})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(pool.Close)
+	pool := pgtest.Pool(t, url, postgres.Options{MaxConns: 8})
 	return pool
 }
 

@@ -1,7 +1,6 @@
 package executions_test
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -13,7 +12,6 @@ import (
 	"regexp"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -25,6 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -91,14 +90,14 @@ func terminal(t *testing.T, db postgres.DB, id string) {
 	types := map[executions.Status]string{
 		executions.Completed: "success", executions.Failed: "failure", executions.Timeout: "timeout", executions.Cancelled: "cancelled",
 	}
-	if str(x.ResultType) != types[x.Status] || (x.CompletedAt != nil) != x.Status.Ended() {
-		t.Errorf("%s: result type %q, completed at %v", x.Status, str(x.ResultType), x.CompletedAt)
+	if testkit.Deref(x.ResultType) != types[x.Status] || (x.CompletedAt != nil) != x.Status.Ended() {
+		t.Errorf("%s: result type %q, completed at %v", x.Status, testkit.Deref(x.ResultType), x.CompletedAt)
 	}
 	if x.ClaimedBy != nil && x.Status != executions.Running {
 		t.Errorf("%s, and claimed by %s", x.Status, *x.ClaimedBy)
 	}
 	if waits := x.WaitingUntil != nil; waits != (x.Status == executions.Waiting) { // plain SQL need not say for what
-		t.Errorf("%s: waiting for %q until %v", x.Status, str(x.WaitingFor), x.WaitingUntil)
+		t.Errorf("%s: waiting for %q until %v", x.Status, testkit.Deref(x.WaitingFor), x.WaitingUntil)
 	}
 	want := 0
 	if x.Status.Ended() {
@@ -317,8 +316,8 @@ func TestGoReachesEveryState(t *testing.T) {
 	}
 	until(t, pool, queued.ID, executions.Completed)
 	failed := until(t, pool, p.begin(t, "fail"), executions.Failed)
-	if str(failed.ErrorMessage) != "no" {
-		t.Errorf("error message %q", str(failed.ErrorMessage))
+	if testkit.Deref(failed.ErrorMessage) != "no" {
+		t.Errorf("error message %q", testkit.Deref(failed.ErrorMessage))
 	}
 	until(t, pool, p.begin(t, "time out"), executions.Timeout)
 	resumed := p.begin(t, "wait")
@@ -337,8 +336,8 @@ func TestGoReachesEveryState(t *testing.T) {
 		if status, err := p.Cancel(t.Context(), id, "somebody", "a reason"); err != nil || status != executions.Cancelled {
 			t.Errorf("cancel of %s: %s, %v", name, status, err)
 		}
-		if x := get(t, pool, id); str(x.CancelledBy) != "somebody" || str(x.CancelReason) != "a reason" {
-			t.Errorf("cancelled by %q because of %q", str(x.CancelledBy), str(x.CancelReason))
+		if x := get(t, pool, id); testkit.Deref(x.CancelledBy) != "somebody" || testkit.Deref(x.CancelReason) != "a reason" {
+			t.Errorf("cancelled by %q because of %q", testkit.Deref(x.CancelledBy), testkit.Deref(x.CancelReason))
 		}
 	}
 	all, err := executions.List(t.Context(), pool, executions.Filter{})
@@ -617,36 +616,9 @@ func refusedByRule(err error) bool {
 }
 
 // lines collects a program's log.
-type lines struct {
-	mu   sync.Mutex
-	text bytes.Buffer
-}
-
-func (l *lines) Write(b []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.text.Write(b)
-}
+type lines struct{ testkit.Log }
 
 func (l *lines) into(o *executions.Options) { o.Logger = slog.New(slog.NewJSONHandler(l, nil)) }
-
-// said returns the records, in order, whose message is one of some.
-func (l *lines) said(t *testing.T, messages ...string) (got []map[string]any) {
-	t.Helper()
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	d := json.NewDecoder(bytes.NewReader(l.text.Bytes()))
-	for d.More() {
-		var record map[string]any
-		if err := d.Decode(&record); err != nil {
-			t.Fatal(err)
-		}
-		if slices.Contains(messages, record["msg"].(string)) {
-			got = append(got, record)
-		}
-	}
-	return got
-}
 
 // The log tells the life of an execution, also when its wait was ended by SQL alone, or by a sweep.
 func TestTheLogTellsEveryTransition(t *testing.T) {
@@ -671,9 +643,9 @@ func TestTheLogTellsEveryTransition(t *testing.T) {
 			until(t, pool, id, executions.Waiting)
 			pgtest.Exec(t, pool, wake)
 			until(t, pool, id, executions.Completed)
-			pgtest.Eventually(t, patience, func() bool { return len(l.said(t, "locks released")) > 0 }, "the end is told")
+			pgtest.Eventually(t, patience, func() bool { return len(l.Records(t, "locks released")) > 0 }, "the end is told")
 			var told []string
-			for _, record := range l.said(t, "execution started", "action requires wait", "execution waiting", "execution resumed",
+			for _, record := range l.Records(t, "execution started", "action requires wait", "execution waiting", "execution resumed",
 				"continuing from checkpoint", "execution completed", "event emitted", "locks released") {
 				told = append(told, record["msg"].(string))
 			}
@@ -684,7 +656,7 @@ func TestTheLogTellsEveryTransition(t *testing.T) {
 			if !slices.Equal(told, want) {
 				t.Errorf("told %q", told)
 			}
-			if _, named := l.said(t, "execution resumed")[0]["event"]; named == (name == "by a sweep") {
+			if _, named := l.Records(t, "execution resumed")[0]["event"]; named == (name == "by a sweep") {
 				t.Errorf("an event is named: %t", named)
 			}
 			for message, attribute := range map[string][2]any{
@@ -695,7 +667,7 @@ func TestTheLogTellsEveryTransition(t *testing.T) {
 				"event emitted":              {"event", "AGENT_COMPLETED"},
 				"locks released":             {"count", 1.0},
 			} {
-				if records := l.said(t, message); len(records) != 1 || records[0][attribute[0].(string)] != attribute[1] {
+				if records := l.Records(t, message); len(records) != 1 || records[0][attribute[0].(string)] != attribute[1] {
 					t.Errorf("%s: %v, want %v", message, records, attribute)
 				}
 			}
@@ -748,7 +720,7 @@ func TestTheLogTellsAnEndThatCameFromOutside(t *testing.T) {
 				"locks released":      {"count", 1.0},
 				"lane released":       {"lane", "thread:x"},
 			} {
-				records := l.said(t, message)
+				records := l.Records(t, message)
 				if len(records) != 1 || records[0]["execution_id"] != id || records[0][attribute[0].(string)] != attribute[1] {
 					t.Errorf("%s: %v, want %v", message, records, attribute)
 				}

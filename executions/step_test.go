@@ -20,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -165,7 +166,7 @@ func TestCodeThatChangedUnderARunningExecutionFailsItLoudly(t *testing.T) {
 				})
 				if got.Status != executions.Failed || got.ErrorMessage == nil || !strings.Contains(*got.ErrorMessage, "step price") ||
 					got.FailedStep == nil || *got.FailedStep != "price" {
-					t.Errorf("status %s, error %v, failed step %v", got.Status, str(got.ErrorMessage), str(got.FailedStep))
+					t.Errorf("status %s, error %v, failed step %v", got.Status, testkit.Deref(got.ErrorMessage), testkit.Deref(got.FailedStep))
 				}
 			})
 		}
@@ -193,8 +194,8 @@ func TestAPanicFailsTheExecutionAndNotTheProcess(t *testing.T) {
 			pool := pgtest.DB(t)
 			p := start(t, pool, flow(c.fn))
 			got := until(t, pool, p.begin(t, "flow"), executions.Failed)
-			if str(got.ErrorMessage) != c.says || str(got.FailedStep) != c.step {
-				t.Errorf("error %q, failed step %q", str(got.ErrorMessage), str(got.FailedStep))
+			if testkit.Deref(got.ErrorMessage) != c.says || testkit.Deref(got.FailedStep) != c.step {
+				t.Errorf("error %q, failed step %q", testkit.Deref(got.ErrorMessage), testkit.Deref(got.FailedStep))
 			}
 			if n := completions(t, pool, got.ID); n != 1 {
 				t.Errorf("%d AGENT_COMPLETED", n)
@@ -252,7 +253,7 @@ func TestWhatTheDatabaseCannotHoldIsAnErrorOrIsMended(t *testing.T) {
 			}))
 			got := until(t, pool, p.begin(t, "flow"), c.status)
 			if open := pgtest.Value[int](t, pool, `select count(*) from agent_activity where status not in ('success', 'error')`); open != 0 {
-				t.Errorf("%d activities have no clear end (%v)", open, str(got.ErrorMessage))
+				t.Errorf("%d activities have no clear end (%v)", open, testkit.Deref(got.ErrorMessage))
 			}
 		})
 	}
@@ -403,13 +404,6 @@ func TestRunNowReturnsTheRowAsItStands(t *testing.T) {
 	if err != nil || got.Status != executions.Completed || string(got.Result) != "7" || got.Surface != "operate" {
 		t.Errorf("got %+v, %v", got, err)
 	}
-}
-
-func str(s *string) string {
-	if s == nil {
-		return ""
-	}
-	return *s
 }
 
 // A long loop is replayed from its last snapshot, not from its beginning, and its old records are gone.

@@ -315,7 +315,7 @@ func TestWorkThatNobodyCanTakeOverIsTold(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	said := l.said(t, "lost executions not taken over yet, their rows are locked")
+	said := l.Records(t, "lost executions not taken over yet, their rows are locked")
 	if len(said) != 1 || said[0]["worker"] != "test" || said[0]["executions"] != 1.0 ||
 		!strings.Contains(fmt.Sprint(said[0]["open_transactions"]), fmt.Sprintf("pid %d of ", pid)) {
 		t.Errorf("after two sweeps it is told %v, want once, with the worker and session %d", said, pid)
@@ -349,7 +349,7 @@ func TestNobodyIsWarnedOfWhatIsTakenOverNext(t *testing.T) {
 	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`); n != 0 {
 		t.Errorf("%d executions are still the lost worker's", n)
 	}
-	if said := l.said(t, "lost executions not taken over yet, their rows are locked"); len(said) != 0 {
+	if said := l.Records(t, "lost executions not taken over yet, their rows are locked"); len(said) != 0 {
 		t.Errorf("it is told %v", said)
 	}
 }

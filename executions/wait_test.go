@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -174,8 +175,8 @@ func TestATimedOutFlowEndsWithStatusTimeout(t *testing.T) {
 	p := start(t, pool, flow(func(context.Context) (executions.Result, error) {
 		return executions.Result{}, fmt.Errorf("approval: %w", executions.ErrTimedOut)
 	}))
-	if got := until(t, pool, p.begin(t, "flow"), executions.Timeout); str(got.ResultType) != "timeout" {
-		t.Errorf("result type %q", str(got.ResultType))
+	if got := until(t, pool, p.begin(t, "flow"), executions.Timeout); testkit.Deref(got.ResultType) != "timeout" {
+		t.Errorf("result type %q", testkit.Deref(got.ResultType))
 	}
 }
 
@@ -243,7 +244,7 @@ func TestAWaitingExecutionNeedsNoProcess(t *testing.T) {
 	p.stop()
 	mustDeliver(t, pool, "key", `{"n": 1}`)
 	if got := get(t, pool, id); got.Status != executions.Running || got.ClaimedBy != nil {
-		t.Errorf("after the event: status %s, claimed by %s", got.Status, str(got.ClaimedBy))
+		t.Errorf("after the event: status %s, claimed by %s", got.Status, testkit.Deref(got.ClaimedBy))
 	}
 	start(t, pool, awaits(0))
 	if out := outcome(t, until(t, pool, id, executions.Completed)); string(out.Data) != `{"n":1}` {
@@ -280,8 +281,8 @@ func TestWaitsCheckTheirArguments(t *testing.T) {
 			return ends(executions.Wait(ctx, "pause", w))
 		}))
 		got, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
-		if err != nil || got.Status != executions.Failed || !strings.Contains(str(got.ErrorMessage), "wait pause: ") {
-			t.Errorf("%s: status %s, %q, %v", name, got.Status, str(got.ErrorMessage), err)
+		if err != nil || got.Status != executions.Failed || !strings.Contains(testkit.Deref(got.ErrorMessage), "wait pause: ") {
+			t.Errorf("%s: status %s, %q, %v", name, got.Status, testkit.Deref(got.ErrorMessage), err)
 		}
 	}
 }

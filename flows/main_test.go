@@ -24,6 +24,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/reason"
@@ -139,7 +140,7 @@ func until(t *testing.T, db postgres.DB, id string, want executions.Status) exec
 	var err error
 	defer func() {
 		if t.Failed() {
-			t.Logf("execution is %s (%v %v)", got.Status, deref(got.FailedStep), deref(got.ErrorMessage))
+			t.Logf("execution is %s (%v %v)", got.Status, testkit.Deref(got.FailedStep), testkit.Deref(got.ErrorMessage))
 		}
 	}()
 	pgtest.Eventually(t, patience, func() bool {
@@ -147,7 +148,7 @@ func until(t *testing.T, db postgres.DB, id string, want executions.Status) exec
 		return err == nil && (got.Status == want || got.Status.Ended())
 	}, "execution becomes "+string(want))
 	if got.Status != want {
-		t.Fatalf("execution is %s, not %s: %s: %s", got.Status, want, deref(got.FailedStep), deref(got.ErrorMessage))
+		t.Fatalf("execution is %s, not %s: %s: %s", got.Status, want, testkit.Deref(got.FailedStep), testkit.Deref(got.ErrorMessage))
 	}
 	return got
 }
@@ -214,13 +215,6 @@ func late(t *testing.T, w *world, id string, n int) {
 	waits(t, w.pool, id, n)
 	pgtest.Exec(t, w.pool, `update agent_executions set waiting_until = clock_timestamp() - interval '1 second' where id = @id and status = 'waiting'`,
 		postgres.Strict{"id": id})
-}
-
-func deref(s *string) string {
-	if s == nil {
-		return ""
-	}
-	return *s
 }
 
 // flow is a document with these actions.
@@ -382,7 +376,7 @@ func TestAFlowWritesOnlyOverWhatItHasRead(t *testing.T) {
 			} else {
 				x := until(t, w.pool, id, executions.Failed)
 				there, _, _ := strings.Cut(test.want, " ")
-				if said := deref(x.ErrorMessage); !strings.Contains(said, test.failed) || !strings.Contains(said, "nothing was changed") || !strings.Contains(said, there) {
+				if said := testkit.Deref(x.ErrorMessage); !strings.Contains(said, test.failed) || !strings.Contains(said, "nothing was changed") || !strings.Contains(said, there) {
 					t.Errorf("it says %q", said)
 				}
 				status := pgtest.Value[string](t, w.pool, `select status from agent_activity where skill_name in ('memory_write', 'memory_forget') and kind = 'call'`)
@@ -466,7 +460,7 @@ func reach(ctx context.Context, pool *pgxpool.Pool, id string, want executions.S
 		case x.Status == want:
 			return nil
 		case x.Status.Ended():
-			return fmt.Errorf("execution %s is %s: %s", id, x.Status, deref(x.ErrorMessage))
+			return fmt.Errorf("execution %s is %s: %s", id, x.Status, testkit.Deref(x.ErrorMessage))
 		}
 		select {
 		case <-tick.C:
@@ -534,8 +528,8 @@ func TestCancellingReachesGrandchildren(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, id := range []string{middle, bottom} {
-		if x := until(t, w.pool, id, executions.Cancelled); deref(x.CancelReason) != "its parent was cancelled: Usuario solicito cancelacion" {
-			t.Errorf("cancelled because of %q", deref(x.CancelReason))
+		if x := until(t, w.pool, id, executions.Cancelled); testkit.Deref(x.CancelReason) != "its parent was cancelled: Usuario solicito cancelacion" {
+			t.Errorf("cancelled because of %q", testkit.Deref(x.CancelReason))
 		}
 	}
 }
@@ -563,8 +557,8 @@ actions:
 		"lost":   "action go (trigger_agent): there is no flow nobody",
 		"wrong":  "action go (trigger_agent): flow picky does not take this input: at '': missing property 'x'",
 	} {
-		if x := until(t, w.pool, w.begin(t, name, nil), executions.Failed); deref(x.ErrorMessage) != want || deref(x.FailedStep) != "go" {
-			t.Errorf("%s: %q at %q", name, deref(x.ErrorMessage), deref(x.FailedStep))
+		if x := until(t, w.pool, w.begin(t, name, nil), executions.Failed); testkit.Deref(x.ErrorMessage) != want || testkit.Deref(x.FailedStep) != "go" {
+			t.Errorf("%s: %q at %q", name, testkit.Deref(x.ErrorMessage), testkit.Deref(x.FailedStep))
 		}
 	}
 	got := variables(t, until(t, w.pool, w.begin(t, "loose", nil), executions.Completed))
@@ -636,8 +630,8 @@ func TestARunningExecutionKeepsItsVersion(t *testing.T) {
 		t.Fatal(err)
 	}
 	x := until(t, w.pool, third, executions.Failed)
-	if v := x.FlowVersion; v == nil || *v != 1 || !strings.Contains(deref(x.ErrorMessage), "no thread") {
-		t.Errorf("the fork runs version %v: %s", v, deref(x.ErrorMessage))
+	if v := x.FlowVersion; v == nil || *v != 1 || !strings.Contains(testkit.Deref(x.ErrorMessage), "no thread") {
+		t.Errorf("the fork runs version %v: %s", v, testkit.Deref(x.ErrorMessage))
 	}
 	got := pgtest.Value[string](t, w.pool, `
 		select string_agg(flow_version || ' ' || content, ', ' order by m.execution_id, m.id)
@@ -646,8 +640,8 @@ func TestARunningExecutionKeepsItsVersion(t *testing.T) {
 		t.Errorf("said %s", got)
 	}
 	x = until(t, w.pool, w.begin(t, "a", map[string]any{"key": "k3"}), executions.Failed)
-	if deref(x.ErrorMessage) != "flow a: the flow was removed" {
-		t.Errorf("%q", deref(x.ErrorMessage))
+	if testkit.Deref(x.ErrorMessage) != "flow a: the flow was removed" {
+		t.Errorf("%q", testkit.Deref(x.ErrorMessage))
 	}
 }
 

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"log/slog"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -19,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -29,36 +29,8 @@ import (
 // the lane's lock.
 type scenario struct {
 	*world
-	log *lines
+	log *testkit.Log
 	id  string // of the thread
-}
-
-// lines keeps what is logged.
-type lines struct {
-	mu   sync.Mutex
-	text strings.Builder
-}
-
-func (l *lines) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.text.Write(p)
-}
-
-// with are the lines that have all parts.
-func (l *lines) with(parts ...string) (found []string) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	for line := range strings.Lines(l.text.String()) {
-		all := true
-		for _, p := range parts {
-			all = all && strings.Contains(line, p)
-		}
-		if all {
-			found = append(found, line)
-		}
-	}
-	return found
 }
 
 // logged waits for as many lines with all parts as there have to be, and reports more.
@@ -66,11 +38,11 @@ func (s *scenario) logged(t *testing.T, n int, parts ...string) {
 	t.Helper()
 	defer func() {
 		if t.Failed() {
-			t.Log(strings.Join(s.log.with("lane"), ""))
+			t.Log(strings.Join(s.log.Lines("lane"), ""))
 		}
 	}()
-	pgtest.Eventually(t, patience, func() bool { return len(s.log.with(parts...)) >= n }, "the log has "+strings.Join(parts, " "))
-	if got := s.log.with(parts...); len(got) != n {
+	pgtest.Eventually(t, patience, func() bool { return len(s.log.Lines(parts...)) >= n }, "the log has "+strings.Join(parts, " "))
+	if got := s.log.Lines(parts...); len(got) != n {
 		t.Errorf("%d lines have %q, want %d:\n%s", len(got), parts, n, strings.Join(got, ""))
 	}
 }
@@ -103,7 +75,7 @@ func playing(t *testing.T, name, participant string) *scenario {
 		put(t, pool, strings.Replace(text, "kind: flow\n", "", 1))
 	}
 	pgtest.Exec(t, pool, witness)
-	s := &scenario{world: &world{pool: pool}, log: &lines{}, id: strings.ToLower(participant)}
+	s := &scenario{world: &world{pool: pool}, log: &testkit.Log{}, id: strings.ToLower(participant)}
 	if _, _, err := threads.Ensure(t.Context(), pool, threads.Thread{ID: s.id, Participant: participant, IdleSeconds: 600}); err != nil {
 		t.Fatal(err)
 	}
@@ -226,11 +198,11 @@ func TestScenarioOfChainedAgents(t *testing.T) {
 	s.holds(t, "recolector 0 min, Maria, parked, 0 queued")
 	s.logged(t, 1, `msg="lane acquired"`, "lane=thread:maria")
 	s.logged(t, 1, `msg="lane inherited"`, "lane=thread:maria", "from="+parent, "to="+child+"#")
-	if x := until(t, s.pool, child, executions.Waiting); deref(x.WaitingFor) != "response" || deref(x.WaitingKey) != "maria" {
-		t.Errorf("the collector waits for %s %s", deref(x.WaitingFor), deref(x.WaitingKey))
+	if x := until(t, s.pool, child, executions.Waiting); testkit.Deref(x.WaitingFor) != "response" || testkit.Deref(x.WaitingKey) != "maria" {
+		t.Errorf("the collector waits for %s %s", testkit.Deref(x.WaitingFor), testkit.Deref(x.WaitingKey))
 	}
-	if x := until(t, s.pool, parent, executions.Waiting); deref(x.WaitingFor) != "agent" {
-		t.Errorf("the coordinator waits for %s", deref(x.WaitingFor))
+	if x := until(t, s.pool, parent, executions.Waiting); testkit.Deref(x.WaitingFor) != "agent" {
+		t.Errorf("the coordinator waits for %s", testkit.Deref(x.WaitingFor))
 	}
 	idle := pgtest.Value[int](t, s.pool, `select ttl_seconds from agent_locks where lane = 'thread:maria'`)
 	loans := pgtest.Value[string](t, s.pool, `select string_agg(who(lender) || ' to ' || who(borrower) || ' ' || ttl_seconds, ', ') from agent_lock_loans`)

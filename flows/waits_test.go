@@ -9,6 +9,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // waiting are the actions that wait, each with what it sets.
@@ -66,8 +67,8 @@ func TestATimeoutThatFailsEndsTheExecutionAsTimedOut(t *testing.T) {
 			late(t, w, id, 1)
 			x := until(t, w.pool, id, executions.Timeout)
 			want := "action ask (" + typeOf(c.action) + "): no " + c.kind + " came within 90m"
-			if deref(x.ErrorMessage) != want || deref(x.FailedStep) != "ask" || x.ResultSummary != "Timed out: "+want {
-				t.Errorf("%q at %q, summary %q", deref(x.ErrorMessage), deref(x.FailedStep), x.ResultSummary)
+			if testkit.Deref(x.ErrorMessage) != want || testkit.Deref(x.FailedStep) != "ask" || x.ResultSummary != "Timed out: "+want {
+				t.Errorf("%q at %q, summary %q", testkit.Deref(x.ErrorMessage), testkit.Deref(x.FailedStep), x.ResultSummary)
 			}
 			if !strings.HasSuffix(said(t, w.pool), "We will call you.") {
 				t.Errorf("said %s", said(t, w.pool))
@@ -98,8 +99,8 @@ func TestATimeoutThatRetries(t *testing.T) {
 				late(t, w, id, n)
 			}
 			x := until(t, w.pool, id, executions.Timeout)
-			if !strings.HasSuffix(deref(x.ErrorMessage), "came within 1h, 4 times") || strings.Count(said(t, w.pool), "again") != 4 {
-				t.Errorf("%q, said %s", deref(x.ErrorMessage), said(t, w.pool))
+			if !strings.HasSuffix(testkit.Deref(x.ErrorMessage), "came within 1h, 4 times") || strings.Count(said(t, w.pool), "again") != 4 {
+				t.Errorf("%q, said %s", testkit.Deref(x.ErrorMessage), said(t, w.pool))
 			}
 		})
 	}
@@ -151,8 +152,8 @@ func TestWithoutAThreadNothingIsSaid(t *testing.T) {
 			t.Fatal(err)
 		}
 		got := until(t, w.pool, x.ID, want)
-		if want == executions.Failed && deref(got.ErrorMessage) != "action hi (send_message): this execution has no thread to talk in; start it with one" {
-			t.Errorf("%q", deref(got.ErrorMessage))
+		if want == executions.Failed && testkit.Deref(got.ErrorMessage) != "action hi (send_message): this execution has no thread to talk in; start it with one" {
+			t.Errorf("%q", testkit.Deref(got.ErrorMessage))
 		}
 	}
 	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_requests where kind = @kind`, postgres.Strict{"kind": "test"}); n != 1 {
@@ -356,13 +357,13 @@ func TestAFlowEndsItself(t *testing.T) {
 	if diff := cmp.Diff(map[string]any{"seen": 1.0}, variables(t, x)); diff != "" || x.ResultSummary != "at 2" {
 		t.Errorf("%s%q", diff, x.ResultSummary)
 	}
-	if x = until(t, w.pool, w.begin(t, "failed", nil), executions.Failed); deref(x.ErrorMessage) != "not fit" || x.ResultSummary != "not fit" {
-		t.Errorf("failed with %q", deref(x.ErrorMessage))
+	if x = until(t, w.pool, w.begin(t, "failed", nil), executions.Failed); testkit.Deref(x.ErrorMessage) != "not fit" || x.ResultSummary != "not fit" {
+		t.Errorf("failed with %q", testkit.Deref(x.ErrorMessage))
 	}
 	until(t, w.pool, w.begin(t, "late", nil), executions.Timeout)
 	x = until(t, w.pool, w.begin(t, "fails", map[string]any{"what": "way"}), executions.Failed)
-	if deref(x.ErrorMessage) != "action stop (fail): no way" || deref(x.FailedStep) != "stop" {
-		t.Errorf("failed with %q at %q", deref(x.ErrorMessage), deref(x.FailedStep))
+	if testkit.Deref(x.ErrorMessage) != "action stop (fail): no way" || testkit.Deref(x.FailedStep) != "stop" {
+		t.Errorf("failed with %q at %q", testkit.Deref(x.ErrorMessage), testkit.Deref(x.FailedStep))
 	}
 }
 
@@ -416,8 +417,8 @@ func TestWhatIsNotKnownFailsLoudly(t *testing.T) {
 			w := newWorld(t, "name: a\nvariables: {color: red, nothing: null}\nactions:\n  - "+c.action)
 			id := w.begin(t, "a", nil)
 			x := until(t, w.pool, id, executions.Failed)
-			if deref(x.ErrorMessage) != c.message {
-				t.Errorf("got  %s\nwant %s", deref(x.ErrorMessage), c.message)
+			if testkit.Deref(x.ErrorMessage) != c.message {
+				t.Errorf("got  %s\nwant %s", testkit.Deref(x.ErrorMessage), c.message)
 			}
 			class := pgtest.Value[string](t, w.pool, `select error_class from agent_activity where execution_id = @id and status = 'error'`, postgres.Strict{"id": id})
 			if class != c.class {

@@ -21,6 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -87,8 +88,8 @@ func TestSkillsAreCalled(t *testing.T) {
 		{"lost", nil, "action s (skill): there is no skill tripple"},
 		{"bare", nil, "action s (skill): call double: invalid parameters: missing property 'n'"},
 	} {
-		if x := until(t, w.pool, w.begin(t, c.flow, c.input), executions.Failed); deref(x.ErrorMessage) != c.want {
-			t.Errorf("%s: %s", c.flow, deref(x.ErrorMessage))
+		if x := until(t, w.pool, w.begin(t, c.flow, c.input), executions.Failed); testkit.Deref(x.ErrorMessage) != c.want {
+			t.Errorf("%s: %s", c.flow, testkit.Deref(x.ErrorMessage))
 		}
 	}
 }
@@ -117,8 +118,8 @@ func TestASkillOnTrialIsTriedByAFlow(t *testing.T) {
 	w := clever(t, mute, flow("f", `
   - {actionType: skill, parameters: {name: double, arguments: {n: 2}}}`))
 	pgtest.Exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_at = clock_timestamp() where name = 'double'`)
-	if x := until(t, w.pool, w.begin(t, "f", nil), executions.Failed); !strings.Contains(deref(x.ErrorMessage), "double is disabled") {
-		t.Errorf("with a skill that rests the flow failed for %s", deref(x.ErrorMessage))
+	if x := until(t, w.pool, w.begin(t, "f", nil), executions.Failed); !strings.Contains(testkit.Deref(x.ErrorMessage), "double is disabled") {
+		t.Errorf("with a skill that rests the flow failed for %s", testkit.Deref(x.ErrorMessage))
 	}
 	pgtest.Exec(t, w.pool, `update agent_skills set trial_at = clock_timestamp() where name = 'double'`)
 	until(t, w.pool, w.begin(t, "f", nil), executions.Completed)
@@ -143,8 +144,8 @@ func TestASkillThatNeedsLeaveWaitsForIt(t *testing.T) {
 			continue
 		}
 		x := until(t, w.pool, id, executions.Failed)
-		if deref(x.ErrorMessage) != "action pay (skill): skill careful was not approved: because" {
-			t.Errorf("%s", deref(x.ErrorMessage))
+		if testkit.Deref(x.ErrorMessage) != "action pay (skill): skill careful was not approved: because" {
+			t.Errorf("%s", testkit.Deref(x.ErrorMessage))
 		}
 	}
 	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'careful' and kind = 'call' and status = 'success'`); n != 1 {
@@ -209,12 +210,12 @@ func TestANamedAgentAnswersWithItsInstructions(t *testing.T) {
 		t.Fatal(err)
 	}
 	acted, err := pgx.CollectRows(rows, pgx.RowTo[*string])
-	if err != nil || len(acted) != 2 || deref(acted[0]) != "billing" || deref(acted[1]) == "billing" {
+	if err != nil || len(acted) != 2 || testkit.Deref(acted[0]) != "billing" || testkit.Deref(acted[1]) == "billing" {
 		t.Errorf("rows name %v, %v", acted, err)
 	}
 	lost := until(t, w.pool, w.begin(t, "lost", nil), executions.Failed)
-	if !strings.Contains(deref(lost.ErrorMessage), `there is no agent "returns"`) {
-		t.Errorf("error %q", deref(lost.ErrorMessage))
+	if !strings.Contains(testkit.Deref(lost.ErrorMessage), `there is no agent "returns"`) {
+		t.Errorf("error %q", testkit.Deref(lost.ErrorMessage))
 	}
 }
 
@@ -224,8 +225,8 @@ func TestTheModelIsNotAskedWithSkillsThatThereAreNot(t *testing.T) {
 	w := clever(t, func(openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("asked") }, flow("a", `
   - {actionType: reason, parameters: {prompt: hello, skills: [nonexistent]}}`))
 	x := until(t, w.pool, w.begin(t, "a", nil), executions.Failed)
-	if !strings.Contains(deref(x.ErrorMessage), `there is no skill "nonexistent"`) {
-		t.Errorf("error %q", deref(x.ErrorMessage))
+	if !strings.Contains(testkit.Deref(x.ErrorMessage), `there is no skill "nonexistent"`) {
+		t.Errorf("error %q", testkit.Deref(x.ErrorMessage))
 	}
 }
 
@@ -233,8 +234,8 @@ func TestWithoutALoopNoSkillIsCalled(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, flow("a", `
   - {actionType: skill, parameters: {name: double}}`))
-	if x := until(t, w.pool, w.begin(t, "a", nil), executions.Failed); !strings.Contains(deref(x.ErrorMessage), "without a reasoning loop") {
-		t.Errorf("%s", deref(x.ErrorMessage))
+	if x := until(t, w.pool, w.begin(t, "a", nil), executions.Failed); !strings.Contains(testkit.Deref(x.ErrorMessage), "without a reasoning loop") {
+		t.Errorf("%s", testkit.Deref(x.ErrorMessage))
 	}
 }
 
@@ -263,8 +264,8 @@ func TestCheckStartSaysWhetherAFlowMayBegin(t *testing.T) {
 		t.Error(err)
 	}
 	x := until(t, w.pool, w.begin(t, "a", map[string]any{"n": "one"}), executions.Failed) // started past CheckStart
-	if !strings.HasPrefix(deref(x.ErrorMessage), "flow a does not take this input") {
-		t.Errorf("%s", deref(x.ErrorMessage))
+	if !strings.HasPrefix(testkit.Deref(x.ErrorMessage), "flow a does not take this input") {
+		t.Errorf("%s", testkit.Deref(x.ErrorMessage))
 	}
 }
 
@@ -303,7 +304,7 @@ actions:
   - {id: grow, actionType: while, parameters: {condition: "true", actions: [{id: twice, actionType: set, parameters: {expressions: {text: text + text}}}]}}
 `)
 	x := until(t, w.pool, w.begin(t, "a", nil), executions.Failed)
-	if !strings.HasPrefix(deref(x.ErrorMessage), "action twice (set): the variables would be ") {
-		t.Errorf("%s", deref(x.ErrorMessage))
+	if !strings.HasPrefix(testkit.Deref(x.ErrorMessage), "action twice (set): the variables would be ") {
+		t.Errorf("%s", testkit.Deref(x.ErrorMessage))
 	}
 }

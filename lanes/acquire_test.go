@@ -526,11 +526,7 @@ func TestCallersShareStatements(t *testing.T) {
 // A release does not change how the next transaction of its connection commits.
 func TestOnlyTheReleaseIsNotWaitedFor(t *testing.T) {
 	t.Parallel()
-	db, err := postgres.Open(t.Context(), pgtest.URL(t), postgres.Options{MaxConns: 1})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(db.Close)
+	db := pgtest.Pool(t, pgtest.URL(t), postgres.Options{MaxConns: 1})
 	pgtest.Exec(t, db, `set synchronous_commit = on`)
 	k, _ := keeper(t, db)
 	lease, err := k.Acquire(t.Context(), "x")

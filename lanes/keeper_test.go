@@ -144,7 +144,7 @@ func TestALeaseSurvivesAShortOutage(t *testing.T) {
 	l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(9*time.Second))
 	acquired(t, l, err)
 	w.cut.Store(true)
-	pgtest.Eventually(t, soon, func() bool { return len(log.find("lanes not renewed")) > 0 }, "a renewal fails")
+	pgtest.Eventually(t, soon, func() bool { return len(log.Lines("lanes not renewed")) > 0 }, "a renewal fails")
 	w.cut.Store(false)
 	ends := l.ExpiresAt()
 	pgtest.Eventually(t, soon, func() bool { return l.ExpiresAt().After(ends) || l.Context().Err() != nil },

@@ -47,7 +47,7 @@ func TestAReleaseWhoseSessionIsKilledFreesTheLane(t *testing.T) {
 		}
 		return time.Since(began)
 	})
-	if len(log.find("lane not released yet", "lane=x")) == 0 {
+	if len(log.Lines("lane not released yet", "lane=x")) == 0 {
 		t.Error("no line says that it had to be tried again")
 	}
 }
@@ -63,7 +63,7 @@ func TestAReleaseWhoseAnswerIsLostIsARelease(t *testing.T) {
 	w.lose.Store(true)
 	released := make(chan error, 1)
 	go func() { released <- l.Release(t.Context()) }()
-	pgtest.Eventually(t, soon, func() bool { return len(log.find("lane not released yet")) > 0 }, "the answer is lost")
+	pgtest.Eventually(t, soon, func() bool { return len(log.Lines("lane not released yet")) > 0 }, "the answer is lost")
 	w.lose.Store(false)
 	if err := <-released; err != nil {
 		t.Errorf("Release: %v", err)

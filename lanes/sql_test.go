@@ -528,11 +528,7 @@ const (
 // wide is a pool with a connection for every racer.
 func wide(t testing.TB) *pgxpool.Pool {
 	t.Helper()
-	db, err := postgres.Open(t.Context(), pgtest.URL(t), postgres.Options{MaxConns: racers + 4})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(db.Close)
+	db := pgtest.Pool(t, pgtest.URL(t), postgres.Options{MaxConns: racers + 4})
 	return db
 }
 
@@ -676,7 +672,7 @@ func TestOneOwnerInManyGoroutinesIsOneHold(t *testing.T) {
 	}
 	log.want(t, 1, "lane acquired")
 	log.want(t, 0, "lane lost")
-	if n := strings.Join(log.find("lane released"), ""); n != "" {
+	if n := strings.Join(log.Lines("lane released"), ""); n != "" {
 		t.Errorf("released too early: %s", n)
 	}
 }

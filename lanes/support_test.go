@@ -1,7 +1,6 @@
 package lanes_test
 
 import (
-	"bytes"
 	"cmp"
 	"context"
 	"fmt"
@@ -19,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
@@ -134,41 +134,15 @@ func patiently[T any](t testing.TB, db postgres.DB, query string, args ...any) T
 }
 
 // logs collects log lines.
-type logs struct {
-	mu  sync.Mutex
-	buf bytes.Buffer
-}
-
-func (l *logs) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.buf.Write(p)
-}
-
-// find returns the lines that contain all words.
-func (l *logs) find(words ...string) []string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	var found []string
-lines:
-	for line := range strings.Lines(l.buf.String()) {
-		for _, w := range words {
-			if !strings.Contains(line, w) {
-				continue lines
-			}
-		}
-		found = append(found, line)
-	}
-	return found
-}
+type logs struct{ testkit.Log }
 
 // want waits for n lines: the work of a lost lane is told before the log.
 func (l *logs) want(t testing.TB, n int, words ...string) {
 	t.Helper()
-	pgtest.Eventually(t, soon, func() bool { return len(l.find(words...)) >= n },
+	pgtest.Eventually(t, soon, func() bool { return len(l.Lines(words...)) >= n },
 		fmt.Sprintf("%d log lines with %q", n, words))
-	if got := l.find(words...); len(got) != n {
-		t.Errorf("%d log lines with %q, want %d; all:\n%s", len(got), words, n, strings.Join(l.find(), ""))
+	if got := l.Lines(words...); len(got) != n {
+		t.Errorf("%d log lines with %q, want %d; all:\n%s", len(got), words, n, strings.Join(l.Lines(), ""))
 	}
 }
 

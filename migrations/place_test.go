@@ -19,11 +19,7 @@ func along(t *testing.T, path, before string) (db *pgxpool.Pool, owner *pgxpool.
 	t.Helper()
 	at := pgtest.EmptyURL(t)
 	open := func(at string) *pgxpool.Pool {
-		pool, err := postgres.Open(t.Context(), at, postgres.Options{MaxConns: 4})
-		if err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(pool.Close)
+		pool := pgtest.Pool(t, at, postgres.Options{MaxConns: 4})
 		return pool
 	}
 	owner = open(at)

@@ -57,11 +57,7 @@ func opened(t *testing.T, to, name, value string) *pgxpool.Pool {
 	query := u.Query()
 	query.Set(name, value)
 	u.RawQuery = query.Encode()
-	db, err := postgres.Open(t.Context(), u.String(), postgres.Options{MaxConns: 8})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(db.Close)
+	db := pgtest.Pool(t, u.String(), postgres.Options{MaxConns: 8})
 	return db
 }
 

@@ -151,7 +151,7 @@ func TestASmallRestShortensTheAnswer(t *testing.T) {
 	if rows := named(w.rows(t, x), "model_call"); !strings.Contains(string(rows[0].Output), "cut off here") {
 		t.Errorf("the row does not say that the answer was cut: %s", rows[0].Output)
 	}
-	if len(w.log.find(t, "answer cut at its limit")) != 1 {
+	if len(w.log.Records(t, "answer cut at its limit")) != 1 {
 		t.Error("the cut was not logged")
 	}
 }

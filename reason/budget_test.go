@@ -14,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -244,8 +245,8 @@ func TestTroubleOfTheProvider(t *testing.T) {
 				}
 				return
 			}
-			if x.Status != executions.Failed || !strings.Contains(deref(x.ErrorMessage), test.failure) || !strings.Contains(deref(x.ErrorMessage), "ask the model") {
-				t.Errorf("execution is %s: %s", x.Status, deref(x.ErrorMessage))
+			if x.Status != executions.Failed || !strings.Contains(testkit.Deref(x.ErrorMessage), test.failure) || !strings.Contains(testkit.Deref(x.ErrorMessage), "ask the model") {
+				t.Errorf("execution is %s: %s", x.Status, testkit.Deref(x.ErrorMessage))
 			}
 			if len(rows) != 1 || rows[0].Status != "error" || rows[0].Class != "model" {
 				t.Errorf("rows are %+v", rows)

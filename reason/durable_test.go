@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -164,7 +165,7 @@ func TestCrashBetweenAnyTwoStepsRepeatsNothing(t *testing.T) {
 			ended = !c.done.Load()
 			got := outcome(t, x)
 			if x.Status != executions.Completed || got.Text != "Done." || got.Iterations != 4 {
-				t.Fatalf("execution is %s (%s), outcome %+v", x.Status, deref(x.ErrorMessage), got)
+				t.Fatalf("execution is %s (%s), outcome %+v", x.Status, testkit.Deref(x.ErrorMessage), got)
 			}
 			if n := len(w.model.Requests()); n != 4 || len(w.transcripts(t)) != 4 {
 				t.Errorf("the model was asked %d times, want 4", n)
@@ -212,7 +213,7 @@ func TestCrashDuringAModelCallAsksAgainUnderTheSameKey(t *testing.T) {
 	})
 	x := w.survive(t, c)
 	if x.Status != executions.Completed {
-		t.Fatalf("execution is %s: %s", x.Status, deref(x.ErrorMessage))
+		t.Fatalf("execution is %s: %s", x.Status, testkit.Deref(x.ErrorMessage))
 	}
 	if n := len(w.transcripts(t)); n != 2 || asked.Load() != 2 && asked.Load() != 3 {
 		t.Errorf("%d keys were used, and the last was asked %d times", n, asked.Load())

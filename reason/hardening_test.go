@@ -15,6 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -35,7 +36,7 @@ func (w *world) stalled(t *testing.T, x executions.Execution, got reason.Outcome
 	if len(rows) != 1 || rows[0].Status != "error" || rows[0].Class != "stall" || !strings.Contains(rows[0].Message, got.Text) {
 		t.Errorf("rows are %+v", rows)
 	}
-	if len(w.log.find(t, "reasoning stalled")) != 1 {
+	if len(w.log.Records(t, "reasoning stalled")) != 1 {
 		t.Error("the stall is not in the log")
 	}
 }
@@ -139,7 +140,7 @@ func TestAStormOfRefusalsEndsTheTurnWithoutHarm(t *testing.T) {
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`), storm)
 	w.turn.OnTool = func(reason.ToolEvent) {}
 	x, _ := w.run(t)
-	message := deref(x.ErrorMessage)
+	message := testkit.Deref(x.ErrorMessage)
 	if x.Status != executions.Failed || !strings.Contains(message, "429") {
 		t.Errorf("execution is %s: %s", x.Status, message)
 	}

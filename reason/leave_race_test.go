@@ -9,6 +9,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -33,7 +34,7 @@ func TestADecisionRacesWithTheWait(t *testing.T) {
 			}
 			x = w.ended(t, x.ID, nil)
 			if calls := d.list(); x.Status != executions.Completed || !slices.Equal(calls, []string{`{"table":"x"}`, `{"table":"y"}`}) {
-				t.Errorf("execution is %s (%s), calls %q", x.Status, deref(x.ErrorMessage), calls)
+				t.Errorf("execution is %s (%s), calls %q", x.Status, testkit.Deref(x.ErrorMessage), calls)
 			}
 		})
 	}

@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -63,7 +64,7 @@ func (w *world) park(t *testing.T) executions.Execution {
 	t.Helper()
 	x, err := w.engine(t, false).RunSync(t.Context(), executions.Spec{Flow: "turn", Surface: trace.Flow})
 	if err != nil || x.Status != executions.Waiting {
-		t.Fatalf("execution is %s: %v %s", x.Status, err, deref(x.ErrorMessage))
+		t.Fatalf("execution is %s: %v %s", x.Status, err, testkit.Deref(x.ErrorMessage))
 	}
 	return x
 }
@@ -154,7 +155,7 @@ func TestOneDenialEndsIt(t *testing.T) {
 		w.decide(t, a, false, "not on a Friday")
 	})
 	if got := outcome(t, x); got.Text != "I may not." || len(d.list()) != 0 || asked != 1 {
-		t.Errorf("execution is %s (%s), calls %q, asked %d times", x.Status, deref(x.ErrorMessage), d.list(), asked)
+		t.Errorf("execution is %s (%s), calls %q, asked %d times", x.Status, testkit.Deref(x.ErrorMessage), d.list(), asked)
 	}
 	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals`); n != 1 {
 		t.Errorf("%d approvals were asked for", n)
@@ -342,7 +343,7 @@ func TestCrashAnywhereAroundAnApproval(t *testing.T) {
 				t.Errorf("the process died: %v", second)
 			}
 			if o := outcome(t, got); o.Text != "Done." || o.Iterations != 2 {
-				t.Fatalf("execution is %s (%s), outcome %+v", got.Status, deref(got.ErrorMessage), o)
+				t.Fatalf("execution is %s (%s), outcome %+v", got.Status, testkit.Deref(got.ErrorMessage), o)
 			}
 			if calls := d.list(); !slices.Equal(calls, []string{`{"table":"x"}`, `{"table":"y"}`}) {
 				t.Errorf("calls are %q", calls)
@@ -405,7 +406,7 @@ func TestCrashDuringAnApprovedCall(t *testing.T) {
 			})
 			close(c.wake)
 			if got.Status != executions.Completed || calls.Load() != test.calls {
-				t.Errorf("execution is %s (%s), %d calls", got.Status, deref(got.ErrorMessage), calls.Load())
+				t.Errorf("execution is %s (%s), %d calls", got.Status, testkit.Deref(got.ErrorMessage), calls.Load())
 			}
 			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`); n != 1 {
 				t.Errorf("%d grants were used", n)

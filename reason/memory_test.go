@@ -14,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/memory"
 )
 
@@ -162,7 +163,7 @@ func TestWhatATurnHasReadSurvivesItsProcess(t *testing.T) {
 	})
 	x := w.survive(t, c)
 	if x.Status != executions.Completed {
-		t.Fatalf("the turn is %s: %s", x.Status, deref(x.ErrorMessage))
+		t.Fatalf("the turn is %s: %s", x.Status, testkit.Deref(x.ErrorMessage))
 	}
 	if got := w.kept(t); got != `"theirs" at 3` {
 		t.Errorf("it holds %s", got)

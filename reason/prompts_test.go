@@ -154,7 +154,7 @@ func TestAPromptThatCannotBeRecordedFailsNoTurn(t *testing.T) {
 	if page := w.prompted(t, x); len(page.Calls) != 1 || page.Calls[0].Recorded || len(page.Parts) != 0 {
 		t.Errorf("recorded: %+v", page)
 	}
-	if found := w.log.find(t, "prompt not recorded"); len(found) != 1 || !strings.Contains(found[0]["error"].(string), "refuses") {
+	if found := w.log.Records(t, "prompt not recorded"); len(found) != 1 || !strings.Contains(found[0]["error"].(string), "refuses") {
 		t.Errorf("logged: %v", found)
 	}
 	pgtest.Exec(t, w.pool, `alter table agent_prompts drop constraint refuses`)
@@ -213,7 +213,7 @@ func TestPartsThatSomebodyDeletedAreStoredAgain(t *testing.T) {
 	w.completed(t)
 	pgtest.Exec(t, w.pool, `delete from agent_prompt_parts`)
 	w.completed(t)
-	if found := w.log.find(t, "parts of a prompt not recorded"); len(found) != 1 {
+	if found := w.log.Records(t, "parts of a prompt not recorded"); len(found) != 1 {
 		t.Errorf("logged: %v", found)
 	}
 	x, _ := w.completed(t)
@@ -270,7 +270,7 @@ func TestAPromptIsRecordedInTheFormThatTheServerTook(t *testing.T) {
 	if calls[0].Messages[1] == calls[1].Messages[1] || calls[1].Messages[1] != calls[2].Messages[1] {
 		t.Errorf("the schema in words is no part of the message: %v", calls)
 	}
-	if found := w.log.find(t, "prompt not amended"); len(found) > 0 {
+	if found := w.log.Records(t, "prompt not amended"); len(found) > 0 {
 		t.Errorf("logged: %v", found)
 	}
 }
@@ -283,7 +283,7 @@ func TestAPromptThatCannotBeAmendedFailsNoTurn(t *testing.T) {
 	if page := w.prompted(t, x); !page.Calls[0].Recorded {
 		t.Error("what was recorded before the call is gone")
 	}
-	if found := w.log.find(t, "prompt not amended"); len(found) != 1 || !strings.Contains(found[0]["error"].(string), "unamended") {
+	if found := w.log.Records(t, "prompt not amended"); len(found) != 1 || !strings.Contains(found[0]["error"].(string), "unamended") {
 		t.Errorf("logged: %v", found)
 	}
 }

@@ -205,7 +205,7 @@ func TestStallAfterTwoRetries(t *testing.T) {
 		len(input.Context) == 0 || !slices.Equal(input.Done, []string{"probe"}) {
 		t.Errorf("input is %s", stalls[0].Input)
 	}
-	logged := w.log.find(t, "reasoning stalled")
+	logged := w.log.Records(t, "reasoning stalled")
 	if len(logged) != 1 || logged[0]["level"] != "ERROR" || logged[0]["attempts"] == nil || logged[0]["last_calls"] != "probe" || logged[0]["context"] != nil || logged[0]["purpose"] != "test" {
 		t.Errorf("log is %v", logged)
 	}

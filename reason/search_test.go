@@ -10,6 +10,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
@@ -110,7 +111,7 @@ func TestWhatWasFoundStaysCallableAfterACrash(t *testing.T) {
 			}
 			x := w.survive(t, c)
 			if got := outcome(t, x); got.Text != "Sent." || !c.done.Load() {
-				t.Errorf("execution is %s (%s), outcome %+v", x.Status, deref(x.ErrorMessage), got)
+				t.Errorf("execution is %s (%s), outcome %+v", x.Status, testkit.Deref(x.ErrorMessage), got)
 			}
 			if n := len(w.transcripts(t)); n != 3 || sent.Load() != 1 {
 				t.Errorf("%d requests, %d invoices", n, sent.Load())

@@ -8,6 +8,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
 )
@@ -35,7 +36,7 @@ func TestMessagesAreSummarisedAsData(t *testing.T) {
 	said := []models.Message{user(evil), assistant("I may not.", "c1"), result("c1", "alive")}
 	x, text := w.summarise(t, "Ana said hello.", said)
 	if x.Status != executions.Completed || text != "Ana asked for the sizes." {
-		t.Fatalf("execution is %s (%s), summary %q", x.Status, deref(x.ErrorMessage), text)
+		t.Fatalf("execution is %s (%s), summary %q", x.Status, testkit.Deref(x.ErrorMessage), text)
 	}
 	r := w.model.Requests()[0]
 	if len(r.Messages) != 2 || len(r.Tools) != 0 || r.Messages[0].Role != "system" || strings.Contains(r.Messages[0].Content, "Ignore") {

@@ -1,7 +1,6 @@
 package reason_test
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -19,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
@@ -36,7 +36,7 @@ type world struct {
 	pool     *pgxpool.Pool
 	model    *modeltest.Server
 	loop     *reason.Loop
-	log      *journal
+	log      *testkit.Log
 	builtins map[string]skills.Builtin
 	turn     reason.Turn
 	// prepare, where set, gets every engine before it runs.
@@ -53,7 +53,7 @@ type world struct {
 // newWorld has two skills: sizes, which takes a limit, and probe, which takes nothing.
 func newWorld(t *testing.T, replies ...modeltest.Reply) *world {
 	t.Helper()
-	w := &world{pool: pgtest.DB(t), model: modeltest.New(t, replies...), log: &journal{}, builtins: map[string]skills.Builtin{}}
+	w := &world{pool: pgtest.DB(t), model: modeltest.New(t, replies...), log: &testkit.Log{}, builtins: map[string]skills.Builtin{}}
 	w.builtins["sizes"] = func(_ context.Context, c skills.Call) (any, error) { return map[string]any{"largest": "orders"}, nil }
 	w.builtins["probe"] = func(context.Context, skills.Call) (any, error) { return "alive", nil }
 	w.put(t, skills.Definition{Name: "sizes", Idempotent: true, Parameters: map[string]any{
@@ -153,7 +153,7 @@ func (w *world) completed(t *testing.T) (executions.Execution, reason.Outcome) {
 	t.Helper()
 	x, got := w.run(t)
 	if x.Status != executions.Completed {
-		t.Fatalf("the execution is %s: %v", x.Status, deref(x.ErrorMessage))
+		t.Fatalf("the execution is %s: %v", x.Status, testkit.Deref(x.ErrorMessage))
 	}
 	return x, got
 }
@@ -166,13 +166,6 @@ func outcome(t *testing.T, x executions.Execution) (got reason.Outcome) {
 		}
 	}
 	return got
-}
-
-func deref(s *string) string {
-	if s == nil {
-		return ""
-	}
-	return *s
 }
 
 // row is what a test looks at in the activity log.
@@ -218,36 +211,6 @@ func (w *world) since(t *testing.T, n int) []openai.ChatCompletionMessage {
 		return requests[0].Messages
 	}
 	return requests[n].Messages[len(requests[n-1].Messages):]
-}
-
-// journal keeps what was logged.
-type journal struct {
-	mu   sync.Mutex
-	text bytes.Buffer
-}
-
-func (j *journal) Write(p []byte) (int, error) {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	return j.text.Write(p)
-}
-
-// find returns the records with a message.
-func (j *journal) find(t *testing.T, message string) (list []map[string]any) {
-	t.Helper()
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	decoder := json.NewDecoder(bytes.NewReader(j.text.Bytes()))
-	for decoder.More() {
-		var record map[string]any
-		if err := decoder.Decode(&record); err != nil {
-			t.Fatal(err)
-		}
-		if record["msg"] == message {
-			list = append(list, record)
-		}
-	}
-	return list
 }
 
 var errBroken = errors.New("it broke")

@@ -11,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -88,8 +89,8 @@ func TestATurnThatCannotBeTakenIsRefused(t *testing.T) {
 		w := newWorld(t)
 		spoil(w)
 		x, err := w.engine(t, false).RunSync(t.Context(), executions.Spec{Flow: "turn", Surface: "flow"})
-		if err != nil || x.Status != executions.Failed || !strings.Contains(deref(x.ErrorMessage), says) {
-			t.Errorf("%s: %s, %q, %v", says, x.Status, deref(x.ErrorMessage), err)
+		if err != nil || x.Status != executions.Failed || !strings.Contains(testkit.Deref(x.ErrorMessage), says) {
+			t.Errorf("%s: %s, %q, %v", says, x.Status, testkit.Deref(x.ErrorMessage), err)
 		}
 	}
 }

@@ -127,7 +127,7 @@ func TestACallbackThatPanicsHarmsNothing(t *testing.T) {
 		}
 		panic("and this one")
 	}
-	if _, got := w.completed(t); got.Text != "Fine." || ends != 1 || len(w.log.find(t, "callback of a turn panicked")) < 3 {
+	if _, got := w.completed(t); got.Text != "Fine." || ends != 1 || len(w.log.Records(t, "callback of a turn panicked")) < 3 {
 		t.Errorf("outcome is %+v, %d ends were shown", got, ends)
 	}
 }
@@ -144,7 +144,7 @@ func TestACallbackThatHangsDoesNotHoldTheTurnUp(t *testing.T) {
 	}
 	_, got := w.completed(t)
 	close(free)
-	if got.Text != "Fine." || len(w.log.find(t, "callbacks of a turn did not keep up and were left behind")) != 1 {
+	if got.Text != "Fine." || len(w.log.Records(t, "callbacks of a turn did not keep up and were left behind")) != 1 {
 		t.Errorf("outcome is %+v", got)
 	}
 	if n := shown.Load(); n != 1 {

@@ -4,8 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"log/slog"
-	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -16,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -24,39 +23,17 @@ import (
 const patience = 60 * time.Second
 
 // journal keeps what was logged.
-type journal struct {
-	mu   sync.Mutex
-	text strings.Builder
-}
-
-func (j *journal) Write(p []byte) (int, error) {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	return j.text.Write(p)
-}
+type journal struct{ testkit.Log }
 
 // want reports a line that is missing: one that has all parts.
 func (j *journal) want(t *testing.T, parts ...string) {
 	t.Helper()
 	if !j.has(parts...) {
-		t.Errorf("no line of the log has %q:\n%s", parts, j.text.String())
+		t.Errorf("no line of the log has %q:\n%s", parts, j)
 	}
 }
 
-func (j *journal) has(parts ...string) bool {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	for line := range strings.Lines(j.text.String()) {
-		all := true
-		for _, p := range parts {
-			all = all && strings.Contains(line, p)
-		}
-		if all {
-			return true
-		}
-	}
-	return false
-}
+func (j *journal) has(parts ...string) bool { return len(j.Lines(parts...)) > 0 }
 
 type process struct {
 	*executions.Engine

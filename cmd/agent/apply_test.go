@@ -15,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // folder is a workspace of the given files.
@@ -261,7 +262,7 @@ func TestApplyWatchesAFolder(t *testing.T) {
 	p := on(t, url)
 	dir := folder(t, map[string]string{"one.yaml": goodSkill})
 	file := filepath.Join(dir, "one.yaml")
-	var shown stream
+	var shown testkit.Log
 	cmd := exec.CommandContext(t.Context(), os.Args[0], "apply", dir, "--watch")
 	cmd.Env = append(append(os.Environ(), asAgent+"=1"), p.environ...)
 	cmd.Stdout, cmd.Stderr = &shown, &shown

@@ -19,6 +19,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // Without any setting but a quiet clock dev runs its own server, keeps its data, and the other commands in the folder
@@ -329,7 +330,7 @@ func TestADemoThatGoesOtherwiseFails(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			url := pgtest.URL(t)
-			var out, errs stream
+			var out, errs testkit.Log
 			c := &cli{environ: map[string]string{"DATABASE_URL": url}, in: strings.NewReader(""), out: &out, err: &errs}
 			s := independentStory()
 			test.change(&s)
@@ -347,7 +348,7 @@ func TestADemoThatGoesOtherwiseFails(t *testing.T) {
 func TestAnInterruptedDemoLeavesNothing(t *testing.T) {
 	t.Parallel()
 	cmd := asBinary(t, []string{"DATABASE_URL="}, "demo", "chained", "--fast")
-	var errs stream
+	var errs testkit.Log
 	cmd.Stderr = &errs
 	out, err := cmd.StdoutPipe()
 	if err != nil {

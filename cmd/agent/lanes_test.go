@@ -14,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 func TestLanesRunPassesTheExitCodeOn(t *testing.T) {
@@ -258,7 +259,7 @@ func TestLanesRunUnderSignals(t *testing.T) {
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
 			p := on(t, pgtest.URL(t))
-			var out, errs stream
+			var out, errs testkit.Log
 			cmd := exec.Command(os.Args[0], "lanes", "run", "pipeline:x", "--", "sh", "-c", test.script)
 			cmd.Env = append(append(os.Environ(), asAgent+"=1"), p.environ...)
 			cmd.Stdout, cmd.Stderr = &out, &errs

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -18,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // asAgent makes the test binary be the program itself, for tests that need a process.
@@ -70,7 +70,7 @@ func (p program) run(args ...string) answer {
 
 func (p program) runWith(ctx context.Context, in io.Reader, args ...string) answer {
 	p.t.Helper()
-	var out, errs stream
+	var out, errs testkit.Log
 	code := run(ctx, args, p.environ, in, &out, &errs)
 	return answer{code, out.String(), errs.String()}
 }
@@ -116,27 +116,9 @@ func contains(t *testing.T, got string, wanted ...string) {
 	}
 }
 
-// stream is a buffer that is written and read at once.
-type stream struct {
-	mu   sync.Mutex
-	text bytes.Buffer
-}
-
-func (s *stream) Write(p []byte) (int, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.text.Write(p)
-}
-
-func (s *stream) String() string {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.text.String()
-}
-
 // started is a command that goes on until it is stopped.
 type started struct {
-	out, err stream
+	out, err testkit.Log
 	stop     context.CancelFunc
 	ended    chan int
 }
@@ -173,10 +155,6 @@ func (s *started) find(t *testing.T, pattern string) string {
 // connect is a pool on the database behind url.
 func connect(t *testing.T, url string) *pgxpool.Pool {
 	t.Helper()
-	pool, err := postgres.Open(t.Context(), url, postgres.Options{MaxConns: 4, ApplicationName: "test"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(pool.Close)
+	pool := pgtest.Pool(t, url, postgres.Options{MaxConns: 4, ApplicationName: "test"})
 	return pool
 }

@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // twoAgents use three models, one of them twice.
@@ -266,7 +267,7 @@ func talk(t *testing.T, agent program) string {
 	theirIn, ourOut := io.Pipe()
 	ourIn, theirOut := io.Pipe()
 	ended := make(chan int, 1)
-	var errs stream
+	var errs testkit.Log
 	go func() {
 		ended <- run(context.WithoutCancel(t.Context()), []string{"mcp"}, agent.environ, ourIn, ourOut, &errs)
 		_ = ourOut.Close()

@@ -20,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -71,7 +72,7 @@ func single[T any](t *testing.T, pool *pgxpool.Pool, sql string, args ...any) (v
 type screen struct {
 	t     *testing.T
 	keys  *os.File
-	shown stream
+	shown testkit.Log
 	seen  int // how much of it was looked at
 	ended chan int
 	stop  context.CancelFunc
@@ -406,7 +407,7 @@ func TestAnInterruptEndsAPipeThatSaysNothing(t *testing.T) {
 func TestAnInterruptedTurnOfAVisitorSaysThatItWasCancelled(t *testing.T) {
 	t.Parallel()
 	d := newDesk(t, modeltest.Text("Too late."))
-	var said stream
+	var said testkit.Log
 	c := &cli{environ: config.Environ(d.environ), in: strings.NewReader(""), out: io.Discard, err: &said}
 	err := c.withApp(t.Context(), func(ctx context.Context, _ *session, a *app) error {
 		interrupts := make(chan os.Signal, 1)

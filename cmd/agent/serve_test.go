@@ -27,6 +27,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 const token = "AGENT_ADMIN_TOKEN=6b1f0c9e27d84a53b1c7e09f4d2a8836"
@@ -395,7 +396,7 @@ func TestAProcessThatIsStoppedServesUntilOthersKnow(t *testing.T) {
 	cmd := exec.Command(os.Args[0], "serve")
 	cmd.Env = append(os.Environ(), asAgent+"=1", "DATABASE_URL="+pgtest.URL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_DRAIN_DELAY=10m")
 	cmd.Args = append(cmd.Args, "--migrate")
-	var errs stream
+	var errs testkit.Log
 	cmd.Stderr = &errs
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)

@@ -12,6 +12,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // everyCommand lists the words of each command of the program.
@@ -247,14 +248,14 @@ func (panicking) Write([]byte) (int, error) { panic("index out of range") }
 
 func TestAPanicIsOneLine(t *testing.T) {
 	t.Parallel()
-	var errs stream
+	var errs testkit.Log
 	code := run(t.Context(), []string{"version"}, nil, strings.NewReader(""), panicking{}, &errs)
 	if code != 1 || strings.Count(errs.String(), "\n") != 1 || strings.Contains(errs.String(), "goroutine") {
 		t.Errorf("exit %d, stderr %q, want 1 and one line", code, errs.String())
 	}
 	contains(t, errs.String(), "index out of range", "AGENT_LOG_LEVEL=debug")
 
-	var debug stream
+	var debug testkit.Log
 	run(t.Context(), []string{"version"}, []string{"AGENT_LOG_LEVEL=debug"}, strings.NewReader(""), panicking{}, &debug)
 	contains(t, debug.String(), "usage_test.go")
 }
@@ -267,7 +268,7 @@ func (full) Write([]byte) (int, error) { return 0, errors.New("no space left on 
 func TestOutputThatIsLostIsAFailure(t *testing.T) {
 	t.Parallel()
 	for _, args := range [][]string{{"version"}, {"version", "--json"}} {
-		var errs stream
+		var errs testkit.Log
 		code := run(t.Context(), args, nil, strings.NewReader(""), full{}, &errs)
 		if code != 1 || !strings.Contains(errs.String(), "no space left") {
 			t.Errorf("agent %v: exit %d, stderr %q", args, code, errs.String())

@@ -1,11 +1,9 @@
 package postgres_test
 
 import (
-	"bytes"
 	"context"
 	"log/slog"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -13,25 +11,13 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // text is a log that goroutines may write to while a test reads it.
-type text struct {
-	mu  sync.Mutex
-	buf bytes.Buffer
-}
+type text struct{ testkit.Log }
 
-func (x *text) Write(p []byte) (int, error) {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	return x.buf.Write(p)
-}
-
-func (x *text) count(s string) int {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	return strings.Count(x.buf.String(), s)
-}
+func (x *text) count(s string) int { return strings.Count(x.String(), s) }
 
 func listen(t *testing.T, db *pgxpool.Pool) (*postgres.Listener, *text) {
 	t.Helper()

@@ -224,13 +224,9 @@ func TestIsCodeOfOtherErrors(t *testing.T) {
 func TestATransactionThatNobodyGoesOnWithEnds(t *testing.T) {
 	t.Parallel()
 	database := pgtest.EmptyURL(t)
-	usual, err := postgres.Open(t.Context(), database, postgres.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(usual.Close)
+	usual := pgtest.Pool(t, database, postgres.Options{})
 	var limit, jit string
-	err = usual.QueryRow(t.Context(), `select setting || ' by ' || source from pg_settings where name = 'jit'`).Scan(&jit)
+	err := usual.QueryRow(t.Context(), `select setting || ' by ' || source from pg_settings where name = 'jit'`).Scan(&jit)
 	if err != nil || jit != "off by client" { // the server of the tests has it off as well
 		t.Errorf("just-in-time compilation is %s (%v), want off by client", jit, err)
 	}
@@ -238,11 +234,7 @@ func TestATransactionThatNobodyGoesOnWithEnds(t *testing.T) {
 		limit != "1min" {
 		t.Errorf("the limit is %q (%v), want 1min", limit, err)
 	}
-	hasty, err := postgres.Open(t.Context(), database, postgres.Options{IdleTransaction: 5 * time.Second})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(hasty.Close)
+	hasty := pgtest.Pool(t, database, postgres.Options{IdleTransaction: 5 * time.Second})
 	if err := hasty.QueryRow(t.Context(), `show idle_in_transaction_session_timeout`).Scan(&limit); err != nil ||
 		limit != "5s" {
 		t.Errorf("the limit is %q (%v), want 5s", limit, err)
@@ -254,11 +246,7 @@ func TestATransactionThatNobodyGoesOnWithEnds(t *testing.T) {
 	q := u.Query()
 	q.Set("idle_in_transaction_session_timeout", "100ms")
 	u.RawQuery = q.Encode()
-	short, err := postgres.Open(t.Context(), u.String(), postgres.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(short.Close)
+	short := pgtest.Pool(t, u.String(), postgres.Options{})
 	tx, err := short.Begin(t.Context())
 	if err != nil {
 		t.Fatal(err)

@@ -16,11 +16,7 @@ import (
 // opened is a pool of [postgres.Open], closed at the end.
 func opened(t *testing.T, at string) *pgxpool.Pool {
 	t.Helper()
-	pool, err := postgres.Open(t.Context(), at, postgres.Options{MaxConns: 2})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(pool.Close)
+	pool := pgtest.Pool(t, at, postgres.Options{MaxConns: 2})
 	return pool
 }
 

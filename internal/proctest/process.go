@@ -9,20 +9,19 @@
 package proctest
 
 import (
-	"bytes"
 	"encoding/json"
 	"errors"
 	"os"
 	"os/exec"
 	"regexp"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/child"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // shown is how many lines of a failed test's processes are shown.
@@ -31,37 +30,11 @@ const shown = 60
 // Process is a process that was started. Out and Err are what it has printed so far.
 type Process struct {
 	Cmd      *exec.Cmd
-	Out, Err Text
+	Out, Err testkit.Log
 
 	t        testing.TB
 	patience time.Duration
 	ended    chan struct{} // closed when the process is gone
-}
-
-// Text is what a process has printed so far.
-type Text struct {
-	mu  sync.Mutex
-	buf bytes.Buffer
-}
-
-// Write adds to it.
-func (x *Text) Write(p []byte) (int, error) {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	return x.buf.Write(p)
-}
-
-// String is all of it.
-func (x *Text) String() string {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	return x.buf.String()
-}
-
-// Tail is the last n lines of it.
-func (x *Text) Tail(n int) string {
-	lines := strings.SplitAfter(x.String(), "\n")
-	return strings.Join(lines[max(0, len(lines)-n):], "")
 }
 
 // Environ is what every process needs of the environment, and more.

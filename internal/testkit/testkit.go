@@ -89,3 +89,11 @@ func Environ(database string, model *modeltest.Server, more ...string) []string 
 		"AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1",
 	}, more...)
 }
+
+// Deref is the value behind a pointer; the zero value for nil.
+func Deref[T any](p *T) (value T) {
+	if p != nil {
+		value = *p
+	}
+	return value
+}

@@ -24,6 +24,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
@@ -84,7 +85,7 @@ type process struct {
 	engine *executions.Engine
 	chat   *chat.Chat
 	url    string
-	log    *journal
+	log    *testkit.Log
 }
 
 // process starts one. change, where given, alters the chat before it is registered.
@@ -98,7 +99,7 @@ func (w *world) process(t *testing.T, change ...func(*chat.Chat)) *process {
 // silent is a process that serves, but neither takes work nor keeps its lease: as one would that dies soon.
 func (w *world) silent(t *testing.T, change ...func(*chat.Chat)) (*process, *lanes.Keeper) {
 	t.Helper()
-	log := &journal{}
+	log := &testkit.Log{}
 	logger := slog.New(slog.NewTextHandler(log, nil))
 	keeper := lanes.NewKeeper(w.pool, lanes.Options{})
 	e, err := executions.New(w.pool, executions.Options{
@@ -383,24 +384,6 @@ func send[T any](t *testing.T, to chan<- T, v T) {
 	case <-time.After(patience):
 		t.Fatal("nobody takes what the test sends")
 	}
-}
-
-// journal keeps what was logged.
-type journal struct {
-	mu   sync.Mutex
-	text strings.Builder
-}
-
-func (j *journal) Write(p []byte) (int, error) {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	return j.text.Write(p)
-}
-
-func (j *journal) String() string {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	return j.text.String()
 }
 
 // contentOf is the text of a stream's body.

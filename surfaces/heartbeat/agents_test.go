@@ -14,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
 	"github.com/lanekeeper/lanekeeper/workspace"
@@ -51,7 +52,7 @@ func (w *world) runOf(t *testing.T, a agents.Agent) executions.Execution {
 	t.Helper()
 	x, err := w.engine(t, false).RunSync(context.WithoutCancel(t.Context()), heartbeat.SpecOf(a))
 	if err != nil || x.Status != executions.Completed {
-		t.Fatalf("the heartbeat of %s is %s: %v, %v", a.Name, x.Status, deref(x.ErrorMessage), err)
+		t.Fatalf("the heartbeat of %s is %s: %v, %v", a.Name, x.Status, testkit.Deref(x.ErrorMessage), err)
 	}
 	return x
 }

@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -201,8 +202,8 @@ func TestWithTheModelDownTheOtherPhasesGoOn(t *testing.T) {
 	w.say(nil)
 	w.model.Handle(func(int, request) modeltest.Reply { return modeltest.Status(503, 0) })
 	x, said := w.run(t)
-	if x.Status != executions.Failed || !strings.Contains(deref(x.ErrorMessage), "advance_plan: ") || !strings.Contains(deref(x.ErrorMessage), "reflect: ") {
-		t.Fatalf("the heartbeat is %s: %s", x.Status, deref(x.ErrorMessage))
+	if x.Status != executions.Failed || !strings.Contains(testkit.Deref(x.ErrorMessage), "advance_plan: ") || !strings.Contains(testkit.Deref(x.ErrorMessage), "reflect: ") {
+		t.Fatalf("the heartbeat is %s: %s", x.Status, testkit.Deref(x.ErrorMessage))
 	}
 	want := []string{
 		"self_heal success", "follow_through skipped", "advance_plan error", "run_automations success", "reflect error", "save_memories skipped",

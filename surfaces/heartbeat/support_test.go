@@ -21,6 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/objectives"
@@ -232,7 +233,7 @@ func (w *world) completed(t *testing.T) (executions.Execution, heartbeat.Summary
 	t.Helper()
 	x, said := w.run(t)
 	if x.Status != executions.Completed {
-		t.Fatalf("the heartbeat is %s: %v", x.Status, deref(x.ErrorMessage))
+		t.Fatalf("the heartbeat is %s: %v", x.Status, testkit.Deref(x.ErrorMessage))
 	}
 	return x, said
 }
@@ -256,13 +257,6 @@ func (w *world) until(t *testing.T, id string, want executions.Status) (x execut
 		return err == nil && x.Status == want
 	}, "execution becomes "+string(want))
 	return x
-}
-
-func deref(s *string) string {
-	if s == nil {
-		return ""
-	}
-	return *s
 }
 
 // story is the seed's own query: skill and status, in order.

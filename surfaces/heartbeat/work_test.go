@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -48,7 +49,7 @@ func (w *world) unlaned(t *testing.T, n int) []executions.Execution {
 	all.Wait()
 	for _, x := range ended {
 		if x.Status != executions.Completed {
-			t.Errorf("a heartbeat is %s: %s", x.Status, deref(x.ErrorMessage))
+			t.Errorf("a heartbeat is %s: %s", x.Status, testkit.Deref(x.ErrorMessage))
 		}
 	}
 	return ended
@@ -454,8 +455,8 @@ func TestHealingAndItsRowsAreOneTransaction(t *testing.T) {
 		begin if new.skill_name = 'heal_skill' then raise exception 'no room'; end if; return new; end $$;
 		create trigger refuse_heal_row before insert on agent_activity for each row execute function refuse_heal_row()`)
 	x, _ := w.run(t)
-	if x.Status != executions.Failed || !strings.Contains(deref(x.ErrorMessage), "self_heal: ") {
-		t.Errorf("the heartbeat is %s: %s", x.Status, deref(x.ErrorMessage))
+	if x.Status != executions.Failed || !strings.Contains(testkit.Deref(x.ErrorMessage), "self_heal: ") {
+		t.Errorf("the heartbeat is %s: %s", x.Status, testkit.Deref(x.ErrorMessage))
 	}
 	if !pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) {
 		t.Error("a skill was disabled without evidence in the ledger")

@@ -13,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
@@ -74,7 +75,7 @@ func TestTwoHeartbeatsAtOnceAreOneAndASkip(t *testing.T) {
 	all.Wait()
 	for _, x := range ended {
 		if x.Status != executions.Completed {
-			t.Errorf("a heartbeat is %s: %s", x.Status, deref(x.ErrorMessage))
+			t.Errorf("a heartbeat is %s: %s", x.Status, testkit.Deref(x.ErrorMessage))
 		}
 	}
 	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'heal_skill'`); n != 2 {
@@ -142,8 +143,8 @@ func TestAHeartbeatUnderWayYieldsAndResumes(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if x.Status != executions.Waiting || deref(x.WaitingFor) != "lane" || deref(x.WaitingKey) != heartbeat.OperateLane {
-				t.Fatalf("the heartbeat is %s for %s %s", x.Status, deref(x.WaitingFor), deref(x.WaitingKey))
+			if x.Status != executions.Waiting || testkit.Deref(x.WaitingFor) != "lane" || testkit.Deref(x.WaitingKey) != heartbeat.OperateLane {
+				t.Fatalf("the heartbeat is %s for %s %s", x.Status, testkit.Deref(x.WaitingFor), testkit.Deref(x.WaitingKey))
 			}
 			if !pgtest.Value[bool](t, w.pool, `select is_agent_lock_held('heartbeat')`) {
 				t.Error("the heartbeat lost its lane by waiting")
@@ -190,7 +191,7 @@ func TestAHeartbeatUnderWayGoesOnAfterTheOneInItsLane(t *testing.T) {
 			w.free(t, heartbeat.OperateLane)
 			pgtest.Eventually(t, patience, func() bool {
 				x, err := executions.Get(t.Context(), w.pool, x.ID)
-				return err == nil && (x.Status == executions.Completed || deref(x.WaitingKey) == heartbeat.Lane)
+				return err == nil && (x.Status == executions.Completed || testkit.Deref(x.WaitingKey) == heartbeat.Lane)
 			}, "it waits for its lane")
 			w.free(t, heartbeat.Lane)
 			x = w.until(t, x.ID, executions.Completed)

@@ -11,6 +11,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 )
@@ -51,8 +52,8 @@ func TestAnApprovalIsAskedInlineAndTheTurnGoesOnStreaming(t *testing.T) {
 				t.Errorf("asked %+v", asked)
 			}
 			start := until[operate.Start](t, b, "start")
-			if x := w.becomes(t, start.ExecutionID, executions.Waiting); deref(x.WaitingFor) != "approval" {
-				t.Errorf("it waits for %s", deref(x.WaitingFor))
+			if x := w.becomes(t, start.ExecutionID, executions.Waiting); testkit.Deref(x.WaitingFor) != "approval" {
+				t.Errorf("it waits for %s", testkit.Deref(x.WaitingFor))
 			}
 			if called.Load() != 0 {
 				t.Error("the skill was called without leave")
@@ -121,7 +122,7 @@ func TestAHeadlessTurnWaitsForItsLane(t *testing.T) {
 	w.decide(t, asked.ID, true)
 	pgtest.Eventually(t, patience, func() bool {
 		x := w.execution(t, start.ExecutionID)
-		return x.Status == executions.Waiting && deref(x.WaitingFor) == "lane"
+		return x.Status == executions.Waiting && testkit.Deref(x.WaitingFor) == "lane"
 	}, "the turn waits for the other admin")
 	if called.Load() != 0 {
 		t.Error("it acted while another admin was at work")

@@ -13,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 )
@@ -124,8 +125,8 @@ func TestADisconnectCancelsTheTurn(t *testing.T) {
 	pgtest.Eventually(t, patience, runs, "the skill runs")
 	leave()
 	x := w.becomes(t, start.ExecutionID, executions.Cancelled)
-	if deref(x.CancelledBy) != "admin" {
-		t.Errorf("cancelled by %s", deref(x.CancelledBy))
+	if testkit.Deref(x.CancelledBy) != "admin" {
+		t.Errorf("cancelled by %s", testkit.Deref(x.CancelledBy))
 	}
 	pgtest.Eventually(t, patience, stopped, "the skill is stopped")
 	pgtest.Eventually(t, patience, func() bool { return w.held(t) == "" }, "the lane is freed")

@@ -22,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
@@ -278,7 +279,7 @@ func (w *world) becomes(t *testing.T, id string, want executions.Status) (x exec
 	t.Helper()
 	t.Cleanup(func() {
 		if t.Failed() {
-			t.Logf("execution is %s, waits for %s %s; %s", x.Status, deref(x.WaitingFor), deref(x.WaitingKey), deref(x.ErrorMessage))
+			t.Logf("execution is %s, waits for %s %s; %s", x.Status, testkit.Deref(x.WaitingFor), testkit.Deref(x.WaitingKey), testkit.Deref(x.ErrorMessage))
 		}
 	})
 	pgtest.Eventually(t, patience, func() bool {
@@ -361,13 +362,6 @@ func (w *world) rows(t *testing.T, traceID string) string {
 	return pgtest.Value[string](t, w.pool, `
 		select coalesce(string_agg(skill_name || ' ' || status, ', ' order by created_at, id), '')
 		  from agent_activity where trace_id = $1`, traceID)
-}
-
-func deref(s *string) string {
-	if s == nil {
-		return ""
-	}
-	return *s
 }
 
 // lookOnce is a model that calls look and then answers.

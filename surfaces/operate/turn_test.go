@@ -20,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
@@ -53,7 +54,7 @@ func TestATurnIsOneExecutionWithATraceOfItsOwnInTheSessionsThread(t *testing.T) 
 		}
 		traces = append(traces, done.TraceID)
 		x := w.execution(t, done.ExecutionID)
-		if x.Queue != executions.Interactive || x.Flow != operate.Flow || deref(x.ThreadID) != s.ID() || x.Surface != "operate" {
+		if x.Queue != executions.Interactive || x.Flow != operate.Flow || testkit.Deref(x.ThreadID) != s.ID() || x.Surface != "operate" {
 			t.Errorf("execution is %+v", x)
 		}
 	}
@@ -160,8 +161,8 @@ func TestAnInterruptStopsWhatRuns(t *testing.T) {
 			}
 			pgtest.Eventually(t, patience, stopped, "the skill is stopped")
 			x := w.execution(t, start.ExecutionID)
-			if x.Status != executions.Cancelled || deref(x.CancelledBy) != "admin" || deref(x.CancelReason) != "interrupted" {
-				t.Errorf("the execution is %s by %s: %s", x.Status, deref(x.CancelledBy), deref(x.CancelReason))
+			if x.Status != executions.Cancelled || testkit.Deref(x.CancelledBy) != "admin" || testkit.Deref(x.CancelReason) != "interrupted" {
+				t.Errorf("the execution is %s by %s: %s", x.Status, testkit.Deref(x.CancelledBy), testkit.Deref(x.CancelReason))
 			}
 			if got := w.rows(t, start.TraceID); got != "model_call success, slow unknown" {
 				t.Errorf("the story is %s", got)
@@ -329,8 +330,8 @@ func resumesHeadless(t *testing.T, elsewhere bool) {
 	other := w.process(t, true)
 	if elsewhere {
 		x := w.becomes(t, start.ExecutionID, executions.Waiting)
-		if deref(x.WaitingFor) != "lane" || w.held(t) != "another admin" {
-			t.Errorf("it waits for %s, the lane is held by %q", deref(x.WaitingFor), w.held(t))
+		if testkit.Deref(x.WaitingFor) != "lane" || w.held(t) != "another admin" {
+			t.Errorf("it waits for %s, the lane is held by %q", testkit.Deref(x.WaitingFor), w.held(t))
 		}
 		pgtest.Exec(t, w.pool, `update agent_locks set expires_at = clock_timestamp() - interval '1 second' where lane = 'operate'`)
 		if err := other.engine.Sweep(t.Context()); err != nil {
@@ -496,8 +497,8 @@ func TestAHeartbeatUnderWayYieldsToTheAdminAndResumes(t *testing.T) {
 		t.Fatal(err)
 	}
 	x := w.becomes(t, beat.ID, executions.Waiting)
-	if deref(x.WaitingFor) != "lane" || deref(x.WaitingKey) != operate.Lane {
-		t.Fatalf("the heartbeat waits for %s %s", deref(x.WaitingFor), deref(x.WaitingKey))
+	if testkit.Deref(x.WaitingFor) != "lane" || testkit.Deref(x.WaitingKey) != operate.Lane {
+		t.Fatalf("the heartbeat waits for %s %s", testkit.Deref(x.WaitingFor), testkit.Deref(x.WaitingKey))
 	}
 	if done, err := s.Turn(t.Context(), "Hello.", false, func(operate.Event) {}); err != nil || done.Ended != "answered" {
 		t.Errorf("the admin's turn: %+v, %v", done, err)

@@ -22,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -126,8 +127,8 @@ func TestAKeyThatLeadsNowhereFailsLoudlyAndIsReplayedOnceMended(t *testing.T) {
 	w.work(t)
 	first := w.accepted(t, "typo", "msg_1", `{"issue":{"number":7}}`)
 	d := w.until(t, "msg_1", webhooks.Dead)
-	if want := `action 2: key: body.isue.number: the body has nothing at "isue"`; deref(d.ErrorMessage) != want {
-		t.Errorf("error %q, want %q", deref(d.ErrorMessage), want)
+	if want := `action 2: key: body.isue.number: the body has nothing at "isue"`; testkit.Deref(d.ErrorMessage) != want {
+		t.Errorf("error %q, want %q", testkit.Deref(d.ErrorMessage), want)
 	}
 	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_events where key = 'first'`); n != 0 {
 		t.Error("half of the delivery was done")
@@ -178,8 +179,8 @@ func TestAFailingActionIsTriedAgainAloneThenDead(t *testing.T) {
 			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where trace_id = $1 and skill_name = 'webhook_action'`, got.TraceID); n != 2+c.starts {
 				t.Errorf("%d activities", n)
 			}
-			if c.want == webhooks.Dead && deref(d.ErrorMessage) != "action 2: automation flaky is out of order" {
-				t.Errorf("error %q", deref(d.ErrorMessage))
+			if c.want == webhooks.Dead && testkit.Deref(d.ErrorMessage) != "action 2: automation flaky is out of order" {
+				t.Errorf("error %q", testkit.Deref(d.ErrorMessage))
 			}
 			pgtest.Eventually(t, patience, func() bool {
 				return pgtest.Value[int](t, w.pool, `select count(*) from agent_locks_live`) == 0
@@ -249,8 +250,8 @@ func TestACancelledExecutionLeavesADeliveryThatCanBeReplayed(t *testing.T) {
 	if _, err := executions.Cancel(t.Context(), w.pool, *d.ExecutionID, "admin", "not today"); err != nil {
 		t.Fatal(err)
 	}
-	if d = w.until(t, "msg_1", webhooks.Dead); deref(d.ErrorMessage) != "not today" {
-		t.Errorf("error %q", deref(d.ErrorMessage))
+	if d = w.until(t, "msg_1", webhooks.Dead); testkit.Deref(d.ErrorMessage) != "not today" {
+		t.Errorf("error %q", testkit.Deref(d.ErrorMessage))
 	}
 	if _, err := w.surface.Replay(t.Context(), "msg_1", 0, ""); err != nil {
 		t.Fatal(err)
@@ -346,8 +347,8 @@ func TestADeadDeliveryOfALostProcessIsNotForgotten(t *testing.T) {
 		with lost as (insert into agent_workers (expires_at) values (clock_timestamp() - interval '1 second') returning id)
 		update agent_executions set status = 'running', claimed_by = (select id from lost), claim = 1 where flow = 'webhook'`)
 	pgtest.Exec(t, w.pool, `select lanekeeper.lose_agent_claims(id) from agent_workers where expires_at < clock_timestamp()`)
-	if d := w.until(t, "msg_1", webhooks.Dead); !strings.Contains(deref(d.ErrorMessage), "given up") {
-		t.Errorf("error %q", deref(d.ErrorMessage))
+	if d := w.until(t, "msg_1", webhooks.Dead); !strings.Contains(testkit.Deref(d.ErrorMessage), "given up") {
+		t.Errorf("error %q", testkit.Deref(d.ErrorMessage))
 	}
 }
 
@@ -398,8 +399,8 @@ func TestADeliveryStartsAFlowOnce(t *testing.T) {
 	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where flow = 'archive' and thread_id is not null`); n != 0 {
 		t.Error("archive has a thread that nobody gave it")
 	}
-	if d := w.until(t, "msg_2", webhooks.Dead); !strings.Contains(deref(d.ErrorMessage), `there is no flow "nothing"`) {
-		t.Errorf("error %q", deref(d.ErrorMessage))
+	if d := w.until(t, "msg_2", webhooks.Dead); !strings.Contains(testkit.Deref(d.ErrorMessage), `there is no flow "nothing"`) {
+		t.Errorf("error %q", testkit.Deref(d.ErrorMessage))
 	}
 	if _, err := w.surface.Engine.Fork(t.Context(), w.pool, executions.ForkSpec{ID: *d.ExecutionID}); err == nil ||
 		!strings.Contains(err.Error(), "agent webhooks replay") {
@@ -541,8 +542,8 @@ func TestAnAutomationIsRunOnceForADelivery(t *testing.T) {
 	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_automation_runs where trace_id = $1`, got.TraceID); n != 2 {
 		t.Errorf("%d runs are under the delivery's trace", n)
 	}
-	if d := w.until(t, "msg_2", webhooks.Dead); deref(d.ErrorMessage) != "action 1: automation resting is out of service: holidays" {
-		t.Errorf("error %q", deref(d.ErrorMessage))
+	if d := w.until(t, "msg_2", webhooks.Dead); testkit.Deref(d.ErrorMessage) != "action 1: automation resting is out of service: holidays" {
+		t.Errorf("error %q", testkit.Deref(d.ErrorMessage))
 	}
 }
 

@@ -21,6 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/signature"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/surfaces/webhook"
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
@@ -264,7 +265,7 @@ func TestAnotherBodyUnderADeliveryIDIsKeptAndSeen(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.raises(t, "twice")
-	var log lockedBuffer
+	var log testkit.Log
 	var err error
 	if w.surface.Logger, err = logging.New(&log, "json", "info"); err != nil {
 		t.Fatal(err)
@@ -318,24 +319,6 @@ func TestAnotherBodyUnderADeliveryIDIsKeptAndSeen(t *testing.T) {
 	if repeated != 12 {
 		t.Errorf("%d repeats are logged", repeated)
 	}
-}
-
-// lockedBuffer is a log that many write.
-type lockedBuffer struct {
-	mu   sync.Mutex
-	text strings.Builder
-}
-
-func (b *lockedBuffer) Write(p []byte) (int, error) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.text.Write(p)
-}
-
-func (b *lockedBuffer) String() string {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.text.String()
 }
 
 func TestStripesOwnCountOfAttemptsIsNoConflict(t *testing.T) {

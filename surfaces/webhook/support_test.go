@@ -27,6 +27,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/signature"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/surfaces/webhook"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -227,16 +228,9 @@ func (w *world) until(t *testing.T, id, want string) (d webhooks.Delivery) {
 		return err == nil && d.Status == want || time.Now().After(deadline.Add(-time.Second))
 	}, "delivery "+id+" becomes "+want)
 	if d.Status != want {
-		t.Fatalf("delivery %s is %s, not %s: %s", id, d.Status, want, deref(d.ErrorMessage))
+		t.Fatalf("delivery %s is %s, not %s: %s", id, d.Status, want, testkit.Deref(d.ErrorMessage))
 	}
 	return d
-}
-
-func deref(s *string) string {
-	if s == nil {
-		return ""
-	}
-	return *s
 }
 
 // calls counts what happens in many goroutines.

@@ -173,7 +173,7 @@ func order(ctx context.Context, w *world) {
 		w.skills = append(w.skills, call{"the visitor heard", "1", text})
 		w.mu.Unlock()
 	case <-time.After(patience):
-		w.t.Errorf("the visitor has no answer\n%s", w.logged())
+		w.t.Errorf("the visitor has no answer\n%s", w.log.String())
 	}
 }
 

@@ -39,5 +39,5 @@ func (s story) end(t *testing.T, cuts []cut) ending {
 			   and not exists (select from agent_activity_open) and not exists (select from agent_locks_live)`)
 	})
 	slow := pgtest.Value[int](w.t, w.db, `select count(*) from agent_workers`) > 1
-	return ending{digest(w), w.told(), w.ledger.all(), w.ledger.left(), slow, w.logged()}
+	return ending{digest(w), w.told(), w.ledger.all(), w.ledger.left(), slow, w.log.String()}
 }

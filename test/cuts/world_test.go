@@ -1,7 +1,6 @@
 package cuts_test
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -39,7 +38,7 @@ type world struct {
 	mu        sync.Mutex
 	skills    []call
 	incidents []string // what somebody outside was told, other than what they asked for
-	log       bytes.Buffer
+	log       testkit.Log
 }
 
 // call is one HTTP request that a skill made.
@@ -106,7 +105,7 @@ func (w *world) process(url string, s settings, fn func(ctx context.Context)) er
 	}
 	defer pool.Close()
 	a, err := newAgent(pool, w.model.URL(), s,
-		slog.New(slog.NewTextHandler(w, &slog.HandlerOptions{Level: slog.LevelInfo})))
+		slog.New(slog.NewTextHandler(&w.log, &slog.HandlerOptions{Level: slog.LevelInfo})))
 	if err != nil {
 		w.t.Fatal(err)
 	}
@@ -127,7 +126,7 @@ func (w *world) process(url string, s settings, fn func(ctx context.Context)) er
 	select {
 	case <-told:
 	case err := <-ended:
-		w.t.Errorf("the process ended while it worked: %v\n%s", err, w.logged())
+		w.t.Errorf("the process ended while it worked: %v\n%s", err, w.log.String())
 		cancel()
 		<-told
 		return nil
@@ -149,26 +148,12 @@ func (w *world) works(ctx context.Context, a *agent, ended <-chan error) error {
 		case err := <-ended:
 			return errors.Join(errors.New("the process ended"), err)
 		case <-late:
-			w.t.Fatalf("the process does not work: %v\n%s", a.engine.Live(), w.logged())
+			w.t.Fatalf("the process does not work: %v\n%s", a.engine.Live(), w.log.String())
 		default:
 			pause(ctx)
 		}
 	}
 	return nil
-}
-
-// Write takes a line of the process's log.
-func (w *world) Write(p []byte) (int, error) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return w.log.Write(p)
-}
-
-// logged is what the process has logged.
-func (w *world) logged() string {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return w.log.String()
 }
 
 // note remembers what somebody outside was told, other than what they asked for.
@@ -199,7 +184,7 @@ func (w *world) eventually(what, sql string, args ...any) {
 	for !pgtest.Value[bool](w.t, w.db, sql, args...) {
 		select {
 		case <-late:
-			w.t.Fatalf("not within %s: %s\n%s", patience, what, w.logged())
+			w.t.Fatalf("not within %s: %s\n%s", patience, what, w.log.String())
 		default:
 			pause(w.t.Context())
 		}
