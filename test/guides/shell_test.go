@@ -18,6 +18,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 const (
@@ -165,7 +166,7 @@ func (s *shell) start(c command) {
 	env, dir := cutLastLine(env)
 	cmd := s.command("bash", "--noprofile", "--norc", "-c", s.here(env+"\n"+c.text))
 	cmd.Dir = dir
-	var said proctest.Text
+	var said testkit.Log
 	cmd.Stdout, cmd.Stderr = &said, &said
 	if err := cmd.Start(); err != nil {
 		s.t.Fatal(err)

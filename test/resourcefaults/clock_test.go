@@ -22,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/migrations"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -77,7 +78,7 @@ func TestTheDatabasesClockJumps(t *testing.T) {
 		}
 	}
 	flows := map[string]executions.Func{"steps": steps(true), "straight": steps(false)}
-	e := engine(t, pool, flows, &proctest.Text{}, func(o *executions.Options) { o.LeaseTTL = 20 * time.Second })
+	e := engine(t, pool, flows, &testkit.Log{}, func(o *executions.Options) { o.LeaseTTL = 20 * time.Second })
 	begin := func(n int, flow string) {
 		for range n {
 			if _, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: flow, Surface: trace.Flow}); err != nil {

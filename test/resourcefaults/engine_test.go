@@ -22,13 +22,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
-	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // engine runs an engine of this process until the test ends.
-func engine(t *testing.T, pool *pgxpool.Pool, flows map[string]executions.Func, log *proctest.Text,
+func engine(t *testing.T, pool *pgxpool.Pool, flows map[string]executions.Func, log *testkit.Log,
 	change ...func(*executions.Options),
 ) *executions.Engine {
 	t.Helper()
@@ -88,7 +88,7 @@ func TestARunWhoseStepCannotBeRecorded(t *testing.T) {
 			db := admin(t, bad.url)
 			pool := pgtest.Pool(t, bad.url, postgres.Options{ApplicationName: "engine"})
 			var first, second atomic.Int32
-			at, told, log := newGate(), newHeard(), &proctest.Text{}
+			at, told, log := newGate(), newHeard(), &testkit.Log{}
 			e := engine(t, pool, map[string]executions.Func{"two": func(ctx context.Context,
 				_ json.RawMessage,
 			) (executions.Result, error) {
@@ -148,7 +148,7 @@ func TestWhatWasAcknowledgedIsThere(t *testing.T) {
 			db := admin(t, bad.url)
 			do(t, db, `create table effects (by text not null, what text not null)`)
 			pool := pgtest.Pool(t, bad.url, postgres.Options{ApplicationName: "engine"})
-			e := engine(t, pool, map[string]executions.Func{"effect": effect}, &proctest.Text{})
+			e := engine(t, pool, map[string]executions.Func{"effect": effect}, &testkit.Log{})
 			var started, events []string
 			refused := func(round int) (failed error) {
 				for i := range 400 {

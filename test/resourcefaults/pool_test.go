@@ -17,7 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
-	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -46,7 +46,7 @@ func TestAPoolThatIsTaken(t *testing.T) {
 		}
 		told.tell(err)
 		return executions.Result{}, err
-	}}, &proctest.Text{})
+	}}, &testkit.Log{})
 	x, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "two", Surface: trace.Flow})
 	if err != nil {
 		t.Fatal(err)
@@ -104,7 +104,7 @@ func TestAnEngineOnTheLeastPool(t *testing.T) {
 	db := admin(t, url)
 	do(t, db, `create table effects (by text not null, what text not null)`)
 	pool := pgtest.Pool(t, url, postgres.Options{MaxConns: 2, ApplicationName: "engine"})
-	e := engine(t, pool, map[string]executions.Func{"effect": effect, "all": everything}, &proctest.Text{},
+	e := engine(t, pool, map[string]executions.Func{"effect": effect, "all": everything}, &testkit.Log{},
 		func(o *executions.Options) { o.Workers, o.LeaseTTL = 8, 20*time.Second })
 	const runs = 20
 	for range runs {
