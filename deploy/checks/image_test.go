@@ -156,10 +156,8 @@ func TestTheBinaryNeedsNothing(t *testing.T) {
 	if code, said := alone(t, root, listen, "healthcheck"); code != 1 {
 		t.Errorf("agent healthcheck beside nobody: exit %d, %s", code, said)
 	}
-	zone := []string{
-		"DATABASE_URL=postgres://127.0.0.1:1/none?connect_timeout=1", "AGENT_ADMIN_TOKEN=0123456789abcdef",
-		"AGENT_TIMEZONE=Europe/Madrid", "AGENT_LISTEN=127.0.0.1:0",
-	}
+	zone := []string{"DATABASE_URL=postgres://127.0.0.1:1/none?connect_timeout=1", "AGENT_ADMIN_TOKEN=0123456789abcdef",
+		"AGENT_TIMEZONE=Europe/Madrid", "AGENT_LISTEN=127.0.0.1:0"}
 	if code, said := alone(t, root, zone, "migrate"); code != 1 || strings.Contains(said, "AGENT_TIMEZONE") {
 		t.Errorf("without files of time zones: exit %d, %s", code, said)
 	}

@@ -71,10 +71,8 @@ func sound(t *testing.T, name string, all map[string]any) *appsv1.Deployment {
 		t.Fatalf("%s: there is no Deployment", name)
 	}
 	labels := d.Spec.Template.Labels
-	picks := map[string]map[string]string{
-		"the Deployment": d.Spec.Selector.MatchLabels,
-		"the Service":    all["Service"].(*corev1.Service).Spec.Selector,
-	}
+	picks := map[string]map[string]string{"the Deployment": d.Spec.Selector.MatchLabels,
+		"the Service": all["Service"].(*corev1.Service).Spec.Selector}
 	if b, is := all["PodDisruptionBudget"].(*policyv1.PodDisruptionBudget); is {
 		picks["the PodDisruptionBudget"] = b.Spec.Selector.MatchLabels
 	}
@@ -162,8 +160,7 @@ func TestTheChart(t *testing.T) {
 		hasNot []string
 	}{
 		"with a Secret of one's own": {
-			map[string]any{"existingSecret": "mine"},
-			[]string{"Deployment", "Service", "ServiceAccount", "PodDisruptionBudget"},
+			map[string]any{"existingSecret": "mine"}, []string{"Deployment", "Service", "ServiceAccount", "PodDisruptionBudget"},
 			[]string{"Secret", "Ingress"},
 		},
 		"with secrets": {map[string]any{"secrets": secrets}, []string{"Secret"}, nil},
@@ -180,11 +177,8 @@ func TestTheChart(t *testing.T) {
 				"affinity":         map[string]any{"nodeAffinity": map[string]any{}},
 			}, []string{"Secret", "Ingress"}, nil,
 		},
-		"with one replica": {
-			map[string]any{"existingSecret": "mine", "replicas": 1},
-			[]string{"Deployment"},
-			[]string{"PodDisruptionBudget"},
-		},
+		"with one replica": {map[string]any{"existingSecret": "mine", "replicas": 1}, []string{"Deployment"},
+			[]string{"PodDisruptionBudget"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			text, err := rendered(t, c.values)
@@ -258,15 +252,11 @@ func TestTheChartRefusesWhatCannotBe(t *testing.T) {
 	}{
 		"no secret":        {nil, "set existingSecret"},
 		"a misspelt value": {map[string]any{"existingSecret": "s", "replica": 3}, "replica"},
-		"a misspelt setting": {
-			map[string]any{"existingSecret": "s", "settings": map[string]any{"AGNET_MODEL": "m"}},
-			"AGNET_MODEL",
-		},
+		"a misspelt setting": {map[string]any{"existingSecret": "s", "settings": map[string]any{"AGNET_MODEL": "m"}},
+			"AGNET_MODEL"},
 		"no replica": {map[string]any{"existingSecret": "s", "replicas": 0}, "replicas"},
-		"an Ingress for none": {
-			map[string]any{"existingSecret": "s", "ingress": map[string]any{"enabled": true}},
-			"ingress.host",
-		},
+		"an Ingress for none": {map[string]any{"existingSecret": "s", "ingress": map[string]any{"enabled": true}},
+			"ingress.host"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if _, err := rendered(t, c.values); err == nil || !strings.Contains(err.Error(), c.says) {
