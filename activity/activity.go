@@ -1,19 +1,18 @@
-// Package activity is the structured log of what the agent did: one row of agent_activity per action.
+// Package activity is the structured log of the agent's actions: one row of agent_activity per action.
 //
-// An action with effects is opened before it acts (status running) and closed after, as the same row.
-// A crash in between leaves the running row, which is honest evidence; the claim that recovers the run
-// turns it into `unknown`. What is known at once is written by Note in one go. A row always has a trace
-// id, and a parent where the action was part of a larger one, so the rows of a trace form a tree.
+// An action with effects is opened before it acts (status running) and closed afterwards, in the same row. A crash in
+// between leaves the running row as evidence; the claim that recovers the run marks it `unknown`. Note writes a
+// finished row at once. A row always has a trace id, and a parent where it is part of a larger action, so the rows of
+// a trace form a tree.
 //
-// What it promises: a row of an execution is written only under that execution's live claim. The fence
-// and the row are one statement, so a process that was paused past its lease and wakes gets ErrStale and
-// changes nothing; Reject then keeps what it wanted to write, marked stale, so that the ledger is
-// complete. Input and output are redacted and bounded before they leave the process. An action that
-// cannot be logged is an error for whoever acts: nothing is swallowed.
+// A row of an execution is written only under that execution's live claim. Fence and row are one statement, so a
+// process that was paused past its lease gets ErrStale and changes nothing. Reject then records the rejected write,
+// marked stale, so the log is complete. Input and output are redacted and bounded before they leave the process. An
+// action that cannot be logged returns an error.
 //
-// Times are the database's. Ids are time-ordered uuids, so newest-first is an order by id and a range of
-// time is a range of ids. All functions are safe for concurrent use; what commits together is decided
-// by the caller, who passes a pool, a transaction or a batch.
+// Times are the database's. Ids are time-ordered UUIDs, so newest first is an order by id, and a range of time is a
+// range of ids. All functions are safe for concurrent use. The caller decides what commits together: it passes a
+// pool, a transaction or a batch.
 package activity
 
 import (
@@ -30,14 +29,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// ErrStale reports a write under a claim that is no longer the execution's live one.
+// ErrStale reports a write under a claim that is no longer live.
 var ErrStale = errors.New("stale claim: the run was handed on, has ended, or its worker's lease expired")
 
-// Kind says what sort of action a row is.
+// Kind is the kind of a row.
 type Kind string
 
-// The kinds of rows. A call may have had an effect when its process dies, so it becomes unknown then; a
-// phase only groups others, and the next claim goes on with it.
+// The kinds of rows. A call becomes unknown when its process dies, because it may have had an effect. A phase only
+// groups others, and the next claim continues it.
 const (
 	KindCall  Kind = "call"
 	KindModel Kind = "model"
@@ -45,7 +44,7 @@ const (
 	KindNote  Kind = "note"
 )
 
-// Status is how an action stands.
+// Status is the state of an action.
 type Status string
 
 // The states of a row.
@@ -58,10 +57,9 @@ const (
 	Unknown         Status = "unknown"
 )
 
-// Usage is what a model call consumed, in tokens. UnknownTokens of TotalTokens, and UnknownUSD of the call's cost,
-// are what the provider may have billed and did not report: the worst case of requests without an answer, the
-// estimate of answers without usage. CachedTokens and CacheWriteTokens are part of PromptTokens: what the provider
-// had read before, and what it keeps.
+// Usage is what a model call consumed, in tokens. UnknownTokens and UnknownUSD are the parts of TotalTokens and of
+// the cost that the provider may bill but did not report: the worst case of requests without an answer, and the
+// estimate of answers without usage. CachedTokens and CacheWriteTokens are parts of PromptTokens.
 type Usage struct {
 	PromptTokens     int     `json:"prompt_tokens"`
 	CachedTokens     int     `json:"cached_tokens,omitempty"`
@@ -73,14 +71,14 @@ type Usage struct {
 	UnknownUSD       float64 `json:"unknown_usd,omitempty"`
 }
 
-// Entry describes an action before it happens. Skill is required; trace, execution, parent, cause,
-// surface and agent are taken from the context's trace.Span where they are empty.
+// Entry describes an action before it happens. Skill is required. Empty fields for trace, execution, parent, cause,
+// surface and agent come from the context's trace.Span.
 type Entry struct {
 	TraceID        string
 	ExecutionID    string
 	Claim          int64 // of the execution; 0 writes without a fence (outside executions only)
 	ParentID       string
-	CauseID        string // the model call whose answer asked for it
+	CauseID        string // the model call that requested it
 	Step           string // key of the durable step
 	Kind           Kind
 	Agent          string
@@ -99,17 +97,17 @@ type Entry struct {
 type Outcome struct {
 	Status  Status
 	Output  any
-	Message string // of the error; empty when there is none
-	Class   string // a stable word for the sort of error: timeout, http_status, invalid_params, …
+	Message string // of the error; empty for none
+	Class   string // a stable word for the kind of error: timeout, http_status, invalid_params, …
 	Usage   Usage
 	CostUSD float64
-	Model   string // as answered, where it differs from what was asked
-	// LedTo is how often the answer of a model call calls each skill: what the call is charged to.
+	Model   string // as answered, where it differs from the requested one
+	// LedTo is the number of calls of each skill in a model call's answer, for the attribution of its cost.
 	LedTo map[string]int
 }
 
-// translate names what the database refused.
-func translate(verb string, err error) error {
+// wrapError maps a stale claim to ErrStale.
+func wrapError(verb string, err error) error {
 	switch {
 	case err == nil:
 		return nil
@@ -120,27 +118,27 @@ func translate(verb string, err error) error {
 	}
 }
 
-// Admin is the actor of what a person does on the command line, over the HTTP API or in the Engine Room.
+// Admin is the actor of a person on the command line, over the HTTP API or in the Engine Room.
 const Admin = "admin"
 
-// Act is what an admin does. Its row has agent [Admin], and the reason both as purpose and in the input.
+// Act is an act of an admin. Its row has agent [Admin], and the reason both as purpose and in the input.
 type Act struct {
-	Within  bool           // each wait for a lock is bounded by postgres.LockTimeout; the caller tries again
+	Within  bool           // bounds each lock wait by postgres.LockTimeout; the caller retries
 	Name    string         // of the act: disable_skill, replay_webhook
-	Reason  string         // as the admin gave it
-	TraceID string         // of the row; a new op_ trace when empty
-	Input   map[string]any // names the object under a word that the column object of agent_audit knows; the change may add to it
+	Reason  string         // from the admin
+	TraceID string         // of the row; empty starts a new op_ trace
+	Input   map[string]any // names the object under a key that agent_audit.object knows; the change may add to it
 }
 
-// Unchanged is the output of a change that changed nothing: it leaves no row.
+// Unchanged is the output of a change without an effect: it writes no row.
 var Unchanged any = unchanged{}
 
 type unchanged struct{}
 
-// Recorded says where the row of an act is.
+// Recorded identifies the row of an act.
 type Recorded struct{ TraceID, ActivityID string }
 
-// Record makes an admin's change and writes its row, in one transaction and under a trace of its own. change gets that
+// Record makes an admin's change and writes its row, in one transaction and under its own trace. change gets that
 // trace and returns the output of the row.
 func Record(ctx context.Context, db postgres.Beginner, a Act, change func(tx pgx.Tx, traceID string) (output any, err error)) (Recorded, error) {
 	r := Recorded{TraceID: cmp.Or(a.TraceID, string(trace.New(trace.Operate)))}
@@ -159,8 +157,7 @@ func Record(ctx context.Context, db postgres.Beginner, a Act, change func(tx pgx
 	return r, err
 }
 
-// RecordAround is [Record] for work that is more than one transaction: the row is open while it lasts, and has its
-// error.
+// RecordAround is [Record] for work beyond one transaction: the row is open meanwhile, and has its error.
 func RecordAround(ctx context.Context, db postgres.DB, a Act, work func() (output any, err error)) error {
 	e := a.entry(string(trace.New(trace.Operate)))
 	id, err := Open(ctx, db, e)
@@ -189,9 +186,8 @@ func (a Act) entry(traceID string) Entry {
 	return Entry{TraceID: traceID, Surface: string(trace.Operate), Agent: Admin, Kind: KindNote, Skill: a.Name, Purpose: a.Reason, Input: input}
 }
 
-// Link records that a span of another system asked for a trace, as the caller in ctx says (see trace.WithCaller). It
-// comes from outside and is not trusted: it is shown as a link, and the trace keeps its own id. Without a caller it
-// does nothing.
+// Link records the span of another system that requested a trace (see trace.WithCaller). It is external and
+// untrusted: it is shown as a link, and the trace keeps its own id. Without a caller Link does nothing.
 func Link(ctx context.Context, db postgres.DB, id trace.ID) error {
 	traceparent := trace.Caller(ctx)
 	if _, ok := trace.ParseTraceparent(traceparent); !ok || id == "" {
@@ -205,7 +201,7 @@ func Link(ctx context.Context, db postgres.DB, id trace.ID) error {
 	return nil
 }
 
-// LinkExecutions is Link for the traces of executions, which an event from outside has woken.
+// LinkExecutions is Link for the traces of executions that an external event resumed.
 func LinkExecutions(ctx context.Context, db postgres.DB, ids []string) error {
 	traceparent := trace.Caller(ctx)
 	if _, ok := trace.ParseTraceparent(traceparent); !ok || len(ids) == 0 {
@@ -221,12 +217,12 @@ func LinkExecutions(ctx context.Context, db postgres.DB, ids []string) error {
 	return nil
 }
 
-// ForgetLinks deletes links that are older than keep, and returns how many.
-func ForgetLinks(ctx context.Context, db postgres.DB, keep time.Duration) (int64, error) {
+// PruneLinks deletes links older than keep, and returns their number.
+func PruneLinks(ctx context.Context, db postgres.DB, keep time.Duration) (int64, error) {
 	tag, err := db.Exec(ctx, `delete from agent_trace_links where created_at < statement_timestamp() - make_interval(secs => @seconds)`,
 		postgres.Strict{"seconds": keep.Seconds()})
 	if err != nil {
-		return 0, fmt.Errorf("forget links of traces: %w", err)
+		return 0, fmt.Errorf("delete links of traces: %w", err)
 	}
 	return tag.RowsAffected(), nil
 }

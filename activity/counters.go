@@ -14,36 +14,36 @@ import (
 )
 
 const (
-	// countMost is how many rows one pass counts. It takes a fraction of a second.
-	countMost = 20_000
-	// countLag is how far a pass stays behind the clock. The trigger agent_activity_late lists rows whose id is older
-	// than 5 seconds, so the lag must be longer than that.
+	// countLimit bounds the rows of one pass, which takes a fraction of a second.
+	countLimit = 20_000
+	// countLag is how far a pass stays behind the clock. It must exceed the 5 seconds of the trigger
+	// agent_activity_late, which lists rows with older ids.
 	countLag = 20 * time.Second
 	// noID is below every id.
 	noID = "00000000-0000-0000-0000-000000000000"
 )
 
-// Count counts rows of the log that have ended, at most 20,000 or so, and reports whether there are others
-// that can be counted at once. It writes nothing where there is nothing to count, or where another process
-// is at it. A pass is one transaction, and blocks nobody who writes to the log.
+// Count counts ended rows of the log, about 20,000 at most, and reports whether more can be counted now. It writes
+// nothing when there is nothing to count or another process counts. A pass is one transaction, and blocks no writer
+// of the log.
 func Count(ctx context.Context, db postgres.Beginner) (more bool, err error) {
-	_, more, err = CountPass(ctx, db, countMost, countLag)
+	_, more, err = CountPass(ctx, db, countLimit, countLag)
 	return more, err
 }
 
-// CountPass is Count for at most so many rows, and as many that are listed one by one, with a lag of its own. It also
-// returns how many rows it counted.
+// CountPass is Count with its own limit and lag; the limit applies to scanned and to listed rows. It also returns the
+// number of counted rows.
 //
-// A row of an open transaction is not seen, and may have an id below those that are. So a pass notes an id, the
-// candidate, and its own transaction id. Rows below the candidate are counted once no transaction before that one
-// is under way.
-func CountPass(ctx context.Context, db postgres.Beginner, most int, lag time.Duration) (counted int, more bool, err error) {
-	idle, err := nothingToCount(ctx, db, lag)
+// Rows of open transactions are invisible, and may have lower ids than visible rows. So a pass stores an id, the
+// candidate, and its own transaction id. Rows below the candidate are counted once no earlier transaction is in
+// progress.
+func CountPass(ctx context.Context, db postgres.Beginner, limit int, lag time.Duration) (counted int, more bool, err error) {
+	idle, err := isIdle(ctx, db, lag)
 	if err != nil || idle {
 		return 0, false, wrapCount(err)
 	}
 	err = pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error {
-		counted, more, err = countIn(ctx, tx, most, lag)
+		counted, more, err = countInTx(ctx, tx, limit, lag)
 		return err
 	})
 	return counted, more, wrapCount(err)
@@ -56,8 +56,8 @@ func wrapCount(err error) error {
 	return fmt.Errorf("count activities: %w", err)
 }
 
-// nothingToCount is the common case, and costs no write. The order by keeps the planner to the index of ids.
-func nothingToCount(ctx context.Context, db postgres.DB, lag time.Duration) (idle bool, err error) {
+// isIdle is the common case and writes nothing. The order by makes the planner use the index of ids.
+func isIdle(ctx context.Context, db postgres.DB, lag time.Duration) (idle bool, err error) {
 	err = db.QueryRow(ctx, `
 		select c.candidate is null
 		       and ((select a.id from agent_activity a where a.id >= c.counted_upto order by a.id limit 1)
@@ -72,20 +72,20 @@ func nothingToCount(ctx context.Context, db postgres.DB, lag time.Duration) (idl
 //go:embed count.sql
 var countSQL string
 
-// countIn is a pass, in its transaction.
-func countIn(ctx context.Context, tx pgx.Tx, most int, lag time.Duration) (counted int, more bool, err error) {
+// countInTx is a pass in its transaction.
+func countInTx(ctx context.Context, tx pgx.Tx, limit int, lag time.Duration) (counted int, more bool, err error) {
 	var locked bool
 	err = tx.QueryRow(ctx, `
 		select set_config('enable_seqscan', 'off', true) = set_config('jit', 'off', true)
 		  from agent_activity_counted c for update skip locked`).Scan(&locked)
 	if errors.Is(err, pgx.ErrNoRows) {
-		return 0, false, nil // another process is at it
+		return 0, false, nil // another process counts
 	} else if err != nil {
 		return 0, false, err
 	}
 	var upto, listedUpto, bound string
 	var candidate *string
-	// A candidate of a later transaction than any here is of another server: the database was restored from a dump.
+	// A candidate of a future transaction is from another server: the database was restored from a dump.
 	err = tx.QueryRow(ctx, `
 		with counted as (
 		  select c.counted_upto, c.looked, c.candidate_xid,
@@ -95,25 +95,25 @@ func countIn(ctx context.Context, tx pgx.Tx, most int, lag time.Duration) (count
 		       case when c.candidate is null or c.candidate_xid > pg_snapshot_xmin(pg_current_snapshot()) then c.counted_upto
 		            else coalesce((select a.id from agent_activity a where a.id >= c.counted_upto and a.id < c.candidate
 		                            order by a.id offset @most::int limit 1), c.candidate) end::text
-		  from counted c`, perQuery, postgres.Strict{"most": most}).Scan(&upto, &listedUpto, &candidate, &bound)
+		  from counted c`, perQuery, postgres.Strict{"most": limit}).Scan(&upto, &listedUpto, &candidate, &bound)
 	if err != nil {
 		return 0, false, err
 	}
 	var listed int
 	err = tx.QueryRow(ctx, countSQL, perQuery, postgres.Strict{
-		"counted_upto": upto, "bound": bound, "listed_upto": listedUpto, "most": most,
+		"counted_upto": upto, "bound": bound, "listed_upto": listedUpto, "most": limit,
 	}).Scan(&counted, &listed, &listedUpto)
 	if err != nil {
 		return 0, false, err
 	}
-	if listed < most {
-		listedUpto = noID // the end of the list: begin anew
+	if listed < limit {
+		listedUpto = noID // end of the list: start over
 	}
-	more = candidate != nil && upto < bound && bound < *candidate || listed == most
+	more = candidate != nil && upto < bound && bound < *candidate || listed == limit
 	if candidate != nil && bound == *candidate {
 		candidate = nil
 	}
-	// now() is before the transaction has an id.
+	// now() precedes the transaction's id.
 	_, err = tx.Exec(ctx, `
 		update agent_activity_counted c
 		   set counted_upto = @bound::uuid, looked = @listed_upto::uuid, candidate = n.candidate,
@@ -125,54 +125,52 @@ func countIn(ctx context.Context, tx pgx.Tx, most int, lag time.Duration) (count
 	return counted, more, err
 }
 
-// Sums over the log do not read the log. Count adds what ended to the tables agent_activity_counts and
-// agent_activity_durations, each row once. A reader adds the rows that
-// are not counted yet, those of the last half minute and those that run, so its figures are those of the
-// log at that moment, as the views agent_spend and agent_skill_calls would have them. Only percentiles are
-// approximate, to 2.5 per cent.
+// Sums do not read the log. Count adds each ended row once to agent_activity_counts and agent_activity_durations.
+// A reader adds the uncounted rows: those of the last half minute and running ones. So its figures equal the
+// views agent_spend and agent_skill_calls. Only percentiles are approximate, to 2.5 per cent.
 
-// tailMost is how many rows that are not counted yet a reader adds.
-const tailMost = 20_000
+// uncountedLimit bounds the uncounted rows that a reader adds.
+const uncountedLimit = 20_000
 
-// ByHour is a period of Counted sums.
-const ByHour Period = "hour" // one line per hour (UTC)
+// ByHour is a period of Counted sums: one line per hour (UTC).
+const ByHour Period = "hour"
 
-// Dimension says what spend is attributed to.
+// Dimension is the attribution of spend.
 type Dimension string
 
 // The dimensions.
 const (
-	BySkill   Dimension = "skill"   // what the model call led to; empty where it led to no skill
-	ByPurpose Dimension = "purpose" // what the model was called for: a phase, a turn, an automation
+	BySkill   Dimension = "skill"   // called by the model call's answer; empty for none
+	ByPurpose Dimension = "purpose" // of the model call: a phase, a turn, an automation
 	BySurface Dimension = "surface"
 	ByModel   Dimension = "model"
 	Together  Dimension = "" // one line per period
 )
 
-// SpendFilter says which sums CountedSpend makes.
+// SpendFilter selects the sums of CountedSpend.
 type SpendFilter struct {
-	Since                 time.Time // cut to the hour (UTC); the zero time: ever
+	Since                 time.Time // cut to the hour (UTC); zero has no bound
 	By                    Dimension
 	Period                Period // Total when empty
-	Skill, Surface, Model string // only what was spent there; empty for all
-	Purpose               string // likewise; not together with Skill or BySkill, for nothing is counted by both
+	Skill, Surface, Model string // empty for all
+	Purpose               string // likewise; not with Skill or BySkill, because no row has both
 }
 
-// SpendLine is what was spent on one thing in one period.
+// SpendLine is the spend of one key in one period.
 type SpendLine struct {
 	Key              string     `json:"key"`    // of the dimension; empty for Together
-	Period           *time.Time `json:"period"` // its beginning, UTC; nil for Total
+	Period           *time.Time `json:"period"` // its start, UTC; nil for Total
 	Calls            int64      `json:"calls"`
 	PromptTokens     int64      `json:"prompt_tokens"`
 	CompletionTokens int64      `json:"completion_tokens"`
 	Tokens           int64      `json:"tokens"`
 	CostUSD          float64    `json:"cost_usd"`
-	UnknownTokens    int64      `json:"unknown_tokens"` // the part of Tokens that no provider reported
-	UnknownUSD       float64    `json:"unknown_usd"`    // the part of CostUSD that no provider reported
+	UnknownTokens    int64      `json:"unknown_tokens"` // part of Tokens that no provider reported
+	UnknownUSD       float64    `json:"unknown_usd"`    // part of CostUSD that no provider reported
 }
 
-// Counted are sums over the log. Until is nil when they hold all of it; else rows from that moment on are
-// missing, because more than 20,000 are not counted yet, and will be there when Count has caught up.
+// Counted are sums over the log. Until is nil when they are complete. Otherwise more than 20,000 rows are uncounted,
+// and rows from that moment on are missing until Count has caught up.
 type Counted[T any] struct {
 	Lines []T        `json:"lines"`
 	Until *time.Time `json:"until"`
@@ -181,8 +179,9 @@ type Counted[T any] struct {
 //go:embed counts_spend.sql
 var countedSpendSQL string
 
-// CountedSpend has the sums of the views agent_spend and, by purpose, agent_spend_by_purpose, at a cost that does not
-// grow with the log: the latest period first, and in it what cost most. A key of more than 300 bytes is shortened.
+// CountedSpend returns the sums of the views agent_spend and, by purpose, agent_spend_by_purpose, at a cost that does
+// not grow with the log. The latest period comes first, and within it the highest cost. A key of more than 300 bytes
+// is cut.
 func CountedSpend(ctx context.Context, db postgres.DB, f SpendFilter) (Counted[SpendLine], error) {
 	switch f.Period {
 	case "":
@@ -202,17 +201,17 @@ func CountedSpend(ctx context.Context, db postgres.DB, f SpendFilter) (Counted[S
 			return Counted[SpendLine]{}, fmt.Errorf("sum spend: %w", ErrSkillOrPurpose)
 		}
 	}
-	since := hourOf(f.Since)
+	since := startOfHour(f.Since)
 	type line struct {
 		SpendLine
 		Nothing bool
 		LeftOut *time.Time
 	}
 	rows, err := db.Query(ctx, countedSpendSQL, perQuery, postgres.Strict{
-		"since": since, "hours_until": daysFrom(since, f.Period), "by": string(f.By), "period": string(f.Period),
-		"skill": f.Skill, "surface": f.Surface, "model": f.Model, "purpose": f.Purpose, "kind": kind, "most": tailMost,
+		"since": since, "hours_until": firstMidnight(since, f.Period), "by": string(f.By), "period": string(f.Period),
+		"skill": f.Skill, "surface": f.Surface, "model": f.Model, "purpose": f.Purpose, "kind": kind, "most": uncountedLimit,
 	})
-	list, err := report[line](rows, err, "sum spend")
+	list, err := collectReport[line](rows, err, "sum spend")
 	if err != nil {
 		return Counted[SpendLine]{}, err
 	}
@@ -220,7 +219,7 @@ func CountedSpend(ctx context.Context, db postgres.DB, f SpendFilter) (Counted[S
 	for _, l := range list {
 		sums.Until = utc(l.LeftOut)
 		if l.Nothing {
-			continue // there to tell what was left out
+			continue // only reports the missing rows
 		}
 		l.Period = utc(l.Period)
 		sums.Lines = append(sums.Lines, l.SpendLine)
@@ -228,17 +227,16 @@ func CountedSpend(ctx context.Context, db postgres.DB, f SpendFilter) (Counted[S
 	return sums, nil
 }
 
-// hourOf is the beginning of a moment's hour (UTC), and not before ids begin.
-func hourOf(t time.Time) time.Time {
+// startOfHour is the start of a moment's hour (UTC), not before the epoch.
+func startOfHour(t time.Time) time.Time {
 	if t.Before(time.Unix(0, 0)) {
 		return time.Unix(0, 0).UTC()
 	}
 	return t.UTC().Truncate(time.Hour)
 }
 
-// daysFrom is the moment from which whole days are added up, where hours need not be told apart: the first
-// midnight not before since.
-func daysFrom(since time.Time, p Period) time.Time {
+// firstMidnight is the moment from which whole days are summed instead of hours: the first midnight not before since.
+func firstMidnight(since time.Time, p Period) time.Time {
 	if p == ByHour {
 		return time.Date(9999, 1, 1, 0, 0, 0, 0, time.UTC)
 	}
@@ -249,19 +247,19 @@ func daysFrom(since time.Time, p Period) time.Time {
 	return day
 }
 
-// CallLine is how a skill's calls ended in one period.
+// CallLine counts a skill's calls in one period.
 type CallLine struct {
-	Period *time.Time `json:"period"` // its beginning, UTC; nil for Total
-	Calls  int64      `json:"calls"`  // all that were made
-	Worked int64      `json:"worked"` // those that say something about the skill, as in agent_skill_calls
-	Failed int64      `json:"failed"` // and of these
+	Period *time.Time `json:"period"` // its start, UTC; nil for Total
+	Calls  int64      `json:"calls"`  // all calls
+	Worked int64      `json:"worked"` // calls that count for the skill's health, as in agent_skill_calls
+	Failed int64      `json:"failed"` // failed ones among them
 }
 
 //go:embed counts_calls.sql
 var countedCallsSQL string
 
-// CountedCalls counts a skill's calls since a moment, which is cut to the hour (UTC), the latest period
-// first. Periods without calls are left out.
+// CountedCalls counts a skill's calls since a moment, which is cut to the hour (UTC), the latest period first.
+// Periods without calls are left out.
 func CountedCalls(ctx context.Context, db postgres.DB, skill string, since time.Time, by Period) (Counted[CallLine], error) {
 	if by != ByHour && by != ByDay && by != Total {
 		return Counted[CallLine]{}, fmt.Errorf("count calls: period %q is not one of %s, %s, %s", string(by), ByHour, ByDay, Total)
@@ -270,16 +268,16 @@ func CountedCalls(ctx context.Context, db postgres.DB, skill string, since time.
 		CallLine
 		LeftOut *time.Time
 	}
-	since = hourOf(since)
+	since = startOfHour(since)
 	rows, err := db.Query(ctx, countedCallsSQL, perQuery, postgres.Strict{
-		"skill": skill, "since": since, "hours_until": daysFrom(since, by), "period": string(by), "most": tailMost,
+		"skill": skill, "since": since, "hours_until": firstMidnight(since, by), "period": string(by), "most": uncountedLimit,
 	})
-	list, err := report[line](rows, err, "count calls")
+	list, err := collectReport[line](rows, err, "count calls")
 	sums := Counted[CallLine]{Lines: []CallLine{}}
 	for _, l := range list {
 		sums.Until = utc(l.LeftOut)
 		if l.Calls == 0 {
-			continue // there to tell what was left out
+			continue // only reports the missing rows
 		}
 		l.Period = utc(l.Period)
 		sums.Lines = append(sums.Lines, l.CallLine)
@@ -288,30 +286,30 @@ func CountedCalls(ctx context.Context, db postgres.DB, skill string, since time.
 }
 
 const (
-	// healthDays is how far health looks back: from the hour that began so many days ago.
+	// healthDays is the range of the health figures, from the start of the present hour.
 	healthDays = 7
-	// streakMost is how many rows of a skill a streak is walked back.
-	streakMost = 500
-	// skillsMost is how many skills a listing has.
-	skillsMost = 1000
+	// streakLimit bounds the rows of a skill that a streak reads.
+	streakLimit = 500
+	// skillsLimit bounds the skills of a listing.
+	skillsLimit = 1000
 )
 
-// HealthFilter narrows skills down; what is empty does not.
+// HealthFilter selects skills; empty fields select all.
 type HealthFilter struct {
-	Skill string // this one
+	Skill string
 	State string // enabled, on trial or disabled
-	After string // by name
-	Limit int    // 1,000 when 0, and at most
+	After string // a name
+	Limit int    // 0 and at most 1,000
 }
 
-// Health is how a skill fares: the last 7 days.
+// Health is the health of a skill over the last 7 days.
 type Health struct {
 	Skill          string     `json:"skill"`
-	Calls          int64      `json:"calls"` // that say something about the skill, as in agent_skill_calls
+	Calls          int64      `json:"calls"` // that count for its health, as in agent_skill_calls
 	Failed         int64      `json:"failed"`
 	SuccessRate    *float64   `db:"-" json:"success_rate"` // 0 to 1; nil without calls
-	Streak         int64      `json:"streak"`              // failures in a row up to now, since the skill was last enabled
-	StreakMore     bool       `json:"streak_more"`         // and more: no success among the newest 500 rows
+	Streak         int64      `json:"streak"`              // consecutive failures until now, since the skill was last enabled
+	StreakMore     bool       `json:"streak_more"`         // no success among the newest 500 rows
 	P50MS          *float64   `db:"-" json:"p50_ms"`       // to 2.5 per cent, over whole days (UTC)
 	P95MS          *float64   `db:"-" json:"p95_ms"`
 	State          string     `json:"state"` // enabled, on trial, disabled
@@ -323,9 +321,9 @@ type Health struct {
 //go:embed counts_health.sql
 var countedHealthSQL string
 
-// CountedHealth lists skills by name with what the view agent_skill_health says of them, at a cost that does
-// not grow with the log. It looks back from the beginning of the hour, so it may have up to an hour more than
-// the view. A streak goes by the order in which calls began to be recorded.
+// CountedHealth lists skills by name with the figures of the view agent_skill_health, at a cost that does not grow
+// with the log. It starts at a full hour, so it may cover up to an hour more than the view. A streak follows the
+// order in which calls were opened.
 func CountedHealth(ctx context.Context, db postgres.DB, f HealthFilter) (Counted[Health], error) {
 	type line struct {
 		Health
@@ -333,16 +331,16 @@ func CountedHealth(ctx context.Context, db postgres.DB, f HealthFilter) (Counted
 		Counts  []int64
 		LeftOut *time.Time
 	}
-	since := hourOf(time.Now().AddDate(0, 0, -healthDays))
-	limit := skillsMost
+	since := startOfHour(time.Now().AddDate(0, 0, -healthDays))
+	limit := skillsLimit
 	if f.Limit > 0 {
-		limit = min(f.Limit, skillsMost)
+		limit = min(f.Limit, skillsLimit)
 	}
 	rows, err := db.Query(ctx, countedHealthSQL, perQuery, postgres.Strict{
-		"since": since, "hours_until": daysFrom(since, Total), "skill": f.Skill, "state": f.State, "after": f.After, "limit": limit,
-		"walk": streakMost, "most": tailMost,
+		"since": since, "hours_until": firstMidnight(since, Total), "skill": f.Skill, "state": f.State, "after": f.After, "limit": limit,
+		"walk": streakLimit, "most": uncountedLimit,
 	})
-	list, err := report[line](rows, err, "sum health of skills")
+	list, err := collectReport[line](rows, err, "sum health of skills")
 	sums := Counted[Health]{Lines: []Health{}}
 	for _, l := range list {
 		sums.Until = utc(l.LeftOut)
@@ -358,7 +356,7 @@ func CountedHealth(ctx context.Context, db postgres.DB, f HealthFilter) (Counted
 	return sums, err
 }
 
-// percentile is percentile_cont over durations of which the buckets are known; nil when there are none.
+// percentile is percentile_cont over bucketed durations; nil for none.
 func percentile(p float64, buckets []int32, counts []int64) *float64 {
 	var all int64
 	for _, n := range counts {

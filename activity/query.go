@@ -15,36 +15,35 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// The read side stays fast on a table of any size because every query is bounded by an index: a trace
-// by (trace_id, created_at), a skill by (skill_name, id), and everything else by the time-ordered id,
-// where a range of time becomes a range of ids and leaves out the partitions beyond it. One literal
-// serves all combinations of filters. It is planned with the values at hand (perQuery), so a filter that
-// is not set costs nothing and one that is set chooses its index; a plan kept for all values could not.
+// Every query is bounded by an index, so reads stay fast on a table of any size: a trace by (trace_id, created_at),
+// a skill by (skill_name, id), everything else by the time-ordered id, which also excludes partitions. One literal
+// serves all combinations of filters. It is planned with its arguments (perQuery), so an unset filter costs nothing
+// and a set one chooses its index.
 
-// perQuery has each query planned for its own arguments.
+// perQuery plans each query for its own arguments.
 const perQuery = pgx.QueryExecModeCacheDescribe
 
 const (
 	defaultLimit = 50
-	// MaxLimit is the most rows that one page of a listing has.
+	// MaxLimit bounds the rows of one page.
 	MaxLimit = 500
 )
 
 var (
-	// ErrNotFound reports a trace of which nothing is recorded.
+	// ErrNotFound reports a trace without records.
 	ErrNotFound = errors.New("no such trace")
-	// ErrCursor reports a cursor that no listing gave out.
+	// ErrCursor reports an invalid cursor.
 	ErrCursor = errors.New("not a cursor: take it from the page before")
 )
 
-// Row is one row of agent_activity: an action the agent took, or is taking. Times are UTC.
+// Row is one row of agent_activity: a past or running action. Times are UTC.
 type Row struct {
 	ID             string          `json:"id"`
 	TraceID        string          `json:"trace_id"`
 	ConversationID string          `json:"conversation_id"` // the trace id under its older name
 	ExecutionID    *string         `json:"execution_id"`
 	ParentID       *string         `json:"parent_id"`
-	CauseID        *string         `json:"cause_id"` // the model call whose answer asked for it
+	CauseID        *string         `json:"cause_id"` // the model call that requested it
 	Claim          *int64          `json:"claim"`
 	Step           string          `json:"step"`
 	Kind           Kind            `json:"kind"`
@@ -59,9 +58,9 @@ type Row struct {
 	ErrorMessage   *string         `json:"error_message"`
 	ErrorClass     string          `json:"error_class"`
 	Model          string          `json:"model"`
-	TokenUsage     Usage           `json:"token_usage"` // zero on everything but model calls
+	TokenUsage     Usage           `json:"token_usage"` // zero except for model calls
 	CostUSD        float64         `json:"cost_usd"`
-	LedTo          map[string]int  `json:"led_to"`      // of a model call: how often it calls each skill, which it is charged to
+	LedTo          map[string]int  `json:"led_to"`      // of a model call: calls of each skill in its answer
 	DurationMS     *int64          `json:"duration_ms"` // nil while it runs
 	IdempotencyKey string          `json:"idempotency_key"`
 	ThreadID       *string         `json:"thread_id"`
@@ -70,8 +69,8 @@ type Row struct {
 	FinishedAt     *time.Time      `json:"finished_at"`
 }
 
-// of lists what happened under traces, in the order in which it began.
-func of(ctx context.Context, db postgres.DB, traceIDs []string) ([]Row, error) {
+// rowsOfTraces lists the rows of traces in the order in which they began.
+func rowsOfTraces(ctx context.Context, db postgres.DB, traceIDs []string) ([]Row, error) {
 	rows, err := db.Query(ctx, `
 		select a.id, a.trace_id, a.conversation_id, a.execution_id, a.parent_id, a.cause_id, a.claim, a.step, a.kind, a.agent, a.surface,
 		       a.skill_name, a.skill_id, a.purpose, a.status, a.input, a.output, a.error_message, a.error_class, a.model,
@@ -100,7 +99,7 @@ func collect(rows pgx.Rows, err error, verb string) ([]Row, error) {
 	return list, nil
 }
 
-// utc is the same instant in UTC; nil stays nil.
+// utc converts to UTC; nil stays nil.
 func utc(t *time.Time) *time.Time {
 	if t == nil {
 		return nil
@@ -109,9 +108,8 @@ func utc(t *time.Time) *time.Time {
 	return &at
 }
 
-// moment is a bound in time for SQL: null when there is none. Ids begin with the epoch, so no bound
-// lies before it.
-func moment(t time.Time) any {
+// timeArg is a time bound for SQL: null for none. Ids begin with the epoch, so no bound is before it.
+func timeArg(t time.Time) any {
 	switch {
 	case t.IsZero():
 		return nil
@@ -121,7 +119,7 @@ func moment(t time.Time) any {
 	return t
 }
 
-// pageSize is the number of rows a page has when the caller asked for limit.
+// pageSize is the number of rows of a page with that limit.
 func pageSize(limit int) int {
 	if limit <= 0 {
 		return defaultLimit
@@ -129,20 +127,20 @@ func pageSize(limit int) int {
 	return min(limit, MaxLimit)
 }
 
-// cursor hides the id of a page's last row, so that nobody relies on what it is.
-func cursor(id string) string {
+// ToCursor encodes the id of the last row of a page. Clients treat it as opaque.
+func ToCursor(id string) string {
 	return base64.RawURLEncoding.EncodeToString([]byte(strings.ReplaceAll(id, "-", "")))
 }
 
 // CheckCursor reports a cursor that no listing gave out, with an error that wraps ErrCursor; the empty one is that of
 // the first page.
 func CheckCursor(c string) error {
-	_, err := before(c)
+	_, err := FromCursor(c)
 	return err
 }
 
-// before is the id that a cursor hides, for SQL: null for the first page.
-func before(c string) (any, error) {
+// FromCursor decodes a cursor for SQL: null for the first page. The error wraps ErrCursor.
+func FromCursor(c string) (any, error) {
 	if c == "" {
 		return nil, nil
 	}
@@ -153,22 +151,14 @@ func before(c string) (any, error) {
 	return string(hex), nil
 }
 
-// ToCursor is the cursor of a page that ends with the row of an id, for listings of rows elsewhere.
-func ToCursor(id string) string { return cursor(id) }
-
-// FromCursor is the id that a cursor stands for, as an argument of SQL: null for that of the first page. The error
-// wraps ErrCursor.
-func FromCursor(c string) (any, error) { return before(c) }
-
-// lookBack is how far a listing goes when only filters without an index narrow it down: without a bound
-// a filter that matches nothing would read the whole log.
+// lookBack bounds a listing whose filters have no index: otherwise a filter without a match would read the whole log.
 const lookBack = 30 * 24 * time.Hour
 
-// openMost is how many calls under way a listing considers.
-const openMost = 10_000
+// openLimit bounds the running calls that a listing reads.
+const openLimit = 10_000
 
-// Filter narrows a listing down; what is empty does not. Without Since, and with neither TraceID nor
-// Skill, the other filters look back 30 days.
+// Filter selects rows; empty fields select all. Without Since, TraceID and Skill, the other filters look back 30
+// days.
 type Filter struct {
 	Surface string
 	Status  Status
@@ -180,12 +170,11 @@ type Filter struct {
 	Since   time.Time // inclusive, to the millisecond
 	Until   time.Time // exclusive
 	Limit   int       // 50 when 0, at most MaxLimit
-	Cursor  string    // from the page before
+	Cursor  string    // from the previous page
 }
 
-// Recent lists activities, newest first, and returns the cursor of the next page; it is empty after the
-// last one. A page does not shift when new rows arrive. The error wraps ErrCursor or trace.ErrInvalid
-// where the caller's input is at fault.
+// Recent lists activities, newest first, and returns the cursor of the next page; empty after the last one. New rows
+// do not shift a page. The error wraps ErrCursor or trace.ErrInvalid for invalid input.
 func Recent(ctx context.Context, db postgres.DB, f Filter) (page []Row, next string, err error) {
 	if f.scans() && f.Since.IsZero() {
 		f.Since = time.Now().Add(-lookBack)
@@ -220,14 +209,14 @@ func Recent(ctx context.Context, db postgres.DB, f Filter) (page []Row, next str
 	}
 	if size := pageSize(f.Limit); len(page) > size {
 		page = page[:size]
-		next = cursor(page[size-1].ID)
+		next = ToCursor(page[size-1].ID)
 	}
 	return page, next, nil
 }
 
-// arguments are the filter as SQL sees it.
+// arguments returns the arguments of the query.
 func (f Filter) arguments(ctx context.Context, db postgres.DB) (postgres.Strict, error) {
-	last, err := before(f.Cursor)
+	last, err := FromCursor(f.Cursor)
 	if err != nil {
 		return nil, err
 	}
@@ -240,28 +229,27 @@ func (f Filter) arguments(ctx context.Context, db postgres.DB) (postgres.Strict,
 		return nil, err
 	}
 	return postgres.Strict{
-		"trace_ids": traces, "skill": f.Skill, "open": open, "since": moment(f.Since), "until": moment(f.Until),
+		"trace_ids": traces, "skill": f.Skill, "open": open, "since": timeArg(f.Since), "until": timeArg(f.Until),
 		"before": last, "surface": f.Surface, "status": string(f.Status), "lane": f.Lane, "agent": f.Agent,
 		"kinds": words(f.Kinds), "limit": pageSize(f.Limit),
 	}, nil
 }
 
-// scans reports whether the filter has conditions, and none that an index answers.
+// scans reports whether the filter has conditions without an index.
 func (f Filter) scans() bool {
 	indexed := f.TraceID != "" || f.Skill != "" || f.Status == Running
 	narrowed := f.Surface != "" || f.Status != "" || f.Lane != "" || f.Agent != "" || len(f.Kinds) > 0
 	return narrowed && !indexed
 }
 
-// open lists the actions under way when the filter asks for those, so that no index on the status is
-// needed, which would make each finishing update a costly one.
+// open lists running actions for a filter on them. So the status needs no index, which would slow down every close.
 func (f Filter) open(ctx context.Context, db postgres.DB) ([]string, error) {
 	if f.Status != Running {
 		return nil, nil
 	}
 	rows, err := db.Query(ctx, `
 		select o.activity_id::text from agent_activity_open o order by o.activity_id desc limit @most`,
-		postgres.Strict{"most": openMost})
+		postgres.Strict{"most": openLimit})
 	if err != nil {
 		return nil, fmt.Errorf("list what runs: %w", err)
 	}
@@ -272,7 +260,7 @@ func (f Filter) open(ctx context.Context, db postgres.DB) ([]string, error) {
 	return ids, nil
 }
 
-// traceIDs are the ids that one in any form can mean; nil for none.
+// traceIDs returns the possible ids of one in any form; nil for none.
 func traceIDs(anyForm string) ([]string, error) {
 	if anyForm == "" {
 		return nil, nil
@@ -296,18 +284,18 @@ func words[S ~string](named []S) []string {
 	return plain
 }
 
-// Audited is a line of the view agent_audit: who did what, to which object, when, why, on whose behalf, with what
-// result. Times are UTC, and texts are cut at 300 characters.
-type Audited struct {
+// AuditEntry is a line of the view agent_audit: actor, act, object, time, reason, principal and result. Times are UTC,
+// and texts are cut at 300 characters.
+type AuditEntry struct {
 	ID          string     `json:"id"`
 	At          time.Time  `json:"at"`
 	FinishedAt  *time.Time `json:"finished_at"`
 	Actor       string     `json:"actor"`        // admin, the agent's name, or the sender of a webhook
 	Kind        Kind       `json:"kind"`         // call, model, phase, note
-	Act         string     `json:"act"`          // the skill, phase or lever
-	Object      string     `json:"object"`       // what it was done to: skill pay, lane automation:nightly, memory admin / contact
-	Reason      string     `json:"reason"`       // what an admin gave, or what it was done for
-	Origin      string     `json:"origin"`       // what began the run: a message, a schedule, an automation, a delivery …
+	Act         string     `json:"act"`          // skill, phase or admin action
+	Object      string     `json:"object"`       // target: skill pay, lane automation:nightly, memory admin / contact
+	Reason      string     `json:"reason"`       // from an admin, or the purpose
+	Origin      string     `json:"origin"`       // start of the run: a message, a schedule, an automation, a delivery …
 	OnBehalfOf  string     `json:"on_behalf_of"` // an admin, a visitor in a thread, a sender, or the agent itself
 	Status      Status     `json:"status"`
 	ErrorClass  string     `json:"error_class"`
@@ -319,26 +307,25 @@ type Audited struct {
 	Surface     string     `json:"surface"`
 	TraceID     string     `json:"trace_id"`
 	ExecutionID *string    `json:"execution_id"`
-	ParentID    *string    `json:"parent_id"` // the activity that it is part of
-	CauseID     *string    `json:"cause_id"`  // the model call whose answer asked for it
+	ParentID    *string    `json:"parent_id"` // the containing activity
+	CauseID     *string    `json:"cause_id"`  // the model call that requested it
 	ThreadID    string     `json:"thread_id"`
 	Lane        string     `json:"lane"`
 }
 
-// Audits is a page of the audit.
-type Audits struct {
-	Rows []Audited
-	Next string // cursor of the next page; empty when nothing is left
-	// Partial says that the page is short because Window rows were looked at: Next goes on behind them.
+// AuditPage is a page of the audit.
+type AuditPage struct {
+	Rows []AuditEntry
+	Next string // cursor of the next page; empty after the last
+	// Partial says that the page is short because Window rows were read: Next continues after them.
 	Partial bool
 }
 
-// Audit lists what was done, every kind of row of the log, newest first. Filters, cursors and errors are those of
-// [Lines].
-func Audit(ctx context.Context, db postgres.DB, f Filter) (Audits, error) {
+// Audit lists every kind of row, newest first. Filters, cursors and errors are those of [Lines].
+func Audit(ctx context.Context, db postgres.DB, f Filter) (AuditPage, error) {
 	page, err := Lines(ctx, db, f)
 	if err != nil {
-		return Audits{}, err
+		return AuditPage{}, err
 	}
 	ids := make([]string, len(page.Lines))
 	for i, l := range page.Lines {
@@ -350,12 +337,12 @@ func Audit(ctx context.Context, db postgres.DB, f Filter) (Audits, error) {
 		       left(a.model, 300) as model, a.tokens, a.cost_usd::float8 as cost_usd, a.duration_ms, left(a.surface, 300) as surface, a.trace_id,
 		       a.execution_id::text, a.parent_id::text, a.cause_id::text, left(a.thread_id, 300) as thread_id, left(a.lane, 300) as lane
 		  from agent_audit a where a.id = any (@ids::uuid[]) order by a.id desc`, perQuery, postgres.Strict{"ids": ids})
-	list, err := report[Audited](rows, err, "read audit")
+	list, err := collectReport[AuditEntry](rows, err, "read audit")
 	if err != nil {
-		return Audits{}, fmt.Errorf("list what was done: %w", err)
+		return AuditPage{}, fmt.Errorf("list what was done: %w", err)
 	}
 	for i := range list {
 		list[i].At, list[i].FinishedAt = list[i].At.UTC(), utc(list[i].FinishedAt)
 	}
-	return Audits{Rows: list, Next: page.Next, Partial: page.Partial}, nil
+	return AuditPage{Rows: list, Next: page.Next, Partial: page.Partial}, nil
 }

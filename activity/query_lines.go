@@ -11,13 +11,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Window is how many rows [Lines] looks at for one page.
+// Window bounds the rows that [Lines] reads for one page.
 const Window = 10_000
 
 // ErrNoRow reports an id without a row.
 var ErrNoRow = errors.New("no such activity")
 
-// Line is a row as a listing shows it: without input and output, its texts cut at 300 characters. Times are UTC.
+// Line is a row of a listing: without input and output, texts cut at 300 characters. Times are UTC.
 type Line struct {
 	ID           string
 	TraceID      string
@@ -32,7 +32,7 @@ type Line struct {
 	ErrorMessage string
 	ErrorClass   string
 	Model        string
-	Tokens       int64 // zero on everything but model calls
+	Tokens       int64 // zero except for model calls
 	CostUSD      float64
 	DurationMS   *int64 // nil while it runs
 	ThreadID     string
@@ -44,12 +44,12 @@ type Line struct {
 // Listing is a page of lines.
 type Listing struct {
 	Lines []Line
-	Next  string // cursor of the next page; empty when nothing is left
-	// Partial says that the page is short because Window rows were looked at: Next goes on behind them.
+	Next  string // cursor of the next page; empty after the last
+	// Partial says that the page is short because Window rows were read: Next continues after them.
 	Partial bool
 }
 
-// What an index answers, and what is looked at row by row.
+// Conditions with an index, and conditions checked row by row.
 const (
 	indexed = `
 		       (@trace_ids::text[] is null or a.trace_id = any (@trace_ids))
@@ -66,10 +66,9 @@ const (
 		   and (@kinds::text[] is null or a.kind = any (@kinds))`
 )
 
-// Lines lists activities, newest first, for somebody who looks at the list itself: the rows are light, and a page
-// costs the same however large the log is and however rare what the filter asks for, because it looks at Window
-// rows at most. Filters do not look back 30 days only, as those of [Recent] do: who finds nothing yet goes on
-// with Next. Errors are those of Recent.
+// Lines lists activities, newest first, for a screen. Its rows are small, and a page reads at most Window rows, so
+// its cost depends neither on the size of the log nor on the filter. Unlike [Recent] it has no bound of 30 days:
+// after an empty page continue with Next. Errors are those of Recent.
 func Lines(ctx context.Context, db postgres.DB, f Filter) (Listing, error) {
 	args, err := f.arguments(ctx, db)
 	if err != nil {
@@ -94,13 +93,13 @@ func Lines(ctx context.Context, db postgres.DB, f Filter) (Listing, error) {
 	}
 	if size := pageSize(f.Limit); len(lines) > size {
 		lines = lines[:size]
-		return Listing{Lines: lines, Next: cursor(lines[size-1].ID)}, nil
+		return Listing{Lines: lines, Next: ToCursor(lines[size-1].ID)}, nil
 	}
-	return f.further(ctx, db, lines, args)
+	return f.shortPage(ctx, db, lines, args)
 }
 
-// further is a short page: short because nothing is left, or because enough was looked at.
-func (f Filter) further(ctx context.Context, db postgres.DB, lines []Line, args postgres.Strict) (Listing, error) {
+// shortPage handles a short page: nothing is left, or the window is exhausted.
+func (f Filter) shortPage(ctx context.Context, db postgres.DB, lines []Line, args postgres.Strict) (Listing, error) {
 	if f.Surface == "" && f.Status == "" && f.Lane == "" && f.Agent == "" && len(f.Kinds) == 0 {
 		return Listing{Lines: lines}, nil // every row that was looked at is on it
 	}
@@ -122,15 +121,15 @@ func (f Filter) further(ctx context.Context, db postgres.DB, lines []Line, args 
 	if len(last) == 0 {
 		return Listing{Lines: lines}, nil
 	}
-	// What was written since may have moved the end of the window up, but not past a line that is shown.
+	// New rows may have moved the end of the window up, but not past a listed line.
 	end := last[0]
 	if n := len(lines); n > 0 {
 		end = min(end, lines[n-1].ID)
 	}
-	return Listing{Lines: lines, Next: cursor(end), Partial: true}, nil
+	return Listing{Lines: lines, Next: ToCursor(end), Partial: true}, nil
 }
 
-// collectLines reads lines and puts their times into UTC.
+// collectLines reads lines, with times in UTC.
 func collectLines(rows pgx.Rows, err error, verb string) ([]Line, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", verb, err)
@@ -146,25 +145,25 @@ func collectLines(rows pgx.Rows, err error, verb string) ([]Line, error) {
 	return list, nil
 }
 
-// Unfolded is what a line leaves out: as stored, which is redacted, each value cut at 4,000 characters.
-type Unfolded struct {
+// Details has the fields that a line leaves out, redacted as stored, each value cut at 4,000 characters.
+type Details struct {
 	ID           string
 	Input        string // JSON
 	InputSize    int64  // bytes
-	Output       string // JSON; empty when there is none
+	Output       string // JSON; empty for none
 	OutputSize   int64
 	ErrorMessage string
 	ErrorSize    int64
 	ParentID     *string
 	Claim        *int64
 	Step         string
-	Key          string // the idempotency key
+	Key          string // idempotency key
 	PromptTokens int64
 	AnswerTokens int64
 }
 
-// Unfold reads what the line of an id leaves out; [ErrNoRow] when there is none.
-func Unfold(ctx context.Context, db postgres.DB, id string) (Unfolded, error) {
+// ReadDetails reads the fields that the line of an id leaves out; [ErrNoRow] for an unknown id.
+func ReadDetails(ctx context.Context, db postgres.DB, id string) (Details, error) {
 	rows, err := db.Query(ctx, `
 		select a.id::text, left(a.input::text, 4000) as input, octet_length(a.input::text) as input_size,
 		       coalesce(left(a.output::text, 4000), '') as output, coalesce(octet_length(a.output::text), 0) as output_size,
@@ -174,14 +173,14 @@ func Unfold(ctx context.Context, db postgres.DB, id string) (Unfolded, error) {
 		       lanekeeper.agent_tokens(a.token_usage, 'completion_tokens') as answer_tokens
 		  from agent_activity a where a.id = lanekeeper.agent_uuid(@id)`, postgres.Strict{"id": id})
 	if err != nil {
-		return Unfolded{}, fmt.Errorf("read activity: %w", err)
+		return Details{}, fmt.Errorf("read activity: %w", err)
 	}
-	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Unfolded])
+	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Details])
 	if errors.Is(err, pgx.ErrNoRows) {
 		err = ErrNoRow
 	}
 	if err != nil {
-		return Unfolded{}, fmt.Errorf("read activity %.60q: %w", id, err)
+		return Details{}, fmt.Errorf("read activity %.60q: %w", id, err)
 	}
 	return got, nil
 }

@@ -316,7 +316,7 @@ func TestLinesLookAtAWindowAndGoOnBehindIt(t *testing.T) {
 	}
 }
 
-func TestLinesAndUnfoldCutInTheDatabase(t *testing.T) {
+func TestLinesAndDetailsAreCutInTheDatabase(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	var id string
@@ -335,13 +335,13 @@ func TestLinesAndUnfoldCutInTheDatabase(t *testing.T) {
 	if line := got.Lines[0]; len(line.Purpose) != 300 || len(line.Lane) != 300 || len(line.ErrorMessage) != 300 || line.Tokens != 0 {
 		t.Errorf("purpose %d, lane %d, error %d, tokens %d", len(line.Purpose), len(line.Lane), len(line.ErrorMessage), line.Tokens)
 	}
-	more, err := activity.Unfold(t.Context(), db, id)
+	more, err := activity.ReadDetails(t.Context(), db, id)
 	if err != nil || len(more.Input) != 4000 || more.InputSize != 1000002 || len(more.Output) != 4000 || more.ErrorSize != 1000000 ||
 		more.PromptTokens != 1e12 || more.AnswerTokens != 7 {
 		t.Errorf("got %.200s, %v", strings.Join([]string{more.Input, more.Output}, " "), err)
 	}
 	for _, none := range []string{"", "x", "018f0000-0000-7000-8000-000000000000"} {
-		if _, err := activity.Unfold(t.Context(), db, none); !errors.Is(err, activity.ErrNoRow) {
+		if _, err := activity.ReadDetails(t.Context(), db, none); !errors.Is(err, activity.ErrNoRow) {
 			t.Errorf("%q: %v", none, err)
 		}
 	}
@@ -437,7 +437,7 @@ func TestEveryQueryIsAnsweredByAnIndex(t *testing.T) {
 		"lines of a trace": lines(activity.Filter{TraceID: "hb_00000000000000000000000042"}),
 		"lines of a skill": lines(activity.Filter{Skill: "skill_3", Status: activity.Error}),
 		"unfold": func(db postgres.DB) error {
-			_, err := activity.Unfold(t.Context(), db, "018f0000-0000-7000-8000-000000000000")
+			_, err := activity.ReadDetails(t.Context(), db, "018f0000-0000-7000-8000-000000000000")
 			if errors.Is(err, activity.ErrNoRow) {
 				err = nil
 			}

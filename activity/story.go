@@ -12,13 +12,10 @@ import (
 	"unicode/utf8"
 )
 
-// WriteStory writes a trace for people: a header, one line per activity as a tree, each with how it
-// stands (a sign and a word, so that colour is never the only carrier), how long it took and what it
-// cost, errors below their line, and a line with the totals.
-//
-// Columns are as wide as their content and are left out when nothing is in them. Text that came from
-// outside is shown without its control characters, so it cannot steer a terminal. colour adds ANSI
-// colours to the states.
+// WriteStory writes a trace for people: a header, the activities as a tree, and a total. Each line has status (a sign
+// and a word, so colour is never the only carrier), duration and cost; errors follow below it. Columns fit their
+// content, and empty ones are left out. External text is shown without control characters, so it cannot steer a
+// terminal. colour adds ANSI colours to the states.
 func WriteStory(w io.Writer, t Trace, colour bool) error {
 	s := story{colour: colour}
 	s.add(Tree(t.Activities), "", true)
@@ -33,7 +30,7 @@ func WriteStory(w io.Writer, t Trace, colour bool) error {
 	return out.Flush()
 }
 
-// noteWidth is where error text wraps, and noteLines how much of it is shown.
+// noteWidth is the width of wrapped error text, and noteLines bounds its lines.
 const (
 	noteWidth = 96
 	noteLines = 4
@@ -42,7 +39,7 @@ const (
 
 // line is one line of the table. A note has only text, a rule nothing.
 type line struct {
-	cells [5]string // name with its branches, status, duration, tokens, cost
+	cells [5]string // name with branches, status, duration, tokens, cost
 	tint  string
 	note  string
 	rule  bool
@@ -54,18 +51,18 @@ type story struct {
 	widths [5]int
 }
 
-// header names the trace and says how it went.
+// header writes the trace's name and result.
 func (s *story) header(out *bufio.Writer, t Trace) {
-	word, tint := mark(t.Status)
+	word, tint := statusMark(t.Status)
 	when := t.StartedAt.UTC().Format("2006-01-02 15:04:05 UTC")
 	if t.FinishedAt != nil {
 		when += " to " + t.FinishedAt.UTC().Format("15:04:05")
 	}
-	fmt.Fprintf(out, "%s  %s  %s\n", t.TraceID, plain(t.Surface), s.paint(word, tint))
+	fmt.Fprintf(out, "%s  %s  %s\n", t.TraceID, plainText(t.Surface), s.paint(word, tint))
 	fmt.Fprintf(out, "%s  %s\n\n", t.OTelTraceID, when)
 }
 
-// add appends the lines of a level of the tree; branch is what stands before each of them.
+// add appends one level of the tree; branch is the prefix of its lines.
 func (s *story) add(nodes []*Node, branch string, top bool) {
 	for i, n := range nodes {
 		joint, below := "├─ ", branch+"│  "
@@ -81,14 +78,14 @@ func (s *story) add(nodes []*Node, branch string, top bool) {
 	}
 }
 
-// addNote appends what went wrong, under the line of the activity.
+// addNote appends the error below its activity.
 func (s *story) addNote(n *Node, below string) {
 	if n.Status != Error && n.Status != Unknown {
 		return
 	}
-	text := plain(n.ErrorClass)
+	text := plainText(n.ErrorClass)
 	if n.ErrorMessage != nil && *n.ErrorMessage != "" {
-		text = strings.TrimPrefix(text+": "+plain(*n.ErrorMessage), ": ")
+		text = strings.TrimPrefix(text+": "+plainText(*n.ErrorMessage), ": ")
 	}
 	if text == "" {
 		return
@@ -102,16 +99,16 @@ func (s *story) addNote(n *Node, below string) {
 	}
 }
 
-// line is the activity's own line.
+// line is the activity's line.
 func (n *Node) line(branch string) line {
-	name := plain(n.SkillName)
+	name := plainText(n.SkillName)
 	if n.Model != "" {
-		name += " (" + plain(n.Model) + ")"
+		name += " (" + plainText(n.Model) + ")"
 	}
-	word, tint := mark(string(n.Status))
-	l := line{cells: [5]string{branch + cut(name, nameMost), word, "", tokens(int64(n.TokenUsage.TotalTokens)), money(n.CostUSD)}}
+	word, tint := statusMark(string(n.Status))
+	l := line{cells: [5]string{branch + truncate(name, nameMost), word, "", formatTokens(int64(n.TokenUsage.TotalTokens)), formatUSD(n.CostUSD)}}
 	if n.DurationMS != nil {
-		l.cells[2] = span(time.Duration(*n.DurationMS) * time.Millisecond)
+		l.cells[2] = formatDuration(time.Duration(*n.DurationMS) * time.Millisecond)
 	}
 	l.tint = tint
 	return l
@@ -126,16 +123,16 @@ func (t Trace) total() line {
 		}
 	}
 	if t.FinishedAt != nil {
-		elapsed = span(t.FinishedAt.Sub(t.StartedAt))
+		elapsed = formatDuration(t.FinishedAt.Sub(t.StartedAt))
 	}
-	l := line{cells: [5]string{"total: " + count(len(t.Activities), "activity", "activities"), "", elapsed, tokens(t.Tokens), money(t.CostUSD)}}
+	l := line{cells: [5]string{"total: " + count(len(t.Activities), "activity", "activities"), "", elapsed, formatTokens(t.Tokens), formatUSD(t.CostUSD)}}
 	if failed > 0 {
 		l.cells[1], l.tint = "✗ "+count(failed, "error", "errors"), red
 	}
 	return l
 }
 
-// measure finds the width of each column.
+// measure computes the column widths.
 func (s *story) measure() {
 	for _, l := range s.lines {
 		for i, cell := range l.cells {
@@ -144,7 +141,7 @@ func (s *story) measure() {
 	}
 }
 
-// write lays out one line: text to the left, numbers to the right, nothing behind the last cell.
+// write formats one line: text left, numbers right, no trailing space.
 func (s *story) write(out *bufio.Writer, l line) {
 	switch {
 	case l.rule:
@@ -177,7 +174,7 @@ func (s *story) write(out *bufio.Writer, l line) {
 	fmt.Fprintln(out, b.String())
 }
 
-// cell is what a cell shows; only the status has a colour.
+// cell formats a cell; only the status has a colour.
 func (s *story) cell(column int, text, tint string) string {
 	if column != 1 {
 		return text
@@ -185,7 +182,7 @@ func (s *story) cell(column int, text, tint string) string {
 	return s.paint(text, tint)
 }
 
-// width is that of the whole table.
+// width is the width of the whole table.
 func (s *story) width() int {
 	sum := s.widths[0]
 	for _, w := range s.widths[1:] {
@@ -196,7 +193,7 @@ func (s *story) width() int {
 	return sum
 }
 
-// paint colours text when colours are wanted.
+// paint colours text if colours are on.
 func (s *story) paint(text, tint string) string {
 	if !s.colour || tint == "" {
 		return text
@@ -213,8 +210,8 @@ const (
 	grey   = "\x1b[90m"
 )
 
-// mark is a state as a sign and a word, with its colour. It knows those of activities and executions.
-func mark(status string) (word, tint string) {
+// statusMark is a state as a sign and a word, with its colour. It covers activities and executions.
+func statusMark(status string) (word, tint string) {
 	sign := "·"
 	switch status {
 	case "success", "completed":
@@ -230,11 +227,11 @@ func mark(status string) (word, tint string) {
 	case "skipped", "cancelled":
 		sign, tint = "–", grey
 	}
-	return sign + " " + plain(status), tint
+	return sign + " " + plainText(status), tint
 }
 
-// span is a duration to the precision that a person wants.
-func span(d time.Duration) string {
+// formatDuration rounds a duration for people.
+func formatDuration(d time.Duration) string {
 	switch {
 	case d < time.Second:
 		return fmt.Sprintf("%d ms", max(0, d.Milliseconds()))
@@ -248,8 +245,8 @@ func span(d time.Duration) string {
 	return fmt.Sprintf("%d h %02d min", int(d.Hours()), int(d.Minutes())%60)
 }
 
-// tokens is a number of tokens with its thousands apart; empty for none.
-func tokens(n int64) string {
+// formatTokens groups thousands; empty for none.
+func formatTokens(n int64) string {
 	if n <= 0 {
 		return ""
 	}
@@ -260,8 +257,8 @@ func tokens(n int64) string {
 	return digits + " tok"
 }
 
-// money is a sum in dollars, with more places where it is small; empty for none.
-func money(usd float64) string {
+// formatUSD formats dollars, with more digits for small amounts; empty for none.
+func formatUSD(usd float64) string {
 	switch {
 	case usd <= 0:
 		return ""
@@ -281,11 +278,11 @@ func count(n int, one, many string) string {
 	return strconv.Itoa(n) + " " + many
 }
 
-// escapes are the sequences that colour and move; without their first character they would stay as noise.
+// escapes are ANSI sequences. Without their first character they would stay as noise.
 var escapes = regexp.MustCompile(`(?:\x1b\[|\x{9b})[0-9;?]*[a-zA-Z]`)
 
-// plain is text on one line without control characters, invisible ones and runs of space.
-func plain(s string) string {
+// plainText is text on one line without control and invisible characters and runs of space.
+func plainText(s string) string {
 	visible := strings.Map(func(r rune) rune {
 		switch {
 		case unicode.IsSpace(r):
@@ -298,22 +295,22 @@ func plain(s string) string {
 	return strings.Join(strings.Fields(visible), " ")
 }
 
-// cut shortens text to at most n runes.
-func cut(s string, n int) string {
+// truncate cuts text to n runes.
+func truncate(s string, n int) string {
 	if utf8.RuneCountInString(s) <= n {
 		return s
 	}
 	return string([]rune(s)[:n-1]) + "…"
 }
 
-// wrap breaks text at spaces into at most noteLines lines of at most width runes, not under 24.
+// wrap breaks text at spaces into at most noteLines lines of width runes, at least 24.
 func wrap(text string, width int) []string {
 	width = max(width, 24)
 	var lines []string
 	rest := []rune(text)
 	for len(rest) > width {
 		if len(lines) == noteLines-1 {
-			return append(lines, cut(string(rest), width))
+			return append(lines, truncate(string(rest), width))
 		}
 		at := width
 		for at > width/2 && rest[at] != ' ' {
@@ -328,15 +325,14 @@ func wrap(text string, width int) []string {
 	return append(lines, string(rest))
 }
 
-// Node is an activity with those that were filed under it.
+// Node is an activity with its children.
 type Node struct {
 	Row
 	Children []*Node `json:"children,omitempty"`
 }
 
-// Tree arranges the rows of a trace by their parents and keeps their order among siblings. A row whose
-// parent is not among them stands at the top, as does one whose ancestors lead back to itself (anybody
-// may write rows by SQL), so every row appears exactly once.
+// Tree arranges the rows of a trace by parent, and keeps their order among siblings. A row without its parent, or in
+// a cycle (plain SQL may write one), stands at the top. So every row appears exactly once.
 func Tree(rows []Row) []*Node {
 	nodes := make(map[string]*Node, len(rows))
 	for i := range rows {
@@ -357,7 +353,7 @@ func Tree(rows []Row) []*Node {
 	return top
 }
 
-// parentOf is the id of a row's parent; empty when it has none.
+// parentOf is the id of a row's parent; empty for none.
 func parentOf(row Row) string {
 	if row.ParentID == nil {
 		return ""
@@ -365,7 +361,7 @@ func parentOf(row Row) string {
 	return *row.ParentID
 }
 
-// descends reports whether id is ancestor or stands below it.
+// descends reports whether id is ancestor or below it.
 func descends(parents map[string]string, id, ancestor string) bool {
 	for ; id != ""; id = parents[id] {
 		if id == ancestor {

@@ -11,21 +11,21 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Trace is a piece of work from its beginning to its end: what an id leads to.
+// Trace is the work of one trace id.
 type Trace struct {
 	TraceID     string     `json:"trace_id"`
-	OTelTraceID string     `json:"otel_trace_id"` // the same 16 bytes in hex, as tracing tools show them
+	OTelTraceID string     `json:"otel_trace_id"` // the same 16 bytes in hex, as in tracing tools
 	Surface     string     `json:"surface"`
-	Status      string     `json:"status"` // of the root execution; skipped when it was never begun
+	Status      string     `json:"status"` // of the root execution; skipped when it never started
 	StartedAt   time.Time  `json:"started_at"`
-	FinishedAt  *time.Time `json:"finished_at"` // nil while it goes on
+	FinishedAt  *time.Time `json:"finished_at"` // nil while it runs
 	Tokens      int64      `json:"tokens"`
 	CostUSD     float64    `json:"cost_usd"`
 	Activities  []Row      `json:"activities"` // by created_at, id
 }
 
-// TraceOf reads a trace by its id in any form: prefixed, a bare ULID, or the 32 hex digits of
-// OpenTelemetry. The error wraps trace.ErrInvalid for what is none of these, and ErrNotFound.
+// TraceOf reads a trace by its id in any form: prefixed, a bare ULID, or the 32 hex digits of OpenTelemetry. The
+// error wraps trace.ErrInvalid for other input, and ErrNotFound.
 func TraceOf(ctx context.Context, db postgres.DB, id string) (Trace, error) {
 	ids, err := trace.ParseAny(id)
 	if err != nil {
@@ -35,7 +35,7 @@ func TraceOf(ctx context.Context, db postgres.DB, id string) (Trace, error) {
 	if err != nil {
 		return Trace{}, fmt.Errorf("read trace %s: %w", id, err)
 	}
-	rows, err := of(ctx, db, words(ids))
+	rows, err := rowsOfTraces(ctx, db, words(ids))
 	if err != nil {
 		return Trace{}, fmt.Errorf("read trace %s: %w", id, err)
 	}
@@ -45,7 +45,7 @@ func TraceOf(ctx context.Context, db postgres.DB, id string) (Trace, error) {
 	return assemble(roots, rows), nil
 }
 
-// root is an execution that no other started. A trace has one; a forked run adds another.
+// root is an execution without a parent. A trace has one; a fork adds another.
 type root struct {
 	TraceID     string
 	Surface     string
@@ -67,7 +67,7 @@ func rootsOf(ctx context.Context, db postgres.DB, traceIDs []string) ([]root, er
 	return pgx.CollectRows(rows, pgx.RowToStructByName[root])
 }
 
-// assemble makes a trace of its roots and rows, of which there is at least one.
+// assemble builds a trace from roots and rows, at least one of either.
 func assemble(roots []root, rows []Row) Trace {
 	var t Trace
 	if len(roots) > 0 {
@@ -78,7 +78,7 @@ func assemble(roots []root, rows []Row) Trace {
 		}
 	} else {
 		t = Trace{TraceID: rows[0].TraceID, Surface: rows[0].Surface, StartedAt: rows[0].CreatedAt}
-		t.Status, t.FinishedAt = outcomeOf(rows)
+		t.Status, t.FinishedAt = statusOf(rows)
 	}
 	t.OTelTraceID = trace.ID(t.TraceID).OTel()
 	t.Activities = rows
@@ -90,7 +90,7 @@ func assemble(roots []root, rows []Row) Trace {
 	return t
 }
 
-// Spent is what the model calls under a trace have used and cost so far.
+// Spent returns the usage and cost of the model calls under a trace so far.
 func Spent(ctx context.Context, db postgres.DB, traceID string) (used Usage, costUSD float64, err error) {
 	err = db.QueryRow(ctx, `
 		select coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens')), 0)::bigint,
@@ -109,12 +109,12 @@ func Spent(ctx context.Context, db postgres.DB, traceID string) (used Usage, cos
 	return used, costUSD, nil
 }
 
-// micros rounds a sum of money to what the table keeps, millionths of a dollar.
+// micros rounds to millionths of a dollar, as stored.
 func micros(usd float64) float64 { return float64(int64(usd*1e6+0.5)) / 1e6 }
 
-// outcomeOf says how a trace without an execution stands (a tick that was skipped, an admin's single
-// action), in the words of executions.
-func outcomeOf(rows []Row) (status string, finished *time.Time) {
+// statusOf is the status of a trace without an execution (a skipped tick, an admin's act), in the terms of
+// executions.
+func statusOf(rows []Row) (status string, finished *time.Time) {
 	status = "skipped"
 	for _, row := range rows {
 		if row.FinishedAt == nil {
@@ -133,17 +133,17 @@ func outcomeOf(rows []Row) (status string, finished *time.Time) {
 	return status, finished
 }
 
-// TraceFilter narrows a listing of traces down; what is empty does not.
+// TraceFilter selects traces; empty fields select all.
 type TraceFilter struct {
 	Surface string
 	Agent   string    // of the root execution
 	Status  string    // likewise
 	Since   time.Time // inclusive, to the millisecond
 	Limit   int       // 50 when 0, at most MaxLimit
-	Cursor  string    // from the page before
+	Cursor  string    // from the previous page
 }
 
-// TraceSummary is a trace rolled up to one line.
+// TraceSummary is a trace in one line.
 type TraceSummary struct {
 	ExecutionID string     `json:"execution_id"` // of its root
 	TraceID     string     `json:"trace_id"`
@@ -154,19 +154,18 @@ type TraceSummary struct {
 	Status      string     `json:"status"`
 	StartedAt   time.Time  `json:"started_at"`
 	FinishedAt  *time.Time `json:"finished_at"`
-	DurationMS  *int64     `json:"duration_ms"` // nil while it goes on
+	DurationMS  *int64     `json:"duration_ms"` // nil while it runs
 	Tokens      int64      `json:"tokens"`
 	CostUSD     float64    `json:"cost_usd"`
 	Activities  int64      `json:"activities"`
 	Errors      int64      `json:"errors"`
 }
 
-// Traces lists the executions that began a trace, newest first, each with the sums of its trace, and
-// returns the cursor of the next page; it is empty after the last one. The sums are made for the rows
-// of the page only. Those of a surface that a worker has at the moment are not in the index of the surface, and are
-// looked for by themselves. The error wraps ErrCursor where the cursor is at fault.
+// Traces lists the root executions, newest first, with the sums of their traces, and returns the cursor of the next
+// page; empty after the last one. It sums only the rows of the page. Claimed executions are not in the surface's
+// index, so they are read separately. The error wraps ErrCursor for an invalid cursor.
 func Traces(ctx context.Context, db postgres.DB, f TraceFilter) (page []TraceSummary, next string, err error) {
-	last, err := before(f.Cursor)
+	last, err := FromCursor(f.Cursor)
 	if err != nil {
 		return nil, "", fmt.Errorf("list traces: %w", err)
 	}
@@ -206,7 +205,7 @@ func Traces(ctx context.Context, db postgres.DB, f TraceFilter) (page []TraceSum
 		         from agent_activity a where a.trace_id = r.trace_id) t
 		 order by r.id desc`,
 		perQuery, postgres.Strict{
-			"surface": f.Surface, "status": f.Status, "agent": f.Agent, "since": moment(f.Since), "before": last,
+			"surface": f.Surface, "status": f.Status, "agent": f.Agent, "since": timeArg(f.Since), "before": last,
 			"limit": pageSize(f.Limit),
 		})
 	if err != nil {
@@ -218,7 +217,7 @@ func Traces(ctx context.Context, db postgres.DB, f TraceFilter) (page []TraceSum
 	}
 	if size := pageSize(f.Limit); len(page) > size {
 		page = page[:size]
-		next = cursor(page[size-1].ExecutionID)
+		next = ToCursor(page[size-1].ExecutionID)
 	}
 	for i := range page {
 		page[i].OTelTraceID = trace.ID(page[i].TraceID).OTel()

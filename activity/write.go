@@ -14,38 +14,37 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// MaxField is how many bytes of an input or an output a row keeps. What was cut says so.
+// MaxField bounds the stored input and output, in bytes. A cut value says so.
 const MaxField = 16 << 10
 
 // maxText bounds error messages, in bytes.
 const maxText = 4 << 10
 
-// Open writes a running row and returns its id. Opening the same step again under the same claim returns
-// the row that is already open, so a retry after a lost connection does not leave two.
+// Open writes a running row and returns its id. A repeated open of a step under the same claim returns the open row,
+// so a retry leaves no second one.
 func Open(ctx context.Context, db postgres.DB, e Entry) (string, error) {
 	var id string
 	b := &pgx.Batch{}
 	OpenIn(ctx, b, e, &id)
-	return id, translate("open activity "+e.Skill, send(ctx, db, b))
+	return id, wrapError("open activity "+e.Skill, send(ctx, db, b))
 }
 
-// Close finishes an open row. Closing a row that is closed already changes nothing.
+// Close finishes an open row. A repeated close changes nothing.
 func Close(ctx context.Context, db postgres.DB, id string, e Entry, o Outcome) error {
 	b := &pgx.Batch{}
 	CloseIn(ctx, b, id, e, o)
-	return translate("close activity "+e.Skill, send(ctx, db, b))
+	return wrapError("close activity "+e.Skill, send(ctx, db, b))
 }
 
-// Note writes a finished row in one go and returns its id.
+// Note writes a finished row and returns its id.
 func Note(ctx context.Context, db postgres.DB, e Entry, o Outcome) (string, error) {
 	var id string
 	b := &pgx.Batch{}
 	NoteIn(ctx, b, e, o, &id)
-	return id, translate("note activity "+e.Skill, send(ctx, db, b))
+	return id, wrapError("note activity "+e.Skill, send(ctx, db, b))
 }
 
-// Reject records a write that was refused as stale: what it would have said is kept, with status error
-// and class stale, and no fence is asked.
+// Reject records a rejected stale write with status error and class stale, without a fence.
 func Reject(ctx context.Context, db postgres.DB, e Entry, o Outcome) error {
 	claim := e.Claim
 	e.Claim, e.Kind = 0, KindNote
@@ -57,8 +56,8 @@ func Reject(ctx context.Context, db postgres.DB, e Entry, o Outcome) error {
 	return err
 }
 
-// OpenIn queues Open's statement on a batch; into gets the id when the batch is sent. The fence is the table's own: a
-// trigger refuses a row of an old claim.
+// OpenIn queues Open's statement on a batch; into gets the id when the batch is sent. A trigger of the table fences
+// the row.
 func OpenIn(ctx context.Context, b *pgx.Batch, e Entry, into *string) {
 	b.Queue(`
 		with open as (
@@ -80,7 +79,7 @@ func OpenIn(ctx context.Context, b *pgx.Batch, e Entry, into *string) {
 
 // CloseIn queues Close's statement on a batch.
 func CloseIn(ctx context.Context, b *pgx.Batch, id string, e Entry, o Outcome) {
-	args := e.fill(ctx).fence()
+	args := e.withContext(ctx).fence()
 	o.arguments(args)
 	args["id"] = id
 	b.Queue(`
@@ -99,7 +98,7 @@ func CloseIn(ctx context.Context, b *pgx.Batch, id string, e Entry, o Outcome) {
 		select ok from fence`, args)
 }
 
-// NoteIn queues Note's statement on a batch; into (which may be nil) gets the id when the batch is sent.
+// NoteIn queues Note's statement on a batch; into (may be nil) gets the id when the batch is sent.
 func NoteIn(ctx context.Context, b *pgx.Batch, e Entry, o Outcome, into *string) {
 	e.Kind = cmp.Or(e.Kind, KindNote)
 	if o.Model == "" {
@@ -129,8 +128,8 @@ func send(ctx context.Context, db postgres.DB, b *pgx.Batch) error {
 	return db.SendBatch(ctx, b).Close()
 }
 
-// fill takes from the context what the entry leaves empty.
-func (e Entry) fill(ctx context.Context) Entry {
+// withContext fills empty fields from the context.
+func (e Entry) withContext(ctx context.Context) Entry {
 	span, _ := trace.From(ctx)
 	e.TraceID = cmp.Or(e.TraceID, string(span.TraceID))
 	e.ExecutionID = cmp.Or(e.ExecutionID, span.ExecutionID)
@@ -144,34 +143,34 @@ func (e Entry) fill(ctx context.Context) Entry {
 	return e
 }
 
-// fence are the arguments that the fence needs.
+// fence returns the arguments of the fence.
 func (e Entry) fence() postgres.Strict {
 	return postgres.Strict{"execution_id": null(e.ExecutionID), "claim": null(e.Claim)}
 }
 
-// arguments are those of an insert.
+// arguments returns the arguments of an insert.
 func (e Entry) arguments(ctx context.Context) postgres.Strict {
-	e = e.fill(ctx)
+	e = e.withContext(ctx)
 	args := e.fence()
 	maps.Copy(args, map[string]any{
 		"trace_id": e.TraceID, "parent_id": null(e.ParentID), "cause_id": null(e.CauseID), "step": e.Step, "kind": string(e.Kind), "agent": e.Agent,
 		"surface": e.Surface, "skill": e.Skill, "skill_id": null(e.SkillID), "purpose": e.Purpose,
-		"input": field(e.Input, "{}"), "model": e.Model, "idempotency_key": e.IdempotencyKey,
+		"input": redactField(e.Input, "{}"), "model": e.Model, "idempotency_key": e.IdempotencyKey,
 		"thread_id": null(e.ThreadID), "lane": e.Lane,
 	})
 	return args
 }
 
-// arguments adds those of a finished row.
+// arguments adds the arguments of a finished row.
 func (o Outcome) arguments(args postgres.Strict) {
 	usage := json.RawMessage("{}")
 	if o.Usage != (Usage{}) {
 		usage, _ = json.Marshal(o.Usage) // plain fields: cannot fail
 	}
 	args["status"] = string(cmp.Or(o.Status, Success))
-	args["output"] = field(o.Output, "null")
+	args["output"] = redactField(o.Output, "null")
 	args["error_message"] = null(redact.Text(o.Message, maxText))
-	args["error_class"] = postgres.Text(o.Class) // which another service may have said, as the model
+	args["error_class"] = postgres.Text(o.Class) // may come from another service, like the model
 	args["token_usage"] = usage
 	args["cost_usd"] = fmt.Sprintf("%.6f", o.CostUSD)
 	args["model"] = postgres.Text(o.Model)
@@ -181,8 +180,8 @@ func (o Outcome) arguments(args postgres.Strict) {
 	}
 }
 
-// field redacts and bounds a value; nil becomes empty.
-func field(v any, empty string) json.RawMessage {
+// redactField redacts and bounds a value; nil becomes empty.
+func redactField(v any, empty string) json.RawMessage {
 	if v == nil {
 		return json.RawMessage(empty)
 	}

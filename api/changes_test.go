@@ -274,7 +274,7 @@ func TestEveryRouteThatChangesSomethingIsInTheAudit(t *testing.T) {
 			t.Errorf("%s: %d %s", c[0], w.Code, w.Body)
 			continue
 		}
-		var page struct{ Items []activity.Audited }
+		var page struct{ Items []activity.AuditEntry }
 		a.get("/v1/activity/audit", &page)
 		found := false
 		for _, r := range page.Items {

@@ -72,7 +72,7 @@ func (s *server) reports() []route {
 			method: "GET", path: "/v1/activity/failing", answer: page[activity.Failure]{}, handle: s.listFailing, replica: true,
 			about: "Skills whose calls fail, those that failed most first.", params: listing(skill, since),
 		}, {
-			method: "GET", path: "/v1/activity/audit", answer: page[activity.Audited]{}, handle: s.listAudit, replica: true,
+			method: "GET", path: "/v1/activity/audit", answer: page[activity.AuditEntry]{}, handle: s.listAudit, replica: true,
 			about: "Who did what, to which object, when, why, on whose behalf, with what result: every kind of row, newest first. A page may be short, or empty, before " +
 				"the last: 10,000 rows are looked at for one.",
 			params: listing(skill, surfaceParam, traceParam, sinceParam, moment("until", "Only what began before this moment")),

@@ -119,7 +119,7 @@ type shownFeed struct {
 
 // unfolded is what the row that is unfolded leaves out when it is folded.
 type unfolded struct {
-	activity.Unfolded
+	activity.Details
 	In, Out shownValue
 }
 
@@ -169,14 +169,14 @@ func (room *Room) activityRows(ctx context.Context, v *visit) (any, error) {
 	if asked.Row == "" {
 		return shown, nil
 	}
-	row, err := activity.Unfold(ctx, room.Read, asked.Row)
+	row, err := activity.ReadDetails(ctx, room.Read, asked.Row)
 	switch {
 	case errors.Is(err, activity.ErrNoRow):
 		return shown, nil
 	case err != nil:
 		return nil, err
 	}
-	shown.Open = &unfolded{Unfolded: row, In: shownJSON(row.Input, row.InputSize), Out: shownJSON(row.Output, row.OutputSize)}
+	shown.Open = &unfolded{Details: row, In: shownJSON(row.Input, row.InputSize), Out: shownJSON(row.Output, row.OutputSize)}
 	return shown, nil
 }
 
@@ -197,7 +197,7 @@ func (room *Room) auditPage() page {
 
 // shownAudit is a page of the audit.
 type shownAudit struct {
-	activity.Audits
+	activity.AuditPage
 	Asked         activityAsked
 	Older, Newest string // where the next page and the first one are; empty when there is none
 }
@@ -209,7 +209,7 @@ func (room *Room) auditRows(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	shown := shownAudit{Audits: got, Asked: asked}
+	shown := shownAudit{AuditPage: got, Asked: asked}
 	if got.Next != "" {
 		shown.Older = v.at("cursor", got.Next)
 	}

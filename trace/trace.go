@@ -1,20 +1,17 @@
-// Package trace names a piece of autonomous work, so that anyone can follow it.
+// Package trace identifies a piece of autonomous work, so that anyone can follow it.
 //
-// A trace id is given once, where the work begins, and then stays with every call, row and
-// log line the work causes; an execution started by another keeps the id of its root. It is
-// a surface prefix and a ULID, upper case:
+// Work gets a trace id where it starts. Every call, row and log line of the work carries the id; a child execution
+// keeps the id of its root. An id is a surface prefix and a ULID in upper case:
 //
 //	hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE
 //	│  └ 48 bits of milliseconds, 80 bits from crypto/rand
 //	└ hb heartbeat, op operate, ch chat, wh webhook, fl a flow started by API or CLI
 //
-// What that promises: an id is unique without asking anyone, sorts by the time it was made,
-// says at a glance where the work came from, and cannot be guessed from its neighbours (the
-// random part is drawn afresh each time, never counted up), because ids appear in URLs.
+// An id is unique without coordination, sorts by creation time and shows its surface. It cannot be guessed from its
+// neighbours, because ids appear in URLs: the random part is never a counter.
 //
-// The ULID's 16 bytes are the W3C trace id: [ID.OTel] is what Jaeger or Tempo shows, and
-// [ParseAny] leads back from it. The time inside an id comes from the clock of the process
-// that made it. It is good for sorting and reading; nothing is decided by it.
+// The ULID's 16 bytes are the W3C trace id: [ID.OTel] is the form of Jaeger or Tempo, and [ParseAny] reads it. The
+// time in an id is from the clock of its process. Use it for sorting and reading only.
 //
 // The trace travels in context.Context as a [Span]. Everything here is safe for concurrent use.
 package trace
@@ -36,17 +33,15 @@ var ErrInvalid = errors.New("not a trace id")
 // Length is the number of bytes of every valid [ID].
 const Length = 2 + 1 + ulid.EncodedSize
 
-// example is the id that error messages show.
+// example is the id in error messages.
 const example = "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE"
 
-// ID is a trace id in its one canonical form. Ids from outside become one through [Parse] or
-// [ParseAny]; the methods of a value that came neither from there nor from [New] give zero values.
+// ID is a trace id in canonical form. [Parse] and [ParseAny] read external ids. The methods of an invalid value
+// return zero values.
 type ID string
 
-// New makes an id for work that begins at a surface. The random part comes from crypto/rand.
-//
-// It panics when s is not one of the constants, which is a mistake in the program: a name
-// from outside passes [ParseSurface] first.
+// New makes an id for work that starts at a surface. The random part comes from crypto/rand. New panics for an
+// unknown surface, which is a bug of the caller: pass external names to [ParseSurface] first.
 func New(s Surface) ID {
 	prefix := s.Prefix()
 	if prefix == "" {
@@ -55,8 +50,7 @@ func New(s Surface) ID {
 	return ID(prefix + "_" + ulid.MustNew(ulid.Now(), rand.Reader).String())
 }
 
-// Parse reads an id in its prefixed form. Letter case does not matter; the result is canonical,
-// so two spellings of one id compare equal. The error wraps [ErrInvalid] and says what is wrong.
+// Parse reads a prefixed id, ignoring letter case. The result is canonical. The error wraps [ErrInvalid].
 func Parse(s string) (ID, error) {
 	if len(s) > 2*Length {
 		return "", invalid(s, "it is too long (%d bytes)", len(s))
@@ -209,4 +203,80 @@ func invalid(s, format string, args ...any) error {
 	}
 	return fmt.Errorf("parse trace id %q: %w: %s; a trace id looks like %s",
 		shown, ErrInvalid, fmt.Sprintf(format, args...), example)
+}
+
+// Surface is an entry point: the start of a trace.
+type Surface string
+
+// The surfaces. Their names are stored, so they do not change.
+const (
+	Heartbeat Surface = "heartbeat" // the agent's own clock
+	Operate   Surface = "operate"   // an admin's session
+	Chat      Surface = "chat"      // a visitor's turn
+	Webhook   Surface = "webhook"   // a verified delivery
+	Flow      Surface = "flow"      // a flow started by API or CLI
+)
+
+// surfaces lists them in the order of messages and queries.
+var surfaces = [...]Surface{Heartbeat, Operate, Chat, Webhook, Flow}
+
+// Prefix is the prefix of the surface's ids, without the underscore; empty for an unknown surface.
+func (s Surface) Prefix() string {
+	switch s {
+	case Heartbeat:
+		return "hb"
+	case Operate:
+		return "op"
+	case Chat:
+		return "ch"
+	case Webhook:
+		return "wh"
+	case Flow:
+		return "fl"
+	}
+	return ""
+}
+
+// String is the surface's name.
+func (s Surface) String() string { return string(s) }
+
+// ParseSurface reads a surface's name or its prefix, exactly as written.
+func ParseSurface(name string) (Surface, error) {
+	for _, s := range surfaces {
+		if name == string(s) || name == s.Prefix() {
+			return s, nil
+		}
+	}
+	return "", fmt.Errorf("parse surface %q: not one of %s", name, surfaceNames())
+}
+
+// id prefixes a ULID.
+func (s Surface) id(u ulid.ULID) ID { return ID(s.Prefix() + "_" + u.String()) }
+
+// byPrefix finds the surface of a prefix.
+func byPrefix(prefix string) (Surface, bool) {
+	for _, s := range surfaces {
+		if s.Prefix() == prefix {
+			return s, true
+		}
+	}
+	return "", false
+}
+
+// surfaceNames lists the names for a message.
+func surfaceNames() string {
+	names := make([]string, 0, len(surfaces))
+	for _, s := range surfaces {
+		names = append(names, string(s))
+	}
+	return strings.Join(names, ", ")
+}
+
+// prefixNames lists the prefixes for a message.
+func prefixNames() string {
+	names := make([]string, 0, len(surfaces))
+	for _, s := range surfaces {
+		names = append(names, s.Prefix())
+	}
+	return strings.Join(names, ", ")
 }

@@ -201,7 +201,7 @@ func (c *cli) auditCommand() *cobra.Command {
 }
 
 // writeAudit shows what was done to a person.
-func writeAudit(w io.Writer, rows []activity.Audited) error {
+func writeAudit(w io.Writer, rows []activity.AuditEntry) error {
 	lines := make([][]string, len(rows))
 	for i, r := range rows {
 		lines[i] = []string{

@@ -178,7 +178,7 @@ func TestEveryCommandThatChangesSomethingIsInTheAudit(t *testing.T) {
 			t.Errorf("agent %s: exit %d: %s", command, got.code, got.err)
 			return
 		}
-		var page struct{ Items []activity.Audited }
+		var page struct{ Items []activity.AuditEntry }
 		p.mustJSON(&page, "activity", "audit")
 		for _, r := range page.Items {
 			if r.ID > before && r.Actor == activity.Admin && r.OnBehalfOf == activity.Admin && strings.Contains(r.Object, object) && (reason == "" || r.Reason == reason) {

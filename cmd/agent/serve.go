@@ -368,7 +368,7 @@ const keepLinks = 60 * 24 * time.Hour
 
 // forgetLinks takes away links of traces that ended long ago.
 func (a *app) forgetLinks(ctx context.Context) {
-	if _, err := activity.ForgetLinks(ctx, a.pool, keepLinks); err != nil && ctx.Err() == nil {
+	if _, err := activity.PruneLinks(ctx, a.pool, keepLinks); err != nil && ctx.Err() == nil {
 		a.log.WarnContext(ctx, "old links of traces not forgotten", "error", err)
 	}
 }
