@@ -384,8 +384,8 @@ func (s *server) runAutomation(r request) (answer, error) {
 	_, err = s.audited(r.Context(), "run_automation", reason, map[string]any{"automation": name},
 		func(tx pgx.Tx, traceID string) (any, error) {
 			var err error
-			if run, err = automations.Order(r.Context(), tx, name, traceID); err == nil {
-				err = automations.Announce(r.Context(), tx)
+			if run, err = automations.Enqueue(r.Context(), tx, name, traceID); err == nil {
+				err = automations.Notify(r.Context(), tx)
 			}
 			return map[string]string{"run_id": run.ID}, err
 		})
@@ -421,7 +421,7 @@ func (s *server) redriveRun(r request) (answer, error) {
 				return nil, err
 			}
 			input["automation"] = a.Name
-			return map[string]string{"automation_id": run.AutomationID}, automations.Announce(r.Context(), tx)
+			return map[string]string{"automation_id": run.AutomationID}, automations.Notify(r.Context(), tx)
 		})
 	if err != nil {
 		return answer{}, err

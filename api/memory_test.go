@@ -116,7 +116,7 @@ func (a *agent) late(key string) string {
 	if !ok {
 		a.t.Fatal(err)
 	}
-	id, err := memory.KeepConflict(a.t.Context(), a.pool, note, conflict, "")
+	id, err := memory.StoreConflict(a.t.Context(), a.pool, note, conflict, "")
 	if err != nil {
 		a.t.Fatal(err)
 	}

@@ -242,7 +242,7 @@ func Decide(ctx context.Context, db postgres.Beginner, id string, approve bool, 
 			return err
 		}
 		if !approve {
-			if err := automations.Denied(ctx, tx, id,
+			if err := automations.RecordDenial(ctx, tx, id,
 				fmt.Sprintf("rejected by %s: %s (approval %s)", by, reason, id)); err != nil {
 				return err
 			}

@@ -43,8 +43,8 @@ var (
 	ErrNotFound = errors.New("automation not found")
 	// ErrRunNotFound reports an unknown run.
 	ErrRunNotFound = errors.New("automation run not found")
-	// ErrTaken reports a proposal under the name of another automation.
-	ErrTaken = errors.New("an automation of this name exists and says something else")
+	// ErrNameTaken reports a proposal under the name of another automation.
+	ErrNameTaken = errors.New("an automation of this name exists and says something else")
 	// ErrTooMany reports that too many proposals are undecided.
 	ErrTooMany = errors.New("too many proposals are undecided")
 	// ErrProposal reports an undecided proposal.
@@ -63,8 +63,8 @@ const (
 // Manual is the cause of a run that an admin started; the others are the triggers.
 const Manual = "manual"
 
-// maxOpen bounds the undecided proposals.
-const maxOpen = 20
+// maxUndecided bounds the undecided proposals.
+const maxUndecided = 20
 
 // States of a run.
 const (
@@ -195,7 +195,7 @@ func Disable(ctx context.Context, db postgres.DB, name, by, reason string) (bool
 		   set enabled = false, disabled_by = @by, disabled_reason = @reason, disabled_at = clock_timestamp(), paused_for = '',
 		       decided_by = case when disabled_by = 'proposal' then @by else decided_by end, updated_at = clock_timestamp()
 		 where name = @name and (enabled or paused_for <> '' or disabled_by = 'proposal')`,
-		pgx.StrictNamedArgs{"name": name, "by": clip(by), "reason": clip(reason)})
+		pgx.StrictNamedArgs{"name": name, "by": truncate(by), "reason": truncate(reason)})
 	if err != nil {
 		return false, fmt.Errorf("disable automation %q: %w", name, err)
 	}
@@ -211,7 +211,7 @@ func settled(ctx context.Context, db postgres.DB, name string, rows int64) (bool
 }
 
 // Propose stores an automation that the agent by proposes, and returns it. It is disabled until an admin accepts it,
-// and earlier events and signals start nothing. Proposing the same again changes nothing. It returns [ErrTaken] for
+// and earlier events and signals start nothing. Proposing the same again changes nothing. It returns [ErrNameTaken] for
 // the name of another automation, and [ErrTooMany] while 20 proposals are undecided.
 func Propose(ctx context.Context, db postgres.Beginner, d Definition, by, traceID string) (a Automation, err error) {
 	r, err := resolve(d)
@@ -226,8 +226,8 @@ func Propose(ctx context.Context, db postgres.Beginner, d Definition, by, traceI
 		if err != nil {
 			return err
 		}
-		if a, err = Get(ctx, tx, d.Name); err == nil && !inserted && !a.says(r) {
-			err = ErrTaken
+		if a, err = Get(ctx, tx, d.Name); err == nil && !inserted && !a.equals(r) {
+			err = ErrNameTaken
 		}
 		return err
 	})
@@ -251,7 +251,7 @@ func insertProposal(ctx context.Context, tx pgx.Tx, r resolved, by, traceID stri
 	if err != nil || taken {
 		return false, err
 	}
-	if open >= maxOpen {
+	if open >= maxUndecided {
 		return false, ErrTooMany
 	}
 	tag, err := tx.Exec(ctx, `
@@ -269,8 +269,8 @@ func insertProposal(ctx context.Context, tx pgx.Tx, r resolved, by, traceID stri
 	return tag.RowsAffected() > 0, err
 }
 
-// says reports whether a proposal of the agent equals r.
-func (a Automation) says(r resolved) bool {
+// equals reports whether a proposal of the agent equals r.
+func (a Automation) equals(r resolved) bool {
 	return a.ProposedBy != "" && a.Trigger == r.Trigger && a.Cron == r.Cron && a.Event == r.Event && a.Condition == r.When &&
 		a.Signal == r.Signal && a.SkillName == r.Skill && a.Prompt == r.Prompt && a.Flow == r.Flow
 }
@@ -298,7 +298,7 @@ func Accept(ctx context.Context, db postgres.DB, nameOrID, by string) (bool, err
 		   set enabled = true, disabled_by = '', disabled_reason = '', disabled_at = null, decided_by = @by, next_run_at = @next,
 		       updated_at = clock_timestamp()
 		 where id = @id and disabled_by = 'proposal' and revision = @revision`,
-		pgx.StrictNamedArgs{"id": a.ID, "by": clip(by), "next": next, "revision": a.Revision})
+		pgx.StrictNamedArgs{"id": a.ID, "by": truncate(by), "next": next, "revision": a.Revision})
 	if err != nil {
 		return false, fmt.Errorf("accept automation %q: %w", nameOrID, err)
 	}
@@ -381,10 +381,10 @@ func Get(ctx context.Context, db postgres.DB, nameOrID string) (Automation, erro
 	return found[0], nil
 }
 
-// tries matches an automation a that self-heal has paused for its own skill, and whose next time or pending run can
-// be the skill's trial. Without it, a skill that no model uses would never return. It excludes skills that need
-// approval, because the time of the call is unknown, and a second concurrent trial.
-const tries = `(a.disabled_by = 'self_heal' and a.paused_for = a.skill_name and exists (
+// trialPredicate matches an automation a that self-heal has paused for its own skill, and whose next time or pending
+// run can be the skill's trial. Without it, a skill that no model uses would never return. It excludes skills that
+// need approval, because the time of the call is unknown, and a second concurrent trial.
+const trialPredicate = `(a.disabled_by = 'self_heal' and a.paused_for = a.skill_name and exists (
 	select from agent_skills s where s.name = a.paused_for and not s.enabled and s.disabled_by = 'self_heal' and s.trial_at is not null
 	   and s.trust <> 'approve' and coalesce((s.evidence #>> '{trial,until}')::timestamptz <= clock_timestamp(), true))
 	and not exists (select from agent_automation_runs c join agent_automations o on o.id = c.automation_id
@@ -398,7 +398,7 @@ func Due(ctx context.Context, db postgres.DB, limit int) ([]Automation, error) {
 		       prompt, flow, max_attempts, enabled, disabled_reason, disabled_by, disabled_at, paused_for, proposed_by, decided_by, revision, next_run_at, last_run_at, last_trace_id, source,
 		       created_at, updated_at
 		  from agent_automations a
-		 where (enabled or `+tries+`) and trigger = 'cron' and next_run_at <= statement_timestamp()
+		 where (enabled or `+trialPredicate+`) and trigger = 'cron' and next_run_at <= statement_timestamp()
 		 order by next_run_at, id limit @limit`, pgx.StrictNamedArgs{"limit": page(limit)})
 	return collect(rows, err, "list due automations")
 }

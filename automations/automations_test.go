@@ -294,7 +294,7 @@ func TestARunIsTriedAgainUntilItIsDead(t *testing.T) {
 		if run.Status != automations.Error || run.Attempt != attempt+1 || run.RetryAt == nil || run.RetryAt.Sub(*run.FinishedAt).Round(time.Second) != wait {
 			t.Fatalf("attempt %d: %+v", attempt+1, run)
 		}
-		if _, ok, _ := automations.Take(t.Context(), pool, run.ID, run.Attempt, "", traceID); ok {
+		if _, ok, _ := automations.ClaimRun(t.Context(), pool, run.ID, run.Attempt, "", traceID); ok {
 			t.Error("retried before its time")
 		}
 		pgtest.Exec(t, pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
@@ -332,7 +332,7 @@ func retry(t *testing.T, pool *pgxpool.Pool, failed automations.Run) automations
 	var wg sync.WaitGroup
 	for range 8 {
 		wg.Go(func() {
-			run, ok, err := automations.Take(t.Context(), pool, failed.ID, failed.Attempt, "", traceID)
+			run, ok, err := automations.ClaimRun(t.Context(), pool, failed.ID, failed.Attempt, "", traceID)
 			if err != nil {
 				t.Error(err)
 			}
@@ -404,7 +404,7 @@ func TestAutomationsArePausedWithTheirSkillWhoeverDisablesIt(t *testing.T) {
 		if retries, _ := automations.Ready(t.Context(), pool, 0); len(retries) != 0 || due(t, pool) != "" {
 			t.Error("a paused automation goes on")
 		}
-		if _, ok, _ := automations.Take(t.Context(), pool, run.ID, 1, "", traceID); ok {
+		if _, ok, _ := automations.ClaimRun(t.Context(), pool, run.ID, 1, "", traceID); ok {
 			t.Error("a paused automation was retried")
 		}
 		pgtest.Exec(t, pool, `update agent_skills set enabled = true, disabled_by = '' where name = 'broken'`)

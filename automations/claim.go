@@ -63,7 +63,7 @@ type timing struct {
 
 func hold(ctx context.Context, tx pgx.Tx, automationID string) (timing, error) {
 	rows, err := tx.Query(ctx, `
-		select trigger, cron, timezone, enabled or `+tries+` as enabled, next_run_at, clock_timestamp() as now
+		select trigger, cron, timezone, enabled or `+trialPredicate+` as enabled, next_run_at, clock_timestamp() as now
 		  from agent_automations a where id = @id for no key update`, pgx.StrictNamedArgs{"id": automationID})
 	if err != nil {
 		return timing{}, err
@@ -167,7 +167,7 @@ func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, resu
 		returning r.id, r.automation_id, r.cause, r.scheduled_for, r.event_id, r.status, r.attempt, r.retry_at, r.execution_id, r.trace_id,
 		          r.error_message, r.output, r.created_at, r.finished_at`,
 		pgx.StrictNamedArgs{
-			"id": runID, "attempt": attempt, "skipped": result.Skipped, "error": clip(result.Error), "output": output,
+			"id": runID, "attempt": attempt, "skipped": result.Skipped, "error": truncate(result.Error), "output": output,
 			"retry": backoff(attempt).Seconds(), "given_back": result.GivenBack,
 		})
 	run, ok, err := oneRun(rows, err)
@@ -183,19 +183,19 @@ func Settle(ctx context.Context, db postgres.DB, approvalID, failure string) err
 		update agent_automation_runs
 		   set status = case when @failure::text = '' then 'success' else 'dead' end, error_message = nullif(@failure, ''), finished_at = clock_timestamp()
 		 where status = 'skipped' and output ? 'approval_id' and output ->> 'approval_id' = @approval`,
-		pgx.StrictNamedArgs{"approval": approvalID, "failure": clip(failure)})
+		pgx.StrictNamedArgs{"approval": approvalID, "failure": truncate(failure)})
 	if err != nil {
 		return fmt.Errorf("settle the runs of approval %s: %w", approvalID, err)
 	}
 	return nil
 }
 
-// Denied records why the call of a run that was skipped for an approval was not made.
-func Denied(ctx context.Context, db postgres.DB, approvalID, why string) error {
+// RecordDenial records why the call of a run that was skipped for an approval was not made.
+func RecordDenial(ctx context.Context, db postgres.DB, approvalID, why string) error {
 	_, err := db.Exec(ctx, `
 		update agent_automation_runs set error_message = @why
 		 where status = 'skipped' and output ? 'approval_id' and output ->> 'approval_id' = @approval`,
-		pgx.StrictNamedArgs{"approval": approvalID, "why": clip(why)})
+		pgx.StrictNamedArgs{"approval": approvalID, "why": truncate(why)})
 	if err != nil {
 		return fmt.Errorf("note the denied approval %s: %w", approvalID, err)
 	}
@@ -243,7 +243,7 @@ func (r Result) encode() (*json.RawMessage, error) {
 	return (*json.RawMessage)(&raw), nil
 }
 
-func clip(text string) string {
+func truncate(text string) string {
 	text = strings.ReplaceAll(strings.ToValidUTF8(text, "\uFFFD"), "\x00", "\uFFFD")
 	if len(text) > maxMessage {
 		text = strings.ToValidUTF8(text[:maxMessage], "") + "…"
@@ -263,7 +263,7 @@ func Ready(ctx context.Context, db postgres.DB, limit int) ([]Run, error) {
 		with ready as (
 		  select distinct on (r.automation_id) r.*
 		    from agent_automation_runs r join agent_automations a on a.id = r.automation_id
-		   where (a.enabled or r.cause = 'manual' or `+tries+`)
+		   where (a.enabled or r.cause = 'manual' or `+trialPredicate+`)
 		     and (r.status = 'due' and (r.cause <> 'manual' or r.claimed_at <= clock_timestamp())
 		          or r.status = 'error' and r.retry_at <= clock_timestamp())
 		     and not exists (select from agent_automation_runs c where c.automation_id = r.automation_id and c.status = 'claimed')
@@ -274,10 +274,10 @@ func Ready(ctx context.Context, db postgres.DB, limit int) ([]Run, error) {
 	return collectRuns(rows, err, "list runs that are ready")
 }
 
-// Take claims a [Ready] run. One of several callers gets ok. attempt is the attempt that the caller read; the
+// ClaimRun claims a [Ready] run. One of several callers gets ok. attempt is the attempt that the caller read; the
 // returned run has the new one. traceID is stored only if the run has no trace: the run of an event belongs to the
 // event's. A manual run needs no enabled automation.
-func Take(ctx context.Context, db postgres.DB, runID string, attempt int, executionID, traceID string) (Run, bool, error) {
+func ClaimRun(ctx context.Context, db postgres.DB, runID string, attempt int, executionID, traceID string) (Run, bool, error) {
 	rows, err := db.Query(ctx, `
 		with run as (
 		  update agent_automation_runs r
@@ -286,7 +286,7 @@ func Take(ctx context.Context, db postgres.DB, runID string, attempt int, execut
 		         error_message = null, claimed_at = clock_timestamp(), finished_at = null
 		   where r.id = @id and r.attempt = @attempt
 		     and (r.status = 'due' or r.status = 'error' and r.retry_at <= clock_timestamp())
-		     and (r.cause = 'manual' or exists (select from agent_automations a where a.id = r.automation_id and (a.enabled or `+tries+`)))
+		     and (r.cause = 'manual' or exists (select from agent_automations a where a.id = r.automation_id and (a.enabled or `+trialPredicate+`)))
 		  returning id, automation_id, cause, scheduled_for, event_id, status, attempt, retry_at, execution_id, trace_id, error_message,
 		            output, created_at, finished_at),
 		noted as (
@@ -306,8 +306,8 @@ func Take(ctx context.Context, db postgres.DB, runID string, attempt int, execut
 	return run, ok, nil
 }
 
-// Pass ends a due run whose condition is false. It returns false if the run is not due any more.
-func Pass(ctx context.Context, db postgres.DB, runID string) (bool, error) {
+// Skip ends a due run whose condition is false. It returns false if the run is not due any more.
+func Skip(ctx context.Context, db postgres.DB, runID string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_automation_runs
 		   set status = 'skipped', finished_at = clock_timestamp(), output = '{"condition": false}'
@@ -318,39 +318,39 @@ func Pass(ctx context.Context, db postgres.DB, runID string) (bool, error) {
 	return tag.RowsAffected() > 0, nil
 }
 
-// Bury makes a due run dead because its condition fails; a retry would fail, too. It returns false if the run is not
-// due any more.
-func Bury(ctx context.Context, db postgres.DB, runID, why string) (bool, error) {
+// MarkDead makes a due run dead because its condition fails; a retry would fail, too. It returns false if the run is
+// not due any more.
+func MarkDead(ctx context.Context, db postgres.DB, runID, why string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_automation_runs set status = 'dead', finished_at = clock_timestamp(), error_message = @why
-		 where id = @id and status = 'due'`, pgx.StrictNamedArgs{"id": runID, "why": clip(why)})
+		 where id = @id and status = 'due'`, pgx.StrictNamedArgs{"id": runID, "why": truncate(why)})
 	if err != nil {
 		return false, fmt.Errorf("bury automation run: %w", err)
 	}
 	return tag.RowsAffected() > 0, nil
 }
 
-// Announce notifies the listeners on [Channel] when db commits.
-func Announce(ctx context.Context, db postgres.DB) error {
+// Notify notifies the listeners on [Channel] when db commits.
+func Notify(ctx context.Context, db postgres.DB) error {
 	if _, err := db.Exec(ctx, `select pg_notify(@channel, '')`, pgx.StrictNamedArgs{"channel": Channel}); err != nil {
 		return fmt.Errorf("announce automation runs: %w", err)
 	}
 	return nil
 }
 
-// RunByHand makes a run of an automation due now, also of a disabled one. The caller should claim it; after a minute
+// RunManually makes a run of an automation due now, also of a disabled one. The caller should claim it; after a minute
 // any process may. It returns [ErrNotFound] for none, and [ErrProposal] for an undecided proposal.
-func RunByHand(ctx context.Context, db postgres.DB, nameOrID, traceID string) (Run, error) {
-	return byHand(ctx, db, nameOrID, traceID, time.Minute)
+func RunManually(ctx context.Context, db postgres.DB, nameOrID, traceID string) (Run, error) {
+	return insertManualRun(ctx, db, nameOrID, traceID, time.Minute)
 }
 
-// Order is [RunByHand] for a caller that does not claim the run: it is ready at once.
-func Order(ctx context.Context, db postgres.DB, nameOrID, traceID string) (Run, error) {
-	return byHand(ctx, db, nameOrID, traceID, 0)
+// Enqueue is [RunManually] for a caller that does not claim the run: it is ready at once.
+func Enqueue(ctx context.Context, db postgres.DB, nameOrID, traceID string) (Run, error) {
+	return insertManualRun(ctx, db, nameOrID, traceID, 0)
 }
 
-// byHand reserves the run for the caller: until claimed_at, no other process may claim it.
-func byHand(ctx context.Context, db postgres.DB, nameOrID, traceID string, left time.Duration) (Run, error) {
+// insertManualRun reserves the run for the caller: until claimed_at, no other process may claim it.
+func insertManualRun(ctx context.Context, db postgres.DB, nameOrID, traceID string, left time.Duration) (Run, error) {
 	a, err := Get(ctx, db, nameOrID)
 	if err != nil {
 		return Run{}, err
@@ -433,7 +433,7 @@ func Watch(ctx context.Context, db postgres.DB) (fired int, err error) {
 	}
 	var failures []error
 	for _, w := range all {
-		up, err := holds(w.Signal, counters)
+		up, err := evaluate(w.Signal, counters)
 		switch {
 		case err != nil:
 			failures = append(failures, &ConditionError{w.Name, err})
@@ -480,9 +480,9 @@ func wrapped(what string, err error) error {
 	return nil
 }
 
-// PassTime skips one time of an automation's schedule because of why: it records a skipped run and moves the
+// SkipOccurrence skips one time of an automation's schedule because of why: it records a skipped run and moves the
 // automation to its next time. One of several callers gets ok, as with [Claim].
-func PassTime(ctx context.Context, db postgres.Beginner, automationID string, scheduledFor time.Time, traceID, why string) (run Run, ok bool, err error) {
+func SkipOccurrence(ctx context.Context, db postgres.Beginner, automationID string, scheduledFor time.Time, traceID, why string) (run Run, ok bool, err error) {
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		if run, ok, err = Claim(ctx, tx, automationID, scheduledFor, "", traceID); err != nil || !ok {
 			return err

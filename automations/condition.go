@@ -129,8 +129,8 @@ func (f *loopFinder) Visit(node *ast.Node) {
 	f.at = (*node).Location().From
 }
 
-// holds evaluates a condition over env.
-func holds(text string, env any) (bool, error) {
+// evaluate evaluates a condition over env.
+func evaluate(text string, env any) (bool, error) {
 	program, err := compile(text, env)
 	if err != nil {
 		return false, err
@@ -150,9 +150,9 @@ func holds(text string, env any) (bool, error) {
 	return truth, nil
 }
 
-// Meant reports whether the condition of a run's automation holds for the event and the counters. An empty condition
-// holds.
-func Meant(ctx context.Context, db postgres.DB, a Automation, runID string) (bool, error) {
+// ConditionHolds reports whether the condition of a run's automation holds for the event and the counters. An empty
+// condition holds.
+func ConditionHolds(ctx context.Context, db postgres.DB, a Automation, runID string) (bool, error) {
 	if a.Condition == "" {
 		return true, nil
 	}
@@ -171,7 +171,7 @@ func Meant(ctx context.Context, db postgres.DB, a Automation, runID string) (boo
 	if err != nil {
 		return false, err
 	}
-	ok, err := holds(a.Condition, Cause{cause.Event, cause.Key, cause.Data, counters})
+	ok, err := evaluate(a.Condition, Cause{cause.Event, cause.Key, cause.Data, counters})
 	if err != nil {
 		return false, &ConditionError{a.Name, err}
 	}

@@ -69,7 +69,7 @@ func TestAConditionLooksAtTheEventAndTheCounters(t *testing.T) {
 		if err != nil || len(runs) != 1 {
 			t.Fatal(runs, err)
 		}
-		meant, err := automations.Meant(t.Context(), pool, a, runs[0].ID)
+		meant, err := automations.ConditionHolds(t.Context(), pool, a, runs[0].ID)
 		got := fmt.Sprint(meant)
 		if err != nil {
 			got = err.Error()
@@ -99,7 +99,7 @@ func TestAProposalIsOutOfServiceUntilAnAdminAcceptsIt(t *testing.T) {
 	}
 	other := d
 	other.Prompt = "do something else"
-	if _, err := automations.Propose(t.Context(), pool, other, "agent", traceID); !errors.Is(err, automations.ErrTaken) {
+	if _, err := automations.Propose(t.Context(), pool, other, "agent", traceID); !errors.Is(err, automations.ErrNameTaken) {
 		t.Errorf("a proposal was replaced: %v", err)
 	}
 	if ok, err := automations.Enable(t.Context(), pool, "watch"); ok || !errors.Is(err, automations.ErrProposal) {

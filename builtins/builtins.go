@@ -48,18 +48,18 @@ func New(pool *pgxpool.Pool, directory *agents.Directory, index *memory.Index) m
 	directory = cmp.Or(directory, &agents.Directory{})
 	recall := recalling(index)
 	return map[string]skills.Builtin{
-		"recall":             remembering(pool, directory, recall),
-		"memory_search":      remembering(pool, directory, recall),
-		"memory_write":       remembering(pool, directory, memoryWrite),
-		"memory_forget":      remembering(pool, directory, memoryForget),
-		"objectives_list":    reading(pool, objectivesList),
-		"objective_propose":  writing(pool, objectivePropose),
-		"objective_update":   writing(pool, objectiveUpdate),
-		"objective_advance":  writing(pool, objectiveAdvance),
-		"automation_propose": writing(pool, automationPropose),
-		"skill_list":         reading(pool, skillList),
-		"recent_activity":    reading(pool, recentActivity),
-		"document_read":      reading(pool, documentRead),
+		"recall":             withMemory(pool, directory, recall),
+		"memory_search":      withMemory(pool, directory, recall),
+		"memory_write":       withMemory(pool, directory, memoryWrite),
+		"memory_forget":      withMemory(pool, directory, memoryForget),
+		"objectives_list":    readOnly(pool, objectivesList),
+		"objective_propose":  withWrite(pool, objectivePropose),
+		"objective_update":   withWrite(pool, objectiveUpdate),
+		"objective_advance":  withWrite(pool, objectiveAdvance),
+		"automation_propose": withWrite(pool, automationPropose),
+		"skill_list":         readOnly(pool, skillList),
+		"recent_activity":    readOnly(pool, recentActivity),
+		"document_read":      readOnly(pool, documentRead),
 	}
 }
 
@@ -86,8 +86,8 @@ func Put(ctx context.Context, db postgres.DB) (changed int, err error) {
 	return changed, nil
 }
 
-// reading makes a builtin of a function that reads the database with arguments of type A.
-func reading[A any](pool *pgxpool.Pool, read func(ctx context.Context, db postgres.DB, args A) (any, error)) skills.Builtin {
+// readOnly makes a builtin of a function that reads the database with arguments of type A.
+func readOnly[A any](pool *pgxpool.Pool, read func(ctx context.Context, db postgres.DB, args A) (any, error)) skills.Builtin {
 	return func(ctx context.Context, c skills.Call) (any, error) {
 		args, err := arguments[A](c)
 		if err != nil {
@@ -100,10 +100,10 @@ func reading[A any](pool *pgxpool.Pool, read func(ctx context.Context, db postgr
 // acting identifies the writer.
 type acting struct{ TraceID, ExecutionID, Agent string }
 
-// remembering makes a builtin of a function that uses the memory of the acting agent.
-func remembering[A any](
+// withMemory makes a builtin of a function that uses the memory of the acting agent.
+func withMemory[A any](
 	pool *pgxpool.Pool, directory *agents.Directory,
-	use func(ctx context.Context, db postgres.Beginner, who rememberer, args A) (any, error),
+	use func(ctx context.Context, db postgres.Beginner, who memoryUser, args A) (any, error),
 ) skills.Builtin {
 	return func(ctx context.Context, c skills.Call) (any, error) {
 		args, err := arguments[A](c)
@@ -116,20 +116,20 @@ func remembering[A any](
 		}
 		owner, err := directory.ActingMemory(ctx, pool, span.Agent)
 		if err != nil {
-			return nil, mistake(err, agents.ErrNoMemory)
+			return nil, invalidIf(err, agents.ErrNoMemory)
 		}
-		return use(ctx, pool, rememberer{memory.Owner(owner), string(span.TraceID)}, args)
+		return use(ctx, pool, memoryUser{memory.Owner(owner), string(span.TraceID)}, args)
 	}
 }
 
-// rememberer identifies the memory and the writer.
-type rememberer struct {
+// memoryUser identifies the memory and the writer.
+type memoryUser struct {
 	owner   memory.Owner
 	traceID string
 }
 
-// writing makes a builtin of a function that changes the database. It needs a trace, for the audit.
-func writing[A any](pool *pgxpool.Pool, write func(ctx context.Context, db postgres.Beginner, who acting, args A) (any, error)) skills.Builtin {
+// withWrite makes a builtin of a function that changes the database. It needs a trace, for the audit.
+func withWrite[A any](pool *pgxpool.Pool, write func(ctx context.Context, db postgres.Beginner, who acting, args A) (any, error)) skills.Builtin {
 	return func(ctx context.Context, c skills.Call) (any, error) {
 		args, err := arguments[A](c)
 		if err != nil {
@@ -146,7 +146,7 @@ func writing[A any](pool *pgxpool.Pool, write func(ctx context.Context, db postg
 func arguments[A any](c skills.Call) (args A, err error) {
 	if len(c.Args) > 0 {
 		if err := json.Unmarshal(c.Args, &args); err != nil {
-			return args, refuse("read arguments: " + err.Error())
+			return args, invalid("read arguments: " + err.Error())
 		}
 	}
 	return args, nil
@@ -191,9 +191,9 @@ func aboutMemory() []skills.Definition {
 			Name: "memory_write",
 			Description: "Save a fact in the agent's memory, at once. The same category and key replace it, once you have read it. " +
 				"If somebody else wrote it since, nothing is written and you get both values. Secrets are refused.",
-			Parameters: needed(map[string]any{
-				"category":        words("What sort of fact, such as observation, lesson, report; general when left out.", 60),
-				"key":             words("A short stable name.", 200),
+			Parameters: requiredObject(map[string]any{
+				"category":        textSchema("What sort of fact, such as observation, lesson, report; general when left out.", 60),
+				"key":             textSchema("A short stable name.", 200),
 				"value":           map[string]any{"description": "The fact, as text or JSON."},
 				"expires_in_days": number("When to drop it; never when left out.", 1, 3650),
 				"revision":        revision(),
@@ -202,9 +202,9 @@ func aboutMemory() []skills.Definition {
 		{
 			Name: "memory_forget", Trust: skills.TrustNotify,
 			Description: "Delete one fact from the agent's memory, for good, once you have read it.",
-			Parameters: needed(map[string]any{
-				"category": words("Its category; general when left out.", 255),
-				"key":      words("Its key.", 255),
+			Parameters: requiredObject(map[string]any{
+				"category": textSchema("Its category; general when left out.", 255),
+				"key":      textSchema("Its key.", 255),
 				"revision": revision(),
 			}, "key"),
 		},
@@ -228,22 +228,22 @@ func aboutObjectives() []skills.Definition {
 		{
 			Name: "objective_propose", Trust: skills.TrustNotify,
 			Description: "Submit a new objective to the administrators, as a proposal. Nothing is done about it until one of them accepts it.",
-			Parameters: needed(map[string]any{
-				"name":             words("A short unique name.", 200),
-				"goal":             words("What to reach, and why.", 4000),
-				"success_criteria": words("How to tell that it is reached.", 4000),
+			Parameters: requiredObject(map[string]any{
+				"name":             textSchema("A short unique name.", 200),
+				"goal":             textSchema("What to reach, and why.", 4000),
+				"success_criteria": textSchema("How to tell that it is reached.", 4000),
 				"steps":            titles("What to do, in order; may be planned later."),
 				"priority":         number("1 comes first; 2 when left out.", 1, 9),
-				"review_every":     words("Do it again and again: 12h, 7d. Once when left out.", 20),
+				"review_every":     textSchema("Do it again and again: 12h, 7d. Once when left out.", 20),
 			}, "name", "goal"),
 		},
 		{
 			Name: "objective_update",
 			Description: "Update an objective: note how far it is, or plan further steps for it. The note replaces the last one, once you have read " +
 				"that. If somebody else changed the objective since, nothing is written and you get both. To report a step as done use objective_advance.",
-			Parameters: needed(map[string]any{
-				"objective": words("Its name.", 500),
-				"note":      words("How it stands, in a few sentences; replaces the last note.", 4000),
+			Parameters: requiredObject(map[string]any{
+				"objective": textSchema("Its name.", 500),
+				"note":      textSchema("How it stands, in a few sentences; replaces the last note.", 4000),
 				"add_steps": titles("Titles of further steps."),
 				"revision":  revision(),
 			}, "objective"),
@@ -252,10 +252,10 @@ func aboutObjectives() []skills.Definition {
 			Name: "objective_advance",
 			Description: "Submit that a step of an active objective is done. It counts only when a call that you made before, in this " +
 				"same run, succeeded and has shown no other step; calls that failed or await approval do not count.",
-			Parameters: needed(map[string]any{
-				"objective": words("Its name.", 500),
-				"step":      words("The step's title, exactly, or its id.", 500),
-				"result":    words("What was found or done, with figures.", 8000),
+			Parameters: requiredObject(map[string]any{
+				"objective": textSchema("Its name.", 500),
+				"step":      textSchema("The step's title, exactly, or its id.", 500),
+				"result":    textSchema("What was found or done, with figures.", 8000),
 			}, "objective", "step", "result"),
 		},
 	}
@@ -268,17 +268,17 @@ func aboutWork() []skills.Definition {
 			Description: "Submit a proposal to the administrators: that something be done on a schedule (cron), when an event comes (event, with a " +
 				"condition in when), or when a condition over the agent's counters becomes true (signal). Name a skill or write a " +
 				"prompt. Nothing runs until an administrator accepts it.",
-			Parameters: needed(map[string]any{
-				"name":        words("A short unique name.", 200),
-				"description": words("What it is for.", 2000),
-				"cron":        words("Five fields, @daily or @every 30m.", 200),
-				"timezone":    words("Of the schedule, such as Europe/Madrid; UTC when left out.", 100),
-				"event":       words("The name of the event.", 200),
-				"when":        words(`A condition, such as payload.action == "opened".`, 1000),
-				"signal":      words("A condition, such as pending_approvals > 3 and failures_24h >= 5.", 1000),
-				"skill":       words("The skill to call.", 64),
+			Parameters: requiredObject(map[string]any{
+				"name":        textSchema("A short unique name.", 200),
+				"description": textSchema("What it is for.", 2000),
+				"cron":        textSchema("Five fields, @daily or @every 30m.", 200),
+				"timezone":    textSchema("Of the schedule, such as Europe/Madrid; UTC when left out.", 100),
+				"event":       textSchema("The name of the event.", 200),
+				"when":        textSchema(`A condition, such as payload.action == "opened".`, 1000),
+				"signal":      textSchema("A condition, such as pending_approvals > 3 and failures_24h >= 5.", 1000),
+				"skill":       textSchema("The skill to call.", 64),
 				"arguments":   map[string]any{"type": "object", "description": "Its arguments."},
-				"prompt":      words("Or what to do, in words.", 8000),
+				"prompt":      textSchema("Or what to do, in words.", 8000),
 			}, "name"),
 		},
 		{
@@ -315,15 +315,15 @@ func text(about string) map[string]any {
 	return map[string]any{"type": "string", "maxLength": 500, "description": about}
 }
 
-// needed is an object with required properties.
-func needed(properties map[string]any, required ...any) map[string]any {
+// requiredObject is an object with required properties.
+func requiredObject(properties map[string]any, required ...any) map[string]any {
 	o := object(properties)
 	o["required"] = required
 	return o
 }
 
-// words is a text of bounded length.
-func words(about string, most int) map[string]any {
+// textSchema is a text of bounded length.
+func textSchema(about string, most int) map[string]any {
 	return map[string]any{"type": "string", "minLength": 1, "maxLength": most, "description": about}
 }
 
@@ -333,7 +333,7 @@ func number(about string, least, most int) map[string]any {
 
 // titles are titles of steps.
 func titles(about string) map[string]any {
-	return map[string]any{"type": "array", "maxItems": 20, "items": words("", 300), "description": about}
+	return map[string]any{"type": "array", "maxItems": 20, "items": textSchema("", 300), "description": about}
 }
 
 func limit() map[string]any {
@@ -360,8 +360,8 @@ func activityStates() []activity.Status {
 	}
 }
 
-// clip returns the beginning of a text.
-func clip(s string, most int) string {
+// truncate returns the beginning of a text.
+func truncate(s string, most int) string {
 	if len(s) <= most {
 		return s
 	}

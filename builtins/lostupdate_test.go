@@ -119,7 +119,7 @@ func (r *runner) replay(s *scene) {
 func (r *runner) learn(s *scene, d done) {
 	skill := s.skills[d.skill]
 	r.seen.Add(builtins.Sights(skill, d.answer, len(d.answer))...)
-	r.seen.Add(builtins.Wrote(skill, d.answer)...)
+	r.seen.Add(builtins.SightsWritten(skill, d.answer)...)
 }
 
 // step makes one call of a run, checks what came of it against the model, and may lose its process before or after
@@ -167,7 +167,7 @@ func (s *scene) call(r *runner, name string, args map[string]any) json.RawMessag
 	}
 	skill := s.skills[name]
 	ctx := trace.With(s.t.Context(), trace.Span{TraceID: trace.ID("hb_" + r.name), Agent: "agent", Surface: trace.Heartbeat})
-	answer, err := s.registry.Invoke(ctx, skills.Call{Skill: skill, Args: builtins.Guarded(skill, raw, r.seen)})
+	answer, err := s.registry.Invoke(ctx, skills.Call{Skill: skill, Args: builtins.WithRevisions(skill, raw, r.seen)})
 	if err != nil {
 		s.t.Fatalf("%s: %v", name, err)
 	}
@@ -238,7 +238,7 @@ func (r *runner) remember(s *scene) {
 			if conflict, is := errors.AsType[*memory.ConflictError](err); is {
 				kept = true
 				s.shows("late note", conflict.Theirs, s.there)
-				_, err = memory.KeepConflict(s.t.Context(), tx, n, conflict, "")
+				_, err = memory.StoreConflict(s.t.Context(), tx, n, conflict, "")
 			}
 			return err
 		})
@@ -507,7 +507,7 @@ func TestEveryAcknowledgedUpdateIsInTheEnd(t *testing.T) {
 						break
 					}
 					if text = tokenOf(said.Theirs.Value); strings.Contains(text+" ", fmt.Sprintf("w%dx%d ", w, word)) {
-						break // written by the call whose process was lost, and read by others since
+						break // wroteBefore by the call whose process was lost, and read by others since
 					}
 				}
 				mu.Lock()

@@ -49,12 +49,12 @@ func (n *noter) call(name string, args map[string]any) map[string]any {
 		n.t.Fatal(err)
 	}
 	ctx := trace.With(n.t.Context(), trace.Span{TraceID: traceID, Agent: "agent", Surface: trace.Heartbeat})
-	answer, err := n.registry.Invoke(ctx, skills.Call{Skill: n.skills[name], Args: builtins.Guarded(n.skills[name], raw, n.seen)})
+	answer, err := n.registry.Invoke(ctx, skills.Call{Skill: n.skills[name], Args: builtins.WithRevisions(n.skills[name], raw, n.seen)})
 	if err != nil {
 		n.t.Fatal(err)
 	}
 	n.seen.Add(builtins.Sights(n.skills[name], answer, len(answer))...)
-	n.seen.Add(builtins.Wrote(n.skills[name], answer)...)
+	n.seen.Add(builtins.SightsWritten(n.skills[name], answer)...)
 	var said map[string]any
 	if err := json.Unmarshal(answer, &said); err != nil {
 		n.t.Fatal(err)
@@ -287,7 +287,7 @@ func TestAConflictIsAboutOneAgentsMemory(t *testing.T) {
 	if !ok || string(conflict.Theirs.Value) != `"ours"` {
 		t.Fatalf("a write to sales met %v", err)
 	}
-	id, err := memory.KeepConflict(t.Context(), h.pool, late, conflict, "")
+	id, err := memory.StoreConflict(t.Context(), h.pool, late, conflict, "")
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -33,8 +33,8 @@ type recallArgs struct {
 	Limit    int    `json:"limit"`
 }
 
-// recalled is the agent's view of a memory entry.
-type recalled struct {
+// memoryView is the agent's view of a memory entry.
+type memoryView struct {
 	Category  string          `json:"category"`
 	Key       string          `json:"key"`
 	Value     json.RawMessage `json:"value"`
@@ -46,24 +46,24 @@ type recalled struct {
 
 // memories is the answer of recall.
 type memories struct {
-	Memories []recalled `json:"memories"`
-	LeftOut  int        `json:"left_out,omitempty"` // found, but beyond the size limit
+	Memories []memoryView `json:"memories"`
+	LeftOut  int          `json:"left_out,omitempty"` // found, but beyond the size limit
 }
 
 // recalling returns the search of the memory.
-func recalling(index *memory.Index) func(context.Context, postgres.Beginner, rememberer, recallArgs) (any, error) {
-	return func(ctx context.Context, db postgres.Beginner, who rememberer, args recallArgs) (any, error) {
+func recalling(index *memory.Index) func(context.Context, postgres.Beginner, memoryUser, recallArgs) (any, error) {
+	return func(ctx context.Context, db postgres.Beginner, who memoryUser, args recallArgs) (any, error) {
 		found, err := lookUp(ctx, db, index, who.owner, args)
 		if err != nil {
 			return nil, err
 		}
-		said, size := memories{Memories: []recalled{}}, 0
+		said, size := memories{Memories: []memoryView{}}, 0
 		for _, e := range found[:min(len(found), bounded(args.Limit))] {
 			if size += len(e.Value); size > maxRecalled {
 				said.LeftOut++
 				continue
 			}
-			said.Memories = append(said.Memories, recalled{e.Category, e.Key, e.Value, e.Revision, e.ExpiresAt, e.UpdatedAt, e.TraceID})
+			said.Memories = append(said.Memories, memoryView{e.Category, e.Key, e.Value, e.Revision, e.ExpiresAt, e.UpdatedAt, e.TraceID})
 		}
 		return said, nil
 	}
@@ -87,27 +87,27 @@ type objectivesArgs struct {
 	Objective string `json:"objective"`
 }
 
-// pursued is the agent's view of an objective.
-type pursued struct {
-	ID       string    `json:"id"`
-	Name     string    `json:"name"`
-	Status   string    `json:"status"`
-	Done     int       `json:"done"`
-	Failed   int       `json:"failed"`
-	Pending  int       `json:"pending"`
-	Round    int       `json:"round"`
-	Priority int       `json:"priority"`
-	DueAt    time.Time `json:"due_at"`
-	Goal     string    `json:"goal"`
-	Note     string    `json:"note,omitempty"`
-	NoteCut  bool      `json:"note_cut,omitempty"` // the note is longer; a query with the objective's name returns all of it
-	Revision int       `json:"revision"`
-	TraceID  string    `json:"last_trace_id"`
-	Steps    []taken   `json:"steps,omitempty"` // only for a query with the objective's name
+// objectiveView is the agent's view of an objective.
+type objectiveView struct {
+	ID       string     `json:"id"`
+	Name     string     `json:"name"`
+	Status   string     `json:"status"`
+	Done     int        `json:"done"`
+	Failed   int        `json:"failed"`
+	Pending  int        `json:"pending"`
+	Round    int        `json:"round"`
+	Priority int        `json:"priority"`
+	DueAt    time.Time  `json:"due_at"`
+	Goal     string     `json:"goal"`
+	Note     string     `json:"note,omitempty"`
+	NoteCut  bool       `json:"note_cut,omitempty"` // the note is longer; a query with the objective's name returns all of it
+	Revision int        `json:"revision"`
+	TraceID  string     `json:"last_trace_id"`
+	Steps    []stepView `json:"steps,omitempty"` // only for a query with the objective's name
 }
 
-// taken is the agent's view of a step.
-type taken struct {
+// stepView is the agent's view of a step.
+type stepView struct {
 	Title  string `json:"title"`
 	Status string `json:"status"`
 	Result string `json:"result,omitempty"`
@@ -121,19 +121,19 @@ func objectivesList(ctx context.Context, db postgres.DB, args objectivesArgs) (a
 	if err != nil {
 		return nil, err
 	}
-	list := make([]pursued, len(all))
+	list := make([]objectiveView, len(all))
 	for i, o := range all {
-		list[i] = pursuedOf(o)
+		list[i] = objectiveViewOf(o)
 		list[i].NoteCut = len(o.Note) > maxGoal
-		list[i].Note = clip(o.Note, maxGoal)
+		list[i].Note = truncate(o.Note, maxGoal)
 	}
 	return map[string]any{"objectives": list}, nil
 }
 
-func pursuedOf(o objectives.Objective) pursued {
-	return pursued{
+func objectiveViewOf(o objectives.Objective) objectiveView {
+	return objectiveView{
 		ID: o.ID, Name: o.Name, Status: o.Status, Done: o.Done, Failed: o.Failed, Pending: o.Pending, Round: o.Round, Priority: o.Priority,
-		DueAt: o.DueAt, Goal: clip(o.Goal, maxGoal), Note: o.Note, Revision: o.Revision, TraceID: o.LastTraceID,
+		DueAt: o.DueAt, Goal: truncate(o.Goal, maxGoal), Note: o.Note, Revision: o.Revision, TraceID: o.LastTraceID,
 	}
 }
 
@@ -141,25 +141,25 @@ func pursuedOf(o objectives.Objective) pursued {
 func oneObjective(ctx context.Context, db postgres.DB, name string) (any, error) {
 	o, err := objectives.Get(ctx, db, name)
 	if err != nil {
-		return nil, mistake(err, objectives.ErrNotFound)
+		return nil, invalidIf(err, objectives.ErrNotFound)
 	}
 	steps, err := objectives.Steps(ctx, db, o.ID)
 	if err != nil {
 		return nil, err
 	}
-	one := pursuedOf(o)
+	one := objectiveViewOf(o)
 	for _, s := range steps {
-		one.Steps = append(one.Steps, taken{s.Title, s.Status, clip(s.Result, maxGoal)})
+		one.Steps = append(one.Steps, stepView{s.Title, s.Status, truncate(s.Result, maxGoal)})
 	}
-	return map[string]any{"objectives": []pursued{one}}, nil
+	return map[string]any{"objectives": []objectiveView{one}}, nil
 }
 
 type skillsArgs struct {
 	Words string `json:"words"`
 }
 
-// offered is the agent's view of a skill.
-type offered struct {
+// skillView is the agent's view of a skill.
+type skillView struct {
 	Name        string `json:"name"`
 	Description string `json:"description"`
 	Scope       string `json:"scope"`
@@ -173,7 +173,7 @@ func skillList(ctx context.Context, db postgres.DB, args skillsArgs) (any, error
 	if err != nil {
 		return nil, err
 	}
-	list, left := []offered{}, 0
+	list, left := []skillView{}, 0
 	for _, s := range all {
 		text := strings.ToLower(s.Name + " " + s.Description)
 		missing := func(word string) bool { return !strings.Contains(text, word) }
@@ -182,10 +182,10 @@ func skillList(ctx context.Context, db postgres.DB, args skillsArgs) (any, error
 		case len(list) == maxSkills:
 			left++
 		default:
-			list = append(list, offered{s.Name, clip(s.Description, maxError), s.Scope, s.Trust, s.Enabled})
+			list = append(list, skillView{s.Name, truncate(s.Description, maxError), s.Scope, s.Trust, s.Enabled})
 		}
 	}
-	slices.SortFunc(list, func(a, b offered) int { return strings.Compare(a.Name, b.Name) })
+	slices.SortFunc(list, func(a, b skillView) int { return strings.Compare(a.Name, b.Name) })
 	return map[string]any{"skills": list, "left_out": left}, nil
 }
 
@@ -195,8 +195,8 @@ type activityArgs struct {
 	Limit  int    `json:"limit"`
 }
 
-// acted is the agent's view of an activity: its outcome without its content.
-type acted struct {
+// activityView is the agent's view of an activity: its outcome without its content.
+type activityView struct {
 	Time       time.Time `json:"time"`
 	TraceID    string    `json:"trace_id"`
 	Skill      string    `json:"skill"`
@@ -213,11 +213,11 @@ func recentActivity(ctx context.Context, db postgres.DB, args activityArgs) (any
 	if err != nil {
 		return nil, err
 	}
-	list := make([]acted, len(rows))
+	list := make([]activityView, len(rows))
 	for i, r := range rows {
-		list[i] = acted{Time: r.CreatedAt, TraceID: r.TraceID, Skill: r.SkillName, Status: string(r.Status), DurationMS: r.DurationMS}
+		list[i] = activityView{Time: r.CreatedAt, TraceID: r.TraceID, Skill: r.SkillName, Status: string(r.Status), DurationMS: r.DurationMS}
 		if r.ErrorMessage != nil {
-			list[i].Error = clip(*r.ErrorMessage, maxError)
+			list[i].Error = truncate(*r.ErrorMessage, maxError)
 		}
 	}
 	return map[string]any{"activities": list}, nil
@@ -238,8 +238,8 @@ type documentArgs struct {
 	Offset   int64  `json:"offset"`
 }
 
-// paper is the agent's view of a document.
-type paper struct {
+// documentView is the agent's view of a document.
+type documentView struct {
 	ID          string `json:"id"`
 	Name        string `json:"name"`
 	ContentType string `json:"content_type"`
@@ -249,7 +249,7 @@ type paper struct {
 
 // piece is a part of a document's text.
 type piece struct {
-	paper
+	documentView
 	Text   string `json:"text"`
 	Offset int64  `json:"offset"`
 	Next   int64  `json:"next,omitempty"` // offset of the next piece; 0 after the last
@@ -264,26 +264,26 @@ func documentRead(ctx context.Context, db postgres.DB, args documentArgs) (any, 
 		if err != nil {
 			return nil, err
 		}
-		papers := make([]paper, len(list))
+		papers := make([]documentView, len(list))
 		for i, d := range list {
-			papers[i] = paperOf(d)
+			papers[i] = documentViewOf(d)
 		}
 		return map[string]any{"documents": papers}, nil
 	}
 	d, err := documents.GetReadable(ctx, db, span.ExecutionID, args.Document)
 	if err != nil {
-		return nil, mistake(err, documents.ErrNotFound)
+		return nil, invalidIf(err, documents.ErrNotFound)
 	}
 	if !d.IsText {
-		return piece{paper: paperOf(d), Note: "Its content is not text."}, nil
+		return piece{documentView: documentViewOf(d), Note: "Its content is not text."}, nil
 	}
 	p, err := documents.Read(ctx, db, d.ID, args.Offset, maxPiece)
 	if err != nil {
-		return nil, mistake(err, documents.ErrNotFound)
+		return nil, invalidIf(err, documents.ErrNotFound)
 	}
-	return piece{paper: paperOf(d), Text: p.Text, Offset: p.Offset, Next: p.Next}, nil
+	return piece{documentView: documentViewOf(d), Text: p.Text, Offset: p.Offset, Next: p.Next}, nil
 }
 
-func paperOf(d documents.Document) paper {
-	return paper{ID: d.ID, Name: d.Name, ContentType: d.ContentType, Size: d.Size, IsText: d.IsText}
+func documentViewOf(d documents.Document) documentView {
+	return documentView{ID: d.ID, Name: d.Name, ContentType: d.ContentType, Size: d.Size, IsText: d.IsText}
 }

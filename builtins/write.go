@@ -23,8 +23,8 @@ import (
 // classInvalid marks invalid arguments, which are no failure of the skill.
 const classInvalid = "invalid_params"
 
-// mistake converts err to a classInvalid error if it is one of mistakes.
-func mistake(err error, mistakes ...error) error {
+// invalidIf converts err to a classInvalid error if it is one of mistakes.
+func invalidIf(err error, mistakes ...error) error {
 	for _, m := range mistakes {
 		if errors.Is(err, m) {
 			return &skills.CallError{Class: classInvalid, Message: err.Error()}
@@ -33,8 +33,8 @@ func mistake(err error, mistakes ...error) error {
 	return err
 }
 
-// refuse returns a classInvalid error.
-func refuse(text string) error { return &skills.CallError{Class: classInvalid, Message: text} }
+// invalid returns a classInvalid error.
+func invalid(text string) error { return &skills.CallError{Class: classInvalid, Message: text} }
 
 const defaultCategory = "general"
 
@@ -47,27 +47,27 @@ type memoryWriteArgs struct {
 }
 
 // memoryWrite stores a value. A repeated call after a crash finds the first call's value and succeeds.
-func memoryWrite(ctx context.Context, db postgres.Beginner, who rememberer, args memoryWriteArgs) (any, error) {
+func memoryWrite(ctx context.Context, db postgres.Beginner, who memoryUser, args memoryWriteArgs) (any, error) {
 	note := memory.Note{
 		Owner:    who.owner,
 		Category: args.Category, Key: args.Key, Value: args.Value, TraceID: who.traceID,
-		TTL: time.Duration(args.Days * float64(24*time.Hour)), Revision: readRevision(args.Revision),
+		TTL: time.Duration(args.Days * float64(24*time.Hour)), Revision: noteRevision(args.Revision),
 	}
 	saved, err := memory.Save(ctx, db, note)
 	if conflict, ok := errors.AsType[*memory.ConflictError](err); ok {
-		if !written(note, conflict) {
+		if !wroteBefore(note, conflict) {
 			return conflictAnswer(conflict), nil
 		}
 		saved, err = *conflict.Theirs, nil
 	}
 	if err != nil {
-		return nil, mistake(err, memory.ErrSecret, memory.ErrFull, memory.ErrInvalid)
+		return nil, invalidIf(err, memory.ErrSecret, memory.ErrFull, memory.ErrInvalid)
 	}
 	return map[string]any{"category": saved.Category, "key": saved.Key, "revision": saved.Revision, "expires_at": saved.ExpiresAt}, nil
 }
 
-// written reports whether this very call stored the current value.
-func written(note memory.Note, conflict *memory.ConflictError) bool {
+// wroteBefore reports whether this very call stored the current value.
+func wroteBefore(note memory.Note, conflict *memory.ConflictError) bool {
 	there := conflict.Theirs
 	return there != nil && there.TraceID == note.TraceID && sameJSON(there.Value, conflict.Yours) &&
 		(there.Revision == note.Revision+1 || note.Revision == memory.Absent)
@@ -93,11 +93,11 @@ type memoryForgetArgs struct {
 	Revision float64 `json:"revision"`
 }
 
-func memoryForget(ctx context.Context, db postgres.Beginner, who rememberer, args memoryForgetArgs) (any, error) {
+func memoryForget(ctx context.Context, db postgres.Beginner, who memoryUser, args memoryForgetArgs) (any, error) {
 	if args.Category == "" {
 		args.Category = defaultCategory
 	}
-	forgotten, err := who.owner.Forget(ctx, db, args.Category, args.Key, readRevision(args.Revision))
+	forgotten, err := who.owner.Forget(ctx, db, args.Category, args.Key, noteRevision(args.Revision))
 	if conflict, ok := errors.AsType[*memory.ConflictError](err); ok {
 		return conflictAnswer(conflict), nil
 	}
@@ -110,8 +110,8 @@ const anyRevision = -1
 // ClassConflict marks a rejected write: the key has changed since the run read it.
 const ClassConflict = "conflict"
 
-// readRevision converts a call's revision to that of a [memory.Note] or an objective's note. 0 or none means absent.
-func readRevision(said float64) int {
+// noteRevision converts a call's revision to that of a [memory.Note] or an objective's note. 0 or none means absent.
+func noteRevision(said float64) int {
 	switch revision := int(said); revision {
 	case 0:
 		return memory.Absent
@@ -122,8 +122,8 @@ func readRevision(said float64) int {
 	}
 }
 
-// conflicted is the answer of a rejected write, with both values.
-type conflicted struct {
+// rejectedWrite is the answer of a rejected write, with both values.
+type rejectedWrite struct {
 	Error   string          `json:"error"` // ClassConflict
 	Message string          `json:"message"`
 	Yours   json.RawMessage `json:"yours,omitempty"`
@@ -131,16 +131,16 @@ type conflicted struct {
 }
 
 func conflictAnswer(c *memory.ConflictError) any {
-	said := conflicted{Error: ClassConflict, Yours: c.Yours, Message: "Nothing was changed: somebody else wrote this key since you read it, or you have not read it. " +
+	said := rejectedWrite{Error: ClassConflict, Yours: c.Yours, Message: "Nothing was changed: somebody else wrote this key since you read it, or you have not read it. " +
 		"Compare theirs with yours. Then, if it is still right, make the call again with what both say."}
 	if e := c.Theirs; e != nil {
-		said.Theirs = &recalled{e.Category, e.Key, e.Value, e.Revision, e.ExpiresAt, e.UpdatedAt, e.TraceID}
+		said.Theirs = &memoryView{e.Category, e.Key, e.Value, e.Revision, e.ExpiresAt, e.UpdatedAt, e.TraceID}
 	}
 	return said
 }
 
-// theirs is the current value in a conflict.
-type theirs struct {
+// currentValue is the current value in a conflict.
+type currentValue struct {
 	Revision    int             `json:"revision"`
 	Value       json.RawMessage `json:"value"`
 	Note        string          `json:"note"`
@@ -153,16 +153,16 @@ func IsConflict(s skills.Skill, answer json.RawMessage) (why string, is bool) {
 	var c struct {
 		Error  string          `json:"error"`
 		Yours  json.RawMessage `json:"yours"`
-		Theirs *theirs         `json:"theirs"`
+		Theirs *currentValue   `json:"theirs"`
 	}
-	if !guards(s) || json.Unmarshal(answer, &c) != nil || c.Error != ClassConflict {
+	if !needsRevision(s) || json.Unmarshal(answer, &c) != nil || c.Error != ClassConflict {
 		return "", false
 	}
 	there := "nothing is there any more"
 	if t := c.Theirs; t != nil {
-		there = fmt.Sprintf("revision %d of trace %s is there: %s", t.Revision, cmp.Or(t.TraceID, t.LastTraceID), clip(cmp.Or(string(t.Value), t.Note), maxError))
+		there = fmt.Sprintf("revision %d of trace %s is there: %s", t.Revision, cmp.Or(t.TraceID, t.LastTraceID), truncate(cmp.Or(string(t.Value), t.Note), maxError))
 	}
-	yours := cmp.Or(clip(string(c.Yours), maxError), "to forget it")
+	yours := cmp.Or(truncate(string(c.Yours), maxError), "to forget it")
 	return fmt.Sprintf("nothing was changed: it is not at the revision that was read; %s; wanted was %s", there, yours), true
 }
 
@@ -178,8 +178,8 @@ func OnMemory(s skills.Skill) bool { return readsMemory(s) }
 
 func writesObjective(s skills.Skill) bool { return s.Handler == "builtin:objective_update" }
 
-// guards reports whether a skill's write depends on what its run has read.
-func guards(s skills.Skill) bool { return writesMemory(s) || writesObjective(s) }
+// needsRevision reports whether a skill's write depends on what its run has read.
+func needsRevision(s skills.Skill) bool { return writesMemory(s) || writesObjective(s) }
 
 // readsMemory reports whether a skill's answer may show memory entries.
 func readsMemory(s skills.Skill) bool {
@@ -201,7 +201,7 @@ func Sights(s skills.Skill, answer []byte, upto int) []memory.Sight {
 	}
 	var found []memory.Sight
 	for _, raw := range memory.ShownIn(answer, upto, "objectives") {
-		var p pursued
+		var p objectiveView
 		if json.Unmarshal(raw, &p) == nil && p.Name != "" && !p.NoteCut {
 			found = append(found, SightsOf(objectives.Objective{ID: p.ID, Name: p.Name, Revision: p.Revision})...)
 		}
@@ -216,15 +216,15 @@ func SightsOf(o objectives.Objective) []memory.Sight {
 	}
 }
 
-// Wrote returns the sights of a call's own write.
-func Wrote(s skills.Skill, answer json.RawMessage) []memory.Sight {
+// SightsWritten returns the sights of a call's own write.
+func SightsWritten(s skills.Skill, answer json.RawMessage) []memory.Sight {
 	var done struct {
 		memory.Sight
 		Forgotten *bool  `json:"forgotten"`
 		Objective string `json:"objective"`
 		ID        string `json:"id"`
 	}
-	if _, conflict := IsConflict(s, answer); conflict || !guards(s) || json.Unmarshal(answer, &done) != nil {
+	if _, conflict := IsConflict(s, answer); conflict || !needsRevision(s) || json.Unmarshal(answer, &done) != nil {
 		return nil
 	}
 	switch {
@@ -238,10 +238,10 @@ func Wrote(s skills.Skill, answer json.RawMessage) []memory.Sight {
 	return []memory.Sight{{Name: memory.Name{Category: done.Category, Key: done.Key}, Revision: done.Revision}}
 }
 
-// Guarded returns a call's arguments with the revision that its run has read, overriding the caller's. A nil seen
+// WithRevisions returns a call's arguments with the revision that its run has read, overriding the caller's. A nil seen
 // leaves them unchanged.
-func Guarded(s skills.Skill, args json.RawMessage, seen memory.Seen) json.RawMessage {
-	if seen == nil || !guards(s) {
+func WithRevisions(s skills.Skill, args json.RawMessage, seen memory.Seen) json.RawMessage {
+	if seen == nil || !needsRevision(s) {
 		return args
 	}
 	var said map[string]json.RawMessage
@@ -276,11 +276,11 @@ func objectivePropose(ctx context.Context, db postgres.Beginner, who acting, arg
 		ReviewEvery: args.ReviewEvery,
 	}
 	if err := objectives.Validate(d); err != nil {
-		return nil, refuse(err.Error())
+		return nil, invalid(err.Error())
 	}
 	o, err := objectives.Propose(ctx, db, d, who.Agent, who.TraceID)
 	if err != nil {
-		return nil, mistake(err, objectives.ErrTaken, objectives.ErrTooMany)
+		return nil, invalidIf(err, objectives.ErrNameTaken, objectives.ErrTooMany)
 	}
 	return map[string]any{"objective": o.Name, "status": o.Status, "note": waitsForAdmin}, nil
 }
@@ -299,7 +299,7 @@ type objectiveUpdateArgs struct {
 // repeated call after a crash finds its own note.
 func objectiveUpdate(ctx context.Context, db postgres.Beginner, who acting, args objectiveUpdateArgs) (any, error) {
 	if args.Note == "" && len(args.AddSteps) == 0 {
-		return nil, refuse("say what to change: note or add_steps")
+		return nil, invalid("say what to change: note or add_steps")
 	}
 	var said any
 	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
@@ -309,7 +309,7 @@ func objectiveUpdate(ctx context.Context, db postgres.Beginner, who acting, args
 		}
 		done := map[string]any{"objective": o.Name, "id": o.ID}
 		if args.Note != "" {
-			there, err := objectives.SetNote(ctx, tx, o.ID, args.Note, who.TraceID, readRevision(args.Revision))
+			there, err := objectives.SetNote(ctx, tx, o.ID, args.Note, who.TraceID, noteRevision(args.Revision))
 			if errors.Is(err, objectives.ErrConflict) && there.Note != args.Note {
 				said = noteConflict(args.Note, there)
 				return nil
@@ -324,7 +324,7 @@ func objectiveUpdate(ctx context.Context, db postgres.Beginner, who acting, args
 		return err
 	})
 	if err != nil {
-		return nil, mistake(err, objectives.ErrNotFound, objectives.ErrNotActive)
+		return nil, invalidIf(err, objectives.ErrNotFound, objectives.ErrNotActive)
 	}
 	return said, nil
 }
@@ -332,8 +332,8 @@ func objectiveUpdate(ctx context.Context, db postgres.Beginner, who acting, args
 // noteConflict is the answer of a note that would replace an unread one.
 func noteConflict(note string, there objectives.Objective) any {
 	yours, _ := json.Marshal(note) // a string always encodes
-	return conflicted{
-		Error: ClassConflict, Yours: yours, Theirs: pursuedOf(there),
+	return rejectedWrite{
+		Error: ClassConflict, Yours: yours, Theirs: objectiveViewOf(there),
 		Message: "Nothing was changed: somebody else changed this objective since you read it, or you have not read it. " +
 			"Compare its note with yours. Then, if it is still right, make the call again with what both say.",
 	}
@@ -377,20 +377,20 @@ func objectiveAdvance(ctx context.Context, db postgres.Beginner, who acting, arg
 	if step.Status == objectives.Done && step.TraceID == who.TraceID {
 		return advanced(ctx, db, o, step) // reported before, by this run
 	}
-	calls, err := objectives.FindEvidence(ctx, db, step.ID, objectives.Where{TraceID: who.TraceID, ExecutionID: who.ExecutionID})
+	calls, err := objectives.FindEvidence(ctx, db, step.ID, objectives.EvidenceFilter{TraceID: who.TraceID, ExecutionID: who.ExecutionID})
 	if err != nil {
 		return nil, err
 	}
 	ok, err := objectives.CompleteStep(ctx, db, step.ID, args.Result, who.TraceID, calls)
 	if errors.Is(err, objectives.ErrNoEvidence) {
-		return nil, refuse("nothing shows that this step is done: no successful call of yours since it began that has not shown " +
+		return nil, invalid("nothing shows that this step is done: no successful call of yours since it began that has not shown " +
 			"another step already. Calls that failed or await approval do not count. Act first, then report")
 	}
 	if err != nil {
 		return nil, err
 	}
 	if !ok {
-		return nil, refuse(fmt.Sprintf("step %q is not pending any more", step.Title))
+		return nil, invalid(fmt.Sprintf("step %q is not pending any more", step.Title))
 	}
 	if _, err := objectives.Advanced(ctx, db, o.ID, who.TraceID); err != nil {
 		return nil, err
@@ -402,7 +402,7 @@ func advanced(ctx context.Context, db postgres.DB, o objectives.Objective, step 
 	o, err := objectives.Get(ctx, db, o.ID)
 	return map[string]any{
 		"objective": o.Name, "step": step.Title, "status": "done", "done": o.Done, "total": o.Total, "objective_status": o.Status,
-		"objectives": []pursued{pursuedOf(o)}, // the current state, for a later note
+		"objectives": []objectiveView{objectiveViewOf(o)}, // the current state, for a later note
 	}, err
 }
 
@@ -410,10 +410,10 @@ func advanced(ctx context.Context, db postgres.DB, o objectives.Objective, step 
 func findStep(ctx context.Context, db postgres.DB, args objectiveAdvanceArgs) (objectives.Objective, objectives.Step, error) {
 	o, err := objectives.Get(ctx, db, args.Objective)
 	if err != nil {
-		return o, objectives.Step{}, mistake(err, objectives.ErrNotFound)
+		return o, objectives.Step{}, invalidIf(err, objectives.ErrNotFound)
 	}
 	if o.Status != objectives.Active && o.Status != objectives.Completed {
-		return o, objectives.Step{}, refuse(fmt.Sprintf("objective %q is %s: only an active one is advanced", o.Name, o.Status))
+		return o, objectives.Step{}, invalid(fmt.Sprintf("objective %q is %s: only an active one is advanced", o.Name, o.Status))
 	}
 	steps, err := objectives.Steps(ctx, db, o.ID)
 	if err != nil {
@@ -426,7 +426,7 @@ func findStep(ctx context.Context, db postgres.DB, args objectiveAdvanceArgs) (o
 		}
 		titles = append(titles, fmt.Sprintf("%q", s.Title))
 	}
-	return o, objectives.Step{}, refuse(fmt.Sprintf("objective %q has no step %q; its steps are %s", o.Name, clip(args.Step, maxGoal), strings.Join(titles, ", ")))
+	return o, objectives.Step{}, invalid(fmt.Sprintf("objective %q has no step %q; its steps are %s", o.Name, truncate(args.Step, maxGoal), strings.Join(titles, ", ")))
 }
 
 type automationProposeArgs struct {
@@ -448,16 +448,16 @@ func automationPropose(ctx context.Context, db postgres.Beginner, who acting, ar
 		Signal: args.Signal, Skill: args.Skill, Arguments: args.Arguments, Prompt: args.Prompt,
 	}
 	if err := automations.Validate(d); err != nil {
-		return nil, refuse(err.Error())
+		return nil, invalid(err.Error())
 	}
 	if args.Skill != "" {
 		if _, err := skills.Get(ctx, db, args.Skill); err != nil {
-			return nil, mistake(err, skills.ErrNotFound)
+			return nil, invalidIf(err, skills.ErrNotFound)
 		}
 	}
 	a, err := automations.Propose(ctx, db, d, who.Agent, who.TraceID)
 	if err != nil {
-		return nil, mistake(err, automations.ErrTaken, automations.ErrTooMany)
+		return nil, invalidIf(err, automations.ErrNameTaken, automations.ErrTooMany)
 	}
 	status := automations.Proposal
 	if a.DisabledBy != automations.Proposal {

@@ -58,11 +58,11 @@ func (a *action) walk(fn func(*action)) {
 }
 
 // flag returns a boolean parameter.
-func (a *action) flag(name string, standard bool) bool {
+func (a *action) flag(name string, fallback bool) bool {
 	if value, ok := a.given[name].(bool); ok {
 		return value
 	}
-	return standard
+	return fallback
 }
 
 // compiler collects the problems of a definition.
@@ -239,7 +239,7 @@ func (c *compiler) parameters(a *action, given map[string]any, path string, dept
 	for _, name := range slices.Sorted(maps.Keys(given)) {
 		p, known := a.parameter(name)
 		switch {
-		case known && given[name] == nil && p.sort != valueSort:
+		case known && given[name] == nil && p.sort != valueKind:
 			c.add(path+"."+name, "is empty; write a value, or leave it out")
 		case known:
 			c.parameter(a, p, given[name], path+"."+name, depth)
@@ -306,7 +306,7 @@ func (c *compiler) timeouts(a *action, beside, among map[string]any, path string
 		case "timeout":
 			a.timeout = c.timeout(value, a.Waits, at)
 		case "onTimeout":
-			a.onTimeout = c.choice(value, reactionSort, at)
+			a.onTimeout = c.choice(value, reactionKind, at)
 		case "timeoutActions":
 			a.timeoutActions = c.actions(value, at, depth+1)
 		}
@@ -315,7 +315,7 @@ func (c *compiler) timeouts(a *action, beside, among map[string]any, path string
 
 func (c *compiler) timeout(given any, kind, path string) time.Duration {
 	text, _ := given.(string)
-	d, err := parseLength(text)
+	d, err := parseDuration(text)
 	_, longest := executions.Limits(kind)
 	switch {
 	case text == "":
@@ -323,12 +323,12 @@ func (c *compiler) timeout(given any, kind, path string) time.Duration {
 	case err != nil:
 		c.add(path, "%s", err)
 	case d <= 0 || d > longest:
-		c.add(path, "%s is not allowed: a wait for %s lasts more than 0 and at most %s", text, kind, inWords(longest))
+		c.add(path, "%s is not allowed: a wait for %s lasts more than 0 and at most %s", text, kind, formatDuration(longest))
 	}
 	return d
 }
 
-func (c *compiler) choice(given any, s sort, path string) string {
+func (c *compiler) choice(given any, s paramKind, path string) string {
 	word, _ := given.(string)
 	if !slices.Contains(s.choices(), word) {
 		c.unknown(path, "value", fmt.Sprint(given), s.choices())
@@ -339,43 +339,43 @@ func (c *compiler) choice(given any, s sort, path string) string {
 // parameter reads one given parameter.
 func (c *compiler) parameter(a *action, p Parameter, given any, path string, depth int) {
 	switch p.sort {
-	case exprSort:
+	case exprKind:
 		a.exprs[p.Name] = c.expression(given, path)
-	case exprsSort:
+	case exprsKind:
 		c.expressions(a, given, path)
-	case actionsSort:
+	case actionsKind:
 		a.nested[p.Name] = c.actions(given, path, depth+1)
-	case casesSort:
+	case casesKind:
 		a.cases = c.cases(given, path, depth)
-	case flowSort:
+	case flowKind:
 		name, ok := given.(string)
 		if !ok || !flowReference.MatchString(name) {
 			c.add(path, "must be the name of a flow")
 		}
 		a.flow, a.flowPath = name, path
-	case skillSort:
+	case skillKind:
 		name, _ := given.(string)
-		a.mentions(path, name)
+		a.recordSkill(path, name)
 		a.given[p.Name] = c.value(p.sort, given, path)
-	case agentSort:
+	case agentKind:
 		name, _ := given.(string)
 		a.agents = map[string]string{path: name}
 		a.given[p.Name] = c.value(p.sort, given, path)
-	case namesSort:
+	case namesKind:
 		list, _ := given.([]any)
 		for i, item := range list {
 			name, _ := item.(string)
-			a.mentions(fmt.Sprintf("%s[%d]", path, i), name)
+			a.recordSkill(fmt.Sprintf("%s[%d]", path, i), name)
 		}
 		a.given[p.Name] = c.value(p.sort, given, path)
-	case timeoutSort, reactionSort: // read by timeouts
+	case timeoutKind, reactionKind: // read by timeouts
 	default:
 		a.given[p.Name] = c.value(p.sort, given, path)
 	}
 }
 
-// mentions records a reference to a skill.
-func (a *action) mentions(path, skill string) {
+// recordSkill records a reference to a skill.
+func (a *action) recordSkill(path, skill string) {
 	if a.skills == nil {
 		a.skills = map[string]string{}
 	}
@@ -383,58 +383,58 @@ func (a *action) mentions(path, skill string) {
 }
 
 // value reads a parameter's value and parses its templates.
-func (c *compiler) value(s sort, given any, path string) any {
+func (c *compiler) value(s paramKind, given any, path string) any {
 	text, isText := given.(string)
 	switch s {
-	case textSort, lengthSort, timeSort:
+	case textKind, durationKind, timeKind:
 		if !isText || text == "" {
 			c.add(path, "must be a text")
 		}
 		c.moment(s, text, path)
-	case textsSort:
+	case textsKind:
 		c.texts(given, path)
 		if isText {
 			given = []any{given}
 		}
-	case objectSort, setSort:
+	case objectKind, setKind:
 		names, ok := given.(map[string]any)
 		if !ok {
 			c.add(path, "must be a mapping of names to values")
 		}
 		for name := range names {
-			if s == setSort {
+			if s == setKind {
 				c.variable(path+"."+name, name)
 			}
 		}
-	case listSort:
+	case listKind:
 		if _, isList := given.([]any); !isList && (!isText || !isWhole(text)) {
 			c.add(path, "must be a list, or a template that is one: {{documents}}")
 		}
-	case boolSort:
+	case boolKind:
 		if _, ok := given.(bool); !ok {
 			c.add(path, "must be true or false")
 		}
-	case countSort:
-		if n, err := normal(given); err != nil || !isCount(n) {
+	case countKind:
+		if n, err := normalize(given); err != nil || !isCount(n) {
 			c.add(path, "must be a whole number from 1 to %d", maxTimes)
 		}
-	case nameSort:
+	case nameKind:
 		c.variable(path, text)
-	case skillSort:
+	case skillKind:
 		if !skillForm.MatchString(text) {
 			c.add(path, "must be the name of a skill")
 		}
-	case agentSort:
+	case agentKind:
 		if !agentForm.MatchString(text) {
 			c.add(path, "must be the name of an agent")
 		}
-	case namesSort:
+	case namesKind:
 		c.skills(given, path)
-	case channelSort, failureSort, statusSort:
+	case channelKind, failureKind, statusKind:
 		c.choice(given, s, path)
 	default: // any value, or read elsewhere
 	}
-	settled, err := normal(given)
+	settled, err := normalize(given)
 	if err != nil {
 		c.add(path, "%s", err)
 	}
@@ -442,16 +442,16 @@ func (c *compiler) value(s sort, given any, path string) any {
 }
 
 // moment validates a duration or a time without a template.
-func (c *compiler) moment(s sort, text, path string) {
+func (c *compiler) moment(s paramKind, text, path string) {
 	if t, err := parseTemplate(text); t != nil || err != nil || text == "" {
 		return // reported elsewhere, or known only at run time
 	}
-	if s == lengthSort {
-		if _, err := delayLength(text); err != nil {
+	if s == durationKind {
+		if _, err := validateDelay(text); err != nil {
 			c.add(path, "%s", err)
 		}
 	}
-	if s == timeSort {
+	if s == timeKind {
 		if _, err := time.Parse(time.RFC3339, text); err != nil {
 			c.add(path, "%q is not a time: write 2026-01-31T09:00:00Z", text)
 		}
@@ -544,7 +544,7 @@ func (c *compiler) oneCase(fields map[string]any, path string, depth int) branch
 	case decides:
 		b.condition = c.expression(condition, path+".condition")
 	default:
-		b.equals = c.value(valueSort, equals, path+".equals")
+		b.equals = c.value(valueKind, equals, path+".equals")
 	}
 	if fields["actions"] == nil {
 		c.add(path+".actions", "is missing: what is run")

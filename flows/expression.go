@@ -30,8 +30,8 @@ const (
 // classExpression is the error class of an expression that failed at run time.
 const classExpression = "expression"
 
-// offered are the functions available to expressions.
-var offered = []string{
+// allowedFunctions are the functions available to expressions.
+var allowedFunctions = []string{
 	"len", "lower", "upper", "trim", "int", "float", "string", "abs", "ceil", "floor", "round", "min", "max", "hasPrefix", "hasSuffix",
 	"indexOf", "split", "first", "last", "keys", "values", "type", "toJSON", "fromJSON",
 	"all", "any", "none", "one", "count", "filter", "find",
@@ -54,11 +54,11 @@ func compileExpression(text string) (*expression, error) {
 	case strings.Contains(text, "{{"):
 		return nil, errors.New("is an expression, not a template: write variables without {{ }}")
 	}
-	look := &inspector{optional: map[ast.Node]bool{}, names: map[ast.Node]string{}, own: map[string]bool{}}
+	visit := &inspector{optional: map[ast.Node]bool{}, names: map[ast.Node]string{}, declared: map[string]bool{}}
 	options := []expr.Option{
-		expr.Env(map[string]any{}), expr.AllowUndefinedVariables(), expr.MaxNodes(maxNodes), expr.DisableAllBuiltins(), expr.Patch(look),
+		expr.Env(map[string]any{}), expr.AllowUndefinedVariables(), expr.MaxNodes(maxNodes), expr.DisableAllBuiltins(), expr.Patch(visit),
 	}
-	for _, name := range offered {
+	for _, name := range allowedFunctions {
 		options = append(options, expr.EnableBuiltin(name))
 	}
 	program, err := expr.Compile(text, options...)
@@ -68,17 +68,17 @@ func compileExpression(text string) (*expression, error) {
 	if err != nil {
 		return nil, err
 	}
-	if look.refused != "" {
-		return nil, errors.New(look.refused)
+	if visit.refused != "" {
+		return nil, errors.New(visit.refused)
 	}
-	return &expression{text: text, program: program, needs: look.needs()}, nil
+	return &expression{text: text, program: program, needs: visit.needs()}, nil
 }
 
 // inspector checks a syntax tree: its required names, and the bound of its cost. It visits leaves first.
 type inspector struct {
 	names    map[ast.Node]string // the identifiers
 	optional map[ast.Node]bool   // identifiers that may be unset: left of ??, or before ?.
-	own      map[string]bool     // names declared by let
+	declared map[string]bool     // names declared by let
 	refused  string
 }
 
@@ -88,22 +88,22 @@ func (l *inspector) Visit(node *ast.Node) {
 	case *ast.IdentifierNode:
 		l.names[n] = n.Value
 	case *ast.VariableDeclaratorNode:
-		l.own[n.Name] = true
+		l.declared[n.Name] = true
 	case *ast.MemberNode:
 		if n.Optional {
-			l.allow(n.Node)
+			l.allowUnset(n.Node)
 		}
 	case *ast.BinaryNode:
 		switch n.Operator {
 		case "??":
-			l.allow(n.Left)
+			l.allowUnset(n.Left)
 		case "..":
 			l.refused = "ranges are not offered; use for_each or while"
 		case "**", "^":
 			l.refused = "powers are not offered"
 		}
 	case *ast.PredicateNode:
-		within(n.Node, func(inner ast.Node) {
+		walkTree(n.Node, func(inner ast.Node) {
 			switch i := inner.(type) {
 			case *ast.BuiltinNode, *ast.CallNode: // a call is a loop, too
 				l.refused = "calls within a loop over a list are not offered; use for_each"
@@ -116,9 +116,9 @@ func (l *inspector) Visit(node *ast.Node) {
 	}
 }
 
-// allow lets the identifiers of a subtree be unset.
-func (l *inspector) allow(tree ast.Node) {
-	within(tree, func(n ast.Node) {
+// allowUnset lets the identifiers of a subtree be unset.
+func (l *inspector) allowUnset(tree ast.Node) {
+	walkTree(tree, func(n ast.Node) {
 		if _, ok := n.(*ast.IdentifierNode); ok {
 			l.optional[n] = true
 		}
@@ -128,22 +128,22 @@ func (l *inspector) allow(tree ast.Node) {
 func (l *inspector) needs() []string {
 	needed := map[string]bool{}
 	for node, name := range l.names {
-		if !l.optional[node] && !l.own[name] && name != "$env" {
+		if !l.optional[node] && !l.declared[name] && name != "$env" {
 			needed[name] = true
 		}
 	}
 	return slices.Sorted(maps.Keys(needed))
 }
 
-// within calls look for every node of a tree.
-func within(tree ast.Node, look func(ast.Node)) {
-	ast.Walk(&tree, visitor(look))
+// walkTree calls look for every node of a tree.
+func walkTree(tree ast.Node, visit func(ast.Node)) {
+	ast.Walk(&tree, nodeVisitor(visit))
 }
 
-type visitor func(ast.Node)
+type nodeVisitor func(ast.Node)
 
 // Visit implements ast.Visitor.
-func (v visitor) Visit(node *ast.Node) { v(*node) }
+func (v nodeVisitor) Visit(node *ast.Node) { v(*node) }
 
 // value evaluates the expression.
 func (e *expression) value(vars map[string]any) (any, error) {
@@ -162,7 +162,7 @@ func (e *expression) value(vars map[string]any) (any, error) {
 		err = fmt.Errorf("%s (line %d, column %d)", at.Message, at.Line, at.Column+1)
 	}
 	if err == nil {
-		got, err = normal(got)
+		got, err = normalize(got)
 	}
 	if err != nil {
 		return nil, failure(classExpression, "%s: %s", shorten(e.text), err)
@@ -170,8 +170,8 @@ func (e *expression) value(vars map[string]any) (any, error) {
 	return got, nil
 }
 
-// truth evaluates a condition.
-func (e *expression) truth(vars map[string]any) (bool, error) {
+// boolValue evaluates a condition.
+func (e *expression) boolValue(vars map[string]any) (bool, error) {
 	value, err := e.value(vars)
 	if err != nil {
 		return false, err
@@ -298,7 +298,7 @@ func literal(text string) (any, error) {
 	if !json.Valid([]byte(text)) {
 		return nil, errors.New("is not JSON")
 	}
-	return parsed(json.RawMessage(text))
+	return decodeNormal(json.RawMessage(text))
 }
 
 // whole reports whether the template is a single reference.

@@ -135,7 +135,7 @@ func compile(d Definition) (*compiled, error) {
 		c.add("description", "must have at most %d bytes and no NUL character", maxText)
 	}
 	if d.Channel != "" {
-		c.choice(d.Channel, channelSort, "channel")
+		c.choice(d.Channel, channelKind, "channel")
 	}
 	if d.Target != "" && d.Channel != channelWebhook {
 		c.add("target", "only channel webhook has one")
@@ -164,7 +164,7 @@ func (c *compiler) variables(given map[string]any) map[string]any {
 	for name := range given {
 		c.variable("variables."+name, name)
 	}
-	value, err := normal(given)
+	value, err := normalize(given)
 	if err != nil {
 		c.add("variables", "%s", err)
 		return nil
@@ -180,19 +180,19 @@ func orElse(value, fallback string) string {
 	return value
 }
 
-// classed is an error with a stable class.
-type classed struct {
+// classedError is an error with a stable class.
+type classedError struct {
 	class   string
 	message string
 }
 
-func (e *classed) Error() string { return e.message }
+func (e *classedError) Error() string { return e.message }
 
 // ErrorClass returns the class that records store.
-func (e *classed) ErrorClass() string { return e.class }
+func (e *classedError) ErrorClass() string { return e.class }
 
 func failure(class, format string, args ...any) error {
-	return &classed{class: class, message: fmt.Sprintf(format, args...)}
+	return &classedError{class: class, message: fmt.Sprintf(format, args...)}
 }
 
 // inputSchema validates a flow's input.
@@ -256,7 +256,7 @@ func (s *inputSchema) accept(flow string, raw json.RawMessage) (any, error) {
 		raw = json.RawMessage(`{}`)
 	}
 	if s == nil {
-		return parsed(raw)
+		return decodeNormal(raw)
 	}
 	doc, err := jsonschema.UnmarshalJSON(bytes.NewReader(raw))
 	if err != nil {
@@ -275,7 +275,7 @@ func (s *inputSchema) accept(flow string, raw json.RawMessage) (any, error) {
 	if err := s.schema.Validate(doc); err != nil {
 		return nil, &InvalidInput{flow, oneLine(err)}
 	}
-	return normal(doc)
+	return normalize(doc)
 }
 
 // oneLine returns the library's error without its headline.

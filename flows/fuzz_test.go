@@ -115,12 +115,12 @@ func FuzzLength(f *testing.F) {
 		f.Add(text)
 	}
 	f.Fuzz(func(t *testing.T, text string) {
-		d, err := parseLength(text)
+		d, err := parseDuration(text)
 		if err == nil && (d < 0 || d.Hours() > 100*365*24) {
 			t.Errorf("%q is %s", text, d)
 		}
 		if err == nil {
-			inWords(d)
+			formatDuration(d)
 		}
 	})
 }

@@ -28,13 +28,13 @@ func (e *timedOut) Unwrap() []error { return []error{executions.ErrTimedOut, e.S
 
 // machine runs one execution of a flow. Its variables follow from the records of the actions alone, in their order.
 type machine struct {
-	in     *Interpreter
-	flow   *compiled
-	exec   executions.Execution
-	thread string
-	vars   map[string]any
-	seen   memory.Seen      // memory that the actions have read
-	noted  []map[string]any // for each open scope, the variables set in it
+	in         *Interpreter
+	flow       *compiled
+	exec       executions.Execution
+	thread     string
+	vars       map[string]any
+	seen       memory.Seen      // memory that the actions have read
+	collectors []map[string]any // for each open scope, the variables set in it
 }
 
 func newMachine(ctx context.Context, in *Interpreter, flow *compiled, input json.RawMessage) (*machine, error) {
@@ -58,12 +58,12 @@ func newMachine(ctx context.Context, in *Interpreter, flow *compiled, input json
 // set sets variables, here and for readers of the execution.
 func (m *machine) set(ctx context.Context, values map[string]any) error {
 	for name, value := range values {
-		settled, err := normal(value)
+		settled, err := normalize(value)
 		if err != nil {
 			return fmt.Errorf("set variable %s: %w", name, err)
 		}
 		m.vars[name] = settled
-		for _, note := range m.noted {
+		for _, note := range m.collectors {
 			note[name] = settled
 		}
 	}
@@ -73,18 +73,18 @@ func (m *machine) set(ctx context.Context, values map[string]any) error {
 	return executions.SetVariables(ctx, m.vars)
 }
 
-// note collects the variables set until done is called.
-func (m *machine) note() (set map[string]any, done func()) {
+// collectSets collects the variables set until done is called.
+func (m *machine) collectSets() (set map[string]any, done func()) {
 	set = map[string]any{}
-	depth := len(m.noted)
-	m.noted = append(m.noted, set)
-	return set, func() { m.noted = m.noted[:depth] }
+	depth := len(m.collectors)
+	m.collectors = append(m.collectors, set)
+	return set, func() { m.collectors = m.collectors[:depth] }
 }
 
 // block runs actions in order until one ends the flow.
 func (m *machine) block(ctx context.Context, actions []*action) (*ending, error) {
 	for _, a := range actions {
-		ended, err := m.do(ctx, a)
+		ended, err := m.runAction(ctx, a)
 		if err != nil || ended != nil {
 			return ended, err
 		}
@@ -111,7 +111,7 @@ func (r *result) UnmarshalJSON(raw []byte) error {
 	if err := json.Unmarshal(raw, &record); err != nil {
 		return err
 	}
-	set, err := parsed(record.Set)
+	set, err := decodeNormal(record.Set)
 	r.Set, _ = set.(map[string]any)
 	return err
 }
@@ -124,8 +124,8 @@ type ready struct {
 	err     error
 }
 
-// do runs one action as a phase with its own row, and then the actions that it chose.
-func (m *machine) do(ctx context.Context, a *action) (*ending, error) {
+// runAction runs one action as a phase with its own row, and then the actions that it chose.
+func (m *machine) runAction(ctx context.Context, a *action) (*ending, error) {
 	r := m.prepare(a)
 	recorded := true
 	got, err := executions.Phase(ctx, a.key, func(ctx context.Context, effect *executions.Effect) (result, error) {
@@ -152,7 +152,7 @@ func (m *machine) do(ctx context.Context, a *action) (*ending, error) {
 	if got.Skipped || got.End != nil {
 		return got.End, nil
 	}
-	return m.follow(ctx, r, got)
+	return m.runChosen(ctx, r, got)
 }
 
 // sameResult recomputes a recorded action and reports whether the result is equal. The action's fingerprint does not
@@ -166,7 +166,7 @@ func (m *machine) sameResult(r ready, recorded result) bool {
 	if r.Type == "set" {
 		now, err = m.assign(r)
 	} else {
-		now, err = m.decide(r, &executions.Effect{})
+		now, err = m.chooseBranch(r, &executions.Effect{})
 	}
 	return err == nil && now.Branch == recorded.Branch && asJSON(now.Set) == asJSON(recorded.Set)
 }
@@ -189,7 +189,7 @@ func (a *action) computes() bool {
 func (m *machine) prepare(a *action) ready {
 	r := ready{action: a}
 	if a.when != nil {
-		meant, err := a.when.truth(m.vars)
+		meant, err := a.when.boolValue(m.vars)
 		if r.err, r.skipped = wrapped("when", err), !meant; err != nil || !meant {
 			return r
 		}
@@ -260,9 +260,9 @@ func (m *machine) perform(ctx context.Context, r ready, effect *executions.Effec
 		effect.Status, effect.Output = activity.Skipped, map[string]any{"when": r.when.text, "is": false}
 		return result{Skipped: true}, nil
 	}
-	noted, done := m.note()
+	noted, done := m.collectSets()
 	defer done()
-	got, err := m.act(ctx, r, effect)
+	got, err := m.dispatch(ctx, r, effect)
 	if err != nil {
 		return result{}, err
 	}
@@ -293,8 +293,8 @@ func (m *machine) bound(set map[string]any) error {
 	return nil
 }
 
-// act dispatches to the implementation of an action. A control action returns its choice.
-func (m *machine) act(ctx context.Context, r ready, effect *executions.Effect) (result, error) {
+// dispatch dispatches to the implementation of an action. A control action returns its choice.
+func (m *machine) dispatch(ctx context.Context, r ready, effect *executions.Effect) (result, error) {
 	switch r.Type {
 	case "send_message":
 		return m.sendMessage(ctx, r)
@@ -322,7 +322,7 @@ func (m *machine) act(ctx context.Context, r ready, effect *executions.Effect) (
 	case "fail":
 		return result{}, failure("failed", "%s", inText(r.args["message"]))
 	}
-	return m.decide(r, effect)
+	return m.chooseBranch(r, effect)
 }
 
 // assign computes variables. Each sees the values before the action.
@@ -348,9 +348,9 @@ const (
 	standardTimes = 1000
 )
 
-// decide chooses the actions of a control action; follow runs them. So the choice is recorded, and the chosen actions
-// have their own rows.
-func (m *machine) decide(r ready, effect *executions.Effect) (result, error) {
+// chooseBranch chooses the actions of a control action; follow runs them. So the choice is recorded, and the chosen
+// actions have their own rows.
+func (m *machine) chooseBranch(r ready, effect *executions.Effect) (result, error) {
 	switch r.Type {
 	case "if", "while":
 		vars := m.vars
@@ -358,7 +358,7 @@ func (m *machine) decide(r ready, effect *executions.Effect) (result, error) {
 			vars = maps.Clone(vars)
 			vars["index"] = 0
 		}
-		holds, err := r.exprs["condition"].truth(vars)
+		holds, err := r.exprs["condition"].boolValue(vars)
 		effect.Output = map[string]any{"condition": holds}
 		branch := map[bool]string{true: "then", false: "else"}[holds]
 		return result{Branch: branch}, wrapped("condition", err)
@@ -386,7 +386,7 @@ func (m *machine) choose(r ready) (string, error) {
 		fits := false
 		var err error
 		if c.condition != nil {
-			fits, err = c.condition.truth(m.vars)
+			fits, err = c.condition.boolValue(m.vars)
 		} else {
 			var wanted any
 			wanted, err = fill(c.equals, m.vars)
@@ -402,8 +402,8 @@ func (m *machine) choose(r ready) (string, error) {
 	return "default", nil
 }
 
-// follow runs the actions that an action chose.
-func (m *machine) follow(ctx context.Context, r ready, got result) (*ending, error) {
+// runChosen runs the actions that an action chose.
+func (m *machine) runChosen(ctx context.Context, r ready, got result) (*ending, error) {
 	inner := executions.Scope(ctx, r.key)
 	switch r.Type {
 	case "if":
@@ -424,8 +424,8 @@ func (m *machine) follow(ctx context.Context, r ready, got result) (*ending, err
 	return nil, nil
 }
 
-// turns is the state of a loop: the variables set by all iterations.
-type turns struct {
+// loopState is the state of a loop: the variables set by all iterations.
+type loopState struct {
 	Next int            `json:"next"`
 	Set  map[string]any `json:"set"`
 	End  *ending        `json:"end,omitempty"`
@@ -453,7 +453,7 @@ func (m *machine) while(ctx context.Context, r ready) (*ending, error) {
 	}
 	return m.loop(ctx, []string{"index"}, func(ctx context.Context, n int) (bool, *ending, error) {
 		m.vars["index"] = n
-		holds, err := r.exprs["condition"].truth(m.vars)
+		holds, err := r.exprs["condition"].boolValue(m.vars)
 		if err == nil && holds && n >= most {
 			err = failure("limit", "the condition still holds after %d times", most)
 		}
@@ -479,10 +479,10 @@ func (m *machine) fail(ctx context.Context, a *action, err error) error {
 // loop repeats body until it reports the end. own are the variables of the loop's scope.
 func (m *machine) loop(ctx context.Context, own []string, body func(ctx context.Context, n int) (bool, *ending, error)) (*ending, error) {
 	before := maps.Clone(m.vars)
-	set, done := m.note()
+	set, done := m.collectSets()
 	defer done()
 	first := true
-	last, err := executions.Loop(ctx, "each", turns{}, func(ctx context.Context, s turns) (turns, bool, error) {
+	last, err := executions.Loop(ctx, "each", loopState{}, func(ctx context.Context, s loopState) (loopState, bool, error) {
 		if first { // iterations that a snapshot covers
 			if err := m.set(ctx, s.Set); err != nil {
 				return s, false, err
@@ -493,7 +493,7 @@ func (m *machine) loop(ctx context.Context, own []string, body func(ctx context.
 		if err != nil {
 			return s, false, err
 		}
-		return turns{Next: s.Next + 1, Set: maps.Clone(set), End: ended}, over || ended != nil, nil
+		return loopState{Next: s.Next + 1, Set: maps.Clone(set), End: ended}, over || ended != nil, nil
 	})
 	if err != nil {
 		return nil, err
@@ -514,9 +514,9 @@ func (m *machine) loop(ctx context.Context, own []string, body func(ctx context.
 // maxVariables bounds the JSON of all variables of an execution, in bytes.
 const maxVariables = 512 << 10
 
-// normal returns a value in the form that the database returns: integers are int, other numbers float64. Every
+// normalize returns a value in the form that the database returns: integers are int, other numbers float64. Every
 // variable has this form at once, so that the first run and a replay compute alike.
-func normal(value any) (any, error) {
+func normalize(value any) (any, error) {
 	raw, err := json.Marshal(value)
 	if err != nil {
 		if unsupported, ok := errors.AsType[*json.UnsupportedValueError](err); ok {
@@ -524,11 +524,11 @@ func normal(value any) (any, error) {
 		}
 		return nil, err
 	}
-	return parsed(raw)
+	return decodeNormal(raw)
 }
 
-// parsed decodes JSON in the normal form. Empty JSON is null.
-func parsed(raw json.RawMessage) (any, error) {
+// decodeNormal decodes JSON in the normal form. Empty JSON is null.
+func decodeNormal(raw json.RawMessage) (any, error) {
 	if len(bytes.TrimSpace(raw)) == 0 {
 		return nil, nil
 	}

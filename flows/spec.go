@@ -8,46 +8,46 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 )
 
-// sort is the kind of a parameter's value.
-type sort string
+// paramKind is the kind of a parameter's value.
+type paramKind string
 
 const (
-	textSort     sort = "text"             // a text with templates
-	textsSort    sort = "texts"            // a text or a list of texts, with templates
-	valueSort    sort = "value"            // any value, with templates in its texts
-	objectSort   sort = "object"           // a mapping, with templates in its texts
-	listSort     sort = "list"             // a list, or a template that yields one
-	nameSort     sort = "name"             // the name of a variable
-	namesSort    sort = "names"            // names of skills
-	skillSort    sort = "skill"            // the name of a skill
-	flowSort     sort = "flow"             // the name of a flow
-	agentSort    sort = "agent"            // the name of an agent, no template
-	lengthSort   sort = "duration"         // 90m, 24h, 7d, or a template
-	timeSort     sort = "time"             // RFC 3339, or a template
-	boolSort     sort = "true or false"    // no template
-	countSort    sort = "number"           // an integer from 1
-	exprSort     sort = "expression"       // Expr
-	exprsSort    sort = "expressions"      // a mapping of names to Expr
-	setSort      sort = "variables"        // a mapping of names to values, with templates in their texts
-	actionsSort  sort = "actions"          // a list of actions
-	casesSort    sort = "cases"            // a list of {condition | equals, actions}
-	channelSort  sort = "channel"          // chat, webhook or log
-	failureSort  sort = "continue or fail" // the effect of a failed child or a rejected approval
-	statusSort   sort = "status"           // the final status of an execution
-	timeoutSort  sort = "timeout"          // a duration within the limits of the wait, no template
-	reactionSort sort = "fail, continue or retry"
+	textKind     paramKind = "text"             // a text with templates
+	textsKind    paramKind = "texts"            // a text or a list of texts, with templates
+	valueKind    paramKind = "value"            // any value, with templates in its texts
+	objectKind   paramKind = "object"           // a mapping, with templates in its texts
+	listKind     paramKind = "list"             // a list, or a template that yields one
+	nameKind     paramKind = "name"             // the name of a variable
+	namesKind    paramKind = "names"            // names of skills
+	skillKind    paramKind = "skill"            // the name of a skill
+	flowKind     paramKind = "flow"             // the name of a flow
+	agentKind    paramKind = "agent"            // the name of an agent, no template
+	durationKind paramKind = "duration"         // 90m, 24h, 7d, or a template
+	timeKind     paramKind = "time"             // RFC 3339, or a template
+	boolKind     paramKind = "true or false"    // no template
+	countKind    paramKind = "number"           // an integer from 1
+	exprKind     paramKind = "expression"       // Expr
+	exprsKind    paramKind = "expressions"      // a mapping of names to Expr
+	setKind      paramKind = "variables"        // a mapping of names to values, with templates in their texts
+	actionsKind  paramKind = "actions"          // a list of actions
+	casesKind    paramKind = "cases"            // a list of {condition | equals, actions}
+	channelKind  paramKind = "channel"          // chat, webhook or log
+	failureKind  paramKind = "continue or fail" // the effect of a failed child or a rejected approval
+	statusKind   paramKind = "status"           // the final status of an execution
+	timeoutKind  paramKind = "timeout"          // a duration within the limits of the wait, no template
+	reactionKind paramKind = "fail, continue or retry"
 )
 
 // choices returns the words of an enumerated sort.
-func (s sort) choices() []string {
+func (s paramKind) choices() []string {
 	switch s {
-	case channelSort:
+	case channelKind:
 		return []string{channelChat, channelWebhook, channelLog}
-	case failureSort:
+	case failureKind:
 		return []string{onContinue, onFail}
-	case statusSort:
+	case statusKind:
 		return []string{"completed", "failed", "timeout"}
-	case reactionSort:
+	case reactionKind:
 		return []string{onFail, onContinue, onRetry}
 	default:
 		return nil
@@ -71,7 +71,7 @@ type Parameter struct {
 	Required bool   `json:"required"`
 	About    string `json:"about"`
 
-	sort sort
+	sort paramKind
 }
 
 // Action describes a type of action.
@@ -84,123 +84,123 @@ type Action struct {
 	OneOf, AnyOf [][]string `json:"-"`
 }
 
-func need(name string, s sort, about string) Parameter {
+func need(name string, s paramKind, about string) Parameter {
 	return Parameter{Name: name, Takes: string(s), Required: true, About: about, sort: s}
 }
 
-func may(name string, s sort, about string) Parameter {
+func may(name string, s paramKind, about string) Parameter {
 	return Parameter{Name: name, Takes: string(s), About: about, sort: s}
 }
 
 // Actions lists the types of actions in the order of the documentation.
-func Actions() []Action { return slices.Concat(talking(), working(), control()) }
+func Actions() []Action { return slices.Concat(messagingActions(), workActions(), controlActions()) }
 
-// talking are the actions between the flow and people.
-func talking() []Action {
-	channel := may("channel", channelSort, "instead of the flow's")
-	target := may("target", textSort, "of channel webhook")
-	message := may("message", textSort, "instead of the standard words; {{requestId}} is known in it")
-	wait := may("wait", boolSort, "false goes on at once; true when left out")
+// messagingActions are the actions between the flow and people.
+func messagingActions() []Action {
+	channel := may("channel", channelKind, "instead of the flow's")
+	target := may("target", textKind, "of channel webhook")
+	message := may("message", textKind, "instead of the standard words; {{requestId}} is known in it")
+	wait := may("wait", boolKind, "false goes on at once; true when left out")
 	return []Action{
-		{Type: "send_message", About: "Say something in the thread.", Parameters: []Parameter{need("message", textSort, "what is said"), channel, target}},
+		{Type: "send_message", About: "Say something in the thread.", Parameters: []Parameter{need("message", textKind, "what is said"), channel, target}},
 		{
 			Type: "open_thread", About: "Let a visitor into the thread: a join token is saved as joinToken, or as saveAs says; or a chat key is named.",
 			Parameters: []Parameter{
-				may("key", textSort, "the name of a chat key that may speak in the thread, instead of a token"),
-				may("name", textSort, "what the key calls the thread; its id when left out"),
-				may("reusable", boolSort, "whether the token lets any number of visitors in until its end; it lets in one when left out"),
-				may("expires", lengthSort, "how long the token is valid, at most 30d; 24h when left out. It ends with the execution"),
+				may("key", textKind, "the name of a chat key that may speak in the thread, instead of a token"),
+				may("name", textKind, "what the key calls the thread; its id when left out"),
+				may("reusable", boolKind, "whether the token lets any number of visitors in until its end; it lets in one when left out"),
+				may("expires", durationKind, "how long the token is valid, at most 30d; 24h when left out. It ends with the execution"),
 			},
 		},
 		{Type: "wait_for_response", About: "Wait for the next message in the thread; sets lastResponse.", Waits: "response"},
 		{
 			Type: "request_document", About: "Ask for documents and wait until all are there; sets requestId, documents and documentUrls.", Waits: "document",
-			Parameters: []Parameter{need("documents", textsSort, "what is asked for"), message, wait, channel, target},
+			Parameters: []Parameter{need("documents", textsKind, "what is asked for"), message, wait, channel, target},
 		},
 		{
 			Type: "request_signature", About: "Send a document to be signed; sets requestId, signedDocumentUrl and signedAt.", Waits: "signature",
-			Parameters: []Parameter{need("document", textSort, "the document, or its address"), message, wait, channel, target},
+			Parameters: []Parameter{need("document", textKind, "the document, or its address"), message, wait, channel, target},
 		},
 		{
 			Type: "assign_test", About: "Give somebody a test; sets requestId, testScore and testResult.", Waits: "test",
-			Parameters: []Parameter{need("test", textSort, "the test, or its address"), message, wait, channel, target},
+			Parameters: []Parameter{need("test", textKind, "the test, or its address"), message, wait, channel, target},
 		},
 	}
 }
 
-// working are the actions that do external work or wait for it.
-func working() []Action {
+// workActions are the actions that do external work or wait for it.
+func workActions() []Action {
 	return []Action{
 		{
 			Type: "trigger_agent", About: "Start another flow, and wait for its end.", Waits: "agent",
 			Parameters: []Parameter{
-				may("flow", flowSort, "its name"), may("agent", flowSort, "another word for flow"),
-				may("input", objectSort, "of the child"),
-				may("waitForCompletion", boolSort, "true when left out"),
-				may("canInheritLock", boolSort, "whether a child that is waited for may act in the parent's lanes; true when left out"),
-				may("onFailure", failureSort, "of a child that did not complete; continue when left out"),
+				may("flow", flowKind, "its name"), may("agent", flowKind, "another word for flow"),
+				may("input", objectKind, "of the child"),
+				may("waitForCompletion", boolKind, "true when left out"),
+				may("canInheritLock", boolKind, "whether a child that is waited for may act in the parent's lanes; true when left out"),
+				may("onFailure", failureKind, "of a child that did not complete; continue when left out"),
 			},
 			OneOf: [][]string{{"flow", "agent"}},
 		},
 		{
 			Type: "wait_for_event", About: "Wait for EVENT_COMPLETED with a key; sets eventData.", Waits: "event",
-			Parameters: []Parameter{need("key", textSort, "the event's key")},
+			Parameters: []Parameter{need("key", textKind, "the event's key")},
 		},
 		{
 			Type: "delay", About: "Wait for a time, at most 30 days.",
-			Parameters: []Parameter{may("duration", lengthSort, "how long"), may("until", timeSort, "until when; a time that has passed is no wait")},
+			Parameters: []Parameter{may("duration", durationKind, "how long"), may("until", timeKind, "until when; a time that has passed is no wait")},
 			OneOf:      [][]string{{"duration", "until"}},
 		},
 		{
 			Type: "skill", About: "Call a skill; one of trust approve waits for an admin first, and sets approvalStatus and approvalReason.",
 			Parameters: []Parameter{
-				need("name", skillSort, "the skill"), may("arguments", objectSort, "of the call"),
-				may("onRejection", failureSort, "when the approval is rejected or expires; fail when left out"),
+				need("name", skillKind, "the skill"), may("arguments", objectKind, "of the call"),
+				may("onRejection", failureKind, "when the approval is rejected or expires; fail when left out"),
 			},
 		},
 		{
 			Type: "reason", About: "Ask the model; its answer is saved as answer, or as saveAs says.",
 			Parameters: []Parameter{
-				need("prompt", textSort, "what it is asked"), may("system", textSort, "instead of the standard system message"),
-				may("skills", namesSort, "which it may use; none when left out"),
-				may("agent", agentSort, "who answers, with its instructions, model and limits; the execution's agent when left out"),
+				need("prompt", textKind, "what it is asked"), may("system", textKind, "instead of the standard system message"),
+				may("skills", namesKind, "which it may use; none when left out"),
+				may("agent", agentKind, "who answers, with its instructions, model and limits; the execution's agent when left out"),
 			},
 		},
 		{
 			Type: "set", About: "Set variables. All are computed from what was before.",
-			Parameters: []Parameter{may("variables", setSort, "values"), may("expressions", exprsSort, "values, computed")},
+			Parameters: []Parameter{may("variables", setKind, "values"), may("expressions", exprsKind, "values, computed")},
 			AnyOf:      [][]string{{"variables", "expressions"}},
 		},
 	}
 }
 
-// control are the actions that choose other actions.
-func control() []Action {
+// controlActions are the actions that choose other actions.
+func controlActions() []Action {
 	return []Action{
 		{
 			Type: "if", About: "Run the actions of one of two branches.",
-			Parameters: []Parameter{need("condition", exprSort, "what decides"), need("then", actionsSort, "when it is true"), may("else", actionsSort, "when it is false")},
+			Parameters: []Parameter{need("condition", exprKind, "what decides"), need("then", actionsKind, "when it is true"), may("else", actionsKind, "when it is false")},
 		},
 		{
 			Type: "switch", About: "Run the actions of the first case that fits: its condition is true, or its equals is the value.",
-			Parameters: []Parameter{may("value", valueSort, "what equals is compared with"), need("cases", casesSort, "in their order"), may("default", actionsSort, "when none fits")},
+			Parameters: []Parameter{may("value", valueKind, "what equals is compared with"), need("cases", casesKind, "in their order"), may("default", actionsKind, "when none fits")},
 		},
 		{
 			Type: "for_each", About: "Run actions for each item of a list, one after another; index counts from 0.",
-			Parameters: []Parameter{need("items", listSort, "at most 10,000"), may("as", nameSort, "the variable of the item; item when left out"), need("actions", actionsSort, "what is run")},
+			Parameters: []Parameter{need("items", listKind, "at most 10,000"), may("as", nameKind, "the variable of the item; item when left out"), need("actions", actionsKind, "what is run")},
 		},
 		{
 			Type: "while", About: "Run actions again and again while a condition holds; index counts from 0.",
 			Parameters: []Parameter{
-				need("condition", exprSort, "looked at before each time"), may("max", countSort, "times, 1,000 when left out; the flow fails when the condition still holds then"),
-				need("actions", actionsSort, "what is run"),
+				need("condition", exprKind, "looked at before each time"), may("max", countKind, "times, 1,000 when left out; the flow fails when the condition still holds then"),
+				need("actions", actionsKind, "what is run"),
 			},
 		},
 		{
 			Type: "end", About: "End the execution.",
-			Parameters: []Parameter{may("status", statusSort, "completed when left out"), may("summary", textSort, "in words"), may("result", valueSort, "for programs")},
+			Parameters: []Parameter{may("status", statusKind, "completed when left out"), may("summary", textKind, "in words"), may("result", valueKind, "for programs")},
 		},
-		{Type: "fail", About: "End the execution as failed.", Parameters: []Parameter{need("message", textSort, "why")}},
+		{Type: "fail", About: "End the execution as failed.", Parameters: []Parameter{need("message", textKind, "why")}},
 	}
 }
 
@@ -284,7 +284,7 @@ func JSONSchema() (json.RawMessage, error) {
 				"if": node{"minProperties": 1}, "then": node{"required": []string{"type"}, "properties": node{"type": node{"const": "object"}}},
 			},
 			"variables": node{"type": "object", "propertyNames": ref("variable")},
-			"channel":   node{"enum": append([]string{""}, channelSort.choices()...)}, "target": node{"type": "string"},
+			"channel":   node{"enum": append([]string{""}, channelKind.choices()...)}, "target": node{"type": "string"},
 			"actions": node{"type": "array", "minItems": 1, "items": ref("action")},
 		},
 		"allOf": []node{targetRule()}, "$defs": definitions,
@@ -333,9 +333,9 @@ func (a Action) schema() node {
 func timeoutSchema(key string) node {
 	switch key {
 	case "timeout":
-		return node{"type": "string", "pattern": lengthPattern}
+		return node{"type": "string", "pattern": durationPattern}
 	case "onTimeout":
-		return node{"enum": reactionSort.choices()}
+		return node{"enum": reactionKind.choices()}
 	}
 	return ref("actions")
 }
@@ -381,45 +381,45 @@ func requireEach(names []string) []node {
 }
 
 // schema returns the schema of a parameter.
-func (s sort) schema() node {
+func (s paramKind) schema() node {
 	switch s {
-	case textSort:
+	case textKind:
 		return ref("template")
-	case textsSort:
+	case textsKind:
 		return node{"anyOf": []node{ref("template"), {"type": "array", "minItems": 1, "items": ref("template")}}}
-	case objectSort:
+	case objectKind:
 		return node{"type": "object"}
-	case setSort:
+	case setKind:
 		return node{"type": "object", "propertyNames": ref("variable")}
-	case exprsSort:
+	case exprsKind:
 		return node{"type": "object", "propertyNames": ref("variable"), "additionalProperties": ref("expression")}
-	case listSort:
+	case listKind:
 		return node{"anyOf": []node{{"type": "array"}, {"type": "string", "pattern": `^\{\{.*\}\}$`}}}
-	case nameSort:
+	case nameKind:
 		return ref("variable")
-	case skillSort:
+	case skillKind:
 		return node{"type": "string", "pattern": skillForm.String()}
-	case agentSort:
+	case agentKind:
 		return node{"type": "string", "pattern": agentForm.String()}
-	case namesSort:
+	case namesKind:
 		return node{"type": "array", "items": node{"type": "string", "pattern": skillForm.String()}}
-	case flowSort:
+	case flowKind:
 		return node{"type": "string", "pattern": flowReference.String()}
-	case lengthSort:
-		return node{"type": "string", "anyOf": []node{{"pattern": lengthPattern}, {"pattern": `\{\{`}}}
-	case timeSort:
+	case durationKind:
+		return node{"type": "string", "anyOf": []node{{"pattern": durationPattern}, {"pattern": `\{\{`}}}
+	case timeKind:
 		return node{"type": "string", "anyOf": []node{{"format": "date-time"}, {"pattern": `\{\{`}}}
-	case boolSort:
+	case boolKind:
 		return node{"type": "boolean"}
-	case countSort:
+	case countKind:
 		return node{"type": "integer", "minimum": 1, "maximum": maxTimes}
-	case exprSort:
+	case exprKind:
 		return ref("expression")
-	case actionsSort:
+	case actionsKind:
 		return ref("actions")
-	case casesSort:
+	case casesKind:
 		return node{"type": "array", "minItems": 1, "items": ref("case")}
-	case channelSort, failureSort, statusSort:
+	case channelKind, failureKind, statusKind:
 		return node{"enum": s.choices()}
 	default:
 		return node{}

@@ -191,8 +191,8 @@ type Interpreter struct {
 	ready map[string]*compiled
 }
 
-// mostReady bounds the cache of compiled versions.
-const mostReady = 256
+// maxCompiled bounds the cache of compiled versions.
+const maxCompiled = 256
 
 // Find finds a flow that is data, for the engine. It returns nil for a name that agent_flows never had.
 func (in *Interpreter) Find(ctx context.Context, name string) (executions.Func, error) {
@@ -287,7 +287,7 @@ func (in *Interpreter) load(ctx context.Context, name string, version int) (*com
 		return nil, fmt.Errorf("flow %s, version %d, is not understood by this binary: %w", name, version, err)
 	}
 	in.mu.Lock()
-	if in.ready == nil || len(in.ready) >= mostReady {
+	if in.ready == nil || len(in.ready) >= maxCompiled {
 		in.ready = map[string]*compiled{}
 	}
 	in.ready[key] = flow
@@ -302,11 +302,11 @@ type ending struct {
 	Result  any    `json:"result"`
 }
 
-func (e *ending) result(standard string) (executions.Result, error) {
+func (e *ending) result(fallback string) (executions.Result, error) {
 	if e == nil {
-		return executions.Result{Summary: standard}, nil
+		return executions.Result{Summary: fallback}, nil
 	}
-	r := executions.Result{Summary: orElse(e.Summary, standard), Value: e.Result}
+	r := executions.Result{Summary: orElse(e.Summary, fallback), Value: e.Result}
 	switch e.Status {
 	case "failed":
 		return r, failure("ended", "%s", orElse(e.Summary, "the flow ended itself as failed"))

@@ -26,35 +26,35 @@ const classDelay = "delay"
 
 // awaited is the outcome of a wait.
 type awaited struct {
-	out  executions.Outcome
-	data any     // of the event
-	late bool    // it timed out, and the flow continues
-	end  *ending // a timeoutAction ended the flow
+	out      executions.Outcome
+	data     any     // of the event
+	timedOut bool    // it timed out, and the flow continues
+	end      *ending // a timeoutAction ended the flow
 }
 
 // await waits. At a timeout it runs the timeoutActions and applies onTimeout.
 func (m *machine) await(ctx context.Context, r ready, w executions.WaitFor) (awaited, error) {
 	for try := 0; ; try++ {
-		out, err := executions.Wait(ctx, "wait", w.WithData(m.about(r)))
+		out, err := executions.Wait(ctx, "wait", w.WithData(m.describeWait(r)))
 		if err != nil {
 			return awaited{}, err
 		}
 		if !out.TimedOut {
-			data, err := parsed(out.Data)
+			data, err := decodeNormal(out.Data)
 			return awaited{out: out, data: data}, err
 		}
-		again, got, err := m.late(ctx, r, try)
+		again, got, err := m.handleTimeout(ctx, r, try)
 		if err != nil || !again {
 			return got, err
 		}
 	}
 }
 
-// about returns a wait's description for people.
-func (m *machine) about(r ready) map[string]any {
+// describeWait returns a wait's description for people.
+func (m *machine) describeWait(r ready) map[string]any {
 	about := map[string]any{"action": r.key, "onTimeout": r.onTimeout}
 	if r.timeout > 0 {
-		about["timeout"] = inWords(r.timeout)
+		about["timeout"] = formatDuration(r.timeout)
 	}
 	if m.thread != "" {
 		about["threadId"] = m.thread
@@ -62,17 +62,17 @@ func (m *machine) about(r ready) map[string]any {
 	return about
 }
 
-// late handles a timeout. again means that the wait repeats.
-func (m *machine) late(ctx context.Context, r ready, try int) (again bool, got awaited, err error) {
+// handleTimeout handles a timeout. again means that the wait repeats.
+func (m *machine) handleTimeout(ctx context.Context, r ready, try int) (again bool, got awaited, err error) {
 	if err := m.set(ctx, map[string]any{"timedOut": true}); err != nil {
 		return false, awaited{}, err
 	}
 	ended, err := m.block(executions.Scope(ctx, fmt.Sprintf("timeout %d", try+1)), r.timeoutActions)
 	switch {
 	case err != nil || ended != nil:
-		return false, awaited{late: true, end: ended}, err
+		return false, awaited{timedOut: true, end: ended}, err
 	case r.onTimeout == onContinue:
-		return false, awaited{late: true}, nil
+		return false, awaited{timedOut: true}, nil
 	case r.onTimeout == onRetry && try < maxRetries:
 		return true, awaited{}, nil
 	}
@@ -80,10 +80,10 @@ func (m *machine) late(ctx context.Context, r ready, try int) (again bool, got a
 	if try > 0 {
 		times = fmt.Sprintf(", %d times", try+1)
 	}
-	standard, _ := executions.Limits(r.Waits)
-	timeout := inWords(standard)
+	fallback, _ := executions.Limits(r.Waits)
+	timeout := formatDuration(fallback)
 	if r.timeout > 0 {
-		timeout = inWords(r.timeout)
+		timeout = formatDuration(r.timeout)
 	}
 	return false, awaited{}, failure(classTimedOut, "no %s came within %s%s", r.Waits, timeout, times)
 }
@@ -94,7 +94,7 @@ func (a awaited) settle(r ready) (result, error) {
 	if err != nil {
 		return result{}, failure("answer", "%s", err)
 	}
-	set := map[string]any{"timedOut": a.late}
+	set := map[string]any{"timedOut": a.timedOut}
 	for _, name := range sets[r.Waits] {
 		set[name] = found[name]
 	}
@@ -142,17 +142,17 @@ func (m *machine) waitForEvent(ctx context.Context, r ready) (result, error) {
 	return settled, err
 }
 
-// delayLength validates the length of a delay.
-func delayLength(text string) (time.Duration, error) {
-	d, err := parseLength(text)
+// validateDelay validates the length of a delay.
+func validateDelay(text string) (time.Duration, error) {
+	d, err := parseDuration(text)
 	if err == nil && (d <= 0 || d > executions.MaxWait) {
-		err = fmt.Errorf("%s is not allowed: a delay lasts more than 0 and at most %s", text, inWords(executions.MaxWait))
+		err = fmt.Errorf("%s is not allowed: a delay lasts more than 0 and at most %s", text, formatDuration(executions.MaxWait))
 	}
 	return d, err
 }
 
 func (m *machine) delay(ctx context.Context, r ready) (result, error) {
-	length, err := m.delayFor(ctx, r)
+	length, err := m.remainingDelay(ctx, r)
 	if err != nil || length <= 0 {
 		return result{}, err
 	}
@@ -160,10 +160,10 @@ func (m *machine) delay(ctx context.Context, r ready) (result, error) {
 	return result{}, err
 }
 
-// delayFor returns the remaining time of a delay; 0 if it has passed.
-func (m *machine) delayFor(ctx context.Context, r ready) (time.Duration, error) {
+// remainingDelay returns the remaining time of a delay; 0 if it has passed.
+func (m *machine) remainingDelay(ctx context.Context, r ready) (time.Duration, error) {
 	if given, ok := r.args["duration"]; ok {
-		length, err := delayLength(inText(given))
+		length, err := validateDelay(inText(given))
 		if err != nil {
 			return 0, failure(classDelay, "duration: %s", err)
 		}
@@ -180,11 +180,11 @@ func (m *machine) delayFor(ctx context.Context, r ready) (time.Duration, error) 
 	if length := until.Sub(now); length <= executions.MaxWait {
 		return length, nil
 	}
-	return 0, failure(classDelay, "until: %s is more than %s away", until.Format(time.RFC3339), inWords(executions.MaxWait))
+	return 0, failure(classDelay, "until: %s is more than %s away", until.Format(time.RFC3339), formatDuration(executions.MaxWait))
 }
 
-// say sends a message in the thread, over the action's channel or the flow's.
-func (m *machine) say(ctx context.Context, r ready, content string) (threads.SendResult, error) {
+// postMessage sends a message in the thread, over the action's channel or the flow's.
+func (m *machine) postMessage(ctx context.Context, r ready, content string) (threads.SendResult, error) {
 	if m.thread == "" {
 		return threads.SendResult{}, noThread()
 	}
@@ -200,7 +200,7 @@ func (m *machine) say(ctx context.Context, r ready, content string) (threads.Sen
 }
 
 func (m *machine) sendMessage(ctx context.Context, r ready) (result, error) {
-	sent, err := m.say(ctx, r, inText(r.args["message"]))
+	sent, err := m.postMessage(ctx, r, inText(r.args["message"]))
 	if err != nil || r.save == "" {
 		return result{}, err
 	}
@@ -225,7 +225,7 @@ func (m *machine) openThread(ctx context.Context, r ready) (result, error) {
 	life := threads.DefaultTokenLife
 	if given, has := r.args["expires"]; has {
 		var err error
-		if life, err = parseLength(inText(given)); err != nil || life <= 0 || life > threads.MaxTokenLife {
+		if life, err = parseDuration(inText(given)); err != nil || life <= 0 || life > threads.MaxTokenLife {
 			return result{}, failure("thread", "expires: %q is not a duration of more than 0 and at most 30d", inText(given))
 		}
 	}
@@ -242,12 +242,12 @@ func (m *machine) openThread(ctx context.Context, r ready) (result, error) {
 
 // request asks a person for documents, a signature or a test, announces it in the thread, and waits for it.
 func (m *machine) request(ctx context.Context, r ready) (result, error) {
-	asked, standard := r.asks()
+	asked, fallback := r.requestSpec()
 	id, err := requests.Ask(ctx, "request", asked)
 	if err != nil {
 		return result{}, err
 	}
-	if err := m.tell(ctx, r, id, standard); err != nil {
+	if err := m.announceRequest(ctx, r, id, fallback); err != nil {
 		return result{}, err
 	}
 	if !r.flag("wait", true) {
@@ -270,7 +270,7 @@ func (m *machine) request(ctx context.Context, r ready) (result, error) {
 		return result{}, err
 	}
 	settled.Set["requestId"] = id
-	if r.Waits == requests.Signature && !got.late && settled.Set["signedAt"] == nil { // the event does not contain it
+	if r.Waits == requests.Signature && !got.timedOut && settled.Set["signedAt"] == nil { // the event does not contain it
 		now, err := executions.Now(ctx)
 		if err != nil {
 			return result{}, err
@@ -280,8 +280,8 @@ func (m *machine) request(ctx context.Context, r ready) (result, error) {
 	return settled, nil
 }
 
-// asks returns an action's request and its default message.
-func (r ready) asks() (requests.Request, string) {
+// requestSpec returns an action's request and its default message.
+func (r ready) requestSpec() (requests.Request, string) {
 	switch r.Waits {
 	case requests.Document:
 		var items []string
@@ -306,13 +306,13 @@ func (r ready) asks() (requests.Request, string) {
 	return requests.Request{Kind: r.Waits, Title: test, Details: map[string]any{"test": test}}, "A test is waiting for you: " + test
 }
 
-// tell announces a request in the thread. Without a thread and a message of the flow, the channel does it.
-func (m *machine) tell(ctx context.Context, r ready, id, standard string) error {
+// announceRequest announces a request in the thread. Without a thread and a message of the flow, the channel does it.
+func (m *machine) announceRequest(ctx context.Context, r ready, id, fallback string) error {
 	own, has := r.given["message"]
 	if !has && m.thread == "" {
 		return nil
 	}
-	content := standard
+	content := fallback
 	if has {
 		vars := maps.Clone(m.vars)
 		vars["requestId"] = id
@@ -322,22 +322,22 @@ func (m *machine) tell(ctx context.Context, r ready, id, standard string) error 
 		}
 		content = inText(value)
 	}
-	_, err := m.say(ctx, r, content)
+	_, err := m.postMessage(ctx, r, content)
 	return err
 }
 
 var errNoLoop = errors.New("this process was built without a reasoning loop and calls no skills")
 
-// lengthPattern is the syntax of a duration; JSONSchema uses it, too.
-const lengthPattern = `^([0-9]+(\.[0-9]+)?(ms|s|m|h|d|w))+$`
+// durationPattern is the syntax of a duration; JSONSchema uses it, too.
+const durationPattern = `^([0-9]+(\.[0-9]+)?(ms|s|m|h|d|w))+$`
 
 var (
-	lengthForm = regexp.MustCompile(lengthPattern)
+	lengthForm = regexp.MustCompile(durationPattern)
 	lengthPart = regexp.MustCompile(`([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d|w)`)
 )
 
-// parseLength parses a duration such as 90m, 24h, 7d or 1d12h.
-func parseLength(text string) (time.Duration, error) {
+// parseDuration parses a duration such as 90m, 24h, 7d or 1d12h.
+func parseDuration(text string) (time.Duration, error) {
 	if !lengthForm.MatchString(text) {
 		return 0, fmt.Errorf("%q is not a duration: write 30s, 90m, 24h or 7d", text)
 	}
@@ -359,8 +359,8 @@ func parseLength(text string) (time.Duration, error) {
 	return time.Duration(total), nil
 }
 
-// inWords formats a duration in its input syntax: 7d, 24h, 90m.
-func inWords(d time.Duration) string {
+// formatDuration formats a duration in its input syntax: 7d, 24h, 90m.
+func formatDuration(d time.Duration) string {
 	const day = 24 * time.Hour
 	switch {
 	case d > day && d%day == 0:

@@ -30,7 +30,7 @@ func (m *machine) skill(ctx context.Context, r ready) (result, error) {
 	if m.in.Loop == nil {
 		return result{}, errNoLoop
 	}
-	skill, args, err := m.called(ctx, r)
+	skill, args, err := m.readSkill(ctx, r)
 	if err != nil {
 		return result{}, err
 	}
@@ -47,7 +47,7 @@ func (m *machine) skill(ctx context.Context, r ready) (result, error) {
 		case d.Status == "approved":
 			about.OnIntent, step = d.use(ctx)
 		case inText(r.args["onRejection"]) == onContinue:
-			return result{Set: saved(set, r.save, nil)}, nil
+			return result{Set: withSaved(set, r.save, nil)}, nil
 		default:
 			return result{}, failure("denied", "skill %s was not approved: %s", skill.Name, d.Reason)
 		}
@@ -59,24 +59,24 @@ func (m *machine) skill(ctx context.Context, r ready) (result, error) {
 	if err != nil {
 		return result{}, err
 	}
-	seen := append(builtins.Sights(skill, raw, len(raw)), builtins.Wrote(skill, raw)...)
-	value, err := parsed(raw)
+	seen := append(builtins.Sights(skill, raw, len(raw)), builtins.SightsWritten(skill, raw)...)
+	value, err := decodeNormal(raw)
 	if err != nil {
 		return result{}, err
 	}
-	return result{Set: saved(set, r.save, value), Seen: seen}, nil
+	return result{Set: withSaved(set, r.save, value), Seen: seen}, nil
 }
 
-// saved adds a value under the name of saveAs, if given.
-func saved(set map[string]any, name string, value any) map[string]any {
+// withSaved adds a value under the name of saveAs, if given.
+func withSaved(set map[string]any, name string, value any) map[string]any {
 	if name != "" {
 		set[name] = value
 	}
 	return set
 }
 
-// called reads the skill once and validates its arguments.
-func (m *machine) called(ctx context.Context, r ready) (skills.Skill, json.RawMessage, error) {
+// readSkill reads the skill once and validates its arguments.
+func (m *machine) readSkill(ctx context.Context, r ready) (skills.Skill, json.RawMessage, error) {
 	name := inText(r.args["name"])
 	skill, err := executions.Step(ctx, "skill", func(ctx context.Context) (skills.Skill, error) {
 		skill, err := skills.Get(ctx, m.in.Pool, name)
@@ -152,7 +152,7 @@ func (m *machine) reason(ctx context.Context, r ready) (result, error) {
 		Purpose: "flow " + m.flow.name, System: orElse(inText(r.args["system"]), defaultSystem), Prompt: inText(r.args["prompt"]),
 		Approvals: reason.Park, Agent: inText(r.args["agent"]),
 	}
-	if err := m.acts(ctx, turn.Agent); err != nil {
+	if err := m.requireAgent(ctx, turn.Agent); err != nil {
 		return result{}, err
 	}
 	if list, ok := r.args["skills"].([]any); ok && len(list) > 0 {
@@ -160,7 +160,7 @@ func (m *machine) reason(ctx context.Context, r ready) (result, error) {
 		for _, name := range list {
 			names = append(names, inText(name))
 		}
-		if err := m.known(ctx, names); err != nil {
+		if err := m.requireSkills(ctx, names); err != nil {
 			return result{}, err
 		}
 		turn.Scopes = []string{skills.ScopeInternal, skills.ScopeExternal}
@@ -176,8 +176,8 @@ func (m *machine) reason(ctx context.Context, r ready) (result, error) {
 	return result{Set: map[string]any{orElse(r.save, "answer"): out.Text}}, nil
 }
 
-// acts fails for an agent out of service, such as one removed after the flow was applied.
-func (m *machine) acts(ctx context.Context, agent string) error {
+// requireAgent fails for an agent out of service, such as one removed after the flow was applied.
+func (m *machine) requireAgent(ctx context.Context, agent string) error {
 	if agent == "" {
 		return nil
 	}
@@ -195,8 +195,8 @@ func (m *machine) acts(ctx context.Context, agent string) error {
 	return err
 }
 
-// known fails for an unknown skill, because a model without the tool would answer anyway.
-func (m *machine) known(ctx context.Context, names []string) error {
+// requireSkills fails for an unknown skill, because a model without the tool would answer anyway.
+func (m *machine) requireSkills(ctx context.Context, names []string) error {
 	_, err := executions.Step(ctx, "skills", func(ctx context.Context) (int, error) {
 		for _, name := range names {
 			if _, err := skills.Get(ctx, m.in.Pool, name); errors.Is(err, skills.ErrNotFound) {
@@ -216,13 +216,13 @@ func (m *machine) trigger(ctx context.Context, r ready, effect *executions.Effec
 	if input == nil {
 		input = map[string]any{}
 	}
-	if err := m.startable(ctx, r.flow, input); err != nil {
+	if err := m.checkStartable(ctx, r.flow, input); err != nil {
 		return result{}, err
 	}
 	wait := r.flag("waitForCompletion", true)
 	child, err := executions.Trigger(ctx, "child", executions.Child{
 		Flow: r.flow, Input: input, ThreadID: m.thread, Wait: wait, Timeout: r.timeout, KeepLanes: !r.flag("canInheritLock", wait),
-		WaitData: m.about(r),
+		WaitData: m.describeWait(r),
 	})
 	if err != nil {
 		return result{}, err
@@ -237,8 +237,8 @@ func (m *machine) trigger(ctx context.Context, r ready, effect *executions.Effec
 	return m.join(ctx, r, child, effect)
 }
 
-// startable checks that a child can run before it is started.
-func (m *machine) startable(ctx context.Context, flow string, input map[string]any) error {
+// checkStartable checks that a child can run before it is started.
+func (m *machine) checkStartable(ctx context.Context, flow string, input map[string]any) error {
 	raw, err := json.Marshal(input)
 	if err != nil {
 		return fmt.Errorf("write input: %w", err)
@@ -263,7 +263,7 @@ func (m *machine) startable(ctx context.Context, flow string, input map[string]a
 func (m *machine) join(ctx context.Context, r ready, child executions.Triggered, effect *executions.Effect) (result, error) {
 	got := awaited{}
 	for try := 0; child.TimedOut && !child.Status.Ended(); try++ {
-		again, late, err := m.late(ctx, r, try)
+		again, late, err := m.handleTimeout(ctx, r, try)
 		if err != nil {
 			return result{}, err
 		}
@@ -271,12 +271,12 @@ func (m *machine) join(ctx context.Context, r ready, child executions.Triggered,
 			got = late
 			break
 		}
-		if child, err = m.again(ctx, r, child.ExecutionID); err != nil {
+		if child, err = m.waitAgain(ctx, r, child.ExecutionID); err != nil {
 			return result{}, err
 		}
 	}
 	effect.Output = map[string]any{"execution_id": child.ExecutionID, "status": child.Status, "summary": child.Summary, "error": child.Error}
-	if got.end == nil && !got.late && !child.Success && inText(r.args["onFailure"]) == onFail {
+	if got.end == nil && !got.timedOut && !child.Success && inText(r.args["onFailure"]) == onFail {
 		return result{}, failure("child", "flow %s ended as %s: %s", r.flow, child.Status, orElse(child.Error, child.Summary))
 	}
 	set, err := childVariables(child)
@@ -284,9 +284,9 @@ func (m *machine) join(ctx context.Context, r ready, child executions.Triggered,
 		return result{}, err
 	}
 	set["triggeredExecutionId"], set["childExecutionStatus"] = child.ExecutionID, string(child.Status)
-	set["childExecutionSuccess"], set["timedOut"] = child.Success, got.late
+	set["childExecutionSuccess"], set["timedOut"] = child.Success, got.timedOut
 	if r.save != "" {
-		value, err := parsed(child.Result)
+		value, err := decodeNormal(child.Result)
 		if err != nil {
 			return result{}, fmt.Errorf("read result of child: %w", err)
 		}
@@ -298,9 +298,9 @@ func (m *machine) join(ctx context.Context, r ready, child executions.Triggered,
 	return result{Set: set, End: got.end}, nil
 }
 
-// again waits once more for a child and reads its status.
-func (m *machine) again(ctx context.Context, r ready, id string) (executions.Triggered, error) {
-	out, err := executions.Wait(ctx, "wait", executions.Agent(id, r.timeout).WithData(m.about(r)))
+// waitAgain waits once more for a child and reads its status.
+func (m *machine) waitAgain(ctx context.Context, r ready, id string) (executions.Triggered, error) {
+	out, err := executions.Wait(ctx, "wait", executions.Agent(id, r.timeout).WithData(m.describeWait(r)))
 	if err != nil {
 		return executions.Triggered{}, err
 	}
@@ -322,7 +322,7 @@ func (m *machine) again(ctx context.Context, r ready, id string) (executions.Tri
 
 // childVariables are the variables that a child passes to its parent: all but those of the runtime.
 func childVariables(child executions.Triggered) (map[string]any, error) {
-	value, err := parsed(child.Variables)
+	value, err := decodeNormal(child.Variables)
 	if err != nil {
 		return nil, fmt.Errorf("read variables of child: %w", err)
 	}

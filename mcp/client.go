@@ -38,15 +38,15 @@ type Client struct {
 	opts Options
 	log  *slog.Logger
 
-	mu     sync.Mutex
-	slots  map[string]*slot
-	closed bool
-	under  sync.WaitGroup // connections that are closing
+	mu      sync.Mutex
+	slots   map[string]*slot
+	closed  bool
+	closing sync.WaitGroup // connections that are closing
 }
 
 // slot holds one server's connection.
 type slot struct {
-	turn chan struct{} // a lock on conn
+	lock chan struct{} // a lock on conn
 	conn *connection
 	// After a failure, retryAt is the earliest time of the next connection.
 	failures int
@@ -71,25 +71,25 @@ var errClosed = errors.New("the MCP client is closed")
 // if the server rejected an unknown session.
 func (c *Client) Call(ctx context.Context, t skills.RemoteTool, call skills.Call, args map[string]any) (any, error) {
 	for try := 0; ; try++ {
-		conn, err := c.trusted(ctx, t)
+		conn, err := c.trustedConnection(ctx, t)
 		if err != nil {
 			return nil, err
 		}
 		result, err := conn.call(ctx, &sdk.CallToolParams{Meta: meta(ctx, call), Name: t.Tool, Arguments: args})
 		switch {
 		case err == nil:
-			return readResult(t, result, conn.hide)
+			return readResult(t, result, conn.redact)
 		case errors.Is(err, sdk.ErrSessionMissing) && try == 0 && ctx.Err() == nil:
 			conn.stale.Store(true) // the server lost the session and did not run the call
 		default:
-			return nil, c.failed(ctx, t, conn, err)
+			return nil, c.classifyFailure(ctx, t, conn, err)
 		}
 	}
 }
 
-// trusted returns a connection on which the tool has the accepted hash. A connection with another hash may be older
-// than the acceptance, so a new connection decides.
-func (c *Client) trusted(ctx context.Context, t skills.RemoteTool) (*connection, error) {
+// trustedConnection returns a connection on which the tool has the accepted hash. A connection with another hash may
+// be older than the acceptance, so a new connection decides.
+func (c *Client) trustedConnection(ctx context.Context, t skills.RemoteTool) (*connection, error) {
 	for try := 0; ; try++ {
 		conn, err := c.connection(ctx, t.Server)
 		if err != nil {
@@ -113,20 +113,20 @@ func (c *Client) trusted(ctx context.Context, t skills.RemoteTool) (*connection,
 // quarantine settles the server's tools by a connection's list.
 func (c *Client) quarantine(ctx context.Context, conn *connection) error {
 	return postgres.InTx(ctx, c.opts.Pool, func(tx pgx.Tx) error {
-		_, err := settle(ctx, tx, conn.remote.Name, c.opts.Agent, conn.listed)
+		_, err := reconcile(ctx, tx, conn.remote.Name, c.opts.Agent, conn.listed)
 		return err
 	})
 }
 
-// failed classifies a failed call and retires a broken connection.
-func (c *Client) failed(ctx context.Context, t skills.RemoteTool, conn *connection, err error) error {
+// classifyFailure classifies a failed call and retires a broken connection.
+func (c *Client) classifyFailure(ctx context.Context, t skills.RemoteTool, conn *connection, err error) error {
 	if ctx.Err() != nil {
 		return ctx.Err()
 	}
-	message := fmt.Sprintf("%s/%s: %s", t.Server, t.Tool, conn.hide(cleanText(err.Error(), 500)))
+	message := fmt.Sprintf("%s/%s: %s", t.Server, t.Tool, conn.redact(cleanText(err.Error(), 500)))
 	if refused, ok := protocolError(err); ok {
 		return &skills.CallError{Class: skills.ClassHandler, Message: fmt.Sprintf("%s/%s: %s", t.Server, t.Tool,
-			conn.hide(cleanText(refused, 500)))}
+			conn.redact(cleanText(refused, 500)))}
 	}
 	conn.stale.Store(true)
 	return &skills.CallError{Class: skills.ClassUnavailable, Message: message}
@@ -146,8 +146,8 @@ func (c *Client) connection(ctx context.Context, server string) (*connection, er
 		return nil, unavailable(server, err)
 	}
 	select {
-	case s.turn <- struct{}{}:
-		defer func() { <-s.turn }()
+	case s.lock <- struct{}{}:
+		defer func() { <-s.lock }()
 	case <-ctx.Done():
 		return nil, ctx.Err()
 	}
@@ -161,11 +161,11 @@ func (c *Client) connection(ctx context.Context, server string) (*connection, er
 	if wait := time.Until(s.retryAt); wait > 0 {
 		return nil, unavailable(server, fmt.Errorf("%w; the next try is in %s", s.failure, wait.Round(100*time.Millisecond)))
 	}
-	conn, err := c.connect(ctx, r, c.under.Go)
+	conn, err := c.connect(ctx, r, c.closing.Go)
 	if err != nil {
-		return nil, s.fail(ctx, server, err)
+		return nil, s.recordFailure(ctx, server, err)
 	}
-	if !c.keep(s, conn) {
+	if !c.storeConnection(s, conn) {
 		conn.close()
 		return nil, unavailable(server, errClosed)
 	}
@@ -180,13 +180,13 @@ func (c *Client) slot(server string) (*slot, error) {
 		return nil, errClosed
 	}
 	if c.slots[server] == nil {
-		c.slots[server] = &slot{turn: make(chan struct{}, 1)}
+		c.slots[server] = &slot{lock: make(chan struct{}, 1)}
 	}
 	return c.slots[server], nil
 }
 
-// keep stores a new connection in its slot. It returns false if the client was closed meanwhile.
-func (c *Client) keep(s *slot, conn *connection) bool {
+// storeConnection stores a new connection in its slot. It returns false if the client was closed meanwhile.
+func (c *Client) storeConnection(s *slot, conn *connection) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.closed {
@@ -197,10 +197,10 @@ func (c *Client) keep(s *slot, conn *connection) bool {
 }
 
 // retire closes a connection in the background; Close waits for it.
-func (c *Client) retire(conn *connection) { c.under.Go(conn.close) }
+func (c *Client) retire(conn *connection) { c.closing.Go(conn.close) }
 
-// fail records a failed connection. The first failure permits an immediate retry.
-func (s *slot) fail(ctx context.Context, server string, err error) error {
+// recordFailure records a failed connection. The first failure permits an immediate retry.
+func (s *slot) recordFailure(ctx context.Context, server string, err error) error {
 	if ctx.Err() != nil {
 		return ctx.Err()
 	}
@@ -226,14 +226,14 @@ func (c *Client) Close() {
 	c.slots = map[string]*slot{}
 	c.mu.Unlock()
 	for _, s := range slots {
-		c.under.Go(func() {
-			s.turn <- struct{}{} // a concurrent connect finds the client closed
+		c.closing.Go(func() {
+			s.lock <- struct{}{} // a concurrent connect finds the client closed
 			if s.conn != nil {
 				s.conn.close()
 			}
 		})
 	}
-	c.under.Wait()
+	c.closing.Wait()
 }
 
 // meta returns the metadata of a call: its idempotency key and the W3C trace context.
@@ -255,7 +255,7 @@ func (c *Client) Sync(ctx context.Context, server string) (Report, error) {
 	if err != nil {
 		return Report{}, err
 	}
-	conn, err := c.connect(ctx, r, func(tidy func()) { tidy() })
+	conn, err := c.connect(ctx, r, func(cleanup func()) { cleanup() })
 	if err != nil {
 		noted := c.noteAttempt(ctx, server, cleanText(err.Error(), 500), "")
 		return Report{Server: server, Error: err.Error()}, errors.Join(fmt.Errorf("sync MCP server %q: %w", server, err), noted)
@@ -263,7 +263,7 @@ func (c *Client) Sync(ctx context.Context, server string) (Report, error) {
 	defer conn.close()
 	var report Report
 	err = postgres.InTx(ctx, c.opts.Pool, func(tx pgx.Tx) error {
-		report, err = settle(ctx, tx, server, c.opts.Agent, conn.listed)
+		report, err = reconcile(ctx, tx, server, c.opts.Agent, conn.listed)
 		return err
 	})
 	if err != nil {

@@ -30,7 +30,7 @@ type connection struct {
 	remote  Remote
 	session *sdk.ClientSession
 	child   *process // nil over HTTP
-	hide    func(string) string
+	redact  func(string) string
 	made    time.Time
 	listed  map[string]snapshot // immutable after connect
 	about   string
@@ -42,7 +42,7 @@ type connection struct {
 
 // connect opens a connection and lists the server's tools. ctx bounds both, but not the connection's life. tidy runs
 // the cleanup after a failure, now or in the background.
-func (c *Client) connect(ctx context.Context, r Remote, tidy func(func())) (*connection, error) {
+func (c *Client) connect(ctx context.Context, r Remote, cleanup func(func())) (*connection, error) {
 	ctx, cancel := context.WithTimeout(ctx, connectTimeout)
 	defer cancel()
 	declared := r.Headers
@@ -53,25 +53,25 @@ func (c *Client) connect(ctx context.Context, r Remote, tidy func(func())) (*con
 	if err != nil {
 		return nil, err
 	}
-	conn := &connection{remote: r, hide: hider(secrets), made: time.Now(), ended: make(chan struct{})}
+	conn := &connection{remote: r, redact: newRedactor(secrets), made: time.Now(), ended: make(chan struct{})}
 	transport, err := c.transport(conn, values)
 	if err != nil {
-		return nil, conn.blotted(err)
+		return nil, conn.redactError(err)
 	}
 	if err := conn.open(ctx, transport, c.opts.Version); err != nil {
 		if conn.session != nil {
-			tidy(conn.close)
+			cleanup(conn.close)
 		} else if conn.child != nil {
-			tidy(conn.child.stop)
+			cleanup(conn.child.stop)
 		}
-		return nil, conn.blotted(err)
+		return nil, conn.redactError(err)
 	}
 	return conn, nil
 }
 
-// blotted redacts secrets in an error.
-func (conn *connection) blotted(err error) error {
-	text := conn.hide(cleanText(err.Error(), 900))
+// redactError redacts secrets in an error.
+func (conn *connection) redactError(err error) error {
+	text := conn.redact(cleanText(err.Error(), 900))
 	if refused, ok := errors.AsType[*skills.CallError](err); ok {
 		return &skills.CallError{Class: refused.Class, Message: text}
 	}
@@ -85,7 +85,7 @@ func (c *Client) transport(conn *connection, values map[string]string) (sdk.Tran
 		return httpTransport(r, values, c.opts.AllowPrivate, c.opts.TLS)
 	}
 	var err error
-	conn.child, err = startProcess(r.Command, childEnv(values, c.opts.Getenv), c.log.With("server", r.Name), conn.hide)
+	conn.child, err = startProcess(r.Command, childEnv(values, c.opts.Getenv), c.log.With("server", r.Name), conn.redact)
 	if err != nil {
 		return nil, fmt.Errorf("start %s: %w", r.Command[0], err)
 	}
@@ -133,7 +133,7 @@ func listTools(ctx context.Context, session *sdk.ClientSession) (map[string]snap
 			if len(listed) == maxTools {
 				return nil, fmt.Errorf("list tools: there are more than %d; leave some out with another endpoint", maxTools)
 			}
-			listed[t.Name] = look(t)
+			listed[t.Name] = newSnapshot(t)
 		}
 		if page.NextCursor == "" {
 			return listed, nil
@@ -150,7 +150,7 @@ func (conn *connection) usable(r Remote) bool {
 		return false
 	default:
 	}
-	if conn.child != nil && conn.child.gone(0) {
+	if conn.child != nil && conn.child.waitExit(0) {
 		return false
 	}
 	tooOld := conn.child == nil && time.Since(conn.made) > maxAge
@@ -167,7 +167,7 @@ func (conn *connection) close() {
 		defer close(closed)
 		_ = conn.session.Close() // the connection may be closed already
 	}()
-	timer := time.NewTimer(stopPatience)
+	timer := time.NewTimer(stopTimeout)
 	defer timer.Stop()
 	select {
 	case <-closed:
@@ -194,7 +194,7 @@ func (conn *connection) call(ctx context.Context, params *sdk.CallToolParams) (*
 	select {
 	case a = <-answered:
 	case <-ctx.Done():
-		timer := time.NewTimer(stopPatience)
+		timer := time.NewTimer(stopTimeout)
 		defer timer.Stop()
 		select {
 		case a = <-answered:
@@ -266,7 +266,7 @@ func (b *bounded) RoundTrip(request *http.Request) (*http.Response, error) {
 	cancel := func() {}
 	if request.Method == http.MethodDelete { // the end of a session must not take long
 		var ctx context.Context
-		ctx, cancel = context.WithTimeout(request.Context(), stopPatience)
+		ctx, cancel = context.WithTimeout(request.Context(), stopTimeout)
 		request = request.WithContext(ctx)
 	}
 	response, err := b.next.RoundTrip(request)
@@ -303,10 +303,10 @@ func (b *boundedBody) Read(p []byte) (int, error) {
 // end the session.
 type lines struct {
 	io.Closer
-	in   *bufio.Reader
-	out  io.Writer
-	most int    // bytes of a message
-	line []byte // unread rest of the current line
+	in       *bufio.Reader
+	out      io.Writer
+	maxBytes int    // bytes of a message
+	line     []byte // unread rest of the current line
 }
 
 func (l *lines) Read(p []byte) (int, error) {
@@ -333,7 +333,7 @@ func (l *lines) next() ([]byte, error) {
 		more := bufio.ErrBufferFull
 		for errors.Is(more, bufio.ErrBufferFull) {
 			var part []byte
-			if part, more = l.in.ReadSlice('\n'); len(line) <= l.most {
+			if part, more = l.in.ReadSlice('\n'); len(line) <= l.maxBytes {
 				line = append(line, part...)
 			}
 		}
@@ -350,8 +350,8 @@ func (l *lines) next() ([]byte, error) {
 func (l *lines) problem(line []byte) *jsonrpc.Error {
 	line = bytes.TrimSpace(line)
 	switch {
-	case len(line) > l.most:
-		return &jsonrpc.Error{Code: jsonrpc.CodeInvalidRequest, Message: fmt.Sprintf("a message may have %d bytes", l.most)}
+	case len(line) > l.maxBytes:
+		return &jsonrpc.Error{Code: jsonrpc.CodeInvalidRequest, Message: fmt.Sprintf("a message may have %d bytes", l.maxBytes)}
 	case !json.Valid(line):
 		return &jsonrpc.Error{Code: jsonrpc.CodeParseError, Message: "this line is no JSON; send each message on a line of its own"}
 	case line[0] == '[':
@@ -379,13 +379,13 @@ func (l *lines) refuse(line []byte, problem *jsonrpc.Error) error {
 	return err
 }
 
-// oneByOne serializes concurrent writes of messages.
-type oneByOne struct {
+// serializedWriter serializes concurrent writes of messages.
+type serializedWriter struct {
 	io.WriteCloser
 	mu sync.Mutex
 }
 
-func (w *oneByOne) Write(p []byte) (int, error) {
+func (w *serializedWriter) Write(p []byte) (int, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.WriteCloser.Write(p)

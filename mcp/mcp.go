@@ -338,8 +338,8 @@ func readSecret(file string) (string, error) {
 	}
 }
 
-// hider blots out secrets in what a server says.
-func hider(secrets []string) func(string) string {
+// newRedactor blots out secrets in what a server says.
+func newRedactor(secrets []string) func(string) string {
 	pairs := make([]string, 0, 2*len(secrets))
 	for _, secret := range secrets {
 		if len(secret) >= shortSecret {

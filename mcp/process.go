@@ -12,8 +12,8 @@ import (
 	"time"
 )
 
-// stopPatience bounds the exit of a child after its input closes, and again after SIGTERM.
-const stopPatience = 2 * time.Second
+// stopTimeout bounds the exit of a child after its input closes, and again after SIGTERM.
+const stopTimeout = 2 * time.Second
 
 // process is a server that runs as a child, in its own process group.
 type process struct {
@@ -40,7 +40,7 @@ func startProcess(command, env []string, log *slog.Logger, hide func(string) str
 	cmd := exec.Command(path, command[1:]...)
 	cmd.Env, cmd.Stdin, cmd.Stdout = env, childIn, childOut
 	cmd.Stderr = &lineLogger{log: log, hide: hide}
-	cmd.WaitDelay = stopPatience // a grandchild may hold the error output open
+	cmd.WaitDelay = stopTimeout // a grandchild may hold the error output open
 	ownGroup(cmd)
 	err = cmd.Start()
 	// The child has its own copies.
@@ -64,9 +64,9 @@ func startProcess(command, env []string, log *slog.Logger, hide func(string) str
 // when the child has exited.
 func (p *process) stop() {
 	_ = p.stdin.Close() // closed already if the session ended first
-	if !p.gone(stopPatience) {
+	if !p.waitExit(stopTimeout) {
 		signalGroup(p.cmd, false)
-		p.gone(stopPatience)
+		p.waitExit(stopTimeout)
 	}
 	signalGroup(p.cmd, true) // also the remaining processes of the group
 	<-p.exited
@@ -76,14 +76,14 @@ func (p *process) stop() {
 // kill ends the child at once.
 func (p *process) kill() { signalGroup(p.cmd, true) }
 
-// gone reports whether the child exits within patience.
-func (p *process) gone(patience time.Duration) bool {
+// waitExit reports whether the child exits within patience.
+func (p *process) waitExit(timeout time.Duration) bool {
 	select {
 	case <-p.exited:
 		return true
 	default:
 	}
-	timer := time.NewTimer(patience)
+	timer := time.NewTimer(timeout)
 	defer timer.Stop()
 	select {
 	case <-p.exited:

@@ -30,9 +30,9 @@ import (
 )
 
 const (
-	maxBody    = 1 << 20
-	lookAgain  = 5 * time.Second // interval at which a stdio session checks for changed offers
-	ourVersion = "dev"
+	maxBody         = 1 << 20
+	refreshInterval = 5 * time.Second // interval at which a stdio session checks for changed offers
+	ourVersion      = "dev"
 )
 
 // Server offers skills over MCP. All fields but Version and Logger are required. It is safe for concurrent use.
@@ -85,8 +85,8 @@ func (s *Server) Serve(ctx context.Context, in io.ReadCloser, out io.WriteCloser
 	}
 	var under sync.WaitGroup
 	under.Go(func() { s.follow(ctx, server, known) })
-	shared := &oneByOne{WriteCloser: out}
-	asked := &lines{Closer: in, in: bufio.NewReader(in), out: shared, most: maxBody}
+	shared := &serializedWriter{WriteCloser: out}
+	asked := &lines{Closer: in, in: bufio.NewReader(in), out: shared, maxBytes: maxBody}
 	err = server.Run(ctx, &sdk.IOTransport{Reader: asked, Writer: shared, MaxLineLength: maxBody})
 	if ctx.Err() != nil || clientLeft(err) {
 		err = nil
@@ -106,7 +106,7 @@ func clientLeft(err error) bool {
 
 // follow keeps a session's list of tools current until ctx ends.
 func (s *Server) follow(ctx context.Context, server *sdk.Server, known map[string]int) {
-	ticker := time.NewTicker(lookAgain)
+	ticker := time.NewTicker(refreshInterval)
 	defer ticker.Stop()
 	for {
 		select {
@@ -185,9 +185,9 @@ func (s *Server) log() *slog.Logger {
 const Flow = "mcp.call"
 
 const (
-	// answerLife is how long the answer to an approved call can be collected. Later, the same call is a new one.
-	answerLife = 24 * time.Hour
-	pollCall   = 100 * time.Millisecond
+	// answerTTL is how long the answer to an approved call can be collected. Later, the same call is a new one.
+	answerTTL = 24 * time.Hour
+	pollCall  = 100 * time.Millisecond
 )
 
 // callInput is the input of the flow.
@@ -212,7 +212,7 @@ func (s *Server) Register() error {
 		}
 		step, call := "skill "+skill.Name, executions.Call{Entry: activity.Entry{Purpose: "called over MCP"}}
 		if skill.Trust == skills.TrustApprove {
-			id, err := leave(ctx, skill, in.Args)
+			id, err := requestApproval(ctx, skill, in.Args)
 			if err != nil {
 				return executions.Result{}, err
 			}
@@ -231,8 +231,8 @@ func (s *Server) Register() error {
 	})
 }
 
-// leave requests an approval and waits durably for the decision. The error says why it was not given.
-func leave(ctx context.Context, skill skills.Skill, args json.RawMessage) (id string, err error) {
+// requestApproval requests an approval and waits durably for the decision. The error says why it was not given.
+func requestApproval(ctx context.Context, skill skills.Skill, args json.RawMessage) (id string, err error) {
 	asked, err := approvals.Ask(ctx, approvals.Request{
 		Skill: skill.Name, SkillID: skill.ID, Revision: skill.Revision, Args: args, Park: true,
 	})
@@ -267,7 +267,7 @@ func (s *Server) call(ctx context.Context, name string, args json.RawMessage) (*
 	case errors.Is(err, skills.ErrNotFound):
 		return failure("there is no skill " + name + " any more"), nil
 	case err != nil:
-		return nil, s.fault(ctx, err)
+		return nil, s.internalError(ctx, err)
 	case !skill.Enabled:
 		return failure("the skill " + skill.OutOfService()), nil
 	}
@@ -277,7 +277,7 @@ func (s *Server) call(ctx context.Context, name string, args json.RawMessage) (*
 	var ended executions.Execution
 	spec := executions.Spec{Flow: Flow, Surface: trace.Flow, Agent: s.Agent, Input: callInput{name, args}}
 	if skill.Trust == skills.TrustApprove {
-		ended, err = s.withLeave(ctx, skill, args, spec)
+		ended, err = s.callWithApproval(ctx, skill, args, spec)
 	} else {
 		ended, err = s.Engine.RunSync(ctx, spec)
 	}
@@ -285,13 +285,13 @@ func (s *Server) call(ctx context.Context, name string, args json.RawMessage) (*
 		return failure(err.Error()), nil
 	}
 	if err != nil {
-		return nil, s.fault(ctx, err)
+		return nil, s.internalError(ctx, err)
 	}
 	return answer(ended), nil
 }
 
-// fault logs an internal failure and hides its cause from the caller.
-func (s *Server) fault(ctx context.Context, err error) error {
+// internalError logs an internal failure and hides its cause from the caller.
+func (s *Server) internalError(ctx context.Context, err error) error {
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
@@ -299,9 +299,9 @@ func (s *Server) fault(ctx context.Context, err error) error {
 	return errors.New("the call could not be made; the server's log says why")
 }
 
-// withLeave finds the execution that an earlier try of this call started, or starts one. It returns an ended
+// callWithApproval finds the execution that an earlier try of this call started, or starts one. It returns an ended
 // execution, whose answer then belongs to this caller alone, or a pending one.
-func (s *Server) withLeave(ctx context.Context, skill skills.Skill, args json.RawMessage, spec executions.Spec) (executions.Execution, error) {
+func (s *Server) callWithApproval(ctx context.Context, skill skills.Skill, args json.RawMessage, spec executions.Spec) (executions.Execution, error) {
 	hash, err := approvals.Hash(args)
 	if err != nil {
 		return executions.Execution{}, err
@@ -316,14 +316,14 @@ func (s *Server) withLeave(ctx context.Context, skill skills.Skill, args json.Ra
 		if err != nil {
 			return x, err
 		}
-		if x, err = s.settled(ctx, x, skill.Timeout()); err != nil || !x.Status.Ended() {
+		if x, err = s.awaitSettled(ctx, x, skill.Timeout()); err != nil || !x.Status.Ended() {
 			return x, err
 		}
 		mine, err := collect(ctx, s.Pool, id)
 		if err != nil {
 			return x, err
 		}
-		old := x.CompletedAt != nil && time.Since(*x.CompletedAt) > answerLife
+		old := x.CompletedAt != nil && time.Since(*x.CompletedAt) > answerTTL
 		if mine && !old && x.Status != executions.Timeout {
 			return x, nil
 		}
@@ -331,9 +331,9 @@ func (s *Server) withLeave(ctx context.Context, skill skills.Skill, args json.Ra
 	}
 }
 
-// settled waits, within patience, for an execution to end or to wait. The execution may run elsewhere.
-func (s *Server) settled(ctx context.Context, x executions.Execution, patience time.Duration) (executions.Execution, error) {
-	deadline := time.Now().Add(patience + time.Second)
+// awaitSettled waits, within patience, for an execution to end or to wait. The execution may run elsewhere.
+func (s *Server) awaitSettled(ctx context.Context, x executions.Execution, timeout time.Duration) (executions.Execution, error) {
+	deadline := time.Now().Add(timeout + time.Second)
 	ticker := time.NewTicker(pollCall)
 	defer ticker.Stop()
 	for !x.Status.Ended() && x.Status != executions.Waiting && time.Now().Before(deadline) {

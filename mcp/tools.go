@@ -43,8 +43,8 @@ func (r Report) changed() bool {
 	return len(r.Mounted)+len(r.Quarantined)+len(r.Gone)+len(r.Excluded)+len(r.Refused) > 0
 }
 
-// note counts a tool with a changed state.
-func (r *Report) note(t Tool) {
+// count counts a tool with a changed state.
+func (r *Report) count(t Tool) {
 	switch t.State {
 	case Mounted:
 		r.Mounted = append(r.Mounted, t.Tool)
@@ -59,8 +59,8 @@ func (r *Report) note(t Tool) {
 	}
 }
 
-// settle updates the rows and skills of a server's tools to match its list, and records the changes.
-func settle(ctx context.Context, tx pgx.Tx, server, agent string, listed map[string]snapshot) (Report, error) {
+// reconcile updates the rows and skills of a server's tools to match its list, and records the changes.
+func reconcile(ctx context.Context, tx pgx.Tx, server, agent string, listed map[string]snapshot) (Report, error) {
 	report := Report{
 		Server: server, Tools: len(listed), Mounted: []string{}, Quarantined: []string{}, Gone: []string{}, Excluded: []string{},
 		Refused: []string{},
@@ -88,12 +88,12 @@ func settle(ctx context.Context, tx pgx.Tx, server, agent string, listed map[str
 		if s, ok := listed[name]; ok {
 			now = &s
 		}
-		next, err := place(ctx, tx, r, judge(r, old, now))
+		next, err := writeState(ctx, tx, r, nextState(r, old, now))
 		if err != nil {
 			return report, err
 		}
 		if next.State != old.State || next.SeenPin != old.SeenPin {
-			report.note(next)
+			report.count(next)
 		}
 	}
 	if !report.changed() {
@@ -110,8 +110,8 @@ func lock(ctx context.Context, tx pgx.Tx, server string) (Remote, error) {
 	return Get(ctx, tx, server)
 }
 
-// place writes a tool's row and updates its skill accordingly.
-func place(ctx context.Context, tx pgx.Tx, r Remote, t Tool) (Tool, error) {
+// writeState writes a tool's row and updates its skill accordingly.
+func writeState(ctx context.Context, tx pgx.Tx, r Remote, t Tool) (Tool, error) {
 	if t.State == Mounted {
 		if problem, err := mountable(ctx, tx, r, t); err != nil {
 			return t, err
@@ -226,13 +226,13 @@ func remount(ctx context.Context, tx pgx.Tx, server string) error {
 	for _, t := range all {
 		switch included := r.includes(t.Tool); {
 		case !included && t.State != Excluded:
-			t = judge(r, t, nil)
+			t = nextState(r, t, nil)
 		case included && t.State == Mounted, included && t.State == Excluded && t.Pin != "":
 			t.State, t.Reason = Mounted, ""
 		default:
 			continue
 		}
-		if _, err := place(ctx, tx, r, t); err != nil {
+		if _, err := writeState(ctx, tx, r, t); err != nil {
 			return err
 		}
 	}
@@ -267,7 +267,7 @@ func Accept(ctx context.Context, db postgres.Beginner, server, tool, pin, agent 
 		if problem, err := mountable(ctx, tx, r, next); err != nil || problem != "" {
 			return errors.Join(err, fmt.Errorf("it cannot be a skill: %s", problem))
 		}
-		if accepted, err = place(ctx, tx, r, next); err != nil {
+		if accepted, err = writeState(ctx, tx, r, next); err != nil {
 			return err
 		}
 		return record(ctx, tx, agent, "mcp_accept",
@@ -388,8 +388,8 @@ type snapshot struct {
 	problem    string // why it cannot become a skill
 }
 
-// look takes the snapshot of a tool. The pin covers all bytes that a model or a person can see, before cleaning.
-func look(t *sdk.Tool) snapshot {
+// newSnapshot takes the snapshot of a tool. The pin covers all bytes that a model or a person can see, before cleaning.
+func newSnapshot(t *sdk.Tool) snapshot {
 	raw, err := json.Marshal(map[string]any{
 		"name": t.Name, "description": t.Description, "inputSchema": t.InputSchema, "annotations": t.Annotations,
 	})
@@ -485,8 +485,8 @@ func (r Remote) skill(tool, name, pin string, d definition) skills.Definition {
 	}
 }
 
-// longestSkill bounds a skill's name.
-const longestSkill = 64
+// maxSkillName bounds a skill's name.
+const maxSkillName = 64
 
 // skillName returns the name of a tool's skill. If a character was replaced or the name was cut, a part of the hash
 // of the tool's name keeps it unique.
@@ -498,17 +498,17 @@ func skillName(server, tool string) string {
 		return '_'
 	}, tool)
 	name := "mcp__" + server + "__" + safe
-	if safe == tool && len(name) <= longestSkill {
+	if safe == tool && len(name) <= maxSkillName {
 		return name
 	}
 	sum := sha256.Sum256([]byte(tool))
 	mark := "_" + hex.EncodeToString(sum[:])[:8]
-	return name[:min(len(name), longestSkill-len(mark))] + mark
+	return name[:min(len(name), maxSkillName-len(mark))] + mark
 }
 
-// judge decides the state of a tool. old is its row, with only names for a new tool. now is the listed tool, nil if
+// nextState decides the state of a tool. old is its row, with only names for a new tool. now is the listed tool, nil if
 // the server does not list it. All cases are decided here.
-func judge(r Remote, old Tool, now *snapshot) Tool {
+func nextState(r Remote, old Tool, now *snapshot) Tool {
 	next := old
 	next.Reason, next.SeenPin, next.Seen = "", "", json.RawMessage(`{}`)
 	switch {
@@ -572,7 +572,7 @@ func cleanText(text string, limit int) string {
 			return r
 		case unicode.IsSpace(r):
 			return ' '
-		case hidden(r):
+		case isInvisible(r):
 			return -1
 		}
 		return r
@@ -584,9 +584,9 @@ func cleanText(text string, limit int) string {
 	return text
 }
 
-// hidden reports an invisible character: control and format characters (zero width, direction, tags), private use,
+// isInvisible reports an invisible character: control and format characters (zero width, direction, tags), private use,
 // surrogates, and variation selectors.
-func hidden(r rune) bool {
+func isInvisible(r rune) bool {
 	return unicode.In(r, unicode.Cc, unicode.Cf, unicode.Co, unicode.Cs, unicode.Variation_Selector) || r == '\u115F' || r == '\u1160' ||
 		r == '\u3164' || r == '\uFFA0' || r == '\u2028' || r == '\u2029'
 }

@@ -66,9 +66,9 @@ const conflictColumns = `
 		  left join agent_memory m on m.owner = c.owner and m.category = c.category and m.key = c.key
 		   and (m.expires_at is null or m.expires_at > clock_timestamp())`
 
-// KeepConflict stores a rejected value for an admin's decision, and returns the conflict's id. An open conflict with
+// StoreConflict stores a rejected value for an admin's decision, and returns the conflict's id. An open conflict with
 // the same value is reused. It returns [ErrConflictsFull] when 1,000 are undecided. executionID may be empty.
-func KeepConflict(ctx context.Context, db postgres.DB, n Note, c *ConflictError, executionID string) (id string, err error) {
+func StoreConflict(ctx context.Context, db postgres.DB, n Note, c *ConflictError, executionID string) (id string, err error) {
 	found := Entry{}
 	if c.Theirs != nil {
 		found = *c.Theirs

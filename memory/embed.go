@@ -18,16 +18,16 @@ import (
 )
 
 const (
-	embedEvery     = 5 * time.Second // interval of the search for new revisions
-	embedAllEvery  = time.Hour       // interval of the full comparison
-	embedOverlap   = 10 * time.Minute
-	embedBatch     = 32 // texts in one request
-	embedTimeout   = time.Minute
-	embedClaim     = 5 * time.Minute // then another process may claim it
-	maxEmbedPause  = 5 * time.Minute // between passes while the server fails
-	maxEmbedded    = 8000            // bytes of a text that are embedded
-	shortEmbedded  = 2000            // of a text that the server rejected
-	keptOtherModel = 24 * time.Hour  // retention of another model's vectors
+	embedEvery    = 5 * time.Second // interval of the search for new revisions
+	embedAllEvery = time.Hour       // interval of the full comparison
+	embedOverlap  = 10 * time.Minute
+	embedBatch    = 32 // texts in one request
+	embedTimeout  = time.Minute
+	embedClaim    = 5 * time.Minute // then another process may claim it
+	maxEmbedPause = 5 * time.Minute // between passes while the server fails
+	maxEmbedded   = 8000            // bytes of a text that are embedded
+	shortEmbedded = 2000            // of a text that the server rejected
+	otherModelTTL = 24 * time.Hour  // retention of another model's vectors
 )
 
 // Run embeds entries until ctx ends. Several processes may run it: each claims its entries. A nil Index returns at
@@ -85,7 +85,7 @@ func (x *Index) Update(ctx context.Context, db postgres.DB, since time.Time) (em
 		return 0, err
 	}
 	if since.IsZero() {
-		if err := x.removeOther(ctx, db); err != nil {
+		if err := x.deleteOtherModels(ctx, db); err != nil {
 			return 0, err
 		}
 	}
@@ -102,8 +102,8 @@ func (x *Index) Update(ctx context.Context, db postgres.DB, since time.Time) (em
 	}
 }
 
-// claimed is a claimed revision of an entry.
-type claimed struct {
+// claimedEntry is a claimed revision of an entry.
+type claimedEntry struct {
 	ID       string
 	Revision int
 	Key      string
@@ -111,7 +111,7 @@ type claimed struct {
 }
 
 // claim claims the next entries to embed. An unfulfilled claim expires after some minutes.
-func (x *Index) claim(ctx context.Context, db postgres.DB, since time.Time) ([]claimed, error) {
+func (x *Index) claim(ctx context.Context, db postgres.DB, since time.Time) ([]claimedEntry, error) {
 	rows, err := db.Query(ctx, `
 		with wanted as (
 		  (select m.id
@@ -142,7 +142,7 @@ func (x *Index) claim(ctx context.Context, db postgres.DB, since time.Time) ([]c
 	if err != nil {
 		return nil, fmt.Errorf("claim memories to embed: %w", err)
 	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[claimed])
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[claimedEntry])
 	if err != nil {
 		return nil, fmt.Errorf("claim memories to embed: %w", err)
 	}
@@ -151,8 +151,8 @@ func (x *Index) claim(ctx context.Context, db postgres.DB, since time.Time) ([]c
 
 // embed embeds claimed entries in one request, or one by one if the server rejects that. The pass ends with an error
 // if the server fails, or rejects every text.
-func (x *Index) embed(ctx context.Context, db postgres.DB, list []claimed) (int, error) {
-	vectors, err := x.ask(ctx, list, maxEmbedded)
+func (x *Index) embed(ctx context.Context, db postgres.DB, list []claimedEntry) (int, error) {
+	vectors, err := x.requestVectors(ctx, list, maxEmbedded)
 	switch {
 	case err == nil:
 		return len(list), x.store(ctx, db, list, vectors)
@@ -161,17 +161,17 @@ func (x *Index) embed(ctx context.Context, db postgres.DB, list []claimed) (int,
 	}
 	done, last := 0, err
 	for i, one := range list {
-		one := []claimed{one}
-		vectors, err := x.ask(ctx, one, maxEmbedded)
+		one := []claimedEntry{one}
+		vectors, err := x.requestVectors(ctx, one, maxEmbedded)
 		if refused(err) {
-			vectors, err = x.ask(ctx, one, shortEmbedded)
+			vectors, err = x.requestVectors(ctx, one, shortEmbedded)
 		}
 		switch {
 		case err == nil:
 			err = x.store(ctx, db, one, vectors)
 			done++
 		case refused(err):
-			last, err = err, x.putBack(ctx, db, one[0], err)
+			last, err = err, x.delayRetry(ctx, db, one[0], err)
 		default:
 			err = errors.Join(fmt.Errorf("embed memories: %w", err), x.release(context.WithoutCancel(ctx), db, list[i:]))
 		}
@@ -185,8 +185,8 @@ func (x *Index) embed(ctx context.Context, db postgres.DB, list []claimed) (int,
 	return done, nil
 }
 
-// ask makes one request.
-func (x *Index) ask(ctx context.Context, list []claimed, most int) ([][]float32, error) {
+// requestVectors makes one request.
+func (x *Index) requestVectors(ctx context.Context, list []claimedEntry, most int) ([][]float32, error) {
 	texts := make([]string, len(list))
 	for i, c := range list {
 		texts[i] = c.text(most)
@@ -206,17 +206,17 @@ func refused(err error) bool {
 }
 
 // text returns the text to embed: the key and the value, unquoted if it is a text.
-func (c claimed) text(most int) string {
+func (c claimedEntry) text(most int) string {
 	value := string(c.Value)
 	var plain string
 	if json.Unmarshal(c.Value, &plain) == nil {
 		value = plain
 	}
-	return cut(c.Key+": "+value, most)
+	return truncateBytes(c.Key+": "+value, most)
 }
 
-// cut cuts a text to a number of bytes at a whole character.
-func cut(text string, most int) string {
+// truncateBytes cuts a text to a number of bytes at a whole character.
+func truncateBytes(text string, most int) string {
 	if len(text) <= most {
 		return text
 	}
@@ -227,7 +227,7 @@ func cut(text string, most int) string {
 }
 
 // store stores the vectors of revisions that are still claimed.
-func (x *Index) store(ctx context.Context, db postgres.DB, list []claimed, vectors [][]float32) error {
+func (x *Index) store(ctx context.Context, db postgres.DB, list []claimedEntry, vectors [][]float32) error {
 	ids, revisions := keys(list)
 	texts := make([]string, len(vectors))
 	for i, v := range vectors {
@@ -258,7 +258,7 @@ func arrayText(vector []float32) string {
 }
 
 // release makes claims due again at once.
-func (x *Index) release(ctx context.Context, db postgres.DB, list []claimed) error {
+func (x *Index) release(ctx context.Context, db postgres.DB, list []claimedEntry) error {
 	ids, revisions := keys(list)
 	_, err := db.Exec(ctx, `
 		update agent_memory_embeddings e set due_at = clock_timestamp()
@@ -271,8 +271,8 @@ func (x *Index) release(ctx context.Context, db postgres.DB, list []claimed) err
 	return nil
 }
 
-// putBack delays a rejected text: by 5 minutes, then 20, then 80, at most a day.
-func (x *Index) putBack(ctx context.Context, db postgres.DB, c claimed, why error) error {
+// delayRetry delays a rejected text: by 5 minutes, then 20, then 80, at most a day.
+func (x *Index) delayRetry(ctx context.Context, db postgres.DB, c claimedEntry, why error) error {
 	x.log.WarnContext(ctx, "the embedding server refuses a memory; it is found by words alone",
 		"id", c.ID, "model", x.model.Model(), "error", why)
 	_, err := db.Exec(ctx, `
@@ -286,16 +286,16 @@ func (x *Index) putBack(ctx context.Context, db postgres.DB, c claimed, why erro
 	return nil
 }
 
-func keys(list []claimed) (ids []string, revisions []int) {
+func keys(list []claimedEntry) (ids []string, revisions []int) {
 	for _, c := range list {
 		ids, revisions = append(ids, c.ID), append(revisions, c.Revision)
 	}
 	return ids, revisions
 }
 
-// removeOther removes vectors of other models after a day. Until then, a process with the other setting may need
+// deleteOtherModels removes vectors of other models after a day. Until then, a process with the other setting may need
 // them.
-func (x *Index) removeOther(ctx context.Context, db postgres.DB) error {
+func (x *Index) deleteOtherModels(ctx context.Context, db postgres.DB) error {
 	const piece = 1000
 	for {
 		tag, err := db.Exec(ctx, `
@@ -303,7 +303,7 @@ func (x *Index) removeOther(ctx context.Context, db postgres.DB) error {
 			 where (e.memory_id, e.model) in (
 			         select o.memory_id, o.model from agent_memory_embeddings o
 			          where o.model <> @model and o.updated_at < statement_timestamp() - make_interval(secs => @kept::float8) limit @most)`,
-			postgres.Strict{"model": x.model.Model(), "kept": keptOtherModel.Seconds(), "most": piece})
+			postgres.Strict{"model": x.model.Model(), "kept": otherModelTTL.Seconds(), "most": piece})
 		if err != nil {
 			return fmt.Errorf("remove embeddings of other models: %w", err)
 		}

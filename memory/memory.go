@@ -139,7 +139,7 @@ func Save(ctx context.Context, db postgres.DB, n Note) (Entry, error) {
 	if err != nil {
 		return Entry{}, fmt.Errorf("save memory %q: %w", n.Key, err)
 	}
-	if err := room(ctx, db, n); err != nil {
+	if err := checkCapacity(ctx, db, n); err != nil {
 		return Entry{}, fmt.Errorf("save memory %q: %w", n.Key, err)
 	}
 	e, err := n.write(ctx, db, value)
@@ -225,22 +225,22 @@ func (n *Note) check() (json.RawMessage, error) {
 	if len(problems) > 0 {
 		return nil, fmt.Errorf("%w: %w", ErrInvalid, errors.Join(problems...))
 	}
-	if secret(n.Key, value) {
+	if looksSecret(n.Key, value) {
 		return nil, ErrSecret
 	}
 	return value, nil
 }
 
-// secret reports whether redaction would change the key or the value.
-func secret(key string, value json.RawMessage) bool {
+// looksSecret reports whether redaction would change the key or the value.
+func looksSecret(key string, value json.RawMessage) bool {
 	const room = 4 * maxValue // length alone is no secret
 	named := redact.JSON(map[string]json.RawMessage{key: value}, room)
 	plain, err := json.Marshal(map[string]json.RawMessage{key: value})
 	return err != nil || strings.Count(string(named), redact.Marker) > strings.Count(string(plain), redact.Marker)
 }
 
-// room rejects a new key in a full category.
-func room(ctx context.Context, db postgres.DB, n Note) error {
+// checkCapacity rejects a new key in a full category.
+func checkCapacity(ctx context.Context, db postgres.DB, n Note) error {
 	var full bool
 	err := db.QueryRow(ctx, `
 		select count(*) >= @most and not exists (
@@ -399,7 +399,7 @@ func ShownIn(answer []byte, upto int, list string) []json.RawMessage {
 				return found
 			}
 			for decoder.More() {
-				if !shown(decoder, upto, &found) {
+				if !readShown(decoder, upto, &found) {
 					return found
 				}
 			}
@@ -407,11 +407,11 @@ func ShownIn(answer []byte, upto int, list string) []json.RawMessage {
 				return found
 			}
 		case "theirs":
-			if !shown(decoder, upto, &found) {
+			if !readShown(decoder, upto, &found) {
 				return found
 			}
 		default:
-			if !shown(decoder, 0, &found) {
+			if !readShown(decoder, 0, &found) {
 				return found
 			}
 		}
@@ -419,8 +419,8 @@ func ShownIn(answer []byte, upto int, list string) []json.RawMessage {
 	return found
 }
 
-// shown reads one value, which was shown if it ends within upto bytes; false at the end of the readable part.
-func shown(decoder *json.Decoder, upto int, found *[]json.RawMessage) bool {
+// readShown reads one value, which was shown if it ends within upto bytes; false at the end of the readable part.
+func readShown(decoder *json.Decoder, upto int, found *[]json.RawMessage) bool {
 	var raw json.RawMessage
 	if decoder.Decode(&raw) != nil {
 		return false
@@ -442,7 +442,7 @@ func (o Owner) Forget(ctx context.Context, db postgres.DB, category, key string,
 		returning coalesce(expires_at <= clock_timestamp(), false)`,
 		postgres.Strict{"owner": o, "category": category, "key": key, "if_revision": revision}).Scan(&expired)
 	if errors.Is(err, pgx.ErrNoRows) {
-		return false, o.stillThere(ctx, db, category, key, revision)
+		return false, o.revisionConflict(ctx, db, category, key, revision)
 	}
 	if err != nil {
 		return false, fmt.Errorf("forget memory %q: %w", key, err)
@@ -450,8 +450,8 @@ func (o Owner) Forget(ctx context.Context, db postgres.DB, category, key string,
 	return !expired, nil
 }
 
-// stillThere returns the conflict of an entry at another revision; nil if none exists.
-func (o Owner) stillThere(ctx context.Context, db postgres.DB, category, key string, revision int) error {
+// revisionConflict returns the conflict of an entry at another revision; nil if none exists.
+func (o Owner) revisionConflict(ctx context.Context, db postgres.DB, category, key string, revision int) error {
 	if revision == 0 {
 		return nil
 	}

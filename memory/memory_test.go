@@ -509,7 +509,7 @@ func late(t *testing.T, pool *pgxpool.Pool, key string) string {
 	save(t, pool, memory.Note{Key: key, Value: "first"})
 	save(t, pool, memory.Note{Key: key, Value: "theirs", TraceID: "op_1"})
 	note := memory.Note{Key: key, Value: "late", Revision: 1, TraceID: "hb_1"}
-	id, err := memory.KeepConflict(t.Context(), pool, note, refused(t, pool, note), "")
+	id, err := memory.StoreConflict(t.Context(), pool, note, refused(t, pool, note), "")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -577,7 +577,7 @@ func TestALateValueIsKeptOnceHoweverOftenItComes(t *testing.T) {
 	id := late(t, pool, "k")
 	for _, value := range []string{"late", "later"} {
 		note := memory.Note{Key: "k", Value: value, Revision: 1, TraceID: "hb_2"}
-		again, err := memory.KeepConflict(t.Context(), pool, note, refused(t, pool, note), "")
+		again, err := memory.StoreConflict(t.Context(), pool, note, refused(t, pool, note), "")
 		if err != nil || (again == id) != (value == "late") {
 			t.Errorf("%s: %s after %s, %v", value, again, id, err)
 		}
@@ -600,7 +600,7 @@ func TestConflictsAreBoundedAndGoWithTime(t *testing.T) {
 	}
 	late(t, pool, "the thousandth")
 	note := memory.Note{Key: "the thousandth", Value: "x", Revision: 1}
-	if _, err := memory.KeepConflict(t.Context(), pool, note, refused(t, pool, note), ""); !errors.Is(err, memory.ErrConflictsFull) {
+	if _, err := memory.StoreConflict(t.Context(), pool, note, refused(t, pool, note), ""); !errors.Is(err, memory.ErrConflictsFull) {
 		t.Errorf("one too many: %v", err)
 	}
 	if _, err := memory.Expire(t.Context(), pool); err != nil {

@@ -205,7 +205,7 @@ func (x *Index) queryVector(ctx context.Context, form queryForm, query string) [
 	}
 	limited, cancel := context.WithTimeout(ctx, queryTimeout)
 	defer cancel()
-	vectors, err := x.model.Embed(limited, []string{cut(query, maxEmbedded)})
+	vectors, err := x.model.Embed(limited, []string{truncateBytes(query, maxEmbedded)})
 	if err != nil {
 		if ctx.Err() == nil {
 			x.report(ctx, "the embedding server does not answer", err)

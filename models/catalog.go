@@ -75,17 +75,17 @@ func readList(body []byte) ([]Listed, error) {
 }
 
 // API returns the protocol of the next request to a model.
-func (c *Client) API(model string) API { return c.api(model, c.understood(model)) }
+func (c *Client) API(model string) API { return c.api(model, c.dialectFor(model)) }
 
 // Learned names the features that the server has rejected for a model.
-func (c *Client) Learned(model string) []string { return c.understood(model).names() }
+func (c *Client) Learned(model string) []string { return c.dialectFor(model).names() }
 
 // Price returns the price of a model. ok is false for a model outside the table.
 func (c *Client) Price(model string) (Price, bool) { return c.config.Prices.Of(model) }
 
 // TakesImages reports whether images are sent to a model. They are, unless its facts or its server exclude them.
 func (c *Client) TakesImages(model string) bool {
-	return !FactsOf(model).NoImages && !c.understood(model).has(noImages)
+	return !FactsOf(model).NoImages && !c.dialectFor(model).has(noImages)
 }
 
 // String formats a price for people.

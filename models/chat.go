@@ -165,7 +165,7 @@ func (a *arguments) UnmarshalJSON(raw []byte) error {
 	return nil
 }
 
-// calls assembles tool calls from fragments. Its zero value is ready.
+// hasCalls assembles tool calls from fragments. Its zero value is ready.
 type calls struct {
 	list []*collected
 }
@@ -174,7 +174,7 @@ type collected struct {
 	index     int // -1 if the server sends none
 	id, name  string
 	arguments strings.Builder
-	opaque    gathered
+	opaque    opaqueFields
 }
 
 // add continues the call of a fragment, or starts one.
@@ -274,22 +274,22 @@ func derivedID(req Request, place int, name string) string {
 // imageLeftOut replaces an image that the model does not accept.
 const imageLeftOut = "[An image was left out here: this model takes text alone.]"
 
-// adapted returns the history in a form that the model accepts.
-func adapted(messages []Message, d dialect, known Facts) []Message {
+// adaptHistory returns the history in a form that the model accepts.
+func adaptHistory(messages []Message, d dialect, known Facts) []Message {
 	if d.has(noImages) || known.NoImages {
 		messages = withoutImages(messages)
 	}
 	if d.has(oneSystem) || known.OneSystem {
-		messages = folded(messages)
+		messages = foldSystem(messages)
 	}
 	return messages
 }
 
-// adaptedRequest returns a request in a form that the server accepts.
-func adaptedRequest(req Request, d dialect) Request {
+// adaptRequest returns a request in a form that the server accepts.
+func adaptRequest(req Request, d dialect) Request {
 	known := FactsOf(req.Model)
-	req.Messages = adapted(withForm(req, d, known), d, known)
-	if req.Schema != nil && inWords(req.Schema, d, known) {
+	req.Messages = adaptHistory(withForm(req, d, known), d, known)
+	if req.Schema != nil && asInstruction(req.Schema, d, known) {
 		req.Schema = nil
 	}
 	if d.has(noTemperature) || known.NoTemperature {
@@ -301,9 +301,9 @@ func adaptedRequest(req Request, d dialect) Request {
 	return req
 }
 
-// folded returns a history with one system message, at the front. A later system text is appended to the preceding
+// foldSystem returns a history with one system message, at the front. A later system text is appended to the preceding
 // tool result, or else to a user message.
-func folded(messages []Message) []Message {
+func foldSystem(messages []Message) []Message {
 	var out []Message
 	for _, m := range messages {
 		last := len(out) - 1
@@ -339,8 +339,8 @@ func with(m, more Message) Message {
 
 func isBlank(text string) bool { return text == "" }
 
-// severalSystem reports whether folding changes the history.
-func severalSystem(messages []Message) bool {
+// needsFolding reports whether folding changes the history.
+func needsFolding(messages []Message) bool {
 	for i, m := range messages {
 		if i > 0 && m.Role == RoleSystem {
 			return true
@@ -370,23 +370,23 @@ func withoutImages(messages []Message) []Message {
 
 func isImage(p Part) bool { return p.Image != nil }
 
-// images reports whether the request has images.
-func (r Request) images() bool {
+// hasImages reports whether the request has images.
+func (r Request) hasImages() bool {
 	return slices.ContainsFunc(r.Messages, func(m Message) bool { return slices.ContainsFunc(m.Parts, isImage) })
 }
 
-// calls reports whether the history has calls.
-func (r Request) calls() bool {
+// hasCalls reports whether the history has calls.
+func (r Request) hasCalls() bool {
 	return slices.ContainsFunc(r.Messages, func(m Message) bool { return len(m.ToolCalls) > 0 })
 }
 
-// thought reports whether the history has reasoning.
-func (r Request) thought() bool {
+// hasReasoning reports whether the history has reasoning.
+func (r Request) hasReasoning() bool {
 	return slices.ContainsFunc(r.Messages, func(m Message) bool { return m.Reasoning != "" })
 }
 
-// opaque reports whether the history has opaque fields.
-func (r Request) opaque() bool {
+// hasOpaque reports whether the history has opaque fields.
+func (r Request) hasOpaque() bool {
 	return slices.ContainsFunc(r.Messages, func(m Message) bool {
 		return m.Opaque != nil || slices.ContainsFunc(m.ToolCalls, func(c ToolCall) bool { return c.Opaque != nil })
 	})
@@ -397,9 +397,9 @@ const (
 	thinkEnds   = "</think>"
 )
 
-// thinker separates reasoning from text, for servers that send both as text: a leading block <think>…</think> is
-// reasoning. Chunks may split tags. Its zero value is ready.
-type thinker struct {
+// reasoningSplitter separates reasoning from text, for servers that send both as text: a leading block
+// <think>…</think> is reasoning. Chunks may split tags. Its zero value is ready.
+type reasoningSplitter struct {
 	state thinkState
 	held  string // a possible beginning of a tag, or blanks before it
 }
@@ -414,7 +414,7 @@ const (
 )
 
 // add splits a piece of text.
-func (t *thinker) add(piece string) (said, thought string) {
+func (t *reasoningSplitter) add(piece string) (said, thought string) {
 	if t.state == thinkDone {
 		return piece, ""
 	}
@@ -449,14 +449,14 @@ func (t *thinker) add(piece string) (said, thought string) {
 }
 
 // end flushes the held text.
-func (t *thinker) end() (said, thought string) {
+func (t *reasoningSplitter) end() (said, thought string) {
 	if t.state == thinkInside {
 		return "", t.rest()
 	}
 	return t.rest(), ""
 }
 
-func (t *thinker) rest() string {
+func (t *reasoningSplitter) rest() string {
 	held := t.held
 	t.held = ""
 	return held

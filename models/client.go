@@ -177,16 +177,16 @@ func checkBaseURL(text string) error {
 	return nil
 }
 
-// over returns go-openai's client on top of one attempt.
-func (c *Client) over(doer openai.HTTPDoer) *openai.Client {
+// openAIClient returns go-openai's client on top of one attempt.
+func (c *Client) openAIClient(doer openai.HTTPDoer) *openai.Client {
 	config := openai.DefaultConfig(c.config.APIKey)
 	config.BaseURL = c.config.BaseURL
 	config.HTTPClient = doer
 	return openai.NewClientWithConfig(config)
 }
 
-// longestRetryAfter bounds a server's Retry-After.
-const longestRetryAfter = 7 * 24 * time.Hour
+// maxRetryAfter bounds a server's Retry-After.
+const maxRetryAfter = 7 * 24 * time.Hour
 
 func (r Retry) withDefaults() Retry {
 	return Retry{
@@ -214,8 +214,8 @@ func (r Retry) wait(attempt int, failure *Error) (time.Duration, bool) {
 
 func jitter(d time.Duration) time.Duration { return rand.N(d + 1) }
 
-// reaches reports whether ctx outlives a wait.
-func reaches(ctx context.Context, wait time.Duration) bool {
+// outlives reports whether ctx outlives a wait.
+func outlives(ctx context.Context, wait time.Duration) bool {
 	deadline, bounded := ctx.Deadline()
 	return !bounded || time.Until(deadline) > wait
 }
@@ -224,23 +224,23 @@ func reaches(ctx context.Context, wait time.Duration) bool {
 // value.
 func retryAfter(header http.Header, now time.Time) time.Duration {
 	if ms, err := strconv.ParseFloat(header.Get("Retry-After-Ms"), 64); err == nil {
-		return believed(ms / 1000)
+		return plausibleWait(ms / 1000)
 	}
 	text := header.Get("Retry-After")
 	if seconds, err := strconv.ParseFloat(text, 64); err == nil {
-		return believed(seconds)
+		return plausibleWait(seconds)
 	}
 	if date, err := http.ParseTime(text); err == nil {
-		return believed(date.Sub(now).Seconds())
+		return plausibleWait(date.Sub(now).Seconds())
 	}
 	return 0
 }
 
-func believed(seconds float64) time.Duration {
+func plausibleWait(seconds float64) time.Duration {
 	if !(seconds > 0) { // NaN included
 		return 0
 	}
-	return time.Duration(min(seconds, longestRetryAfter.Seconds()) * float64(time.Second))
+	return time.Duration(min(seconds, maxRetryAfter.Seconds()) * float64(time.Second))
 }
 
 // transportError is an error of the connection, or of go-openai before sending.
@@ -295,7 +295,7 @@ func (c *Client) Embed(ctx context.Context, texts []string) ([][]float32, error)
 	defer cancel(nil)
 	link := newLink(c.config, "", string(body), cancel)
 	defer link.close()
-	_, err = c.over(link).CreateEmbeddings(attempt, wanted)
+	_, err = c.openAIClient(link).CreateEmbeddings(attempt, wanted)
 	if err == nil && link.failure == nil {
 		vectors, err := readEmbeddings(link.document, len(texts))
 		if err != nil {

@@ -104,7 +104,7 @@ func (d dialect) withoutAPI(words string, s sent) dialect {
 	case s.api == APIChat && !d.has(noResponses) &&
 		(strings.Contains(words, "/responses") || strings.Contains(words, "responses api")):
 		d |= noChat
-	case s.api == APIResponses && !d.has(noChat) && strings.Contains(words, "/responses") && soundsUnsupported(words):
+	case s.api == APIResponses && !d.has(noChat) && strings.Contains(words, "/responses") && isUnsupported(words):
 		d |= noResponses
 	}
 	return d
@@ -120,7 +120,7 @@ func (d dialect) withoutOption(words string, s sent) dialect {
 		}
 		return false
 	}
-	unsupported := soundsUnsupported(words)
+	unsupported := isUnsupported(words)
 	switch {
 	case names("stream_options", "include_usage"):
 		d |= noUsage
@@ -139,7 +139,7 @@ func (d dialect) withoutOption(words string, s sent) dialect {
 		names("unsupported parameter", "unknown parameter", "not permitted", "unrecognized", "unexpected",
 			"unknown field"):
 		d |= noEffort
-	case names("image") && s.req.images() && (unsupported || names("text only", "only text", "multimodal", "vision")):
+	case names("image") && s.req.hasImages() && (unsupported || names("text only", "only text", "multimodal", "vision")):
 		d |= noImages
 	}
 	return d
@@ -147,15 +147,15 @@ func (d dialect) withoutOption(words string, s sent) dialect {
 
 // withoutHistory changes the form of the history.
 func (d dialect) withoutHistory(words string, s sent) dialect {
-	unsupported := soundsUnsupported(words)
+	unsupported := isUnsupported(words)
 	switch {
-	case aboutRoles(words) && severalSystem(s.req.Messages):
+	case aboutRoles(words) && needsFolding(s.req.Messages):
 		d |= oneSystem
-	case strings.Contains(words, "reasoning_content") && !unsupported && s.req.calls():
+	case strings.Contains(words, "reasoning_content") && !unsupported && s.req.hasCalls():
 		d |= echo
-	case strings.Contains(words, "reasoning_content") && s.req.thought():
+	case strings.Contains(words, "reasoning_content") && s.req.hasReasoning():
 		d |= noEcho
-	case s.req.opaque() && unsupported:
+	case s.req.hasOpaque() && unsupported:
 		for _, name := range append([]string{"reasoning_details", "reasoning"}, opaqueMembers...) {
 			if strings.Contains(words, name) {
 				d |= noOpaque
@@ -167,7 +167,7 @@ func (d dialect) withoutHistory(words string, s sent) dialect {
 
 // withoutStream asks for the answer in one piece.
 func (d dialect) withoutStream(words string, _ sent) dialect {
-	if strings.Contains(words, "stream") && soundsUnsupported(words) {
+	if strings.Contains(words, "stream") && isUnsupported(words) {
 		d |= noStream
 	}
 	return d
@@ -187,8 +187,8 @@ func aboutRoles(words string) bool {
 	return false
 }
 
-// soundsUnsupported reports a refusal that names an unsupported feature.
-func soundsUnsupported(words string) bool {
+// isUnsupported reports a refusal that names an unsupported feature.
+func isUnsupported(words string) bool {
 	for _, sign := range []string{
 		"support", "not implemented", "not allowed", "not permitted", "not available", "not enabled", "unknown",
 		"unrecogni", "unexpected", "must be false", "disabled", "invalid", "extra inputs", "does not accept",
@@ -200,8 +200,8 @@ func soundsUnsupported(words string) bool {
 	return false
 }
 
-// understood returns the known and learned dialect of a model.
-func (c *Client) understood(model string) dialect {
+// dialectFor returns the known and learned dialect of a model.
+func (c *Client) dialectFor(model string) dialect {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.dialects[model]

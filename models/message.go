@@ -357,15 +357,15 @@ func partTexts(parts []Part) (texts []string) {
 	return texts
 }
 
-// longestName bounds a tool's name.
-const longestName = 64
+// maxToolName bounds a tool's name.
+const maxToolName = 64
 
 var notInNames = regexp.MustCompile(`[^a-zA-Z0-9_-]`)
 
-// acceptable returns a history that servers accept. A model may call an impossible name (multi_tool_use.parallel) or
+// repairHistory returns a history that servers accept. A model may call an impossible name (multi_tool_use.parallel) or
 // send arguments that are no object. The next request quotes that call, so it must be repaired. Servers also reject
 // messages without content, above all tool results.
-func acceptable(history []Message) []Message {
+func repairHistory(history []Message) []Message {
 	messages := make([]Message, len(history))
 	for i, m := range history {
 		asReceived := m.digest()
@@ -373,9 +373,9 @@ func acceptable(history []Message) []Message {
 			m.Content = "(empty)"
 		}
 		if m.Role == RoleTool && m.Name != "" {
-			m.Name = possibleName(m.Name)
+			m.Name = validName(m.Name)
 		}
-		m.ToolCalls = possibleCalls(m.ToolCalls)
+		m.ToolCalls = repairCalls(m.ToolCalls)
 		m.Opaque = m.Opaque.repaired(asReceived, m.digest())
 		messages[i] = m
 	}
@@ -396,14 +396,14 @@ func (m Message) Sendable() Message {
 	return m
 }
 
-// possibleCalls repairs calls and leaves valid ones unchanged.
-func possibleCalls(made []ToolCall) []ToolCall {
+// repairCalls repairs calls and leaves valid ones unchanged.
+func repairCalls(made []ToolCall) []ToolCall {
 	if len(made) == 0 {
 		return nil
 	}
 	calls := make([]ToolCall, len(made))
 	for i, c := range made {
-		c.Name = possibleName(c.Name)
+		c.Name = validName(c.Name)
 		if !isObject(c.Arguments) {
 			c.Arguments = "{}"
 		}
@@ -412,9 +412,9 @@ func possibleCalls(made []ToolCall) []ToolCall {
 	return calls
 }
 
-func possibleName(name string) string {
+func validName(name string) string {
 	name = notInNames.ReplaceAllString(name, "_")
-	return name[:min(len(name), longestName)]
+	return name[:min(len(name), maxToolName)]
 }
 
 // isObject rejects null, unlike decoding into a map.
@@ -436,25 +436,25 @@ var callMembers = []string{"index", "id", "type", "function"}
 // reasoningNames are the fields in which servers send reasoning as text.
 var reasoningNames = []string{"reasoning_content", "reasoning", "thinking"}
 
-// gathered collects opaque fields from a stream. Its zero value is ready.
-type gathered map[string]json.RawMessage
+// opaqueFields collects opaque fields from a stream. Its zero value is ready.
+type opaqueFields map[string]json.RawMessage
 
 // add merges a piece. A field that comes once stays unchanged.
-func (g *gathered) add(name string, piece json.RawMessage) {
+func (g *opaqueFields) add(name string, piece json.RawMessage) {
 	if isNull(piece) {
 		return
 	}
 	if *g == nil {
-		*g = gathered{}
+		*g = opaqueFields{}
 	}
 	if have, known := (*g)[name]; known {
-		piece = joined(have, piece)
+		piece = mergeJSON(have, piece)
 	}
 	(*g)[name] = slices.Clone(piece)
 }
 
 // texts returns the fields; nil if there are none.
-func (g *gathered) texts() map[string]string {
+func (g *opaqueFields) texts() map[string]string {
 	if len(*g) == 0 {
 		return nil
 	}
@@ -470,28 +470,28 @@ func isNull(raw json.RawMessage) bool { return len(raw) == 0 || string(raw) == "
 // pieces are the fields whose text is streamed in pieces.
 var pieces = []string{"text", "summary", "data", "signature", "thinking"}
 
-// joined merges two pieces of a value: lists by index and type of their entries, objects by member. Otherwise the
+// mergeJSON merges two pieces of a value: lists by index and type of their entries, objects by member. Otherwise the
 // later one wins.
-func joined(a, b json.RawMessage) json.RawMessage {
+func mergeJSON(a, b json.RawMessage) json.RawMessage {
 	var lists [2][]json.RawMessage
 	if json.Unmarshal(a, &lists[0]) == nil && json.Unmarshal(b, &lists[1]) == nil {
-		return joinedLists(lists[0], lists[1])
+		return mergeLists(lists[0], lists[1])
 	}
 	var objects [2]map[string]json.RawMessage
 	if json.Unmarshal(a, &objects[0]) == nil && json.Unmarshal(b, &objects[1]) == nil && objects[0] != nil {
-		return joinedObjects(objects[0], objects[1])
+		return mergeObjects(objects[0], objects[1])
 	}
 	return b
 }
 
-func joinedLists(a, b []json.RawMessage) json.RawMessage {
+func mergeLists(a, b []json.RawMessage) json.RawMessage {
 	for _, entry := range b {
 		at := slices.IndexFunc(a, func(have json.RawMessage) bool { return continues(have, entry) })
 		if at < 0 {
 			a = append(a, entry)
 			continue
 		}
-		a[at] = joined(a[at], entry)
+		a[at] = mergeJSON(a[at], entry)
 	}
 	texts := make([]string, len(a))
 	for i, entry := range a {
@@ -513,7 +513,7 @@ func continues(have, entry json.RawMessage) bool {
 	return a.Index != nil && b.Index != nil && *a.Index == *b.Index && a.Type == b.Type
 }
 
-func joinedObjects(a, b map[string]json.RawMessage) json.RawMessage {
+func mergeObjects(a, b map[string]json.RawMessage) json.RawMessage {
 	for name, value := range b {
 		var old, more string
 		_, known := a[name]
@@ -528,7 +528,7 @@ func joinedObjects(a, b map[string]json.RawMessage) json.RawMessage {
 				a[name] = encoded
 			}
 		case known && bytes.HasPrefix(value, []byte("{")):
-			a[name] = joined(a[name], value)
+			a[name] = mergeJSON(a[name], value)
 		default:
 			a[name] = value
 		}

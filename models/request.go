@@ -83,7 +83,7 @@ func (c *Client) complete(req Request) Request {
 		req.Model = c.config.Model
 	}
 	req.Effort = cmp.Or(req.Effort, c.config.ReasoningEffort)
-	req.Messages = acceptable(req.Messages)
+	req.Messages = repairHistory(req.Messages)
 	return req
 }
 
@@ -91,7 +91,7 @@ func (c *Client) complete(req Request) Request {
 // client may still learn another form while sending.
 func (c *Client) Prepared(req Request) Request {
 	req = c.complete(req)
-	return adaptedRequest(req, c.understood(req.Model))
+	return adaptRequest(req, c.dialectFor(req.Model))
 }
 
 // response prices the answer and estimates missing usage.
@@ -236,7 +236,7 @@ func list(texts []string) string {
 // body encodes the request in a form that the server accepts.
 func (c *Client) body(req Request, api API, d dialect) (string, error) {
 	known := FactsOf(req.Model)
-	req = adaptedRequest(req, d)
+	req = adaptRequest(req, d)
 	var o object
 	o.set("model", req.Model)
 	var err error
@@ -293,13 +293,13 @@ func (s *Schema) flatFormat() any {
 	}{formatSchema, *s}
 }
 
-// inWords reports whether the form goes into the prompt, because the server does not support this schema.
-func inWords(s *Schema, d dialect, known Facts) bool {
+// asInstruction reports whether the form goes into the prompt, because the server does not support this schema.
+func asInstruction(s *Schema, d dialect, known Facts) bool {
 	return s.inWords || d.has(noSchema) || known.NoSchema
 }
 
-// rule returns the form as an instruction.
-func (s *Schema) rule() string {
+// instruction returns the form as an instruction.
+func (s *Schema) instruction() string {
 	if len(s.Schema) == 0 {
 		return "[Form of the final answer: one JSON object, and nothing else: no words around it, no code fence.]"
 	}
@@ -314,17 +314,17 @@ func (s *Schema) rule() string {
 // The instruction goes into the last user message. The schema comes from a client, so it has no higher rank.
 func withForm(req Request, d dialect, known Facts) []Message {
 	s := req.Schema
-	if s == nil || len(s.Schema) > 0 && !inWords(s, d, known) {
+	if s == nil || len(s.Schema) > 0 && !asInstruction(s, d, known) {
 		return req.Messages
 	}
 	for i := len(req.Messages) - 1; i >= 0; i-- {
 		if req.Messages[i].Role == RoleUser {
 			messages := slices.Clone(req.Messages)
-			messages[i] = with(messages[i], Message{Content: s.rule()})
+			messages[i] = with(messages[i], Message{Content: s.instruction()})
 			return messages
 		}
 	}
-	return append(slices.Clip(req.Messages), Message{Role: RoleUser, Content: s.rule()})
+	return append(slices.Clip(req.Messages), Message{Role: RoleUser, Content: s.instruction()})
 }
 
 // schemaRefused switches this call to an instruction if the server rejects the schema. The dialect stays, because
@@ -460,7 +460,7 @@ func size(req Request) (all extent, parts int) {
 		}
 	}
 	if req.Schema != nil {
-		all.add(req.Schema.rule())
+		all.add(req.Schema.instruction())
 	}
 	return all, len(req.Messages) + len(req.Tools)
 }
@@ -504,8 +504,8 @@ func (c *Client) reportsUsage(now bool) bool {
 	return c.reports
 }
 
-// Learn updates the density: a prompt estimated at reckoned tokens was counted as in u. Safe for concurrent use.
-func (c *Client) Learn(reckoned int, u Usage) {
+// ObserveUsage updates the density: a prompt estimated at reckoned tokens was counted as in u. Safe for concurrent use.
+func (c *Client) ObserveUsage(reckoned int, u Usage) {
 	if reckoned <= 0 || u.Estimated {
 		return
 	}

@@ -151,19 +151,19 @@ type outputItem struct {
 	Name      string `json:"name"`
 	Arguments string `json:"arguments"`
 	Content   []struct {
-		Type    string `json:"type"`
-		Text    words  `json:"text"`
-		Refusal words  `json:"refusal"`
+		Type    string      `json:"type"`
+		Text    contentText `json:"text"`
+		Refusal contentText `json:"refusal"`
 	} `json:"content"`
 	Summary []struct {
-		Text words `json:"text"`
+		Text contentText `json:"text"`
 	} `json:"summary"`
 }
 
 // event holds the relevant fields of a stream's event.
 type event struct {
 	Type     string          `json:"type"`
-	Delta    words           `json:"delta"`
+	Delta    contentText     `json:"delta"`
 	Item     json.RawMessage `json:"item"`
 	Response *responseObject `json:"response"`
 }
@@ -189,7 +189,7 @@ type responseObject struct {
 func (r *response) add(raw []byte) (text string, err error) {
 	var e event
 	if err := json.Unmarshal(raw, &e); err != nil {
-		return "", notUnderstood(raw, err)
+		return "", invalidChunk(raw, err)
 	}
 	switch e.Type {
 	case "":
@@ -221,7 +221,7 @@ func (r *response) add(raw []byte) (text string, err error) {
 func (r *response) addDocument(raw []byte) (string, error) {
 	var whole responseObject
 	if err := json.Unmarshal(raw, &whole); err != nil {
-		return "", notUnderstood(raw, err)
+		return "", invalidChunk(raw, err)
 	}
 	if whole.Status == "" && whole.Output == nil {
 		return "", streamError(raw)
@@ -278,7 +278,7 @@ const betweenItems = "\n\n"
 func (r *response) done(raw json.RawMessage) error {
 	item := outputItem{raw: string(raw)}
 	if err := json.Unmarshal(raw, &item); err != nil {
-		return notUnderstood(raw, err)
+		return invalidChunk(raw, err)
 	}
 	r.items = append(r.items, item)
 	return nil
@@ -326,7 +326,7 @@ func (r *response) empty() bool { return r.assembly.empty() && len(r.items) == 0
 
 func (r *response) size() int { return r.assembly.size() + r.pending }
 
-func (r *response) beyond(maxTokens int) bool { return beyond(r.size(), r.usage, maxTokens) }
+func (r *response) beyond(maxTokens int) bool { return exceedsLimit(r.size(), r.usage, maxTokens) }
 
 // said returns the texts of the items.
 func (r *response) said() (text, refusal, reasoning string) {

@@ -35,7 +35,7 @@ type run struct {
 // untilDone repeats the request while that may help.
 func (r *run) untilDone(ctx context.Context) (answer, error) {
 	for attempt := 1; ; {
-		d := r.client.understood(r.req.Model)
+		d := r.client.dialectFor(r.req.Model)
 		api := r.client.api(r.req.Model, d)
 		a, failure := r.try(ctx, api, d)
 		if failure == nil {
@@ -56,7 +56,7 @@ func (r *run) untilDone(ctx context.Context) (answer, error) {
 			failure.Advice = adviseResponses
 		}
 		wait, again := r.client.config.Retry.wait(attempt, failure)
-		if !again || !reaches(ctx, wait) {
+		if !again || !outlives(ctx, wait) {
 			return answer{}, failure
 		}
 		r.client.config.Logger.WarnContext(ctx, "model call repeated", slog.String("model", r.req.Model),
@@ -93,7 +93,7 @@ func (r *run) try(ctx context.Context, api API, d dialect) (answer, *Error) {
 	r.sent++
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	r.last = adaptedRequest(r.req, d)
+	r.last = adaptRequest(r.req, d)
 	body, err := r.client.body(r.req, api, d)
 	if err != nil {
 		return answer{}, &Error{Message: "encode request: " + err.Error(), cause: err}
@@ -101,7 +101,7 @@ func (r *run) try(ctx context.Context, api API, d dialect) (answer, *Error) {
 	link := newLink(r.client.config, r.req.IdempotencyKey, body, cancel)
 	defer link.close()
 
-	var parts answering = &assembly{}
+	var parts assembler = &assembly{}
 	if api == APIResponses {
 		parts = &response{}
 	}
@@ -133,13 +133,13 @@ type receiver interface {
 // open sends the request for a stream.
 func (r *run) open(ctx context.Context, link *link, api API) (receiver, error) {
 	if api == APIResponses {
-		return r.client.over(link).CreateResponseStream(ctx, openai.CreateResponseRequest{})
+		return r.client.openAIClient(link).CreateResponseStream(ctx, openai.CreateResponseRequest{})
 	}
-	return r.client.over(link).CreateChatCompletionStream(ctx, openai.ChatCompletionRequest{})
+	return r.client.openAIClient(link).CreateChatCompletionStream(ctx, openai.ChatCompletionRequest{})
 }
 
 // stream assembles the answer from its chunks.
-func (r *run) stream(ctx context.Context, link *link, api API, parts answering) error {
+func (r *run) stream(ctx context.Context, link *link, api API, parts assembler) error {
 	stream, err := r.open(ctx, link, api)
 	if err != nil {
 		return err
@@ -153,9 +153,9 @@ func (r *run) stream(ctx context.Context, link *link, api API, parts answering) 
 		} else {
 			err = r.take(parts, chunk)
 		}
-		switch whole := parts.ended(link.saidDone()); {
+		switch whole := parts.ended(link.sawDone()); {
 		case err != nil && whole: // an error after the end loses only the usage
-			parts.misses(!link.saidDone() && !ended)
+			parts.misses(!link.sawDone() && !ended)
 			return nil
 		case err != nil:
 			return err
@@ -176,12 +176,12 @@ func (r *run) stream(ctx context.Context, link *link, api API, parts answering) 
 }
 
 // whole receives the answer in one piece, from servers without streams.
-func (r *run) whole(ctx context.Context, link *link, api API, parts answering) error {
+func (r *run) whole(ctx context.Context, link *link, api API, parts assembler) error {
 	var err error
 	if api == APIResponses {
-		_, err = r.client.over(link).CreateResponse(ctx, openai.CreateResponseRequest{})
+		_, err = r.client.openAIClient(link).CreateResponse(ctx, openai.CreateResponseRequest{})
 	} else {
-		_, err = r.client.over(link).CreateChatCompletion(ctx, openai.ChatCompletionRequest{})
+		_, err = r.client.openAIClient(link).CreateChatCompletion(ctx, openai.ChatCompletionRequest{})
 	}
 	if err != nil {
 		return err
@@ -190,7 +190,7 @@ func (r *run) whole(ctx context.Context, link *link, api API, parts answering) e
 }
 
 // take adds a chunk to the answer and shows its text.
-func (r *run) take(parts answering, chunk []byte) error {
+func (r *run) take(parts assembler, chunk []byte) error {
 	text, err := parts.add(chunk)
 	if err != nil {
 		return err
@@ -255,10 +255,10 @@ type link struct {
 }
 
 // newLink starts the idle timer; giveUp cancels the attempt.
-func newLink(config Config, idempotencyKey, body string, giveUp context.CancelCauseFunc) *link {
+func newLink(config Config, idempotencyKey, body string, cancel context.CancelCauseFunc) *link {
 	l := &link{config: config, key: idempotencyKey, out: body}
 	l.idle = time.AfterFunc(config.IdleTimeout, func() {
-		giveUp(&idleError{config.IdleTimeout})
+		cancel(&idleError{config.IdleTimeout})
 	})
 	return l
 }
@@ -275,8 +275,8 @@ func (l *link) close() {
 	}
 }
 
-// saidDone reports whether the stream's end marker came.
-func (l *link) saidDone() bool { return l.lines != nil && l.lines.done }
+// sawDone reports whether the stream's end marker came.
+func (l *link) sawDone() bool { return l.lines != nil && l.lines.done }
 
 // Do sends a request of go-openai.
 func (l *link) Do(req *http.Request) (*http.Response, error) {
@@ -304,7 +304,7 @@ func (l *link) Do(req *http.Request) (*http.Response, error) {
 		return nil, err
 	}
 	l.body = resp.Body
-	body := bufio.NewReader(&heard{in: resp.Body, link: l})
+	body := bufio.NewReader(&idleReader{in: resp.Body, link: l})
 	if resp.StatusCode < 200 || resp.StatusCode > 299 {
 		l.refused(resp, body)
 		return replaced(resp, []byte("{}")), nil
@@ -382,13 +382,13 @@ func (l *link) explain(ctx context.Context, err error) *Error {
 	return said.scrubbed(l.config.secrets())
 }
 
-// heard resets the idle timer on each read.
-type heard struct {
+// idleReader resets the idle timer on each read.
+type idleReader struct {
 	in   io.Reader
 	link *link
 }
 
-func (h *heard) Read(p []byte) (int, error) {
+func (h *idleReader) Read(p []byte) (int, error) {
 	n, err := h.in.Read(p)
 	if n > 0 {
 		h.link.idle.Reset(h.link.config.IdleTimeout)

@@ -145,9 +145,9 @@ type chunk struct {
 }
 
 type part struct {
-	Content words      `json:"content"`
-	Refusal string     `json:"refusal"`
-	Calls   []fragment `json:"tool_calls"`
+	Content contentText `json:"content"`
+	Refusal string      `json:"refusal"`
+	Calls   []fragment  `json:"tool_calls"`
 
 	reasoning   string
 	reasoningAs string // the field that held it
@@ -163,7 +163,7 @@ func (p *part) UnmarshalJSON(raw []byte) error {
 		return err
 	}
 	for _, name := range reasoningNames {
-		var text words
+		var text contentText
 		if json.Unmarshal(p.opaque[name], &text) == nil && text != "" {
 			p.reasoning, p.reasoningAs = string(text), name
 			break
@@ -188,12 +188,12 @@ type usageDetails struct {
 	CacheWrite int `json:"cache_write_tokens"`
 }
 
-// words is content: a string, or a list of parts whose texts count. A NUL is replaced here as in the records, so that
-// shown and stored text agree.
-type words string
+// contentText is content: a string, or a list of parts whose texts count. A NUL is replaced here as in the records,
+// so that shown and stored text agree.
+type contentText string
 
-func (w *words) UnmarshalJSON(raw []byte) error {
-	defer func() { *w = words(strings.ReplaceAll(string(*w), "\x00", "\uFFFD")) }()
+func (w *contentText) UnmarshalJSON(raw []byte) error {
+	defer func() { *w = contentText(strings.ReplaceAll(string(*w), "\x00", "\uFFFD")) }()
 	if !bytes.HasPrefix(raw, []byte("[")) {
 		return json.Unmarshal(raw, (*string)(w))
 	}
@@ -204,13 +204,13 @@ func (w *words) UnmarshalJSON(raw []byte) error {
 		return err
 	}
 	for _, p := range parts {
-		*w += words(p.Text)
+		*w += contentText(p.Text)
 	}
 	return nil
 }
 
-// answering assembles an answer in one protocol.
-type answering interface {
+// assembler assembles an answer in one protocol.
+type assembler interface {
 	add(raw []byte) (text string, err error)
 	rest() string
 	ended(saidDone bool) bool
@@ -229,9 +229,9 @@ type assembly struct {
 	reasoning strings.Builder
 	refusal   strings.Builder
 	calls     calls
-	thinker   thinker
+	thinker   reasoningSplitter
 	thoughtAs string // the field that held the reasoning
-	opaque    gathered
+	opaque    opaqueFields
 	finish    FinishReason
 	model     string
 	usage     Usage
@@ -242,7 +242,7 @@ type assembly struct {
 func (a *assembly) add(raw []byte) (text string, err error) {
 	var c chunk
 	if err := json.Unmarshal(raw, &c); err != nil {
-		return "", notUnderstood(raw, err)
+		return "", invalidChunk(raw, err)
 	}
 	if len(c.Error) > 0 && string(c.Error) != "null" {
 		return "", streamError(raw)
@@ -261,8 +261,8 @@ func (a *assembly) add(raw []byte) (text string, err error) {
 	return text, nil
 }
 
-// notUnderstood returns the error of an invalid chunk. A server may send an error as a list.
-func notUnderstood(raw []byte, err error) *Error {
+// invalidChunk returns the error of an invalid chunk. A server may send an error as a list.
+func invalidChunk(raw []byte, err error) *Error {
 	if bytes.HasPrefix(raw, []byte("[")) && bytes.Contains(raw, []byte(`"error"`)) {
 		return streamError(raw)
 	}
@@ -285,19 +285,19 @@ func (a *assembly) addPart(p *part) string {
 	return said
 }
 
-// hugeTokens exceeds every model's limits.
-const hugeTokens = 10_000_000
+// maxPlausibleTokens exceeds every model's limits.
+const maxPlausibleTokens = 10_000_000
 
-// possible reports whether a count is plausible. Servers without counts send -1 or the largest number. Accepting that
+// plausible reports whether a count is plausible. Servers without counts send -1 or the largest number. Accepting that
 // would refund a budget, or inflate all later estimates.
-func (u wireUsage) possible() bool {
-	return min(u.Prompt, u.Completion, u.Total) >= 0 && max(u.Prompt, u.Completion) <= hugeTokens &&
-		u.Total <= 2*hugeTokens
+func (u wireUsage) plausible() bool {
+	return min(u.Prompt, u.Completion, u.Total) >= 0 && max(u.Prompt, u.Completion) <= maxPlausibleTokens &&
+		u.Total <= 2*maxPlausibleTokens
 }
 
 // count stores the latest usage. Servers that report it with every chunk report the running sum.
 func (a *assembly) count(u *wireUsage) {
-	if u == nil || !u.possible() || u.Prompt+u.Completion+u.Total == 0 {
+	if u == nil || !u.plausible() || u.Prompt+u.Completion+u.Total == 0 {
 		return
 	}
 	a.usage = Usage{PromptTokens: u.Prompt, CompletionTokens: u.Completion, TotalTokens: u.Total}
@@ -339,11 +339,11 @@ func (a *assembly) size() int {
 	return n
 }
 
-// beyond reports whether an answer clearly exceeds its limit: a token is about four bytes, and rarely more than
+// exceedsLimit reports whether an answer clearly exceeds its limit: a token is about four bytes, and rarely more than
 // eight.
-func (a *assembly) beyond(maxTokens int) bool { return beyond(a.size(), a.usage, maxTokens) }
+func (a *assembly) beyond(maxTokens int) bool { return exceedsLimit(a.size(), a.usage, maxTokens) }
 
-func beyond(size int, u Usage, maxTokens int) bool {
+func exceedsLimit(size int, u Usage, maxTokens int) bool {
 	return maxTokens > 0 && (size > 8*maxTokens+512 || u.CompletionTokens > maxTokens+maxTokens/10+16)
 }
 

@@ -142,8 +142,8 @@ func TestRetryAfterForms(t *testing.T) {
 		"negative":     {"Retry-After", "-3", 0},
 		"no number":    {"Retry-After", "NaN", 0},
 		"word":         {"Retry-After", "soon", 0},
-		"endless":      {"Retry-After", "1e300", longestRetryAfter},
-		"infinite":     {"Retry-After", "Inf", longestRetryAfter},
+		"endless":      {"Retry-After", "1e300", maxRetryAfter},
+		"infinite":     {"Retry-After", "Inf", maxRetryAfter},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if got := retryAfter(http.Header{test.header: {test.value}}, now); got != test.want {

@@ -135,7 +135,7 @@ func TestEvidenceIsFoundByWhatTheStepNames(t *testing.T) {
 		ids[act(t, pool, "hb_1", skill, "call", "success")] = skill
 	}
 	find := func(n int) (found []string) {
-		got, err := objectives.FindEvidence(t.Context(), pool, list[n].ID, objectives.Where{TraceID: "hb_1"})
+		got, err := objectives.FindEvidence(t.Context(), pool, list[n].ID, objectives.EvidenceFilter{TraceID: "hb_1"})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -181,7 +181,7 @@ func TestAProposalIsDecidedByAnAdminOnce(t *testing.T) {
 	}
 	other := d
 	other.Goal = "be untidy"
-	if _, err := objectives.Propose(t.Context(), pool, other, "agent", "hb_1"); !errors.Is(err, objectives.ErrTaken) {
+	if _, err := objectives.Propose(t.Context(), pool, other, "agent", "hb_1"); !errors.Is(err, objectives.ErrNameTaken) {
 		t.Errorf("a proposal was replaced: %v", err)
 	}
 	for _, sql := range []string{

@@ -44,8 +44,8 @@ var (
 	ErrNotActive = errors.New("objective is not active")
 	// ErrNoEvidence reports a step without evidence.
 	ErrNoEvidence = errors.New("no successful action shows that the step is done")
-	// ErrTaken reports a proposal under the name of another objective.
-	ErrTaken = errors.New("an objective of this name exists and says something else")
+	// ErrNameTaken reports a proposal under the name of another objective.
+	ErrNameTaken = errors.New("an objective of this name exists and says something else")
 	// ErrTooMany reports that too many proposals are undecided.
 	ErrTooMany = errors.New("too many proposals are undecided")
 	// ErrConflict reports an objective at another revision than the caller read.
@@ -83,12 +83,12 @@ const (
 )
 
 const (
-	maxText     = 4096
-	maxTitle    = 500
-	maxSteps    = 100
-	maxPriority = 9
-	maxNote     = 4096
-	maxOpen     = 20 // undecided proposals
+	maxText      = 4096
+	maxTitle     = 500
+	maxSteps     = 100
+	maxPriority  = 9
+	maxNote      = 4096
+	maxUndecided = 20 // undecided proposals
 )
 
 // Objective is a row of agent_objectives with the progress of its round.
@@ -119,7 +119,7 @@ type Objective struct {
 	Done               int        `json:"done"`
 	Failed             int        `json:"failed"`
 	Pending            int        `json:"pending"`
-	Progress           float64    `json:"progress"` // done / total, 0 to 1
+	Progress           float64    `json:"progress"` // markDone / total, 0 to 1
 }
 
 // Step is a row of agent_objective_steps.
@@ -157,8 +157,8 @@ type Filter struct {
 	Limit  int    // 100 when 0, at most 1000
 }
 
-// selected selects an objective with its progress.
-const selected = `
+// selectObjectives selects an objective with its progress.
+const selectObjectives = `
 		select o.id, o.name, o.goal, o.success_criteria, o.status, o.agent, o.priority,
 		       coalesce(extract(epoch from o.review_every), 0)::bigint as review_every_seconds, o.due_at, o.idle_runs, o.round, o.note,
 		       o.proposed_by, o.proposed_trace, o.decided_by, o.decided_reason, o.decided_at, o.revision, o.last_trace_id,
@@ -175,7 +175,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Objective, error) {
 	if f.Limit <= 0 {
 		f.Limit = 100
 	}
-	rows, err := db.Query(ctx, selected+`
+	rows, err := db.Query(ctx, selectObjectives+`
 		 where (@status = '' or o.status = @status) and (@source = '' or o.source = @source)
 		   and (@before = '' or o.id < nullif(@before, '')::uuid)
 		 order by o.id desc limit @limit`,
@@ -183,19 +183,19 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Objective, error) {
 	return collect("list objectives", rows, err)
 }
 
-// Whose selects objectives by agent: one agent's, or, without one, all but those of the others.
-type Whose struct {
+// AgentFilter selects objectives by agent: one agent's, or, without one, all but those of the others.
+type AgentFilter struct {
 	Agent  string
 	Except []string
 }
 
 // Due returns the objectives with work now, by priority and waiting time: active, due, with a pending step or without
 // any step. limit is 10 when 0.
-func Due(ctx context.Context, db postgres.DB, w Whose, limit int) ([]Objective, error) {
+func Due(ctx context.Context, db postgres.DB, w AgentFilter, limit int) ([]Objective, error) {
 	if limit <= 0 {
 		limit = 10
 	}
-	rows, err := db.Query(ctx, selected+`
+	rows, err := db.Query(ctx, selectObjectives+`
 		 where o.status = 'active' and o.due_at <= clock_timestamp() and (p.pending > 0 or p.steps = 0)
 		   and case when @agent <> '' then o.agent = @agent else o.agent <> all(@except::text[]) end
 		 order by o.priority, o.due_at, o.id limit @limit`,
@@ -205,7 +205,7 @@ func Due(ctx context.Context, db postgres.DB, w Whose, limit int) ([]Objective, 
 
 // Get returns one objective by name or id, or [ErrNotFound].
 func Get(ctx context.Context, db postgres.DB, nameOrID string) (Objective, error) {
-	rows, err := db.Query(ctx, selected+`
+	rows, err := db.Query(ctx, selectObjectives+`
 		 where o.name = @key or o.id::text = @key
 		 order by o.id::text = @key desc limit 1`, pgx.StrictNamedArgs{"key": nameOrID})
 	found, err := collect(fmt.Sprintf("get objective %q", nameOrID), rows, err)
@@ -277,7 +277,7 @@ func AtRevision(ctx context.Context, tx pgx.Tx, name string, revision int) error
 }
 
 // Propose stores an objective that the agent by proposes, and returns it. Work starts after an admin accepts it.
-// Proposing the same again changes nothing. It returns [ErrTaken] for the name of a different objective, and
+// Proposing the same again changes nothing. It returns [ErrNameTaken] for the name of a different objective, and
 // [ErrTooMany] while 20 proposals are undecided.
 func Propose(ctx context.Context, db postgres.Beginner, d Definition, by, traceID string) (o Objective, err error) {
 	if err := Validate(d); err != nil {
@@ -326,7 +326,7 @@ func insertProposal(ctx context.Context, tx pgx.Tx, d Definition, by, traceID st
 	if err != nil || taken {
 		return "", err
 	}
-	if open >= maxOpen {
+	if open >= maxUndecided {
 		return "", ErrTooMany
 	}
 	err = tx.QueryRow(ctx, `
@@ -346,7 +346,7 @@ func insertProposal(ctx context.Context, tx pgx.Tx, d Definition, by, traceID st
 // sameProposal accepts a repeated, equal proposal.
 func sameProposal(ctx context.Context, tx pgx.Tx, o Objective, d Definition) error {
 	if o.ProposedBy == "" || o.Goal != strings.TrimSpace(d.Goal) || o.SuccessCriteria != strings.TrimSpace(d.SuccessCriteria) {
-		return ErrTaken
+		return ErrNameTaken
 	}
 	var missing bool
 	err := tx.QueryRow(ctx, `
@@ -354,7 +354,7 @@ func sameProposal(ctx context.Context, tx pgx.Tx, o Objective, d Definition) err
 		                where not exists (select from agent_objective_steps s where s.objective_id = @id and s.title = t.title))`,
 		pgx.StrictNamedArgs{"id": o.ID, "titles": append([]string{}, d.Steps...)}).Scan(&missing)
 	if err == nil && missing {
-		err = ErrTaken
+		err = ErrNameTaken
 	}
 	return err
 }
@@ -384,7 +384,7 @@ func decide(ctx context.Context, db postgres.DB, nameOrID, status, by, reason st
 		   set status = @status, decided_by = @by, decided_reason = @reason, decided_at = clock_timestamp(),
 		       due_at = clock_timestamp(), updated_at = clock_timestamp()
 		 where id = @id and (status = 'proposed' or status = 'rejected' and @status = 'active')`,
-		pgx.StrictNamedArgs{"id": o.ID, "status": status, "by": storable(by), "reason": storable(reason)})
+		pgx.StrictNamedArgs{"id": o.ID, "status": status, "by": truncate(by), "reason": truncate(reason)})
 	if err != nil {
 		return false, fmt.Errorf("decide objective %q: %w", nameOrID, err)
 	}

@@ -65,7 +65,7 @@ func complete(t *testing.T, pool *pgxpool.Pool, s objectives.Step) {
 
 func due(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
-	list, err := objectives.Due(t.Context(), pool, objectives.Whose{}, 0)
+	list, err := objectives.Due(t.Context(), pool, objectives.AgentFilter{}, 0)
 	if err != nil {
 		t.Fatal(err)
 	}

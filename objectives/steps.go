@@ -14,13 +14,13 @@ import (
 
 const maxStepResult = 8 << 10
 
-// done completes a pending step; false if it is not pending any more.
-func done(ctx context.Context, db postgres.DB, stepID, result, traceID string) (bool, error) {
+// markDone completes a pending step; false if it is not pending any more.
+func markDone(ctx context.Context, db postgres.DB, stepID, result, traceID string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_objective_steps
 		   set status = 'done', result = @result, trace_id = @trace_id, attempts = attempts + 1, updated_at = clock_timestamp()
 		 where id = @id and status = 'pending'`,
-		pgx.StrictNamedArgs{"id": stepID, "result": storable(result), "trace_id": traceID})
+		pgx.StrictNamedArgs{"id": stepID, "result": truncate(result), "trace_id": traceID})
 	if err != nil {
 		return false, fmt.Errorf("mark step done: %w", err)
 	}
@@ -36,7 +36,7 @@ func FailStep(ctx context.Context, db postgres.DB, stepID, reason, traceID strin
 		       result = @reason, trace_id = @trace_id, updated_at = clock_timestamp()
 		 where id = @id and status = 'pending'
 		returning id, objective_id, position, title, status, result, attempts, trace_id, started_at, created_at, updated_at`,
-		pgx.StrictNamedArgs{"id": stepID, "most": MaxAttempts, "reason": storable(reason), "trace_id": traceID})
+		pgx.StrictNamedArgs{"id": stepID, "most": MaxAttempts, "reason": truncate(reason), "trace_id": traceID})
 	if err != nil {
 		return Step{}, false, fmt.Errorf("fail step: %w", err)
 	}
@@ -57,7 +57,7 @@ func AddSteps(ctx context.Context, db postgres.Beginner, objectiveID string, tit
 		return nil, fmt.Errorf("add steps: %w", err)
 	}
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
-		status, err := hold(ctx, tx, objectiveID)
+		status, err := lockObjective(ctx, tx, objectiveID)
 		if err == nil && status != Active {
 			err = ErrNotActive
 		}
@@ -73,8 +73,8 @@ func AddSteps(ctx context.Context, db postgres.Beginner, objectiveID string, tit
 	return added, nil
 }
 
-// hold locks an objective until the transaction ends, so that its steps stay stable.
-func hold(ctx context.Context, tx pgx.Tx, objectiveID string) (status string, err error) {
+// lockObjective locks an objective until the transaction ends, so that its steps stay stable.
+func lockObjective(ctx context.Context, tx pgx.Tx, objectiveID string) (status string, err error) {
 	err = tx.QueryRow(ctx, `select status from agent_objectives where id = @id for update`,
 		pgx.StrictNamedArgs{"id": objectiveID}).Scan(&status)
 	if errors.Is(err, pgx.ErrNoRows) {
@@ -107,8 +107,8 @@ func addSteps(ctx context.Context, tx pgx.Tx, objectiveID string, titles []strin
 	return added, err
 }
 
-// storable cuts a text to its stored length.
-func storable(text string) string {
+// truncate cuts a text to its stored length.
+func truncate(text string) string {
 	text = strings.ReplaceAll(strings.ToValidUTF8(text, "\uFFFD"), "\x00", "\uFFFD")
 	if len(text) > maxStepResult {
 		text = strings.ToValidUTF8(text[:maxStepResult], "") + "…"
@@ -128,7 +128,7 @@ func storable(text string) string {
 func Advanced(ctx context.Context, db postgres.Beginner, objectiveID, traceID string) (Objective, error) {
 	var o Objective
 	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
-		if _, err := hold(ctx, tx, objectiveID); err != nil {
+		if _, err := lockObjective(ctx, tx, objectiveID); err != nil {
 			return err
 		}
 		if err := settle(ctx, tx, objectiveID, traceID); err != nil {
@@ -212,11 +212,11 @@ func settle(ctx context.Context, tx pgx.Tx, objectiveID, traceID string) error {
 // maxEvidence bounds the stored calls of one step.
 const maxEvidence = 50
 
-// Where selects the calls that may be evidence.
-type Where struct {
+// EvidenceFilter selects the calls that may be evidence.
+type EvidenceFilter struct {
 	TraceID     string // trace of the calls; required
 	ExecutionID string // execution of the calls; empty for any of the trace
-	Under       string // key of the enclosing durable step; empty for any
+	StepKey     string // key of the enclosing durable step; empty for any
 }
 
 // call is a successful call that proves no step yet.
@@ -225,7 +225,7 @@ type call struct{ ID, SkillName string }
 // FindEvidence returns the activities that prove a pending step: successful calls since its round began that prove no
 // step yet. If the step's title names skills, their calls count, all of them. Otherwise the oldest call counts that
 // no other pending step names. Empty means that the agent has not acted.
-func FindEvidence(ctx context.Context, db postgres.DB, stepID string, w Where) ([]string, error) {
+func FindEvidence(ctx context.Context, db postgres.DB, stepID string, w EvidenceFilter) ([]string, error) {
 	rows, err := db.Query(ctx, `
 		select a.id, a.skill_name
 		  from agent_activity a, agent_objective_steps s
@@ -235,7 +235,7 @@ func FindEvidence(ctx context.Context, db postgres.DB, stepID string, w Where) (
 		   and (@under = '' or starts_with(a.step, @under || '/'))
 		   and not exists (select from agent_objective_evidence e where e.activity_id = a.id)
 		 order by a.id`,
-		pgx.StrictNamedArgs{"step": stepID, "trace_id": w.TraceID, "execution": w.ExecutionID, "under": w.Under})
+		pgx.StrictNamedArgs{"step": stepID, "trace_id": w.TraceID, "execution": w.ExecutionID, "under": w.StepKey})
 	if err != nil {
 		return nil, fmt.Errorf("find evidence: %w", err)
 	}
@@ -250,7 +250,7 @@ func FindEvidence(ctx context.Context, db postgres.DB, stepID string, w Where) (
 	if err != nil {
 		return nil, fmt.Errorf("find evidence: %w", err)
 	}
-	return chosen(calls, title, others), nil
+	return selectEvidence(calls, title, others), nil
 }
 
 // pendingTitles returns the titles of the step and of the objective's other pending steps.
@@ -275,8 +275,8 @@ func pendingTitles(ctx context.Context, db postgres.DB, stepID string) (title st
 	return title, others, err
 }
 
-// chosen selects the calls that prove a step.
-func chosen(calls []call, title string, others []string) (ids []string) {
+// selectEvidence selects the calls that prove a step.
+func selectEvidence(calls []call, title string, others []string) (ids []string) {
 	for _, c := range calls {
 		if names(title, c.SkillName) && len(ids) < maxEvidence {
 			ids = append(ids, c.ID)
@@ -337,7 +337,7 @@ func ConfirmStep(ctx context.Context, db postgres.Beginner, stepID, by, reason, 
 	return complete(ctx, db, stepID, reason, traceID, func(ctx context.Context, tx pgx.Tx) error {
 		_, err := tx.Exec(ctx, `
 			insert into agent_objective_evidence (step_id, trace_id, given_by, reason) values (@step, @trace_id, @by, @reason)`,
-			pgx.StrictNamedArgs{"step": stepID, "trace_id": traceID, "by": storable(by), "reason": storable(reason)})
+			pgx.StrictNamedArgs{"step": stepID, "trace_id": traceID, "by": truncate(by), "reason": truncate(reason)})
 		return err
 	})
 }
@@ -356,7 +356,7 @@ func complete(ctx context.Context, db postgres.Beginner, stepID, result, traceID
 			err = prove(ctx, tx)
 		}
 		if err == nil {
-			ok, err = done(ctx, tx, stepID, result, traceID)
+			ok, err = markDone(ctx, tx, stepID, result, traceID)
 		}
 		return err
 	})

@@ -134,7 +134,7 @@ func (w *turn) invokeSkill(
 	default:
 		w.outcome.Calls = append(w.outcome.Calls, s.Name)
 		c.result = w.shownFirst(s, value)
-		w.seen.Add(builtins.Wrote(s, value)...)
+		w.seen.Add(builtins.SightsWritten(s, value)...)
 	}
 	if failure != nil && failure.Class == executions.ClassUnknown { // an earlier process made it
 		return w.showOnce(ctx, c, "unknown "+s.Name, string(activity.Error), failure.Message)
@@ -173,7 +173,7 @@ func (l *Loop) invoke(
 	ctx context.Context, step string, s skills.Skill, args json.RawMessage, seen memory.Seen, call executions.Call,
 	begins func(),
 ) (json.RawMessage, error) {
-	guarded := builtins.Guarded(s, args, seen)
+	guarded := builtins.WithRevisions(s, args, seen)
 	call.Skill, call.SkillID, call.Input, call.Idempotent = s.Name, s.ID, args, s.Idempotent
 	value, err := executions.Do(ctx, step, call, func(
 		ctx context.Context, effect *executions.Effect,

@@ -97,7 +97,7 @@ func (w *turn) request(ctx context.Context, c *call) error {
 	s := c.leave.skill
 	args := c.args
 	if w.Approvals == Defer { // what was read by now is not known to who makes the call later
-		args = builtins.Guarded(s, args, w.seen)
+		args = builtins.WithRevisions(s, args, w.seen)
 	}
 	asked, err := approvals.Ask(ctx, approvals.Request{
 		Skill: s.Name, SkillID: s.ID, Revision: s.Revision, Args: args, Park: w.Approvals == Park,

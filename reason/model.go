@@ -146,7 +146,7 @@ func (l *Loop) consult(ctx context.Context, c modelCall) (reply, error) {
 		return reply{}, fmt.Errorf("ask the model: %w", err)
 	}
 	if got.Unknown == nil {
-		l.Model.Learn(r.reckoned, got.Usage) // also of an answer that another process got
+		l.Model.ObserveUsage(r.reckoned, got.Usage) // also of an answer that another process got
 	}
 	return got, nil
 }
@@ -197,7 +197,7 @@ func (l *Loop) send(ctx context.Context, c modelCall, r *reservation, effect *ex
 		settle(b)
 		c.prompt.Amend(ctx, l.log(), b, effect.ActivityID, response.Sent)
 	}
-	l.Model.Learn(r.reckoned, response.Usage) // before this is settled, and others take what it leaves
+	l.Model.ObserveUsage(r.reckoned, response.Usage) // before this is settled, and others take what it leaves
 	used, cost := r.used(response)
 	effect.Usage, effect.CostUSD, effect.Model = used, cost, response.Model
 	if err != nil {

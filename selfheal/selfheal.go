@@ -100,7 +100,7 @@ func Run(ctx context.Context, db postgres.Beginner, p Policy) (Report, error) {
 			report.Healed = append(report.Healed, healed)
 		}
 	}
-	if err := offer(ctx, db, p); err != nil {
+	if err := offerTrials(ctx, db, p); err != nil {
 		return report, err
 	}
 	report.Trials, err = Trials(ctx, db)
@@ -110,7 +110,7 @@ func Run(ctx context.Context, db postgres.Beginner, p Policy) (Report, error) {
 // heal disables one skill if it still trips the rule.
 func heal(ctx context.Context, db postgres.Beginner, p Policy, skill string) (healed Healed, done bool, err error) {
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
-		m, still, err := lock(ctx, tx, p, skill)
+		m, still, err := lockAndMeasure(ctx, tx, p, skill)
 		if err != nil || !still {
 			return err
 		}
@@ -126,8 +126,8 @@ func heal(ctx context.Context, db postgres.Beginner, p Policy, skill string) (he
 	return healed, done && err == nil, err
 }
 
-// lock locks the skill's row and measures again.
-func lock(ctx context.Context, tx pgx.Tx, p Policy, skill string) (measured, bool, error) {
+// lockAndMeasure locks the skill's row and measures again.
+func lockAndMeasure(ctx context.Context, tx pgx.Tx, p Policy, skill string) (measured, bool, error) {
 	tag, err := tx.Exec(ctx, `select 1 from agent_skills where name = @skill and enabled for no key update`,
 		postgres.Strict{"skill": skill})
 	if err != nil {
@@ -197,7 +197,7 @@ func (m measured) reason() string {
 	text := fmt.Sprintf("%d consecutive failures", m.Streak)
 	if !m.ByStreak {
 		text = fmt.Sprintf("%d of %d calls failed (%d %%)", m.Errors, m.Calls, 100*m.Errors/max(m.Calls, 1))
-		if class, n := m.commonest(); class != "" && len(m.Classes) > 1 {
+		if class, n := m.mostCommonClass(); class != "" && len(m.Classes) > 1 {
 			text += fmt.Sprintf(", %d of them %s", n, class)
 		}
 	}
@@ -208,8 +208,8 @@ func (m measured) reason() string {
 	return text + ", last: " + cmp.Or(strings.Trim(last.ErrorClass+": "+oneLine(last.ErrorMessage, 200), ": "), "no message")
 }
 
-// commonest returns the most frequent error class; of equals, the first by name.
-func (m measured) commonest() (class string, n int) {
+// mostCommonClass returns the most frequent error class; of equals, the first by name.
+func (m measured) mostCommonClass() (class string, n int) {
 	for _, c := range slices.Sorted(maps.Keys(m.Classes)) {
 		if m.Classes[c] > n {
 			class, n = c, m.Classes[c]

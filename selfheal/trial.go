@@ -14,14 +14,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// grace is how long a trial call may stay unsettled beyond the skill's timeout.
-const grace = 15 * time.Minute
+// settleGrace is how long a trial call may stay unsettled beyond the skill's timeout.
+const settleGrace = 15 * time.Minute
 
 // settleLimit bounds the settling of a call whose context has ended.
 const settleLimit = 10 * time.Second
 
-// offer marks the skills whose cool-down has passed. It skips locked rows until the next run.
-func offer(ctx context.Context, db postgres.DB, p Policy) error {
+// offerTrials marks the skills whose cool-down has passed. It skips locked rows until the next run.
+func offerTrials(ctx context.Context, db postgres.DB, p Policy) error {
 	_, err := db.Exec(ctx, `
 		update agent_skills s
 		   set trial_at = clock_timestamp(), evidence = s.evidence - 'trial', updated_at = clock_timestamp()
@@ -73,7 +73,7 @@ func Admit(ctx context.Context, db postgres.DB, skill, owner string) (bool, erro
 		 where s.name = @skill and not s.enabled and s.disabled_by = @by and s.trial_at is not null
 		   and (s.evidence #>> '{trial,until}' is null or s.evidence #>> '{trial,owner}' = @owner
 		        or (s.evidence #>> '{trial,until}')::timestamptz <= clock_timestamp())`,
-		postgres.Strict{"skill": skill, "owner": owner, "by": By, "grace": grace})
+		postgres.Strict{"skill": skill, "owner": owner, "by": By, "grace": settleGrace})
 	if err != nil {
 		return false, fmt.Errorf("admit a trial of skill %s: %w", skill, err)
 	}
@@ -91,7 +91,7 @@ func Settle(ctx context.Context, db postgres.Beginner, skill string, success boo
 		}
 		restored.Settled, restored.WasReason = true, was
 		if !success {
-			_, err = skills.FailTrial(ctx, tx, skill, again(was))
+			_, err = skills.FailTrial(ctx, tx, skill, failedTrialReason(was))
 			return err
 		}
 		restored.Enabled, restored.Reason = true, "the trial succeeded"
@@ -162,8 +162,8 @@ func onTrial(ctx context.Context, tx pgx.Tx, skill string) (reason string, found
 	return reason, err == nil, err
 }
 
-// again is the reason after a failed trial.
-func again(reason string) string { return "failed its trial; disabled for: " + reason }
+// failedTrialReason is the reason after a failed trial.
+func failedTrialReason(reason string) string { return "failed its trial; disabled for: " + reason }
 
 // Restored is the outcome of a re-enabling, for an activity row.
 type Restored struct {

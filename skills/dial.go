@@ -89,12 +89,12 @@ func (g *guard) dial(ctx context.Context, network, address string) (net.Conn, er
 	if !slices.Contains(g.names, strings.ToLower(host)) && !slices.Contains(g.names, strings.ToLower(address)) {
 		d.Control = g.control
 	}
-	return whenPossible(ctx, func() (net.Conn, error) { return d.DialContext(ctx, network, address) })
+	return retryDial(ctx, func() (net.Conn, error) { return d.DialContext(ctx, network, address) })
 }
 
 // retryDial dials again while the process or the machine is out of file descriptors. The service is not at fault
 // then, and nothing was sent. When ctx ends, it returns the last error.
-func whenPossible(ctx context.Context, dial func() (net.Conn, error)) (net.Conn, error) {
+func retryDial(ctx context.Context, dial func() (net.Conn, error)) (net.Conn, error) {
 	ticker := time.NewTicker(redialEvery)
 	defer ticker.Stop()
 	for {
@@ -113,13 +113,13 @@ func whenPossible(ctx context.Context, dial func() (net.Conn, error)) (net.Conn,
 func (g *guard) control(_, address string, _ syscall.RawConn) error {
 	ap, err := netip.ParseAddrPort(address)
 	if err != nil {
-		return failure(ClassRefused, "cannot tell whether %s is a public address", address)
+		return newCallError(ClassRefused, "cannot tell whether %s is a public address", address)
 	}
 	ip := ap.Addr().Unmap().WithZone("")
 	if public(ip) || slices.ContainsFunc(g.ranges, func(p netip.Prefix) bool { return p.Contains(ip) }) {
 		return nil
 	}
-	return failure(ClassRefused, "%s is not a public address; if the skill may reach it, add it to AGENT_ALLOW_PRIVATE_HTTP", ip)
+	return newCallError(ClassRefused, "%s is not a public address; if the skill may reach it, add it to AGENT_ALLOW_PRIVATE_HTTP", ip)
 }
 
 // special are the unicast ranges without a public host, or with an embedded IPv4 address.
@@ -154,9 +154,9 @@ func checkRedirect(next *http.Request, via []*http.Request) error {
 	first := via[0].URL
 	switch {
 	case len(via) > maxRedirects:
-		return failure(ClassRefused, "more than %d redirects", maxRedirects)
+		return newCallError(ClassRefused, "more than %d redirects", maxRedirects)
 	case !strings.EqualFold(next.URL.Host, first.Host), first.Scheme == "https" && next.URL.Scheme != "https":
-		return failure(ClassRefused, "a redirect to %s://%s is not followed", next.URL.Scheme, next.URL.Host)
+		return newCallError(ClassRefused, "a redirect to %s://%s is not followed", next.URL.Scheme, next.URL.Host)
 	}
 	return nil
 }

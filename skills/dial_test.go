@@ -68,7 +68,7 @@ func TestADialWaitsForAFileDescriptor(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			tries := 0
-			conn, err := whenPossible(t.Context(), func() (net.Conn, error) {
+			conn, err := retryDial(t.Context(), func() (net.Conn, error) {
 				tries++
 				return here, test.errs[tries-1]
 			})
@@ -78,7 +78,7 @@ func TestADialWaitsForAFileDescriptor(t *testing.T) {
 		})
 	}
 	ctx, cancel := context.WithCancel(t.Context())
-	_, err := whenPossible(ctx, func() (net.Conn, error) {
+	_, err := retryDial(ctx, func() (net.Conn, error) {
 		cancel()
 		return nil, syscall.EMFILE
 	})

@@ -39,7 +39,7 @@ func (h httpHandler) call(ctx context.Context, r *Registry, c Call, args map[str
 	if err != nil {
 		return nil, err
 	}
-	hide := hider(secrets)
+	mask := newRedactor(secrets)
 	request, err := h.request(ctx, args)
 	if err != nil {
 		return nil, err
@@ -52,20 +52,20 @@ func (h httpHandler) call(ctx context.Context, r *Registry, c Call, args map[str
 	}
 	response, err := r.client.Do(request)
 	if err != nil {
-		return nil, httpFailure(request, hide, err)
+		return nil, classifyHTTPError(request, mask, err)
 	}
 	defer func() { _ = response.Body.Close() }() // closing a response loses nothing
 	body, err := io.ReadAll(io.LimitReader(response.Body, maxResult+1))
 	if err != nil {
-		return nil, httpFailure(request, hide, err)
+		return nil, classifyHTTPError(request, mask, err)
 	}
 	if response.StatusCode >= 300 {
-		return nil, failure(ClassHTTPStatus, "%s answered %s: %s", target(request), response.Status, excerpt(hide(string(body))))
+		return nil, newCallError(ClassHTTPStatus, "%s answered %s: %s", target(request), response.Status, excerpt(mask(string(body))))
 	}
 	if len(body) > maxResult {
-		return nil, failure(ClassTooLarge, "%s answered with more than %d bytes", target(request), maxResult)
+		return nil, newCallError(ClassTooLarge, "%s answered with more than %d bytes", target(request), maxResult)
 	}
-	return readAnswer(response.Header.Get("Content-Type"), body, hide)
+	return readAnswer(response.Header.Get("Content-Type"), body, mask)
 }
 
 func (h httpHandler) request(ctx context.Context, args map[string]any) (*http.Request, error) {
@@ -87,7 +87,7 @@ func (h httpHandler) request(ctx context.Context, args map[string]any) (*http.Re
 		}
 		raw, err := json.Marshal(payload)
 		if err != nil {
-			return nil, failure(ClassHandler, "write the request: %s", err)
+			return nil, newCallError(ClassHandler, "write the request: %s", err)
 		}
 		body = bytes.NewReader(raw)
 	} else {
@@ -99,7 +99,7 @@ func (h httpHandler) request(ctx context.Context, args map[string]any) (*http.Re
 	}
 	request, err := http.NewRequestWithContext(ctx, h.method, address.String(), body)
 	if err != nil {
-		return nil, failure(ClassHandler, "write the request: %s", err)
+		return nil, newCallError(ClassHandler, "write the request: %s", err)
 	}
 	request.Header.Set("User-Agent", userAgent)
 	request.Header.Set("Accept", "application/json, text/*;q=0.9")
@@ -116,15 +116,15 @@ func carriesBody(method string) bool {
 	return method == http.MethodPost || method == http.MethodPut || method == http.MethodPatch
 }
 
-// httpFailure classifies an error of the connection. It omits the URL's query, which holds arguments.
-func httpFailure(request *http.Request, hide func(string) string, err error) error {
+// classifyHTTPError classifies an error of the connection. It omits the URL's query, which holds arguments.
+func classifyHTTPError(request *http.Request, mask func(string) string, err error) error {
 	if ue, ok := errors.AsType[*url.Error](err); ok {
 		err = ue.Err
 	}
 	if ce, ok := errors.AsType[*CallError](err); ok {
-		return failure(ce.Class, "%s: %s", target(request), hide(ce.Message))
+		return newCallError(ce.Class, "%s: %s", target(request), mask(ce.Message))
 	}
-	return failure(ClassNetwork, "%s: %s", target(request), hide(err.Error()))
+	return newCallError(ClassNetwork, "%s: %s", target(request), mask(err.Error()))
 }
 
 func target(request *http.Request) string {
@@ -137,7 +137,7 @@ func excerpt(text string) string {
 }
 
 // readAnswer returns the JSON value of a body, or its text; nil for an empty body.
-func readAnswer(contentType string, body []byte, hide func(string) string) (any, error) {
+func readAnswer(contentType string, body []byte, mask func(string) string) (any, error) {
 	if len(bytes.TrimSpace(body)) == 0 {
 		return nil, nil
 	}
@@ -148,18 +148,18 @@ func readAnswer(contentType string, body []byte, hide func(string) string) (any,
 		d.UseNumber()
 		var value any
 		if err := d.Decode(&value); err == nil && !d.More() {
-			return redact.Known(value, hide), nil
+			return redact.Known(value, mask), nil
 		}
 	}
 	textual := isJSON || strings.HasPrefix(kind, "text/") || strings.HasSuffix(kind, "xml") || kind == "application/x-ndjson"
 	if !textual || !utf8.Valid(body) && kind == "" {
-		return nil, failure(ClassHandler, "the answer is %q, neither JSON nor text", contentType)
+		return nil, newCallError(ClassHandler, "the answer is %q, neither JSON nor text", contentType)
 	}
-	return hide(strings.ToValidUTF8(string(body), "\uFFFD")), nil
+	return mask(strings.ToValidUTF8(string(body), "\uFFFD")), nil
 }
 
-// hider redacts the given secrets.
-func hider(secrets []string) func(string) string {
+// newRedactor redacts the given secrets.
+func newRedactor(secrets []string) func(string) string {
 	pairs := make([]string, 0, 2*len(secrets))
 	for _, secret := range secrets {
 		pairs = append(pairs, secret, "[secret]")
@@ -182,7 +182,7 @@ func (h httpHandler) resolveHeaders(getenv func(string) string) (headers map[str
 			return value
 		})
 		if strings.ContainsAny(headers[name], "\r\n\x00") {
-			return nil, nil, failure(ClassHandler, "header %s has a line break once its environment variables are filled in", name)
+			return nil, nil, newCallError(ClassHandler, "header %s has a line break once its environment variables are filled in", name)
 		}
 	}
 	if len(missing) > 0 {
@@ -235,7 +235,7 @@ func parseHTTP(rest string, config json.RawMessage, parameters []string) (handle
 		return nil, []error{err}
 	}
 	problems := mergeHandlerText(rest, &c)
-	h := httpHandler{method: strings.ToUpper(orElse(c.Method, http.MethodGet)), url: c.URL, headers: c.Headers, body: c.Body}
+	h := httpHandler{method: strings.ToUpper(withDefault(c.Method, http.MethodGet)), url: c.URL, headers: c.Headers, body: c.Body}
 	problems = append(problems, oneOf("config.method", h.method, httpMethods...)...)
 	problems = append(problems, checkURL(h.url)...)
 	problems = append(problems, checkHeaders(h.headers)...)
@@ -361,7 +361,7 @@ func (h httpHandler) fill(args map[string]any) (*url.URL, error) {
 		name := strings.Trim(reference, "{}")
 		text := scalarText(args[name])
 		if text == "" || strings.Trim(text, ".") == "" {
-			refused = failure(ClassRefused, "argument %s: %q cannot be part of a path", name, text)
+			refused = newCallError(ClassRefused, "argument %s: %q cannot be part of a path", name, text)
 		}
 		return url.PathEscape(text)
 	})
@@ -370,7 +370,7 @@ func (h httpHandler) fill(args map[string]any) (*url.URL, error) {
 	}
 	u, err := url.Parse(path)
 	if err != nil {
-		return nil, failure(ClassHandler, "fill in the URL: %s", err)
+		return nil, newCallError(ClassHandler, "fill in the URL: %s", err)
 	}
 	u.RawQuery = fillQuery(query, args)
 	return u, nil

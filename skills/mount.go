@@ -69,7 +69,7 @@ func (h flowHandler) ready(r *Registry) error {
 func (h flowHandler) call(ctx context.Context, r *Registry, c Call, args map[string]any) (any, error) {
 	input, err := json.Marshal(args)
 	if err != nil {
-		return nil, failure(ClassHandler, "the arguments cannot be passed on: %s", err)
+		return nil, newCallError(ClassHandler, "the arguments cannot be passed on: %s", err)
 	}
 	return r.flow(ctx, FlowRequest{Flow: h.flow, Input: input, Wait: h.wait, Key: c.IdempotencyKey})
 }
@@ -84,11 +84,11 @@ const (
 // surface, agent and thread. Elsewhere it has its own trace and acts as agent.
 func Flows(db postgres.Beginner, e *executions.Engine, agent string) RunFlow {
 	return func(ctx context.Context, r FlowRequest) (FlowAnswer, error) {
-		switch known, err := knows(ctx, e, r.Flow); {
+		switch known, err := canStart(ctx, e, r.Flow); {
 		case err != nil:
 			return FlowAnswer{}, err
 		case !known:
-			return FlowAnswer{}, failure(ClassHandler, "there is no flow %q; see agent flows ls", r.Flow)
+			return FlowAnswer{}, newCallError(ClassHandler, "there is no flow %q; see agent flows ls", r.Flow)
 		}
 		s := executions.Spec{Flow: r.Flow, Surface: trace.Flow, Agent: agent, Input: r.Input}
 		if r.Key != "" {
@@ -112,8 +112,8 @@ func Flows(db postgres.Beginner, e *executions.Engine, agent string) RunFlow {
 	}
 }
 
-// knows reports whether a flow can start: registered here, or handled by an external worker.
-func knows(ctx context.Context, e *executions.Engine, flow string) (bool, error) {
+// canStart reports whether a flow can start: registered here, or handled by an external worker.
+func canStart(ctx context.Context, e *executions.Engine, flow string) (bool, error) {
 	if executions.IsExternal(flow) {
 		return true, nil
 	}

@@ -157,7 +157,7 @@ func (r *Registry) Check(s Skill, args json.RawMessage) error {
 func (r *Registry) check(s Skill, raw json.RawMessage) (*prepared, map[string]any, error) {
 	p, err := r.prepare(s)
 	if err != nil {
-		return nil, nil, failure(ClassHandler, "%s cannot run: %s", s.Name, err)
+		return nil, nil, newCallError(ClassHandler, "%s cannot run: %s", s.Name, err)
 	}
 	value, found := decodeArgs(raw)
 	if len(found) == 0 {
@@ -208,23 +208,23 @@ func (r *Registry) Invoke(ctx context.Context, c Call) (json.RawMessage, error) 
 		return nil, err
 	}
 	if err := p.handler.ready(r); err != nil {
-		return nil, failure(ClassHandler, "%s cannot run: %s", c.Skill.Name, err)
+		return nil, newCallError(ClassHandler, "%s cannot run: %s", c.Skill.Name, err)
 	}
 	limited, cancel := context.WithTimeout(ctx, c.Skill.Timeout())
 	defer cancel()
-	result, err := r.guarded(limited, p.handler, c, args)
+	result, err := r.recoverPanic(limited, p.handler, c, args)
 	if err != nil {
 		return nil, classify(ctx, limited, c, err)
 	}
 	return result, nil
 }
 
-// guarded turns a panic into an error.
-func (r *Registry) guarded(ctx context.Context, h handler, c Call, args map[string]any) (result json.RawMessage, err error) {
+// recoverPanic turns a panic into an error.
+func (r *Registry) recoverPanic(ctx context.Context, h handler, c Call, args map[string]any) (result json.RawMessage, err error) {
 	defer func() {
 		if p := recover(); p != nil {
 			r.logger.ErrorContext(ctx, "skill panicked", "skill", c.Skill.Name, "panic", fmt.Sprint(p), "stack", string(debug.Stack()))
-			err = failure(ClassPanic, "%s panicked: %v", c.Skill.Name, p)
+			err = newCallError(ClassPanic, "%s panicked: %v", c.Skill.Name, p)
 		}
 	}()
 	value, err := h.call(ctx, r, c, args)
@@ -338,7 +338,7 @@ func Disable(ctx context.Context, db postgres.DB, name, by, reason string, evide
 		   set enabled = false, disabled_by = @by, disabled_reason = @reason, disabled_at = clock_timestamp(),
 		       trial_at = null, evidence = @evidence, updated_at = clock_timestamp()
 		 where name = @name and (enabled or (disabled_by = 'self_heal' and @by <> 'self_heal'))`,
-		pgx.StrictNamedArgs{"name": name, "by": noNUL(by), "reason": noNUL(reason), "evidence": encoded})
+		pgx.StrictNamedArgs{"name": name, "by": stripNUL(by), "reason": stripNUL(reason), "evidence": encoded})
 	if err != nil {
 		return false, fmt.Errorf("disable skill %q: %w", name, err)
 	}
@@ -359,7 +359,7 @@ func FailTrial(ctx context.Context, db postgres.DB, name, reason string) (bool, 
 		update agent_skills
 		   set trial_at = null, disabled_at = clock_timestamp(), disabled_reason = @reason, updated_at = clock_timestamp()
 		 where name = @name and not enabled and trial_at is not null`,
-		pgx.StrictNamedArgs{"name": name, "reason": noNUL(reason)})
+		pgx.StrictNamedArgs{"name": name, "reason": stripNUL(reason)})
 	if err != nil {
 		return false, fmt.Errorf("fail trial of skill %q: %w", name, err)
 	}

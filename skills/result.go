@@ -21,7 +21,7 @@ const (
 func encodeResult(value any) (json.RawMessage, error) {
 	raw, err := json.Marshal(value)
 	if err != nil {
-		return nil, failure(ClassHandler, "the result cannot be written as JSON: %s", err)
+		return nil, newCallError(ClassHandler, "the result cannot be written as JSON: %s", err)
 	}
 	if len(raw) > 2*maxResult { // HTML escapes may shrink it
 		return nil, tooLarge(len(raw))
@@ -30,9 +30,9 @@ func encodeResult(value any) (json.RawMessage, error) {
 	d.UseNumber()
 	var tree any
 	if err := d.Decode(&tree); err != nil {
-		return nil, failure(ClassHandler, "the result cannot be read as JSON: %s", err)
+		return nil, newCallError(ClassHandler, "the result cannot be read as JSON: %s", err)
 	}
-	tree, err = clean(tree, 0)
+	tree, err = sanitize(tree, 0)
 	if err != nil {
 		return nil, err
 	}
@@ -40,7 +40,7 @@ func encodeResult(value any) (json.RawMessage, error) {
 	e := json.NewEncoder(&out)
 	e.SetEscapeHTML(false)
 	if err := e.Encode(tree); err != nil {
-		return nil, failure(ClassHandler, "the result cannot be written as JSON: %s", err)
+		return nil, newCallError(ClassHandler, "the result cannot be written as JSON: %s", err)
 	}
 	result := bytes.TrimRight(out.Bytes(), "\n")
 	if len(result) > maxResult {
@@ -50,21 +50,21 @@ func encodeResult(value any) (json.RawMessage, error) {
 }
 
 func tooLarge(size int) error {
-	return failure(ClassTooLarge, "the result has %d bytes; at most %d are taken: ask for less", size, maxResult)
+	return newCallError(ClassTooLarge, "the result has %d bytes; at most %d are taken: ask for less", size, maxResult)
 }
 
-func clean(value any, depth int) (any, error) {
+func sanitize(value any, depth int) (any, error) {
 	if depth > maxDepth {
-		return nil, failure(ClassTooLarge, "the result is nested more than %d deep", maxDepth)
+		return nil, newCallError(ClassTooLarge, "the result is nested more than %d deep", maxDepth)
 	}
 	switch v := value.(type) {
 	case string:
-		return noNUL(v), nil
+		return stripNUL(v), nil
 	case json.Number:
-		return portable(v), nil
+		return portableNumber(v), nil
 	case []any:
 		for i := range v {
-			item, err := clean(v[i], depth+1)
+			item, err := sanitize(v[i], depth+1)
 			if err != nil {
 				return nil, err
 			}
@@ -74,21 +74,21 @@ func clean(value any, depth int) (any, error) {
 	case map[string]any:
 		cleaned := make(map[string]any, len(v))
 		for key := range v {
-			item, err := clean(v[key], depth+1)
+			item, err := sanitize(v[key], depth+1)
 			if err != nil {
 				return nil, err
 			}
-			cleaned[noNUL(key)] = item
+			cleaned[stripNUL(key)] = item
 		}
 		return cleaned, nil
 	}
 	return value, nil
 }
 
-func noNUL(s string) string { return strings.ReplaceAll(s, "\x00", "\uFFFD") }
+func stripNUL(s string) string { return strings.ReplaceAll(s, "\x00", "\uFFFD") }
 
-// portable keeps a number, or writes it as a string if PostgreSQL cannot store its exponent.
-func portable(n json.Number) any {
+// portableNumber keeps a number, or writes it as a string if PostgreSQL cannot store its exponent.
+func portableNumber(n json.Number) any {
 	_, exponent, ok := strings.Cut(strings.ToLower(n.String()), "e")
 	if !ok {
 		return n
@@ -129,10 +129,10 @@ func (e *CallError) Error() string { return e.Message }
 
 // Misconfigured rejects a call for a missing setting. The message names the setting.
 func Misconfigured(format string, args ...any) *CallError {
-	return failure(ClassConfiguration, format, args...)
+	return newCallError(ClassConfiguration, format, args...)
 }
 
-func failure(class, format string, args ...any) *CallError {
+func newCallError(class, format string, args ...any) *CallError {
 	return &CallError{Class: class, Message: clip(fmt.Sprintf(format, args...))}
 }
 
@@ -157,13 +157,13 @@ func classify(outer, inner context.Context, c Call, err error) error {
 		return fmt.Errorf("call %s: %w", c.Skill.Name, context.Cause(outer))
 	}
 	if inner.Err() != nil {
-		return failure(ClassTimeout, "%s did not answer within %s", c.Skill.Name, c.Skill.Timeout())
+		return newCallError(ClassTimeout, "%s did not answer within %s", c.Skill.Name, c.Skill.Timeout())
 	}
 	if ce, ok := errors.AsType[*CallError](err); ok {
-		return failure(ce.Class, "%s", err)
+		return newCallError(ce.Class, "%s", err)
 	}
 	if ne, ok := errors.AsType[net.Error](err); ok && ne.Timeout() {
-		return failure(ClassTimeout, "%s", err)
+		return newCallError(ClassTimeout, "%s", err)
 	}
-	return failure(ClassHandler, "%s", err)
+	return newCallError(ClassHandler, "%s", err)
 }

@@ -56,8 +56,8 @@ func resolveParameters(parameters map[string]any) (json.RawMessage, []string, []
 	if strings.Contains(string(raw), `\u0000`) {
 		return nil, nil, []error{errors.New("parameters: has a NUL character")}
 	}
-	if deeper(raw, deepestSchema) {
-		return nil, nil, []error{fmt.Errorf("parameters: are nested more than %d levels deep", deepestSchema)}
+	if deeperThan(raw, maxSchemaDepth) {
+		return nil, nil, []error{fmt.Errorf("parameters: are nested more than %d levels deep", maxSchemaDepth)}
 	}
 	compiled, err := compile(raw)
 	if err != nil {
@@ -66,12 +66,12 @@ func resolveParameters(parameters map[string]any) (json.RawMessage, []string, []
 	return raw, propertyNames(compiled), nil
 }
 
-// deepestSchema bounds the nesting of a schema. Compile time grows with the cube of the depth: a schema of 100 KB
+// maxSchemaDepth bounds the nesting of a schema. Compile time grows with the cube of the depth: a schema of 100 KB
 // could take minutes.
-const deepestSchema = 200
+const maxSchemaDepth = 200
 
-// deeper reports JSON nested beyond a limit.
-func deeper(text []byte, most int) bool {
+// deeperThan reports JSON nested beyond a limit.
+func deeperThan(text []byte, most int) bool {
 	quoted, depth := false, 0
 	for i := 0; i < len(text) && depth <= most; i++ {
 		switch c := text[i]; {
@@ -188,7 +188,7 @@ func unstorable(path string, value any, found []Violation) []Violation {
 			found = append(found, Violation{Path: path, Message: "has a NUL character"})
 		}
 	case json.Number:
-		if _, ok := portable(v).(json.Number); !ok {
+		if _, ok := portableNumber(v).(json.Number); !ok {
 			found = append(found, Violation{Path: path, Message: "is a number out of range"})
 		}
 	case []any:

@@ -163,7 +163,7 @@ type resolved struct {
 func resolve(d Definition) (resolved, error) {
 	r := resolved{
 		name: d.Name, description: strings.TrimSpace(d.Description), handler: strings.TrimSpace(d.Handler),
-		scope: orElse(d.Scope, ScopeInternal), trust: orElse(d.Trust, TrustAuto), idempotent: d.Idempotent,
+		scope: withDefault(d.Scope, ScopeInternal), trust: withDefault(d.Trust, TrustAuto), idempotent: d.Idempotent,
 	}
 	var problems []error
 	add := func(errs ...error) { problems = append(problems, errs...) }
@@ -238,7 +238,7 @@ func oneOf(field, value string, allowed ...string) []error {
 	return []error{fmt.Errorf("%s: %q is not one of %s", field, value, strings.Join(allowed, ", "))}
 }
 
-func orElse(value, fallback string) string {
+func withDefault(value, fallback string) string {
 	if value == "" {
 		return fallback
 	}

@@ -135,7 +135,7 @@ func (h sqlHandler) call(ctx context.Context, r *Registry, c Call, args map[stri
 		timeout = min(timeout, h.timeout)
 	}
 	if err := h.checkVerb(); err != nil {
-		return nil, failure(ClassSQL, "%s", err)
+		return nil, newCallError(ClassSQL, "%s", err)
 	}
 	on, err := h.target(ctx, r)
 	if err != nil {
@@ -144,20 +144,20 @@ func (h sqlHandler) call(ctx context.Context, r *Registry, c Call, args map[stri
 	if h.writes {
 		return h.effect(ctx, on, c, timeout, args)
 	}
-	query, values, err := h.bind(ctx, h.limited(), args)
+	query, values, err := h.bind(ctx, h.withRowLimit(), args)
 	if err != nil {
-		return nil, failure(ClassSQL, "%s", err)
+		return nil, newCallError(ClassSQL, "%s", err)
 	}
 	// A read leaves no effect, so it is repeated after a restart of the database.
 	result, err := executions.RetryTransient(ctx, func(ctx context.Context) (sqlResult, error) {
 		result, err := h.readOnly(ctx, on, timeout, query, values)
 		if postgres.IsCode(err, "57014") {
-			err = sqlFailure(timeout, err) // the skill's own timeout passed
+			err = classifySQLError(timeout, err) // the skill's own timeout passed
 		}
 		return result, err
 	})
 	if err != nil {
-		return nil, sqlFailure(timeout, err)
+		return nil, classifySQLError(timeout, err)
 	}
 	return result, nil
 }
@@ -216,14 +216,14 @@ func (h sqlHandler) bind(ctx context.Context, text string, args map[string]any) 
 	return named.RewriteQuery(ctx, nil, text, nil)
 }
 
-// limited wraps a read-only query in its row limit.
-func (h sqlHandler) limited() string {
-	return bounded("(\n" + h.query + "\n) lanekeeper_row limit " + strconv.Itoa(h.rowLimit+1))
+// withRowLimit wraps a read-only query in its row limit.
+func (h sqlHandler) withRowLimit() string {
+	return withSizeLimit("(\n" + h.query + "\n) lanekeeper_row limit " + strconv.Itoa(h.rowLimit+1))
 }
 
-// bounded wraps a query with the alias lanekeeper_row, which no column may shadow. The server sends the size of each
-// row, and the rows until their total size reaches the limit of a result.
-func bounded(rows string) string {
+// withSizeLimit wraps a query with the alias lanekeeper_row, which no column may shadow. The server sends the size of
+// each row, and the rows until their total size reaches the limit of a result.
+func withSizeLimit(rows string) string {
 	return "select case when sum(lanekeeper_size) over (rows unbounded preceding) <= " + strconv.Itoa(maxRowsSize) +
 		" then lanekeeper_text end, lanekeeper_size" +
 		" from (select lanekeeper_text, octet_length(lanekeeper_text) + 1 as lanekeeper_size" +
@@ -258,7 +258,7 @@ func (h sqlHandler) run(ctx context.Context, conn *pgx.Conn, query string, value
 	}
 	_, err = reader.Close()
 	if err == nil && large != "" {
-		err = failure(ClassTooLarge, "the first row has %s bytes; at most %d are taken: ask for less", large, maxRowsSize)
+		err = newCallError(ClassTooLarge, "the first row has %s bytes; at most %d are taken: ask for less", large, maxRowsSize)
 	}
 	result.RowCount = len(result.Rows)
 	return result, err
@@ -305,22 +305,22 @@ func (d Database) asRole() string {
 	return "; set local role " + pgx.Identifier{d.Role}.Sanitize()
 }
 
-// sqlFailure classifies an error of a query.
-func sqlFailure(limit fmt.Stringer, err error) error {
+// classifySQLError classifies an error of a query.
+func classifySQLError(limit fmt.Stringer, err error) error {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	switch {
 	case errors.As(err, new(*CallError)):
 		return err
 	case !ok:
-		return failure(ClassNetwork, "query the database: %s", err)
+		return newCallError(ClassNetwork, "query the database: %s", err)
 	case postgres.IsCode(err, "57014"):
-		return failure(ClassTimeout, "the query did not end within %s", limit)
+		return newCallError(ClassTimeout, "the query did not end within %s", limit)
 	}
 	message := fmt.Sprintf("%s (SQLSTATE %s)", pgErr.Message, pgErr.Code)
 	if pgErr.Hint != "" {
 		message += ": " + pgErr.Hint
 	}
-	return failure(ClassSQL, "%s", message)
+	return newCallError(ClassSQL, "%s", message)
 }
 
 // parameterTexts encodes values for parameters of the given types.
@@ -390,14 +390,14 @@ func arrayText(b *strings.Builder, items []any) error {
 	return nil
 }
 
-// ahead matches space, comments and brackets before the first word of a statement.
-var ahead = regexp.MustCompile(`^(?:\s|--[^\n]*(?:\n|$)|/\*(?s:.*?)\*/|\()*`)
+// statementStart matches space, comments and brackets before the first word of a statement.
+var statementStart = regexp.MustCompile(`^(?:\s|--[^\n]*(?:\n|$)|/\*(?s:.*?)\*/|\()*`)
 
 var word = regexp.MustCompile(`^[A-Za-z]+`)
 
-// verb returns the first word of a statement and its byte offset.
-func verb(query string) (first string, at int) {
-	at = len(ahead.FindString(query))
+// firstWord returns the first word of a statement and its byte offset.
+func firstWord(query string) (first string, at int) {
+	at = len(statementStart.FindString(query))
 	return word.FindString(query[at:]), at
 }
 
@@ -406,7 +406,7 @@ const onlyOne = "only one read-only query is possible: select, with, values or t
 
 // checkVerb rejects a statement of a kind that a skill may not run.
 func (h sqlHandler) checkVerb() error {
-	first, _ := verb(h.query)
+	first, _ := firstWord(h.query)
 	read := []string{"select", "with", "values", "table"}
 	write := []string{"insert", "update", "delete", "merge"}
 	switch lower := strings.ToLower(first); {

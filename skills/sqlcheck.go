@@ -71,7 +71,7 @@ type sqlCheck struct {
 
 func (c sqlCheck) check(ctx context.Context) error {
 	if err := c.handler.checkVerb(); err != nil {
-		_, at := verb(c.handler.query)
+		_, at := firstWord(c.handler.query)
 		return &SQLError{c.field, c.offset + at, err.Error()}
 	}
 	fields, err := c.prepare(ctx, c.handler.query)
@@ -80,7 +80,7 @@ func (c sqlCheck) check(ctx context.Context) error {
 	}
 	switch {
 	case !c.handler.writes:
-		_, err = c.prepare(ctx, c.handler.limited())
+		_, err = c.prepare(ctx, c.handler.withRowLimit())
 	case fields > 0:
 		_, err = c.prepare(ctx, c.handler.returning())
 	}

@@ -57,24 +57,24 @@ func (h sqlHandler) effect(
 	}
 	text, err := json.Marshal(args)
 	if err != nil {
-		return nil, failure(ClassHandler, "the arguments cannot be written: %s", err)
+		return nil, newCallError(ClassHandler, "the arguments cannot be written: %s", err)
 	}
 	sum := sha256.Sum256(append([]byte(c.Skill.Name+"\x00"), text...))
 	entry.fingerprint = hex.EncodeToString(sum[:16])
 	result, err := executions.RetryTransient(ctx, func(ctx context.Context) (json.RawMessage, error) {
-		result, err := h.once(ctx, on, entry, timeout, args)
+		result, err := h.runOnce(ctx, on, entry, timeout, args)
 		if postgres.IsCode(err, undefinedTable) && !errors.As(err, new(queryError)) {
 			if err = PrepareEffects(ctx, on); err == nil {
-				result, err = h.once(ctx, on, entry, timeout, args)
+				result, err = h.runOnce(ctx, on, entry, timeout, args)
 			}
 		}
 		if postgres.IsCode(err, "57014") {
-			err = sqlFailure(timeout, err) // the skill's own timeout passed
+			err = classifySQLError(timeout, err) // the skill's own timeout passed
 		}
 		return result, err
 	})
 	if err != nil {
-		return nil, sqlFailure(timeout, err)
+		return nil, classifySQLError(timeout, err)
 	}
 	return result, nil
 }
@@ -82,8 +82,8 @@ func (h sqlHandler) effect(
 // effect is a row of the ledger.
 type effect struct{ key, skill, fingerprint string }
 
-// once runs the effect unless the ledger has its key. It inserts the key first, so a concurrent call waits.
-func (h sqlHandler) once(
+// runOnce runs the effect unless the ledger has its key. It inserts the key first, so a concurrent call waits.
+func (h sqlHandler) runOnce(
 	ctx context.Context, on Database, e effect, timeout time.Duration, args map[string]any,
 ) (result json.RawMessage, err error) {
 	tx, err := on.Pool.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite})
@@ -106,7 +106,7 @@ func (h sqlHandler) once(
 		return nil, err
 	}
 	if tag.RowsAffected() == 0 {
-		return e.recorded(ctx, tx)
+		return e.recordedResult(ctx, tx)
 	}
 	if result, err = h.write(ctx, tx, on, args); err != nil {
 		return nil, err
@@ -119,14 +119,14 @@ func (h sqlHandler) once(
 	return result, tx.Commit(ctx)
 }
 
-// recorded returns the result of an earlier effect.
-func (e effect) recorded(ctx context.Context, tx pgx.Tx) (json.RawMessage, error) {
+// recordedResult returns the result of an earlier effect.
+func (e effect) recordedResult(ctx context.Context, tx pgx.Tx) (json.RawMessage, error) {
 	var fingerprint string
 	var result json.RawMessage
 	err := tx.QueryRow(ctx, `select fingerprint, result from agent_effects where key = @key`,
 		postgres.Strict{"key": e.key}).Scan(&fingerprint, &result)
 	if err == nil && fingerprint != e.fingerprint {
-		err = failure(ClassRefused, "the key %s was used for another call", e.key)
+		err = newCallError(ClassRefused, "the key %s was used for another call", e.key)
 	}
 	return result, err
 }
@@ -184,5 +184,5 @@ func (h sqlHandler) runWrite(ctx context.Context, conn *pgx.Conn, args map[strin
 
 // returning reads the rows of a writing statement. It has no limit, because a function in a select acts on every row.
 func (h sqlHandler) returning() string {
-	return "with lanekeeper_effect as (\n" + h.query + "\n) " + bounded("lanekeeper_effect lanekeeper_row")
+	return "with lanekeeper_effect as (\n" + h.query + "\n) " + withSizeLimit("lanekeeper_effect lanekeeper_row")
 }

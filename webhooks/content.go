@@ -180,7 +180,7 @@ func (c Content) Matches(when map[string]any) bool {
 		}
 		found := false
 		for _, option := range options {
-			found = found || same(v, option)
+			found = found || equalScalars(v, option)
 		}
 		if !found {
 			return false
@@ -189,9 +189,9 @@ func (c Content) Matches(when map[string]any) bool {
 	return true
 }
 
-// same compares scalars. A header is a text, so it equals a number with the same digits. Numbers with a fraction or
-// an exponent are compared as numbers.
-func same(a, b any) bool {
+// equalBodies compares scalars. A header is a text, so it equals a number with the same digits. Numbers with a
+// fraction or an exponent are compared as numbers.
+func equalScalars(a, b any) bool {
 	x, okA := scalar(a)
 	y, okB := scalar(b)
 	if !okA || !okB || x == y || !strings.ContainsAny(x+y, ".eE") {

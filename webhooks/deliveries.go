@@ -43,8 +43,8 @@ type Incoming struct {
 	Value  any // the parsed body
 }
 
-// KeptHeaders returns the stored headers, with secrets redacted.
-func (e Endpoint) KeptHeaders(h http.Header) json.RawMessage {
+// StoredHeaders returns the stored headers, with secrets redacted.
+func (e Endpoint) StoredHeaders(h http.Header) json.RawMessage {
 	kept := h.Clone()
 	for _, name := range e.SecretHeaders() {
 		if kept.Get(name) != "" {
@@ -58,7 +58,7 @@ func (e Endpoint) KeptHeaders(h http.Header) json.RawMessage {
 // SHA-256 of the body (after the signed time, if any). A long or unprintable id is hashed. A path that does not
 // resolve is an error.
 func (e Endpoint) DeliveryID(in Incoming) (string, error) {
-	path := cmp.Or(e.Settings.ID, e.usualID(in.Header))
+	path := cmp.Or(e.Settings.ID, e.schemeID(in.Header))
 	if path == Digest {
 		return digest("sha256:", in.Body), nil
 	}
@@ -80,9 +80,9 @@ func (e Endpoint) DeliveryID(in Incoming) (string, error) {
 	return id, nil
 }
 
-// usualID returns the delivery id of a scheme. With hmac, it reads no unsigned header unless the admin allows it: a
+// schemeID returns the delivery id of a scheme. With hmac, it reads no unsigned header unless the admin allows it: a
 // replayed request could carry another. A bearer token's holder could forge any request anyway.
-func (e Endpoint) usualID(h http.Header) string {
+func (e Endpoint) schemeID(h http.Header) string {
 	switch e.Scheme {
 	case signature.Standard:
 		return "header.webhook-id"
@@ -123,7 +123,7 @@ func Insert(ctx context.Context, tx pgx.Tx, e Endpoint, deliveryID, traceID stri
 		parent = ""
 	}
 	args := postgres.Strict{
-		"endpoint": e.Name, "delivery_id": deliveryID, "trace_id": traceID, "headers": e.KeptHeaders(in.Header), "body": in.Body,
+		"endpoint": e.Name, "delivery_id": deliveryID, "trace_id": traceID, "headers": e.StoredHeaders(in.Header), "body": in.Body,
 		"sha256": digest("", in.Body), "traceparent": parent,
 	}
 	d, err = one(tx.Query(ctx, `
@@ -204,7 +204,7 @@ func outcome(v any) any {
 	return redact.JSON(v, 16<<10)
 }
 
-// Reopen starts a replay: the delivery is received again under a new trace. It returns [ErrUnderWay] if the delivery
+// Reopen starts a replay: the delivery is received again under a new trace. It returns [ErrInProgress] if the delivery
 // is being handled, or was replayed after the caller read seen replays (negative: any number).
 func Reopen(ctx context.Context, tx pgx.Tx, id, traceID string, seen int) (Delivery, error) {
 	d, err := one(tx.Query(ctx, `
@@ -215,7 +215,7 @@ func Reopen(ctx context.Context, tx pgx.Tx, id, traceID string, seen int) (Deliv
 		returning `+deliveryColumns, postgres.Strict{"id": id, "trace_id": traceID, "seen": seen}))
 	if errors.Is(err, ErrNotFound) {
 		if d, err = Get(ctx, tx, id); err == nil {
-			err = ErrUnderWay
+			err = ErrInProgress
 		}
 		return d, err
 	}
@@ -327,8 +327,8 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Delivery, error) {
 	return got, nil
 }
 
-// keptConflicts bounds the stored bodies of one delivery, beside the first.
-const keptConflicts = 5
+// maxStoredConflicts bounds the stored bodies of one delivery, beside the first.
+const maxStoredConflicts = 5
 
 // Conflict is another body under the id of a delivery. It was not handled.
 type Conflict struct {
@@ -339,10 +339,10 @@ type Conflict struct {
 	ReceivedAt time.Time       `json:"received_at"`
 }
 
-// KeepConflict compares a repeated delivery with d, which has its id. conflict reports a different body, which is
+// StoreConflict compares a repeated delivery with d, which has its id. conflict reports a different body, which is
 // counted. kept reports that it was stored: it is new, and fewer than five others are stored. The caller's
 // transaction locks d.
-func KeepConflict(ctx context.Context, tx pgx.Tx, e Endpoint, d Delivery, in Incoming) (conflict, kept bool, err error) {
+func StoreConflict(ctx context.Context, tx pgx.Tx, e Endpoint, d Delivery, in Incoming) (conflict, kept bool, err error) {
 	sum := digest("", in.Body)
 	if sum == d.BodySHA256 {
 		return false, false, nil
@@ -351,7 +351,7 @@ func KeepConflict(ctx context.Context, tx pgx.Tx, e Endpoint, d Delivery, in Inc
 	if err != nil {
 		return false, false, err
 	}
-	if value, err := Parse(first, e.Settings.Format); err == nil && e.same(value, in.Value) {
+	if value, err := Parse(first, e.Settings.Format); err == nil && e.equalBodies(value, in.Value) {
 		return false, false, nil
 	}
 	err = tx.QueryRow(ctx, `
@@ -364,16 +364,16 @@ func KeepConflict(ctx context.Context, tx pgx.Tx, e Endpoint, d Delivery, in Inc
 		  on conflict (delivery, body_sha256) do nothing
 		  returning id)
 		select exists (select from kept)`,
-		postgres.Strict{"delivery": d.ID, "headers": e.KeptHeaders(in.Header), "body": in.Body, "sum": sum, "most": keptConflicts}).Scan(&kept)
+		postgres.Strict{"delivery": d.ID, "headers": e.StoredHeaders(in.Header), "body": in.Body, "sum": sum, "most": maxStoredConflicts}).Scan(&kept)
 	if err != nil {
 		return false, false, fmt.Errorf("keep another body of delivery %s: %w", d.ID, err)
 	}
 	return true, kept, nil
 }
 
-// same reports whether two bodies of one delivery id are equal. Senders encode JSON anew for each attempt. Stripe
-// also counts its pending webhooks, which decreases.
-func (e Endpoint) same(first, again any) bool {
+// equalBodies reports whether two bodies of one delivery id are equal. Senders encode JSON anew for each attempt.
+// Stripe also counts its pending webhooks, which decreases.
+func (e Endpoint) equalBodies(first, again any) bool {
 	if e.Scheme == signature.Stripe {
 		first, again = without(first, "pending_webhooks"), without(again, "pending_webhooks")
 	}

@@ -59,7 +59,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 		Logger: d.Logger, Attempt: d.attempt,
 		Target: func(m message) string { return m.TargetID },
 		Claim: func(ctx context.Context, limit int, full []string) ([]message, error) {
-			return take(ctx, d.Pool, limit, outbox.PerTarget, full, lease)
+			return claimDue(ctx, d.Pool, limit, outbox.PerTarget, full, lease)
 		},
 		NextDue: func(ctx context.Context, _ []string) (time.Duration, error) { return nextDue(ctx, d.Pool) },
 	}
@@ -82,7 +82,7 @@ func (d *Dispatcher) attempt(ctx context.Context, m message) {
 		Skill: "webhook_send", Kind: activity.KindCall, Purpose: m.Event, IdempotencyKey: m.ID,
 		Input: map[string]any{"target": m.Target, "event": m.Event, "webhook_id": m.ID, "attempt": m.Attempt},
 	}
-	id, err := file(ctx, d.Pool, m, entry)
+	id, err := openActivity(ctx, d.Pool, m, entry)
 	if err != nil {
 		d.Logger.WarnContext(ctx, "outgoing webhook put off", "target", m.Target, "error", err)
 		return // due again when the lease ends
@@ -110,11 +110,11 @@ func (d *Dispatcher) attempt(ctx context.Context, m message) {
 }
 
 // send makes the request.
-func (d *Dispatcher) send(ctx context.Context, m message) verdict {
+func (d *Dispatcher) send(ctx context.Context, m message) attemptResult {
 	got := Poster{Client: d.Client, Getenv: d.Getenv}.Post(ctx, Request{
 		ID: m.ID, TraceID: m.TraceID, URL: m.URL, Secrets: m.Secrets, Payload: m.Payload, SentAt: m.SentAt,
 	})
-	v := verdict{status: got.Status, err: got.Error, class: got.Class, pause: got.Pause, gone: got.Gone}
+	v := attemptResult{status: got.Status, err: got.Error, class: got.Class, pause: got.Pause, gone: got.Gone}
 	if got.Status != 0 {
 		v.outcome = map[string]any{"http_status": got.Status, "answer": got.Answer}
 	}
@@ -136,9 +136,9 @@ type message struct {
 	SentAt     time.Time
 }
 
-// take claims up to limit attempts, at most each per target, and none of the targets in full. A claimed row is not
+// claimDue claims up to limit attempts, at most each per target, and none of the targets in full. A claimed row is not
 // due again before its lease ends.
-func take(ctx context.Context, db postgres.DB, limit, each int, full []string, lease time.Duration) ([]message, error) {
+func claimDue(ctx context.Context, db postgres.DB, limit, each int, full []string, lease time.Duration) ([]message, error) {
 	rows, err := db.Query(ctx, `
 		with due as (
 		  select o.id from agent_webhook_targets t
@@ -185,9 +185,9 @@ func nextDue(ctx context.Context, db postgres.DB) (time.Duration, error) {
 	return time.Duration(*seconds * float64(time.Second)), nil
 }
 
-// file opens the activity of an attempt and links it to the message, so that a later attempt can close it. It closes
-// the activity of an earlier lost attempt.
-func file(ctx context.Context, db postgres.Beginner, m message, entry activity.Entry) (id string, err error) {
+// openActivity opens the activity of an attempt and links it to the message, so that a later attempt can close it. It
+// closes the activity of an earlier lost attempt.
+func openActivity(ctx context.Context, db postgres.Beginner, m message, entry activity.Entry) (id string, err error) {
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		if m.ActivityID != nil {
 			lost := activity.Outcome{Status: activity.Unknown, Class: "interrupted", Message: "the process was lost during the attempt"}
@@ -211,8 +211,8 @@ func file(ctx context.Context, db postgres.Beginner, m message, entry activity.E
 	return id, nil
 }
 
-// verdict is the outcome of an attempt.
-type verdict struct {
+// attemptResult is the outcome of an attempt.
+type attemptResult struct {
 	status  int // HTTP status; 0 without a response
 	err     string
 	class   string
@@ -222,11 +222,11 @@ type verdict struct {
 	outcome any
 }
 
-func (v verdict) ok() bool { return v.err == "" }
+func (v attemptResult) ok() bool { return v.err == "" }
 
 // settle records the outcome of an attempt for the message and its target. An attempt with an expired lease has no
 // effect.
-func settle(ctx context.Context, tx pgx.Tx, m message, v verdict) error {
+func settle(ctx context.Context, tx pgx.Tx, m message, v attemptResult) error {
 	status := "pending"
 	switch {
 	case v.ok():
@@ -245,7 +245,7 @@ func settle(ctx context.Context, tx pgx.Tx, m message, v verdict) error {
 			"retry": v.retry.Seconds(),
 		})
 	if err == nil && tag.RowsAffected() > 0 {
-		err = judge(ctx, tx, m, v)
+		err = countFailure(ctx, tx, m, v)
 	}
 	if err != nil {
 		return fmt.Errorf("settle outgoing webhook: %w", err)
@@ -253,12 +253,12 @@ func settle(ctx context.Context, tx pgx.Tx, m message, v verdict) error {
 	return nil
 }
 
-// persistent is how long a target must fail without a success before it is disabled.
-const persistent = 24 * time.Hour
+// disableAfter is how long a target must fail without a success before it is disabled.
+const disableAfter = 24 * time.Hour
 
-// judge counts a target's failures. It disables the target after a 410, or after max_failures consecutive failures
-// over at least a day.
-func judge(ctx context.Context, tx pgx.Tx, m message, v verdict) error {
+// countFailure counts a target's failures. It disables the target after a 410, or after max_failures consecutive
+// failures over at least a day.
+func countFailure(ctx context.Context, tx pgx.Tx, m message, v attemptResult) error {
 	if v.ok() {
 		_, err := tx.Exec(ctx, `
 			update agent_webhook_targets set failures = 0, failing_since = null where id = @id and failures > 0`,
@@ -282,7 +282,7 @@ func judge(ctx context.Context, tx pgx.Tx, m message, v verdict) error {
 		                              else format('%s attempts failed in a row since %s; the last: %s', c.failures, c.since, @error::text) end
 		  from counted c where t.id = c.id`,
 		postgres.Strict{
-			"id": m.TargetID, "gone": v.gone, "pause": v.pause.Seconds(), "persistent": persistent.Seconds(),
+			"id": m.TargetID, "gone": v.gone, "pause": v.pause.Seconds(), "persistent": disableAfter.Seconds(),
 			"error": redact.Text(v.err, 500),
 		})
 	return err
@@ -290,7 +290,7 @@ func judge(ctx context.Context, tx pgx.Tx, m message, v verdict) error {
 
 const (
 	sendTimeout = 15 * time.Second
-	longestStop = 24 * time.Hour // longest pause that a target may request
+	maxPause    = 24 * time.Hour // longest pause that a target may request
 	maxAnswer   = 4 << 10
 )
 
@@ -348,15 +348,15 @@ func (p Poster) Post(ctx context.Context, l Request) Response {
 	client.CheckRedirect = func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
 	response, err := client.Do(request)
 	if err != nil {
-		return unsent(err)
+		return connectionFailure(err)
 	}
 	defer func() { _ = response.Body.Close() }()                    // closing a response loses nothing
 	said, _ := io.ReadAll(io.LimitReader(response.Body, maxAnswer)) // the body is only logged
-	return judged(response, string(said))
+	return classifyResponse(response, string(said))
 }
 
-// unsent is the outcome of a request without a response.
-func unsent(err error) Response {
+// connectionFailure is the outcome of a request without a response.
+func connectionFailure(err error) Response {
 	if ue, ok := errors.AsType[*url.Error](err); ok {
 		err = ue.Err
 	}
@@ -367,8 +367,8 @@ func unsent(err error) Response {
 	return r
 }
 
-// judged classifies a response.
-func judged(response *http.Response, said string) Response {
+// classifyResponse classifies a response.
+func classifyResponse(response *http.Response, said string) Response {
 	r := Response{Status: response.StatusCode, Answer: said}
 	if r.Status >= 200 && r.Status < 300 {
 		return r
@@ -386,10 +386,10 @@ func judged(response *http.Response, said string) Response {
 // retryAfter parses seconds or a date; 0 for neither.
 func retryAfter(text string, now time.Time) time.Duration {
 	if seconds, err := strconv.Atoi(text); err == nil {
-		return min(max(time.Duration(seconds), 0)*time.Second, longestStop)
+		return min(max(time.Duration(seconds), 0)*time.Second, maxPause)
 	}
 	if at, err := http.ParseTime(text); err == nil {
-		return min(max(at.Sub(now), 0), longestStop)
+		return min(max(at.Sub(now), 0), maxPause)
 	}
 	return 0
 }

@@ -52,7 +52,7 @@ func ValidateTarget(d TargetDefinition) error {
 		problems = append(problems, errors.New("events: is empty; name types such as execution.failed, families such as execution.*, or *"))
 	}
 	for i, e := range d.Events {
-		if !eventForm.MatchString(e) || !known(e) {
+		if !eventForm.MatchString(e) || !matchesAny(e) {
 			problems = append(problems, fmt.Errorf("events[%d]: %q is no event of the agent; there are %v", i, e, EventTypes()))
 		}
 	}
@@ -62,8 +62,8 @@ func ValidateTarget(d TargetDefinition) error {
 	return errors.Join(problems...)
 }
 
-// known reports whether a pattern can match an event.
-func known(pattern string) bool {
+// matchesAny reports whether a pattern can match an event.
+func matchesAny(pattern string) bool {
 	for _, e := range EventTypes() {
 		if pattern == "*" || pattern == e || pattern == family(e) {
 			return true

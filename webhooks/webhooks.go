@@ -24,8 +24,8 @@ import (
 var (
 	// ErrNotFound reports an unknown endpoint, target or delivery.
 	ErrNotFound = errors.New("webhook not found")
-	// ErrUnderWay reports a delivery that is being handled and cannot be replayed.
-	ErrUnderWay = errors.New("the delivery is being handled already")
+	// ErrInProgress reports a delivery that is being handled and cannot be replayed.
+	ErrInProgress = errors.New("the delivery is being handled already")
 )
 
 // States of a delivery.

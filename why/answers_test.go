@@ -169,7 +169,7 @@ func (s *scenario) order() bool {
 		ctx = trace.With(ctx, trace.Span{TraceID: trace.ID(r.trace), ExecutionID: r.id})
 		c, j.trace = cause{"asked", r.ref(), r.trace}, r.trace
 	}
-	got, err := automations.RunByHand(ctx, s.pool, pick(s, s.autos).name, "")
+	got, err := automations.RunManually(ctx, s.pool, pick(s, s.autos).name, "")
 	if err != nil {
 		s.t.Fatal(err)
 	}
@@ -206,7 +206,7 @@ func (s *scenario) carryOut() bool {
 			}
 			r = s.start(runner.Spec("agent", got), nil, cause{"automation", j.ref(), ""})
 		}
-		run, ok, err := automations.Take(s.ctx(), s.pool, j.id, got.Attempt, r.id, r.trace)
+		run, ok, err := automations.ClaimRun(s.ctx(), s.pool, j.id, got.Attempt, r.id, r.trace)
 		if err != nil || !ok {
 			s.t.Fatalf("take run %s: %v, %v", j.id, ok, err)
 		}

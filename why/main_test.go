@@ -332,7 +332,7 @@ func TestALargeTraceIsBoundedAndSecretsAreNotShown(t *testing.T) {
 		t.Fatal(err)
 	}
 	did := answer.Of(why.Did)
-	if got := did[len(did)-1]; len(did) != why.Most+1 || got.Kind != why.More || got.What != "… and 4,812 more executions" {
+	if got := did[len(did)-1]; len(did) != why.MaxRows+1 || got.Kind != why.More || got.What != "… and 4,812 more executions" {
 		t.Errorf("%d rows, the last is %+v", len(did), got)
 	}
 	spent := answer.Of(why.Spend)

@@ -47,8 +47,8 @@ func (p Part) Title() string {
 // blocked is the kind of a row about the holder of the lane that the row above waited for.
 const blocked = "blocked"
 
-// deepest bounds the indentation.
-const deepest = 12
+// maxDepth bounds the indentation.
+const maxDepth = 12
 
 const (
 	bold = "\x1b[1m"
@@ -121,7 +121,7 @@ func (a Answer) Depths(p Part) []int {
 	for i, r := range rows {
 		above, below := of[r.FromRef]
 		if below && r.FromRef != "" {
-			depths[i] = min(above+1, deepest)
+			depths[i] = min(above+1, maxDepth)
 		}
 		of[r.ToRef] = depths[i]
 	}

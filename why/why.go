@@ -50,8 +50,8 @@ const (
 // More is the kind of a row that says what was left out.
 const More = "more"
 
-// Most bounds the rows of each part.
-const Most = 100
+// MaxRows bounds the rows of each part.
+const MaxRows = 100
 
 // Bounds of the output, in bytes.
 const (
@@ -89,7 +89,7 @@ func Of(ctx context.Context, db postgres.DB, id string) (Answer, error) {
 	}
 	rows, err := db.Query(ctx, `
 		select seq, part, at, kind, what, from_ref, to_ref, trace_id, execution_id::text, detail from why(@trace, @most)`,
-		postgres.Strict{"trace": id, "most": Most})
+		postgres.Strict{"trace": id, "most": MaxRows})
 	if err != nil {
 		return Answer{}, fmt.Errorf("ask why %s: %w", id, err)
 	}
@@ -101,15 +101,15 @@ func Of(ctx context.Context, db postgres.DB, id string) (Answer, error) {
 		return Answer{}, fmt.Errorf("ask why %s: %w", id, activity.ErrNotFound)
 	}
 	for i := range reasons {
-		reasons[i].show()
+		reasons[i].sanitize()
 	}
 	a := Answer{TraceID: reasons[0].TraceID, Reasons: reasons}
 	a.OTelTraceID = trace.ID(a.TraceID).OTel()
 	return a, nil
 }
 
-// show prepares a row for display: it may hold foreign text, such as keys of events and errors.
-func (r *Reason) show() {
+// sanitize prepares a row for display: it may hold foreign text, such as keys of events and errors.
+func (r *Reason) sanitize() {
 	for _, text := range []*string{&r.What, &r.FromRef, &r.ToRef} {
 		*text = redact.Text(*text, maxText)
 	}

@@ -38,7 +38,7 @@ func skipDue(ctx context.Context, db postgres.Beginner, agent string, p executio
 func skip(ctx context.Context, db postgres.Beginner, agent string, a automations.Automation, p executions.Pause) error {
 	id := trace.New(trace.Flow)
 	return postgres.InTx(ctx, db, func(tx pgx.Tx) error {
-		run, ok, err := automations.PassTime(ctx, tx, a.ID, *a.NextRunAt, string(id), p.String())
+		run, ok, err := automations.SkipOccurrence(ctx, tx, a.ID, *a.NextRunAt, string(id), p.String())
 		if err != nil || !ok {
 			return err
 		}

@@ -139,8 +139,8 @@ func (r *Runner) all(ctx context.Context) error {
 	}
 }
 
-// Dispatch starts what is ready, once, and returns how many runs this caller started. While the agent is paused it starts
-// nothing: times of schedules that come are recorded as skipped, and what else is ready stays so.
+// Dispatch starts what is ready, once, and returns how many runs this caller started. While the agent is paused it
+// starts nothing: times of schedules that come are recorded as skipped, and what else is ready stays so.
 func (r *Runner) Dispatch(ctx context.Context) (started int, err error) {
 	if err := SettleAbandoned(ctx, r.Pool, r.Logger); err != nil {
 		return 0, fmt.Errorf("dispatch automations: %w", err)
@@ -186,7 +186,7 @@ func (r *Runner) start(ctx context.Context, t Task) (bool, error) {
 		if err != nil {
 			return err
 		}
-		_, ok, err := automations.Take(ctx, tx, run.ID, run.Attempt, x.ID, x.TraceID)
+		_, ok, err := automations.ClaimRun(ctx, tx, run.ID, run.Attempt, x.ID, x.TraceID)
 		if err == nil && !ok {
 			err = errTaken
 		}
@@ -288,7 +288,7 @@ func (r *Runner) claim(ctx context.Context, in input) (automations.Run, error) {
 		if run.Status == automations.Claimed && run.ExecutionID != nil && *run.ExecutionID == current.ID {
 			return run, nil
 		}
-		run, ok, err := automations.Take(ctx, tx, in.RunID, in.Attempt, current.ID, current.TraceID)
+		run, ok, err := automations.ClaimRun(ctx, tx, in.RunID, in.Attempt, current.ID, current.TraceID)
 		if !ok {
 			run = automations.Run{}
 		}

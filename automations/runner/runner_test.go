@@ -292,7 +292,7 @@ func TestARunByHandIsMadeByWhoAskedForIt(t *testing.T) {
 	w.exec(t, `update agent_automations set enabled = false, disabled_by = 'admin'`)
 	w.process(t)
 	_, engine, _ := w.idle(t)
-	run, err := automations.RunByHand(t.Context(), w.pool, "a", "op_01JD3V7K8ZQ6W2M5T9X4C1B0AE")
+	run, err := automations.RunManually(t.Context(), w.pool, "a", "op_01JD3V7K8ZQ6W2M5T9X4C1B0AE")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -304,7 +304,7 @@ func TestARunByHandIsMadeByWhoAskedForIt(t *testing.T) {
 		t.Errorf("the same run was made again: %+v, %v", x, err)
 	}
 	w.exec(t, `update agent_automations set disabled_by = 'proposal', proposed_by = 'agent'`)
-	if _, err := automations.RunByHand(t.Context(), w.pool, "a", ""); !errors.Is(err, automations.ErrProposal) {
+	if _, err := automations.RunManually(t.Context(), w.pool, "a", ""); !errors.Is(err, automations.ErrProposal) {
 		t.Errorf("a proposal was run: %v", err)
 	}
 }
@@ -315,10 +315,10 @@ func TestAnOrderedRunIsMadeAtOnceByWhoeverSeesIt(t *testing.T) {
 	w.put(t, automations.Definition{Name: "a", Cron: "@daily"})
 	w.exec(t, `update agent_automations set enabled = false, disabled_by = 'admin'`)
 	w.process(t)
-	if _, err := automations.Order(t.Context(), w.pool, "a", "op_01JD3V7K8ZQ6W2M5T9X4C1B0AE"); err != nil {
+	if _, err := automations.Enqueue(t.Context(), w.pool, "a", "op_01JD3V7K8ZQ6W2M5T9X4C1B0AE"); err != nil {
 		t.Fatal(err)
 	}
-	if err := automations.Announce(t.Context(), w.pool); err != nil {
+	if err := automations.Notify(t.Context(), w.pool); err != nil {
 		t.Fatal(err)
 	}
 	w.until(t, "success 1")

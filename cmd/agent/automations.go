@@ -285,7 +285,7 @@ func (c *cli) automationsRedriveCommand() *cobra.Command {
 					if input["automation"], err = nameOfRun(cmd.Context(), tx, args[0]); err != nil {
 						return false, err
 					}
-					return true, automations.Announce(cmd.Context(), tx)
+					return true, automations.Notify(cmd.Context(), tx)
 				})
 			if err != nil {
 				return err
@@ -406,7 +406,7 @@ func (c *cli) runAutomation(ctx context.Context, s *session, name, reason string
 	var run automations.Run
 	_, err = act(ctx, s, "run_automation_by_hand", map[string]any{"automation": found.Name, "reason": reason}, func(tx pgx.Tx, traceID string) (bool, error) {
 		var err error
-		run, err = automations.RunByHand(ctx, tx, name, traceID)
+		run, err = automations.RunManually(ctx, tx, name, traceID)
 		return err == nil, err
 	})
 	if err != nil {

@@ -183,7 +183,7 @@ func keepLate(t *testing.T, pool *pgxpool.Pool) (conflict string) {
 	if !refused {
 		t.Fatal(err)
 	}
-	id, err := memory.KeepConflict(t.Context(), pool, note, found, "")
+	id, err := memory.StoreConflict(t.Context(), pool, note, found, "")
 	if err != nil {
 		t.Fatal(err)
 	}

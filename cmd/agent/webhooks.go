@@ -83,7 +83,7 @@ func deliveryHint(err error) error {
 	switch {
 	case errors.Is(err, webhooks.ErrNotFound):
 		return hint(err, "see agent webhooks ls")
-	case errors.Is(err, webhooks.ErrUnderWay):
+	case errors.Is(err, webhooks.ErrInProgress):
 		return hint(err, "see agent webhooks show, and replay it when it is done, ignored or dead")
 	}
 	return err

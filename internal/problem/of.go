@@ -71,7 +71,7 @@ func Of(err error) (p *Problem, news bool) {
 		return New(http.StatusBadRequest, "%s", err).Kind("bad-body", "Bad body"), false
 	case is(err, memory.ErrConflictDecided, memory.ErrConflictsFull, objectives.ErrNotActive, objectives.ErrConflict,
 		objectives.ErrNoEvidence,
-		objectives.ErrTaken, automations.ErrProposal, automations.ErrSkillDisabled, automations.ErrTaken,
+		objectives.ErrNameTaken, automations.ErrProposal, automations.ErrSkillDisabled, automations.ErrNameTaken,
 		approvals.ErrDecided):
 		return New(http.StatusConflict, "%s", err), false
 	case is(err, context.Canceled):

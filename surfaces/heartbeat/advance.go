@@ -231,7 +231,7 @@ func (b *beat) completeStep(o *planned, under string, count *int) reason.Tool {
 // prove completes a step with the calls made under a step of this execution.
 func (b *beat) prove(ctx context.Context, tx pgx.Tx, stepID, result, under string) error {
 	current, _ := executions.Current(ctx)
-	where := objectives.Where{TraceID: string(trace.IDFrom(ctx)), ExecutionID: current.ID, Under: under}
+	where := objectives.EvidenceFilter{TraceID: string(trace.IDFrom(ctx)), ExecutionID: current.ID, StepKey: under}
 	calls, err := objectives.FindEvidence(ctx, tx, stepID, where)
 	if err != nil {
 		return err

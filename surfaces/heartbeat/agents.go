@@ -122,8 +122,8 @@ func (h *Heartbeat) beat(ctx context.Context, in input) (*beat, error) {
 
 // objectives says which objectives this heartbeat works on: its agent's, or, of the default agent, all that no other
 // heartbeat works on.
-func (b *beat) objectives() objectives.Whose {
-	return objectives.Whose{Agent: b.agent, Except: b.who.Others}
+func (b *beat) objectives() objectives.AgentFilter {
+	return objectives.AgentFilter{Agent: b.agent, Except: b.who.Others}
 }
 
 // followPrompt does what the agent's document wants done at every heartbeat.

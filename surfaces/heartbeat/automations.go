@@ -120,7 +120,7 @@ func claim(ctx context.Context, t task) (automations.Run, error) {
 		var ok bool
 		var err error
 		if t.Ready != nil {
-			run, ok, err = automations.Take(ctx, tx, t.Ready.ID, t.Ready.Attempt, current.ID, trace)
+			run, ok, err = automations.ClaimRun(ctx, tx, t.Ready.ID, t.Ready.Attempt, current.ID, trace)
 		} else {
 			run, ok, err = automations.Claim(ctx, tx, t.ID, *t.NextRunAt, current.ID, trace)
 		}

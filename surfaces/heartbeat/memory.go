@@ -145,7 +145,7 @@ func (b *beat) save(ctx context.Context, m memory) (revision int, err error) {
 		}
 		entry := activity.Entry{Skill: "save_memory", Claim: current.Claim, Input: m}
 		if conflict, ok := errors.AsType[*memories.ConflictError](err); ok {
-			id, err := memories.KeepConflict(ctx, tx, note, conflict, current.ID)
+			id, err := memories.StoreConflict(ctx, tx, note, conflict, current.ID)
 			if err != nil {
 				return 0, err
 			}

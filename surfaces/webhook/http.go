@@ -240,7 +240,7 @@ func told(err error) error {
 	switch {
 	case errors.Is(err, webhooks.ErrNotFound):
 		return problem.New(http.StatusNotFound, "%s", err)
-	case errors.Is(err, webhooks.ErrUnderWay):
+	case errors.Is(err, webhooks.ErrInProgress):
 		return problem.New(http.StatusConflict, "%s, or was replayed since you looked", err)
 	}
 	return err

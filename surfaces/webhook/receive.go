@@ -253,7 +253,7 @@ func (s *Surface) store(ctx context.Context, e webhooks.Endpoint, id string, in 
 
 // keepConflict keeps another body that came under the id of a delivery, with an activity under the delivery's trace.
 func keepConflict(ctx context.Context, tx pgx.Tx, e webhooks.Endpoint, d webhooks.Delivery, in webhooks.Incoming) (bool, error) {
-	conflict, kept, err := webhooks.KeepConflict(ctx, tx, e, d, in)
+	conflict, kept, err := webhooks.StoreConflict(ctx, tx, e, d, in)
 	if err != nil || !kept {
 		return conflict, err
 	}

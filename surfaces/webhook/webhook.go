@@ -121,7 +121,7 @@ func (s *Surface) start(ctx context.Context, tx pgx.Tx, d webhooks.Delivery) (st
 	case err != nil:
 		return "", err
 	case !created:
-		return "", fmt.Errorf("start webhook: %w", webhooks.ErrUnderWay)
+		return "", fmt.Errorf("start webhook: %w", webhooks.ErrInProgress)
 	}
 	return x.ID, webhooks.Link(ctx, tx, d.ID, x.ID)
 }
@@ -153,7 +153,7 @@ func (s *Surface) Replay(ctx context.Context, id string, seen int, reason string
 		}, func(pgx.Tx, string) (any, error) { return map[string]string{"execution_id": execution}, nil })
 		return err
 	})
-	if err != nil && !errors.Is(err, webhooks.ErrNotFound) && !errors.Is(err, webhooks.ErrUnderWay) {
+	if err != nil && !errors.Is(err, webhooks.ErrNotFound) && !errors.Is(err, webhooks.ErrInProgress) {
 		err = fmt.Errorf("replay delivery: %w", err)
 	}
 	return d, err
@@ -264,7 +264,7 @@ func (s *Surface) startRun(ctx context.Context, tx pgx.Tx, r AutomationRequest) 
 	if !a.Enabled {
 		return "", fmt.Errorf("automation %s is out of service: %s", a.Name, a.DisabledReason)
 	}
-	run, err := automations.RunByHand(ctx, tx, a.ID, r.TraceID)
+	run, err := automations.RunManually(ctx, tx, a.ID, r.TraceID)
 	if err != nil {
 		return "", err
 	}
@@ -272,7 +272,7 @@ func (s *Surface) startRun(ctx context.Context, tx pgx.Tx, r AutomationRequest) 
 	if err != nil {
 		return "", err
 	}
-	_, ok, err := automations.Take(ctx, tx, run.ID, run.Attempt, x.ID, x.TraceID)
+	_, ok, err := automations.ClaimRun(ctx, tx, run.ID, run.Attempt, x.ID, x.TraceID)
 	if err == nil && !ok {
 		err = errors.New("its run was taken by somebody else")
 	}
