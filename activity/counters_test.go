@@ -263,7 +263,7 @@ func pause(ctx context.Context, d time.Duration) {
 	}
 }
 
-func TestEveryRowIsCountedOnceWhateverCommitsLate(t *testing.T) {
+func TestEveryRowIsCountedOnceDespiteLateCommits(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	hurry(t, db)
@@ -391,7 +391,7 @@ func TestSpendIsSummedByWhatIsAsked(t *testing.T) {
 	}
 }
 
-func TestHealthIsWhatTheViewSays(t *testing.T) {
+func TestHealthEqualsTheView(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	hurry(t, db)
@@ -459,7 +459,7 @@ func TestHealthIsWhatTheViewSays(t *testing.T) {
 	}
 }
 
-func TestFiguresSayUntilWhenTheyAreComplete(t *testing.T) {
+func TestFiguresNameTheEndOfTheirCompleteRange(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	_, err := db.Exec(t.Context(), `
@@ -514,7 +514,7 @@ func seqScans(t *testing.T, tx pgx.Tx, tables []string) (n int64) {
 	return n
 }
 
-func TestCountedFiguresReadNothingWhole(t *testing.T) {
+func TestCountedFiguresScanNoTable(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	fill(t, db)
@@ -597,7 +597,7 @@ func TestCountedFiguresReadNothingWhole(t *testing.T) {
 	}
 }
 
-func TestAStreakIsWalkedSoFarOnly(t *testing.T) {
+func TestAStreakReadsABoundedNumberOfRows(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	_, err := db.Exec(t.Context(), `
@@ -691,7 +691,7 @@ func calledAtRandom(t *testing.T, db postgres.DB, calls int) {
 	}
 }
 
-func TestTheViewOfHealthSaysWhatTheRowsSay(t *testing.T) {
+func TestTheHealthViewEqualsTheRows(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	hurry(t, db)

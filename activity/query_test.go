@@ -243,7 +243,7 @@ func TestPagesDoNotShiftWhenRowsArrive(t *testing.T) {
 	}
 }
 
-func TestBadFiltersAreTheCallersFault(t *testing.T) {
+func TestInvalidFiltersAreCallerErrors(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	for name, test := range map[string]struct {
@@ -284,7 +284,7 @@ func walk(t *testing.T, db postgres.DB, f activity.Filter) (ids []string, pages,
 	}
 }
 
-func TestLinesLookAtAWindowAndGoOnBehindIt(t *testing.T) {
+func TestLinesReadAWindowAndContinueAfterIt(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	fill(t, db)
@@ -484,7 +484,7 @@ func TestEveryQueryIsAnsweredByAnIndex(t *testing.T) {
 }
 
 // A prepared statement gets one plan for all arguments after a few uses, and that reads everything.
-func TestNoPlanIsKept(t *testing.T) {
+func TestPlansAreNotCached(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	conn, err := pool.Acquire(t.Context())

@@ -232,7 +232,7 @@ func TestInputAndOutputAreRedactedAndBounded(t *testing.T) {
 	}
 }
 
-func TestAnEntryTakesWhatItLeavesEmptyFromTheContext(t *testing.T) {
+func TestAnEntryFillsEmptyFieldsFromTheContext(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	id := trace.New(trace.Heartbeat)
@@ -255,7 +255,7 @@ func TestAnEntryTakesWhatItLeavesEmptyFromTheContext(t *testing.T) {
 	}
 }
 
-func TestWhatCannotBeLoggedIsAnError(t *testing.T) {
+func TestAnUnloggableActionIsAnError(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	whole := activity.Entry{TraceID: string(trace.New(trace.Flow)), Skill: "ask"}

@@ -29,7 +29,7 @@ import (
 
 // Many callers run executions at once, and flows that fail or panic disturb no other: each execution ends once, with
 // its checkpoints.
-func TestManyCallersShareTheirWrites(t *testing.T) {
+func TestConcurrentCallersShareWrites(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var ran atomic.Int32
@@ -70,7 +70,7 @@ func TestManyCallersShareTheirWrites(t *testing.T) {
 
 // A crash of the database may take a start along that nothing durable has followed. Then there has been no execution:
 // its run ends with an error that says so, and nothing of it is written.
-func TestAStartThatACrashTookHasNeverBeen(t *testing.T) {
+func TestAStartLostInACrashNeverExisted(t *testing.T) {
 	t.Parallel()
 	dir, err := os.MkdirTemp("", "executions-") //nolint:usetesting // the test's own folder is closed to the server's user
 	if err != nil {
@@ -186,7 +186,7 @@ func awaitsStandby(t *testing.T, url string) {
 
 // A start for others waits until it is on disk, and where a standby has to have it, until that has. One for a caller
 // who runs it here does not: its end does. A standby that never comes tells which is which.
-func TestWhatIsRunHereIsOnDiskWithItsEnd(t *testing.T) {
+func TestACompletionMakesItsStartDurable(t *testing.T) {
 	t.Parallel()
 	server, err := pgserver.Start(t.Context(), pgserver.Config{Ephemeral: true, Durable: true})
 	if err != nil {
@@ -233,7 +233,7 @@ func TestWhatIsRunHereIsOnDiskWithItsEnd(t *testing.T) {
 		select from lanekeeper.complete_agent_executions(array[$1, $2]::uuid[], '{1,1}', '[{"status": "completed"}, {"status": "completed"}]')`, min(got[0].ID, got[1].ID), max(got[0].ID, got[1].ID)); err == nil {
 		t.Error("ends did not wait for the standby")
 	}
-	// Its lease has ended, of which the process does not know: it is told that they are in the queue.
+	// The lease has ended without the process knowing it. The answer says that the executions are queued.
 	pgtest.Exec(t, pool, `with c as (select set_config('synchronous_commit', 'local', true)) update agent_workers set expires_at = clock_timestamp() from c`)
 	if got, err := begin(true, true); err == nil {
 		t.Errorf("starts that nobody has claimed did not wait for the standby: %s, %s", got[0].Status, got[1].Status)
@@ -257,7 +257,7 @@ func recordAll(ctx context.Context, db postgres.DB, ids []string, claims []int64
 
 // Of a batch of steps those are written whose claim is live and whose row nobody has locked against it, and nothing
 // of the others.
-func TestABatchOfStepsIsWrittenUnderEachClaim(t *testing.T) {
+func TestABatchedStepIsFencedByItsClaim(t *testing.T) {
 	t.Parallel()
 	t.Run("with variables", func(t *testing.T) { batchOfSteps(t, true, "1 6 11 14") })
 	t.Run("without", func(t *testing.T) { batchOfSteps(t, false, "1 6 11 13 14") })
@@ -381,9 +381,9 @@ func TestAClaimIsNotTakenUnderAFencedWrite(t *testing.T) {
 	}
 }
 
-// One whose claim is not live is told from its neighbour also where every row could be locked, in the order of the
+// One whose claim is not live is notified from its neighbour also where every row could be locked, in the order of the
 // batch.
-func TestOneOfABatchInOrderIsNotLive(t *testing.T) {
+func TestABatchLeavesOutStaleClaims(t *testing.T) {
 	t.Parallel()
 	for _, name := range []string{"live", "stale", "ahead", "dead", "cancelled", "parked", "pending", "nobody's"} {
 		for _, ends := range []bool{false, true} {
@@ -448,7 +448,7 @@ func closeAll(t *testing.T, db postgres.DB, ids []string, claims []int64, steps 
 }
 
 // Of an end that is left to be made by itself nothing is written, its last step neither.
-func TestAnEndIsWrittenWithItsLastStepOrNotAtAll(t *testing.T) {
+func TestACompletionAndItsLastStepAreAtomic(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	live, dead := workerLease(t, pool), workerLease(t, pool)
@@ -540,7 +540,7 @@ var onRecord = map[string]string{
 }
 
 // A last step that is on record takes the ends beside it out of their batch: they are written one by one.
-func TestABatchOfEndsOfWhichOneIsOnRecordWritesNothing(t *testing.T) {
+func TestACompletionBatchWithARecordedStepWritesNothing(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w := workerLease(t, pool)
@@ -564,7 +564,7 @@ func TestABatchOfEndsOfWhichOneIsOnRecordWritesNothing(t *testing.T) {
 
 // What is on record of an end already does not keep an execution from ending: the first result of a step counts, and
 // somebody's event stays.
-func TestAnEndOfWhichSomethingIsOnRecord(t *testing.T) {
+func TestACompletionKeepsARecordedStep(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	flows := map[string]executions.Func{}
@@ -687,7 +687,7 @@ var layouts = map[string]struct {
 
 // What follows an end follows it whichever statement writes it, and in a batch also those that have nothing to do
 // with it.
-func TestWhatFollowsAnEndFollowsOneOfABatch(t *testing.T) {
+func TestBatchedCompletionsHaveAllConsequences(t *testing.T) {
 	t.Parallel()
 	for name, c := range consequences {
 		for place, l := range layouts {
@@ -726,7 +726,7 @@ func TestWhatFollowsAnEndFollowsOneOfABatch(t *testing.T) {
 }
 
 // Lanes and budgets have an order of their own: who has some is left to end by itself.
-func TestABatchOfEndsLeavesThoseWithLanesAndBudgets(t *testing.T) {
+func TestACompletionBatchLeavesOutLanesAndBudgets(t *testing.T) {
 	t.Parallel()
 	for what, take := range map[string]string{
 		"lane": `select acquire_agent_lock('lane', @id || '#1')`,
@@ -759,7 +759,7 @@ func TestABatchOfEndsLeavesThoseWithLanesAndBudgets(t *testing.T) {
 }
 
 // Processes hear that a place of a limit is free.
-func TestABatchOfEndsTellsOfThePlacesThatItFrees(t *testing.T) {
+func TestACompletionBatchAnnouncesFreedSlots(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w := workerLease(t, pool)
@@ -788,7 +788,7 @@ func TestABatchOfEndsTellsOfThePlacesThatItFrees(t *testing.T) {
 
 // What the function tells the triggers is for its own statement: what else happens in the transaction follows the
 // rules.
-func TestTheRulesHoldAfterABatchOfEnds(t *testing.T) {
+func TestACompletionBatchKeepsTheInvariants(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w := workerLease(t, pool)
@@ -815,7 +815,7 @@ func TestTheRulesHoldAfterABatchOfEnds(t *testing.T) {
 
 // A plan that was made when the tables were small serves when they have grown: what a batch reads depends on its
 // executions alone.
-func TestWhatABatchReadsDoesNotGrowWithTheTables(t *testing.T) {
+func TestBatchReadsDoNotGrowWithTheTables(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w := workerLease(t, pool)

@@ -52,7 +52,7 @@ func open(t *testing.T, db postgres.DB) int {
 	return pgtest.Value[int](t, db, `select count(*) from agent_activity_open`)
 }
 
-func TestWhatARunInAThreadDoesIsFiledUnderTheThread(t *testing.T) {
+func TestActivitiesOfAThreadRunNameTheThread(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
@@ -126,7 +126,7 @@ func TestTheRowOfAFailedCallSaysWhy(t *testing.T) {
 	}
 }
 
-// interrupted runs a call whose process is lost in the middle; another one goes on. It returns the keys
+// interrupted runs a call whose process is lost in the middle; another one continues. It returns the keys
 // under which the call was made.
 func interrupted(t *testing.T, idempotent bool) (executions.Execution, []row, []string) {
 	t.Helper()
@@ -163,7 +163,7 @@ func interrupted(t *testing.T, idempotent bool) (executions.Execution, []row, []
 	return got, rows(t, pool, id), keys
 }
 
-func TestAnIdempotentCallIsMadeAgainUnderTheSameKey(t *testing.T) {
+func TestAnIdempotentCallIsRepeatedUnderTheSameKey(t *testing.T) {
 	t.Parallel()
 	got, log, keys := interrupted(t, true)
 	want := []row{{"pay", "pay", "call", "unknown", "interrupted", ""}, {"pay", "pay", "call", "success", "", `"second"`}}
@@ -319,7 +319,7 @@ func TestAStaleWorkerChangesNothingAndItsResultIsKept(t *testing.T) {
 
 // A call is left in the middle when another branch begins to wait, and that branch may wait again before the call's
 // comes to it.
-func TestACallThatIsWaitedBesideIsNotMadeAgain(t *testing.T) {
+func TestACallBesideAWaitIsNotRepeated(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var runs, calls atomic.Int32
@@ -378,7 +378,7 @@ func TestACallThatIsWaitedBesideIsNotMadeAgain(t *testing.T) {
 }
 
 // A connection that breaks in a step is no result of it, also when another branch has come to further steps meanwhile.
-func TestABrokenConnectionBesideAnotherBranchIsTriedAgain(t *testing.T) {
+func TestABrokenConnectionBesideAnotherBranchIsRetried(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var tries atomic.Int32
@@ -413,7 +413,7 @@ func TestABrokenConnectionBesideAnotherBranchIsTriedAgain(t *testing.T) {
 }
 
 // Whoever waits is called again from the top, which neither a transaction nor a call that must not be repeated can be.
-func TestThereAreNoWaitsWithinWhatCannotBeBegunAgain(t *testing.T) {
+func TestWaitsAreRejectedInUnrepeatableSteps(t *testing.T) {
 	t.Parallel()
 	waits := map[string]func(ctx context.Context) error{
 		"wait": func(ctx context.Context) error {
@@ -448,7 +448,7 @@ func TestThereAreNoWaitsWithinWhatCannotBeBegunAgain(t *testing.T) {
 	}
 }
 
-func TestRowsThatAreLeftOpenAreAnErrorOfTheTransaction(t *testing.T) {
+func TestOpenRowsFailTheTransaction(t *testing.T) {
 	t.Parallel()
 	got, _ := replayed(t, func(ctx context.Context, _ bool) (any, error) {
 		_, err := executions.StepTx(ctx, "read", func(ctx context.Context, tx pgx.Tx) (bool, error) {
@@ -462,8 +462,9 @@ func TestRowsThatAreLeftOpenAreAnErrorOfTheTransaction(t *testing.T) {
 	}
 }
 
-// A run that a step has called for goes on elsewhere with the keys that it has there, and waits where the step may not.
-func TestARunThatIsCalledForWithinAStepIsARunOfItsOwn(t *testing.T) {
+// A run that a step has called for continues elsewhere with the keys that it has there, and waits where the step may
+// not.
+func TestARunStartedInAStepHasItsOwnKeys(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var effects atomic.Int32
@@ -511,7 +512,7 @@ func TestARunThatIsCalledForWithinAStepIsARunOfItsOwn(t *testing.T) {
 	}
 }
 
-func TestTransactionsLeaveAConnectionToTheStepsWithinThem(t *testing.T) {
+func TestTransactionsLeaveAConnectionForInnerSteps(t *testing.T) {
 	t.Parallel()
 	config := pgtest.DB(t).Config()
 	config.MaxConns, config.MinConns, config.MinIdleConns = 3, 0, 0
@@ -555,8 +556,8 @@ type explosive struct{}
 func (explosive) MarshalJSON() ([]byte, error) { panic("out of order") }
 
 // What the code hands over is asked by the engine where nothing above it would catch a panic: it would end the
-// process, and each one that goes on with the execution.
-func TestMethodsOfWhatTheCodeReturnsMayPanic(t *testing.T) {
+// process, and each one that continues with the execution.
+func TestPanickingMethodsOfResultsFailTheStep(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	call := executions.Call{Entry: activity.Entry{Skill: "call"}}
@@ -607,7 +608,7 @@ func (classed) Error() string        { return "declined" }
 func (c classed) ErrorClass() string { return c.class }
 
 // Such words come from other services.
-func TestWhatACallSaysOfItselfMayBeNoText(t *testing.T) {
+func TestInvalidTextInACallIsReplaced(t *testing.T) {
 	t.Parallel()
 	got, pool := replayed(t, func(ctx context.Context, _ bool) (any, error) {
 		call := executions.Call{Entry: activity.Entry{Skill: "call"}}
@@ -670,7 +671,7 @@ func TestAResultThatCannotBeReadBackNamesItsType(t *testing.T) {
 	}
 }
 
-// untilOver is a call, or a step, that goes on until its context ends.
+// untilOver is a call, or a step, that continues until its context ends.
 func untilOver(ctx context.Context, _ *executions.Effect) (int, error) {
 	<-ctx.Done()
 	return 0, ctx.Err()
@@ -678,7 +679,7 @@ func untilOver(ctx context.Context, _ *executions.Effect) (int, error) {
 
 // A step that the code itself ends, by a limit of time or because another branch has failed, has an error for a
 // result, as any other that fails: the same in every run.
-func TestAStepThatItsOwnCodeEndsIsRecorded(t *testing.T) {
+func TestAStepEndedByItsCodeIsRecorded(t *testing.T) {
 	t.Parallel()
 	call := executions.Call{Entry: activity.Entry{Skill: "call"}}
 	cases := map[string]struct {
@@ -758,7 +759,7 @@ func TestAStepThatItsOwnCodeEndsIsRecorded(t *testing.T) {
 
 // A step to which the code comes when its own limit is over does not begin, and that is its result: a later run,
 // which is there in time because it has everything before on record, would otherwise do what this one did without.
-func TestAStepThatItsLimitKeepsFromBeginningIsRecorded(t *testing.T) {
+func TestAStepPastItsDeadlineIsRecorded(t *testing.T) {
 	t.Parallel()
 	cases := map[string]func(ctx context.Context, made *atomic.Int64) error{
 		"step": func(ctx context.Context, made *atomic.Int64) error {
@@ -835,8 +836,8 @@ func TestNoTwoStepsShareAKey(t *testing.T) {
 	}
 }
 
-// What a transaction has called stays called when its connection breaks and it is tried again.
-func TestACallWithinATransactionIsMadeOnce(t *testing.T) {
+// What a transaction has called stays called when its connection breaks and it is retried.
+func TestACallInATransactionRunsOnce(t *testing.T) {
 	t.Parallel()
 	for _, name := range []string{"write", "table/write"} {
 		t.Run(name, func(t *testing.T) {
@@ -898,7 +899,7 @@ func TestASnapshotIsOfItsOwnLoop(t *testing.T) {
 
 // What a step is made of has the step's key before its own, also where that has slashes in it: so a phase stands for
 // what is in it, a loop's snapshot takes its place, and a replay comes to all of it.
-func TestWhatAStepIsMadeOfHasItsKey(t *testing.T) {
+func TestInnerStepsHaveTheKeyOfTheirStep(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	inner := func(ctx context.Context) (string, error) {

@@ -56,7 +56,7 @@ func TestCancelEndsPendingAndWaitingExecutions(t *testing.T) {
 	}
 }
 
-func TestCancelOfWhatIsNotThereOrHasEnded(t *testing.T) {
+func TestCancelOfMissingAndEndedExecutions(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for _, id := range []string{"01a1fc71-3adb-78b8-86ab-983dc5c92f7f", "nonsense", ""} {
@@ -160,7 +160,7 @@ func cancelByOther(ctx context.Context, p *process, id string) error {
 	return err
 }
 
-func TestEveryEndFreesLanesClosesRowsAndIsToldOnce(t *testing.T) {
+func TestEveryEndReleasesLanesClosesRowsAndNotifiesOnce(t *testing.T) {
 	t.Parallel()
 	for status, err := range map[executions.Status]error{
 		executions.Completed: nil, executions.Failed: errors.New("no"), executions.Timeout: executions.ErrTimedOut,
@@ -402,9 +402,9 @@ func TestACancelStopsAStepInATransaction(t *testing.T) {
 	}
 }
 
-// A step that does not hear delays neither the cancel nor what it is told: it says who has the execution, and the
+// A step that does not hear delays neither the cancel nor what it is notified: it says who has the execution, and the
 // cancel is completed when the step ends.
-func TestACancelOfAStepThatDoesNotStopIsCompletedWithItsEnd(t *testing.T) {
+func TestACancelOfABlockedStepCompletesAtItsEnd(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `create table effects (n int)`)
@@ -426,7 +426,7 @@ func TestACancelOfAStepThatDoesNotStopIsCompletedWithItsEnd(t *testing.T) {
 }
 
 // What a client has locked is cancelled by the sweep, also what waits, and what its process died with.
-func TestACancelOfWhatAClientHasLockedIsCompletedByTheSweep(t *testing.T) {
+func TestTheSweepCompletesACancelOfALockedExecution(t *testing.T) {
 	t.Parallel()
 	for name, lock := range map[string]string{
 		"row":  `select from agent_executions for update`,
@@ -647,8 +647,8 @@ func TestEventsAndStartsOverAnotherPoolUseTheEnginesOwn(t *testing.T) {
 	}
 }
 
-// A caller who does not want to wait for an open transaction is told what is held, and by whom.
-func TestACallerSaysHowLongItWaitsForAnOpenTransaction(t *testing.T) {
+// A caller who does not want to wait for an open transaction is notified what is held, and by whom.
+func TestWithLockTimeoutBoundsTheWaitForATransaction(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	engines := map[string]*process{

@@ -51,8 +51,8 @@ func another(ctx context.Context) error {
 }
 
 // The result of a step could not be written for as long as a lease lasts. That is no result: the run ends, the
-// execution goes on elsewhere, and the step is made again.
-func TestAResultThatCannotBeWrittenHandsTheRunOn(t *testing.T) {
+// execution continues elsewhere, and the step is repeated.
+func TestAnUnwrittenResultReleasesTheRun(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	told := make(chan error, 1)
@@ -84,7 +84,7 @@ func TestAResultThatCannotBeWrittenHandsTheRunOn(t *testing.T) {
 
 // The steps around one whose result could not be written have no result either, also where their own context has not
 // heard yet that the run was stopped, as that of a hold, and the database is there again by then.
-func TestAStepAroundAResultThatCannotBeWrittenHasNone(t *testing.T) {
+func TestAnOuterStepOfAnUnwrittenResultHasNoCheckpoint(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var calls atomic.Int32
@@ -114,7 +114,7 @@ func TestAStepAroundAResultThatCannotBeWrittenHasNone(t *testing.T) {
 }
 
 // Meanwhile somebody else has the claim: the result came too late, and the log says what it would have been.
-func TestAResultThatCameTooLateIsNoted(t *testing.T) {
+func TestALateResultIsRecordedAsRejected(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	told := make(chan error, 1)
@@ -157,8 +157,9 @@ func TestAResultThatCameTooLateIsNoted(t *testing.T) {
 	}
 }
 
-// The last step is written with the end, or not at all: then the execution goes on elsewhere, and makes the step again.
-func TestAnEndThatCannotBeWrittenTakesTheLastStepAlong(t *testing.T) {
+// The last step is written with the end, or not at all: then the execution continues elsewhere, and makes the step
+// again.
+func TestAnUnwrittenCompletionDropsItsLastStep(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var calls atomic.Int32
@@ -180,8 +181,8 @@ func TestAnEndThatCannotBeWrittenTakesTheLastStepAlong(t *testing.T) {
 	}
 }
 
-// A result that is put off is written all the same when the code goes on without another step.
-func TestAResultIsOnRecordSoon(t *testing.T) {
+// A result that is put off is written all the same when the code continues without another step.
+func TestADeferredResultIsWrittenSoon(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	goOn := make(chan struct{})
@@ -233,8 +234,8 @@ func TestResultsAreRecordedInTheOrderOfTheirSteps(t *testing.T) {
 	}
 }
 
-// An exponent may be more than the database holds; that is told to the code, and so is not put off.
-func TestAResultThatTheDatabaseRefusesIsToldToTheCode(t *testing.T) {
+// An exponent may be more than the database holds; that is notified to the code, and so is not put off.
+func TestARejectedResultIsReturnedToTheCode(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	told := make(chan error, 1)
@@ -252,7 +253,7 @@ func TestAResultThatTheDatabaseRefusesIsToldToTheCode(t *testing.T) {
 }
 
 // So may the name of a step.
-func TestAStepWithANameThatTheDatabaseRefusesIsToldToTheCode(t *testing.T) {
+func TestARejectedStepNameIsReturnedToTheCode(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var long strings.Builder
@@ -278,9 +279,9 @@ func TestAStepWithANameThatTheDatabaseRefusesIsToldToTheCode(t *testing.T) {
 	}
 }
 
-// The end does not take a last step along that the database refuses: the run fails, instead of being made again and
+// The end does not take a last step along that the database refuses: the run fails, instead of being repeated and
 // again.
-func TestALastStepThatTheDatabaseRefusesFailsTheRun(t *testing.T) {
+func TestARejectedLastStepFailsTheRun(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `create function refuse() returns trigger language plpgsql as $$ begin raise exception 'no' using errcode = '22023'; end $$`)
@@ -301,7 +302,7 @@ func TestALastStepThatTheDatabaseRefusesFailsTheRun(t *testing.T) {
 
 // The function returns while the record of its last step is being written, which fails: the run does not end as if
 // the step were on record.
-func TestAnEndWaitsForARecordThatIsBeingWritten(t *testing.T) {
+func TestACompletionWaitsForACheckpointInFlight(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `create function refuse() returns trigger language plpgsql as $$ begin
@@ -335,8 +336,8 @@ func TestAnEndWaitsForARecordThatIsBeingWritten(t *testing.T) {
 	}
 }
 
-// What a flow has left behind is told that its steps are none any more, which nobody would record.
-func TestAStepAfterTheFlowHasReturnedIsOutside(t *testing.T) {
+// What a flow has left behind is notified that its steps are none any more, which nobody would record.
+func TestAStepAfterTheFlowReturnedFails(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	left := make(chan context.Context, 1)
@@ -502,7 +503,7 @@ func TestVariablesAreAnObject(t *testing.T) {
 }
 
 // What the database cannot hold is left out, and does not keep the execution from its end.
-func TestVariablesThatCannotBeStoredStopNothing(t *testing.T) {
+func TestRejectedVariablesDoNotStopTheRun(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
@@ -566,7 +567,7 @@ func TestTheEndNamesTheStepThatFailed(t *testing.T) {
 
 // A StepTx may hold lanes, so it does not wait for who has locked the execution, and may wait for them. Its variables
 // go with the next write.
-func TestVariablesOfATransactionWaitForNobody(t *testing.T) {
+func TestVariablesOfATransactionDoNotWaitForLocks(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	other, err := pool.Begin(t.Context())

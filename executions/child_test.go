@@ -65,28 +65,7 @@ func childStatus(t *testing.T, parent executions.Execution) string {
 	return end.Status
 }
 
-func TestAParentLearnsHowItsChildEnded(t *testing.T) {
-	for name, c := range map[string]struct {
-		child body
-		want  string
-	}{
-		"done":   {func(context.Context) (executions.Result, error) { return executions.Result{Summary: "fine"}, nil }, "completed"},
-		"failed": {func(context.Context) (executions.Result, error) { return executions.Result{}, errors.New("no") }, "failed"},
-	} {
-		t.Run(name, func(t *testing.T) {
-			pool := pgtest.DB(t)
-			f := &family{child: c.child}
-			p := start(t, pool, f.flows())
-			f.engine = p.Engine
-			parent := until(t, pool, p.begin(t, "parent"), executions.Completed)
-			if got := childStatus(t, parent); got != c.want {
-				t.Errorf("the child is %s, want %s", got, c.want)
-			}
-		})
-	}
-}
-
-// A child may end before its parent waits, at that very moment, or after: the parent goes on once.
+// A child may end before its parent waits, at that very moment, or after: the parent continues once.
 func TestAChildsEndIsNeverMissed(t *testing.T) {
 	pool := pgtest.DB(t)
 	f := &family{child: func(context.Context) (executions.Result, error) { return executions.Result{}, nil }}
@@ -116,11 +95,8 @@ func TestAChildsEndIsNeverMissed(t *testing.T) {
 }
 
 // Nobody tells the parent of a child that was cancelled by plain SQL: the sweep does.
-func TestTheSweepTellsParents(t *testing.T) {
+func TestTheSweepResumesParents(t *testing.T) {
 	pool := pgtest.DB(t)
-	hang := func(ctx context.Context) (executions.Result, error) {
-		return ends(executions.Wait(ctx, "for ever", executions.Event("never", 0)))
-	}
 	f := &family{child: hang}
 	p := start(t, pool, f.flows())
 	f.engine = p.Engine
@@ -133,16 +109,13 @@ func TestTheSweepTellsParents(t *testing.T) {
 	}
 }
 
-func TestCancellingAParentCancelsWhatItWaitsFor(t *testing.T) {
+func TestCancellingAParentCancelsAwaitedChildren(t *testing.T) {
 	pool := pgtest.DB(t)
-	f := &family{child: func(ctx context.Context) (executions.Result, error) {
-		return ends(executions.Wait(ctx, "for ever", executions.Event("never", 0)))
-	}}
-	p := start(t, pool, f.flows())
-	f.engine = p.Engine
-	parent := p.begin(t, "parent")
-	awaited := *until(t, pool, parent, executions.Waiting).WaitingKey
+	p := start(t, pool, triggers(executions.Child{Wait: true}, hang))
+	parent := p.begin(t, "flow")
+	awaited := childOf(t, pool, parent)
 	until(t, pool, awaited, executions.Waiting)
+	until(t, pool, parent, executions.Waiting)
 	free, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "child", Surface: trace.Flow, ParentID: parent})
 	if err != nil {
 		t.Fatal(err)
@@ -159,7 +132,7 @@ func TestCancellingAParentCancelsWhatItWaitsFor(t *testing.T) {
 	}
 }
 
-func TestWhatACallersTransactionInsertsIsRunAfterItsCommit(t *testing.T) {
+func TestAnInsertOfACallersTransactionRunsAfterItsCommit(t *testing.T) {
 	pool := pgtest.DB(t)
 	p := start(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{Summary: "ran"}, nil }))
 	spec := executions.Spec{Flow: "flow", Surface: trace.Chat, DedupeKey: "once"}
@@ -198,7 +171,7 @@ func TestWhatACallersTransactionInsertsIsRunAfterItsCommit(t *testing.T) {
 }
 
 // A process that dies between the commit and the run leaves a claim; another process takes it over.
-func TestAClaimThatIsNeverRunGoesElsewhere(t *testing.T) {
+func TestAnUnusedClaimMovesToAnotherProcess(t *testing.T) {
 	pool := pgtest.DB(t)
 	flows := flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil })
 	dead := prepare(t, pool, flows)
@@ -216,7 +189,7 @@ func TestAClaimThatIsNeverRunGoesElsewhere(t *testing.T) {
 }
 
 // RunDetached leaves what its caller has no time for to others; RunClaimed, as RunSync, cancels it.
-func TestRunHereHandsBackWhatItsCallerLeft(t *testing.T) {
+func TestRunDetachedReleasesTheRunOfACallerWhoLeft(t *testing.T) {
 	pool := pgtest.DB(t)
 	ctx, leave := context.WithCancel(t.Context())
 	first := true
@@ -238,7 +211,7 @@ func TestRunHereHandsBackWhatItsCallerLeft(t *testing.T) {
 	}
 }
 
-func TestASettlementCommitsWithTheResult(t *testing.T) {
+func TestOnResultCommitsWithTheResult(t *testing.T) {
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `create table settled (what text primary key)`)
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
@@ -327,7 +300,7 @@ func TestAStaleClaimKeepsNoLane(t *testing.T) {
 }
 
 // A wait for a lane ends neither while somebody stands in its queue, nor never because the execution has it itself.
-func TestALaneIsWaitedForBehindItsQueue(t *testing.T) {
+func TestALaneWaitQueuesBehindEarlierWaiters(t *testing.T) {
 	pool := pgtest.DB(t)
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		if _, err := executions.Lane(ctx, "thread:own"); err != nil {
@@ -426,7 +399,7 @@ func sameJSON(t *testing.T, one, two json.RawMessage) bool {
 	return err == nil && string(a) == string(b)
 }
 
-func TestTriggerWithoutWaitGoesOn(t *testing.T) {
+func TestTriggerWithoutWaitReturnsAtOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := start(t, pool, triggers(executions.Child{}, hang))
@@ -452,7 +425,7 @@ func TestAChildThatIsCancelledIsAResult(t *testing.T) {
 	}
 }
 
-// The child of a parent whose wait timed out goes on by itself: without the lanes, and not cancelled with the parent.
+// The child of a parent whose wait timed out continues by itself: without the lanes, and not cancelled with the parent.
 func TestAChildOutlivesAWaitThatTimedOut(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -543,7 +516,7 @@ func TestAParentIsResumedWithoutAProcess(t *testing.T) {
 }
 
 // Who did not say how long it waits for a child waits as long as the child does, and those that it waits for.
-func TestAParentIsPatient(t *testing.T) {
+func TestAParentWaitsAsLongAsItsChild(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	grandparent, parent, child := newWaiter(t, pool), newWaiter(t, pool), newWaiter(t, pool)
@@ -570,26 +543,8 @@ func TestAParentIsPatient(t *testing.T) {
 	}
 }
 
-func TestCancellingAParentCancelsTheChildItTriggered(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.DB(t)
-	var calls atomic.Int32
-	p := start(t, pool, triggers(executions.Child{Wait: true}, func(ctx context.Context) (executions.Result, error) {
-		calls.Add(1)
-		return hang(ctx)
-	}))
-	parent := p.begin(t, "flow")
-	until(t, pool, parent, executions.Waiting)
-	child := childOf(t, pool, parent)
-	until(t, pool, child, executions.Waiting)
-	if _, err := p.Cancel(t.Context(), parent, "admin", "enough"); err != nil {
-		t.Fatal(err)
-	}
-	until(t, pool, child, executions.Cancelled)
-}
-
 // The end of a child and the wait for it are written at the same moment, and neither sees the other: one of them
-// waits for the other's commit, so that the end is told.
+// waits for the other's commit, so that the end is notified.
 func TestAnEndAndTheWaitForItMeet(t *testing.T) {
 	t.Parallel()
 	for name, endFirst := range map[string]bool{"the end comes first": true, "the wait comes first": false} {

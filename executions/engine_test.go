@@ -125,7 +125,7 @@ func TestAFinishedStepIsNotRepeatedWhenTheRunIsClaimedAgain(t *testing.T) {
 }
 
 // Told to stop before it has begun, an engine has worked until then: that is no error, and leaves no lease.
-func TestAnEngineThatIsStoppedBeforeItBegins(t *testing.T) {
+func TestAnEngineStoppedBeforeItsStartReturns(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	ended, cancel := context.WithCancel(t.Context())
@@ -161,7 +161,7 @@ func TestAnEngineRunsOnce(t *testing.T) {
 	}
 }
 
-func TestOptionsThatCannotBeAreAnError(t *testing.T) {
+func TestInvalidOptionsAreAnError(t *testing.T) {
 	t.Parallel()
 	keeper := lanes.NewKeeper(nil, lanes.Options{})
 	for _, opts := range []executions.Options{{}, {Keeper: keeper, Workers: -1}, {Keeper: keeper, LeaseTTL: 100 * 365 * 24 * time.Hour}} {
@@ -178,7 +178,7 @@ func stopping(p *process) (wait func()) {
 	return func() { _ = group.Wait() }
 }
 
-func TestAShutdownLetsTheStepFinishAndHandsTheRunBack(t *testing.T) {
+func TestAShutdownFinishesTheStepAndReleasesTheRun(t *testing.T) {
 	t.Parallel()
 	for _, now := range []bool{false, true} {
 		name := map[bool]string{false: "taken from the queue", true: "run now"}[now]
@@ -271,7 +271,7 @@ func TestAShutdownCancelsAStepThatTakesTooLong(t *testing.T) {
 	}
 }
 
-func TestRunNowThatIsInterruptedIsCancelled(t *testing.T) {
+func TestAnInterruptedRunSyncIsCancelled(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	ctx, cancel := context.WithCancel(t.Context())
@@ -286,7 +286,7 @@ func TestRunNowThatIsInterruptedIsCancelled(t *testing.T) {
 	}
 }
 
-func TestBeatKeepsTheLeaseWithoutTakingWork(t *testing.T) {
+func TestKeepAliveRenewsTheLeaseWithoutClaims(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := prepare(t, pool, flow(nothing))
@@ -321,7 +321,7 @@ func (finishObserver) ExecutionEnded(executions.Execution, executions.Status)   
 func (finishObserver) ActivityClosed(activity.Entry, activity.Outcome, time.Duration) {}
 
 // What remains to be done for a caller who has left is given up when the database does not answer.
-func TestACallerWhoHasLeftIsNotKeptByADatabaseThatHangs(t *testing.T) {
+func TestAHangingDatabaseDoesNotBlockACallerWhoLeft(t *testing.T) {
 	t.Parallel()
 	for _, here := range []bool{false, true} {
 		name := map[bool]string{false: "RunSync", true: "RunDetached"}[here]
@@ -611,7 +611,7 @@ func TestClaimsOfAnUnknownWorkerAreSwept(t *testing.T) {
 }
 
 // A claim whose answer was lost with its connection belongs to a worker that lives and does not know.
-func TestAClaimWithoutARunIsHandedBack(t *testing.T) {
+func TestAnOrphanedClaimIsReleased(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := start(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
@@ -624,7 +624,7 @@ func TestAClaimWithoutARunIsHandedBack(t *testing.T) {
 	}
 }
 
-func TestWhatOutsideWorkersLoseFollowsOnLost(t *testing.T) {
+func TestLostExternalWorkersFollowOnLost(t *testing.T) {
 	t.Parallel()
 	for policy, want := range map[string]executions.Status{"resume": executions.Running, "hand_on": executions.Running, "fail": executions.Failed} {
 		t.Run(policy, func(t *testing.T) {

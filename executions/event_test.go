@@ -89,7 +89,7 @@ func eachWay(t *testing.T, fn func(t *testing.T, pool *pgxpool.Pool, by string))
 }
 
 // What is claimed along with its event is what would be claimed next, and nothing else.
-func TestWhatAnEventWakesIsClaimedWhereItWouldBeNext(t *testing.T) {
+func TestAnEventClaimsTheExecutionsAtTheHeadOfTheQueue(t *testing.T) {
 	eachWay(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
 		me := workerLease(t, pool)
 		cases := map[string]struct {
@@ -147,7 +147,7 @@ func script(t *testing.T, pool *pgxpool.Pool, sql string) {
 	}
 }
 
-func TestOfSeveralThatAnEventWakesTheQueueDecides(t *testing.T) {
+func TestTheQueueOrdersExecutionsResumedTogether(t *testing.T) {
 	eachWay(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
 		me := workerLease(t, pool)
 		late, first := parked(t, pool, "k", "flow", 4), parked(t, pool, "k", "flow", 1)
@@ -194,7 +194,7 @@ func TestAnEventThatComesTwiceResumesOnce(t *testing.T) {
 }
 
 // A batch waits for nobody: what it would wait for it leaves, and the answer says so.
-func TestABatchLeavesWhatItWouldWaitFor(t *testing.T) {
+func TestAnEventBatchLeavesOutBlockedEvents(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	me := workerLease(t, pool)
@@ -235,7 +235,7 @@ func TestABatchLeavesWhatItWouldWaitFor(t *testing.T) {
 	}
 }
 
-func TestSeveralThatAnEventWakesGoOnAtOnce(t *testing.T) {
+func TestExecutionsResumedTogetherRunAtOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := start(t, pool, awaits(0), never) // no sweep helps
@@ -254,7 +254,7 @@ func TestSeveralThatAnEventWakesGoOnAtOnce(t *testing.T) {
 
 // A call that an earlier claim left in flight has no record. The answer has none of these, so it says that there is
 // more to read.
-func TestAClaimThatWasLostBeforeIsSaid(t *testing.T) {
+func TestAResumedExecutionKnowsOfALostClaim(t *testing.T) {
 	eachWay(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
 		me := workerLease(t, pool)
 		for lost, key := range []string{"never", "once"} {
@@ -287,7 +287,7 @@ func TestAClaimThatWasLostBeforeIsSaid(t *testing.T) {
 	})
 }
 
-func TestLanesGoOnWithWhatAnEventWakes(t *testing.T) {
+func TestLanesFollowAResumedExecution(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	id := parked(t, pool, "k", "flow", 2)
@@ -311,7 +311,7 @@ func TestLanesGoOnWithWhatAnEventWakes(t *testing.T) {
 }
 
 // A process that dies between the statement that claimed and the code that was to run leaves a claim like any other.
-func TestWhatADeadProcessWasHandedGoesOn(t *testing.T) {
+func TestAnotherProcessContinuesTheClaimsOfADeadOne(t *testing.T) {
 	eachWay(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
 		id := parked(t, pool, "k", "flow", 2)
 		pgtest.Exec(t, pool, `update agent_executions set input = '"k"'`)
@@ -376,7 +376,7 @@ func TestOldAndNewProcessesWorkTogether(t *testing.T) {
 }
 
 // However the statistics of the table are, who waits is found without a look at all who wait.
-func TestWhoWaitsIsFoundByTheKey(t *testing.T) {
+func TestWaitsAreFoundByTheirKey(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `insert into agent_executions (trace_id, surface, flow) select 'fl_x', 'flow', 'flow' from generate_series(1, 3000)`)
@@ -411,8 +411,8 @@ func TestWhoWaitsIsFoundByTheKey(t *testing.T) {
 	}
 }
 
-// An event that is held up by somebody's lock does not keep the worker that was meant for what it wakes.
-func TestAnEventThatIsHeldUpKeepsNoWorker(t *testing.T) {
+// An event that is delayed by somebody's lock does not keep the worker that was meant for what it wakes.
+func TestABlockedEventReservesNoWorker(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := start(t, pool, awaits(0), func(o *executions.Options) { o.Workers, o.LeaseTTL = 1, time.Minute })
@@ -505,7 +505,7 @@ func TestAWorkerIsFreeWhileAnEndIsWritten(t *testing.T) {
 
 // The record that comes with the claim is the one that is stored: of the wait alone, and with what was recorded
 // before it.
-func TestTheRecordThatIsHandedOverIsTheOneThatIsStored(t *testing.T) {
+func TestTheClaimedRecordEqualsTheStoredOne(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	me := workerLease(t, pool)
@@ -548,7 +548,7 @@ func TestTheRecordThatIsHandedOverIsTheOneThatIsStored(t *testing.T) {
 	}
 }
 
-// meanwhile lets an event wait for the row of the execution that waits for it, changes something, and lets it go on.
+// meanwhile lets an event wait for the row of the execution that waits for it, changes something, and lets it continue.
 func meanwhile(t *testing.T, pool *pgxpool.Pool, worker, id string, change func(tx pgx.Tx)) []handed {
 	t.Helper()
 	tx, err := pool.Begin(t.Context())
@@ -574,7 +574,7 @@ func meanwhile(t *testing.T, pool *pgxpool.Pool, worker, id string, change func(
 }
 
 // What decides is looked at when the row is locked, not before.
-func TestWhatHappensWhileAnEventWaitsForItsRowCounts(t *testing.T) {
+func TestAnEventSeesChangesMadeWhileItWaited(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
 		change  func(t *testing.T, tx pgx.Tx, id, worker string)
@@ -621,7 +621,7 @@ func TestWhatHappensWhileAnEventWaitsForItsRowCounts(t *testing.T) {
 }
 
 // Who raised an event is noted for that event, whatever it wakes, and for no other of the transaction.
-func TestTheRaiserOfAnEventIsNotedForItAlone(t *testing.T) {
+func TestTheSourceOfAnEventIsRecordedForItAlone(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for range 2 {
@@ -725,7 +725,7 @@ func TestTheOrderOfTheThreadDecidesWhatAnswers(t *testing.T) {
 }
 
 // While a question stands in the queue nothing answers it, and its time does not run.
-func TestAQuestionInTheQueueHasTime(t *testing.T) {
+func TestTheTimeoutStartsWhenTheMessageIsSent(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)

@@ -55,7 +55,7 @@ func pay(ctx context.Context, input json.RawMessage) (executions.Result, error) 
 	return executions.Result{Summary: "paid " + order.Number, Value: receipt}, nil
 }
 
-func TestTheFlowOfThePageRuns(t *testing.T) {
+func TestTheFlowOfTheDocsRuns(t *testing.T) {
 	p := start(t, pgtest.DB(t), map[string]executions.Func{"pay": pay})
 	x, err := p.RunSync(t.Context(), executions.Spec{Flow: "pay", Surface: trace.Flow, Input: Order{"n-7"}})
 	if err != nil || x.Status != executions.Completed || x.ResultSummary != "paid n-7" {
@@ -88,7 +88,7 @@ func work(ctx context.Context, pool *pgxpool.Pool) error {
 	return engine.Run(ctx)
 }
 
-func TestTheWorkerOfThePageWorks(t *testing.T) {
+func TestTheWorkerOfTheDocsRuns(t *testing.T) {
 	pool := pgtest.DB(t)
 	ctx, stop := context.WithCancel(t.Context())
 	ended := make(chan error, 1)

@@ -22,7 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// external starts a run for workers outside.
+// external starts a run for external workers.
 func (p *process) external(t *testing.T, change ...func(*executions.Spec)) string {
 	t.Helper()
 	s := executions.Spec{Flow: "external:test", Surface: trace.Flow, Input: map[string]int{"n": 1}}
@@ -86,7 +86,7 @@ func held(t *testing.T, pool *pgxpool.Pool) pgx.Tx {
 	return tx
 }
 
-func TestARunLockIsTakenKeptAndGivenBack(t *testing.T) {
+func TestARunLockIsAcquiredRenewedAndReleased(t *testing.T) {
 	t.Parallel()
 	p := prepare(t, pgtest.DB(t), nil)
 	id := p.external(t)
@@ -128,7 +128,7 @@ func TestARunLockIsTakenKeptAndGivenBack(t *testing.T) {
 	}
 }
 
-func TestWhatCannotBeLockedIsRefused(t *testing.T) {
+func TestInvalidLockRequestsAreRejected(t *testing.T) {
 	t.Parallel()
 	p := prepare(t, pgtest.DB(t), flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
 	id := p.external(t)
@@ -194,7 +194,7 @@ func TestOneOfFiftyWorkersGetsTheLock(t *testing.T) {
 	}
 }
 
-func TestBeatsAndCheckpointsDoNotWaitForOneAnother(t *testing.T) {
+func TestRenewalsAndCheckpointsDoNotBlockEachOther(t *testing.T) {
 	t.Parallel()
 	p := prepare(t, pgtest.DB(t), nil)
 	id := p.external(t)
@@ -259,7 +259,7 @@ func TestATakeoverWaitsForACheckpointAndTheSweepDoesNot(t *testing.T) {
 	p.void(t, id, lock.LockID, "locked by second")
 }
 
-func TestALockThatRanOutIsSettledBeforeAnotherIsGiven(t *testing.T) {
+func TestAnExpiredLockIsSettledBeforeTheNextOne(t *testing.T) {
 	t.Parallel()
 	p := prepare(t, pgtest.DB(t), nil)
 	fails := p.external(t)
@@ -285,7 +285,7 @@ func TestALockThatRanOutIsSettledBeforeAnotherIsGiven(t *testing.T) {
 	}
 }
 
-func TestTheSweepFailsOrHandsOnAndHandsOnOnlySoOften(t *testing.T) {
+func TestTheSweepFailsOrHandsOnUpToMaxAttempts(t *testing.T) {
 	t.Parallel()
 	p := prepare(t, pgtest.DB(t), nil)
 	fails, goesOn := p.external(t), p.external(t, handOn, func(s *executions.Spec) { s.MaxAttempts = 3 })
@@ -312,7 +312,7 @@ func TestTheSweepFailsOrHandsOnAndHandsOnOnlySoOften(t *testing.T) {
 	}
 }
 
-func TestAWorkerThatBeatsAndGetsNowhereIsCaught(t *testing.T) {
+func TestAWorkerWithoutProgressLosesItsLock(t *testing.T) {
 	t.Parallel()
 	p := prepare(t, pgtest.DB(t), nil)
 	slow := func(s *executions.Spec) { s.ProgressSeconds = 60 }
@@ -347,7 +347,7 @@ func TestAWorkerThatBeatsAndGetsNowhereIsCaught(t *testing.T) {
 	}
 }
 
-func TestACancelIsToldByTheNextBeatAndEndsTheLock(t *testing.T) {
+func TestTheNextRenewalReportsACancelAndEndsTheLock(t *testing.T) {
 	t.Parallel()
 	p := prepare(t, pgtest.DB(t), nil)
 	id, before := p.external(t), p.external(t)
@@ -373,7 +373,7 @@ func TestACancelIsToldByTheNextBeatAndEndsTheLock(t *testing.T) {
 	}
 }
 
-func TestManyLocksBeatAtOnceEachForItself(t *testing.T) {
+func TestManyLocksAreRenewedIndependently(t *testing.T) {
 	t.Parallel()
 	p := prepare(t, pgtest.DB(t), nil)
 	var locks []string
@@ -477,7 +477,7 @@ func TestARunThatWaitsIsLockedAgainWithTheOutcome(t *testing.T) {
 	}
 }
 
-func TestNoProcessClaimsARunForWorkersOutside(t *testing.T) {
+func TestNoProcessClaimsAnExternalExecution(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := start(t, pool, nil)
@@ -517,7 +517,7 @@ func TestNoProcessClaimsARunForWorkersOutside(t *testing.T) {
 	}
 }
 
-func TestTheEndOfAnOutsideRunWakesItsParent(t *testing.T) {
+func TestTheEndOfAnExternalExecutionResumesItsParent(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
@@ -539,7 +539,7 @@ func TestTheEndOfAnOutsideRunWakesItsParent(t *testing.T) {
 	}
 }
 
-func TestEveryStatusOfAnOutsideRunIsKept(t *testing.T) {
+func TestEveryStatusOfAnExternalExecutionIsStored(t *testing.T) {
 	t.Parallel()
 	p := prepare(t, pgtest.DB(t), nil)
 	id := p.external(t)
@@ -555,7 +555,7 @@ func TestEveryStatusOfAnOutsideRunIsKept(t *testing.T) {
 
 // What a worker that comes back too late wants to write is in the log, and in the answer of why: of one lock a few
 // rows, of which the last counts the rest.
-func TestRefusedWritesOfAWorkerOutsideAreRecorded(t *testing.T) {
+func TestRejectedWritesOfExternalWorkersAreRecorded(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := prepare(t, pool, nil)
@@ -616,9 +616,9 @@ func TestRefusedWritesOfAWorkerOutsideAreRecorded(t *testing.T) {
 	}
 }
 
-// A worker outside that waits for a child lends it its thread, has it back afterwards, and learns what the child has
+// A external worker that waits for a child lends it its thread, has it back afterwards, and learns what the child has
 // come to: the same as inside.
-func TestACoordinatorOutsideLendsItsThread(t *testing.T) {
+func TestAnExternalCoordinatorLendsItsThread(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := start(t, pool, nil)

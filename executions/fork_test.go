@@ -138,7 +138,7 @@ func loops() string {
 	return strings.Join(all, " ")
 }
 
-func TestAForkDoesWhatCameAfterAStep(t *testing.T) {
+func TestAForkRunsTheStepsAfterAStep(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var d diary
@@ -173,7 +173,7 @@ func TestAForkDoesWhatCameAfterAStep(t *testing.T) {
 	}
 }
 
-func TestAForkFromWhatWasNotRecordedIsRefused(t *testing.T) {
+func TestAForkFromAnUnknownStepIsRejected(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var d diary
@@ -284,7 +284,7 @@ func TestAForkOfARunningExecution(t *testing.T) {
 	}
 }
 
-func TestAnInputThatContradictsARecordIsRefused(t *testing.T) {
+func TestAnInputThatContradictsACheckpointIsRejected(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var d diary
@@ -328,7 +328,7 @@ func TestAnInputThatContradictsARecordIsRefused(t *testing.T) {
 	}
 }
 
-func TestRetryBeginsWithWhatFailed(t *testing.T) {
+func TestRetryStartsAtTheFailedStep(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var d diary
@@ -437,7 +437,7 @@ func TestRetryBeginsWithWhatFailed(t *testing.T) {
 	}
 }
 
-func TestRetryOfWhatWasStoppedGoesOn(t *testing.T) {
+func TestRetryOfACancelledExecutionContinues(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var d diary
@@ -474,7 +474,7 @@ func TestRetryOfWhatWasStoppedGoesOn(t *testing.T) {
 }
 
 // Leave that was given for a call is the other's. A fork that has not made the call asks anew.
-func TestAForkAsksForLeaveOfItsOwn(t *testing.T) {
+func TestAForkRequestsItsOwnApproval(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `insert into agent_skills (name, handler, tool_definition) values ('pay', 'builtin:pay', '{}')`)
@@ -567,7 +567,7 @@ func TestAForkHasLanesOfItsOwn(t *testing.T) {
 }
 
 // The records of an execution of a workers' run outside are there for the next who locks the fork.
-func TestAForkOfAnOutsideRun(t *testing.T) {
+func TestAForkOfAnExternalExecution(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := start(t, pool, nil)
@@ -594,7 +594,7 @@ func TestAForkOfAnOutsideRun(t *testing.T) {
 
 // Code that asks the database between steps cannot be replayed to its end, but a step that it comes to before is seen
 // to have another input.
-func TestAForkIsRefusedThoughTheCodeAsksTheDatabase(t *testing.T) {
+func TestAForkIsRejectedAlthoughTheCodeQueriesTheDatabase(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := start(t, pool, map[string]executions.Func{"flow": func(ctx context.Context, input json.RawMessage) (executions.Result, error) {

@@ -81,7 +81,7 @@ func engineAway(t *testing.T, log *slog.Logger, tries *int) *Engine {
 }
 
 // While the database is away, a timer that is due is not swept for all the time.
-func TestASweepThatFailsIsNotRepeatedAtOnce(t *testing.T) {
+func TestAFailedSweepIsNotRepeatedAtOnce(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		tries := 0
@@ -98,7 +98,7 @@ func TestASweepThatFailsIsNotRepeatedAtOnce(t *testing.T) {
 	})
 }
 
-func TestHousekeepingThatFailsIsNotRepeatedAtEachSweep(t *testing.T) {
+func TestFailedHousekeepingIsNotRepeatedAtEachSweep(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		var said bytes.Buffer
@@ -116,7 +116,7 @@ func TestHousekeepingThatFailsIsNotRepeatedAtEachSweep(t *testing.T) {
 }
 
 // A lane that is handed over was never free, and may be so a thousand times a second: nobody sweeps for it.
-func TestAHandOverWakesNoSweep(t *testing.T) {
+func TestAHandoverWakesNoSweep(t *testing.T) {
 	t.Parallel()
 	for said, wakes := range map[string]int{"pipeline:prices": 1, "": 1, "pipeline:prices\trun/1\t1795234346428444\t1795234356428444": 0} {
 		e := &Engine{sweepRequests: make(chan struct{}, 1)}
@@ -129,7 +129,7 @@ func TestAHandOverWakesNoSweep(t *testing.T) {
 
 // While the database is away for long, executions are asked for no more often than in its first seconds, and the log
 // says so no more often.
-func TestClaimsThatFailBecomeNoMore(t *testing.T) {
+func TestFailedClaimsDoNotMultiply(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		var tries atomic.Int32

@@ -129,7 +129,7 @@ func commit(t *testing.T, tx pgx.Tx) {
 
 const loanLane = "objective:o1"
 
-func TestALoanComesBackHoweverItEnds(t *testing.T) {
+func TestALoanReturnsHoweverItEnds(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	ends := map[string]func(t *testing.T, lane string, c member){
@@ -189,7 +189,7 @@ func TestALoanComesBackHoweverItEnds(t *testing.T) {
 }
 
 // In a line of four, any of the upper ones stops waiting: the lane comes to the nearest from there up that lives.
-func TestAnyoneInALineStopsWaiting(t *testing.T) {
+func TestAnyAncestorMayStopWaiting(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for name, c := range map[string]struct {
@@ -282,7 +282,7 @@ func TestABorrowerIsClaimedAgain(t *testing.T) {
 
 // A thread is lent before its owner begins to wait. The child's end and the owner's park, claim and end at the same
 // moment: whichever is first, the thread is the owner's, parked when it waits, free when it has ended.
-func TestAThreadComesBackToAnOwnerThatChangesMeanwhile(t *testing.T) {
+func TestAThreadReturnsToAChangedOwner(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	changes := map[string]func(tx postgres.DB, p, c member) error{
@@ -341,7 +341,7 @@ func TestAThreadComesBackToAnOwnerThatChangesMeanwhile(t *testing.T) {
 }
 
 // An owner that is about to park has its row locked and has not come to its lanes yet.
-func TestAThreadComesBackToAnOwnerThatIsBusy(t *testing.T) {
+func TestAThreadReturnsToABusyOwner(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	const lane = "thread:t1"
@@ -430,9 +430,9 @@ func TestACancelOfAParentMeetsItsChildsSend(t *testing.T) {
 	wantLoans(t, pool, "thread:t1", 0)
 }
 
-// A parent lends a thread to a child when it has started it. When it waits for that child the loan goes on; when it
+// A parent lends a thread to a child when it has started it. When it waits for that child the loan continues; when it
 // waits for anything else, the thread is its own again, and the child may write nothing more under its token.
-func TestAThreadIsLentOnlyToTheChildThatIsWaitedFor(t *testing.T) {
+func TestAThreadIsLentOnlyToTheAwaitedChild(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for i, c := range []struct {
@@ -463,8 +463,8 @@ func TestAThreadIsLentOnlyToTheChildThatIsWaitedFor(t *testing.T) {
 	}
 }
 
-// Of what a run holds that is handed back at a shutdown, threads stay with it; other lanes are free.
-func TestAThreadStaysWithWhoIsHandedBack(t *testing.T) {
+// Of what a run holds that is released at a shutdown, threads stay with it; other lanes are free.
+func TestAThreadStaysWithAReleasedRun(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `insert into agent_threads (id, channel) values ('t1', 'chat')`)
@@ -572,7 +572,7 @@ func TestAChildWorksInItsParentsLane(t *testing.T) {
 }
 
 // KeepLanes keeps the child out, and so does a parent that does not wait.
-func TestAChildThatMayNotBorrowIsRefused(t *testing.T) {
+func TestAChildWithoutInheritanceIsRefused(t *testing.T) {
 	t.Parallel()
 	for name, child := range map[string]executions.Child{
 		"keeps its lanes": {Flow: "child", Wait: true, KeepLanes: true},
@@ -623,8 +623,8 @@ func renewing(t *testing.T, o *executions.Options) {
 	t.Cleanup(func() { cancel(); running.Wait() })
 }
 
-// No step begins in a run that has lost a lane, whichever context it has, until the lane is taken again or given back.
-func TestNoStepBeginsAfterALaneWasLost(t *testing.T) {
+// No step begins in a run that has lost a lane, whichever context it has, until the lane is taken again or released.
+func TestNoStepStartsAfterALaneWasLost(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for name, c := range map[string]struct {
@@ -668,8 +668,8 @@ func TestNoStepBeginsAfterALaneWasLost(t *testing.T) {
 	}
 }
 
-// A lane that a run holds twice is lost for it also when it has given back the inner of the two holds.
-func TestNoStepBeginsAfterTheOuterHoldOfALaneWasLost(t *testing.T) {
+// A lane that a run holds twice is lost for it also when it has released the inner of the two holds.
+func TestNoStepStartsAfterAnOuterHoldWasLost(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	called := false

@@ -56,7 +56,7 @@ func twoSteps(first *gate, counts *[2]atomic.Int32) body {
 	}
 }
 
-func TestWhilePausedOnlyAttendedWorkBegins(t *testing.T) {
+func TestOnlyAttendedWorkStartsDuringAPause(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	heard := listener(t, pool)
@@ -102,7 +102,7 @@ func TestWhilePausedOnlyAttendedWorkBegins(t *testing.T) {
 	}
 }
 
-func TestAPausedRunStopsBeforeItsNextStepAndGoesOnAfterwards(t *testing.T) {
+func TestAPausedRunStopsBeforeItsNextStepAndContinuesLater(t *testing.T) {
 	t.Parallel()
 	for _, told := range []bool{true, false} {
 		t.Run(map[bool]string{true: "told", false: "found"}[told], func(t *testing.T) {
@@ -136,7 +136,7 @@ func TestAPausedRunStopsBeforeItsNextStepAndGoesOnAfterwards(t *testing.T) {
 	}
 }
 
-func TestAttendedRunsGoOnWhilePaused(t *testing.T) {
+func TestAttendedRunsContinueDuringAPause(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	first := newGate(t)
@@ -154,7 +154,7 @@ func TestAttendedRunsGoOnWhilePaused(t *testing.T) {
 }
 
 // A claim that is being made is either before the pause, which waits for it, or not made at all.
-func TestAClaimIsBeforeThePauseOrIsNotMade(t *testing.T) {
+func TestAClaimPrecedesThePauseOrFails(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w := workerLease(t, pool)
@@ -278,7 +278,7 @@ func TestTwoPausesAtOnceAreOne(t *testing.T) {
 	}
 }
 
-func TestARunIsNotHandedBackForAPauseThatIsOver(t *testing.T) {
+func TestARunIsNotReleasedAfterAPauseEnded(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pause(t, pool)
@@ -295,7 +295,7 @@ func TestARunIsNotHandedBackForAPauseThatIsOver(t *testing.T) {
 }
 
 // The queue may be looked at before a pause, and the claim made after it; and processes that know nothing of pauses
-// are told of the end of one.
+// are notified of the end of one.
 func TestAPauseInTheMiddleOfAClaim(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -410,7 +410,7 @@ func TestATickThatFallsDueWhilePausedIsRecordedAsSkipped(t *testing.T) {
 	}
 }
 
-func TestNothingAutonomousIsRunNowWhilePaused(t *testing.T) {
+func TestRunSyncRefusesAutonomousWorkDuringAPause(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := prepare(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
@@ -429,7 +429,7 @@ func TestNothingAutonomousIsRunNowWhilePaused(t *testing.T) {
 	}
 }
 
-func TestWorkersOutsideGetNoNewLockWhilePaused(t *testing.T) {
+func TestExternalWorkersGetNoLockDuringAPause(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := prepare(t, pool, nil)
@@ -454,7 +454,7 @@ func TestWorkersOutsideGetNoNewLockWhilePaused(t *testing.T) {
 	if n := pgtest.Value[int](t, pool, `select count(*) from agent_workers`); n != 1 {
 		t.Errorf("%d locks", n)
 	}
-	// Who has a lock goes on.
+	// Who has a lock continues.
 	again, err := p.LockRun(t.Context(), running, "worker 1", time.Minute)
 	if err != nil || again.LockID != lock.LockID {
 		t.Errorf("the same lock: %v", err)
@@ -468,7 +468,7 @@ func TestWorkersOutsideGetNoNewLockWhilePaused(t *testing.T) {
 	}
 }
 
-func TestWhatArrivesWhilePausedIsKept(t *testing.T) {
+func TestArrivalsDuringAPauseAreKept(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := start(t, pool, map[string]executions.Func{
@@ -505,7 +505,7 @@ func waitsOnce(w executions.WaitFor) executions.Func {
 	}
 }
 
-func TestAPauseSaysWhyAndWho(t *testing.T) {
+func TestAPauseNamesItsReasonAndAuthor(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for name, sql := range map[string]string{

@@ -34,7 +34,7 @@ func replay(t *testing.T, p *process, id string) executions.Replayed {
 	return got
 }
 
-func TestAReplayDoesNothing(t *testing.T) {
+func TestAReplayHasNoEffects(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	effects(t, pool)
@@ -160,7 +160,7 @@ func TestAReplayNamesTheStepInWhichTheCodeDiffers(t *testing.T) {
 		"more":            {"new", executions.DivergedUnrecorded},
 		"more at the end": {"new", executions.DivergedUnrecorded},
 		"less":            {"c", executions.DivergedUnreached},
-		// why the code ends there is told
+		// why the code ends there is notified
 		"less, and failure": {"c", executions.DivergedUnreached},
 		"input":             {"b", executions.DivergedInput},
 		"type":              {"a", executions.DivergedInput},
@@ -251,7 +251,7 @@ func TestAReplayOfAnUnknownFlow(t *testing.T) {
 }
 
 // A phase under way has no record yet: a replay goes into it, to where the record ends.
-func TestAReplayGoesIntoAPhaseUnderWay(t *testing.T) {
+func TestAReplayEntersAPhaseUnderWay(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var changed atomic.Bool

@@ -106,7 +106,7 @@ func TestBrokenConnectionsLoseAndRepeatNothing(t *testing.T) {
 	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where status = 'running'`); n != 0 || open(t, pool) != 0 {
 		t.Errorf("%d rows are running, %d are listed as open", n, open(t, pool))
 	}
-	// A call whose checkpoint had not arrived may be made again, but that is the exception.
+	// A call whose checkpoint had not arrived may be repeated, but that is the exception.
 	if n := calls.Load(); n < runs*steps || n > 2*runs*steps {
 		t.Errorf("%d calls", n)
 	}
@@ -125,7 +125,7 @@ func unfinished(t *testing.T, config *pgx.ConnConfig, left *int) error {
 	return err
 }
 
-func TestALostHintIsCoveredByTheSweep(t *testing.T) {
+func TestTheSweepCoversALostNotification(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := prepare(t, pool, flow(nothing))
@@ -182,7 +182,7 @@ func TestWritesThatAreSentTwiceCountOnce(t *testing.T) {
 
 // A process that was paused in the middle of a step's transaction finds its session ended, while its lease may well
 // last.
-func TestATransactionThatTheServerEndedForIdlenessIsTriedAgain(t *testing.T) {
+func TestAnIdleTransactionEndedByTheServerIsRetried(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var tries atomic.Int32
@@ -205,8 +205,8 @@ func TestATransactionThatTheServerEndedForIdlenessIsTriedAgain(t *testing.T) {
 }
 
 // A slow moment of the database makes a statement last longer than statement_timeout says. Like an outage it is not
-// what a run ends with: the write is made again.
-func TestAWriteThatWasCancelledIsMadeAgain(t *testing.T) {
+// what a run ends with: the write is repeated.
+func TestACancelledWriteIsRetried(t *testing.T) {
 	t.Parallel()
 	for name, when := range map[string]string{
 		"a record": "insert on agent_checkpoints for each row",
@@ -251,7 +251,7 @@ func TestAWriteThatWasCancelledIsMadeAgain(t *testing.T) {
 }
 
 // What a flow asks of the database may meet a slow moment, too; a query that is cancelled each time is meant to be.
-func TestAQueryThatWasCancelledIsMadeAgain(t *testing.T) {
+func TestACancelledQueryIsRetried(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
 		cancels, tries int
@@ -283,9 +283,9 @@ func TestAQueryThatWasCancelledIsMadeAgain(t *testing.T) {
 	}
 }
 
-// A connection that breaks while a lane is given back is no result of the flow: it is given back over another one,
+// A connection that breaks while a lane is released is no result of the flow: it is released over another one,
 // also where the one that broke had done it.
-func TestALaneIsGivenBackThoughTheConnectionBreaks(t *testing.T) {
+func TestALaneIsReleasedAlthoughTheConnectionBreaks(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for lane, done := range map[string]bool{"objective:1": false, "thread:1": false, "objective:2": true, "thread:2": true} {
@@ -358,7 +358,7 @@ func opened(t *testing.T, url string) *pgxpool.Pool {
 
 // The commit that ends an execution may take effect though its answer is lost. The effect is there once then, and the
 // caller gets the end.
-func TestAnEndInATransactionIsKnownWhenTheAnswerToItsCommitIsLost(t *testing.T) {
+func TestEndTxSurvivesALostCommitAnswer(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	pool := opened(t, url)

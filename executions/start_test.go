@@ -42,7 +42,7 @@ func as(t *testing.T, db postgres.DB, how string, got executions.Execution) {
 }
 
 // Nobody reads a row that was just written: what a start returns is put together from what was sent and what came back.
-func TestAStartReturnsTheExecutionAsItIsRead(t *testing.T) {
+func TestAStartReturnsTheStoredRow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := prepare(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
@@ -73,7 +73,7 @@ func TestAStartReturnsTheExecutionAsItIsRead(t *testing.T) {
 
 // Of a process that runs executions, singly and many at once: some are claimed as they begin, the others are left to
 // the queue.
-func TestAStartOfAProcessThatWorksReturnsTheExecutionAsItIsRead(t *testing.T) {
+func TestALocalStartReturnsTheStoredRow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	leave := make(chan struct{})
@@ -133,7 +133,7 @@ func TestAStartOfAProcessThatWorksReturnsTheExecutionAsItIsRead(t *testing.T) {
 }
 
 // So it is with the row as it ended, which has what others wrote meanwhile.
-func TestARunReturnsTheExecutionAsItIsRead(t *testing.T) {
+func TestARunReturnsTheStoredRow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := start(t, pool, map[string]executions.Func{"flow": func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
@@ -188,7 +188,7 @@ func TestARunReturnsTheExecutionAsItIsRead(t *testing.T) {
 
 // Runs that begin together in a process whose lease has ended, of which it does not know yet: they are in the queue,
 // and their callers get the rows as they stand.
-func TestRunsOfALeaseThatHasEndedAreInTheQueue(t *testing.T) {
+func TestRunsOfAnExpiredLeaseAreQueued(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	body := flow(func(ctx context.Context) (executions.Result, error) {
@@ -274,8 +274,8 @@ func TestABatchOfStartsKeepsTheRules(t *testing.T) {
 	}
 }
 
-// Whether an execution is for workers outside follows from its flow, whoever writes the row.
-func TestWhetherAnExecutionIsForOutsideFollowsFromItsFlow(t *testing.T) {
+// Whether an execution is for external workers follows from its flow, whoever writes the row.
+func TestTheFlowDecidesWhetherAnExecutionIsExternal(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	id := pgtest.Value[string](t, pool, `insert into agent_executions (trace_id, surface, flow, outside) values ('t', 'flow', 'flow', true) returning id::text`)
@@ -344,7 +344,7 @@ func TestTheExecutionsOfARareAgentAreFoundByAnIndex(t *testing.T) {
 	}
 }
 
-func TestWhoAsksForWhatRetentionTookIsToldSo(t *testing.T) {
+func TestAPrunedExecutionNamesRetention(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := prepare(t, pool, nil)
@@ -373,7 +373,7 @@ func TestWhoAsksForWhatRetentionTookIsToldSo(t *testing.T) {
 }
 
 // Every value and every free text of a row is shown without its secrets and bounded; the row itself stays as it is.
-func TestWhatIsShownHoldsNoSecret(t *testing.T) {
+func TestARedactedExecutionHasNoSecret(t *testing.T) {
 	const secret = "Zq81xLm0Kk77"
 	texts := map[string]bool{
 		"ResultSummary": true, "WaitingKey": true, "ErrorMessage": true, "FailedStep": true, "CancelReason": true, "DedupeKey": true,
@@ -412,7 +412,7 @@ func TestWhatIsShownHoldsNoSecret(t *testing.T) {
 	}
 }
 
-func TestWhatHoldsNoSecretIsShownAsItIs(t *testing.T) {
+func TestRedactionKeepsTheRest(t *testing.T) {
 	x := executions.Execution{ID: "1", Input: json.RawMessage(`{"n":1.50}`), ResultSummary: "done", WaitingKey: new("invoice-7")}
 	if diff := cmp.Diff(x, x.Redacted()); diff != "" {
 		t.Error(diff)

@@ -376,8 +376,8 @@ func TestGoChangesNoEndedExecution(t *testing.T) {
 	}
 }
 
-// An end is a fact: who waits for it after another has been told is told too.
-func TestAnEndAnswersEveryoneWhoWaitsForIt(t *testing.T) {
+// An end is a fact: who waits for it after another has been told is notified too.
+func TestAnEndResumesEveryWait(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	child := inState(t, pool, executions.Completed)
@@ -392,7 +392,7 @@ func TestAnEndAnswersEveryoneWhoWaitsForIt(t *testing.T) {
 }
 
 // What the database refuses of one run does not touch those that end with it.
-func TestAnEndThatIsRefusedFailsAlone(t *testing.T) {
+func TestARejectedCompletionFailsAlone(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	gathered := make(chan struct{})
@@ -422,7 +422,7 @@ func TestAnEndThatIsRefusedFailsAlone(t *testing.T) {
 	}
 }
 
-func TestAnEventThatIsRefusedFailsAlone(t *testing.T) {
+func TestARejectedEventFailsAlone(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := start(t, pool, awaits(0))
@@ -452,7 +452,7 @@ func TestAnEventThatIsRefusedFailsAlone(t *testing.T) {
 }
 
 // The closed sets are domains, which hold for every writer.
-func TestARowKeepsItsRules(t *testing.T) {
+func TestARowKeepsItsConstraints(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	id := pending(t, pool)
@@ -621,7 +621,7 @@ type lines struct{ testkit.Log }
 func (l *lines) into(o *executions.Options) { o.Logger = slog.New(slog.NewJSONHandler(l, nil)) }
 
 // The log tells the life of an execution, also when its wait was ended by SQL alone, or by a sweep.
-func TestTheLogTellsEveryTransition(t *testing.T) {
+func TestTheLogHasEveryTransition(t *testing.T) {
 	t.Parallel()
 	for name, wake := range map[string]string{
 		"by SQL": `select deliver_agent_event('EVENT_COMPLETED', 'key', '{}')`,
@@ -675,8 +675,8 @@ func TestTheLogTellsEveryTransition(t *testing.T) {
 	}
 }
 
-// An end that no run says itself, because another has brought it about, is told all the same, and once.
-func TestTheLogTellsAnEndThatCameFromOutside(t *testing.T) {
+// An end that no run says itself, because another has brought it about, is notified all the same, and once.
+func TestTheLogHasAnExternalEnd(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
 		result string

@@ -73,7 +73,7 @@ func TestAStepsErrorComesBackAlikeOnReplay(t *testing.T) {
 	}
 }
 
-func TestStepsOfOneNameAreToldApartByOccurrence(t *testing.T) {
+func TestStepsOfOneNameHaveOccurrenceNumbers(t *testing.T) {
 	t.Parallel()
 	var next atomic.Int32
 	var seen [][]int
@@ -204,7 +204,7 @@ func TestAPanicFailsTheExecutionAndNotTheProcess(t *testing.T) {
 	}
 }
 
-func TestWhatTheDatabaseCannotHoldIsAnErrorOrIsMended(t *testing.T) {
+func TestUnstorableResultsAreReplacedOrFail(t *testing.T) {
 	t.Parallel()
 	nothing := func(ctx context.Context) error { return nil }
 	step := func(v any) func(ctx context.Context) error {
@@ -259,7 +259,7 @@ func TestWhatTheDatabaseCannotHoldIsAnErrorOrIsMended(t *testing.T) {
 	}
 }
 
-func TestAReplayGivesTheStoredFormOfAMendedResult(t *testing.T) {
+func TestAReplayReturnsTheStoredFormOfAnAlteredResult(t *testing.T) {
 	t.Parallel()
 	var seen []string
 	replayed(t, func(ctx context.Context, _ bool) (any, error) {
@@ -285,7 +285,7 @@ func TestNowIsTheSameInEveryRun(t *testing.T) {
 	}
 }
 
-func TestStepsOutsideAnExecutionSaySo(t *testing.T) {
+func TestStepsOutsideAnExecutionFail(t *testing.T) {
 	t.Parallel()
 	if _, err := executions.Step(t.Context(), "x", func(context.Context) (int, error) { return 0, nil }); !errors.Is(err, executions.ErrNotInExecution) {
 		t.Errorf("Step: %v", err)
@@ -368,7 +368,7 @@ func TestAStaleStepTxLeavesNoEffect(t *testing.T) {
 	}
 }
 
-func TestAGateIsAskedBeforeEachNewStepAndNotBeforeRecordedOnes(t *testing.T) {
+func TestAGateRunsBeforeNewStepsOnly(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var asked, waits atomic.Int32
@@ -394,7 +394,7 @@ func TestAGateIsAskedBeforeEachNewStepAndNotBeforeRecordedOnes(t *testing.T) {
 	}
 }
 
-func TestRunNowReturnsTheRowAsItStands(t *testing.T) {
+func TestRunSyncReturnsTheRow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {

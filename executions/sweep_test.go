@@ -18,7 +18,7 @@ import (
 
 // While somebody holds the row of a timer that is due, sweeps come less often; when it is free, the next one is no
 // longer waited for.
-func TestATimerThatASweepLeavesIsNotSweptForAllTheTime(t *testing.T) {
+func TestASkippedTimerIsSweptLessOften(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := prepare(t, pool, flow(nothing))
@@ -62,8 +62,8 @@ func TestATimerThatASweepLeavesIsNotSweptForAllTheTime(t *testing.T) {
 	}
 }
 
-// A lost worker's executions are taken from it all at once, and each goes on, or ends, by its own rules.
-func TestWhatALostWorkerHad(t *testing.T) {
+// A lost worker's executions are taken from it all at once, and each continues, or ends, by its own rules.
+func TestClaimsOfALostWorkerAreReleased(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	lost, other := workerLease(t, pool), workerLease(t, pool)
@@ -131,7 +131,7 @@ const became = `
 	  from agent_executions x`
 
 // However many look at once, what a dead worker had is taken from it once.
-func TestManySweepsTakeLostWorkOnce(t *testing.T) {
+func TestConcurrentSweepsReleaseLostClaimsOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	lostWork(t, pool)
@@ -171,7 +171,7 @@ func TestManySweepsTakeLostWorkOnce(t *testing.T) {
 }
 
 // A sweep whose connection is lost in the middle has taken nothing, and the next one takes all.
-func TestASweepThatIsCutOffHasTakenNothing(t *testing.T) {
+func TestAnInterruptedSweepChangesNothing(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	lostWork(t, pool)
@@ -209,7 +209,7 @@ func TestASweepThatIsCutOffHasTakenNothing(t *testing.T) {
 const sweepPatience = 30 * time.Second
 
 // What another transaction has locked is left to a later sweep, and no other execution waits for it.
-func TestASweepPassesOverWhatIsLocked(t *testing.T) {
+func TestASweepSkipsLockedRows(t *testing.T) {
 	t.Parallel()
 	const (
 		lane = `select from agent_locks where lane = 'automation:a' for update`
@@ -293,7 +293,7 @@ func TestASweepPassesOverWhatIsLocked(t *testing.T) {
 }
 
 // A process that is stopped in the middle of a step's transaction keeps its executions until the server ends that.
-func TestWorkThatNobodyCanTakeOverIsTold(t *testing.T) {
+func TestStuckExecutionsAreLogged(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	l := &lines{}
@@ -332,7 +332,7 @@ func TestWorkThatNobodyCanTakeOverIsTold(t *testing.T) {
 }
 
 // A process that starts after an outage finds the workers of before, and says nothing of them until it has swept.
-func TestNobodyIsWarnedOfWhatIsTakenOverNext(t *testing.T) {
+func TestExecutionsAboutToMoveAreNotLogged(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	l := &lines{}
@@ -379,7 +379,7 @@ func TestTwoEnginesStartOneExecutionPerTick(t *testing.T) {
 }
 
 // River's leader ticks. While a dead one is still the leader nobody would, but for the sweep.
-func TestTicksGoOnWhileTheLeaderIsDead(t *testing.T) {
+func TestTicksContinueWhileTheLeaderIsDead(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `
@@ -454,8 +454,8 @@ func TestABadScheduleNamesItsFieldAndWritesNothing(t *testing.T) {
 		"minute":      every("61 * * * *"),
 		"5":           every("* * *"),
 		"Mars/Base":   {Name: "pulse", Flow: "flow", Surface: trace.Heartbeat, Cron: "* * * * *", Timezone: "Mars/Base"},
-		"name":      {Flow: "flow", Surface: trace.Heartbeat, Cron: "* * * * *", Timezone: "UTC"},
-		"flow":      {Name: "pulse", Surface: trace.Heartbeat, Cron: "* * * * *", Timezone: "UTC"},
+		"name":        {Flow: "flow", Surface: trace.Heartbeat, Cron: "* * * * *", Timezone: "UTC"},
+		"flow":        {Name: "pulse", Surface: trace.Heartbeat, Cron: "* * * * *", Timezone: "UTC"},
 		`and "radio"`: {Name: "pulse", Flow: "flow", Surface: "radio", Cron: "* * * * *", Timezone: "UTC"},
 	} {
 		if err := p.PutSchedule(t.Context(), s); err == nil || !strings.Contains(err.Error(), says) {
@@ -467,7 +467,7 @@ func TestABadScheduleNamesItsFieldAndWritesNothing(t *testing.T) {
 	}
 }
 
-func TestABrokenScheduleDoesNotHoldUpTheOthers(t *testing.T) {
+func TestABrokenScheduleDelaysNoOther(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := prepare(t, pool, nil)

@@ -135,7 +135,7 @@ func TestNoWakeUpIsLostWhenEventAndWaitMeet(t *testing.T) {
 	}
 }
 
-func TestOneEventWakesAllWhoWaitAndAnOldOneOnlyOne(t *testing.T) {
+func TestANewEventEndsAllWaitsAndAnOldOneOnlyOne(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := start(t, pool, awaits(0))
@@ -220,7 +220,7 @@ func TestEventTimerAndCancelEndAWaitOnce(t *testing.T) {
 	}
 }
 
-func TestAnOutcomeWhoseAnswerWasLostIsGivenAgain(t *testing.T) {
+func TestALostOutcomeIsReturnedAgain(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	id := pending(t, pool)
@@ -518,7 +518,7 @@ func TestAWaitForDocumentsEndsWhenAllAreThere(t *testing.T) {
 }
 
 // An upload and the end of the execution meet: both take the execution before the request.
-func TestAnAnswerAndAnEndDoNotBlockOneAnother(t *testing.T) {
+func TestAnEventAndAnEndDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for range 40 {
@@ -537,7 +537,7 @@ func TestAnAnswerAndAnEndDoNotBlockOneAnother(t *testing.T) {
 	}
 }
 
-func TestTheEndOfAnExecutionClosesWhatItAskedFor(t *testing.T) {
+func TestTheEndOfAnExecutionClosesItsRequests(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w, other := newWaiter(t, pool), newWaiter(t, pool)
@@ -556,7 +556,7 @@ func TestTheEndOfAnExecutionClosesWhatItAskedFor(t *testing.T) {
 }
 
 // A timeout that was not given is the kind's own, and one beyond its longest is refused, by whoever asks.
-func TestTimeoutsAreThoseOfTheKind(t *testing.T) {
+func TestTimeoutsDependOnTheKind(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `select try_acquire_agent_lock('held', 'somebody')`) // a wait for it begins

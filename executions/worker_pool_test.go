@@ -66,7 +66,7 @@ func queued(t *testing.T, pool *pgxpool.Pool, flow, surface string, priority int
 		postgres.Strict{"trace": string(trace.New(trace.Flow)), "surface": surface, "flow": flow, "priority": priority})
 }
 
-func TestTwoProcessesTogetherKeepALimit(t *testing.T) {
+func TestALimitHoldsOverTwoProcesses(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var now, most, surplus atomic.Int32
@@ -148,7 +148,7 @@ func TestRacingClaimsNeverExceedALimit(t *testing.T) {
 	}
 }
 
-func TestTheQueueGoesByPriorityAndAge(t *testing.T) {
+func TestTheQueueIsOrderedByPriorityAndAge(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w := workerLease(t, pool)
@@ -165,8 +165,8 @@ func TestTheQueueGoesByPriorityAndAge(t *testing.T) {
 	}
 }
 
-// What is held back is neither claimed nor named by the sweep, and what stands behind it is not held up.
-func TestALimitHoldsBackNothingElse(t *testing.T) {
+// What is held back is neither claimed nor named by the sweep, and what stands behind it is not delayed.
+func TestALimitDelaysNoOtherFlow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w := workerLease(t, pool)
@@ -196,8 +196,8 @@ func TestALimitHoldsBackNothingElse(t *testing.T) {
 	}
 }
 
-// A run gives its place up while it waits, and needs one to go on.
-func TestAWaitingRunHoldsNoPlace(t *testing.T) {
+// A run gives its place up while it waits, and needs one to continue.
+func TestAWaitingExecutionHoldsNoSlot(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w := workerLease(t, pool)
@@ -222,7 +222,7 @@ func TestAWaitingRunHoldsNoPlace(t *testing.T) {
 	}
 }
 
-func TestARunThatSomebodyWaitsForIsCountedAndNotHeldUp(t *testing.T) {
+func TestARunSyncIsCountedButNotDelayed(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	limit(t, pool, "surface", "flow", 1)
@@ -277,7 +277,7 @@ func jobs(t *testing.T, db postgres.DB) int {
 	return pgtest.Value[int](t, db, `select count(*) from river.river_job where kind = 'execution_wake'`)
 }
 
-func TestAProcessThatDeliversAttendsAtOnce(t *testing.T) {
+func TestADeliveringProcessRunsTheExecutionAtOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
@@ -299,7 +299,7 @@ func TestAProcessThatDeliversAttendsAtOnce(t *testing.T) {
 	}
 }
 
-func TestInATransactionTheHintIsPartOfIt(t *testing.T) {
+func TestAWakeupCommitsWithItsTransaction(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
@@ -326,7 +326,7 @@ func TestInATransactionTheHintIsPartOfIt(t *testing.T) {
 }
 
 // What a process has no worker for goes to another one, though nobody sweeps.
-func TestAFullProcessTellsOthers(t *testing.T) {
+func TestABusyProcessNotifiesOthers(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	heard := listener(t, pool)
@@ -350,7 +350,7 @@ func TestAFullProcessTellsOthers(t *testing.T) {
 }
 
 // A flow that one process does not know is left to one that does, and stands in nobody's way.
-func TestAnUnknownFlowIsLeftToOthers(t *testing.T) {
+func TestAnUnknownFlowIsLeftToOtherProcesses(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	heard := listener(t, pool)
@@ -397,7 +397,7 @@ func TestAClaimFromTheQueueTakesItsLanesOver(t *testing.T) {
 }
 
 // The end of a child wakes its parent at once.
-func TestAParentGoesOnWithoutASweep(t *testing.T) {
+func TestAParentResumesWithoutASweep(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := start(t, pool, map[string]executions.Func{
@@ -448,7 +448,7 @@ func TestAReadyExecutionThatWasLockedIsNotForgotten(t *testing.T) {
 
 // A thousand executions wait for an event each, in two processes, while every event comes several times, in any
 // order, by program and by SQL, and sweeps run in between: each wait ends once, with the first event of its id.
-func TestAThousandWaitsLoseNoWakeAndDoubleNone(t *testing.T) {
+func TestAThousandWaitsResumeExactlyOnce(t *testing.T) {
 	t.Parallel()
 	const many = 1000
 	pool := pgtest.DB(t)

@@ -178,7 +178,7 @@ func TestNobodyOvertakesAWaiter(t *testing.T) {
 }
 
 // Who waited and then takes the lane by a plain try is not waited for when it has given it back.
-func TestATryEndsTheWaitOfItsOwner(t *testing.T) {
+func TestAnAcquireEndsTheWaitOfItsOwner(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	mustTry(t, db, "x", "a", 60)
@@ -389,7 +389,7 @@ func many(t testing.TB, db postgres.DB, lanes, owners []string) map[string]strin
 }
 
 // Many at once keep every rule that one keeps: one owner, the order of the queue, growing tokens.
-func TestManyAreAskedForAtOnce(t *testing.T) {
+func TestABatchAcquiresManyLanes(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	mustTry(t, db, "held", "holder", 600)
@@ -431,7 +431,7 @@ func TestManyAreAskedForAtOnce(t *testing.T) {
 }
 
 // Many are released without a wait and without a mistake: what is not the owner's to give back now stays as it is.
-func TestManyAreReleasedAtOnce(t *testing.T) {
+func TestABatchReleasesManyLanes(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	names := []string{"mine", "stale", "theirs", "expired", "parked", "thread:1", "fenced", "also mine"}
@@ -524,7 +524,7 @@ func TestCallersShareStatements(t *testing.T) {
 }
 
 // A release does not change how the next transaction of its connection commits.
-func TestOnlyTheReleaseIsNotWaitedFor(t *testing.T) {
+func TestOnlyReleasesCommitAsynchronously(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Pool(t, pgtest.URL(t), postgres.Options{MaxConns: 1})
 	pgtest.Exec(t, db, `set synchronous_commit = on`)

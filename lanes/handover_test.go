@@ -107,7 +107,7 @@ func TestAReleaseHandsTheLaneOver(t *testing.T) {
 }
 
 // A look that comes before the notification may find the row locked by another who looks.
-func TestWhoHasTheLaneKeepsNoPlaceInItsQueue(t *testing.T) {
+func TestTheHolderHasNoPlaceInTheQueue(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	token := mustTry(t, db, "x", "a", 60)
@@ -137,7 +137,7 @@ func TestTheLaneOfAThreadIsNotHandedOver(t *testing.T) {
 }
 
 // Whom a lane is not handed to, it is free and promised as ever.
-func TestWhoIsNotHandedTheLane(t *testing.T) {
+func TestIneligibleWaitersGetNoHandover(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	for name, c := range map[string]struct {
@@ -234,7 +234,7 @@ func TestOnlyTheLiveHolderHandsOver(t *testing.T) {
 }
 
 // A lease that ends while its release waits for a fenced write is handed to nobody.
-func TestALeaseThatEndsMeanwhileIsNotHandedOver(t *testing.T) {
+func TestAnExpiredLeaseIsNotHandedOver(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	token := mustTry(t, db, "x", "a", 2)
@@ -254,7 +254,7 @@ func TestALeaseThatEndsMeanwhileIsNotHandedOver(t *testing.T) {
 }
 
 // Nobody has heard from who was handed a lane, so the lease is short: one that died is not waited for.
-func TestWhatWasHandedOverIsShort(t *testing.T) {
+func TestAHandedOverLeaseIsShort(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	for lane, ttl := range map[string]int{"long": 3600, "short": 2} {
@@ -270,8 +270,8 @@ func TestWhatWasHandedOverIsShort(t *testing.T) {
 		"the next in the queue is served")
 }
 
-// Who leaves gives back what was handed over just then, also when that is still under way.
-func TestWhoLeavesTheQueueHoldsNothing(t *testing.T) {
+// Who leaves releases what was handed over just then, also when that is still under way.
+func TestAWaiterThatLeavesHoldsNothing(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	token := mustTry(t, db, "x", "a", 60)
@@ -329,7 +329,7 @@ func TestAReleaseLeavesTheCallersTransactionDurable(t *testing.T) {
 }
 
 // The commit of a hand-over is waited for: it is a grant. That of a keeper's release to nobody is not.
-func TestAHandOverIsDurable(t *testing.T) {
+func TestAHandoverIsDurable(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	for name, c := range map[string]struct {
@@ -357,7 +357,7 @@ func TestAHandOverIsDurable(t *testing.T) {
 }
 
 // Many at once are handed over as one is.
-func TestManyAreHandedOver(t *testing.T) {
+func TestABatchHandsManyLanesOver(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	names := []string{"wanted", "lonely", "promised", "also wanted"}
@@ -383,7 +383,7 @@ func TestManyAreHandedOver(t *testing.T) {
 }
 
 // The claim of an execution may be over by the time that it is handed something: it takes lanes by itself.
-func TestAClaimIsHandedNothing(t *testing.T) {
+func TestAnExecutionClaimGetsNoHandover(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	k := listening(t, db)
@@ -407,7 +407,7 @@ func TestAClaimIsHandedNothing(t *testing.T) {
 }
 
 // Who does not hear of the hand-over finds the lane its own at the next look, as does one whose keeper renews nothing.
-func TestAHandOverThatIsNotHeardOf(t *testing.T) {
+func TestAMissedHandoverIsFoundByPolling(t *testing.T) {
 	t.Parallel()
 	for name, heard := range map[string]bool{"not heard": false, "nothing is renewed": true} {
 		t.Run(name, func(t *testing.T) {
@@ -441,7 +441,7 @@ func TestAHandOverThatIsNotHeardOf(t *testing.T) {
 }
 
 // A notification that comes too late is of a lease that has ended.
-func TestAHandOverThatIsHeardOfTooLate(t *testing.T) {
+func TestALateHandoverIsIgnored(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	k := listening(t, db)
@@ -469,7 +469,7 @@ func TestAHandOverThatIsHeardOfTooLate(t *testing.T) {
 
 // What was handed over ends here no later than in the database, which is where it began: it counts from before the
 // last look.
-func TestTheLocalEndOfAHandOverCountsFromBeforeTheLook(t *testing.T) {
+func TestTheLocalEndOfAHandoverCountsFromBeforeTheAttempt(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	w := &wire{DB: db, delay: 600 * time.Millisecond}

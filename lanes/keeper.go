@@ -103,18 +103,6 @@ func configureBatcher[In, Out any](b *batch.Batcher[In, Out], scheduler *batch.S
 	b.Unchanged, b.MaxSize, b.MaxWait, b.Timeout = postgres.Unchanged, 64, 25*time.Millisecond, 5*time.Second
 }
 
-// Adopt keeps a lease that the database granted without this package: the lane of an execution that a claim took
-// over. The local end of the lease counts from startedBefore, a moment before that statement. The lease counts as one
-// hold of owner.
-func (k *Keeper) Adopt(ctx context.Context, owner Owner, lane string, token int64, ttl time.Duration, startedBefore time.Time) *Lease {
-	if !k.enabled {
-		return unlockedLease(ctx, k, owner, lane)
-	}
-	return k.addGrant(ctx, owner, grant{
-		lane: lane, token: token, ttl: wholeSeconds(ttl), sentAt: startedBefore, expires: startedBefore.Add(ttl),
-	})
-}
-
 // Drop forgets every lease of owner without a release, and cancels their contexts. Call it before the statement that
 // ends or suspends an execution, where SQL releases or parks its lanes. Otherwise a renewal may report a loss.
 func (k *Keeper) Drop(owner Owner) {

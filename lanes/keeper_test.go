@@ -114,7 +114,7 @@ func onceWithin(t *testing.T, most time.Duration, try func() time.Duration) time
 	return least
 }
 
-func TestWorkEndsInTimeWhenTheDatabaseIsGone(t *testing.T) {
+func TestWorkEndsWithTheLeaseWhenTheDatabaseIsGone(t *testing.T) {
 	t.Parallel()
 	w := &wire{DB: pgtest.DB(t)}
 	k, log := keeper(t, w)
@@ -225,7 +225,7 @@ func TestABrokenLaneThatIsTakenAgainEndsTheOldWorkOnly(t *testing.T) {
 }
 
 // A row that a stranger has locked is asked again soon, well before the end of the lease.
-func TestABusyRowIsAskedAgainSoon(t *testing.T) {
+func TestALockedRowIsRenewedSoon(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	w := &wire{DB: db}
@@ -245,7 +245,7 @@ func TestABusyRowIsAskedAgainSoon(t *testing.T) {
 	log.want(t, 0, "lane lost")
 }
 
-func TestThreadsAreRenewedByHandAndLosingThemCancelsNothing(t *testing.T) {
+func TestThreadLanesAreRenewedManuallyAndTheirLossCancelsNothing(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	k, log := keeper(t, db)
@@ -277,7 +277,7 @@ func TestThreadsAreRenewedByHandAndLosingThemCancelsNothing(t *testing.T) {
 }
 
 // Who waits for the lane of a process that is dead looks at it again and again, also while that is swept.
-func TestTheLaneOfADeadProcessIsFreedWhileSomebodyLooks(t *testing.T) {
+func TestTheLaneOfADeadProcessIsReleased(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	process := get[string](t, db, `insert into agent_workers (expires_at) values (clock_timestamp()) returning id::text`)
@@ -376,7 +376,7 @@ func TestABreakIsAuditedUnderTheHoldersTrace(t *testing.T) {
 
 // A lane whose holder let its lease end is cleared and logged, soon after; those that are held, parked, lent or a
 // thread's are left.
-func TestLanesThatEndedAreCleared(t *testing.T) {
+func TestExpiredLanesAreCleared(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	k, log := keeper(t, db)
@@ -405,7 +405,7 @@ func TestLanesThatEndedAreCleared(t *testing.T) {
 }
 
 // However many are held, each is looked at in its turn.
-func TestLanesThatEndedAreClearedInParts(t *testing.T) {
+func TestExpiredLanesAreClearedInBatches(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	pgtest.Exec(t, db, `insert into agent_locks (lane, locked_by, fencing_token, expires_at)

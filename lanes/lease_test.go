@@ -188,7 +188,7 @@ func TestNestedHoldsAreCounted(t *testing.T) {
 	}
 }
 
-func TestALeaseThatWasGivenBackIsNotRenewed(t *testing.T) {
+func TestAReleasedLeaseIsNotRenewed(t *testing.T) {
 	t.Parallel()
 	k, _ := keeper(t, pgtest.DB(t))
 	owner := lanes.ClaimOwner("01890000-0000-7000-8000-000000000009", 1)
@@ -236,7 +236,7 @@ func TestReleaseWorksWithACancelledContext(t *testing.T) {
 }
 
 // A release that did not reach the database can be repeated, and meanwhile its owner can come back.
-func TestReleaseIsRepeatedAfterAnOutage(t *testing.T) {
+func TestReleaseIsRetriedAfterAnOutage(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	w := &wire{DB: db}
@@ -261,7 +261,7 @@ func TestReleaseIsRepeatedAfterAnOutage(t *testing.T) {
 
 // An acquire whose answer was lost must not keep the lane busy until its TTL, nor one that a server that goes down,
 // or a pooler that has lost it, ends with an error after the commit.
-func TestALostAnswerDoesNotKeepTheLane(t *testing.T) {
+func TestALostAnswerLeavesTheLaneFree(t *testing.T) {
 	t.Parallel()
 	for what, said := range map[string]error{
 		"nothing": nil, "the server goes down": &pgconn.PgError{Code: "57P01"},
@@ -354,20 +354,19 @@ func TestFenceStopsStaleWrites(t *testing.T) {
 	}
 }
 
-func TestAdoptAndDrop(t *testing.T) {
+func TestDropForgetsTheLeasesOfAnExecution(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	w := &wire{DB: db}
 	k, log := keeper(t, w)
 	run(t, k)
 	owner := lanes.ClaimOwner(execution, 2)
-	before := time.Now()
-	token := mustTry(t, db, "objective:1", owner.String(), 2)
-	adopted := k.Adopt(t.Context(), owner, "objective:1", token, 2*time.Second, before)
+	outer, err := k.AcquireAs(t.Context(), owner, "objective:1", lanes.WithTTL(2*time.Second))
+	acquired(t, outer, err)
 	step, err := k.AcquireAs(t.Context(), owner, "objective:1", lanes.WithTTL(time.Second))
 	acquired(t, step, err)
-	if step.Token() != token {
-		t.Errorf("token %d, want the adopted %d", step.Token(), token)
+	if step.Token() != outer.Token() {
+		t.Errorf("token %d, want %d of the outer hold", step.Token(), outer.Token())
 	}
 	if err := step.Release(t.Context()); err != nil {
 		t.Error(err)
@@ -375,13 +374,13 @@ func TestAdoptAndDrop(t *testing.T) {
 	ends := get[time.Time](t, db, `select expires_at from agent_locks`)
 	pgtest.Eventually(t, soon, func() bool {
 		return get[time.Time](t, db, `select expires_at from agent_locks`).After(ends)
-	}, "an adopted lease is renewed")
+	}, "the lease is renewed")
 	want := get[string](t, db, `select locked_by || fencing_token from agent_locks`)
 	k.Drop(owner)
-	if err := context.Cause(adopted.Context()); !errors.Is(err, context.Canceled) || errors.Is(err, lanes.ErrLost) {
+	if err := context.Cause(outer.Context()); !errors.Is(err, context.Canceled) || errors.Is(err, lanes.ErrLost) {
 		t.Errorf("a dropped lease ends with %v", err)
 	}
-	if err := adopted.Release(t.Context()); err != nil {
+	if err := outer.Release(t.Context()); err != nil {
 		t.Errorf("release of a dropped lease: %v", err)
 	}
 	if got := get[string](t, db, `select locked_by || fencing_token from agent_locks`); got != want ||

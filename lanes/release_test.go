@@ -73,7 +73,7 @@ func TestAReleaseWhoseAnswerIsLostIsARelease(t *testing.T) {
 }
 
 // What Release could not do in its time the keeper does afterwards, long before the lease ends.
-func TestAReleaseGoesOnInTheBackground(t *testing.T) {
+func TestAReleaseContinuesInTheBackground(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	w := &wire{DB: db}
@@ -124,8 +124,8 @@ func TestAReleaseInTheBackgroundLeavesALaterHoldAlone(t *testing.T) {
 	}
 }
 
-// An acquire whose answer is lost, and whose lane cannot be given back at once, is given back later.
-func TestALaneOfWhichNobodyKnowsIsFreedInTheBackground(t *testing.T) {
+// An acquire whose answer is lost, and whose lane cannot be released at once, is released later.
+func TestAnOrphanedLaneIsReleasedInTheBackground(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	w := &wire{DB: db}
@@ -149,7 +149,7 @@ func TestALaneOfWhichNobodyKnowsIsFreedInTheBackground(t *testing.T) {
 }
 
 // At its shutdown a process releases all lanes, though one is in use and a session is killed.
-func TestReleaseAllIsTriedAgain(t *testing.T) {
+func TestReleaseAllIsRetried(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	k, _ := keeper(t, db)
@@ -214,7 +214,7 @@ var clumsy = map[string]func(t *testing.T, db *pgxpool.Pool, query string, args 
 }
 
 // Who waits for a lane in a transaction that stays open keeps the holder from nothing, nor anybody else.
-func TestAWaiterInAnOpenTransactionHoldsUpNobody(t *testing.T) {
+func TestAWaiterInAnOpenTransactionBlocksNobody(t *testing.T) {
 	t.Parallel()
 	for how, leave := range clumsy {
 		for what, query := range map[string]string{
@@ -295,7 +295,7 @@ func TestAGrantInAnOpenTransactionIsBusyForOthers(t *testing.T) {
 }
 
 // Who releases or breaks a lane that an open transaction has in use hears within about a second who is in the way.
-func TestAReleaseThatIsHeldUpSaysByWhom(t *testing.T) {
+func TestABlockedReleaseNamesTheTransaction(t *testing.T) {
 	t.Parallel()
 	for how, leave := range clumsy {
 		for what, query := range map[string]string{
@@ -333,7 +333,7 @@ func TestAReleaseThatIsHeldUpSaysByWhom(t *testing.T) {
 }
 
 // A renewal passes a fenced write, and hears who is in the way of it otherwise.
-func TestARenewalThatIsHeldUpSaysByWhom(t *testing.T) {
+func TestABlockedRenewalNamesTheTransaction(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	token := mustTry(t, db, "x", "a", 60)
@@ -345,7 +345,7 @@ func TestARenewalThatIsHeldUpSaysByWhom(t *testing.T) {
 	}
 }
 
-func TestABreakThatIsHeldUpIsAnErrorThatSaysByWhom(t *testing.T) {
+func TestABlockedBreakNamesTheTransaction(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	k, _ := keeper(t, db)
@@ -367,7 +367,7 @@ func TestABreakThatIsHeldUpIsAnErrorThatSaysByWhom(t *testing.T) {
 }
 
 // A place in a queue that is being handed the lane, in a transaction that stays open, is not waited for.
-func TestAHandOverInAnOpenTransactionHoldsUpNoWaiter(t *testing.T) {
+func TestAHandoverInAnOpenTransactionBlocksNoWaiter(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	token := mustTry(t, db, "x", "a", 60)

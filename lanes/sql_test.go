@@ -185,7 +185,7 @@ func TestOthersAndOldTokensChangeNothing(t *testing.T) {
 	}
 }
 
-func TestAnEndedLeaseIsLostEvenIfNobodyTookIt(t *testing.T) {
+func TestAnExpiredLeaseIsLostEvenIfTheLaneIsFree(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	token := mustTry(t, db, "x", "a", 60)
@@ -332,7 +332,7 @@ func TestAGrantLastsItsWholeTTL(t *testing.T) {
 	}
 }
 
-func TestARenewalOfManySaysWhatEachIs(t *testing.T) {
+func TestABatchRenewalReportsEachLease(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	held := mustTry(t, db, "held", "a", 60)
@@ -354,7 +354,7 @@ func TestARenewalOfManySaysWhatEachIs(t *testing.T) {
 }
 
 // One process may ask for a lease that it has lost beside the one it got since.
-func TestARenewalOfManyTellsLostAndNewHoldOfOneLaneApart(t *testing.T) {
+func TestABatchRenewalDistinguishesLostAndNewHolds(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	old := mustTry(t, db, "x", "a", 60)
@@ -368,7 +368,7 @@ func TestARenewalOfManyTellsLostAndNewHoldOfOneLaneApart(t *testing.T) {
 	}
 }
 
-func TestRenewalsOfManyInAnyOrderNeverDeadlock(t *testing.T) {
+func TestBatchRenewalsInAnyOrderNeverDeadlock(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	pgtest.Exec(t, db, `select acquire_agent_lock('lane' || n, 'a', 60) from generate_series(1, 100) n`)

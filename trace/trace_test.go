@@ -60,7 +60,7 @@ func TestNewRefusesAnUnknownSurface(t *testing.T) {
 }
 
 // Two ids of one millisecond must not be neighbours: who knows one could guess the other.
-func TestNewIsNotCountedUp(t *testing.T) {
+func TestNewIsRandom(t *testing.T) {
 	t.Parallel()
 	var mu sync.Mutex
 	seen := map[string]bool{}
@@ -91,7 +91,7 @@ func TestParseNormalises(t *testing.T) {
 	}
 }
 
-func TestParseSaysWhatIsWrong(t *testing.T) {
+func TestParseNamesTheError(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct{ in, says string }{
 		"empty":        {"", "no surface prefix"},
@@ -265,7 +265,7 @@ func FuzzParse(f *testing.F) {
 	})
 }
 
-func TestSpanIDIsTheEndOfTheRowsID(t *testing.T) {
+func TestSpanIDIsTheEndOfTheRowID(t *testing.T) {
 	t.Parallel()
 	if got := trace.SpanID("01940f5e-7c1a-7abc-9DEF-0123456789ab"); got != "9def0123456789ab" {
 		t.Errorf("SpanID = %s", got)

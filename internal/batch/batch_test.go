@@ -94,7 +94,7 @@ func TestWritesAtTheSameTimeShareACommit(t *testing.T) {
 	}
 }
 
-func TestABatchThatFailsIsMadeOneByOneWhereThatIsSafe(t *testing.T) {
+func TestAFailedBatchIsRetriedOneByOneWhereSafe(t *testing.T) {
 	t.Parallel()
 	refused, broken := errors.New("refused"), errors.New("the connection broke")
 	for _, failure := range []error{refused, broken} {
@@ -122,8 +122,8 @@ func TestABatchThatFailsIsMadeOneByOneWhereThatIsSafe(t *testing.T) {
 	}
 }
 
-// One that is held up by somebody's lock does not hold up the rest, and a caller who has left holds up nobody.
-func TestAWriteThatIsHeldUpHoldsUpNobody(t *testing.T) {
+// One that is delayed by somebody's lock does not hold up the rest, and a caller who has left holds up nobody.
+func TestABlockedWriteDelaysNoOther(t *testing.T) {
 	t.Parallel()
 	for _, b := range []*Batcher[int, int]{
 		{Scheduler: &Scheduler{slow: time.Hour}, MaxWait: 5 * time.Millisecond}, // the write expires
@@ -164,7 +164,7 @@ func holdUp(t *testing.T, b *Batcher[int, int]) {
 }
 
 // A caller who leaves in the moment in which it is to be the next makes room all the same.
-func TestACallerWhoLeavesMakesRoom(t *testing.T) {
+func TestALeavingCallerFreesItsSlot(t *testing.T) {
 	t.Parallel()
 	for spin := range 200 {
 		b := newBatcher(func(_ context.Context, in []int) ([]int, []bool, error) { return in, make([]bool, len(in)), nil }, nil)
@@ -195,7 +195,7 @@ func TestACallerWhoLeavesMakesRoom(t *testing.T) {
 }
 
 // An answer for which nobody waits any more is not lost.
-func TestAnAnswerThatComesTooLateIsHanded(t *testing.T) {
+func TestALateAnswerIsPassedToLate(t *testing.T) {
 	t.Parallel()
 	sent, answer, late := make(chan struct{}), make(chan struct{}), make(chan int, 8)
 	g := newBatcher(func(_ context.Context, in []int) ([]int, []bool, error) {
@@ -253,7 +253,7 @@ func takes(d time.Duration, err error) func() (int, error) {
 	return func() (int, error) { time.Sleep(d); return 0, err }
 }
 
-// A write waits for its patience and no longer; but one that is under way is never made again.
+// A write waits for its patience and no longer; but one that is under way is never repeated.
 func TestMaxWaitIsForTheQueue(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -276,7 +276,7 @@ func TestMaxWaitIsForTheQueue(t *testing.T) {
 }
 
 // A batch goes in the order that its group asks for, and each caller has its own answer.
-func TestABatchGoesInItsOrder(t *testing.T) {
+func TestABatchIsSorted(t *testing.T) {
 	t.Parallel()
 	b := newBatcher(func(_ context.Context, in []int) ([]int, []bool, error) {
 		if !slices.IsSorted(in) {
@@ -294,8 +294,8 @@ func TestABatchGoesInItsOrder(t *testing.T) {
 	}
 }
 
-// Where nobody has said what an error of a batch means, its writes may be made again.
-func TestABatchThatFailsAndIsHarmless(t *testing.T) {
+// Where nobody has said what an error of a batch means, its writes may be repeated.
+func TestAnUnchangedBatchIsRetriedAlone(t *testing.T) {
 	t.Parallel()
 	b := newBatcher(func(context.Context, []int) ([]int, []bool, error) { return nil, nil, errBroken }, nil)
 	b.MaxWait = time.Hour
@@ -322,7 +322,7 @@ func TestABatchHasALimit(t *testing.T) {
 }
 
 // Whoever goes by itself makes room for the next when it panics, too.
-func TestAWriteThatPanicsMakesRoom(t *testing.T) {
+func TestAPanickingWriteFreesItsSlot(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		g := newBatcher(nil, nil)

@@ -174,7 +174,7 @@ func gone(t *testing.T, pid int) {
 	pgtest.Eventually(t, soon, func() bool { return errors.Is(syscall.Kill(-pid, 0), syscall.ESRCH) }, "the group is gone")
 }
 
-func TestALostLaneEndsTheCommandAndWhatItStarted(t *testing.T) {
+func TestALostLaneEndsTheCommandAndItsChildren(t *testing.T) {
 	db := pgtest.DB(t)
 	pid, done := start(t.Context(), t, keeper(t, db), "sleep 60 & wait")
 	if broken, err := lanes.Break(t.Context(), db, "job", "test"); err != nil || !broken {
