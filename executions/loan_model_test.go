@@ -273,7 +273,7 @@ func (c *client) moves() []func(ctx context.Context) error {
 	often := []func(ctx context.Context) error{c.claim, c.family, c.child, c.parkOnChild, c.take, c.send, c.heir, c.heir, c.heir, c.fenced, c.sweep}
 	all := slices.Concat(often, often, often)
 	return append(all, c.begin, c.claim, c.claim, c.claim, c.park, c.release, c.outsider, c.outsider, c.finish, c.cancel,
-		c.giveUp, c.loseWorker, c.expireLane, c.timeOut, c.timeOut, c.breakLane, c.renew, c.wake)
+		c.releaseClaim, c.loseWorker, c.expireLane, c.timeOut, c.timeOut, c.breakLane, c.renew, c.wake)
 }
 
 func (c *client) begin(ctx context.Context) error {
@@ -509,7 +509,7 @@ func (c *client) cancel(ctx context.Context) error {
 		select id from agent_executions where completed_at is null order by random() limit 1) x`)
 }
 
-func (c *client) giveUp(ctx context.Context) error {
+func (c *client) releaseClaim(ctx context.Context) error {
 	id, n := c.one(ctx)
 	return c.do(ctx, `select lanekeeper.release_agent_claim($1::uuid, $2)`, id, n)
 }

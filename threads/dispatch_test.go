@@ -99,7 +99,7 @@ func (l *target) contents() (all []string) {
 	return all
 }
 
-// carries runs a courier until the test ends, or until stop is called.
+// carries runs a dispatcher until the test ends, or until stop is called.
 func carries(t *testing.T, pool *pgxpool.Pool, change ...func(*threads.Dispatcher)) (log *journal, stop func()) {
 	t.Helper()
 	host, _, err := net.SplitHostPort("127.0.0.1:80")
@@ -234,7 +234,7 @@ func TestAHangingTargetHoldsUpNobodyElse(t *testing.T) {
 	settled(t, pool)
 }
 
-// A courier that dies between the post and its record lets another post again, under the same id.
+// A dispatcher that dies between the post and its record lets another post again, under the same id.
 func TestACourierThatDiesIsFollowedByAnother(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

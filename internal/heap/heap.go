@@ -1,9 +1,9 @@
 // Package heap sets when the garbage collector of a serving process runs.
 //
-// Go collects whenever the heap has doubled. The live heap of an agent is small, often a few megabytes, so under load it
-// would be collected twenty times a second, which costs a tenth of the process's CPU time. SetMinimumHeap lets a small
-// heap grow by [MinGrowth] before a collection, and a larger one by [growth] per cent. GOGC in the environment takes
-// precedence; GOMEMLIMIT applies as usual.
+// Go collects whenever the heap has doubled. The live heap of an agent is small, often a few megabytes, so under load
+// it would be collected twenty times a second, which costs a tenth of the process's CPU time. SetMinimumHeap lets a
+// small heap grow by [MinGrowth] before a collection, and a larger one by [growth] per cent. GOGC in the environment
+// takes precedence; GOMEMLIMIT applies as usual.
 package heap
 
 import (
@@ -45,7 +45,8 @@ func percent(scanned uint64) int {
 
 // scanned is the base of Go's percentage, in bytes: the live heap after the last collection, stacks and globals.
 func scanned() (sum uint64) {
-	samples := []metrics.Sample{{Name: "/gc/heap/live:bytes"}, {Name: "/gc/scan/stack:bytes"}, {Name: "/gc/scan/globals:bytes"}}
+	samples := []metrics.Sample{{Name: "/gc/heap/live:bytes"}, {Name: "/gc/scan/stack:bytes"},
+		{Name: "/gc/scan/globals:bytes"}}
 	metrics.Read(samples)
 	for _, s := range samples {
 		sum += s.Value.Uint64()

@@ -151,7 +151,7 @@ func (p *patience) lookNow() {
 				}
 			}
 			if !heard {
-				p.giveUp(server[0].RemoteAddr())
+				p.closeConnections(server[0].RemoteAddr())
 			}
 		})
 	}
@@ -203,8 +203,8 @@ func ranOut(err error) bool {
 		errors.As(err, &network) && network.Timeout()
 }
 
-// giveUp ends what leads to a server.
-func (p *patience) giveUp(server net.Addr) {
+// closeConnections closes the connections to a server.
+func (p *patience) closeConnections(server net.Addr) {
 	p.mu.Lock()
 	var ended []*asking
 	for c := range p.conns {

@@ -53,12 +53,12 @@ func (p timePlan) Scan(from []byte, target any) error {
 	case !read.Valid:
 		return fmt.Errorf("cannot scan NULL into %T", target)
 	}
-	*into = tellable(read)
+	*into = clampTime(read)
 	return nil
 }
 
-// tellable is the time that everybody can tell.
-func tellable(t pgtype.Timestamptz) time.Time {
+// clampTime returns a time within the range that JSON and every client can represent.
+func clampTime(t pgtype.Timestamptz) time.Time {
 	switch {
 	case t.InfinityModifier == pgtype.Infinity, t.InfinityModifier == pgtype.Finite && t.Time.After(lastTime):
 		return lastTime

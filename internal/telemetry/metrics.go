@@ -31,8 +31,8 @@ type Metrics struct {
 
 // The buckets of what takes time: a skill takes milliseconds or minutes, a run up to hours.
 var (
-	shortly = []float64{0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300}
-	atEase  = []float64{0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 14400, 86400}
+	latencyBuckets  = []float64{0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300}
+	durationBuckets = []float64{0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 14400, 86400}
 )
 
 // NewMetrics returns the metrics of a process of a version. state, which may be nil, is asked at each scrape.
@@ -50,19 +50,19 @@ func NewMetrics(version string, state prometheus.Collector) *Metrics {
 	}
 	m.runs = counter("agent_runs_total", "Executions that ended in this process, by surface and by the status they ended in.", "surface", "status")
 	m.runTook = histogram("agent_run_duration_seconds", "From the begin of an execution to its end, with what it waited.",
-		atEase, "surface")
+		durationBuckets, "surface")
 	m.claimsLost = counter("agent_claims_lost_total",
 		"Executions that this process ran and lost, because its lease ended.", "surface")
 	m.requests = counter("agent_llm_requests_total", "Model calls that ended, with their retries as one.", "model",
 		"status")
 	m.requestTook = histogram("agent_llm_request_duration_seconds", "How long model calls took, with their retries.",
-		shortly, "model")
+		latencyBuckets, "model")
 	m.tokens = counter("agent_llm_tokens_total", "Tokens of model calls, of type input or output.", "model", "type")
 	m.cost = counter("agent_llm_cost_usd_total", "What model calls cost, in US dollars, by AGENT_PRICES.", "model")
 	m.skills = counter("agent_skill_invocations_total", "Calls of skills that ended.", "skill", "status")
-	m.skillTook = histogram("agent_skill_duration_seconds", "How long calls of skills took.", shortly, "skill")
+	m.skillTook = histogram("agent_skill_duration_seconds", "How long calls of skills took.", latencyBuckets, "skill")
 	m.laneWait = histogram("agent_lane_lock_wait_seconds",
-		"How long it was waited for a lane, by its kind, whether it was got or not.", shortly, "lane", "got")
+		"How long it was waited for a lane, by its kind, whether it was got or not.", latencyBuckets, "lane", "got")
 	m.lanesLost = counter("agent_lock_lost_total", "Lanes that this process held and lost, by their kind.", "lane")
 	m.deliveries = counter("agent_webhook_deliveries_total",
 		"Webhooks that came in: accepted, repeated, in conflict or refused.", "source", "result")

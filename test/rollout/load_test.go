@@ -154,7 +154,7 @@ func (l *load) converse(thread string, stream bool) {
 		case l.t.Failed():
 			return
 		case !well, crossing && strings.HasPrefix(got, brokenOff):
-			l.giveUp(question, want)
+			l.unconfirmed(question, want)
 			continue
 		default:
 			l.t.Errorf("%s heard %q, want %q: %s", thread, got, want, answer)
@@ -170,8 +170,8 @@ func (l *load) converse(thread string, stream bool) {
 // brokenOff is before the text of a stream without an end.
 const brokenOff = "(broken off) "
 
-// giveUp remembers words that the agent did not confirm.
-func (l *load) giveUp(words ...string) {
+// unconfirmed remembers words that the agent did not confirm.
+func (l *load) unconfirmed(words ...string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for _, w := range words {
@@ -216,7 +216,7 @@ func (l *load) speak(thread string) {
 			if l.t.Failed() {
 				return
 			}
-			l.giveUp(words)
+			l.unconfirmed(words)
 			continue
 		}
 		l.mu.Lock()
