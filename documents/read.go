@@ -4,8 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"mime"
+	"mime/multipart"
 	"net/http"
+	"net/url"
 	"strconv"
 
 	"github.com/jackc/pgx/v5"
@@ -61,4 +64,123 @@ func Send(w http.ResponseWriter, d Document, content []byte) error {
 		return fmt.Errorf("send document: %w", err)
 	}
 	return nil
+}
+
+// readableIDs are the ids of the documents that @execution may read; with the id of one in @id, that one or none.
+const readableIDs = `
+	with recursive run as (
+	  select x.id, x.parent_id, x.thread_id, x.surface, 0 as depth from agent_executions x where x.id = nullif(@execution, '')::uuid
+	  union all
+	  select x.id, x.parent_id, x.thread_id, x.surface, r.depth + 1 from run r join agent_executions x on x.id = r.parent_id where r.depth < 100)
+	select d.id from run r join agent_documents d on d.thread_id = r.thread_id where r.depth = 0 and d.id = coalesce(lanekeeper.agent_uuid(@id), d.id)
+	union
+	select d.id from run r join agent_documents d on d.execution_id = r.id where d.id = coalesce(lanekeeper.agent_uuid(@id), d.id)
+	union
+	select d.id from run r join agent_documents d on d.thread_id is null and d.execution_id is null and d.owner_kind = 'admin'
+	 where r.depth = 0 and r.thread_id is null and d.id = coalesce(lanekeeper.agent_uuid(@id), d.id)
+	union
+	select d.id from run r join agent_documents d on d.id = lanekeeper.agent_uuid(@id) where r.depth = 0 and r.surface = 'operate'`
+
+// Readable lists the documents that an execution may read, newest first, at most so many: those of its thread, its own,
+// and those of the executions that started it. Without a thread they are also an admin's that belong to nobody.
+func Readable(ctx context.Context, db postgres.DB, execution string, most int) ([]Document, error) {
+	rows, err := db.Query(ctx, `
+		select `+columns+` from agent_documents
+		 where id in (`+readableIDs+`) order by id desc limit @most`,
+		postgres.Strict{"execution": execution, "id": "", "most": most})
+	if err != nil {
+		return nil, fmt.Errorf("list documents of execution: %w", err)
+	}
+	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Document])
+	if err != nil {
+		return nil, fmt.Errorf("list documents of execution: %w", err)
+	}
+	return got, nil
+}
+
+// GetReadable reads a document without its content, if the execution may read it: one of [Readable], and any for an
+// admin's operate session. Every other id is [ErrNotFound].
+func GetReadable(ctx context.Context, db postgres.DB, execution, id string) (Document, error) {
+	rows, err := db.Query(ctx, `
+		select `+columns+` from agent_documents
+		 where id = lanekeeper.agent_uuid(@id) and id in (`+readableIDs+`)`,
+		postgres.Strict{"execution": execution, "id": postgres.Text(id)})
+	return one(rows, err, "read document")
+}
+
+// FormOverhead is what a form may have beside the file, in bytes.
+const FormOverhead = 64 << 10
+
+// ErrForm reports a body that is neither a form with a file nor a file.
+var ErrForm = errors.New("the body has no file")
+
+// Form is an upload by HTTP: its file, and the other fields of its form.
+type Form struct {
+	Upload
+	Fields map[string]string
+}
+
+// ReadForm reads the body of an upload: a form (multipart/form-data) with one part named file. Any other content type
+// is the file itself, where raw says so; it has no name. [ErrForm] and [ErrTooLarge] refuse it.
+func ReadForm(r *http.Request, most int64, raw bool) (Form, error) {
+	kind, params, err := mime.ParseMediaType(r.Header.Get("Content-Type"))
+	f := Form{Upload: Upload{ContentType: kind, MaxBytes: most}, Fields: map[string]string{}}
+	switch {
+	case err == nil && kind == "multipart/form-data" && params["boundary"] != "":
+		return f, f.parts(multipart.NewReader(r.Body, params["boundary"]))
+	case raw && (err != nil || kind != "multipart/form-data"):
+		f.Content, err = bounded(r.Body, most)
+		return f, err
+	}
+	return f, fmt.Errorf("%w: send multipart/form-data with a part named file, of at most %d bytes", ErrForm, most)
+}
+
+// parts reads the parts of a form.
+func (f *Form) parts(form *multipart.Reader) error {
+	for found := false; ; {
+		part, err := form.NextPart()
+		switch {
+		case errors.Is(err, io.EOF) && found:
+			return nil
+		case errors.Is(err, io.EOF):
+			return fmt.Errorf("%w: the form has no part named file", ErrForm)
+		case err != nil:
+			return fmt.Errorf("%w: %w", ErrForm, err)
+		case part.FormName() == "file" && found:
+			return fmt.Errorf("%w: the form has two parts named file", ErrForm)
+		case part.FormName() == "file":
+			found = true
+			f.Name, f.ContentType = fileName(part), part.Header.Get("Content-Type")
+			if f.Content, err = bounded(part, f.MaxBytes); err != nil {
+				return err
+			}
+			continue
+		}
+		value, err := bounded(part, FormOverhead)
+		if err != nil {
+			return fmt.Errorf("%w: the field %.40q is too long", ErrForm, part.FormName())
+		}
+		f.Fields[part.FormName()] = string(value)
+	}
+}
+
+// fileName is the file name of a part. Browsers escape quotes in it as in a URL.
+func fileName(part *multipart.Part) string {
+	name := part.FileName()
+	if plain, err := url.PathUnescape(name); err == nil {
+		return plain
+	}
+	return name
+}
+
+// bounded reads at most so many bytes.
+func bounded(from io.Reader, most int64) ([]byte, error) {
+	content, err := io.ReadAll(io.LimitReader(from, most+1))
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("%w: %w", ErrForm, err)
+	case int64(len(content)) > most:
+		return nil, TooLarge(most)
+	}
+	return content, nil
 }

@@ -3,21 +3,29 @@ package reason_test
 import (
 	"context"
 	"encoding/json"
+	"fmt"
+	"maps"
+	"math"
 	"net/http"
 	"os"
 	"regexp"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/memory"
+	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
@@ -261,4 +269,372 @@ func TestPinnedMemoryIsThatOfTheAgent(t *testing.T) {
 			}
 		})
 	}
+}
+
+// remembering is a world with the builtins and an entry k of two revisions.
+func remembering(t *testing.T, replies ...modeltest.Reply) *world {
+	t.Helper()
+	w := newWorld(t)
+	maps.Copy(w.builtins, builtins.New(w.pool, nil, nil))
+	if _, err := builtins.Put(t.Context(), w.pool); err != nil {
+		t.Fatal(err)
+	}
+	for _, value := range []string{"first", "second"} {
+		w.keep(t, value)
+	}
+	w.plan(replies...)
+	return w
+}
+
+// keep writes k as somebody else.
+func (w *world) keep(t *testing.T, value any) {
+	t.Helper()
+	if _, err := memory.Save(t.Context(), w.pool, memory.Note{Key: "k", Value: value, TraceID: "op_1"}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// kept is what k holds, with its revision.
+func (w *world) kept(t *testing.T) string {
+	t.Helper()
+	e, err := memory.Shared.Get(t.Context(), w.pool, "general", "k")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return fmt.Sprintf("%s at %d", e.Value, e.Revision)
+}
+
+var (
+	readK  = modeltest.ToolCall("recall", `{"query":"k"}`)
+	writeK = modeltest.ToolCall("memory_write", `{"key":"k","value":"mine"}`)
+	bye    = modeltest.Text("Done.")
+)
+
+// during lets something happen while the model thinks about answer n.
+func (w *world) during(n int, happen func(), replies ...modeltest.Reply) {
+	done := false
+	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+		answers := 0
+		for _, m := range req.Messages {
+			if m.Role == openai.ChatMessageRoleAssistant {
+				answers++
+			}
+		}
+		if answers == n && !done {
+			done = true
+			happen()
+		}
+		return replies[min(answers, len(replies)-1)]
+	})
+}
+
+func TestATurnReplacesWhatItHasRead(t *testing.T) {
+	t.Parallel()
+	for name, replies := range map[string][]modeltest.Reply{
+		"read":             {readK, writeK, bye},
+		"named wrongly":    {readK, modeltest.ToolCall("memory_write", `{"key":"k","value":"mine","revision":7}`), bye},
+		"after a conflict": {writeK, writeK, bye},
+		"own work":         {readK, modeltest.ToolCall("memory_write", `{"key":"k","value":"draft"}`).AndCall("memory_write", `{"key":"k","value":"mine"}`), bye},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := remembering(t, replies...)
+			w.completed(t)
+			if got := w.kept(t); !strings.HasPrefix(got, `"mine" at `) {
+				t.Errorf("it holds %s", got)
+			}
+		})
+	}
+}
+
+func TestATurnDoesNotReplaceWhatItHasNotRead(t *testing.T) {
+	t.Parallel()
+	for name, replies := range map[string][]modeltest.Reply{
+		"never read":         {writeK, bye},
+		"guessed":            {modeltest.ToolCall("memory_write", `{"key":"k","value":"mine","revision":2}`), bye},
+		"whatever is there":  {modeltest.ToolCall("memory_write", `{"key":"k","value":"mine","revision":-1}`), bye},
+		"read in one breath": {modeltest.ToolCall("recall", `{"query":"k"}`).AndCall("memory_write", `{"key":"k","value":"mine"}`), bye},
+		"forgotten":          {modeltest.ToolCall("memory_forget", `{"key":"k"}`), bye},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := remembering(t, replies...)
+			x, _ := w.completed(t)
+			if got := w.kept(t); got != `"second" at 2` {
+				t.Errorf("it holds %s", got)
+			}
+			rows := named(w.rows(t, x), "memory_write")
+			if rows = append(rows, named(w.rows(t, x), "memory_forget")...); len(rows) != 1 || rows[0].Status != "skipped" {
+				t.Errorf("the row is %+v", rows)
+			}
+		})
+	}
+}
+
+func TestAConflictGivesTheModelBothValues(t *testing.T) {
+	t.Parallel()
+	w := remembering(t)
+	w.during(1, func() { w.keep(t, "theirs") }, readK, writeK, writeK, bye)
+	w.completed(t)
+	if got := w.kept(t); got != `"mine" at 4` {
+		t.Errorf("it holds %s", got)
+	}
+	told := w.since(t, 2)
+	said := told[len(told)-1].Content
+	var both struct {
+		Error, Yours string
+		Theirs       memory.Entry
+	}
+	if err := json.Unmarshal([]byte(said), &both); err != nil || both.Error != "conflict" || both.Yours != "mine" || string(both.Theirs.Value) != `"theirs"` || both.Theirs.Revision != 3 {
+		t.Errorf("the model is told %s", said)
+	}
+}
+
+func TestWhatATurnHasReadSurvivesItsProcess(t *testing.T) {
+	t.Parallel()
+	w := remembering(t)
+	c := newCrash()
+	answers := func(req openai.ChatCompletionRequest) (n int) {
+		for _, m := range req.Messages {
+			if m.Role == openai.ChatMessageRoleAssistant {
+				n++
+			}
+		}
+		return n
+	}
+	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+		n := answers(req)
+		if n == 1 && c.done.CompareAndSwap(false, true) { // it has read, and is lost before it writes
+			w.keep(t, "theirs")
+			c.came <- pgtest.Value[string](t, w.pool, `select id::text from agent_executions`)
+			return modeltest.Custom(func(http.ResponseWriter, *http.Request) {
+				<-c.wake
+				panic(http.ErrAbortHandler)
+			})
+		}
+		return []modeltest.Reply{readK, writeK, bye}[min(n, 2)]
+	})
+	x := w.survive(t, c)
+	if x.Status != executions.Completed {
+		t.Fatalf("the turn is %s: %s", x.Status, testkit.Deref(x.ErrorMessage))
+	}
+	if got := w.kept(t); got != `"theirs" at 3` {
+		t.Errorf("it holds %s", got)
+	}
+}
+
+func TestAnEntryThatWasCutIsReadWhenItWasReadOn(t *testing.T) {
+	t.Parallel()
+	on := modeltest.ToolCall("read_result", `{"result_id":"r1","offset":16384}`)
+	for name, test := range map[string]struct {
+		replies []modeltest.Reply
+		want    string
+	}{
+		"cut":     {[]modeltest.Reply{readK, writeK, bye}, "3"},
+		"read on": {[]modeltest.Reply{readK, on, writeK, bye}, "4"},
+		"skipped": {[]modeltest.Reply{readK, modeltest.ToolCall("read_result", `{"result_id":"r1","offset":16500}`), writeK, bye}, "3"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := remembering(t, test.replies...)
+			w.keep(t, strings.Repeat("k and more ", 2000))
+			w.completed(t)
+			if got := w.kept(t); !strings.HasSuffix(got, " at "+test.want) {
+				t.Errorf("it is at %s", got[len(got)-2:])
+			}
+		})
+	}
+}
+
+// many adds 60 skills in scope, one of which sends invoices, and one that sends invoices out of scope.
+func (w *world) many(t *testing.T) *atomic.Int32 {
+	t.Helper()
+	for i := range 58 {
+		w.put(t, skills.Definition{Name: fmt.Sprintf("aa_%02d", i)})
+		w.builtins[fmt.Sprintf("aa_%02d", i)] = func(context.Context, skills.Call) (any, error) { return nil, nil }
+	}
+	sent := &atomic.Int32{}
+	for name, scope := range map[string]string{"send_invoice": skills.ScopeInternal, "visitorInvoices": skills.ScopeExternal} {
+		w.builtins[name] = func(context.Context, skills.Call) (any, error) {
+			sent.Add(1)
+			return "sent", nil
+		}
+		w.put(t, skills.Definition{Name: name, Scope: scope})
+	}
+	return sent
+}
+
+func TestOfVeryManySkillsTheOthersAreFoundBySearch(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	sent := w.many(t)
+	w.turn.Prompt = "Please probe it."
+	w.plan(
+		modeltest.ToolCall("send_invoice", `{}`),
+		modeltest.ToolCall("skill_search", `{"query":"Invoices"}`),
+		modeltest.ToolCall("send_invoice", `{}`).AndCall("visitorInvoices", `{}`), modeltest.Text("Sent."))
+	x, got := w.completed(t)
+	requests := w.model.Requests()
+	offered := toolNames(requests[0])
+	if len(offered) != 31 || !slices.Contains(offered, "skill_search") || !slices.Contains(offered, "probe") || slices.Contains(offered, "send_invoice") {
+		t.Errorf("%d are offered: %q", len(offered), offered)
+	}
+	if told := w.since(t, 1)[2].Content; !strings.Contains(told, "skill_search") {
+		t.Errorf("of a skill that is not offered the model is told %q", told)
+	}
+	if told := w.since(t, 2)[1].Content; !strings.Contains(told, "send_invoice") || strings.Contains(told, "visitor") {
+		t.Errorf("found %s", told)
+	}
+	if after := toolNames(requests[2]); len(after) != 32 || !slices.Contains(after, "send_invoice") {
+		t.Errorf("after the search %q are offered", after)
+	}
+	if sent.Load() != 1 || !slices.Equal(got.Calls, []string{"skill_search", "send_invoice"}) {
+		t.Errorf("%d invoices were sent, outcome %+v", sent.Load(), got)
+	}
+	if refused := named(w.rows(t, x), "visitorInvoices"); len(refused) != 1 || refused[0].Class != "unknown_tool" {
+		t.Errorf("rows are %+v", refused)
+	}
+	if rows := named(w.rows(t, x), "skill_search"); len(rows) != 1 || string(rows[0].Output) != `{"found": ["send_invoice"]}` {
+		t.Errorf("rows are %+v", rows)
+	}
+}
+
+func TestFortySkillsAreAllOffered(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("ok"))
+	for i := range 38 { // and sizes and probe
+		w.builtins[fmt.Sprintf("s%d", i)] = w.builtins["probe"]
+		w.put(t, skills.Definition{Name: fmt.Sprintf("s%d", i)})
+	}
+	w.completed(t)
+	if offered := toolNames(w.model.Requests()[0]); len(offered) != 40 || slices.Contains(offered, "skill_search") {
+		t.Errorf("%d are offered", len(offered))
+	}
+}
+
+func TestASearchThatFindsNothingSaysSo(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.many(t)
+	w.plan(modeltest.ToolCall("skill_search", `{"query":"zzz"}`), modeltest.Text("ok"))
+	w.completed(t)
+	if told := w.since(t, 1)[1].Content; !strings.Contains(told, "Nothing was found") {
+		t.Errorf("the model was told %s", told)
+	}
+}
+
+func TestWhatWasFoundStaysCallableAfterACrash(t *testing.T) {
+	t.Parallel()
+	for at := 3; at <= 6; at++ { // the search, the next request, the call, the last request
+		t.Run(fmt.Sprintf("before new step %d", at), func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t)
+			sent := w.many(t)
+			w.plan(modeltest.ToolCall("skill_search", `{"query":"invoice"}`), modeltest.ToolCall("send_invoice", `{}`), modeltest.Text("Sent."))
+			c := newCrash()
+			var steps atomic.Int32
+			w.wrap = func(ctx context.Context) context.Context {
+				return executions.Gate(ctx, func(ctx context.Context) error {
+					if int(steps.Add(1)) == at {
+						c.here(ctx)
+					}
+					return nil
+				})
+			}
+			x := w.survive(t, c)
+			if got := outcome(t, x); got.Text != "Sent." || !c.done.Load() {
+				t.Errorf("execution is %s (%s), outcome %+v", x.Status, testkit.Deref(x.ErrorMessage), got)
+			}
+			if n := len(w.transcripts(t)); n != 3 || sent.Load() != 1 {
+				t.Errorf("%d requests, %d invoices", n, sent.Load())
+			}
+		})
+	}
+}
+
+// tool is one that says what it was called with.
+func tool(name, schema string) reason.Tool {
+	return reason.Tool{
+		Name: name, Description: "does " + name, Parameters: json.RawMessage(schema),
+		Do: func(_ context.Context, args json.RawMessage) (any, error) { return "got " + string(args), nil },
+	}
+}
+
+// heard are the results of tools that the model was told with its last request.
+func heard(w *world) (results []string) {
+	requests := w.model.Requests()
+	for _, m := range requests[len(requests)-1].Messages {
+		if m.Role == openai.ChatMessageRoleTool {
+			results = append(results, m.Content)
+		}
+	}
+	return results
+}
+
+// Two turns may offer tools of one name that take different things: each is held to its own schema.
+func TestToolsOfOneNameHaveTheirOwnSchemas(t *testing.T) {
+	w := newWorld(t)
+	for _, name := range []string{"a", "b"} {
+		w.model.Add(modeltest.ToolCall("put", `{"`+name+`":1}`), modeltest.Text("Done."))
+		w.turn.Tools = []reason.Tool{tool("put", `{"type":"object","additionalProperties":false,"required":["`+name+`"],"properties":{"`+name+`":{"type":"integer"}}}`)}
+		if _, got := w.completed(t); len(got.Calls) != 1 || got.Calls[0] != "put" {
+			t.Errorf("the tool that takes %s was called %v: %v", name, got.Calls, heard(w))
+		}
+	}
+}
+
+func TestAToolWithoutParametersTakesNone(t *testing.T) {
+	w := newWorld(t, modeltest.ToolCall("ping", ``), modeltest.Text("Done."))
+	w.turn.Tools = []reason.Tool{tool("ping", ``)}
+	if _, got := w.completed(t); len(got.Calls) != 1 {
+		t.Errorf("called %v: %v", got.Calls, heard(w))
+	}
+	if sent := w.model.Requests()[0].Body; !strings.Contains(sent, `"name":"ping","description":"does ping","parameters":{`) {
+		t.Errorf("sent %s", sent)
+	}
+}
+
+// Servers refuse two tools of one name: of a skill and a tool the tool is meant, and alone offered.
+func TestASkillWithTheNameOfAToolIsNotOffered(t *testing.T) {
+	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.Text("Done."))
+	w.turn.Tools = []reason.Tool{tool("probe", `{"type":"object"}`)}
+	w.completed(t)
+	named := 0
+	for _, offered := range w.model.Requests()[0].Tools {
+		if offered.Function.Name == "probe" {
+			named++
+		}
+	}
+	if got := heard(w); named != 1 || len(got) != 1 || got[0] != `"got {}"` {
+		t.Errorf("offered %d times, answered %q", named, got)
+	}
+}
+
+// What is wrong with the program is said at once, and is not the model's fault.
+func TestATurnThatCannotBeTakenIsRefused(t *testing.T) {
+	right := tool("t", `{"type":"object"}`)
+	for says, spoil := range map[string]func(w *world){
+		"needs Pool, Model and Skills": func(w *world) { w.loop.Model = nil },
+		"is not a tool's":              func(w *world) { w.turn.Tools = []reason.Tool{tool("a b", `{}`)} },
+		"two tools are named t":        func(w *world) { w.turn.Tools = []reason.Tool{right, right} },
+		"the tool t has no Do":         func(w *world) { w.turn.Tools = []reason.Tool{{Name: "t"}} },
+		"compile the parameters of t":  func(w *world) { w.turn.Tools = []reason.Tool{tool("t", `{"type":"objekt"}`)} },
+		"parameters of t are no JSON":  func(w *world) { w.turn.Tools = []reason.Tool{tool("t", `{"type":`)} },
+		"CostUSD":                      func(w *world) { w.loop.Budget.CostUSD = math.NaN() },
+	} {
+		w := newWorld(t)
+		spoil(w)
+		x, err := w.engine(t, false).RunSync(t.Context(), executions.Spec{Flow: "turn", Surface: "flow"})
+		if err != nil || x.Status != executions.Failed || !strings.Contains(testkit.Deref(x.ErrorMessage), says) {
+			t.Errorf("%s: %s, %q, %v", says, x.Status, testkit.Deref(x.ErrorMessage), err)
+		}
+	}
+}
+
+func TestALoopNeedsNoLogger(t *testing.T) {
+	w := newWorld(t, modeltest.ToolCall("nothing", `{}`), modeltest.ToolCall("probe", `{}`), modeltest.Text("Done."))
+	w.loop.Logger = nil
+	w.turn.OnTool = func(reason.ToolEvent) { panic("in a callback") }
+	w.builtins["probe"] = func(context.Context, skills.Call) (any, error) { return "alive", nil }
+	w.completed(t)
 }

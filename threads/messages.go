@@ -2,6 +2,7 @@ package threads
 
 import (
 	"context"
+	"encoding/base64"
 	"errors"
 	"fmt"
 	"time"
@@ -198,4 +199,134 @@ func Messages(ctx context.Context, db postgres.DB, f MessageFilter) ([]Message, 
 		return nil, fmt.Errorf("list messages: %w", err)
 	}
 	return got, nil
+}
+
+// Bounds of the images of a message. The table has the bound of bytes, too.
+const (
+	MostImages    = 8
+	MostImageSize = 5 << 20
+	MostImageURL  = 2048
+)
+
+// Image is an image of a message: a URL of https, which the runtime never fetches, or the image itself.
+type Image struct {
+	URL       string
+	MediaType string // of Data: image/png, image/jpeg, image/gif or image/webp
+	Data      []byte
+	Detail    string // low, high, auto or ""
+}
+
+// Part is the image as a model gets it.
+func (i Image) Part() models.Part {
+	url := i.URL
+	if url == "" {
+		url = "data:" + i.MediaType + ";base64," + base64.StdEncoding.EncodeToString(i.Data)
+	}
+	return models.Part{Image: &models.Image{URL: url, Detail: i.Detail}}
+}
+
+// saveImages stores the images of messages that were just posted, in the order of their drafts.
+func saveImages(ctx context.Context, db postgres.DB, posted []Message, drafts []Draft) error {
+	b := &pgx.Batch{}
+	for n, d := range drafts {
+		for i, image := range d.Images {
+			b.Queue(`
+				insert into agent_message_images (message_id, place, url, media_type, data, detail)
+				values (@message::uuid, @place, nullif(@url, ''), nullif(@media_type, ''), @data::bytea, @detail)`,
+				postgres.Strict{
+					"message": posted[n].ID, "place": i + 1, "url": image.URL, "media_type": image.MediaType,
+					"data": image.Data, "detail": image.Detail,
+				})
+		}
+	}
+	if b.Len() == 0 {
+		return nil
+	}
+	if err := db.SendBatch(ctx, b).Close(); err != nil {
+		return fmt.Errorf("save images: %w", err)
+	}
+	return nil
+}
+
+// Images reads the images of messages, by the message's id. Messages without any cost no query.
+func Images(ctx context.Context, db postgres.DB, messages []Message) (map[string][]Image, error) {
+	var ids []string
+	for _, m := range messages {
+		if m.Images > 0 {
+			ids = append(ids, m.ID)
+		}
+	}
+	if len(ids) == 0 {
+		return nil, nil
+	}
+	rows, err := db.Query(ctx, `
+		select message_id::text, coalesce(url, ''), coalesce(media_type, ''), data, detail
+		  from agent_message_images where message_id = any (@ids::uuid[]) order by message_id, place`,
+		postgres.Strict{"ids": ids})
+	if err != nil {
+		return nil, fmt.Errorf("read images: %w", err)
+	}
+	found := map[string][]Image{}
+	var id string
+	var image Image
+	_, err = pgx.ForEachRow(rows, []any{&id, &image.URL, &image.MediaType, &image.Data, &image.Detail}, func() error {
+		found[id] = append(found[id], image)
+		image.Data = nil
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("read images: %w", err)
+	}
+	return found, nil
+}
+
+// Sketch is what a turn under way has said so far. The first Settled characters will stay; what follows may be said
+// anew when the turn goes on elsewhere.
+type Sketch struct {
+	Content string
+	Settled int
+	Claim   int64 // under which it was said; not given to [SaveSketch] with it
+}
+
+// Keep returns the part of a sketch that stays.
+func (s Sketch) Keep() string {
+	letters := []rune(s.Content)
+	return string(letters[:min(s.Settled, len(letters))])
+}
+
+// SaveSketch stores what an execution has said so far, under its claim. A claim that is over changes nothing,
+// and that is no error: the sketch is for onlookers.
+func SaveSketch(ctx context.Context, db postgres.DB, execution string, claim int64, s Sketch) error {
+	_, err := db.Exec(ctx, `
+		insert into agent_message_drafts as d (execution_id, claim, content, settled)
+		select x.id, x.claim, @content, @settled from agent_executions x
+		 where x.id = @id and x.claim = @claim and x.status = 'running'
+		on conflict (execution_id) do update
+		   set claim = excluded.claim, content = excluded.content, settled = excluded.settled, updated_at = clock_timestamp()
+		 where d.claim <= excluded.claim`,
+		postgres.Strict{"id": execution, "claim": claim, "content": postgres.Text(s.Content), "settled": s.Settled})
+	if err != nil {
+		return fmt.Errorf("save what was said so far: %w", err)
+	}
+	return nil
+}
+
+// SketchOf reads what an execution has said so far; the zero Sketch when that is nothing, or stored as a message.
+func SketchOf(ctx context.Context, db postgres.DB, execution string) (Sketch, error) {
+	var s Sketch
+	err := db.QueryRow(ctx, `select content, settled, claim from agent_message_drafts where execution_id = @id`,
+		postgres.Strict{"id": execution}).Scan(&s.Content, &s.Settled, &s.Claim)
+	if err != nil && !errors.Is(err, pgx.ErrNoRows) {
+		return Sketch{}, fmt.Errorf("read what was said so far: %w", err)
+	}
+	return s, nil
+}
+
+// DropSketch forgets what an execution has said so far: it is a message now.
+func DropSketch(ctx context.Context, db postgres.DB, execution string) error {
+	_, err := db.Exec(ctx, `delete from agent_message_drafts where execution_id = @id`, postgres.Strict{"id": execution})
+	if err != nil {
+		return fmt.Errorf("drop what was said so far: %w", err)
+	}
+	return nil
 }

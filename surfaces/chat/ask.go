@@ -9,6 +9,9 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"slices"
+	"strings"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 
@@ -486,4 +489,169 @@ func refused(err error) error {
 		return bad("thread_id", "invalid_thread_id", "A thread id is 1 to %d printable characters.", threads.MaxID)
 	}
 	return err
+}
+
+// documentRequest is a flow's request for documents that a message with files answers: the oldest of the thread.
+type documentRequest struct {
+	id      string
+	missing []string // in the order in which they were asked for
+	waiter  string   // the execution that waits for it; "" when none does
+}
+
+// requested finds the request that the files of a message answer, and locks it as an event locks it. Without files, or
+// without a request, it has no id.
+func (c *Chat) requested(ctx context.Context, tx pgx.Tx, a Ask) (r documentRequest, err error) {
+	if len(slices.Concat(a.Files...)) == 0 {
+		return r, nil
+	}
+	// An event that answers it locks in the same order: the wait, executions, the request.
+	err = tx.QueryRow(ctx, `
+		select r.id::text, lanekeeper.agent_wait_lock('document', r.id::text)::text from (
+		  select id from agent_requests where thread_id = @thread and kind = 'document' and status = 'pending' order by id limit 1) r`,
+		postgres.Strict{"thread": a.thread}).Scan(&r.id, nil)
+	if err == nil {
+		err = tx.QueryRow(ctx, `
+			select coalesce((select id::text from agent_executions
+			                  where waiting_for = 'document' and waiting_key = @id and (status = 'waiting') is true order by id limit 1 for no key update), '')`,
+			postgres.Strict{"id": r.id}).Scan(&r.waiter)
+	}
+	if err == nil {
+		err = tx.QueryRow(ctx, `
+			select m.items from (
+			  select array_agg(i order by n) as items from agent_requests r cross join unnest(r.items) with ordinality u (i, n)
+			   where r.id = @id::uuid and r.status = 'pending' and not r.received ? i) m where m.items is not null`,
+			postgres.Strict{"id": r.id}).Scan(&r.missing)
+	}
+	if errors.Is(err, pgx.ErrNoRows) {
+		return documentRequest{}, nil
+	}
+	if err != nil {
+		return r, fmt.Errorf("find request for documents: %w", err)
+	}
+	return r, nil
+}
+
+// answer raises the event that answers the request: each file is the next document that is missing. Further files
+// are attachments alone.
+func (r documentRequest) answer(ctx context.Context, c *Chat, tx pgx.Tx, x executions.Execution, ids []string) error {
+	if r.id == "" || len(ids) == 0 {
+		return nil
+	}
+	type given struct {
+		Document string `json:"document"`
+		ID       string `json:"document_id"`
+	}
+	var all []given
+	for i, id := range ids[:min(len(ids), len(r.missing))] {
+		all = append(all, given{r.missing[i], id})
+	}
+	data, err := json.Marshal(map[string]any{"documents": all})
+	if err != nil {
+		return fmt.Errorf("answer request: %w", err)
+	}
+	_, err = c.Engine.Deliver(ctx, tx, "DOCUMENT_UPLOADED", r.id, data, "chat "+x.ID)
+	return err
+}
+
+// hand stores a message whose files an execution waits for, and lets that go on. Its words are the answer, as those of
+// one that waits for a message are.
+func (c *Chat) hand(ctx context.Context, tx pgx.Tx, a Ask, r documentRequest) (x executions.Execution, created bool, err error) {
+	s := a.spec()
+	s.Flow, s.Input = RelayFlow, a.input(r.waiter)
+	if x, created, err = c.Engine.InsertClaimed(ctx, tx, s); err != nil || !created {
+		return x, created, err
+	}
+	texts, docs, err := c.attachFiles(ctx, tx, a)
+	if err != nil {
+		return x, false, err
+	}
+	if err := r.answer(ctx, c, tx, x, idsOf(docs)); err != nil { // before the thread's row, which lanes precede
+		return x, false, err
+	}
+	drafts := make([]threads.Draft, len(texts))
+	for i, words := range texts {
+		drafts[i] = threads.Draft{
+			Role: threads.User, Content: words, Channel: cmp.Or(a.Channel, channel), ExecutionID: x.ID, TraceID: x.TraceID,
+			Status: threads.Received, Follows: i > 0,
+		}
+	}
+	_, err = threads.PostAll(ctx, tx, a.thread, drafts)
+	return x, true, err
+}
+
+// notice is the answer when nothing was said: which documents a flow of the thread waits for, or that the message was
+// passed on. It repeats the flow's last words as long as no document came. It is empty when something was said.
+func (c *Chat) notice(ctx context.Context, in input, said int) (string, error) {
+	if said > 0 {
+		return "", nil
+	}
+	var question string
+	missing, err := executions.RetryTransient(ctx, func(ctx context.Context) (items []string, err error) {
+		err = c.Pool.QueryRow(ctx, `
+			select array(select i from unnest(r.items) with ordinality u (i, n) where not r.received ? i order by n),
+			       case when r.received = '{}' then coalesce((
+			         select m.content from agent_messages m
+			          where m.execution_id = x.id and m.thread_id = r.thread_id and m.role = 'assistant' and m.channel = 'chat'
+			            and m.seq is not null order by m.seq desc limit 1), r.title) else '' end
+			  from agent_requests r
+			  join agent_executions x on x.id = r.execution_id and x.status = 'waiting' and x.waiting_for = 'document'
+			   and x.waiting_key = r.id::text
+			 where r.thread_id = @thread and r.kind = 'document' and r.status = 'pending' order by r.id limit 1`,
+			postgres.Strict{"thread": in.Thread}).Scan(&items, &question)
+		if errors.Is(err, pgx.ErrNoRows) {
+			return nil, nil
+		}
+		return items, err
+	})
+	switch {
+	case err != nil:
+		return "", fmt.Errorf("find missing documents: %w", err)
+	case len(missing) == 0:
+		return passedOn, nil
+	}
+	return clean(question + "\n\nStill missing: " + strings.Join(missing, ", ") + ". Send each as a file with your next message."), nil
+}
+
+// Answer is what a message came to.
+type Answer struct {
+	ID       string `json:"id"`        // of the completion
+	ThreadID string `json:"thread_id"` // as the visitor calls it
+	TraceID  string `json:"trace_id"`
+	Text     string `json:"text"`
+	Finish   string `json:"finish_reason"`
+}
+
+// cancelRest is how long the caller of a turn that was cancelled waits for its run to notice: what it uses may be
+// closed next.
+const cancelRest = 5 * time.Second
+
+// Say sends a message and returns the answer, without HTTP; show, where set, gets its text piece by piece. When
+// ctx ends first, the turn is cancelled. Errors that a visitor may know are *Refusal. The engine's lease
+// must be kept meanwhile: by Engine.Run, or Engine.KeepAlive.
+func (c *Chat) Say(ctx context.Context, a Ask, show func(piece string)) (Answer, error) {
+	if a.TraceID == "" {
+		a.TraceID, a.own = trace.New(trace.Chat), true
+	}
+	var err error
+	if a.agent, err = c.Agents.Find(ctx, c.Front, a.Model); err != nil {
+		return Answer{}, err
+	}
+	b, err := c.begin(ctx, a)
+	if err != nil {
+		return Answer{}, err
+	}
+	defer b.leave()
+	told := Answer{ID: CompletionID(b.exec.ID), ThreadID: b.name, TraceID: b.exec.TraceID}
+	f := &follower{Chat: c, id: b.exec.ID, feed: b.feed, show: show}
+	got, err := f.follow(ctx)
+	if ctx.Err() != nil {
+		if _, err := c.Engine.Cancel(context.WithoutCancel(ctx), b.exec.ID, "interrupt",
+			"the visitor interrupted"); err != nil {
+			return told, fmt.Errorf("cancel turn: %w", err)
+		}
+		b.feed.rest(cancelRest)
+		return told, context.Cause(ctx)
+	}
+	told.Text, told.Finish = got.Text, string(got.Finish)
+	return told, err
 }

@@ -59,19 +59,26 @@ package chat
 
 import (
 	"cmp"
+	"container/list"
 	"context"
+	"crypto/sha256"
 	"errors"
 	"log/slog"
 	"net/http"
+	"slices"
+	"strings"
 	"sync"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/time/rate"
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/admission"
+	"github.com/lanekeeper/lanekeeper/internal/chatwire"
 	"github.com/lanekeeper/lanekeeper/internal/clientip"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/models"
@@ -209,4 +216,210 @@ func (c *Chat) Run(ctx context.Context) error {
 	<-ctx.Done()
 	c.turns.Wait()
 	return nil
+}
+
+// mostVisitors is how many visitors are remembered; the one that was quiet longest is forgotten first.
+const mostVisitors = 20_000
+
+// guests is how many visitors one address may speak for.
+const guests = 20
+
+// limits bounds how much a visitor may send. Safe for concurrent use.
+type limits struct {
+	perMinute int
+	mu        sync.Mutex
+	known     map[visitorKey]*list.Element
+	recent    *list.List // of *visitor, the latest first
+}
+
+// visitorKey is the digest of a visitor's name: what is remembered has a fixed size.
+type visitorKey [sha256.Size]byte
+
+type visitor struct {
+	key   visitorKey
+	quota *rate.Limiter
+}
+
+// newLimits allows so many messages a minute, a third of them at once; a negative number is no limit.
+func newLimits(perMinute int) *limits {
+	return &limits{perMinute: perMinute, known: map[visitorKey]*list.Element{}, recent: list.New()}
+}
+
+// take counts a message against a name whose share is some times the usual one; it returns how long to wait
+// when that is too many.
+func (l *limits) take(name string, share int) time.Duration {
+	if l.perMinute < 0 {
+		return 0
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	key := visitorKey(sha256.Sum256([]byte(name)))
+	e := l.known[key]
+	if e == nil {
+		n := l.perMinute * share
+		e = l.recent.PushFront(&visitor{key, rate.NewLimiter(rate.Limit(float64(n)/60), max(1, n/3))})
+		l.known[key] = e
+		if l.recent.Len() > mostVisitors {
+			oldest := l.recent.Back()
+			delete(l.known, l.recent.Remove(oldest).(*visitor).key)
+		}
+	}
+	l.recent.MoveToFront(e)
+	now := time.Now()
+	wanted := e.Value.(*visitor).quota.ReserveN(now, 1)
+	wait := wanted.DelayFrom(now)
+	if wait > 0 {
+		wanted.CancelAt(now)
+	}
+	return wait
+}
+
+// allow refuses a visitor who sends too much. The visitor is the key with the token that the request brings, else with
+// the user that it names, else with its address. A client may make up any token and any user. So the address has a
+// bound as well, for many, which comes first.
+func (c *Chat) allow(r *http.Request, owner, user, token string) error {
+	address := c.Address(r)
+	who := "\x00" + user
+	if token != "" {
+		who = "\x00token " + token
+	}
+	var wait time.Duration
+	if user == "" && token == "" {
+		wait = c.limits.take(owner+"\x00@"+address, 1)
+	} else if wait = c.limits.take(owner+"\x00@@"+address, guests); wait == 0 {
+		wait = c.limits.take(owner+who, 1)
+	}
+	if wait == 0 {
+		return nil
+	}
+	return &Refusal{
+		Status: http.StatusTooManyRequests, Type: "rate_limit_error", Code: "rate_limit_exceeded",
+		Message: "Too many messages. Please wait a moment.", RetryAfter: max(wait, time.Second),
+	}
+}
+
+// enter finds a place for a turn among those that are under way here. It is bounded by key, address, and visitor or
+// else thread, so that no one of them has all: what a message costs is due after it was taken, and also when its sender
+// has left. A message that names neither visitor nor thread begins a thread of its own.
+func (c *Chat) enter(r *http.Request, a Ask) (*admission.Hold, error) {
+	turns := int64(c.Turns)
+	few := min(turns/16, 16) // of one visitor
+	shares := []admission.Share{
+		{Name: "key " + a.Owner, Most: turns * 3 / 4},
+		{Name: "address " + c.Address(r), Most: turns / 2},
+	}
+	switch {
+	case a.Secret != "":
+		shares = append(shares, admission.Share{
+			Name: "visitor " + a.Owner + "\x00" + a.principal().Proof,
+			Most: few,
+		})
+	case a.Name != "":
+		shares = append(shares, admission.Share{Name: "thread " + a.Owner + "\x00" + a.Name, Most: few})
+	}
+	place, err := c.work.Take(1, shares...)
+	if err != nil {
+		return nil, &Refusal{
+			Status: http.StatusTooManyRequests, Type: "rate_limit_error", Code: "rate_limit_exceeded",
+			Message: "Too many messages are being answered. Please wait a moment.", RetryAfter: retrySoon,
+		}
+	}
+	return place, nil
+}
+
+// modelOwner is who owns the models that clients see.
+const modelOwner = "lanekeeper"
+
+// formerName was the default of AGENT_NAME, and stands in clients' configurations.
+const formerName = "flowpilot"
+
+// reachable lists the agents that a request's key reaches.
+func (c *Chat) reachable(r *http.Request) ([]agents.Agent, error) {
+	return c.reachedBy(r.Context(), c.Visitor(r))
+}
+
+// reachedBy lists the agents that a chat key reaches. A connection that breaks is no answer: another is asked.
+func (c *Chat) reachedBy(ctx context.Context, key string) (list []agents.Agent, err error) {
+	err = postgres.Again(ctx, func() error {
+		list, err = c.Agents.Reachable(ctx, c.Front, key)
+		return err
+	})
+	return list, err
+}
+
+// choose finds the agent of a model id. The alias is the default agent, or the only one that the key reaches.
+func choose(reachable []agents.Agent, model string) (agents.Agent, error) {
+	for _, a := range reachable {
+		if a.Name == model || model == agents.Alias && (a.Default || len(reachable) == 1) {
+			return a, nil
+		}
+		if model == formerName && !a.Declared() {
+			return a, nil
+		}
+	}
+	r := unknown("model_not_found", "The model %q does not exist, or this key does not reach it. There is: %s.",
+		clip(model, 100), strings.Join(names(reachable), ", "))
+	r.Param = "model"
+	return agents.Agent{}, r
+}
+
+func names(list []agents.Agent) []string {
+	all := make([]string, len(list))
+	for i, a := range list {
+		all[i] = a.Name
+	}
+	return all
+}
+
+// modelsOf lists the models that clients may name: the agents, and the alias where it means one of them.
+func modelsOf(reachable []agents.Agent) []chatwire.Model {
+	var list []chatwire.Model
+	for _, a := range reachable {
+		list = append(list, modelOf(a))
+	}
+	if a, err := choose(reachable, agents.Alias); err == nil && a.Name != agents.Alias {
+		alias := modelOf(a)
+		alias.ID = agents.Alias
+		list = append(list, alias)
+	}
+	return list
+}
+
+// modelOf is an agent as clients see it.
+func modelOf(a agents.Agent) chatwire.Model {
+	return chatwire.Model{ID: a.Name, Description: a.Description, Greeting: a.Greeting}
+}
+
+// rowName is an agent's name on executions, threads and activity rows.
+func rowName(a agents.Agent) string {
+	if !a.Declared() {
+		return Agent
+	}
+	return a.Name
+}
+
+// sameAgent refuses a message to another agent than the thread's. A thread whose agent is not declared is the default
+// agent's.
+func (c *Chat) sameAgent(ctx context.Context, tx pgx.Tx, thread string, a Ask) error {
+	if thread == rowName(a.agent) {
+		return nil
+	}
+	owner, err := c.Agents.Acting(ctx, tx, thread)
+	if err != nil || owner.Name == a.agent.Name {
+		return err
+	}
+	r := conflict("thread_agent", "This thread is one with %s. Name that model, or begin another thread.", owner.Name)
+	r.Param = "model"
+	return r
+}
+
+// opened lets a history begin with the visitor, as servers want it: the agent may have spoken first, with its greeting.
+func opened(history []models.Message) []models.Message {
+	if len(history) == 0 || history[0].Role != threads.Assistant {
+		return history
+	}
+	return slices.Insert(history, 0, models.Message{
+		Role:    threads.User,
+		Content: "[The visitor opened the conversation.]",
+	})
 }

@@ -1,10 +1,16 @@
 package chat
 
 import (
+	"cmp"
 	"context"
+	"encoding/base64"
+	"encoding/json"
 	"errors"
+	"fmt"
 	"net/http"
+	"net/url"
 	"slices"
+	"strconv"
 	"strings"
 
 	"github.com/jackc/pgx/v5"
@@ -156,4 +162,333 @@ func (c *Chat) attachFile(ctx context.Context, tx pgx.Tx, a Ask, f File) (docume
 		Name: f.Name, ContentType: f.ContentType, Content: f.Content, ThreadID: a.thread, TraceID: string(a.TraceID),
 		By: a.principal(), MaxBytes: c.DocumentBytes,
 	})
+}
+
+// File is a file of a message: the id of a document, or the file itself.
+type File struct {
+	ID          string
+	Name        string
+	ContentType string // as the client claims
+	Content     []byte
+}
+
+// filePart names a file in a part of a message: file in chat completions, the part itself in responses.
+type filePart struct {
+	FileID   string `json:"file_id"`
+	Data     string `json:"file_data"` // base64, or a data: URL of base64
+	Filename string `json:"filename"`
+}
+
+// file is the part that says which file is meant.
+func (p wirePart) file() filePart {
+	if p.Type == "file" {
+		return p.File
+	}
+	return filePart{FileID: p.FileID, Data: p.Data, Filename: p.Filename}
+}
+
+// check returns what is wrong with a part; "" for one that may be read.
+func (p filePart) check() string {
+	switch {
+	case p.FileID == "" && p.Data == "":
+		return "A file comes by its id, which POST /v1/files gives, or as file_data, with a filename."
+	case p.FileID != "" && p.Data != "":
+		return "A file has a file_id or file_data, not both."
+	}
+	return ""
+}
+
+// read decodes the file of a part, of at most so many bytes.
+func (p filePart) read(most int64) (File, error) {
+	if p.FileID != "" {
+		return File{ID: p.FileID}, nil
+	}
+	f, encoded := File{Name: p.Filename}, p.Data
+	if rest, isURL := strings.CutPrefix(p.Data, "data:"); isURL {
+		head, body, _ := strings.Cut(rest, ",")
+		kind, inBase64 := strings.CutSuffix(head, ";base64")
+		if !inBase64 {
+			return f, bad("file", "invalid_file", "file_data has the form data:application/pdf;base64,…")
+		}
+		encoded, f.ContentType = body, kind
+	}
+	if int64(base64.StdEncoding.DecodedLen(len(encoded))) > most+2 {
+		return f, documents.TooLarge(most)
+	}
+	var err error
+	if f.Content, err = base64.StdEncoding.DecodeString(encoded); err != nil {
+		return f, bad("file", "invalid_file", "file_data must be base64.")
+	}
+	switch {
+	case len(f.Content) == 0:
+		return f, documents.ErrEmpty
+	case int64(len(f.Content)) > most:
+		return f, documents.TooLarge(most)
+	}
+	return f, nil
+}
+
+// readFiles decodes the files of a new message. param is the message's place in the request.
+func (c *Chat) readFiles(parts []filePart, param string) (files []File, err error) {
+	if len(parts) > mostFiles {
+		return nil, bad(param, "too_many_files", "A message has at most %d files.", mostFiles)
+	}
+	for _, p := range parts {
+		f, err := p.read(c.DocumentBytes)
+		if err != nil {
+			return nil, refusedFile(err)
+		}
+		files = append(files, f)
+	}
+	return files, nil
+}
+
+// filePurpose is what a file is for: purposes are not stored.
+const filePurpose = "user_data"
+
+// mostListed bounds a page of files; OpenAI's bound is the same.
+const mostListed = 10_000
+
+// file is OpenAI's file object.
+type file struct {
+	ID       string `json:"id"`
+	Object   string `json:"object"`
+	Bytes    int64  `json:"bytes"`
+	Created  int64  `json:"created_at"`
+	Expires  *int64 `json:"expires_at,omitempty"` // of an upload that no message uses
+	Filename string `json:"filename"`
+	Purpose  string `json:"purpose"`
+	Status   string `json:"status"`
+}
+
+// fileOf is a document as a file object.
+func fileOf(d documents.Document) file {
+	f := file{
+		ID: d.ID, Object: "file", Bytes: d.Size, Created: d.CreatedAt.Unix(), Filename: d.Name, Purpose: filePurpose,
+		Status: "processed",
+	}
+	if d.ExpiresAt != nil {
+		at := d.ExpiresAt.Unix()
+		f.Expires = &at
+	}
+	return f
+}
+
+// filePage is OpenAI's list of files.
+type filePage struct {
+	Object  string  `json:"object"`
+	Data    []file  `json:"data"`
+	FirstID *string `json:"first_id"`
+	LastID  *string `json:"last_id"`
+	HasMore bool    `json:"has_more"`
+}
+
+// FileListHandler serves GET /v1/files: the caller's files.
+func (c *Chat) FileListHandler() http.Handler { return c.handler(c.listFiles) }
+
+// FileHandler serves GET /v1/files/{id}.
+func (c *Chat) FileHandler() http.Handler { return c.handler(c.getFile) }
+
+// FileContentHandler serves GET /v1/files/{id}/content.
+func (c *Chat) FileContentHandler() http.Handler { return c.handler(c.sendFile) }
+
+// DeleteFileHandler serves DELETE /v1/files/{id}. A file that a message or a flow uses stays: 409.
+func (c *Chat) DeleteFileHandler() http.Handler { return c.handler(c.deleteFile) }
+
+func (c *Chat) listFiles(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
+	who, err := c.principal(r)
+	if err != nil {
+		return err
+	}
+	query := r.URL.Query()
+	limit, order := mostListed, query.Get("order")
+	if given := query.Get("limit"); given != "" {
+		if limit, err = strconv.Atoi(given); err != nil || limit < 1 || limit > mostListed {
+			return bad("limit", "invalid_value", "limit is a number from 1 to %d.", mostListed)
+		}
+	}
+	switch {
+	case order != "" && order != "asc" && order != "desc":
+		return bad("order", "invalid_value", "order must be asc or desc.")
+	case query.Get("purpose") != "" && query.Get("purpose") != filePurpose:
+		return bad("purpose", "unsupported_value", "Purposes are not stored: each file is %s.", filePurpose)
+	}
+	got, err := documents.ListOwn(r.Context(), c.Front, who, query.Get("after"), order == "asc", limit+1)
+	if err != nil {
+		return err
+	}
+	page := filePage{Object: "list", Data: []file{}, HasMore: len(got) > limit}
+	for _, d := range got[:min(len(got), limit)] {
+		page.Data = append(page.Data, fileOf(d))
+	}
+	if n := len(page.Data); n > 0 {
+		page.FirstID, page.LastID = &page.Data[0].ID, &page.Data[n-1].ID
+	}
+	return writeFile(w, page)
+}
+
+func (c *Chat) getFile(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
+	d, err := c.ownFile(r)
+	if err != nil {
+		return err
+	}
+	return writeFile(w, fileOf(d))
+}
+
+func (c *Chat) sendFile(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
+	d, err := c.ownFile(r)
+	if err != nil {
+		return err
+	}
+	content, err := documents.Content(r.Context(), c.Front, d.ID)
+	if err != nil {
+		return refusedFile(err)
+	}
+	if err := documents.Send(w, d, content); err != nil {
+		c.Logger.DebugContext(r.Context(), "answer not sent", "error", err)
+	}
+	return nil
+}
+
+func (c *Chat) deleteFile(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
+	who, err := c.principal(r)
+	if err != nil {
+		return err
+	}
+	id := r.PathValue("id")
+	err = c.intake.Do(r.Context(), c.Front, "documents of "+who.Owner+" "+who.Proof, func(tx pgx.Tx) error {
+		d, err := documents.DeleteOwn(r.Context(), tx, who, id)
+		id = d.ID
+		return err
+	})
+	if err != nil {
+		return refusedFile(err)
+	}
+	return writeFile(w, map[string]any{"id": id, "object": "file", "deleted": true})
+}
+
+// ownFile is the caller's document that a request names.
+func (c *Chat) ownFile(r *http.Request) (documents.Document, error) {
+	who, err := c.principal(r)
+	if err != nil {
+		return documents.Document{}, err
+	}
+	d, err := documents.GetOwn(r.Context(), c.Front, who, r.PathValue("id"))
+	if err != nil {
+		return d, refusedFile(err)
+	}
+	return d, nil
+}
+
+func writeFile(w http.ResponseWriter, answer any) error {
+	w.Header().Set("Content-Type", "application/json")
+	return json.NewEncoder(w).Encode(answer)
+}
+
+// wirePart is a part of a message's content, in either protocol. image_url is an object in chat completions and a text
+// in responses.
+type wirePart struct {
+	Type    string          `json:"type"`
+	Text    string          `json:"text"`
+	Refusal string          `json:"refusal"`
+	Image   json.RawMessage `json:"image_url"`
+	FileID  string          `json:"file_id"`
+	Detail  string          `json:"detail"`
+
+	Data     string   `json:"file_data"`
+	Filename string   `json:"filename"`
+	File     filePart `json:"file"`
+}
+
+// image reads an image of a request. The error is what is wrong with it, for the client.
+func (p wirePart) image() (threads.Image, error) {
+	if p.FileID != "" {
+		return threads.Image{}, fmt.Errorf("files are not stored here: send the image's https URL, or the image as a " +
+			"data: URL")
+	}
+	where, ok := text(p.Image)
+	if !ok {
+		var inner struct {
+			URL    string `json:"url"`
+			Detail string `json:"detail"`
+		}
+		if json.Unmarshal(p.Image, &inner) != nil {
+			return threads.Image{}, fmt.Errorf("image_url must be a URL, or an object with url")
+		}
+		where, p.Detail = inner.URL, inner.Detail
+	}
+	if !slices.Contains([]string{"", "low", "high", "auto"}, p.Detail) {
+		return threads.Image{}, fmt.Errorf("detail must be low, high or auto")
+	}
+	if rest, inside := strings.CutPrefix(where, "data:"); inside {
+		return imageInside(rest, p.Detail)
+	}
+	u, err := url.Parse(where)
+	switch {
+	case err != nil || u.Scheme != "https" || u.Host == "" || u.User != nil:
+		return threads.Image{}, fmt.Errorf("an image is an https URL, or a data: URL with the image in it")
+	case len(where) > threads.MostImageURL || strings.ContainsFunc(where, unprintable):
+		return threads.Image{}, fmt.Errorf("an image's URL has at most %d printable characters", threads.MostImageURL)
+	}
+	return threads.Image{URL: "https" + where[len("https"):], Detail: p.Detail}, nil
+}
+
+func unprintable(r rune) bool { return r <= ' ' || r == 0x7f }
+
+// imageInside reads what follows data: in a URL. What the bytes are counts, not what they are called.
+func imageInside(rest, detail string) (threads.Image, error) {
+	kind, encoded, ok := strings.Cut(rest, ";base64,")
+	if !ok {
+		return threads.Image{}, fmt.Errorf("a data: URL has the form data:image/png;base64,…")
+	}
+	if base64.StdEncoding.DecodedLen(len(encoded)) > threads.MostImageSize+2 {
+		return threads.Image{}, fmt.Errorf("an image has at most %d bytes", threads.MostImageSize)
+	}
+	data, err := base64.StdEncoding.DecodeString(encoded)
+	if err != nil {
+		return threads.Image{}, fmt.Errorf("the data of a data: URL must be base64")
+	}
+	found := http.DetectContentType(data)
+	switch {
+	case len(data) > threads.MostImageSize:
+		return threads.Image{}, fmt.Errorf("an image has at most %d bytes", threads.MostImageSize)
+	case !slices.Contains(imageTypes(), found):
+		return threads.Image{}, fmt.Errorf("an image is png, jpeg, gif or webp, and this is none")
+	case kind != found && (kind != "image/jpg" || found != "image/jpeg"):
+		return threads.Image{}, fmt.Errorf("the data: URL says %s, and its data is %s", clip(kind, 40), found)
+	}
+	return threads.Image{MediaType: found, Data: data, Detail: detail}, nil
+}
+
+// imageTypes are the media types of images that models take.
+func imageTypes() []string { return []string{"image/png", "image/jpeg", "image/gif", "image/webp"} }
+
+// takesImages reports an agent whose model takes images.
+func (c *Chat) takesImages(a Ask) bool {
+	return c.Loop.Model.TakesImages(cmp.Or(a.agent.Model, c.Loop.Model.Model()))
+}
+
+// seen refuses images that the agent's model does not take.
+func (c *Chat) seen(a Ask) error {
+	if len(slices.Concat(a.Images...)) == 0 && !slices.ContainsFunc(a.Earlier,
+		func(l Line) bool { return len(l.Images) > 0 }) {
+		return nil
+	}
+	if c.takesImages(a) {
+		return nil
+	}
+	return bad("messages", "image_not_supported", "The model of %s takes no images: send the message without them.",
+		a.Model)
+}
+
+// imagesOf are the images of messages as a model gets them, by the message's id.
+func (c *Chat) imagesOf(ctx context.Context, messages []threads.Message) (map[string][]models.Part, error) {
+	found, err := threads.Images(ctx, c.Pool, messages)
+	parts := make(map[string][]models.Part, len(found))
+	for id, list := range found {
+		for _, image := range list {
+			parts[id] = append(parts[id], image.Part())
+		}
+	}
+	return parts, err
 }

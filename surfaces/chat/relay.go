@@ -14,7 +14,9 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/threads"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // RelayFlow is the flow of a message that goes to an execution which has the thread, or waits for the message. No
@@ -219,4 +221,87 @@ func (c *Chat) listen(ctx context.Context, x executions.Execution, in input, las
 		return heard{}, fmt.Errorf("listen in thread: %w", err)
 	}
 	return h, nil
+}
+
+// longestSummary bounds a summary, in characters.
+const longestSummary = 4000
+
+// summaryInput is what the summary's execution is given.
+type summaryInput struct {
+	Thread string `json:"thread_id"`
+	Before int64  `json:"before_turn"` // turns from here on are left alone
+}
+
+// summarySpec describes the execution that moves the thread's summary forward, after the answer of this turn.
+// It is background work, so that nobody waits for it.
+func (t *turn) summarySpec() executions.Spec {
+	return executions.Spec{
+		Flow: SummaryFlow, Surface: trace.Chat, TraceID: trace.ID(t.exec.TraceID), Agent: t.exec.Agent,
+		ParentID: t.exec.ID,
+		ThreadID: t.in.Thread, Priority: 3, DedupeKey: "chat_summary:" + t.exec.ID,
+		Input: summaryInput{Thread: t.in.Thread, Before: t.number},
+	}
+}
+
+// folded is what a summary takes in.
+type folded struct {
+	Previous string `json:"previous"`
+	From     int64  `json:"from_through"` // how far the summary reached
+	First    int64  `json:"first_turn"`
+	Through  int64  `json:"through_turn"`
+	Last     int64  `json:"last_seq"`
+}
+
+// summarise is the durable function that folds old turns into a thread's summary.
+func (c *Chat) summarise(ctx context.Context, raw json.RawMessage) (executions.Result, error) {
+	var in summaryInput
+	if err := json.Unmarshal(raw, &in); err != nil {
+		return executions.Result{}, fmt.Errorf("read input: %w", err)
+	}
+	f, err := executions.Step(ctx, "backlog", func(ctx context.Context) (folded, error) { return c.backlog(ctx, in) })
+	if err != nil || f.Through == 0 {
+		return executions.Result{Summary: "nothing is old enough"}, err
+	}
+	old, err := executions.RetryTransient(ctx, func(ctx context.Context) ([]threads.Message, error) {
+		return threads.Turns(ctx, c.Pool, in.Thread, f.First, f.Through+1, f.Last)
+	})
+	if err != nil {
+		return executions.Result{}, err
+	}
+	messages := make([]models.Message, len(old))
+	for i, m := range old {
+		messages[i] = models.Message{Role: m.Role, Content: m.Content}
+		if m.Images > 0 {
+			messages[i].Content += fmt.Sprintf("\n[%d images came with this message]", m.Images)
+		}
+	}
+	text, err := c.Summarise(ctx, SummaryFlow, f.Previous, messages)
+	if err != nil {
+		return executions.Result{}, err
+	}
+	moved, err := executions.StepTx(ctx, "save", func(ctx context.Context, tx pgx.Tx) (bool, error) {
+		return threads.SaveSummary(ctx, tx, in.Thread, f.From, f.Through, clip(text, longestSummary))
+	})
+	summary := fmt.Sprintf("%d messages folded into the summary, up to turn %d", len(old), f.Through)
+	if !moved {
+		summary = "somebody else has moved the summary meanwhile"
+	}
+	return executions.Result{Summary: summary}, err
+}
+
+// backlog chooses what to fold: what does not fit half of the window, at most a window at a time.
+func (c *Chat) backlog(ctx context.Context, in summaryInput) (folded, error) {
+	t, err := threads.Get(ctx, c.Pool, in.Thread)
+	if err != nil {
+		return folded{}, err
+	}
+	old, err := threads.Backlog(ctx, c.Pool, in.Thread, in.Before, c.History*3/4, c.History/2, c.History)
+	if err != nil || len(old) == 0 {
+		return folded{}, err
+	}
+	f := folded{Previous: t.Summary, From: t.SummaryThrough, First: *old[0].Turn, Through: *old[len(old)-1].Turn}
+	for _, m := range old {
+		f.Last = max(f.Last, *m.Seq)
+	}
+	return f, nil
 }

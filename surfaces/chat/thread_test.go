@@ -2,6 +2,7 @@ package chat_test
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"net/http"
@@ -14,9 +15,13 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
+	"github.com/lanekeeper/lanekeeper/threads"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // heard is what a request told the model after the system prompt.
@@ -445,5 +450,270 @@ func TestAThreadThatIsLockedIsBusy(t *testing.T) {
 				t.Errorf("thread (-want +got):\n%s", diff)
 			}
 		})
+	}
+}
+
+// converse fills a thread with turns up to a number, as they would be after as many answers.
+func converse(t *testing.T, db postgres.DB, thread string, upTo int) {
+	t.Helper()
+	if _, _, err := threads.Ensure(t.Context(), db, threads.Thread{ID: thread, Channel: "chat", Agent: chat.Agent, Owner: "site", Participant: "x"}); err != nil {
+		t.Fatal(err)
+	}
+	pgtest.Exec(t, db, `
+		insert into agent_messages (thread_id, seq, turn, role, content, status, tokens)
+		select @thread, n, n - (n + 1) % 2, case n % 2 when 1 then 'user' else 'assistant' end,
+		       'what was said at place ' || n || ' of this long conversation', 'sent', 16
+		  from generate_series((select next_seq from agent_threads where id = @thread), 2 * @turns::int) n`,
+		postgres.Strict{"thread": thread, "turns": upTo})
+	pgtest.Exec(t, db, `update agent_threads set next_seq = 2 * @turns::int + 1 where id = @thread`, postgres.Strict{"thread": thread, "turns": upTo})
+}
+
+// TestALongThreadCostsTheSamePerTurn measures what the model is sent in turn 50, 500 and 1000 of a thread.
+func TestALongThreadCostsTheSamePerTurn(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+		for _, m := range req.Messages {
+			if strings.Contains(m.Content, "now") {
+				return modeltest.Text("Now this.")
+			}
+		}
+		return modeltest.Text("They spoke at length; the user's name is Ada.")
+	})
+	p := w.process(t, func(c *chat.Chat) { c.History = 1000 })
+	sizes := map[int]int{}
+	for _, turn := range []int{50, 500, 1000} {
+		converse(t, w.pool, "long", turn-1)
+		// Turns that came by themselves would each have moved the summary; here it catches up first.
+		before := int64(-1)
+		for {
+			p.answerTo(t, "long", "say it now")
+			pgtest.Eventually(t, patience, func() bool {
+				return pgtest.Value[bool](t, w.pool, `select coalesce(bool_and(completed_at is not null), true) from agent_executions`)
+			}, "the summary is made")
+			through := pgtest.Value[int64](t, w.pool, `select summary_through from agent_threads where id = 'long'`)
+			if through == before {
+				break
+			}
+			before = through
+		}
+		p.answerTo(t, "long", "say it now, please")
+		requests := w.model.Requests()
+		for _, r := range requests {
+			if strings.Contains(r.Body, "say it now, please") {
+				sizes[turn] = len(r.Body)
+				if !strings.Contains(r.Body, "name is Ada") {
+					t.Errorf("turn %d: the summary is not in the request", turn)
+				}
+			}
+		}
+	}
+	if sizes[50] == 0 || sizes[1000] > sizes[50]*3/2 || sizes[1000] > 4*1500+4000 {
+		t.Errorf("bytes sent by turn: %v", sizes)
+	}
+	t.Logf("bytes sent by turn: %v", sizes)
+	kept := pgtest.Value[int](t, w.pool, `select max(pg_column_size(output)) from agent_checkpoints where step like 'remember%'`)
+	if kept > 3000 {
+		t.Errorf("a turn keeps %d bytes of what was said before", kept)
+	}
+}
+
+func TestASummaryThatFailsHarmsNobody(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+		if strings.Contains(req.Messages[len(req.Messages)-1].Content, "hello") {
+			return modeltest.Text("Hi.")
+		}
+		return modeltest.Refusal(400, "invalid_request_error", "no", "no", 0)
+	})
+	p := w.process(t, func(c *chat.Chat) { c.History = 1000 })
+	converse(t, w.pool, "sad", 100)
+	for range 2 {
+		if got := p.answerTo(t, "sad", "hello"); got != "Hi." {
+			t.Errorf("answer %q", got)
+		}
+	}
+}
+
+// announcing is a process that knows the flow "announce": it says its input in the thread "t" and ends.
+func announcing(t *testing.T, change ...func(*chat.Chat)) *process {
+	t.Helper()
+	w := newWorld(t)
+	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("I am the model.") })
+	p := w.process(t, append(change, func(c *chat.Chat) {
+		if err := c.Engine.Register("announce", func(ctx context.Context, raw json.RawMessage) (executions.Result, error) {
+			var words string
+			if err := json.Unmarshal(raw, &words); err != nil {
+				return executions.Result{}, err
+			}
+			_, err := threads.Send(ctx, threads.Outgoing{ThreadID: "t", Content: words})
+			return executions.Result{}, err
+		}); err != nil {
+			t.Fatal(err)
+		}
+	})...)
+	if _, _, err := threads.Ensure(t.Context(), p.pool, threads.Thread{ID: "t", Owner: "site"}); err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+// announce lets a flow say words in the thread, without a message of the visitor.
+func (p *process) announce(t *testing.T, words ...string) {
+	t.Helper()
+	for _, w := range words {
+		x, _, err := p.engine.Start(t.Context(), p.pool, executions.Spec{Flow: "announce", Surface: trace.Flow, ThreadID: "t", Input: w})
+		if err != nil {
+			t.Fatal(err)
+		}
+		p.reaches(t, x.ID, executions.Completed)
+	}
+}
+
+func TestTheNextAnswerBeginsWithWhatFlowsSaid(t *testing.T) {
+	t.Parallel()
+	p := announcing(t)
+	p.answerTo(t, "t", "hello")
+	p.announce(t, "Your order is approved.", "It leaves today.")
+	seen := p.model.Requests()
+	const want = "Your order is approved.\n\nIt leaves today.\n\nI am the model."
+	body, headers := `{"model":"nora","messages":[{"role":"user","content":"any news?"}]}`, append(inThread("t"), "Idempotency-Key", "k")
+	for range 2 { // the second is replayed
+		_, got := p.post(t, body, headers...)
+		var answer openai.ChatCompletionResponse
+		if err := json.Unmarshal([]byte(got), &answer); err != nil || answer.Choices[0].Message.Content != want {
+			t.Errorf("answer: %s, %v", got, err)
+		}
+	}
+	all := p.model.Requests()
+	if len(all) != len(seen)+1 {
+		t.Fatalf("%d calls of the model", len(all)-len(seen))
+	}
+	var history []string
+	for _, m := range all[len(all)-1].Messages[1:] {
+		history = append(history, m.Content)
+	}
+	if h := strings.Join(history, "|"); strings.Count(h, "It leaves today.") != 1 {
+		t.Errorf("the model was shown %q", h)
+	}
+	if got := p.answerTo(t, "t", "and now?"); got != "I am the model." {
+		t.Errorf("the words came again: %q", got)
+	}
+	lines := []string{
+		"hello", "I am the model.", "Your order is approved.", "It leaves today.", "any news?", "I am the model.", "and now?", "I am the model.",
+	}
+	if diff := cmp.Diff(lines, p.all(t, "t")); diff != "" {
+		t.Errorf("the thread (-want +got):\n%s", diff)
+	}
+}
+
+func TestAStreamBeginsWithWhatFlowsSaid(t *testing.T) {
+	t.Parallel()
+	p := announcing(t)
+	p.answerTo(t, "t", "hello")
+	p.announce(t, "Approved.")
+	g, reply := gated()
+	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return reply })
+	request := says("any news?")
+	request.MaxCompletionTokens = 3 // bounds what the model says
+	stream, err := p.client(inThread("t")...).CreateChatCompletionStream(t.Context(), request)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got := ""
+	for got != "Approved." { // before the model has said a word
+		chunk, err := stream.Recv()
+		if err != nil {
+			t.Fatalf("%v after %q", err, got)
+		}
+		got += chunk.Choices[0].Delta.Content
+	}
+	send(t, g.pieces, "Yes, it is.")
+	close(g.pieces)
+	if rest, err := streamed(t, stream); err != nil || rest != "\n\nYes, it is." {
+		t.Errorf("then: %q, %v", rest, err)
+	}
+}
+
+func TestTwoTurnsAtOnceShowAFlowsWordsOnce(t *testing.T) {
+	t.Parallel()
+	p := announcing(t)
+	p.answerTo(t, "t", "hello")
+	p.announce(t, "Approved.")
+	answers := make(chan string, 2)
+	for _, words := range []string{"one", "two"} {
+		go func() { answers <- p.answerTo(t, "t", words) }()
+	}
+	if got := receive(t, answers) + "|" + receive(t, answers); strings.Count(got, "Approved.") != 1 {
+		t.Errorf("the answers: %q", got)
+	}
+}
+
+func TestAResponseBeginsWithWhatFlowsSaid(t *testing.T) {
+	t.Parallel()
+	p := announcing(t)
+	p.answerTo(t, "t", "hello")
+	p.announce(t, "Approved.")
+	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, p.url+"/v1/responses", strings.NewReader(`{"model":"nora","input":"any news?"}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Header.Set("Authorization", "Bearer site")
+	if _, body := do(t, r, inThread("t")); !strings.Contains(body, `Approved.\n\nI am the model.`) {
+		t.Errorf("response: %s", body)
+	}
+}
+
+func TestAFlowsWordsWaitForAnAnswerInWords(t *testing.T) {
+	t.Parallel()
+	p := announcing(t)
+	p.answerTo(t, "t", "hello")
+	p.announce(t, "Approved.")
+	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text(`{"ok":true}`) })
+	body := `{"model":"nora","messages":[{"role":"user","content":"as JSON"}],"response_format":{"type":"json_object"}}`
+	_, got := p.post(t, body, inThread("t")...)
+	var answer openai.ChatCompletionResponse
+	if err := json.Unmarshal([]byte(got), &answer); err != nil || answer.Choices[0].Message.Content != `{"ok":true}` {
+		t.Errorf("answer in a form: %s, %v", got, err)
+	}
+	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Yes.") })
+	if got := p.answerTo(t, "t", "in words"); got != "Approved.\n\nYes." {
+		t.Errorf("answer in words: %q", got)
+	}
+}
+
+// A turn that failed has no answer; its words are the next one's.
+func TestAFailedTurnLeavesAFlowsWordsToTheNext(t *testing.T) {
+	t.Parallel()
+	p := announcing(t)
+	p.answerTo(t, "t", "hello")
+	p.announce(t, "Approved.")
+	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply {
+		return modeltest.Status(http.StatusBadRequest, 0)
+	})
+	if r, body := p.post(t, `{"model":"nora","messages":[{"role":"user","content":"any news?"}]}`, inThread("t")...); r.StatusCode == http.StatusOK {
+		t.Fatalf("the turn did not fail: %s", body)
+	}
+	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Yes.") })
+	if got := p.answerTo(t, "t", "any news?"); got != "Approved.\n\nYes." {
+		t.Errorf("answer: %q", got)
+	}
+}
+
+func TestAnAnswerOfAFlowBeginsWithWhatWasSaidSinceTheModels(t *testing.T) {
+	t.Parallel()
+	p := conversing(t, func(_ context.Context, say func(string), hear func() string) {
+		say("Send me your name.")
+		say("Hello, " + hear() + ".")
+	})
+	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("I am the model.") })
+	if _, _, err := threads.Ensure(t.Context(), p.pool, threads.Thread{ID: "t", Owner: "site"}); err != nil {
+		t.Fatal(err)
+	}
+	p.answerTo(t, "t", "hello")
+	p.talks(t)
+	if got := p.answerTo(t, "t", "Ada"); got != "Send me your name.\n\nHello, Ada." {
+		t.Errorf("answer: %q", got)
 	}
 }

@@ -1,12 +1,16 @@
 package reason
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"math/big"
+	"strconv"
 	"strings"
 	"time"
+	"unicode"
 
 	"github.com/jackc/pgx/v5"
 
@@ -14,9 +18,118 @@ import (
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/nearest"
+	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/memory"
+	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
+
+// A model that makes the same call again and again is told after sameTold of them; sameMost are the last.
+const (
+	sameTold = 3
+	sameMost = 5
+)
+
+// call is one call of a reply on its way to its result.
+type call struct {
+	id, name   string
+	args       json.RawMessage
+	result     string // what the model is told in the tool reply
+	correction string // what it is told after the replies, when the call was refused
+	advice     string // what it is told after the replies, when the call was made
+	leave      *leave // what it waits for, when an admin must decide
+
+	live  bool // made by this process
+	began time.Time
+}
+
+func newCall(c models.ToolCall) *call {
+	args := json.RawMessage(c.Arguments)
+	if len(strings.TrimSpace(c.Arguments)) == 0 {
+		args = json.RawMessage("{}")
+	}
+	return &call{id: c.ID, name: c.Name, args: args}
+}
+
+// act makes the calls of one reply: first those that need no leave, then, when every approval is asked for,
+// the others as they are decided. Every call gets its tool reply, in the reply's order; then come the
+// corrections.
+func (w *turn) act(ctx context.Context, made []models.ToolCall) error {
+	calls := make([]*call, len(made))
+	w.made = calls
+	for i := range made {
+		c := newCall(made[i])
+		calls[i] = c
+		if w.repeats(c) {
+			c.result = `{"error":"REPEATED"}`
+			continue
+		}
+		if err := w.perform(ctx, c); err != nil {
+			return err
+		}
+	}
+	if err := w.await(ctx, calls); err != nil {
+		return err
+	}
+	valid := w.hear(calls)
+	switch {
+	case w.same >= sameMost:
+		return w.stall(ctx, calls, "the model made the same call again and again",
+			fmt.Sprintf("the model called %s with the same arguments %d times in a row",
+				shown(calls[len(calls)-1].name), w.same))
+	case valid:
+		w.bad = 0
+		return nil
+	}
+	if w.bad++; w.bad > maxRetries {
+		return w.stall(ctx, calls, "the model kept calling tools wrongly",
+			fmt.Sprintf("the model called tools wrongly %d times in a row", w.bad))
+	}
+	return nil
+}
+
+// hear puts the results into the transcript; true when one of the calls was in order.
+func (w *turn) hear(calls []*call) (valid bool) {
+	var told []string
+	for _, c := range calls {
+		w.messages = append(w.messages, models.Message{
+			Role: models.RoleTool, ToolCallID: c.id, Name: c.name, Content: c.result,
+		})
+		w.fresh++
+		valid = valid || c.correction == ""
+		for _, text := range []string{c.correction, c.advice} {
+			if text != "" {
+				told = append(told, text)
+			}
+		}
+	}
+	for _, text := range told {
+		w.say(models.RoleSystem, text)
+	}
+	return valid
+}
+
+// repeats counts equal calls in a row. It is true for one that is too many.
+func (w *turn) repeats(c *call) bool {
+	key := c.name + " " + canonicalArgs(c.args)
+	if key != w.last {
+		w.last, w.same = key, 0
+	}
+	w.same++
+	if w.same == sameTold {
+		c.advice = fmt.Sprintf("You have called '%s' with the same arguments %d times in a row. "+
+			"Use the result you have, call something else, or answer.", shown(c.name), w.same)
+	}
+	return w.same > sameMost
+}
+
+// canonicalArgs is the same for arguments that mean the same.
+func canonicalArgs(args json.RawMessage) string {
+	if text, err := canonical(args); err == nil {
+		return text
+	}
+	return string(args)
+}
 
 // Classes of calls that were not made: the skill is out of service; the arguments are wrong; an admin did not
 // allow it.
@@ -282,4 +395,176 @@ func (t Tool) schema() json.RawMessage {
 		return json.RawMessage(`{"type":"object","additionalProperties":false,"properties":{}}`)
 	}
 	return t.Parameters
+}
+
+// maxName is how much of a tool's name that does not exist is repeated, in letters.
+const maxName = 100
+
+// invalid refuses a call whose arguments are wrong.
+func (w *turn) invalid(ctx context.Context, c *call, id string, bad error) error {
+	schema := "{}"
+	if params, ok := errors.AsType[*skills.InvalidParams](bad); ok {
+		schema = string(params.Schema)
+	}
+	c.result = `{"error":"INVALID_PARAMS"}`
+	c.correction = fmt.Sprintf("Tool call failed: INVALID_PARAMS. Schema: %s Errors: %s", schema, bad)
+	return w.refuse(ctx, c, id, classInvalid, bad.Error())
+}
+
+// refuse leaves a row of a call that was not made. Its class keeps it out of the skill's failures.
+func (w *turn) refuse(ctx context.Context, c *call, id, class, why string) error {
+	name := shown(c.name)
+	_, err := executions.Do(ctx, "refuse", executions.Call{
+		Entry:      activity.Entry{Skill: name, SkillID: id, Purpose: w.Purpose, Input: attempt(name, c.args)},
+		Idempotent: true,
+	}, func(ctx context.Context, effect *executions.Effect) (struct{}, error) {
+		w.begin(c)
+		w.log().WarnContext(ctx, "tool call refused", "tool", name, "class", class, "arguments", string(c.args))
+		if class == classDenied {
+			effect.Status = activity.Skipped
+		}
+		return struct{}{}, &executions.StepError{Class: class, Message: why}
+	})
+	if failure, ok := errors.AsType[*executions.StepError](err); ok {
+		w.ended(c, failure)
+		return nil
+	}
+	return err
+}
+
+// stall ends a turn whose model does not find back, and leaves the evidence.
+func (w *turn) stall(ctx context.Context, calls []*call, why, details string) error {
+	w.outcome.Ended, w.why = Stalled, why
+	return w.noteStall(ctx, calls, details)
+}
+
+// noteStall leaves the evidence of a model that comes to no answer.
+func (w *turn) noteStall(ctx context.Context, calls []*call, details string) error {
+	attempts := make([]map[string]any, len(calls))
+	for i, c := range calls {
+		attempts[i] = attempt(c.name, c.args)
+	}
+	last := models.Shown(w.messages[max(0, len(w.messages)-6):])
+	_, err := executions.Do(ctx, "stall", executions.Call{
+		Entry: activity.Entry{
+			Skill: "reasoning", Purpose: w.Purpose,
+			Input: map[string]any{"attempts": attempts, "context": last, "done": w.outcome.Calls},
+		},
+		Idempotent: true,
+	}, func(ctx context.Context, _ *executions.Effect) (struct{}, error) {
+		w.log().ErrorContext(ctx, "reasoning stalled", "purpose", w.Purpose, "attempts", brief(attempts),
+			"last_calls", strings.Join(w.outcome.Calls[max(0, len(w.outcome.Calls)-10):], ", "))
+		return struct{}{}, &executions.StepError{Class: "stall", Message: details + "; " + w.summary()}
+	})
+	if _, ok := errors.AsType[*executions.StepError](err); ok {
+		return nil
+	}
+	return err
+}
+
+// shown makes a name that a model made up fit a message and a row.
+func shown(name string) string {
+	name = strings.Map(func(r rune) rune {
+		if unicode.IsControl(r) {
+			return -1
+		}
+		return r
+	}, strings.ToValidUTF8(name, ""))
+	if letters := []rune(name); len(letters) > maxName {
+		name = string(letters[:maxName]) + "…"
+	}
+	return name
+}
+
+// brief is what a log line says of attempts; the whole is in the activity row.
+func brief(attempts []map[string]any) []string {
+	const most = 200 // bytes of arguments
+	lines := make([]string, len(attempts))
+	for i, a := range attempts {
+		lines[i] = fmt.Sprintf("%s %s", shown(fmt.Sprint(a["tool"])),
+			redact.Text(fmt.Sprintf("%s", a["arguments"]), most))
+	}
+	return lines
+}
+
+// attempt shows a call as it came, malformed JSON included.
+func attempt(name string, args json.RawMessage) map[string]any {
+	if json.Valid(args) {
+		return map[string]any{"tool": name, "arguments": args}
+	}
+	return map[string]any{"tool": name, "arguments": string(args)}
+}
+
+// failed is an error as the model gets it.
+func failed(e *executions.StepError) string {
+	text, err := json.Marshal(map[string]string{"error": e.Class, "message": e.Message})
+	if err != nil {
+		return `{"error":"error"}`
+	}
+	return string(text)
+}
+
+// encode is a result as the model gets it. A result that was read back from its checkpoint, where
+// PostgreSQL has put its keys in another order and written its numbers out, gives the same text as the
+// result itself: the transcript of a replay is that of the first run, byte for byte.
+func encode(value any) string {
+	text, err := canonical(value)
+	if err != nil {
+		return failed(&executions.StepError{Class: "error", Message: "the result cannot be shown: " + err.Error()})
+	}
+	return text
+}
+
+// canonical writes JSON with sorted keys and plain numbers.
+func canonical(value any) (string, error) {
+	raw, err := json.Marshal(value)
+	if err != nil {
+		return "", err
+	}
+	decoder := json.NewDecoder(bytes.NewReader(raw))
+	decoder.UseNumber()
+	var tree any
+	if err := decoder.Decode(&tree); err != nil {
+		return "", err
+	}
+	var out bytes.Buffer
+	encoder := json.NewEncoder(&out)
+	encoder.SetEscapeHTML(false)
+	if err := encoder.Encode(plainNumbers(tree)); err != nil {
+		return "", err
+	}
+	return strings.TrimSuffix(out.String(), "\n"), nil
+}
+
+// plainNumbers writes every number of a tree as PostgreSQL's jsonb does.
+func plainNumbers(tree any) any {
+	switch v := tree.(type) {
+	case map[string]any:
+		for key, item := range v {
+			v[key] = plainNumbers(item)
+		}
+	case []any:
+		for i, item := range v {
+			v[i] = plainNumbers(item)
+		}
+	case json.Number:
+		return plainNumber(v)
+	}
+	return tree
+}
+
+// plainNumber writes a number without exponent, and zero without a sign.
+func plainNumber(n json.Number) json.Number {
+	text := string(n)
+	mantissa, exponent, _ := strings.Cut(strings.ToLower(text), "e")
+	exp, err := strconv.Atoi(exponent)
+	if exponent != "" && (err != nil || exp > 400 || exp < -400) {
+		return n
+	}
+	exact, ok := new(big.Rat).SetString(text)
+	if !ok || (exponent == "" && exact.Sign() != 0) {
+		return n
+	}
+	_, fraction, _ := strings.Cut(mantissa, ".")
+	return json.Number(exact.FloatString(max(0, len(fraction)-exp)))
 }
