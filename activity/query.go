@@ -85,12 +85,9 @@ func rowsOfTraces(ctx context.Context, db postgres.DB, traceIDs []string) ([]Row
 
 // collect reads rows and puts their times into UTC.
 func collect(rows pgx.Rows, err error, verb string) ([]Row, error) {
+	list, err := postgres.Collect(rows, err, verb, pgx.RowToStructByName[Row])
 	if err != nil {
-		return nil, fmt.Errorf("%s: %w", verb, err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[Row])
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", verb, err)
+		return nil, err
 	}
 	for i := range list {
 		list[i].CreatedAt = list[i].CreatedAt.UTC()
@@ -250,14 +247,7 @@ func (f Filter) open(ctx context.Context, db postgres.DB) ([]string, error) {
 	rows, err := db.Query(ctx, `
 		select o.activity_id::text from agent_activity_open o order by o.activity_id desc limit @most`,
 		postgres.Strict{"most": openLimit})
-	if err != nil {
-		return nil, fmt.Errorf("list what runs: %w", err)
-	}
-	ids, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		return nil, fmt.Errorf("list what runs: %w", err)
-	}
-	return ids, nil
+	return postgres.Collect(rows, err, "list running activities", pgx.RowTo[string])
 }
 
 // traceIDs returns the possible ids of one in any form; nil for none.

@@ -111,12 +111,9 @@ func (f Filter) shortPage(ctx context.Context, db postgres.DB, lines []Line, arg
 			"trace_ids": args["trace_ids"], "skill": args["skill"], "open": args["open"], "since": args["since"], "until": args["until"],
 			"before": args["before"], "window": args["window"],
 		})
+	last, err := postgres.Collect(rows, err, "list activities", pgx.RowTo[string])
 	if err != nil {
-		return Listing{}, fmt.Errorf("list activities: %w", err)
-	}
-	last, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		return Listing{}, fmt.Errorf("list activities: %w", err)
+		return Listing{}, err
 	}
 	if len(last) == 0 {
 		return Listing{Lines: lines}, nil
@@ -131,12 +128,9 @@ func (f Filter) shortPage(ctx context.Context, db postgres.DB, lines []Line, arg
 
 // collectLines reads lines, with times in UTC.
 func collectLines(rows pgx.Rows, err error, verb string) ([]Line, error) {
+	list, err := postgres.Collect(rows, err, verb, pgx.RowToStructByName[Line])
 	if err != nil {
-		return nil, fmt.Errorf("%s: %w", verb, err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[Line])
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", verb, err)
+		return nil, err
 	}
 	for i := range list {
 		list[i].CreatedAt = list[i].CreatedAt.UTC()

@@ -182,12 +182,5 @@ func offsetOf(c string) (int, error) {
 
 // collectReport collects the lines of a report.
 func collectReport[T any](rows pgx.Rows, err error, verb string) ([]T, error) {
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", verb, err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[T])
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", verb, err)
-	}
-	return list, nil
+	return postgres.Collect(rows, err, verb, pgx.RowToStructByName[T])
 }

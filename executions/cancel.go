@@ -174,12 +174,9 @@ func (e *Engine) tryCompleteCancel(ctx context.Context, id string) (done bool, e
 // no other.
 func (e *Engine) completeCancels(ctx context.Context) error {
 	rows, err := e.pool.Query(ctx, `select c.execution_id::text from agent_cancel_requests c order by c.requested_at limit 1000`)
+	ids, err := postgres.Collect(rows, err, "list requested cancels", pgx.RowTo[string])
 	if err != nil {
-		return fmt.Errorf("list requested cancels: %w", err)
-	}
-	ids, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		return fmt.Errorf("list requested cancels: %w", err)
+		return err
 	}
 	for _, id := range ids {
 		switch _, err := e.tryCompleteCancel(ctx, id); {

@@ -210,14 +210,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Execution, error) {
 			"status": f.Status, "surface": f.Surface, "flow": f.Flow, "agent": f.Agent, "trace_ids": f.TraceIDs,
 			"before": f.Before, "limit": min(f.Limit, 1000),
 		})
-	if err != nil {
-		return nil, fmt.Errorf("list executions: %w", err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Execution])
-	if err != nil {
-		return nil, fmt.Errorf("list executions: %w", err)
-	}
-	return got, nil
+	return postgres.Collect(rows, err, "list executions", pgx.RowToStructByPos[Execution])
 }
 
 // Checkpoint is the recorded result of one step.
@@ -235,14 +228,7 @@ func Checkpoints(ctx context.Context, db postgres.DB, id string) ([]Checkpoint, 
 	rows, err := db.Query(ctx, `
 		select step, claim, fingerprint, failed, output, created_at from agent_checkpoints
 		 where execution_id = @id order by created_at, step`, postgres.Strict{"id": id})
-	if err != nil {
-		return nil, fmt.Errorf("read checkpoints: %w", err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Checkpoint])
-	if err != nil {
-		return nil, fmt.Errorf("read checkpoints: %w", err)
-	}
-	return got, nil
+	return postgres.Collect(rows, err, "read checkpoints", pgx.RowToStructByPos[Checkpoint])
 }
 
 // StatusCount is a row of the view agent_executions_by_status: the number and mean age of executions in one state.
@@ -256,14 +242,7 @@ type StatusCount struct {
 func CountByStatus(ctx context.Context, db postgres.DB) ([]StatusCount, error) {
 	rows, err := db.Query(ctx, `
 		select status, count, avg_age_seconds::float8 from agent_executions_by_status order by status`)
-	if err != nil {
-		return nil, fmt.Errorf("count executions: %w", err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[StatusCount])
-	if err != nil {
-		return nil, fmt.Errorf("count executions: %w", err)
-	}
-	return got, nil
+	return postgres.Collect(rows, err, "count executions", pgx.RowToStructByPos[StatusCount])
 }
 
 // WaitingRow is a row of the views agent_executions_waiting and agent_executions_stuck.
@@ -296,14 +275,7 @@ func ListWaiting(ctx context.Context, db postgres.DB, kind string, stuck bool, l
 		 where (@kind = '' or w.waiting_for = @kind) and (not @stuck or w.id in (select s.id from agent_executions_stuck s))
 		 order by w.waiting_until, w.id limit @limit`,
 		postgres.Strict{"kind": kind, "stuck": stuck, "limit": min(max(limit, 1), 500)})
-	if err != nil {
-		return nil, fmt.Errorf("list waiting executions: %w", err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[WaitingRow])
-	if err != nil {
-		return nil, fmt.Errorf("list waiting executions: %w", err)
-	}
-	return got, nil
+	return postgres.Collect(rows, err, "list waiting executions", pgx.RowToStructByPos[WaitingRow])
 }
 
 // Relative is a child or a fork of an execution.
@@ -321,14 +293,7 @@ func Relatives(ctx context.Context, db postgres.DB, id string) ([]Relative, erro
 	rows, err := db.Query(ctx, `
 		select id::text, flow, status, coalesce(forked_step, ''), coalesce(forked_from = @id::uuid, false) from agent_executions
 		 where parent_id = @id::uuid or forked_from = @id::uuid order by id limit 500`, postgres.Strict{"id": id})
-	if err != nil {
-		return nil, fmt.Errorf("list children of execution %s: %w", id, err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Relative])
-	if err != nil {
-		return nil, fmt.Errorf("list children of execution %s: %w", id, err)
-	}
-	return got, nil
+	return postgres.Collect(rows, err, fmt.Sprintf("list children of execution %s", id), pgx.RowToStructByPos[Relative])
 }
 
 // maxRedactedBytes bounds each value of a redacted row.

@@ -206,12 +206,9 @@ func (e *Engine) renewLocks(ctx context.Context, lockIDs []string, id any) ([]Lo
 	rows, err := e.pool.Query(ctx, `
 		select lock_id, execution_id::text, trace_id, live, expires_at, status, cancel_requested from beat_agent_locks(@locks, @id)`,
 		postgres.Strict{"locks": lockIDs, "id": id})
+	got, err := postgres.Collect(rows, err, "renew locks", pgx.RowToStructByPos[LockRenewal])
 	if err != nil {
-		return nil, fmt.Errorf("renew locks: %w", err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[LockRenewal])
-	if err != nil {
-		return nil, fmt.Errorf("renew locks: %w", err)
+		return nil, err
 	}
 	for _, b := range got {
 		if id == nil && !b.Live && b.ExecutionID != nil {

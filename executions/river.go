@@ -199,12 +199,9 @@ func (e *Engine) WakeTx(ctx context.Context, tx pgx.Tx, ids ...string) error {
 		select x.id::text, x.wake, x.queue, x.priority from agent_executions x
 		 where x.id = any(@ids::uuid[]) and x.claimed_by is null and x.status = 'running' order by x.id`,
 		postgres.Strict{"ids": ids})
+	ready, err := postgres.Collect(rows, err, "read ready executions", pgx.RowToStructByPos[wakeup])
 	if err != nil {
-		return fmt.Errorf("read ready executions: %w", err)
-	}
-	ready, err := pgx.CollectRows(rows, pgx.RowToStructByPos[wakeup])
-	if err != nil {
-		return fmt.Errorf("read ready executions: %w", err)
+		return err
 	}
 	return e.insertWakeups(ctx, tx, ready)
 }

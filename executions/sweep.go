@@ -225,12 +225,9 @@ func (e *Engine) deliverCompletions(ctx context.Context) error {
 	rows, err := e.pool.Query(ctx, `
 		select t.id::text from (select u.execution_id as id from agent_untold_ends u order by u.execution_id limit @most) t order by random()`,
 		postgres.Strict{"most": sweepLimit})
+	ids, err := postgres.Collect(rows, err, "list undelivered completions", pgx.RowTo[string])
 	if err != nil {
-		return fmt.Errorf("list undelivered completions: %w", err)
-	}
-	ids, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		return fmt.Errorf("list undelivered completions: %w", err)
+		return err
 	}
 	locked := 0
 	for _, id := range ids {

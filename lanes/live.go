@@ -30,14 +30,7 @@ func Live(ctx context.Context, db postgres.DB) ([]LiveLane, error) {
 		       extract(epoch from l.held_for)::float8 as held_for,
 		       extract(epoch from l.expires_in)::float8 as expires_in, l.parked
 		  from agent_locks_live l order by l.lane`)
-	if err != nil {
-		return nil, fmt.Errorf("list lanes: %w", err)
-	}
-	live, err := pgx.CollectRows(rows, pgx.RowToStructByName[LiveLane])
-	if err != nil {
-		return nil, fmt.Errorf("list lanes: %w", err)
-	}
-	return live, nil
+	return postgres.Collect(rows, err, "list lanes", pgx.RowToStructByName[LiveLane])
 }
 
 const (

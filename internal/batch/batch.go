@@ -167,13 +167,13 @@ func (b *Batcher[In, Out]) backlogLocked() (n int, since time.Time) {
 func (b *Batcher[In, Out]) expireLocked(now time.Time) {
 	maxWait := cmp.Or(b.MaxWait, defaultMaxWait)
 	for len(b.queued) > 0 && now.Sub(b.queued[0].since) >= maxWait {
-		b.takeLocked(1)[0].done <- reply[Out]{Answer: Answer[Out]{Alone: true}}
+		b.dequeueLocked(1)[0].done <- reply[Out]{Answer: Answer[Out]{Alone: true}}
 	}
 }
 
 // sendLocked sends what is queued, up to MaxSize. A batch of one is made by its caller.
 func (b *Batcher[In, Out]) sendLocked() {
-	writes := b.takeLocked(min(len(b.queued), cmp.Or(b.MaxSize, defaultMaxSize)))
+	writes := b.dequeueLocked(min(len(b.queued), cmp.Or(b.MaxSize, defaultMaxSize)))
 	f := b.Scheduler.startLocked(&b.flights)
 	if len(writes) == 1 {
 		writes[0].done <- reply[Out]{Answer: Answer[Out]{Alone: true}, flight: f}
@@ -182,8 +182,8 @@ func (b *Batcher[In, Out]) sendLocked() {
 	go b.share(f, writes)
 }
 
-// takeLocked removes the first n writes from the queue.
-func (b *Batcher[In, Out]) takeLocked(n int) []*write[In, Out] {
+// dequeueLocked removes the first n writes from the queue.
+func (b *Batcher[In, Out]) dequeueLocked(n int) []*write[In, Out] {
 	taken := slices.Clone(b.queued[:n])
 	b.queued = slices.Delete(b.queued, 0, n)
 	b.Scheduler.queued -= n

@@ -20,6 +20,7 @@ package postgres
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 
 	"github.com/jackc/pgx/v5"
@@ -91,4 +92,16 @@ func Constraint(err error) string {
 		return pgErr.ConstraintName
 	}
 	return ""
+}
+
+// Collect reads the rows of a query with fn. It wraps an error of the query or of a row in verb.
+func Collect[T any](rows pgx.Rows, err error, verb string, fn pgx.RowToFunc[T]) ([]T, error) {
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", verb, err)
+	}
+	got, err := pgx.CollectRows(rows, fn)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", verb, err)
+	}
+	return got, nil
 }
