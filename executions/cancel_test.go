@@ -25,37 +25,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-func TestCancelEndsPendingAndWaitingExecutions(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.DB(t)
-	id := pending(t, pool)
-	for range 2 {
-		status, err := executions.Cancel(t.Context(), pool, id, "ana", "not wanted")
-		if err != nil || status != executions.Cancelled {
-			t.Errorf("cancel: %s, %v", status, err)
-		}
-	}
-	got := get(t, pool, id)
-	if testkit.Deref(got.CancelledBy) != "ana" || testkit.Deref(got.CancelReason) != "not wanted" || testkit.Deref(got.ResultType) != "cancelled" || got.CompletedAt == nil {
-		t.Errorf("got %+v", got)
-	}
-	waits := pending(t, pool)
-	n := mustClaim(t, pool, waits, workerLease(t, pool))
-	pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', 'key', '1 hour', null)`, postgres.Strict{"id": waits, "claim": n})
-	if status, err := executions.Cancel(t.Context(), pool, waits, "ana", ""); err != nil || status != executions.Cancelled {
-		t.Errorf("cancel: %s, %v", status, err)
-	}
-	mustDeliver(t, pool, "key", `{}`)
-	if now := get(t, pool, waits); now.Status != executions.Cancelled || now.WaitingFor != nil {
-		t.Errorf("after the event: %+v", now)
-	}
-	for _, id := range []string{id, waits} {
-		if n := completions(t, pool, id); n != 1 {
-			t.Errorf("%d AGENT_COMPLETED", n)
-		}
-	}
-}
-
 func TestCancelOfMissingAndEndedExecutions(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -301,8 +301,10 @@ func TestGoReachesEveryState(t *testing.T) {
 	p := start(t, pool, map[string]executions.Func{
 		"complete": flow(func(context.Context) (executions.Result, error) { return executions.Result{Summary: "said"}, nil })["flow"],
 		"fail":     flow(func(context.Context) (executions.Result, error) { return executions.Result{}, errors.New("no") })["flow"],
-		"time out": flow(func(context.Context) (executions.Result, error) { return executions.Result{}, executions.ErrTimedOut })["flow"],
-		"wait":     flow(wait)["flow"],
+		"time out": flow(func(context.Context) (executions.Result, error) {
+			return executions.Result{}, fmt.Errorf("approval: %w", executions.ErrTimedOut)
+		})["flow"],
+		"wait": flow(wait)["flow"],
 		"hang": flow(func(ctx context.Context) (executions.Result, error) {
 			entered <- struct{}{}
 			<-ctx.Done()

@@ -21,7 +21,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
-	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // quota is an error with a class, as a client library might return it.
@@ -391,18 +390,6 @@ func TestAGateRunsBeforeNewStepsOnly(t *testing.T) {
 	until(t, pool, p.begin(t, "flow"), executions.Completed)
 	if asked.Load() != 6 || waits.Load() != 3 {
 		t.Errorf("the gate was asked %d times and waited %d times; each of 3 steps asks it, waits, and asks again", asked.Load(), waits.Load())
-	}
-}
-
-func TestRunSyncReturnsTheRow(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.DB(t)
-	p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
-		return ends(executions.Step(ctx, "work", func(context.Context) (int, error) { return 7, nil }))
-	}))
-	got, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Operate})
-	if err != nil || got.Status != executions.Completed || string(got.Result) != "7" || got.Surface != "operate" {
-		t.Errorf("got %+v, %v", got, err)
 	}
 }
 

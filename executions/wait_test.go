@@ -169,17 +169,6 @@ func TestAWaitTimesOut(t *testing.T) {
 	}
 }
 
-func TestATimedOutFlowEndsWithStatusTimeout(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.DB(t)
-	p := start(t, pool, flow(func(context.Context) (executions.Result, error) {
-		return executions.Result{}, fmt.Errorf("approval: %w", executions.ErrTimedOut)
-	}))
-	if got := until(t, pool, p.begin(t, "flow"), executions.Timeout); testkit.Deref(got.ResultType) != "timeout" {
-		t.Errorf("result type %q", testkit.Deref(got.ResultType))
-	}
-}
-
 func TestEventTimerAndCancelEndAWaitOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
