@@ -23,9 +23,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// hurry shortens the lag of counting, so that a test need not wait for it. What it rests on stays: the trigger
+// countNow shortens the lag of counting, so that a test need not wait for it. What it rests on stays: the trigger
 // hears of every row that is older than half of the lag.
-func hurry(t *testing.T, db postgres.DB) {
+func countNow(t *testing.T, db postgres.DB) {
 	t.Helper()
 	_, err := db.Exec(t.Context(), `
 		drop trigger agent_activity_late on agent_activity;
@@ -216,8 +216,8 @@ func charges(ledTo map[string]int, used []int64) []charge {
 	return list
 }
 
-// chaos writes rows in every way that there is, one transaction.
-func chaos(ctx context.Context, db *pgxpool.Pool, r *rand.Rand) error {
+// randomWrites writes rows in every way that there is, one transaction.
+func randomWrites(ctx context.Context, db *pgxpool.Pool, r *rand.Rand) error {
 	tx, err := db.Begin(ctx)
 	if err != nil {
 		return err
@@ -266,7 +266,7 @@ func pause(ctx context.Context, d time.Duration) {
 func TestEveryRowIsCountedOnceDespiteLateCommits(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	hurry(t, db)
+	countNow(t, db)
 	_, err := db.Exec(t.Context(), `
 		insert into agent_skills (name, tool_definition, handler)
 		select 'skill_' || n, '{}', 'builtin:x' from generate_series(0, 3) n`)
@@ -280,7 +280,7 @@ func TestEveryRowIsCountedOnceDespiteLateCommits(t *testing.T) {
 		writers.Go(func() error {
 			r := rand.New(rand.NewPCG(uint64(time.Now().UnixNano()), uint64(w)))
 			for range 25 {
-				if err := chaos(t.Context(), db, r); err != nil {
+				if err := randomWrites(t.Context(), db, r); err != nil {
 					return err
 				}
 			}
@@ -339,7 +339,7 @@ func TestEveryRowIsCountedOnceDespiteLateCommits(t *testing.T) {
 func TestSpendIsSummedByWhatIsAsked(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	hurry(t, db)
+	countNow(t, db)
 	day := 24 * time.Hour
 	put(t, db, act{kind: "model", skill: "model", purpose: "plan", surface: "chat", model: "m1", tokens: 100, cost: "0.10", ago: 2 * day, ledTo: map[string]int{"fetch": 25}})
 	put(t, db, act{kind: "model", skill: "model", purpose: "plan", model: "m2", tokens: 50, cost: "0.05", ago: 2 * day})
@@ -394,7 +394,7 @@ func TestSpendIsSummedByWhatIsAsked(t *testing.T) {
 func TestHealthEqualsTheView(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	hurry(t, db)
+	countNow(t, db)
 	_, err := db.Exec(t.Context(), `
 		insert into agent_skills (name, tool_definition, handler, enabled, disabled_by, disabled_reason, disabled_at, trial_at, enabled_at)
 		values ('idle', '{}', 'builtin:x', true, '', '', null, null, 'epoch'), ('flaky', '{}', 'builtin:x', true, '', '', null, null, 'epoch'),
@@ -487,7 +487,7 @@ func TestFiguresNameTheEndOfTheirCompleteRange(t *testing.T) {
 func TestABadRowDoesNotStopTheCount(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	hurry(t, db)
+	countNow(t, db)
 	name := strings.Repeat("ñ", 100_000)
 	_, err := db.Exec(t.Context(), `
 		insert into agent_activity (trace_id, kind, skill_name, surface, token_usage, duration_ms, cost_usd)
@@ -518,7 +518,7 @@ func TestCountedFiguresScanNoTable(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	fill(t, db)
-	hurry(t, db)
+	countNow(t, db)
 	_, err := db.Exec(t.Context(), `
 		insert into agent_skills (name, tool_definition, handler) select 'skill_' || n, '{}', 'builtin:x' from generate_series(0, 96) n`)
 	if err != nil {
@@ -694,7 +694,7 @@ func calledAtRandom(t *testing.T, db postgres.DB, calls int) {
 func TestTheHealthViewEqualsTheRows(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	hurry(t, db)
+	countNow(t, db)
 	for _, stage := range []string{"not counted", "counted", "counted and not"} {
 		if stage != "counted" {
 			calledAtRandom(t, db, 3000)

@@ -20,8 +20,8 @@ import (
 
 var update = flag.Bool("update", false, "write the golden files")
 
-// night is a heartbeat's trace with everything that a story has to show.
-func night() activity.Trace {
+// sampleTrace is a heartbeat's trace with everything that a story has to show.
+func sampleTrace() activity.Trace {
 	at := time.Date(2026, 11, 21, 4, 30, 0, 0, time.UTC)
 	end := at.Add(75 * time.Second)
 	row := func(id, parent string, kind activity.Kind, skill string, status activity.Status, ms int64) activity.Row {
@@ -60,14 +60,14 @@ func night() activity.Trace {
 
 func TestWriteStory(t *testing.T) {
 	t.Parallel()
-	quiet := night()
+	quiet := sampleTrace()
 	quiet.Activities, quiet.Tokens, quiet.CostUSD, quiet.Status = quiet.Activities[:1], 0, 0, "skipped"
 	for name, test := range map[string]struct {
 		trace  activity.Trace
 		colour bool
 	}{
-		"story":  {night(), false},
-		"colour": {night(), true},
+		"story":  {sampleTrace(), false},
+		"colour": {sampleTrace(), true},
 		"quiet":  {quiet, false},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -94,7 +94,7 @@ func TestWriteStory(t *testing.T) {
 
 func TestAStoryCannotSteerATerminal(t *testing.T) {
 	t.Parallel()
-	evil := night()
+	evil := sampleTrace()
 	evil.Surface = "op\x1b]0;title\a"
 	evil.Activities[0].SkillName = "a\x1b[2Jb\rc\u202ed"
 	evil.Activities[0].ErrorClass = "\x9b31m"

@@ -107,7 +107,7 @@ func TestAStartLostInACrashNeverExisted(t *testing.T) {
 	}
 	pgtest.Exec(t, pool, `alter system set wal_writer_delay = '10s'`)
 	pgtest.Exec(t, pool, `select pg_reload_conf()`)
-	pgtest.Eventually(t, patience, func() bool { return pgtest.Value[string](t, pool, `show wal_writer_delay`) == "10s" }, "the server writes seldom by itself")
+	pgtest.Eventually(t, timeout, func() bool { return pgtest.Value[string](t, pool, `show wal_writer_delay`) == "10s" }, "the server writes seldom by itself")
 	time.Sleep(time.Second) // the pause that its writer was in is over
 	lost, err := p.StartSeveral(t.Context(), []executions.Spec{spec, spec}, []bool{true, true})
 	if err != nil {
@@ -157,7 +157,7 @@ func awaitsStandby(t *testing.T, url string) {
 			t.Fatal(err)
 		}
 		pid := conn.PgConn().PID()
-		ctx, leave := context.WithTimeout(t.Context(), patience)
+		ctx, leave := context.WithTimeout(t.Context(), timeout)
 		ended := make(chan error, 1)
 		go func() {
 			_, err := conn.Exec(ctx, `create table if not exists committed (n int)`)
@@ -167,7 +167,7 @@ func awaitsStandby(t *testing.T, url string) {
 			ended <- err
 		}()
 		var waits bool
-		pgtest.Eventually(t, patience, func() bool {
+		pgtest.Eventually(t, timeout, func() bool {
 			if len(ended) > 0 {
 				return true
 			}
@@ -242,9 +242,9 @@ func TestACompletionMakesItsStartDurable(t *testing.T) {
 	pgtest.Exec(t, pool, `select pg_reload_conf()`)
 }
 
-// recordAll records a step of each execution, with variables where they are given, and returns the places of those
+// checkpointAll records a step of each execution, with variables where they are given, and returns the places of those
 // that were kept.
-func recordAll(ctx context.Context, db postgres.DB, ids []string, claims []int64, steps []string, variables []*string) (kept string, err error) {
+func checkpointAll(ctx context.Context, db postgres.DB, ids []string, claims []int64, steps []string, variables []*string) (kept string, err error) {
 	err = db.QueryRow(ctx, `
 		select coalesce(string_agg(i::text, ' ' order by i), '')
 		  from generate_series(1, @n::int) i
@@ -259,14 +259,14 @@ func recordAll(ctx context.Context, db postgres.DB, ids []string, claims []int64
 // of the others.
 func TestABatchedStepIsFencedByItsClaim(t *testing.T) {
 	t.Parallel()
-	t.Run("with variables", func(t *testing.T) { batchOfSteps(t, true, "1 6 11 14") })
-	t.Run("without", func(t *testing.T) { batchOfSteps(t, false, "1 6 11 13 14") })
+	t.Run("with variables", func(t *testing.T) { testCheckpointBatch(t, true, "1 6 11 14") })
+	t.Run("without", func(t *testing.T) { testCheckpointBatch(t, false, "1 6 11 13 14") })
 }
 
-func batchOfSteps(t *testing.T, showing bool, kept string) {
+func testCheckpointBatch(t *testing.T, showing bool, kept string) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	live, dead := workerLease(t, pool), workerLease(t, pool)
+	live, dead := newWorker(t, pool), newWorker(t, pool)
 	names := []string{"live", "stale", "ahead", "dead", "locked", "written", "cancelled", "parked", "pending", "ended", "shown", "shown stale", "unshowable", "live"}
 	ids, claims, steps, variables := make([]string, len(names)), make([]int64, len(names)), make([]string, len(names)), make([]*string, len(names))
 	tx, err := pool.Begin(t.Context())
@@ -314,15 +314,15 @@ func batchOfSteps(t *testing.T, showing bool, kept string) {
 	expire(t, pool, ids[slices.Index(names, "dead")])
 	before := make([]string, len(ids))
 	for i, id := range ids {
-		before[i] = everything(t, pool, id)
+		before[i] = dump(t, pool, id)
 	}
-	got, err := recordAll(t.Context(), pool, ids, claims, steps, variables)
+	got, err := checkpointAll(t.Context(), pool, ids, claims, steps, variables)
 	if err != nil || got != kept {
 		t.Errorf("%s were kept: %v", got, err)
 	}
 	for i, name := range names {
 		if !slices.Contains(strings.Fields(kept), strconv.Itoa(i+1)) {
-			if after := everything(t, pool, ids[i]); after != before[i] {
+			if after := dump(t, pool, ids[i]); after != before[i] {
 				t.Errorf("%s:\nbefore %s\nafter  %s", name, before[i], after)
 			}
 			continue
@@ -342,19 +342,19 @@ func batchOfSteps(t *testing.T, showing bool, kept string) {
 func TestABatchWithARecordedStepWritesNothing(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	w := workerLease(t, pool)
+	w := newWorker(t, pool)
 	ids, claims := make([]string, 2), make([]int64, 2)
 	for i := range ids {
 		ids[i] = pending(t, pool)
 		claims[i] = mustClaim(t, pool, ids[i], w)
 	}
 	pgtest.Exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim, output) values (@id, 'step', 1, '"earlier"')`, postgres.Strict{"id": ids[1]})
-	before := everything(t, pool, ids[0]) + everything(t, pool, ids[1])
-	got, err := recordAll(t.Context(), pool, ids, claims, []string{"step", "step"}, []*string{new(`{"x": 2}`), nil})
+	before := dump(t, pool, ids[0]) + dump(t, pool, ids[1])
+	got, err := checkpointAll(t.Context(), pool, ids, claims, []string{"step", "step"}, []*string{new(`{"x": 2}`), nil})
 	if !postgres.IsCode(err, "23505") {
 		t.Errorf("%s were kept: %v", got, err)
 	}
-	if after := everything(t, pool, ids[0]) + everything(t, pool, ids[1]); after != before {
+	if after := dump(t, pool, ids[0]) + dump(t, pool, ids[1]); after != before {
 		t.Errorf("before %s\nafter  %s", before, after)
 	}
 }
@@ -365,7 +365,7 @@ func TestAClaimIsNotTakenUnderAFencedWrite(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	id := pending(t, pool)
-	claim := mustClaim(t, pool, id, workerLease(t, pool))
+	claim := mustClaim(t, pool, id, newWorker(t, pool))
 	tx, err := pool.Begin(t.Context())
 	if err != nil {
 		t.Fatal(err)
@@ -390,7 +390,7 @@ func TestABatchLeavesOutStaleClaims(t *testing.T) {
 			t.Run(name+map[bool]string{true: ", ends"}[ends], func(t *testing.T) {
 				t.Parallel()
 				pool := pgtest.DB(t)
-				live, dead := workerLease(t, pool), workerLease(t, pool)
+				live, dead := newWorker(t, pool), newWorker(t, pool)
 				ids, claims := []string{pending(t, pool), pending(t, pool)}, make([]int64, 2)
 				slices.Sort(ids)
 				claims[0] = mustClaim(t, pool, ids[0], live)
@@ -414,20 +414,20 @@ func TestABatchLeavesOutStaleClaims(t *testing.T) {
 				case "nobody's":
 					pgtest.Exec(t, pool, `update agent_executions set claimed_by = null where id = @id`, args)
 				}
-				before := everything(t, pool, ids[1])
+				before := dump(t, pool, ids[1])
 				want, got := "1", ""
 				if name == "live" {
 					want = "1 2"
 				}
 				if ends {
-					got = closeAll(t, pool, ids, claims, []*string{new("last"), new("last")}, "completed")
+					got = completeAll(t, pool, ids, claims, []*string{new("last"), new("last")}, "completed")
 				} else {
 					var err error
-					if got, err = recordAll(t.Context(), pool, ids, claims, []string{"step", "step"}, make([]*string, 2)); err != nil {
+					if got, err = checkpointAll(t.Context(), pool, ids, claims, []string{"step", "step"}, make([]*string, 2)); err != nil {
 						t.Fatal(err)
 					}
 				}
-				if after := everything(t, pool, ids[1]); got != want || (after == before) == (name == "live") {
+				if after := dump(t, pool, ids[1]); got != want || (after == before) == (name == "live") {
 					t.Errorf("%s were written:\nbefore %s\nafter  %s", got, before, after)
 				}
 			})
@@ -435,8 +435,8 @@ func TestABatchLeavesOutStaleClaims(t *testing.T) {
 	}
 }
 
-// closeAll ends executions, with their last steps, and returns the places of those that ended.
-func closeAll(t *testing.T, db postgres.DB, ids []string, claims []int64, steps []*string, status string) string {
+// completeAll ends executions, with their last steps, and returns the places of those that ended.
+func completeAll(t *testing.T, db postgres.DB, ids []string, claims []int64, steps []*string, status string) string {
 	t.Helper()
 	return pgtest.Value[string](t, db, `
 		select coalesce(string_agg(n::text, ' ' order by n), '')
@@ -451,7 +451,7 @@ func closeAll(t *testing.T, db postgres.DB, ids []string, claims []int64, steps 
 func TestACompletionAndItsLastStepAreAtomic(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	live, dead := workerLease(t, pool), workerLease(t, pool)
+	live, dead := newWorker(t, pool), newWorker(t, pool)
 	names := []string{"live", "stale", "dead", "lane", "lender", "locked", "cancelled", "parked", "reserved", "twice", "twice", "stepless"}
 	ids, claims, steps := make([]string, len(names)), make([]int64, len(names)), make([]*string, len(names))
 	for i, name := range names {
@@ -494,9 +494,9 @@ func TestACompletionAndItsLastStepAreAtomic(t *testing.T) {
 	pgtest.Exec(t, tx, `select fence_agent_execution(@id, @claim)`, postgres.Strict{"id": ids[5], "claim": claims[5]}) // it writes
 	before := make([]string, len(ids))
 	for i, id := range ids {
-		before[i] = everything(t, pool, id)
+		before[i] = dump(t, pool, id)
 	}
-	if got := closeAll(t, pool, ids, claims, steps, "completed"); got != "1 10 12" {
+	if got := completeAll(t, pool, ids, claims, steps, "completed"); got != "1 10 12" {
 		t.Errorf("%s ended", got)
 	}
 	for i, name := range names {
@@ -514,7 +514,7 @@ func TestACompletionAndItsLastStepAreAtomic(t *testing.T) {
 				t.Errorf("%s: %d events", name, n)
 			}
 		default:
-			if after := everything(t, pool, ids[i]); after != before[i] {
+			if after := dump(t, pool, ids[i]); after != before[i] {
 				t.Errorf("%s:\nbefore %s\nafter  %s", name, before[i], after)
 			}
 		}
@@ -543,21 +543,21 @@ var onRecord = map[string]string{
 func TestACompletionBatchWithARecordedStepWritesNothing(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	w := workerLease(t, pool)
+	w := newWorker(t, pool)
 	ids, claims := make([]string, 2), make([]int64, 2)
 	for i := range ids {
 		ids[i] = pending(t, pool)
 		claims[i] = mustClaim(t, pool, ids[i], w)
 	}
 	pgtest.Exec(t, pool, onRecord["step"], postgres.Strict{"id": ids[1]})
-	before := everything(t, pool, ids[0]) + everything(t, pool, ids[1])
+	before := dump(t, pool, ids[0]) + dump(t, pool, ids[1])
 	_, err := pool.Exec(t.Context(), `
 		select lanekeeper.complete_agent_executions(@ids, @claims, '[{"status": "completed", "step": "last", "output": 1}, {"status": "completed", "step": "last", "output": 1}]')`,
 		postgres.Strict{"ids": ids, "claims": claims})
 	if !postgres.IsCode(err, "23505") {
 		t.Errorf("they ended: %v", err)
 	}
-	if after := everything(t, pool, ids[0]) + everything(t, pool, ids[1]); after != before {
+	if after := dump(t, pool, ids[0]) + dump(t, pool, ids[1]); after != before {
 		t.Errorf("before %s\nafter  %s", before, after)
 	}
 }
@@ -694,7 +694,7 @@ func TestBatchedCompletionsHaveAllConsequences(t *testing.T) {
 			t.Run(name+" "+place, func(t *testing.T) {
 				t.Parallel()
 				pool := pgtest.DB(t)
-				w, status := workerLease(t, pool), map[bool]string{true: "completed", false: c.status}[c.status == ""]
+				w, status := newWorker(t, pool), map[bool]string{true: "completed", false: c.status}[c.status == ""]
 				alone := c.prepared(t, pool, pending(t, pool), w)
 				claims, ended := make([]int64, len(l.ids)), make([]string, len(l.ids))
 				for i, id := range l.ids {
@@ -707,7 +707,7 @@ func TestBatchedCompletionsHaveAllConsequences(t *testing.T) {
 					}
 				}
 				pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, 1, @status, 'said', null, null, null)`, postgres.Strict{"id": alone, "status": status})
-				if got := closeAll(t, pool, l.ids, claims, nil, status); got != strings.Join(ended, " ") {
+				if got := completeAll(t, pool, l.ids, claims, nil, status); got != strings.Join(ended, " ") {
 					t.Fatalf("%s ended", got)
 				}
 				for how, id := range map[string]string{"by itself": alone, "in a batch": l.ids[l.at]} {
@@ -738,7 +738,7 @@ func TestACompletionBatchLeavesOutLanesAndBudgets(t *testing.T) {
 			t.Run(what+" "+place, func(t *testing.T) {
 				t.Parallel()
 				pool := pgtest.DB(t)
-				w := workerLease(t, pool)
+				w := newWorker(t, pool)
 				claims, want := make([]int64, len(l.ids)), []string{}
 				for i, id := range l.ids {
 					claims[i] = mustClaim(t, pool, pendingAs(t, pool, id), w)
@@ -747,7 +747,7 @@ func TestACompletionBatchLeavesOutLanesAndBudgets(t *testing.T) {
 					}
 				}
 				pgtest.Exec(t, pool, take, postgres.Strict{"id": l.ids[l.at]})
-				if got := closeAll(t, pool, l.ids, claims, nil, "completed"); got != strings.Join(want, " ") {
+				if got := completeAll(t, pool, l.ids, claims, nil, "completed"); got != strings.Join(want, " ") {
 					t.Errorf("%q ended, want %q", got, want)
 				}
 				if x := get(t, pool, l.ids[l.at]); x.Status != executions.Running {
@@ -762,7 +762,7 @@ func TestACompletionBatchLeavesOutLanesAndBudgets(t *testing.T) {
 func TestACompletionBatchAnnouncesFreedSlots(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	w := workerLease(t, pool)
+	w := newWorker(t, pool)
 	for _, limited := range []string{"another", "flow"} {
 		pgtest.Exec(t, pool, `insert into agent_limits (kind, name, running) values ('flow', @flow, 1)`, postgres.Strict{"flow": limited})
 		id := pending(t, pool)
@@ -773,11 +773,11 @@ func TestACompletionBatchAnnouncesFreedSlots(t *testing.T) {
 		}
 		defer func() { _ = conn.Close(context.WithoutCancel(t.Context())) }()
 		pgtest.Exec(t, conn, `listen agent_ready`)
-		if got := closeAll(t, conn, []string{id}, []int64{1}, nil, "completed"); got != "1" {
+		if got := completeAll(t, conn, []string{id}, []int64{1}, nil, "completed"); got != "1" {
 			t.Fatalf("%s ended", got)
 		}
 		pgtest.Exec(t, conn, `select pg_notify('agent_ready', 'nothing')`)
-		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		ctx, cancel := context.WithTimeout(t.Context(), timeout)
 		heard, err := conn.WaitForNotification(ctx)
 		cancel()
 		if err != nil || (limited == "flow") != (heard.Payload == "") {
@@ -791,7 +791,7 @@ func TestACompletionBatchAnnouncesFreedSlots(t *testing.T) {
 func TestACompletionBatchKeepsTheInvariants(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	w := workerLease(t, pool)
+	w := newWorker(t, pool)
 	ended, next := pending(t, pool), pending(t, pool)
 	mustClaim(t, pool, ended, w)
 	mustClaim(t, pool, next, w)
@@ -800,7 +800,7 @@ func TestACompletionBatchKeepsTheInvariants(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	if got := closeAll(t, tx, []string{ended}, []int64{1}, nil, "completed"); got != "1" {
+	if got := completeAll(t, tx, []string{ended}, []int64{1}, nil, "completed"); got != "1" {
 		t.Fatalf("%s ended", got)
 	}
 	pgtest.Exec(t, tx, `update agent_executions set status = 'failed' where id = @id`, postgres.Strict{"id": next})
@@ -818,7 +818,7 @@ func TestACompletionBatchKeepsTheInvariants(t *testing.T) {
 func TestBatchReadsDoNotGrowWithTheTables(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	w := workerLease(t, pool)
+	w := newWorker(t, pool)
 	tx, err := pool.Begin(t.Context()) // one session
 	if err != nil {
 		t.Fatal(err)
@@ -835,7 +835,7 @@ func TestBatchReadsDoNotGrowWithTheTables(t *testing.T) {
 			postgres.Strict{"worker": w})
 		before := read()
 		pgtest.Exec(t, tx, `select lanekeeper.checkpoint_agent_executions(@ids, '{1,1,1}', '{s,s,s}', null, null, '{1,1,1}', null)`, postgres.Strict{"ids": ids})
-		if got := closeAll(t, tx, ids[:2], []int64{1, 1}, []*string{new("last"), nil}, "completed"); got != "1 2" {
+		if got := completeAll(t, tx, ids[:2], []int64{1, 1}, []*string{new("last"), nil}, "completed"); got != "1 2" {
 			t.Fatalf("%s ended", got)
 		}
 		pgtest.Exec(t, tx, `select lanekeeper.complete_agent_execution(@id, 1, 'completed', '', null, null, null)`, postgres.Strict{"id": ids[2]})

@@ -150,7 +150,7 @@ func interrupted(t *testing.T, idempotent bool) (executions.Execution, []row, []
 		}
 		return ends(v, err)
 	})
-	prepare(t, pool, flows).runAside(t)
+	prepare(t, pool, flows).runInBackground(t)
 	id := middle.arrival(t)
 	expire(t, pool, id)
 	start(t, pool, flows)
@@ -232,7 +232,7 @@ func TestAPhaseKeepsItsRowOverACrash(t *testing.T) {
 			return "planned", nil
 		}))
 	})
-	prepare(t, pool, flows).runAside(t)
+	prepare(t, pool, flows).runInBackground(t)
 	id := middle.arrival(t)
 	first := pgtest.Value[string](t, pool, `select id::text from agent_activity where kind = 'phase'`)
 	expire(t, pool, id)
@@ -288,7 +288,7 @@ func TestAStaleWorkerChangesNothingAndItsResultIsKept(t *testing.T) {
 				}
 				return ends(v, err)
 			})
-			wait := prepare(t, pool, flows).runAside(t)
+			wait := prepare(t, pool, flows).runInBackground(t)
 			id := here.arrival(t)
 			expire(t, pool, id)
 			start(t, pool, flows)
@@ -363,7 +363,7 @@ func TestACallBesideAWaitIsNotRepeated(t *testing.T) {
 	}))
 	id := p.begin(t, "flow")
 	for _, key := range []string{"first", "second"} {
-		pgtest.Eventually(t, patience, func() bool {
+		pgtest.Eventually(t, timeout, func() bool {
 			x := get(t, pool, id)
 			return x.Status == executions.Waiting && *x.WaitingKey == key
 		}, "it waits")
@@ -406,7 +406,7 @@ func TestABrokenConnectionBesideAnotherBranchIsRetried(t *testing.T) {
 		return ends("done", group.Wait())
 	}))
 	id := p.begin(t, "flow")
-	pgtest.Eventually(t, patience, func() bool { return get(t, pool, id).Status.Ended() }, "it ends")
+	pgtest.Eventually(t, timeout, func() bool { return get(t, pool, id).Status.Ended() }, "it ends")
 	if got := get(t, pool, id); got.Status != executions.Completed || tries.Load() != 2 {
 		t.Errorf("%s after %d tries", got.Status, tries.Load())
 	}
@@ -503,7 +503,7 @@ func TestARunStartedInAStepHasItsOwnKeys(t *testing.T) {
 		t.Fatal(err)
 	}
 	var inner executions.Execution
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, timeout, func() bool {
 		inner, err = executions.Get(t.Context(), pool, id)
 		return err == nil && inner.Status.Ended()
 	}, "the inner run ends")
@@ -534,7 +534,7 @@ func TestTransactionsLeaveAConnectionForInnerSteps(t *testing.T) {
 	for range 30 {
 		p.begin(t, "flow")
 	}
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, timeout, func() bool {
 		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) == 30
 	}, "all end")
 }
@@ -671,8 +671,8 @@ func TestAResultThatCannotBeReadBackNamesItsType(t *testing.T) {
 	}
 }
 
-// untilOver is a call, or a step, that continues until its context ends.
-func untilOver(ctx context.Context, _ *executions.Effect) (int, error) {
+// untilDone is a call, or a step, that continues until its context ends.
+func untilDone(ctx context.Context, _ *executions.Effect) (int, error) {
 	<-ctx.Done()
 	return 0, ctx.Err()
 }
@@ -689,13 +689,13 @@ func TestAStepEndedByItsCodeIsRecorded(t *testing.T) {
 		"a step with a limit": {func(ctx context.Context) error {
 			ctx, cancel := context.WithTimeout(ctx, 10*time.Millisecond)
 			defer cancel()
-			_, err := executions.Step(ctx, "slow", func(ctx context.Context) (int, error) { return untilOver(ctx, nil) })
+			_, err := executions.Step(ctx, "slow", func(ctx context.Context) (int, error) { return untilDone(ctx, nil) })
 			return err
 		}, executions.StepError{Step: "slow", Class: "timeout", Message: "context deadline exceeded"}},
 		"a call with a limit": {func(ctx context.Context) error {
 			ctx, cancel := context.WithTimeout(ctx, 10*time.Millisecond)
 			defer cancel()
-			_, err := executions.Do(ctx, "slow", call, untilOver)
+			_, err := executions.Do(ctx, "slow", call, untilDone)
 			return err
 		}, executions.StepError{Step: "slow", Class: "timeout", Message: "context deadline exceeded"}},
 		"a transaction with a limit": {func(ctx context.Context) error {
@@ -710,7 +710,7 @@ func TestAStepEndedByItsCodeIsRecorded(t *testing.T) {
 		"a transaction whose function looks at its limit alone": {func(ctx context.Context) error {
 			ctx, cancel := context.WithTimeout(ctx, 10*time.Millisecond)
 			defer cancel()
-			_, err := executions.StepTx(ctx, "slow", func(ctx context.Context, _ pgx.Tx) (int, error) { return untilOver(ctx, nil) })
+			_, err := executions.StepTx(ctx, "slow", func(ctx context.Context, _ pgx.Tx) (int, error) { return untilDone(ctx, nil) })
 			return err
 		}, executions.StepError{Step: "slow", Class: "timeout", Message: "context deadline exceeded"}},
 		"a call beside one that fails": {func(ctx context.Context) (err error) {
@@ -720,7 +720,7 @@ func TestAStepEndedByItsCodeIsRecorded(t *testing.T) {
 				defer close(begun)
 				_, err = executions.Do(executions.Scope(ctx, "one"), "slow", call, func(ctx context.Context, effect *executions.Effect) (int, error) {
 					begun <- struct{}{}
-					return untilOver(ctx, effect)
+					return untilDone(ctx, effect)
 				})
 				return nil
 			})
@@ -842,13 +842,13 @@ func TestACallInATransactionRunsOnce(t *testing.T) {
 	for _, name := range []string{"write", "table/write"} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			callWithin(t, name)
+			testCallWithin(t, name)
 		})
 	}
 }
 
-// callWithin makes a call in a transaction of a name, whose connection breaks.
-func callWithin(t *testing.T, name string) {
+// testCallWithin makes a call in a transaction of a name, whose connection breaks.
+func testCallWithin(t *testing.T, name string) {
 	t.Helper()
 	pool := pgtest.DB(t)
 	effects(t, pool)

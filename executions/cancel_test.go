@@ -37,7 +37,7 @@ func TestCancelOfMissingAndEndedExecutions(t *testing.T) {
 		}
 	}
 	id := pending(t, pool)
-	n := mustClaim(t, pool, id, workerLease(t, pool))
+	n := mustClaim(t, pool, id, newWorker(t, pool))
 	pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', '', null, null, null)`, postgres.Strict{"id": id, "claim": n})
 	if status, err := executions.Cancel(t.Context(), pool, id, "ana", ""); err != nil || status != executions.Completed {
 		t.Errorf("cancel of a completed one: %s, %v", status, err)
@@ -58,11 +58,11 @@ func TestCancelStopsAStepInTheMiddle(t *testing.T) {
 				l := listener(t, pool)
 				return func(o *executions.Options) { o.Listener, o.LeaseTTL = l, time.Hour }
 			},
-			func(ctx context.Context, p *process, id string) error { return cancelByOther(ctx, p, id) },
+			func(ctx context.Context, p *process, id string) error { return cancelElsewhere(ctx, p, id) },
 		},
 		"told by the renewal": {
 			func(*testing.T, *pgxpool.Pool) func(*executions.Options) { return func(*executions.Options) {} },
-			func(ctx context.Context, p *process, id string) error { return cancelByOther(ctx, p, id) },
+			func(ctx context.Context, p *process, id string) error { return cancelElsewhere(ctx, p, id) },
 		},
 		"told by itself": {
 			func(*testing.T, *pgxpool.Pool) func(*executions.Options) {
@@ -103,8 +103,8 @@ func TestCancelStopsAStepInTheMiddle(t *testing.T) {
 				if !errors.Is(cause, executions.ErrCancelled) {
 					t.Errorf("the step was stopped with %v", cause)
 				}
-			case <-time.After(patience): // far below a lease of an hour
-				t.Fatalf("the step was not stopped within %s", patience)
+			case <-time.After(timeout): // far below a lease of an hour
+				t.Fatalf("the step was not stopped within %s", timeout)
 			}
 			p.stop()
 			want := []row{{"plan", "plan", "phase", "error", "cancelled", ""}, {"pay", "plan/pay", "call", "unknown", "cancelled", ""}}
@@ -123,8 +123,8 @@ func TestCancelStopsAStepInTheMiddle(t *testing.T) {
 	}
 }
 
-// cancelByOther cancels as another process would.
-func cancelByOther(ctx context.Context, p *process, id string) error {
+// cancelElsewhere cancels as another process would.
+func cancelElsewhere(ctx context.Context, p *process, id string) error {
 	_, err := executions.Cancel(ctx, p.pool, id, "ana", "")
 	return err
 }
@@ -223,7 +223,7 @@ func TestAnOldTokenIsRefusedAfterANewClaim(t *testing.T) {
 		return executions.Result{}, nil
 	})
 	aside := prepare(t, pool, flows)
-	wait := aside.runAside(t)
+	wait := aside.runInBackground(t)
 	id := middle.arrival(t)
 	expire(t, pool, id)
 	start(t, pool, flows)
@@ -364,7 +364,7 @@ func TestACancelStopsAStepInATransaction(t *testing.T) {
 				t.Errorf("%+v, %d effects", x, effectRows(t, pool))
 			}
 			// One that was noted while the cancel was completed elsewhere is left to the sweep.
-			pgtest.Eventually(t, patience, func() bool {
+			pgtest.Eventually(t, timeout, func() bool {
 				return p.Sweep(t.Context()) == nil && pgtest.Value[int](t, pool, `select count(*) from agent_cancel_requests`) == 0
 			}, "no request is left")
 		})
@@ -413,7 +413,7 @@ func TestTheSweepCompletesACancelOfALockedExecution(t *testing.T) {
 			}))
 			id := p.begin(t, "flow")
 			until(t, pool, id, executions.Waiting)
-			tx := leftOpen(t, pool, lock)
+			tx := openTx(t, pool, lock)
 			if status, err := executions.Cancel(t.Context(), pool, id, "ana", "enough"); err != nil || status != executions.Waiting {
 				t.Errorf("cancel: %s, %v", status, err)
 			}
@@ -435,8 +435,8 @@ func TestAnExecutionWhoseCancelIsRequestedIsNotClaimed(t *testing.T) {
 	first := queued(t, pool, "flow", "flow", 1)
 	second := queued(t, pool, "flow", "flow", 2)
 	pgtest.Exec(t, pool, `insert into agent_cancel_requests (execution_id, cancelled_by) values ($1, 'ana')`, first)
-	tx := leftOpen(t, pool, `select 1`)
-	if got := claimReady(t, tx, workerLease(t, pool), 10); len(got) != 1 || got[0] != second {
+	tx := openTx(t, pool, `select 1`)
+	if got := claimReady(t, tx, newWorker(t, pool), 10); len(got) != 1 || got[0] != second {
 		t.Errorf("claimed %v of %s, which is to be cancelled, and %s", got, first, second)
 	}
 	if missed := pgtest.Value[string](t, tx, `select coalesce(current_setting('lanekeeper.missed', true), '')`); missed != "" {
@@ -473,8 +473,8 @@ func TestACancelStopsAChildInATransaction(t *testing.T) {
 	}
 }
 
-// leftOpen begins a transaction, as a client that leaves it open does, and runs a statement in it.
-func leftOpen(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) pgx.Tx {
+// openTx begins a transaction, as a client that leaves it open does, and runs a statement in it.
+func openTx(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) pgx.Tx {
 	t.Helper()
 	conn, err := pgx.ConnectConfig(t.Context(), pool.Config().ConnConfig)
 	if err != nil {
@@ -516,10 +516,10 @@ func measure(t *testing.T, callers, n int, do func(caller, i int) error) time.Du
 	return took[len(took)*99/100]
 }
 
-// undisturbed fails where the slowest take longer than 100 ms, which is what is promised, and four times as long as
-// they did by themselves: a machine on which much else runs is slow in both measurements. What it is about would cost
-// as much as the transaction is open.
-func undisturbed(t *testing.T, measured func(round string) time.Duration, calm time.Duration) {
+// eventuallyWithin fails where the slowest take longer than 100 ms, which is what is promised, and four times as long
+// as they did by themselves: a machine on which much else runs is slow in both measurements. What it is about would
+// cost as much as the transaction is open.
+func eventuallyWithin(t *testing.T, measured func(round string) time.Duration, calm time.Duration) {
 	t.Helper()
 	const promised, tries = 100 * time.Millisecond, 3
 	for try := 1; ; try++ {
@@ -560,7 +560,7 @@ func TestAnEventInAnOpenTransactionDelaysNoOther(t *testing.T) {
 				})
 			}
 			calm := deliver("calm")
-			tx := leftOpen(t, pool, sql)
+			tx := openTx(t, pool, sql)
 			var repeated errgroup.Group
 			for range repeats {
 				repeated.Go(func() error {
@@ -568,8 +568,8 @@ func TestAnEventInAnOpenTransactionDelaysNoOther(t *testing.T) {
 					return err
 				})
 			}
-			pgtest.Eventually(t, patience, func() bool { return locksWanted(t, pool) > 0 }, "the repeats meet the transaction")
-			undisturbed(t, deliver, calm)
+			pgtest.Eventually(t, timeout, func() bool { return locksWanted(t, pool) > 0 }, "the repeats meet the transaction")
+			eventuallyWithin(t, deliver, calm)
 			if err := tx.Commit(t.Context()); err != nil {
 				t.Fatal(err)
 			}
@@ -624,7 +624,7 @@ func TestWithLockTimeoutBoundsTheWaitForATransaction(t *testing.T) {
 		"works": start(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil })),
 		"calls": prepare(t, pool, nil),
 	}
-	tx := leftOpen(t, pool, `
+	tx := openTx(t, pool, `
 		with e as (insert into agent_events (event, key, external_id) values ('EVENT_COMPLETED', 'somewhere', 'held'))
 		insert into agent_executions (trace_id, surface, flow, dedupe_key) values ('fl_1', 'flow', 'other', 'held')`)
 	pgtest.Exec(t, tx, `set local application_name = 'clumsy'`)
@@ -655,7 +655,7 @@ func TestADedupeKeyInAnOpenTransactionDelaysNoOtherStart(t *testing.T) {
 		})
 	}
 	calm := begin("calm")
-	tx := leftOpen(t, pool, `insert into agent_executions (trace_id, surface, flow, dedupe_key) values ('fl_1', 'flow', 'other', 'held')`)
+	tx := openTx(t, pool, `insert into agent_executions (trace_id, surface, flow, dedupe_key) values ('fl_1', 'flow', 'other', 'held')`)
 	var group errgroup.Group
 	for i := range 24 {
 		group.Go(func() (err error) {
@@ -668,8 +668,8 @@ func TestADedupeKeyInAnOpenTransactionDelaysNoOtherStart(t *testing.T) {
 			return err
 		})
 	}
-	pgtest.Eventually(t, patience, func() bool { return locksWanted(t, pool) > 0 }, "they meet the transaction")
-	undisturbed(t, begin, calm)
+	pgtest.Eventually(t, timeout, func() bool { return locksWanted(t, pool) > 0 }, "they meet the transaction")
+	eventuallyWithin(t, begin, calm)
 	if err := tx.Rollback(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -714,10 +714,10 @@ func TestExecutionsLockedInAnOpenTransactionDelayNoOther(t *testing.T) {
 		until(t, pool, id, executions.Running)
 	}
 	calm := run("calm")
-	tx := leftOpen(t, pool, `select from agent_executions where id = any (@ids::uuid[]) for update`, postgres.Strict{"ids": ids})
+	tx := openTx(t, pool, `select from agent_executions where id = any (@ids::uuid[]) for update`, postgres.Strict{"ids": ids})
 	close(gates)
-	pgtest.Eventually(t, patience, func() bool { return locksWanted(t, pool) > 0 }, "they meet the transaction")
-	undisturbed(t, run, calm)
+	pgtest.Eventually(t, timeout, func() bool { return locksWanted(t, pool) > 0 }, "they meet the transaction")
+	eventuallyWithin(t, run, calm)
 	if err := tx.Rollback(t.Context()); err != nil {
 		t.Fatal(err)
 	}

@@ -139,7 +139,7 @@ func TestALateResultIsRecordedAsRejected(t *testing.T) {
 	})
 	ghost := prepare(t, pool, body, shortLease)
 	end := unwritable(t, pool)
-	wait := ghost.runAside(t)
+	wait := ghost.runInBackground(t)
 	if err := receive(t, told); !errors.Is(err, executions.ErrStale) {
 		t.Errorf("the flow was told %v", err)
 	}
@@ -169,7 +169,7 @@ func TestAnUnwrittenCompletionDropsItsLastStep(t *testing.T) {
 	}), shortLease)
 	end := unwritable(t, pool)
 	id := p.begin(t, "flow")
-	pgtest.Eventually(t, patience, func() bool { return calls.Load() > 1 }, "the step is made again")
+	pgtest.Eventually(t, timeout, func() bool { return calls.Load() > 1 }, "the step is made again")
 	if x := get(t, pool, id); x.Status.Ended() {
 		t.Errorf("it is %s before its step is on record", x.Status)
 	}
@@ -192,7 +192,7 @@ func TestADeferredResultIsWrittenSoon(t *testing.T) {
 		return ends(n, err)
 	}))
 	id := p.begin(t, "flow")
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, timeout, func() bool {
 		return pgtest.Value[bool](t, pool, `select exists (select from agent_checkpoints where execution_id = @id and step = 'step')`, postgres.Strict{"id": id})
 	}, "the step is on record while the code goes on")
 	close(goOn)
@@ -320,7 +320,7 @@ func TestACompletionWaitsForACheckpointInFlight(t *testing.T) {
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		defer close(returns)
 		n, err := executions.Step(ctx, "bad", func(context.Context) (int, error) { return 7, nil })
-		pgtest.Eventually(t, patience, func() bool {
+		pgtest.Eventually(t, timeout, func() bool {
 			return pgtest.Value[bool](t, pool, `select exists (select from pg_locks where locktype = 'advisory' and objid = 77 and not granted
 				and database = (select oid from pg_database where datname = current_database()))`)
 		}, "the record is being written")
@@ -357,8 +357,8 @@ func TestAStepAfterTheFlowReturnedFails(t *testing.T) {
 	}
 }
 
-// redactValue are the variables that everybody sees.
-func redactValue(t *testing.T, pool *pgxpool.Pool, id string) string {
+// storedVariables are the variables that everybody sees.
+func storedVariables(t *testing.T, pool *pgxpool.Pool, id string) string {
 	t.Helper()
 	text, err := compact(get(t, pool, id).Variables)
 	if err != nil {
@@ -408,12 +408,12 @@ func TestVariablesTravelWithTheNextWrite(t *testing.T) {
 			t.Errorf("look %d: %s, want %s", i, got, want)
 		}
 	}
-	if got := redactValue(t, pool, id); got != `{"a":3}` {
+	if got := storedVariables(t, pool, id); got != `{"a":3}` {
 		t.Errorf("while it waits: %s", got)
 	}
 	mustDeliver(t, pool, "go", `{}`)
 	until(t, pool, id, executions.Completed)
-	if got := redactValue(t, pool, id); got != `{"a":4}` {
+	if got := storedVariables(t, pool, id); got != `{"a":4}` {
 		t.Errorf("after its end: %s", got)
 	}
 }
@@ -439,15 +439,15 @@ func TestAReplaySetsVariablesAgain(t *testing.T) {
 		return ends(executions.Step(ctx, "last", func(context.Context) (int, error) { return 0, nil }))
 	})
 	asleep := prepare(t, pool, flows)
-	wait := asleep.runAside(t)
+	wait := asleep.runInBackground(t)
 	id := g.arrival(t)
-	if got := redactValue(t, pool, id); got != `{"i":1}` {
+	if got := storedVariables(t, pool, id); got != `{"i":1}` {
 		t.Errorf("staged variables are shown before they are written: %s", got)
 	}
 	expire(t, pool, id)
 	start(t, pool, flows)
 	until(t, pool, id, executions.Completed)
-	if got := redactValue(t, pool, id); got != `{"i":2}` {
+	if got := storedVariables(t, pool, id); got != `{"i":2}` {
 		t.Errorf("after the replay: %s", got)
 	}
 	g.open()
@@ -474,14 +474,14 @@ func TestAStaleClaimWritesNoVariables(t *testing.T) {
 		return executions.Result{}, nil
 	})
 	asleep := prepare(t, pool, flows)
-	wait := asleep.runAside(t)
+	wait := asleep.runInBackground(t)
 	id := g.arrival(t)
 	expire(t, pool, id)
 	start(t, pool, flows)
 	until(t, pool, id, executions.Completed)
 	g.open()
 	wait()
-	if got := redactValue(t, pool, id); got != `{"by":"successor"}` {
+	if got := storedVariables(t, pool, id); got != `{"by":"successor"}` {
 		t.Errorf("shown %s", got)
 	}
 }
@@ -580,7 +580,7 @@ func TestVariablesOfATransactionDoNotWaitForLocks(t *testing.T) {
 		if err := executions.SetVariables(ctx, vars{"a": 1}); err != nil {
 			return executions.Result{}, err
 		}
-		bounded, cancel := context.WithTimeout(ctx, patience/2)
+		bounded, cancel := context.WithTimeout(ctx, timeout/2)
 		defer cancel()
 		if _, err := executions.StepTx(bounded, "step", func(ctx context.Context, _ pgx.Tx) (int, error) {
 			_, err := other.Exec(ctx, `select from agent_executions where id = @id for no key update`, postgres.Strict{"id": x.ID})
@@ -588,14 +588,14 @@ func TestVariablesOfATransactionDoNotWaitForLocks(t *testing.T) {
 		}); err != nil {
 			return executions.Result{}, err
 		}
-		if got := redactValue(t, pool, x.ID); got != `{}` {
+		if got := storedVariables(t, pool, x.ID); got != `{}` {
 			t.Errorf("beside who has the row: %s", got)
 		}
 		return executions.Result{}, other.Rollback(ctx)
 	}))
 	id := p.begin(t, "flow")
 	x := until(t, pool, id, executions.Completed)
-	if got := redactValue(t, pool, x.ID); got != `{"a":1}` {
+	if got := storedVariables(t, pool, x.ID); got != `{"a":1}` {
 		t.Errorf("in the end: %s", got)
 	}
 }

@@ -72,7 +72,7 @@ func TestAChildsEndIsNeverMissed(t *testing.T) {
 	var waits atomic.Int32
 	f.before = func(ctx context.Context, id string) {
 		if waits.Add(1)%3 == 0 { // every third parent comes late
-			deadline := time.Now().Add(patience)
+			deadline := time.Now().Add(timeout)
 			for time.Now().Before(deadline) {
 				if x, err := executions.Get(ctx, pool, id); err == nil && x.Status.Ended() {
 					return
@@ -248,7 +248,7 @@ func TestLaneWaitTakesTheLaneWhenItsTurnComes(t *testing.T) {
 			return executions.Result{}, fmt.Errorf("beyond its patience: %w", err)
 		}
 		close(waits)
-		hold, err := executions.LaneWait(ctx, "thread:x", patience)
+		hold, err := executions.LaneWait(ctx, "thread:x", timeout)
 		if err != nil {
 			return executions.Result{}, err
 		}
@@ -284,7 +284,7 @@ func TestAStaleClaimKeepsNoLane(t *testing.T) {
 		return executions.Result{}, err
 	})
 	asleep := prepare(t, pool, flows)
-	wait := asleep.runAside(t)
+	wait := asleep.runInBackground(t)
 	id := g.arrival(t)
 	expire(t, pool, id)
 	start(t, pool, flows)
@@ -350,7 +350,7 @@ func triggered(t *testing.T, parent executions.Execution) executions.Triggered {
 // childOf waits for the child that an execution started.
 func childOf(t *testing.T, pool *pgxpool.Pool, parent string) (id string) {
 	t.Helper()
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, timeout, func() bool {
 		return pool.QueryRow(t.Context(), `select id::text from agent_executions where parent_id = @id`, postgres.Strict{"id": parent}).Scan(&id) == nil
 	}, "it has a child")
 	return id
@@ -472,7 +472,7 @@ func TestAChildIsStartedOnce(t *testing.T) {
 		"child": func(context.Context, json.RawMessage) (executions.Result, error) { return executions.Result{}, nil },
 	}
 	asleep := prepare(t, pool, flows)
-	wait := asleep.runAside(t)
+	wait := asleep.runInBackground(t)
 	id := g.arrival(t)
 	expire(t, pool, id)
 	start(t, pool, flows)
@@ -506,7 +506,7 @@ func TestAParentIsResumedWithoutAProcess(t *testing.T) {
 			t.Errorf("%s: the end itself woke the parent", name)
 		}
 		tell(child.id)
-		if out := parent.goOn("child"); out.Event != "AGENT_COMPLETED" || out.TimedOut {
+		if out := parent.resume("child"); out.Event != "AGENT_COMPLETED" || out.TimedOut {
 			t.Errorf("%s: %+v", name, out)
 		}
 	}
@@ -533,12 +533,12 @@ func TestAParentWaitsAsLongAsItsChild(t *testing.T) {
 		}
 	}
 	pgtest.Exec(t, pool, `select cancel_agent_execution(@id, 'test', '')`, postgres.Strict{"id": child.id})
-	parent.due()
-	if out := parent.goOn("child"); out.TimedOut {
+	parent.expireTimer()
+	if out := parent.resume("child"); out.TimedOut {
 		t.Errorf("told of the end by a timeout: %+v", out)
 	}
-	grandparent.due()
-	if out := grandparent.goOn("child"); !out.TimedOut { // its child runs, and has had its time
+	grandparent.expireTimer()
+	if out := grandparent.resume("child"); !out.TimedOut { // its child runs, and has had its time
 		t.Errorf("%+v", out)
 	}
 }
@@ -576,7 +576,7 @@ func TestAnEndAndTheWaitForItMeet(t *testing.T) {
 			var done atomic.Bool
 			group, ctx := errgroup.WithContext(t.Context())
 			group.Go(func() error { defer done.Store(true); return second(ctx, pool) })
-			pgtest.Eventually(t, patience, func() bool {
+			pgtest.Eventually(t, timeout, func() bool {
 				return done.Load() || pgtest.Value[bool](t, pool, `
 					select exists (select from pg_stat_activity where datname = current_database() and cardinality(pg_blocking_pids(pid)) > 0)`)
 			}, "the second is done, or waits for the first")

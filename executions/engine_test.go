@@ -23,8 +23,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// patience is how long a test waits for what must happen; it is long because machines are slow.
-const patience = 90 * time.Second
+// timeout is how long a test waits for what must happen; it is long because machines are slow.
+const timeout = 90 * time.Second
 
 // process is what one agent process would run.
 type process struct {
@@ -93,7 +93,7 @@ func (p *process) begin(t *testing.T, flow string) string {
 func until(t *testing.T, db postgres.DB, id string, want executions.Status) executions.Execution {
 	t.Helper()
 	var got executions.Execution
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, timeout, func() bool {
 		var err error
 		got, err = executions.Get(t.Context(), db, id)
 		return err == nil && got.Status == want
@@ -202,15 +202,15 @@ func TestAShutdownFinishesTheStepAndReleasesTheRun(t *testing.T) {
 			}))
 			ran := func() {}
 			if now {
-				pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
-				wait := p.runAside(t)
+				pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
+				wait := p.runInBackground(t)
 				ran = func() { wait() }
 			} else {
 				p.begin(t, "flow")
 			}
 			id := first.arrival(t)
 			wait := stopping(p)
-			pgtest.Eventually(t, patience, func() bool { return p.Live() != nil }, "the shutdown has begun")
+			pgtest.Eventually(t, timeout, func() bool { return p.Live() != nil }, "the shutdown has begun")
 			first.open()
 			wait()
 			ran()
@@ -293,10 +293,10 @@ func TestKeepAliveRenewsTheLeaseWithoutClaims(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	var group errgroup.Group
 	group.Go(func() error { return p.KeepAlive(ctx) })
-	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
 	first := pgtest.Value[time.Time](t, pool, `select expires_at from agent_workers`)
 	id := p.begin(t, "flow")
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, timeout, func() bool {
 		return pgtest.Value[time.Time](t, pool, `select expires_at from agent_workers`).After(first)
 	}, "the lease is renewed")
 	cancel()
@@ -360,8 +360,8 @@ func TestAHangingDatabaseDoesNotBlockACallerWhoLeft(t *testing.T) {
 	}
 }
 
-// workerLease registers a worker by plain SQL, as an outside one would.
-func workerLease(t *testing.T, pool *pgxpool.Pool) string {
+// newWorker registers a worker by plain SQL, as an outside one would.
+func newWorker(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
 	return pgtest.Value[string](t, pool, `
 		insert into agent_workers (name, expires_at) values ('test', clock_timestamp() + interval '30 seconds') returning id::text`)
@@ -421,7 +421,7 @@ func TestOneOfManyRacersGetsTheClaim(t *testing.T) {
 	pool := pgtest.DB(t)
 	workers := make([]string, 8)
 	for i := range workers {
-		workers[i] = workerLease(t, pool)
+		workers[i] = newWorker(t, pool)
 	}
 	for range 20 {
 		id := pending(t, pool)
@@ -511,7 +511,7 @@ func TestAWorkerThatExpiredComesBackUnderANewID(t *testing.T) {
 func TestAnExpiredWorkerIsNotRevived(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	w := workerLease(t, pool)
+	w := newWorker(t, pool)
 	pgtest.Exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 ms'`)
 	id := pending(t, pool)
 	if n, err := claim(t.Context(), pool, id, w); n != 0 || err != nil {
@@ -525,7 +525,7 @@ func TestAnExpiredWorkerIsNotRevived(t *testing.T) {
 // lose lets a worker claim an execution and die.
 func lose(t *testing.T, pool *pgxpool.Pool, id, checkpoint string) {
 	t.Helper()
-	w := workerLease(t, pool)
+	w := newWorker(t, pool)
 	n := mustClaim(t, pool, id, w)
 	if checkpoint != "" {
 		pgtest.Exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values (@id, @step, @claim)`,
@@ -560,7 +560,7 @@ func TestACheckpointGivesNewAttempts(t *testing.T) {
 	cases := map[string]func(t *testing.T, pool *pgxpool.Pool, id string){
 		"of a claim that is lost": func(t *testing.T, pool *pgxpool.Pool, id string) { lose(t, pool, id, "progress") },
 		"of a claim that is handed back": func(t *testing.T, pool *pgxpool.Pool, id string) {
-			n := mustClaim(t, pool, id, workerLease(t, pool))
+			n := mustClaim(t, pool, id, newWorker(t, pool))
 			pgtest.Exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'progress', @claim)`,
 				postgres.Strict{"id": id, "claim": n})
 			pgtest.Exec(t, pool, `select lanekeeper.release_agent_claim(@id, @claim)`, postgres.Strict{"id": id, "claim": n})
@@ -604,7 +604,7 @@ func TestClaimsOfAnUnknownWorkerAreSwept(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	id := pending(t, pool)
-	mustClaim(t, pool, id, workerLease(t, pool))
+	mustClaim(t, pool, id, newWorker(t, pool))
 	pgtest.Exec(t, pool, `delete from agent_workers`)
 	start(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
 	until(t, pool, id, executions.Completed)
@@ -615,7 +615,7 @@ func TestAnOrphanedClaimIsReleased(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := start(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
-	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
 	id := pgtest.Value[string](t, pool, `
 		insert into agent_executions (trace_id, surface, flow, status, claimed_by, claim, started_at)
 		select lanekeeper.agent_trace_id('fl'), 'flow', 'flow', 'running', w.id, 1, clock_timestamp() from agent_workers w returning id::text`)
@@ -644,7 +644,7 @@ func TestARunWithoutProgressFails(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	id, working := pending(t, pool), pending(t, pool)
-	w := workerLease(t, pool)
+	w := newWorker(t, pool)
 	mustClaim(t, pool, id, w)
 	n := mustClaim(t, pool, working, w)
 	pgtest.Exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'x', @claim)`, postgres.Strict{"id": working, "claim": n})
@@ -697,7 +697,7 @@ func TestAnExpiredLeaseStopsWritesBeforeAnybodySweeps(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	id := pending(t, pool)
-	args := postgres.Strict{"id": id, "claim": mustClaim(t, pool, id, workerLease(t, pool))}
+	args := postgres.Strict{"id": id, "claim": mustClaim(t, pool, id, newWorker(t, pool))}
 	expire(t, pool, id)
 	for name, sql := range map[string]string{
 		"checkpoint": `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'late', @claim)`,

@@ -24,14 +24,14 @@ import (
 func parked(t *testing.T, pool *pgxpool.Pool, key, flow string, priority int) string {
 	t.Helper()
 	id := queued(t, pool, flow, "flow", priority)
-	n := mustClaim(t, pool, id, workerLease(t, pool))
+	n := mustClaim(t, pool, id, newWorker(t, pool))
 	pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'event', 'event', @key, interval '1 day', null)`,
 		postgres.Strict{"id": id, "claim": n, "key": key})
 	return id
 }
 
-// handed is what became of one event.
-type handed struct {
+// delivery is what became of one event.
+type delivery struct {
 	N           int
 	EventID     *string
 	ExecutionID *string
@@ -46,8 +46,9 @@ const (
 	several = "a batch does not"
 )
 
-// hand delivers events as a process with free workers does: alone by a function for one, or several in one batch.
-func hand(t *testing.T, db postgres.DB, worker string, places int, by string, keys ...string) []handed {
+// deliverBatch delivers events as a process with free workers does: alone by a function for one, or several in one
+// batch.
+func deliverBatch(t *testing.T, db postgres.DB, worker string, places int, by string, keys ...string) []delivery {
 	t.Helper()
 	ids := make([]*string, len(keys))
 	names := make([]string, len(keys))
@@ -70,15 +71,15 @@ func hand(t *testing.T, db postgres.DB, worker string, places int, by string, ke
 	if err != nil {
 		t.Fatal(err)
 	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[handed])
+	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[delivery])
 	if err != nil {
 		t.Fatal(err)
 	}
 	return got
 }
 
-// eachWay calls a test for a single event and for a batch.
-func eachWay(t *testing.T, fn func(t *testing.T, pool *pgxpool.Pool, by string)) {
+// forOneAndMany calls a test for a single event and for a batch.
+func forOneAndMany(t *testing.T, fn func(t *testing.T, pool *pgxpool.Pool, by string)) {
 	t.Parallel()
 	for _, by := range []string{one, several} {
 		t.Run(by, func(t *testing.T) {
@@ -90,8 +91,8 @@ func eachWay(t *testing.T, fn func(t *testing.T, pool *pgxpool.Pool, by string))
 
 // What is claimed along with its event is what would be claimed next, and nothing else.
 func TestAnEventClaimsTheExecutionsAtTheHeadOfTheQueue(t *testing.T) {
-	eachWay(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
-		me := workerLease(t, pool)
+	forOneAndMany(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
+		me := newWorker(t, pool)
 		cases := map[string]struct {
 			before, after string // SQL; X is the execution
 			flow          string
@@ -120,7 +121,7 @@ func TestAnEventClaimsTheExecutionsAtTheHeadOfTheQueue(t *testing.T) {
 				id = parked(t, pool, name, c.flow, 2)
 			}
 			script(t, pool, c.before)
-			got := hand(t, pool, me, c.places, by, name)
+			got := deliverBatch(t, pool, me, c.places, by, name)
 			script(t, pool, c.after)
 			x := get(t, pool, id)
 			if len(got) != 1 || testkit.Deref(got[0].ExecutionID) != id || x.Status != executions.Running {
@@ -148,15 +149,15 @@ func script(t *testing.T, pool *pgxpool.Pool, sql string) {
 }
 
 func TestTheQueueOrdersExecutionsResumedTogether(t *testing.T) {
-	eachWay(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
-		me := workerLease(t, pool)
+	forOneAndMany(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
+		me := newWorker(t, pool)
 		late, first := parked(t, pool, "k", "flow", 4), parked(t, pool, "k", "flow", 1)
-		got := hand(t, pool, me, 1, by, "k")
+		got := deliverBatch(t, pool, me, 1, by, "k")
 		if by == several { // a batch leaves what is not for one alone
 			if len(got) != 1 || got[0].EventID != nil {
 				t.Fatalf("a batch delivered %+v", got)
 			}
-			got = hand(t, pool, me, 1, one, "k")
+			got = deliverBatch(t, pool, me, 1, one, "k")
 		}
 		if len(got) != 2 {
 			t.Fatalf("delivered %+v", got)
@@ -172,11 +173,11 @@ func TestTheQueueOrdersExecutionsResumedTogether(t *testing.T) {
 }
 
 func TestAnEventThatComesTwiceResumesOnce(t *testing.T) {
-	eachWay(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
-		me := workerLease(t, pool)
+	forOneAndMany(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
+		me := newWorker(t, pool)
 		one, two := parked(t, pool, "one", "flow", 2), parked(t, pool, "two", "flow", 2)
-		first := hand(t, pool, me, 9, by, "one=id")
-		again := hand(t, pool, me, 9, by, "two=id")
+		first := deliverBatch(t, pool, me, 9, by, "one=id")
+		again := deliverBatch(t, pool, me, 9, by, "two=id")
 		if len(again) != 1 || again[0].ExecutionID != nil || testkit.Deref(again[0].EventID) != testkit.Deref(first[0].EventID) {
 			t.Errorf("the repetition: %+v of %+v", again, first)
 		}
@@ -186,7 +187,7 @@ func TestAnEventThatComesTwiceResumesOnce(t *testing.T) {
 		if n := pgtest.Value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`); n != 1 {
 			t.Errorf("%d events are recorded", n)
 		}
-		hand(t, pool, me, 9, by, "kept")
+		deliverBatch(t, pool, me, 9, by, "kept")
 		if n := pgtest.Value[int](t, pool, `select count(*) from agent_events where key = 'kept' and consumed_by is null`); n != 1 {
 			t.Error("an event that nobody waits for was not kept")
 		}
@@ -197,7 +198,7 @@ func TestAnEventThatComesTwiceResumesOnce(t *testing.T) {
 func TestAnEventBatchLeavesOutBlockedEvents(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	me := workerLease(t, pool)
+	me := newWorker(t, pool)
 	ids := map[string]string{}
 	for _, key := range []string{"plain", "waits", "row", "lane", "twice"} {
 		ids[key] = parked(t, pool, key, "flow", 2)
@@ -211,7 +212,7 @@ func TestAnEventBatchLeavesOutBlockedEvents(t *testing.T) {
 	}
 	defer func() { _ = held.Rollback(context.WithoutCancel(t.Context())) }()
 	pgtest.Exec(t, held, `select lanekeeper.agent_wait_lock('event', 'waits'), 1 from agent_executions where id = @id for update`, postgres.Strict{"id": ids["row"]})
-	got := hand(t, pool, me, 9, several, "plain", "waits", "row", "lane", "twice", "twice", "a=same", "b=same", "nobody")
+	got := deliverBatch(t, pool, me, 9, several, "plain", "waits", "row", "lane", "twice", "twice", "a=same", "b=same", "nobody")
 	delivered := map[int]bool{}
 	for _, h := range got {
 		delivered[h.N] = h.EventID != nil
@@ -238,8 +239,8 @@ func TestAnEventBatchLeavesOutBlockedEvents(t *testing.T) {
 func TestExecutionsResumedTogetherRunAtOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, awaits(0), never) // no sweep helps
-	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	p := start(t, pool, awaits(0), neverSweep) // no sweep helps
+	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
 	ids := []string{p.beginWith(t, "k"), p.beginWith(t, "k"), p.beginWith(t, "k")}
 	for _, id := range ids {
 		until(t, pool, id, executions.Waiting)
@@ -255,16 +256,16 @@ func TestExecutionsResumedTogetherRunAtOnce(t *testing.T) {
 // A call that an earlier claim left in flight has no record. The answer has none of these, so it says that there is
 // more to read.
 func TestAResumedExecutionKnowsOfALostClaim(t *testing.T) {
-	eachWay(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
-		me := workerLease(t, pool)
+	forOneAndMany(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
+		me := newWorker(t, pool)
 		for lost, key := range []string{"never", "once"} {
 			id := pending(t, pool)
 			if lost > 0 {
 				lose(t, pool, id, "")
 			}
 			pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'event', 'event', @key, interval '1 day', null)`,
-				postgres.Strict{"id": id, "claim": mustClaim(t, pool, id, workerLease(t, pool)), "key": key})
-			got := hand(t, pool, me, 1, by, key)
+				postgres.Strict{"id": id, "claim": mustClaim(t, pool, id, newWorker(t, pool)), "key": key})
+			got := deliverBatch(t, pool, me, 1, by, key)
 			if len(got) != 1 || got[0].Claimed == nil || got[0].Held != (lost > 0) {
 				t.Errorf("lost %s: %+v", key, got)
 			}
@@ -299,8 +300,8 @@ func TestLanesFollowAResumedExecution(t *testing.T) {
 		by, err := asked[string](ctx, pool, `select locked_by from agent_locks where lane = 'thread:t' and not parked and expires_at > clock_timestamp()`)
 		owner.Store(by)
 		return executions.Result{}, err
-	}), never)
-	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	}), neverSweep)
+	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
 	if _, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "k", nil, ""); err != nil {
 		t.Fatal(err)
 	}
@@ -312,11 +313,11 @@ func TestLanesFollowAResumedExecution(t *testing.T) {
 
 // A process that dies between the statement that claimed and the code that was to run leaves a claim like any other.
 func TestAnotherProcessContinuesTheClaimsOfADeadOne(t *testing.T) {
-	eachWay(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
+	forOneAndMany(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
 		id := parked(t, pool, "k", "flow", 2)
 		pgtest.Exec(t, pool, `update agent_executions set input = '"k"'`)
-		dead := workerLease(t, pool)
-		if got := hand(t, pool, dead, 1, by, "k"); got[0].Claimed == nil {
+		dead := newWorker(t, pool)
+		if got := deliverBatch(t, pool, dead, 1, by, "k"); got[0].Claimed == nil {
 			t.Fatalf("not claimed: %+v", got)
 		}
 		expire(t, pool, id)
@@ -341,10 +342,10 @@ func TestOldAndNewProcessesWorkTogether(t *testing.T) {
 	for i := range ids {
 		ids[i] = p.beginWith(t, fmt.Sprint("k", i))
 	}
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, timeout, func() bool {
 		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'waiting'`) == n
 	}, "all wait")
-	old := workerLease(t, pool)
+	old := newWorker(t, pool)
 	group, ctx := errgroup.WithContext(t.Context())
 	for i := range n {
 		event := fmt.Sprint("once ", i)
@@ -385,7 +386,7 @@ func TestWaitsAreFoundByTheirKey(t *testing.T) {
 	pgtest.Exec(t, pool, `
 		update agent_executions set status = 'waiting', waiting_for = 'event', waiting_key = id::text, waiting_step = 'event', claim = 2, wait_number = 1`)
 	id := pgtest.Value[string](t, pool, `select max(id::text) from agent_executions`)
-	me := workerLease(t, pool)
+	me := newWorker(t, pool)
 	read := func(tx postgres.DB) int {
 		return pgtest.Value[int](t, tx, `select (idx_tup_fetch + seq_tup_read)::int from pg_stat_xact_user_tables where relname = 'agent_executions'`)
 	}
@@ -429,7 +430,7 @@ func TestABlockedEventReservesNoWorker(t *testing.T) {
 		_, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "held", nil, "")
 		return err
 	})
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, timeout, func() bool {
 		return pgtest.Value[int](t, pool, `select count(*) from pg_locks where locktype = 'advisory' and not granted
 			and database = (select oid from pg_database where datname = current_database())`) > 0
 	}, "the event waits")
@@ -449,7 +450,7 @@ func TestASealedEventJoinsNoBatch(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := start(t, pool, awaits(0))
-	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
 	sealed, _ := postgres.Sealed(t.Context())
 	group, ctx := errgroup.WithContext(t.Context())
 	for caller := range 6 {
@@ -485,7 +486,7 @@ func TestAWorkerIsFreeWhileAnEndIsWritten(t *testing.T) {
 		ran <- x.ID
 		return executions.Result{}, nil
 	}), func(o *executions.Options) { o.Workers, o.LeaseTTL = 1, time.Minute })
-	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
 	tx, err := pool.Begin(t.Context())
 	if err != nil {
 		t.Fatal(err)
@@ -508,7 +509,7 @@ func TestAWorkerIsFreeWhileAnEndIsWritten(t *testing.T) {
 func TestTheClaimedRecordEqualsTheStoredOne(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	me := workerLease(t, pool)
+	me := newWorker(t, pool)
 	for _, record := range []struct {
 		before string
 		steps  int
@@ -548,8 +549,9 @@ func TestTheClaimedRecordEqualsTheStoredOne(t *testing.T) {
 	}
 }
 
-// meanwhile lets an event wait for the row of the execution that waits for it, changes something, and lets it continue.
-func meanwhile(t *testing.T, pool *pgxpool.Pool, worker, id string, change func(tx pgx.Tx)) []handed {
+// deliverDuring lets an event wait for the row of the execution that waits for it, changes something, and lets it
+// continue.
+func deliverDuring(t *testing.T, pool *pgxpool.Pool, worker, id string, change func(tx pgx.Tx)) []delivery {
 	t.Helper()
 	tx, err := pool.Begin(t.Context())
 	if err != nil {
@@ -557,12 +559,12 @@ func meanwhile(t *testing.T, pool *pgxpool.Pool, worker, id string, change func(
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
 	pgtest.Exec(t, tx, `select from agent_executions where id = @id for update`, postgres.Strict{"id": id})
-	done := make(chan []handed, 1)
+	done := make(chan []delivery, 1)
 	go func() {
 		defer close(done) // also when it fails
-		done <- hand(t, pool, worker, 2, one, "k")
+		done <- deliverBatch(t, pool, worker, 2, one, "k")
 	}()
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, timeout, func() bool {
 		return pgtest.Value[bool](t, pool, `
 			select exists (select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock' and query like '%deliver_agent_event%')`)
 	}, "the event waits")
@@ -603,8 +605,8 @@ func TestAnEventSeesChangesMadeWhileItWaited(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
-			me, id := workerLease(t, pool), parked(t, pool, "k", "flow", 2)
-			got := meanwhile(t, pool, me, id, func(tx pgx.Tx) { c.change(t, tx, id, me) })
+			me, id := newWorker(t, pool), parked(t, pool, "k", "flow", 2)
+			got := deliverDuring(t, pool, me, id, func(tx pgx.Tx) { c.change(t, tx, id, me) })
 			x := get(t, pool, id)
 			if len(got) != 1 || (got[0].Claimed != nil) != c.claimed || (x.ClaimedBy != nil) != c.claimed || x.Status != c.status {
 				t.Errorf("answered %+v, it is %s and claimed by %q", got, x.Status, testkit.Deref(x.ClaimedBy))
@@ -659,13 +661,13 @@ func TestTheSourceOfAnEventIsRecordedForItAlone(t *testing.T) {
 	}
 }
 
-func (w *waiter) say(thread, text string) (queued bool) {
+func (w *waiter) send(thread, text string) (queued bool) {
 	w.t.Helper()
 	return pgtest.Value[bool](w.t, w.pool, `select queued from lanekeeper.send_agent_message(@thread, @id, @claim, @text)`,
 		postgres.Strict{"thread": thread, "id": w.id, "claim": w.n, "text": text})
 }
 
-func hears(t *testing.T, db postgres.DB, thread, text string) {
+func receiveMessage(t *testing.T, db postgres.DB, thread, text string) {
 	t.Helper()
 	pgtest.Exec(t, db, `select lanekeeper.receive_agent_message(@thread, @text)`, postgres.Strict{"thread": thread, "text": text})
 }
@@ -683,18 +685,18 @@ func TestAnAnswerComesAfterItsQuestion(t *testing.T) {
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)
 	w := newWaiter(t, pool)
-	hears(t, pool, "t", "old")
-	w.say("t", "how old are you?")
+	receiveMessage(t, pool, "t", "old")
+	w.send("t", "how old are you?")
 	if got := w.park("first", "response", "t"); got != nil {
 		t.Fatalf("what came before the question answered it: %s", answer(got))
 	}
-	hears(t, pool, "t", "seven")
-	if got := w.goOn("first"); !strings.Contains(answer(got), "seven") {
+	receiveMessage(t, pool, "t", "seven")
+	if got := w.resume("first"); !strings.Contains(answer(got), "seven") {
 		t.Errorf("answered with %s", answer(got))
 	}
-	w.say("t", "and your name?")
-	hears(t, pool, "t", "Ana")
-	hears(t, pool, "t", "or Eva")
+	w.send("t", "and your name?")
+	receiveMessage(t, pool, "t", "Ana")
+	receiveMessage(t, pool, "t", "or Eva")
 	if got := w.park("second", "response", "t"); !strings.Contains(answer(got), "Ana") {
 		t.Errorf("answered with %s", answer(got))
 	}
@@ -710,15 +712,15 @@ func TestTheOrderOfTheThreadDecidesWhatAnswers(t *testing.T) {
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)
 	w := newWaiter(t, pool)
-	w.say("t", "question")
-	hears(t, pool, "t", "answer")
+	w.send("t", "question")
+	receiveMessage(t, pool, "t", "answer")
 	pgtest.Exec(t, pool, `update agent_events set created_at = created_at - interval '1 second' where key = 't'`)
 	if got := w.park("first", "response", "t"); !strings.Contains(answer(got), "answer") {
 		t.Errorf("answered with %s", answer(got))
 	}
-	hears(t, pool, "t", "early")
+	receiveMessage(t, pool, "t", "early")
 	pgtest.Exec(t, pool, `update agent_events set created_at = created_at + interval '1 minute' where key = 't'`)
-	w.say("t", "question again")
+	w.send("t", "question again")
 	if got := w.park("second", "response", "t"); got != nil {
 		t.Errorf("answered with %s", answer(got))
 	}
@@ -730,15 +732,15 @@ func TestTheTimeoutStartsWhenTheMessageIsSent(t *testing.T) {
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)
 	first, second := newWaiter(t, pool), newWaiter(t, pool)
-	if first.say("t", "one") {
+	if first.send("t", "one") {
 		t.Fatal("the first to speak was queued")
 	}
-	if !second.say("t", "two") || second.park("wait", "response", "t") != nil {
+	if !second.send("t", "two") || second.park("wait", "response", "t") != nil {
 		t.Fatal("the second to speak was not queued, or answered")
 	}
 	first.park("wait", "response", "t")
-	hears(t, pool, "t", "answer to one")
-	if got := first.goOn("wait"); !strings.Contains(answer(got), "answer to one") || second.status() != executions.Waiting {
+	receiveMessage(t, pool, "t", "answer to one")
+	if got := first.resume("wait"); !strings.Contains(answer(got), "answer to one") || second.status() != executions.Waiting {
 		t.Fatalf("the first got %s, the second is %s", answer(got), second.status())
 	}
 	days := func() int {
@@ -753,8 +755,8 @@ func TestTheTimeoutStartsWhenTheMessageIsSent(t *testing.T) {
 	if n := days(); n != 1 {
 		t.Errorf("it has %d days for the answer, want 1", n)
 	}
-	hears(t, pool, "t", "answer to two")
-	if got := second.goOn("wait"); !strings.Contains(answer(got), "answer to two") {
+	receiveMessage(t, pool, "t", "answer to two")
+	if got := second.resume("wait"); !strings.Contains(answer(got), "answer to two") {
 		t.Errorf("the second got %s", answer(got))
 	}
 }

@@ -13,7 +13,6 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -73,17 +72,6 @@ func (p *process) void(t *testing.T, id, lock, words string) {
 func workers(t *testing.T, db postgres.DB) int {
 	t.Helper()
 	return pgtest.Value[int](t, db, `select count(*)::int from agent_workers where kind = 'outside'`)
-}
-
-// held begins a transaction that the test holds, until it rolls it back or ends.
-func held(t *testing.T, pool *pgxpool.Pool) pgx.Tx {
-	t.Helper()
-	tx, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) })
-	return tx
 }
 
 func TestARunLockIsAcquiredRenewedAndReleased(t *testing.T) {
@@ -199,7 +187,7 @@ func TestRenewalsAndCheckpointsDoNotBlockEachOther(t *testing.T) {
 	p := prepare(t, pgtest.DB(t), nil)
 	id := p.external(t)
 	lock := p.lock(t, id, "w")
-	checkpoint := held(t, p.pool)
+	checkpoint := beginTx(t, p.pool)
 	pgtest.Exec(t, checkpoint, `select checkpoint_agent_execution($1, $2, 'slow', '1')`, id, lock.LockID)
 	if _, err := p.RenewLock(t.Context(), id, lock.LockID); err != nil { // while the checkpoint's transaction is open
 		t.Errorf("beat: %v", err)
@@ -213,7 +201,7 @@ func TestRenewalsAndCheckpointsDoNotBlockEachOther(t *testing.T) {
 	if err := checkpoint.Commit(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	beat := held(t, p.pool)
+	beat := beginTx(t, p.pool)
 	pgtest.Exec(t, beat, `select beat_agent_locks($1)`, []string{lock.LockID})
 	if !p.record(t, id, lock.LockID, "next", "1") { // while the beat's transaction is open
 		t.Error("not recorded")
@@ -226,7 +214,7 @@ func TestATakeoverWaitsForACheckpointAndTheSweepDoesNot(t *testing.T) {
 	id, other := p.external(t, handOn), p.external(t)
 	lock := p.lock(t, id, "first")
 	p.lock(t, other, "w")
-	checkpoint := held(t, p.pool)
+	checkpoint := beginTx(t, p.pool)
 	pgtest.Exec(t, checkpoint, `select checkpoint_agent_execution($1, $2, 'slow', '1')`, id, lock.LockID)
 	expire(t, p.pool, id)
 	expire(t, p.pool, other)
@@ -243,7 +231,7 @@ func TestATakeoverWaitsForACheckpointAndTheSweepDoesNot(t *testing.T) {
 		second, err = p.LockRun(context.WithoutCancel(t.Context()), id, "second", time.Minute)
 		return err
 	})
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, timeout, func() bool {
 		return pgtest.Value[bool](t, p.pool, `select exists (select from pg_stat_activity where datname = current_database()
 			and wait_event_type = 'Lock' and query like '%lock_agent_execution%')`)
 	}, "the takeover waits")
@@ -384,7 +372,7 @@ func TestManyLocksAreRenewedIndependently(t *testing.T) {
 	gone := p.external(t)
 	locks = append(locks, p.lock(t, gone, "w").LockID, "never given")
 	expire(t, p.pool, gone)
-	sweeping := held(t, p.pool) // as the sweep would hold it
+	sweeping := beginTx(t, p.pool) // as the sweep would hold it
 	pgtest.Exec(t, sweeping, `select from agent_workers where expires_at < clock_timestamp() for update`)
 	got, err := p.RenewLocks(t.Context(), locks)
 	if err != nil || len(got) != 5 {
@@ -484,7 +472,7 @@ func TestNoProcessClaimsAnExternalExecution(t *testing.T) {
 	id := p.external(t, handOn)
 	never := func(when string) {
 		t.Helper()
-		w := workerLease(t, pool)
+		w := newWorker(t, pool)
 		if n, err := claim(t.Context(), pool, id, w); err != nil || n != 0 {
 			t.Errorf("%s it was claimed: %d, %v", when, n, err)
 		}
@@ -701,7 +689,7 @@ func TestWorkersSweepsAndCancelsNeverDeadlock(t *testing.T) {
 	}
 	var recorded atomic.Int32
 	began := time.Now()
-	hopeful := func() bool { return recorded.Load() == 0 && time.Since(began) < patience } // a step has to be recorded, however slow the machine is
+	hopeful := func() bool { return recorded.Load() == 0 && time.Since(began) < timeout } // a step has to be recorded, however slow the machine is
 	group, ctx := errgroup.WithContext(t.Context())
 	for a := range actors {
 		group.Go(func() error {

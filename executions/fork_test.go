@@ -22,13 +22,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// diary notes which steps were really done, by execution.
-type diary struct {
+// journal notes which steps were really done, by execution.
+type journal struct {
 	mu   sync.Mutex
 	done map[string][]string
 }
 
-func (d *diary) note(ctx context.Context, what string) {
+func (d *journal) note(ctx context.Context, what string) {
 	x, _ := executions.Current(ctx)
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -38,21 +38,21 @@ func (d *diary) note(ctx context.Context, what string) {
 	d.done[x.ID] = append(d.done[x.ID], what)
 }
 
-func (d *diary) of(id string) string {
+func (d *journal) of(id string) string {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return strings.Join(d.done[id], " ")
 }
 
 // sorted is what was done, where branches had no order.
-func (d *diary) sorted(id string) string {
+func (d *journal) sorted(id string) string {
 	words := strings.Fields(d.of(id))
 	slices.Sort(words)
 	return strings.Join(words, " ")
 }
 
 // step is a step that notes that it was done.
-func (d *diary) step(ctx context.Context, name string, opts ...executions.Option) error {
+func (d *journal) step(ctx context.Context, name string, opts ...executions.Option) error {
 	_, err := executions.Step(ctx, name, func(ctx context.Context) (string, error) {
 		d.note(ctx, name)
 		return name, nil
@@ -60,8 +60,8 @@ func (d *diary) step(ctx context.Context, name string, opts ...executions.Option
 	return err
 }
 
-// everything is all that the tables have of an execution.
-func everything(t *testing.T, db postgres.DB, id string) string {
+// dump is all that the tables have of an execution.
+func dump(t *testing.T, db postgres.DB, id string) string {
 	t.Helper()
 	return pgtest.Value[string](t, db, `
 		select jsonb_build_object(
@@ -80,13 +80,13 @@ func everything(t *testing.T, db postgres.DB, id string) string {
 // fork forks and waits for the fork's end, and checks that the other was left alone.
 func (p *process) fork(t *testing.T, s executions.ForkSpec, want executions.Status) executions.Execution {
 	t.Helper()
-	before := everything(t, p.pool, s.ID)
+	before := dump(t, p.pool, s.ID)
 	x, err := p.Fork(t.Context(), p.pool, s)
 	if err != nil {
 		t.Fatal(err)
 	}
 	got := until(t, p.pool, x.ID, want)
-	if after := everything(t, p.pool, s.ID); after != before {
+	if after := dump(t, p.pool, s.ID); after != before {
 		t.Errorf("the fork from %q touched the other\nbefore %s\nafter  %s", s.From, before, after)
 	}
 	if !strings.HasPrefix(got.TraceID, "fl_") || testkit.Deref(got.ForkedFrom) != s.ID || testkit.Deref(got.ForkedStep) != s.From || got.ParentID != nil {
@@ -95,8 +95,8 @@ func (p *process) fork(t *testing.T, s executions.ForkSpec, want executions.Stat
 	return got
 }
 
-// journey is a flow with one of everything.
-func journey(d *diary) body {
+// steps is a flow with one of everything.
+func steps(d *journal) body {
 	return func(ctx context.Context) (executions.Result, error) {
 		if err := d.step(ctx, "a"); err != nil {
 			return executions.Result{}, err
@@ -141,8 +141,8 @@ func loops() string {
 func TestAForkRunsTheStepsAfterAStep(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	var d diary
-	p := start(t, pool, flow(journey(&d)))
+	var d journal
+	p := start(t, pool, flow(steps(&d)))
 	id := p.begin(t, "flow")
 	until(t, pool, id, executions.Completed)
 	branches := "left1 left2 right1 right2"
@@ -176,8 +176,8 @@ func TestAForkRunsTheStepsAfterAStep(t *testing.T) {
 func TestAForkFromAnUnknownStepIsRejected(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	var d diary
-	p := start(t, pool, flow(journey(&d)))
+	var d journal
+	p := start(t, pool, flow(steps(&d)))
 	id := p.begin(t, "flow")
 	until(t, pool, id, executions.Completed)
 	for _, from := range []string{"nothing", "phas", "phase/", "count@3"} {
@@ -198,7 +198,7 @@ func TestAForkFromAnUnknownStepIsRejected(t *testing.T) {
 func TestAForkOfALoopUnderWay(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	var d diary
+	var d journal
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		return ends(executions.Loop(ctx, "count", 0, func(ctx context.Context, n int) (int, bool, error) {
 			if err := d.step(ctx, fmt.Sprint("n", n)); err != nil {
@@ -252,7 +252,7 @@ func TestAForkOfALoopUnderWay(t *testing.T) {
 func TestAForkOfARunningExecution(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	var d diary
+	var d journal
 	g := newGate(t)
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		if err := d.step(ctx, "a"); err != nil {
@@ -287,7 +287,7 @@ func TestAForkOfARunningExecution(t *testing.T) {
 func TestAnInputThatContradictsACheckpointIsRejected(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	var d diary
+	var d journal
 	flows := map[string]executions.Func{"greet": func(ctx context.Context, raw json.RawMessage) (executions.Result, error) {
 		var in struct{ Name, Tone string }
 		if err := json.Unmarshal(raw, &in); err != nil {
@@ -331,7 +331,7 @@ func TestAnInputThatContradictsACheckpointIsRejected(t *testing.T) {
 func TestRetryStartsAtTheFailedStep(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	var d diary
+	var d journal
 	var broken sync.Map
 	fails := func(ctx context.Context, name string) error {
 		_, err := executions.Step(ctx, name, func(ctx context.Context) (int, error) {
@@ -418,7 +418,7 @@ func TestRetryStartsAtTheFailedStep(t *testing.T) {
 		"timeout": {"news", ""},
 		"parent":  {"child", ""},
 	} {
-		before := everything(t, pool, failed[name])
+		before := dump(t, pool, failed[name])
 		x, from, err := p.Retry(t.Context(), pool, failed[name])
 		if err != nil || from != want.from {
 			t.Errorf("%s: from %q, %v; want %q", name, from, err, want.from)
@@ -428,7 +428,7 @@ func TestRetryStartsAtTheFailedStep(t *testing.T) {
 		if d.of(x.ID) != want.did {
 			t.Errorf("%s: did %q, want %q", name, d.of(x.ID), want.did)
 		}
-		if everything(t, pool, failed[name]) != before {
+		if dump(t, pool, failed[name]) != before {
 			t.Errorf("%s: the retry touched the other", name)
 		}
 		if _, _, err := p.Retry(t.Context(), pool, x.ID); !errors.Is(err, executions.ErrNotFailed) {
@@ -440,7 +440,7 @@ func TestRetryStartsAtTheFailedStep(t *testing.T) {
 func TestRetryOfACancelledExecutionContinues(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	var d diary
+	var d journal
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		if err := d.step(ctx, "a"); err != nil {
 			return executions.Result{}, err
@@ -478,7 +478,7 @@ func TestAForkRequestsItsOwnApproval(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `insert into agent_skills (name, handler, tool_definition) values ('pay', 'builtin:pay', '{}')`)
-	var d diary
+	var d journal
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		id, err := executions.StepTx(ctx, "ask pay", func(ctx context.Context, tx pgx.Tx) (string, error) {
 			d.note(ctx, "ask")
@@ -528,7 +528,7 @@ func TestAForkRequestsItsOwnApproval(t *testing.T) {
 		if strings.HasPrefix(want, "ask") {
 			approve(x.ID)
 		}
-		pgtest.Eventually(t, patience, func() bool { return get(t, pool, x.ID).Status.Ended() }, "the fork ends")
+		pgtest.Eventually(t, timeout, func() bool { return get(t, pool, x.ID).Status.Ended() }, "the fork ends")
 		if got := get(t, pool, x.ID); got.Status != executions.Completed {
 			t.Errorf("from %q: %s %s", from, got.Status, testkit.Deref(got.ErrorMessage))
 		}

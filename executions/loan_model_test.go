@@ -94,7 +94,7 @@ func TestLoansKeepTheirRulesWhateverHappens(t *testing.T) {
 	}
 	m.lanes = append(m.lanes, "pipeline:p")
 	for range 12 {
-		m.workers = append(m.workers, workerLease(t, pool))
+		m.workers = append(m.workers, newWorker(t, pool))
 	}
 	for round := range *loanRounds {
 		m.round(t, seed, round)
@@ -138,13 +138,13 @@ func (m *model) end(t *testing.T) {
 	pgtest.Exec(t, m.pool, `select cancel_agent_execution(id, 'test', 'the end') from (
 		select id from agent_executions where completed_at is null order by id) x`)
 	m.quiet(t)
-	none(t, m.pool, "lanes of executions that have all ended", `select lane, locked_by from agent_locks where execution_id is not null and expires_at > clock_timestamp()`)
-	none(t, m.pool, "loans of executions that have all ended", `select lane, depth from agent_lock_loans`)
+	wantNone(t, m.pool, "lanes of executions that have all ended", `select lane, locked_by from agent_locks where execution_id is not null and expires_at > clock_timestamp()`)
+	wantNone(t, m.pool, "loans of executions that have all ended", `select lane, depth from agent_lock_loans`)
 	m.check(t, "at the end")
 }
 
-// none fails when a query finds anything.
-func none(t *testing.T, db postgres.DB, what, sql string, args ...any) {
+// wantNone fails when a query finds anything.
+func wantNone(t *testing.T, db postgres.DB, what, sql string, args ...any) {
 	t.Helper()
 	rows, err := db.Query(t.Context(), `select coalesce(string_agg(r::text, E'\n'), '') from (`+sql+`) r`, args...)
 	if err != nil {
@@ -194,17 +194,17 @@ func (m *model) check(t *testing.T, when string) {
 			 where (x.completed_at is not null)::int <> (select count(*) from agent_events v
 			        where v.event = 'AGENT_COMPLETED' and v.key = x.id::text)`,
 	} {
-		none(t, m.pool, when+": "+what, sql)
+		wantNone(t, m.pool, when+": "+what, sql)
 	}
 }
 
 // settled is what holds after a sweep.
 func (m *model) settled(t *testing.T) {
 	t.Helper()
-	none(t, m.pool, "a lent lane that has expired and did not go back", `
+	wantNone(t, m.pool, "a lent lane that has expired and did not go back", `
 		select l.* from agent_locks l where l.expires_at <= clock_timestamp()
 		   and exists (select from agent_lock_loans n where n.lane = l.lane)`)
-	none(t, m.pool, "a parent that waits for a child which has ended", `
+	wantNone(t, m.pool, "a parent that waits for a child which has ended", `
 		select x.id, x.waiting_key from agent_executions x join agent_executions c on c.id::text = x.waiting_key
 		 where x.status = 'waiting' and x.waiting_for = 'agent' and c.completed_at is not null`)
 }
@@ -212,7 +212,7 @@ func (m *model) settled(t *testing.T) {
 // play does a number of random things. What is refused for a good reason is fine.
 func (c *client) play(ctx context.Context) error {
 	for range loanOps {
-		moves := c.moves()
+		moves := c.actions()
 		move := moves[c.rand.IntN(len(moves))]
 		err := move(ctx)
 		var refused *pgconn.PgError
@@ -254,7 +254,7 @@ func (c *client) one(ctx context.Context) (id string, claim int64) {
 	return id, c.claims[id]
 }
 
-func (c *client) know(id string, claim int64) {
+func (c *client) setClaim(id string, claim int64) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if _, known := c.claims[id]; !known {
@@ -268,11 +268,11 @@ func (c *client) do(ctx context.Context, sql string, args ...any) error {
 	return err
 }
 
-// moves is what may happen, each as often as it stands here.
-func (c *client) moves() []func(ctx context.Context) error {
-	often := []func(ctx context.Context) error{c.claim, c.family, c.child, c.parkOnChild, c.take, c.send, c.heir, c.heir, c.heir, c.fenced, c.sweep}
+// actions is what may happen, each as often as it stands here.
+func (c *client) actions() []func(ctx context.Context) error {
+	often := []func(ctx context.Context) error{c.claim, c.family, c.child, c.parkOnChild, c.acquire, c.send, c.takeOver, c.takeOver, c.takeOver, c.fenced, c.sweep}
 	all := slices.Concat(often, often, often)
-	return append(all, c.begin, c.claim, c.claim, c.claim, c.park, c.release, c.outsider, c.outsider, c.finish, c.cancel,
+	return append(all, c.begin, c.claim, c.claim, c.claim, c.park, c.release, c.plainLane, c.plainLane, c.finish, c.cancel,
 		c.releaseClaim, c.loseWorker, c.expireLane, c.timeOut, c.timeOut, c.breakLane, c.renew, c.wake)
 }
 
@@ -286,7 +286,7 @@ func (c *client) beginOne(ctx context.Context) (string, error) {
 	err := c.pool.QueryRow(ctx, `insert into agent_executions (trace_id, surface, flow) values ($1, 'flow', 'model') returning id::text`,
 		string(trace.New(trace.Flow))).Scan(&id)
 	if err == nil {
-		c.know(id, 0)
+		c.setClaim(id, 0)
 		err = c.claimOne(ctx, id)
 	}
 	return id, err
@@ -300,18 +300,18 @@ func (c *client) family(ctx context.Context) error {
 	}
 	for deep := range 2 + c.rand.IntN(3) {
 		if deep == 0 || c.rand.IntN(2) > 0 {
-			if err := c.takeAs(ctx, id, c.known(id), pick(c, c.lanes)); err != nil {
+			if err := c.acquireAs(ctx, id, c.claimOf(id), pick(c, c.lanes)); err != nil {
 				return err
 			}
 		}
-		child, err := c.childOf(ctx, id, c.known(id))
+		child, err := c.childOf(ctx, id, c.claimOf(id))
 		if err != nil {
 			return err
 		}
 		if err := c.claimOne(ctx, child); err != nil {
 			return err
 		}
-		if err := c.parkOn(ctx, id, c.known(id), "agent", child); err != nil {
+		if err := c.parkOn(ctx, id, c.claimOf(id), "agent", child); err != nil {
 			return err
 		}
 		id = child
@@ -319,7 +319,7 @@ func (c *client) family(ctx context.Context) error {
 	return nil
 }
 
-func (c *client) known(id string) int64 {
+func (c *client) claimOf(id string) int64 {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.claims[id]
@@ -341,7 +341,7 @@ func (c *client) claim(ctx context.Context) error {
 func (c *client) claimOne(ctx context.Context, id string) error {
 	n, err := claim(ctx, c.pool, id, pick(c, c.workers))
 	if err == nil && n > 0 {
-		c.know(id, n)
+		c.setClaim(id, n)
 	}
 	return err
 }
@@ -375,7 +375,7 @@ func (c *client) childOf(ctx context.Context, parent string, n int64) (id string
 			returning id::text`, string(trace.New(trace.Flow)), parent, c.rand.IntN(8) > 0).Scan(&id)
 	})
 	if err == nil {
-		c.know(id, 0)
+		c.setClaim(id, 0)
 	}
 	return id, err
 }
@@ -407,7 +407,7 @@ func (c *client) parkOnChild(ctx context.Context) error {
 	} else if err != nil {
 		return err
 	}
-	return c.parkOn(ctx, id, c.known(id), "agent", child)
+	return c.parkOn(ctx, id, c.claimOf(id), "agent", child)
 }
 
 // send says something, sometimes in two threads in one step.
@@ -422,14 +422,14 @@ func (c *client) send(ctx context.Context) error {
 	})
 }
 
-// take does what executions.Lane does: take, then look whether the claim still counts.
-func (c *client) take(ctx context.Context) error {
+// acquire does what executions.Lane does: take, then look whether the claim still counts.
+func (c *client) acquire(ctx context.Context) error {
 	id, n := c.one(ctx)
-	return c.takeAs(ctx, id, n, pick(c, c.lanes))
+	return c.acquireAs(ctx, id, n, pick(c, c.lanes))
 }
 
-// heir takes, or speaks in, a lane that an execution may borrow now or soon.
-func (c *client) heir(ctx context.Context) error {
+// takeOver takes, or speaks in, a lane that an execution may borrow now or soon.
+func (c *client) takeOver(ctx context.Context) error {
 	var id, lane string
 	var n int64
 	err := c.pool.QueryRow(ctx, `
@@ -444,10 +444,10 @@ func (c *client) heir(ctx context.Context) error {
 	if thread, ok := strings.CutPrefix(lane, "thread:"); ok && c.rand.IntN(2) > 0 {
 		return c.do(ctx, `select lanekeeper.send_agent_message($1, $2::uuid, $3, 'from a child')`, thread, id, n)
 	}
-	return c.takeAs(ctx, id, n, lane)
+	return c.acquireAs(ctx, id, n, lane)
 }
 
-func (c *client) takeAs(ctx context.Context, id string, n int64, lane string) error {
+func (c *client) acquireAs(ctx context.Context, id string, n int64, lane string) error {
 	owner := fmt.Sprint(id, "#", n)
 	if n == 0 {
 		return nil
@@ -473,7 +473,7 @@ func (c *client) release(ctx context.Context) error {
 		select lane, locked_by from agent_locks where locked_by <> '' order by random() limit 1) l`)
 }
 
-func (c *client) outsider(ctx context.Context) error {
+func (c *client) plainLane(ctx context.Context) error {
 	lane := pick(c, c.lanes)
 	switch c.rand.IntN(4) {
 	case 0:

@@ -34,16 +34,17 @@ func relative(t *testing.T, pool *pgxpool.Pool, parent string) member {
 	id := pgtest.Value[string](t, pool, `
 		insert into agent_executions (trace_id, surface, flow, parent_id, awaited, inherits)
 		values ($1, 'flow', 'flow', nullif($2, '')::uuid, $2 <> '', $2 <> '') returning id::text`, string(trace.New(trace.Flow)), parent)
-	return member{id, mustClaim(t, pool, id, workerLease(t, pool))}
+	return member{id, mustClaim(t, pool, id, newWorker(t, pool))}
 }
 
 const parkOnChild = `select lanekeeper.wait_agent_execution($1::uuid, $2, 'child ' || $3::text, 'agent', $3::text, '1 hour', null)`
 
-// line is a line of executions, each of which waits for the next, and the last of which runs. The first holds the lane.
-func line(t *testing.T, pool *pgxpool.Pool, lane string, depth int) []member {
+// ancestors is a line of executions, each of which waits for the next, and the last of which runs. The first holds
+// the lane.
+func ancestors(t *testing.T, pool *pgxpool.Pool, lane string, depth int) []member {
 	t.Helper()
 	all := []member{relative(t, pool, "")}
-	mustTake(t, pool, lane, all[0])
+	mustAcquire(t, pool, lane, all[0])
 	for n := range depth - 1 {
 		all = append(all, relative(t, pool, all[n].id))
 		pgtest.Exec(t, pool, parkOnChild, all[n].id, all[n].claim, all[n+1].id)
@@ -51,7 +52,7 @@ func line(t *testing.T, pool *pgxpool.Pool, lane string, depth int) []member {
 	return all
 }
 
-func takeLane(t *testing.T, db postgres.DB, lane string, who member) (acquired bool, token int64) {
+func tryAcquire(t *testing.T, db postgres.DB, lane string, who member) (acquired bool, token int64) {
 	t.Helper()
 	err := db.QueryRow(t.Context(), `select acquired, coalesce(fencing_token, 0) from lanekeeper.acquire_agent_execution_lock($1, $2)`, lane, who.owner()).
 		Scan(&acquired, &token)
@@ -61,9 +62,9 @@ func takeLane(t *testing.T, db postgres.DB, lane string, who member) (acquired b
 	return acquired, token
 }
 
-func mustTake(t *testing.T, db postgres.DB, lane string, who member) int64 {
+func mustAcquire(t *testing.T, db postgres.DB, lane string, who member) int64 {
 	t.Helper()
-	ok, token := takeLane(t, db, lane, who)
+	ok, token := tryAcquire(t, db, lane, who)
 	if !ok {
 		t.Fatalf("%s does not get lane %s", who.id, lane)
 	}
@@ -93,24 +94,25 @@ func wantLoans(t *testing.T, db postgres.DB, lane string, n int) {
 	}
 }
 
-// stale fails unless a write under a token is refused.
-func stale(t *testing.T, db postgres.DB, lane string, token int64) {
+// wantStale fails unless a write under a token is refused.
+func wantStale(t *testing.T, db postgres.DB, lane string, token int64) {
 	t.Helper()
 	if _, err := db.Exec(t.Context(), `select fence_agent_lock($1, $2)`, lane, token); !postgres.IsCode(err, "LK001") {
 		t.Errorf("a write under token %d passes the fence: %v", token, err)
 	}
 }
 
-// stuck waits until n statements that contain the text wait for a lock.
-func stuck(t *testing.T, db postgres.DB, n int, text string) {
+// wantBlocked waits until n statements that contain the text wait for a lock.
+func wantBlocked(t *testing.T, db postgres.DB, n int, text string) {
 	t.Helper()
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, timeout, func() bool {
 		return pgtest.Value[int](t, db, `select count(*) from pg_stat_activity where datname = current_database()
 			and wait_event_type = 'Lock' and strpos(query, $1) > 0`, text) == n
 	}, text+" waits")
 }
 
-func startedRow(t *testing.T, pool *pgxpool.Pool) pgx.Tx {
+// beginTx begins a transaction that is rolled back at the end of the test.
+func beginTx(t *testing.T, pool *pgxpool.Pool) pgx.Tx {
 	t.Helper()
 	tx, err := pool.Begin(t.Context())
 	if err != nil {
@@ -171,15 +173,15 @@ func TestALoanReturnsHoweverItEnds(t *testing.T) {
 		for _, depth := range []int{2, 4} {
 			t.Run(fmt.Sprint(name, " at depth ", depth), func(t *testing.T) {
 				lane := fmt.Sprint("objective:", name, depth)
-				all := line(t, pool, lane, depth)
+				all := ancestors(t, pool, lane, depth)
 				last, above := all[depth-1], all[depth-2]
-				lent := mustTake(t, pool, lane, last)
+				lent := mustAcquire(t, pool, lane, last)
 				wantLoans(t, pool, lane, depth-1)
 				end(t, lane, last)
 				x := get(t, pool, above.id)
 				wantHolder(t, pool, lane, above.id, x.Status == executions.Waiting)
 				wantLoans(t, pool, lane, depth-2)
-				stale(t, pool, lane, lent)
+				wantStale(t, pool, lane, lent)
 				if got := token(t, pool, lane); got <= lent {
 					t.Errorf("token %d after %d", got, lent)
 				}
@@ -209,16 +211,16 @@ func TestAnyAncestorMayStopWaiting(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			lane := "objective:" + name
-			all := line(t, pool, lane, 4)
-			lent := mustTake(t, pool, lane, all[3])
+			all := ancestors(t, pool, lane, 4)
+			lent := mustAcquire(t, pool, lane, all[3])
 			pgtest.Exec(t, pool, c.stop, all[c.which].id)
 			want := ""
 			if c.holder >= 0 {
 				want = all[c.holder].id
 			}
 			wantHolder(t, pool, lane, want, c.holder >= 0 && get(t, pool, want).Status == executions.Waiting)
-			stale(t, pool, lane, lent)
-			if ok, _ := takeLane(t, pool, lane, all[3]); ok && c.holder >= 0 {
+			wantStale(t, pool, lane, lent)
+			if ok, _ := tryAcquire(t, pool, lane, all[3]); ok && c.holder >= 0 {
 				t.Error("who is not waited for any more borrows again")
 			}
 		})
@@ -228,11 +230,11 @@ func TestAnyAncestorMayStopWaiting(t *testing.T) {
 func TestALentLaneIsTheBorrowersAlone(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	all := line(t, pool, loanLane, 2)
+	all := ancestors(t, pool, loanLane, 2)
 	before := token(t, pool, loanLane)
 	lenders := pgtest.Value[string](t, pool, `select locked_by from agent_locks where lane = $1`, loanLane)
-	lent := mustTake(t, pool, loanLane, all[1])
-	stale(t, pool, loanLane, before) // the lender's late write
+	lent := mustAcquire(t, pool, loanLane, all[1])
+	wantStale(t, pool, loanLane, before) // the lender's late write
 	pgtest.Exec(t, pool, `select fence_agent_lock($1, $2)`, loanLane, lent)
 	for _, owner := range []string{lenders, all[0].owner()} {
 		if pgtest.Value[bool](t, pool, `select release_agent_lock($1, $2)`, loanLane, owner) {
@@ -240,7 +242,7 @@ func TestALentLaneIsTheBorrowersAlone(t *testing.T) {
 		}
 	}
 	if sibling := relative(t, pool, all[0].id); true {
-		if ok, _ := takeLane(t, pool, loanLane, sibling); ok {
+		if ok, _ := tryAcquire(t, pool, loanLane, sibling); ok {
 			t.Error("a sibling that nobody waits for borrows")
 		}
 	}
@@ -260,19 +262,19 @@ func TestABorrowerIsClaimedAgain(t *testing.T) {
 	for name, expired := range map[string]bool{"in time": false, "after the lease": true} {
 		t.Run(name, func(t *testing.T) {
 			lane := "objective:" + name
-			all := line(t, pool, lane, 3)
+			all := ancestors(t, pool, lane, 3)
 			last := all[2]
-			old := mustTake(t, pool, lane, last)
+			old := mustAcquire(t, pool, lane, last)
 			expire(t, pool, last.id)
 			sweep(t, pool)
 			if expired {
 				pgtest.Exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
 			}
-			last.claim = mustClaim(t, pool, last.id, workerLease(t, pool))
-			if got := mustTake(t, pool, lane, last); got <= old {
+			last.claim = mustClaim(t, pool, last.id, newWorker(t, pool))
+			if got := mustAcquire(t, pool, lane, last); got <= old {
 				t.Errorf("token %d after %d", got, old)
 			}
-			stale(t, pool, lane, old)
+			wantStale(t, pool, lane, old)
 			wantHolder(t, pool, lane, last.id, false)
 			pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, last.id, last.claim)
 			wantHolder(t, pool, lane, all[1].id, true)
@@ -304,9 +306,9 @@ func TestAThreadReturnsToAChangedOwner(t *testing.T) {
 			t.Run(fmt.Sprint(name, ", child first: ", childFirst), func(t *testing.T) {
 				lane := fmt.Sprint("thread:", name, childFirst)
 				p := relative(t, pool, "")
-				mustTake(t, pool, lane, p)
+				mustAcquire(t, pool, lane, p)
 				c := relative(t, pool, p.id)
-				mustTake(t, pool, lane, c)
+				mustAcquire(t, pool, lane, c)
 				back := func(tx postgres.DB) error {
 					_, err := tx.Exec(t.Context(), `select release_agent_lock($1, $2)`, lane, c.owner())
 					return err
@@ -315,13 +317,13 @@ func TestAThreadReturnsToAChangedOwner(t *testing.T) {
 				if !childFirst {
 					first, second = second, first
 				}
-				tx := startedRow(t, pool)
+				tx := beginTx(t, pool)
 				if err := first(tx); err != nil {
 					t.Fatal(err)
 				}
 				var group errgroup.Group
 				group.Go(func() error { return second(pool) })
-				stuck(t, pool, 1, text)
+				wantBlocked(t, pool, 1, text)
 				commit(t, tx)
 				if err := group.Wait(); err != nil {
 					t.Fatal(err)
@@ -346,10 +348,10 @@ func TestAThreadReturnsToABusyOwner(t *testing.T) {
 	pool := pgtest.DB(t)
 	const lane = "thread:t1"
 	p := relative(t, pool, "")
-	mustTake(t, pool, lane, p)
+	mustAcquire(t, pool, lane, p)
 	c := relative(t, pool, p.id)
-	mustTake(t, pool, lane, c)
-	tx := startedRow(t, pool)
+	mustAcquire(t, pool, lane, c)
+	tx := beginTx(t, pool)
 	pgtest.Exec(t, tx, `select from agent_executions where id = $1::uuid for update`, p.id)
 	pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, c.id, c.claim)
 	pgtest.Exec(t, tx, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'x', 'event', 'x', '1 hour', null)`, p.id, p.claim)
@@ -365,7 +367,7 @@ func TestABorrowMeetsTheEndOfTheWait(t *testing.T) {
 		for _, borrowFirst := range []bool{true, false} {
 			t.Run(fmt.Sprint(who, ", borrow first: ", borrowFirst), func(t *testing.T) {
 				lane := fmt.Sprint("objective:", who, borrowFirst)
-				all := line(t, pool, lane, who.depth)
+				all := ancestors(t, pool, lane, who.depth)
 				p, c := all[who.stops], all[who.depth-1]
 				borrow := func(tx postgres.DB) error {
 					_, err := tx.Exec(t.Context(), `select lanekeeper.lend_agent_lock($1, $2::uuid, $3)`, lane, c.id, c.claim)
@@ -380,13 +382,13 @@ func TestABorrowMeetsTheEndOfTheWait(t *testing.T) {
 				if !borrowFirst {
 					first, second, text = resume, borrow, "lend_agent"
 				}
-				tx := startedRow(t, pool)
+				tx := beginTx(t, pool)
 				if err := first(tx); err != nil {
 					t.Fatal(err)
 				}
 				var group errgroup.Group
 				group.Go(func() error { return second(pool) })
-				stuck(t, pool, 1, text)
+				wantBlocked(t, pool, 1, text)
 				commit(t, tx)
 				if err := group.Wait(); err != nil {
 					t.Fatal(err)
@@ -394,7 +396,7 @@ func TestABorrowMeetsTheEndOfTheWait(t *testing.T) {
 				if pgtest.Value[bool](t, pool, `select execution_id = $1::uuid from agent_locks where lane = $2`, c.id, lane) {
 					t.Error("the child keeps a lane of a parent that does not wait for it")
 				}
-				none(t, pool, "a loan of one that does not wait", `
+				wantNone(t, pool, "a loan of one that does not wait", `
 					select n.* from agent_lock_loans n join agent_executions x on x.id = n.lender where x.status <> 'waiting' and n.lane = $1`, lane)
 			})
 		}
@@ -406,23 +408,23 @@ func TestACancelOfAParentMeetsItsChildsSend(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `insert into agent_threads (id, channel) values ('t1', 'chat')`)
-	all := line(t, pool, "thread:t1", 2)
+	all := ancestors(t, pool, "thread:t1", 2)
 	p, c := all[0], all[1]
-	tx := startedRow(t, pool)
+	tx := beginTx(t, pool)
 	pgtest.Exec(t, tx, `select fence_agent_execution($1::uuid, $2)`, c.id, c.claim) // a step of the child
 	var group errgroup.Group
 	group.Go(func() error {
 		_, err := executions.Cancel(t.Context(), pool, p.id, "x", "")
 		return err
 	})
-	pgtest.Eventually(t, patience, func() bool { return pgtest.Value[int](t, pool, `select count(*) from agent_cancel_requests`) == 2 }, "the cancel is requested")
+	pgtest.Eventually(t, timeout, func() bool { return pgtest.Value[int](t, pool, `select count(*) from agent_cancel_requests`) == 2 }, "the cancel is requested")
 	pgtest.Exec(t, tx, `select lanekeeper.send_agent_message('t1', $1::uuid, $2, 'hola')`, c.id, c.claim)
 	commit(t, tx)
 	if err := group.Wait(); err != nil {
 		t.Fatal(err)
 	}
 	engine := prepare(t, pool, nil)
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, timeout, func() bool {
 		done, err := engine.TryComplete(t.Context(), p.id)
 		return done && err == nil
 	}, "the cancel is completed")
@@ -447,9 +449,9 @@ func TestAThreadIsLentOnlyToTheAwaitedChild(t *testing.T) {
 		thread := fmt.Sprint("t", i)
 		pgtest.Exec(t, pool, `insert into agent_threads (id, channel) values ($1, 'chat')`, thread)
 		p := relative(t, pool, "")
-		mustTake(t, pool, "thread:"+thread, p)
+		mustAcquire(t, pool, "thread:"+thread, p)
 		lent, other := relative(t, pool, p.id), relative(t, pool, p.id)
-		token := mustTake(t, pool, "thread:"+thread, lent)
+		token := mustAcquire(t, pool, "thread:"+thread, lent)
 		wantLoans(t, pool, "thread:"+thread, 1)
 		pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'wait', $3, $4, '1 hour', null)`, p.id, p.claim, c.kind, c.key(lent, other))
 		if c.kept {
@@ -459,7 +461,7 @@ func TestAThreadIsLentOnlyToTheAwaitedChild(t *testing.T) {
 		}
 		wantHolder(t, pool, "thread:"+thread, p.id, true)
 		wantLoans(t, pool, "thread:"+thread, 0)
-		stale(t, pool, "thread:"+thread, token)
+		wantStale(t, pool, "thread:"+thread, token)
 	}
 }
 
@@ -469,24 +471,24 @@ func TestAThreadStaysWithAReleasedRun(t *testing.T) {
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `insert into agent_threads (id, channel) values ('t1', 'chat')`)
 	p, other := relative(t, pool, ""), relative(t, pool, "")
-	old := mustTake(t, pool, "thread:t1", p)
-	mustTake(t, pool, loanLane, p)
+	old := mustAcquire(t, pool, "thread:t1", p)
+	mustAcquire(t, pool, loanLane, p)
 	pgtest.Exec(t, pool, `select lanekeeper.release_agent_claim($1::uuid, $2)`, p.id, p.claim)
 	wantHolder(t, pool, loanLane, "", false)
-	stale(t, pool, "thread:t1", old)
+	wantStale(t, pool, "thread:t1", old)
 	if !pgtest.Value[bool](t, pool, `select queued from lanekeeper.send_agent_message('t1', $1::uuid, $2, 'me first')`, other.id, other.claim) {
 		t.Error("another conversation slips in")
 	}
-	p.claim = mustClaim(t, pool, p.id, workerLease(t, pool))
-	mustTake(t, pool, "thread:t1", p)
+	p.claim = mustClaim(t, pool, p.id, newWorker(t, pool))
+	mustAcquire(t, pool, "thread:t1", p)
 }
 
 // A lane that was lent and forgotten does not come back from the dead when somebody else has it.
 func TestASweptLaneLeavesNoLoan(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	all := line(t, pool, "pipeline:p", 2)
-	mustTake(t, pool, "pipeline:p", all[1])
+	all := ancestors(t, pool, "pipeline:p", 2)
+	mustAcquire(t, pool, "pipeline:p", all[1])
 	for range 2 { // the first gives it back to the parent, who lets it expire in turn
 		pgtest.Exec(t, pool, `update agent_locks set expires_at = clock_timestamp() - interval '2 days'`)
 		prune(t, pool)
@@ -503,17 +505,17 @@ func TestASweptLaneLeavesNoLoan(t *testing.T) {
 func TestALoanThatEndsDuringASweepStays(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	first, second := line(t, pool, "objective:1", 2), line(t, pool, "objective:2", 2)
-	mustTake(t, pool, "objective:1", first[1])
-	mustTake(t, pool, "objective:2", second[1])
+	first, second := ancestors(t, pool, "objective:1", 2), ancestors(t, pool, "objective:2", 2)
+	mustAcquire(t, pool, "objective:1", first[1])
+	mustAcquire(t, pool, "objective:2", second[1])
 	pgtest.Exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = 'objective:1'`)
-	tx := startedRow(t, pool)
+	tx := beginTx(t, pool)
 	pgtest.Exec(t, tx, `select from agent_lock_loans where lane = 'objective:1' for update`)
 	swept := make(chan error, 1)
 	go func() {
 		swept <- lanes.Prune(context.WithoutCancel(t.Context()), pool, 0)
 	}()
-	stuck(t, pool, 1, "return_agent_lock")
+	wantBlocked(t, pool, 1, "return_agent_lock")
 	pgtest.Exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = 'objective:2'`)
 	commit(t, tx)
 	if err := <-swept; err != nil {
@@ -565,7 +567,7 @@ func TestAChildWorksInItsParentsLane(t *testing.T) {
 			if enabled && second <= first || !enabled && first+second != 0 {
 				t.Errorf("tokens %d, then %d", first, second)
 			}
-			none(t, pool, "lanes that are held at the end", `select lane, locked_by from agent_locks where locked_by <> ''`)
+			wantNone(t, pool, "lanes that are held at the end", `select lane, locked_by from agent_locks where locked_by <> ''`)
 			wantLoans(t, pool, loanLane, 0)
 		})
 	}

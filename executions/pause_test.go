@@ -62,8 +62,8 @@ func TestOnlyAttendedWorkStartsDuringAPause(t *testing.T) {
 	heard := listener(t, pool)
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		return ends(executions.Step(ctx, "one", func(context.Context) (int, error) { return 1, nil }))
-	}), func(o *executions.Options) { never(o); o.Listener, o.Workers = heard, 2 })
-	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	}), func(o *executions.Options) { neverSweep(o); o.Listener, o.Workers = heard, 2 })
+	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
 	if got := pause(t, pool); !got.Changed || !got.Paused || got.PausedBy != "ana" || got.ActivityID == "" {
 		t.Fatalf("pause: %+v", got)
 	}
@@ -113,15 +113,15 @@ func TestAPausedRunStopsBeforeItsNextStepAndContinuesLater(t *testing.T) {
 			with := func(*executions.Options) {}
 			if told {
 				heard := listener(t, pool)
-				with = func(o *executions.Options) { never(o); o.Listener = heard }
+				with = func(o *executions.Options) { neverSweep(o); o.Listener = heard }
 			}
 			p := start(t, pool, flow(twoSteps(first, &counts)), with)
 			p.begin(t, "flow")
 			id := first.arrival(t)
 			pause(t, pool)
-			pgtest.Eventually(t, patience, p.Paused, "the process knows")
+			pgtest.Eventually(t, timeout, p.Paused, "the process knows")
 			first.open()
-			pgtest.Eventually(t, patience, func() bool { return get(t, pool, id).ClaimedBy == nil }, "the run is handed back")
+			pgtest.Eventually(t, timeout, func() bool { return get(t, pool, id).ClaimedBy == nil }, "the run is handed back")
 			got := get(t, pool, id)
 			points, err := executions.Checkpoints(t.Context(), pool, id)
 			if got.Status != executions.Running || got.Attempt != 0 || err != nil || len(points) != 1 || counts[1].Load() != 0 {
@@ -148,7 +148,7 @@ func TestAttendedRunsContinueDuringAPause(t *testing.T) {
 	}
 	first.arrival(t)
 	pause(t, pool)
-	pgtest.Eventually(t, patience, p.Paused, "the process knows")
+	pgtest.Eventually(t, timeout, p.Paused, "the process knows")
 	first.open()
 	until(t, pool, x.ID, executions.Completed)
 }
@@ -157,7 +157,7 @@ func TestAttendedRunsContinueDuringAPause(t *testing.T) {
 func TestAClaimPrecedesThePauseOrFails(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	w := workerLease(t, pool)
+	w := newWorker(t, pool)
 	before, after := pending(t, pool), pending(t, pool)
 	inTx := func(sql string, args ...any) (tx pgx.Tx) {
 		tx, err := pool.Begin(t.Context())
@@ -193,7 +193,7 @@ func TestAfterAPauseHasReturnedNothingIsClaimed(t *testing.T) {
 	pool := pgtest.DB(t)
 	workers := make([]string, 4)
 	for i := range workers {
-		workers[i] = workerLease(t, pool)
+		workers[i] = newWorker(t, pool)
 	}
 	for range 5 {
 		pgtest.Exec(t, pool, `delete from agent_executions`)
@@ -285,8 +285,8 @@ func TestARunIsNotReleasedAfterAPauseEnded(t *testing.T) {
 	first := newGate(t)
 	first.open()
 	var counts [2]atomic.Int32
-	p := start(t, pool, flow(twoSteps(first, &counts)), never)
-	pgtest.Eventually(t, patience, p.Paused, "the process knows of the pause")
+	p := start(t, pool, flow(twoSteps(first, &counts)), neverSweep)
+	pgtest.Eventually(t, timeout, p.Paused, "the process knows of the pause")
 	resume(t, pool) // of which it hears within the hour
 	until(t, pool, p.begin(t, "flow"), executions.Completed)
 	if !p.Paused() {
@@ -322,7 +322,7 @@ func TestAPauseInTheMiddleOfAClaim(t *testing.T) {
 	pause(t, pool)
 	expire(t, pool, id)
 	second.open()
-	pgtest.Eventually(t, patience, func() bool { return get(t, pool, id).ClaimedBy == nil }, "its claim is lost")
+	pgtest.Eventually(t, timeout, func() bool { return get(t, pool, id).ClaimedBy == nil }, "its claim is lost")
 	for range 3 {
 		if err := p.Sweep(t.Context()); err != nil {
 			t.Fatal(err)
@@ -335,7 +335,7 @@ func TestAPauseInTheMiddleOfAClaim(t *testing.T) {
 	defer func() { _ = conn.Close(context.WithoutCancel(t.Context())) }()
 	pgtest.Exec(t, conn, `listen agent_ready`)
 	resume(t, pool)
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	ctx, cancel := context.WithTimeout(t.Context(), timeout)
 	defer cancel()
 	if _, err := conn.WaitForNotification(ctx); err != nil {
 		t.Errorf("nobody is told: %v", err)
@@ -354,7 +354,7 @@ func TestAPauseOutlivesEveryProcess(t *testing.T) {
 	pause(t, pool)
 	expire(t, pool, id) // the process is killed in the middle of its step
 	second := start(t, pool, flow(twoSteps(first, &counts)))
-	pgtest.Eventually(t, patience, func() bool { return get(t, pool, id).ClaimedBy == nil }, "its claim is lost")
+	pgtest.Eventually(t, timeout, func() bool { return get(t, pool, id).ClaimedBy == nil }, "its claim is lost")
 	for range 3 {
 		if err := second.Sweep(t.Context()); err != nil {
 			t.Fatal(err)
@@ -479,7 +479,7 @@ func TestArrivalsDuringAPauseAreKept(t *testing.T) {
 	until(t, pool, event, executions.Waiting)
 	until(t, pool, timer, executions.Waiting)
 	pause(t, pool)
-	pgtest.Eventually(t, patience, p.Paused, "the process knows")
+	pgtest.Eventually(t, timeout, p.Paused, "the process knows")
 	pgtest.Exec(t, pool, `update agent_executions set waiting_until = clock_timestamp() where id = @id`, postgres.Strict{"id": timer})
 	if err := p.Sweep(t.Context()); err != nil {
 		t.Fatal(err)

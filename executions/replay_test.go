@@ -76,7 +76,7 @@ func TestAReplayHasNoEffects(t *testing.T) {
 	}
 	id := p.begin(t, "flow")
 	until(t, pool, id, executions.Completed)
-	before, all := everything(t, pool, id), done.Load()
+	before, all := dump(t, pool, id), done.Load()
 	executionsBefore := pgtest.Value[int](t, pool, `select count(*) from agent_executions`)
 	for range 2 {
 		got := replay(t, p, id)
@@ -84,7 +84,7 @@ func TestAReplayHasNoEffects(t *testing.T) {
 			t.Errorf("replay is %+v, %+v", got, got.Divergence)
 		}
 	}
-	if done.Load() != all || everything(t, pool, id) != before || pgtest.Value[int](t, pool, `select count(*) from agent_executions`) != executionsBefore {
+	if done.Load() != all || dump(t, pool, id) != before || pgtest.Value[int](t, pool, `select count(*) from agent_executions`) != executionsBefore {
 		t.Error("the replay did something")
 	}
 	if pgtest.Value[bool](t, pool, `select is_agent_lock_held('lane:x')`) {
@@ -153,7 +153,7 @@ func TestAReplayNamesTheStepInWhichTheCodeDiffers(t *testing.T) {
 	p := start(t, pool, flow(code))
 	id := p.begin(t, "flow")
 	until(t, pool, id, executions.Completed)
-	before := everything(t, pool, id)
+	before := dump(t, pool, id)
 	for change, want := range map[string][2]string{
 		"":                {"", ""},
 		"order":           {"b", executions.DivergedOrder},
@@ -186,7 +186,7 @@ func TestAReplayNamesTheStepInWhichTheCodeDiffers(t *testing.T) {
 			t.Errorf("%s: it is not told why: %s", change, got.Divergence.Message)
 		}
 	}
-	if everything(t, pool, id) != before {
+	if dump(t, pool, id) != before {
 		t.Error("a replay touched the execution")
 	}
 }
@@ -224,7 +224,7 @@ func TestParallelBranchesAreReplayed(t *testing.T) {
 		return executions.Result{}, group.Wait()
 	}))
 	id := p.begin(t, "flow")
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, timeout, func() bool {
 		x := get(t, pool, id)
 		return x.Status == executions.Failed || x.Status == executions.Waiting
 	}, "it ends or waits")
@@ -273,7 +273,7 @@ func TestAReplayEntersAPhaseUnderWay(t *testing.T) {
 	}))
 	id := p.begin(t, "flow")
 	until(t, pool, id, executions.Waiting)
-	before := everything(t, pool, id)
+	before := dump(t, pool, id)
 	if got := replay(t, p, id); !got.Equal || got.EndedAt != "outer/inner/news" || got.Steps != 1 {
 		t.Errorf("waiting: %+v, %+v", got, got.Divergence)
 	}
@@ -281,7 +281,7 @@ func TestAReplayEntersAPhaseUnderWay(t *testing.T) {
 	if got := replay(t, p, id); got.Equal || got.Divergence.Step != "outer/inner/other" {
 		t.Errorf("changed: %+v", got.Divergence)
 	}
-	if everything(t, pool, id) != before {
+	if dump(t, pool, id) != before {
 		t.Error("the replay did something")
 	}
 	changed.Store(false)

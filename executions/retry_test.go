@@ -82,7 +82,7 @@ func TestBrokenConnectionsLoseAndRepeatNothing(t *testing.T) {
 		}
 		return nil
 	})
-	pgtest.Eventually(t, 2*patience, func() bool {
+	pgtest.Eventually(t, 2*timeout, func() bool {
 		var left int
 		err := unfinished(t, pool.Config().ConnConfig, &left)
 		return err == nil && left == 0
@@ -91,7 +91,7 @@ func TestBrokenConnectionsLoseAndRepeatNothing(t *testing.T) {
 	if err := group.Wait(); err != nil {
 		t.Fatal(err)
 	}
-	pgtest.Eventually(t, patience, func() bool { return pool.Ping(t.Context()) == nil }, "the pool has recovered")
+	pgtest.Eventually(t, timeout, func() bool { return pool.Ping(t.Context()) == nil }, "the pool has recovered")
 	for _, id := range ids {
 		if got := get(t, pool, id); got.Status != executions.Completed {
 			t.Errorf("status %s: %s", got.Status, testkit.Deref(got.ErrorMessage))
@@ -158,7 +158,7 @@ func TestWritesThatAreSentTwiceCountOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	id := pending(t, pool)
-	n := mustClaim(t, pool, id, workerLease(t, pool))
+	n := mustClaim(t, pool, id, newWorker(t, pool))
 	entry := activity.Entry{TraceID: "fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE", ExecutionID: id, Claim: n, Step: "pay", Skill: "pay"}
 	one, err := activity.Open(t.Context(), pool, entry)
 	if err != nil {
@@ -198,7 +198,7 @@ func TestAnIdleTransactionEndedByTheServerIsRetried(t *testing.T) {
 		}))
 	}))
 	id := p.begin(t, "flow")
-	pgtest.Eventually(t, patience, func() bool { return get(t, pool, id).Status.Ended() }, "the execution ends")
+	pgtest.Eventually(t, timeout, func() bool { return get(t, pool, id).Status.Ended() }, "the execution ends")
 	if got := get(t, pool, id); got.Status != executions.Completed || tries.Load() != 2 {
 		t.Errorf("status %s after %d tries: %s", got.Status, tries.Load(), testkit.Deref(got.ErrorMessage))
 	}
@@ -304,7 +304,7 @@ func TestALaneIsReleasedAlthoughTheConnectionBreaks(t *testing.T) {
 			var broken errgroup.Group
 			broken.Go(func() error {
 				waits := `from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock' and query like '%lanekeeper.release_agent_lock(%' and pid <> pg_backend_pid()`
-				pgtest.Eventually(t, patience, func() bool { return pgtest.Value[bool](t, pool, `select exists (select `+waits+`)`) }, "the release waits")
+				pgtest.Eventually(t, timeout, func() bool { return pgtest.Value[bool](t, pool, `select exists (select `+waits+`)`) }, "the release waits")
 				if done {
 					pgtest.Exec(t, tx, `update agent_locks set locked_by = '', expires_at = '-infinity', fencing_token = fencing_token + 1, execution_id = null where lane = $1`, lane)
 				}
@@ -381,7 +381,7 @@ func TestEndTxSurvivesALostCommitAnswer(t *testing.T) {
 			t.Errorf("the step has %d, %v", n, err)
 		}
 		return executions.Result{}, err
-	}), never)
+	}), neverSweep)
 	x, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
 	if err != nil || x.Status != executions.Completed || x.ResultSummary != "seven" || string(x.Result) != "7" || x.Claim != 1 {
 		t.Errorf("it ended as %s with %q, %s: %v", x.Status, x.ResultSummary, x.Result, err)

@@ -19,8 +19,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// beginnings are starts of all sorts.
-func beginnings(parent string) []executions.Spec {
+// startSpecs are starts of all sorts.
+func startSpecs(parent string) []executions.Spec {
 	return []executions.Spec{
 		{Flow: "flow", Surface: trace.Flow},
 		{Flow: "flow", Surface: trace.Chat, TraceID: trace.New(trace.Chat), ThreadID: "thread", Agent: "somebody"},
@@ -33,8 +33,8 @@ func beginnings(parent string) []executions.Spec {
 	}
 }
 
-// as compares an execution that a call returned with what is read.
-func as(t *testing.T, db postgres.DB, how string, got executions.Execution) {
+// wantStored compares an execution that a call returned with what is read.
+func wantStored(t *testing.T, db postgres.DB, how string, got executions.Execution) {
 	t.Helper()
 	if diff := cmp.Diff(get(t, db, got.ID), got); diff != "" {
 		t.Errorf("%s: read -, returned +\n%s", how, diff)
@@ -47,7 +47,7 @@ func TestAStartReturnsTheStoredRow(t *testing.T) {
 	pool := pgtest.DB(t)
 	p := prepare(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
 	parent := pending(t, pool)
-	specs := beginnings(parent)
+	specs := startSpecs(parent)
 	for _, claimed := range []bool{false, true} {
 		here := make([]bool, len(specs))
 		for i, s := range specs {
@@ -58,7 +58,7 @@ func TestAStartReturnsTheStoredRow(t *testing.T) {
 			t.Fatal(err)
 		}
 		for i, s := range specs {
-			as(t, pool, fmt.Sprintf("start %d of several, claimed %t", i, here[i]), together[i])
+			wantStored(t, pool, fmt.Sprintf("start %d of several, claimed %t", i, here[i]), together[i])
 			if want := map[bool]executions.Status{true: executions.Running, false: executions.Pending}[here[i]]; together[i].Status != want || together[i].Flow != s.Flow {
 				t.Errorf("start %d of several is %s of %s", i, together[i].Status, together[i].Flow)
 			}
@@ -66,7 +66,7 @@ func TestAStartReturnsTheStoredRow(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			as(t, pool, fmt.Sprintf("start %d, claimed %t", i, here[i]), alone[0])
+			wantStored(t, pool, fmt.Sprintf("start %d, claimed %t", i, here[i]), alone[0])
 		}
 	}
 }
@@ -84,9 +84,9 @@ func TestALocalStartReturnsTheStoredRow(t *testing.T) {
 		}
 		return executions.Result{}, nil
 	}
-	p := start(t, pool, flow(body), never, func(o *executions.Options) { o.Workers = 2 })
+	p := start(t, pool, flow(body), neverSweep, func(o *executions.Options) { o.Workers = 2 })
 	defer close(leave)
-	pgtest.Eventually(t, patience, p.Works, "the engine works")
+	pgtest.Eventually(t, timeout, p.Works, "the engine works")
 	begin := func(s executions.Spec) (executions.Execution, error) {
 		x, created, err := p.Start(t.Context(), pool, s)
 		if err == nil && !created {
@@ -98,7 +98,7 @@ func TestALocalStartReturnsTheStoredRow(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	as(t, pool, "the first", one)
+	wantStored(t, pool, "the first", one)
 	if one.Status != executions.Running || one.ClaimedBy == nil || one.Claim != 1 || one.StartedAt == nil {
 		t.Errorf("the first, for which there is a worker, is %+v", one)
 	}
@@ -120,11 +120,11 @@ func TestALocalStartReturnsTheStoredRow(t *testing.T) {
 		}
 		if x.Status == executions.Running {
 			running++
-			as(t, pool, "claimed as it began", x)
+			wantStored(t, pool, "claimed as it began", x)
 			continue
 		}
 		if now := get(t, pool, x.ID); now.Status == executions.Pending { // else a worker has come to it since
-			as(t, pool, "left to the queue", x)
+			wantStored(t, pool, "left to the queue", x)
 		}
 	}
 	if running > 1 {
@@ -164,8 +164,8 @@ func TestARunReturnsTheStoredRow(t *testing.T) {
 			return executions.Result{Summary: "nothing"}, nil
 		}
 		return executions.Result{Summary: "said", Value: json.RawMessage(`{"z":1.50, "a":` + string(input) + `, "z":"<"}`)}, nil
-	}}, never)
-	pgtest.Eventually(t, patience, p.Works, "the engine works")
+	}}, neverSweep)
+	pgtest.Eventually(t, timeout, p.Works, "the engine works")
 	for _, callers := range []int{1, 20} {
 		var group errgroup.Group
 		for range callers {
@@ -175,7 +175,7 @@ func TestARunReturnsTheStoredRow(t *testing.T) {
 					if err != nil {
 						return err
 					}
-					as(t, pool, fmt.Sprintf("run %d of %d callers", kind, callers), got)
+					wantStored(t, pool, fmt.Sprintf("run %d of %d callers", kind, callers), got)
 				}
 				return nil
 			})
@@ -223,7 +223,7 @@ func TestRunsOfAnExpiredLeaseAreQueued(t *testing.T) {
 		t.Error(err)
 	}
 	start(t, pool, body)
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, timeout, func() bool {
 		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) == 21
 	}, "another process runs them")
 }
@@ -232,7 +232,7 @@ func TestRunsOfAnExpiredLeaseAreQueued(t *testing.T) {
 func TestABatchOfStartsKeepsTheRules(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	w := workerLease(t, pool)
+	w := newWorker(t, pool)
 	// Three starts, of which the second is claimed and has a key of its own.
 	begin := func(key string, value any) error {
 		second := map[string]any{"trace_id": "t", "surface": "flow", "flow": "f"}

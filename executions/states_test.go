@@ -27,15 +27,15 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// next is the state machine: which state may follow which.
-var next = map[executions.Status][]executions.Status{
+// transitions is the state machine: which state may follow which.
+var transitions = map[executions.Status][]executions.Status{
 	executions.Pending:   {executions.Running, executions.Cancelled},
 	executions.Running:   {executions.Waiting, executions.Completed, executions.Failed, executions.Timeout, executions.Cancelled},
 	executions.Waiting:   {executions.Running, executions.Timeout, executions.Failed, executions.Cancelled},
 	executions.Completed: nil, executions.Failed: nil, executions.Timeout: nil, executions.Cancelled: nil,
 }
 
-var states = slices.Sorted(maps.Keys(next))
+var states = slices.Sorted(maps.Keys(transitions))
 
 // subject is an execution in a state, and what somebody who ran it last would know.
 type subject struct {
@@ -76,15 +76,15 @@ begin insert into state_log (id, old, new) values (new.id, old.status, new.statu
 create trigger watch_states after update of status on agent_executions for each row when (old.status <> new.status)
   execute function watch_states()`
 
-// whole is everything about an execution.
-func whole(t *testing.T, db postgres.DB, id string) string {
+// rowText is everything about an execution.
+func rowText(t *testing.T, db postgres.DB, id string) string {
 	t.Helper()
 	return pgtest.Value[string](t, db, `select to_jsonb(x)::text || x.xmin::text from agent_executions x where x.id = $1::uuid`, id)
 }
 
-// terminal fails unless the record of an ended execution is complete, and its end was emitted once; for one that lives,
+// checkEnd fails unless the record of an ended execution is complete, and its end was emitted once; for one that lives,
 // not at all.
-func terminal(t *testing.T, db postgres.DB, id string) {
+func checkEnd(t *testing.T, db postgres.DB, id string) {
 	t.Helper()
 	x := get(t, db, id)
 	types := map[executions.Status]string{
@@ -118,31 +118,31 @@ func TestPlainSQLChangesStatesOnlyAsTheyMay(t *testing.T) {
 				continue
 			}
 			x := inState(t, pool, from)
-			before := whole(t, pool, x.id)
+			before := rowText(t, pool, x.id)
 			_, err := pool.Exec(t.Context(), `update agent_executions set status = $2 where id = $1::uuid`, x.id, string(to))
-			if !slices.Contains(next[from], to) {
-				if !postgres.IsCode(err, "LK002") || whole(t, pool, x.id) != before {
-					t.Errorf("%s to %s: %v; from %s to %s", from, to, err, before, whole(t, pool, x.id))
+			if !slices.Contains(transitions[from], to) {
+				if !postgres.IsCode(err, "LK002") || rowText(t, pool, x.id) != before {
+					t.Errorf("%s to %s: %v; from %s to %s", from, to, err, before, rowText(t, pool, x.id))
 				}
 				continue
 			}
 			if got := get(t, pool, x.id); err != nil || got.Status != to {
 				t.Errorf("%s to %s: %v, it is %s", from, to, err, got.Status)
 			}
-			terminal(t, pool, x.id)
+			checkEnd(t, pool, x.id)
 		}
 	}
 }
 
-// deed is something that is done to an execution by a function of the database, and where it leads from each state in
-// which it does anything.
-type deed struct {
+// operation is something that is done to an execution by a function of the database, and where it leads from each
+// state in which it does anything.
+type operation struct {
 	sql   string
 	args  int // how many of id, claim
 	leads map[executions.Status]executions.Status
 }
 
-var deeds = map[string]deed{
+var operations = map[string]operation{
 	"claim": {
 		`select lanekeeper.claim_agent_execution($1::uuid, (select id from agent_workers order by expires_at desc limit 1))`, 1,
 		map[executions.Status]executions.Status{executions.Pending: executions.Running},
@@ -185,7 +185,7 @@ var deeds = map[string]deed{
 	"wake":       {`select lanekeeper.deliver_agent_completion($1::uuid)`, 1, nil},
 }
 
-func (d deed) do(ctx context.Context, db postgres.DB, x subject) error {
+func (d operation) do(ctx context.Context, db postgres.DB, x subject) error {
 	_, err := db.Exec(ctx, d.sql, []any{x.id, x.claim}[:d.args]...)
 	return err
 }
@@ -194,10 +194,10 @@ func (d deed) do(ctx context.Context, db postgres.DB, x subject) error {
 func TestTheFunctionsChangeStatesOnlyAsTheyMay(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	for name, d := range deeds {
+	for name, d := range operations {
 		for _, from := range states {
 			x := inState(t, pool, from)
-			before := whole(t, pool, x.id)
+			before := rowText(t, pool, x.id)
 			err := d.do(t.Context(), pool, x)
 			if err != nil && !postgres.IsCode(err, "LK001") {
 				t.Errorf("%s in %s: %v", name, from, err)
@@ -209,10 +209,10 @@ func TestTheFunctionsChangeStatesOnlyAsTheyMay(t *testing.T) {
 			if got := get(t, pool, x.id); got.Status != want || leads && err != nil {
 				t.Errorf("%s in %s: %s, want %s; %v", name, from, got.Status, want, err)
 			}
-			if from.Ended() && whole(t, pool, x.id) != before {
+			if from.Ended() && rowText(t, pool, x.id) != before {
 				t.Errorf("%s changed a row that was %s", name, from)
 			}
-			terminal(t, pool, x.id)
+			checkEnd(t, pool, x.id)
 		}
 	}
 }
@@ -224,24 +224,24 @@ func TestTwoTransitionsRace(t *testing.T) {
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, watchStates)
 	for _, from := range []executions.Status{executions.Pending, executions.Running, executions.Waiting} {
-		for first, one := range deeds {
-			for second, two := range deeds {
+		for first, one := range operations {
+			for second, two := range operations {
 				if first > second || one.leads[from] == "" && two.leads[from] == "" {
 					continue
 				}
 				x := inState(t, pool, from)
-				raced(t, pool, x, one, two)
-				ways(t, pool, x.id, fmt.Sprintf("%s and %s in %s", first, second, from))
+				runBoth(t, pool, x, one, two)
+				checkTransitions(t, pool, x.id, fmt.Sprintf("%s and %s in %s", first, second, from))
 			}
 		}
 	}
 }
 
-// raced does two things at once. The losing one is refused, or finds nothing to do.
-func raced(t *testing.T, pool *pgxpool.Pool, x subject, one, two deed) {
+// runBoth does two things at once. The losing one is refused, or finds nothing to do.
+func runBoth(t *testing.T, pool *pgxpool.Pool, x subject, one, two operation) {
 	t.Helper()
 	group, ctx := errgroup.WithContext(t.Context())
-	for _, d := range []deed{one, two} {
+	for _, d := range []operation{one, two} {
 		group.Go(func() error {
 			err := postgres.InTx(ctx, pool, func(tx pgx.Tx) error { return d.do(ctx, tx, x) })
 			if postgres.IsCode(err, "LK001") || postgres.IsCode(err, "LK002") {
@@ -255,8 +255,8 @@ func raced(t *testing.T, pool *pgxpool.Pool, x subject, one, two deed) {
 	}
 }
 
-// ways checks what was committed of an execution's transitions.
-func ways(t *testing.T, pool *pgxpool.Pool, id, what string) {
+// checkTransitions checks what was committed of an execution's transitions.
+func checkTransitions(t *testing.T, pool *pgxpool.Pool, id, what string) {
 	t.Helper()
 	rows, err := pool.Query(t.Context(), `select old, new from state_log where id = $1::uuid order by n`, id)
 	if err != nil {
@@ -272,7 +272,7 @@ func ways(t *testing.T, pool *pgxpool.Pool, id, what string) {
 		at = executions.Running // it began claimed
 	}
 	for _, s := range steps {
-		if s.Old != at || !slices.Contains(next[s.Old], s.New) {
+		if s.Old != at || !slices.Contains(transitions[s.Old], s.New) {
 			t.Errorf("%s: went %v", what, steps)
 		}
 		at = s.New
@@ -280,7 +280,7 @@ func ways(t *testing.T, pool *pgxpool.Pool, id, what string) {
 	if got := get(t, pool, id); got.Status != at {
 		t.Errorf("%s: is %s after %v", what, got.Status, steps)
 	}
-	terminal(t, pool, id)
+	checkEnd(t, pool, id)
 }
 
 // From Go: each legal transition, by the public API.
@@ -347,7 +347,7 @@ func TestGoReachesEveryState(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, x := range all {
-		ways(t, pool, x.ID, x.Flow)
+		checkTransitions(t, pool, x.ID, x.Flow)
 	}
 }
 
@@ -361,7 +361,7 @@ func TestGoChangesNoEndedExecution(t *testing.T) {
 			continue
 		}
 		x := inState(t, pool, s)
-		before := whole(t, pool, x.id)
+		before := rowText(t, pool, x.id)
 		if got, err := p.Cancel(t.Context(), x.id, "somebody else", "too late"); err != nil || got != s {
 			t.Errorf("cancel of a %s execution: %s, %v", s, got, err)
 		}
@@ -371,10 +371,10 @@ func TestGoChangesNoEndedExecution(t *testing.T) {
 		if err := p.Sweep(t.Context()); err != nil {
 			t.Error(err)
 		}
-		if after := whole(t, pool, x.id); after != before {
+		if after := rowText(t, pool, x.id); after != before {
 			t.Errorf("%s: from %s to %s", s, before, after)
 		}
-		terminal(t, pool, x.id)
+		checkEnd(t, pool, x.id)
 	}
 }
 
@@ -404,12 +404,12 @@ func TestARejectedCompletionFailsAlone(t *testing.T) {
 			return executions.Result{Value: json.RawMessage(`1e999999`)}, nil // JSON, and more than jsonb can hold
 		}
 		return executions.Result{Value: input}, nil
-	}}, never, func(o *executions.Options) { o.Workers = 12 })
+	}}, neverSweep, func(o *executions.Options) { o.Workers = 12 })
 	ids := make([]string, 12)
 	for i := range ids {
 		ids[i] = p.beginWith(t, i)
 	}
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, timeout, func() bool {
 		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`) == len(ids)
 	}, "all are claimed")
 	close(gathered)
@@ -428,7 +428,7 @@ func TestARejectedEventFailsAlone(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := start(t, pool, awaits(0))
-	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
 	group, ctx := errgroup.WithContext(t.Context())
 	for caller := range 8 {
 		group.Go(func() error {
@@ -583,7 +583,7 @@ func attackAs(t *testing.T, url, role, value string, subjects map[executions.Sta
 			}
 		}
 		for _, to := range states {
-			if to == state || slices.Contains(next[state], to) {
+			if to == state || slices.Contains(transitions[state], to) {
 				continue
 			}
 			if _, err := conn.Exec(t.Context(), `update agent_executions set status = $2 where id = $1`, x.id, string(to)); !refusedByRule(err) {
@@ -645,7 +645,7 @@ func TestTheLogHasEveryTransition(t *testing.T) {
 			until(t, pool, id, executions.Waiting)
 			pgtest.Exec(t, pool, wake)
 			until(t, pool, id, executions.Completed)
-			pgtest.Eventually(t, patience, func() bool { return len(l.Records(t, "locks released")) > 0 }, "the end is told")
+			pgtest.Eventually(t, timeout, func() bool { return len(l.Records(t, "locks released")) > 0 }, "the end is told")
 			var told []string
 			for _, record := range l.Records(t, "execution started", "action requires wait", "execution waiting", "execution resumed",
 				"continuing from checkpoint", "execution completed", "event emitted", "locks released") {

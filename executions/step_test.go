@@ -352,7 +352,7 @@ func TestAStaleStepTxLeavesNoEffect(t *testing.T) {
 			return by, err
 		}))
 	})
-	wait := prepare(t, pool, flows).runAside(t)
+	wait := prepare(t, pool, flows).runInBackground(t)
 	id := between.arrival(t)
 	expire(t, pool, id)
 	start(t, pool, flows)

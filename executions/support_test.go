@@ -77,15 +77,15 @@ func receive[T any](t *testing.T, from <-chan T) (v T) {
 	t.Helper()
 	select {
 	case v = <-from:
-	case <-time.After(patience):
+	case <-time.After(timeout):
 		t.Fatal("what the test waits for does not come")
 	}
 	return v
 }
 
-// runAside runs the flow in a process that neither renews its lease nor hears of anything, as one that
+// runInBackground runs the flow in a process that neither renews its lease nor hears of anything, as one that
 // is paused would not. The returned function waits for its end.
-func (p *process) runAside(t *testing.T) (wait func() executions.Execution) {
+func (p *process) runInBackground(t *testing.T) (wait func() executions.Execution) {
 	t.Helper()
 	var got executions.Execution
 	var group errgroup.Group
@@ -149,7 +149,7 @@ func replayed(t *testing.T, fn func(ctx context.Context, again bool) (any, error
 	}))
 	id := p.begin(t, "flow")
 	var got executions.Execution
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, timeout, func() bool {
 		var err error
 		got, err = executions.Get(t.Context(), pool, id)
 		return err == nil && got.Status.Ended()
@@ -161,7 +161,7 @@ func discard() *slog.Logger { return slog.New(slog.DiscardHandler) }
 
 func TestMain(m *testing.M) {
 	if url := os.Getenv(restartURL); url != "" {
-		if err := doomed(url); err != nil {
+		if err := runUntilKilled(url); err != nil {
 			fmt.Fprintln(os.Stderr, err)
 			os.Exit(1)
 		}

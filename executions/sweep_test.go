@@ -66,7 +66,7 @@ func TestASkippedTimerIsSweptLessOften(t *testing.T) {
 func TestClaimsOfALostWorkerAreReleased(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	lost, other := workerLease(t, pool), workerLease(t, pool)
+	lost, other := newWorker(t, pool), newWorker(t, pool)
 	has := func(by, set string) string {
 		id := pending(t, pool)
 		mustClaim(t, pool, id, by)
@@ -111,7 +111,7 @@ func TestClaimsOfALostWorkerAreReleased(t *testing.T) {
 // lostWork is what a worker has that is dead: twenty executions, of which every fourth ends with its worker.
 func lostWork(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
-	dead := workerLease(t, pool)
+	dead := newWorker(t, pool)
 	for i := range 20 {
 		id := pending(t, pool)
 		mustClaim(t, pool, id, dead)
@@ -136,7 +136,7 @@ func TestConcurrentSweepsReleaseLostClaimsOnce(t *testing.T) {
 	pool := pgtest.DB(t)
 	lostWork(t, pool)
 	p := prepare(t, pool, flow(nothing))
-	barrier := held(t, pool) // lets them all begin, and meet
+	barrier := beginTx(t, pool) // lets them all begin, and meet
 	pgtest.Exec(t, barrier, `lock table agent_workers in access exclusive mode`)
 	var group errgroup.Group
 	late := func(err error) error { // on a slow machine one gives up its wait for the others: the next sweep takes what is left
@@ -152,7 +152,7 @@ func TestConcurrentSweepsReleaseLostClaimsOnce(t *testing.T) {
 			return late(err)
 		})
 	}
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, timeout, func() bool {
 		return pgtest.Value[int](t, pool, `
 			select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'`) >= 4
 	}, "several sweep")
@@ -179,11 +179,11 @@ func TestAnInterruptedSweepChangesNothing(t *testing.T) {
 	pgtest.Exec(t, pool, `
 		create function stall() returns trigger language plpgsql as 'begin perform pg_advisory_xact_lock(42); return null; end'`)
 	pgtest.Exec(t, pool, `create trigger stall after insert on agent_claims_lost for each statement execute function stall()`)
-	stall := held(t, pool)
+	stall := beginTx(t, pool)
 	pgtest.Exec(t, stall, `select pg_advisory_xact_lock(42)`)
 	var group errgroup.Group
 	group.Go(func() error { return p.Sweep(t.Context()) })
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, timeout, func() bool {
 		return pgtest.Value[bool](t, pool, `
 			select coalesce(bool_or(pg_terminate_backend(pid)), false) from pg_stat_activity
 			 where datname = current_database() and wait_event = 'advisory'`)
@@ -197,7 +197,7 @@ func TestAnInterruptedSweepChangesNothing(t *testing.T) {
 	if err := stall.Commit(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	pgtest.Eventually(t, patience, func() bool { // the server frees the locks of the one that was cut off after it has told it
+	pgtest.Eventually(t, timeout, func() bool { // the server frees the locks of the one that was cut off after it has told it
 		if err := p.Sweep(t.Context()); err != nil {
 			t.Error(err)
 		}
@@ -217,7 +217,7 @@ func TestASweepSkipsLockedRows(t *testing.T) {
 		        select 'AGENT_COMPLETED', l.execution_id::text, 'completed ' || l.execution_id from agent_locks l where l.lane = 'automation:a'`
 	)
 	lost := func(t *testing.T, pool *pgxpool.Pool, set string) (held, free string) {
-		gone := workerLease(t, pool)
+		gone := newWorker(t, pool)
 		held, free = pending(t, pool), pending(t, pool)
 		for _, id := range []string{held, free} {
 			mustClaim(t, pool, id, gone)
@@ -271,7 +271,7 @@ func TestASweepSkipsLockedRows(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			tx := leftOpen(t, pool, one.lock)
+			tx := openTx(t, pool, one.lock)
 			ctx, cancel := context.WithTimeout(t.Context(), sweepPatience)
 			defer cancel()
 			if err := p.Sweep(ctx); err != nil {
@@ -298,7 +298,7 @@ func TestStuckExecutionsAreLogged(t *testing.T) {
 	pool := pgtest.DB(t)
 	l := &lines{}
 	p := prepare(t, pool, nil, l.into)
-	lost := workerLease(t, pool)
+	lost := newWorker(t, pool)
 	mustClaim(t, pool, pending(t, pool), lost)
 	tx, err := pool.Begin(t.Context())
 	if err != nil {
@@ -337,7 +337,7 @@ func TestExecutionsAboutToMoveAreNotLogged(t *testing.T) {
 	pool := pgtest.DB(t)
 	l := &lines{}
 	p := prepare(t, pool, nil, l.into)
-	mustClaim(t, pool, pending(t, pool), workerLease(t, pool))
+	mustClaim(t, pool, pending(t, pool), newWorker(t, pool))
 	pgtest.Exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 hour'`)
 	err := p.PutSchedule(t.Context(), executions.Schedule{Name: "first", Flow: "heartbeat", Surface: trace.Heartbeat, Cron: "@every 1h", Timezone: "UTC"})
 	if err != nil {
@@ -368,7 +368,7 @@ func TestTwoEnginesStartOneExecutionPerTick(t *testing.T) {
 	if err := p.PutSchedule(t.Context(), every("@every 1s")); err != nil {
 		t.Fatal(err)
 	}
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, timeout, func() bool {
 		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) >= 4
 	}, "four ticks have run")
 	bad := pgtest.Value[int](t, pool, `select count(*) - count(distinct dedupe_key) from agent_executions`)
@@ -389,7 +389,7 @@ func TestTicksContinueWhileTheLeaderIsDead(t *testing.T) {
 	if err := p.PutSchedule(t.Context(), every("@every 1s")); err != nil {
 		t.Fatal(err)
 	}
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, timeout, func() bool {
 		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) >= 2
 	}, "two ticks have run")
 	if leader := pgtest.Value[string](t, pool, `select leader_id from river.river_leader`); leader != "dead" {

@@ -105,7 +105,7 @@ func TestNoWakeUpIsLostWhenEventAndWaitMeet(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	const rounds = 100
-	w := workerLease(t, pool)
+	w := newWorker(t, pool)
 	ids := make([]string, rounds)
 	claims := make([]int64, rounds)
 	for i := range ids {
@@ -172,7 +172,7 @@ func TestAWaitTimesOut(t *testing.T) {
 func TestEventTimerAndCancelEndAWaitOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	w := workerLease(t, pool)
+	w := newWorker(t, pool)
 	kinds := map[string]int{}
 	for i := range 60 {
 		id := pending(t, pool)
@@ -213,7 +213,7 @@ func TestALostOutcomeIsReturnedAgain(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	id := pending(t, pool)
-	n := mustClaim(t, pool, id, workerLease(t, pool))
+	n := mustClaim(t, pool, id, newWorker(t, pool))
 	mustDeliver(t, pool, "key", `{"n": 1}`)
 	park := func() string {
 		return pgtest.Value[string](t, pool, `select coalesce(lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', 'key', '1 hour', null)::text, 'waits')`,
@@ -302,13 +302,13 @@ func TestWaitingNeedsNoGoroutines(t *testing.T) { // not parallel: it counts the
 		p.beginWith(t, fmt.Sprint("key ", i))
 	}
 	waiting(t, pool, 501)
-	pgtest.Eventually(t, patience, func() bool { return runtime.NumGoroutine() <= before+50 }, // the others are River's
+	pgtest.Eventually(t, timeout, func() bool { return runtime.NumGoroutine() <= before+50 }, // the others are River's
 		fmt.Sprintf("goroutines stay near %d with 500 waiting", before))
 }
 
 func waiting(t *testing.T, pool *pgxpool.Pool, n int) {
 	t.Helper()
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, timeout, func() bool {
 		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'waiting'`) == n
 	}, fmt.Sprintf("%d executions wait", n))
 }
@@ -317,7 +317,7 @@ func TestAWaitNumberIsResumedOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	id := pending(t, pool)
-	n := mustClaim(t, pool, id, workerLease(t, pool))
+	n := mustClaim(t, pool, id, newWorker(t, pool))
 	resume := func(number int) bool {
 		return pgtest.Value[bool](t, pool, `select lanekeeper.resume_agent_execution(@id, @number, '{}')`, postgres.Strict{"id": id, "number": number})
 	}
@@ -344,7 +344,7 @@ type waiter struct {
 
 func newWaiter(t *testing.T, pool *pgxpool.Pool) *waiter {
 	t.Helper()
-	w := &waiter{t: t, pool: pool, id: pending(t, pool), by: workerLease(t, pool)}
+	w := &waiter{t: t, pool: pool, id: pending(t, pool), by: newWorker(t, pool)}
 	w.n = mustClaim(t, pool, w.id, w.by)
 	return w
 }
@@ -373,8 +373,8 @@ func (w *waiter) outcome(text *string) *executions.Outcome {
 	return &out
 }
 
-// goOn claims it again and returns how its wait ended.
-func (w *waiter) goOn(step string) *executions.Outcome {
+// resume claims it again and returns how its wait ended.
+func (w *waiter) resume(step string) *executions.Outcome {
 	w.t.Helper()
 	if x := get(w.t, w.pool, w.id); x.Status != executions.Running {
 		w.t.Fatalf("it is %s in wait %s", x.Status, step)
@@ -386,16 +386,16 @@ func (w *waiter) goOn(step string) *executions.Outcome {
 
 func (w *waiter) status() executions.Status { return get(w.t, w.pool, w.id).Status }
 
-// due makes its timer due and sweeps.
-func (w *waiter) due() {
+// expireTimer makes its timer due and sweeps.
+func (w *waiter) expireTimer() {
 	w.t.Helper()
 	pgtest.Exec(w.t, w.pool, `update agent_executions set waiting_until = clock_timestamp() - interval '1 second' where id = @id`,
 		postgres.Strict{"id": w.id})
 	sweep(w.t, w.pool)
 }
 
-// ask makes a request of the execution.
-func (w *waiter) ask(kind string, items ...string) string {
+// request makes a request of the execution.
+func (w *waiter) request(kind string, items ...string) string {
 	w.t.Helper()
 	if items == nil {
 		items = []string{}
@@ -430,9 +430,9 @@ func TestEveryKindOfWaitHasOneOutcome(t *testing.T) {
 				key := func(n string) string {
 					switch {
 					case asked && kind == "document":
-						return w.ask(kind, "cv")
+						return w.request(kind, "cv")
 					case asked:
-						return w.ask(kind)
+						return w.request(kind)
 					}
 					return kind + n
 				}
@@ -440,8 +440,8 @@ func TestEveryKindOfWaitHasOneOutcome(t *testing.T) {
 				if w.park("1", kind, late) != nil {
 					t.Fatal("an outcome of nothing")
 				}
-				w.due()
-				if out := w.goOn("1"); !out.TimedOut {
+				w.expireTimer()
+				if out := w.resume("1"); !out.TimedOut {
 					t.Errorf("timed out with %+v", out)
 				}
 				send(t, pool, event, late, `{"document": "cv", "url": "late"}`, "")
@@ -453,7 +453,7 @@ func TestEveryKindOfWaitHasOneOutcome(t *testing.T) {
 				}
 				send(t, pool, event, twice, `{"document": "cv", "url": "one"}`, kind+fmt.Sprint(asked))
 				send(t, pool, event, twice, `{"document": "cv", "url": "two"}`, kind+fmt.Sprint(asked))
-				if out := w.goOn("2"); out.TimedOut || out.Event != event || out.EventID == "" || !strings.Contains(string(out.Data), "one") {
+				if out := w.resume("2"); out.TimedOut || out.Event != event || out.EventID == "" || !strings.Contains(string(out.Data), "one") {
 					t.Errorf("outcome %+v", out)
 				}
 				send(t, pool, event, early, `{"document": "cv", "url": "one"}`, "")
@@ -481,7 +481,7 @@ func TestAWaitForDocumentsEndsWhenAllAreThere(t *testing.T) {
 		"one replaced": {`{"document": "b", "url": "old"}`, `{"document": "b", "url": "ub"}`, `{"document": "a", "url": "ua"}`},
 	} {
 		w := newWaiter(t, pool)
-		id := w.ask("document", "a", "b")
+		id := w.request("document", "a", "b")
 		if w.park("docs", "document", id) != nil {
 			t.Fatal("nothing came yet")
 		}
@@ -491,7 +491,7 @@ func TestAWaitForDocumentsEndsWhenAllAreThere(t *testing.T) {
 			}
 			send(t, pool, "DOCUMENT_UPLOADED", id, data, "")
 		}
-		out := w.goOn("docs")
+		out := w.resume("docs")
 		var data struct{ DocumentURLs []string }
 		if err := json.Unmarshal(out.Data, &data); err != nil || fmt.Sprint(data.DocumentURLs) != "[ua ub]" {
 			t.Errorf("%s: %s, %v", name, out.Data, err)
@@ -512,7 +512,7 @@ func TestAnEventAndAnEndDoNotDeadlock(t *testing.T) {
 	pool := pgtest.DB(t)
 	for range 40 {
 		w := newWaiter(t, pool)
-		id := w.ask("signature")
+		id := w.request("signature")
 		w.park("sign", "signature", id)
 		group, ctx := errgroup.WithContext(t.Context())
 		group.Go(func() error {
@@ -530,7 +530,7 @@ func TestTheEndOfAnExecutionClosesItsRequests(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w, other := newWaiter(t, pool), newWaiter(t, pool)
-	id := w.ask("test")
+	id := w.request("test")
 	if other.park("other", "test", id) != nil {
 		t.Fatal("nothing came yet")
 	}
@@ -539,7 +539,7 @@ func TestTheEndOfAnExecutionClosesItsRequests(t *testing.T) {
 		t.Errorf("the request is %s", got)
 	}
 	send(t, pool, "TEST_COMPLETED", id, `{"score": 1}`, "")
-	if out := other.goOn("other"); string(out.Data) != `{"score":1}` {
+	if out := other.resume("other"); string(out.Data) != `{"score":1}` {
 		t.Errorf("who waits for the request of another got %+v", out)
 	}
 }

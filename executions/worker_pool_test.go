@@ -26,8 +26,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// never makes sure that what is seen to happen was not done by a sweep.
-func never(o *executions.Options) { o.SweepEvery, o.LeaseTTL = time.Hour, time.Minute }
+// neverSweep makes sure that what is seen to happen was not done by a sweep.
+func neverSweep(o *executions.Options) { o.SweepEvery, o.LeaseTTL = time.Hour, time.Minute }
 
 // limit sets a limit by plain SQL.
 func limit(t *testing.T, db postgres.DB, kind, name string, running int) {
@@ -83,17 +83,17 @@ func TestALimitHoldsOverTwoProcesses(t *testing.T) {
 		}))
 	})
 	heard := listener(t, pool)
-	with := func(o *executions.Options) { never(o); o.Listener = heard }
+	with := func(o *executions.Options) { neverSweep(o); o.Listener = heard }
 	p := start(t, pool, flows, with)
 	start(t, pool, flows, with)
-	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
 	if err := p.SetLimits(t.Context(), []executions.Admission{{Kind: "flow", Name: "flow", Running: 3}}); err != nil {
 		t.Fatal(err)
 	}
 	for range 60 {
 		p.begin(t, "flow")
 	}
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, timeout, func() bool {
 		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status <> 'completed'`) == 0
 	}, "all get a place, one after the other, without a sweep")
 	if surplus.Load() != 0 || most.Load() < 2 {
@@ -114,7 +114,7 @@ func TestRacingClaimsNeverExceedALimit(t *testing.T) {
 	limit(t, pool, "surface", "flow", 7)
 	workers := make([]string, 6)
 	for i := range workers {
-		workers[i] = workerLease(t, pool)
+		workers[i] = newWorker(t, pool)
 	}
 	for range 15 {
 		pgtest.Exec(t, pool, `delete from agent_executions`)
@@ -151,7 +151,7 @@ func TestRacingClaimsNeverExceedALimit(t *testing.T) {
 func TestTheQueueIsOrderedByPriorityAndAge(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	w := workerLease(t, pool)
+	w := newWorker(t, pool)
 	old, urgent, late := queued(t, pool, "a", "flow", 2), queued(t, pool, "b", "chat", 1), queued(t, pool, "c", "flow", 3)
 	young, gone := queued(t, pool, "a", "flow", 2), queued(t, pool, "a", "flow", 1)
 	if _, err := executions.Cancel(t.Context(), pool, gone, "test", "not needed"); err != nil {
@@ -169,7 +169,7 @@ func TestTheQueueIsOrderedByPriorityAndAge(t *testing.T) {
 func TestALimitDelaysNoOtherFlow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	w := workerLease(t, pool)
+	w := newWorker(t, pool)
 	limit(t, pool, "flow", "full", 1)
 	limit(t, pool, "surface", "webhook", 0)
 	held := queued(t, pool, "full", "flow", 1)
@@ -200,7 +200,7 @@ func TestALimitDelaysNoOtherFlow(t *testing.T) {
 func TestAWaitingExecutionHoldsNoSlot(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	w := workerLease(t, pool)
+	w := newWorker(t, pool)
 	limit(t, pool, "flow", "flow", 1)
 	first := pending(t, pool)
 	n := mustClaim(t, pool, first, w)
@@ -228,7 +228,7 @@ func TestARunSyncIsCountedButNotDelayed(t *testing.T) {
 	limit(t, pool, "surface", "flow", 1)
 	p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		return executions.Result{}, func() error {
-			got, err := tryReady(ctx, pool, workerLease(t, pool), 1)
+			got, err := tryReady(ctx, pool, newWorker(t, pool), 1)
 			if err == nil && len(got) != 0 {
 				t.Error("a place was free")
 			}
@@ -283,8 +283,8 @@ func TestADeliveringProcessRunsTheExecutionAtOnce(t *testing.T) {
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		x, _ := executions.Current(ctx)
 		return ends(executions.Wait(ctx, "go", executions.Event(x.ID, 0)))
-	}), never)
-	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	}), neverSweep)
+	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
 	before := jobs(t, pool)
 	for range 10 { // one at a time: a worker is free for each
 		id := p.begin(t, "flow")
@@ -305,7 +305,7 @@ func TestAWakeupCommitsWithItsTransaction(t *testing.T) {
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		x, _ := executions.Current(ctx)
 		return ends(executions.Wait(ctx, "go", executions.Event(x.ID, 0)))
-	}), never)
+	}), neverSweep)
 	id := p.begin(t, "flow")
 	until(t, pool, id, executions.Waiting)
 	before := jobs(t, pool)
@@ -334,19 +334,19 @@ func TestABusyProcessNotifiesOthers(t *testing.T) {
 	full := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		block.pass(ctx)
 		return executions.Result{}, nil
-	}), never, func(o *executions.Options) { o.Listener, o.Workers = heard, 1 })
-	pgtest.Eventually(t, patience, func() bool { return full.Live() == nil }, "the engine lives")
+	}), neverSweep, func(o *executions.Options) { o.Listener, o.Workers = heard, 1 })
+	pgtest.Eventually(t, timeout, func() bool { return full.Live() == nil }, "the engine lives")
 	full.begin(t, "flow")
 	block.arrival(t)
 	var ran atomic.Int32
 	start(t, pool, flow(func(context.Context) (executions.Result, error) {
 		ran.Add(1)
 		return executions.Result{}, nil
-	}), never, func(o *executions.Options) { o.Listener = heard })
+	}), neverSweep, func(o *executions.Options) { o.Listener = heard })
 	for range 30 {
 		full.begin(t, "flow")
 	}
-	pgtest.Eventually(t, patience, func() bool { return ran.Load() == 30 }, "the other process runs them")
+	pgtest.Eventually(t, timeout, func() bool { return ran.Load() == 30 }, "the other process runs them")
 }
 
 // A flow that one process does not know is left to one that does, and stands in nobody's way.
@@ -355,8 +355,8 @@ func TestAnUnknownFlowIsLeftToOtherProcesses(t *testing.T) {
 	pool := pgtest.DB(t)
 	heard := listener(t, pool)
 	with := func(o *executions.Options) { o.Listener, o.Workers = heard, 2 }
-	p := start(t, pool, flow(nothing), never, with)
-	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	p := start(t, pool, flow(nothing), neverSweep, with)
+	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
 	strange := make([]string, 10)
 	for i := range strange {
 		strange[i] = p.begin(t, "strange")
@@ -364,7 +364,7 @@ func TestAnUnknownFlowIsLeftToOtherProcesses(t *testing.T) {
 	until(t, pool, p.begin(t, "flow"), executions.Completed)
 	start(t, pool, map[string]executions.Func{"strange": func(context.Context, json.RawMessage) (executions.Result, error) {
 		return executions.Result{}, nil
-	}}, never, with)
+	}}, neverSweep, with)
 	for _, id := range strange {
 		until(t, pool, id, executions.Completed)
 	}
@@ -383,8 +383,8 @@ func TestAClaimFromTheQueueTakesItsLanesOver(t *testing.T) {
 			return executions.Result{}, err
 		}
 		return ends(asked[string](ctx, pool, `select locked_by from agent_locks where lane = 'thread:`+x.ID+`'`))
-	}), never)
-	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	}), neverSweep)
+	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
 	id := p.begin(t, "flow")
 	until(t, pool, id, executions.Waiting)
 	if _, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", id, nil, ""); err != nil {
@@ -405,8 +405,8 @@ func TestAParentResumesWithoutASweep(t *testing.T) {
 		"flow": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 			return ends(executions.Trigger(ctx, "child", executions.Child{Flow: "child", Wait: true}))
 		},
-	}, never)
-	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	}, neverSweep)
+	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
 	for range 5 {
 		x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "flow", Surface: trace.Flow})
 		if err != nil {
@@ -420,11 +420,11 @@ func TestAParentResumesWithoutASweep(t *testing.T) {
 func TestAReadyExecutionThatWasLockedIsNotForgotten(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, flow(nothing), never)
-	pgtest.Eventually(t, patience, func() bool { return p.Live() == nil }, "the engine lives")
+	p := start(t, pool, flow(nothing), neverSweep)
+	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
 	var tx pgx.Tx
 	var locked string
-	pgtest.Eventually(t, patience, func() bool { // a worker may take it before it is locked
+	pgtest.Eventually(t, timeout, func() bool { // a worker may take it before it is locked
 		var err error
 		if tx, err = pool.Begin(t.Context()); err != nil {
 			t.Fatal(err)
@@ -468,7 +468,7 @@ func TestAThousandWaitsResumeExactlyOnce(t *testing.T) {
 	for s := range senders {
 		group.Go(func() error {
 			for i := s; i < len(sent); i += senders {
-				if err := strike(ctx, []*process{one, two}[s%2], fmt.Sprint("key ", sent[i]), s); err != nil {
+				if err := deliverOnce(ctx, []*process{one, two}[s%2], fmt.Sprint("key ", sent[i]), s); err != nil {
 					return err
 				}
 				if i%97 == s {
@@ -483,7 +483,7 @@ func TestAThousandWaitsResumeExactlyOnce(t *testing.T) {
 	if err := group.Wait(); err != nil {
 		t.Fatal(err)
 	}
-	pgtest.Eventually(t, 2*patience, func() bool {
+	pgtest.Eventually(t, 2*timeout, func() bool {
 		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status <> 'completed'`) == 0
 	}, "all are completed")
 	for what, sql := range map[string]string{
@@ -508,8 +508,8 @@ func TestAThousandWaitsResumeExactlyOnce(t *testing.T) {
 	}
 }
 
-// strike delivers an event under its one id, by the engine or by plain SQL.
-func strike(ctx context.Context, p *process, key string, sender int) error {
+// deliverOnce delivers an event under its one id, by the engine or by plain SQL.
+func deliverOnce(ctx context.Context, p *process, key string, sender int) error {
 	if sender%2 == 0 {
 		_, err := p.Deliver(ctx, p.pool, "EVENT_COMPLETED", key, json.RawMessage(`{}`), "id of "+key)
 		return err
@@ -520,8 +520,8 @@ func strike(ctx context.Context, p *process, key string, sender int) error {
 // restartURL is set in the process that is killed.
 const restartURL = "LANEKEEPER_RESTART_TEST_URL"
 
-// many is how many executions wait, and how many run.
-const many = 1000
+// executionCount is how many executions wait, and how many run.
+const executionCount = 1000
 
 // restartFlows are those of both processes; stay is what the second step does.
 func restartFlows(stay func(ctx context.Context) error) map[string]executions.Func {
@@ -550,12 +550,12 @@ func restartFlows(stay func(ctx context.Context) error) map[string]executions.Fu
 	}
 }
 
-// patient makes no process lose its claims because the machine has much to do: which claim did what is looked at.
-func patient(o *executions.Options) { o.LeaseTTL = 10 * time.Minute }
+// longLease makes no process lose its claims because the machine has much to do: which claim did what is looked at.
+func longLease(o *executions.Options) { o.LeaseTTL = 10 * time.Minute }
 
-// doomed is the process that is killed: it begins everything, says so, and works until then. It has workers to spare,
-// for those that come to their wait when all that run are in their step.
-func doomed(url string) error {
+// runUntilKilled is the process that is killed: it begins everything, says so, and works until then. It has workers
+// to spare, for those that come to their wait when all that run are in their step.
+func runUntilKilled(url string) error {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
 	defer stop()
 	pool, err := postgres.Open(ctx, url, postgres.Options{MaxConns: 12})
@@ -563,8 +563,8 @@ func doomed(url string) error {
 		return err
 	}
 	defer pool.Close()
-	opts := executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{}), Workers: many + 16}
-	patient(&opts)
+	opts := executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{}), Workers: executionCount + 16}
+	longLease(&opts)
 	engine, err := executions.New(pool, opts)
 	if err != nil {
 		return err
@@ -578,7 +578,7 @@ func doomed(url string) error {
 	group.Go(func() error { return engine.Run(ctx) })
 	var begin errgroup.Group
 	begin.SetLimit(8)
-	for i := range 2 * many {
+	for i := range 2 * executionCount {
 		begin.Go(func() error {
 			_, _, err := engine.Start(ctx, pool, executions.Spec{Flow: []string{"waits", "runs"}[i%2], Surface: trace.Flow})
 			return err
@@ -612,11 +612,11 @@ func kill(t *testing.T, pool *pgxpool.Pool) {
 	if err != nil || strings.TrimSpace(said) != "begun" {
 		t.Errorf("the process says %q, %v", said, err)
 	}
-	pgtest.Eventually(t, 2*patience, func() bool {
+	pgtest.Eventually(t, 2*timeout, func() bool {
 		return pgtest.Value[bool](t, pool, `
 			select (select count(*) from agent_executions where status = 'waiting') = @n
 			   and (select count(*) from effects) = @n
-			   and (select count(*) from agent_executions where status = 'running' and claimed_by is not null) = @n`, postgres.Strict{"n": many})
+			   and (select count(*) from agent_executions where status = 'running' and claimed_by is not null) = @n`, postgres.Strict{"n": executionCount})
 	}, "all wait or are in the middle of their second step")
 	if err := cmd.Process.Kill(); err != nil {
 		t.Error(err)
@@ -632,9 +632,9 @@ func TestAKilledProcessLosesNothing(t *testing.T) {
 	const waits = `select string_agg(id || ' ' || waiting_until || ' ' || wait_number, ',' order by id) from agent_executions where status = 'waiting'`
 	before := pgtest.Value[string](t, pool, waits)
 	pgtest.Exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`) // as time would
-	p := start(t, pool, restartFlows(func(context.Context) error { return nil }), patient)
-	pgtest.Eventually(t, 2*patience, func() bool {
-		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) == many
+	p := start(t, pool, restartFlows(func(context.Context) error { return nil }), longLease)
+	pgtest.Eventually(t, 2*timeout, func() bool {
+		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) == executionCount
 	}, "all that ran move on")
 	if pgtest.Value[string](t, pool, waits) != before {
 		t.Error("those that waited do not wait as before")
@@ -645,7 +645,7 @@ func TestAKilledProcessLosesNothing(t *testing.T) {
 		       (select count(*) from agent_checkpoints where step = 'first' and claim = 1),
 		       (select count(*) from agent_checkpoints where step <> 'first' and claim > 1),
 		       (select count(*) from agent_executions where status = 'completed' and attempt <= 1))`)
-	if want := fmt.Sprint(2*many, 2*many, many, 2*many, many); got != want {
+	if want := fmt.Sprint(2*executionCount, 2*executionCount, executionCount, 2*executionCount, executionCount); got != want {
 		t.Errorf("effects, different ones, first steps, others, runs: %s, want %s", got, want)
 	}
 	var one string

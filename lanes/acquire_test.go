@@ -20,8 +20,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// hears is a listener that hears of lanes.
-func hears(t *testing.T, db *pgxpool.Pool) *postgres.Listener {
+// newListener is a listener that hears of lanes.
+func newListener(t *testing.T, db *pgxpool.Pool) *postgres.Listener {
 	t.Helper()
 	listener := postgres.NewListener(pgtest.Dialer(t, db), slog.New(slog.DiscardHandler))
 	ctx, cancel := context.WithCancel(context.Background())
@@ -42,10 +42,10 @@ func hears(t *testing.T, db *pgxpool.Pool) *postgres.Listener {
 	return listener
 }
 
-// listening is a keeper that is woken by notifications.
-func listening(t *testing.T, db *pgxpool.Pool) *lanes.Keeper {
+// listeningKeeper is a keeper that is woken by notifications.
+func listeningKeeper(t *testing.T, db *pgxpool.Pool) *lanes.Keeper {
 	t.Helper()
-	k := lanes.NewKeeper(db, lanes.Options{Listener: hears(t, db)})
+	k := lanes.NewKeeper(db, lanes.Options{Listener: newListener(t, db)})
 	run(t, k)
 	return k
 }
@@ -61,7 +61,7 @@ func queued(t *testing.T, db postgres.DB, lane string, n int) {
 func TestWaitersAreServedInOrder(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	k := listening(t, db)
+	k := listeningKeeper(t, db)
 	l, err := k.Acquire(t.Context(), "x")
 	acquired(t, l, err)
 
@@ -98,8 +98,8 @@ func TestWaitersAreServedInOrder(t *testing.T) {
 func TestAReleaseWakesTheWaiterAtOnce(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	k := listening(t, db)
-	onceWithin(t, 600*time.Millisecond, func() time.Duration {
+	k := listeningKeeper(t, db)
+	retryWithin(t, 600*time.Millisecond, func() time.Duration {
 		l, err := k.Acquire(t.Context(), "x")
 		acquired(t, l, err)
 		got := make(chan error, 1)
@@ -266,7 +266,7 @@ func TestOtherLanesWakeNobody(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	w := &wire{DB: db}
-	listener := hears(t, db)
+	listener := newListener(t, db)
 	k := lanes.NewKeeper(w, lanes.Options{Listener: listener})
 	mustTry(t, db, "x", "a", 600)
 	ctx, cancel := context.WithCancel(t.Context())
@@ -396,7 +396,7 @@ func TestABatchAcquiresManyLanes(t *testing.T) {
 	old := mustTry(t, db, "free", "before", 600)
 	pgtest.Exec(t, db, `select release_agent_lock('free', 'before')`)
 	mustTry(t, db, "expired", "dead", 600)
-	lapse(t, db, "expired")
+	expire(t, db, "expired")
 	mustTry(t, db, "mine", "m", 600)
 	mustTry(t, db, "promised", "holder", 600)
 	pgtest.Exec(t, db, `select await_agent_lock('promised', 'first', 300, 3600)`)
@@ -442,7 +442,7 @@ func TestABatchReleasesManyLanes(t *testing.T) {
 	}
 	tokens[1]--
 	owners[2] = "b"
-	lapse(t, db, "expired")
+	expire(t, db, "expired")
 	pgtest.Exec(t, db, `update agent_locks set parked = true, expires_at = '9000-01-01' where lane = 'parked'`)
 	write := begin(t, db)
 	pgtest.Exec(t, write, `select fence_agent_lock('fenced', $1)`, tokens[6])

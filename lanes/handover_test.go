@@ -37,9 +37,9 @@ func settled(t *testing.T, db postgres.DB, lane string) {
 }
 
 // frees releases a lane in SQL, again while it is in use, and returns whom it went to: "" for nobody, "not released".
-func frees(t *testing.T, db postgres.DB, lane, owner string, token int64) string {
+func releaseLane(t *testing.T, db postgres.DB, lane, owner string, token int64) string {
 	t.Helper()
-	to := patiently[string](t, db, `select coalesce(lanekeeper.release_agent_lock($1, $2, $3, true), 'not released')`,
+	to := getWithin[string](t, db, `select coalesce(lanekeeper.release_agent_lock($1, $2, $3, true), 'not released')`,
 		lane, owner, token)
 	if parts := strings.Split(to, "\t"); len(parts) == 4 {
 		return parts[1]
@@ -64,7 +64,7 @@ func TestAReleaseHandsTheLaneOver(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	here, _ := keeper(t, db)
-	there := listening(t, db)
+	there := listeningKeeper(t, db)
 	held, err := here.Acquire(t.Context(), "x")
 	acquired(t, held, err)
 	got := make(chan *lanes.Lease, 1)
@@ -112,7 +112,7 @@ func TestTheHolderHasNoPlaceInTheQueue(t *testing.T) {
 	db := pgtest.DB(t)
 	token := mustTry(t, db, "x", "a", 60)
 	queues(t, db, "x", "b", 60)
-	if to := frees(t, db, "x", "a", token); to != "b" {
+	if to := releaseLane(t, db, "x", "a", token); to != "b" {
 		t.Fatalf("the lane went to %q", to)
 	}
 	another := begin(t, db)
@@ -120,7 +120,7 @@ func TestTheHolderHasNoPlaceInTheQueue(t *testing.T) {
 	queues(t, db, "x", "b", 60)
 	commit(t, another)
 	token = get[int64](t, db, `select fencing_token from agent_locks`)
-	if to := frees(t, db, "x", "b", token); to != "" {
+	if to := releaseLane(t, db, "x", "b", token); to != "" {
 		t.Errorf("the lane was handed over and given back, and went to %q again", to)
 	}
 }
@@ -131,7 +131,7 @@ func TestTheLaneOfAThreadIsNotHandedOver(t *testing.T) {
 	db := pgtest.DB(t)
 	token := mustTry(t, db, "thread:1", "a", 60)
 	queues(t, db, "thread:1", "b", 60)
-	if to := frees(t, db, "thread:1", "a", token); to != "" {
+	if to := releaseLane(t, db, "thread:1", "a", token); to != "" {
 		t.Errorf("the lane of a thread went to %q", to)
 	}
 }
@@ -176,7 +176,7 @@ func TestIneligibleWaitersGetNoHandover(t *testing.T) {
 				defer commit(t, tx)
 			}
 			conn := listener(t, db)
-			if to := frees(t, db, lane, "a", token); to != c.to {
+			if to := releaseLane(t, db, lane, "a", token); to != c.to {
 				t.Errorf("the lane went to %q, want %q", to, c.to)
 			}
 			if holder := get[string](t, db, `select locked_by from agent_locks where lane = $1`, lane); holder != c.to {
@@ -212,23 +212,23 @@ func TestOnlyTheLiveHolderHandsOver(t *testing.T) {
 	queues(t, db, "x", "b", 60)
 	before := row(t, db, "x")
 	for owner, token := range map[string]int64{"b": token, "a": token - 1, "c": token} {
-		if to := frees(t, db, "x", owner, token); to != "not released" || row(t, db, "x") != before {
+		if to := releaseLane(t, db, "x", owner, token); to != "not released" || row(t, db, "x") != before {
 			t.Errorf("%s released it under %d: %q", owner, token, to)
 		}
 	}
 	write := begin(t, db)
 	pgtest.Exec(t, write, `select fence_agent_lock('x', $1)`, token)
 	to := make(chan string, 1)
-	go func() { to <- frees(t, db, "x", "a", token) }()
-	asBlocked(t, db, "release_agent_lock")
+	go func() { to <- releaseLane(t, db, "x", "a", token) }()
+	waitUntilBlocked(t, db, "release_agent_lock")
 	commit(t, write)
 	if heir := <-to; heir != "b" {
 		t.Errorf("it went to %q", heir)
 	}
 	_, err := db.Exec(t.Context(), `select fence_agent_lock('x', $1)`, token)
 	wantCode(t, err, "LK001")
-	lapse(t, db, "x")
-	if to := frees(t, db, "x", "b", get[int64](t, db, `select fencing_token from agent_locks`)); to != "not released" {
+	expire(t, db, "x")
+	if to := releaseLane(t, db, "x", "b", get[int64](t, db, `select fencing_token from agent_locks`)); to != "not released" {
 		t.Errorf("a lease that had ended was released to %q", to)
 	}
 }
@@ -242,8 +242,8 @@ func TestAnExpiredLeaseIsNotHandedOver(t *testing.T) {
 	write := begin(t, db)
 	pgtest.Exec(t, write, `select fence_agent_lock('x', $1)`, token)
 	to := make(chan string, 1)
-	go func() { to <- frees(t, db, "x", "a", token) }()
-	asBlocked(t, db, "release_agent_lock")
+	go func() { to <- releaseLane(t, db, "x", "a", token) }()
+	waitUntilBlocked(t, db, "release_agent_lock")
 	pgtest.Eventually(t, soon, func() bool {
 		return get[bool](t, db, `select expires_at < clock_timestamp() from agent_locks`)
 	}, "the lease ends")
@@ -260,7 +260,7 @@ func TestAHandedOverLeaseIsShort(t *testing.T) {
 	for lane, ttl := range map[string]int{"long": 3600, "short": 2} {
 		token := mustTry(t, db, lane, "a", 60)
 		queues(t, db, lane, "dead", ttl)
-		frees(t, db, lane, "a", token)
+		releaseLane(t, db, lane, "a", token)
 		if lasts := get[float64](t, db, `select extract(epoch from expires_at - locked_at)::float8 from agent_locks where lane = $1`, lane); lasts != float64(min(ttl, 10)) {
 			t.Errorf("%s: the lease lasts %v s", lane, lasts)
 		}
@@ -278,14 +278,14 @@ func TestAWaiterThatLeavesHoldsNothing(t *testing.T) {
 	queues(t, db, "x", "b", 60)
 	queues(t, db, "x", "c", 60)
 	release := begin(t, db)
-	if to := frees(t, release, "x", "a", token); to != "b" {
+	if to := releaseLane(t, release, "x", "a", token); to != "b" {
 		t.Fatalf("it went to %q", to)
 	}
 	left := make(chan string, 1)
 	go func() {
 		left <- get[string](t, db, `select coalesce(lanekeeper.release_agent_lock('x', 'b', null, true), 'nothing') from leave_agent_lock_queue('x', 'b')`)
 	}()
-	asBlocked(t, db, "leave_agent_lock_queue")
+	waitUntilBlocked(t, db, "leave_agent_lock_queue")
 	commit(t, release)
 	if to := <-left; !strings.HasPrefix(to, "x\tc\t") {
 		t.Errorf("b left, and the lane went to %q", to)
@@ -386,7 +386,7 @@ func TestABatchHandsManyLanesOver(t *testing.T) {
 func TestAnExecutionClaimGetsNoHandover(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	k := listening(t, db)
+	k := listeningKeeper(t, db)
 	token := mustTry(t, db, "x", "a", 60)
 	owner := lanes.ClaimOwner("00000000-0000-7000-8000-000000000001", 1)
 	got := make(chan *lanes.Lease, 1)
@@ -398,7 +398,7 @@ func TestAnExecutionClaimGetsNoHandover(t *testing.T) {
 		got <- lease
 	}()
 	settled(t, db, "x")
-	if to := frees(t, db, "x", "a", token); to != "" {
+	if to := releaseLane(t, db, "x", "a", token); to != "" {
 		t.Errorf("it went to %q", to)
 	}
 	if lease := <-got; lease == nil || lease.Owner() != owner {
@@ -416,7 +416,7 @@ func TestAMissedHandoverIsFoundByPolling(t *testing.T) {
 			notifications := postgres.NewListener(pgtest.Dialer(t, db), slog.New(slog.DiscardHandler))
 			k := lanes.NewKeeper(db, lanes.Options{Listener: notifications})
 			if heard {
-				k = lanes.NewKeeper(db, lanes.Options{Listener: hears(t, db)})
+				k = lanes.NewKeeper(db, lanes.Options{Listener: newListener(t, db)})
 			} else {
 				run(t, k)
 			}
@@ -430,7 +430,7 @@ func TestAMissedHandoverIsFoundByPolling(t *testing.T) {
 				got <- lease
 			}()
 			settled(t, db, "x")
-			heir := frees(t, db, "x", "a", token)
+			heir := releaseLane(t, db, "x", "a", token)
 			lease := <-got
 			if lease == nil || lease.Owner().String() != heir ||
 				get[bool](t, db, `select expires_at < clock_timestamp() + interval '50 minutes' from agent_locks`) {
@@ -444,7 +444,7 @@ func TestAMissedHandoverIsFoundByPolling(t *testing.T) {
 func TestALateHandoverIsIgnored(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	k := listening(t, db)
+	k := listeningKeeper(t, db)
 	mustTry(t, db, "x", "a", 60)
 	got := make(chan *lanes.Lease, 1)
 	go func() {
@@ -473,9 +473,9 @@ func TestTheLocalEndOfAHandoverCountsFromBeforeTheAttempt(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	w := &wire{DB: db, delay: 600 * time.Millisecond}
-	k := lanes.NewKeeper(w, lanes.Options{Listener: hears(t, db)})
+	k := lanes.NewKeeper(w, lanes.Options{Listener: newListener(t, db)})
 	run(t, k)
-	onceWithin(t, 1900*time.Millisecond, func() time.Duration {
+	retryWithin(t, 1900*time.Millisecond, func() time.Duration {
 		token := mustTry(t, db, "x", "a", 60)
 		got := make(chan *lanes.Lease, 1)
 		go func() {
@@ -489,13 +489,13 @@ func TestTheLocalEndOfAHandoverCountsFromBeforeTheAttempt(t *testing.T) {
 		w.cut.Store(true) // nothing is renewed
 		defer w.cut.Store(false)
 		start := time.Now()
-		frees(t, db, "x", "a", token)
+		releaseLane(t, db, "x", "a", token)
 		lease := <-got
 		if lease == nil {
 			t.FailNow()
 		}
 		took := ended(t, lease, soon).Sub(start)
-		lapse(t, db, "x")
+		expire(t, db, "x")
 		return took
 	})
 }

@@ -84,7 +84,7 @@ func TestTheLocalEndCountsFromBeforeTheCall(t *testing.T) {
 	t.Parallel()
 	w := &wire{DB: pgtest.DB(t), delay: 600 * time.Millisecond}
 	k, log := keeper(t, w)
-	least := onceWithin(t, 2400*time.Millisecond, func() time.Duration {
+	least := retryWithin(t, 2400*time.Millisecond, func() time.Duration {
 		start := time.Now()
 		l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(2*time.Second))
 		acquired(t, l, err)
@@ -100,9 +100,9 @@ func TestTheLocalEndCountsFromBeforeTheCall(t *testing.T) {
 	}
 }
 
-// onceWithin measures until one of a few tries is done within a time. On a busy machine each may be late, where a
+// retryWithin measures until one of a few tries is done within a time. On a busy machine each may be late, where a
 // defect makes all of them late. It returns the shortest.
-func onceWithin(t *testing.T, most time.Duration, try func() time.Duration) time.Duration {
+func retryWithin(t *testing.T, most time.Duration, try func() time.Duration) time.Duration {
 	t.Helper()
 	least := try()
 	for n := 1; n < 6 && least > most; n++ {
@@ -119,7 +119,7 @@ func TestWorkEndsWithTheLeaseWhenTheDatabaseIsGone(t *testing.T) {
 	w := &wire{DB: pgtest.DB(t)}
 	k, log := keeper(t, w)
 	run(t, k)
-	onceWithin(t, 2400*time.Millisecond, func() time.Duration {
+	retryWithin(t, 2400*time.Millisecond, func() time.Duration {
 		l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(2*time.Second))
 		acquired(t, l, err)
 		renewed := w.count("renew_agent_locks")
@@ -182,8 +182,8 @@ func TestABrokenLaneEndsTheWork(t *testing.T) {
 func TestABrokenLaneReachesItsHolderAtOnce(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	k := listening(t, db)
-	onceWithin(t, time.Second, func() time.Duration {
+	k := listeningKeeper(t, db)
+	retryWithin(t, time.Second, func() time.Duration {
 		l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(time.Hour))
 		acquired(t, l, err)
 		other, err := k.Acquire(t.Context(), "y", lanes.WithTTL(time.Hour))
@@ -290,7 +290,7 @@ func TestTheLaneOfADeadProcessIsReleased(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	asBlocked(t, db, "lose_agent_claims")
+	waitUntilBlocked(t, db, "lose_agent_claims")
 	commit(t, look)
 	under.Wait()
 	if g := try(t, db, "x", "b", 60); !g.acquired {
@@ -323,7 +323,7 @@ func TestLiveShowsWhoHoldsWhat(t *testing.T) {
 	mustTry(t, db, "objective:1", execution+"#2", 300)
 	pgtest.Exec(t, db, `update agent_locks set parked = true, expires_at = '9000-01-01' where lane = 'objective:1'`)
 	mustTry(t, db, "over", "a", 60)
-	lapse(t, db, "over")
+	expire(t, db, "over")
 
 	live, err := lanes.Live(t.Context(), db)
 	if err != nil {

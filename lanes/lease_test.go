@@ -50,7 +50,7 @@ func TestASkippedRunFreesNothing(t *testing.T) {
 	k, _ := keeper(t, db)
 	late, err := k.Acquire(t.Context(), "x")
 	acquired(t, late, err)
-	lapse(t, db, "x")
+	expire(t, db, "x")
 	holder, err := k.Acquire(t.Context(), "x")
 	acquired(t, holder, err)
 	want := row(t, db, "x")
@@ -316,7 +316,7 @@ func TestACallerWhoLeavesWhileTheLaneIsGrantedLeavesItFree(t *testing.T) {
 		}
 		left <- err
 	}()
-	asBlocked(t, db, "acquire_agent_lock")
+	waitUntilBlocked(t, db, "acquire_agent_lock")
 	leave()
 	select {
 	case err := <-left:
@@ -347,7 +347,7 @@ func TestFenceStopsStaleWrites(t *testing.T) {
 		t.Errorf("fence of a live lease: %v", err)
 	}
 	commit(t, tx)
-	lapse(t, db, "x")
+	expire(t, db, "x")
 	mustTry(t, db, "x", "another", 60)
 	if err := l.Fence(t.Context(), begin(t, db)); !errors.Is(err, lanes.ErrStale) {
 		t.Errorf("fence after a takeover: %v, want ErrStale", err)

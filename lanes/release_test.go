@@ -26,7 +26,7 @@ func TestAReleaseWhoseSessionIsKilledFreesTheLane(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	k, log := keeper(t, db)
-	onceWithin(t, 2*time.Second, func() time.Duration {
+	retryWithin(t, 2*time.Second, func() time.Duration {
 		l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(time.Hour))
 		acquired(t, l, err)
 		write := begin(t, db)
@@ -35,7 +35,7 @@ func TestAReleaseWhoseSessionIsKilledFreesTheLane(t *testing.T) {
 		}
 		released := make(chan error, 1)
 		go func() { released <- l.Release(t.Context()) }()
-		asBlocked(t, db, "release_agent_lock")
+		waitUntilBlocked(t, db, "release_agent_lock")
 		terminate(t, db, "release_agent_lock")
 		began := time.Now()
 		commit(t, write)
@@ -164,7 +164,7 @@ func TestReleaseAllIsRetried(t *testing.T) {
 	}
 	released := make(chan error, 1)
 	go func() { released <- k.ReleaseAll(t.Context()) }()
-	asBlocked(t, db, "release_agent_lock")
+	waitUntilBlocked(t, db, "release_agent_lock")
 	terminate(t, db, "release_agent_lock")
 	pgtest.Eventually(t, soon, func() bool { return get[int](t, db, `select count(*) from agent_locks_live`) == 1 },
 		"the others are free")
@@ -230,14 +230,14 @@ func TestAWaiterInAnOpenTransactionBlocksNobody(t *testing.T) {
 				token := mustTry(t, db, "x", "a", 60)
 				pgtest.Exec(t, db, `insert into agent_locks (lane, fencing_token, expires_at) values ('y', 1, clock_timestamp())`)
 				leave(t, db, query)
-				unhurt(t, db, token)
+				wantHeld(t, db, token)
 			})
 		}
 	}
 }
 
-// unhurt checks that a, who holds x, renews and releases it, that the next one gets it, and that the sweeps pass.
-func unhurt(t *testing.T, db *pgxpool.Pool, token int64) {
+// wantHeld checks that a, who holds x, renews and releases it, that the next one gets it, and that the sweeps pass.
+func wantHeld(t *testing.T, db *pgxpool.Pool, token int64) {
 	t.Helper()
 	hurry := begin(t, db)
 	pgtest.Exec(t, hurry, `set local lock_timeout = '1s'`)
@@ -288,7 +288,7 @@ func TestAGrantInAnOpenTransactionIsBusyForOthers(t *testing.T) {
 				if _, err := k.Acquire(t.Context(), "y"); !errors.Is(err, lanes.ErrBusy) {
 					t.Errorf("Acquire: %v, want ErrBusy", err)
 				}
-				unhurt(t, db, token)
+				wantHeld(t, db, token)
 			})
 		}
 	}

@@ -87,7 +87,7 @@ func TestBusyTryWritesNothing(t *testing.T) {
 	get[bool](t, db, `select acquired from await_agent_lock('promised', 'b', 60, 60)`)
 	get[bool](t, db, `select release_agent_lock('promised', 'a')`)
 	mustTry(t, db, "changing", "a", 60)
-	lapse(t, db, "changing")
+	expire(t, db, "changing")
 	locker := begin(t, db)
 	pgtest.Exec(t, locker, `select from agent_locks where lane = 'changing' for update`)
 	try(t, locker, "new", "a", 60)
@@ -158,7 +158,7 @@ func TestOthersAndOldTokensChangeNothing(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	old := mustTry(t, db, "x", "a", 60)
-	lapse(t, db, "x")
+	expire(t, db, "x")
 	mustTry(t, db, "x", "a", 60) // the same name again: only the token tells them apart
 	want := row(t, db, "x")
 	for name, query := range map[string]string{
@@ -189,7 +189,7 @@ func TestAnExpiredLeaseIsLostEvenIfTheLaneIsFree(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	token := mustTry(t, db, "x", "a", 60)
-	lapse(t, db, "x")
+	expire(t, db, "x")
 	want := row(t, db, "x")
 	for name, query := range map[string]string{
 		"renewal":         `select renew_agent_lock('x', 'a', $1, 60)`,
@@ -234,7 +234,7 @@ func TestAFenceThatMeetsATakeoverFails(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	token := mustTry(t, db, "x", "a", 60)
-	lapse(t, db, "x")
+	expire(t, db, "x")
 	takeover := begin(t, db)
 	mustTry(t, takeover, "x", "b", 60)
 	fenced := make(chan error, 1)
@@ -242,7 +242,7 @@ func TestAFenceThatMeetsATakeoverFails(t *testing.T) {
 		_, err := db.Exec(t.Context(), `select fence_agent_lock('x', $1)`, token)
 		fenced <- err
 	}()
-	asBlocked(t, db, "fence_agent_lock")
+	waitUntilBlocked(t, db, "fence_agent_lock")
 	commit(t, takeover)
 	wantCode(t, <-fenced, "LK001")
 }
@@ -277,7 +277,7 @@ func TestRenewalsPassAFencedWriteAndTakeoversWait(t *testing.T) {
 		}
 		_ = tx.Rollback(t.Context())
 	}
-	lapse(t, db, "x")
+	expire(t, db, "x")
 	if g := try(t, db, "x", "b", 60); g.acquired {
 		t.Error("a takeover passed through a fenced write")
 	}
@@ -301,10 +301,10 @@ func TestARowLockHeldPastTheEndRevivesNothing(t *testing.T) {
 			pgtest.Exec(t, stranger, `select from agent_locks where lane = 'x' for update`)
 			revived := make(chan bool, 1)
 			go func() {
-				revived <- patiently[bool](t, db, query, token)
+				revived <- getWithin[bool](t, db, query, token)
 			}()
 			if name == "renewal" || name == "release" {
-				asBlocked(t, db, "_agent_lock(")
+				waitUntilBlocked(t, db, "_agent_lock(")
 			}
 			pgtest.Eventually(t, soon, func() bool { return !get[bool](t, db, `select is_agent_lock_held('x')`) },
 				"the lease ends")
@@ -609,7 +609,7 @@ func TestRaceOfPlainSQLSessions(t *testing.T) {
 func TestRaceThroughGo(t *testing.T) {
 	t.Parallel()
 	db := wide(t)
-	k := listening(t, db)
+	k := listeningKeeper(t, db)
 	a := &arena{t: t}
 	race(t, func(ctx context.Context, racer, round int) (bool, error) {
 		acquire := k.Acquire

@@ -88,8 +88,8 @@ func commit(t testing.TB, tx pgx.Tx) {
 	}
 }
 
-// lapse ends the present lease of a lane now, as time would.
-func lapse(t testing.TB, db postgres.DB, lane string) {
+// expire ends the present lease of a lane now, as time would.
+func expire(t testing.TB, db postgres.DB, lane string) {
 	t.Helper()
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
 }
@@ -108,8 +108,8 @@ func wantCode(t testing.TB, err error, code string) {
 	}
 }
 
-// asBlocked waits until a statement that contains text waits for a lock.
-func asBlocked(t testing.TB, db postgres.DB, text string) {
+// waitUntilBlocked waits until a statement that contains text waits for a lock.
+func waitUntilBlocked(t testing.TB, db postgres.DB, text string) {
 	t.Helper()
 	pgtest.Eventually(t, soon, func() bool {
 		return get[bool](t, db, `select exists (select from pg_stat_activity where datname = current_database()
@@ -117,8 +117,8 @@ func asBlocked(t testing.TB, db postgres.DB, text string) {
 	}, "no statement waits: "+text)
 }
 
-// patiently is get that asks again while somebody has the lane in use, as clients do.
-func patiently[T any](t testing.TB, db postgres.DB, query string, args ...any) T {
+// getWithin is get that asks again while somebody has the lane in use, as clients do.
+func getWithin[T any](t testing.TB, db postgres.DB, query string, args ...any) T {
 	t.Helper()
 	var v T
 	for {
