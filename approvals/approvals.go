@@ -279,7 +279,7 @@ func Decide(ctx context.Context, db postgres.Beginner, id string, approve bool, 
 }
 
 // Use queues the consumption of a grant beside the intent of the call it allows; give it to
-// executions.Call.Also. The transaction fails (SQLSTATE LK003) when the grant is used, rejected, expired, or another
+// executions.Call.OnIntent. The transaction fails (SQLSTATE LK003) when the grant is used, rejected, expired, or another
 // execution's.
 func Use(id, executionID, step string) func(b *pgx.Batch, _ string) {
 	return func(b *pgx.Batch, _ string) {

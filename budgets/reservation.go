@@ -78,7 +78,7 @@ func (s Spend) Plus(other Spend) Spend {
 	}
 }
 
-// Reserve queues the reservation for the call of a step; give it to executions.Call.Also. A refusal does not fail the
+// Reserve queues the reservation for the call of a step; give it to executions.Call.OnIntent. A refusal does not fail the
 // transaction: Await returns it.
 func (r *Reservation) Reserve(b *pgx.Batch, step string) {
 	r.reckon()
@@ -156,7 +156,7 @@ func (r *Reservation) reckon() {
 	}
 }
 
-// Settle queues what the last request has used; give it to executions.Effect.Settle. A call that reserved nothing
+// Settle queues what the last request has used; give it to executions.Effect.OnResult. A call that reserved nothing
 // settles nothing.
 func (r *Reservation) Settle(b *pgx.Batch, s Spend) {
 	tokens, usd := max(s.Tokens, 0), max(s.USD, 0)
