@@ -229,7 +229,7 @@ func tryExecutionLane(ctx context.Context, db postgres.DB, lane string, owner Ow
 		       coalesce(extract(epoch from a.expires_at - clock_timestamp()), 0)::float8 as remaining,
 		       coalesce(was.locked_by, '') as was_holder,
 		       coalesce(extract(epoch from clock_timestamp() - was.expires_at), 0)::float8 as stale_for,
-		       coalesce(a.lender::text, '') as lender, a.soon
+		       coalesce(a.lender::text, '') as lender, a.soon as will_lend
 		  from lanekeeper.acquire_agent_execution_lock(@lane, @owner, @ttl) a
 		  left join agent_locks was on a.acquired and was.lane = @lane and was.locked_by <> ''
 		        and was.fencing_token < a.fencing_token`,

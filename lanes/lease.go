@@ -196,7 +196,7 @@ func (k *Keeper) addGrant(ctx context.Context, owner Owner, g grant) *Lease {
 	h := k.held[id]
 	notify := func() {}
 	if h != nil && h.token != g.token {
-		notify = k.loseLocked(h, "it was granted anew")
+		notify = k.loseLocked(h, "it was granted again")
 		h = nil
 	}
 	if h == nil {

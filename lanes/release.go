@@ -102,10 +102,10 @@ func (r *releaseLoop) try(ctx context.Context) (released releaseResult, err erro
 func (r *releaseLoop) continueInBackground(ctx context.Context) {
 	k, h := r.keeper, r.hold
 	k.mu.Lock()
-	begun := h.background
+	started := h.background
 	h.background = true
 	k.mu.Unlock()
-	if begun { // by another Release of the same lease
+	if started { // by another Release of the same lease
 		return
 	}
 	k.retryInBackground(ctx, h.ttl, r.once)
