@@ -3,18 +3,14 @@
 package failover_test
 
 import (
-	"bufio"
-	"encoding/binary"
-	"io"
 	"net"
-	"net/url"
-	"path/filepath"
 	"strings"
 	"sync"
 	"testing"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/pgproxy"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
@@ -24,7 +20,7 @@ import (
 // counter stands between a process and the database, counts the requests of all its connections, and says of one that
 // it must not arrive, or that it arrives and its answer is not heard.
 type counter struct {
-	address string
+	*pgproxy.Proxy
 
 	mu     sync.Mutex
 	n      int
@@ -40,80 +36,38 @@ func (c *counter) count(n int, before bool, die func()) {
 	c.n, c.at, c.before, c.die = 0, n, before, die
 }
 
-// newCounter makes one before a server on a unix socket.
+// newCounter makes one before a database.
 func newCounter(t testing.TB, to string) *counter {
 	t.Helper()
-	u, err := url.Parse(to)
-	if err != nil {
-		t.Fatal(err)
-	}
-	network, server := "unix", filepath.Join(u.Query().Get("host"), ".s.PGSQL.5432")
-	if u.Host != "" {
-		network, server = "tcp", u.Host
-	}
-	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	c := &counter{address: "postgres://postgres@" + listener.Addr().String() + u.Path + "?sslmode=disable"}
-	var running sync.WaitGroup
-	t.Cleanup(func() {
-		if err := listener.Close(); err != nil {
-			t.Error(err)
-		}
-		running.Wait()
-	})
-	running.Go(func() {
-		for {
-			client, err := listener.Accept()
-			if err != nil {
-				return // closed
-			}
-			running.Go(func() { c.relay(client, network, server) })
-		}
-	})
+	c := &counter{}
+	c.Proxy = pgproxy.Listen(t, to, func(client, server net.Conn) pgproxy.Link { return &counted{c, client, server} })
 	return c
 }
 
-func (c *counter) relay(client net.Conn, network, address string) {
-	defer client.Close()
-	server, err := net.Dial(network, address)
-	if err != nil {
-		return
-	}
-	defer server.Close()
-	var both sync.WaitGroup
-	both.Go(func() {
-		defer client.Close()
-		_, _ = io.Copy(client, server) // ends with either side
-	})
-	c.requests(bufio.NewReader(client), server)
-	server.Close()
-	both.Wait()
+// counted is one connection through a counter.
+type counted struct {
+	*counter
+
+	client, server net.Conn
 }
 
-// requests passes on what a client says, up to the request to die of. A request is a query, or what ends with a sync.
-func (c *counter) requests(client io.Reader, server io.Writer) {
-	for first := true; ; first = false {
-		head := make([]byte, 5)
-		if first { // the startup message has no type
-			head = head[:4]
-		}
-		if _, err := io.ReadFull(client, head); err != nil {
-			return
-		}
-		body := make([]byte, binary.BigEndian.Uint32(head[len(head)-4:])-4)
-		if _, err := io.ReadFull(client, body); err != nil {
+// Upstream carries what a client says, up to the request to die of.
+func (c *counted) Upstream() {
+	requests, first, err := pgproxy.NewRequests(c.client)
+	if err == nil {
+		_, err = c.server.Write(first)
+	}
+	for err == nil {
+		var r pgproxy.Request
+		if r, err = requests.Next(); err != nil {
 			return
 		}
 		last, arrives := false, true
-		if kind := head[0]; !first && (kind == 'Q' || kind == 'S') {
+		if kind := r.Raw[r.Last]; kind == 'Q' || kind == 'S' {
 			last, arrives = c.step()
 		}
 		if arrives {
-			if _, err := server.Write(append(head, body...)); err != nil {
-				return
-			}
+			_, err = c.server.Write(r.Raw)
 		}
 		if last {
 			c.die()
@@ -121,6 +75,9 @@ func (c *counter) requests(client io.Reader, server io.Writer) {
 		}
 	}
 }
+
+// Downstream carries what the server answers.
+func (c *counted) Downstream() { pgproxy.Answers(c.server, c.client, func() bool { return false }) }
 
 // step counts a request, and says whether it is the one to die of and whether it arrives.
 func (c *counter) step() (last, arrives bool) {
@@ -187,7 +144,7 @@ func migrateUntil(t *testing.T, c *counter, n int, before bool) bool {
 			<-a.Ended()
 		})
 	})
-	a := launch(t, t.TempDir(), []string{"DATABASE_URL=" + c.address}, "migrate")
+	a := launch(t, t.TempDir(), []string{"DATABASE_URL=" + c.URL("")}, "migrate")
 	started <- a
 	code := a.Exit()
 	if code > 0 {
@@ -198,8 +155,7 @@ func migrateUntil(t *testing.T, c *counter, n int, before bool) bool {
 
 func connect(t *testing.T, to string) *pgxpool.Pool {
 	t.Helper()
-	db := pgtest.Pool(t, to, postgres.Options{MaxConns: 4, ApplicationName: "test"})
-	return db
+	return pgtest.Pool(t, to, postgres.Options{MaxConns: 4, ApplicationName: "test"})
 }
 
 // appliedFiles is how many files are applied. What a file makes is there exactly when it is recorded: the files are
