@@ -21,6 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
@@ -320,7 +321,7 @@ func TestTheLoginPageIsThereForEverybody(t *testing.T) {
 	t.Parallel()
 	_, server, _ := pulled(t, func(http.ResponseWriter, *http.Request) {})
 	for next, want := range map[string]string{"/lanes?a=b": `name="next" value="/lanes?a=b"`, "//evil.example": `name="next" value="/"`} {
-		if status, body := see(t, server.URL+"/login?next="+url.QueryEscape(next)); status != 200 || !strings.Contains(body, want) {
+		if status, body := testkit.Get(t, server.URL+"/login?next="+url.QueryEscape(next)); status != 200 || !strings.Contains(body, want) {
 			t.Errorf("next %s: %d\n%s", next, status, body)
 		}
 	}
@@ -559,7 +560,7 @@ func spoken(t *testing.T, db interface {
 func TestOperateShowsASession(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	_, body := see(t, server.URL+"/operate")
+	_, body := testkit.Get(t, server.URL+"/operate")
 	for _, want := range []string{"Nothing was said here yet", "Nobody has it", "Nobody has talked", `action="/act/v1/operate"`, "operate.js"} {
 		if !strings.Contains(body, want) {
 			t.Errorf("empty: %q is missing", want)
@@ -574,7 +575,7 @@ func TestOperateShowsASession(t *testing.T) {
 	hostile := "<script>alert(1)</script>\u202eevil " + strings.Repeat("x", 1<<16)
 	spoken(t, pool, "what did you do? <b>", hostile, "cancelled")
 	spoken(t, pool, "and now?", "", "pending")
-	status, body := see(t, server.URL+"/operate?session="+aSession)
+	status, body := testkit.Get(t, server.URL+"/operate?session="+aSession)
 	for _, want := range []string{
 		"what did you do? &lt;b&gt;", "&lt;script&gt;alert(1)", "⟨U+202E⟩evil", "characters in all", "A turn is under way", `data-execution="`,
 		"one with the agent sales", `value="` + aSession + `"`, `href="/operate?session=` + aSession + `"`,
@@ -590,15 +591,15 @@ func TestOperateShowsASession(t *testing.T) {
 	if _, err := pool.Exec(t.Context(), `select try_acquire_agent_lock('operate', 'somebody else', 60)`); err != nil {
 		t.Fatal(err)
 	}
-	if _, body := see(t, server.URL+"/operate"); !strings.Contains(body, "somebody else") || strings.Contains(body, "Nobody has it") {
+	if _, body := testkit.Get(t, server.URL+"/operate"); !strings.Contains(body, "somebody else") || strings.Contains(body, "Nobody has it") {
 		t.Error("the holder is missing")
 	}
 	for _, bad := range []string{"?session=%00", "?sesion=x", "?session=" + strings.Repeat("x", 400)} {
-		if status, _ := see(t, server.URL+"/operate"+bad); status != 400 {
+		if status, _ := testkit.Get(t, server.URL+"/operate"+bad); status != 400 {
 			t.Errorf("%s: status %d", bad, status)
 		}
 	}
-	if status, body := see(t, server.URL+"/operate?session=unknown"); status != 200 || !strings.Contains(body, "Nothing was said here yet") {
+	if status, body := testkit.Get(t, server.URL+"/operate?session=unknown"); status != 200 || !strings.Contains(body, "Nothing was said here yet") {
 		t.Errorf("a session that was never spoken in: %d", status)
 	}
 }

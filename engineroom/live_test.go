@@ -20,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/ssetest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // patience is how long a test waits for what has to come.
@@ -208,7 +209,7 @@ func seenBy(t *testing.T, body string) string {
 func TestAPartThatReadsOtherwiseIsSent(t *testing.T) {
 	t.Parallel()
 	s, _, server := watched(t)
-	_, body := see(t, server.URL+"/watched?b=2&a=1")
+	_, body := testkit.Get(t, server.URL+"/watched?b=2&a=1")
 	if !strings.Contains(body, `data-live="/live/watched?a=1&amp;b=2"`) {
 		t.Errorf("the page does not say where its stream is:\n%s", body)
 	}
@@ -226,7 +227,7 @@ func TestAStreamGoesOnByState(t *testing.T) {
 	t.Parallel()
 	s, _, server := watched(t)
 	s.set("one", "first")
-	_, body := see(t, server.URL+"/watched")
+	_, body := testkit.Get(t, server.URL+"/watched")
 	s.set("one", "changed between page and stream")
 	l := listen(t, server.URL+"/live/watched?seen="+seenBy(t, body), "")
 	l.next("one", "changed between")
@@ -277,7 +278,7 @@ func TestWhoComesWithNewerStateIsNotSentTheOlder(t *testing.T) {
 	s.set("one", "new")
 	s.set("calm", "new")
 	slow <- struct{}{}
-	_, body := see(t, server.URL+"/watched")
+	_, body := testkit.Get(t, server.URL+"/watched")
 	s.set("one", "newer")
 	who, leave, err := room.hub.join(room.pages[0], &visit{URL: "/watched"}, seenBy(t, body))
 	if err != nil {
@@ -299,7 +300,7 @@ func TestManyViewersCostOneRead(t *testing.T) {
 	t.Parallel()
 	const viewers = 100
 	s, room, server := watchedWith(t, func(p *page) { p.parts[0].every, p.parts[1].every = time.Hour, time.Hour })
-	_, body := see(t, server.URL+"/watched")
+	_, body := testkit.Get(t, server.URL+"/watched")
 	state := seenBy(t, body)
 	first := listen(t, server.URL+"/live/watched?seen="+state, "")
 	pgtest.Eventually(t, patience, func() bool { return s.reads["one"].Load() == 2 && s.reads["calm"].Load() == 2 }, "the first viewer's parts are read")

@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"html/template"
-	"io"
 	"math"
 	"net/http"
 	"net/http/httptest"
@@ -20,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: browser.Tests{M: m}}) }
@@ -39,25 +39,6 @@ func open(t *testing.T) (*pgxpool.Pool, *httptest.Server) {
 	server := httptest.NewServer(mux)
 	t.Cleanup(server.Close)
 	return pool, server
-}
-
-// see is the answer to a GET: its status and its text.
-func see(t *testing.T, url string) (status int, body string) {
-	t.Helper()
-	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, url, http.NoBody)
-	if err != nil {
-		t.Fatal(err)
-	}
-	resp, err := http.DefaultClient.Do(req)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer resp.Body.Close()
-	text, err := io.ReadAll(resp.Body)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return resp.StatusCode, string(text)
 }
 
 // What somebody wrote straight into the tables, past every check of the packages, takes no part of a page away: times
@@ -155,7 +136,7 @@ func TestAddressesThatNothingHas(t *testing.T) {
 		for _, id := range []string{"%00", "a%00b", "%ff%fe"} {
 			for _, prefix := range []string{"/", "/live/"} {
 				path := prefix + list + "/" + id
-				if status, _ := see(t, server.URL+path); status != http.StatusNotFound && status != http.StatusBadRequest {
+				if status, _ := testkit.Get(t, server.URL+path); status != http.StatusNotFound && status != http.StatusBadRequest {
 					t.Errorf("%s: status %d, want 404 or 400", path, status)
 				}
 			}
@@ -179,7 +160,7 @@ func put(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) (id string) 
 // shows expects a page with texts in it.
 func shows(t *testing.T, url string, texts ...string) string {
 	t.Helper()
-	status, body := see(t, url)
+	status, body := testkit.Get(t, url)
 	if status != 200 {
 		t.Fatalf("%s: status %d\n%s", url, status, body)
 	}
@@ -211,7 +192,7 @@ func harmless(t *testing.T, url string) {
 // turnsAway expects an address to be refused.
 func turnsAway(t *testing.T, url string, want int, why string) {
 	t.Helper()
-	if status, body := see(t, url); status != want || !strings.Contains(body, why) {
+	if status, body := testkit.Get(t, url); status != want || !strings.Contains(body, why) {
 		t.Errorf("%s: status %d, want %d because of %q:\n%s", url, status, want, why, body)
 	}
 }

@@ -15,6 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/replica"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -139,7 +140,7 @@ func TestWhatNeedsAPersonIsCountedAndLinked(t *testing.T) {
 		if strings.HasPrefix(link[1], "/skills") {
 			continue // of a page that has its own tests
 		}
-		if status, _ := see(t, server.URL+strings.ReplaceAll(link[1], "&amp;", "&")); status != 200 {
+		if status, _ := testkit.Get(t, server.URL+strings.ReplaceAll(link[1], "&amp;", "&")); status != 200 {
 			t.Errorf("%s: status %d", link[1], status)
 		}
 	}
@@ -228,10 +229,10 @@ func TestWhatNeedsAPersonIsFoundByIndexes(t *testing.T) {
 func TestEveryPageSaysThatTheAgentIsPaused(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	if _, body := see(t, server.URL+"/"); !strings.Contains(body, `action="/act/v1/pause"`) || strings.Contains(body, "is paused") {
+	if _, body := testkit.Get(t, server.URL+"/"); !strings.Contains(body, `action="/act/v1/pause"`) || strings.Contains(body, "is paused") {
 		t.Errorf("the overview has no lever:\n%s", body)
 	}
-	if _, body := see(t, server.URL+"/lanes"); strings.Contains(body, "/act/v1/pause") || strings.Contains(body, "is paused") {
+	if _, body := testkit.Get(t, server.URL+"/lanes"); strings.Contains(body, "/act/v1/pause") || strings.Contains(body, "is paused") {
 		t.Errorf("another page has the lever:\n%s", body)
 	}
 	got, err := executions.PauseAll(t.Context(), pool, "ana", "<b>prices</b> look wrong")
@@ -239,7 +240,7 @@ func TestEveryPageSaysThatTheAgentIsPaused(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, path := range []string{"/", "/lanes", "/traces", "/executions?status=waiting", "/operate"} {
-		status, body := see(t, server.URL+path)
+		status, body := testkit.Get(t, server.URL+path)
 		for _, want := range []string{
 			"Autonomous work is paused", "by ana", "&lt;b&gt;prices&lt;/b&gt; look wrong", `action="/act/v1/resume"`, "/traces/" + got.TraceID,
 		} {
@@ -254,7 +255,7 @@ func TestEveryPageSaysThatTheAgentIsPaused(t *testing.T) {
 	if _, err := executions.ResumeAll(t.Context(), pool, "ana", ""); err != nil {
 		t.Fatal(err)
 	}
-	if _, body := see(t, server.URL+"/lanes"); strings.Contains(body, "is paused") {
+	if _, body := testkit.Get(t, server.URL+"/lanes"); strings.Contains(body, "is paused") {
 		t.Error("it says so still")
 	}
 }

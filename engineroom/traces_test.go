@@ -12,6 +12,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -63,7 +64,7 @@ func TestFiltersOfTracesCombine(t *testing.T) {
 		"?surface=heartbeat&status=failed&since=24h": {failed},
 		"?surface=webhook":                           {},
 	} {
-		_, body := see(t, server.URL+"/traces"+query)
+		_, body := testkit.Get(t, server.URL+"/traces"+query)
 		for _, id := range all {
 			has, should := strings.Contains(body, `href="/traces/`+string(id)+`"`), false
 			for _, w := range want {
@@ -221,7 +222,7 @@ func TestATraceIsShownFromEveryFormOfItsID(t *testing.T) {
 	pool, server := open(t)
 	id, run := seedTrace(t, pool)
 	for _, form := range []string{string(id), id.OTel(), id.Suffix()} {
-		status, body := see(t, server.URL+"/traces/"+form)
+		status, body := testkit.Get(t, server.URL+"/traces/"+form)
 		if status != 200 {
 			t.Fatalf("%s: status %d", form, status)
 		}
@@ -232,7 +233,7 @@ func TestATraceIsShownFromEveryFormOfItsID(t *testing.T) {
 		"/traces/" + string(trace.New(trace.Chat)): 404, "/traces/hb_nonsense": 400, "/traces/" + string(id) + "?view=pie": 400,
 		"/traces/" + string(id) + "?row=x": 400, "/traces/" + string(id) + "?sort=up": 400,
 	} {
-		if status, _ := see(t, server.URL+path); status != want {
+		if status, _ := testkit.Get(t, server.URL+path); status != want {
 			t.Errorf("%s is answered with %d", path, status)
 		}
 	}
@@ -242,16 +243,16 @@ func TestAWaterfallTellsItsLinesApart(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	id, _ := seedTrace(t, pool)
-	_, body := see(t, server.URL+"/traces/"+string(id))
+	_, body := testkit.Get(t, server.URL+"/traces/"+string(id))
 	wants(t, body, `kind-run">run<`, `kind-phase">phase<`, `kind-model">model call<`, `kind-call">skill call<`, `kind-retry">retry 2<`,
 		`kind-wait">wait<`, "bar-queue", "bar-wait", `class="wf-gap"`, "in which no call ran", "for an event", "(not recorded", "key-1",
 		`&#34;to&#34;: &#34;ana&#34;`)
 	if strings.Contains(body, "style=") {
 		t.Error("there is a style attribute, which the policy of the page forbids")
 	}
-	_, body = see(t, server.URL+"/traces/"+string(id)+"?view=tree")
+	_, body = testkit.Get(t, server.URL+"/traces/"+string(id)+"?view=tree")
 	wants(t, body, `class="trace-tree"`, "42 tokens · $0.5000 · <span", `kind-retry">retry 2<`, "for an event")
-	_, body = see(t, server.URL+"/traces/"+string(id)+"?view=table")
+	_, body = testkit.Get(t, server.URL+"/traces/"+string(id)+"?view=table")
 	wants(t, body, "plan/fetch", "gpt-4o-mini", "retry 2", "EVENT_COMPLETED", "<caption>")
 }
 
@@ -264,7 +265,7 @@ func TestWhatATraceWaitsForNowIsDrawn(t *testing.T) {
 	sql(t, pool, `update agent_executions set status = 'waiting', waiting_for = 'approval', waiting_key = 'a/b', waiting_step = 'leave' where flow = 'two'`, nil)
 	sql(t, pool, `insert into agent_lock_waiters (lane, owner, expires_at)
 		select 'operate', id || '#4', clock_timestamp() + interval '1 minute' from agent_executions where flow = 'one'`, nil)
-	_, body := see(t, server.URL+"/traces/"+string(id))
+	_, body := testkit.Get(t, server.URL+"/traces/"+string(id))
 	wants(t, body, "for an approval", `href="/approvals/a%2Fb"`, "it goes on, at most until", `kind-lane">lane wait<`, "for operate",
 		"holding its process", "wf-open")
 }
@@ -281,7 +282,7 @@ func TestATraceOfManyRowsIsBounded(t *testing.T) {
 		select lanekeeper.agent_uuid7(e.created_at + n * interval '1 s'), @id, e.id, 'row_' || n, case n when 10000 then 'error' else 'success' end,
 		       e.created_at + n * interval '1 s', e.created_at + n * interval '1 s', 0, 0.001
 		  from agent_executions e, generate_series(1, 20000) n where e.trace_id = @id`, postgres.Strict{"id": string(id)})
-	_, body := see(t, server.URL+"/traces/"+string(id))
+	_, body := testkit.Get(t, server.URL+"/traces/"+string(id))
 	wants(t, body, "20,000 activities", "row_1<", "row_200<", "row_10000<", "row_19901<", "row_20000<", "19,699 more activities", "$20.00",
 		"not all shown", `wf-cost">$20.00`)
 	if strings.Contains(body, ">row_201<") || len(body) > 2_000_000 {
@@ -290,7 +291,7 @@ func TestATraceOfManyRowsIsBounded(t *testing.T) {
 	seen := 0
 	next := "/traces/" + string(id) + "?view=table"
 	for range 3 {
-		_, body = see(t, server.URL+next)
+		_, body = testkit.Get(t, server.URL+next)
 		wants(t, body, fmt.Sprintf(">row_%d<", seen+1), fmt.Sprintf(">row_%d<", seen+tracePerPage))
 		seen += tracePerPage
 		at := strings.LastIndex(body[:strings.Index(body, "Later activities")], `href="`)
@@ -312,12 +313,12 @@ func TestADeepChainAndACircleOfParents(t *testing.T) {
 		insert into agent_activity (id, trace_id, parent_id, skill_name, finished_at)
 		select i.id, @id, p.id, 'round_' || i.n, clock_timestamp() from ids i join ids p on p.n = (i.n + 1) % 3`, postgres.Strict{"id": string(circle)})
 	for _, view := range []string{"waterfall", "tree"} {
-		_, body := see(t, server.URL+"/traces/"+string(deep)+"?view="+view)
+		_, body := testkit.Get(t, server.URL+"/traces/"+string(deep)+"?view="+view)
 		wants(t, body, ">level_1<", ">level_200<", ">level_1000<", "level 199")
 		if n := nesting(body, "<details", "</details>"); n > 40 {
 			t.Errorf("%s: details lie %d deep", view, n)
 		}
-		_, body = see(t, server.URL+"/traces/"+string(circle)+"?view="+view)
+		_, body = testkit.Get(t, server.URL+"/traces/"+string(circle)+"?view="+view)
 		for n := range 3 {
 			if count := strings.Count(body, fmt.Sprintf(`<span class="wf-title">round_%d</span>`, n)); count != 1 {
 				t.Errorf("%s: round_%d is there %d times", view, n, count)
@@ -373,7 +374,7 @@ func TestHostileTextInATraceIsText(t *testing.T) {
 		"/traces", "/traces/" + string(id), "/traces/" + string(id) + "?view=tree",
 		"/traces/" + string(id) + "?view=table", "/traces/" + string(id) + "?row=" + row,
 	} {
-		status, body := see(t, server.URL+path)
+		status, body := testkit.Get(t, server.URL+path)
 		switch {
 		case status != 200:
 			t.Errorf("%s: status %d", path, status)

@@ -94,7 +94,7 @@ func TestCancelStopsAStepInTheMiddle(t *testing.T) {
 				}))
 			}), c.options(t, pool))
 			id := p.begin(t, "flow")
-			receive(t, entered)
+			testkit.Receive(t, entered)
 			if err := c.cancel(t.Context(), p, id); err != nil {
 				t.Fatal(err)
 			}
@@ -183,7 +183,7 @@ func TestALaneFollowsItsExecution(t *testing.T) {
 	}))
 	id := p.begin(t, "flow")
 	until(t, pool, id, executions.Waiting)
-	first := receive(t, tokens)
+	first := testkit.Receive(t, tokens)
 	p.stop()
 	parked := func(lane string) bool {
 		return pgtest.Value[bool](t, pool, `
@@ -196,7 +196,7 @@ func TestALaneFollowsItsExecution(t *testing.T) {
 	mustDeliver(t, pool, "key", `{}`)
 	start(t, pool, p.flows, func(*executions.Options) {})
 	until(t, pool, id, executions.Completed)
-	second := receive(t, tokens)
+	second := testkit.Receive(t, tokens)
 	if second <= first {
 		t.Errorf("token %d after %d", second, first)
 	}
@@ -227,7 +227,7 @@ func TestAnOldTokenIsRefusedAfterANewClaim(t *testing.T) {
 	id := middle.arrival(t)
 	expire(t, pool, id)
 	start(t, pool, flows)
-	first, second := receive(t, tokens), receive(t, tokens)
+	first, second := testkit.Receive(t, tokens), testkit.Receive(t, tokens)
 	fence := func(token int64) error {
 		_, err := pool.Exec(t.Context(), `select fence_agent_lock('pipeline:prices', @token)`, postgres.Strict{"token": token})
 		return err
@@ -347,7 +347,7 @@ func TestACancelStopsAStepInATransaction(t *testing.T) {
 			for try := 1; ; try++ { // something else may take the machine during one of them, and hardly during each
 				_, plain := timed(queued(t, pool, "other", "flow", 1)) // of an execution that nothing has locked
 				id = p.begin(t, "flow")
-				receive(t, entered)
+				testkit.Receive(t, entered)
 				status, took := timed(id)
 				t.Logf("answered after %s: %s; without a transaction after %s", took, status, plain)
 				if told.within == 0 || status == executions.Cancelled && took <= max(told.within, 4*plain) {
@@ -380,7 +380,7 @@ func TestACancelOfABlockedStepCompletesAtItsEnd(t *testing.T) {
 	entered, leave := make(chan struct{}, 1), make(chan struct{})
 	p := start(t, pool, inTx(entered, leave, true), func(o *executions.Options) { o.SweepEvery, o.LeaseTTL = time.Hour, time.Hour })
 	id := p.begin(t, "flow")
-	receive(t, entered)
+	testkit.Receive(t, entered)
 	status, err := p.Cancel(t.Context(), id, "ana", "enough")
 	if err != nil || status != executions.Running {
 		t.Errorf("cancel: %s, %v", status, err)
@@ -459,7 +459,7 @@ func TestACancelStopsAChildInATransaction(t *testing.T) {
 		o.SweepEvery, o.LeaseTTL, o.Listener = time.Hour, time.Hour, listener(t, pool)
 	})
 	id := p.begin(t, "parent")
-	receive(t, entered)
+	testkit.Receive(t, entered)
 	until(t, pool, id, executions.Waiting)
 	if status, err := executions.Cancel(t.Context(), pool, id, "ana", "enough"); err != nil || status != executions.Cancelled {
 		t.Errorf("cancel: %s, %v", status, err)

@@ -72,7 +72,7 @@ func TestAnUnwrittenResultReleasesTheRun(t *testing.T) {
 	}), shortLease)
 	end := unwritable(t, pool)
 	id := p.begin(t, "flow")
-	if err := receive(t, told); !errors.Is(err, executions.ErrLost) {
+	if err := testkit.Receive(t, told); !errors.Is(err, executions.ErrLost) {
 		t.Errorf("the flow was told %v", err)
 	}
 	end()
@@ -140,7 +140,7 @@ func TestALateResultIsRecordedAsRejected(t *testing.T) {
 	ghost := prepare(t, pool, body, shortLease)
 	end := unwritable(t, pool)
 	wait := ghost.runInBackground(t)
-	if err := receive(t, told); !errors.Is(err, executions.ErrStale) {
+	if err := testkit.Receive(t, told); !errors.Is(err, executions.ErrStale) {
 		t.Errorf("the flow was told %v", err)
 	}
 	end()
@@ -246,7 +246,7 @@ func TestARejectedResultIsReturnedToTheCode(t *testing.T) {
 	}))
 	id := p.begin(t, "flow")
 	var failure *executions.StepError
-	if err := receive(t, told); !errors.As(err, &failure) || failure.Class != "result" {
+	if err := testkit.Receive(t, told); !errors.As(err, &failure) || failure.Class != "result" {
 		t.Errorf("the code was told %v", err)
 	}
 	until(t, pool, id, executions.Completed)
@@ -271,7 +271,7 @@ func TestARejectedStepNameIsReturnedToTheCode(t *testing.T) {
 			return executions.Result{}, nil
 		}))
 		id := p.begin(t, "flow")
-		if err := receive(t, told); err == nil {
+		if err := testkit.Receive(t, told); err == nil {
 			t.Errorf("%s: the code was told nothing", what)
 		}
 		until(t, pool, id, executions.Completed)
@@ -327,7 +327,7 @@ func TestACompletionWaitsForACheckpointInFlight(t *testing.T) {
 		return ends(n, err)
 	}), func(o *executions.Options) { o.LeaseTTL = time.Minute })
 	id := p.begin(t, "flow")
-	receive(t, returns)
+	testkit.Receive(t, returns)
 	if err := tx.Rollback(t.Context()); err != nil {
 		t.Error(err)
 	}
@@ -404,7 +404,7 @@ func TestVariablesTravelWithTheNextWrite(t *testing.T) {
 	id := p.begin(t, "flow")
 	until(t, pool, id, executions.Waiting)
 	for i, want := range []string{`{}`, `{"a":1}`, "{\"a\":2,\"nul\":\"\ufffd\"}"} {
-		if got := receive(t, seen); got != want {
+		if got := testkit.Receive(t, seen); got != want {
 			t.Errorf("look %d: %s, want %s", i, got, want)
 		}
 	}

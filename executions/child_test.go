@@ -258,7 +258,7 @@ func TestLaneWaitTakesTheLaneWhenItsTurnComes(t *testing.T) {
 		return executions.Result{Value: hold.Token()}, nil
 	}))
 	id := p.begin(t, "flow")
-	receive(t, waits)
+	testkit.Receive(t, waits)
 	if err := first.Release(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -290,7 +290,7 @@ func TestAStaleClaimKeepsNoLane(t *testing.T) {
 	start(t, pool, flows)
 	until(t, pool, id, executions.Completed)
 	g.open()
-	if err := receive(t, lanes); !errors.Is(err, executions.ErrStale) {
+	if err := testkit.Receive(t, lanes); !errors.Is(err, executions.ErrStale) {
 		t.Errorf("a lost claim took a lane: %v", err)
 	}
 	wait()

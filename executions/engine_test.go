@@ -256,7 +256,7 @@ func TestAShutdownCancelsAStepThatTakesTooLong(t *testing.T) {
 	})
 	p := start(t, pool, flows, func(o *executions.Options) { o.StopTimeout = 200 * time.Millisecond })
 	p.begin(t, "flow")
-	id := receive(t, entered)
+	id := testkit.Receive(t, entered)
 	began := time.Now()
 	p.stop()
 	if took := time.Since(began); took > 25*time.Second {
@@ -350,7 +350,7 @@ func TestAHangingDatabaseDoesNotBlockACallerWhoLeft(t *testing.T) {
 				_, err := run(ctx, executions.Spec{Flow: "flow", Surface: trace.Flow})
 				returned <- err
 			}()
-			if err := receive(t, returned); !errors.Is(err, context.DeadlineExceeded) {
+			if err := testkit.Receive(t, returned); !errors.Is(err, context.DeadlineExceeded) {
 				t.Errorf("returned %v", err)
 			}
 			if err := locked.Rollback(t.Context()); err != nil {
@@ -496,7 +496,7 @@ func TestAWorkerThatExpiredComesBackUnderANewID(t *testing.T) {
 	before := testkit.Deref(get(t, pool, id).ClaimedBy)
 	expire(t, pool, id)
 	got := until(t, pool, id, executions.Completed)
-	if cause := receive(t, lost); !errors.Is(cause, executions.ErrLost) {
+	if cause := testkit.Receive(t, lost); !errors.Is(cause, executions.ErrLost) {
 		t.Errorf("the run ended with %v, not ErrLost", cause)
 	}
 	if string(got.Result) != "2" || got.Claim < 2 {

@@ -494,7 +494,7 @@ func TestAWorkerIsFreeWhileAnEndIsWritten(t *testing.T) {
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
 	pgtest.Exec(t, tx, `lock table agent_events in share mode`) // no end can be written
 	first, second := p.begin(t, "flow"), p.begin(t, "flow")
-	if a, b := receive(t, ran), receive(t, ran); a != first || b != second {
+	if a, b := testkit.Receive(t, ran), testkit.Receive(t, ran); a != first || b != second {
 		t.Errorf("%s and %s ran, want %s and %s", a, b, first, second)
 	}
 	if err := tx.Rollback(t.Context()); err != nil {

@@ -187,7 +187,7 @@ func TestRenewalsAndCheckpointsDoNotBlockEachOther(t *testing.T) {
 	p := prepare(t, pgtest.DB(t), nil)
 	id := p.external(t)
 	lock := p.lock(t, id, "w")
-	checkpoint := beginTx(t, p.pool)
+	checkpoint := pgtest.Begin(t, p.pool)
 	pgtest.Exec(t, checkpoint, `select checkpoint_agent_execution($1, $2, 'slow', '1')`, id, lock.LockID)
 	if _, err := p.RenewLock(t.Context(), id, lock.LockID); err != nil { // while the checkpoint's transaction is open
 		t.Errorf("beat: %v", err)
@@ -201,7 +201,7 @@ func TestRenewalsAndCheckpointsDoNotBlockEachOther(t *testing.T) {
 	if err := checkpoint.Commit(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	beat := beginTx(t, p.pool)
+	beat := pgtest.Begin(t, p.pool)
 	pgtest.Exec(t, beat, `select beat_agent_locks($1)`, []string{lock.LockID})
 	if !p.record(t, id, lock.LockID, "next", "1") { // while the beat's transaction is open
 		t.Error("not recorded")
@@ -214,7 +214,7 @@ func TestATakeoverWaitsForACheckpointAndTheSweepDoesNot(t *testing.T) {
 	id, other := p.external(t, handOn), p.external(t)
 	lock := p.lock(t, id, "first")
 	p.lock(t, other, "w")
-	checkpoint := beginTx(t, p.pool)
+	checkpoint := pgtest.Begin(t, p.pool)
 	pgtest.Exec(t, checkpoint, `select checkpoint_agent_execution($1, $2, 'slow', '1')`, id, lock.LockID)
 	expire(t, p.pool, id)
 	expire(t, p.pool, other)
@@ -372,7 +372,7 @@ func TestManyLocksAreRenewedIndependently(t *testing.T) {
 	gone := p.external(t)
 	locks = append(locks, p.lock(t, gone, "w").LockID, "never given")
 	expire(t, p.pool, gone)
-	sweeping := beginTx(t, p.pool) // as the sweep would hold it
+	sweeping := pgtest.Begin(t, p.pool) // as the sweep would hold it
 	pgtest.Exec(t, sweeping, `select from agent_workers where expires_at < clock_timestamp() for update`)
 	got, err := p.RenewLocks(t.Context(), locks)
 	if err != nil || len(got) != 5 {

@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -109,17 +110,6 @@ func wantBlocked(t *testing.T, db postgres.DB, n int, text string) {
 		return pgtest.Value[int](t, db, `select count(*) from pg_stat_activity where datname = current_database()
 			and wait_event_type = 'Lock' and strpos(query, $1) > 0`, text) == n
 	}, text+" waits")
-}
-
-// beginTx begins a transaction that is rolled back at the end of the test.
-func beginTx(t *testing.T, pool *pgxpool.Pool) pgx.Tx {
-	t.Helper()
-	tx, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) })
-	return tx
 }
 
 func commit(t *testing.T, tx pgx.Tx) {
@@ -317,7 +307,7 @@ func TestAThreadReturnsToAChangedOwner(t *testing.T) {
 				if !childFirst {
 					first, second = second, first
 				}
-				tx := beginTx(t, pool)
+				tx := pgtest.Begin(t, pool)
 				if err := first(tx); err != nil {
 					t.Fatal(err)
 				}
@@ -351,7 +341,7 @@ func TestAThreadReturnsToABusyOwner(t *testing.T) {
 	mustAcquire(t, pool, lane, p)
 	c := relative(t, pool, p.id)
 	mustAcquire(t, pool, lane, c)
-	tx := beginTx(t, pool)
+	tx := pgtest.Begin(t, pool)
 	pgtest.Exec(t, tx, `select from agent_executions where id = $1::uuid for update`, p.id)
 	pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, c.id, c.claim)
 	pgtest.Exec(t, tx, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'x', 'event', 'x', '1 hour', null)`, p.id, p.claim)
@@ -382,7 +372,7 @@ func TestABorrowMeetsTheEndOfTheWait(t *testing.T) {
 				if !borrowFirst {
 					first, second, text = resume, borrow, "lend_agent"
 				}
-				tx := beginTx(t, pool)
+				tx := pgtest.Begin(t, pool)
 				if err := first(tx); err != nil {
 					t.Fatal(err)
 				}
@@ -410,7 +400,7 @@ func TestACancelOfAParentMeetsItsChildsSend(t *testing.T) {
 	pgtest.Exec(t, pool, `insert into agent_threads (id, channel) values ('t1', 'chat')`)
 	all := ancestors(t, pool, "thread:t1", 2)
 	p, c := all[0], all[1]
-	tx := beginTx(t, pool)
+	tx := pgtest.Begin(t, pool)
 	pgtest.Exec(t, tx, `select fence_agent_execution($1::uuid, $2)`, c.id, c.claim) // a step of the child
 	var group errgroup.Group
 	group.Go(func() error {
@@ -509,7 +499,7 @@ func TestALoanThatEndsDuringASweepStays(t *testing.T) {
 	mustAcquire(t, pool, "objective:1", first[1])
 	mustAcquire(t, pool, "objective:2", second[1])
 	pgtest.Exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = 'objective:1'`)
-	tx := beginTx(t, pool)
+	tx := pgtest.Begin(t, pool)
 	pgtest.Exec(t, tx, `select from agent_lock_loans where lane = 'objective:1' for update`)
 	swept := make(chan error, 1)
 	go func() {
@@ -563,7 +553,7 @@ func TestAChildWorksInItsParentsLane(t *testing.T) {
 				},
 			}, func(o *executions.Options) { o.Keeper = lanes.NewKeeper(pool, lanes.Options{Disabled: !enabled}) })
 			until(t, pool, p.begin(t, "top"), executions.Completed)
-			first, second := receive(t, tokens), receive(t, tokens)
+			first, second := testkit.Receive(t, tokens), testkit.Receive(t, tokens)
 			if enabled && second <= first || !enabled && first+second != 0 {
 				t.Errorf("tokens %d, then %d", first, second)
 			}
@@ -601,7 +591,7 @@ func TestAChildWithoutInheritanceIsRefused(t *testing.T) {
 				},
 			})
 			p.begin(t, "parent")
-			if err := receive(t, answer); !errors.Is(err, lanes.ErrBusy) {
+			if err := testkit.Receive(t, answer); !errors.Is(err, lanes.ErrBusy) {
 				t.Errorf("the child gets %v, want ErrBusy", err)
 			}
 		})

@@ -333,7 +333,7 @@ func TestGoReachesEveryState(t *testing.T) {
 		if name == "wait" {
 			until(t, pool, id, executions.Waiting)
 		} else {
-			receive(t, entered)
+			testkit.Receive(t, entered)
 		}
 		if status, err := p.Cancel(t.Context(), id, "somebody", "a reason"); err != nil || status != executions.Cancelled {
 			t.Errorf("cancel of %s: %s, %v", name, status, err)

@@ -9,7 +9,6 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"golang.org/x/sync/errgroup"
@@ -18,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -69,18 +69,7 @@ func (g *gate) pass(ctx context.Context) bool {
 // arrival waits for the first to come.
 func (g *gate) arrival(t *testing.T) string {
 	t.Helper()
-	return receive(t, g.entered)
-}
-
-// receive waits for a value, for a while.
-func receive[T any](t *testing.T, from <-chan T) (v T) {
-	t.Helper()
-	select {
-	case v = <-from:
-	case <-time.After(timeout):
-		t.Fatal("what the test waits for does not come")
-	}
-	return v
+	return testkit.Receive(t, g.entered)
 }
 
 // runInBackground runs the flow in a process that neither renews its lease nor hears of anything, as one that

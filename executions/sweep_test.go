@@ -136,7 +136,7 @@ func TestConcurrentSweepsReleaseLostClaimsOnce(t *testing.T) {
 	pool := pgtest.DB(t)
 	lostWork(t, pool)
 	p := prepare(t, pool, flow(nothing))
-	barrier := beginTx(t, pool) // lets them all begin, and meet
+	barrier := pgtest.Begin(t, pool) // lets them all begin, and meet
 	pgtest.Exec(t, barrier, `lock table agent_workers in access exclusive mode`)
 	var group errgroup.Group
 	late := func(err error) error { // on a slow machine one gives up its wait for the others: the next sweep takes what is left
@@ -179,7 +179,7 @@ func TestAnInterruptedSweepChangesNothing(t *testing.T) {
 	pgtest.Exec(t, pool, `
 		create function stall() returns trigger language plpgsql as 'begin perform pg_advisory_xact_lock(42); return null; end'`)
 	pgtest.Exec(t, pool, `create trigger stall after insert on agent_claims_lost for each statement execute function stall()`)
-	stall := beginTx(t, pool)
+	stall := pgtest.Begin(t, pool)
 	pgtest.Exec(t, stall, `select pg_advisory_xact_lock(42)`)
 	var group errgroup.Group
 	group.Go(func() error { return p.Sweep(t.Context()) })

@@ -54,7 +54,7 @@ func listeningKeeper(t *testing.T, db *pgxpool.Pool) *lanes.Keeper {
 func queued(t *testing.T, db postgres.DB, lane string, n int) {
 	t.Helper()
 	pgtest.Eventually(t, soon, func() bool {
-		return get[int](t, db, `select count(*) from agent_lock_waiters where lane = $1`, lane) == n
+		return pgtest.Value[int](t, db, `select count(*) from agent_lock_waiters where lane = $1`, lane) == n
 	}, "waiters in the queue")
 }
 
@@ -90,7 +90,7 @@ func TestWaitersAreServedInOrder(t *testing.T) {
 	if order := slices.Collect(values(served)); !slices.IsSorted(order) || len(order) != n {
 		t.Errorf("served in the order %v", order)
 	}
-	if left := get[int](t, db, `select count(*) from agent_lock_waiters`); left != 0 {
+	if left := pgtest.Value[int](t, db, `select count(*) from agent_lock_waiters`); left != 0 {
 		t.Errorf("%d places are left in the queue", left)
 	}
 }
@@ -111,7 +111,7 @@ func TestAReleaseWakesTheWaiterAtOnce(t *testing.T) {
 			got <- err
 		}()
 		queued(t, db, "x", 1)
-		place := func() time.Time { return get[time.Time](t, db, `select expires_at from agent_lock_waiters`) }
+		place := func() time.Time { return pgtest.Value[time.Time](t, db, `select expires_at from agent_lock_waiters`) }
 		first := place()
 		pgtest.Eventually(t, soon, func() bool { return place().After(first) }, "the second look")
 		start := time.Now() // the third is due in 750 ms or more
@@ -140,12 +140,12 @@ func TestWaitersPollWithoutNotifications(t *testing.T) {
 	db := pgtest.DB(t)
 	k, log := keeper(t, db)
 	mustTry(t, db, "x", "a run that dies", 3)
-	ends := get[time.Time](t, db, `select expires_at from agent_locks`)
+	ends := pgtest.Value[time.Time](t, db, `select expires_at from agent_locks`)
 	ctx, cancel := context.WithTimeout(t.Context(), soon)
 	defer cancel()
 	l, err := k.AcquireWait(ctx, "x")
 	acquired(t, l, err)
-	if got := l.ExpiresAt().Add(-get[time.Duration](t, db,
+	if got := l.ExpiresAt().Add(-pgtest.Value[time.Duration](t, db,
 		`select ttl_seconds * 1000000000::bigint from agent_locks`)); got.Before(ends) {
 		t.Errorf("got the lane of a dead holder at %s, want the end of its lease, %s", got, ends)
 	}
@@ -158,21 +158,21 @@ func TestNobodyOvertakesAWaiter(t *testing.T) {
 	db := pgtest.DB(t)
 	mustTry(t, db, "x", "a", 60)
 	for _, waiter := range []string{"b", "c"} {
-		if get[bool](t, db, `select acquired from await_agent_lock('x', $1)`, waiter) {
+		if pgtest.Value[bool](t, db, `select acquired from await_agent_lock('x', $1)`, waiter) {
 			t.Fatal("granted twice")
 		}
 	}
-	get[bool](t, db, `select release_agent_lock('x', 'a')`)
+	pgtest.Value[bool](t, db, `select release_agent_lock('x', 'a')`)
 	if g := try(t, db, "x", "d", 60); g.acquired || g.holder != "b" {
 		t.Errorf("a newcomer got %+v, want busy by b", g)
 	}
-	if get[bool](t, db, `select acquired from await_agent_lock('x', 'c')`) {
+	if pgtest.Value[bool](t, db, `select acquired from await_agent_lock('x', 'c')`) {
 		t.Error("c overtook b")
 	}
-	if !get[bool](t, db, `select acquired from await_agent_lock('x', 'b')`) {
+	if !pgtest.Value[bool](t, db, `select acquired from await_agent_lock('x', 'b')`) {
 		t.Error("b did not get the lane in its turn")
 	}
-	get[bool](t, db, `select release_agent_lock('x', 'b')`)
+	pgtest.Value[bool](t, db, `select release_agent_lock('x', 'b')`)
 	pgtest.Exec(t, db, `select leave_agent_lock_queue('x', 'c')`)
 	mustTry(t, db, "x", "d", 60)
 }
@@ -182,16 +182,16 @@ func TestAnAcquireEndsTheWaitOfItsOwner(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	mustTry(t, db, "x", "a", 60)
-	get[bool](t, db, `select acquired from await_agent_lock('x', 'b', 60, 3600)`)
-	get[bool](t, db, `select acquired from await_agent_lock('x', 'c', 60, 3600)`)
-	get[bool](t, db, `select release_agent_lock('x', 'a')`)
+	pgtest.Value[bool](t, db, `select acquired from await_agent_lock('x', 'b', 60, 3600)`)
+	pgtest.Value[bool](t, db, `select acquired from await_agent_lock('x', 'c', 60, 3600)`)
+	pgtest.Value[bool](t, db, `select release_agent_lock('x', 'a')`)
 	mustTry(t, db, "x", "b", 60)
-	get[bool](t, db, `select release_agent_lock('x', 'b')`)
+	pgtest.Value[bool](t, db, `select release_agent_lock('x', 'b')`)
 	if g := try(t, db, "x", "d", 60); g.acquired || g.holder != "c" {
 		t.Errorf("a newcomer got %+v, want busy by c, who waits", g)
 	}
 	mustTry(t, db, "x", "c", 60)
-	get[bool](t, db, `select release_agent_lock('x', 'c')`)
+	pgtest.Value[bool](t, db, `select release_agent_lock('x', 'c')`)
 	mustTry(t, db, "x", "d", 60)
 }
 
@@ -199,9 +199,9 @@ func TestAnAbandonedWaiterBlocksOnlyBriefly(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	mustTry(t, db, "x", "a", 60)
-	get[bool](t, db, `select acquired from await_agent_lock('x', 'killed', 60, 5)`)
-	get[bool](t, db, `select acquired from await_agent_lock('x', 'patient', 60, 60)`)
-	get[bool](t, db, `select release_agent_lock('x', 'a')`)
+	pgtest.Value[bool](t, db, `select acquired from await_agent_lock('x', 'killed', 60, 5)`)
+	pgtest.Value[bool](t, db, `select acquired from await_agent_lock('x', 'patient', 60, 60)`)
+	pgtest.Value[bool](t, db, `select release_agent_lock('x', 'a')`)
 	if g := try(t, db, "x", "patient", 60); g.acquired {
 		t.Error("overtook a waiter that was there a moment ago")
 	}
@@ -221,9 +221,9 @@ func TestAReleaseNotifiesOnlyWhenSomebodyWaits(t *testing.T) {
 	for _, lane := range []string{"lonely", "wanted"} {
 		mustTry(t, db, lane, "a", 60)
 		if lane == "wanted" {
-			get[bool](t, db, `select acquired from await_agent_lock($1, 'b')`, lane)
+			pgtest.Value[bool](t, db, `select acquired from await_agent_lock($1, 'b')`, lane)
 		}
-		get[bool](t, db, `select release_agent_lock($1, 'a')`, lane)
+		pgtest.Value[bool](t, db, `select release_agent_lock($1, 'a')`, lane)
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), soon)
 	defer cancel()
@@ -305,7 +305,7 @@ func walOf(t testing.TB, db postgres.DB, query string) (records, bytes int64) {
 			Bytes   int64 `json:"WAL Bytes"`
 		}
 	}
-	text := get[string](t, db, `explain (analyze, wal, costs off, timing off, summary off, format json) `+query)
+	text := pgtest.Value[string](t, db, `explain (analyze, wal, costs off, timing off, summary off, format json) `+query)
 	if err := json.Unmarshal([]byte(text), &plans); err != nil || len(plans) != 1 {
 		t.Fatalf("%v: %s", err, text)
 	}
@@ -323,7 +323,7 @@ func TestAFailedTryWritesNoWAL(t *testing.T) {
 	pgtest.Exec(t, db, `select release_agent_lock('promised', 'holder')`)
 	mustTry(t, db, "locked", "holder", 3600)
 	pgtest.Exec(t, db, `select release_agent_lock('locked', 'holder')`)
-	lock := begin(t, db)
+	lock := pgtest.Begin(t, db)
 	pgtest.Exec(t, lock, `select 1 from agent_locks where lane = 'locked' for key share`)
 
 	for _, lane := range []string{"held", "promised", "locked"} {
@@ -341,7 +341,7 @@ func TestAFailedTryWritesNoWAL(t *testing.T) {
 						t.Errorf("%d tries wrote %d records of WAL, %d bytes", tries, records, bytes)
 					}
 				}
-				if n := get[int](t, db, sql); n != 0 {
+				if n := pgtest.Value[int](t, db, sql); n != 0 {
 					t.Errorf("%d tries were granted", n)
 				}
 				if after := row(t, db, lane); after != before {
@@ -403,7 +403,7 @@ func TestABatchAcquiresManyLanes(t *testing.T) {
 	pgtest.Exec(t, db, `select release_agent_lock('promised', 'holder')`)
 	mustTry(t, db, "locked", "holder", 600)
 	pgtest.Exec(t, db, `select release_agent_lock('locked', 'holder')`)
-	lock := begin(t, db)
+	lock := pgtest.Begin(t, db)
 	pgtest.Exec(t, lock, `select 1 from agent_locks where lane = 'locked' for key share`)
 
 	got := many(t, db, []string{"held", "free", "free", "expired", "mine", "new", "new", "promised", "locked"},
@@ -413,11 +413,11 @@ func TestABatchAcquiresManyLanes(t *testing.T) {
 		t.Errorf("granted %v, want %v", got, want)
 	}
 	for lane, owner := range want {
-		if got[lane] != owner || get[string](t, db, `select locked_by from agent_locks where lane = $1`, lane) != owner {
+		if got[lane] != owner || pgtest.Value[string](t, db, `select locked_by from agent_locks where lane = $1`, lane) != owner {
 			t.Errorf("%s was granted to %q, want %q", lane, got[lane], owner)
 		}
 	}
-	if token := get[int64](t, db, `select fencing_token from agent_locks where lane = 'free'`); token <= old {
+	if token := pgtest.Value[int64](t, db, `select fencing_token from agent_locks where lane = 'free'`); token <= old {
 		t.Errorf("token %d after %d", token, old)
 	}
 	before := row(t, db, "free")
@@ -444,7 +444,7 @@ func TestABatchReleasesManyLanes(t *testing.T) {
 	owners[2] = "b"
 	expire(t, db, "expired")
 	pgtest.Exec(t, db, `update agent_locks set parked = true, expires_at = '9000-01-01' where lane = 'parked'`)
-	write := begin(t, db)
+	write := pgtest.Begin(t, db)
 	pgtest.Exec(t, write, `select fence_agent_lock('fenced', $1)`, tokens[6])
 	before := map[string]string{}
 	for _, name := range names {
@@ -465,7 +465,7 @@ func TestABatchReleasesManyLanes(t *testing.T) {
 			t.Errorf("%s changed: %v, want %v", name, changed, gone)
 		}
 	}
-	if get[bool](t, db, `select exists (select from agent_locks where lane in ('mine', 'also mine') and (locked_by <> '' or expires_at > clock_timestamp()
+	if pgtest.Value[bool](t, db, `select exists (select from agent_locks where lane in ('mine', 'also mine') and (locked_by <> '' or expires_at > clock_timestamp()
 		or fencing_token = any ($1)))`, tokens) {
 		t.Error("a released lane is held still, or its token is not void")
 	}
@@ -502,7 +502,7 @@ func TestCallersShareStatements(t *testing.T) {
 				case err != nil || lease.Lane() != lane:
 					t.Errorf("acquire %s: %v, %v", lane, lease, err)
 				default:
-					if holder := get[string](t, db, `select locked_by from agent_locks where lane = $1`,
+					if holder := pgtest.Value[string](t, db, `select locked_by from agent_locks where lane = $1`,
 						lane); holder != lease.Owner().String() {
 						t.Errorf("%s is held by %q, want %s", lane, holder, lease.Owner())
 					}
@@ -518,7 +518,7 @@ func TestCallersShareStatements(t *testing.T) {
 		round()
 		return t.Failed() || w.count("acquire_agent_locks") > 0 && w.count("release_agent_lock(w.") > 0
 	}, "a statement for several")
-	if n := get[int](t, db, `select count(*) from agent_locks where locked_by <> '' and lane <> 'busy'`); n != 0 {
+	if n := pgtest.Value[int](t, db, `select count(*) from agent_locks where locked_by <> '' and lane <> 'busy'`); n != 0 {
 		t.Errorf("%d lanes are held after all were released", n)
 	}
 }
@@ -536,7 +536,7 @@ func TestOnlyReleasesCommitAsynchronously(t *testing.T) {
 	if err := lease.Release(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if got := get[string](t, db, `select current_setting('synchronous_commit')`); got != "on" {
+	if got := pgtest.Value[string](t, db, `select current_setting('synchronous_commit')`); got != "on" {
 		t.Errorf("synchronous_commit is %s afterwards", got)
 	}
 }

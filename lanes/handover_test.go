@@ -18,7 +18,7 @@ import (
 // queues puts owner into the queue of lane, as one who may be handed it.
 func queues(t *testing.T, db postgres.DB, lane, owner string, ttl int) {
 	t.Helper()
-	if get[bool](t, db, `select acquired from lanekeeper.acquire_or_enqueue_agent_lock($1, $2, $3, 60, true)`, lane, owner,
+	if pgtest.Value[bool](t, db, `select acquired from lanekeeper.acquire_or_enqueue_agent_lock($1, $2, $3, 60, true)`, lane, owner,
 		ttl) {
 		t.Fatalf("%s got %s at once", owner, lane)
 	}
@@ -29,7 +29,7 @@ func settled(t *testing.T, db postgres.DB, lane string) {
 	t.Helper()
 	queued(t, db, lane, 1)
 	place := func() time.Time {
-		return get[time.Time](t, db, `select coalesce(max(expires_at), 'epoch') from agent_lock_waiters where lane = $1`,
+		return pgtest.Value[time.Time](t, db, `select coalesce(max(expires_at), 'epoch') from agent_lock_waiters where lane = $1`,
 			lane)
 	}
 	first := place()
@@ -80,8 +80,8 @@ func TestAReleaseHandsTheLaneOver(t *testing.T) {
 	if err := held.Release(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	holder, token := get[string](t, db, `select locked_by from agent_locks`),
-		get[int64](t, db, `select fencing_token from agent_locks`)
+	holder, token := pgtest.Value[string](t, db, `select locked_by from agent_locks`),
+		pgtest.Value[int64](t, db, `select fencing_token from agent_locks`)
 	if holder == "" || token <= held.Token() {
 		t.Errorf("after the release %q has the lane under token %d, which was %d", holder, token, held.Token())
 	}
@@ -89,11 +89,11 @@ func TestAReleaseHandsTheLaneOver(t *testing.T) {
 	if lease == nil || lease.Owner().String() != holder || lease.Token() != token || lease.Lane() != "x" {
 		t.Fatalf("the waiter has %v, want the lease of %s under token %d", lease, holder, token)
 	}
-	if n := get[int](t, db, `select count(*) from agent_lock_waiters where owner <> 'next'`); n != 0 {
+	if n := pgtest.Value[int](t, db, `select count(*) from agent_lock_waiters where owner <> 'next'`); n != 0 {
 		t.Error("the waiter has the lane and its place too")
 	}
 	pgtest.Eventually(t, soon, func() bool {
-		return get[bool](t, db, `select expires_at > clock_timestamp() + interval '50 minutes' from agent_locks`)
+		return pgtest.Value[bool](t, db, `select expires_at > clock_timestamp() + interval '50 minutes' from agent_locks`)
 	}, "the lease has the length that it was asked for")
 	if err := lease.Fence(t.Context(), db); err != nil {
 		t.Error(err)
@@ -101,7 +101,7 @@ func TestAReleaseHandsTheLaneOver(t *testing.T) {
 	if err := lease.Release(t.Context()); err != nil {
 		t.Error(err)
 	}
-	if holder := get[string](t, db, `select locked_by from agent_locks`); holder != "next" {
+	if holder := pgtest.Value[string](t, db, `select locked_by from agent_locks`); holder != "next" {
 		t.Errorf("then %q has it, want who is next", holder)
 	}
 }
@@ -115,11 +115,11 @@ func TestTheHolderHasNoPlaceInTheQueue(t *testing.T) {
 	if to := releaseLane(t, db, "x", "a", token); to != "b" {
 		t.Fatalf("the lane went to %q", to)
 	}
-	another := begin(t, db)
+	another := pgtest.Begin(t, db)
 	pgtest.Exec(t, another, `update agent_locks set waited_until = clock_timestamp() + interval '5 seconds' where lane = 'x'`)
 	queues(t, db, "x", "b", 60)
 	commit(t, another)
-	token = get[int64](t, db, `select fencing_token from agent_locks`)
+	token = pgtest.Value[int64](t, db, `select fencing_token from agent_locks`)
 	if to := releaseLane(t, db, "x", "b", token); to != "" {
 		t.Errorf("the lane was handed over and given back, and went to %q again", to)
 	}
@@ -171,7 +171,7 @@ func TestIneligibleWaitersGetNoHandover(t *testing.T) {
 					lane)
 			}
 			if c.busy != "" {
-				tx := begin(t, db)
+				tx := pgtest.Begin(t, db)
 				pgtest.Exec(t, tx, c.busy, lane)
 				defer commit(t, tx)
 			}
@@ -179,7 +179,7 @@ func TestIneligibleWaitersGetNoHandover(t *testing.T) {
 			if to := releaseLane(t, db, lane, "a", token); to != c.to {
 				t.Errorf("the lane went to %q, want %q", to, c.to)
 			}
-			if holder := get[string](t, db, `select locked_by from agent_locks where lane = $1`, lane); holder != c.to {
+			if holder := pgtest.Value[string](t, db, `select locked_by from agent_locks where lane = $1`, lane); holder != c.to {
 				t.Errorf("%q holds it, want %q", holder, c.to)
 			}
 			if told := notified(t, conn); c.tell != (told == lane) {
@@ -216,7 +216,7 @@ func TestOnlyTheLiveHolderHandsOver(t *testing.T) {
 			t.Errorf("%s released it under %d: %q", owner, token, to)
 		}
 	}
-	write := begin(t, db)
+	write := pgtest.Begin(t, db)
 	pgtest.Exec(t, write, `select fence_agent_lock('x', $1)`, token)
 	to := make(chan string, 1)
 	go func() { to <- releaseLane(t, db, "x", "a", token) }()
@@ -228,7 +228,7 @@ func TestOnlyTheLiveHolderHandsOver(t *testing.T) {
 	_, err := db.Exec(t.Context(), `select fence_agent_lock('x', $1)`, token)
 	wantCode(t, err, "LK001")
 	expire(t, db, "x")
-	if to := releaseLane(t, db, "x", "b", get[int64](t, db, `select fencing_token from agent_locks`)); to != "not released" {
+	if to := releaseLane(t, db, "x", "b", pgtest.Value[int64](t, db, `select fencing_token from agent_locks`)); to != "not released" {
 		t.Errorf("a lease that had ended was released to %q", to)
 	}
 }
@@ -239,13 +239,13 @@ func TestAnExpiredLeaseIsNotHandedOver(t *testing.T) {
 	db := pgtest.DB(t)
 	token := mustTry(t, db, "x", "a", 2)
 	queues(t, db, "x", "b", 60)
-	write := begin(t, db)
+	write := pgtest.Begin(t, db)
 	pgtest.Exec(t, write, `select fence_agent_lock('x', $1)`, token)
 	to := make(chan string, 1)
 	go func() { to <- releaseLane(t, db, "x", "a", token) }()
 	waitUntilBlocked(t, db, "release_agent_lock")
 	pgtest.Eventually(t, soon, func() bool {
-		return get[bool](t, db, `select expires_at < clock_timestamp() from agent_locks`)
+		return pgtest.Value[bool](t, db, `select expires_at < clock_timestamp() from agent_locks`)
 	}, "the lease ends")
 	commit(t, write)
 	if heir := <-to; heir != "not released" {
@@ -261,7 +261,7 @@ func TestAHandedOverLeaseIsShort(t *testing.T) {
 		token := mustTry(t, db, lane, "a", 60)
 		queues(t, db, lane, "dead", ttl)
 		releaseLane(t, db, lane, "a", token)
-		if lasts := get[float64](t, db, `select extract(epoch from expires_at - locked_at)::float8 from agent_locks where lane = $1`, lane); lasts != float64(min(ttl, 10)) {
+		if lasts := pgtest.Value[float64](t, db, `select extract(epoch from expires_at - locked_at)::float8 from agent_locks where lane = $1`, lane); lasts != float64(min(ttl, 10)) {
 			t.Errorf("%s: the lease lasts %v s", lane, lasts)
 		}
 	}
@@ -277,27 +277,27 @@ func TestAWaiterThatLeavesHoldsNothing(t *testing.T) {
 	token := mustTry(t, db, "x", "a", 60)
 	queues(t, db, "x", "b", 60)
 	queues(t, db, "x", "c", 60)
-	release := begin(t, db)
+	release := pgtest.Begin(t, db)
 	if to := releaseLane(t, release, "x", "a", token); to != "b" {
 		t.Fatalf("it went to %q", to)
 	}
 	left := make(chan string, 1)
 	go func() {
-		left <- get[string](t, db, `select coalesce(lanekeeper.release_agent_lock('x', 'b', null, true), 'nothing') from leave_agent_lock_queue('x', 'b')`)
+		left <- pgtest.Value[string](t, db, `select coalesce(lanekeeper.release_agent_lock('x', 'b', null, true), 'nothing') from leave_agent_lock_queue('x', 'b')`)
 	}()
 	waitUntilBlocked(t, db, "leave_agent_lock_queue")
 	commit(t, release)
 	if to := <-left; !strings.HasPrefix(to, "x\tc\t") {
 		t.Errorf("b left, and the lane went to %q", to)
 	}
-	if holder := get[string](t, db, `select locked_by from agent_locks`); holder != "c" {
+	if holder := pgtest.Value[string](t, db, `select locked_by from agent_locks`); holder != "c" {
 		t.Errorf("%q holds it", holder)
 	}
-	if to := get[string](t, db, `select coalesce(lanekeeper.release_agent_lock('x', 'b', null, true), 'nothing') from leave_agent_lock_queue('x', 'b')`); to != "nothing" {
+	if to := pgtest.Value[string](t, db, `select coalesce(lanekeeper.release_agent_lock('x', 'b', null, true), 'nothing') from leave_agent_lock_queue('x', 'b')`); to != "nothing" {
 		t.Errorf("b left again, and the lane went to %q", to)
 	}
-	get[string](t, db, `select lanekeeper.release_agent_lock('x', 'c', null, true) from leave_agent_lock_queue('x', 'c')`)
-	if holder := get[string](t, db, `select locked_by from agent_locks`); holder != "" {
+	pgtest.Value[string](t, db, `select lanekeeper.release_agent_lock('x', 'c', null, true) from leave_agent_lock_queue('x', 'c')`)
+	if holder := pgtest.Value[string](t, db, `select locked_by from agent_locks`); holder != "" {
 		t.Errorf("%q holds it after all have left", holder)
 	}
 }
@@ -314,12 +314,12 @@ func TestAReleaseLeavesTheCallersTransactionDurable(t *testing.T) {
 		"release":        `select release_agent_lock('lonely', 'a')`,
 		"a fenced write": `select release_agent_lock('lonely', 'a') from fence_agent_lock('lonely', @lonely)`,
 	} {
-		tx := begin(t, db)
+		tx := pgtest.Begin(t, db)
 		pgtest.Exec(t, tx, `set local synchronous_commit = on`)
 		args := pgx.NamedArgs{"lonely": mustTry(t, tx, "lonely", "a", 60), "wanted": mustTry(t, tx, "wanted", "a", 60)}
 		queues(t, tx, "wanted", "b", 60)
 		pgtest.Exec(t, tx, query, args)
-		if mode := get[string](t, tx, `show synchronous_commit`); mode != "on" {
+		if mode := pgtest.Value[string](t, tx, `show synchronous_commit`); mode != "on" {
 			t.Errorf("%s: synchronous_commit is %s", name, mode)
 		}
 		if err := tx.Rollback(t.Context()); err != nil {
@@ -336,7 +336,7 @@ func TestAHandoverIsDurable(t *testing.T) {
 		wanted bool
 		mode   string
 	}{"wanted": {true, "on"}, "lonely": {false, "off"}} {
-		tx := begin(t, db)
+		tx := pgtest.Begin(t, db)
 		pgtest.Exec(t, tx, `set local synchronous_commit = on`)
 		k, _ := keeper(t, tx) // alone, so that each of its statements is in the transaction
 		l, err := k.Acquire(t.Context(), "x")
@@ -347,7 +347,7 @@ func TestAHandoverIsDurable(t *testing.T) {
 		if err := l.Release(t.Context()); err != nil {
 			t.Fatal(err)
 		}
-		if mode := get[string](t, tx, `show synchronous_commit`); mode != c.mode {
+		if mode := pgtest.Value[string](t, tx, `show synchronous_commit`); mode != c.mode {
 			t.Errorf("%s: synchronous_commit is %s, want %s", name, mode, c.mode)
 		}
 		if err := tx.Rollback(t.Context()); err != nil {
@@ -369,11 +369,11 @@ func TestABatchHandsManyLanesOver(t *testing.T) {
 	queues(t, db, "wanted", "b", 60)
 	queues(t, db, "also wanted", "c", 60)
 	pgtest.Exec(t, db, `select await_agent_lock('promised', 'd', 60, 60)`)
-	if n := get[int](t, db, `select count(lanekeeper.release_agent_lock(w.lane, w.owner, w.token, true, false)) from unnest($1::text[], $2::text[], $3::bigint[]) w (lane, owner, token)`, names, owners, tokens); n != len(names) {
+	if n := pgtest.Value[int](t, db, `select count(lanekeeper.release_agent_lock(w.lane, w.owner, w.token, true, false)) from unnest($1::text[], $2::text[], $3::bigint[]) w (lane, owner, token)`, names, owners, tokens); n != len(names) {
 		t.Errorf("%d answers, want %d", n, len(names))
 	}
 	for lane, want := range map[string]string{"wanted": "b", "also wanted": "c", "lonely": "", "promised": ""} {
-		if holder := get[string](t, db, `select locked_by from agent_locks where lane = $1`, lane); holder != want {
+		if holder := pgtest.Value[string](t, db, `select locked_by from agent_locks where lane = $1`, lane); holder != want {
 			t.Errorf("%q holds %s, want %q", holder, lane, want)
 		}
 	}
@@ -433,7 +433,7 @@ func TestAMissedHandoverIsFoundByPolling(t *testing.T) {
 			heir := releaseLane(t, db, "x", "a", token)
 			lease := <-got
 			if lease == nil || lease.Owner().String() != heir ||
-				get[bool](t, db, `select expires_at < clock_timestamp() + interval '50 minutes' from agent_locks`) {
+				pgtest.Value[bool](t, db, `select expires_at < clock_timestamp() + interval '50 minutes' from agent_locks`) {
 				t.Errorf("got %v, want the whole lease of %s", lease, heir)
 			}
 		})
@@ -455,14 +455,14 @@ func TestALateHandoverIsIgnored(t *testing.T) {
 		got <- lease
 	}()
 	settled(t, db, "x")
-	place := get[time.Time](t, db, `select expires_at from agent_lock_waiters`)
+	place := pgtest.Value[time.Time](t, db, `select expires_at from agent_lock_waiters`)
 	pgtest.Exec(t, db, `select pg_notify('agent_lanes', concat_ws(E'\t', 'x', w.owner, 1, (extract(epoch from clock_timestamp() - interval '1 minute') * 1000000)::bigint))
 		from agent_lock_waiters w`)
 	pgtest.Eventually(t, soon, func() bool {
-		return get[time.Time](t, db, `select coalesce(max(expires_at), 'epoch') from agent_lock_waiters`).After(place)
+		return pgtest.Value[time.Time](t, db, `select coalesce(max(expires_at), 'epoch') from agent_lock_waiters`).After(place)
 	}, "it looks again")
 	pgtest.Exec(t, db, `select release_agent_lock('x', 'a')`)
-	if lease := <-got; lease == nil || lease.Token() != get[int64](t, db, `select fencing_token from agent_locks`) {
+	if lease := <-got; lease == nil || lease.Token() != pgtest.Value[int64](t, db, `select fencing_token from agent_locks`) {
 		t.Errorf("got %v", lease)
 	}
 }

@@ -44,12 +44,12 @@ func TestRunKeepsALeaseBeyondItsTTL(t *testing.T) {
 	acquired(t, l, err)
 	first := l.ExpiresAt()
 	pgtest.Eventually(t, soon, func() bool {
-		return l.Context().Err() != nil || get[bool](t, db, `select clock_timestamp() > $1::timestamptz`, first)
+		return l.Context().Err() != nil || pgtest.Value[bool](t, db, `select clock_timestamp() > $1::timestamptz`, first)
 	}, "the first lease would have ended")
 	if cause := context.Cause(l.Context()); cause != nil {
 		t.Fatalf("lost: %v", cause)
 	}
-	if token := get[int64](t, db, `select fencing_token from agent_locks where expires_at > clock_timestamp()`); token != l.Token() {
+	if token := pgtest.Value[int64](t, db, `select fencing_token from agent_locks where expires_at > clock_timestamp()`); token != l.Token() {
 		t.Errorf("token %d, want %d", token, l.Token())
 	}
 	if !l.ExpiresAt().After(first) {
@@ -74,7 +74,7 @@ func TestOneStatementRenewsEverything(t *testing.T) {
 	if took := time.Since(start); took < 2500*time.Millisecond { // some are asked for early, together with the first
 		t.Errorf("3 renewals of %d leases within %s: want one every 2 s", n, took)
 	}
-	if live := get[int](t, db, `select count(*) from agent_locks_live`); live != n {
+	if live := pgtest.Value[int](t, db, `select count(*) from agent_locks_live`); live != n {
 		t.Errorf("%d of %d lanes are held", live, n)
 	}
 }
@@ -232,7 +232,7 @@ func TestALockedRowIsRenewedSoon(t *testing.T) {
 	k, log := keeper(t, w)
 	l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(9*time.Second))
 	acquired(t, l, err)
-	stranger := begin(t, db)
+	stranger := pgtest.Begin(t, db)
 	pgtest.Exec(t, stranger, `select from agent_locks where lane = 'x' for update`)
 	run(t, k)
 	pgtest.Eventually(t, soon, func() bool { return w.count("renew_agent_locks") >= 2 }, "the row is asked again")
@@ -280,9 +280,9 @@ func TestThreadLanesAreRenewedManuallyAndTheirLossCancelsNothing(t *testing.T) {
 func TestTheLaneOfADeadProcessIsReleased(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	process := get[string](t, db, `insert into agent_workers (expires_at) values (clock_timestamp()) returning id::text`)
+	process := pgtest.Value[string](t, db, `insert into agent_workers (expires_at) values (clock_timestamp()) returning id::text`)
 	mustTry(t, db, "x", "run/1@"+process, 60)
-	look := begin(t, db)
+	look := pgtest.Begin(t, db)
 	pgtest.Exec(t, look, `update agent_locks set waited_until = clock_timestamp() where lane = 'x'`)
 	var under sync.WaitGroup
 	under.Go(func() {
@@ -296,7 +296,7 @@ func TestTheLaneOfADeadProcessIsReleased(t *testing.T) {
 	if g := try(t, db, "x", "b", 60); !g.acquired {
 		t.Errorf("%s still has the lane", g.holder)
 	}
-	if n := get[int](t, db, `select count(*) from agent_workers`); n != 0 {
+	if n := pgtest.Value[int](t, db, `select count(*) from agent_workers`); n != 0 {
 		t.Error("the process is still there")
 	}
 }
@@ -305,12 +305,12 @@ func TestTheLaneOfADeadProcessIsReleased(t *testing.T) {
 func TestTheSweepDoesNotWaitForLong(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	process := get[string](t, db, `insert into agent_workers (expires_at) values (clock_timestamp()) returning id::text`)
+	process := pgtest.Value[string](t, db, `insert into agent_workers (expires_at) values (clock_timestamp()) returning id::text`)
 	token := mustTry(t, db, "x", "run/1@"+process, 60)
-	write := begin(t, db)
+	write := pgtest.Begin(t, db)
 	pgtest.Exec(t, write, `select fence_agent_lock('x', $1)`, token)
 	pgtest.Exec(t, db, `select lanekeeper.lose_agent_claims(id) from agent_workers`)
-	if n := get[int](t, db, `select count(*) from agent_workers`); n != 0 {
+	if n := pgtest.Value[int](t, db, `select count(*) from agent_workers`); n != 0 {
 		t.Error("the process is still there")
 	}
 	pgtest.Exec(t, write, `select fence_agent_lock('x', $1)`, token)
@@ -365,7 +365,7 @@ func TestABreakIsAuditedUnderTheHoldersTrace(t *testing.T) {
 	if broken, err := lanes.Break(t.Context(), db, "heartbeat", "it hangs"); err != nil || !broken {
 		t.Fatalf("Break: %v, %v", broken, err)
 	}
-	got := get[string](t, db, `select trace_id || ' ' || (input ->> 'reason') || ' ' || lane from agent_activity`)
+	got := pgtest.Value[string](t, db, `select trace_id || ' ' || (input ->> 'reason') || ' ' || lane from agent_activity`)
 	if want := "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE it hangs heartbeat"; got != want {
 		t.Errorf("audit %q, want %q", got, want)
 	}
@@ -387,17 +387,17 @@ func TestExpiredLanesAreCleared(t *testing.T) {
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = 'just ended'`)
 	pgtest.Exec(t, db, `insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds) values ('lent', 1, $1, $1, 60)`, execution)
 	pgtest.Exec(t, db, `insert into agent_lock_waiters (lane, owner, expires_at) values ('ended', 'gone too', clock_timestamp() - interval '2 minutes')`)
-	token := get[int64](t, db, `select fencing_token from agent_locks where lane = 'ended'`)
+	token := pgtest.Value[int64](t, db, `select fencing_token from agent_locks where lane = 'ended'`)
 	if next, err := k.Expire(t.Context(), ""); err != nil || next != "" {
 		t.Fatalf("Expire: %q, %v", next, err)
 	}
-	if got := get[string](t, db, `select string_agg(lane, ',' order by lane) from agent_locks where locked_by = 'gone'`); got != "held,just ended,lent,thread:1" {
+	if got := pgtest.Value[string](t, db, `select string_agg(lane, ',' order by lane) from agent_locks where locked_by = 'gone'`); got != "held,just ended,lent,thread:1" {
 		t.Errorf("left: %s", got)
 	}
-	if now := get[int64](t, db, `select fencing_token from agent_locks where lane = 'ended'`); now <= token {
+	if now := pgtest.Value[int64](t, db, `select fencing_token from agent_locks where lane = 'ended'`); now <= token {
 		t.Errorf("its token is %d, before %d", now, token)
 	}
-	if n := get[int](t, db, `select count(*) from agent_lock_waiters`); n != 0 {
+	if n := pgtest.Value[int](t, db, `select count(*) from agent_lock_waiters`); n != 0 {
 		t.Errorf("%d places of waiters that are gone", n)
 	}
 	log.want(t, 1, "level=WARN", `msg="lane stale, clearing"`, "lane=ended", "holder=gone", "age=1m0")
@@ -418,7 +418,7 @@ func TestExpiredLanesAreClearedInBatches(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if left := get[int](t, db, `select count(*) from agent_locks where locked_by <> ''`); left != 0 || looks != 3 {
+	if left := pgtest.Value[int](t, db, `select count(*) from agent_locks where locked_by <> ''`); left != 0 || looks != 3 {
 		t.Errorf("%d are left after %d looks, want none after 3", left, looks)
 	}
 }

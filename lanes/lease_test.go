@@ -89,7 +89,7 @@ func TestOwnersAreNeverTheSame(t *testing.T) {
 	if !strings.HasPrefix(a.Owner().String(), string(id)+"/") || a.Owner() == b.Owner() {
 		t.Errorf("owners %s and %s of trace %s", a.Owner(), b.Owner(), id)
 	}
-	if got := get[string](t, db, `select trace_id from agent_locks_live where lane = 'a'`); got != string(id) {
+	if got := pgtest.Value[string](t, db, `select trace_id from agent_locks_live where lane = 'a'`); got != string(id) {
 		t.Errorf("the live view shows trace %q, want %s", got, id)
 	}
 	for name, owner := range map[string]lanes.Owner{
@@ -117,13 +117,13 @@ func TestTTLFollowsTheName(t *testing.T) {
 	} {
 		l, err := k.Acquire(t.Context(), lane)
 		acquired(t, l, err)
-		if got := get[int](t, db, `select ttl_seconds from agent_locks where lane = $1`, lane); got != want {
+		if got := pgtest.Value[int](t, db, `select ttl_seconds from agent_locks where lane = $1`, lane); got != want {
 			t.Errorf("%s: %d seconds, want %d", lane, got, want)
 		}
 	}
 	l, err := k.Acquire(t.Context(), "short", lanes.WithTTL(1500*time.Millisecond))
 	acquired(t, l, err)
-	if got := get[int](t, db, `select ttl_seconds from agent_locks where lane = 'short'`); got != 2 {
+	if got := pgtest.Value[int](t, db, `select ttl_seconds from agent_locks where lane = 'short'`); got != 2 {
 		t.Errorf("1.5 s became %d seconds, want 2", got)
 	}
 }
@@ -150,7 +150,7 @@ func TestBadInputIsErrInvalid(t *testing.T) {
 			t.Errorf("%s: %v, want ErrInvalid with the database's words", name, err)
 		}
 	}
-	if n := get[int](t, db, `select count(*) from agent_locks`); n != 0 {
+	if n := pgtest.Value[int](t, db, `select count(*) from agent_locks`); n != 0 {
 		t.Errorf("%d rows were written", n)
 	}
 }
@@ -166,7 +166,7 @@ func TestNestedHoldsAreCounted(t *testing.T) {
 	acquired(t, outer, err)
 	inner, err := k.AcquireAs(t.Context(), owner, "x", lanes.WithTTL(time.Second))
 	acquired(t, inner, err)
-	if ttl := get[int](t, db, `select ttl_seconds from agent_locks`); ttl != 3600 {
+	if ttl := pgtest.Value[int](t, db, `select ttl_seconds from agent_locks`); ttl != 3600 {
 		t.Errorf("the inner hold shortened the lease to %d s", ttl)
 	}
 	for range 2 { // idempotent: the second must not count for the outer hold
@@ -229,7 +229,7 @@ func TestReleaseWorksWithACancelledContext(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	if get[bool](t, db, `select is_agent_lock_held('x')`) {
+	if pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) {
 		t.Error("not released")
 	}
 	log.want(t, 1, "lane released")
@@ -254,7 +254,7 @@ func TestReleaseIsRetriedAfterAnOutage(t *testing.T) {
 	if err := l.Release(t.Context()); err != nil {
 		t.Error(err)
 	}
-	if get[bool](t, db, `select is_agent_lock_held('x')`) {
+	if pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) {
 		t.Error("not released")
 	}
 }
@@ -277,10 +277,10 @@ func TestALostAnswerLeavesTheLaneFree(t *testing.T) {
 				t.Fatal("no error although the answer was lost")
 			}
 			w.lose.Store(false)
-			if n := get[int](t, db, `select count(*) from agent_locks where lane = 'x'`); n != 1 {
+			if n := pgtest.Value[int](t, db, `select count(*) from agent_locks where lane = 'x'`); n != 1 {
 				t.Fatal("the statement did not reach the database: the test tests nothing")
 			}
-			if get[bool](t, db, `select is_agent_lock_held('x')`) {
+			if pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) {
 				t.Error("a lane that nobody knows of is held")
 			}
 		})
@@ -304,7 +304,7 @@ func TestACallerWhoLeavesWhileTheLaneIsGrantedLeavesItFree(t *testing.T) {
 			return new;
 		end $$`)
 	pgtest.Exec(t, db, `create trigger slowly before insert on agent_locks for each row execute function slowly()`)
-	gate := begin(t, db)
+	gate := pgtest.Begin(t, db)
 	pgtest.Exec(t, gate, `select pg_advisory_xact_lock(42)`)
 
 	ctx, leave := context.WithCancel(t.Context())
@@ -329,9 +329,9 @@ func TestACallerWhoLeavesWhileTheLaneIsGrantedLeavesItFree(t *testing.T) {
 		t.Error(err)
 	}
 	pgtest.Eventually(t, soon, func() bool {
-		return get[int](t, db, `select count(*) from agent_locks where lane = 'x'`) == 1
+		return pgtest.Value[int](t, db, `select count(*) from agent_locks where lane = 'x'`) == 1
 	}, "the grant commits")
-	if get[bool](t, db, `select is_agent_lock_held('x')`) {
+	if pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) {
 		t.Error("a lane that nobody knows of is held")
 	}
 }
@@ -342,14 +342,14 @@ func TestFenceStopsStaleWrites(t *testing.T) {
 	k, _ := keeper(t, db)
 	l, err := k.Acquire(t.Context(), "x")
 	acquired(t, l, err)
-	tx := begin(t, db)
+	tx := pgtest.Begin(t, db)
 	if err := l.Fence(t.Context(), tx); err != nil {
 		t.Errorf("fence of a live lease: %v", err)
 	}
 	commit(t, tx)
 	expire(t, db, "x")
 	mustTry(t, db, "x", "another", 60)
-	if err := l.Fence(t.Context(), begin(t, db)); !errors.Is(err, lanes.ErrStale) {
+	if err := l.Fence(t.Context(), pgtest.Begin(t, db)); !errors.Is(err, lanes.ErrStale) {
 		t.Errorf("fence after a takeover: %v, want ErrStale", err)
 	}
 }
@@ -371,11 +371,11 @@ func TestDropForgetsTheLeasesOfAnExecution(t *testing.T) {
 	if err := step.Release(t.Context()); err != nil {
 		t.Error(err)
 	}
-	ends := get[time.Time](t, db, `select expires_at from agent_locks`)
+	ends := pgtest.Value[time.Time](t, db, `select expires_at from agent_locks`)
 	pgtest.Eventually(t, soon, func() bool {
-		return get[time.Time](t, db, `select expires_at from agent_locks`).After(ends)
+		return pgtest.Value[time.Time](t, db, `select expires_at from agent_locks`).After(ends)
 	}, "the lease is renewed")
-	want := get[string](t, db, `select locked_by || fencing_token from agent_locks`)
+	want := pgtest.Value[string](t, db, `select locked_by || fencing_token from agent_locks`)
 	k.Drop(owner)
 	if err := context.Cause(outer.Context()); !errors.Is(err, context.Canceled) || errors.Is(err, lanes.ErrLost) {
 		t.Errorf("a dropped lease ends with %v", err)
@@ -383,7 +383,7 @@ func TestDropForgetsTheLeasesOfAnExecution(t *testing.T) {
 	if err := outer.Release(t.Context()); err != nil {
 		t.Errorf("release of a dropped lease: %v", err)
 	}
-	if got := get[string](t, db, `select locked_by || fencing_token from agent_locks`); got != want ||
+	if got := pgtest.Value[string](t, db, `select locked_by || fencing_token from agent_locks`); got != want ||
 		w.count("release_agent_lock(@") != 0 {
 		t.Errorf("Drop or Release touched the lane: %s, want %s", got, want)
 	}
@@ -406,7 +406,7 @@ func TestReleaseAllLeavesTheLanesOfExecutions(t *testing.T) {
 	if err := k.ReleaseAll(ctx); err != nil {
 		t.Fatal(err)
 	}
-	if got := get[string](t, db, `select string_agg(lane, ',') from agent_locks_live`); got != "theirs" {
+	if got := pgtest.Value[string](t, db, `select string_agg(lane, ',') from agent_locks_live`); got != "theirs" {
 		t.Errorf("held after ReleaseAll: %s, want theirs", got)
 	}
 	if err := mine[0].Release(ctx); err != nil {
@@ -431,7 +431,7 @@ func TestDisabledLanesGrantEverything(t *testing.T) {
 	if a.Context().Err() != nil || b.Context().Err() == nil {
 		t.Errorf("contexts: held %v, released %v", a.Context().Err(), b.Context().Err())
 	}
-	if n := get[int](t, db, `select count(*) from agent_locks`); n != 0 {
+	if n := pgtest.Value[int](t, db, `select count(*) from agent_locks`); n != 0 {
 		t.Errorf("%d rows were written with lanes off", n)
 	}
 	log.want(t, 1, "level=WARN", "lanes are off")

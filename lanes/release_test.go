@@ -29,7 +29,7 @@ func TestAReleaseWhoseSessionIsKilledFreesTheLane(t *testing.T) {
 	retryWithin(t, 2*time.Second, func() time.Duration {
 		l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(time.Hour))
 		acquired(t, l, err)
-		write := begin(t, db)
+		write := pgtest.Begin(t, db)
 		if err := l.Fence(t.Context(), write); err != nil {
 			t.Fatal(err)
 		}
@@ -42,7 +42,7 @@ func TestAReleaseWhoseSessionIsKilledFreesTheLane(t *testing.T) {
 		if err := <-released; err != nil {
 			t.Errorf("Release: %v", err)
 		}
-		if get[bool](t, db, `select is_agent_lock_held('x')`) {
+		if pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) {
 			t.Error("the lane is still held")
 		}
 		return time.Since(began)
@@ -85,7 +85,7 @@ func TestAReleaseContinuesInTheBackground(t *testing.T) {
 		t.Errorf("a release without a database: %v", err)
 	}
 	w.cut.Store(false)
-	pgtest.Eventually(t, soon, func() bool { return !get[bool](t, db, `select is_agent_lock_held('x')`) },
+	pgtest.Eventually(t, soon, func() bool { return !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) },
 		"the lane is free")
 	log.want(t, 1, "lane released", "lane=x")
 	if err := l.Release(t.Context()); err != nil {
@@ -119,7 +119,7 @@ func TestAReleaseInTheBackgroundLeavesALaterHoldAlone(t *testing.T) {
 	if err := other.Release(t.Context()); err != nil || w.count("release_agent_lock(@") == before {
 		t.Error(err)
 	}
-	if cause := context.Cause(l.Context()); cause != nil || !get[bool](t, db, `select is_agent_lock_held('x')`) {
+	if cause := context.Cause(l.Context()); cause != nil || !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) {
 		t.Errorf("the later hold has ended: %v", cause)
 	}
 }
@@ -138,13 +138,13 @@ func TestAnOrphanedLaneIsReleasedInTheBackground(t *testing.T) {
 		t.Fatal("no error although the answer was lost")
 	}
 	log.want(t, 1, "lane may be held", "lane=x")
-	if !get[bool](t, db, `select is_agent_lock_held('x')`) {
+	if !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) {
 		t.Fatal("the statement did not reach the database: the test tests nothing")
 	}
 	pgtest.Exec(t, db, `drop function leave_agent_lock_queue`)
 	pgtest.Exec(t, db, `alter function away rename to leave_agent_lock_queue`)
 	w.lose.Store(false)
-	pgtest.Eventually(t, soon, func() bool { return !get[bool](t, db, `select is_agent_lock_held('x')`) },
+	pgtest.Eventually(t, soon, func() bool { return !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) },
 		"the lane is free")
 }
 
@@ -158,7 +158,7 @@ func TestReleaseAllIsRetried(t *testing.T) {
 		l, err := k.Acquire(t.Context(), lane, lanes.WithTTL(time.Hour))
 		used = acquired(t, l, err)
 	}
-	write := begin(t, db)
+	write := pgtest.Begin(t, db)
 	if err := used.Fence(t.Context(), write); err != nil {
 		t.Fatal(err)
 	}
@@ -166,13 +166,13 @@ func TestReleaseAllIsRetried(t *testing.T) {
 	go func() { released <- k.ReleaseAll(t.Context()) }()
 	waitUntilBlocked(t, db, "release_agent_lock")
 	terminate(t, db, "release_agent_lock")
-	pgtest.Eventually(t, soon, func() bool { return get[int](t, db, `select count(*) from agent_locks_live`) == 1 },
+	pgtest.Eventually(t, soon, func() bool { return pgtest.Value[int](t, db, `select count(*) from agent_locks_live`) == 1 },
 		"the others are free")
 	commit(t, write)
 	if err := <-released; err != nil {
 		t.Error(err)
 	}
-	if n := get[int](t, db, `select count(*) from agent_locks_live`); n != 0 {
+	if n := pgtest.Value[int](t, db, `select count(*) from agent_locks_live`); n != 0 {
 		t.Errorf("%d are held after ReleaseAll", n)
 	}
 }
@@ -180,17 +180,17 @@ func TestReleaseAllIsRetried(t *testing.T) {
 // open runs a statement in a transaction that stays open, as a driver with autocommit off leaves it.
 func open(t *testing.T, db *pgxpool.Pool, query string, args ...any) {
 	t.Helper()
-	pgtest.Exec(t, begin(t, db), query, args...)
+	pgtest.Exec(t, pgtest.Begin(t, db), query, args...)
 }
 
 // prepared runs a statement in a transaction that stays prepared.
 func prepared(t *testing.T, db *pgxpool.Pool, query string, args ...any) {
 	t.Helper()
-	if get[string](t, db, `show max_prepared_transactions`) == "0" {
+	if pgtest.Value[string](t, db, `show max_prepared_transactions`) == "0" {
 		t.Skip("this server prepares no transactions")
 	}
 	id := strings.ReplaceAll(t.Name(), "/", " ") + time.Now().Format("150405.000000")
-	tx := begin(t, db)
+	tx := pgtest.Begin(t, db)
 	pgtest.Exec(t, tx, query, args...)
 	pgtest.Exec(t, tx, `prepare transaction '`+id+`'`)
 	_ = tx.Rollback(t.Context()) // of a transaction that the connection does not have any more
@@ -204,7 +204,7 @@ func prepared(t *testing.T, db *pgxpool.Pool, query string, args ...any) {
 // savepoint runs a statement in a subtransaction of a transaction that stays open.
 func savepoint(t *testing.T, db *pgxpool.Pool, query string, args ...any) {
 	t.Helper()
-	tx := begin(t, db)
+	tx := pgtest.Begin(t, db)
 	pgtest.Exec(t, tx, `savepoint a`)
 	pgtest.Exec(t, tx, query, args...)
 }
@@ -239,16 +239,16 @@ func TestAWaiterInAnOpenTransactionBlocksNobody(t *testing.T) {
 // wantHeld checks that a, who holds x, renews and releases it, that the next one gets it, and that the sweeps pass.
 func wantHeld(t *testing.T, db *pgxpool.Pool, token int64) {
 	t.Helper()
-	hurry := begin(t, db)
+	hurry := pgtest.Begin(t, db)
 	pgtest.Exec(t, hurry, `set local lock_timeout = '1s'`)
-	if !get[bool](t, hurry, `select renewed and not busy from lanekeeper.renew_agent_locks('{x}', '{a}', array[$1::bigint], '{60}')`, token) {
+	if !pgtest.Value[bool](t, hurry, `select renewed and not busy from lanekeeper.renew_agent_locks('{x}', '{a}', array[$1::bigint], '{60}')`, token) {
 		t.Error("the holder's renewal is held up")
 	}
 	for what, query := range map[string]string{
 		"renewal": `select renew_agent_lock('x', 'a', $1, 60)`,
 		"refresh": `select acquired and fencing_token = $1 from acquire_agent_lock('x', 'a', 60)`,
 	} {
-		if !get[bool](t, hurry, query, token) {
+		if !pgtest.Value[bool](t, hurry, query, token) {
 			t.Errorf("%s is refused", what)
 		}
 	}
@@ -262,7 +262,7 @@ func wantHeld(t *testing.T, db *pgxpool.Pool, token int64) {
 	if err := lanes.Prune(t.Context(), hurry, 24*time.Hour); err != nil {
 		t.Error(err)
 	}
-	if !get[bool](t, hurry, `select release_agent_lock('x', 'a', $1)`, token) {
+	if !pgtest.Value[bool](t, hurry, `select release_agent_lock('x', 'a', $1)`, token) {
 		t.Error("the holder cannot release")
 	}
 	commit(t, hurry)
@@ -351,7 +351,7 @@ func TestABlockedBreakNamesTheTransaction(t *testing.T) {
 	k, _ := keeper(t, db)
 	l, err := k.Acquire(t.Context(), "x")
 	acquired(t, l, err)
-	write := begin(t, db)
+	write := pgtest.Begin(t, db)
 	if err := l.Fence(t.Context(), write); err != nil {
 		t.Fatal(err)
 	}
@@ -373,7 +373,7 @@ func TestAHandoverInAnOpenTransactionBlocksNoWaiter(t *testing.T) {
 	token := mustTry(t, db, "x", "a", 60)
 	queues(t, db, "x", "b", 60)
 	open(t, db, `select lanekeeper.release_agent_lock('x', 'a', $1, true)`, token)
-	hurry := begin(t, db)
+	hurry := pgtest.Begin(t, db)
 	pgtest.Exec(t, hurry, `set local lock_timeout = '1s'`)
 	queues(t, hurry, "x", "b", 60)
 	queues(t, hurry, "x", "c", 60)
@@ -386,7 +386,7 @@ func TestAPlaceInAQueueIsKeptForAMinute(t *testing.T) {
 	db := pgtest.DB(t)
 	mustTry(t, db, "x", "a", 60)
 	pgtest.Exec(t, db, `select await_agent_lock('x', 'gone', 60, 86400)`)
-	if !get[bool](t, db, `select expires_at < clock_timestamp() + interval '61 seconds' from agent_lock_waiters`) {
+	if !pgtest.Value[bool](t, db, `select expires_at < clock_timestamp() + interval '61 seconds' from agent_lock_waiters`) {
 		t.Error("the place is kept for longer")
 	}
 }

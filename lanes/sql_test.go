@@ -26,11 +26,11 @@ func TestTryIsTheSameAsAcquire(t *testing.T) {
 	db := pgtest.DB(t)
 	for i, want := range []bool{true, true, false} {
 		owner := []string{"a", "a", "b"}[i]
-		if got := get[bool](t, db, `select try_acquire_agent_lock('heartbeat', $1)`, owner); got != want {
+		if got := pgtest.Value[bool](t, db, `select try_acquire_agent_lock('heartbeat', $1)`, owner); got != want {
 			t.Errorf("try %d by %s: %v, want %v", i, owner, got, want)
 		}
 	}
-	if ttl := get[int](t, db, `select ttl_seconds from agent_locks where lane = 'heartbeat'`); ttl != 300 {
+	if ttl := pgtest.Value[int](t, db, `select ttl_seconds from agent_locks where lane = 'heartbeat'`); ttl != 300 {
 		t.Errorf("default ttl %d, want 300", ttl)
 	}
 }
@@ -39,11 +39,11 @@ func TestSameOwnerRefreshesWithTheSameToken(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	token := mustTry(t, db, "x", "a", 10)
-	before := get[time.Time](t, db, `select expires_at from agent_locks`)
+	before := pgtest.Value[time.Time](t, db, `select expires_at from agent_locks`)
 	if again := mustTry(t, db, "x", "a", 60); again != token {
 		t.Errorf("refresh has token %d, want %d", again, token)
 	}
-	if after := get[time.Time](t, db, `select expires_at from agent_locks`); !after.After(before.Add(40 * time.Second)) {
+	if after := pgtest.Value[time.Time](t, db, `select expires_at from agent_locks`); !after.After(before.Add(40 * time.Second)) {
 		t.Errorf("refresh ends at %s, first hold at %s", after, before)
 	}
 }
@@ -61,7 +61,7 @@ func TestTokensGrowOverEveryKindOfEnd(t *testing.T) {
 		             where locked_by = $1 returning 1) select count(*) = 1 from e`, // the clock goes back by an hour
 		`select release_agent_lock('x', $1)`,
 	} {
-		last := get[int64](t, db, `select coalesce(max(fencing_token), 0) from agent_locks`)
+		last := pgtest.Value[int64](t, db, `select coalesce(max(fencing_token), 0) from agent_locks`)
 		if i == 4 { // prune what the step before has left
 			if err := lanes.Prune(t.Context(), db, 24*time.Hour); err != nil || row(t, db, "x") != "none" {
 				t.Errorf("nothing was pruned: %v", err)
@@ -73,7 +73,7 @@ func TestTokensGrowOverEveryKindOfEnd(t *testing.T) {
 		if token <= last || token >= 1<<53 {
 			t.Errorf("%d: token %d after %d", i, token, last)
 		}
-		if !get[bool](t, db, end, owner) {
+		if !pgtest.Value[bool](t, db, end, owner) {
 			t.Errorf("%s: did nothing", end)
 		}
 	}
@@ -84,20 +84,20 @@ func TestBusyTryWritesNothing(t *testing.T) {
 	db := pgtest.DB(t)
 	mustTry(t, db, "held", "a", 60)
 	mustTry(t, db, "promised", "a", 60)
-	get[bool](t, db, `select acquired from await_agent_lock('promised', 'b', 60, 60)`)
-	get[bool](t, db, `select release_agent_lock('promised', 'a')`)
+	pgtest.Value[bool](t, db, `select acquired from await_agent_lock('promised', 'b', 60, 60)`)
+	pgtest.Value[bool](t, db, `select release_agent_lock('promised', 'a')`)
 	mustTry(t, db, "changing", "a", 60)
 	expire(t, db, "changing")
-	locker := begin(t, db)
+	locker := pgtest.Begin(t, db)
 	pgtest.Exec(t, locker, `select from agent_locks where lane = 'changing' for update`)
 	try(t, locker, "new", "a", 60)
 
 	for _, lane := range []string{"held", "promised", "changing", "new"} {
-		tx := begin(t, db)
+		tx := pgtest.Begin(t, db)
 		if g := try(t, tx, lane, "c", 60); g.acquired {
 			t.Errorf("%s was granted twice", lane)
 		}
-		if get[bool](t, tx, `select pg_current_xact_id_if_assigned() is not null`) {
+		if pgtest.Value[bool](t, tx, `select pg_current_xact_id_if_assigned() is not null`) {
 			t.Errorf("a busy try for a lane that is %s has written", lane)
 		}
 		commit(t, tx)
@@ -108,15 +108,15 @@ func TestTryNeverWaits(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	mustTry(t, db, "released", "a", 60)
-	get[bool](t, db, `select release_agent_lock('released', 'a')`)
+	pgtest.Value[bool](t, db, `select release_agent_lock('released', 'a')`)
 	mustTry(t, db, "own", "c", 60)
-	open := begin(t, db)
+	open := pgtest.Begin(t, db)
 	try(t, open, "first", "a", 60)                                                // inserted, not committed
 	try(t, open, "released", "a", 60)                                             // updated, not committed
 	pgtest.Exec(t, open, `select from agent_locks where lane = 'own' for update`) // locked by a stranger
 	pgtest.Exec(t, open, `select await_agent_lock('awaited', 'a', 60)`)           // through the queue
 	for _, lane := range []string{"first", "released", "own", "awaited"} {
-		tx := begin(t, db)
+		tx := pgtest.Begin(t, db)
 		pgtest.Exec(t, tx, `set local statement_timeout = '2s'`)
 		if g := try(t, tx, lane, "c", 60); g.acquired {
 			t.Errorf("%s: granted while another transaction changes it", lane)
@@ -176,7 +176,7 @@ func TestOthersAndOldTokensChangeNothing(t *testing.T) {
 		if strings.Contains(query, "$1") {
 			args = append(args, old)
 		}
-		if get[bool](t, db, query, args...) {
+		if pgtest.Value[bool](t, db, query, args...) {
 			t.Errorf("%s succeeded", name)
 		}
 		if diff := cmp.Diff(want, row(t, db, "x")); diff != "" {
@@ -196,7 +196,7 @@ func TestAnExpiredLeaseIsLostEvenIfTheLaneIsFree(t *testing.T) {
 		"renewal of many": `select renewed or busy from lanekeeper.renew_agent_locks(array['x'], array['a'], array[$1::bigint], array[60])`,
 		"release":         `select release_agent_lock('x', 'a', $1)`,
 	} {
-		if get[bool](t, db, query, token) {
+		if pgtest.Value[bool](t, db, query, token) {
 			t.Errorf("%s of an ended lease succeeded", name)
 		}
 	}
@@ -235,7 +235,7 @@ func TestAFenceThatMeetsATakeoverFails(t *testing.T) {
 	db := pgtest.DB(t)
 	token := mustTry(t, db, "x", "a", 60)
 	expire(t, db, "x")
-	takeover := begin(t, db)
+	takeover := pgtest.Begin(t, db)
 	mustTry(t, takeover, "x", "b", 60)
 	fenced := make(chan error, 1)
 	go func() {
@@ -251,17 +251,17 @@ func TestRenewalsPassAFencedWriteAndTakeoversWait(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	token := mustTry(t, db, "x", "a", 60)
-	write := begin(t, db)
+	write := pgtest.Begin(t, db)
 	pgtest.Exec(t, write, `select fence_agent_lock('x', $1)`, token)
 
-	hurry := begin(t, db)
+	hurry := pgtest.Begin(t, db)
 	pgtest.Exec(t, hurry, `set local lock_timeout = '1s'`)
 	for name, query := range map[string]string{
 		"renewal":         `select renew_agent_lock('x', 'a', $1, 60)`,
 		"renewal of many": `select renewed from lanekeeper.renew_agent_locks(array['x'], array['a'], array[$1::bigint], array[60])`,
 		"refresh":         `select acquired and fencing_token = $1 from acquire_agent_lock('x', 'a', 60)`,
 	} {
-		if !get[bool](t, hurry, query, token) {
+		if !pgtest.Value[bool](t, hurry, query, token) {
 			t.Errorf("%s was held up by a fenced write", name)
 		}
 	}
@@ -270,7 +270,7 @@ func TestRenewalsPassAFencedWriteAndTakeoversWait(t *testing.T) {
 		"break":   `select break_agent_lock('x', 'test')`,
 		"release": `select release_agent_lock('x', 'a')`,
 	} {
-		tx := begin(t, db)
+		tx := pgtest.Begin(t, db)
 		pgtest.Exec(t, tx, `set local lock_timeout = '100ms'`)
 		if _, err := tx.Exec(t.Context(), query); !postgres.IsCode(err, "55P03") {
 			t.Errorf("%s passed through a fenced write: %v", name, err)
@@ -297,7 +297,7 @@ func TestARowLockHeldPastTheEndRevivesNothing(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			token := mustTry(t, db, "x", "a", 1)
-			stranger := begin(t, db)
+			stranger := pgtest.Begin(t, db)
 			pgtest.Exec(t, stranger, `select from agent_locks where lane = 'x' for update`)
 			revived := make(chan bool, 1)
 			go func() {
@@ -306,7 +306,7 @@ func TestARowLockHeldPastTheEndRevivesNothing(t *testing.T) {
 			if name == "renewal" || name == "release" {
 				waitUntilBlocked(t, db, "_agent_lock(")
 			}
-			pgtest.Eventually(t, soon, func() bool { return !get[bool](t, db, `select is_agent_lock_held('x')`) },
+			pgtest.Eventually(t, soon, func() bool { return !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) },
 				"the lease ends")
 			commit(t, stranger)
 			if <-revived {
@@ -324,10 +324,10 @@ func TestARowLockHeldPastTheEndRevivesNothing(t *testing.T) {
 func TestAGrantLastsItsWholeTTL(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	tx := begin(t, db)
-	get[string](t, tx, `select pg_sleep(0.3)::text`) // the transaction's own time is old now
+	tx := pgtest.Begin(t, db)
+	pgtest.Value[string](t, tx, `select pg_sleep(0.3)::text`) // the transaction's own time is old now
 	mustTry(t, tx, "x", "a", 60)
-	if more := get[float64](t, tx, `select extract(epoch from expires_at - now())::float8 from agent_locks`); more < 60.3 {
+	if more := pgtest.Value[float64](t, tx, `select extract(epoch from expires_at - now())::float8 from agent_locks`); more < 60.3 {
 		t.Errorf("granted until %.2f seconds after the transaction began, want 60.3 at least", more)
 	}
 }
@@ -339,11 +339,11 @@ func TestABatchRenewalReportsEachLease(t *testing.T) {
 	locked := mustTry(t, db, "locked", "a", 60)
 	parked := mustTry(t, db, "parked", "a", 60)
 	pgtest.Exec(t, db, `update agent_locks set parked = true, expires_at = '9000-01-01' where lane = 'parked'`)
-	stranger := begin(t, db)
+	stranger := pgtest.Begin(t, db)
 	pgtest.Exec(t, stranger, `select from agent_locks where lane = 'locked' for update`)
-	tx := begin(t, db)
+	tx := pgtest.Begin(t, db)
 	pgtest.Exec(t, tx, `set local statement_timeout = '2s'`)
-	got := get[string](t, tx, `
+	got := pgtest.Value[string](t, tx, `
 		select string_agg(lane || ' ' || renewed || ' ' || busy || ' ' || coalesce(extract(year from expires_at) = 9000, false), ', ' order by lane)
 		  from lanekeeper.renew_agent_locks(array['parked', 'held', 'locked', 'none'], array['a', 'a', 'a', 'a'], array[$1, $2, $3, 7]::bigint[],
 		                         array[60, 60, 60, 60])`, parked, held, locked)
@@ -358,9 +358,9 @@ func TestABatchRenewalDistinguishesLostAndNewHolds(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	old := mustTry(t, db, "x", "a", 60)
-	get[bool](t, db, `select break_agent_lock('x', 'test')`)
+	pgtest.Value[bool](t, db, `select break_agent_lock('x', 'test')`)
 	token := mustTry(t, db, "x", "b", 60)
-	got := get[string](t, db, `
+	got := pgtest.Value[string](t, db, `
 		select string_agg((fencing_token = $2) || ' ' || renewed || ' ' || busy, ', ' order by fencing_token)
 		  from lanekeeper.renew_agent_locks(array['x', 'x'], array['a', 'b'], array[$1, $2]::bigint[], array[60, 60])`, old, token)
 	if want := "false false false, true true false"; got != want {
@@ -393,10 +393,10 @@ func TestBatchRenewalsInAnyOrderNeverDeadlock(t *testing.T) {
 func TestExecutionIsReadFromTheOwner(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	id := get[string](t, db, `select lanekeeper.agent_uuid7()::text`)
+	id := pgtest.Value[string](t, db, `select lanekeeper.agent_uuid7()::text`)
 	for owner, want := range map[string]string{id + "#3": id, id: "", "run/x#3": ""} {
 		mustTry(t, db, "lane of "+owner, owner, 60)
-		got := get[string](t, db, `select coalesce(execution_id::text, '') from agent_locks where lane = $1`,
+		got := pgtest.Value[string](t, db, `select coalesce(execution_id::text, '') from agent_locks where lane = $1`,
 			"lane of "+owner)
 		if got != want {
 			t.Errorf("owner %s has execution %q, want %q", owner, got, want)
@@ -473,7 +473,7 @@ func TestBadInputIsRefusedAndChangesNothing(t *testing.T) {
 		_, err := db.Exec(t.Context(), `select break_agent_lock('held', $1)`, reason)
 		wantCode(t, err, "22023")
 	}
-	got := get[string](t, db, `select string_agg(lane || ' ' || locked_by || ' ' || (expires_at > clock_timestamp() + interval '30 seconds'), ', ') ||
+	got := pgtest.Value[string](t, db, `select string_agg(lane || ' ' || locked_by || ' ' || (expires_at > clock_timestamp() + interval '30 seconds'), ', ') ||
 		(select count(*) from agent_lock_waiters) || (select count(*) from agent_activity) from agent_locks`)
 	if got != "held a true00" {
 		t.Errorf("bad input left %s", got)
@@ -633,10 +633,10 @@ func TestRaceThroughGo(t *testing.T) {
 	if len(a.tokens) < grants {
 		t.Errorf("%d grants, want %d", len(a.tokens), grants)
 	}
-	if live := get[int](t, db, `select count(*) from agent_locks_live`); live != 0 {
+	if live := pgtest.Value[int](t, db, `select count(*) from agent_locks_live`); live != 0 {
 		t.Errorf("%d lanes are held after the race", live)
 	}
-	if waiting := get[int](t, db, `select count(*) from agent_lock_waiters`); waiting != 0 {
+	if waiting := pgtest.Value[int](t, db, `select count(*) from agent_lock_waiters`); waiting != 0 {
 		t.Errorf("%d places in the queue are left after the race", waiting)
 	}
 }
@@ -667,7 +667,7 @@ func TestOneOwnerInManyGoroutinesIsOneHold(t *testing.T) {
 		})
 	}
 	running.Wait()
-	if !get[bool](t, db, `select is_agent_lock_held('x')`) {
+	if !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) {
 		t.Error("an inner release freed the outer hold")
 	}
 	log.want(t, 1, "lane acquired")

@@ -13,7 +13,6 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
-	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -62,25 +61,6 @@ func mustTry(t testing.TB, db postgres.DB, lane, owner string, ttl int) int64 {
 	return g.token
 }
 
-func get[T any](t testing.TB, db postgres.DB, query string, args ...any) T {
-	t.Helper()
-	var v T
-	if err := db.QueryRow(t.Context(), query, args...).Scan(&v); err != nil {
-		t.Fatalf("%s: %v", query, err)
-	}
-	return v
-}
-
-func begin(t testing.TB, db *pgxpool.Pool) pgx.Tx {
-	t.Helper()
-	tx, err := db.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = tx.Rollback(context.Background()) })
-	return tx
-}
-
 func commit(t testing.TB, tx pgx.Tx) {
 	t.Helper()
 	if err := tx.Commit(t.Context()); err != nil {
@@ -97,7 +77,7 @@ func expire(t testing.TB, db postgres.DB, lane string) {
 // row is everything about a lane, with its version: it differs after any write.
 func row(t testing.TB, db postgres.DB, lane string) string {
 	t.Helper()
-	return get[string](t, db, `select coalesce((select l.xmin || l.ctid::text || l::text from agent_locks l where l.lane = $1), 'none')`, lane)
+	return pgtest.Value[string](t, db, `select coalesce((select l.xmin || l.ctid::text || l::text from agent_locks l where l.lane = $1), 'none')`, lane)
 }
 
 // wantCode fails unless err has the SQLSTATE.
@@ -112,7 +92,7 @@ func wantCode(t testing.TB, err error, code string) {
 func waitUntilBlocked(t testing.TB, db postgres.DB, text string) {
 	t.Helper()
 	pgtest.Eventually(t, soon, func() bool {
-		return get[bool](t, db, `select exists (select from pg_stat_activity where datname = current_database()
+		return pgtest.Value[bool](t, db, `select exists (select from pg_stat_activity where datname = current_database()
 			and wait_event_type = 'Lock' and query like '%' || $1 || '%' and pid <> pg_backend_pid())`, text)
 	}, "no statement waits: "+text)
 }

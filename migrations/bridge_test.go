@@ -84,7 +84,7 @@ func shape(t *testing.T, db *pgxpool.Pool) []string {
 // counted is how many rows each table has.
 func counted(t *testing.T, db *pgxpool.Pool) string {
 	t.Helper()
-	return get[string](t, db, `
+	return pgtest.Value[string](t, db, `
 		select string_agg(n || ' ' || (xpath('/row/c/text()', query_to_xml('select count(*) as c from ' || n, false, true, '')))[1]::text, E'\n' order by n)
 		  from (select c.oid::regclass::text as n from pg_class c where c.relnamespace = 'public'::regnamespace
 		           and c.relkind in ('r', 'p') and not c.relispartition and c.relname not in ('agent_migrations', 'agent_schema_code')) t`)
@@ -107,7 +107,7 @@ func TestTheBridgeMakesTheSchemaOfANewDatabase(t *testing.T) {
 	if diff := cmp.Diff(rows, counted(t, db)); diff != "" {
 		t.Errorf("rows:\n%s", diff)
 	}
-	if n := get[int](t, db, `select count(*) from agent_executions where status = 'running' and claim > 1000000`); n == 0 {
+	if n := pgtest.Value[int](t, db, `select count(*) from agent_executions where status = 'running' and claim > 1000000`); n == 0 {
 		t.Error("the claims of version 118 hold")
 	}
 	if again, err := migrations.Up(t.Context(), db); err != nil || len(again) > 0 {

@@ -30,8 +30,8 @@ func TestAWorkerOutsideNeedsOnlyTheContract(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	conn := client(t, db.Config().ConnConfig)
-	id := get[string](t, conn, `select start_agent_execution('external:sum', '{"start": 10}', 'the key')::text`)
-	if again := get[string](t, conn, `select start_agent_execution('external:sum', '{}', 'the key')::text`); again != id {
+	id := pgtest.Value[string](t, conn, `select start_agent_execution('external:sum', '{"start": 10}', 'the key')::text`)
+	if again := pgtest.Value[string](t, conn, `select start_agent_execution('external:sum', '{}', 'the key')::text`); again != id {
 		t.Errorf("the same key started %s and %s", id, again)
 	}
 	// Nothing that a caller makes comes before the tables that a function of the contract asks.
@@ -39,7 +39,7 @@ func TestAWorkerOutsideNeedsOnlyTheContract(t *testing.T) {
 		t.Fatal(err)
 	}
 	lock := `select lock_id from lock_agent_execution($1::text::uuid, 'worker 1')`
-	first := get[string](t, conn, lock, id)
+	first := pgtest.Value[string](t, conn, lock, id)
 	says(t, conn, []asked{
 		{`select (r.input ->> 'start') || ' ' || r.checkpoints::text from read_agent_execution($1::text::uuid, $2) r`, "10 {}"},
 		{`select checkpoint_agent_execution($1::text::uuid, $2, 'add', '11')`, "created"},
@@ -48,7 +48,7 @@ func TestAWorkerOutsideNeedsOnlyTheContract(t *testing.T) {
 		{`select waiting_key from agent_executions_waiting where id = $1::text::uuid and $2 <> ''`, "paid"},
 		{`select execution_id::text from deliver_agent_event('EVENT_COMPLETED', 'paid', '{"amount": 3}') where $1 <> $2`, id},
 	}, id, first)
-	second := get[string](t, conn, lock, id)
+	second := pgtest.Value[string](t, conn, lock, id)
 	says(t, conn, []asked{
 		{`select r.checkpoints -> 'wait event 1' -> 'data' ->> 'amount' from read_agent_execution($1::text::uuid, $2) r`, "3"},
 		{`select unlock_agent_execution($1::text::uuid, $2, 'completed', 'the sum is 14')`, "completed"},
@@ -67,7 +67,7 @@ type asked struct{ ask, want string }
 func says(t *testing.T, conn *pgx.Conn, list []asked, args ...any) {
 	t.Helper()
 	for _, q := range list {
-		if got := get[string](t, conn, q.ask, args...); got != q.want {
+		if got := pgtest.Value[string](t, conn, q.ask, args...); got != q.want {
 			t.Errorf("%s: %s, want %s", q.ask, got, q.want)
 		}
 	}
@@ -78,7 +78,7 @@ func TestTheClientCanDoNothingElse(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	conn := client(t, db.Config().ConnConfig)
-	if got := get[string](t, conn, `
+	if got := pgtest.Value[string](t, conn, `
 		select coalesce(string_agg(c.relname || ' ' || p.privilege, ', '), '') from pg_class c
 		 cross join unnest(array['select', 'insert', 'update', 'delete', 'truncate', 'references', 'trigger']) p (privilege)
 		 where c.relnamespace in ('public'::regnamespace, 'lanekeeper'::regnamespace) and c.relkind in ('r', 'p', 'v')
@@ -88,15 +88,15 @@ func TestTheClientCanDoNothingElse(t *testing.T) {
 	called := `
 		select count(*)::text from pg_proc p where p.pronamespace in ('public'::regnamespace, 'lanekeeper'::regnamespace)
 		   and has_schema_privilege(p.pronamespace, 'usage') and has_function_privilege(p.oid, 'execute')`
-	if got := get[string](t, conn, called); got != "21" {
+	if got := pgtest.Value[string](t, conn, called); got != "21" {
 		t.Errorf("it can call %s functions, want 21", got)
 	}
-	if got := get[string](t, db, `
+	if got := pgtest.Value[string](t, db, `
 		select coalesce(string_agg(p.proname, ', '), '') || count(*) from pg_proc p
 		 where p.pronamespace = 'public'::regnamespace and (not p.prosecdef or obj_description(p.oid, 'pg_proc') is null)`); got != "0" {
 		t.Errorf("these of the contract run as who calls them, or have no comment: %s", got)
 	}
-	if n := get[int](t, db, `select count(*) from pg_proc where pronamespace = 'public'::regnamespace`); n > 30 {
+	if n := pgtest.Value[int](t, db, `select count(*) from pg_proc where pronamespace = 'public'::regnamespace`); n > 30 {
 		t.Errorf("the contract has %d functions, want at most 30", n)
 	}
 	for what, sql := range map[string]string{

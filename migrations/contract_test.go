@@ -41,7 +41,7 @@ func inFlight(t *testing.T, db *pgxpool.Pool, id string) pgx.Tx {
 func blocked(t *testing.T, db *pgxpool.Pool, n int, text string) {
 	t.Helper()
 	pgtest.Eventually(t, soon, func() bool {
-		return get[int](t, db, `select count(*) from pg_stat_activity where datname = current_database()
+		return pgtest.Value[int](t, db, `select count(*) from pg_stat_activity where datname = current_database()
 			and wait_event_type = 'Lock' and strpos(query, $1) > 0`, text) == n
 	}, text+" waits")
 }
@@ -52,7 +52,7 @@ func TestWhoTakesAClaimAwayDoesNotHoldItsWritesUp(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	given := claimed(t, db)
-	over := get[string](t, db, `insert into agent_executions (trace_id, surface, flow) values ('fl_1', 'flow', 'external') returning id::text`)
+	over := pgtest.Value[string](t, db, `insert into agent_executions (trace_id, surface, flow) values ('fl_1', 'flow', 'external') returning id::text`)
 	pgtest.Exec(t, db, `select lock_agent_execution($1::uuid, 'somebody')`, over)
 	for id, take := range map[string]string{
 		given: `select lanekeeper.release_agent_claim($1::uuid, 1)`,
@@ -75,7 +75,7 @@ func TestWhoTakesAClaimAwayDoesNotHoldItsWritesUp(t *testing.T) {
 		if err := <-took; err != nil {
 			t.Errorf("%s: %v", take, err)
 		}
-		if claim := get[int](t, db, `select claim from agent_executions where id = $1::uuid`, id); claim != 2 {
+		if claim := pgtest.Value[int](t, db, `select claim from agent_executions where id = $1::uuid`, id); claim != 2 {
 			t.Errorf("%s: claim %d", take, claim)
 		}
 	}
@@ -121,7 +121,7 @@ func TestAnEndWaitsForWritesUnderWayAndNoneComesAfterIt(t *testing.T) {
 	if err := <-ended; err != nil {
 		t.Fatal(err)
 	}
-	if late := get[bool](t, db, `select bool_or(c.created_at > x.completed_at) from agent_checkpoints c
+	if late := pgtest.Value[bool](t, db, `select bool_or(c.created_at > x.completed_at) from agent_checkpoints c
 		join agent_executions x on x.id = c.execution_id`); late {
 		t.Error("a checkpoint is younger than the end of its execution")
 	}
@@ -151,7 +151,7 @@ func TestBadEndsAndWaitsAreRefusedAndChangeNothing(t *testing.T) {
 			}
 		})
 	}
-	if got := get[string](t, db, `select status || claim || (select count(*) from agent_events) from agent_executions`); got != "running10" {
+	if got := pgtest.Value[string](t, db, `select status || claim || (select count(*) from agent_events) from agent_executions`); got != "running10" {
 		t.Errorf("status, claim and events are %s, want them unchanged", got)
 	}
 }
@@ -172,7 +172,7 @@ func TestNoWaitIsForEver(t *testing.T) {
 	db := pgtest.DB(t)
 	id := claimed(t, db)
 	pgtest.Exec(t, db, `update agent_executions set status = 'waiting' where id = $1::uuid`, id)
-	if !get[bool](t, db, `select waiting_until < clock_timestamp() + interval '8 days' from agent_executions`) {
+	if !pgtest.Value[bool](t, db, `select waiting_until < clock_timestamp() + interval '8 days' from agent_executions`) {
 		t.Error("an execution waits without a deadline")
 	}
 }
@@ -198,7 +198,7 @@ func TestPartitionsAreMadeBesideAReader(t *testing.T) {
 func TestAFloorIsNotAboveItsTime(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	if !get[bool](t, db, `select lanekeeper.agent_uuid7_floor(t) <= lanekeeper.agent_uuid7(t) from (select timestamptz '2026-01-01 00:00:00.0016' t) x`) {
+	if !pgtest.Value[bool](t, db, `select lanekeeper.agent_uuid7_floor(t) <= lanekeeper.agent_uuid7(t) from (select timestamptz '2026-01-01 00:00:00.0016' t) x`) {
 		t.Error("the floor of a time is above an id made at that time")
 	}
 }
@@ -242,8 +242,8 @@ func TestTheClaimThatParkedALaneCannotGiveItAway(t *testing.T) {
 	id := claimed(t, db)
 	pgtest.Exec(t, db, `select acquire_agent_lock('thread:1', $1 || '#1', 60)`, id)
 	pgtest.Exec(t, db, park, id, "wait")
-	if get[bool](t, db, `select release_agent_lock('thread:1', $1 || '#1')`, id) ||
-		!get[bool](t, db, `select is_agent_lock_held('thread:1')`) {
+	if pgtest.Value[bool](t, db, `select release_agent_lock('thread:1', $1 || '#1')`, id) ||
+		!pgtest.Value[bool](t, db, `select is_agent_lock_held('thread:1')`) {
 		t.Error("a claim that is over released the lane that its execution keeps while it waits")
 	}
 }
@@ -252,12 +252,12 @@ func TestTheClaimThatParkedALaneMayNotWriteUnderItsToken(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	id := claimed(t, db)
-	token := get[int64](t, db, `select fencing_token from acquire_agent_lock('thread:1', $1 || '#1', 60)`, id)
+	token := pgtest.Value[int64](t, db, `select fencing_token from acquire_agent_lock('thread:1', $1 || '#1', 60)`, id)
 	pgtest.Exec(t, db, park, id, "wait")
 	if _, err := db.Exec(t.Context(), `select fence_agent_lock('thread:1', $1)`, token); !postgres.IsCode(err, "LK001") {
 		t.Errorf("a write under the token of the claim that parked: %v, want SQLSTATE LK001", err)
 	}
-	if next := get[int64](t, db, `select fencing_token from agent_locks where lane = 'thread:1'`); next <= token {
+	if next := pgtest.Value[int64](t, db, `select fencing_token from agent_locks where lane = 'thread:1'`); next <= token {
 		t.Errorf("the parked lane's token is %d, not more than %d", next, token)
 	}
 }

@@ -19,15 +19,6 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-func get[T any](t *testing.T, db postgres.DB, query string, args ...any) T {
-	t.Helper()
-	var v T
-	if err := db.QueryRow(t.Context(), query, args...).Scan(&v); err != nil {
-		t.Fatalf("%s: %v", query, err)
-	}
-	return v
-}
-
 func TestManyProcessesMigrateAtOnce(t *testing.T) {
 	t.Parallel()
 	url := pgtest.EmptyURL(t)
@@ -105,7 +96,7 @@ func TestCheckOfAnEmptyDatabaseWritesNothing(t *testing.T) {
 	if err := migrations.Check(t.Context(), db); !errors.Is(err, migrations.ErrOutdated) {
 		t.Errorf("Check: %v, want ErrOutdated", err)
 	}
-	if n := get[int](t, db, `select count(*) from pg_tables where schemaname = 'public'`); n != 0 {
+	if n := pgtest.Value[int](t, db, `select count(*) from pg_tables where schemaname = 'public'`); n != 0 {
 		t.Errorf("%d tables were made", n)
 	}
 }
@@ -158,7 +149,7 @@ func TestPublicFunctions(t *testing.T) {
 		"claim_agent_execution":  "p_id uuid, p_worker uuid",
 		"cancel_agent_execution": "p_id uuid, p_cancelled_by text, p_reason text",
 	} {
-		got := get[string](t, db, `
+		got := pgtest.Value[string](t, db, `
 			select coalesce(string_agg(distinct pg_get_function_arguments(p.oid), ' / '), 'no such function') from pg_proc p
 			 where p.proname = $1 and p.pronamespace = coalesce((
 			   select q.pronamespace from pg_proc q where q.proname = $1 and q.pronamespace = 'public'::regnamespace limit 1), 'lanekeeper'::regnamespace)`, name)
@@ -166,7 +157,7 @@ func TestPublicFunctions(t *testing.T) {
 			t.Errorf("%s\n has  (%s)\n want (%s)", name, got, arguments)
 		}
 	}
-	overloaded := get[string](t, db, `
+	overloaded := pgtest.Value[string](t, db, `
 		select coalesce(string_agg(t.proname, ', '), '') from (
 		  select p.proname from pg_proc p where p.pronamespace in ('public'::regnamespace, 'lanekeeper'::regnamespace)
 		   group by p.pronamespace, p.proname having count(*) > 1) t`)
@@ -178,19 +169,19 @@ func TestPublicFunctions(t *testing.T) {
 func TestUUID7(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	if !get[bool](t, db, `
+	if !pgtest.Value[bool](t, db, `
 		with made as (select n, lanekeeper.agent_uuid7('2026-01-02 03:04:05.999700+00'::timestamptz + n * interval '1 microsecond') as id
 		                from generate_series(0, 2000) n)
 		select bool_and(id > before) from (select id, lag(id) over (order by n) as before from made) t where before is not null`) {
 		t.Error("ids of consecutive microseconds are out of order")
 	}
-	if !get[bool](t, db, `select bool_and(lanekeeper.agent_uuid7()::text ~ '^[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab]') from generate_series(1, 500)`) {
+	if !pgtest.Value[bool](t, db, `select bool_and(lanekeeper.agent_uuid7()::text ~ '^[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab]') from generate_series(1, 500)`) {
 		t.Error("wrong version or variant")
 	}
-	if n := get[int](t, db, `select count(distinct lanekeeper.agent_uuid7('2026-01-01')) from generate_series(1, 5000)`); n != 5000 {
+	if n := pgtest.Value[int](t, db, `select count(distinct lanekeeper.agent_uuid7('2026-01-01')) from generate_series(1, 5000)`); n != 5000 {
 		t.Errorf("%d of 5000 ids of one moment are different", n)
 	}
-	if !get[bool](t, db, `
+	if !pgtest.Value[bool](t, db, `
 		select bool_and(lanekeeper.agent_uuid7(at) >= lanekeeper.agent_uuid7_floor(at) and lanekeeper.agent_uuid7(at - interval '1 ms') < lanekeeper.agent_uuid7_floor(at))
 		  from (select '2026-01-02 03:04:05.678'::timestamptz + n * interval '1 ms' as at from generate_series(1, 500) n) t`) {
 		t.Error("agent_uuid7_floor is not between two milliseconds")
@@ -202,7 +193,7 @@ func TestTraceIDsMadeInSQLAreTraceIDs(t *testing.T) {
 	db := pgtest.DB(t)
 	seen := make(map[trace.ID]bool)
 	for range 50 {
-		text := get[string](t, db, `select lanekeeper.agent_trace_id('op')`)
+		text := pgtest.Value[string](t, db, `select lanekeeper.agent_trace_id('op')`)
 		id, err := trace.Parse(text)
 		if err != nil {
 			t.Fatal(err)
@@ -264,7 +255,7 @@ func TestStatesOfAnExecution(t *testing.T) {
 
 func insertExecution(t *testing.T, db *pgxpool.Pool) string {
 	t.Helper()
-	return get[string](t, db, `insert into agent_executions (trace_id, surface, flow) values ('fl_x', 'flow', 'f') returning id::text`)
+	return pgtest.Value[string](t, db, `insert into agent_executions (trace_id, surface, flow) values ('fl_x', 'flow', 'f') returning id::text`)
 }
 
 func TestTheEndOfAnExecution(t *testing.T) {
@@ -278,7 +269,7 @@ func TestTheEndOfAnExecution(t *testing.T) {
 		pgtest.Exec(t, db, `update agent_executions set status = 'running' where id = $1::uuid`, id)
 		pgtest.Exec(t, db, `select acquire_agent_lock('objective:' || $1, $1 || '#1', 300)`, id)
 		pgtest.Exec(t, db, `update agent_executions set status = $2 where id = $1::uuid`, id, end)
-		got := get[string](t, db, `
+		got := pgtest.Value[string](t, db, `
 			select result_type || ' ' || (completed_at is not null) || ' ' || is_agent_lock_held('objective:' || id) || ' ' ||
 			       (select count(*) from agent_events v where v.event = 'AGENT_COMPLETED' and v.key = x.id::text)
 			  from agent_executions x where id = $1::uuid`, id)

@@ -40,10 +40,10 @@ func TestMonthsAreThoseOfUTC(t *testing.T) {
 			pgtest.Exec(t, tx, `select lanekeeper.ensure_agent_activity_partitions(3, $1)`,
 				time.Date(2027, time.Month(1+month), 1, 0, 30, 0, 0, time.UTC))
 		}
-		if got := get[int](t, tx, `select count(*) from agent_activity_partitions`); got != 18 {
+		if got := pgtest.Value[int](t, tx, `select count(*) from agent_activity_partitions`); got != 18 {
 			t.Errorf("%s: %d months, want 18", zone, got)
 		}
-		if got := get[int](t, tx, unaligned); got != 0 {
+		if got := pgtest.Value[int](t, tx, unaligned); got != 0 {
 			t.Errorf("%s: %d partitions do not hold the month of their name", zone, got)
 		}
 	}

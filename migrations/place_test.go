@@ -51,12 +51,12 @@ func TestTheSchemaIsRefusedBeforeAnythingIsWritten(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			db, owner := along(t, c.path, c.before)
-			there := get[int](t, owner, written)
+			there := pgtest.Value[int](t, owner, written)
 			if _, err := migrations.Up(t.Context(), db); err == nil || !strings.Contains(err.Error(), c.says) {
 				t.Errorf("got %v, want %q", err, c.says)
 			}
-			if got := get[int](t, owner, written); got != there ||
-				get[bool](t, owner, `select exists (select from pg_namespace where nspname = 'river')`) {
+			if got := pgtest.Value[int](t, owner, written); got != there ||
+				pgtest.Value[bool](t, owner, `select exists (select from pg_namespace where nspname = 'river')`) {
 				t.Errorf("%d relations are there, want %d and no schema of River's", got, there)
 			}
 		})
@@ -74,7 +74,7 @@ func TestASchemaOfOnesOwnIsMigrated(t *testing.T) {
 	if err := migrations.Check(t.Context(), db); err != nil {
 		t.Error(err)
 	}
-	if got := get[int](t, owner, `select count(*) from pg_class where relnamespace = 'public'::regnamespace`); got != 0 {
+	if got := pgtest.Value[int](t, owner, `select count(*) from pg_class where relnamespace = 'public'::regnamespace`); got != 0 {
 		t.Errorf("%d relations are in public", got)
 	}
 }
@@ -106,7 +106,7 @@ func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
 	if err := migrations.Rights(t.Context(), db); err != nil {
 		t.Errorf("the owner: %v", err)
 	}
-	user, database := get[string](t, owner, `select current_user`), get[string](t, owner, `select current_database()`)
+	user, database := pgtest.Value[string](t, owner, `select current_user`), pgtest.Value[string](t, owner, `select current_database()`)
 	other := pgx.Identifier{database + "_login"}.Sanitize()
 	pgtest.Exec(t, owner, `create role `+other+` login`)
 	t.Cleanup(func() {
@@ -152,7 +152,7 @@ func TestTablesThatSomebodyHasChangedAreTold(t *testing.T) {
 		t.Fatal(err)
 	}
 	// row-level security does not hold for a superuser
-	plain := get[string](t, owner, `select lower(current_database() || '_plain')`)
+	plain := pgtest.Value[string](t, owner, `select lower(current_database() || '_plain')`)
 	pgtest.Exec(t, owner, `create role `+plain)
 	t.Cleanup(func() {
 		if _, err := owner.Exec(context.WithoutCancel(t.Context()),

@@ -112,7 +112,7 @@ func TestAMigrationThatWaitsForALockLetsOthersPass(t *testing.T) {
 		t.Fatal(err)
 	}
 	ended(t, done)
-	if !get[bool](t, db, `select exists (select from agent_migrations where version = 9001)`) {
+	if !pgtest.Value[bool](t, db, `select exists (select from agent_migrations where version = 9001)`) {
 		t.Error("the migration is not recorded")
 	}
 }
@@ -129,7 +129,7 @@ func TestALongMigrationKeepsItsLock(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if !get[bool](t, db, `select held from witness`) {
+	if !pgtest.Value[bool](t, db, `select held from witness`) {
 		t.Error("the lock was lost while a file was applied")
 	}
 }
@@ -152,7 +152,7 @@ func TestIndexesAreBuiltConcurrentlyByOneOfMany(t *testing.T) {
 		ended(t, done)
 	}
 	db := opened(t, url, "pool_max_conns", "2")
-	if n := get[int](t, db, `select count(*) from pg_index where indexrelid in ('by_thread'::regclass, 'by_flow'::regclass) and indisvalid`); n != 2 {
+	if n := pgtest.Value[int](t, db, `select count(*) from pg_index where indexrelid in ('by_thread'::regclass, 'by_flow'::regclass) and indisvalid`); n != 2 {
 		t.Errorf("%d of 2 indexes are whole", n)
 	}
 }
@@ -166,12 +166,12 @@ func TestAnIndexThatWasLeftHalfBuiltIsBuiltAgain(t *testing.T) {
 	if err := <-upgrade(t, db, later); !postgres.IsCode(err, "23505") {
 		t.Fatalf("a unique index on what is not unique: %v", err)
 	}
-	if get[bool](t, db, `select indisvalid from pg_index where indexrelid = 'by_flow'::regclass`) {
+	if pgtest.Value[bool](t, db, `select indisvalid from pg_index where indexrelid = 'by_flow'::regclass`) {
 		t.Fatal("nothing was left half built")
 	}
 	pgtest.Exec(t, db, `update agent_executions set flow = 'another' where id = $1::uuid`, second)
 	ended(t, upgrade(t, db, later))
-	if !get[bool](t, db, `select indisvalid from pg_index where indexrelid = 'by_flow'::regclass`) {
+	if !pgtest.Value[bool](t, db, `select indisvalid from pg_index where indexrelid = 'by_flow'::regclass`) {
 		t.Error("the index was left half built")
 	}
 }
@@ -200,7 +200,7 @@ func TestChangedCodeIsAppliedOnceMore(t *testing.T) {
 			t.Fatalf("applied %v (%v), want %v", got, err, c.want)
 		}
 	}
-	if got := get[int](t, db, `select f()`); got != 3 {
+	if got := pgtest.Value[int](t, db, `select f()`); got != 3 {
 		t.Errorf("the function is that of version %d", got)
 	}
 }
@@ -216,7 +216,7 @@ func TestAChangeWithoutItsCodeIsNotApplied(t *testing.T) {
 		!strings.Contains(err.Error(), "code of 010_types") {
 		t.Fatalf("code with an error: %v", err)
 	}
-	if get[bool](t, db, `select to_regclass('more') is not null or exists (select from agent_migrations where version = 9001)`) {
+	if pgtest.Value[bool](t, db, `select to_regclass('more') is not null or exists (select from agent_migrations where version = 9001)`) {
 		t.Error("the change is there without its code")
 	}
 }
@@ -230,9 +230,9 @@ func TestAMigrationTakesAsLongAsItTakes(t *testing.T) {
 	db := pgtest.DB(t)
 	insertExecution(t, db)
 	pgtest.Exec(t, db, `create function slowly(text) returns text language plpgsql immutable as $$ begin perform pg_sleep(0.8); return $1; end $$`)
-	name := pgx.Identifier{get[string](t, db, `select current_database()`)}.Sanitize()
+	name := pgx.Identifier{pgtest.Value[string](t, db, `select current_database()`)}.Sanitize()
 	limits := []string{"statement_timeout = '500ms'", "plpgsql.extra_errors = 'all'"}
-	if get[bool](t, db, `select exists (select from pg_settings where name = 'transaction_timeout')`) { // since version 17
+	if pgtest.Value[bool](t, db, `select exists (select from pg_settings where name = 'transaction_timeout')`) { // since version 17
 		limits = append(limits, "transaction_timeout = '700ms'")
 	}
 	for _, limit := range limits {
@@ -243,7 +243,7 @@ func TestAMigrationTakesAsLongAsItTakes(t *testing.T) {
 		"9001_long.sql":  `select pg_sleep(0.8); create function f(x int) returns void language plpgsql as $$ declare x int; begin end $$`,
 		"9002_index.sql": "-- outside a transaction\ncreate index concurrently if not exists by_slow on agent_executions (slowly(flow));\n",
 	})))
-	if got := get[string](t, db, `select current_setting('statement_timeout')`); got != "500ms" {
+	if got := pgtest.Value[string](t, db, `select current_setting('statement_timeout')`); got != "500ms" {
 		t.Errorf("after a migration the pool's statements may take %s", got)
 	}
 }

@@ -4,7 +4,6 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
-	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -43,22 +42,8 @@ func causesAreOfWhatIsThere(t *testing.T, db postgres.DB) {
 			`select execution_id::text from agent_claims_lost order by 1`,
 		},
 	} {
-		if diff := cmp.Diff(texts(t, db, sql[0]), texts(t, db, sql[1])); diff != "" {
+		if diff := cmp.Diff(pgtest.Column[string](t, db, sql[0]), pgtest.Column[string](t, db, sql[1])); diff != "" {
 			t.Errorf("%s, want -, got +:\n%s", what, diff)
 		}
 	}
-}
-
-// texts is the one column of a query.
-func texts(t *testing.T, db postgres.DB, sql string) []string {
-	t.Helper()
-	rows, err := db.Query(t.Context(), sql)
-	if err != nil {
-		t.Fatal(err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		t.Fatal(err)
-	}
-	return list
 }

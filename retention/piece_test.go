@@ -147,7 +147,7 @@ func TestARowThatChangedAfterItWasFoundStays(t *testing.T) {
 		"deliveries":      `select id::text from agent_webhook_deliveries`,
 		"automation_runs": `select id::text from agent_automation_runs`,
 	} {
-		keys := texts(t, pool, key)
+		keys := pgtest.Column[string](t, pool, key)
 		if tag, err := pool.Exec(t.Context(), retention.Remove(kind), postgres.Strict{"keys": keys}); err != nil ||
 			len(keys) != 1 || tag.RowsAffected() != 0 {
 			t.Errorf("%s: %d rows of %v are deleted: %v", kind, tag.RowsAffected(), keys, err)

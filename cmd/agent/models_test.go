@@ -318,7 +318,7 @@ func TestServeMountsAndOffersOverHTTP(t *testing.T) {
 	base := s.find(t, `msg=serving listen=(\S+)`)
 	pgtest.Eventually(t, pgWait, func() bool { return agent.run("mcp", "offer", "mcp__greeter__greet").code == 0 }, "the tool is mounted")
 	client := sdk.NewClient(&sdk.Implementation{Name: "stock"}, nil)
-	if code, _ := get(t, base+"/mcp"); code != http.StatusUnauthorized {
+	if code, _ := testkit.Get(t, base+"/mcp"); code != http.StatusUnauthorized {
 		t.Errorf("/mcp without the token: %d", code)
 	}
 	session, err := client.Connect(t.Context(), &sdk.StreamableClientTransport{Endpoint: base + "/mcp", HTTPClient: &http.Client{Transport: adminBearer{}}}, nil)

@@ -124,14 +124,14 @@ func TestServeWorksUntilItIsStopped(t *testing.T) {
 	s := p.start("serve", "--migrate")
 	base := s.find(t, `msg=serving listen=(\S+)`)
 	pgtest.Eventually(t, pgWait, func() bool {
-		code, _ := get(t, base+"/readyz")
+		code, _ := testkit.Get(t, base+"/readyz")
 		return code == http.StatusOK
 	}, "it is ready")
-	if code, _ := get(t, base+"/v1/lanes"); code != http.StatusUnauthorized {
+	if code, _ := testkit.Get(t, base+"/v1/lanes"); code != http.StatusUnauthorized {
 		t.Errorf("lanes without the token: %d", code)
 	}
 	contains(t, s.err.String(), "engine_room="+base+"/")
-	if code, page := get(t, base+"/lanes"); code != http.StatusOK || !strings.Contains(page, "Log in to the Engine Room") {
+	if code, page := testkit.Get(t, base+"/lanes"); code != http.StatusOK || !strings.Contains(page, "Log in to the Engine Room") {
 		t.Errorf("a page without a login: %d\n%s", code, page)
 	}
 	seesRoom(t, base, strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN="))
@@ -186,24 +186,6 @@ func withSecret(t *testing.T, address string) string {
 	return u.String()
 }
 
-func get(t *testing.T, address string) (int, string) {
-	t.Helper()
-	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, address, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	answer, err := http.DefaultClient.Do(req)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer answer.Body.Close()
-	body, err := io.ReadAll(answer.Body)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return answer.StatusCode, string(body)
-}
-
 // The first run is short enough to read: what was made, the story, where everything is.
 func TestDevShowsAStoryAndWhereEverythingIs(t *testing.T) {
 	t.Parallel()
@@ -225,7 +207,7 @@ func TestDevShowsAStoryAndWhereEverythingIs(t *testing.T) {
 	if lines := strings.Count(said, "\n"); lines > 16 {
 		t.Errorf("%d lines on stderr:\n%s", lines, said)
 	}
-	if code, body := get(t, base+"/readyz"); code != http.StatusOK {
+	if code, body := testkit.Get(t, base+"/readyz"); code != http.StatusOK {
 		t.Errorf("readyz: %d %s", code, body)
 	}
 	s.stop()

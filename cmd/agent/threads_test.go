@@ -13,6 +13,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 func TestThreadsFromTheCommandLine(t *testing.T) {
@@ -112,7 +113,7 @@ func TestWhoMayCallWhatOfTheRunningProgram(t *testing.T) {
 	base := "http://" + s.find(t, `listen=http://(\S+)`)
 	_, admin, _ := strings.Cut(token, "=")
 	keys := map[string]string{"nobody": "", "wrong": admin[1:], "visitor": "visitors-key-of-this-test", "admin": admin}
-	_, text := get(t, base+"/openapi.json")
+	_, text := testkit.Get(t, base+"/openapi.json")
 	var document struct {
 		Paths map[string]map[string]any `json:"paths"`
 	}
@@ -142,7 +143,7 @@ func TestTheDocumentSaysWhatWebhooksAreAnswered(t *testing.T) {
 	t.Parallel()
 	p := on(t, pgtest.URL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info")
 	s := p.start("serve")
-	_, text := get(t, "http://"+s.find(t, `listen=http://(\S+)`)+"/openapi.json")
+	_, text := testkit.Get(t, "http://"+s.find(t, `listen=http://(\S+)`)+"/openapi.json")
 	var document struct {
 		Paths map[string]map[string]struct {
 			Responses map[string]struct {

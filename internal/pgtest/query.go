@@ -51,3 +51,14 @@ func Column[T any](tb testing.TB, db postgres.DB, sql string, args ...any) []T {
 	}
 	return values
 }
+
+// Begin opens a transaction, which is rolled back when the test ends.
+func Begin(tb testing.TB, db postgres.Beginner) pgx.Tx {
+	tb.Helper()
+	tx, err := db.Begin(tb.Context())
+	if err != nil {
+		tb.Fatal(err)
+	}
+	tb.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(tb.Context())) })
+	return tx
+}

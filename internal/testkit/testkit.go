@@ -97,3 +97,24 @@ func Deref[T any](p *T) (value T) {
 	}
 	return value
 }
+
+// Get reads a page. An error ends the test.
+func Get(tb testing.TB, url string) (status int, body string) {
+	tb.Helper()
+	got, err := Do(tb.Context(), http.DefaultClient, http.MethodGet, url, "")
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return got.Status, string(got.Body)
+}
+
+// Receive waits for a value, for a minute at most.
+func Receive[T any](tb testing.TB, from <-chan T) (value T) {
+	tb.Helper()
+	select {
+	case value = <-from:
+	case <-time.After(time.Minute):
+		tb.Fatal("nothing was sent within a minute")
+	}
+	return value
+}

@@ -22,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
@@ -53,7 +54,7 @@ func TestARevokedParticipantHearsNoMore(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	receive(t, g.asked)
+	testkit.Receive(t, g.asked)
 	send(t, g.pieces, "Coffee is")
 	id := ""
 	for text := ""; text == ""; {
@@ -309,7 +310,7 @@ func TestAnIdempotencyKeyCountsOnce(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer stream.Close()
-	receive(t, g.asked)
+	testkit.Receive(t, g.asked)
 	r, text := p.post(t, `{"model":"nora","messages":[{"role":"user","content":"slowly"}],"stream":true}`, "Idempotency-Key", "k2")
 	if r.StatusCode != http.StatusConflict || !strings.HasPrefix(r.Header.Get("X-Completion-Id"), "chatcmpl-") || failureOf(t, text).Code != "still_running" {
 		t.Errorf("while the first is under way: %d %s", r.StatusCode, text)

@@ -14,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // loseAt ends the lease of the worker that runs the turn in the very transaction of the k-th durable write of a run to the table,
@@ -141,7 +142,7 @@ func TestQueuedTurnsKeepTheirOrderThroughALoss(t *testing.T) {
 			return pgtest.Value[int](t, w.pool, `select count(*) from agent_messages where role = 'user'`) == i+1
 		}, "the message is stored")
 	}
-	receive(t, g.asked)
+	testkit.Receive(t, g.asked)
 	pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 	w.process(t)
 	pgtest.Eventually(t, patience, func() bool {

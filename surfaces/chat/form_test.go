@@ -15,6 +15,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
@@ -259,7 +260,7 @@ func TestAResumedTurnKeepsItsForm(t *testing.T) {
 		_, body = first.post(t, cityAsked+`}`)
 		return nil
 	})
-	receive(t, g.asked)
+	testkit.Receive(t, g.asked)
 	pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 	w.process(t)
 	pgtest.Eventually(t, patience, func() bool {

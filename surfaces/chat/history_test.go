@@ -11,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
@@ -129,7 +130,7 @@ func TestTurnsUnderWayAreBounded(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer stream.Close()
-		receive(t, g.asked)
+		testkit.Receive(t, g.asked)
 	}
 	message := `{"model":"agent","messages":[{"role":"user","content":"hi"}]}`
 	refused := func(what, thread string) {

@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -178,12 +179,12 @@ func TestAMessageThatComesBeforeTheWaitIsNotLost(t *testing.T) {
 	if _, _, err := p.engine.Start(t.Context(), p.pool, executions.Spec{Flow: "talk", Surface: trace.Flow, ThreadID: "t"}); err != nil {
 		t.Fatal(err)
 	}
-	receive(t, asked)
+	testkit.Receive(t, asked)
 	answers := make(chan string, 1)
 	go func() { answers <- p.answerTo(t, "t", "Ada") }()
 	pgtest.Eventually(t, patience, func() bool { return slices.Contains(p.all(t, "t"), "Ada") }, "the message is stored")
 	close(goOn)
-	if got := receive(t, answers); got != "Hello, Ada." {
+	if got := testkit.Receive(t, answers); got != "Hello, Ada." {
 		t.Errorf("answer: %q", got)
 	}
 }

@@ -21,6 +21,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
@@ -166,7 +167,7 @@ func TestAResponseIsPolledCancelledAndSeenByItsOwnerOnly(t *testing.T) {
 		r.Header.Get("X-Thread-Id") != "c" || r.Header.Get("X-Trace-Id") == "" {
 		t.Fatalf("%d %s", r.StatusCode, body)
 	}
-	receive(t, g.asked)
+	testkit.Receive(t, g.asked)
 	send(t, g.pieces, "Half of it")
 	pgtest.Eventually(t, patience, func() bool {
 		_, body := p.respond(t, "GET", "/"+got.ID, "")

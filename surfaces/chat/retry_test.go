@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
@@ -35,9 +36,9 @@ func (p *process) gaveUp(t *testing.T, g *gate, body string, headers ...string) 
 		defer close(over)
 		_, _ = p.sendIn(ctx, body, headers...)
 	}()
-	receive(t, g.asked)
+	testkit.Receive(t, g.asked)
 	stop()
-	receive(t, over)
+	testkit.Receive(t, over)
 	pgtest.Eventually(t, patience, func() bool {
 		return pgtest.Value[int](t, p.pool, `select count(*) from agent_chat_requests where state = 'left'`) == 1
 	}, "the connection's end is noted")
@@ -190,7 +191,7 @@ func TestRetriesAtOnceBeginOneTurn(t *testing.T) {
 			return err
 		})
 	}
-	receive(t, g.asked)
+	testkit.Receive(t, g.asked)
 	send(t, g.pieces, "Once.")
 	close(g.pieces)
 	if err := group.Wait(); err != nil {
@@ -231,7 +232,7 @@ func TestTheRetryAfterAKilledProcessGetsTheTurn(t *testing.T) {
 				}
 				_, _ = dead.sendIn(ctx, yes, append(first[:min(len(first), 2):min(len(first), 2)], countHeader, "0")...)
 			}()
-			receive(t, g.asked)
+			testkit.Receive(t, g.asked)
 			pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 			p := w.process(t)
 			got, err := p.sendIn(t.Context(), yes, headers...)
@@ -239,7 +240,7 @@ func TestTheRetryAfterAKilledProcessGetsTheTurn(t *testing.T) {
 				t.Errorf("%d turns; the retry got %s, %v", w.turns(t), got, err)
 			}
 			stop()
-			receive(t, over)
+			testkit.Receive(t, over)
 		})
 	}
 }

@@ -367,16 +367,6 @@ func gated() (*gate, modeltest.Reply) {
 	})
 }
 
-func receive[T any](t *testing.T, from <-chan T) (v T) {
-	t.Helper()
-	select {
-	case v = <-from:
-	case <-time.After(patience):
-		t.Fatal("what the test waits for does not come")
-	}
-	return v
-}
-
 func send[T any](t *testing.T, to chan<- T, v T) {
 	t.Helper()
 	select {

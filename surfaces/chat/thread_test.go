@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -200,7 +201,7 @@ func TestManyThreadsDoNotWaitForEachOther(t *testing.T) {
 			_, err := p.client(inThread(fmt.Sprintf("slow %d", i))...).CreateChatCompletion(t.Context(), says("slow"))
 			return err
 		})
-		receive(t, g.asked)
+		testkit.Receive(t, g.asked)
 	}
 	if got := p.answerTo(t, "quick", "hi"); got != "quick" {
 		t.Errorf("answer %q", got)
@@ -221,7 +222,7 @@ func TestDoubleTextingRejected(t *testing.T) {
 		_, err := p.client(inThread("d")...).CreateChatCompletion(t.Context(), says("one"))
 		return err
 	})
-	receive(t, g.asked)
+	testkit.Receive(t, g.asked)
 	r, body := p.post(t, `{"model":"agent","messages":[{"role":"user","content":"two"}]}`, inThread("d")...)
 	if got := failureOf(t, body); r.StatusCode != http.StatusConflict || got.Code != "thread_busy" || r.Header.Get("X-Should-Retry") != "false" {
 		t.Errorf("answer %d %s", r.StatusCode, body)
@@ -257,7 +258,7 @@ func TestDoubleTextingInterrupts(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			receive(t, g.asked)
+			testkit.Receive(t, g.asked)
 			send(t, g.pieces, "Coffee is")
 			for text := ""; text == ""; {
 				chunk, err := stream.Recv()
@@ -309,7 +310,7 @@ func TestInterruptingKeepsWhatALockedTurnHasSaid(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	receive(t, g.asked)
+	testkit.Receive(t, g.asked)
 	send(t, g.pieces, "Coffee is")
 	for text := ""; text == ""; {
 		chunk, err := stream.Recv()
@@ -334,7 +335,7 @@ func TestInterruptingKeepsWhatALockedTurnHasSaid(t *testing.T) {
 	if err := tx.Rollback(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if got := receive(t, answer); got != "Then tea." {
+	if got := testkit.Receive(t, answer); got != "Then tea." {
 		t.Errorf("answer %q", got)
 	}
 	if status := pgtest.Value[string](t, w.pool, `select string_agg(status, ' ' order by created_at) from agent_executions`); status != "cancelled completed" {
@@ -364,7 +365,7 @@ func TestAnAnswerIsAttachedTo(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			receive(t, g.asked)
+			testkit.Receive(t, g.asked)
 			send(t, g.pieces, "Once upon")
 			goAway() // a client that goes away does not stop the turn
 			path := "/v1/chat/completions/" + first.ID
@@ -645,7 +646,7 @@ func TestTwoTurnsAtOnceShowAFlowsWordsOnce(t *testing.T) {
 	for _, words := range []string{"one", "two"} {
 		go func() { answers <- p.answerTo(t, "t", words) }()
 	}
-	if got := receive(t, answers) + "|" + receive(t, answers); strings.Count(got, "Approved.") != 1 {
+	if got := testkit.Receive(t, answers) + "|" + testkit.Receive(t, answers); strings.Count(got, "Approved.") != 1 {
 		t.Errorf("the answers: %q", got)
 	}
 }

@@ -92,7 +92,7 @@ func TestTheDatabasesClockJumps(t *testing.T) {
 		})
 	}
 	begin(6, "steps")
-	receive(t, at.entered) // one is in the middle of a transaction
+	testkit.Receive(t, at.entered) // one is in the middle of a transaction
 	do(t, db, `update clock.jump set by = '1 hour'`)
 	close(at.opened)
 	begin(6, "steps")

@@ -67,16 +67,6 @@ func large() string {
 	return hex.EncodeToString(b)
 }
 
-func receive[T any](t *testing.T, from <-chan T) (v T) {
-	t.Helper()
-	select {
-	case v = <-from:
-	case <-time.After(patience):
-		t.Fatal("what the test waits for does not come")
-	}
-	return v
-}
-
 // TestARunWhoseStepCannotBeRecorded: the run ends, and says why; the execution says no more than is so, and completes
 // when the trouble is over, with what was recorded before taken from the record.
 func TestARunWhoseStepCannotBeRecorded(t *testing.T) {
@@ -108,10 +98,10 @@ func TestARunWhoseStepCannotBeRecorded(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			receive(t, at.entered)
+			testkit.Receive(t, at.entered)
 			bad.begin()
 			close(at.opened)
-			if err := receive(t, told.first); !errors.Is(err, executions.ErrLost) {
+			if err := testkit.Receive(t, told.first); !errors.Is(err, executions.ErrLost) {
 				t.Errorf("the flow was told %v", err)
 			}
 			if got := pgtest.Value[string](t, db, `select status from agent_executions where id = $1`, x.ID); got != "running" &&

@@ -51,10 +51,10 @@ func TestAPoolThatIsTaken(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	receive(t, at.entered)
+	testkit.Receive(t, at.entered)
 	giveBack := take(t, pool, 3)
 	close(at.opened)
-	if err := receive(t, told.first); !errors.Is(err, executions.ErrLost) {
+	if err := testkit.Receive(t, told.first); !errors.Is(err, executions.ErrLost) {
 		t.Errorf("the flow was told %v", err)
 	}
 	if n := pgtest.Value[int](t, db, `select count(*) from agent_checkpoints where execution_id = $1`, x.ID); n != 1 {
