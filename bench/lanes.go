@@ -3,7 +3,6 @@ package main
 import (
 	"context"
 	"errors"
-	"flag"
 	"fmt"
 	"io"
 	"log/slog"
@@ -11,7 +10,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -21,33 +19,28 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
-	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-// laneBench measures the package lanes as it is shipped: pairs of acquire and release by callers who want
-// different lanes, tries for a lane that is held, and how soon a waiter has what was released. The floor of a pair is
-// one committed update of a row by as many callers, each its own row; that of a hand-over is the least that can be
-// done with the same means. Floor and lanes take turns, so that a machine that others use as well disturbs both
-// alike.
+// laneBench measures lanes: pairs of acquire and release on distinct lanes, attempts on a held lane, and the time
+// from a release until a waiter holds the lane. The floor of a pair is one committed update per caller, each of its
+// own row. Floor and lanes alternate, so that other load on the machine affects both.
 type laneBench struct {
-	rounds   int
-	lasts    time.Duration // of a turn
-	tries    int
-	handOver int // hand-overs
-	others   int // lanes that are held meanwhile, in the second half
-	pool     *pgxpool.Pool
-	url      string
-	errw     io.Writer
+	rounds       int
+	turnDuration time.Duration // of a turn
+	tries        int
+	handOvers    int // number of hand-overs
+	otherLanes   int // other lanes held in the second half
+	pool         *pgxpool.Pool
+	errw         io.Writer
 }
 
-// laneCallers are how many callers there are at once.
 var laneCallers = [...]int{1, 8, 32}
 
-// laneAsked is which share of the floor is asked for.
-var laneAsked = [...]float64{0.50, 0.40, 0.40}
+// laneTargets are the target shares of the floor, by laneCallers.
+var laneTargets = [...]float64{0.50, 0.40, 0.40}
 
-// rates is one row of the table: how many a second in each turn, and the processor time of all of them.
-type rates struct {
+// pairRates is a row of the table: rates per turn, and the processor time of all turns.
+type pairRates struct {
 	callers     int
 	others      int
 	floor, ours []float64
@@ -55,67 +48,52 @@ type rates struct {
 	n           [2]int
 }
 
-func lanesBench(ctx context.Context, args []string, out, errw io.Writer) (err error) {
+func lanesBench(ctx context.Context, args []string, out, errw io.Writer) error {
 	b := laneBench{errw: errw}
-	flags := flag.NewFlagSet("lanes", flag.ContinueOnError)
-	flags.SetOutput(errw)
-	flags.IntVar(&b.rounds, "rounds", 7, "turns of the floor and of the lanes, each")
-	flags.DurationVar(&b.lasts, "for", 2*time.Second, "how long a turn lasts")
-	flags.IntVar(&b.tries, "tries", 16_000, "tries for a lane that is held")
-	flags.IntVar(&b.handOver, "handovers", 200, "hand-overs to a waiter")
-	flags.IntVar(&b.others, "others", 10_000, "lanes that others hold in the second half")
+	flags := newFlags("lanes", errw)
+	flags.IntVar(&b.rounds, "rounds", 7, "turns of the floor and of the lanes")
+	flags.DurationVar(&b.turnDuration, "for", 2*time.Second, "how long a turn lasts")
+	flags.IntVar(&b.tries, "tries", 16_000, "attempts on a held lane")
+	flags.IntVar(&b.handOvers, "handovers", 200, "hand-overs to a waiter")
+	flags.IntVar(&b.otherLanes, "others", 10_000, "other lanes held in the second half")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
-	if b.rounds < 1 || b.lasts <= 0 || b.tries < 1 || b.handOver < 1 || b.others < 0 {
-		return errors.New("lanes: -rounds, -for, -tries and -handovers are above 0, -others is not below")
+	if b.rounds < 1 || b.turnDuration <= 0 || b.tries < 1 || b.handOvers < 1 || b.otherLanes < 0 {
+		return errors.New("lanes: -rounds, -for, -tries and -handovers must be above 0, -others at least 0")
 	}
-	server, err := pgserver.Start(ctx, pgserver.Config{
-		Ephemeral: true, Durable: true, Progress: func(line string) { fmt.Fprintln(errw, line) },
+	return withDatabase(ctx, pgserver.Config{}, slices.Max(laneCallers[:])+4, errw, func(pool *pgxpool.Pool) error {
+		b.pool = pool
+		return b.run(ctx, out)
 	})
-	if err != nil {
-		return fmt.Errorf("start PostgreSQL: %w", err)
-	}
-	defer func() { err = errors.Join(err, server.Stop(context.WithoutCancel(ctx))) }()
-	b.url = server.URL()
-	b.pool, err = postgres.Open(ctx, b.url, postgres.Options{MaxConns: int32(slices.Max(laneCallers[:])) + 4, ApplicationName: "bench"})
-	if err != nil {
-		return err
-	}
-	defer b.pool.Close()
-	if _, err := migrations.Up(ctx, b.pool); err != nil {
-		return err
-	}
-	return b.run(ctx, out)
 }
 
-// run measures and prints.
 func (b *laneBench) run(ctx context.Context, out io.Writer) error {
-	if err := b.prepare(ctx); err != nil {
+	if err := createFloor(ctx, b.pool); err != nil {
 		return err
 	}
-	var pairs []rates
-	var over []handedOver
-	var tried []triedBusy
-	for _, others := range slices.Compact([]int{0, b.others}) {
+	var pairs []pairRates
+	var over []handOverResult
+	var tried []busyResult
+	for _, others := range slices.Compact([]int{0, b.otherLanes}) {
 		if err := b.holdOthers(ctx, others); err != nil {
 			return err
 		}
 		for _, callers := range laneCallers {
-			fmt.Fprintf(b.errw, "pairs, %d callers, %d other lanes held\n", callers, others)
-			r, err := b.pairs(ctx, callers, others)
+			fmt.Fprintf(b.errw, "pairs, %d callers, %d other lanes\n", callers, others)
+			r, err := b.measurePairs(ctx, callers, others)
 			if err != nil {
 				return err
 			}
 			pairs = append(pairs, r)
 		}
-		fmt.Fprintf(b.errw, "tries and hand-overs, %d other lanes held\n", others)
-		t, err := b.busyTries(ctx, others)
+		fmt.Fprintf(b.errw, "attempts and hand-overs, %d other lanes\n", others)
+		t, err := b.measureBusy(ctx, others)
 		if err != nil {
 			return err
 		}
 		tried = append(tried, t)
-		h, err := b.handOvers(ctx, others)
+		h, err := b.measureHandOvers(ctx, others)
 		if err != nil {
 			return err
 		}
@@ -125,27 +103,14 @@ func (b *laneBench) run(ctx context.Context, out io.Writer) error {
 	return nil
 }
 
-// prepare makes the rows of the floor.
-func (b *laneBench) prepare(ctx context.Context) error {
-	for _, sql := range []string{
-		`create table bench_floor (name text primary key, n bigint not null default 0) with (fillfactor = 50)`,
-		`insert into bench_floor (name) select 'x' || n from generate_series(0, 63) n`,
-	} {
-		if _, err := b.pool.Exec(ctx, sql); err != nil {
-			return fmt.Errorf("make the floor: %w", err)
-		}
-	}
-	return nil
-}
-
-// holdOthers has other lanes held by others for the rest of the run.
+// holdOthers holds n other lanes for the rest of the benchmark.
 func (b *laneBench) holdOthers(ctx context.Context, n int) error {
 	var held int
 	err := b.pool.QueryRow(ctx, `
 		select count(*) from generate_series(1, @n::int) n, lanekeeper.acquire_agent_lock('other:' || n, 'holder ' || n, 86400) a where a.acquired`,
 		postgres.Strict{"n": n}).Scan(&held)
 	if err != nil || held != n {
-		return errors.Join(fmt.Errorf("hold other lanes: got %d of %d", held, n), err)
+		return errors.Join(fmt.Errorf("hold other lanes: %d of %d", held, n), err)
 	}
 	if _, err := b.pool.Exec(ctx, `vacuum analyze agent_locks`); err != nil {
 		return fmt.Errorf("analyze the lanes: %w", err)
@@ -153,22 +118,18 @@ func (b *laneBench) holdOthers(ctx context.Context, n int) error {
 	return nil
 }
 
-// newKeeper is the package under test as a process has it, but for the log, which nobody reads here.
+// newKeeper returns a keeper that discards its log.
 func (b *laneBench) newKeeper(pool *pgxpool.Pool, listener *postgres.Listener) *lanes.Keeper {
 	return lanes.NewKeeper(pool, lanes.Options{Listener: listener, Logger: slog.New(slog.DiscardHandler)})
 }
 
-// pairs measures one number of callers.
-func (b *laneBench) pairs(ctx context.Context, callers, others int) (rates, error) {
-	r := rates{callers: callers, others: others}
+func (b *laneBench) measurePairs(ctx context.Context, callers, others int) (pairRates, error) {
+	r := pairRates{callers: callers, others: others}
 	ctx, stop := context.WithCancel(ctx)
 	keeper := b.newKeeper(b.pool, nil)
 	var running errgroup.Group
 	running.Go(func() error { return keeper.Run(ctx) })
-	floor := func(ctx context.Context, caller int) error {
-		_, err := b.pool.Exec(ctx, `update bench_floor set n = n + 1 where name = @name`, postgres.Strict{"name": "x" + strconv.Itoa(caller)})
-		return err
-	}
+	floor := func(ctx context.Context, caller int) error { return updateFloor(ctx, b.pool, caller) }
 	pair := func(ctx context.Context, caller int) error {
 		lease, err := keeper.Acquire(ctx, "bench:"+strconv.Itoa(caller))
 		if err != nil {
@@ -176,35 +137,31 @@ func (b *laneBench) pairs(ctx context.Context, callers, others int) (rates, erro
 		}
 		return lease.Release(ctx)
 	}
-	err := b.turns(ctx, &r, floor, pair)
+	err := b.alternate(ctx, &r, floor, pair)
 	stop()
 	return r, errors.Join(err, running.Wait())
 }
 
-// turns lets both have their turns, after a short one of each that is not counted.
-func (b *laneBench) turns(ctx context.Context, r *rates, floor, ours func(ctx context.Context, caller int) error) error {
+// alternate runs floor and ours in turns, after a short uncounted turn of each.
+func (b *laneBench) alternate(ctx context.Context, r *pairRates, floor, ours func(ctx context.Context, caller int) error) error {
 	for round := range b.rounds + 1 {
-		lasts := b.lasts
+		lasts := b.turnDuration
 		if round == 0 {
 			lasts = min(lasts, time.Second)
 		}
 		for i, fn := range []func(context.Context, int) error{floor, ours} {
-			before, err := cpu(ctx, b.pool)
-			if err != nil {
+			var n int
+			var rate float64
+			used, err := measureCPU(ctx, b.pool, func() (err error) {
+				n, rate, err = callFor(ctx, r.callers, lasts, fn)
 				return err
-			}
-			n, rate, err := during(ctx, r.callers, lasts, fn)
-			if err != nil {
-				return err
-			}
-			after, err := cpu(ctx, b.pool)
+			})
 			if err != nil {
 				return err
 			}
 			if round == 0 {
 				continue
 			}
-			used := after.minus(before)
 			r.cpu[i].server += used.server
 			r.cpu[i].own += used.own
 			r.n[i] += n
@@ -218,40 +175,16 @@ func (b *laneBench) turns(ctx context.Context, r *rates, floor, ours func(ctx co
 	return nil
 }
 
-// during has so many callers call fn again and again for so long: how often it was called, and how often a second.
-func during(ctx context.Context, callers int, lasts time.Duration, fn func(ctx context.Context, caller int) error) (int, float64, error) {
-	var done atomic.Int64
-	began := time.Now()
-	end := began.Add(lasts)
-	group, ctx := errgroup.WithContext(ctx)
-	for caller := range callers {
-		group.Go(func() error {
-			n := int64(0)
-			defer func() { done.Add(n) }()
-			for time.Now().Before(end) {
-				if err := fn(ctx, caller); err != nil {
-					return err
-				}
-				n++
-			}
-			return nil
-		})
-	}
-	err := group.Wait()
-	return int(done.Load()), float64(done.Load()) / time.Since(began).Seconds(), err
-}
-
-// triedBusy is how tries for a lane that is held fared.
-type triedBusy struct {
+type busyResult struct {
 	others, n int
 	rate      float64
-	wal       int64 // bytes the server wrote meanwhile
+	wal       int64 // bytes
 }
 
-// busyTries tries again and again for a lane that is held. The server writes on its own account now and then, as when
-// it has cleaned up; what the tries write they would write each time, so the least of several goes counts.
-func (b *laneBench) busyTries(ctx context.Context, others int) (triedBusy, error) {
-	t := triedBusy{others: others, n: b.tries, wal: -1}
+// measureBusy tries to acquire a held lane. The server also writes WAL of its own, so the least of five passes
+// counts.
+func (b *laneBench) measureBusy(ctx context.Context, others int) (busyResult, error) {
+	t := busyResult{others: others, n: b.tries, wal: -1}
 	keeper := b.newKeeper(b.pool, nil)
 	lease, err := keeper.Acquire(ctx, "bench:busy")
 	if err != nil {
@@ -273,7 +206,7 @@ func (b *laneBench) busyTries(ctx context.Context, others int) (triedBusy, error
 			return t, err
 		}
 		began := time.Now()
-		if err := spread(ctx, 8, b.tries, try); err != nil {
+		if err := callAll(ctx, 8, b.tries, try); err != nil {
 			return t, err
 		}
 		rate := float64(b.tries) / time.Since(began).Seconds()
@@ -288,29 +221,29 @@ func (b *laneBench) busyTries(ctx context.Context, others int) (triedBusy, error
 	return t, lease.Release(ctx)
 }
 
-// wal is how far the server has written its log.
+// wal returns the server's WAL position.
 func (b *laneBench) wal(ctx context.Context) (at int64, err error) {
 	err = b.pool.QueryRow(ctx, `select (pg_current_wal_insert_lsn() - '0/0')::bigint`).Scan(&at)
 	if err != nil {
-		return 0, fmt.Errorf("read the place in the WAL: %w", err)
+		return 0, fmt.Errorf("read the WAL position: %w", err)
 	}
 	return at, nil
 }
 
-// handedOver is how long it took from a release until the waiter had the lane.
-type handedOver struct {
+// handOverResult has the times from a release until the waiter holds the lane.
+type handOverResult struct {
 	others      int
 	floor, ours samples
 }
 
-// settledFor is how long a waiter is left alone before the release: its second look, which it takes without being
-// woken, is over by then, so that what is measured is the waking.
+// settledFor is how long a waiter waits before the release: past its first poll, so that only the notification wakes
+// it.
 const settledFor = 60 * time.Millisecond
 
-// handOvers hands a lane to a waiter of another process: it has a pool, a listener and a keeper of its own.
-func (b *laneBench) handOvers(ctx context.Context, others int) (handedOver, error) {
-	h := handedOver{others: others}
-	pool, err := postgres.Open(ctx, b.url, postgres.Options{MaxConns: 4, ApplicationName: "bench waiter"})
+// measureHandOvers hands a lane to a keeper with its own pool and listener, as another process has them.
+func (b *laneBench) measureHandOvers(ctx context.Context, others int) (handOverResult, error) {
+	h := handOverResult{others: others}
+	pool, err := postgres.Open(ctx, b.pool.Config().ConnString(), postgres.Options{MaxConns: 4, ApplicationName: "bench waiter"})
 	if err != nil {
 		return h, err
 	}
@@ -319,29 +252,28 @@ func (b *laneBench) handOvers(ctx context.Context, others int) (handedOver, erro
 	listening, stop := context.WithCancel(ctx)
 	var running errgroup.Group
 	running.Go(func() error { return listener.Run(listening) })
-	floor, err := b.newHandFloor(ctx)
+	floor, err := b.newHandOverFloor(ctx)
 	if err == nil {
 		here, there := b.newKeeper(b.pool, nil), b.newKeeper(pool, listener)
 		running.Go(func() error { return there.Run(listening) })
-		for range b.handOver {
+		for range b.handOvers {
 			var took time.Duration
-			if took, err = floor.once(ctx); err != nil {
+			if took, err = floor.run(ctx); err != nil {
 				break
 			}
 			h.floor = append(h.floor, took)
-			if took, err = b.handOnce(ctx, here, there); err != nil {
+			if took, err = b.handOverOnce(ctx, here, there); err != nil {
 				break
 			}
 			h.ours = append(h.ours, took)
 		}
-		err = errors.Join(err, floor.end(ctx))
+		err = errors.Join(err, floor.close(ctx))
 	}
 	stop()
 	return h, errors.Join(err, running.Wait())
 }
 
-// handOnce is one hand-over.
-func (b *laneBench) handOnce(ctx context.Context, here, there *lanes.Keeper) (time.Duration, error) {
+func (b *laneBench) handOverOnce(ctx context.Context, here, there *lanes.Keeper) (time.Duration, error) {
 	lease, err := here.Acquire(ctx, "bench:handover")
 	if err != nil {
 		return 0, err
@@ -362,39 +294,23 @@ func (b *laneBench) handOnce(ctx context.Context, here, there *lanes.Keeper) (ti
 	return got.Sub(began), err
 }
 
-// untilWaiting returns when the waiter is in the queue and has settled.
+// untilWaiting returns when the waiter is queued and has polled.
 func (b *laneBench) untilWaiting(ctx context.Context) error {
-	ticker := time.NewTicker(5 * time.Millisecond)
-	defer ticker.Stop()
-	for there := false; !there; {
-		err := b.pool.QueryRow(ctx, `select exists (select from agent_lock_waiters w where w.lane = 'bench:handover')`).Scan(&there)
-		if err != nil {
-			return fmt.Errorf("look for the waiter: %w", err)
-		}
-		select {
-		case <-ticker.C:
-		case <-ctx.Done():
-			return ctx.Err()
-		}
+	err := pollQuery(ctx, b.pool, `select exists (select from agent_lock_waiters w where w.lane = 'bench:handover')`)
+	if err != nil {
+		return fmt.Errorf("poll for the waiter: %w", err)
 	}
-	settled := time.NewTimer(settledFor)
-	defer settled.Stop()
-	select {
-	case <-settled.C:
-		return nil
-	case <-ctx.Done():
-		return ctx.Err()
-	}
+	return pause(ctx, settledFor)
 }
 
-// handFloor is the least that hands a row over: an update that notifies, and an update by who has heard of it, both
+// handOverFloor is the least that hands a row over: an update that notifies, and an update by the listener, both
 // committed.
-type handFloor struct {
+type handOverFloor struct {
 	bench  *laneBench
 	listen *pgx.Conn
 }
 
-func (b *laneBench) newHandFloor(ctx context.Context) (*handFloor, error) {
+func (b *laneBench) newHandOverFloor(ctx context.Context) (*handOverFloor, error) {
 	conn, err := postgres.Dialer(b.pool)(ctx)
 	if err != nil {
 		return nil, err
@@ -402,30 +318,31 @@ func (b *laneBench) newHandFloor(ctx context.Context) (*handFloor, error) {
 	if _, err := conn.Exec(ctx, `listen bench_floor`); err != nil {
 		return nil, errors.Join(err, conn.Close(ctx))
 	}
-	return &handFloor{bench: b, listen: conn}, nil
+	return &handOverFloor{bench: b, listen: conn}, nil
 }
 
-func (f *handFloor) end(ctx context.Context) error { return f.listen.Close(context.WithoutCancel(ctx)) }
+func (f *handOverFloor) close(ctx context.Context) error {
+	return f.listen.Close(context.WithoutCancel(ctx))
+}
 
-func (f *handFloor) once(ctx context.Context) (time.Duration, error) {
+func (f *handOverFloor) run(ctx context.Context) (time.Duration, error) {
 	var got time.Time
 	var waiting errgroup.Group
 	waiting.Go(func() error {
 		if _, err := f.listen.WaitForNotification(ctx); err != nil {
 			return err
 		}
-		_, err := f.bench.pool.Exec(ctx, `update bench_floor set n = n + 1 where name = 'x0'`)
+		err := updateFloor(ctx, f.bench.pool, 0)
 		got = time.Now()
 		return err
 	})
 	began := time.Now()
 	_, err := f.bench.pool.Exec(ctx, `
-		with freed as (update bench_floor set n = n + 1 where name = 'x0' returning name) select pg_notify('bench_floor', name) from freed`)
+		with freed as (update bench_floor set n = n + 1 where id = 0 returning id) select pg_notify('bench_floor', id::text) from freed`)
 	err = errors.Join(err, waiting.Wait())
 	return got.Sub(began), err
 }
 
-// median is the middle of what was measured.
 func median(of []float64) float64 {
 	sorted := slices.Sorted(slices.Values(of))
 	if len(sorted) == 0 {
@@ -434,12 +351,11 @@ func median(of []float64) float64 {
 	return (sorted[(len(sorted)-1)/2] + sorted[len(sorted)/2]) / 2
 }
 
-// print writes the tables.
-func (b *laneBench) print(out io.Writer, pairs []rates, tried []triedBusy, over []handedOver) {
+func (b *laneBench) print(out io.Writer, pairs []pairRates, tried []busyResult, over []handOverResult) {
 	var t strings.Builder
 	fmt.Fprintf(&t, "Acquire and release of distinct lanes by package lanes; medians of %d turns of %s, floor and lanes one after the other; %d processors.\n\n",
-		b.rounds, b.lasts, runtime.NumCPU())
-	t.WriteString("| callers | other lanes held | floor: UPDATE committed/s | pairs/s | ratio of medians | asked | median of ratios | processor: UPDATE | pair |\n")
+		b.rounds, b.turnDuration, runtime.NumCPU())
+	t.WriteString("| callers | other lanes held | floor: UPDATE committed/s | pairs/s | ratio of medians | target | median of ratios | processor: UPDATE | pair |\n")
 	t.WriteString("|---|---|---|---|---|---|---|---|---|\n")
 	for _, r := range pairs {
 		shares := make([]float64, len(r.ours))
@@ -447,17 +363,16 @@ func (b *laneBench) print(out io.Writer, pairs []rates, tried []triedBusy, over 
 			shares[i] = r.ours[i] / r.floor[i]
 		}
 		fmt.Fprintf(&t, "| %d | %d | %.0f | %.0f | %.2f | %.2f | %.2f | %s | %s |\n", r.callers, r.others, median(r.floor), median(r.ours),
-			median(r.ours)/median(r.floor), laneAsked[slices.Index(laneCallers[:], r.callers)], median(shares), r.cpu[0].per(max(r.n[0], 1)), r.cpu[1].per(max(r.n[1], 1)))
+			median(r.ours)/median(r.floor), laneTargets[slices.Index(laneCallers[:], r.callers)], median(shares), r.cpu[0].per(max(r.n[0], 1)), r.cpu[1].per(max(r.n[1], 1)))
 	}
-	t.WriteString("\n| tries for a lane that is held, 8 callers | other lanes held | tries/s | bytes of WAL |\n|---|---|---|---|\n")
+	t.WriteString("\n| attempts on a held lane, 8 callers | other lanes held | attempts/s | bytes of WAL |\n|---|---|---|---|\n")
 	for _, r := range tried {
 		fmt.Fprintf(&t, "| %d | %d | %.0f | %d |\n", r.n, r.others, r.rate, r.wal)
 	}
-	ms := func(s samples, q float64) string { return fmt.Sprintf("%.2f", s.at(q).Seconds()*1000) }
-	t.WriteString("\n| ms from the release until the waiter has it | other lanes held | n | p50 | p99 | × floor p50 | p99 |\n|---|---|---|---|---|---|---|\n")
+	t.WriteString("\n| ms from the release until the waiter holds it | other lanes held | n | p50 | p99 | × floor p50 | p99 |\n|---|---|---|---|---|---|---|\n")
 	for _, h := range over {
-		fmt.Fprintf(&t, "| floor: UPDATE and NOTIFY → UPDATE | %d | %d | %s | %s | | |\n", h.others, len(h.floor), ms(h.floor, 0.5), ms(h.floor, 0.99))
-		fmt.Fprintf(&t, "| Release → AcquireWait returns | %d | %d | %s | %s | %.2f | %.2f |\n", h.others, len(h.ours), ms(h.ours, 0.5), ms(h.ours, 0.99),
+		fmt.Fprintf(&t, "| floor: UPDATE and NOTIFY → UPDATE | %d | %d | %s | %s | | |\n", h.others, len(h.floor), millis(h.floor.quantile(0.5)), millis(h.floor.quantile(0.99)))
+		fmt.Fprintf(&t, "| Release → AcquireWait returns | %d | %d | %s | %s | %.2f | %.2f |\n", h.others, len(h.ours), millis(h.ours.quantile(0.5)), millis(h.ours.quantile(0.99)),
 			ratio(h.ours, h.floor, 0.5), ratio(h.ours, h.floor, 0.99))
 	}
 	fmt.Fprint(out, t.String())

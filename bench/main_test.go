@@ -23,7 +23,7 @@ func TestQuantiles(t *testing.T) {
 	for i := range 100 {
 		s = append(s, time.Duration(100-i)*time.Millisecond)
 	}
-	if p50, p99, none := s.at(0.5), s.at(0.99), samples(nil).at(0.5); p50 != 51*time.Millisecond || p99 != 100*time.Millisecond || none != 0 {
+	if p50, p99, none := s.quantile(0.5), s.quantile(0.99), samples(nil).quantile(0.5); p50 != 51*time.Millisecond || p99 != 100*time.Millisecond || none != 0 {
 		t.Errorf("p50 %s, p99 %s, of nothing %s", p50, p99, none)
 	}
 }
@@ -36,34 +36,31 @@ func TestABenchmarkIsNamed(t *testing.T) {
 	}
 }
 
-// TestChatPriorityMeasures runs the whole of it, briefly.
 func TestChatPriorityMeasures(t *testing.T) {
 	var out bytes.Buffer
 	err := run(t.Context(), []string{"chat-priority", "-for=500ms", "-background=6", "-workers=2", "-model=20ms"}, &out, io.Discard)
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, row := range []string{`nothing else to do \| [1-9]`, `as shipped\) \| [1-9]`, `no priority\) \| [1-9]`, `floor: .* \| 2000 \| \d+\.\d+`} {
+	for _, row := range []string{`no other work \| [1-9]`, `as shipped\) \| [1-9]`, `no priority\) \| [1-9]`, `floor: .* \| 2000 \| \d+\.\d+`} {
 		if !regexp.MustCompile(row).MatchString(out.String()) {
-			t.Errorf("there is no %q in\n%s", row, out.String())
+			t.Errorf("no %q in\n%s", row, out.String())
 		}
 	}
 }
 
-// TestWaitingMeasures runs the whole of it, briefly.
 func TestWaitingMeasures(t *testing.T) {
 	var out bytes.Buffer
 	if err := run(t.Context(), []string{"waiting", "-n=40", "-events=20", "-workers=2"}, &out, io.Discard); err != nil {
 		t.Fatal(err)
 	}
-	for _, row := range []string{`floor: .*callers: 32 \| 20 \| \d+`, `goes on, callers: 1 \| 20 \| \d+`, `memory grows by \| heap`, `by events, .* ended`, `by timers \| .* ended`} {
+	for _, row := range []string{`floor: .*callers: 32 \| 20 \| \d+`, `resumes, callers: 1 \| 20 \| \d+`, `growth of the process \| heap`, `by events, .* ended`, `by timers \| .* ended`} {
 		if !regexp.MustCompile(row).MatchString(out.String()) {
-			t.Errorf("there is no %q in\n%s", row, out.String())
+			t.Errorf("no %q in\n%s", row, out.String())
 		}
 	}
 }
 
-// TestExecutionsMeasures runs the whole of it, briefly.
 func TestExecutionsMeasures(t *testing.T) {
 	t.Parallel()
 	var out bytes.Buffer
@@ -71,14 +68,13 @@ func TestExecutionsMeasures(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, row := range []string{`bench_one \| 32 \| [1-9]\d* \| [1-9]`, `bench_ten \| 8 \| [1-9]\d* \| [1-9]`, `20 through the queue \| 32 \| [1-9]`, `\n10 executions of a process that was lost.* \d`} {
+	for _, row := range []string{`bench_one \| 32 \| [1-9]\d* \| [1-9]`, `bench_ten \| 8 \| [1-9]\d* \| [1-9]`, `20 through the queue \| 32 \| [1-9]`, `\n10 executions of a lost worker.* \d`} {
 		if !regexp.MustCompile(row).MatchString(out.String()) {
-			t.Errorf("there is no %q in\n%s", row, out.String())
+			t.Errorf("no %q in\n%s", row, out.String())
 		}
 	}
 }
 
-// TestLanesMeasures runs the whole of it, briefly.
 func TestLanesMeasures(t *testing.T) {
 	t.Parallel()
 	var out bytes.Buffer
@@ -90,24 +86,23 @@ func TestLanesMeasures(t *testing.T) {
 		`\| 32 \| 0 \| [1-9]\d* \| [1-9]`, `\| 1 \| 50 \| [1-9]\d* \| [1-9]`, `\| 200 \| 50 \| [1-9]`, `floor: UPDATE and NOTIFY .* \| 0 \| 3 \| \d`, `AcquireWait returns \| 50 \| 3 \| \d`,
 	} {
 		if !regexp.MustCompile(row).MatchString(out.String()) {
-			t.Errorf("there is no %q in\n%s", row, out.String())
+			t.Errorf("no %q in\n%s", row, out.String())
 		}
 	}
 }
 
-// TestStoryMeasures runs the whole of it on a small log.
 func TestStoryMeasures(t *testing.T) {
 	t.Parallel()
-	var out, told bytes.Buffer
-	if err := run(t.Context(), []string{"story", "-rows=2000", "-traces=5", "-visits=2"}, &out, &told); err != nil {
+	var out, progress bytes.Buffer
+	if err := run(t.Context(), []string{"story", "-rows=2000", "-traces=5", "-visits=2"}, &out, &progress); err != nil {
 		t.Fatal(err)
 	}
-	if !strings.Contains(told.String(), "counted 2000 rows") {
-		t.Errorf("the log is not counted before it is measured:\n%s", &told)
+	if !strings.Contains(progress.String(), "counted 2000 rows") {
+		t.Errorf("the log was not counted before the measurement:\n%s", &progress)
 	}
 	for _, row := range []string{`floor: .*\| 5 \| \d`, "by `trace_id`, .* \\| 5 \\| ", "`agent trace ID`.* \\| 5 \\| ", "view `agent_skill_health` \\| 2 \\| "} {
 		if !regexp.MustCompile(row).MatchString(out.String()) {
-			t.Errorf("there is no %q in\n%s", row, out.String())
+			t.Errorf("no %q in\n%s", row, out.String())
 		}
 	}
 }
@@ -117,16 +112,15 @@ func TestAPredictionIsOnTheLineThroughTwoMeasurements(t *testing.T) {
 		{1, 10, 16, 40, 64, 136},
 		{1, 10, 1, 12, 64, 12}, // one point: nothing grows
 	} {
-		if got := predicted(c.x1, c.y1, c.x2, c.y2, c.x); math.Abs(got-c.want) > 1e-9 {
+		if got := extrapolate(c.x1, c.y1, c.x2, c.y2, c.x); math.Abs(got-c.want) > 1e-9 {
 			t.Errorf("through (%v, %v) and (%v, %v), at %v: %v, want %v", c.x1, c.y1, c.x2, c.y2, c.x, got, c.want)
 		}
 	}
-	if over, under, none := off(120, 100), off(80, 100), off(1, 0); over != "+20 %" || under != "-20 %" || none != "" {
+	if over, under, none := deviation(120, 100), deviation(80, 100), deviation(1, 0); over != "+20 %" || under != "-20 %" || none != "" {
 		t.Errorf("off by %q, %q and %q", over, under, none)
 	}
 }
 
-// TestScalingMeasures runs the whole of it, briefly and on few rows: nothing else would notice that it no longer runs.
 func TestScalingMeasures(t *testing.T) {
 	t.Parallel()
 	var out bytes.Buffer
@@ -145,12 +139,11 @@ func TestScalingMeasures(t *testing.T) {
 		`an event, .* has ended \| [1-9]\d* \| [1-9]`, "a visit to `/threads` \\| ",
 	} {
 		if !regexp.MustCompile(row).MatchString(out.String()) {
-			t.Errorf("there is no %q in\n%s", row, out.String())
+			t.Errorf("no %q in\n%s", row, out.String())
 		}
 	}
 }
 
-// TestWhyMeasures runs the whole of it on a small log.
 func TestWhyMeasures(t *testing.T) {
 	t.Parallel()
 	var out bytes.Buffer
@@ -159,7 +152,7 @@ func TestWhyMeasures(t *testing.T) {
 	}
 	for _, row := range []string{`floor: one row by an index \| 5 \| \d`, "`select \\* from why\\(trace\\)` \\| 5 \\| \\d", "`agent why ID`.* \\| 5 \\| ", `by all of them: \d+\.`} {
 		if !regexp.MustCompile(row).MatchString(out.String()) {
-			t.Errorf("there is no %q in\n%s", row, out.String())
+			t.Errorf("no %q in\n%s", row, out.String())
 		}
 	}
 }

@@ -3,7 +3,6 @@ package main
 import (
 	"context"
 	"errors"
-	"flag"
 	"fmt"
 	"io"
 	"net/http"
@@ -12,110 +11,94 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
-	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-// scalingBench measures what one PostgreSQL carries. It measures bytes and processor time at a smaller size, predicts
-// those of a larger size by a straight line, and prints the prediction beside the measurement. docs/scaling.md has the
-// figures of one run.
+// scalingBench measures what one PostgreSQL can carry. It measures bytes and processor time at a smaller size,
+// extrapolates linearly to a larger size, and prints prediction and measurement. docs/scaling.md has one run's
+// figures.
 type scalingBench struct {
-	room
+	engineRoomBench
 
-	sizes     [2]scale // the smaller one predicts the larger one
-	processes []int    // the last count is predicted from the two before it
-	idle      time.Duration
-	loaded    time.Duration
-	rate      int // executions a second, in the paced part
-	backlog   int
-	handler   http.Handler
-	again     atomic.Int64 // starts that met a lock for too long
+	scales       [2]rowCounts // the smaller one predicts the larger one
+	processes    []int        // the last count is predicted from the two before it
+	idle         time.Duration
+	loaded       time.Duration
+	rate         int // executions a second, in the paced part
+	backlog      int
+	handler      http.Handler
+	lockedStarts atomic.Int64 // starts repeated after a lock timeout
 
-	grown   []grown
-	fleets  []fleetCost
-	early   fleetCost // one process, on the smaller database
-	events  [2]time.Duration
-	pages   []pageCost
-	watches []load
+	sizes       []nounSize
+	fleets      []fleetCost
+	smallFleet  fleetCost // one process, on the smaller database
+	eventTimes  [2]time.Duration
+	pages       []pageCost
+	viewerLoads []viewerLoad
 }
 
-// scale is how many rows of each noun a database has.
-type scale struct{ log, waiting, threads int64 }
+type rowCounts struct{ activity, waiting, threads int64 }
 
-// fullScale is the size that -full loads.
-var fullScale = scale{log: 30_000_000, waiting: 1_000_000, threads: 1_000_000}
+// fullScale is the size of -full.
+var fullScale = rowCounts{activity: 30_000_000, waiting: 1_000_000, threads: 1_000_000}
 
-func scaling(ctx context.Context, args []string, out, errw io.Writer) (err error) {
-	b := scalingBench{room: room{errw: errw}}
+func scaling(ctx context.Context, args []string, out, errw io.Writer) error {
+	b := scalingBench{engineRoomBench: engineRoomBench{errw: errw}}
 	if err := b.parse(args); err != nil {
 		return err
 	}
-	server, err := pgserver.Start(ctx, pgserver.Config{
-		Ephemeral: true, Durable: true, MaxConnections: 100 + memberConns*b.processes[len(b.processes)-1],
-		Progress: func(line string) { fmt.Fprintln(errw, line) },
+	config := pgserver.Config{MaxConnections: 100 + memberConns*b.processes[len(b.processes)-1]}
+	return withDatabase(ctx, config, 16, errw, func(pool *pgxpool.Pool) (err error) {
+		b.pool = pool
+		if b.handler, err = b.engineRoomBench.handler(); err != nil {
+			return err
+		}
+		if err := b.measure(ctx); err != nil {
+			return err
+		}
+		b.print(out)
+		return nil
 	})
-	if err != nil {
-		return fmt.Errorf("start PostgreSQL: %w", err)
-	}
-	defer func() { err = errors.Join(err, server.Stop(context.WithoutCancel(ctx))) }()
-	b.pool, err = postgres.Open(ctx, server.URL(), postgres.Options{MaxConns: 16, ApplicationName: ownName})
-	if err != nil {
-		return err
-	}
-	defer b.pool.Close()
-	if _, err := migrations.Up(ctx, b.pool); err != nil {
-		return err
-	}
-	if b.handler, err = b.room.handler(); err != nil {
-		return err
-	}
-	if err := b.measure(ctx); err != nil {
-		return err
-	}
-	b.print(out)
-	return nil
 }
 
-// parse reads the flags.
 func (b *scalingBench) parse(args []string) error {
-	flags := flag.NewFlagSet("scaling", flag.ContinueOnError)
-	flags.SetOutput(b.errw)
-	large := &b.sizes[1]
-	flags.Int64Var(&large.log, "rows", 500_000, "rows of the activity log; a tenth of them predict the others")
-	flags.Int64Var(&large.waiting, "waiting", 50_000, "executions that wait")
+	flags := newFlags("scaling", b.errw)
+	large := &b.scales[1]
+	flags.Int64Var(&large.activity, "rows", 500_000, "rows of the activity log; a tenth of them predict the others")
+	flags.Int64Var(&large.waiting, "waiting", 50_000, "waiting executions")
 	flags.Int64Var(&large.threads, "threads", 20_000, "threads with ten messages each")
 	full := flags.Bool("full", false, "30,000,000 rows of the log, 1,000,000 waiting executions, 1,000,000 threads: 35 GB")
 	flags.IntVar(&b.visits, "visits", 10, "visits to each page")
-	most := flags.Int("processes", 64, "processes at most; a quarter and half of these predict it")
+	most := flags.Int("processes", 64, "maximum number of processes; a quarter and half of it predict it")
 	flags.DurationVar(&b.idle, "idle", 20*time.Second, "how long idle processes are measured")
 	flags.DurationVar(&b.loaded, "for", 10*time.Second, "how long processes are measured under a paced load")
-	flags.DurationVar(&b.watched, "watched", 10*time.Second, "how long the overview is watched, by 1, 10 and 100 viewers")
+	flags.DurationVar(&b.watchDuration, "watched", 10*time.Second, "how long the overview is watched, by 1, 10 and 100 viewers")
 	flags.IntVar(&b.rate, "rate", 100, "executions started a second under the paced load")
-	flags.IntVar(&b.backlog, "backlog", 10_000, "executions that are started at once")
+	flags.IntVar(&b.backlog, "backlog", 10_000, "executions started at once")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
 	if *full {
 		*large = fullScale
 	}
-	if large.log < 1000 || large.waiting < 100 || large.threads < 100 {
-		return errors.New("scaling: -rows is at least 1000, -waiting and -threads are at least 100")
+	if large.activity < 1000 || large.waiting < 100 || large.threads < 100 {
+		return errors.New("scaling: -rows must be at least 1000, -waiting and -threads at least 100")
 	}
 	if *most < 4 || b.backlog < 10 || b.rate < 1 || b.visits < 1 {
-		return errors.New("scaling: -processes is at least 4, -backlog 10, -rate and -visits 1")
+		return errors.New("scaling: -processes must be at least 4, -backlog 10, -rate and -visits 1")
 	}
-	b.sizes[0] = scale{log: large.log / 10, waiting: large.waiting / 10, threads: large.threads / 10}
+	b.scales[0] = rowCounts{activity: large.activity / 10, waiting: large.waiting / 10, threads: large.threads / 10}
 	b.processes = []int{1, *most / 4, *most / 2, *most}
-	b.large = large.log
+	b.large = large.activity
 	return nil
 }
 
 // measure fills the database to both sizes and measures each.
 func (b *scalingBench) measure(ctx context.Context) error {
-	for at := range b.sizes {
+	for at := range b.scales {
 		if err := b.grow(ctx, at); err != nil {
 			return err
 		}
@@ -128,7 +111,7 @@ func (b *scalingBench) measure(ctx context.Context) error {
 			return err
 		}
 		if at == 0 {
-			b.early = cost
+			b.smallFleet = cost
 			continue
 		}
 		b.fleets = append(b.fleets, cost)
@@ -144,15 +127,14 @@ func (b *scalingBench) measure(ctx context.Context) error {
 	return b.measureViewers(ctx)
 }
 
-// measureViewers watches the overview by more and more viewers.
 func (b *scalingBench) measureViewers(ctx context.Context) error {
-	if b.watched <= 0 {
+	if b.watchDuration <= 0 {
 		return nil
 	}
 	for _, viewers := range []int{1, 10, 100} {
 		fmt.Fprintf(b.errw, "%d viewers\n", viewers)
-		var l load
-		used, took, err := b.used(ctx, ownName, func() (err error) {
+		var l viewerLoad
+		used, took, err := b.measureConnections(ctx, ownName, func() (err error) {
 			l, err = b.watch(ctx, b.handler, viewers)
 			return err
 		})
@@ -160,22 +142,22 @@ func (b *scalingBench) measureViewers(ctx context.Context) error {
 			return err
 		}
 		l.server = used.Seconds() / took.Seconds() // connections that ended meanwhile count here
-		b.watches = append(b.watches, l)
+		b.viewerLoads = append(b.viewerLoads, l)
 	}
 	return nil
 }
 
-// pageCost is the server's processor time for one visit to a page, at both sizes.
+// pageCost is the server's processor time per visit of a page, at both sizes.
 type pageCost struct {
 	path string
 	each [2]time.Duration
 }
 
-// measurePages visits the pages that people look at most.
+// measurePages visits the most used pages.
 func (b *scalingBench) measurePages(ctx context.Context, at int) error {
 	paths := []string{"/", "/activity", "/traces", "/executions?status=waiting", "/threads", "/spend?days=30"}
 	for i, path := range paths {
-		used, _, err := b.used(ctx, ownName, func() error {
+		used, _, err := b.measureConnections(ctx, ownName, func() error {
 			_, err := b.visit(ctx, b.handler, path)
 			return err
 		})
@@ -190,27 +172,27 @@ func (b *scalingBench) measurePages(ctx context.Context, at int) error {
 	return nil
 }
 
-// bytesOf is what relations take on disk.
-type bytesOf struct{ heap, index, toast int64 }
+// relationSize is in bytes.
+type relationSize struct{ heap, index, toast int64 }
 
-func (s bytesOf) total() int64 { return s.heap + s.index + s.toast }
+func (s relationSize) total() int64 { return s.heap + s.index + s.toast }
 
-func (s bytesOf) minus(t bytesOf) bytesOf {
-	return bytesOf{s.heap - t.heap, s.index - t.index, s.toast - t.toast}
+func (s relationSize) minus(t relationSize) relationSize {
+	return relationSize{s.heap - t.heap, s.index - t.index, s.toast - t.toast}
 }
 
-func (s bytesOf) plus(t bytesOf) bytesOf {
-	return bytesOf{s.heap + t.heap, s.index + t.index, s.toast + t.toast}
+func (s relationSize) plus(t relationSize) relationSize {
+	return relationSize{s.heap + t.heap, s.index + t.index, s.toast + t.toast}
 }
 
-// grown is what the rows of a noun take at both sizes.
-type grown struct {
-	noun string
+// nounSize is the size of a noun's rows at both scales.
+type nounSize struct {
+	name string
 	rows [2]int64
-	size [2]bytesOf
+	size [2]relationSize
 }
 
-// The tables of each noun, as a pattern of their names. Everything is every table, those of River as well.
+// The tables of each noun, as a pattern of names. everything includes River's tables.
 const (
 	logTables       = `^agent_activity($|_\d|_default)`
 	executionTables = `^agent_executions$`
@@ -219,7 +201,7 @@ const (
 )
 
 // size sums the relations whose names match. A partition counts by its own name.
-func (b *scalingBench) size(ctx context.Context, tables string) (s bytesOf, err error) {
+func (b *scalingBench) size(ctx context.Context, tables string) (s relationSize, err error) {
 	err = b.pool.QueryRow(ctx, `
 		select coalesce(sum(pg_table_size(c.oid) - t.size), 0)::bigint, coalesce(sum(pg_indexes_size(c.oid)), 0)::bigint,
 		       coalesce(sum(t.size), 0)::bigint
@@ -233,21 +215,21 @@ func (b *scalingBench) size(ctx context.Context, tables string) (s bytesOf, err 
 	return s, nil
 }
 
-// grow fills the database from the size before to this one.
+// grow fills the database from the previous scale to this one.
 func (b *scalingBench) grow(ctx context.Context, at int) error {
-	var from scale
+	var from rowCounts
 	if at > 0 {
-		from = b.sizes[at-1]
+		from = b.scales[at-1]
 	}
-	to := b.sizes[at]
+	to := b.scales[at]
 	for i, n := range []struct {
 		noun, tables string
 		from, to     int64
 		fill         func(ctx context.Context, from, to int64) error
 	}{
-		{"an execution that waits", executionTables, from.waiting, to.waiting, b.inPieces(madeWaiting, piece/5)},
-		{"a thread with ten messages", threadTables, from.threads, to.threads, b.inPieces(madeTalk, piece/10)},
-		{"a row of the activity log", logTables, from.log, to.log, b.fill},
+		{"an execution that waits", executionTables, from.waiting, to.waiting, b.inBatches(insertWaiting, batchRows/5)},
+		{"a thread with ten messages", threadTables, from.threads, to.threads, b.inBatches(insertTalk, batchRows/10)},
+		{"a row of the activity log", logTables, from.activity, to.activity, b.fill},
 	} {
 		before, err := b.size(ctx, n.tables)
 		if err != nil {
@@ -261,9 +243,9 @@ func (b *scalingBench) grow(ctx context.Context, at int) error {
 			return err
 		}
 		if at == 0 {
-			b.grown = append(b.grown, grown{noun: n.noun})
+			b.sizes = append(b.sizes, nounSize{name: n.noun})
 		}
-		g := &b.grown[i]
+		g := &b.sizes[i]
 		g.rows[at], g.size[at] = n.to, after.minus(before)
 		if at > 0 {
 			g.size[at] = g.size[at].plus(g.size[0])
@@ -272,42 +254,22 @@ func (b *scalingBench) grow(ctx context.Context, at int) error {
 	return nil
 }
 
-// inPieces makes rows by the statements, so many in a transaction. Triggers are left out, as by fill.
-func (b *scalingBench) inPieces(statements []string, rows int64) func(ctx context.Context, from, to int64) error {
+func (b *scalingBench) inBatches(statements []string, rows int64) func(ctx context.Context, from, to int64) error {
 	return func(ctx context.Context, from, to int64) error {
-		began := time.Now()
-		for at := from; at < to; at += rows {
-			upto := min(at+rows, to)
-			err := postgres.InTx(ctx, b.pool, func(tx pgx.Tx) error {
-				if _, err := tx.Exec(ctx, "set local session_replication_role = replica"); err != nil {
-					return err
-				}
-				for _, sql := range statements {
-					if _, err := tx.Exec(ctx, sql, postgres.Strict{"from": at, "to": upto}); err != nil {
-						return err
-					}
-				}
-				return nil
-			})
-			if err != nil {
-				return fmt.Errorf("make rows %d to %d: %w", at, upto, err)
-			}
-			fmt.Fprintf(b.errw, "made %d of %d (%s)\n", upto, to, time.Since(began).Round(time.Second))
-		}
-		return nil
+		return b.insertBatches(ctx, "rows", statements, from, to, rows, nil)
 	}
 }
 
-// madeWaiting are executions as they are left by a flow that waits for an event.
-var madeWaiting = []string{`
+// insertWaiting inserts executions that wait for an event.
+var insertWaiting = []string{`
 	insert into agent_executions (trace_id, surface, flow, status, claim, input, waiting_for, waiting_key, waiting_step,
 	                              wait_number, started_at)
 	select 'fl_02' || lpad(n::text, 24, '0'), 'flow', '` + waitFlow + `', 'waiting', 1, to_jsonb('scaling-' || n), 'event',
 	       'scaling-' || n, 'go', 1, clock_timestamp()
 	  from generate_series(@from::bigint, @to::bigint - 1) n`}
 
-// madeTalk are threads with ten messages of 200 characters.
-var madeTalk = []string{`
+// insertTalk inserts threads with ten messages of 200 characters.
+var insertTalk = []string{`
 	insert into agent_threads (id, channel, participant, next_seq)
 	select 'guest:' || n, 'chat', 'Guest ' || n, 11 from generate_series(@from::bigint, @to::bigint - 1) n`, `
 	insert into agent_messages (thread_id, seq, turn, role, content, channel, trace_id, status, sent_at)
@@ -316,28 +278,27 @@ var madeTalk = []string{`
 	       clock_timestamp()
 	  from generate_series(@from::bigint, @to::bigint - 1) n, generate_series(1, 10) m`}
 
-// predicted is where the line through two points is at x.
-func predicted(x1, y1, x2, y2, x float64) float64 {
+// extrapolate returns the value at x of the line through two points.
+func extrapolate(x1, y1, x2, y2, x float64) float64 {
 	if x1 == x2 {
 		return y2
 	}
 	return y1 + (y2-y1)*(x-x1)/(x2-x1)
 }
 
-// off is by how much a prediction differs from what was measured.
-func off(predicted, measured float64) string {
+// deviation formats the relative difference of a prediction.
+func deviation(predicted, measured float64) string {
 	if measured == 0 {
 		return ""
 	}
 	return fmt.Sprintf("%+.0f %%", 100*(predicted-measured)/measured)
 }
 
-// print writes the tables.
 func (b *scalingBench) print(out io.Writer) {
 	var t strings.Builder
-	large := b.sizes[1]
+	large := b.scales[1]
 	fmt.Fprintf(&t, "%d rows of the activity log, %d executions that wait, %d threads; %d processors.\n",
-		large.log, large.waiting, large.threads, runtime.NumCPU())
+		large.activity, large.waiting, large.threads, runtime.NumCPU())
 	t.WriteString("A prediction comes from the smaller measurements alone.\n\n")
 	b.printBytes(&t)
 	b.printFleets(&t)
@@ -349,13 +310,13 @@ func (b *scalingBench) printBytes(t *strings.Builder) {
 	t.WriteString("| bytes for each | rows | heap | indexes | toast | in all |" +
 		" rows then | MB predicted | MB measured | difference |\n")
 	t.WriteString("|---|---|---|---|---|---|---|---|---|---|\n")
-	for _, g := range b.grown {
+	for _, g := range b.sizes {
 		n := float64(g.rows[0])
 		each := func(bytes int64) string { return fmt.Sprintf("%.0f", float64(bytes)/n) }
 		s := g.size[0]
 		expected, got := float64(s.total())/n*float64(g.rows[1])/1e6, float64(g.size[1].total())/1e6
-		fmt.Fprintf(t, "| %s | %d | %s | %s | %s | %s | %d | %.1f | %.1f | %s |\n", g.noun, g.rows[0],
-			each(s.heap), each(s.index), each(s.toast), each(s.total()), g.rows[1], expected, got, off(expected, got))
+		fmt.Fprintf(t, "| %s | %d | %s | %s | %s | %s | %d | %.1f | %.1f | %s |\n", g.name, g.rows[0],
+			each(s.heap), each(s.index), each(s.toast), each(s.total()), g.rows[1], expected, got, deviation(expected, got))
 	}
 }
 
@@ -388,16 +349,16 @@ func (b *scalingBench) printFleets(t *strings.Builder) {
 			fmt.Fprintf(t, " "+row.format+" |", row.of(f))
 		}
 		last := b.fleets[n-3:]
-		expected := predicted(float64(last[0].n), row.of(last[0]), float64(last[1].n), row.of(last[1]), float64(last[2].n))
-		fmt.Fprintf(t, " "+row.format+" | %s |\n", expected, off(expected, row.of(last[2])))
+		expected := extrapolate(float64(last[0].n), row.of(last[0]), float64(last[1].n), row.of(last[1]), float64(last[2].n))
+		fmt.Fprintf(t, " "+row.format+" | %s |\n", expected, deviation(expected, row.of(last[2])))
 	}
 	t.WriteString("| executions a second, clients on the same processors |")
 	for _, f := range b.fleets {
 		fmt.Fprintf(t, " %.0f |", f.backlogRate)
 	}
 	t.WriteString(" | |\n")
-	if again := b.again.Load(); again > 0 {
-		fmt.Fprintf(t, "\nStarts that were made again, as they had met a lock for too long: %d.\n", again)
+	if again := b.lockedStarts.Load(); again > 0 {
+		fmt.Fprintf(t, "\nStarts repeated after a lock timeout: %d.\n", again)
 	}
 }
 
@@ -409,19 +370,19 @@ func (b *scalingBench) printReads(t *strings.Builder) {
 	row := func(name string, small, large float64) {
 		fmt.Fprintf(t, "| %s | %.0f | %.0f | %.2f |\n", name, small, large, large/max(small, 1))
 	}
-	row("one process, idle, each second", 1e6*b.early.idle, 1e6*now.idle)
-	row("an execution of one step, paced", micros(b.early.paced), micros(now.paced))
-	row("an execution of one step, with a backlog", micros(b.early.backlog), micros(now.backlog))
-	row("an event, until the execution that waited has ended", micros(b.events[0]), micros(b.events[1]))
+	row("one process, idle, each second", 1e6*b.smallFleet.idle, 1e6*now.idle)
+	row("an execution of one step, paced", micros(b.smallFleet.paced), micros(now.paced))
+	row("an execution of one step, with a backlog", micros(b.smallFleet.backlog), micros(now.backlog))
+	row("an event, until its execution has ended", micros(b.eventTimes[0]), micros(b.eventTimes[1]))
 	for _, p := range b.pages {
 		row("a visit to `"+p.path+"`", micros(p.each[0]), micros(p.each[1]))
 	}
-	if len(b.watches) == 0 {
+	if len(b.viewerLoads) == 0 {
 		return
 	}
 	t.WriteString("\n| open overviews | transactions a second | PostgreSQL, % of a core |" +
 		" this process, both ends, % of a core |\n|---|---|---|---|\n")
-	for _, l := range b.watches {
-		fmt.Fprintf(t, "| %d | %.1f | %.1f | %.1f |\n", l.viewers, l.perSec, 100*l.server, 100*l.own)
+	for _, l := range b.viewerLoads {
+		fmt.Fprintf(t, "| %d | %.1f | %.1f | %.1f |\n", l.viewers, l.perSec, 100*l.server, 100*l.process)
 	}
 }

@@ -5,19 +5,16 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"log/slog"
 	"os"
 	"strconv"
 	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
-	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -26,10 +23,10 @@ const (
 	memberConns   = memberPool + 2
 	memberWorkers = 10 // as AGENT_WORKERS
 	memberName    = "bench member"
-	ownName       = "bench" // of what measures, and of pages
+	ownName       = "bench" // of the measuring connections
 )
 
-// fleetCost is what so many processes cost the server.
+// fleetCost is what n processes cost the server.
 type fleetCost struct {
 	n            int
 	connections  int
@@ -40,29 +37,14 @@ type fleetCost struct {
 	backlogRate  float64       // executions a second
 }
 
-// member is what one process of `agent serve` keeps at the database for its executions: a pool, a connection that
-// listens, a lease that it renews, River, and the sweeps. All members share this operating system process.
-type member struct {
-	pool     *pgxpool.Pool
-	listener *postgres.Listener
-	keeper   *lanes.Keeper
-	engine   *executions.Engine
-}
-
-// newMember connects one process.
-func (b *scalingBench) newMember(ctx context.Context) (*member, error) {
-	config := b.pool.Config()
+// newMember creates a node with its own pool. All members share this operating system process.
+func (b *scalingBench) newMember(ctx context.Context) (*node, error) {
 	opts := postgres.Options{MaxConns: memberPool, ApplicationName: memberName}
-	pool, err := postgres.Open(ctx, config.ConnString(), opts)
+	pool, err := postgres.Open(ctx, b.pool.Config().ConnString(), opts)
 	if err != nil {
 		return nil, err
 	}
-	log := slog.New(slog.DiscardHandler)
-	m := &member{pool: pool, listener: postgres.NewListener(postgres.Dialer(pool), log)}
-	m.keeper = lanes.NewKeeper(pool, lanes.Options{Listener: m.listener, Logger: log})
-	m.engine, err = executions.New(pool, executions.Options{
-		Keeper: m.keeper, Listener: m.listener, Logger: log, Workers: memberWorkers,
-	})
+	m, err := newNode(pool, memberWorkers)
 	if err == nil {
 		err = errors.Join(m.engine.Register(oneStep, stepsOf(1)), m.engine.Register(waitFlow, waitOnce))
 	}
@@ -73,7 +55,7 @@ func (b *scalingBench) newMember(ctx context.Context) (*member, error) {
 	return m, nil
 }
 
-// waitOnce is a flow that waits for the event that its input names, without a bound.
+// waitOnce is a flow that waits for the event in its input.
 func waitOnce(ctx context.Context, input json.RawMessage) (executions.Result, error) {
 	var key string
 	if err := json.Unmarshal(input, &key); err != nil {
@@ -83,19 +65,10 @@ func waitOnce(ctx context.Context, input json.RawMessage) (executions.Result, er
 	return executions.Result{}, err
 }
 
-// withFleet runs so many members while fn does.
-func (b *scalingBench) withFleet(
-	ctx context.Context, n int, fn func(ctx context.Context, fleet []*member) error,
-) (err error) {
-	working, stop := context.WithCancel(ctx)
-	living, end := context.WithCancel(context.WithoutCancel(ctx))
-	var below, above errgroup.Group
-	var fleet []*member
+// withFleet runs n members while fn runs.
+func (b *scalingBench) withFleet(ctx context.Context, n int, fn func(ctx context.Context, fleet []*node) error) error {
+	var fleet []*node
 	defer func() {
-		stop()
-		err = errors.Join(err, above.Wait())
-		end()
-		err = errors.Join(err, below.Wait())
 		for _, m := range fleet {
 			m.pool.Close()
 		}
@@ -106,23 +79,15 @@ func (b *scalingBench) withFleet(
 			return err
 		}
 		fleet = append(fleet, m)
-		below.Go(func() error { return m.listener.Run(living) })
-		below.Go(func() error { return m.keeper.Run(living) })
-		above.Go(func() error { return m.engine.Run(working) })
 	}
-	for _, m := range fleet {
-		if err := (&world{engine: m.engine}).ready(ctx); err != nil {
-			return err
-		}
-	}
-	return fn(ctx, fleet)
+	return runNodes(ctx, fleet, nil, func(ctx context.Context) error { return fn(ctx, fleet) })
 }
 
-// measureFleet measures so many processes: idle, under a paced load, and with a backlog. With a size, events are
-// delivered to executions that wait in it.
+// measureFleet measures n processes: idle, with a paced load, and with a backlog. With a size, it also delivers
+// events to waiting executions.
 func (b *scalingBench) measureFleet(ctx context.Context, n, size int) (cost fleetCost, err error) {
 	cost.n = n
-	err = b.withFleet(ctx, n, func(ctx context.Context, fleet []*member) error {
+	err = b.withFleet(ctx, n, func(ctx context.Context, fleet []*node) error {
 		if err := b.run(ctx, fleet, 5*n+200, 0); err != nil { // warm up
 			return err
 		}
@@ -130,7 +95,7 @@ func (b *scalingBench) measureFleet(ctx context.Context, n, size int) (cost flee
 			return err
 		}
 		paced := max(int(float64(b.rate)*b.loaded.Seconds()), 1)
-		used, took, err := b.used(ctx, memberName, func() error {
+		used, took, err := b.measureConnections(ctx, memberName, func() error {
 			return b.run(ctx, fleet, paced, time.Second/time.Duration(b.rate))
 		})
 		if err != nil {
@@ -140,13 +105,12 @@ func (b *scalingBench) measureFleet(ctx context.Context, n, size int) (cost flee
 		if err := b.measureBacklog(ctx, fleet, size, &cost); err != nil || size < 0 {
 			return err
 		}
-		b.events[size], err = b.measureEvents(ctx, fleet[0], size)
+		b.eventTimes[size], err = b.measureEvents(ctx, fleet[0], size)
 		return err
 	})
 	return cost, err
 }
 
-// measureIdle measures processes that have nothing to do.
 func (b *scalingBench) measureIdle(ctx context.Context, cost *fleetCost) error {
 	if err := pause(ctx, b.idle/10); err != nil {
 		return err
@@ -157,7 +121,7 @@ func (b *scalingBench) measureIdle(ctx context.Context, cost *fleetCost) error {
 	if err := b.pool.QueryRow(ctx, count).Scan(&cost.connections, &before); err != nil {
 		return err
 	}
-	used, took, err := b.used(ctx, memberName, func() error { return pause(ctx, b.idle) })
+	used, took, err := b.measureConnections(ctx, memberName, func() error { return pause(ctx, b.idle) })
 	if err != nil {
 		return err
 	}
@@ -168,17 +132,17 @@ func (b *scalingBench) measureIdle(ctx context.Context, cost *fleetCost) error {
 	return nil
 }
 
-// measureBacklog starts all executions as fast as they can be started. With a size, what the ended executions leave on
-// disk is measured too, of half as many first.
-func (b *scalingBench) measureBacklog(ctx context.Context, fleet []*member, size int, cost *fleetCost) error {
-	ended := grown{noun: "an execution of one step that has ended"}
-	var before bytesOf
+// measureBacklog starts all executions at once. With a size, it also measures the bytes that ended executions take,
+// first of half as many.
+func (b *scalingBench) measureBacklog(ctx context.Context, fleet []*node, size int, cost *fleetCost) error {
+	ended := nounSize{name: "an execution of one step that has ended"}
+	var before relationSize
 	for i, n := range []int{b.backlog / 2, b.backlog} {
 		start, err := b.size(ctx, everything)
 		if err != nil {
 			return err
 		}
-		used, took, err := b.used(ctx, memberName, func() error { return b.run(ctx, fleet, n, 0) })
+		used, took, err := b.measureConnections(ctx, memberName, func() error { return b.run(ctx, fleet, n, 0) })
 		if err != nil {
 			return err
 		}
@@ -191,17 +155,17 @@ func (b *scalingBench) measureBacklog(ctx context.Context, fleet []*member, size
 		ended.rows[i], ended.size[i] = int64(n), before
 	}
 	if size == 1 {
-		b.grown = append(b.grown, ended)
+		b.sizes = append(b.sizes, ended)
 	}
 	return nil
 }
 
-// measureEvents delivers events to executions that wait, spread over all of them, and waits for their ends.
-func (b *scalingBench) measureEvents(ctx context.Context, m *member, size int) (time.Duration, error) {
-	n := min(int(b.sizes[size].waiting/20), 1000)
-	step := b.sizes[size].waiting / int64(n)
+// measureEvents delivers events to executions spread over all that wait, and waits until these have ended.
+func (b *scalingBench) measureEvents(ctx context.Context, m *node, size int) (time.Duration, error) {
+	n := min(int(b.scales[size].waiting/20), 1000)
+	step := b.scales[size].waiting / int64(n)
 	deliver := func() error {
-		err := spread(ctx, 4, n, func(ctx context.Context, i int) error {
+		err := callAll(ctx, 4, n, func(ctx context.Context, i int) error {
 			key := "scaling-" + strconv.FormatInt(int64(i)*step+int64(size), 10)
 			got, err := m.engine.Deliver(ctx, m.pool, "EVENT_COMPLETED", key, nil, "")
 			if err == nil && len(got.Resumed) != 1 {
@@ -212,17 +176,14 @@ func (b *scalingBench) measureEvents(ctx context.Context, m *member, size int) (
 		if err != nil {
 			return err
 		}
-		return untilTrue(ctx, b.pool, nothingRuns)
+		return pollQuery(ctx, b.pool, nothingRuns)
 	}
-	used, _, err := b.used(ctx, memberName, deliver)
+	used, _, err := b.measureConnections(ctx, memberName, deliver)
 	return used / time.Duration(n), err
 }
 
-// nothingRuns says that no execution is ready or under way.
-const nothingRuns = `select not exists (select from agent_executions where status in ('pending', 'running'))`
-
-// run starts n executions, each at another member in turn, and waits for their ends. With a pace, one starts each.
-func (b *scalingBench) run(ctx context.Context, fleet []*member, n int, pace time.Duration) error {
+// run starts n executions in turn on all members and waits for their ends, at the pace if it is not 0.
+func (b *scalingBench) run(ctx context.Context, fleet []*node, n int, pace time.Duration) error {
 	start := func(ctx context.Context, i int) error {
 		m := fleet[i%len(fleet)]
 		for {
@@ -230,14 +191,14 @@ func (b *scalingBench) run(ctx context.Context, fleet []*member, n int, pace tim
 			if !postgres.Locked(err) {
 				return err
 			}
-			b.again.Add(1)
+			b.lockedStarts.Add(1)
 		}
 	}
 	if pace == 0 {
-		if err := spread(ctx, 32, n, start); err != nil {
+		if err := callAll(ctx, 32, n, start); err != nil {
 			return err
 		}
-		return untilTrue(ctx, b.pool, nothingRuns)
+		return pollQuery(ctx, b.pool, nothingRuns)
 	}
 	ticker := time.NewTicker(pace)
 	defer ticker.Stop()
@@ -253,13 +214,13 @@ func (b *scalingBench) run(ctx context.Context, fleet []*member, n int, pace tim
 	if err := group.Wait(); err != nil {
 		return err
 	}
-	return untilTrue(ctx, b.pool, nothingRuns)
+	return pollQuery(ctx, b.pool, nothingRuns)
 }
 
-// used measures the time on the clock that fn takes, and the processor time of the server's connections of that name.
-// What the server does beside, such as autovacuum and checkpoints, comes later or earlier, and is left out.
-func (b *scalingBench) used(ctx context.Context, name string, fn func() error) (server, took time.Duration, err error) {
-	before, err := b.connections(ctx, name)
+// measureConnections returns the elapsed time of fn and the processor time of the server's connections with that
+// name. The server's background processes, such as autovacuum, do not count.
+func (b *scalingBench) measureConnections(ctx context.Context, name string, fn func() error) (server, took time.Duration, err error) {
+	before, err := b.connectionTimes(ctx, name)
 	if err != nil {
 		return 0, 0, err
 	}
@@ -268,15 +229,15 @@ func (b *scalingBench) used(ctx context.Context, name string, fn func() error) (
 		return 0, 0, err
 	}
 	took = time.Since(began)
-	after, err := b.connections(ctx, name)
+	after, err := b.connectionTimes(ctx, name)
 	for pid, used := range after {
 		server += used - before[pid]
 	}
 	return server, took, err
 }
 
-// connections is the processor time so far of each connection of that name, by its process.
-func (b *scalingBench) connections(ctx context.Context, name string) (map[int]time.Duration, error) {
+// connectionTimes returns the processor time of each connection, by process ID.
+func (b *scalingBench) connectionTimes(ctx context.Context, name string) (map[int]time.Duration, error) {
 	rows, err := b.pool.Query(ctx, `select pid from pg_stat_activity where application_name = @name`,
 		postgres.Strict{"name": name})
 	if err != nil {
@@ -288,22 +249,24 @@ func (b *scalingBench) connections(ctx context.Context, name string) (map[int]ti
 	}
 	used := make(map[int]time.Duration, len(pids))
 	for _, pid := range pids {
-		used[pid] = preciseTime(pid)
+		used[pid] = processTime(pid)
 	}
 	return used, nil
 }
 
-// preciseTime is the processor time of a process. Linux has it in nanoseconds in /proc/PID/schedstat, which matters
-// where hundreds of connections do little each; elsewhere it is that of /proc/PID/stat.
-func preciseTime(pid int) time.Duration {
+// processTime returns a process's processor time. Linux has it in nanoseconds in /proc/PID/schedstat, which matters
+// for many connections that do little; elsewhere ticks must do.
+func processTime(pid int) time.Duration {
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/schedstat", pid))
 	if err != nil {
-		return processTime(pid)
+		p, _ := procStat(strconv.Itoa(pid))
+		return p.used
 	}
 	first, _, _ := strings.Cut(string(text), " ")
 	n, err := strconv.ParseInt(first, 10, 64)
 	if err != nil {
-		return processTime(pid)
+		p, _ := procStat(strconv.Itoa(pid))
+		return p.used
 	}
 	return time.Duration(n)
 }

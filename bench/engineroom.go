@@ -3,16 +3,13 @@ package main
 import (
 	"context"
 	"errors"
-	"flag"
 	"fmt"
 	"io"
+	"maps"
 	"net/http"
 	"net/http/httptest"
 	"net/url"
-	"os"
-	"strconv"
 	"strings"
-	"syscall"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -23,57 +20,46 @@ import (
 	"github.com/lanekeeper/lanekeeper/engineroom"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
-	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-// room measures the pages of the Engine Room: what each takes the server with a small log and with a large one. A
-// page may not do work that grows with the table, so the two have to be about the same.
-type room struct {
-	small, large int64 // rows of the activity log
-	visits       int   // to each page
-	watched      time.Duration
-	base         time.Time // of the oldest row
-	pool         *pgxpool.Pool
-	errw         io.Writer
+// engineRoomBench measures the server time of the Engine Room's pages with a small and with a large log. No page may
+// do work that grows with the log, so both times must be about equal.
+type engineRoomBench struct {
+	small, large  int64 // rows of the activity log
+	visits        int   // to each page
+	watchDuration time.Duration
+	oldest        time.Time // of the oldest row
+	pool          *pgxpool.Pool
+	errw          io.Writer
 }
 
-// visited is how a page fared.
-type visited struct {
+type pageResult struct {
 	path         string
 	small, large samples
 	scanned      int64 // rows read by sequential scans of the large tables, at the larger size
 }
 
-func engineRoom(ctx context.Context, args []string, out, errw io.Writer) (err error) {
-	b := room{errw: errw}
-	flags := flag.NewFlagSet("engine-room", flag.ContinueOnError)
-	flags.SetOutput(errw)
-	flags.Int64Var(&b.small, "small", 10_000, "rows of the activity log at first")
-	flags.Int64Var(&b.large, "large", 10_000_000, "rows of the activity log then; a hundredth of it are executions")
+func engineRoom(ctx context.Context, args []string, out, errw io.Writer) error {
+	b := engineRoomBench{errw: errw}
+	flags := newFlags("engine-room", errw)
+	flags.Int64Var(&b.small, "small", 10_000, "rows of the small activity log")
+	flags.Int64Var(&b.large, "large", 10_000_000, "rows of the large activity log; a hundredth of it are executions")
 	flags.IntVar(&b.visits, "visits", 20, "visits to each page")
-	data := flags.String("data", "", "folder that keeps the database, to measure it again without filling it; empty for one that is removed")
-	flags.DurationVar(&b.watched, "watched", 30*time.Second, "how long the overview is watched, by nobody, one and a hundred")
+	data := flags.String("data", "", "folder that keeps the database for later runs; default: a temporary one")
+	flags.DurationVar(&b.watchDuration, "watched", 30*time.Second, "how long the overview is watched, by 0, 1 and 100 viewers")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
 	if b.small < 1000 || b.large < b.small || b.visits < 1 {
-		return errors.New("engine-room: -small is at least 1000, -large at least -small, -visits at least 1")
+		return errors.New("engine-room: -small must be at least 1000, -large at least -small, -visits at least 1")
 	}
-	server, err := pgserver.Start(ctx, pgserver.Config{
-		Dir: *data, Ephemeral: *data == "", Durable: true, Progress: func(line string) { fmt.Fprintln(errw, line) },
+	return withDatabase(ctx, pgserver.Config{Dir: *data}, 8, errw, func(pool *pgxpool.Pool) error {
+		b.pool = pool
+		return b.run(ctx, out)
 	})
-	if err != nil {
-		return fmt.Errorf("start PostgreSQL: %w", err)
-	}
-	defer func() { err = errors.Join(err, server.Stop(context.WithoutCancel(ctx))) }()
-	b.pool, err = postgres.Open(ctx, server.URL(), postgres.Options{MaxConns: 8, ApplicationName: "bench"})
-	if err != nil {
-		return err
-	}
-	defer b.pool.Close()
-	if _, err := migrations.Up(ctx, b.pool); err != nil {
-		return err
-	}
+}
+
+func (b *engineRoomBench) run(ctx context.Context, out io.Writer) error {
 	handler, err := b.handler()
 	if err != nil {
 		return err
@@ -83,9 +69,9 @@ func engineRoom(ctx context.Context, args []string, out, errw io.Writer) (err er
 		return err
 	}
 	b.print(out, pages)
-	var loads []load
+	var loads []viewerLoad
 	for _, viewers := range []int{0, 1, 100} {
-		fmt.Fprintf(errw, "%d viewers\n", viewers)
+		fmt.Fprintf(b.errw, "%d viewers\n", viewers)
 		l, err := b.watch(ctx, handler, viewers)
 		if err != nil {
 			return err
@@ -96,9 +82,9 @@ func engineRoom(ctx context.Context, args []string, out, errw io.Writer) (err er
 	return nil
 }
 
-// measure visits all pages at both sizes.
-func (b *room) measure(ctx context.Context, handler http.Handler) ([]*visited, error) {
-	filled, err := b.filled(ctx)
+// measure visits all pages with both logs.
+func (b *engineRoomBench) measure(ctx context.Context, handler http.Handler) ([]*pageResult, error) {
+	filled, err := b.isFilled(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -111,9 +97,9 @@ func (b *room) measure(ctx context.Context, handler http.Handler) ([]*visited, e
 	if err != nil {
 		return nil, err
 	}
-	pages := make([]*visited, 0, len(paths))
+	pages := make([]*pageResult, 0, len(paths))
 	for _, path := range paths {
-		pages = append(pages, &visited{path: path})
+		pages = append(pages, &pageResult{path: path})
 	}
 	if !filled {
 		for _, p := range pages {
@@ -126,14 +112,14 @@ func (b *room) measure(ctx context.Context, handler http.Handler) ([]*visited, e
 		}
 	}
 	for _, p := range pages {
-		before, err := b.scanned(ctx)
+		before, err := b.sequentialReads(ctx)
 		if err != nil {
 			return nil, err
 		}
 		if p.large, err = b.visit(ctx, handler, p.path); err != nil {
 			return nil, err
 		}
-		after, err := b.scanned(ctx)
+		after, err := b.sequentialReads(ctx)
 		if err != nil {
 			return nil, err
 		}
@@ -142,17 +128,17 @@ func (b *room) measure(ctx context.Context, handler http.Handler) ([]*visited, e
 	return pages, nil
 }
 
-// filled says whether an earlier run left the larger log here.
-func (b *room) filled(ctx context.Context) (yes bool, err error) {
+// isFilled reports whether an earlier run left the large log here.
+func (b *engineRoomBench) isFilled(ctx context.Context) (yes bool, err error) {
 	err = b.pool.QueryRow(ctx, "select count(*) >= $1 from agent_executions", b.large/100).Scan(&yes)
 	if err != nil {
-		return false, fmt.Errorf("look what is there: %w", err)
+		return false, fmt.Errorf("count executions: %w", err)
 	}
 	return yes, nil
 }
 
-// handler is the room alone: who may enter is not measured.
-func (b *room) handler() (http.Handler, error) {
+// handler serves the pages without a login.
+func (b *engineRoomBench) handler() (http.Handler, error) {
 	made, err := engineroom.New(engineroom.Options{Pool: b.pool, Agent: "bench"})
 	if err != nil {
 		return nil, err
@@ -164,8 +150,8 @@ func (b *room) handler() (http.Handler, error) {
 	return mux, nil
 }
 
-// visit opens a page so often, once before that is not counted.
-func (b *room) visit(ctx context.Context, handler http.Handler, path string) (samples, error) {
+// visit requests a page, after one uncounted request.
+func (b *engineRoomBench) visit(ctx context.Context, handler http.Handler, path string) (samples, error) {
 	var took samples
 	for i := range b.visits + 1 {
 		req := httptest.NewRequestWithContext(ctx, http.MethodGet, path, http.NoBody)
@@ -183,12 +169,12 @@ func (b *room) visit(ctx context.Context, handler http.Handler, path string) (sa
 			took = append(took, lasted)
 		}
 	}
-	fmt.Fprintf(b.errw, "%-60s p50 %s ms\n", path, took.show(0.5))
+	fmt.Fprintf(b.errw, "%-60s p50 %s ms\n", path, took.millis(0.5))
 	return took, nil
 }
 
-// paths are the pages, with filters that make a difference.
-func (b *room) paths(ctx context.Context) ([]string, error) {
+// paths returns the pages, with filters that use different indexes.
+func (b *engineRoomBench) paths(ctx context.Context) ([]string, error) {
 	var trace, execution, thread, skill, wide string
 	err := b.pool.QueryRow(ctx, `
 		select e.trace_id, e.id::text, (select t.id from agent_threads t order by t.updated_at desc limit 1),
@@ -196,7 +182,7 @@ func (b *room) paths(ctx context.Context) ([]string, error) {
 		       (select a.trace_id from agent_activity a order by a.id limit 1)
 		  from agent_executions e order by e.id desc limit 1`).Scan(&trace, &execution, &thread, &skill, &wide)
 	if err != nil {
-		return nil, fmt.Errorf("choose what to look at: %w", err)
+		return nil, fmt.Errorf("choose pages: %w", err)
 	}
 	return []string{
 		"/", "/activity", "/activity?status=error", "/activity?surface=webhook&status=error", "/activity?skill=" + url.QueryEscape(skill),
@@ -207,9 +193,9 @@ func (b *room) paths(ctx context.Context) ([]string, error) {
 	}, nil
 }
 
-// scanned is how many rows sequential scans of the large tables have read.
-func (b *room) scanned(ctx context.Context) (n int64, err error) {
-	if err := b.flushed(ctx); err != nil {
+// sequentialReads counts the rows that sequential scans of the large tables have read.
+func (b *engineRoomBench) sequentialReads(ctx context.Context) (n int64, err error) {
+	if err := b.flushStatistics(ctx); err != nil {
 		return 0, err
 	}
 	err = b.pool.QueryRow(ctx, `
@@ -222,70 +208,64 @@ func (b *room) scanned(ctx context.Context) (n int64, err error) {
 	return n, nil
 }
 
-// flushed has every connection hand in its statistics, which a backend otherwise does when it has time.
-func (b *room) flushed(ctx context.Context) error {
+// flushStatistics reconnects, so that every backend reports its statistics.
+func (b *engineRoomBench) flushStatistics(ctx context.Context) error {
 	b.pool.Reset()
 	return b.pool.Ping(ctx)
 }
 
-// print writes the table.
-func (b *room) print(out io.Writer, pages []*visited) {
+func (b *engineRoomBench) print(out io.Writer, pages []*pageResult) {
 	fmt.Fprintf(out, "Server milliseconds of a page, %d visits each, without the network; %d rows of the activity log, then %d, and a hundredth as many executions.\n\n",
 		b.visits, b.small, b.large)
 	fmt.Fprintln(out, "| page | p50 small | p99 small | p50 large | p99 large | p50 large / small | rows read by sequential scans |")
 	fmt.Fprintln(out, "|---|---|---|---|---|---|---|")
 	for _, p := range pages {
-		small, of := "| | |", "" // a log that was kept is large from the start
+		small, of := "| | |", "" // a kept log has no small size
 		if len(p.small) > 0 {
-			small = fmt.Sprintf("| %s | %s |", p.small.show(0.5), p.small.show(0.99))
+			small = fmt.Sprintf("| %s | %s |", p.small.millis(0.5), p.small.millis(0.99))
 			of = fmt.Sprintf("%.1f", ratio(p.large, p.small, 0.5))
 		}
-		fmt.Fprintf(out, "| `%s` %s %s | %s | %s | %d |\n", p.path, small, p.large.show(0.5), p.large.show(0.99), of, p.scanned)
+		fmt.Fprintf(out, "| `%s` %s %s | %s | %s | %d |\n", p.path, small, p.large.millis(0.5), p.large.millis(0.99), of, p.scanned)
 	}
 }
 
-// piece is how many rows are made in a transaction.
-const piece = 250_000
+// batchRows is the number of rows per transaction.
+const batchRows = 250_000
 
-// fill brings the activity log from so many rows to so many, over the last thirty days: a hundredth as many
-// executions, each the root of a trace with a hundred rows, some of model calls, some of them failed; for every
-// tenth execution a thread with messages. Triggers are left out: they would check what is made up here.
-func (b *room) fill(ctx context.Context, from, to int64) error {
-	began := time.Now()
-	if b.base.IsZero() {
-		b.base = began.Add(-29 * 24 * time.Hour)
+// fill grows the activity log to `to` rows over the last thirty days. A hundredth as many executions are the roots of
+// traces of a hundred rows. Some rows are model calls, some failed. Every tenth execution has a thread with messages.
+func (b *engineRoomBench) fill(ctx context.Context, from, to int64) error {
+	if b.oldest.IsZero() {
+		b.oldest = time.Now().Add(-29 * 24 * time.Hour)
 	}
-	for at := from; at < to; at += piece {
-		if err := b.fillPiece(ctx, at, min(at+piece, to)); err != nil {
-			return fmt.Errorf("make rows %d to %d: %w", at, min(at+piece, to), err)
-		}
-		fmt.Fprintf(b.errw, "made %d of %d rows (%s)\n", min(at+piece, to), to, time.Since(began).Round(time.Second))
+	statements := []string{insertSkills, insertExecutions, insertActivity, insertThreads, insertMessages}
+	if err := b.insertBatches(ctx, "rows", statements, from, to, batchRows, postgres.Strict{"of": b.large, "base": b.oldest}); err != nil {
+		return err
 	}
 	if _, err := b.pool.Exec(ctx, "vacuum analyze"); err != nil {
 		return fmt.Errorf("analyze: %w", err)
 	}
-	if err := b.count(ctx); err != nil {
+	if err := b.countLog(ctx); err != nil {
 		return err
 	}
 	if _, err := b.pool.Exec(ctx, "vacuum analyze"); err != nil { // of the counts, as autovacuum would have
 		return fmt.Errorf("analyze the counts: %w", err)
 	}
-	// What was filled in is on disk before anything is measured.
+
 	if _, err := b.pool.Exec(ctx, "checkpoint"); err != nil {
-		return fmt.Errorf("write what was made: %w", err)
+		return fmt.Errorf("checkpoint: %w", err)
 	}
 	return nil
 }
 
-// count counts the log as housekeeping does, from its beginning: rows that were filled in among those that were
-// counted have not told of themselves, as triggers are left out. Nobody writes meanwhile, so nothing has to be left
-// for later.
-func (b *room) count(ctx context.Context) error {
+// countLog counts the log from its beginning, as housekeeping does. Filled rows skipped the triggers that announce
+// rows to count. Nobody else writes, so the count is complete.
+func (b *engineRoomBench) countLog(ctx context.Context) error {
 	_, err := b.pool.Exec(ctx, `
 		with c as (delete from agent_activity_counts), d as (delete from agent_activity_durations)
 		update agent_activity_counted set counted_upto = default, candidate = null, candidate_xid = null, looked = default`)
 	if err != nil {
-		return fmt.Errorf("count the log anew: %w", err)
+		return fmt.Errorf("reset the counts: %w", err)
 	}
 	began, rows := time.Now(), 0
 	for {
@@ -294,11 +274,11 @@ func (b *room) count(ctx context.Context) error {
 			return err
 		}
 		rows += counted
-		// A pass that says up to where the next one counts does not say that there is one to be.
+		// A pass reports a next position even if nothing is left to count.
 		var left bool
 		if err := b.pool.QueryRow(ctx, `
 			select exists (select from agent_activity a where a.id >= (select c.counted_upto from agent_activity_counted c))`).Scan(&left); err != nil {
-			return fmt.Errorf("look what is not counted: %w", err)
+			return fmt.Errorf("find uncounted rows: %w", err)
 		}
 		if !left {
 			fmt.Fprintf(b.errw, "counted %d rows (%s)\n", rows, time.Since(began).Round(time.Second))
@@ -307,32 +287,44 @@ func (b *room) count(ctx context.Context) error {
 	}
 }
 
-func (b *room) fillPiece(ctx context.Context, from, to int64) error {
-	return postgres.InTx(ctx, b.pool, func(tx pgx.Tx) error {
-		if _, err := tx.Exec(ctx, "set local session_replication_role = replica"); err != nil {
-			return err
-		}
-		args := postgres.Strict{"from": from, "to": to, "of": b.large, "base": b.base}
-		for _, sql := range []string{madeSkills, madeExecutions, madeActivity, madeThreads, madeMessages} {
-			if _, err := tx.Exec(ctx, sql, args); err != nil {
+// insertBatches runs the statements for each batch of rows in a transaction without triggers, which would reject
+// made-up rows.
+func (b *engineRoomBench) insertBatches(ctx context.Context, what string, statements []string, from, to, batch int64, args postgres.Strict) error {
+	began := time.Now()
+	for at := from; at < to; at += batch {
+		end := min(at+batch, to)
+		all := postgres.Strict{"from": at, "to": end}
+		maps.Copy(all, args)
+		err := postgres.InTx(ctx, b.pool, func(tx pgx.Tx) error {
+			if _, err := tx.Exec(ctx, "set local session_replication_role = replica"); err != nil {
 				return err
 			}
+			for _, sql := range statements {
+				if _, err := tx.Exec(ctx, sql, all); err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+		if err != nil {
+			return fmt.Errorf("insert %s %d to %d: %w", what, at, end, err)
 		}
-		return nil
-	})
+		fmt.Fprintf(b.errw, "inserted %d of %d %s (%s)\n", end, to, what, time.Since(began).Round(time.Second))
+	}
+	return nil
 }
 
-// Execution number e stands for the hundred rows from 100·e; the whole log is spread evenly over the time. An id is its
-// time, made unique by its number.
+// Execution e is the root of the rows from 100·e. Rows are spread evenly over the time. An id is the row's time and its
+// number.
 const (
-	madeSkills = `
+	insertSkills = `
 		insert into agent_skills (name, description, tool_definition, handler)
 		select 'skill_' || n, 'Skill number ' || n,
 		       jsonb_build_object('type', 'function', 'function', jsonb_build_object('name', 'skill_' || n, 'parameters', '{"type": "object"}'::jsonb)),
 		       'builtin:noop'
 		  from generate_series(0, 29) n where @from::bigint + @to::bigint + @of::bigint > 0 and @base::timestamptz is not null
 		on conflict do nothing`
-	madeExecutions = `
+	insertExecutions = `
 		insert into agent_executions (id, trace_id, surface, flow, status, thread_id, created_at, started_at, updated_at, completed_at,
 		                              waiting_for, waiting_key, waiting_until, wait_number, result_type, error_message)
 		select overlay(lanekeeper.agent_uuid7_floor(x.at)::text placing lpad(to_hex(e), 12, '0') from 25)::uuid,
@@ -348,7 +340,7 @@ const (
 		       lateral (select @base::timestamptz + interval '29 days' * (e * 100.0 / @of::bigint)::float8 as at) x,
 		       lateral (select case when e % 50 = 7 then 'failed' when e % 50 = 9 then 'waiting' when e % 50 = 11 then 'cancelled' else 'completed' end as status) s
 		on conflict do nothing`
-	madeActivity = `
+	insertActivity = `
 		insert into agent_activity (id, trace_id, execution_id, kind, surface, skill_name, purpose, status, input, output, error_message,
 		                            error_class, model, token_usage, cost_usd, duration_ms, lane, created_at, finished_at)
 		select overlay(lanekeeper.agent_uuid7_floor(x.at)::text placing lpad(to_hex(n), 12, '0') from 25)::uuid,
@@ -366,14 +358,14 @@ const (
 		       lateral (select n / 100 as e) y,
 		       lateral (select @base::timestamptz + interval '29 days' * (n::numeric / @of::bigint)::float8 as at,
 		                       @base::timestamptz + interval '29 days' * (e * 100.0 / @of::bigint)::float8 as began) x`
-	madeThreads = `
+	insertThreads = `
 		insert into agent_threads (id, channel, participant, next_seq, created_at, updated_at)
 		select 'visitor:' || e, 'chat', 'Visitor ' || e, 11, x.at, x.at
 		  from generate_series(@from::bigint / 100, (@to::bigint - 1) / 100) e,
 		       lateral (select @base::timestamptz + interval '29 days' * (e * 100.0 / @of::bigint)::float8 as at) x
 		 where e % 10 = 2
 		on conflict do nothing`
-	madeMessages = `
+	insertMessages = `
 		insert into agent_messages (thread_id, seq, turn, role, content, channel, status, created_at, sent_at)
 		select 'visitor:' || e, m, m, case when m % 2 = 1 then 'user' else 'assistant' end, 'message ' || m, 'chat', 'delivered', x.at, x.at
 		  from generate_series(@from::bigint / 100, (@to::bigint - 1) / 100) e, generate_series(1, 10) m,
@@ -382,17 +374,17 @@ const (
 		on conflict do nothing`
 )
 
-// load is what open overviews cost.
-type load struct {
+// viewerLoad is the cost of open overviews.
+type viewerLoad struct {
 	viewers  int
-	own      float64 // share of a core that this process takes, the viewers' side of the connections included
-	server   float64 // share of a core that PostgreSQL takes
+	process  float64 // share of a core used by this process, including the viewers
+	server   float64 // share of a core used by PostgreSQL
 	perSec   float64 // transactions a second
-	received int64   // bytes that all viewers were sent
+	received int64   // bytes sent to all viewers
 }
 
-// watch opens the overview so often and looks what that costs, while activities come in one by one.
-func (b *room) watch(ctx context.Context, handler http.Handler, viewers int) (load, error) {
+// watch measures open overviews while activities are written.
+func (b *engineRoomBench) watch(ctx context.Context, handler http.Handler, viewers int) (viewerLoad, error) {
 	served := httptest.NewServer(handler)
 	defer served.Close()
 	watching, stop := context.WithCancel(ctx)
@@ -402,28 +394,28 @@ func (b *room) watch(ctx context.Context, handler http.Handler, viewers int) (lo
 	for i := range viewers {
 		group.Go(func() error { return receive(watching, served.URL+"/live/", &counts[i]) })
 	}
-	group.Go(func() error { return b.trickle(watching) })
+	group.Go(func() error { return b.writeActivities(watching) })
 	if err := pause(ctx, 3*time.Second); err != nil { // until all are connected
-		return load{}, err
+		return viewerLoad{}, err
 	}
 	before, err := b.usage(ctx)
 	if err != nil {
-		return load{}, err
+		return viewerLoad{}, err
 	}
-	if err := pause(ctx, b.watched); err != nil {
-		return load{}, err
+	if err := pause(ctx, b.watchDuration); err != nil {
+		return viewerLoad{}, err
 	}
 	after, err := b.usage(ctx)
 	if err != nil {
-		return load{}, err
+		return viewerLoad{}, err
 	}
 	stop()
 	if err := group.Wait(); err != nil {
-		return load{}, err
+		return viewerLoad{}, err
 	}
-	l := load{
-		viewers: viewers, own: share(after.own-before.own, b.watched), server: share(after.server-before.server, b.watched),
-		perSec: float64(after.transactions-before.transactions) / b.watched.Seconds(),
+	l := viewerLoad{
+		viewers: viewers, process: share(after.own-before.own, b.watchDuration), server: share(after.server-before.server, b.watchDuration),
+		perSec: float64(after.transactions-before.transactions) / b.watchDuration.Seconds(),
 	}
 	for _, n := range counts {
 		l.received += n
@@ -432,15 +424,6 @@ func (b *room) watch(ctx context.Context, handler http.Handler, viewers int) (lo
 }
 
 func share(used, of time.Duration) float64 { return used.Seconds() / of.Seconds() }
-
-func pause(ctx context.Context, d time.Duration) error {
-	select {
-	case <-time.After(d):
-		return nil
-	case <-ctx.Done():
-		return ctx.Err()
-	}
-}
 
 // receive reads a stream until ctx ends.
 func receive(ctx context.Context, address string, n *int64) error {
@@ -451,7 +434,7 @@ func receive(ctx context.Context, address string, n *int64) error {
 	resp, err := http.DefaultClient.Do(req)
 	if err != nil {
 		if ctx.Err() != nil {
-			return nil // it was told to stop
+			return nil
 		}
 		return fmt.Errorf("watch the overview: %w", err)
 	}
@@ -461,13 +444,13 @@ func receive(ctx context.Context, address string, n *int64) error {
 	}
 	*n, err = io.Copy(io.Discard, resp.Body)
 	if ctx.Err() != nil {
-		return nil // it was told to stop
+		return nil
 	}
 	return err
 }
 
-// trickle writes an activity twice a second.
-func (b *room) trickle(ctx context.Context) error {
+// writeActivities writes an activity twice a second.
+func (b *engineRoomBench) writeActivities(ctx context.Context) error {
 	for pause(ctx, 500*time.Millisecond) == nil {
 		_, err := b.pool.Exec(ctx, `
 			insert into agent_activity (trace_id, surface, skill_name, status, duration_ms, finished_at)
@@ -479,61 +462,24 @@ func (b *room) trickle(ctx context.Context) error {
 	return nil
 }
 
-// usage is what was used so far.
 type usage struct {
-	own, server  time.Duration // of processor time
+	cpuTime
 	transactions int64
 }
 
-func (b *room) usage(ctx context.Context) (u usage, err error) {
-	var self syscall.Rusage
-	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &self); err != nil {
+func (b *engineRoomBench) usage(ctx context.Context) (u usage, err error) {
+	if u.cpuTime, err = usedCPU(ctx, b.pool); err != nil {
 		return u, err
-	}
-	u.own = time.Duration(self.Utime.Nano() + self.Stime.Nano())
-	rows, err := b.pool.Query(ctx, `select pid from pg_stat_activity where pid <> pg_backend_pid()`, postgres.Strict{})
-	if err != nil {
-		return u, err
-	}
-	pids, err := pgx.CollectRows(rows, pgx.RowTo[int])
-	if err != nil {
-		return u, err
-	}
-	for _, pid := range pids {
-		u.server += processTime(pid)
 	}
 	err = b.pool.QueryRow(ctx, `select xact_commit + xact_rollback from pg_stat_database where datname = current_database()`).Scan(&u.transactions)
 	return u, err
 }
 
-// processTime is the processor time of a process, which /proc has in hundredths of a second; 0 when it is gone.
-func processTime(pid int) time.Duration {
-	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	if err != nil {
-		return 0
-	}
-	_, after, _ := strings.Cut(string(text), ") ")
-	fields := strings.Fields(after)
-	if len(fields) < 13 {
-		return 0
-	}
-	var ticks int64
-	for _, f := range fields[11:13] {
-		n, err := strconv.ParseInt(f, 10, 64)
-		if err != nil {
-			return 0
-		}
-		ticks += n
-	}
-	return time.Duration(ticks) * 10 * time.Millisecond
-}
-
-// printLoads writes the table of viewers.
-func (b *room) printLoads(out io.Writer, loads []load) {
-	fmt.Fprintf(out, "\nOpen overviews over the large log, two activities a second, %s each. This process is also the viewers' side.\n\n", b.watched)
+func (b *engineRoomBench) printLoads(out io.Writer, loads []viewerLoad) {
+	fmt.Fprintf(out, "\nOpen overviews over the large log, two activities a second, %s each. This process is also the viewers' side.\n\n", b.watchDuration)
 	fmt.Fprintln(out, "| viewers | this process, % of a core | PostgreSQL, % of a core | transactions/s | kB sent |")
 	fmt.Fprintln(out, "|---|---|---|---|---|")
 	for _, l := range loads {
-		fmt.Fprintf(out, "| %d | %.2f | %.2f | %.1f | %d |\n", l.viewers, 100*l.own, 100*l.server, l.perSec, l.received/1000)
+		fmt.Fprintf(out, "| %d | %.2f | %.2f | %.1f | %d |\n", l.viewers, 100*l.process, 100*l.server, l.perSec, l.received/1000)
 	}
 }
