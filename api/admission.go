@@ -18,36 +18,34 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// mostConnections is how many connections a process serves at once. It is more than all classes have requests in work,
-// so that one of them is always idle and makes room for a new one.
-const mostConnections = 8192
+// maxConnections bounds the connections of a process. It exceeds the request limits of all classes, so an idle
+// connection can always be closed for a new one.
+const maxConnections = 8192
 
 // Listen bounds the connections of [Server].
-func Listen(l net.Listener) net.Listener { return admission.Listen(l, mostConnections) }
+func Listen(l net.Listener) net.Listener { return admission.Listen(l, maxConnections) }
 
-// expectation is Endpoint.Expect.
 type expectation func(r *http.Request) (*http.Request, int64, error)
 
-// bound is what a class of requests may have, and of it a chat key, a webhook endpoint and an address; 0 is no bound of
-// their own.
+// bound limits a class of requests: in total, and per chat key, webhook endpoint and address. 0 means no limit of its
+// own.
 type bound struct {
 	all, key, endpoint, address int64
 	budget                      *admission.Budget
 }
 
-// class is a sort of requests. None takes what another needs.
+// class groups requests with a shared budget. No class can use another's.
 type class struct{ requests, bytes bound }
 
-// budgets are the classes.
-type budgets struct{ intake, public, login, visitor, admin class }
+type classes struct{ intake, public, login, visitor, admin class }
 
-// newBudgets are the bounds of a process. They suit one of some hundred MB; what is far below is usual.
-func newBudgets() budgets {
+// newClasses returns the limits of a process with some hundred MB. Normal load stays far below them.
+func newClasses() classes {
 	made := func(requests, bytes bound) class {
 		requests.budget, bytes.budget = admission.New(requests.all), admission.NewBytes(bytes.all)
 		return class{requests, bytes}
 	}
-	return budgets{
+	return classes{
 		intake: made(bound{all: 256, endpoint: 128, address: 128}, // webhooks
 			bound{all: 32 << 20, endpoint: 16 << 20, address: 8 << 20}),
 		public: made(bound{all: 256, address: 128}, bound{all: 4 << 20, address: 1 << 20}),
@@ -58,8 +56,8 @@ func newBudgets() budgets {
 	}
 }
 
-// of is the class of a route.
-func (b *budgets) of(rt route) *class {
+// of returns the class of a route.
+func (b *classes) of(rt route) *class {
 	switch {
 	case rt.expect != nil:
 		return &b.intake
@@ -73,7 +71,7 @@ func (b *budgets) of(rt route) *class {
 	return &b.admin
 }
 
-// shares are those of a request in a bound.
+// shares returns the shares that a request takes of a bound.
 func (b bound) shares(r *http.Request) (shares []admission.Share) {
 	if name, visitor := VisitorFrom(r.Context()); visitor && b.key > 0 {
 		shares = append(shares, admission.Share{Name: "key " + name, Most: b.key})
@@ -87,24 +85,24 @@ func (b bound) shares(r *http.Request) (shares []admission.Share) {
 	return shares
 }
 
-// admit takes what the request needs of its class, and its body. leave gives it back. While the body arrives the
-// request has no place among those in work.
-func (s *server) admit(w http.ResponseWriter, r *http.Request, rt route) (_ *http.Request, leave func(), err error) {
+// admit reserves the request's share of its class and buffers its body. release returns the share. The request holds
+// no slot while its body arrives.
+func (s *server) admit(w http.ResponseWriter, r *http.Request, rt route) (_ *http.Request, release func(), err error) {
 	if rt.probe {
 		return r, func() {}, nil
 	}
-	c := s.budgets.of(rt)
-	r, most, err := s.expected(r, rt, c)
+	c := s.classes.of(rt)
+	r, most, err := s.checkExpected(r, rt, c)
 	if err == nil {
-		err = s.takeBody(w, r, rt, c, most)
+		err = s.bufferBody(w, r, rt, c, most)
 	}
 	if err != nil {
-		return r, nil, full(w, err)
+		return r, nil, tooManyRequests(w, err)
 	}
 	hold, err := c.requests.budget.Take(1, c.requests.shares(r)...)
 	if err != nil {
 		_ = r.Body.Close()
-		return r, nil, full(w, err)
+		return r, nil, tooManyRequests(w, err)
 	}
 	return r, func() {
 		defer hold.Release()
@@ -112,9 +110,8 @@ func (s *server) admit(w http.ResponseWriter, r *http.Request, rt route) (_ *htt
 	}, nil
 }
 
-// expected refuses a request for which there is no place, or that its route does not expect, and says how large its
-// body may be.
-func (s *server) expected(r *http.Request, rt route, c *class) (*http.Request, int64, error) {
+// checkExpected rejects a request without a free slot, or one its route does not expect. It returns the body limit.
+func (s *server) checkExpected(r *http.Request, rt route, c *class) (*http.Request, int64, error) {
 	hold, err := c.requests.budget.Take(1, c.requests.shares(r)...)
 	if err != nil {
 		return r, 0, err
@@ -130,20 +127,20 @@ func (s *server) expected(r *http.Request, rt route, c *class) (*http.Request, i
 	return expected, min(most, rt.maxBody), nil
 }
 
-// full says when to come again, where too much is under way.
-func full(w http.ResponseWriter, err error) error {
+// tooManyRequests adds Retry-After when a budget is exhausted.
+func tooManyRequests(w http.ResponseWriter, err error) error {
 	if !errors.Is(err, admission.ErrFull) {
-		return refusedTry(w, err) // of a webhook's token
+		return tooManyTries(w, err) // a webhook's token
 	}
 	w.Header().Set("Retry-After", admission.RetryAfter)
-	return problem.New(http.StatusTooManyRequests, "too much is under way here; try again in %s s", admission.RetryAfter)
+	return problem.New(http.StatusTooManyRequests, "too many requests; retry in %s s", admission.RetryAfter)
 }
 
-// takeBody reads the body of a route that takes one into memory.
-func (s *server) takeBody(w http.ResponseWriter, r *http.Request, rt route, c *class, most int64) error {
+// bufferBody reads the body into memory, if the route accepts one.
+func (s *server) bufferBody(w http.ResponseWriter, r *http.Request, rt route, c *class, most int64) error {
 	if rt.maxBody == 0 || r.Method == http.MethodGet || r.Method == http.MethodHead {
 		if r.ContentLength != 0 {
-			w.Header().Set("Connection", "close") // nobody waits for a body that nobody reads
+			w.Header().Set("Connection", "close") // the body is not read
 		}
 		return nil
 	}
@@ -157,40 +154,39 @@ func (s *server) takeBody(w http.ResponseWriter, r *http.Request, rt route, c *c
 	})
 	if err != nil {
 		w.Header().Set("Connection", "close") // the rest of the body is not read
-		return s.badTransfer(err)
+		return s.bodyError(err)
 	}
 	return nil
 }
 
-// badTransfer says why a body did not arrive.
-func (s *server) badTransfer(err error) error {
+// bodyError maps a failed body transfer to a problem.
+func (s *server) bodyError(err error) error {
 	if large, is := errors.AsType[*admission.TooLarge](err); is {
 		return problem.New(http.StatusRequestEntityTooLarge, "%s", large)
 	}
 	if timeout, is := errors.AsType[net.Error](err); is && timeout.Timeout() || errors.Is(err, os.ErrDeadlineExceeded) {
-		return problem.New(http.StatusRequestTimeout, "the body did not arrive within %s, or too slowly for that", s.limits.body)
+		return problem.New(http.StatusRequestTimeout, "the body did not arrive within %s, or too slowly", s.limits.body)
 	}
 	if errors.Is(err, admission.ErrFull) {
 		return err
 	}
-	return badBody("the body did not arrive whole")
+	return badBody("the body is incomplete")
 }
 
-// limits bound what a client may take.
+// limits bound the time of a client.
 type limits struct {
-	request time.Duration // a request that is no stream, from its header to its answer
-	body    time.Duration // sending a body
-	send    time.Duration // accepting an answer, or a piece of a stream
+	request time.Duration // of a request other than a stream
+	body    time.Duration // to receive a body
+	send    time.Duration // to send a response, or a part of a stream
 }
 
-// usual are the limits. A request has longer than lanes.Break may take.
-func usual() limits {
+// defaultLimits leaves a request more time than lanes.Break needs.
+func defaultLimits() limits {
 	return limits{request: 40 * time.Second, body: 30 * time.Second, send: 30 * time.Second}
 }
 
-// Server is the http.Server for the handler that New returns. It bounds what comes before a request is
-// known: its header. The handler bounds the rest, route by route, so there is neither a ReadTimeout nor a
-// WriteTimeout, which would cut streams.
+// Server returns the http.Server for the handler of New. It limits the header only. The handler limits each route,
+// because a ReadTimeout or WriteTimeout would cut streams.
 func Server(h http.Handler, log *slog.Logger) *http.Server {
 	return &http.Server{
 		Handler: admission.Handler(h), ConnContext: admission.ConnContext, ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 32 << 10,
@@ -198,11 +194,11 @@ func Server(h http.Handler, log *slog.Logger) *http.Server {
 	}
 }
 
-// enter lets in who may call the route, with a body that is complete.
-func (s *server) enter(rt route, next http.Handler) http.Handler {
+// authorize authenticates the caller and admits the request with its complete body.
+func (s *server) authorize(rt route, next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		limit(http.NewResponseController(w).SetWriteDeadline, s.limits.request+s.limits.send)
-		r, err := s.gate.pass(w, r, rt)
+		setDeadline(http.NewResponseController(w).SetWriteDeadline, s.limits.request+s.limits.send)
+		r, err := s.auth.authenticate(w, r, rt)
 		if err == nil {
 			var leave func()
 			if r, leave, err = s.admit(w, r, rt); err == nil {
@@ -210,15 +206,15 @@ func (s *server) enter(rt route, next http.Handler) http.Handler {
 			}
 		}
 		if err != nil {
-			if r.ContentLength != 0 { // a body that was not read, and is not waited for
+			if r.ContentLength != 0 { // the body was not read
 				w.Header().Set("Connection", "close")
 			}
-			s.refuse(w, r, rt, err, "")
+			s.writeError(w, r, rt, err, "")
 			return
 		}
 		if s.read.Configured() && r.Method != http.MethodGet && r.Method != http.MethodHead {
 			if who, _ := r.Context().Value(callerKey{}).(caller); who.login != nil {
-				replica.Wrote(w, r) // the pages that this browser asks for next show it
+				replica.Wrote(w, r) // this browser's next pages must show it
 			}
 		}
 		if caller := r.Header.Get("Traceparent"); caller != "" {
@@ -228,18 +224,17 @@ func (s *server) enter(rt route, next http.Handler) http.Handler {
 	})
 }
 
-// limit sets a deadline of the connection; zero lifts it. A ResponseWriter without a connection, as in
-// tests, has none to set.
-func limit(set func(time.Time) error, d time.Duration) {
+// setDeadline sets a connection deadline; zero clears it. A test's ResponseWriter has no connection and ignores it.
+func setDeadline(set func(time.Time) error, d time.Duration) {
 	var at time.Time
 	if d > 0 {
 		at = time.Now().Add(d)
 	}
-	_ = set(at) // what cannot be set is a connection that is gone: the next read or write says so
+	_ = set(at) // fails on a closed connection, as the next read or write will
 }
 
-// timed bounds the time of a request, or makes it a stream.
-func (s *server) timed(rt route, next http.Handler) http.Handler {
+// withDeadline bounds the duration of a request, or prepares it as a stream.
+func (s *server) withDeadline(rt route, next http.Handler) http.Handler {
 	if !rt.stream {
 		return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			ctx, cancel := context.WithTimeout(r.Context(), s.limits.request)
@@ -248,31 +243,31 @@ func (s *server) timed(rt route, next http.Handler) http.Handler {
 		})
 	}
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if r.Method == http.MethodHead { // a stream has no end that a HEAD could wait for
+		if r.Method == http.MethodHead { // a stream has no end for HEAD to wait for
 			w.Header().Set("Content-Type", rt.contentType)
 			return
 		}
 		stop := s.stopping
-		if rt.ends {
+		if rt.finite {
 			stop = s.cutting
 		}
-		ctx, leave := until(r.Context(), stop)
+		ctx, leave := withStop(r.Context(), stop)
 		defer leave()
 		if who, _ := ctx.Value(callerKey{}).(caller); who.login != nil {
 			var end func()
-			ctx, end = s.gate.sessions.hold(ctx, who.login)
+			ctx, end = s.auth.sessions.watchLogout(ctx, who.login)
 			defer end()
 		}
-		next.ServeHTTP(&flow{w, http.NewResponseController(w), s.limits.send}, r.WithContext(ctx))
+		next.ServeHTTP(&streamWriter{w, http.NewResponseController(w), s.limits.send}, r.WithContext(ctx))
 	})
 }
 
-// until is a context that also ends at a point of the shutdown. leave frees what it needs, and has to be called.
-func until(parent context.Context, stop <-chan struct{}) (ctx context.Context, leave func()) {
+// withStop returns a context that also ends when stop closes. The caller must call release.
+func withStop(parent context.Context, stop <-chan struct{}) (ctx context.Context, release func()) {
 	ctx, cancel := context.WithCancelCause(parent)
-	watched := make(chan struct{})
+	stopped := make(chan struct{})
 	go func() {
-		defer close(watched)
+		defer close(stopped)
 		select {
 		case <-stop:
 			cancel(executions.ErrDraining)
@@ -281,29 +276,29 @@ func until(parent context.Context, stop <-chan struct{}) (ctx context.Context, l
 	}()
 	return ctx, func() {
 		cancel(nil)
-		<-watched
+		<-stopped
 	}
 }
 
-// flow is the answer of a stream: it may last, but each piece has to get through in time.
-type flow struct {
+// streamWriter has no total deadline, but a timeout for each write.
+type streamWriter struct {
 	http.ResponseWriter
 	control *http.ResponseController
-	each    time.Duration // what a piece may take
+	timeout time.Duration // per write
 }
 
-func (w *flow) Write(b []byte) (int, error) {
-	limit(w.control.SetWriteDeadline, w.each)
+func (w *streamWriter) Write(b []byte) (int, error) {
+	setDeadline(w.control.SetWriteDeadline, w.timeout)
 	return w.ResponseWriter.Write(b)
 }
 
-// Flush is for handlers that ask for an http.Flusher.
-func (w *flow) Flush() { _ = w.FlushError() } // a client that is gone shows at the next write
+// Flush implements http.Flusher.
+func (w *streamWriter) Flush() { _ = w.FlushError() } // a disconnected client shows at the next write
 
-func (w *flow) FlushError() error {
-	limit(w.control.SetWriteDeadline, w.each)
+func (w *streamWriter) FlushError() error {
+	setDeadline(w.control.SetWriteDeadline, w.timeout)
 	return w.control.Flush()
 }
 
-// Unwrap lets http.ResponseController reach the connection.
-func (w *flow) Unwrap() http.ResponseWriter { return w.ResponseWriter }
+// Unwrap supports http.ResponseController.
+func (w *streamWriter) Unwrap() http.ResponseWriter { return w.ResponseWriter }

@@ -25,8 +25,8 @@ import (
 // bare is a server without a database, and its handler for one route.
 func bare(t *testing.T, rt route) (*server, http.Handler) {
 	t.Helper()
-	s := &server{gate: &gate{}, budgets: newBudgets(), limits: usual(), log: slog.New(slog.DiscardHandler)}
-	return s, s.wrap(s.serve(rt))
+	s := &server{auth: &authenticator{}, classes: newClasses(), limits: defaultLimits(), log: slog.New(slog.DiscardHandler)}
+	return s, s.withLogging(s.serve(rt))
 }
 
 func TestWhatIsRefusedWithoutItsBodyDoesNotWaitForIt(t *testing.T) {
@@ -76,26 +76,26 @@ func TestAClassThatIsFullRefusesAndOthersGoOn(t *testing.T) {
 	ok := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "ok") })
 	for name, c := range map[string]struct {
 		rt   route
-		take func(*budgets) (release func(), err error)
+		take func(*classes) (release func(), err error)
 		want int
 	}{
-		"requests": {route{access: Public}, func(b *budgets) (func(), error) {
+		"requests": {route{access: Public}, func(b *classes) (func(), error) {
 			h, err := b.public.requests.budget.Take(b.public.requests.all)
 			return h.Release, err
 		}, http.StatusTooManyRequests},
-		"bytes": {route{access: Public, maxBody: 100}, func(b *budgets) (func(), error) {
+		"bytes": {route{access: Public, maxBody: 100}, func(b *classes) (func(), error) {
 			h, err := b.public.bytes.budget.Take(b.public.bytes.all)
 			return h.Release, err
 		}, http.StatusTooManyRequests},
-		"other class": {route{access: Public}, func(b *budgets) (func(), error) {
+		"other class": {route{access: Public}, func(b *classes) (func(), error) {
 			h, err := b.intake.requests.budget.Take(b.intake.requests.all)
 			return h.Release, err
 		}, http.StatusOK},
-		"login": {route{access: Public, path: loginPath}, func(b *budgets) (func(), error) {
+		"login": {route{access: Public, path: loginPath}, func(b *classes) (func(), error) {
 			h, err := b.public.requests.budget.Take(b.public.requests.all)
 			return h.Release, err
 		}, http.StatusOK},
-		"probe": {route{access: Public, probe: true}, func(b *budgets) (func(), error) {
+		"probe": {route{access: Public, probe: true}, func(b *classes) (func(), error) {
 			h, err := b.public.requests.budget.Take(b.public.requests.all)
 			return h.Release, err
 		}, http.StatusOK},
@@ -104,7 +104,7 @@ func TestAClassThatIsFullRefusesAndOthersGoOn(t *testing.T) {
 			t.Parallel()
 			c.rt.handler = ok
 			s, h := bare(t, c.rt)
-			release, err := c.take(&s.budgets)
+			release, err := c.take(&s.classes)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -122,7 +122,7 @@ func TestAClassThatIsFullRefusesAndOthersGoOn(t *testing.T) {
 					t.Errorf("afterwards: %d %s", w.Code, w.Body)
 				}
 			}
-			if c := s.budgets.public; c.requests.budget.Used() != 0 || c.bytes.budget.Used() != 0 {
+			if c := s.classes.public; c.requests.budget.Used() != 0 || c.bytes.budget.Used() != 0 {
 				t.Errorf("%d requests and %d bytes are left", c.requests.budget.Used(), c.bytes.budget.Used())
 			}
 		})
@@ -142,7 +142,7 @@ func TestOneAddressLeavesPlacesToOthers(t *testing.T) {
 		return r
 	}
 	var group sync.WaitGroup
-	for i := range s.budgets.public.requests.address {
+	for i := range s.classes.public.requests.address {
 		group.Go(func() { h.ServeHTTP(httptest.NewRecorder(), from(fmt.Sprintf("[2001:db8::%x]:1", i+1))) }) // one host's /64
 		<-entered
 	}
@@ -200,13 +200,13 @@ func TestSilentBodiesShutOutNobody(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			log := slog.New(slog.DiscardHandler)
-			g, err := newGate(Options{Logger: log, ChatKeys: map[string]string{"site": key}})
+			g, err := newAuthenticator(Options{Logger: log, ChatKeys: map[string]string{"site": key}})
 			if err != nil {
 				t.Fatal(err)
 			}
 			c.rt.handler = ok
 			s, h := bare(t, c.rt)
-			s.gate = g
+			s.auth = g
 			server := httptest.NewUnstartedServer(nil)
 			server.Config, server.Listener = Server(h, log), Listen(server.Listener)
 			server.Start()
@@ -238,7 +238,7 @@ func TestSilentBodiesShutOutNobody(t *testing.T) {
 
 func TestOneEndpointLeavesHalfToOthers(t *testing.T) {
 	t.Parallel()
-	b := newBudgets().intake
+	b := newClasses().intake
 	for name, of := range map[string]bound{"requests": b.requests, "bytes": b.bytes} {
 		from := func(path, address string) []admission.Share {
 			r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, path, nil)
@@ -261,7 +261,7 @@ func TestOneEndpointLeavesHalfToOthers(t *testing.T) {
 
 func TestAnAddressHasAQuarterOfTheBytes(t *testing.T) {
 	t.Parallel()
-	b := newBudgets()
+	b := newClasses()
 	for name, c := range map[string]class{"intake": b.intake, "public": b.public, "visitor": b.visitor} {
 		of := c.bytes
 		if whole := cmp.Or(of.key, of.all); of.address > whole/4 {
@@ -275,7 +275,7 @@ func TestAPanicBeforeTheBodyGivesItsPlaceBack(t *testing.T) {
 	panics := func(*http.Request) (*http.Request, int64, error) { panic("no") }
 	s, h := bare(t, route{access: Public, maxBody: 10, expect: panics})
 	h.ServeHTTP(httptest.NewRecorder(), httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/x", nil))
-	if n := s.budgets.intake.requests.budget.Used(); n != 0 {
+	if n := s.classes.intake.requests.budget.Used(); n != 0 {
 		t.Errorf("%d places are left", n)
 	}
 }
@@ -296,7 +296,7 @@ func TestProbesAtTheSameTimeCostOne(t *testing.T) {
 	var group sync.WaitGroup
 	var wrong atomic.Pointer[error]
 	ask := func() {
-		if got := p.ask(t.Context(), probe); got.Status != "ready" {
+		if got := p.run(t.Context(), probe); got.Status != "ready" {
 			err := errors.New(got.Status)
 			wrong.Store(&err)
 		}
@@ -325,12 +325,12 @@ func TestProbesAtTheSameTimeCostOne(t *testing.T) {
 // impatient serves one route with short limits, and returns a connection to it.
 func impatient(t *testing.T, rt route) net.Conn {
 	t.Helper()
-	s := &server{gate: &gate{}, budgets: newBudgets(), log: slog.New(slog.DiscardHandler), limits: limits{
+	s := &server{auth: &authenticator{}, classes: newClasses(), log: slog.New(slog.DiscardHandler), limits: limits{
 		request: 50 * time.Millisecond, body: 50 * time.Millisecond, send: 50 * time.Millisecond,
 	}}
 	rt.access, rt.maxBody = Public, 100
 	server := httptest.NewUnstartedServer(nil)
-	server.Config = Server(s.wrap(s.serve(rt)), s.log)
+	server.Config = Server(s.withLogging(s.serve(rt)), s.log)
 	server.Start()
 	t.Cleanup(server.Close)
 	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", server.Listener.Addr().String())

@@ -1,53 +1,48 @@
-// Package api is the agent over HTTP: whether it is well, what it did, the levers an admin has, and the
-// door through which the other surfaces are reached.
+// Package api serves the agent over HTTP: health, history, admin actions, and the endpoints of the surfaces.
 //
-// All routes are one table: those of this package (routes.go) and the endpoints that the surfaces bring
-// (see Endpoint). A row names method, path, who may call it, query parameters, body and answer, and
-// everything else follows from it: the routing, what is refused, limits, and the OpenAPI 3.1 document at
-// /openapi.json. So none but pages can be reached that is not documented, and a route of this package accepts nothing
-// that it does not document. Its handler reads the request, calls one function of the package that owns
+// All routes form one table: the routes of this package (routes.go) and the endpoints of the surfaces (see Endpoint).
+// A row names method, path, access, query parameters, body and response. Routing, validation, limits and the OpenAPI
+// 3.1 document at /openapi.json follow from it. So every route except pages is documented, and a route of this
+// package accepts only documented input. Its handler parses the request, calls one function of the package that owns
 // the subject, and returns a value.
 //
-// It promises:
+// Guarantees:
 //
-//   - Who may call a route is a column of the table. Admin asks for the admin token, Visitor for a chat
-//     key, both as "Authorization: Bearer"; neither opens the other's routes. Under /v1 that holds also to
-//     learn that a route does not exist. Without a configured token or key nobody enters. Wrong ones are
-//     slowed down (429) and logged by package internal/credentials, also those of the login.
-//   - A browser that has logged in with the admin token (see auth.go) has a cookie in its place, which scripts
-//     cannot read, other sites' pages cannot make it send, and which ends after twelve hours, with the logout
-//     or with the token.
-//   - What a browser sends from a page of another origin is refused, except at webhooks; with the cookie of a
-//     login that holds for reading too.
-//   - Pages are for people, and for the rest of this promise they are routes like the others: they are not in the
-//     document, and what is refused is refused with a page.
-//   - Admission bounds each client before it costs (admission.go, internal/admission): requests in work by class,
-//     chat key, webhook endpoint and address, bytes of bodies that have arrived, connections. What is over a bound is
-//     refused at once with 429 and Retry-After. A body that is larger than its route takes is 413 for good, without
-//     Retry-After. Strangers, the login, visitors and admins have bounds of their own.
-//   - A body is read whole, within its limit and within time, before its route sees it, and not at all where the request is
-//     refused without it (Endpoint.Expect). An ordinary request
-//     and its answer end in time, whatever the client does; a stream lasts as long as its client reads, and
-//     ends at shutdown with the cause executions.ErrDraining.
-//   - Every error is application/problem+json (RFC 9457, see internal/problem) or, where stock OpenAI
-//     clients call, OpenAI's error object. A cause that names the inside goes to the log.
-//   - Unknown parameters, body fields and values are refused by name, never ignored: a misspelt filter
-//     that is ignored would list everything.
-//   - A listing is {"items": […], "next_cursor": "…" or null}, newest first. A cursor names the last row of
-//     its page by a key that only grows, so rows that come in between shift nothing: what was there when
-//     the listing began is listed exactly once.
-//   - A POST with an Idempotency-Key is done once; see idempotency.go.
-//   - What an open transaction of a client holds, such as an event id, an idempotency key or the lane of a thread, is waited for during a
-//     second, in which the request has no connection most of the time. Then the answer is 503 with Retry-After and names that transaction.
-//   - What an admin changes is an activity under an op_ trace, committed together with the change. A lane
-//     that is broken is recorded under the trace of who held it.
-//   - Questions about the log may be answered from a read replica (see internal/replica); X-Replica-Lag-Seconds says
-//     so. Routes of what a client may write, and state that it polls, answer from the primary.
-//   - Times are RFC 3339 in UTC, ids strings, names snake_case.
+//   - Access is a column of the table. Admin routes require the admin token, Visitor routes a chat key, as
+//     "Authorization: Bearer". Neither opens the other's routes. Under /v1 even a 404 requires credentials. Without a
+//     configured token or key all requests are rejected. Wrong credentials are throttled (429) and logged by package
+//     internal/credentials, including those of the login.
+//   - A browser login (auth.go) replaces the token by a cookie. Scripts cannot read it and other sites cannot send
+//     it. It ends after twelve hours, at logout, or when the token changes.
+//   - Cross-origin requests of browsers are rejected, except at webhooks. With a login cookie this includes reads.
+//   - Pages follow the same rules, but they are undocumented, and their errors are pages.
+//   - Admission limits each client before it costs (admission.go, internal/admission): concurrent requests by class,
+//     chat key, webhook endpoint and address; bytes of buffered bodies; connections. A request over a limit gets 429
+//     with Retry-After at once; a body over its route's limit gets 413. Public requests, login, visitors and admins
+//     have separate limits.
+//   - A body is read completely, within its size and time limits, before its route runs. A request rejected without
+//     its body is not read (Endpoint.Expect). An ordinary request ends in time whatever the client does. A stream
+//     lasts as long as its client reads, and ends at shutdown with the cause executions.ErrDraining.
+//   - Every error is application/problem+json (RFC 9457, see internal/problem) or, for OpenAI clients, OpenAI's error
+//     object. Internal causes go to the log.
+//   - Unknown parameters, body fields and values are rejected by name. An ignored misspelt filter would list
+//     everything.
+//   - A listing is {"items": […], "next_cursor": "…" or null}, newest first. A cursor names the last row of its page
+//     by a key that only grows. New rows do not shift pages: each row that existed at the start is listed exactly
+//     once.
+//   - A POST with an Idempotency-Key runs once; see idempotency.go.
+//   - A row locked by another client's transaction, such as an event id, an idempotency key or a thread's lane, is
+//     awaited for a second, mostly without a connection. Then the response is 503 with Retry-After and names that
+//     transaction.
+//   - An admin's change is committed together with its activity under an op_ trace. A broken lane is recorded under
+//     its holder's trace.
+//   - Log queries may read from a replica (see internal/replica); X-Replica-Lag-Seconds marks them. Everything a
+//     client can write or poll is read from the primary.
+//   - Times are RFC 3339 in UTC, ids are strings, names are snake_case.
 //
-// /healthz says that the process is alive and asks nobody. /readyz says whether it would do work. It looks at the
-// database, the schema, whether writes are taken, the worker's lease and the shutdown; a model that is down does not
-// make a process unready, because its other work goes on. Whoever asks at the same time gets one answer.
+// /healthz reports that the process is alive, without any check. /readyz reports whether it accepts work: database,
+// schema, writes, the worker's lease and the shutdown. A model outage does not make a process unready, because other
+// work continues. Concurrent probes share one result.
 package api
 
 import (
@@ -72,41 +67,40 @@ import (
 	"github.com/lanekeeper/lanekeeper/memory"
 )
 
-// Options are what the API stands on.
+// Options configure New.
 type Options struct {
 	Pool   *pgxpool.Pool      // required
 	Read   *replica.Reader    // for questions about the log; Pool when nil
 	Ready  *pgxpool.Pool      // for /readyz; Pool when nil
 	Engine *executions.Engine // required: cancels executions and says whether this process works
-	// Agents finds whose memory a request is about; nil is an installation without settings.
+	// Agents resolves the owner of a memory; nil means no settings.
 	Agents *agents.Directory
-	// Memory searches what agents remember; nil searches by words alone.
+	// Memory searches memories; nil matches words only.
 	Memory *memory.Index
 	// DocumentBytes bounds an uploaded document; documents.DefaultMaxBytes when 0.
 	DocumentBytes int64
-	// AdminToken is what Admin routes ask for; empty refuses every request.
+	// AdminToken protects Admin routes; empty rejects every request.
 	AdminToken string
-	// ChatKeys are what Visitor routes ask for, by the name that VisitorFrom tells; empty refuses every
-	// request. No key may be empty, the admin token, or another one's.
+	// ChatKeys protect Visitor routes, by the name that VisitorFrom returns; empty rejects every request. A key must
+	// not be empty, the admin token, or a duplicate.
 	ChatKeys map[string]string
-	// Proxies are believed when they say where a request comes from (see internal/clientip).
+	// Proxies are trusted to forward client addresses (see internal/clientip).
 	Proxies clientip.Trusted
 	// Endpoints are the routes of the surfaces.
 	Endpoints []Endpoint
-	// Listener shortens the time in which the streams of a login end that another process ended; may be nil.
+	// Listener reports logouts of other processes to open streams at once; may be nil.
 	Listener *postgres.Listener
-	// Pages answer people: they show the login, and what is refused. Without them nobody logs in, and all are answered
-	// as programs are.
+	// Pages render the login and errors for browsers. Without them there is no login, and every client gets problems.
 	Pages Pages
-	// What follows is closed in this order when the process shuts down; nil is never. From Draining on it says that it
-	// is not ready, and closes connections behind its answers; at Stopping what is only watched ends; at Cutting also
-	// answers that are still being made (Endpoint.Ends).
+	// The shutdown closes these channels in this order; nil means never. From Draining on the process is unready and
+	// closes connections after their response. Stopping ends streams that only watch. Cutting ends responses in
+	// progress (Endpoint.Finite).
 	Draining, Stopping, Cutting <-chan struct{}
 	Logger                      *slog.Logger // nil for none
 }
 
-// New returns the handler; serve it with Server. It does not touch the database, and it is safe for
-// concurrent use. An endpoint or a key that cannot be is an error.
+// New returns the handler; serve it with Server. It does not use the database. An invalid endpoint or key is an
+// error.
 func New(o Options) (http.Handler, error) {
 	if o.Pool == nil || o.Engine == nil {
 		return nil, errors.New("make API: a pool and an engine are required")
@@ -114,54 +108,54 @@ func New(o Options) (http.Handler, error) {
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
 	}
-	gate, err := newGate(o)
+	gate, err := newAuthenticator(o)
 	if err != nil {
 		return nil, err
 	}
 	s := &server{
-		pool: o.Pool, read: cmp.Or(o.Read, replica.Primary(o.Pool)), engine: o.Engine, agents: cmp.Or(o.Agents, &agents.Directory{}), memory: o.Memory, gate: gate, draining: o.Draining, stopping: o.Stopping, cutting: o.Cutting, limits: usual(), log: o.Logger,
-		ready: cmp.Or(o.Ready, o.Pool), budgets: newBudgets(), watch: &watch{db: o.Pool, log: o.Logger}, pages: o.Pages, proxies: o.Proxies,
-		unsettled: newUnsettled(o.Pool, o.Cutting), documentBytes: cmp.Or(o.DocumentBytes, documents.DefaultMaxBytes),
+		pool: o.Pool, read: cmp.Or(o.Read, replica.Primary(o.Pool)), engine: o.Engine, agents: cmp.Or(o.Agents, &agents.Directory{}), memory: o.Memory, auth: gate, draining: o.Draining, stopping: o.Stopping, cutting: o.Cutting, limits: defaultLimits(), log: o.Logger,
+		ready: cmp.Or(o.Ready, o.Pool), classes: newClasses(), watcher: &statusWatcher{db: o.Pool, log: o.Logger}, pages: o.Pages, proxies: o.Proxies,
+		pending: newPendingResults(o.Pool, o.Cutting), documentBytes: cmp.Or(o.DocumentBytes, documents.DefaultMaxBytes),
 		locks: postgres.KeyedTx{Slots: make(chan struct{}, max(1, o.Pool.Config().MaxConns/2))},
 	}
-	table, err := s.table(o.Endpoints)
+	table, err := s.routes(o.Endpoints)
 	if err != nil {
 		return nil, err
 	}
-	return s.handler(table)
+	return s.newMux(table)
 }
 
-// server is what the handlers share.
+// server holds the dependencies of all handlers.
 type server struct {
 	pool     *pgxpool.Pool
 	read     *replica.Reader
 	engine   *executions.Engine
 	agents   *agents.Directory
 	memory   *memory.Index
-	gate     *gate
+	auth     *authenticator
 	draining <-chan struct{}
 	stopping <-chan struct{}
 	cutting  <-chan struct{}
 	limits   limits
-	watch    *watch
+	watcher  *statusWatcher
 	pages    Pages // nil for none
 	proxies  clientip.Trusted
-	budgets  budgets
+	classes  classes
 	ready    *pgxpool.Pool
 	prober   prober
 	log      *slog.Logger
 
-	unsettled *unsettled
-	locks     postgres.KeyedTx // of pool
+	pending *pendingResults
+	locks   postgres.KeyedTx // of pool
 
 	documentBytes int64
 }
 
-// handler routes by the table. What the table does not have is a problem too: 404, or 405 with Allow.
-func (s *server) handler(table []route) (http.Handler, error) {
+// newMux routes by the table. Unknown paths get 404, wrong methods 405 with Allow.
+func (s *server) newMux(table []route) (http.Handler, error) {
 	document := route{
-		method: http.MethodGet, path: "/openapi.json", access: Public, answer: map[string]any{},
-		about: "This document: every route, what it takes and what it answers.",
+		method: http.MethodGet, path: "/openapi.json", access: Public, response: map[string]any{},
+		about: "This document: all routes with their input and output.",
 	}
 	table = append(slices.Clip(table), document)
 	described, err := s.openAPI(table)
@@ -178,18 +172,18 @@ func (s *server) handler(table []route) (http.Handler, error) {
 		paths[rt.path] = append(paths[rt.path], rt)
 	}
 	for path, rows := range paths {
-		if err := s.refuseMethods(mux, path, rows); err != nil {
+		if err := s.registerMethodNotAllowed(mux, path, rows); err != nil {
 			return nil, err
 		}
 	}
-	mux.Handle("/v1/", s.noRouteInV1())
+	mux.Handle("/v1/", s.unknownV1Route())
 	if _, taken := paths["/"]; !taken {
-		mux.Handle("/", s.enter(route{access: Public}, s.noRouteAtAll()))
+		mux.Handle("/", s.authorize(route{access: Public}, s.unknownRoute()))
 	}
-	return s.proxies.Handler(s.wrap(mux), s.log), nil
+	return s.proxies.Handler(s.withLogging(mux), s.log), nil
 }
 
-// register is mux.Handle, which panics at a pattern that it cannot take.
+// register is mux.Handle, which panics on an invalid pattern.
 func register(mux *http.ServeMux, pattern string, h http.Handler) (err error) {
 	defer func() {
 		if value := recover(); value != nil {
@@ -200,32 +194,31 @@ func register(mux *http.ServeMux, pattern string, h http.Handler) (err error) {
 	return nil
 }
 
-// refusing answers every request with an error, as rt does.
-func (s *server) refusing(rt route, why func(r *http.Request) error) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { s.refuse(w, r, rt, why(r), "") })
+// errorHandler writes the same error for every request, in the format of rt.
+func (s *server) errorHandler(rt route, why func(r *http.Request) error) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { s.writeError(w, r, rt, why(r), "") })
 }
 
-// refuseMethods answers for the methods that a path does not have. A path that is a case of another one's, as /a/new is
-// of /a/{id}, cannot be taken for all methods: http.ServeMux sees no order between it and GET /a/{id}. Then those
-// methods are refused that there are.
-func (s *server) refuseMethods(mux *http.ServeMux, path string, rows []route) error {
-	refusal := s.wrongMethod(rows)
-	if register(mux, path, refusal) == nil {
+// registerMethodNotAllowed handles the missing methods of a path. http.ServeMux rejects a pattern for all methods if
+// the path overlaps another, such as /a/new and /a/{id}. Then each missing method is registered alone.
+func (s *server) registerMethodNotAllowed(mux *http.ServeMux, path string, rows []route) error {
+	notAllowed := s.methodNotAllowed(rows)
+	if register(mux, path, notAllowed) == nil {
 		return nil
 	}
 	for _, method := range []string{"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"} {
 		if slices.ContainsFunc(rows, func(rt route) bool { return rt.method == method }) {
 			continue
 		}
-		if err := register(mux, method+" "+path, refusal); err != nil {
+		if err := register(mux, method+" "+path, notAllowed); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// wrongMethod answers for a path that exists, to whom may call the most guarded of its rows.
-func (s *server) wrongMethod(rows []route) http.Handler {
+// methodNotAllowed requires the strictest access of the path's rows.
+func (s *server) methodNotAllowed(rows []route) http.Handler {
 	guarded := rows[0]
 	var methods []string
 	for _, rt := range rows {
@@ -239,20 +232,20 @@ func (s *server) wrongMethod(rows []route) http.Handler {
 	}
 	allow := strings.Join(methods, ", ")
 	closed := route{access: guarded.access, openAI: guarded.openAI, page: guarded.page, foreign: true}
-	return s.enter(closed, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	return s.authorize(closed, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Allow", allow)
-		s.refuse(w, r, closed, problem.New(http.StatusMethodNotAllowed, "%.20s is not possible here; use %s", r.Method, allow), "")
+		s.writeError(w, r, closed, problem.New(http.StatusMethodNotAllowed, "method %.20s is not allowed; use %s", r.Method, allow), "")
 	}))
 }
 
-// noRouteInV1 tells the admin, and whoever has a chat key: stock clients try what OpenAI has and we have not.
-func (s *server) noRouteInV1() http.Handler {
+// unknownV1Route returns 404 to admins and chat keys, because OpenAI clients try routes we lack.
+func (s *server) unknownV1Route() http.Handler {
 	visitor := route{openAI: true}
-	toAdmin := s.enter(route{access: Admin, foreign: true}, s.refusing(route{}, noRoute))
-	toVisitor := s.refusing(visitor, noRoute)
+	toAdmin := s.authorize(route{access: Admin, foreign: true}, s.errorHandler(route{}, routeNotFound))
+	toVisitor := s.errorHandler(visitor, routeNotFound)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		key, has := bearer(r)
-		if has && s.gate.guard.Knows(r, credentials.Admin, key, s.gate.chat...) {
+		if has && s.auth.guard.Knows(r, credentials.Admin, key, s.auth.chat...) {
 			toVisitor.ServeHTTP(w, r)
 			return
 		}
@@ -260,17 +253,17 @@ func (s *server) noRouteInV1() http.Handler {
 	})
 }
 
-// noRouteAtAll tells a person with a page, and a program with a problem.
-func (s *server) noRouteAtAll() http.Handler {
+// unknownRoute returns 404 as a page or as a problem.
+func (s *server) unknownRoute() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if wantsPage(r) && s.pages != nil {
-			s.pages.Refuse(w, r, problem.New(http.StatusNotFound, "there is no page %.200s", r.URL.Path))
+			s.pages.Refuse(w, r, problem.New(http.StatusNotFound, "no page %.200s", r.URL.Path))
 			return
 		}
-		s.refuse(w, r, route{}, noRoute(r), "")
+		s.writeError(w, r, route{}, routeNotFound(r), "")
 	})
 }
 
-func noRoute(r *http.Request) error {
-	return problem.New(http.StatusNotFound, "there is no route %.200s; /openapi.json lists them", r.URL.Path)
+func routeNotFound(r *http.Request) error {
+	return problem.New(http.StatusNotFound, "no route %.200s; see /openapi.json", r.URL.Path)
 }

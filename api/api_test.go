@@ -103,7 +103,7 @@ func TestBadRequestsAreProblemsThatNameWhatIsWrong(t *testing.T) {
 		"parameter":           {"GET", "/v1/traces?surfaec=chat", "", 400, `"surfaec"`},
 		"parameter of a row":  {"GET", "/v1/traces/x?full=1", "", 400, `"full"`},
 		"parameter of a post": {"POST", "/v1/lanes/x/break?force=1", "", 400, `"force"`},
-		"twice":               {"GET", "/v1/traces?surface=chat&surface=flow", "", 400, "surface is given 2 times"},
+		"twice":               {"GET", "/v1/traces?surface=chat&surface=flow", "", 400, "surface occurs 2 times"},
 		"surface":             {"GET", "/v1/activity?surface=mail", "", 400, "surface"},
 		"status of a trace":   {"GET", "/v1/traces?status=success", "", 400, "status"},
 		"activity status":     {"GET", "/v1/activity?status=completed", "", 400, "status"},
@@ -132,7 +132,7 @@ func TestBadRequestsAreProblemsThatNameWhatIsWrong(t *testing.T) {
 		"enable nothing":      {"POST", "/v1/skills/nothing/enable", `{"reason":"x"}`, 404, "not found"},
 		"disable nothing":     {"POST", "/v1/skills/nothing/disable", `{"reason":"x"}`, 404, "not found"},
 		"NUL in a skill":      {"POST", "/v1/skills/a%00/disable", `{"reason":"x"}`, 404, "not found"},
-		"break nothing":       {"POST", "/v1/lanes/nothing/break", `{"reason":"x"}`, 404, "nobody holds nothing"},
+		"break nothing":       {"POST", "/v1/lanes/nothing/break", `{"reason":"x"}`, 404, "nothing is not held"},
 		"break a run":         {"POST", "/v1/lanes/execution:7/break", `{"reason":"x"}`, 404, "/v1/executions/7/cancel"},
 		"NUL in a lane":       {"POST", "/v1/lanes/a%00/break", `{"reason":"x"}`, 400, "control"},
 		"long lane":           {"POST", "/v1/lanes/" + strings.Repeat("x", 256) + "/break", `{"reason":"x"}`, 400, "255"},
@@ -145,7 +145,7 @@ func TestBadRequestsAreProblemsThatNameWhatIsWrong(t *testing.T) {
 		"null":                {"POST", "/v1/lanes/x/break", `null`, 400, "object"},
 		"no body":             {"POST", "/v1/lanes/x/break", "", 400, "object"},
 		"cut body":            {"POST", "/v1/lanes/x/break", `{"reason":"x`, 400, "unexpected"},
-		"more":                {"POST", "/v1/lanes/x/break", `{"reason":"x"} {}`, 400, "more"},
+		"more":                {"POST", "/v1/lanes/x/break", `{"reason":"x"} {}`, 400, "continues after"},
 		"too large":           {"POST", "/v1/lanes/x/break", `{"reason":"` + strings.Repeat("x", 1<<20) + `"}`, 413, "1048576"},
 	} {
 		t.Run(name, func(t *testing.T) {

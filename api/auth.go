@@ -24,18 +24,18 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
 
-// gate knows who may enter. Whatever a request presents is checked by the guard.
-type gate struct {
+// authenticator checks credentials through the guard.
+type authenticator struct {
 	guard *credentials.Guard
-	admin credentials.Key   // accepts nothing without an admin token
+	admin credentials.Key   // rejects everything without an admin token
 	chat  []credentials.Key // named
 	cross http.CrossOriginProtection
 
 	sessions *sessions
 }
 
-func newGate(o Options) (*gate, error) {
-	g := &gate{guard: credentials.NewGuard(o.Logger), admin: credentials.NewKey("", o.AdminToken)}
+func newAuthenticator(o Options) (*authenticator, error) {
+	g := &authenticator{guard: credentials.NewGuard(o.Logger), admin: credentials.NewKey("", o.AdminToken)}
 	var err error
 	if g.sessions, err = newSessions(o, g.guard); err != nil {
 		return nil, err
@@ -44,13 +44,13 @@ func newGate(o Options) (*gate, error) {
 		key := credentials.NewKey(name, o.ChatKeys[name])
 		switch {
 		case strings.TrimSpace(o.ChatKeys[name]) == "":
-			return nil, fmt.Errorf("chat key %q is empty; set it or leave it out (AGENT_CHAT_KEY)", name)
+			return nil, fmt.Errorf("chat key %q is empty; set or remove it (AGENT_CHAT_KEY)", name)
 		case key.Same(g.admin):
-			return nil, fmt.Errorf("chat key %q is the admin token; visitors need another one (AGENT_CHAT_KEY)", name)
+			return nil, fmt.Errorf("chat key %q equals the admin token; set a different one (AGENT_CHAT_KEY)", name)
 		}
 		for _, other := range g.chat {
 			if key.Same(other) {
-				return nil, fmt.Errorf("chat keys %q and %q are the same (AGENT_CHAT_KEY)", other.Name, name)
+				return nil, fmt.Errorf("chat keys %q and %q are equal; set different ones (AGENT_CHAT_KEY)", other.Name, name)
 			}
 		}
 		g.chat = append(g.chat, key)
@@ -58,25 +58,24 @@ func newGate(o Options) (*gate, error) {
 	return g, nil
 }
 
-// bearer is what a request presents.
+// bearer returns the bearer token of a request.
 func bearer(r *http.Request) (secret string, has bool) {
 	scheme, secret, _ := strings.Cut(r.Header.Get("Authorization"), " ")
 	secret = strings.TrimSpace(secret)
 	return secret, strings.EqualFold(scheme, "Bearer") && secret != ""
 }
 
-// isToken reports whether a text is the admin token.
-func (g *gate) isToken(r *http.Request, text string) (is bool, err error) {
+func (g *authenticator) isAdminToken(r *http.Request, text string) (is bool, err error) {
 	_, is, err = g.guard.Check(r, credentials.Admin, text, g.admin)
 	return is, err
 }
 
-// admit lets the admin in: with the token or, where no header is sent that says otherwise, with the cookie of a login.
-func (g *gate) admit(w http.ResponseWriter, r *http.Request, rt route) (caller, error) {
+// authenticateAdmin accepts the admin token or, without an Authorization header, the login cookie.
+func (g *authenticator) authenticateAdmin(w http.ResponseWriter, r *http.Request, rt route) (caller, error) {
 	if r.Header.Get("Authorization") == "" {
-		login, err := g.sessions.of(r)
+		login, err := g.sessions.current(r)
 		if err != nil {
-			return caller{}, refusedTry(w, err)
+			return caller{}, tooManyTries(w, err)
 		}
 		if login != nil {
 			return caller{admin: true, login: login}, sameOrigin(r, rt)
@@ -84,65 +83,65 @@ func (g *gate) admit(w http.ResponseWriter, r *http.Request, rt route) (caller, 
 	}
 	token, has := bearer(r)
 	if !has {
-		return caller{}, refusedKey(w, r, "the admin token (AGENT_ADMIN_TOKEN)")
+		return caller{}, unauthorized(w, r, "the admin token (AGENT_ADMIN_TOKEN)")
 	}
-	is, err := g.isToken(r, token)
+	is, err := g.isAdminToken(r, token)
 	if err != nil {
-		return caller{}, refusedTry(w, err)
+		return caller{}, tooManyTries(w, err)
 	}
 	if !is {
-		return caller{}, refusedKey(w, r, "the admin token (AGENT_ADMIN_TOKEN)")
+		return caller{}, unauthorized(w, r, "the admin token (AGENT_ADMIN_TOKEN)")
 	}
 	return caller{admin: true}, nil
 }
 
-// visitor is the name of the chat key that a request has.
-func (g *gate) visitor(w http.ResponseWriter, r *http.Request) (name string, err error) {
+// authenticateVisitor returns the name of the request's chat key.
+func (g *authenticator) authenticateVisitor(w http.ResponseWriter, r *http.Request) (name string, err error) {
 	const what = "a chat key (AGENT_CHAT_KEY)"
 	key, has := bearer(r)
 	if !has {
-		return "", refusedKey(w, r, what)
+		return "", unauthorized(w, r, what)
 	}
 	name, is, err := g.guard.Check(r, credentials.Chat, key, g.chat...)
 	if err != nil {
-		return "", refusedTry(w, err)
+		return "", tooManyTries(w, err)
 	}
 	if !is {
-		return "", refusedKey(w, r, what)
+		return "", unauthorized(w, r, what)
 	}
 	return name, nil
 }
 
-// caller is who made a request that has passed the gate.
+// caller identifies the author of an authenticated request.
 type caller struct {
 	admin   bool
 	visitor string // name of the chat key
-	login   *login // nil for who has the token
+	login   *login // nil with the token
 }
 
 type callerKey struct{}
 
-// VisitorFrom tells which chat key the request was made with; ok is false outside Visitor routes.
+// VisitorFrom returns the name of the request's chat key; ok is false outside Visitor routes.
 func VisitorFrom(ctx context.Context) (name string, ok bool) {
 	c, ok := ctx.Value(callerKey{}).(caller)
 	return c.visitor, ok && !c.admin
 }
 
-// pass asks for what a route asks for, and returns the request of a caller who is known.
-func (g *gate) pass(w http.ResponseWriter, r *http.Request, rt route) (*http.Request, error) {
+// authenticate checks the route's access and stores the caller in the context.
+func (g *authenticator) authenticate(w http.ResponseWriter, r *http.Request, rt route) (*http.Request, error) {
 	if rt.access != Public {
 		w.Header().Add("Vary", "Authorization, Cookie")
 	}
 	switch rt.access {
 	case Public:
 	case Visitor:
-		name, err := g.visitor(w, r)
+		name, err := g.authenticateVisitor(w, r)
 		if err != nil {
 			return r, err
 		}
 		r = r.WithContext(context.WithValue(r.Context(), callerKey{}, caller{visitor: name}))
 	default:
-		who, err := g.admit(w, r, rt)
+		who, err := g.authenticateAdmin(w, r, rt)
 		if err != nil {
 			return r, err
 		}
@@ -154,8 +153,8 @@ func (g *gate) pass(w http.ResponseWriter, r *http.Request, rt route) (*http.Req
 	return r, nil
 }
 
-// refusedTry tells how long to wait after wrong tries; another error it returns.
-func refusedTry(w http.ResponseWriter, err error) error {
+// tooManyTries adds Retry-After for throttled credentials. It returns other errors unchanged.
+func tooManyTries(w http.ResponseWriter, err error) error {
 	wait, is := errors.AsType[*credentials.Wait](err)
 	if !is {
 		return err
@@ -164,41 +163,38 @@ func refusedTry(w http.ResponseWriter, err error) error {
 	return problem.New(http.StatusTooManyRequests, "%v", wait).Kind("too-many-wrong-tries", "Too many wrong tries")
 }
 
-// refusedKey says what was asked for.
-func refusedKey(w http.ResponseWriter, r *http.Request, what string) error {
+func unauthorized(w http.ResponseWriter, r *http.Request, what string) error {
 	if r.Header.Get("Authorization") == "" {
 		w.Header().Set("WWW-Authenticate", `Bearer realm="lanekeeper"`)
-		return problem.New(http.StatusUnauthorized, "this needs the header Authorization: Bearer with %s", what)
+		return problem.New(http.StatusUnauthorized, "send the header Authorization: Bearer with %s", what)
 	}
 	w.Header().Set("WWW-Authenticate", `Bearer realm="lanekeeper", error="invalid_token"`)
-	return problem.New(http.StatusUnauthorized, "what the header Authorization has is not %s", what)
+	return problem.New(http.StatusUnauthorized, "the header Authorization does not hold %s", what)
 }
 
-// A browser that has logged in has a cookie in the place of the token: a random id, when the login ends, and the HMAC
-// of both under a key that is derived from the admin token. So it holds over restarts and at every process that has the
-// same token, and another token ends it. A logout writes the id down until the login would have ended (agent_logouts).
-// Only a cookie with a valid signature is looked up there. No other cookie costs a query.
+// A login cookie holds a random id, its expiry, and their HMAC under a key derived from the admin token. It survives
+// restarts, works at every process with the same token, and ends when the token changes. A logout stores the id until
+// the expiry (agent_logouts). Only a cookie with a valid signature costs a query.
 
 const (
 	sessionCookie = "lanekeeper_session"
-	sessionLasts  = 12 * time.Hour
-	// logoutChannel has a notification for each logout, with the id of the login.
+	sessionTTL    = 12 * time.Hour
+	// logoutChannel carries the id of each logged-out session.
 	logoutChannel = "agent_logouts"
-	// logoutPoll is how often a stream looks for the logout where no notification comes.
+	// logoutPoll is the interval in which streams check for a logout without notifications.
 	logoutPoll = 15 * time.Second
 )
 
-// sessions makes and reads the cookie.
+// sessions issues and verifies login cookies.
 type sessions struct {
-	key      []byte // nil lets nobody in
-	strong   bool   // the token's
+	key      []byte // nil rejects every cookie
+	strong   bool   // of the token
 	guard    *credentials.Guard
 	db       postgres.DB
 	listener *postgres.Listener // may be nil
 	now      func() time.Time
 }
 
-// login is one that holds.
 type login struct {
 	id    string
 	until time.Time
@@ -216,20 +212,19 @@ func newSessions(o Options, guard *credentials.Guard) (*sessions, error) {
 	return s, nil
 }
 
-// begin is the cookie of a login.
-func (s *sessions) begin(r *http.Request) *http.Cookie {
-	text := rand.Text() + "." + strconv.FormatInt(s.now().Add(sessionLasts).Unix(), 10)
-	return s.cookie(r, text+"."+base64.RawURLEncoding.EncodeToString(s.sum(text)), int(sessionLasts.Seconds()))
+func (s *sessions) loginCookie(r *http.Request) *http.Cookie {
+	text := rand.Text() + "." + strconv.FormatInt(s.now().Add(sessionTTL).Unix(), 10)
+	return s.cookie(r, text+"."+base64.RawURLEncoding.EncodeToString(s.sign(text)), int(sessionTTL.Seconds()))
 }
 
-// end is the cookie that takes it away.
-func (s *sessions) end(r *http.Request) *http.Cookie { return s.cookie(r, "", -1) }
+// logoutCookie deletes the cookie.
+func (s *sessions) logoutCookie(r *http.Request) *http.Cookie { return s.cookie(r, "", -1) }
 
-// forget takes away a cookie that is no login any more. It is for answers to a person who goes to a page: one to a
-// request in the background might take away the cookie of a login that came meanwhile.
-func (s *sessions) forget(w http.ResponseWriter, r *http.Request) {
+// clearCookie deletes an invalid cookie during a page navigation. A background request could delete the cookie of a
+// newer login.
+func (s *sessions) clearCookie(w http.ResponseWriter, r *http.Request) {
 	if _, err := r.Cookie(local.CookieName(r, sessionCookie)); err == nil {
-		http.SetCookie(w, s.end(r))
+		http.SetCookie(w, s.logoutCookie(r))
 	}
 }
 
@@ -240,30 +235,30 @@ func (s *sessions) cookie(r *http.Request, value string, age int) *http.Cookie {
 	}
 }
 
-// of returns the request's login; nil without a valid one. An expired cookie counts as none.
-func (s *sessions) of(r *http.Request) (*login, error) {
-	l, err := s.signed(r)
+// current returns the request's login, or nil. An expired cookie counts as none.
+func (s *sessions) current(r *http.Request) (*login, error) {
+	l, err := s.verify(r)
 	if l == nil || err != nil {
 		return nil, err
 	}
-	ended, err := s.ended(r.Context(), l.id)
+	ended, err := s.loggedOut(r.Context(), l.id)
 	if err != nil || ended {
 		return nil, err
 	}
 	return l, nil
 }
 
-// signed is the login that a cookie says, without whether it was ended.
-func (s *sessions) signed(r *http.Request) (*login, error) {
+// verify returns the login of a signed cookie, without a check for logout.
+func (s *sessions) verify(r *http.Request) (*login, error) {
 	c, err := r.Cookie(local.CookieName(r, sessionCookie))
 	if err != nil || s.key == nil {
-		return nil, nil //nolint:nilerr // the one error is that there is no cookie
+		return nil, nil //nolint:nilerr // the only error is a missing cookie
 	}
 	at := max(0, strings.LastIndexByte(c.Value, '.'))
 	text := c.Value[:at]
 	given, err := base64.RawURLEncoding.DecodeString(strings.TrimPrefix(c.Value[at:], "."))
-	right := err == nil && hmac.Equal(given, s.sum(text))
-	if !s.strong { // a cookie can be made from a guess at the token; from a strong one it cannot
+	right := err == nil && hmac.Equal(given, s.sign(text))
+	if !s.strong { // with a weak token, a cookie is a guess at the token
 		if err := s.guard.JudgeText(r, credentials.Login, c.Value, right); err != nil {
 			return nil, err
 		}
@@ -275,19 +270,18 @@ func (s *sessions) signed(r *http.Request) (*login, error) {
 	unix, err := strconv.ParseInt(seconds, 10, 64)
 	until := time.Unix(unix, 0)
 	if err != nil || !s.now().Before(until) {
-		return nil, nil //nolint:nilerr // nobody but us signs, so it is over
+		return nil, nil //nolint:nilerr // the signature is ours, so it has expired
 	}
 	return &login{id, until}, nil
 }
 
-func (s *sessions) sum(text string) []byte {
+func (s *sessions) sign(text string) []byte {
 	mac := hmac.New(sha256.New, s.key)
 	mac.Write([]byte(text))
 	return mac.Sum(nil)
 }
 
-// ended reports whether there was a logout.
-func (s *sessions) ended(ctx context.Context, id string) (ended bool, err error) {
+func (s *sessions) loggedOut(ctx context.Context, id string) (ended bool, err error) {
 	err = postgres.Again(ctx, func() error {
 		return s.db.QueryRow(ctx, `select exists (select from agent_logouts where session_id = @id)`, postgres.Strict{"id": id}).Scan(&ended)
 	})
@@ -297,9 +291,9 @@ func (s *sessions) ended(ctx context.Context, id string) (ended bool, err error)
 	return ended, nil
 }
 
-// revoke ends the request's login, and forgets some of those that are over.
+// revoke stores the logout and prunes expired ones.
 func (s *sessions) revoke(r *http.Request) error {
-	l, err := s.signed(r)
+	l, err := s.verify(r)
 	if l == nil || err != nil {
 		return err
 	}
@@ -319,13 +313,13 @@ func (s *sessions) revoke(r *http.Request) error {
 	return nil
 }
 
-// hold is a context that ends with the login. leave frees what it needs, and has to be called.
-func (s *sessions) hold(parent context.Context, l *login) (ctx context.Context, leave func()) {
+// watchLogout returns a context that ends with the login. The caller must call release.
+func (s *sessions) watchLogout(parent context.Context, l *login) (ctx context.Context, release func()) {
 	ctx, cancel := context.WithDeadline(parent, l.until)
-	var heard <-chan string
+	var notified <-chan string
 	stop := func() {}
 	if s.listener != nil {
-		heard, stop = s.listener.SubscribeTo(logoutChannel, func(id string) bool { return id == l.id })
+		notified, stop = s.listener.SubscribeTo(logoutChannel, func(id string) bool { return id == l.id })
 	}
 	done := make(chan struct{})
 	go func() {
@@ -337,10 +331,10 @@ func (s *sessions) hold(parent context.Context, l *login) (ctx context.Context, 
 			select {
 			case <-ctx.Done():
 				return
-			case <-heard:
+			case <-notified:
 			case <-tick.C:
 			}
-			if ended, err := s.ended(ctx, l.id); err == nil && ended { // else it is asked again soon
+			if ended, err := s.loggedOut(ctx, l.id); err == nil && ended { // on an error the next tick retries
 				cancel()
 			}
 		}
@@ -351,12 +345,12 @@ func (s *sessions) hold(parent context.Context, l *login) (ctx context.Context, 
 	}
 }
 
-// sameOrigin refuses what a page of another origin makes a browser send with our cookie, reading too: an answer that
-// its page cannot read may still show in how long it takes. A link to a page is followed.
+// sameOrigin rejects cross-origin requests with our cookie, reads too, because response times leak information.
+// Navigation by a link is allowed.
 func sameOrigin(r *http.Request, rt route) error {
 	site, origin := r.Header.Get("Sec-Fetch-Site"), r.Header.Get("Origin")
 	ours := site == "same-origin" || site == "none"
-	if site == "" { // a browser that does not say, or an address without TLS
+	if site == "" { // an old browser, or plain HTTP
 		u, err := url.Parse(origin)
 		ours = origin == "" || err == nil && u.Host == r.Host
 	}
@@ -369,88 +363,86 @@ func sameOrigin(r *http.Request, rt route) error {
 }
 
 func crossOrigin() error {
-	return problem.New(http.StatusForbidden, "a page of another origin may not send this").Kind("cross-origin", "Cross-origin request")
+	return problem.New(http.StatusForbidden, "cross-origin requests are not allowed").Kind("cross-origin", "Cross-origin request")
 }
 
-// Pages answer people, who come with a browser, where programs are answered with problems.
+// Pages render responses for browsers.
 type Pages interface {
-	// LogIn answers with the page that asks for the admin token. next is where to go then, a path of this server;
-	// wrong says what was wrong with what was given, empty when nothing was.
+	// LogIn renders the login form. next is the local path to open afterwards; wrong is the error message, or empty.
 	LogIn(w http.ResponseWriter, r *http.Request, status int, next, wrong string)
-	// Refuse answers with an error.
+	// Refuse renders an error page.
 	Refuse(w http.ResponseWriter, r *http.Request, err error)
 }
 
-// maxForm is how many bytes the form of the login has at most.
+// maxForm bounds the login form in bytes.
 const maxForm = 16 << 10
 
-// loginPath is the page with the form, and where it is sent to.
 const loginPath = "/login"
 
-// loggingIn is how a browser gets its cookie, and gives it back. The page with the form is an endpoint.
-func (s *server) loggingIn() []route {
+// loginRoutes issue and delete the cookie. The form itself is an endpoint.
+func (s *server) loginRoutes() []route {
 	if s.pages == nil {
 		return nil
 	}
 	return []route{
-		{method: "POST", path: loginPath, access: Public, page: true, maxBody: maxForm, handler: http.HandlerFunc(s.logIn), about: "Log in, with the form of GET /login."},
+		{method: "POST", path: loginPath, access: Public, page: true, maxBody: maxForm, handler: http.HandlerFunc(s.logIn), about: "Log in with the form of GET /login."},
 		{method: "POST", path: "/logout", access: Public, page: true, maxBody: maxForm, handler: http.HandlerFunc(s.logOut), about: "End the login."},
 	}
 }
 
-// logIn gives a cookie for the token.
+// logIn exchanges the token for a cookie.
 func (s *server) logIn(w http.ResponseWriter, r *http.Request) {
 	kind, _, err := mime.ParseMediaType(r.Header.Get("Content-Type"))
 	if err == nil && kind == "application/x-www-form-urlencoded" {
 		err = r.ParseForm()
 	}
 	if err != nil || kind != "application/x-www-form-urlencoded" {
-		s.pages.Refuse(w, r, problem.New(http.StatusUnsupportedMediaType, "this is not the form of GET /login"))
+		s.pages.Refuse(w, r, problem.New(http.StatusUnsupportedMediaType, "send the form of GET /login"))
 		return
 	}
 	next := afterLogin(r.PostForm.Get("next"))
-	right, err := s.gate.isToken(r, strings.TrimSpace(r.PostForm.Get("token")))
+	right, err := s.auth.isAdminToken(r, strings.TrimSpace(r.PostForm.Get("token")))
 	wait, waits := errors.AsType[*credentials.Wait](err)
 	switch {
 	case waits:
 		w.Header().Set("Retry-After", strconv.Itoa(wait.Seconds()))
-		s.pages.LogIn(w, r, http.StatusTooManyRequests, next, fmt.Sprintf("Too many wrong tokens came from here. Try again in %d s.", wait.Seconds()))
+		s.pages.LogIn(w, r, http.StatusTooManyRequests, next, fmt.Sprintf("Too many wrong tokens from this address. Try again in %d s.", wait.Seconds()))
 	case !right:
 		s.pages.LogIn(w, r, http.StatusUnauthorized, next, "This is not the admin token.")
 	default:
-		http.SetCookie(w, s.gate.sessions.begin(r))
+		http.SetCookie(w, s.auth.sessions.loginCookie(r))
 		http.Redirect(w, r, next, http.StatusSeeOther)
 	}
 }
 
-// unlessLoggedIn leads on who needs no login page.
-func (s *server) unlessLoggedIn(page http.Handler) http.Handler {
+// redirectLoggedIn skips the login page for a valid login.
+func (s *server) redirectLoggedIn(page http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Add("Vary", "Cookie")
-		login, err := s.gate.sessions.of(r)
+		login, err := s.auth.sessions.current(r)
 		switch {
-		case err != nil: // whether there is a login is not known
+		case err != nil: // the login state is unknown
 		case login != nil:
 			http.Redirect(w, r, afterLogin(r.URL.Query().Get("next")), http.StatusSeeOther)
 			return
 		default:
-			s.gate.sessions.forget(w, r)
+			s.auth.sessions.clearCookie(w, r)
 		}
 		page.ServeHTTP(w, r)
 	})
 }
 
-// logOut ends the login, at every process, and takes the cookie away. A login that could not be ended keeps its cookie.
+// logOut ends the login at every process and deletes the cookie. If that fails, the cookie stays.
 func (s *server) logOut(w http.ResponseWriter, r *http.Request) {
-	if err := s.gate.sessions.revoke(r); err != nil {
+	if err := s.auth.sessions.revoke(r); err != nil {
 		s.pages.Refuse(w, r, err)
 		return
 	}
-	http.SetCookie(w, s.gate.sessions.end(r))
+	http.SetCookie(w, s.auth.sessions.logoutCookie(r))
 	http.Redirect(w, r, "/login", http.StatusSeeOther)
 }
 
-// afterLogin is where to go with a login: a path of this server that is none of the login's own.
+// afterLogin returns the local path to open after the login, never a login page.
 func afterLogin(next string) string {
 	next = local.Path(next)
 	if path, _, _ := strings.Cut(next, "?"); path == "/login" || path == "/logout" {
@@ -459,19 +451,19 @@ func afterLogin(next string) string {
 	return next
 }
 
-// refusePage answers a person: who has to log in first is shown how.
-func (s *server) refusePage(w http.ResponseWriter, r *http.Request, err error) {
-	told, _ := problem.Of(err)
-	if told.Status != http.StatusUnauthorized {
+// writeErrorPage renders an error, or redirects to the login.
+func (s *server) writeErrorPage(w http.ResponseWriter, r *http.Request, err error) {
+	p, _ := problem.Of(err)
+	if p.Status != http.StatusUnauthorized {
 		s.pages.Refuse(w, r, err)
 		return
 	}
 	w.Header().Del("WWW-Authenticate")
 	if r.Method != http.MethodGet && r.Method != http.MethodHead {
-		s.pages.Refuse(w, r, problem.New(http.StatusUnauthorized, "nobody is logged in here, or no longer; log in, and do it again"))
+		s.pages.Refuse(w, r, problem.New(http.StatusUnauthorized, "no login; log in and try again"))
 		return
 	}
-	s.gate.sessions.forget(w, r)
+	s.auth.sessions.clearCookie(w, r)
 	to := "/login"
 	if next := afterLogin(r.URL.RequestURI()); next != "/" {
 		to += "?next=" + url.QueryEscape(next)
@@ -479,5 +471,4 @@ func (s *server) refusePage(w http.ResponseWriter, r *http.Request, err error) {
 	http.Redirect(w, r, to, http.StatusSeeOther)
 }
 
-// wantsPage reports a browser that shows what it gets.
 func wantsPage(r *http.Request) bool { return strings.Contains(r.Header.Get("Accept"), "text/html") }

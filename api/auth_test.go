@@ -54,7 +54,7 @@ func kinds() []api.Endpoint {
 	h := http.HandlerFunc(echo)
 	return []api.Endpoint{
 		{
-			Method: "POST", Path: "/v1/chat/completions", About: "Chat.", Access: api.Visitor, Body: message{}, Answer: message{},
+			Method: "POST", Path: "/v1/chat/completions", About: "Chat.", Access: api.Visitor, Body: message{}, Response: message{},
 			Stream: true, OpenAIErrors: true, MaxBody: 100, Idempotent: true, Handler: h,
 		},
 		{Method: "GET", Path: "/v1/models", About: "Models.", Access: api.Visitor, OpenAIErrors: true, Handler: h},
@@ -135,7 +135,7 @@ func TestEveryRouteLetsInWhomItSays(t *testing.T) {
 			if entered := w.Code != http.StatusUnauthorized && w.Code != http.StatusTooManyRequests; entered != test.enters[access] {
 				t.Errorf("%s as %s: status %d", name, who, w.Code)
 			}
-			if w.Code == http.StatusMethodNotAllowed || strings.Contains(w.Body.String(), "there is no route") {
+			if w.Code == http.StatusMethodNotAllowed || strings.Contains(w.Body.String(), "no route") {
 				t.Errorf("%s is documented and is not there: %d %s", name, w.Code, w.Body)
 			}
 		}
@@ -224,7 +224,7 @@ func TestKeysThatMakeNoDifferenceAreRefused(t *testing.T) {
 		"empty":           {map[string]string{"a": ""}, "empty"},
 		"blank":           {map[string]string{"a": " "}, "empty"},
 		"the admin token": {map[string]string{"a": token}, "admin token"},
-		"twice":           {map[string]string{"a": "x", "b": "x"}, "the same"},
+		"twice":           {map[string]string{"a": "x", "b": "x"}, "are equal"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := api.New(api.Options{Pool: pool, Engine: e, AdminToken: token, ChatKeys: test.keys})
@@ -271,7 +271,7 @@ func TestAnEndpointThatCannotBeIsRefused(t *testing.T) {
 		change func(*api.Endpoint)
 		words  string
 	}{
-		"no access":             {func(e *api.Endpoint) { e.Access = 0 }, "who may call"},
+		"no access":             {func(e *api.Endpoint) { e.Access = 0 }, "access is required"},
 		"no handler":            {func(e *api.Endpoint) { e.Handler = nil }, "handler"},
 		"no description":        {func(e *api.Endpoint) { e.About = "" }, "description"},
 		"no method":             {func(e *api.Endpoint) { e.Method = "" }, "method"},
@@ -334,7 +334,7 @@ func TestWrongSecretsAreSlowedDownAndLogged(t *testing.T) {
 	t.Parallel()
 	for name, way := range ways() {
 		t.Run(name, func(t *testing.T) {
-			a := paged(t)
+			a := readPage(t)
 			statuses := map[int]int{}
 			for range 1500 {
 				w := way.send(a, "192.0.2.1", "", "sesame-sesame")
@@ -361,7 +361,7 @@ func TestWrongSecretsAreSlowedDownAndLogged(t *testing.T) {
 
 func TestAWeakSecretIsNotAnsweredWhereOthersGuess(t *testing.T) {
 	t.Parallel()
-	a := paged(t)
+	a := readPage(t)
 	body, header := form("token", "guess")
 	for range 6 {
 		a.from("192.0.2.1", "", "POST", "/login", body, header)
@@ -457,7 +457,7 @@ func TestALogoutEndsTheLoginEverywhere(t *testing.T) {
 
 func TestALogoutThatCannotBeKeptIsNotOne(t *testing.T) {
 	t.Parallel()
-	a := paged(t)
+	a := readPage(t)
 	c := a.logIn()
 	pgtest.Exec(t, a.pool, `alter table agent_logouts rename to away`)
 	for _, ask := range [][2]string{{"POST", "/logout"}, {"GET", "/v1/lanes"}, {"GET", "/lanes"}} {
@@ -469,7 +469,7 @@ func TestALogoutThatCannotBeKeptIsNotOne(t *testing.T) {
 
 func TestAgentsOnOneHostKeepTheirLogins(t *testing.T) {
 	t.Parallel()
-	a := paged(t)
+	a := readPage(t)
 	names := map[string]bool{}
 	for _, host := range []string{"agent.example", "localhost:8080", "localhost:8081", "[::1]:8080"} {
 		body, header := form("token", token)
@@ -502,8 +502,8 @@ func (shownPages) Refuse(w http.ResponseWriter, _ *http.Request, err error) {
 	fmt.Fprintf(w, "error page|%s", told.Detail)
 }
 
-// paged is the API with pages of each kind.
-func paged(t *testing.T) *agent {
+// readPage is the API with pages of each kind.
+func readPage(t *testing.T) *agent {
 	t.Helper()
 	pool := pgtest.DB(t)
 	h := http.HandlerFunc(echo)
@@ -555,7 +555,7 @@ func with1(c *http.Cookie, more ...string) http.Header {
 
 func TestALoginIsACookieInThePlaceOfTheToken(t *testing.T) {
 	t.Parallel()
-	a := paged(t)
+	a := readPage(t)
 	body, header := form("token", " "+token+"\n", "next", "/lanes?x=1")
 	header.Set("X-Forwarded-Proto", "https")
 	w := a.raw("POST", "/login", body, header)
@@ -658,7 +658,7 @@ func clears(w *httptest.ResponseRecorder, c *http.Cookie) bool {
 
 func TestACookieThatIsNotOursOrIsOverIsRefused(t *testing.T) {
 	t.Parallel()
-	a := paged(t)
+	a := readPage(t)
 	good := a.logIn()
 	at := strings.LastIndexByte(good.Value, '.')
 	said, signature := good.Value[:at], good.Value[at+1:]
@@ -701,7 +701,7 @@ func TestACookieThatIsNotOursOrIsOverIsRefused(t *testing.T) {
 
 func TestWithACookieOtherOriginsMayNotEvenRead(t *testing.T) {
 	t.Parallel()
-	a := paged(t)
+	a := readPage(t)
 	c := a.logIn()
 	link := []string{"Sec-Fetch-Mode", "navigate", "Sec-Fetch-Dest", "document"}
 	for name, test := range map[string]struct {
@@ -736,7 +736,7 @@ func TestWithACookieOtherOriginsMayNotEvenRead(t *testing.T) {
 
 func TestPagesAreRefusedWithPages(t *testing.T) {
 	t.Parallel()
-	a := paged(t)
+	a := readPage(t)
 	c := a.logIn()
 	browser := http.Header{"Accept": {"text/html,*/*"}}
 	for name, test := range map[string]struct {
@@ -748,13 +748,13 @@ func TestPagesAreRefusedWithPages(t *testing.T) {
 		"page":                   {"GET", "/lanes?x=%2F", nil, 303, "/login?next=%2Flanes%3Fx%3D%252F"},
 		"head":                   {"HEAD", "/lanes", nil, 303, "/login?next=%2Flanes"},
 		"overview":               {"GET", "/", nil, 303, "/login"},
-		"lever":                  {"POST", "/act/v1/lanes/x/break", nil, 401, "error page|nobody is logged in"},
+		"lever":                  {"POST", "/act/v1/lanes/x/break", nil, 401, "error page|no login"},
 		"stream":                 {"GET", "/live/lanes", nil, 401, "AGENT_ADMIN_TOKEN"},
 		"wrong method":           {"DELETE", "/lanes", with1(c), 405, "error page|"},
 		"wrong method of a case": {"DELETE", "/lanes/new", with1(c), 405, "error page|"},
 		"a case":                 {"GET", "/lanes/new", with1(c), 200, ""},
-		"no such page":           {"GET", "/nowhere", browser, 404, "error page|there is no page /nowhere"},
-		"no such route":          {"GET", "/nowhere", nil, 404, "there is no route"},
+		"no such page":           {"GET", "/nowhere", browser, 404, "error page|no page /nowhere"},
+		"no such route":          {"GET", "/nowhere", nil, 404, "no route"},
 		"no such route in v1":    {"GET", "/v1/nowhere", browser, 401, "AGENT_ADMIN_TOKEN"},
 		"login is no place":      {"GET", "/login", nil, 200, ""},
 	} {
@@ -772,7 +772,7 @@ func TestPagesAreRefusedWithPages(t *testing.T) {
 
 func TestALoginGoesNowhereElse(t *testing.T) {
 	t.Parallel()
-	a := paged(t)
+	a := readPage(t)
 	for next, want := range map[string]string{
 		"//evil.example": "/", "https://evil.example": "/", "/login?next=/x": "/", "/logout": "/", "/\\evil.example": "/", "/skills/a%2Fb": "/skills/a%2Fb",
 	} {

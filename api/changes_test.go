@@ -130,7 +130,7 @@ func TestALaneIsBrokenUnderItsHoldersTrace(t *testing.T) {
 		if pgtest.Value[bool](t, a.pool, `select is_agent_lock_held(@lane)`, postgres.Strict{"lane": lane}) {
 			t.Errorf("%s is still held", lane)
 		}
-		a.refused(a.raw("POST", "/v1/lanes/"+escape(lane)+"/break", `{"reason":"stuck"}`, asAdmin()), 404, "nobody holds")
+		a.refused(a.raw("POST", "/v1/lanes/"+escape(lane)+"/break", `{"reason":"stuck"}`, asAdmin()), 404, "is not held")
 		var told activity.Trace
 		a.get("/v1/traces/"+string(holder), &told)
 		if len(told.Activities) != 1 || told.Activities[0].ID != got.ActivityID || told.Activities[0].SkillName != "break_lane" {
@@ -558,7 +558,7 @@ func TestAProposedObjectiveIsDecidedAndAudited(t *testing.T) {
 			t.Errorf("objective is %+v", o)
 		}
 	}
-	a.refused(a.raw("POST", "/v1/objectives/grow/reject", `{"reason":"x"}`, asAdmin()), 409, "decided")
+	a.refused(a.raw("POST", "/v1/objectives/grow/reject", `{"reason":"x"}`, asAdmin()), 409, "is not an open proposal")
 	a.refused(a.raw("POST", "/v1/objectives/none/accept", `{"reason":"x"}`, asAdmin()), 404, "not found")
 	a.refused(a.raw("GET", "/v1/objectives/none", "", asAdmin()), 404, "not found")
 	if n := pgtest.Value[int](t, a.pool, `select count(*) from agent_activity where skill_name like '%_objective'`); n != 2 {
@@ -613,7 +613,7 @@ func TestAutomationsAreSwitchedRunAndShown(t *testing.T) {
 	a.refused(a.raw("POST", "/v1/automations/hourly/enable", `{"reason":"x"}`, asAdmin()), 409, "accept it first")
 	a.refused(a.raw("POST", "/v1/automations/hourly/run", `{"reason":"x"}`, asAdmin()), 409, "accept it first")
 	a.post("/v1/automations/hourly/accept", `{"reason":"useful"}`, &got)
-	a.refused(a.raw("POST", "/v1/automations/hourly/accept", `{"reason":"x"}`, asAdmin()), 409, "decided")
+	a.refused(a.raw("POST", "/v1/automations/hourly/accept", `{"reason":"x"}`, asAdmin()), 409, "is not an open proposal")
 	a.refused(a.raw("POST", "/v1/automations/none/run", `{"reason":"x"}`, asAdmin()), 404, "not found")
 	var run automations.Run
 	header := a.expect(a.raw("POST", "/v1/automations/nightly/run", `{"reason":"now"}`, asAdmin()),
@@ -663,7 +663,7 @@ func TestMemoryIsFilteredAndSearched(t *testing.T) {
 			t.Errorf("%s: %s", form, diff)
 		}
 	}
-	a.refused(a.raw("GET", "/v1/memory?q=coffee&category=habits", "", asAdmin()), 400, "do not go together")
+	a.refused(a.raw("GET", "/v1/memory?q=coffee&category=habits", "", asAdmin()), 400, "exclude each other")
 }
 
 func TestAThreadIsReadPageByPage(t *testing.T) {

@@ -11,54 +11,53 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-// documenting is what admins do with documents.
-func (s *server) documenting() []route {
+func (s *server) documentRoutes() []route {
 	adding := route{
-		method: "POST", path: "/v1/documents", body: json.RawMessage{}, answer: documents.Document{},
+		method: "POST", path: "/v1/documents", body: json.RawMessage{}, response: documents.Document{},
 		status: http.StatusCreated, maxBody: s.documentBytes + documents.FormOverhead,
 		params: []param{
-			text("name", "The file name, for a body that is the file itself"),
-			text("thread_id", "The thread whose visitors, flows and models see it"),
+			textParam("name", "The file name, for a body that is the file itself"),
+			textParam("thread_id", "The thread with access to it"),
 		},
 		about: "Store a document: multipart/form-data with a part named file, or the file itself as the body. " +
-			"The content type is found from the content. 413 names the limit.",
+			"The content type is detected from the content. 413 names the limit.",
 	}
-	adding.handler = s.raw(adding, s.addDocument)
+	adding.handler = s.rawHandler(adding, s.addDocument)
 	content := route{
 		method: "GET", path: "/v1/documents/{id}/content", contentType: "application/octet-stream",
 		about: "The content of a document, always as an attachment.",
 	}
-	content.handler = s.raw(content, s.sendDocument)
+	content.handler = s.rawHandler(content, s.sendDocument)
 	return []route{
 		adding,
 		{
-			method: "GET", path: "/v1/documents", answer: page[documents.Document]{}, handle: s.listDocuments,
+			method: "GET", path: "/v1/documents", response: page[documents.Document]{}, handle: s.listDocuments,
 			about: "Documents without their content, newest first.",
-			params: listing(text("thread_id", "Only of this thread"), param{
-				name: "execution_id", about: "Only of this execution", check: checkUUID,
+			params: listParams(textParam("thread_id", "Only this thread"), param{
+				name: "execution_id", about: "Only this execution", check: checkUUID,
 			}),
 		},
 		{
-			method: "GET", path: "/v1/documents/{id}", answer: documents.Document{}, handle: s.getDocument,
+			method: "GET", path: "/v1/documents/{id}", response: documents.Document{}, handle: s.getDocument,
 			about: "One document without its content.",
 		},
 		content,
 		{
-			method: "DELETE", path: "/v1/documents/{id}", body: because{}, answer: change{}, handle: s.deleteDocument,
-			about: "Delete a document for good.",
+			method: "DELETE", path: "/v1/documents/{id}", body: reasonRequest{}, response: change{}, handle: s.deleteDocument,
+			about: "Delete a document permanently.",
 		},
 	}
 }
 
-// raw makes a handler of a function that reads the body, or writes the answer, by itself.
-func (s *server) raw(rt route, handle func(http.ResponseWriter, request) error) http.Handler {
+// rawHandler wraps a function that reads the body or writes the response itself.
+func (s *server) rawHandler(rt route, handle func(http.ResponseWriter, request) error) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		query, err := readQuery(r.URL.RawQuery, rt.params)
 		if err == nil {
 			err = handle(w, request{Request: r, query: query})
 		}
 		if err != nil {
-			s.refuse(w, r, rt, err, "")
+			s.writeError(w, r, rt, err, "")
 		}
 	})
 }
@@ -75,7 +74,7 @@ func (s *server) addDocument(w http.ResponseWriter, r request) error {
 	u.ThreadID, u.By = r.query["thread_id"], threads.Admin
 	var d documents.Document
 	input := map[string]any{"name": documents.CleanName(u.Name)}
-	done, err := s.audited(r.Context(), "add_document", "", input, func(tx pgx.Tx, traceID string) (any, error) {
+	done, err := s.record(r.Context(), "add_document", "", input, func(tx pgx.Tx, traceID string) (any, error) {
 		u.TraceID = traceID
 		if d, err = documents.Add(r.Context(), tx, u); err != nil {
 			return nil, err
@@ -86,32 +85,31 @@ func (s *server) addDocument(w http.ResponseWriter, r request) error {
 	if err != nil {
 		return err
 	}
-	s.write(w, r.Request, answer{status: http.StatusCreated, body: d, trace: done.TraceID})
+	s.write(w, r.Request, response{status: http.StatusCreated, body: d, trace: done.TraceID})
 	return nil
 }
 
-func (s *server) listDocuments(r request) (answer, error) {
-	got, err := paged("documents", r.query, func(d documents.Document) string { return d.ID },
+func (s *server) listDocuments(r request) (response, error) {
+	got, err := readPage("documents", r.query, func(d documents.Document) string { return d.ID },
 		func(before string, limit int) ([]documents.Document, error) {
 			return documents.List(r.Context(), s.pool, documents.Filter{
 				ThreadID: r.query["thread_id"], ExecutionID: r.query["execution_id"], Before: before, Limit: limit,
 			})
 		})
-	return answer{body: got}, err
+	return response{body: got}, err
 }
 
-func (s *server) getDocument(r request) (answer, error) {
-	id, err := uuidIn(r, "a document")
+func (s *server) getDocument(r request) (response, error) {
+	id, err := pathUUID(r, "a document")
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
 	d, err := documents.Get(r.Context(), s.pool, id)
-	return answer{body: d}, err
+	return response{body: d}, err
 }
 
-// sendDocument sends the content.
 func (s *server) sendDocument(w http.ResponseWriter, r request) error {
-	id, err := uuidIn(r, "a document")
+	id, err := pathUUID(r, "a document")
 	if err != nil {
 		return err
 	}
@@ -129,19 +127,19 @@ func (s *server) sendDocument(w http.ResponseWriter, r request) error {
 	return nil
 }
 
-func (s *server) deleteDocument(r request) (answer, error) {
-	id, err := uuidIn(r, "a document")
+func (s *server) deleteDocument(r request) (response, error) {
+	id, err := pathUUID(r, "a document")
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
-	c, err := s.audited(r.Context(), "delete_document", r.body.(because).Reason, map[string]any{"document": id},
+	c, err := s.record(r.Context(), "delete_document", r.body.(reasonRequest).Reason, map[string]any{"document": id},
 		func(tx pgx.Tx, _ string) (any, error) {
 			d, err := documents.Delete(r.Context(), tx, id)
 			return d.Audit(), err
 		})
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
 	c.Name, c.Changed = id, true
-	return answer{body: c, trace: c.TraceID}, nil
+	return response{body: c, trace: c.TraceID}, nil
 }

@@ -20,21 +20,21 @@ import (
 )
 
 const (
-	standardTTL = 30   // seconds
-	maxBeats    = 1000 // locks of one request
-	maxLockID   = 200  // bytes
-	maxStep     = 500  // characters
-	maxSummary  = 64 << 10
+	defaultTTL    = 30   // seconds
+	maxHeartbeats = 1000 // locks of one request
+	maxLockID     = 200  // bytes
+	maxStep       = 500  // characters
+	maxSummary    = 64 << 10
 )
 
-// locking asks for the right to run an execution.
-type locking struct {
-	Owner      string `json:"owner"`                 // names the worker, one process of it
-	TTLSeconds *int   `json:"ttl_seconds,omitempty"` // 30 when left out
+// lockRequest asks for the lock on an execution.
+type lockRequest struct {
+	Owner      string `json:"owner"`                 // one process of a worker
+	TTLSeconds *int   `json:"ttl_seconds,omitempty"` // default 30
 }
 
-// locked is that right, with all that is needed to go on. Nothing in it is redacted: the worker works with it.
-type locked struct {
+// lockResponse holds the lock and the full state. Nothing is redacted, because the worker needs it.
+type lockResponse struct {
 	LockID      string                     `json:"lock_id"`
 	ExpiresAt   time.Time                  `json:"expires_at"`
 	Execution   executions.Execution       `json:"execution"`
@@ -42,24 +42,22 @@ type locked struct {
 	Checkpoints map[string]json.RawMessage `json:"checkpoints"` // output by step
 }
 
-// beaten is what a heartbeat answers.
-type beaten struct {
+type heartbeatResponse struct {
 	ExpiresAt       time.Time         `json:"expires_at"`
 	Status          executions.Status `json:"status"`
 	CancelRequested bool              `json:"cancel_requested"`
 }
 
-// beating names the locks to prolong.
-type beating struct {
+type heartbeatsRequest struct {
 	LockIDs []string `json:"lock_ids"`
 }
 
-// beats is what became of each, in their order.
-type beats struct {
-	Locks []beat `json:"locks"`
+// heartbeatsResponse holds the state of each lock in request order.
+type heartbeatsResponse struct {
+	Locks []lockState `json:"locks"`
 }
 
-type beat struct {
+type lockState struct {
 	LockID          string             `json:"lock_id"`
 	ExecutionID     *string            `json:"execution_id"`
 	Live            bool               `json:"live"` // false: void
@@ -68,21 +66,18 @@ type beat struct {
 	CancelRequested bool               `json:"cancel_requested"`
 }
 
-// recording is a step's result.
-type recording struct {
+type checkpointRequest struct {
 	LockID string          `json:"lock_id"`
 	Step   string          `json:"step"`
 	Output json.RawMessage `json:"output"`
 }
 
-// recorded says that it is kept.
-type recorded struct {
+type checkpointResponse struct {
 	ID   string `json:"id"`
 	Step string `json:"step"`
 }
 
-// releasing gives a lock back.
-type releasing struct {
+type releaseRequest struct {
 	Status        executions.Status `json:"status"`
 	ResultSummary string            `json:"result_summary,omitempty"`
 	Result        json.RawMessage   `json:"result,omitempty"`
@@ -92,83 +87,82 @@ type releasing struct {
 	Timeout       json.RawMessage   `json:"timeout,omitempty"` // seconds, or text such as "24h" or "7d"
 }
 
-func (l locking) check() error {
+func (l lockRequest) check() error {
 	switch {
 	case strings.TrimSpace(l.Owner) == "" || !storable(l.Owner):
-		return badBody("owner is missing: name the worker, one process of it")
+		return badBody("owner is missing: name one process of the worker")
 	case l.TTLSeconds != nil && (*l.TTLSeconds < 1 || *l.TTLSeconds > 86400):
-		return badBody("ttl_seconds is %d; it can be 1 to 86400", *l.TTLSeconds)
+		return badBody("ttl_seconds is %d; use 1 to 86400", *l.TTLSeconds)
 	}
 	return nil
 }
 
-func (b beating) check() error {
-	if len(b.LockIDs) == 0 || len(b.LockIDs) > maxBeats {
-		return badBody("lock_ids has %d locks; it can have 1 to %d", len(b.LockIDs), maxBeats)
+func (b heartbeatsRequest) check() error {
+	if len(b.LockIDs) == 0 || len(b.LockIDs) > maxHeartbeats {
+		return badBody("lock_ids has %d locks; use 1 to %d", len(b.LockIDs), maxHeartbeats)
 	}
 	for i, id := range b.LockIDs {
-		if !lockForm(id) {
+		if !isLockID(id) {
 			return badBody("lock_ids[%d] is not the id of a lock", i)
 		}
 	}
 	return nil
 }
 
-// waitStep is the name of a step that has the outcome of a wait of a worker outside.
+// waitStep matches the steps that record the outcomes of an external worker's waits.
 var waitStep = regexp.MustCompile(`^wait [a-z]+ [0-9]+$`)
 
-func (c recording) check() error {
+func (c checkpointRequest) check() error {
 	switch {
-	case !lockForm(c.LockID):
-		return badBody("lock_id is missing, or is not the id of a lock")
+	case !isLockID(c.LockID):
+		return badBody("lock_id is missing or malformed")
 	case strings.TrimSpace(c.Step) == "" || len(c.Step) > 4*maxStep || !storable(c.Step):
-		return badBody("step has to be 1 to %d characters of text", maxStep)
+		return badBody("step must be 1 to %d characters of text", maxStep)
 	case waitStep.MatchString(c.Step):
-		return badBody("step is %.60q; steps named \"wait KIND NUMBER\" are the outcomes of waits, which nobody else writes", c.Step)
+		return badBody("step is %.60q; steps named \"wait KIND NUMBER\" are reserved for the outcomes of waits", c.Step)
 	case c.Output == nil:
-		return badBody("output is missing; null is one")
+		return badBody("output is missing; null is valid")
 	}
 	return nil
 }
 
-func (r releasing) check() error {
+func (r releaseRequest) check() error {
 	waiting := r.Status == executions.Waiting
 	switch {
 	case !slices.Contains([]executions.Status{executions.Completed, executions.Failed, executions.Waiting}, r.Status):
-		return badBody("status is %.60q; it can be completed, failed or waiting", r.Status)
-	case !waiting && (r.WaitingFor != "" || r.WaitingKey != "" || given(r.Timeout)):
+		return badBody("status is %.60q; use completed, failed or waiting", r.Status)
+	case !waiting && (r.WaitingFor != "" || r.WaitingKey != "" || isSet(r.Timeout)):
 		return badBody("waiting_for, waiting_key and timeout belong to status waiting, not %s", r.Status)
-	case waiting && (r.ResultSummary != "" || given(r.Result)):
-		return badBody("result_summary and result belong to the end of a run, not to status waiting")
+	case waiting && (r.ResultSummary != "" || isSet(r.Result)):
+		return badBody("result_summary and result exclude status waiting")
 	case r.ErrorMessage != "" && r.Status != executions.Failed:
 		return badBody("error_message belongs to status failed, not %s", r.Status)
 	case len(r.ResultSummary) > maxSummary || len(r.ErrorMessage) > maxSummary:
 		return badBody("result_summary and error_message have at most %d bytes", maxSummary)
-	case !keepable(r.ResultSummary) || !keepable(r.ErrorMessage) || !storable(r.WaitingKey):
-		return badBody("result_summary, error_message or waiting_key has characters that cannot be kept")
+	case !hasNoNUL(r.ResultSummary) || !hasNoNUL(r.ErrorMessage) || !storable(r.WaitingKey):
+		return badBody("result_summary, error_message or waiting_key has unstorable characters")
 	case waiting && r.WaitingFor == "agent" && r.WaitingKey != "" && !uuidForm.MatchString(r.WaitingKey):
-		return badBody("waiting_key is %.60q; of agent it is the id of an execution", r.WaitingKey)
+		return badBody("waiting_key is %.60q; for agent it must be the id of an execution", r.WaitingKey)
 	}
 	_, err := timeout(r.Timeout)
 	return err
 }
 
-// given reports a value that is there and not null.
-func given(v json.RawMessage) bool { return len(v) > 0 && string(v) != "null" }
+// isSet reports a value other than null.
+func isSet(v json.RawMessage) bool { return len(v) > 0 && string(v) != "null" }
 
-// keepable reports text that PostgreSQL keeps: a stack trace with its tabs and escapes may be an error message.
-func keepable(s string) bool { return !strings.ContainsRune(s, 0) }
+// hasNoNUL reports text that PostgreSQL can store. An error message may contain tabs and escapes.
+func hasNoNUL(s string) bool { return !strings.ContainsRune(s, 0) }
 
-// lockForm reports what could be the id of a lock.
-func lockForm(id string) bool { return id != "" && len(id) <= maxLockID && storable(id) }
+func isLockID(id string) bool { return id != "" && len(id) <= maxLockID && storable(id) }
 
-// timeout reads seconds, or text such as "90m", "24h" or "7d"; 0 when it is left out.
+// timeout parses seconds, or text such as "90m", "24h" or "7d"; 0 if absent.
 func timeout(raw json.RawMessage) (time.Duration, error) {
-	if !given(raw) {
+	if !isSet(raw) {
 		return 0, nil
 	}
 	var text string
-	wrong := badBody("timeout is %.60s; it is more than 0: a number of seconds, or text such as \"90m\", \"24h\" or \"7d\"", raw)
+	wrong := badBody("timeout is %.60s; use a positive number of seconds, or text such as \"90m\", \"24h\" or \"7d\"", raw)
 	if json.Unmarshal(raw, &text) != nil {
 		seconds, err := strconv.ParseFloat(string(raw), 64)
 		if err != nil || !(seconds > 0) || seconds > 1e9 {
@@ -190,149 +184,149 @@ func timeout(raw json.RawMessage) (time.Duration, error) {
 	return d, nil
 }
 
-func (s *server) lockExecution(r request) (answer, error) {
-	id, err := uuidIn(r, "an execution")
+func (s *server) lockExecution(r request) (response, error) {
+	id, err := pathUUID(r, "an execution")
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
-	want, ttl := r.body.(locking), standardTTL
+	want, ttl := r.body.(lockRequest), defaultTTL
 	if want.TTLSeconds != nil {
 		ttl = *want.TTLSeconds
 	}
 	got, err := s.engine.LockRun(r.Context(), id, want.Owner, time.Duration(ttl)*time.Second)
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
-	l := locked{LockID: got.LockID, ExpiresAt: got.ExpiresAt, Execution: got.Execution, Checkpoints: map[string]json.RawMessage{}}
+	l := lockResponse{LockID: got.LockID, ExpiresAt: got.ExpiresAt, Execution: got.Execution, Checkpoints: map[string]json.RawMessage{}}
 	for i, c := range got.Checkpoints {
 		l.Checkpoints[c.Step] = c.Output
 		l.Checkpoint = &got.Checkpoints[i]
 	}
-	return answer{body: l, trace: got.Execution.TraceID}, nil
+	return response{body: l, trace: got.Execution.TraceID}, nil
 }
 
-// lockIn is the execution and the lock that the path names.
-func lockIn(r request) (id, lockID string, err error) {
-	if id, err = uuidIn(r, "an execution"); err != nil {
+// pathLock returns the execution and lock ids in the path.
+func pathLock(r request) (id, lockID string, err error) {
+	if id, err = pathUUID(r, "an execution"); err != nil {
 		return "", "", err
 	}
-	if lockID = r.PathValue("lock_id"); !lockForm(lockID) {
-		return "", "", problem.New(http.StatusBadRequest, "that is not the id of a lock").Kind("malformed-id", "Malformed id")
+	if lockID = r.PathValue("lock_id"); !isLockID(lockID) {
+		return "", "", problem.New(http.StatusBadRequest, "malformed lock id").Kind("malformed-id", "Malformed id")
 	}
 	return id, lockID, nil
 }
 
-func (s *server) beatLock(r request) (answer, error) {
-	id, lockID, err := lockIn(r)
+func (s *server) heartbeatLock(r request) (response, error) {
+	id, lockID, err := pathLock(r)
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
 	got, err := s.engine.RenewLock(r.Context(), id, lockID)
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
-	return answer{body: beaten{value(got.ExpiresAt), value(got.Status), got.CancelRequested}, trace: value(got.TraceID)}, nil
+	return response{body: heartbeatResponse{deref(got.ExpiresAt), deref(got.Status), got.CancelRequested}, trace: deref(got.TraceID)}, nil
 }
 
-func (s *server) beatLocks(r request) (answer, error) {
-	got, err := s.engine.RenewLocks(r.Context(), r.body.(beating).LockIDs)
+func (s *server) heartbeatLocks(r request) (response, error) {
+	got, err := s.engine.RenewLocks(r.Context(), r.body.(heartbeatsRequest).LockIDs)
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
-	list := beats{Locks: make([]beat, len(got))}
+	list := heartbeatsResponse{Locks: make([]lockState, len(got))}
 	for i, b := range got {
-		list.Locks[i] = beat{b.LockID, b.ExecutionID, b.Live, b.ExpiresAt, b.Status, b.CancelRequested}
+		list.Locks[i] = lockState{b.LockID, b.ExecutionID, b.Live, b.ExpiresAt, b.Status, b.CancelRequested}
 	}
-	return answer{body: list}, nil
+	return response{body: list}, nil
 }
 
-func (s *server) recordStep(r request) (answer, error) {
-	id, err := uuidIn(r, "an execution")
+func (s *server) checkpoint(r request) (response, error) {
+	id, err := pathUUID(r, "an execution")
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
-	c := r.body.(recording)
+	c := r.body.(checkpointRequest)
 	traceID, anew, err := s.engine.CheckpointRun(r.Context(), id, c.LockID, c.Step, c.Output)
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
-	got := answer{body: recorded{id, c.Step}, trace: traceID, status: http.StatusOK}
+	got := response{body: checkpointResponse{id, c.Step}, trace: traceID, status: http.StatusOK}
 	if anew {
 		got.status = http.StatusCreated
 	}
 	return got, nil
 }
 
-func (s *server) releaseLock(r request) (answer, error) {
-	id, lockID, err := lockIn(r)
+func (s *server) releaseLock(r request) (response, error) {
+	id, lockID, err := pathLock(r)
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
-	b := r.body.(releasing)
+	b := r.body.(releaseRequest)
 	within, err := timeout(b.Timeout)
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
 	if b.WaitingFor == "agent" && strings.EqualFold(b.WaitingKey, id) {
-		return answer{}, badBody("waiting_key is this execution, which would wait for its own end")
+		return response{}, badBody("waiting_key is this execution; it cannot wait for itself")
 	}
-	if b.WaitingFor == "response" && b.WaitingKey != "" { // what is said in a thread is for those who may speak in it
+	if b.WaitingFor == "response" && b.WaitingKey != "" { // only participants may read a thread
 		may, err := threads.MayJoin(r.Context(), s.pool, b.WaitingKey, id)
 		if err == nil && !may {
 			err = problem.New(http.StatusNotFound, "waiting_key: %s", threads.ErrNotFound)
 		}
 		if err != nil {
-			return answer{}, err
+			return response{}, err
 		}
 	}
-	if !given(b.Result) {
+	if !isSet(b.Result) {
 		b.Result = nil
 	}
 	status, traceID, err := s.engine.UnlockRun(r.Context(), id, lockID, executions.UnlockParams{
 		Status: b.Status, Summary: b.ResultSummary, Result: b.Result, Error: b.ErrorMessage, For: b.WaitingFor, Key: b.WaitingKey, Timeout: within,
 	})
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
-	return answer{body: executionStatus{id, traceID, status}, trace: traceID}, nil
+	return response{body: executionStatus{id, traceID, status}, trace: traceID}, nil
 }
 
-// refusedValue turns what the database cannot keep, such as \u0000 in JSON, into a problem.
-func refusedValue(err error) error {
+// valueError maps errors of unstorable values, such as \u0000 in JSON, to problems.
+func valueError(err error) error {
 	if refused, is := errors.AsType[*pgconn.PgError](err); is && postgres.IsCode(err, "22003", "22023", "22P02", "22P05") {
 		return badBody("%s", postgres.Told(refused))
 	}
 	return err
 }
 
-// running is how executions are started, and how workers outside run theirs.
-func (s *server) running() []route {
+// executionRoutes start executions and serve external workers.
+func (s *server) executionRoutes() []route {
 	return []route{
 		{
-			method: "POST", path: "/v1/executions", body: beginning{}, answer: executionStatus{}, status: http.StatusCreated,
+			method: "POST", path: "/v1/executions", body: startRequest{}, response: executionStatus{}, status: http.StatusCreated,
 			handle: s.startExecution, conflicts: true, keyed: true,
-			about: "Start an execution of a flow. The flows external and external:NAME are run by a worker outside, which locks the execution. " +
-				"422 for a flow that nobody knows.",
+			about: "Start an execution of a flow. An external worker locks and runs the flows external and external:NAME. " +
+				"422 for an unknown flow.",
 		}, {
-			method: "POST", path: "/v1/executions/{id}/lock", body: locking{}, answer: locked{}, handle: s.lockExecution, conflicts: true,
+			method: "POST", path: "/v1/executions/{id}/lock", body: lockRequest{}, response: lockResponse{}, handle: s.lockExecution, conflicts: true,
 			repeatable: true,
-			about: "Lock an execution to run it from outside, and read its state. The same live owner gets the same lock. 409 with holder when " +
-				"another has it, when the run waits, and when it has ended.",
+			about: "Lock an execution to run it externally, and read its state. The same live owner gets the same lock. 409 with holder if " +
+				"it is locked, waiting or ended.",
 		}, {
-			method: "PUT", path: "/v1/executions/{id}/lock/{lock_id}", answer: beaten{}, handle: s.beatLock, conflicts: true,
-			about: "Prolong a lock: every 15 seconds. cancel_requested says that the run was cancelled. 409 when the lock is void.",
+			method: "PUT", path: "/v1/executions/{id}/lock/{lock_id}", response: heartbeatResponse{}, handle: s.heartbeatLock, conflicts: true,
+			about: "Renew a lock, every 15 seconds. cancel_requested reports a cancel. 409 if the lock is void.",
 		}, {
-			method: "DELETE", path: "/v1/executions/{id}/lock/{lock_id}", body: releasing{}, answer: executionStatus{}, handle: s.releaseLock,
+			method: "DELETE", path: "/v1/executions/{id}/lock/{lock_id}", body: releaseRequest{}, response: executionStatus{}, handle: s.releaseLock,
 			conflicts: true,
-			about: "Give a lock back: the run ends, or waits, and can be locked again when the wait is over. timeout is a number of seconds, or " +
+			about: "Release a lock: the execution ends or waits, and can be locked again after the wait. timeout is a number of seconds, or " +
 				"text such as 24h or 7d.",
 		}, {
-			method: "PUT", path: "/v1/locks", body: beating{}, answer: beats{}, handle: s.beatLocks,
-			about: "Prolong many locks at once. live is false for those that are void.",
+			method: "PUT", path: "/v1/locks", body: heartbeatsRequest{}, response: heartbeatsResponse{}, handle: s.heartbeatLocks,
+			about: "Renew many locks at once. live is false for void ones.",
 		}, {
-			method: "POST", path: "/v1/executions/{id}/checkpoints", body: recording{}, answer: recorded{}, status: http.StatusCreated,
-			handle: s.recordStep, conflicts: true, again: true, repeatable: true,
-			about: "Record the output of a step. 200 when it was recorded so before; 409 when with another output, and when the lock is void.",
+			method: "POST", path: "/v1/executions/{id}/checkpoints", body: checkpointRequest{}, response: checkpointResponse{}, status: http.StatusCreated,
+			handle: s.checkpoint, conflicts: true, again: true, repeatable: true,
+			about: "Checkpoint the output of a step. 200 if the same output was recorded before; 409 for a different output or a void lock.",
 		},
 	}
 }

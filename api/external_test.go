@@ -197,8 +197,8 @@ func TestWhatIsNotAskedRightIsRefused(t *testing.T) {
 		{"POST", "/v1/executions", `{"flow":"zzz"}`, 422, "external, report"},
 		{"POST", "/v1/executions", `{"FLOW":"external"}`, 400, `unknown field "FLOW"`},
 		{"POST", "/v1/executions", `{"flow":"heartbeat"}`, 422, "agent heartbeat"},
-		{"POST", "/v1/executions", `{"flow":"external:"}`, 422, "there is no flow"},
-		{"POST", "/v1/executions", `{"flow":"external:a b"}`, 422, "there is no flow"},
+		{"POST", "/v1/executions", `{"flow":"external:"}`, 422, "no flow"},
+		{"POST", "/v1/executions", `{"flow":"external:a b"}`, 422, "no flow"},
 		{"POST", "/v1/executions", `{}`, 400, "flow is missing"},
 		{"POST", "/v1/executions", `{"flow":"external","onlost":"fail"}`, 400, "onlost"},
 		{"POST", "/v1/executions", `{"flow":"external","on_lost":"resume"}`, 400, "on_lost"},
@@ -224,7 +224,7 @@ func TestWhatIsNotAskedRightIsRefused(t *testing.T) {
 		{"PUT", path + "/lock/y", "{}", 409, "locked by w"},
 		{"PUT", held, `{"ttl_seconds":60}`, 400, `unknown field "ttl_seconds"`},
 		{"PUT", held, "60", 400, "not a JSON object"},
-		{"PUT", path + "/lock/a%00b", "", 400, "not the id of a lock"},
+		{"PUT", path + "/lock/a%00b", "", 400, "malformed lock id"},
 		{"PUT", "/v1/locks", `{"lock_ids":[]}`, 400, "lock_ids"},
 		{"PUT", "/v1/locks", `{"lock_ids":[""]}`, 400, "lock_ids[0]"},
 		{"POST", "/v1/executions/x/checkpoints", step(`"step":"a","output":1`), 400, "uuid"},
@@ -235,7 +235,7 @@ func TestWhatIsNotAskedRightIsRefused(t *testing.T) {
 		{"POST", path + "/checkpoints", step(`"step":"a","output":"\u0000"`), 400, "u0000 cannot be converted"},
 		{"POST", path + "/checkpoints", step(`"step":"` + strings.Repeat("x", 501) + `","output":1`), 400, "500"},
 		{"POST", path + "/checkpoints", step(`"step":"wait event 1","output":1`), 400, "the outcomes of waits"},
-		{"DELETE", held, `{"status":"waiting","waiting_for":"agent","waiting_key":"` + strings.ToUpper(x.ID) + `"}`, 400, "its own end"},
+		{"DELETE", held, `{"status":"waiting","waiting_for":"agent","waiting_key":"` + strings.ToUpper(x.ID) + `"}`, 400, "cannot wait for itself"},
 		{"DELETE", held, ``, 400, "JSON object"},
 		{"DELETE", held, `{"status":"cancelled"}`, 400, "completed, failed or waiting"},
 		{"DELETE", held, `{"status":"completed","waiting_for":"event"}`, 400, "status waiting"},
@@ -355,7 +355,7 @@ func (a *agent) follow(url, last string) (statuses, ids []string) {
 	}
 	defer got.Body.Close()
 	for lines := bufio.NewScanner(got.Body); ; {
-		e := event(a.t, lines)
+		e := eventRequest(a.t, lines)
 		if len(e) == 0 {
 			return statuses, ids
 		}
@@ -378,10 +378,10 @@ func TestAFollowerSeesEveryStatusAndComesBackWithoutAGap(t *testing.T) {
 	first := a.call(t.Context(), "GET", url, token)
 	defer first.Body.Close()
 	lines := bufio.NewScanner(first.Body)
-	pending := event(t, lines) // from here on nothing is missed, however quickly it comes
+	pending := eventRequest(t, lines) // from here on nothing is missed, however quickly it comes
 	go func() {
 		statuses, ids := []string{"pending"}, []string{pending["id"]}
-		for e := event(t, lines); len(e) > 0; e = event(t, lines) {
+		for e := eventRequest(t, lines); len(e) > 0; e = eventRequest(t, lines) {
 			_, status, _ := strings.Cut(e["id"], "-")
 			statuses, ids = append(statuses, status), append(ids, e["id"])
 		}
@@ -414,8 +414,8 @@ func TestAFieldOfTheWrongTypeIsNamed(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	for body, words := range map[string]string{
-		`{"flow": "external", "progress_seconds": 1.5}`: "progress_seconds cannot be a JSON number 1.5: it takes a whole number",
-		`{"flow": 7}`: "flow cannot be a JSON number: it takes a text",
+		`{"flow": "external", "progress_seconds": 1.5}`: "progress_seconds is a JSON number 1.5; send a whole number",
+		`{"flow": 7}`: "flow is a JSON number; send a text",
 	} {
 		a.refused(a.raw("POST", "/v1/executions", body, asAdmin()), http.StatusBadRequest, words)
 	}

@@ -24,61 +24,58 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
 
-// A POST with the header Idempotency-Key is handled once. The key belongs to the route and to the caller,
-// and is remembered for a day:
+// A POST with the header Idempotency-Key runs once. The key belongs to the route and the caller, and lasts a day:
 //
-//   - the same request again gets the first answer again, with Idempotent-Replayed: true;
-//   - another request under the same key is refused with 422, one that comes while the first is still
-//     handled with 409;
-//   - a first attempt whose process died is over when its lease is, and the next one takes its place. What
-//     it had committed by then is not undone: a route for which that matters makes it an effect of its key;
-//   - what the database could not be told, because it went away, it is told as soon as it is back;
-//   - what may turn out otherwise next time is not remembered: failures of ours (5xx), conflicts, limits;
-//   - an answer that is a stream, or larger than maxKept, is not kept; the same request again is told so
-//     with 409 and the trace of the first.
+//   - the same request again gets the stored response with Idempotent-Replayed: true;
+//   - another request with the same key gets 422; one during the first attempt gets 409;
+//   - an attempt of a dead process ends with its lease, and the next one takes over. Its commits stay. A route that
+//     must not repeat them derives a database key from the Idempotency-Key;
+//   - a result that could not be stored during an outage is stored as soon as the database is back;
+//   - transient results are not stored: 5xx, conflicts, limits;
+//   - a stream, or a response over maxStored, is not stored; the same request again gets 409 and the first trace.
 
 const (
 	keyHeader = "Idempotency-Key"
 	maxKey    = 255
-	// keyLease is how long an attempt lasts without a sign of life.
+	// keyLease is the lease of an attempt.
 	keyLease = 30 * time.Second
-	// keyLife is how long a key is remembered.
-	keyLife = 24 * time.Hour
-	// maxKept is how many bytes of an answer are kept.
-	maxKept = 1 << 20
-	// settleLimit bounds what is written after the handler, which may have used up the request's time.
-	settleLimit = 5 * time.Second
+	// keyTTL is the lifetime of a key.
+	keyTTL = 24 * time.Hour
+	// maxStored bounds a stored response in bytes.
+	maxStored = 1 << 20
+	// completeTimeout bounds the writes after the handler, which may have used up the request's time.
+	completeTimeout = 5 * time.Second
 )
 
-// once runs next at most once for a key.
-func (s *server) once(rt route, next http.Handler) http.Handler {
+// withIdempotency runs next at most once for a key.
+func (s *server) withIdempotency(rt route, next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		id, given, err := identify(r, rt)
 		if err == nil && !given {
 			next.ServeHTTP(w, r)
 			return
 		}
-		var first *kept
+		var first *storedResponse
 		if err == nil {
 			first, err = s.claim(r.Context(), id)
 		}
 		switch {
 		case err != nil:
-			s.refuse(w, r, rt, err, "")
+			s.writeError(w, r, rt, err, "")
 		case first != nil:
-			s.repeat(w, r, rt, first)
+			s.replay(w, r, rt, first)
 		default:
-			s.attempt(w, r, id, next)
+			s.runAttempt(w, r, id, next)
 		}
 	})
 }
 
-// claim hears whether the key was taken also when the client has left: one of which nobody knows would be in the way
-// of the same request until its lease ends. One that may have been taken, though the answer was lost, is given up.
-func (s *server) claim(ctx context.Context, id *identity) (first *kept, err error) {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), settleLimit)
+// claim completes even if the client left: an orphaned claim would block the same request until its lease ends. A
+// claim whose result was lost is released.
+func (s *server) claim(ctx context.Context, id *keyedRequest) (first *storedResponse, err error) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), completeTimeout)
 	defer cancel()
-	s.unsettled.settle(ctx)
+	s.pending.flush(ctx)
 	what := fmt.Sprintf("%s %q", keyHeader, id.key)
 	err = s.locks.Try(ctx, what+" of "+id.scope, func(ctx context.Context) error {
 		return postgres.Again(ctx, func() (err error) {
@@ -88,19 +85,19 @@ func (s *server) claim(ctx context.Context, id *identity) (first *kept, err erro
 	})
 	err = postgres.ExplainLock(ctx, s.pool, err, what, "agent_idempotency")
 	if err != nil && !postgres.Unchanged(err) {
-		s.unsettled.add(id, settlement{})
+		s.pending.add(id, outcome{})
 	}
 	return first, err
 }
 
-// identify reads which request it is. given is false without a key.
-func identify(r *http.Request, rt route) (id *identity, given bool, err error) {
+// identify reads the key and the request's fingerprint. given is false without a key.
+func identify(r *http.Request, rt route) (id *keyedRequest, given bool, err error) {
 	values, given := r.Header[keyHeader]
 	if !given {
 		return nil, false, nil
 	}
 	if len(values) != 1 || !isKey(values[0]) {
-		return nil, true, problem.New(http.StatusBadRequest, "%s has to be one value of 1 to %d printable ASCII characters", keyHeader, maxKey).
+		return nil, true, problem.New(http.StatusBadRequest, "%s must be one value of 1 to %d printable ASCII characters", keyHeader, maxKey).
 			Kind("bad-idempotency-key", "Bad idempotency key")
 	}
 	body, err := io.ReadAll(r.Body)
@@ -111,7 +108,7 @@ func identify(r *http.Request, rt route) (id *identity, given bool, err error) {
 	hash := sha256.New()
 	fmt.Fprintf(hash, "%s?%s\n%q\n", r.URL.EscapedPath(), r.URL.RawQuery, r.Header.Get("X-Thread-Id"))
 	hash.Write(body)
-	id = &identity{scope: rt.method + " " + rt.path + " " + callerOf(r.Context()), key: values[0], fingerprint: hash.Sum(nil)}
+	id = &keyedRequest{scope: rt.method + " " + rt.path + " " + callerOf(r.Context()), key: values[0], fingerprint: hash.Sum(nil)}
 	rand.Read(id.attempt[:]) // never fails
 	return id, true, nil
 }
@@ -121,7 +118,7 @@ func isKey(key string) bool {
 	return strings.TrimSpace(key) != "" && len(key) <= maxKey && !strings.ContainsFunc(key, odd)
 }
 
-// callerOf is who calls, so that nobody gets another's answer.
+// callerOf keeps the keys of callers apart, so that nobody gets another's response.
 func callerOf(ctx context.Context) string {
 	if name, visitor := VisitorFrom(ctx); visitor {
 		return "visitor " + name
@@ -129,31 +126,31 @@ func callerOf(ctx context.Context) string {
 	return admin
 }
 
-// attempt runs next, keeps its answer, and then sends it: an answer that is out is one that is kept.
-func (s *server) attempt(w http.ResponseWriter, r *http.Request, id *identity, next http.Handler) {
-	stop := s.keepAlive(r.Context(), id)
-	held := &holding{ResponseWriter: w}
-	whole := false
+// runAttempt runs next, stores its response, and then sends it. So every response sent is stored.
+func (s *server) runAttempt(w http.ResponseWriter, r *http.Request, id *keyedRequest, next http.Handler) {
+	stop := s.renewLease(r.Context(), id)
+	held := &responseRecorder{ResponseWriter: w}
+	complete := false
 	defer func() {
 		stop()
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), settleLimit)
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), completeTimeout)
 		defer cancel()
-		as := settlementOf(held, whole)
-		err := postgres.Again(ctx, func() error { return id.settle(ctx, s.pool, as) })
+		as := outcomeOf(held, complete)
+		err := postgres.Again(ctx, func() error { return id.complete(ctx, s.pool, as) })
 		if err != nil {
-			s.unsettled.add(id, as)
-			s.log.WarnContext(ctx, "answer to an idempotency key is not kept", "path", problem.Path(r), "error", err)
+			s.pending.add(id, as)
+			s.log.WarnContext(ctx, "response of an idempotency key not stored", "path", problem.Path(r), "error", err)
 		}
-		if whole {
-			held.send()
+		if complete {
+			held.finish()
 		}
 	}()
 	next.ServeHTTP(held, r)
-	whole = true
+	complete = true
 }
 
-// keepAlive renews the lease of an attempt until stop is called.
-func (s *server) keepAlive(ctx context.Context, id *identity) (stop func()) {
+// renewLease renews the lease of an attempt until stop is called.
+func (s *server) renewLease(ctx context.Context, id *keyedRequest) (stop func()) {
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	done := make(chan struct{})
 	go func() {
@@ -167,7 +164,7 @@ func (s *server) keepAlive(ctx context.Context, id *identity) (stop func()) {
 			case <-tick.C:
 			}
 			if err := id.renew(ctx, s.pool); err != nil && ctx.Err() == nil {
-				s.log.WarnContext(ctx, "lease of an idempotency key is not renewed", "error", err)
+				s.log.WarnContext(ctx, "lease of an idempotency key not renewed", "error", err)
 			}
 		}
 	}()
@@ -177,18 +174,18 @@ func (s *server) keepAlive(ctx context.Context, id *identity) (stop func()) {
 	}
 }
 
-// repeat answers for a key that is taken.
-func (s *server) repeat(w http.ResponseWriter, r *http.Request, rt route, first *kept) {
+// replay responds for a key that is already claimed.
+func (s *server) replay(w http.ResponseWriter, r *http.Request, rt route, first *storedResponse) {
 	switch {
 	case !first.Same:
-		s.refuse(w, r, rt, problem.New(http.StatusUnprocessableEntity, "this %s was used for another request", keyHeader).
+		s.writeError(w, r, rt, problem.New(http.StatusUnprocessableEntity, "this %s was used for a different request", keyHeader).
 			Kind("idempotency-key-reused", "Idempotency key reused"), "")
 	case first.State == "running":
 		w.Header().Set("Retry-After", "1")
-		s.refuse(w, r, rt, problem.New(http.StatusConflict, "the first request with this %s is still being handled", keyHeader).
+		s.writeError(w, r, rt, problem.New(http.StatusConflict, "the first request with this %s is still running", keyHeader).
 			Kind("idempotency-key-running", "Still running"), "")
 	case first.State == "unkept":
-		s.refuse(w, r, rt, problem.New(http.StatusConflict, "the request with this %s has been handled; its answer was a stream and is not kept", keyHeader).
+		s.writeError(w, r, rt, problem.New(http.StatusConflict, "the request with this %s is done; its streamed response was not stored", keyHeader).
 			Kind("idempotency-key-used", "Already handled"), first.header()["X-Trace-Id"])
 	default:
 		for name, value := range first.header() {
@@ -202,8 +199,8 @@ func (s *server) repeat(w http.ResponseWriter, r *http.Request, rt route, first 
 	}
 }
 
-// kept is what is known of the first request with a key.
-type kept struct {
+// storedResponse is the state of the first request with a key.
+type storedResponse struct {
 	Same   bool
 	State  string
 	Status int
@@ -211,24 +208,24 @@ type kept struct {
 	Body   []byte
 }
 
-func (k *kept) header() map[string]string {
+func (k *storedResponse) header() map[string]string {
 	var h map[string]string
 	if json.Unmarshal(k.Header, &h) != nil {
-		return nil // written by identity.settle, and by nobody else
+		return nil // only keyedRequest.complete writes it
 	}
 	return h
 }
 
-// identity is one request with a key: a row of agent_idempotency.
-type identity struct {
+// keyedRequest is one request with a key: a row of agent_idempotency.
+type keyedRequest struct {
 	scope, key  string
 	fingerprint []byte
-	attempt     [16]byte // the id of this attempt, which the row has when the request is ours to handle
+	attempt     [16]byte // stored in the row by the claiming attempt
 }
 
-// claim takes the key for this request, or tells what is known of the first one. It also forgets some of
-// the keys whose day is over. Called again when its connection broke, it finds what it took the first time.
-func (id *identity) claim(ctx context.Context, db postgres.DB) (*kept, error) {
+// claim claims the key, or returns the first request's state. It also prunes expired keys. A repeated call after a
+// broken connection finds its own claim.
+func (id *keyedRequest) claim(ctx context.Context, db postgres.DB) (*storedResponse, error) {
 	for {
 		var ours bool
 		err := db.QueryRow(ctx, `
@@ -246,7 +243,7 @@ func (id *identity) claim(ctx context.Context, db postgres.DB) (*kept, error) {
 			 where i.expires_at <= clock_timestamp() or i.attempt = excluded.attempt
 			    or (i.state = 'running' and i.lease_until <= clock_timestamp() and i.fingerprint = excluded.fingerprint)
 			returning true`, postgres.Strict{
-			"scope": id.scope, "key": id.key, "fingerprint": id.fingerprint, "attempt": id.attempt, "lease": keyLease.Seconds(), "life": keyLife.Seconds(),
+			"scope": id.scope, "key": id.key, "fingerprint": id.fingerprint, "attempt": id.attempt, "lease": keyLease.Seconds(), "life": keyTTL.Seconds(),
 			"patience": postgres.LockTimeout,
 		}).Scan(&ours)
 		if err == nil {
@@ -255,15 +252,15 @@ func (id *identity) claim(ctx context.Context, db postgres.DB) (*kept, error) {
 		if !errors.Is(err, pgx.ErrNoRows) {
 			return nil, fmt.Errorf("claim idempotency key: %w", err)
 		}
-		first, err := id.first(ctx, db)
-		if !errors.Is(err, pgx.ErrNoRows) { // else it was given up in between
+		first, err := id.read(ctx, db)
+		if !errors.Is(err, pgx.ErrNoRows) { // released meanwhile: retry
 			return first, err
 		}
 	}
 }
 
-// first reads what is known of the request that has the key.
-func (id *identity) first(ctx context.Context, db postgres.DB) (*kept, error) {
+// read returns the state of the request that holds the key.
+func (id *keyedRequest) read(ctx context.Context, db postgres.DB) (*storedResponse, error) {
 	rows, err := db.Query(ctx, `
 		select fingerprint = @fingerprint as same, state, status, header, body
 		  from agent_idempotency where scope = @scope and key = @key`,
@@ -271,14 +268,14 @@ func (id *identity) first(ctx context.Context, db postgres.DB) (*kept, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read idempotency key: %w", err)
 	}
-	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToAddrOfStructByName[kept])
+	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToAddrOfStructByName[storedResponse])
 	if err != nil {
 		return nil, fmt.Errorf("read idempotency key: %w", err)
 	}
 	return got, nil
 }
 
-func (id *identity) renew(ctx context.Context, db postgres.DB) error {
+func (id *keyedRequest) renew(ctx context.Context, db postgres.DB) error {
 	_, err := db.Exec(ctx, `
 		update agent_idempotency set lease_until = clock_timestamp() + make_interval(secs => @lease)
 		 where scope = @scope and key = @key and attempt = @attempt and state = 'running'`,
@@ -286,28 +283,28 @@ func (id *identity) renew(ctx context.Context, db postgres.DB) error {
 	return err
 }
 
-// settlement is what becomes of a key: the answer that is kept under it, or nothing when state is empty.
-type settlement struct {
+// outcome is the stored response, or the release of the key if state is empty.
+type outcome struct {
 	state  string
 	status int
 	header map[string]string
 	body   []byte
 }
 
-// settlementOf gives the key up when the answer does not settle the request.
-func settlementOf(held *holding, whole bool) settlement {
+// outcomeOf releases the key for a transient response.
+func outcomeOf(held *responseRecorder, complete bool) outcome {
 	switch {
-	case !whole && !held.through, !final(held.code()):
-		return settlement{}
-	case held.through:
-		return settlement{"unkept", held.code(), held.headers(), held.kept()}
+	case !complete && !held.passthrough, !isFinal(held.code()):
+		return outcome{}
+	case held.passthrough:
+		return outcome{"unkept", held.code(), held.storedHeaders(), held.storedBody()}
 	}
-	return settlement{"answered", held.code(), held.headers(), held.kept()}
+	return outcome{"answered", held.code(), held.storedHeaders(), held.storedBody()}
 }
 
-// settle keeps the answer, or gives the key up. An attempt whose lease was lost to another changes nothing.
-func (id *identity) settle(ctx context.Context, db postgres.DB, as settlement) error {
-	if as.state == "" {
+// complete stores the response or releases the key. An attempt that lost its lease changes nothing.
+func (id *keyedRequest) complete(ctx context.Context, db postgres.DB, out outcome) error {
+	if out.state == "" {
 		_, err := db.Exec(ctx, `
 			delete from agent_idempotency
 			 where scope = @scope and key = @key and attempt = @attempt and state = 'running'`,
@@ -317,14 +314,14 @@ func (id *identity) settle(ctx context.Context, db postgres.DB, as settlement) e
 	_, err := db.Exec(ctx, `
 		update agent_idempotency set state = @state, status = @status, header = @header, body = @body
 		 where scope = @scope and key = @key and attempt = @attempt and state = 'running'`, postgres.Strict{
-		"state": as.state, "status": as.status, "header": as.header, "body": as.body,
+		"state": out.state, "status": out.status, "header": out.header, "body": out.body,
 		"scope": id.scope, "key": id.key, "attempt": id.attempt,
 	})
 	return err
 }
 
-// final reports an answer that would be the same the next time.
-func final(status int) bool {
+// isFinal reports a status that a retry would not change.
+func isFinal(status int) bool {
 	switch status {
 	case http.StatusRequestTimeout, http.StatusConflict, http.StatusTooEarly, http.StatusTooManyRequests:
 		return false
@@ -332,86 +329,84 @@ func final(status int) bool {
 	return status < http.StatusInternalServerError
 }
 
-// holding keeps an answer back until it is complete, so that it can be stored first. One that turns out to
-// be a stream, or too large to keep, goes through.
-type holding struct {
+// responseRecorder buffers a response until it is stored. A stream or an oversized response passes through.
+type responseRecorder struct {
 	http.ResponseWriter
-	status  int
-	body    bytes.Buffer
-	through bool
+	status      int
+	body        bytes.Buffer
+	passthrough bool
 }
 
-func (w *holding) WriteHeader(status int) {
+func (w *responseRecorder) WriteHeader(status int) {
 	switch {
 	case status < http.StatusOK:
 		w.ResponseWriter.WriteHeader(status)
 	case w.status == 0:
 		w.status = status
 		if kind, _, err := mime.ParseMediaType(w.Header().Get("Content-Type")); err == nil && kind == "text/event-stream" {
-			w.letThrough()
+			w.passThrough()
 		}
 	}
 }
 
-func (w *holding) Write(b []byte) (int, error) {
+func (w *responseRecorder) Write(b []byte) (int, error) {
 	w.WriteHeader(w.code())
-	if !w.through && w.body.Len()+len(b) > maxKept {
-		w.letThrough()
+	if !w.passthrough && w.body.Len()+len(b) > maxStored {
+		w.passThrough()
 	}
-	if w.through {
+	if w.passthrough {
 		return w.ResponseWriter.Write(b)
 	}
 	return w.body.Write(b)
 }
 
-// letThrough sends what was held back; from now on nothing is.
-func (w *holding) letThrough() {
-	if !w.through {
-		w.through = true
-		w.push()
+// passThrough sends the buffered part and stops buffering.
+func (w *responseRecorder) passThrough() {
+	if !w.passthrough {
+		w.passthrough = true
+		w.writeHeld()
 	}
 }
 
-// push writes what was held back. A client that is gone shows at the next write.
-func (w *holding) push() {
+// writeHeld sends the buffered part. A disconnected client shows at the next write.
+func (w *responseRecorder) writeHeld() {
 	w.ResponseWriter.WriteHeader(w.code())
 	if w.body.Len() > 0 {
 		_, _ = w.ResponseWriter.Write(w.body.Bytes())
 	}
 }
 
-// send is the end of an answer that was held back.
-func (w *holding) send() {
-	if !w.through {
-		w.push()
+// finish sends a buffered response.
+func (w *responseRecorder) finish() {
+	if !w.passthrough {
+		w.writeHeld()
 	}
 }
 
-// Flush is for handlers that ask for an http.Flusher. Whoever flushes streams.
-func (w *holding) Flush() { _ = w.FlushError() } // a client that is gone shows at the next write
+// Flush implements http.Flusher. A flush means a stream.
+func (w *responseRecorder) Flush() { _ = w.FlushError() } // a disconnected client shows at the next write
 
-func (w *holding) FlushError() error {
+func (w *responseRecorder) FlushError() error {
 	w.WriteHeader(w.code())
-	w.letThrough()
+	w.passThrough()
 	return http.NewResponseController(w.ResponseWriter).Flush()
 }
 
-// Unwrap lets http.ResponseController reach the connection.
-func (w *holding) Unwrap() http.ResponseWriter { return w.ResponseWriter }
+// Unwrap supports http.ResponseController.
+func (w *responseRecorder) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 
-// code is the status of the answer, which is 200 when the handler does not say.
-func (w *holding) code() int { return cmp.Or(w.status, http.StatusOK) }
+func (w *responseRecorder) code() int { return cmp.Or(w.status, http.StatusOK) }
 
-// kept is the body to store.
-func (w *holding) kept() []byte {
-	if w.through || w.body.Len() == 0 {
+// storedBody returns the body to store.
+func (w *responseRecorder) storedBody() []byte {
+	if w.passthrough || w.body.Len() == 0 {
 		return []byte{}
 	}
 	return w.body.Bytes()
 }
 
-// headers are those that belong to an answer and not to its connection.
-func (w *holding) headers() map[string]string {
+// storedHeaders returns the headers that belong to the response, not to its connection.
+func (w *responseRecorder) storedHeaders() map[string]string {
 	list := map[string]string{}
 	for _, name := range []string{"Content-Type", "Location", "X-Trace-Id", "X-Thread-Id", "X-Request-Id", "ETag"} {
 		if v := w.Header().Get(name); v != "" {
@@ -422,66 +417,64 @@ func (w *holding) headers() map[string]string {
 }
 
 const (
-	// maxUnsettled is how many attempts are remembered; one more is left to its lease.
-	maxUnsettled = 1000
-	// settlePause is the first pause before the database is told again; it doubles up to maxSettlePause.
-	settlePause    = 50 * time.Millisecond
-	maxSettlePause = 2 * time.Second
+	// maxPending bounds the pending results; one beyond it relies on its lease.
+	maxPending = 1000
+	// minFlushPause is the first pause between flushes; it doubles up to maxFlushPause.
+	minFlushPause = 50 * time.Millisecond
+	maxFlushPause = 2 * time.Second
 )
 
-// unsettled are attempts that are over, and of which the database could not be told: until their leases end, their
-// keys would be in the way of the same requests sent again, here and at other processes. Whoever comes next with a
-// key tells it, and a goroutine does as soon as the database is back. The goroutine has ended when nothing is left to
-// tell.
-type unsettled struct {
+// pendingResults are results that an outage kept from being stored. Until their leases end, their keys would block
+// the same requests at every process. The next keyed request flushes them, and so does a goroutine once the database
+// is back. The goroutine ends when nothing is pending.
+type pendingResults struct {
 	db   postgres.DB
-	stop <-chan struct{} // ends the goroutine; nil is never
+	stop <-chan struct{} // ends the goroutine; nil means never
 
-	telling  chan struct{} // holds a token while somebody tells
-	mu       sync.Mutex
-	attempts []attempted
-	running  bool // the goroutine
+	writing chan struct{} // semaphore of flush
+	mu      sync.Mutex
+	results []pendingResult
+	running bool // the goroutine
 }
 
-// attempted is an attempt that is over, and what becomes of its key.
-type attempted struct {
-	id    *identity
-	as    settlement
-	until time.Time // when its lease has ended
+type pendingResult struct {
+	request *keyedRequest
+	out     outcome
+	until   time.Time // end of its lease
 }
 
-func newUnsettled(db postgres.DB, stop <-chan struct{}) *unsettled {
-	return &unsettled{db: db, stop: stop, telling: make(chan struct{}, 1)}
+func newPendingResults(db postgres.DB, stop <-chan struct{}) *pendingResults {
+	return &pendingResults{db: db, stop: stop, writing: make(chan struct{}, 1)}
 }
 
-func (u *unsettled) add(id *identity, as settlement) {
+func (u *pendingResults) add(id *keyedRequest, as outcome) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	if len(u.attempts) >= maxUnsettled {
+	if len(u.results) >= maxPending {
 		return
 	}
-	u.attempts = append(u.attempts, attempted{id, as, time.Now().Add(keyLease)})
+	u.results = append(u.results, pendingResult{id, as, time.Now().Add(keyLease)})
 	if !u.running {
 		u.running = true
 		go u.run()
 	}
 }
 
-// run tells until nothing is left.
-func (u *unsettled) run() {
-	pause := settlePause
+// run flushes until nothing is pending.
+func (u *pendingResults) run() {
+	pause := minFlushPause
 	for {
 		select {
 		case <-u.stop:
 			return
 		case <-time.After(pause):
 		}
-		pause = min(2*pause, maxSettlePause)
-		ctx, cancel := context.WithTimeout(context.Background(), settleLimit)
-		u.settle(ctx)
+		pause = min(2*pause, maxFlushPause)
+		ctx, cancel := context.WithTimeout(context.Background(), completeTimeout)
+		u.flush(ctx)
 		cancel()
 		u.mu.Lock()
-		u.running = len(u.attempts) > 0
+		u.running = len(u.results) > 0
 		left := u.running
 		u.mu.Unlock()
 		if !left {
@@ -490,45 +483,44 @@ func (u *unsettled) run() {
 	}
 }
 
-// left are the attempts whose leases have not ended.
-func (u *unsettled) left() []attempted {
+// unexpired returns the results whose leases have not ended.
+func (u *pendingResults) unexpired() []pendingResult {
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	u.attempts = slices.DeleteFunc(u.attempts, func(a attempted) bool { return time.Now().After(a.until) })
-	return slices.Clone(u.attempts)
+	u.results = slices.DeleteFunc(u.results, func(a pendingResult) bool { return time.Now().After(a.until) })
+	return slices.Clone(u.results)
 }
 
-// settle tells the database of them, as far as it can be told. Who comes while another tells waits for that.
-func (u *unsettled) settle(ctx context.Context) {
-	if len(u.left()) == 0 {
+// flush stores the pending results as far as possible. Concurrent callers wait for each other.
+func (u *pendingResults) flush(ctx context.Context) {
+	if len(u.unexpired()) == 0 {
 		return
 	}
 	select {
-	case u.telling <- struct{}{}:
+	case u.writing <- struct{}{}:
 	case <-ctx.Done():
 		return
 	}
-	defer func() { <-u.telling }()
-	for _, a := range u.left() {
-		if postgres.Again(ctx, func() error { return a.id.settle(ctx, u.db, a.as) }) != nil {
+	defer func() { <-u.writing }()
+	for _, a := range u.unexpired() {
+		if postgres.Again(ctx, func() error { return a.request.complete(ctx, u.db, a.out) }) != nil {
 			return
 		}
 		u.mu.Lock()
-		u.attempts = slices.DeleteFunc(u.attempts, func(other attempted) bool { return other.id == a.id })
+		u.results = slices.DeleteFunc(u.results, func(other pendingResult) bool { return other.request == a.request })
 		u.mu.Unlock()
 	}
 }
 
-// onceMore does what is an effect of its Idempotency-Key, and says what came of it by its id. That may be what the
-// key did on another day, as rows live longer than keys: then the key is free again, and do is called with one made
-// of both.
-func onceMore(ctx context.Context, db postgres.DB, key string, do func(key string) (id string, err error)) error {
+// withFreshKey runs do under a key derived from the Idempotency-Key, and returns the row's id. Rows outlive keys: if
+// the row is older than a key's lifetime, the key is free again, and do runs with a new key derived from both.
+func withFreshKey(ctx context.Context, db postgres.DB, key string, do func(key string) (id string, err error)) error {
 	for next := key; ; {
 		id, err := do(next)
 		if err != nil || key == "" {
 			return err
 		}
-		old, err := beyondKeys(ctx, db, id)
+		old, err := keyExpired(ctx, db, id)
 		if err != nil || !old {
 			return err
 		}
@@ -536,21 +528,21 @@ func onceMore(ctx context.Context, db postgres.DB, key string, do func(key strin
 	}
 }
 
-// beyondKeys reports whether a row is older than keys are kept, by the time in its id, a UUID of version 7. The
-// database's clock decides; it is asked only about what is not new by any clock.
-func beyondKeys(ctx context.Context, db postgres.DB, id string) (old bool, err error) {
+// keyExpired reports whether a row is older than a key's lifetime, by the time in its UUIDv7. The database's clock
+// decides; it is asked only about rows that are not new by any clock.
+func keyExpired(ctx context.Context, db postgres.DB, id string) (old bool, err error) {
 	stamp, _, _ := strings.Cut(strings.Replace(id, "-", "", 1), "-")
 	milliseconds, err := strconv.ParseInt(stamp, 16, 64)
 	if err != nil {
 		return false, fmt.Errorf("read time of id %q: %w", id, err)
 	}
-	if time.Since(time.UnixMilli(milliseconds)) < keyLife/2 {
+	if time.Since(time.UnixMilli(milliseconds)) < keyTTL/2 {
 		return false, nil
 	}
 	err = db.QueryRow(ctx, `select @id::uuid < lanekeeper.agent_uuid7_floor(clock_timestamp() - make_interval(secs => @life))`,
-		postgres.Strict{"id": id, "life": keyLife.Seconds()}).Scan(&old)
+		postgres.Strict{"id": id, "life": keyTTL.Seconds()}).Scan(&old)
 	if err != nil {
-		return false, fmt.Errorf("look at the age of %s: %w", id, err)
+		return false, fmt.Errorf("read the age of %s: %w", id, err)
 	}
 	return old, nil
 }

@@ -57,8 +57,8 @@ func TestTheSameRequestGetsTheFirstAnswerAgain(t *testing.T) {
 		again.Header().Get("Idempotent-Replayed") != "true" || first.Header().Get("Idempotent-Replayed") != "" {
 		t.Errorf("%v, then %v", first.Header(), again.Header())
 	}
-	a.refused(a.keyed("/v1/things", `{"a":2}`, chatKey, "k1"), 422, "another request")
-	a.refused(a.keyed("/v1/things?x=1", `{"a":1}`, chatKey, "k1"), 422, "another request")
+	a.refused(a.keyed("/v1/things", `{"a":2}`, chatKey, "k1"), 422, "a different request")
+	a.refused(a.keyed("/v1/things?x=1", `{"a":1}`, chatKey, "k1"), 422, "a different request")
 	for name, other := range map[string]*httptest.ResponseRecorder{
 		"another key":     a.keyed("/v1/things", `{"a":1}`, chatKey, "k2"),
 		"another visitor": a.keyed("/v1/things", `{"a":1}`, otherKey, "k1"),
@@ -119,7 +119,7 @@ func TestAnAttemptThatDiedIsTakenOver(t *testing.T) {
 	a = surfaced(t, counted(&calls, func(w http.ResponseWriter, r *http.Request, n int64) {
 		if n == 1 {
 			pgtest.Exec(t, a.pool, `update agent_idempotency set lease_until = clock_timestamp() where key = 'k'`)
-			a.refused(a.keyed("/v1/things", "other", chatKey, "k"), 422, "another")
+			a.refused(a.keyed("/v1/things", "other", chatKey, "k"), 422, "different")
 			if second := a.keyed("/v1/things", "{}", chatKey, "k"); second.Body.String() != `{"n":2}` {
 				t.Errorf("the second attempt: %d %s", second.Code, second.Body)
 			}
@@ -212,7 +212,7 @@ func TestAStreamGoesThroughAndIsNotHandledTwice(t *testing.T) {
 	if w := a.keyed("/v1/large", "{}", token, "k"); w.Body.Len() != 1800<<10 {
 		t.Errorf("%d bytes arrived", w.Body.Len())
 	}
-	a.refused(a.keyed("/v1/large", "{}", token, "k"), 409, "not kept")
+	a.refused(a.keyed("/v1/large", "{}", token, "k"), 409, "not stored")
 }
 
 func TestAKeyHasToBeOne(t *testing.T) {
@@ -244,7 +244,7 @@ func TestOwnPostsHonourKeys(t *testing.T) {
 	if first.Code != 200 || again.Body.String() != first.Body.String() {
 		t.Errorf("%d %s, then %d %s", first.Code, first.Body, again.Code, again.Body)
 	}
-	a.refused(a.keyed("/v1/skills/other/disable", `{"reason":"x"}`, token, "k"), 422, "another request")
+	a.refused(a.keyed("/v1/skills/other/disable", `{"reason":"x"}`, token, "k"), 422, "a different request")
 	n := pgtest.Value[int](t, a.pool, `select count(*) from agent_activity where skill_name = @s`, postgres.Strict{"s": "disable_skill"})
 	if n != 1 {
 		t.Errorf("done %d times", n)

@@ -20,47 +20,46 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// runPrefix begins the lane of an execution that is run now. Such lanes are no rows of their own.
+// runPrefix begins the virtual lanes of running executions.
 const runPrefix = "execution:"
 
-// laneBreak says that a lane was taken away, and where that is recorded.
+// laneBreak is the result of a break.
 type laneBreak struct {
 	Lane       string `json:"lane"`
 	Broken     bool   `json:"broken"`
-	Holder     string `json:"holder"` // who had it
+	Holder     string `json:"holder"` // the former holder
 	TraceID    string `json:"trace_id"`
 	ActivityID string `json:"activity_id"`
 }
 
-func (s *server) listLanes(r request) (answer, error) {
-	after, err := unseal("lanes", r.query["cursor"])
+func (s *server) listLanes(r request) (response, error) {
+	after, err := decodeCursor("lanes", r.query["cursor"])
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
 	live, err := lanes.Live(r.Context(), s.pool)
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
-	slices.SortFunc(live, newestGrant)
+	slices.SortFunc(live, byNewestGrant)
 	if after != "" {
-		last, err := readMark(after)
+		last, err := parseLaneCursor(after)
 		if err != nil {
-			return answer{}, err
+			return response{}, err
 		}
-		live = slices.DeleteFunc(live, func(l lanes.LiveLane) bool { return newestGrant(l, last) <= 0 })
+		live = slices.DeleteFunc(live, func(l lanes.LiveLane) bool { return byNewestGrant(l, last) <= 0 })
 	}
 	next := ""
 	if limit := r.query.limit(); len(live) > limit {
 		live = live[:limit]
-		next = seal("lanes", mark(live[limit-1]))
+		next = encodeCursor("lanes", laneCursor(live[limit-1]))
 	}
-	return answer{body: pageOf(live, next)}, nil
+	return response{body: pageOf(live, next)}, nil
 }
 
-// newestGrant orders lanes by token, which is the microsecond of the grant, newest first; then the runs
-// by their execution's id, which begins with its time, newest first. Neither key changes while the lane is
-// held.
-func newestGrant(a, b lanes.LiveLane) int {
+// byNewestGrant orders lanes by token, the microsecond of the grant, newest first. Then it orders executions by id,
+// whose prefix is their time. Both keys are stable while the lane is held.
+func byNewestGrant(a, b lanes.LiveLane) int {
 	runA, runB := strings.HasPrefix(a.Lane, runPrefix), strings.HasPrefix(b.Lane, runPrefix)
 	switch {
 	case runA && !runB:
@@ -73,10 +72,10 @@ func newestGrant(a, b lanes.LiveLane) int {
 	return cmp.Or(cmp.Compare(b.FencingToken, a.FencingToken), strings.Compare(a.Lane, b.Lane))
 }
 
-// mark is a lane's place in that order.
-func mark(l lanes.LiveLane) string { return strconv.FormatInt(l.FencingToken, 10) + " " + l.Lane }
+// laneCursor returns a lane's position in that order.
+func laneCursor(l lanes.LiveLane) string { return strconv.FormatInt(l.FencingToken, 10) + " " + l.Lane }
 
-func readMark(key string) (lanes.LiveLane, error) {
+func parseLaneCursor(key string) (lanes.LiveLane, error) {
 	token, lane, found := strings.Cut(key, " ")
 	n, err := strconv.ParseInt(token, 10, 64)
 	if err != nil || !found {
@@ -85,46 +84,45 @@ func readMark(key string) (lanes.LiveLane, error) {
 	return lanes.LiveLane{Lane: lane, FencingToken: n}, nil
 }
 
-// breakLane breaks a lane and reads back, in the same transaction, what was recorded about it.
-func (s *server) breakLane(r request) (answer, error) {
+// breakLane breaks a lane and reads its record in the same transaction.
+func (s *server) breakLane(r request) (response, error) {
 	lane := r.PathValue("lane")
 	if !storable(lane) {
-		return answer{}, problem.New(http.StatusBadRequest, "%.60q is not a lane: it has control characters", lane).
+		return response{}, problem.New(http.StatusBadRequest, "%.60q is not a lane name: it has control characters", lane).
 			Kind("malformed-id", "Malformed id")
 	}
 	result := laneBreak{Lane: lane}
 	err := postgres.InTx(r.Context(), s.pool, func(tx pgx.Tx) error {
 		var err error
-		if result.Broken, err = lanes.Break(r.Context(), tx, lane, r.body.(because).Reason); err != nil || !result.Broken {
+		if result.Broken, err = lanes.Break(r.Context(), tx, lane, r.body.(reasonRequest).Reason); err != nil || !result.Broken {
 			return err
 		}
-		return result.recorded(r.Context(), tx)
+		return result.loadRecord(r.Context(), tx)
 	})
 	switch {
 	case errors.Is(err, lanes.ErrBlocked):
-		return answer{}, s.inUse(r.Context(), lane, err)
+		return response{}, s.blockedProblem(r.Context(), lane, err)
 	case err != nil:
-		return answer{}, err
+		return response{}, err
 	case !result.Broken:
-		return answer{}, notHeld(lane)
+		return response{}, notHeld(lane)
 	}
-	return answer{body: result, trace: result.TraceID}, nil
+	return response{body: result, trace: result.TraceID}, nil
 }
 
-// recorded fills in what the activity of the break says.
-func (b *laneBreak) recorded(ctx context.Context, tx pgx.Tx) error {
+// loadRecord fills in the activity of the break.
+func (b *laneBreak) loadRecord(ctx context.Context, tx pgx.Tx) error {
 	rows, _, err := activity.Recent(ctx, tx, activity.Filter{Skill: "break_lane", Lane: b.Lane, Limit: 1})
 	if err != nil || len(rows) == 0 {
 		return err
 	}
 	b.TraceID, b.ActivityID = rows[0].TraceID, rows[0].ID
-	b.Holder, err = holderIn(rows[0].Input)
+	b.Holder, err = holderOf(rows[0].Input)
 	return err
 }
 
-// inUse answers for a break that an open transaction holds up, such as a protected write of the holder: who holds the
-// lane, and which transaction is in the way.
-func (s *server) inUse(ctx context.Context, lane string, cause error) error {
+// blockedProblem explains a break blocked by an open transaction: the lane's holder and the transaction.
+func (s *server) blockedProblem(ctx context.Context, lane string, cause error) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), probeLimit)
 	defer cancel()
 	live, err := lanes.Live(ctx, s.pool)
@@ -136,56 +134,55 @@ func (s *server) inUse(ctx context.Context, lane string, cause error) error {
 		return cause
 	}
 	p, _ := problem.Of(cause)
-	p.Holder, p.TraceID = live[i].LockedBy, value(live[i].TraceID)
+	p.Holder, p.TraceID = live[i].LockedBy, deref(live[i].TraceID)
 	return p
 }
 
 func notHeld(lane string) error {
 	if id, run := strings.CutPrefix(lane, runPrefix); run {
-		return problem.New(http.StatusNotFound, "%s is not a lane but a run; POST /v1/executions/%s/cancel ends it", lane, id)
+		return problem.New(http.StatusNotFound, "%s is an execution, not a lane; POST /v1/executions/%s/cancel ends it", lane, id)
 	}
-	return problem.New(http.StatusNotFound, "nobody holds %s", lane)
+	return problem.New(http.StatusNotFound, "%s is not held", lane)
 }
 
-// holderIn reads who held a lane from the input of the activity that broke it.
-func holderIn(input json.RawMessage) (string, error) {
+// holderOf reads the former holder from the input of the recorded break.
+func holderOf(input json.RawMessage) (string, error) {
 	var said struct {
 		Holder string `json:"holder"`
 	}
 	if err := json.Unmarshal(input, &said); err != nil {
-		return "", fmt.Errorf("read who held the lane: %w", err)
+		return "", fmt.Errorf("read the lane's holder: %w", err)
 	}
 	return said.Holder, nil
 }
 
-// pausing is the lever that stops everything the agent does by itself.
-func (s *server) pausing() []route {
+func (s *server) pauseRoutes() []route {
 	return []route{
 		{
-			method: "GET", path: "/v1/pause", answer: executions.Pause{}, handle: s.getPause,
+			method: "GET", path: "/v1/pause", response: executions.Pause{}, handle: s.getPause,
 			about: "Whether autonomous work is paused, since when, by whom and why.",
 		}, {
-			method: "POST", path: "/v1/pause", body: because{}, answer: executions.PauseChange{}, handle: s.pauseAll, repeatable: true,
-			about: "Pause autonomous work, everywhere: nothing of it begins, what runs stops before its next step, due times are recorded as " +
-				"skipped, and what arrives is kept. operate and chat go on. changed is false when it was paused; then the pause is answered that is on.",
+			method: "POST", path: "/v1/pause", body: reasonRequest{}, response: executions.PauseChange{}, handle: s.pauseAll, repeatable: true,
+			about: "Pause autonomous work in all processes: nothing starts, running work stops before its next step, scheduled times are recorded " +
+				"as skipped, and input is stored. operate and chat continue. changed is false if it was already paused.",
 		}, {
-			method: "POST", path: "/v1/resume", body: because{}, answer: executions.PauseChange{}, handle: s.resumeAll, repeatable: true,
-			about: "End the pause: what is ready goes on at once. The answer tells of the pause that was; changed is false when there was none.",
+			method: "POST", path: "/v1/resume", body: reasonRequest{}, response: executions.PauseChange{}, handle: s.resumeAll, repeatable: true,
+			about: "End the pause; ready work continues at once. Returns the former pause; changed is false without one.",
 		},
 	}
 }
 
-func (s *server) getPause(r request) (answer, error) {
+func (s *server) getPause(r request) (response, error) {
 	p, err := executions.CurrentPause(r.Context(), s.pool)
-	return answer{body: p, trace: p.TraceID}, err
+	return response{body: p, trace: p.TraceID}, err
 }
 
-func (s *server) pauseAll(r request) (answer, error) {
-	got, err := executions.PauseAll(r.Context(), s.pool, admin, r.body.(because).Reason)
-	return answer{body: got, trace: got.TraceID}, err
+func (s *server) pauseAll(r request) (response, error) {
+	got, err := executions.PauseAll(r.Context(), s.pool, admin, r.body.(reasonRequest).Reason)
+	return response{body: got, trace: got.TraceID}, err
 }
 
-func (s *server) resumeAll(r request) (answer, error) {
-	got, err := executions.ResumeAll(r.Context(), s.pool, admin, r.body.(because).Reason)
-	return answer{body: got, trace: got.TraceID}, err
+func (s *server) resumeAll(r request) (response, error) {
+	got, err := executions.ResumeAll(r.Context(), s.pool, admin, r.body.(reasonRequest).Reason)
+	return response{body: got, trace: got.TraceID}, err
 }

@@ -321,7 +321,7 @@ func TestFlowsAreListedByName(t *testing.T) {
 	if w := a.raw("GET", "/v1/flows/b", "", asAdmin()); json.Unmarshal(w.Body.Bytes(), &one) != nil || one.Name != "b" || !one.Current || len(one.Definition.Actions) != 1 {
 		t.Errorf("%d %s", w.Code, w.Body)
 	}
-	a.refused(a.raw("GET", "/v1/flows/nobody", "", asAdmin()), http.StatusNotFound, `there is no flow "nobody"`)
+	a.refused(a.raw("GET", "/v1/flows/nobody", "", asAdmin()), http.StatusNotFound, `no flow "nobody"`)
 	var schema map[string]any
 	if w := a.raw("GET", "/v1/schemas/flow", "", asAdmin()); json.Unmarshal(w.Body.Bytes(), &schema) != nil || schema["$schema"] == nil {
 		t.Errorf("%d %.200s", w.Code, w.Body)
@@ -351,8 +351,8 @@ func TestRequestsAreListed(t *testing.T) {
 		status int
 		words  string
 	}{
-		"/v1/requests/nonsense":                             {http.StatusBadRequest, "not the id of a request"},
-		"/v1/requests/0198c0de-0000-7000-8000-000000000000": {http.StatusNotFound, "there is no request"},
+		"/v1/requests/nonsense":                             {http.StatusBadRequest, "not the id (uuid) of a request"},
+		"/v1/requests/0198c0de-0000-7000-8000-000000000000": {http.StatusNotFound, "no request "},
 		"/v1/requests?kind=favour":                          {http.StatusBadRequest, "document"},
 		"/v1/requests?execution_id=zz":                      {http.StatusBadRequest, "uuid"},
 	} {

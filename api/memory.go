@@ -15,10 +15,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/memory"
 )
 
-// memoryWrite is what an admin wants to be kept.
 type memoryWrite struct {
 	Value      json.RawMessage `json:"value"`
-	TTLSeconds float64         `json:"ttl_seconds,omitempty"` // 0: for ever
+	TTLSeconds float64         `json:"ttl_seconds,omitempty"` // 0 means for ever
 	Reason     string          `json:"reason"`
 }
 
@@ -28,12 +27,11 @@ func (b memoryWrite) check() error {
 	case len(b.Value) == 0:
 		return badBody("value is missing")
 	case b.TTLSeconds < 0 || b.TTLSeconds > century:
-		return badBody("ttl_seconds can be 0, for ever, to %d", century)
+		return badBody("ttl_seconds must be 0 (for ever) to %d", century)
 	}
-	return because{b.Reason}.check()
+	return reasonRequest{b.Reason}.check()
 }
 
-// conflictDecision is what an admin says to a conflict.
 type conflictDecision struct {
 	Decision string `json:"decision"` // keep, or take
 	Reason   string `json:"reason"`
@@ -41,47 +39,46 @@ type conflictDecision struct {
 
 func (d conflictDecision) check() error {
 	if d.Decision != "keep" && d.Decision != "take" {
-		return badBody("decision is %.60q; it can be keep, what is there, or take, the late value", d.Decision)
+		return badBody("decision is %.60q; use keep (the stored value) or take (the late value)", d.Decision)
 	}
-	return because{d.Reason}.check()
+	return reasonRequest{d.Reason}.check()
 }
 
-// remembering is what an admin does with the memory.
-func (s *server) remembering() []route {
+func (s *server) memoryRoutes() []route {
 	return []route{
 		{
-			method: "GET", path: "/v1/memory/entries/{category}/{key}", answer: memory.Entry{}, handle: s.getMemory, versioned: true,
-			params: []param{ofAgent},
-			about:  "One entry of the memory. Its ETag is what a change is based on. Category and key are path-escaped.",
+			method: "GET", path: "/v1/memory/entries/{category}/{key}", response: memory.Entry{}, handle: s.getMemory, versioned: true,
+			params: []param{agentParam},
+			about:  "One entry of the memory. Its ETag is the precondition of a change. Category and key are path-escaped.",
 		}, {
-			method: "PUT", path: "/v1/memory/entries/{category}/{key}", body: memoryWrite{}, answer: memory.Entry{}, handle: s.putMemory, versioned: true, guarded: true,
-			params: []param{ofAgent},
-			about:  "Keep a value under a key. If-Match with the ETag that was read, or If-None-Match: * for a new key, is required; 412 has both values.",
+			method: "PUT", path: "/v1/memory/entries/{category}/{key}", body: memoryWrite{}, response: memory.Entry{}, handle: s.putMemory, versioned: true, guarded: true,
+			params: []param{agentParam},
+			about:  "Store a value under a key. Requires If-Match with the ETag, or If-None-Match: * for a new key; 412 returns both values.",
 		}, {
-			method: "DELETE", path: "/v1/memory/entries/{category}/{key}", body: because{}, answer: change{}, handle: s.deleteMemory, guarded: true,
-			params: []param{ofAgent},
-			about:  "Delete an entry for good. If-Match with the ETag that was read is required; 412 has what is there now.",
+			method: "DELETE", path: "/v1/memory/entries/{category}/{key}", body: reasonRequest{}, response: change{}, handle: s.deleteMemory, guarded: true,
+			params: []param{agentParam},
+			about:  "Delete an entry permanently. Requires If-Match with the ETag; 412 returns the current value.",
 		}, {
-			method: "POST", path: "/v1/memory/{id}/forget", body: because{}, answer: change{}, handle: s.forgetMemory, guarded: true,
-			about: "Delete an entry of the memory for good, by its id. With If-Match only if it is as it was read.",
+			method: "POST", path: "/v1/memory/{id}/forget", body: reasonRequest{}, response: change{}, handle: s.forgetMemory, guarded: true,
+			about: "Delete an entry of the memory permanently by id, optionally with If-Match.",
 		}, {
-			method: "GET", path: "/v1/memory/conflicts", answer: page[memory.Conflict]{}, handle: s.listMemoryConflicts,
-			about: "What was not written, because its key had changed meanwhile and nobody was there any more to decide; newest first. Without status, what is open. " +
-				"revision and current are what is there now.",
-			params: listing(oneOf("status", "State of the conflict", memory.ConflictOpen, memory.ConflictKept, memory.ConflictTaken, "all")),
+			method: "GET", path: "/v1/memory/conflicts", response: page[memory.Conflict]{}, handle: s.listMemoryConflicts,
+			about: "Writes rejected because their key had changed, newest first. Default the open ones. " +
+				"revision and current show the stored value.",
+			params: listParams(enumParam("status", "State of the conflict", memory.ConflictOpen, memory.ConflictKept, memory.ConflictTaken, "all")),
 		}, {
-			method: "POST", path: "/v1/memory/conflicts/{id}/decide", body: conflictDecision{}, answer: memory.Conflict{}, handle: s.decideMemoryConflict,
+			method: "POST", path: "/v1/memory/conflicts/{id}/decide", body: conflictDecision{}, response: memory.Conflict{}, handle: s.decideMemoryConflict,
 			conflicts: true, guarded: true, versioned: true,
-			about: "Decide a conflict, once: keep what is there, or take the late value. That is written only if the key is at the revision that If-Match names, or, " +
-				"without it, as it was when the conflict arose; otherwise 412, and the conflict stays open.",
+			about: "Decide a conflict once: keep the stored value, or take the late value if the key is at the revision of If-Match, " +
+				"default that of the conflict; otherwise 412, and the conflict stays open.",
 		},
 	}
 }
 
-// ofAgent is the parameter that says whose memory a request is about.
-var ofAgent = text("agent", "The agent whose memory it is; the shared one when left out")
+// agentParam selects the owner of a memory.
+var agentParam = textParam("agent", "The owner of the memory; default the shared memory")
 
-// owner is whose memory a request is about.
+// owner returns the memory that a request names.
 func (s *server) owner(r request) (memory.Owner, error) {
 	owner, err := s.agents.MemoryOf(r.Context(), s.pool, r.query["agent"])
 	if errors.Is(err, agents.ErrNotFound) || errors.Is(err, agents.ErrNoMemory) {
@@ -90,11 +87,11 @@ func (s *server) owner(r request) (memory.Owner, error) {
 	return memory.Owner(owner), err
 }
 
-// entryIn is the owner, the category and the key that a request is about.
-func (s *server) entryIn(r request) (owner memory.Owner, category, key string, err error) {
+// pathEntry returns the owner, category and key of a request.
+func (s *server) pathEntry(r request) (owner memory.Owner, category, key string, err error) {
 	category, key = r.PathValue("category"), r.PathValue("key")
 	for _, text := range []string{category, key} {
-		if !keepable(text) || len(text) > maxText {
+		if !hasNoNUL(text) || len(text) > maxText {
 			return "", "", "", memory.ErrNotFound
 		}
 	}
@@ -102,49 +99,49 @@ func (s *server) entryIn(r request) (owner memory.Owner, category, key string, e
 	return owner, category, key, err
 }
 
-func (s *server) getMemory(r request) (answer, error) {
-	owner, category, key, err := s.entryIn(r)
+func (s *server) getMemory(r request) (response, error) {
+	owner, category, key, err := s.pathEntry(r)
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
 	e, err := owner.Get(r.Context(), s.pool, category, key)
-	return answer{body: e, revision: e.Revision, trace: e.TraceID}, err
+	return response{body: e, revision: e.Revision, trace: e.TraceID}, err
 }
 
-// putMemory keeps a value, based on what the admin has read.
-func (s *server) putMemory(r request) (answer, error) {
-	owner, category, key, err := s.entryIn(r)
+// putMemory stores a value under optimistic locking.
+func (s *server) putMemory(r request) (response, error) {
+	owner, category, key, err := s.pathEntry(r)
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
-	based, err := r.basedOn()
+	based, err := r.readPrecondition()
 	if err == nil {
-		err = based.required()
+		err = based.require()
 	}
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
-	said := r.body.(memoryWrite)
+	body := r.body.(memoryWrite)
 	var saved memory.Entry
-	done, err := s.audited(r.Context(), "set_memory", said.Reason, memoryInput(owner, category, key),
+	done, err := s.record(r.Context(), "set_memory", body.Reason, memoryInput(owner, category, key),
 		func(tx pgx.Tx, traceID string) (any, error) {
-			revision, err := based.ofMemory(r.Context(), func(ctx context.Context) (memory.Entry, error) { return owner.Get(ctx, tx, category, key) })
+			revision, err := based.memoryRevision(r.Context(), func(ctx context.Context) (memory.Entry, error) { return owner.Get(ctx, tx, category, key) })
 			if err != nil {
 				return nil, err
 			}
 			saved, err = memory.Save(r.Context(), tx, memory.Note{
-				Owner: owner, Category: category, Key: key, Value: said.Value, TTL: time.Duration(said.TTLSeconds * float64(time.Second)),
+				Owner: owner, Category: category, Key: key, Value: body.Value, TTL: time.Duration(body.TTLSeconds * float64(time.Second)),
 				TraceID: traceID, Revision: revision,
 			})
 			return map[string]int{"revision": saved.Revision}, err
 		})
 	if err != nil {
-		return answer{}, badMemory(err)
+		return response{}, memoryError(err)
 	}
-	return answer{body: saved, revision: saved.Revision, trace: done.TraceID}, nil
+	return response{body: saved, revision: saved.Revision, trace: done.TraceID}, nil
 }
 
-// memoryInput is what the record of a change says.
+// memoryInput describes a change of memory for its record.
 func memoryInput(owner memory.Owner, category, key string) map[string]any {
 	input := map[string]any{"category": category, "key": key}
 	if owner != memory.Shared {
@@ -153,8 +150,8 @@ func memoryInput(owner memory.Owner, category, key string) map[string]any {
 	return input
 }
 
-// badMemory is the client's mistake in what it wants to be kept.
-func badMemory(err error) error {
+// memoryError maps invalid values to problems.
+func memoryError(err error) error {
 	switch {
 	case errors.Is(err, memory.ErrInvalid), errors.Is(err, memory.ErrSecret):
 		return badBody("%s", err)
@@ -164,20 +161,20 @@ func badMemory(err error) error {
 	return err
 }
 
-func (s *server) deleteMemory(r request) (answer, error) {
-	owner, category, key, err := s.entryIn(r)
+func (s *server) deleteMemory(r request) (response, error) {
+	owner, category, key, err := s.pathEntry(r)
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
-	based, err := r.basedOn()
+	based, err := r.readPrecondition()
 	if err == nil {
-		err = based.required()
+		err = based.require()
 	}
 	if err == nil && based.absent {
-		err = badPrecondition("If-None-Match: * does not go with deleting")
+		err = badPrecondition("If-None-Match: * is invalid for a deletion")
 	}
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
 	return s.forget(r, func(tx pgx.Tx) (memory.Entry, error) {
 		e, err := owner.Get(r.Context(), tx, category, key)
@@ -192,44 +189,42 @@ func (s *server) deleteMemory(r request) (answer, error) {
 	})
 }
 
-// forgetMemory deletes an entry by its id.
-func (s *server) forgetMemory(r request) (answer, error) {
-	id, err := nameIn(r, memory.ErrNotFound)
+func (s *server) forgetMemory(r request) (response, error) {
+	id, err := pathName(r, memory.ErrNotFound)
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
-	revision, err := r.known()
+	revision, err := r.ifMatch()
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
 	return s.forget(r, func(tx pgx.Tx) (memory.Entry, error) { return memory.ForgetID(r.Context(), tx, id, revision) })
 }
 
-func (s *server) listMemoryConflicts(r request) (answer, error) {
-	got, err := paged("memory conflicts", r.query, func(c memory.Conflict) string { return c.ID },
+func (s *server) listMemoryConflicts(r request) (response, error) {
+	got, err := readPage("memory conflicts", r.query, func(c memory.Conflict) string { return c.ID },
 		func(before string, limit int) ([]memory.Conflict, error) {
 			return memory.Conflicts(r.Context(), s.pool, memory.ConflictFilter{Status: r.query["status"], Before: before, Limit: limit})
 		})
-	return answer{body: got}, err
+	return response{body: got}, err
 }
 
-// decideMemoryConflict decides once.
-func (s *server) decideMemoryConflict(r request) (answer, error) {
-	id, err := uuidIn(r, "a memory conflict")
+func (s *server) decideMemoryConflict(r request) (response, error) {
+	id, err := pathUUID(r, "a memory conflict")
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
-	based, err := r.basedOn()
+	based, err := r.readPrecondition()
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
-	said := r.body.(conflictDecision)
+	body := r.body.(conflictDecision)
 	var decided memory.Conflict
-	input := map[string]any{"conflict": id, "decision": said.Decision}
-	done, err := s.audited(r.Context(), "decide_memory_conflict", said.Reason,
+	input := map[string]any{"conflict": id, "decision": body.Decision}
+	done, err := s.record(r.Context(), "decide_memory_conflict", body.Reason,
 		input,
 		func(tx pgx.Tx, traceID string) (any, error) {
-			revision, err := based.ofMemory(r.Context(), func(ctx context.Context) (memory.Entry, error) {
+			revision, err := based.memoryRevision(r.Context(), func(ctx context.Context) (memory.Entry, error) {
 				c, err := memory.GetConflict(ctx, tx, id)
 				if err != nil {
 					return memory.Entry{}, err
@@ -240,13 +235,13 @@ func (s *server) decideMemoryConflict(r request) (answer, error) {
 				return nil, err
 			}
 			decided, err = memory.Decide(r.Context(), tx, id, memory.Decision{
-				Take: said.Decision == "take", By: admin, Reason: said.Reason, IfRevision: revision, TraceID: traceID,
+				Take: body.Decision == "take", By: admin, Reason: body.Reason, IfRevision: revision, TraceID: traceID,
 			})
 			maps.Copy(input, memoryInput(decided.Owner, decided.Category, decided.Key))
 			return map[string]any{"status": decided.Status, "revision": decided.Revision}, err
 		})
 	if err != nil {
-		return answer{}, badMemory(err)
+		return response{}, memoryError(err)
 	}
-	return answer{body: decided, revision: decided.Revision, trace: done.TraceID}, nil
+	return response{body: decided, revision: decided.Revision, trace: done.TraceID}, nil
 }

@@ -15,7 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/replica"
 )
 
-// openAPI serves the document that describes the table.
+// openAPI serves the document of the table.
 func (s *server) openAPI(table []route) (http.Handler, error) {
 	encoded, err := encode(document(table))
 	if err != nil {
@@ -32,7 +32,7 @@ func (s *server) openAPI(table []route) (http.Handler, error) {
 
 var pathParam = regexp.MustCompile(`\{(\w+)\}`)
 
-// document is the OpenAPI 3.1 description of the table.
+// document builds the OpenAPI 3.1 description of the table.
 func document(table []route) object {
 	s := &schemas{components: object{}}
 	paths := object{}
@@ -48,13 +48,13 @@ func document(table []route) object {
 		}
 		at[strings.ToLower(rt.method)] = s.operation(rt)
 	}
-	s.of(reflect.TypeFor[problem.Problem]())
+	s.schema(reflect.TypeFor[problem.Problem]())
 	return object{
 		"openapi": "3.1.0",
 		"info": object{
 			"title": "Lanekeeper", "version": "1",
-			"description": "What the agent does and did, an admin's levers, and the surfaces. Errors are RFC 9457 problems, " +
-				"and OpenAI's error objects where its clients call.",
+			"description": "The agent's state and history, admin actions, and the surfaces. Errors are RFC 9457 problems, " +
+				"or OpenAI's error objects for its clients.",
 		},
 		"paths": paths,
 		"components": object{
@@ -67,12 +67,11 @@ func document(table []route) object {
 	}
 }
 
-// plainPath is a pattern of http.ServeMux as OpenAPI writes it.
+// plainPath converts a pattern of http.ServeMux to OpenAPI.
 func plainPath(pattern string) string {
 	return strings.ReplaceAll(strings.TrimSuffix(pattern, "{$}"), "...}", "}")
 }
 
-// operation describes one route.
 func (s *schemas) operation(rt route) object {
 	op := object{
 		"operationId": operationID(rt), "description": rt.about, "parameters": s.parameters(rt), "responses": s.responses(rt),
@@ -86,12 +85,12 @@ func (s *schemas) operation(rt route) object {
 	case Public:
 	}
 	if rt.body != nil {
-		op["requestBody"] = object{"required": true, "content": content("application/json", s.of(reflect.TypeOf(rt.body)))}
+		op["requestBody"] = object{"required": true, "content": content("application/json", s.schema(reflect.TypeOf(rt.body)))}
 	}
 	return op
 }
 
-// operationID is method and path as one word.
+// operationID joins method and path into one word.
 func operationID(rt route) string {
 	words := strings.FieldsFunc(strings.TrimPrefix(plainPath(rt.path), "/v1"), func(r rune) bool { return strings.ContainsRune("/{}.-", r) })
 	return strings.ToLower(rt.method) + "_" + strings.Join(words, "_")
@@ -104,13 +103,13 @@ func (s *schemas) parameters(rt route) []object {
 	}
 	if rt.idempotent {
 		list = append(list, object{
-			"name": keyHeader, "in": "header", "description": "Makes the request count once, however often it is sent within 24 hours.",
+			"name": keyHeader, "in": "header", "description": "Makes repeated requests within 24 hours run once.",
 			"schema": object{"type": "string", "minLength": 1, "maxLength": maxKey},
 		})
 	}
 	if rt.guarded {
 		list = append(list, object{
-			"name": "If-Match", "in": "header", "description": "The ETag of what the change is based on: if it was changed since, nothing happens, and the answer is 412.",
+			"name": "If-Match", "in": "header", "description": "The ETag of the expected state; 412 if it has changed.",
 			"schema": object{"type": "string"},
 		})
 	}
@@ -119,8 +118,8 @@ func (s *schemas) parameters(rt route) []object {
 		switch {
 		case p.format == "integer":
 			schema = object{"type": "integer", "minimum": 1}
-			if p.most > 0 {
-				schema["maximum"], schema["default"] = p.most, p.usual
+			if p.max > 0 {
+				schema["maximum"], schema["default"] = p.max, p.def
 			}
 		case p.format != "":
 			schema = object{"type": "string", "format": p.format}
@@ -132,30 +131,30 @@ func (s *schemas) parameters(rt route) []object {
 	return list
 }
 
-// responses lists what a route can answer.
+// responses lists the possible responses of a route.
 func (s *schemas) responses(rt route) object {
-	answer := object{"description": "Done", "content": s.answered(rt)}
+	answer := object{"description": "Done", "content": s.responseContent(rt)}
 	if headers := headersOf(rt); len(headers) > 0 {
 		answer["headers"] = headers
 	}
 	all := object{strconv.Itoa(max(rt.status, http.StatusOK)): answer}
 	if rt.again {
-		all["200"] = object{"description": "It was so already", "content": answer["content"]}
+		all["200"] = object{"description": "Already done", "content": answer["content"]}
 	}
 	if rt.unready {
-		all["503"] = object{"description": "Not so", "content": answer["content"]}
+		all["503"] = object{"description": "Not ready", "content": answer["content"]}
 	}
-	refused := content(problem.ContentType, s.of(reflect.TypeFor[problem.Problem]()))
+	refused := content(problem.ContentType, s.schema(reflect.TypeFor[problem.Problem]()))
 	if rt.openAI {
 		refused = content("application/json", object{
-			"type": "object", "properties": object{"error": s.of(reflect.TypeFor[chatwire.Failure]())}, "required": []string{"error"},
+			"type": "object", "properties": object{"error": s.schema(reflect.TypeFor[chatwire.Failure]())}, "required": []string{"error"},
 		})
 	}
 	for _, status := range problems(rt) {
 		refusal := object{"description": http.StatusText(status), "content": refused}
 		if status == http.StatusTooManyRequests {
 			refusal["headers"] = object{"Retry-After": object{
-				"description": "Seconds after which it may be sent again.", "schema": object{"type": "integer", "minimum": 1},
+				"description": "Seconds until a retry.", "schema": object{"type": "integer", "minimum": 1},
 			}}
 		}
 		all[strconv.Itoa(status)] = refusal
@@ -166,41 +165,40 @@ func (s *schemas) responses(rt route) object {
 	return all
 }
 
-// headersOf describes the headers of an answer.
 func headersOf(rt route) object {
 	headers := object{}
 	if strings.Contains(rt.path, "{") || rt.handler != nil {
-		headers["X-Trace-Id"] = object{"description": "The trace that the answer belongs to.", "schema": object{"type": "string"}}
+		headers["X-Trace-Id"] = object{"description": "The trace of the response.", "schema": object{"type": "string"}}
 	}
 	if rt.versioned {
-		headers["ETag"] = object{"description": "The revision of what the answer shows.", "schema": object{"type": "string"}}
+		headers["ETag"] = object{"description": "The revision of the shown object.", "schema": object{"type": "string"}}
 	}
 	if rt.replica {
 		headers[replica.Header] = object{
-			"description": "The answer is from a read replica, which was so far behind. Cache-Control: no-cache asks the primary.",
+			"description": "Lag of the read replica in seconds. Cache-Control: no-cache reads from the primary.",
 			"schema":      object{"type": "number"},
 		}
 	}
 	return headers
 }
 
-// answered describes an answer: JSON, a stream of events, or either, as the request asks.
-func (s *schemas) answered(rt route) object {
+// responseContent describes a response: JSON, an event stream, or both.
+func (s *schemas) responseContent(rt route) object {
 	events := object{"type": "string"}
 	switch {
 	case rt.contentType != "" && rt.contentType != "application/json":
 		return content(rt.contentType, events)
-	case rt.answer == nil:
+	case rt.response == nil:
 		return content("application/json", object{})
 	case rt.stream:
-		both := content("application/json", s.of(reflect.TypeOf(rt.answer)))
+		both := content("application/json", s.schema(reflect.TypeOf(rt.response)))
 		both["text/event-stream"] = object{"schema": events}
 		return both
 	}
-	return content("application/json", s.of(reflect.TypeOf(rt.answer)))
+	return content("application/json", s.schema(reflect.TypeOf(rt.response)))
 }
 
-// problems lists the statuses of the problems that a route can answer with.
+// problems lists the error statuses of a route.
 func problems(rt route) []int {
 	var list []int
 	if rt.access != Public {
@@ -212,7 +210,7 @@ func problems(rt route) []int {
 	if !rt.probe {
 		list = append(list, http.StatusTooManyRequests)
 	}
-	if rt.method != http.MethodGet && rt.method != http.MethodHead { // its body is read, whatever it is for
+	if rt.method != http.MethodGet && rt.method != http.MethodHead { // its body is always read
 		list = append(list, http.StatusRequestTimeout, http.StatusRequestEntityTooLarge)
 	}
 	if rt.wantsJSON() {
@@ -235,19 +233,19 @@ func problems(rt route) []int {
 
 func content(kind string, schema object) object { return object{kind: object{"schema": schema}} }
 
-// object is a piece of the document.
+// object is a part of the document.
 type object = map[string]any
 
-// schemas makes JSON Schema (2020-12, as OpenAPI 3.1 uses it) of Go types, as encoding/json writes them.
-// Named structs become components and are referred to.
+// schemas derives JSON Schema 2020-12 from Go types as encoding/json writes them. Named structs become referenced
+// components.
 type schemas struct {
 	components object
 }
 
 var rawType = reflect.TypeFor[json.RawMessage]()
 
-// of is the schema of a type.
-func (s *schemas) of(t reflect.Type) object {
+// schema returns the schema of a type.
+func (s *schemas) schema(t reflect.Type) object {
 	switch t {
 	case timeType:
 		return object{"type": "string", "format": "date-time"}
@@ -256,7 +254,7 @@ func (s *schemas) of(t reflect.Type) object {
 	}
 	switch t.Kind() {
 	case reflect.Pointer:
-		return nullable(s.of(t.Elem()))
+		return nullable(s.schema(t.Elem()))
 	case reflect.String:
 		return object{"type": "string"}
 	case reflect.Bool:
@@ -264,9 +262,9 @@ func (s *schemas) of(t reflect.Type) object {
 	case reflect.Float32, reflect.Float64:
 		return object{"type": "number"}
 	case reflect.Slice, reflect.Array:
-		return object{"type": "array", "items": s.of(t.Elem())}
+		return object{"type": "array", "items": s.schema(t.Elem())}
 	case reflect.Map:
-		return object{"type": "object", "additionalProperties": s.of(t.Elem())}
+		return object{"type": "object", "additionalProperties": s.schema(t.Elem())}
 	case reflect.Struct:
 		return s.structure(t)
 	case reflect.Interface:
@@ -275,7 +273,7 @@ func (s *schemas) of(t reflect.Type) object {
 	return object{"type": "integer"}
 }
 
-// nullable is a schema that also allows null.
+// nullable extends a schema by null.
 func nullable(schema object) object {
 	if name, plain := schema["type"].(string); plain {
 		schema["type"] = []string{name, "null"}
@@ -284,20 +282,19 @@ func nullable(schema object) object {
 	return object{"anyOf": []object{schema, {"type": "null"}}}
 }
 
-// structure describes a struct: a reference when it has a name of its own.
+// structure describes a struct, by reference if it is named.
 func (s *schemas) structure(t reflect.Type) object {
 	name := componentName(t)
 	if name == "" {
 		return s.fields(t)
 	}
 	if _, known := s.components[name]; !known {
-		s.components[name] = object{} // a type that contains itself ends here
+		s.components[name] = object{} // ends recursive types
 		s.components[name] = s.fields(t)
 	}
 	return object{"$ref": "#/components/schemas/" + name}
 }
 
-// fields describes what encoding/json writes of a struct.
 func (s *schemas) fields(t reflect.Type) object {
 	properties, required := object{}, []string{}
 	for _, f := range reflect.VisibleFields(t) {
@@ -306,9 +303,9 @@ func (s *schemas) fields(t reflect.Type) object {
 		if !f.IsExported() || !tagged || name == "-" || name == "" {
 			continue
 		}
-		properties[name] = s.of(f.Type)
-		if f.Tag.Get("nullable") == "true" { // a slice whose nil means something else than an empty one
-			properties[name] = nullable(s.of(f.Type))
+		properties[name] = s.schema(f.Type)
+		if f.Tag.Get("nullable") == "true" { // a slice with distinct nil and empty
+			properties[name] = nullable(s.schema(f.Type))
 		}
 		if !strings.Contains(options, "omit") {
 			required = append(required, name)
@@ -317,7 +314,7 @@ func (s *schemas) fields(t reflect.Type) object {
 	return object{"type": "object", "properties": properties, "required": required}
 }
 
-// componentName is package and type, such as activity_Row; empty for types without a plain name.
+// componentName joins package and type, such as activity_Row; it is empty for types without a plain name.
 func componentName(t reflect.Type) string {
 	if t.Name() == "" || strings.ContainsRune(t.Name(), '[') {
 		return ""

@@ -16,61 +16,59 @@ import (
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-// probeLimit is how long the database may take to answer a probe.
+// probeLimit bounds a probe.
 const probeLimit = time.Second
 
-// writePause is how long after a write that was tried the next one is, and writeTried how large it is in bytes.
+// After a failed write, probes write probeWriteSize bytes every probeWriteInterval.
 const (
-	writePause = 2 * time.Second
-	writeTried = 256 << 10
+	probeWriteInterval = 2 * time.Second
+	probeWriteSize     = 256 << 10
 )
 
-// health is all that /healthz says.
 type health struct {
 	Status string `json:"status"` // ok
 }
 
-// readiness says what each check found.
 type readiness struct {
 	Status string           `json:"status"` // ready or unready
 	Checks map[string]check `json:"checks"` // database, schema, writes, worker, draining
 }
 
-// check is one thing that has to be so for this process to do work.
+// check is one condition of readiness.
 type check struct {
 	OK     bool   `json:"ok"`
 	Detail string `json:"detail"`
 }
 
-func (s *server) healthz(request) (answer, error) {
-	return answer{body: health{"ok"}}, nil
+func (s *server) healthz(request) (response, error) {
+	return response{body: health{"ok"}}, nil
 }
 
-func (s *server) readyz(r request) (answer, error) {
-	got := s.prober.ask(r.Context(), s.probe)
+func (s *server) readyz(r request) (response, error) {
+	got := s.prober.run(r.Context(), s.probe)
 	if got.Status != "ready" {
-		return answer{status: http.StatusServiceUnavailable, body: got}, nil
+		return response{status: http.StatusServiceUnavailable, body: got}, nil
 	}
-	return answer{body: got}, nil
+	return response{body: got}, nil
 }
 
-// prober lets everybody who asks at the same time have the answer of one probe: probes are public.
+// prober shares one probe among concurrent callers, because probes are public.
 type prober struct {
 	mu      sync.Mutex
-	running *probing
+	running *probeCall
 
-	// Of the probe that runs.
-	writable time.Time // when the database last took a large write after a refusal
-	tried    time.Time
+	// State of the running probe.
+	lastWrite time.Time // last successful probe write after a failure
+	lastTry   time.Time
 }
 
-type probing struct {
+type probeCall struct {
 	done chan struct{}
 	got  readiness
 }
 
-// ask returns what a probe finds that runs already, or that it runs.
-func (p *prober) ask(ctx context.Context, probe func(context.Context) readiness) readiness {
+// run returns the result of the running probe, or starts one.
+func (p *prober) run(ctx context.Context, probe func(context.Context) readiness) readiness {
 	p.mu.Lock()
 	running := p.running
 	if running != nil {
@@ -78,7 +76,7 @@ func (p *prober) ask(ctx context.Context, probe func(context.Context) readiness)
 		<-running.done // within probeLimit
 		return running.got
 	}
-	running = &probing{done: make(chan struct{})}
+	running = &probeCall{done: make(chan struct{})}
 	p.running = running
 	p.mu.Unlock()
 	running.got = probe(context.WithoutCancel(ctx))
@@ -89,17 +87,16 @@ func (p *prober) ask(ctx context.Context, probe func(context.Context) readiness)
 	return running.got
 }
 
-// probe makes all checks.
 func (s *server) probe(ctx context.Context) readiness {
 	ctx, cancel := context.WithTimeout(ctx, probeLimit)
 	defer cancel()
-	worker, draining := s.worker()
-	if s.leaving() {
-		draining = check{false, "this process is being stopped"}
+	worker, draining := s.checkWorker()
+	if s.isDraining() {
+		draining = check{false, "this process is shutting down"}
 	}
 	got := readiness{"ready", map[string]check{"worker": worker, "draining": draining}}
-	got.Checks["database"], got.Checks["schema"] = s.database(ctx)
-	got.Checks["writes"] = s.writes(ctx)
+	got.Checks["database"], got.Checks["schema"] = s.checkDatabase(ctx)
+	got.Checks["writes"] = s.checkWrites(ctx)
 	for _, c := range got.Checks {
 		if !c.OK {
 			got.Status = "unready"
@@ -108,21 +105,20 @@ func (s *server) probe(ctx context.Context) readiness {
 	return got
 }
 
-// writes says whether the database takes what is written. It costs nothing until a statement of this process was
-// refused because the disk is full or the database read-only; from then on a large write is tried now and then, and
-// taken back.
-func (s *server) writes(ctx context.Context) check {
-	taken := check{true, "are taken"}
+// checkWrites reports whether the database accepts writes. It costs nothing until a statement of this process failed
+// because the disk is full or the database read-only. Then it occasionally tries a large write and rolls it back.
+func (s *server) checkWrites(ctx context.Context) check {
+	taken := check{true, "accepted"}
 	at, refused := postgres.LastRefusal(s.ready)
-	if refused == nil || at.Before(s.prober.writable) {
+	if refused == nil || at.Before(s.prober.lastWrite) {
 		return taken
 	}
 	began := time.Now()
-	if began.Sub(s.prober.tried) >= writePause {
-		s.prober.tried = began
+	if began.Sub(s.prober.lastTry) >= probeWriteInterval {
+		s.prober.lastTry = began
 		err := s.tryWrite(ctx)
 		if err == nil {
-			s.prober.writable = began
+			s.prober.lastWrite = began
 			return taken
 		}
 		if what, _ := postgres.Trouble(err); what != "" {
@@ -133,27 +129,25 @@ func (s *server) writes(ctx context.Context) check {
 	return check{false, what}
 }
 
-// errTakenBack ends a transaction that was only tried.
-var errTakenBack = errors.New("taken back")
+var errRollback = errors.New("rolled back")
 
-// tryWrite writes more than the free space of a table usually has room for, and takes it back.
+// tryWrite writes more than the free space of a table usually holds, and rolls back.
 func (s *server) tryWrite(ctx context.Context) error {
-	body := make([]byte, writeTried)
-	rand.Read(body) // never fails; what can be compressed would be
+	body := make([]byte, probeWriteSize)
+	rand.Read(body) // never fails; random data does not compress
 	err := postgres.InTx(ctx, s.ready, func(tx pgx.Tx) error {
 		_, err := tx.Exec(ctx, `
 			insert into agent_idempotency (scope, key, fingerprint, lease_until, body, expires_at)
 			values ('GET /readyz', gen_random_uuid()::text, '', clock_timestamp(), @body, clock_timestamp())`, postgres.Strict{"body": body})
-		return cmp.Or(err, errTakenBack)
+		return cmp.Or(err, errRollback)
 	})
-	if errors.Is(err, errTakenBack) {
+	if errors.Is(err, errRollback) {
 		return nil
 	}
 	return err
 }
 
-// leaving reports that this process was told to stop.
-func (s *server) leaving() bool {
+func (s *server) isDraining() bool {
 	select {
 	case <-s.draining:
 		return true
@@ -162,10 +156,10 @@ func (s *server) leaving() bool {
 	}
 }
 
-// database asks the database and looks at its schema. A probe is public, so the cause of an outage, which
-// names hosts and users, goes to the log.
-func (s *server) database(ctx context.Context) (database, schema check) {
-	unknown := check{false, "not known while the database does not answer"}
+// checkDatabase pings the database and checks its schema. Probes are public, so causes with hosts and users go to the
+// log only.
+func (s *server) checkDatabase(ctx context.Context) (database, schema check) {
+	unknown := check{false, "unknown while the database does not answer"}
 	away := func(err error) check {
 		s.log.WarnContext(ctx, "not ready: the database does not answer", "error", err)
 		return check{false, "no answer within " + probeLimit.String()}
@@ -174,8 +168,8 @@ func (s *server) database(ctx context.Context) (database, schema check) {
 		return away(err), unknown
 	}
 	err := migrations.Check(ctx, s.ready)
-	if errors.Is(err, migrations.ErrNewer) { // it came while this process served: an expansion, which it does not notice
-		return check{true, "answers"}, check{true, "of a newer version: replace this process by one of that version"}
+	if errors.Is(err, migrations.ErrNewer) { // an expansion migrated while this process served
+		return check{true, "answers"}, check{true, "newer than this process; upgrade this process"}
 	}
 	for _, known := range []error{migrations.ErrOutdated, migrations.ErrOld, migrations.ErrChanged} {
 		if errors.Is(err, known) {
@@ -185,18 +179,18 @@ func (s *server) database(ctx context.Context) (database, schema check) {
 	if err != nil {
 		return away(err), unknown
 	}
-	return check{true, "answers"}, check{true, "as this version needs it"}
+	return check{true, "answers"}, check{true, "current"}
 }
 
-// worker says whether the engine runs and whether it is shutting down. The engine reports both as one
-// error; that of a shutdown is the only one that is a way to end runs and not the loss of the lease.
-func (s *server) worker() (worker, draining check) {
+// checkWorker reports whether the engine runs and whether it is shutting down. The engine reports both as one error;
+// only that of a shutdown is a control error other than ErrLost.
+func (s *server) checkWorker() (worker, draining check) {
 	err := s.engine.Live()
 	switch {
 	case err == nil:
-		return check{true, "its lease is live"}, check{true, "no"}
+		return check{true, "lease is live"}, check{true, "no"}
 	case executions.IsControl(err) && !errors.Is(err, executions.ErrLost):
-		return check{false, "takes no more work"}, check{false, err.Error()}
+		return check{false, "accepts no work"}, check{false, err.Error()}
 	}
 	return check{false, err.Error()}, check{true, "no"}
 }

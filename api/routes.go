@@ -21,52 +21,52 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-// route is one row of the table: all that is known about an endpoint.
+// route is one row of the table.
 type route struct {
 	method, path string
 	about        string
-	access       Access                        // Admin when left out
-	params       []param                       // of the query; others are refused
-	body         any                           // zero value of what is read; nil for none
-	answer       any                           // zero value of what is answered
-	status       int                           // of the answer; 200 when 0
-	contentType  string                        // of the answer; JSON when empty
-	unready      bool                          // the answer may also come with 503
-	again        bool                          // the answer comes with 200 when it was so already
-	repeatable   bool                          // of a POST: doing it again changes nothing, so it needs no Idempotency-Key
-	keyed        bool                          // is an effect of its Idempotency-Key: with one, doing it again changes nothing
-	conflicts    bool                          // may be refused with 409
-	versioned    bool                          // the answer has an ETag, the revision of what it shows
-	guarded      bool                          // takes If-Match, and may be refused with 412
-	stream       bool                          // has no deadline
-	ends         bool                          // of a stream: it is waited for at shutdown
-	openAI       bool                          // is refused in OpenAI's format
-	foreign      bool                          // takes what a browser sends from another origin
-	replica      bool                          // may be answered from the read replica
-	page         bool                          // for people: not in the document, refused with a page
-	idempotent   bool                          // honours Idempotency-Key
-	maxBody      int64                         // bytes
-	expect       expectation                   // before the body; nil for nothing
-	probe        bool                          // is answered whatever else is under way
-	handle       func(request) (answer, error) // of this package's routes
-	handler      http.Handler                  // of streams and of endpoints
+	access       Access                          // default Admin
+	params       []param                         // of the query; others are rejected
+	body         any                             // zero value of the request body; nil for none
+	response     any                             // zero value of the response body
+	status       int                             // of the response; 200 when 0
+	contentType  string                          // of the response; JSON when empty
+	unready      bool                            // may respond with 503
+	again        bool                            // responds with 200 if already done
+	repeatable   bool                            // an idempotent POST: needs no Idempotency-Key
+	keyed        bool                            // derives a database key from the Idempotency-Key
+	conflicts    bool                            // may respond with 409
+	versioned    bool                            // the response has an ETag, the object's revision
+	guarded      bool                            // supports If-Match, may respond with 412
+	stream       bool                            // no deadline
+	finite       bool                            // a stream that a shutdown waits for
+	openAI       bool                            // errors in OpenAI's format
+	foreign      bool                            // accepts cross-origin requests
+	replica      bool                            // may read from the replica
+	page         bool                            // undocumented, errors as pages
+	idempotent   bool                            // supports Idempotency-Key
+	maxBody      int64                           // bytes
+	expect       expectation                     // runs before the body is read; may be nil
+	probe        bool                            // bypasses admission
+	handle       func(request) (response, error) // of this package's routes
+	handler      http.Handler                    // of streams and of endpoints
 }
 
-// answer is what a handler returns: a value, and the trace it belongs to where there is one.
-type answer struct {
+// response is the result of a handler.
+type response struct {
 	status int // 200 when 0
 	body   any
 	trace  string
-	// revision of what is shown, for the ETag; 0 for none.
+	// revision becomes the ETag; 0 for none.
 	revision int
 }
 
-// table is all routes: the own ones, then the endpoints.
-func (s *server) table(endpoints []Endpoint) ([]route, error) {
+// routes lists the package's routes and the endpoints.
+func (s *server) routes(endpoints []Endpoint) ([]route, error) {
 	table := slices.Concat(
-		s.probes(), s.reading(), s.naming(), s.reports(), s.explaining(), s.state(), s.acting(), s.running(), s.travelling(),
-		s.flowing(), s.deciding(), s.remembering(), s.speaking(), s.admitting(), s.hooking(), s.loggingIn(), s.pausing(),
-		s.retaining(), s.documenting(),
+		s.probeRoutes(), s.readRoutes(), s.agentRoutes(), s.reportRoutes(), s.whyRoutes(), s.stateRoutes(), s.actionRoutes(), s.executionRoutes(), s.timeTravelRoutes(),
+		s.flowRoutes(), s.decisionRoutes(), s.memoryRoutes(), s.messageRoutes(), s.accessRoutes(), s.webhookRoutes(), s.loginRoutes(), s.pauseRoutes(),
+		s.retentionRoutes(), s.documentRoutes(),
 	)
 	for i := range table {
 		if table[i].access == 0 {
@@ -81,237 +81,233 @@ func (s *server) table(endpoints []Endpoint) ([]route, error) {
 			return nil, err
 		}
 		if rt.page && rt.path == loginPath {
-			rt.handler = s.unlessLoggedIn(rt.handler)
+			rt.handler = s.redirectLoggedIn(rt.handler)
 		}
 		table = append(table, rt)
 	}
 	return table, nil
 }
 
-func (s *server) probes() []route {
+func (s *server) probeRoutes() []route {
 	return []route{
 		{
-			method: "GET", path: "/healthz", access: Public, probe: true, answer: health{}, handle: s.healthz,
-			about: "Whether the process is alive. Asks nobody, not even the database.",
+			method: "GET", path: "/healthz", access: Public, probe: true, response: health{}, handle: s.healthz,
+			about: "Whether the process is alive, without any check.",
 		}, {
-			method: "GET", path: "/readyz", access: Public, probe: true, answer: readiness{}, unready: true, handle: s.readyz,
-			about: "Whether this process would do work: database, schema, writes, worker, not shutting down.",
+			method: "GET", path: "/readyz", access: Public, probe: true, response: readiness{}, unready: true, handle: s.readyz,
+			about: "Whether this process accepts work: database, schema, writes, worker, not shutting down.",
 		},
 	}
 }
 
-func (s *server) reading() []route {
+func (s *server) readRoutes() []route {
 	return []route{
 		{
-			method: "GET", path: "/v1/traces", answer: page[activity.TraceSummary]{}, handle: s.listTraces, replica: true,
-			about: "Pieces of work, newest first, each rolled up to one line.",
-			params: listing(surfaceParam, oneOf("status", "State of the root execution", statuses()...),
-				text("agent", "Who acted in the root execution"), sinceParam),
+			method: "GET", path: "/v1/traces", response: page[activity.TraceSummary]{}, handle: s.listTraces, replica: true,
+			about: "Traces, newest first, each summed up in one row.",
+			params: listParams(surfaceParam, enumParam("status", "State of the root execution", statuses()...),
+				textParam("agent", "Agent of the root execution"), sinceParam),
 		}, {
-			method: "GET", path: "/v1/traces/{id}", answer: activity.Trace{}, handle: s.getTrace, replica: true,
-			about: "The story of a trace. The id may be the prefixed one, its ULID alone, or the 32 hex digits of OpenTelemetry.",
+			method: "GET", path: "/v1/traces/{id}", response: activity.Trace{}, handle: s.getTrace, replica: true,
+			about: "A trace with its activities. The id may be prefixed, its ULID alone, or the 32 hex digits of OpenTelemetry.",
 		}, {
-			method: "GET", path: "/v1/traces/{id}/prompts", answer: prompts.Page{}, handle: s.getPrompts, replica: true,
-			about: "The exact prompt of each model call of a trace, redacted; a part that several calls share is in it once.",
+			method: "GET", path: "/v1/traces/{id}/prompts", response: prompts.Page{}, handle: s.getPrompts, replica: true,
+			about: "The exact prompt of each model call of a trace, redacted; shared parts occur once.",
 			params: []param{
 				{name: "activity_id", about: "Only the model call of this activity", check: checkUUID},
-				limitParam("Calls", prompts.MaxCalls, prompts.MaxCalls), text("cursor", "next_cursor of the page before"),
+				limitParam("Calls", prompts.MaxCalls, prompts.MaxCalls), textParam("cursor", "next_cursor of the previous page"),
 			},
 		}, {
-			method: "GET", path: "/v1/activity", answer: page[activity.Row]{}, handle: s.listActivity, replica: true,
-			about: "What was done, newest first. Without since, trace_id and skill the other filters look back 30 days.",
-			params: listing(surfaceParam, oneOf("status", "State of the activity", activityStatuses()...),
-				text("skill", "Name of the skill"), text("lane", "Lane the work was done in"), traceParam,
-				text("agent", "Who acted"), sinceParam, moment("until", "Only what began before this moment")),
+			method: "GET", path: "/v1/activity", response: page[activity.Row]{}, handle: s.listActivity, replica: true,
+			about: "The activity log, newest first. Without since, trace_id or skill it covers the last 30 days.",
+			params: listParams(surfaceParam, enumParam("status", "State of the activity", activityStatuses()...),
+				textParam("skill", "Name of the skill"), textParam("lane", "Lane of the work"), traceParam,
+				textParam("agent", "Name of the agent"), sinceParam, timeParam("until", "End of the period")),
 		}, {
-			method: "GET", path: "/v1/executions", answer: page[executions.Execution]{}, handle: s.listExecutions,
-			about: "Durable runs, newest first.",
-			params: listing(oneOf("status", "State of the execution", statuses()...), surfaceParam,
-				text("flow", "Name of the flow"), text("agent", "Who acted"), traceParam),
+			method: "GET", path: "/v1/executions", response: page[executions.Execution]{}, handle: s.listExecutions,
+			about: "Executions, newest first.",
+			params: listParams(enumParam("status", "State of the execution", statuses()...), surfaceParam,
+				textParam("flow", "Name of the flow"), textParam("agent", "Name of the agent"), traceParam),
 		}, {
-			method: "GET", path: "/v1/executions/{id}", answer: executionDetail{}, handle: s.getExecution,
-			about: "One durable run, with its latest checkpoint and what it waits for.",
+			method: "GET", path: "/v1/executions/{id}", response: executionDetail{}, handle: s.getExecution,
+			about: "One execution with its latest checkpoint and open wait.",
 		}, {
-			method: "GET", path: "/v1/lanes", answer: page[lanes.LiveLane]{}, handle: s.listLanes, params: listing(),
-			about: "Every lane that is held now, newest grant first, then every execution that is run now, newest first.",
+			method: "GET", path: "/v1/lanes", response: page[lanes.LiveLane]{}, handle: s.listLanes, params: listParams(),
+			about: "Held lanes, newest grant first, then running executions, newest first.",
 		}, {
-			method: "GET", path: "/v1/skills", answer: page[skillRow]{}, handle: s.listSkills,
+			method: "GET", path: "/v1/skills", response: page[skillRow]{}, handle: s.listSkills,
 			about: "Skills, newest first, each with its health over the last 7 days.",
-			params: listing(oneOf("enabled", "Whether it is in service", "true", "false"),
-				oneOf("scope", "Who may be offered it", "internal", "external", "both"),
-				text("source", "Where its declaration came from"), text("disabled_by", "Who took it out of service")),
+			params: listParams(enumParam("enabled", "Whether it is enabled", "true", "false"),
+				enumParam("scope", "Who may use it", "internal", "external", "both"),
+				textParam("source", "Source of the declaration"), textParam("disabled_by", "Who disabled it")),
 		}, {
-			method: "GET", path: "/v1/skills/{name}", answer: skillRow{}, handle: s.getSkill, versioned: true,
+			method: "GET", path: "/v1/skills/{name}", response: skillRow{}, handle: s.getSkill, versioned: true,
 			about: "One skill by its name, with its health over the last 7 days. Its ETag is the revision of its state.",
 		},
 	}
 }
 
-// state is what the agent keeps about itself.
-func (s *server) state() []route {
+func (s *server) stateRoutes() []route {
 	return []route{
 		{
 			method: "GET", path: "/v1/executions/{id}/events", contentType: "text/event-stream", stream: true,
 			handler: http.HandlerFunc(s.followExecution),
-			about: "The status of a durable run as server-sent events: event status, data {id, trace_id, status, waiting_for, at}. " +
-				"First the present state (after Last-Event-ID what was missed, of runs of workers outside), then each change, until the end. With the end as Last-Event-ID: 204.",
+			about: "The status of an execution as server-sent events: event status, data {id, trace_id, status, waiting_for, at}. " +
+				"First the current state (for external executions the changes since Last-Event-ID), then each change until the end. 204 if Last-Event-ID is the end.",
 		}, {
-			method: "GET", path: "/v1/approvals", answer: page[approvals.Approval]{}, handle: s.listApprovals,
-			about: "Calls that need an admin's leave, newest first.",
-			params: listing(oneOf("status", "State of the approval", approvalStatuses()...), text("skill", "Name of the skill"),
+			method: "GET", path: "/v1/approvals", response: page[approvals.Approval]{}, handle: s.listApprovals,
+			about: "Calls that need approval, newest first.",
+			params: listParams(enumParam("status", "State of the approval", approvalStatuses()...), textParam("skill", "Name of the skill"),
 				traceParam),
 		}, {
-			method: "GET", path: "/v1/approvals/{id}", answer: approvals.Approval{}, handle: s.getApproval,
-			about: "One call that needs leave, with the exact arguments that a decision is about.",
+			method: "GET", path: "/v1/approvals/{id}", response: approvals.Approval{}, handle: s.getApproval,
+			about: "One call that needs approval, with its exact arguments.",
 		}, {
-			method: "GET", path: "/v1/objectives", answer: page[objectives.Objective]{}, handle: s.listObjectives,
+			method: "GET", path: "/v1/objectives", response: page[objectives.Objective]{}, handle: s.listObjectives,
 			about: "Objectives with their progress, newest first.",
-			params: listing(oneOf("status", "State of the objective", "active", "paused", "completed", "failed", "proposed", "rejected"),
-				text("source", "Where it came from")),
+			params: listParams(enumParam("status", "State of the objective", "active", "paused", "completed", "failed", "proposed", "rejected"),
+				textParam("source", "Source of the objective")),
 		}, {
-			method: "GET", path: "/v1/objectives/{id}", answer: objectiveDetail{}, versioned: true, handle: s.getObjective,
+			method: "GET", path: "/v1/objectives/{id}", response: objectiveDetail{}, versioned: true, handle: s.getObjective,
 			about: "One objective by name or id, with its steps and their evidence.",
 		}, {
-			method: "GET", path: "/v1/automations", answer: page[automations.Automation]{}, handle: s.listAutomations,
+			method: "GET", path: "/v1/automations", response: page[automations.Automation]{}, handle: s.listAutomations,
 			about: "Automations, newest first.",
-			params: listing(oneOf("enabled", "Whether it is in service", "true", "false"), text("skill", "Name of the skill"),
-				text("source", "Where its declaration came from")),
+			params: listParams(enumParam("enabled", "Whether it is enabled", "true", "false"), textParam("skill", "Name of the skill"),
+				textParam("source", "Source of the declaration")),
 		}, {
-			method: "GET", path: "/v1/automations/{id}", answer: automationDetail{}, versioned: true, handle: s.getAutomation,
+			method: "GET", path: "/v1/automations/{id}", response: automationDetail{}, versioned: true, handle: s.getAutomation,
 			about: "One automation by name or id, with its latest runs.",
 		}, {
-			method: "GET", path: "/v1/memory", answer: page[memory.Entry]{}, handle: s.listMemory,
-			about: "What the agent remembers, newest first; with q what matches best, on one page.",
-			params: listing(text("category", "Only of this category"), text("prefix", "What the key begins with"), traceParam,
-				text("q", "Words to search for, as in a web search; in the shared memory, or that of the agent"),
-				text("agent", "Only what this agent remembers")),
+			method: "GET", path: "/v1/memory", response: page[memory.Entry]{}, handle: s.listMemory,
+			about: "Memories, newest first; with q the best matches on one page.",
+			params: listParams(textParam("category", "Only this category"), textParam("prefix", "Prefix of the key"), traceParam,
+				textParam("q", "A search query, in the shared memory or that of agent"),
+				textParam("agent", "Only this agent's memory")),
 		}, {
-			method: "GET", path: "/v1/threads", answer: page[threads.Thread]{}, handle: s.listThreads,
-			about:  "Conversations, the one spoken in last first. One that is spoken in meanwhile moves to the front.",
-			params: listing(text("channel", "Where it is held"), text("owner", "Who opened it"), text("agent", "The agent that it is with")),
+			method: "GET", path: "/v1/threads", response: page[threads.Thread]{}, handle: s.listThreads,
+			about:  "Conversations, most recent first. A new message moves its conversation to the front.",
+			params: listParams(textParam("channel", "Channel of the conversation"), textParam("owner", "Owner of the conversation"), textParam("agent", "Agent of the conversation")),
 		}, {
-			method: "GET", path: "/v1/threads/{id}", answer: threadDetail{}, handle: s.getThread, params: listing(),
+			method: "GET", path: "/v1/threads/{id}", response: threadDetail{}, handle: s.getThread, params: listParams(),
 			about: "One conversation with a page of its messages, newest first.",
 		},
 	}
 }
 
-func (s *server) acting() []route {
+func (s *server) actionRoutes() []route {
 	return []route{
 		{
-			method: "POST", path: "/v1/executions/{id}/cancel", body: because{}, answer: cancelled{}, handle: s.cancelExecution,
-			about: "End an execution now, whatever it does. One that has ended keeps its status, which is answered. 202 with cancel_requested for one " +
-				"that another transaction has locked for longer than a second: detail names what may be in the way, and it is cancelled when that ends.",
+			method: "POST", path: "/v1/executions/{id}/cancel", body: reasonRequest{}, response: cancelResponse{}, handle: s.cancelExecution,
+			about: "Cancel an execution now. An ended one keeps its status. 202 with cancel_requested if another " +
+				"transaction locks the row for more than a second: detail names the blocker, and the cancel follows when it ends.",
 		}, {
-			method: "POST", path: "/v1/skills/{name}/enable", body: because{}, guarded: true, answer: skillChange{}, handle: s.enableSkill,
-			about: "Put a skill back into service, with the automations that were paused for it. Failures until now no longer count.",
+			method: "POST", path: "/v1/skills/{name}/enable", body: reasonRequest{}, guarded: true, response: skillChange{}, handle: s.enableSkill,
+			about: "Enable a skill and its paused automations. Earlier failures no longer count.",
 		}, {
-			method: "POST", path: "/v1/skills/{name}/disable", body: because{}, guarded: true, answer: skillChange{}, handle: s.disableSkill,
-			about: "Take a skill out of service, and pause its automations until it is enabled.",
+			method: "POST", path: "/v1/skills/{name}/disable", body: reasonRequest{}, guarded: true, response: skillChange{}, handle: s.disableSkill,
+			about: "Disable a skill and pause its automations.",
 		}, {
-			method: "POST", path: "/v1/lanes/{lane}/break", body: because{}, answer: laneBreak{}, handle: s.breakLane, conflicts: true,
-			about: "Take a lane away from its holder, whose token is void from then on. The lane is path-escaped.",
+			method: "POST", path: "/v1/lanes/{lane}/break", body: reasonRequest{}, response: laneBreak{}, handle: s.breakLane, conflicts: true,
+			about: "Break a lane; its holder's fencing token becomes invalid. The lane is path-escaped.",
 		},
 	}
 }
 
-// deciding is what people and systems tell the agent.
-func (s *server) deciding() []route {
+func (s *server) decisionRoutes() []route {
 	return []route{
 		{
-			method: "POST", path: "/v1/approvals/{id}", body: decision{}, answer: approvals.Approval{}, handle: s.decideApproval,
+			method: "POST", path: "/v1/approvals/{id}", body: decisionRequest{}, response: approvals.Approval{}, handle: s.decideApproval,
 			conflicts: true,
-			about:     "Approve or reject a call, once. Who waits for the decision goes on. 409 when it was decided, or has expired.",
+			about:     "Approve or reject a call once. The waiting execution resumes. 409 if it was decided or has expired.",
 		}, {
-			method: "POST", path: "/v1/events", body: event{}, answer: delivered{}, status: http.StatusAccepted, handle: s.raiseEvent, keyed: true,
-			about: "Raise an event and resume whoever waits for it; one that nobody waits for is kept for the first that will. " +
-				"The same id twice counts once.",
+			method: "POST", path: "/v1/events", body: eventRequest{}, response: eventResponse{}, status: http.StatusAccepted, handle: s.raiseEvent, keyed: true,
+			about: "Raise an event and resume its waiters; without a waiter it is stored for the first one. " +
+				"The same id counts once.",
 		}, {
-			method: "POST", path: "/v1/objectives/{id}/accept", body: because{}, guarded: true, answer: change{}, handle: s.acceptObjective,
-			conflicts: true, about: "Accept an objective that the agent proposed. 409 when it is none, or was decided.",
+			method: "POST", path: "/v1/objectives/{id}/accept", body: reasonRequest{}, guarded: true, response: change{}, handle: s.acceptObjective,
+			conflicts: true, about: "Accept a proposed objective. 409 if it is not an open proposal.",
 		}, {
-			method: "POST", path: "/v1/objectives/{id}/reject", body: because{}, guarded: true, answer: change{}, handle: s.rejectObjective,
-			conflicts: true, about: "Reject an objective that the agent proposed. 409 when it is none, or was decided.",
+			method: "POST", path: "/v1/objectives/{id}/reject", body: reasonRequest{}, guarded: true, response: change{}, handle: s.rejectObjective,
+			conflicts: true, about: "Reject a proposed objective. 409 if it is not an open proposal.",
 		}, {
-			method: "POST", path: "/v1/objectives/{id}/pause", body: because{}, guarded: true, answer: change{}, handle: s.pauseObjective,
-			conflicts: true, about: "Leave an active objective alone until it is resumed. 409 when it is not active.",
+			method: "POST", path: "/v1/objectives/{id}/pause", body: reasonRequest{}, guarded: true, response: change{}, handle: s.pauseObjective,
+			conflicts: true, about: "Pause an active objective. 409 if it is not active.",
 		}, {
-			method: "POST", path: "/v1/objectives/{id}/resume", body: because{}, guarded: true, answer: change{}, handle: s.resumeObjective,
-			conflicts: true, about: "Work on a paused objective again. 409 when it is not paused.",
+			method: "POST", path: "/v1/objectives/{id}/resume", body: reasonRequest{}, guarded: true, response: change{}, handle: s.resumeObjective,
+			conflicts: true, about: "Resume a paused objective. 409 if it is not paused.",
 		}, {
-			method: "POST", path: "/v1/automations/{id}/enable", body: because{}, guarded: true, answer: change{}, handle: s.enableAutomation,
-			about: "Put an automation into service, by its name.",
+			method: "POST", path: "/v1/automations/{id}/enable", body: reasonRequest{}, guarded: true, response: change{}, handle: s.enableAutomation,
+			about: "Enable an automation by name.",
 		}, {
-			method: "POST", path: "/v1/automations/{id}/disable", body: because{}, guarded: true, answer: change{}, handle: s.disableAutomation,
-			about: "Take an automation out of service, by its name. A proposal is refused that way.",
+			method: "POST", path: "/v1/automations/{id}/disable", body: reasonRequest{}, guarded: true, response: change{}, handle: s.disableAutomation,
+			about: "Disable an automation by name, or reject a proposal.",
 		}, {
-			method: "POST", path: "/v1/automations/{id}/accept", body: because{}, guarded: true, answer: change{}, handle: s.acceptAutomation,
-			conflicts: true, about: "Accept an automation that the agent proposed. 409 when it is none, or was decided.",
+			method: "POST", path: "/v1/automations/{id}/accept", body: reasonRequest{}, guarded: true, response: change{}, handle: s.acceptAutomation,
+			conflicts: true, about: "Accept a proposed automation. 409 if it is not an open proposal.",
 		}, {
-			method: "POST", path: "/v1/automations/{id}/run", body: because{}, answer: automations.Run{}, status: http.StatusAccepted,
-			handle: s.runAutomation, about: "Run an automation now, also one that is out of service. It runs under the trace that is answered.",
+			method: "POST", path: "/v1/automations/{id}/run", body: reasonRequest{}, response: automations.Run{}, status: http.StatusAccepted,
+			handle: s.runAutomation, about: "Run an automation now, even a disabled one. The response has its trace.",
 		}, {
-			method: "POST", path: "/v1/automations/runs/{id}/redrive", body: because{}, answer: automations.Run{}, status: http.StatusAccepted,
+			method: "POST", path: "/v1/automations/runs/{id}/redrive", body: reasonRequest{}, response: automations.Run{}, status: http.StatusAccepted,
 			handle: s.redriveRun, conflicts: true,
-			about: "Give a dead letter, a run whose attempts are used up, one more. 409 when it is not dead.",
+			about: "Give a dead run one more attempt. 409 if it is not dead.",
 		},
 	}
 }
 
-// Access says who may call a route. A row of the table that leaves it out is refused or, among this
-// package's own, the admin's.
+// Access states the required credentials. The zero value is invalid for endpoints and Admin for the package's routes.
 type Access int
 
-// The kinds of access, the most guarded last.
+// Access levels, the strictest last.
 const (
-	Public  Access = iota + 1 // everybody; the handler checks what it has to
-	Visitor                   // whoever has a chat key
-	Admin                     // whoever has the admin token
+	Public  Access = iota + 1 // everybody
+	Visitor                   // a chat key
+	Admin                     // the admin token
 )
 
-// Endpoint is a route that a surface brings. Its handler is called for requests that have passed the
-// checks of this package; the body it reads is in memory, complete, and within MaxBody.
+// Endpoint is a route of a surface. Its handler runs after the package's checks and reads a complete body from
+// memory.
 type Endpoint struct {
 	Method, Path string // as http.ServeMux has them; GET also answers HEAD
 	About        string // for the document
 	Access       Access
-	// Body and Answer are zero values for the document, nil for none. With a Body other than
-	// json.RawMessage the request has to be application/json.
-	Body, Answer any
-	// Query names the query parameters and says what they do; it is only documented.
+	// Body and Response are zero values for the document; nil for none. A Body other than json.RawMessage requires
+	// application/json.
+	Body, Response any
+	// Query documents the query parameters.
 	Query map[string]string
-	// Status is that of an answer when all is well, 200 when 0. It is only documented.
+	// Status documents the success status; 200 when 0.
 	Status int
-	// Again says that what was done before is answered with 200 and the same; it is only documented.
+	// Again documents that a repeated request returns 200 with the same content.
 	Again bool
-	// ContentType is that of the answer, application/json when empty; it is only documented.
+	// ContentType documents the response; application/json when empty.
 	ContentType string
-	// Stream lifts the request's deadline. Each write has to get through within half a minute. The request's
-	// context ends when the client goes away, and at shutdown, with the cause executions.ErrDraining; the
-	// handler has to return then.
+	// Stream lifts the request's deadline; each write must succeed within half a minute. The request's context ends
+	// when the client disconnects, and at shutdown with the cause executions.ErrDraining. Then the handler must
+	// return.
 	Stream bool
-	// Ends marks a stream that is the answer to a request and comes to an end by itself: a shutdown waits for it for a
-	// while, because a client may not know whether it can ask again.
-	Ends bool
-	// OpenAIErrors makes refusals (401, 403, 404, 405, 408, 413, 415, 429) OpenAI's error objects.
+	// Finite marks a stream that ends by itself. A shutdown waits for it, because the client may not be able to
+	// repeat the request.
+	Finite bool
+	// OpenAIErrors selects OpenAI's error objects (401, 403, 404, 405, 408, 413, 415, 429).
 	OpenAIErrors bool
 	// MaxBody is in bytes, 1 MiB when 0.
 	MaxBody int64
-	// Expect is called before the body is read. It refuses the request, or returns it and how many bytes its body may
-	// have, at most MaxBody. Nil expects MaxBody. Such routes share bounds that no other route has.
+	// Expect runs before the body is read. It rejects the request or returns it with its body limit, at most MaxBody.
+	// Nil accepts MaxBody. Such routes have their own admission class.
 	Expect func(r *http.Request) (*http.Request, int64, error)
-	// Idempotent honours Idempotency-Key. It needs a caller that is known, so not Public.
+	// Idempotent supports Idempotency-Key. It needs a known caller, so not Public.
 	Idempotent bool
-	// Page is for people: it is left out of the document, refusals are pages (see Options.Pages), and who has not
-	// logged in is led to the login and back. A stream of a page is refused as other streams are.
+	// Page marks a route for people. It is undocumented, its errors are pages (see Options.Pages), and it redirects
+	// to the login. A page's stream gets plain errors.
 	Page    bool
 	Handler http.Handler
 }
 
-// webhooks is where other systems post to, and browsers too if they like: a signature says who it is.
+// webhooks accepts cross-origin requests, because a signature authenticates the sender.
 const webhooks = "/webhooks/"
 
-// route is the row of the table.
 func (e Endpoint) route() (route, error) {
 	name := e.Method + " " + e.Path
 	switch {
@@ -320,17 +316,17 @@ func (e Endpoint) route() (route, error) {
 	case e.Handler == nil || e.About == "":
 		return route{}, fmt.Errorf("endpoint %s: a handler and a description are required", name)
 	case e.Access < Public || e.Access > Admin:
-		return route{}, fmt.Errorf("endpoint %s: say who may call it", name)
+		return route{}, fmt.Errorf("endpoint %s: access is required", name)
 	case e.Idempotent && e.Access == Public:
-		return route{}, fmt.Errorf("endpoint %s: a stored answer would be shown to strangers; it cannot be public and idempotent", name)
+		return route{}, fmt.Errorf("endpoint %s: a public endpoint cannot be idempotent: strangers would get the stored response", name)
 	}
 	rt := route{
-		method: e.Method, path: e.Path, about: e.About, access: e.Access, body: e.Body, answer: e.Answer, status: e.Status,
-		again: e.Again, contentType: e.ContentType, stream: e.Stream, ends: e.Ends, openAI: e.OpenAIErrors, maxBody: e.MaxBody, idempotent: e.Idempotent,
+		method: e.Method, path: e.Path, about: e.About, access: e.Access, body: e.Body, response: e.Response, status: e.Status,
+		again: e.Again, contentType: e.ContentType, stream: e.Stream, finite: e.Finite, openAI: e.OpenAIErrors, maxBody: e.MaxBody, idempotent: e.Idempotent,
 		foreign: strings.HasPrefix(e.Path, webhooks), page: e.Page, handler: e.Handler, expect: e.Expect,
 	}
 	for _, name := range slices.Sorted(maps.Keys(e.Query)) {
-		rt.params = append(rt.params, text(name, e.Query[name]))
+		rt.params = append(rt.params, textParam(name, e.Query[name]))
 	}
 	if rt.maxBody <= 0 {
 		rt.maxBody = maxBody
@@ -338,7 +334,7 @@ func (e Endpoint) route() (route, error) {
 	return rt, nil
 }
 
-// wantsJSON reports that a request has to say that it brings JSON.
+// wantsJSON reports whether the route requires Content-Type: application/json.
 func (rt route) wantsJSON() bool {
 	return rt.body != nil && reflect.TypeOf(rt.body) != reflect.TypeFor[json.RawMessage]()
 }

@@ -21,36 +21,36 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/replica"
 )
 
-// request is one that has passed its route's checks.
+// request is a validated request.
 type request struct {
 	*http.Request
 	query query
 	body  any
 }
 
-// serve runs a route: who calls, what is sent, its handler.
+// serve chains authorization, deadlines, idempotency and the handler.
 func (s *server) serve(rt route) http.Handler {
 	next := rt.handler
 	if next == nil {
-		next = s.own(rt)
+		next = s.apiHandler(rt)
 	}
 	if rt.idempotent {
-		next = s.once(rt, next)
+		next = s.withIdempotency(rt, next)
 	}
-	return s.enter(rt, s.timed(rt, next))
+	return s.authorize(rt, s.withDeadline(rt, next))
 }
 
-// own runs a route of this package: its query, its body, its function.
-func (s *server) own(rt route) http.Handler {
+// apiHandler adapts a route of this package.
+func (s *server) apiHandler(rt route) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		in, err := accepted(r, rt)
+		in, err := parseRequest(r, rt)
 		if err != nil {
-			s.refuse(w, r, rt, err, "")
+			s.writeError(w, r, rt, err, "")
 			return
 		}
-		got, from, err := s.run(rt, in)
+		got, from, err := s.handle(rt, in)
 		if err != nil {
-			s.refuse(w, r, rt, err, got.trace)
+			s.writeError(w, r, rt, err, got.trace)
 			return
 		}
 		from.Tell(w.Header())
@@ -61,28 +61,27 @@ func (s *server) own(rt route) http.Handler {
 	})
 }
 
-// run calls the route's function, which may read from the replica.
-func (s *server) run(rt route, in request) (got answer, from *replica.Source, err error) {
+// handle calls the route's function, possibly on the replica.
+func (s *server) handle(rt route, in request) (got response, from *replica.Source, err error) {
 	if !rt.replica {
-		got, err = rt.run(in)
+		got, err = rt.invoke(in)
 		return got, nil, err
 	}
 	r := in.Request
 	from, err = s.read.Do(r.Context(), replica.Fresh(r), func(ctx context.Context) (err error) {
 		in.Request = r.WithContext(ctx)
-		if replica.From(ctx).Replica() { // a connection that breaks is no reason to ask there again
+		if replica.From(ctx).Replica() { // no retry on the replica
 			got, err = rt.handle(in)
 			return err
 		}
-		got, err = rt.run(in)
+		got, err = rt.invoke(in)
 		return err
 	})
 	return got, from, err
 }
 
-// run calls the route's function. What may be done twice is done again when a connection to the database broke under
-// it, so that a client need not.
-func (rt route) run(in request) (got answer, err error) {
+// invoke calls the route's function. It retries repeatable requests after a broken database connection.
+func (rt route) invoke(in request) (got response, err error) {
 	twice := in.Method == http.MethodGet || in.Method == http.MethodHead || rt.repeatable || rt.keyed && in.Header.Get(keyHeader) != ""
 	if !twice {
 		return rt.handle(in)
@@ -94,35 +93,35 @@ func (rt route) run(in request) (got answer, err error) {
 	return got, err
 }
 
-// accepted reads query and body. Probes come with parameters of all kinds, and are not refused for them.
-func accepted(r *http.Request, rt route) (in request, err error) {
+// parseRequest reads query and body. Public routes ignore unknown parameters, because probes send many.
+func parseRequest(r *http.Request, rt route) (in request, err error) {
 	in.Request = r
 	if rt.access != Public {
 		if in.query, err = readQuery(r.URL.RawQuery, rt.params); err != nil {
 			return in, err
 		}
 	}
-	if rt.body != nil || r.Method != http.MethodGet && r.Method != http.MethodHead { // whose body is not read (see takeBody)
+	if rt.body != nil || r.Method != http.MethodGet && r.Method != http.MethodHead { // bufferBody skips the body of GET and HEAD
 		in.body, err = readBody(r, rt.body)
 	}
 	return in, err
 }
 
-// refuse answers with an error, in the route's format.
-func (s *server) refuse(w http.ResponseWriter, r *http.Request, rt route, err error, traceID string) {
+// writeError writes an error in the route's format.
+func (s *server) writeError(w http.ResponseWriter, r *http.Request, rt route, err error, traceID string) {
 	if rt.openAI {
 		problem.WriteOpenAI(w, r, err, traceID, s.log)
 		return
 	}
 	if rt.page && !rt.stream && s.pages != nil {
-		s.refusePage(w, r, err)
+		s.writeErrorPage(w, r, err)
 		return
 	}
 	problem.Write(w, r, err, traceID, s.log)
 }
 
-// write answers with a value. It is encoded before anything is sent, so an answer is whole or a problem.
-func (s *server) write(w http.ResponseWriter, r *http.Request, a answer) {
+// write encodes the value before it sends anything, so the response is complete or a problem.
+func (s *server) write(w http.ResponseWriter, r *http.Request, a response) {
 	encoded, err := encode(a.body)
 	if err != nil {
 		problem.Write(w, r, err, a.trace, s.log)
@@ -142,7 +141,7 @@ func (s *server) write(w http.ResponseWriter, r *http.Request, a answer) {
 	}
 }
 
-// encode is JSON with times in UTC and without HTML escapes.
+// encode writes JSON with UTC times and without HTML escapes.
 func encode(v any) ([]byte, error) {
 	var b bytes.Buffer
 	enc := json.NewEncoder(&b)
@@ -153,30 +152,30 @@ func encode(v any) ([]byte, error) {
 	return b.Bytes(), nil
 }
 
-// wrap is what every request goes through: security headers, the log line, and panics.
-func (s *server) wrap(next http.Handler) http.Handler {
+// withLogging adds security headers, the log line, and panic handling.
+func (s *server) withLogging(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		began := time.Now()
-		seen := &recorder{ResponseWriter: w}
+		seen := &statusRecorder{ResponseWriter: w}
 		defer func() {
 			s.log.DebugContext(r.Context(), "request", "method", r.Method, "path", problem.Path(r), "status", seen.status,
 				"bytes", seen.bytes, "duration", time.Since(began))
 		}()
 		defer func() {
 			if value := recover(); value != nil {
-				s.panicked(seen, r, value)
+				s.handlePanic(seen, r, value)
 			}
 		}()
-		secure(w.Header())
-		if s.leaving() {
-			w.Header().Set("Connection", "close") // the client's next request goes to a process that stays
+		setSecurityHeaders(w.Header())
+		if s.isDraining() {
+			w.Header().Set("Connection", "close") // the client reconnects to another process
 		}
 		next.ServeHTTP(seen, r)
 	})
 }
 
-// secure sets what a browser has to know. A handler that serves a page says otherwise for itself.
-func secure(h http.Header) {
+// setSecurityHeaders sets strict defaults. Page handlers override them.
+func setSecurityHeaders(h http.Header) {
 	h.Set("X-Content-Type-Options", "nosniff")
 	h.Set("X-Frame-Options", "DENY")
 	h.Set("Content-Security-Policy", "default-src 'none'; frame-ancestors 'none'")
@@ -185,33 +184,33 @@ func secure(h http.Header) {
 	h.Set("Cache-Control", "no-store")
 }
 
-// panicked answers for a handler that panicked, if it has not answered itself.
-func (s *server) panicked(w *recorder, r *http.Request, value any) {
-	if value == http.ErrAbortHandler { //nolint:errorlint // the very value that net/http asks for
+// handlePanic responds for a panicked handler that has not responded.
+func (s *server) handlePanic(w *statusRecorder, r *http.Request, value any) {
+	if value == http.ErrAbortHandler { //nolint:errorlint // net/http compares the value
 		panic(value)
 	}
 	s.log.ErrorContext(r.Context(), "request panicked", "method", r.Method, "path", problem.Path(r), "panic", value,
 		"stack", string(debug.Stack()))
 	if w.status != 0 {
-		panic(http.ErrAbortHandler) // half an answer is out: the connection is closed, so that it shows
+		panic(http.ErrAbortHandler) // close the connection of a partial response
 	}
-	problem.Write(w, r, problem.New(http.StatusInternalServerError, "something went wrong here; the log has the cause"), "", s.log)
+	problem.Write(w, r, problem.New(http.StatusInternalServerError, "internal error; see the log"), "", s.log)
 }
 
-// recorder remembers what was answered.
-type recorder struct {
+// statusRecorder stores status and size for the log.
+type statusRecorder struct {
 	http.ResponseWriter
 	status, bytes int
 }
 
-func (w *recorder) WriteHeader(status int) {
+func (w *statusRecorder) WriteHeader(status int) {
 	if w.status == 0 && status >= http.StatusOK {
 		w.status = status
 	}
 	w.ResponseWriter.WriteHeader(status)
 }
 
-func (w *recorder) Write(b []byte) (int, error) {
+func (w *statusRecorder) Write(b []byte) (int, error) {
 	if w.status == 0 {
 		w.status = http.StatusOK
 	}
@@ -220,25 +219,24 @@ func (w *recorder) Write(b []byte) (int, error) {
 	return n, err
 }
 
-// Unwrap lets http.ResponseController reach the connection.
-func (w *recorder) Unwrap() http.ResponseWriter { return w.ResponseWriter }
+// Unwrap supports http.ResponseController.
+func (w *statusRecorder) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 
-// maxBody is how many bytes of a body are read where a route does not say otherwise.
+// maxBody is the default body limit in bytes.
 const maxBody = 1 << 20
 
-// maxReason bounds a reason, in bytes.
+// maxReason bounds a reason in bytes.
 const maxReason = 1000
 
-// because is the body of every route that changes something: why.
-type because struct {
+// reasonRequest is the body of every change: its reason.
+type reasonRequest struct {
 	Reason string `json:"reason"`
 }
 
-// check is called once the body has been read.
-func (b because) check() error {
+func (b reasonRequest) check() error {
 	switch {
 	case strings.TrimSpace(b.Reason) == "":
-		return badBody("reason is missing: say why, it is kept in the audit")
+		return badBody("reason is missing; it is kept in the audit log")
 	case len(b.Reason) > maxReason:
 		return badBody("reason is longer than %d bytes", maxReason)
 	case !storable(b.Reason):
@@ -247,8 +245,8 @@ func (b because) check() error {
 	return nil
 }
 
-// readBody decodes a body into the type of zero, and refuses what that does not say. A route without a body takes
-// none, or an empty object: what is said to it would be ignored.
+// readBody decodes a body into the type of zero and rejects unknown fields. A route without a body accepts none, or
+// an empty object.
 func readBody(r *http.Request, zero any) (any, error) {
 	raw, err := admission.Bytes(r.Body)
 	if err != nil {
@@ -276,19 +274,19 @@ func decode(raw []byte, into any) error {
 	if start := bytes.TrimLeft(raw, " \t\r\n"); len(start) == 0 || start[0] != '{' {
 		return badBody("the body is not a JSON object")
 	}
-	if !utf8.Valid(raw) { // the decoder would put other characters in the place of what is not
+	if !utf8.Valid(raw) { // the decoder would replace invalid bytes
 		return badBody("the body is not UTF-8")
 	}
 	dec := json.NewDecoder(bytes.NewReader(raw))
 	dec.DisallowUnknownFields()
 	if err := dec.Decode(into); err != nil {
 		if wrong, ok := errors.AsType[*json.UnmarshalTypeError](err); ok && wrong.Field != "" {
-			return badBody("%s cannot be a JSON %s: it takes %s", wrong.Field, wrong.Value, takes(wrong.Type))
+			return badBody("%s is a JSON %s; send %s", wrong.Field, wrong.Value, describeType(wrong.Type))
 		}
 		return badBody("%s", strings.TrimPrefix(err.Error(), "json: "))
 	}
 	if _, err := dec.Token(); !errors.Is(err, io.EOF) {
-		return badBody("there is more in the body after the JSON object")
+		return badBody("the body continues after the JSON object")
 	}
 	name, err := problem.Stray(raw, into)
 	switch {
@@ -300,8 +298,8 @@ func decode(raw []byte, into any) error {
 	return nil
 }
 
-// takes says in words what a field of a type takes.
-func takes(t reflect.Type) string {
+// describeType names the JSON type of a field.
+func describeType(t reflect.Type) string {
 	switch t.Kind() {
 	case reflect.Bool:
 		return "true or false"
@@ -322,7 +320,7 @@ func badBody(format string, args ...any) *problem.Problem {
 	return problem.New(http.StatusBadRequest, format, args...).Kind("bad-body", "Bad body")
 }
 
-// storable reports text that PostgreSQL keeps and a terminal survives.
+// storable reports text that PostgreSQL can store and a terminal can print.
 func storable(s string) bool {
 	return utf8.ValidString(s) && !strings.ContainsFunc(s, func(r rune) bool {
 		return unicode.IsControl(r) && r != '\n' && r != '\t'
@@ -331,17 +329,15 @@ func storable(s string) bool {
 
 var timeType = reflect.TypeFor[time.Time]()
 
-// inUTC is v with every time in it put into UTC: the database driver gives times in the zone of the
-// process. What v points to is not changed. Structs that are embedded have to be exported.
+// inUTC copies v with all times in UTC; the driver returns local times. Embedded structs must be exported.
 func inUTC(v any) any {
 	if v == nil {
 		return nil
 	}
-	return shift(reflect.ValueOf(v)).Interface()
+	return copyUTC(reflect.ValueOf(v)).Interface()
 }
 
-// shift copies as far down as times may be.
-func shift(v reflect.Value) reflect.Value {
+func copyUTC(v reflect.Value) reflect.Value {
 	if v.Type() == timeType {
 		return reflect.ValueOf(v.Interface().(time.Time).UTC())
 	}
@@ -351,7 +347,7 @@ func shift(v reflect.Value) reflect.Value {
 			return v
 		}
 		to := reflect.New(v.Type().Elem())
-		to.Elem().Set(shift(v.Elem()))
+		to.Elem().Set(copyUTC(v.Elem()))
 		return to
 	case reflect.Slice:
 		if v.IsNil() || v.Type().Elem().Kind() == reflect.Uint8 {
@@ -359,7 +355,7 @@ func shift(v reflect.Value) reflect.Value {
 		}
 		to := reflect.MakeSlice(v.Type(), v.Len(), v.Len())
 		for i := range v.Len() {
-			to.Index(i).Set(shift(v.Index(i)))
+			to.Index(i).Set(copyUTC(v.Index(i)))
 		}
 		return to
 	case reflect.Struct:
@@ -367,7 +363,7 @@ func shift(v reflect.Value) reflect.Value {
 		to.Set(v)
 		for i := range v.NumField() {
 			if v.Type().Field(i).IsExported() {
-				to.Field(i).Set(shift(v.Field(i)))
+				to.Field(i).Set(copyUTC(v.Field(i)))
 			}
 		}
 		return to

@@ -47,8 +47,8 @@ func TestTimesAreUTCAtAnyDepth(t *testing.T) {
 func TestAPanicIsAProblemWithoutItsStack(t *testing.T) {
 	t.Parallel()
 	var log bytes.Buffer
-	s := &server{gate: &gate{}, budgets: newBudgets(), limits: usual(), log: slog.New(slog.NewTextHandler(&log, nil))}
-	h := s.wrap(s.serve(route{access: Public, handle: func(request) (answer, error) { panic("the secret inside") }}))
+	s := &server{auth: &authenticator{}, classes: newClasses(), limits: defaultLimits(), log: slog.New(slog.NewTextHandler(&log, nil))}
+	h := s.withLogging(s.serve(route{access: Public, handle: func(request) (response, error) { panic("the secret inside") }}))
 	w := httptest.NewRecorder()
 	h.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), "GET", "/x", nil))
 	if w.Code != http.StatusInternalServerError || w.Header().Get("Content-Type") != "application/problem+json" {
@@ -64,13 +64,13 @@ func TestAPanicIsAProblemWithoutItsStack(t *testing.T) {
 
 func TestHalfAnAnswerIsCutOff(t *testing.T) {
 	t.Parallel()
-	s := &server{gate: &gate{}, budgets: newBudgets(), limits: usual(), log: slog.New(slog.DiscardHandler)}
-	h := s.wrap(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+	s := &server{auth: &authenticator{}, classes: newClasses(), limits: defaultLimits(), log: slog.New(slog.DiscardHandler)}
+	h := s.withLogging(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		_, _ = w.Write([]byte("half"))
 		panic("then nothing")
 	}))
 	defer func() {
-		if recover() != http.ErrAbortHandler { //nolint:errorlint // the very value that net/http asks for
+		if recover() != http.ErrAbortHandler { //nolint:errorlint // net/http compares the value
 			t.Error("the connection is not aborted")
 		}
 	}()
@@ -79,9 +79,9 @@ func TestHalfAnAnswerIsCutOff(t *testing.T) {
 
 func TestWhatCannotBeEncodedIsAProblem(t *testing.T) {
 	t.Parallel()
-	s := &server{gate: &gate{}, budgets: newBudgets(), limits: usual(), log: slog.New(slog.DiscardHandler)}
-	h := s.serve(route{access: Public, handle: func(request) (answer, error) {
-		return answer{body: struct {
+	s := &server{auth: &authenticator{}, classes: newClasses(), limits: defaultLimits(), log: slog.New(slog.DiscardHandler)}
+	h := s.serve(route{access: Public, handle: func(request) (response, error) {
+		return response{body: struct {
 			F func() `json:"f"`
 		}{}}, nil
 	}})
@@ -101,10 +101,10 @@ func TestALoginLastsTwelveHours(t *testing.T) {
 	began := time.Unix(1_800_000_000, 0)
 	s.now = func() time.Time { return began }
 	r := httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/", http.NoBody)
-	r.AddCookie(s.begin(r))
-	for after, want := range map[time.Duration]bool{0: true, sessionLasts - time.Second: true, sessionLasts: false, 24 * time.Hour: false} {
+	r.AddCookie(s.loginCookie(r))
+	for after, want := range map[time.Duration]bool{0: true, sessionTTL - time.Second: true, sessionTTL: false, 24 * time.Hour: false} {
 		s.now = func() time.Time { return began.Add(after) }
-		l, err := s.signed(r)
+		l, err := s.verify(r)
 		if err != nil || (l != nil) != want || l != nil && !l.until.Equal(began.Add(12*time.Hour)) {
 			t.Errorf("after %s: %v, %v", after, l, err)
 		}
@@ -122,7 +122,7 @@ func FuzzStream(f *testing.F) {
 		w := httptest.NewRecorder()
 		e := statusEvent{ID: id, TraceID: id, Status: executions.Status(status), WaitingFor: &waitingFor, Claim: int64(change), Change: change}
 		for range 2 {
-			if err := send(w, e); err != nil {
+			if err := sendEvent(w, e); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -142,8 +142,8 @@ func FuzzStream(f *testing.F) {
 			if diff := cmp.Diff(e, read); diff != "" {
 				t.Errorf("came out otherwise: %s", diff)
 			}
-			if !strings.ContainsAny(status, "\r\n\x00") && event.ID != e.mark() {
-				t.Errorf("the id is %q, not %q", event.ID, e.mark())
+			if !strings.ContainsAny(status, "\r\n\x00") && event.ID != e.eventID() {
+				t.Errorf("the id is %q, not %q", event.ID, e.eventID())
 			}
 		}
 	})

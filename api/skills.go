@@ -20,13 +20,12 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// skillRow is a skill and how it fares.
 type skillRow struct {
 	skills.Skill
 	Health skillHealth `json:"health"`
 }
 
-// skillHealth is how a skill fared in the last 7 days. Percentiles are right to 2.5 per cent.
+// skillHealth covers the last 7 days. Percentiles are accurate to 2.5 per cent.
 type skillHealth struct {
 	Calls       int64    `json:"calls"`
 	SuccessRate *float64 `json:"success_rate"` // 0 to 1; null without calls
@@ -36,20 +35,20 @@ type skillHealth struct {
 	State       string   `json:"state"` // enabled, on trial, disabled
 }
 
-// skillChange is what enabling or disabling did. Changed is false when it was so already.
+// skillChange is the result of enabling or disabling. Changed is false if nothing had to change.
 type skillChange struct {
 	Name        string   `json:"name"`
 	Enabled     bool     `json:"enabled"`
 	Changed     bool     `json:"changed"`
-	Automations []string `json:"automations"` // put back into service with it, or paused
+	Automations []string `json:"automations"` // restored or paused with it
 	TraceID     string   `json:"trace_id"`
 	ActivityID  string   `json:"activity_id"`
 }
 
-func (s *server) listSkills(r request) (answer, error) {
-	before, err := unsealID("skills", r.query["cursor"])
+func (s *server) listSkills(r request) (response, error) {
+	before, err := decodeIDCursor("skills", r.query["cursor"])
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
 	limit := r.query.limit()
 	list, err := skills.List(r.Context(), s.pool, skills.Filter{
@@ -57,38 +56,36 @@ func (s *server) listSkills(r request) (answer, error) {
 		DisabledBy: r.query["disabled_by"], Before: before, Limit: limit + 1,
 	})
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
 	next := ""
 	if len(list) > limit {
 		list = list[:limit]
-		next = seal("skills", list[limit-1].ID)
+		next = encodeCursor("skills", list[limit-1].ID)
 	}
 	rows, err := withHealth(r.Context(), s.pool, list)
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
-	return answer{body: pageOf(rows, next)}, nil
+	return response{body: pageOf(rows, next)}, nil
 }
 
-// getSkill is one skill by its name. Its ETag is the revision of its state.
-func (s *server) getSkill(r request) (answer, error) {
+func (s *server) getSkill(r request) (response, error) {
 	name := r.PathValue("name")
 	if !storable(name) {
-		return answer{}, skills.ErrNotFound
+		return response{}, skills.ErrNotFound
 	}
 	one, err := skills.Get(r.Context(), s.pool, name)
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
 	rows, err := withHealth(r.Context(), s.pool, []skills.Skill{one})
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
-	return answer{body: rows[0], revision: one.StateRevision}, nil
+	return response{body: rows[0], revision: one.StateRevision}, nil
 }
 
-// withHealth joins skills with their health.
 func withHealth(ctx context.Context, db postgres.DB, list []skills.Skill) ([]skillRow, error) {
 	sums, err := activity.CountedHealth(ctx, db, activity.HealthFilter{})
 	if err != nil {
@@ -101,7 +98,7 @@ func withHealth(ctx context.Context, db postgres.DB, list []skills.Skill) ([]ski
 	rows := make([]skillRow, 0, len(list))
 	for _, s := range list {
 		h, found := of[s.Name]
-		if !found { // beyond the first thousand
+		if !found { // not among the first thousand
 			one, err := activity.CountedHealth(ctx, db, activity.HealthFilter{Skill: s.Name})
 			if err != nil {
 				return nil, fmt.Errorf("read health of skill %s: %w", s.Name, err)
@@ -115,7 +112,7 @@ func withHealth(ctx context.Context, db postgres.DB, list []skills.Skill) ([]ski
 	return rows, nil
 }
 
-func (s *server) enableSkill(r request) (answer, error) {
+func (s *server) enableSkill(r request) (response, error) {
 	return s.changeSkill(r, "enable_skill", func(tx pgx.Tx, name, reason string, c *skillChange) error {
 		restored, err := selfheal.Reenable(r.Context(), tx, name, admin, reason)
 		c.Enabled, c.Changed, c.Automations = true, restored.Settled, restored.Automations
@@ -123,7 +120,7 @@ func (s *server) enableSkill(r request) (answer, error) {
 	})
 }
 
-func (s *server) disableSkill(r request) (answer, error) {
+func (s *server) disableSkill(r request) (response, error) {
 	return s.changeSkill(r, "disable_skill", func(tx pgx.Tx, name, reason string, c *skillChange) (err error) {
 		c.Changed, err = skills.Disable(r.Context(), tx, name, admin, reason, map[string]string{"disabled_by": admin, "reason": reason})
 		if err == nil {
@@ -133,18 +130,18 @@ func (s *server) disableSkill(r request) (answer, error) {
 	})
 }
 
-// changeSkill changes a skill, audited.
-func (s *server) changeSkill(r request, action string, change func(pgx.Tx, string, string, *skillChange) error) (answer, error) {
-	name, reason := r.PathValue("name"), r.body.(because).Reason
+// changeSkill runs an audited change of a skill.
+func (s *server) changeSkill(r request, action string, change func(pgx.Tx, string, string, *skillChange) error) (response, error) {
+	name, reason := r.PathValue("name"), r.body.(reasonRequest).Reason
 	if !storable(name) {
-		return answer{}, fmt.Errorf("%s: %w", action, skills.ErrNotFound)
+		return response{}, fmt.Errorf("%s: %w", action, skills.ErrNotFound)
 	}
-	based, err := r.known()
+	based, err := r.ifMatch()
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
 	result := skillChange{Name: name}
-	done, err := s.audited(r.Context(), action, reason, map[string]any{"skill": name},
+	done, err := s.record(r.Context(), action, reason, map[string]any{"skill": name},
 		func(tx pgx.Tx, _ string) (any, error) {
 			if err := skills.AtRevision(r.Context(), tx, name, based); err != nil {
 				return nil, err
@@ -153,29 +150,27 @@ func (s *server) changeSkill(r request, action string, change func(pgx.Tx, strin
 			return map[string]any{"changed": result.Changed, "automations": result.Automations}, err
 		})
 	if err != nil {
-		return answer{}, s.withCurrent(r.Context(), err)
+		return response{}, s.withCurrent(r.Context(), err)
 	}
 	result.TraceID, result.ActivityID = done.TraceID, done.ActivityID
-	return answer{body: result, trace: result.TraceID}, nil
+	return response{body: result, trace: result.TraceID}, nil
 }
 
-// listedAgent is an agent in a listing.
 type listedAgent struct {
 	agents.Agent
-	Today daybudgets.Standing `json:"today"` // what it has used since midnight UTC
+	Today daybudgets.Standing `json:"today"` // usage since midnight UTC
 }
 
-// naming is who acts.
-func (s *server) naming() []route {
+func (s *server) agentRoutes() []route {
 	return []route{
 		{
-			method: "GET", path: "/v1/agents", answer: page[listedAgent]{}, handle: s.listAgents, params: listing(),
-			about: "Agents in service, the default first, then by name: effective values, and what each has used today.",
+			method: "GET", path: "/v1/agents", response: page[listedAgent]{}, handle: s.listAgents, params: listParams(),
+			about: "Enabled agents, the default first, then by name: effective values and today's usage.",
 		}, {
-			method: "GET", path: "/v1/agents/{name}", answer: agents.Shown{}, handle: s.getAgent,
-			about: "One agent: effective values, where each comes from (document, a setting or default), and its versions.",
+			method: "GET", path: "/v1/agents/{name}", response: agents.Shown{}, handle: s.getAgent,
+			about: "One agent: effective values with their sources (document, setting or default), and its versions.",
 			params: []param{{
-				name: "version", about: "This version, of a removed agent too; the one in service when left out",
+				name: "version", about: "A version, also of a removed agent; default the current one",
 				format: "integer", check: checkVersion,
 			}},
 		},
@@ -184,38 +179,38 @@ func (s *server) naming() []route {
 
 func checkVersion(value string) error {
 	if n, err := strconv.ParseInt(value, 10, 32); err != nil || n < 1 {
-		return fmt.Errorf("is %q; it is a number from 1", value)
+		return fmt.Errorf("is %q; use a number from 1", value)
 	}
 	return nil
 }
 
-func (s *server) listAgents(r request) (answer, error) {
-	after, err := unseal("agents", r.query["cursor"])
+func (s *server) listAgents(r request) (response, error) {
+	after, err := decodeCursor("agents", r.query["cursor"])
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
 	all, err := s.agents.List(r.Context(), s.pool)
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
 	used, err := daybudgets.Today(r.Context(), s.pool)
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
 	all = slices.DeleteFunc(all, func(a agents.Agent) bool { return agentKey(a) <= after })
 	next := ""
 	if limit := r.query.limit(); len(all) > limit {
 		all = all[:limit]
-		next = seal("agents", agentKey(all[limit-1]))
+		next = encodeCursor("agents", agentKey(all[limit-1]))
 	}
 	listed := make([]listedAgent, len(all))
 	for i, a := range all {
 		listed[i] = listedAgent{Agent: a, Today: daybudgets.AgentOf(used, a.Name)}
 	}
-	return answer{body: pageOf(listed, next)}, nil
+	return response{body: pageOf(listed, next)}, nil
 }
 
-// agentKey sorts as agents are listed: the default first, then by name.
+// agentKey sorts the default agent first, then by name.
 func agentKey(a agents.Agent) string {
 	if a.Default {
 		return "0 " + a.Name
@@ -223,27 +218,27 @@ func agentKey(a agents.Agent) string {
 	return "1 " + a.Name
 }
 
-func (s *server) getAgent(r request) (answer, error) {
+func (s *server) getAgent(r request) (response, error) {
 	name := r.PathValue("name")
 	if !storable(name) {
-		return answer{}, problem.New(http.StatusNotFound, "there is no agent of this name; GET /v1/agents lists them")
+		return response{}, problem.New(http.StatusNotFound, "no agent of this name; see GET /v1/agents")
 	}
 	version := 0
 	if r.query["version"] != "" {
 		var err error
 		if version, err = strconv.Atoi(r.query["version"]); err != nil {
-			return answer{}, badParameter("parameter version %s", err)
+			return response{}, badParameter("parameter version %s", err)
 		}
 	}
 	shown, err := s.agents.Show(r.Context(), s.pool, name, version)
 	missing, ok := errors.AsType[*agents.MissingError](err)
 	switch {
 	case ok && missing.Latest == 0:
-		return answer{}, problem.New(http.StatusNotFound, "%s; GET /v1/agents lists them", missing)
+		return response{}, problem.New(http.StatusNotFound, "%s; see GET /v1/agents", missing)
 	case ok && missing.Version > 0:
-		return answer{}, problem.New(http.StatusNotFound, "%s; leave version out for it", missing)
+		return response{}, problem.New(http.StatusNotFound, "%s; omit version to see it", missing)
 	case ok:
-		return answer{}, problem.New(http.StatusNotFound, "%s; ?version=%d shows what it was", missing, missing.Latest)
+		return response{}, problem.New(http.StatusNotFound, "%s; ?version=%d shows its last version", missing, missing.Latest)
 	}
-	return answer{body: shown}, err
+	return response{body: shown}, err
 }

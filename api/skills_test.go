@@ -115,16 +115,16 @@ func TestAnAgentThatIsNotThereIsRefusedWithWhatToDo(t *testing.T) {
 		t.Fatal(err)
 	}
 	for path, words := range map[string]string{
-		"/v1/agents/nobody-near":      `there is no agent "nobody-near"; GET /v1/agents lists them`,
-		"/v1/agents/salse":            `there is no agent "salse", did you mean "sales"?; GET /v1/agents lists them`,
-		"/v1/agents/billing":          "agent billing was removed; ?version=1 shows what it was",
-		"/v1/agents/sales?version=9":  "agent sales has no version 9: the latest is 1; leave version out for it",
-		"/v1/agents/%00":              "GET /v1/agents lists them",
-		"/v1/agents/nobody?version=2": `there is no agent "nobody"; GET /v1/agents`,
+		"/v1/agents/nobody-near":      `there is no agent "nobody-near"; see GET /v1/agents`,
+		"/v1/agents/salse":            `there is no agent "salse", did you mean "sales"?; see GET /v1/agents`,
+		"/v1/agents/billing":          "agent billing was removed; ?version=1 shows its last version",
+		"/v1/agents/sales?version=9":  "agent sales has no version 9: the latest is 1; omit version to see it",
+		"/v1/agents/%00":              "see GET /v1/agents",
+		"/v1/agents/nobody?version=2": `there is no agent "nobody"; see GET /v1/agents`,
 	} {
 		a.refused(a.raw("GET", path, "", asAdmin()), http.StatusNotFound, words)
 	}
-	a.refused(a.raw("GET", "/v1/agents/sales?version=0", "", asAdmin()), http.StatusBadRequest, "it is a number from 1")
+	a.refused(a.raw("GET", "/v1/agents/sales?version=0", "", asAdmin()), http.StatusBadRequest, "use a number from 1")
 	a.refused(a.raw("GET", "/v1/agents?cursor=x", "", asAdmin()), http.StatusBadRequest, "")
 	var shown agents.Shown
 	a.get("/v1/agents/billing?version=1", &shown)
@@ -190,8 +190,8 @@ func TestADeadMessageIsResentAndThatIsAudited(t *testing.T) {
 		t.Errorf("answer is %+v", got)
 	}
 	a.audited(got.TraceID, got.ActivityID, "resend_webhook", "they are back")
-	a.refused(a.raw("POST", "/v1/webhooks/outbox/"+id+"/resend", `{"reason":"x"}`, asAdmin()), http.StatusConflict, "was not given up")
-	a.refused(a.raw("POST", "/v1/webhooks/outbox/x/resend", `{"reason":"x"}`, asAdmin()), http.StatusBadRequest, "is not the id of")
+	a.refused(a.raw("POST", "/v1/webhooks/outbox/"+id+"/resend", `{"reason":"x"}`, asAdmin()), http.StatusConflict, "is not dead")
+	a.refused(a.raw("POST", "/v1/webhooks/outbox/x/resend", `{"reason":"x"}`, asAdmin()), http.StatusBadRequest, "is not the id (uuid) of")
 	a.refused(a.raw("POST", "/v1/webhooks/outbox/01890000-0000-7000-8000-000000000000/resend", `{"reason":"x"}`, asAdmin()), http.StatusNotFound, "not found")
 }
 
@@ -212,7 +212,7 @@ func TestADeadRunIsTriedAgainAndThatIsAudited(t *testing.T) {
 	if told != "redrive_automation by admin: the site is back" {
 		t.Errorf("the audit says %q", told)
 	}
-	a.refused(a.raw("POST", "/v1/automations/runs/"+id+"/redrive", `{"reason":"x"}`, asAdmin()), http.StatusConflict, "is not dead but error")
+	a.refused(a.raw("POST", "/v1/automations/runs/"+id+"/redrive", `{"reason":"x"}`, asAdmin()), http.StatusConflict, "is not dead: status error")
 	a.refused(a.raw("POST", "/v1/automations/runs/01890000-0000-7000-8000-000000000000/redrive", `{"reason":"x"}`, asAdmin()), http.StatusNotFound, "not found")
 }
 
@@ -302,7 +302,7 @@ func TestAnUploadThatCannotBeIsRefused(t *testing.T) {
 		"no file":         {"", noFile, kind, 400, "no part named file"},
 		"broken form":     {"", "x", kind, 400, "no file"},
 		"unknown thread":  {"?thread_id=nobody", "x", "text/plain", 404, "thread"},
-		"wrong parameter": {"?thread=nobody", "x", "text/plain", 400, "no parameter"},
+		"wrong parameter": {"?thread=nobody", "x", "text/plain", 400, "unknown parameter"},
 	} {
 		t.Run(what, func(t *testing.T) {
 			a.refused(a.raw("POST", "/v1/documents"+c.path, c.body, having("Content-Type", c.kind)), c.status, c.says)

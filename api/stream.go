@@ -20,10 +20,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/sse"
 )
 
-// quiet is after how long a stream shows that it lives.
-const quiet = 15 * time.Second
+// keepAliveInterval is the longest silence of a stream.
+const keepAliveInterval = 15 * time.Second
 
-// statusEvent is what followers of an execution are told.
+// statusEvent is the data of a status event.
 type statusEvent struct {
 	ID         string            `json:"id"`
 	TraceID    string            `json:"trace_id"`
@@ -32,30 +32,30 @@ type statusEvent struct {
 	At         time.Time         `json:"at"`
 	Claim      int64             `json:"-"`
 	WaitNumber int               `json:"-"`
-	// Change numbers the statuses of a run of a worker outside, which are all kept; 0 for other runs.
+	// Change numbers the stored status changes of an external execution; 0 for others.
 	Change int `json:"-"`
 }
 
-// mark tells two states of an execution apart; it is the event's id.
-func (e statusEvent) mark() string {
+// eventID distinguishes two states of an execution.
+func (e statusEvent) eventID() string {
 	if e.Change > 0 {
 		return fmt.Sprintf("%d-%s", e.Change, e.Status)
 	}
 	return fmt.Sprintf("%d-%d-%s", e.Claim, e.WaitNumber, e.Status)
 }
 
-// followExecution streams the status of an execution: first the present one, then each change, until it is
-// terminal. A client that comes back is told first what it has missed, where that is known. One that has seen the
-// end already gets 204, at which browsers stop asking.
+// followExecution streams the status of an execution until it has ended: the current state, then each change. A
+// reconnecting client first gets missed changes, where they are stored. A client that has seen the end gets 204, and
+// browsers stop reconnecting.
 func (s *server) followExecution(w http.ResponseWriter, r *http.Request) {
-	in, err := accepted(r, route{access: Admin})
+	in, err := parseRequest(r, route{access: Admin})
 	var x executions.Execution
 	if err == nil {
 		x, err = s.execution(in)
 	}
 	var found map[string]statusEvent
 	if err == nil {
-		found, err = s.watch.read(r.Context(), []string{x.ID})
+		found, err = s.watcher.read(r.Context(), []string{x.ID})
 	}
 	now, is := found[x.ID]
 	if err == nil && !is {
@@ -67,20 +67,20 @@ func (s *server) followExecution(w http.ResponseWriter, r *http.Request) {
 	}
 	w.Header().Set("X-Trace-Id", x.TraceID)
 	last := r.Header.Get("Last-Event-ID")
-	if now.Status.Ended() && last == now.mark() {
+	if now.Status.Ended() && last == now.eventID() {
 		w.WriteHeader(http.StatusNoContent)
 		return
 	}
 	w.Header().Set("Content-Type", "text/event-stream")
 	w.Header().Set("X-Accel-Buffering", "no")
-	if err := s.tell(r.Context(), w, now, seen(last, now.Change)); err != nil {
+	if err := s.stream(r.Context(), w, now, lastSeen(last, now.Change)); err != nil {
 		s.log.DebugContext(r.Context(), "stream of an execution ended", "path", problem.Path(r), "error", err)
 	}
 }
 
-// seen is the change up to which a client has seen an execution whose present one is given. One that has missed nothing
-// or does not say is told the present one.
-func seen(lastEventID string, present int) int {
+// lastSeen returns the last change the client has seen. A client that missed nothing, or does not say, gets the
+// current state.
+func lastSeen(lastEventID string, present int) int {
 	number, _, _ := strings.Cut(lastEventID, "-")
 	if n, err := strconv.Atoi(number); err == nil && n >= 0 && n < present {
 		return n
@@ -88,23 +88,22 @@ func seen(lastEventID string, present int) int {
 	return present - 1
 }
 
-// tell sends states until one is terminal, the execution is gone, or ctx ends. Changes up to and with after are not
-// told.
-func (s *server) tell(ctx context.Context, w http.ResponseWriter, now statusEvent, after int) error {
-	updates, leave := s.watch.join(ctx, now.ID)
-	defer leave()
-	alive := time.NewTicker(quiet)
+// stream sends states after the given change until a terminal one, a deleted execution, or the end of ctx.
+func (s *server) stream(ctx context.Context, w http.ResponseWriter, now statusEvent, after int) error {
+	updates, unsubscribe := s.watcher.subscribe(ctx, now.ID)
+	defer unsubscribe()
+	alive := time.NewTicker(keepAliveInterval)
 	defer alive.Stop()
 	control := http.NewResponseController(w)
 	sent := ""
 	for {
-		if mark := now.mark(); mark != sent {
-			news, err := s.news(ctx, now, after)
+		if mark := now.eventID(); mark != sent {
+			changes, err := s.changesAfter(ctx, now, after)
 			if err != nil {
 				return err
 			}
-			for _, e := range news {
-				if err := send(w, e); err != nil {
+			for _, e := range changes {
+				if err := sendEvent(w, e); err != nil {
 					return err
 				}
 			}
@@ -118,7 +117,7 @@ func (s *server) tell(ctx context.Context, w http.ResponseWriter, now statusEven
 		}
 		select {
 		case <-ctx.Done():
-			return again(ctx, w, control)
+			return sendRetry(ctx, w, control)
 		case <-alive.C:
 			if _, err := w.Write(sse.Comment(nil, "alive")); err != nil {
 				return err
@@ -131,8 +130,8 @@ func (s *server) tell(ctx context.Context, w http.ResponseWriter, now statusEven
 	}
 }
 
-// again tells a follower, when this process goes down, that it need not wait long before it asks another.
-func again(ctx context.Context, w http.ResponseWriter, control *http.ResponseController) error {
+// sendRetry tells a client at shutdown to reconnect soon.
+func sendRetry(ctx context.Context, w http.ResponseWriter, control *http.ResponseController) error {
 	if !errors.Is(context.Cause(ctx), executions.ErrDraining) {
 		return nil
 	}
@@ -142,18 +141,17 @@ func again(ctx context.Context, w http.ResponseWriter, control *http.ResponseCon
 	return control.Flush()
 }
 
-// send writes one event.
-func send(w http.ResponseWriter, e statusEvent) error {
+func sendEvent(w http.ResponseWriter, e statusEvent) error {
 	data, err := json.Marshal(inUTC(e))
 	if err != nil {
 		return err
 	}
-	_, err = w.Write(sse.Event{ID: e.mark(), Name: "status", Data: string(data)}.Append(nil))
+	_, err = w.Write(sse.Event{ID: e.eventID(), Name: "status", Data: string(data)}.Append(nil))
 	return err
 }
 
-// news is what led to the state that an execution has now: every change where they are kept, else that state alone.
-func (s *server) news(ctx context.Context, now statusEvent, after int) ([]statusEvent, error) {
+// changesAfter returns the stored changes up to the current state, or only that state.
+func (s *server) changesAfter(ctx context.Context, now statusEvent, after int) ([]statusEvent, error) {
 	if now.Change == 0 {
 		return []statusEvent{now}, nil
 	}
@@ -174,23 +172,22 @@ func (s *server) news(ctx context.Context, now statusEvent, after int) ([]status
 	return list, nil
 }
 
-// watchEvery is how often the executions that are followed are looked at.
-const watchEvery = 250 * time.Millisecond
+// watchInterval is the pause between polls of followed executions.
+const watchInterval = 250 * time.Millisecond
 
-// watch looks at the executions that somebody follows, all in one query however many follow. It works
-// while there is a follower, and its goroutine has ended when the last one has left.
-type watch struct {
+// statusWatcher polls all followed executions in one query. Its goroutine runs only while there are followers.
+type statusWatcher struct {
 	db  postgres.DB
 	log *slog.Logger
 
 	mu        sync.Mutex
 	followers map[string]map[chan statusEvent]struct{} // by execution
-	stop      func()                                   // ends the goroutine and waits for it; nil without one
+	stop      func()                                   // ends the goroutine and waits; nil without one
 }
 
-// join follows an execution. The channel has its latest state, whether it is new or not; the zero value
-// says that there is no such execution any more. leave has to be called.
-func (h *watch) join(ctx context.Context, id string) (updates <-chan statusEvent, leave func()) {
+// subscribe follows an execution. The channel holds the latest state; a zero value means the execution is gone. The
+// caller must call unsubscribe.
+func (h *statusWatcher) subscribe(ctx context.Context, id string) (updates <-chan statusEvent, unsubscribe func()) {
 	ch := make(chan statusEvent, 1)
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -204,10 +201,10 @@ func (h *watch) join(ctx context.Context, id string) (updates <-chan statusEvent
 	if h.stop == nil {
 		h.start(context.WithoutCancel(ctx))
 	}
-	return ch, func() { h.leave(id, ch) }
+	return ch, func() { h.unsubscribe(id, ch) }
 }
 
-func (h *watch) start(ctx context.Context) {
+func (h *statusWatcher) start(ctx context.Context) {
 	ctx, cancel := context.WithCancel(ctx)
 	done := make(chan struct{})
 	go func() {
@@ -220,7 +217,7 @@ func (h *watch) start(ctx context.Context) {
 	}
 }
 
-func (h *watch) leave(id string, ch chan statusEvent) {
+func (h *statusWatcher) unsubscribe(id string, ch chan statusEvent) {
 	h.mu.Lock()
 	delete(h.followers[id], ch)
 	if len(h.followers[id]) == 0 {
@@ -236,8 +233,8 @@ func (h *watch) leave(id string, ch chan statusEvent) {
 	}
 }
 
-func (h *watch) run(ctx context.Context) {
-	tick := time.NewTicker(watchEvery)
+func (h *statusWatcher) run(ctx context.Context) {
+	tick := time.NewTicker(watchInterval)
 	defer tick.Stop()
 	for {
 		select {
@@ -249,15 +246,15 @@ func (h *watch) run(ctx context.Context) {
 		found, err := h.read(ctx, ids)
 		if err != nil {
 			if ctx.Err() == nil {
-				h.log.WarnContext(ctx, "executions that are followed cannot be read", "error", err)
+				h.log.WarnContext(ctx, "followed executions not read", "error", err)
 			}
 			continue
 		}
-		h.hand(ids, found)
+		h.publish(ids, found)
 	}
 }
 
-func (h *watch) ids() []string {
+func (h *statusWatcher) ids() []string {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	list := make([]string, 0, len(h.followers))
@@ -267,8 +264,8 @@ func (h *watch) ids() []string {
 	return list
 }
 
-func (h *watch) read(ctx context.Context, ids []string) (map[string]statusEvent, error) {
-	ctx, cancel := context.WithTimeout(ctx, usual().request)
+func (h *statusWatcher) read(ctx context.Context, ids []string) (map[string]statusEvent, error) {
+	ctx, cancel := context.WithTimeout(ctx, defaultLimits().request)
 	defer cancel()
 	rows, err := h.db.Query(ctx, `
 		select e.id::text, e.trace_id, e.status, e.waiting_for, e.updated_at as at, e.claim, e.wait_number,
@@ -288,8 +285,8 @@ func (h *watch) read(ctx context.Context, ids []string) (map[string]statusEvent,
 	return found, nil
 }
 
-// hand gives each follower the latest state in place of one that it has not taken yet.
-func (h *watch) hand(ids []string, found map[string]statusEvent) {
+// publish replaces an unread state by the latest one.
+func (h *statusWatcher) publish(ids []string, found map[string]statusEvent) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for _, id := range ids {
@@ -298,7 +295,7 @@ func (h *watch) hand(ids []string, found map[string]statusEvent) {
 			case <-ch:
 			default:
 			}
-			ch <- found[id] // has room: nobody else sends
+			ch <- found[id] // has room: this is the only sender
 		}
 	}
 }

@@ -158,7 +158,7 @@ func TestAnswersAreCutLast(t *testing.T) {
 		ended <- fmt.Errorf("%s: %w", r.URL.Path, context.Cause(r.Context()))
 	}
 	answering := stream(wait)
-	answering.Path, answering.Ends = "/v1/answer", true
+	answering.Path, answering.Finite = "/v1/answer", true
 	a := wired(t, api.Options{
 		Pool: pool, Engine: engine(t, pool), Stopping: stopping, Cutting: cutting, Endpoints: []api.Endpoint{stream(wait), answering},
 	})
@@ -228,8 +228,8 @@ func TestAHeaderHasALimit(t *testing.T) {
 	}
 }
 
-// event reads the next event of a stream; comments are skipped.
-func event(t *testing.T, lines *bufio.Scanner) map[string]string {
+// eventRequest reads the next event of a stream; comments are skipped.
+func eventRequest(t *testing.T, lines *bufio.Scanner) map[string]string {
 	t.Helper()
 	got := map[string]string{}
 	for lines.Scan() {
@@ -273,7 +273,7 @@ func TestTheStatusOfARunIsStreamedUntilItsEnd(t *testing.T) {
 		}},
 		{"cancelled", func() {}},
 	} {
-		last = event(t, lines)
+		last = eventRequest(t, lines)
 		if last["event"] != "status" || last["id"] == "" || !strings.Contains(last["data"], `"status":"`+step.status+`"`) ||
 			!strings.Contains(last["data"], `"id":"`+x.ID+`"`) || !strings.Contains(last["data"], `"at":"`) {
 			t.Fatalf("event is %v, want %s", last, step.status)
@@ -283,7 +283,7 @@ func TestTheStatusOfARunIsStreamedUntilItsEnd(t *testing.T) {
 		}
 		step.then()
 	}
-	if more := event(t, lines); len(more) != 0 || lines.Err() != nil {
+	if more := eventRequest(t, lines); len(more) != 0 || lines.Err() != nil {
 		t.Errorf("after the end: %v, %v", more, lines.Err())
 	}
 	header := asAdmin()

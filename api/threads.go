@@ -25,19 +25,18 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-// threadDetail is a thread with a page of what was said in it, newest first.
+// threadDetail is a thread with a page of messages, newest first.
 type threadDetail struct {
 	threads.Thread
 	Messages   []threads.Message `json:"messages"`
 	NextCursor *string           `json:"next_cursor"`
 }
 
-// listThreads goes by when a thread was last spoken in. That changes: a thread that is spoken in while the
-// listing is read moves to its front.
-func (s *server) listThreads(r request) (answer, error) {
-	after, err := unseal("threads", r.query["cursor"])
+// listThreads orders by the last message. A thread with a new message moves to the front during a listing.
+func (s *server) listThreads(r request) (response, error) {
+	after, err := decodeCursor("threads", r.query["cursor"])
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
 	f := threads.Filter{
 		Channel: r.query["channel"], Owner: r.query["owner"], Agent: r.query["agent"], Limit: r.query.limit(),
@@ -46,46 +45,46 @@ func (s *server) listThreads(r request) (answer, error) {
 		at, id, _ := strings.Cut(after, " ")
 		f.BeforeID = id
 		if f.BeforeTime, err = time.Parse(time.RFC3339Nano, at); err != nil {
-			return answer{}, activity.ErrCursor
+			return response{}, activity.ErrCursor
 		}
 	}
 	rows, err := threads.List(r.Context(), s.pool, f)
 	if err != nil || len(rows) < f.Limit {
-		return answer{body: pageOf(rows, "")}, err
+		return response{body: pageOf(rows, "")}, err
 	}
 	last := rows[len(rows)-1]
 	f.BeforeTime, f.BeforeID, f.Limit = last.UpdatedAt, last.ID, 1
 	more, err := threads.List(r.Context(), s.pool, f)
 	if err != nil || len(more) == 0 {
-		return answer{body: pageOf(rows, "")}, err
+		return response{body: pageOf(rows, "")}, err
 	}
-	return answer{body: pageOf(rows, seal("threads", last.UpdatedAt.UTC().Format(time.RFC3339Nano)+" "+last.ID))}, nil
+	return response{body: pageOf(rows, encodeCursor("threads", last.UpdatedAt.UTC().Format(time.RFC3339Nano)+" "+last.ID))}, nil
 }
 
-func (s *server) getThread(r request) (answer, error) {
+func (s *server) getThread(r request) (response, error) {
 	id := r.PathValue("id")
 	if err := threads.CheckID(id); err != nil {
-		return answer{}, problem.New(http.StatusBadRequest, "%s", err).Kind("malformed-id", "Malformed id")
+		return response{}, problem.New(http.StatusBadRequest, "%s", err).Kind("malformed-id", "Malformed id")
 	}
 	t, err := threads.Find(r.Context(), s.pool, id)
 	if errors.Is(err, threads.ErrNotFound) {
-		return answer{}, problem.New(http.StatusNotFound, "%s", threads.ErrNotFound)
+		return response{}, problem.New(http.StatusNotFound, "%s", threads.ErrNotFound)
 	}
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
 	messages, next, err := s.messages(r, t.ID)
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
 	p := pageOf(messages, next)
-	return answer{body: threadDetail{t, p.Items, p.NextCursor}}, nil
+	return response{body: threadDetail{t, p.Items, p.NextCursor}}, nil
 }
 
-// messages is a page of a thread. What is queued has no place yet and comes first, all on the first page.
+// messages reads a page of a thread. Queued messages have no sequence number and come first, all on the first page.
 func (s *server) messages(r request, thread string) (rows []threads.Message, next string, err error) {
 	f := threads.MessageFilter{ThreadID: thread, Limit: r.query.limit()}
-	after, err := unseal("messages", r.query["cursor"])
+	after, err := decodeCursor("messages", r.query["cursor"])
 	if err != nil {
 		return nil, "", err
 	}
@@ -109,45 +108,44 @@ func (s *server) messages(r request, thread string) (rows []threads.Message, nex
 	if err != nil || len(more) == 0 {
 		return rows, "", err
 	}
-	return rows, seal("messages", strconv.FormatInt(f.Before, 10)), nil
+	return rows, encodeCursor("messages", strconv.FormatInt(f.Before, 10)), nil
 }
 
-// queued are the messages of a thread that have no place yet.
+// queued lists the messages without a sequence number.
 func (s *server) queued(r request, thread string) ([]threads.Message, error) {
 	rows, err := threads.Messages(r.Context(), s.pool, threads.MessageFilter{ThreadID: thread, Limit: maxPage})
 	return slices.DeleteFunc(rows, func(m threads.Message) bool { return m.Seq != nil }), err
 }
 
-// inviting asks for a join token.
-type inviting struct {
-	Reusable    bool            `json:"reusable,omitempty"`     // lets any number of visitors in until its end; else one
-	ExpiresIn   json.RawMessage `json:"expires_in,omitempty"`   // seconds, or text such as 24h or 7d; 24h when left out
-	ExecutionID string          `json:"execution_id,omitempty"` // the token ends with this execution
+type joinTokenRequest struct {
+	Reusable    bool            `json:"reusable,omitempty"`     // valid for any number of visitors; else for one
+	ExpiresIn   json.RawMessage `json:"expires_in,omitempty"`   // seconds, or text such as 24h or 7d; default 24h
+	ExecutionID string          `json:"execution_id,omitempty"` // expires with this execution
 }
 
-func (i inviting) check() error {
+func (i joinTokenRequest) check() error {
 	if i.ExecutionID != "" && !uuidForm.MatchString(i.ExecutionID) {
-		return badBody("execution_id is %.60q; it has to be the id of an execution", i.ExecutionID)
+		return badBody("execution_id is %.60q; use the id of an execution", i.ExecutionID)
 	}
 	life, err := timeout(i.ExpiresIn)
 	switch {
 	case err != nil:
-		return badBody("expires_in has to be more than 0: a number of seconds, or text such as 90m, 24h or 7d")
+		return badBody("expires_in must be a positive number of seconds, or text such as 90m, 24h or 7d")
 	case life > threads.MaxTokenLife:
 		return badBody("expires_in is at most 30 days")
 	}
 	return nil
 }
 
-// letting names who may read and speak in a thread.
-type letting struct {
+// accessRequest names a participant.
+type accessRequest struct {
 	Key     string `json:"key,omitempty"` // name of a chat key
 	Flow    string `json:"flow,omitempty"`
 	Webhook string `json:"webhook,omitempty"` // an endpoint
-	Name    string `json:"name,omitempty"`    // what the key or the endpoint calls the thread; its id when left out
+	Name    string `json:"name,omitempty"`    // the thread's name for the key or endpoint; default its id
 }
 
-func (l letting) principal() threads.Principal {
+func (l accessRequest) principal() threads.Principal {
 	switch {
 	case l.Key != "":
 		return threads.Key(l.Key)
@@ -157,7 +155,7 @@ func (l letting) principal() threads.Principal {
 	return threads.Principal{Kind: threads.ByWebhook, Owner: l.Webhook}
 }
 
-func (l letting) check() error {
+func (l accessRequest) check() error {
 	named := 0
 	for _, name := range []string{l.Key, l.Flow, l.Webhook} {
 		if name != "" {
@@ -171,15 +169,15 @@ func (l letting) check() error {
 	case named != 1:
 		return badBody("name one of key, flow and webhook")
 	case l.Flow != "" && l.Name != "":
-		return badBody("name belongs to key and webhook; a flow calls the thread by its id")
+		return badBody("name belongs to key and webhook; a flow uses the thread's id")
 	case l.Name != "" && threads.CheckID(l.Name) != nil:
 		return badBody("name: %s", threads.ErrInvalid)
 	}
 	return nil
 }
 
-// threadIn is the thread that the path names.
-func threadIn(r request) (string, error) {
+// pathThread returns the thread in the path.
+func pathThread(r request) (string, error) {
 	id := r.PathValue("id")
 	if err := threads.CheckID(id); err != nil {
 		return "", problem.New(http.StatusBadRequest, "%s", err).Kind("malformed-id", "Malformed id")
@@ -187,8 +185,8 @@ func threadIn(r request) (string, error) {
 	return id, nil
 }
 
-// noThread tells of a thread, or an access, that there is not.
-func noThread(err error) error {
+// threadError maps a missing thread or access to 404.
+func threadError(err error) error {
 	if errors.Is(err, threads.ErrNoAccess) {
 		return problem.New(http.StatusNotFound, "%s", threads.ErrNoAccess)
 	}
@@ -198,235 +196,232 @@ func noThread(err error) error {
 	return err
 }
 
-func (s *server) inviteIntoThread(r request) (answer, error) {
-	b := r.body.(inviting)
-	id, err := threadIn(r)
+func (s *server) createJoinToken(r request) (response, error) {
+	b := r.body.(joinTokenRequest)
+	id, err := pathThread(r)
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
 	life, err := timeout(b.ExpiresIn)
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
 	var token threads.Token
-	c, err := s.audited(r.Context(), "invite_into_thread", "a join token was given out", map[string]any{"thread_id": id},
+	c, err := s.record(r.Context(), "invite_into_thread", "a join token was given out", map[string]any{"thread_id": id},
 		func(tx pgx.Tx, _ string) (any, error) {
 			token, err = threads.Invite(r.Context(), tx, threads.Invitation{
 				ThreadID: id, Reusable: b.Reusable, Life: life, ExecutionID: b.ExecutionID, By: admin,
 			})
 			return map[string]any{"access_id": token.ID, "expires_at": token.ExpiresAt.UTC().Format(time.RFC3339)}, err
 		})
-	return answer{body: token, status: http.StatusCreated, trace: c.TraceID}, noThread(err)
+	return response{body: token, status: http.StatusCreated, trace: c.TraceID}, threadError(err)
 }
 
-// letIn is an access that was given.
-type letIn struct {
+type accessResponse struct {
 	ID       string `json:"id"`
 	ThreadID string `json:"thread_id"`
-	Name     string `json:"name"` // what the participant calls the thread
+	Name     string `json:"name"` // the thread's name for the participant
 }
 
-func (s *server) letIntoThread(r request) (answer, error) {
-	b := r.body.(letting)
-	id, err := threadIn(r)
+func (s *server) grantAccess(r request) (response, error) {
+	b := r.body.(accessRequest)
+	id, err := pathThread(r)
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
 	to := b.principal()
-	given := letIn{ThreadID: id, Name: cmp.Or(b.Name, id)}
-	c, err := s.audited(r.Context(), "open_thread", "a thread was opened to "+string(to.Kind)+" "+to.Owner,
+	granted := accessResponse{ThreadID: id, Name: cmp.Or(b.Name, id)}
+	c, err := s.record(r.Context(), "open_thread", "a thread was opened to "+string(to.Kind)+" "+to.Owner,
 		map[string]any{"thread_id": id, string(to.Kind): to.Owner},
 		func(tx pgx.Tx, _ string) (any, error) {
-			given.ID, err = threads.Let(r.Context(), tx, id, to, given.Name, admin)
-			return map[string]any{"access_id": given.ID}, err
+			granted.ID, err = threads.Let(r.Context(), tx, id, to, granted.Name, admin)
+			return map[string]any{"access_id": granted.ID}, err
 		})
 	if errors.Is(err, threads.ErrTaken) {
-		return answer{}, problem.New(http.StatusConflict, "%s %s has another thread %q; give this one another name", to.Kind, to.Owner, given.Name)
+		return response{}, problem.New(http.StatusConflict, "%s %s has another thread %q; give this one another name", to.Kind, to.Owner, granted.Name)
 	}
-	return answer{body: given, status: http.StatusCreated, trace: c.TraceID}, noThread(err)
+	return response{body: granted, status: http.StatusCreated, trace: c.TraceID}, threadError(err)
 }
 
-func (s *server) listAccess(r request) (answer, error) {
-	id, err := threadIn(r)
+func (s *server) listAccess(r request) (response, error) {
+	id, err := pathThread(r)
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
 	if _, err := threads.Get(r.Context(), s.pool, id); err != nil {
-		return answer{}, noThread(err)
+		return response{}, threadError(err)
 	}
 	got, err := threads.AccessOf(r.Context(), s.pool, id)
-	return answer{body: pageOf(got, "")}, err
+	return response{body: pageOf(got, "")}, err
 }
 
-func (s *server) revokeAccess(r request) (answer, error) {
-	id, err := threadIn(r)
+func (s *server) revokeAccess(r request) (response, error) {
+	id, err := pathThread(r)
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
 	access := r.PathValue("access_id")
 	if !uuidForm.MatchString(access) {
-		return answer{}, problem.New(http.StatusBadRequest, "that is not the id of an access").Kind("malformed-id", "Malformed id")
+		return response{}, problem.New(http.StatusBadRequest, "malformed access id").Kind("malformed-id", "Malformed id")
 	}
-	c, err := s.audited(r.Context(), "revoke_thread_access", "an access to a thread was revoked", map[string]any{"thread_id": id, "access_id": access},
+	c, err := s.record(r.Context(), "revoke_thread_access", "an access to a thread was revoked", map[string]any{"thread_id": id, "access_id": access},
 		func(tx pgx.Tx, _ string) (any, error) {
 			return map[string]any{"revoked": true}, threads.Revoke(r.Context(), tx, id, access)
 		})
 	c.Name, c.Changed = access, err == nil
-	return answer{body: c, trace: c.TraceID}, noThread(err)
+	return response{body: c, trace: c.TraceID}, threadError(err)
 }
 
-// admitting is how somebody gets into a thread of somebody else's.
-func (s *server) admitting() []route {
+// accessRoutes manage access to threads.
+func (s *server) accessRoutes() []route {
 	return []route{
 		{
-			method: "POST", path: "/v1/threads/{id}/join_tokens", body: inviting{}, answer: threads.Token{}, status: http.StatusCreated,
-			handle: s.inviteIntoThread, repeatable: true,
-			about: "Give out a join token: a visitor who sends it as X-Thread-Join gets into the conversation. It lets one visitor in, or any number until " +
-				"its end, and is told once.",
+			method: "POST", path: "/v1/threads/{id}/join_tokens", body: joinTokenRequest{}, response: threads.Token{}, status: http.StatusCreated,
+			handle: s.createJoinToken, repeatable: true,
+			about: "Create a join token: a visitor joins the conversation by sending it as X-Thread-Join. It is valid for one visitor, or " +
+				"reusable until it expires, and is shown once.",
 		}, {
-			method: "POST", path: "/v1/threads/{id}/participants", body: letting{}, answer: letIn{}, status: http.StatusCreated, handle: s.letIntoThread,
+			method: "POST", path: "/v1/threads/{id}/participants", body: accessRequest{}, response: accessResponse{}, status: http.StatusCreated, handle: s.grantAccess,
 			repeatable: true, conflicts: true,
-			about: "Open a conversation to a chat key, a flow or a webhook endpoint. 409 when the key or the endpoint has another one of that name.",
+			about: "Open a conversation to a chat key, a flow or a webhook endpoint. 409 if the participant has another one of that name.",
 		}, {
-			method: "GET", path: "/v1/threads/{id}/access", answer: page[threads.Access]{}, handle: s.listAccess,
-			about: "Who was let into a conversation, and its join tokens, without the tokens themselves.",
+			method: "GET", path: "/v1/threads/{id}/access", response: page[threads.Access]{}, handle: s.listAccess,
+			about: "Access grants and join tokens of a conversation, without the secrets.",
 		}, {
-			method: "DELETE", path: "/v1/threads/{id}/access/{access_id}", answer: change{}, handle: s.revokeAccess,
-			about: "Revoke an access. With a join token goes everybody whom it has let in.",
+			method: "DELETE", path: "/v1/threads/{id}/access/{access_id}", response: change{}, handle: s.revokeAccess,
+			about: "Revoke an access. A join token takes its visitors' access with it.",
 		},
 	}
 }
 
 const (
-	maxMessage = 64 << 10          // of what is said in a thread, in bytes
-	maxIdle    = 30 * 24 * 60 * 60 // of a thread's idle time, in seconds
+	maxMessage = 64 << 10          // bytes
+	maxIdle    = 30 * 24 * 60 * 60 // seconds
 )
 
-// saying is a message for a thread: of the run that a worker outside holds the lock of, or of the admin.
-type saying struct {
+// messageRequest is a message of the admin, or of an execution that an external worker has locked.
+type messageRequest struct {
 	Content     string `json:"content"`
 	ExecutionID string `json:"execution_id,omitempty"`
 	LockID      string `json:"lock_id,omitempty"`
 }
 
-// saidIn says what became of it. A queued message leaves in its turn, when the thread is free.
-type saidIn struct {
+// messageResponse reports whether the message was sent or queued.
+type messageResponse struct {
 	Success   bool   `json:"success"`
 	Queued    bool   `json:"queued"`
 	MessageID string `json:"message_id"`
 }
 
-func (b saying) check() error {
+func (b messageRequest) check() error {
 	switch {
 	case strings.TrimSpace(b.Content) == "":
-		return badBody("content is missing: say something")
+		return badBody("content is missing")
 	case len(b.Content) > maxMessage:
 		return badBody("content is longer than %d bytes", maxMessage)
 	case b.ExecutionID != "" && !uuidForm.MatchString(b.ExecutionID):
-		return badBody("execution_id is %.60q; it has to be the id of an execution", b.ExecutionID)
+		return badBody("execution_id is %.60q; use the id of an execution", b.ExecutionID)
 	case b.LockID != "" && b.ExecutionID == "":
-		return badBody("lock_id is of no use without execution_id: name the execution that it locks")
+		return badBody("lock_id needs execution_id: name the locked execution")
 	}
 	return nil
 }
 
-// opening makes a thread.
-type opening struct {
+type threadRequest struct {
 	ID          string `json:"id"`
 	Channel     string `json:"channel,omitempty"` // chat (default), webhook or log
-	Target      string `json:"target,omitempty"`  // of channel webhook: the outgoing target
+	Target      string `json:"target,omitempty"`  // the outgoing target of channel webhook
 	Participant string `json:"participant,omitempty"`
-	Owner       string `json:"owner,omitempty"`        // a chat key that may speak in it, and calls it by this id; empty: nobody outside, until somebody is let in
-	IdleSeconds *int   `json:"idle_seconds,omitempty"` // after how long without a message of its holder others may speak; 600 when left out
+	Owner       string `json:"owner,omitempty"`        // a chat key with access under this id; empty: nobody until an access is granted
+	IdleSeconds *int   `json:"idle_seconds,omitempty"` // idle time after which others may send; default 600
 }
 
-func (o opening) check() error {
+func (o threadRequest) check() error {
 	channels := []string{threads.ChannelChat, threads.ChannelWebhook, threads.ChannelLog}
 	switch {
 	case threads.CheckID(o.ID) != nil:
 		return badBody("id: %s", threads.ErrInvalid)
 	case o.Channel != "" && !slices.Contains(channels, o.Channel):
-		return badBody("channel is %.60q; it can be %s", o.Channel, strings.Join(channels, ", "))
+		return badBody("channel is %.60q; use %s", o.Channel, strings.Join(channels, ", "))
 	case (o.Channel == threads.ChannelWebhook) != (o.Target != ""):
-		return badBody("target is given with channel webhook, and only then: the name of an outgoing target")
+		return badBody("target and channel webhook require each other")
 	case o.IdleSeconds != nil && (*o.IdleSeconds < 1 || *o.IdleSeconds > maxIdle):
-		return badBody("idle_seconds is %d; it can be 1 to %d (30 days)", *o.IdleSeconds, maxIdle)
+		return badBody("idle_seconds is %d; use 1 to %d (30 days)", *o.IdleSeconds, maxIdle)
 	case threads.GivenOut(o.ID):
-		return badBody("id is of the form that the agent gives out itself; choose another")
+		return badBody("id has the form of generated ids; choose another")
 	case !storable(o.Participant) || !storable(o.Owner) || !storable(o.Target) || len(o.Participant) > 200 || len(o.Owner) > 200:
 		return badBody("participant and owner have at most 200 bytes of text")
 	}
 	return nil
 }
 
-func (s *server) openThread(r request) (answer, error) {
-	o := r.body.(opening)
+func (s *server) openThread(r request) (response, error) {
+	o := r.body.(threadRequest)
 	if o.Target != "" {
 		var known bool
 		err := s.pool.QueryRow(r.Context(), `select exists (select from agent_webhook_targets where name = @name)`,
 			postgres.Strict{"name": o.Target}).Scan(&known)
 		if err != nil {
-			return answer{}, err
+			return response{}, err
 		}
 		if !known {
-			return answer{}, badBody("there is no outgoing webhook target %q: declare it in the workspace", o.Target)
+			return response{}, badBody("no outgoing webhook target %q; declare it in the workspace", o.Target)
 		}
 	}
 	var got threads.Thread
 	var made bool
-	done, err := s.audited(r.Context(), "begin_thread", "a conversation was begun", map[string]any{"thread_id": o.ID},
+	done, err := s.record(r.Context(), "begin_thread", "a conversation was begun", map[string]any{"thread_id": o.ID},
 		func(tx pgx.Tx, _ string) (_ any, err error) {
-			if got, made, err = s.begin(r.Context(), tx, o); err != nil || !made {
+			if got, made, err = s.createThread(r.Context(), tx, o); err != nil || !made {
 				return activity.Unchanged, err
 			}
 			return map[string]string{"thread_id": got.ID}, nil
 		})
 	switch {
 	case errors.Is(err, threads.ErrTaken):
-		return answer{}, problem.New(http.StatusConflict, "the key %s has a thread %q of its own; choose another id", o.Owner, o.ID)
+		return response{}, problem.New(http.StatusConflict, "the key %s already has a thread %q; choose another id", o.Owner, o.ID)
 	case errors.Is(err, threads.ErrForeign) || err == nil && !made:
-		return answer{}, problem.New(http.StatusConflict, "there is a thread %q already", o.ID)
+		return response{}, problem.New(http.StatusConflict, "thread %q exists", o.ID)
 	case err != nil:
-		return answer{}, err
+		return response{}, err
 	}
-	return answer{body: got, status: http.StatusCreated, trace: done.TraceID}, nil
+	return response{body: got, status: http.StatusCreated, trace: done.TraceID}, nil
 }
 
-// begin makes a thread of the admin's or, where its messages go out by themselves, of the channel's, and opens it to
-// the key that is named.
-func (s *server) begin(ctx context.Context, tx pgx.Tx, o opening) (threads.Thread, bool, error) {
-	t := threads.Thread{ID: o.ID, Channel: o.Channel, Target: o.Target, Participant: o.Participant, Owner: o.Owner, IdleSeconds: value(o.IdleSeconds)}
+// createThread creates a thread of the admin or of its channel, and opens it to the named key.
+func (s *server) createThread(ctx context.Context, tx pgx.Tx, o threadRequest) (threads.Thread, bool, error) {
+	t := threads.Thread{ID: o.ID, Channel: o.Channel, Target: o.Target, Participant: o.Participant, Owner: o.Owner, IdleSeconds: deref(o.IdleSeconds)}
 	if o.Channel == "" || o.Channel == threads.ChannelChat || o.Owner != "" {
 		return threads.Ensure(ctx, tx, t)
 	}
 	return threads.Open(ctx, tx, threads.Principal{Kind: threads.ByChannel, Owner: o.Channel}, t)
 }
 
-func (s *server) sayInThread(r request) (answer, error) {
-	b, id := r.body.(saying), r.PathValue("id")
+func (s *server) sendMessage(r request) (response, error) {
+	b, id := r.body.(messageRequest), r.PathValue("id")
 	if err := threads.CheckID(id); err != nil {
-		return answer{}, problem.New(http.StatusBadRequest, "%s", err).Kind("malformed-id", "Malformed id")
+		return response{}, problem.New(http.StatusBadRequest, "%s", err).Kind("malformed-id", "Malformed id")
 	}
 	if _, err := threads.Get(r.Context(), s.pool, id); errors.Is(err, threads.ErrNotFound) {
-		return answer{}, problem.New(http.StatusNotFound, "%s", threads.ErrNotFound)
+		return response{}, problem.New(http.StatusNotFound, "%s", threads.ErrNotFound)
 	} else if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
-	o := threads.Outgoing{ThreadID: id, Content: b.Content, ExecutionID: b.ExecutionID, Key: sayingKey(r.Request, id, b)}
+	o := threads.Outgoing{ThreadID: id, Content: b.Content, ExecutionID: b.ExecutionID, Key: messageKey(r.Request, id, b)}
 	if b.ExecutionID == "" {
-		return s.adminSays(r, o)
+		return s.sendAsAdmin(r, o)
 	}
-	x, err := s.speaker(r, b)
+	x, err := s.messageExecution(r, b)
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
 	if o.Claim, err = s.engine.LockClaim(r.Context(), x.ID, b.LockID); err != nil {
-		return answer{}, err
+		return response{}, err
 	}
 	var sent threads.SendResult
-	err = onceMore(r.Context(), s.pool, o.Key, func(key string) (string, error) {
+	err = withFreshKey(r.Context(), s.pool, o.Key, func(key string) (string, error) {
 		o.Key = key
-		err := s.inThread(r.Context(), id, func(ctx context.Context) error {
+		err := s.withThreadLock(r.Context(), id, func(ctx context.Context) error {
 			return postgres.InTxWithin(ctx, s.pool, func(tx pgx.Tx) (err error) {
 				sent, err = threads.SendTx(ctx, tx, o)
 				return err
@@ -434,47 +429,47 @@ func (s *server) sayInThread(r request) (answer, error) {
 		})
 		return sent.MessageID, err
 	})
-	if postgres.IsCode(err, "LK001") { // it was lost meanwhile
+	if postgres.IsCode(err, "LK001") { // the lock was lost meanwhile
 		if _, err = s.engine.LockClaim(r.Context(), x.ID, b.LockID); err == nil {
 			err = executions.ErrVoid
 		}
 	}
 	if err != nil {
-		return answer{}, saidWrong(err)
+		return response{}, messageError(err)
 	}
 	sent.Log(r.Context(), s.log.With("trace_id", x.TraceID, "execution_id", x.ID), id, fmt.Sprintf("%s#%d", x.ID, o.Claim))
-	return answer{body: saidIn{true, sent.Queued, sent.MessageID}, status: http.StatusCreated, trace: x.TraceID}, nil
+	return response{body: messageResponse{true, sent.Queued, sent.MessageID}, status: http.StatusCreated, trace: x.TraceID}, nil
 }
 
-// speaker is the execution that a message is of. Those that run in this program speak for themselves.
-func (s *server) speaker(r request, b saying) (executions.Execution, error) {
+// messageExecution returns the execution that sends a message. Only external executions may use this route.
+func (s *server) messageExecution(r request, b messageRequest) (executions.Execution, error) {
 	x, err := executions.Get(r.Context(), s.pool, b.ExecutionID)
 	switch {
 	case err != nil:
 		return x, err
 	case x.Flow != "external" && !strings.HasPrefix(x.Flow, "external:"):
 		return x, problem.New(http.StatusForbidden,
-			"execution %s runs in this program, flow %s, and speaks for itself; leave execution_id out to speak as the admin", x.ID, x.Flow).WithTrace(x.TraceID)
+			"execution %s of flow %s runs in this program and sends its own messages; omit execution_id to send as the admin", x.ID, x.Flow).WithTrace(x.TraceID)
 	case b.LockID == "":
-		return x, problem.New(http.StatusForbidden, "lock_id is missing: only the worker that holds the lock of execution %s speaks for it", x.ID).WithTrace(x.TraceID)
+		return x, problem.New(http.StatusForbidden, "lock_id is missing: only the worker with the lock of execution %s can send its messages", x.ID).WithTrace(x.TraceID)
 	}
 	return x, nil
 }
 
-// inThread writes to a thread, whose lane or row an open transaction of a client may hold.
-func (s *server) inThread(ctx context.Context, id string, write func(ctx context.Context) error) error {
+// withThreadLock writes to a thread whose lane or row another transaction may hold.
+func (s *server) withThreadLock(ctx context.Context, id string, write func(ctx context.Context) error) error {
 	what := fmt.Sprintf("thread %q", id)
 	return postgres.ExplainLock(ctx, s.pool, s.locks.Try(ctx, what, write), what, "agent_locks", "agent_threads", "agent_messages")
 }
 
-// adminSays sends a message of nobody who could hold the thread, and keeps a record of it.
-func (s *server) adminSays(r request, o threads.Outgoing) (answer, error) {
+// sendAsAdmin sends a message outside any execution and records it.
+func (s *server) sendAsAdmin(r request, o threads.Outgoing) (response, error) {
 	var sent threads.SendResult
 	var c change
-	err := s.inThread(r.Context(), o.ThreadID, func(ctx context.Context) (err error) {
-		c, err = s.audited(ctx, "send_message", "an admin's own message", map[string]any{"thread_id": o.ThreadID},
+	err := s.withThreadLock(r.Context(), o.ThreadID, func(ctx context.Context) (err error) {
+		c, err = s.record(ctx, "send_message", "an admin's own message", map[string]any{"thread_id": o.ThreadID},
 			func(tx pgx.Tx, _ string) (any, error) {
-				err := onceMore(ctx, tx, o.Key, func(key string) (_ string, err error) {
+				err := withFreshKey(ctx, tx, o.Key, func(key string) (_ string, err error) {
 					said := o
 					said.Key = key
 					sent, err = threads.SendTx(ctx, tx, said)
@@ -485,23 +480,22 @@ func (s *server) adminSays(r request, o threads.Outgoing) (answer, error) {
 		return err
 	})
 	if err != nil {
-		return answer{}, saidWrong(err)
+		return response{}, messageError(err)
 	}
 	sent.Log(r.Context(), s.log.With("trace_id", c.TraceID), o.ThreadID, admin)
-	return answer{body: saidIn{true, sent.Queued, sent.MessageID}, status: http.StatusCreated, trace: c.TraceID}, nil
+	return response{body: messageResponse{true, sent.Queued, sent.MessageID}, status: http.StatusCreated, trace: c.TraceID}, nil
 }
 
-// saidWrong tells the client what the database refused.
-func saidWrong(err error) error {
+func messageError(err error) error {
 	if refused, is := errors.AsType[*pgconn.PgError](err); is && postgres.IsCode(err, "22023") {
 		return badBody("%s", refused.Message)
 	}
 	return err
 }
 
-// sayingKey makes the message an effect of its Idempotency-Key, so that it is sent once also when the process died
-// between sending it and keeping the answer.
-func sayingKey(r *http.Request, thread string, b saying) string {
+// messageKey derives the message key from the Idempotency-Key. So the message is sent once even if the process dies
+// before it stores the response.
+func messageKey(r *http.Request, thread string, b messageRequest) string {
 	key := r.Header.Get(keyHeader)
 	if key == "" {
 		return ""
@@ -510,17 +504,16 @@ func sayingKey(r *http.Request, thread string, b saying) string {
 	return "request " + hex.EncodeToString(sum[:])
 }
 
-// speaking is how threads are made and spoken in.
-func (s *server) speaking() []route {
+func (s *server) messageRoutes() []route {
 	return []route{
 		{
-			method: "POST", path: "/v1/threads", body: opening{}, answer: threads.Thread{}, status: http.StatusCreated, handle: s.openThread,
-			conflicts: true, about: "Begin a conversation. 409 when there is one with this id.",
+			method: "POST", path: "/v1/threads", body: threadRequest{}, response: threads.Thread{}, status: http.StatusCreated, handle: s.openThread,
+			conflicts: true, about: "Create a conversation. 409 if the id exists.",
 		}, {
-			method: "POST", path: "/v1/threads/{id}/messages", body: saying{}, answer: saidIn{}, status: http.StatusCreated,
-			handle: s.sayInThread, conflicts: true, keyed: true,
-			about: "Say something in a conversation. With execution_id and lock_id it is what the run says that a worker outside has locked; " +
-				"without, the admin's own message. Who holds the thread speaks at once; other messages are queued and leave first-in-first-out.",
+			method: "POST", path: "/v1/threads/{id}/messages", body: messageRequest{}, response: messageResponse{}, status: http.StatusCreated,
+			handle: s.sendMessage, conflicts: true, keyed: true,
+			about: "Send a message to a conversation: for a locked external execution with execution_id and lock_id, " +
+				"else as the admin. The thread's holder sends at once; other messages are queued, first in, first out.",
 		},
 	}
 }

@@ -11,8 +11,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// said is the answer to a message.
-type said struct {
+// messageContent is the answer to a message.
+type messageContent struct {
 	Success, Queued bool
 	MessageID       string `json:"message_id"`
 }
@@ -42,7 +42,7 @@ func TestWorkersOutsideAndAdminsSpeakInThreads(t *testing.T) {
 	if made.ID != "maria" || made.Channel != "chat" || made.Participant != "Maria" {
 		t.Errorf("made: %+v", made)
 	}
-	a.refused(a.raw("POST", "/v1/threads", `{"id":"maria"}`, asAdmin()), 409, "already")
+	a.refused(a.raw("POST", "/v1/threads", `{"id":"maria"}`, asAdmin()), 409, "exists")
 	a.refused(a.raw("POST", "/v1/threads", `{"id":"x","channel":"webhook","target":"none"}`, asAdmin()), 400, "target")
 	a.refused(a.raw("POST", "/v1/threads", `{"id":"x","channel":"pigeon"}`, asAdmin()), 400, "channel")
 	for _, idle := range []string{"0", "-1", "2592001"} {
@@ -55,7 +55,7 @@ func TestWorkersOutsideAndAdminsSpeakInThreads(t *testing.T) {
 
 	first, lock := a.outsideRun("first")
 	second, other := a.outsideRun("second")
-	tell := func(words, id, lock string) (got said) {
+	tell := func(words, id, lock string) (got messageContent) {
 		t.Helper()
 		a.creates("/v1/threads/maria/messages", fmt.Sprintf(`{"content":%q,"execution_id":%q,"lock_id":%q}`, words, id, lock), &got)
 		if !got.Success || got.MessageID == "" {
@@ -66,7 +66,7 @@ func TestWorkersOutsideAndAdminsSpeakInThreads(t *testing.T) {
 	if tell("one", first, lock).Queued || !tell("two", second, other).Queued || tell("three", first, lock).Queued {
 		t.Error("the holder speaks at once, the other queues")
 	}
-	var got said
+	var got messageContent
 	a.creates("/v1/threads/maria/messages", `{"content":"an admin"}`, &got)
 	if !got.Success || !got.Queued {
 		t.Errorf("the admin's: %+v", got)
@@ -130,7 +130,7 @@ func TestMessagesThatAreRefused(t *testing.T) {
 		`{"content":"x","lock_id":"y"}`:      {400, "execution_id"},
 		`{"content":"x","execution_id":"y"}`: {400, "execution_id"},
 		`{"content":"x","execution_id":"018f0000-0000-7000-8000-000000000000","lock_id":"y"}`: {404, ""},
-		fmt.Sprintf(`{"content":"x","execution_id":%q}`, inside):                              {403, "speaks for itself"},
+		fmt.Sprintf(`{"content":"x","execution_id":%q}`, inside):                              {403, "sends its own messages"},
 		fmt.Sprintf(`{"content":"x","execution_id":%q}`, id):                                  {403, "lock_id"},
 		fmt.Sprintf(`{"content":"x","execution_id":%q,"lock_id":"void"}`, id):                 {409, "worker"},
 	} {

@@ -9,78 +9,77 @@ import (
 	"github.com/lanekeeper/lanekeeper/why"
 )
 
-func (s *server) listTraces(r request) (answer, error) {
+func (s *server) listTraces(r request) (response, error) {
 	rows, next, err := activity.Traces(r.Context(), s.read, activity.TraceFilter{
 		Surface: r.query["surface"], Status: r.query["status"], Since: r.query.time("since"), Limit: r.query.limit(),
 		Agent: r.query["agent"], Cursor: r.query["cursor"],
 	})
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
-	return answer{body: pageOf(rows, next)}, nil
+	return response{body: pageOf(rows, next)}, nil
 }
 
-func (s *server) getTrace(r request) (answer, error) {
+func (s *server) getTrace(r request) (response, error) {
 	t, err := activity.TraceOf(r.Context(), s.read, r.PathValue("id"))
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
 	if t.Activities == nil {
 		t.Activities = []activity.Row{}
 	}
-	return answer{body: t, trace: t.TraceID}, nil
+	return response{body: t, trace: t.TraceID}, nil
 }
 
-func (s *server) getPrompts(r request) (answer, error) {
+func (s *server) getPrompts(r request) (response, error) {
 	page, err := prompts.Of(r.Context(), s.read, r.PathValue("id"), prompts.Filter{
 		ActivityID: r.query["activity_id"], Limit: r.query.number("limit"), Cursor: r.query["cursor"],
 	})
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
-	return answer{body: page, trace: page.TraceID}, nil
+	return response{body: page, trace: page.TraceID}, nil
 }
 
-func (s *server) listActivity(r request) (answer, error) {
+func (s *server) listActivity(r request) (response, error) {
 	rows, next, err := activity.Recent(r.Context(), s.read, activity.Filter{
 		Surface: r.query["surface"], Status: activity.Status(r.query["status"]), Skill: r.query["skill"],
 		Lane: r.query["lane"], TraceID: r.query["trace_id"], Agent: r.query["agent"], Since: r.query.time("since"),
 		Until: r.query.time("until"), Limit: r.query.limit(), Cursor: r.query["cursor"],
 	})
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
-	return answer{body: pageOf(rows, next)}, nil
+	return response{body: pageOf(rows, next)}, nil
 }
 
-// reports are the questions about the log that people ask most. Their figures are those of the views agent_spend,
+// reportRoutes answer frequent questions about the log. Their figures match the views agent_spend,
 // agent_slowest_skills, agent_failing_skills and agent_audit.
-func (s *server) reports() []route {
-	skill := text("skill", "Name of the skill")
-	since := moment("since", "Only what began at this moment or later; without it, the last 7 days")
+func (s *server) reportRoutes() []route {
+	skill := textParam("skill", "Name of the skill")
+	since := timeParam("since", "Start of the period; default the last 7 days")
 	return []route{
 		{
-			method: "GET", path: "/v1/activity/spend", answer: page[activity.Spending]{}, handle: s.listSpend, replica: true,
-			about: "What model calls cost by day (UTC), skill, surface and model, the latest day first. A call is charged to the skills that its answer " +
-				"calls; one that calls none is charged to its surface, and skill is empty. since and until are cut to whole days.",
-			params: listing(oneOf("by", "By skill, which is usual, or by what the model was called for", names(activity.BySkill, activity.ByPurpose)...),
-				skill, surfaceParam, text("model", "Name of the model"), sinceParam, moment("until", "Only days before this one")),
+			method: "GET", path: "/v1/activity/spend", response: page[activity.Spending]{}, handle: s.listSpend, replica: true,
+			about: "Cost of model calls by day (UTC), skill, surface and model, the latest day first. A call's cost is split over the skills that " +
+				"its answer calls; without skills it counts for its surface, with an empty skill. since and until are cut to whole days.",
+			params: listParams(enumParam("by", "Group by skill (default) or by purpose", stringsOf(activity.BySkill, activity.ByPurpose)...),
+				skill, surfaceParam, textParam("model", "Name of the model"), sinceParam, timeParam("until", "End of the period")),
 		}, {
-			method: "GET", path: "/v1/activity/slowest", answer: page[activity.Slow]{}, handle: s.listSlowest, replica: true,
-			about: "Skills by how long their calls take, the slowest first.", params: listing(skill, since),
+			method: "GET", path: "/v1/activity/slowest", response: page[activity.Slow]{}, handle: s.listSlowest, replica: true,
+			about: "Skills by call duration, the slowest first.", params: listParams(skill, since),
 		}, {
-			method: "GET", path: "/v1/activity/failing", answer: page[activity.Failure]{}, handle: s.listFailing, replica: true,
-			about: "Skills whose calls fail, those that failed most first.", params: listing(skill, since),
+			method: "GET", path: "/v1/activity/failing", response: page[activity.Failure]{}, handle: s.listFailing, replica: true,
+			about: "Skills with failed calls, the most failures first.", params: listParams(skill, since),
 		}, {
-			method: "GET", path: "/v1/activity/audit", answer: page[activity.AuditEntry]{}, handle: s.listAudit, replica: true,
-			about: "Who did what, to which object, when, why, on whose behalf, with what result: every kind of row, newest first. A page may be short, or empty, before " +
-				"the last: 10,000 rows are looked at for one.",
-			params: listing(skill, surfaceParam, traceParam, sinceParam, moment("until", "Only what began before this moment")),
+			method: "GET", path: "/v1/activity/audit", response: page[activity.AuditEntry]{}, handle: s.listAudit, replica: true,
+			about: "The audit log, newest first: actor, action, object, reason, result. A page before the last may be short or empty, because " +
+				"a request scans at most 10,000 rows.",
+			params: listParams(skill, surfaceParam, traceParam, sinceParam, timeParam("until", "End of the period")),
 		},
 	}
 }
 
-// reportFilter is what a report is asked for.
 func reportFilter(r request) activity.ReportFilter {
 	return activity.ReportFilter{
 		Since: r.query.time("since"), Until: r.query.time("until"), Skill: r.query["skill"], Surface: r.query["surface"], Model: r.query["model"],
@@ -88,104 +87,99 @@ func reportFilter(r request) activity.ReportFilter {
 	}
 }
 
-// reported is a page of a report.
-func reported[T any](rows []T, next string, err error) (answer, error) {
+func reportPage[T any](rows []T, next string, err error) (response, error) {
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
-	return answer{body: pageOf(rows, next)}, nil
+	return response{body: pageOf(rows, next)}, nil
 }
 
-func (s *server) listSpend(r request) (answer, error) {
+func (s *server) listSpend(r request) (response, error) {
 	if r.query["by"] == string(activity.ByPurpose) {
 		if r.query["skill"] != "" {
-			return answer{}, badParameter("%s", activity.ErrSkillOrPurpose)
+			return response{}, badParameter("%s", activity.ErrSkillOrPurpose)
 		}
-		return reported(activity.SpendByPurpose(r.Context(), s.read, reportFilter(r)))
+		return reportPage(activity.SpendByPurpose(r.Context(), s.read, reportFilter(r)))
 	}
-	return reported(activity.Spend(r.Context(), s.read, reportFilter(r)))
+	return reportPage(activity.Spend(r.Context(), s.read, reportFilter(r)))
 }
 
-func (s *server) listSlowest(r request) (answer, error) {
-	return reported(activity.Slowest(r.Context(), s.read, reportFilter(r)))
+func (s *server) listSlowest(r request) (response, error) {
+	return reportPage(activity.Slowest(r.Context(), s.read, reportFilter(r)))
 }
 
-func (s *server) listFailing(r request) (answer, error) {
-	return reported(activity.Failing(r.Context(), s.read, reportFilter(r)))
+func (s *server) listFailing(r request) (response, error) {
+	return reportPage(activity.Failing(r.Context(), s.read, reportFilter(r)))
 }
 
-func (s *server) listAudit(r request) (answer, error) {
+func (s *server) listAudit(r request) (response, error) {
 	got, err := activity.Audit(r.Context(), s.read, activity.Filter{
 		Surface: r.query["surface"], Skill: r.query["skill"], TraceID: r.query["trace_id"], Since: r.query.time("since"),
 		Until: r.query.time("until"), Limit: r.query.limit(), Cursor: r.query["cursor"],
 	})
-	return reported(got.Rows, got.Next, err)
+	return reportPage(got.Rows, got.Next, err)
 }
 
-// explaining is the route that says why.
-func (s *server) explaining() []route {
+func (s *server) whyRoutes() []route {
 	return []route{{
-		method: "GET", path: "/v1/traces/{id}/why", answer: why.Answer{}, handle: s.getWhy, replica: true,
-		about: "Why a trace is what it is, in rows that are read from top to bottom: what caused it across traces, what it did, waited for and held, " +
-			"what went wrong, what came of it, what it cost. from_ref caused to_ref. The id may have any form; the same in SQL is why(trace).",
+		method: "GET", path: "/v1/traces/{id}/why", response: why.Answer{}, handle: s.getWhy, replica: true,
+		about: "Explain a trace, in rows from top to bottom: causes across traces, actions, waits, lanes, " +
+			"failures, effects and cost. from_ref caused to_ref. The id may have any form; in SQL: why(trace).",
 	}}
 }
 
-func (s *server) getWhy(r request) (answer, error) {
+func (s *server) getWhy(r request) (response, error) {
 	a, err := why.Of(r.Context(), s.read, r.PathValue("id"))
 	if err != nil {
-		return answer{}, err
+		return response{}, err
 	}
-	return answer{body: a, trace: a.TraceID}, nil
+	return response{body: a, trace: a.TraceID}, nil
 }
 
-// retaining is how long what is over is kept.
-func (s *server) retaining() []route {
+func (s *server) retentionRoutes() []route {
 	return []route{
 		{
-			method: "GET", path: "/v1/retention", answer: policies{}, handle: s.getRetention,
-			about: "How long each kind of rows is kept after it is over, and how many have gone. What is not finished is never touched.",
+			method: "GET", path: "/v1/retention", response: retentionResponse{}, handle: s.getRetention,
+			about: "How long finished rows of each kind are kept, and how many were pruned. Unfinished rows are never pruned.",
 		}, {
-			method: "PUT", path: "/v1/retention", body: keep{}, answer: retention.Change{}, handle: s.setRetention,
-			about: "Change how long kinds of rows are kept: a span of time such as 90d, or forever. Kinds that are not named stay as they are. " +
-				"All are changed or, with 400, none; changed is false when it was so already.",
+			method: "PUT", path: "/v1/retention", body: retentionRequest{}, response: retention.Change{}, handle: s.setRetention,
+			about: "Set the retention of kinds of rows: a duration such as 90d, or forever. Other kinds stay unchanged. " +
+				"All are changed or, with 400, none; changed is false if nothing had to change.",
 		},
 	}
 }
 
-// policies is what GET answers.
-type policies struct {
+type retentionResponse struct {
 	Items []retention.Policy `json:"items"`
 }
 
-// keep is the body of PUT.
-type keep struct {
-	because
+type retentionRequest struct {
+	reasonRequest
 	Keep map[string]string `json:"keep"`
 }
 
-func (b keep) check() error {
+func (b retentionRequest) check() error {
 	if len(b.Keep) == 0 {
-		return badBody(`keep is missing: give kinds and times, such as {"activity": "90d"}`)
+		return badBody(`keep is missing: send kinds and durations, such as {"activity": "90d"}`)
 	}
 	for name, time := range b.Keep {
 		if !storable(name) || !storable(time) {
 			return badBody("keep has control characters at %.60q", name)
 		}
 	}
-	return b.because.check()
+	return b.reasonRequest.check()
 }
 
-func (s *server) getRetention(r request) (answer, error) {
+func (s *server) getRetention(r request) (response, error) {
 	list, err := retention.Show(r.Context(), s.pool)
-	return answer{body: policies{list}}, err
+	return response{body: retentionResponse{list}}, err
 }
 
-func (s *server) setRetention(r request) (answer, error) {
-	b := r.body.(keep)
+func (s *server) setRetention(r request) (response, error) {
+	b := r.body.(retentionRequest)
 	got, err := retention.Set(r.Context(), s.pool, b.Keep, admin, b.Reason)
 	if errors.Is(err, retention.ErrInvalid) {
-		return answer{}, badBody("%s", err)
+		return response{}, badBody("%s", err)
 	}
-	return answer{body: got, trace: got.TraceID}, err
+	return response{body: got, trace: got.TraceID}, err
 }

@@ -132,8 +132,8 @@ func TestPromptsRefuseWhatIsNoParameter(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	for query, says := range map[string]string{
-		"activity_id=nonsense": "parameter activity_id has to be a uuid", "limit=0": "it can be 1 to 100",
-		"limit=101": "it can be 1 to 100", "limit=many": "it can be 1 to 100",
+		"activity_id=nonsense": "parameter activity_id must be a uuid", "limit=0": "use 1 to 100",
+		"limit=101": "use 1 to 100", "limit=many": "use 1 to 100",
 	} {
 		a.refused(a.raw("GET", "/v1/traces/op_01J8052XG1XHJAZ95GX5TCNBAZ/prompts?"+query, "", asAdmin()), 400, says)
 	}

@@ -23,28 +23,28 @@ import (
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
-// agentKind is the kind agent, whose instructions may stand in a file of their own.
+// agentKind is the kind agent. Its instructions may be in a separate file.
 func agentKind() kind {
-	k := reader("agent", agents.Validate, func(d agents.Definition) string { return d.Name },
+	k := kindReader("agent", agents.Validate, func(d agents.Definition) string { return d.Name },
 		func(w *Workspace) *[]Document[agents.Definition] { return &w.Agents })
 	read := k.read
 	k.read = func(l *loader, s source) {
 		read(l, s)
 		document := &l.workspace.Agents[len(l.workspace.Agents)-1]
 		if file := document.Definition.InstructionsFile; file != "" {
-			text, err := instructions(l.fsys, path.Join(path.Dir(l.name), file), file)
+			text, err := readInstructions(l.fsys, path.Join(path.Dir(l.name), file), file)
 			if err != nil {
-				l.problems.add(document.place("instructions_file"), "instructions_file: %s", err)
+				l.problems.add(document.position("instructions_file"), "instructions_file: %s", err)
 			}
 			document.Definition.Instructions, document.Definition.InstructionsFile = text, ""
-			l.problems = append(l.problems, s.beside(nil, agents.Validate(document.Definition))...)
+			l.problems = append(l.problems, s.independentProblems(nil, agents.Validate(document.Definition))...)
 		}
 	}
 	return k
 }
 
-// instructions reads a text file of the workspace.
-func instructions(fsys fs.FS, name, given string) (string, error) {
+// readInstructions reads a text file of the workspace.
+func readInstructions(fsys fs.FS, name, given string) (string, error) {
 	if !fs.ValidPath(name) {
 		return "", fmt.Errorf("%q is outside the workspace", given)
 	}
@@ -58,20 +58,20 @@ func instructions(fsys fs.FS, name, given string) (string, error) {
 	return strings.TrimSpace(string(raw)), nil
 }
 
-// agentRow is an agent as a diff shows it.
+// agentRow is an agent in a diff.
 type agentRow struct {
 	agents.Definition
 	Version int    `json:"version"`
 	Source  string `json:"source"`
 }
 
-// agentTable is how agent documents meet their table. Every version stays, for the turns that have begun with it.
-func agentTable(w Workspace, o Options) matcher {
-	return table[agents.Definition, agentRow]{
+// agentTable applies agent documents. Old versions stay, because running turns use them.
+func agentTable(w Workspace, o Options) kindApplier {
+	return kindTable[agents.Definition, agentRow]{
 		kind: "agent", documents: w.Agents, name: func(d agents.Definition) string { return d.Name },
 		get: getAgent,
 		put: func(ctx context.Context, tx pgx.Tx, d agents.Definition) (bool, error) {
-			single, err := alone(ctx, tx, w, o, d.Name)
+			single, err := isOnlyAgent(ctx, tx, w, o, d.Name)
 			if err != nil {
 				return false, err
 			}
@@ -100,14 +100,14 @@ func getAgent(ctx context.Context, tx pgx.Tx, name string) (agentRow, error) {
 	return agentRow{}, agents.ErrNotFound
 }
 
-// checkAgents wants exactly one default agent, delegates that exist, patterns of skills that match some, and names that
-// no flow has. It returns [Problems].
+// checkAgents requires exactly one default agent, existing delegates, matching skill patterns, and names different
+// from all flows. It returns [Problems].
 func checkAgents(ctx context.Context, db postgres.DB, w Workspace) error {
 	var problems Problems
-	if err := checkActing(ctx, db, w, &problems); err != nil || len(w.Agents) == 0 {
+	if err := checkActors(ctx, db, w, &problems); err != nil || len(w.Agents) == 0 {
 		return cmp.Or(err, problems.err())
 	}
-	if err := oneDefault(ctx, db, w.Agents, &problems); err != nil {
+	if err := checkDefault(ctx, db, w.Agents, &problems); err != nil {
 		return err
 	}
 	skills, err := skillNames(ctx, db)
@@ -126,46 +126,45 @@ func checkAgents(ctx context.Context, db postgres.DB, w Workspace) error {
 	for _, document := range w.Agents {
 		d := document.Definition
 		if slices.Contains(flows, d.Name) {
-			problems.add(document.place("name"),
+			problems.add(document.position("name"),
 				"name: %q is the name of a flow; agents and flows share one namespace", d.Name)
 		}
 		for i, name := range d.Delegates {
 			if !slices.Contains(names, name) {
 				at := fmt.Sprintf("delegates[%d]", i)
-				problems.add(document.place(at), "%s: %s", at, unknown("agent", name, name, names))
+				problems.add(document.position(at), "%s: %s", at, unknownName("agent", name, name, names))
 			}
 		}
 		for i, pattern := range d.Skills {
 			if !matchesAny(pattern, skills) {
 				at := fmt.Sprintf("skills[%d]", i)
-				problems.add(document.place(at), "%s: there is no skill %q%s", at, pattern, hint(pattern, skills))
+				problems.add(document.position(at), "%s: there is no skill %q%s", at, pattern, suggestion(pattern, skills))
 			}
 		}
 	}
 	return problems.err()
 }
 
-// checkActing wants the agents of objectives and automations to be in service.
-func checkActing(ctx context.Context, db postgres.DB, w Workspace, problems *Problems) error {
+// checkActors requires the agents of objectives and automations to exist.
+func checkActors(ctx context.Context, db postgres.DB, w Workspace, problems *Problems) error {
 	names, err := agentNames(ctx, db)
 	if err != nil {
 		return err
 	}
 	check := func(at Position, name string) {
 		if name != "" && !slices.Contains(names, name) {
-			problems.add(at, "agent: %s", unknown("agent", name, name, names))
+			problems.add(at, "agent: %s", unknownName("agent", name, name, names))
 		}
 	}
 	for _, document := range w.Objectives {
-		check(document.place("agent"), document.Definition.Agent)
+		check(document.position("agent"), document.Definition.Agent)
 	}
 	for _, document := range w.Automations {
-		check(document.place("agent"), document.Definition.Agent)
+		check(document.position("agent"), document.Definition.Agent)
 	}
 	return nil
 }
 
-// agentNames lists the declared agents in service.
 func agentNames(ctx context.Context, db postgres.DB) ([]string, error) {
 	all, err := (&agents.Directory{}).List(ctx, db)
 	var names []string
@@ -184,8 +183,8 @@ func matchesAny(pattern string, names []string) bool {
 	})
 }
 
-// oneDefault wants one of all agents in service to be the default. A single agent need not say so.
-func oneDefault(
+// checkDefault requires one default among all agents. A single agent is implicitly the default.
+func checkDefault(
 	ctx context.Context, db postgres.DB, documents []Document[agents.Definition], problems *Problems,
 ) error {
 	all, err := (&agents.Directory{}).List(ctx, db)
@@ -209,21 +208,20 @@ func oneDefault(
 	return nil
 }
 
-// alone reports whether a document is that of the only agent in service, once what is to be removed is gone.
-func alone(ctx context.Context, db postgres.DB, w Workspace, o Options, name string) (bool, error) {
+// isOnlyAgent reports whether a document declares the only agent, after pending removals.
+func isOnlyAgent(ctx context.Context, db postgres.DB, w Workspace, o Options, name string) (bool, error) {
 	if len(w.Agents) != 1 {
 		return false, nil
 	}
 	all, err := (&agents.Directory{}).List(ctx, db)
 	return !slices.ContainsFunc(all, func(a agents.Agent) bool {
-		goes := a.Source == Source && o.Prune != nil && o.Prune(Item{Kind: "agent", Name: a.Name, Action: Remove})
-		return a.Declared() && a.Name != name && !goes
+		pruned := a.Source == Source && o.Prune != nil && o.Prune(Item{Kind: "agent", Name: a.Name, Action: Remove})
+		return a.Declared() && a.Name != name && !pruned
 	}), err
 }
 
-// CheckBuiltins wants every builtin: handler to name one of known, the builtins of the binary that is to run the
-// workspace. Neither the files nor the database know them: a library's user has builtins of their own. The
-// error is [Problems].
+// CheckBuiltins requires every builtin: handler to be in known, the builtins of the executing binary. The error is
+// [Problems].
 func (w Workspace) CheckBuiltins(known []string) error {
 	names := make(map[string]bool, len(known))
 	for _, name := range known {
@@ -233,20 +231,20 @@ func (w Workspace) CheckBuiltins(known []string) error {
 	for _, document := range w.Skills {
 		kind, name, _ := strings.Cut(strings.TrimSpace(document.Definition.Handler), ":")
 		if name = strings.TrimSpace(name); kind == "builtin" && !names[name] {
-			problems.add(document.place("handler"), "handler: %s", unknown("builtin", name, name, known))
+			problems.add(document.position("handler"), "handler: %s", unknownName("builtin", name, name, known))
 		}
 	}
 	return problems.err()
 }
 
 func databaseKind() kind {
-	return reader("database", databases.Validate, func(d databases.Definition) string { return d.Name },
+	return kindReader("database", databases.Validate, func(d databases.Definition) string { return d.Name },
 		func(w *Workspace) *[]Document[databases.Definition] { return &w.Databases })
 }
 
-// databaseTable is how database documents meet their table.
-func databaseTable(w Workspace) matcher {
-	return table[databases.Definition, databases.Database]{
+// databaseTable applies database documents.
+func databaseTable(w Workspace) kindApplier {
+	return kindTable[databases.Definition, databases.Database]{
 		kind: "database", documents: w.Databases, name: func(d databases.Definition) string { return d.Name },
 		get: func(ctx context.Context, tx pgx.Tx, name string) (databases.Database, error) {
 			return databases.Get(ctx, tx, name)
@@ -259,10 +257,9 @@ func databaseTable(w Workspace) matcher {
 	}
 }
 
-// mcpServers is how mcp_server documents meet their table. The skills that are mounted from a server are not the
-// workspace's: a sync makes them, and they go with their server.
-func mcpServers(w Workspace) matcher {
-	return table[mcp.Definition, mcp.Remote]{
+// mcpServers applies mcp_server documents. A sync mounts their skills; removal of a server removes them.
+func mcpServers(w Workspace) kindApplier {
+	return kindTable[mcp.Definition, mcp.Remote]{
 		kind: "mcp_server", documents: w.MCPServers, name: func(d mcp.Definition) string { return d.Name },
 		get: func(ctx context.Context, tx pgx.Tx, name string) (mcp.Remote, error) { return mcp.Get(ctx, tx, name) },
 		put: func(ctx context.Context, tx pgx.Tx, d mcp.Definition) (bool, error) {
@@ -276,9 +273,9 @@ func mcpServers(w Workspace) matcher {
 	}
 }
 
-// webhookEndpoints is the kind webhook. Whether one is in service is the admin's.
-func webhookEndpoints(w Workspace) matcher {
-	return table[webhooks.EndpointDefinition, webhooks.Endpoint]{
+// webhookEndpoints applies webhook documents. The admin enables and disables them.
+func webhookEndpoints(w Workspace) kindApplier {
+	return kindTable[webhooks.EndpointDefinition, webhooks.Endpoint]{
 		kind: "webhook", documents: w.Webhooks, name: func(d webhooks.EndpointDefinition) string { return d.Name },
 		get: func(ctx context.Context, tx pgx.Tx, name string) (webhooks.Endpoint, error) {
 			return webhooks.GetEndpoint(ctx, tx, name)
@@ -291,9 +288,9 @@ func webhookEndpoints(w Workspace) matcher {
 	}
 }
 
-// webhookTargets is the kind webhook_target. Whether one is in service, and how it fares, is not a file's.
-func webhookTargets(w Workspace) matcher {
-	return table[webhooks.TargetDefinition, webhooks.Target]{
+// webhookTargets applies webhook_target documents. The admin enables and disables them.
+func webhookTargets(w Workspace) kindApplier {
+	return kindTable[webhooks.TargetDefinition, webhooks.Target]{
 		kind: "webhook_target", documents: w.Targets, name: func(d webhooks.TargetDefinition) string { return d.Name },
 		get: func(ctx context.Context, tx pgx.Tx, name string) (webhooks.Target, error) {
 			return webhooks.GetTarget(ctx, tx, name)
@@ -306,8 +303,8 @@ func webhookTargets(w Workspace) matcher {
 	}
 }
 
-// checkCalls wants every automation's skill to exist, in the workspace or beside it, and to take its arguments. It
-// looks at the rows as they are about to be, and returns [Problems].
+// checkCalls requires every automation's skill to exist and accept its arguments, in the transaction's state. It
+// returns [Problems].
 func checkCalls(ctx context.Context, tx pgx.Tx, all []Document[automations.Definition]) error {
 	registry, err := skills.New(skills.Options{})
 	if err != nil {
@@ -333,7 +330,7 @@ func checkCall(ctx context.Context, tx pgx.Tx, registry *skills.Registry, docume
 	skill, err := skills.Get(ctx, tx, called)
 	if errors.Is(err, skills.ErrNotFound) {
 		names, err := skillNames(ctx, tx)
-		problems.add(document.place("skill"), "skill: there is no skill %q%s", called, hint(called, names))
+		problems.add(document.position("skill"), "skill: there is no skill %q%s", called, suggestion(called, names))
 		return problems, err
 	}
 	if err != nil {
@@ -349,12 +346,12 @@ func checkCall(ctx context.Context, tx pgx.Tx, registry *skills.Registry, docume
 	err = registry.Check(skill, raw)
 	invalid, ok := errors.AsType[*skills.InvalidParams](err)
 	if !ok && err != nil {
-		problems.add(document.place("skill"), "skill: %s", err)
+		problems.add(document.position("skill"), "skill: %s", err)
 	}
 	if ok {
 		for _, v := range invalid.Violations {
 			path := "arguments" + strings.ReplaceAll(v.Path, "/", ".")
-			problems.add(document.place(path), "%s: %s (skill %s)", path, v.Message, called)
+			problems.add(document.position(path), "%s: %s (skill %s)", path, v.Message, called)
 		}
 	}
 	return problems, nil
@@ -369,8 +366,8 @@ func skillNames(ctx context.Context, db postgres.DB) ([]string, error) {
 	return names, err
 }
 
-// place is where a field of the document stands; the document itself when it was not read from a file.
-func (d Document[D]) place(path string) Position {
+// position returns the position of a field, or of the document if it has no source.
+func (d Document[D]) position(path string) Position {
 	if d.source.node == nil {
 		return d.At
 	}

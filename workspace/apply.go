@@ -17,10 +17,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// errPlanned rolls a plan back.
-var errPlanned = errors.New("only planned")
+var errRollback = errors.New("only planned")
 
-// Options are what a caller of [Apply] decides. The zero value removes nothing.
+// Options configure [Apply]. The zero value removes nothing.
 type Options struct {
 	// Prune reports whether to remove a row that an earlier apply declared and no file declares now. Nil keeps all.
 	Prune func(Item) bool
@@ -28,10 +27,10 @@ type Options struct {
 	Reach func(ctx context.Context, d databases.Database) (skills.Database, error)
 }
 
-// All is the [Options.Prune] that makes the database match the files alone.
+// All is an [Options.Prune] that removes every undeclared row.
 func All(Item) bool { return true }
 
-// Plan tells what [Apply] would do now. It writes nothing, but needs a database that could be written to.
+// Plan reports what [Apply] would do. It rolls back, but needs a writable database.
 func Plan(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (Diff, error) {
 	var diff Diff
 	warnings, err := checkNamed(ctx, db, w, o, false)
@@ -40,22 +39,20 @@ func Plan(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (Di
 	}
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		var err error
-		if diff, err = match(ctx, tx, w, o); err != nil {
+		if diff, err = applyAll(ctx, tx, w, o); err != nil {
 			return err
 		}
-		return errPlanned
+		return errRollback
 	})
-	if !errors.Is(err, errPlanned) {
+	if !errors.Is(err, errRollback) {
 		return Diff{}, wrap("plan workspace", err)
 	}
 	diff.Warnings = warnings
 	return diff, nil
 }
 
-// Apply makes the database match w, or, when there is an error, changes nothing. An automation whose skill does not
-// exist or does not take its arguments, or a flow that starts one that does not exist, makes the error a [Problems]. An
-// agent that is still named is not removed: the error wraps an [InUseError].
-// What changed, and what was removed of it, is recorded as an admin's act.
+// Apply makes the database match w in one transaction and records the change. Wrong references are [Problems]: a
+// missing skill, invalid arguments, a missing flow. Removal of an agent in use is an [InUseError].
 func Apply(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (Diff, error) {
 	var diff Diff
 	warnings, err := checkNamed(ctx, db, w, o, true)
@@ -64,7 +61,7 @@ func Apply(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (D
 	}
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		var err error
-		if diff, err = match(ctx, tx, w, o); err != nil || diff.Empty() {
+		if diff, err = applyAll(ctx, tx, w, o); err != nil || diff.Empty() {
 			return err
 		}
 		input := map[string]any{"changed": diff.names(), "pruned": names(diff.Of(Remove))}
@@ -81,7 +78,7 @@ func Apply(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (D
 	return diff, nil
 }
 
-// wrap leaves problems, which name their place, as they are.
+// wrap returns [Problems] unchanged, because they name their position.
 func wrap(what string, err error) error {
 	if problems, ok := errors.AsType[Problems](err); ok {
 		return problems
@@ -89,8 +86,7 @@ func wrap(what string, err error) error {
 	return fmt.Errorf("%s: %w", what, err)
 }
 
-// Lock keeps applies, and whatever else follows from what they write, apart until the end of tx. The statements after
-// it see what the apply before has committed.
+// Lock serialises applies until the end of tx. Later statements see the previous apply.
 func Lock(ctx context.Context, tx pgx.Tx) error {
 	_, err := tx.Exec(ctx, `select pg_advisory_xact_lock(hashtextextended('lanekeeper workspace', 0))`)
 	if err != nil {
@@ -99,14 +95,14 @@ func Lock(ctx context.Context, tx pgx.Tx) error {
 	return nil
 }
 
-// match makes what tx sees match w.
-func match(ctx context.Context, tx pgx.Tx, w Workspace, o Options) (Diff, error) {
+// applyAll applies all kinds and checks their references.
+func applyAll(ctx context.Context, tx pgx.Tx, w Workspace, o Options) (Diff, error) {
 	if err := Lock(ctx, tx); err != nil {
 		return Diff{}, err
 	}
 	diff := Diff{Items: []Item{}}
-	for _, t := range tables(w, o) {
-		items, err := t.match(ctx, tx, o)
+	for _, t := range kindTables(w, o) {
+		items, err := t.apply(ctx, tx, o)
 		if err != nil {
 			return Diff{}, err
 		}
@@ -133,8 +129,8 @@ func match(ctx context.Context, tx pgx.Tx, w Workspace, o Options) (Diff, error)
 	return diff, w.Also(ctx, tx)
 }
 
-// table is how the documents of one kind meet the rows of one table.
-type table[D, R any] struct {
+// kindTable applies the documents of one kind to one table.
+type kindTable[D, R any] struct {
 	kind      string
 	documents []Document[D]
 	name      func(D) string
@@ -145,7 +141,7 @@ type table[D, R any] struct {
 	declared  []string // the JSON names of the row's fields that a document decides
 }
 
-func (t table[D, R]) match(ctx context.Context, tx pgx.Tx, o Options) ([]Item, error) {
+func (t kindTable[D, R]) apply(ctx context.Context, tx pgx.Tx, o Options) ([]Item, error) {
 	var items []Item
 	var problems Problems
 	keep := []string{}
@@ -154,8 +150,8 @@ func (t table[D, R]) match(ctx context.Context, tx pgx.Tx, o Options) ([]Item, e
 		if err != nil {
 			return nil, err
 		}
-		if lost := item.byAdmin(); len(lost) > 0 {
-			problems.add(document.place("name"), "%s", item.refusal(lost))
+		if lost := item.overwrittenByAdmin(); len(lost) > 0 {
+			problems.add(document.position("name"), "%s", item.overwriteProblem(lost))
 		}
 		items = append(items, item)
 		keep = append(keep, item.Name)
@@ -167,8 +163,8 @@ func (t table[D, R]) match(ctx context.Context, tx pgx.Tx, o Options) ([]Item, e
 	return append(items, undeclared...), err
 }
 
-// prune removes the rows that no file declares, except those that are to be kept.
-func (t table[D, R]) prune(ctx context.Context, tx pgx.Tx, declared []string, o Options) ([]Item, error) {
+// prune removes undeclared rows, except kept ones.
+func (t kindTable[D, R]) prune(ctx context.Context, tx pgx.Tx, declared []string, o Options) ([]Item, error) {
 	found, err := t.undeclared(ctx, tx, declared)
 	if err != nil {
 		return nil, err
@@ -189,8 +185,8 @@ func (t table[D, R]) prune(ctx context.Context, tx pgx.Tx, declared []string, o 
 	return items, err
 }
 
-// undeclared lists the rows of a workspace that no file declares: it removes them and undoes that.
-func (t table[D, R]) undeclared(ctx context.Context, tx pgx.Tx, declared []string) ([]string, error) {
+// undeclared lists undeclared workspace rows: it removes them in a savepoint and rolls back.
+func (t kindTable[D, R]) undeclared(ctx context.Context, tx pgx.Tx, declared []string) ([]string, error) {
 	inner, err := tx.Begin(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("look for undeclared %s rows: %w", t.kind, err)
@@ -202,8 +198,8 @@ func (t table[D, R]) undeclared(ctx context.Context, tx pgx.Tx, declared []strin
 	return found, err
 }
 
-// write writes one document and says what that changed.
-func (t table[D, R]) write(ctx context.Context, tx pgx.Tx, d D) (Item, error) {
+// write applies one document.
+func (t kindTable[D, R]) write(ctx context.Context, tx pgx.Tx, d D) (Item, error) {
 	item := Item{Kind: t.kind, Name: t.name(d), Action: Unchanged}
 	before, err := t.get(ctx, tx, item.Name)
 	if err != nil && !errors.Is(err, t.notFound) {
@@ -225,7 +221,7 @@ func (t table[D, R]) write(ctx context.Context, tx pgx.Tx, d D) (Item, error) {
 	return item, err
 }
 
-func (t table[D, R]) changes(before, after R) ([]Change, error) {
+func (t kindTable[D, R]) changes(before, after R) ([]Change, error) {
 	then, err := fieldsIn(before, t.declared...)
 	if err != nil {
 		return nil, fmt.Errorf("compare %s: %w", t.kind, err)
@@ -237,21 +233,21 @@ func (t table[D, R]) changes(before, after R) ([]Change, error) {
 	return changes(then, now), nil
 }
 
-// byName orders documents as their rows are locked, which is the same for everyone.
+// byName sorts documents, so that all applies lock rows in the same order.
 func byName[D any](documents []Document[D], name func(D) string) []Document[D] {
 	return slices.SortedFunc(slices.Values(documents), func(a, b Document[D]) int {
 		return strings.Compare(name(a.Definition), name(b.Definition))
 	})
 }
 
-// InUseError reports that an apply would remove agents that are still needed. It changes nothing.
+// InUseError reports agents that cannot be removed because they are in use.
 type InUseError struct {
 	Reasons []string // one for each use, with what to do
 }
 
 func (e *InUseError) Error() string { return strings.Join(e.Reasons, "\n") }
 
-// checkRemoved wants nothing that stays to name an agent that goes, and one of the agents that stay to be the default.
+// checkRemoved rejects the removal of agents in use, and of the default agent.
 func checkRemoved(ctx context.Context, tx pgx.Tx, diff Diff) error {
 	var removed []string
 	for _, item := range diff.Of(Remove) {
@@ -262,11 +258,11 @@ func checkRemoved(ctx context.Context, tx pgx.Tx, diff Diff) error {
 	if len(removed) == 0 {
 		return nil
 	}
-	reasons, err := actors(ctx, tx, removed)
+	reasons, err := agentUses(ctx, tx, removed)
 	if err != nil {
 		return err
 	}
-	named, err := inFlows(ctx, tx, removed)
+	named, err := flowUses(ctx, tx, removed)
 	if err != nil {
 		return err
 	}
@@ -275,7 +271,7 @@ func checkRemoved(ctx context.Context, tx pgx.Tx, diff Diff) error {
 	if err != nil {
 		return err
 	}
-	reasons = append(reasons, delegating(left, removed)...)
+	reasons = append(reasons, delegateUses(left, removed)...)
 	if !slices.ContainsFunc(left, func(a agents.Agent) bool { return a.Default }) {
 		reasons = append(reasons, fmt.Sprintf("agent %s cannot be removed: no other agent is the default; "+
 			"apply one with default: true, or remove all agents", strings.Join(removed, ", ")))
@@ -286,9 +282,9 @@ func checkRemoved(ctx context.Context, tx pgx.Tx, diff Diff) error {
 	return nil
 }
 
-// actors are the automations and objectives in service whose agent goes. Those of the workspace itself have been
-// checked by their place in the files.
-func actors(ctx context.Context, db postgres.DB, removed []string) ([]string, error) {
+// agentUses lists automations and objectives of removed agents. Those of the workspace were checked at their
+// position.
+func agentUses(ctx context.Context, db postgres.DB, removed []string) ([]string, error) {
 	rows, err := db.Query(ctx, `
 		select 'automation' as kind, a.name, a.agent, 'disable' as verb from agent_automations a
 		 where a.agent = any (@removed) and (a.enabled or a.disabled_by <> 'admin')
@@ -312,8 +308,8 @@ func actors(ctx context.Context, db postgres.DB, removed []string) ([]string, er
 	return reasons, nil
 }
 
-// delegating are the mentions of agents that go in the delegates of agents that stay.
-func delegating(left []agents.Agent, removed []string) (reasons []string) {
+// delegateUses lists remaining agents that delegate to removed ones.
+func delegateUses(left []agents.Agent, removed []string) (reasons []string) {
 	for _, a := range left {
 		for i, name := range a.Delegates {
 			if slices.Contains(removed, name) {
@@ -325,8 +321,8 @@ func delegating(left []agents.Agent, removed []string) (reasons []string) {
 	return reasons
 }
 
-// inFlows are the mentions of agents that go in flows that stay.
-func inFlows(ctx context.Context, db postgres.DB, removed []string) (reasons []string, err error) {
+// flowUses lists remaining flows that name removed agents.
+func flowUses(ctx context.Context, db postgres.DB, removed []string) (reasons []string, err error) {
 	for after := ""; ; {
 		page, err := flows.List(ctx, db, flows.Filter{After: after, Limit: 500})
 		if err != nil {

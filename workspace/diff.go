@@ -13,7 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 )
 
-// Action is what applying a workspace does to one row.
+// Action is the effect of an apply on one row.
 type Action string
 
 // The actions.
@@ -25,13 +25,13 @@ const (
 	Unchanged Action = "unchanged"
 )
 
-// Diff is what applying a workspace changes, by kind and name.
+// Diff lists the effects of an apply by kind and name.
 type Diff struct {
 	Items    []Item   `json:"items"`
 	Warnings []string `json:"warnings,omitempty"` // what could not be checked
 }
 
-// Item is one row. Changes are those of an update; secrets are blotted out of them.
+// Item is one row. Changes are set for an update, with secrets redacted.
 type Item struct {
 	Kind    string   `json:"kind"`
 	Name    string   `json:"name"`
@@ -39,16 +39,16 @@ type Item struct {
 	Changes []Change `json:"changes,omitempty"`
 }
 
-// Change is one field before and after; null is absent.
+// Change is one field before and after; null means absent.
 type Change struct {
 	Field string          `json:"field"` // a path: config.query
 	Old   json.RawMessage `json:"old"`
 	New   json.RawMessage `json:"new"`
 }
 
-// byAdmin are the changes that would overwrite what an admin has declared in the database, as agent objectives add
-// does. To take over what says the same, and to add steps, overwrites nothing.
-func (i Item) byAdmin() (lost []Change) {
+// overwrittenByAdmin lists changes that would overwrite an admin's declaration, such as agent objectives add. Equal
+// values and new steps overwrite nothing.
+func (i Item) overwrittenByAdmin() (lost []Change) {
 	admins := slices.ContainsFunc(i.Changes, func(c Change) bool { return c.Field == "source" && string(c.Old) == `"admin"` })
 	if !admins {
 		return nil
@@ -56,20 +56,19 @@ func (i Item) byAdmin() (lost []Change) {
 	return slices.DeleteFunc(slices.Clone(i.Changes), func(c Change) bool { return c.Field == "source" || c.Field == "steps" })
 }
 
-// refusal says what an admin has declared otherwise, and what to do.
-func (i Item) refusal(lost []Change) string {
+// overwriteProblem explains an admin's conflicting declaration and the fix.
+func (i Item) overwriteProblem(lost []Change) string {
 	var differ []string
 	for _, c := range lost {
-		differ = append(differ, fmt.Sprintf("%s is %s there and %s in this file", c.Field, short(c.Old), short(c.New)))
+		differ = append(differ, fmt.Sprintf("%s is %s there and %s in this file", c.Field, shorten(c.Old), shorten(c.New)))
 	}
 	return fmt.Sprintf("%s %s was declared or changed by an admin in the database: %s. Nothing was changed. Write into the file what is "+
 		"there, and apply that; after that, changes of the file count again", i.Kind, i.Name, strings.Join(differ, "; "))
 }
 
-// Empty reports whether nothing was changed. Rows that no file declares may have been kept.
+// Empty reports whether nothing changed. Undeclared rows may have been kept.
 func (d Diff) Empty() bool { return len(d.changed()) == 0 }
 
-// Count is the number of items with an action.
 func (d Diff) Count(a Action) int { return len(d.Of(a)) }
 
 // Of lists the items with an action.
@@ -77,14 +76,13 @@ func (d Diff) Of(a Action) []Item {
 	return slices.DeleteFunc(slices.Clone(d.Items), func(item Item) bool { return item.Action != a })
 }
 
-// changed are the rows that are not as they were.
+// changed lists the changed rows.
 func (d Diff) changed() []Item {
 	return slices.DeleteFunc(slices.Clone(d.Items), func(item Item) bool {
 		return item.Action == Unchanged || item.Action == Keep
 	})
 }
 
-// names are the kind and name of each row that is not as it was.
 func (d Diff) names() []string { return names(d.changed()) }
 
 // names are the kind and name of each item.
@@ -96,8 +94,8 @@ func names(items []Item) []string {
 	return all
 }
 
-// WriteText writes the diff for people: a line for each row that is created (+), updated (~, its fields below),
-// removed (-) or kept although no file declares it (=), then the numbers.
+// WriteText prints the diff: created (+), updated (~, with fields), removed (-) and kept undeclared (=) rows, then
+// the counts.
 func (d Diff) WriteText(w io.Writer) error {
 	out := bufio.NewWriter(w)
 	marks := map[Action]string{Create: "+", Update: "~", Remove: "-", Keep: "="}
@@ -119,16 +117,16 @@ func (d Diff) WriteText(w io.Writer) error {
 	return out.Flush()
 }
 
-// write shows texts of several lines by the lines that differ, and everything else side by side.
+// write prints multi-line texts as changed lines, other values side by side.
 func (c Change) write(out *bufio.Writer) {
 	var before, after string
 	texts := json.Unmarshal(c.Old, &before) == nil && json.Unmarshal(c.New, &after) == nil
 	if !texts || !strings.Contains(before+after, "\n") {
-		fmt.Fprintf(out, "    %s: %s → %s\n", c.Field, short(c.Old), short(c.New))
+		fmt.Fprintf(out, "    %s: %s → %s\n", c.Field, shorten(c.Old), shorten(c.New))
 		return
 	}
 	fmt.Fprintf(out, "    %s:\n", c.Field)
-	removed, added := differing(strings.Split(before, "\n"), strings.Split(after, "\n"))
+	removed, added := diffLines(strings.Split(before, "\n"), strings.Split(after, "\n"))
 	for _, line := range removed {
 		fmt.Fprintf(out, "      - %s\n", line)
 	}
@@ -137,8 +135,8 @@ func (c Change) write(out *bufio.Writer) {
 	}
 }
 
-// differing drops the lines with which both begin and end.
-func differing(before, after []string) (removed, added []string) {
+// diffLines drops the common prefix and suffix.
+func diffLines(before, after []string) (removed, added []string) {
 	for len(before) > 0 && len(after) > 0 && before[0] == after[0] {
 		before, after = before[1:], after[1:]
 	}
@@ -148,7 +146,7 @@ func differing(before, after []string) (removed, added []string) {
 	return before, after
 }
 
-func short(value json.RawMessage) string {
+func shorten(value json.RawMessage) string {
 	const longest = 100
 	text := string(value)
 	if len(text) <= longest {
@@ -157,21 +155,21 @@ func short(value json.RawMessage) string {
 	return strings.ToValidUTF8(text[:longest], "") + "…"
 }
 
-// changes lists the fields that differ, by name.
+// changes lists the different fields by name.
 func changes(before, after map[string]any) []Change {
 	var list []Change
 	fields := maps.Clone(before)
 	maps.Copy(fields, after)
 	for _, field := range slices.Sorted(maps.Keys(fields)) {
 		if !reflect.DeepEqual(before[field], after[field]) {
-			list = append(list, Change{Field: field, Old: hide(field, before[field]), New: hide(field, after[field])})
+			list = append(list, Change{Field: field, Old: redacted(field, before[field]), New: redacted(field, after[field])})
 		}
 	}
 	return list
 }
 
-// hide writes a field's value without secrets.
-func hide(field string, value any) json.RawMessage {
+// redacted encodes a field's value without secrets.
+func redacted(field string, value any) json.RawMessage {
 	const limit = 64 << 10
 	name := field[strings.LastIndexByte(field, '.')+1:]
 	var wrapped map[string]json.RawMessage
@@ -181,7 +179,7 @@ func hide(field string, value any) json.RawMessage {
 	return wrapped[name]
 }
 
-// fieldsIn returns the named fields of a row, as its JSON has them; of an object, its own fields under their paths.
+// fieldsIn returns the named fields of a row as in its JSON, with nested fields under their paths.
 func fieldsIn(row any, names ...string) (map[string]any, error) {
 	raw, err := json.Marshal(row)
 	if err != nil {
@@ -193,18 +191,18 @@ func fieldsIn(row any, names ...string) (map[string]any, error) {
 	}
 	found := make(map[string]any)
 	for _, name := range names {
-		spread(found, name, all[name], 2)
+		flattenInto(found, name, all[name], 2)
 	}
 	return found, nil
 }
 
-func spread(into map[string]any, path string, value any, levels int) {
+func flattenInto(into map[string]any, path string, value any, levels int) {
 	object, ok := value.(map[string]any)
 	if !ok || levels == 0 {
 		into[path] = value
 		return
 	}
 	for key, item := range object {
-		spread(into, join(path, key), item, levels-1)
+		flattenInto(into, join(path, key), item, levels-1)
 	}
 }

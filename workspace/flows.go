@@ -21,7 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// flowRow is a flow as a diff shows it: its actions as text, so that the lines that differ are seen.
+// flowRow is a flow in a diff, with its actions as text.
 type flowRow struct {
 	Description string         `json:"description"`
 	Input       map[string]any `json:"input"`
@@ -33,9 +33,9 @@ type flowRow struct {
 	Source      string         `json:"source"`
 }
 
-// flowTable is how flow documents meet their table. Every version stays, for the executions that have begun with it.
-func flowTable(w Workspace) matcher {
-	return table[flows.Definition, flowRow]{
+// flowTable applies flow documents. Old versions stay, because running executions use them.
+func flowTable(w Workspace) kindApplier {
+	return kindTable[flows.Definition, flowRow]{
 		kind: "flow", documents: w.Flows, name: func(d flows.Definition) string { return d.Name },
 		get: getFlow,
 		put: func(ctx context.Context, tx pgx.Tx, d flows.Definition) (bool, error) {
@@ -59,9 +59,8 @@ func getFlow(ctx context.Context, tx pgx.Tx, name string) (flowRow, error) {
 	return flowRow{d.Description, d.Input, d.Variables, d.Channel, d.Target, string(actions), f.Version, f.Source}, nil
 }
 
-// checkFlows wants the name of every flow to be free of those of Go code, and the flows that it starts and the skills
-// that it names to exist: in the workspace or beside it (the rows are as they are about to be), or, of flows, in Go
-// code. It returns [Problems].
+// checkFlows requires names different from Go flows, and existing child flows and skills, in the transaction's state.
+// It returns [Problems].
 func checkFlows(ctx context.Context, db postgres.DB, w Workspace) error {
 	if len(w.Flows) == 0 {
 		return nil
@@ -79,13 +78,13 @@ func checkFlows(ctx context.Context, db postgres.DB, w Workspace) error {
 	for _, document := range w.Flows {
 		w.checkFlowAgents(document, acting, &problems)
 		if name := document.Definition.Name; slices.Contains(w.GoFlows, name) || slices.Contains(w.Reserved, name) {
-			problems.add(document.place("name"), "name: %q is a flow of the program itself; take another name", name)
+			problems.add(document.position("name"), "name: %q is a flow of the program itself; take another name", name)
 		}
 		started := flows.Triggers(document.Definition)
 		for _, path := range slices.Sorted(maps.Keys(started)) {
 			name := started[path]
 			if !slices.Contains(known, name) {
-				problems.add(document.place(path), "%s: %s", path, unknown("flow", name, name, known))
+				problems.add(document.position(path), "%s: %s", path, unknownName("flow", name, name, known))
 			}
 		}
 		if err := checkSkills(ctx, db, document, &problems); err != nil {
@@ -95,22 +94,22 @@ func checkFlows(ctx context.Context, db postgres.DB, w Workspace) error {
 	return problems.err()
 }
 
-// checkFlowAgents wants the agents that a flow names to be in service, and its own name to be no agent's.
+// checkFlowAgents requires the agents of a flow to exist, and its name to differ from all agents.
 func (w Workspace) checkFlowAgents(document Document[flows.Definition], acting []string, problems *Problems) {
 	own := document.Definition.Name
 	declares := func(d Document[agents.Definition]) bool { return d.Definition.Name == own }
 	if slices.Contains(acting, own) && !slices.ContainsFunc(w.Agents, declares) { // checkAgents says it of those
-		problems.add(document.place("name"), "name: %q is the name of an agent; agents and flows share one namespace", own)
+		problems.add(document.position("name"), "name: %q is the name of an agent; agents and flows share one namespace", own)
 	}
 	named := flows.Agents(document.Definition)
 	for _, path := range slices.Sorted(maps.Keys(named)) {
 		if name := named[path]; !slices.Contains(acting, name) {
-			problems.add(document.place(path), "%s: %s", path, unknown("agent", name, name, acting))
+			problems.add(document.position(path), "%s: %s", path, unknownName("agent", name, name, acting))
 		}
 	}
 }
 
-// checkSkills wants the skills that a flow names to exist.
+// checkSkills requires the skills of a flow to exist.
 func checkSkills(ctx context.Context, db postgres.DB, document Document[flows.Definition], problems *Problems) error {
 	called := flows.Skills(document.Definition)
 	for _, path := range slices.Sorted(maps.Keys(called)) {
@@ -125,12 +124,12 @@ func checkSkills(ctx context.Context, db postgres.DB, document Document[flows.De
 		if err != nil {
 			return err
 		}
-		problems.add(document.place(path), "%s: there is no skill %q%s", path, called[path], hint(called[path], known))
+		problems.add(document.position(path), "%s: there is no skill %q%s", path, called[path], suggestion(called[path], known))
 	}
 	return nil
 }
 
-// flowNames lists the flows that may begin.
+// flowNames lists the current data flows.
 func flowNames(ctx context.Context, db postgres.DB) ([]string, error) {
 	var names []string
 	for {
@@ -151,8 +150,8 @@ func flowNames(ctx context.Context, db postgres.DB) ([]string, error) {
 	}
 }
 
-// checkTargets wants the flows that skills, automations and webhooks start to exist: in the workspace or beside it
-// (the rows are as they are about to be), in Go code, or with workers outside. It returns [Problems].
+// checkTargets requires the flows of skills, automations and webhooks to exist: as data, in Go, or external. It
+// returns [Problems].
 func checkTargets(ctx context.Context, db postgres.DB, w Workspace) error {
 	targets := w.flowTargets()
 	if len(targets) == 0 {
@@ -170,13 +169,13 @@ func checkTargets(ctx context.Context, db postgres.DB, w Workspace) error {
 	var problems Problems
 	for _, t := range targets {
 		if !there[t.flow] && !executions.IsExternal(t.flow) {
-			problems.add(t.at, "%s: %s", t.path, unknown("flow", t.flow, t.flow, known))
+			problems.add(t.at, "%s: %s", t.path, unknownName("flow", t.flow, t.flow, known))
 		}
 	}
 	return problems.err()
 }
 
-// flowTarget is a place in a file that names a flow.
+// flowTarget is a reference to a flow in a file.
 type flowTarget struct {
 	at         Position
 	path, flow string
@@ -186,27 +185,27 @@ func (w Workspace) flowTargets() (all []flowTarget) {
 	for _, d := range w.Skills {
 		kind, name, _ := strings.Cut(strings.TrimSpace(d.Definition.Handler), ":")
 		if kind == "flow" {
-			all = append(all, flowTarget{d.place("handler"), "handler", strings.TrimSpace(name)})
+			all = append(all, flowTarget{d.position("handler"), "handler", strings.TrimSpace(name)})
 		}
 	}
 	for _, d := range w.Automations {
 		if d.Definition.Flow != "" {
-			all = append(all, flowTarget{d.place("flow"), "flow", d.Definition.Flow})
+			all = append(all, flowTarget{d.position("flow"), "flow", d.Definition.Flow})
 		}
 	}
 	for _, d := range w.Webhooks {
 		for i, action := range d.Definition.Actions {
 			if path := fmt.Sprintf("actions[%d].flow", i); action.Flow != "" {
-				all = append(all, flowTarget{d.place(path), path, action.Flow})
+				all = append(all, flowTarget{d.position(path), path, action.Flow})
 			}
 		}
 	}
 	return all
 }
 
-// within is where a byte of a text value stands in its file. YAML folds and indents texts, so it counts what is no
-// space: that is in the file in the same order as in the value.
-func (s source) within(path string, offset int) Position {
+// offsetPosition returns the position of a byte of a text value. YAML folds and indents texts, so it counts non-space
+// characters, whose order is the same in file and value.
+func (s source) offsetPosition(path string, offset int) Position {
 	node := s.find(path)
 	start := position(s.file, node)
 	value := node.Value[:min(offset, len(node.Value))]
@@ -219,21 +218,21 @@ func (s source) within(path string, offset int) Position {
 		text = text[1:]
 		at = Position{File: s.file, Line: node.Line + 1, Column: 1}
 	} else {
-		text[0] = afterRunes(text[0], node.Column-1)
+		text[0] = dropRunes(text[0], node.Column-1)
 	}
-	walk := walker{rest: strings.Join(text, ""), at: at, style: node.Style}
-	walk.quote()
+	walk := scanner{rest: strings.Join(text, ""), at: at, style: node.Style}
+	walk.skipQuote()
 	for _, r := range value {
-		if !unicode.IsSpace(r) && !walk.next() {
+		if !unicode.IsSpace(r) && !walk.readRune() {
 			return start
 		}
 	}
-	walk.spaces()
+	walk.skipSpaces()
 	return walk.at
 }
 
-// afterRunes is a line without its first n characters.
-func afterRunes(line string, n int) string {
+// dropRunes drops the first n characters of a line.
+func dropRunes(line string, n int) string {
 	for ; n > 0 && line != ""; n-- {
 		_, wide := utf8.DecodeRuneInString(line)
 		line = line[wide:]
@@ -241,15 +240,14 @@ func afterRunes(line string, n int) string {
 	return line
 }
 
-// walker goes through the source of a text value.
-type walker struct {
+// scanner reads the source of a text value.
+type scanner struct {
 	rest  string
 	at    Position
 	style yaml.Style
 }
 
-// step passes one character.
-func (w *walker) step() rune {
+func (w *scanner) read() rune {
 	r, wide := utf8.DecodeRuneInString(w.rest)
 	w.rest = w.rest[wide:]
 	if r == '\n' {
@@ -260,41 +258,41 @@ func (w *walker) step() rune {
 	return r
 }
 
-// quote passes the quote that opens a quoted text.
-func (w *walker) quote() {
+// skipQuote skips an opening quote.
+func (w *scanner) skipQuote() {
 	if w.style&(yaml.SingleQuotedStyle|yaml.DoubleQuotedStyle) != 0 {
-		w.step()
+		w.read()
 	}
 }
 
-// spaces passes what the value may have less or more of than the source.
-func (w *walker) spaces() {
+// skipSpaces skips spaces, which may differ between source and value.
+func (w *scanner) skipSpaces() {
 	for w.rest != "" {
 		r, _ := utf8.DecodeRuneInString(w.rest)
 		escaped := w.style&yaml.DoubleQuotedStyle != 0 && r == '\\' && len(w.rest) > 1
 		switch {
 		case unicode.IsSpace(r):
-			w.step()
+			w.read()
 		case escaped && strings.ContainsRune("ntr \n", rune(w.rest[1])):
-			w.step()
-			w.step()
+			w.read()
+			w.read()
 		default:
 			return
 		}
 	}
 }
 
-// next passes the source of one character that is no space; false at the end of the file.
-func (w *walker) next() bool {
-	w.spaces()
+// readRune skips the source of one non-space character; false at the end of the file.
+func (w *scanner) readRune() bool {
+	w.skipSpaces()
 	if w.rest == "" {
 		return false
 	}
-	r := w.step()
+	r := w.read()
 	doubled := r == '\'' && w.style&yaml.SingleQuotedStyle != 0
 	escaped := r == '\\' && w.style&yaml.DoubleQuotedStyle != 0
 	if doubled || escaped {
-		w.step()
+		w.read()
 	}
 	return true
 }

@@ -21,7 +21,7 @@ import (
 	"go.yaml.in/yaml/v3"
 )
 
-// maxFile is the size in bytes of the largest file that is read.
+// maxFile bounds a file in bytes.
 const maxFile = 1 << 20
 
 // LoadDir is [Load] for a folder on disk; positions begin with its name.
@@ -37,10 +37,8 @@ func LoadDir(dir string) (Workspace, error) {
 	return load(os.DirFS(dir), dir)
 }
 
-// Load reads every .yaml and .yml file of a folder and of the folders in it, those whose name begins
-// with a dot left out. The error of files that are wrong is [Problems], which names every one, and then
-// the workspace is empty. A folder without any such file is an error too, since to apply it would be to
-// remove everything.
+// Load reads every .yaml and .yml file of a folder and its subfolders, except hidden ones. Invalid files return
+// [Problems] and an empty workspace. A folder without files is an error, because an apply would remove everything.
 func Load(fsys fs.FS) (Workspace, error) { return load(fsys, "") }
 
 func load(fsys fs.FS, dir string) (Workspace, error) {
@@ -61,7 +59,7 @@ func load(fsys fs.FS, dir string) (Workspace, error) {
 	return l.workspace, nil
 }
 
-// find lists the YAML files of fsys. A link to a file is read, one to a folder is not followed.
+// find lists the YAML files. It reads linked files, but does not follow linked folders.
 func find(fsys fs.FS) ([]string, error) {
 	var files []string
 	err := fs.WalkDir(fsys, ".", func(name string, entry fs.DirEntry, err error) error {
@@ -87,7 +85,7 @@ func find(fsys fs.FS) ([]string, error) {
 	return files, err
 }
 
-// loader gathers documents and problems.
+// loader collects documents and problems.
 type loader struct {
 	fsys      fs.FS
 	name      string // of the file that is read
@@ -142,7 +140,7 @@ func read(fsys fs.FS, name string) ([]byte, error) {
 // document reads one document by its kind.
 func (l *loader) document(file string, node *yaml.Node) {
 	if node.Kind != yaml.MappingNode {
-		l.problems.add(position(file, node), "is %s; a document is a mapping that begins with kind: %s", what(node), kindList())
+		l.problems.add(position(file, node), "is %s; a document is a mapping that begins with kind: %s", describeNode(node), kindList())
 		return
 	}
 	value := lookup(node, "kind")
@@ -156,11 +154,11 @@ func (l *loader) document(file string, node *yaml.Node) {
 			return
 		}
 	}
-	l.problems.add(position(file, value), "%s", unknown("kind", value.Value, value.Value, kindNames()))
+	l.problems.add(position(file, value), "%s", unknownName("kind", value.Value, value.Value, kindNames()))
 }
 
-// declare notes that a document declares a name, which no other of its kind may.
-func (l *loader) declare(kind, name string, s source) {
+// addName rejects a second document of the same kind and name.
+func (l *loader) addName(kind, name string, s source) {
 	if name == "" {
 		return // said by the kind's own check
 	}
@@ -174,7 +172,7 @@ func (l *loader) declare(kind, name string, s source) {
 
 var yamlLine = regexp.MustCompile(`^line (\d+): `)
 
-// syntaxError takes the line out of an error of the parser; 0 where it names none.
+// syntaxError extracts the line from a parser error; 0 without one.
 func syntaxError(err error) (int, string) {
 	message := strings.TrimPrefix(err.Error(), "yaml: ")
 	match := yamlLine.FindStringSubmatch(message)
@@ -188,7 +186,7 @@ func syntaxError(err error) (int, string) {
 	return line, message[len(match[0]):]
 }
 
-// syntaxAdvice says what to do about a message of the parser, which names what it has read and not the mistake.
+// syntaxAdvice suggests a fix for a parser message.
 func syntaxAdvice(message string) string {
 	for said, todo := range map[string]string{
 		"cannot start any token":                   "indent with blanks and not with a tab, and quote a text that begins with @, ` or %",
@@ -210,25 +208,23 @@ func syntaxAdvice(message string) string {
 	return ""
 }
 
-// source is a document as it was written.
+// source is a document as written.
 type source struct {
 	file string
 	raw  []byte // of the file
 	node *yaml.Node
 }
 
-// decode reads the document into a definition and reports what does not fit it.
+// decode decodes the document and reports mismatches.
 func (s source) decode(into any) Problems {
 	d := &decoder{file: s.file}
 	d.object(s.node, reflect.ValueOf(into).Elem(), "", "kind")
 	return d.problems
 }
 
-// at is where the value of path (config.query, steps[1]) stands, or as much of it as there is; the
-// document's own position when there is nothing of it.
+// at returns the position of a path (config.query, steps[1]), or of its longest existing prefix.
 func (s source) at(path string) Position { return position(s.file, s.find(path)) }
 
-// find is the node of a path, as at has it.
 func (s source) find(path string) *yaml.Node {
 	found := s.node
 	node := s.node
@@ -242,12 +238,12 @@ func (s source) find(path string) *yaml.Node {
 	return found
 }
 
-// steps splits a path at its dots and brackets.
+// steps splits a path at dots and brackets.
 func steps(path string) []string {
 	return strings.FieldsFunc(path, func(r rune) bool { return r == '.' || r == '[' || r == ']' })
 }
 
-// lookup is the value under a key of a mapping, or at an index of a list; nil when there is none.
+// lookup returns the value under a key of a mapping or an index of a list, or nil.
 func lookup(node *yaml.Node, step string) *yaml.Node {
 	switch node.Kind {
 	case yaml.MappingNode:
@@ -262,7 +258,6 @@ func lookup(node *yaml.Node, step string) *yaml.Node {
 	return nil
 }
 
-// index is the item of a list at a position that is written in digits.
 func index(items []*yaml.Node, step string) *yaml.Node {
 	n := 0
 	for _, digit := range step {
@@ -277,7 +272,7 @@ func index(items []*yaml.Node, step string) *yaml.Node {
 	return items[n]
 }
 
-// problems places each part of a definition's error, which begins with the path of its field.
+// problems assigns positions to the parts of a validation error, which begin with their field's path.
 func (s source) problems(err error) Problems {
 	var list Problems
 	for _, e := range flatten(err) {
@@ -290,7 +285,7 @@ func (s source) problems(err error) Problems {
 	return list
 }
 
-// flatten takes joined errors apart.
+// flatten splits joined errors.
 func flatten(err error) []error {
 	if err == nil {
 		return nil
@@ -306,9 +301,9 @@ func flatten(err error) []error {
 	return all
 }
 
-// beside places the parts of a definition's error that do not just follow from what could not be read: when something
-// could not, those about keys that are absent or were complained about are left out.
-func (s source) beside(wrong Problems, err error) Problems {
+// independentProblems assigns positions to validation errors. After decoding problems it drops errors that follow
+// from them: absent or already reported keys.
+func (s source) independentProblems(wrong Problems, err error) Problems {
 	found := s.problems(err)
 	if len(wrong) == 0 {
 		return found
@@ -321,10 +316,10 @@ func (s source) beside(wrong Problems, err error) Problems {
 	})
 }
 
-// maxDepth is how deep a document may be nested.
+// maxDepth bounds the nesting of a document.
 const maxDepth = 50
 
-// decoder reads the nodes of one document into a definition, and gathers what is wrong.
+// decoder decodes one document and collects problems.
 type decoder struct {
 	file     string
 	problems Problems
@@ -334,11 +329,11 @@ func (d *decoder) add(node *yaml.Node, format string, args ...any) {
 	d.problems.add(position(d.file, node), format, args...)
 }
 
-// object reads a mapping into a struct by its yaml tags. path is where the mapping is in its document ("" at
-// the top), and extra names the keys that are somebody else's.
+// object decodes a mapping into a struct by its yaml tags. path is its position, "" at the top; extra lists keys
+// handled elsewhere.
 func (d *decoder) object(node *yaml.Node, into reflect.Value, path string, extra ...string) {
 	if node.Kind != yaml.MappingNode {
-		d.add(node, "%sis %s; it must be a mapping of keys to values", prefix(path), what(node))
+		d.add(node, "%sis %s; it must be a mapping of keys to values", prefix(path), describeNode(node))
 		return
 	}
 	fields := fieldsOf(into.Type())
@@ -348,7 +343,7 @@ func (d *decoder) object(node *yaml.Node, into reflect.Value, path string, extra
 		switch {
 		case slices.Contains(extra, key):
 		case index < 0:
-			d.add(pair.key, "%s", unknown("key", join(path, key), key, append(slices.Clone(extra), fields...)))
+			d.add(pair.key, "%s", unknownName("key", join(path, key), key, append(slices.Clone(extra), fields...)))
 		default:
 			d.value(pair.value, into.Field(index), join(path, key))
 		}
@@ -358,7 +353,7 @@ func (d *decoder) object(node *yaml.Node, into reflect.Value, path string, extra
 // pair is one entry of a mapping.
 type pair struct{ key, value *yaml.Node }
 
-// pairs are the entries of a mapping whose keys are texts, each once.
+// pairs lists the entries of a mapping, with text keys and no duplicates.
 func (d *decoder) pairs(node *yaml.Node, path string) []pair {
 	first := make(map[string]*yaml.Node)
 	var pairs []pair
@@ -379,7 +374,7 @@ func (d *decoder) pairs(node *yaml.Node, path string) []pair {
 	return pairs
 }
 
-// value reads a node into a field. An empty value leaves the field as it is.
+// value decodes a node into a field. An empty value keeps the field.
 func (d *decoder) value(node *yaml.Node, into reflect.Value, path string) {
 	if node.Kind == yaml.AliasNode {
 		d.add(node, "%s: aliases are not taken; write the value out", path)
@@ -405,7 +400,7 @@ func (d *decoder) value(node *yaml.Node, into reflect.Value, path string) {
 	case reflect.Slice:
 		d.list(node, into, path)
 	case reflect.Map, reflect.Interface:
-		d.open(node, into, path)
+		d.openValue(node, into, path)
 	default:
 		d.scalar(node, into, path)
 	}
@@ -413,7 +408,7 @@ func (d *decoder) value(node *yaml.Node, into reflect.Value, path string) {
 
 func (d *decoder) list(node *yaml.Node, into reflect.Value, path string) {
 	if node.Kind != yaml.SequenceNode {
-		d.add(node, "%s: is %s; it must be a list", path, what(node))
+		d.add(node, "%s: is %s; it must be a list", path, describeNode(node))
 		return
 	}
 	items := reflect.MakeSlice(into.Type(), len(node.Content), len(node.Content))
@@ -423,15 +418,15 @@ func (d *decoder) list(node *yaml.Node, into reflect.Value, path string) {
 	into.Set(items)
 }
 
-// open reads what has no fixed shape, such as a JSON Schema.
-func (d *decoder) open(node *yaml.Node, into reflect.Value, path string) {
+// openValue decodes a value without a fixed type, such as a JSON Schema.
+func (d *decoder) openValue(node *yaml.Node, into reflect.Value, path string) {
 	value := reflect.ValueOf(d.plain(node, path, 0))
 	switch {
 	case !value.IsValid():
 	case value.Type().AssignableTo(into.Type()):
 		into.Set(value)
 	default:
-		d.add(node, "%s: is %s; it must be a mapping of keys to values", path, what(node))
+		d.add(node, "%s: is %s; it must be a mapping of keys to values", path, describeNode(node))
 	}
 }
 
@@ -447,14 +442,13 @@ func (d *decoder) raw(node *yaml.Node, into reflect.Value, path string) {
 func (d *decoder) duration(node *yaml.Node, into reflect.Value, path string) {
 	value, err := time.ParseDuration(node.Value)
 	if err != nil || node.Kind != yaml.ScalarNode {
-		d.add(node, "%s: is %s; it must be a duration such as 500ms, 30s or 24h", path, what(node))
+		d.add(node, "%s: is %s; it must be a duration such as 500ms, 30s or 24h", path, describeNode(node))
 		return
 	}
 	into.SetInt(int64(value))
 }
 
-// scalar reads a text, a whole number, a number or a truth value. Every scalar is a text where a text is wanted;
-// nothing else is converted.
+// scalar decodes text, numbers and booleans. Every scalar is valid text; nothing else is converted.
 func (d *decoder) scalar(node *yaml.Node, into reflect.Value, path string) {
 	wanted, tags := "a number", []string{"!!int", "!!float"}
 	switch {
@@ -471,11 +465,11 @@ func (d *decoder) scalar(node *yaml.Node, into reflect.Value, path string) {
 		return
 	}
 	if !fits || node.Decode(into.Addr().Interface()) != nil {
-		d.add(node, "%s: is %s; it must be %s", path, what(node), wanted)
+		d.add(node, "%s: is %s; it must be %s", path, describeNode(node), wanted)
 	}
 }
 
-// plain is a node as JSON has it.
+// plain converts a node to its JSON value.
 func (d *decoder) plain(node *yaml.Node, path string, depth int) any {
 	switch {
 	case depth > maxDepth:
@@ -507,7 +501,7 @@ func (d *decoder) plainScalar(node *yaml.Node, path string) any {
 		return node.Value
 	case "!!null", "!!bool", "!!int", "!!float":
 		if err := node.Decode(&value); err != nil {
-			d.add(node, "%s: %s cannot be read: %s", path, what(node), err)
+			d.add(node, "%s: %s cannot be read: %s", path, describeNode(node), err)
 		}
 	default:
 		d.add(node, "%s: the tag %s is not taken", path, node.Tag)
@@ -519,8 +513,8 @@ func (d *decoder) plainScalar(node *yaml.Node, path string) any {
 	return value
 }
 
-// what names a node in an error.
-func what(node *yaml.Node) string {
+// describeNode describes a node in an error.
+func describeNode(node *yaml.Node) string {
 	switch node.Kind {
 	case yaml.MappingNode:
 		return "a mapping"
@@ -540,7 +534,6 @@ func what(node *yaml.Node) string {
 	return fmt.Sprintf("%q", text)
 }
 
-// fieldsOf lists the yaml keys of a struct, by field.
 func fieldsOf(t reflect.Type) []string {
 	names := make([]string, t.NumField())
 	for i := range names {

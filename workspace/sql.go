@@ -14,19 +14,19 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// checkLimit is how long a named database may take to answer an apply.
+// checkLimit bounds the check of a named database.
 const checkLimit = 15 * time.Second
 
-// reached is a named database of a workspace.
-type reached struct {
+// reachedDatabase is a named database with its connection or error.
+type reachedDatabase struct {
 	databases.Database
-	on  skills.Database
-	err error // why it is not reached
+	database skills.Database
+	err      error // why it is not reached
 }
 
-// checkNamed reaches the named databases that the workspace declares or its skills use, and has each prepare the
-// queries of its skills. A database that cannot be reached now is a warning; a setting that is missing or wrong is one
-// of the [Problems]. With prepare it makes the ledger of effects where a skill writes.
+// checkNamed connects to the named databases in use and prepares the queries of their skills. An unreachable database
+// is a warning; a missing or wrong setting is one of the [Problems]. With prepare it creates the ledger of effects
+// for writing skills.
 func checkNamed(
 	ctx context.Context, db postgres.DB, w Workspace, o Options, prepare bool,
 ) (warnings []string, err error) {
@@ -46,12 +46,12 @@ func checkNamed(
 			continue
 		}
 		if skills.SQLWrites(document.Definition) && on.Access != databases.AccessWrite {
-			problems.add(document.place("config.writes"), "config.writes: database %s has access: read", name)
+			problems.add(document.position("config.writes"), "config.writes: database %s has access: read", name)
 		}
-		if on.on.Pool == nil {
+		if on.database.Pool == nil {
 			continue
 		}
-		found, err := checkOn(ctx, on.on, document, prepare)
+		found, err := checkOnDatabase(ctx, on.database, document, prepare)
 		if err != nil {
 			return nil, fmt.Errorf("check skill %s on database %s: %w", document.Definition.Name, name, err)
 		}
@@ -60,18 +60,18 @@ func checkNamed(
 	return warnings, problems.err()
 }
 
-// reachDatabases opens what the workspace declares, and what its skills use of what is declared beside it.
+// reachDatabases opens declared databases and those that skills use.
 func (w Workspace) reachDatabases(
 	ctx context.Context, db postgres.DB, o Options,
-) (map[string]reached, Problems, error) {
+) (map[string]reachedDatabase, Problems, error) {
 	var problems Problems
-	all := make(map[string]reached)
+	all := make(map[string]reachedDatabase)
 	reach := func(d databases.Database, at Position, path string) {
-		got := reached{Database: d}
+		got := reachedDatabase{Database: d}
 		if o.Reach != nil {
 			limited, cancel := context.WithTimeout(ctx, checkLimit)
 			defer cancel()
-			if got.on, got.err = o.Reach(limited, d); got.err != nil && !skills.Unreachable(got.err) {
+			if got.database, got.err = o.Reach(limited, d); got.err != nil && !skills.Unreachable(got.err) {
 				problems.add(at, "%s: %s", path, got.err)
 				got.err = nil
 			}
@@ -82,7 +82,7 @@ func (w Workspace) reachDatabases(
 		d := document.Definition
 		reach(databases.Database{
 			Name: d.Name, URLEnv: d.URLEnv, Access: cmp.Or(d.Access, databases.AccessRead), Role: d.Role,
-		}, document.place("url_env"), "url_env")
+		}, document.position("url_env"), "url_env")
 	}
 	for _, document := range w.Skills {
 		name, ok := skills.SQLDatabase(document.Definition)
@@ -96,25 +96,25 @@ func (w Workspace) reachDatabases(
 			for name := range all {
 				known = append(known, name)
 			}
-			problems.add(document.place("config.database"), "config.database: there is no database %q%s; "+
-				"declare it as kind: database", name, hint(name, known))
+			problems.add(document.position("config.database"), "config.database: there is no database %q%s; "+
+				"declare it as kind: database", name, suggestion(name, known))
 		case err != nil:
 			return nil, nil, err
 		default:
-			reach(d, document.place("config.database"), "config.database")
+			reach(d, document.position("config.database"), "config.database")
 		}
 	}
 	return all, problems, nil
 }
 
-// checkOn has a named database prepare the query of a skill.
-func checkOn(
+// checkOnDatabase prepares a skill's query on a named database.
+func checkOnDatabase(
 	ctx context.Context, on skills.Database, document Document[skills.Definition], prepare bool,
 ) (Problems, error) {
 	if prepare && on.Writes && skills.SQLWrites(document.Definition) {
 		if err := skills.PrepareEffects(ctx, on); err != nil {
 			var problems Problems
-			problems.add(document.place("config.writes"), "config.writes: make the table agent_effects: %s", err)
+			problems.add(document.position("config.writes"), "config.writes: make the table agent_effects: %s", err)
 			return problems, nil
 		}
 	}
@@ -126,7 +126,7 @@ func checkOn(
 	return problems, err
 }
 
-// checkQueries has the agent's own database prepare the queries of the skills that run on it.
+// checkQueries prepares the queries of skills on the agent's own database.
 func checkQueries(ctx context.Context, tx pgx.Tx, w Workspace) error {
 	var problems Problems
 	for _, document := range w.Skills {
@@ -142,16 +142,16 @@ func checkQueries(ctx context.Context, tx pgx.Tx, w Workspace) error {
 	return problems.err()
 }
 
-// checkQuery has the server prepare the query of a skill, and places what is wrong in the file.
+// checkQuery prepares a skill's query and positions the error in the file.
 func checkQuery(ctx context.Context, tx pgx.Tx, document Document[skills.Definition], role string) (Problems, error) {
 	err := skills.CheckSQL(ctx, tx, document.Definition, role)
 	wrong, ok := errors.AsType[*skills.SQLError](err)
 	if !ok {
 		return nil, err
 	}
-	at := document.place(wrong.Field)
+	at := document.position(wrong.Field)
 	if document.source.node != nil && wrong.Offset >= 0 {
-		at = document.source.within(wrong.Field, wrong.Offset)
+		at = document.source.offsetPosition(wrong.Field, wrong.Offset)
 	}
 	return Problems{{Position: at, Message: "sql: " + wrong.Message}}, nil
 }

@@ -1,23 +1,20 @@
-// Package workspace reads what an agent is made of from a folder of YAML files, and makes the database match it.
+// Package workspace reads an agent's declaration from a folder of YAML files and makes the database match it.
 //
-// A file has one or more documents, separated by ---. Each says what it is with kind: (agent, database, skill,
-// mcp_server, objective, automation, flow, webhook or webhook_target); its other keys are those of the kind's
-// Definition. Which file a document is in does not matter, nor in which folder; skills/, automations.yaml and the
-// like are a custom. Names that begin with a dot are left out.
+// A file has one or more documents separated by ---. Each names its kind (agent, database, skill, mcp_server,
+// objective, automation, flow, webhook or webhook_target); its other keys are those of the kind's Definition. File and
+// folder names do not matter; hidden names are skipped.
 //
-// Reading is strict. An unknown key, a key given twice, a value of the wrong type, a second document of the same name
-// is a problem, and so is everything that the kind's own Validate finds. All problems of all files are reported at
-// once, each with file, line and column, and then nothing is read. YAML's aliases and merge keys are refused: a file
-// means what it shows.
+// Reading is strict. Unknown or repeated keys, wrong types, duplicate names and errors of the kind's Validate are
+// problems. All problems of all files are reported at once with file, line and column, and nothing is applied. Aliases
+// and merge keys are rejected, so a file means what it shows.
 //
-// [Apply] makes the database match in one transaction: what is new is created, what differs is updated, and what came
-// from a workspace (source 'workspace') and is no longer in it is removed. It is idempotent: applied again, a
-// workspace changes no row. What the agent learned and an admin decided is not a workspace's: whether a skill or an
-// automation is in service and why, an objective's progress, memories, when an automation runs next. [Plan] is Apply
-// with its transaction rolled back, so the two cannot disagree.
+// [Apply] makes the database match in one transaction: it creates, updates, and removes rows that came from a
+// workspace (source 'workspace') and are no longer declared. It is idempotent. It keeps what the agent learned and an
+// admin decided: enabled states with their reasons, progress of objectives, memories, next runs of automations.
+// [Plan] is Apply with a rollback, so both agree.
 //
-// Why two applies at once are safe: each takes the same transaction-level lock first, so the second sees what the
-// first committed. A lock of a transaction works behind PgBouncer and ends with its holder.
+// Concurrent applies are safe: each takes the same transaction-level advisory lock first, so the second sees the
+// commit of the first. Such a lock works behind PgBouncer and ends with its holder.
 package workspace
 
 import (
@@ -42,10 +39,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
-// Source marks the rows that a workspace declared.
+// Source marks rows that a workspace declared.
 const Source = skills.SourceWorkspace
 
-// Workspace is what the files of a folder declare. The zero value declares nothing.
+// Workspace holds the declarations of a folder. The zero value declares nothing.
 type Workspace struct {
 	Agents      []Document[agents.Definition]
 	Databases   []Document[databases.Definition] // beside the agent's own
@@ -65,7 +62,7 @@ type Workspace struct {
 	Reserved []string // those that only the program itself starts
 }
 
-// Document is one declaration and where it stands.
+// Document is one declaration with its position.
 type Document[D any] struct {
 	At         Position
 	Definition D
@@ -73,41 +70,41 @@ type Document[D any] struct {
 	source source
 }
 
-// kind is one sort of document.
+// kind reads one kind of documents.
 type kind struct {
 	name string
 	read func(l *loader, s source)
 }
 
-// kinds lists what documents may be, in the order in which they are applied.
+// kinds lists the kinds in the order of application.
 func kinds() []kind {
 	return []kind{
 		agentKind(), databaseKind(),
-		reader("skill", skills.Validate, func(d skills.Definition) string { return d.Name },
+		kindReader("skill", skills.Validate, func(d skills.Definition) string { return d.Name },
 			func(w *Workspace) *[]Document[skills.Definition] { return &w.Skills }),
-		reader("mcp_server", mcp.Validate, func(d mcp.Definition) string { return d.Name },
+		kindReader("mcp_server", mcp.Validate, func(d mcp.Definition) string { return d.Name },
 			func(w *Workspace) *[]Document[mcp.Definition] { return &w.MCPServers }),
-		reader("objective", objectives.Validate, func(d objectives.Definition) string { return d.Name },
+		kindReader("objective", objectives.Validate, func(d objectives.Definition) string { return d.Name },
 			func(w *Workspace) *[]Document[objectives.Definition] { return &w.Objectives }),
-		reader("automation", automations.Validate, func(d automations.Definition) string { return d.Name },
+		kindReader("automation", automations.Validate, func(d automations.Definition) string { return d.Name },
 			func(w *Workspace) *[]Document[automations.Definition] { return &w.Automations }),
-		reader("flow", flows.Validate, func(d flows.Definition) string { return d.Name },
+		kindReader("flow", flows.Validate, func(d flows.Definition) string { return d.Name },
 			func(w *Workspace) *[]Document[flows.Definition] { return &w.Flows }),
-		reader("webhook", webhooks.ValidateEndpoint, func(d webhooks.EndpointDefinition) string { return d.Name },
+		kindReader("webhook", webhooks.ValidateEndpoint, func(d webhooks.EndpointDefinition) string { return d.Name },
 			func(w *Workspace) *[]Document[webhooks.EndpointDefinition] { return &w.Webhooks }),
-		reader("webhook_target", webhooks.ValidateTarget, func(d webhooks.TargetDefinition) string { return d.Name },
+		kindReader("webhook_target", webhooks.ValidateTarget, func(d webhooks.TargetDefinition) string { return d.Name },
 			func(w *Workspace) *[]Document[webhooks.TargetDefinition] { return &w.Targets }),
 	}
 }
 
-// reader makes the kind whose documents are definitions of type D.
-func reader[D any](name string, validate func(D) error, nameOf func(D) string, list func(*Workspace) *[]Document[D]) kind {
+// kindReader builds the kind with definitions of type D.
+func kindReader[D any](name string, validate func(D) error, nameOf func(D) string, list func(*Workspace) *[]Document[D]) kind {
 	return kind{name: name, read: func(l *loader, s source) {
 		document := Document[D]{At: position(s.file, s.node), source: s}
 		wrong := s.decode(&document.Definition)
 		l.problems = append(l.problems, wrong...)
-		l.problems = append(l.problems, s.beside(wrong, validate(document.Definition))...)
-		l.declare(name, nameOf(document.Definition), s)
+		l.problems = append(l.problems, s.independentProblems(wrong, validate(document.Definition))...)
+		l.addName(name, nameOf(document.Definition), s)
 		to := list(&l.workspace)
 		*to = append(*to, document)
 	}}
@@ -121,21 +118,21 @@ func kindNames() []string {
 	return names
 }
 
-// kindList is the kinds for a message: "skill, automation or objective".
+// kindList formats the kinds for a message: "skill, automation or objective".
 func kindList() string {
 	names := kindNames()
 	last := len(names) - 1
 	return strings.Join(names[:last], ", ") + " or " + names[last]
 }
 
-// Position is a place in a file. Line and Column begin with 1; 0 is unknown.
+// Position is a place in a file. Line and Column start at 1; 0 is unknown.
 type Position struct {
 	File   string `json:"file"`
 	Line   int    `json:"line"`
 	Column int    `json:"column"`
 }
 
-// String is file:line:column, the way editors and terminals take it.
+// String returns file:line:column, as editors expect.
 func (p Position) String() string {
 	switch {
 	case p.Line == 0:
@@ -150,7 +147,7 @@ func position(file string, node *yaml.Node) Position {
 	return Position{File: file, Line: node.Line, Column: node.Column}
 }
 
-// Problem is one thing that is wrong with a workspace.
+// Problem is one error of a workspace.
 type Problem struct {
 	Position
 	Message string `json:"message"`
@@ -158,8 +155,7 @@ type Problem struct {
 
 func (p Problem) Error() string { return p.String() + ": " + p.Message }
 
-// Problems is everything that is wrong with a workspace, by file and line. It is the error of
-// [Load], [LoadDir], [Plan] and [Apply] when the files are at fault.
+// Problems lists all errors by file and line. [Load], [LoadDir], [Plan] and [Apply] return it for invalid files.
 type Problems []Problem
 
 // Error lists the problems, one per line.
@@ -171,7 +167,7 @@ func (p Problems) Error() string {
 	return strings.Join(lines, "\n")
 }
 
-// err is p in order, or nil when there is none.
+// err returns p sorted, or nil if empty.
 func (p Problems) err() error {
 	if len(p) == 0 {
 		return nil
@@ -186,41 +182,40 @@ func (p *Problems) add(at Position, format string, args ...any) {
 	*p = append(*p, Problem{Position: at, Message: fmt.Sprintf(format, args...)})
 }
 
-// longestName is how much of a name is shown.
 const longestName = 80
 
-// unknown says that name is none of known, and which it may have meant. what is the sort of name, and
-// shown is how the name is written in the message.
-func unknown(what, shown, name string, known []string) string {
+// unknownName reports an unknown name with the nearest known one. what is the kind of name, shown its spelling in the
+// message.
+func unknownName(what, shown, name string, known []string) string {
 	known = slices.DeleteFunc(slices.Clone(known), func(k string) bool { return k == "" || k == "-" })
 	if len(shown) > longestName {
 		shown = strings.ToValidUTF8(shown[:longestName], "") + "…"
 	}
-	if near := hint(name, known); near != "" {
+	if near := suggestion(name, known); near != "" {
 		return fmt.Sprintf("unknown %s %q%s", what, shown, near)
 	}
 	slices.Sort(known)
 	return fmt.Sprintf("unknown %s %q; known are %s", what, shown, strings.Join(known, ", "))
 }
 
-// hint asks whether the nearest of known was meant; nothing when none is near.
-func hint(name string, known []string) string {
+// suggestion formats the nearest known name, if one is near.
+func suggestion(name string, known []string) string {
 	if near := nearest.To(name, known); near != "" {
 		return fmt.Sprintf("; did you mean %q?", near)
 	}
 	return ""
 }
 
-// matcher is a kind whose table is about to be made to match.
-type matcher interface {
-	match(ctx context.Context, tx pgx.Tx, o Options) ([]Item, error)
+// kindApplier applies the documents of one kind.
+type kindApplier interface {
+	apply(ctx context.Context, tx pgx.Tx, o Options) ([]Item, error)
 }
 
-// tables lists the kinds in the order in which they are applied.
-func tables(w Workspace, o Options) []matcher {
-	return []matcher{
+// kindTables lists the kinds in the order of application.
+func kindTables(w Workspace, o Options) []kindApplier {
+	return []kindApplier{
 		databaseTable(w),
-		table[skills.Definition, skill]{
+		kindTable[skills.Definition, skill]{
 			kind: "skill", documents: w.Skills, name: func(d skills.Definition) string { return d.Name },
 			get: getSkill,
 			put: func(ctx context.Context, tx pgx.Tx, d skills.Definition) (bool, error) {
@@ -230,7 +225,7 @@ func tables(w Workspace, o Options) []matcher {
 			declared: []string{"description", "parameters", "handler", "config", "scope", "trust", "idempotent", "timeout_ms", "source"},
 		},
 		mcpServers(w), agentTable(w, o),
-		table[objectives.Definition, objective]{
+		kindTable[objectives.Definition, objective]{
 			kind: "objective", documents: w.Objectives, name: func(d objectives.Definition) string { return d.Name },
 			get: getObjective,
 			put: func(ctx context.Context, tx pgx.Tx, d objectives.Definition) (bool, error) {
@@ -239,7 +234,7 @@ func tables(w Workspace, o Options) []matcher {
 			notFound: objectives.ErrNotFound, remove: objectives.Remove,
 			declared: []string{"goal", "success_criteria", "agent", "priority", "review_every_seconds", "steps", "source"},
 		},
-		table[automations.Definition, automations.Automation]{
+		kindTable[automations.Definition, automations.Automation]{
 			kind: "automation", documents: w.Automations, name: func(d automations.Definition) string { return d.Name },
 			get: func(ctx context.Context, tx pgx.Tx, name string) (automations.Automation, error) {
 				return automations.Get(ctx, tx, name)
@@ -258,7 +253,7 @@ func tables(w Workspace, o Options) []matcher {
 	}
 }
 
-// skill is a skill with its parameters beside it.
+// skill is a skill with its parameters in a diff.
 type skill struct {
 	skills.Skill
 	Parameters json.RawMessage `json:"parameters"`
@@ -269,7 +264,7 @@ func getSkill(ctx context.Context, tx pgx.Tx, name string) (skill, error) {
 	return skill{Skill: s, Parameters: s.Parameters()}, err
 }
 
-// objective is an objective with the titles of its steps.
+// objective is an objective with its steps' titles in a diff.
 type objective struct {
 	objectives.Objective
 	Steps []string `json:"steps"`

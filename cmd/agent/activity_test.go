@@ -504,7 +504,7 @@ func TestATraceShowsThePromptsOfItsModelCalls(t *testing.T) {
 	}
 	text := p.must("trace", id, "--prompts")
 	for _, want := range []string{
-		"prompt: not recorded, or no longer kept", "tokens: 1200 prompt (1024 cached, 0 cache writes), 9 completion",
+		"prompt: not recorded, or pruned", "tokens: 1200 prompt (1024 cached, 0 cache writes), 9 completion",
 		`options: {"max_tokens": 4096}`, "[tools, 21 bytes]\n[{\"type\":\"function\"}]", "[system, 38 bytes]\nYou act.", "is no longer kept]",
 	} {
 		contains(t, text, want)

@@ -17,21 +17,20 @@ import (
 )
 
 func (c *cli) agentsCommand() *cobra.Command {
-	return group("agents", "See who acts: agents, their effective values and versions",
+	return group("agents", "List agents, their effective values and versions",
 		c.agentsListCommand(), c.agentsShowCommand(), c.agentsDiffCommand())
 }
 
-// listedAgent is an agent in a listing.
 type listedAgent struct {
 	agents.Agent
-	Today budgets.Standing `json:"today"` // what it has used since midnight UTC
+	Today budgets.Standing `json:"today"` // usage since midnight UTC
 }
 
 func (c *cli) agentsListCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "ls", Short: "List the agents in service, the default first", Args: args(0, 0, "no arguments"),
+		Use: "ls", Short: "List the enabled agents, the default first", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			all, err := directory(s.config).List(cmd.Context(), s.pool)
+			all, err := newDirectory(s.config).List(cmd.Context(), s.pool)
 			if err != nil {
 				return err
 			}
@@ -43,30 +42,29 @@ func (c *cli) agentsListCommand() *cobra.Command {
 			for i, a := range all {
 				listed[i] = listedAgent{Agent: a, Today: budgets.AgentOf(used, a.Name)}
 			}
-			return c.print(listing(listed, ""), func(w io.Writer) error { return writeAgents(w, listed) })
+			return c.print(pageOf(listed, ""), func(w io.Writer) error { return writeAgents(w, listed) })
 		}),
 	}
 }
 
 func writeAgents(w io.Writer, listed []listedAgent) error {
-	rows := make([][]string, len(listed))
-	for i, a := range listed {
-		heartbeat, role := "", ""
-		if a.Heartbeat != nil {
-			heartbeat = a.Heartbeat.Cron
-		}
-		if a.Default {
-			role = "default"
-		}
-		rows[i] = []string{
-			a.Name, role, strconv.Itoa(a.Version), orNone(a.Model), a.Memory, strings.Join(a.Keys, ", "), heartbeat,
-			fmt.Sprintf("$%.4f", a.Today.CostUSD), clipped(a.Description, 50),
-		}
-	}
-	return table(w, "", []string{"AGENT", "ROLE", "VERSION", "MODEL", "MEMORY", "KEYS", "HEARTBEAT", "TODAY", "ABOUT"}, rows)
+	return writeRows(w, "",
+		[]string{"AGENT", "ROLE", "VERSION", "MODEL", "MEMORY", "KEYS", "HEARTBEAT", "TODAY", "ABOUT"}, listed, func(a listedAgent) []string {
+			heartbeat, role := "", ""
+			if a.Heartbeat != nil {
+				heartbeat = a.Heartbeat.Cron
+			}
+			if a.Default {
+				role = "default"
+			}
+			return []string{
+				a.Name, role, strconv.Itoa(a.Version), modelOrOffline(a.Model), a.Memory, strings.Join(a.Keys, ", "), heartbeat,
+				fmt.Sprintf("$%.4f", a.Today.CostUSD), truncate(a.Description, 50),
+			}
+		})
 }
 
-func orNone(text string) string {
+func modelOrOffline(text string) string {
 	if text == "" {
 		return "offline"
 	}
@@ -76,33 +74,33 @@ func orNone(text string) string {
 func (c *cli) agentsShowCommand() *cobra.Command {
 	var version int
 	cmd := &cobra.Command{
-		Use: "show NAME", Short: "Show an agent's effective values, and where each comes from", Args: args(1, 1, "an agent's name"),
-		Long: `Show an agent's effective values, and where each comes from: its document, a setting, or a default. Its
-instructions follow.`,
+		Use: "show NAME", Short: "Show an agent's effective values and their sources", Args: positionalArgs(1, 1, "an agent's name"),
+		Long: `Show an agent's effective values with their sources: document, setting or default. Its instructions
+follow.`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			shown, err := directory(s.config).Show(cmd.Context(), s.pool, args[0], version)
+			shown, err := newDirectory(s.config).Show(cmd.Context(), s.pool, args[0], version)
 			if err != nil {
 				return agentHint(err)
 			}
 			return c.print(shown, func(w io.Writer) error { return writeAgent(w, shown) })
 		}),
 	}
-	cmd.Flags().IntVar(&version, "version", 0, "this version, not the current one")
+	cmd.Flags().IntVar(&version, "version", 0, "this version instead of the current one")
 	return cmd
 }
 
-// actingFlag narrows a listing to what an agent did.
+// actingFlag filters a listing by the agent that acted.
 func actingFlag(flags *pflag.FlagSet, agent *string) {
-	flags.StringVar(agent, "agent", "", "only those of this agent, by its name")
+	flags.StringVar(agent, "agent", "", "only this agent")
 }
 
-// findAgent reads an agent, or a version of one, a removed one included.
+// findAgent reads an agent or one of its versions, also after its removal.
 func findAgent(ctx context.Context, s *session, name string, version int) (agents.Agent, error) {
-	a, err := directory(s.config).Look(ctx, s.pool, name, version)
+	a, err := newDirectory(s.config).Look(ctx, s.pool, name, version)
 	return a, agentHint(err)
 }
 
-// agentHint says what to do about an agent, or a version of one, that is not there.
+// agentHint adds a next step to the error of a missing agent or version.
 func agentHint(err error) error {
 	missing, ok := errors.AsType[*agents.MissingError](err)
 	switch {
@@ -113,7 +111,7 @@ func agentHint(err error) error {
 	case missing.Version > 0:
 		return hint(missing, "see agent agents show %s", missing.Name)
 	}
-	return hint(missing, "agent agents show %s --version %d shows what it was", missing.Name, missing.Latest)
+	return hint(missing, "agent agents show %s --version %d shows its last version", missing.Name, missing.Latest)
 }
 
 func writeAgent(w io.Writer, a agents.Shown) error {
@@ -122,21 +120,21 @@ func writeAgent(w io.Writer, a agents.Shown) error {
 		rows[i] = []string{v.Name, printable(v.Value), v.From}
 	}
 	if a.Declared() {
-		fmt.Fprintf(w, "version %d of %s, %d in all\n\n", a.Version, when(a.CreatedAt), len(a.Versions))
+		fmt.Fprintf(w, "version %d of %s, %d in all\n\n", a.Version, formatTime(a.CreatedAt), len(a.Versions))
 	}
-	if err := table(w, "", []string{"KEY", "VALUE", "FROM"}, rows); err != nil {
+	if err := writeTable(w, "", []string{"KEY", "VALUE", "FROM"}, rows); err != nil {
 		return err
 	}
 	if a.Instructions != "" {
-		fmt.Fprintf(w, "\n%s\n", speech(strings.TrimSpace(a.Instructions)))
+		fmt.Fprintf(w, "\n%s\n", printableText(strings.TrimSpace(a.Instructions)))
 	}
 	return nil
 }
 
 func (c *cli) agentsDiffCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "diff NAME [FROM [TO]]", Short: "Compare two versions of an agent's document; the last two when none is named",
-		Args: args(1, 3, "an agent's name, and versions"),
+		Use: "diff NAME [FROM [TO]]", Short: "Compare two versions of an agent's document; default the last two",
+		Args: positionalArgs(1, 3, "an agent's name, and versions"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			from, to, err := diffVersions(cmd.Context(), s, args)
 			if err != nil {
@@ -154,7 +152,7 @@ func (c *cli) agentsDiffCommand() *cobra.Command {
 	}
 }
 
-// agentVersion is a version of an agent as a workspace file would have it; 0 is before the first.
+// agentVersion is one version of an agent as workspace YAML; version 0 is empty.
 type agentVersion struct {
 	version int
 	text    string
@@ -173,7 +171,7 @@ func diffVersions(ctx context.Context, s *session, args []string) (from, to agen
 	numbers := []int{max(0, versions[0]-1), versions[0]}
 	for i, arg := range args[1:] {
 		if numbers[i], err = strconv.Atoi(arg); err != nil || numbers[i] < 0 {
-			return from, to, usageError("%q is no version: it is a number from 1", arg)
+			return from, to, usageError("invalid version %q: use a number from 1", arg)
 		}
 	}
 	if from, err = documentOf(ctx, s, args[0], numbers[0]); err == nil {
@@ -182,7 +180,7 @@ func diffVersions(ctx context.Context, s *session, args []string) (from, to agen
 	return from, to, err
 }
 
-// documentOf is a version's document as YAML; empty before the first version.
+// documentOf renders a version as YAML. Version 0 renders empty.
 func documentOf(ctx context.Context, s *session, name string, version int) (agentVersion, error) {
 	if version == 0 {
 		return agentVersion{}, nil

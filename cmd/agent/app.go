@@ -48,35 +48,35 @@ import (
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
-// app is the runtime of one process: everything that works on the database, wired together.
+// app is the runtime of one process: all components, wired to one database.
 type app struct {
-	config   config.Config
-	getenv   func(string) string // resolves the secrets that files name
-	log      *slog.Logger
-	pool     *pgxpool.Pool
-	reserved reserved
-	read     *replica.Reader
-	listener *postgres.Listener
-	keeper   *lanes.Keeper
-	engine   *executions.Engine
-	registry *skills.Registry
-	loop     *reason.Loop
-	remote   *mcp.Client
-	index    *memory.Index // nil: memories are found by words alone
-	named    *databases.Client
-	metrics  *telemetry.Metrics
-	exporter *telemetry.Exporter
+	config    config.Config
+	getenv    func(string) string // resolves secrets named in files
+	log       *slog.Logger
+	pool      *pgxpool.Pool
+	reserved  reservedPools
+	read      *replica.Reader
+	listener  *postgres.Listener
+	keeper    *lanes.Keeper
+	engine    *executions.Engine
+	registry  *skills.Registry
+	loop      *reason.Loop
+	mcpClient *mcp.Client
+	index     *memory.Index // nil without an embedding model
+	databases *databases.Client
+	metrics   *telemetry.Metrics
+	exporter  *telemetry.Exporter
 	surfaces
 }
 
-// app wires the runtime for a command. It makes no goroutine; see run and beat.
+// app wires the runtime for a command. It starts no goroutine; run and runWithLeases do.
 func (c *cli) app(s *session, model *models.Client) (*app, error) {
 	cfg, log, pool := s.config, s.log, s.pool
 	a := &app{config: cfg, log: log, pool: pool, reserved: s.reserved, read: s.read, getenv: c.getenv}
-	if err := c.observe(a); err != nil {
+	if err := c.initTelemetry(a); err != nil {
 		return nil, err
 	}
-	a.listener = postgres.NewListener(postgres.Dialer(s.sessions()), log)
+	a.listener = postgres.NewListener(postgres.Dialer(s.sessionPool()), log)
 	a.keeper = lanes.NewKeeper(pool, lanes.Options{Listener: a.listener, Logger: log, Disabled: !cfg.LanesEnabled, Observer: a.metrics})
 	var err error
 	a.engine, err = executions.New(pool, executions.Options{
@@ -87,17 +87,17 @@ func (c *cli) app(s *session, model *models.Client) (*app, error) {
 	if err != nil {
 		return nil, err
 	}
-	a.remote = mcp.NewClient(mcp.Options{
+	a.mcpClient = mcp.NewClient(mcp.Options{
 		Pool: pool, AllowPrivate: cfg.PrivateHTTP, Getenv: a.getenv, Logger: log, Agent: cfg.Name, Version: buildVersion(),
 	})
-	a.named = &databases.Client{DB: pool, Getenv: a.getenv}
+	a.databases = &databases.Client{DB: pool, Getenv: a.getenv}
 	if a.index, err = newIndex(cfg, log); err != nil {
 		return nil, err
 	}
 	a.registry, err = skills.New(skills.Options{
-		Builtins: builtins.New(pool, directory(a.config), a.index), Pool: pool, AllowPrivate: cfg.PrivateHTTP, Logger: log,
-		MCP:       a.remote.Call,
-		Databases: a.named.Open, Getenv: a.getenv,
+		Builtins: builtins.New(pool, newDirectory(a.config), a.index), Pool: pool, AllowPrivate: cfg.PrivateHTTP, Logger: log,
+		MCP:       a.mcpClient.Call,
+		Databases: a.databases.Open, Getenv: a.getenv,
 		Flow: skills.Flows(pool, a.engine, cfg.Name),
 	})
 	if err != nil {
@@ -109,19 +109,19 @@ func (c *cli) app(s *session, model *models.Client) (*app, error) {
 	}
 	a.loop = a.newLoop(model, zone)
 	a.engine.Fallback((&flows.Interpreter{Pool: pool, Engine: a.engine, Loop: a.loop, Logger: log}).Find)
-	if err := errors.Join(a.loop.RegisterDelegate(a.engine), registerCalls(a, a.loop)); err != nil {
+	if err := errors.Join(a.loop.RegisterDelegate(a.engine), registerCallFlow(a, a.loop)); err != nil {
 		return nil, err
 	}
-	return a, a.addSurfaces()
+	return a, a.registerSurfaces()
 }
 
-// newLoop is the reasoning loop under the configured budgets.
+// newLoop builds the reasoning loop with the configured budgets.
 func (a *app) newLoop(model *models.Client, zone *time.Location) *reason.Loop {
 	b, pool := a.config.Budget, a.pool
 	return &reason.Loop{
-		Pool: pool, Model: model, Skills: a.registry, Agents: directory(a.config), Logger: a.log,
+		Pool: pool, Model: model, Skills: a.registry, Agents: newDirectory(a.config), Logger: a.log,
 		Budget: reason.Budget{
-			Iterations: b.MaxIterations, Tokens: unbounded(b.MaxTokens), CostUSD: b.MaxCostUSD, Time: b.RunTimeout,
+			Iterations: b.MaxIterations, Tokens: unlimited(b.MaxTokens), CostUSD: b.MaxCostUSD, Time: b.RunTimeout,
 			Context: b.ContextTokens,
 		},
 		Limits: limits(a.config.Limits), Zone: zone,
@@ -132,8 +132,8 @@ func (a *app) newLoop(model *models.Client, zone *time.Location) *reason.Loop {
 	}
 }
 
-// directory finds agents, and says what the settings are for those that say nothing else.
-func directory(cfg config.Config) *agents.Directory {
+// newDirectory resolves agents, with the settings as defaults.
+func newDirectory(cfg config.Config) *agents.Directory {
 	return &agents.Directory{Settings: agents.Settings{
 		Name: cfg.Name, Model: cfg.Model, Effort: cfg.Provider.Effort, Timezone: cfg.Timezone, HeartbeatCron: cfg.HeartbeatCron,
 		Limits: agents.Limits{
@@ -143,7 +143,6 @@ func directory(cfg config.Config) *agents.Directory {
 	}}
 }
 
-// limits are the daily budgets as configured.
 func limits(l config.Limits) budgets.Limits {
 	limit := func(tokens int, usd float64) budgets.Limit { return budgets.Limit{Tokens: int64(tokens), USD: usd} }
 	return budgets.Limits{
@@ -157,15 +156,15 @@ func limits(l config.Limits) budgets.Limits {
 	}
 }
 
-// unbounded turns a setting of 0, which means no bound, into one that is never reached.
-func unbounded(n int) int {
+// unlimited maps the setting 0, no limit, to the largest int.
+func unlimited(n int) int {
 	if n == 0 {
 		return math.MaxInt
 	}
 	return n
 }
 
-// admission is how many executions may run at once, as configured.
+// admission converts the configured concurrency limits.
 func admission(cfg config.Config) []executions.Admission {
 	limits := make([]executions.Admission, len(cfg.Admission))
 	for i, l := range cfg.Admission {
@@ -174,7 +173,6 @@ func admission(cfg config.Config) []executions.Admission {
 	return limits
 }
 
-// healPolicy is self-heal's rule as configured.
 func healPolicy(cfg config.Config) selfheal.Policy {
 	return selfheal.Policy{
 		Failures: cfg.SelfHeal.Failures, Window: cfg.SelfHeal.Window, Rate: cfg.SelfHeal.Rate,
@@ -182,9 +180,9 @@ func healPolicy(cfg config.Config) selfheal.Policy {
 	}
 }
 
-// run works until ctx ends: takes executions, keeps leases, ticks schedules, serves the surfaces. more runs beside
-// it and is waited for.
-func (a *app) run(ctx context.Context, more ...func(ctx context.Context) error) error {
+// run works until ctx ends: it claims executions, renews leases, ticks schedules and serves the surfaces. It waits
+// for extra.
+func (a *app) run(ctx context.Context, extra ...func(ctx context.Context) error) error {
 	err := postgres.InTx(ctx, a.pool, func(tx pgx.Tx) error { return heartbeat.Sync(ctx, tx, a.loop.Agents, true) })
 	if err != nil {
 		return err
@@ -192,64 +190,64 @@ func (a *app) run(ctx context.Context, more ...func(ctx context.Context) error) 
 	if err := a.engine.SetLimits(ctx, admission(a.config)); err != nil {
 		return err
 	}
-	a.warnOfPrices(ctx)
-	return a.living(ctx, func(ctx context.Context) error {
+	a.warnUnpriced(ctx)
+	return a.withBackground(ctx, func(ctx context.Context) error {
 		group, ctx := errgroup.WithContext(ctx)
 		group.Go(func() error { return a.engine.Run(ctx) })
-		group.Go(func() error { return a.housekeep(ctx) })
+		group.Go(func() error { return a.runHousekeeping(ctx) })
 		group.Go(func() error { return a.read.Run(ctx) })
 		group.Go(func() error { return a.index.Run(ctx, a.pool) })
-		group.Go(func() error { return count(ctx, a.pool, countEvery, a.log) })
-		for _, f := range slices.Concat(a.beside(), more) {
+		group.Go(func() error { return runActivityCounts(ctx, a.pool, countEvery, a.log) })
+		for _, f := range slices.Concat(a.background(), extra) {
 			group.Go(func() error { return f(ctx) })
 		}
 		return group.Wait()
-	}, a.remote.Run)
+	}, a.mcpClient.Run)
 }
 
-// beat keeps what a command needs that runs one execution itself, while fn works.
-func (a *app) beat(ctx context.Context, fn func(ctx context.Context) error) error {
-	return a.living(ctx, fn, a.engine.KeepAlive)
+// runWithLeases renews leases while fn runs. Commands use it to run one execution in their own process.
+func (a *app) runWithLeases(ctx context.Context, fn func(ctx context.Context) error) error {
+	return a.withBackground(ctx, fn, a.engine.KeepAlive)
 }
 
-// living keeps leases, notifications and what else is given while fn works, however it ends: they are needed until
-// the last of it has stopped.
-func (a *app) living(ctx context.Context, fn func(ctx context.Context) error, more ...func(ctx context.Context) error) error {
-	living, stop := context.WithCancel(context.WithoutCancel(ctx))
+// withBackground runs lease renewal, notifications and telemetry while fn runs. They outlive ctx, because fn needs
+// them until it returns.
+func (a *app) withBackground(ctx context.Context, fn func(ctx context.Context) error, services ...func(ctx context.Context) error) error {
+	background, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
-	var under errgroup.Group
-	for _, keep := range append(more, a.listener.Run, a.keeper.Run, a.exporter.Run) {
-		under.Go(func() error { return keep(living) })
+	var group errgroup.Group
+	for _, service := range append(services, a.listener.Run, a.keeper.Run, a.exporter.Run) {
+		group.Go(func() error { return service(background) })
 	}
 	err := fn(ctx)
 	err = errors.Join(err, a.operate.Close(context.WithoutCancel(ctx)))
 	stop()
-	if below := under.Wait(); err == nil {
-		err = below
+	if groupErr := group.Wait(); err == nil {
+		err = groupErr
 	}
-	a.remote.Close()
-	a.named.Close()
+	a.mcpClient.Close()
+	a.databases.Close()
 	return err
 }
 
-// surfaces are the ways in which the agent is reached, and acts by itself.
+// surfaces are the entry points of the agent and its dispatchers.
 type surfaces struct {
-	operate  *operate.Operate
-	chat     *chat.Chat
-	webhook  *webhook.Surface
-	runner   *runner.Runner
-	outgoing *webhooks.Dispatcher
-	threads  *threads.Dispatcher
-	offered  *mcp.Server
+	operate   *operate.Operate
+	chat      *chat.Chat
+	webhook   *webhook.Surface
+	runner    *runner.Runner
+	outgoing  *webhooks.Dispatcher
+	threads   *threads.Dispatcher
+	mcpServer *mcp.Server
 }
 
-// addSurfaces makes the surfaces and registers their flows.
-func (a *app) addSurfaces() (err error) {
+// registerSurfaces builds the surfaces and registers their flows.
+func (a *app) registerSurfaces() (err error) {
 	cfg := a.config
-	everything := []string{skills.ScopeInternal, skills.ScopeExternal, skills.ScopeBoth}
+	scopes := []string{skills.ScopeInternal, skills.ScopeExternal, skills.ScopeBoth}
 	a.operate, err = operate.New(operate.Options{
 		Pool: a.pool, Engine: a.engine, Keeper: a.keeper, Loop: a.loop, Logger: a.log, Agent: cfg.Name,
-		Idle: cfg.Operate.Idle, Tools: []reason.Tool{a.loop.DelegateTool(a.engine, everything)},
+		Idle: cfg.Operate.Idle, Tools: []reason.Tool{a.loop.DelegateTool(a.engine, scopes)},
 	})
 	if err != nil {
 		return err
@@ -265,36 +263,34 @@ func (a *app) addSurfaces() (err error) {
 		Browser: func(key string) bool { return slices.Contains(cfg.Chat.BrowserKeys, key) },
 	}
 	a.webhook = &webhook.Surface{
-		Pool: a.pool, Front: a.reserved.visitors, Engine: a.engine, Loop: a.loop, Logger: a.log, Agent: cfg.Name, Getenv: a.getenv, Received: a.metrics.Delivery,
+		Pool: a.pool, RequestPool: a.reserved.visitors, Engine: a.engine, Loop: a.loop, Logger: a.log, Agent: cfg.Name, Getenv: a.getenv, Received: a.metrics.Delivery,
 	}
 	a.runner = &runner.Runner{
 		Pool: a.pool, Loop: a.loop, Engine: a.engine, Logger: a.log, Listener: a.listener, Agent: cfg.Name,
 	}
-	guarded, err := skills.NewGuardedClient(cfg.PrivateHTTP, nil)
+	client, err := skills.NewGuardedClient(cfg.PrivateHTTP, nil)
 	if err != nil {
 		return fmt.Errorf("prepare outgoing webhooks: %w", err)
 	}
 	a.outgoing = &webhooks.Dispatcher{
-		Pool: a.pool, Client: guarded, Logger: a.log, Listener: a.listener, Getenv: a.getenv,
+		Pool: a.pool, Client: client, Logger: a.log, Listener: a.listener, Getenv: a.getenv,
 	}
-	a.threads = &threads.Dispatcher{Pool: a.pool, Client: guarded, Logger: a.log, Listener: a.listener, Getenv: a.getenv}
-	a.offered = &mcp.Server{
+	a.threads = &threads.Dispatcher{Pool: a.pool, Client: client, Logger: a.log, Listener: a.listener, Getenv: a.getenv}
+	a.mcpServer = &mcp.Server{
 		Pool: a.adminPool(), Engine: a.engine, Skills: a.registry, Invoke: a.loop.Invoke, Agent: cfg.Name, Version: buildVersion(), Logger: a.log,
 	}
 	beat := &heartbeat.Heartbeat{Pool: a.pool, Loop: a.loop, Heal: healPolicy(cfg), Logger: a.log}
 	return errors.Join(beat.Register(a.engine), a.chat.Register(a.engine), a.webhook.Register(a.engine),
-		a.runner.Register(), a.offered.Register())
+		a.runner.Register(), a.mcpServer.Register())
 }
 
-// beside lists what works beside the engine for as long as the process serves.
-func (s *surfaces) beside() []func(ctx context.Context) error {
+// background lists the loops that run beside the engine.
+func (s *surfaces) background() []func(ctx context.Context) error {
 	return []func(ctx context.Context) error{s.chat.Run, s.runner.Run, s.outgoing.Run, s.threads.Run}
 }
 
-// eventStream is the content type of server-sent events.
 const eventStream = "text/event-stream"
 
-// endpoints are the routes of the surfaces.
 func (a *app) endpoints() []api.Endpoint {
 	var all []api.Endpoint
 	for _, some := range [][]api.Endpoint{a.operateEndpoints(), a.chatEndpoints(), a.webhookEndpoints(), a.mcpEndpoints(), a.metricsEndpoints()} {
@@ -303,7 +299,7 @@ func (a *app) endpoints() []api.Endpoint {
 	return all
 }
 
-// engineRoom is the admin's view in a browser, and its routes. It pulls its levers through routes.
+// engineRoom builds the admin's web interface and its endpoints. Its actions call the API through routes.
 func (a *app) engineRoom(routes func() http.Handler) (*engineroom.Room, []api.Endpoint, error) {
 	key, err := hkdf.Key(sha256.New, []byte(a.config.AdminToken.Reveal()), nil, "lanekeeper engine room 1", sha256.Size)
 	if err != nil {
@@ -311,7 +307,7 @@ func (a *app) engineRoom(routes func() http.Handler) (*engineroom.Room, []api.En
 	}
 	room, err := engineroom.New(engineroom.Options{
 		Pool: a.adminPool(), Read: a.read, API: routes, Logger: a.log, Agent: a.config.Name, Key: key, Limits: limits(a.config.Limits),
-		Agents: directory(a.config),
+		Agents: newDirectory(a.config),
 	})
 	if err != nil {
 		return nil, nil, err
@@ -326,7 +322,7 @@ func (a *app) engineRoom(routes func() http.Handler) (*engineroom.Room, []api.En
 			e.Access = api.Public
 		}
 		if r.Stream {
-			e.ContentType, e.Ends = eventStream, r.Method == "POST"
+			e.ContentType, e.Finite = eventStream, r.Method == "POST"
 		}
 		all = append(all, e)
 	}
@@ -336,14 +332,14 @@ func (a *app) engineRoom(routes func() http.Handler) (*engineroom.Room, []api.En
 func (a *app) operateEndpoints() []api.Endpoint {
 	return []api.Endpoint{
 		{
-			Method: "POST", Path: "/v1/operate", Access: api.Admin, Body: operate.Body{}, ContentType: eventStream, Stream: true, Ends: true,
+			Method: "POST", Path: "/v1/operate", Access: api.Admin, Body: operate.Body{}, ContentType: eventStream, Stream: true, Finite: true,
 			Idempotent: true, Handler: a.operate.Handler(),
-			About: "Talk with the agent: events start, delta, tool, approval, done, error. With Accept: application/json the answer is " +
-				"one document. 409 when another admin is at work.",
+			About: "Talk to the agent: events start, delta, tool, approval, done, error. With Accept: application/json the response " +
+				"is one document. 409 while another admin holds the lane.",
 		}, {
 			Method: "GET", Path: "/v1/operate/watch", Access: api.Admin, ContentType: eventStream, Stream: true,
 			Handler: a.operate.WatchHandler(),
-			About:   "Watch the admin who is at work: what is done under their traces, as it is done.",
+			About:   "Watch the current admin: events of their traces, live.",
 		},
 	}
 }
@@ -352,66 +348,66 @@ func (a *app) chatEndpoints() []api.Endpoint {
 	limit := int64(a.config.Chat.MaxBytes)
 	return []api.Endpoint{
 		{
-			Method: "POST", Path: "/v1/chat/completions", Access: api.Visitor, Body: json.RawMessage{}, Answer: json.RawMessage{},
-			Stream: true, Ends: true, OpenAIErrors: true, MaxBody: limit, Handler: a.chat.CompletionsHandler(),
-			About: "OpenAI's chat completions, streamed or not. The conversation is the thread that X-Thread-Id, metadata.thread_id or user " +
-				"name; the answer names it in X-Thread-Id. X-Visitor-Token is a visitor's own secret (new asks for one), X-Thread-Join a join token.",
+			Method: "POST", Path: "/v1/chat/completions", Access: api.Visitor, Body: json.RawMessage{}, Response: json.RawMessage{},
+			Stream: true, Finite: true, OpenAIErrors: true, MaxBody: limit, Handler: a.chat.CompletionsHandler(),
+			About: "OpenAI's chat completions, streamed or not. X-Thread-Id, metadata.thread_id or user select the thread; " +
+				"the response names it in X-Thread-Id. X-Visitor-Token is a visitor's secret (new requests one), X-Thread-Join a join token.",
 		}, {
-			Method: "GET", Path: "/v1/chat/completions/{id}", Access: api.Visitor, Answer: json.RawMessage{}, Stream: true, Ends: true, OpenAIErrors: true,
+			Method: "GET", Path: "/v1/chat/completions/{id}", Access: api.Visitor, Response: json.RawMessage{}, Stream: true, Finite: true, OpenAIErrors: true,
 			Handler: a.chat.CompletionHandler(),
-			About:   "A completion that was made or is being made, for a client whose connection broke; ?stream=true attaches to it.",
+			About:   "A finished or running completion, for a client that lost its connection; ?stream=true attaches to it.",
 		}, {
 			Method: "POST", Path: "/v1/responses", Access: api.Visitor, Body: json.RawMessage{},
-			Answer: json.RawMessage{}, Stream: true, Ends: true, OpenAIErrors: true, MaxBody: limit,
+			Response: json.RawMessage{}, Stream: true, Finite: true, OpenAIErrors: true, MaxBody: limit,
 			Handler: a.chat.ResponsesHandler(),
-			About: "OpenAI's Responses, streamed or not, over the same conversations. The thread is conversation, " +
-				"else that of previous_response_id, else X-Thread-Id, else new. background: true answers at once.",
+			About: "OpenAI's Responses, streamed or not, on the same threads. The thread is conversation, " +
+				"else that of previous_response_id, else X-Thread-Id, else new. background: true returns at once.",
 		}, {
-			Method: "GET", Path: "/v1/responses/{id}", Access: api.Visitor, Answer: json.RawMessage{},
-			Stream: true, Ends: true, OpenAIErrors: true, Handler: a.chat.ResponseHandler(),
-			About: "A response as it stands; ?stream=true attaches to it.",
+			Method: "GET", Path: "/v1/responses/{id}", Access: api.Visitor, Response: json.RawMessage{},
+			Stream: true, Finite: true, OpenAIErrors: true, Handler: a.chat.ResponseHandler(),
+			About: "The current state of a response; ?stream=true attaches to it.",
 		}, {
 			Method: "POST", Path: "/v1/responses/{id}/cancel", Access: api.Visitor, Body: json.RawMessage{},
-			Answer: json.RawMessage{}, OpenAIErrors: true, Handler: a.chat.CancelResponseHandler(),
-			About: "End a response that is under way. What it has said stays in its conversation.",
+			Response: json.RawMessage{}, OpenAIErrors: true, Handler: a.chat.CancelResponseHandler(),
+			About: "Cancel a running response. Its text so far stays in the thread.",
 		}, {
-			Method: "GET", Path: "/v1/responses/{id}/input_items", Access: api.Visitor, Answer: json.RawMessage{},
-			OpenAIErrors: true, Handler: a.chat.InputItemsHandler(), About: "The messages that a response answers.",
+			Method: "GET", Path: "/v1/responses/{id}/input_items", Access: api.Visitor, Response: json.RawMessage{},
+			OpenAIErrors: true, Handler: a.chat.InputItemsHandler(), About: "The input messages of a response.",
 		}, {
-			Method: "DELETE", Path: "/v1/responses/{id}", Access: api.Visitor, Answer: json.RawMessage{},
+			Method: "DELETE", Path: "/v1/responses/{id}", Access: api.Visitor, Response: json.RawMessage{},
 			OpenAIErrors: true, Handler: a.chat.DeleteResponseHandler(),
-			About: "Always refused: a response is a message of its conversation.",
+			About: "Always rejected: a response is a message of its thread.",
 		}, {
-			Method: "POST", Path: "/v1/files", Access: api.Visitor, Body: json.RawMessage{}, Answer: json.RawMessage{},
+			Method: "POST", Path: "/v1/files", Access: api.Visitor, Body: json.RawMessage{}, Response: json.RawMessage{},
 			OpenAIErrors: true, MaxBody: int64(a.config.DocumentMaxBytes) + documents.FormOverhead, Handler: a.chat.FilesHandler(),
-			About: "OpenAI's upload of a file, which a message then names by its id. It goes after a day unless a message uses it.",
+			About: "OpenAI's file upload. A message refers to the file by id. An unused file is deleted after a day.",
 		}, {
-			Method: "GET", Path: "/v1/files", Access: api.Visitor, Answer: json.RawMessage{}, OpenAIErrors: true,
+			Method: "GET", Path: "/v1/files", Access: api.Visitor, Response: json.RawMessage{}, OpenAIErrors: true,
 			Handler: a.chat.FileListHandler(), About: "The caller's files.",
 			Query: map[string]string{
-				"after": "The id that the page follows", "limit": "How many, at most 10000", "order": "desc, or asc", "purpose": "user_data",
+				"after": "The id that the page follows", "limit": "Page size, at most 10000", "order": "desc, or asc", "purpose": "user_data",
 			},
 		}, {
-			Method: "GET", Path: "/v1/files/{id}", Access: api.Visitor, Answer: json.RawMessage{}, OpenAIErrors: true,
+			Method: "GET", Path: "/v1/files/{id}", Access: api.Visitor, Response: json.RawMessage{}, OpenAIErrors: true,
 			Handler: a.chat.FileHandler(), About: "A file of the caller.",
 		}, {
 			Method: "GET", Path: "/v1/files/{id}/content", Access: api.Visitor, ContentType: "application/octet-stream", OpenAIErrors: true,
 			Handler: a.chat.FileContentHandler(), About: "The content of a file, always as an attachment.",
 		}, {
-			Method: "DELETE", Path: "/v1/files/{id}", Access: api.Visitor, Answer: json.RawMessage{}, OpenAIErrors: true,
-			Handler: a.chat.DeleteFileHandler(), About: "Delete a file that no message and no flow uses; else 409.",
+			Method: "DELETE", Path: "/v1/files/{id}", Access: api.Visitor, Response: json.RawMessage{}, OpenAIErrors: true,
+			Handler: a.chat.DeleteFileHandler(), About: "Delete a file. 409 if a message or flow uses it.",
 		}, {
-			Method: "GET", Path: "/v1/models", Access: api.Visitor, Answer: json.RawMessage{}, OpenAIErrors: true,
+			Method: "GET", Path: "/v1/models", Access: api.Visitor, Response: json.RawMessage{}, OpenAIErrors: true,
 			Handler: a.chat.ModelsHandler(), About: "OpenAI's list of models: the agent.",
 		}, {
-			Method: "GET", Path: "/v1/models/{id}", Access: api.Visitor, Answer: json.RawMessage{}, OpenAIErrors: true,
+			Method: "GET", Path: "/v1/models/{id}", Access: api.Visitor, Response: json.RawMessage{}, OpenAIErrors: true,
 			Handler: a.chat.ModelHandler(), About: "One of the models.",
 		}, {
 			Method: "GET", Path: "/chat", Access: api.Public, ContentType: "text/html", Handler: a.chat.PageHandler(),
-			About: "A small page to chat on. It asks for the chat key.",
+			About: "A chat page. It asks for the chat key.",
 		}, {
 			Method: "GET", Path: "/chat/{file}", Access: api.Public, ContentType: "text/plain", Handler: a.chat.PageHandler(),
-			About: "What the chat page is made of.",
+			About: "Assets of the chat page.",
 		},
 	}
 }
@@ -419,34 +415,34 @@ func (a *app) chatEndpoints() []api.Endpoint {
 func (a *app) webhookEndpoints() []api.Endpoint {
 	return []api.Endpoint{
 		{
-			Method: "POST", Path: "/webhooks/{endpoint}", Access: api.Public, Body: json.RawMessage{}, Answer: webhook.Receipt{}, Status: 202,
+			Method: "POST", Path: "/webhooks/{endpoint}", Access: api.Public, Body: json.RawMessage{}, Response: webhook.Receipt{}, Status: 202,
 			Again: true, MaxBody: webhooks.MostMaxBytes, Expect: a.webhook.Expect, Handler: a.webhook.Receive(),
-			About: "Receive a webhook: verified, stored and acknowledged with its trace. A delivery that came before is 200 with the first trace.",
+			About: "Receive a webhook: verify, store and acknowledge it with its trace. A repeated delivery returns 200 with the first trace.",
 		}, {
-			Method: "GET", Path: "/v1/webhooks/deliveries", Access: api.Admin, Answer: webhook.Page{}, Handler: a.webhook.Deliveries(),
-			About: "Webhooks that came, newest first.",
+			Method: "GET", Path: "/v1/webhooks/deliveries", Access: api.Admin, Response: webhook.Page{}, Handler: a.webhook.Deliveries(),
+			About: "Received webhooks, newest first.",
 			Query: map[string]string{
-				"endpoint": "Name of the endpoint", "status": "State of the delivery", "limit": "How many, 50 unless said, at most 500",
-				"cursor": "next_cursor of the page before",
+				"endpoint": "Name of the endpoint", "status": "State of the delivery", "limit": "Page size, default 50, at most 500",
+				"cursor": "next_cursor of the previous page",
 			},
 		}, {
-			Method: "GET", Path: "/v1/webhooks/deliveries/{id}", Access: api.Admin, Answer: webhook.Shown{}, Handler: a.webhook.Delivery(),
+			Method: "GET", Path: "/v1/webhooks/deliveries/{id}", Access: api.Admin, Response: webhook.Shown{}, Handler: a.webhook.Delivery(),
 			About: "One delivery, with its body.",
 		}, {
-			Method: "POST", Path: "/v1/webhooks/deliveries/{id}/replay", Access: api.Admin, Body: json.RawMessage{}, Answer: webhook.Replayed{},
+			Method: "POST", Path: "/v1/webhooks/deliveries/{id}/replay", Access: api.Admin, Body: json.RawMessage{}, Response: webhook.Replayed{},
 			Status: 202, Idempotent: true, Handler: a.webhook.ReplayDelivery(),
-			About: "Handle a delivery again, under a new trace.",
+			About: "Process a delivery again, under a new trace.",
 		},
 	}
 }
 
 func (a *app) mcpEndpoints() []api.Endpoint {
-	handler := a.offered.Handler()
+	handler := a.mcpServer.Handler()
 	var all []api.Endpoint
 	for _, method := range []string{"POST", "GET", "DELETE"} {
 		all = append(all, api.Endpoint{
-			Method: method, Path: "/mcp", Access: api.Admin, Stream: true, Ends: method == "POST", Handler: handler,
-			About: "Offered skills for other programs, over the Model Context Protocol (streamable HTTP).",
+			Method: method, Path: "/mcp", Access: api.Admin, Stream: true, Finite: method == "POST", Handler: handler,
+			About: "Offered skills over the Model Context Protocol (streamable HTTP).",
 		})
 	}
 	return all

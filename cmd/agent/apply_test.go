@@ -47,11 +47,11 @@ func TestApplyShowsAndMakesTheDifference(t *testing.T) {
 	p := on(t, pgtest.URL(t))
 	dir := folder(t, map[string]string{"one.yaml": goodSkill})
 	dry := p.must("apply", dir, "--dry-run")
-	contains(t, dry, "+ skill one\n", "1 to create, 0 to update, 0 to remove, 0 unchanged\nnothing was changed: this was a dry run\n")
+	contains(t, dry, "+ skill one\n", "1 to create, 0 to update, 0 to remove, 0 unchanged\ndry run: nothing was changed\n")
 	contains(t, p.must("skills", "ls"), "no skills")
 
 	contains(t, p.must("apply", dir), "+ skill one\n", "applied\n")
-	if got := p.must("apply", dir); got != "nothing to change: the database matches all 1 of "+dir+"\n" {
+	if got := p.must("apply", dir); got != "no changes: the database matches all 1 of "+dir+"\n" {
 		t.Errorf("applied twice: %q", got)
 	}
 	var got diff
@@ -79,10 +79,10 @@ func TestApplyRemovesOnlyWithPruneOrAYes(t *testing.T) {
 	p := on(t, pgtest.URL(t))
 	wrong := folder(t, map[string]string{"two.yaml": strings.Replace(goodSkill, "name: one", "name: two", 1)})
 	p.must("apply", folder(t, map[string]string{"one.yaml": goodSkill}))
-	says := "kept, though no file declares it: skill one; agent apply " + wrong + " --prune removes it\n"
+	says := "kept, not declared in any file: skill one; agent apply " + wrong + " --prune removes them\n"
 	contains(t, p.must("apply", wrong),
 		"+ skill two\n", "= skill one\n", "0 to remove, 0 unchanged, 1 kept\n", "applied\n", says)
-	if got := p.must("apply", wrong); got != "nothing to change: the database matches all 1 of "+wrong+"\n"+says {
+	if got := p.must("apply", wrong); got != "no changes: the database matches all 1 of "+wrong+"\n"+says {
 		t.Errorf("applied again: %q", got)
 	}
 	var got diff
@@ -90,10 +90,10 @@ func TestApplyRemovesOnlyWithPruneOrAYes(t *testing.T) {
 	if len(got.Items) != 2 || got.Items[1].Action != "keep" {
 		t.Errorf("as JSON: %+v", got)
 	}
-	contains(t, p.must("apply", wrong, "--prune", "--dry-run"), "- skill one\n", "this was a dry run")
+	contains(t, p.must("apply", wrong, "--prune", "--dry-run"), "- skill one\n", "dry run: nothing was changed")
 	for answer, removed := range map[string]bool{"\n": false, "no\n": false, "\x04": false, "YES\n": true} {
 		screen := p.onTerminal(t, answer, "apply", wrong)
-		contains(t, screen, "An earlier apply declared this, and no file of "+wrong+" declares it now:",
+		contains(t, screen, "Rows of an earlier apply that no file of "+wrong+" declares any more:",
 			"- skill one", "Remove 1 row? [y/N]")
 		if listed := p.must("skills", "ls"); strings.Contains(listed, "\none ") == removed {
 			t.Errorf("after %q:\n%s\n%s", answer, screen, listed)
@@ -197,7 +197,7 @@ actions:
 	}
 	on(t, url).must("apply", dir) // elsewhere the variable is not set
 	contains(t, weak.must("webhooks", "endpoints"), "too weak")
-	contains(t, on(t, url, "HOOK_TOKEN=a-long-random-text-4711").must("apply", dir), "nothing to change")
+	contains(t, on(t, url, "HOOK_TOKEN=a-long-random-text-4711").must("apply", dir), "no changes: ")
 }
 
 func TestMigrate(t *testing.T) {
@@ -211,7 +211,7 @@ func TestMigrate(t *testing.T) {
 		}
 	}
 	first := p.run("migrate")
-	if first.code != 0 || !strings.Contains(first.out, "applied baseline") || !strings.Contains(first.err, "bringing the schema to version") {
+	if first.code != 0 || !strings.Contains(first.out, "applied baseline") || !strings.Contains(first.err, "migrating the schema to version") {
 		t.Errorf("first: exit %d, stdout %q, stderr %q", first.code, first.out, first.err)
 	}
 	var again struct {
@@ -243,7 +243,7 @@ func TestApplyWarnsOfAModelAndAChatKeyThatTheSettingsDoNotKnow(t *testing.T) {
 	database := pgtest.URL(t)
 	dir := folder(t, map[string]string{"a.yaml": "kind: agent\nname: a\nmodel: got-4o\nkeys: [sho]\n"})
 	keys := "AGENT_CHAT_KEY=shop=" + strings.Repeat("0123456789abcdef", 2)
-	model, key := `no price and no fact is known of model "got-4o"; did you mean "gpt-4o"?`, `AGENT_CHAT_KEY has no chat key "sho" here; did you mean "shop"?`
+	model, key := `unknown model "got-4o": no price, no facts; did you mean "gpt-4o"?`, `no chat key "sho" in AGENT_CHAT_KEY; did you mean "shop"?`
 	got := on(t, database, keys).run("apply", dir, "--dry-run")
 	contains(t, got.err, "warning: ", "a.yaml:1", model, key)
 	if got.code != 0 {
@@ -308,7 +308,7 @@ func TestApplyWatchesAFolder(t *testing.T) {
 	if err := os.Remove(file); err != nil {
 		t.Fatal(err)
 	}
-	says("kept, though no file declares it: skill one; agent apply " + dir + " --prune removes it")
+	says("kept, not declared in any file: skill one; agent apply " + dir + " --prune removes them")
 	contains(t, p.must("skills", "ls"), "\none ", "\ntwo ")
 
 	if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
@@ -355,7 +355,7 @@ func TestApplyWatchesOverALostConnection(t *testing.T) {
 	must("select pg_terminate_backend(pid) from pg_stat_activity where datname = '" + database + "'")
 	write("2")
 	watching.find(t, "agent: .+")
-	watching.find(t, "the next change of a file tries again")
+	watching.find(t, "the next file change retries")
 	must("alter database " + pgx.Identifier{database}.Sanitize() + " allow_connections true")
 	write("3")
 	pgtest.Eventually(t, pgWait, func() bool {
@@ -399,11 +399,11 @@ func TestInitRefusesWhatApplyWouldRefuseAndLeavesNothing(t *testing.T) {
 	}{
 		"bad name":     {[]string{"--name", "no good"}, `"no good": a name is a letter`},
 		"bad zone":     {[]string{"--timezone", "Europe/Madird"}, "--timezone:"},
-		"bad database": {[]string{"--database", "mysql://x"}, "--database is no URL of PostgreSQL"},
-		"no example":   {[]string{"--example", "shop"}, `there is no "shop"; there is: orders`},
+		"bad database": {[]string{"--database", "mysql://x"}, "--database is not a PostgreSQL URL"},
+		"no example":   {[]string{"--example", "shop"}, `unknown example "shop"; use orders`},
 		"no database":  {[]string{"--example", "orders"}, "needs the URL of a database for the shop"},
-		"two names":    {[]string{"--example", "orders", "--name", "x"}, "--example has a name"},
-		"bad password": {[]string{"--database", "postgres://u:p%zz@h/d"}, "write @ as %40"},
+		"two names":    {[]string{"--example", "orders", "--name", "x"}, "--example has its own name"},
+		"bad password": {[]string{"--database", "postgres://u:p%zz@h/d"}, "encode @ as %40"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
@@ -422,7 +422,7 @@ func TestInitAsksAgainWhenAnAnswerIsWrong(t *testing.T) {
 	t.Parallel()
 	dir := filepath.Join(t.TempDir(), "desk-2")
 	shown := bare(t).onTerminal(t, "no good\n\nHelp.\nmysql://x\n\n", "init", dir)
-	contains(t, shown, "[desk-2]", `"no good": a name is a letter`, "--database is no URL of PostgreSQL", "workspace/agent.yaml")
+	contains(t, shown, "[desk-2]", `"no good": a name is a letter`, "--database is not a PostgreSQL URL", "workspace/agent.yaml")
 	text, err := os.ReadFile(filepath.Join(dir, "workspace", "agent.yaml"))
 	if err != nil || !strings.Contains(string(text), "name: \"desk-2\"\n") {
 		t.Errorf("the agent's file: %s, %v", text, err)

@@ -16,7 +16,7 @@ import (
 )
 
 func (c *cli) approvalsCommand() *cobra.Command {
-	return group("approvals", "See and decide the calls that wait for leave",
+	return group("approvals", "List and decide calls that need approval",
 		c.approvalsListCommand(), c.approvalsShowCommand(), c.decideCommand(true), c.decideCommand(false))
 }
 
@@ -24,8 +24,8 @@ func (c *cli) approvalsListCommand() *cobra.Command {
 	var f approvals.Filter
 	var all bool
 	cmd := &cobra.Command{
-		Use: "ls", Short: "List calls that wait for a decision, oldest first; with --all every one, newest first",
-		Args: args(0, 0, "no arguments"),
+		Use: "ls", Short: "List pending calls, oldest first; with --all every call, newest first",
+		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			got, err := approvals.Pending(cmd.Context(), s.pool, 200)
 			if all || f.Status != "" || f.TraceIDs != nil {
@@ -35,25 +35,21 @@ func (c *cli) approvalsListCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return c.print(listing(got, ""), func(w io.Writer) error {
-				rows := make([][]string, len(got))
-				for i, a := range got {
-					rows[i] = []string{a.ID, a.SkillName, a.Status, clipped(string(a.Arguments), 60), when(a.CreatedAt), when(a.ExpiresAt), a.TraceID, clipped(a.Reason, 80)}
-				}
-				return table(w, "nothing waits for approval",
-					[]string{"APPROVAL", "SKILL", "STATUS", "ARGUMENTS", "ASKED", "EXPIRES", "TRACE", "REASON"}, rows)
-			})
+			return printRows(c, got, "", "no pending approvals",
+				[]string{"APPROVAL", "SKILL", "STATUS", "ARGUMENTS", "ASKED", "EXPIRES", "TRACE", "REASON"}, func(a approvals.Approval) []string {
+					return []string{a.ID, a.SkillName, a.Status, truncate(string(a.Arguments), 60), formatTime(a.CreatedAt), formatTime(a.ExpiresAt), a.TraceID, truncate(a.Reason, 80)}
+				})
 		}),
 	}
-	cmd.Flags().BoolVar(&all, "all", false, "decided and expired ones too")
-	statusFlag(cmd.Flags(), &f.Status, "only those that are", "pending", "approved", "rejected", "expired", "consumed")
+	cmd.Flags().BoolVar(&all, "all", false, "include decided and expired calls")
+	statusFlag(cmd.Flags(), &f.Status, "only this state", "pending", "approved", "rejected", "expired", "consumed")
 	traceFlag(cmd.Flags(), &f.TraceIDs)
 	return cmd
 }
 
 func (c *cli) approvalsShowCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "show ID", Short: "Show one call: who asked for it, all of its arguments, what was decided", Args: rowID("an approval", "agent approvals ls --all"),
+		Use: "show ID", Short: "Show one call: requester, arguments, decision", Args: rowID("an approval", "agent approvals ls --all"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			a, err := approvals.Get(cmd.Context(), s.pool, args[0])
 			if errors.Is(err, approvals.ErrNotFound) {
@@ -67,13 +63,13 @@ func (c *cli) approvalsShowCommand() *cobra.Command {
 	}
 }
 
-// writeApproval shows the arguments exactly as they would be used.
+// writeApproval prints the arguments exactly as the call would use them.
 func writeApproval(w io.Writer, a approvals.Approval) error {
 	lines := [][2]string{
 		{"skill", fmt.Sprintf("%s, revision %d", a.SkillName, a.SkillRevision)},
 		{"status", a.Status},
-		{"asked", when(a.CreatedAt)},
-		{"expires", when(a.ExpiresAt)},
+		{"asked", formatTime(a.CreatedAt)},
+		{"expires", formatTime(a.ExpiresAt)},
 		{"trace", a.TraceID + " (agent trace " + a.TraceID + ")"},
 		{"execution", deref(a.ExecutionID)},
 	}
@@ -84,10 +80,10 @@ func writeApproval(w io.Writer, a approvals.Approval) error {
 		lines = append(lines, [2]string{"waits", "its execution waits for the decision"})
 	}
 	if a.DecidedAt != nil {
-		lines = append(lines, [2]string{"decided", when(*a.DecidedAt) + " by " + a.DecidedBy}, [2]string{"reason", a.Reason})
+		lines = append(lines, [2]string{"decided", formatTime(*a.DecidedAt) + " by " + a.DecidedBy}, [2]string{"reason", a.Reason})
 	}
 	if a.ConsumedAt != nil {
-		lines = append(lines, [2]string{"used", when(*a.ConsumedAt)})
+		lines = append(lines, [2]string{"used", formatTime(*a.ConsumedAt)})
 	}
 	fmt.Fprintf(w, "approval %s\n", a.ID)
 	for _, l := range lines {
@@ -97,12 +93,12 @@ func writeApproval(w io.Writer, a approvals.Approval) error {
 	if err := json.Indent(&pretty, a.Arguments, "  ", "  "); err != nil {
 		return err
 	}
-	_, err := fmt.Fprintf(w, "  arguments\n  %s\n", escaped(pretty.String()))
+	_, err := fmt.Fprintf(w, "  arguments\n  %s\n", escapeJSON(pretty.String()))
 	return err
 }
 
-// escaped is JSON in which what does not print is an escape: what is approved has to be what is seen.
-func escaped(text string) string {
+// escapeJSON escapes unprintable characters, so that the admin sees exactly what is approved.
+func escapeJSON(text string) string {
 	var b strings.Builder
 	for _, r := range text {
 		if r == '\n' || unicode.IsPrint(r) {
@@ -118,9 +114,9 @@ func escaped(text string) string {
 
 func (c *cli) decideCommand(approve bool) *cobra.Command {
 	var reason string
-	use, short := "reject ID", "Refuse a call; who waits for it is told"
+	use, short := "reject ID", "Reject a call; its execution resumes with the rejection"
 	if approve {
-		use, short = "approve ID", "Allow a call once, with exactly these arguments; who waits for it goes on, else the next heartbeat makes it"
+		use, short = "approve ID", "Approve a call once with exactly these arguments; its execution resumes, or the next heartbeat runs it"
 	}
 	cmd := &cobra.Command{
 		Use: use, Short: short, Args: rowID("an approval", "agent approvals ls --all"),
@@ -136,11 +132,11 @@ func (c *cli) decideCommand(approve bool) *cobra.Command {
 				return err
 			}
 			return c.print(decided, func(w io.Writer) error {
-				_, err := fmt.Fprintf(w, "%s %s: %s %s\n", decided.Status, decided.ID, decided.SkillName, clipped(string(decided.Arguments), 200))
+				_, err := fmt.Fprintf(w, "%s %s: %s %s\n", decided.Status, decided.ID, decided.SkillName, truncate(string(decided.Arguments), 200))
 				return err
 			})
 		}),
 	}
-	cmd.Flags().StringVar(&reason, "reason", "", "why, for the record")
+	cmd.Flags().StringVar(&reason, "reason", "", "reason for the audit log")
 	return cmd
 }

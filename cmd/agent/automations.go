@@ -14,31 +14,29 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/automations/runner"
-	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/executions"
-	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
 func (c *cli) automationsCommand() *cobra.Command {
-	cmd := group("automations", "See, run and switch what the agent does on its own",
+	cmd := group("automations", "List, run, enable and disable automations",
 		c.automationsListCommand(), c.automationsShowCommand(), c.automationsRunCommand(), c.automationsRunsCommand(false),
 		c.automationsRunsCommand(true), c.automationsRedriveCommand(),
-		c.automationsSwitchCommand("enable NAME", "Put an automation into service", "enable_automation",
+		c.automationsSwitchCommand("enable NAME", "Enable an automation", "enable_automation",
 			func(ctx context.Context, tx pgx.Tx, name, _ string) (bool, error) {
 				return automations.Enable(ctx, tx, name)
 			}),
-		c.automationsSwitchCommand("disable NAME", "Take an automation out of service, or refuse a proposal", "disable_automation",
+		c.automationsSwitchCommand("disable NAME", "Disable an automation, or reject a proposal", "disable_automation",
 			func(ctx context.Context, tx pgx.Tx, name, reason string) (bool, error) {
 				return automations.Disable(ctx, tx, name, admin, reason)
 			}),
-		c.automationsSwitchCommand("accept NAME", "Accept an automation that the agent proposed", "accept_automation",
+		c.automationsSwitchCommand("accept NAME", "Accept an automation proposed by the agent", "accept_automation",
 			func(ctx context.Context, tx pgx.Tx, name, _ string) (bool, error) {
 				return automations.Accept(ctx, tx, name, admin)
 			}))
-	cmd.Long = `An automation calls a skill or pursues a prompt when a time of its schedule comes (heartbeats run those), when an event
-comes, or when a condition over the agent's counters becomes true. Missed times of a schedule are run once. A failed run is
-tried again after 1, 4, 16 and then 60 minutes, and is dead when its attempts are used up.`
+	cmd.Long = `An automation calls a skill or runs a prompt on a schedule (in heartbeats), on an event, or when a condition over the
+agent's counters becomes true. Several missed times run once. A failed run retries after 1, 4, 16 and then 60 minutes,
+and is dead after its last attempt.`
 	return cmd
 }
 
@@ -47,16 +45,15 @@ func automationHint(err error) error {
 	case errors.Is(err, automations.ErrNotFound):
 		return hint(err, "see agent automations ls")
 	case errors.Is(err, automations.ErrProposal):
-		return hint(err, "agent automations accept NAME puts it into service")
+		return hint(err, "agent automations accept NAME enables it")
 	case errors.Is(err, automations.ErrSkillDisabled):
-		return hint(err, "agent skills enable NAME puts the skill back into service first")
+		return hint(err, "run agent skills enable NAME first")
 	case errors.Is(err, automations.ErrRunNotFound):
 		return hint(err, "see agent automations dead")
 	}
 	return staleHint(err, "agent automations show NAME")
 }
 
-// shownAutomation is an automation with its next times.
 type shownAutomation struct {
 	automations.Automation
 	NextRuns []time.Time `json:"next_runs"`
@@ -70,7 +67,6 @@ func shownAutomations(all []automations.Automation) []shownAutomation {
 	return shown
 }
 
-// trigger says when an automation runs.
 func (a shownAutomation) trigger() string {
 	switch {
 	case a.Trigger == automations.Signal:
@@ -83,7 +79,6 @@ func (a shownAutomation) trigger() string {
 	return a.Cron + " " + a.Timezone
 }
 
-// state says whether an automation is in service, and why not.
 func (a shownAutomation) state() string {
 	switch {
 	case a.Enabled:
@@ -97,24 +92,18 @@ func (a shownAutomation) state() string {
 func (c *cli) automationsListCommand() *cobra.Command {
 	var f automations.Filter
 	cmd := &cobra.Command{
-		Use: "ls", Short: "List automations with their next time, newest first", Args: args(0, 0, "no arguments"),
+		Use: "ls", Short: "List automations with their next run, newest first", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			limit := f.Limit
-			f.Limit = limit + 1
-			all, err := automations.List(cmd.Context(), s.pool, f)
+			page, next, err := readPage(&f.Limit, func() ([]automations.Automation, error) { return automations.List(cmd.Context(), s.pool, f) },
+				func(a automations.Automation) string { return a.ID })
 			if err != nil {
 				return err
 			}
-			page, next := firstPage(all, limit, func(a automations.Automation) string { return a.ID })
 			got := shownAutomations(page)
-			return c.print(listing(got, next), func(w io.Writer) error {
-				rows := make([][]string, len(got))
-				for i, a := range got {
-					rows[i] = []string{a.Name, a.state(), clipped(a.trigger(), 50), firstTime(a.NextRuns), maybe(a.LastRunAt), doing(a.Automation)}
-				}
-				return table(w, "no automations; `agent apply DIR` brings some",
-					[]string{"AUTOMATION", "STATE", "TRIGGER", "NEXT", "LAST", "DOES"}, rows)
-			})
+			return printRows(c, got, next, "no automations; `agent apply DIR` creates some",
+				[]string{"AUTOMATION", "STATE", "TRIGGER", "NEXT", "LAST", "DOES"}, func(a shownAutomation) []string {
+					return []string{a.Name, a.state(), truncate(a.trigger(), 50), firstOrDash(a.NextRuns), timeOrDash(a.LastRunAt), actionText(a.Automation)}
+				})
 		}),
 	}
 	cmd.Flags().StringVar(&f.Skill, "skill", "", "only those that call this skill")
@@ -123,33 +112,33 @@ func (c *cli) automationsListCommand() *cobra.Command {
 	return cmd
 }
 
-func doing(a automations.Automation) string {
+func actionText(a automations.Automation) string {
 	if a.SkillName != "" {
 		return a.SkillName
 	}
 	if a.Flow != "" {
 		return "flow " + a.Flow
 	}
-	return clipped(a.Prompt, 40)
+	return truncate(a.Prompt, 40)
 }
 
-func firstTime(times []time.Time) string {
+func firstOrDash(times []time.Time) string {
 	if len(times) == 0 {
 		return "–"
 	}
-	return when(times[0])
+	return formatTime(times[0])
 }
 
-func maybe(t *time.Time) string {
+func timeOrDash(t *time.Time) string {
 	if t == nil {
 		return "–"
 	}
-	return when(*t)
+	return formatTime(*t)
 }
 
 func (c *cli) automationsShowCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "show NAME", Short: "Show one automation: trigger, next three times, last runs", Args: args(1, 1, "an automation's name or id"),
+		Use: "show NAME", Short: "Show one automation: trigger, next three runs, last runs", Args: positionalArgs(1, 1, "an automation's name or id"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			a, err := automations.Get(cmd.Context(), s.pool, args[0])
 			if err != nil {
@@ -178,7 +167,7 @@ func writeAutomation(w io.Writer, a shownAutomation, runs []automations.Run) err
 	if a.DisabledReason != "" {
 		state += ": " + a.DisabledReason
 	}
-	for _, l := range [][2]string{
+	writeFields(w, "%-12s %s\n", [][2]string{
 		{"state", state},
 		{"trigger", a.trigger()},
 		{"next", strings.Join(next, ", ")},
@@ -188,61 +177,56 @@ func writeAutomation(w io.Writer, a shownAutomation, runs []automations.Run) err
 		{"attempts", fmt.Sprint(a.MaxAttempts)},
 		{"proposed by", a.ProposedBy},
 		{"decided by", a.DecidedBy},
-		{"last run", maybe(a.LastRunAt)},
+		{"last run", timeOrDash(a.LastRunAt)},
 		{"last trace", a.LastTraceID},
 		{"revision", fmt.Sprint(a.Revision)},
-	} {
-		if l[1] != "" {
-			fmt.Fprintf(w, "%-12s %s\n", l[0], printable(l[1]))
-		}
-	}
+	})
 	writeJSON(w, "arguments", a.Arguments)
 	fmt.Fprintln(w)
-	if err := writeRuns(w, runs, "it has not run yet"); err != nil {
+	if err := writeRuns(w, runs, "no runs yet"); err != nil {
 		return err
 	}
 	for _, r := range runs {
-		if text := resultOf(r); text != "" {
-			_, err := fmt.Fprintf(w, "\nresult of %s\n%s\n", when(r.ScheduledFor), text)
+		if text := resultText(r); text != "" {
+			_, err := fmt.Fprintf(w, "\nresult of %s\n%s\n", formatTime(r.ScheduledFor), text)
 			return err
 		}
 	}
 	return nil
 }
 
-// maxResult bounds a result that is no text, in characters.
+// maxResult bounds the printed length of a structured result.
 const maxResult = 2000
 
-// resultOf is what a run came to: the answer of the model, or what the skill returned.
-func resultOf(r automations.Run) string {
+// resultText returns the model's answer or the skill's return value.
+func resultText(r automations.Run) string {
 	var answer struct{ Text string }
 	if json.Unmarshal(r.Output, &answer) == nil && answer.Text != "" {
-		return printableLines(answer.Text)
+		return printableText(strings.TrimRight(answer.Text, "\n"))
 	}
 	if text := string(r.Output); r.Status == automations.Success && text != "" && text != "null" {
-		return clipped(text, maxResult)
+		return truncate(text, maxResult)
 	}
 	return ""
 }
 
 func writeRuns(w io.Writer, runs []automations.Run, none string) error {
-	rows := make([][]string, len(runs))
-	for i, r := range runs {
-		rows[i] = []string{r.ID, r.Cause, r.Status, fmt.Sprint(r.Attempt), when(r.ScheduledFor), maybe(r.RetryAt), r.TraceID, clipped(deref(r.ErrorMessage), 60)}
-	}
-	return table(w, none, []string{"RUN", "CAUSE", "STATUS", "ATTEMPT", "FOR", "RETRY", "TRACE", "ERROR"}, rows)
+	return writeRows(w, none,
+		[]string{"RUN", "CAUSE", "STATUS", "ATTEMPT", "FOR", "RETRY", "TRACE", "ERROR"}, runs, func(r automations.Run) []string {
+			return []string{r.ID, r.Cause, r.Status, fmt.Sprint(r.Attempt), formatTime(r.ScheduledFor), timeOrDash(r.RetryAt), r.TraceID, truncate(deref(r.ErrorMessage), 60)}
+		})
 }
 
-// automationsRunsCommand lists runs, or the dead letter box.
+// automationsRunsCommand lists runs, or only dead ones.
 func (c *cli) automationsRunsCommand(dead bool) *cobra.Command {
 	f := automations.RunFilter{}
 	use, short, none := "runs [NAME]", "List runs, newest first", "no run matches"
 	if dead {
-		use, short, none = "dead [NAME]", "List the runs whose attempts are used up", "the dead letter box is empty"
+		use, short, none = "dead [NAME]", "List dead runs, out of attempts", "no dead runs"
 		f.Status = automations.Dead
 	}
 	cmd := &cobra.Command{
-		Use: use, Short: short, Args: args(0, 1, "an automation's name or nothing"),
+		Use: use, Short: short, Args: positionalArgs(0, 1, "an automation's name or nothing"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			if len(args) > 0 {
 				a, err := automations.Get(cmd.Context(), s.pool, args[0])
@@ -251,14 +235,12 @@ func (c *cli) automationsRunsCommand(dead bool) *cobra.Command {
 				}
 				f.AutomationID = a.ID
 			}
-			limit := f.Limit
-			f.Limit = limit + 1
-			all, err := automations.Runs(cmd.Context(), s.pool, f)
+			got, next, err := readPage(&f.Limit, func() ([]automations.Run, error) { return automations.Runs(cmd.Context(), s.pool, f) },
+				func(r automations.Run) string { return r.ID })
 			if err != nil {
 				return err
 			}
-			got, next := firstPage(all, limit, func(r automations.Run) string { return r.ID })
-			return c.print(listing(got, next), func(w io.Writer) error { return writeRuns(w, got, none) })
+			return c.print(pageOf(got, next), func(w io.Writer) error { return writeRuns(w, got, none) })
 		}),
 	}
 	if !dead {
@@ -273,16 +255,16 @@ func (c *cli) automationsRunsCommand(dead bool) *cobra.Command {
 func (c *cli) automationsRedriveCommand() *cobra.Command {
 	var reason string
 	cmd := &cobra.Command{
-		Use: "redrive RUN", Short: "Give a dead run one more attempt, as soon as a process is there", Args: rowID("a run", "agent automations dead"),
+		Use: "redrive RUN", Short: "Give a dead run one more attempt", Args: rowID("a run", "agent automations dead"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			input := map[string]any{"run": args[0], "reason": reason}
-			changed, err := act(cmd.Context(), s, "redrive_automation", input,
+			changed, err := recordChange(cmd.Context(), s, "redrive_automation", input,
 				func(tx pgx.Tx, _ string) (bool, error) {
 					ok, err := automations.Redrive(cmd.Context(), tx, args[0])
 					if err != nil || !ok {
 						return ok, err
 					}
-					if input["automation"], err = nameOfRun(cmd.Context(), tx, args[0]); err != nil {
+					if input["automation"], err = automationName(cmd.Context(), tx, args[0]); err != nil {
 						return false, err
 					}
 					return true, automations.Notify(cmd.Context(), tx)
@@ -295,21 +277,20 @@ func (c *cli) automationsRedriveCommand() *cobra.Command {
 				return automationHint(err)
 			}
 			return c.print(map[string]any{"run": run, "changed": changed}, func(w io.Writer) error {
-				said := "is tried again"
+				outcome := "will run again"
 				if !changed {
-					said = "is not dead but " + run.Status
+					outcome = "is not dead: status " + run.Status
 				}
-				_, err := fmt.Fprintf(w, "run %s %s\n", run.ID, said)
+				_, err := fmt.Fprintf(w, "run %s %s\n", run.ID, outcome)
 				return err
 			})
 		}),
 	}
-	cmd.Flags().StringVar(&reason, "reason", "", "why, for the record")
+	cmd.Flags().StringVar(&reason, "reason", "", "reason for the audit log")
 	return cmd
 }
 
-// nameOfRun is the name of the automation of a run.
-func nameOfRun(ctx context.Context, tx pgx.Tx, id string) (string, error) {
+func automationName(ctx context.Context, tx pgx.Tx, id string) (string, error) {
 	run, err := automations.GetRun(ctx, tx, id)
 	if err != nil {
 		return "", err
@@ -320,13 +301,13 @@ func nameOfRun(ctx context.Context, tx pgx.Tx, id string) (string, error) {
 
 func (c *cli) automationsSwitchCommand(use, short, verb string, change func(ctx context.Context, tx pgx.Tx, name, reason string) (bool, error)) *cobra.Command {
 	var reason string
-	var based *basis
+	var based *revisionCheck
 	cmd := &cobra.Command{
-		Use: use, Short: short, Args: args(1, 1, "an automation's name"),
+		Use: use, Short: short, Args: positionalArgs(1, 1, "an automation's name"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			changed, err := act(cmd.Context(), s, verb, map[string]any{"automation": args[0], "reason": reason},
+			changed, err := recordChange(cmd.Context(), s, verb, map[string]any{"automation": args[0], "reason": reason},
 				func(tx pgx.Tx, _ string) (bool, error) {
-					if err := based.hold(cmd, tx, args[0]); err != nil {
+					if err := based.verify(cmd, tx, args[0]); err != nil {
 						return false, err
 					}
 					return change(cmd.Context(), tx, args[0], reason)
@@ -349,62 +330,52 @@ func (c *cli) automationsSwitchCommand(use, short, verb string, change func(ctx 
 			})
 		}),
 	}
-	cmd.Flags().StringVar(&reason, "reason", "from the command line", "why, for the record")
-	based = basisFlag(cmd, automations.AtRevision)
+	cmd.Flags().StringVar(&reason, "reason", "from the command line", "reason for the audit log")
+	based = revisionFlag(cmd, automations.AtRevision)
 	return cmd
 }
 
-// runSummary is what a run by hand came to.
+// runSummary is the JSON result of agent automations run.
 type runSummary struct {
 	Run         automations.Run `json:"run"`
 	ExecutionID string          `json:"execution_id"`
 	TraceID     string          `json:"trace_id"`
 	Result      json.RawMessage `json:"result"`
-	ApprovalID  string          `json:"approval_id"` // of the call that waits for a decision; empty otherwise
+	ApprovalID  string          `json:"approval_id"` // of the pending call, or empty
 }
 
 func (c *cli) automationsRunCommand() *cobra.Command {
 	var reason string
 	cmd := &cobra.Command{
-		Use: "run NAME", Short: "Run an automation, now, in this process", Args: args(1, 1, "an automation's name or id"),
-		Long: `Run an automation, now, whatever its trigger, also one that is out of service. The run is claimed like any other: it
-holds the automation's lane; and if this process dies, another finishes it. While the automation runs elsewhere nothing is run: that is
-recorded as skipped, with the holder, and the exit code is 75. Its schedule is not touched.`,
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			return c.runAutomation(cmd.Context(), s, args[0], reason)
-		}),
+		Use: "run NAME", Short: "Run an automation now, in this process", Args: positionalArgs(1, 1, "an automation's name or id"),
+		Long: `Run an automation now, whatever its trigger, even a disabled one. The run holds the automation's lane, and another
+process finishes it if this one dies. If the automation already runs elsewhere, the run is recorded as skipped with the
+holder, and the exit code is 75. The schedule stays as it is.`,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return c.withApp(cmd.Context(), func(ctx context.Context, s *session, a *app) error {
+				return c.runAutomation(ctx, s, a, args[0], reason)
+			})
+		},
 	}
-	cmd.Flags().StringVar(&reason, "reason", "", "why, for the record")
+	cmd.Flags().StringVar(&reason, "reason", "", "reason for the audit log")
 	return cmd
 }
 
-func (c *cli) runAutomation(ctx context.Context, s *session, name, reason string) error {
-	if _, err := builtins.Put(ctx, s.pool); err != nil {
-		return err
-	}
-	model, _, stop, err := newModel(ctx, s.config, s.log, models.Retry{})
-	if err != nil {
-		return err
-	}
-	defer stop()
-	a, err := c.app(s, model)
-	if err != nil {
-		return err
-	}
-	found, err := automations.Get(ctx, s.pool, name)
+func (c *cli) runAutomation(ctx context.Context, s *session, a *app, name, reason string) error {
+	automation, err := automations.Get(ctx, s.pool, name)
 	if err != nil {
 		return automationHint(err)
 	}
-	busy, err := a.keeper.Holder(ctx, "automation:"+found.ID)
+	busy, err := a.keeper.Holder(ctx, "automation:"+automation.ID)
 	if err != nil {
 		return err
 	}
 	if busy != nil {
-		s.noteSkipped(ctx, "run_automation", map[string]any{"automation": found.Name}, busy)
+		s.recordSkipped(ctx, "run_automation", map[string]any{"automation": automation.Name}, busy)
 		return &exitError{exitBusy, hint(fmt.Errorf("skipped: %w", busy), "see agent lanes ls")}
 	}
 	var run automations.Run
-	_, err = act(ctx, s, "run_automation_by_hand", map[string]any{"automation": found.Name, "reason": reason}, func(tx pgx.Tx, traceID string) (bool, error) {
+	_, err = recordChange(ctx, s, "run_automation_by_hand", map[string]any{"automation": automation.Name, "reason": reason}, func(tx pgx.Tx, traceID string) (bool, error) {
 		var err error
 		run, err = automations.RunManually(ctx, tx, name, traceID)
 		return err == nil, err
@@ -412,18 +383,14 @@ func (c *cli) runAutomation(ctx context.Context, s *session, name, reason string
 	if err != nil {
 		return automationHint(err)
 	}
-	var ended executions.Execution
-	err = a.beat(ctx, func(ctx context.Context) error {
-		ended, err = a.engine.RunSync(ctx, runner.Spec(s.config.Name, run))
-		return err
-	})
+	ended, err := a.engine.RunSync(ctx, runner.Spec(s.config.Name, run))
 	if err != nil {
 		return err
 	}
 	return c.reportRun(context.WithoutCancel(ctx), s, run.ID, ended.Redacted())
 }
 
-// reportRun says how a run by hand ended; one that did not work is a failure.
+// reportRun prints the result of a manual run. A failed run is an error.
 func (c *cli) reportRun(ctx context.Context, s *session, runID string, x executions.Execution) error {
 	run, err := automations.GetRun(ctx, s.pool, runID)
 	if err != nil {
@@ -431,18 +398,18 @@ func (c *cli) reportRun(ctx context.Context, s *session, runID string, x executi
 	}
 	approval := run.AwaitedApproval()
 	err = c.print(runSummary{run, x.ID, x.TraceID, x.Result, approval}, func(w io.Writer) error {
-		said := x.ResultSummary
+		text := x.ResultSummary
 		if approval != "" {
-			said = fmt.Sprintf("waits for approval %s; see agent approvals show %s, then agent approvals approve (or reject) %s. The next heartbeat makes an "+
+			text = fmt.Sprintf("waits for approval %s; see agent approvals show %s, then agent approvals approve (or reject) %s. The next heartbeat runs an "+
 				"approved call", approval, approval, approval)
 		}
 		if x.Status == executions.Waiting {
-			said = "waits for " + awaited(x) + "; it goes on in a process that runs `agent serve`"
+			text = "waits for " + waitText(x) + "; a process that runs `agent serve` resumes it"
 		}
-		if said != "" {
-			fmt.Fprintf(w, "%s\n", printable(said))
+		if text != "" {
+			fmt.Fprintf(w, "%s\n", printable(text))
 		}
-		if text := resultOf(run); text != "" && approval == "" {
+		if text := resultText(run); text != "" && approval == "" {
 			fmt.Fprintf(w, "%s\n", text)
 		}
 		_, err := fmt.Fprintf(w, "trace %s\n", x.TraceID)
@@ -454,9 +421,9 @@ func (c *cli) reportRun(ctx context.Context, s *session, runID string, x executi
 	if x.Status == executions.Failed || x.Status == executions.Timeout {
 		failure := fmt.Errorf("run automation: %s", deref(x.ErrorMessage))
 		if skill := disabledSkill(ctx, s, run); skill != "" {
-			return &traced{hint(failure, "agent skills enable %s puts it back into service; see agent trace %s", skill, x.TraceID), x.TraceID}
+			return &tracedError{hint(failure, "agent skills enable %s enables it again; see agent trace %s", skill, x.TraceID), x.TraceID}
 		}
-		return &traced{hint(failure, "see agent trace %s", x.TraceID), x.TraceID}
+		return &tracedError{hint(failure, "see agent trace %s", x.TraceID), x.TraceID}
 	}
 	if x.Status == executions.Cancelled {
 		return &exitError{exitInterrupted, nil}
@@ -464,7 +431,7 @@ func (c *cli) reportRun(ctx context.Context, s *session, runID string, x executi
 	return nil
 }
 
-// disabledSkill is the skill of a run's automation, if it is out of service.
+// disabledSkill returns the disabled skill of an automation, or "".
 func disabledSkill(ctx context.Context, s *session, run automations.Run) string {
 	a, err := automations.Get(ctx, s.pool, run.AutomationID)
 	if err != nil || a.SkillName == "" {

@@ -7,7 +7,6 @@ import (
 	"os"
 	"os/signal"
 	"strings"
-	"unicode"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
@@ -27,44 +26,44 @@ func (c *cli) chatCommand() *cobra.Command {
 	var files []string
 	cmd := &cobra.Command{
 		Use:   "chat [MESSAGE]",
-		Short: "Talk with the agent as a visitor",
-		Long: `Talk with the agent as a visitor does: it has only the skills meant for visitors. On a terminal line by line, from a
-pipe one turn per line, with MESSAGE one turn. The answer goes to stdout; the thread's id goes to stderr, to go on with
---thread. ^C cancels the turn; at the prompt it leaves, as ^D does. The files of --file go with the first message.`,
+		Short: "Talk to the agent as a visitor",
+		Long: `Talk to the agent as a visitor, with visitor skills only. MESSAGE runs one turn; a pipe runs one turn per line; a
+terminal is interactive. The answer goes to stdout, the thread id to stderr; continue with --thread. ^C cancels the
+turn; at the prompt ^C and ^D leave. --file attaches files to the first message.`,
 		Example: "  agent chat\n  agent chat 'when do you open?'\n  agent chat --thread th_… 'and on Sundays?' --json\n  agent chat --thread th_… --file damage.jpg 'here it is'",
-		Args:    message,
+		Args:    messageArg,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if thread != "" && threads.CheckID(thread) != nil {
 				return usageError("--thread: %w", threads.ErrInvalid)
 			}
 			return c.withApp(cmd.Context(), func(ctx context.Context, s *session, a *app) (err error) {
-				if err := letInCLI(ctx, s, thread); err != nil {
+				if err := grantCLIAccess(ctx, s, thread); err != nil {
 					return err
 				}
-				v := &visitor{cli: c, chat: a.chat, thread: thread, agent: agent}
-				if v.files, err = c.attach(ctx, s, files); err != nil {
+				chatting := &chatSession{cli: c, chat: a.chat, thread: thread, agent: agent}
+				if chatting.files, err = c.storeFiles(ctx, s, files); err != nil {
 					return documentHint(err)
 				}
 				switch {
 				case len(args) > 0:
-					return v.turn(ctx, args[0])
+					return chatting.send(ctx, args[0])
 				case len(files) > 0 && !terminal(c.in):
-					return v.turn(ctx, "")
+					return chatting.send(ctx, "")
 				case !c.json && terminal(c.in) && terminal(c.out):
-					return v.converse(ctx)
+					return chatting.interact(ctx)
 				}
-				return v.lines(ctx)
+				return chatting.sendLines(ctx)
 			})
 		},
 	}
-	cmd.Flags().StringVar(&thread, "thread", "", "go on in this thread")
-	cmd.Flags().StringArrayVar(&files, "file", nil, "send this file with the message; may be given again")
-	cmd.Flags().StringVar(&agent, "agent", agents.Alias, "talk with this agent instead of the default one")
+	cmd.Flags().StringVar(&thread, "thread", "", "continue this thread")
+	cmd.Flags().StringArrayVar(&files, "file", nil, "attach this file to the message; repeatable")
+	cmd.Flags().StringVar(&agent, "agent", agents.Alias, "talk to this agent instead of the default one")
 	return cmd
 }
 
-// visitor is somebody at the command line who talks with the agent.
-type visitor struct {
+// chatSession is a conversation from the command line.
+type chatSession struct {
 	*cli
 	chat   *chat.Chat
 	thread string
@@ -72,8 +71,8 @@ type visitor struct {
 	files  []string // ids of documents, for the next message
 }
 
-// attach stores files as documents of the command line's visitor, and returns their ids.
-func (c *cli) attach(ctx context.Context, s *session, paths []string) (ids []string, err error) {
+// storeFiles stores files as documents of the command line's visitor and returns their ids.
+func (c *cli) storeFiles(ctx context.Context, s *session, paths []string) (ids []string, err error) {
 	for _, path := range paths {
 		u := documents.Upload{MaxBytes: int64(s.config.DocumentMaxBytes), By: threads.Key(cliVisitor)}
 		if err := c.readFile(&u, path); err != nil {
@@ -92,9 +91,9 @@ func (c *cli) attach(ctx context.Context, s *session, paths []string) (ids []str
 	return ids, nil
 }
 
-// letInCLI opens a thread of an admin, a flow, an endpoint or a channel to the command line: who is at it has the
-// database. The threads of visitors stay theirs.
-func letInCLI(ctx context.Context, s *session, thread string) error {
+// grantCLIAccess opens a thread to the command line, which has the whole database anyway. Threads of visitors stay
+// private.
+func grantCLIAccess(ctx context.Context, s *session, thread string) error {
 	if thread == "" {
 		return nil
 	}
@@ -108,23 +107,23 @@ func letInCLI(ctx context.Context, s *session, thread string) error {
 		return nil
 	}
 	if _, err = threads.Let(ctx, s.pool, thread, threads.Key(cliVisitor), thread, commandLine); errors.Is(err, threads.ErrTaken) {
-		return nil // its own of that name is meant
+		return nil // the name refers to its own thread
 	}
 	return err
 }
 
-// fileIDs are the files of the next message.
-func (v *visitor) fileIDs() (files []chat.File) {
+// fileIDs lists the attachments of the next message.
+func (v *chatSession) fileIDs() (files []chat.File) {
 	for _, id := range v.files {
 		files = append(files, chat.File{ID: id})
 	}
 	return files
 }
 
-// turn takes one turn. The answer is shown as it comes, or with --json as one document.
-func (v *visitor) turn(ctx context.Context, text string) error {
-	out := &printer{to: v.out}
-	show := func(piece string) { fmt.Fprint(out, speech(piece)) }
+// send sends one message and prints the answer: streamed as text, or as one JSON document.
+func (v *chatSession) send(ctx context.Context, text string) error {
+	out := &errWriter{w: v.out}
+	show := func(piece string) { fmt.Fprint(out, printableText(piece)) }
 	if v.json {
 		show = nil
 	}
@@ -144,7 +143,7 @@ func (v *visitor) turn(ctx context.Context, text string) error {
 	case ctx.Err() != nil:
 		return &exitError{exitInterrupted, nil}
 	case refused && got.TraceID != "":
-		return &traced{refusal, got.TraceID}
+		return &tracedError{refusal, got.TraceID}
 	case err != nil:
 		return err
 	case v.json:
@@ -152,24 +151,23 @@ func (v *visitor) turn(ctx context.Context, text string) error {
 	case out.err != nil:
 		return fmt.Errorf("print answer: %w", out.err)
 	}
-	v.say("thread %s, trace %s", printable(got.ThreadID), got.TraceID)
+	v.infof("thread %s, trace %s", printable(got.ThreadID), got.TraceID)
 	return nil
 }
 
-// lines takes a turn for each line of a pipe.
-func (v *visitor) lines(ctx context.Context) error {
-	return v.eachLine(ctx, func(line string) (bool, error) { return true, v.turn(ctx, line) })
+func (v *chatSession) sendLines(ctx context.Context) error {
+	return v.eachLine(ctx, func(line string) (bool, error) { return true, v.send(ctx, line) })
 }
 
-// converse takes turns on a terminal. An interrupt ends the turn under way, or at the prompt the conversation.
-func (v *visitor) converse(ctx context.Context) error {
+// interact reads messages from a terminal. An interrupt cancels the turn; at the prompt it ends the conversation.
+func (v *chatSession) interact(ctx context.Context) error {
 	signal.Reset(os.Interrupt)
 	interrupts := make(chan os.Signal, 1)
 	signal.Notify(interrupts, os.Interrupt)
 	defer signal.Stop(interrupts)
 	lines, failed, stop := readLines(v.in)
 	defer stop()
-	if err := v.greet(ctx); err != nil {
+	if err := v.printGreeting(ctx); err != nil {
 		return err
 	}
 	for {
@@ -188,15 +186,15 @@ func (v *visitor) converse(ctx context.Context) error {
 			if strings.TrimSpace(line) == "" {
 				continue
 			}
-			if err := v.interruptibly(ctx, interrupts, line); err != nil {
+			if err := v.sendInterruptible(ctx, interrupts, line); err != nil {
 				return err
 			}
 		}
 	}
 }
 
-// greet prints the agent's greeting when the conversation is new. The first message stores it in the thread.
-func (v *visitor) greet(ctx context.Context) error {
+// printGreeting prints the agent's greeting of a new conversation. The first message stores it in the thread.
+func (v *chatSession) printGreeting(ctx context.Context) error {
 	if v.thread != "" {
 		_, known, err := threads.Resolve(ctx, v.chat.Front, threads.Key(cliVisitor), v.thread)
 		if err != nil || known || threads.GivenOut(v.thread) {
@@ -205,40 +203,30 @@ func (v *visitor) greet(ctx context.Context) error {
 	}
 	a, err := v.chat.Agents.Find(ctx, v.chat.Front, v.agent)
 	if err == nil && a.Greeting != "" {
-		fmt.Fprintln(v.out, speech(a.Greeting))
+		fmt.Fprintln(v.out, printableText(a.Greeting))
 	}
 	return err
 }
 
-// interruptibly takes a turn that an interrupt ends. What goes wrong with one turn does not end the conversation.
-func (v *visitor) interruptibly(ctx context.Context, interrupts <-chan os.Signal, line string) error {
-	turn, cancel := context.WithCancel(ctx)
+// sendInterruptible sends one message and cancels it on an interrupt. A failed turn does not end the conversation.
+func (v *chatSession) sendInterruptible(ctx context.Context, interrupts <-chan os.Signal, line string) error {
+	turnCtx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var err error
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		err = v.turn(turn, line)
+		err = v.send(turnCtx, line)
 	}()
 	select {
 	case <-done:
 		if err != nil {
-			v.say("%s", printable(err.Error()))
+			v.infof("%s", printable(err.Error()))
 		}
 	case <-interrupts:
 		cancel()
-		<-done // whose error says no more than this
-		v.say("cancelled")
+		<-done
+		v.infof("cancelled")
 	}
 	return ctx.Err()
-}
-
-// speech is what somebody says, without what could steer a terminal. Its lines stay.
-func speech(text string) string {
-	return strings.Map(func(r rune) rune {
-		if r == '\n' || r == '\t' || unicode.IsPrint(r) {
-			return r
-		}
-		return ' '
-	}, text)
 }

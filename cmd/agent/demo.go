@@ -5,7 +5,6 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
-	"io"
 	"net"
 	"net/url"
 	"slices"
@@ -22,28 +21,27 @@ import (
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
-// How long a minute of a story lasts.
+// Duration of one story minute.
 const (
 	demoMinute     = time.Second
 	demoMinuteFast = 100 * time.Millisecond
 )
 
-// demoKey is the name of the candidate's chat key. The thread of a story is opened to it.
+// demoKey names the candidate's chat key. It has access to the story's thread.
 const demoKey = "visitor"
 
 func (c *cli) demoCommand() *cobra.Command {
 	var fast bool
 	cmd := &cobra.Command{
 		Use:   "demo [NAME]",
-		Short: "Play a conversation of several agents in one thread, from outside, and check its order",
-		Long: `Play a story of agents in one thread, and check that it goes as it should. Without NAME, or with list, the stories are listed.
-
-It needs nothing: it runs what agent dev --ephemeral runs, with the example workspace onboarding, and plays everybody
-outside through HTTP: the candidate, the workers, the systems that raise events. A minute of a story lasts about a
-second. Then the thread is shown as SQL has it. With DATABASE_URL the demo makes a database of its own on that server,
-agent_demo_…, and drops it at the end. --json prints the story as lines of JSON. Exit 1 when it went otherwise.`,
+		Short: "Play a conversation of several agents in one thread and check its order",
+		Long: `Play a story of several agents in one thread and check the order of its events. Without NAME, or with list, it lists
+the stories. It needs no setup: it runs agent dev --ephemeral with the example workspace onboarding, and plays all
+external participants over HTTP: the candidate, workers, and systems that raise events. A story minute lasts about a
+second. At the end it prints the thread from SQL. With DATABASE_URL it creates the database agent_demo_… on that
+server and drops it at the end. --json prints JSON lines. The exit code is 1 when the story went differently.`,
 		Example: "  agent demo chained",
-		Args:    args(0, 1, "at most one story"),
+		Args:    positionalArgs(0, 1, "at most one story"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if len(args) == 0 || args[0] == "list" {
 				return c.listStories()
@@ -60,45 +58,40 @@ agent_demo_…, and drops it at the end. --json prints the story as lines of JSO
 			return c.demo(cmd.Context(), all[i], minute)
 		},
 	}
-	cmd.Flags().BoolVar(&fast, "fast", false, "a minute of the story lasts a tenth of a second")
+	cmd.Flags().BoolVar(&fast, "fast", false, "a story minute lasts a tenth of a second")
 	return cmd
 }
 
-// listStories shows what can be played.
 func (c *cli) listStories() error {
 	all := stories()
-	return c.print(listing(all, ""), func(w io.Writer) error {
-		rows := make([][]string, len(all))
-		for i, s := range all {
-			rows[i] = []string{s.Name, s.About}
-		}
-		return table(w, "there are no stories", []string{"STORY", "WHAT HAPPENS"}, rows)
+	return printRows(c, all, "", "there are no stories", []string{"STORY", "ABOUT"}, func(s story) []string {
+		return []string{s.Name, s.About}
 	})
 }
 
-// demo makes a runtime of its own, plays a story in it, and takes everything down again.
-func (c *cli) demo(ctx context.Context, play story, minute time.Duration) error {
+// demo starts a separate runtime, plays a story in it, and removes everything again.
+func (c *cli) demo(ctx context.Context, chosen story, minute time.Duration) error {
 	if c.environ["AGENT_LOG_LEVEL"] == "" {
-		c.environ["AGENT_LOG_LEVEL"] = "error" // the story tells what the lines would
+		c.environ["AGENT_LOG_LEVEL"] = "error" // the story replaces the log lines
 	}
 	cfg, log, err := c.settings()
 	if err != nil {
 		return err
 	}
-	heard := &journal{}
-	s := &session{config: demoConfig(cfg), log: heard.beside(log), url: cfg.DatabaseURL.Reveal()}
+	logs := &logCapture{}
+	s := &session{config: demoConfig(cfg), log: logs.tee(log), url: cfg.DatabaseURL.Reveal()}
 	listener, err := listen(ctx, s.config)
 	if err != nil {
 		return err
 	}
 	defer listener.Close()
-	drop, err := s.ownDatabase(ctx, c)
+	drop, err := s.createDemoDatabase(ctx, c)
 	if err != nil {
 		return err
 	}
 	err = c.prepareDev(ctx, s, devOptions{ephemeral: true})
 	if err == nil {
-		err = c.perform(ctx, s, listener, &stage{cli: c, story: play, minute: minute, heard: heard})
+		err = c.playStory(ctx, s, listener, &storyPlayer{cli: c, story: chosen, minute: minute, logs: logs})
 		s.close(ctx)
 	}
 	if err := errors.Join(err, drop(ctx)); err != nil || ctx.Err() == nil {
@@ -107,7 +100,7 @@ func (c *cli) demo(ctx context.Context, play story, minute time.Duration) error 
 	return ctx.Err()
 }
 
-// demoConfig is the configuration without what would make the story another one.
+// demoConfig overrides settings that would change the story.
 func demoConfig(cfg config.Config) config.Config {
 	cfg.Listen = "127.0.0.1:0"
 	cfg.OpenAIBaseURL, cfg.OpenAIKey, cfg.Model = "", "", ""
@@ -119,8 +112,8 @@ func demoConfig(cfg config.Config) config.Config {
 	return cfg
 }
 
-// perform runs the whole agent for as long as the story lasts.
-func (c *cli) perform(ctx context.Context, s *session, listener net.Listener, st *stage) error {
+// playStory runs the whole agent while the story lasts.
+func (c *cli) playStory(ctx context.Context, s *session, listener net.Listener, player *storyPlayer) error {
 	source, err := examples.Onboarding()
 	if err != nil {
 		return err
@@ -145,60 +138,58 @@ func (c *cli) perform(ctx context.Context, s *session, listener net.Listener, st
 	if err != nil {
 		return err
 	}
-	st.pool = s.pool
-	st.client = newClient("http://"+listener.Addr().String(), s.config)
-	defer st.client.http.CloseIdleConnections()
-	running, over := context.WithCancel(ctx)
-	defer over()
-	var played error
-	err = a.serving(running, listener,
-		func(ctx context.Context) error { return s.watch(ctx, c) },
+	player.pool = s.pool
+	player.client = newClient("http://"+listener.Addr().String(), s.config)
+	defer player.client.http.CloseIdleConnections()
+	runCtx, stopRun := context.WithCancel(ctx)
+	defer stopRun()
+	var storyErr error
+	err = a.runServer(runCtx, listener,
+		func(ctx context.Context) error { return s.restartServer(ctx, c) },
 		func(ctx context.Context) error {
-			defer over()
-			playing, enough := context.WithCancel(ctx)
-			defer enough()
-			defer context.AfterFunc(running, enough)() // what it asks for is not waited for
-			played = st.play(playing)
+			defer stopRun()
+			playCtx, stopPlay := context.WithCancel(ctx)
+			defer stopPlay()
+			defer context.AfterFunc(runCtx, stopPlay)() // cancels its pending requests
+			storyErr = player.play(playCtx)
 			return nil
 		})
-	return errors.Join(played, err)
+	return errors.Join(storyErr, err)
 }
 
-// intro is a story's introduction for a person.
 func (s story) intro(minute time.Duration) string {
 	return fmt.Sprintf("%s: %s. A minute lasts about %s.", s.Name, strings.TrimSuffix(s.About, "."), minute)
 }
 
-// ownDatabase makes a database beside the one that DATABASE_URL names, and turns the session to it: what is in that one
-// stays as it is. drop removes it when the session is closed. Without DATABASE_URL there is nothing to do.
-func (s *session) ownDatabase(ctx context.Context, c *cli) (drop func(ctx context.Context) error, err error) {
+// createDemoDatabase creates a database on the server of DATABASE_URL and points the session to it. drop removes it.
+// Without DATABASE_URL it does nothing.
+func (s *session) createDemoDatabase(ctx context.Context, c *cli) (drop func(ctx context.Context) error, err error) {
 	if s.url == "" {
 		return func(context.Context) error { return nil }, nil
 	}
 	address, err := url.Parse(s.url)
 	if err != nil {
-		return nil, usageError("DATABASE_URL: it is not a PostgreSQL URL")
+		return nil, usageError("DATABASE_URL: not a PostgreSQL URL")
 	}
-	given, name := s.url, "agent_demo_"+strings.ToLower(rand.Text()[:10])
-	if err := administer(ctx, given, "create database "+pgx.Identifier{name}.Sanitize()); err != nil {
-		return nil, hint(fmt.Errorf("make a database for the demo: %w", err),
-			"let the user of DATABASE_URL create databases, or unset it: then the demo runs a PostgreSQL of its own")
+	adminURL, name := s.url, "agent_demo_"+strings.ToLower(rand.Text()[:10])
+	if err := execOnServer(ctx, adminURL, "create database "+pgx.Identifier{name}.Sanitize()); err != nil {
+		return nil, hint(fmt.Errorf("create the demo database: %w", err),
+			"grant createdb to the user of DATABASE_URL, or unset it to use a local PostgreSQL")
 	}
-	c.say("playing in the database %s on that server, dropped at the end", name)
+	c.infof("using database %s on that server, dropped at the end", name)
 	address.Path = "/" + name
 	s.url = address.String()
 	return func(ctx context.Context) error {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Minute)
 		defer cancel()
-		if err := administer(ctx, given, "drop database if exists "+pgx.Identifier{name}.Sanitize()+" with (force)"); err != nil {
+		if err := execOnServer(ctx, adminURL, "drop database if exists "+pgx.Identifier{name}.Sanitize()+" with (force)"); err != nil {
 			return hint(fmt.Errorf("drop the demo's database: %w", err), "drop database %s", name)
 		}
 		return nil
 	}, nil
 }
 
-// administer runs one statement on a server.
-func administer(ctx context.Context, address, statement string) error {
+func execOnServer(ctx context.Context, address, statement string) error {
 	conn, err := pgx.Connect(ctx, address)
 	if err != nil {
 		return err

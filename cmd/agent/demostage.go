@@ -20,10 +20,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// demoPatience is how long something may take that the story expects next.
-const demoPatience = 90 * time.Second
+// demoTimeout bounds the wait for the next expected event.
+const demoTimeout = 90 * time.Second
 
-// story is a play in one thread.
+// story is a scripted conversation in one thread.
 type story struct {
 	Name        string `json:"name"`
 	About       string `json:"about"`
@@ -31,67 +31,65 @@ type story struct {
 	participant string
 	begins      int // minutes of the day
 	idle        int // minutes after which the thread is stale; 0: as always
-	scenes      []scene
+	scenes      []storyStep
 	ends        []string // the thread in the end: place, who, words
 }
 
-// scene is a moment of a story: what somebody outside does, and what happens then, in this order. A line is written as
-// [moment.line] writes it.
-type scene struct {
+// storyStep is an external action and the events that must follow, in order. storyEvent.text gives their format.
+type storyStep struct {
 	after int // minutes since the beginning
-	do    func(ctx context.Context, s *stage) error
-	then  []string
+	do    func(ctx context.Context, s *storyPlayer) error
+	want  []string
 }
 
-// stage is where a story is played.
-type stage struct {
+// storyPlayer plays a story against the running agent.
+type storyPlayer struct {
 	*cli
 	story  story
 	minute time.Duration
-	heard  *journal
+	logs   *logCapture
 	client *client
 	pool   *pgxpool.Pool
 
-	watch  *watcher
-	moment chan moment
-	began  time.Time
-	now    int               // minutes since the beginning
-	runs   map[string]string // executions that were started here, by name
-	lock   string            // of the worker outside
-	words  string            // what was said last
+	watcher     *watcher
+	events      chan storyEvent
+	startedAt   time.Time
+	minuteNow   int               // minutes since the beginning
+	runs        map[string]string // executions that were started here, by name
+	lock        string            // of the worker outside
+	lastMessage string            // what was said last
 }
 
-// play plays the story, shows it as it goes, and compares it with what should happen.
-func (s *stage) play(ctx context.Context) error {
-	s.moment, s.runs, s.began = make(chan moment, 100), map[string]string{}, time.Now()
-	s.watch = newWatcher(s.client, s.heard, s.story.thread, s.story.participant, s.moment)
+// play plays the story, prints its events, and compares them with the expected ones.
+func (s *storyPlayer) play(ctx context.Context) error {
+	s.events, s.runs, s.startedAt = make(chan storyEvent, 100), map[string]string{}, time.Now()
+	s.watcher = newWatcher(s.client, s.logs, s.story.thread, s.story.participant, s.events)
 	if !s.json {
-		s.say("%s", s.story.intro(s.minute))
+		s.infof("%s", s.story.intro(s.minute))
 	}
-	opened := map[string]any{"id": s.story.thread, "participant": s.story.participant, "owner": demoKey}
+	body := map[string]any{"id": s.story.thread, "participant": s.story.participant, "owner": demoKey}
 	if s.story.idle > 0 {
-		opened["idle_seconds"] = max(1, int((time.Duration(s.story.idle) * s.minute).Seconds()))
+		body["idle_seconds"] = max(1, int((time.Duration(s.story.idle) * s.minute).Seconds()))
 	}
-	if err := s.client.post(ctx, "/v1/threads", opened, nil); err != nil {
+	if err := s.client.post(ctx, "/v1/threads", body, nil); err != nil {
 		return err
 	}
-	group, playing := errgroup.WithContext(ctx)
-	looking, stop := context.WithCancel(playing)
-	group.Go(func() error { return s.watch.run(looking) })
+	group, scriptCtx := errgroup.WithContext(ctx)
+	watchCtx, stop := context.WithCancel(scriptCtx)
+	group.Go(func() error { return s.watcher.run(watchCtx) })
 	group.Go(func() error {
 		defer stop()
-		return s.script(playing)
+		return s.script(scriptCtx)
 	})
 	if err := group.Wait(); err != nil || ctx.Err() != nil {
 		return err
 	}
-	return s.complete()
+	return s.verifyLog()
 }
 
-// script goes through the scenes.
-func (s *stage) script(ctx context.Context) error {
+func (s *storyPlayer) script(ctx context.Context) error {
 	for _, scene := range s.story.scenes {
-		if err := s.until(ctx, scene.after); err != nil {
+		if err := s.waitUntil(ctx, scene.after); err != nil {
 			return err
 		}
 		if scene.do != nil {
@@ -99,29 +97,28 @@ func (s *stage) script(ctx context.Context) error {
 				return err
 			}
 		}
-		if err := s.expect(ctx, scene.then); err != nil {
+		if err := s.expect(ctx, scene.want); err != nil {
 			return err
 		}
 	}
-	return s.finale(ctx)
+	return s.finish(ctx)
 }
 
-// until waits for a minute of the story.
-func (s *stage) until(ctx context.Context, minute int) error {
-	timer := time.NewTimer(time.Until(s.began.Add(time.Duration(minute) * s.minute)))
+func (s *storyPlayer) waitUntil(ctx context.Context, minute int) error {
+	timer := time.NewTimer(time.Until(s.startedAt.Add(time.Duration(minute) * s.minute)))
 	defer timer.Stop()
 	select {
 	case <-ctx.Done():
 		return context.Cause(ctx)
 	case <-timer.C:
 	}
-	s.now = minute
+	s.minuteNow = minute
 	return nil
 }
 
-// expect shows what happens and compares it with what should.
-func (s *stage) expect(ctx context.Context, want []string) error {
-	deadline := time.NewTimer(demoPatience)
+// expect prints the next events and compares them with the expected ones.
+func (s *storyPlayer) expect(ctx context.Context, want []string) error {
+	deadline := time.NewTimer(demoTimeout)
 	defer deadline.Stop()
 	var got []string
 	for len(got) < len(want) {
@@ -129,27 +126,27 @@ func (s *stage) expect(ctx context.Context, want []string) error {
 		case <-ctx.Done():
 			return context.Cause(ctx)
 		case <-deadline.C:
-			return otherwise(fmt.Sprintf("at %s nothing more happened within %s", s.clock(), demoPatience), want, got)
-		case m := <-s.moment:
+			return mismatch(fmt.Sprintf("at %s nothing more happened within %s", s.clock(), demoTimeout), want, got)
+		case m := <-s.events:
 			if m.Event == said {
-				s.words = m.Text
+				s.lastMessage = m.Text
 			}
-			s.show(m)
-			got = append(got, m.line())
+			s.printEvent(m)
+			got = append(got, m.text())
 			if got[len(got)-1] != want[len(got)-1] {
-				return otherwise("at "+s.clock()+" the story went otherwise", want, got)
+				return mismatch("at "+s.clock()+" the story went otherwise", want, got)
 			}
 		}
 	}
 	return nil
 }
 
-// otherwise is the error of a story that went another way: what was expected and what happened, line by line.
-func otherwise(what string, want, got []string) error {
+// mismatch returns an error with a line diff: - expected, + happened.
+func mismatch(what string, want, got []string) error {
 	var b strings.Builder
 	b.WriteString(what + ":")
 	for i := range max(len(want), len(got)) {
-		w, g := at(want, i), at(got, i)
+		w, g := elementAt(want, i), elementAt(got, i)
 		if w == g {
 			fmt.Fprintf(&b, "\n    %s", w)
 			continue
@@ -161,28 +158,28 @@ func otherwise(what string, want, got []string) error {
 			fmt.Fprintf(&b, "\n  + %s", g)
 		}
 	}
-	return &differs{b.String()}
+	return &storyMismatch{b.String()}
 }
 
-func at(list []string, i int) string {
+func elementAt(list []string, i int) string {
 	if i < len(list) {
 		return list[i]
 	}
 	return ""
 }
 
-// differs is a story that went otherwise; - was expected, + happened.
-type differs struct{ text string }
+// storyMismatch is the error of a story that did not go as expected.
+type storyMismatch struct{ text string }
 
-func (d *differs) Error() string { return d.text }
+func (d *storyMismatch) Error() string { return d.text }
 
 var anyID = regexp.MustCompile(`[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}`)
 
-// line is a moment as stories write it: who, what, whom, what is said. Ids are left out.
-func (m moment) line() string {
+// text formats an event as stories write it, without ids.
+func (m storyEvent) text() string {
 	line := m.Who + " " + m.Event
-	if m.Other != "" {
-		line += " " + m.Other
+	if m.Subject != "" {
+		line += " " + m.Subject
 	}
 	if m.Text != "" {
 		line += ": " + m.Text
@@ -190,25 +187,25 @@ func (m moment) line() string {
 	return anyID.ReplaceAllString(line, "…")
 }
 
-// finale lets the watcher look again, to find what should not have happened, and shows the thread.
-func (s *stage) finale(ctx context.Context) error {
-	quiet := time.NewTimer(10 * demoLook)
+// finish polls a few more times for unexpected events and prints the thread.
+func (s *storyPlayer) finish(ctx context.Context) error {
+	quiet := time.NewTimer(10 * demoPollInterval)
 	defer quiet.Stop()
 	select {
 	case <-ctx.Done():
 		return context.Cause(ctx)
-	case m := <-s.moment:
-		s.show(m)
-		return otherwise("more happened than was expected", nil, []string{m.line()})
+	case m := <-s.events:
+		s.printEvent(m)
+		return mismatch("more happened than was expected", nil, []string{m.text()})
 	case <-quiet.C:
 	}
-	return s.showThread(ctx)
+	return s.printThread(ctx)
 }
 
-// complete compares the log with what was told: each line about the thread's lane has been.
-func (s *stage) complete() error {
-	if n := s.heard.count(laneLines...); n != s.watch.told {
-		return otherwise(fmt.Sprintf("the log has %d lines about the thread's lane, and %d were told", n, s.watch.told), nil, nil)
+// verifyLog checks that every log line about the thread's lane became an event.
+func (s *storyPlayer) verifyLog() error {
+	if n := s.logs.count(laneLines...); n != s.watcher.laneEvents {
+		return mismatch(fmt.Sprintf("the log has %d lines about the thread's lane, and %d were told", n, s.watcher.laneEvents), nil, nil)
 	}
 	if s.json {
 		return s.printLine(map[string]any{"event": "checked", "story": s.story.Name, "ok": true})
@@ -217,9 +214,8 @@ func (s *stage) complete() error {
 	return err
 }
 
-// start starts a flow in the thread.
-func (s *stage) start(ctx context.Context, flow string, input any) error {
-	s.act("an admin", "starts "+shortName(flow))
+func (s *storyPlayer) startFlow(ctx context.Context, flow string, input any) error {
+	s.showAction("an admin", "starts "+shortName(flow))
 	var got struct {
 		ID      string `json:"id"`
 		TraceID string `json:"trace_id"`
@@ -232,30 +228,32 @@ func (s *stage) start(ctx context.Context, flow string, input any) error {
 		return err
 	}
 	s.runs[shortName(flow)] = got.ID
-	s.watch.follow(got.ID, flow, got.TraceID)
+	s.watcher.follow(got.ID, flow, got.TraceID)
 	return nil
 }
 
-// event raises one, as another system does.
-func (s *stage) event(ctx context.Context, who, what, event, key string, data any) error {
-	s.act(who, what)
+// raiseEvent raises an event, as another system would.
+func (s *storyPlayer) raiseEvent(ctx context.Context, who, what, event, key string, data any) error {
+	s.showAction(who, what)
 	return s.client.post(ctx, "/v1/events", map[string]any{"event": event, "key": key, "data": data}, nil)
 }
 
-// asked is the id of the request that the last message names.
-func (s *stage) asked() (string, error) {
-	if id := anyID.FindString(s.words); id != "" {
+// requestID returns the id of the request that the last message names.
+func (s *storyPlayer) requestID() (string, error) {
+	if id := anyID.FindString(s.lastMessage); id != "" {
 		return id, nil
 	}
-	return "", fmt.Errorf("the last message names no request: %s", s.words)
+	return "", fmt.Errorf("the last message names no request: %s", s.lastMessage)
 }
 
-// act shows what somebody outside does.
-func (s *stage) act(who, what string) { s.show(moment{Who: who, Event: acts, Text: what}) }
+// showAction prints the action of an external participant.
+func (s *storyPlayer) showAction(who, what string) {
+	s.printEvent(storyEvent{Who: who, Event: acts, Text: what})
+}
 
-// take has a worker outside lock a run.
-func (s *stage) take(ctx context.Context, worker string) error {
-	s.act(worker, "is a worker outside: it locks its run")
+// lockExecution locks an execution as an external worker.
+func (s *storyPlayer) lockExecution(ctx context.Context, worker string) error {
+	s.showAction(worker, "is a worker outside: it locks its run")
 	var got struct {
 		LockID string `json:"lock_id"`
 	}
@@ -264,8 +262,8 @@ func (s *stage) take(ctx context.Context, worker string) error {
 	return err
 }
 
-// tell is what a worker outside says in the thread.
-func (s *stage) tell(ctx context.Context, worker, words string) error {
+// sendMessage sends a message as an external worker.
+func (s *storyPlayer) sendMessage(ctx context.Context, worker, words string) error {
 	var got struct {
 		Success bool `json:"success"`
 		Queued  bool `json:"queued"`
@@ -278,8 +276,8 @@ func (s *stage) tell(ctx context.Context, worker, words string) error {
 	return err
 }
 
-// beat shows that a worker lives.
-func (s *stage) beat(ctx context.Context, worker, what string) error {
+// heartbeat renews an external worker's lock.
+func (s *storyPlayer) heartbeat(ctx context.Context, worker, what string) error {
 	var got struct {
 		Status          string `json:"status"`
 		CancelRequested bool   `json:"cancel_requested"`
@@ -289,13 +287,13 @@ func (s *stage) beat(ctx context.Context, worker, what string) error {
 		err = fmt.Errorf("%s's run is %s", worker, got.Status)
 	}
 	if err == nil {
-		s.act(worker, what)
+		s.showAction(worker, what)
 	}
 	return err
 }
 
-// holder is the execution whose live lane the thread is; "" when it is nobody's, or stale.
-func (s *stage) holder(ctx context.Context) (string, error) {
+// holder returns the execution that holds the thread's lane, or "".
+func (s *storyPlayer) holder(ctx context.Context) (string, error) {
 	var page struct {
 		Items []struct {
 			Lane        string          `json:"lane"`
@@ -313,11 +311,11 @@ func (s *stage) holder(ctx context.Context) (string, error) {
 	return "", nil
 }
 
-// untilStale waits until the thread's lane has ended by itself.
-func (s *stage) untilStale(ctx context.Context) error {
-	ctx, stop := context.WithTimeoutCause(ctx, demoPatience, errors.New("the thread's lane did not become stale"))
+// waitUntilStale waits until the lease on the thread's lane has expired.
+func (s *storyPlayer) waitUntilStale(ctx context.Context) error {
+	ctx, stop := context.WithTimeoutCause(ctx, demoTimeout, errors.New("the thread's lane did not become stale"))
 	defer stop()
-	look := time.NewTicker(demoLook)
+	look := time.NewTicker(demoPollInterval)
 	defer look.Stop()
 	for {
 		got, err := s.holder(ctx)
@@ -335,46 +333,46 @@ func (s *stage) untilStale(ctx context.Context) error {
 	}
 }
 
-// clock is the story's time.
-func (s *stage) clock() string {
-	minutes := s.story.begins + s.now
+// clock formats the story's time of day.
+func (s *storyPlayer) clock() string {
+	minutes := s.story.begins + s.minuteNow
 	return fmt.Sprintf("%02d:%02d", minutes/60%24, minutes%60)
 }
 
-// show tells a moment to who watches: a line, of JSON with --json.
-func (s *stage) show(m moment) {
-	m.At, m.ElapsedMS = s.clock(), time.Since(s.began).Milliseconds()
-	out := &printer{to: s.out} // the end of the story says whether it could be written
+// printEvent prints one event as text or as a JSON line.
+func (s *storyPlayer) printEvent(m storyEvent) {
+	m.At, m.ElapsedMS = s.clock(), time.Since(s.startedAt).Milliseconds()
+	out := &errWriter{w: s.out} // the end of the story says whether it could be written
 	if s.json {
 		text, _ := json.Marshal(m) // texts and numbers can always be encoded
 		fmt.Fprintf(out, "%s\n", text)
 		return
 	}
-	fmt.Fprintf(out, "%s  %-12s %s\n", m.At, printable(m.Who), printable(m.tale()))
+	fmt.Fprintf(out, "%s  %-12s %s\n", m.At, printable(m.Who), printable(m.describe()))
 }
 
-// tale is a moment in words.
-func (m moment) tale() string {
+// describe returns the event in words.
+func (m storyEvent) describe() string {
 	switch m.Event {
 	case acquired:
 		return "takes the thread"
-	case borrowed:
-		return "inherits the thread from " + m.Other
+	case inherited:
+		return "inherits the thread from " + m.Subject
 	case stale:
 		return "has been silent for too long: lane stale, clearing"
 	case queued:
-		if m.Other == "" {
+		if m.Subject == "" {
 			return "is queued: " + quoted(m.Text)
 		}
-		return "is queued behind " + m.Other + ": " + quoted(m.Text)
+		return "is queued behind " + m.Subject + ": " + quoted(m.Text)
 	case said:
 		return quoted(m.Text)
 	case triggers:
-		return "triggers " + m.Other + ", and waits for it"
+		return "triggers " + m.Subject + ", and waits for it"
 	case waits:
-		return "waits: " + m.Other
+		return "waits: " + m.Subject
 	case returned:
-		return "gives the thread back to " + m.Other
+		return "gives the thread back to " + m.Subject
 	case released:
 		return "frees the thread"
 	}
@@ -383,8 +381,7 @@ func (m moment) tale() string {
 
 func quoted(words string) string { return "«" + words + "»" }
 
-// printLine prints a value as one line of JSON.
-func (s *stage) printLine(value any) error {
+func (s *storyPlayer) printLine(value any) error {
 	text, err := json.Marshal(value)
 	if err == nil {
 		_, err = fmt.Fprintf(s.out, "%s\n", text)
@@ -395,27 +392,26 @@ func (s *stage) printLine(value any) error {
 	return nil
 }
 
-// spoken is a row of the thread.
-type spoken struct {
+type threadRow struct {
 	Seq     *int64 `json:"seq"`
 	Who     string `json:"who"`
 	Content string `json:"content"`
 	Status  string `json:"status"`
 }
 
-// threadSQL is how anybody reads a thread.
+// threadSQL reads a thread as any SQL client would.
 const threadSQL = `
 select m.seq, case m.role when 'user' then t.participant else x.flow end as who, m.content, m.status
   from agent_messages m join agent_threads t on t.id = m.thread_id left join agent_executions x on x.id = m.execution_id
  where m.thread_id = @thread order by m.seq`
 
-// showThread shows the thread as SQL has it, and compares it with how it should end.
-func (s *stage) showThread(ctx context.Context) error {
+// printThread prints the thread from SQL and compares it with the expected messages.
+func (s *storyPlayer) printThread(ctx context.Context) error {
 	rows, err := s.pool.Query(ctx, threadSQL, postgres.Strict{"thread": s.story.thread})
 	if err != nil {
 		return fmt.Errorf("read the thread: %w", err)
 	}
-	all, err := pgx.CollectRows(rows, pgx.RowToStructByName[spoken])
+	all, err := pgx.CollectRows(rows, pgx.RowToStructByName[threadRow])
 	if err != nil {
 		return fmt.Errorf("read the thread: %w", err)
 	}
@@ -434,11 +430,11 @@ func (s *stage) showThread(ctx context.Context) error {
 	} else {
 		err = s.print(nil, func(w io.Writer) error {
 			fmt.Fprintf(w, "\nThe thread in SQL, agent_messages where thread_id = '%s' order by seq:\n\n", s.story.thread)
-			return table(w, "nothing was said", []string{"SEQ", "WHO", "CONTENT", "STATUS"}, cells)
+			return writeTable(w, "nothing was said", []string{"SEQ", "WHO", "CONTENT", "STATUS"}, cells)
 		})
 	}
 	if err == nil && !slices.Equal(got, s.story.ends) {
-		err = otherwise("the thread is another one", s.story.ends, got)
+		err = mismatch("the thread is another one", s.story.ends, got)
 	}
 	return err
 }

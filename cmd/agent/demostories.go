@@ -2,28 +2,27 @@ package main
 
 import "context"
 
-// stories are what the demo can play. The times, the names and the words of independent, chained and hung are those
-// of the three scenarios for which threads are locked.
+// stories lists the stories of the demo. independent, chained and hung are the three standard scenarios of thread
+// locks.
 func stories() []story {
 	return []story{onboardingStory(), independentStory(), chainedStory(), hungStory()}
 }
 
-// starts is a scene's action: a flow is started.
-func starts(flow string, input any) func(context.Context, *stage) error {
-	return func(ctx context.Context, s *stage) error { return s.start(ctx, flow, input) }
+// starts returns an action that starts a flow.
+func starts(flow string, input any) func(context.Context, *storyPlayer) error {
+	return func(ctx context.Context, s *storyPlayer) error { return s.startFlow(ctx, flow, input) }
 }
 
-// writes is a scene's action: the candidate writes in the chat.
-func writes(words string) func(context.Context, *stage) error {
-	return func(ctx context.Context, s *stage) error { return s.client.say(ctx, s.story.thread, words) }
+// writes returns an action that sends a chat message as the candidate.
+func writes(words string) func(context.Context, *storyPlayer) error {
+	return func(ctx context.Context, s *storyPlayer) error { return s.client.sendChat(ctx, s.story.thread, words) }
 }
 
-// Two agents that know nothing of each other.
 func independentStory() story {
 	return story{
 		Name: "independent", About: "Two agents speak with Juan at once: the second one's message waits until the first is done",
 		thread: "juan", participant: "Juan", begins: 14 * 60,
-		scenes: []scene{
+		scenes: []storyStep{
 			{0, starts("agente_a", nil), []string{
 				"agente_a acquired",
 				"agente_a said: Necesito tus documentos",
@@ -33,8 +32,8 @@ func independentStory() story {
 				"agente_b queued agente_a: Ahora tienes una evaluación pendiente",
 				"agente_b ended: completed",
 			}},
-			{2, func(ctx context.Context, s *stage) error {
-				return s.event(ctx, "a system", "tells agente_a that its work is done", "EVENT_COMPLETED", "trabajo "+s.runs["agente_a"], nil)
+			{2, func(ctx context.Context, s *storyPlayer) error {
+				return s.raiseEvent(ctx, "a system", "tells agente_a that its work is done", "EVENT_COMPLETED", "trabajo "+s.runs["agente_a"], nil)
 			}, []string{
 				"agente_a ended: completed",
 				"agente_a released",
@@ -45,14 +44,13 @@ func independentStory() story {
 	}
 }
 
-// A coordinator and the collector that it waits for.
 func chainedStory() story {
 	return story{
 		Name: "chained", About: "A coordinator waits for its collector, which inherits the thread with María and gives it back",
 		thread: "maria", participant: "María", begins: 14 * 60,
-		scenes: []scene{
-			{0, func(ctx context.Context, s *stage) error {
-				return s.start(ctx, "coordinador_encadenado", map[string]string{
+		scenes: []storyStep{
+			{0, func(ctx context.Context, s *storyPlayer) error {
+				return s.startFlow(ctx, "coordinador_encadenado", map[string]string{
 					"pausa": s.minute.String(), "pausa_del_recolector": (4 * s.minute).String(),
 				})
 			}, []string{
@@ -82,33 +80,32 @@ func chainedStory() story {
 	}
 }
 
-// An agent that hangs: it lives, and says nothing.
 func hungStory() story {
 	return story{
 		Name: "hung", About: "An agent lives and says nothing more to Pedro: after ten minutes the thread is anybody's",
 		thread: "pedro", participant: "Pedro", begins: 14 * 60, idle: 10,
-		scenes: []scene{
-			{0, func(ctx context.Context, s *stage) error {
-				if err := s.start(ctx, "external:agente_a", nil); err != nil {
+		scenes: []storyStep{
+			{0, func(ctx context.Context, s *storyPlayer) error {
+				if err := s.startFlow(ctx, "external:agente_a", nil); err != nil {
 					return err
 				}
-				if err := s.take(ctx, "agente_a"); err != nil {
+				if err := s.lockExecution(ctx, "agente_a"); err != nil {
 					return err
 				}
-				return s.tell(ctx, "agente_a", "Necesito tus documentos")
+				return s.sendMessage(ctx, "agente_a", "Necesito tus documentos")
 			}, []string{
 				"agente_a acquired",
 				"agente_a said: Necesito tus documentos",
 			}},
-			{1, func(ctx context.Context, s *stage) error {
-				return s.beat(ctx, "agente_a", "hangs: it beats, and says nothing more")
+			{1, func(ctx context.Context, s *storyPlayer) error {
+				return s.heartbeat(ctx, "agente_a", "hangs: it beats, and says nothing more")
 			}, nil},
-			{10, func(ctx context.Context, s *stage) error {
-				if err := s.untilStale(ctx); err != nil {
+			{10, func(ctx context.Context, s *storyPlayer) error {
+				if err := s.waitUntilStale(ctx); err != nil {
 					return err
 				}
-				s.act("the thread", "is stale: nothing was said for 10 minutes")
-				return s.beat(ctx, "agente_a", "still beats, and does not know")
+				s.showAction("the thread", "is stale: nothing was said for 10 minutes")
+				return s.heartbeat(ctx, "agente_a", "still beats, and does not know")
 			}, nil},
 			{11, starts("agente_b", nil), []string{
 				"agente_a stale",
@@ -122,12 +119,11 @@ func hungStory() story {
 	}
 }
 
-// The whole onboarding of a candidate.
 func onboardingStory() story {
 	return story{
 		Name: "onboarding", About: "María is taken from the welcome to her contract by a coordinator and the agents it calls",
 		thread: "maria", participant: "María", begins: 10 * 60,
-		scenes: []scene{
+		scenes: []storyStep{
 			{0, starts("coordinador", map[string]any{"nombre": "María"}), []string{
 				"coordinador acquired",
 				"coordinador said: ¡Hola, María! Iniciamos tu proceso. ¿Empezamos?",
@@ -173,18 +169,18 @@ func onboardingStory() story {
 	}
 }
 
-// uploads is a scene's action: one document comes, of those that the last message asks for.
-func uploads(document, address string) func(context.Context, *stage) error {
+// uploads returns an action that delivers one requested document.
+func uploads(document, address string) func(context.Context, *storyPlayer) error {
 	return answers("uploads her "+document, "DOCUMENT_UPLOADED", map[string]string{"document": document, "url": address})
 }
 
-// answers is a scene's action: an event answers the request that the last message names.
-func answers(what, event string, data any) func(context.Context, *stage) error {
-	return func(ctx context.Context, s *stage) error {
-		id, err := s.asked()
+// answers returns an action that answers the last request with an event.
+func answers(what, event string, data any) func(context.Context, *storyPlayer) error {
+	return func(ctx context.Context, s *storyPlayer) error {
+		id, err := s.requestID()
 		if err != nil {
 			return err
 		}
-		return s.event(ctx, s.story.participant, what, event, id, data)
+		return s.raiseEvent(ctx, s.story.participant, what, event, id, data)
 	}
 }

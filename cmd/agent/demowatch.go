@@ -18,68 +18,67 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/logging"
 )
 
-const demoLook = 25 * time.Millisecond // between two looks at the thread
+const demoPollInterval = 25 * time.Millisecond // between two looks at the thread
 
-// What happens in a story.
+// Kinds of story events.
 const (
-	acquired = "acquired" // somebody takes the thread
-	borrowed = "inherited"
-	stale    = "stale"  // the lane of somebody who was silent for too long is cleared
-	queued   = "queued" // a message waits, because another has the thread
-	said     = "said"
-	triggers = "triggers" // a child
-	waits    = "waits"
-	ended    = "ended"
-	released = "released" // the thread is free
-	returned = "returned" // the thread goes back to the parent
-	acts     = "acts"     // somebody outside
+	acquired  = "acquired" // somebody takes the thread
+	inherited = "inherited"
+	stale     = "stale"  // the lane of somebody who was silent for too long is cleared
+	queued    = "queued" // a message waits, because another has the thread
+	said      = "said"
+	triggers  = "triggers" // a child
+	waits     = "waits"
+	ended     = "ended"
+	released  = "released" // the thread is free
+	returned  = "returned" // the thread goes back to the parent
+	acts      = "acts"     // somebody outside
 )
 
-// moment is something that happened.
-type moment struct {
+type storyEvent struct {
 	At        string `json:"at"`         // by the clock of the story
 	ElapsedMS int64  `json:"elapsed_ms"` // by the machine's, when it was told
 	Who       string `json:"who"`
 	Event     string `json:"event"`
-	Other     string `json:"other,omitempty"` // who holds, lends, held the thread, or is triggered; what is waited for
+	Subject   string `json:"other,omitempty"` // who holds, lends, held the thread, or is triggered; what is waited for
 	Text      string `json:"text,omitempty"`  // what is said, the status at the end
 	Execution string `json:"execution_id,omitempty"`
 }
 
-// watcher looks at a thread and at the executions of its story through HTTP, and tells what happens in its order.
+// watcher polls a thread and its executions over HTTP and emits their events in order.
 //
-// The database's times give the order. What a cause has done is seen a look later at the latest, so that something is
-// told when a second look has found nothing from before it. Who got the thread is told by the log, whose line comes a
-// moment after the message.
+// Database timestamps give the order. An effect is visible at most one poll after its cause, so an event is emitted
+// after a second poll found nothing earlier. The log tells which execution got the lane; its line follows the
+// message.
 type watcher struct {
 	client      *client
-	heard       *journal
+	logs        *logCapture
 	thread      string
 	participant string
-	tell        chan<- moment
+	out         chan<- storyEvent
 
 	mu    sync.Mutex
 	roots []string          // traces to look at
 	names map[string]string // of executions
 
-	looks    int
-	pending  []sighting
-	messages map[string]int // by id: 1 seen, 2 told that it was said
-	lines    map[string]int // by execution: lane lines that were taken
-	waited   map[string]int // by execution: the last wait
-	over     map[string]bool
-	told     int // lane lines
+	polls      int
+	pending    []pendingEvent
+	messages   map[string]int // by id: 1 seen, 2 told that it was said
+	attempts   map[string]int // by execution: lane lines that were taken
+	waits      map[string]int // by execution: the last wait
+	ended      map[string]bool
+	laneEvents int // lane lines
 }
 
-// sighting is something that was seen and not told yet; ready answers nil until it can be told.
-type sighting struct {
+// pendingEvent is an event not yet emitted. ready returns nil while a required log line is missing.
+type pendingEvent struct {
 	at    time.Time
-	look  int
-	ready func() []moment
+	poll  int
+	ready func() []storyEvent
 }
 
-// seenMessage and seenRun are what the API shows, as far as the story needs it.
-type seenMessage struct {
+// messageJSON and executionJSON are the parts of API responses that the story needs.
+type messageJSON struct {
 	ID          string     `json:"id"`
 	Seq         *int64     `json:"seq"`
 	Role        string     `json:"role"`
@@ -90,7 +89,7 @@ type seenMessage struct {
 	SentAt      *time.Time `json:"sent_at"`
 }
 
-type seenRun struct {
+type executionJSON struct {
 	ID           string     `json:"id"`
 	Flow         string     `json:"flow"`
 	ParentID     *string    `json:"parent_id"`
@@ -103,14 +102,14 @@ type seenRun struct {
 	CompletedAt  *time.Time `json:"completed_at"`
 }
 
-func newWatcher(c *client, heard *journal, thread, participant string, tell chan<- moment) *watcher {
+func newWatcher(c *client, logs *logCapture, thread, participant string, out chan<- storyEvent) *watcher {
 	return &watcher{
-		client: c, heard: heard, thread: thread, participant: participant, tell: tell, names: map[string]string{},
-		messages: map[string]int{}, lines: map[string]int{}, waited: map[string]int{}, over: map[string]bool{},
+		client: c, logs: logs, thread: thread, participant: participant, out: out, names: map[string]string{},
+		messages: map[string]int{}, attempts: map[string]int{}, waits: map[string]int{}, ended: map[string]bool{},
 	}
 }
 
-// follow adds an execution, and those that it will start.
+// follow adds a root execution and its future descendants.
 func (w *watcher) follow(id, flow, traceID string) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -118,24 +117,23 @@ func (w *watcher) follow(id, flow, traceID string) {
 	w.roots = append(w.roots, traceID)
 }
 
-// name is what an execution is called; "" as long as it was not seen.
+// name returns the story's name of an execution, or "" before it was seen.
 func (w *watcher) name(id string) string {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.names[id]
 }
 
-// shortName is a flow as the story calls it.
+// shortName returns a flow's name in the story.
 func shortName(flow string) string {
 	return strings.TrimSuffix(strings.TrimPrefix(flow, "external:"), "_encadenado")
 }
 
-// run looks until ctx ends.
 func (w *watcher) run(ctx context.Context) error {
-	look := time.NewTicker(demoLook)
+	look := time.NewTicker(demoPollInterval)
 	defer look.Stop()
 	for {
-		if err := w.look(ctx); err != nil && ctx.Err() == nil {
+		if err := w.poll(ctx); err != nil && ctx.Err() == nil {
 			return err
 		}
 		select {
@@ -146,16 +144,16 @@ func (w *watcher) run(ctx context.Context) error {
 	}
 }
 
-// look finds what is new, and tells what can be told.
-func (w *watcher) look(ctx context.Context) error {
-	w.looks++
+// poll reads the current state and emits the events that are complete.
+func (w *watcher) poll(ctx context.Context) error {
+	w.polls++
 	var thread struct {
-		Messages []seenMessage `json:"messages"`
+		Messages []messageJSON `json:"messages"`
 	}
 	if err := w.client.get(ctx, "/v1/threads/"+url.PathEscape(w.thread)+"?limit=200", &thread); err != nil {
 		return fmt.Errorf("look at the story: %w", err)
 	}
-	slices.SortFunc(thread.Messages, func(a, b seenMessage) int { return strings.Compare(a.ID, b.ID) })
+	slices.SortFunc(thread.Messages, func(a, b messageJSON) int { return strings.Compare(a.ID, b.ID) })
 	for _, m := range thread.Messages {
 		w.message(m)
 	}
@@ -164,12 +162,12 @@ func (w *watcher) look(ctx context.Context) error {
 	w.mu.Unlock()
 	for _, root := range roots {
 		var page struct {
-			Items []seenRun `json:"items"`
+			Items []executionJSON `json:"items"`
 		}
 		if err := w.client.get(ctx, "/v1/executions?limit=200&trace_id="+url.QueryEscape(root), &page); err != nil {
 			return fmt.Errorf("look at the story: %w", err)
 		}
-		slices.SortFunc(page.Items, func(a, b seenRun) int { return strings.Compare(a.ID, b.ID) })
+		slices.SortFunc(page.Items, func(a, b executionJSON) int { return strings.Compare(a.ID, b.ID) })
 		for _, x := range page.Items {
 			w.execution(x)
 		}
@@ -178,12 +176,12 @@ func (w *watcher) look(ctx context.Context) error {
 	return nil
 }
 
-func (w *watcher) saw(at time.Time, ready func() []moment) {
-	w.pending = append(w.pending, sighting{at, w.looks, ready})
+func (w *watcher) enqueue(at time.Time, ready func() []storyEvent) {
+	w.pending = append(w.pending, pendingEvent{at, w.polls, ready})
 }
 
-// message notes what is new about a message.
-func (w *watcher) message(m seenMessage) {
+// message queues the events of a message.
+func (w *watcher) message(m messageJSON) {
 	who := func() string { return w.participant }
 	var of string
 	if m.Role == "assistant" && m.ExecutionID != nil {
@@ -192,31 +190,31 @@ func (w *watcher) message(m seenMessage) {
 	}
 	if w.messages[m.ID] == 0 {
 		w.messages[m.ID] = 1
-		if of != "" && (w.lines[of] == 0 || m.Seq == nil) { // its line says how it got the thread, or did not
-			w.lines[of]++
-			n := w.lines[of]
-			w.saw(m.CreatedAt, func() []moment { return w.turn(of, n, m.Content) })
+		if of != "" && (w.attempts[of] == 0 || m.Seq == nil) { // its line says how it got the thread, or did not
+			w.attempts[of]++
+			n := w.attempts[of]
+			w.enqueue(m.CreatedAt, func() []storyEvent { return w.acquisition(of, n, m.Content) })
 		}
 	}
 	if w.messages[m.ID] == 1 && m.Seq != nil && m.SentAt != nil {
 		w.messages[m.ID] = 2
-		w.saw(*m.SentAt, func() []moment {
-			return known(moment{Who: who(), Event: said, Text: m.Content, Execution: of})
+		w.enqueue(*m.SentAt, func() []storyEvent {
+			return ifKnown(storyEvent{Who: who(), Event: said, Text: m.Content, Execution: of})
 		})
 	}
 }
 
-// known is a moment as a list, nil while it is not known who it is about.
-func known(m moment) []moment {
+// ifKnown returns nil while the event's subject is unknown.
+func ifKnown(m storyEvent) []storyEvent {
 	if m.Who == "" {
 		return nil
 	}
-	return []moment{m}
+	return []storyEvent{m}
 }
 
-// turn is how an execution got the thread at its nth try, by the lines of the log.
-func (w *watcher) turn(execution string, n int, content string) []moment {
-	lines := w.heard.of(execution, "lane acquired", "lane inherited", "lane busy")
+// acquisition reports from the log how an execution got the thread at its nth attempt.
+func (w *watcher) acquisition(execution string, n int, content string) []storyEvent {
+	lines := w.logs.matching(execution, "lane acquired", "lane inherited", "lane busy")
 	who := w.name(execution)
 	if len(lines) < n || who == "" {
 		return nil
@@ -228,76 +226,76 @@ func (w *watcher) turn(execution string, n int, content string) []moment {
 		if other == "" && line.other != "" {
 			return nil
 		}
-		w.told++
-		return []moment{{Who: who, Event: queued, Other: other, Text: content, Execution: execution}}
+		w.laneEvents++
+		return []storyEvent{{Who: who, Event: queued, Subject: other, Text: content, Execution: execution}}
 	case "lane inherited":
 		if other == "" {
 			return nil
 		}
-		w.told++
-		return []moment{{Who: who, Event: borrowed, Other: other, Execution: execution}}
+		w.laneEvents++
+		return []storyEvent{{Who: who, Event: inherited, Subject: other, Execution: execution}}
 	}
-	var got []moment
-	for _, l := range w.heard.of(execution, "lane stale, clearing") {
-		got = append(got, moment{Who: w.name(l.other), Event: stale, Execution: l.other})
+	var got []storyEvent
+	for _, l := range w.logs.matching(execution, "lane stale, clearing") {
+		got = append(got, storyEvent{Who: w.name(l.other), Event: stale, Execution: l.other})
 	}
-	w.told += 1 + len(got)
-	return append(got, moment{Who: who, Event: acquired, Execution: execution})
+	w.laneEvents += 1 + len(got)
+	return append(got, storyEvent{Who: who, Event: acquired, Execution: execution})
 }
 
-// execution notes what is new about an execution.
-func (w *watcher) execution(x seenRun) {
+// execution queues the events of an execution.
+func (w *watcher) execution(x executionJSON) {
 	w.mu.Lock()
 	_, before := w.names[x.ID]
 	w.names[x.ID] = shortName(x.Flow)
 	w.mu.Unlock()
-	me := moment{Who: shortName(x.Flow), Execution: x.ID}
+	me := storyEvent{Who: shortName(x.Flow), Execution: x.ID}
 	if !before && x.ParentID != nil {
 		parent := *x.ParentID
-		w.saw(x.CreatedAt, func() []moment {
-			return known(moment{Who: w.name(parent), Event: triggers, Other: me.Who, Execution: parent})
+		w.enqueue(x.CreatedAt, func() []storyEvent {
+			return ifKnown(storyEvent{Who: w.name(parent), Event: triggers, Subject: me.Who, Execution: parent})
 		})
 	}
-	if x.Status == "waiting" && x.WaitingFor != nil && x.WaitNumber > w.waited[x.ID] {
-		w.waited[x.ID] = x.WaitNumber
-		// A parent that waits for its child has said so by triggering it; a delay is over before somebody looks, or is not.
+	if x.Status == "waiting" && x.WaitingFor != nil && x.WaitNumber > w.waits[x.ID] {
+		w.waits[x.ID] = x.WaitNumber
+		// Waits for a child follow from the trigger event. A delay may end between two polls.
 		if kind := *x.WaitingFor; kind != "agent" && kind != "delay" {
-			me.Event, me.Other = waits, kind
-			w.saw(x.UpdatedAt, func() []moment { return []moment{me} })
+			me.Event, me.Subject = waits, kind
+			w.enqueue(x.UpdatedAt, func() []storyEvent { return []storyEvent{me} })
 		}
 	}
-	if x.CompletedAt != nil && !w.over[x.ID] {
-		w.over[x.ID] = true
-		w.saw(*x.CompletedAt, func() []moment { return w.end(x) })
+	if x.CompletedAt != nil && !w.ended[x.ID] {
+		w.ended[x.ID] = true
+		w.enqueue(*x.CompletedAt, func() []storyEvent { return w.completion(x) })
 	}
 }
 
-// end is how an execution ended, and what became of the thread that it had.
-func (w *watcher) end(x seenRun) []moment {
-	lines := w.heard.of(x.ID, releasedLine)
+// completion reports how an execution ended and what happened to its lane.
+func (w *watcher) completion(x executionJSON) []storyEvent {
+	lines := w.logs.matching(x.ID, releasedLine)
 	if len(lines) == 0 {
 		return nil
 	}
 	who := w.name(x.ID)
-	got := []moment{{Who: who, Event: ended, Text: x.Status, Execution: x.ID}}
+	got := []storyEvent{{Who: who, Event: ended, Text: x.Status, Execution: x.ID}}
 	if x.ErrorMessage != nil {
 		got[0].Text += ": " + *x.ErrorMessage
 	}
 	if lines[0].count == 0 {
 		return got
 	}
-	if loans := w.heard.of(x.ID, "lane inherited"); len(loans) > 0 {
-		return append(got, moment{Who: who, Event: returned, Other: w.name(loans[0].other), Execution: x.ID})
+	if loans := w.logs.matching(x.ID, "lane inherited"); len(loans) > 0 {
+		return append(got, storyEvent{Who: who, Event: returned, Subject: w.name(loans[0].other), Execution: x.ID})
 	}
-	return append(got, moment{Who: who, Event: released, Execution: x.ID})
+	return append(got, storyEvent{Who: who, Event: released, Execution: x.ID})
 }
 
-// flush tells what is certain: what was seen in an earlier look, and what came before that.
+// flush emits the events of earlier polls, and everything that happened before them.
 func (w *watcher) flush(ctx context.Context) {
-	slices.SortStableFunc(w.pending, func(a, b sighting) int { return a.at.Compare(b.at) })
+	slices.SortStableFunc(w.pending, func(a, b pendingEvent) int { return a.at.Compare(b.at) })
 	last := -1
 	for i, s := range w.pending {
-		if s.look < w.looks {
+		if s.poll < w.polls {
 			last = i
 		}
 	}
@@ -309,7 +307,7 @@ func (w *watcher) flush(ctx context.Context) {
 		w.pending = w.pending[1:]
 		for _, m := range got {
 			select {
-			case w.tell <- m:
+			case w.out <- m:
 			case <-ctx.Done():
 				return
 			}
@@ -317,31 +315,30 @@ func (w *watcher) flush(ctx context.Context) {
 	}
 }
 
-// lineOf is a log line about who has a thread, with what the story needs of it.
-type lineOf struct {
+// laneLine is a log line about the lane of a thread.
+type laneLine struct {
 	message   string
 	execution string // whose line it is
 	other     string // the execution that holds, lends or held the lane
 	count     int64  // of released locks
 }
 
-// journal keeps the log lines that tell who has which thread: "lane acquired", "lane busy", "lane inherited",
-// "lane stale, clearing" and "locks released". A lane's line comes after the message that it is about is committed.
-type journal struct {
+// logCapture stores the log lines about lanes of threads. A lane's line follows the commit of its message.
+type logCapture struct {
 	mu    sync.Mutex
-	lines []lineOf
+	lines []laneLine
 }
 
-// beside is a logger that also writes into the journal.
-func (j *journal) beside(log *slog.Logger) *slog.Logger {
-	return slog.New(slog.NewMultiHandler(log.Handler(), logging.Handler(&journalist{to: j})))
+// tee returns a logger that also writes into the capture.
+func (j *logCapture) tee(log *slog.Logger) *slog.Logger {
+	return slog.New(slog.NewMultiHandler(log.Handler(), logging.Handler(&captureHandler{capture: j})))
 }
 
-// of lists what was written about an execution, oldest first.
-func (j *journal) of(execution string, messages ...string) []lineOf {
+// matching lists the captured lines of an execution, oldest first.
+func (j *logCapture) matching(execution string, messages ...string) []laneLine {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	var found []lineOf
+	var found []laneLine
 	for _, l := range j.lines {
 		if l.execution == execution && slices.Contains(messages, l.message) {
 			found = append(found, l)
@@ -350,8 +347,7 @@ func (j *journal) of(execution string, messages ...string) []lineOf {
 	return found
 }
 
-// count is how many lines there are with one of the messages.
-func (j *journal) count(messages ...string) (n int) {
+func (j *logCapture) count(messages ...string) (n int) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	for _, l := range j.lines {
@@ -362,28 +358,28 @@ func (j *journal) count(messages ...string) (n int) {
 	return n
 }
 
-// laneLines are the messages about the lane of a thread.
+// laneLines are the log messages about the lane of a thread.
 var laneLines = []string{"lane acquired", "lane busy", "lane inherited", "lane stale, clearing"}
 
 const releasedLine = "locks released"
 
-// journalist is a handler that keeps lines.
-type journalist struct {
-	to    *journal
-	attrs []slog.Attr
+// captureHandler is the slog handler of a logCapture.
+type captureHandler struct {
+	capture *logCapture
+	attrs   []slog.Attr
 }
 
-func (h *journalist) Enabled(_ context.Context, level slog.Level) bool {
+func (h *captureHandler) Enabled(_ context.Context, level slog.Level) bool {
 	return level >= slog.LevelInfo
 }
 
-func (h *journalist) WithAttrs(attrs []slog.Attr) slog.Handler {
-	return &journalist{h.to, slices.Concat(h.attrs, attrs)}
+func (h *captureHandler) WithAttrs(attrs []slog.Attr) slog.Handler {
+	return &captureHandler{h.capture, slices.Concat(h.attrs, attrs)}
 }
 
-func (h *journalist) WithGroup(string) slog.Handler { return h }
+func (h *captureHandler) WithGroup(string) slog.Handler { return h }
 
-func (h *journalist) Handle(_ context.Context, r slog.Record) error {
+func (h *captureHandler) Handle(_ context.Context, r slog.Record) error {
 	if r.Message != releasedLine && !slices.Contains(laneLines, r.Message) {
 		return nil
 	}
@@ -399,20 +395,20 @@ func (h *journalist) Handle(_ context.Context, r slog.Record) error {
 	if lane, ok := values["lane"]; r.Message != releasedLine && (!ok || !strings.HasPrefix(lane.String(), "thread:")) {
 		return nil
 	}
-	l := lineOf{message: r.Message, execution: text(values, "execution_id", "owner", "to")}
-	l.other = text(values, "holder", "from")
+	l := laneLine{message: r.Message, execution: firstAttr(values, "execution_id", "owner", "to")}
+	l.other = firstAttr(values, "holder", "from")
 	if n, ok := values["count"]; ok && n.Kind() == slog.KindInt64 {
 		l.count = n.Int64()
 	}
-	h.to.mu.Lock()
-	defer h.to.mu.Unlock()
-	h.to.lines = append(h.to.lines, l)
+	h.capture.mu.Lock()
+	defer h.capture.mu.Unlock()
+	h.capture.lines = append(h.capture.lines, l)
 	return nil
 }
 
-// text is the first of some attributes that is there. An owner is an execution and the number of its claim; only the
-// former is kept.
-func text(values map[string]slog.Value, names ...string) string {
+// firstAttr returns the first attribute present. An owner is an execution and its claim number; the number is cut
+// off.
+func firstAttr(values map[string]slog.Value, names ...string) string {
 	for _, name := range names {
 		if v, ok := values[name]; ok {
 			execution, _, _ := strings.Cut(v.String(), "#")
@@ -422,8 +418,7 @@ func text(values map[string]slog.Value, names ...string) string {
 	return ""
 }
 
-// client is everybody outside, speaking HTTP: an admin, a worker, another system, and the candidate, who has a chat
-// key.
+// client sends the HTTP requests of all external participants: admin, workers, other systems and the candidate.
 type client struct {
 	base, admin, chat string
 	http              *http.Client
@@ -431,17 +426,15 @@ type client struct {
 
 func newClient(base string, cfg config.Config) *client {
 	return &client{
-		base: base, admin: cfg.AdminToken.Reveal(), chat: visitorKey(cfg),
+		base: base, admin: cfg.AdminToken.Reveal(), chat: browserKey(cfg),
 		http: &http.Client{Transport: &http.Transport{}, Timeout: 2 * time.Minute},
 	}
 }
 
-// get reads a route of the API.
 func (c *client) get(ctx context.Context, path string, into any) error {
 	return c.call(ctx, http.MethodGet, path, nil, into)
 }
 
-// post sends body to a route of the API and reads its answer.
 func (c *client) post(ctx context.Context, path string, body, into any) error {
 	return c.call(ctx, http.MethodPost, path, body, into)
 }
@@ -450,8 +443,8 @@ func (c *client) call(ctx context.Context, method, path string, body, into any) 
 	return c.send(ctx, method, path, http.Header{"Authorization": {"Bearer " + c.admin}}, body, into)
 }
 
-// say is what the candidate writes in the chat. The answer is what the agents then say.
-func (c *client) say(ctx context.Context, thread, words string) error {
+// sendChat sends a chat message as the candidate. The response is ignored.
+func (c *client) sendChat(ctx context.Context, thread, words string) error {
 	type message struct {
 		Role    string `json:"role"`
 		Content string `json:"content"`

@@ -30,7 +30,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
-// devOptions are the flags of agent dev.
 type devOptions struct {
 	ephemeral bool
 	prune     bool
@@ -42,16 +41,16 @@ func (c *cli) devCommand() *cobra.Command {
 	var opts devOptions
 	cmd := &cobra.Command{
 		Use:   "dev [WORKSPACE]",
-		Short: "Run everything here: own PostgreSQL, example workspace, a first heartbeat, HTTP",
-		Long: `Run everything on this machine, with nothing to set up.
+		Short: "Run everything locally: PostgreSQL, example workspace, a first heartbeat, HTTP",
+		Long: `Run everything on this machine without setup.
 
-Without DATABASE_URL it runs its own PostgreSQL and keeps the data in .agent in this folder; --ephemeral throws
-it away. Without OPENAI_API_KEY and OPENAI_BASE_URL it uses a built-in offline model. It migrates, applies
-WORKSPACE (a folder of YAML files; when not given, the folder workspace that agent init made, else the caretaker
-example), runs a first heartbeat, prints its story, and serves until ^C. It removes what another WORKSPACE brought only with --prune, or
-after a yes on the terminal. Settings are also read from .env, and it says which: never one that names a program,
-nor a URL for a key that is from elsewhere. With --watch it applies WORKSPACE again after each change of a file.`,
-		Args: args(0, 1, "at most one folder"),
+Without DATABASE_URL it runs a local PostgreSQL with its data in .agent in this folder; --ephemeral keeps no data.
+Without OPENAI_API_KEY and OPENAI_BASE_URL it uses a built-in offline model. It migrates, applies WORKSPACE, runs and
+prints a first heartbeat, and serves until ^C. WORKSPACE is a folder of YAML files; the default is the folder workspace
+of agent init, else the caretaker example. Rows of another WORKSPACE are removed only with --prune or after a
+confirmation. Settings also come from .env; it prints which. It never reads a program's path, or a URL for a key from
+elsewhere, from .env. --watch applies WORKSPACE again after each file change.`,
+		Args: positionalArgs(0, 1, "at most one folder"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if len(args) == 1 {
 				opts.dir = args[0]
@@ -59,13 +58,13 @@ nor a URL for a key that is from elsewhere. With --watch it applies WORKSPACE ag
 				opts.dir = workspaceDir
 			}
 			if opts.watch && opts.dir == "" {
-				return usageError("--watch takes a WORKSPACE; agent init makes one")
+				return usageError("--watch needs a WORKSPACE; agent init creates one")
 			}
 			return c.dev(cmd.Context(), opts)
 		},
 	}
-	cmd.Flags().BoolVar(&opts.ephemeral, "ephemeral", false, "keep no data: a new database that is removed at the end")
-	cmd.Flags().BoolVar(&opts.watch, "watch", false, "apply WORKSPACE again after each change of a file")
+	cmd.Flags().BoolVar(&opts.ephemeral, "ephemeral", false, "use a new database and remove it at the end")
+	cmd.Flags().BoolVar(&opts.watch, "watch", false, "apply WORKSPACE again after each file change")
 	pruneFlag(cmd.Flags(), &opts.prune)
 	return cmd
 }
@@ -76,7 +75,7 @@ func (c *cli) dev(ctx context.Context, opts devOptions) error {
 		return err
 	}
 	if c.environ["AGENT_LOG_LEVEL"] == "" {
-		c.environ["AGENT_LOG_LEVEL"] = "warn" // the story is printed; lines in between would hide it
+		c.environ["AGENT_LOG_LEVEL"] = "warn" // log lines would hide the printed heartbeat
 	}
 	cfg, log, err := c.settings()
 	if err != nil {
@@ -85,7 +84,7 @@ func (c *cli) dev(ctx context.Context, opts devOptions) error {
 	if err := cfg.RequireDev(); err != nil {
 		return &exitError{exitUsage, err}
 	}
-	c.sayDotEnv(file)
+	c.reportDotEnv(file)
 	files, err := readWorkspace(opts.dir)
 	if err != nil {
 		return err
@@ -103,18 +102,17 @@ func (c *cli) dev(ctx context.Context, opts devOptions) error {
 	return c.runDev(ctx, s, files, listener, opts)
 }
 
-// sayDotEnv tells what the folder's .env set, by name.
-func (c *cli) sayDotEnv(file config.DotEnv) {
+// reportDotEnv prints the names that .env sets.
+func (c *cli) reportDotEnv(file config.DotEnv) {
 	if len(file.Set) > 0 {
-		c.say(".env sets %s", strings.Join(file.Set, ", "))
+		c.infof(".env sets %s", strings.Join(file.Set, ", "))
 	}
 	if len(file.Ignored) > 0 {
-		c.say(".env cannot set %s; set them in the environment", strings.Join(file.Ignored, ", "))
+		c.infof(".env cannot set %s; set them in the environment", strings.Join(file.Ignored, ", "))
 	}
 }
 
-// readWorkspace reads the folder, or the caretaker example when there is none. Builtins that this binary does not
-// have are refused.
+// readWorkspace reads a folder, or the caretaker example without one. It rejects builtins unknown to this binary.
 func readWorkspace(dir string) (workspace.Workspace, error) {
 	if dir != "" {
 		files, err := workspace.LoadDir(dir)
@@ -134,10 +132,10 @@ func readWorkspace(dir string) (workspace.Workspace, error) {
 	return workspace.Load(source)
 }
 
-// prepareDev opens the database and brings it to this version.
+// prepareDev opens the database and migrates it.
 func (c *cli) prepareDev(ctx context.Context, s *session, opts devOptions) error {
 	if s.url == "" {
-		if err := s.own(ctx, c, true, opts.ephemeral); err != nil {
+		if err := s.startServer(ctx, c, true, opts.ephemeral); err != nil {
 			return err
 		}
 	}
@@ -147,16 +145,16 @@ func (c *cli) prepareDev(ctx context.Context, s *session, opts devOptions) error
 	if _, err := s.migrate(ctx, c); err != nil {
 		s.close(ctx)
 		if s.server != nil && (errors.Is(err, migrations.ErrChanged) || errors.Is(err, migrations.ErrNewer)) {
-			return hint(err, "or remove %s and begin anew; --ephemeral does that for one run", stateDir)
+			return hint(err, "or remove %s to start over; --ephemeral does that for one run", stateDir)
 		}
 		return err
 	}
 	return nil
 }
 
-// runDev applies the workspace, and works until ctx ends.
+// runDev applies the workspace and runs until ctx ends.
 func (c *cli) runDev(ctx context.Context, s *session, files workspace.Workspace, listener net.Listener, opts devOptions) error {
-	if err := c.checkTokens(files); err != nil {
+	if err := c.rejectWeakTokens(files); err != nil {
 		return err
 	}
 	names, err := c.goFlows(ctx, s)
@@ -166,7 +164,7 @@ func (c *cli) runDev(ctx context.Context, s *session, files workspace.Workspace,
 	files.GoFlows, files.Also = names, syncHeartbeats(s)
 	named := c.namedDatabases(s)
 	defer named.Close()
-	decided, err := c.decideRemovals(ctx, s, files, applyOptions{dir: opts.dir, prune: opts.prune}, named)
+	decided, err := c.confirmRemovals(ctx, s, files, applyOptions{dir: opts.dir, prune: opts.prune}, named)
 	if err != nil {
 		return err
 	}
@@ -174,7 +172,7 @@ func (c *cli) runDev(ctx context.Context, s *session, files workspace.Workspace,
 	if err != nil {
 		return err
 	}
-	if err := c.sayApplied(diff, opts); err != nil {
+	if err := c.reportApplied(diff, opts); err != nil {
 		return err
 	}
 	model, about, stop, err := newModel(ctx, s.config, s.log, models.Retry{})
@@ -192,24 +190,24 @@ func (c *cli) runDev(ctx context.Context, s *session, files workspace.Workspace,
 	if err != nil {
 		return err
 	}
-	err = a.serving(ctx, listener,
-		func(ctx context.Context) error { return s.watch(ctx, c) },
+	err = a.runServer(ctx, listener,
+		func(ctx context.Context) error { return s.restartServer(ctx, c) },
 		func(ctx context.Context) error {
 			if err := c.firstHeartbeat(ctx, s, a); err != nil {
 				return err
 			}
-			c.greet(s, listener, about, opts)
-			return c.watchInDev(ctx, s, opts)
+			c.printWelcome(s, listener, about, opts)
+			return c.watchDev(ctx, s, opts)
 		})
 	if err == nil {
-		c.say("stopped")
+		c.infof("stopped")
 	}
 	return err
 }
 
-// sayApplied tells what the workspace brought: in a line when all of it is new.
-func (c *cli) sayApplied(diff workspace.Diff, opts devOptions) error {
-	c.warn(diff)
+// reportApplied prints the applied changes; one line when everything is new.
+func (c *cli) reportApplied(diff workspace.Diff, opts devOptions) error {
+	c.printWarnings(diff)
 	defer func() { fmt.Fprint(c.err, keptText(diff, strings.TrimSpace("agent dev "+opts.dir))) }()
 	if diff.Empty() {
 		return nil
@@ -228,11 +226,10 @@ func (c *cli) sayApplied(diff workspace.Diff, opts devOptions) error {
 	for _, kind := range kinds {
 		parts = append(parts, fmt.Sprintf("%d %s", counts[kind], plural(kind, counts[kind])))
 	}
-	c.say("applied %s: %s", cmp.Or(opts.dir, "the caretaker example"), strings.Join(parts, ", "))
+	c.infof("applied %s: %s", cmp.Or(opts.dir, "the caretaker example"), strings.Join(parts, ", "))
 	return nil
 }
 
-// plural is a noun for n things.
 func plural(noun string, n int) string {
 	if n == 1 {
 		return noun
@@ -240,9 +237,9 @@ func plural(noun string, n int) string {
 	return noun + "s"
 }
 
-// firstHeartbeat shows what the agent does. A heartbeat that fails is shown too, and does not end dev.
+// firstHeartbeat runs and prints one heartbeat. A failed heartbeat does not end dev.
 func (c *cli) firstHeartbeat(ctx context.Context, s *session, a *app) error {
-	c.say("running a heartbeat …")
+	c.infof("running a heartbeat …")
 	acting, err := a.loop.Agents.Default(ctx, s.pool)
 	if err != nil {
 		return err
@@ -260,24 +257,24 @@ func (c *cli) firstHeartbeat(ctx context.Context, s *session, a *app) error {
 		return err
 	}
 	if x.ErrorMessage != nil {
-		c.say("the heartbeat %s: %s", x.Status, printable(*x.ErrorMessage))
+		c.infof("the heartbeat %s: %s", x.Status, printable(*x.ErrorMessage))
 	}
 	return c.print(story, func(w io.Writer) error { return c.writeHeartbeat(w, story, x) })
 }
 
-// greet says where everything is.
-func (c *cli) greet(s *session, listener net.Listener, about string, opts devOptions) {
+// printWelcome prints the addresses and credentials of the running agent.
+func (c *cli) printWelcome(s *session, listener net.Listener, about string, opts devOptions) {
 	base := "http://" + listener.Addr().String()
 	kept := "DATABASE_URL"
 	if s.server != nil {
-		kept = s.server.Dir() + " (kept; --ephemeral throws it away)"
+		kept = s.server.Dir() + " (kept; --ephemeral removes it)"
 		if opts.ephemeral {
 			kept = "a temporary folder, removed at the end"
 		}
 	}
-	c.say(`
+	c.infof(`
   Engine Room  %s/login#token=%s
-  API          %[1]s/v1 (is it ready: %[1]s/readyz)
+  API          %[1]s/v1 (readiness: %[1]s/readyz)
   admin token  %[2]s
   chat         %[1]s/chat#key=%[3]s
   database     %s
@@ -286,15 +283,15 @@ func (c *cli) greet(s *session, listener net.Listener, about string, opts devOpt
   heartbeat    %s (%s)
 
   In another terminal, in this folder:  agent operate · agent trace last · agent skills ls · agent lanes ls · agent executions ls`,
-		base, s.config.AdminToken.Reveal(), visitorKey(s.config), s.shown(), kept, about, s.config.HeartbeatCron, s.config.Timezone)
+		base, s.config.AdminToken.Reveal(), browserKey(s.config), s.displayURL(), kept, about, s.config.HeartbeatCron, s.config.Timezone)
 	if opts.dir == "" {
-		c.say("  broken_on_purpose fails on purpose: run agent heartbeat until self-heal takes it out of service.")
+		c.infof("  broken_on_purpose always fails: run agent heartbeat until self-heal disables it.")
 	}
-	c.say("  ^C stops")
+	c.infof("  ^C stops")
 }
 
-// visitorKey is a chat key for the browser of the person at the terminal: one for browsers, where there is one.
-func visitorKey(cfg config.Config) string {
+// browserKey returns a chat key for the local browser, preferably one for browsers.
+func browserKey(cfg config.Config) string {
 	names := cfg.Chat.BrowserKeys
 	if len(names) == 0 {
 		names = slices.Collect(maps.Keys(cfg.ChatKeys))
@@ -302,8 +299,8 @@ func visitorKey(cfg config.Config) string {
 	return cfg.ChatKeys[slices.Min(names)].Reveal()
 }
 
-// watch starts the own server again should it go down under us.
-func (s *session) watch(ctx context.Context, c *cli) error {
+// restartServer starts the local PostgreSQL again when it went down.
+func (s *session) restartServer(ctx context.Context, c *cli) error {
 	if s.server == nil {
 		return nil
 	}
@@ -313,10 +310,10 @@ func (s *session) watch(ctx context.Context, c *cli) error {
 			return nil
 		case <-s.server.Done():
 		}
-		s.log.ErrorContext(ctx, "the own PostgreSQL went down; starting it again")
-		again, err := pgserver.Start(ctx, s.again(c))
+		s.log.ErrorContext(ctx, "local PostgreSQL went down; restarting it")
+		restarted, err := pgserver.Start(ctx, s.serverConfig(c))
 		if err != nil {
-			s.log.ErrorContext(ctx, "the own PostgreSQL did not start", "error", err)
+			s.log.ErrorContext(ctx, "local PostgreSQL did not start", "error", err)
 			select {
 			case <-ctx.Done():
 				return nil
@@ -324,9 +321,9 @@ func (s *session) watch(ctx context.Context, c *cli) error {
 			}
 			continue
 		}
-		s.server = again
-		if again.URL() != s.url {
-			return fmt.Errorf("the own PostgreSQL came back at another address; start agent dev again")
+		s.server = restarted
+		if restarted.URL() != s.url {
+			return fmt.Errorf("the local PostgreSQL has a new address; restart agent dev")
 		}
 	}
 }

@@ -29,7 +29,7 @@ func TestDevOnItsOwnServer(t *testing.T) {
 	p := bare(t, "AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=0 0 29 2 *")
 	first := p.start("dev")
 	first.find(t, `\^C stops`)
-	contains(t, first.err.String(), "making a PostgreSQL", "applied the caretaker example", "(kept; --ephemeral throws it away)")
+	contains(t, first.err.String(), "making a PostgreSQL", "applied the caretaker example", "(kept; --ephemeral removes it)")
 	if got := p.must("trace", "last", "--surface", "heartbeat"); !strings.HasPrefix(first.out.String(), got) {
 		t.Errorf("the last trace is not the story that was told:\n%s", got)
 	}
@@ -42,7 +42,7 @@ func TestDevOnItsOwnServer(t *testing.T) {
 
 	second := p.start("dev")
 	second.find(t, `\^C stops`)
-	for _, word := range []string{"making", "bringing the schema", "applied"} {
+	for _, word := range []string{"making", "migrating the schema", "applied"} {
 		if strings.Contains(second.err.String(), word) {
 			t.Errorf("the second start is %s something again:\n%s", word, second.err.String())
 		}
@@ -137,7 +137,7 @@ func TestDevTellsWhatDotEnvSet(t *testing.T) {
 // told is a line of a story's JSON.
 type told struct {
 	At, Who, Event, Other, Text string
-	Messages                    []spoken
+	Messages                    []threadRow
 	OK                          bool
 }
 
@@ -280,7 +280,7 @@ func retold(t *testing.T, text string) (story, thread string) {
 			t.Fatalf("%v in %q", err, line)
 		}
 		if last.At != "" {
-			moments = append(moments, last.At+" "+moment{Who: last.Who, Event: last.Event, Other: last.Other, Text: last.Text}.line())
+			moments = append(moments, last.At+" "+storyEvent{Who: last.Who, Event: last.Event, Subject: last.Other, Text: last.Text}.text())
 		}
 		for _, m := range last.Messages {
 			messages = append(messages, anyID.ReplaceAllString(fmt.Sprintf("%d %s %s: %s", *m.Seq, m.Who, m.Status, m.Content), "…"))
@@ -317,10 +317,10 @@ func TestADemoThatGoesOtherwiseFails(t *testing.T) {
 		says   []string
 	}{
 		"another order": {func(s *story) {
-			then := s.scenes[2].then
+			then := s.scenes[2].want
 			then[0], then[2] = then[2], then[0]
 		}, []string{"at 14:02 the story went otherwise:", "  - agente_b said: Ahora tienes", "  + agente_a ended: completed"}},
-		"more than expected": {func(s *story) { s.scenes[2].then = s.scenes[2].then[:2] }, []string{
+		"more than expected": {func(s *story) { s.scenes[2].want = s.scenes[2].want[:2] }, []string{
 			"more happened than was expected:", "  + agente_b said: Ahora",
 		}},
 		"another thread": {func(s *story) { s.ends = s.ends[:1] }, []string{

@@ -20,7 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/models/modelcheck"
 )
 
-// finding is what one check of the doctor says.
+// finding is the result of one check.
 type finding struct {
 	Check  string `json:"check"`
 	OK     bool   `json:"ok"`
@@ -30,12 +30,12 @@ type finding struct {
 func (c *cli) doctorCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "doctor",
-		Short: "Check everything the agent needs, and say what to do",
+		Short: "Check the setup and suggest fixes",
 		Long:  "Check configuration, database, schema, workers and model. Exit code 1 when something needs attention.",
-		Args:  args(0, 0, "no arguments"),
+		Args:  positionalArgs(0, 0, "no arguments"),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			found := c.examine(cmd.Context())
-			err := c.print(listing(found, ""), func(w io.Writer) error {
+			found := c.diagnose(cmd.Context())
+			err := c.print(pageOf(found, ""), func(w io.Writer) error {
 				for _, f := range found {
 					sign := "ok  "
 					if !f.OK {
@@ -58,8 +58,8 @@ func (c *cli) doctorCommand() *cobra.Command {
 	}
 }
 
-// examine makes the checks; a later one that needs an earlier one's result is left out when that failed.
-func (c *cli) examine(ctx context.Context) []finding {
+// diagnose runs the checks. A failed check skips those that need its result.
+func (c *cli) diagnose(ctx context.Context) []finding {
 	var found []finding
 	add := func(check string, err error, detail string) bool {
 		if err != nil {
@@ -68,29 +68,29 @@ func (c *cli) examine(ctx context.Context) []finding {
 		found = append(found, finding{check, err == nil, detail})
 		return err == nil
 	}
-	if err := c.besideDev(); err != nil {
+	if err := c.loadDevDotEnv(); err != nil {
 		add("configuration", err, "")
 		return found
 	}
-	c.calm()
+	c.quietLogs()
 	cfg, log, err := c.settings()
-	if !add("configuration", err, "every setting can be read") {
+	if !add("configuration", err, "all settings are valid") {
 		return found
 	}
 	if !cfg.DatabaseURL.IsSet() {
 		binaries, err := pgserver.FindBinaries(func(name string) string { return c.environ[name] })
 		add("server", err, fmt.Sprintf("PostgreSQL %s in %s", binaries.Version, binaries.Dir))
 	}
-	s, err := c.open(ctx, cfg, log)
+	s, err := c.openSession(ctx, cfg, log)
 	if add("database", err, "reachable") {
 		defer s.close(ctx)
-		c.examineDatabase(ctx, s, add)
+		c.diagnoseDatabase(ctx, s, add)
 	}
-	c.examineModel(ctx, cfg, log, add)
+	c.diagnoseModel(ctx, cfg, log, add)
 	return found
 }
 
-func (c *cli) examineDatabase(ctx context.Context, s *session, add func(string, error, string) bool) {
+func (c *cli) diagnoseDatabase(ctx context.Context, s *session, add func(string, error, string) bool) {
 	var version, isolation string
 	err := s.pool.QueryRow(ctx, `select current_setting('server_version'), current_setting('default_transaction_isolation')`).
 		Scan(&version, &isolation)
@@ -98,33 +98,33 @@ func (c *cli) examineDatabase(ctx context.Context, s *session, add func(string, 
 	if !add("schema", migrations.Check(ctx, s.pool), fmt.Sprintf("version %d", migrations.Version())) {
 		return
 	}
-	add("rights", migrations.Rights(ctx, s.pool), "the tables are its own, and can be written")
+	add("rights", migrations.Rights(ctx, s.pool), "owner of the tables, with write access")
 	var workers, stuck int
 	err = s.pool.QueryRow(ctx, `
 		select (select count(*) from agent_workers where expires_at > clock_timestamp()),
 		       (select count(*) from agent_executions_stuck)`).Scan(&workers, &stuck)
 	alive := fmt.Sprintf("%d alive", workers)
 	if workers == 0 {
-		alive = "none alive: heartbeats come only from `agent heartbeat`; `agent serve` or `agent dev` makes one"
+		alive = "none alive: only `agent heartbeat` runs heartbeats; start `agent serve` or `agent dev`"
 	}
 	add("workers", err, alive)
 	if err == nil && stuck > 0 {
-		err = fmt.Errorf("%d executions are stuck; does `agent serve` run?", stuck)
+		err = fmt.Errorf("%d executions are stuck; check that `agent serve` runs", stuck)
 	}
-	add("executions", err, "none is stuck")
+	add("executions", err, "none stuck")
 	pause, err := executions.CurrentPause(ctx, s.pool)
 	autonomy := "not paused"
 	if pause.Paused {
 		autonomy = pause.String() + "; `agent resume` ends it"
 	}
 	add("autonomy", err, autonomy)
-	examineReplica(ctx, s, add)
-	c.examineNamed(ctx, s, add)
-	examineEmbedding(ctx, s, add)
+	diagnoseReplica(ctx, s, add)
+	c.diagnoseNamed(ctx, s, add)
+	diagnoseEmbedding(ctx, s, add)
 }
 
-// examineNamed reaches each named database, as calls of sql: skills would.
-func (c *cli) examineNamed(ctx context.Context, s *session, add func(string, error, string) bool) {
+// diagnoseNamed connects to each named database, as calls of sql: skills do.
+func (c *cli) diagnoseNamed(ctx context.Context, s *session, add func(string, error, string) bool) {
 	all, err := databases.List(ctx, s.pool)
 	if err != nil {
 		add("databases", err, "")
@@ -143,7 +143,7 @@ func (c *cli) examineNamed(ctx context.Context, s *session, add func(string, err
 	}
 }
 
-func (c *cli) examineModel(ctx context.Context, cfg config.Config, log *slog.Logger, add func(string, error, string) bool) {
+func (c *cli) diagnoseModel(ctx context.Context, cfg config.Config, log *slog.Logger, add func(string, error, string) bool) {
 	model, about, stop, err := newModel(ctx, cfg, log, models.Retry{Attempts: 1})
 	if !add("model", err, about) {
 		return
@@ -153,11 +153,11 @@ func (c *cli) examineModel(ctx context.Context, cfg config.Config, log *slog.Log
 	defer cancel()
 	answers, tools := modelcheck.Once(ctx, model, modelcheck.Target{Model: model.Model()})
 	if add("model answers", failureOf(answers), "yes") {
-		add("model tools", failureOf(tools), "it calls them; `agent models check` asks for more")
+		add("model tools", failureOf(tools), "works; `agent models check` tests more")
 	}
 }
 
-// failureOf is what a check found wrong, with the setting that helps.
+// failureOf returns the error of a model check, with the setting that helps.
 func failureOf(r modelcheck.Result) error {
 	switch {
 	case r.Status != modelcheck.Fail:

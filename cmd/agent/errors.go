@@ -28,7 +28,7 @@ const (
 	exitInterrupted = 130
 )
 
-// exitError ends the program with a code. A nil cause is silent: what there was to say has been said.
+// exitError ends the program with an exit code. A nil cause prints nothing, because the message was printed before.
 type exitError struct {
 	code  int
 	cause error
@@ -43,36 +43,34 @@ func (e *exitError) Error() string {
 
 func (e *exitError) Unwrap() error { return e.cause }
 
-// usageError is a mistake in how the program was called or configured.
+// usageError is a mistake in arguments or configuration.
 func usageError(format string, args ...any) error {
 	return &exitError{exitUsage, fmt.Errorf(format, args...)}
 }
 
-// hinted is an error with what to do about it. In text the hint follows the error, in JSON it has its own key.
-type hinted struct {
+// hintedError is an error with a next step. Text output appends the hint; JSON has a separate key.
+type hintedError struct {
 	error
 	hint string
 }
 
-func (e *hinted) Error() string { return e.error.Error() + "; " + e.hint }
+func (e *hintedError) Error() string { return e.error.Error() + "; " + e.hint }
 
-func (e *hinted) Unwrap() error { return e.error }
+func (e *hintedError) Unwrap() error { return e.error }
 
-// hint says what to do about an error.
 func hint(err error, format string, args ...any) error {
-	return &hinted{err, fmt.Sprintf(format, args...)}
+	return &hintedError{err, fmt.Sprintf(format, args...)}
 }
 
-// traced is an error of a run: its trace tells more.
-type traced struct {
+// tracedError is the error of a run, with its trace id.
+type tracedError struct {
 	error
-	id string
+	traceID string
 }
 
-func (e *traced) Unwrap() error { return e.error }
+func (e *tracedError) Unwrap() error { return e.error }
 
-// exitCode says with which code an error ends the program: 2 where the caller or the configuration is
-// wrong, also when that was found out late.
+// exitCode maps an error to an exit code: 2 for wrong usage or configuration, also when the database found it.
 func exitCode(ctx context.Context, err error) int {
 	var exit *exitError
 	switch {
@@ -95,21 +93,21 @@ func exitCode(ctx context.Context, err error) int {
 	return exitFailed
 }
 
-// What PostgreSQL says of texts that it does not store.
+// SQLSTATE codes of texts that PostgreSQL does not store.
 const (
 	codeNUL   = "22P05" // with U+0000 (untranslatable_character)
 	codeBytes = "22021" // no UTF-8 (character_not_in_repertoire)
 )
 
-// badWorkspace reports an error of the files, also one that only showed against the database.
+// badWorkspace reports an error of the workspace files, also one that only the database revealed.
 func badWorkspace(err error) bool {
 	var several workspace.Problems
 	var one workspace.Problem
 	return errors.As(err, &several) || errors.As(err, &one)
 }
 
-// complain reports the error that ends the program, unless it is silent.
-func (c *cli) complain(code int, err error) {
+// reportError prints the error that ends the program, unless it is silent.
+func (c *cli) reportError(code int, err error) {
 	if code == exitInterrupted {
 		err = errors.New("interrupted")
 	}
@@ -117,63 +115,62 @@ func (c *cli) complain(code int, err error) {
 	if errors.As(err, &exit) && exit.cause == nil {
 		return
 	}
-	err = advised(err)
+	err = withAdvice(err)
 	if !c.json {
-		c.sayError(err)
+		c.printError(err)
 		return
 	}
-	fault := map[string]string{"code": errorWord(code), "message": err.Error()}
-	if known, ok := errors.AsType[*hinted](err); ok {
+	fault := map[string]string{"code": errorCode(code), "message": err.Error()}
+	if known, ok := errors.AsType[*hintedError](err); ok {
 		fault["message"], fault["hint"] = strings.TrimSuffix(err.Error(), "; "+known.hint), known.hint
 	} else if todo := postgres.Todo(err); todo != "" {
 		fault["message"], fault["hint"] = strings.TrimSuffix(err.Error(), ": "+todo), todo
 	}
-	if run, ok := errors.AsType[*traced](err); ok {
-		fault["trace_id"] = run.id
+	if run, ok := errors.AsType[*tracedError](err); ok {
+		fault["trace_id"] = run.traceID
 	}
-	// Texts can always be encoded, so there is no error to report.
+	// Marshal of strings cannot fail.
 	text, _ := json.Marshal(map[string]any{"error": fault})
-	c.say("%s", text)
+	c.infof("%s", text)
 }
 
-// sayError tells a person of an error.
-func (c *cli) sayError(err error) {
+func (c *cli) printError(err error) {
 	for _, line := range errorLines(err) {
-		c.say("agent: %s", printable(line))
+		c.infof("agent: %s", printable(line))
 	}
 }
 
-// advised adds what to do about a database, or a machine, in trouble, unless the error says what to do already.
-func advised(err error) error {
-	if _, known := errors.AsType[*hinted](err); errors.Is(err, agents.ErrNotFound) && !known {
+// withAdvice adds a next step for database and machine failures, unless the error has one.
+func withAdvice(err error) error {
+	if _, known := errors.AsType[*hintedError](err); errors.Is(err, agents.ErrNotFound) && !known {
 		return hint(err, "see agent agents ls")
 	}
 	what, todo := postgres.Trouble(err)
 	switch postgres.Code(err) {
 	case codeNUL:
-		what, todo = "PostgreSQL stores no text with the character U+0000", `leave \u0000 out`
+		what, todo = "PostgreSQL cannot store the character U+0000", `remove \u0000`
 	case codeBytes:
-		what, todo = "PostgreSQL stores no text that is not UTF-8", "write it in UTF-8"
+		what, todo = "PostgreSQL stores only UTF-8 text", "encode it as UTF-8"
 	}
-	if _, known := errors.AsType[*hinted](err); known || what == "" || postgres.Todo(err) != "" || strings.Contains(err.Error(), todo) {
+	if _, known := errors.AsType[*hintedError](err); known || what == "" || postgres.Todo(err) != "" || strings.Contains(err.Error(), todo) {
 		return err
 	}
 	return hint(err, "%s: %s", what, todo)
 }
 
-// errorLines is an error as lines: one, except where there is a list of problems.
+// errorLines splits an error that is a list of problems.
 func errorLines(err error) []string {
 	var settings *config.Error
 	var files workspace.Problems
-	var story *differs
+	var story *storyMismatch
 	if errors.As(err, &settings) || errors.As(err, &files) || errors.As(err, &story) {
 		return strings.Split(err.Error(), "\n")
 	}
 	return []string{err.Error()}
 }
 
-// errorWord is an exit code for programs that read JSON.
-func errorWord(code int) string {
+// errorCode names an exit code in JSON errors.
+func errorCode(code int) string {
 	switch code {
 	case exitUsage:
 		return "usage"
@@ -185,12 +182,12 @@ func errorWord(code int) string {
 	return "failed"
 }
 
-// crashed makes an error of a panic: one line for the user, the stack for the debug log.
-func (c *cli) crashed(ctx context.Context, reason any) error {
+// panicError turns a panic into an error of one line. The stack goes to the debug log.
+func (c *cli) panicError(ctx context.Context, reason any) error {
 	log, err := logging.New(c.err, c.environ["AGENT_LOG_FORMAT"], c.environ["AGENT_LOG_LEVEL"])
 	if err == nil {
 		log.DebugContext(ctx, "panic", "reason", reason, "stack", string(debug.Stack()))
 	}
-	return hint(fmt.Errorf("a mistake in agent itself: %.200s", fmt.Sprint(reason)),
-		"please report it, with what AGENT_LOG_LEVEL=debug shows")
+	return hint(fmt.Errorf("internal error: %.200s", fmt.Sprint(reason)),
+		"report it with the output of AGENT_LOG_LEVEL=debug")
 }

@@ -18,7 +18,7 @@ import (
 )
 
 func (c *cli) executionsCommand() *cobra.Command {
-	return group("executions", "See, start, cancel, fork and replay durable runs",
+	return group("executions", "List, start, cancel, fork and replay executions",
 		c.executionsListCommand(), c.executionsShowCommand(), c.executionsStartCommand(), c.executionsCancelCommand(),
 		c.executionsEventCommand(), c.executionsForkCommand(), c.executionsRetryCommand(), c.executionsReplayCommand(),
 		c.executionsStatusCommand(), c.executionsWaitingCommand(), c.executionsStuckCommand())
@@ -27,15 +27,14 @@ func (c *cli) executionsCommand() *cobra.Command {
 func (c *cli) executionsListCommand() *cobra.Command {
 	var f executions.Filter
 	cmd := &cobra.Command{
-		Use: "ls", Short: "List executions, newest first", Args: args(0, 0, "no arguments"),
+		Use: "ls", Short: "List executions, newest first", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			got, next, err := listExecutions(cmd.Context(), s, f)
 			if err != nil {
 				return err
 			}
-			return c.print(listing(got, next), func(w io.Writer) error {
-				rows := make([][]string, len(got))
-				for i, x := range got {
+			return printRows(c, got, next, "no matching executions; `agent heartbeat` starts one",
+				[]string{"EXECUTION", "FLOW", "STATUS", "CREATED", "TRACE", "ABOUT"}, func(x executions.Execution) []string {
 					about := x.ResultSummary
 					if x.Status == executions.Waiting {
 						about = "waits for " + deref(x.WaitingFor) + " " + deref(x.WaitingKey)
@@ -43,11 +42,8 @@ func (c *cli) executionsListCommand() *cobra.Command {
 					if x.ErrorMessage != nil {
 						about = *x.ErrorMessage
 					}
-					rows[i] = []string{x.ID, x.Flow, string(x.Status), when(x.CreatedAt), x.TraceID, clipped(about, 60)}
-				}
-				return table(w, "no execution matches; `agent heartbeat` makes one",
-					[]string{"EXECUTION", "FLOW", "STATUS", "CREATED", "TRACE", "ABOUT"}, rows)
-			})
+					return []string{x.ID, x.Flow, string(x.Status), formatTime(x.CreatedAt), x.TraceID, truncate(about, 60)}
+				})
 		}),
 	}
 	statusFlag(cmd.Flags(), &f.Status, "only this state", statusWords()...)
@@ -60,25 +56,21 @@ func (c *cli) executionsListCommand() *cobra.Command {
 	return cmd
 }
 
-// listExecutions reads a page as it may be shown, and where the next begins: a row more tells whether there is one.
+// listExecutions reads a redacted page and the cursor of the next.
 func listExecutions(ctx context.Context, s *session, f executions.Filter) (page []executions.Execution, next string, err error) {
-	limit := f.Limit
-	f.Limit = limit + 1
-	page, err = executions.List(ctx, s.pool, f)
-	if err == nil && len(page) > limit {
-		page, next = page[:limit], page[limit-1].ID
-	}
+	page, next, err = readPage(&f.Limit, func() ([]executions.Execution, error) { return executions.List(ctx, s.pool, f) },
+		func(x executions.Execution) string { return x.ID })
 	for i := range page {
 		page[i] = page[i].Redacted()
 	}
 	return page, next, err
 }
 
-// shownExecution is an execution with what it has recorded.
+// shownExecution is the JSON result of agent executions show.
 type shownExecution struct {
 	executions.Execution
 	Checkpoints []executions.Checkpoint `json:"checkpoints"`
-	Waits       []executions.WaitingRow `json:"waits"` // the one that is open
+	Waits       []executions.WaitingRow `json:"waits"` // the open wait
 	Children    []executions.Relative   `json:"children"`
 	Forks       []executions.Relative   `json:"forks"`
 }
@@ -118,7 +110,7 @@ func (c *cli) executionsShowCommand() *cobra.Command {
 	}
 }
 
-// openWaits is what an execution waits for.
+// openWaits returns the open wait of an execution, if any.
 func openWaits(x executions.Execution) []executions.WaitingRow {
 	if x.Status != executions.Waiting || x.WaitingUntil == nil {
 		return []executions.WaitingRow{}
@@ -130,7 +122,6 @@ func openWaits(x executions.Execution) []executions.WaitingRow {
 	}}
 }
 
-// notFoundHint says where ids are listed.
 func notFoundHint(err error) error {
 	if errors.Is(err, executions.ErrNotFound) {
 		return hint(err, "see agent executions ls")
@@ -141,7 +132,7 @@ func notFoundHint(err error) error {
 func writeExecution(w io.Writer, x shownExecution) error {
 	until := ""
 	if x.WaitingUntil != nil {
-		until = when(*x.WaitingUntil)
+		until = formatTime(*x.WaitingUntil)
 	}
 	version := ""
 	if x.FlowVersion != nil {
@@ -158,7 +149,7 @@ func writeExecution(w io.Writer, x shownExecution) error {
 		{"status", string(x.Status)},
 		{"trace", x.TraceID},
 		{"surface", x.Surface},
-		{"created", when(x.CreatedAt)},
+		{"created", formatTime(x.CreatedAt)},
 		{"claim", fmt.Sprint(x.Claim)},
 		{"attempt", fmt.Sprint(x.Attempt)},
 		{"worker", deref(x.ClaimedBy)},
@@ -171,11 +162,7 @@ func writeExecution(w io.Writer, x shownExecution) error {
 		{"cancelled by", deref(x.CancelledBy)},
 		{"reason", deref(x.CancelReason)},
 	}
-	for _, l := range lines {
-		if l[1] != "" {
-			fmt.Fprintf(w, "%-13s %s\n", l[0], printable(l[1]))
-		}
-	}
+	writeFields(w, "%-13s %s\n", lines)
 	for _, r := range x.Children {
 		fmt.Fprintf(w, "%-13s %s %s %s\n", "child", r.ID, printable(r.Flow), r.Status)
 	}
@@ -183,28 +170,27 @@ func writeExecution(w io.Writer, x shownExecution) error {
 		fmt.Fprintf(w, "%-13s %s %s %s\n", "fork", r.ID, r.Status, printable(r.From))
 	}
 	fmt.Fprintln(w)
-	rows := make([][]string, len(x.Checkpoints))
-	for i, p := range x.Checkpoints {
-		state := "ok"
-		if p.Failed {
-			state = "failed"
-		}
-		rows[i] = []string{when(p.CreatedAt), p.Step, state, fmt.Sprint(p.Claim), clipped(string(p.Output), 80)}
-	}
-	return table(w, "no checkpoints", []string{"RECORDED", "STEP", "STATE", "CLAIM", "RESULT"}, rows)
+	return writeRows(w, "no checkpoints",
+		[]string{"RECORDED", "STEP", "STATE", "CLAIM", "RESULT"}, x.Checkpoints, func(p executions.Checkpoint) []string {
+			state := "ok"
+			if p.Failed {
+				state = "failed"
+			}
+			return []string{formatTime(p.CreatedAt), p.Step, state, fmt.Sprint(p.Claim), truncate(string(p.Output), 80)}
+		})
 }
 
 func (c *cli) executionsCancelCommand() *cobra.Command {
 	var reason string
 	cmd := &cobra.Command{
-		Use: "cancel ID", Short: "End an execution now", Args: executionID,
-		Long: `End an execution now, whatever it does: a step in flight is stopped, its lanes are freed. Cancelling one that has
-ended changes nothing. One that another transaction has locked is cancelled when that ends; what may be in the way is said.`,
+		Use: "cancel ID", Short: "Cancel an execution now", Args: executionID,
+		Long: `Cancel an execution now: stop its running step and release its lanes. Cancelling an ended execution changes nothing.
+If another transaction locks the row, the cancel takes effect when it ends; the command names a possible blocker.`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			return c.cancel(cmd.Context(), s, args[0], reason)
 		}),
 	}
-	cmd.Flags().StringVar(&reason, "reason", "cancelled from the command line", "why, for the record")
+	cmd.Flags().StringVar(&reason, "reason", "cancelled from the command line", "reason for the audit log")
 	return cmd
 }
 
@@ -225,7 +211,7 @@ func (c *cli) cancel(ctx context.Context, s *session, id, reason string) error {
 	}
 	return c.print(map[string]any{"id": id, "status": status}, func(w io.Writer) error {
 		if status != executions.Cancelled {
-			_, err := fmt.Fprintf(w, "%s had ended already: %s\n", id, status)
+			_, err := fmt.Fprintf(w, "%s had already ended: %s\n", id, status)
 			return err
 		}
 		_, err := fmt.Fprintf(w, "cancelled %s\n", id)
@@ -237,13 +223,11 @@ func (c *cli) executionsForkCommand() *cobra.Command {
 	var f executions.ForkSpec
 	var input, reason string
 	cmd := &cobra.Command{
-		Use: "fork ID", Short: "Start anew from a step of an execution", Args: executionID,
-		Long: `Start an execution, under a trace of its own, that begins with what another had recorded before a step, and does the rest
-anew. The other is not touched, whatever state it is in. agent executions show ID lists the steps; a name within a phase or
-branch is written with slashes (phase/step), and naming a phase, a loop or a branch begins it anew from its start.
-
-Without --from everything that was recorded is kept. With another input, a recorded step that worked on the old one is a
-contradiction, and the error names it. What runs it is a process that runs agent serve.`,
+		Use: "fork ID", Short: "Start a new execution from a step of another", Args: executionID,
+		Long: `Start a new execution with a new trace. It copies the checkpoints before a step and runs the rest. The original stays
+unchanged. agent executions show ID lists the steps. Nested names use slashes (phase/step); naming a phase, a loop or a
+branch restarts it. Without --from all checkpoints are copied. With a new input, a copied step that depends on the old
+one fails with an error. A process that runs agent serve runs the execution.`,
 		Example: "  agent executions fork 0198… --from evaluate\n  agent executions fork 0198… --from ask --input '{\"tone\": \"warm\"}'",
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if cmd.Flags().Changed("input") {
@@ -261,7 +245,7 @@ contradiction, and the error names it. What runs it is a process that runs agent
 				}
 				var got executions.Execution
 				input, output := map[string]any{"execution": f.ID, "from": f.From, "reason": reason}, map[string]any{}
-				_, err = actSaying(cmd.Context(), s, "fork_execution", input, output, func(tx pgx.Tx, _ string) (_ bool, err error) {
+				_, err = recordChangeWith(cmd.Context(), s, "fork_execution", input, output, func(tx pgx.Tx, _ string) (_ bool, err error) {
 					got, err = a.engine.Fork(cmd.Context(), tx, f)
 					return forked(got, output), err
 				})
@@ -269,20 +253,19 @@ contradiction, and the error names it. What runs it is a process that runs agent
 			})(cmd, args)
 		},
 	}
-	cmd.Flags().StringVar(&f.From, "from", "", "the step to begin anew with")
-	cmd.Flags().StringVar(&input, "input", "", "another input: JSON, @file, or - for standard input")
-	cmd.Flags().StringVar(&reason, "reason", "", "why, for the record")
-	cmd.Flags().BoolVar(&f.Latest, "latest", false, "the current version of the flow, not the one the other began with")
+	cmd.Flags().StringVar(&f.From, "from", "", "the first step to run again")
+	cmd.Flags().StringVar(&input, "input", "", "a new input: JSON, @file, or - for standard input")
+	cmd.Flags().StringVar(&reason, "reason", "", "reason for the audit log")
+	cmd.Flags().BoolVar(&f.Latest, "latest", false, "use the current version of the flow instead of the original's")
 	return cmd
 }
 
 func (c *cli) executionsRetryCommand() *cobra.Command {
 	var reason string
 	cmd := &cobra.Command{
-		Use: "retry ID", Short: "Try an execution again from where it failed", Args: executionID,
-		Long: `Fork an execution that failed, timed out or was cancelled, so that what ended it is done anew: the step that failed, within
-its phase; the wait that timed out; the child whose failure was passed on. One that was cancelled goes on after what it had
-recorded. The failed one stays as it is.`,
+		Use: "retry ID", Short: "Retry an execution from its failure", Args: executionID,
+		Long: `Fork a failed, timed out or cancelled execution. The fork repeats the failed step, the expired wait or the failed child.
+A cancelled execution continues after its last checkpoint. The original stays unchanged.`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			a, err := c.app(s, nil)
 			if err != nil {
@@ -291,30 +274,30 @@ recorded. The failed one stays as it is.`,
 			var got executions.Execution
 			from := ""
 			input, output := map[string]any{"execution": args[0], "reason": reason}, map[string]any{}
-			_, err = actSaying(cmd.Context(), s, "retry_execution", input, output, func(tx pgx.Tx, _ string) (_ bool, err error) {
+			_, err = recordChangeWith(cmd.Context(), s, "retry_execution", input, output, func(tx pgx.Tx, _ string) (_ bool, err error) {
 				got, from, err = a.engine.Retry(cmd.Context(), tx, args[0])
 				return forked(got, output), err
 			})
 			return c.printFork(got, from, forkHint(err, args[0]))
 		}),
 	}
-	cmd.Flags().StringVar(&reason, "reason", "", "why, for the record")
+	cmd.Flags().StringVar(&reason, "reason", "", "reason for the audit log")
 	return cmd
 }
 
-// forked says in the row of the act which execution began.
+// forked adds the new execution to the record of the change.
 func forked(x executions.Execution, output map[string]any) bool {
 	output["execution_id"], output["trace_id"] = x.ID, x.TraceID
 	return true
 }
 
-// forkHint says what to do about a fork that was refused.
+// forkHint adds a next step to the error of a rejected fork.
 func forkHint(err error, id string) error {
 	switch {
 	case errors.Is(err, executions.ErrNoStep):
 		return hint(err, "see agent executions show %s", id)
 	case errors.Is(err, executions.ErrNotFailed):
-		return hint(err, "agent executions fork %s --from STEP begins anew from any step", id)
+		return hint(err, "agent executions fork %s --from STEP restarts from any step", id)
 	}
 	return notFoundHint(err)
 }
@@ -326,7 +309,7 @@ func (c *cli) printFork(x executions.Execution, from string, err error) error {
 	return c.print(map[string]any{
 		"id": x.ID, "trace_id": x.TraceID, "status": x.Status, "forked_from": x.ForkedFrom, "from": from,
 	}, func(w io.Writer) error {
-		where := "after all that was recorded"
+		where := "after the last checkpoint"
 		if from != "" {
 			where = "from " + printable(from)
 		}
@@ -337,12 +320,13 @@ func (c *cli) printFork(x executions.Execution, from string, err error) error {
 
 func (c *cli) executionsReplayCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "replay ID", Short: "Run an execution's code against its record, without doing anything", Args: executionID,
-		Long: `Call the flow with the results that an execution has recorded, in this process, without a model, without a network and
-without a write: nothing that is not recorded can happen. Both digests are over steps, outputs, status and result. When the
-code of today does something else than the record says, the first step that differs is named, and the exit code is 1.`,
+		Use: "replay ID", Short: "Replay an execution against its checkpoints, without side effects", Args: executionID,
+		Long: `Run the flow in this process with recorded results only: no model, no network, no writes. Both digests cover steps,
+outputs, status and result. If the current code differs from the record, the command names the first different step, and
+the exit code is 1.`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			// Code that reasons reckons what a call would cost before it comes to the call's record. This one is not asked.
+			// Reasoning code estimates a call's cost before it reads the record, so replay needs a model client. It
+			// sends no request.
 			unasked, err := models.New(models.Config{Model: "unasked"})
 			if err != nil {
 				return err
@@ -353,7 +337,7 @@ code of today does something else than the record says, the first step that diff
 			}
 			got, err := a.engine.Replay(cmd.Context(), args[0])
 			if errors.Is(err, executions.ErrUnknownFlow) {
-				return hint(err, "what a worker outside did is not code of this program")
+				return hint(err, "an external worker ran it, so this program has no code to replay")
 			}
 			if err != nil {
 				return notFoundHint(err)
@@ -383,7 +367,7 @@ func writeReplay(w io.Writer, r executions.Replayed) error {
 	return err
 }
 
-// maxInput is the largest input that is read, in bytes.
+// maxInput bounds the input in bytes.
 const maxInput = 16 << 20
 
 // readJSON reads a JSON value from an argument: the value itself, @file, or - for standard input.
@@ -413,7 +397,7 @@ func (c *cli) readJSON(text string) (json.RawMessage, error) {
 	return raw, nil
 }
 
-// goFlows names the flows that this program has in Go code.
+// goFlows lists the flows that this program implements in Go.
 func (c *cli) goFlows(_ context.Context, s *session) ([]string, error) {
 	a, err := c.app(s, nil)
 	if err != nil {
@@ -424,22 +408,18 @@ func (c *cli) goFlows(_ context.Context, s *session) ([]string, error) {
 
 func (c *cli) executionsStatusCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "status", Short: "Count what is pending, running and waiting, with the mean age", Args: args(0, 0, "no arguments"),
-		Long: "Count what is pending, running and waiting, with the mean age. In SQL: select * from agent_executions_by_status.",
+		Use: "status", Short: "Count pending, running and waiting executions, with their mean age", Args: positionalArgs(0, 0, "no arguments"),
+		Long: "Count pending, running and waiting executions, with their mean age. In SQL: select * from agent_executions_by_status.",
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			got, err := executions.CountByStatus(cmd.Context(), s.pool)
 			if err != nil {
 				return err
 			}
-			if err := c.tellPause(cmd.Context(), s); err != nil {
+			if err := c.warnPaused(cmd.Context(), s); err != nil {
 				return err
 			}
-			return c.print(listing(got, ""), func(w io.Writer) error {
-				rows := make([][]string, len(got))
-				for i, r := range got {
-					rows[i] = []string{string(r.Status), fmt.Sprint(r.Count), seconds(r.AvgAgeSeconds)}
-				}
-				return table(w, "nothing", []string{"STATUS", "COUNT", "MEAN AGE"}, rows)
+			return printRows(c, got, "", "nothing", []string{"STATUS", "COUNT", "MEAN AGE"}, func(r executions.StatusCount) []string {
+				return []string{string(r.Status), fmt.Sprint(r.Count), formatSeconds(r.AvgAgeSeconds)}
 			})
 		}),
 	}
@@ -449,10 +429,10 @@ func (c *cli) executionsWaitingCommand() *cobra.Command {
 	var kind string
 	var limit int
 	cmd := &cobra.Command{
-		Use: "waiting", Short: "List what waits, the nearest deadline first", Args: args(0, 0, "no arguments"),
-		Long: "List what waits, the nearest deadline first. In SQL: select * from agent_executions_waiting.",
+		Use: "waiting", Short: "List waiting executions, the nearest deadline first", Args: positionalArgs(0, 0, "no arguments"),
+		Long: "List waiting executions, the nearest deadline first. In SQL: select * from agent_executions_waiting.",
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			return c.listWaiting(cmd, s, kind, false, limit, "nothing waits")
+			return c.listWaiting(cmd, s, kind, false, limit, "no waiting executions")
 		}),
 	}
 	wordFlag(cmd.Flags(), &kind, "for", "only this kind",
@@ -464,11 +444,11 @@ func (c *cli) executionsWaitingCommand() *cobra.Command {
 func (c *cli) executionsStuckCommand() *cobra.Command {
 	var limit int
 	cmd := &cobra.Command{
-		Use: "stuck", Short: "List what waits although its deadline has passed", Args: args(0, 0, "no arguments"),
-		Long: `List what waits although its deadline has passed and that nobody has touched for an hour. There should be nothing: some process
-has to run agent serve. In SQL: select * from agent_executions_stuck.`,
+		Use: "stuck", Short: "List executions waiting past their deadline", Args: positionalArgs(0, 0, "no arguments"),
+		Long: `List executions waiting past their deadline without an update for an hour. If there are any, check that agent serve
+runs. In SQL: select * from agent_executions_stuck.`,
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			return c.listWaiting(cmd, s, "", true, limit, "nothing is stuck")
+			return c.listWaiting(cmd, s, "", true, limit, "no stuck executions")
 		}),
 	}
 	limitFlag(cmd.Flags(), &limit, 50)
@@ -483,11 +463,8 @@ func (c *cli) listWaiting(cmd *cobra.Command, s *session, kind string, stuck boo
 	for i := range got {
 		got[i] = got[i].Redacted()
 	}
-	return c.print(listing(got, ""), func(w io.Writer) error {
-		rows := make([][]string, len(got))
-		for i, r := range got {
-			rows[i] = []string{r.ID, r.Flow, r.WaitingFor, clipped(r.WaitingKey, 40), when(r.WaitingUntil), seconds(r.Waited), r.TraceID}
-		}
-		return table(w, empty, []string{"EXECUTION", "FLOW", "WAITS FOR", "KEY", "UNTIL", "SINCE", "TRACE"}, rows)
-	})
+	return printRows(c, got, "", empty,
+		[]string{"EXECUTION", "FLOW", "WAITS FOR", "KEY", "UNTIL", "SINCE", "TRACE"}, func(r executions.WaitingRow) []string {
+			return []string{r.ID, r.Flow, r.WaitingFor, truncate(r.WaitingKey, 40), formatTime(r.WaitingUntil), formatSeconds(r.Waited), r.TraceID}
+		})
 }

@@ -16,14 +16,12 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/flows"
-	"github.com/lanekeeper/lanekeeper/internal/nearest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// begun is what `executions start` is told.
-type begun struct {
+type startOptions struct {
 	spec    executions.Spec
 	input   string
 	chatKey string
@@ -32,12 +30,12 @@ type begun struct {
 }
 
 func (c *cli) executionsStartCommand() *cobra.Command {
-	b := begun{spec: executions.Spec{Surface: trace.Flow}}
+	b := startOptions{spec: executions.Spec{Surface: trace.Flow}}
 	cmd := &cobra.Command{
-		Use: "start FLOW", Short: "Start an execution of a flow", Args: args(1, 1, "a flow's name; see agent flows ls"),
-		Long: `Start an execution of a flow: one of the workspace, one of this program, or external (external:NAME) for a worker outside. A
-process that runs agent serve runs it. With --wait the command stays until it has ended, says on standard error what becomes of it,
-and exits with 1 when it did not succeed; an interrupt ends the waiting, not the execution.`,
+		Use: "start FLOW", Short: "Start an execution of a flow", Args: positionalArgs(1, 1, "a flow's name; see agent flows ls"),
+		Long: `Start an execution of a flow: a workspace flow, a Go flow, or external (external:NAME) for an external worker. A process
+that runs agent serve runs it. --wait prints its status on stderr until it ends, and exits with 1 unless it completed;
+an interrupt ends the waiting, not the execution.`,
 		Example: "  agent executions start onboarding --input '{\"candidate\": \"Ana\"}' --thread ana --wait\n" +
 			"  agent executions start external:import --on-lost hand_on --input @order.json",
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -50,10 +48,10 @@ and exits with 1 when it did not succeed; an interrupt ends the waiting, not the
 				b.spec.Input = text
 			}
 			if b.spec.Priority < 0 || b.spec.Priority > 4 {
-				return usageError("--priority: %d is not from 1 (first) to 4 (last)", b.spec.Priority)
+				return usageError("--priority %d: use 1 (first) to 4 (last)", b.spec.Priority)
 			}
 			if b.chatKey != "" && b.spec.ThreadID == "" {
-				return usageError("--chat-key is of no use without --thread: name the thread that the key may speak in")
+				return usageError("--chat-key needs --thread: name the thread to open to the key")
 			}
 			if !slices.Contains([]string{"", "resume", "fail", "hand_on"}, b.spec.OnLost) {
 				return usageError("--on-lost: %q is not one of resume, fail, hand_on", b.spec.OnLost)
@@ -65,26 +63,26 @@ and exits with 1 when it did not succeed; an interrupt ends the waiting, not the
 	}
 	flags := cmd.Flags()
 	flags.StringVar(&b.input, "input", "", "the input: JSON, @file, or - for standard input")
-	flags.StringVar(&b.spec.ThreadID, "thread", "", "the thread that it speaks in")
-	flags.StringVar(&b.chatKey, "chat-key", "", "the name of a chat key that may speak in the thread, and calls it by its id")
-	flags.BoolVar(&b.wait, "wait", false, "stay until it has ended")
-	flags.StringVar(&b.spec.OnLost, "on-lost", "", "when its worker is lost: resume (standard), fail (standard for external), hand_on")
-	flags.IntVar(&b.spec.Priority, "priority", 0, "1 first to 4 last; standard 2")
-	flags.StringVar(&b.reason, "reason", "", "why, for the record")
-	flags.StringVar(&b.spec.DedupeKey, "key", "", "start it once for this key, however often the command is run")
+	flags.StringVar(&b.spec.ThreadID, "thread", "", "the thread of its messages")
+	flags.StringVar(&b.chatKey, "chat-key", "", "a chat key that gets access to the thread under its id")
+	flags.BoolVar(&b.wait, "wait", false, "wait until it has ended")
+	flags.StringVar(&b.spec.OnLost, "on-lost", "", "when its worker is lost: resume (default), fail (default for external), hand_on")
+	flags.IntVar(&b.spec.Priority, "priority", 0, "1 first to 4 last; default 2")
+	flags.StringVar(&b.reason, "reason", "", "reason for the audit log")
+	flags.StringVar(&b.spec.DedupeKey, "key", "", "idempotency key: start it once, however often the command runs")
 	return cmd
 }
 
-// reservedFlows are started by other commands, which give them what they need.
+// reservedFlows maps flows of this program to the commands that start them.
 var reservedFlows = map[string]string{
 	"heartbeat": "agent heartbeat", "operate": "agent operate", "chat": "agent chat", "automation": "agent automations run NAME",
 	"skill_call": "agent skills call NAME", "webhook": "agent webhooks replay ID",
 	"chat_relay": "agent chat", "chat_summary": "agent chat", "delegate": "agent operate", "mcp.call": "agent skills call NAME",
 }
 
-func (c *cli) startExecution(ctx context.Context, s *session, b begun) error {
+func (c *cli) startExecution(ctx context.Context, s *session, b startOptions) error {
 	if command := reservedFlows[b.spec.Flow]; command != "" {
-		return &exitError{exitUsage, hint(fmt.Errorf("flow %s is not started by itself", b.spec.Flow), "use %s", command)}
+		return &exitError{exitUsage, hint(fmt.Errorf("flow %s cannot be started directly", b.spec.Flow), "use %s", command)}
 	}
 	a, err := c.app(s, nil)
 	if err != nil {
@@ -94,7 +92,7 @@ func (c *cli) startExecution(ctx context.Context, s *session, b begun) error {
 		return err
 	}
 	b.spec.Agent = s.config.Name
-	if id := b.spec.ThreadID; id != "" { // a flow may begin a conversation
+	if id := b.spec.ThreadID; id != "" { // a flow may create its thread
 		if err := b.openThread(ctx, s, id); err != nil {
 			return err
 		}
@@ -104,20 +102,20 @@ func (c *cli) startExecution(ctx context.Context, s *session, b begun) error {
 		return err
 	}
 	if b.wait {
-		return c.awaitExecution(ctx, s, x)
+		return c.waitForEnd(ctx, s, x)
 	}
 	return c.print(map[string]any{"id": x.ID, "trace_id": x.TraceID, "status": x.Status, "created": created}, func(w io.Writer) error {
 		verb := "started"
 		if !created {
-			verb = "had been started already:"
+			verb = "was already started:"
 		}
 		_, err := fmt.Fprintf(w, "%s %s\ntrace %s\n", verb, x.ID, x.TraceID)
 		return err
 	})
 }
 
-// openThread makes sure that the flow may speak in its thread, and lets the chat key in that is named.
-func (b begun) openThread(ctx context.Context, s *session, id string) error {
+// openThread gives the flow, and the named chat key, access to the thread.
+func (b startOptions) openThread(ctx context.Context, s *session, id string) error {
 	err := postgres.InTx(ctx, s.pool, func(tx pgx.Tx) error {
 		err := threads.OpenForFlow(ctx, tx, id, b.spec.Flow, "", b.spec.Agent)
 		if err == nil && b.chatKey != "" {
@@ -129,18 +127,18 @@ func (b begun) openThread(ctx context.Context, s *session, id string) error {
 	case errors.Is(err, threads.ErrInvalid):
 		return usageError("--thread: %s", threads.ErrInvalid)
 	case errors.Is(err, threads.ErrNotFound):
-		return hint(fmt.Errorf("thread %q: %w", id, threads.ErrNotFound), "a visitor's thread has to be opened to the flow: agent threads open %s --flow %s", id, b.spec.Flow)
+		return hint(fmt.Errorf("thread %q: %w", id, threads.ErrNotFound), "open a visitor's thread to the flow: agent threads open %s --flow %s", id, b.spec.Flow)
 	case errors.Is(err, threads.ErrTaken):
-		return usageError("--chat-key: the key %s has a thread %q of its own; choose another --thread", b.chatKey, id)
+		return usageError("--chat-key: the key %s already has a thread %q; choose another --thread", b.chatKey, id)
 	}
 	return err
 }
 
-// startable says why a flow cannot be started with an input, and what a worker outside means for it.
+// startable validates flow, input and on_lost before the start.
 func startable(ctx context.Context, a *app, spec *executions.Spec) error {
 	if executions.IsExternal(spec.Flow) {
 		if spec.OnLost == "resume" {
-			return usageError("--on-lost: resume is for runs of this program's own; a worker outside's can fail or hand_on")
+			return usageError("--on-lost: external executions accept fail or hand_on, not resume")
 		}
 		if spec.OnLost == "" {
 			spec.OnLost = "fail"
@@ -156,11 +154,7 @@ func startable(ctx context.Context, a *app, spec *executions.Spec) error {
 		if err != nil {
 			return err
 		}
-		meant := ""
-		if near := nearest.To(spec.Flow, names); near != "" {
-			meant = fmt.Sprintf("; did you mean %q?", near)
-		}
-		return &exitError{exitUsage, hint(fmt.Errorf("there is no flow %q%s", spec.Flow, meant), "see agent flows ls")}
+		return &exitError{exitUsage, hint(fmt.Errorf("there is no flow %q%s", spec.Flow, suggestion(spec.Flow, names)), "see agent flows ls")}
 	}
 	input, _ := spec.Input.(json.RawMessage)
 	if err := flows.CheckStart(ctx, a.pool, spec.Flow, input); err != nil {
@@ -169,7 +163,6 @@ func startable(ctx context.Context, a *app, spec *executions.Spec) error {
 	return nil
 }
 
-// startableFlows are the names of the flows that can be started.
 func startableFlows(ctx context.Context, a *app) ([]string, error) {
 	all, err := flows.List(ctx, a.pool, flows.Filter{Limit: 500})
 	if err != nil {
@@ -187,26 +180,25 @@ func startableFlows(ctx context.Context, a *app) ([]string, error) {
 	return append(names, executions.External), nil
 }
 
-// lookAgain is how long the command that waits for an execution pauses between two looks, at most.
-const lookAgain = time.Second
+const maxPollInterval = time.Second
 
-// awaitExecution tells what becomes of an execution until it has ended.
-func (c *cli) awaitExecution(ctx context.Context, s *session, x executions.Execution) error {
+// waitForEnd polls an execution and prints its status until it has ended.
+func (c *cli) waitForEnd(ctx context.Context, s *session, x executions.Execution) error {
 	if !c.json {
-		c.say("started %s, trace %s", x.ID, x.TraceID)
+		c.infof("started %s, trace %s", x.ID, x.TraceID)
 	}
 	said := ""
-	for pause := 20 * time.Millisecond; ; pause = min(2*pause, lookAgain) {
+	for pause := 20 * time.Millisecond; ; pause = min(2*pause, maxPollInterval) {
 		now, err := executions.Get(ctx, s.pool, x.ID)
 		if err != nil {
 			return err
 		}
 		if now.Status.Ended() {
-			return c.reportEnd(now)
+			return c.printEnded(now)
 		}
-		if is := standing(now); is != said && !c.json {
+		if is := statusText(now); is != said && !c.json {
 			said, pause = is, 20*time.Millisecond
-			c.say("%s", is)
+			c.infof("%s", is)
 		}
 		select {
 		case <-ctx.Done():
@@ -216,26 +208,25 @@ func (c *cli) awaitExecution(ctx context.Context, s *session, x executions.Execu
 	}
 }
 
-// standing says in a line how an execution stands.
-func standing(x executions.Execution) string {
+func statusText(x executions.Execution) string {
 	if x.Status == executions.Waiting {
-		return "waits for " + printable(strings.TrimSpace(awaited(x)))
+		return "waits for " + printable(strings.TrimSpace(waitText(x)))
 	}
 	if x.Status == executions.Pending {
-		return "pending: a process that runs agent serve takes it up"
+		return "pending until a process that runs agent serve claims it"
 	}
 	return string(x.Status)
 }
 
-// reportEnd shows how an execution ended; one that did not succeed is a failure.
-func (c *cli) reportEnd(x executions.Execution) error {
+// printEnded prints the result of an execution. Any status but completed is an error.
+func (c *cli) printEnded(x executions.Execution) error {
 	x = x.Redacted()
 	if x.Status != executions.Completed {
 		why := deref(x.ErrorMessage)
 		if x.Status == executions.Cancelled {
 			why = deref(x.CancelReason)
 		}
-		return &traced{hint(fmt.Errorf("%s of %s: %s: %s", x.ID, x.Flow, x.Status, why), "see agent trace %s; agent executions retry %s tries again",
+		return &tracedError{hint(fmt.Errorf("%s of %s: %s: %s", x.ID, x.Flow, x.Status, why), "see agent trace %s; agent executions retry %s tries again",
 			x.TraceID, x.ID), x.TraceID}
 	}
 	return c.print(x, func(w io.Writer) error {
@@ -248,23 +239,24 @@ func (c *cli) executionsEventCommand() *cobra.Command {
 	var data, id string
 	events := []string{"MESSAGE_RECEIVED", "DOCUMENT_UPLOADED", "SIGNATURE_COMPLETED", "TEST_COMPLETED", "EVENT_COMPLETED"}
 	cmd := &cobra.Command{
-		Use: "event NAME KEY", Short: "Raise an event, for whoever waits for it", Args: args(2, 2, "an event's name and its key"),
-		Long: `Raise an event and resume every execution that waits for it; one that nobody waits for is kept for the first that will. The
-key says which wait is meant: of MESSAGE_RECEIVED the thread, of DOCUMENT_UPLOADED, SIGNATURE_COMPLETED and TEST_COMPLETED the request
-(agent requests ls), of EVENT_COMPLETED what the flow named. Of MESSAGE_RECEIVED the data has the content, which is put into the thread.`,
+		Use: "event NAME KEY", Short: "Raise an event and resume its waiters", Args: positionalArgs(2, 2, "an event's name and its key"),
+		Long: `Raise an event and resume every execution that waits for it. Without a waiter it is stored for the first one. The key
+selects the wait: the thread for MESSAGE_RECEIVED; the request (agent requests ls) for DOCUMENT_UPLOADED,
+SIGNATURE_COMPLETED and TEST_COMPLETED; the flow's key for EVENT_COMPLETED. MESSAGE_RECEIVED needs content in its data,
+and stores it in the thread.`,
 		Example: "  agent executions event EVENT_COMPLETED invoice-7 --data '{\"paid\": true}' --id bank-42\n" +
 			"  agent executions event MESSAGE_RECEIVED ana --data '{\"content\": \"yes\"}'\n" +
 			"  agent executions event DOCUMENT_UPLOADED 0198… --data '{\"document\": \"cv\", \"url\": \"https://…\"}'",
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if !slices.Contains(events, args[0]) {
-				return usageError("%q is not an event that comes from outside: %s", args[0], strings.Join(events, ", "))
+				return usageError("%q is no external event; use one of %s", args[0], strings.Join(events, ", "))
 			}
 			text, err := c.readJSON(data)
 			if err != nil {
 				return err
 			}
 			if args[1] == "" {
-				return usageError("the key is empty: say which wait is meant")
+				return usageError("the key is empty; name the wait")
 			}
 			return c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 				got, err := c.raiseEvent(cmd.Context(), s, args[0], args[1], text, id)
@@ -275,12 +267,12 @@ key says which wait is meant: of MESSAGE_RECEIVED the thread, of DOCUMENT_UPLOAD
 			})(cmd, args)
 		},
 	}
-	cmd.Flags().StringVar(&data, "data", "{}", "what the event says: JSON, @file, or - for standard input")
-	cmd.Flags().StringVar(&id, "id", "", "makes it count once, however often it is raised")
+	cmd.Flags().StringVar(&data, "data", "{}", "the event's data: JSON, @file, or - for standard input")
+	cmd.Flags().StringVar(&id, "id", "", "idempotency id: the event counts once")
 	return cmd
 }
 
-// raiseEvent delivers an event, and records who raised it, in one transaction.
+// raiseEvent delivers an event and records its origin in one transaction.
 func (c *cli) raiseEvent(
 	ctx context.Context, s *session, event, key string, data json.RawMessage, id string,
 ) (got executions.Delivered, err error) {
@@ -316,12 +308,11 @@ func (c *cli) raiseEvent(
 	return got, err
 }
 
-// printDelivered says which executions an event has resumed.
 func (c *cli) printDelivered(got executions.Delivered) error {
 	resumed := append([]string{}, got.Resumed...)
 	return c.print(map[string]any{"event_id": got.EventID, "resumed": resumed}, func(w io.Writer) error {
 		if len(resumed) == 0 {
-			_, err := fmt.Fprintf(w, "event %s: nobody waits for it now; it is kept for the first that will\n", got.EventID)
+			_, err := fmt.Fprintf(w, "event %s: no waiter; stored for the first one\n", got.EventID)
 			return err
 		}
 		_, err := fmt.Fprintf(w, "event %s: resumed %s\n", got.EventID, strings.Join(resumed, ", "))
@@ -329,15 +320,15 @@ func (c *cli) printDelivered(got executions.Delivered) error {
 	})
 }
 
-// receiveMessage puts a message into a thread, which raises the event.
+// receiveMessage stores a message in a thread. The database raises the event.
 func receiveMessage(ctx context.Context, a *app, tx pgx.Tx, thread string, data json.RawMessage, id string) (executions.Delivered, error) {
 	var said map[string]any
 	if err := json.Unmarshal(data, &said); err != nil {
-		return executions.Delivered{}, usageError(`--data: an object is needed, such as {"content": "yes"}`)
+		return executions.Delivered{}, usageError(`--data: pass an object such as {"content": "yes"}`)
 	}
 	content, _ := said["content"].(string)
 	if content == "" {
-		return executions.Delivered{}, usageError(`--data: of a message the content is needed, such as {"content": "yes"}`)
+		return executions.Delivered{}, usageError(`--data: a message needs content, such as {"content": "yes"}`)
 	}
 	delete(said, "content")
 	arrived, err := threads.Receive(ctx, a.engine, tx, threads.Incoming{ThreadID: thread, Content: content, Data: said, ID: id})

@@ -63,11 +63,11 @@ func TestAFlowFromStartToReplay(t *testing.T) {
 	if !started.Created || !strings.HasPrefix(started.TraceID, "fl_") {
 		t.Errorf("started %+v", started)
 	}
-	contains(t, p.must("executions", "start", "greet", "--input", `{"name": "Ana"}`, "--key", "ana"), "had been started already", started.ID)
+	contains(t, p.must("executions", "start", "greet", "--input", `{"name": "Ana"}`, "--key", "ana"), "was already started", started.ID)
 	p.waits(started.ID)
 	contains(t, p.must("executions", "waiting"), started.ID, "news-Ana")
 	contains(t, p.must("executions", "status"), "waiting  1")
-	if got := p.must("executions", "stuck"); got != "nothing is stuck\n" {
+	if got := p.must("executions", "stuck"); got != "no stuck executions\n" {
 		t.Errorf("stuck: %q", got)
 	}
 	contains(t, p.must("executions", "show", started.ID), "waits for     event", "key           news-Ana", "version       1")
@@ -115,7 +115,7 @@ func TestAFlowFromStartToReplay(t *testing.T) {
 		t.Errorf("forks %+v, forked %+v", shown.Forks, forked)
 	}
 	contains(t, p.must("executions", "cancel", forked.ID, "--reason", "enough"), "cancelled")
-	contains(t, p.must("executions", "retry", forked.ID), "after all that was recorded")
+	contains(t, p.must("executions", "retry", forked.ID), "after the last checkpoint")
 }
 
 func TestWaitingForTheEndOfAnExecution(t *testing.T) {
@@ -159,11 +159,11 @@ func TestWhatCannotBeStarted(t *testing.T) {
 		{2, "agent flows ls", []string{"start", "greeet"}},
 		{2, "is not JSON", []string{"start", "external", "--input", "{"}},
 		{2, "cannot be found", []string{"start", "external", "--input", "@nothing.json"}},
-		{2, "worker outside", []string{"start", "external", "--on-lost", "resume"}},
+		{2, "external executions accept", []string{"start", "external", "--on-lost", "resume"}},
 		{2, "1 (first)", []string{"start", "external", "--priority", "9"}},
 		{2, "printable", []string{"start", "external", "--thread", "a\nb"}},
-		{2, "comes from outside", []string{"event", "AGENT_COMPLETED", "x"}},
-		{2, "the content is needed", []string{"event", "MESSAGE_RECEIVED", "x"}},
+		{2, "is no external event", []string{"event", "AGENT_COMPLETED", "x"}},
+		{2, "a message needs content", []string{"event", "MESSAGE_RECEIVED", "x"}},
 		{1, "agent threads ls", []string{"event", "MESSAGE_RECEIVED", "x", "--data", `{"content": "hi"}`}},
 		{1, "agent executions ls", []string{"fork", "0198c0de-0000-7000-8000-000000000000"}},
 		{1, "agent executions ls", []string{"retry", "0198c0de-0000-7000-8000-000000000000"}},
@@ -185,12 +185,12 @@ func TestWhatCannotBeStarted(t *testing.T) {
 		}
 	}
 	if got := p.run("executions", "start", "external:import", "--input", `{"name": "a\u0000b"}`); got.code != 2 ||
-		!strings.Contains(got.err, `leave \u0000 out`) {
+		!strings.Contains(got.err, `remove \u0000`) {
 		t.Errorf("a NUL in the input: %d %s", got.code, got.err)
 	}
 	contains(t, p.must("threads", "show", "begun"), "begun  chat")
 	contains(t, p.must("executions", "show", x.ID), "external:import", "pending")
-	if got := p.run("executions", "replay", x.ID); got.code != 1 || !strings.Contains(got.err, "worker outside") {
+	if got := p.run("executions", "replay", x.ID); got.code != 1 || !strings.Contains(got.err, "an external worker ran it") {
 		t.Errorf("replay of a worker's run: %d %q", got.code, got.err)
 	}
 	if got := p.run("executions", "retry", x.ID); got.code != 1 || !strings.Contains(got.err, "fork "+x.ID) {
@@ -218,10 +218,10 @@ func TestAHeartbeatIsReplayed(t *testing.T) {
 func TestFlowsAndRequestsAreListed(t *testing.T) {
 	t.Parallel()
 	p := on(t, pgtest.URL(t))
-	if got := p.must("flows", "ls"); got != "no flows; `agent apply DIR` brings some\n" {
+	if got := p.must("flows", "ls"); got != "no flows; `agent apply DIR` creates some\n" {
 		t.Errorf("flows: %q", got)
 	}
-	if got := p.must("requests", "ls"); got != "nothing was asked of anybody\n" {
+	if got := p.must("requests", "ls"); got != "no requests\n" {
 		t.Errorf("requests: %q", got)
 	}
 	dir := t.TempDir()
@@ -274,7 +274,7 @@ func TestShowingAFlowAndItsVersions(t *testing.T) {
 	}
 	apply("")
 	if got := p.run("flows", "show", "greet"); got.code != 1 ||
-		!strings.Contains(got.err, "flow greet was removed; agent flows show greet --version 2 shows what it was") {
+		!strings.Contains(got.err, "flow greet was removed; agent flows show greet --version 2 shows its last version") {
 		t.Errorf("removed: %d %q", got.code, got.err)
 	}
 	contains(t, p.must("flows", "show", "greet", "--version", "2"), "word: adios")
@@ -328,7 +328,7 @@ func TestARequestIsShownAndAnswered(t *testing.T) {
 		contains(t, p.must("requests", "show", id), append(c.first, "Please", c.kind)...)
 		contains(t, p.must(append([]string{"requests", "answer", id}, c.flags...)...), "completed "+id)
 		contains(t, p.must("requests", "show", id), c.want...)
-		if got := p.run(append([]string{"requests", "answer", id}, c.flags...)...); got.code != 1 || !strings.Contains(got.err, "completed already") {
+		if got := p.run(append([]string{"requests", "answer", id}, c.flags...)...); got.code != 1 || !strings.Contains(got.err, "is already completed") {
 			t.Errorf("a second answer: %d %q", got.code, got.err)
 		}
 	}
@@ -387,8 +387,8 @@ func TestAHeartbeatThatYieldsSaysSo(t *testing.T) {
 				t.Fatal(err)
 			}
 			got := p.run(append([]string{"heartbeat"}, extra...)...)
-			const want = "the heartbeat waits for the admin, who holds the lane operate; " +
-				"it goes on in a process that runs `agent serve` or `agent dev`\n"
+			const want = "the heartbeat waits for the admin, holder of the lane operate; " +
+				"a process that runs `agent serve` or `agent dev` resumes it\n"
 			if got.code != 0 || got.err != want || got.out == "" {
 				t.Errorf("exit %d, stderr %q, stdout:\n%s", got.code, got.err, got.out)
 			}
@@ -409,7 +409,7 @@ func TestPauseAndResume(t *testing.T) {
 	contains(t, p.must("doctor"), "autonomy", "not paused")
 	contains(t, p.must("resume"), "the agent is not paused")
 	contains(t, p.must("pause", "--reason", "prices look wrong"), "autonomous work is paused since", "by admin: prices look wrong", "trace op_")
-	contains(t, p.must("pause", "--reason", "again"), "it was so already", "prices look wrong")
+	contains(t, p.must("pause", "--reason", "again"), "already: ", "prices look wrong")
 	contains(t, p.must("doctor"), "prices look wrong", "agent resume")
 	status := p.run("executions", "status")
 	if status.code != 0 || !strings.Contains(status.err, "by admin: prices look wrong; `agent resume` ends it") {
@@ -428,5 +428,5 @@ func TestAHeartbeatWhilePausedIsSkipped(t *testing.T) {
 	contains(t, p.must("heartbeat"), "skipped: autonomous work is paused since", "heartbeat", "prices look wrong")
 	contains(t, p.must("heartbeat", "--json"), `"skipped": "autonomous work is paused since`, `"status": "skipped"`)
 	contains(t, p.must("activity", "ls", "--surface", "heartbeat"), "skipped")
-	contains(t, p.must("executions", "ls"), "no execution matches")
+	contains(t, p.must("executions", "ls"), "no matching executions")
 }

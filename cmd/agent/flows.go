@@ -16,11 +16,10 @@ import (
 )
 
 func (c *cli) flowsCommand() *cobra.Command {
-	return group("flows", "See flows: conversations and processes that are written down as data",
+	return group("flows", "List flows: conversations and processes declared as data",
 		c.flowsListCommand(), c.flowsShowCommand(), c.flowsSchemaCommand())
 }
 
-// listedFlow is a flow in a listing.
 type listedFlow struct {
 	Name        string `json:"name"`
 	Kind        string `json:"kind"` // data, or go
@@ -31,9 +30,8 @@ type listedFlow struct {
 
 func (c *cli) flowsListCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "ls", Short: "List the flows that can be started", Args: args(0, 0, "no arguments"),
-		Long: `List the flows that can be started with agent executions start: those of the workspace (agent apply), and those of this
-program in Go code.`,
+		Use: "ls", Short: "List the startable flows", Args: positionalArgs(0, 0, "no arguments"),
+		Long: `List the flows that agent executions start accepts: workspace flows (agent apply) and Go flows of this program.`,
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			all, err := flows.List(cmd.Context(), s.pool, flows.Filter{Limit: 500})
 			if err != nil {
@@ -52,17 +50,14 @@ program in Go code.`,
 					listed = append(listed, listedFlow{Name: name, Kind: "go"})
 				}
 			}
-			return c.print(listing(listed, ""), func(w io.Writer) error {
-				rows := make([][]string, len(listed))
-				for i, f := range listed {
+			return printRows(c, listed, "", "no flows; `agent apply DIR` creates some",
+				[]string{"FLOW", "KIND", "VERSION", "SOURCE", "ABOUT"}, func(f listedFlow) []string {
 					version := ""
 					if f.Version != nil {
 						version = strconv.Itoa(*f.Version)
 					}
-					rows[i] = []string{f.Name, f.Kind, version, f.Source, clipped(f.Description, 60)}
-				}
-				return table(w, "no flows; `agent apply DIR` brings some", []string{"FLOW", "KIND", "VERSION", "SOURCE", "ABOUT"}, rows)
-			})
+					return []string{f.Name, f.Kind, version, f.Source, truncate(f.Description, 60)}
+				})
 		}),
 	}
 }
@@ -70,7 +65,7 @@ program in Go code.`,
 func (c *cli) flowsShowCommand() *cobra.Command {
 	var version int
 	cmd := &cobra.Command{
-		Use: "show NAME", Short: "Show a flow as YAML, and its versions", Args: args(1, 1, "a flow's name"),
+		Use: "show NAME", Short: "Show a flow as YAML, and its versions", Args: positionalArgs(1, 1, "a flow's name"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			var f flows.Flow
 			var err error
@@ -92,11 +87,11 @@ func (c *cli) flowsShowCommand() *cobra.Command {
 			return c.print(f, func(w io.Writer) error { return writeFlow(w, f, kept) })
 		}),
 	}
-	cmd.Flags().IntVar(&version, "version", 0, "this version, not the current one")
+	cmd.Flags().IntVar(&version, "version", 0, "this version instead of the current one")
 	return cmd
 }
 
-// noSuchFlow says what is not there: a flow that is current, or a version of one.
+// noSuchFlow distinguishes an unknown flow, a missing version, and a removed flow.
 func (c *cli) noSuchFlow(ctx context.Context, s *session, name string, version int) error {
 	kept, err := flows.List(ctx, s.pool, flows.Filter{Name: name, Limit: 1})
 	if err != nil {
@@ -108,25 +103,25 @@ func (c *cli) noSuchFlow(ctx context.Context, s *session, name string, version i
 			return err
 		}
 		if slices.Contains(names, name) {
-			return fmt.Errorf("flow %s is Go code of this program: it has no document to show", name)
+			return fmt.Errorf("flow %s is Go code and has no document", name)
 		}
 		return hint(fmt.Errorf("there is no flow %q", name), "see agent flows ls")
 	}
 	if version > 0 {
 		return hint(fmt.Errorf("flow %s has no version %d: the latest is %d", name, version, kept[0].Version), "see agent flows show %s", name)
 	}
-	return hint(fmt.Errorf("flow %s was removed", name), "agent flows show %s --version %d shows what it was", name, kept[0].Version)
+	return hint(fmt.Errorf("flow %s was removed", name), "agent flows show %s --version %d shows its last version", name, kept[0].Version)
 }
 
-// writeFlow shows a flow as a workspace file would have it, and which versions of it there are.
+// writeFlow prints a flow as workspace YAML, with its versions.
 func writeFlow(w io.Writer, f flows.Flow, kept []flows.Flow) error {
-	fmt.Fprintf(w, "# version %d of %s, from %s\n", f.Version, when(f.CreatedAt), printable(f.Source))
+	fmt.Fprintf(w, "# version %d of %s, from %s\n", f.Version, formatTime(f.CreatedAt), printable(f.Source))
 	for _, v := range kept {
 		word := ""
 		if v.Current {
 			word = ", current"
 		}
-		fmt.Fprintf(w, "#   version %d of %s%s\n", v.Version, when(v.CreatedAt), word)
+		fmt.Fprintf(w, "#   version %d of %s%s\n", v.Version, formatTime(v.CreatedAt), word)
 	}
 	shown, err := asYAML(f.Definition)
 	if err != nil {
@@ -136,7 +131,7 @@ func writeFlow(w io.Writer, f flows.Flow, kept []flows.Flow) error {
 	return err
 }
 
-// asYAML is a definition as a workspace file has it: by its JSON, which is YAML, too, so the order of the keys stays.
+// asYAML converts through JSON, which is valid YAML, to preserve the order of keys.
 func asYAML(definition any) ([]byte, error) {
 	text, err := json.Marshal(definition)
 	if err != nil {
@@ -150,7 +145,7 @@ func asYAML(definition any) ([]byte, error) {
 	return yaml.Marshal(&node)
 }
 
-// blocks writes nodes in YAML's own style in place of JSON's.
+// blocks replaces the flow style of JSON with YAML's block style.
 func blocks(n *yaml.Node) {
 	n.Style = 0
 	for _, below := range n.Content {
@@ -160,8 +155,8 @@ func blocks(n *yaml.Node) {
 
 func (c *cli) flowsSchemaCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "schema", Short: "Print the JSON Schema of flows, for editors and checks", Args: args(0, 0, "no arguments"),
-		Long: `Print the JSON Schema of a flow document. An editor with a YAML language server checks a file that begins with
+		Use: "schema", Short: "Print the JSON Schema of flows, for editors and checks", Args: positionalArgs(0, 0, "no arguments"),
+		Long: `Print the JSON Schema of a flow document. A YAML language server validates a file that begins with
 # yaml-language-server: $schema=flow.schema.json`,
 		RunE: func(*cobra.Command, []string) error {
 			schema, err := flows.JSONSchema()
@@ -173,10 +168,7 @@ func (c *cli) flowsSchemaCommand() *cobra.Command {
 				if err := json.Unmarshal(schema, &tree); err != nil {
 					return fmt.Errorf("read own schema: %w", err)
 				}
-				encoder := json.NewEncoder(w)
-				encoder.SetIndent("", "  ")
-				encoder.SetEscapeHTML(false)
-				return encoder.Encode(tree)
+				return encodeJSON(w, tree)
 			})
 		},
 	}

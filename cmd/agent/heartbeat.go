@@ -10,9 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/lanekeeper/lanekeeper/activity"
-	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/executions"
-	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -21,57 +19,36 @@ func (c *cli) heartbeatCommand() *cobra.Command {
 	var agent string
 	cmd := &cobra.Command{
 		Use:   "heartbeat",
-		Short: "Run one heartbeat, now",
-		Long: `Run one heartbeat in this process, now, and print its story. When another heartbeat runs, or an admin is at
-work, or the agent is paused, it is recorded as skipped, and that is no error. When an admin comes while it runs, it waits, and goes on in
-a process that runs agent serve or agent dev.`,
-		Args: args(0, 0, "no arguments"),
+		Short: "Run one heartbeat now",
+		Long: `Run one heartbeat in this process now and print its trace. It is recorded as skipped, without an error, while another
+heartbeat runs, an admin holds the lane operate, or the agent is paused. If an admin arrives while it runs, it waits, and
+a process that runs agent serve or agent dev resumes it.`,
+		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			ctx := cmd.Context()
-			s, err := c.session(ctx)
-			if err != nil {
-				return err
-			}
-			defer s.close(ctx)
-			if _, err := builtins.Put(ctx, s.pool); err != nil {
-				return err
-			}
-			model, _, stop, err := newModel(ctx, s.config, s.log, models.Retry{})
-			if err != nil {
-				return err
-			}
-			defer stop()
-			a, err := c.app(s, model)
-			if err != nil {
-				return err
-			}
-			acting, err := findAgent(ctx, s, agent, 0)
-			if err != nil {
-				return err
-			}
-			spec := heartbeat.SpecOf(acting)
-			if terminal(c.err) {
-				c.say("running a heartbeat …")
-			}
-			var ended executions.Execution
-			err = a.beat(ctx, func(ctx context.Context) error {
-				ended, err = a.engine.RunSync(ctx, spec)
-				return err
+			return c.withApp(cmd.Context(), func(ctx context.Context, s *session, a *app) error {
+				acting, err := findAgent(ctx, s, agent, 0)
+				if err != nil {
+					return err
+				}
+				if terminal(c.err) {
+					c.infof("running a heartbeat …")
+				}
+				ended, err := a.engine.RunSync(ctx, heartbeat.SpecOf(acting))
+				if held, paused := errors.AsType[*executions.PausedError](err); paused {
+					return c.skipHeartbeat(ctx, s, held.Pause)
+				}
+				if err != nil {
+					return err
+				}
+				return c.reportHeartbeat(ctx, s, ended)
 			})
-			if held, paused := errors.AsType[*executions.PausedError](err); paused {
-				return c.skipHeartbeat(ctx, s, held.Pause)
-			}
-			if err != nil {
-				return err
-			}
-			return c.reportHeartbeat(ctx, s, ended)
 		},
 	}
-	cmd.Flags().StringVar(&agent, "agent", "", "of this agent instead of the default one")
+	cmd.Flags().StringVar(&agent, "agent", "", "run it for this agent instead of the default one")
 	return cmd
 }
 
-// reportHeartbeat prints the story of a heartbeat; one that did not end well is a failure.
+// reportHeartbeat prints the trace of a heartbeat. A failed heartbeat is an error.
 func (c *cli) reportHeartbeat(ctx context.Context, s *session, x executions.Execution) error {
 	ctx = context.WithoutCancel(ctx)
 	x = x.Redacted()
@@ -94,25 +71,25 @@ func (c *cli) reportHeartbeat(ctx context.Context, s *session, x executions.Exec
 	case executions.Cancelled:
 		return &exitError{exitInterrupted, nil}
 	case executions.Waiting:
-		c.say("the heartbeat waits for %s; it goes on in a process that runs `agent serve` or `agent dev`", awaited(x))
+		c.infof("the heartbeat waits for %s; a process that runs `agent serve` or `agent dev` resumes it", waitText(x))
 		return nil
 	case executions.Running, executions.Pending:
-		c.say("the heartbeat is %s; it goes on in a process that runs `agent serve` or `agent dev`", x.Status)
+		c.infof("the heartbeat is %s; a process that runs `agent serve` or `agent dev` resumes it", x.Status)
 		return nil
 	case executions.Failed, executions.Timeout:
 	}
-	return &traced{fmt.Errorf("heartbeat %s: %s", x.Status, deref(x.ErrorMessage)), x.TraceID}
+	return &tracedError{fmt.Errorf("heartbeat %s: %s", x.Status, deref(x.ErrorMessage)), x.TraceID}
 }
 
-// awaited says for what a heartbeat waits.
-func awaited(x executions.Execution) string {
+// waitText describes an execution's wait.
+func waitText(x executions.Execution) string {
 	if deref(x.WaitingFor) == "lane" && deref(x.WaitingKey) == heartbeat.OperateLane {
-		return "the admin, who holds the lane " + heartbeat.OperateLane
+		return "the admin, holder of the lane " + heartbeat.OperateLane
 	}
 	return printable(deref(x.WaitingFor) + " " + deref(x.WaitingKey))
 }
 
-// writeHeartbeat shows a heartbeat to a person: its story, and what came of it in a sentence.
+// writeHeartbeat prints the trace and the summary of a heartbeat.
 func (c *cli) writeHeartbeat(w io.Writer, story activity.Trace, x executions.Execution) error {
 	if err := activity.WriteStory(w, story, c.colour()); err != nil {
 		return err
@@ -123,7 +100,7 @@ func (c *cli) writeHeartbeat(w io.Writer, story activity.Trace, x executions.Exe
 	return nil
 }
 
-// deref is the text behind a pointer that may be nil.
+// deref returns "" for nil.
 func deref(s *string) string {
 	if s == nil {
 		return ""
@@ -134,10 +111,10 @@ func deref(s *string) string {
 func (c *cli) pauseCommand() *cobra.Command {
 	var reason string
 	cmd := &cobra.Command{
-		Use: "pause --reason WHY", Short: "Pause everything the agent does by itself", Args: args(0, 0, "no arguments; say why with --reason"),
-		Long: `Pause everything the agent does by itself, in all processes, until agent resume: no heartbeat, automation, webhook or flow
-begins, and those that run stop before their next step and go on afterwards. Times that fall due are recorded as skipped;
-deliveries, events and messages are kept. agent operate and the chat go on. In SQL: select pause_agent('why').`,
+		Use: "pause --reason WHY", Short: "Pause all autonomous work", Args: positionalArgs(0, 0, "no arguments; name the reason with --reason"),
+		Long: `Pause all autonomous work in all processes until agent resume. No heartbeat, automation, webhook or flow starts; running
+ones stop before their next step. Scheduled times are recorded as skipped; deliveries, events and messages are stored.
+agent operate and the chat continue. In SQL: select pause_agent('why').`,
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			got, err := executions.PauseAll(cmd.Context(), s.pool, admin, reason)
 			if err != nil {
@@ -146,17 +123,17 @@ deliveries, events and messages are kept. agent operate and the chat go on. In S
 			return c.print(got, func(w io.Writer) error {
 				said := got.String()
 				if !got.Changed {
-					said = "it was so already: " + said
+					said = "already: " + said
 				}
 				_, err := fmt.Fprintf(w, "%s\ntrace %s; `agent resume` ends it\n", printable(said), got.TraceID)
 				return err
 			})
 		}),
 	}
-	cmd.Flags().StringVar(&reason, "reason", "", "why, for everybody who finds it paused")
+	cmd.Flags().StringVar(&reason, "reason", "", "reason, shown while it is paused")
 	cmd.PreRunE = func(cmd *cobra.Command, _ []string) error {
 		if strings.TrimSpace(reason) == "" {
-			return &exitError{exitUsage, seeHelp(errors.New("say why with --reason"), cmd)}
+			return &exitError{exitUsage, helpHint(errors.New("name the reason with --reason"), cmd)}
 		}
 		return nil
 	}
@@ -166,9 +143,9 @@ deliveries, events and messages are kept. agent operate and the chat go on. In S
 func (c *cli) resumeCommand() *cobra.Command {
 	var reason string
 	cmd := &cobra.Command{
-		Use: "resume", Short: "Let the agent work by itself again", Args: args(0, 0, "no arguments"),
-		Long: `End the pause that agent pause began. What is ready goes on at once; times that fell due meanwhile are not made good. In
-SQL: select resume_agent().`,
+		Use: "resume", Short: "Resume autonomous work", Args: positionalArgs(0, 0, "no arguments"),
+		Long: `End the pause of agent pause. Ready work continues at once; missed scheduled times stay skipped. In SQL: select
+resume_agent().`,
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			got, err := executions.ResumeAll(cmd.Context(), s.pool, admin, reason)
 			if err != nil {
@@ -180,25 +157,25 @@ SQL: select resume_agent().`,
 					return err
 				}
 				_, err := fmt.Fprintf(w, "resumed; it was paused since %s UTC by %s: %s\ntrace %s\n",
-					when(*got.PausedAt), printable(got.PausedBy), printable(got.Reason), got.TraceID)
+					formatTime(*got.PausedAt), printable(got.PausedBy), printable(got.Reason), got.TraceID)
 				return err
 			})
 		}),
 	}
-	cmd.Flags().StringVar(&reason, "reason", "", "why, for the record")
+	cmd.Flags().StringVar(&reason, "reason", "", "reason for the audit log")
 	return cmd
 }
 
-// tellPause says on the side that nothing begins, where somebody looks at what runs.
-func (c *cli) tellPause(ctx context.Context, s *session) error {
+// warnPaused prints a note on stderr while the agent is paused.
+func (c *cli) warnPaused(ctx context.Context, s *session) error {
 	p, err := executions.CurrentPause(ctx, s.pool)
 	if err == nil && p.Paused {
-		c.say("%s; `agent resume` ends it", printable(p.String()))
+		c.infof("%s; `agent resume` ends it", printable(p.String()))
 	}
 	return err
 }
 
-// skipHeartbeat records a heartbeat that does not begin because of a pause, and prints its story.
+// skipHeartbeat records a heartbeat skipped by a pause and prints its trace.
 func (c *cli) skipHeartbeat(ctx context.Context, s *session, p executions.Pause) error {
 	id, err := executions.RecordSkipped(ctx, s.pool, executions.Spec{
 		Flow: heartbeat.Flow, Surface: trace.Heartbeat, Agent: s.config.Name,

@@ -22,19 +22,18 @@ import (
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
-// The folder of the workspace that agent init makes, and the file by which agent dev knows it.
+// agent dev recognises the workspace of agent init by this folder and file.
 const (
 	workspaceDir = "workspace"
 	agentFile    = "agent.yaml"
 )
 
-// The database of a new workspace that has one: what skills call it, and the variable that has its URL.
+// The named database of a new workspace, and the variable with its URL.
 const (
 	starterDatabase    = "app"
 	starterDatabaseEnv = "APP_DATABASE_URL"
 )
 
-// initOptions are the flags of agent init.
 type initOptions struct {
 	dir, name, purpose, database, timezone, example string
 	yes                                             bool
@@ -44,16 +43,14 @@ func (c *cli) initCommand() *cobra.Command {
 	opts := initOptions{dir: "."}
 	cmd := &cobra.Command{
 		Use:   "init [DIR]",
-		Short: "Begin a workspace: an agent, a skill on your database, an automation",
-		Long: `Begin a workspace in DIR (this folder when left out): DIR/workspace with one agent, one sql: skill on your own database and
-one automation, each with comments. It asks three questions on a terminal; flags answer them, and --yes takes the defaults.
-
-A database URL goes into DIR/.env, which agent dev reads, and never into the workspace. Nothing is overwritten.
-
---example orders begins with a whole example instead, a shop's order desk, and the SQL of its database (DIR/shop.sql).`,
+		Short: "Create a workspace: an agent, a skill on your database, an automation",
+		Long: `Create DIR/workspace (default: in this folder) with a commented agent, an sql: skill on your own database, and an
+automation. On a terminal it asks three questions; flags answer them, and --yes accepts the defaults. The database URL
+goes into DIR/.env, never into the workspace. Existing files stay unchanged.
+--example orders creates a complete example instead, a shop's order desk with the SQL of its database (DIR/shop.sql).`,
 		Example: "  agent init\n  agent init shop --name nora --purpose 'Answer questions about orders.' --database postgres://…\n" +
 			"  agent init shop --example orders --database postgres://…/shop",
-		Args: args(0, 1, "at most one folder"),
+		Args: positionalArgs(0, 1, "at most one folder"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if len(args) == 1 {
 				opts.dir = args[0]
@@ -64,23 +61,22 @@ A database URL goes into DIR/.env, which agent dev reads, and never into the wor
 	flags := cmd.Flags()
 	flags.StringVar(&opts.name, "name", "", "the agent's name: letters, digits, _ and -; default the folder's")
 	flags.StringVar(&opts.purpose, "purpose", "", "what the agent is for, in one sentence")
-	flags.StringVar(&opts.database, "database", "", "the URL of the database that it may read; default the agent's own")
+	flags.StringVar(&opts.database, "database", "", "the URL of a database it may read; default the agent's own")
 	flags.StringVar(&opts.timezone, "timezone", "", "its time zone, for example Europe/Madrid; default this machine's")
-	flags.StringVar(&opts.example, "example", "", "begin with this example: orders")
-	flags.BoolVar(&opts.yes, "yes", false, "ask nothing, and take the defaults")
+	flags.StringVar(&opts.example, "example", "", "create this example: orders")
+	flags.BoolVar(&opts.yes, "yes", false, "accept the defaults without questions")
 	return cmd
 }
 
-// initWorkspace writes the workspace.
 func (c *cli) initWorkspace(ctx context.Context, opts initOptions) error {
-	if err := opts.free(); err != nil {
+	if err := opts.requireEmpty(); err != nil {
 		return err
 	}
-	var begin contents
+	var begin initFiles
 	var err error
 	if opts.example != "" {
 		begin, err = opts.fromExample()
-	} else if err = c.ask(&opts); err == nil {
+	} else if err = c.promptAnswers(&opts); err == nil {
 		begin, err = opts.fromAnswers()
 	}
 	if err != nil {
@@ -89,47 +85,47 @@ func (c *cli) initWorkspace(ctx context.Context, opts initOptions) error {
 	if err := opts.write(begin.workspace); err != nil {
 		return err
 	}
-	for name, text := range begin.beside {
+	for name, text := range begin.extra {
 		if err := writeNew(filepath.Join(opts.dir, name), string(text), 0o644); err != nil {
 			return err
 		}
 	}
-	kept, err := opts.secrets(begin.env)
+	kept, err := opts.writeSecrets(begin.databaseEnv)
 	if err != nil {
 		return err
 	}
-	c.saySteps(opts, begin, kept)
+	c.printNextSteps(opts, begin, kept)
 	return ctx.Err()
 }
 
-// contents are the files that agent init writes.
-type contents struct {
-	workspace map[string][]byte
-	beside    map[string][]byte // beside the workspace
-	env       string            // the variable that has the URL of the database
-	ask       string            // something to ask the agent first
+// initFiles are the files that agent init writes.
+type initFiles struct {
+	workspace     map[string][]byte
+	extra         map[string][]byte // beside the workspace
+	databaseEnv   string            // the variable that has the URL of the database
+	firstQuestion string            // something to ask the agent first
 }
 
-// fromExample is the order desk.
-func (o initOptions) fromExample() (contents, error) {
+// fromExample returns the files of the order desk example.
+func (o initOptions) fromExample() (initFiles, error) {
 	switch {
 	case o.example != "orders":
-		return contents{}, usageError("--example: there is no %q; there is: orders", o.example)
+		return initFiles{}, usageError("--example: unknown example %q; use orders", o.example)
 	case o.name != "" || o.purpose != "" || o.timezone != "":
-		return contents{}, usageError("--example has a name, a purpose and a time zone of its own; change them in the workspace")
+		return initFiles{}, usageError("--example has its own name, purpose and time zone; change them in the workspace")
 	case o.database == "":
-		return contents{}, usageError("--example orders needs the URL of a database for the shop: --database postgres://…/shop")
+		return initFiles{}, usageError("--example orders needs the URL of a database for the shop: --database postgres://…/shop")
 	}
 	if err := o.checkDatabase(); err != nil {
-		return contents{}, err
+		return initFiles{}, err
 	}
 	all, err := examples.Orders()
 	if err != nil {
-		return contents{}, err
+		return initFiles{}, err
 	}
-	begin := contents{
-		workspace: map[string][]byte{}, beside: map[string][]byte{}, env: "SHOP_DATABASE_URL",
-		ask: "Where is order 1002 of ana@example.com?",
+	begin := initFiles{
+		workspace: map[string][]byte{}, extra: map[string][]byte{}, databaseEnv: "SHOP_DATABASE_URL",
+		firstQuestion: "Where is order 1002 of ana@example.com?",
 	}
 	err = fs.WalkDir(all, ".", func(path string, entry fs.DirEntry, err error) error {
 		if err != nil || entry.IsDir() || path == "README.md" {
@@ -139,29 +135,29 @@ func (o initOptions) fromExample() (contents, error) {
 		if name, within := strings.CutPrefix(path, workspaceDir+"/"); within {
 			begin.workspace[name] = text
 		} else {
-			begin.beside[path] = text
+			begin.extra[path] = text
 		}
 		return err
 	})
 	return begin, err
 }
 
-// free refuses a folder that has a workspace already.
-func (o initOptions) free() error {
+// requireEmpty rejects a folder that already has a workspace.
+func (o initOptions) requireEmpty() error {
 	found, err := os.ReadDir(filepath.Join(o.dir, workspaceDir))
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		return nil
 	case err != nil:
-		return fmt.Errorf("look for a workspace: %w", err)
+		return fmt.Errorf("read workspace: %w", err)
 	case len(found) > 0:
-		return usageError("%s is not empty; name another folder, or go on with: agent dev", filepath.Join(o.dir, workspaceDir))
+		return usageError("%s is not empty; name another folder, or run: agent dev", filepath.Join(o.dir, workspaceDir))
 	}
 	return nil
 }
 
-// ask asks on a terminal for what no flag says.
-func (c *cli) ask(o *initOptions) error {
+// promptAnswers asks on a terminal for the values that no flag gave.
+func (c *cli) promptAnswers(o *initOptions) error {
 	lines := bufio.NewReader(c.in)
 	for _, q := range []struct {
 		into                *string
@@ -169,8 +165,8 @@ func (c *cli) ask(o *initOptions) error {
 		wrong               func() error
 	}{
 		{&o.name, "Name of the agent", o.folderName(), o.checkName},
-		{&o.purpose, "What is it for, in one sentence", "Answer questions about this database.", o.nothingWrong},
-		{&o.database, "URL of a database that it may read (empty: its own)", "", o.checkDatabase},
+		{&o.purpose, "Its purpose, in one sentence", "Answer questions about this database.", o.acceptAny},
+		{&o.database, "URL of a database it may read (empty: its own)", "", o.checkDatabase},
 	} {
 		if *q.into != "" {
 			continue
@@ -180,7 +176,7 @@ func (c *cli) ask(o *initOptions) error {
 			continue
 		}
 		for again := true; again; {
-			fmt.Fprint(c.err, q.question+orDefault(q.otherwise)+": ")
+			fmt.Fprint(c.err, q.question+defaultSuffix(q.otherwise)+": ")
 			line, err := lines.ReadString('\n')
 			if err != nil && line == "" {
 				fmt.Fprintln(c.err)
@@ -197,34 +193,33 @@ func (c *cli) ask(o *initOptions) error {
 	return nil
 }
 
-var nameOfAgent = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_-]{0,63}$`)
+var agentName = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_-]{0,63}$`)
 
-// checkName refuses what is no name of an agent.
 func (o *initOptions) checkName() error {
-	if !nameOfAgent.MatchString(o.name) {
+	if !agentName.MatchString(o.name) {
 		return usageError("--name %q: a name is a letter, then letters, digits, _ and -, at most 64", o.name)
 	}
 	return nil
 }
 
-func (o *initOptions) nothingWrong() error { return nil }
+func (o *initOptions) acceptAny() error { return nil }
 
-func orDefault(text string) string {
+func defaultSuffix(text string) string {
 	if text == "" {
 		return ""
 	}
 	return " [" + text + "]"
 }
 
-var notInName = regexp.MustCompile(`[^a-zA-Z0-9_-]+`)
+var invalidNameChars = regexp.MustCompile(`[^a-zA-Z0-9_-]+`)
 
-// folderName is a name for the agent made of its folder's.
+// folderName derives an agent's name from its folder's.
 func (o initOptions) folderName() string {
 	path, err := filepath.Abs(o.dir)
 	if err != nil {
 		return "assistant"
 	}
-	name := strings.TrimLeft(notInName.ReplaceAllString(filepath.Base(path), "-"), "-_0123456789")
+	name := strings.TrimLeft(invalidNameChars.ReplaceAllString(filepath.Base(path), "-"), "-_0123456789")
 	name = strings.TrimRight(name, "-_")
 	if len(name) > 40 || name == "agent" {
 		name = ""
@@ -232,22 +227,22 @@ func (o initOptions) folderName() string {
 	return cmp.Or(strings.ToLower(name), "assistant")
 }
 
-// fromAnswers is a workspace of what was given.
-func (o *initOptions) fromAnswers() (contents, error) {
+// fromAnswers returns the files of a new workspace.
+func (o *initOptions) fromAnswers() (initFiles, error) {
 	o.timezone = cmp.Or(o.timezone, localZone())
 	if _, err := schedule.Location(o.timezone); err != nil {
-		return contents{}, usageError("--timezone: %w", err)
+		return initFiles{}, usageError("--timezone: %w", err)
 	}
 	if err := o.checkName(); err != nil {
-		return contents{}, err
+		return initFiles{}, err
 	}
-	begin := contents{ask: "which tables are there?"}
+	begin := initFiles{firstQuestion: "which tables are there?"}
 	s := examples.Starter{Name: o.name, Purpose: o.purpose, Timezone: o.timezone}
 	if o.database != "" {
 		if err := o.checkDatabase(); err != nil {
-			return contents{}, err
+			return initFiles{}, err
 		}
-		begin.env = starterDatabaseEnv
+		begin.databaseEnv = starterDatabaseEnv
 		s.Database, s.DatabaseEnv = starterDatabase, starterDatabaseEnv
 	}
 	var err error
@@ -255,20 +250,19 @@ func (o *initOptions) fromAnswers() (contents, error) {
 	return begin, err
 }
 
-// checkDatabase refuses what is no URL.
 func (o *initOptions) checkDatabase() error {
 	if o.database == "" {
 		return nil
 	}
 	u, err := url.Parse(o.database)
 	if err != nil || u.Scheme != "postgres" && u.Scheme != "postgresql" {
-		return usageError("--database is no URL of PostgreSQL, such as postgres://user:password@host:5432/name; " +
-			"in a password, write @ as %%40 and / as %%2F")
+		return usageError("--database is not a PostgreSQL URL such as postgres://user:password@host:5432/name; " +
+			"encode @ as %%40 and / as %%2F in a password")
 	}
 	return nil
 }
 
-// localZone is this machine's time zone, or UTC where its name is not known.
+// localZone returns this machine's time zone, or UTC when its name is unknown.
 func localZone() string {
 	for _, find := range []func() string{
 		func() string { return strings.TrimPrefix(os.Getenv("TZ"), ":") },
@@ -291,7 +285,7 @@ func localZone() string {
 	return "UTC"
 }
 
-// write puts the files into the workspace, all or none.
+// write creates the workspace atomically.
 func (o initOptions) write(files map[string][]byte) error {
 	if err := os.MkdirAll(o.dir, 0o755); err != nil {
 		return fmt.Errorf("make %s: %w", o.dir, err)
@@ -312,7 +306,7 @@ func (o initOptions) write(files map[string][]byte) error {
 			return fmt.Errorf("write %s: %w", name, err)
 		}
 	}
-	if _, err := workspace.LoadDir(made); err != nil { // nothing is left that apply would refuse
+	if _, err := workspace.LoadDir(made); err != nil { // apply must accept it
 		return &exitError{exitUsage, err}
 	}
 	if err := os.Rename(made, filepath.Join(o.dir, workspaceDir)); err != nil {
@@ -321,9 +315,9 @@ func (o initOptions) write(files map[string][]byte) error {
 	return nil
 }
 
-// secrets keeps the database's URL in .env, and that and the data of agent dev out of Git. Where there is an .env
-// already, it returns the name of the line that a person adds.
-func (o initOptions) secrets(env string) (missing string, err error) {
+// writeSecrets writes the database URL to .env and ignores .env and .agent in Git. For an existing .env it returns
+// the name of the missing line.
+func (o initOptions) writeSecrets(env string) (missing string, err error) {
 	if env != "" {
 		line := env + "=" + o.database + "\n"
 		switch err := writeNew(filepath.Join(o.dir, ".env"), line, 0o600); {
@@ -340,7 +334,7 @@ func (o initOptions) secrets(env string) (missing string, err error) {
 	return missing, err
 }
 
-// writeNew writes a file that is not there yet.
+// writeNew writes a file that must not exist.
 func writeNew(name, text string, mode fs.FileMode) error {
 	file, err := os.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, mode)
 	if err != nil {
@@ -353,16 +347,16 @@ func writeNew(name, text string, mode fs.FileMode) error {
 	return nil
 }
 
-// saySteps tells what was made, and what comes next.
-func (c *cli) saySteps(o initOptions, begin contents, missing string) {
+// printNextSteps lists the written files and the next commands.
+func (c *cli) printNextSteps(o initOptions, begin initFiles, missing string) {
 	for _, name := range slices.Sorted(maps.Keys(begin.workspace)) {
-		c.say("wrote %s", filepath.Join(o.dir, workspaceDir, name))
+		c.infof("wrote %s", filepath.Join(o.dir, workspaceDir, name))
 	}
-	for _, name := range slices.Sorted(maps.Keys(begin.beside)) {
-		c.say("wrote %s", filepath.Join(o.dir, name))
+	for _, name := range slices.Sorted(maps.Keys(begin.extra)) {
+		c.infof("wrote %s", filepath.Join(o.dir, name))
 	}
 	if missing != "" {
-		c.say("there is an .env already: add the line %s=… with the URL of the database", missing)
+		c.infof(".env exists: add the line %s=… with the database URL", missing)
 	}
 	enter := ""
 	if filepath.Clean(o.dir) != "." {
@@ -372,10 +366,10 @@ func (c *cli) saySteps(o initOptions, begin contents, missing string) {
 	if o.example != "" {
 		load = "psql -f shop.sql URL      # the shop's tables, once; URL is that of its database\n  "
 	}
-	c.say(`
+	c.infof(`
 Next:
   %s%sagent dev                    # run it here; ^C stops
   agent chat %q
                                # in another terminal, in the same folder
-  Change workspace/*.yaml, then: agent apply workspace`, enter, load, begin.ask)
+  Change workspace/*.yaml, then: agent apply workspace`, enter, load, begin.firstQuestion)
 }

@@ -21,29 +21,26 @@ import (
 )
 
 func (c *cli) lanesCommand() *cobra.Command {
-	return group("lanes", "See who holds which lane, free one, run a command in one",
+	return group("lanes", "List held lanes, release one, run a command in one",
 		c.lanesListCommand(), c.lanesReleaseCommand(), c.lanesRunCommand())
 }
 
 func (c *cli) lanesListCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "ls", Short: "List the lanes that are held now", Args: args(0, 0, "no arguments"),
+		Use: "ls", Short: "List held lanes", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			live, err := lanes.Live(cmd.Context(), s.pool)
 			if err != nil {
 				return err
 			}
-			return c.print(listing(live, ""), func(w io.Writer) error {
-				rows := make([][]string, len(live))
-				for i, l := range live {
+			return printRows(c, live, "", "no lane is held",
+				[]string{"LANE", "HELD BY", "TRACE", "HELD FOR", "TIME LEFT", "TOKEN"}, func(l lanes.LiveLane) []string {
 					left := "parked"
 					if l.ExpiresIn != nil {
-						left = seconds(*l.ExpiresIn)
+						left = formatSeconds(*l.ExpiresIn)
 					}
-					rows[i] = []string{l.Lane, l.LockedBy, deref(l.TraceID), seconds(l.HeldFor), left, fmt.Sprint(l.FencingToken)}
-				}
-				return table(w, "no lane is held", []string{"LANE", "HELD BY", "TRACE", "HELD FOR", "TIME LEFT", "TOKEN"}, rows)
-			})
+					return []string{l.Lane, l.LockedBy, deref(l.TraceID), formatSeconds(l.HeldFor), left, fmt.Sprint(l.FencingToken)}
+				})
 		}),
 	}
 }
@@ -51,10 +48,10 @@ func (c *cli) lanesListCommand() *cobra.Command {
 func (c *cli) lanesReleaseCommand() *cobra.Command {
 	var reason string
 	cmd := &cobra.Command{
-		Use: "release LANE", Short: "Free a lane by force",
-		Long: `Free a lane whoever holds it. The holder's token is void at once: what it still tries to write is refused. The
-break is recorded under the holder's trace, with the reason.`,
-		Args: args(1, 1, "a lane"),
+		Use: "release LANE", Short: "Release a lane by force",
+		Long: `Release a lane, whoever holds it. The holder's fencing token becomes invalid at once, and its writes are rejected. The
+break is recorded under the holder's trace with the reason.`,
+		Args: positionalArgs(1, 1, "a lane"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			broken, err := lanes.Break(cmd.Context(), s.pool, args[0], reason)
 			if blocked, ok := errors.AsType[*lanes.BlockedError](err); ok {
@@ -72,7 +69,7 @@ break is recorded under the holder's trace, with the reason.`,
 			})
 		}),
 	}
-	cmd.Flags().StringVar(&reason, "reason", "released from the command line", "why, for the record")
+	cmd.Flags().StringVar(&reason, "reason", "released from the command line", "reason for the audit log")
 	return cmd
 }
 
@@ -81,27 +78,27 @@ func (c *cli) lanesRunCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "run LANE [--ttl 1h] -- CMD…",
 		Short: "Run a command while holding a lane, like flock",
-		Long: `Run a command while holding a lane, so that it never runs twice at once anywhere. The exit code is the command's;
-75 when the lane is busy: then the command is not run, and that is recorded as skipped, with the holder. The lane is
-renewed while the command runs and released however it ends; when the lane is lost the command is ended. --ttl is how
-long the lane outlives a crash of this process.`,
+		Long: `Run a command while holding a lane, so that it never runs twice at once anywhere. The exit code is the command's. If
+the lane is busy, the command does not run, the skip is recorded with the holder, and the exit code is 75. The lane is
+renewed while the command runs and released when it ends; a lost lane ends the command. --ttl is how long the lane
+outlives a crash of this process.`,
 		Example: "  agent lanes run pipeline:prices --ttl 1h -- ./import-prices.sh",
 		Args: func(cmd *cobra.Command, got []string) error {
 			if cmd.ArgsLenAtDash() == 1 && len(got) > 1 {
 				return nil
 			}
-			return args(2, 1, "one lane, --, and a command")(cmd, got)
+			return positionalArgs(2, 1, "one lane, --, and a command")(cmd, got)
 		},
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			return c.runInLane(cmd, s, args[0], ttl, args[1:])
 		}),
 	}
-	ttlFlag(cmd.Flags(), &ttl, "how long the lane outlives a crash, from 1s to 30d; 1h unless the lane's name has its own default")
+	ttlFlag(cmd.Flags(), &ttl, "how long the lane outlives a crash, from 1s to 30d; default 1h or the lane's own")
 	return cmd
 }
 
-// noteSkipped records work that was not done because its lane is busy, with the holder, under a trace of its own.
-func (s *session) noteSkipped(ctx context.Context, what string, input map[string]any, busy *lanes.BusyError) {
+// recordSkipped records work skipped because its lane is busy, with the holder, under a separate trace.
+func (s *session) recordSkipped(ctx context.Context, what string, input map[string]any, busy *lanes.BusyError) {
 	input["lane"], input["holder"] = busy.Lane, busy.Holder
 	_, err := activity.Note(ctx, s.pool, activity.Entry{
 		TraceID: string(trace.New(trace.Operate)), Surface: string(trace.Operate), Agent: admin, Skill: what, Input: input, Lane: busy.Lane,
@@ -111,23 +108,22 @@ func (s *session) noteSkipped(ctx context.Context, what string, input map[string
 	}
 }
 
-// runInLane runs the command, and ends with its exit code. Signals are the command's: it decides how it
-// ends, and we wait for that with the lane held.
+// runInLane runs the command and returns its exit code. Signals go to the command; the lane stays held until it ends.
 func (c *cli) runInLane(cmd *cobra.Command, s *session, lane string, ttl time.Duration, command []string) error {
-	listener := postgres.NewListener(postgres.Dialer(s.sessions()), s.log) // tells of a lane that is taken away
+	listener := postgres.NewListener(postgres.Dialer(s.sessionPool()), s.log) // reports a lost lane
 	keeper := lanes.NewKeeper(s.pool, lanes.Options{Listener: listener, Logger: s.log, Disabled: !s.config.LanesEnabled})
 	signal.Reset(os.Interrupt, syscall.SIGTERM)
-	kept := make(chan os.Signal, 1) // before RunCommand listens, a signal must not end us with the lane held
-	signal.Notify(kept, os.Interrupt, syscall.SIGTERM)
-	defer signal.Stop(kept)
-	living, stop := context.WithCancel(context.WithoutCancel(cmd.Context()))
+	signals := make(chan os.Signal, 1) // a signal before RunCommand listens must not end the process with the lane held
+	signal.Notify(signals, os.Interrupt, syscall.SIGTERM)
+	defer signal.Stop(signals)
+	background, stop := context.WithCancel(context.WithoutCancel(cmd.Context()))
 	var renewing errgroup.Group
-	renewing.Go(func() error { return keeper.Run(living) })
-	renewing.Go(func() error { return listener.Run(living) })
+	renewing.Go(func() error { return keeper.Run(background) })
+	renewing.Go(func() error { return listener.Run(background) })
 	code, err := lanerun.RunCommand(cmd.Context(), keeper, lane, ttl, command, lanerun.Stdio{
 		In: c.in, Out: c.out, Err: c.err, Log: s.log,
 		Skipped: func(ctx context.Context, busy *lanes.BusyError) {
-			s.noteSkipped(ctx, "run_in_lane", map[string]any{"command": command[0]}, busy)
+			s.recordSkipped(ctx, "run_in_lane", map[string]any{"command": command[0]}, busy)
 		},
 	})
 	stop()

@@ -298,15 +298,15 @@ func TestTheLaneIsRenewedWhileTheCommandRuns(t *testing.T) {
 func TestTimesAreShownAlike(t *testing.T) {
 	t.Parallel()
 	zone := time.FixedZone("elsewhere", 3600)
-	if got := when(time.Date(2026, 1, 1, 0, 30, 0, 0, zone)); got != "2025-12-31 23:30:00" {
+	if got := formatTime(time.Date(2026, 1, 1, 0, 30, 0, 0, zone)); got != "2025-12-31 23:30:00" {
 		t.Errorf("got %s", got)
 	}
 	for ms, want := range map[int64]string{0: "0s", 12: "12ms", 1500: "1.5s"} {
-		if got := span(&ms); got != want {
+		if got := formatMillis(&ms); got != want {
 			t.Errorf("%d ms: %s, want %s", ms, got, want)
 		}
 	}
-	if got := fmt.Sprint(span(nil), seconds(61), money(0.5), percent(0.25)); got != "…1m1s$0.500025 %" {
+	if got := fmt.Sprint(formatMillis(nil), formatSeconds(61), formatUSD(0.5), formatPercent(0.25)); got != "…1m1s$0.500025 %" {
 		t.Errorf("got %s", got)
 	}
 }

@@ -22,16 +22,16 @@ var listings = map[string]struct {
 	heading string
 	empty   string
 }{
-	"traces":           {[]string{"trace", "ls"}, "TRACE FLOW STATUS STARTED TOOK ACTIONS ERRORS TOKENS COST", "no trace matches; `agent heartbeat` makes one"},
-	"activity":         {[]string{"activity", "ls"}, "TIME TRACE SKILL STATUS TOOK TOKENS ERROR", "no activity matches; `agent heartbeat` makes some"},
-	"audit":            {[]string{"activity", "audit"}, "TIME WHO KIND WHAT OBJECT WHY ON BEHALF OF RESULT ERROR COST TRACE", "nothing was done in that time"},
-	"spend":            {[]string{"activity", "spend"}, "DAY SKILL SURFACE MODEL CALLS TOKENS COST UNKNOWN", "no model was called in that time"},
-	"slowest":          {[]string{"activity", "slowest"}, "SKILL CALLS P50 MS P95 MS MAX MS SLOWEST TRACE", "no skill was called in that time"},
-	"failing":          {[]string{"activity", "failing"}, "SKILL STATE CALLS ERRORS RATE IN A ROW LAST ERROR LAST TRACE", "no skill failed in that time"},
+	"traces":           {[]string{"trace", "ls"}, "TRACE FLOW STATUS STARTED TOOK ACTIONS ERRORS TOKENS COST", "no matching traces; `agent heartbeat` creates one"},
+	"activity":         {[]string{"activity", "ls"}, "TIME TRACE SKILL STATUS TOOK TOKENS ERROR", "no matching activity; `agent heartbeat` creates some"},
+	"audit":            {[]string{"activity", "audit"}, "TIME WHO KIND WHAT OBJECT WHY ON BEHALF OF RESULT ERROR COST TRACE", "no actions in that time"},
+	"spend":            {[]string{"activity", "spend"}, "DAY SKILL SURFACE MODEL CALLS TOKENS COST UNKNOWN", "no model calls in that time"},
+	"slowest":          {[]string{"activity", "slowest"}, "SKILL CALLS P50 MS P95 MS MAX MS SLOWEST TRACE", "no skill calls in that time"},
+	"failing":          {[]string{"activity", "failing"}, "SKILL STATE CALLS ERRORS RATE IN A ROW LAST ERROR LAST TRACE", "no failed skill calls in that time"},
 	"lanes":            {[]string{"lanes", "ls"}, "LANE HELD BY TRACE HELD FOR TIME LEFT TOKEN", "no lane is held"},
-	"executions":       {[]string{"executions", "ls"}, "EXECUTION FLOW STATUS CREATED TRACE ABOUT", "no execution matches; `agent heartbeat` makes one"},
-	"skills":           {[]string{"skills", "ls"}, "SKILL STATE CALLS SUCCESS FAILED IN A ROW DISABLED BY REASON", "no skills; `agent apply DIR` brings some"},
-	"approvals":        {[]string{"approvals", "ls"}, "APPROVAL SKILL STATUS ARGUMENTS ASKED EXPIRES TRACE", "nothing waits for approval"},
+	"executions":       {[]string{"executions", "ls"}, "EXECUTION FLOW STATUS CREATED TRACE ABOUT", "no matching executions; `agent heartbeat` starts one"},
+	"skills":           {[]string{"skills", "ls"}, "SKILL STATE CALLS SUCCESS FAILED IN A ROW DISABLED BY REASON", "no skills; `agent apply DIR` creates some"},
+	"approvals":        {[]string{"approvals", "ls"}, "APPROVAL SKILL STATUS ARGUMENTS ASKED EXPIRES TRACE", "no pending approvals"},
 	"filtered traces":  {[]string{"trace", "ls", "--surface", "heartbeat", "--status", "completed", "--since", "1h", "--limit", "1"}, "TRACE FLOW", ""},
 	"filtered actions": {[]string{"activity", "ls", "--surface", "heartbeat", "--status", "error", "--since", "1d"}, "TIME TRACE", ""},
 	"filtered runs":    {[]string{"executions", "ls", "--flow", "heartbeat", "--status", "completed"}, "EXECUTION FLOW", ""},
@@ -202,7 +202,7 @@ func TestTrace(t *testing.T) {
 	if got := p.run("trace", "foo"); got.code != 2 || !strings.Contains(got.err, "a trace id looks like hb_") {
 		t.Errorf("no trace id: exit %d, stderr %q", got.code, got.err)
 	}
-	if got := p.run("trace", "last", "--surface", "chat"); got.code != 1 || !strings.Contains(got.err, "there is no such trace yet") {
+	if got := p.run("trace", "last", "--surface", "chat"); got.code != 1 || !strings.Contains(got.err, "no trace yet") {
 		t.Errorf("no trace of a surface: exit %d, stderr %q", got.code, got.err)
 	}
 }
@@ -222,7 +222,7 @@ func TestExecutions(t *testing.T) {
 	if shown.ID != id || len(shown.Checkpoints) == 0 {
 		t.Errorf("got %+v", shown)
 	}
-	if got := p.must("executions", "cancel", id); got != id+" had ended already: completed\n" {
+	if got := p.must("executions", "cancel", id); got != id+" had already ended: completed\n" {
 		t.Errorf("cancelling what has ended: %q", got)
 	}
 	const unknown = "01a1fc7a-3cbd-7d8a-af56-b10ba12fb33d"
@@ -424,7 +424,7 @@ func TestWhatWasRunIsShownWithoutSecrets(t *testing.T) {
 
 func TestWhatDoesNotPrintIsShownEscaped(t *testing.T) {
 	t.Parallel()
-	if got, want := escaped("{\n  \"a\": \"é\u202e\u200b\U000e0041\"\n}"), "{\n  \"a\": \"é\\u202e\\u200b\\udb40\\udc41\"\n}"; got != want {
+	if got, want := escapeJSON("{\n  \"a\": \"é\u202e\u200b\U000e0041\"\n}"), "{\n  \"a\": \"é\\u202e\\u200b\\udb40\\udc41\"\n}"; got != want {
 		t.Errorf("got %s, want %s", got, want)
 	}
 }
@@ -456,7 +456,7 @@ func tableOn(t *testing.T, columns uint16, heading []string, rows [][]string) st
 	t.Helper()
 	var text bytes.Buffer
 	if columns == 0 {
-		if err := table(&printer{to: &text}, "", heading, rows); err != nil {
+		if err := writeTable(&errWriter{w: &text}, "", heading, rows); err != nil {
 			t.Fatal(err)
 		}
 		return text.String()
@@ -469,7 +469,7 @@ func tableOn(t *testing.T, columns uint16, heading []string, rows [][]string) st
 	if err := pty.Setsize(tty, &pty.Winsize{Rows: 40, Cols: columns}); err != nil {
 		t.Fatal(err)
 	}
-	if err := table(&printer{to: tty}, "", heading, rows); err != nil {
+	if err := writeTable(&errWriter{w: tty}, "", heading, rows); err != nil {
 		t.Fatal(err)
 	}
 	if err := tty.Close(); err != nil {

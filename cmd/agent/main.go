@@ -1,8 +1,8 @@
-// Command agent runs autonomous agents on PostgreSQL: their heartbeat, their surfaces, and the tools to
-// see and steer what they do. One binary, one database; `agent dev` needs nothing else.
+// Command agent runs autonomous agents on PostgreSQL: heartbeat, surfaces, and the tools to observe and
+// control them. It is one binary with one database; `agent dev` needs nothing else.
 //
-// main is a process, run is the program: tests call run. Each command is one file. What a command prints
-// as its result goes to stdout, everything else to stderr; --json makes the result one JSON document.
+// main starts the process; run is the program and the entry point of tests. A command prints its result to
+// stdout and everything else to stderr. With --json the result is one JSON document.
 // Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 75 a lane is busy, 130 interrupted.
 package main
 
@@ -30,13 +30,13 @@ import (
 func main() {
 	pgserver.GuardMain()
 	heap.SetMinimumHeap()
-	ctx, stop := signals(context.Background())
+	ctx, stop := signalContext(context.Background())
 	code := run(ctx, os.Args[1:], os.Environ(), os.Stdin, os.Stdout, os.Stderr)
 	stop()
 	os.Exit(code)
 }
 
-// run is the program. It returns the exit code.
+// run is the program, as tests call it. It returns the exit code.
 func run(ctx context.Context, args, environ []string, in io.Reader, out, errw io.Writer) int {
 	c := &cli{environ: config.Environ(environ), args: args, in: in, out: out, err: errw}
 	err := c.execute(ctx)
@@ -44,15 +44,15 @@ func run(ctx context.Context, args, environ []string, in io.Reader, out, errw io
 		return 0
 	}
 	code := exitCode(ctx, err)
-	c.complain(code, err)
+	c.reportError(code, err)
 	return code
 }
 
-// execute runs the command that the arguments name. A panic becomes an error.
+// execute runs the command. A panic becomes an error.
 func (c *cli) execute(ctx context.Context) (err error) {
 	defer func() {
 		if reason := recover(); reason != nil {
-			err = c.crashed(ctx, reason)
+			err = c.panicError(ctx, reason)
 		}
 	}()
 	root := c.root()
@@ -63,7 +63,7 @@ func (c *cli) execute(ctx context.Context) (err error) {
 	return root.ExecuteContext(ctx)
 }
 
-// root is the command tree.
+// root builds the command tree.
 func (c *cli) root() *cobra.Command {
 	root := &cobra.Command{
 		Use:   "agent",
@@ -71,18 +71,18 @@ func (c *cli) root() *cobra.Command {
 		Long: strings.TrimSpace(`
 Lanekeeper runs autonomous agents on PostgreSQL.
 
-  agent dev                 everything at once: its own PostgreSQL, an offline model, a first heartbeat
-  agent init                a workspace of your own: an agent, a skill on your database, an automation
-  agent operate             talk with it as its admin; agent chat: as a visitor
-  agent trace last          the story of the latest run
-  agent lanes ls            who holds what
-  agent executions ls       what runs, waits, or has ended
+  agent dev                 run everything: local PostgreSQL, offline model, a first heartbeat
+  agent init                create a workspace: an agent, a skill on your database, an automation
+  agent operate             talk to it as its admin; agent chat: as a visitor
+  agent trace last          show the latest run
+  agent lanes ls            list held lanes
+  agent executions ls       list executions
 
-A database is named by DATABASE_URL. Without it, commands use the one that agent dev keeps in .agent here.`),
+DATABASE_URL names the database. Without it, commands use the one of agent dev in .agent in this folder.`),
 		SilenceErrors: true, SilenceUsage: true,
 		Args: func(cmd *cobra.Command, args []string) error {
 			if len(args) > 0 {
-				return unknown(`"`+args[0]+`"`, args[0], cmd)
+				return unknownCommand(`"`+args[0]+`"`, args[0], cmd)
 			}
 			return nil
 		},
@@ -96,15 +96,15 @@ A database is named by DATABASE_URL. Without it, commands use the one that agent
 		return showHelp(cmd, args)
 	}
 	root.PersistentFlags().BoolVar(&c.json, "json", c.environ["AGENT_OUTPUT"] == "json", "print the result as one JSON document")
-	root.PersistentFlags().BoolVar(&c.noColor, "no-color", false, "no colours, also on a terminal")
+	root.PersistentFlags().BoolVar(&c.noColor, "no-color", false, "no colours, even on a terminal")
 	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error {
-		c.json = c.json || slices.Contains(c.args, "--json") // what stands behind the mistake was not parsed
-		return &exitError{exitUsage, seeHelp(meantFlag(err, cmd), cmd)}
+		c.json = c.json || slices.Contains(c.args, "--json") // flags after the error were not parsed
+		return &exitError{exitUsage, helpHint(suggestFlag(err, cmd), cmd)}
 	})
 	root.SetHelpCommand(c.helpCommand())
 	root.PersistentPreRunE = func(*cobra.Command, []string) error {
 		if form := c.environ["AGENT_OUTPUT"]; form != "" && form != "json" && form != "text" {
-			return usageError("AGENT_OUTPUT: %q is not a form of output; set text or json", form)
+			return usageError("AGENT_OUTPUT: unknown format %q; set text or json", form)
 		}
 		return nil
 	}
@@ -113,31 +113,30 @@ A database is named by DATABASE_URL. Without it, commands use the one that agent
 	return root
 }
 
-// args checks the number of arguments and says what was expected.
-func args(least, most int, want string) cobra.PositionalArgs {
+// positionalArgs checks the number of arguments.
+func positionalArgs(least, most int, want string) cobra.PositionalArgs {
 	return func(cmd *cobra.Command, got []string) error {
 		if len(got) < least || (most >= 0 && len(got) > most) {
-			return &exitError{exitUsage, seeHelp(fmt.Errorf("%s takes %s", cmd.CommandPath(), want), cmd)}
+			return &exitError{exitUsage, helpHint(fmt.Errorf("%s takes %s", cmd.CommandPath(), want), cmd)}
 		}
 		return nil
 	}
 }
 
-// message lets a command take one message, or none and read them elsewhere.
-func message(cmd *cobra.Command, got []string) error {
+// messageArg accepts one message, or none when the command reads them elsewhere.
+func messageArg(cmd *cobra.Command, got []string) error {
 	if len(got) == 1 && strings.TrimSpace(got[0]) == "" {
-		return &exitError{exitUsage, seeHelp(errors.New("the message is empty; say something"), cmd)}
+		return &exitError{exitUsage, helpHint(errors.New("the message is empty; pass a text"), cmd)}
 	}
-	return args(0, 1, "at most one message; quote it")(cmd, got)
+	return positionalArgs(0, 1, "at most one message; quote it")(cmd, got)
 }
 
-// seeHelp points to the command's help.
-func seeHelp(err error, cmd *cobra.Command) error {
+func helpHint(err error, cmd *cobra.Command) error {
 	return hint(err, "see %s --help", cmd.CommandPath())
 }
 
-// unknown is the error for a command that does not exist. word is what was typed for a command below parent.
-func unknown(command, word string, parent *cobra.Command) error {
+// unknownCommand returns the error of an unknown command, with the nearest name below parent.
+func unknownCommand(command, word string, parent *cobra.Command) error {
 	var names []string
 	for _, below := range parent.Commands() {
 		if !below.Hidden {
@@ -148,11 +147,11 @@ func unknown(command, word string, parent *cobra.Command) error {
 	if near := nearest.To(word, names); near != "" {
 		err = fmt.Errorf("%w; did you mean %s %s?", err, parent.CommandPath(), near)
 	}
-	return &exitError{exitUsage, seeHelp(err, parent)}
+	return &exitError{exitUsage, helpHint(err, parent)}
 }
 
-// meantFlag adds to the error of a flag that does not exist the one that it may have been meant for.
-func meantFlag(err error, cmd *cobra.Command) error {
+// suggestFlag adds the nearest flag to the error of an unknown one.
+func suggestFlag(err error, cmd *cobra.Command) error {
 	missing, ok := errors.AsType[*pflag.NotExistError](err)
 	if !ok {
 		return err
@@ -169,7 +168,7 @@ func meantFlag(err error, cmd *cobra.Command) error {
 	return err
 }
 
-// helpCommand is `agent help COMMAND`, the same as `agent COMMAND --help`.
+// helpCommand is agent help COMMAND, the same as agent COMMAND --help.
 func (c *cli) helpCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "help [COMMAND]", Short: "Help about any command",
@@ -180,7 +179,7 @@ func (c *cli) helpCommand() *cobra.Command {
 				if len(args) == 1 {
 					word = args[0]
 				}
-				return unknown(strings.Join(args, " "), word, cmd.Root())
+				return unknownCommand(strings.Join(args, " "), word, cmd.Root())
 			}
 			found.InitDefaultHelpFlag()
 			return found.Help()
@@ -188,8 +187,8 @@ func (c *cli) helpCommand() *cobra.Command {
 	}
 }
 
-// signals ends the context at the first interrupt and the process at the second.
-func signals(ctx context.Context) (context.Context, func()) {
+// signalContext cancels the context at the first interrupt and exits at the second.
+func signalContext(ctx context.Context) (context.Context, func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	caught := make(chan os.Signal, 2)
 	signal.Notify(caught, os.Interrupt, syscall.SIGTERM)
@@ -214,7 +213,7 @@ func signals(ctx context.Context) (context.Context, func()) {
 	}
 }
 
-// commands lists what the program can do, in the order in which help shows it.
+// commands lists all commands in the order of help.
 func (c *cli) commands() []*cobra.Command {
 	return []*cobra.Command{
 		c.devCommand(),
@@ -254,13 +253,13 @@ func (c *cli) commands() []*cobra.Command {
 	}
 }
 
-// group is a command that only has others below it.
+// group is a command that only has subcommands.
 func group(use, short string, below ...*cobra.Command) *cobra.Command {
 	cmd := &cobra.Command{
 		Use: use, Short: short,
 		Args: func(cmd *cobra.Command, got []string) error {
 			if len(got) > 0 {
-				return unknown(cmd.CommandPath()+" "+got[0], got[0], cmd)
+				return unknownCommand(cmd.CommandPath()+" "+got[0], got[0], cmd)
 			}
 			return nil
 		},
@@ -270,16 +269,15 @@ func group(use, short string, below ...*cobra.Command) *cobra.Command {
 	return cmd
 }
 
-// showHelp tells a person what is below a command. That is no result, so who asked for one as JSON is told what is
-// missing.
+// showHelp prints help. With --json it is a usage error, because help is no result.
 func showHelp(cmd *cobra.Command, _ []string) error {
 	if asked, err := cmd.Flags().GetBool("json"); err == nil && asked {
-		return &exitError{exitUsage, seeHelp(fmt.Errorf("%s takes a command", cmd.CommandPath()), cmd)}
+		return &exitError{exitUsage, helpHint(fmt.Errorf("%s takes a command", cmd.CommandPath()), cmd)}
 	}
 	return cmd.Help()
 }
 
-// withSession runs a command's work on an open database.
+// withSession runs a command with an open database.
 func (c *cli) withSession(work func(cmd *cobra.Command, args []string, s *session) error) func(*cobra.Command, []string) error {
 	return func(cmd *cobra.Command, args []string) error {
 		s, err := c.session(cmd.Context())
@@ -291,24 +289,19 @@ func (c *cli) withSession(work func(cmd *cobra.Command, args []string, s *sessio
 	}
 }
 
-// when shows a time to a person.
-func when(t time.Time) string { return t.UTC().Format("2006-01-02 15:04:05") }
+func formatTime(t time.Time) string { return t.UTC().Format("2006-01-02 15:04:05") }
 
-// span shows milliseconds to a person.
-func span(ms *int64) string {
+func formatMillis(ms *int64) string {
 	if ms == nil {
 		return "…"
 	}
 	return (time.Duration(*ms) * time.Millisecond).String()
 }
 
-// seconds shows a number of seconds to a person.
-func seconds(s float64) string {
+func formatSeconds(s float64) string {
 	return (time.Duration(s) * time.Second).String()
 }
 
-// money shows US dollars.
-func money(usd float64) string { return fmt.Sprintf("$%.4f", usd) }
+func formatUSD(usd float64) string { return fmt.Sprintf("$%.4f", usd) }
 
-// percent shows a share.
-func percent(share float64) string { return fmt.Sprintf("%.0f %%", share*100) }
+func formatPercent(share float64) string { return fmt.Sprintf("%.0f %%", share*100) }

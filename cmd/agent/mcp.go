@@ -18,11 +18,10 @@ import (
 func (c *cli) mcpCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "mcp", Short: "Use tools of MCP servers as skills; offer skills over MCP",
-		Long: `Without a command below it, agent mcp is an MCP server on standard input and output: it offers the skills that
-agent mcp offer chose, to an editor, a desktop assistant or another agent. agent serve offers the same over HTTP at
-/mcp, with the admin token.
+		Long: `Without a subcommand, agent mcp is an MCP server on standard input and output. It serves the skills of agent mcp offer
+to an editor, a desktop assistant or another agent. agent serve serves the same over HTTP at /mcp, with the admin token.
 
-The other direction is declared in the workspace, and what servers offer is mounted as skills:
+For the other direction, declare servers in the workspace; their tools become skills:
 
   kind: mcp_server
   name: files
@@ -31,7 +30,7 @@ The other direction is declared in the workspace, and what servers offer is moun
   exclude: [move_file]
   headers: {Authorization: "Bearer ${FILES_TOKEN}"}                           # with url; env: with command
 
-A tool that changes after it was mounted is quarantined: its skill is disabled until agent mcp accept.`,
+A tool that changes later is quarantined: its skill is disabled until agent mcp accept.`,
 		Example: `  agent apply ./workspace && agent mcp sync
   agent mcp ls
   agent mcp show files read_file
@@ -40,20 +39,19 @@ A tool that changes after it was mounted is quarantined: its skill is disabled u
   agent mcp                        # in the configuration of an MCP client: command agent, arguments mcp`,
 		Args: func(cmd *cobra.Command, got []string) error {
 			if len(got) > 0 {
-				return unknown(cmd.CommandPath()+" "+got[0], got[0], cmd)
+				return unknownCommand(cmd.CommandPath()+" "+got[0], got[0], cmd)
 			}
 			return nil
 		},
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error { return c.serveMCP(cmd.Context(), s) }),
 	}
 	cmd.AddCommand(&cobra.Command{
-		Use: "serve", Short: "The same as agent mcp: speak MCP over standard input and output", Args: args(0, 0, "no arguments"),
+		Use: "serve", Short: "Same as agent mcp: serve MCP on standard input and output", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error { return c.serveMCP(cmd.Context(), s) }),
 	}, c.mcpListCommand(), c.mcpShowCommand(), c.mcpSyncCommand(), c.mcpAcceptCommand(), c.mcpOfferCommand(true), c.mcpOfferCommand(false))
 	return cmd
 }
 
-// mcpListing is what agent mcp ls shows.
 type mcpListing struct {
 	Servers []mcp.Remote `json:"servers"`
 	Tools   []mcp.Tool   `json:"tools"`
@@ -62,14 +60,14 @@ type mcpListing struct {
 
 func (c *cli) mcpListCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "ls [SERVER]", Short: "List MCP servers, their tools, and the skills offered to others", Args: args(0, 1, "at most one server"),
+		Use: "ls [SERVER]", Short: "List MCP servers, their tools, and the skills offered to others", Args: positionalArgs(0, 1, "at most one server"),
 		Long: `List MCP servers and their tools. A tool is
 
   mounted      its skill calls it
-  quarantined  it changed since it was accepted; see agent mcp show, then agent mcp accept
+  quarantined  changed since its acceptance; see agent mcp show, then agent mcp accept
   gone         the server no longer lists it
-  excluded     the workspace leaves it out
-  refused      it cannot be a skill; the reason says why`,
+  excluded     the workspace excludes it
+  refused      it cannot become a skill; see its reason`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			got, err := readMCP(cmd.Context(), s, strings.Join(args, ""))
 			if err != nil {
@@ -80,7 +78,7 @@ func (c *cli) mcpListCommand() *cobra.Command {
 	}
 }
 
-// readMCP reads everything, or what concerns one server.
+// readMCP reads all servers, or one.
 func readMCP(ctx context.Context, s *session, server string) (mcpListing, error) {
 	got := mcpListing{Servers: []mcp.Remote{}, Tools: []mcp.Tool{}, Offered: []mcp.Offer{}}
 	if server != "" {
@@ -112,40 +110,40 @@ func writeMCP(w io.Writer, got mcpListing) error {
 		state := "not synced yet"
 		switch {
 		case r.SyncError != "":
-			state = "unreachable: " + clipped(r.SyncError, 80)
+			state = "unreachable: " + truncate(r.SyncError, 80)
 		case r.SyncedAt != nil:
-			state = "synced " + when(*r.SyncedAt)
+			state = "synced " + formatTime(*r.SyncedAt)
 		}
-		rows[i] = []string{r.Name, r.Transport, clipped(r.URL+strings.Join(r.Command, " "), 60), r.Trust, r.Scope, state, r.About}
+		rows[i] = []string{r.Name, r.Transport, truncate(r.URL+strings.Join(r.Command, " "), 60), r.Trust, r.Scope, state, r.About}
 	}
-	if err := table(w, "no MCP servers; declare one with kind: mcp_server, see agent mcp --help",
+	if err := writeTable(w, "no MCP servers; declare one with kind: mcp_server, see agent mcp --help",
 		[]string{"SERVER", "TRANSPORT", "AT", "TRUST", "SCOPE", "STATE", "ABOUT"}, rows); err != nil {
 		return err
 	}
 	if len(got.Tools) > 0 {
 		rows = make([][]string, len(got.Tools))
 		for i, t := range got.Tools {
-			rows[i] = []string{t.Server, t.Tool, t.State, t.Skill, clipped(t.Reason, 90)}
+			rows[i] = []string{t.Server, t.Tool, t.State, t.Skill, truncate(t.Reason, 90)}
 		}
 		fmt.Fprintln(w)
-		if err := table(w, "", []string{"SERVER", "TOOL", "STATE", "SKILL", "REASON"}, rows); err != nil {
+		if err := writeTable(w, "", []string{"SERVER", "TOOL", "STATE", "SKILL", "REASON"}, rows); err != nil {
 			return err
 		}
 	}
 	if len(got.Offered) > 0 {
 		rows = make([][]string, len(got.Offered))
 		for i, o := range got.Offered {
-			rows[i] = []string{o.Skill, o.OfferedBy, when(o.CreatedAt)}
+			rows[i] = []string{o.Skill, o.OfferedBy, formatTime(o.CreatedAt)}
 		}
 		fmt.Fprintln(w)
-		return table(w, "", []string{"OFFERED TO OTHERS", "BY", "SINCE"}, rows)
+		return writeTable(w, "", []string{"OFFERED TO OTHERS", "BY", "SINCE"}, rows)
 	}
 	return nil
 }
 
 func (c *cli) mcpShowCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "show SERVER TOOL", Short: "Show a tool as it was accepted and, in quarantine, as it is now", Args: args(2, 2, "a server and a tool"),
+		Use: "show SERVER TOOL", Short: "Show a tool's accepted version and, in quarantine, its current one", Args: positionalArgs(2, 2, "a server and a tool"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			all, err := mcp.Tools(cmd.Context(), s.pool, args[0])
 			if err != nil {
@@ -161,7 +159,7 @@ func (c *cli) mcpShowCommand() *cobra.Command {
 	}
 }
 
-// writeTool shows a tool to a person, both versions where there are two.
+// writeTool prints a tool, with both versions in quarantine.
 func writeTool(w io.Writer, t mcp.Tool) error {
 	fmt.Fprintf(w, "%s of %s is %s", printable(t.Tool), t.Server, t.State)
 	if t.Reason != "" {
@@ -175,16 +173,16 @@ func writeTool(w io.Writer, t mcp.Tool) error {
 	if t.SeenPin != "" {
 		fmt.Fprintf(w, "\nnow, hash %s\n", t.SeenPin)
 		writeJSON(w, "", t.Seen)
-		fmt.Fprintf(w, "\nto accept exactly this: agent mcp accept %s %s --hash %s\n", t.Server, printable(t.Tool), t.SeenPin)
+		fmt.Fprintf(w, "\naccept this version: agent mcp accept %s %s --hash %s\n", t.Server, printable(t.Tool), t.SeenPin)
 	}
 	return nil
 }
 
 func (c *cli) mcpSyncCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "sync [SERVER]", Short: "Ask servers for their tools and mount them", Args: args(0, 1, "at most one server"),
-		Long: `Connect to every MCP server, or to one, list its tools and mount them as skills. agent serve and agent dev do
-the same when they start and every 15 minutes. Exit code 1 when a server could not be reached.`,
+		Use: "sync [SERVER]", Short: "Read the tools of servers and mount them", Args: positionalArgs(0, 1, "at most one server"),
+		Long: `Connect to all MCP servers, or one, and mount their tools as skills. agent serve and agent dev do this at start and
+every 15 minutes. The exit code is 1 when a server is unreachable.`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			return c.syncMCP(cmd.Context(), s, strings.Join(args, ""))
 		}),
@@ -200,12 +198,12 @@ func (c *cli) syncMCP(ctx context.Context, s *session, server string) error {
 	if err != nil {
 		return err
 	}
-	defer a.remote.Close()
+	defer a.mcpClient.Close()
 	ctx = trace.With(ctx, trace.Span{TraceID: trace.New(trace.Operate), Surface: trace.Operate, Agent: admin})
 	reports := []mcp.Report{}
 	failed := 0
 	for _, r := range known.Servers {
-		report, err := a.remote.Sync(ctx, r.Name)
+		report, err := a.mcpClient.Sync(ctx, r.Name)
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
@@ -215,7 +213,7 @@ func (c *cli) syncMCP(ctx context.Context, s *session, server string) error {
 		}
 		reports = append(reports, report)
 	}
-	err = c.print(listing(reports, ""), func(w io.Writer) error {
+	err = c.print(pageOf(reports, ""), func(w io.Writer) error {
 		if len(reports) == 0 {
 			_, err := fmt.Fprintln(w, "no MCP servers; declare one with kind: mcp_server, see agent mcp --help")
 			return err
@@ -231,7 +229,6 @@ func (c *cli) syncMCP(ctx context.Context, s *session, server string) error {
 	return err
 }
 
-// writeReport tells what a sync found.
 func writeReport(w io.Writer, r mcp.Report) {
 	if r.Error != "" {
 		fmt.Fprintf(w, "%s: %s\n", r.Server, printable(r.Error))
@@ -245,7 +242,7 @@ func writeReport(w io.Writer, r mcp.Report) {
 		{"mounted", r.Mounted},
 		{"changed, in quarantine (see agent mcp show)", r.Quarantined},
 		{"gone", r.Gone},
-		{"left out", r.Excluded},
+		{"excluded", r.Excluded},
 		{"refused", r.Refused},
 	} {
 		if len(part.tools) > 0 {
@@ -257,9 +254,9 @@ func writeReport(w io.Writer, r mcp.Report) {
 func (c *cli) mcpAcceptCommand() *cobra.Command {
 	var hash string
 	cmd := &cobra.Command{
-		Use: "accept SERVER TOOL", Short: "Accept the changed version of a tool and end its quarantine", Args: args(2, 2, "a server and a tool"),
-		Long: `Accept a tool as its server shows it since it changed, and put its skill back into service. Look at it first with
-agent mcp show; with --hash exactly the version shown there is accepted, and none that came since.`,
+		Use: "accept SERVER TOOL", Short: "Accept the changed version of a tool and end its quarantine", Args: positionalArgs(2, 2, "a server and a tool"),
+		Long: `Accept the changed version of a tool and enable its skill. Review it first with agent mcp show; --hash accepts only the
+version shown there.`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			t, err := mcp.Accept(cmd.Context(), s.pool, args[0], args[1], hash, admin)
 			if err != nil {
@@ -275,14 +272,13 @@ agent mcp show; with --hash exactly the version shown there is accepted, and non
 	return cmd
 }
 
-// mcpOfferCommand is offer or withdraw.
 func (c *cli) mcpOfferCommand(offer bool) *cobra.Command {
 	use, short, act := "withdraw SKILL", "End the offer of a skill to MCP clients", mcp.Withdraw
 	if offer {
 		use, short, act = "offer SKILL", "Offer a skill to MCP clients, over HTTP and agent mcp", mcp.Grant
 	}
 	return &cobra.Command{
-		Use: use, Short: short, Args: args(1, 1, "a skill's name"),
+		Use: use, Short: short, Args: positionalArgs(1, 1, "a skill's name"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			changed, err := act(cmd.Context(), s.pool, args[0], admin, admin)
 			if errors.Is(err, skills.ErrNotFound) {
@@ -299,7 +295,6 @@ func (c *cli) mcpOfferCommand(offer bool) *cobra.Command {
 	}
 }
 
-// mcpHint says where names are listed.
 func mcpHint(err error) error {
 	if errors.Is(err, mcp.ErrNotFound) || errors.Is(err, mcp.ErrNothingToAccept) {
 		return hint(err, "see agent mcp ls")
@@ -307,10 +302,10 @@ func mcpHint(err error) error {
 	return err
 }
 
-// serveMCP offers skills to the one client on standard input and output, until it leaves.
+// serveMCP serves one MCP client on standard input and output.
 func (c *cli) serveMCP(ctx context.Context, s *session) error {
 	if terminal(c.in) {
-		c.say("this speaks the Model Context Protocol to a program on standard input and output; see agent mcp --help, ^D leaves")
+		c.infof("serving the Model Context Protocol on standard input and output; see agent mcp --help, ^D leaves")
 	}
 	if _, err := builtins.Put(ctx, s.pool); err != nil {
 		return err
@@ -319,10 +314,10 @@ func (c *cli) serveMCP(ctx context.Context, s *session) error {
 	if err != nil {
 		return err
 	}
-	return a.beat(ctx, func(ctx context.Context) error { return a.offered.Serve(ctx, readCloser(c.in), writeCloser{c.out}) })
+	return a.runWithLeases(ctx, func(ctx context.Context) error { return a.mcpServer.Serve(ctx, readCloser(c.in), writeCloser{c.out}) })
 }
 
-// readCloser is the stream a command reads from, closed where it can be, so that a read under way ends.
+// readCloser closes the stream where possible, so that a blocked read ends.
 func readCloser(r io.Reader) io.ReadCloser {
 	if closer, ok := r.(io.ReadCloser); ok {
 		return closer
@@ -330,7 +325,7 @@ func readCloser(r io.Reader) io.ReadCloser {
 	return io.NopCloser(r)
 }
 
-// writeCloser is a stream that stays open.
+// writeCloser ignores Close.
 type writeCloser struct{ io.Writer }
 
 func (writeCloser) Close() error { return nil }

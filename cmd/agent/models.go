@@ -24,18 +24,18 @@ import (
 )
 
 func (c *cli) modelsCommand() *cobra.Command {
-	return group("models", "See the models that agents use, and check that they work",
+	return group("models", "List the agents' models and check them",
 		c.modelsListCommand(), c.modelsCheckCommand())
 }
 
 func (c *cli) modelsCheckCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "check [MODEL]",
-		Short: "Make real calls of a model, and say which setting helps where one fails",
-		Long: `Make real calls of a model: a turn, a tool, a correction, a stream, a bounded answer, an image. Without MODEL, of
-each model that agents use, fallbacks included. The provider bills the calls; their number is said before.
-Exit code 1 when a check fails.`,
-		Args: oneModel,
+		Short: "Test a model with real calls and suggest settings",
+		Long: `Test a model with real calls: a turn, a tool, a correction, a stream, a bounded answer, an image. Without MODEL it tests
+each model of the agents, fallbacks included. The provider bills the calls; the command prints their number first.
+The exit code is 1 when a check fails.`,
+		Args: modelArg,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			client, targets, stop, err := c.modelsToCheck(cmd.Context(), args)
 			if err != nil {
@@ -52,7 +52,7 @@ Exit code 1 when a check fails.`,
 					return err
 				}
 			}
-			if err := c.print(listing(checked, ""), work); err != nil {
+			if err := c.print(pageOf(checked, ""), work); err != nil {
 				return err
 			}
 			if slices.ContainsFunc(checked, checkedModel.failed) {
@@ -63,17 +63,17 @@ Exit code 1 when a check fails.`,
 	}
 }
 
-// oneModel lets a command take a model, or none.
-func oneModel(cmd *cobra.Command, got []string) error {
+// modelArg accepts at most one model name.
+func modelArg(cmd *cobra.Command, got []string) error {
 	if len(got) == 1 && strings.TrimSpace(got[0]) == "" {
-		return &exitError{exitUsage, seeHelp(errors.New("the model's name is empty"), cmd)}
+		return &exitError{exitUsage, helpHint(errors.New("the model's name is empty"), cmd)}
 	}
-	return args(0, 1, "at most one model's name")(cmd, got)
+	return positionalArgs(0, 1, "at most one model's name")(cmd, got)
 }
 
-// modelsToCheck is the client, and the models that are named or used.
+// modelsToCheck returns the client and the named models, or those that agents use.
 func (c *cli) modelsToCheck(ctx context.Context, named []string) (*models.Client, []modelcheck.Target, func(), error) {
-	c.calm()
+	c.quietLogs()
 	cfg, log, err := c.settings()
 	if err != nil {
 		return nil, nil, nil, err
@@ -94,7 +94,6 @@ func (c *cli) modelsToCheck(ctx context.Context, named []string) (*models.Client
 	return client, targets, stop, nil
 }
 
-// targetsOf are models without an agent.
 func targetsOf(named []string) (targets []modelcheck.Target) {
 	for _, name := range named {
 		targets = append(targets, modelcheck.Target{Model: name})
@@ -102,23 +101,21 @@ func targetsOf(named []string) (targets []modelcheck.Target) {
 	return targets
 }
 
-// agentsInService reads the agents.
 func (c *cli) agentsInService(ctx context.Context) ([]agents.Agent, error) {
 	s, err := c.session(ctx)
 	if err != nil {
 		return nil, err
 	}
 	defer s.close(ctx)
-	return directory(s.config).List(ctx, s.pool)
+	return newDirectory(s.config).List(ctx, s.pool)
 }
 
-// usedModel is a model, and the agents that use it.
 type usedModel struct {
 	modelcheck.Target
 	Agents []string `json:"agents"`
 }
 
-// usedModels are the models of agents, each once with the same effort, in the order of the agents.
+// usedModels lists each model and effort once, in the order of the agents.
 func usedModels(client *models.Client, all []agents.Agent) (used []usedModel) {
 	for _, a := range all {
 		for _, name := range append([]string{a.Model}, a.Fallback...) {
@@ -136,7 +133,6 @@ func usedModels(client *models.Client, all []agents.Agent) (used []usedModel) {
 	return used
 }
 
-// checkedModel is what the checks of a model found.
 type checkedModel struct {
 	modelcheck.Target
 	Checks  []modelcheck.Result `json:"checks"`
@@ -148,7 +144,7 @@ func (m checkedModel) failed() bool {
 	return slices.ContainsFunc(m.Checks, func(r modelcheck.Result) bool { return r.Status == modelcheck.Fail })
 }
 
-// checkModels makes the checks, and writes each result when it is there.
+// checkModels runs the checks and prints each result as it arrives.
 func (c *cli) checkModels(
 	ctx context.Context, client *models.Client, targets []modelcheck.Target, w io.Writer,
 ) (all []checkedModel, err error) {
@@ -156,7 +152,7 @@ func (c *cli) checkModels(
 	for _, t := range targets {
 		calls += modelcheck.Calls(client, t)
 	}
-	c.say("%d calls of %d %s, which the provider bills; each part of the protocol that it refuses adds one",
+	c.infof("%d calls to %d %s, billed by the provider; each rejected protocol feature adds one",
 		calls, len(targets), plural("model", len(targets)))
 	for i, t := range targets {
 		if i > 0 {
@@ -164,8 +160,8 @@ func (c *cli) checkModels(
 		}
 		fmt.Fprintln(w, printable(t.String()))
 		found := checkedModel{Target: t}
-		err := modelcheck.Run(ctx, client, t, c.transient, func(r modelcheck.Result) {
-			c.transient("")
+		err := modelcheck.Run(ctx, client, t, c.showProgress, func(r modelcheck.Result) {
+			c.showProgress("")
 			found.Checks = append(found.Checks, r)
 			found.Calls += r.Calls
 			found.CostUSD += r.CostUSD
@@ -174,14 +170,14 @@ func (c *cli) checkModels(
 		if err != nil {
 			return nil, err
 		}
-		fmt.Fprintf(w, "%d calls, %s\n", found.Calls, money(found.CostUSD))
+		fmt.Fprintf(w, "%d calls, %s\n", found.Calls, formatUSD(found.CostUSD))
 		all = append(all, found)
 	}
 	return all, nil
 }
 
-// transient shows on a terminal what is waited for, until the next thing is said.
-func (c *cli) transient(what string) {
+// showProgress shows the current check on a terminal, until the next output.
+func (c *cli) showProgress(what string) {
 	if !terminal(c.err) {
 		return
 	}
@@ -192,7 +188,7 @@ func (c *cli) transient(what string) {
 	fmt.Fprintf(c.err, "\r\x1b[K…        %s", what)
 }
 
-// writeCheck writes a result as a line, and the setting that helps as another.
+// writeCheck prints a result and the setting that helps.
 func writeCheck(w io.Writer, r modelcheck.Result) {
 	took, word := "", string(r.Status)
 	if r.Status == modelcheck.Fail {
@@ -208,18 +204,17 @@ func writeCheck(w io.Writer, r modelcheck.Result) {
 	}
 }
 
-// listedModel is a model in a listing.
 type listedModel struct {
 	Model   string     `json:"model"`
 	Listed  bool       `json:"listed"` // by the server
 	Agents  []string   `json:"agents"`
-	Context int        `json:"context,omitempty"` // tokens; 0 when nobody says
-	Images  bool       `json:"images"`            // images are sent to it
+	Context int        `json:"context,omitempty"` // tokens; 0 if unknown
+	Images  bool       `json:"images"`            // accepts images
 	API     models.API `json:"api"`
 	Price   *usd       `json:"usd_per_million,omitempty"`
 }
 
-// usd is a price as AGENT_PRICES has it.
+// usd is a price in the format of AGENT_PRICES.
 type usd struct {
 	Input  float64 `json:"input"`
 	Cached float64 `json:"cached"`
@@ -228,10 +223,10 @@ type usd struct {
 
 func (c *cli) modelsListCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "ls", Short: "List the models that the server offers and those that agents use",
-		Args: args(0, 0, "no arguments"),
-		Long: `List the models that the server offers (GET /models) and those that agents use, those first. No call costs
-anything. What is known of a model is from the server, AGENT_PRICES and a built-in table.`,
+		Use: "ls", Short: "List the models of the server and of the agents",
+		Args: positionalArgs(0, 0, "no arguments"),
+		Long: `List the models of the agents, then those of the server (GET /models). Nothing is billed. Facts come from the server,
+AGENT_PRICES and a built-in table.`,
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			ctx := cmd.Context()
 			client, _, stop, err := newModel(ctx, s.config, s.log, models.Retry{Attempts: 1})
@@ -239,7 +234,7 @@ anything. What is known of a model is from the server, AGENT_PRICES and a built-
 				return err
 			}
 			defer stop()
-			all, err := directory(s.config).List(ctx, s.pool)
+			all, err := newDirectory(s.config).List(ctx, s.pool)
 			if err != nil {
 				return err
 			}
@@ -247,15 +242,15 @@ anything. What is known of a model is from the server, AGENT_PRICES and a built-
 			defer cancel()
 			offered, unlisted := client.List(asking)
 			if unlisted != nil {
-				c.say("the server lists no models: %s", printable(unlisted.Error()))
+				c.infof("the server lists no models: %s", printable(unlisted.Error()))
 			}
 			listed := listModels(client, usedModels(client, all), offered)
-			return c.print(listing(listed, ""), func(w io.Writer) error { return writeModels(w, listed) })
+			return c.print(pageOf(listed, ""), func(w io.Writer) error { return writeModels(w, listed) })
 		}),
 	}
 }
 
-// listModels joins what agents use and what the server offers.
+// listModels merges the models that agents use with those the server offers.
 func listModels(client *models.Client, used []usedModel, offered []models.Listed) []listedModel {
 	var all []listedModel
 	add := func(model string) *listedModel {
@@ -289,28 +284,27 @@ func listModels(client *models.Client, used []usedModel, offered []models.Listed
 }
 
 func writeModels(w io.Writer, listed []listedModel) error {
-	rows := make([][]string, len(listed))
-	for i, m := range listed {
-		row := []string{m.Model, "no", strings.Join(m.Agents, ", "), "unknown", "no", string(m.API), "unknown"}
-		if m.Listed {
-			row[1] = "yes"
-		}
-		if m.Context > 0 {
-			row[3] = strconv.Itoa(m.Context)
-		}
-		if m.Images {
-			row[4] = "yes"
-		}
-		if m.Price != nil {
-			row[6] = fmt.Sprintf("%g / %g", m.Price.Input, m.Price.Output)
-		}
-		rows[i] = row
-	}
-	return table(w, "", []string{"MODEL", "LISTED", "AGENTS", "CONTEXT", "IMAGES", "API", "USD PER MILLION"}, rows)
+	return writeRows(w, "",
+		[]string{"MODEL", "LISTED", "AGENTS", "CONTEXT", "IMAGES", "API", "USD PER MILLION"}, listed, func(m listedModel) []string {
+			row := []string{m.Model, "no", strings.Join(m.Agents, ", "), "unknown", "no", string(m.API), "unknown"}
+			if m.Listed {
+				row[1] = "yes"
+			}
+			if m.Context > 0 {
+				row[3] = strconv.Itoa(m.Context)
+			}
+			if m.Images {
+				row[4] = "yes"
+			}
+			if m.Price != nil {
+				row[6] = fmt.Sprintf("%g / %g", m.Price.Input, m.Price.Output)
+			}
+			return row
+		})
 }
 
-// newModel makes the client of the configured model. Where none is configured, it starts the offline
-// one, a server on the loopback interface that speaks the same protocol; stop ends it.
+// newModel returns the client of the configured model. Without one it starts the offline model on the loopback
+// interface; stop ends it.
 func newModel(ctx context.Context, cfg config.Config, log *slog.Logger, retry models.Retry) (client *models.Client, about string, stop func(), err error) {
 	set := models.Config{
 		BaseURL: cfg.OpenAIBaseURL, APIKey: cfg.OpenAIKey.Reveal(), Model: cfg.Model, Prices: prices(cfg), Logger: log, Retry: retry,
@@ -330,8 +324,8 @@ func newModel(ctx context.Context, cfg config.Config, log *slog.Logger, retry mo
 		about = "OpenAI"
 	}
 	if set.Model == "" {
-		set.Model = assumedModel
-		log.WarnContext(ctx, "AGENT_MODEL is not set, a model is assumed; set it to one of your provider's", "model", set.Model)
+		set.Model = defaultModel
+		log.WarnContext(ctx, "AGENT_MODEL is not set, using the default; set it to a model of your provider", "model", set.Model)
 	}
 	client, err = models.New(set)
 	if err != nil {
@@ -341,10 +335,9 @@ func newModel(ctx context.Context, cfg config.Config, log *slog.Logger, retry mo
 	return client, fmt.Sprintf("%s, %s", set.Model, about), stop, nil
 }
 
-// assumedModel is asked where AGENT_MODEL names none.
-const assumedModel = "gpt-4o-mini"
+// defaultModel is used when AGENT_MODEL is not set.
+const defaultModel = "gpt-4o-mini"
 
-// query is parameters in the form of a URL's.
 func query(values map[string]string) url.Values {
 	q := url.Values{}
 	for name, value := range values {
@@ -353,7 +346,7 @@ func query(values map[string]string) url.Values {
 	return q
 }
 
-// prices is the price table: the built-in one, and what AGENT_PRICES says instead.
+// prices returns the built-in price table with the overrides of AGENT_PRICES.
 func prices(cfg config.Config) models.Prices {
 	own := models.Prices{}
 	for model, p := range cfg.Prices {
@@ -368,8 +361,8 @@ func prices(cfg config.Config) models.Prices {
 	return models.DefaultPrices().With(own)
 }
 
-// newIndex makes the search of memories by meaning; nil where no embedding model is configured. Key, headers and query
-// of the chat model go to its own server only.
+// newIndex returns the embedding index, or nil without an embedding model. The chat model's key, headers and query go
+// only to its own server.
 func newIndex(cfg config.Config, log *slog.Logger) (*memory.Index, error) {
 	set := models.Config{
 		BaseURL: cfg.Embedding.BaseURL, APIKey: cfg.Embedding.Key.Reveal(), Model: cfg.Embedding.Model, Logger: log,
@@ -389,17 +382,17 @@ func newIndex(cfg config.Config, log *slog.Logger) (*memory.Index, error) {
 	return memory.NewIndex(client, log), nil
 }
 
-// examineEmbedding says whether memories are found by meaning, and what helps where they are not.
-func examineEmbedding(ctx context.Context, s *session, add func(string, error, string) bool) {
+// diagnoseEmbedding checks semantic search of memories.
+func diagnoseEmbedding(ctx context.Context, s *session, add func(string, error, string) bool) {
 	const check = "embeddings"
 	index, err := newIndex(s.config, s.log)
 	if err != nil || index == nil {
-		add(check, err, "off: memories are found by words alone; AGENT_EMBEDDING_MODEL turns them on")
+		add(check, err, "off: memory search matches words only; set AGENT_EMBEDDING_MODEL to enable them")
 		return
 	}
 	state, err := index.State(ctx, s.pool)
 	if err == nil && state.Extension == "" {
-		err = withoutExtension(s.config.Embedding.Model, state)
+		err = missingExtension(s.config.Embedding.Model, state)
 	}
 	if err != nil {
 		add(check, err, "")
@@ -409,17 +402,17 @@ func examineEmbedding(ctx context.Context, s *session, add func(string, error, s
 	defer cancel()
 	dimensions, err := index.Check(ctx)
 	if err != nil {
-		err = fmt.Errorf("memories are found by words alone: %w", err)
+		err = fmt.Errorf("memory search matches words only: %w", err)
 	}
 	add(check, err, fmt.Sprintf("%s, %d dimensions, pgvector %s; %d of %d memories are embedded",
 		s.config.Embedding.Model, dimensions, state.Extension, state.Embedded, state.Entries))
 }
 
-// withoutExtension says how the database gets the extension vector.
-func withoutExtension(model string, state memory.EmbeddingState) error {
-	wrong := fmt.Sprintf("%s is set, and memories are found by words alone: the database has no extension vector (pgvector)", model)
+// missingExtension explains how to install the extension vector.
+func missingExtension(model string, state memory.EmbeddingState) error {
+	wrong := fmt.Sprintf("%s is set, but memory search matches words only: the database has no extension vector (pgvector)", model)
 	if state.Available {
-		return hint(errors.New(wrong), "run in it as a superuser: create extension vector;")
+		return hint(errors.New(wrong), "run as a superuser: create extension vector;")
 	}
 	return hint(errors.New(wrong), "install pgvector on its server (a package such as postgresql-%d-pgvector), then run in the database as a superuser: create extension vector;",
 		state.Server)

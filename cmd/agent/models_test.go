@@ -32,14 +32,14 @@ func TestModelsOfAgentsAreChecked(t *testing.T) {
 	url := pgtest.URL(t)
 	p := on(t, url, "OPENAI_BASE_URL="+server.URL(), "AGENT_MODEL=gpt-4o")
 	got := p.run("models", "check")
-	contains(t, got.err, "7 calls of 1 model, which the provider bills")
+	contains(t, got.err, "7 calls to 1 model, billed by the provider")
 	contains(t, got.out, "gpt-4o\n", "pass     answers", "pass     correction", "7 calls, $0.0")
 	if got.code != 0 || len(server.Requests()) != 7 {
 		t.Errorf("exit %d after %d requests", got.code, len(server.Requests()))
 	}
 	p.must("apply", folder(t, map[string]string{"a.yaml": twoAgents}))
 	got = p.run("models", "check")
-	contains(t, got.err, "28 calls of 4 models")
+	contains(t, got.err, "28 calls to 4 models")
 	contains(t, got.out, "gpt-6-luna\n", "gpt-5-mini\n", "house/own (effort low)\n", "gpt-5-mini (effort low)\n",
 		"skipped  price", "set AGENT_PRICES")
 	var rows int
@@ -136,7 +136,7 @@ func TestTheDoctorSaysWhetherMemoriesAreFoundByMeaning(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	p := on(t, url)
-	contains(t, p.must("doctor"), "embeddings", "off: memories are found by words alone")
+	contains(t, p.must("doctor"), "embeddings", "off: memory search matches words only")
 	server := modeltest.NewEmbeddings(t, func(string) []float32 { return []float32{1, 2, 3} })
 	p = on(t, url, "AGENT_EMBEDDING_MODEL=small", "AGENT_EMBEDDING_BASE_URL="+server.URL(),
 		"OPENAI_BASE_URL="+server.URL(), "OPENAI_API_KEY=key-of-the-chat-model")

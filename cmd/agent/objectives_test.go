@@ -57,7 +57,7 @@ func TestAnAdminGivesDecidesAndConfirms(t *testing.T) {
 		t.Errorf("done of a step that is not there: %+v", bad)
 	}
 	p.must("objectives", "done", shown.Steps[0].ID, "--reason", "I saw it")
-	contains(t, p.must("objectives", "done", shown.Steps[0].ID, "--reason", "I saw it"), "not pending any more")
+	contains(t, p.must("objectives", "done", shown.Steps[0].ID, "--reason", "I saw it"), "no longer pending")
 	contains(t, p.must("objectives", "show", "tidy"), "completed", "admin's word: I saw it", "no dust", "1 of 1 steps (100 %)")
 	if bad := p.run("objectives", "accept", "nothing"); bad.code != exitFailed || !strings.Contains(bad.err, "agent objectives ls") {
 		t.Errorf("got %+v", bad)
@@ -85,14 +85,14 @@ func TestAProposalIsDecidedFromTheCommandLine(t *testing.T) {
 	if !got.Automation.Enabled || len(got.Automation.NextRuns) != 3 {
 		t.Errorf("got %+v", got)
 	}
-	contains(t, p.must("automations", "show", "watch"), "0 9 * * 1-5 Europe/Madrid", "it has not run yet", "CE")
+	contains(t, p.must("automations", "show", "watch"), "0 9 * * 1-5 Europe/Madrid", "no runs yet", "CE")
 	p.mustJSON(&got, "automations", "run", "watch")
 	if got.Run.Status != "success" || got.Run.Cause != "manual" {
 		t.Errorf("got %+v", got)
 	}
 	contains(t, p.must("automations", "show", "watch"), "result of ")
 	contains(t, p.must("automations", "runs", "watch"), "manual", "success")
-	contains(t, p.must("automations", "dead"), "the dead letter box is empty")
+	contains(t, p.must("automations", "dead"), "no dead runs")
 	contains(t, p.must("automations", "disable", "watch"), "disabled by admin")
 }
 
@@ -121,7 +121,7 @@ func TestTheMemoryFromTheCommandLine(t *testing.T) {
 		}
 	}
 	contains(t, p.must("memory", "forget", "plain"), "forgotten")
-	contains(t, p.must("memory", "forget", "plain"), "was not remembered")
+	contains(t, p.must("memory", "forget", "plain"), "was not stored")
 }
 
 // tab is an admin's browser, as far as forms go.
@@ -252,7 +252,7 @@ func TestRetentionIsShownSetCountedAndRun(t *testing.T) {
 	p := on(t, db.Config().ConnString())
 	contains(t, p.must("retention", "show"), "KIND", "messages         forever  1 day")
 	contains(t, p.must("retention", "set", "executions=30d", "events=1 day", "--reason", "little room"), "changed; trace op_")
-	contains(t, p.must("retention", "set", "executions=30 days"), "it was so already")
+	contains(t, p.must("retention", "set", "executions=30 days"), "already set")
 	_, err := db.Exec(t.Context(), `
 		insert into agent_executions (id, trace_id, surface, flow, created_at)
 		select lanekeeper.agent_uuid7(at), 'fl_' || n, 'flow', 'f', at from (select n, clock_timestamp() - interval '40 days' as at from generate_series(1, 3) n) x`)
@@ -330,7 +330,7 @@ func TestWebhooksOnTheCommandLine(t *testing.T) {
 		"show msg_1":                       {"X-Shop", `"id": 7`, "first trace", `\u001b[2J`},
 		"show msg_1 --json":                {`"body": {`},
 		"enable ops --target":              {"target ops is enabled already\n"},
-		"ls --status done":                 {"no delivery matches"},
+		"ls --status done":                 {"no matching deliveries"},
 	} {
 		got := p.must(append([]string{"webhooks"}, strings.Fields(command)...)...)
 		for _, want := range wants {

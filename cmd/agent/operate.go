@@ -26,23 +26,23 @@ func (c *cli) operateCommand() *cobra.Command {
 	var wait, watch bool
 	cmd := &cobra.Command{
 		Use:   "operate [MESSAGE]",
-		Short: "Talk with the agent as its admin",
-		Long: `Talk with the agent as its admin: on a terminal line by line (/help lists what else can be done there), from a pipe one
-turn per line, with MESSAGE one turn. The answer goes to stdout; tool calls, approvals and the trace id go to stderr, except
-on a terminal.
+		Short: "Talk to the agent as its admin",
+		Long: `Talk to the agent as its admin. MESSAGE runs one turn; a pipe runs one turn per line; a terminal is interactive
+(/help lists commands). The answer goes to stdout; tool calls, approvals and the trace id go to stderr, except on a
+terminal.
 
-One admin works at a time: the lane operate is held meanwhile, heartbeats give way, and whoever comes second is told who is
-at work (exit 75), may stand in the queue (--wait) or look on (--watch).
+One admin works at a time and holds the lane operate; heartbeats yield. A second admin gets the holder's name and exit
+code 75, can queue (--wait) or watch (--watch).
 
-^C cancels the turn and stops what it does; ^D leaves. A call that needs leave is asked for where there is somebody to ask: y
-approves exactly the call that is shown, nothing leaves it open, anything else refuses it and is the reason. Elsewhere it
-stays open (agent approvals ls), the exit code is 1, and the turn goes on in a process that runs agent serve. The exit code is 1 also
-for a turn without an answer: the model stalled, or a limit of tokens, money, time or model calls was reached.`,
+^C cancels the turn; ^D leaves. On a terminal it asks for each approval: y approves exactly the shown call, an empty
+line leaves it open, and any other text rejects it with that reason. Elsewhere the approval stays open (agent approvals
+ls), the exit code is 1, and a process that runs agent serve resumes the turn. The exit code is also 1 for a turn without
+an answer: the model stalled, or a limit of tokens, money, time or model calls was reached.`,
 		Example: "  agent operate\n  agent operate 'how large are the tables?'\n  agent operate --session ses_… 'and the indexes?' --json",
-		Args:    message,
+		Args:    messageArg,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if watch && (len(args) > 0 || wait || id != "" || agent != "") {
-				return usageError("--watch goes with no message, no --wait, no --agent and no --session")
+				return usageError("--watch excludes a message, --wait, --agent and --session")
 			}
 			if id != "" && threads.CheckID(id) != nil {
 				return usageError("--session: %w", threads.ErrInvalid)
@@ -51,18 +51,18 @@ for a turn without an answer: the model stalled, or a limit of tokens, money, ti
 				if watch {
 					return c.watchOperate(ctx, a)
 				}
-				return c.operate(ctx, s, a, sessionOf{id, agent, wait}, args)
+				return c.operate(ctx, s, a, operateOptions{id, agent, wait}, args)
 			})
 		},
 	}
-	cmd.Flags().StringVar(&id, "session", "", "go on with this session")
-	cmd.Flags().StringVar(&agent, "agent", "", "talk with this agent instead of the session's or the default one")
-	cmd.Flags().BoolVar(&wait, "wait", false, "wait while another admin is at work")
-	cmd.Flags().BoolVar(&watch, "watch", false, "follow the admin who is at work, read only, until ^C")
+	cmd.Flags().StringVar(&id, "session", "", "continue this session")
+	cmd.Flags().StringVar(&agent, "agent", "", "talk to this agent instead of the session's or the default one")
+	cmd.Flags().BoolVar(&wait, "wait", false, "wait until the lane operate is free")
+	cmd.Flags().BoolVar(&watch, "watch", false, "watch the current admin, read only, until ^C")
 	return cmd
 }
 
-// withApp runs a command's work in a process that runs executions itself.
+// withApp runs a command that runs executions in its own process.
 func (c *cli) withApp(ctx context.Context, work func(context.Context, *session, *app) error) error {
 	s, err := c.session(ctx)
 	if err != nil {
@@ -81,107 +81,105 @@ func (c *cli) withApp(ctx context.Context, work func(context.Context, *session, 
 	if err != nil {
 		return err
 	}
-	return a.beat(ctx, func(ctx context.Context) error { return work(ctx, s, a) })
+	return a.runWithLeases(ctx, func(ctx context.Context) error { return work(ctx, s, a) })
 }
 
-// sessionOf says which session is meant.
-type sessionOf struct {
+type operateOptions struct {
 	id, agent string
 	wait      bool
 }
 
-// operate takes turns in the way that suits where the words come from.
-func (c *cli) operate(ctx context.Context, s *session, a *app, which sessionOf, args []string) (err error) {
+// operate runs turns from the argument, the terminal or the pipe.
+func (c *cli) operate(ctx context.Context, s *session, a *app, which operateOptions, args []string) (err error) {
 	admin, err := a.operate.Session(which.id, true)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, admin.Close(ctx)) }()
-	if err := admin.As(ctx, which.agent); err != nil {
+	if err := admin.SetAgent(ctx, which.agent); err != nil {
 		return err
 	}
-	if err := c.enter(ctx, a, admin, which.wait); err != nil {
+	if err := c.acquireLane(ctx, a, admin, which.wait); err != nil {
 		return err
 	}
-	o := &operator{cli: c, s: s, app: a, admin: admin, left: map[string]string{}}
+	o := &operator{cli: c, s: s, app: a, admin: admin, openApprovals: map[string]string{}}
 	switch {
 	case len(args) > 0:
-		return o.once(ctx, args[0])
+		return o.runOnce(ctx, args[0])
 	case !c.json && terminal(c.in) && terminal(c.out):
-		return o.converse(ctx)
+		return o.interact(ctx)
 	}
-	return o.lines(ctx)
+	return o.runLines(ctx)
 }
 
-// enter takes the lane, and says who has it when it is not free.
-func (c *cli) enter(ctx context.Context, a *app, admin *operate.Session, wait bool) error {
+// acquireLane acquires the lane operate, or reports its holder.
+func (c *cli) acquireLane(ctx context.Context, a *app, admin *operate.Session, wait bool) error {
 	err := admin.Hold(ctx, false)
 	busy, ok := errors.AsType[*lanes.BusyError](err)
 	if !ok {
 		return err
 	}
-	told := errors.New(a.operate.Explain(ctx, busy))
+	explanation := errors.New(a.operate.Explain(ctx, busy))
 	if !wait {
 		a.operate.RecordSkipped(ctx, admin.ID(), busy)
-		return &exitError{exitBusy, hint(told, "wait with --wait, or look on with --watch")}
+		return &exitError{exitBusy, hint(explanation, "wait with --wait, or watch with --watch")}
 	}
-	c.say("%s; waiting …", printable(told.Error()))
+	c.infof("%s; waiting …", printable(explanation.Error()))
 	if err = admin.Hold(ctx, true); errors.Is(err, lanes.ErrBusy) {
 		return &exitError{exitBusy, err}
 	}
 	return err
 }
 
-// watchOperate looks on until ctx ends, which is no failure.
+// watchOperate prints another admin's turns until ctx ends.
 func (c *cli) watchOperate(ctx context.Context, a *app) error {
-	show := c.shower()
-	if err := a.operate.Watch(ctx, show.event); err != nil {
+	show := c.newEventPrinter()
+	if err := a.operate.Watch(ctx, show.print); err != nil {
 		return err
 	}
-	if show.failed != nil {
-		return fmt.Errorf("print events: %w", show.failed)
+	if show.err != nil {
+		return fmt.Errorf("print events: %w", show.err)
 	}
 	return nil
 }
 
-// operator is what `agent operate` works with: a session of an admin, and the process that takes its turns.
+// operator is an admin's session on the command line.
 type operator struct {
 	*cli
-	s     *session
-	app   *app
-	admin *operate.Session
-	last  string            // the trace of the latest turn
-	left  map[string]string // approvals that were left open, and the turns that wait for them
-	// ask puts a question to the admin. heard is false when there is no answer, because nobody is there any more or
-	// because it was decided elsewhere. nil: there is nobody to ask.
+	s             *session
+	app           *app
+	admin         *operate.Session
+	lastTrace     string            // of the latest turn
+	openApprovals map[string]string // approval id to the waiting execution
+	// ask asks the admin a question; nil means nobody can answer. heard is false when the input ended or the call was
+	// decided elsewhere.
 	ask func(ctx context.Context, question string) (answer string, heard bool)
-	// arrived, where set, hears of every event before it is shown.
-	arrived func()
+	// onEvent, if set, is called before each event is printed.
+	onEvent func()
 }
 
 // turn is Session.Turn or Session.Resume.
 type turn func(ctx context.Context, emit func(operate.Event)) (operate.Done, error)
 
-// message is a turn with one.
 func (o *operator) message(text string) turn {
 	return func(ctx context.Context, emit func(operate.Event)) (operate.Done, error) {
 		return o.admin.Turn(ctx, text, false, emit)
 	}
 }
 
-// take takes a turn and shows it. When ctx ends, the turn is cancelled and take waits for that.
-func (o *operator) take(ctx context.Context, t turn, show func(operate.Event)) (operate.Done, error) {
-	working, leave := context.WithCancelCause(context.WithoutCancel(ctx))
-	defer leave(nil)
-	defer context.AfterFunc(ctx, func() { leave(operate.ErrInterrupt) })()
+// runTurn runs a turn and prints its events. When ctx ends, it cancels the turn and waits for it.
+func (o *operator) runTurn(ctx context.Context, t turn, show func(operate.Event)) (operate.Done, error) {
+	turnCtx, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
+	defer cancel(nil)
+	defer context.AfterFunc(ctx, func() { cancel(operate.ErrInterrupt) })()
 	var done operate.Done
 	var err error
 	events := make(chan operate.Event, 256)
-	go func() { // ends before take does
+	go func() { // ends before runTurn returns
 		defer close(events)
-		done, err = t(working, func(e operate.Event) {
-			if o.arrived != nil {
-				o.arrived()
+		done, err = t(turnCtx, func(e operate.Event) {
+			if o.onEvent != nil {
+				o.onEvent()
 			}
 			events <- e
 		})
@@ -191,27 +189,27 @@ func (o *operator) take(ctx context.Context, t turn, show func(operate.Event)) (
 		show(e)
 		switch data := e.Data.(type) {
 		case operate.Start:
-			o.last, execution = data.TraceID, data.ExecutionID
+			o.lastTrace, execution = data.TraceID, data.ExecutionID
 		case operate.Approval:
-			if !o.decide(working, data) {
-				o.left[data.ID] = execution
-				leave(operate.ErrLeave)
+			if !o.askApproval(turnCtx, data) {
+				o.openApprovals[data.ID] = execution
+				cancel(operate.ErrDetach)
 			}
 		}
 	}
 	return done, err
 }
 
-// decide asks the admin about a call. False leaves it open.
-func (o *operator) decide(ctx context.Context, a operate.Approval) bool {
+// askApproval asks the admin to approve a call. It returns false if the approval stays open.
+func (o *operator) askApproval(ctx context.Context, a operate.Approval) bool {
 	if o.ask == nil {
 		return false
 	}
-	answer, heard := o.ask(ctx, "approve? [y/N/reason, nothing leaves it open] ")
+	answer, heard := o.ask(ctx, "approve? [y/N/reason, empty leaves it open] ")
 	answer = strings.TrimSpace(answer)
 	switch {
 	case !heard:
-		return true // not ours to decide any more
+		return true // decided elsewhere
 	case answer == "":
 		return false
 	}
@@ -219,37 +217,36 @@ func (o *operator) decide(ctx context.Context, a operate.Approval) bool {
 	if strings.EqualFold(answer, "n") || strings.EqualFold(answer, "no") || yes {
 		answer = ""
 	}
-	if err := o.record(ctx, a.ID, yes, answer); err != nil {
-		o.say("agent: %s", printable(err.Error()))
+	if err := o.recordDecision(ctx, a.ID, yes, answer); err != nil {
+		o.infof("agent: %s", printable(err.Error()))
 	}
 	return true
 }
 
-// record decides an approval.
-func (o *operator) record(ctx context.Context, id string, approve bool, reason string) error {
+func (o *operator) recordDecision(ctx context.Context, id string, approve bool, reason string) error {
 	_, err := approvals.Decide(ctx, o.s.pool, id, approve, "admin", reason)
-	o.admin.Look()
+	o.admin.Wake()
 	return err
 }
 
-// failure is the error with which a turn ends the command; nil for one that was answered.
-func (o *operator) failure(ctx context.Context, done operate.Done, err error) error {
+// turnError returns the error that ends the command after a turn, or nil for an answered turn.
+func (o *operator) turnError(ctx context.Context, done operate.Done, err error) error {
 	switch {
 	case ctx.Err() != nil:
 		return &exitError{exitInterrupted, nil}
 	case err != nil:
-		return &traced{err, o.last}
+		return &tracedError{err, o.lastTrace}
 	case done.Ended == operate.WaitingApproval:
-		return &traced{hint(errors.New("the turn waits for approval"),
-			"decide with agent approvals; it goes on in a process that runs `agent serve`"), o.last}
+		return &tracedError{hint(errors.New("the turn waits for approval"),
+			"decide with agent approvals; a process that runs `agent serve` resumes it"), o.lastTrace}
 	case done.Ended != reason.Answered && done.Ended != operate.HandedOn:
-		return &traced{errors.New("the turn has no answer: " + unanswered(done.Ended)), o.last}
+		return &tracedError{errors.New("the turn has no answer: " + endReason(done.Ended)), o.lastTrace}
 	}
 	return nil
 }
 
-// unanswered says how a turn ended that was not answered.
-func unanswered(ended string) string {
+// endReason explains a turn that ended without an answer.
+func endReason(ended string) string {
 	if ended == reason.Stalled {
 		return "the model stalled"
 	}
@@ -260,41 +257,38 @@ func unanswered(ended string) string {
 	return said
 }
 
-// limitSettings are the settings of a turn's limits.
+// limitSettings maps a limit to the settings that raise it.
 var limitSettings = map[string]string{
 	"day": "AGENT_BUDGET_DAY_TOKENS and AGENT_BUDGET_DAY_USD", "surface": "AGENT_BUDGET_OPERATE_TOKENS and AGENT_BUDGET_OPERATE_USD",
 	"tokens": "AGENT_MAX_TOKENS", "money": "AGENT_MAX_COST_USD", "iterations": "AGENT_MAX_ITERATIONS", "time": "AGENT_RUN_TIMEOUT",
 }
 
-// once takes one turn.
-func (o *operator) once(ctx context.Context, text string) error {
+func (o *operator) runOnce(ctx context.Context, text string) error {
 	if terminal(o.in) && terminal(o.err) {
-		o.ask = o.askOnce
+		o.ask = o.askTerminal
 	}
 	if o.json {
-		return o.onceJSON(ctx, text)
+		return o.runOnceJSON(ctx, text)
 	}
-	show := o.shower()
-	done, err := o.take(ctx, o.message(text), show.event)
-	show.end()
-	return errors.Join(o.failure(ctx, done, err), show.failed)
+	show := o.newEventPrinter()
+	done, err := o.runTurn(ctx, o.message(text), show.print)
+	show.endLine()
+	return errors.Join(o.turnError(ctx, done, err), show.err)
 }
 
-// onceJSON prints one document.
-func (o *operator) onceJSON(ctx context.Context, text string) error {
+func (o *operator) runOnceJSON(ctx context.Context, text string) error {
 	answer := operate.Answer{Tools: []operate.ToolCall{}, Approvals: []operate.Approval{}}
 	o.ask = nil
-	done, err := o.take(ctx, o.message(text), answer.Add)
+	done, err := o.runTurn(ctx, o.message(text), answer.Add)
 	if err != nil {
-		return o.failure(ctx, done, err)
+		return o.turnError(ctx, done, err)
 	}
 	answer.Done = done
-	return errors.Join(o.print(answer, nil), o.failure(ctx, done, nil))
+	return errors.Join(o.print(answer, nil), o.turnError(ctx, done, nil))
 }
 
-// askOnce asks on a terminal in its usual mode. When ctx ends the read goes on, until a line comes or the
-// process ends.
-func (o *operator) askOnce(ctx context.Context, question string) (string, bool) {
+// askTerminal reads one line in cooked mode. After ctx ends, the blocked read ends with the next line or the process.
+func (o *operator) askTerminal(ctx context.Context, question string) (string, bool) {
 	fmt.Fprint(o.err, question)
 	line := make(chan string, 1)
 	go func() {
@@ -312,10 +306,9 @@ func (o *operator) askOnce(ctx context.Context, question string) (string, bool) 
 	}
 }
 
-// lines takes a turn per line, without a prompt. A turn that fails does not keep the next from being taken, and makes
-// the command fail.
-func (o *operator) lines(ctx context.Context) error {
-	show := o.shower()
+// runLines runs one turn per input line. A failed turn fails the command, but the next lines still run.
+func (o *operator) runLines(ctx context.Context) error {
+	show := o.newEventPrinter()
 	var first error
 	err := o.eachLine(ctx, func(line string) (bool, error) {
 		var err error
@@ -323,36 +316,35 @@ func (o *operator) lines(ctx context.Context) error {
 		case line == "/quit":
 			return false, nil
 		case strings.HasPrefix(line, "/"):
-			err = o.command(ctx, line, show.event)
+			err = o.runCommand(ctx, line, show.print)
 		default:
 			var done operate.Done
-			done, err = o.take(ctx, o.message(line), show.event)
-			show.end()
-			err = o.failure(ctx, done, err)
+			done, err = o.runTurn(ctx, o.message(line), show.print)
+			show.endLine()
+			err = o.turnError(ctx, done, err)
 		}
 		if err != nil && ctx.Err() == nil {
-			o.complain(exitFailed, err)
+			o.reportError(exitFailed, err)
 			first, err = &exitError{exitFailed, nil}, nil
 		}
 		return true, err
 	})
-	return errors.Join(cmp.Or(err, first), show.failed)
+	return errors.Join(cmp.Or(err, first), show.err)
 }
 
-// slashHelp is what /help says.
-const slashHelp = `/trace [ID]           what a turn did; without an id, the latest turn
-/lanes                who holds what
-/approvals            calls that wait for leave
-/approve ID           allow a call, once
-/reject ID [REASON]   refuse a call
-/objectives           what the agent pursues
-/memory [WORDS]       what it remembers
-/help                 this
-/quit                 leave, as ^D does; ^C cancels a turn
+const slashHelp = `/trace [ID]           show a turn's trace; default the latest
+/lanes                list held lanes
+/approvals            list pending approvals
+/approve ID           approve a call once
+/reject ID [REASON]   reject a call
+/objectives           list objectives
+/memory [WORDS]       search the memory
+/help                 show this list
+/quit                 leave, like ^D; ^C cancels a turn
 `
 
-// command does what a line that begins with a slash says.
-func (o *operator) command(ctx context.Context, line string, show func(operate.Event)) error {
+// runCommand runs a slash command.
+func (o *operator) runCommand(ctx context.Context, line string, show func(operate.Event)) error {
 	name, rest, _ := strings.Cut(strings.TrimSpace(line), " ")
 	rest = strings.TrimSpace(rest)
 	switch name {
@@ -361,10 +353,10 @@ func (o *operator) command(ctx context.Context, line string, show func(operate.E
 		return err
 	case "/trace":
 		if rest == "" {
-			rest = o.last
+			rest = o.lastTrace
 		}
 		if rest == "" {
-			return errors.New("no turn was taken yet; name a trace")
+			return errors.New("no turn yet; name a trace")
 		}
 		return o.showTrace(ctx, o.s, rest)
 	case "/lanes":
@@ -377,29 +369,29 @@ func (o *operator) command(ctx context.Context, line string, show func(operate.E
 		return o.showMemory(ctx, rest)
 	case "/approve", "/reject":
 		id, reason, _ := strings.Cut(rest, " ")
-		return o.settle(ctx, id, name == "/approve", strings.TrimSpace(reason), show)
+		return o.decideApproval(ctx, id, name == "/approve", strings.TrimSpace(reason), show)
 	}
-	return fmt.Errorf("there is no command %s; /help lists them", printable(name))
+	return fmt.Errorf("unknown command %s; see /help", printable(name))
 }
 
-// settle decides an approval, and goes on with the turn of this session that waits for it.
-func (o *operator) settle(ctx context.Context, id string, approve bool, reason string, show func(operate.Event)) error {
+// decideApproval decides an approval and resumes the turn of this session that waits for it.
+func (o *operator) decideApproval(ctx context.Context, id string, approve bool, reason string, show func(operate.Event)) error {
 	if id == "" {
 		return errors.New("name an approval; /approvals lists them")
 	}
-	if err := o.record(ctx, id, approve, reason); err != nil {
+	if err := o.recordDecision(ctx, id, approve, reason); err != nil {
 		return err
 	}
-	execution := o.left[id]
-	delete(o.left, id)
+	execution := o.openApprovals[id]
+	delete(o.openApprovals, id)
 	if execution == "" {
 		_, err := fmt.Fprintf(o.out, "%s %s\n", map[bool]string{true: "approved", false: "rejected"}[approve], printable(id))
 		return err
 	}
-	done, err := o.take(ctx, func(ctx context.Context, emit func(operate.Event)) (operate.Done, error) {
+	done, err := o.runTurn(ctx, func(ctx context.Context, emit func(operate.Event)) (operate.Done, error) {
 		return o.admin.Resume(ctx, execution, emit)
 	}, show)
-	return o.failure(ctx, done, err)
+	return o.turnError(ctx, done, err)
 }
 
 func (o *operator) showLanes(ctx context.Context) error {
@@ -407,11 +399,10 @@ func (o *operator) showLanes(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	rows := make([][]string, len(live))
-	for i, l := range live {
-		rows[i] = []string{l.Lane, l.LockedBy, deref(l.TraceID), seconds(l.HeldFor)}
-	}
-	return table(o.out, "no lane is held", []string{"LANE", "HELD BY", "TRACE", "HELD FOR"}, rows)
+	return writeRows(o.out, "no lane is held",
+		[]string{"LANE", "HELD BY", "TRACE", "HELD FOR"}, live, func(l lanes.LiveLane) []string {
+			return []string{l.Lane, l.LockedBy, deref(l.TraceID), formatSeconds(l.HeldFor)}
+		})
 }
 
 func (o *operator) showApprovals(ctx context.Context) error {
@@ -419,11 +410,10 @@ func (o *operator) showApprovals(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	rows := make([][]string, len(waiting))
-	for i, a := range waiting {
-		rows[i] = []string{a.ID, a.SkillName, string(a.Arguments), when(a.ExpiresAt), a.TraceID}
-	}
-	return table(o.out, "nothing waits for approval", []string{"APPROVAL", "SKILL", "ARGUMENTS", "EXPIRES", "TRACE"}, rows)
+	return writeRows(o.out, "no pending approvals",
+		[]string{"APPROVAL", "SKILL", "ARGUMENTS", "EXPIRES", "TRACE"}, waiting, func(a approvals.Approval) []string {
+			return []string{a.ID, a.SkillName, string(a.Arguments), formatTime(a.ExpiresAt), a.TraceID}
+		})
 }
 
 func (o *operator) showObjectives(ctx context.Context) error {
@@ -431,11 +421,10 @@ func (o *operator) showObjectives(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	rows := make([][]string, len(all))
-	for i, x := range all {
-		rows[i] = []string{x.Name, x.Status, fmt.Sprintf("%d of %d", x.Done, x.Total), clipped(x.Goal, 80)}
-	}
-	return table(o.out, "there is no objective", []string{"OBJECTIVE", "STATUS", "DONE", "GOAL"}, rows)
+	return writeRows(o.out, "no objectives",
+		[]string{"OBJECTIVE", "STATUS", "DONE", "GOAL"}, all, func(x objectives.Objective) []string {
+			return []string{x.Name, x.Status, fmt.Sprintf("%d of %d", x.Done, x.Total), truncate(x.Goal, 80)}
+		})
 }
 
 func (o *operator) showMemory(ctx context.Context, query string) error {
@@ -447,9 +436,8 @@ func (o *operator) showMemory(ctx context.Context, query string) error {
 	if err != nil {
 		return err
 	}
-	rows := make([][]string, len(found))
-	for i, m := range found {
-		rows[i] = []string{m.Category, m.Key, clipped(string(m.Value), 80), when(m.UpdatedAt)}
-	}
-	return table(o.out, "nothing is remembered", []string{"CATEGORY", "KEY", "VALUE", "WRITTEN"}, rows)
+	return writeRows(o.out, "no memories",
+		[]string{"CATEGORY", "KEY", "VALUE", "WRITTEN"}, found, func(m memory.Entry) []string {
+			return []string{m.Category, m.Key, truncate(string(m.Value), 80), formatTime(m.UpdatedAt)}
+		})
 }

@@ -13,7 +13,6 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
-	"unicode"
 
 	"golang.org/x/term"
 
@@ -25,30 +24,30 @@ import (
 // Keys as a terminal in raw mode sends them.
 const (
 	keyInterrupt = 0x03
-	emptyLine    = "\x05\x15" // to the end of the line, and delete to its beginning
+	emptyLine    = "\x05\x15" // move to the end, delete to the beginning
 )
 
-// keyboard is the terminal's input: it takes ^C out for whoever wants to hear of it.
+// keyboard reads the terminal and handles ^C itself.
 type keyboard struct {
-	keys  chan []byte
-	ended chan struct{}
-	once  sync.Once
-	rest  []byte
+	input   chan []byte
+	ended   chan struct{}
+	once    sync.Once
+	pending []byte
 
 	mu          sync.Mutex
-	interrupted func() // what ^C does; nil at the prompt, where it empties the line
+	interrupted func() // handler of ^C; nil at the prompt, where ^C clears the line
 }
 
-// newKeyboard reads in in a goroutine, because a read cannot be interrupted: after close it ends with the next key or
-// with the process.
+// newKeyboard starts a reading goroutine. A read cannot be interrupted, so after close it ends with the next key or
+// the process.
 func newKeyboard(in io.Reader) *keyboard {
-	k := &keyboard{keys: make(chan []byte, 1024), ended: make(chan struct{})}
+	k := &keyboard{input: make(chan []byte, 1024), ended: make(chan struct{})}
 	go func() {
 		buffer := make([]byte, 256)
 		for {
 			n, err := in.Read(buffer)
 			for _, key := range buffer[:n] {
-				k.press(key)
+				k.handleKey(key)
 			}
 			if err != nil {
 				k.close()
@@ -59,10 +58,9 @@ func newKeyboard(in io.Reader) *keyboard {
 	return k
 }
 
-// press takes one key in.
-func (k *keyboard) press(key byte) {
+func (k *keyboard) handleKey(key byte) {
 	if key != keyInterrupt {
-		k.send(string(key))
+		k.typeKeys(string(key))
 		return
 	}
 	k.mu.Lock()
@@ -72,57 +70,57 @@ func (k *keyboard) press(key byte) {
 		interrupted()
 		return
 	}
-	k.send(emptyLine)
+	k.typeKeys(emptyLine)
 }
 
-// send puts keys in, as if they were typed. What does not fit is dropped, as terminals do.
-func (k *keyboard) send(keys string) {
+// typeKeys queues keys as if typed. It drops keys that do not fit, as terminals do.
+func (k *keyboard) typeKeys(keys string) {
 	select {
-	case k.keys <- []byte(keys):
+	case k.input <- []byte(keys):
 	case <-k.ended:
 	default:
 	}
 }
 
-// Read gives the keys to the line editor; io.EOF after close.
+// Read passes keys to the line editor. It returns io.EOF after close.
 func (k *keyboard) Read(p []byte) (int, error) {
-	if len(k.rest) == 0 {
+	if len(k.pending) == 0 {
 		select {
-		case k.rest = <-k.keys:
+		case k.pending = <-k.input:
 		case <-k.ended:
 			return 0, io.EOF
 		}
 	}
-	n := copy(p, k.rest)
-	k.rest = k.rest[n:]
+	n := copy(p, k.pending)
+	k.pending = k.pending[n:]
 	return n, nil
 }
 
 func (k *keyboard) close() { k.once.Do(func() { close(k.ended) }) }
 
-// onInterrupt says what ^C does from now on.
+// onInterrupt sets the handler of ^C.
 func (k *keyboard) onInterrupt(do func()) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.interrupted = do
 }
 
-// console is the conversation on a terminal.
+// console is the interactive session on a terminal.
 type console struct {
 	*operator
 	keyboard *keyboard
 	line     *term.Terminal
 	size     func() (width, height int, err error)
 	asking   atomic.Bool // a question about an approval is open
-	moved    atomic.Bool // the turn went on while it was
+	resumed  atomic.Bool // the turn resumed meanwhile
 }
 
-// converse takes turns on a terminal, until ^D. The terminal is in raw mode meanwhile, and as it was after.
-func (o *operator) converse(ctx context.Context) error {
+// interact runs turns on a terminal in raw mode until ^D, and restores its mode.
+func (o *operator) interact(ctx context.Context) error {
 	in, out := o.in.(*os.File), o.out.(*os.File)
 	before, err := term.MakeRaw(int(in.Fd()))
 	if err != nil {
-		return fmt.Errorf("prepare the terminal: %w", err)
+		return fmt.Errorf("set the terminal to raw mode: %w", err)
 	}
 	defer func() { _ = term.Restore(int(in.Fd()), before) }() // a terminal that is gone needs nothing
 	k := newKeyboard(in)
@@ -136,13 +134,13 @@ func (o *operator) converse(ctx context.Context) error {
 		}{k, out}, "> "),
 		size: func() (int, int, error) { return term.GetSize(int(out.Fd())) },
 	}
-	c.operator = o.through(c.line)
-	c.ask, c.arrived = c.question, c.overtaken
-	return c.loop(ctx)
+	c.operator = o.withOutput(c.line)
+	c.ask, c.onEvent = c.question, c.cancelQuestion
+	return c.run(ctx)
 }
 
-// through is the operator with everything it prints going through the line editor.
-func (o *operator) through(w io.Writer) *operator {
+// withOutput returns a copy of the operator that prints through w.
+func (o *operator) withOutput(w io.Writer) *operator {
 	screen, same := *o.cli, *o
 	screen.environ = maps.Clone(o.environ)
 	if o.colour() {
@@ -153,10 +151,9 @@ func (o *operator) through(w io.Writer) *operator {
 	return &same
 }
 
-// loop reads lines and does what they say.
-func (c *console) loop(ctx context.Context) error {
-	c.say("session %s; /help lists commands, ^C cancels a turn, ^D leaves", c.admin.ID())
-	show := c.shower()
+func (c *console) run(ctx context.Context) error {
+	c.infof("session %s; /help lists commands, ^C cancels a turn, ^D leaves", c.admin.ID())
+	show := c.newEventPrinter()
 	show.live, show.colour = true, c.colour()
 	for {
 		line, err := c.read("> ")
@@ -165,22 +162,22 @@ func (c *console) loop(ctx context.Context) error {
 			if ctx.Err() != nil {
 				return &exitError{exitInterrupted, nil}
 			}
-			return show.failed
+			return show.err
 		}
 		c.admin.Touch()
 		if line = strings.TrimSpace(line); line == "" {
 			continue
 		}
-		if c.do(ctx, line, show); ctx.Err() != nil {
+		if c.execute(ctx, line, show); ctx.Err() != nil {
 			return &exitError{exitInterrupted, nil}
 		}
 	}
 }
 
-// read shows a prompt and reads a line; io.EOF after ^D on an empty one.
+// read shows a prompt and reads a line. ^D on an empty line returns io.EOF.
 func (c *console) read(prompt string) (string, error) {
 	if width, height, err := c.size(); err == nil && width > 0 {
-		// A terminal that has no size keeps the one it had.
+		// On an error the terminal keeps its previous size.
 		_ = c.line.SetSize(width, height)
 	}
 	c.line.SetPrompt(prompt)
@@ -191,111 +188,106 @@ func (c *console) read(prompt string) (string, error) {
 	return line, err
 }
 
-// do does one line. ^C cancels it; what went wrong is said, and the conversation goes on.
-func (c *console) do(ctx context.Context, line string, show *shower) {
-	working, cancel := context.WithCancel(ctx)
+// execute runs one line. ^C cancels it. An error is printed and the session continues.
+func (c *console) execute(ctx context.Context, line string, show *eventPrinter) {
+	lineCtx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	c.keyboard.onInterrupt(func() {
 		cancel()
 		if c.asking.Load() {
-			c.keyboard.send(emptyLine + "\r")
+			c.keyboard.typeKeys(emptyLine + "\r")
 		}
 	})
 	defer c.keyboard.onInterrupt(nil)
-	before := c.last
+	before := c.lastTrace
 	var err error
 	if strings.HasPrefix(line, "/") {
-		err = c.command(working, line, show.event)
+		err = c.runCommand(lineCtx, line, show.print)
 	} else {
 		var done operate.Done
-		done, err = c.take(working, c.message(line), show.event)
+		done, err = c.runTurn(lineCtx, c.message(line), show.print)
 		if err == nil && done.Ended == operate.WaitingApproval {
-			c.say("left open; /approve or /reject decides it later")
+			c.infof("left open; decide later with /approve or /reject")
 		}
 	}
-	show.end()
+	show.endLine()
 	switch busy, isBusy := errors.AsType[*lanes.BusyError](err); {
-	case working.Err() != nil && ctx.Err() == nil && c.last != before:
-		c.say("%s  cancelled", c.last)
-	case working.Err() != nil && ctx.Err() == nil:
-		c.say("cancelled")
+	case lineCtx.Err() != nil && ctx.Err() == nil && c.lastTrace != before:
+		c.infof("%s  cancelled", c.lastTrace)
+	case lineCtx.Err() != nil && ctx.Err() == nil:
+		c.infof("cancelled")
 	case isBusy:
-		c.say("agent: %s", printable(c.app.operate.Explain(ctx, busy)))
+		c.infof("agent: %s", printable(c.app.operate.Explain(ctx, busy)))
 	case err != nil:
-		c.say("agent: %s", printable(err.Error()))
+		c.infof("agent: %s", printable(err.Error()))
 	}
 }
 
-// question asks about an approval. There is no answer when the turn was cancelled, or went on because somebody else
-// has decided.
+// question asks about an approval. It has no answer when the turn was cancelled or somebody else decided.
 func (c *console) question(ctx context.Context, question string) (string, bool) {
-	c.moved.Store(false)
+	c.resumed.Store(false)
 	c.asking.Store(true)
 	answer, err := c.read(question)
 	c.asking.Store(false)
-	if ctx.Err() != nil || c.moved.Load() {
+	if ctx.Err() != nil || c.resumed.Load() {
 		return "", false
 	}
 	return answer, err == nil || errors.Is(err, io.EOF)
 }
 
-// overtaken ends a question that the turn no longer waits for.
-func (c *console) overtaken() {
+// cancelQuestion ends a question that the turn no longer waits for.
+func (c *console) cancelQuestion() {
 	if c.asking.Load() {
-		c.moved.Store(true)
-		c.keyboard.send(emptyLine + "\r")
+		c.resumed.Store(true)
+		c.keyboard.typeKeys(emptyLine + "\r")
 	}
 }
 
-// shower shows the events of turns: to people, or as one JSON object per line. The answer goes to out, what leads to it
-// to about.
-type shower struct {
-	out, about io.Writer
-	json       bool
-	live       bool // somebody looks on, so that calls are shown as they begin, too
-	colour     bool
-	inLine     bool  // out stands in the middle of a line
-	failed     error // the first write that failed
+// eventPrinter prints events of turns as text or JSON lines. The answer goes to out, everything else to status.
+type eventPrinter struct {
+	out, status io.Writer
+	json        bool
+	live        bool // print calls also at their start
+	colour      bool
+	midLine     bool  // out is inside a line
+	err         error // the first write error
 }
 
-// shower writes to stdout and stderr.
-func (c *cli) shower() *shower {
+func (c *cli) newEventPrinter() *eventPrinter {
 	live := terminal(c.err)
-	return &shower{out: c.out, about: c.err, json: c.json, live: live, colour: c.colour() && live}
+	return &eventPrinter{out: c.out, status: c.err, json: c.json, live: live, colour: c.colour() && live}
 }
 
-// event shows one event.
-func (s *shower) event(e operate.Event) {
+func (s *eventPrinter) print(e operate.Event) {
 	if s.json {
-		s.object(e)
+		s.printJSON(e)
 		return
 	}
 	switch data := e.Data.(type) {
 	case operate.Delta:
-		text := speakable(data.Text)
+		text := printableText(data.Text)
 		if text == "" {
 			return
 		}
 		s.write(s.out, text)
-		s.inLine = !strings.HasSuffix(text, "\n")
+		s.midLine = !strings.HasSuffix(text, "\n")
 	case operate.ToolCall:
-		s.call(data)
+		s.printCall(data)
 	case operate.Approval:
-		s.note("33", "waits for approval: "+data.Skill+" "+printable(string(data.Arguments))+
-			"\n  "+data.ID+", until "+when(data.ExpiresAt)+" UTC")
+		s.printNote("33", "waits for approval: "+data.Skill+" "+printable(string(data.Arguments))+
+			"\n  "+data.ID+", until "+formatTime(data.ExpiresAt)+" UTC")
 	case operate.Done:
-		s.done(data)
+		s.printDone(data)
 	case operate.Holder:
-		s.holder(data)
+		s.printHolder(data)
 	case *problem.Problem:
-		s.end() // the command says it
+		s.endLine() // the command prints it
 	case nil:
-		s.note("33", "the answer broke off; the model is asked again")
+		s.printNote("33", "the answer broke off; retrying the model call")
 	}
 }
 
-// object writes an event as a line of JSON.
-func (s *shower) object(e operate.Event) {
+func (s *eventPrinter) printJSON(e operate.Event) {
 	encoder := json.NewEncoder(s.out)
 	encoder.SetEscapeHTML(false)
 	data := e.Data
@@ -306,17 +298,17 @@ func (s *shower) object(e operate.Event) {
 		Event string `json:"event"`
 		Data  any    `json:"data"`
 	}{e.Name, data})
-	if s.failed == nil {
-		s.failed = err
+	if s.err == nil {
+		s.err = err
 	}
 }
 
-// call shows a tool call in one line when it has ended, and to who looks on in one when it begins.
-func (s *shower) call(c operate.ToolCall) {
-	arguments := clipped(printable(string(c.Arguments)), 120)
+// printCall prints a finished tool call in one line. In live mode it also prints its start.
+func (s *eventPrinter) printCall(c operate.ToolCall) {
+	arguments := truncate(printable(string(c.Arguments)), 120)
 	if c.Status == "started" {
 		if s.live {
-			s.note("2", fmt.Sprintf("· %s %s …", printable(c.Name), arguments))
+			s.printNote("2", fmt.Sprintf("· %s %s …", printable(c.Name), arguments))
 		}
 		return
 	}
@@ -327,67 +319,56 @@ func (s *shower) call(c operate.ToolCall) {
 	case "pending_approval", "skipped":
 		sign, tint = "·", "33"
 	}
-	result := clipped(printable(cmp.Or(c.Error, string(c.Result))), 160)
+	result := truncate(printable(cmp.Or(c.Error, string(c.Result))), 160)
 	took := ""
 	if c.DurationMS != nil {
-		took = " (" + span(c.DurationMS) + ")"
+		took = " (" + formatMillis(c.DurationMS) + ")"
 	}
-	s.note(tint, fmt.Sprintf("%s %s %s → %s%s%s", sign, printable(c.Name), arguments,
+	s.printNote(tint, fmt.Sprintf("%s %s %s → %s%s%s", sign, printable(c.Name), arguments,
 		c.Status+" ", result, took))
 }
 
-// done closes a turn with its trace.
-func (s *shower) done(d operate.Done) {
-	s.end()
+func (s *eventPrinter) printDone(d operate.Done) {
+	s.endLine()
 	line := fmt.Sprintf("%s  %s  %d tokens", d.TraceID, d.Ended, d.Usage.TotalTokens)
 	if d.CostUSD > 0 {
-		line += "  " + money(d.CostUSD)
+		line += "  " + formatUSD(d.CostUSD)
 	}
-	s.note("2", line)
+	s.printNote("2", line)
 }
 
-// holder tells a watcher who is at work.
-func (s *shower) holder(h operate.Holder) {
+// printHolder prints the current admin for a watcher.
+func (s *eventPrinter) printHolder(h operate.Holder) {
 	if !h.Held {
-		s.note("2", "nobody is at work")
+		s.printNote("2", "no admin is active")
 		return
 	}
-	line := printable(h.Holder) + " is at work"
+	line := printable(h.Holder) + " is active"
 	if h.SessionID != "" {
-		line = printable(h.SessionID) + " is at work, as " + printable(h.Holder)
+		line = printable(h.SessionID) + " is active, as " + printable(h.Holder)
 	}
-	s.note("2", fmt.Sprintf("%s, for %s", line, (time.Duration(h.HeldFor)*time.Second)))
+	s.printNote("2", fmt.Sprintf("%s, for %s", line, (time.Duration(h.HeldFor)*time.Second)))
 }
 
-// note writes a line that is not the answer.
-func (s *shower) note(tint, line string) {
-	s.end()
+// printNote prints a line beside the answer.
+func (s *eventPrinter) printNote(tint, line string) {
+	s.endLine()
 	if s.colour {
 		line = "\x1b[" + tint + "m" + line + "\x1b[0m"
 	}
-	s.write(s.about, line+"\n")
+	s.write(s.status, line+"\n")
 }
 
-// end ends the line that the answer stands in.
-func (s *shower) end() {
-	if s.inLine {
+// endLine ends an unfinished line of the answer.
+func (s *eventPrinter) endLine() {
+	if s.midLine {
 		s.write(s.out, "\n")
-		s.inLine = false
+		s.midLine = false
 	}
 }
 
-func (s *shower) write(w io.Writer, text string) {
-	if _, err := io.WriteString(w, text); err != nil && s.failed == nil {
-		s.failed = err
+func (s *eventPrinter) write(w io.Writer, text string) {
+	if _, err := io.WriteString(w, text); err != nil && s.err == nil {
+		s.err = err
 	}
-}
-
-// speakable is text of a model without what could steer a terminal.
-func speakable(text string) string {
-	return strings.Map(func(r rune) rune {
-		if r == '\n' || r == '\t' || unicode.IsPrint(r) {
-			return r
-		}
-		return -1
-	}, text)
 }

@@ -165,8 +165,8 @@ func TestOperateOnATerminal(t *testing.T) {
 		t.Errorf("the model was asked %q", asked[len(asked)-1].Content)
 	}
 	for command, want := range map[string]string{
-		"/trace": id, "/trace " + id: "model_call", "/lanes": `operate`, "/approvals": "nothing waits", "/objectives": "there is no objective",
-		"/memory": "nothing is remembered", "/help": "/reject ID", "/nope": "there is no command /nope", "/approve": "name an approval",
+		"/trace": id, "/trace " + id: "model_call", "/lanes": `operate`, "/approvals": "no waiting executions", "/objectives": "no objectives",
+		"/memory": "no memories", "/help": "/reject ID", "/nope": "unknown command /nope", "/approve": "name an approval",
 	} {
 		s.typed(command + "\r")
 		s.shows(want)
@@ -412,7 +412,7 @@ func TestAnInterruptedTurnOfAVisitorSaysThatItWasCancelled(t *testing.T) {
 	err := c.withApp(t.Context(), func(ctx context.Context, _ *session, a *app) error {
 		interrupts := make(chan os.Signal, 1)
 		interrupts <- os.Interrupt
-		return (&visitor{cli: c, chat: a.chat, thread: "t"}).interruptibly(ctx, interrupts, "Wait.")
+		return (&chatSession{cli: c, chat: a.chat, thread: "t"}).sendInterruptible(ctx, interrupts, "Wait.")
 	})
 	if lines := strings.Split(strings.TrimSpace(said.String()), "\n"); err != nil || lines[len(lines)-1] != "cancelled" || strings.Contains(said.String(), "exit") {
 		t.Errorf("%v, said %q", err, said.String())
@@ -477,7 +477,7 @@ func TestWatchingAnAdmin(t *testing.T) {
 	t.Parallel()
 	d := newDesk(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."))
 	w := d.start("operate", "--watch")
-	pgtest.Eventually(t, pgWait, func() bool { return strings.Contains(w.err.String(), "nobody is at work") }, "the watch begins")
+	pgtest.Eventually(t, pgWait, func() bool { return strings.Contains(w.err.String(), "no admin is active") }, "the watch begins")
 	d.must("operate", "How many?", "--session", "ses_seen")
 	pgtest.Eventually(t, pgWait, func() bool {
 		return strings.Contains(w.out.String(), "It is 42.") && strings.Contains(w.err.String(), "✓ look {}") && strings.Contains(w.err.String(), "answered")
@@ -533,7 +533,7 @@ func TestTheSettingsOfTheModelsServerReachIt(t *testing.T) {
 	got := p.run("operate", "how many?")
 	contains(t, got.out, "It is 43.")
 	contains(t, got.err, "AGENT_MODEL is not set")
-	if asked := server.Requests()[1]; asked.Path != "/v1/responses" || asked.Model != assumedModel {
+	if asked := server.Requests()[1]; asked.Path != "/v1/responses" || asked.Model != defaultModel {
 		t.Errorf("asked %s at %s", asked.Model, asked.Path)
 	}
 }

@@ -17,10 +17,10 @@ import (
 	"golang.org/x/term"
 )
 
-// cli is what every command works with.
+// cli holds the environment, streams and global flags of a command.
 type cli struct {
 	environ map[string]string
-	// references are what .env has for ${NAME} in a workspace, and for nothing else.
+	// references are the values of .env for ${NAME} in a workspace.
 	references map[string]string
 	args       []string
 	in         io.Reader
@@ -30,45 +30,50 @@ type cli struct {
 	noColor    bool
 }
 
-// print shows a result: one JSON document with --json, else what text writes.
+// print writes a result: one JSON document with --json, else text.
 func (c *cli) print(value any, text func(w io.Writer) error) error {
 	if !c.json {
-		out := &printer{to: c.out}
+		out := &errWriter{w: c.out}
 		if err := errors.Join(text(out), out.err); err != nil {
 			return fmt.Errorf("print result: %w", err)
 		}
 		return nil
 	}
-	encoder := json.NewEncoder(c.out)
-	encoder.SetIndent("", "  ")
-	encoder.SetEscapeHTML(false)
-	if err := encoder.Encode(value); err != nil {
+	if err := encodeJSON(c.out, value); err != nil {
 		return fmt.Errorf("print result: %w", err)
 	}
 	return nil
 }
 
-// printer remembers that something could not be written, so that what writes need not look each time.
-type printer struct {
-	to  io.Writer
+// encodeJSON writes indented JSON.
+func encodeJSON(w io.Writer, value any) error {
+	encoder := json.NewEncoder(w)
+	encoder.SetIndent("", "  ")
+	encoder.SetEscapeHTML(false)
+	return encoder.Encode(value)
+}
+
+// errWriter stores the first write error, so that callers need not check each write.
+type errWriter struct {
+	w   io.Writer
 	err error
 }
 
-func (p *printer) Write(text []byte) (int, error) {
+func (p *errWriter) Write(text []byte) (int, error) {
 	if p.err == nil {
-		_, p.err = p.to.Write(text)
+		_, p.err = p.w.Write(text)
 	}
 	return len(text), nil
 }
 
-// table writes aligned columns; the first row is the heading. With no rows it says so and what to do.
-// On a terminal that is too narrow, prose is cut.
-func table(w io.Writer, empty string, heading []string, rows [][]string) error {
+// writeTable prints aligned columns below a heading, or empty without rows. On a narrow terminal it truncates prose
+// columns.
+func writeTable(w io.Writer, empty string, heading []string, rows [][]string) error {
 	if len(rows) == 0 {
 		_, err := fmt.Fprintln(w, empty)
 		return err
 	}
-	rows = fit(terminalWidth(w), heading, rows)
+	rows = fitColumns(terminalWidth(w), heading, rows)
 	var text strings.Builder
 	t := tabwriter.NewWriter(&text, 0, 4, 2, ' ', 0)
 	for _, row := range append([][]string{heading}, rows...) {
@@ -89,12 +94,46 @@ func table(w io.Writer, empty string, heading []string, rows [][]string) error {
 	return nil
 }
 
+// writeRows prints a table with one row for each item.
+func writeRows[T any](w io.Writer, empty string, heading []string, items []T, row func(T) []string) error {
+	rows := make([][]string, len(items))
+	for i, item := range items {
+		rows[i] = row(item)
+	}
+	return writeTable(w, empty, heading, rows)
+}
+
+// printRows prints a page as a table, or as JSON with the cursor of the next page.
+func printRows[T any](c *cli, items []T, next, empty string, heading []string, row func(T) []string) error {
+	return c.print(pageOf(items, next), func(w io.Writer) error { return writeRows(w, empty, heading, items, row) })
+}
+
+// readPage reads one row more than limit, to learn whether a next page exists. It returns the page and its cursor.
+func readPage[T any](limit *int, read func() ([]T, error), id func(T) string) (page []T, next string, err error) {
+	most := *limit
+	*limit = most + 1
+	all, err := read()
+	if err != nil || len(all) <= most {
+		return all, "", err
+	}
+	return all[:most], id(all[most-1]), nil
+}
+
+// writeFields prints the pairs of name and value that have a value.
+func writeFields(w io.Writer, format string, fields [][2]string) {
+	for _, f := range fields {
+		if f[1] != "" {
+			fmt.Fprintf(w, format, f[0], printable(f[1]))
+		}
+	}
+}
+
 const (
-	columnGap = 2  // spaces between two columns
-	minProse  = 16 // characters that a cut column keeps
+	columnGap = 2  // spaces between columns
+	minProse  = 16 // width of a truncated column
 )
 
-// isProse reports whether a column holds text for people. Ids, names and figures are never cut.
+// isProse reports whether a column holds free text. Ids, names and numbers are never truncated.
 func isProse(heading string) bool {
 	switch heading {
 	case "ABOUT", "ARGUMENTS", "CAUSE", "CONTENT", "DOES", "ERROR", "GOAL", "LAST ERROR", "REASON", "RESULT", "VALUE", "WHAT",
@@ -104,8 +143,8 @@ func isProse(heading string) bool {
 	return false
 }
 
-// fit cuts the widest columns of prose until the table is at most width characters wide. Width 0 cuts nothing.
-func fit(width int, heading []string, rows [][]string) [][]string {
+// fitColumns truncates the widest prose columns until the table fits. Width 0 means unlimited.
+func fitColumns(width int, heading []string, rows [][]string) [][]string {
 	widths := make([]int, len(heading))
 	total := -columnGap
 	for i, title := range heading {
@@ -144,10 +183,10 @@ func fit(width int, heading []string, rows [][]string) [][]string {
 	return shown
 }
 
-// terminalWidth is the width of the terminal that w writes to; 0 where it writes to none.
+// terminalWidth returns 0 when w is no terminal.
 func terminalWidth(w io.Writer) int {
-	if p, ok := w.(*printer); ok {
-		w = p.to
+	if p, ok := w.(*errWriter); ok {
+		w = p.w
 	}
 	file, ok := w.(*os.File)
 	if !ok {
@@ -160,7 +199,7 @@ func terminalWidth(w io.Writer) int {
 	return width
 }
 
-// printable is a text without what could steer a terminal or break a line.
+// printable replaces control characters and line breaks by spaces.
 func printable(text string) string {
 	return strings.Map(func(r rune) rune {
 		if unicode.IsPrint(r) {
@@ -170,19 +209,19 @@ func printable(text string) string {
 	}, text)
 }
 
-// printableLines is text of several lines without anything that a terminal would act on.
-func printableLines(text string) string {
-	lines := strings.Split(strings.TrimRight(text, "\n"), "\n")
-	for i := range lines {
-		lines[i] = printable(lines[i])
-	}
-	return strings.Join(lines, "\n")
+// printableText removes control characters, but keeps tabs and line breaks.
+func printableText(text string) string {
+	return strings.Map(func(r rune) rune {
+		if r == '\n' || r == '\t' || unicode.IsPrint(r) {
+			return r
+		}
+		return -1
+	}, text)
 }
 
-// say tells a person something that is not the result.
-func (c *cli) say(format string, args ...any) { fmt.Fprintf(c.err, format+"\n", args...) }
+// infof prints a line to stderr.
+func (c *cli) infof(format string, args ...any) { fmt.Fprintf(c.err, format+"\n", args...) }
 
-// colour reports whether the result may be coloured: on a terminal that is not told otherwise.
 func (c *cli) colour() bool {
 	if c.noColor || c.json || c.environ["NO_COLOR"] != "" || c.environ["TERM"] == "dumb" {
 		return false
@@ -193,16 +232,15 @@ func (c *cli) colour() bool {
 	return terminal(c.out)
 }
 
-// terminal reports whether a stream is one.
 func terminal(stream any) bool {
 	file, ok := stream.(*os.File)
 	return ok && term.IsTerminal(int(file.Fd()))
 }
 
-// longestLine bounds a line of the input, in bytes.
+// longestLine bounds an input line in bytes.
 const longestLine = 1 << 20
 
-// eachLine calls do with each line of the input that is not blank, until do wants no more, there is none, or ctx ends.
+// eachLine calls do with each non-blank input line until do returns false, the input ends, or ctx ends.
 func (c *cli) eachLine(ctx context.Context, do func(line string) (more bool, err error)) error {
 	lines, failed, stop := readLines(c.in)
 	defer stop()
@@ -224,8 +262,8 @@ func (c *cli) eachLine(ctx context.Context, do func(line string) (more bool, err
 	}
 }
 
-// readLines reads in a goroutine, because a read cannot be interrupted: after stop it ends with the next line or with
-// the process. When lines is closed, failed says whether it could be read to its end.
+// readLines reads in a goroutine, because a read cannot be interrupted. After stop it ends with the next line or the
+// process. failed reports a read error once lines is closed.
 func readLines(in io.Reader) (lines <-chan string, failed func() error, stop func()) {
 	out, ended := make(chan string), make(chan struct{})
 	scanner := bufio.NewScanner(in)
@@ -249,7 +287,7 @@ func readLines(in io.Reader) (lines <-chan string, failed func() error, stop fun
 	return out, failed, func() { close(ended) }
 }
 
-// readLine reads one line and nothing behind it.
+// readLine reads one line byte by byte, so that nothing behind it is consumed.
 func readLine(in io.Reader) string {
 	var line []byte
 	for char := make([]byte, 1); len(line) < longestLine; {

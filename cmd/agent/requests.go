@@ -19,40 +19,35 @@ import (
 )
 
 func (c *cli) requestsCommand() *cobra.Command {
-	return group("requests", "See and answer what was asked of people: documents, signatures, tests",
+	return group("requests", "List and answer requests to people: documents, signatures, tests",
 		c.requestsListCommand(), c.requestsShowCommand(), c.requestsAnswerCommand())
 }
 
 func (c *cli) requestsListCommand() *cobra.Command {
 	var f requests.Filter
 	cmd := &cobra.Command{
-		Use: "ls", Short: "List requests, newest first", Args: args(0, 0, "no arguments"),
-		Long: `List what was asked of people, newest first. agent requests answer ID answers one. Over HTTP the id
-is the key of the event that answers it: POST /v1/events {"event": "SIGNATURE_COMPLETED", "key": "ID", "data": {"url": "https://…"}}`,
+		Use: "ls", Short: "List requests, newest first", Args: positionalArgs(0, 0, "no arguments"),
+		Long: `List requests to people, newest first. agent requests answer ID answers one. Over HTTP the request id is the
+event's key: POST /v1/events {"event": "SIGNATURE_COMPLETED", "key": "ID", "data": {"url": "https://…"}}`,
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			limit := f.Limit
-			f.Limit = limit + 1
-			all, err := requests.List(cmd.Context(), s.pool, f)
+			got, next, err := readPage(&f.Limit, func() ([]requests.Record, error) { return requests.List(cmd.Context(), s.pool, f) },
+				func(r requests.Record) string { return r.ID })
 			if err != nil {
 				return err
 			}
-			got, next := firstPage(all, limit, func(r requests.Record) string { return r.ID })
-			return c.print(listing(got, next), func(w io.Writer) error {
-				rows := make([][]string, len(got))
-				for i, r := range got {
+			return printRows(c, got, next, "no requests",
+				[]string{"REQUEST", "KIND", "STATUS", "ASKED", "THREAD", "ABOUT"}, func(r requests.Record) []string {
 					about := r.Title
 					if len(r.Items) > 0 {
 						about += fmt.Sprintf(" (%d of %d: %s)", len(r.Received), len(r.Items), strings.Join(r.Items, ", "))
 					}
-					rows[i] = []string{r.ID, r.Kind, r.Status, when(r.CreatedAt), deref(r.ThreadID), clipped(about, 60)}
-				}
-				return table(w, "nothing was asked of anybody", []string{"REQUEST", "KIND", "STATUS", "ASKED", "THREAD", "ABOUT"}, rows)
-			})
+					return []string{r.ID, r.Kind, r.Status, formatTime(r.CreatedAt), deref(r.ThreadID), truncate(about, 60)}
+				})
 		}),
 	}
 	statusFlag(cmd.Flags(), &f.Status, "only this state", "pending", "completed", "closed")
 	wordFlag(cmd.Flags(), &f.Kind, "kind", "only this kind", requests.Document, requests.Signature, requests.Test)
-	cmd.Flags().StringVar(&f.ThreadID, "thread", "", "only of this thread")
+	cmd.Flags().StringVar(&f.ThreadID, "thread", "", "only this thread")
 	executionFlag(cmd.Flags(), &f.ExecutionID)
 	executionCursor(cmd.Flags(), &f.Before)
 	limitFlag(cmd.Flags(), &f.Limit, 50)
@@ -61,7 +56,7 @@ is the key of the event that answers it: POST /v1/events {"event": "SIGNATURE_CO
 
 func (c *cli) requestsShowCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "show ID", Short: "Show one request: what was asked, what has come, which execution waits",
+		Use: "show ID", Short: "Show one request: details, answers, waiting execution",
 		Args: rowID("a request", "agent requests ls"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			r, err := readRequest(cmd.Context(), s, args[0])
@@ -73,7 +68,6 @@ func (c *cli) requestsShowCommand() *cobra.Command {
 	}
 }
 
-// readRequest reads a request by its id.
 func readRequest(ctx context.Context, s *session, id string) (requests.Record, error) {
 	r, err := requests.Get(ctx, s.pool, id)
 	if errors.Is(err, requests.ErrNotFound) {
@@ -82,13 +76,12 @@ func readRequest(ctx context.Context, s *session, id string) (requests.Record, e
 	return r, err
 }
 
-// writeRequest shows a request for people.
 func writeRequest(w io.Writer, r requests.Record) error {
 	lines := [][2]string{
 		{"kind", r.Kind},
 		{"status", r.Status},
 		{"title", r.Title},
-		{"asked", when(r.CreatedAt)},
+		{"asked", formatTime(r.CreatedAt)},
 		{"execution", r.ExecutionID},
 		{"trace", r.TraceID + " (agent trace " + r.TraceID + ")"},
 		{"thread", deref(r.ThreadID)},
@@ -107,7 +100,7 @@ func writeRequest(w io.Writer, r requests.Record) error {
 		lines = append(lines, [2]string{"answer", string(r.Answer)})
 	}
 	if r.CompletedAt != nil {
-		lines = append(lines, [2]string{r.Status, when(*r.CompletedAt)})
+		lines = append(lines, [2]string{r.Status, formatTime(*r.CompletedAt)})
 	}
 	if r.Status == requests.Pending {
 		lines = append(lines, [2]string{"answer it", answerCommand(r)})
@@ -119,7 +112,7 @@ func writeRequest(w io.Writer, r requests.Record) error {
 	return nil
 }
 
-// answerCommand is the command that answers a request.
+// answerCommand returns the command line that answers a request.
 func answerCommand(r requests.Record) string {
 	command := "agent requests answer " + r.ID
 	switch r.Kind {
@@ -135,7 +128,6 @@ func answerCommand(r requests.Record) string {
 	return command + " --yes, --no or --text RESULT, and --score NUMBER"
 }
 
-// missingDocuments are the documents that were asked for and have not come.
 func missingDocuments(r requests.Record) []string {
 	var missing []string
 	for _, item := range r.Items {
@@ -146,32 +138,31 @@ func missingDocuments(r requests.Record) []string {
 	return missing
 }
 
-// requestAnswer is what the flags of an answer say.
+// requestAnswer holds the flags of agent requests answer.
 type requestAnswer struct {
 	yes, no   bool
 	text, url string
 	score     float64
 	documents []string // NAME=URL
-	given     []string // the names of the flags
+	setFlags  []string // names of the flags that are set
 }
 
 func (c *cli) requestsAnswerCommand() *cobra.Command {
 	var a requestAnswer
 	cmd := &cobra.Command{
-		Use: "answer ID", Short: "Answer a request for the person it was asked of; the execution that waits goes on",
+		Use: "answer ID", Short: "Answer a request on a person's behalf; its execution resumes",
 		Args: rowID("a request", "agent requests ls"),
-		Long: `Answer a request for the person it was asked of. It raises the event that POST /v1/events raises, with the same audit record.
-
-A test takes one of --yes (passed), --no (failed) and --text RESULT, and --score. A signature takes --yes, and --url of what was signed;
-to refuse one, cancel the execution that waits. A request for documents takes --document NAME=URL for one or several of them; it is
-completed when all are there.`,
+		Long: `Answer a request on a person's behalf. It raises the same event as POST /v1/events, with the same audit record.
+A test takes one of --yes (passed), --no (failed) and --text RESULT, and --score. A signature takes --yes, and --url of
+the signed document; to refuse it, cancel the waiting execution. A document request takes --document NAME=URL, repeatable;
+it is complete when all documents are there.`,
 		Example: "  agent requests answer 0198… --no --score 41\n" +
 			"  agent requests answer 0198… --yes --url https://…/signed.pdf\n" +
 			"  agent requests answer 0198… --document cv=https://…/cv.pdf --document photo=https://…/photo.jpg",
 		RunE: func(cmd *cobra.Command, args []string) error {
 			cmd.Flags().Visit(func(f *pflag.Flag) {
 				if cmd.InheritedFlags().Lookup(f.Name) == nil {
-					a.given = append(a.given, f.Name)
+					a.setFlags = append(a.setFlags, f.Name)
 				}
 			})
 			if a.yes && a.no || (a.yes || a.no) && a.text != "" {
@@ -187,19 +178,18 @@ completed when all are there.`,
 	f.BoolVar(&a.no, "no", false, "failed")
 	f.StringVar(&a.text, "text", "", "the result of a test")
 	f.Float64Var(&a.score, "score", 0, "the score of a test")
-	f.StringVar(&a.url, "url", "", "where the signed document is")
-	f.StringArrayVar(&a.documents, "document", nil, "a document that was asked for and where it is: NAME=URL, or NAME=ID of a stored one")
+	f.StringVar(&a.url, "url", "", "the URL of the signed document")
+	f.StringArrayVar(&a.documents, "document", nil, "a requested document: NAME=URL, or NAME=ID of a stored one; repeatable")
 	return cmd
 }
 
-// answerRequest raises the event that answers a request.
 func (c *cli) answerRequest(cmd *cobra.Command, s *session, id string, a requestAnswer) error {
 	r, err := readRequest(cmd.Context(), s, id)
 	if err != nil {
 		return err
 	}
 	if r.Status != requests.Pending {
-		return hint(fmt.Errorf("request %s is %s already", r.ID, r.Status), "see agent requests show %s", r.ID)
+		return hint(fmt.Errorf("request %s is already %s", r.ID, r.Status), "see agent requests show %s", r.ID)
 	}
 	event, data, err := a.event(r)
 	if err != nil {
@@ -230,45 +220,44 @@ func (c *cli) answerRequest(cmd *cobra.Command, s *session, id string, a request
 	})
 }
 
-// event is the event that answers a request of a kind, and its data.
+// event returns the event that answers a kind of request.
 func (a requestAnswer) event(r requests.Record) (name string, data map[string]any, err error) {
 	switch r.Kind {
 	case requests.Document:
-		if !a.only("document") {
-			return "", nil, usageError("a request for documents takes --document NAME=URL and nothing else; NAME is one of: %s",
+		if !a.hasOnly("document") {
+			return "", nil, usageError("a document request takes only --document NAME=URL; NAME is one of: %s",
 				strings.Join(r.Items, ", "))
 		}
-		documents, err := a.received(r)
+		documents, err := a.documentList(r)
 		return "DOCUMENT_UPLOADED", map[string]any{"documents": documents}, err
 	case requests.Signature:
-		if !a.only("yes", "url") || !a.yes {
-			return "", nil, usageError("a request for a signature takes --yes, and --url; to refuse it, cancel the execution "+
-				"that waits: agent executions cancel %s", r.ExecutionID)
+		if !a.hasOnly("yes", "url") || !a.yes {
+			return "", nil, usageError("a signature request takes --yes, and --url; to refuse it, cancel the waiting "+
+				"execution: agent executions cancel %s", r.ExecutionID)
 		}
 		return "SIGNATURE_COMPLETED", a.signature(), nil
 	default:
-		if !a.only("yes", "no", "text", "score") {
-			return "", nil, usageError("a request for a test takes --yes, --no or --text RESULT, and --score")
+		if !a.hasOnly("yes", "no", "text", "score") {
+			return "", nil, usageError("a test request takes --yes, --no or --text RESULT, and --score")
 		}
 		return "TEST_COMPLETED", a.result(), nil
 	}
 }
 
-// only reports whether there are flags, and all of them are of the names.
-func (a requestAnswer) only(names ...string) bool {
-	return len(a.given) > 0 && !slices.ContainsFunc(a.given, func(given string) bool { return !slices.Contains(names, given) })
+// hasOnly reports whether flags were set and all of them are among names.
+func (a requestAnswer) hasOnly(names ...string) bool {
+	return len(a.setFlags) > 0 && !slices.ContainsFunc(a.setFlags, func(given string) bool { return !slices.Contains(names, given) })
 }
 
-// documentID matches the id of a stored document.
 var documentID = regexp.MustCompile(`^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$`)
 
-// received are the documents of the flags.
-func (a requestAnswer) received(r requests.Record) ([]map[string]string, error) {
+// documentList parses the --document flags.
+func (a requestAnswer) documentList(r requests.Record) ([]map[string]string, error) {
 	var all []map[string]string
 	for _, given := range a.documents {
 		at := slices.IndexFunc(r.Items, func(item string) bool { return strings.HasPrefix(given, item+"=") })
 		if at < 0 {
-			return nil, usageError("--document %.200q is not NAME=URL with a NAME that was asked for: %s", given, strings.Join(r.Items, ", "))
+			return nil, usageError("--document %.200q is not NAME=URL with a requested NAME: %s", given, strings.Join(r.Items, ", "))
 		}
 		where := given[len(r.Items[at])+1:]
 		if documentID.MatchString(where) {
@@ -276,7 +265,7 @@ func (a requestAnswer) received(r requests.Record) ([]map[string]string, error) 
 			continue
 		}
 		if u, err := url.Parse(where); err != nil || u.Scheme == "" || u.Host == "" {
-			return nil, usageError("--document %.200q has neither a URL nor the id of a document; store a file with agent documents add", given)
+			return nil, usageError("--document %.200q has no URL or document id; store a file with agent documents add", given)
 		}
 		all = append(all, map[string]string{"document": r.Items[at], "url": where})
 	}
@@ -291,7 +280,6 @@ func (a requestAnswer) signature() map[string]any {
 	return data
 }
 
-// result is the result of a test.
 func (a requestAnswer) result() map[string]any {
 	data := map[string]any{}
 	switch {
@@ -302,7 +290,7 @@ func (a requestAnswer) result() map[string]any {
 	case a.no:
 		data["result"] = "failed"
 	}
-	if slices.Contains(a.given, "score") {
+	if slices.Contains(a.setFlags, "score") {
 		data["score"] = a.score
 	}
 	return data

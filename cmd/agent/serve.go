@@ -36,14 +36,13 @@ func (c *cli) serveCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "serve",
 		Short: "Run the agent: heartbeats, executions, HTTP",
-		Long: `Run the agent on the database that DATABASE_URL names. As many as wanted may serve one database.
-Pages and questions are read from the standby that DATABASE_READ_URL names, if it is set.
-
-AGENT_ADMIN_TOKEN guards the HTTP API. SIGTERM or ^C stops: /readyz says 503 at once and the rest goes on for AGENT_DRAIN_DELAY;
-then no connection is taken and requests under way finish within AGENT_SHUTDOWN_TIMEOUT; then no work is taken and steps
-under way finish within AGENT_SHUTDOWN_TIMEOUT. What is unfinished goes on elsewhere, and the exit code is 0. A second signal
-exits at once. systemd is told when NOTIFY_SOCKET is set.`,
-		Args: args(0, 0, "no arguments"),
+		Long: `Run the agent on the database of DATABASE_URL. Any number of processes can serve one database.
+Pages and queries read from the standby of DATABASE_READ_URL, if set. AGENT_ADMIN_TOKEN protects the HTTP API.
+SIGTERM or ^C stops in phases: /readyz answers 503 at once, and everything else continues for AGENT_DRAIN_DELAY. Then
+the listener closes, and requests in flight finish within AGENT_SHUTDOWN_TIMEOUT. Then claiming stops, and running steps
+finish within AGENT_SHUTDOWN_TIMEOUT. Other processes resume unfinished work; the exit code is 0. A second signal exits
+at once. With NOTIFY_SOCKET it notifies systemd.`,
+		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: func(cmd *cobra.Command, _ []string) error { return c.serve(cmd.Context(), migrate) },
 	}
 	cmd.Flags().BoolVar(&migrate, "migrate", false, "migrate the schema first")
@@ -51,7 +50,7 @@ exits at once. systemd is told when NOTIFY_SOCKET is set.`,
 }
 
 func (c *cli) serve(ctx context.Context, migrate bool) error {
-	cfg, log, err := c.settingsBy(config.LoadServe)
+	cfg, log, err := c.loadSettings(config.LoadServe)
 	if err != nil {
 		return err
 	}
@@ -63,7 +62,7 @@ func (c *cli) serve(ctx context.Context, migrate bool) error {
 		return err
 	}
 	defer listener.Close()
-	s, err := c.openToServe(ctx, cfg, log)
+	s, err := c.openServing(ctx, cfg, log)
 	if err != nil {
 		return err
 	}
@@ -83,7 +82,7 @@ func (c *cli) serve(ctx context.Context, migrate bool) error {
 		return err
 	}
 	if err := migrations.Rights(ctx, s.pool); err != nil {
-		log.WarnContext(ctx, "rights are missing", "error", err)
+		log.WarnContext(ctx, "database privileges are missing", "error", err)
 	}
 	model, about, stop, err := newModel(ctx, cfg, log, models.Retry{})
 	if err != nil {
@@ -94,27 +93,27 @@ func (c *cli) serve(ctx context.Context, migrate bool) error {
 	if err != nil {
 		return err
 	}
-	if err := a.reportTokens(ctx); err != nil {
+	if err := a.warnWeakTokens(ctx); err != nil {
 		return err
 	}
 	base := "http://" + listener.Addr().String()
 	log.InfoContext(ctx, "serving", "listen", base, "engine_room", base+"/", "model", about,
 		"heartbeat", cfg.HeartbeatCron+" "+cfg.Timezone)
-	err = a.serving(ctx, listener)
+	err = a.runServer(ctx, listener)
 	log.InfoContext(ctx, "stopped")
 	return err
 }
 
-// listen takes the port before anything else is started, so that a taken one is found at once.
+// listen binds the port first, so that a conflict shows before anything starts.
 func listen(ctx context.Context, cfg config.Config) (net.Listener, error) {
 	listener, err := (&net.ListenConfig{}).Listen(ctx, "tcp", cfg.Listen)
 	if err != nil {
-		return nil, hint(fmt.Errorf("take the port: %w", err), "set AGENT_LISTEN to a free address, for example 127.0.0.1:8081")
+		return nil, hint(fmt.Errorf("listen: %w", err), "set AGENT_LISTEN to a free address, for example 127.0.0.1:8081")
 	}
 	return listener, nil
 }
 
-// httpServer is the HTTP server of the API and the pages, which hear of the stages of a stop.
+// httpServer builds the server of API and pages. at signals the phases of the shutdown.
 func (a *app) httpServer(at stages) (*http.Server, error) {
 	keys := make(map[string]string, len(a.config.ChatKeys))
 	for name, key := range a.config.ChatKeys {
@@ -136,22 +135,22 @@ func (a *app) httpServer(at stages) (*http.Server, error) {
 	return api.Server(handler, a.log), nil
 }
 
-// reportTokens says which endpoints take nothing because their bearer tokens are too weak.
-func (a *app) reportTokens(ctx context.Context) error {
+// warnWeakTokens logs endpoints that reject everything because their bearer tokens are weak.
+func (a *app) warnWeakTokens(ctx context.Context) error {
 	all, err := webhooks.Endpoints(ctx, a.pool)
 	if err != nil {
 		return err
 	}
 	for _, e := range all {
 		if err := webhooks.CheckTokens(e.Scheme, e.Secrets, a.getenv); err != nil && e.Enabled {
-			a.log.ErrorContext(ctx, "webhook endpoint takes nothing", "endpoint", e.Name, "error", err)
+			a.log.ErrorContext(ctx, "webhook endpoint rejects all requests", "endpoint", e.Name, "error", err)
 		}
 	}
 	return nil
 }
 
-// cutLimit is how long answers that are cut may take to say so.
-const cutLimit = 5 * time.Second
+// cutTimeout bounds the last phase: cut responses write their final event.
+const cutTimeout = 5 * time.Second
 
 // stages signal the phases of a graceful shutdown:
 //
@@ -163,23 +162,23 @@ const cutLimit = 5 * time.Second
 //     running steps within AGENT_SHUTDOWN_TIMEOUT, and hands the rest to other processes.
 type stages struct{ draining, stopping, cutting chan struct{} }
 
-// serving works and answers until ctx ends, and then stops in stages. more runs beside it.
-func (a *app) serving(ctx context.Context, listener net.Listener, more ...func(ctx context.Context) error) error {
+// runServer runs the engine and HTTP until ctx ends, then shuts down in stages. It waits for extra.
+func (a *app) runServer(ctx context.Context, listener net.Listener, extra ...func(ctx context.Context) error) error {
 	manager := sdnotify.New(a.getenv)
-	alive, dead := context.WithCancel(context.WithoutCancel(ctx))
+	watchdog, stopWatchdog := context.WithCancel(context.WithoutCancel(ctx))
 	var watching sync.WaitGroup
-	watching.Go(func() { manager.Watchdog(alive) })
+	watching.Go(func() { manager.Watchdog(watchdog) })
 	defer watching.Wait()
-	defer dead()
+	defer stopWatchdog()
 	work, end := context.WithCancel(context.WithoutCancel(ctx))
 	defer end()
-	return a.run(work, append(more, func(work context.Context) error {
+	return a.run(work, append(extra, func(work context.Context) error {
 		defer end()
 		return a.serveHTTP(work, ctx.Done(), listener, manager)
 	})...)
 }
 
-// serveHTTP answers until stop is closed and the requests under way have been answered, or until work ends.
+// serveHTTP serves until stop closes and the requests in flight are done, or until work ends.
 func (a *app) serveHTTP(work context.Context, stop <-chan struct{}, listener net.Listener, manager *sdnotify.Manager) error {
 	at := stages{make(chan struct{}), make(chan struct{}), make(chan struct{})}
 	server, err := a.httpServer(at)
@@ -204,7 +203,7 @@ func (a *app) serveHTTP(work context.Context, stop <-chan struct{}, listener net
 	return nil
 }
 
-// drain goes through the stages. When work has ended by itself nobody can be served, and there is nothing to wait for.
+// drain runs the shutdown phases. After a failed engine it skips the waits.
 func (a *app) drain(work context.Context, at stages, server *http.Server) {
 	began := time.Now()
 	close(at.draining)
@@ -219,7 +218,7 @@ func (a *app) drain(work context.Context, at stages, server *http.Server) {
 	cancel()
 	close(at.cutting)
 	if err != nil {
-		last, cancel := context.WithTimeout(context.WithoutCancel(work), cutLimit)
+		last, cancel := context.WithTimeout(context.WithoutCancel(work), cutTimeout)
 		err = server.Shutdown(last)
 		cancel()
 	}
@@ -229,27 +228,27 @@ func (a *app) drain(work context.Context, at stages, server *http.Server) {
 	a.log.InfoContext(work, "requests answered", "after", time.Since(began))
 }
 
-// notify tells the service manager, where there is one.
+// notify reports a state to the service manager.
 func (a *app) notify(ctx context.Context, manager *sdnotify.Manager, state string) {
 	if err := manager.Tell(state); err != nil {
-		a.log.WarnContext(ctx, "service manager not told", "state", state, "error", err)
+		a.log.WarnContext(ctx, "service manager not notified", "state", state, "error", err)
 	}
 }
 
-// healthLimit is how long a process may take to answer its probe.
-const healthLimit = 3 * time.Second
+// healthTimeout bounds a probe.
+const healthTimeout = 3 * time.Second
 
 func (c *cli) healthcheckCommand() *cobra.Command {
 	var ready bool
 	cmd := &cobra.Command{
 		Use:   "healthcheck",
-		Short: "Ask the agent that serves on this machine whether it is alive",
-		Long: `Ask the agent that serves at AGENT_LISTEN on this machine whether it is alive; with --ready whether it may be sent
-requests. Exit code 0 means yes, 1 no. It needs no other setting, no database and no shell: it is for HEALTHCHECK in containers.`,
-		Args: args(0, 0, "no arguments"),
+		Short: "Check the agent that serves on this machine",
+		Long: `Check whether the agent at AGENT_LISTEN on this machine is alive; with --ready whether it accepts requests. The exit
+code is 0 or 1. It needs no other setting, no database and no shell, so containers can use it in HEALTHCHECK.`,
+		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: func(cmd *cobra.Command, _ []string) error { return c.healthcheck(cmd.Context(), ready) },
 	}
-	cmd.Flags().BoolVar(&ready, "ready", false, "ask /readyz instead of /healthz")
+	cmd.Flags().BoolVar(&ready, "ready", false, "check /readyz instead of /healthz")
 	return cmd
 }
 
@@ -258,24 +257,24 @@ func (c *cli) healthcheck(ctx context.Context, ready bool) error {
 	if ready {
 		path = "/readyz"
 	}
-	base, err := c.probed()
+	base, err := c.probeURL()
 	if err != nil {
 		return &exitError{exitUsage, err}
 	}
-	ctx, cancel := context.WithTimeout(ctx, healthLimit)
+	ctx, cancel := context.WithTimeout(ctx, healthTimeout)
 	defer cancel()
-	said, err := probe(ctx, base+path)
+	body, err := probe(ctx, base+path)
 	if err != nil {
 		return err
 	}
-	return c.print(json.RawMessage(said), func(w io.Writer) error {
+	return c.print(json.RawMessage(body), func(w io.Writer) error {
 		_, err := fmt.Fprintf(w, "%s%s: ok\n", base, path)
 		return err
 	})
 }
 
-// probed is where the process listens that AGENT_LISTEN is the setting of. Other settings may be missing or wrong.
-func (c *cli) probed() (string, error) {
+// probeURL derives the local address from AGENT_LISTEN and ignores all other settings.
+func (c *cli) probeURL() (string, error) {
 	cfg, err := config.Load(map[string]string{"AGENT_LISTEN": c.environ["AGENT_LISTEN"]})
 	if err != nil {
 		return "", err
@@ -293,37 +292,37 @@ func (c *cli) probed() (string, error) {
 	return "http://" + net.JoinHostPort(host, port), nil
 }
 
-// probe asks once, and returns what a well process says.
+// probe requests url once and returns the body of a 200 response.
 func probe(ctx context.Context, url string) ([]byte, error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, http.NoBody)
 	if err != nil {
-		return nil, fmt.Errorf("ask %s: %w", url, err)
+		return nil, fmt.Errorf("probe %s: %w", url, err)
 	}
 	client := &http.Client{Transport: &http.Transport{Proxy: nil, DisableKeepAlives: true}}
 	resp, err := client.Do(req)
 	if err != nil {
-		return nil, hint(err, "is agent serve running, with this AGENT_LISTEN?")
+		return nil, hint(err, "check that agent serve runs with this AGENT_LISTEN")
 	}
 	defer resp.Body.Close()
-	said, err := io.ReadAll(io.LimitReader(resp.Body, 64<<10))
+	body, err := io.ReadAll(io.LimitReader(resp.Body, 64<<10))
 	if err != nil {
-		return nil, fmt.Errorf("ask %s: %w", url, err)
+		return nil, fmt.Errorf("probe %s: %w", url, err)
 	}
 	if resp.StatusCode != http.StatusOK {
-		return nil, fmt.Errorf("%s: %s%s", url, resp.Status, failing(said))
+		return nil, fmt.Errorf("%s: %s%s", url, resp.Status, failedChecks(body))
 	}
-	return said, nil
+	return body, nil
 }
 
-// failing names the checks of a /readyz that failed.
-func failing(said []byte) string {
+// failedChecks lists the failed checks of a /readyz response.
+func failedChecks(body []byte) string {
 	var got struct {
 		Checks map[string]struct {
 			OK     bool
 			Detail string
 		}
 	}
-	if json.Unmarshal(said, &got) != nil {
+	if json.Unmarshal(body, &got) != nil {
 		return ""
 	}
 	var bad []string
@@ -339,13 +338,13 @@ func failing(said []byte) string {
 	return " (" + strings.Join(bad, "; ") + ")"
 }
 
-// observe makes the metrics of the process, and what sends its traces where the environment names a receiver.
-func (c *cli) observe(a *app) error {
+// initTelemetry builds the metrics and, if configured, the trace exporter.
+func (c *cli) initTelemetry(a *app) error {
 	settings, err := telemetry.Load(c.environ)
 	if err != nil {
 		return &exitError{exitUsage, &config.Error{Problems: strings.Split(err.Error(), "\n")}}
 	}
-	if settings.Endpoint != "" { // what the SDK has to say, such as that a receiver did not take all of a batch
+	if settings.Endpoint != "" { // SDK errors, such as a partially rejected batch
 		otel.SetErrorHandler(otel.ErrorHandlerFunc(func(err error) { a.log.Warn("OpenTelemetry", "error", err) }))
 	}
 	a.metrics = telemetry.NewMetrics(buildVersion(), telemetry.NewState(a.pool, a.log))
@@ -353,42 +352,38 @@ func (c *cli) observe(a *app) error {
 	return nil
 }
 
-// metricsEndpoints is what Prometheus scrapes. Like the probes it asks for no token: it has counts, and names of
-// surfaces, skills, models and webhook endpoints, and nothing of what was said.
+// metricsEndpoints serves Prometheus without a token. It exposes counts and names, never content.
 func (a *app) metricsEndpoints() []api.Endpoint {
 	return []api.Endpoint{{
 		Method: "GET", Path: "/metrics", Access: api.Public, ContentType: "text/plain",
-		About:   "Counters of this process and gauges of the database, for Prometheus. Answers also when the database is away.",
+		About:   "Counters of this process and gauges of the database, for Prometheus. Works without the database.",
 		Handler: a.metrics.Handler(),
 	}}
 }
 
-// keepLinks is how long it is kept who asked for a trace. A link is needed until the trace has ended.
-const keepLinks = 60 * 24 * time.Hour
+// linkRetention keeps trace links long enough for their traces to end.
+const linkRetention = 60 * 24 * time.Hour
 
-// forgetLinks takes away links of traces that ended long ago.
-func (a *app) forgetLinks(ctx context.Context) {
-	if _, err := activity.PruneLinks(ctx, a.pool, keepLinks); err != nil && ctx.Err() == nil {
-		a.log.WarnContext(ctx, "old links of traces not forgotten", "error", err)
+func (a *app) pruneLinks(ctx context.Context) {
+	if _, err := activity.PruneLinks(ctx, a.pool, linkRetention); err != nil && ctx.Err() == nil {
+		a.log.WarnContext(ctx, "old trace links not pruned", "error", err)
 	}
 }
 
 const (
-	// housekeepEvery is how often what is kept long enough is looked for.
 	housekeepEvery = time.Hour
-	// countEvery is how often the activity log is looked at for what is to be counted.
-	countEvery = 5 * time.Second
+	countEvery     = 5 * time.Second
 )
 
-// housekeep takes away what was kept as long as its policy says, until ctx ends. Any number of processes may do it.
-func (a *app) housekeep(ctx context.Context) error {
+// runHousekeeping prunes rows past their retention until ctx ends. Several processes may run it.
+func (a *app) runHousekeeping(ctx context.Context) error {
 	tick := time.NewTicker(housekeepEvery)
 	defer tick.Stop()
 	for {
 		if _, err := retention.Run(ctx, a.pool, retention.Options{Logger: a.log}); err != nil && ctx.Err() == nil {
-			a.log.WarnContext(ctx, "old rows not removed; the next pass goes on", "error", err)
+			a.log.WarnContext(ctx, "old rows not pruned; the next pass retries", "error", err)
 		}
-		a.forgetLinks(ctx)
+		a.pruneLinks(ctx)
 		select {
 		case <-ctx.Done():
 			return nil
@@ -397,9 +392,9 @@ func (a *app) housekeep(ctx context.Context) error {
 	}
 }
 
-// count keeps the counts of the activity log up to date, until ctx ends. Any number of processes may do it.
-// A backlog is worked off in small passes, with as much rest between as they took.
-func count(ctx context.Context, db postgres.Beginner, every time.Duration, log *slog.Logger) error {
+// runActivityCounts updates the counters of the activity log until ctx ends. Several processes may run it. It works
+// off a backlog at half speed.
+func runActivityCounts(ctx context.Context, db postgres.Beginner, every time.Duration, log *slog.Logger) error {
 	next := time.NewTimer(0)
 	defer next.Stop()
 	for {
@@ -411,7 +406,7 @@ func count(ctx context.Context, db postgres.Beginner, every time.Duration, log *
 		began := time.Now()
 		more, err := activity.Count(ctx, db)
 		if err != nil && ctx.Err() == nil {
-			log.WarnContext(ctx, "activity not counted; sums over it take longer", "error", err)
+			log.WarnContext(ctx, "activity not counted; reports are slower", "error", err)
 		}
 		if more {
 			next.Reset(time.Since(began))
@@ -421,30 +416,30 @@ func count(ctx context.Context, db postgres.Beginner, every time.Duration, log *
 	}
 }
 
-// warnOfPrices says when a limit in dollars bounds nothing, because the model has no price.
-func (a *app) warnOfPrices(ctx context.Context) {
+// warnUnpriced warns that a dollar limit has no effect because the model has no price.
+func (a *app) warnUnpriced(ctx context.Context) {
 	l := a.config.Limits
 	bounded := a.config.Budget.MaxCostUSD > 0 || l.DayUSD+l.HeartbeatUSD+l.OperateUSD+l.ChatUSD+l.WebhookUSD > 0
 	if bounded && a.loop.Model != nil && !a.loop.Model.Priced() {
-		a.log.WarnContext(ctx, "the model has no price, so limits in dollars bound nothing; set AGENT_PRICES", "model", a.loop.Model.Model())
+		a.log.WarnContext(ctx, "the model has no price, so dollar limits have no effect; set AGENT_PRICES", "model", a.loop.Model.Model())
 	}
 }
 
 func (c *cli) migrateCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "migrate",
-		Short: "Bring the database's schema to this version",
-		Long: `Bring the database's schema to this version of agent, River's tables included. Safe to run while others
-run it, and while agent serves. A schema that a newer version made is refused.`,
-		Args: args(0, 0, "no arguments"),
+		Short: "Migrate the database's schema to this version",
+		Long: `Migrate the database's schema to this version of agent, including River's tables. It can run concurrently and while
+agent serve runs. It rejects the schema of a newer version.`,
+		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ctx := cmd.Context()
-			c.calm()
+			c.quietLogs()
 			cfg, log, err := c.settings()
 			if err != nil {
 				return err
 			}
-			s, err := c.open(ctx, cfg, log)
+			s, err := c.openSession(ctx, cfg, log)
 			if err != nil {
 				return err
 			}
@@ -461,7 +456,7 @@ run it, and while agent serves. A schema that a newer version made is refused.`,
 				return err
 			}
 			if missing != "" {
-				fmt.Fprintf(cmd.ErrOrStderr(), "other programs have no role for the SQL contract; let a superuser run this, then run agent migrate again:\n  %s\n", missing)
+				fmt.Fprintf(cmd.ErrOrStderr(), "the role for the SQL contract is missing; run this as a superuser, then agent migrate again:\n  %s\n", missing)
 			}
 			return c.print(map[string]any{"version": migrations.Version(), "applied": append([]string{}, applied...)}, func(w io.Writer) error {
 				for _, name := range applied {

@@ -49,7 +49,7 @@ func TestWrongSettings(t *testing.T) {
 		"no URL":                 {[]string{"heartbeat"}, []string{"OPENAI_BASE_URL=nonsense"}, []string{"OPENAI_BASE_URL: it is not an http or https URL"}},
 		"no address":             {[]string{"dev"}, []string{"AGENT_LISTEN=foo"}, []string{`AGENT_LISTEN: "foo" is not an address`}},
 		"no port":                {[]string{"dev"}, []string{"AGENT_LISTEN=127.0.0.1:99999"}, []string{`AGENT_LISTEN: "127.0.0.1:99999" is not an address`}},
-		"no database":            {[]string{"lanes", "ls"}, []string{"DATABASE_URL=mysql://x"}, []string{"DATABASE_URL: it is not a PostgreSQL URL"}},
+		"no database":            {[]string{"lanes", "ls"}, []string{"DATABASE_URL=mysql://x"}, []string{"DATABASE_URL: not a PostgreSQL URL"}},
 		"no level":               {[]string{"dev"}, []string{"AGENT_LOG_LEVEL=loud"}, []string{`AGENT_LOG_LEVEL: "loud" is not a level`}},
 		"weak secrets": {
 			[]string{"serve"},
@@ -83,7 +83,7 @@ func TestCommandsWithoutADatabase(t *testing.T) {
 	t.Chdir(t.TempDir())
 	for _, args := range [][]string{{"lanes", "ls"}, {"heartbeat"}, {"migrate"}, {"trace", "last"}, {"lanes", "run", "x", "--", "echo"}} {
 		got := bare(t).run(args...)
-		if got.code != 2 || got.out != "" || got.err != "agent: there is no database; set DATABASE_URL, or run `agent dev` in this folder first\n" {
+		if got.code != 2 || got.out != "" || got.err != "agent: no database; set DATABASE_URL, or run `agent dev` in this folder first\n" {
 			t.Errorf("agent %v: exit %d, stdout %q, stderr %q", args, got.code, got.out, got.err)
 		}
 	}
@@ -198,7 +198,7 @@ func TestDevShowsAStoryAndWhereEverythingIs(t *testing.T) {
 	s.find(t, `\^C stops`)
 	contains(t, s.out.String(), "self_heal", "follow_through", "advance_plan", "run_automations", "reflect", "save_memories", "total:")
 	said := s.err.String()
-	contains(t, said, "bringing the schema to version", "applied the caretaker example: 9 skills, 1 objective, 2 automations",
+	contains(t, said, "migrating the schema to version", "applied the caretaker example: 9 skills, 1 objective, 2 automations",
 		"running a heartbeat …", "admin token  the-admins-own-token\n", "/chat#key=the-visitors-own-key\n",
 		"data in      DATABASE_URL\n", "model        offline", "heartbeat    */30", "*/30 * * * * (UTC)", "^C stops")
 	if strings.Contains(said, "hunter2") {
@@ -525,7 +525,7 @@ func TestHealthcheck(t *testing.T) {
 	pgtest.Eventually(t, pgWait, func() bool { return check.run("healthcheck", "--ready").code == 0 }, "it is ready")
 	s.stop()
 	<-s.ended
-	if got := check.run("healthcheck"); got.code != 1 || !strings.Contains(got.err, "is agent serve running, with this AGENT_LISTEN?") {
+	if got := check.run("healthcheck"); got.code != 1 || !strings.Contains(got.err, "check that agent serve runs with this AGENT_LISTEN") {
 		t.Errorf("with nobody there: exit %d, %s", got.code, got.err)
 	}
 	if got := bare(t, "AGENT_LISTEN=8080").run("healthcheck"); got.code != 2 || !strings.Contains(got.err, "AGENT_LISTEN") {
@@ -568,7 +568,7 @@ func TestTheLogIsCountedWhileTheAgentServes(t *testing.T) {
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
-	go func() { ended <- count(ctx, db, 10*time.Millisecond, slog.New(slog.DiscardHandler)) }()
+	go func() { ended <- runActivityCounts(ctx, db, 10*time.Millisecond, slog.New(slog.DiscardHandler)) }()
 	pgtest.Eventually(t, time.Minute, func() bool {
 		var n int
 		err := db.QueryRow(t.Context(), `select coalesce(sum(calls), 0)::int from agent_activity_counts where span = 'day'`).Scan(&n)

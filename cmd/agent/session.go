@@ -25,14 +25,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-// stateDir is where agent dev keeps what it keeps, within the project's folder.
+// stateDir holds the data of agent dev in the project's folder.
 const stateDir = ".agent"
 
-// settings reads the configuration and makes the logger. Log lines go to stderr.
-func (c *cli) settings() (config.Config, *slog.Logger, error) { return c.settingsBy(config.Load) }
+// settings loads the configuration and builds the logger, which writes to stderr.
+func (c *cli) settings() (config.Config, *slog.Logger, error) { return c.loadSettings(config.Load) }
 
-func (c *cli) settingsBy(load func(map[string]string, ...string) (config.Config, error)) (config.Config, *slog.Logger, error) {
-	cfg, err := load(c.environ, "AGENT_OUTPUT", "AGENT_URL") // the latter is of workers outside: where agent serves
+func (c *cli) loadSettings(load func(map[string]string, ...string) (config.Config, error)) (config.Config, *slog.Logger, error) {
+	cfg, err := load(c.environ, "AGENT_OUTPUT", "AGENT_URL") // AGENT_URL is for external workers
 	if err != nil {
 		return cfg, nil, &exitError{exitUsage, err}
 	}
@@ -41,33 +41,33 @@ func (c *cli) settingsBy(load func(map[string]string, ...string) (config.Config,
 		return cfg, nil, &exitError{exitUsage, err}
 	}
 	for _, warning := range cfg.Unknown {
-		log.Warn("setting not read", "reason", warning)
+		log.Warn("setting ignored", "reason", warning)
 	}
 	return cfg, log, nil
 }
 
-// calm keeps log lines that only tell what goes well from a person who waits for a result.
-func (c *cli) calm() {
+// quietLogs raises the log level to warn for a person at a terminal.
+func (c *cli) quietLogs() {
 	if c.environ["AGENT_LOG_LEVEL"] == "" && terminal(c.err) {
 		c.environ["AGENT_LOG_LEVEL"] = "warn"
 	}
 }
 
-// session is a command's connection to the database, with the configuration it was opened under.
+// session is a command's database connection and configuration.
 type session struct {
 	config    config.Config
 	log       *slog.Logger
 	pool      *pgxpool.Pool
-	direct    *pgxpool.Pool // the way around a pooler; nil without DATABASE_DIRECT_URL
+	direct    *pgxpool.Pool // bypasses a pooler; nil without DATABASE_DIRECT_URL
 	read      *replica.Reader
 	serving   bool // connections are reserved
-	reserved  reserved
+	reserved  reservedPools
 	server    *pgserver.Server // nil with DATABASE_URL
 	ephemeral bool
 	url       string
 }
 
-// close gives everything back that is open.
+// close releases all connections and stops the local server.
 func (s *session) close(ctx context.Context) {
 	if s.read != nil {
 		s.read.Close()
@@ -79,23 +79,22 @@ func (s *session) close(ctx context.Context) {
 	}
 	if s.server != nil {
 		if err := s.server.Stop(context.WithoutCancel(ctx)); err != nil {
-			s.log.WarnContext(ctx, "the own PostgreSQL did not stop", "error", err)
+			s.log.WarnContext(ctx, "local PostgreSQL did not stop", "error", err)
 		}
 	}
 }
 
-// session opens the database that commands speak to: DATABASE_URL, or the one agent dev keeps here. The
-// schema must be this binary's.
+// session opens DATABASE_URL or the local database of agent dev, and checks the schema version.
 func (c *cli) session(ctx context.Context) (*session, error) {
-	if err := c.besideDev(); err != nil {
+	if err := c.loadDevDotEnv(); err != nil {
 		return nil, err
 	}
-	c.calm()
+	c.quietLogs()
 	cfg, log, err := c.settings()
 	if err != nil {
 		return nil, err
 	}
-	s, err := c.open(ctx, cfg, log)
+	s, err := c.openSession(ctx, cfg, log)
 	if err != nil {
 		return nil, err
 	}
@@ -106,9 +105,8 @@ func (c *cli) session(ctx context.Context) (*session, error) {
 	return s, nil
 }
 
-// besideDev reads the .env of the folder where the environment names no database: what agent dev runs with here, other
-// commands run with, too.
-func (c *cli) besideDev() error {
+// loadDevDotEnv loads .env when no database is configured, so that commands see the settings of agent dev.
+func (c *cli) loadDevDotEnv() error {
 	if c.environ["DATABASE_URL"] != "" || c.environ["DATABASE_URL_FILE"] != "" {
 		return nil
 	}
@@ -116,7 +114,6 @@ func (c *cli) besideDev() error {
 	return err
 }
 
-// loadDotEnv adds what .env sets to the environment.
 func (c *cli) loadDotEnv() (config.DotEnv, error) {
 	file, err := config.LoadDotEnv(".env", c.environ, func(name string) bool { return strings.HasPrefix(name, "OTEL_") })
 	if err != nil {
@@ -126,36 +123,36 @@ func (c *cli) loadDotEnv() (config.DotEnv, error) {
 	return file, nil
 }
 
-// open opens the database without asking for its schema.
-func (c *cli) open(ctx context.Context, cfg config.Config, log *slog.Logger) (*session, error) {
-	return c.opened(ctx, &session{config: cfg, log: log})
+// openSession opens the database without a schema check.
+func (c *cli) openSession(ctx context.Context, cfg config.Config, log *slog.Logger) (*session, error) {
+	return c.openDatabase(ctx, &session{config: cfg, log: log})
 }
 
-// openToServe is open with connections that are reserved.
-func (c *cli) openToServe(ctx context.Context, cfg config.Config, log *slog.Logger) (*session, error) {
-	return c.opened(ctx, &session{config: cfg, log: log, serving: true})
+// openServing is openSession with reserved connections.
+func (c *cli) openServing(ctx context.Context, cfg config.Config, log *slog.Logger) (*session, error) {
+	return c.openDatabase(ctx, &session{config: cfg, log: log, serving: true})
 }
 
-func (c *cli) opened(ctx context.Context, s *session) (*session, error) {
+func (c *cli) openDatabase(ctx context.Context, s *session) (*session, error) {
 	s.url = s.config.DatabaseURL.Reveal()
 	if s.url == "" {
-		if err := s.own(ctx, c, false, false); err != nil {
+		if err := s.startServer(ctx, c, false, false); err != nil {
 			return nil, err
 		}
 	}
 	return s, s.connect(ctx)
 }
 
-// connect makes the pool; when it cannot, everything is given back.
+// connect opens the pools. On failure it closes the session.
 func (s *session) connect(ctx context.Context) error {
 	options := postgres.Options{
 		MaxConns: int32(min(s.config.Workers, 1000)) + 12, IdleTransaction: idleTransaction(s.config.WorkerLease),
 	}
-	var kept division
+	var kept reservation
 	if s.serving {
 		options.Reserve = func(most int32) int32 {
-			kept = divide(most)
-			return kept.all()
+			kept = reserveConns(most)
+			return kept.total()
 		}
 	}
 	pool, err := postgres.Open(ctx, s.url, options)
@@ -169,58 +166,56 @@ func (s *session) connect(ctx context.Context) error {
 		return err
 	}
 	if s.config.DirectURL.IsSet() && s.url == s.config.DatabaseURL.Reveal() {
-		if err := s.around(ctx); err != nil {
+		if err := s.openDirect(ctx); err != nil {
 			s.close(ctx)
 			return err
 		}
 	}
-	s.read = s.reader()
+	s.read = s.newReader()
 	return nil
 }
 
-// idleTransaction is how long a process may leave a transaction alone: its executions go elsewhere after its lease,
-// and what it has locked in the middle of a step must not keep them.
+// idleTransaction bounds idle transactions by the lease. A lost worker's row locks must not outlive its claims.
 func idleTransaction(lease time.Duration) time.Duration {
 	return min(max(lease, 5*time.Second), time.Minute)
 }
 
-// own starts or joins the own server. When there is none yet, it is made only if create says so.
-func (s *session) own(ctx context.Context, c *cli, create, ephemeral bool) error {
+// startServer starts or joins the local PostgreSQL. It creates one only if create is set.
+func (s *session) startServer(ctx context.Context, c *cli, create, ephemeral bool) error {
 	if _, err := os.Stat(stateDir); errors.Is(err, os.ErrNotExist) && !create {
-		return &exitError{exitUsage, hint(errors.New("there is no database"), "set DATABASE_URL, or run `agent dev` in this folder first")}
+		return &exitError{exitUsage, hint(errors.New("no database"), "set DATABASE_URL, or run `agent dev` in this folder first")}
 	}
 	s.ephemeral = ephemeral
-	started, err := pgserver.Start(ctx, s.again(c))
+	started, err := pgserver.Start(ctx, s.serverConfig(c))
 	if err != nil {
-		return fmt.Errorf("start the own PostgreSQL: %w", err)
+		return fmt.Errorf("start the local PostgreSQL: %w", err)
 	}
 	s.server, s.url = started, started.URL()
 	return nil
 }
 
-// again is how the own server is started, the first time and any other.
-func (s *session) again(c *cli) pgserver.Config {
+// serverConfig returns the configuration for every start of the local PostgreSQL.
+func (s *session) serverConfig(c *cli) pgserver.Config {
 	dir, err := filepath.Abs(filepath.Join(stateDir, "pg"))
 	if err != nil {
-		dir = filepath.Join(stateDir, "pg") // the folder was removed under us; Start says so
+		dir = filepath.Join(stateDir, "pg") // the folder was removed; Start returns the error
 	}
 	return pgserver.Config{
 		Dir: dir, Ephemeral: s.ephemeral, Durable: true, BinDir: s.config.PGBin, Database: "agent", Owner: "agent", Logger: s.log,
-		Progress: func(line string) { c.say("%s", line) },
+		Progress: func(line string) { c.infof("%s", line) },
 	}
 }
 
-// migrate brings the schema to this version, and says so before, where that takes a moment.
+// migrate migrates the schema, and prints a note first when it is outdated.
 func (s *session) migrate(ctx context.Context, c *cli) ([]string, error) {
 	if errors.Is(migrations.Check(ctx, s.pool), migrations.ErrOutdated) {
-		c.say("bringing the schema to version %d …", migrations.Version())
+		c.infof("migrating the schema to version %d …", migrations.Version())
 	}
-	return migrations.Up(ctx, s.sessions())
+	return migrations.Up(ctx, s.sessionPool())
 }
 
-// shown says where the database is. The own server's address can be given to psql; another's may hide a
-// password in several places, so it is not repeated.
-func (s *session) shown() string {
+// displayURL returns a printable address. It hides the password of a configured database.
+func (s *session) displayURL() string {
 	if s.server != nil {
 		return s.url
 	}
@@ -228,41 +223,41 @@ func (s *session) shown() string {
 	return fmt.Sprintf("%s at %s, as %s", c.Database, net.JoinHostPort(c.Host, strconv.Itoa(int(c.Port))), c.User)
 }
 
-// directConns is how many connections go around a pooler: two listen, and a migration takes three.
+// directConns bounds the connections that bypass a pooler: two listeners and three for a migration.
 const directConns = 4
 
-// around opens the way to the database that does not go through a pooler. It must lead to the same database: what is
-// notified elsewhere is not heard, and a schema elsewhere is of no use.
-func (s *session) around(ctx context.Context) error {
+// openDirect opens a pool that bypasses a connection pooler. It must reach the same database, or notifications and
+// schema would differ.
+func (s *session) openDirect(ctx context.Context) error {
 	pool, err := postgres.Open(ctx, s.config.DirectURL.Reveal(), postgres.Options{MaxConns: directConns})
 	if err != nil {
 		return fmt.Errorf("DATABASE_DIRECT_URL: %w", err)
 	}
 	s.direct = pool
 	if postgres.Pooled(pool) {
-		return &exitError{exitUsage, hint(errors.New("DATABASE_DIRECT_URL: it leads to a connection pooler too"),
-			"name the host and port of PostgreSQL itself, or unset it: then the agent polls")}
+		return &exitError{exitUsage, hint(errors.New("DATABASE_DIRECT_URL: it also names a connection pooler"),
+			"name the host and port of PostgreSQL itself, or unset it to poll")}
 	}
 	same, err := sameDatabase(ctx, s.pool, pool)
 	if err != nil {
 		return fmt.Errorf("DATABASE_DIRECT_URL: %w", err)
 	}
 	if !same {
-		return &exitError{exitUsage, hint(errors.New("DATABASE_DIRECT_URL: it names another database than DATABASE_URL"),
-			"name the one that the pooler leads to, or unset it: then the agent polls")}
+		return &exitError{exitUsage, hint(errors.New("DATABASE_DIRECT_URL: not the database of DATABASE_URL"),
+			"name the database behind the pooler, or unset it to poll")}
 	}
 	return nil
 }
 
-// sessions is the pool whose connections are sessions of the server's own, if there is one.
-func (s *session) sessions() *pgxpool.Pool {
+// sessionPool returns the pool with real server sessions, for LISTEN and session locks.
+func (s *session) sessionPool() *pgxpool.Pool {
 	if s.direct != nil {
 		return s.direct
 	}
 	return s.pool
 }
 
-// sameDatabase reports whether two ways lead to one database of one running server.
+// sameDatabase reports whether all pools reach one database of one running server.
 func sameDatabase(ctx context.Context, ways ...*pgxpool.Pool) (bool, error) {
 	var first string
 	for i, way := range ways {
@@ -281,33 +276,32 @@ func sameDatabase(ctx context.Context, ways ...*pgxpool.Pool) (bool, error) {
 	return true, nil
 }
 
-// leastDivided is the smallest pool that is divided: with fewer connections everybody shares them.
-const leastDivided = 6
+// minDividedPool is the smallest pool with reserved connections. Smaller pools are shared.
+const minDividedPool = 6
 
-// division is how many connections of a process that serves are kept for whom. The rest is the engine's.
-type division struct{ system, admin, visitors int32 }
+// reservation counts a serving process's reserved connections by purpose. The engine gets the rest.
+type reservation struct{ system, admin, visitors int32 }
 
-// divide divides so many connections.
-func divide(most int32) division {
-	if most < leastDivided {
-		return division{}
+// reserveConns splits a pool of most connections.
+func reserveConns(most int32) reservation {
+	if most < minDividedPool {
+		return reservation{}
 	}
 	each := min(max(most/7, 1), 8)
-	return division{system: min(most/leastDivided, 2), admin: each, visitors: each}
+	return reservation{system: min(most/minDividedPool, 2), admin: each, visitors: each}
 }
 
-func (d division) all() int32 { return d.system + d.admin + d.visitors }
+func (d reservation) total() int32 { return d.system + d.admin + d.visitors }
 
-// reserved are pools beside the engine's. They are nil in a process that does not serve, or has too few connections.
-type reserved struct {
+// reservedPools are pools beside the engine's. They are nil when the process does not serve, or has few connections.
+type reservedPools struct {
 	system   *pgxpool.Pool // readiness, and the worker's lease
 	admin    *pgxpool.Pool // the API and the Engine Room
 	visitors *pgxpool.Pool // requests of visitors and of strangers
 	pools    []*pgxpool.Pool
 }
 
-// reserve makes the pools.
-func (s *session) reserve(ctx context.Context, d division) error {
+func (s *session) reserve(ctx context.Context, d reservation) error {
 	for _, part := range []struct {
 		into **pgxpool.Pool
 		most int32
@@ -324,35 +318,34 @@ func (s *session) reserve(ctx context.Context, d division) error {
 	return nil
 }
 
-// adminPool is where the admin's requests go to the database.
+// adminPool returns the pool of the admin's requests.
 func (a *app) adminPool() *pgxpool.Pool { return cmp.Or(a.reserved.admin, a.pool) }
 
-// replicaConns bounds the connections of a process to the read replica.
+// replicaConns bounds the connections to the read replica.
 const replicaConns = 8
 
-// reader reads from the replica, if DATABASE_READ_URL names one, and else from the primary.
-func (s *session) reader() *replica.Reader {
+// newReader reads from DATABASE_READ_URL if set, else from the primary.
+func (s *session) newReader() *replica.Reader {
 	primary := cmp.Or(s.reserved.admin, s.pool)
 	if !s.config.ReadURL.IsSet() || s.url != s.config.DatabaseURL.Reveal() {
 		return replica.Primary(primary)
 	}
-	var log *slog.Logger // a command that asks says by itself where the answer is from
+	var log *slog.Logger // commands print the source themselves
 	if s.serving {
 		log = s.log
 	}
 	return replica.New(replica.Options{
 		Primary: primary, Probe: cmp.Or(s.reserved.system, s.pool),
 		Open: s.openReplica, Check: migrations.Check, Logger: log,
-		// On an older state the leases of live workers and lanes would look expired.
+		// With more lag, leases of live workers and lanes would look expired.
 		MaxLag: s.config.WorkerLease / 3,
 	})
 }
 
-// openReplica connects to the replica.
 func (s *session) openReplica(ctx context.Context) (*pgxpool.Pool, error) {
 	url := s.config.ReadURL.Reveal()
 	if hosts := hostsOf(url); hosts > 1 {
-		return nil, fmt.Errorf("it names %d servers, each with a lag of its own: %w", hosts, replica.ErrOther)
+		return nil, fmt.Errorf("it names %d servers with different lags: %w", hosts, replica.ErrOther)
 	}
 	pool, err := postgres.Open(ctx, url, postgres.Options{MaxConns: replicaConns})
 	if err != nil {
@@ -361,14 +354,14 @@ func (s *session) openReplica(ctx context.Context) (*pgxpool.Pool, error) {
 	return pool, nil
 }
 
-// reading is withSession for a question, which is asked of the replica where that is possible. The session has only
-// that when the primary cannot be reached.
-func (c *cli) reading(work func(cmd *cobra.Command, args []string, s *session) error) func(*cobra.Command, []string) error {
+// withReader is withSession for queries that may read from the replica. Without a primary the session has only the
+// replica.
+func (c *cli) withReader(work func(cmd *cobra.Command, args []string, s *session) error) func(*cobra.Command, []string) error {
 	return func(cmd *cobra.Command, args []string) error {
 		ctx := cmd.Context()
 		s, err := c.session(ctx)
 		if postgres.Unreachable(err) {
-			s, err = c.withoutPrimary(ctx, err)
+			s, err = c.replicaSession(ctx, err)
 		}
 		if err != nil {
 			return err
@@ -376,7 +369,7 @@ func (c *cli) reading(work func(cmd *cobra.Command, args []string, s *session) e
 		defer s.close(ctx)
 		if s.read.Configured() {
 			if _, err := s.read.Measure(ctx); err != nil {
-				c.say("from the primary, not the replica: %v", err)
+				c.infof("read from the primary, not the replica: %v", err)
 			}
 		}
 		from, err := s.read.Do(ctx, false, func(ctx context.Context) error {
@@ -384,32 +377,31 @@ func (c *cli) reading(work func(cmd *cobra.Command, args []string, s *session) e
 			return work(cmd, args, s)
 		})
 		if from.Replica() {
-			c.say("from the replica, %s", from)
+			c.infof("read from the replica, %s", from)
 		}
 		return err
 	}
 }
 
-// withoutPrimary is a session that has only the replica; away is why, and the error when that cannot be read either.
-func (c *cli) withoutPrimary(ctx context.Context, away error) (*session, error) {
+// replicaSession opens a session with only the replica. It returns cause when there is none.
+func (c *cli) replicaSession(ctx context.Context, cause error) (*session, error) {
 	cfg, log, err := c.settings()
 	if err != nil {
 		return nil, err
 	}
 	if !cfg.ReadURL.IsSet() {
-		return nil, away
+		return nil, cause
 	}
 	s := &session{config: cfg, log: log}
 	s.read = replica.New(replica.Options{Open: s.openReplica, Check: migrations.Check})
 	if _, err := s.read.Measure(ctx); err != nil {
 		s.close(ctx)
-		return nil, away
+		return nil, cause
 	}
 	return s, nil
 }
 
-// examineReplica looks whether the replica can be read.
-func examineReplica(ctx context.Context, s *session, add func(string, error, string) bool) {
+func diagnoseReplica(ctx context.Context, s *session, add func(string, error, string) bool) {
 	if !s.read.Configured() {
 		return
 	}
@@ -420,7 +412,7 @@ func examineReplica(ctx context.Context, s *session, add func(string, error, str
 	add("replica", err, fmt.Sprintf("a standby of this database, %.1f s behind", behind.Seconds()))
 }
 
-// hostsOf counts the servers that a connection string names; 0 for one that cannot be read.
+// hostsOf counts the servers in a connection string; 0 if it is invalid.
 func hostsOf(url string) int {
 	c, err := pgx.ParseConfig(url)
 	if err != nil {
@@ -430,13 +422,13 @@ func hostsOf(url string) int {
 		return net.JoinHostPort(host, strconv.Itoa(int(port)))
 	}
 	hosts := map[string]bool{address(c.Host, c.Port): true}
-	for _, other := range c.Fallbacks { // a server has one more for each way to speak to it
+	for _, other := range c.Fallbacks { // one server has several fallbacks
 		hosts[address(other.Host, other.Port)] = true
 	}
 	return len(hosts)
 }
 
-// checkReplica refuses a replica of something else. One that is away, or too far behind, may come.
+// checkReplica rejects a replica of another database. One that is unreachable or lagging may recover.
 func (s *session) checkReplica(ctx context.Context) error {
 	if !s.read.Configured() {
 		return nil
@@ -447,11 +439,10 @@ func (s *session) checkReplica(ctx context.Context) error {
 	return nil
 }
 
-// replicaError says why the replica is not read, and what to do.
 func replicaError(err error) error {
-	todo := "pages are read from DATABASE_URL until it can be read"
+	todo := "reads use DATABASE_URL until it is available"
 	if errors.Is(err, replica.ErrOther) {
-		todo = "name a streaming standby of DATABASE_URL, or unset it: then pages are read from DATABASE_URL"
+		todo = "name a streaming standby of DATABASE_URL, or unset it to read from DATABASE_URL"
 	}
 	return hint(fmt.Errorf("DATABASE_READ_URL: %w", err), "%s", todo)
 }

@@ -305,7 +305,7 @@ func TestMigratePrintsTheStatementForTheMissingRole(t *testing.T) {
 		}
 	})
 	p := on(t, server.URL())
-	statement := regexp.MustCompile(`let a superuser run this, then run agent migrate again:\n  (create role .*;)\n`)
+	statement := regexp.MustCompile(`run this as a superuser, then agent migrate again:\n  (create role .*;)\n`)
 	var found []string
 	for range 2 { // it is printed until it was followed
 		got := p.run("migrate")

@@ -191,7 +191,7 @@ func (d *shopDay) pass(ctx context.Context) error {
 func TestATypicalDayIsServedFromThePromptCache(t *testing.T) {
 	t.Parallel()
 	d := newShopDay(t)
-	if err := d.app.beat(t.Context(), d.pass); err != nil {
+	if err := d.app.runWithLeases(t.Context(), d.pass); err != nil {
 		t.Fatal(err)
 	}
 	for surface, count := range d.cache.counts {

@@ -26,13 +26,12 @@ import (
 )
 
 func (c *cli) skillsCommand() *cobra.Command {
-	return group("skills", "See skills and their health, call one, take them out of service and back",
+	return group("skills", "List skills and their health, call, enable and disable them",
 		c.skillsListCommand(), c.skillsShowCommand(), c.skillsSwitchCommand(true), c.skillsSwitchCommand(false),
 		c.skillsCallCommand())
 }
 
-// health is what agent_skill_health says of a skill, at a cost that does not grow with the log: percentiles are right
-// to 2.5 per cent.
+// health has the columns of agent_skill_health, read from counters: percentiles are accurate to 2.5 per cent.
 type health struct {
 	Skill          string     `json:"skill"`
 	Calls          int64      `json:"calls"`
@@ -48,24 +47,20 @@ type health struct {
 
 func (c *cli) skillsListCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "ls", Short: "List skills with their health over the last 7 days", Args: args(0, 0, "no arguments"),
+		Use: "ls", Short: "List skills with their health over the last 7 days", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			got, err := skillHealth(cmd.Context(), s)
 			if err != nil {
 				return err
 			}
-			return c.print(listing(got, ""), func(w io.Writer) error {
-				rows := make([][]string, len(got))
-				for i, h := range got {
+			return printRows(c, got, "", "no skills; `agent apply DIR` creates some",
+				[]string{"SKILL", "STATE", "CALLS", "SUCCESS", "FAILED IN A ROW", "DISABLED BY", "REASON"}, func(h health) []string {
 					rate := "–"
 					if h.SuccessRate != nil {
-						rate = percent(*h.SuccessRate)
+						rate = formatPercent(*h.SuccessRate)
 					}
-					rows[i] = []string{h.Skill, h.State, fmt.Sprint(h.Calls), rate, fmt.Sprint(h.Streak), h.DisabledBy, clipped(h.DisabledReason, 70)}
-				}
-				return table(w, "no skills; `agent apply DIR` brings some",
-					[]string{"SKILL", "STATE", "CALLS", "SUCCESS", "FAILED IN A ROW", "DISABLED BY", "REASON"}, rows)
-			})
+					return []string{h.Skill, h.State, fmt.Sprint(h.Calls), rate, fmt.Sprint(h.Streak), h.DisabledBy, truncate(h.DisabledReason, 70)}
+				})
 		}),
 	}
 }
@@ -84,7 +79,7 @@ func skillHealth(ctx context.Context, s *session) ([]health, error) {
 
 func (c *cli) skillsShowCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "show NAME", Short: "Show one skill: definition, state, evidence", Args: args(1, 1, "a skill's name"),
+		Use: "show NAME", Short: "Show one skill: definition, state, evidence", Args: positionalArgs(1, 1, "a skill's name"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			skill, err := skills.Get(cmd.Context(), s.pool, args[0])
 			if err != nil {
@@ -97,7 +92,6 @@ func (c *cli) skillsShowCommand() *cobra.Command {
 	}
 }
 
-// writeSkill shows a skill to a person.
 func writeSkill(w io.Writer, s skills.Skill) error {
 	state := "in service"
 	if !s.Enabled {
@@ -108,10 +102,10 @@ func writeSkill(w io.Writer, s skills.Skill) error {
 		{"state", state},
 		{"scope", s.Scope},
 		{"trust", s.Trust},
-		{"idempotent", map[bool]string{true: "yes", false: "no: a call is never repeated after a crash"}[s.Idempotent]},
+		{"idempotent", map[bool]string{true: "yes", false: "no: never repeated after a crash"}[s.Idempotent]},
 		{"timeout", s.Timeout().String()},
 		{"handler", s.Handler},
-		{"revision", fmt.Sprintf("%d of what a call does; %d of that and its state, for --if-revision", s.Revision, s.StateRevision)},
+		{"revision", fmt.Sprintf("%d (definition); %d with its state, for --if-revision", s.Revision, s.StateRevision)},
 	} {
 		fmt.Fprintf(w, "%-11s %s\n", l[0], l[1])
 	}
@@ -121,7 +115,7 @@ func writeSkill(w io.Writer, s skills.Skill) error {
 	return nil
 }
 
-// writeJSON shows a value under a heading, texts of several lines as they are written; an empty one is left out.
+// writeJSON prints the fields of a value under a heading, with multi-line texts unescaped. It skips empty values.
 func writeJSON(w io.Writer, heading string, value json.RawMessage) {
 	switch string(value) {
 	case "", "{}", "null":
@@ -148,7 +142,6 @@ func writeJSON(w io.Writer, heading string, value json.RawMessage) {
 	}
 }
 
-// skillHint says where names are listed.
 func skillHint(err error) error {
 	if errors.Is(err, skills.ErrNotFound) {
 		return hint(err, "see agent skills ls")
@@ -156,30 +149,29 @@ func skillHint(err error) error {
 	return staleHint(err, "agent skills show NAME")
 }
 
-// skillsSwitchCommand is enable or disable.
 func (c *cli) skillsSwitchCommand(enable bool) *cobra.Command {
 	var reason string
-	var based *basis
-	use, short := "disable NAME", "Take a skill out of service, and pause its automations"
+	var based *revisionCheck
+	use, short := "disable NAME", "Disable a skill and pause its automations"
 	if enable {
-		use, short = "enable NAME", "Put a skill back into service, with the automations that were paused for it"
+		use, short = "enable NAME", "Enable a skill and its paused automations"
 	}
 	cmd := &cobra.Command{
-		Use: use, Short: short, Args: args(1, 1, "a skill's name"),
+		Use: use, Short: short, Args: positionalArgs(1, 1, "a skill's name"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			return c.switchSkill(cmd.Context(), s, args[0], enable, reason, func(tx pgx.Tx) error { return based.hold(cmd, tx, args[0]) })
+			return c.switchSkill(cmd.Context(), s, args[0], enable, reason, func(tx pgx.Tx) error { return based.verify(cmd, tx, args[0]) })
 		}),
 	}
-	cmd.Flags().StringVar(&reason, "reason", "from the command line", "why, for the record")
-	based = basisFlag(cmd, skills.AtRevision)
+	cmd.Flags().StringVar(&reason, "reason", "from the command line", "reason for the audit log")
+	based = revisionFlag(cmd, skills.AtRevision)
 	return cmd
 }
 
-// switchSkill changes a skill's state and records that as an admin's act, in one transaction, unless hold refuses.
+// switchSkill enables or disables a skill and records it in one transaction. hold may reject the change.
 func (c *cli) switchSkill(ctx context.Context, s *session, name string, enable bool, reason string, hold func(tx pgx.Tx) error) error {
 	paused, restored := []string{}, []string{}
 	verb, output := map[bool]string{true: "enable_skill", false: "disable_skill"}[enable], map[string]any{}
-	changed, err := actSaying(ctx, s, verb, map[string]any{"skill": name, "reason": reason}, output, func(tx pgx.Tx, _ string) (changed bool, err error) {
+	changed, err := recordChangeWith(ctx, s, verb, map[string]any{"skill": name, "reason": reason}, output, func(tx pgx.Tx, _ string) (changed bool, err error) {
 		if err := hold(tx); err != nil {
 			return false, err
 		}
@@ -207,7 +199,7 @@ func (c *cli) switchSkill(ctx context.Context, s *session, name string, enable b
 		}
 		fmt.Fprintf(w, "%s is %s\n", name, said)
 		for _, a := range paused {
-			fmt.Fprintf(w, "automation %s is paused until it is enabled\n", a)
+			fmt.Fprintf(w, "automation %s is paused until the skill is enabled\n", a)
 		}
 		for _, a := range restored {
 			fmt.Fprintf(w, "automation %s runs again\n", a)
@@ -216,18 +208,17 @@ func (c *cli) switchSkill(ctx context.Context, s *session, name string, enable b
 	})
 }
 
-// callFlow is the flow of a skill call that an admin makes: one durable step.
-const callFlow = "skill_call"
+// callFlowName is the flow of an admin's skill call: one durable step.
+const callFlowName = "skill_call"
 
-// skillCall is its input.
 type skillCall struct {
 	Skill string          `json:"skill"`
 	Args  json.RawMessage `json:"args"`
 }
 
-// registerCalls lets every process resume such a call.
-func registerCalls(a *app, loop *reason.Loop) error {
-	return a.engine.Register(callFlow, func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
+// registerCallFlow lets every process resume a skill call.
+func registerCallFlow(a *app, loop *reason.Loop) error {
+	return a.engine.Register(callFlowName, func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
 		var call skillCall
 		if err := json.Unmarshal(input, &call); err != nil {
 			return executions.Result{}, fmt.Errorf("read input: %w", err)
@@ -251,10 +242,10 @@ func registerCalls(a *app, loop *reason.Loop) error {
 func (c *cli) skillsCallCommand() *cobra.Command {
 	var text string
 	cmd := &cobra.Command{
-		Use: "call NAME", Short: "Call a skill, now, and show what it answers", Args: args(1, 1, "a skill's name"),
-		Long: `Call a skill as the agent would: with its arguments checked, its timeout, and a trace of its own. It counts for
-the skill's health. A call by an admin needs no approval. Of a skill on trial it is the trial: a success puts the skill back into
-service, a failure begins its cool-down anew.`,
+		Use: "call NAME", Short: "Call a skill now and print its result", Args: positionalArgs(1, 1, "a skill's name"),
+		Long: `Call a skill as the agent does: with validated arguments, its timeout and a new trace. The call counts for the skill's
+health. An admin's call needs no approval. For a skill on trial it is the trial: success enables the skill, failure
+restarts its cool-down.`,
 		Example: "  agent skills call table_sizes --args '{\"limit\": 5}'",
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			if !json.Valid([]byte(text)) {
@@ -267,7 +258,7 @@ service, a failure begins its cool-down anew.`,
 	return cmd
 }
 
-// callSkill checks what can be checked before anything is recorded, and makes the call.
+// callSkill validates the call before it records anything, then runs it.
 func (c *cli) callSkill(ctx context.Context, s *session, call skillCall) error {
 	if _, err := builtins.Put(ctx, s.pool); err != nil {
 		return err
@@ -278,10 +269,10 @@ func (c *cli) callSkill(ctx context.Context, s *session, call skillCall) error {
 	}
 	switch {
 	case skill.TrialAt != nil && !skill.Enabled:
-		c.say("skill %s %s", skill.Name, printable(skill.OutOfService()))
-		defer c.sayTrial(context.WithoutCancel(ctx), s, skill.Name)
+		c.infof("skill %s %s", skill.Name, printable(skill.OutOfService()))
+		defer c.reportTrial(context.WithoutCancel(ctx), s, skill.Name)
 	case !skill.Enabled:
-		return hint(fmt.Errorf("skill %s %s", skill.Name, skill.OutOfService()), "agent skills enable %s puts it back into service", skill.Name)
+		return hint(fmt.Errorf("skill %s %s", skill.Name, skill.OutOfService()), "enable it with agent skills enable %s", skill.Name)
 	}
 	a, err := c.app(s, nil)
 	if err != nil {
@@ -294,8 +285,8 @@ func (c *cli) callSkill(ctx context.Context, s *session, call skillCall) error {
 		return err
 	}
 	var ended executions.Execution
-	err = a.beat(ctx, func(ctx context.Context) error {
-		ended, err = a.engine.RunSync(ctx, executions.Spec{Flow: callFlow, Surface: trace.Operate, Agent: s.config.Name, Input: call})
+	err = a.runWithLeases(ctx, func(ctx context.Context) error {
+		ended, err = a.engine.RunSync(ctx, executions.Spec{Flow: callFlowName, Surface: trace.Operate, Agent: s.config.Name, Input: call})
 		return err
 	})
 	if err != nil {
@@ -303,48 +294,44 @@ func (c *cli) callSkill(ctx context.Context, s *session, call skillCall) error {
 	}
 	ended = ended.Redacted()
 	if ended.Status != executions.Completed {
-		return &traced{hint(fmt.Errorf("call %s: %s: %s", skill.Name, ended.Status, deref(ended.ErrorMessage)),
+		return &tracedError{hint(fmt.Errorf("call %s: %s: %s", skill.Name, ended.Status, deref(ended.ErrorMessage)),
 			"see agent trace %s", ended.TraceID), ended.TraceID}
 	}
 	return c.print(map[string]any{
 		"skill": skill.Name, "execution_id": ended.ID, "trace_id": ended.TraceID, "result": ended.Result,
-	}, func(w io.Writer) error { return writeAnswer(w, ended) })
+	}, func(w io.Writer) error { return writeResult(w, ended) })
 }
 
-// sayTrial says what a call has made of a skill that was on trial.
-func (c *cli) sayTrial(ctx context.Context, s *session, name string) {
+// reportTrial prints the effect of a call on a skill's trial.
+func (c *cli) reportTrial(ctx context.Context, s *session, name string) {
 	skill, err := skills.Get(ctx, s.pool, name)
 	switch {
 	case err != nil:
-		c.say("agent: %s", printable(err.Error()))
+		c.infof("agent: %s", printable(err.Error()))
 	case skill.Enabled:
-		c.say("skill %s is back in service", name)
+		c.infof("skill %s is back in service", name)
 	case skill.TrialAt == nil:
-		c.say("skill %s failed its trial and stays disabled; its cool-down begins anew", name)
+		c.infof("skill %s failed its trial and stays disabled; its cool-down restarts", name)
 	default:
-		c.say("skill %s is still on trial: the call has decided nothing", name)
+		c.infof("skill %s is still on trial: the call was no evidence", name)
 	}
 }
 
-// writeAnswer shows what a skill answered.
-func writeAnswer(w io.Writer, x executions.Execution) error {
+func writeResult(w io.Writer, x executions.Execution) error {
 	var answer any
 	if err := json.Unmarshal(x.Result, &answer); err != nil {
-		return errors.Join(errors.New("the skill's answer cannot be read"), err)
+		return errors.Join(errors.New("decode the skill's result"), err)
 	}
-	encoder := json.NewEncoder(w)
-	encoder.SetIndent("", "  ")
-	encoder.SetEscapeHTML(false)
-	return encoder.Encode(answer)
+	return encodeJSON(w, answer)
 }
 
 func (c *cli) selfhealCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "selfheal",
-		Short: "Take failing skills out of service, now",
-		Long: `Look at the calls of the last days and take skills out of service that keep failing, with their automations.
-Every heartbeat does this too. AGENT_SELFHEAL_FAILURES, _WINDOW, _RATE, _RATE_CALLS and _COOLDOWN set the rule.`,
-		Args: args(0, 0, "no arguments"),
+		Short: "Disable failing skills now",
+		Long: `Disable skills that keep failing, and pause their automations. Every heartbeat does this too. AGENT_SELFHEAL_FAILURES,
+_WINDOW, _RATE, _RATE_CALLS and _COOLDOWN set the rule.`,
+		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			report, err := heal(cmd.Context(), s)
 			if err != nil {
@@ -364,7 +351,7 @@ Every heartbeat does this too. AGENT_SELFHEAL_FAILURES, _WINDOW, _RATE, _RATE_CA
 	}
 }
 
-// heal runs self-heal with a row for each healed skill, in one transaction.
+// heal runs self-heal and records each disabled skill in one transaction.
 func heal(ctx context.Context, s *session) (selfheal.Report, error) {
 	var report selfheal.Report
 	ctx = trace.With(ctx, trace.Span{TraceID: trace.New(trace.Operate), Surface: trace.Operate, Agent: admin})

@@ -215,7 +215,7 @@ func TestSkillsCallOfASkillOnTrialIsTheTrial(t *testing.T) {
 	if got.code != exitFailed {
 		t.Errorf("exit %d", got.code)
 	}
-	contains(t, got.err, "is on trial", "failed its trial", "its cool-down begins anew")
+	contains(t, got.err, "is on trial", "failed its trial", "its cool-down restarts")
 	contains(t, p.run("skills", "call", "database_size").err, "is disabled by self_heal: failed its trial")
 }
 
@@ -280,7 +280,7 @@ func TestAgentsAreListedShownAndCompared(t *testing.T) {
 	p.must("heartbeat", "--agent", "billing")
 	for _, list := range [][]string{{"executions", "ls"}, {"trace", "ls"}} {
 		contains(t, p.must(append(list, "--agent", "billing")...), "hb_")
-		contains(t, p.must(append(list, "--agent", "sales")...), "matches")
+		contains(t, p.must(append(list, "--agent", "sales")...), "no matching ")
 	}
 	contains(t, p.must("threads", "ls", "--agent", "billing"), "no threads")
 	for _, c := range []struct {
@@ -291,7 +291,7 @@ func TestAgentsAreListedShownAndCompared(t *testing.T) {
 		{[]string{"agents", "show", "nobody"}, 1, `there is no agent "nobody"; see agent agents ls`},
 		{[]string{"chat", "--agent", "nobody", "hello"}, 1, `find agent "nobody": no such agent; see agent agents ls`},
 		{[]string{"agents", "show", "sales", "--version", "9"}, 1, "agent sales has no version 9: the latest is 2"},
-		{[]string{"agents", "diff", "sales", "one"}, 2, `"one" is no version`},
+		{[]string{"agents", "diff", "sales", "one"}, 2, `invalid version "one"`},
 	} {
 		got := p.run(c.args...)
 		if got.code != c.code {
@@ -300,7 +300,7 @@ func TestAgentsAreListedShownAndCompared(t *testing.T) {
 		contains(t, got.err, c.want)
 	}
 	p.must("apply", "--prune", folder(t, map[string]string{"a.yaml": sales}))
-	contains(t, p.run("agents", "show", "billing").err, "agent billing was removed; agent agents show billing --version 1 shows what it was")
+	contains(t, p.run("agents", "show", "billing").err, "agent billing was removed; agent agents show billing --version 1 shows its last version")
 }
 
 // A person reads the greeting before the first prompt of a conversation, and not when it goes on.

@@ -22,7 +22,7 @@ import (
 )
 
 func (c *cli) threadsCommand() *cobra.Command {
-	return group("threads", "See conversations, and who holds them",
+	return group("threads", "List conversations and their holders",
 		c.threadsListCommand(), c.threadsShowCommand(), c.threadsLocksCommand(), c.threadsSendCommand(), c.threadsCleanCommand(),
 		c.threadsInviteCommand(), c.threadsOpenCommand(), c.threadsAccessCommand(), c.threadsRevokeCommand())
 }
@@ -30,23 +30,20 @@ func (c *cli) threadsCommand() *cobra.Command {
 func (c *cli) threadsListCommand() *cobra.Command {
 	var f threads.Filter
 	cmd := &cobra.Command{
-		Use: "ls", Short: "List threads, the one that was spoken in last first", Args: args(0, 0, "no arguments"),
+		Use: "ls", Short: "List threads, most recent first", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			got, err := threads.List(cmd.Context(), s.pool, f)
 			if err != nil {
 				return err
 			}
-			return c.print(listing(got, ""), func(w io.Writer) error {
-				rows := make([][]string, len(got))
-				for i, t := range got {
-					rows[i] = []string{t.ID, t.Name, t.Channel, strings.TrimSpace(string(t.OwnerKind) + " " + t.Owner), t.Participant, fmt.Sprint(t.NextSeq - 1), when(t.UpdatedAt)}
-				}
-				return table(w, "no threads", []string{"THREAD", "NAME", "CHANNEL", "OWNER", "PARTICIPANT", "MESSAGES", "LAST"}, rows)
-			})
+			return printRows(c, got, "", "no threads",
+				[]string{"THREAD", "NAME", "CHANNEL", "OWNER", "PARTICIPANT", "MESSAGES", "LAST"}, func(t threads.Thread) []string {
+					return []string{t.ID, t.Name, t.Channel, strings.TrimSpace(string(t.OwnerKind) + " " + t.Owner), t.Participant, fmt.Sprint(t.NextSeq - 1), formatTime(t.UpdatedAt)}
+				})
 		}),
 	}
-	cmd.Flags().StringVar(&f.Channel, "channel", "", "only those begun over this channel: chat, operate, …")
-	cmd.Flags().StringVar(&f.Owner, "owner", "", "only those of this owner: the name of a chat key, …")
+	cmd.Flags().StringVar(&f.Channel, "channel", "", "only this channel: chat, operate, …")
+	cmd.Flags().StringVar(&f.Owner, "owner", "", "only this owner: the name of a chat key, …")
 	actingFlag(cmd.Flags(), &f.Agent)
 	limitFlag(cmd.Flags(), &f.Limit, 50)
 	return cmd
@@ -55,7 +52,7 @@ func (c *cli) threadsListCommand() *cobra.Command {
 func (c *cli) threadsShowCommand() *cobra.Command {
 	var limit int
 	cmd := &cobra.Command{
-		Use: "show ID", Short: "Show the latest messages of a thread, oldest first", Args: args(1, 1, "a thread's id"),
+		Use: "show ID", Short: "Show the latest messages of a thread, oldest first", Args: positionalArgs(1, 1, "a thread's id"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			thread, err := threads.Find(cmd.Context(), s.pool, args[0])
 			if errors.Is(err, threads.ErrNotFound) {
@@ -79,7 +76,6 @@ func (c *cli) threadsShowCommand() *cobra.Command {
 	return cmd
 }
 
-// writeThread shows a conversation to a person.
 func writeThread(w io.Writer, t threads.Thread, messages []threads.Message) error {
 	about := printable(t.Channel)
 	if t.Participant != "" {
@@ -93,7 +89,7 @@ func writeThread(w io.Writer, t threads.Thread, messages []threads.Message) erro
 	}
 	fmt.Fprintf(w, "%s  %s\n", printable(t.ID), about)
 	if t.Summary != "" {
-		fmt.Fprintf(w, "\nsummary up to %d:\n%s\n", t.SummaryThrough, speech(t.Summary))
+		fmt.Fprintf(w, "\nsummary up to %d:\n%s\n", t.SummaryThrough, printableText(t.Summary))
 	}
 	for _, m := range messages {
 		place, note := "-", ""
@@ -109,7 +105,7 @@ func writeThread(w io.Writer, t threads.Thread, messages []threads.Message) erro
 		if m.ErrorMessage != nil {
 			note += ": " + printable(*m.ErrorMessage)
 		}
-		fmt.Fprintf(w, "\n%s  %s  %s%s  %s\n%s\n", place, m.Role, m.Status, note, when(m.CreatedAt), speech(m.Content))
+		fmt.Fprintf(w, "\n%s  %s  %s%s  %s\n%s\n", place, m.Role, m.Status, note, formatTime(m.CreatedAt), printableText(m.Content))
 	}
 	return nil
 }
@@ -117,15 +113,14 @@ func writeThread(w io.Writer, t threads.Thread, messages []threads.Message) erro
 func (c *cli) threadsLocksCommand() *cobra.Command {
 	var stale bool
 	cmd := &cobra.Command{
-		Use: "locks", Short: "List the threads that are held, since their holder's last sign of life", Args: args(0, 0, "no arguments"),
+		Use: "locks", Short: "List held threads with their holder's last heartbeat", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			got, err := threads.Locks(cmd.Context(), s.pool, stale)
 			if err != nil {
 				return err
 			}
-			return c.print(listing(got, ""), func(w io.Writer) error {
-				rows := make([][]string, len(got))
-				for i, l := range got {
+			return printRows(c, got, "", "no held threads",
+				[]string{"THREAD", "PARTICIPANT", "HOLDER", "SINCE", "MINUTES", "STATE", "QUEUED"}, func(l threads.HeldThread) []string {
 					state := "active"
 					switch {
 					case l.Parked:
@@ -133,34 +128,31 @@ func (c *cli) threadsLocksCommand() *cobra.Command {
 					case l.Stale:
 						state = "stale"
 					}
-					rows[i] = []string{l.ThreadID, l.ParticipantName, l.Holder, when(l.ExecutionLockedAt), fmt.Sprint(l.LockMinutes), state, fmt.Sprint(l.Queued)}
-				}
-				return table(w, "no thread is held", []string{"THREAD", "PARTICIPANT", "HOLDER", "SINCE", "MINUTES", "STATE", "QUEUED"}, rows)
-			})
+					return []string{l.ThreadID, l.ParticipantName, l.Holder, formatTime(l.ExecutionLockedAt), fmt.Sprint(l.LockMinutes), state, fmt.Sprint(l.Queued)}
+				})
 		}),
 	}
-	cmd.Flags().BoolVar(&stale, "stale", false, "only those whose holder has given no sign of life for the time of the lease")
+	cmd.Flags().BoolVar(&stale, "stale", false, "only threads whose holder's lease has expired")
 	return cmd
 }
 
-// commandLine is who opens a thread by a command.
+// commandLine is the recorded grantor of access.
 const commandLine = "command line"
 
-// noted makes a change to a thread and records it.
-func noted(ctx context.Context, s *session, skill, purpose, thread string, input map[string]any, change func(tx pgx.Tx) (output any, err error)) error {
+// recordThreadChange changes a thread and records it in one transaction.
+func recordThreadChange(ctx context.Context, s *session, skill, purpose, thread string, input map[string]any, change func(tx pgx.Tx) (output any, err error)) error {
 	input["thread_id"] = thread
 	_, err := activity.Record(ctx, s.pool, activity.Act{Name: skill, Reason: purpose, Input: input},
 		func(tx pgx.Tx, _ string) (any, error) { return change(tx) })
 	return threadHint(thread, err)
 }
 
-// threadHint says what to do about a thread that there is not.
 func threadHint(thread string, err error) error {
 	switch {
 	case errors.Is(err, threads.ErrNoAccess):
 		return hint(threads.ErrNoAccess, "see agent threads access %s", thread)
 	case errors.Is(err, threads.ErrNotFound):
-		return hint(fmt.Errorf("thread %q: %w", thread, threads.ErrNotFound), "agent threads ls has the ids; a name is not enough")
+		return hint(fmt.Errorf("thread %q: %w", thread, threads.ErrNotFound), "use an id of agent threads ls, not a name")
 	case errors.Is(err, threads.ErrInvalid):
 		return usageError("%s", threads.ErrInvalid)
 	}
@@ -170,17 +162,17 @@ func threadHint(thread string, err error) error {
 func (c *cli) threadsInviteCommand() *cobra.Command {
 	in := threads.Invitation{By: commandLine}
 	cmd := &cobra.Command{
-		Use: "invite THREAD", Short: "Give out a join token, by which a visitor gets into a thread",
-		Long: `Give out a join token. A visitor who sends it as the header X-Thread-Join, or opens /chat#join=TOKEN, gets into the thread. It is
-shown once. It lets one visitor in, or any number until its end, and can be revoked: agent threads revoke.`,
-		Args: args(1, 1, "a thread's id"),
+		Use: "invite THREAD", Short: "Create a join token for a thread",
+		Long: `Create a join token. A visitor joins the thread with the header X-Thread-Join or at /chat#join=TOKEN. It is printed
+once, is valid for one visitor or reusable until it expires, and can be revoked: agent threads revoke.`,
+		Args: positionalArgs(1, 1, "a thread's id"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			if in.Life <= 0 || in.Life > threads.MaxTokenLife {
-				return usageError("--expires: %s is not more than 0 and at most %s", in.Life, threads.MaxTokenLife)
+				return usageError("--expires %s: use more than 0 and at most %s", in.Life, threads.MaxTokenLife)
 			}
 			in.ThreadID = args[0]
 			var token threads.Token
-			err := noted(cmd.Context(), s, "invite_into_thread", "a join token was given out", args[0], map[string]any{}, func(tx pgx.Tx) (_ any, err error) {
+			err := recordThreadChange(cmd.Context(), s, "invite_into_thread", "a join token was given out", args[0], map[string]any{}, func(tx pgx.Tx) (_ any, err error) {
 				token, err = threads.Invite(cmd.Context(), tx, in)
 				return map[string]any{"access_id": token.ID}, err
 			})
@@ -188,13 +180,13 @@ shown once. It lets one visitor in, or any number until its end, and can be revo
 				return err
 			}
 			return c.print(token, func(w io.Writer) error {
-				_, err := fmt.Fprintf(w, "%s\nvalid until %s; to revoke it: agent threads revoke %s %s\n", token.Secret, when(token.ExpiresAt), printable(args[0]), token.ID)
+				_, err := fmt.Fprintf(w, "%s\nvalid until %s; revoke it with: agent threads revoke %s %s\n", token.Secret, formatTime(token.ExpiresAt), printable(args[0]), token.ID)
 				return err
 			})
 		}),
 	}
-	cmd.Flags().BoolVar(&in.Reusable, "reusable", false, "it lets any number of visitors in until its end")
-	cmd.Flags().DurationVar(&in.Life, "expires", threads.DefaultTokenLife, "how long it is valid, at most 720h")
+	cmd.Flags().BoolVar(&in.Reusable, "reusable", false, "valid for any number of visitors until it expires")
+	cmd.Flags().DurationVar(&in.Life, "expires", threads.DefaultTokenLife, "lifetime, at most 720h")
 	return cmd
 }
 
@@ -202,7 +194,7 @@ func (c *cli) threadsOpenCommand() *cobra.Command {
 	var key, flow, webhook, name string
 	cmd := &cobra.Command{
 		Use: "open THREAD", Short: "Open a thread to a chat key, a flow or a webhook endpoint",
-		Args:    args(1, 1, "a thread's id"),
+		Args:    positionalArgs(1, 1, "a thread's id"),
 		Example: "  agent threads open th_… --key shop --name maria\n  agent threads open th_… --flow support",
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			to := threads.Key(key)
@@ -214,13 +206,13 @@ func (c *cli) threadsOpenCommand() *cobra.Command {
 			case webhook != "":
 				to = threads.Principal{Kind: threads.ByWebhook, Owner: webhook}
 			}
-			if err := canBeLetIn(cmd.Context(), s, to); err != nil {
+			if err := checkGrantee(cmd.Context(), s, to); err != nil {
 				return err
 			}
 			called := cmp.Or(name, args[0])
 			var id string
 			input := map[string]any{string(to.Kind): to.Owner}
-			err := noted(cmd.Context(), s, "open_thread", "a thread was opened to "+string(to.Kind)+" "+to.Owner, args[0], input, func(tx pgx.Tx) (_ any, err error) {
+			err := recordThreadChange(cmd.Context(), s, "open_thread", "a thread was opened to "+string(to.Kind)+" "+to.Owner, args[0], input, func(tx pgx.Tx) (_ any, err error) {
 				id, err = threads.Let(cmd.Context(), tx, args[0], to, called, commandLine)
 				return map[string]any{"access_id": id}, err
 			})
@@ -231,7 +223,7 @@ func (c *cli) threadsOpenCommand() *cobra.Command {
 				return err
 			}
 			return c.print(map[string]string{"id": id, "thread_id": args[0]}, func(w io.Writer) error {
-				_, err := fmt.Fprintf(w, "open to %s %s; to revoke it: agent threads revoke %s %s\n", to.Kind, printable(to.Owner), printable(args[0]), id)
+				_, err := fmt.Fprintf(w, "open to %s %s; revoke it with: agent threads revoke %s %s\n", to.Kind, printable(to.Owner), printable(args[0]), id)
 				return err
 			})
 		}),
@@ -239,13 +231,13 @@ func (c *cli) threadsOpenCommand() *cobra.Command {
 	cmd.Flags().StringVar(&key, "key", "", "the name of a chat key")
 	cmd.Flags().StringVar(&flow, "flow", "", "the name of a flow")
 	cmd.Flags().StringVar(&webhook, "webhook", "", "the name of a webhook endpoint")
-	cmd.Flags().StringVar(&name, "name", "", "what the key or the endpoint calls the thread; its id when left out")
+	cmd.Flags().StringVar(&name, "name", "", "the thread's name for the key or endpoint; default its id")
 	return cmd
 }
 
-// canBeLetIn refuses a participant that is not there, as far as that is known here: flows of other programs are not,
-// nor are the keys of a server elsewhere.
-func canBeLetIn(ctx context.Context, s *session, to threads.Principal) error {
+// checkGrantee rejects an unknown participant. Flows of other programs and chat keys of other servers cannot be
+// checked here.
+func checkGrantee(ctx context.Context, s *session, to threads.Principal) error {
 	switch keys := slices.Sorted(maps.Keys(s.config.ChatKeys)); {
 	case to.Kind == threads.ByWebhook:
 		if _, err := webhooks.GetEndpoint(ctx, s.pool, to.Owner); err != nil {
@@ -255,14 +247,14 @@ func canBeLetIn(ctx context.Context, s *session, to threads.Principal) error {
 	case !slices.Contains(keys, to.Owner):
 		return usageError("there is no chat key named %q; AGENT_CHAT_KEY has %s", to.Owner, strings.Join(keys, ", "))
 	case slices.Contains(s.config.Chat.BrowserKeys, to.Owner):
-		return usageError("each visitor of the key %q has a token of its own, so the key alone lets nobody in; give out a join token: agent threads invite", to.Owner)
+		return usageError("visitors of the browser key %q have their own tokens; create a join token with agent threads invite", to.Owner)
 	}
 	return nil
 }
 
 func (c *cli) threadsAccessCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "access THREAD", Short: "List who was let into a thread, and its join tokens", Args: args(1, 1, "a thread's id"),
+		Use: "access THREAD", Short: "List the access grants and join tokens of a thread", Args: positionalArgs(1, 1, "a thread's id"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			if _, err := threads.Get(cmd.Context(), s.pool, args[0]); err != nil {
 				return threadHint(args[0], err)
@@ -271,18 +263,15 @@ func (c *cli) threadsAccessCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return c.print(listing(got, ""), func(w io.Writer) error {
-				rows := make([][]string, len(got))
-				for i, a := range got {
-					rows[i] = []string{a.ID, a.Kind, printable(a.Owner), printable(a.Name), accessState(a), printable(a.CreatedBy), when(a.CreatedAt)}
-				}
-				return table(w, "nobody was let in", []string{"ACCESS", "KIND", "WHO", "NAME", "STATE", "BY", "SINCE"}, rows)
-			})
+			return printRows(c, got, "", "no access grants",
+				[]string{"ACCESS", "KIND", "WHO", "NAME", "STATE", "BY", "SINCE"}, func(a threads.Access) []string {
+					return []string{a.ID, a.Kind, printable(a.Owner), printable(a.Name), accessState(a), printable(a.CreatedBy), formatTime(a.CreatedAt)}
+				})
 		}),
 	}
 }
 
-// accessState says whether a join token lets somebody in; "" of a participant.
+// accessState returns the state of a join token; "" for a participant.
 func accessState(a threads.Access) string {
 	switch {
 	case a.Kind != "token":
@@ -297,10 +286,10 @@ func accessState(a threads.Access) string {
 
 func (c *cli) threadsRevokeCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "revoke THREAD ACCESS", Short: "Revoke an access to a thread; with a join token goes everybody whom it has let in",
-		Args: args(2, 2, "a thread's id and that of an access"),
+		Use: "revoke THREAD ACCESS", Short: "Revoke access to a thread; a join token takes its visitors' access with it",
+		Args: positionalArgs(2, 2, "the ids of a thread and of an access"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			err := noted(cmd.Context(), s, "revoke_thread_access", "an access to a thread was revoked", args[0], map[string]any{"access_id": args[1]}, func(tx pgx.Tx) (any, error) {
+			err := recordThreadChange(cmd.Context(), s, "revoke_thread_access", "an access to a thread was revoked", args[0], map[string]any{"access_id": args[1]}, func(tx pgx.Tx) (any, error) {
 				return map[string]any{"access_id": args[1]}, threads.Revoke(cmd.Context(), tx, args[0], args[1])
 			})
 			if postgres.IsCode(err, "22P02") {
@@ -320,10 +309,10 @@ func (c *cli) threadsRevokeCommand() *cobra.Command {
 func (c *cli) threadsSendCommand() *cobra.Command {
 	var o threads.Outgoing
 	cmd := &cobra.Command{
-		Use: "send THREAD TEXT", Short: "Say something in a thread, as the admin",
-		Long: `Say something in a thread. When an execution holds the thread the message is queued, and leaves when the thread is free.
-What is said is recorded.`,
-		Args: args(2, 2, "a thread's id and a text"),
+		Use: "send THREAD TEXT", Short: "Send a message to a thread as the admin",
+		Long: `Send a message to a thread. While an execution holds the thread, the message is queued until its release. The message
+is recorded.`,
+		Args: positionalArgs(2, 2, "a thread's id and a text"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			ctx := cmd.Context()
 			o.ThreadID, o.Content = args[0], args[1]
@@ -354,17 +343,17 @@ What is said is recorded.`,
 		}),
 	}
 	cmd.Flags().StringVar(&o.Channel, "channel", "", "chat, webhook or log; default the thread's")
-	cmd.Flags().StringVar(&o.Target, "target", "", "of channel webhook: the outgoing target; default the thread's")
+	cmd.Flags().StringVar(&o.Target, "target", "", "the outgoing target of channel webhook; default the thread's")
 	return cmd
 }
 
 func (c *cli) threadsCleanCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "clean", Short: "Free the threads whose holder has ended, is gone, or has been silent for too long",
-		Long: `Free the threads whose holder has ended, is gone, or has not sent anything for the thread's idle time (ten minutes
-unless it was set otherwise), and send what is queued in them. A running agent does this by itself: at once where
-something is queued, after five more minutes elsewhere. The threads of waiting executions stay theirs.`,
-		Args: args(0, 0, "no arguments"),
+		Use: "clean", Short: "Release threads whose holder ended, died or went silent",
+		Long: `Release threads whose holder ended, died or sent nothing for the thread's idle time (default ten minutes), and send their
+queued messages. A running agent does this itself: at once for threads with a queue, five minutes later for others.
+Waiting executions keep their threads.`,
+		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			freed, err := threads.Clean(cmd.Context(), s.pool, slog.New(slog.DiscardHandler))
 			if err != nil {
@@ -374,7 +363,7 @@ something is queued, after five more minutes elsewhere. The threads of waiting e
 			for i, f := range freed {
 				names[i] = f.ThreadID
 			}
-			_, err = act(cmd.Context(), s, "clean_threads", map[string]any{"changed": names}, func(pgx.Tx, string) (bool, error) { return len(freed) > 0, nil })
+			_, err = recordChange(cmd.Context(), s, "clean_threads", map[string]any{"changed": names}, func(pgx.Tx, string) (bool, error) { return len(freed) > 0, nil })
 			if err != nil {
 				return err
 			}
@@ -383,18 +372,15 @@ something is queued, after five more minutes elsewhere. The threads of waiting e
 					return err
 				}
 			}
-			return c.print(listing(freed, ""), func(w io.Writer) error {
-				rows := make([][]string, len(freed))
-				for i, f := range freed {
-					rows[i] = []string{f.ThreadID, f.Holder, fmt.Sprintf("%d", f.IdleSeconds/60)}
-				}
-				return table(w, "nothing to free", []string{"FREED", "HOLDER", "IDLE MINUTES"}, rows)
-			})
+			return printRows(c, freed, "", "nothing to release",
+				[]string{"RELEASED", "HOLDER", "IDLE MINUTES"}, func(f threads.Freed) []string {
+					return []string{f.ThreadID, f.Holder, fmt.Sprintf("%d", f.IdleSeconds/60)}
+				})
 		}),
 	}
 }
 
-// sendAsAdmin sends a message of nobody who could hold the thread, and keeps a record of it.
+// sendAsAdmin sends a message outside any execution and records it.
 func sendAsAdmin(ctx context.Context, db postgres.Beginner, o threads.Outgoing) (sent threads.SendResult, err error) {
 	a := activity.Act{Name: "send_message", Reason: "an admin's own message", Input: map[string]any{"thread_id": o.ThreadID}}
 	_, err = activity.Record(ctx, db, a, func(tx pgx.Tx, _ string) (_ any, err error) {

@@ -20,7 +20,7 @@ func TestThreadsFromTheCommandLine(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	p := on(t, url)
-	contains(t, p.must("threads", "clean"), "nothing to free")
+	contains(t, p.must("threads", "clean"), "nothing to release")
 	db := connect(t, url)
 	for _, sql := range []string{
 		`insert into agent_threads (id, channel, participant) values ('maria', 'chat', 'Maria')`,
@@ -37,7 +37,7 @@ func TestThreadsFromTheCommandLine(t *testing.T) {
 	for _, want := range []string{"maria", "Maria", "somebody", "active", "QUEUED", "1"} {
 		contains(t, locks, want)
 	}
-	contains(t, p.must("threads", "locks", "--stale"), "no thread is held")
+	contains(t, p.must("threads", "locks", "--stale"), "no held threads")
 	contains(t, p.must("threads", "show", "maria"), "maria  chat, Maria\n", "queued")
 	if _, err := db.Exec(t.Context(), `update agent_locks set expires_at = clock_timestamp() - interval '2 minutes'`); err != nil {
 		t.Fatal(err)

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -16,23 +17,23 @@ import (
 )
 
 func (c *cli) traceCommand() *cobra.Command {
-	var asked bool
+	var withPrompts bool
 	cmd := &cobra.Command{
 		Use:   "trace ID | last | ls",
-		Short: "Show what one run did, as a tree",
-		Long: `Show everything that one run did, in order, as a tree: durations, tokens, cost, errors.
+		Short: "Show one run as a tree",
+		Long: `Show all actions of one run as a tree: durations, tokens, cost, errors.
 
 ID is a trace id in any form: hb_01JD…, the ULID alone, or the 32 hex digits that tracing tools show.`,
 		Example: "  agent trace last\n  agent trace last --surface heartbeat\n  agent trace hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE --json",
-		Args:    args(1, 1, "a trace id, last, or ls"),
-		RunE: c.reading(func(cmd *cobra.Command, args []string, s *session) error {
-			if asked {
+		Args:    positionalArgs(1, 1, "a trace id, last, or ls"),
+		RunE: c.withReader(func(cmd *cobra.Command, args []string, s *session) error {
+			if withPrompts {
 				return c.showPrompts(cmd.Context(), s, args[0])
 			}
 			return c.showTrace(cmd.Context(), s, args[0])
 		}),
 	}
-	promptsFlag(cmd, &asked)
+	promptsFlag(cmd, &withPrompts)
 	cmd.AddCommand(c.traceLastCommand(), c.traceListCommand())
 	return cmd
 }
@@ -48,35 +49,35 @@ func (c *cli) showTrace(ctx context.Context, s *session, id string) error {
 	return c.print(story, func(w io.Writer) error { return activity.WriteStory(w, story, c.colour()) })
 }
 
-// newestTrace is the id of the newest trace of a surface, or of all when that is empty.
+// newestTrace returns the newest trace of a surface, or of all surfaces.
 func newestTrace(ctx context.Context, s *session, surface string) (string, error) {
 	newest, _, err := activity.Traces(ctx, s.read, activity.TraceFilter{Surface: surface, Limit: 1})
 	if err != nil {
 		return "", err
 	}
 	if len(newest) == 0 {
-		return "", hint(errors.New("there is no such trace yet"), "`agent heartbeat` makes one")
+		return "", hint(errors.New("no trace yet"), "`agent heartbeat` creates one")
 	}
 	return newest[0].TraceID, nil
 }
 
 func (c *cli) traceLastCommand() *cobra.Command {
 	var surface string
-	var asked bool
+	var withPrompts bool
 	cmd := &cobra.Command{
-		Use: "last", Short: "Show the newest trace", Args: args(0, 0, "no arguments"),
-		RunE: c.reading(func(cmd *cobra.Command, _ []string, s *session) error {
+		Use: "last", Short: "Show the newest trace", Args: positionalArgs(0, 0, "no arguments"),
+		RunE: c.withReader(func(cmd *cobra.Command, _ []string, s *session) error {
 			newest, err := newestTrace(cmd.Context(), s, surface)
 			if err != nil {
 				return err
 			}
-			if asked {
+			if withPrompts {
 				return c.showPrompts(cmd.Context(), s, newest)
 			}
 			return c.showTrace(cmd.Context(), s, newest)
 		}),
 	}
-	promptsFlag(cmd, &asked)
+	promptsFlag(cmd, &withPrompts)
 	surfaceFlag(cmd.Flags(), &surface)
 	return cmd
 }
@@ -84,42 +85,37 @@ func (c *cli) traceLastCommand() *cobra.Command {
 func (c *cli) traceListCommand() *cobra.Command {
 	var f activity.TraceFilter
 	cmd := &cobra.Command{
-		Use: "ls", Short: "List traces, newest first", Args: args(0, 0, "no arguments"),
-		RunE: c.reading(func(cmd *cobra.Command, _ []string, s *session) error {
+		Use: "ls", Short: "List traces, newest first", Args: positionalArgs(0, 0, "no arguments"),
+		RunE: c.withReader(func(cmd *cobra.Command, _ []string, s *session) error {
 			page, next, err := activity.Traces(cmd.Context(), s.read, f)
 			if err != nil {
 				return err
 			}
-			return c.print(listing(page, next), func(w io.Writer) error {
-				rows := make([][]string, len(page))
-				for i, t := range page {
-					rows[i] = []string{
-						t.TraceID, t.Flow, t.Status, when(t.StartedAt), span(t.DurationMS), fmt.Sprint(t.Activities),
-						fmt.Sprint(t.Errors), fmt.Sprint(t.Tokens), money(t.CostUSD),
+			return printRows(c, page, next, "no matching traces; `agent heartbeat` creates one",
+				[]string{"TRACE", "FLOW", "STATUS", "STARTED", "TOOK", "ACTIONS", "ERRORS", "TOKENS", "COST"}, func(t activity.TraceSummary) []string {
+					return []string{
+						t.TraceID, t.Flow, t.Status, formatTime(t.StartedAt), formatMillis(t.DurationMS), fmt.Sprint(t.Activities),
+						fmt.Sprint(t.Errors), fmt.Sprint(t.Tokens), formatUSD(t.CostUSD),
 					}
-				}
-				return table(w, "no trace matches; `agent heartbeat` makes one",
-					[]string{"TRACE", "FLOW", "STATUS", "STARTED", "TOOK", "ACTIONS", "ERRORS", "TOKENS", "COST"}, rows)
-			})
+				})
 		}),
 	}
 	surfaceFlag(cmd.Flags(), &f.Surface)
 	actingFlag(cmd.Flags(), &f.Agent)
 	statusFlag(cmd.Flags(), &f.Status, "only traces in this state", statusWords()...)
-	agoFlag(cmd.Flags(), &f.Since, "since", "", "only what began in the last")
+	agoFlag(cmd.Flags(), &f.Since, "since", "", "only traces started within the last")
 	limitFlag(cmd.Flags(), &f.Limit, 20)
-	cmd.Flags().StringVar(&f.Cursor, "cursor", "", "where the page before ended")
+	cmd.Flags().StringVar(&f.Cursor, "cursor", "", "next_cursor of the previous page")
 	return cmd
 }
 
-// page is a listing as JSON shows it.
+// page is a listing in JSON.
 type page[T any] struct {
 	Items      []T     `json:"items"`
 	NextCursor *string `json:"next_cursor"`
 }
 
-// listing wraps rows for --json.
-func listing[T any](items []T, next string) page[T] {
+func pageOf[T any](items []T, next string) page[T] {
 	p := page[T]{Items: items}
 	if items == nil {
 		p.Items = []T{}
@@ -130,11 +126,10 @@ func listing[T any](items []T, next string) page[T] {
 	return p
 }
 
-func promptsFlag(cmd *cobra.Command, asked *bool) {
-	cmd.Flags().BoolVar(asked, "prompts", false, "show the exact prompt of each model call, redacted")
+func promptsFlag(cmd *cobra.Command, withPrompts *bool) {
+	cmd.Flags().BoolVar(withPrompts, "prompts", false, "show the exact prompt of each model call, redacted")
 }
 
-// showPrompts shows all model calls of a trace with their prompts.
 func (c *cli) showPrompts(ctx context.Context, s *session, id string) error {
 	all := prompts.Page{Calls: []prompts.Call{}, Parts: map[string]prompts.Part{}}
 	for cursor := ""; ; cursor = *all.Next {
@@ -154,7 +149,7 @@ func (c *cli) showPrompts(ctx context.Context, s *session, id string) error {
 	return c.print(all, func(w io.Writer) error { return writePrompts(w, all) })
 }
 
-// writePrompts writes the calls in their order, and each part in full.
+// writePrompts prints all calls with their full prompts.
 func writePrompts(w io.Writer, page prompts.Page) error {
 	if len(page.Calls) == 0 {
 		fmt.Fprintln(w, "no model was called in this trace")
@@ -168,7 +163,7 @@ func writePrompts(w io.Writer, page prompts.Page) error {
 		fmt.Fprintf(w, "tokens: %d prompt (%d cached, %d cache writes), %d completion\n",
 			u.PromptTokens, u.CachedTokens, u.CacheWriteTokens, u.CompletionTokens)
 		if !call.Recorded {
-			fmt.Fprintln(w, "prompt: not recorded, or no longer kept")
+			fmt.Fprintln(w, "prompt: not recorded, or pruned")
 			continue
 		}
 		fmt.Fprintf(w, "options: %s\n", printable(string(call.Options)))
@@ -176,7 +171,7 @@ func writePrompts(w io.Writer, page prompts.Page) error {
 		if call.Tools != nil {
 			digests = append([]string{*call.Tools}, digests...)
 		}
-		fmt.Fprintf(w, "parts: %d, of which the first %d are those of the call before\n", len(digests), call.SharedParts)
+		fmt.Fprintf(w, "parts: %d, the first %d shared with the previous call\n", len(digests), call.SharedParts)
 		for _, digest := range digests {
 			writePart(w, page.Parts, digest)
 		}
@@ -203,24 +198,22 @@ func writePart(w io.Writer, parts map[string]prompts.Part, digest string) {
 		Content *string `json:"content"`
 	}
 	if json.Unmarshal(part.Body, &message) == nil && message.Content != nil && part.Role != "assistant" {
-		fmt.Fprintln(w, printableLines(*message.Content))
+		fmt.Fprintln(w, printableText(strings.TrimRight(*message.Content, "\n")))
 		return
 	}
-	fmt.Fprintln(w, printableLines(string(part.Body)))
+	fmt.Fprintln(w, printableText(strings.TrimRight(string(part.Body), "\n")))
 }
 
 func (c *cli) whyCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "why ID | last",
-		Short: "Say why a run happened, what it waited for and what came of it",
-		Long: `Say why a run happened: what caused it, across other traces, from the first cause on; what it did and waited for; who had
-which lane; workers lost and writes refused; what came of it, also in other traces; what it cost.
-
-ID is a trace id in any form: hb_01JD…, the ULID alone, or the 32 hex digits that tracing tools show. The same in SQL:
+		Short: "Explain a run: its cause, waits and outcome",
+		Long: `Explain a run: its causes across traces, actions, waits, lane holders, lost workers, rejected writes, effects in other
+traces, and cost. ID is a trace id in any form: hb_01JD…, the ULID alone, or the 32 hex digits of tracing tools. In SQL:
 select * from why('hb_01JD…').`,
 		Example: "  agent why last\n  agent why last --surface heartbeat\n  agent why hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE --json",
-		Args:    args(1, 1, "a trace id, or last"),
-		RunE: c.reading(func(cmd *cobra.Command, args []string, s *session) error {
+		Args:    positionalArgs(1, 1, "a trace id, or last"),
+		RunE: c.withReader(func(cmd *cobra.Command, args []string, s *session) error {
 			return c.showWhy(cmd, s, args[0])
 		}),
 	}
@@ -242,8 +235,8 @@ func (c *cli) showWhy(cmd *cobra.Command, s *session, id string) error {
 func (c *cli) whyLastCommand() *cobra.Command {
 	var surface string
 	cmd := &cobra.Command{
-		Use: "last", Short: "Say why the newest run happened", Args: args(0, 0, "no arguments"),
-		RunE: c.reading(func(cmd *cobra.Command, _ []string, s *session) error {
+		Use: "last", Short: "Explain the newest run", Args: positionalArgs(0, 0, "no arguments"),
+		RunE: c.withReader(func(cmd *cobra.Command, _ []string, s *session) error {
 			newest, err := newestTrace(cmd.Context(), s, surface)
 			if err != nil {
 				return err

@@ -13,12 +13,11 @@ import (
 
 func (c *cli) versionCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "version", Short: "Print the version", Args: args(0, 0, "no arguments"),
+		Use: "version", Short: "Print the version", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: func(*cobra.Command, []string) error { return c.printVersion() },
 	}
 }
 
-// printVersion is also what agent --version does.
 func (c *cli) printVersion() error {
 	built := buildVersion()
 	about := map[string]any{"version": built, "schema": migrations.Version(), "go": runtime.Version()}

@@ -20,7 +20,7 @@ import (
 )
 
 func (c *cli) webhooksCommand() *cobra.Command {
-	return group("webhooks", "See what other systems sent, send it through again, see who is told of events",
+	return group("webhooks", "List received webhooks, endpoints and targets; replay, enable, disable",
 		c.webhooksListCommand(), c.webhooksShowCommand(), c.webhooksReplayCommand(), c.webhookEndpointsCommand(),
 		c.webhookTargetsCommand(), c.webhooksSwitchCommand(true), c.webhooksSwitchCommand(false))
 }
@@ -28,32 +28,23 @@ func (c *cli) webhooksCommand() *cobra.Command {
 func (c *cli) webhooksListCommand() *cobra.Command {
 	var f webhooks.Filter
 	cmd := &cobra.Command{
-		Use: "ls", Short: "List deliveries, newest first", Args: args(0, 0, "no arguments"),
+		Use: "ls", Short: "List deliveries, newest first", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			limit := f.Limit
-			f.Limit = limit + 1 // a row more tells whether there is another page
-			got, err := webhooks.List(cmd.Context(), s.pool, f)
+			got, next, err := readPage(&f.Limit, func() ([]webhooks.Delivery, error) { return webhooks.List(cmd.Context(), s.pool, f) },
+				func(d webhooks.Delivery) string { return d.ID })
 			if err != nil {
 				return err
 			}
-			next := ""
-			if len(got) > limit {
-				got, next = got[:limit], got[limit-1].ID
-			}
-			return c.print(listing(got, next), func(w io.Writer) error {
-				rows := make([][]string, len(got))
-				for i, d := range got {
-					rows[i] = []string{
-						d.ID, d.Endpoint, clipped(d.DeliveryID, 40), d.Status, fmt.Sprint(d.Attempts), when(d.ReceivedAt), d.LastTraceID,
-						clipped(deref(d.ErrorMessage), 60),
+			return printRows(c, got, next, "no matching deliveries; see `agent webhooks endpoints`",
+				[]string{"DELIVERY", "ENDPOINT", "SENDER'S ID", "STATUS", "ATTEMPTS", "RECEIVED", "TRACE", "ERROR"}, func(d webhooks.Delivery) []string {
+					return []string{
+						d.ID, d.Endpoint, truncate(d.DeliveryID, 40), d.Status, fmt.Sprint(d.Attempts), formatTime(d.ReceivedAt), d.LastTraceID,
+						truncate(deref(d.ErrorMessage), 60),
 					}
-				}
-				return table(w, "no delivery matches; `agent webhooks endpoints` shows where others post to",
-					[]string{"DELIVERY", "ENDPOINT", "SENDER'S ID", "STATUS", "ATTEMPTS", "RECEIVED", "TRACE", "ERROR"}, rows)
-			})
+				})
 		}),
 	}
-	cmd.Flags().StringVar(&f.Endpoint, "endpoint", "", "only what came to this endpoint")
+	cmd.Flags().StringVar(&f.Endpoint, "endpoint", "", "only this endpoint")
 	statusFlag(cmd.Flags(), &f.Status, "only this state", webhooks.Statuses()...)
 	executionCursor(cmd.Flags(), &f.Before)
 	limitFlag(cmd.Flags(), &f.Limit, 20)
@@ -63,7 +54,7 @@ func (c *cli) webhooksListCommand() *cobra.Command {
 func (c *cli) webhooksShowCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "show ID", Short: "Show one delivery with its headers and body, without secrets",
-		Args: args(1, 1, "a delivery's id, or the sender's"),
+		Args: positionalArgs(1, 1, "a delivery's id, or the sender's"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			d, err := webhooks.Get(cmd.Context(), s.pool, args[0])
 			if err != nil {
@@ -78,13 +69,12 @@ func (c *cli) webhooksShowCommand() *cobra.Command {
 	}
 }
 
-// deliveryHint says where ids are listed.
 func deliveryHint(err error) error {
 	switch {
 	case errors.Is(err, webhooks.ErrNotFound):
 		return hint(err, "see agent webhooks ls")
 	case errors.Is(err, webhooks.ErrInProgress):
-		return hint(err, "see agent webhooks show, and replay it when it is done, ignored or dead")
+		return hint(err, "see agent webhooks show, and replay it once it is done, ignored or dead")
 	}
 	return err
 }
@@ -92,9 +82,9 @@ func deliveryHint(err error) error {
 func writeDelivery(w io.Writer, d webhook.Shown) error {
 	next := ""
 	if d.NextAttemptAt != nil {
-		next = when(*d.NextAttemptAt)
+		next = formatTime(*d.NextAttemptAt)
 	}
-	for _, l := range [][2]string{
+	writeFields(w, "%-15s %s\n", [][2]string{
 		{"delivery", d.ID},
 		{"endpoint", d.Endpoint},
 		{"sender's id", d.DeliveryID},
@@ -102,31 +92,27 @@ func writeDelivery(w io.Writer, d webhook.Shown) error {
 		{"attempts", fmt.Sprint(d.Attempts)},
 		{"next attempt", next},
 		{"error", deref(d.ErrorMessage)},
-		{"received", when(d.ReceivedAt)},
-		{"came again", fmt.Sprint(d.Repeats)},
-		{"other bodies", fmt.Sprintf("%d, of which none was handled", d.Conflicts)},
+		{"received", formatTime(d.ReceivedAt)},
+		{"repeats", fmt.Sprint(d.Repeats)},
+		{"other bodies", fmt.Sprintf("%d, none processed", d.Conflicts)},
 		{"replayed", fmt.Sprint(d.Replays)},
 		{"first trace", d.TraceID},
 		{"last trace", d.LastTraceID},
 		{"execution", deref(d.ExecutionID)},
 		{"sender's trace", d.Traceparent},
 		{"body", fmt.Sprintf("%d bytes, sha256 %s", d.BodyBytes, d.BodySHA256)},
-	} {
-		if l[1] != "" {
-			fmt.Fprintf(w, "%-15s %s\n", l[0], printable(l[1]))
-		}
-	}
-	writeForeign(w, "headers", d.Headers)
-	writeForeign(w, "body", d.Body)
-	writeForeign(w, "outcome", d.Outcome)
+	})
+	writeUntrustedJSON(w, "headers", d.Headers)
+	writeUntrustedJSON(w, "body", d.Body)
+	writeUntrustedJSON(w, "outcome", d.Outcome)
 	for _, o := range d.OtherBodies {
-		writeForeign(w, "another body, received "+when(o.ReceivedAt)+", sha256 "+o.BodySHA256, o.Body)
+		writeUntrustedJSON(w, "another body, received "+formatTime(o.ReceivedAt)+", sha256 "+o.BodySHA256, o.Body)
 	}
 	return nil
 }
 
-// writeForeign shows JSON that somebody outside wrote: as JSON, so that nothing in it can steer a terminal.
-func writeForeign(w io.Writer, heading string, value json.RawMessage) {
+// writeUntrustedJSON prints foreign JSON escaped, so that it cannot control the terminal.
+func writeUntrustedJSON(w io.Writer, heading string, value json.RawMessage) {
 	var indented bytes.Buffer
 	if len(value) == 0 || json.Indent(&indented, value, "  ", "  ") != nil {
 		return
@@ -140,9 +126,9 @@ func writeForeign(w io.Writer, heading string, value json.RawMessage) {
 func (c *cli) webhooksReplayCommand() *cobra.Command {
 	var reason string
 	cmd := &cobra.Command{
-		Use: "replay ID", Short: "Handle a delivery again that is done, ignored or dead", Args: args(1, 1, "a delivery's id, or the sender's"),
-		Long: `Handle a delivery again, with a new execution and a new trace, by what its endpoint says now. One that is being handled is
-left alone. The work is done by a process that runs agent serve or agent dev.`,
+		Use: "replay ID", Short: "Process a done, ignored or dead delivery again", Args: positionalArgs(1, 1, "a delivery's id, or the sender's"),
+		Long: `Process a delivery again with its endpoint's current definition, a new execution and a new trace. A delivery in progress
+stays untouched. A process that runs agent serve or agent dev does the work.`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			keeper := lanes.NewKeeper(s.pool, lanes.Options{Logger: s.log, Disabled: !s.config.LanesEnabled})
 			engine, err := executions.New(s.pool, executions.Options{Keeper: keeper, Logger: s.log})
@@ -159,16 +145,16 @@ left alone. The work is done by a process that runs agent serve or agent dev.`,
 			}
 			return c.print(webhook.Replayed{ID: d.ID, TraceID: d.LastTraceID, ExecutionID: deref(d.ExecutionID), Replays: d.Replays},
 				func(w io.Writer) error {
-					_, err := fmt.Fprintf(w, "replay %d of %s began; see agent trace %s\n", d.Replays, d.ID, d.LastTraceID)
+					_, err := fmt.Fprintf(w, "replay %d of %s started; see agent trace %s\n", d.Replays, d.ID, d.LastTraceID)
 					return err
 				})
 		}),
 	}
-	cmd.Flags().StringVar(&reason, "reason", "", "why, for the record")
+	cmd.Flags().StringVar(&reason, "reason", "", "reason for the audit log")
 	return cmd
 }
 
-// shownEndpoint is an endpoint with whether its secrets can be read here; which is no proof for another process.
+// shownEndpoint reports whether this process can read the secrets; the serving process may differ.
 type shownEndpoint struct {
 	webhooks.Endpoint
 	Path         string `json:"path"`
@@ -179,7 +165,7 @@ func (c *cli) getenv(name string) string { return cmp.Or(c.environ[name], c.refe
 
 func (c *cli) webhookEndpointsCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "endpoints", Short: "List where other systems post to", Args: args(0, 0, "no arguments"),
+		Use: "endpoints", Short: "List the endpoints for incoming webhooks", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			all, err := webhooks.Endpoints(cmd.Context(), s.pool)
 			if err != nil {
@@ -194,12 +180,12 @@ func (c *cli) webhookEndpointsCommand() *cobra.Command {
 					shown[i].SecretsError = err.Error()
 				}
 				rows[i] = []string{
-					e.Name, string(e.Scheme), service(e.Enabled, e.DisabledReason), fmt.Sprint(len(e.Actions)), shown[i].Path,
-					clipped(shown[i].SecretsError, 80),
+					e.Name, string(e.Scheme), serviceState(e.Enabled, e.DisabledReason), fmt.Sprint(len(e.Actions)), shown[i].Path,
+					truncate(shown[i].SecretsError, 80),
 				}
 			}
-			return c.print(listing(shown, ""), func(w io.Writer) error {
-				return table(w, "there is no endpoint; declare one with kind: webhook and agent apply",
+			return c.print(pageOf(shown, ""), func(w io.Writer) error {
+				return writeTable(w, "no endpoints; declare one with kind: webhook and agent apply",
 					[]string{"ENDPOINT", "SCHEME", "STATE", "ACTIONS", "PATH", "SECRETS MISSING HERE"}, rows)
 			})
 		}),
@@ -208,50 +194,46 @@ func (c *cli) webhookEndpointsCommand() *cobra.Command {
 
 func (c *cli) webhookTargetsCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "targets", Short: "List who is told of the agent's own events", Args: args(0, 0, "no arguments"),
+		Use: "targets", Short: "List the targets of outgoing webhooks", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			all, err := webhooks.Targets(cmd.Context(), s.pool)
 			if err != nil {
 				return err
 			}
-			return c.print(listing(all, ""), func(w io.Writer) error {
-				rows := make([][]string, len(all))
-				for i, t := range all {
-					rows[i] = []string{
-						t.Name, clipped(t.URL, 60), strings.Join(t.Events, " "), service(t.Enabled, t.DisabledReason), fmt.Sprint(t.Failures),
+			return printRows(c, all, "", "no targets; declare one with kind: webhook_target and agent apply",
+				[]string{"TARGET", "URL", "EVENTS", "STATE", "FAILURES", "PENDING", "DEAD"}, func(t webhooks.Target) []string {
+					return []string{
+						t.Name, truncate(t.URL, 60), strings.Join(t.Events, " "), serviceState(t.Enabled, t.DisabledReason), fmt.Sprint(t.Failures),
 						fmt.Sprint(t.Pending), fmt.Sprint(t.Dead),
 					}
-				}
-				return table(w, "there is no target; declare one with kind: webhook_target and agent apply",
-					[]string{"TARGET", "URL", "EVENTS", "STATE", "FAILURES", "PENDING", "DEAD"}, rows)
-			})
+				})
 		}),
 	}
 }
 
-// service says whether something is in service, and if not, why.
-func service(enabled bool, reason string) string {
+// serviceState formats the state with the reason.
+func serviceState(enabled bool, reason string) string {
 	if enabled {
 		return "enabled"
 	}
-	return "disabled: " + clipped(reason, 60)
+	return "disabled: " + truncate(reason, 60)
 }
 
 func (c *cli) webhooksSwitchCommand(enable bool) *cobra.Command {
 	var reason string
 	var target bool
-	use, short := "disable NAME", "Take an endpoint, or with --target a target, out of service"
+	use, short := "disable NAME", "Disable an endpoint, or with --target a target"
 	if enable {
-		use, short = "enable NAME", "Put an endpoint, or with --target a target, back into service"
+		use, short = "enable NAME", "Enable an endpoint, or with --target a target"
 	}
 	cmd := &cobra.Command{
-		Use: use, Short: short, Args: args(1, 1, "a name"),
+		Use: use, Short: short, Args: positionalArgs(1, 1, "a name"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			return c.switchWebhook(cmd.Context(), s, args[0], target, enable, reason)
 		}),
 	}
 	cmd.Flags().BoolVar(&target, "target", false, "NAME is a target of outgoing webhooks")
-	cmd.Flags().StringVar(&reason, "reason", "from the command line", "why, for the record")
+	cmd.Flags().StringVar(&reason, "reason", "from the command line", "reason for the audit log")
 	return cmd
 }
 
@@ -263,7 +245,7 @@ func (c *cli) switchWebhook(ctx context.Context, s *session, name string, target
 	if target {
 		set, kind, list, verb = webhooks.SetTarget, "target", "targets", verb+"_target"
 	}
-	changed, err := act(ctx, s, verb, map[string]any{kind: name, "reason": reason}, func(tx pgx.Tx, _ string) (bool, error) {
+	changed, err := recordChange(ctx, s, verb, map[string]any{kind: name, "reason": reason}, func(tx pgx.Tx, _ string) (bool, error) {
 		return set(ctx, tx, name, enable, admin, reason)
 	})
 	if errors.Is(err, webhooks.ErrNotFound) {

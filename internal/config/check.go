@@ -24,21 +24,21 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/schedule"
 )
 
-// checker collects what is wrong. A variable in wrong is already reported.
+// checker collects problems. A variable in wrong is already reported.
 type checker struct {
-	wrong    failures
+	wrong    invalidValues
 	problems []string
 }
 
-// refuse reports a variable's value, unless that was done.
-func (k *checker) refuse(name, format string, args ...any) {
+// report reports a variable once.
+func (k *checker) report(name, format string, args ...any) {
 	if _, done := k.wrong[name]; !done {
-		k.problems = append(k.problems, name+": "+fmt.Sprintf(format, args...)+"; set "+help(name))
+		k.problems = append(k.problems, name+": "+fmt.Sprintf(format, args...)+"; set "+helpOf(name))
 	}
 }
 
-// help says what a variable takes.
-func help(name string) string {
+// helpOf returns the help text of a variable.
+func helpOf(name string) string {
 	for _, s := range settingsOf(reflect.TypeFor[Config]()) {
 		if s.Name == name {
 			return s.Help
@@ -47,28 +47,28 @@ func help(name string) string {
 	return "it"
 }
 
-// all checks every value and makes what is made from them.
+// all validates every value and derives others.
 func (k *checker) all(c *Config) {
 	k.connections(c)
 	k.names(c)
 	k.times(c)
 	k.limits(c)
-	k.days(c.Limits)
+	k.dailyLimits(c.Limits)
 	k.prices(c)
-	k.private(c)
+	k.privateHosts(c)
 	k.proxies(c)
 	k.admission(c)
 	k.chat(c)
 }
 
-// connections checks addresses and tokens. A secret is never quoted.
+// connections validates addresses and tokens. It never quotes a secret.
 func (k *checker) connections(c *Config) {
 	k.database("DATABASE_URL", c.DatabaseURL)
 	k.database("DATABASE_DIRECT_URL", c.DirectURL)
 	k.database("DATABASE_READ_URL", c.ReadURL)
 	k.database("AGENT_TEST_DATABASE_URL", c.TestDatabaseURL)
 	if _, err := splitListen(c.Listen); err != nil {
-		k.refuse("AGENT_LISTEN", "%q is not an address (%v)", c.Listen, err)
+		k.report("AGENT_LISTEN", "%q is not an address (%v)", c.Listen, err)
 	}
 	k.token("AGENT_ADMIN_TOKEN", c.AdminToken)
 	k.token("AGENT_CHAT_KEY", c.ChatKey)
@@ -78,82 +78,82 @@ func (k *checker) connections(c *Config) {
 	k.server("OPENAI_BASE_URL", c.OpenAIBaseURL)
 	if c.PGBin != "" {
 		if at, err := os.Stat(c.PGBin); err != nil || !at.IsDir() {
-			k.refuse("AGENT_PG_BIN", "%q is not a directory", c.PGBin)
+			k.report("AGENT_PG_BIN", "%q is not a directory", c.PGBin)
 		}
 	}
 }
 
-// server checks the URL of a model's server.
+// server validates the URL of a model server.
 func (k *checker) server(name, text string) {
 	if text == "" {
 		return
 	}
 	if u, err := url.Parse(text); err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https" {
-		k.refuse(name, "it is not an http or https URL")
+		k.report(name, "it is not an http or https URL")
 	}
 }
 
-// embedding checks how memories are embedded: a model needs a server.
+// embedding requires a server for an embedding model.
 func (k *checker) embedding(c *Config) {
 	k.server("AGENT_EMBEDDING_BASE_URL", c.Embedding.BaseURL)
 	k.token("AGENT_EMBEDDING_KEY", c.Embedding.Key)
 	if strings.ContainsFunc(c.Embedding.Model, func(r rune) bool { return !unicode.IsPrint(r) }) {
-		k.refuse("AGENT_EMBEDDING_MODEL", "it has a character that does not print")
+		k.report("AGENT_EMBEDDING_MODEL", "it has a character that does not print")
 	} else if c.Embedding.Model != "" && c.Embedding.BaseURL == "" && c.OpenAIBaseURL == "" && !c.OpenAIKey.IsSet() {
-		k.refuse("AGENT_EMBEDDING_MODEL", "no server is set; set AGENT_EMBEDDING_BASE_URL too")
+		k.report("AGENT_EMBEDDING_MODEL", "no server is set; set AGENT_EMBEDDING_BASE_URL too")
 	}
 }
 
-// database checks that a connection string can be one.
+// database validates a connection string.
 func (k *checker) database(name string, dsn Secret) {
 	switch text := dsn.Reveal(); {
 	case !dsn.IsSet() || isDatabase(text):
 	case hasScheme(text): // what the parser says of it can quote the password
-		k.refuse(name, "it is a URL that cannot be read; percent-encode special characters of the password "+
+		k.report(name, "it is a URL that cannot be read; percent-encode special characters of the password "+
 			"(@ is %%40, # is %%23, / is %%2F, ? is %%3F, %% is %%25)")
 	default:
-		k.refuse(name, "it is not a PostgreSQL URL")
+		k.report(name, "not a PostgreSQL URL")
 	}
 }
 
-// hasScheme reports whether s begins as a URL of PostgreSQL does.
+// hasScheme reports a PostgreSQL URL scheme.
 func hasScheme(s string) bool {
 	return strings.HasPrefix(s, "postgres://") || strings.HasPrefix(s, "postgresql://")
 }
 
-// token checks that an HTTP header can carry a token.
+// token requires characters that an HTTP header can carry.
 func (k *checker) token(name string, token Secret) {
 	if strings.ContainsFunc(token.Reveal(), func(r rune) bool { return r <= ' ' || r > '~' }) {
-		k.refuse(name, "it has a space or a character that no HTTP header can carry")
+		k.report(name, "it has a space or a character that no HTTP header can carry")
 	}
 }
 
-// names checks words.
+// names validates names and words.
 func (k *checker) names(c *Config) {
 	const longest = 100
 	if len(c.Name) > longest || strings.ContainsFunc(c.Name, func(r rune) bool { return !unicode.IsPrint(r) }) {
-		k.refuse("AGENT_NAME", "it is too long or has a character that does not print")
+		k.report("AGENT_NAME", "it is too long or has a character that does not print")
 	}
 	if _, err := logging.Level(c.LogLevel); err != nil {
-		k.refuse("AGENT_LOG_LEVEL", "%q is not a level", c.LogLevel)
+		k.report("AGENT_LOG_LEVEL", "%q is not a level", c.LogLevel)
 	}
 	if f := strings.ToLower(c.LogFormat); f != "text" && f != "json" {
-		k.refuse("AGENT_LOG_FORMAT", "%q is not a format", c.LogFormat)
+		k.report("AGENT_LOG_FORMAT", "%q is not a format", c.LogFormat)
 	}
 }
 
-// times checks the schedule, the zone and the durations.
+// times validates the schedule, the time zone and durations.
 func (k *checker) times(c *Config) {
 	var err error
 	if c.Location, err = schedule.Location(c.Timezone); err != nil {
-		k.refuse("AGENT_TIMEZONE", "%v", err)
+		k.report("AGENT_TIMEZONE", "%v", err)
 	}
 	if c.Heartbeat, err = schedule.Parse(c.HeartbeatCron, c.Location); err != nil {
-		k.refuse("AGENT_HEARTBEAT_CRON", "%v", err)
+		k.report("AGENT_HEARTBEAT_CRON", "%v", err)
 	}
 	k.duration("AGENT_WORKER_LEASE", c.WorkerLease, time.Second, 10*time.Minute)
 	if c.WorkerLease%time.Second != 0 {
-		k.refuse("AGENT_WORKER_LEASE", "%s has a fraction of a second", c.WorkerLease)
+		k.report("AGENT_WORKER_LEASE", "%s has a fraction of a second", c.WorkerLease)
 	}
 	k.duration("AGENT_DRAIN_DELAY", c.DrainDelay, 0, 10*time.Minute)
 	k.duration("AGENT_SHUTDOWN_TIMEOUT", c.ShutdownTimeout, 0, time.Hour)
@@ -164,14 +164,14 @@ func (k *checker) times(c *Config) {
 	k.duration("AGENT_SELFHEAL_COOLDOWN", c.SelfHeal.Cooldown, 0, 366*24*time.Hour)
 }
 
-// duration checks that d is from least to most.
-func (k *checker) duration(name string, d, least, most time.Duration) {
-	if d < least || d > most {
-		k.refuse(name, "%s is not from %s to %s", d, least, most)
+// duration requires d between min and max.
+func (k *checker) duration(name string, d, min, max time.Duration) {
+	if d < min || d > max {
+		k.report(name, "%s is not from %s to %s", d, min, max)
 	}
 }
 
-// limits checks numbers.
+// limits validates numbers.
 func (k *checker) limits(c *Config) {
 	k.number("AGENT_WORKERS", float64(c.Workers), 1, 1000)
 	k.number("AGENT_MAX_ITERATIONS", float64(c.Budget.MaxIterations), 1, 10_000)
@@ -186,13 +186,13 @@ func (k *checker) limits(c *Config) {
 	k.number("AGENT_SELFHEAL_RATE_CALLS", float64(c.SelfHeal.RateCalls), 1, 100_000)
 }
 
-// days checks what a day may use.
-func (k *checker) days(l Limits) {
+// dailyLimits validates the daily budgets.
+func (k *checker) dailyLimits(l Limits) {
 	const most = 1e12
 	for _, d := range []struct {
-		whose  string
-		tokens int
-		usd    float64
+		surface string
+		tokens  int
+		usd     float64
 	}{
 		{"DAY", l.DayTokens, l.DayUSD},
 		{"HEARTBEAT", l.HeartbeatTokens, l.HeartbeatUSD},
@@ -200,19 +200,19 @@ func (k *checker) days(l Limits) {
 		{"CHAT", l.ChatTokens, l.ChatUSD},
 		{"WEBHOOK", l.WebhookTokens, l.WebhookUSD},
 	} {
-		k.number("AGENT_BUDGET_"+d.whose+"_TOKENS", float64(d.tokens), 0, most)
-		k.number("AGENT_BUDGET_"+d.whose+"_USD", d.usd, 0, most)
+		k.number("AGENT_BUDGET_"+d.surface+"_TOKENS", float64(d.tokens), 0, most)
+		k.number("AGENT_BUDGET_"+d.surface+"_USD", d.usd, 0, most)
 	}
 }
 
-// number checks that n is from least to most; not-a-number is not.
-func (k *checker) number(name string, n, least, most float64) {
-	if !(n >= least && n <= most) {
-		k.refuse(name, "%v is out of range", n)
+// number requires n between min and max; NaN fails.
+func (k *checker) number(name string, n, min, max float64) {
+	if !(n >= min && n <= max) {
+		k.report(name, "%v is out of range", n)
 	}
 }
 
-// prices reads the price table from the variable or from the file it names.
+// prices reads the price table from the variable, or from the file it names.
 func (k *checker) prices(c *Config) {
 	const name = "AGENT_PRICES"
 	text := []byte(c.PricesSource)
@@ -222,52 +222,44 @@ func (k *checker) prices(c *Config) {
 	if text[0] != '{' {
 		var err error
 		if text, err = os.ReadFile(c.PricesSource); err != nil {
-			k.refuse(name, "%v", err)
+			k.report(name, "%v", err)
 			return
 		}
 	}
 	d := json.NewDecoder(bytes.NewReader(text))
 	d.DisallowUnknownFields()
 	if err := d.Decode(&c.Prices); err != nil || d.More() {
-		k.refuse(name, "it is not a price table (%v)", err)
+		k.report(name, "it is not a price table (%v)", err)
 		return
 	}
 	for model, p := range c.Prices {
 		if p.Input < 0 || p.Output < 0 {
-			k.refuse(name, "the price of %q is negative", model)
+			k.report(name, "the price of %q is negative", model)
 		}
 	}
 }
 
-// private sorts the hosts that skills may reach into names and networks.
-func (k *checker) private(c *Config) {
+// privateHosts validates the private hosts that skills may reach.
+func (k *checker) privateHosts(c *Config) {
 	for _, item := range c.PrivateHTTP {
 		item = strings.TrimSpace(item)
-		prefix, err := netip.ParsePrefix(item)
-		addr, addrErr := netip.ParseAddr(strings.Trim(item, "[]"))
-		switch {
-		case item == "":
-		case err == nil:
-			c.Private.Networks = append(c.Private.Networks, prefix.Masked())
-		case addrErr == nil:
-			c.Private.Networks = append(c.Private.Networks, netip.PrefixFrom(addr.Unmap(), addr.Unmap().BitLen()))
-		case strings.ContainsAny(item, "/:*@ ?#"):
-			k.refuse("AGENT_ALLOW_PRIVATE_HTTP", "%q is not a host, an address or a network", item)
-		default:
-			c.Private.Hosts = append(c.Private.Hosts, strings.TrimSuffix(strings.ToLower(item), "."))
+		_, prefixErr := netip.ParsePrefix(item)
+		_, addrErr := netip.ParseAddr(strings.Trim(item, "[]"))
+		if prefixErr != nil && addrErr != nil && strings.ContainsAny(item, "/:*@ ?#") {
+			k.report("AGENT_ALLOW_PRIVATE_HTTP", "%q is not a host, an address or a network", item)
 		}
 	}
 }
 
-// proxies reads the networks of trusted proxies.
+// proxies parses the networks of trusted proxies.
 func (k *checker) proxies(c *Config) {
 	var err error
 	if c.Proxies, err = clientip.Parse(c.ProxyList); err != nil {
-		k.refuse("AGENT_TRUSTED_PROXIES", "%v", err)
+		k.report("AGENT_TRUSTED_PROXIES", "%v", err)
 	}
 }
 
-// admission reads how many executions of flows and surfaces may run at once.
+// admission parses the concurrency limits of flows and surfaces.
 func (k *checker) admission(c *Config) {
 	seen := map[string]bool{}
 	for _, item := range c.RunLimits {
@@ -281,10 +273,10 @@ func (k *checker) admission(c *Config) {
 		known := kind == "flow" && name != "" || kind == "surface" && slices.Contains([]string{"heartbeat", "operate", "chat", "webhook", "flow"}, name)
 		switch {
 		case !known || err != nil || running < 0 || running > 1_000_000:
-			k.refuse("AGENT_LIMITS", "%q does not give a flow or a surface and a number up to 1000000", item)
+			k.report("AGENT_LIMITS", "%q does not give a flow or a surface and a number up to 1000000", item)
 			return
 		case seen[kind+":"+name]:
-			k.refuse("AGENT_LIMITS", "%s:%s is given twice", kind, name)
+			k.report("AGENT_LIMITS", "%s:%s is given twice", kind, name)
 			return
 		}
 		seen[kind+":"+name] = true
@@ -292,7 +284,7 @@ func (k *checker) admission(c *Config) {
 	}
 }
 
-// isDatabase reports whether s is a URL or a key=value string of PostgreSQL.
+// isDatabase reports a URL or key=value string of PostgreSQL.
 func isDatabase(s string) bool {
 	if hasScheme(s) {
 		_, err := url.Parse(s)
@@ -301,7 +293,7 @@ func isDatabase(s string) bool {
 	return !strings.Contains(s, "://") && strings.Contains(s, "=")
 }
 
-// splitListen gives the host of a listening address.
+// splitListen returns the host of a listening address.
 func splitListen(listen string) (string, error) {
 	host, port, err := net.SplitHostPort(listen)
 	if err != nil {
@@ -313,53 +305,44 @@ func splitListen(listen string) (string, error) {
 	return host, nil
 }
 
-// LoadServe is [Load] for `agent serve`: what it cannot do without and is not set is told together with what is
-// wrong. Where nothing is wrong, see [Config.RequireServe].
+// LoadServe is [Load] for `agent serve`. It reports missing required settings together with invalid ones. See
+// [Config.RequireServe].
 func LoadServe(environ map[string]string, also ...string) (Config, error) {
 	c, err := Load(environ, also...)
 	wrong, ok := errors.AsType[*Error](err)
 	if !ok {
 		return c, err
 	}
-	problems, values := wrong.Problems, present(environ)
+	problems, values := wrong.Problems, nonEmpty(environ)
 	for _, name := range []string{"DATABASE_URL", "AGENT_ADMIN_TOKEN"} {
 		if values[name] == "" && values[name+fileSuffix] == "" {
-			problems = append(problems, unset(name))
+			problems = append(problems, unsetProblem(name))
 		}
 	}
-	return c, joined(problems)
+	return c, problemsError(problems)
 }
 
-// RequireServe reports what `agent serve` lacks: a database and an admin token. Neither that nor a chat key may be
-// weak, also where only this machine can reach the port: a proxy may be before it. The error is an [*Error].
+// RequireServe reports missing settings of `agent serve`: the database and the admin token. Weak secrets are rejected
+// even on loopback, because a proxy may be in front. The error is an [*Error].
 func (c Config) RequireServe() error {
 	var problems []string
 	if !c.DatabaseURL.IsSet() {
-		problems = append(problems, unset("DATABASE_URL"))
+		problems = append(problems, unsetProblem("DATABASE_URL"))
 	}
 	if !c.AdminToken.IsSet() {
-		problems = append(problems, unset("AGENT_ADMIN_TOKEN"))
+		problems = append(problems, unsetProblem("AGENT_ADMIN_TOKEN"))
 	}
-	return joined(append(problems, c.weak()...))
+	return problemsError(append(problems, c.weakSecrets()...))
 }
 
-// RequireDev reports what `agent dev` lacks. It makes its own database and token, but a token
-// that nobody chose does not guard a port that others can reach. The error is an [*Error].
+// RequireDev reports missing settings of `agent dev`. It creates its own database and token, but a port open to other
+// machines needs a chosen token. The error is an [*Error].
 func (c Config) RequireDev() error {
-	problems := c.weak()
+	problems := c.weakSecrets()
 	if !c.Loopback() && !c.AdminToken.IsSet() {
 		problems = append(problems, fmt.Sprintf("AGENT_LISTEN: %s can be reached from other machines; set AGENT_ADMIN_TOKEN, or AGENT_LISTEN to 127.0.0.1:8080", c.Listen))
 	}
-	return joined(problems)
-}
-
-// RequireDatabase reports what a command lacks that only speaks to the database. The error is
-// an [*Error].
-func (c Config) RequireDatabase() error {
-	if c.DatabaseURL.IsSet() {
-		return nil
-	}
-	return joined([]string{unset("DATABASE_URL")})
+	return problemsError(problems)
 }
 
 // Loopback reports whether only this machine can reach the listening address.
@@ -375,29 +358,29 @@ func (c Config) Loopback() bool {
 	return err == nil && addr.Unmap().IsLoopback()
 }
 
-// weak reports secrets that are too easy to guess.
-func (c Config) weak() []string {
+// weakSecrets reports secrets that are easy to guess.
+func (c Config) weakSecrets() []string {
 	var problems []string
-	say := func(name, whose string, secret Secret) {
+	check := func(name, prefix string, secret Secret) {
 		if why := credentials.Weak(secret.Reveal()); why != "" {
-			problems = append(problems, fmt.Sprintf("%s: %s%s; set %s", name, whose, why, help(name)))
+			problems = append(problems, fmt.Sprintf("%s: %s%s; set %s", name, prefix, why, helpOf(name)))
 		}
 	}
 	if c.AdminToken.IsSet() {
-		say("AGENT_ADMIN_TOKEN", "", c.AdminToken)
+		check("AGENT_ADMIN_TOKEN", "", c.AdminToken)
 	}
 	for _, name := range slices.Sorted(maps.Keys(c.ChatKeys)) {
-		say("AGENT_CHAT_KEY", "the key "+name+": ", c.ChatKeys[name])
+		check("AGENT_CHAT_KEY", "the key "+name+": ", c.ChatKeys[name])
 	}
 	return problems
 }
 
-func unset(name string) string {
-	return fmt.Sprintf("%s is not set; set it, or %s%s, to %s", name, name, fileSuffix, help(name))
+func unsetProblem(name string) string {
+	return fmt.Sprintf("%s is not set; set it, or %s%s, to %s", name, name, fileSuffix, helpOf(name))
 }
 
-// joined makes an error of problems, if there are any.
-func joined(problems []string) error {
+// problemsError returns nil without problems.
+func problemsError(problems []string) error {
 	if len(problems) == 0 {
 		return nil
 	}

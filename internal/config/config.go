@@ -1,23 +1,19 @@
 // Package config reads the program's settings from the environment.
 //
-// [Load] reads everything at once and reports everything that is wrong at once, one line for
-// each setting, each saying what to set. What it returns is checked: a schedule parses, a zone
-// exists, a limit is in range. Which settings must be there depends on the command, so each
-// kind of command asks for its own ([Config.RequireServe], [Config.RequireDev], [Config.RequireDatabase]).
+// [Load] reads all settings and reports all problems at once, one line each with its fix. The result is validated:
+// a schedule parses, a time zone exists, a limit is in range. Required settings depend on the command
+// ([Config.RequireServe], [Config.RequireDev]).
 //
-// An empty variable counts as not set. A secret may be in a file instead, named by the same
-// variable with _FILE behind it, as container platforms hand them out. A secret never shows in
-// a log, a message or JSON; [Secret.Reveal] is the only way to it. An AGENT_ variable that the
-// program does not know is most likely misspelt: [Config.Unknown] has a warning for each.
+// An empty variable counts as unset. A secret may be in a file named by the variable with the suffix _FILE, as
+// container platforms provide them. Secrets never appear in logs, messages or JSON; only [Secret.Reveal] returns
+// them. [Config.Unknown] warns about each unknown AGENT_ variable, which is probably misspelt.
 //
-// Nothing here reads the process's environment by itself; the caller passes it, so that tests
-// need not change it.
+// The caller passes the environment, so tests need not change the process.
 package config
 
 import (
 	"bytes"
 	"encoding/json"
-	"net/netip"
 	"regexp"
 	"slices"
 	"strings"
@@ -27,8 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/schedule"
 )
 
-// Config is the settings of one process. The tags are the documentation: the variable, its
-// default and what it takes.
+// Config holds the settings of one process. The tags document variable, default and values.
 type Config struct {
 	DatabaseURL     Secret `env:"DATABASE_URL" help:"the database, for example postgres://agent@localhost:5432/agent"`
 	DirectURL       Secret `env:"DATABASE_DIRECT_URL" help:"the same database without the connection pooler that DATABASE_URL names, for notifications and migrations, for example postgres://agent@localhost:5432/agent"`
@@ -77,20 +72,19 @@ type Config struct {
 	Heartbeat schedule.Schedule `env:"-"` // HeartbeatCron in Timezone
 	Location  *time.Location    `env:"-"` // Timezone
 	Prices    map[string]Price  `env:"-"` // by model; empty when AGENT_PRICES is not set
-	Private   Private           `env:"-"` // PrivateHTTP
 	Admission []Admission       `env:"-"` // RunLimits
 	Proxies   clientip.Trusted  `env:"-"` // ProxyList
 	ChatKeys  map[string]Secret `env:"-"` // ChatKey by name; one without a name is called visitor
 	Unknown   []string          `env:"-"` // one warning for each AGENT_ variable that nobody reads
 }
 
-// Admission bounds how many executions of a flow, or of a surface, run at once.
+// Admission limits concurrent executions of a flow or a surface.
 type Admission struct {
 	Kind, Name string // Kind is flow or surface
 	Running    int
 }
 
-// Provider is how the model's server is spoken to.
+// Provider configures the connection to the model server.
 type Provider struct {
 	API         string `env:"AGENT_MODEL_API" envDefault:"auto" help:"the protocol of the model's server: auto, chat or responses"`
 	Effort      string `env:"AGENT_REASONING_EFFORT" help:"how much models that reason think: none, minimal, low, medium, high, xhigh or max; the model's own when not set"`
@@ -103,19 +97,19 @@ type Provider struct {
 	Extra   map[string]json.RawMessage `env:"-"` // ExtraJSON
 }
 
-// Embedding is the model that makes vectors of memories, so that they are found by meaning.
+// Embedding configures the model for semantic memory search.
 type Embedding struct {
 	Model   string `env:"AGENT_EMBEDDING_MODEL" help:"the embedding model that lets memories be found by meaning, for example text-embedding-3-small; memories are found by words alone when not set"`
 	BaseURL string `env:"AGENT_EMBEDDING_BASE_URL" help:"the URL of the embedding model's server, for example http://127.0.0.1:11434/v1; OPENAI_BASE_URL when not set"`
 	Key     Secret `env:"AGENT_EMBEDDING_KEY" help:"the key of the embedding model's server; OPENAI_API_KEY when AGENT_EMBEDDING_BASE_URL is not set either"`
 }
 
-// Operate is how admins work with the agent.
+// Operate configures admin sessions.
 type Operate struct {
 	Idle time.Duration `env:"AGENT_OPERATE_IDLE" envDefault:"5m" help:"how long an idle admin keeps heartbeats away, from 10s to 24h"`
 }
 
-// Chat is how visitors talk to the agent.
+// Chat configures the chat for visitors.
 type Chat struct {
 	DoubleTexting string        `env:"AGENT_CHAT_DOUBLE_TEXTING" envDefault:"enqueue" help:"what a message means while another is answered: enqueue, reject or interrupt"`
 	Rate          int           `env:"AGENT_CHAT_RATE" envDefault:"30" help:"how many messages a visitor may send in a minute, from 1 to 100000"`
@@ -124,7 +118,7 @@ type Chat struct {
 	ApprovalWait  time.Duration `env:"AGENT_CHAT_APPROVAL_WAIT" envDefault:"2m" help:"how long a visitor's connection waits for an approval, from 1s to 1h"`
 }
 
-// Budget bounds one run. Zero tokens or money means no bound.
+// Budget limits one run. Zero tokens or money means no limit.
 type Budget struct {
 	MaxIterations int           `env:"AGENT_MAX_ITERATIONS" envDefault:"25" help:"how many model calls one run may make, from 1 to 10000"`
 	MaxTokens     int           `env:"AGENT_MAX_TOKENS" envDefault:"200000" help:"how many tokens one run may use; 0 is no bound"`
@@ -133,7 +127,7 @@ type Budget struct {
 	ContextTokens int           `env:"AGENT_CONTEXT_TOKENS" envDefault:"60000" help:"how many tokens the model is shown at once, from 1000 to 10000000"`
 }
 
-// Limits bound a day (UTC), in all and for each surface. Zero means no bound.
+// Limits apply per day (UTC), in total and by surface. Zero means no limit.
 type Limits struct {
 	DayTokens       int     `env:"AGENT_BUDGET_DAY_TOKENS" envDefault:"0" help:"how many tokens all surfaces together may use in a day; 0 is no bound"`
 	DayUSD          float64 `env:"AGENT_BUDGET_DAY_USD" envDefault:"0" help:"how many US dollars all surfaces together may cost in a day; 0 is no bound"`
@@ -147,7 +141,7 @@ type Limits struct {
 	WebhookUSD      float64 `env:"AGENT_BUDGET_WEBHOOK_USD" envDefault:"0" help:"how many US dollars webhooks may cost in a day; 0 is no bound"`
 }
 
-// SelfHeal says when a failing skill is taken out of service.
+// SelfHeal is the rule that disables failing skills.
 type SelfHeal struct {
 	Failures  int           `env:"AGENT_SELFHEAL_FAILURES" envDefault:"3" help:"how many failed calls in a row disable a skill, from 1 to 1000"`
 	Window    time.Duration `env:"AGENT_SELFHEAL_WINDOW" envDefault:"72h" help:"how far back calls count, for example 72h"`
@@ -156,7 +150,7 @@ type SelfHeal struct {
 	Cooldown  time.Duration `env:"AGENT_SELFHEAL_COOLDOWN" envDefault:"24h" help:"how long a disabled skill rests before one trial, for example 24h"`
 }
 
-// Price is what a model costs, in US dollars per million tokens.
+// Price is in US dollars per million tokens.
 type Price struct {
 	Input      float64 `json:"input"`
 	Cached     float64 `json:"cached"`      // of the input, what the provider had read before; as Input when 0
@@ -165,7 +159,7 @@ type Price struct {
 	Long       Long    `json:"long"`
 }
 
-// Long is the price of requests whose prompt is over so many tokens; 0 tokens: there is none.
+// Long is the price of requests with a prompt over Over tokens; 0 means none.
 type Long struct {
 	Over       int     `json:"over"`
 	Input      float64 `json:"input"`
@@ -174,93 +168,64 @@ type Long struct {
 	Output     float64 `json:"output"`
 }
 
-// Private is what http: skills may reach although it is not public.
-type Private struct {
-	Hosts    []string // lower case
-	Networks []netip.Prefix
-}
-
-// AllowsHost reports whether the host was listed by name. Letter case does not matter.
-func (p Private) AllowsHost(host string) bool {
-	for _, h := range p.Hosts {
-		if strings.EqualFold(h, strings.TrimSuffix(host, ".")) {
-			return true
-		}
-	}
-	return false
-}
-
-// AllowsAddr reports whether the address is in a listed network.
-func (p Private) AllowsAddr(addr netip.Addr) bool {
-	for _, n := range p.Networks {
-		if n.Contains(addr.Unmap()) {
-			return true
-		}
-	}
-	return false
-}
-
-// Secret is text that shows as *** wherever it is printed, logged or marshalled (but not as the key
-// of a map: encoding/json writes keys of text as they are).
+// Secret prints, logs and marshals as ***, except as a map key, which encoding/json writes unmasked.
 type Secret string
 
-// hidden is what a secret shows.
-const hidden = "***"
+const mask = "***"
 
-// Reveal gives the text itself.
+// Reveal returns the secret text.
 func (s Secret) Reveal() string { return string(s) }
 
-// IsSet reports whether there is one.
 func (s Secret) IsSet() bool { return s != "" }
 
-// String hides the text; no text shows as nothing.
+// String masks the secret; empty stays empty.
 func (s Secret) String() string {
 	if s == "" {
 		return ""
 	}
-	return hidden
+	return mask
 }
 
-// GoString hides the text from %#v.
+// GoString masks the secret in %#v.
 func (s Secret) GoString() string { return `"` + s.String() + `"` }
 
-// MarshalJSON hides the text.
+// MarshalJSON masks the secret.
 func (s Secret) MarshalJSON() ([]byte, error) { return json.Marshal(s.String()) }
 
-// MarshalText hides the text.
+// MarshalText masks the secret.
 func (s Secret) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
 
-// Efforts are the words for how much a model that reasons thinks.
+// Efforts lists the values of reasoning effort.
 func Efforts() []string { return []string{"none", "minimal", "low", "medium", "high", "xhigh", "max"} }
 
-// provider checks how the model's server is spoken to. Values of headers and of the query are never quoted.
+// provider validates the model server's settings. It never quotes values of headers or query.
 func (k *checker) provider(p *Provider) {
 	apis := []string{"auto", "chat", "responses"}
 	if p.API = strings.ToLower(p.API); !slices.Contains(apis, p.API) {
-		k.refuse("AGENT_MODEL_API", "%q is none of %s", p.API, strings.Join(apis, ", "))
+		k.report("AGENT_MODEL_API", "%q is none of %s", p.API, strings.Join(apis, ", "))
 	}
 	if p.Effort != "" && !slices.Contains(Efforts(), p.Effort) {
-		k.refuse("AGENT_REASONING_EFFORT", "%q is none of %s", p.Effort, strings.Join(Efforts(), ", "))
+		k.report("AGENT_REASONING_EFFORT", "%q is none of %s", p.Effort, strings.Join(Efforts(), ", "))
 	}
-	if !object(p.HeadersJSON.Reveal(), &p.Headers) {
-		k.refuse("AGENT_MODEL_HEADERS", "it is not a JSON object of texts")
+	if !decodeObject(p.HeadersJSON.Reveal(), &p.Headers) {
+		k.report("AGENT_MODEL_HEADERS", "it is not a JSON object of texts")
 	}
 	for name, value := range p.Headers {
 		if !isHeader(name) || strings.ContainsFunc(value, func(r rune) bool { return r < ' ' || r > '~' }) {
-			k.refuse("AGENT_MODEL_HEADERS",
+			k.report("AGENT_MODEL_HEADERS",
 				"%.60q is no header, or its value has a character that no header can carry", name)
 		}
 	}
-	if !object(p.QueryJSON.Reveal(), &p.Query) {
-		k.refuse("AGENT_MODEL_QUERY", "it is not a JSON object of texts")
+	if !decodeObject(p.QueryJSON.Reveal(), &p.Query) {
+		k.report("AGENT_MODEL_QUERY", "it is not a JSON object of texts")
 	}
-	if !object(p.ExtraJSON, &p.Extra) {
-		k.refuse("AGENT_MODEL_EXTRA", "it is not a JSON object")
+	if !decodeObject(p.ExtraJSON, &p.Extra) {
+		k.report("AGENT_MODEL_EXTRA", "it is not a JSON object")
 	}
 }
 
-// object reads a JSON object and nothing after it; no text is an empty one.
-func object(text string, into any) bool {
+// decodeObject decodes exactly one JSON object; empty text is an empty object.
+func decodeObject(text string, into any) bool {
 	if text == "" {
 		return true
 	}
@@ -268,47 +233,45 @@ func object(text string, into any) bool {
 	return d.Decode(into) == nil && !d.More() && strings.HasPrefix(strings.TrimSpace(text), "{")
 }
 
-// isHeader reports whether a text can be the name of an HTTP header.
 func isHeader(name string) bool {
 	return name != "" && !strings.ContainsFunc(name, func(r rune) bool {
 		return r <= ' ' || r > '~' || strings.ContainsRune(`()<>@,;:\"/[]?={}`, r)
 	})
 }
 
-// namedKey is a chat key with a name before it. What ends in = signs, as base64 does, is a key without one.
+// namedKey matches NAME=KEY. A key may end in =, as base64 does.
 var namedKey = regexp.MustCompile(`^([a-z][a-z0-9_-]{0,31})=([^=].*)$`)
 
-// unnamed is the name of a chat key that has none.
-const unnamed = "visitor"
+const defaultKeyName = "visitor"
 
-// chat checks what belongs to visitors, and takes the keys apart.
+// chat validates the chat settings and splits the keys.
 func (k *checker) chat(c *Config) {
 	if !slices.Contains([]string{"enqueue", "reject", "interrupt"}, c.Chat.DoubleTexting) {
-		k.refuse("AGENT_CHAT_DOUBLE_TEXTING", "%q is not a way to answer", c.Chat.DoubleTexting)
+		k.report("AGENT_CHAT_DOUBLE_TEXTING", "%q is not a way to answer", c.Chat.DoubleTexting)
 	}
 	c.ChatKeys = map[string]Secret{}
 	seen := map[string]bool{c.AdminToken.Reveal(): c.AdminToken.IsSet()}
 	for i, item := range strings.Split(c.ChatKey.Reveal(), ",") {
-		name, key := unnamed, strings.TrimSpace(item)
+		name, key := defaultKeyName, strings.TrimSpace(item)
 		if parts := namedKey.FindStringSubmatch(key); parts != nil {
 			name, key = parts[1], parts[2]
 		}
 		_, taken := c.ChatKeys[name]
 		switch {
 		case key == "":
-		case name == unnamed && strings.Contains(strings.TrimRight(key, "="), "="):
-			k.refuse("AGENT_CHAT_KEY", "item %d is not name=text: a name has up to 32 of a-z, 0-9, _ and -, and begins with a letter", i+1)
+		case name == defaultKeyName && strings.Contains(strings.TrimRight(key, "="), "="):
+			k.report("AGENT_CHAT_KEY", "item %d is not name=text: a name has up to 32 of a-z, 0-9, _ and -, and begins with a letter", i+1)
 		case taken:
-			k.refuse("AGENT_CHAT_KEY", "two keys are named %s", name)
+			k.report("AGENT_CHAT_KEY", "two keys are named %s", name)
 		case seen[key]:
-			k.refuse("AGENT_CHAT_KEY", "the key %s is also another's or the admin token", name)
+			k.report("AGENT_CHAT_KEY", "the key %s is also another's or the admin token", name)
 		default:
 			c.ChatKeys[name], seen[key] = Secret(key), true
 		}
 	}
 	for _, name := range c.Chat.BrowserKeys {
 		if _, known := c.ChatKeys[name]; !known {
-			k.refuse("AGENT_CHAT_BROWSER_KEYS", "there is no chat key named %q in AGENT_CHAT_KEY", name)
+			k.report("AGENT_CHAT_BROWSER_KEYS", "there is no chat key named %q in AGENT_CHAT_KEY", name)
 		}
 	}
 }

@@ -17,10 +17,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/nearest"
 )
 
-// Error is everything that is wrong with the settings, one line for each.
+// Error lists all invalid settings, one line each.
 type Error struct{ Problems []string }
 
-// Error is the lines.
 func (e *Error) Error() string { return strings.Join(e.Problems, "\n") }
 
 // Setting describes one variable.
@@ -31,10 +30,10 @@ type Setting struct {
 	Secret  bool
 }
 
-// LogValue hides the text from logs.
+// LogValue masks the secret in logs.
 func (s Secret) LogValue() slog.Value { return slog.StringValue(s.String()) }
 
-// Environ turns what os.Environ gives into what [Load] takes.
+// Environ converts os.Environ for [Load].
 func Environ(list []string) map[string]string {
 	out := make(map[string]string, len(list))
 	for _, item := range list {
@@ -45,21 +44,21 @@ func Environ(list []string) map[string]string {
 	return out
 }
 
-// Load reads the settings from environ, which it does not change. Names in also are AGENT_
-// variables that someone else reads. The error is an [*Error] with a line for each problem.
+// Load reads the settings from environ without changing it. also lists AGENT_ variables of other readers. The error
+// is an [*Error] with a line for each problem.
 func Load(environ map[string]string, also ...string) (Config, error) {
 	list := Settings()
-	values, problems := readFiles(present(environ), list)
+	values, problems := readFiles(nonEmpty(environ), list)
 	var c Config
 	err := env.ParseWithOptions(&c, env.Options{
 		Environment: values,
-		FuncMap:     map[reflect.Type]env.ParserFunc{reflect.TypeFor[bool](): parseSwitch},
+		FuncMap:     map[reflect.Type]env.ParserFunc{reflect.TypeFor[bool](): parseBool},
 	})
 	bad, err := badValues(err, values)
 	if err != nil {
 		return Config{}, fmt.Errorf("read settings: %w", err)
 	}
-	c.Unknown = unknown(environ, list, also)
+	c.Unknown = unknownWarnings(environ, list, also)
 	checks := checker{wrong: bad, problems: append(problems, bad.lines()...)}
 	checks.all(&c)
 	if len(checks.problems) > 0 {
@@ -68,10 +67,10 @@ func Load(environ map[string]string, also ...string) (Config, error) {
 	return c, nil
 }
 
-// Settings lists all variables, in the order of [Config].
+// Settings lists all variables in the order of [Config].
 func Settings() []Setting { return settingsOf(reflect.TypeFor[Config]()) }
 
-// settingsOf lists the variables of a struct and of the structs in it.
+// settingsOf lists the variables of a struct and its nested structs.
 func settingsOf(t reflect.Type) []Setting {
 	var list []Setting
 	for f := range fieldsOf(t) {
@@ -89,7 +88,6 @@ func settingsOf(t reflect.Type) []Setting {
 	return list
 }
 
-// fieldsOf yields the fields of a struct.
 func fieldsOf(t reflect.Type) func(yield func(reflect.StructField) bool) {
 	return func(yield func(reflect.StructField) bool) {
 		for field := range t.Fields() {
@@ -100,8 +98,8 @@ func fieldsOf(t reflect.Type) func(yield func(reflect.StructField) bool) {
 	}
 }
 
-// present copies what is not empty, without surrounding space.
-func present(environ map[string]string) map[string]string {
+// nonEmpty copies trimmed, non-empty values.
+func nonEmpty(environ map[string]string) map[string]string {
 	out := make(map[string]string, len(environ))
 	for name, value := range environ {
 		if value = strings.TrimSpace(value); value != "" {
@@ -111,10 +109,10 @@ func present(environ map[string]string) map[string]string {
 	return out
 }
 
-// fileSuffix follows the name of a secret whose value is in a file.
+// fileSuffix marks a variable that names a file with the secret.
 const fileSuffix = "_FILE"
 
-// readFiles puts the secrets that are in files in their place.
+// readFiles resolves secrets stored in files.
 func readFiles(values map[string]string, list []Setting) (map[string]string, []string) {
 	var problems []string
 	for _, s := range list {
@@ -140,8 +138,8 @@ func readFiles(values map[string]string, list []Setting) (map[string]string, []s
 	return values, problems
 }
 
-// parseSwitch reads on and off.
-func parseSwitch(s string) (any, error) {
+// parseBool accepts on and off.
+func parseBool(s string) (any, error) {
 	switch strings.ToLower(s) {
 	case "on", "true", "yes", "1":
 		return true, nil
@@ -151,11 +149,11 @@ func parseSwitch(s string) (any, error) {
 	return nil, errors.New("not on or off")
 }
 
-// failures are the values that have the wrong type, by variable.
-type failures map[string]string
+// invalidValues maps variables to values of the wrong type.
+type invalidValues map[string]string
 
 // lines lists the problems in the order of the settings.
-func (f failures) lines() []string {
+func (f invalidValues) lines() []string {
 	var out []string
 	for _, s := range Settings() {
 		if value, bad := f[s.Name]; bad {
@@ -165,9 +163,9 @@ func (f failures) lines() []string {
 	return out
 }
 
-// badValues takes the library's errors apart; what it does not know comes back as an error.
-func badValues(err error, values map[string]string) (failures, error) {
-	bad := failures{}
+// badValues extracts the invalid values from the library's error. It returns other errors unchanged.
+func badValues(err error, values map[string]string) (invalidValues, error) {
+	bad := invalidValues{}
 	var all env.AggregateError
 	if !errors.As(err, &all) {
 		return bad, err
@@ -183,7 +181,7 @@ func badValues(err error, values map[string]string) (failures, error) {
 	return bad, nil
 }
 
-// variableOf finds the variable of a field by the field's name.
+// variableOf returns the variable of a struct field.
 func variableOf(t reflect.Type, field string) string {
 	for f := range fieldsOf(t) {
 		if f.Name == field && f.Tag.Get("env") != "" {
@@ -198,8 +196,8 @@ func variableOf(t reflect.Type, field string) string {
 	return ""
 }
 
-// DotEnv is what a file .env sets. It lies in a folder that somebody else may have made, so it never names a program, a
-// file with a secret, or a place that secrets from elsewhere would be sent to.
+// DotEnv is the content of a file .env. Somebody else may have written it, so it never sets a program, a file with a
+// secret, or a destination for secrets from elsewhere.
 type DotEnv struct {
 	// Environ is the environment given, with the settings that the file adds to it.
 	Environ map[string]string
@@ -209,12 +207,12 @@ type DotEnv struct {
 	Set, Ignored []string
 }
 
-// neverFromFile are names that .env may not set: the settings that name programs or other databases, and what child
-// processes inherit.
-var neverFromFile = []string{"AGENT_PG_BIN", "AGENT_TEST_DATABASE_URL", "PATH", "HOME", "LANG"}
+// forbiddenInFile lists names that .env must not set: settings that name programs or other databases, and variables
+// that child processes inherit.
+var forbiddenInFile = []string{"AGENT_PG_BIN", "AGENT_TEST_DATABASE_URL", "PATH", "HOME", "LANG"}
 
-// LoadDotEnv reads a file .env, if there is one. What environ sets, itself or by _FILE, stays. more reports names
-// that are settings of others. The error is an [*Error] where the file sets what it may not.
+// LoadDotEnv reads .env if it exists. Values of environ take precedence. more reports names that are settings of
+// other components. The error is an [*Error] for a forbidden combination.
 func LoadDotEnv(path string, environ map[string]string, more func(name string) bool) (DotEnv, error) {
 	out := DotEnv{Environ: maps.Clone(environ), References: map[string]string{}}
 	if out.Environ == nil {
@@ -241,7 +239,7 @@ func LoadDotEnv(path string, environ map[string]string, more func(name string) b
 		switch {
 		case environ[name] != "" || hasFileVariant(environ, name):
 			continue
-		case slices.Contains(neverFromFile, name) || strings.HasSuffix(name, fileSuffix) || strings.HasPrefix(name, "AGENT_") && !setting:
+		case slices.Contains(forbiddenInFile, name) || strings.HasSuffix(name, fileSuffix) || strings.HasPrefix(name, "AGENT_") && !setting:
 			out.Ignored = append(out.Ignored, name)
 			continue
 		case setting:
@@ -251,11 +249,11 @@ func LoadDotEnv(path string, environ map[string]string, more func(name string) b
 		}
 		out.Set = append(out.Set, name)
 	}
-	return out, joined(out.misleading(environ))
+	return out, problemsError(out.conflicts(environ))
 }
 
-// misleading reports what the file would have secrets of another source sent to, and a port that it would open.
-func (d DotEnv) misleading(environ map[string]string) (problems []string) {
+// conflicts reports secrets from the environment that the file would redirect, and a port that it would open.
+func (d DotEnv) conflicts(environ map[string]string) (problems []string) {
 	for _, pair := range [][2]string{
 		{"OPENAI_BASE_URL", "OPENAI_API_KEY"},
 		{"OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_HEADERS"},
@@ -267,7 +265,7 @@ func (d DotEnv) misleading(environ map[string]string) (problems []string) {
 		{"DATABASE_READ_URL", "PGPASSWORD"},
 	} {
 		place, secret := pair[0], pair[1]
-		if !slices.Contains(d.Set, place) || environ[secret] == "" && !hasFileVariant(environ, secret) || sends(place, d.Environ[place]) {
+		if !slices.Contains(d.Set, place) || environ[secret] == "" && !hasFileVariant(environ, secret) || hasPassword(place, d.Environ[place]) {
 			continue
 		}
 		problems = append(problems, fmt.Sprintf("%s is in .env, and %s, which would be sent there, is from the environment; set both in the same place", place, secret))
@@ -280,8 +278,8 @@ func (d DotEnv) misleading(environ map[string]string) (problems []string) {
 	return problems
 }
 
-// sends reports a database URL that has a password of its own, in the place of another one.
-func sends(name, value string) bool {
+// hasPassword reports a database URL with its own password.
+func hasPassword(name, value string) bool {
 	if !strings.HasPrefix(name, "DATABASE_") {
 		return false
 	}
@@ -293,13 +291,13 @@ func sends(name, value string) bool {
 	return has
 }
 
-// hasFileVariant reports whether NAME_FILE is set, which would conflict with NAME.
+// hasFileVariant reports whether NAME_FILE is set, which excludes NAME.
 func hasFileVariant(environ map[string]string, name string) bool {
 	return environ[name+fileSuffix] != ""
 }
 
-// unknown warns of each AGENT_ variable that is none of ours.
-func unknown(environ map[string]string, list []Setting, also []string) []string {
+// unknownWarnings warns about unknown AGENT_ variables.
+func unknownWarnings(environ map[string]string, list []Setting, also []string) []string {
 	known := slices.Clone(also)
 	for _, s := range list {
 		known = append(known, s.Name)

@@ -16,23 +16,23 @@ import (
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
-// input says whose heartbeat it is; empty: the default agent's.
+// input names the agent; empty means the default agent.
 type input struct {
 	Agent string `json:"agent,omitempty"`
 }
 
-// lane is the lane that makes the heartbeats of an agent single.
-func (in input) lane() string { return nameFor(in.Agent) }
+// lane returns the lane that serialises an agent's heartbeats.
+func (in input) lane() string { return laneName(in.Agent) }
 
-// nameFor is the name of an agent's lane, and of its schedule.
-func nameFor(agent string) string {
+// laneName names an agent's lane and its schedule.
+func laneName(agent string) string {
 	if agent == "" {
 		return Lane
 	}
 	return Lane + ":" + agent
 }
 
-// SpecOf describes one heartbeat of an agent, now.
+// SpecOf describes an immediate heartbeat of an agent.
 func SpecOf(a agents.Agent) executions.Spec {
 	s := Spec(a.Name)
 	if !a.Default {
@@ -41,9 +41,9 @@ func SpecOf(a agents.Agent) executions.Spec {
 	return s
 }
 
-// Sync makes the schedules of heartbeats those of the agents in service. A process that serves calls it when it begins.
-// Who changes agents calls it in that transaction, and is no server: its settings may be another shell's. Then the
-// times of a schedule that is there stay, unless the agent's document says them.
+// Sync makes the schedules match the enabled agents. A serving process calls it at start. A command that changes
+// agents calls it in the same transaction with server false, because its settings may differ: then existing schedules
+// keep their times, unless the agent's document declares them.
 func Sync(ctx context.Context, tx pgx.Tx, directory *agents.Directory, server bool) error {
 	if err := workspace.Lock(ctx, tx); err != nil { // or it would remove the schedule of an agent that is applied meanwhile
 		return err
@@ -59,14 +59,14 @@ func Sync(ctx context.Context, tx pgx.Tx, directory *agents.Directory, server bo
 		}
 		spec := SpecOf(a)
 		s := executions.Schedule{
-			Name: nameFor(""), Flow: Flow, Surface: trace.Heartbeat, Agent: a.Name, Cron: a.Heartbeat.Cron, Timezone: a.Timezone,
+			Name: laneName(""), Flow: Flow, Surface: trace.Heartbeat, Agent: a.Name, Cron: a.Heartbeat.Cron, Timezone: a.Timezone,
 			Input: spec.Input,
 		}
 		if !a.Default {
-			s.Name = nameFor(a.Name)
+			s.Name = laneName(a.Name)
 		}
 		declared := a.AsDeclared().Heartbeat != nil && a.AsDeclared().Heartbeat.Cron != ""
-		if err := put(ctx, tx, s, server || declared); err != nil {
+		if err := putSchedule(ctx, tx, s, server || declared); err != nil {
 			return err
 		}
 		keep = append(keep, s.Name)
@@ -74,8 +74,8 @@ func Sync(ctx context.Context, tx pgx.Tx, directory *agents.Directory, server bo
 	return executions.RemoveSchedules(ctx, tx, Flow, keep)
 }
 
-// put writes a schedule. Without times it changes those of none that is there.
-func put(ctx context.Context, db postgres.DB, s executions.Schedule, times bool) error {
+// putSchedule writes a schedule. With times false it keeps the times of an existing one.
+func putSchedule(ctx context.Context, db postgres.DB, s executions.Schedule, times bool) error {
 	if !times {
 		found, err := executions.AssignSchedule(ctx, db, s.Name, s.Agent)
 		if err != nil || found {
@@ -85,20 +85,20 @@ func put(ctx context.Context, db postgres.DB, s executions.Schedule, times bool)
 	return executions.PutSchedule(ctx, db, s)
 }
 
-// who is what a heartbeat records of its agent when it begins.
-type who struct {
+// agentInfo is recorded at the start of a heartbeat.
+type agentInfo struct {
 	Prompt string   `json:"prompt,omitempty"`
 	Others []string `json:"others,omitempty"` // agents that have heartbeats of their own
 }
 
-// beat reads, once, whose heartbeat this is.
-func (h *Heartbeat) beat(ctx context.Context, in input) (*beat, error) {
-	b := &beat{Heartbeat: h, shared: in.Agent == ""}
+// newRun reads the agent of a heartbeat once.
+func (h *Heartbeat) newRun(ctx context.Context, in input) (*heartbeatRun, error) {
+	b := &heartbeatRun{Heartbeat: h, isDefault: in.Agent == ""}
 	if h.Loop.Agents == nil {
 		return b, nil
 	}
 	var err error
-	b.who, err = executions.Step(ctx, "agent", func(ctx context.Context) (w who, err error) {
+	b.info, err = executions.Step(ctx, "agent", func(ctx context.Context) (w agentInfo, err error) {
 		all, err := h.Loop.Agents.List(ctx, h.Pool)
 		for _, a := range all {
 			if a.Heartbeat == nil {
@@ -120,22 +120,21 @@ func (h *Heartbeat) beat(ctx context.Context, in input) (*beat, error) {
 	return b, nil
 }
 
-// objectives says which objectives this heartbeat works on: its agent's, or, of the default agent, all that no other
-// heartbeat works on.
-func (b *beat) objectives() objectives.AgentFilter {
-	return objectives.AgentFilter{Agent: b.agent, Except: b.who.Others}
+// objectives selects the agent's objectives. The default agent takes all that no other heartbeat works on.
+func (b *heartbeatRun) objectives() objectives.AgentFilter {
+	return objectives.AgentFilter{Agent: b.agent, Except: b.info.Others}
 }
 
-// followPrompt does what the agent's document wants done at every heartbeat.
-func (b *beat) followPrompt(ctx context.Context) (done, error) {
-	var noted []memory
+// runPrompt runs the heartbeat prompt of the agent's document.
+func (b *heartbeatRun) runPrompt(ctx context.Context) (phaseResult, error) {
+	var noted []memoryNote
 	outcome, err := b.Loop.Run(ctx, reason.Turn{
-		Purpose: "heartbeat_prompt", BudgetScope: scope(ctx, "heartbeat_prompt"), Context: b.context(),
-		System: system("You carry out the task of your heartbeat."), Prompt: b.who.Prompt,
-		Scopes: []string{skills.ScopeInternal}, Tools: []reason.Tool{remember(&noted)},
+		Purpose: "heartbeat_prompt", BudgetScope: budgetScope(ctx, "heartbeat_prompt"), Context: b.promptContext(),
+		System: systemPrompt("You carry out the task of your heartbeat."), Prompt: b.info.Prompt,
+		Scopes: []string{skills.ScopeInternal}, Tools: []reason.Tool{rememberTool(&noted)},
 	})
 	if err != nil {
-		return done{Memories: noted}, err
+		return phaseResult{Memories: noted}, err
 	}
-	return done{Summary: "prompt: " + firstLine(outcome.Text), Memories: noted}, nil
+	return phaseResult{Summary: "prompt: " + firstLine(outcome.Text), Memories: noted}, nil
 }

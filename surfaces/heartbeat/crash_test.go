@@ -36,9 +36,9 @@ func TestAHeartbeatSurvivesTheLossOfItsProcessAnywhere(t *testing.T) {
 			w.automation(t, automations.Definition{Name: "look", Skill: "look"})
 			w.automation(t, automations.Definition{Name: "write up", Prompt: "Write the daily summary."})
 			scripts := map[string][]modeltest.Reply{
-				"Objective tidy": {modeltest.ToolCall("look", `{}`), complete(steps[0]), looked(steps[1]), remember("one"), modeltest.Text("ok")},
-				"daily summary":  {remember("two"), modeltest.Text("Written.")},
-				"Reflect":        {remember("three").AndCall("remember", `{"key":"four","value":4}`), modeltest.Text("Mostly well.")},
+				"Objective tidy": {modeltest.ToolCall("look", `{}`), complete(steps[0]), looked(steps[1]), rememberTool("one"), modeltest.Text("ok")},
+				"daily summary":  {rememberTool("two"), modeltest.Text("Written.")},
+				"Reflect":        {rememberTool("three").AndCall("remember", `{"key":"four","value":4}`), modeltest.Text("Mostly well.")},
 			}
 			came, wake := make(chan struct{}), make(chan struct{})
 			var asked atomic.Int32

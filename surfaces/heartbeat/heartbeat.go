@@ -1,29 +1,27 @@
-// Package heartbeat is the surface on which the agent acts by itself: every 30 minutes, unless told
-// otherwise, it looks after its own health, its objectives, its automations and its memory.
+// Package heartbeat is the surface of autonomous work. Every 30 minutes by default, it maintains the agent's health,
+// objectives, automations and memory.
 //
-// One heartbeat is one execution under one hb_ trace. It holds the lane "heartbeat", so two never run at
-// once, and goes through six phases, each a durable step with an activity row of its own:
+// One heartbeat is one execution under one hb_ trace. It holds the lane "heartbeat", so only one runs at a time. It
+// has six phases, each a durable step with its own activity row:
 //
-//	self_heal       skills that keep failing are taken out of service
-//	follow_through  what an admin has approved since is done
-//	advance_plan    objectives that are due are worked on
-//	run_automations what is scheduled is run, each run claimed before it begins
-//	reflect         the last 7 days of its own performance are looked at, if a model has called a tool or a call has
-//	                failed since it last did
-//	save_memories   what the phases want remembered is stored, what has expired is dropped
+//	self_heal       disable skills that keep failing
+//	follow_through  run calls approved since the last heartbeat
+//	advance_plan    work on due objectives
+//	run_automations run scheduled automations, each claimed first
+//	reflect         review the last 7 days, if a model called a tool or a call failed since the last review
+//	save_memories   store the notes of all phases, drop expired memories
 //
-// What is to be remembered carries the revision that its phase had read. If somebody else has written the key by the
-// time it is stored, it is kept as a conflict for an admin, and nothing is overwritten.
+// A note carries the revision that its phase read. If the key has changed meanwhile, the note becomes a conflict for
+// an admin, and nothing is overwritten.
 //
-// A heartbeat that dies goes on where it stopped, in another process. One that finds its lane busy, or
-// an admin at work (lane "operate"), is recorded as skipped and is no error; one that is under way when
-// an admin comes yields before its next step and resumes when the admin is gone, or gives up its
-// remaining phases after YieldLimit. When its lane has ended meanwhile and another heartbeat is in it, it
-// goes on after that one. With nothing to do it calls no model.
+// A heartbeat resumes after a crash in another process. With its lane busy, or an admin at work (lane "operate"), it
+// is recorded as skipped without an error. When an admin arrives, it yields before its next step and resumes when the
+// lane is free. After YieldLimit it skips its remaining phases. If another heartbeat took its lane meanwhile, it
+// waits for that one. With nothing to do it calls no model.
 //
-// That is the heartbeat of the default agent. Another agent whose document has heartbeat: has one of its own, in the
-// lane "heartbeat:NAME" and at its own times: it works on the objectives of that agent, follows the heartbeat's prompt,
-// and saves memories. [Sync] makes the schedules match the agents.
+// This describes the default agent. Another agent with heartbeat: in its document has its own, in the lane
+// "heartbeat:NAME" with its own schedule: it works on that agent's objectives, runs the heartbeat's prompt, and saves
+// memories. [Sync] makes the schedules match the agents.
 package heartbeat
 
 import (
@@ -50,10 +48,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Flow is the name under which the heartbeat is registered with the engine.
+// Flow is the registered name of the heartbeat.
 const Flow = "heartbeat"
 
-// Lane is the lane that makes heartbeats single; OperateLane is the admin's, to which they yield.
+// Lane serialises heartbeats. OperateLane is the admin's; heartbeats yield to it.
 const (
 	Lane        = "heartbeat"
 	OperateLane = "operate"
@@ -65,12 +63,12 @@ type Heartbeat struct {
 	Loop   *reason.Loop
 	Heal   selfheal.Policy
 	Logger *slog.Logger
-	// YieldLimit is how long a heartbeat under way waits for an admin to finish; default 1 hour.
+	// YieldLimit bounds the wait for an admin; default 1 hour.
 	YieldLimit time.Duration
 }
 
-// yieldError ends a heartbeat that has waited long enough for an admin. It is no *executions.StepError,
-// because it is no result of the step that it kept from being taken.
+// yieldError ends a heartbeat that waited too long for an admin. It is no *executions.StepError, because the gated
+// step has no result.
 type yieldError struct{}
 
 func (yieldError) Error() string      { return "an admin is still at work" }
@@ -78,20 +76,19 @@ func (yieldError) ErrorClass() string { return classYielded }
 
 const classYielded = "yielded"
 
-// yielded recognises a yieldError, also after a phase has recorded it.
-func yielded(err error) bool {
+// isYield recognises a yieldError, also after a phase recorded it.
+func isYield(err error) bool {
 	var failure *executions.StepError
 	return errors.As(err, &yieldError{}) || errors.As(err, &failure) && failure.Class == classYielded
 }
 
-// isResult tells an error that a step recorded, and that others need not care for, from one that ends the
-// run or gives way.
-func isResult(err error) bool {
+// isStepError distinguishes the recorded error of one step from errors that end the run or yield.
+func isStepError(err error) bool {
 	var failure *executions.StepError
-	return errors.As(err, &failure) && !yielded(err)
+	return errors.As(err, &failure) && !isYield(err)
 }
 
-// Register tells the engine how to run heartbeats.
+// Register registers the flow with the engine.
 func (h *Heartbeat) Register(e *executions.Engine) error {
 	if h.YieldLimit == 0 {
 		h.YieldLimit = time.Hour
@@ -99,45 +96,44 @@ func (h *Heartbeat) Register(e *executions.Engine) error {
 	return e.Register(Flow, h.run)
 }
 
-// Schedule is when heartbeats of the default agent are due.
+// Schedule returns the schedule of the default agent's heartbeats.
 func Schedule(cron, timezone string) executions.Schedule {
 	return executions.Schedule{Name: Flow, Flow: Flow, Surface: trace.Heartbeat, Cron: cron, Timezone: timezone}
 }
 
-// Spec describes one heartbeat of the default agent, now.
+// Spec describes an immediate heartbeat of the default agent.
 func Spec(agent string) executions.Spec {
 	return executions.Spec{Flow: Flow, Surface: trace.Heartbeat, Agent: agent}
 }
 
-// Summary is what a heartbeat's execution ends with.
+// Summary is the result of a heartbeat's execution.
 type Summary struct {
 	Skipped string            `json:"skipped,omitempty"` // why nothing was done
 	Phases  map[string]string `json:"phases"`            // what each did, in a sentence
 }
 
-// phase is one of the six.
 type phase struct {
 	name string
-	run  func(b *beat, ctx context.Context) (done, error)
+	run  func(b *heartbeatRun, ctx context.Context) (phaseResult, error)
 }
 
-// done is what a phase has to say; it is recorded, so what a later phase needs of it must be in it.
-type done struct {
-	Summary  string   `json:"summary"`
-	Idle     bool     `json:"idle"` // there was nothing to do
-	Report   string   `json:"report,omitempty"`
-	Memories []memory `json:"memories,omitempty"`
+// phaseResult is the recorded result of a phase. Later phases read only recorded results.
+type phaseResult struct {
+	Summary  string       `json:"summary"`
+	Idle     bool         `json:"idle"` // there was nothing to do
+	Report   string       `json:"report,omitempty"`
+	Memories []memoryNote `json:"memories,omitempty"`
 }
 
-// beat is one heartbeat under way.
-type beat struct {
+// heartbeatRun is the state of one heartbeat.
+type heartbeatRun struct {
 	*Heartbeat
-	who      who
-	agent    string // whose heartbeat it is; empty: the default agent's
-	shared   bool   // of the default agent, which looks after what concerns all
-	report   string // of self-heal, for the prompts
-	did      []string
-	memories []memory
+	info      agentInfo
+	agent     string // whose heartbeat it is; empty: the default agent's
+	isDefault bool   // of the default agent, which looks after what concerns all
+	report    string // of self-heal, for the prompts
+	summaries []string
+	memories  []memoryNote
 }
 
 // run is the durable function.
@@ -146,7 +142,7 @@ func (h *Heartbeat) run(ctx context.Context, raw json.RawMessage) (executions.Re
 	if err := json.Unmarshal(raw, &in); err != nil {
 		return executions.Result{}, fmt.Errorf("read input: %w", err)
 	}
-	hold, skipped, err := h.begin(ctx, in.lane())
+	hold, skipped, err := h.acquireLane(ctx, in.lane())
 	switch {
 	case err != nil:
 		return executions.Result{}, err
@@ -154,54 +150,54 @@ func (h *Heartbeat) run(ctx context.Context, raw json.RawMessage) (executions.Re
 		return h.skip(ctx, skipped)
 	}
 	ctx = hold.Context()
-	b, err := h.beat(ctx, in)
+	b, err := h.newRun(ctx, in)
 	if err != nil {
 		return executions.Result{}, err
 	}
 	summary := Summary{Phases: map[string]string{}}
 	var failures []error
 	for _, p := range b.phases() {
-		said, err := h.phase(ctx, b, p)
+		result, err := h.runPhase(ctx, b, p)
 		switch {
-		case yielded(err):
-			b.memories = append(b.memories, said.Memories...)
-			return h.cutShort(ctx, b, p.name, summary)
+		case isYield(err):
+			b.memories = append(b.memories, result.Memories...)
+			return h.endEarly(ctx, b, p.name, summary)
 		case err != nil && (executions.IsControl(err) || ctx.Err() != nil):
 			return executions.Result{}, err
 		case err != nil:
 			failures = append(failures, fmt.Errorf("%s: %w", p.name, err))
 			summary.Phases[p.name] = "failed: " + err.Error()
-			b.memories = append(b.memories, said.Memories...)
+			b.memories = append(b.memories, result.Memories...)
 			continue
 		}
-		summary.Phases[p.name] = said.Summary
-		b.learn(said)
+		summary.Phases[p.name] = result.Summary
+		b.collect(result)
 	}
-	return executions.Result{Summary: b.sentence(), Value: summary}, errors.Join(failures...)
+	return executions.Result{Summary: b.summary(), Value: summary}, errors.Join(failures...)
 }
 
-// phases lists what a heartbeat does, in order. What concerns all agents is the default agent's.
-func (b *beat) phases() []phase {
+// phases lists the phases in order. The default agent runs those that concern all agents.
+func (b *heartbeatRun) phases() []phase {
 	var list []phase
-	if b.shared {
-		list = append(list, phase{"self_heal", (*beat).selfHeal}, phase{"follow_through", (*beat).followThrough})
+	if b.isDefault {
+		list = append(list, phase{"self_heal", (*heartbeatRun).selfHeal}, phase{"follow_through", (*heartbeatRun).followThrough})
 	}
-	list = append(list, phase{"advance_plan", (*beat).advancePlan})
-	if b.shared {
-		list = append(list, phase{"run_automations", (*beat).runAutomations})
+	list = append(list, phase{"advance_plan", (*heartbeatRun).advancePlan})
+	if b.isDefault {
+		list = append(list, phase{"run_automations", (*heartbeatRun).runAutomations})
 	}
-	if b.who.Prompt != "" {
-		list = append(list, phase{"heartbeat_prompt", (*beat).followPrompt})
+	if b.info.Prompt != "" {
+		list = append(list, phase{"heartbeat_prompt", (*heartbeatRun).runPrompt})
 	}
-	if b.shared {
-		list = append(list, phase{"reflect", (*beat).reflect})
+	if b.isDefault {
+		list = append(list, phase{"reflect", (*heartbeatRun).reflect})
 	}
-	return append(list, phase{"save_memories", (*beat).saveMemories})
+	return append(list, phase{"save_memories", (*heartbeatRun).saveMemories})
 }
 
-// begin takes the heartbeat's lane, or says why this heartbeat does not take place. One that has begun before is not
-// skipped for a lane that it lost while it waited or had no process: what it left half done would stay so.
-func (h *Heartbeat) begin(ctx context.Context, lane string) (hold *executions.Hold, skipped string, err error) {
+// acquireLane acquires the heartbeat's lane, or returns why it is skipped. A resumed heartbeat that lost its lane
+// waits for it instead of a skip, because half its work would remain undone.
+func (h *Heartbeat) acquireLane(ctx context.Context, lane string) (hold *executions.Hold, skipped string, err error) {
 	busy := ""
 	switch hold, err = executions.Lane(ctx, lane); {
 	case errors.Is(err, lanes.ErrBusy):
@@ -209,7 +205,7 @@ func (h *Heartbeat) begin(ctx context.Context, lane string) (hold *executions.Ho
 	case err != nil:
 		return nil, "", err
 	}
-	skipped, lost := h.inTheWay(ctx, busy)
+	skipped, lost := h.blockedBy(ctx, busy)
 	if lost != nil || skipped != "" {
 		return nil, skipped, lost
 	}
@@ -226,9 +222,8 @@ func (h *Heartbeat) begin(ctx context.Context, lane string) (hold *executions.Ho
 	return hold, "", err
 }
 
-// inTheWay decides, once per heartbeat, whether it begins at all: not beside another (busy), nor while an admin is at
-// work.
-func (h *Heartbeat) inTheWay(ctx context.Context, busy string) (string, error) {
+// blockedBy decides once per heartbeat whether it starts: not beside another one, nor while an admin is at work.
+func (h *Heartbeat) blockedBy(ctx context.Context, busy string) (string, error) {
 	return executions.Step(ctx, "admin at work", func(ctx context.Context) (string, error) {
 		if busy != "" {
 			return busy, nil
@@ -241,10 +236,10 @@ func (h *Heartbeat) inTheWay(ctx context.Context, busy string) (string, error) {
 	})
 }
 
-// skip records a heartbeat that does not take place.
+// skip records a skipped heartbeat.
 func (h *Heartbeat) skip(ctx context.Context, why string) (executions.Result, error) {
 	h.Logger.WarnContext(ctx, "heartbeat skipped", "reason", why)
-	// Another run of it may find another holder; it goes by the record.
+	// A replay may find another holder, so it uses the recorded reason.
 	why, err := executions.Phase(ctx, Flow, func(_ context.Context, effect *executions.Effect) (string, error) {
 		effect.Status = activity.Skipped
 		return why, nil
@@ -252,51 +247,53 @@ func (h *Heartbeat) skip(ctx context.Context, why string) (executions.Result, er
 	return executions.Result{Summary: "skipped: " + why, Value: Summary{Skipped: why}}, err
 }
 
-// phase runs one phase as a durable step. Its error is recorded and does not keep the next from running;
-// what it had done before is kept.
-func (h *Heartbeat) phase(ctx context.Context, b *beat, p phase) (done, error) {
-	var reached done
-	said, err := executions.Phase(ctx, p.name, func(ctx context.Context, effect *executions.Effect) (done, error) {
-		said, err := p.run(b, h.gated(ctx))
-		if (said.Idle && err == nil) || yielded(err) {
+// runPhase runs one phase as a durable step. Its error is recorded and the next phase still runs, with the partial
+// result kept.
+func (h *Heartbeat) runPhase(ctx context.Context, b *heartbeatRun, p phase) (phaseResult, error) {
+	var reached phaseResult
+	result, err := executions.Phase(ctx, p.name, func(ctx context.Context, effect *executions.Effect) (phaseResult, error) {
+		result, err := p.run(b, h.yieldToAdmin(ctx))
+		if (result.Idle && err == nil) || isYield(err) {
 			effect.Status = activity.Skipped
 		}
-		effect.Output = map[string]any{"summary": said.Summary, "memories": len(said.Memories)}
-		reached = said
-		return said, err
+		effect.Output = map[string]any{"summary": result.Summary, "memories": len(result.Memories)}
+		reached = result
+		return result, err
 	})
-	if yielded(err) {
-		return h.noted(ctx, p, reached, err)
+	if isYield(err) {
+		return h.keepReached(ctx, p, reached, err)
 	}
-	if !isResult(err) {
-		return said, err
+	if !isStepError(err) {
+		return result, err
 	}
-	said, lost := executions.Step(ctx, p.name+" reached", func(context.Context) (done, error) {
+	result, lost := executions.Step(ctx, p.name+" reached", func(context.Context) (phaseResult, error) {
 		return reached, nil
 	})
 	if lost != nil {
-		return done{}, lost
+		return phaseResult{}, lost
 	}
-	return said, err
+	return result, err
 }
 
-// noted keeps what a phase had noted when it gave way for good, so that it is saved before the heartbeat ends.
-func (h *Heartbeat) noted(ctx context.Context, p phase, reached done, why error) (done, error) {
-	said, lost := executions.Step(ctx, p.name+" reached", func(context.Context) (done, error) { return reached, nil })
+// keepReached records the partial result of a phase that yielded for good, so that its notes are saved.
+func (h *Heartbeat) keepReached(ctx context.Context, p phase, reached phaseResult, why error) (phaseResult, error) {
+	result, lost := executions.Step(ctx, p.name+" reached", func(context.Context) (phaseResult, error) { return reached, nil })
 	if lost != nil {
-		return done{}, lost
+		return phaseResult{}, lost
 	}
-	return said, why
+	return result, why
 }
 
-// gated is a context in which an admin goes first. Only steps that do something are taken in one, not those
-// that group others: when a heartbeat resumes, it must come back to the very step before which it waited.
-func (h *Heartbeat) gated(ctx context.Context) context.Context { return executions.Gate(ctx, h.yield) }
+// yieldToAdmin returns a context whose steps first yield to an admin. It gates only steps with effects, not phases: a
+// resumed heartbeat must come back to the step before which it waited.
+func (h *Heartbeat) yieldToAdmin(ctx context.Context) context.Context {
+	return executions.Gate(ctx, h.yield)
+}
 
-// ungated is a context in which nobody is waited for.
-func ungated(ctx context.Context) context.Context { return executions.Gate(ctx, nil) }
+// withoutYield returns a context that does not yield.
+func withoutYield(ctx context.Context) context.Context { return executions.Gate(ctx, nil) }
 
-// yield lets an admin go first: it is asked before every step that is new.
+// yield waits while an admin holds the lane operate. The engine calls it before each new step.
 func (h *Heartbeat) yield(ctx context.Context) error {
 	for {
 		held, err := executions.LaneHeld(ctx, OperateLane)
@@ -313,10 +310,10 @@ func (h *Heartbeat) yield(ctx context.Context) error {
 	}
 }
 
-// cutShort ends a heartbeat that gave way to an admin for good. What was noted is saved all the same: it takes no model
-// and is nothing that an admin waits for.
-func (h *Heartbeat) cutShort(ctx context.Context, b *beat, at string, summary Summary) (executions.Result, error) {
-	ctx = ungated(ctx)
+// endEarly ends a heartbeat that yielded for good. It still saves the notes, which needs no model and blocks no
+// admin.
+func (h *Heartbeat) endEarly(ctx context.Context, b *heartbeatRun, at string, summary Summary) (executions.Result, error) {
+	ctx = withoutYield(ctx)
 	reached := false
 	for _, p := range b.phases() {
 		if reached = reached || p.name == at; !reached {
@@ -327,11 +324,13 @@ func (h *Heartbeat) cutShort(ctx context.Context, b *beat, at string, summary Su
 			continue // it has a row already
 		}
 		if p.name == "save_memories" && len(b.memories) > 0 {
-			said, err := h.phase(ctx, b, phase{p.name, func(b *beat, ctx context.Context) (done, error) { return b.saveMemories(ungated(ctx)) }})
-			if err != nil && !isResult(err) {
+			result, err := h.runPhase(ctx, b, phase{p.name, func(b *heartbeatRun, ctx context.Context) (phaseResult, error) {
+				return b.saveMemories(withoutYield(ctx))
+			}})
+			if err != nil && !isStepError(err) {
 				return executions.Result{}, err
 			}
-			summary.Phases[p.name] = said.Summary
+			summary.Phases[p.name] = result.Summary
 			continue
 		}
 		_, err := executions.Phase(ctx, p.name, func(_ context.Context, effect *executions.Effect) (string, error) {
@@ -345,34 +344,33 @@ func (h *Heartbeat) cutShort(ctx context.Context, b *beat, at string, summary Su
 	return executions.Result{Summary: "cut short at " + at + ": " + yieldError{}.Error(), Value: summary}, nil
 }
 
-// learn keeps what later phases need of a phase.
-func (b *beat) learn(said done) {
-	if said.Report != "" {
-		b.report = said.Report
+// collect keeps a phase's result for later phases.
+func (b *heartbeatRun) collect(result phaseResult) {
+	if result.Report != "" {
+		b.report = result.Report
 	}
-	if !said.Idle && said.Summary != "" {
-		b.did = append(b.did, said.Summary)
+	if !result.Idle && result.Summary != "" {
+		b.summaries = append(b.summaries, result.Summary)
 	}
-	b.memories = append(b.memories, said.Memories...)
+	b.memories = append(b.memories, result.Memories...)
 }
 
-// sentence sums a heartbeat up.
-func (b *beat) sentence() string {
-	if len(b.did) == 0 {
+// summary sums up the heartbeat.
+func (b *heartbeatRun) summary() string {
+	if len(b.summaries) == 0 {
 		return "nothing to do"
 	}
-	return strings.Join(b.did, "; ")
+	return strings.Join(b.summaries, "; ")
 }
 
-// scope is the name under which a phase reserves tokens and money: each has its own budget, which all turns in it
-// share.
-func scope(ctx context.Context, phase string) string {
+// budgetScope names a phase's budget, which all its turns share.
+func budgetScope(ctx context.Context, phase string) string {
 	return "run:" + string(trace.IDFrom(ctx)) + ":" + phase
 }
 
-// selfHeal takes failing skills out of service. What it finds, and the row of each healed skill, are one
-// transaction, so that a crash cannot lose the evidence.
-func (b *beat) selfHeal(ctx context.Context) (done, error) {
+// selfHeal disables failing skills. The report and the rows of disabled skills are one transaction, so a crash cannot
+// lose the evidence.
+func (b *heartbeatRun) selfHeal(ctx context.Context) (phaseResult, error) {
 	fresh := false
 	report, err := executions.StepTx(ctx, "heal", func(ctx context.Context, tx pgx.Tx) (selfheal.Report, error) {
 		fresh = true
@@ -380,23 +378,23 @@ func (b *beat) selfHeal(ctx context.Context) (done, error) {
 		if err != nil {
 			return report, err
 		}
-		return report, noteHealed(ctx, tx, report)
+		return report, recordHealed(ctx, tx, report)
 	})
 	if err != nil {
-		return done{}, err
+		return phaseResult{}, err
 	}
-	said := done{Report: report.Prompt(), Summary: fmt.Sprintf("%d skills checked", report.Checked)}
+	result := phaseResult{Report: report.Prompt(), Summary: fmt.Sprintf("%d skills checked", report.Checked)}
 	if fresh {
-		b.Logger.InfoContext(ctx, "healing report", "checked", report.Checked, "disabled", len(report.Healed), "report", said.Report)
+		b.Logger.InfoContext(ctx, "healing report", "checked", report.Checked, "disabled", len(report.Healed), "report", result.Report)
 	}
 	if n := len(report.Healed); n > 0 {
-		said.Summary = fmt.Sprintf("%d of %d skills taken out of service", n, report.Checked)
+		result.Summary = fmt.Sprintf("%d of %d skills taken out of service", n, report.Checked)
 	}
-	return said, nil
+	return result, nil
 }
 
-// noteHealed leaves a row for each skill that was disabled.
-func noteHealed(ctx context.Context, tx pgx.Tx, report selfheal.Report) error {
+// recordHealed writes a row for each disabled skill.
+func recordHealed(ctx context.Context, tx pgx.Tx, report selfheal.Report) error {
 	current, _ := executions.Current(ctx)
 	for _, healed := range report.Healed {
 		_, err := activity.Note(ctx, tx, activity.Entry{
@@ -409,32 +407,32 @@ func noteHealed(ctx context.Context, tx pgx.Tx, report selfheal.Report) error {
 	return nil
 }
 
-// followThrough does what was approved since the last heartbeat.
-func (b *beat) followThrough(ctx context.Context) (done, error) {
+// followThrough runs the calls approved since the last heartbeat.
+func (b *heartbeatRun) followThrough(ctx context.Context) (phaseResult, error) {
 	granted, err := executions.Step(ctx, "granted", func(ctx context.Context) ([]approvals.Approval, error) {
 		return approvals.Approved(ctx, b.Pool, 20)
 	})
 	if err != nil {
-		return done{}, err
+		return phaseResult{}, err
 	}
 	if len(granted) == 0 {
-		return done{Idle: true, Summary: "nothing was approved"}, nil
+		return phaseResult{Idle: true, Summary: "nothing was approved"}, nil
 	}
 	ran := 0
 	for _, grant := range granted {
-		err := b.useGrant(ctx, grant)
-		if err != nil && !isResult(err) {
-			return done{}, err
+		err := b.runApproved(ctx, grant)
+		if err != nil && !isStepError(err) {
+			return phaseResult{}, err
 		}
 		if err == nil {
 			ran++
 		}
 	}
-	return done{Summary: fmt.Sprintf("%d of %d approved calls made", ran, len(granted))}, nil
+	return phaseResult{Summary: fmt.Sprintf("%d of %d approved calls made", ran, len(granted))}, nil
 }
 
-// useGrant makes one approved call. The grant is consumed with the call's intent.
-func (b *beat) useGrant(ctx context.Context, grant approvals.Approval) error {
+// runApproved runs one approved call. The call's intent consumes the approval.
+func (b *heartbeatRun) runApproved(ctx context.Context, grant approvals.Approval) error {
 	skill, err := executions.Step(ctx, "skill of "+grant.ID, func(ctx context.Context) (skills.Skill, error) {
 		skill, err := skills.Get(ctx, b.Pool, grant.SkillName)
 		switch {
@@ -458,7 +456,7 @@ func (b *beat) useGrant(ctx context.Context, grant approvals.Approval) error {
 	if approvals.IsUsed(err) {
 		return &executions.StepError{Class: "refused", Message: "approval " + grant.ID + " was used by somebody else, or has expired"}
 	}
-	if err != nil && !isResult(err) {
+	if err != nil && !isStepError(err) {
 		return err
 	}
 	failure := ""

@@ -21,8 +21,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// memory is something a phase wants remembered.
-type memory struct {
+// memoryNote is a fact to be stored at the end of the heartbeat.
+type memoryNote struct {
 	Category string          `json:"category"`
 	Key      string          `json:"key"`
 	Value    json.RawMessage `json:"value"`
@@ -30,14 +30,14 @@ type memory struct {
 	Read     int             `json:"read,omitempty"`            // the revision that the model had read then; 0: none
 }
 
-// Limits of what package memory keeps.
+// Limits of package memory.
 const (
 	maxKey   = 255
 	maxValue = 64 << 10
 )
 
-// check says what the schema of the tool cannot, so that the model hears of it while it can still act.
-func (m memory) check() error {
+// check validates beyond the tool's schema, while the model can still correct the call.
+func (m memoryNote) check() error {
 	switch {
 	case strings.TrimSpace(m.Key) == "" || strings.TrimSpace(m.Category) == "":
 		return errors.New("key and category must not be blank")
@@ -49,8 +49,8 @@ func (m memory) check() error {
 	return nil
 }
 
-// remember is the tool with which the model puts something on the list that save_memories stores.
-func remember(list *[]memory) reason.Tool {
+// rememberTool lets the model add to the notes that save_memories stores.
+func rememberTool(list *[]memoryNote) reason.Tool {
 	return reason.Tool{
 		Name:        "remember",
 		Description: "Keep a fact for later heartbeats. It is stored at the end of this one. It replaces a fact of the same key only if a heartbeat wrote that or you have read it.",
@@ -60,12 +60,12 @@ func remember(list *[]memory) reason.Tool {
 			"value":{"description":"the fact, as text or JSON"},
 			"expires_in_days":{"type":"integer","minimum":1,"maximum":3650}}}`),
 		DoSeen: func(_ context.Context, args json.RawMessage, seen memories.Seen) (any, error) {
-			m := memory{Category: "observation"}
+			m := memoryNote{Category: "observation"}
 			if err := json.Unmarshal(args, &m); err != nil {
-				return nil, badArguments(err)
+				return nil, errArguments(err)
 			}
 			if err := m.check(); err != nil {
-				return nil, badArguments(err)
+				return nil, errArguments(err)
 			}
 			m.Read = max(0, seen.Revision(m.Category, m.Key))
 			*list = append(*list, m)
@@ -74,32 +74,32 @@ func remember(list *[]memory) reason.Tool {
 	}
 }
 
-// based is what a memory is based on: a later note of the same heartbeat replaces an earlier one.
-type based struct {
+// noteBase identifies the state that a note is based on. A later note of the same heartbeat replaces an earlier one.
+type noteBase struct {
 	memories.Name
 	read int
 }
 
-// saveMemories stores what the phases noted and drops what has expired.
-func (b *beat) saveMemories(ctx context.Context) (done, error) {
+// saveMemories stores the notes and drops expired memories.
+func (b *heartbeatRun) saveMemories(ctx context.Context) (phaseResult, error) {
 	expired, err := executions.StepTx(ctx, "expire", func(ctx context.Context, tx pgx.Tx) (int, error) {
 		n, err := memories.Expire(ctx, tx)
 		return int(n), err
 	})
 	if err != nil {
-		return done{}, err
+		return phaseResult{}, err
 	}
 	saved, conflicts := 0, 0
-	own := map[based]int{} // revisions that this heartbeat has stored, by what they are based on
+	own := map[noteBase]int{} // revisions that this heartbeat has stored, by what they are based on
 	var failures []error
 	for _, m := range b.memories {
-		base := based{memories.Name{Category: m.Category, Key: m.Key}, m.Read}
+		base := noteBase{memories.Name{Category: m.Category, Key: m.Key}, m.Read}
 		m.Read = cmp.Or(own[base], m.Read)
-		revision, err := b.save(ctx, m)
+		revision, err := b.saveNote(ctx, m)
 		own[base] = revision
 		switch {
-		case err != nil && !isResult(err):
-			return done{}, err
+		case err != nil && !isStepError(err):
+			return phaseResult{}, err
 		case err == nil && revision == 0:
 			conflicts++
 		case err == nil:
@@ -107,27 +107,27 @@ func (b *beat) saveMemories(ctx context.Context) (done, error) {
 		}
 		failures = append(failures, err)
 	}
-	said := done{Summary: fmt.Sprintf("%d memories saved", saved), Idle: len(b.memories) == 0 && expired == 0}
+	result := phaseResult{Summary: fmt.Sprintf("%d memories saved", saved), Idle: len(b.memories) == 0 && expired == 0}
 	if conflicts > 0 {
-		said.Summary += fmt.Sprintf(", %d kept as conflicts (agent memory conflicts)", conflicts)
+		result.Summary += fmt.Sprintf(", %d kept as conflicts (agent memory conflicts)", conflicts)
 	}
 	if expired > 0 {
-		said.Summary += fmt.Sprintf(", %d expired ones dropped", expired)
+		result.Summary += fmt.Sprintf(", %d expired ones dropped", expired)
 	}
-	return said, errors.Join(failures...)
+	return result, errors.Join(failures...)
 }
 
-// badArguments tells the model of arguments that its tool's schema lets through and the tool does not take.
-func badArguments(err error) error {
+// errArguments tells the model about arguments that the schema accepts and the tool rejects.
+func errArguments(err error) error {
 	return &executions.StepError{Class: "invalid_params", Message: err.Error()}
 }
 
-// save stores one memory and its row in one transaction, and returns its revision. 0: others have written the key since
-// the model read it, and what it noted is kept as a conflict, which an admin decides.
-func (b *beat) save(ctx context.Context, m memory) (revision int, err error) {
+// saveNote stores one note and its row in one transaction and returns the revision. 0 means the key has changed since
+// the model read it; the note is kept as a conflict for an admin.
+func (b *heartbeatRun) saveNote(ctx context.Context, m memoryNote) (revision int, err error) {
 	return executions.StepTx(ctx, "save memory", func(ctx context.Context, tx pgx.Tx) (int, error) {
 		current, _ := executions.Current(ctx)
-		owner, err := b.owner(ctx, tx, current.Agent)
+		owner, err := b.memoryOwner(ctx, tx, current.Agent)
 		if err != nil {
 			return 0, err
 		}
@@ -136,9 +136,9 @@ func (b *beat) save(ctx context.Context, m memory) (revision int, err error) {
 			TraceID: string(trace.IDFrom(ctx)), Revision: cmp.Or(m.Read, memories.Absent),
 		}
 		saved, err := memories.Save(ctx, tx, note)
-		if known := known(err, note); known != nil {
+		if known := acceptableEntry(err, note); known != nil {
 			saved, err = *known, nil
-			if known.TraceID != note.TraceID && ofHeartbeat(known.TraceID) {
+			if known.TraceID != note.TraceID && writtenByHeartbeat(known.TraceID) {
 				note.Revision = known.Revision
 				saved, err = memories.Save(ctx, tx, note)
 			}
@@ -162,8 +162,8 @@ func (b *beat) save(ctx context.Context, m memory) (revision int, err error) {
 	}, executions.Input(m))
 }
 
-// owner names the memory of the agent whose heartbeat it is.
-func (b *beat) owner(ctx context.Context, tx pgx.Tx, agent string) (string, error) {
+// memoryOwner returns the memory of the acting agent.
+func (b *heartbeatRun) memoryOwner(ctx context.Context, tx pgx.Tx, agent string) (string, error) {
 	directory := cmp.Or(b.Loop.Agents, &agents.Directory{})
 	owner, err := directory.ActingMemory(ctx, tx, agent)
 	if errors.Is(err, agents.ErrNoMemory) {
@@ -172,30 +172,28 @@ func (b *beat) owner(ctx context.Context, tx pgx.Tx, agent string) (string, erro
 	return owner, err
 }
 
-// known is the entry that a note meets without a conflict, although the model has not read it: one of the same value,
-// or one that an earlier heartbeat wrote and nobody has changed since. Heartbeats follow one another, so that is the
-// agent's own older fact. Nil: there is a conflict, or none is needed.
-func known(err error, note memories.Note) *memories.Entry {
+// acceptableEntry returns the stored entry if an unread key is no conflict: it has the same value, or an earlier
+// heartbeat wrote it and nobody has changed it since. Heartbeats run one after the other, so that is the agent's own
+// older fact.
+func acceptableEntry(err error, note memories.Note) *memories.Entry {
 	conflict, ok := errors.AsType[*memories.ConflictError](err)
 	if !ok || conflict.Theirs == nil || note.Revision != memories.Absent {
 		return nil
 	}
-	if same(conflict.Theirs.Value, conflict.Yours) || ofHeartbeat(conflict.Theirs.TraceID) && conflict.Theirs.TraceID != note.TraceID {
+	if equalJSON(conflict.Theirs.Value, conflict.Yours) || writtenByHeartbeat(conflict.Theirs.TraceID) && conflict.Theirs.TraceID != note.TraceID {
 		return conflict.Theirs
 	}
 	return nil
 }
 
-// ofHeartbeat reports whether a heartbeat wrote an entry.
-func ofHeartbeat(traceID string) bool { return trace.ID(traceID).Surface() == trace.Heartbeat }
+func writtenByHeartbeat(traceID string) bool { return trace.ID(traceID).Surface() == trace.Heartbeat }
 
-// same reports whether two JSON texts have the same value.
-func same(a, b json.RawMessage) bool {
+func equalJSON(a, b json.RawMessage) bool {
 	var x, y any
 	return json.Unmarshal(a, &x) == nil && json.Unmarshal(b, &y) == nil && reflect.DeepEqual(x, y)
 }
 
-// performance is how the agent did over the last 7 days.
+// performance sums up the last 7 days.
 type performance struct {
 	News   int64         `json:"news"` // since the last reflection, this heartbeat's included
 	Skills []skillRecord `json:"skills"`
@@ -212,37 +210,36 @@ type skillRecord struct {
 	State string   `json:"state"`
 }
 
-// reflect looks at the last 7 days, when there is news since it last did.
-func (b *beat) reflect(ctx context.Context) (done, error) {
+// reflect reviews the last 7 days if there is news since the last review.
+func (b *heartbeatRun) reflect(ctx context.Context) (phaseResult, error) {
 	record, err := executions.Step(ctx, "performance", func(ctx context.Context) (performance, error) {
-		return measure(ctx, b.Pool)
+		return readPerformance(ctx, b.Pool)
 	})
 	if err != nil {
-		return done{}, err
+		return phaseResult{}, err
 	}
 	if record.News == 0 {
-		return done{Idle: true, Summary: "nothing new since the last reflection"}, nil
+		return phaseResult{Idle: true, Summary: "nothing new since the last reflection"}, nil
 	}
-	var noted []memory
+	var noted []memoryNote
 	outcome, err := b.Loop.Run(ctx, reason.Turn{
-		Purpose: "reflect", BudgetScope: scope(ctx, "reflect"),
+		Purpose: "reflect", BudgetScope: budgetScope(ctx, "reflect"),
 		System: "You look back on how an autonomous agent performed. Be brief and concrete. " +
 			"Use the tool remember for each lesson that will matter later; call nothing else.",
-		Prompt: b.reflection(record),
-		Tools:  []reason.Tool{remember(&noted)},
+		Prompt: b.reflectionPrompt(record),
+		Tools:  []reason.Tool{rememberTool(&noted)},
 	})
 	if err != nil {
-		return done{Memories: noted}, err
+		return phaseResult{Memories: noted}, err
 	}
-	return done{Summary: "reflected on 7 days: " + firstLine(outcome.Text), Memories: noted}, nil
+	return phaseResult{Summary: "reflected on 7 days: " + firstLine(outcome.Text), Memories: noted}, nil
 }
 
-// reflection is the prompt.
-func (b *beat) reflection(record performance) string {
+func (b *heartbeatRun) reflectionPrompt(record performance) string {
 	var p strings.Builder
 	p.WriteString("Reflect on the last 7 days of your own performance.\n\n")
-	if len(b.did) > 0 {
-		fmt.Fprintf(&p, "This heartbeat so far: %s.\n\n", strings.Join(b.did, "; "))
+	if len(b.summaries) > 0 {
+		fmt.Fprintf(&p, "This heartbeat so far: %s.\n\n", strings.Join(b.summaries, "; "))
 	}
 	if b.report != "" {
 		fmt.Fprintf(&p, "Healing report:\n%s\n\n", b.report)
@@ -258,10 +255,9 @@ func (b *beat) reflection(record performance) string {
 	return p.String()
 }
 
-// measure reads the record. News are counted on ids, which are time-ordered, from the last reflection on. They are the
-// calls that a model made, and those that failed. What works without a model, such as an automation that calls a skill,
-// costs no reflection.
-func measure(ctx context.Context, db postgres.DB) (performance, error) {
+// readPerformance reads the performance. News are the model's tool calls and failed calls since the last review,
+// counted by time-ordered ids. Automations without a model cause no review.
+func readPerformance(ctx context.Context, db postgres.DB) (performance, error) {
 	var got performance
 	err := db.QueryRow(ctx, `
 		with last as (
@@ -289,7 +285,7 @@ func measure(ctx context.Context, db postgres.DB) (performance, error) {
 	return got, nil
 }
 
-// firstLine shortens a text to what fits a row.
+// firstLine truncates a text for a row.
 func firstLine(text string) string {
 	line, _, _ := strings.Cut(strings.TrimSpace(text), "\n")
 	if r := []rune(line); len(r) > 200 {

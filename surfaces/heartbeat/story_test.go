@@ -21,7 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-func remember(key string) modeltest.Reply {
+func rememberTool(key string) modeltest.Reply {
 	return modeltest.ToolCall("remember", fmt.Sprintf(`{"key":%q,"value":{"n":1}}`, key))
 }
 
@@ -42,12 +42,12 @@ func busyWorld(t *testing.T) *world {
 	w.automation(t, automations.Definition{Name: "write up", Prompt: "Write the daily summary."})
 	w.say(map[string][]modeltest.Reply{
 		"Objective tidy": {
-			modeltest.ToolCall("look", `{}`), complete(steps[0]), looked(steps[1]), looked(steps[2]), remember("tables"),
+			modeltest.ToolCall("look", `{}`), complete(steps[0]), looked(steps[1]), looked(steps[2]), rememberTool("tables"),
 			modeltest.Text("All three steps are done."),
 		},
-		"daily summary": {remember("summary"), modeltest.Text("Written.")},
+		"daily summary": {rememberTool("summary"), modeltest.Text("Written.")},
 		"Reflect": {
-			remember("lesson one").AndCall("remember", `{"category":"lesson","key":"lesson two","value":"call less","expires_in_days":30.0}`),
+			rememberTool("lesson one").AndCall("remember", `{"category":"lesson","key":"lesson two","value":"call less","expires_in_days":30.0}`),
 			modeltest.Text("Mostly well."),
 		},
 	})
@@ -226,8 +226,8 @@ func TestWhatAFailedPhaseNotedIsSaved(t *testing.T) {
 	w.objective(t, objectives.Definition{Name: "first", Goal: "a", Priority: 1, Steps: []string{"x"}})
 	w.objective(t, objectives.Definition{Name: "second", Goal: "b", Priority: 2, Steps: []string{"x"}})
 	w.say(map[string][]modeltest.Reply{
-		"Objective first":  {remember("from the first"), modeltest.Text("ok")},
-		"Objective second": {remember("from the second"), modeltest.Status(400, 0)},
+		"Objective first":  {rememberTool("from the first"), modeltest.Text("ok")},
+		"Objective second": {rememberTool("from the second"), modeltest.Status(400, 0)},
 	})
 	x, _ := w.run(t)
 	if x.Status != executions.Failed {

@@ -173,7 +173,7 @@ func TestAnAdminMayLeaveAnApprovalOpenAndComeBackToIt(t *testing.T) {
 	asked := until[operate.Approval](t, b, "approval")
 	start := until[operate.Start](t, b, "start")
 	w.becomes(t, start.ExecutionID, executions.Waiting)
-	b.leave(operate.ErrLeave)
+	b.leave(operate.ErrDetach)
 	if done, err := b.wait(t); err != nil || done.Ended != operate.WaitingApproval || w.held(t) == "" {
 		t.Errorf("left as %+v, %v; lane %q", done, err, w.held(t))
 	}

@@ -24,28 +24,27 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-// Body is what POST /v1/operate reads.
+// Body is the request of POST /v1/operate.
 type Body struct {
 	Message string `json:"message"`
-	// SessionID goes on with a session and keeps the lane for it between turns. Without one the turn is a session
-	// of its own, whose lane is freed when it ends.
+	// SessionID continues a session, which keeps the lane between turns. Without one the turn is its own session and
+	// releases the lane at its end.
 	SessionID string `json:"session_id,omitempty"`
-	// Agent is who acts; the session's agent, or the default one, when empty.
+	// Agent acts in the turn; default the session's agent, else the default agent.
 	Agent string `json:"agent,omitempty"`
-	// Wait stands in the lane's queue when another admin is at work.
+	// Wait queues for the lane while another admin holds it.
 	Wait bool `json:"wait,omitempty"`
 }
 
-// Answer is what POST /v1/operate answers as one document, to a client that accepts application/json. With an
-// approval that waits for its decision Ended is waiting_approval, the status 202, and the turn goes on by itself when
-// it is decided.
+// Answer is the response of POST /v1/operate for Accept: application/json. With a pending approval Ended is
+// waiting_approval and the status 202; the turn resumes after the decision.
 type Answer struct {
 	Done
 	Tools     []ToolCall `json:"tools"`
 	Approvals []Approval `json:"approvals"`
 }
 
-// Add keeps an event for the document.
+// Add collects an event.
 func (a *Answer) Add(e Event) {
 	switch data := e.Data.(type) {
 	case ToolCall:
@@ -57,11 +56,11 @@ func (a *Answer) Add(e Event) {
 	}
 }
 
-// errAnswered ends a turn's request whose client cannot hear what comes later.
+// errAnswered detaches a request whose client already has its response.
 var errAnswered = errors.New("the request was answered")
 
-// Handler answers POST /v1/operate: server-sent events, or one document for Accept: application/json. It decides
-// nothing about who may call it.
+// Handler serves POST /v1/operate: server-sent events, or one document for Accept: application/json. It does not
+// authenticate.
 func (o *Operate) Handler() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		body, err := o.readBody(w, r)
@@ -69,7 +68,7 @@ func (o *Operate) Handler() http.Handler {
 			problem.Write(w, r, err, "", o.log)
 			return
 		}
-		key, err := o.unused(r.Context(), turnKey(r, body))
+		key, err := o.checkTurnKey(r.Context(), turnKey(r, body))
 		if err != nil {
 			problem.Write(w, r, err, "", o.log)
 			return
@@ -79,19 +78,18 @@ func (o *Operate) Handler() http.Handler {
 			problem.Write(w, r, err, "", o.log)
 			return
 		}
-		if err := s.As(r.Context(), body.Agent); err != nil {
+		if err := s.SetAgent(r.Context(), body.Agent); err != nil {
 			problem.Write(w, r, err, "", o.log)
 			return
 		}
-		if wantsDocument(r) {
-			o.document(w, r, s, body, key)
+		if wantsJSON(r) {
+			o.respondJSON(w, r, s, body, key)
 			return
 		}
-		o.stream(w, r, s, body, key)
+		o.respondStream(w, r, s, body, key)
 	})
 }
 
-// readBody reads one JSON object with no other fields than Body's.
 func (o *Operate) readBody(w http.ResponseWriter, r *http.Request) (Body, error) {
 	var body Body
 	if kind, _, err := mime.ParseMediaType(r.Header.Get("Content-Type")); r.Header.Get("Content-Type") != "" &&
@@ -114,7 +112,7 @@ func (o *Operate) readBody(w http.ResponseWriter, r *http.Request) (Body, error)
 	return body, o.checkMessage(postgres.Text(body.Message))
 }
 
-// decode reads exactly one object with no other fields than body's.
+// decode reads exactly one object without unknown fields.
 func decode(raw []byte, body *Body) error {
 	decoder := json.NewDecoder(bytes.NewReader(raw))
 	decoder.DisallowUnknownFields()
@@ -135,7 +133,7 @@ func badBody(format string, args ...any) error {
 	return problem.New(http.StatusBadRequest, format, args...).Kind("bad-body", "Bad body")
 }
 
-// bodyFault says in the client's words what is wrong with its JSON.
+// bodyFault describes a JSON error for the client.
 func bodyFault(err error) string {
 	if wrong, ok := errors.AsType[*json.UnmarshalTypeError](err); ok {
 		if wrong.Field == "" {
@@ -149,14 +147,13 @@ func bodyFault(err error) string {
 	return strings.TrimPrefix(err.Error(), "json: ")
 }
 
-// wantsDocument reports a client that asks for JSON and not for a stream.
-func wantsDocument(r *http.Request) bool {
+func wantsJSON(r *http.Request) bool {
 	accept := strings.Join(r.Header.Values("Accept"), ",")
 	return strings.Contains(accept, "application/json") && !strings.Contains(accept, "text/event-stream")
 }
 
-// refusal is an error that came before the turn began, as the client gets it: who holds the lane is named.
-func (o *Operate) refusal(ctx context.Context, session string, err error) error {
+// busyProblem maps a busy lane to a problem that names the holder.
+func (o *Operate) busyProblem(ctx context.Context, session string, err error) error {
 	busy, ok := errors.AsType[*lanes.BusyError](err)
 	if !ok {
 		return err
@@ -166,24 +163,24 @@ func (o *Operate) refusal(ctx context.Context, session string, err error) error 
 		Kind("lane-busy", "Lane busy").WithHolder(busy.Holder)
 }
 
-// document answers with the whole turn at once.
-func (o *Operate) document(w http.ResponseWriter, r *http.Request, s *Session, body Body, key string) {
-	ctx, leave := context.WithCancelCause(r.Context())
-	defer leave(nil)
+// respondJSON responds with the whole turn at once.
+func (o *Operate) respondJSON(w http.ResponseWriter, r *http.Request, s *Session, body Body, key string) {
+	ctx, cancel := context.WithCancelCause(r.Context())
+	defer cancel(nil)
 	answer := Answer{Tools: []ToolCall{}, Approvals: []Approval{}}
-	traceID, begun := "", false
+	traceID, started := "", false
 	done, err := s.turn(ctx, body.Message, key, body.Wait, func(e Event) {
 		answer.Add(e)
 		switch data := e.Data.(type) {
 		case Start:
-			traceID, begun = data.TraceID, true
+			traceID, started = data.TraceID, true
 		case Approval:
-			leave(errAnswered)
+			cancel(errAnswered)
 		}
 	})
 	if err != nil {
-		if !begun {
-			err = o.refusal(r.Context(), s.id, err)
+		if !started {
+			err = o.busyProblem(r.Context(), s.id, err)
 		}
 		problem.Write(w, r, err, traceID, o.log)
 		return
@@ -203,33 +200,33 @@ func (o *Operate) document(w http.ResponseWriter, r *http.Request, s *Session, b
 	}
 }
 
-// stream answers with events. With wait the answer begins before the lane is held, so that the connection lives.
-func (o *Operate) stream(w http.ResponseWriter, r *http.Request, s *Session, body Body, key string) {
-	ctx, leave := context.WithCancelCause(r.Context())
-	defer leave(nil)
-	out := newStream(w, leave)
+// respondStream responds with events. With wait it opens the stream before it holds the lane, to keep the connection
+// alive.
+func (o *Operate) respondStream(w http.ResponseWriter, r *http.Request, s *Session, body Body, key string) {
+	ctx, cancel := context.WithCancelCause(r.Context())
+	defer cancel(nil)
+	out := newEventStream(w, cancel)
 	defer out.keepAlive(o.KeepAlive)()
 	if body.Wait {
 		out.comment("waiting for the lane " + Lane)
 	}
 	_, err := s.turn(ctx, body.Message, key, body.Wait, out.event)
 	switch {
-	case err == nil, out.wrote():
-	case !out.opened():
-		problem.Write(w, r, o.refusal(r.Context(), s.id, err), "", o.log)
+	case err == nil, out.hasEvents():
+	case !out.started():
+		problem.Write(w, r, o.busyProblem(r.Context(), s.id, err), "", o.log)
 	default:
-		out.event(Event{"error", said(o.refusal(r.Context(), s.id, err), "")})
+		out.event(Event{"error", toProblem(o.busyProblem(r.Context(), s.id, err), "")})
 	}
 }
 
-// writeLimit is how long a client may take to take an event.
-const writeLimit = 30 * time.Second
+// writeTimeout bounds the write of one event.
+const writeTimeout = 30 * time.Second
 
-// stream writes server-sent events. The headers go out with the first thing written. A client that takes nothing
-// any more ends the request.
-type stream struct {
+// eventStream writes server-sent events. The first write sends the headers. A failed write cancels the request.
+type eventStream struct {
 	w      http.ResponseWriter
-	leave  context.CancelCauseFunc
+	cancel context.CancelCauseFunc
 	closed chan struct{}
 
 	mu     sync.Mutex
@@ -238,25 +235,23 @@ type stream struct {
 	broken bool
 }
 
-func newStream(w http.ResponseWriter, leave context.CancelCauseFunc) *stream {
-	return &stream{w: w, leave: leave, closed: make(chan struct{})}
+func newEventStream(w http.ResponseWriter, cancel context.CancelCauseFunc) *eventStream {
+	return &eventStream{w: w, cancel: cancel, closed: make(chan struct{})}
 }
 
-// opened reports whether anything was written, wrote whether an event was.
-func (s *stream) opened() bool {
+func (s *eventStream) started() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.open
 }
 
-func (s *stream) wrote() bool {
+func (s *eventStream) hasEvents() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.events > 0
 }
 
-// event writes one event.
-func (s *stream) event(e Event) {
+func (s *eventStream) event(e Event) {
 	var text bytes.Buffer
 	encoder := json.NewEncoder(&text)
 	encoder.SetEscapeHTML(false)
@@ -277,15 +272,15 @@ func (s *stream) event(e Event) {
 	s.write(sse.Event{Name: e.Name, Data: strings.TrimSuffix(text.String(), "\n")}.Append(nil))
 }
 
-// comment writes what clients pass over.
-func (s *stream) comment(text string) {
+// comment writes a line that clients ignore.
+func (s *eventStream) comment(text string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.write(sse.Comment(nil, text))
 }
 
 // write sends bytes at once. The caller holds mu.
-func (s *stream) write(text []byte) {
+func (s *eventStream) write(text []byte) {
 	if s.broken {
 		return
 	}
@@ -298,28 +293,27 @@ func (s *stream) write(text []byte) {
 		h.Set("X-Accel-Buffering", "no") // proxies must not collect it
 		s.w.WriteHeader(http.StatusOK)
 	}
-	// A writer that knows no deadlines or cannot flush still gets the bytes.
-	_ = control.SetWriteDeadline(time.Now().Add(writeLimit))
+	// A writer without deadlines or flush still gets the bytes.
+	_ = control.SetWriteDeadline(time.Now().Add(writeTimeout))
 	_, err := s.w.Write(text)
 	if err == nil {
 		_ = control.Flush()
 		return
 	}
 	s.broken = true
-	s.leave(fmt.Errorf("write event: %w", err))
+	s.cancel(fmt.Errorf("write event: %w", err))
 }
 
-// keepAlive writes a comment whenever nothing was written for a while, once the stream is open. The function that it
-// returns ends that.
-func (s *stream) keepAlive(every time.Duration) (end func()) {
-	var beating sync.WaitGroup
-	beating.Go(func() {
+// keepAlive writes a comment at each interval once the stream is open. The caller must call end.
+func (s *eventStream) keepAlive(every time.Duration) (end func()) {
+	var wg sync.WaitGroup
+	wg.Go(func() {
 		ticker := time.NewTicker(every)
 		defer ticker.Stop()
 		for {
 			select {
 			case <-ticker.C:
-				if s.opened() {
+				if s.started() {
 					s.comment("keep-alive")
 				}
 			case <-s.closed:
@@ -329,12 +323,12 @@ func (s *stream) keepAlive(every time.Duration) (end func()) {
 	})
 	return func() {
 		close(s.closed)
-		beating.Wait()
+		wg.Wait()
 	}
 }
 
-// Event is what a turn shows while it is taken. Name is start, delta, restart, tool, approval, done or error, and for
-// a watcher also lane; Data is the value of that name below, or a *problem.Problem for error.
+// Event is part of a turn's output. Name is start, delta, restart, tool, approval, done or error, and lane for a
+// watcher. Data is the type of that name below, or a *problem.Problem for error.
 type Event struct {
 	Name string
 	Data any
@@ -347,8 +341,8 @@ type Start struct {
 	ExecutionID string `json:"execution_id"`
 }
 
-// Delta is a piece of the model's text. The event restart, which has no data, says that the pieces since the last
-// tool call do not count, because the model is asked again.
+// Delta is a piece of the model's text. The event restart, without data, discards the text since the last tool call,
+// because the model call is retried.
 type Delta struct {
 	Text string `json:"text"`
 }
@@ -364,7 +358,7 @@ type ToolCall struct {
 	DurationMS *int64          `json:"duration_ms,omitempty"`
 }
 
-// Approval is a call that waits for an admin's decision. Arguments are exactly those of the call.
+// Approval is a pending call with its exact arguments.
 type Approval struct {
 	ID        string          `json:"id"`
 	Skill     string          `json:"skill"`
@@ -372,9 +366,8 @@ type Approval struct {
 	ExpiresAt time.Time       `json:"expires_at"`
 }
 
-// Done is the last event of a turn that has an answer. Ended is as in reason.Outcome; a turn that was left while it
-// waits for an approval is WaitingApproval, and one that was left because the process shuts down is HandedOn: Usage and
-// CostUSD are then those until it was left.
+// Done is the last event of a successful turn. Ended is as in reason.Outcome, WaitingApproval for a turn detached
+// during an approval, or HandedOn at shutdown. For these two, Usage and CostUSD are partial.
 type Done struct {
 	TraceID     string         `json:"trace_id"`
 	ExecutionID string         `json:"execution_id"`
@@ -386,16 +379,16 @@ type Done struct {
 	CostUSD     float64        `json:"cost_usd"`
 }
 
-// How a turn ends for who listened to it, besides what reason.Outcome says.
+// Ways to end a turn beside those of reason.Outcome.
 const (
 	WaitingApproval = "waiting_approval"
 	HandedOn        = "handed_on"
 )
 
-// maxEvent bounds each value of a tool event, in bytes.
+// maxEvent bounds each value of a tool event in bytes.
 const maxEvent = 16 << 10
 
-// toolCall is a tool event as it may be shown: bounded and without secrets.
+// toolCall redacts and truncates a tool event.
 func toolCall(e reason.ToolEvent) ToolCall {
 	c := ToolCall{ID: e.ID, Name: redact.Text(e.Name, 200), Arguments: redact.JSON(e.Arguments, maxEvent), Status: "started"}
 	if !e.Done {
@@ -415,70 +408,70 @@ func approvalOf(a approvals.Approval) Approval {
 	return Approval{ID: a.ID, Skill: a.SkillName, Arguments: a.Arguments, ExpiresAt: a.ExpiresAt.UTC()}
 }
 
-// live is a turn that somebody in this process listens to. It outlasts a park: whichever run of the
-// execution happens in this process shows itself here.
-type live struct {
+// listener receives the events of a turn in this process. It outlives a park: each run of the execution in this
+// process reports here.
+type listener struct {
 	session *Session
 	emit    func(Event) // one at a time
 
-	mu       sync.Mutex
-	text     string          // streamed since the last tool call
-	asked    map[string]bool // approvals that were shown
-	asking   bool            // the last thing shown was an approval
-	stopping error           // why the run must stop although the database was not told
-	stop     []func(error)
+	mu              sync.Mutex
+	text            string          // streamed since the last tool call
+	shownApprovals  map[string]bool // approvals that were shown
+	lastWasApproval bool            // the last thing shown was an approval
+	stopCause       error           // why the run must stop although the database was not told
+	stopFuncs       []func(error)
 }
 
-func (l *live) show(e Event) {
+func (l *listener) send(e Event) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.asking = e.Name == "approval"
+	l.lastWasApproval = e.Name == "approval"
 	switch data := e.Data.(type) {
 	case Delta:
 		l.text += data.Text
 	case ToolCall:
 		l.text = ""
 	case Approval:
-		if l.asked[data.ID] {
+		if l.shownApprovals[data.ID] {
 			return
 		}
-		l.asked[data.ID] = true
+		l.shownApprovals[data.ID] = true
 	case nil:
 		l.text = ""
 	}
 	l.emit(e)
 }
 
-// awaiting reports whether the turn has asked for an approval and shown nothing since.
-func (l *live) awaiting() bool {
+// awaitsApproval reports whether the last event was an approval.
+func (l *listener) awaitsApproval() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.asking
+	return l.lastWasApproval
 }
 
-// streamed is the text since the last tool call.
-func (l *live) streamed() string {
+// streamedText is the text since the last tool call.
+func (l *listener) streamedText() string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.text
 }
 
-// halt stops the run in this process, if there is one.
-func (l *live) halt(cause error) {
+// stopRun stops the run in this process, if there is one.
+func (l *listener) stopRun(cause error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.stopping = cause
-	for _, stop := range l.stop {
+	l.stopCause = cause
+	for _, stop := range l.stopFuncs {
 		stop(cause)
 	}
 }
 
-// onHalt calls stop when the turn is halted, also when it was before.
-func (l *live) onHalt(stop func(error)) {
+// onStop calls stop when the turn is stopped, also if it was stopped before.
+func (l *listener) onStop(stop func(error)) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.stop = append(l.stop, stop)
-	if l.stopping != nil {
-		stop(l.stopping)
+	l.stopFuncs = append(l.stopFuncs, stop)
+	if l.stopCause != nil {
+		stop(l.stopCause)
 	}
 }

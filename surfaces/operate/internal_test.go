@@ -43,8 +43,8 @@ func TestARunThatOnlyWaitsAgainFreesTheLaneThatItTookBefore(t *testing.T) {
 		if _, err := executions.Wait(ctx, "first", executions.Event("first", time.Hour)); err != nil {
 			return executions.Result{}, err
 		}
-		_, p := o.protect(ctx, nil)
-		p.lend(ctx)
+		_, p := o.guardLane(ctx, nil)
+		p.release(ctx)
 		var holder string
 		err := pool.QueryRow(ctx, `select coalesce((select locked_by from agent_locks_live where lane = @lane), '')`,
 			postgres.Strict{"lane": Lane}).Scan(&holder)
@@ -103,7 +103,7 @@ func FuzzStream(f *testing.F) {
 		}
 		w := httptest.NewRecorder()
 		_, leave := context.WithCancelCause(t.Context())
-		s := newStream(w, leave)
+		s := newEventStream(w, leave)
 		sent := []Event{
 			{"start", Start{TraceID: "op_0", SessionID: text}},
 			{"delta", Delta{text}},

@@ -1,26 +1,24 @@
-// Package operate is the surface on which an admin talks to the agent: `agent operate`, POST /v1/operate, and
-// whatever else holds a Session.
+// Package operate is the surface on which an admin talks to the agent: `agent operate`, POST /v1/operate, and other
+// users of Session.
 //
-// What an admin says is a turn: one execution of the flow "operate" under an op_ trace of its own, inserted
-// together with the admin's message and claimed by the process that holds the connection, so that it
-// streams. The turns of a session are one thread (channel operate, the session's id is the thread's), from
-// which each takes its history. A turn has every skill, and a call that needs leave parks it until an
-// admin has decided; nothing that is said here decides.
+// An admin's message is a turn: one execution of the flow "operate" under its own op_ trace. It is inserted together
+// with the message and claimed by the process with the connection, so that it streams. The turns of a session form
+// one thread (channel operate, with the session's id), which is their history. A turn has every skill. A call that
+// needs approval parks the turn until an admin decides; a message itself never decides.
 //
-// One admin at a time: a session holds the lane "operate", on which heartbeats yield, while its admin works,
-// between the turns too. The lane is free again when the session is closed, when nothing was said for Idle, or,
-// when its process has died, as soon as the engine takes what that had claimed. It promises:
+// One admin works at a time: a session holds the lane "operate" during and between its turns, and heartbeats yield to
+// it. The session releases the lane when it is closed or idle. After a crash, the engine releases it with the
+// process's claims. Guarantees:
 //
-//   - Two turns are never taken at once, whoever takes them. A turn runs under the lease of its session, and a
-//     lease that is lost stops it. A turn whose process died, or whose admin left while it waited for an
-//     approval, goes on headless in any process that works; there its own execution holds the lane, and when
-//     that is busy the turn waits durably until it is free. Its answer is in the thread.
-//   - An admin who goes away while a turn runs cancels it: the execution ends, and what it was doing is stopped.
-//     One who goes away while it waits for an approval leaves it waiting.
-//   - A session has one agent, the default one or the one that the admin names first (package agents).
-//   - Whoever finds the lane held is told by whom, and may wait in the lane's queue or watch (Watch).
-//   - Events carry no secrets of tool calls. The arguments of a call that waits for leave are shown as they are,
-//     because they are what is decided about.
+//   - Turns never overlap. A turn runs under its session's lease, and a lost lease stops it. A turn continues
+//     headless in any process if its process died, or its admin left during an approval. Then its execution holds the
+//     lane, and waits durably while the lane is busy. The answer goes to the thread.
+//   - An admin who disconnects during a turn cancels it and its running step. During an approval the turn keeps
+//     waiting.
+//   - A session has one agent: the default one, or the one named first (package agents).
+//   - A second admin gets the holder's name, and can queue for the lane or watch (Watch).
+//   - Events contain no secrets of tool calls. Arguments of a pending approval are shown exactly, because they are
+//     approved.
 package operate
 
 import (
@@ -49,19 +47,19 @@ import (
 )
 
 const (
-	// Flow is the name under which a turn is registered with the engine.
+	// Flow is the registered name of turns.
 	Flow = "operate"
-	// Lane is held by the admin who works.
+	// Lane is held by the active admin.
 	Lane = "operate"
-	// Channel is that of the threads of sessions.
+	// Channel is the channel of session threads.
 	Channel = "operate"
 )
 
-// owner is whose threads sessions are: there is one admin token, so there is one.
+// owner owns all sessions, because there is one admin token.
 const owner = "admin"
 
-// retryPause lies between two tries to take up a turn that is ready.
-const retryPause = 20 * time.Millisecond
+// retryInterval is the pause between attempts to claim a ready turn.
+const retryInterval = 20 * time.Millisecond
 
 // Options configure the surface. Pool, Engine, Keeper and Loop are required.
 type Options struct {
@@ -71,31 +69,31 @@ type Options struct {
 	Loop   *reason.Loop
 	Logger *slog.Logger // nil for none
 	Agent  string       // who acts where the Loop knows no agents; default "agent"
-	// Tools are offered beside the skills, such as the one that delegates.
+	// Tools extend the skills, for example by delegation.
 	Tools []reason.Tool
 	// Idle is how long a session holds the lane after its last turn; default 5 minutes.
 	Idle time.Duration
-	// History is how many tokens of the session a turn is given; default 16,000.
+	// History bounds the session's history in a prompt, in tokens; default 16,000.
 	History int
-	// MaxMessage is how long a message may be, in bytes; default 64 KiB.
+	// MaxMessage bounds a message in bytes; default 64 KiB.
 	MaxMessage int
-	// KeepAlive is the pause between two signs of life in a stream; default 15 s.
+	// KeepAlive is the interval of keep-alive comments in a stream; default 15 s.
 	KeepAlive time.Duration
-	// Poll is how often a turn that another process runs, or that waits, is looked at; default 250 ms.
+	// Poll is the interval for turns that wait or run in another process; default 250 ms.
 	Poll time.Duration
 }
 
-// Operate is the surface in one process. All methods may be called from any goroutine.
+// Operate is the surface in one process. It is safe for concurrent use.
 type Operate struct {
 	Options
 	log *slog.Logger
 
-	mu       sync.Mutex
-	sessions map[string]*Session // that hold the lane or take a turn, by id
-	live     map[string]*live    // turns somebody here listens to, by execution
+	mu        sync.Mutex
+	sessions  map[string]*Session  // that hold the lane or take a turn, by id
+	listeners map[string]*listener // turns somebody here listens to, by execution
 }
 
-// New makes the surface and registers its flow with the engine. It starts nothing.
+// New creates the surface and registers its flow. It starts no goroutine.
 func New(opts Options) (*Operate, error) {
 	if opts.Pool == nil || opts.Engine == nil || opts.Keeper == nil || opts.Loop == nil {
 		return nil, errors.New("make operate: a pool, an engine, a keeper and a loop are required")
@@ -108,7 +106,7 @@ func New(opts Options) (*Operate, error) {
 	opts.Poll = cmp.Or(opts.Poll, 250*time.Millisecond)
 	o := &Operate{
 		Options: opts, log: cmp.Or(opts.Logger, slog.New(slog.DiscardHandler)),
-		sessions: map[string]*Session{}, live: map[string]*live{},
+		sessions: map[string]*Session{}, listeners: map[string]*listener{},
 	}
 	opts.Engine.Unforkable(Flow, "a turn answers one message in its session; say it again with agent operate")
 	if err := opts.Engine.Register(Flow, o.turn); err != nil {
@@ -117,10 +115,10 @@ func New(opts Options) (*Operate, error) {
 	return o, nil
 }
 
-// NewSessionID is an id that no session has had.
+// NewSessionID returns an unused session id.
 func NewSessionID() string { return "ses_" + ulid.Make().String() }
 
-// Close ends all sessions of this process and frees their lane. Turns under way are not touched.
+// Close closes all sessions of this process. It does not touch running turns.
 func (o *Operate) Close(ctx context.Context) error {
 	o.mu.Lock()
 	all := make([]*Session, 0, len(o.sessions))
@@ -138,16 +136,16 @@ func (o *Operate) Close(ctx context.Context) error {
 	return nil
 }
 
-// listened is the live side of a turn, if this process has it.
-func (o *Operate) listened(execution string) *live {
+// listenerOf returns the listener of a turn in this process, or nil.
+func (o *Operate) listenerOf(execution string) *listener {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	return o.live[execution]
+	return o.listeners[execution]
 }
 
-// As lets an agent act in the session from its next turn on; empty leaves that to the session. The error is a problem
-// of status 404 for an agent that there is none of.
-func (s *Session) As(ctx context.Context, agent string) error {
+// SetAgent selects the agent from the next turn on; empty keeps the session's. An unknown agent is a problem with
+// status 404.
+func (s *Session) SetAgent(ctx context.Context, agent string) error {
 	if agent == "" {
 		return nil
 	}
@@ -170,8 +168,8 @@ func (s *Session) As(ctx context.Context, agent string) error {
 	return nil
 }
 
-// acting is who acts in a session that begins now.
-func (s *Session) acting(ctx context.Context) (string, error) {
+// agentName returns the agent of a new session.
+func (s *Session) agentName(ctx context.Context) (string, error) {
 	s.mu.Lock()
 	named := s.agent
 	s.mu.Unlock()
@@ -182,9 +180,9 @@ func (s *Session) acting(ctx context.Context) (string, error) {
 	return a.Name, err
 }
 
-// pinned is who acts in a session whose thread has an agent. Another one that the admin names is refused. A thread
-// whose agent is not in service any more is the default agent's.
-func (s *Session) pinned(ctx context.Context, tx pgx.Tx, thread, acting string) (string, error) {
+// threadAgent returns the agent of the session's thread. It rejects another named agent. A thread of a disabled agent
+// falls to the default one.
+func (s *Session) threadAgent(ctx context.Context, tx pgx.Tx, thread, acting string) (string, error) {
 	if thread == acting || s.o.Loop.Agents == nil {
 		return acting, nil
 	}
@@ -201,11 +199,11 @@ func (s *Session) pinned(ctx context.Context, tx pgx.Tx, thread, acting string) 
 	return owner.Name, nil
 }
 
-// keyHeader makes a request count once. Who routes requests here refuses one whose first attempt is under way, until
-// the process that has it is dead; the turn goes on all the same, so it is an effect of the key as well.
+// keyHeader makes a request run once. Package api rejects a repeated request until the first process is dead. The
+// turn continues meanwhile, so its execution carries a key of its own.
 const keyHeader = "Idempotency-Key"
 
-// turnKey is the dedupe key of a request's turn; empty without an Idempotency-Key.
+// turnKey derives the dedupe key of a turn; empty without an Idempotency-Key.
 func turnKey(r *http.Request, b Body) string {
 	key := r.Header.Get(keyHeader)
 	if key == "" {
@@ -215,9 +213,9 @@ func turnKey(r *http.Request, b Body) string {
 	return "operate " + hex.EncodeToString(sum[:])
 }
 
-// unused is the dedupe key under which a request's turn may begin, or the refusal of one that was begun before. After
-// a turn that failed, which its client was told, or was of another day, the same request begins another.
-func (o *Operate) unused(ctx context.Context, key string) (string, error) {
+// checkTurnKey returns the dedupe key for a new turn, or a problem if the turn exists. After a failed turn, or a turn
+// of another day, the same request starts a new one.
+func (o *Operate) checkTurnKey(ctx context.Context, key string) (string, error) {
 	for next := key; next != ""; {
 		var id string
 		var old bool // older than keys are kept: it may be used again
@@ -235,14 +233,14 @@ func (o *Operate) unused(ctx context.Context, key string) (string, error) {
 			return "", err
 		}
 		if !old && (!x.Status.Ended() || x.Status == executions.Completed) {
-			return "", begunBefore(x)
+			return "", duplicateTurn(x)
 		}
 		next = key + " after " + id
 	}
 	return "", nil
 }
 
-func begunBefore(x executions.Execution) error {
+func duplicateTurn(x executions.Execution) error {
 	return problem.New(http.StatusConflict, "an earlier request with this %s began the turn, which is %s: its answer is in thread %s",
 		keyHeader, x.Status, deref(x.ThreadID)).Kind("idempotency-key-used", "Already handled").WithTrace(x.TraceID)
 }

@@ -14,38 +14,38 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// ErrBusySession reports a session in which a turn is under way.
+// ErrBusySession reports a session with a running turn.
 var ErrBusySession error = problem.New(http.StatusConflict,
 	"a turn of this session is under way; wait for its end, or send wait: true").Kind("turn-under-way", "Turn under way")
 
-// lookAtSlot is how often a turn that may not wait looks whether another has begun.
-const lookAtSlot = 5 * time.Millisecond
+// slotPollInterval is how often a turn that may not wait checks the slot.
+const slotPollInterval = 5 * time.Millisecond
 
-// Session is one admin at work. Its methods may be called from any goroutine; its turns are taken one at a time.
+// Session is an admin's session. It is safe for concurrent use; its turns run one at a time.
 type Session struct {
 	o    *Operate
 	id   string
 	slot chan struct{} // has a token while a turn is taken or the lane is being freed
-	look chan struct{} // has room for one: look at the turn now
+	wake chan struct{} // has room for one: look at the turn now
 
 	mu             sync.Mutex
 	agent          string // that the admin named; empty: the thread's, or the default one
-	keep           bool   // hold the lane between turns
+	keepLane       bool   // hold the lane between turns
 	lease          *lanes.Lease
-	end            context.CancelCauseFunc // of the lease's context
-	next           trace.ID                // of the next turn: the lease is held in its name
+	cancelLease    context.CancelCauseFunc // of the lease's context
+	nextTrace      trace.ID                // of the next turn: the lease is held in its name
 	idle           *time.Timer
 	idleGeneration int  // of the idle timer: a timer of an earlier generation has no effect
 	turnActive     bool // a turn has the slot, from begin to rest
 	closed         bool
-	lent           bool // the lane was left to a turn that another process went on with
+	laneLent       bool // the lane was left to a turn that another process went on with
 }
 
-// ID is the session's id, and its thread's.
+// ID returns the id of the session and its thread.
 func (s *Session) ID() string { return s.id }
 
-// Session returns the session with an id, which this process may have already; empty makes a new one. keep says that
-// it holds the lane between turns. It takes nothing yet; an id that cannot be is threads.ErrInvalid.
+// Session returns the session with an id; empty creates one. keep makes it hold the lane between turns. It acquires
+// nothing yet. A malformed id is threads.ErrInvalid.
 func (o *Operate) Session(id string, keep bool) (*Session, error) {
 	if id == "" {
 		id = NewSessionID()
@@ -57,27 +57,27 @@ func (o *Operate) Session(id string, keep bool) (*Session, error) {
 	defer o.mu.Unlock()
 	s := o.sessions[id]
 	if s == nil {
-		s = &Session{o: o, id: id, slot: make(chan struct{}, 1), look: make(chan struct{}, 1)}
+		s = &Session{o: o, id: id, slot: make(chan struct{}, 1), wake: make(chan struct{}, 1)}
 		o.sessions[id] = s
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.keep, s.closed = s.keep || keep, false
+	s.keepLane, s.closed = s.keepLane || keep, false
 	return s, nil
 }
 
-// Hold takes the lane now, before the first turn; *lanes.BusyError when another has it. With wait it stands in
-// the lane's queue until ctx ends.
+// Hold acquires the lane before the first turn. A busy lane is a *lanes.BusyError; with wait it queues until ctx
+// ends.
 func (s *Session) Hold(ctx context.Context, wait bool) error {
-	if err := s.begin(ctx, wait); err != nil {
+	if err := s.acquireSlot(ctx, wait); err != nil {
 		return err
 	}
-	defer s.rest(ctx)
-	err := s.enter(ctx, wait)
+	defer s.releaseSlot(ctx)
+	err := s.acquireLane(ctx, wait)
 	return err
 }
 
-// Touch says that the admin is there, so that the session does not count as idle.
+// Touch restarts the idle timer.
 func (s *Session) Touch() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -86,15 +86,15 @@ func (s *Session) Touch() {
 	}
 }
 
-// Look has the turn under way looked at now, after something was done that it may have waited for.
-func (s *Session) Look() {
+// Wake polls the running turn at once, for example after an approval.
+func (s *Session) Wake() {
 	select {
-	case s.look <- struct{}{}:
+	case s.wake <- struct{}{}:
 	default:
 	}
 }
 
-// Close ends the session and frees the lane, at the end of the turn where one is under way.
+// Close ends the session and releases the lane, after the running turn if there is one.
 func (s *Session) Close(ctx context.Context) error {
 	s.mu.Lock()
 	s.closed = true
@@ -102,100 +102,100 @@ func (s *Session) Close(ctx context.Context) error {
 	select {
 	case s.slot <- struct{}{}:
 		defer func() { <-s.slot }()
-		return s.free(ctx)
+		return s.closeLane(ctx)
 	default:
 		return nil // who takes the turn frees the lane
 	}
 }
 
-// begin waits for the session's turn to be taken. Without wait it waits for the lane to be freed, which takes a moment,
-// and not for a turn.
-func (s *Session) begin(ctx context.Context, wait bool) error {
-	var look <-chan time.Time
+// acquireSlot acquires the session's slot for a turn. Without wait it still waits for a release of the lane, but not
+// for a turn.
+func (s *Session) acquireSlot(ctx context.Context, wait bool) error {
+	var tick <-chan time.Time
 	if !wait {
-		ticker := time.NewTicker(lookAtSlot)
+		ticker := time.NewTicker(slotPollInterval)
 		defer ticker.Stop()
-		look = ticker.C
+		tick = ticker.C
 	}
 	for {
 		select {
 		case s.slot <- struct{}{}:
-			s.takesTurn(true)
+			s.setTurnActive(true)
 			return nil
 		default:
 		}
-		if !wait && s.takingTurn() {
+		if !wait && s.isTurnActive() {
 			return ErrBusySession
 		}
 		select {
 		case s.slot <- struct{}{}:
-			s.takesTurn(true)
+			s.setTurnActive(true)
 			return nil
-		case <-look:
+		case <-tick:
 		case <-ctx.Done():
 			return context.Cause(ctx)
 		}
 	}
 }
 
-func (s *Session) takesTurn(turns bool) {
+func (s *Session) setTurnActive(turns bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.turnActive = turns
 }
 
-func (s *Session) takingTurn() bool {
+func (s *Session) isTurnActive() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.turnActive
 }
 
-// rest ends what begin began: the lane is kept for a while, or freed.
-func (s *Session) rest(ctx context.Context) {
+// releaseSlot ends a turn: the session keeps the lane until idle, or releases it.
+func (s *Session) releaseSlot(ctx context.Context) {
 	s.mu.Lock()
 	s.turnActive = false
-	stay := s.keep && !s.closed && s.lease != nil && s.lease.Context().Err() == nil
-	if stay {
+	keepLane := s.keepLane && !s.closed && s.lease != nil && s.lease.Context().Err() == nil
+	if keepLane {
 		s.idleGeneration++
-		rest := s.idleGeneration
-		s.idle = time.AfterFunc(s.o.Idle, func() { s.idled(rest) })
+		generation := s.idleGeneration
+		s.idle = time.AfterFunc(s.o.Idle, func() { s.expireIdle(generation) })
 	}
 	s.mu.Unlock()
-	if !stay {
-		s.report(ctx, s.free(ctx))
+	if !keepLane {
+		s.logReleaseError(ctx, s.closeLane(ctx))
 	}
 	<-s.slot
 	s.mu.Lock()
-	left := stay && s.closed // who closed it in this moment found the slot taken
+	closedMeanwhile := keepLane && s.closed // who closed it in this moment found the slot taken
 	s.mu.Unlock()
-	if left {
-		s.report(ctx, s.Close(ctx))
+	if closedMeanwhile {
+		s.logReleaseError(ctx, s.Close(ctx))
 	}
 }
 
-// idled frees the lane of an admin who has said nothing since a rest for long.
-func (s *Session) idled(rest int) {
+// expireIdle releases the lane of an idle session, unless a turn started since.
+func (s *Session) expireIdle(generation int) {
 	s.slot <- struct{}{} // it may be the rest itself that has it still, and a turn gives it back
 	defer func() { <-s.slot }()
 	s.mu.Lock()
-	again := s.idleGeneration != rest && !s.closed // a turn has begun since
+	resumed := s.idleGeneration != generation && !s.closed // a turn has begun since
 	s.mu.Unlock()
-	if again {
+	if resumed {
 		return
 	}
 	ctx := context.Background()
 	s.o.log.InfoContext(ctx, "session idle, lane freed", "session", s.id, "idle", s.o.Idle.String())
-	s.report(ctx, s.free(ctx))
+	s.logReleaseError(ctx, s.closeLane(ctx))
 }
 
-func (s *Session) report(ctx context.Context, err error) {
+func (s *Session) logReleaseError(ctx context.Context, err error) {
 	if err != nil {
 		s.o.log.WarnContext(ctx, "lane not freed yet, trying again until its lease ends", "lane", Lane, "session", s.id, "error", err)
 	}
 }
 
-// held is the session's lease, while it is alive.
-func (s *Session) held() *lanes.Lease {
+// liveLease returns the session's lease while it is alive, else nil.
+func (s *Session) liveLease() *lanes.Lease {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.lease == nil || s.lease.Context().Err() != nil {
@@ -204,23 +204,23 @@ func (s *Session) held() *lanes.Lease {
 	return s.lease
 }
 
-// enter takes the lane for the session if it does not hold it. The caller has the slot.
-func (s *Session) enter(ctx context.Context, wait bool) error {
+// acquireLane acquires the lane unless the session holds it. The caller holds the slot.
+func (s *Session) acquireLane(ctx context.Context, wait bool) error {
 	s.mu.Lock()
 	s.idleGeneration++
 	if s.idle != nil {
 		s.idle.Stop()
 	}
 	s.mu.Unlock()
-	s.o.remember(s)
-	if s.held() != nil {
+	s.o.addSession(s)
+	if s.liveLease() != nil {
 		return nil
 	}
 	process, err := s.o.Engine.WorkerID(ctx)
 	if err != nil {
 		return fmt.Errorf("open session: %w", err)
 	}
-	acting, err := s.acting(ctx)
+	acting, err := s.agentName(ctx)
 	if err != nil {
 		return fmt.Errorf("open session: %w", err)
 	}
@@ -243,36 +243,36 @@ func (s *Session) enter(ctx context.Context, wait bool) error {
 		return err
 	}
 	s.mu.Lock()
-	s.lease, s.end, s.next = lease, end, next
+	s.lease, s.cancelLease, s.nextTrace = lease, end, next
 	s.mu.Unlock()
 	return nil
 }
 
-// regain takes the lane back that was left to a turn elsewhere, if nobody else has it by now.
-func (s *Session) regain(ctx context.Context) {
+// reacquireLane acquires the lane again after a turn in another process, if it is free.
+func (s *Session) reacquireLane(ctx context.Context) {
 	s.mu.Lock()
-	lent := s.lent && s.keep && !s.closed
-	s.lent = false
+	lent := s.laneLent && s.keepLane && !s.closed
+	s.laneLent = false
 	s.mu.Unlock()
 	if !lent || ctx.Err() != nil {
 		return
 	}
-	if err := s.enter(ctx, false); err != nil {
+	if err := s.acquireLane(ctx, false); err != nil {
 		s.o.log.WarnContext(ctx, "lane not taken back, the next turn asks for it", "lane", Lane, "session", s.id, "error", err)
 	}
 }
 
-// free gives the lane back. The caller has the slot.
-func (s *Session) free(ctx context.Context) error {
-	s.o.forget(s)
-	return s.release(ctx)
+// closeLane releases the lane and removes the session. The caller holds the slot.
+func (s *Session) closeLane(ctx context.Context) error {
+	s.o.removeSession(s)
+	return s.releaseLane(ctx)
 }
 
-// release gives the lane back and keeps the session.
-func (s *Session) release(ctx context.Context) error {
+// releaseLane releases the lane and keeps the session.
+func (s *Session) releaseLane(ctx context.Context) error {
 	s.mu.Lock()
-	lease, end := s.lease, s.end
-	s.lease, s.end, s.next = nil, nil, ""
+	lease, end := s.lease, s.cancelLease
+	s.lease, s.cancelLease, s.nextTrace = nil, nil, ""
 	if s.idle != nil {
 		s.idle.Stop()
 	}
@@ -288,20 +288,20 @@ func (s *Session) release(ctx context.Context) error {
 	return err
 }
 
-// traceID is that of the next turn.
+// traceID returns the trace id of the next turn.
 func (s *Session) traceID() trace.ID {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	id := s.next
-	s.next = ""
+	id := s.nextTrace
+	s.nextTrace = ""
 	if id == "" {
 		id = trace.New(trace.Operate)
 	}
 	return id
 }
 
-// remember lists a session among those at work. One that had been freed is there again with who still had it.
-func (o *Operate) remember(s *Session) {
+// addSession registers a session, also one that was removed and is used again.
+func (o *Operate) addSession(s *Session) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if o.sessions[s.id] == nil {
@@ -309,8 +309,7 @@ func (o *Operate) remember(s *Session) {
 	}
 }
 
-// forget takes a session out of the list of those at work.
-func (o *Operate) forget(s *Session) {
+func (o *Operate) removeSession(s *Session) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if o.sessions[s.id] == s {

@@ -446,14 +446,14 @@ func TestASessionHasOneAgent(t *testing.T) {
 		}
 	}
 	s := p.open(t, "")
-	if err := s.As(t.Context(), "nobody"); err == nil {
+	if err := s.SetAgent(t.Context(), "nobody"); err == nil {
 		t.Error("an agent that there is none of acts")
 	}
 	for _, c := range []struct{ session, agent, told string }{
 		{"first", "", "You sell."}, {"second", "billing", "You bill."}, {"second", "", "You bill."}, {"first", "billing", ""},
 	} {
 		s := p.open(t, c.session)
-		if err := s.As(t.Context(), c.agent); err != nil {
+		if err := s.SetAgent(t.Context(), c.agent); err != nil {
 			t.Fatal(err)
 		}
 		b := p.say(t, s, "hello", true)

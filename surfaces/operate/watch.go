@@ -18,10 +18,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// watchBack is how far back a watcher looks for turns that it has not met.
-const watchBack = 10 * time.Minute
+// watchWindow is how far back a watcher searches for turns.
+const watchWindow = 10 * time.Minute
 
-// Holder is who has the lane.
+// Holder describes the lane's holder.
 type Holder struct {
 	Lane      string   `json:"lane"`
 	Held      bool     `json:"held"`
@@ -32,7 +32,7 @@ type Holder struct {
 	ExpiresIn *float64 `json:"expires_in,omitempty"` // seconds, unless it is renewed
 }
 
-// Holder says who has the lane now.
+// Holder returns the current holder of the lane.
 func (o *Operate) Holder(ctx context.Context) (Holder, error) {
 	h := Holder{Lane: Lane}
 	live, err := lanes.Live(ctx, o.Pool)
@@ -56,7 +56,7 @@ func (o *Operate) Holder(ctx context.Context) (Holder, error) {
 	return h, nil
 }
 
-// Explain says who is in the way, for people.
+// Explain describes the holder for people.
 func (o *Operate) Explain(ctx context.Context, busy *lanes.BusyError) string {
 	text := busy.Error()
 	h, err := o.Holder(ctx)
@@ -69,8 +69,7 @@ func (o *Operate) Explain(ctx context.Context, busy *lanes.BusyError) string {
 	return text + fmt.Sprintf("; at work for %s", time.Duration(h.HeldFor*float64(time.Second)).Round(time.Second))
 }
 
-// RecordSkipped records that a turn of a session was not taken, because another admin is at work, as a skipped activity
-// with the holder under a trace of its own.
+// RecordSkipped records a turn skipped because another admin holds the lane, under a separate trace.
 func (o *Operate) RecordSkipped(ctx context.Context, session string, busy *lanes.BusyError) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()
@@ -83,67 +82,66 @@ func (o *Operate) RecordSkipped(ctx context.Context, session string, busy *lanes
 	}
 }
 
-// WatchHandler answers GET /v1/operate/watch: what Watch shows, as server-sent events, until the client leaves or the
-// process shuts down.
+// WatchHandler serves GET /v1/operate/watch: the events of Watch, until the client disconnects or the process shuts
+// down.
 func (o *Operate) WatchHandler() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		ctx, leave := context.WithCancelCause(r.Context())
 		defer leave(nil)
-		out := newStream(w, leave)
+		out := newEventStream(w, leave)
 		defer out.keepAlive(o.KeepAlive)()
 		err := o.Watch(ctx, out.event)
 		switch {
 		case err == nil || ctx.Err() != nil:
-		case !out.opened():
+		case !out.started():
 			problem.Write(w, r, err, "", o.log)
 		default:
-			out.event(Event{"error", said(err, "")})
+			out.event(Event{"error", toProblem(err, "")})
 		}
 	})
 }
 
-// Watch follows the admins at work, read only, until ctx ends: who has the lane (event lane, whenever that changes),
-// and the turns taken in it, in the events that the admin sees, except that text comes with the end of each model
-// call. It begins with the turn that is under way.
+// Watch reports the active admins until ctx ends, read only: lane events when the holder changes, and the events of
+// their turns. Text arrives at the end of each model call. It begins with the running turn.
 func (o *Operate) Watch(ctx context.Context, emit func(Event)) error {
-	w := &watcher{o: o, emit: emit, open: map[string]bool{}, turns: map[string]bool{}, seen: map[string]activity.Status{}, asked: map[string]bool{}}
+	w := &watcher{o: o, emit: emit, open: map[string]bool{}, turns: map[string]bool{}, seen: map[string]activity.Status{}, approvalsShown: map[string]bool{}}
 	for ctx.Err() == nil {
-		if err := w.look(ctx); err != nil && ctx.Err() == nil {
+		if err := w.poll(ctx); err != nil && ctx.Err() == nil {
 			return fmt.Errorf("watch: %w", err)
 		}
 		if o.draining() {
 			return nil
 		}
-		o.pause(ctx, o.Poll, nil)
+		o.sleep(ctx, o.Poll, nil)
 	}
 	return nil
 }
 
-// watcher remembers what it has shown.
+// watcher stores what was already reported.
 type watcher struct {
-	o      *Operate
-	emit   func(Event)
-	holder string
-	began  bool
-	open   map[string]bool            // traces that were met; false once their turn was seen to have ended
-	turns  map[string]bool            // executions begun and not ended, as far as was shown
-	seen   map[string]activity.Status // activities of those
-	asked  map[string]bool            // approvals
+	o              *Operate
+	emit           func(Event)
+	holder         string
+	started        bool
+	open           map[string]bool            // traces that were met; false once their turn was seen to have ended
+	turns          map[string]bool            // executions begun and not ended, as far as was shown
+	seen           map[string]activity.Status // activities of those
+	approvalsShown map[string]bool            // approvals
 }
 
-// look shows what is new.
-func (w *watcher) look(ctx context.Context) error {
+// poll reports what is new.
+func (w *watcher) poll(ctx context.Context) error {
 	holder, err := w.o.Holder(ctx)
 	if err != nil {
 		return err
 	}
-	if !w.began || holder.Holder != w.holder {
+	if !w.started || holder.Holder != w.holder {
 		w.holder = holder.Holder
 		w.emit(Event{"lane", holder})
 	}
-	first := !w.began
-	w.began = true
-	traces, err := w.traces(ctx)
+	first := !w.started
+	w.started = true
+	traces, err := w.activeTraces(ctx)
 	if err != nil {
 		return err
 	}
@@ -164,11 +162,10 @@ func (w *watcher) look(ctx context.Context) error {
 	return nil
 }
 
-// traces are those of turns that may have news, oldest first: what is under way, and what has acted lately. Only the
-// newest rows of the log are looked at, however long it is.
-func (w *watcher) traces(ctx context.Context) ([]string, error) {
+// activeTraces lists the traces of running and recent turns, oldest first. It reads only the newest rows of the log.
+func (w *watcher) activeTraces(ctx context.Context) ([]string, error) {
 	rows, _, err := activity.Recent(ctx, w.o.Pool, activity.Filter{
-		Surface: string(trace.Operate), Since: time.Now().Add(-watchBack), Limit: activity.MaxLimit,
+		Surface: string(trace.Operate), Since: time.Now().Add(-watchWindow), Limit: activity.MaxLimit,
 	})
 	if err != nil {
 		return nil, err
@@ -189,7 +186,7 @@ func (w *watcher) traces(ctx context.Context) ([]string, error) {
 	return ids, nil
 }
 
-// turn shows what is new in a turn. One that had ended when the watch began is passed over.
+// turn reports what is new in a turn. It skips a turn that had ended before the watch.
 func (w *watcher) turn(ctx context.Context, x executions.Execution, first bool) error {
 	shown, known := w.turns[x.ID]
 	switch {
@@ -207,13 +204,12 @@ func (w *watcher) turn(ctx context.Context, x executions.Execution, first bool) 
 	}
 	if x.Status.Ended() {
 		w.turns[x.ID], w.open[x.TraceID] = false, false
-		w.end(x)
+		w.sendOutcome(x)
 	}
 	return nil
 }
 
-// activities shows what a turn did since the last look. They were read after the turn's row, so that when that says
-// it has ended, all of them are there.
+// activities reports a turn's new activities. They are read after the turn's row, so an ended turn has all of them.
 func (w *watcher) activities(ctx context.Context, x executions.Execution) error {
 	rows, _, err := activity.Recent(ctx, w.o.Pool, activity.Filter{
 		TraceID: x.TraceID, Kinds: []activity.Kind{activity.KindCall, activity.KindModel}, Limit: activity.MaxLimit,
@@ -232,14 +228,13 @@ func (w *watcher) activities(ctx context.Context, x executions.Execution) error 
 	return w.approvals(ctx, x)
 }
 
-// activity shows one row.
 func (w *watcher) activity(row activity.Row) {
 	if row.Kind == activity.KindModel {
-		var said struct {
+		var output struct {
 			Content string `json:"content"`
 		}
-		if row.Status == activity.Success && json.Unmarshal(row.Output, &said) == nil && said.Content != "" {
-			w.emit(Event{"delta", Delta{said.Content}})
+		if row.Status == activity.Success && json.Unmarshal(row.Output, &output) == nil && output.Content != "" {
+			w.emit(Event{"delta", Delta{output.Content}})
 		}
 		return
 	}
@@ -255,7 +250,7 @@ func (w *watcher) activity(row activity.Row) {
 	w.emit(Event{"tool", c})
 }
 
-// approvals shows what a turn waits for.
+// approvals reports the turn's pending approvals.
 func (w *watcher) approvals(ctx context.Context, x executions.Execution) error {
 	if x.Status != executions.Waiting || deref(x.WaitingFor) != "approval" {
 		return nil
@@ -265,20 +260,19 @@ func (w *watcher) approvals(ctx context.Context, x executions.Execution) error {
 		return err
 	}
 	for _, a := range slices.Backward(waiting) {
-		if !w.asked[a.ID] {
-			w.asked[a.ID] = true
+		if !w.approvalsShown[a.ID] {
+			w.approvalsShown[a.ID] = true
 			w.emit(Event{"approval", approvalOf(a)})
 		}
 	}
 	return nil
 }
 
-// end shows how a turn ended.
-func (w *watcher) end(x executions.Execution) {
+func (w *watcher) sendOutcome(x executions.Execution) {
 	s := Session{o: w.o, id: deref(x.ThreadID)}
-	done, err := s.outcome(Done{TraceID: x.TraceID, ExecutionID: x.ID, SessionID: s.id}, x)
+	done, err := s.readOutcome(Done{TraceID: x.TraceID, ExecutionID: x.ID, SessionID: s.id}, x)
 	if err != nil {
-		w.emit(Event{"error", said(err, x.TraceID)})
+		w.emit(Event{"error", toProblem(err, x.TraceID)})
 		return
 	}
 	done.Ended = cmp.Or(done.Ended, string(x.Status))

@@ -34,20 +34,20 @@ type Page struct {
 	NextCursor *string             `json:"next_cursor"` // null after the last one
 }
 
-// Shown is a delivery with what came, which is redacted and cut for showing.
+// Shown is a delivery with its redacted and truncated content.
 type Shown struct {
 	webhooks.Delivery
 	Body        json.RawMessage `json:"body"`
 	OtherBodies []OtherBody     `json:"other_bodies"` // that came under its id, and were not handled
 }
 
-// OtherBody is a body that came under the id of a delivery which has another one.
+// OtherBody is a different body received under the same delivery id.
 type OtherBody struct {
 	webhooks.Conflict
 	Body json.RawMessage `json:"body"`
 }
 
-// Show reads what came with a delivery, fit to be looked at.
+// Show reads the displayable content of a delivery.
 func Show(ctx context.Context, db postgres.DB, d webhooks.Delivery) (Shown, error) {
 	body, err := webhooks.Body(ctx, db, d.ID)
 	if err != nil {
@@ -68,15 +68,15 @@ func Show(ctx context.Context, db postgres.DB, d webhooks.Delivery) (Shown, erro
 	return shown, nil
 }
 
-// ReplayRequest is the body of POST /v1/webhooks/deliveries/{id}/replay; it may be left out.
+// ReplayRequest is the optional body of POST /v1/webhooks/deliveries/{id}/replay.
 type ReplayRequest struct {
-	// Replays is how many replays the caller saw: the request has effect only while it is so.
+	// Replays is the replay count that the caller saw; the request fails if it has changed.
 	Replays *int `json:"replays,omitempty"`
-	// Reason is kept in the audit.
+	// Reason is kept in the audit log.
 	Reason string `json:"reason,omitempty"`
 }
 
-// Replayed is the answer to a replay.
+// Replayed is the response to a replay.
 type Replayed struct {
 	ID          string `json:"id"`
 	TraceID     string `json:"trace_id"`
@@ -84,7 +84,7 @@ type Replayed struct {
 	Replays     int    `json:"replays"`
 }
 
-// Deliveries is GET /v1/webhooks/deliveries?endpoint=&status=&limit=&cursor=, for the admin.
+// Deliveries serves GET /v1/webhooks/deliveries?endpoint=&status=&limit=&cursor=.
 func (s *Surface) Deliveries() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		f, err := filter(r.URL.RawQuery)
@@ -105,16 +105,16 @@ func (s *Surface) Deliveries() http.Handler {
 			next := base64.RawURLEncoding.EncodeToString([]byte("deliveries\n" + got[limit-1].ID))
 			page.NextCursor = &next
 		}
-		s.answer(w, r, http.StatusOK, page)
+		s.writeJSON(w, r, http.StatusOK, page)
 	})
 }
 
-// filter reads the query; what the listing does not know is refused.
+// filter parses the query and rejects unknown parameters.
 func filter(raw string) (webhooks.Filter, error) {
 	f := webhooks.Filter{Limit: defaultPage}
 	values, err := url.ParseQuery(raw)
 	if err != nil {
-		return f, badParameter("the query cannot be read: %s", err)
+		return f, badParameter("malformed query: %s", err)
 	}
 	for name, all := range values {
 		value := all[0]
@@ -149,20 +149,20 @@ func badParameter(format string, args ...any) error {
 	return problem.New(http.StatusBadRequest, format, args...).Kind("bad-parameter", "Bad parameter")
 }
 
-// Delivery is GET /v1/webhooks/deliveries/{id}, for the admin.
+// Delivery serves GET /v1/webhooks/deliveries/{id}.
 func (s *Surface) Delivery() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		shown, err := s.show(r)
+		shown, err := s.readShown(r)
 		if err != nil {
-			problem.Write(w, r, told(err), "", s.Logger)
+			problem.Write(w, r, toProblem(err), "", s.Logger)
 			return
 		}
 		w.Header().Set("X-Trace-Id", shown.LastTraceID)
-		s.answer(w, r, http.StatusOK, shown)
+		s.writeJSON(w, r, http.StatusOK, shown)
 	})
 }
 
-func (s *Surface) show(r *http.Request) (Shown, error) {
+func (s *Surface) readShown(r *http.Request) (Shown, error) {
 	id, err := pathID(r)
 	if err != nil {
 		return Shown{}, err
@@ -182,32 +182,31 @@ func pathID(r *http.Request) (string, error) {
 	return id, nil
 }
 
-// ReplayDelivery is POST /v1/webhooks/deliveries/{id}/replay, for the admin: 202, or 409 while it is being handled.
+// ReplayDelivery serves POST /v1/webhooks/deliveries/{id}/replay: 202, or 409 while the delivery is processed.
 func (s *Surface) ReplayDelivery() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		id, err := pathID(r)
 		var wanted ReplayRequest
 		if err == nil {
-			wanted, err = wantsReplay(w, r)
+			wanted, err = readReplayRequest(w, r)
 		}
 		var d webhooks.Delivery
 		if err == nil {
-			d, err = s.Replay(r.Context(), id, wanted.seen(), wanted.Reason)
+			d, err = s.Replay(r.Context(), id, wanted.expectedReplays(), wanted.Reason)
 		}
 		if err != nil {
-			problem.Write(w, r, told(err), "", s.Logger)
+			problem.Write(w, r, toProblem(err), "", s.Logger)
 			return
 		}
 		w.Header().Set("X-Trace-Id", d.LastTraceID)
-		s.answer(w, r, http.StatusAccepted, Replayed{ID: d.ID, TraceID: d.LastTraceID, ExecutionID: *d.ExecutionID, Replays: d.Replays})
+		s.writeJSON(w, r, http.StatusAccepted, Replayed{ID: d.ID, TraceID: d.LastTraceID, ExecutionID: *d.ExecutionID, Replays: d.Replays})
 	})
 }
 
-// maxReason bounds a reason, in bytes.
+// maxReason bounds a reason in bytes.
 const maxReason = 1000
 
-// wantsReplay reads how many replays the caller saw, and why another is wanted.
-func wantsReplay(w http.ResponseWriter, r *http.Request) (wanted ReplayRequest, err error) {
+func readReplayRequest(w http.ResponseWriter, r *http.Request) (wanted ReplayRequest, err error) {
 	stray := ""
 	raw, err := io.ReadAll(http.MaxBytesReader(w, r.Body, maxShown))
 	if err == nil && len(bytes.TrimSpace(raw)) > 0 {
@@ -227,16 +226,16 @@ func wantsReplay(w http.ResponseWriter, r *http.Request) (wanted ReplayRequest, 
 	return wanted, nil
 }
 
-// seen is how many replays the caller saw; -1 when it does not say.
-func (r ReplayRequest) seen() int {
+// expectedReplays returns -1 without an expectation.
+func (r ReplayRequest) expectedReplays() int {
 	if r.Replays == nil {
 		return -1
 	}
 	return *r.Replays
 }
 
-// told gives the errors of this package their status.
-func told(err error) error {
+// toProblem maps this package's errors to statuses.
+func toProblem(err error) error {
 	switch {
 	case errors.Is(err, webhooks.ErrNotFound):
 		return problem.New(http.StatusNotFound, "%s", err)

@@ -24,16 +24,16 @@ import (
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
-// Receipt is the answer to a delivery.
+// Receipt is the response to a delivery.
 type Receipt struct {
 	TraceID    string `json:"trace_id"`
 	DeliveryID string `json:"delivery_id"`
-	// Conflict says that another body came under this id before: this one is kept for the admin and not handled.
+	// Conflict reports a different body under an earlier id. It is stored for the admin and not processed.
 	Conflict bool `json:"conflict,omitempty"`
 }
 
-// Receive is POST /webhooks/{endpoint}, for anybody: the signature says who it is. It limits the body itself; whoever
-// limits it before must allow webhooks.MostMaxBytes, and asks [Surface.Expect] before it reads it.
+// Receive serves POST /webhooks/{endpoint}. The signature authenticates the sender. The caller runs [Surface.Expect]
+// before it reads the body, and allows webhooks.MostMaxBytes.
 func (s *Surface) Receive() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		got, err := s.receive(w, r)
@@ -46,15 +46,15 @@ func (s *Surface) Receive() http.Handler {
 			return
 		}
 		status := http.StatusOK
-		if got.fresh {
+		if got.isNew {
 			status = http.StatusAccepted
 		}
 		w.Header().Set("X-Trace-Id", got.TraceID)
-		s.answer(w, r, status, Receipt{TraceID: got.TraceID, DeliveryID: got.DeliveryID, Conflict: got.conflict})
+		s.writeJSON(w, r, status, Receipt{TraceID: got.TraceID, DeliveryID: got.DeliveryID, Conflict: got.conflict})
 	})
 }
 
-// expected is what is known of a request before its body is read.
+// expected is known before the body is read.
 type expected struct {
 	endpoint webhooks.Endpoint
 	verifier signature.Verifier
@@ -62,9 +62,8 @@ type expected struct {
 
 type expectedKey struct{}
 
-// Expect refuses a request whose body nobody need read: for an endpoint that is not there, or without what has to be in
-// its header. Else it returns the request to go on with, and how many bytes its endpoint takes. The error is a
-// *credentials.Wait for an address that has sent many wrong bearer tokens.
+// Expect rejects a request by its header: unknown endpoint, or missing credentials. Otherwise it returns the request
+// and its body limit. The error is a *credentials.Wait for an address with many wrong bearer tokens.
 func (s *Surface) Expect(r *http.Request) (*http.Request, int64, error) {
 	e, err := s.expect(r)
 	if err != nil {
@@ -77,39 +76,39 @@ func (s *Surface) expect(r *http.Request) (expected, error) {
 	if known, ok := r.Context().Value(expectedKey{}).(expected); ok {
 		return known, nil
 	}
-	e, err := webhooks.GetEndpoint(r.Context(), s.front(), r.PathValue("endpoint"))
+	e, err := webhooks.GetEndpoint(r.Context(), s.requestPool(), r.PathValue("endpoint"))
 	if errors.Is(err, webhooks.ErrNotFound) || err == nil && !e.Enabled {
 		return expected{}, problem.New(http.StatusNotFound, "there is no such endpoint")
 	}
 	if err != nil {
 		return expected{}, err
 	}
-	// What the header lacks is the sender's mistake, also where ours comes after it.
+	// A missing header is the sender's error, even if our setup is wrong too.
 	if err := e.Verifier(nil).Before(r.Header, s.now()); err != nil {
-		return expected{}, s.refused(r.Context(), e.Name, err)
+		return expected{}, s.rejectionError(r.Context(), e.Name, err)
 	}
 	secrets, err := webhooks.Secrets(e.Secrets, s.Getenv)
 	if err != nil {
-		return expected{}, s.refused(r.Context(), e.Name, err)
+		return expected{}, s.rejectionError(r.Context(), e.Name, err)
 	}
 	v := e.Verifier(secrets)
 	if e.Scheme == signature.Bearer {
-		err = s.guarded(r, e, secrets)
+		err = s.checkBearer(r, e, secrets)
 	} else {
 		err = v.Before(r.Header, s.now())
 	}
 	if wait, is := errors.AsType[*credentials.Wait](err); is {
-		s.count(e.Name, "refused")
+		s.report(e.Name, "refused")
 		return expected{}, wait
 	}
 	if err != nil {
-		return expected{}, s.refused(r.Context(), e.Name, err)
+		return expected{}, s.rejectionError(r.Context(), e.Name, err)
 	}
 	return expected{e, v}, nil
 }
 
-// guarded checks a bearer token as other secrets are checked. The error is a *credentials.Wait after many wrong ones.
-func (s *Surface) guarded(r *http.Request, e webhooks.Endpoint, secrets []string) error {
+// checkBearer checks a bearer token through the guard. The error is a *credentials.Wait after many wrong ones.
+func (s *Surface) checkBearer(r *http.Request, e webhooks.Endpoint, secrets []string) error {
 	if err := webhooks.CheckTokens(e.Scheme, e.Secrets, s.Getenv); err != nil {
 		return err
 	}
@@ -129,19 +128,19 @@ func (s *Surface) guarded(r *http.Request, e webhooks.Endpoint, secrets []string
 	return err
 }
 
-// refused is what a request that is not proved to come from its sender is told. Where that is the receiver's mistake,
-// such as a secret that is not set, it is a 500, and the sender tries again.
-func (s *Surface) refused(ctx context.Context, endpoint string, err error) error {
+// rejectionError maps a failed verification to a problem. An error of our setup, such as a missing secret, is a 500,
+// so the sender retries.
+func (s *Surface) rejectionError(ctx context.Context, endpoint string, err error) error {
 	if !errors.Is(err, signature.ErrRefused) {
-		s.noteRefusal(ctx, endpoint, "setup", err)
+		s.logRejection(ctx, endpoint, "setup", err)
 		return problem.New(http.StatusInternalServerError, "this endpoint cannot verify requests now; the log has the cause")
 	}
-	s.count(endpoint, "refused")
-	s.noteRefusal(ctx, endpoint, "signature", err)
+	s.report(endpoint, "refused")
+	s.logRejection(ctx, endpoint, "signature", err)
 	return problem.New(http.StatusUnauthorized, "%s", err).Kind("bad-signature", "Bad signature")
 }
 
-func (s *Surface) answer(w http.ResponseWriter, r *http.Request, status int, v any) {
+func (s *Surface) writeJSON(w http.ResponseWriter, r *http.Request, status int, v any) {
 	w.Header().Set("Content-Type", "application/json")
 	w.Header().Set("Cache-Control", "no-store")
 	w.WriteHeader(status)
@@ -150,41 +149,39 @@ func (s *Surface) answer(w http.ResponseWriter, r *http.Request, status int, v a
 	}
 }
 
-// received is a delivery as it is acknowledged.
-type received struct {
+type storedDelivery struct {
 	webhooks.Delivery
-	fresh    bool // it came for the first time
+	isNew    bool // it came for the first time
 	conflict bool // it came before, with another body
 }
 
-// receive is the order of things: header, limit, read, verify, parse, store, acknowledge.
-func (s *Surface) receive(w http.ResponseWriter, r *http.Request) (received, error) {
+// receive checks header and limit, reads, verifies, parses and stores a delivery, in this order.
+func (s *Surface) receive(w http.ResponseWriter, r *http.Request) (storedDelivery, error) {
 	ctx := trace.WithCaller(r.Context(), r.Header.Get("Traceparent"))
 	known, err := s.expect(r)
 	if err != nil {
-		return received{}, err
+		return storedDelivery{}, err
 	}
 	e := known.endpoint
 	in := webhooks.Incoming{Header: r.Header}
-	if in.Body, err = read(w, r, e.Settings.MaxBytes); err != nil {
-		return received{}, err
+	if in.Body, err = readBody(w, r, e.Settings.MaxBytes); err != nil {
+		return storedDelivery{}, err
 	}
 	if err := known.verifier.Verify(r.Header, in.Body, s.now()); err != nil {
-		return received{}, s.refused(ctx, e.Name, err)
+		return storedDelivery{}, s.rejectionError(ctx, e.Name, err)
 	}
 	if in.Value, err = webhooks.Parse(in.Body, e.Settings.Format); err != nil {
-		return received{}, problem.New(http.StatusBadRequest, "%s; this endpoint takes %s", err, e.Settings.Format).
+		return storedDelivery{}, problem.New(http.StatusBadRequest, "%s; this endpoint takes %s", err, e.Settings.Format).
 			Kind("unparsable", "Unparsable body")
 	}
 	id, err := e.DeliveryID(in)
 	if err != nil {
-		return received{}, problem.New(http.StatusBadRequest, "no delivery id: %s", err).Kind("no-delivery-id", "No delivery id")
+		return storedDelivery{}, problem.New(http.StatusBadRequest, "no delivery id: %s", err).Kind("no-delivery-id", "No delivery id")
 	}
 	return s.store(ctx, e, id, in)
 }
 
-// front is where requests go to the database.
-func (s *Surface) front() *pgxpool.Pool { return cmp.Or(s.Front, s.Pool) }
+func (s *Surface) requestPool() *pgxpool.Pool { return cmp.Or(s.RequestPool, s.Pool) }
 
 func (s *Surface) now() time.Time {
 	if s.Now == nil {
@@ -193,8 +190,8 @@ func (s *Surface) now() time.Time {
 	return s.Now()
 }
 
-// read reads the whole body, as it is, or says what is wrong with it.
-func read(w http.ResponseWriter, r *http.Request, most int64) ([]byte, error) {
+// readBody reads the whole body.
+func readBody(w http.ResponseWriter, r *http.Request, most int64) ([]byte, error) {
 	if r.ContentLength > most {
 		return nil, tooLarge(most)
 	}
@@ -215,16 +212,16 @@ func tooLarge(most int64) error {
 	return problem.New(http.StatusRequestEntityTooLarge, "the body is larger than the %d bytes that this endpoint takes", most)
 }
 
-// store is the transaction after which the delivery is ours: its row and the execution that handles it.
-func (s *Surface) store(ctx context.Context, e webhooks.Endpoint, id string, in webhooks.Incoming) (got received, err error) {
+// store inserts the delivery and its execution in one transaction.
+func (s *Surface) store(ctx context.Context, e webhooks.Endpoint, id string, in webhooks.Incoming) (got storedDelivery, err error) {
 	traceID := trace.New(trace.Webhook)
 	ctx = trace.With(ctx, trace.Span{TraceID: traceID, Surface: trace.Webhook, Agent: s.Agent})
-	err = s.intake.Do(ctx, s.front(), e.Name+"\x00"+id, func(tx pgx.Tx) error {
-		if got.Delivery, got.fresh, err = webhooks.Insert(ctx, tx, e, id, string(traceID), in); err != nil {
+	err = s.intake.Do(ctx, s.requestPool(), e.Name+"\x00"+id, func(tx pgx.Tx) error {
+		if got.Delivery, got.isNew, err = webhooks.Insert(ctx, tx, e, id, string(traceID), in); err != nil {
 			return err
 		}
-		if !got.fresh {
-			got.conflict, err = keepConflict(ctx, tx, e, got.Delivery, in)
+		if !got.isNew {
+			got.conflict, err = storeConflict(ctx, tx, e, got.Delivery, in)
 			return err
 		}
 		if _, err = s.start(ctx, tx, got.Delivery); err != nil {
@@ -232,27 +229,27 @@ func (s *Surface) store(ctx context.Context, e webhooks.Endpoint, id string, in 
 		}
 		return activity.Link(ctx, tx, traceID)
 	})
-	if err == nil && !got.fresh { // what is logged belongs to the first: a trace of this request is nowhere
+	if err == nil && !got.isNew { // what is logged belongs to the first: a trace of this request is nowhere
 		ctx = trace.With(ctx, trace.Span{TraceID: trace.ID(got.TraceID), Surface: trace.Webhook, Agent: s.Agent})
 	}
 	switch {
 	case err != nil:
-		return received{}, err
-	case got.fresh:
-		s.count(e.Name, "accepted")
+		return storedDelivery{}, err
+	case got.isNew:
+		s.report(e.Name, "accepted")
 		s.Logger.InfoContext(ctx, "webhook received", "endpoint", e.Name, "delivery_id", id, "bytes", len(in.Body))
 	case got.conflict:
-		s.count(e.Name, "conflict")
+		s.report(e.Name, "conflict")
 		s.Logger.WarnContext(ctx, "webhook repeated with another body, not run", "endpoint", e.Name, "delivery_id", id)
 	default:
-		s.count(e.Name, "repeated")
+		s.report(e.Name, "repeated")
 		s.Logger.InfoContext(ctx, "webhook repeated, not run again", "endpoint", e.Name, "delivery_id", id)
 	}
 	return got, nil
 }
 
-// keepConflict keeps another body that came under the id of a delivery, with an activity under the delivery's trace.
-func keepConflict(ctx context.Context, tx pgx.Tx, e webhooks.Endpoint, d webhooks.Delivery, in webhooks.Incoming) (bool, error) {
+// storeConflict stores a different body of a known delivery, with an activity under the delivery's trace.
+func storeConflict(ctx context.Context, tx pgx.Tx, e webhooks.Endpoint, d webhooks.Delivery, in webhooks.Incoming) (bool, error) {
 	conflict, kept, err := webhooks.StoreConflict(ctx, tx, e, d, in)
 	if err != nil || !kept {
 		return conflict, err
@@ -265,36 +262,36 @@ func keepConflict(ctx context.Context, tx pgx.Tx, e webhooks.Endpoint, d webhook
 	return conflict, err
 }
 
-// count tells what became of a request at an endpoint, for metrics.
-func (s *Surface) count(endpoint, result string) {
+// report counts a request for metrics.
+func (s *Surface) report(endpoint, result string) {
 	if s.Received != nil {
 		s.Received(endpoint, result)
 	}
 }
 
-// refusals counts the unverified requests of an endpoint since the last note.
-type refusals struct {
-	noted time.Time
-	since int
+// rejectionCount counts an endpoint's unverified requests since the last log line.
+type rejectionCount struct {
+	loggedAt time.Time
+	count    int
 }
 
-const notePause = time.Minute
+const rejectionLogInterval = time.Minute
 
-// noteRefusal leaves a note of an unverified request, but not of each: whoever sends them must not fill the log. The
-// class is signature for the sender's mistake, and setup for ours.
-func (s *Surface) noteRefusal(ctx context.Context, endpoint, class string, why error) {
+// logRejection logs unverified requests at a limited rate, so that senders cannot fill the log. class is signature
+// for the sender's error and setup for ours.
+func (s *Surface) logRejection(ctx context.Context, endpoint, class string, why error) {
 	s.mu.Lock()
-	if s.refusals == nil {
-		s.refusals = map[string]refusals{}
+	if s.rejections == nil {
+		s.rejections = map[string]rejectionCount{}
 	}
-	seen := s.refusals[class+" "+endpoint]
-	seen.since++
-	due := time.Since(seen.noted) >= notePause
-	count := seen.since
+	seen := s.rejections[class+" "+endpoint]
+	seen.count++
+	due := time.Since(seen.loggedAt) >= rejectionLogInterval
+	count := seen.count
 	if due {
-		seen = refusals{noted: time.Now()}
+		seen = rejectionCount{loggedAt: time.Now()}
 	}
-	s.refusals[class+" "+endpoint] = seen
+	s.rejections[class+" "+endpoint] = seen
 	s.mu.Unlock()
 	if !due {
 		return
@@ -305,7 +302,7 @@ func (s *Surface) noteRefusal(ctx context.Context, endpoint, class string, why e
 		level = slog.LevelError
 	}
 	s.Logger.Log(ctx, level, "webhook refused", "endpoint", endpoint, "reason", why, "count", count)
-	_, err := activity.Note(ctx, s.front(), activity.Entry{
+	_, err := activity.Note(ctx, s.requestPool(), activity.Entry{
 		Skill: "webhook_refused", Input: map[string]any{"endpoint": endpoint, "count": count},
 	}, activity.Outcome{Status: activity.Error, Class: class, Message: why.Error()})
 	if err != nil {

@@ -1,21 +1,19 @@
-// Package webhook is the surface on which other systems reach the agent: POST /webhooks/{endpoint}.
+// Package webhook is the surface for other systems: POST /webhooks/{endpoint}.
 //
-// Nothing of a body is read when its endpoint is not there, or the header lacks a signature or has a time that is not
-// now's. Else a request is read as it is, within the endpoint's limit; it is verified before anything looks into it;
-// and it is stored, together with the execution that will handle it, in one transaction. Only then is it
-// acknowledged: 202 with the trace id. So what was acknowledged is never lost, and what could not be stored is sent
-// again by its sender. A delivery id that came before is answered 200 with the first trace id and changes nothing,
-// also when fifty come at once: the unique key of the delivery decides, not a look beforehand.
+// A request for an unknown endpoint, without a signature or with an outdated timestamp is rejected before its body is
+// read. Otherwise the body is read within the endpoint's limit and verified before it is parsed. The delivery and its
+// execution are stored in one transaction, and only then acknowledged with 202 and the trace id. So an acknowledged
+// delivery is never lost, and the sender repeats any other. A repeated delivery id returns 200 with the first trace
+// id and changes nothing, even among fifty concurrent requests, because a unique key decides.
 //
-// The execution (flow "webhook", a wh_ trace, background queue) holds the lane webhook:{endpoint}:{delivery}, and
-// does what the endpoint's actions say: raise an event or end a wait, with the step's checkpoint in the same
-// transaction; start a flow with the payload as its input; make a run of an automation due; or let the model act on
-// the payload, which is data for it and never instruction. Each action that has been done is not done again, neither
-// after a crash nor when another action of the delivery is tried again. An action that fails is tried again after
-// durable pauses; when the attempts are used up the delivery is dead, says why, and can be replayed: a new execution
-// and a new trace for the same delivery, which double clicks cannot double.
+// The execution (flow "webhook", a wh_ trace, background queue) holds the lane webhook:{endpoint}:{delivery} and runs
+// the endpoint's actions: raise an event in the checkpoint's transaction, start a flow with the payload, trigger an
+// automation, or run a prompt on the payload, which is data and never instruction. A finished action never runs
+// again, neither after a crash nor in a later attempt. A failed action is retried after durable pauses. After the
+// last attempt the delivery is dead with its error, and can be replayed: a new execution and trace, at most one per
+// click.
 //
-// An unverified request leaves nothing but a note in the log and the activity log, once a minute and endpoint.
+// An unverified request leaves only a log line and an activity, once a minute per endpoint.
 package webhook
 
 import (
@@ -42,40 +40,39 @@ import (
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
-// Flow is the name under which the handling of deliveries is registered with the engine.
+// Flow is the registered name of delivery executions.
 const Flow = "webhook"
 
-// Surface receives deliveries and acts on them. Pool, Engine and Logger are required, and Loop for endpoints with a
-// prompt. It is safe for concurrent use. Bearer tokens are compared and slowed down as all secrets are
-// (internal/credentials); an endpoint whose token is too weak takes nothing.
+// Surface receives deliveries and runs their actions. Pool, Engine and Logger are required; Loop for endpoints with a
+// prompt. It is safe for concurrent use. Bearer tokens are throttled like all credentials (internal/credentials). An
+// endpoint with a weak token rejects everything.
 type Surface struct {
-	Pool   *pgxpool.Pool
-	Front  *pgxpool.Pool // for requests, whose senders are anybody; Pool when nil
-	Engine *executions.Engine
-	Loop   *reason.Loop
-	Logger *slog.Logger
-	Agent  string
-	// Automate starts a run of an automation in the transaction that also records that this was done, and returns the
-	// run's id. Nil starts one of package automations; some process must have its runner registered.
+	Pool        *pgxpool.Pool
+	RequestPool *pgxpool.Pool // for requests, whose senders are anybody; Pool when nil
+	Engine      *executions.Engine
+	Loop        *reason.Loop
+	Logger      *slog.Logger
+	Agent       string
+	// Automate starts a run of an automation in the given transaction and returns the run's id. Nil uses package
+	// automations; some process must have its runner registered.
 	Automate func(ctx context.Context, tx pgx.Tx, r AutomationRequest) (string, error)
-	// Getenv resolves the secrets of endpoints; nil is the process's environment.
+	// Getenv resolves the secrets of endpoints; nil reads the process's environment.
 	Getenv func(string) string
-	// Now is the time that signed times are compared with; nil is the process's clock.
+	// Now is the clock for signed timestamps; nil is the system's.
 	Now func() time.Time
-	// Backoff is how long after a failed attempt the next one is made; default 10 s, 1 min, 6 min, 36 min, then 2 h.
-	Backoff func(attempt int) time.Duration
-	// Received is told of each request at an endpoint: accepted, repeated, conflict or refused. It must return at once;
-	// may be nil.
+	// Backoff returns the pause after a failed attempt; default 10 s, 1 min, 6 min, 36 min, then 2 h.
+	Backoff func(runAttempt int) time.Duration
+	// Received counts each request: accepted, repeated, conflict or refused. It must not block; may be nil.
 	Received func(endpoint, result string)
 
-	intake    postgres.KeyedTx
-	guardOnce sync.Once
-	guard     *credentials.Guard // of bearer tokens
-	mu        sync.Mutex
-	refusals  map[string]refusals // by endpoint
+	intake     postgres.KeyedTx
+	guardOnce  sync.Once
+	guard      *credentials.Guard // of bearer tokens
+	mu         sync.Mutex
+	rejections map[string]rejectionCount // by endpoint
 }
 
-// AutomationRequest is what an action asks of an automation.
+// AutomationRequest is an action's request to run an automation.
 type AutomationRequest struct {
 	Automation string // its name
 	Key        string // names this request: the same whenever the same action of the same execution asks
@@ -83,7 +80,7 @@ type AutomationRequest struct {
 	Payload    json.RawMessage
 }
 
-// Register tells the engine how to handle deliveries.
+// Register registers the flow with the engine.
 func (s *Surface) Register(e *executions.Engine) error {
 	if s.Backoff == nil {
 		s.Backoff = backoff
@@ -106,12 +103,11 @@ func backoff(attempt int) time.Duration {
 	return pause
 }
 
-// input is what the flow is started with.
 type input struct {
 	Delivery string `json:"delivery"`
 }
 
-// start inserts the execution of a delivery, in the transaction that stored or reopened it.
+// start inserts the execution in the transaction that stored or reopened the delivery.
 func (s *Surface) start(ctx context.Context, tx pgx.Tx, d webhooks.Delivery) (string, error) {
 	x, created, err := s.Engine.StartTx(ctx, tx, executions.Spec{
 		Flow: Flow, Surface: trace.Webhook, TraceID: trace.ID(d.LastTraceID), Agent: s.Agent, Queue: executions.Background,
@@ -126,18 +122,18 @@ func (s *Surface) start(ctx context.Context, tx pgx.Tx, d webhooks.Delivery) (st
 	return x.ID, webhooks.Link(ctx, tx, d.ID, x.ID)
 }
 
-// Replay handles a delivery again that is done, ignored or dead: with a new execution and a new trace, in which the
-// first row is the act of the admin, with the reason. seen is how many replays the caller saw, so that of two who press
-// the button at once, one succeeds; below 0 leaves that out. webhooks.ErrUnderWay when it is being handled or was
-// replayed meanwhile.
-func (s *Surface) Replay(ctx context.Context, id string, seen int, reason string) (webhooks.Delivery, error) {
+// Replay processes a done, ignored or dead delivery again with a new execution and trace. The trace begins with the
+// admin's action and reason. expected is the replay count that the caller saw, so only one of two concurrent clicks
+// succeeds; a negative value skips the check. It returns webhooks.ErrInProgress for a delivery in progress or replayed
+// meanwhile.
+func (s *Surface) Replay(ctx context.Context, id string, expected int, reason string) (webhooks.Delivery, error) {
 	var d webhooks.Delivery
 	err := postgres.InTx(ctx, s.Pool, func(tx pgx.Tx) error {
 		first, err := webhooks.Get(ctx, tx, id)
 		if err != nil {
 			return err
 		}
-		if d, err = webhooks.Reopen(ctx, tx, first.ID, string(trace.New(trace.Webhook)), seen); err != nil {
+		if d, err = webhooks.Reopen(ctx, tx, first.ID, string(trace.New(trace.Webhook)), expected); err != nil {
 			return err
 		}
 		execution, err := s.start(ctx, tx, d)
@@ -159,20 +155,20 @@ func (s *Surface) Replay(ctx context.Context, id string, seen int, reason string
 	return d, err
 }
 
-// begin starts a flow with the delivery's data as input, in the transaction of the checkpoint, and does not wait for
-// its end. It belongs to the delivery's trace. A delivery that is handled again by an admin's wish starts another.
-func (s *Surface) begin(ctx context.Context, c webhooks.Content, t task) (result, error) {
-	switch known, err := s.knows(ctx, t.Action.Flow); {
+// startFlow starts a flow with the delivery's data in the checkpoint's transaction, under the delivery's trace. It
+// does not wait for its end. A replay starts another execution.
+func (s *Surface) startFlow(ctx context.Context, c webhooks.Content, t task) (result, error) {
+	switch known, err := s.flowExists(ctx, t.Action.Flow); {
 	case err != nil:
 		return result{}, err
 	case !known:
 		return result{}, fmt.Errorf("there is no flow %q; see agent flows ls", t.Action.Flow)
 	}
-	input, err := data(c, t.Action)
+	input, err := eventData(c, t.Action)
 	if err != nil {
 		return result{}, err
 	}
-	thread, err := s.conversation(ctx, c, t.Action.Thread)
+	thread, err := s.openThread(ctx, c, t.Action.Thread)
 	if err != nil {
 		return result{}, err
 	}
@@ -183,9 +179,9 @@ func (s *Surface) begin(ctx context.Context, c webhooks.Content, t task) (result
 	return result{Flow: t.Action.Flow, Started: started.ExecutionID}, err
 }
 
-// conversation is the thread that a template names for a delivery, begun when there is none. The name is the
-// endpoint's own: who sends the delivery chooses it, and must not get into a thread of somebody else's by it.
-func (s *Surface) conversation(ctx context.Context, c webhooks.Content, template string) (string, error) {
+// openThread returns the thread that a template names, and creates it if needed. Names are per endpoint, because the
+// sender chooses them and must not reach other threads.
+func (s *Surface) openThread(ctx context.Context, c webhooks.Content, template string) (string, error) {
 	if template == "" {
 		return "", nil
 	}
@@ -194,22 +190,20 @@ func (s *Surface) conversation(ctx context.Context, c webhooks.Content, template
 		return "", fmt.Errorf("thread: %w", err)
 	}
 	return executions.Step(ctx, "thread", func(ctx context.Context) (string, error) {
-		got, _, err := threads.Open(ctx, s.Pool, endpoint(c.Endpoint), threads.Thread{Name: name, Agent: s.Agent})
+		got, _, err := threads.Open(ctx, s.Pool, endpointPrincipal(c.Endpoint), threads.Thread{Name: name, Agent: s.Agent})
 		return got.ID, err
 	})
 }
 
-// endpoint is a webhook endpoint as the owner of threads.
-func endpoint(name string) threads.Principal {
+func endpointPrincipal(name string) threads.Principal {
 	return threads.Principal{Kind: threads.ByWebhook, Owner: name}
 }
 
-// threadOf is the key of a message's event: of the endpoint's own thread that it names, or of one that was opened to
-// the endpoint. A name that no thread has is the key itself, because a wait need not be about a conversation that is
-// kept here.
-func (s *Surface) threadOf(ctx context.Context, c webhooks.Content, key string) (string, error) {
+// threadKey resolves the key of a message event: the endpoint's own thread, or one opened to it. An unknown name
+// stays the key, because a wait may name a conversation elsewhere.
+func (s *Surface) threadKey(ctx context.Context, c webhooks.Content, key string) (string, error) {
 	return executions.RetryTransient(ctx, func(ctx context.Context) (string, error) {
-		id, known, err := threads.Resolve(ctx, s.Pool, endpoint(c.Endpoint), key)
+		id, known, err := threads.Resolve(ctx, s.Pool, endpointPrincipal(c.Endpoint), key)
 		if errors.Is(err, threads.ErrInvalid) {
 			return key, nil
 		}
@@ -226,28 +220,27 @@ func (s *Surface) threadOf(ctx context.Context, c webhooks.Content, key string) 
 	})
 }
 
-// knows reports whether a flow can be started: one of this program, or of workers outside.
-func (s *Surface) knows(ctx context.Context, flow string) (bool, error) {
+// flowExists reports whether a flow can be started, including external ones.
+func (s *Surface) flowExists(ctx context.Context, flow string) (bool, error) {
 	if executions.IsExternal(flow) {
 		return true, nil
 	}
 	return executions.RetryTransient(ctx, func(ctx context.Context) (bool, error) { return s.Engine.HasFlow(ctx, flow) })
 }
 
-// automate starts the run in the transaction of the checkpoint. How the run then fares is its own story: it has
-// attempts and a dead letter of its own.
-func (s *Surface) automate(ctx context.Context, c webhooks.Content, t task) (result, error) {
-	payload, err := data(c, webhooks.Action{})
+// triggerAutomation starts the run in the checkpoint's transaction. The run has its own attempts and dead state.
+func (s *Surface) triggerAutomation(ctx context.Context, c webhooks.Content, t task) (result, error) {
+	payload, err := eventData(c, webhooks.Action{})
 	if err != nil {
 		return result{}, err
 	}
-	begin := s.Automate
-	if begin == nil {
-		begin = s.startRun
+	trigger := s.Automate
+	if trigger == nil {
+		trigger = s.startAutomation
 	}
 	x, _ := executions.Current(ctx)
 	return executions.StepTx(ctx, "automate", func(ctx context.Context, tx pgx.Tx) (result, error) {
-		run, err := begin(ctx, tx, AutomationRequest{
+		run, err := trigger(ctx, tx, AutomationRequest{
 			Automation: t.Action.Automation, Key: fmt.Sprintf("webhook %s %d", x.ID, t.Number),
 			TraceID: x.TraceID, Payload: payload,
 		})
@@ -255,8 +248,8 @@ func (s *Surface) automate(ctx context.Context, c webhooks.Content, t task) (res
 	})
 }
 
-// startRun makes a run, claims it and starts its execution: all of it, or nothing.
-func (s *Surface) startRun(ctx context.Context, tx pgx.Tx, r AutomationRequest) (string, error) {
+// startAutomation creates a run, claims it and starts its execution in one transaction.
+func (s *Surface) startAutomation(ctx context.Context, tx pgx.Tx, r AutomationRequest) (string, error) {
 	a, err := automations.Get(ctx, tx, r.Automation)
 	if err != nil {
 		return "", err
