@@ -176,7 +176,7 @@ func (e *Engine) checkInput(ctx context.Context, tx pgx.Tx, x Execution, s ForkS
 			return err
 		}
 	}
-	sortCheckpoints(checkpoints)
+	slices.SortStableFunc(checkpoints, func(a, b Checkpoint) int { return a.CreatedAt.Compare(b.CreatedAt) })
 	x.Input, x.Status, x.ErrorMessage = s.Input, Running, nil
 	got, err := e.replayCheckpoints(ctx, x, checkpoints, nil)
 	if err != nil {

@@ -163,14 +163,9 @@ func leaseLost(l *lanes.Lease) bool { return errors.Is(context.Cause(l.Context()
 // Release releases the lane before the execution ends. After a wait or a stop it does nothing: the hold belongs to
 // the execution, and a deferred Release must not free it. Release retries transient errors like [RetryTransient].
 func (h *Hold) Release(ctx context.Context) error {
-	if h.lease != nil && h.run.stopCause() == nil {
-		return h.release(ctx)
+	if h.lease == nil || h.run.stopCause() != nil {
+		return nil
 	}
-	return nil
-}
-
-// release releases the lane with retries.
-func (h *Hold) release(ctx context.Context) error {
 	h.run.mu.Lock()
 	delete(h.run.leases, h.lease)
 	h.run.mu.Unlock()

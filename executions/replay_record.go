@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
-	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -303,11 +302,6 @@ func (p *replayRecord) answerLane(ctx context.Context, r *run, name string) (*Ho
 		return nil, fmt.Errorf("acquire lane: lane %s: %w", name, lanes.ErrBusy)
 	}
 	return &Hold{run: r, ctx: ctx}, nil
-}
-
-// sortCheckpoints sorts by time of recording.
-func sortCheckpoints(points []Checkpoint) {
-	slices.SortStableFunc(points, func(a, b Checkpoint) int { return a.CreatedAt.Compare(b.CreatedAt) })
 }
 
 // replayLoop reaches a loop's last snapshot in a replay.

@@ -73,7 +73,7 @@ func newRiverClient(pool *pgxpool.Pool, e *Engine) (*river.Client[pgx.Tx], error
 		PeriodicJobs: []*river.PeriodicJob{river.NewPeriodicJob(
 			river.PeriodicInterval(time.Second),
 			func() (river.JobArgs, *river.InsertOpts) {
-				if !e.nextDue.scheduleDue() {
+				if !e.nextDue.scheduleDue(0) {
 					return nil, nil
 				}
 				return tickArgs{}, &river.InsertOpts{Queue: "ticks", MaxAttempts: 1}

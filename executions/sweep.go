@@ -33,18 +33,11 @@ type dueTimes struct {
 	skips    int     // how often sweeps skipped it although it was due
 }
 
-// scheduleDue reports whether a schedule is due; River's leader calls it once a second.
-func (d *dueTimes) scheduleDue() bool {
+// scheduleDue reports whether a schedule has been due for at least a time.
+func (d *dueTimes) scheduleDue(since time.Duration) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return !d.schedule.IsZero() && !time.Now().Before(d.schedule)
-}
-
-// scheduleOverdue reports whether River's leader has missed a due schedule.
-func (d *dueTimes) scheduleOverdue() bool {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	return !d.schedule.IsZero() && time.Since(d.schedule) > leaderGrace
+	return !d.schedule.IsZero() && time.Since(d.schedule) >= since
 }
 
 // advanceTimer moves the next timer forward, and reports whether that changed it.
@@ -101,7 +94,7 @@ func (e *Engine) sweepLoop(ctx context.Context) {
 			e.log.WarnContext(ctx, "sweep failed", "error", err)
 			e.nextDue.postpone()
 		}
-		if e.nextDue.scheduleOverdue() {
+		if e.nextDue.scheduleDue(leaderGrace) {
 			if err := e.Tick(ctx); err != nil && ctx.Err() == nil {
 				e.log.WarnContext(ctx, "tick failed", "error", err)
 			}

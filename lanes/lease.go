@@ -24,7 +24,7 @@ type Lease struct {
 
 func newLease(ctx context.Context, h *hold) *Lease {
 	l := &Lease{hold: h}
-	l.ctx, l.cancel = leaseContext(ctx, h.lane)
+	l.ctx, l.cancel = context.WithCancelCause(trace.WithLane(ctx, h.lane))
 	return l
 }
 
@@ -317,9 +317,4 @@ func cancelAll(leases []*Lease, cause error) {
 	for _, l := range leases {
 		l.cancel(cause)
 	}
-}
-
-// leaseContext is the context of a lease's work.
-func leaseContext(ctx context.Context, lane string) (context.Context, context.CancelCauseFunc) {
-	return context.WithCancelCause(trace.WithLane(ctx, lane))
 }
