@@ -23,8 +23,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// countNow shortens the lag of counting, so that a test need not wait for it. What it rests on stays: the trigger
-// hears of every row that is older than half of the lag.
+// countNow shortens the lag of counting, so a test need not wait. The trigger still lists every row older than half
+// of the lag.
 func countNow(t *testing.T, db postgres.DB) {
 	t.Helper()
 	_, err := db.Exec(t.Context(), `

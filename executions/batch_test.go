@@ -184,8 +184,8 @@ func awaitsStandby(t *testing.T, url string) {
 	t.Fatal("no commit waits for a standby")
 }
 
-// A start for others waits until it is on disk, and where a standby has to have it, until that has. One for a caller
-// who runs it here does not: its end does. A standby that never comes tells which is which.
+// A start for another process waits for the disk and for a synchronous standby. A start for its caller does not; its
+// completion does. A standby that never answers shows the difference.
 func TestACompletionMakesItsStartDurable(t *testing.T) {
 	t.Parallel()
 	server, err := pgserver.Start(t.Context(), pgserver.Config{Ephemeral: true, Durable: true})
@@ -255,8 +255,7 @@ func checkpointAll(ctx context.Context, db postgres.DB, ids []string, claims []i
 	return kept, err
 }
 
-// Of a batch of steps those are written whose claim is live and whose row nobody has locked against it, and nothing
-// of the others.
+// A batch writes only the steps whose claim is live and whose row is not locked.
 func TestABatchedStepIsFencedByItsClaim(t *testing.T) {
 	t.Parallel()
 	t.Run("with variables", func(t *testing.T) { testCheckpointBatch(t, true, "1 6 11 14") })
@@ -359,8 +358,7 @@ func TestABatchWithARecordedStepWritesNothing(t *testing.T) {
 	}
 }
 
-// A claim is not taken away under a write that it fences: who takes it waits for the write, although the lock of the
-// fence lets others write beside it.
+// A takeover waits for a fenced write, although the lock of the fence lets other writes pass.
 func TestAClaimIsNotTakenUnderAFencedWrite(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -381,8 +379,7 @@ func TestAClaimIsNotTakenUnderAFencedWrite(t *testing.T) {
 	}
 }
 
-// One whose claim is not live is notified from its neighbour also where every row could be locked, in the order of the
-// batch.
+// A stale claim is distinguished from its neighbour in the batch order, also where no row is locked.
 func TestABatchLeavesOutStaleClaims(t *testing.T) {
 	t.Parallel()
 	for _, name := range []string{"live", "stale", "ahead", "dead", "cancelled", "parked", "pending", "nobody's"} {
@@ -447,7 +444,7 @@ func completeAll(t *testing.T, db postgres.DB, ids []string, claims []int64, ste
 		postgres.Strict{"ids": ids, "claims": claims, "steps": steps, "status": status})
 }
 
-// Of an end that is left to be made by itself nothing is written, its last step neither.
+// A completion that the batch leaves out writes nothing, not even its last step.
 func TestACompletionAndItsLastStepAreAtomic(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -562,8 +559,8 @@ func TestACompletionBatchWithARecordedStepWritesNothing(t *testing.T) {
 	}
 }
 
-// What is on record of an end already does not keep an execution from ending: the first result of a step counts, and
-// somebody's event stays.
+// Earlier records do not keep an execution from ending: the first result of a step counts, and an existing event
+// stays.
 func TestACompletionKeepsARecordedStep(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -642,7 +639,7 @@ var consequences = map[string]consequence{
 	},
 }
 
-// prepared makes a pending execution one that a worker runs, of which something is to follow.
+// prepared makes a running execution whose completion has a consequence.
 func (c consequence) prepared(t *testing.T, pool *pgxpool.Pool, id, w string) string {
 	t.Helper()
 	args := postgres.Strict{"id": id}
@@ -685,8 +682,7 @@ var layouts = map[string]struct {
 	"unlike":  {ids: []string{third, first}, at: 1}, // not in their order
 }
 
-// What follows an end follows it whichever statement writes it, and in a batch also those that have nothing to do
-// with it.
+// A completion has the same consequences alone and in a batch, also beside executions without any.
 func TestBatchedCompletionsHaveAllConsequences(t *testing.T) {
 	t.Parallel()
 	for name, c := range consequences {
@@ -725,7 +721,7 @@ func TestBatchedCompletionsHaveAllConsequences(t *testing.T) {
 	}
 }
 
-// Lanes and budgets have an order of their own: who has some is left to end by itself.
+// Lanes and budgets have a lock order of their own, so their executions complete alone.
 func TestACompletionBatchLeavesOutLanesAndBudgets(t *testing.T) {
 	t.Parallel()
 	for what, take := range map[string]string{
@@ -786,8 +782,7 @@ func TestACompletionBatchAnnouncesFreedSlots(t *testing.T) {
 	}
 }
 
-// What the function tells the triggers is for its own statement: what else happens in the transaction follows the
-// rules.
+// The setting that the function passes to the triggers holds for its own statement only.
 func TestACompletionBatchKeepsTheInvariants(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -539,7 +539,7 @@ func TestTransactionsLeaveAConnectionForInnerSteps(t *testing.T) {
 	}, "all end")
 }
 
-// declined is an error type of which code returns a nil pointer as an error.
+// declined is an error type; the code returns a nil pointer of it.
 type declined struct{ by string }
 
 func (d *declined) Error() string { return d.by }
@@ -555,8 +555,7 @@ type explosive struct{}
 
 func (explosive) MarshalJSON() ([]byte, error) { panic("out of order") }
 
-// What the code hands over is asked by the engine where nothing above it would catch a panic: it would end the
-// process, and each one that continues with the execution.
+// The engine calls methods of results outside a recover. A panic there would end the process, and every next one.
 func TestPanickingMethodsOfResultsFailTheStep(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -636,7 +635,7 @@ func TestInvalidTextInACallIsReplaced(t *testing.T) {
 	}
 }
 
-// One such row would make each sum that it is in no number either, of which there is no JSON.
+// One such row would make every sum with it NaN, which JSON cannot encode.
 func TestACostThatIsNoAmountIsAnError(t *testing.T) {
 	t.Parallel()
 	var calls atomic.Int32
@@ -836,7 +835,7 @@ func TestNoTwoStepsShareAKey(t *testing.T) {
 	}
 }
 
-// What a transaction has called stays called when its connection breaks and it is retried.
+// A call within a transaction is not repeated when the transaction is retried.
 func TestACallInATransactionRunsOnce(t *testing.T) {
 	t.Parallel()
 	for _, name := range []string{"write", "table/write"} {
@@ -897,8 +896,8 @@ func TestASnapshotIsOfItsOwnLoop(t *testing.T) {
 	}
 }
 
-// What a step is made of has the step's key before its own, also where that has slashes in it: so a phase stands for
-// what is in it, a loop's snapshot takes its place, and a replay comes to all of it.
+// Keys of inner steps start with the key of their step, slashes included. So a phase covers its steps, a snapshot
+// replaces them, and a replay reaches all.
 func TestInnerStepsHaveTheKeyOfTheirStep(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

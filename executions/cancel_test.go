@@ -371,8 +371,8 @@ func TestACancelStopsAStepInATransaction(t *testing.T) {
 	}
 }
 
-// A step that does not hear delays neither the cancel nor what it is notified: it says who has the execution, and the
-// cancel is completed when the step ends.
+// A step that ignores the cancel does not delay it. The cancel names the blocking transaction and completes when the
+// step ends.
 func TestACancelOfABlockedStepCompletesAtItsEnd(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -394,7 +394,7 @@ func TestACancelOfABlockedStepCompletesAtItsEnd(t *testing.T) {
 	}
 }
 
-// What a client has locked is cancelled by the sweep, also what waits, and what its process died with.
+// The sweep cancels executions that a client had locked, also waiting ones and those of a dead process.
 func TestTheSweepCompletesACancelOfALockedExecution(t *testing.T) {
 	t.Parallel()
 	for name, lock := range map[string]string{
@@ -428,7 +428,7 @@ func TestTheSweepCompletesACancelOfALockedExecution(t *testing.T) {
 	}
 }
 
-// What was ready when its cancel was requested is not begun, and nobody asks for it again and again.
+// A ready execution with a requested cancel is not claimed, and not polled again and again.
 func TestAnExecutionWhoseCancelIsRequestedIsNotClaimed(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -516,9 +516,8 @@ func measure(t *testing.T, callers, n int, do func(caller, i int) error) time.Du
 	return took[len(took)*99/100]
 }
 
-// eventuallyWithin fails where the slowest take longer than 100 ms, which is what is promised, and four times as long
-// as they did by themselves: a machine on which much else runs is slow in both measurements. What it is about would
-// cost as much as the transaction is open.
+// eventuallyWithin fails where the slowest call takes longer than 100 ms and four times as long as an undisturbed
+// one. A loaded machine is slow in both. A real delay would last as long as the transaction is open.
 func eventuallyWithin(t *testing.T, measured func(round string) time.Duration, calm time.Duration) {
 	t.Helper()
 	const promised, tries = 100 * time.Millisecond, 3
@@ -616,7 +615,7 @@ func TestEventsAndStartsOverAnotherPoolUseTheEnginesOwn(t *testing.T) {
 	}
 }
 
-// A caller who does not want to wait for an open transaction is notified what is held, and by whom.
+// A caller that does not want to wait learns which key is held, and by which transaction.
 func TestWithLockTimeoutBoundsTheWaitForATransaction(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -21,7 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// unwritable keeps everybody from recording steps, and nobody from reading them, until the returned function is called.
+// unwritable blocks writes of checkpoints, not reads, until the returned function is called.
 func unwritable(t *testing.T, pool *pgxpool.Pool) (end func()) {
 	t.Helper()
 	tx, err := pool.Begin(t.Context())
@@ -234,7 +234,7 @@ func TestResultsAreRecordedInTheOrderOfTheirSteps(t *testing.T) {
 	}
 }
 
-// An exponent may be more than the database holds; that is notified to the code, and so is not put off.
+// An exponent may exceed jsonb. The code gets the error, so the result is not deferred.
 func TestARejectedResultIsReturnedToTheCode(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -336,7 +336,7 @@ func TestACompletionWaitsForACheckpointInFlight(t *testing.T) {
 	}
 }
 
-// What a flow has left behind is notified that its steps are none any more, which nobody would record.
+// A goroutine that outlives its flow gets an error from its steps.
 func TestAStepAfterTheFlowReturnedFails(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -502,7 +502,7 @@ func TestVariablesAreAnObject(t *testing.T) {
 	}
 }
 
-// What the database cannot hold is left out, and does not keep the execution from its end.
+// Variables that the database rejects are left out, and the execution ends.
 func TestRejectedVariablesDoNotStopTheRun(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -565,8 +565,8 @@ func TestTheEndNamesTheStepThatFailed(t *testing.T) {
 	}
 }
 
-// A StepTx may hold lanes, so it does not wait for who has locked the execution, and may wait for them. Its variables
-// go with the next write.
+// A StepTx may hold lanes that the holder of the row needs, so it does not wait for the row. The next write stores
+// its variables.
 func TestVariablesOfATransactionDoNotWaitForLocks(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -94,7 +94,7 @@ func TestAChildsEndIsNeverMissed(t *testing.T) {
 	}
 }
 
-// Nobody tells the parent of a child that was cancelled by plain SQL: the sweep does.
+// A child that plain SQL cancelled does not resume its parent; the sweep does.
 func TestTheSweepResumesParents(t *testing.T) {
 	pool := pgtest.DB(t)
 	f := &family{child: hang}
@@ -425,7 +425,7 @@ func TestAChildThatIsCancelledIsAResult(t *testing.T) {
 	}
 }
 
-// The child of a parent whose wait timed out continues by itself: without the lanes, and not cancelled with the parent.
+// After the parent's wait timed out, the child continues alone: without the lanes, and not cancelled with the parent.
 func TestAChildOutlivesAWaitThatTimedOut(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -484,7 +484,7 @@ func TestAChildIsStartedOnce(t *testing.T) {
 	}
 }
 
-// A child that ends where no process runs makes its parent ready, whoever tells it.
+// A child that ends without a running process makes its parent ready.
 func TestAParentIsResumedWithoutAProcess(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -515,7 +515,7 @@ func TestAParentIsResumedWithoutAProcess(t *testing.T) {
 	}
 }
 
-// Who did not say how long it waits for a child waits as long as the child does, and those that it waits for.
+// A wait without a timeout lasts as long as the child waits, and the children of the child.
 func TestAParentWaitsAsLongAsItsChild(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -543,8 +543,8 @@ func TestAParentWaitsAsLongAsItsChild(t *testing.T) {
 	}
 }
 
-// The end of a child and the wait for it are written at the same moment, and neither sees the other: one of them
-// waits for the other's commit, so that the end is notified.
+// The end of a child and the parent's wait are written concurrently. One waits for the other's commit, so the parent
+// resumes.
 func TestAnEndAndTheWaitForItMeet(t *testing.T) {
 	t.Parallel()
 	for name, endFirst := range map[string]bool{"the end comes first": true, "the wait comes first": false} {

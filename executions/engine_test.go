@@ -320,7 +320,7 @@ func (finishObserver) ClaimLost(executions.Execution)                           
 func (finishObserver) ExecutionEnded(executions.Execution, executions.Status)         {}
 func (finishObserver) ActivityClosed(activity.Entry, activity.Outcome, time.Duration) {}
 
-// What remains to be done for a caller who has left is given up when the database does not answer.
+// The engine stops working for a caller who left when the database does not answer.
 func TestAHangingDatabaseDoesNotBlockACallerWhoLeft(t *testing.T) {
 	t.Parallel()
 	for _, here := range []bool{false, true} {

@@ -89,7 +89,7 @@ func forOneAndMany(t *testing.T, fn func(t *testing.T, pool *pgxpool.Pool, by st
 	}
 }
 
-// What is claimed along with its event is what would be claimed next, and nothing else.
+// An event claims only executions that the queue would claim next.
 func TestAnEventClaimsTheExecutionsAtTheHeadOfTheQueue(t *testing.T) {
 	forOneAndMany(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
 		me := newWorker(t, pool)
@@ -194,7 +194,7 @@ func TestAnEventThatComesTwiceResumesOnce(t *testing.T) {
 	})
 }
 
-// A batch waits for nobody: what it would wait for it leaves, and the answer says so.
+// A batch never waits for a lock: it leaves blocked events out and says so.
 func TestAnEventBatchLeavesOutBlockedEvents(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -376,7 +376,7 @@ func TestOldAndNewProcessesWorkTogether(t *testing.T) {
 	}
 }
 
-// However the statistics of the table are, who waits is found without a look at all who wait.
+// A wait is found by its key whatever the table statistics are.
 func TestWaitsAreFoundByTheirKey(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -445,7 +445,7 @@ func TestABlockedEventReservesNoWorker(t *testing.T) {
 	until(t, pool, held, executions.Completed)
 }
 
-// What a replay calls must not reach the database in the company of others.
+// An event of a replay must not reach the database in the batch of others.
 func TestASealedEventJoinsNoBatch(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -575,7 +575,7 @@ func deliverDuring(t *testing.T, pool *pgxpool.Pool, worker, id string, change f
 	return <-done
 }
 
-// What decides is looked at when the row is locked, not before.
+// The function decides after it has locked the row, not before.
 func TestAnEventSeesChangesMadeWhileItWaited(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
@@ -622,7 +622,7 @@ func TestAnEventSeesChangesMadeWhileItWaited(t *testing.T) {
 	}
 }
 
-// Who raised an event is noted for that event, whatever it wakes, and for no other of the transaction.
+// The source of an event is recorded for that event only, not for others of the transaction.
 func TestTheSourceOfAnEventIsRecordedForItAlone(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

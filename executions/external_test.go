@@ -541,8 +541,8 @@ func TestEveryStatusOfAnExternalExecutionIsStored(t *testing.T) {
 	}
 }
 
-// What a worker that comes back too late wants to write is in the log, and in the answer of why: of one lock a few
-// rows, of which the last counts the rest.
+// Late writes of a worker are in the log and in the answer of why: a few rows per lock, and the last one counts the
+// rest.
 func TestRejectedWritesOfExternalWorkersAreRecorded(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -671,8 +671,8 @@ func TestAnExternalCoordinatorLendsItsThread(t *testing.T) {
 	}
 }
 
-// Everything that touches the same few runs at once: whoever is refused is refused for a reason of the product's, never
-// by a deadlock; each step keeps its first output; and no step is recorded under a claim that was over.
+// Many operations on the same few runs: refusals have a product reason and never a deadlock, each step keeps its
+// first output, and no step is recorded under a stale claim.
 func TestWorkersSweepsAndCancelsNeverDeadlock(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -473,7 +473,7 @@ func TestRetryOfACancelledExecutionContinues(t *testing.T) {
 	}
 }
 
-// Leave that was given for a call is the other's. A fork that has not made the call asks anew.
+// An approval belongs to the original's call. A fork without that call requests another.
 func TestAForkRequestsItsOwnApproval(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -566,7 +566,7 @@ func TestAForkHasLanesOfItsOwn(t *testing.T) {
 	}
 }
 
-// The records of an execution of a workers' run outside are there for the next who locks the fork.
+// A worker that locks the fork of an external execution gets the copied checkpoints.
 func TestAForkOfAnExternalExecution(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

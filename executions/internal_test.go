@@ -18,7 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// StartSeveral starts executions in one statement; those of here claimed by this process, for callers who run them.
+// StartSeveral starts executions in one statement; here selects those that this process claims for callers.
 func (e *Engine) StartSeveral(ctx context.Context, specs []Spec, here []bool) ([]Execution, error) {
 	all := make([]insertParams, len(specs))
 	for i, s := range specs {
@@ -115,7 +115,7 @@ func TestFailedHousekeepingIsNotRepeatedAtEachSweep(t *testing.T) {
 	})
 }
 
-// A lane that is handed over was never free, and may be so a thousand times a second: nobody sweeps for it.
+// A handed-over lane was never free, and handovers may come a thousand times a second, so they request no sweep.
 func TestAHandoverWakesNoSweep(t *testing.T) {
 	t.Parallel()
 	for said, wakes := range map[string]int{"pipeline:prices": 1, "": 1, "pipeline:prices\trun/1\t1795234346428444\t1795234356428444": 0} {

@@ -32,8 +32,8 @@ const (
 	loanOps     = 60 // of each client in a round
 )
 
-// loanWatch is what the model's database checks at every write: tokens only grow, also over a row that was
-// deleted, and whoever gets a lane gets a new one. The sequence numbers fenced writes in the order of their fences.
+// loanWatch checks every write: tokens only grow, also over deleted rows, and every grant has a new one. The sequence
+// orders fenced writes.
 const loanWatch = `
 create table token_high (lane text primary key, token bigint not null);
 create function watch_tokens() returns trigger language plpgsql as $$
@@ -125,7 +125,7 @@ func (m *model) round(t *testing.T, seed uint64, round int) {
 	m.settled(t)
 }
 
-// quiet does what the engine's sweep does, with nobody else at work.
+// quiet does what the engine's sweep does, without concurrent clients.
 func (m *model) quiet(t *testing.T) {
 	t.Helper()
 	sweep(t, m.pool)
@@ -143,7 +143,7 @@ func (m *model) end(t *testing.T) {
 	m.check(t, "at the end")
 }
 
-// wantNone fails when a query finds anything.
+// wantNone fails when a query returns a row.
 func wantNone(t *testing.T, db postgres.DB, what, sql string, args ...any) {
 	t.Helper()
 	rows, err := db.Query(t.Context(), `select coalesce(string_agg(r::text, E'\n'), '') from (`+sql+`) r`, args...)
@@ -209,7 +209,7 @@ func (m *model) settled(t *testing.T) {
 		 where x.status = 'waiting' and x.waiting_for = 'agent' and c.completed_at is not null`)
 }
 
-// play does a number of random things. What is refused for a good reason is fine.
+// play makes random operations. It accepts expected refusals.
 func (c *client) play(ctx context.Context) error {
 	for range loanOps {
 		moves := c.actions()
@@ -233,8 +233,8 @@ func pick[T any](c *client, from []T) T {
 	return from[c.rand.IntN(len(from))]
 }
 
-// one is some execution that runs, with its claim, or a young one with the last claim that this test knows of. The
-// claim of one that waits is nobody's.
+// one picks a running execution with its claim, or a young one with its last known claim. A waiting execution has no
+// claim.
 func (c *client) one(ctx context.Context) (id string, claim int64) {
 	if c.rand.IntN(3) > 0 {
 		err := c.pool.QueryRow(ctx, `
@@ -292,7 +292,7 @@ func (c *client) beginOne(ctx context.Context) (string, error) {
 	return id, err
 }
 
-// family begins a line of two to four executions, each of which waits for the next, and the first of which has a lane.
+// family starts a chain of two to four executions that wait for each other; the first has a lane.
 func (c *client) family(ctx context.Context) error {
 	id, err := c.beginOne(ctx)
 	if err != nil {

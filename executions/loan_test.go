@@ -40,8 +40,7 @@ func relative(t *testing.T, pool *pgxpool.Pool, parent string) member {
 
 const parkOnChild = `select lanekeeper.wait_agent_execution($1::uuid, $2, 'child ' || $3::text, 'agent', $3::text, '1 hour', null)`
 
-// ancestors is a line of executions, each of which waits for the next, and the last of which runs. The first holds
-// the lane.
+// ancestors makes a chain of executions: each waits for the next, the last one runs, and the first holds the lane.
 func ancestors(t *testing.T, pool *pgxpool.Pool, lane string, depth int) []member {
 	t.Helper()
 	all := []member{relative(t, pool, "")}
@@ -72,7 +71,7 @@ func mustAcquire(t *testing.T, db postgres.DB, lane string, who member) int64 {
 	return token
 }
 
-// wantHolder says who has a lane ("" for nobody), and whether it is parked.
+// wantHolder checks the holder of a lane ("" for none), and whether it is parked.
 func wantHolder(t *testing.T, db postgres.DB, lane, id string, parked bool) {
 	t.Helper()
 	got := pgtest.Value[string](t, db, `
@@ -245,7 +244,7 @@ func TestALentLaneIsTheBorrowersAlone(t *testing.T) {
 	wantHolder(t, pool, loanLane, "", false) // what was broken does not come back
 }
 
-// The borrower dies; who claims it next has the lane, or borrows it anew when it has expired meanwhile.
+// After the borrower died, its next claim has the lane, or borrows it again after it expired.
 func TestABorrowerIsClaimedAgain(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -422,8 +421,8 @@ func TestACancelOfAParentMeetsItsChildsSend(t *testing.T) {
 	wantLoans(t, pool, "thread:t1", 0)
 }
 
-// A parent lends a thread to a child when it has started it. When it waits for that child the loan continues; when it
-// waits for anything else, the thread is its own again, and the child may write nothing more under its token.
+// A parent lends a thread to a child that it started. The loan continues while the parent waits for that child.
+// During any other wait the thread is the parent's again, and the child's token is void.
 func TestAThreadIsLentOnlyToTheAwaitedChild(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

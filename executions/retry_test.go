@@ -250,7 +250,7 @@ func TestACancelledWriteIsRetried(t *testing.T) {
 	}
 }
 
-// What a flow asks of the database may meet a slow moment, too; a query that is cancelled each time is meant to be.
+// A query of a flow may time out in a slow moment. A repeated timeout is intended.
 func TestACancelledQueryIsRetried(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {

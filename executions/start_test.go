@@ -186,8 +186,7 @@ func TestARunReturnsTheStoredRow(t *testing.T) {
 	}
 }
 
-// Runs that begin together in a process whose lease has ended, of which it does not know yet: they are in the queue,
-// and their callers get the rows as they stand.
+// Concurrent runs of a process whose lease expired unnoticed are queued, and their callers get the rows.
 func TestRunsOfAnExpiredLeaseAreQueued(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -228,7 +227,7 @@ func TestRunsOfAnExpiredLeaseAreQueued(t *testing.T) {
 	}, "another process runs them")
 }
 
-// What a statement for several looks at, for all of them at once, are the rules of each row.
+// A batch of starts keeps the rules of a single row.
 func TestABatchOfStartsKeepsTheRules(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -274,7 +273,7 @@ func TestABatchOfStartsKeepsTheRules(t *testing.T) {
 	}
 }
 
-// Whether an execution is for external workers follows from its flow, whoever writes the row.
+// The flow alone decides whether an execution is external, for every writer.
 func TestTheFlowDecidesWhetherAnExecutionIsExternal(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

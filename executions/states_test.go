@@ -37,7 +37,7 @@ var transitions = map[executions.Status][]executions.Status{
 
 var states = slices.Sorted(maps.Keys(transitions))
 
-// subject is an execution in a state, and what somebody who ran it last would know.
+// subject is an execution in a state, with its last claim.
 type subject struct {
 	id    string
 	claim int64
@@ -134,8 +134,7 @@ func TestPlainSQLChangesStatesOnlyAsTheyMay(t *testing.T) {
 	}
 }
 
-// operation is something that is done to an execution by a function of the database, and where it leads from each
-// state in which it does anything.
+// operation is an SQL function on an execution, with its transitions.
 type operation struct {
 	sql   string
 	args  int // how many of id, claim
@@ -378,7 +377,7 @@ func TestGoChangesNoEndedExecution(t *testing.T) {
 	}
 }
 
-// An end is a fact: who waits for it after another has been told is notified too.
+// An end is a fact: a later wait for it ends too.
 func TestAnEndResumesEveryWait(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -393,7 +392,7 @@ func TestAnEndResumesEveryWait(t *testing.T) {
 	}
 }
 
-// What the database refuses of one run does not touch those that end with it.
+// A rejected completion does not affect others of its batch.
 func TestARejectedCompletionFailsAlone(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -622,7 +621,7 @@ type lines struct{ testkit.Log }
 
 func (l *lines) into(o *executions.Options) { o.Logger = slog.New(slog.NewJSONHandler(l, nil)) }
 
-// The log tells the life of an execution, also when its wait was ended by SQL alone, or by a sweep.
+// The log has every transition, also when SQL or a sweep ended a wait.
 func TestTheLogHasEveryTransition(t *testing.T) {
 	t.Parallel()
 	for name, wake := range map[string]string{
@@ -677,7 +676,7 @@ func TestTheLogHasEveryTransition(t *testing.T) {
 	}
 }
 
-// An end that no run says itself, because another has brought it about, is notified all the same, and once.
+// An end outside the run is logged once.
 func TestTheLogHasAnExternalEnd(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {

@@ -481,7 +481,7 @@ func TestJSONThatIsAStepsResultIsTheSameInEveryRun(t *testing.T) {
 	}
 }
 
-// What is given to the first run is what the database gives to the others, to the byte.
+// The first run gets the same bytes as later runs get from the database.
 func TestJSONIsWrittenAsTheDatabaseWritesIt(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -39,7 +39,7 @@ func ends(value any, err error) (executions.Result, error) {
 	return executions.Result{Value: value}, nil
 }
 
-// gate stops the first who passes, until it is opened; others go through.
+// gate stops the first caller until it is opened; others pass.
 type gate struct {
 	passed  atomic.Int32
 	entered chan string // the execution that came first
@@ -72,8 +72,8 @@ func (g *gate) arrival(t *testing.T) string {
 	return testkit.Receive(t, g.entered)
 }
 
-// runInBackground runs the flow in a process that neither renews its lease nor hears of anything, as one that
-// is paused would not. The returned function waits for its end.
+// runInBackground runs the flow in a process that neither renews its lease nor receives notifications, like a paused
+// one. The returned function waits for its end.
 func (p *process) runInBackground(t *testing.T) (wait func() executions.Execution) {
 	t.Helper()
 	var got executions.Execution

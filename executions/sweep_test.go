@@ -108,7 +108,7 @@ func TestClaimsOfALostWorkerAreReleased(t *testing.T) {
 	}
 }
 
-// lostWork is what a worker has that is dead: twenty executions, of which every fourth ends with its worker.
+// lostWork makes a dead worker with twenty executions; every fourth fails with its worker.
 func lostWork(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
 	dead := newWorker(t, pool)
@@ -208,7 +208,7 @@ func TestAnInterruptedSweepChangesNothing(t *testing.T) {
 // sweepPatience is far longer than a sweep takes, and far shorter than a client leaves a transaction open.
 const sweepPatience = 30 * time.Second
 
-// What another transaction has locked is left to a later sweep, and no other execution waits for it.
+// A sweep leaves locked executions to a later sweep, and delays no other.
 func TestASweepSkipsLockedRows(t *testing.T) {
 	t.Parallel()
 	const (
@@ -378,7 +378,7 @@ func TestTwoEnginesStartOneExecutionPerTick(t *testing.T) {
 	}
 }
 
-// River's leader ticks. While a dead one is still the leader nobody would, but for the sweep.
+// The sweep ticks while River's leader is dead.
 func TestTicksContinueWhileTheLeaderIsDead(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

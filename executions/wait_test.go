@@ -544,7 +544,7 @@ func TestTheEndOfAnExecutionClosesItsRequests(t *testing.T) {
 	}
 }
 
-// A timeout that was not given is the kind's own, and one beyond its longest is refused, by whoever asks.
+// A missing timeout is the default of the kind, and a longer one than the limit is rejected, from Go and SQL.
 func TestTimeoutsDependOnTheKind(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -165,7 +165,7 @@ func TestTheQueueIsOrderedByPriorityAndAge(t *testing.T) {
 	}
 }
 
-// What is held back is neither claimed nor named by the sweep, and what stands behind it is not delayed.
+// Executions beyond a limit are neither claimed nor announced by the sweep, and delay no others.
 func TestALimitDelaysNoOtherFlow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -325,7 +325,7 @@ func TestAWakeupCommitsWithItsTransaction(t *testing.T) {
 	}
 }
 
-// What a process has no worker for goes to another one, though nobody sweeps.
+// Work beyond the free workers moves to another process without a sweep.
 func TestABusyProcessNotifiesOthers(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -349,7 +349,7 @@ func TestABusyProcessNotifiesOthers(t *testing.T) {
 	pgtest.Eventually(t, timeout, func() bool { return ran.Load() == 30 }, "the other process runs them")
 }
 
-// A flow that one process does not know is left to one that does, and stands in nobody's way.
+// A process leaves an unknown flow to others, and claims the executions behind it.
 func TestAnUnknownFlowIsLeftToOtherProcesses(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

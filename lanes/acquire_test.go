@@ -177,7 +177,7 @@ func TestNobodyOvertakesAWaiter(t *testing.T) {
 	mustTry(t, db, "x", "d", 60)
 }
 
-// Who waited and then takes the lane by a plain try is not waited for when it has given it back.
+// A waiter that acquires the lane with a plain try has no place in the queue after its release.
 func TestAnAcquireEndsTheWaitOfItsOwner(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -261,7 +261,7 @@ func TestGivingUpLeavesTheQueue(t *testing.T) {
 	queued(t, db, "x", 0)
 }
 
-// Much that happens in other lanes, or is handed to others in this one, makes nobody look, who would write each time.
+// Events of other lanes, and handovers to other owners, cause no attempt: an attempt writes.
 func TestOtherLanesWakeNobody(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

@@ -54,9 +54,8 @@ func ExampleBusyError() {
 	// true
 }
 
-// BenchmarkAcquireRelease is pairs of acquire and release on lanes that nobody else wants. "floor" is two
-// bare updates of one row, the least that a lease can cost; "floor-ratio" is the share of its speed
-// that is reached.
+// BenchmarkAcquireRelease acquires and releases uncontended lanes. "floor" is two bare updates of one row, the
+// minimum cost of a lease; "floor-ratio" is the achieved share of its speed.
 func BenchmarkAcquireRelease(b *testing.B) {
 	var floor time.Duration
 	b.Run("floor", func(b *testing.B) {

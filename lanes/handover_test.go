@@ -15,7 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// queues puts owner into the queue of lane, as one who may be handed it.
+// queues adds owner to the queue of lane, as a waiter for a handover.
 func queues(t *testing.T, db postgres.DB, lane, owner string, ttl int) {
 	t.Helper()
 	if pgtest.Value[bool](t, db, `select acquired from lanekeeper.acquire_or_enqueue_agent_lock($1, $2, $3, 60, true)`, lane, owner,
@@ -36,7 +36,8 @@ func settled(t *testing.T, db postgres.DB, lane string) {
 	pgtest.Eventually(t, soon, func() bool { return place().After(first) }, "the second look")
 }
 
-// frees releases a lane in SQL, again while it is in use, and returns whom it went to: "" for nobody, "not released".
+// releaseLane releases a lane in SQL, with retries while it is blocked. It returns the successor: "" for none, or
+// "not released".
 func releaseLane(t *testing.T, db postgres.DB, lane, owner string, token int64) string {
 	t.Helper()
 	to := getWithin[string](t, db, `select coalesce(lanekeeper.release_agent_lock($1, $2, $3, true), 'not released')`,
@@ -59,7 +60,7 @@ func notified(t *testing.T, conn *pgx.Conn) string {
 	return n.Payload
 }
 
-// A release gives the lane to who waits first, who asks for nothing more, and then has it for as long as it wanted.
+// A release hands the lane to the first waiter, which sends nothing more and then has its full TTL.
 func TestAReleaseHandsTheLaneOver(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -106,7 +107,7 @@ func TestAReleaseHandsTheLaneOver(t *testing.T) {
 	}
 }
 
-// A look that comes before the notification may find the row locked by another who looks.
+// An attempt before the notification may find the row locked by another attempt.
 func TestTheHolderHasNoPlaceInTheQueue(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -233,7 +234,7 @@ func TestOnlyTheLiveHolderHandsOver(t *testing.T) {
 	}
 }
 
-// A lease that ends while its release waits for a fenced write is handed to nobody.
+// A lease that expires while its release waits for a fenced write is not handed over.
 func TestAnExpiredLeaseIsNotHandedOver(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -253,7 +254,7 @@ func TestAnExpiredLeaseIsNotHandedOver(t *testing.T) {
 	}
 }
 
-// Nobody has heard from who was handed a lane, so the lease is short: one that died is not waited for.
+// The waiter has not confirmed a handover, so the lease is short in case it died.
 func TestAHandedOverLeaseIsShort(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -270,7 +271,7 @@ func TestAHandedOverLeaseIsShort(t *testing.T) {
 		"the next in the queue is served")
 }
 
-// Who leaves releases what was handed over just then, also when that is still under way.
+// A leaving waiter releases a lane that was just handed over, also during the handover.
 func TestAWaiterThatLeavesHoldsNothing(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -328,7 +329,7 @@ func TestAReleaseLeavesTheCallersTransactionDurable(t *testing.T) {
 	}
 }
 
-// The commit of a hand-over is waited for: it is a grant. That of a keeper's release to nobody is not.
+// The commit of a handover is synchronous: it is a grant. A release to no waiter is asynchronous.
 func TestAHandoverIsDurable(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -382,7 +383,7 @@ func TestABatchHandsManyLanesOver(t *testing.T) {
 	}
 }
 
-// The claim of an execution may be over by the time that it is handed something: it takes lanes by itself.
+// The claim of an execution may be over at the handover, so it acquires lanes itself.
 func TestAnExecutionClaimGetsNoHandover(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -406,7 +407,7 @@ func TestAnExecutionClaimGetsNoHandover(t *testing.T) {
 	}
 }
 
-// Who does not hear of the hand-over finds the lane its own at the next look, as does one whose keeper renews nothing.
+// A waiter that misses the handover finds the lane at its next attempt, and so does one whose keeper does not renew.
 func TestAMissedHandoverIsFoundByPolling(t *testing.T) {
 	t.Parallel()
 	for name, heard := range map[string]bool{"not heard": false, "nothing is renewed": true} {
@@ -467,8 +468,7 @@ func TestALateHandoverIsIgnored(t *testing.T) {
 	}
 }
 
-// What was handed over ends here no later than in the database, which is where it began: it counts from before the
-// last look.
+// A handed-over lease ends here no later than in the database: it counts from before the last attempt.
 func TestTheLocalEndOfAHandoverCountsFromBeforeTheAttempt(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

@@ -276,7 +276,7 @@ func TestThreadLanesAreRenewedManuallyAndTheirLossCancelsNothing(t *testing.T) {
 	log.want(t, 0, "level=ERROR")
 }
 
-// Who waits for the lane of a process that is dead looks at it again and again, also while that is swept.
+// Waiters poll the lane of a dead process while the sweep releases it.
 func TestTheLaneOfADeadProcessIsReleased(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

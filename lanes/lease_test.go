@@ -287,8 +287,8 @@ func TestALostAnswerLeavesTheLaneFree(t *testing.T) {
 	}
 }
 
-// A caller who goes away while the database grants the lane must not leave it held by nobody, although the
-// grant commits after the caller's end: the statement here outlives its cancellation.
+// A caller who leaves during the grant must not leave the lane held. The grant commits after the caller's end: the
+// statement here outlives its cancellation.
 func TestACallerWhoLeavesWhileTheLaneIsGrantedLeavesItFree(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

@@ -72,7 +72,7 @@ func TestAReleaseWhoseAnswerIsLostIsARelease(t *testing.T) {
 	log.want(t, 0, "lane lost")
 }
 
-// What Release could not do in its time the keeper does afterwards, long before the lease ends.
+// The keeper completes a release that ran out of time, long before the lease expires.
 func TestAReleaseContinuesInTheBackground(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -93,7 +93,7 @@ func TestAReleaseContinuesInTheBackground(t *testing.T) {
 	}
 }
 
-// Who takes the lane again before the release has come through keeps it.
+// An owner that acquires the lane again before the release succeeds keeps it.
 func TestAReleaseInTheBackgroundLeavesALaterHoldAlone(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -213,7 +213,7 @@ var clumsy = map[string]func(t *testing.T, db *pgxpool.Pool, query string, args 
 	"open": open, "prepared": prepared, "savepoint": savepoint,
 }
 
-// Who waits for a lane in a transaction that stays open keeps the holder from nothing, nor anybody else.
+// A waiter in an open transaction blocks neither the holder nor others.
 func TestAWaiterInAnOpenTransactionBlocksNobody(t *testing.T) {
 	t.Parallel()
 	for how, leave := range clumsy {
@@ -236,7 +236,7 @@ func TestAWaiterInAnOpenTransactionBlocksNobody(t *testing.T) {
 	}
 }
 
-// wantHeld checks that a, who holds x, renews and releases it, that the next one gets it, and that the sweeps pass.
+// wantHeld checks that holder a of x renews and releases it, that the next one gets it, and that the sweeps pass.
 func wantHeld(t *testing.T, db *pgxpool.Pool, token int64) {
 	t.Helper()
 	hurry := pgtest.Begin(t, db)
@@ -269,8 +269,7 @@ func wantHeld(t *testing.T, db *pgxpool.Pool, token int64) {
 	mustTry(t, db, "x", "next", 60)
 }
 
-// A lane that was granted in a transaction that stays open is busy for others, who hear so at once, and no other lane
-// is touched.
+// A lane granted in an open transaction is busy for others at once, and no other lane is affected.
 func TestAGrantInAnOpenTransactionIsBusyForOthers(t *testing.T) {
 	t.Parallel()
 	for how, leave := range clumsy {
@@ -294,7 +293,7 @@ func TestAGrantInAnOpenTransactionIsBusyForOthers(t *testing.T) {
 	}
 }
 
-// Who releases or breaks a lane that an open transaction has in use hears within about a second who is in the way.
+// A release or break that an open transaction blocks names it within about a second.
 func TestABlockedReleaseNamesTheTransaction(t *testing.T) {
 	t.Parallel()
 	for how, leave := range clumsy {
@@ -332,7 +331,7 @@ func TestABlockedReleaseNamesTheTransaction(t *testing.T) {
 	}
 }
 
-// A renewal passes a fenced write, and hears who is in the way of it otherwise.
+// A renewal passes a fenced write, and names any other blocking transaction.
 func TestABlockedRenewalNamesTheTransaction(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -380,7 +379,7 @@ func TestAHandoverInAnOpenTransactionBlocksNoWaiter(t *testing.T) {
 	commit(t, hurry)
 }
 
-// A place is kept for a minute at most, so that who died in a queue is not waited for.
+// A place lasts a minute at most, so a dead waiter delays no one.
 func TestAPlaceInAQueueIsKeptForAMinute(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

@@ -116,7 +116,7 @@ func getWithin[T any](t testing.TB, db postgres.DB, query string, args ...any) T
 // logs collects log lines.
 type logs struct{ testkit.Log }
 
-// want waits for n lines: the work of a lost lane is notified before the log.
+// want waits for n lines: the lost context ends before the log line.
 func (l *logs) want(t testing.TB, n int, words ...string) {
 	t.Helper()
 	pgtest.Eventually(t, soon, func() bool { return len(l.Lines(words...)) >= n },

@@ -59,7 +59,7 @@ func TestNewRefusesAnUnknownSurface(t *testing.T) {
 	trace.New("email")
 }
 
-// Two ids of one millisecond must not be neighbours: who knows one could guess the other.
+// Two ids of one millisecond must not be neighbours: otherwise one reveals the other.
 func TestNewIsRandom(t *testing.T) {
 	t.Parallel()
 	var mu sync.Mutex

@@ -42,7 +42,7 @@ func busy(g *Batcher[int, int]) bool {
 	return len(g.Scheduler.flights) > 0
 }
 
-// gatherer starts writes of which the first is under way until the others have gathered.
+// gatherer starts writes; the first stays in flight until the others are queued.
 func gatherer(t *testing.T, b *Batcher[int, int], n int, alone func(i int) (int, error)) (answers []int, errs []error) {
 	t.Helper()
 	answers, errs = make([]int, n), make([]error, n)
@@ -122,7 +122,7 @@ func TestAFailedBatchIsRetriedOneByOneWhereSafe(t *testing.T) {
 	}
 }
 
-// One that is delayed by somebody's lock does not hold up the rest, and a caller who has left holds up nobody.
+// A write behind a lock does not delay the rest, and neither does a caller who left.
 func TestABlockedWriteDelaysNoOther(t *testing.T) {
 	t.Parallel()
 	for _, b := range []*Batcher[int, int]{
@@ -163,7 +163,7 @@ func holdUp(t *testing.T, b *Batcher[int, int]) {
 	}
 }
 
-// A caller who leaves in the moment in which it is to be the next makes room all the same.
+// A caller who leaves at its turn frees the slot.
 func TestALeavingCallerFreesItsSlot(t *testing.T) {
 	t.Parallel()
 	for spin := range 200 {
@@ -194,7 +194,7 @@ func TestALeavingCallerFreesItsSlot(t *testing.T) {
 	}
 }
 
-// An answer for which nobody waits any more is not lost.
+// An answer without a waiting caller is not lost.
 func TestALateAnswerIsPassedToLate(t *testing.T) {
 	t.Parallel()
 	sent, answer, late := make(chan struct{}), make(chan struct{}), make(chan int, 8)
@@ -294,7 +294,7 @@ func TestABatchIsSorted(t *testing.T) {
 	}
 }
 
-// Where nobody has said what an error of a batch means, its writes may be repeated.
+// Without Unchanged, the writes of a failed batch are repeated.
 func TestAnUnchangedBatchIsRetriedAlone(t *testing.T) {
 	t.Parallel()
 	b := newBatcher(func(context.Context, []int) ([]int, []bool, error) { return nil, nil, errBroken }, nil)
@@ -321,7 +321,7 @@ func TestABatchHasALimit(t *testing.T) {
 	})
 }
 
-// Whoever goes by itself makes room for the next when it panics, too.
+// A single write that panics frees its slot.
 func TestAPanickingWriteFreesItsSlot(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

@@ -17,7 +17,7 @@ var (
 	errLeft    = errors.New("does not stay") // a caller
 )
 
-// market is some batchers of one scheduler, with callers who come, leave and fail at random, in synthetic time. No
+// market is the batchers of one scheduler, with callers who come, leave and fail at random, in synthetic time. No
 // write expires, so a forgotten write is noticed.
 type market struct {
 	t         *testing.T
@@ -139,7 +139,7 @@ func (m *market) write() {
 	}
 }
 
-// tooLate gets the answers of those who have left.
+// tooLate gets the answers of callers who left.
 func (m *market) tooLate(id, value int) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -190,8 +190,7 @@ func (m *market) rests() {
 	}
 }
 
-// Whatever fails, panics, is slow or leaves: each call has one answer, the right one, nobody is forgotten, and
-// nothing is left of it.
+// Whatever fails, panics, is slow or leaves: each call gets its own answer once, and nothing remains queued.
 func TestEachWriteHasItsAnswer(t *testing.T) {
 	t.Parallel()
 	for seed := range uint64(40) {
