@@ -675,7 +675,7 @@ func TestAThreadIsReadPageByPage(t *testing.T) {
 		}
 	}
 	for i := range 7 {
-		d := threads.Draft{ThreadID: "first", Role: threads.User, Content: fmt.Sprint(i), Channel: "chat", Status: threads.Received}
+		d := threads.NewMessage{ThreadID: "first", Role: threads.User, Content: fmt.Sprint(i), Channel: "chat", Status: threads.Received}
 		if _, err := threads.Post(t.Context(), a.pool, d); err != nil {
 			t.Fatal(err)
 		}

@@ -278,7 +278,7 @@ func (b *chatBench) enqueue(ctx context.Context, queue, thread, words string, be
 		if _, _, err := threads.Open(ctx, tx, threads.Admin, threads.Thread{ID: thread, Channel: "chat", Agent: chat.Agent}); err != nil {
 			return err
 		}
-		_, err = threads.Post(ctx, tx, threads.Draft{
+		_, err = threads.Post(ctx, tx, threads.NewMessage{
 			ThreadID: thread, Role: threads.User, Content: words, Channel: "chat", ExecutionID: x.ID, TraceID: x.TraceID, Status: threads.Received,
 		})
 		return err

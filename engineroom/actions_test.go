@@ -536,7 +536,7 @@ func spoken(t *testing.T, db interface {
 		if err != nil {
 			return err
 		}
-		for _, d := range []threads.Draft{
+		for _, d := range []threads.NewMessage{
 			{Role: threads.User, Content: said, Status: threads.Received}, {Role: threads.Assistant, Content: answer, Status: threads.Sent},
 		} {
 			if d.Content == "" {

@@ -55,8 +55,8 @@ type Message struct {
 	Images       int        `json:"images,omitempty"` // how many came with it; see Images
 }
 
-// Draft is a message to be.
-type Draft struct {
+// NewMessage is a message to be.
+type NewMessage struct {
 	ThreadID    string // of an open thread
 	Role        string
 	Content     string // what PostgreSQL cannot store, NUL and invalid UTF-8, is left out
@@ -73,8 +73,8 @@ type Draft struct {
 // Post adds a message to a thread and gives it its place, unless it is queued. The thread's row stays locked
 // until the caller's transaction ends, so places become visible in their order. ErrNotFound when there is
 // no such thread.
-func Post(ctx context.Context, db postgres.DB, d Draft) (Message, error) {
-	got, err := PostAll(ctx, db, d.ThreadID, []Draft{d})
+func Post(ctx context.Context, db postgres.DB, d NewMessage) (Message, error) {
+	got, err := PostAll(ctx, db, d.ThreadID, []NewMessage{d})
 	if err != nil {
 		return Message{}, err
 	}
@@ -83,7 +83,7 @@ func Post(ctx context.Context, db postgres.DB, d Draft) (Message, error) {
 
 // PostAll adds messages to one thread in one statement, in their order, as [Post] adds one. Either all of them have
 // places, or all are queued.
-func PostAll(ctx context.Context, db postgres.DB, thread string, drafts []Draft) ([]Message, error) {
+func PostAll(ctx context.Context, db postgres.DB, thread string, drafts []NewMessage) ([]Message, error) {
 	if len(drafts) == 0 {
 		return nil, nil
 	}
@@ -133,7 +133,7 @@ type batch struct {
 }
 
 // add adds the i-th draft. Its start is the number of the draft that begins its turn, where it names no turn.
-func (b *batch) add(i int, d Draft) {
+func (b *batch) add(i int, d NewMessage) {
 	content := postgres.Text(d.Content)
 	start, turn := i+1, d.Turn
 	if d.Follows && i > 0 {
@@ -226,7 +226,7 @@ func (i Image) Part() models.Part {
 }
 
 // saveImages stores the images of messages that were just posted, in the order of their drafts.
-func saveImages(ctx context.Context, db postgres.DB, posted []Message, drafts []Draft) error {
+func saveImages(ctx context.Context, db postgres.DB, posted []Message, drafts []NewMessage) error {
 	b := &pgx.Batch{}
 	for n, d := range drafts {
 		for i, image := range d.Images {
@@ -280,23 +280,23 @@ func Images(ctx context.Context, db postgres.DB, messages []Message) (map[string
 	return found, nil
 }
 
-// Sketch is what a turn under way has said so far. The first Settled characters will stay; what follows may be said
-// anew when the turn goes on elsewhere.
-type Sketch struct {
+// Draft is the answer of an unfinished turn so far. The first Settled characters are final; the rest may change when
+// another process resumes the turn.
+type Draft struct {
 	Content string
 	Settled int
-	Claim   int64 // under which it was said; not given to [SaveSketch] with it
+	Claim   int64 // that wrote it; SaveDraft takes it apart
 }
 
-// Keep returns the part of a sketch that stays.
-func (s Sketch) Keep() string {
+// Final returns the part of a draft that does not change any more.
+func (s Draft) Final() string {
 	letters := []rune(s.Content)
 	return string(letters[:min(s.Settled, len(letters))])
 }
 
-// SaveSketch stores what an execution has said so far, under its claim. A claim that is over changes nothing,
-// and that is no error: the sketch is for onlookers.
-func SaveSketch(ctx context.Context, db postgres.DB, execution string, claim int64, s Sketch) error {
+// SaveDraft stores the answer so far of an execution, under its claim. A claim that has ended changes nothing, and that
+// is no error: the draft is for display only.
+func SaveDraft(ctx context.Context, db postgres.DB, execution string, claim int64, s Draft) error {
 	_, err := db.Exec(ctx, `
 		insert into agent_message_drafts as d (execution_id, claim, content, settled)
 		select x.id, x.claim, @content, @settled from agent_executions x
@@ -306,27 +306,27 @@ func SaveSketch(ctx context.Context, db postgres.DB, execution string, claim int
 		 where d.claim <= excluded.claim`,
 		postgres.Strict{"id": execution, "claim": claim, "content": postgres.Text(s.Content), "settled": s.Settled})
 	if err != nil {
-		return fmt.Errorf("save what was said so far: %w", err)
+		return fmt.Errorf("save draft: %w", err)
 	}
 	return nil
 }
 
-// SketchOf reads what an execution has said so far; the zero Sketch when that is nothing, or stored as a message.
-func SketchOf(ctx context.Context, db postgres.DB, execution string) (Sketch, error) {
-	var s Sketch
+// DraftOf reads the draft of an execution; the zero Draft when there is none, or it has become a message.
+func DraftOf(ctx context.Context, db postgres.DB, execution string) (Draft, error) {
+	var s Draft
 	err := db.QueryRow(ctx, `select content, settled, claim from agent_message_drafts where execution_id = @id`,
 		postgres.Strict{"id": execution}).Scan(&s.Content, &s.Settled, &s.Claim)
 	if err != nil && !errors.Is(err, pgx.ErrNoRows) {
-		return Sketch{}, fmt.Errorf("read what was said so far: %w", err)
+		return Draft{}, fmt.Errorf("read draft: %w", err)
 	}
 	return s, nil
 }
 
-// DropSketch forgets what an execution has said so far: it is a message now.
-func DropSketch(ctx context.Context, db postgres.DB, execution string) error {
+// DeleteDraft deletes the draft of an execution, whose answer is a message now.
+func DeleteDraft(ctx context.Context, db postgres.DB, execution string) error {
 	_, err := db.Exec(ctx, `delete from agent_message_drafts where execution_id = @id`, postgres.Strict{"id": execution})
 	if err != nil {
-		return fmt.Errorf("drop what was said so far: %w", err)
+		return fmt.Errorf("delete draft: %w", err)
 	}
 	return nil
 }

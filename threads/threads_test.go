@@ -26,7 +26,7 @@ func open(t *testing.T, db postgres.DB, id string) threads.Thread {
 	return got
 }
 
-func post(t *testing.T, db postgres.DB, d threads.Draft) threads.Message {
+func post(t *testing.T, db postgres.DB, d threads.NewMessage) threads.Message {
 	t.Helper()
 	if d.Status == "" {
 		d.Status = threads.Received
@@ -41,8 +41,8 @@ func post(t *testing.T, db postgres.DB, d threads.Draft) threads.Message {
 // talk posts an exchange.
 func talk(t *testing.T, db postgres.DB, thread, question, answer string) int64 {
 	t.Helper()
-	q := post(t, db, threads.Draft{ThreadID: thread, Role: threads.User, Content: question})
-	post(t, db, threads.Draft{ThreadID: thread, Role: threads.Assistant, Content: answer, Turn: *q.Seq, Status: threads.Sent})
+	q := post(t, db, threads.NewMessage{ThreadID: thread, Role: threads.User, Content: question})
+	post(t, db, threads.NewMessage{ThreadID: thread, Role: threads.Assistant, Content: answer, Turn: *q.Seq, Status: threads.Sent})
 	return *q.Seq
 }
 
@@ -78,7 +78,7 @@ func TestPlacesHaveNoGapsAndGrowWithTheCommits(t *testing.T) {
 		group.Go(func() error {
 			for range 10 {
 				err := postgres.InTx(t.Context(), db, func(tx pgx.Tx) error {
-					m, err := threads.Post(t.Context(), tx, threads.Draft{ThreadID: "busy", Role: threads.User, Content: "x", Status: threads.Received})
+					m, err := threads.Post(t.Context(), tx, threads.NewMessage{ThreadID: "busy", Role: threads.User, Content: "x", Status: threads.Received})
 					if err != nil {
 						return err
 					}
@@ -112,10 +112,10 @@ func TestAQueuedMessageHasNoPlace(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	open(t, db, "q")
-	if m := post(t, db, threads.Draft{ThreadID: "q", Role: threads.Assistant, Content: "later", Status: threads.Queued}); m.Seq != nil || m.Turn != nil {
+	if m := post(t, db, threads.NewMessage{ThreadID: "q", Role: threads.Assistant, Content: "later", Status: threads.Queued}); m.Seq != nil || m.Turn != nil {
 		t.Errorf("a queued message has place %d of turn %d", *m.Seq, *m.Turn)
 	}
-	if m := post(t, db, threads.Draft{ThreadID: "q", Role: threads.User, Content: "now"}); *m.Seq != 1 {
+	if m := post(t, db, threads.NewMessage{ThreadID: "q", Role: threads.User, Content: "now"}); *m.Seq != 1 {
 		t.Errorf("the first message that is sent has place %d", *m.Seq)
 	}
 	list, err := threads.Messages(t.Context(), db, threads.MessageFilter{ThreadID: "q"})
@@ -131,10 +131,10 @@ func TestPostKeepsWhatCanBeKept(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	open(t, db, "odd")
-	if m := post(t, db, threads.Draft{ThreadID: "odd", Role: threads.User, Content: "a\x00b\xffc"}); m.Content != "ab\uFFFDc" {
+	if m := post(t, db, threads.NewMessage{ThreadID: "odd", Role: threads.User, Content: "a\x00b\xffc"}); m.Content != "ab\uFFFDc" {
 		t.Errorf("content = %q", m.Content)
 	}
-	if _, err := threads.Post(t.Context(), db, threads.Draft{ThreadID: "none", Role: threads.User, Status: threads.Received}); !errors.Is(err, threads.ErrNotFound) {
+	if _, err := threads.Post(t.Context(), db, threads.NewMessage{ThreadID: "none", Role: threads.User, Status: threads.Received}); !errors.Is(err, threads.ErrNotFound) {
 		t.Errorf("posting in no thread: %v, want ErrNotFound", err)
 	}
 }
@@ -144,9 +144,9 @@ func TestAWindowIsReadTurnByTurn(t *testing.T) {
 	db := pgtest.DB(t)
 	open(t, db, "w")
 	talk(t, db, "w", "q1", "a1")
-	q2 := post(t, db, threads.Draft{ThreadID: "w", Role: threads.User, Content: "q2"})
-	q3 := post(t, db, threads.Draft{ThreadID: "w", Role: threads.User, Content: "q3"}) // came before a2
-	post(t, db, threads.Draft{ThreadID: "w", Role: threads.Assistant, Content: "a2", Turn: *q2.Seq, Status: threads.Sent})
+	q2 := post(t, db, threads.NewMessage{ThreadID: "w", Role: threads.User, Content: "q2"})
+	q3 := post(t, db, threads.NewMessage{ThreadID: "w", Role: threads.User, Content: "q3"}) // came before a2
+	post(t, db, threads.NewMessage{ThreadID: "w", Role: threads.Assistant, Content: "a2", Turn: *q2.Seq, Status: threads.Sent})
 	for name, c := range map[string]struct {
 		before int64
 		tokens int
@@ -249,7 +249,7 @@ func TestListingsGoOnWhereTheyEnded(t *testing.T) {
 	for _, id := range []string{"a", "b", "c"} {
 		open(t, db, id)
 	}
-	post(t, db, threads.Draft{ThreadID: "a", Role: threads.User, Content: "hello"})
+	post(t, db, threads.NewMessage{ThreadID: "a", Role: threads.User, Content: "hello"})
 	var got []string
 	f := threads.Filter{Channel: "chat", Limit: 1}
 	for {

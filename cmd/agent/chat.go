@@ -127,7 +127,7 @@ func (v *chatSession) send(ctx context.Context, text string) error {
 	if v.json {
 		show = nil
 	}
-	got, err := v.chat.Say(ctx, chat.Ask{
+	got, err := v.chat.Say(ctx, chat.UserMessage{
 		Owner: cliVisitor, Name: v.thread, Participant: "command line", Texts: []string{text}, Model: v.agent,
 		Files: [][]chat.File{v.fileIDs()},
 	}, show)

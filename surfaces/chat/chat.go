@@ -301,7 +301,7 @@ func (c *Chat) allow(r *http.Request, owner, user, token string) error {
 // enter finds a place for a turn among those that are under way here. It is bounded by key, address, and visitor or
 // else thread, so that no one of them has all: what a message costs is due after it was taken, and also when its sender
 // has left. A message that names neither visitor nor thread begins a thread of its own.
-func (c *Chat) enter(r *http.Request, a Ask) (*admission.Hold, error) {
+func (c *Chat) enter(r *http.Request, a UserMessage) (*admission.Hold, error) {
 	turns := int64(c.Turns)
 	few := min(turns/16, 16) // of one visitor
 	shares := []admission.Share{
@@ -400,7 +400,7 @@ func rowName(a agents.Agent) string {
 
 // sameAgent refuses a message to another agent than the thread's. A thread whose agent is not declared is the default
 // agent's.
-func (c *Chat) sameAgent(ctx context.Context, tx pgx.Tx, thread string, a Ask) error {
+func (c *Chat) sameAgent(ctx context.Context, tx pgx.Tx, thread string, a UserMessage) error {
 	if thread == rowName(a.agent) {
 		return nil
 	}

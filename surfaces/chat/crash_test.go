@@ -17,8 +17,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// loseAt ends the lease of the worker that runs the turn in the very transaction of the k-th durable write of a run to the table,
-// after the fence of that write.
+// loseAt ends the lease of the worker that runs the turn in the very transaction of the k-th durable write of a run
+// to the table, after the fence of that write.
 func loseAt(t *testing.T, db postgres.DB, table string, k int) {
 	t.Helper()
 	pgtest.Exec(t, db, `create sequence test_writes`) // which counts a write that is rolled back, too
@@ -107,10 +107,10 @@ func surviveLoss(t *testing.T, table string, k int) bool {
 		t.Errorf("%d different model calls, want %d; weather was called %d times, want at most once", len(keys), len(script), w.called("weather"))
 	}
 	for what, sql := range map[string]string{
-		"completed":             `select bool_and(status = 'completed') and count(*) = 1 from agent_executions`,
-		"no lane held":          `select count(*) = 0 from agent_locks_live`,
-		"nothing left running":  `select count(*) = 0 from agent_activity where status = 'running'`,
-		"no sketch left behind": `select count(*) = 0 from agent_message_drafts`,
+		"completed":            `select bool_and(status = 'completed') and count(*) = 1 from agent_executions`,
+		"no lane held":         `select count(*) = 0 from agent_locks_live`,
+		"nothing left running": `select count(*) = 0 from agent_activity where status = 'running'`,
+		"no draft left behind": `select count(*) = 0 from agent_message_drafts`,
 	} {
 		if !pgtest.Value[bool](t, w.pool, sql) {
 			t.Errorf("not so: %s", what)

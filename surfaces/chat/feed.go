@@ -138,11 +138,11 @@ func (f *feed) conclude(answer string) (text string, full bool) {
 	return v.text, v.full
 }
 
-// sketch is the text as other processes may see it.
-func (f *feed) sketch() threads.Sketch {
+// draft is the text as other processes may see it.
+func (f *feed) draft() threads.Draft {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return threads.Sketch{Content: f.text, Settled: utf8.RuneCountInString(f.text[:f.settled])}
+	return threads.Draft{Content: f.text, Settled: utf8.RuneCountInString(f.text[:f.settled])}
 }
 
 // away notes that a claim has ended, and the turn goes on elsewhere or waits; unless it goes on here under another by

@@ -47,7 +47,7 @@ func (c *Chat) upload(w http.ResponseWriter, r *http.Request, id trace.ID) error
 	if err != nil {
 		return refusedFile(err)
 	}
-	who := Ask{Owner: c.Visitor(r), Secret: secret}.principal()
+	who := UserMessage{Owner: c.Visitor(r), Secret: secret}.principal()
 	u := form.Upload
 	u.By, u.TraceID = who, string(id)
 	if name := r.Header.Get(threadHeader); name != "" {
@@ -100,7 +100,7 @@ func (p past) longDocument() bool {
 
 // attachFiles gives the files of the messages to their thread, stores those that the request holds, and adds to each
 // message what a model reads of them. docs are the documents of each message.
-func (c *Chat) attachFiles(ctx context.Context, tx pgx.Tx, a Ask) (texts []string, docs [][]documents.Document, err error) {
+func (c *Chat) attachFiles(ctx context.Context, tx pgx.Tx, a UserMessage) (texts []string, docs [][]documents.Document, err error) {
 	texts, docs = slices.Clone(a.Texts), make([][]documents.Document, len(a.Texts))
 	for i, files := range a.Files {
 		for _, f := range files {
@@ -129,7 +129,7 @@ func idsOf(docs [][]documents.Document) (ids []string) {
 
 // imagesWith are the images of each message, with those among its files, for a model that takes images. Of an image
 // above the bounds the model reads name and type alone.
-func (c *Chat) imagesWith(ctx context.Context, tx pgx.Tx, a Ask, docs [][]documents.Document) ([][]threads.Image, error) {
+func (c *Chat) imagesWith(ctx context.Context, tx pgx.Tx, a UserMessage, docs [][]documents.Document) ([][]threads.Image, error) {
 	images := make([][]threads.Image, len(a.Texts))
 	copy(images, a.Images)
 	if !c.takesImages(a) {
@@ -154,7 +154,7 @@ func (c *Chat) imagesWith(ctx context.Context, tx pgx.Tx, a Ask, docs [][]docume
 }
 
 // attachFile is the document of a file, which belongs to the thread from then on.
-func (c *Chat) attachFile(ctx context.Context, tx pgx.Tx, a Ask, f File) (documents.Document, error) {
+func (c *Chat) attachFile(ctx context.Context, tx pgx.Tx, a UserMessage, f File) (documents.Document, error) {
 	if f.ID != "" {
 		return documents.Attach(ctx, tx, a.principal(), a.thread, f.ID)
 	}
@@ -464,12 +464,12 @@ func imageInside(rest, detail string) (threads.Image, error) {
 func imageTypes() []string { return []string{"image/png", "image/jpeg", "image/gif", "image/webp"} }
 
 // takesImages reports an agent whose model takes images.
-func (c *Chat) takesImages(a Ask) bool {
+func (c *Chat) takesImages(a UserMessage) bool {
 	return c.Loop.Model.TakesImages(cmp.Or(a.agent.Model, c.Loop.Model.Model()))
 }
 
 // seen refuses images that the agent's model does not take.
-func (c *Chat) seen(a Ask) error {
+func (c *Chat) seen(a UserMessage) error {
 	if len(slices.Concat(a.Images...)) == 0 && !slices.ContainsFunc(a.Earlier,
 		func(l Line) bool { return len(l.Images) > 0 }) {
 		return nil

@@ -144,7 +144,7 @@ func (f *follower) reveal(text string) error {
 	}
 	rest, goesOn := strings.CutPrefix(text, f.shown)
 	switch {
-	case !goesOn && strings.HasPrefix(f.shown, text): // a sketch that lags behind
+	case !goesOn && strings.HasPrefix(f.shown, text): // a draft that lags behind
 	case !goesOn:
 		return f.diverged()
 	case rest != "":
@@ -190,7 +190,7 @@ func (f *follower) lookAfter(ctx context.Context, v view) error {
 		f.feed.finish(x)
 		return nil
 	}
-	sketch, err := threads.SketchOf(ctx, f.Front, f.id)
+	draft, err := threads.DraftOf(ctx, f.Front, f.id)
 	if err != nil {
 		return f.unread(ctx, err)
 	}
@@ -198,9 +198,9 @@ func (f *follower) lookAfter(ctx context.Context, v view) error {
 	if err != nil {
 		return f.unread(ctx, err)
 	}
-	text := sketch.Content
-	if x.ClaimedBy == nil || x.Claim != sketch.Claim { // whoever takes the turn up may say the rest in other words
-		text = sketch.Keep()
+	text := draft.Content
+	if x.ClaimedBy == nil || x.Claim != draft.Claim { // whoever takes the turn up may say the rest in other words
+		text = draft.Final()
 	}
 	f.feed.overheard(text, asks)
 	return nil

@@ -102,7 +102,7 @@ func orNil(s string) any {
 
 // passable refuses a form and images in a thread whose messages go to an execution: that answers in words of its own,
 // and hears words alone.
-func (a Ask) passable() error {
+func (a UserMessage) passable() error {
 	if len(slices.Concat(a.Images...)) > 0 {
 		return bad("messages", "image_not_supported",
 			"This thread's messages go to an execution that waits for one, and it takes no images.")

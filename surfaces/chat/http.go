@@ -101,7 +101,7 @@ func (c *Chat) complete(w http.ResponseWriter, r *http.Request, id trace.ID) err
 	stream := req.Stream != nil && *req.Stream
 	a, b, err := c.take(w, r, incoming{
 		trace: id, user: user, hash: hash, stream: stream,
-		read: func(secret string) (Ask, error) { return c.ask(r, req, secret) },
+		read: func(secret string) (UserMessage, error) { return c.ask(r, req, secret) },
 	})
 	if err != nil {
 		return err
@@ -114,7 +114,7 @@ func (c *Chat) complete(w http.ResponseWriter, r *http.Request, id trace.ID) err
 }
 
 // show sends a turn's answer, streamed or whole.
-func (c *Chat) show(w http.ResponseWriter, r *http.Request, b begun, model string, stream, usage bool) error {
+func (c *Chat) show(w http.ResponseWriter, r *http.Request, b startedTurn, model string, stream, usage bool) error {
 	stamp(w, b.exec.TraceID, b.name)
 	in, err := inputOf(b.exec)
 	if err != nil {
@@ -176,7 +176,7 @@ func (c *Chat) attach(w http.ResponseWriter, r *http.Request, _ trace.ID) error 
 	}
 	feed, leave := c.feeds.join(x.ID)
 	defer leave()
-	b := begun{exec: x, name: in.name(), feed: feed, leave: leave}
+	b := startedTurn{exec: x, name: in.name(), feed: feed, leave: leave}
 	if x.Status.Ended() {
 		feed.finish(x)
 	}
@@ -190,7 +190,7 @@ func (c *Chat) attach(w http.ResponseWriter, r *http.Request, _ trace.ID) error 
 }
 
 // unfinishedAnswer shows what was said so far: 202, to be asked for again.
-func (c *Chat) unfinishedAnswer(w http.ResponseWriter, r *http.Request, b begun, model string) error {
+func (c *Chat) unfinishedAnswer(w http.ResponseWriter, r *http.Request, b startedTurn, model string) error {
 	stamp(w, b.exec.TraceID, b.name)
 	v, err := c.soFar(r, b)
 	if err != nil {
@@ -204,13 +204,13 @@ func (c *Chat) unfinishedAnswer(w http.ResponseWriter, r *http.Request, b begun,
 }
 
 // soFar is what a turn that is under way has said.
-func (c *Chat) soFar(r *http.Request, b begun) (view, error) {
+func (c *Chat) soFar(r *http.Request, b startedTurn) (view, error) {
 	v := b.feed.look(false)
 	if v.local {
 		return v, nil
 	}
-	sketch, err := threads.SketchOf(r.Context(), c.Front, b.exec.ID)
-	v.text = sketch.Content
+	draft, err := threads.DraftOf(r.Context(), c.Front, b.exec.ID)
+	v.text = draft.Content
 	return v, err
 }
 

@@ -108,14 +108,14 @@ func TestMessagesWithoutAThreadShareNone(t *testing.T) {
 	c := at(1, 32)
 	r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", nil)
 	for i := range 16 { // half are an address's
-		if _, err := c.enter(r, Ask{Owner: "site"}); err != nil {
+		if _, err := c.enter(r, UserMessage{Owner: "site"}); err != nil {
 			t.Fatalf("message %d: %v", i+1, err)
 		}
 	}
 	for range 2 {
-		_, _ = c.enter(r, Ask{Owner: "site", Name: "one"})
+		_, _ = c.enter(r, UserMessage{Owner: "site", Name: "one"})
 	}
-	if _, err := c.enter(r, Ask{Owner: "site"}); err == nil {
+	if _, err := c.enter(r, UserMessage{Owner: "site"}); err == nil {
 		t.Error("one more of the address")
 	}
 }

@@ -55,7 +55,7 @@ func queueListener(b *pgx.Batch, thread string, into *string) {
 
 // pass stores a message for an execution and lets it go on, together with the run that relays what it says. created
 // is false when the key was used before.
-func (c *Chat) pass(ctx context.Context, tx pgx.Tx, a Ask, to string) (x executions.Execution, created bool, err error) {
+func (c *Chat) pass(ctx context.Context, tx pgx.Tx, a UserMessage, to string) (x executions.Execution, created bool, err error) {
 	s := a.spec()
 	s.Flow = RelayFlow
 	s.Input = a.input(to)
@@ -115,7 +115,7 @@ func (c *Chat) relay(ctx context.Context, raw json.RawMessage) (executions.Resul
 	f.begin(x.Claim, "", in.MaxTokens*bytesPerToken)
 	notes, hush := c.hear()
 	defer hush()
-	got, err := c.overhear(ctx, x, in, f, notes)
+	got, err := c.followRelay(ctx, x, in, f, notes)
 	if err != nil {
 		return executions.Result{}, err
 	}
@@ -130,8 +130,8 @@ func (c *Chat) hear() (<-chan string, func()) {
 	return c.Listener.Subscribe("agent_messages")
 }
 
-// overhear shows what is said, message by message, until no more comes.
-func (c *Chat) overhear(ctx context.Context, x executions.Execution, in input, f *feed, notes <-chan string) (answer, error) {
+// followRelay shows what is said, message by message, until no more comes.
+func (c *Chat) followRelay(ctx context.Context, x executions.Execution, in input, f *feed, notes <-chan string) (answer, error) {
 	look := time.NewTicker(relayLook)
 	defer look.Stop()
 	shown, last := 0, int64(0) // the place of what was shown last

@@ -115,21 +115,21 @@ func threadOf(owner, user string) string {
 }
 
 // ask turns a request into what the visitor wants to say.
-func (c *Chat) ask(r *http.Request, req request, secret string) (Ask, error) {
+func (c *Chat) ask(r *http.Request, req request, secret string) (UserMessage, error) {
 	a, err := c.address(r, req, secret)
 	if err != nil {
 		return a, err
 	}
 	a.formParam = "response_format"
 	if a.form, err = formOf(a.formParam, req.Format, true); err != nil {
-		return Ask{}, err
+		return UserMessage{}, err
 	}
 	for name, bound := range map[string]*int{"max_tokens": req.MaxTokens, "max_completion_tokens": req.MaxCompletion} {
 		if bound == nil {
 			continue
 		}
 		if *bound < 1 {
-			return Ask{}, bad(name, "invalid_value", "%s must be at least 1.", name)
+			return UserMessage{}, bad(name, "invalid_value", "%s must be at least 1.", name)
 		}
 		if a.MaxTokens == 0 || *bound < a.MaxTokens {
 			a.MaxTokens = *bound
@@ -142,40 +142,40 @@ func (c *Chat) ask(r *http.Request, req request, secret string) (Ask, error) {
 }
 
 // address finds out who speaks to which agent, and in which thread.
-func (c *Chat) address(r *http.Request, req request, secret string) (Ask, error) {
+func (c *Chat) address(r *http.Request, req request, secret string) (UserMessage, error) {
 	model, ok := text(req.Model)
 	switch {
 	case !ok || model == "":
-		return Ask{}, bad("model", "missing_model", "Name a model: one of GET /v1/models, or %s.", agents.Alias)
+		return UserMessage{}, bad("model", "missing_model", "Name a model: one of GET /v1/models, or %s.", agents.Alias)
 	case req.N != nil && *req.N != 1:
-		return Ask{}, bad("n", "unsupported_value", "n must be 1: a message has one answer.")
+		return UserMessage{}, bad("n", "unsupported_value", "n must be 1: a message has one answer.")
 	}
 	if err := req.refuse(); err != nil {
-		return Ask{}, err
+		return UserMessage{}, err
 	}
 	user, ok := text(req.User)
 	if !ok {
-		return Ask{}, bad("user", "invalid_type", "The parameter user must be a string.")
+		return UserMessage{}, bad("user", "invalid_type", "The parameter user must be a string.")
 	}
-	a := Ask{Owner: c.Visitor(r), Secret: secret, Model: model, Participant: cmp.Or(user, "visitor"), Channel: channel}
+	a := UserMessage{Owner: c.Visitor(r), Secret: secret, Model: model, Participant: cmp.Or(user, "visitor"), Channel: channel}
 	a.Name, a.Join = cmp.Or(r.Header.Get(threadHeader), req.thread), r.Header.Get(joinHeader)
 	if a.Name == "" && a.Join == "" {
 		a.Name = threadOf(a.Owner, user)
 	}
 	if a.Name != "" && threads.CheckID(a.Name) != nil {
-		return Ask{}, bad("thread_id", "invalid_thread_id",
+		return UserMessage{}, bad("thread_id", "invalid_thread_id",
 			"A thread id (X-Thread-Id, metadata.thread_id or user) is 1 to %d printable characters.", threads.MaxID)
 	}
 	if a.Key = r.Header.Get("Idempotency-Key"); len(a.Key) > 255 || strings.TrimSpace(a.Key) != a.Key ||
 		!utf8.ValidString(a.Key) {
-		return Ask{}, bad("Idempotency-Key", "invalid_value", "An Idempotency-Key is UTF-8 of at most 255 bytes.")
+		return UserMessage{}, bad("Idempotency-Key", "invalid_value", "An Idempotency-Key is UTF-8 of at most 255 bytes.")
 	}
 	return a, c.lookUp(r.Context(), &a)
 }
 
 // lookUp finds the agent that the model id means, and the thread that the visitor's name for it means. A connection
 // that breaks is no answer: another is asked.
-func (c *Chat) lookUp(ctx context.Context, a *Ask) error {
+func (c *Chat) lookUp(ctx context.Context, a *UserMessage) error {
 	var all []agents.Agent
 	err := postgres.Again(ctx, func() error {
 		b := &pgx.Batch{}
@@ -401,7 +401,7 @@ type line struct {
 
 // messages finds what is new: the user's messages after the last answer. What was said before is kept for a
 // thread that is new. Instructions and the results of the client's own tools are dropped.
-func (c *Chat) messages(a *Ask, h history) error {
+func (c *Chat) messages(a *UserMessage, h history) error {
 	if len(h.latest) == 0 {
 		return bad("messages", "missing_messages", "messages must not be empty.")
 	}
@@ -450,7 +450,7 @@ func (h history) talk() (talk []line, err error) {
 }
 
 // newOnes takes the new messages, or says what is wrong with them.
-func (c *Chat) newOnes(a *Ask, talk []line) error {
+func (c *Chat) newOnes(a *UserMessage, talk []line) error {
 	if len(talk) > mostNew {
 		return bad("messages", "too_many_messages",
 			"At most %d messages may follow the last answer; join them, or send the answers that came between.",
@@ -483,12 +483,12 @@ type incoming struct {
 	user   string // whom the client names
 	hash   string // of the body
 	stream bool
-	read   func(secret string) (Ask, error) // what the visitor wants to say
+	read   func(secret string) (UserMessage, error) // what the visitor wants to say
 }
 
 // take admits a message and begins its turn, or finds the one of a request that is sent again. The caller leaves
 // what it gets.
-func (c *Chat) take(w http.ResponseWriter, r *http.Request, in incoming) (a Ask, b begun, err error) {
+func (c *Chat) take(w http.ResponseWriter, r *http.Request, in incoming) (a UserMessage, b startedTurn, err error) {
 	if utf8.RuneCountInString(in.user) > threads.MaxID {
 		return a, b, bad("user", "invalid_value", "The parameter user may have at most %d characters.", threads.MaxID)
 	}
@@ -566,5 +566,5 @@ func (c *Chat) secretOf(r *http.Request) (secret string, made bool, err error) {
 // principal is who a request is of.
 func (c *Chat) principal(r *http.Request) (threads.Principal, error) {
 	secret, _, err := c.secretOf(r)
-	return Ask{Owner: c.Visitor(r), Secret: secret}.principal(), err
+	return UserMessage{Owner: c.Visitor(r), Secret: secret}.principal(), err
 }

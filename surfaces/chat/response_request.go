@@ -131,7 +131,7 @@ func item(dec *json.Decoder, n int) (said, error) {
 }
 
 // askResponse turns a request for a response into what the visitor wants to say.
-func (c *Chat) askResponse(r *http.Request, q responseRequest, secret string) (Ask, error) {
+func (c *Chat) askResponse(r *http.Request, q responseRequest, secret string) (UserMessage, error) {
 	req := request{Model: q.Model, User: json.RawMessage("null")}
 	a, err := c.address(r, req, secret)
 	if err != nil {
@@ -172,7 +172,7 @@ func (c *Chat) askResponse(r *http.Request, q responseRequest, secret string) (A
 }
 
 // threadOfResponse finds the thread: the conversation, else that of the previous response, else X-Thread-Id.
-func (c *Chat) threadOfResponse(ctx context.Context, a *Ask, q responseRequest) error {
+func (c *Chat) threadOfResponse(ctx context.Context, a *UserMessage, q responseRequest) error {
 	previous, ok := text(q.Previous)
 	if !ok {
 		return bad("previous_response_id", "invalid_type", "The parameter previous_response_id must be a string.")
@@ -223,7 +223,7 @@ func metadata(raw json.RawMessage) (map[string]string, error) {
 }
 
 // dereference puts the text of the caller's own answers in place of their ids. Only a thread that is new needs them.
-func (c *Chat) dereference(ctx context.Context, a Ask, items []said) error {
+func (c *Chat) dereference(ctx context.Context, a UserMessage, items []said) error {
 	left := mostReferences
 	if a.Name != "" {
 		left = 0

@@ -72,7 +72,7 @@ func (c *Chat) respond(w http.ResponseWriter, r *http.Request, id trace.ID) erro
 	stream := req.Stream != nil && *req.Stream
 	a, b, err := c.take(w, r, incoming{
 		trace: id, user: user, hash: hash, stream: stream,
-		read: func(secret string) (Ask, error) { return c.askResponse(r, req, secret) },
+		read: func(secret string) (UserMessage, error) { return c.askResponse(r, req, secret) },
 	})
 	if err != nil {
 		return err
@@ -93,7 +93,7 @@ func (c *Chat) respond(w http.ResponseWriter, r *http.Request, id trace.ID) erro
 }
 
 // wholeResponse waits for the answer.
-func (c *Chat) wholeResponse(w http.ResponseWriter, r *http.Request, b begun, in input) error {
+func (c *Chat) wholeResponse(w http.ResponseWriter, r *http.Request, b startedTurn, in input) error {
 	stamp(w, b.exec.TraceID, b.name)
 	f := &follower{Chat: c, id: b.exec.ID, in: in, feed: b.feed}
 	got, err := f.follow(r.Context())
@@ -104,7 +104,7 @@ func (c *Chat) wholeResponse(w http.ResponseWriter, r *http.Request, b begun, in
 }
 
 // responseNow shows a response as it stands.
-func (c *Chat) responseNow(w http.ResponseWriter, r *http.Request, b begun, in input) error {
+func (c *Chat) responseNow(w http.ResponseWriter, r *http.Request, b startedTurn, in input) error {
 	stamp(w, b.exec.TraceID, b.name)
 	x, head := b.exec, headOf(b.exec, in)
 	switch {
@@ -128,7 +128,7 @@ func (c *Chat) responseNow(w http.ResponseWriter, r *http.Request, b begun, in i
 }
 
 // streamResponse sends a response as it is made.
-func (c *Chat) streamResponse(w http.ResponseWriter, r *http.Request, b begun, in input) error {
+func (c *Chat) streamResponse(w http.ResponseWriter, r *http.Request, b startedTurn, in input) error {
 	stamp(w, b.exec.TraceID, b.name)
 	head := headOf(b.exec, in)
 	s := responsewire.Open(w, head)
@@ -150,16 +150,16 @@ func (c *Chat) streamResponse(w http.ResponseWriter, r *http.Request, b begun, i
 }
 
 // response finds the turn behind the id in the request's path.
-func (c *Chat) response(r *http.Request) (begun, input, error) {
+func (c *Chat) response(r *http.Request) (startedTurn, input, error) {
 	who, err := c.principal(r)
 	if err != nil {
-		return begun{}, input{}, err
+		return startedTurn{}, input{}, err
 	}
 	x, in, err := c.find(r.Context(), who, r.PathValue("id"))
 	if err != nil {
-		return begun{}, input{}, err
+		return startedTurn{}, input{}, err
 	}
-	return begun{exec: x, name: in.name()}, in, nil
+	return startedTurn{exec: x, name: in.name()}, in, nil
 }
 
 // showResponse shows a response by its id.
@@ -195,10 +195,10 @@ func (c *Chat) cancelResponse(w http.ResponseWriter, r *http.Request, _ trace.ID
 			if err := lockThread(ctx, tx, in.Thread); err != nil {
 				return err
 			}
-			busy, err := unfinished(ctx, tx, in.Thread, 0)
+			busy, err := activeTurns(ctx, tx, in.Thread, 0)
 			for _, u := range busy {
 				if err == nil && u.ExecutionID == x.ID {
-					_, err = c.cutOff(ctx, tx, in.Thread, x.TraceID, byClient, "the client cancelled the response", u)
+					_, err = c.interruptTurn(ctx, tx, in.Thread, x.TraceID, byClient, "the client cancelled the response", u)
 				}
 			}
 			return err
@@ -328,7 +328,7 @@ func answerOf(x executions.Execution) (a answer, err error) {
 }
 
 // isLast refuses a message that continues a response after which another message was sent. The thread is locked.
-func (a Ask) isLast(ctx context.Context, tx pgx.Tx) error {
+func (a UserMessage) isLast(ctx context.Context, tx pgx.Tx) error {
 	var id *string
 	err := tx.QueryRow(ctx, `
 		select m.execution_id::text from agent_messages m

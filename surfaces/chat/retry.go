@@ -52,7 +52,7 @@ type retry struct {
 }
 
 // retryOf is what recognises a request; nil for one that cannot be a retry.
-func (c *Chat) retryOf(r *http.Request, a Ask, digest string, made, stream bool) (*retry, error) {
+func (c *Chat) retryOf(r *http.Request, a UserMessage, digest string, made, stream bool) (*retry, error) {
 	if made {
 		return nil, nil
 	}
@@ -140,16 +140,16 @@ func (c *Chat) settle(ctx context.Context, t *retry, delivered bool) {
 }
 
 // joined attaches a retry to the turn of the first request.
-func (c *Chat) joined(x executions.Execution) (begun, error) {
+func (c *Chat) joined(x executions.Execution) (startedTurn, error) {
 	in, err := inputOf(x)
 	if err != nil {
-		return begun{}, err
+		return startedTurn{}, err
 	}
 	f, leave := c.feeds.join(x.ID)
 	if x.Status.Ended() {
 		f.finish(x)
 	}
-	return begun{exec: x, name: in.name(), feed: f, leave: leave}, nil
+	return startedTurn{exec: x, name: in.name(), feed: f, leave: leave}, nil
 }
 
 // sent is a connection that remembers whether all was written to it.

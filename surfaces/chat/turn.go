@@ -24,8 +24,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-// sketchEvery is how often what was said so far is stored while more comes.
-const sketchEvery = time.Second
+// draftInterval is how often what was said so far is stored while more comes.
+const draftInterval = time.Second
 
 // answer is what a turn ends with: the result of its execution.
 type answer struct {
@@ -44,17 +44,17 @@ type answer struct {
 // turn is one under way in this process.
 type turn struct {
 	*Chat
-	exec     executions.Execution
-	in       input
-	feed     *feed
-	live     bool             // somebody waits for it here
-	posted   *posted          // what need not be read; nil where it is
-	number   int64            // in its thread
-	lane     *executions.Hold // the thread's, as it was taken last
-	prompt   string
-	images   []models.Part // that came with the prompt
-	opening  string        // what flows said, before the turn's own words
-	sketched time.Time
+	exec         executions.Execution
+	in           input
+	feed         *feed
+	live         bool             // somebody waits for it here
+	posted       *posted          // what need not be read; nil where it is
+	number       int64            // in its thread
+	lane         *executions.Hold // the thread's, as it was taken last
+	prompt       string
+	images       []models.Part // that came with the prompt
+	opening      string        // what flows said, before the turn's own words
+	draftSavedAt time.Time
 }
 
 // run is the durable function.
@@ -80,7 +80,7 @@ func (c *Chat) run(ctx context.Context, raw json.RawMessage) (executions.Result,
 	}
 	got, err := t.take(ctx)
 	if err != nil {
-		return executions.Result{}, t.cutShort(ctx, err)
+		return executions.Result{}, t.storeInterrupted(ctx, err)
 	}
 	return result(got), nil
 }
@@ -101,7 +101,7 @@ func (t *turn) take(ctx context.Context) (answer, error) {
 	turn := reason.Turn{
 		Purpose: Flow, System: rules, History: past.messages, Prompt: t.prompt, Images: t.images,
 		Form: t.in.Form, Scopes: []string{skills.ScopeExternal}, Approvals: reason.Park, Budget: t.Budget,
-		OnDelta: func(text string) { t.feed.say(text); t.sketch(held, false) },
+		OnDelta: func(text string) { t.feed.say(text); t.saveDraft(held, false) },
 		OnRestart: func() {
 			t.feed.restart()
 		},
@@ -134,7 +134,7 @@ func (t *turn) read(ctx context.Context) error {
 	type found struct {
 		messages []threads.Message
 		images   map[string][]models.Part
-		sketch   threads.Sketch
+		draft    threads.Draft
 		opening  string
 	}
 	got, err := executions.RetryTransient(ctx, func(ctx context.Context) (f found, err error) {
@@ -152,7 +152,7 @@ func (t *turn) read(ctx context.Context) error {
 			f.opening, err = t.openingOf(ctx, t.Pool, t.in)
 		}
 		if err == nil && t.exec.Claim > 1 {
-			f.sketch, err = threads.SketchOf(ctx, t.Pool, t.exec.ID)
+			f.draft, err = threads.DraftOf(ctx, t.Pool, t.exec.ID)
 		}
 		return f, err
 	})
@@ -170,7 +170,7 @@ func (t *turn) read(ctx context.Context) error {
 	}
 	t.number, t.prompt = *got.messages[0].Turn, strings.Join(words, "\n\n")
 	t.opening = got.opening
-	said := got.sketch.Keep()
+	said := got.draft.Final()
 	if !strings.HasPrefix(said, t.opening) {
 		said = t.opening
 	}
@@ -291,23 +291,23 @@ func untilText(until time.Time) string {
 // settle notes, here and in the database, that what was said so far stays.
 func (t *turn) settle(ctx context.Context) {
 	t.feed.called()
-	t.sketch(ctx, true)
+	t.saveDraft(ctx, true)
 }
 
-// sketch stores what was said so far, now and then or at once. It is for onlookers: the turn goes on without.
-func (t *turn) sketch(ctx context.Context, now bool) {
-	if t.sketched.IsZero() {
-		t.sketched = time.Now()
+// saveDraft stores what was said so far, now and then or at once. It is for onlookers: the turn goes on without.
+func (t *turn) saveDraft(ctx context.Context, now bool) {
+	if t.draftSavedAt.IsZero() {
+		t.draftSavedAt = time.Now()
 	}
-	if !now && time.Since(t.sketched) < sketchEvery {
+	if !now && time.Since(t.draftSavedAt) < draftInterval {
 		return
 	}
-	s := t.feed.sketch()
+	s := t.feed.draft()
 	if s.Content == "" {
 		return
 	}
-	t.sketched = time.Now()
-	if err := threads.SaveSketch(ctx, t.Pool, t.exec.ID, t.exec.Claim, s); err != nil && ctx.Err() == nil {
+	t.draftSavedAt = time.Now()
+	if err := threads.SaveDraft(ctx, t.Pool, t.exec.ID, t.exec.Claim, s); err != nil && ctx.Err() == nil {
 		t.Logger.WarnContext(ctx, "text so far not stored", "error", err)
 	}
 }
@@ -326,14 +326,14 @@ func (t *turn) reply(
 			return answer{}, err
 		}
 		a := t.conclude(said, finish, o) // not in a replay: the recorded answer has all that was said, the feed has not
-		m, err := threads.Post(ctx, tx, threads.Draft{
+		m, err := threads.Post(ctx, tx, threads.NewMessage{
 			ThreadID: t.in.Thread, Role: threads.Assistant, Content: withoutOpening(a.Text, t.opening),
 			Channel: channel, ExecutionID: t.exec.ID, TraceID: t.exec.TraceID, Status: threads.Sent, Turn: t.number,
 		})
 		if err != nil {
 			return answer{}, err
 		}
-		if err := threads.DropSketch(ctx, tx, t.exec.ID); err != nil {
+		if err := threads.DeleteDraft(ctx, tx, t.exec.ID); err != nil {
 			return answer{}, err
 		}
 		if long {
@@ -381,15 +381,15 @@ func clean(text string) string {
 	return strings.TrimSpace(postgres.Text(text))
 }
 
-// cutShort keeps, of a turn that failed, what it has said: somebody may have read it.
-func (t *turn) cutShort(ctx context.Context, cause error) error {
+// storeInterrupted keeps, of a turn that failed, what it has said: somebody may have read it.
+func (t *turn) storeInterrupted(ctx context.Context, cause error) error {
 	if executions.IsControl(cause) || ctx.Err() != nil || t.number == 0 {
 		return cause
 	}
 	words := withoutOpening(t.feed.look(false).text, t.opening)
 	_, err := executions.StepTx(ctx, "cut short", func(ctx context.Context, tx pgx.Tx) (struct{}, error) {
 		if words != "" {
-			if _, err := threads.Post(ctx, tx, threads.Draft{
+			if _, err := threads.Post(ctx, tx, threads.NewMessage{
 				ThreadID: t.in.Thread, Role: threads.Assistant, Content: words, Channel: channel,
 				ExecutionID: t.exec.ID,
 				TraceID:     t.exec.TraceID, Status: threads.Sent, Turn: t.number, Interrupted: true,
@@ -397,7 +397,7 @@ func (t *turn) cutShort(ctx context.Context, cause error) error {
 				return struct{}{}, err
 			}
 		}
-		return struct{}{}, threads.DropSketch(ctx, tx, t.exec.ID)
+		return struct{}{}, threads.DeleteDraft(ctx, tx, t.exec.ID)
 	})
 	if err != nil && executions.IsControl(err) {
 		return err
@@ -419,7 +419,7 @@ type span struct {
 // lock of lockThread, so one turn gets them. A failed, cancelled or refused turn has shown nothing. An answer in a
 // form shows nothing, and words that a relay may still show are left to it; known is false then, and when the thread
 // has no earlier message.
-func (c *Chat) queueUnseen(b *pgx.Batch, a Ask, s *span, known *bool) {
+func (c *Chat) queueUnseen(b *pgx.Batch, a UserMessage, s *span, known *bool) {
 	if a.fresh && a.Join == "" {
 		return
 	}

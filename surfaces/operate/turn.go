@@ -132,7 +132,7 @@ func (s *Session) insertTurn(ctx context.Context, message, key string) (claimed 
 		if err != nil {
 			return err
 		}
-		_, err = threads.Post(ctx, tx, threads.Draft{
+		_, err = threads.Post(ctx, tx, threads.NewMessage{
 			ThreadID: s.id, Role: threads.User, Content: message, Channel: Channel, ExecutionID: claimed.ID,
 			TraceID: claimed.TraceID, Status: threads.Received,
 		})
@@ -490,7 +490,7 @@ func (o *Operate) postAnswer(ctx context.Context, current executions.Execution, 
 		return nil
 	}
 	_, err := executions.StepTx(ctx, "answer", func(ctx context.Context, tx pgx.Tx) (string, error) {
-		m, err := threads.Post(ctx, tx, threads.Draft{
+		m, err := threads.Post(ctx, tx, threads.NewMessage{
 			ThreadID: in.SessionID, Role: threads.Assistant, Content: text, Channel: Channel, ExecutionID: current.ID,
 			TraceID: current.TraceID, Status: threads.Sent, Turn: turn,
 		})

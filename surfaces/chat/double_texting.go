@@ -36,43 +36,43 @@ const (
 	laneWait         = time.Minute
 )
 
-// underWay is a turn that has not ended.
-type underWay struct {
+// activeTurn is a turn that has not ended.
+type activeTurn struct {
 	ExecutionID string
 	Turn        int64
 	Asks        bool // waits for an admin's approval
 }
 
-// unfinished lists the turns of a thread that are under way, in their order; those from before on are left
+// activeTurns lists the turns of a thread that are under way, in their order; those from before on are left
 // out, 0 is none.
-func unfinished(ctx context.Context, db postgres.DB, thread string, before int64) (list []underWay, err error) {
+func activeTurns(ctx context.Context, db postgres.DB, thread string, before int64) (list []activeTurn, err error) {
 	b := &pgx.Batch{}
-	queueUnfinished(b, thread, before, &list)
+	queueActiveTurns(b, thread, before, &list)
 	if err := db.SendBatch(ctx, b).Close(); err != nil {
 		return nil, fmt.Errorf("read turns under way: %w", err)
 	}
 	return list, nil
 }
 
-func queueUnfinished(b *pgx.Batch, thread string, before int64, list *[]underWay) {
+func queueActiveTurns(b *pgx.Batch, thread string, before int64, list *[]activeTurn) {
 	b.Queue(`
 		select x.id::text as execution_id, m.turn, coalesce(x.waiting_for = 'approval', false) as asks
 		  from agent_executions x join agent_messages m on m.execution_id = x.id and m.role = 'user' and m.seq = m.turn
 		 where x.thread_id = @thread and x.completed_at is null and x.flow = @flow
 		   and (@before::bigint = 0 or m.turn < @before)
 		 order by m.turn`, postgres.Strict{"thread": thread, "flow": Flow, "before": before}).Query(func(rows pgx.Rows) (err error) {
-		*list, err = pgx.CollectRows(rows, pgx.RowToStructByName[underWay])
+		*list, err = pgx.CollectRows(rows, pgx.RowToStructByName[activeTurn])
 		return err
 	})
 }
 
-// makeWay does what double texting asks for: nothing, a refusal, or an end to what is under way. A turn that is cut
-// short leaves what it has said as a message, so that the next one knows.
-func (c *Chat) makeWay(ctx context.Context, tx pgx.Tx, a Ask, x executions.Execution) (cut []string, err error) {
+// applyDoubleTexting does what double texting asks for: nothing, a refusal, or an end to what is under way. A turn
+// that is cut short leaves what it has said as a message, so that the next one knows.
+func (c *Chat) applyDoubleTexting(ctx context.Context, tx pgx.Tx, a UserMessage, x executions.Execution) (cut []string, err error) {
 	if c.DoubleTexting == Enqueue {
 		return nil, nil
 	}
-	busy, err := unfinished(ctx, tx, a.thread, 0)
+	busy, err := activeTurns(ctx, tx, a.thread, 0)
 	if err != nil || len(busy) == 0 {
 		return nil, err
 	}
@@ -82,7 +82,7 @@ func (c *Chat) makeWay(ctx context.Context, tx pgx.Tx, a Ask, x executions.Execu
 		return nil, r
 	}
 	for _, b := range busy {
-		cancelled, err := c.cutOff(ctx, tx, a.thread, x.TraceID, byInterrupt, "a newer message came", b)
+		cancelled, err := c.interruptTurn(ctx, tx, a.thread, x.TraceID, byInterrupt, "a newer message came", b)
 		if err != nil {
 			return nil, err
 		}
@@ -93,25 +93,25 @@ func (c *Chat) makeWay(ctx context.Context, tx pgx.Tx, a Ask, x executions.Execu
 	return cut, nil
 }
 
-// cutOff cancels a turn and keeps what it has said. It is false when the turn has ended just now, or ends as soon as
-// its step has.
-func (c *Chat) cutOff(ctx context.Context, tx pgx.Tx, thread, traceID, by, why string, b underWay) (bool, error) {
+// interruptTurn cancels a turn and keeps what it has said. It is false when the turn has ended just now, or ends as
+// soon as its step has.
+func (c *Chat) interruptTurn(ctx context.Context, tx pgx.Tx, thread, traceID, by, why string, b activeTurn) (bool, error) {
 	status, err := executions.CancelTx(ctx, tx, b.ExecutionID, by, why)
 	if err != nil || status.Ended() && status != executions.Cancelled {
 		return false, err
 	}
-	return status == executions.Cancelled, c.keepPartial(ctx, tx, thread, traceID, b)
+	return status == executions.Cancelled, c.storePartialAnswer(ctx, tx, thread, traceID, b)
 }
 
-// keepPartial stores what a cancelled turn has said so far.
-func (c *Chat) keepPartial(ctx context.Context, tx pgx.Tx, thread, traceID string, b underWay) error {
+// storePartialAnswer stores what a cancelled turn has said so far.
+func (c *Chat) storePartialAnswer(ctx context.Context, tx pgx.Tx, thread, traceID string, b activeTurn) error {
 	words, here := c.feeds.heard(b.ExecutionID)
 	if !here {
-		sketch, err := threads.SketchOf(ctx, tx, b.ExecutionID)
+		draft, err := threads.DraftOf(ctx, tx, b.ExecutionID)
 		if err != nil {
 			return err
 		}
-		words = sketch.Content
+		words = draft.Content
 	}
 	x, err := executions.Get(ctx, tx, b.ExecutionID)
 	if err != nil {
@@ -126,14 +126,14 @@ func (c *Chat) keepPartial(ctx context.Context, tx pgx.Tx, thread, traceID strin
 		return err
 	}
 	if words = withoutOpening(words, opening); words != "" {
-		if _, err := threads.Post(ctx, tx, threads.Draft{
+		if _, err := threads.Post(ctx, tx, threads.NewMessage{
 			ThreadID: thread, Role: threads.Assistant, Content: words, Channel: channel, ExecutionID: b.ExecutionID,
 			TraceID: traceID, Status: threads.Sent, Turn: b.Turn, Interrupted: true,
 		}); err != nil {
 			return err
 		}
 	}
-	return threads.DropSketch(ctx, tx, b.ExecutionID)
+	return threads.DeleteDraft(ctx, tx, b.ExecutionID)
 }
 
 // hold waits for the thread: first for the turns before this one, then for the lane. A turn that somebody looks
@@ -150,7 +150,7 @@ func (t *turn) hold(ctx context.Context, step string) (context.Context, error) {
 		case err != nil:
 		case len(earlier) == 0:
 			var held bool
-			if held, err = t.takeLane(ctx, step, live); held {
+			if held, err = t.acquireLane(ctx, step, live); held {
 				// Losing it cancels nothing: the next send acquires it again.
 				return trace.WithLane(ctx, threads.Lane(t.in.Thread)), nil
 			}
@@ -166,18 +166,18 @@ func (t *turn) hold(ctx context.Context, step string) (context.Context, error) {
 }
 
 // earlier lists the turns before this one that are under way.
-func (t *turn) earlier(ctx context.Context) ([]underWay, error) {
+func (t *turn) earlier(ctx context.Context) ([]activeTurn, error) {
 	if t.posted != nil && t.posted.alone {
 		return nil, nil
 	}
-	return executions.RetryTransient(ctx, func(ctx context.Context) ([]underWay, error) {
-		return unfinished(ctx, t.Pool, t.in.Thread, t.number)
+	return executions.RetryTransient(ctx, func(ctx context.Context) ([]activeTurn, error) {
+		return activeTurns(ctx, t.Pool, t.in.Thread, t.number)
 	})
 }
 
-// takeLane stands in the lane's queue for a moment and then, unless the turn is live, waits durably until the lane is
-// free. False means: look again.
-func (t *turn) takeLane(ctx context.Context, step string, live bool) (held bool, err error) {
+// acquireLane stands in the lane's queue for a moment and then, unless the turn is live, waits durably until the lane
+// is free. False means: look again.
+func (t *turn) acquireLane(ctx context.Context, step string, live bool) (held bool, err error) {
 	lane, patience := threads.Lane(t.in.Thread), lanePatience
 	if !live {
 		patience = headlessPatience
@@ -191,7 +191,7 @@ func (t *turn) takeLane(ctx context.Context, step string, live bool) (held bool,
 	case !isBusy:
 		return false, err
 	case strings.HasPrefix(busy.Holder, t.exec.ID+"#"):
-		return false, t.claimLane(ctx, busy.Holder)
+		return false, t.takeOverLane(ctx, busy.Holder)
 	case live:
 		return false, nil
 	}
@@ -199,9 +199,9 @@ func (t *turn) takeLane(ctx context.Context, step string, live bool) (held bool,
 	return false, err
 }
 
-// claimLane takes the lane from an earlier claim of this turn: a process that was lost, and does not know it yet, may
-// have come to the head of the queue.
-func (t *turn) claimLane(ctx context.Context, ghost string) error {
+// takeOverLane takes the lane from an earlier claim of this turn: a process that was lost, and does not know it yet,
+// may have come to the head of the queue.
+func (t *turn) takeOverLane(ctx context.Context, ghost string) error {
 	_, err := executions.RetryTransient(ctx, func(ctx context.Context) (struct{}, error) {
 		return struct{}{}, postgres.InTx(ctx, t.Pool, func(tx pgx.Tx) error {
 			_, err := tx.Exec(ctx, `

@@ -25,14 +25,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Line is what somebody said.
+// Line is one line of a conversation that a client sends along.
 type Line struct {
 	Role, Text string
 	Images     []threads.Image
 }
 
-// Ask is a visitor's message.
-type Ask struct {
+// UserMessage is a message of a visitor, with what the runtime found out about it.
+type UserMessage struct {
 	Owner       string // the chat key
 	Secret      string // of a visitor whom the key's other visitors must not read; "": who has the key speaks for its users
 	Name        string // of the thread, as this visitor calls it; "": a new one
@@ -64,8 +64,8 @@ type Ask struct {
 	place       *admission.Hold // among the turns under way; nil for one that did not come by HTTP
 }
 
-// principal is who asks.
-func (a Ask) principal() threads.Principal {
+// principal is the sender.
+func (a UserMessage) principal() threads.Principal {
 	if a.Secret != "" {
 		return threads.Visitor(a.Owner, a.Secret)
 	}
@@ -73,14 +73,14 @@ func (a Ask) principal() threads.Principal {
 }
 
 // input is the input of the turn, or of the relay to an execution.
-func (a Ask) input(to string) input {
+func (a UserMessage) input(to string) input {
 	return input{
 		Owner: a.Owner, Visitor: a.principal().Proof, Thread: a.thread, Name: a.Name, Model: a.Model, MaxTokens: a.MaxTokens, Hash: a.Hash, To: to,
 		Response: a.response, Form: a.form, Unseen: a.unseen,
 	}
 }
 
-// input is what an execution of the flow is given. The message itself is in the thread.
+// input is the input of an execution of the flow. The message itself is in the thread.
 type input struct {
 	Owner     string `json:"owner"`
 	Visitor   string `json:"visitor,omitempty"` // digest of the visitor's secret
@@ -97,10 +97,10 @@ type input struct {
 	Unseen *span `json:"unseen,omitempty"`
 }
 
-// isOf reports whether a principal asked for this.
+// isOf reports whether a principal sent the message.
 func (in input) isOf(p threads.Principal) bool { return in.Owner == p.Owner && in.Visitor == p.Proof }
 
-// principal is who asked.
+// principal is the sender.
 func (in input) principal() threads.Principal {
 	if in.Visitor != "" {
 		return threads.Principal{Kind: threads.ByVisitor, Owner: in.Owner, Proof: in.Visitor}
@@ -111,7 +111,7 @@ func (in input) principal() threads.Principal {
 // name is what the visitor calls the thread.
 func (in input) name() string { return cmp.Or(in.Name, in.Thread) }
 
-// inputOf reads what an execution was given.
+// inputOf reads the input of an execution.
 func inputOf(x executions.Execution) (in input, err error) {
 	if err := json.Unmarshal(x.Input, &in); err != nil {
 		return in, fmt.Errorf("read input of execution %s: %w", x.ID, err)
@@ -122,7 +122,7 @@ func inputOf(x executions.Execution) (in input, err error) {
 func entropy() io.Reader { return rand.Reader }
 
 // spec describes the execution of a turn.
-func (a Ask) spec() executions.Spec {
+func (a UserMessage) spec() executions.Spec {
 	s := executions.Spec{
 		Flow: Flow, Surface: trace.Chat, TraceID: a.TraceID, Agent: rowName(a.agent), ThreadID: a.thread,
 		Queue: executions.Interactive, Priority: 1, Input: a.input(""),
@@ -138,8 +138,8 @@ func (a Ask) spec() executions.Spec {
 	return s
 }
 
-// begun is a turn that has begun.
-type begun struct {
+// startedTurn is a turn that has begun.
+type startedTurn struct {
 	exec  executions.Execution
 	name  string // of the thread, as the visitor calls it
 	feed  *feed
@@ -149,7 +149,7 @@ type begun struct {
 // begin stores the message together with its turn, or with the relay of what the execution says that the message is
 // for, and lets that run here. The caller leaves the feed when it has seen enough of it. Errors that the visitor may
 // know are *Refusal.
-func (c *Chat) begin(ctx context.Context, a Ask) (begun, error) {
+func (c *Chat) begin(ctx context.Context, a UserMessage) (startedTurn, error) {
 	var x executions.Execution
 	var created bool
 	var cut []string
@@ -177,7 +177,7 @@ func (c *Chat) begin(ctx context.Context, a Ask) (begun, error) {
 		return err
 	})
 	if err != nil {
-		return begun{}, refused(err)
+		return startedTurn{}, refused(err)
 	}
 	if broke && !created && a.own && x.TraceID == string(a.TraceID) {
 		created = true // by the try whose answer was lost; nobody else runs it
@@ -200,7 +200,7 @@ func (c *Chat) begin(ctx context.Context, a Ask) (begun, error) {
 
 // locate finds the thread that the visitor means, or whose join token the visitor has. A name that the agent gives out
 // is never begun by a visitor: another's thread, and one that never was, are the same refusal.
-func (c *Chat) locate(ctx context.Context, a *Ask) (err error) {
+func (c *Chat) locate(ctx context.Context, a *UserMessage) (err error) {
 	if a.Join != "" {
 		return c.intake.Do(ctx, c.Front, "join "+a.Join, func(tx pgx.Tx) (err error) {
 			a.thread, a.Name, err = threads.Join(ctx, tx, a.principal(), a.Join, a.Name, !a.fresh)
@@ -236,7 +236,7 @@ type posted struct {
 }
 
 // insert stores the message together with its turn, or with a relay, in one transaction.
-func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a Ask) (got inserted, err error) {
+func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a UserMessage) (got inserted, err error) {
 	// One message of a thread is stored at a time. This lock comes before executions, and they before the
 	// thread's row: the order in which a turn's answer takes them, too.
 	var words span
@@ -315,7 +315,7 @@ func queueThreadLock(b *pgx.Batch, thread string) {
 }
 
 // launch runs a turn that was inserted. It does not end with ctx, and has its place for as long as it runs here.
-func (c *Chat) launch(ctx context.Context, x executions.Execution, place *admission.Hold, posted *posted) begun {
+func (c *Chat) launch(ctx context.Context, x executions.Execution, place *admission.Hold, posted *posted) startedTurn {
 	if place != nil {
 		place.Keep()
 	}
@@ -340,49 +340,49 @@ func (c *Chat) launch(ctx context.Context, x executions.Execution, place *admiss
 			runner.away(x.Claim)
 		}
 	})
-	return begun{exec: x, feed: f, leave: leave}
+	return startedTurn{exec: x, feed: f, leave: leave}
 }
 
 // repeated answers a key that was used before.
-func (c *Chat) repeated(ctx context.Context, a Ask, x executions.Execution) (begun, error) {
+func (c *Chat) repeated(ctx context.Context, a UserMessage, x executions.Execution) (startedTurn, error) {
 	first, err := inputOf(x)
 	if err != nil {
-		return begun{}, err
+		return startedTurn{}, err
 	}
 	if first.isOf(a.principal()) && first.Thread != "" {
 		switch may, err := c.hasAccess(ctx, first); {
 		case err != nil:
-			return begun{}, err
+			return startedTurn{}, err
 		case !may: // it was revoked since
-			return begun{}, refused(threads.ErrNotFound)
+			return startedTurn{}, refused(threads.ErrNotFound)
 		}
 	}
 	id := CompletionID(x.ID)
 	switch {
 	case x.Flow != Flow && x.Flow != RelayFlow || !first.isOf(a.principal()) || first.Hash != a.Hash:
-		return begun{}, &Refusal{
+		return startedTurn{}, &Refusal{
 			Status: http.StatusUnprocessableEntity, Type: "invalid_request_error", Code: "idempotency_key_reused",
 			Param: "Idempotency-Key", Message: "This Idempotency-Key was used for another request.",
 		}
 	case !x.Status.Ended():
 		r := conflict("still_running", "The first request with this Idempotency-Key is still being answered; attach to it with GET /v1/chat/completions/%s.", id)
 		r.CompletionID, r.RetryAfter = id, retrySoon
-		return begun{}, r
+		return startedTurn{}, r
 	}
 	f, leave := c.feeds.join(x.ID)
 	f.finish(x)
-	return begun{exec: x, name: first.name(), feed: f, leave: leave}, nil
+	return startedTurn{exec: x, name: first.name(), feed: f, leave: leave}, nil
 }
 
 // opening is the thread as the message opens it.
-func (a Ask) opening() threads.Thread {
+func (a UserMessage) opening() threads.Thread {
 	return threads.Thread{
 		ID: a.thread, Name: a.Name, Channel: cmp.Or(a.Channel, channel), Agent: rowName(a.agent), Participant: clip(a.Participant, 200),
 	}
 }
 
 // opened makes sure that the thread is there, and that the visitor may speak in it.
-func (c *Chat) opened(ctx context.Context, tx pgx.Tx, a Ask) error {
+func (c *Chat) opened(ctx context.Context, tx pgx.Tx, a UserMessage) error {
 	got, _, err := threads.Open(ctx, tx, a.principal(), a.opening())
 	if err == nil && got.ID != a.thread {
 		err = threads.ErrForeign // it was revoked, or given, this moment
@@ -396,15 +396,15 @@ func (c *Chat) opened(ctx context.Context, tx pgx.Tx, a Ask) error {
 // store puts the message into its thread, and deals with the turns that are under way there. It returns the
 // turns that it has cancelled.
 func (c *Chat) store(
-	ctx context.Context, tx pgx.Tx, a Ask, x executions.Execution, asked documentRequest,
+	ctx context.Context, tx pgx.Tx, a UserMessage, x executions.Execution, asked documentRequest,
 ) (cut []string, said *posted, err error) {
 	from := cmp.Or(a.Channel, channel)
-	if cut, err = c.makeWay(ctx, tx, a, x); err != nil {
+	if cut, err = c.applyDoubleTexting(ctx, tx, a, x); err != nil {
 		return nil, nil, err
 	}
-	var earlier []underWay
+	var earlier []activeTurn
 	thread, err := threads.OpenLocked(ctx, tx, a.principal(), a.opening(), func(b *pgx.Batch) {
-		queueUnfinished(b, a.thread, 0, &earlier)
+		queueActiveTurns(b, a.thread, 0, &earlier)
 		if a.retry != nil {
 			a.retry.queueNote(b, x.ID)
 		}
@@ -426,12 +426,12 @@ func (c *Chat) store(
 	if err := asked.answer(ctx, c, tx, x, idsOf(docs)); err != nil {
 		return nil, nil, err
 	}
-	var drafts []threads.Draft
+	var drafts []threads.NewMessage
 	if thread.NextSeq == 1 {
 		drafts = takeOver(a, from)
 	}
 	for i, words := range texts {
-		d := threads.Draft{
+		d := threads.NewMessage{
 			Role: threads.User, Content: words, Channel: from, ExecutionID: x.ID, TraceID: x.TraceID,
 			Status: threads.Received, Follows: i > 0, Images: images[i],
 		}
@@ -452,15 +452,15 @@ func (c *Chat) store(
 }
 
 // takeOver is what the client says was said before, to fill a new thread with.
-func takeOver(a Ask, from string) []threads.Draft {
-	drafts := make([]threads.Draft, 0, len(a.Earlier)+len(a.Texts)+1)
+func takeOver(a UserMessage, from string) []threads.NewMessage {
+	drafts := make([]threads.NewMessage, 0, len(a.Earlier)+len(a.Texts)+1)
 	if a.agent.Greeting != "" && len(a.Earlier) == 0 {
-		drafts = append(drafts, threads.Draft{
+		drafts = append(drafts, threads.NewMessage{
 			Role: threads.Assistant, Content: a.agent.Greeting, Channel: from, Status: threads.Sent, Follows: true,
 		})
 	}
 	for _, line := range a.Earlier {
-		d := threads.Draft{
+		d := threads.NewMessage{
 			Role: line.Role, Content: line.Text, Channel: from, Status: threads.Received, Images: line.Images,
 		}
 		if line.Role == threads.Assistant {
@@ -500,7 +500,7 @@ type documentRequest struct {
 
 // requested finds the request that the files of a message answer, and locks it as an event locks it. Without files, or
 // without a request, it has no id.
-func (c *Chat) requested(ctx context.Context, tx pgx.Tx, a Ask) (r documentRequest, err error) {
+func (c *Chat) requested(ctx context.Context, tx pgx.Tx, a UserMessage) (r documentRequest, err error) {
 	if len(slices.Concat(a.Files...)) == 0 {
 		return r, nil
 	}
@@ -555,7 +555,7 @@ func (r documentRequest) answer(ctx context.Context, c *Chat, tx pgx.Tx, x execu
 
 // hand stores a message whose files an execution waits for, and lets that go on. Its words are the answer, as those of
 // one that waits for a message are.
-func (c *Chat) hand(ctx context.Context, tx pgx.Tx, a Ask, r documentRequest) (x executions.Execution, created bool, err error) {
+func (c *Chat) hand(ctx context.Context, tx pgx.Tx, a UserMessage, r documentRequest) (x executions.Execution, created bool, err error) {
 	s := a.spec()
 	s.Flow, s.Input = RelayFlow, a.input(r.waiter)
 	if x, created, err = c.Engine.InsertClaimed(ctx, tx, s); err != nil || !created {
@@ -568,9 +568,9 @@ func (c *Chat) hand(ctx context.Context, tx pgx.Tx, a Ask, r documentRequest) (x
 	if err := r.answer(ctx, c, tx, x, idsOf(docs)); err != nil { // before the thread's row, which lanes precede
 		return x, false, err
 	}
-	drafts := make([]threads.Draft, len(texts))
+	drafts := make([]threads.NewMessage, len(texts))
 	for i, words := range texts {
-		drafts[i] = threads.Draft{
+		drafts[i] = threads.NewMessage{
 			Role: threads.User, Content: words, Channel: cmp.Or(a.Channel, channel), ExecutionID: x.ID, TraceID: x.TraceID,
 			Status: threads.Received, Follows: i > 0,
 		}
@@ -628,7 +628,7 @@ const cancelRest = 5 * time.Second
 // Say sends a message and returns the answer, without HTTP; show, where set, gets its text piece by piece. When
 // ctx ends first, the turn is cancelled. Errors that a visitor may know are *Refusal. The engine's lease
 // must be kept meanwhile: by Engine.Run, or Engine.KeepAlive.
-func (c *Chat) Say(ctx context.Context, a Ask, show func(piece string)) (Answer, error) {
+func (c *Chat) Say(ctx context.Context, a UserMessage, show func(piece string)) (Answer, error) {
 	if a.TraceID == "" {
 		a.TraceID, a.own = trace.New(trace.Chat), true
 	}
