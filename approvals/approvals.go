@@ -278,9 +278,8 @@ func Decide(ctx context.Context, db postgres.Beginner, id string, approve bool, 
 	return decided, nil
 }
 
-// Use queues the consumption of a grant beside the intent of the call it allows; give it to
-// executions.Call.OnIntent. The transaction fails (SQLSTATE LK003) when the grant is used, rejected, expired, or another
-// execution's.
+// Use queues the consumption of a grant beside the intent of the call it allows; give it to executions.Call.OnIntent.
+// The transaction fails (SQLSTATE LK003) when the grant is used, rejected, expired, or another execution's.
 func Use(id, executionID, step string) func(b *pgx.Batch, _ string) {
 	return func(b *pgx.Batch, _ string) {
 		b.Queue(`select lanekeeper.use_agent_approval(@id, @execution_id, @step)`,

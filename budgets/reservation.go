@@ -78,8 +78,8 @@ func (s Spend) Plus(other Spend) Spend {
 	}
 }
 
-// Reserve queues the reservation for the call of a step; give it to executions.Call.OnIntent. A refusal does not fail the
-// transaction: Await returns it.
+// Reserve queues the reservation for the call of a step; give it to executions.Call.OnIntent. A refusal does not fail
+// the transaction: Await returns it.
 func (r *Reservation) Reserve(b *pgx.Batch, step string) {
 	r.reckon()
 	r.Step, r.answer = step, verdict{}

@@ -202,8 +202,10 @@ func TestThePodsOfTheManifests(t *testing.T) {
 		if port, _ := at(agent, "ports", 0, "containerPort").(int); env["AGENT_LISTEN"] != "0.0.0.0:"+strconv.Itoa(port) {
 			t.Errorf("it listens at %s, and the port is %d", env["AGENT_LISTEN"], port)
 		}
-		for probe, path := range map[string]string{"startupProbe": "/healthz", "livenessProbe": "/healthz",
-			"readinessProbe": "/readyz"} {
+		for probe, path := range map[string]string{
+			"startupProbe": "/healthz", "livenessProbe": "/healthz",
+			"readinessProbe": "/readyz",
+		} {
 			if got := at(agent, probe, "httpGet", "path"); got != path {
 				t.Errorf("%s asks %v, want %s", probe, got, path)
 			}

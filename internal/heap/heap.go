@@ -45,8 +45,11 @@ func percent(scanned uint64) int {
 
 // scanned is the base of Go's percentage, in bytes: the live heap after the last collection, stacks and globals.
 func scanned() (sum uint64) {
-	samples := []metrics.Sample{{Name: "/gc/heap/live:bytes"}, {Name: "/gc/scan/stack:bytes"},
-		{Name: "/gc/scan/globals:bytes"}}
+	samples := []metrics.Sample{
+		{Name: "/gc/heap/live:bytes"},
+		{Name: "/gc/scan/stack:bytes"},
+		{Name: "/gc/scan/globals:bytes"},
+	}
 	metrics.Read(samples)
 	for _, s := range samples {
 		sum += s.Value.Uint64()

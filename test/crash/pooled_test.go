@@ -87,8 +87,8 @@ func TestAWrongDirectWayIsRefused(t *testing.T) {
 	s, through := pooledScene(t)
 	for says, direct := range map[string]string{
 		"it also names a connection pooler": through,
-		"not the database of DATABASE_URL":           pgtest.DirectURL(t, pgtest.EmptyURL(t)),
-		"cannot reach the server":             "postgres://u@127.0.0.1:1/db",
+		"not the database of DATABASE_URL":  pgtest.DirectURL(t, pgtest.EmptyURL(t)),
+		"cannot reach the server":           "postgres://u@127.0.0.1:1/db",
 	} {
 		a := launch(t, s.dir, s.environ(through, "DATABASE_DIRECT_URL="+direct), "serve")
 		if code := a.Exit(); code == 0 {
