@@ -2,24 +2,24 @@ package redact
 
 import "strings"
 
-// command is a group of programs that take a secret under the same flags.
+// command is a group of programs that accept a secret under the same flags.
 type command struct {
 	secret   argument
-	letters  string   // flags of one letter
-	flags    []string // flags with a name
+	letters  string   // single-letter flags
+	flags    []string // named flags
 	programs []string
 }
 
-// argument says which part of a flag's argument is secret.
+// argument is the form of a secret argument.
 type argument int
 
 const (
 	whole           argument = iota // -p secret or -psecret
-	glued                           // -psecret; after a blank it is something else
+	glued                           // only -psecret; after a blank it is no secret
 	userAndPassword                 // -u user:secret
 )
 
-// passwordCommands are programs that take a password as an argument whose name does not say so.
+// passwordCommands are programs with a password argument under an ordinary flag.
 var passwordCommands = [...]command{
 	{userAndPassword, "uU", []string{"--user", "--proxy-user"}, []string{"curl"}},
 	{glued, "p", nil, []string{
@@ -47,10 +47,10 @@ var commands = func() []rule {
 	return all
 }()
 
-// longestCommand is how many bytes of a command line are looked at.
+// longestCommand bounds the scanned bytes of a command line.
 const longestCommand = 2 << 10
 
-// secretAt finds the first secret in the command that begins at index at of s.
+// secretAt finds the first secret in the command at index at of s.
 func (c *command) secretAt(s string, at int) (from, to int) {
 	rest := s[at:min(len(s), at+longestCommand)]
 	for _, program := range c.programs {
@@ -67,7 +67,7 @@ func (c *command) secretAt(s string, at int) (from, to int) {
 	return at, at
 }
 
-// commandKeywords are the names of the programs with the blank after them, since many are ordinary words.
+// commandKeywords are the program names with a trailing blank, because many are ordinary words.
 func commandKeywords(programs []string) []string {
 	all := make([]string, 0, 2*len(programs))
 	for _, program := range programs {
@@ -76,7 +76,7 @@ func commandKeywords(programs []string) []string {
 	return all
 }
 
-// firstSecret finds the first secret in the arguments of a program, which end with the line or with the next command.
+// firstSecret finds the first secret in a program's arguments, which end with the line or the next command.
 func (c *command) firstSecret(s, program string) (from, to int) {
 	for i := 0; i < len(s); {
 		for i < len(s) && (s[i] == ' ' || s[i] == '\t' || continued(s, i)) {
@@ -84,7 +84,7 @@ func (c *command) firstSecret(s, program string) (from, to int) {
 		}
 		end := i + wordEnd(s[i:])
 		if end == i || s[i:end] == program {
-			return 0, 0 // the end of the command, or the beginning of another
+			return 0, 0 // the end of the command, or the next one
 		}
 		if value, ok := c.flagValue(s, i, end); ok {
 			from, to = c.secretPart(s, value, value+wordEnd(s[value:]))
@@ -92,7 +92,7 @@ func (c *command) firstSecret(s, program string) (from, to int) {
 			case from < to && s[from:to] != Marker:
 				return from, to
 			case from < to && c.secret != userAndPassword:
-				return 0, 0 // the program takes one, and that is gone
+				return 0, 0 // the program's only one, already removed
 			}
 		}
 		i = end
@@ -100,14 +100,14 @@ func (c *command) firstSecret(s, program string) (from, to int) {
 	return 0, 0
 }
 
-// continued reports whether the backslash or the newline at index i only breaks a long command.
+// continued reports whether the backslash or newline at index i continues a command.
 func continued(s string, i int) bool {
 	return s[i] == '\\' && i+1 < len(s) && (s[i+1] == '\n' || s[i+1] == '\r') ||
 		s[i] == '\r' && i > 0 && s[i-1] == '\\' ||
 		s[i] == '\n' && i > 0 && (s[i-1] == '\\' || i > 1 && s[i-2:i] == "\\\r")
 }
 
-// flagValue is where the value of the flag s[i:end] begins, if it is one that carries a secret.
+// flagValue returns where the value of the flag s[i:end] begins, if the flag carries a secret.
 func (c *command) flagValue(s string, i, end int) (value int, ok bool) {
 	word := s[i:end]
 	for _, name := range c.flags {
@@ -124,7 +124,7 @@ func (c *command) flagValue(s string, i, end int) (value int, ok bool) {
 		return 0, false
 	}
 	at := 1
-	if c.secret == userAndPassword { // flags without an argument may stand before it: -sSu
+	if c.secret == userAndPassword { // flags without an argument may precede it: -sSu
 		for at < len(word) && isLetter(word[at]) && strings.IndexByte(c.letters, word[at]) < 0 {
 			at++
 		}
@@ -138,7 +138,7 @@ func (c *command) flagValue(s string, i, end int) (value int, ok bool) {
 	return end + blanks(s[end:]), c.secret != glued
 }
 
-// secretPart is the secret in the argument s[i:to], without its quotes.
+// secretPart returns the secret in the argument s[i:to], without quotes.
 func (c *command) secretPart(s string, i, to int) (from, end int) {
 	if i < to && (s[i] == '"' || s[i] == '\'') {
 		if quote := s[i]; to-i > 1 && s[to-1] == quote {
@@ -156,7 +156,7 @@ func (c *command) secretPart(s string, i, to int) (from, end int) {
 	return i + colon + 1, to
 }
 
-// withoutPasswords removes the secrets of a program from a list of the words of its command.
+// withoutPasswords redacts a command that is a list of words.
 func withoutPasswords(out []any) []any {
 	c := commandOf(out)
 	if c == nil {
@@ -180,7 +180,7 @@ func withoutPasswords(out []any) []any {
 	return out
 }
 
-// commandOf is the command whose program is the first word of a list.
+// commandOf returns the command of a list's first word.
 func commandOf(items []any) *command {
 	if len(items) < 2 {
 		return nil
@@ -198,7 +198,7 @@ func commandOf(items []any) *command {
 	return nil
 }
 
-// wordEnd is the length of the word of a command line at the front of s, with the quotes in it.
+// wordEnd returns the length of the first word of s, including quotes.
 func wordEnd(s string) int {
 	var quote byte
 	for i := range len(s) {

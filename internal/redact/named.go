@@ -9,11 +9,11 @@ import (
 	"unicode/utf8"
 )
 
-// scrubNamed removes the values that stand in text under the name of a secret, whatever joins
-// the two: name=value, "name": "value", \"name\":\"value\", name: value, --name value.
+// scrubNamed redacts values under the name of a secret in text: name=value, "name": "value", \"name\":\"value\",
+// name: value, --name value.
 func scrubNamed(s string) string {
 	var out strings.Builder
-	done := 0 // what is before it is written
+	done := 0 // s up to here is written
 	for at := 0; at < len(s); {
 		next, width := signAt(s[at:])
 		if next < 0 {
@@ -40,8 +40,8 @@ func scrubNamed(s string) string {
 	return out.String() + s[done:]
 }
 
-// signAt finds the first sign in s that may join a name to a value, and its width: = : - and the wide signs of Chinese
-// and Japanese. The index is -1 when there is none.
+// signAt finds the first sign in s that may join a name to a value, and its width: = : - and the wide signs of
+// Chinese and Japanese. The index is -1 for none.
 func signAt(s string) (i, width int) {
 	const wideColon, wideEquals = "：", "＝"
 	for i := range len(s) {
@@ -57,8 +57,8 @@ func signAt(s string) (i, width int) {
 	return -1, 0
 }
 
-// pairAt returns the name that the sign at index i joins to a value, and where that value
-// begins. It looks back no further than from. The name is empty when nothing is joined.
+// pairAt returns the name before the sign at index i, and where the value begins. It searches back to from. The name
+// is empty if the sign joins nothing.
 func pairAt(s string, from, i, width int) (name string, value int) {
 	if s[i] == '-' {
 		return flagAt(s, i)
@@ -148,7 +148,7 @@ func qualified(before, name string) string {
 
 // valueAt finds the part of s, from i on, that is the value of a secret name. Nothing is to be
 // removed when from equals to.
-func valueAt(s string, i int, name string, how strength) (from, to int) {
+func valueAt(s string, i int, name string, how nameStrength) (from, to int) {
 	rest := s[i:]
 	slashes := len(rest) - len(strings.TrimLeft(rest, `\`))
 	if length := yamlEnd(s, i); length > 0 {
@@ -182,11 +182,11 @@ func valueAt(s string, i int, name string, how strength) (from, to int) {
 	return from, to
 }
 
-// cutPrefix begins every [cutMark].
+// cutPrefix starts every [cutMark].
 const cutPrefix = "…[cut "
 
-// spared reports whether a value in text is no secret in spite of its name.
-func spared(value string, how strength) bool {
+// spared reports whether a value in text is no secret despite its name.
+func spared(value string, how nameStrength) bool {
 	trimmed := strings.TrimRight(value, ",.}])")
 	switch strings.ToLower(trimmed) {
 	case "", "true", "false", "null", "nil", "none", "{", "[":
@@ -199,13 +199,13 @@ func spared(value string, how strength) bool {
 	return how == weak && err == nil
 }
 
-// isHeader reports whether the value of a name goes to the end of its line.
+// isHeader reports whether a name's value extends to the end of its line.
 func isHeader(name string) bool {
 	name = strings.ToLower(name)
 	return strings.HasSuffix(name, "authorization") || strings.HasSuffix(name, "cookie")
 }
 
-// closing is the index in s of the quote that ends what open began, or the length of s.
+// closing returns the index in s of the quote that closes open, or the length of s.
 func closing(s, open string) int {
 	quote := open[len(open)-1]
 	for i := 0; i < len(s); i++ {
@@ -219,7 +219,7 @@ func closing(s, open string) int {
 				return run
 			}
 			if (i-run)%2 == 0 && len(open) == 1 {
-				i-- // the backslashes escape each other
+				i-- // paired backslashes escape each other
 			}
 		case quote:
 			return i
@@ -228,7 +228,7 @@ func closing(s, open string) int {
 	return len(s)
 }
 
-// bareEnd is the length of the unquoted value at the front of s.
+// bareEnd returns the length of the unquoted value at the front of s.
 func bareEnd(s string) int {
 	if end := strings.IndexAny(s, " \t\r\n&;\"'`<>"); end >= 0 {
 		return end
@@ -244,7 +244,7 @@ func lineEnd(s string) int {
 	return len(s)
 }
 
-// bracketEnd is the length of the bracketed value at the front of s; all of s if it never ends.
+// bracketEnd returns the length of the bracketed value at the front of s; all of s if it is unclosed.
 func bracketEnd(s string) int {
 	open := 0
 	for i := range len(s) {
@@ -264,19 +264,19 @@ func bracketEnd(s string) int {
 // isSpace reports whether b separates words on a command line.
 func isSpace(b byte) bool { return b == ' ' || b == '\t' || b == '\n' || b == '"' || b == '\'' }
 
-// strength says how sure a name makes it that what is under it is a secret.
-type strength int
+// nameStrength rates how surely a name denotes a secret.
+type nameStrength int
 
 const (
-	ordinary strength = iota
-	weak              // strings are secret, numbers and objects are not: tokens, auth
-	strong            // everything but true, false, null and "" is secret: password
+	ordinary nameStrength = iota
+	weak                  // only strings are secret: tokens, auth
+	strong                // everything but true, false, null and "" is secret: password
 )
 
-// longestName is how much of a name is looked at, from its end.
+// longestName bounds the scanned part of a name, from its end.
 const longestName = 256
 
-// strongParts make a name secret wherever they stand in it, written without separators.
+// strongParts make a name secret anywhere in it, written without separators.
 var strongParts = [...]string{
 	"password", "passwd", "passphrase", "passcode", "secret", "apikey", "privatekey", "accesskey", "signingkey",
 	"encryptionkey", "masterkey", "sessionkey", "accountkey", "sshkey", "hmackey", "authkey", "licensekey", "servicekey", "chatkey",
@@ -284,28 +284,27 @@ var strongParts = [...]string{
 	"sessionid", "sessid", "authtoken", "accesstoken", "refreshtoken", "idtoken",
 }
 
-// strongWords make a name secret when they are one of its words.
+// strongWords make a name secret as one of its words.
 var strongWords = [...]string{"dsn", "pwd", "pw", "otp", "cvv", "cvc", "pgpass", "pgpassword"}
 
 // weakWords do so for strings only.
 var weakWords = [...]string{"tokens", "auth", "session", "pass", "jwt"}
 
-// tokenWord makes a name secret unless [countingWords] stand beside it.
+// tokenWord makes a name secret without [countingWords].
 const tokenWord = "token"
 
-// countingWords beside "token" show that tokens are counted or described, not held.
+// countingWords beside "token" denote a count or a description.
 var countingWords = [...]string{
 	"usage", "count", "counts", "limit", "limits", "budget", "type", "max", "min", "prompt", "completion", "total",
 	"input", "output", "cached", "reasoning", "fencing", "cost", "price", "rate", "expires", "expiry", "ttl", "per", "details", "used",
 }
 
-// Key reports whether a value under this name is taken for a secret. Letter case, accents, invisible characters,
-// dashes, underscores, dots and spaces do not matter. Names that count tokens (token_usage, max_tokens) and fencing
-// tokens are not secret.
+// Key reports whether a name denotes a secret. Letter case, accents, invisible characters, dashes, underscores, dots
+// and spaces do not matter. Token counts (token_usage, max_tokens) and fencing tokens are no secrets.
 func Key(name string) bool { return classify(name) != ordinary }
 
-// Hides reports whether a value under this name is taken for a secret. Unlike [Key] it looks at
-// the value too: true, false, nil and "" never are, and a number is not where it may be a count.
+// Hides reports whether a value under a name is a secret. In contrast to [Key] it excludes true, false, nil, "", and
+// numbers that may be counts.
 func Hides(name string, value any) bool {
 	switch v := value.(type) {
 	case nil, bool:
@@ -318,9 +317,8 @@ func Hides(name string, value any) bool {
 	return Key(name)
 }
 
-// classify says how secret a name is. It sees through what hides a name: invisible characters, and letters that only
-// look like Latin ones.
-func classify(name string) strength {
+// classify returns the strength of a name. It ignores invisible characters and maps letters that resemble Latin ones.
+func classify(name string) nameStrength {
 	if len(name) < 2 {
 		return ordinary
 	}
@@ -352,7 +350,7 @@ var nameBeginnings = sync.OnceValue(func() *[1 << tableBits]bool {
 	return &begins
 })
 
-// mayBeSecret is false for most ordinary names, at little cost. The name is ASCII.
+// mayBeSecret cheaply excludes most ordinary names. The name is ASCII.
 func mayBeSecret(name string) bool {
 	begins := nameBeginnings()
 	var last, last2 byte
@@ -372,8 +370,8 @@ func mayBeSecret(name string) bool {
 	return false
 }
 
-// classifyPlain says how secret a name is that hides nothing.
-func classifyPlain(name string) strength {
+// classifyPlain returns the strength of a normalized name.
+func classifyPlain(name string) nameStrength {
 	list := words(name)
 	joined := strings.Join(list, "")
 	joined = strings.ReplaceAll(joined, "secretary", "")
@@ -396,7 +394,7 @@ func classifyPlain(name string) strength {
 	return ordinary
 }
 
-// hasWord reports whether one of list is one of wanted.
+// hasWord reports whether one of list is in wanted.
 func hasWord(list, wanted []string) bool {
 	for _, word := range list {
 		if slices.Contains(wanted, word) {
@@ -406,7 +404,7 @@ func hasWord(list, wanted []string) bool {
 	return false
 }
 
-// words splits a name at separators and at the humps of camel case, in lower case.
+// words splits a name at separators and camel-case humps, in lower case.
 func words(name string) []string {
 	var list []string
 	var word strings.Builder
@@ -433,35 +431,35 @@ func words(name string) []string {
 	return list
 }
 
-// The words for a password and for an API key in other languages. Words that also mean something ordinary are left
-// out: clave and chave (key), parola (word), jeton (token, coin).
+// Words for passwords and API keys in other languages. Ambiguous words are omitted: clave and chave (key), parola
+// (word), jeton (token, coin).
 
-// foreignWords make a name secret when one of its words begins or ends with them.
+// foreignWords make a name secret as the beginning or end of one of its words.
 const foreignWords = `passwort passworte passwörter kennwort kennwörter zugangsdaten geheimschlüssel contraseña contraseñas
 	contrasenya senha senhas credenciais wachtwoord wachtwoorden lösenord adgangskode passord salasana lykilorð пароль hasło heslo
 	jelszó geslo lozinka zaporka şifre salasõna slaptažodis`
 
-// foreignPhrases make a name secret wherever they stand in it, written without separators.
+// foreignPhrases make a name secret anywhere in it, written without separators.
 const foreignPhrases = `motdepasse motsdepasse clésecrète cléprivée cléapi clédapi apischlüssel privaterschlüssel
 	clavesecreta claveprivada clavedeacceso clavedeapi claveapi frasedecontraseña chavesecreta chaveprivada chavedeacesso
 	chavedeapi chaveapi palavrapasse chiavesegreta chiaveprivata chiaveapi paroladordine geheimesleutel mậtkhẩu katasandi
 	katalaluan ключдоступа секретныйключ κωδικόςπρόσβασης पासवर्ड পাসওয়ার্ড رمزعبور كلمةالمرور كلمةالسر گذرواژه סיסמה סיסמא`
 
-// foreignEnds make a name secret when it ends with them. Their scripts write no blanks, so a whole sentence may stand
-// before a sign, and 密码错误: (wrong password:) is not followed by a password.
+// foreignEnds make a name secret at its end. Their scripts have no blanks, so a whole sentence may precede a sign:
+// 密码错误: (wrong password:) precedes no password.
 const foreignEnds = `密码 密碼 口令 密钥 密鑰 暗証番号 パスワード 秘密鍵 비밀번호 패스워드 รหัสผ่าน`
 
 // particles may stand between such a word and the sign.
 const particles = "是为為はが는은가"
 
-// phraseEnds are the last words of names of several words. Prose writes them with blanks, so the given number of words
-// before them belongs to the name.
+// phraseEnds are the last words of names of several words, with the number of words before them that belong to the
+// name.
 var phraseEnds = map[string]int{
 	"key": 1, "passe": 2, "acceso": 2, "acesso": 2, "api": 2, "secreta": 1, "secrète": 1, "privada": 1, "privée": 1, "sandi": 1,
 	"laluan": 1, "khẩu": 1, "πρόσβασης": 1, "доступа": 1, "المرور": 1, "السر": 1, "عبور": 1,
 }
 
-// asWords are the given words as [words] and [plain] make them of a name.
+// asWords normalizes the given words like [words] and [plain].
 func asWords(given string) func() []string {
 	return sync.OnceValue(func() []string {
 		list := strings.Fields(given)
@@ -479,7 +477,7 @@ var (
 	particleList      = sync.OnceValue(func() string { return plain(particles) })
 )
 
-// isForeign reports whether a name, given as its words and without separators, is secret in another language.
+// isForeign reports whether a name is secret in another language. It gets the words, and the name without separators.
 func isForeign(list []string, joined string) bool {
 	for _, phrase := range foreignPhraseList() {
 		if strings.Contains(joined, phrase) {

@@ -1,29 +1,26 @@
-// Package redact makes values fit to be kept: without secrets, within a size, storable as jsonb.
+// Package redact makes values safe to store: without secrets, bounded in size, valid as jsonb.
 //
-// A secret is known by the name it is under or by its own look. Both are looked for at any depth, in keys, in strings
-// that contain JSON, and in plain text such as error messages and header lines. What is found becomes [Marker]. When in
-// doubt it is removed: a trace that hides too much is a nuisance, one that shows a key is an incident.
+// A secret is recognized by its name or by its shape, at any depth: in keys, in strings that contain JSON, and in plain
+// text such as error messages and headers. [Marker] replaces it. In doubt, the value is removed: a trace that hides too
+// much is a nuisance, a leaked key is an incident.
 //
-// The rules, one subject a file:
-//   - key.go, language.go: the names of secrets (password, api_key, contraseña, 密码, …; see [Key]). invisible.go sees
-//     through invisible characters and letters that only look like Latin ones.
-//   - named.go, yaml.go, markup.go, walk.go: how a name and its value are joined (name=value, name: |,
-//     <name>value</name>, --name value, {"name": …, "value": …}).
-//   - url.go, parameter.go, command.go, keyblock.go: user information and parameters of URLs, headers, the arguments of
-//     commands (curl -u, mysql -p, …), files of private keys.
-//   - token.go, discord.go: vendors' tokens and webhook addresses of our own list. gitleaks.go: those of gitleaks, made
-//     from gitleaks/gitleaks.toml, with the rules that are not taken and why.
-//   - rule.go, keyword.go: how the rules run. One pass finds the few that a text needs; expressions are compiled then.
+// The rules by file:
+//   - named.go: names of secrets (password, api_key, contraseña, 密码, …; see [Key]), and how a name and its value are
+//     joined (name=value, --name value).
+//   - scrub.go: URLs, markup, YAML, invisible characters and letters that resemble Latin ones.
+//   - commands.go: arguments of commands (curl -u, mysql -p, …).
+//   - rule.go: tokens, webhook addresses, key files, and gitleaks/rules.json, the kept rules of gitleaks. One pass finds
+//     the few rules that a text needs; their expressions are compiled on first use.
 //
-// What it promises:
+// Guarantees:
 //   - It never fails. A value that JSON cannot hold becomes an object that says so.
-//   - The result of [JSON] is valid JSON of at most limit bytes that PostgreSQL accepts as jsonb:
-//     no NUL, no invalid UTF-8, no number beyond numeric. Numbers are otherwise kept to the digit.
-//   - What is cut says how much was cut. Removal comes before cutting, so no cut saves half a secret.
-//   - Doing it twice with the same limit changes nothing more.
+//   - The result of [JSON] is valid JSON of at most limit bytes that PostgreSQL accepts as jsonb: no NUL, no invalid
+//     UTF-8, no number beyond numeric. Other numbers keep all digits.
+//   - A cut states its size. Secrets are removed before cutting, so no cut leaves half a secret.
+//   - Redaction is idempotent for one limit.
 //
-// What it cannot know: a secret that looks like ordinary text under an ordinary name, one whose shape is that of an id
-// or of a hash, or one that is encoded (base64, percent) and has no telling name.
+// It cannot recognize a secret that looks like ordinary text under an ordinary name, one with the shape of an id or a
+// hash, or an encoded one (base64, percent) without a telling name.
 //
 // Everything here is safe for concurrent use.
 package redact
@@ -40,20 +37,20 @@ import (
 )
 
 const (
-	// Marker stands where a secret was.
+	// Marker replaces a secret.
 	Marker = "[redacted]"
-	// DefaultLimit is the size in bytes when the given limit is zero or less.
+	// DefaultLimit is the size in bytes for a limit of zero or less.
 	DefaultLimit = 16 << 10
-	// MinLimit is the smallest size in bytes; smaller limits are raised to it.
+	// MinLimit is the smallest limit; smaller ones are raised.
 	MinLimit = 64
 
-	// maxScan bounds the work on one string; what is beyond it is cut unseen.
+	// maxScan bounds the scan of one string; the rest is cut.
 	maxScan = 1 << 20
 )
 
-// JSON returns v as JSON of at most limit bytes, without secrets. Long strings are cut first; if
-// that is not enough the result is {"_truncated": true, "_bytes": n, "_preview": "…"}, where n is
-// the size before cutting. A json.RawMessage or []byte that is JSON is taken as JSON, else as text.
+// JSON returns v as JSON of at most limit bytes, without secrets. It cuts long strings first. If that is not enough,
+// the result is {"_truncated": true, "_bytes": n, "_preview": "…"}, where n is the original size. A json.RawMessage
+// or []byte with valid JSON is read as JSON, else as text.
 func JSON(v any, limit int) json.RawMessage {
 	limit = bounded(limit)
 	tree, err := decode(v)
@@ -89,7 +86,7 @@ func bounded(limit int) int {
 	return max(limit, MinLimit)
 }
 
-// decode turns v into maps, slices, strings and exact numbers.
+// decode converts v to maps, slices, strings and exact numbers.
 func decode(v any) (tree any, err error) {
 	defer func() {
 		if p := recover(); p != nil {
@@ -116,7 +113,7 @@ func decode(v any) (tree any, err error) {
 	return string(raw), nil
 }
 
-// parse reads exactly one JSON value.
+// parse decodes exactly one JSON value.
 func parse(raw []byte) (any, bool) {
 	if !json.Valid(raw) {
 		return nil, false
@@ -130,7 +127,7 @@ func parse(raw []byte) (any, bool) {
 	return tree, true
 }
 
-// encode is the compact JSON of a tree that [decode] made, which always has one.
+// encode returns the compact JSON of a tree of [decode], which always encodes.
 func encode(tree any) []byte {
 	var b bytes.Buffer
 	e := json.NewEncoder(&b)
@@ -141,7 +138,7 @@ func encode(tree any) []byte {
 	return bytes.TrimRight(b.Bytes(), "\n")
 }
 
-// preview stands for a value that is too large even with its strings cut.
+// preview replaces a value that stays too large.
 func preview(whole []byte, limit int) json.RawMessage {
 	object := map[string]any{"_truncated": true, "_bytes": len(whole)}
 	for size := limit; size >= MinLimit/4; size = size * 3 / 4 {
@@ -155,13 +152,12 @@ func preview(whole []byte, limit int) json.RawMessage {
 	return encode(object)
 }
 
-// cut shortens s to at most size bytes, with a mark that says how many are gone. What is kept is
-// such that scrubbing it again changes nothing.
+// cut shortens s to at most size bytes, with a mark of the removed size. Scrubbing the result again changes nothing.
 func cut(s string, size int) string {
 	if len(s) <= size {
 		return s
 	}
-	// The mark is at its longest when everything is gone.
+	// The mark is longest when everything is removed.
 	for room := size - len(cutMark(len(s))); room > 0; room = room * 3 / 4 {
 		kept := clip(s, room)
 		out := kept + cutMark(len(s)-len(kept))
@@ -172,10 +168,10 @@ func cut(s string, size int) string {
 	return cutMark(len(s))
 }
 
-// cutMark is put where n bytes were.
+// cutMark replaces n bytes.
 func cutMark(n int) string { return cutPrefix + strconv.Itoa(n) + " bytes]" }
 
-// clip takes at most size bytes off the front of s, in whole characters and whole markers.
+// clip returns at most size bytes from the front of s, in whole characters and whole markers.
 func clip(s string, size int) string {
 	if len(s) <= size {
 		return s
@@ -192,10 +188,10 @@ func clip(s string, size int) string {
 	return s
 }
 
-// maxDepth is how deep objects, arrays and JSON inside strings may nest.
+// maxDepth bounds the nesting of objects, arrays and JSON inside strings.
 const maxDepth = 100
 
-// tooDeep stands for what nests deeper.
+// tooDeep replaces a value nested deeper.
 const tooDeep = "[cut: nested too deeply]"
 
 // walk returns tree without its secrets.
@@ -219,8 +215,8 @@ func walk(tree any, depth int) any {
 	return tree
 }
 
-// walkObject decides by name first, then looks inside. The name counts as it was and as it will be shown, which may be
-// shorter.
+// walkObject decides by name first, then searches the value. It tests both the original and the shown name, which may
+// be shorter.
 func walkObject(members map[string]any, depth int) map[string]any {
 	out := newObject(len(members))
 	for _, name := range slices.Sorted(maps.Keys(members)) {
@@ -234,7 +230,7 @@ func walkObject(members map[string]any, depth int) map[string]any {
 	return out.members
 }
 
-// hideDescribed removes the text of an object that says its name: {"name": "password", "value": "…"}.
+// hideDescribed redacts the text of an object that states its name: {"name": "password", "value": "…"}.
 func hideDescribed(members map[string]any) {
 	how := ordinary
 	for _, member := range [...]string{"name", "Name", "key", "Key"} {
@@ -249,16 +245,15 @@ func hideDescribed(members map[string]any) {
 	}
 }
 
-// wordStrength is the strength of a value that may be the name of another one: one word, short enough never to be cut.
-func wordStrength(word string) strength {
+// wordStrength returns the strength of a value that may name another: one word, short enough never to be cut.
+func wordStrength(word string) nameStrength {
 	if len(word) > MinLimit/2 || strings.Contains(word, cutPrefix) || strings.ContainsAny(word, " \t\n") {
 		return ordinary
 	}
 	return classify(word)
 }
 
-// walkList looks inside the items of a list. If they are the words of a command, what follows the flag of a secret is
-// one.
+// walkList searches the items of a list. In the words of a command, the value after a secret's flag is a secret.
 func walkList(items []any, depth int) []any {
 	out := make([]any, len(items))
 	after := ordinary
@@ -273,8 +268,8 @@ func walkList(items []any, depth int) []any {
 	return withoutPasswords(out)
 }
 
-// flagStrength is the strength of the name of a flag like --password.
-func flagStrength(item any) strength {
+// flagStrength returns the strength of a flag such as --password.
+func flagStrength(item any) nameStrength {
 	word, ok := item.(string)
 	if !ok || !strings.HasPrefix(word, "-") || strings.ContainsAny(word, " =:") {
 		return ordinary
@@ -283,7 +278,7 @@ func flagStrength(item any) strength {
 }
 
 // hide reports whether a value under a name of this strength is a secret.
-func hide(s strength, value any) bool {
+func hide(s nameStrength, value any) bool {
 	switch v := value.(type) {
 	case nil, bool:
 		return false
@@ -305,18 +300,18 @@ func isString(v any) bool {
 	return ok
 }
 
-// object collects members whose names may have become the same: later ones are numbered.
+// object collects members whose names may have become equal: it numbers later ones.
 type object struct {
 	members map[string]any
 	next    map[string]int
 }
 
-// newObject makes room for size members.
+// newObject allocates size members.
 func newObject(size int) object {
 	return object{members: make(map[string]any, size), next: map[string]int{}}
 }
 
-// add puts in a member, under another name if its own is taken.
+// add adds a member, under another name if its own exists.
 func (o object) add(name string, value any) {
 	tried := name
 	for {
@@ -329,7 +324,7 @@ func (o object) add(name string, value any) {
 	}
 }
 
-// number keeps n to the digit, unless it is beyond PostgreSQL's numeric: then it is a string.
+// number keeps all digits of n. A number beyond PostgreSQL's numeric becomes a string.
 func number(n json.Number) any {
 	const (
 		digits   = 1000
@@ -348,7 +343,7 @@ func number(n json.Number) any {
 	return n
 }
 
-// shorten returns tree with its names and strings cut to at most longest bytes.
+// shorten returns tree with names and strings cut to at most longest bytes.
 func shorten(tree any, longest int) any {
 	switch v := tree.(type) {
 	case map[string]any:

@@ -1,51 +1,80 @@
 package redact
 
 import (
+	_ "embed"
+	"encoding/json"
 	"regexp"
 	"strings"
 	"sync"
 	"sync/atomic"
 )
 
-// rule describes one kind of secret that is known by its look.
+// rule recognizes one kind of secret by its shape.
 type rule struct {
 	name string
-	// keywords are in lower case and have three bytes or more. The rule runs only where the text holds one of them,
-	// in any letter case.
+	// keywords are in lower case, with at least three bytes. The rule runs only at a keyword, in any letter case.
 	keywords []string
-	// back is how many bytes before the keyword the secret begins.
+	// back is the number of bytes of the secret before the keyword.
 	back int
-	// bounded means that no letter, digit or underscore stands right before the match.
+	// bounded demands that no letter, digit or underscore precedes the match.
 	bounded bool
-	// look is an expression that is matched at that place. Its first group is the secret; without one, all of it is.
-	look string
-	// find replaces look where an expression does not do. There is no secret when from equals to.
+	// pattern is the expression to match there. Its first group is the secret; without a group, the whole match is.
+	pattern string
+	// find replaces look with code. from equal to to means no secret.
 	find func(s string, at int) (from, to int)
 }
 
-// rules are all kinds. They are never written to.
+// rules are all rules. They are immutable.
 var rules = func() []rule {
 	var all []rule
-	for _, some := range [][]rule{keyBlocks, parameters, tokens, commands, gitleaks} {
+	for _, some := range [][]rule{keyBlocks, parameters, tokens, commands, readGitleaks()} {
 		all = append(all, some...)
 	}
 	return all
 }()
 
-// compiled holds the expressions of the rules that a text has needed so far.
+// gitleaksJSON holds the rules of gitleaks that know the shape of a secret, and names the others with the reason.
+// The context of a secret is widened from source code to any text. Entropy and allowlists are dropped, so examples
+// are redacted too. TestGitleaks writes the file.
+//
+//go:embed gitleaks/rules.json
+var gitleaksJSON []byte
+
+// gitleaksRule is a rule in gitleaksJSON.
+type gitleaksRule struct {
+	Name     string   `json:"name"`
+	Keywords []string `json:"keywords"`
+	Back     int      `json:"back,omitempty"`
+	Bounded  bool     `json:"bounded,omitempty"`
+	Look     string   `json:"look"`
+}
+
+func readGitleaks() []rule {
+	var file struct{ Rules []gitleaksRule }
+	if err := json.Unmarshal(gitleaksJSON, &file); err != nil {
+		panic("redact: gitleaks/rules.json: " + err.Error())
+	}
+	list := make([]rule, 0, len(file.Rules))
+	for _, r := range file.Rules {
+		list = append(list, rule{name: r.Name, keywords: r.Keywords, back: r.Back, bounded: r.Bounded, pattern: r.Look})
+	}
+	return list
+}
+
+// compiled caches the expressions of the rules in use.
 var compiled = make([]atomic.Pointer[regexp.Regexp], len(rules))
 
-// expression is the compiled look of a rule.
+// expression returns the compiled expression of a rule.
 func expression(number int) *regexp.Regexp {
 	if done := compiled[number].Load(); done != nil {
 		return done
 	}
-	done := regexp.MustCompile(`\A(?:` + rules[number].look + `)`)
+	done := regexp.MustCompile(`\A(?:` + rules[number].pattern + `)`)
 	compiled[number].Store(done)
 	return done
 }
 
-// secretAt finds the secret of a rule whose keyword stands at index i of s. None begins before from.
+// secretAt finds the secret of a rule whose keyword is at index i of s. It must not begin before from.
 func secretAt(s string, from, i, number int) (start, end int) {
 	r := &rules[number]
 	at := i - r.back
@@ -64,7 +93,7 @@ func secretAt(s string, from, i, number int) (start, end int) {
 		start, end = at+found[2], at+found[3]
 	}
 	for end < len(s) && isWord(s[end-1]) && isWord(s[end]) {
-		end++ // a longer secret than the rule knows
+		end++ // a secret longer than the rule expects
 	}
 	if insideBase64(s, at, end) {
 		return i, i
@@ -72,8 +101,8 @@ func secretAt(s string, from, i, number int) (start, end int) {
 	return start, end
 }
 
-// boundary reports whether a word can begin at index i of s: after anything that is no letter, digit or underscore, and
-// after an escape of JSON or of a URL.
+// boundary reports whether a word can begin at index i of s: after a byte other than a letter, digit or underscore,
+// or after an escape of JSON or of a URL.
 func boundary(s string, i int) bool {
 	if i == 0 || !isWord(s[i-1]) {
 		return true
@@ -83,8 +112,8 @@ func boundary(s string, i int) bool {
 		i >= 6 && s[i-6:i-4] == `\u` && isHex(s[i-4:i])
 }
 
-// insideBase64 reports whether a match is a piece of a long base64 text, as of a picture, in which every prefix occurs
-// by chance.
+// insideBase64 reports whether a match is inside a long base64 text, such as a picture, where prefixes occur by
+// chance.
 func insideBase64(s string, from, to int) bool {
 	const long = 64
 	if from < long || s[from-1] != '+' && s[from-1] != '/' {
@@ -114,8 +143,8 @@ func isHex(s string) bool {
 	return true
 }
 
-// tokens are the vendors' tokens that the rules of gitleaks do not know, or know only at their full length or beside
-// the vendor's name. Here a prefix and the beginning of the rest do, so that a token that was cut is known too.
+// tokens are vendors' tokens that gitleaks does not know, or knows only at full length or beside the vendor's name.
+// Here a prefix is enough, so that a cut token is recognized, too.
 var tokens = []rule{
 	prefixed("jwt", `eyJ[A-Za-z0-9_-]{5,}\.[A-Za-z0-9_-]{5,}(?:\.[A-Za-z0-9_-]*)*`, "eyj"),
 
@@ -157,7 +186,7 @@ var tokens = []rule{
 	prefixed("doppler", `dp\.(?:pt|st|ct|sa|scim)\.[A-Za-z0-9._-]{20,}`, "dp.pt.", "dp.st.", "dp.ct.", "dp.sa.", "dp.scim."),
 	prefixed("age", `AGE-SECRET-KEY-1[A-Z0-9]{20,}`, "age-secret-key-1"),
 
-	// Payment, post, work.
+	// Payment, mail, work.
 	prefixed("stripe", `[srp]k_(?:live|test)_[A-Za-z0-9]{8,}`,
 		"sk_live_", "sk_test_", "rk_live_", "rk_test_", "pk_live_", "pk_test_"),
 	prefixed("webhook secret", `whs(?:ec|k)_[A-Za-z0-9+/=_-]{6,}`, "whsec_", "whsk_"),
@@ -170,32 +199,32 @@ var tokens = []rule{
 	prefixed("notion", `(?:ntn|secret)_[A-Za-z0-9]{40,}`, "ntn_", "secret_"),
 	prefixed("figma", `fig[a-z]_[A-Za-z0-9_-]{20,}`, "figd_", "figu_", "figo_"),
 
-	// Chat, and addresses that are a secret.
+	// Chat, and secret addresses.
 	prefixed("slack", `(?:xox[a-z]|xapp)-[A-Za-z0-9-]{8,}`, slackKeywords()...),
 	{
 		name: "slack webhook", keywords: []string{"hooks.slack.com/"},
-		look: `(?i)hooks\.slack\.com/[a-z]+/([A-Za-z0-9/]+)`,
+		pattern: `(?i)hooks\.slack\.com/[a-z]+/([A-Za-z0-9/]+)`,
 	},
 	{
 		name: "discord webhook", keywords: []string{"discord.com/api/", "discordapp.com/api/"},
-		look: `(?i)discord(?:app)?\.com/api/(?:v\d+/)?webhooks/\d+/([A-Za-z0-9_-]+)`,
+		pattern: `(?i)discord(?:app)?\.com/api/(?:v\d+/)?webhooks/\d+/([A-Za-z0-9_-]+)`,
 	},
-	{name: "teams webhook", keywords: []string{".webhook.office.com/"}, look: `(?i)\.webhook\.office\.com/([^\s"'<>]+)`},
+	{name: "teams webhook", keywords: []string{".webhook.office.com/"}, pattern: `(?i)\.webhook\.office\.com/([^\s"'<>]+)`},
 	{
 		name: "zapier webhook", keywords: []string{"hooks.zapier.com/hooks/"},
-		look: `(?i)hooks\.zapier\.com/hooks/[a-z]+/([A-Za-z0-9/]+)`,
+		pattern: `(?i)hooks\.zapier\.com/hooks/[a-z]+/([A-Za-z0-9/]+)`,
 	},
 	{
 		name: "feishu webhook", keywords: []string{"/open-apis/bot/v2/hook/"},
-		look: `(?i)/open-apis/bot/v2/hook/([A-Za-z0-9-]+)`,
+		pattern: `(?i)/open-apis/bot/v2/hook/([A-Za-z0-9-]+)`,
 	},
-	{name: "ifttt webhook", keywords: []string{"/with/key/"}, look: `(?i)/with/key/([A-Za-z0-9_-]{10,})`},
+	{name: "ifttt webhook", keywords: []string{"/with/key/"}, pattern: `(?i)/with/key/([A-Za-z0-9_-]{10,})`},
 	{name: "telegram", keywords: []string{":aa", "%3aaa"}, find: telegramToken},
 }
 
 // prefixed is a rule for a token that begins with its keyword.
 func prefixed(name, look string, keywords ...string) rule {
-	return rule{name: name, keywords: keywords, bounded: look[0] != '\\', look: look}
+	return rule{name: name, keywords: keywords, bounded: look[0] != '\\', pattern: look}
 }
 
 // slackKeywords are the prefixes xoxa- to xoxz- and xapp-.
@@ -207,8 +236,7 @@ func slackKeywords() []string {
 	return all
 }
 
-// telegramToken finds the secret of a bot's token, which stands after the number of the bot and a colon. The number is
-// no secret.
+// telegramToken finds the secret of a bot's token, after the bot's number and a colon.
 func telegramToken(s string, at int) (from, to int) {
 	const number, length = 6, 30
 	digits := at
@@ -229,16 +257,16 @@ func telegramToken(s string, at int) (from, to int) {
 	return from, to
 }
 
-// The rules run only where one of their keywords stands. One pass over the text finds all of them: a table tells for
-// each three bytes whether a keyword can begin with them, and most cannot.
+// A rule runs only at one of its keywords. One pass over the text finds all keywords: a table indexes them by their
+// first three bytes.
 
-// keyword is the beginning of what a rule matches.
+// keyword is a keyword of a rule.
 type keyword struct {
 	text string
 	rule int
 }
 
-// keywordTable has the keywords in buckets by the hash of their first three bytes. A slot of 0 means no bucket.
+// keywordTable holds the keywords in buckets by the hash of their first three bytes. Slot 0 is empty.
 type keywordTable struct {
 	slots   [1 << tableBits]uint16
 	buckets [][]keyword
@@ -262,17 +290,17 @@ var keywords = sync.OnceValue(func() *keywordTable {
 	return t
 })
 
-// trigram hashes three bytes. Letter case does not matter.
+// trigram hashes three bytes, ignoring letter case.
 func trigram(a, b, c byte) uint32 {
 	const spread = 0x9E3779B1
 	return ((uint32(a) | uint32(b)<<8 | uint32(c)<<16 | 0x202020) * spread) >> (32 - tableBits)
 }
 
-// scrubTokens removes what a rule matches. Where several match, the longest counts.
+// scrubTokens redacts the matches of all rules. Of several, the longest counts.
 func scrubTokens(s string) string {
 	table := keywords()
 	var out strings.Builder
-	done := 0 // what is before it is written
+	done := 0 // s up to here is written
 	for i := 0; i+2 < len(s); i++ {
 		bucket := table.slots[trigram(s[i], s[i+1], s[i+2])]
 		if bucket == 0 {
@@ -300,31 +328,31 @@ func scrubTokens(s string) string {
 	return out.String() + s[done:]
 }
 
-// keyBlocks are files of private keys. A block that never ends is removed to the end of the text.
+// keyBlocks are files of private keys. An unclosed block extends to the end of the text.
 var keyBlocks = []rule{
 	{
 		name: "pem", keywords: []string{"-----begin"},
-		look: `(?s)-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----|\z)`,
+		pattern: `(?s)-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----|\z)`,
 	},
 	{
 		name: "ssh2", keywords: []string{"---- begin ssh2"},
-		look: `(?s)---- BEGIN SSH2 [A-Z ]*PRIVATE KEY ----.*?(?:---- END SSH2 [A-Z ]*PRIVATE KEY ----|\z)`,
+		pattern: `(?s)---- BEGIN SSH2 [A-Z ]*PRIVATE KEY ----.*?(?:---- END SSH2 [A-Z ]*PRIVATE KEY ----|\z)`,
 	},
 	{
 		name: "putty", keywords: []string{"putty-user-key-file-"}, bounded: true,
-		look: `(?s)PuTTY-User-Key-File-\d+:.*?(?:` + puttyEnd + `|\z)`,
+		pattern: `(?s)PuTTY-User-Key-File-\d+:.*?(?:` + puttyEnd + `|\z)`,
 	},
 	{
 		name: "putty private lines", keywords: []string{"private-lines:"}, bounded: true,
-		look: `(?s)Private-Lines:\s*\d.*?(?:` + puttyEnd + `|\z)`,
+		pattern: `(?s)Private-Lines:\s*\d.*?(?:` + puttyEnd + `|\z)`,
 	},
 }
 
 // puttyEnd is the last line of a PuTTY key.
 const puttyEnd = `Private-(?:MAC|Hash):\s*[0-9A-Fa-f]*`
 
-// Known applies hide, which blots out secrets that the caller knows, to every text of a value that was decoded from
-// JSON, keys included. Lists are changed in place. Keys that become the same under hide leave one of their values.
+// Known applies hide, which redacts known secrets, to every text of a decoded JSON value, including keys. It changes
+// lists in place. Of keys that become equal, one value stays.
 func Known(value any, hide func(string) string) any {
 	switch v := value.(type) {
 	case string:
@@ -343,23 +371,23 @@ func Known(value any, hide func(string) string) any {
 	return value
 }
 
-// parameters are the parts of a URL or of a header that carry a secret under a name of a few letters.
+// parameters are parts of a URL or header that carry a secret under a short name.
 var parameters = []rule{
 	{
 		name: "query", keywords: queryKeywords(),
-		look: `(?i)(?:[?&]|0026|amp;)(?:key|sig|signature|code|x-(?:amz|goog)-signature)=([^&\s"'#]{8,})`,
+		pattern: `(?i)(?:[?&]|0026|amp;)(?:key|sig|signature|code|x-(?:amz|goog)-signature)=([^&\s"'#]{8,})`,
 	},
 	{
 		name: "bearer", keywords: []string{"bearer"}, bounded: true,
-		look: `(?i)bearer[ \t]+([A-Za-z0-9._~+/=-]{6,})`,
+		pattern: `(?i)bearer[ \t]+([A-Za-z0-9._~+/=-]{6,})`,
 	},
 	{ // the letters that base64 gives a "user:password" are never all of one case
 		name: "basic", keywords: []string{"basic"}, bounded: true,
-		look: `(?:[Bb]asic|BASIC)[ \t]+([A-Za-z0-9+/]*(?:[a-z][A-Z]|[A-Z][A-Z]|[0-9])[A-Za-z0-9+/]*=*)`,
+		pattern: `(?:[Bb]asic|BASIC)[ \t]+([A-Za-z0-9+/]*(?:[a-z][A-Z]|[A-Z][A-Z]|[0-9])[A-Za-z0-9+/]*=*)`,
 	},
 }
 
-// queryKeywords are the parameters with the sign before them, which JSON and HTML may have escaped.
+// queryKeywords are the parameters with the preceding sign, also escaped for JSON and HTML.
 func queryKeywords() []string {
 	var all []string
 	for _, sign := range []string{"?", "&", "0026", "amp;"} {
@@ -370,8 +398,8 @@ func queryKeywords() []string {
 	return all
 }
 
-// scrubDiscord removes the tokens of Discord's bots. They have no prefix: the number of the bot in base64, six
-// characters of time, and a signature, with dots between.
+// scrubDiscord redacts tokens of Discord bots. They have no prefix: the bot's number in base64, six characters of
+// time, and a signature, joined by dots.
 func scrubDiscord(s string) string {
 	const middle, signature, least, most = 6, 27, 23, 28
 	for i := 0; ; i++ {
@@ -397,7 +425,7 @@ func scrubDiscord(s string) string {
 	}
 }
 
-// run counts the characters of a token at the front of s.
+// run counts the token characters at the front of s.
 func run(s string) int {
 	for i := range len(s) {
 		if !isToken(s[i]) {

@@ -8,7 +8,7 @@ import (
 	"golang.org/x/text/unicode/norm"
 )
 
-// scrub returns s without secrets, NUL and invalid UTF-8. JSON inside s is searched as JSON.
+// scrub returns s without secrets, NUL and invalid UTF-8. It searches JSON inside s as JSON.
 func scrub(s string, depth int) string {
 	s = scannable(s)
 	start := strings.TrimLeft(s, " \t\r\n")
@@ -40,7 +40,7 @@ func scannable(s string) string {
 	return strings.ReplaceAll(strings.ToValidUTF8(s, "\uFFFD"), "\x00", "")
 }
 
-// scrubPlain removes the secrets of text that is not JSON, until there is nothing more to remove.
+// scrubPlain redacts text that is not JSON until nothing changes.
 func scrubPlain(s string) string {
 	const rounds = 4
 	s = scannable(s)
@@ -54,7 +54,7 @@ func scrubPlain(s string) string {
 	return Marker
 }
 
-// scrubOnce removes the secrets that a text shows, or else those that it shows without its invisible characters.
+// scrubOnce redacts the visible secrets of a text, or else those that its invisible characters hide.
 func scrubOnce(s string) string {
 	if shown := visible(s); shown != s {
 		if next := scrubVisible(shown); next != shown {
@@ -64,22 +64,22 @@ func scrubOnce(s string) string {
 	return scrubVisible(s)
 }
 
-// scrubVisible removes what looks like a secret, and what stands under the name of one.
+// scrubVisible redacts by shape and by name.
 func scrubVisible(s string) string {
 	return scrubNamed(scrubMarkup(scrubURLs(scrubDiscord(scrubTokens(s)))))
 }
 
-// databases are the schemes whose passwords may hold what other URLs must escape.
+// databases are the schemes whose passwords may hold characters that other URLs escape.
 var databases = [...]string{
 	"postgres", "postgresql", "mysql", "mariadb", "redis", "rediss", "amqp", "amqps", "mongodb", "mongodb+srv", "nats", "sqlserver",
 }
 
-// scrubURLs removes the passwords of the URLs in s, and user names that are long enough to be a token.
+// scrubURLs redacts passwords in URLs, and user names long enough to be a token.
 func scrubURLs(s string) string {
 	const sign = "://"
 	var out strings.Builder
-	done := 0               // what is before it is written
-	urlEnd, lastAt := 0, -1 // of the URL that was looked at last; others may begin in it
+	done := 0               // s up to here is written
+	urlEnd, lastAt := 0, -1 // of the last URL; others may begin in it
 	for at := 0; ; {
 		next := strings.Index(s[at:], sign)
 		if next < 0 {
@@ -106,7 +106,7 @@ func scrubURLs(s string) string {
 	return out.String() + s[done:]
 }
 
-// lengthOfURL is the length of the rest of a URL at the front of s.
+// lengthOfURL returns the length of the rest of a URL at the front of s.
 func lengthOfURL(s string) int {
 	if end := strings.IndexAny(s, " \t\r\n\"'`<>"); end >= 0 {
 		return end
