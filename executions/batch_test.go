@@ -129,7 +129,7 @@ func TestAStartLostInACrashNeverExisted(t *testing.T) {
 	pool.Close()
 	_, pool = open()
 	p = prepare(t, pool, p.flows, lease)
-	if x, err := p.RunClaimed(t.Context(), lost[0]); !errors.Is(err, executions.ErrNotFound) || !strings.Contains(err.Error(), "crash of the database") {
+	if x, err := p.RunClaimed(t.Context(), lost[0]); !errors.Is(err, executions.ErrNotFound) || !strings.Contains(err.Error(), "database crash") {
 		t.Errorf("a run whose start is lost: %v, %v", x.Status, err)
 	}
 	if n := pgtest.Value[int](t, pool, `

@@ -349,7 +349,7 @@ func TestAStepAfterTheFlowReturnedFails(t *testing.T) {
 	ctx := <-left
 	until(t, pool, id, executions.Completed)
 	_, err := executions.Step(ctx, "late", func(context.Context) (int, error) { return 1, nil })
-	if !errors.Is(err, executions.ErrNotInExecution) || !strings.Contains(err.Error(), "the flow has returned") {
+	if !errors.Is(err, executions.ErrNotInExecution) || !strings.Contains(err.Error(), "after its flow returned") {
 		t.Errorf("the step: %v", err)
 	}
 	if n := pgtest.Value[int](t, pool, `select count(*) from agent_checkpoints`); n != 0 {
