@@ -401,7 +401,7 @@ func TestThePageIsTrue(t *testing.T) {
 	if err := flows.Validate(read(t, yaml[1])); err != nil {
 		t.Errorf("docs/flows.md: %v", err)
 	}
-	code := file(t, "example_test.go")
+	code := file(t, "definition_test.go")
 	from, to := strings.Index(code, "// Onboard is"), strings.Index(code, "// Evaluate is")
 	if shown := "```go\n" + strings.TrimSpace(code[from:to]) + "\n```"; !strings.Contains(page, shown) {
 		t.Errorf("docs/flows.md does not show the example:\n%s", shown)
