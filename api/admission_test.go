@@ -22,14 +22,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
 
-// bare is a server without a database, and its handler for one route.
-func bare(t *testing.T, rt route) (*server, http.Handler) {
+// newBareServer is a server without a database, and its handler for one route.
+func newBareServer(t *testing.T, rt route) (*server, http.Handler) {
 	t.Helper()
 	s := &server{auth: &authenticator{}, classes: newClasses(), limits: defaultLimits(), log: slog.New(slog.DiscardHandler)}
 	return s, s.withLogging(s.serve(rt))
 }
 
-func TestWhatIsRefusedWithoutItsBodyDoesNotWaitForIt(t *testing.T) {
+func TestRejectionDoesNotWaitForBody(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
 		most, length int64
@@ -42,7 +42,7 @@ func TestWhatIsRefusedWithoutItsBodyDoesNotWaitForIt(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			_, h := bare(t, route{access: Public, maxBody: 25 << 20, expect: func(r *http.Request) (*http.Request, int64, error) {
+			_, h := newBareServer(t, route{access: Public, maxBody: 25 << 20, expect: func(r *http.Request) (*http.Request, int64, error) {
 				return r, c.most, c.refusal
 			}, handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) { t.Error("the route was called") })})
 			server := httptest.NewUnstartedServer(nil)
@@ -71,7 +71,7 @@ func TestWhatIsRefusedWithoutItsBodyDoesNotWaitForIt(t *testing.T) {
 }
 
 // What strangers have under way is refused to strangers, at once; others and probes do not notice.
-func TestAClassThatIsFullRefusesAndOthersGoOn(t *testing.T) {
+func TestFullClassRejectsOnlyItsOwn(t *testing.T) {
 	t.Parallel()
 	ok := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "ok") })
 	for name, c := range map[string]struct {
@@ -103,7 +103,7 @@ func TestAClassThatIsFullRefusesAndOthersGoOn(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			c.rt.handler = ok
-			s, h := bare(t, c.rt)
+			s, h := newBareServer(t, c.rt)
 			release, err := c.take(&s.classes)
 			if err != nil {
 				t.Fatal(err)
@@ -129,10 +129,10 @@ func TestAClassThatIsFullRefusesAndOthersGoOn(t *testing.T) {
 	}
 }
 
-func TestOneAddressLeavesPlacesToOthers(t *testing.T) {
+func TestAddressLimitOfConnections(t *testing.T) {
 	t.Parallel()
 	entered, end := make(chan struct{}), make(chan struct{})
-	s, h := bare(t, route{access: Public, handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
+	s, h := newBareServer(t, route{access: Public, handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
 		entered <- struct{}{}
 		<-end
 	})})
@@ -157,9 +157,9 @@ func TestOneAddressLeavesPlacesToOthers(t *testing.T) {
 	group.Wait()
 }
 
-// silent opens a connection, announces a large body, sends none of it, and returns the status of the answer:
+// sendSilently opens a connection, announces a large body, sends none of it, and returns the status of the answer:
 // 100 where the body is waited for.
-func silent(t *testing.T, address, header string, length int64) int {
+func sendSilently(t *testing.T, address, header string, length int64) int {
 	t.Helper()
 	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", address)
 	if err != nil {
@@ -180,7 +180,7 @@ func silent(t *testing.T, address, header string, length int64) int {
 }
 
 // Connections that announce bodies and send nothing shut out nobody, also at their own address.
-func TestSilentBodiesShutOutNobody(t *testing.T) {
+func TestSlowBodiesDoNotBlockOthers(t *testing.T) {
 	t.Parallel()
 	const key = "a-long-random-text-of-the-chat-4711"
 	ok := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -205,14 +205,14 @@ func TestSilentBodiesShutOutNobody(t *testing.T) {
 				t.Fatal(err)
 			}
 			c.rt.handler = ok
-			s, h := bare(t, c.rt)
+			s, h := newBareServer(t, c.rt)
 			s.auth = g
 			server := httptest.NewUnstartedServer(nil)
 			server.Config, server.Listener = Server(h, log), Listen(server.Listener)
 			server.Start()
 			t.Cleanup(server.Close)
 			for i := range 300 { // more than an address may have in work
-				got := silent(t, server.Listener.Addr().String(), c.header, c.length)
+				got := sendSilently(t, server.Listener.Addr().String(), c.header, c.length)
 				if got != http.StatusContinue {
 					t.Fatalf("silent body %d: %d", i+1, got)
 				}
@@ -236,7 +236,7 @@ func TestSilentBodiesShutOutNobody(t *testing.T) {
 	}
 }
 
-func TestOneEndpointLeavesHalfToOthers(t *testing.T) {
+func TestEndpointLimitIsHalf(t *testing.T) {
 	t.Parallel()
 	b := newClasses().intake
 	for name, of := range map[string]bound{"requests": b.requests, "bytes": b.bytes} {
@@ -259,7 +259,7 @@ func TestOneEndpointLeavesHalfToOthers(t *testing.T) {
 	}
 }
 
-func TestAnAddressHasAQuarterOfTheBytes(t *testing.T) {
+func TestAddressLimitOfBytes(t *testing.T) {
 	t.Parallel()
 	b := newClasses()
 	for name, c := range map[string]class{"intake": b.intake, "public": b.public, "visitor": b.visitor} {
@@ -270,10 +270,10 @@ func TestAnAddressHasAQuarterOfTheBytes(t *testing.T) {
 	}
 }
 
-func TestAPanicBeforeTheBodyGivesItsPlaceBack(t *testing.T) {
+func TestPanicReleasesAdmission(t *testing.T) {
 	t.Parallel()
 	panics := func(*http.Request) (*http.Request, int64, error) { panic("no") }
-	s, h := bare(t, route{access: Public, maxBody: 10, expect: panics})
+	s, h := newBareServer(t, route{access: Public, maxBody: 10, expect: panics})
 	h.ServeHTTP(httptest.NewRecorder(), httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/x", nil))
 	if n := s.classes.intake.requests.budget.Used(); n != 0 {
 		t.Errorf("%d places are left", n)
@@ -281,7 +281,7 @@ func TestAPanicBeforeTheBodyGivesItsPlaceBack(t *testing.T) {
 }
 
 // Probes are public: those that come at the same time have the answer of one.
-func TestProbesAtTheSameTimeCostOne(t *testing.T) {
+func TestConcurrentProbesShareOneCheck(t *testing.T) {
 	t.Parallel()
 	var p prober
 	var asked atomic.Int32
@@ -322,8 +322,8 @@ func TestProbesAtTheSameTimeCostOne(t *testing.T) {
 	}
 }
 
-// impatient serves one route with short limits, and returns a connection to it.
-func impatient(t *testing.T, rt route) net.Conn {
+// sendWithoutReading serves one route with short limits, and returns a connection to it.
+func sendWithoutReading(t *testing.T, rt route) net.Conn {
 	t.Helper()
 	s := &server{auth: &authenticator{}, classes: newClasses(), log: slog.New(slog.DiscardHandler), limits: limits{
 		request: 50 * time.Millisecond, body: 50 * time.Millisecond, send: 50 * time.Millisecond,
@@ -344,9 +344,9 @@ func impatient(t *testing.T, rt route) net.Conn {
 	return conn
 }
 
-func TestAClientThatSendsItsBodySlowlyIsToldSo(t *testing.T) {
+func TestSlowBodyIsRequestTimeout(t *testing.T) {
 	t.Parallel()
-	conn := impatient(t, route{handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
+	conn := sendWithoutReading(t, route{handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
 		t.Error("the route was called without its body")
 	})})
 	fmt.Fprint(conn, "POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc")
@@ -361,12 +361,12 @@ func TestAClientThatSendsItsBodySlowlyIsToldSo(t *testing.T) {
 }
 
 // Nobody reads, so at some point the connection takes no more.
-func TestAClientThatDoesNotReadIsLeft(t *testing.T) {
+func TestClientThatDoesNotReadIsDisconnected(t *testing.T) {
 	t.Parallel()
 	for name, stream := range map[string]bool{"an answer": false, "a stream": true} {
 		t.Run(name, func(t *testing.T) {
 			failed := make(chan error, 1)
-			conn := impatient(t, route{stream: stream, handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			conn := sendWithoutReading(t, route{stream: stream, handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 				piece := make([]byte, 1<<20)
 				for {
 					if _, err := w.Write(piece); err != nil {
@@ -389,9 +389,9 @@ func TestAClientThatDoesNotReadIsLeft(t *testing.T) {
 }
 
 // A deadline that one request left behind is not the next one's on the same connection.
-func TestAConnectionThatWasQuietIsUsedAgain(t *testing.T) {
+func TestIdleConnectionIsReused(t *testing.T) {
 	t.Parallel()
-	conn := impatient(t, route{handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "ok") })})
+	conn := sendWithoutReading(t, route{handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "ok") })})
 	reader := bufio.NewReader(conn)
 	for range 2 {
 		fmt.Fprint(conn, "POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\na")

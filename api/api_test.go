@@ -17,7 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-func TestAnIncompleteSetUpIsRefused(t *testing.T) {
+func TestNewRejectsIncompleteOptions(t *testing.T) {
 	t.Parallel()
 	if _, err := api.New(api.Options{}); err == nil || !strings.Contains(err.Error(), "required") {
 		t.Errorf("error is %v", err)
@@ -34,7 +34,7 @@ func (a *agent) operations() (list [][2]string) {
 	return list
 }
 
-func TestEveryRouteUnderV1AsksForTheToken(t *testing.T) {
+func TestV1RoutesRequireToken(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	operations := append(a.operations(), [2]string{"GET", "/v1/nothing"}, [2]string{"PATCH", "/v1/traces"})
@@ -46,14 +46,14 @@ func TestEveryRouteUnderV1AsksForTheToken(t *testing.T) {
 			continue
 		}
 		w := a.raw(op[0], op[1], "", nil)
-		a.refused(w, http.StatusUnauthorized, "AGENT_ADMIN_TOKEN")
+		a.checkProblem(w, http.StatusUnauthorized, "AGENT_ADMIN_TOKEN")
 		if !strings.HasPrefix(w.Header().Get("WWW-Authenticate"), "Bearer ") {
 			t.Errorf("%s %s: WWW-Authenticate is %q", op[0], op[1], w.Header().Get("WWW-Authenticate"))
 		}
 	}
 }
 
-func TestOnlyTheTokenOpensV1(t *testing.T) {
+func TestV1AcceptsOnlyTheToken(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	for name, test := range map[string]struct {
@@ -76,7 +76,7 @@ func TestOnlyTheTokenOpensV1(t *testing.T) {
 	}
 }
 
-func TestWithoutAConfiguredTokenNobodyEnters(t *testing.T) {
+func TestNoTokenRejectsAll(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	a := &agent{t: t}
@@ -85,11 +85,11 @@ func TestWithoutAConfiguredTokenNobodyEnters(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, header := range []string{"", "Bearer", "Bearer "} {
-		a.refused(a.raw("GET", "/v1/traces", "", http.Header{"Authorization": {header}}), http.StatusUnauthorized, "token")
+		a.checkProblem(a.raw("GET", "/v1/traces", "", http.Header{"Authorization": {header}}), http.StatusUnauthorized, "token")
 	}
 }
 
-func TestBadRequestsAreProblemsThatNameWhatIsWrong(t *testing.T) {
+func TestBadRequestProblems(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	for name, test := range map[string]struct {
@@ -150,12 +150,12 @@ func TestBadRequestsAreProblemsThatNameWhatIsWrong(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			a.t = t
-			a.refused(a.raw(test.method, test.path, test.body, asAdmin()), test.status, test.words)
+			a.checkProblem(a.raw(test.method, test.path, test.body, asAdmin()), test.status, test.words)
 		})
 	}
 }
 
-func TestAWrongMethodIsToldWhichAreRight(t *testing.T) {
+func TestWrongMethodListsAllowed(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	for _, test := range [][3]string{
@@ -166,14 +166,14 @@ func TestAWrongMethodIsToldWhichAreRight(t *testing.T) {
 		{"OPTIONS", "/v1/skills", "GET, HEAD"},
 	} {
 		w := a.raw(test[0], test[1], "", asAdmin())
-		a.refused(w, http.StatusMethodNotAllowed, test[2])
+		a.checkProblem(w, http.StatusMethodNotAllowed, test[2])
 		if got := w.Header().Get("Allow"); got != test[2] {
 			t.Errorf("%s %s: Allow is %q", test[0], test[1], got)
 		}
 	}
 }
 
-func TestABodyHasToSayThatItIsJSON(t *testing.T) {
+func TestBodyRequiresJSONContentType(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	for kind, status := range map[string]int{
@@ -181,11 +181,11 @@ func TestABodyHasToSayThatItIsJSON(t *testing.T) {
 	} {
 		header := asAdmin()
 		header.Set("Content-Type", kind)
-		a.refused(a.raw("POST", "/v1/lanes/x/break", `{"reason":"x"}`, header), status, "")
+		a.checkProblem(a.raw("POST", "/v1/lanes/x/break", `{"reason":"x"}`, header), status, "")
 	}
 }
 
-func TestAnswersAreNeitherKeptNorGuessedAt(t *testing.T) {
+func TestResponsesAreNotCachedOrSniffed(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	for _, path := range []string{"/v1/traces", "/v1/nothing"} {
@@ -196,7 +196,7 @@ func TestAnswersAreNeitherKeptNorGuessedAt(t *testing.T) {
 	}
 }
 
-func TestARequestLeavesALineInTheLog(t *testing.T) {
+func TestRequestIsLogged(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	a.raw("GET", "/v1/nothing?secret=1", "", asAdmin())
@@ -211,12 +211,12 @@ func TestARequestLeavesALineInTheLog(t *testing.T) {
 	}
 }
 
-func TestTheCauseOfAFailureStaysInside(t *testing.T) {
+func TestInternalErrorHidesCause(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	pgtest.Exec(t, a.pool, `alter view agent_locks_live rename to gone`)
 	w := a.raw("GET", "/v1/lanes", "", asAdmin())
-	a.refused(w, http.StatusInternalServerError, "the log has the cause")
+	a.checkProblem(w, http.StatusInternalServerError, "the log has the cause")
 	if strings.Contains(w.Body.String(), "agent_locks_live") {
 		t.Errorf("the client is told %s", w.Body)
 	}
@@ -225,20 +225,20 @@ func TestTheCauseOfAFailureStaysInside(t *testing.T) {
 	}
 }
 
-func TestADatabaseThatIsTooSlowIsSaidToBeAway(t *testing.T) {
+func TestSlowDatabaseIsUnavailable(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 0)
 	defer cancel()
 	w := a.send(ctx, "GET", "/v1/lanes", "", asAdmin())
-	a.refused(w, http.StatusServiceUnavailable, "database")
+	a.checkProblem(w, http.StatusServiceUnavailable, "database")
 	if w.Header().Get("Retry-After") == "" {
 		t.Error("no Retry-After")
 	}
 }
 
 // lock_timeout of the database, or the role, ends a statement as statement_timeout does.
-func TestADatabaseThatGivesNoLockInTimeIsSaidToBeAway(t *testing.T) {
+func TestLockTimeoutIsUnavailable(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	var database string
@@ -255,10 +255,10 @@ func TestADatabaseThatGivesNoLockInTimeIsSaidToBeAway(t *testing.T) {
 	if _, err := tx.Exec(t.Context(), `lock table agent_memory in access exclusive mode`); err != nil {
 		t.Fatal(err)
 	}
-	a.refused(a.raw("GET", "/v1/memory", "", asAdmin()), http.StatusServiceUnavailable, "database")
+	a.checkProblem(a.raw("GET", "/v1/memory", "", asAdmin()), http.StatusServiceUnavailable, "database")
 }
 
-func TestTheDocumentIsComplete(t *testing.T) {
+func TestOpenAPIDocumentIsComplete(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	if a.doc["openapi"] != "3.1.0" {
@@ -315,9 +315,9 @@ func (a *agent) failure(w *httptest.ResponseRecorder, status int, code string) {
 	}
 }
 
-func TestRefusalsWhereOpenAIsClientsCallAreInItsFormat(t *testing.T) {
+func TestOpenAIErrorFormat(t *testing.T) {
 	t.Parallel()
-	a := surfaced(t)
+	a := withEndpoints(t)
 	const path = "/v1/chat/completions"
 	a.failure(a.raw("POST", path, "{}", bearer("")), 401, "invalid_api_key")
 	a.failure(a.raw("POST", path, "{}", bearer(token)), 401, "invalid_api_key")
@@ -331,13 +331,13 @@ func TestRefusalsWhereOpenAIsClientsCallAreInItsFormat(t *testing.T) {
 		t.Errorf("without a body there is nothing to name, but: %d %s", w.Code, w.Body)
 	}
 	a.failure(a.raw("POST", "/v1/embeddings", "{}", bearer(chatKey)), 404, "not_found")
-	a.refused(a.raw("POST", "/v1/embeddings", "{}", bearer(token)), 404, "/v1/embeddings")
-	a.refused(a.raw("POST", "/v1/embeddings", "{}", bearer("")), 401, "AGENT_ADMIN_TOKEN")
+	a.checkProblem(a.raw("POST", "/v1/embeddings", "{}", bearer(token)), 404, "/v1/embeddings")
+	a.checkProblem(a.raw("POST", "/v1/embeddings", "{}", bearer("")), 401, "AGENT_ADMIN_TOKEN")
 }
 
-func TestABodyIsCompleteAndWithinItsLimit(t *testing.T) {
+func TestBodyLimit(t *testing.T) {
 	t.Parallel()
-	a := surfaced(t)
+	a := withEndpoints(t)
 	if w := a.raw("POST", "/v1/chat/completions", strings.Repeat("x", 100), bearer(chatKey)); w.Body.String() != "website|"+strings.Repeat("x", 100)+"|100" {
 		t.Errorf("%d %s", w.Code, w.Body)
 	}
@@ -345,15 +345,15 @@ func TestABodyIsCompleteAndWithinItsLimit(t *testing.T) {
 	if w := a.raw("POST", "/webhooks/x", large, nil); w.Code != 200 {
 		t.Errorf("1 MiB is refused with %d", w.Code)
 	}
-	a.refused(a.raw("POST", "/webhooks/x", large+"x", nil), 413, "1048576")
+	a.checkProblem(a.raw("POST", "/webhooks/x", large+"x", nil), 413, "1048576")
 	if w := a.raw("POST", "/webhooks/x", "not json", http.Header{"Content-Type": {"text/plain"}}); w.Body.String() != "|not json|8" {
 		t.Errorf("a raw body is %s", w.Body)
 	}
 }
 
-func TestEveryAnswerHasSecurityHeaders(t *testing.T) {
+func TestSecurityHeaders(t *testing.T) {
 	t.Parallel()
-	a := surfaced(t, api.Endpoint{
+	a := withEndpoints(t, api.Endpoint{
 		Method: "GET", Path: "/page", About: "A page.", Access: api.Public, ContentType: "text/html",
 		Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 			w.Header().Set("Content-Security-Policy", "default-src 'self'")
@@ -378,9 +378,9 @@ func TestEveryAnswerHasSecurityHeaders(t *testing.T) {
 	}
 }
 
-func TestEndpointsAreDescribed(t *testing.T) {
+func TestEndpointsAreDocumented(t *testing.T) {
 	t.Parallel()
-	a := surfaced(t)
+	a := withEndpoints(t)
 	paths := a.doc["paths"].(map[string]any)
 	op := func(path, method string) map[string]any {
 		got, _ := paths[path].(map[string]any)[method].(map[string]any)
@@ -410,9 +410,9 @@ func TestEndpointsAreDescribed(t *testing.T) {
 
 // Every operation is whole: what its path names is a parameter, each answer has a description, every schema compiles,
 // and what asks for a key says which.
-func TestEveryOperationOfTheDocumentIsWhole(t *testing.T) {
+func TestOpenAPIOperationsAreComplete(t *testing.T) {
 	t.Parallel()
-	a := surfaced(t)
+	a := withEndpoints(t)
 	schemes := a.doc["components"].(map[string]any)["securitySchemes"].(map[string]any)
 	for path, methods := range a.doc["paths"].(map[string]any) {
 		for method, described := range methods.(map[string]any) {
@@ -443,9 +443,9 @@ func TestEveryOperationOfTheDocumentIsWhole(t *testing.T) {
 }
 
 // Where a bound can be met the document says so: 429 everywhere but at the probes, and 413 where a body is read.
-func TestTheDocumentSaysWhereABoundCanBeMet(t *testing.T) {
+func TestOpenAPIDocumentsLimits(t *testing.T) {
 	t.Parallel()
-	a := surfaced(t)
+	a := withEndpoints(t)
 	for path, methods := range a.doc["paths"].(map[string]any) {
 		for method, described := range methods.(map[string]any) {
 			answers := described.(map[string]any)["responses"].(map[string]any)

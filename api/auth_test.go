@@ -37,17 +37,17 @@ func echo(w http.ResponseWriter, r *http.Request) {
 	fmt.Fprintf(w, "%s|%s|%d", visitor, body, r.ContentLength)
 }
 
-// surfaced is the API with one endpoint of each kind.
-func surfaced(t *testing.T, more ...api.Endpoint) *agent {
+// withEndpoints is the API with one endpoint of each kind.
+func withEndpoints(t *testing.T, more ...api.Endpoint) *agent {
 	t.Helper()
 	pool := pgtest.DB(t)
-	return wired(t, api.Options{
+	return newAgentWith(t, api.Options{
 		Pool: pool, Engine: engine(t, pool), ChatKeys: map[string]string{"website": chatKey, "app": otherKey},
-		Endpoints: append(more, kinds()...),
+		Endpoints: append(more, accessEndpoints()...),
 	})
 }
 
-func kinds() []api.Endpoint {
+func accessEndpoints() []api.Endpoint {
 	type message struct {
 		Text string `json:"text"`
 	}
@@ -64,8 +64,8 @@ func kinds() []api.Endpoint {
 	}
 }
 
-// whoMay says who may call each route. A route that is not here fails the test below: decide it, then add it.
-func whoMay() map[string]api.Access {
+// expectedAccess says who may call each route. A route that is not here fails the test below: decide it, then add it.
+func expectedAccess() map[string]api.Access {
 	all := map[string]api.Access{
 		"POST /v1/chat/completions": api.Visitor, "GET /v1/models": api.Visitor,
 	}
@@ -109,10 +109,10 @@ func bearer(key string) http.Header {
 	return h
 }
 
-func TestEveryRouteLetsInWhomItSays(t *testing.T) {
+func TestRouteAccess(t *testing.T) {
 	t.Parallel()
-	a := surfaced(t)
-	table := whoMay()
+	a := withEndpoints(t)
+	table := expectedAccess()
 	for _, op := range a.operations() {
 		name := op[0] + " " + op[1]
 		access, known := table[name]
@@ -145,9 +145,9 @@ func TestEveryRouteLetsInWhomItSays(t *testing.T) {
 	}
 }
 
-func TestOtherMethodsThanDocumentedAreRefusedAndNamed(t *testing.T) {
+func TestUndocumentedMethodsAreRejected(t *testing.T) {
 	t.Parallel()
-	a := surfaced(t)
+	a := withEndpoints(t)
 	for path, methods := range a.doc["paths"].(map[string]any) {
 		allow := map[string]bool{}
 		for method := range methods.(map[string]any) {
@@ -177,21 +177,21 @@ func TestOtherMethodsThanDocumentedAreRefusedAndNamed(t *testing.T) {
 	}
 }
 
-func TestAWrongMethodIsToldToWhomMayCallTheMostGuarded(t *testing.T) {
+func TestWrongMethodChecksStrictestAccess(t *testing.T) {
 	t.Parallel()
 	h := http.HandlerFunc(echo)
-	a := surfaced(t,
+	a := withEndpoints(t,
 		api.Endpoint{Method: "GET", Path: "/v1/mixed", About: "Read.", Access: api.Public, Handler: h},
 		api.Endpoint{Method: "POST", Path: "/v1/mixed", About: "Write.", Access: api.Admin, Handler: h},
 		api.Endpoint{Method: "PUT", Path: "/v1/mixed", About: "Write.", Access: api.Visitor, Handler: h})
 	for key, status := range map[string]int{"": 401, chatKey: 401, token: 405} {
-		a.refused(a.raw("DELETE", "/v1/mixed", "", bearer(key)), status, "")
+		a.checkProblem(a.raw("DELETE", "/v1/mixed", "", bearer(key)), status, "")
 	}
 }
 
-func TestEachChatKeyHasItsName(t *testing.T) {
+func TestChatKeyNames(t *testing.T) {
 	t.Parallel()
-	a := surfaced(t)
+	a := withEndpoints(t)
 	for key, name := range map[string]string{chatKey: "website", otherKey: "app"} {
 		if w := a.raw("GET", "/v1/models", "", bearer(key)); w.Body.String() != name+"||0" {
 			t.Errorf("%s is %s", key, w.Body)
@@ -202,10 +202,10 @@ func TestEachChatKeyHasItsName(t *testing.T) {
 	}
 }
 
-func TestWithoutChatKeysNoVisitorEnters(t *testing.T) {
+func TestNoChatKeysRejectsVisitors(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	a := wired(t, api.Options{Pool: pool, Engine: engine(t, pool), Endpoints: kinds()})
+	a := newAgentWith(t, api.Options{Pool: pool, Engine: engine(t, pool), Endpoints: accessEndpoints()})
 	for _, key := range []string{"", chatKey, token} {
 		if w := a.raw("GET", "/v1/models", "", bearer(key)); w.Code != http.StatusUnauthorized {
 			t.Errorf("%q: %d", key, w.Code)
@@ -213,7 +213,7 @@ func TestWithoutChatKeysNoVisitorEnters(t *testing.T) {
 	}
 }
 
-func TestKeysThatMakeNoDifferenceAreRefused(t *testing.T) {
+func TestEqualKeysAreRejected(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	e := engine(t, pool)
@@ -235,15 +235,15 @@ func TestKeysThatMakeNoDifferenceAreRefused(t *testing.T) {
 	}
 }
 
-func TestOtherOriginsAreRefusedExceptAtWebhooks(t *testing.T) {
+func TestForeignOriginsAreRejectedExceptWebhooks(t *testing.T) {
 	t.Parallel()
-	a := surfaced(t)
+	a := withEndpoints(t)
 	for _, op := range a.operations() {
 		if op[0] != "POST" {
 			continue
 		}
 		key := token
-		if whoMay()[op[0]+" "+op[1]] == api.Visitor {
+		if expectedAccess()[op[0]+" "+op[1]] == api.Visitor {
 			key = chatKey
 		}
 		for _, sent := range []http.Header{{"Sec-Fetch-Site": {"cross-site"}}, {"Origin": {"https://evil.example"}}} {
@@ -262,7 +262,7 @@ func TestOtherOriginsAreRefusedExceptAtWebhooks(t *testing.T) {
 	}
 }
 
-func TestAnEndpointThatCannotBeIsRefused(t *testing.T) {
+func TestInvalidEndpointIsRejected(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	e := engine(t, pool)
@@ -290,8 +290,8 @@ func TestAnEndpointThatCannotBeIsRefused(t *testing.T) {
 	}
 }
 
-// from sends a request from an address, perhaps through a proxy.
-func (a *agent) from(address, forwardedFor, method, path, body string, header http.Header) *httptest.ResponseRecorder {
+// sendFrom sends a request from an address, perhaps through a proxy.
+func (a *agent) sendFrom(address, forwardedFor, method, path, body string, header http.Header) *httptest.ResponseRecorder {
 	a.t.Helper()
 	r := httptest.NewRequestWithContext(a.t.Context(), method, path, strings.NewReader(body))
 	r.Header, r.RemoteAddr = header.Clone(), address+":4711"
@@ -303,8 +303,8 @@ func (a *agent) from(address, forwardedFor, method, path, body string, header ht
 	return w
 }
 
-// ways are how a secret is presented, and the answer to a right one.
-func ways() map[string]struct {
+// guardedRequests are how a secret is presented, and the answer to a right one.
+func guardedRequests() map[string]struct {
 	send   func(a *agent, address, forwardedFor, secret string) *httptest.ResponseRecorder
 	right  string
 	enters int
@@ -316,7 +316,7 @@ func ways() map[string]struct {
 	}
 	with := func(path string) func(a *agent, address, forwardedFor, secret string) *httptest.ResponseRecorder {
 		return func(a *agent, address, forwardedFor, secret string) *httptest.ResponseRecorder {
-			return a.from(address, forwardedFor, "GET", path, "", bearer(secret))
+			return a.sendFrom(address, forwardedFor, "GET", path, "", bearer(secret))
 		}
 	}
 	return map[string]way{
@@ -325,16 +325,16 @@ func ways() map[string]struct {
 		"unknown route": {with("/v1/nowhere"), token, 404},
 		"login": {func(a *agent, address, forwardedFor, secret string) *httptest.ResponseRecorder {
 			body, header := form("token", secret)
-			return a.from(address, forwardedFor, "POST", "/login", body, header)
+			return a.sendFrom(address, forwardedFor, "POST", "/login", body, header)
 		}, token, 303},
 	}
 }
 
-func TestWrongSecretsAreSlowedDownAndLogged(t *testing.T) {
+func TestWrongSecretsAreThrottledAndLogged(t *testing.T) {
 	t.Parallel()
-	for name, way := range ways() {
+	for name, way := range guardedRequests() {
 		t.Run(name, func(t *testing.T) {
-			a := readPage(t)
+			a := withPages(t)
 			statuses := map[int]int{}
 			for range 1500 {
 				w := way.send(a, "192.0.2.1", "", "sesame-sesame")
@@ -359,26 +359,26 @@ func TestWrongSecretsAreSlowedDownAndLogged(t *testing.T) {
 	}
 }
 
-func TestAWeakSecretIsNotAnsweredWhereOthersGuess(t *testing.T) {
+func TestWeakSecretIsThrottled(t *testing.T) {
 	t.Parallel()
-	a := readPage(t)
+	a := withPages(t)
 	body, header := form("token", "guess")
 	for range 6 {
-		a.from("192.0.2.1", "", "POST", "/login", body, header)
+		a.sendFrom("192.0.2.1", "", "POST", "/login", body, header)
 	}
-	if w := a.from("192.0.2.1", "", "POST", "/login", body, header); w.Code != 429 || !strings.Contains(w.Body.String(), "login page|/|Too many wrong tokens") {
+	if w := a.sendFrom("192.0.2.1", "", "POST", "/login", body, header); w.Code != 429 || !strings.Contains(w.Body.String(), "login page|/|Too many wrong tokens") {
 		t.Errorf("%d %s", w.Code, w.Body)
 	}
 }
 
-func TestBehindATrustedProxyNobodyIsSlowedDownByOthers(t *testing.T) {
+func TestTrustedProxyThrottlesByClient(t *testing.T) {
 	t.Parallel()
-	for name, way := range ways() {
+	for name, way := range guardedRequests() {
 		t.Run(name, func(t *testing.T) {
 			pool := pgtest.DB(t)
 			trusted := clientip.Trusted{netip.MustParsePrefix("10.0.0.0/8")}
-			a := wired(t, api.Options{
-				Pool: pool, Engine: engine(t, pool), ChatKeys: map[string]string{"website": chatKey}, Pages: shownPages{}, Endpoints: kinds(),
+			a := newAgentWith(t, api.Options{
+				Pool: pool, Engine: engine(t, pool), ChatKeys: map[string]string{"website": chatKey}, Pages: errorPages{}, Endpoints: accessEndpoints(),
 				Proxies: trusted,
 			})
 			for range 20 {
@@ -396,7 +396,7 @@ func TestBehindATrustedProxyNobodyIsSlowedDownByOthers(t *testing.T) {
 	}
 }
 
-func TestALogoutEndsTheLoginEverywhere(t *testing.T) {
+func TestLogoutRevokesCookie(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	started, ended := make(chan struct{}), make(chan struct{})
@@ -416,19 +416,19 @@ func TestALogoutEndsTheLoginEverywhere(t *testing.T) {
 		stop()
 		<-done
 	}()
-	o := api.Options{Pool: pool, Engine: engine(t, pool), Pages: shownPages{}, Endpoints: []api.Endpoint{live}, Listener: listener}
-	a, other := wired(t, o), wired(t, o)
+	o := api.Options{Pool: pool, Engine: engine(t, pool), Pages: errorPages{}, Endpoints: []api.Endpoint{live}, Listener: listener}
+	a, other := newAgentWith(t, o), newAgentWith(t, o)
 	c, kept := a.logIn(), a.logIn()
-	if w := other.raw("GET", "/v1/lanes", "", with1(c)); w.Code != 200 {
+	if w := other.raw("GET", "/v1/lanes", "", withCookie(c)); w.Code != 200 {
 		t.Fatalf("before the logout: %d", w.Code)
 	}
 	streamed := make(chan struct{})
 	go func() {
 		defer close(streamed)
-		other.raw("GET", "/live/lanes", "", with1(c))
+		other.raw("GET", "/live/lanes", "", withCookie(c))
 	}()
 	<-started
-	out := a.raw("POST", "/logout", "", with1(c))
+	out := a.raw("POST", "/logout", "", withCookie(c))
 	if out.Code != http.StatusSeeOther || !strings.Contains(out.Header().Get("Set-Cookie"), "Max-Age=0") {
 		t.Fatalf("logout: %d %v", out.Code, out.Header())
 	}
@@ -439,37 +439,37 @@ func TestALogoutEndsTheLoginEverywhere(t *testing.T) {
 		t.Fatal("the stream of the login goes on")
 	}
 	for name, p := range map[string]*agent{"here": a, "elsewhere": other} {
-		if w := p.raw("GET", "/v1/lanes", "", with1(c)); w.Code != http.StatusUnauthorized {
+		if w := p.raw("GET", "/v1/lanes", "", withCookie(c)); w.Code != http.StatusUnauthorized {
 			t.Errorf("%s after the logout: %d", name, w.Code)
 		}
-		if w := p.raw("GET", "/v1/lanes", "", with1(kept)); w.Code != 200 {
+		if w := p.raw("GET", "/v1/lanes", "", withCookie(kept)); w.Code != 200 {
 			t.Errorf("%s another login: %d", name, w.Code)
 		}
 	}
 	pgtest.Exec(t, pool, `update agent_logouts set expires_at = clock_timestamp() - interval '1 second'`)
-	a.raw("POST", "/logout", "", with1(kept))
-	a.raw("POST", "/logout", "", with1(kept)) // once more, as from another tab
-	a.raw("POST", "/logout", "", with1(&http.Cookie{Name: c.Name, Value: "somebody.99999999999.else"}))
+	a.raw("POST", "/logout", "", withCookie(kept))
+	a.raw("POST", "/logout", "", withCookie(kept)) // once more, as from another tab
+	a.raw("POST", "/logout", "", withCookie(&http.Cookie{Name: c.Name, Value: "somebody.99999999999.else"}))
 	if n := pgtest.Value[int](t, pool, `select count(*) from agent_logouts`); n != 1 {
 		t.Errorf("%d logouts are kept; the one that is over has to be forgotten, and a stranger's never written", n)
 	}
 }
 
-func TestALogoutThatCannotBeKeptIsNotOne(t *testing.T) {
+func TestLogoutFailsWithoutDatabase(t *testing.T) {
 	t.Parallel()
-	a := readPage(t)
+	a := withPages(t)
 	c := a.logIn()
 	pgtest.Exec(t, a.pool, `alter table agent_logouts rename to away`)
 	for _, ask := range [][2]string{{"POST", "/logout"}, {"GET", "/v1/lanes"}, {"GET", "/lanes"}} {
-		if w := a.raw(ask[0], ask[1], "", with1(c)); w.Code < 500 || w.Header().Get("Set-Cookie") != "" {
+		if w := a.raw(ask[0], ask[1], "", withCookie(c)); w.Code < 500 || w.Header().Get("Set-Cookie") != "" {
 			t.Errorf("%s: %d %v", ask, w.Code, w.Header())
 		}
 	}
 }
 
-func TestAgentsOnOneHostKeepTheirLogins(t *testing.T) {
+func TestCookiesOfAgentsOnOneHost(t *testing.T) {
 	t.Parallel()
-	a := readPage(t)
+	a := withPages(t)
 	names := map[string]bool{}
 	for _, host := range []string{"agent.example", "localhost:8080", "localhost:8081", "[::1]:8080"} {
 		body, header := form("token", token)
@@ -488,22 +488,22 @@ func TestAgentsOnOneHostKeepTheirLogins(t *testing.T) {
 	}
 }
 
-// shownPages say what they were asked to show.
-type shownPages struct{}
+// errorPages say what they were asked to show.
+type errorPages struct{}
 
-func (shownPages) LogIn(w http.ResponseWriter, _ *http.Request, status int, next, wrong string) {
+func (errorPages) LogIn(w http.ResponseWriter, _ *http.Request, status int, next, wrong string) {
 	w.WriteHeader(status)
 	fmt.Fprintf(w, "login page|%s|%s", next, wrong)
 }
 
-func (shownPages) Refuse(w http.ResponseWriter, _ *http.Request, err error) {
+func (errorPages) Refuse(w http.ResponseWriter, _ *http.Request, err error) {
 	told, _ := houseproblem.Of(err)
 	w.WriteHeader(told.Status)
 	fmt.Fprintf(w, "error page|%s", told.Detail)
 }
 
-// readPage is the API with pages of each kind.
-func readPage(t *testing.T) *agent {
+// withPages is the API with pages of each kind.
+func withPages(t *testing.T) *agent {
 	t.Helper()
 	pool := pgtest.DB(t)
 	h := http.HandlerFunc(echo)
@@ -516,12 +516,12 @@ func readPage(t *testing.T) *agent {
 		until, has := r.Context().Deadline()
 		fmt.Fprintf(w, "%v %v", has, time.Until(until) > 11*time.Hour)
 	})
-	return wired(t, api.Options{
-		Pool: pool, Engine: engine(t, pool), ChatKeys: map[string]string{"website": chatKey}, Pages: shownPages{},
+	return newAgentWith(t, api.Options{
+		Pool: pool, Engine: engine(t, pool), ChatKeys: map[string]string{"website": chatKey}, Pages: errorPages{},
 		Endpoints: append([]api.Endpoint{
 			row("GET", "/login", api.Public), row("GET", "/{$}", api.Admin), row("GET", "/lanes", api.Admin), row("GET", "/lanes/{id}", api.Admin),
 			row("GET", "/lanes/new", api.Admin), row("POST", "/act/v1/lanes/{lane}/break", api.Admin), live,
-		}, kinds()...),
+		}, accessEndpoints()...),
 	})
 }
 
@@ -545,7 +545,7 @@ func (a *agent) logIn() *http.Cookie {
 	return nil
 }
 
-func with1(c *http.Cookie, more ...string) http.Header {
+func withCookie(c *http.Cookie, more ...string) http.Header {
 	h := http.Header{"Cookie": {c.Name + "=" + c.Value}, "Content-Type": {"application/json"}}
 	for i := 0; i < len(more); i += 2 {
 		h.Set(more[i], more[i+1])
@@ -553,9 +553,9 @@ func with1(c *http.Cookie, more ...string) http.Header {
 	return h
 }
 
-func TestALoginIsACookieInThePlaceOfTheToken(t *testing.T) {
+func TestLoginCookieReplacesToken(t *testing.T) {
 	t.Parallel()
-	a := readPage(t)
+	a := withPages(t)
 	body, header := form("token", " "+token+"\n", "next", "/lanes?x=1")
 	header.Set("X-Forwarded-Proto", "https")
 	w := a.raw("POST", "/login", body, header)
@@ -573,20 +573,20 @@ func TestALoginIsACookieInThePlaceOfTheToken(t *testing.T) {
 		t.Error("the cookie of a login without TLS would never come back")
 	}
 	for path, want := range map[string]int{"/v1/lanes": 200, "/lanes": 200, "/v1/models": 401} {
-		if w := a.raw("GET", path, "", with1(c)); w.Code != want {
+		if w := a.raw("GET", path, "", withCookie(c)); w.Code != want {
 			t.Errorf("%s: %d %s", path, w.Code, w.Body)
 		}
 	}
-	if w := a.raw("POST", "/v1/skills/none/enable", `{"reason":"x"}`, with1(c)); w.Code != http.StatusNotFound {
+	if w := a.raw("POST", "/v1/skills/none/enable", `{"reason":"x"}`, withCookie(c)); w.Code != http.StatusNotFound {
 		t.Errorf("a lever: %d %s", w.Code, w.Body)
 	}
-	if w := a.raw("GET", "/v1/lanes", "", with1(c, "Authorization", "Bearer wrong")); w.Code != http.StatusUnauthorized {
+	if w := a.raw("GET", "/v1/lanes", "", withCookie(c, "Authorization", "Bearer wrong")); w.Code != http.StatusUnauthorized {
 		t.Errorf("a wrong token with a good cookie: %d", w.Code)
 	}
-	if w := a.raw("GET", "/login?next=/lanes", "", with1(c)); w.Code != http.StatusSeeOther || w.Header().Get("Location") != "/lanes" {
+	if w := a.raw("GET", "/login?next=/lanes", "", withCookie(c)); w.Code != http.StatusSeeOther || w.Header().Get("Location") != "/lanes" {
 		t.Errorf("the login page for who is logged in: %d %s", w.Code, w.Body)
 	}
-	if w := a.raw("GET", "/live/lanes", "", with1(c)); w.Body.String() != "true true" {
+	if w := a.raw("GET", "/live/lanes", "", withCookie(c)); w.Body.String() != "true true" {
 		t.Errorf("a stream of a login ends with it, but: %s", w.Body)
 	}
 	if w := a.raw("GET", "/live/lanes", "", asAdmin()); w.Body.String() != "false false" {
@@ -600,13 +600,13 @@ func TestALoginIsACookieInThePlaceOfTheToken(t *testing.T) {
 
 // An admin whose cookie is old, because the token is another now or the login has ended, is shown the login and logs
 // in: nothing is held against the address.
-func TestAnOldCookieCostsNothing(t *testing.T) {
+func TestOldCookieIsNotThrottled(t *testing.T) {
 	t.Parallel()
 	for name, secret := range map[string]string{"strong token": token, "weak token": "correct-horse-17"} {
 		t.Run(name, func(t *testing.T) {
 			pool := pgtest.DB(t)
 			h, err := api.New(api.Options{
-				Pool: pool, Engine: engine(t, pool), AdminToken: secret, Pages: shownPages{}, Endpoints: []api.Endpoint{
+				Pool: pool, Engine: engine(t, pool), AdminToken: secret, Pages: errorPages{}, Endpoints: []api.Endpoint{
 					{Method: "GET", Path: "/login", About: "A page.", Access: api.Public, Page: true, Handler: http.HandlerFunc(echo)},
 					{Method: "GET", Path: "/lanes", About: "A page.", Access: api.Admin, Page: true, Handler: http.HandlerFunc(echo)},
 				},
@@ -628,21 +628,21 @@ func TestAnOldCookieCostsNothing(t *testing.T) {
 				return nil
 			}
 			ended := login()
-			a.raw("POST", "/logout", "", with1(ended))
+			a.raw("POST", "/logout", "", withCookie(ended))
 			for name, old := range map[string]*http.Cookie{"another token": {Name: ended.Name, Value: "A." + ended.Value}, "ended": ended} {
 				for range 50 {
-					if w := a.raw("GET", "/v1/lanes", "", with1(old)); w.Code != http.StatusUnauthorized {
+					if w := a.raw("GET", "/v1/lanes", "", withCookie(old)); w.Code != http.StatusUnauthorized {
 						t.Fatalf("%s: %d %s", name, w.Code, w.Body)
 					}
 				}
-				w := a.raw("GET", "/lanes", "", with1(old))
-				if w.Code != http.StatusSeeOther || w.Header().Get("Location") != "/login?next=%2Flanes" || !clears(w, old) {
+				w := a.raw("GET", "/lanes", "", withCookie(old))
+				if w.Code != http.StatusSeeOther || w.Header().Get("Location") != "/login?next=%2Flanes" || !clearsCookie(w, old) {
 					t.Errorf("%s: a page: %d %v", name, w.Code, w.Header())
 				}
-				if w := a.raw("GET", "/login", "", with1(old)); w.Code != http.StatusOK || !clears(w, old) {
+				if w := a.raw("GET", "/login", "", withCookie(old)); w.Code != http.StatusOK || !clearsCookie(w, old) {
 					t.Errorf("%s: the login page: %d %v", name, w.Code, w.Header())
 				}
-				if w := a.raw("GET", "/v1/lanes", "", with1(login(old))); w.Code != http.StatusOK {
+				if w := a.raw("GET", "/v1/lanes", "", withCookie(login(old))); w.Code != http.StatusOK {
 					t.Errorf("%s: after another login: %d %s", name, w.Code, w.Body)
 				}
 			}
@@ -650,15 +650,15 @@ func TestAnOldCookieCostsNothing(t *testing.T) {
 	}
 }
 
-// clears reports whether an answer takes a cookie away.
-func clears(w *httptest.ResponseRecorder, c *http.Cookie) bool {
+// clearsCookie reports whether an answer takes a cookie away.
+func clearsCookie(w *httptest.ResponseRecorder, c *http.Cookie) bool {
 	set := w.Result().Cookies()
 	return len(set) == 1 && set[0].Name == c.Name && set[0].MaxAge < 0
 }
 
-func TestACookieThatIsNotOursOrIsOverIsRefused(t *testing.T) {
+func TestInvalidCookieIsRejected(t *testing.T) {
 	t.Parallel()
-	a := readPage(t)
+	a := withPages(t)
 	good := a.logIn()
 	at := strings.LastIndexByte(good.Value, '.')
 	said, signature := good.Value[:at], good.Value[at+1:]
@@ -666,20 +666,20 @@ func TestACookieThatIsNotOursOrIsOverIsRefused(t *testing.T) {
 		"empty": "", "longer": said + "9." + signature, "unsigned": said, "unsigned, with a dot": said + ".", "other signature": said + "." + strings.Repeat("A", len(signature)),
 		"beheaded": good.Value[1:], "trimmed": good.Value[:len(good.Value)-1], "token": token,
 	} {
-		if w := a.raw("GET", "/v1/lanes", "", with1(&http.Cookie{Name: good.Name, Value: value})); w.Code != http.StatusUnauthorized {
+		if w := a.raw("GET", "/v1/lanes", "", withCookie(&http.Cookie{Name: good.Name, Value: value})); w.Code != http.StatusUnauthorized {
 			t.Errorf("%s: %d", name, w.Code)
 		}
 	}
 	pool := a.pool
-	again, err := api.New(api.Options{Pool: pool, Engine: engine(t, pool), AdminToken: token, Pages: shownPages{}})
+	again, err := api.New(api.Options{Pool: pool, Engine: engine(t, pool), AdminToken: token, Pages: errorPages{}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	rotated, err := api.New(api.Options{Pool: pool, Engine: engine(t, pool), AdminToken: token + "2", Pages: shownPages{}})
+	rotated, err := api.New(api.Options{Pool: pool, Engine: engine(t, pool), AdminToken: token + "2", Pages: errorPages{}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	none, err := api.New(api.Options{Pool: pool, Engine: engine(t, pool), Pages: shownPages{}})
+	none, err := api.New(api.Options{Pool: pool, Engine: engine(t, pool), Pages: errorPages{}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -688,7 +688,7 @@ func TestACookieThatIsNotOursOrIsOverIsRefused(t *testing.T) {
 		status  int
 	}{"another process": {again, 200}, "another token": {rotated, 401}, "no token": {none, 401}} {
 		other := &agent{t: t, handler: test.handler}
-		if w := other.raw("GET", "/v1/lanes", "", with1(good)); w.Code != test.status {
+		if w := other.raw("GET", "/v1/lanes", "", withCookie(good)); w.Code != test.status {
 			t.Errorf("%s: %d", name, w.Code)
 		}
 	}
@@ -699,9 +699,9 @@ func TestACookieThatIsNotOursOrIsOverIsRefused(t *testing.T) {
 	}
 }
 
-func TestWithACookieOtherOriginsMayNotEvenRead(t *testing.T) {
+func TestCookieRejectsForeignOrigins(t *testing.T) {
 	t.Parallel()
-	a := readPage(t)
+	a := withPages(t)
 	c := a.logIn()
 	link := []string{"Sec-Fetch-Mode", "navigate", "Sec-Fetch-Dest", "document"}
 	for name, test := range map[string]struct {
@@ -724,19 +724,19 @@ func TestWithACookieOtherOriginsMayNotEvenRead(t *testing.T) {
 		"form of our own":        {"POST", "/act/v1/lanes/x/break", []string{"Sec-Fetch-Site", "same-origin", "Origin", "http://example.com"}, 200},
 		"login from other sites": {"POST", "/login", []string{"Sec-Fetch-Site", "cross-site"}, 403},
 	} {
-		if w := a.raw(test.method, test.path, "", with1(c, test.header...)); w.Code != test.status {
+		if w := a.raw(test.method, test.path, "", withCookie(c, test.header...)); w.Code != test.status {
 			t.Errorf("%s: %d %s, want %d", name, w.Code, w.Body, test.status)
 		}
 	}
-	w := a.raw("GET", "/v1/lanes", "", with1(c))
+	w := a.raw("GET", "/v1/lanes", "", withCookie(c))
 	if h := w.Header(); h.Get("Cross-Origin-Resource-Policy") != "same-origin" || !strings.Contains(h.Get("Vary"), "Cookie") || h.Get("Cache-Control") != "no-store" {
 		t.Errorf("headers are %v", h)
 	}
 }
 
-func TestPagesAreRefusedWithPages(t *testing.T) {
+func TestPageErrorsArePages(t *testing.T) {
 	t.Parallel()
-	a := readPage(t)
+	a := withPages(t)
 	c := a.logIn()
 	browser := http.Header{"Accept": {"text/html,*/*"}}
 	for name, test := range map[string]struct {
@@ -750,9 +750,9 @@ func TestPagesAreRefusedWithPages(t *testing.T) {
 		"overview":               {"GET", "/", nil, 303, "/login"},
 		"lever":                  {"POST", "/act/v1/lanes/x/break", nil, 401, "error page|no login"},
 		"stream":                 {"GET", "/live/lanes", nil, 401, "AGENT_ADMIN_TOKEN"},
-		"wrong method":           {"DELETE", "/lanes", with1(c), 405, "error page|"},
-		"wrong method of a case": {"DELETE", "/lanes/new", with1(c), 405, "error page|"},
-		"a case":                 {"GET", "/lanes/new", with1(c), 200, ""},
+		"wrong method":           {"DELETE", "/lanes", withCookie(c), 405, "error page|"},
+		"wrong method of a case": {"DELETE", "/lanes/new", withCookie(c), 405, "error page|"},
+		"a case":                 {"GET", "/lanes/new", withCookie(c), 200, ""},
 		"no such page":           {"GET", "/nowhere", browser, 404, "error page|no page /nowhere"},
 		"no such route":          {"GET", "/nowhere", nil, 404, "no route"},
 		"no such route in v1":    {"GET", "/v1/nowhere", browser, 401, "AGENT_ADMIN_TOKEN"},
@@ -770,9 +770,9 @@ func TestPagesAreRefusedWithPages(t *testing.T) {
 	}
 }
 
-func TestALoginGoesNowhereElse(t *testing.T) {
+func TestLoginRedirectStaysLocal(t *testing.T) {
 	t.Parallel()
-	a := readPage(t)
+	a := withPages(t)
 	for next, want := range map[string]string{
 		"//evil.example": "/", "https://evil.example": "/", "/login?next=/x": "/", "/logout": "/", "/\\evil.example": "/", "/skills/a%2Fb": "/skills/a%2Fb",
 	} {

@@ -37,13 +37,13 @@ type change struct {
 	ActivityID       string `json:"activity_id"`
 }
 
-func TestEnablingASkillRestoresWhatSelfHealPausedAndIsAudited(t *testing.T) {
+func TestEnableSkillRestoresAutomations(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	a.skill("fetch")
 	pgtest.Exec(t, a.pool, `insert into agent_automations (name, cron, skill_name) values ('nightly', '0 3 * * *', 'fetch')`)
 	for range 3 {
-		a.note(activity.Entry{TraceID: string(trace.New(trace.Flow)), Kind: activity.KindCall, Skill: "fetch"}, activity.Error)
+		a.recordActivity(activity.Entry{TraceID: string(trace.New(trace.Flow)), Kind: activity.KindCall, Skill: "fetch"}, activity.Error)
 	}
 	if report, err := selfheal.Run(t.Context(), a.pool, selfheal.Default()); err != nil || len(report.Healed) != 1 {
 		t.Fatalf("self-heal: %+v, %v", report, err)
@@ -57,11 +57,11 @@ func TestEnablingASkillRestoresWhatSelfHealPausedAndIsAudited(t *testing.T) {
 	if !pgtest.Value[bool](t, a.pool, `select enabled from agent_automations where name = 'nightly'`) {
 		t.Error("the automation is still paused")
 	}
-	a.audited(got.TraceID, got.ActivityID, "enable_skill", "the service is back")
+	a.checkAudit(got.TraceID, got.ActivityID, "enable_skill", "the service is back")
 }
 
-// audited expects one activity under an op_ trace that says who did what and why.
-func (a *agent) audited(traceID, activityID, action, reason string) {
+// checkAudit expects one activity under an op_ trace that says who did what and why.
+func (a *agent) checkAudit(traceID, activityID, action, reason string) {
 	a.t.Helper()
 	var told activity.Trace
 	a.get("/v1/traces/"+traceID, &told)
@@ -74,7 +74,7 @@ func (a *agent) audited(traceID, activityID, action, reason string) {
 	}
 }
 
-func TestDisablingASkillIsAuditedAndDoneOnce(t *testing.T) {
+func TestDisableSkill(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	a.skill("fetch")
@@ -83,7 +83,7 @@ func TestDisablingASkillIsAuditedAndDoneOnce(t *testing.T) {
 	if got.Enabled || !got.Changed {
 		t.Errorf("answer is %+v", got)
 	}
-	a.audited(got.TraceID, got.ActivityID, "disable_skill", "too slow")
+	a.checkAudit(got.TraceID, got.ActivityID, "disable_skill", "too slow")
 	row, err := skills.Get(t.Context(), a.pool, "fetch")
 	if err != nil || row.Enabled || row.DisabledBy != "admin" || row.DisabledReason != "too slow" {
 		t.Errorf("skill is %+v, %v", row, err)
@@ -93,12 +93,12 @@ func TestDisablingASkillIsAuditedAndDoneOnce(t *testing.T) {
 	}
 }
 
-func TestAChangeThatCannotBeAuditedIsNotMade(t *testing.T) {
+func TestChangeRequiresAudit(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	a.skill("fetch")
 	pgtest.Exec(t, a.pool, `alter table agent_activity add constraint full_disk check (skill_name <> 'disable_skill')`)
-	a.refused(a.raw("POST", "/v1/skills/fetch/disable", `{"reason":"x"}`, asAdmin()), http.StatusInternalServerError, "log")
+	a.checkProblem(a.raw("POST", "/v1/skills/fetch/disable", `{"reason":"x"}`, asAdmin()), http.StatusInternalServerError, "log")
 	if row, err := skills.Get(t.Context(), a.pool, "fetch"); err != nil || !row.Enabled {
 		t.Errorf("skill is %+v, %v", row, err)
 	}
@@ -107,30 +107,30 @@ func TestAChangeThatCannotBeAuditedIsNotMade(t *testing.T) {
 // escape makes a lane one segment of a path, also when it is dots.
 func escape(lane string) string { return strings.ReplaceAll(url.PathEscape(lane), ".", "%2E") }
 
-// broken is the answer to break.
-type broken struct {
+// brokenLane is the answer to break.
+type brokenLane struct {
 	Lane, Holder string
 	Broken       bool
 	TraceID      string `json:"trace_id"`
 	ActivityID   string `json:"activity_id"`
 }
 
-func TestALaneIsBrokenUnderItsHoldersTrace(t *testing.T) {
+func TestBreakLane(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	for _, lane := range []string{"heartbeat", "pipeline:prices", "file:/etc/a b/%2F?x#y", "..", "a//b", "überlauf"} {
 		holder := trace.New(trace.Heartbeat)
-		a.take(lane, string(holder)+"/7")
-		var got broken
+		a.holdLane(lane, string(holder)+"/7")
+		var got brokenLane
 		header := a.post("/v1/lanes/"+escape(lane)+"/break", `{"reason":"stuck"}`, &got)
-		want := broken{lane, string(holder) + "/7", true, string(holder), got.ActivityID}
+		want := brokenLane{lane, string(holder) + "/7", true, string(holder), got.ActivityID}
 		if diff := cmp.Diff(want, got); diff != "" || header.Get("X-Trace-Id") != string(holder) {
 			t.Errorf("%s: %s, %v", lane, diff, header)
 		}
 		if pgtest.Value[bool](t, a.pool, `select is_agent_lock_held(@lane)`, postgres.Strict{"lane": lane}) {
 			t.Errorf("%s is still held", lane)
 		}
-		a.refused(a.raw("POST", "/v1/lanes/"+escape(lane)+"/break", `{"reason":"stuck"}`, asAdmin()), 404, "is not held")
+		a.checkProblem(a.raw("POST", "/v1/lanes/"+escape(lane)+"/break", `{"reason":"stuck"}`, asAdmin()), 404, "is not held")
 		var told activity.Trace
 		a.get("/v1/traces/"+string(holder), &told)
 		if len(told.Activities) != 1 || told.Activities[0].ID != got.ActivityID || told.Activities[0].SkillName != "break_lane" {
@@ -139,11 +139,11 @@ func TestALaneIsBrokenUnderItsHoldersTrace(t *testing.T) {
 	}
 }
 
-func TestALaneInAProtectedWriteIsAConflictThatNamesTheHolder(t *testing.T) {
+func TestBreakLaneConflict(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	holder := trace.New(trace.Webhook)
-	a.take("pipeline:prices", string(holder)+"/1")
+	a.holdLane("pipeline:prices", string(holder)+"/1")
 	tx, err := a.pool.Begin(t.Context())
 	if err != nil {
 		t.Fatal(err)
@@ -152,18 +152,18 @@ func TestALaneInAProtectedWriteIsAConflictThatNamesTheHolder(t *testing.T) {
 	if _, err := tx.Exec(t.Context(), `select 1 from agent_locks where lane = 'pipeline:prices' for key share`); err != nil {
 		t.Fatal(err)
 	}
-	p := a.refused(a.raw("POST", "/v1/lanes/pipeline:prices/break", `{"reason":"now"}`, asAdmin()), http.StatusConflict, "in use by pid ")
+	p := a.checkProblem(a.raw("POST", "/v1/lanes/pipeline:prices/break", `{"reason":"now"}`, asAdmin()), http.StatusConflict, "in use by pid ")
 	if p.Holder != string(holder)+"/1" || p.TraceID != string(holder) {
 		t.Errorf("problem is %+v", p)
 	}
 }
 
-func TestLanesAndRunsAreListedWithTheirHolders(t *testing.T) {
+func TestListLanesAndExecutions(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	holder := trace.New(trace.Operate)
-	a.take("operate", string(holder)+"/1")
-	x := a.begin("beat", trace.New(trace.Heartbeat))
+	a.holdLane("operate", string(holder)+"/1")
+	x := a.start("beat", trace.New(trace.Heartbeat))
 	a.claim(x)
 	var got struct {
 		Items []struct {
@@ -189,8 +189,8 @@ func TestLanesAndRunsAreListedWithTheirHolders(t *testing.T) {
 	}
 }
 
-// unaudited lists the changing routes without an audit row, with the reason.
-var unaudited = map[string]string{
+// notAudited lists the changing routes without an audit row, with the reason.
+var notAudited = map[string]string{
 	"POST /v1/events":                            "the event is kept, with who raised it; systems raise many",
 	"POST /v1/executions/{id}/replay":            "changes nothing",
 	"POST /v1/executions/{id}/lock":              "a worker's; the execution has rows",
@@ -214,7 +214,7 @@ var unaudited = map[string]string{
 }
 
 // Every route by which an admin changes something leaves a row, of the admin, with the reason and the object.
-func TestEveryRouteThatChangesSomethingIsInTheAudit(t *testing.T) {
+func TestEveryChangeIsAudited(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	a.skill("fetch")
@@ -236,7 +236,7 @@ func TestEveryRouteThatChangesSomethingIsInTheAudit(t *testing.T) {
 		insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)
 		select e.trace_id, e.id, s.name, s.revision, '{}', 'h', clock_timestamp() + interval '1 day'
 		  from agent_executions e, agent_skills s where e.id = $1::uuid and s.name = 'fetch' returning id::text`, x)
-	a.take("pipeline:x", string(trace.New(trace.Heartbeat))+"/7")
+	a.holdLane("pipeline:x", string(trace.New(trace.Heartbeat))+"/7")
 	const because = `{"reason":"why not"}`
 	seen := map[string]bool{}
 	for _, c := range [][]string{
@@ -287,7 +287,7 @@ func TestEveryRouteThatChangesSomethingIsInTheAudit(t *testing.T) {
 	}
 	for path, methods := range a.doc["paths"].(map[string]any) {
 		for method := range methods.(map[string]any) {
-			if at := strings.ToUpper(method) + " " + path; method != "get" && method != "parameters" && !seen[at] && unaudited[at] == "" {
+			if at := strings.ToUpper(method) + " " + path; method != "get" && method != "parameters" && !seen[at] && notAudited[at] == "" {
 				t.Errorf("%s: does it change something? Then give it a row in the audit, and a line here", at)
 			}
 		}
@@ -325,7 +325,7 @@ func (a *agent) approval(args string, park bool) (got approvals.Approval) {
 	if err != nil {
 		a.t.Fatal(err)
 	}
-	flow := fmt.Sprintf("ask_%d", asked.Add(1))
+	flow := fmt.Sprintf("ask_%d", askCount.Add(1))
 	err = a.engine.Register(flow, func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 		var err error
 		got, err = approvals.Ask(ctx, approvals.Request{
@@ -345,10 +345,10 @@ func (a *agent) approval(args string, park bool) (got approvals.Approval) {
 	return got
 }
 
-// asked numbers the flows of approval, whose names are taken once.
-var asked atomic.Int64
+// askCount numbers the flows of approval, whose names are taken once.
+var askCount atomic.Int64
 
-func TestAnApprovalIsDecidedOnceAndWhoWaitsGoesOn(t *testing.T) {
+func TestApprovalDecisionResumesExecution(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	open := a.approval(`{"table":"x"}`, true)
@@ -386,12 +386,12 @@ func TestAnApprovalIsDecidedOnceAndWhoWaitsGoesOn(t *testing.T) {
 		t.Errorf("who waited is %+v, %v", x, err)
 	}
 	late := a.raw("POST", "/v1/approvals/"+open.ID, `{"decision":"approve"}`, asAdmin())
-	if p := a.refused(late, 409, "decided already"); p.TraceID != open.TraceID || late.Header().Get("X-Trace-Id") != open.TraceID {
+	if p := a.checkProblem(late, 409, "decided already"); p.TraceID != open.TraceID || late.Header().Get("X-Trace-Id") != open.TraceID {
 		t.Errorf("refused under trace %q, not %q", p.TraceID, open.TraceID)
 	}
 }
 
-func TestApprovalsAreFilteredAndBadDecisionsRefused(t *testing.T) {
+func TestApprovalFiltersAndInvalidDecisions(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	first, second := a.approval(`{"n":1}`, false), a.approval(`{"n":2}`, false)
@@ -421,23 +421,23 @@ func TestApprovalsAreFilteredAndBadDecisionsRefused(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			a.t = t
-			a.refused(a.raw("POST", "/v1/approvals/"+test.id, test.body, asAdmin()), test.status, test.words)
+			a.checkProblem(a.raw("POST", "/v1/approvals/"+test.id, test.body, asAdmin()), test.status, test.words)
 		})
 	}
 }
 
-// raise posts an event and returns its id and what it resumed.
-func (a *agent) raise(body string, header http.Header) (id string, resumed []string) {
+// raiseEvent posts an event and returns its id and what it resumed.
+func (a *agent) raiseEvent(body string, header http.Header) (id string, resumed []string) {
 	a.t.Helper()
 	var got struct {
 		ID      string `json:"event_id"`
 		Resumed []string
 	}
-	a.expect(a.raw("POST", "/v1/events", body, header), "POST", "/v1/events", http.StatusAccepted, &got)
+	a.checkResponse(a.raw("POST", "/v1/events", body, header), "POST", "/v1/events", http.StatusAccepted, &got)
 	return got.ID, got.Resumed
 }
 
-func TestAnEventResumesWhoWaitsAndCountsOnce(t *testing.T) {
+func TestEventResumesWaiterOnce(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	err := a.engine.Register("wait", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
@@ -452,11 +452,11 @@ func TestAnEventResumesWhoWaitsAndCountsOnce(t *testing.T) {
 		t.Fatal(err)
 	}
 	const body = `{"event":"EVENT_COMPLETED","key":"order-7","data":{"paid":true},"id":"e1"}`
-	first, resumed := a.raise(body, asAdmin())
+	first, resumed := a.raiseEvent(body, asAdmin())
 	if diff := cmp.Diff([]string{x.ID}, resumed); diff != "" {
 		t.Error(diff)
 	}
-	if again, resumed := a.raise(body, asAdmin()); again != first || len(resumed) != 0 {
+	if again, resumed := a.raiseEvent(body, asAdmin()); again != first || len(resumed) != 0 {
 		t.Errorf("again: %s, %v", again, resumed)
 	}
 	hints := pgtest.Value[int](t, a.pool, `select count(*) from river.river_job where args::text like '%' || @id || '%'`,
@@ -467,31 +467,31 @@ func TestAnEventResumesWhoWaitsAndCountsOnce(t *testing.T) {
 	keyed := asAdmin()
 	keyed.Set("Idempotency-Key", "k")
 	bare := `{"event":"TEST_COMPLETED","key":"k"}`
-	one, _ := a.raise(bare, keyed)
+	one, _ := a.raiseEvent(bare, keyed)
 	pgtest.Exec(t, a.pool, `delete from agent_idempotency`) // as after a crash before the answer was kept
-	if two, _ := a.raise(bare, keyed); two != one {
+	if two, _ := a.raiseEvent(bare, keyed); two != one {
 		t.Errorf("the same key raised %s and %s", one, two)
 	}
-	three, _ := a.raise(bare, asAdmin())
-	four, _ := a.raise(bare, asAdmin())
+	three, _ := a.raiseEvent(bare, asAdmin())
+	four, _ := a.raiseEvent(bare, asAdmin())
 	if three == one || three == four {
 		t.Error("events without id or key are one")
 	}
 }
 
 // What a visitor says is in the conversation, whichever way it came; a wait need not be about one that is kept here.
-func TestAMessageThatIsRaisedIsInItsConversation(t *testing.T) {
+func TestRaisedMessageIsInThread(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	if _, _, err := threads.Ensure(t.Context(), a.pool, threads.Thread{ID: "ana"}); err != nil {
 		t.Fatal(err)
 	}
-	first, _ := a.raise(`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"text":"yes","n":12345678901234567890},"id":"m1"}`, asAdmin())
-	if again, _ := a.raise(`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"text":"yes"},"id":"m1"}`, asAdmin()); again != first {
+	first, _ := a.raiseEvent(`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"text":"yes","n":12345678901234567890},"id":"m1"}`, asAdmin())
+	if again, _ := a.raiseEvent(`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"text":"yes"},"id":"m1"}`, asAdmin()); again != first {
 		t.Errorf("again: %s, not %s", again, first)
 	}
-	a.raise(`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"photo":7}}`, asAdmin())
-	a.raise(`{"event":"MESSAGE_RECEIVED","key":"elsewhere","data":{"content":"yes"}}`, asAdmin())
+	a.raiseEvent(`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"photo":7}}`, asAdmin())
+	a.raiseEvent(`{"event":"MESSAGE_RECEIVED","key":"elsewhere","data":{"content":"yes"}}`, asAdmin())
 	said := pgtest.Value[string](t, a.pool, `select string_agg(concat_ws(' ', thread_id, role, status, content), '; ') from agent_messages`)
 	if said != "ana user received yes" {
 		t.Errorf("said: %s", said)
@@ -504,7 +504,7 @@ func TestAMessageThatIsRaisedIsInItsConversation(t *testing.T) {
 	}
 }
 
-func TestOnlyEventsFromOutsideCanBeRaised(t *testing.T) {
+func TestOnlyExternalEventsCanBeRaised(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	for name, test := range map[string]struct{ body, words string }{
@@ -523,7 +523,7 @@ func TestOnlyEventsFromOutsideCanBeRaised(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			a.t = t
-			a.refused(a.raw("POST", "/v1/events", test.body, asAdmin()), http.StatusBadRequest, test.words)
+			a.checkProblem(a.raw("POST", "/v1/events", test.body, asAdmin()), http.StatusBadRequest, test.words)
 		})
 	}
 	if n := pgtest.Value[int](t, a.pool, `select count(*) from agent_events`); n != 0 {
@@ -531,7 +531,7 @@ func TestOnlyEventsFromOutsideCanBeRaised(t *testing.T) {
 	}
 }
 
-func TestAProposedObjectiveIsDecidedAndAudited(t *testing.T) {
+func TestProposedObjectiveDecision(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	for _, name := range []string{"grow", "shrink"} {
@@ -547,7 +547,7 @@ func TestAProposedObjectiveIsDecidedAndAudited(t *testing.T) {
 		if got.Name != name || !got.Changed {
 			t.Errorf("answer is %+v", got)
 		}
-		a.audited(got.TraceID, got.ActivityID, action+"_objective", "as agreed")
+		a.checkAudit(got.TraceID, got.ActivityID, action+"_objective", "as agreed")
 		var o struct {
 			Status  string
 			Decided string `json:"decided_by"`
@@ -558,9 +558,9 @@ func TestAProposedObjectiveIsDecidedAndAudited(t *testing.T) {
 			t.Errorf("objective is %+v", o)
 		}
 	}
-	a.refused(a.raw("POST", "/v1/objectives/grow/reject", `{"reason":"x"}`, asAdmin()), 409, "is not an open proposal")
-	a.refused(a.raw("POST", "/v1/objectives/none/accept", `{"reason":"x"}`, asAdmin()), 404, "not found")
-	a.refused(a.raw("GET", "/v1/objectives/none", "", asAdmin()), 404, "not found")
+	a.checkProblem(a.raw("POST", "/v1/objectives/grow/reject", `{"reason":"x"}`, asAdmin()), 409, "is not an open proposal")
+	a.checkProblem(a.raw("POST", "/v1/objectives/none/accept", `{"reason":"x"}`, asAdmin()), 404, "not found")
+	a.checkProblem(a.raw("GET", "/v1/objectives/none", "", asAdmin()), 404, "not found")
 	if n := pgtest.Value[int](t, a.pool, `select count(*) from agent_activity where skill_name like '%_objective'`); n != 2 {
 		t.Errorf("%d audits", n)
 	}
@@ -570,7 +570,7 @@ func TestAProposedObjectiveIsDecidedAndAudited(t *testing.T) {
 }
 
 // A name is the proposer's, a model's: whatever is in it, the proposal can be refused.
-func TestAProposalIsRefusedWhateverItsName(t *testing.T) {
+func TestRejectProposalOfAnyName(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	const name = "\u202egnp.exe\u200b\u0085\x1b[31m"
@@ -584,15 +584,15 @@ func TestAProposalIsRefusedWhateverItsName(t *testing.T) {
 	}
 	var got change
 	a.post("/v1/objectives/"+escape(name)+"/reject", `{"reason":"no"}`, &got)
-	a.audited(got.TraceID, got.ActivityID, "reject_objective", "no")
+	a.checkAudit(got.TraceID, got.ActivityID, "reject_objective", "no")
 	a.post("/v1/automations/"+escape(name)+"/disable", `{"reason":"no"}`, &got)
-	a.audited(got.TraceID, got.ActivityID, "disable_automation", "no")
+	a.checkAudit(got.TraceID, got.ActivityID, "disable_automation", "no")
 	for _, missing := range []string{"a%00b", "a%FFb"} {
-		a.refused(a.raw("POST", "/v1/automations/"+missing+"/disable", `{"reason":"no"}`, asAdmin()), 404, "not found")
+		a.checkProblem(a.raw("POST", "/v1/automations/"+missing+"/disable", `{"reason":"no"}`, asAdmin()), 404, "not found")
 	}
 }
 
-func TestAutomationsAreSwitchedRunAndShown(t *testing.T) {
+func TestAutomations(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	a.automation("nightly")
@@ -603,20 +603,20 @@ func TestAutomationsAreSwitchedRunAndShown(t *testing.T) {
 	var got change
 	for _, action := range []string{"disable", "enable"} {
 		a.post("/v1/automations/nightly/"+action, `{"reason":"as agreed"}`, &got)
-		a.audited(got.TraceID, got.ActivityID, action+"_automation", "as agreed")
+		a.checkAudit(got.TraceID, got.ActivityID, action+"_automation", "as agreed")
 		var row struct{ Enabled bool }
 		a.get("/v1/automations/nightly", &row)
 		if row.Enabled != (action == "enable") || !got.Changed {
 			t.Errorf("after %s: %+v, %+v", action, row, got)
 		}
 	}
-	a.refused(a.raw("POST", "/v1/automations/hourly/enable", `{"reason":"x"}`, asAdmin()), 409, "accept it first")
-	a.refused(a.raw("POST", "/v1/automations/hourly/run", `{"reason":"x"}`, asAdmin()), 409, "accept it first")
+	a.checkProblem(a.raw("POST", "/v1/automations/hourly/enable", `{"reason":"x"}`, asAdmin()), 409, "accept it first")
+	a.checkProblem(a.raw("POST", "/v1/automations/hourly/run", `{"reason":"x"}`, asAdmin()), 409, "accept it first")
 	a.post("/v1/automations/hourly/accept", `{"reason":"useful"}`, &got)
-	a.refused(a.raw("POST", "/v1/automations/hourly/accept", `{"reason":"x"}`, asAdmin()), 409, "is not an open proposal")
-	a.refused(a.raw("POST", "/v1/automations/none/run", `{"reason":"x"}`, asAdmin()), 404, "not found")
+	a.checkProblem(a.raw("POST", "/v1/automations/hourly/accept", `{"reason":"x"}`, asAdmin()), 409, "is not an open proposal")
+	a.checkProblem(a.raw("POST", "/v1/automations/none/run", `{"reason":"x"}`, asAdmin()), 404, "not found")
 	var run automations.Run
-	header := a.expect(a.raw("POST", "/v1/automations/nightly/run", `{"reason":"now"}`, asAdmin()),
+	header := a.checkResponse(a.raw("POST", "/v1/automations/nightly/run", `{"reason":"now"}`, asAdmin()),
 		"POST", "/v1/automations/nightly/run", http.StatusAccepted, &run)
 	if run.Status != automations.DueNow || header.Get("X-Trace-Id") != run.TraceID {
 		t.Errorf("run is %+v", run)
@@ -631,8 +631,8 @@ func TestAutomationsAreSwitchedRunAndShown(t *testing.T) {
 	}
 }
 
-// remember keeps an entry.
-func (a *agent) remember(key, category string) string {
+// storeMemory keeps an entry.
+func (a *agent) storeMemory(key, category string) string {
 	a.t.Helper()
 	note := memory.Note{Category: category, Key: key, Value: "what is known of " + key, TraceID: string(trace.New(trace.Heartbeat))}
 	if _, err := memory.Save(a.t.Context(), a.pool, note); err != nil {
@@ -641,11 +641,11 @@ func (a *agent) remember(key, category string) string {
 	return key
 }
 
-func TestMemoryIsFilteredAndSearched(t *testing.T) {
+func TestMemoryFiltersAndSearch(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	a.remember("coffee", "habits")
-	a.remember("office", "places")
+	a.storeMemory("coffee", "habits")
+	a.storeMemory("office", "places")
 	for query, want := range map[string][]string{
 		"": {"office", "coffee"}, "?q=coffee": {"coffee"}, "?category=places": {"office"}, "?prefix=cof": {"coffee"}, "?q=nothing": nil,
 	} {
@@ -663,10 +663,10 @@ func TestMemoryIsFilteredAndSearched(t *testing.T) {
 			t.Errorf("%s: %s", form, diff)
 		}
 	}
-	a.refused(a.raw("GET", "/v1/memory?q=coffee&category=habits", "", asAdmin()), 400, "exclude each other")
+	a.checkProblem(a.raw("GET", "/v1/memory?q=coffee&category=habits", "", asAdmin()), 400, "exclude each other")
 }
 
-func TestAThreadIsReadPageByPage(t *testing.T) {
+func TestThreadPages(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	for _, id := range []string{"first", "second/with a slash"} {
@@ -708,8 +708,8 @@ func TestAThreadIsReadPageByPage(t *testing.T) {
 	if other.Messages == nil || len(other.Messages) != 0 {
 		t.Errorf("messages are %v", other.Messages)
 	}
-	a.refused(a.raw("GET", "/v1/threads/none", "", asAdmin()), 404, "no such thread")
-	a.refused(a.raw("GET", "/v1/threads/%00", "", asAdmin()), 400, "printable")
-	a.refused(a.raw("GET", "/v1/threads/first?cursor=x", "", asAdmin()), 400, "cursor")
-	a.refused(a.raw("GET", "/v1/threads?cursor=x", "", asAdmin()), 400, "cursor")
+	a.checkProblem(a.raw("GET", "/v1/threads/none", "", asAdmin()), 404, "no such thread")
+	a.checkProblem(a.raw("GET", "/v1/threads/%00", "", asAdmin()), 400, "printable")
+	a.checkProblem(a.raw("GET", "/v1/threads/first?cursor=x", "", asAdmin()), 400, "cursor")
+	a.checkProblem(a.raw("GET", "/v1/threads?cursor=x", "", asAdmin()), 400, "cursor")
 }

@@ -18,13 +18,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-func TestATraceIsFoundByEveryFormOfItsID(t *testing.T) {
+func TestTraceIDForms(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	id := trace.New(trace.Webhook)
-	a.begin("deliver", id)
+	a.start("deliver", id)
 	for _, skill := range []string{"first", "second"} {
-		a.note(activity.Entry{TraceID: string(id), Surface: "webhook", Skill: skill}, activity.Success)
+		a.recordActivity(activity.Entry{TraceID: string(id), Surface: "webhook", Skill: skill}, activity.Success)
 	}
 	for name, form := range map[string]string{"prefixed": string(id), "hex": id.OTel(), "ulid": id.Suffix()} {
 		t.Run(name, func(t *testing.T) {
@@ -44,11 +44,11 @@ func TestATraceIsFoundByEveryFormOfItsID(t *testing.T) {
 	}
 }
 
-func TestATraceWithoutActivitiesHasAnEmptyList(t *testing.T) {
+func TestTraceWithoutActivities(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	id := trace.New(trace.Flow)
-	a.begin("beat", id)
+	a.start("beat", id)
 	var got map[string]any
 	a.get("/v1/traces/"+string(id), &got)
 	if list, ok := got["activities"].([]any); !ok || len(list) != 0 {
@@ -76,10 +76,10 @@ type detail struct {
 	}
 }
 
-func TestAnExecutionHasItsLatestCheckpointAndItsWaits(t *testing.T) {
+func TestExecutionDetail(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	x := a.begin("ask", trace.New(trace.Flow))
+	x := a.start("ask", trace.New(trace.Flow))
 	var got detail
 	header := a.get("/v1/executions/"+x.ID, &got)
 	if got.ID != x.ID || got.Status != "pending" || got.Flow != "ask" || got.Input["for"] != "ask" || got.Checkpoint != nil {
@@ -115,7 +115,7 @@ func TestAnExecutionHasItsLatestCheckpointAndItsWaits(t *testing.T) {
 func TestExecutionsAreShownWithoutSecrets(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	x := a.begin("ask", trace.New(trace.Flow))
+	x := a.start("ask", trace.New(trace.Flow))
 	a.claim(x)
 	pgtest.Exec(t, a.pool, `
 		insert into agent_checkpoints (execution_id, step, claim, output)
@@ -138,10 +138,10 @@ func TestExecutionsAreShownWithoutSecrets(t *testing.T) {
 	}
 }
 
-func TestACancelEndsAnExecutionAndIsNotRepeated(t *testing.T) {
+func TestCancelExecutionOnce(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	x := a.begin("beat", trace.New(trace.Flow))
+	x := a.start("beat", trace.New(trace.Flow))
 	var got struct {
 		Status  string
 		TraceID string `json:"trace_id"`
@@ -156,21 +156,21 @@ func TestACancelEndsAnExecutionAndIsNotRepeated(t *testing.T) {
 	if err != nil || *row.CancelledBy != "admin" || *row.CancelReason != "not needed" {
 		t.Errorf("row is %+v, %v", row, err)
 	}
-	done := a.begin("beat", trace.New(trace.Flow))
-	a.fails(done)
+	done := a.start("beat", trace.New(trace.Flow))
+	a.fail(done)
 	a.post("/v1/executions/"+done.ID+"/cancel", `{"reason":"too late"}`, &got)
 	if got.Status != "failed" {
 		t.Errorf("an execution that has ended is now %s", got.Status)
 	}
 }
 
-func TestSkillsAreListedWithTheirHealth(t *testing.T) {
+func TestListSkillsWithHealth(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	a.skill("idle")
 	a.skill("busy")
 	for _, status := range []activity.Status{activity.Success, activity.Success, activity.Error, activity.Error} {
-		a.note(activity.Entry{TraceID: string(trace.New(trace.Flow)), Kind: activity.KindCall, Skill: "busy"}, status)
+		a.recordActivity(activity.Entry{TraceID: string(trace.New(trace.Flow)), Kind: activity.KindCall, Skill: "busy"}, status)
 	}
 	var got struct {
 		Items []struct {
@@ -217,7 +217,7 @@ func TestForkRetryAndReplayOverHTTP(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	a := with(t, pool, e)
+	a := newAgent(t, pool, e)
 	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
 	var group errgroup.Group
 	group.Go(func() error { return e.Run(ctx) })
@@ -241,11 +241,11 @@ func TestForkRetryAndReplayOverHTTP(t *testing.T) {
 		ForkedFrom       string `json:"forked_from"`
 	}
 	var got forked
-	header := a.does("POST", "/v1/executions/"+good.ID+"/fork", `{"from": "say", "input": {"name": "Ana", "more": true}}`, 201, &got)
+	header := a.request("POST", "/v1/executions/"+good.ID+"/fork", `{"from": "say", "input": {"name": "Ana", "more": true}}`, 201, &got)
 	if got.ForkedFrom != good.ID || got.From != "say" || got.Status != "pending" || header.Get("X-Trace-Id") != got.TraceID || got.TraceID == good.TraceID {
 		t.Errorf("fork is %+v", got)
 	}
-	a.does("POST", "/v1/executions/"+bad.ID+"/retry", ``, 201, &got)
+	a.request("POST", "/v1/executions/"+bad.ID+"/retry", ``, 201, &got)
 	if got.ForkedFrom != bad.ID || got.From != "say" {
 		t.Errorf("retry is %+v", got)
 	}
@@ -268,7 +268,7 @@ func TestForkRetryAndReplayOverHTTP(t *testing.T) {
 		"/v1/executions/nonsense/replay":                                       {``, http.StatusBadRequest, "not the id (uuid) of an execution"},
 		"/v1/executions/" + "0198c0de-0000-7000-8000-000000000000" + "/replay": {``, http.StatusNotFound, "no such execution"},
 	} {
-		a.refused(a.raw("POST", path, c.body, asAdmin()), c.status, c.words)
+		a.checkProblem(a.raw("POST", path, c.body, asAdmin()), c.status, c.words)
 	}
 }
 

@@ -26,8 +26,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// alive is the API with an engine that runs and sweeps often.
-func alive(t *testing.T, flows ...string) *agent {
+// runningAgent is the API with an engine that runs and sweeps often.
+func runningAgent(t *testing.T, flows ...string) *agent {
 	t.Helper()
 	pool := pgtest.DB(t)
 	e, err := executions.New(pool, executions.Options{
@@ -53,24 +53,24 @@ func alive(t *testing.T, flows ...string) *agent {
 			t.Error(err)
 		}
 	})
-	return wired(t, api.Options{Pool: pool, Engine: e})
+	return newAgentWith(t, api.Options{Pool: pool, Engine: e})
 }
 
-// does expects a status and reads the answer.
-func (a *agent) does(method, path, body string, status int, into any) http.Header {
+// request expects a status and reads the answer.
+func (a *agent) request(method, path, body string, status int, into any) http.Header {
 	a.t.Helper()
-	return a.expect(a.raw(method, path, body, asAdmin()), method, path, status, into)
+	return a.checkResponse(a.raw(method, path, body, asAdmin()), method, path, status, into)
 }
 
-type started struct {
+type startedExecution struct {
 	ID, Status string
 	TraceID    string `json:"trace_id"`
 }
 
-func (a *agent) outside(more string) started {
+func (a *agent) startExternal(more string) startedExecution {
 	a.t.Helper()
-	var x started
-	header := a.does("POST", "/v1/executions", `{"flow":"external"`+more+`}`, http.StatusCreated, &x)
+	var x startedExecution
+	header := a.request("POST", "/v1/executions", `{"flow":"external"`+more+`}`, http.StatusCreated, &x)
 	if x.Status != "pending" || header.Get("X-Trace-Id") != x.TraceID || !strings.HasPrefix(x.TraceID, "fl_") {
 		a.t.Errorf("started %+v", x)
 	}
@@ -85,63 +85,63 @@ type lockAnswer struct {
 	Checkpoints map[string]any
 }
 
-func (a *agent) locked(id, owner string, ttl int) lockAnswer {
+func (a *agent) lock(id, owner string, ttl int) lockAnswer {
 	a.t.Helper()
 	var got lockAnswer
-	a.does("POST", "/v1/executions/"+id+"/lock", fmt.Sprintf(`{"owner":%q,"ttl_seconds":%d}`, owner, ttl), 200, &got)
+	a.request("POST", "/v1/executions/"+id+"/lock", fmt.Sprintf(`{"owner":%q,"ttl_seconds":%d}`, owner, ttl), 200, &got)
 	return got
 }
 
-// recording is the answer to a checkpoint.
-func (a *agent) recording(id, lock, step, output string) *httptest.ResponseRecorder {
+// recordStep is the answer to a checkpoint.
+func (a *agent) recordStep(id, lock, step, output string) *httptest.ResponseRecorder {
 	a.t.Helper()
 	return a.raw("POST", "/v1/executions/"+id+"/checkpoints", fmt.Sprintf(`{"lock_id":%q,"step":%q,"output":%s}`, lock, step, output), asAdmin())
 }
 
-// refusedAll expects that a lock is void for everything.
-func (a *agent) refusedAll(id, lock, words string) {
+// checkRefusals expects that a lock is void for everything.
+func (a *agent) checkRefusals(id, lock, words string) {
 	a.t.Helper()
 	path := "/v1/executions/" + id + "/lock/" + lock
 	for _, w := range []*httptest.ResponseRecorder{
-		a.raw("PUT", path, "", asAdmin()), a.recording(id, lock, "late", "1"), a.raw("DELETE", path, `{"status":"completed"}`, asAdmin()),
+		a.raw("PUT", path, "", asAdmin()), a.recordStep(id, lock, "late", "1"), a.raw("DELETE", path, `{"status":"completed"}`, asAdmin()),
 	} {
-		a.refused(w, http.StatusConflict, words)
+		a.checkProblem(w, http.StatusConflict, words)
 	}
 }
 
-func TestTheLifeOfARunOfAWorkerOutside(t *testing.T) {
+func TestExternalExecutionLifecycle(t *testing.T) {
 	t.Parallel()
-	a := alive(t)
-	x := a.outside(`,"input":{"n":1,"token":"kept-whole-for-the-worker"},"thread_id":"t-1","progress_seconds":600`)
+	a := runningAgent(t)
+	x := a.startExternal(`,"input":{"n":1,"token":"kept-whole-for-the-worker"},"thread_id":"t-1","progress_seconds":600`)
 	path := "/v1/executions/" + x.ID
-	lock := a.locked(x.ID, "worker 1", 30)
+	lock := a.lock(x.ID, "worker 1", 30)
 	if lock.Execution.Status != "running" || lock.Checkpoint != nil || len(lock.Checkpoints) != 0 || !strings.Contains(string(lock.Execution.Input), "kept-whole") ||
 		time.Until(lock.ExpiresAt) > 31*time.Second || lock.Execution.Progress != 600 || lock.Execution.OnLost != "fail" {
 		t.Errorf("lock is %+v", lock)
 	}
-	if again := a.locked(x.ID, "worker 1", 60); again.LockID != lock.LockID || !again.ExpiresAt.After(lock.ExpiresAt) {
+	if again := a.lock(x.ID, "worker 1", 60); again.LockID != lock.LockID || !again.ExpiresAt.After(lock.ExpiresAt) {
 		t.Errorf("again %+v", again)
 	}
-	held := a.refused(a.raw("POST", path+"/lock", `{"owner":"worker 2"}`, asAdmin()), 409, "worker 1 holds it until")
+	held := a.checkProblem(a.raw("POST", path+"/lock", `{"owner":"worker 2"}`, asAdmin()), 409, "worker 1 holds it until")
 	if held.Holder != "worker 1" || held.TraceID != x.TraceID || !strings.HasSuffix(held.Type, "lock-held") {
 		t.Errorf("held: %+v", held)
 	}
 	var step struct{ ID, Step string }
-	a.expect(a.recording(x.ID, lock.LockID, "one", `{"a":[1,2]}`), "POST", path+"/checkpoints", 201, &step)
-	a.expect(a.recording(x.ID, lock.LockID, "one", `{ "a": [1, 2.0] }`), "POST", path+"/checkpoints", 200, &step)
-	a.refused(a.recording(x.ID, lock.LockID, "one", `{"a":[2,1]}`), 409, "another output")
-	a.refused(a.recording(x.ID, lock.LockID+"x", "one", `{"a":[1,2]}`), 409, "locked by worker 1")
+	a.checkResponse(a.recordStep(x.ID, lock.LockID, "one", `{"a":[1,2]}`), "POST", path+"/checkpoints", 201, &step)
+	a.checkResponse(a.recordStep(x.ID, lock.LockID, "one", `{ "a": [1, 2.0] }`), "POST", path+"/checkpoints", 200, &step)
+	a.checkProblem(a.recordStep(x.ID, lock.LockID, "one", `{"a":[2,1]}`), 409, "another output")
+	a.checkProblem(a.recordStep(x.ID, lock.LockID+"x", "one", `{"a":[1,2]}`), 409, "locked by worker 1")
 	var beat struct {
 		ExpiresAt       time.Time `json:"expires_at"`
 		Status          string
 		CancelRequested bool `json:"cancel_requested"`
 	}
-	header := a.does("PUT", path+"/lock/"+lock.LockID, "", 200, &beat)
+	header := a.request("PUT", path+"/lock/"+lock.LockID, "", 200, &beat)
 	if beat.Status != "running" || beat.CancelRequested || time.Until(beat.ExpiresAt) < 30*time.Second || header.Get("X-Trace-Id") != x.TraceID {
 		t.Errorf("beat %+v", beat)
 	}
-	var end started
-	a.does("DELETE", path+"/lock/"+lock.LockID, `{"status":"waiting","waiting_for":"event","waiting_key":"paid","timeout":"7d"}`, 200, &end)
+	var end startedExecution
+	a.request("DELETE", path+"/lock/"+lock.LockID, `{"status":"waiting","waiting_for":"event","waiting_key":"paid","timeout":"7d"}`, 200, &end)
 	var detail struct {
 		Status     string
 		Checkpoint struct{ Step string }
@@ -155,18 +155,18 @@ func TestTheLifeOfARunOfAWorkerOutside(t *testing.T) {
 	if end.Status != "waiting" || detail.Status != "waiting" || len(detail.Waits) != 1 || detail.Waits[0].Key != "paid" || detail.Checkpoint.Step != "one" {
 		t.Errorf("waiting: %+v, %+v", end, detail)
 	}
-	a.refused(a.raw("POST", path+"/lock", `{"owner":"worker 2"}`, asAdmin()), 409, "for event paid until")
-	a.refusedAll(x.ID, lock.LockID, "waits for event paid")
-	a.does("POST", "/v1/events", `{"event":"EVENT_COMPLETED","key":"paid","data":{"amount":3}}`, 202, &struct{}{})
-	next := a.locked(x.ID, "worker 2", 30)
+	a.checkProblem(a.raw("POST", path+"/lock", `{"owner":"worker 2"}`, asAdmin()), 409, "for event paid until")
+	a.checkRefusals(x.ID, lock.LockID, "waits for event paid")
+	a.request("POST", "/v1/events", `{"event":"EVENT_COMPLETED","key":"paid","data":{"amount":3}}`, 202, &struct{}{})
+	next := a.lock(x.ID, "worker 2", 30)
 	want := map[string]any{"one": map[string]any{"a": []any{1.0, 2.0}}, "wait event 1": next.Checkpoints["wait event 1"]}
 	if diff := cmp.Diff(want, next.Checkpoints); diff != "" || next.Checkpoints["wait event 1"].(map[string]any)["data"].(map[string]any)["amount"] != 3.0 ||
 		next.Checkpoint.Step != "wait event 1" {
 		t.Errorf("after the wait: %+v %s", next, diff)
 	}
-	a.does("DELETE", path+"/lock/"+next.LockID, `{"status":"failed","error_message":"no paper"}`, 200, &end)
-	a.refusedAll(x.ID, next.LockID, "the run has ended: failed, no paper")
-	a.refused(a.raw("POST", path+"/lock", `{"owner":"worker 2"}`, asAdmin()), 409, "the run has ended: failed, no paper")
+	a.request("DELETE", path+"/lock/"+next.LockID, `{"status":"failed","error_message":"no paper"}`, 200, &end)
+	a.checkRefusals(x.ID, next.LockID, "the run has ended: failed, no paper")
+	a.checkProblem(a.raw("POST", path+"/lock", `{"owner":"worker 2"}`, asAdmin()), 409, "the run has ended: failed, no paper")
 	for _, id := range []string{lock.LockID, next.LockID} {
 		if strings.Contains(a.log.String(), id) {
 			t.Error("the log has the id of a lock")
@@ -180,11 +180,11 @@ func TestTheLifeOfARunOfAWorkerOutside(t *testing.T) {
 	}
 }
 
-func TestWhatIsNotAskedRightIsRefused(t *testing.T) {
+func TestInvalidExternalRequests(t *testing.T) {
 	t.Parallel()
-	a := alive(t, "report", "heartbeat")
-	x := a.outside("")
-	lock := a.locked(x.ID, "w", 30)
+	a := runningAgent(t, "report", "heartbeat")
+	x := a.startExternal("")
+	lock := a.lock(x.ID, "w", 30)
 	path, held := "/v1/executions/"+x.ID, "/v1/executions/"+x.ID+"/lock/"+lock.LockID
 	const nobody = "/v1/executions/018f0000-0000-7000-8000-000000000000"
 	step := func(more string) string { return `{"lock_id":"` + lock.LockID + `",` + more + `}` }
@@ -254,43 +254,43 @@ func TestWhatIsNotAskedRightIsRefused(t *testing.T) {
 		t.Run(c.method+" "+strings.ReplaceAll(c.path, lock.LockID, "id")+" "+fmt.Sprintf("%.60s", c.body), func(t *testing.T) {
 			b := *a
 			b.t = t
-			b.refused(b.raw(c.method, c.path, c.body, asAdmin()), c.status, c.words)
+			b.checkProblem(b.raw(c.method, c.path, c.body, asAdmin()), c.status, c.words)
 		})
 	}
-	if again := a.locked(x.ID, "w", 30); again.LockID != lock.LockID || len(again.Checkpoints) != 0 {
+	if again := a.lock(x.ID, "w", 30); again.LockID != lock.LockID || len(again.Checkpoints) != 0 {
 		t.Errorf("something was changed: %+v", again)
 	}
-	inside := started{}
-	a.does("POST", "/v1/executions", `{"flow":"report"}`, 201, &inside)
-	a.refused(a.raw("POST", "/v1/executions/"+inside.ID+"/lock", `{"owner":"w"}`, asAdmin()), 409, "external")
+	inside := startedExecution{}
+	a.request("POST", "/v1/executions", `{"flow":"report"}`, 201, &inside)
+	a.checkProblem(a.raw("POST", "/v1/executions/"+inside.ID+"/lock", `{"owner":"w"}`, asAdmin()), 409, "external")
 }
 
-func TestAStartWithAKeyIsStartedOnceAndAChildBelongsToItsParent(t *testing.T) {
+func TestStartWithKeyAndChild(t *testing.T) {
 	t.Parallel()
-	a := alive(t)
+	a := runningAgent(t)
 	header := asAdmin()
 	header.Set("Idempotency-Key", "start 1")
-	var first, again, child started
+	var first, again, child startedExecution
 	body := `{"flow":"external:sum","input":{"a":1}}`
-	a.expect(a.raw("POST", "/v1/executions", body, header), "POST", "/v1/executions", 201, &first)
-	a.expect(a.raw("POST", "/v1/executions", body, header), "POST", "/v1/executions", 201, &again)
+	a.checkResponse(a.raw("POST", "/v1/executions", body, header), "POST", "/v1/executions", 201, &first)
+	a.checkResponse(a.raw("POST", "/v1/executions", body, header), "POST", "/v1/executions", 201, &again)
 	pgtest.Exec(t, a.pool, `delete from agent_idempotency`) // as if the process had died before it kept the answer
-	a.expect(a.raw("POST", "/v1/executions", body, header), "POST", "/v1/executions", 201, &child)
+	a.checkResponse(a.raw("POST", "/v1/executions", body, header), "POST", "/v1/executions", 201, &child)
 	if first != again || first != child {
 		t.Errorf("started %+v, %+v, %+v", first, again, child)
 	}
-	a.does("POST", "/v1/executions", `{"flow":"external","parent_id":"`+first.ID+`","queue":"interactive","priority":1}`, 201, &child)
+	a.request("POST", "/v1/executions", `{"flow":"external","parent_id":"`+first.ID+`","queue":"interactive","priority":1}`, 201, &child)
 	if child.TraceID != first.TraceID || child.ID == first.ID {
 		t.Errorf("the child is %+v", child)
 	}
-	a.does("POST", "/v1/executions/"+first.ID+"/cancel", `{"reason":"enough"}`, 200, &again)
-	a.refused(a.raw("POST", "/v1/executions", `{"flow":"external","parent_id":"`+first.ID+`"}`, asAdmin()), 409, "has ended")
+	a.request("POST", "/v1/executions/"+first.ID+"/cancel", `{"reason":"enough"}`, 200, &again)
+	a.checkProblem(a.raw("POST", "/v1/executions", `{"flow":"external","parent_id":"`+first.ID+`"}`, asAdmin()), 409, "has ended")
 }
 
-func TestFiftyClientsRaceForOneLock(t *testing.T) {
+func TestConcurrentLockRequests(t *testing.T) {
 	t.Parallel()
-	a := alive(t)
-	x := a.outside("")
+	a := runningAgent(t)
+	x := a.startExternal("")
 	var won, lost atomic.Int32
 	var group sync.WaitGroup
 	for i := range 50 {
@@ -313,12 +313,12 @@ func TestFiftyClientsRaceForOneLock(t *testing.T) {
 	}
 }
 
-func TestManyLocksBeatInOneRequestAndACancelIsTold(t *testing.T) {
+func TestBatchRenewalReportsCancel(t *testing.T) {
 	t.Parallel()
-	a := alive(t)
-	x, y := a.outside(""), a.outside("")
-	one, two := a.locked(x.ID, "w", 30), a.locked(y.ID, "w", 30)
-	a.does("POST", "/v1/executions/"+y.ID+"/cancel", `{"reason":"enough"}`, 200, &struct{}{})
+	a := runningAgent(t)
+	x, y := a.startExternal(""), a.startExternal("")
+	one, two := a.lock(x.ID, "w", 30), a.lock(y.ID, "w", 30)
+	a.request("POST", "/v1/executions/"+y.ID+"/cancel", `{"reason":"enough"}`, 200, &struct{}{})
 	var got struct {
 		Locks []struct {
 			LockID          string  `json:"lock_id"`
@@ -330,16 +330,16 @@ func TestManyLocksBeatInOneRequestAndACancelIsTold(t *testing.T) {
 		}
 	}
 	body := fmt.Sprintf(`{"lock_ids":[%q,%q,"gone"]}`, one.LockID, two.LockID)
-	a.does("PUT", "/v1/locks", body, 200, &got)
+	a.request("PUT", "/v1/locks", body, 200, &got)
 	if l := got.Locks; len(l) != 3 || !l[0].Live || *l[0].ExecutionID != x.ID || *l[0].Status != "running" || l[0].CancelRequested ||
 		!l[1].Live || !l[1].CancelRequested || *l[1].Status != "cancelled" || l[2].Live || l[2].ExecutionID != nil || l[2].ExpiresAt != nil {
 		t.Errorf("beats are %+v", l)
 	}
-	a.refusedAll(y.ID, two.LockID, "cancelled, enough")
+	a.checkRefusals(y.ID, two.LockID, "cancelled, enough")
 }
 
-// follow reads the statuses of an execution until its end.
-func (a *agent) follow(url, last string) (statuses, ids []string) {
+// followStatus reads the statuses of an execution until its end.
+func (a *agent) followStatus(url, last string) (statuses, ids []string) {
 	a.t.Helper()
 	r, err := http.NewRequestWithContext(a.t.Context(), "GET", url, http.NoBody)
 	if err != nil {
@@ -355,7 +355,7 @@ func (a *agent) follow(url, last string) (statuses, ids []string) {
 	}
 	defer got.Body.Close()
 	for lines := bufio.NewScanner(got.Body); ; {
-		e := eventRequest(a.t, lines)
+		e := readEvent(a.t, lines)
 		if len(e) == 0 {
 			return statuses, ids
 		}
@@ -367,21 +367,21 @@ func (a *agent) follow(url, last string) (statuses, ids []string) {
 	}
 }
 
-func TestAFollowerSeesEveryStatusAndComesBackWithoutAGap(t *testing.T) {
+func TestStatusStreamResumesWithoutGap(t *testing.T) {
 	t.Parallel()
-	a := alive(t)
+	a := runningAgent(t)
 	server := a.listen(nil)
-	x := a.outside("")
+	x := a.startExternal("")
 	url := server.URL + "/v1/executions/" + x.ID + "/events"
 	type seen struct{ statuses, ids []string }
 	all := make(chan seen, 1)
 	first := a.call(t.Context(), "GET", url, token)
 	defer first.Body.Close()
 	lines := bufio.NewScanner(first.Body)
-	pending := eventRequest(t, lines) // from here on nothing is missed, however quickly it comes
+	pending := readEvent(t, lines) // from here on nothing is missed, however quickly it comes
 	go func() {
 		statuses, ids := []string{"pending"}, []string{pending["id"]}
-		for e := eventRequest(t, lines); len(e) > 0; e = eventRequest(t, lines) {
+		for e := readEvent(t, lines); len(e) > 0; e = readEvent(t, lines) {
 			_, status, _ := strings.Cut(e["id"], "-")
 			statuses, ids = append(statuses, status), append(ids, e["id"])
 		}
@@ -389,44 +389,44 @@ func TestAFollowerSeesEveryStatusAndComesBackWithoutAGap(t *testing.T) {
 	}()
 	path := "/v1/executions/" + x.ID + "/lock"
 	for range 2 {
-		l := a.locked(x.ID, "w", 30)
-		a.does("DELETE", path+"/"+l.LockID, `{"status":"waiting","waiting_for":"event","waiting_key":"k"}`, 200, &struct{}{})
-		a.does("POST", "/v1/events", `{"event":"EVENT_COMPLETED","key":"k"}`, 202, &struct{}{})
+		l := a.lock(x.ID, "w", 30)
+		a.request("DELETE", path+"/"+l.LockID, `{"status":"waiting","waiting_for":"event","waiting_key":"k"}`, 200, &struct{}{})
+		a.request("POST", "/v1/events", `{"event":"EVENT_COMPLETED","key":"k"}`, 202, &struct{}{})
 	}
-	l := a.locked(x.ID, "w", 1) // nobody beats: it fails
+	l := a.lock(x.ID, "w", 1) // nobody beats: it fails
 	want := []string{"pending", "running", "waiting", "running", "waiting", "running", "failed"}
 	got := <-all
 	if diff := cmp.Diff(want, got.statuses); diff != "" {
 		t.Fatal(diff)
 	}
-	a.refusedAll(x.ID, l.LockID, "lease expired")
+	a.checkRefusals(x.ID, l.LockID, "lease expired")
 	for i, id := range got.ids[:len(got.ids)-1] {
-		if again, _ := a.follow(url, id); !slices.Equal(again, want[i+1:]) {
+		if again, _ := a.followStatus(url, id); !slices.Equal(again, want[i+1:]) {
 			t.Errorf("after %s it sees %v", id, again)
 		}
 	}
-	if again, _ := a.follow(url, ""); !slices.Equal(again, []string{"failed"}) {
+	if again, _ := a.followStatus(url, ""); !slices.Equal(again, []string{"failed"}) {
 		t.Errorf("who is new sees %v", again)
 	}
 }
 
-func TestAFieldOfTheWrongTypeIsNamed(t *testing.T) {
+func TestWrongFieldTypeProblem(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	for body, words := range map[string]string{
 		`{"flow": "external", "progress_seconds": 1.5}`: "progress_seconds is a JSON number 1.5; send a whole number",
 		`{"flow": 7}`: "flow is a JSON number; send a text",
 	} {
-		a.refused(a.raw("POST", "/v1/executions", body, asAdmin()), http.StatusBadRequest, words)
+		a.checkProblem(a.raw("POST", "/v1/executions", body, asAdmin()), http.StatusBadRequest, words)
 	}
 }
 
 // A child that its parent outside waits for belongs to it as one inside does.
-func TestACoordinatorOutsideStartsAChildThatItWaitsFor(t *testing.T) {
+func TestExternalParentWaitsForChild(t *testing.T) {
 	t.Parallel()
-	a := alive(t)
-	a.creates("/v1/threads", `{"id":"t"}`, nil)
-	parent := a.outside(`,"thread_id":"t"`)
+	a := runningAgent(t)
+	a.create("/v1/threads", `{"id":"t"}`, nil)
+	parent := a.startExternal(`,"thread_id":"t"`)
 	for more, want := range map[string]string{
 		`"wait_for_completion":true`:                          "t true true",
 		`"wait_for_completion":true,"can_inherit_lock":false`: "t true false",
@@ -434,7 +434,7 @@ func TestACoordinatorOutsideStartsAChildThatItWaitsFor(t *testing.T) {
 		`"wait_for_completion":true,"thread_id":"t"`:          "t true true",
 		`"wait_for_completion":true,"can_inherit_lock":true`:  "t true true",
 	} {
-		child := a.outside(fmt.Sprintf(`,"parent_id":%q,%s`, parent.ID, more))
+		child := a.startExternal(fmt.Sprintf(`,"parent_id":%q,%s`, parent.ID, more))
 		got := pgtest.Value[string](t, a.pool, `select concat_ws(' ', thread_id, awaited::text, inherits::text) from agent_executions where id = $1`, child.ID)
 		if got != want {
 			t.Errorf("%s: %s, want %s", more, got, want)
@@ -444,11 +444,11 @@ func TestACoordinatorOutsideStartsAChildThatItWaitsFor(t *testing.T) {
 		`{"flow":"external","wait_for_completion":true}`:                              "parent_id",
 		`{"flow":"external","parent_id":"` + parent.ID + `","can_inherit_lock":true}`: "wait_for_completion",
 	} {
-		a.refused(a.raw("POST", "/v1/executions", body, asAdmin()), 400, words)
+		a.checkProblem(a.raw("POST", "/v1/executions", body, asAdmin()), 400, words)
 	}
 }
 
-func TestPausingAndResumingIsAuditedAndDoneOnce(t *testing.T) {
+func TestPauseAndResumeOverHTTP(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	var state executions.Pause
@@ -460,33 +460,33 @@ func TestPausingAndResumingIsAuditedAndDoneOnce(t *testing.T) {
 	if !first.Changed || !first.Paused || first.PausedBy != "admin" || header.Get("X-Trace-Id") != first.TraceID {
 		t.Errorf("pause: %+v, %v", first, header)
 	}
-	a.audited(first.TraceID, first.ActivityID, "pause_agent", "prices look wrong")
+	a.checkAudit(first.TraceID, first.ActivityID, "pause_agent", "prices look wrong")
 	if a.post("/v1/pause", `{"reason":"really"}`, &again); again.Changed || again.TraceID != first.TraceID || again.Reason != "prices look wrong" {
 		t.Errorf("again: %+v", again)
 	}
 	if a.get("/v1/pause", &state); !state.Paused || state.TraceID != first.TraceID || state.Reason != first.Reason {
 		t.Errorf("state: %+v", state)
 	}
-	a.refused(a.raw("POST", "/v1/pause", `{}`, asAdmin()), 400, "reason")
-	a.refused(a.raw("POST", "/v1/resume", `{"reason":" "}`, asAdmin()), 400, "reason")
+	a.checkProblem(a.raw("POST", "/v1/pause", `{}`, asAdmin()), 400, "reason")
+	a.checkProblem(a.raw("POST", "/v1/resume", `{"reason":" "}`, asAdmin()), 400, "reason")
 	a.post("/v1/resume", `{"reason":"they were right"}`, &over)
 	if !over.Changed || over.Paused || over.Reason != "prices look wrong" || over.ResumedAt == nil {
 		t.Errorf("resume: %+v", over)
 	}
-	a.audited(over.TraceID, over.ActivityID, "resume_agent", "they were right")
+	a.checkAudit(over.TraceID, over.ActivityID, "resume_agent", "they were right")
 	var none executions.PauseChange
 	if a.post("/v1/resume", `{"reason":"again"}`, &none); none.Changed || none.PausedAt != nil {
 		t.Errorf("resumed twice: %+v", none)
 	}
 }
 
-func TestALockIsRefusedWhilePaused(t *testing.T) {
+func TestLockIsRejectedWhilePaused(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	var x struct{ ID string }
-	a.expect(a.raw("POST", "/v1/executions", `{"flow":"external"}`, asAdmin()), "POST", "/v1/executions", 201, &x)
+	a.checkResponse(a.raw("POST", "/v1/executions", `{"flow":"external"}`, asAdmin()), "POST", "/v1/executions", 201, &x)
 	a.post("/v1/pause", `{"reason":"prices look wrong"}`, &struct{}{})
-	p := a.refused(a.raw("POST", "/v1/executions/"+x.ID+"/lock", `{"owner":"worker 1"}`, asAdmin()), 409, "by admin: prices look wrong")
+	p := a.checkProblem(a.raw("POST", "/v1/executions/"+x.ID+"/lock", `{"owner":"worker 1"}`, asAdmin()), 409, "by admin: prices look wrong")
 	if p.Type != "urn:lanekeeper:problem:paused" {
 		t.Errorf("problem: %+v", p)
 	}
@@ -494,16 +494,16 @@ func TestALockIsRefusedWhilePaused(t *testing.T) {
 	a.post("/v1/executions/"+x.ID+"/lock", `{"owner":"worker 1"}`, &struct{}{})
 }
 
-// node is the example worker, run by Node.
-type node struct {
+// nodeWorker is the example worker, run by Node.
+type nodeWorker struct {
 	cmd *osexec.Cmd
 	out *testkit.Log
 }
 
-func (a *agent) node(base, name, id, pause string) *node {
+func (a *agent) startNodeWorker(base, name, id, pause string) *nodeWorker {
 	a.t.Helper()
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(a.t.Context()), 3*time.Minute)
-	n := &node{cmd: osexec.CommandContext(ctx, "node", "../examples/outside-worker/worker.mjs", id, "8", pause), out: &testkit.Log{}}
+	n := &nodeWorker{cmd: osexec.CommandContext(ctx, "node", "../examples/outside-worker/worker.mjs", id, "8", pause), out: &testkit.Log{}}
 	n.cmd.Env = append(os.Environ(), "AGENT_URL="+base, "AGENT_ADMIN_TOKEN="+token, "WORKER="+name, "TTL_SECONDS=600")
 	n.cmd.Stdout, n.cmd.Stderr = n.out, n.out
 	if err := n.cmd.Start(); err != nil {
@@ -516,27 +516,27 @@ func (a *agent) node(base, name, id, pause string) *node {
 	return n
 }
 
-func (n *node) signal(t *testing.T, s syscall.Signal) {
+func (n *nodeWorker) signal(t *testing.T, s syscall.Signal) {
 	t.Helper()
 	if err := n.cmd.Process.Signal(s); err != nil {
 		t.Fatal(err)
 	}
 }
 
-// recorded waits until a worker has recorded some steps of its own.
-func (a *agent) recorded(n *node, steps int) {
+// waitSteps waits until a worker has recorded some steps of its own.
+func (a *agent) waitSteps(n *nodeWorker, steps int) {
 	a.t.Helper()
 	pgtest.Eventually(a.t, time.Minute, func() bool { return strings.Count(n.out.String(), "recorded add") >= steps }, "the worker records its steps")
 }
 
-func TestAWorkerInNodeIsKilledAndAnotherGoesOnFromTheLastCheckpoint(t *testing.T) {
+func TestNodeWorkerResumesAfterKill(t *testing.T) {
 	t.Parallel()
 	if _, err := osexec.LookPath("node"); err != nil {
 		t.Skip("node is not installed: the worker in another language is not tried")
 	}
-	a := alive(t)
+	a := runningAgent(t)
 	base := a.listen(nil).URL
-	x := a.outside(`,"on_lost":"hand_on","input":{"start":10}`)
+	x := a.startExternal(`,"on_lost":"hand_on","input":{"start":10}`)
 	over := func() { // as if the ten minutes had passed
 		t.Helper()
 		pgtest.Exec(t, a.pool, `update agent_workers set expires_at = clock_timestamp() where execution_id = $1`, x.ID)
@@ -544,21 +544,21 @@ func TestAWorkerInNodeIsKilledAndAnotherGoesOnFromTheLastCheckpoint(t *testing.T
 			return pgtest.Value[bool](t, a.pool, `select claimed_by is null and status = 'running' from agent_executions where id = $1`, x.ID)
 		}, "the run is handed on")
 	}
-	first := a.node(base, "first", x.ID, "500")
-	a.recorded(first, 2)
+	first := a.startNodeWorker(base, "first", x.ID, "500")
+	a.waitSteps(first, 2)
 	first.signal(t, syscall.SIGSTOP)
-	intruder := a.node(base, "intruder", x.ID, "0")
+	intruder := a.startNodeWorker(base, "intruder", x.ID, "0")
 	if err := intruder.cmd.Wait(); intruder.cmd.ProcessState.ExitCode() != 9 || !strings.Contains(intruder.out.String(), "first holds it until") {
 		t.Errorf("who came too early: %v %s", err, intruder.out)
 	}
 	first.signal(t, syscall.SIGKILL)
 	_ = first.cmd.Wait() // killed
 	over()
-	second := a.node(base, "second", x.ID, "500")
-	a.recorded(second, 2)
+	second := a.startNodeWorker(base, "second", x.ID, "500")
+	a.waitSteps(second, 2)
 	second.signal(t, syscall.SIGSTOP) // alive, but not heard of
 	over()
-	third := a.node(base, "third", x.ID, "0")
+	third := a.startNodeWorker(base, "third", x.ID, "0")
 	if err := third.cmd.Wait(); err != nil || !strings.Contains(third.out.String(), "completed: 46") {
 		t.Errorf("third: %v %s", err, third.out)
 	}
@@ -576,7 +576,7 @@ func TestAWorkerInNodeIsKilledAndAnotherGoesOnFromTheLastCheckpoint(t *testing.T
 	if steps != 8 || claims != 3 || ended.Status != "completed" || ended.Summary != "the sum is 46" {
 		t.Errorf("%d steps under %d claims, %+v", steps, claims, ended)
 	}
-	for _, n := range []*node{second, third} { // nobody does again what was recorded
+	for _, n := range []*nodeWorker{second, third} { // nobody does again what was recorded
 		if strings.Contains(n.out.String(), "recorded add 1\n") || strings.Contains(n.out.String(), "locked with 0") {
 			t.Errorf("it began anew: %s", n.out)
 		}

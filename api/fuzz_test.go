@@ -24,9 +24,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// written are requests in whose bodies and addresses $T stands for a text; "$T" in quotes is a JSON text, if the text
+// storedValues are requests in whose bodies and addresses $T stands for a text; "$T" in quotes is a JSON text, if the text
 // is.
-var written = []string{
+var storedValues = []string{
 	`POST /v1/events {"event": "EVENT_COMPLETED", "key": "$T", "data": {"a": "$T", "$T": [$T]}, "id": "$T"}`,
 	`POST /v1/events {"event": "MESSAGE_RECEIVED", "key": "thread", "data": {"content": "$T"}}`,
 	`POST /v1/executions {"flow": "external:$T", "input": {"$T": "$T"}, "thread_id": "$T"}`,
@@ -64,7 +64,7 @@ func FuzzTextOnItsWayIn(f *testing.F) {
 	if _, err := pool.Exec(f.Context(), `insert into agent_threads (id, channel, participant) values ('thread', 'chat', 'ana')`); err != nil {
 		f.Fatal(err)
 	}
-	for i := range written {
+	for i := range storedValues {
 		for _, text := range []string{"a", "\x00", `\u0000`, `"\ud800"`, "\xff\xfe", "1e400"} {
 			f.Add(uint8(i), text)
 		}
@@ -74,11 +74,11 @@ func FuzzTextOnItsWayIn(f *testing.F) {
 		strings.Repeat("x", 3000), strings.Repeat("[", 500) + strings.Repeat("]", 500), `{"a": 1, "a": 2}`, "hb_\x00", "\U0010ffff\u0301",
 	} {
 		f.Add(uint8(i), text)
-		f.Add(uint8(i+len(written)/2), text)
+		f.Add(uint8(i+len(storedValues)/2), text)
 	}
 	f.Fuzz(func(t *testing.T, which uint8, text string) {
 		x, lock := external(t, pool, e)
-		method, path, body := request(written[int(which)%len(written)], text, x, lock)
+		method, path, body := request(storedValues[int(which)%len(storedValues)], text, x, lock)
 		var sent *strings.Reader
 		if sent = strings.NewReader(body); method == http.MethodGet {
 			sent = strings.NewReader("")
@@ -124,20 +124,20 @@ func external(t *testing.T, pool *pgxpool.Pool, e *executions.Engine) (id, lock 
 	return x.ID, got.LockID
 }
 
-// hostile are JSON texts and numbers that the database or a program may not take.
-var hostile = []string{
+// hostileValues are JSON texts and numbers that the database or a program may not take.
+var hostileValues = []string{
 	`"\u0000"`, `"a\u0000b"`, `"\ud800"`, `"\udc00\ud800"`, "\"\xff\xfe\"", `"\u2028\ufeff"`, `1e400`, `-1e308`, `123456789012345678901234567890`, `null`,
 	`{"\u0000": "\u0000"}`, `["\u0000"]`, `[[[[]]]]`, `""`, `"` + strings.Repeat("x", 5000) + `"`,
 }
 
 var pathParameter = regexp.MustCompile(`\{[^}]*\}`)
 
-// TestNoValueInAnyRouteIsOurMistake puts each hostile value into each place of each route's document: keys, values,
+// TestNoInputIsServerError puts each hostile value into each place of each route's document: keys, values,
 // parameters. Whatever it is, it is taken or refused.
-func TestNoValueInAnyRouteIsOurMistake(t *testing.T) {
+func TestNoInputIsServerError(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	a := with(t, pool, engine(t, pool))
+	a := newAgent(t, pool, engine(t, pool))
 	asked := 0
 	paths := a.doc["paths"].(map[string]any)
 	for _, path := range slices.Sorted(maps.Keys(paths)) {
@@ -146,9 +146,9 @@ func TestNoValueInAnyRouteIsOurMistake(t *testing.T) {
 			if operation == nil || path == "/openapi.json" || strings.HasSuffix(path, "/events") && method == "get" {
 				continue
 			}
-			for _, value := range hostile {
+			for _, value := range hostileValues {
 				for _, body := range a.bodies(operation, value) {
-					a.neverOurs(strings.ToUpper(method), path, "a", "", body)
+					a.checkNoServerError(strings.ToUpper(method), path, "a", "", body)
 					asked++
 				}
 				var text string
@@ -156,11 +156,11 @@ func TestNoValueInAnyRouteIsOurMistake(t *testing.T) {
 					text = value
 				}
 				if pathParameter.MatchString(path) {
-					a.neverOurs(strings.ToUpper(method), path, text, "", a.bodies(operation, `"a"`)[0])
+					a.checkNoServerError(strings.ToUpper(method), path, text, "", a.bodies(operation, `"a"`)[0])
 					asked++
 				}
 				for _, name := range parameters(operation) {
-					a.neverOurs(strings.ToUpper(method), path, "a", name+"="+url.QueryEscape(text), "")
+					a.checkNoServerError(strings.ToUpper(method), path, "a", name+"="+url.QueryEscape(text), "")
 					asked++
 				}
 			}
@@ -171,7 +171,7 @@ func TestNoValueInAnyRouteIsOurMistake(t *testing.T) {
 	}
 }
 
-func (a *agent) neverOurs(method, path, segment, query, body string) {
+func (a *agent) checkNoServerError(method, path, segment, query, body string) {
 	a.t.Helper()
 	target := &url.URL{Path: pathParameter.ReplaceAllLiteralString(path, segment), RawQuery: query}
 	r := httptest.NewRequestWithContext(a.t.Context(), method, "/", strings.NewReader(body))
@@ -207,7 +207,7 @@ func (a *agent) bodies(operation map[string]any, value string) []string {
 	}
 	var all []string
 	for at := 0; ; at++ {
-		f := &filler{a: a, at: at, value: value}
+		f := &bodyFiller{a: a, at: at, value: value}
 		body := f.fill(schema, 0)
 		all = append(all, body)
 		if f.places <= at+1 {
@@ -216,20 +216,20 @@ func (a *agent) bodies(operation map[string]any, value string) []string {
 	}
 }
 
-// filler writes a document of a schema, with a value at one place.
-type filler struct {
+// bodyFiller writes a document of a schema, with a value at one place.
+type bodyFiller struct {
 	a          *agent
 	at, places int
 	value      string
 }
 
-// here reports whether this place is the one.
-func (f *filler) here() bool {
+// atTarget reports whether this place is the one.
+func (f *bodyFiller) atTarget() bool {
 	f.places++
 	return f.places-1 == f.at
 }
 
-func (f *filler) fill(schema map[string]any, depth int) string {
+func (f *bodyFiller) fill(schema map[string]any, depth int) string {
 	if ref, is := schema["$ref"].(string); is {
 		schemas := f.a.doc["components"].(map[string]any)["schemas"].(map[string]any)
 		schema = schemas[ref[strings.LastIndexByte(ref, '/')+1:]].(map[string]any)
@@ -248,11 +248,11 @@ func (f *filler) fill(schema map[string]any, depth int) string {
 		return "{" + strings.Join(fields, ", ") + "}"
 	case open:
 		key := `"a"`
-		if f.here() && strings.HasPrefix(f.value, `"`) {
+		if f.atTarget() && strings.HasPrefix(f.value, `"`) {
 			key = f.value
 		}
 		return "{" + key + ": " + f.fill(more, depth+1) + "}"
-	case f.here():
+	case f.atTarget():
 		return f.value
 	}
 	if items, is := schema["items"].(map[string]any); is {

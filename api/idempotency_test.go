@@ -21,35 +21,35 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// counted is an endpoint that says how often it was called.
-func counted(calls *atomic.Int64, act func(w http.ResponseWriter, r *http.Request, n int64)) api.Endpoint {
+// countingEndpoint is an endpoint that says how often it was called.
+func countingEndpoint(calls *atomic.Int64, act func(w http.ResponseWriter, r *http.Request, n int64)) api.Endpoint {
 	return api.Endpoint{
 		Method: "POST", Path: "/v1/things", About: "Make a thing.", Access: api.Visitor, Idempotent: true, Stream: true,
 		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { act(w, r, calls.Add(1)) }),
 	}
 }
 
-func made(w http.ResponseWriter, _ *http.Request, n int64) {
+func writeCount(w http.ResponseWriter, _ *http.Request, n int64) {
 	w.Header().Set("X-Trace-Id", "ch_1")
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(http.StatusCreated)
 	fmt.Fprintf(w, `{"n":%d}`, n)
 }
 
-// keyed posts with a key.
-func (a *agent) keyed(path, body, bearerKey, key string) *httptest.ResponseRecorder {
+// postWithKey posts with a key.
+func (a *agent) postWithKey(path, body, bearerKey, key string) *httptest.ResponseRecorder {
 	a.t.Helper()
 	header := bearer(bearerKey)
 	header.Set("Idempotency-Key", key)
 	return a.raw("POST", path, body, header)
 }
 
-func TestTheSameRequestGetsTheFirstAnswerAgain(t *testing.T) {
+func TestIdempotencyReplaysResponse(t *testing.T) {
 	t.Parallel()
 	var calls atomic.Int64
-	a := surfaced(t, counted(&calls, made))
-	first := a.keyed("/v1/things", `{"a":1}`, chatKey, "k1")
-	again := a.keyed("/v1/things", `{"a":1}`, chatKey, "k1")
+	a := withEndpoints(t, countingEndpoint(&calls, writeCount))
+	first := a.postWithKey("/v1/things", `{"a":1}`, chatKey, "k1")
+	again := a.postWithKey("/v1/things", `{"a":1}`, chatKey, "k1")
 	if first.Code != 201 || again.Code != 201 || again.Body.String() != first.Body.String() || first.Body.String() != `{"n":1}` {
 		t.Errorf("%d %s, then %d %s", first.Code, first.Body, again.Code, again.Body)
 	}
@@ -57,11 +57,11 @@ func TestTheSameRequestGetsTheFirstAnswerAgain(t *testing.T) {
 		again.Header().Get("Idempotent-Replayed") != "true" || first.Header().Get("Idempotent-Replayed") != "" {
 		t.Errorf("%v, then %v", first.Header(), again.Header())
 	}
-	a.refused(a.keyed("/v1/things", `{"a":2}`, chatKey, "k1"), 422, "a different request")
-	a.refused(a.keyed("/v1/things?x=1", `{"a":1}`, chatKey, "k1"), 422, "a different request")
+	a.checkProblem(a.postWithKey("/v1/things", `{"a":2}`, chatKey, "k1"), 422, "a different request")
+	a.checkProblem(a.postWithKey("/v1/things?x=1", `{"a":1}`, chatKey, "k1"), 422, "a different request")
 	for name, other := range map[string]*httptest.ResponseRecorder{
-		"another key":     a.keyed("/v1/things", `{"a":1}`, chatKey, "k2"),
-		"another visitor": a.keyed("/v1/things", `{"a":1}`, otherKey, "k1"),
+		"another key":     a.postWithKey("/v1/things", `{"a":1}`, chatKey, "k2"),
+		"another visitor": a.postWithKey("/v1/things", `{"a":1}`, otherKey, "k1"),
 		"no key":          a.raw("POST", "/v1/things", `{"a":1}`, bearer(chatKey)),
 	} {
 		if other.Header().Get("Idempotent-Replayed") != "" || other.Code != 201 {
@@ -72,7 +72,7 @@ func TestTheSameRequestGetsTheFirstAnswerAgain(t *testing.T) {
 		t.Errorf("handled %d times", calls.Load())
 	}
 	pgtest.Exec(t, a.pool, `update agent_idempotency set expires_at = clock_timestamp() where key = 'k1'`)
-	if later := a.keyed("/v1/things", `{"a":2}`, chatKey, "k1"); later.Code != 201 || later.Header().Get("Idempotent-Replayed") != "" {
+	if later := a.postWithKey("/v1/things", `{"a":2}`, chatKey, "k1"); later.Code != 201 || later.Header().Get("Idempotent-Replayed") != "" {
 		t.Errorf("after its day: %d %s", later.Code, later.Body)
 	}
 	if left := pgtest.Value[int](t, a.pool, `select count(*) from agent_idempotency where expires_at <= clock_timestamp()`); left != 0 {
@@ -80,13 +80,13 @@ func TestTheSameRequestGetsTheFirstAnswerAgain(t *testing.T) {
 	}
 }
 
-func TestManyAtOnceAreHandledOnce(t *testing.T) {
+func TestConcurrentRequestsWithKey(t *testing.T) {
 	t.Parallel()
 	var calls atomic.Int64
 	release := make(chan struct{})
-	a := surfaced(t, counted(&calls, func(w http.ResponseWriter, r *http.Request, n int64) {
+	a := withEndpoints(t, countingEndpoint(&calls, func(w http.ResponseWriter, r *http.Request, n int64) {
 		<-release
-		made(w, r, n)
+		writeCount(w, r, n)
 	}))
 	var statuses [600]atomic.Int64
 	var group sync.WaitGroup
@@ -94,7 +94,7 @@ func TestManyAtOnceAreHandledOnce(t *testing.T) {
 	refused.Add(49)
 	for range 50 {
 		group.Go(func() {
-			w := a.keyed("/v1/things", "{}", chatKey, "race")
+			w := a.postWithKey("/v1/things", "{}", chatKey, "race")
 			statuses[w.Code].Add(1)
 			if w.Code == http.StatusConflict {
 				refused.Done()
@@ -107,43 +107,43 @@ func TestManyAtOnceAreHandledOnce(t *testing.T) {
 	if calls.Load() != 1 || statuses[201].Load() != 1 || statuses[409].Load() != 49 {
 		t.Errorf("handled %d times, %d made, %d refused", calls.Load(), statuses[201].Load(), statuses[409].Load())
 	}
-	if again := a.keyed("/v1/things", "{}", chatKey, "race"); again.Code != 201 || again.Header().Get("Idempotent-Replayed") != "true" {
+	if again := a.postWithKey("/v1/things", "{}", chatKey, "race"); again.Code != 201 || again.Header().Get("Idempotent-Replayed") != "true" {
 		t.Errorf("later: %d %v", again.Code, again.Header())
 	}
 }
 
-func TestAnAttemptThatDiedIsTakenOver(t *testing.T) {
+func TestExpiredAttemptIsReplaced(t *testing.T) {
 	t.Parallel()
 	var calls atomic.Int64
 	var a *agent
-	a = surfaced(t, counted(&calls, func(w http.ResponseWriter, r *http.Request, n int64) {
+	a = withEndpoints(t, countingEndpoint(&calls, func(w http.ResponseWriter, r *http.Request, n int64) {
 		if n == 1 {
 			pgtest.Exec(t, a.pool, `update agent_idempotency set lease_until = clock_timestamp() where key = 'k'`)
-			a.refused(a.keyed("/v1/things", "other", chatKey, "k"), 422, "different")
-			if second := a.keyed("/v1/things", "{}", chatKey, "k"); second.Body.String() != `{"n":2}` {
+			a.checkProblem(a.postWithKey("/v1/things", "other", chatKey, "k"), 422, "different")
+			if second := a.postWithKey("/v1/things", "{}", chatKey, "k"); second.Body.String() != `{"n":2}` {
 				t.Errorf("the second attempt: %d %s", second.Code, second.Body)
 			}
 		}
-		made(w, r, n)
+		writeCount(w, r, n)
 	}))
-	if first := a.keyed("/v1/things", "{}", chatKey, "k"); first.Body.String() != `{"n":1}` {
+	if first := a.postWithKey("/v1/things", "{}", chatKey, "k"); first.Body.String() != `{"n":1}` {
 		t.Errorf("the first attempt: %d %s", first.Code, first.Body)
 	}
-	if kept := a.keyed("/v1/things", "{}", chatKey, "k"); kept.Body.String() != `{"n":2}` || calls.Load() != 2 {
+	if kept := a.postWithKey("/v1/things", "{}", chatKey, "k"); kept.Body.String() != `{"n":2}` || calls.Load() != 2 {
 		t.Errorf("kept is %s after %d calls: the attempt that lost its lease has overwritten it", kept.Body, calls.Load())
 	}
 }
 
 // A client that leaves at any moment is in nobody's way when it comes again.
-func TestAClientThatHungUpComesAgain(t *testing.T) {
+func TestRetryAfterDisconnect(t *testing.T) {
 	t.Parallel()
 	var calls atomic.Int64
-	a := surfaced(t, counted(&calls, func(w http.ResponseWriter, r *http.Request, n int64) {
+	a := withEndpoints(t, countingEndpoint(&calls, func(w http.ResponseWriter, r *http.Request, n int64) {
 		if r.Context().Err() != nil {
 			w.WriteHeader(http.StatusServiceUnavailable)
 			return
 		}
-		made(w, r, n)
+		writeCount(w, r, n)
 	}))
 	for i := range 300 {
 		ctx, leave := context.WithCancel(t.Context())
@@ -159,7 +159,7 @@ func TestAClientThatHungUpComesAgain(t *testing.T) {
 	}
 }
 
-func TestAnswersThatSettleNothingAreNotKept(t *testing.T) {
+func TestFailuresAreNotStored(t *testing.T) {
 	t.Parallel()
 	for name, act := range map[string]func(w http.ResponseWriter){
 		"500":   func(w http.ResponseWriter) { w.WriteHeader(http.StatusInternalServerError) },
@@ -170,15 +170,15 @@ func TestAnswersThatSettleNothingAreNotKept(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			var calls atomic.Int64
-			a := surfaced(t, counted(&calls, func(w http.ResponseWriter, r *http.Request, n int64) {
+			a := withEndpoints(t, countingEndpoint(&calls, func(w http.ResponseWriter, r *http.Request, n int64) {
 				if n == 1 {
 					act(w)
 					return
 				}
-				made(w, r, n)
+				writeCount(w, r, n)
 			}))
-			first := a.keyed("/v1/things", "{}", chatKey, "k")
-			again := a.keyed("/v1/things", "{}", chatKey, "k")
+			first := a.postWithKey("/v1/things", "{}", chatKey, "k")
+			again := a.postWithKey("/v1/things", "{}", chatKey, "k")
 			if first.Code < 400 || again.Code != 201 || again.Header().Get("Idempotent-Replayed") != "" {
 				t.Errorf("%d, then %d %v", first.Code, again.Code, again.Header())
 			}
@@ -186,10 +186,10 @@ func TestAnswersThatSettleNothingAreNotKept(t *testing.T) {
 	}
 }
 
-func TestAStreamGoesThroughAndIsNotHandledTwice(t *testing.T) {
+func TestStreamIsNotRepeated(t *testing.T) {
 	t.Parallel()
 	var calls atomic.Int64
-	a := surfaced(t, counted(&calls, func(w http.ResponseWriter, _ *http.Request, _ int64) {
+	a := withEndpoints(t, countingEndpoint(&calls, func(w http.ResponseWriter, _ *http.Request, _ int64) {
 		w.Header().Set("X-Trace-Id", "ch_7")
 		w.Header().Set("Content-Type", "text/event-stream")
 		fmt.Fprint(w, "data: 1\n\n")
@@ -203,30 +203,30 @@ func TestAStreamGoesThroughAndIsNotHandledTwice(t *testing.T) {
 			}
 		}),
 	})
-	if w := a.keyed("/v1/things", "{}", chatKey, "k"); w.Body.String() != "data: 1\n\ndata: 2\n\n" || !w.Flushed {
+	if w := a.postWithKey("/v1/things", "{}", chatKey, "k"); w.Body.String() != "data: 1\n\ndata: 2\n\n" || !w.Flushed {
 		t.Errorf("%d %q, flushed %v", w.Code, w.Body, w.Flushed)
 	}
-	if p := a.refused(a.keyed("/v1/things", "{}", chatKey, "k"), 409, "stream"); p.TraceID != "ch_7" || calls.Load() != 1 {
+	if p := a.checkProblem(a.postWithKey("/v1/things", "{}", chatKey, "k"), 409, "stream"); p.TraceID != "ch_7" || calls.Load() != 1 {
 		t.Errorf("%+v after %d calls", p, calls.Load())
 	}
-	if w := a.keyed("/v1/large", "{}", token, "k"); w.Body.Len() != 1800<<10 {
+	if w := a.postWithKey("/v1/large", "{}", token, "k"); w.Body.Len() != 1800<<10 {
 		t.Errorf("%d bytes arrived", w.Body.Len())
 	}
-	a.refused(a.keyed("/v1/large", "{}", token, "k"), 409, "not stored")
+	a.checkProblem(a.postWithKey("/v1/large", "{}", token, "k"), 409, "not stored")
 }
 
-func TestAKeyHasToBeOne(t *testing.T) {
+func TestInvalidIdempotencyKey(t *testing.T) {
 	t.Parallel()
 	var calls atomic.Int64
-	a := surfaced(t, counted(&calls, made))
+	a := withEndpoints(t, countingEndpoint(&calls, writeCount))
 	for _, key := range []string{"", " ", strings.Repeat("x", 256), "a\tb", "schlüssel"} {
-		a.refused(a.keyed("/v1/things", "{}", chatKey, key), 400, "Idempotency-Key")
+		a.checkProblem(a.postWithKey("/v1/things", "{}", chatKey, key), 400, "Idempotency-Key")
 	}
 	header := bearer(chatKey)
 	header["Idempotency-Key"] = []string{"a", "b"}
-	a.refused(a.raw("POST", "/v1/things", "{}", header), 400, "Idempotency-Key")
+	a.checkProblem(a.raw("POST", "/v1/things", "{}", header), 400, "Idempotency-Key")
 	for _, key := range []string{"x", strings.Repeat("x", 255), `"8e03978e-40d5-43dd-bc93-6894a57f9324"`} {
-		if w := a.keyed("/v1/things", "{}", chatKey, key); w.Code != 201 {
+		if w := a.postWithKey("/v1/things", "{}", chatKey, key); w.Code != 201 {
 			t.Errorf("%s: %d", key, w.Code)
 		}
 	}
@@ -235,16 +235,16 @@ func TestAKeyHasToBeOne(t *testing.T) {
 	}
 }
 
-func TestOwnPostsHonourKeys(t *testing.T) {
+func TestBuiltinRoutesHonourKeys(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	a.skill("fetch")
-	first := a.keyed("/v1/skills/fetch/disable", `{"reason":"x"}`, token, "k")
-	again := a.keyed("/v1/skills/fetch/disable", `{"reason":"x"}`, token, "k")
+	first := a.postWithKey("/v1/skills/fetch/disable", `{"reason":"x"}`, token, "k")
+	again := a.postWithKey("/v1/skills/fetch/disable", `{"reason":"x"}`, token, "k")
 	if first.Code != 200 || again.Body.String() != first.Body.String() {
 		t.Errorf("%d %s, then %d %s", first.Code, first.Body, again.Code, again.Body)
 	}
-	a.refused(a.keyed("/v1/skills/other/disable", `{"reason":"x"}`, token, "k"), 422, "a different request")
+	a.checkProblem(a.postWithKey("/v1/skills/other/disable", `{"reason":"x"}`, token, "k"), 422, "a different request")
 	n := pgtest.Value[int](t, a.pool, `select count(*) from agent_activity where skill_name = @s`, postgres.Strict{"s": "disable_skill"})
 	if n != 1 {
 		t.Errorf("done %d times", n)
@@ -252,7 +252,7 @@ func TestOwnPostsHonourKeys(t *testing.T) {
 }
 
 // A key is remembered for a day; what was made under it lives longer.
-func TestAKeyMakesSomethingNewOnAnotherDay(t *testing.T) {
+func TestKeyExpires(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	pgtest.Exec(t, a.pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)
@@ -269,7 +269,7 @@ func TestAKeyMakesSomethingNewOnAnotherDay(t *testing.T) {
 			made := func(want int) {
 				t.Helper()
 				pgtest.Exec(t, a.pool, `delete from agent_idempotency`) // as when its process died, or when its day is over
-				if w := a.keyed(test.path, test.body, token, "nightly"); w.Code != test.status {
+				if w := a.postWithKey(test.path, test.body, token, "nightly"); w.Code != test.status {
 					t.Fatalf("got %d %s", w.Code, w.Body)
 				}
 				if n := pgtest.Value[int](t, a.pool, `select count(*) from `+test.table); n != want {
@@ -288,88 +288,88 @@ func TestAKeyMakesSomethingNewOnAnotherDay(t *testing.T) {
 }
 
 // An outage that begins while a request is handled leaves its key in nobody's way.
-func TestAKeyIsFreeWhenTheDatabaseIsBack(t *testing.T) {
+func TestKeyIsReleasedAfterOutage(t *testing.T) {
 	t.Parallel()
 	var calls atomic.Int64
 	var a *agent
 	away := func() { pgtest.Exec(t, a.pool, `alter table agent_idempotency rename to away`) }
 	back := func() { pgtest.Exec(t, a.pool, `alter table away rename to agent_idempotency`) }
-	a = surfaced(t, counted(&calls, func(w http.ResponseWriter, r *http.Request, n int64) {
+	a = withEndpoints(t, countingEndpoint(&calls, func(w http.ResponseWriter, r *http.Request, n int64) {
 		switch n {
 		case 1:
 			away()
 			w.WriteHeader(http.StatusServiceUnavailable)
 		case 2:
-			made(w, r, n)
+			writeCount(w, r, n)
 		case 3:
 			away()
-			made(w, r, n)
+			writeCount(w, r, n)
 		}
 	}))
-	a.keyed("/v1/things", "{}", chatKey, "refused")
-	a.refused(a.keyed("/v1/things", "{}", chatKey, "meanwhile"), 500, "")
+	a.postWithKey("/v1/things", "{}", chatKey, "refused")
+	a.checkProblem(a.postWithKey("/v1/things", "{}", chatKey, "meanwhile"), 500, "")
 	back()
-	if got := a.keyed("/v1/things", "{}", chatKey, "refused"); got.Code != http.StatusCreated {
+	if got := a.postWithKey("/v1/things", "{}", chatKey, "refused"); got.Code != http.StatusCreated {
 		t.Errorf("after a refusal that was not recorded: %d %s", got.Code, got.Body)
 	}
-	a.keyed("/v1/things", "{}", chatKey, "answered")
+	a.postWithKey("/v1/things", "{}", chatKey, "answered")
 	back()
-	again := a.keyed("/v1/things", "{}", chatKey, "answered")
+	again := a.postWithKey("/v1/things", "{}", chatKey, "answered")
 	if again.Code != http.StatusCreated || again.Header().Get("Idempotent-Replayed") != "true" || calls.Load() != 3 {
 		t.Errorf("after an answer that was not recorded: %d %s, after %d calls", again.Code, again.Body, calls.Load())
 	}
 }
 
 // The key is free also when nobody has heard that it was taken.
-func TestAKeyWhoseClaimWasNotHeardOfIsFreeWhenTheDatabaseIsBack(t *testing.T) {
+func TestKeyIsReleasedAfterLostClaimReply(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	var deaf deaf
+	var deaf lostReplies
 	config := pool.Config()
 	dial := config.ConnConfig.DialFunc
 	config.MaxConns = 1
 	config.ConnConfig.DialFunc = func(ctx context.Context, network, address string) (net.Conn, error) {
-		if deaf.gone.Load() {
+		if deaf.lost.Load() {
 			return nil, errors.New("away")
 		}
 		conn, err := dial(ctx, network, address)
-		return deafConn{conn, &deaf}, err
+		return lostReplyConn{conn, &deaf}, err
 	}
 	breaking, err := pgxpool.NewWithConfig(t.Context(), config)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(breaking.Close)
-	a := with(t, breaking, engine(t, pool))
+	a := newAgent(t, breaking, engine(t, pool))
 	start := `{"flow": "external:job"}`
-	if got := a.keyed("/v1/executions", start, token, "before"); got.Code != http.StatusCreated {
+	if got := a.postWithKey("/v1/executions", start, token, "before"); got.Code != http.StatusCreated {
 		t.Fatalf("%d %s", got.Code, got.Body)
 	}
-	deaf.gone.Store(true)
-	a.refused(a.keyed("/v1/executions", start, token, "unheard"), 503, "")
+	deaf.lost.Store(true)
+	a.checkProblem(a.postWithKey("/v1/executions", start, token, "unheard"), 503, "")
 	if n := pgtest.Value[int](t, pool, `select count(*) from agent_idempotency where key = 'unheard'`); n != 1 {
 		t.Fatalf("the key was taken %d times", n)
 	}
-	deaf.gone.Store(false)
-	if got := a.keyed("/v1/executions", start, token, "unheard"); got.Code != http.StatusCreated {
+	deaf.lost.Store(false)
+	if got := a.postWithKey("/v1/executions", start, token, "unheard"); got.Code != http.StatusCreated {
 		t.Errorf("when the database is back: %d %s", got.Code, got.Body)
 	}
 }
 
 // Another process need not wait for a lease either: who could not tell of an attempt tells it once the database is
 // back.
-func TestAKeyIsFreeElsewhereWhenTheDatabaseIsBack(t *testing.T) {
+func TestKeyIsReleasedForOtherProcesses(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	var deaf deaf
+	var deaf lostReplies
 	config := pool.Config()
 	dial := config.ConnConfig.DialFunc
 	config.ConnConfig.DialFunc = func(ctx context.Context, network, address string) (net.Conn, error) {
-		if deaf.gone.Load() {
+		if deaf.lost.Load() {
 			return nil, errors.New("away")
 		}
 		conn, err := dial(ctx, network, address)
-		return deafConn{conn, &deaf}, err
+		return lostReplyConn{conn, &deaf}, err
 	}
 	breaking, err := pgxpool.NewWithConfig(t.Context(), config)
 	if err != nil {
@@ -377,38 +377,38 @@ func TestAKeyIsFreeElsewhereWhenTheDatabaseIsBack(t *testing.T) {
 	}
 	t.Cleanup(breaking.Close)
 	var calls atomic.Int64
-	things := counted(&calls, func(w http.ResponseWriter, r *http.Request, n int64) {
+	things := countingEndpoint(&calls, func(w http.ResponseWriter, r *http.Request, n int64) {
 		if n > 1 {
-			made(w, r, n)
+			writeCount(w, r, n)
 			return
 		}
 		pgtest.Exec(t, pool, `update agent_idempotency set lease_until = clock_timestamp() + interval '1 hour'`)
-		deaf.gone.Store(true)
+		deaf.lost.Store(true)
 		w.WriteHeader(http.StatusServiceUnavailable)
 	})
 	o := api.Options{Pool: breaking, Engine: engine(t, pool), ChatKeys: map[string]string{"website": chatKey}, Endpoints: []api.Endpoint{things}}
-	a := wired(t, o)
+	a := newAgentWith(t, o)
 	o.Pool = pool
-	other := wired(t, o)
-	a.keyed("/v1/things", "{}", chatKey, "k")
-	other.refused(other.keyed("/v1/things", "{}", chatKey, "k"), 409, "still")
-	deaf.gone.Store(false)
+	other := newAgentWith(t, o)
+	a.postWithKey("/v1/things", "{}", chatKey, "k")
+	other.checkProblem(other.postWithKey("/v1/things", "{}", chatKey, "k"), 409, "still")
+	deaf.lost.Store(false)
 	pgtest.Eventually(t, patience, func() bool {
-		return other.keyed("/v1/things", "{}", chatKey, "k").Code == http.StatusCreated
+		return other.postWithKey("/v1/things", "{}", chatKey, "k").Code == http.StatusCreated
 	}, "the key is free elsewhere")
 }
 
-// deaf is a network on which, while gone, requests still arrive and no answers, and no connection is made.
-type deaf struct{ gone atomic.Bool }
+// lostReplies is a network on which, while gone, requests still arrive and no answers, and no connection is made.
+type lostReplies struct{ lost atomic.Bool }
 
-type deafConn struct {
+type lostReplyConn struct {
 	net.Conn
-	*deaf
+	*lostReplies
 }
 
-func (c deafConn) Read(b []byte) (int, error) {
+func (c lostReplyConn) Read(b []byte) (int, error) {
 	n, err := c.Conn.Read(b)
-	if c.gone.Load() {
+	if c.lost.Load() {
 		return 0, io.EOF
 	}
 	return n, err

@@ -21,8 +21,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// begin starts an execution that nobody runs.
-func (a *agent) begin(flow string, id trace.ID) executions.Execution {
+// start starts an execution that nobody runs.
+func (a *agent) start(flow string, id trace.ID) executions.Execution {
 	a.t.Helper()
 	x, _, err := a.engine.Start(a.t.Context(), a.pool, executions.Spec{
 		Flow: flow, Surface: id.Surface(), TraceID: id, Input: map[string]string{"for": flow},
@@ -42,15 +42,15 @@ func (a *agent) claim(x executions.Execution) {
 		postgres.Strict{"id": x.ID})
 }
 
-// fails ends an execution.
-func (a *agent) fails(x executions.Execution) {
+// fail ends an execution.
+func (a *agent) fail(x executions.Execution) {
 	a.t.Helper()
 	a.claim(x)
 	pgtest.Exec(a.t, a.pool, `update agent_executions set status = 'failed' where id = @id`, postgres.Strict{"id": x.ID})
 }
 
-// note writes an activity.
-func (a *agent) note(e activity.Entry, status activity.Status) string {
+// recordActivity writes an activity.
+func (a *agent) recordActivity(e activity.Entry, status activity.Status) string {
 	a.t.Helper()
 	id, err := activity.Note(a.t.Context(), a.pool, e, activity.Outcome{Status: status})
 	if err != nil {
@@ -68,8 +68,8 @@ func (a *agent) skill(name string) {
 	}
 }
 
-// take takes a lane for an owner.
-func (a *agent) take(lane, owner string) {
+// holdLane takes a lane for an owner.
+func (a *agent) holdLane(lane, owner string) {
 	a.t.Helper()
 	got := pgtest.Value[bool](a.t, a.pool, `select try_acquire_agent_lock(@lane, @owner, 300)`, postgres.Strict{"lane": lane, "owner": owner})
 	if !got {
@@ -108,8 +108,8 @@ func (a *agent) list(path, field string, limit int, between func()) (found []str
 	}
 }
 
-// kinds are the listings: how a row comes to be, and what names it.
-func (a *agent) kinds() map[string]struct {
+// listings are the listings: how a row comes to be, and what names it.
+func (a *agent) listings() map[string]struct {
 	path, field string
 	add         func(n int) string
 } {
@@ -117,10 +117,10 @@ func (a *agent) kinds() map[string]struct {
 		path, field string
 		add         func(n int) string
 	}{
-		"traces":     {"/v1/traces", "trace_id", func(int) string { return a.begin("beat", trace.New(trace.Heartbeat)).TraceID }},
-		"executions": {"/v1/executions", "id", func(int) string { return a.begin("beat", trace.New(trace.Flow)).ID }},
+		"traces":     {"/v1/traces", "trace_id", func(int) string { return a.start("beat", trace.New(trace.Heartbeat)).TraceID }},
+		"executions": {"/v1/executions", "id", func(int) string { return a.start("beat", trace.New(trace.Flow)).ID }},
 		"activity": {"/v1/activity", "id", func(int) string {
-			return a.note(activity.Entry{TraceID: string(trace.New(trace.Chat)), Skill: "look"}, activity.Success)
+			return a.recordActivity(activity.Entry{TraceID: string(trace.New(trace.Chat)), Skill: "look"}, activity.Success)
 		}},
 		"skills": {"/v1/skills", "name", func(n int) string {
 			name := fmt.Sprintf("skill_%d", n)
@@ -132,22 +132,22 @@ func (a *agent) kinds() map[string]struct {
 			return a.automation(fmt.Sprintf("automation_%d", n))
 		}},
 		"approvals": {"/v1/approvals", "id", func(n int) string { return a.approval(fmt.Sprintf(`{"n":%d}`, n), false).ID }},
-		"memory":    {"/v1/memory", "key", func(n int) string { return a.remember(fmt.Sprintf("key_%d", n), "general") }},
+		"memory":    {"/v1/memory", "key", func(n int) string { return a.storeMemory(fmt.Sprintf("key_%d", n), "general") }},
 		"lanes": {"/v1/lanes", "lane", func(n int) string {
 			lane := fmt.Sprintf("lane:%03d", (n*37)%101)
-			a.take(lane, "somebody")
+			a.holdLane(lane, "somebody")
 			return lane
 		}},
 	}
 }
 
-func TestPagesHaveEveryRowOnceThoughOthersAreWrittenBetween(t *testing.T) {
+func TestPagesAreStableUnderInserts(t *testing.T) {
 	t.Parallel()
-	for name := range (&agent{}).kinds() {
+	for name := range (&agent{}).listings() {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			a := start(t)
-			kind := a.kinds()[name]
+			kind := a.listings()[name]
 			var want []string
 			n := 0
 			for ; n < 12; n++ {
@@ -170,12 +170,12 @@ func TestPagesHaveEveryRowOnceThoughOthersAreWrittenBetween(t *testing.T) {
 	}
 }
 
-func TestListingsStayWholeUnderConcurrentWriters(t *testing.T) {
+func TestPagesAreCompleteUnderWriters(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	var want []string
 	for range 20 {
-		want = append(want, a.begin("beat", trace.New(trace.Flow)).ID)
+		want = append(want, a.start("beat", trace.New(trace.Flow)).ID)
 	}
 	slices.Reverse(want)
 	var writers errgroup.Group
@@ -202,7 +202,7 @@ func TestListingsStayWholeUnderConcurrentWriters(t *testing.T) {
 	}
 }
 
-func TestTheLongestPageSaysWhetherThereIsMore(t *testing.T) {
+func TestLongestPageHasNextCursor(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	pgtest.Exec(t, a.pool, `
@@ -216,15 +216,15 @@ func TestTheLongestPageSaysWhetherThereIsMore(t *testing.T) {
 	}
 }
 
-func TestFiltersNarrowListings(t *testing.T) {
+func TestListingFilters(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	beat, chat := trace.New(trace.Heartbeat), trace.New(trace.Chat)
-	first := a.begin("beat", beat)
-	second := a.begin("answer", chat)
-	a.fails(second)
-	look := a.note(activity.Entry{TraceID: string(beat), Surface: "heartbeat", Skill: "look", Lane: "heartbeat", Agent: "warden"}, activity.Success)
-	say := a.note(activity.Entry{TraceID: string(chat), Surface: "chat", Skill: "say"}, activity.Error)
+	first := a.start("beat", beat)
+	second := a.start("answer", chat)
+	a.fail(second)
+	look := a.recordActivity(activity.Entry{TraceID: string(beat), Surface: "heartbeat", Skill: "look", Lane: "heartbeat", Agent: "warden"}, activity.Success)
+	say := a.recordActivity(activity.Entry{TraceID: string(chat), Surface: "chat", Skill: "say"}, activity.Error)
 	a.skill("look")
 	a.skill("say")
 	a.post("/v1/skills/say/disable", `{"reason":"too loud"}`, &struct{}{})
@@ -268,18 +268,18 @@ func TestFiltersNarrowListings(t *testing.T) {
 	}
 }
 
-func TestACursorBelongsToItsListing(t *testing.T) {
+func TestForeignCursorIsRejected(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	for range 2 {
-		a.begin("beat", trace.New(trace.Flow))
+		a.start("beat", trace.New(trace.Flow))
 	}
 	var got struct {
 		Next string `json:"next_cursor"`
 	}
 	a.get("/v1/executions?limit=1", &got)
 	for _, path := range []string{"/v1/traces", "/v1/activity", "/v1/lanes", "/v1/skills"} {
-		a.refused(a.raw("GET", path+"?cursor="+got.Next, "", asAdmin()), 400, "cursor")
+		a.checkProblem(a.raw("GET", path+"?cursor="+got.Next, "", asAdmin()), 400, "cursor")
 	}
 }
 
@@ -289,7 +289,7 @@ type listed struct {
 	NextCursor *string          `json:"next_cursor"`
 }
 
-func TestFlowsAreListedByName(t *testing.T) {
+func TestListFlows(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	for _, name := range []string{"c", "a", "b"} {
@@ -321,14 +321,14 @@ func TestFlowsAreListedByName(t *testing.T) {
 	if w := a.raw("GET", "/v1/flows/b", "", asAdmin()); json.Unmarshal(w.Body.Bytes(), &one) != nil || one.Name != "b" || !one.Current || len(one.Definition.Actions) != 1 {
 		t.Errorf("%d %s", w.Code, w.Body)
 	}
-	a.refused(a.raw("GET", "/v1/flows/nobody", "", asAdmin()), http.StatusNotFound, `no flow "nobody"`)
+	a.checkProblem(a.raw("GET", "/v1/flows/nobody", "", asAdmin()), http.StatusNotFound, `no flow "nobody"`)
 	var schema map[string]any
 	if w := a.raw("GET", "/v1/schemas/flow", "", asAdmin()); json.Unmarshal(w.Body.Bytes(), &schema) != nil || schema["$schema"] == nil {
 		t.Errorf("%d %.200s", w.Code, w.Body)
 	}
 }
 
-func TestRequestsAreListed(t *testing.T) {
+func TestListRequests(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	pgtest.Exec(t, a.pool, `
@@ -356,6 +356,6 @@ func TestRequestsAreListed(t *testing.T) {
 		"/v1/requests?kind=favour":                          {http.StatusBadRequest, "document"},
 		"/v1/requests?execution_id=zz":                      {http.StatusBadRequest, "uuid"},
 	} {
-		a.refused(a.raw("GET", path, "", asAdmin()), c.status, c.words)
+		a.checkProblem(a.raw("GET", path, "", asAdmin()), c.status, c.words)
 	}
 }

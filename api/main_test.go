@@ -47,17 +47,17 @@ type agent struct {
 func start(t *testing.T) *agent {
 	t.Helper()
 	pool := pgtest.DB(t)
-	return with(t, pool, engine(t, pool))
+	return newAgent(t, pool, engine(t, pool))
 }
 
-// with is the API on a pool and an engine that may belong to different databases.
-func with(t *testing.T, pool *pgxpool.Pool, e *executions.Engine) *agent {
+// newAgent is the API on a pool and an engine that may belong to different databases.
+func newAgent(t *testing.T, pool *pgxpool.Pool, e *executions.Engine) *agent {
 	t.Helper()
-	return wired(t, api.Options{Pool: pool, Engine: e})
+	return newAgentWith(t, api.Options{Pool: pool, Engine: e})
 }
 
-// wired is the API with the options of a test; token and log are added.
-func wired(t *testing.T, o api.Options) *agent {
+// newAgentWith is the API with the options of a test; token and log are added.
+func newAgentWith(t *testing.T, o api.Options) *agent {
 	t.Helper()
 	a := &agent{t: t, pool: o.Pool, engine: o.Engine, log: &testkit.Log{}}
 	o.AdminToken = token
@@ -113,13 +113,13 @@ func asAdmin() http.Header {
 // get expects 200 and reads the answer into into.
 func (a *agent) get(path string, into any) http.Header {
 	a.t.Helper()
-	return a.expect(a.raw("GET", path, "", asAdmin()), "GET", path, http.StatusOK, into)
+	return a.checkResponse(a.raw("GET", path, "", asAdmin()), "GET", path, http.StatusOK, into)
 }
 
 // post expects 200 and reads the answer into into.
 func (a *agent) post(path, body string, into any) http.Header {
 	a.t.Helper()
-	return a.expect(a.raw("POST", path, body, asAdmin()), "POST", path, http.StatusOK, into)
+	return a.checkResponse(a.raw("POST", path, body, asAdmin()), "POST", path, http.StatusOK, into)
 }
 
 // problem is what every error has to be.
@@ -129,8 +129,8 @@ type problem struct {
 	TraceID                     string `json:"trace_id"`
 }
 
-// refused expects a problem with a status, whose detail has some words.
-func (a *agent) refused(w *httptest.ResponseRecorder, status int, words string) problem {
+// checkProblem expects a problem with a status, whose detail has some words.
+func (a *agent) checkProblem(w *httptest.ResponseRecorder, status int, words string) problem {
 	a.t.Helper()
 	var p problem
 	if err := json.Unmarshal(w.Body.Bytes(), &p); err != nil {
@@ -145,21 +145,21 @@ func (a *agent) refused(w *httptest.ResponseRecorder, status int, words string) 
 	return p
 }
 
-// expect checks status, schema and type of an answer, and decodes it.
-func (a *agent) expect(w *httptest.ResponseRecorder, method, path string, status int, into any) http.Header {
+// checkResponse checks status, schema and type of an answer, and decodes it.
+func (a *agent) checkResponse(w *httptest.ResponseRecorder, method, path string, status int, into any) http.Header {
 	a.t.Helper()
 	if w.Code != status || w.Header().Get("Content-Type") != "application/json" {
 		a.t.Fatalf("%s %s: %d %s", method, path, w.Code, w.Body)
 	}
-	a.conforms(method, path, status, w.Body.Bytes())
+	a.checkSchema(method, path, status, w.Body.Bytes())
 	if err := json.Unmarshal(w.Body.Bytes(), into); err != nil {
 		a.t.Fatal(err)
 	}
 	return w.Header()
 }
 
-// conforms checks an answer against the document.
-func (a *agent) conforms(method, path string, status int, body []byte) {
+// checkSchema checks an answer against the document.
+func (a *agent) checkSchema(method, path string, status int, body []byte) {
 	a.t.Helper()
 	path, _, _ = strings.Cut(path, "?")
 	value, err := jsonschema.UnmarshalJSON(bytes.NewReader(body))

@@ -14,14 +14,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/memory"
 )
 
-// having is the admin's header with one more.
-func having(name, value string) http.Header {
+// withHeader is the admin's header with one more.
+func withHeader(name, value string) http.Header {
 	h := asAdmin()
 	h.Set(name, value)
 	return h
 }
 
-func TestTwoBrowsersDoNotOverwriteEachOther(t *testing.T) {
+func TestConditionalMemoryWrites(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	const path = "/v1/memory/entries/facts/a%2Fb%20c"
@@ -29,9 +29,9 @@ func TestTwoBrowsersDoNotOverwriteEachOther(t *testing.T) {
 		w := a.raw("PUT", path, fmt.Sprintf(`{"value":%q,"reason":"told by Ana"}`, value), h)
 		return w.Code, w.Header(), w.Body.Bytes()
 	}
-	a.refused(a.raw("GET", path, "", asAdmin()), 404, "not found")
-	a.refused(a.raw("PUT", path, `{"value":1,"reason":"x"}`, asAdmin()), 428, "If-Match")
-	status, header, _ := put("one", having("If-None-Match", "*"))
+	a.checkProblem(a.raw("GET", path, "", asAdmin()), 404, "not found")
+	a.checkProblem(a.raw("PUT", path, `{"value":1,"reason":"x"}`, asAdmin()), 428, "If-Match")
+	status, header, _ := put("one", withHeader("If-None-Match", "*"))
 	if status != 200 || header.Get("ETag") != `"1"` || header.Get("X-Trace-Id") == "" {
 		t.Fatalf("got %d %v", status, header)
 	}
@@ -40,10 +40,10 @@ func TestTwoBrowsersDoNotOverwriteEachOther(t *testing.T) {
 	if e.Key != "a/b c" || e.Category != "facts" || seen != `"1"` {
 		t.Fatalf("got %+v, ETag %s", e, seen)
 	}
-	if status, header, _ = put("two", having("If-Match", seen)); status != 200 || header.Get("ETag") != `"2"` {
+	if status, header, _ = put("two", withHeader("If-Match", seen)); status != 200 || header.Get("ETag") != `"2"` {
 		t.Errorf("got %d %v", status, header)
 	}
-	status, header, body := put("late", having("If-Match", seen))
+	status, header, body := put("late", withHeader("If-Match", seen))
 	var p struct {
 		problem
 		Current memory.Entry
@@ -53,27 +53,27 @@ func TestTwoBrowsersDoNotOverwriteEachOther(t *testing.T) {
 		string(p.Current.Value) != `"two"` || p.Current.Revision != 2 || p.Yours != "late" || header.Get("X-Trace-Id") != "" {
 		t.Errorf("got %d %s, %v", status, body, err)
 	}
-	if status, _, _ = put("late", having("If-None-Match", "*")); status != 412 {
+	if status, _, _ = put("late", withHeader("If-None-Match", "*")); status != 412 {
 		t.Errorf("a key that must be new: %d", status)
 	}
-	if status, _, _ = put("three", having("If-Match", `W/"2"`)); status != 200 {
+	if status, _, _ = put("three", withHeader("If-Match", `W/"2"`)); status != 200 {
 		t.Errorf("a weak tag: %d", status)
 	}
-	if status, _, _ = put("four", having("If-Match", `*`)); status != 200 {
+	if status, _, _ = put("four", withHeader("If-Match", `*`)); status != 200 {
 		t.Errorf("any: %d", status)
 	}
-	for _, bad := range []http.Header{having("If-Match", "2"), having("If-Match", `"x"`), having("If-Match", `"1", "2"`), having("If-None-Match", `"2"`), having("If-Match", "")} {
-		a.refused(a.raw("PUT", path, `{"value":1,"reason":"x"}`, bad), 400, "If-")
+	for _, bad := range []http.Header{withHeader("If-Match", "2"), withHeader("If-Match", `"x"`), withHeader("If-Match", `"1", "2"`), withHeader("If-None-Match", `"2"`), withHeader("If-Match", "")} {
+		a.checkProblem(a.raw("PUT", path, `{"value":1,"reason":"x"}`, bad), 400, "If-")
 	}
-	a.refused(a.raw("DELETE", path, `{"reason":"x"}`, asAdmin()), 428, "If-Match")
-	a.refused(a.raw("DELETE", path, `{"reason":"x"}`, having("If-Match", `"1"`)), 412, "revision 4 is there")
-	a.refused(a.raw("POST", "/v1/memory/"+e.ID+"/forget", `{"reason":"x"}`, having("If-Match", `"1"`)), 412, "revision 4 is there")
-	if w := a.raw("DELETE", path, `{"reason":"old"}`, having("If-Match", `"4"`)); w.Code != 200 {
+	a.checkProblem(a.raw("DELETE", path, `{"reason":"x"}`, asAdmin()), 428, "If-Match")
+	a.checkProblem(a.raw("DELETE", path, `{"reason":"x"}`, withHeader("If-Match", `"1"`)), 412, "revision 4 is there")
+	a.checkProblem(a.raw("POST", "/v1/memory/"+e.ID+"/forget", `{"reason":"x"}`, withHeader("If-Match", `"1"`)), 412, "revision 4 is there")
+	if w := a.raw("DELETE", path, `{"reason":"old"}`, withHeader("If-Match", `"4"`)); w.Code != 200 {
 		t.Errorf("got %d %s", w.Code, w.Body)
 	}
-	a.refused(a.raw("PUT", path, `{"value":1,"reason":"x"}`, having("If-Match", "*")), 404, "not found")
-	a.refused(a.raw("PUT", path, `{"value":"password=hunter2hunter2","reason":"x"}`, having("If-None-Match", "*")), 400, "secret")
-	if status, header, _ = put("anew", having("If-None-Match", "*")); status != 200 || header.Get("ETag") != `"5"` {
+	a.checkProblem(a.raw("PUT", path, `{"value":1,"reason":"x"}`, withHeader("If-Match", "*")), 404, "not found")
+	a.checkProblem(a.raw("PUT", path, `{"value":"password=hunter2hunter2","reason":"x"}`, withHeader("If-None-Match", "*")), 400, "secret")
+	if status, header, _ = put("anew", withHeader("If-None-Match", "*")); status != 200 || header.Get("ETag") != `"5"` {
 		t.Errorf("kept anew: %d %v", status, header)
 	}
 	if n := pgtest.Value[int](t, a.pool, `select count(*) from agent_activity where skill_name = 'set_memory'`); n != 5 {
@@ -81,15 +81,15 @@ func TestTwoBrowsersDoNotOverwriteEachOther(t *testing.T) {
 	}
 }
 
-func TestOfManyBrowsersOneWrites(t *testing.T) {
+func TestConcurrentConditionalWrites(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	a.remember("k", "facts")
+	a.storeMemory("k", "facts")
 	var group sync.WaitGroup
 	var wrote, refused atomic.Int32
 	for n := range 16 {
 		group.Go(func() {
-			switch w := a.raw("PUT", "/v1/memory/entries/facts/k", fmt.Sprintf(`{"value":%d,"reason":"x"}`, n), having("If-Match", `"1"`)); w.Code {
+			switch w := a.raw("PUT", "/v1/memory/entries/facts/k", fmt.Sprintf(`{"value":%d,"reason":"x"}`, n), withHeader("If-Match", `"1"`)); w.Code {
 			case 200:
 				wrote.Add(1)
 			case 412:
@@ -105,11 +105,11 @@ func TestOfManyBrowsersOneWrites(t *testing.T) {
 	}
 }
 
-// late keeps a conflict of a key that is at revision 2.
-func (a *agent) late(key string) string {
+// conflict keeps a conflict of a key that is at revision 2.
+func (a *agent) conflict(key string) string {
 	a.t.Helper()
-	a.remember(key, "facts")
-	a.remember(key, "facts")
+	a.storeMemory(key, "facts")
+	a.storeMemory(key, "facts")
 	note := memory.Note{Category: "facts", Key: key, Value: "late", Revision: 1, TraceID: "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE"}
 	_, err := memory.Save(a.t.Context(), a.pool, note)
 	conflict, ok := errors.AsType[*memory.ConflictError](err)
@@ -123,42 +123,42 @@ func (a *agent) late(key string) string {
 	return id
 }
 
-func TestAMemoryConflictIsListedAndDecidedOnce(t *testing.T) {
+func TestMemoryConflictDecision(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	taken, kept := a.late("taken"), a.late("kept")
+	taken, kept := a.conflict("taken"), a.conflict("kept")
 	var list struct{ Items []memory.Conflict }
 	a.get("/v1/memory/conflicts", &list)
 	if len(list.Items) != 2 || list.Items[0].ID != kept || list.Items[0].Revision != 2 {
 		t.Fatalf("got %+v", list.Items)
 	}
 	decide := func(id string) string { return "/v1/memory/conflicts/" + id + "/decide" }
-	a.refused(a.raw("POST", decide(kept), `{"decision":"both","reason":"x"}`, asAdmin()), 400, "keep")
+	a.checkProblem(a.raw("POST", decide(kept), `{"decision":"both","reason":"x"}`, asAdmin()), 400, "keep")
 	var c memory.Conflict
 	header := a.post(decide(kept), `{"decision":"keep","reason":"ours is right"}`, &c)
 	if c.Status != memory.ConflictKept || c.Revision != 2 || header.Get("ETag") != `"2"` || c.DecidedReason != "ours is right" {
 		t.Errorf("got %+v, %v", c, header)
 	}
-	a.refused(a.raw("POST", decide(kept), `{"decision":"take","reason":"x"}`, asAdmin()), 409, "decided already")
-	a.remember("taken", "facts") // after the conflict arose
-	a.refused(a.raw("POST", decide(taken), `{"decision":"take","reason":"x"}`, asAdmin()), 412, "revision 3 is there")
-	a.refused(a.raw("POST", decide(taken), `{"decision":"take","reason":"x"}`, having("If-Match", `"1"`)), 412, "revision 3 is there")
-	w := a.raw("POST", decide(taken), `{"decision":"take","reason":"it is newer"}`, having("If-Match", `"3"`))
-	a.expect(w, "POST", decide(taken), 200, &c)
+	a.checkProblem(a.raw("POST", decide(kept), `{"decision":"take","reason":"x"}`, asAdmin()), 409, "decided already")
+	a.storeMemory("taken", "facts") // after the conflict arose
+	a.checkProblem(a.raw("POST", decide(taken), `{"decision":"take","reason":"x"}`, asAdmin()), 412, "revision 3 is there")
+	a.checkProblem(a.raw("POST", decide(taken), `{"decision":"take","reason":"x"}`, withHeader("If-Match", `"1"`)), 412, "revision 3 is there")
+	w := a.raw("POST", decide(taken), `{"decision":"take","reason":"it is newer"}`, withHeader("If-Match", `"3"`))
+	a.checkResponse(w, "POST", decide(taken), 200, &c)
 	if c.Status != memory.ConflictTaken || c.Revision != 4 || string(c.Current) != `"late"` {
 		t.Errorf("got %+v", c)
 	}
-	a.audited(w.Header().Get("X-Trace-Id"), pgtest.Value[string](t, a.pool, `
+	a.checkAudit(w.Header().Get("X-Trace-Id"), pgtest.Value[string](t, a.pool, `
 		select id::text from agent_activity where skill_name = 'decide_memory_conflict' and input ->> 'decision' = 'take'`), "decide_memory_conflict", "it is newer")
 	a.get("/v1/memory/conflicts?status=all", &list)
 	if len(list.Items) != 2 || list.Items[1].Status != memory.ConflictTaken {
 		t.Errorf("got %+v", list.Items)
 	}
-	a.refused(a.raw("POST", decide("018f0000-0000-7000-8000-000000000000"), `{"decision":"keep","reason":"x"}`, asAdmin()), 404, "not found")
-	a.refused(a.raw("POST", decide("x"), `{"decision":"keep","reason":"x"}`, asAdmin()), 400, "")
+	a.checkProblem(a.raw("POST", decide("018f0000-0000-7000-8000-000000000000"), `{"decision":"keep","reason":"x"}`, asAdmin()), 404, "not found")
+	a.checkProblem(a.raw("POST", decide("x"), `{"decision":"keep","reason":"x"}`, asAdmin()), 400, "")
 }
 
-func TestWhatWasDecidedMeanwhileIsNotOverruledUnseen(t *testing.T) {
+func TestStaleDecisionIsRejected(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	a.objective("grow")
@@ -168,7 +168,7 @@ func TestWhatWasDecidedMeanwhileIsNotOverruledUnseen(t *testing.T) {
 		t.Errorf("a run changed the ETag from %s to %s", seen, now)
 	}
 	act := func(action string, tag string) int {
-		return a.raw("POST", "/v1/objectives/grow/"+action, `{"reason":"x"}`, having("If-Match", tag)).Code
+		return a.raw("POST", "/v1/objectives/grow/"+action, `{"reason":"x"}`, withHeader("If-Match", tag)).Code
 	}
 	if code := act("pause", seen); code != 200 {
 		t.Errorf("pause: %d", code)
@@ -181,19 +181,19 @@ func TestWhatWasDecidedMeanwhileIsNotOverruledUnseen(t *testing.T) {
 	}
 }
 
-func TestMemoryIsForgottenAndAudited(t *testing.T) {
+func TestForgetMemory(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	a.remember("a/../b", "facts")
-	a.remember("kept", "facts")
+	a.storeMemory("a/../b", "facts")
+	a.storeMemory("kept", "facts")
 	id := pgtest.Value[string](t, a.pool, `select id::text from agent_memory where key = 'a/../b'`)
-	a.refused(a.raw("POST", "/v1/memory/"+id+"/forget", `{"reason":" "}`, asAdmin()), 400, "reason")
+	a.checkProblem(a.raw("POST", "/v1/memory/"+id+"/forget", `{"reason":" "}`, asAdmin()), 400, "reason")
 	var got change
 	a.post("/v1/memory/"+id+"/forget", `{"reason":"it is wrong"}`, &got)
 	if got.Name != "a/../b" || !got.Changed {
 		t.Errorf("answer is %+v", got)
 	}
-	a.audited(got.TraceID, got.ActivityID, "forget_memory", "it is wrong")
+	a.checkAudit(got.TraceID, got.ActivityID, "forget_memory", "it is wrong")
 	entries, err := memory.List(t.Context(), a.pool, memory.Filter{})
 	if err != nil || len(entries) != 1 || entries[0].Key != "kept" {
 		t.Errorf("left are %+v, %v", entries, err)
@@ -202,44 +202,44 @@ func TestMemoryIsForgottenAndAudited(t *testing.T) {
 		t.Errorf("the record is %s", text)
 	}
 	for _, none := range []string{id, "kept", "%00", "%ff", "018f0000-0000-7000-8000-000000000000"} {
-		a.refused(a.raw("POST", "/v1/memory/"+none+"/forget", `{"reason":"x"}`, asAdmin()), 404, "not found")
+		a.checkProblem(a.raw("POST", "/v1/memory/"+none+"/forget", `{"reason":"x"}`, asAdmin()), 404, "not found")
 	}
 	if n := pgtest.Value[int](t, a.pool, `select count(*) from agent_activity where skill_name = 'forget_memory'`); n != 1 {
 		t.Errorf("%d audits", n)
 	}
 }
 
-func TestAnObjectiveIsPausedAndResumed(t *testing.T) {
+func TestPauseAndResumeObjective(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	a.objective("grow")
 	var got change
 	for _, step := range []struct{ action, status string }{{"pause", "paused"}, {"resume", "active"}} {
 		a.post("/v1/objectives/grow/"+step.action, `{"reason":"as agreed"}`, &got)
-		a.audited(got.TraceID, got.ActivityID, step.action+"_objective", "as agreed")
+		a.checkAudit(got.TraceID, got.ActivityID, step.action+"_objective", "as agreed")
 		var o struct{ Status string }
 		a.get("/v1/objectives/grow", &o)
 		if o.Status != step.status || !got.Changed {
 			t.Errorf("after %s: %+v, %+v", step.action, o, got)
 		}
-		a.refused(a.raw("POST", "/v1/objectives/grow/"+step.action, `{"reason":"x"}`, asAdmin()), 409, "not ")
+		a.checkProblem(a.raw("POST", "/v1/objectives/grow/"+step.action, `{"reason":"x"}`, asAdmin()), 409, "not ")
 	}
-	a.refused(a.raw("POST", "/v1/objectives/none/pause", `{"reason":"x"}`, asAdmin()), 404, "not found")
+	a.checkProblem(a.raw("POST", "/v1/objectives/none/pause", `{"reason":"x"}`, asAdmin()), 404, "not found")
 	if n := pgtest.Value[int](t, a.pool, `select count(*) from agent_activity where skill_name like '%_objective'`); n != 2 {
 		t.Errorf("%d audits", n)
 	}
 }
 
-// matched is what somebody changes on what they have seen.
-type matched struct{ path, first, then, what string }
+// conditionalRequest is what somebody changes on what they have seen.
+type conditionalRequest struct{ path, first, then, what string }
 
-func TestAChangeIsBasedOnWhatTheAdminHasSeen(t *testing.T) {
+func TestIfMatchOfChanges(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	a.objective("grow")
 	a.automation("nightly")
 	a.skill("look")
-	for _, m := range []matched{
+	for _, m := range []conditionalRequest{
 		{"/v1/objectives/grow", "pause", "resume", "objective"},
 		{"/v1/automations/nightly", "disable", "enable", "automation"},
 		{"/v1/skills/look", "disable", "enable", "skill"},
@@ -247,7 +247,7 @@ func TestAChangeIsBasedOnWhatTheAdminHasSeen(t *testing.T) {
 		t.Run(m.what, func(t *testing.T) {
 			seen := a.get(m.path, &struct{}{}).Get("ETag")
 			act := func(action, name, tag string) (int, string) {
-				w := a.raw("POST", m.path+"/"+action, `{"reason":"x"}`, having(name, tag))
+				w := a.raw("POST", m.path+"/"+action, `{"reason":"x"}`, withHeader(name, tag))
 				return w.Code, w.Body.String()
 			}
 			if code, said := act(m.first, "If-Match", seen); code != 200 {
@@ -288,7 +288,7 @@ func TestAChangeIsBasedOnWhatTheAdminHasSeen(t *testing.T) {
 			}
 			a.post(m.path+"/"+m.then, `{"reason":"x"}`, &struct{}{}) // it says nothing, and does what it says
 			none := m.path[:strings.LastIndexByte(m.path, '/')] + "/none/" + m.first
-			a.refused(a.raw("POST", none, `{"reason":"x"}`, having("If-Match", `"1"`)), 404, "not found")
+			a.checkProblem(a.raw("POST", none, `{"reason":"x"}`, withHeader("If-Match", `"1"`)), 404, "not found")
 		})
 	}
 }

@@ -35,10 +35,10 @@ func (r readiness) failing() string {
 	return strings.Join(list, " ")
 }
 
-// probe asks without a token.
-func (a *agent) probe(status int) (got readiness) {
+// readyz asks without a token.
+func (a *agent) readyz(status int) (got readiness) {
 	a.t.Helper()
-	a.expect(a.raw("GET", "/readyz", "", nil), "GET", "/readyz", status, &got)
+	a.checkResponse(a.raw("GET", "/readyz", "", nil), "GET", "/readyz", status, &got)
 	if (got.Status == "ready") != (status == http.StatusOK) {
 		a.t.Errorf("%d says %q", status, got.Status)
 	}
@@ -62,8 +62,8 @@ func run(t *testing.T, e *executions.Engine) (stop func()) {
 	return stop
 }
 
-// away is a pool whose database cannot be reached.
-func away(t *testing.T, dial func(ctx context.Context, network, addr string) (net.Conn, error)) *pgxpool.Pool {
+// unreachable is a pool whose database cannot be reached.
+func unreachable(t *testing.T, dial func(ctx context.Context, network, addr string) (net.Conn, error)) *pgxpool.Pool {
 	t.Helper()
 	config, err := pgxpool.ParseConfig("postgres://somebody:password@db.internal.example/agent?sslmode=disable")
 	if err != nil {
@@ -79,75 +79,75 @@ func away(t *testing.T, dial func(ctx context.Context, network, addr string) (ne
 	return pool
 }
 
-func refuse(context.Context, string, string) (net.Conn, error) {
+func refuseDial(context.Context, string, string) (net.Conn, error) {
 	return nil, &net.OpError{Op: "dial", Err: errors.New("connection refused")}
 }
 
-func keepSilent(ctx context.Context, _, _ string) (net.Conn, error) {
+func hangDial(ctx context.Context, _, _ string) (net.Conn, error) {
 	<-ctx.Done()
 	return nil, ctx.Err()
 }
 
-func TestAProcessThatWorksIsReadyUntilItShutsDown(t *testing.T) {
+func TestReadyUntilShutdown(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	if got := a.probe(503); got.failing() != "worker" {
+	if got := a.readyz(503); got.failing() != "worker" {
 		t.Errorf("before it runs: %+v", got)
 	}
 	stop := run(t, a.engine)
-	a.probe(200)
+	a.readyz(200)
 	stop()
-	if got := a.probe(503); got.failing() != "worker draining" {
+	if got := a.readyz(503); got.failing() != "worker draining" {
 		t.Errorf("after it stopped: %+v", got)
 	}
 }
 
-func TestAMissingSchemaIsNotReady(t *testing.T) {
+func TestMissingSchemaIsNotReady(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	e := engine(t, pool)
 	run(t, e)
-	a := with(t, pgtest.Empty(t), e)
-	got := a.probe(503)
+	a := newAgent(t, pgtest.Empty(t), e)
+	got := a.readyz(503)
 	if got.failing() != "schema" || !strings.Contains(got.Checks["schema"].Detail, "agent migrate") {
 		t.Errorf("checks are %+v", got.Checks)
 	}
 }
 
 // A newer schema is an expansion of this one. To stop answering when it comes would be an outage at every upgrade.
-func TestANewerSchemaThatCameMeanwhileIsReady(t *testing.T) {
+func TestNewerSchemaAtRuntimeIsReady(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	run(t, a.engine)
 	pgtest.Exec(t, a.pool, `insert into agent_migrations (version, name, hash) values (9999, '9999_later.sql', 'x')`)
-	if got := a.probe(200); !strings.Contains(got.Checks["schema"].Detail, "newer") {
+	if got := a.readyz(200); !strings.Contains(got.Checks["schema"].Detail, "newer") {
 		t.Errorf("checks are %+v", got.Checks)
 	}
 }
 
-func TestAnotherSchemaIsNotReady(t *testing.T) {
+func TestOtherSchemaIsNotReady(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	run(t, a.engine)
 	pgtest.Exec(t, a.pool, `update agent_migrations set hash = 'x' where version = 200`)
-	got := a.probe(503)
+	got := a.readyz(503)
 	if got.failing() != "schema" || !strings.Contains(got.Checks["schema"].Detail, "differs") {
 		t.Errorf("checks are %+v", got.Checks)
 	}
 }
 
-func TestADatabaseThatIsAwayIsNotReadyAndIsNotDescribed(t *testing.T) {
+func TestUnreachableDatabaseIsNotReady(t *testing.T) {
 	t.Parallel()
 	for name, dial := range map[string]func(context.Context, string, string) (net.Conn, error){
-		"refuses": refuse, "keeps silent": keepSilent,
+		"refuses": refuseDial, "keeps silent": hangDial,
 	} {
 		t.Run(name, func(t *testing.T) {
 			pool := pgtest.DB(t)
 			e := engine(t, pool)
 			run(t, e)
-			a := with(t, away(t, dial), e)
+			a := newAgent(t, unreachable(t, dial), e)
 			began := time.Now()
-			got := a.probe(503)
+			got := a.readyz(503)
 			if took := time.Since(began); took > 25*time.Second {
 				t.Errorf("it took %s to say so", took)
 			}
@@ -160,7 +160,7 @@ func TestADatabaseThatIsAwayIsNotReadyAndIsNotDescribed(t *testing.T) {
 				}
 			}
 			var alive struct{ Status string }
-			a.expect(a.raw("GET", "/healthz", "", nil), "GET", "/healthz", 200, &alive)
+			a.checkResponse(a.raw("GET", "/healthz", "", nil), "GET", "/healthz", 200, &alive)
 			if alive.Status != "ok" {
 				t.Errorf("healthz says %q", alive.Status)
 			}
@@ -168,12 +168,12 @@ func TestADatabaseThatIsAwayIsNotReadyAndIsNotDescribed(t *testing.T) {
 	}
 }
 
-func TestListingsSayThatTheDatabaseIsAway(t *testing.T) {
+func TestListingsWithUnreachableDatabase(t *testing.T) {
 	t.Parallel()
-	a := with(t, away(t, refuse), engine(t, pgtest.DB(t)))
+	a := newAgent(t, unreachable(t, refuseDial), engine(t, pgtest.DB(t)))
 	for _, path := range []string{"/v1/traces", "/v1/activity", "/v1/executions", "/v1/lanes", "/v1/skills"} {
 		w := a.raw("GET", path, "", asAdmin())
-		a.refused(w, http.StatusServiceUnavailable, "database")
+		a.checkProblem(w, http.StatusServiceUnavailable, "database")
 		if strings.Contains(w.Body.String(), "somebody") {
 			t.Errorf("%s says %s", path, w.Body)
 		}

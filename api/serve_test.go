@@ -18,7 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/ssetest"
 )
 
-func TestTimesAreUTCAtAnyDepth(t *testing.T) {
+func TestTimesAreUTC(t *testing.T) {
 	t.Parallel()
 	type Inner struct {
 		At   time.Time  `json:"at"`
@@ -44,7 +44,7 @@ func TestTimesAreUTCAtAnyDepth(t *testing.T) {
 	}
 }
 
-func TestAPanicIsAProblemWithoutItsStack(t *testing.T) {
+func TestPanicIsProblem(t *testing.T) {
 	t.Parallel()
 	var log bytes.Buffer
 	s := &server{auth: &authenticator{}, classes: newClasses(), limits: defaultLimits(), log: slog.New(slog.NewTextHandler(&log, nil))}
@@ -62,7 +62,7 @@ func TestAPanicIsAProblemWithoutItsStack(t *testing.T) {
 	}
 }
 
-func TestHalfAnAnswerIsCutOff(t *testing.T) {
+func TestPanicAbortsStartedResponse(t *testing.T) {
 	t.Parallel()
 	s := &server{auth: &authenticator{}, classes: newClasses(), limits: defaultLimits(), log: slog.New(slog.DiscardHandler)}
 	h := s.withLogging(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
@@ -77,7 +77,7 @@ func TestHalfAnAnswerIsCutOff(t *testing.T) {
 	h.ServeHTTP(httptest.NewRecorder(), httptest.NewRequestWithContext(t.Context(), "GET", "/x", nil))
 }
 
-func TestWhatCannotBeEncodedIsAProblem(t *testing.T) {
+func TestEncodingFailureIsProblem(t *testing.T) {
 	t.Parallel()
 	s := &server{auth: &authenticator{}, classes: newClasses(), limits: defaultLimits(), log: slog.New(slog.DiscardHandler)}
 	h := s.serve(route{access: Public, handle: func(request) (response, error) {
@@ -92,7 +92,7 @@ func TestWhatCannotBeEncodedIsAProblem(t *testing.T) {
 	}
 }
 
-func TestALoginLastsTwelveHours(t *testing.T) {
+func TestLoginLifetime(t *testing.T) {
 	t.Parallel()
 	s, err := newSessions(Options{AdminToken: "token"}, credentials.NewGuard(slog.New(slog.DiscardHandler)))
 	if err != nil {

@@ -34,13 +34,13 @@ func (a *agent) declare(all ...agents.Definition) {
 func withAgents(t *testing.T) *agent {
 	t.Helper()
 	pool := pgtest.DB(t)
-	return wired(t, api.Options{
+	return newAgentWith(t, api.Options{
 		Pool: pool, Engine: engine(t, pool),
 		Agents: &agents.Directory{Settings: agents.Settings{Name: "desk", Model: "gpt-6-luna", Limits: agents.Limits{Tokens: 60000}}},
 	})
 }
 
-func TestAgentsAreListedTheDefaultFirst(t *testing.T) {
+func TestListAgents(t *testing.T) {
 	t.Parallel()
 	a := withAgents(t)
 	if got := a.list("/v1/agents", "name", 5, nil); !slices.Equal(got, []string{"desk"}) {
@@ -75,7 +75,7 @@ func TestAgentsAreListedTheDefaultFirst(t *testing.T) {
 	}
 }
 
-func TestAnAgentIsShownWithWhereItsValuesComeFrom(t *testing.T) {
+func TestAgentValuesHaveSources(t *testing.T) {
 	t.Parallel()
 	a := withAgents(t)
 	a.declare(agents.Definition{Name: "sales", Default: true, Timezone: "Europe/Madrid", Skills: []string{}})
@@ -107,7 +107,7 @@ func TestAnAgentIsShownWithWhereItsValuesComeFrom(t *testing.T) {
 	}
 }
 
-func TestAnAgentThatIsNotThereIsRefusedWithWhatToDo(t *testing.T) {
+func TestUnknownAgentProblems(t *testing.T) {
 	t.Parallel()
 	a := withAgents(t)
 	a.declare(agents.Definition{Name: "sales", Default: true}, agents.Definition{Name: "billing"})
@@ -122,15 +122,15 @@ func TestAnAgentThatIsNotThereIsRefusedWithWhatToDo(t *testing.T) {
 		"/v1/agents/%00":              "see GET /v1/agents",
 		"/v1/agents/nobody?version=2": `there is no agent "nobody"; see GET /v1/agents`,
 	} {
-		a.refused(a.raw("GET", path, "", asAdmin()), http.StatusNotFound, words)
+		a.checkProblem(a.raw("GET", path, "", asAdmin()), http.StatusNotFound, words)
 	}
-	a.refused(a.raw("GET", "/v1/agents/sales?version=0", "", asAdmin()), http.StatusBadRequest, "use a number from 1")
-	a.refused(a.raw("GET", "/v1/agents?cursor=x", "", asAdmin()), http.StatusBadRequest, "")
+	a.checkProblem(a.raw("GET", "/v1/agents/sales?version=0", "", asAdmin()), http.StatusBadRequest, "use a number from 1")
+	a.checkProblem(a.raw("GET", "/v1/agents?cursor=x", "", asAdmin()), http.StatusBadRequest, "")
 	var shown agents.Shown
 	a.get("/v1/agents/billing?version=1", &shown)
 }
 
-func TestListingsAreNarrowedToAnAgent(t *testing.T) {
+func TestListingsFilterByAgent(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	for _, agent := range []string{"sales", "billing", "sales"} {
@@ -152,7 +152,7 @@ func TestListingsAreNarrowedToAnAgent(t *testing.T) {
 	}
 }
 
-func TestTargetsAndEndpointsAreSwitchedAndThatIsAudited(t *testing.T) {
+func TestEnableAndDisableWebhooks(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	pgtest.Exec(t, a.pool, `insert into agent_webhook_targets (name, url, secrets, events) values ('ops', 'https://ops.example', '{"${S}"}', '{"*"}')`)
@@ -164,12 +164,12 @@ func TestTargetsAndEndpointsAreSwitchedAndThatIsAudited(t *testing.T) {
 			t.Errorf("%s: %+v", path, got)
 		}
 		action := map[string]string{"targets/ops": "disable_webhook_target", "endpoints/shop": "disable_webhook"}[path]
-		a.audited(got.TraceID, got.ActivityID, action, "they move")
+		a.checkAudit(got.TraceID, got.ActivityID, action, "they move")
 		a.post("/v1/webhooks/"+path+"/enable", `{"reason":"they are back"}`, &got)
 		if !got.Changed || !pgtest.Value[bool](t, a.pool, `select enabled from `+table) {
 			t.Errorf("%s is not back: %+v", path, got)
 		}
-		a.refused(a.raw("POST", "/v1/webhooks/"+path+"x/enable", `{"reason":"x"}`, asAdmin()), http.StatusNotFound, "not found")
+		a.checkProblem(a.raw("POST", "/v1/webhooks/"+path+"x/enable", `{"reason":"x"}`, asAdmin()), http.StatusNotFound, "not found")
 	}
 	var list struct{ Items []webhooks.Target }
 	if a.get("/v1/webhooks/targets", &list); len(list.Items) != 1 || list.Items[0].Name != "ops" {
@@ -177,7 +177,7 @@ func TestTargetsAndEndpointsAreSwitchedAndThatIsAudited(t *testing.T) {
 	}
 }
 
-func TestADeadMessageIsResentAndThatIsAudited(t *testing.T) {
+func TestResendDeadMessage(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	id := pgtest.Value[string](t, a.pool, `
@@ -189,20 +189,20 @@ func TestADeadMessageIsResentAndThatIsAudited(t *testing.T) {
 	if !got.Changed || pgtest.Value[string](t, a.pool, `select status || attempts from agent_webhook_outbox`) != "pending10" {
 		t.Errorf("answer is %+v", got)
 	}
-	a.audited(got.TraceID, got.ActivityID, "resend_webhook", "they are back")
-	a.refused(a.raw("POST", "/v1/webhooks/outbox/"+id+"/resend", `{"reason":"x"}`, asAdmin()), http.StatusConflict, "is not dead")
-	a.refused(a.raw("POST", "/v1/webhooks/outbox/x/resend", `{"reason":"x"}`, asAdmin()), http.StatusBadRequest, "is not the id (uuid) of")
-	a.refused(a.raw("POST", "/v1/webhooks/outbox/01890000-0000-7000-8000-000000000000/resend", `{"reason":"x"}`, asAdmin()), http.StatusNotFound, "not found")
+	a.checkAudit(got.TraceID, got.ActivityID, "resend_webhook", "they are back")
+	a.checkProblem(a.raw("POST", "/v1/webhooks/outbox/"+id+"/resend", `{"reason":"x"}`, asAdmin()), http.StatusConflict, "is not dead")
+	a.checkProblem(a.raw("POST", "/v1/webhooks/outbox/x/resend", `{"reason":"x"}`, asAdmin()), http.StatusBadRequest, "is not the id (uuid) of")
+	a.checkProblem(a.raw("POST", "/v1/webhooks/outbox/01890000-0000-7000-8000-000000000000/resend", `{"reason":"x"}`, asAdmin()), http.StatusNotFound, "not found")
 }
 
-func TestADeadRunIsTriedAgainAndThatIsAudited(t *testing.T) {
+func TestRedriveDeadRun(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	id := pgtest.Value[string](t, a.pool, `
 		with a as (insert into agent_automations (name, cron, skill_name) values ('nightly', '@daily', 'fetch') returning id)
 		insert into agent_automation_runs (automation_id, cause, scheduled_for, status) select id, 'cron', now(), 'dead' from a returning id::text`)
 	var run automations.Run
-	header := a.expect(a.raw("POST", "/v1/automations/runs/"+id+"/redrive", `{"reason":"the site is back"}`, asAdmin()),
+	header := a.checkResponse(a.raw("POST", "/v1/automations/runs/"+id+"/redrive", `{"reason":"the site is back"}`, asAdmin()),
 		"POST", "/v1/automations/runs/"+id+"/redrive", http.StatusAccepted, &run)
 	if run.Status != automations.Error || run.RetryAt == nil {
 		t.Errorf("run is %+v", run)
@@ -212,8 +212,8 @@ func TestADeadRunIsTriedAgainAndThatIsAudited(t *testing.T) {
 	if told != "redrive_automation by admin: the site is back" {
 		t.Errorf("the audit says %q", told)
 	}
-	a.refused(a.raw("POST", "/v1/automations/runs/"+id+"/redrive", `{"reason":"x"}`, asAdmin()), http.StatusConflict, "is not dead: status error")
-	a.refused(a.raw("POST", "/v1/automations/runs/01890000-0000-7000-8000-000000000000/redrive", `{"reason":"x"}`, asAdmin()), http.StatusNotFound, "not found")
+	a.checkProblem(a.raw("POST", "/v1/automations/runs/"+id+"/redrive", `{"reason":"x"}`, asAdmin()), http.StatusConflict, "is not dead: status error")
+	a.checkProblem(a.raw("POST", "/v1/automations/runs/01890000-0000-7000-8000-000000000000/redrive", `{"reason":"x"}`, asAdmin()), http.StatusNotFound, "not found")
 }
 
 // fileForm is a multipart body with one file, and its content type.
@@ -239,12 +239,12 @@ func stored(t *testing.T, body []byte) (d documents.Document) {
 	return d
 }
 
-func TestAnAdminStoresFetchesAndDeletesADocument(t *testing.T) {
+func TestDocuments(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	pgtest.Exec(t, a.pool, `insert into agent_threads (id, channel, owner_kind, owner) values ('maria', 'chat', 'admin', 'admin')`)
 	body, kind := fileForm(t, "../../a \"b\".html", "<html><script>alert(1)</script>")
-	w := a.raw("POST", "/v1/documents?thread_id=maria", body, having("Content-Type", kind))
+	w := a.raw("POST", "/v1/documents?thread_id=maria", body, withHeader("Content-Type", kind))
 	if w.Code != 201 || w.Header().Get("X-Trace-Id") == "" {
 		t.Fatalf("%d %s", w.Code, w.Body)
 	}
@@ -252,7 +252,7 @@ func TestAnAdminStoresFetchesAndDeletesADocument(t *testing.T) {
 	if d.Name != `a "b".html` || d.ContentType != "text/html" || d.ThreadID == nil || *d.ThreadID != "maria" {
 		t.Errorf("%+v", d)
 	}
-	raw := stored(t, a.raw("POST", "/v1/documents?name=x.bin", "\x00\x01", having("Content-Type", "application/x-thing")).Body.Bytes())
+	raw := stored(t, a.raw("POST", "/v1/documents?name=x.bin", "\x00\x01", withHeader("Content-Type", "application/x-thing")).Body.Bytes())
 	if raw.Name != "x.bin" || raw.Size != 2 || raw.ThreadID != nil {
 		t.Errorf("%+v", raw)
 	}
@@ -270,9 +270,9 @@ func TestAnAdminStoresFetchesAndDeletesADocument(t *testing.T) {
 	if w := a.raw("DELETE", "/v1/documents/"+d.ID, `{"reason":"by mistake"}`, asAdmin()); w.Code != 200 {
 		t.Errorf("%d %s", w.Code, w.Body)
 	}
-	a.refused(a.raw("GET", "/v1/documents/"+d.ID, "", asAdmin()), 404, "no such document")
-	a.refused(a.raw("GET", "/v1/documents/"+d.ID+"/content", "", asAdmin()), 404, "no such document")
-	a.refused(a.raw("DELETE", "/v1/documents/"+d.ID, `{"reason":"again"}`, asAdmin()), 404, "no such document")
+	a.checkProblem(a.raw("GET", "/v1/documents/"+d.ID, "", asAdmin()), 404, "no such document")
+	a.checkProblem(a.raw("GET", "/v1/documents/"+d.ID+"/content", "", asAdmin()), 404, "no such document")
+	a.checkProblem(a.raw("DELETE", "/v1/documents/"+d.ID, `{"reason":"again"}`, asAdmin()), 404, "no such document")
 	acts := pgtest.Value[string](t, a.pool, `
 		select string_agg(skill_name || coalesce(input ->> 'document', ''), ' ' order by id) from agent_activity where skill_name like '%\_document'`)
 	if acts != "add_document"+d.ID+" add_document"+raw.ID+" delete_document"+d.ID {
@@ -283,10 +283,10 @@ func TestAnAdminStoresFetchesAndDeletesADocument(t *testing.T) {
 	}
 }
 
-func TestAnUploadThatCannotBeIsRefused(t *testing.T) {
+func TestInvalidUploads(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	a := wired(t, api.Options{Pool: pool, Engine: engine(t, pool), DocumentBytes: 2000})
+	a := newAgentWith(t, api.Options{Pool: pool, Engine: engine(t, pool), DocumentBytes: 2000})
 	noFile, kind := fileForm(t, "a", "x")
 	noFile = strings.Replace(noFile, `name="file"`, `name="other"`, 1)
 	large, largeKind := fileForm(t, "a", strings.Repeat("x", 2001))
@@ -305,7 +305,7 @@ func TestAnUploadThatCannotBeIsRefused(t *testing.T) {
 		"wrong parameter": {"?thread=nobody", "x", "text/plain", 400, "unknown parameter"},
 	} {
 		t.Run(what, func(t *testing.T) {
-			a.refused(a.raw("POST", "/v1/documents"+c.path, c.body, having("Content-Type", c.kind)), c.status, c.says)
+			a.checkProblem(a.raw("POST", "/v1/documents"+c.path, c.body, withHeader("Content-Type", c.kind)), c.status, c.says)
 		})
 	}
 	if w := a.raw("POST", "/v1/documents", "x", http.Header{}); w.Code != 401 {
@@ -316,7 +316,7 @@ func TestAnUploadThatCannotBeIsRefused(t *testing.T) {
 	}
 }
 
-func TestHowLongIsKeptIsSetAndAudited(t *testing.T) {
+func TestSetRetention(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	var list struct{ Items []retention.Policy }
@@ -332,12 +332,12 @@ func TestHowLongIsKeptIsSetAndAudited(t *testing.T) {
 		t.Errorf("at first: %v", got)
 	}
 	var change retention.Change
-	header := a.expect(a.raw("PUT", "/v1/retention", `{"keep":{"activity":"90d","events":"36 hours"},"reason":"the disk is small"}`, asAdmin()),
+	header := a.checkResponse(a.raw("PUT", "/v1/retention", `{"keep":{"activity":"90d","events":"36 hours"},"reason":"the disk is small"}`, asAdmin()),
 		"PUT", "/v1/retention", 200, &change)
 	if !change.Changed || header.Get("X-Trace-Id") != change.TraceID {
 		t.Errorf("%+v, %v", change, header)
 	}
-	a.audited(change.TraceID, change.ActivityID, "set_retention", "the disk is small")
+	a.checkAudit(change.TraceID, change.ActivityID, "set_retention", "the disk is small")
 	if got := keep(); got["activity"] != "90 days" || got["events"] != "36:00:00" || got["messages"] != "forever" {
 		t.Errorf("then: %v", got)
 	}
@@ -349,7 +349,7 @@ func TestHowLongIsKeptIsSetAndAudited(t *testing.T) {
 		`{"keep":{"activity":90},"reason":"why"}`:                   "keep",
 		`{"keep":{"activity":"90d"},"reason":"why","forever":true}`: "forever",
 	} {
-		a.refused(a.raw("PUT", "/v1/retention", body, asAdmin()), 400, says)
+		a.checkProblem(a.raw("PUT", "/v1/retention", body, asAdmin()), 400, says)
 	}
 	if got := keep(); got["messages"] != "forever" {
 		t.Errorf("part of what was refused was done: %v", got)

@@ -55,13 +55,13 @@ func stream(h http.HandlerFunc) api.Endpoint {
 	}
 }
 
-func TestOnlyStreamsHaveNoDeadline(t *testing.T) {
+func TestRequestDeadlines(t *testing.T) {
 	t.Parallel()
 	deadline := func(w http.ResponseWriter, r *http.Request) {
 		_, has := r.Context().Deadline()
 		fmt.Fprint(w, has)
 	}
-	a := surfaced(t, stream(deadline), api.Endpoint{
+	a := withEndpoints(t, stream(deadline), api.Endpoint{
 		Method: "GET", Path: "/v1/plain", About: "None.", Access: api.Admin, Handler: http.HandlerFunc(deadline),
 	})
 	for path, want := range map[string]string{"/v1/stream": "false", "/v1/plain": "true"} {
@@ -71,9 +71,9 @@ func TestOnlyStreamsHaveNoDeadline(t *testing.T) {
 	}
 }
 
-func TestAStreamOutlastsTheServersTimeouts(t *testing.T) {
+func TestStreamOutlastsTimeouts(t *testing.T) {
 	t.Parallel()
-	a := surfaced(t, stream(func(w http.ResponseWriter, r *http.Request) {
+	a := withEndpoints(t, stream(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Type", "text/event-stream")
 		tick := time.NewTicker(50 * time.Millisecond)
 		defer tick.Stop()
@@ -97,10 +97,10 @@ func TestAStreamOutlastsTheServersTimeouts(t *testing.T) {
 	}
 }
 
-func TestAStreamEndsWithItsClient(t *testing.T) {
+func TestStreamEndsOnDisconnect(t *testing.T) {
 	t.Parallel()
 	ended := make(chan error, 1)
-	a := surfaced(t, stream(func(w http.ResponseWriter, r *http.Request) {
+	a := withEndpoints(t, stream(func(w http.ResponseWriter, r *http.Request) {
 		fmt.Fprint(w, ": \n\n")
 		w.(http.Flusher).Flush()
 		<-r.Context().Done()
@@ -124,11 +124,11 @@ func TestAStreamEndsWithItsClient(t *testing.T) {
 	}
 }
 
-func TestStreamsEndAtShutdownWithTheCause(t *testing.T) {
+func TestStreamsEndAtShutdown(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	stopping, entered, ended := make(chan struct{}), make(chan struct{}), make(chan error, 1)
-	a := wired(t, api.Options{
+	a := newAgentWith(t, api.Options{
 		Pool: pool, Engine: engine(t, pool), Stopping: stopping,
 		Endpoints: []api.Endpoint{stream(func(_ http.ResponseWriter, r *http.Request) {
 			close(entered)
@@ -149,7 +149,7 @@ func TestStreamsEndAtShutdownWithTheCause(t *testing.T) {
 }
 
 // A stream that is an answer goes on when those end that are only watched, and is cut when no more time is left.
-func TestAnswersAreCutLast(t *testing.T) {
+func TestShutdownCutsResponsesLast(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	stopping, cutting, ended := make(chan struct{}), make(chan struct{}), make(chan error, 2)
@@ -159,7 +159,7 @@ func TestAnswersAreCutLast(t *testing.T) {
 	}
 	answering := stream(wait)
 	answering.Path, answering.Finite = "/v1/answer", true
-	a := wired(t, api.Options{
+	a := newAgentWith(t, api.Options{
 		Pool: pool, Engine: engine(t, pool), Stopping: stopping, Cutting: cutting, Endpoints: []api.Endpoint{stream(wait), answering},
 	})
 	server := a.listen(nil)
@@ -186,13 +186,13 @@ func TestAnswersAreCutLast(t *testing.T) {
 }
 
 // A follower of an execution is told at shutdown to come back soon.
-func TestFollowersAreToldToComeBack(t *testing.T) {
+func TestFollowersReconnectAfterShutdown(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	stopping := make(chan struct{})
-	a := wired(t, api.Options{Pool: pool, Engine: engine(t, pool), Stopping: stopping})
+	a := newAgentWith(t, api.Options{Pool: pool, Engine: engine(t, pool), Stopping: stopping})
 	server := a.listen(nil)
-	x := a.outside("")
+	x := a.startExternal("")
 	answer := a.call(t.Context(), "GET", server.URL+"/v1/executions/"+x.ID+"/events", token)
 	close(stopping)
 	if said, err := io.ReadAll(answer.Body); err != nil || !strings.Contains(string(said), `"status":"pending"`) || !strings.HasSuffix(string(said), "\n\nretry: 1000\n\n") {
@@ -200,18 +200,18 @@ func TestFollowersAreToldToComeBack(t *testing.T) {
 	}
 }
 
-func TestAHeadOfAStreamEnds(t *testing.T) {
+func TestHeadOfStream(t *testing.T) {
 	t.Parallel()
-	a := surfaced(t, stream(func(http.ResponseWriter, *http.Request) { t.Error("the stream was opened") }))
+	a := withEndpoints(t, stream(func(http.ResponseWriter, *http.Request) { t.Error("the stream was opened") }))
 	w := a.raw("HEAD", "/v1/stream", "", asAdmin())
 	if w.Code != 200 || w.Header().Get("Content-Type") != "text/event-stream" || w.Body.Len() != 0 {
 		t.Errorf("%d %v %s", w.Code, w.Header(), w.Body)
 	}
 }
 
-func TestAHeaderHasALimit(t *testing.T) {
+func TestHeaderLimit(t *testing.T) {
 	t.Parallel()
-	a := surfaced(t)
+	a := withEndpoints(t)
 	server := a.listen(nil)
 	r, err := http.NewRequestWithContext(t.Context(), "GET", server.URL+"/healthz", http.NoBody)
 	if err != nil {
@@ -228,8 +228,8 @@ func TestAHeaderHasALimit(t *testing.T) {
 	}
 }
 
-// eventRequest reads the next event of a stream; comments are skipped.
-func eventRequest(t *testing.T, lines *bufio.Scanner) map[string]string {
+// readEvent reads the next event of a stream; comments are skipped.
+func readEvent(t *testing.T, lines *bufio.Scanner) map[string]string {
 	t.Helper()
 	got := map[string]string{}
 	for lines.Scan() {
@@ -244,11 +244,11 @@ func eventRequest(t *testing.T, lines *bufio.Scanner) map[string]string {
 	return got
 }
 
-func TestTheStatusOfARunIsStreamedUntilItsEnd(t *testing.T) {
+func TestStatusStreamEndsWithExecution(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	server := a.listen(nil)
-	x := a.begin("beat", trace.New(trace.Flow))
+	x := a.start("beat", trace.New(trace.Flow))
 	url := server.URL + "/v1/executions/" + x.ID + "/events"
 	answer := a.call(t.Context(), "GET", url, token)
 	defer answer.Body.Close()
@@ -273,7 +273,7 @@ func TestTheStatusOfARunIsStreamedUntilItsEnd(t *testing.T) {
 		}},
 		{"cancelled", func() {}},
 	} {
-		last = eventRequest(t, lines)
+		last = readEvent(t, lines)
 		if last["event"] != "status" || last["id"] == "" || !strings.Contains(last["data"], `"status":"`+step.status+`"`) ||
 			!strings.Contains(last["data"], `"id":"`+x.ID+`"`) || !strings.Contains(last["data"], `"at":"`) {
 			t.Fatalf("event is %v, want %s", last, step.status)
@@ -283,7 +283,7 @@ func TestTheStatusOfARunIsStreamedUntilItsEnd(t *testing.T) {
 		}
 		step.then()
 	}
-	if more := eventRequest(t, lines); len(more) != 0 || lines.Err() != nil {
+	if more := readEvent(t, lines); len(more) != 0 || lines.Err() != nil {
 		t.Errorf("after the end: %v, %v", more, lines.Err())
 	}
 	header := asAdmin()
@@ -294,7 +294,7 @@ func TestTheStatusOfARunIsStreamedUntilItsEnd(t *testing.T) {
 	if again := a.raw("GET", "/v1/executions/"+x.ID+"/events", "", header); again.Code != http.StatusNoContent {
 		t.Errorf("to who has seen the end: %d %s", again.Code, again.Body)
 	}
-	a.refused(a.raw("GET", "/v1/executions/x/events", "", asAdmin()), 400, "uuid")
-	a.refused(a.raw("GET", "/v1/executions/018f0000-0000-7000-8000-000000000000/events", "", asAdmin()), 404, "no such execution")
-	a.refused(a.raw("GET", "/v1/executions/"+x.ID+"/events?full=1", "", asAdmin()), 400, `"full"`)
+	a.checkProblem(a.raw("GET", "/v1/executions/x/events", "", asAdmin()), 400, "uuid")
+	a.checkProblem(a.raw("GET", "/v1/executions/018f0000-0000-7000-8000-000000000000/events", "", asAdmin()), 404, "no such execution")
+	a.checkProblem(a.raw("GET", "/v1/executions/"+x.ID+"/events?full=1", "", asAdmin()), 400, `"full"`)
 }

@@ -17,47 +17,47 @@ type messageContent struct {
 	MessageID       string `json:"message_id"`
 }
 
-// creates expects 201 and reads the answer into into, where that is given.
-func (a *agent) creates(path, body string, into any) {
+// create expects 201 and reads the answer into into, where that is given.
+func (a *agent) create(path, body string, into any) {
 	a.t.Helper()
 	if into == nil {
 		into = &struct{}{}
 	}
-	a.expect(a.raw("POST", path, body, asAdmin()), "POST", path, http.StatusCreated, into)
+	a.checkResponse(a.raw("POST", path, body, asAdmin()), "POST", path, http.StatusCreated, into)
 }
 
-// outsideRun makes a run that a worker outside has locked, and returns its id and its lock.
-func (a *agent) outsideRun(owner string) (id, lock string) {
+// lockExternal makes a run that a worker outside has locked, and returns its id and its lock.
+func (a *agent) lockExternal(owner string) (id, lock string) {
 	a.t.Helper()
 	id = pgtest.Value[string](a.t, a.pool, `insert into agent_executions (trace_id, surface, agent, flow)
 		values (lanekeeper.agent_trace_id('fl'), 'flow', 'outside', 'external') returning id::text`)
 	return id, pgtest.Value[string](a.t, a.pool, `select lock_id from lock_agent_execution($1, $2)`, id, owner)
 }
 
-func TestWorkersOutsideAndAdminsSpeakInThreads(t *testing.T) {
+func TestSendMessages(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	var made threads.Thread
-	a.creates("/v1/threads", `{"id":"maria","participant":"Maria","owner":"site"}`, &made)
+	a.create("/v1/threads", `{"id":"maria","participant":"Maria","owner":"site"}`, &made)
 	if made.ID != "maria" || made.Channel != "chat" || made.Participant != "Maria" {
 		t.Errorf("made: %+v", made)
 	}
-	a.refused(a.raw("POST", "/v1/threads", `{"id":"maria"}`, asAdmin()), 409, "exists")
-	a.refused(a.raw("POST", "/v1/threads", `{"id":"x","channel":"webhook","target":"none"}`, asAdmin()), 400, "target")
-	a.refused(a.raw("POST", "/v1/threads", `{"id":"x","channel":"pigeon"}`, asAdmin()), 400, "channel")
+	a.checkProblem(a.raw("POST", "/v1/threads", `{"id":"maria"}`, asAdmin()), 409, "exists")
+	a.checkProblem(a.raw("POST", "/v1/threads", `{"id":"x","channel":"webhook","target":"none"}`, asAdmin()), 400, "target")
+	a.checkProblem(a.raw("POST", "/v1/threads", `{"id":"x","channel":"pigeon"}`, asAdmin()), 400, "channel")
 	for _, idle := range []string{"0", "-1", "2592001"} {
-		a.refused(a.raw("POST", "/v1/threads", `{"id":"x","idle_seconds":`+idle+`}`, asAdmin()), 400, "idle_seconds")
+		a.checkProblem(a.raw("POST", "/v1/threads", `{"id":"x","idle_seconds":`+idle+`}`, asAdmin()), 400, "idle_seconds")
 	}
-	a.creates("/v1/threads", `{"id":"quick","idle_seconds":20}`, &made)
+	a.create("/v1/threads", `{"id":"quick","idle_seconds":20}`, &made)
 	if made.IdleSeconds != 20 || pgtest.Value[int](t, a.pool, `select idle_seconds from agent_threads where id = 'maria'`) != 600 {
 		t.Errorf("idle time: %+v", made)
 	}
 
-	first, lock := a.outsideRun("first")
-	second, other := a.outsideRun("second")
+	first, lock := a.lockExternal("first")
+	second, other := a.lockExternal("second")
 	tell := func(words, id, lock string) (got messageContent) {
 		t.Helper()
-		a.creates("/v1/threads/maria/messages", fmt.Sprintf(`{"content":%q,"execution_id":%q,"lock_id":%q}`, words, id, lock), &got)
+		a.create("/v1/threads/maria/messages", fmt.Sprintf(`{"content":%q,"execution_id":%q,"lock_id":%q}`, words, id, lock), &got)
 		if !got.Success || got.MessageID == "" {
 			t.Errorf("%s: %+v", words, got)
 		}
@@ -67,7 +67,7 @@ func TestWorkersOutsideAndAdminsSpeakInThreads(t *testing.T) {
 		t.Error("the holder speaks at once, the other queues")
 	}
 	var got messageContent
-	a.creates("/v1/threads/maria/messages", `{"content":"an admin"}`, &got)
+	a.create("/v1/threads/maria/messages", `{"content":"an admin"}`, &got)
 	if !got.Success || !got.Queued {
 		t.Errorf("the admin's: %+v", got)
 	}
@@ -89,15 +89,15 @@ func TestWorkersOutsideAndAdminsSpeakInThreads(t *testing.T) {
 	}
 }
 
-func TestTheLinesOfAMessageNameTheRunAndItsTrace(t *testing.T) {
+func TestMessageLogLines(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	a.creates("/v1/threads", `{"id":"pedro"}`, nil)
-	first, lock := a.outsideRun("first")
-	second, other := a.outsideRun("second")
-	a.creates("/v1/threads/pedro/messages", fmt.Sprintf(`{"content":"one","execution_id":%q,"lock_id":%q}`, first, lock), nil)
-	a.creates("/v1/threads/pedro/messages", fmt.Sprintf(`{"content":"two","execution_id":%q,"lock_id":%q}`, second, other), nil)
-	a.creates("/v1/threads/pedro/messages", `{"content":"an admin"}`, nil)
+	a.create("/v1/threads", `{"id":"pedro"}`, nil)
+	first, lock := a.lockExternal("first")
+	second, other := a.lockExternal("second")
+	a.create("/v1/threads/pedro/messages", fmt.Sprintf(`{"content":"one","execution_id":%q,"lock_id":%q}`, first, lock), nil)
+	a.create("/v1/threads/pedro/messages", fmt.Sprintf(`{"content":"two","execution_id":%q,"lock_id":%q}`, second, other), nil)
+	a.create("/v1/threads/pedro/messages", `{"content":"an admin"}`, nil)
 	got := a.log.String()
 	traceOf := func(id string) string {
 		return pgtest.Value[string](t, a.pool, `select trace_id from agent_executions where id = $1`, id)
@@ -114,12 +114,12 @@ func TestTheLinesOfAMessageNameTheRunAndItsTrace(t *testing.T) {
 	}
 }
 
-func TestMessagesThatAreRefused(t *testing.T) {
+func TestInvalidMessages(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	a.creates("/v1/threads", `{"id":"t"}`, nil)
-	inside := a.begin("beat", trace.New(trace.Flow)).ID
-	id, lock := a.outsideRun("worker")
+	a.create("/v1/threads", `{"id":"t"}`, nil)
+	inside := a.start("beat", trace.New(trace.Flow)).ID
+	id, lock := a.lockExternal("worker")
 	path := "/v1/threads/t/messages"
 	for body, want := range map[string]struct {
 		status int
@@ -134,21 +134,21 @@ func TestMessagesThatAreRefused(t *testing.T) {
 		fmt.Sprintf(`{"content":"x","execution_id":%q}`, id):                                  {403, "lock_id"},
 		fmt.Sprintf(`{"content":"x","execution_id":%q,"lock_id":"void"}`, id):                 {409, "worker"},
 	} {
-		a.refused(a.raw("POST", path, body, asAdmin()), want.status, want.words)
+		a.checkProblem(a.raw("POST", path, body, asAdmin()), want.status, want.words)
 	}
-	a.refused(a.raw("POST", "/v1/threads/none/messages", `{"content":"x"}`, asAdmin()), 404, "no such thread")
+	a.checkProblem(a.raw("POST", "/v1/threads/none/messages", `{"content":"x"}`, asAdmin()), 404, "no such thread")
 	pgtest.Exec(t, a.pool, `select cancel_agent_execution($1, 'admin', 'enough')`, id)
-	a.refused(a.raw("POST", path, fmt.Sprintf(`{"content":"x","execution_id":%q,"lock_id":%q}`, id, lock), asAdmin()), 409, "ended")
+	a.checkProblem(a.raw("POST", path, fmt.Sprintf(`{"content":"x","execution_id":%q,"lock_id":%q}`, id, lock), asAdmin()), 409, "ended")
 	if n := pgtest.Value[int](t, a.pool, `select count(*)::int from agent_messages`); n != 0 {
 		t.Errorf("%d messages were sent", n)
 	}
 }
 
 // A message is an effect of its key, also when the answer was not kept.
-func TestAMessageOfAKeyIsSentOnce(t *testing.T) {
+func TestMessageWithKeyIsSentOnce(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	a.creates("/v1/threads", `{"id":"t"}`, nil)
+	a.create("/v1/threads", `{"id":"t"}`, nil)
 	var ids []string
 	for range 2 {
 		header := asAdmin()
@@ -166,11 +166,11 @@ func TestAMessageOfAKeyIsSentOnce(t *testing.T) {
 }
 
 // A run that is started with a thread that nobody has begun begins it. It belongs to the flow.
-func TestARunBeginsItsConversation(t *testing.T) {
+func TestExecutionOpensThread(t *testing.T) {
 	t.Parallel()
-	a := alive(t)
-	a.outside(`,"thread_id":"begun"`)
-	a.outside(`,"thread_id":"begun"`)
+	a := runningAgent(t)
+	a.startExternal(`,"thread_id":"begun"`)
+	a.startExternal(`,"thread_id":"begun"`)
 	var got struct {
 		ID, Channel, Owner string
 		OwnerKind          string `json:"owner_kind"`

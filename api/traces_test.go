@@ -10,12 +10,12 @@ import (
 	"github.com/lanekeeper/lanekeeper/why"
 )
 
-// TestTheCallersTraceIsALink: whoever starts a run, or wakes one by an event, with a traceparent is linked from the
+// TestCallerTraceLink: whoever starts a run, or wakes one by an event, with a traceparent is linked from the
 // run's trace, which keeps its own id. What is no traceparent leaves nothing.
-func TestTheCallersTraceIsALink(t *testing.T) {
+func TestCallerTraceLink(t *testing.T) {
 	t.Parallel()
 	const first, second = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
-	a := alive(t)
+	a := runningAgent(t)
 	from := func(parent string) http.Header {
 		h := asAdmin()
 		h.Set("Traceparent", parent)
@@ -28,31 +28,31 @@ func TestTheCallersTraceIsALink(t *testing.T) {
 		}
 		return all
 	}
-	var x started
-	a.expect(a.raw("POST", "/v1/executions", `{"flow":"external"}`, from(first)), "POST", "/v1/executions", http.StatusCreated, &x)
+	var x startedExecution
+	a.checkResponse(a.raw("POST", "/v1/executions", `{"flow":"external"}`, from(first)), "POST", "/v1/executions", http.StatusCreated, &x)
 	if got := links(x.TraceID); got != first || trace.ID(x.TraceID).OTel() == first[3:35] {
 		t.Errorf("trace %s is linked to %q, want %q", x.TraceID, got, first)
 	}
 	var lock lockAnswer
-	a.does("POST", "/v1/executions/"+x.ID+"/lock", `{"owner":"me"}`, http.StatusOK, &lock)
-	a.does("DELETE", "/v1/executions/"+x.ID+"/lock/"+lock.LockID, `{"status":"waiting","waiting_for":"event","waiting_key":"k1"}`, http.StatusOK, new(any))
+	a.request("POST", "/v1/executions/"+x.ID+"/lock", `{"owner":"me"}`, http.StatusOK, &lock)
+	a.request("DELETE", "/v1/executions/"+x.ID+"/lock/"+lock.LockID, `{"status":"waiting","waiting_for":"event","waiting_key":"k1"}`, http.StatusOK, new(any))
 	var got executions.Delivered
-	a.expect(a.raw("POST", "/v1/events", `{"event":"EVENT_COMPLETED","key":"k1"}`, from(second)), "POST", "/v1/events", http.StatusAccepted, &got)
+	a.checkResponse(a.raw("POST", "/v1/events", `{"event":"EVENT_COMPLETED","key":"k1"}`, from(second)), "POST", "/v1/events", http.StatusAccepted, &got)
 	if len(got.Resumed) != 1 || links(x.TraceID) != first+" "+second {
 		t.Errorf("woken are %v; the trace is linked to %q", got.Resumed, links(x.TraceID))
 	}
-	var y started
-	a.expect(a.raw("POST", "/v1/executions", `{"flow":"external"}`, from("00-rubbish")), "POST", "/v1/executions", http.StatusCreated, &y)
+	var y startedExecution
+	a.checkResponse(a.raw("POST", "/v1/executions", `{"flow":"external"}`, from("00-rubbish")), "POST", "/v1/executions", http.StatusCreated, &y)
 	if got := links(y.TraceID); got != "" {
 		t.Errorf("rubbish is a link: %q", got)
 	}
 }
 
-func TestATraceSaysWhyByEveryFormOfItsID(t *testing.T) {
+func TestWhyByTraceIDForms(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	id := trace.New(trace.Flow)
-	begun := a.begin("order", id)
+	begun := a.start("order", id)
 	for _, form := range []string{string(id), id.OTel(), id.Suffix()} {
 		var got why.Answer
 		header := a.get("/v1/traces/"+form+"/why", &got)
@@ -64,11 +64,11 @@ func TestATraceSaysWhyByEveryFormOfItsID(t *testing.T) {
 			t.Errorf("by %s the cause is %+v", form, cause)
 		}
 	}
-	a.refused(a.raw("GET", "/v1/traces/"+string(trace.New(trace.Chat))+"/why", "", asAdmin()), http.StatusNotFound, "")
-	a.refused(a.raw("GET", "/v1/traces/nonsense/why", "", asAdmin()), http.StatusBadRequest, "not a trace id")
+	a.checkProblem(a.raw("GET", "/v1/traces/"+string(trace.New(trace.Chat))+"/why", "", asAdmin()), http.StatusNotFound, "")
+	a.checkProblem(a.raw("GET", "/v1/traces/nonsense/why", "", asAdmin()), http.StatusBadRequest, "not a trace id")
 }
 
-func TestTheModelCallsOfATraceAreReadWithTheirPrompts(t *testing.T) {
+func TestPromptsOfTrace(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	const trace = "op_01J8052XG1XHJAZ95GX5TCNBAZ"
@@ -96,7 +96,7 @@ func TestTheModelCallsOfATraceAreReadWithTheirPrompts(t *testing.T) {
 	}
 }
 
-func TestACallIsComparedWithTheOneBeforeItOnWhicheverPage(t *testing.T) {
+func TestPromptDiffAcrossPages(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	const trace = "op_01J8052XG1XHJAZ95GX5TCNBAZ"
@@ -128,13 +128,13 @@ func TestACallIsComparedWithTheOneBeforeItOnWhicheverPage(t *testing.T) {
 	}
 }
 
-func TestPromptsRefuseWhatIsNoParameter(t *testing.T) {
+func TestInvalidPromptParameters(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	for query, says := range map[string]string{
 		"activity_id=nonsense": "parameter activity_id must be a uuid", "limit=0": "use 1 to 100",
 		"limit=101": "use 1 to 100", "limit=many": "use 1 to 100",
 	} {
-		a.refused(a.raw("GET", "/v1/traces/op_01J8052XG1XHJAZ95GX5TCNBAZ/prompts?"+query, "", asAdmin()), 400, says)
+		a.checkProblem(a.raw("GET", "/v1/traces/op_01J8052XG1XHJAZ95GX5TCNBAZ/prompts?"+query, "", asAdmin()), 400, says)
 	}
 }

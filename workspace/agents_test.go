@@ -12,7 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
-func TestAnAgentIsAppliedWithItsInstructionsFileAndVersions(t *testing.T) {
+func TestApplyAgents(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	dir := fstest.MapFS{
@@ -25,7 +25,7 @@ func TestAnAgentIsAppliedWithItsInstructionsFileAndVersions(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := workspace.Apply(t.Context(), pool, w, pruning); err != nil {
+		if _, err := workspace.Apply(t.Context(), pool, w, pruneAll); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -50,7 +50,7 @@ func TestAnAgentIsAppliedWithItsInstructionsFileAndVersions(t *testing.T) {
 }
 
 // A folder whose only agent has another name than before needs no word of the default: the one before goes.
-func TestARenamedAgentIsTheDefaultWhenTheOneBeforeIsRemoved(t *testing.T) {
+func TestRenamedDefaultAgent(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	apply := func(name string) error {
@@ -58,7 +58,7 @@ func TestARenamedAgentIsTheDefaultWhenTheOneBeforeIsRemoved(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		_, err = workspace.Apply(t.Context(), pool, w, pruning)
+		_, err = workspace.Apply(t.Context(), pool, w, pruneAll)
 		return err
 	}
 	for _, name := range []string{"mine", "librarian"} {
@@ -71,7 +71,7 @@ func TestARenamedAgentIsTheDefaultWhenTheOneBeforeIsRemoved(t *testing.T) {
 	}
 }
 
-func TestWhatIsWrongWithAgentsIsSaidWithItsPlace(t *testing.T) {
+func TestInvalidAgents(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for name, c := range map[string]struct{ text, want string }{
@@ -98,7 +98,7 @@ func TestWhatIsWrongWithAgentsIsSaidWithItsPlace(t *testing.T) {
 			t.Parallel()
 			w, err := workspace.Load(fstest.MapFS{"f.yaml": {Data: []byte(c.text)}})
 			if err == nil {
-				_, err = workspace.Plan(t.Context(), pool, w, pruning)
+				_, err = workspace.Plan(t.Context(), pool, w, pruneAll)
 			}
 			if err == nil || !strings.Contains(err.Error(), c.want) {
 				t.Errorf("said %v, want %q", err, c.want)
@@ -107,7 +107,7 @@ func TestWhatIsWrongWithAgentsIsSaidWithItsPlace(t *testing.T) {
 	}
 }
 
-func TestAFlowCannotHaveTheNameOfAnAgentThatIsKept(t *testing.T) {
+func TestFlowNameConflictsWithAgent(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	keeping := workspace.Options{}
@@ -124,7 +124,7 @@ func TestAFlowCannotHaveTheNameOfAnAgentThatIsKept(t *testing.T) {
 	}
 }
 
-func TestAnAgentThatIsStillNamedIsNotPruned(t *testing.T) {
+func TestReferencedAgentIsNotPruned(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	put := func(options workspace.Options, text string) error {
@@ -144,12 +144,12 @@ func TestAnAgentThatIsStillNamedIsNotPruned(t *testing.T) {
 		"an automation": {
 			`insert into agent_automations (name, agent, prompt, source) values ('nightly', 'two', 'look', 'admin')`,
 			`update agent_automations set enabled = false, disabled_by = 'admin'`,
-			`agent two cannot be removed: automation "nightly" names it; agent automations disable "nightly", or keep the agent`, pruning,
+			`agent two cannot be removed: automation "nightly" names it; agent automations disable "nightly", or keep the agent`, pruneAll,
 		},
 		"an objective": {
 			`insert into agent_objectives (name, agent, goal, source) values ('grow', 'two', 'Grow.', 'admin')`,
 			`update agent_objectives set status = 'paused'`,
-			`agent two cannot be removed: objective "grow" names it; agent objectives pause "grow", or keep the agent`, pruning,
+			`agent two cannot be removed: objective "grow" names it; agent objectives pause "grow", or keep the agent`, pruneAll,
 		},
 		"a flow": {
 			`insert into agent_flows (name, version, digest, definition) values ('ask', 1, 'd',
@@ -161,10 +161,10 @@ func TestAnAgentThatIsStillNamedIsNotPruned(t *testing.T) {
 			`insert into agent_agents (name, version, digest, definition, source) values
 			   ('boss', 1, 'd', '{"name": "boss", "delegates": ["two"]}', 'admin')`,
 			`update agent_agents set current = false where name = 'boss'`,
-			`agent two cannot be removed: agent "boss" names it in delegates[0]; apply that agent without it`, pruning,
+			`agent two cannot be removed: agent "boss" names it in delegates[0]; apply that agent without it`, pruneAll,
 		},
 	} {
-		if err := put(pruning, both); err != nil {
+		if err := put(pruneAll, both); err != nil {
 			t.Fatal(err)
 		}
 		if _, err := pool.Exec(t.Context(), c.use); err != nil {
@@ -186,12 +186,12 @@ func TestAnAgentThatIsStillNamedIsNotPruned(t *testing.T) {
 	}
 }
 
-func TestTheLastDefaultAgentIsNotPrunedAlone(t *testing.T) {
+func TestLastDefaultAgentIsNotPruned(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w, err := workspace.Load(fstest.MapFS{"f.yaml": {Data: []byte("kind: agent\nname: one\ndefault: true\n---\nkind: agent\nname: two\n")}})
 	if err == nil {
-		_, err = workspace.Apply(t.Context(), pool, w, pruning)
+		_, err = workspace.Apply(t.Context(), pool, w, pruneAll)
 	}
 	if err != nil {
 		t.Fatal(err)
@@ -200,14 +200,14 @@ func TestTheLastDefaultAgentIsNotPrunedAlone(t *testing.T) {
 	if _, err := workspace.Apply(t.Context(), pool, workspace.Workspace{}, onlyOne); err == nil || !strings.Contains(err.Error(), "no other agent is the default") {
 		t.Errorf("said %v", err)
 	}
-	if _, err := workspace.Apply(t.Context(), pool, workspace.Workspace{}, pruning); err != nil {
+	if _, err := workspace.Apply(t.Context(), pool, workspace.Workspace{}, pruneAll); err != nil {
 		t.Errorf("all agents: %v", err)
 	}
 }
 
-func TestUnknownBuiltinsAreRefused(t *testing.T) {
+func TestUnknownBuiltins(t *testing.T) {
 	t.Parallel()
-	w := load(t, "a.yaml", good+"---\nkind: skill\nname: b\nhandler: builtin:recal\n---\nkind: skill\nname: c\nhandler: 'builtin: recall'\n",
+	w := load(t, "a.yaml", goodSkill+"---\nkind: skill\nname: b\nhandler: builtin:recal\n---\nkind: skill\nname: c\nhandler: 'builtin: recall'\n",
 		"b.yaml", "kind: skill\nname: d\nhandler: builtin:weather_of_the_week\n")
 	want := `a.yaml:7:10: handler: unknown builtin "recal"; did you mean "recall"?` + "\n" +
 		`b.yaml:3:10: handler: unknown builtin "weather_of_the_week"; known are objectives_list, recall`
@@ -219,7 +219,7 @@ func TestUnknownBuiltinsAreRefused(t *testing.T) {
 	}
 }
 
-func TestAnMCPServerIsAppliedAndHoldsNoSecret(t *testing.T) {
+func TestApplyMCPServer(t *testing.T) {
 	t.Parallel()
 	read := func(token string) (workspace.Workspace, error) {
 		return workspace.Load(fstest.MapFS{"mcp.yaml": {Data: []byte(`kind: mcp_server
@@ -237,7 +237,7 @@ headers:
 	}
 	pool := pgtest.DB(t)
 	for _, want := range []workspace.Action{workspace.Create, workspace.Unchanged} {
-		diff, err := workspace.Apply(t.Context(), pool, w, pruning)
+		diff, err := workspace.Apply(t.Context(), pool, w, pruneAll)
 		if err != nil || len(diff.Items) != 1 || diff.Items[0].Action != want || diff.Items[0].Kind != "mcp_server" {
 			t.Errorf("the diff is %+v, %v; want %s", diff, err, want)
 		}
@@ -246,7 +246,7 @@ headers:
 	if err != nil || got.Headers["Authorization"] != "Bearer ${WEATHER_TOKEN}" || got.Trust != "approve" || got.Source != workspace.Source {
 		t.Errorf("the server is %+v, %v", got, err)
 	}
-	diff, err := workspace.Apply(t.Context(), pool, workspace.Workspace{}, pruning)
+	diff, err := workspace.Apply(t.Context(), pool, workspace.Workspace{}, pruneAll)
 	if err != nil || len(diff.Items) != 1 || diff.Items[0].Action != workspace.Remove {
 		t.Errorf("an empty workspace: %+v, %v", diff, err)
 	}

@@ -20,8 +20,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
-// everything has something of every kind.
-const everything = `
+// fullWorkspace has something of every kind.
+const fullWorkspace = `
 kind: automation
 name: often
 cron: "*/5 * * * *"
@@ -49,12 +49,12 @@ review_every: 24h
 steps: [first, second]
 `
 
-// pruning removes what no file declares.
-var pruning = workspace.Options{Prune: workspace.All}
+// pruneAll removes what no file declares.
+var pruneAll = workspace.Options{Prune: workspace.All}
 
 func apply(t testing.TB, pool *pgxpool.Pool, w workspace.Workspace) workspace.Diff {
 	t.Helper()
-	diff, err := workspace.Apply(t.Context(), pool, w, pruning)
+	diff, err := workspace.Apply(t.Context(), pool, w, pruneAll)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -100,10 +100,10 @@ func query(t testing.TB, pool *pgxpool.Pool, sql string) string {
 	return text
 }
 
-func TestApplyTwiceWritesNothingTheSecondTime(t *testing.T) {
+func TestApplyTwice(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	w := load(t, "a.yaml", everything)
+	w := load(t, "a.yaml", fullWorkspace)
 	first := apply(t, pool, w)
 	if diff := cmp.Diff([]string{"create skill one", "create skill two", "create objective plan", "create automation often"}, actions(first)); diff != "" {
 		t.Error(diff)
@@ -118,13 +118,13 @@ func TestApplyTwiceWritesNothingTheSecondTime(t *testing.T) {
 	}
 }
 
-func TestPlanSaysWhatApplyDoesAndWritesNothing(t *testing.T) {
+func TestPlan(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	apply(t, pool, load(t, "a.yaml", everything))
+	apply(t, pool, load(t, "a.yaml", fullWorkspace))
 	before := versions(t, pool)
-	next := load(t, "a.yaml", strings.ReplaceAll(everything, "the first", "the best")+"---\n"+good)
-	planned, err := workspace.Plan(t.Context(), pool, next, pruning)
+	next := load(t, "a.yaml", strings.ReplaceAll(fullWorkspace, "the first", "the best")+"---\n"+goodSkill)
+	planned, err := workspace.Plan(t.Context(), pool, next, pruneAll)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -139,12 +139,12 @@ func TestPlanSaysWhatApplyDoesAndWritesNothing(t *testing.T) {
 	}
 }
 
-func TestApplyTellsWhatChanged(t *testing.T) {
+func TestApplyReportsChanges(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	apply(t, pool, load(t, "a.yaml", everything))
+	apply(t, pool, load(t, "a.yaml", fullWorkspace))
 	changed := strings.NewReplacer("the first", "the best", "order by 1", "order by n desc", "go on", "go further",
-		"*/5 *", "*/6 *", "n: 3", "n: 4", "24h", "12h", "second]", "second, third]", "integer", "number", "name: two", "name: two\nidempotent: true").Replace(everything)
+		"*/5 *", "*/6 *", "n: 3", "n: 4", "24h", "12h", "second]", "second, third]", "integer", "number", "name: two", "name: two\nidempotent: true").Replace(fullWorkspace)
 	diff := apply(t, pool, load(t, "a.yaml", changed))
 	var text bytes.Buffer
 	if err := diff.WriteText(&text); err != nil {
@@ -180,16 +180,16 @@ func TestApplyTellsWhatChanged(t *testing.T) {
 	}
 }
 
-func TestApplyRemovesWhatAWorkspaceDeclaredAndNothingElse(t *testing.T) {
+func TestApplyRemovesOnlyDeclared(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	apply(t, pool, load(t, "a.yaml", everything))
+	apply(t, pool, load(t, "a.yaml", fullWorkspace))
 	for name, source := range map[string]string{"own": "", "built": skills.SourceBuiltin} {
 		if _, err := skills.Put(t.Context(), pool, skills.Definition{Name: name, Handler: "builtin:x"}, source); err != nil {
 			t.Fatal(err)
 		}
 	}
-	diff := apply(t, pool, load(t, "a.yaml", good))
+	diff := apply(t, pool, load(t, "a.yaml", goodSkill))
 	want := []string{"create skill a", "remove skill one", "remove skill two", "remove objective plan", "remove automation often"}
 	if diff := cmp.Diff(want, actions(diff)); diff != "" {
 		t.Error(diff)
@@ -197,17 +197,17 @@ func TestApplyRemovesWhatAWorkspaceDeclaredAndNothingElse(t *testing.T) {
 	if got := query(t, pool, `select string_agg(name, ' ' order by name) from agent_skills`); got != "a built own" {
 		t.Errorf("left: %s", got)
 	}
-	if again := apply(t, pool, load(t, "a.yaml", good)); !again.Empty() {
+	if again := apply(t, pool, load(t, "a.yaml", goodSkill)); !again.Empty() {
 		t.Errorf("a second apply did %v", actions(again))
 	}
 }
 
-func TestApplyKeepsWhatNoFileDeclaresUnlessItIsToBePruned(t *testing.T) {
+func TestApplyKeepsWithoutPrune(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	apply(t, pool, load(t, "a.yaml", everything))
+	apply(t, pool, load(t, "a.yaml", fullWorkspace))
 	before := versions(t, pool)
-	kept, err := workspace.Apply(t.Context(), pool, load(t, "a.yaml", good), workspace.Options{})
+	kept, err := workspace.Apply(t.Context(), pool, load(t, "a.yaml", goodSkill), workspace.Options{})
 	want := []string{
 		"create skill a", "keep skill one", "keep skill two", "keep objective plan", "keep automation often",
 	}
@@ -219,7 +219,7 @@ func TestApplyKeepsWhatNoFileDeclaresUnlessItIsToBePruned(t *testing.T) {
 		t.Errorf("kept rows were written: %s", diff)
 	}
 	one := workspace.Options{Prune: func(i workspace.Item) bool { return i.Name == "often" }}
-	diff, err := workspace.Apply(t.Context(), pool, load(t, "a.yaml", good), one)
+	diff, err := workspace.Apply(t.Context(), pool, load(t, "a.yaml", goodSkill), one)
 	want[4] = "remove automation often"
 	if diff := cmp.Diff(want, actions(diff)); diff != "" || err != nil {
 		t.Error(diff, err)
@@ -229,16 +229,16 @@ func TestApplyKeepsWhatNoFileDeclaresUnlessItIsToBePruned(t *testing.T) {
 	if got != `["automation often"]` {
 		t.Errorf("the audit row says that %s were pruned", got)
 	}
-	again, err := workspace.Apply(t.Context(), pool, load(t, "a.yaml", good), workspace.Options{})
+	again, err := workspace.Apply(t.Context(), pool, load(t, "a.yaml", goodSkill), workspace.Options{})
 	if err != nil || !again.Empty() || again.Count(workspace.Keep) != 3 {
 		t.Errorf("a further apply did %v, %v", actions(again), err)
 	}
 }
 
-func TestApplyNeverTouchesWhatWasLearnedOrDecided(t *testing.T) {
+func TestApplyKeepsRuntimeState(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	apply(t, pool, load(t, "a.yaml", everything))
+	apply(t, pool, load(t, "a.yaml", fullWorkspace))
 	if _, err := skills.Disable(t.Context(), pool, "one", "self_heal", "failed thrice", map[string]int{"calls": 3}); err != nil {
 		t.Fatal(err)
 	}
@@ -259,7 +259,7 @@ func TestApplyNeverTouchesWhatWasLearnedOrDecided(t *testing.T) {
 			  (select to_jsonb(m) from agent_memory m))::text`)
 	}
 	before := state()
-	changed := strings.NewReplacer("the first", "the best", "go on", "go further", "second]", "second, third]", "n: 3", "n: 4").Replace(everything)
+	changed := strings.NewReplacer("the first", "the best", "go on", "go further", "second]", "second, third]", "n: 3", "n: 4").Replace(fullWorkspace)
 	if diff := apply(t, pool, load(t, "a.yaml", changed)); diff.Count(workspace.Update) != 3 {
 		t.Errorf("the changed workspace did %v", actions(diff))
 	}
@@ -268,15 +268,15 @@ func TestApplyNeverTouchesWhatWasLearnedOrDecided(t *testing.T) {
 	}
 }
 
-func TestApplyDoesNotOverwriteWhatAnAdminHasDeclared(t *testing.T) {
+func TestApplyKeepsAdminRows(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	apply(t, pool, load(t, "all.yaml", everything))
+	apply(t, pool, load(t, "all.yaml", fullWorkspace))
 	by := objectives.Definition{Name: "plan", Goal: "go on, but slowly", ReviewEvery: "48h"}
 	if _, err := objectives.Put(t.Context(), pool, by, objectives.SourceAdmin); err != nil {
 		t.Fatal(err)
 	}
-	changed := strings.ReplaceAll(everything, "select 1 as one", "select 2 as one")
+	changed := strings.ReplaceAll(fullWorkspace, "select 1 as one", "select 2 as one")
 	type act func(context.Context, postgres.Beginner, workspace.Workspace, workspace.Options) (workspace.Diff, error)
 	for name, act := range map[string]act{"apply": workspace.Apply, "plan": workspace.Plan} {
 		_, err := act(t.Context(), pool, load(t, "all.yaml", changed), workspace.Options{})
@@ -298,25 +298,25 @@ func TestApplyDoesNotOverwriteWhatAnAdminHasDeclared(t *testing.T) {
 		t.Errorf("the rest was applied: %+v, %v", s, err)
 	}
 	same := strings.NewReplacer("goal: go on", "goal: go on, but slowly", "24h", "48h", "[first, second]", "[first, second, third]")
-	apply(t, pool, load(t, "all.yaml", same.Replace(everything))) // takes it over
-	apply(t, pool, load(t, "all.yaml", everything))
+	apply(t, pool, load(t, "all.yaml", same.Replace(fullWorkspace))) // takes it over
+	apply(t, pool, load(t, "all.yaml", fullWorkspace))
 	if o, err := objectives.Get(t.Context(), pool, "plan"); err != nil || o.Goal != "go on" || o.Source != objectives.SourceWorkspace {
 		t.Errorf("it says %q, %v", o.Goal, err)
 	}
 }
 
-func TestApplyGivesAChangedScheduleItsNextTime(t *testing.T) {
+func TestApplyReschedules(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	apply(t, pool, load(t, "a.yaml", everything))
+	apply(t, pool, load(t, "a.yaml", fullWorkspace))
 	pgtest.Exec(t, pool, `update agent_automations set next_run_at = '2031-01-01'`)
-	apply(t, pool, load(t, "a.yaml", strings.ReplaceAll(everything, "*/5 *", "*/6 *")))
+	apply(t, pool, load(t, "a.yaml", strings.ReplaceAll(fullWorkspace, "*/5 *", "*/6 *")))
 	if soon := query(t, pool, `select (next_run_at <= clock_timestamp() + interval '6 minutes')::text from agent_automations`); soon != "true" {
 		t.Error("the automation keeps the time of its old schedule")
 	}
 }
 
-func TestApplyChecksWhatAutomationsCall(t *testing.T) {
+func TestApplyValidatesAutomationSkills(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	if _, err := skills.Put(t.Context(), pool, skills.Definition{Name: "beside", Handler: "builtin:x"}, skills.SourceBuiltin); err != nil {
@@ -329,9 +329,9 @@ func TestApplyChecksWhatAutomationsCall(t *testing.T) {
 		"of a builtin":     {"skill: two", "skill: beside", `a.yaml:6:12: arguments: additional properties 'n' not allowed (skill beside)`},
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := load(t, "a.yaml", strings.Replace(everything, c.old, c.with, 1))
-			_, planned := workspace.Plan(t.Context(), pool, w, pruning)
-			_, applied := workspace.Apply(t.Context(), pool, w, pruning)
+			w := load(t, "a.yaml", strings.Replace(fullWorkspace, c.old, c.with, 1))
+			_, planned := workspace.Plan(t.Context(), pool, w, pruneAll)
+			_, applied := workspace.Apply(t.Context(), pool, w, pruneAll)
 			for _, err := range []error{planned, applied} {
 				if !errors.As(err, new(workspace.Problems)) || err.Error() != c.want {
 					t.Errorf("error is %v\nwant %s", err, c.want)
@@ -342,18 +342,18 @@ func TestApplyChecksWhatAutomationsCall(t *testing.T) {
 			}
 		})
 	}
-	beside := strings.Replace(everything, "skill: two\narguments: {n: 3}", "skill: beside", 1)
+	beside := strings.Replace(fullWorkspace, "skill: two\narguments: {n: 3}", "skill: beside", 1)
 	if diff := apply(t, pool, load(t, "a.yaml", beside)); diff.Empty() {
 		t.Error("an automation may not call a skill from beside the workspace")
 	}
 }
 
-func TestApplyChangesNothingWhenItCannotDoAll(t *testing.T) {
+func TestApplyIsAtomic(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	w := load(t, "a.yaml", everything)
+	w := load(t, "a.yaml", fullWorkspace)
 	w.Objectives[0].Definition.ReviewEvery = "never" // as no file can say
-	_, err := workspace.Apply(t.Context(), pool, w, pruning)
+	_, err := workspace.Apply(t.Context(), pool, w, pruneAll)
 	if err == nil || !strings.Contains(err.Error(), "review_every") {
 		t.Errorf("error is %v", err)
 	}
@@ -362,10 +362,10 @@ func TestApplyChangesNothingWhenItCannotDoAll(t *testing.T) {
 	}
 }
 
-func TestAppliesAtOnceEndAsOneAfterTheOther(t *testing.T) {
+func TestConcurrentApplies(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	one, other := load(t, "a.yaml", everything), load(t, "a.yaml", good+"---\nkind: skill\nname: two\nhandler: builtin:x\n---\nkind: automation\nname: often\ncron: '@daily'\nskill: a\n")
+	one, other := load(t, "a.yaml", fullWorkspace), load(t, "a.yaml", goodSkill+"---\nkind: skill\nname: two\nhandler: builtin:x\n---\nkind: automation\nname: often\ncron: '@daily'\nskill: a\n")
 	for round := range 5 {
 		group, ctx := errgroup.WithContext(t.Context())
 		for i := range 8 {
@@ -374,7 +374,7 @@ func TestAppliesAtOnceEndAsOneAfterTheOther(t *testing.T) {
 				w = other
 			}
 			group.Go(func() error {
-				_, err := workspace.Apply(ctx, pool, w, pruning)
+				_, err := workspace.Apply(ctx, pool, w, pruneAll)
 				return err
 			})
 		}
@@ -388,7 +388,7 @@ func TestAppliesAtOnceEndAsOneAfterTheOther(t *testing.T) {
 	}
 }
 
-func TestApplyStopsWithItsContext(t *testing.T) {
+func TestApplyCancelled(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	tx, err := pool.Begin(t.Context())
@@ -396,13 +396,13 @@ func TestApplyStopsWithItsContext(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer tx.Rollback(context.WithoutCancel(t.Context()))
-	if _, err := workspace.Apply(t.Context(), tx, load(t, "a.yaml", good), pruning); err != nil {
+	if _, err := workspace.Apply(t.Context(), tx, load(t, "a.yaml", goodSkill), pruneAll); err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() {
-		_, err := workspace.Apply(ctx, pool, load(t, "a.yaml", everything), pruning)
+		_, err := workspace.Apply(ctx, pool, load(t, "a.yaml", fullWorkspace), pruneAll)
 		done <- err
 	}()
 	cancel()
@@ -411,7 +411,7 @@ func TestApplyStopsWithItsContext(t *testing.T) {
 	}
 }
 
-func TestDiffShowsNoSecret(t *testing.T) {
+func TestDiffHidesSecrets(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	file := func(header string) string {

@@ -29,7 +29,7 @@ actions:
   - {actionType: wait_for_response, timeout: 24h}
 `
 
-func TestFlowsAreApplied(t *testing.T) {
+func TestApplyFlows(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	first := apply(t, pool, load(t, "a.yaml", onboarding))
@@ -40,7 +40,7 @@ func TestFlowsAreApplied(t *testing.T) {
 		t.Errorf("applied again: %v", actions(second))
 	}
 	changed := load(t, "a.yaml", strings.Replace(onboarding, "Hola", "Buenos días", 1))
-	diff, err := workspace.Plan(t.Context(), pool, changed, pruning)
+	diff, err := workspace.Plan(t.Context(), pool, changed, pruneAll)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -54,7 +54,7 @@ func TestFlowsAreApplied(t *testing.T) {
 		t.Errorf("the diff is\n%s", text.String())
 	}
 	apply(t, pool, changed)
-	removed := apply(t, pool, load(t, "a.yaml", good))
+	removed := apply(t, pool, load(t, "a.yaml", goodSkill))
 	if diff := cmp.Diff([]string{"create skill a", "remove flow collector", "remove flow onboarding"}, actions(removed)); diff != "" {
 		t.Error(diff)
 	}
@@ -68,7 +68,7 @@ func TestFlowsAreApplied(t *testing.T) {
 	}
 }
 
-func TestFlowsAreReadStrictly(t *testing.T) {
+func TestInvalidFlows(t *testing.T) {
 	t.Parallel()
 	_, err := workspace.Load(files("f.yaml", `kind: flow
 name: a
@@ -96,7 +96,7 @@ f.yaml:14:1: unknown key "step"; known are actions, channel, description, input,
 	}
 }
 
-func TestFlowsThatStartUnknownOnesAreRefused(t *testing.T) {
+func TestUnknownChildFlows(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	if _, err := flows.Put(t.Context(), pool, flows.Definition{Name: "beside", Actions: []any{map[string]any{"actionType": "end"}}}, "api"); err != nil {
@@ -123,7 +123,7 @@ actions: [{actionType: end}]
 `
 	w := load(t, "a.yaml", text)
 	w.GoFlows, w.Reserved = []string{"billing", "collector"}, []string{"heartbeat"}
-	_, err := workspace.Apply(t.Context(), pool, w, pruning)
+	_, err := workspace.Apply(t.Context(), pool, w, pruneAll)
 	want := `a.yaml:6:13: actions[0].parameters.flow: unknown flow "colector"; did you mean "collector"?
 a.yaml:13:7: name: "heartbeat" is a flow of the program itself; take another name
 a.yaml:17:7: name: "billing" is a flow of the program itself; take another name`
@@ -135,7 +135,7 @@ a.yaml:17:7: name: "billing" is a flow of the program itself; take another name`
 	}
 }
 
-func TestFlowsThatNameUnknownSkillsAreRefused(t *testing.T) {
+func TestUnknownSkillsOfFlows(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	text := `kind: flow
@@ -161,7 +161,7 @@ name: look
 description: Look.
 handler: "sql: select 1 as n"
 `
-	_, err := workspace.Apply(t.Context(), pool, load(t, "a.yaml", text), pruning)
+	_, err := workspace.Apply(t.Context(), pool, load(t, "a.yaml", text), pruneAll)
 	want := `a.yaml:6:13: actions[0].parameters.name: there is no skill "lookk"; did you mean "look"?
 a.yaml:11:72: actions[1].parameters.then[0].parameters.skills[1]: there is no skill "tell"
 a.yaml:16:48: actions[2].timeoutActions[0].parameters.name: there is no skill "nothing_like_it"`
@@ -173,7 +173,7 @@ a.yaml:16:48: actions[2].timeoutActions[0].parameters.name: there is no skill "n
 	}
 }
 
-func TestUnknownFlowsOfSkillsAutomationsAndWebhooksAreRefused(t *testing.T) {
+func TestUnknownFlowReferences(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	text := `kind: flow
@@ -201,7 +201,7 @@ actions:
 `
 	w := load(t, "a.yaml", text)
 	w.GoFlows = []string{"heartbeat"}
-	_, err := workspace.Apply(t.Context(), pool, w, pruning)
+	_, err := workspace.Apply(t.Context(), pool, w, pruneAll)
 	want := `a.yaml:7:10: handler: unknown flow "onboardin"; did you mean "onboarding"?
 a.yaml:13:7: flow: unknown flow "heartbea"; did you mean "heartbeat"?
 a.yaml:22:11: actions[2].flow: unknown flow "nothing_like_it"; known are heartbeat, onboarding`

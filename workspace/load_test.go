@@ -35,12 +35,12 @@ func load(t testing.TB, pairs ...string) workspace.Workspace {
 	return w
 }
 
-const good = "kind: skill\nname: a\nhandler: 'sql:select 1 as one'\n"
+const goodSkill = "kind: skill\nname: a\nhandler: 'sql:select 1 as one'\n"
 
-func TestLoadReadsEveryDocumentOfEveryFile(t *testing.T) {
+func TestLoadDocuments(t *testing.T) {
 	t.Parallel()
 	w := load(t,
-		"a.yaml", good+"---\n# nothing\n---\nkind: skill\nname: b\nhandler: builtin:b\ntimeout: 5s\n",
+		"a.yaml", goodSkill+"---\n# nothing\n---\nkind: skill\nname: b\nhandler: builtin:b\ntimeout: 5s\n",
 		"deep/er/c.yml", "kind: objective\nname: c\ngoal: be good\nsteps: [one, two]\n",
 		"notes.txt", "not: [read",
 		".hidden.yaml", "not: [read",
@@ -58,7 +58,7 @@ func TestLoadReadsEveryDocumentOfEveryFile(t *testing.T) {
 	}
 }
 
-func TestLoadReadsJSONSchemaAsJSONHasIt(t *testing.T) {
+func TestLoadJSONSchema(t *testing.T) {
 	t.Parallel()
 	w := load(t, "a.yaml", `
 kind: skill
@@ -85,21 +85,21 @@ handler: http:https://example.com/
 	}
 }
 
-func TestLoadNamesWhatIsWrongAndWhere(t *testing.T) {
+func TestLoadErrors(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct{ file, want string }{
 		"cron":              {"kind: automation\nname: a\ncron: often\nskill: b\n", `f.yaml:3:7: cron: parse schedule "often"`},
 		"number for text":   {"kind: automation\nname: a\ncron: '@daily'\nskill: b\nmax_attempts: 1.5\n", `f.yaml:5:15: max_attempts: is "1.5"; it must be a whole number`},
-		"unknown key":       {good + "handlr: x\n", `f.yaml:4:1: unknown key "handlr"; did you mean "handler"?`},
-		"far key":           {good + "zzzzzzzz: x\n", `f.yaml:4:1: unknown key "zzzzzzzz"; known are config, `},
-		"endless key":       {good + strings.Repeat("h", 1000) + ": x\n", `f.yaml:4:1: unknown key "` + strings.Repeat("h", 80) + `…"; known are config, `},
-		"key twice":         {good + "name: b\n", `f.yaml:4:1: name: is given twice, first in line 2`},
-		"wrong type":        {good + "idempotent: perhaps\n", `f.yaml:4:13: idempotent: is "perhaps"; it must be true or false`},
-		"yes for true":      {good + "idempotent: yes\n", `f.yaml:4:13: idempotent: is "yes"; it must be true or false`},
+		"unknown key":       {goodSkill + "handlr: x\n", `f.yaml:4:1: unknown key "handlr"; did you mean "handler"?`},
+		"far key":           {goodSkill + "zzzzzzzz: x\n", `f.yaml:4:1: unknown key "zzzzzzzz"; known are config, `},
+		"endless key":       {goodSkill + strings.Repeat("h", 1000) + ": x\n", `f.yaml:4:1: unknown key "` + strings.Repeat("h", 80) + `…"; known are config, `},
+		"key twice":         {goodSkill + "name: b\n", `f.yaml:4:1: name: is given twice, first in line 2`},
+		"wrong type":        {goodSkill + "idempotent: perhaps\n", `f.yaml:4:13: idempotent: is "perhaps"; it must be true or false`},
+		"yes for true":      {goodSkill + "idempotent: yes\n", `f.yaml:4:13: idempotent: is "yes"; it must be true or false`},
 		"large number":      {"kind: objective\nname: a\ngoal: b\npriority: 99999999999999999999\n", `f.yaml:4:11: priority: is "9999`},
-		"list for text":     {good + "description: [a]\n", `f.yaml:4:14: description: is a list; it must be text`},
+		"list for text":     {goodSkill + "description: [a]\n", `f.yaml:4:14: description: is a list; it must be text`},
 		"text for list":     {"kind: objective\nname: a\ngoal: b\nsteps: c\n", `f.yaml:4:8: steps: is "c"; it must be a list`},
-		"text for mapping":  {good + "config: c\n", `f.yaml:4:9: config: is "c"; it must be a mapping`},
+		"text for mapping":  {goodSkill + "config: c\n", `f.yaml:4:9: config: is "c"; it must be a mapping`},
 		"text for number":   {"kind: objective\nname: a\ngoal: b\npriority: high\n", `f.yaml:4:11: priority: is "high"; it must be a whole number`},
 		"item of list":      {"kind: objective\nname: a\ngoal: b\nsteps:\n- a\n- [b]\n", `f.yaml:6:3: steps[1]: is a list; it must be text`},
 		"empty item":        {"kind: objective\nname: a\ngoal: b\nsteps:\n- a\n- ''\n", `f.yaml:6:3: steps[1]: must have`},
@@ -113,21 +113,21 @@ func TestLoadNamesWhatIsWrongAndWhere(t *testing.T) {
 		"bare star":         {"kind: automation\ncron: * * * * *\n", `character; quote a text that begins with * or &`},
 		"open list":         {"kind: agent\nskills: [a\nname: b\n", `f.yaml:`},
 		"open quote":        {"kind: agent\nname: \"b\n", `f.yaml:`},
-		"second document":   {good + "---\n" + "kind: skill\nname: x y\nhandler: builtin:b\n", `f.yaml:6:7: name: "x y" must be`},
+		"second document":   {goodSkill + "---\n" + "kind: skill\nname: x y\nhandler: builtin:b\n", `f.yaml:6:7: name: "x y" must be`},
 		"no name":           {"kind: skill\nhandler: builtin:b\n", `f.yaml:1:1: name: "" must be`},
 		"no handler":        {"kind: skill\nname: a\n", `f.yaml:1:1: handler: "" must begin`},
 		"nested field":      {"kind: skill\nname: a\nhandler: 'sql:'\nconfig:\n  query: select @x\n", `f.yaml:5:10: config.query: @x is not declared`},
-		"schema":            {good + "parameters: {type: object, properties: {x: {type: text}}}\n", `f.yaml:4:51: parameters.properties.x.type: `},
+		"schema":            {goodSkill + "parameters: {type: object, properties: {x: {type: text}}}\n", `f.yaml:4:51: parameters.properties.x.type: `},
 		"alias":             {"kind: skill\nname: &n a\nhandler: *n\n", `f.yaml:3:10: handler: aliases are not taken`},
-		"alias of itself":   {good + "config: &c {query: *c}\n", `f.yaml:4:20: config.query: aliases are not taken`},
-		"merge key":         {good + "config: {<<: {a: b}}\n", `f.yaml:4:10: config: aliases and merge keys are not taken`},
-		"number not JSON's": {good + "config: {query: .nan}\n", `f.yaml:4:17: config.query: .nan is not a number that JSON has`},
-		"own tag":           {good + "config: {query: !secret x}\n", `f.yaml:4:17: config.query: the tag !secret is not taken`},
-		"binary":            {good + "description: !!binary aGk=\n", `f.yaml:4:14: description: is "aGk="; it must be text`},
-		"key not text":      {good + "config: {[a]: b}\n", `f.yaml:4:10: config: a key must be a text`},
-		"too deep":          {good + "config: {query: " + strings.Repeat("[", 60) + strings.Repeat("]", 60) + "}\n", `nested more than 50 deep`},
-		"far too deep":      {good + "config: " + strings.Repeat("[", 20000) + "\n", `is not YAML: `},
-		"too large":         {good + "# " + strings.Repeat("x", 1<<20), `f.yaml: is larger than 1048576 bytes`},
+		"alias of itself":   {goodSkill + "config: &c {query: *c}\n", `f.yaml:4:20: config.query: aliases are not taken`},
+		"merge key":         {goodSkill + "config: {<<: {a: b}}\n", `f.yaml:4:10: config: aliases and merge keys are not taken`},
+		"number not JSON's": {goodSkill + "config: {query: .nan}\n", `f.yaml:4:17: config.query: .nan is not a number that JSON has`},
+		"own tag":           {goodSkill + "config: {query: !secret x}\n", `f.yaml:4:17: config.query: the tag !secret is not taken`},
+		"binary":            {goodSkill + "description: !!binary aGk=\n", `f.yaml:4:14: description: is "aGk="; it must be text`},
+		"key not text":      {goodSkill + "config: {[a]: b}\n", `f.yaml:4:10: config: a key must be a text`},
+		"too deep":          {goodSkill + "config: {query: " + strings.Repeat("[", 60) + strings.Repeat("]", 60) + "}\n", `nested more than 50 deep`},
+		"far too deep":      {goodSkill + "config: " + strings.Repeat("[", 20000) + "\n", `is not YAML: `},
+		"too large":         {goodSkill + "# " + strings.Repeat("x", 1<<20), `f.yaml: is larger than 1048576 bytes`},
 		"not text":          {"kind: \xff\xfe", `f.yaml: is not YAML: `},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -142,11 +142,11 @@ func TestLoadNamesWhatIsWrongAndWhere(t *testing.T) {
 	}
 }
 
-func TestLoadReportsAllProblemsOfAllFilesAtOnce(t *testing.T) {
+func TestLoadReportsAllErrors(t *testing.T) {
 	t.Parallel()
 	_, err := workspace.Load(files(
-		"b.yaml", good+"scope: everyone\ntrust: maybe\nidempotnt: true\n---\nkind: thing\n",
-		"a.yaml", good+"---\nkind: objective\nname: a\ngoal: g\nreview_every: often\n---\nkind: objective\nname: a\ngoal: g\n",
+		"b.yaml", goodSkill+"scope: everyone\ntrust: maybe\nidempotnt: true\n---\nkind: thing\n",
+		"a.yaml", goodSkill+"---\nkind: objective\nname: a\ngoal: g\nreview_every: often\n---\nkind: objective\nname: a\ngoal: g\n",
 		"c.yaml", "x: [",
 	))
 	want := []string{
@@ -170,7 +170,7 @@ func TestLoadReportsAllProblemsOfAllFilesAtOnce(t *testing.T) {
 	}
 }
 
-func TestLoadDoesNotRepeatWhatFollowsFromAnUnreadableField(t *testing.T) {
+func TestLoadReportsCauseOnly(t *testing.T) {
 	t.Parallel()
 	_, err := workspace.Load(files("f.yaml", "kind: skill\nname: a\nhandlr: builtin:x\n"))
 	if want := `f.yaml:3:1: unknown key "handlr"; did you mean "handler"?`; err == nil || err.Error() != want {
@@ -178,18 +178,18 @@ func TestLoadDoesNotRepeatWhatFollowsFromAnUnreadableField(t *testing.T) {
 	}
 }
 
-func TestLoadRefusesAFolderWithoutFiles(t *testing.T) {
+func TestLoadEmptyFolder(t *testing.T) {
 	t.Parallel()
 	if _, err := workspace.Load(files("README.md", "x")); err == nil || !strings.Contains(err.Error(), "has no .yaml file") {
 		t.Errorf("error is %v", err)
 	}
 }
 
-func TestLoadDirReadsFoldersOnDisk(t *testing.T) {
+func TestLoadDir(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
 	file := filepath.Join(dir, "a.yaml")
-	if err := os.WriteFile(file, []byte(good+"x: y\n"), 0o600); err != nil {
+	if err := os.WriteFile(file, []byte(goodSkill+"x: y\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	if err := os.MkdirAll(filepath.Join(dir, "folder.yaml"), 0o700); err != nil {
@@ -212,7 +212,7 @@ func TestLoadDirReadsFoldersOnDisk(t *testing.T) {
 	}
 }
 
-func TestLoadReadsTheExample(t *testing.T) {
+func TestLoadExample(t *testing.T) {
 	t.Parallel()
 	fsys, err := examples.Caretaker()
 	if err != nil {
@@ -224,7 +224,7 @@ func TestLoadReadsTheExample(t *testing.T) {
 }
 
 func FuzzLoad(f *testing.F) {
-	f.Add(good)
+	f.Add(goodSkill)
 	f.Add("kind: objective\nname: a\ngoal: b\nsteps: [a, {b: c}]\n---\n- x")
 	f.Add("kind: skill\nparameters: {<<: *a, 1: .inf, ? [a] : !!binary x}")
 	f.Fuzz(func(t *testing.T, text string) {

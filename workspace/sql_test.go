@@ -76,7 +76,7 @@ var sqlCases = map[string]struct{ text, want string }{
 	},
 }
 
-func TestApplyHasTheServerPrepareQueriesAndSaysWhereTheyAreWrong(t *testing.T) {
+func TestApplyPreparesQueries(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	if _, err := pool.Exec(t.Context(), `create table orders (id int, status text)`); err != nil {
@@ -119,7 +119,7 @@ config:
     where id = @id returning id, status
 `
 
-func TestNamedDatabasesPrepareTheirQueriesThemselves(t *testing.T) {
+func TestNamedDatabasesPrepareQueries(t *testing.T) {
 	t.Parallel()
 	pool, there := pgtest.DB(t), pgtest.DB(t)
 	if _, err := there.Exec(t.Context(), `create table orders (id int, status text)`); err != nil {
@@ -138,7 +138,7 @@ func TestNamedDatabasesPrepareTheirQueriesThemselves(t *testing.T) {
 			shop, "postgres://u:p@ss@h/x",
 			"a.yaml:3:10: url_env: open database shop (SHOP_DATABASE_URL): cannot read",
 		},
-		"no database": {shop, without(t, there), "a.yaml:3:10: url_env: open database shop (SHOP_DATABASE_URL):"},
+		"no database": {shop, urlWithoutTables(t, there), "a.yaml:3:10: url_env: open database shop (SHOP_DATABASE_URL):"},
 		"wrong column": {
 			wrong("status =", "statis ="), right,
 			`a.yaml:14:23: sql: column "statis" of relation "orders" does not exist`,
@@ -193,8 +193,8 @@ func TestNamedDatabasesPrepareTheirQueriesThemselves(t *testing.T) {
 	}
 }
 
-// without is the URL of a database that does not exist, on the server of pool.
-func without(t *testing.T, pool *pgxpool.Pool) string {
+// urlWithoutTables is the URL of a database that does not exist, on the server of pool.
+func urlWithoutTables(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
 	c := pool.Config().ConnConfig
 	return strings.Replace(c.ConnString(), c.Database, "nothing_here", 1)

@@ -38,7 +38,7 @@ func loadText(t *testing.T, text string) (workspace.Workspace, error) {
 	return workspace.Load(fstest.MapFS{"hooks.yaml": {Data: []byte(text)}})
 }
 
-func TestWebhooksAreAppliedAndWhatAnAdminDecidedStays(t *testing.T) {
+func TestApplyWebhooks(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w, err := loadText(t, hooks)
@@ -80,7 +80,7 @@ func TestWebhooksAreAppliedAndWhatAnAdminDecidedStays(t *testing.T) {
 	}
 }
 
-func TestWebhooksThatCannotBeAreRefusedAtTheirPlace(t *testing.T) {
+func TestInvalidWebhooks(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct{ old, new, want string }{
 		"a literal secret":        {`"${GITHUB_SECRET}"`, `whsec_AAAA`, `hooks.yaml:5:11: secrets[0]: is no reference`},

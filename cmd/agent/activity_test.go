@@ -29,8 +29,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// audited is what the commands that the tests audit change.
-const audited = hooks + `
+// auditedYAML is what the commands that the tests audit change.
+const auditedYAML = webhooksYAML + `
 ---
 kind: skill
 name: pay
@@ -50,8 +50,8 @@ goal: Tidy up.
 steps: [look]
 `
 
-// unaudited lists the commands without an audit row, with the reason.
-var unaudited = map[string]string{
+// notAudited lists the commands without an audit row, with the reason.
+var notAudited = map[string]string{
 	"": "shows help", "help": "shows help", "version": "reads", "doctor": "reads", "healthcheck": "reads", "why": "reads", "why last": "reads", "trace": "reads", "trace ls": "reads", "trace last": "reads",
 	"activity ls": "reads", "activity spend": "reads", "activity slowest": "reads", "activity failing": "reads", "activity audit": "reads", "lanes ls": "reads",
 	"executions ls": "reads", "executions show": "reads", "executions status": "reads", "executions waiting": "reads", "executions stuck": "reads", "executions replay": "reads",
@@ -156,11 +156,11 @@ func auditedCommands(t *testing.T, p program, db *pgxpool.Pool, dir string) [][]
 }
 
 // Every command that changes something leaves a row, of the admin, with the reason and the object.
-func TestEveryCommandThatChangesSomethingIsInTheAudit(t *testing.T) {
+func TestEveryChangingCommandIsAudited(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
-	p, db := on(t, url), connect(t, url)
-	dir := folder(t, map[string]string{"all.yaml": audited})
+	p, db := newProgram(t, url), connect(t, url)
+	dir := writeFolder(t, map[string]string{"all.yaml": auditedYAML})
 	p.must("apply", dir)
 	seen := map[string]bool{}
 	check := func(command, object, reason string) {
@@ -189,7 +189,7 @@ func TestEveryCommandThatChangesSomethingIsInTheAudit(t *testing.T) {
 	}
 	for _, c := range auditedCommands(t, p, db, dir) {
 		if strings.HasPrefix(c[0], "apply") {
-			if err := os.WriteFile(filepath.Join(dir, "all.yaml"), []byte(strings.Replace(audited, "Pay.", "Pay now.", 1)), 0o600); err != nil {
+			if err := os.WriteFile(filepath.Join(dir, "all.yaml"), []byte(strings.Replace(auditedYAML, "Pay.", "Pay now.", 1)), 0o600); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -206,17 +206,17 @@ func TestEveryCommandThatChangesSomethingIsInTheAudit(t *testing.T) {
 	check("threads revoke maria "+access, "thread maria, access "+access, "")
 	seen["threads revoke"] = true
 	for name, cmd := range everyCommand(t) {
-		if unaudited[name] == "" && !seen[name] && len(cmd.Commands()) == 0 && !strings.HasPrefix(name, "completion") {
+		if notAudited[name] == "" && !seen[name] && len(cmd.Commands()) == 0 && !strings.HasPrefix(name, "completion") {
 			t.Errorf("agent %s: does it change something? Then give it a row in the audit, and a line here", name)
 		}
 	}
 }
 
 // A run whose call needs an approval says so, with what to do, and is settled when the approved call was made.
-func TestARunThatNeedsAnApprovalSaysSoAndIsSettledWithIt(t *testing.T) {
+func TestAutomationRunNeedsApproval(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t))
-	p.must("apply", folder(t, map[string]string{"all.yaml": audited}))
+	p := newProgram(t, pgtest.URL(t))
+	p.must("apply", writeFolder(t, map[string]string{"all.yaml": auditedYAML}))
 	var ran struct {
 		Run        struct{ ID, Status string }
 		ApprovalID string `json:"approval_id"`
@@ -257,10 +257,10 @@ func TestARunThatNeedsAnApprovalSaysSoAndIsSettledWithIt(t *testing.T) {
 // line is a line of a report, whoever tells it.
 type line = map[string]any
 
-// history writes a random history: skills that were enabled again, that are disabled and on trial, names that are no
+// insertHistory writes a random history: skills that were enabled again, that are disabled and on trial, names that are no
 // skill, model calls that lead to 0, 1 and 25 skill calls or fail, skipped rows, phases, an admin's acts, and an
 // execution with a child.
-func history(t *testing.T, db *pgxpool.Pool) {
+func insertHistory(t *testing.T, db *pgxpool.Pool) {
 	t.Helper()
 	seed := uint64(time.Now().UnixNano())
 	t.Log("seed", seed)
@@ -307,8 +307,8 @@ func history(t *testing.T, db *pgxpool.Pool) {
 	}
 }
 
-// told reads a report in each way and reports what they do not agree on; it returns the lines.
-func (c *reporter) told(name, sql, since string, fields ...string) []line {
+// check reads a report in each way and reports what they do not agree on; it returns the lines.
+func (c *reportChecker) check(name, sql, since string, fields ...string) []line {
 	c.t.Helper()
 	var bySQL []line
 	if err := c.db.QueryRow(c.t.Context(), `select coalesce(jsonb_agg(to_jsonb(x)), '[]') from (`+sql+`) x`).Scan(&bySQL); err != nil {
@@ -337,8 +337,8 @@ func (c *reporter) told(name, sql, since string, fields ...string) []line {
 	return bySQL
 }
 
-// reporter asks one running program.
-type reporter struct {
+// reportChecker asks one running program.
+type reportChecker struct {
 	t       *testing.T
 	p       program
 	db      *pgxpool.Pool
@@ -347,12 +347,12 @@ type reporter struct {
 }
 
 // get is a page, or a route of the admin's.
-func (c *reporter) get(path string) string {
+func (c *reportChecker) get(path string) string {
 	c.t.Helper()
 	return c.do(http.MethodGet, path, "")
 }
 
-func (c *reporter) do(method, path, form string) string {
+func (c *reportChecker) do(method, path, form string) string {
 	c.t.Helper()
 	req, err := http.NewRequestWithContext(c.t.Context(), method, c.base+path, strings.NewReader(form))
 	if err != nil {
@@ -377,7 +377,7 @@ func (c *reporter) do(method, path, form string) string {
 }
 
 // row is the part of a page from a text up to the end of its row.
-func (c *reporter) row(page, from string) string {
+func (c *reportChecker) row(page, from string) string {
 	c.t.Helper()
 	_, rest, found := strings.Cut(page, from)
 	if !found {
@@ -388,7 +388,7 @@ func (c *reporter) row(page, from string) string {
 }
 
 // cells reports the numbers that a row does not have.
-func (c *reporter) cells(row string, numbers ...any) {
+func (c *reportChecker) cells(row string, numbers ...any) {
 	c.t.Helper()
 	plain := strings.ReplaceAll(row, ",", "")
 	for _, n := range numbers {
@@ -398,25 +398,25 @@ func (c *reporter) cells(row string, numbers ...any) {
 	}
 }
 
-func TestReportsSayTheSameInSQLOnTheCommandLineOverHTTPAndOnThePage(t *testing.T) {
+func TestReportsAgreeEverywhere(t *testing.T) {
 	t.Parallel()
 	address := pgtest.URL(t)
 	db := connect(t, address)
-	history(t, db)
-	p := on(t, address, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "AGENT_HEARTBEAT_CRON=0 0 29 2 *")
+	insertHistory(t, db)
+	p := newProgram(t, address, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "AGENT_HEARTBEAT_CRON=0 0 29 2 *")
 	s := p.start("serve")
 	jar, err := cookiejar.New(nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := &reporter{t, p, db, "http://" + s.find(t, `listen=http://(\S+)`), &http.Client{Jar: jar}}
+	c := &reportChecker{t, p, db, "http://" + s.find(t, `listen=http://(\S+)`), &http.Client{Jar: jar}}
 	c.do(http.MethodPost, "/login", url.Values{"token": {strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN=")}, "next": {"/spend"}}.Encode())
 
-	c.told("spend", `select s.*, s.day::text as day from agent_spend s order by s.day desc, s.cost_usd desc, s.tokens desc, s.skill, s.surface, s.model`, "30d",
+	c.check("spend", `select s.*, s.day::text as day from agent_spend s order by s.day desc, s.cost_usd desc, s.tokens desc, s.skill, s.surface, s.model`, "30d",
 		"day", "skill", "surface", "model", "calls", "prompt_tokens", "completion_tokens", "tokens", "cost_usd", "unknown_tokens", "unknown_usd")
-	c.spendIsWhole(t.Context())
+	c.checkSpendTotal(t.Context())
 	page := c.get("/skills")
-	for _, l := range c.told("slowest", `select * from agent_slowest_skills`, "", "skill", "calls", "p50_ms", "p95_ms", "max_ms", "slowest_trace_id") {
+	for _, l := range c.check("slowest", `select * from agent_slowest_skills`, "", "skill", "calls", "p50_ms", "p95_ms", "max_ms", "slowest_trace_id") {
 		c.cells(c.row(page, fmt.Sprintf(`id="slowest-%s"`, l["skill"])), l["calls"], l["p50_ms"], l["p95_ms"], l["max_ms"])
 	}
 	var skills struct {
@@ -432,7 +432,7 @@ func TestReportsSayTheSameInSQLOnTheCommandLineOverHTTPAndOnThePage(t *testing.T
 	for _, k := range skills.Items {
 		health[k.Name] = k.Health
 	}
-	for _, l := range c.told("failing", `select * from agent_failing_skills`, "", "skill", "calls", "errors", "rate", "streak", "p50_ms", "p95_ms", "last_error",
+	for _, l := range c.check("failing", `select * from agent_failing_skills`, "", "skill", "calls", "errors", "rate", "streak", "p50_ms", "p95_ms", "last_error",
 		"last_error_class", "last_trace_id", "state") {
 		c.cells(c.row(page, fmt.Sprintf(`id="failing-%s"`, l["skill"])), l["errors"], l["calls"], l["streak"])
 		if h := health[l["skill"]]; h["streak"] != l["streak"] || h["state"] != l["state"] {
@@ -441,7 +441,7 @@ func TestReportsSayTheSameInSQLOnTheCommandLineOverHTTPAndOnThePage(t *testing.T
 	}
 	page = c.get("/audit")
 	const first = 20
-	for i, l := range c.told("audit", `select * from agent_audit order by id desc`, "30d", "id", "actor", "kind", "act", "object", "reason", "origin", "on_behalf_of", "status",
+	for i, l := range c.check("audit", `select * from agent_audit order by id desc`, "30d", "id", "actor", "kind", "act", "object", "reason", "origin", "on_behalf_of", "status",
 		"error_class", "error_message", "model", "tokens", "cost_usd", "duration_ms", "surface", "trace_id", "execution_id", "parent_id", "cause_id", "thread_id") {
 		if i < first {
 			row := c.row(page, fmt.Sprintf(`id="row-%s"`, l["id"]))
@@ -450,8 +450,8 @@ func TestReportsSayTheSameInSQLOnTheCommandLineOverHTTPAndOnThePage(t *testing.T
 	}
 }
 
-// spendIsWhole compares the sums of the views with the log, and the page's with them.
-func (c *reporter) spendIsWhole(ctx context.Context) {
+// checkSpendTotal compares the sums of the views with the log, and the page's with them.
+func (c *reportChecker) checkSpendTotal(ctx context.Context) {
 	c.t.Helper()
 	var charged, purposes, log string
 	err := c.db.QueryRow(ctx, `
@@ -482,10 +482,10 @@ func (c *reporter) spendIsWhole(ctx context.Context) {
 	}
 }
 
-func TestATraceShowsThePromptsOfItsModelCalls(t *testing.T) {
+func TestTracePrompts(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	p := on(t, db.Config().ConnString())
+	p := newProgram(t, db.Config().ConnString())
 	const id = "op_01J8052XG1XHJAZ95GX5TCNBAZ"
 	_, err := db.Exec(t.Context(), `
 		with old as (

@@ -18,8 +18,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// folder is a workspace of the given files.
-func folder(t *testing.T, files map[string]string) string {
+// writeFolder is a workspace of the given files.
+func writeFolder(t *testing.T, files map[string]string) string {
 	t.Helper()
 	dir := t.TempDir()
 	for name, text := range files {
@@ -42,10 +42,10 @@ type diff struct {
 	Items []struct{ Kind, Name, Action string }
 }
 
-func TestApplyShowsAndMakesTheDifference(t *testing.T) {
+func TestApplyDiff(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t))
-	dir := folder(t, map[string]string{"one.yaml": goodSkill})
+	p := newProgram(t, pgtest.URL(t))
+	dir := writeFolder(t, map[string]string{"one.yaml": goodSkill})
 	dry := p.must("apply", dir, "--dry-run")
 	contains(t, dry, "+ skill one\n", "1 to create, 0 to update, 0 to remove, 0 unchanged\ndry run: nothing was changed\n")
 	contains(t, p.must("skills", "ls"), "no skills")
@@ -60,11 +60,11 @@ func TestApplyShowsAndMakesTheDifference(t *testing.T) {
 		t.Errorf("as JSON: %+v", got)
 	}
 
-	changed := folder(t, map[string]string{"one.yaml": strings.Replace(goodSkill, "select 1", "select 2", 1)})
+	changed := writeFolder(t, map[string]string{"one.yaml": strings.Replace(goodSkill, "select 1", "select 2", 1)})
 	contains(t, p.must("apply", changed), "~ skill one\n", "config.query: \"select 1 as n\" → \"select 2 as n\"")
-	two := folder(t, map[string]string{"two.yaml": strings.Replace(goodSkill, "name: one", "name: two", 1)})
+	two := writeFolder(t, map[string]string{"two.yaml": strings.Replace(goodSkill, "name: one", "name: two", 1)})
 	contains(t, p.must("apply", two, "--prune"), "- skill one\n", "+ skill two\n", "applied\n")
-	if got := p.run("apply", folder(t, nil)); got.code != 2 || !strings.Contains(got.err, "has no .yaml file") {
+	if got := p.run("apply", writeFolder(t, nil)); got.code != 2 || !strings.Contains(got.err, "has no .yaml file") {
 		t.Errorf("a folder without files: exit %d, stderr %q", got.code, got.err)
 	}
 	if got := p.run("apply", ""); got.code != 2 || !strings.Contains(got.err, "DIR is empty") {
@@ -74,11 +74,11 @@ func TestApplyShowsAndMakesTheDifference(t *testing.T) {
 }
 
 // A wrong folder removes nothing: what it does not declare is kept and listed. --prune or a person's yes removes it.
-func TestApplyRemovesOnlyWithPruneOrAYes(t *testing.T) {
+func TestApplyPrune(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t))
-	wrong := folder(t, map[string]string{"two.yaml": strings.Replace(goodSkill, "name: one", "name: two", 1)})
-	p.must("apply", folder(t, map[string]string{"one.yaml": goodSkill}))
+	p := newProgram(t, pgtest.URL(t))
+	wrong := writeFolder(t, map[string]string{"two.yaml": strings.Replace(goodSkill, "name: one", "name: two", 1)})
+	p.must("apply", writeFolder(t, map[string]string{"one.yaml": goodSkill}))
 	says := "kept, not declared in any file: skill one; agent apply " + wrong + " --prune removes them\n"
 	contains(t, p.must("apply", wrong),
 		"+ skill two\n", "= skill one\n", "0 to remove, 0 unchanged, 1 kept\n", "applied\n", says)
@@ -98,7 +98,7 @@ func TestApplyRemovesOnlyWithPruneOrAYes(t *testing.T) {
 		if listed := p.must("skills", "ls"); strings.Contains(listed, "\none ") == removed {
 			t.Errorf("after %q:\n%s\n%s", answer, screen, listed)
 		}
-		p.must("apply", folder(t, map[string]string{"one.yaml": goodSkill}))
+		p.must("apply", writeFolder(t, map[string]string{"one.yaml": goodSkill}))
 	}
 	contains(t, p.must("apply", wrong, "--prune"), "- skill one\n", "1 to remove")
 	if listed := p.must("skills", "ls"); strings.Contains(listed, "\none ") {
@@ -132,7 +132,7 @@ func (p program) onTerminal(t *testing.T, typed string, args ...string) string {
 }
 
 // Every problem of every file is a line with file, line and column; exit 2; and nothing of the workspace is applied.
-func TestApplyOfABadWorkspace(t *testing.T) {
+func TestApplyInvalidWorkspace(t *testing.T) {
 	t.Parallel()
 	tests := map[string]struct {
 		files map[string]string
@@ -150,14 +150,14 @@ func TestApplyOfABadWorkspace(t *testing.T) {
 		},
 		"several problems": {map[string]string{"x.yaml": "kind: skill\nname: a b\n", "y.yaml": "kind: moon\n"}, []string{"/x.yaml:2:7:", "/y.yaml:1:7:"}},
 	}
-	p := on(t, pgtest.URL(t), "AGENT_LISTEN=127.0.0.1:0")
+	p := newProgram(t, pgtest.URL(t), "AGENT_LISTEN=127.0.0.1:0")
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
 			test.files["good.yaml"] = goodSkill
 			if name == "unknown key" || name == "bad schema" {
 				test.files["good.yaml"] = strings.Replace(goodSkill, "name: one", "name: two", 1)
 			}
-			dir := folder(t, test.files)
+			dir := writeFolder(t, test.files)
 			for _, command := range []string{"apply", "dev"} {
 				got := p.run(command, dir)
 				if got.code != 2 || got.out != "" {
@@ -177,17 +177,17 @@ func TestApplyOfABadWorkspace(t *testing.T) {
 	}
 }
 
-func TestApplyRefusesABearerTokenThatIsTooWeak(t *testing.T) {
+func TestApplyRejectsWeakBearerToken(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
-	dir := folder(t, map[string]string{"hook.yaml": `kind: webhook
+	dir := writeFolder(t, map[string]string{"hook.yaml": `kind: webhook
 name: hook
 scheme: bearer
 secrets: ["${HOOK_TOKEN}"]
 actions:
   - {event: EVENT_COMPLETED, key: "{delivery}"}
 `})
-	weak := on(t, url, "HOOK_TOKEN=hook", "AGENT_LISTEN=127.0.0.1:0")
+	weak := newProgram(t, url, "HOOK_TOKEN=hook", "AGENT_LISTEN=127.0.0.1:0")
 	for _, command := range []string{"apply", "dev"} {
 		got := weak.run(command, dir)
 		if got.code != 2 || got.out != "" {
@@ -195,15 +195,15 @@ actions:
 		}
 		contains(t, got.err, "/hook.yaml:", "webhook hook: ${HOOK_TOKEN} is too weak for a bearer token", "openssl rand -hex 32")
 	}
-	on(t, url).must("apply", dir) // elsewhere the variable is not set
+	newProgram(t, url).must("apply", dir) // elsewhere the variable is not set
 	contains(t, weak.must("webhooks", "endpoints"), "too weak")
-	contains(t, on(t, url, "HOOK_TOKEN=a-long-random-text-4711").must("apply", dir), "no changes: ")
+	contains(t, newProgram(t, url, "HOOK_TOKEN=a-long-random-text-4711").must("apply", dir), "no changes: ")
 }
 
 func TestMigrate(t *testing.T) {
 	t.Parallel()
 	url := pgtest.EmptyURL(t)
-	p := on(t, url, "AGENT_LISTEN=127.0.0.1:0")
+	p := newProgram(t, url, "AGENT_LISTEN=127.0.0.1:0")
 	for _, args := range [][]string{{"skills", "ls"}, {"heartbeat"}, {"apply", caretaker}, {"lanes", "run", "x", "--", "echo"}} {
 		got := p.run(args...)
 		if got.code != 2 || got.out != "" || !strings.Contains(got.err, "the database is not migrated to this version of agent; run `agent migrate`") {
@@ -238,29 +238,29 @@ func TestMigrate(t *testing.T) {
 	}
 }
 
-func TestApplyWarnsOfAModelAndAChatKeyThatTheSettingsDoNotKnow(t *testing.T) {
+func TestApplyWarnsOfUnknownModelAndKey(t *testing.T) {
 	t.Parallel()
 	database := pgtest.URL(t)
-	dir := folder(t, map[string]string{"a.yaml": "kind: agent\nname: a\nmodel: got-4o\nkeys: [sho]\n"})
+	dir := writeFolder(t, map[string]string{"a.yaml": "kind: agent\nname: a\nmodel: got-4o\nkeys: [sho]\n"})
 	keys := "AGENT_CHAT_KEY=shop=" + strings.Repeat("0123456789abcdef", 2)
 	model, key := `unknown model "got-4o": no price, no facts; did you mean "gpt-4o"?`, `no chat key "sho" in AGENT_CHAT_KEY; did you mean "shop"?`
-	got := on(t, database, keys).run("apply", dir, "--dry-run")
+	got := newProgram(t, database, keys).run("apply", dir, "--dry-run")
 	contains(t, got.err, "warning: ", "a.yaml:1", model, key)
 	if got.code != 0 {
 		t.Errorf("exit %d", got.code)
 	}
-	own := on(t, database, "OPENAI_BASE_URL=http://127.0.0.1:1/v1", "OPENAI_API_KEY=k", "AGENT_MODEL=m")
+	own := newProgram(t, database, "OPENAI_BASE_URL=http://127.0.0.1:1/v1", "OPENAI_API_KEY=k", "AGENT_MODEL=m")
 	if got := own.run("apply", dir, "--dry-run"); got.code != 0 || strings.Contains(got.err, "warning") {
 		t.Errorf("an own server, and no chat key here: exit %d, stderr %q", got.code, got.err)
 	}
 }
 
 // The folder is applied after each change. A mistake is shown and leaves the last good state. SIGTERM is no failure.
-func TestApplyWatchesAFolder(t *testing.T) {
+func TestApplyWatch(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
-	p := on(t, url)
-	dir := folder(t, map[string]string{"one.yaml": goodSkill})
+	p := newProgram(t, url)
+	dir := writeFolder(t, map[string]string{"one.yaml": goodSkill})
 	file := filepath.Join(dir, "one.yaml")
 	var shown testkit.Log
 	cmd := exec.CommandContext(t.Context(), os.Args[0], "apply", dir, "--watch")
@@ -320,11 +320,11 @@ func TestApplyWatchesAFolder(t *testing.T) {
 }
 
 // A lost connection is said; the next change of a file goes over a new one.
-func TestApplyWatchesOverALostConnection(t *testing.T) {
+func TestApplyWatchReconnects(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
-	p := on(t, url)
-	dir := folder(t, map[string]string{"one.yaml": goodSkill})
+	p := newProgram(t, url)
+	dir := writeFolder(t, map[string]string{"one.yaml": goodSkill})
 	watching := p.start("apply", dir, "--watch")
 	watching.find(t, "watching ")
 	config, err := pgx.ParseConfig(url)
@@ -367,9 +367,9 @@ func TestApplyWatchesOverALostConnection(t *testing.T) {
 	}
 }
 
-func TestInitBeginsAWorkspaceThatWorksAtOnce(t *testing.T) {
+func TestInitCreatesWorkingWorkspace(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t))
+	p := newProgram(t, pgtest.URL(t))
 	dir := filepath.Join(t.TempDir(), "42 Sol's shop!")
 	got := p.run("init", dir, "--purpose", "Answer questions about \"orders\": quickly.\nAnd {{kindly}}.", "--timezone", "Europe/Madrid")
 	if got.code != 0 || !strings.Contains(got.err, "wrote "+filepath.Join(dir, "workspace", "agent.yaml")) {
@@ -390,9 +390,9 @@ func TestInitBeginsAWorkspaceThatWorksAtOnce(t *testing.T) {
 	}
 }
 
-func TestInitRefusesWhatApplyWouldRefuseAndLeavesNothing(t *testing.T) {
+func TestInitRejectsInvalidAnswers(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t))
+	p := newProgram(t, pgtest.URL(t))
 	for name, c := range map[string]struct {
 		flags []string
 		want  string
@@ -418,10 +418,10 @@ func TestInitRefusesWhatApplyWouldRefuseAndLeavesNothing(t *testing.T) {
 	}
 }
 
-func TestInitAsksAgainWhenAnAnswerIsWrong(t *testing.T) {
+func TestInitRepeatsQuestion(t *testing.T) {
 	t.Parallel()
 	dir := filepath.Join(t.TempDir(), "desk-2")
-	shown := bare(t).onTerminal(t, "no good\n\nHelp.\nmysql://x\n\n", "init", dir)
+	shown := newProgramWithoutDatabase(t).onTerminal(t, "no good\n\nHelp.\nmysql://x\n\n", "init", dir)
 	contains(t, shown, "[desk-2]", `"no good": a name is a letter`, "--database is not a PostgreSQL URL", "workspace/agent.yaml")
 	text, err := os.ReadFile(filepath.Join(dir, "workspace", "agent.yaml"))
 	if err != nil || !strings.Contains(string(text), "name: \"desk-2\"\n") {
@@ -431,7 +431,7 @@ func TestInitAsksAgainWhenAnAnswerIsWrong(t *testing.T) {
 
 func TestInitKeepsTheURLOutOfTheWorkspace(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t))
+	p := newProgram(t, pgtest.URL(t))
 	dir := t.TempDir()
 	p.must("init", dir, "--yes", "--name", "nora", "--database", "postgres://u:se%40cret@db/shop")
 	env, err := os.ReadFile(filepath.Join(dir, ".env"))

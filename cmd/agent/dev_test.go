@@ -26,7 +26,7 @@ import (
 // find it, also when dev does not run.
 func TestDevOnItsOwnServer(t *testing.T) {
 	t.Chdir(t.TempDir())
-	p := bare(t, "AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=0 0 29 2 *")
+	p := newProgramWithoutDatabase(t, "AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=0 0 29 2 *")
 	first := p.start("dev")
 	first.find(t, `\^C stops`)
 	contains(t, first.err.String(), "making a PostgreSQL", "applied the caretaker example", "(kept; --ephemeral removes it)")
@@ -60,7 +60,7 @@ func TestDevReadsDotEnv(t *testing.T) {
 		if err := os.WriteFile(".env", []byte(text), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		got := bare(t).run("dev")
+		got := newProgramWithoutDatabase(t).run("dev")
 		if got.code != 2 || !strings.Contains(got.err, says) || strings.Count(got.err, "\n") != 1 {
 			t.Errorf("with %q: exit %d, stderr %q", text, got.code, got.err)
 		}
@@ -72,14 +72,14 @@ func TestDevReadsDotEnv(t *testing.T) {
 		if err := os.WriteFile(".env", []byte(text), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		if got := bare(t, c.environ).run("dev"); got.code != 2 || !strings.Contains(got.err, c.says) || strings.Count(got.err, "\n") != 1 {
+		if got := newProgramWithoutDatabase(t, c.environ).run("dev"); got.code != 2 || !strings.Contains(got.err, c.says) || strings.Count(got.err, "\n") != 1 {
 			t.Errorf("with %q: exit %d, stderr %q", text, got.code, got.err)
 		}
 	}
 	if err := os.Remove(".env"); err != nil {
 		t.Fatal(err)
 	}
-	if got := bare(t).run("lanes", "ls"); got.code != 2 || !strings.Contains(got.err, "there is no database") {
+	if got := newProgramWithoutDatabase(t).run("lanes", "ls"); got.code != 2 || !strings.Contains(got.err, "there is no database") {
 		t.Errorf("another command: exit %d, stderr %q", got.code, got.err)
 	}
 	if _, err := os.Stat(stateDir); err == nil {
@@ -88,23 +88,23 @@ func TestDevReadsDotEnv(t *testing.T) {
 }
 
 // A command beside dev runs with the same settings as dev; one that is told its database does not look at the folder.
-func TestCommandsBesideDevReadDotEnv(t *testing.T) {
+func TestCommandsReadDotEnv(t *testing.T) {
 	t.Chdir(t.TempDir())
 	url := pgtest.URL(t)
 	if err := os.WriteFile(".env", []byte("DATABASE_URL="+url+"\nAGENT_NAME=robin\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	contains(t, bare(t).must("agents", "ls"), "robin")
-	if got := bare(t).run("serve"); got.code != 2 || !strings.Contains(got.err, "DATABASE_URL is not set") {
+	contains(t, newProgramWithoutDatabase(t).must("agents", "ls"), "robin")
+	if got := newProgramWithoutDatabase(t).run("serve"); got.code != 2 || !strings.Contains(got.err, "DATABASE_URL is not set") {
 		t.Errorf("serve: exit %d, stderr %q", got.code, got.err)
 	}
-	if got := bare(t, "DATABASE_URL="+url).must("agents", "ls"); strings.Contains(got, "robin") {
+	if got := newProgramWithoutDatabase(t, "DATABASE_URL="+url).must("agents", "ls"); strings.Contains(got, "robin") {
 		t.Errorf("a command that is told its database: %s", got)
 	}
 }
 
 // What .env set is told by name, and a program that it names is not run.
-func TestDevTellsWhatDotEnvSet(t *testing.T) {
+func TestDevReportsDotEnv(t *testing.T) {
 	t.Chdir(t.TempDir())
 	ran := filepath.Join(t.TempDir(), "ran")
 	for _, name := range []string{"postgres", "initdb", "pg_ctl"} {
@@ -120,7 +120,7 @@ func TestDevTellsWhatDotEnvSet(t *testing.T) {
 	if err := os.WriteFile(".env", []byte(text), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	p := bare(t, "AGENT_LISTEN=127.0.0.1:0", "HOME="+here).start("dev", "--ephemeral")
+	p := newProgramWithoutDatabase(t, "AGENT_LISTEN=127.0.0.1:0", "HOME="+here).start("dev", "--ephemeral")
 	p.find(t, `(\.env sets AGENT_NAME, LD_PRELOAD, MY_SECRET)`)
 	p.find(t, `(\.env cannot set AGENT_PG_BIN, OPENAI_API_KEY_FILE, PATH; set)`)
 	p.find(t, `(\^C stops)`)
@@ -134,15 +134,15 @@ func TestDevTellsWhatDotEnvSet(t *testing.T) {
 	}
 }
 
-// told is a line of a story's JSON.
-type told struct {
+// demoEvent is a line of a story's JSON.
+type demoEvent struct {
 	At, Who, Event, Other, Text string
 	Messages                    []threadRow
 	OK                          bool
 }
 
-// asBinary is agent as a process of its own.
-func asBinary(t *testing.T, settings []string, args ...string) *exec.Cmd {
+// agentCommand is agent as a process of its own.
+func agentCommand(t *testing.T, settings []string, args ...string) *exec.Cmd {
 	t.Helper()
 	self, err := os.Executable()
 	if err != nil {
@@ -155,7 +155,7 @@ func asBinary(t *testing.T, settings []string, args ...string) *exec.Cmd {
 }
 
 // Each story, to the letter: who takes the thread, who speaks, who waits, who gives it to whom, and when.
-func TestDemoPlaysItsStoriesToTheLetter(t *testing.T) {
+func TestDemoOutput(t *testing.T) {
 	t.Parallel()
 	for name, want := range map[string]struct{ story, thread string }{
 		"independent": {`
@@ -249,7 +249,7 @@ func TestDemoPlaysItsStoriesToTheLetter(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			url := pgtest.URL(t)
-			cmd := asBinary(t, []string{"DATABASE_URL=" + url, "AGENT_LANES=off", "AGENT_LIMITS=", "OPENAI_BASE_URL=http://127.0.0.1:1"},
+			cmd := agentCommand(t, []string{"DATABASE_URL=" + url, "AGENT_LANES=off", "AGENT_LIMITS=", "OPENAI_BASE_URL=http://127.0.0.1:1"},
 				"demo", name, "--fast", "--json")
 			var errs bytes.Buffer
 			cmd.Stderr = &errs
@@ -257,25 +257,25 @@ func TestDemoPlaysItsStoriesToTheLetter(t *testing.T) {
 			if err != nil {
 				t.Fatalf("%v\n%s\n%s", err, out, errs.String())
 			}
-			story, thread := retold(t, string(out))
+			story, thread := parseStory(t, string(out))
 			if diff := cmp.Diff(strings.TrimSpace(want.story), story); diff != "" {
 				t.Errorf("the story (-want +got):\n%s", diff)
 			}
 			if diff := cmp.Diff(strings.TrimSpace(want.thread), thread); diff != "" {
 				t.Errorf("the thread (-want +got):\n%s", diff)
 			}
-			nothingLeft(t, url, errs.String())
+			checkNothingLeft(t, url, errs.String())
 		})
 	}
 }
 
-// retold is a story, and its thread, as text. Its last line says that it was checked.
-func retold(t *testing.T, text string) (story, thread string) {
+// parseStory is a story, and its thread, as text. Its last line says that it was checked.
+func parseStory(t *testing.T, text string) (story, thread string) {
 	t.Helper()
 	var moments, messages []string
-	var last told
+	var last demoEvent
 	for line := range strings.Lines(text) {
-		last = told{}
+		last = demoEvent{}
 		if err := json.Unmarshal([]byte(line), &last); err != nil {
 			t.Fatalf("%v in %q", err, line)
 		}
@@ -292,8 +292,8 @@ func retold(t *testing.T, text string) (story, thread string) {
 	return strings.Join(moments, "\n"), strings.Join(messages, "\n")
 }
 
-// nothingLeft reports what a demo has left of its database, and in the one that it was given.
-func nothingLeft(t *testing.T, url, said string) {
+// checkNothingLeft reports what a demo has left of its database, and in the one that it was given.
+func checkNothingLeft(t *testing.T, url, said string) {
 	t.Helper()
 	name := regexp.MustCompile(`agent_demo_\w+`).FindString(said)
 	db := connect(t, url)
@@ -310,7 +310,7 @@ func nothingLeft(t *testing.T, url, said string) {
 }
 
 // A story that goes another way is an error that shows the difference, and everything is taken down.
-func TestADemoThatGoesOtherwiseFails(t *testing.T) {
+func TestDemoFailsOnDeviation(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
 		change func(*story)
@@ -339,15 +339,15 @@ func TestADemoThatGoesOtherwiseFails(t *testing.T) {
 				t.Fatalf("ended with %v\n%s", err, out.String())
 			}
 			contains(t, strings.Join(errorLines(err), "\n"), test.says...)
-			nothingLeft(t, url, errs.String())
+			checkNothingLeft(t, url, errs.String())
 		})
 	}
 }
 
 // Interrupted, it leaves no server and no file.
-func TestAnInterruptedDemoLeavesNothing(t *testing.T) {
+func TestInterruptedDemoCleansUp(t *testing.T) {
 	t.Parallel()
-	cmd := asBinary(t, []string{"DATABASE_URL="}, "demo", "chained", "--fast")
+	cmd := agentCommand(t, []string{"DATABASE_URL="}, "demo", "chained", "--fast")
 	var errs testkit.Log
 	cmd.Stderr = &errs
 	out, err := cmd.StdoutPipe()
@@ -382,9 +382,9 @@ func TestAnInterruptedDemoLeavesNothing(t *testing.T) {
 	}
 }
 
-func TestDemoForPeople(t *testing.T) {
+func TestDemoText(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t))
+	p := newProgram(t, pgtest.URL(t))
 	contains(t, p.must("demo"), "STORY", "onboarding", "independent", "chained", "hung")
 	if p.must("demo", "list") != p.must("demo") {
 		t.Error("list is not the same")

@@ -16,8 +16,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
-// walk is somebody who has the Engine Room of a serving agent open, and a terminal on the same database.
-type walk struct {
+// browserTest is somebody who has the Engine Room of a serving agent open, and a terminal on the same database.
+type browserTest struct {
 	program
 	pool   *pgxpool.Pool
 	served *started
@@ -25,19 +25,19 @@ type walk struct {
 	*browser.Page
 }
 
-// newWalk serves, opens a page and logs in. The page may have no complaint at the end of the test that was not
+// newBrowserTest serves, opens a page and logs in. The page may have no complaint at the end of the test that was not
 // expected.
-func newWalk(t *testing.T, look browser.Look, settings ...string) *walk {
+func newBrowserTest(t *testing.T, look browser.Look, settings ...string) *browserTest {
 	t.Helper()
 	url := pgtest.URL(t)
-	return walkOn(t, on(t, url, settings...), connect(t, url), look)
+	return newBrowserTestOn(t, newProgram(t, url, settings...), connect(t, url), look)
 }
 
-// walkOn is a walk with a program's own settings.
-func walkOn(t *testing.T, p program, pool *pgxpool.Pool, look browser.Look) *walk {
+// newBrowserTestOn is a walk with a program's own settings.
+func newBrowserTestOn(t *testing.T, p program, pool *pgxpool.Pool, look browser.Look) *browserTest {
 	t.Helper()
 	p.environ = slices.Concat([]string{token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=0 0 1 1 *"}, p.environ, []string{"AGENT_LOG_LEVEL=info"})
-	w := &walk{program: p, pool: pool}
+	w := &browserTest{program: p, pool: pool}
 	w.serve()
 	w.Page = browser.Open(t, look)
 	t.Cleanup(func() {
@@ -50,7 +50,7 @@ func walkOn(t *testing.T, p program, pool *pgxpool.Pool, look browser.Look) *wal
 }
 
 // logIn goes to the overview at a port, which has a login of its own.
-func (w *walk) logIn(base string) {
+func (w *browserTest) logIn(base string) {
 	w.t.Helper()
 	w.Go(base + "/")
 	w.Shows("Log in to the Engine Room")
@@ -60,14 +60,14 @@ func (w *walk) logIn(base string) {
 }
 
 // serve starts the agent.
-func (w *walk) serve() {
+func (w *browserTest) serve() {
 	w.t.Helper()
 	w.served = w.start("serve")
 	w.base = w.served.find(w.t, `msg=serving listen=(\S+)`)
 }
 
-// down ends the agent in good order.
-func (w *walk) down() {
+// stopServer ends the agent in good order.
+func (w *browserTest) stopServer() {
 	w.t.Helper()
 	w.served.stop()
 	if code := <-w.served.ended; code != 0 {
@@ -75,20 +75,20 @@ func (w *walk) down() {
 	}
 }
 
-// live waits until what happens is streamed, and leaves a mark that a reload would take away.
-func (w *walk) live() {
+// waitLive waits until what happens is streamed, and leaves a mark that a reload would take away.
+func (w *browserTest) waitLive() {
 	w.t.Helper()
-	w.state("live")
+	w.waitState("live")
 	w.Eval(`window.mark = "here"`, new(string))
 }
 
-func (w *walk) state(name string) {
+func (w *browserTest) waitState(name string) {
 	w.t.Helper()
 	w.Until("the updates are "+name, fmt.Sprintf(`document.getElementById("live-state").dataset.state === %q`, name))
 }
 
-// stayed fails when the page was loaded again since live.
-func (w *walk) stayed() {
+// checkNotReloaded fails when the page was loaded again since live.
+func (w *browserTest) checkNotReloaded() {
 	w.t.Helper()
 	var same bool
 	w.Eval(`window.mark === "here"`, &same)
@@ -97,8 +97,8 @@ func (w *walk) stayed() {
 	}
 }
 
-// logged are the activities, newest first.
-func (w *walk) logged() []string {
+// logEntries are the activities, newest first.
+func (w *browserTest) logEntries() []string {
 	w.t.Helper()
 	rows, err := w.pool.Query(w.t.Context(), `select id::text from agent_activity order by id desc`)
 	if err != nil {
@@ -113,26 +113,26 @@ func (w *walk) logged() []string {
 
 const feedRows = `[...document.querySelectorAll("#feed tr[data-row]")].map(r => r.dataset.row)`
 
-// feedIsLog waits until the feed is the log: each activity once, the newest first. There may be 50 at most.
-func (w *walk) feedIsLog() {
+// checkFeed waits until the feed is the log: each activity once, the newest first. There may be 50 at most.
+func (w *browserTest) checkFeed() {
 	w.t.Helper()
-	want, err := json.Marshal(w.logged())
+	want, err := json.Marshal(w.logEntries())
 	if err != nil {
 		w.t.Fatal(err)
 	}
 	w.Until("each activity is in the feed once", fmt.Sprintf(`JSON.stringify(%s) === %q`, feedRows, want))
 }
 
-// pull opens the lever that is in what a selector finds, gives a reason and sends it.
-func (w *walk) pull(selector string) {
+// submitForm opens the lever that is in what a selector finds, gives a reason and sends it.
+func (w *browserTest) submitForm(selector string) {
 	w.t.Helper()
 	w.Click(selector + " summary")
 	w.Type(selector+" input[name=reason]", "on a walk")
 	w.Click(selector + " form button")
 }
 
-// rooms are the pages of the navigation.
-func (w *walk) rooms() []string {
+// pages are the pages of the navigation.
+func (w *browserTest) pages() []string {
 	w.t.Helper()
 	var list []string
 	w.Eval(`[...document.querySelectorAll("nav[aria-label=Pages] a")].map(a => a.getAttribute("href"))`, &list)
@@ -142,11 +142,11 @@ func (w *walk) rooms() []string {
 	return list
 }
 
-func TestWhatTheTerminalDoesIsSeenInTheRoom(t *testing.T) {
+func TestPageShowsCommands(t *testing.T) {
 	t.Parallel()
-	w := newWalk(t, browser.Look{})
+	w := newBrowserTest(t, browser.Look{})
 	w.Shows("The agent has not done anything yet")
-	w.live()
+	w.waitLive()
 	var beat struct {
 		Trace struct {
 			TraceID string `json:"trace_id"`
@@ -154,155 +154,155 @@ func TestWhatTheTerminalDoesIsSeenInTheRoom(t *testing.T) {
 	}
 	w.mustJSON(&beat, "heartbeat")
 	w.Until("its trace is in the feed", fmt.Sprintf(`document.querySelector('#feed a[href="/traces/%s"]')`, beat.Trace.TraceID))
-	w.feedIsLog()
-	w.stayed()
+	w.checkFeed()
+	w.checkNotReloaded()
 	w.Click(fmt.Sprintf(`#feed a[href="/traces/%s"]`, beat.Trace.TraceID))
 	w.Until("the trace is there", fmt.Sprintf(`location.pathname === "/traces/%s"`, beat.Trace.TraceID))
 	w.Shows("self_heal")
 }
 
 // What an admin's turn waits for is decided in the room, and the process that serves goes on with the turn.
-func TestAnApprovalIsGivenInTheRoom(t *testing.T) {
+func TestApproveOnPage(t *testing.T) {
 	t.Parallel()
-	d := newDesk(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("It is over."))
-	w := walkOn(t, d.program, d.pool, browser.Look{})
-	w.live()
+	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("It is over."))
+	w := newBrowserTestOn(t, d.program, d.pool, browser.Look{})
+	w.waitLive()
 	if got := d.run("operate", "Wipe."); got.code != exitFailed || !strings.Contains(got.err, "waits for approval") {
 		t.Fatalf("exit %d, stderr: %s", got.code, got.err)
 	}
 	w.Until("the overview asks for it", `document.querySelector("#need-approval li a")`)
-	w.stayed()
+	w.checkNotReloaded()
 	w.Click("#need-approval li a")
 	w.Until("its page is there", `location.pathname.startsWith("/approvals/") && document.querySelector(".levers")`)
-	w.pull(".levers details:nth-of-type(1)")
+	w.submitForm(".levers details:nth-of-type(1)")
 	w.Shows("The decision is recorded")
 	w.Click(`#decision a[href^="/executions/"]`)
 	w.Until("its execution is completed", `location.pathname.startsWith("/executions/") && document.querySelector("main .status-completed")`)
 	w.Shows("It is over.")
-	if got := single[string](t, w.pool, `select a.status || ' ' || x.status from agent_approvals a join agent_executions x on x.id = a.execution_id`); got != "consumed completed" {
+	if got := queryValue[string](t, w.pool, `select a.status || ' ' || x.status from agent_approvals a join agent_executions x on x.id = a.execution_id`); got != "consumed completed" {
 		t.Errorf("approval and execution are %s", got)
 	}
 }
 
-func TestALaneComesAndGoesInTheRoom(t *testing.T) {
+func TestLanesOnPage(t *testing.T) {
 	t.Parallel()
-	w := newWalk(t, browser.Look{})
+	w := newBrowserTest(t, browser.Look{})
 	for path, part := range map[string]string{"/": "#locks", "/lanes": "#held"} {
 		w.Go(w.base + path)
-		w.live()
+		w.waitLive()
 		w.Until("no lane is held", fmt.Sprintf(`document.querySelector(%q).innerText.includes("No lane is held")`, part))
-		if !single[bool](t, w.pool, `select try_acquire_agent_lock('night shift', 'ana', 600)`) {
+		if !queryValue[bool](t, w.pool, `select try_acquire_agent_lock('night shift', 'ana', 600)`) {
 			t.Fatal("the lane was not to be had")
 		}
 		w.Until("the lane is shown", fmt.Sprintf(`[...document.querySelectorAll("%s tbody tr")].some(r => r.innerText.includes("night shift") && r.innerText.includes("ana"))`, part))
-		if !single[bool](t, w.pool, `select release_agent_lock('night shift', 'ana')`) {
+		if !queryValue[bool](t, w.pool, `select release_agent_lock('night shift', 'ana')`) {
 			t.Fatal("the lane was not held")
 		}
 		w.Until("the lane is gone", fmt.Sprintf(`document.querySelector(%q).innerText.includes("No lane is held")`, part))
-		w.stayed()
+		w.checkNotReloaded()
 	}
 }
 
-func TestTheAgentIsPausedInTheRoom(t *testing.T) {
+func TestPauseOnPage(t *testing.T) {
 	t.Parallel()
-	w := newWalk(t, browser.Look{})
-	w.pull("#pause")
+	w := newBrowserTest(t, browser.Look{})
+	w.submitForm("#pause")
 	w.Shows("Autonomous work is paused.")
 	contains(t, w.must("heartbeat"), "skipped: autonomous work is paused since", "on a walk")
-	for _, path := range w.rooms() {
+	for _, path := range w.pages() {
 		w.Go(w.base + path)
 		w.Until("the banner is on "+path, `document.querySelector("#pause.paused").innerText.includes("on a walk")`)
 	}
 	w.Go(w.base + "/spend")
-	w.pull("#pause")
+	w.submitForm("#pause")
 	w.Shows("Autonomous work goes on.")
 	w.Until("the banner is gone", `!document.querySelector("#pause.paused")`)
 	contains(t, w.must("heartbeat"), "✓ completed")
 
-	w.live()
+	w.waitLive()
 	w.must("pause", "--reason", "from a terminal")
 	w.Until("the banner comes by itself", `document.querySelector("#pause.paused").innerText.includes("from a terminal")`)
 	w.must("resume")
 	w.Until("the banner goes by itself", `!document.querySelector("#pause.paused")`)
-	w.stayed()
+	w.checkNotReloaded()
 }
 
 // A stream that the network broke goes on with what was missed.
-func TestNothingIsMissedOrTwiceWhileThePageIsOffline(t *testing.T) {
+func TestFeedAfterOfflinePage(t *testing.T) {
 	t.Parallel()
-	w := newWalk(t, browser.Look{})
-	between := newWire(t, strings.TrimPrefix(w.base, "http://"))
+	w := newBrowserTest(t, browser.Look{})
+	between := newCutProxy(t, strings.TrimPrefix(w.base, "http://"))
 	w.logIn("http://" + between.Addr().String())
-	w.follow()
+	w.startFollowing()
 	w.Offline(true)
 	between.cut()
-	w.state("waiting")
+	w.waitState("waiting")
 	w.must("heartbeat")
 	var reached bool
 	if w.Eval(`fetch("/login", {method: "HEAD"}).then(() => true, () => false)`, &reached); reached {
 		t.Error("the page is not offline")
 	}
 	w.Offline(false)
-	w.state("live")
-	w.feedIsLog()
+	w.waitState("live")
+	w.checkFeed()
 	w.must("heartbeat")
-	w.feedIsLog()
-	w.followed()
+	w.checkFeed()
+	w.checkFollowed()
 }
 
 // So does one that broke because the server began anew.
-func TestNothingIsMissedOrTwiceWhenTheServerStartsAgain(t *testing.T) {
+func TestFeedAfterServerRestart(t *testing.T) {
 	t.Parallel()
-	w := newWalk(t, browser.Look{}, "AGENT_LISTEN="+freeAddress(t))
-	w.follow()
-	w.down()
-	w.state("waiting")
+	w := newBrowserTest(t, browser.Look{}, "AGENT_LISTEN="+freeAddress(t))
+	w.startFollowing()
+	w.stopServer()
+	w.waitState("waiting")
 	w.must("heartbeat")
 	at := w.base
 	w.serve()
 	if w.base != at {
 		t.Fatalf("it came back at %s, not at %s", w.base, at)
 	}
-	w.state("live")
-	w.feedIsLog()
+	w.waitState("live")
+	w.checkFeed()
 	w.must("heartbeat")
-	w.feedIsLog()
-	w.followed()
+	w.checkFeed()
+	w.checkFollowed()
 }
 
-// follow looks from now on for rows that are in the feed twice, be it for a moment.
-func (w *walk) follow() {
+// startFollowing looks from now on for rows that are in the feed twice, be it for a moment.
+func (w *browserTest) startFollowing() {
 	w.t.Helper()
 	w.Expect("net::ERR_") // while nobody answers
-	w.live()
+	w.waitLive()
 	w.must("heartbeat")
-	w.feedIsLog()
+	w.checkFeed()
 	w.Eval(`window.twice = [], new MutationObserver(() => {
 		const rows = `+feedRows+`;
 		if (new Set(rows).size !== rows.length) twice.push(rows);
 	}).observe(document.body, {childList: true, subtree: true}), 1`, new(int))
 }
 
-func (w *walk) followed() {
+func (w *browserTest) checkFollowed() {
 	w.t.Helper()
-	w.stayed()
+	w.checkNotReloaded()
 	var twice [][]string
 	if w.Eval(`twice`, &twice); len(twice) > 0 {
 		w.t.Errorf("rows were in the feed twice: %q", twice)
 	}
 }
 
-func TestUpdatesWaitWhileTheReaderPausesThem(t *testing.T) {
+func TestPausedUpdates(t *testing.T) {
 	t.Parallel()
-	w := newWalk(t, browser.Look{})
-	w.live()
+	w := newBrowserTest(t, browser.Look{})
+	w.waitLive()
 	w.must("heartbeat")
-	w.feedIsLog()
+	w.checkFeed()
 	w.Click("#live-pause")
-	w.state("paused")
-	before := w.logged()
+	w.waitState("paused")
+	before := w.logEntries()
 	w.must("heartbeat")
-	fresh := len(w.logged()) - len(before)
+	fresh := len(w.logEntries()) - len(before)
 	w.Until("the title counts what is new", fmt.Sprintf(`document.querySelector("#feed h2 .news")?.textContent === "%d new"`, fresh))
 	w.Until("the button counts what waits", `/^Resume \([0-9]+ updates? waiting\)$/.test(document.getElementById("live-pause").textContent)`)
 	var shown []string
@@ -310,33 +310,33 @@ func TestUpdatesWaitWhileTheReaderPausesThem(t *testing.T) {
 		t.Errorf("the feed went on: %q, it was %q", shown, before)
 	}
 	w.Click("#live-pause")
-	w.feedIsLog()
+	w.checkFeed()
 	w.Until("nothing is new", `!document.querySelector("#feed .news") && document.getElementById("live-pause").textContent === "Pause updates"`)
-	w.stayed()
+	w.checkNotReloaded()
 }
 
-func TestTheRoomWithoutJavaScript(t *testing.T) {
+func TestPageWithoutJavaScript(t *testing.T) {
 	t.Parallel()
-	w := newWalk(t, browser.Look{NoScript: true})
+	w := newBrowserTest(t, browser.Look{NoScript: true})
 	w.must("heartbeat")
-	for _, path := range w.rooms() {
+	for _, path := range w.pages() {
 		w.Go(w.base + path)
 		w.Until(path+" can be read", `document.querySelector("h1").innerText !== "" && document.querySelector("main").innerText.trim() !== "" && !document.querySelector(".trouble")`)
 	}
 	w.Go(w.base + "/")
-	w.feedIsLog()
+	w.checkFeed()
 	w.Shows("Live updates need JavaScript")
-	w.pull("#pause")
+	w.submitForm("#pause")
 	w.Until("it says what was done", `document.querySelector(".flash")?.innerText.includes("Autonomous work is paused.")`)
 	contains(t, w.must("heartbeat"), "skipped: autonomous work is paused since", "on a walk")
 }
 
-func TestTheRoomByKeyboard(t *testing.T) {
+func TestPageByKeyboard(t *testing.T) {
 	t.Parallel()
-	w := newWalk(t, browser.Look{})
+	w := newBrowserTest(t, browser.Look{})
 	w.must("heartbeat")
 	w.Go(w.base + "/")
-	w.live()
+	w.waitLive()
 	w.Press(kb.Tab)
 	w.Until("the first stop is the way past the navigation", `document.activeElement.matches("a.skip")`)
 	w.Press(kb.Enter)
@@ -345,7 +345,7 @@ func TestTheRoomByKeyboard(t *testing.T) {
 	w.Until("the help is open", `document.getElementById("help").open && document.getElementById("help").innerText.includes("Executions")`)
 	w.Press(kb.Escape)
 	w.Until("the help is closed", `!document.getElementById("help").open`)
-	w.stayed()
+	w.checkNotReloaded()
 	w.keys("ge", "/executions")
 	w.Press("j")
 	w.Until("a row has the focus", `document.activeElement.matches("main tbody tr")`)
@@ -355,7 +355,7 @@ func TestTheRoomByKeyboard(t *testing.T) {
 }
 
 // keys presses keys until they have led to a path: the second counts only soon after the first, and machines are slow.
-func (w *walk) keys(keys, path string) {
+func (w *browserTest) keys(keys, path string) {
 	w.t.Helper()
 	w.Until("the page listens", `document.getElementById("help-open")?.hidden === false`)
 	pgtest.Eventually(w.t, pgWait, func() bool {

@@ -25,14 +25,14 @@ handler: flow:greet
 parameters: {type: object, required: [name], properties: {name: {type: string}}}
 `
 
-// greeter is a database with the flow greet, and a process that works on it.
-func greeter(t *testing.T) program {
+// newGreeter is a database with the flow greet, and a process that works on it.
+func newGreeter(t *testing.T) program {
 	t.Helper()
 	dir := t.TempDir()
 	if err := os.WriteFile(filepath.Join(dir, "greet.yaml"), []byte(greeting), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	p := on(t, pgtest.URL(t), "AGENT_ADMIN_TOKEN=the-token-of-the-admin-0123456789", "AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=0 0 1 1 *",
+	p := newProgram(t, pgtest.URL(t), "AGENT_ADMIN_TOKEN=the-token-of-the-admin-0123456789", "AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=0 0 1 1 *",
 		"AGENT_LOG_LEVEL=info")
 	p.must("apply", dir)
 	served := p.start("serve")
@@ -41,8 +41,8 @@ func greeter(t *testing.T) program {
 	return p
 }
 
-// waits waits until an execution waits.
-func (p program) waits(id string) {
+// waitWaiting waits until an execution waits.
+func (p program) waitWaiting(id string) {
 	p.t.Helper()
 	pgtest.Eventually(p.t, 2*pgWait, func() bool {
 		var x struct{ Status string }
@@ -51,9 +51,9 @@ func (p program) waits(id string) {
 	}, "execution waits")
 }
 
-func TestAFlowFromStartToReplay(t *testing.T) {
+func TestExecutionFromStartToReplay(t *testing.T) {
 	t.Parallel()
-	p := greeter(t)
+	p := newGreeter(t)
 	var started struct {
 		ID, Status string
 		TraceID    string `json:"trace_id"`
@@ -64,7 +64,7 @@ func TestAFlowFromStartToReplay(t *testing.T) {
 		t.Errorf("started %+v", started)
 	}
 	contains(t, p.must("executions", "start", "greet", "--input", `{"name": "Ana"}`, "--key", "ana"), "was already started", started.ID)
-	p.waits(started.ID)
+	p.waitWaiting(started.ID)
 	contains(t, p.must("executions", "waiting"), started.ID, "news-Ana")
 	contains(t, p.must("executions", "status"), "waiting  1")
 	if got := p.must("executions", "stuck"); got != "no stuck executions\n" {
@@ -109,7 +109,7 @@ func TestAFlowFromStartToReplay(t *testing.T) {
 		ForkedFrom string `json:"forked_from"`
 	}
 	p.mustJSON(&forked, "executions", "fork", started.ID, "--from", step)
-	p.waits(forked.ID)
+	p.waitWaiting(forked.ID)
 	p.mustJSON(&shown, "executions", "show", started.ID)
 	if len(shown.Forks) != 1 || shown.Forks[0].ID != forked.ID || forked.ForkedFrom != started.ID {
 		t.Errorf("forks %+v, forked %+v", shown.Forks, forked)
@@ -118,9 +118,9 @@ func TestAFlowFromStartToReplay(t *testing.T) {
 	contains(t, p.must("executions", "retry", forked.ID), "after the last checkpoint")
 }
 
-func TestWaitingForTheEndOfAnExecution(t *testing.T) {
+func TestStartWait(t *testing.T) {
 	t.Parallel()
-	p := greeter(t)
+	p := newGreeter(t)
 	waiter := p.start("executions", "start", "greet", "--input", `{"name": "Eva"}`, "--wait")
 	id := waiter.find(t, `started ([0-9a-f-]{36}), trace fl_`)
 	waiter.find(t, `waits for event news-Eva`)
@@ -147,9 +147,9 @@ func TestWaitingForTheEndOfAnExecution(t *testing.T) {
 	}
 }
 
-func TestWhatCannotBeStarted(t *testing.T) {
+func TestInvalidExecutionCommands(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t))
+	p := newProgram(t, pgtest.URL(t))
 	for _, c := range []struct {
 		code int
 		says string
@@ -199,9 +199,9 @@ func TestWhatCannotBeStarted(t *testing.T) {
 }
 
 // A heartbeat that did all kinds of work is replayed, without a model.
-func TestAHeartbeatIsReplayed(t *testing.T) {
+func TestReplayHeartbeat(t *testing.T) {
 	t.Parallel()
-	p := used(t)
+	p := newUsedAgent(t)
 	for range 2 {
 		p.must("heartbeat")
 	}
@@ -215,9 +215,9 @@ func TestAHeartbeatIsReplayed(t *testing.T) {
 	}
 }
 
-func TestFlowsAndRequestsAreListed(t *testing.T) {
+func TestListFlowsAndRequests(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t))
+	p := newProgram(t, pgtest.URL(t))
 	if got := p.must("flows", "ls"); got != "no flows; `agent apply DIR` creates some\n" {
 		t.Errorf("flows: %q", got)
 	}
@@ -253,9 +253,9 @@ func TestFlowsAndRequestsAreListed(t *testing.T) {
 }
 
 // What is shown of a flow names its versions; what is not there is named for what it is, with what to do next.
-func TestShowingAFlowAndItsVersions(t *testing.T) {
+func TestShowFlowVersions(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t))
+	p := newProgram(t, pgtest.URL(t))
 	dir := t.TempDir()
 	apply := func(text string) {
 		if err := os.WriteFile(filepath.Join(dir, "flow.yaml"), []byte(text), 0o600); err != nil {
@@ -283,11 +283,11 @@ func TestShowingAFlowAndItsVersions(t *testing.T) {
 	}
 }
 
-// TestARequestIsShownAndAnswered answers one of each kind, as an admin does for the person it was asked of.
-func TestARequestIsShownAndAnswered(t *testing.T) {
+// TestAnswerRequest answers one of each kind, as an admin does for the person it was asked of.
+func TestAnswerRequest(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
-	p := on(t, url)
+	p := newProgram(t, url)
 	pool := connect(t, url)
 	ask := func(kind, items string) (id string) {
 		t.Helper()
@@ -358,22 +358,22 @@ func TestARequestIsShownAndAnswered(t *testing.T) {
 	}
 }
 
-func TestTheVersionIsAFlagToo(t *testing.T) {
+func TestVersionFlag(t *testing.T) {
 	t.Parallel()
-	p := bare(t)
+	p := newProgramWithoutDatabase(t)
 	if flag, command := p.must("--version"), p.must("version"); flag != command || !strings.HasPrefix(flag, "agent ") {
 		t.Errorf("--version says %q, version %q", flag, command)
 	}
 }
 
 // A heartbeat that gives way to an admin says for whom it waits and where it goes on, and is no failure.
-func TestAHeartbeatThatYieldsSaysSo(t *testing.T) {
+func TestHeartbeatReportsYield(t *testing.T) {
 	t.Parallel()
 	for name, extra := range map[string][]string{"text": nil, "JSON": {"--json"}} {
 		t.Run(name, func(t *testing.T) {
 			url := pgtest.URL(t)
 			db := connect(t, url)
-			p := on(t, url)
+			p := newProgram(t, url)
 			p.must("apply", caretaker)
 			makeDue(t, db)
 			_, err := db.Exec(t.Context(), `
@@ -399,7 +399,7 @@ func TestAHeartbeatThatYieldsSaysSo(t *testing.T) {
 
 func TestPauseAndResume(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t))
+	p := newProgram(t, pgtest.URL(t))
 	if got := p.run("pause"); got.code != 2 || !strings.Contains(got.err, "--reason") {
 		t.Errorf("without a reason: %+v", got)
 	}
@@ -421,9 +421,9 @@ func TestPauseAndResume(t *testing.T) {
 }
 
 // A heartbeat that a pause keeps from beginning is recorded as skipped, and that is no failure.
-func TestAHeartbeatWhilePausedIsSkipped(t *testing.T) {
+func TestHeartbeatWhilePaused(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t))
+	p := newProgram(t, pgtest.URL(t))
 	p.must("pause", "--reason", "prices look wrong")
 	contains(t, p.must("heartbeat"), "skipped: autonomous work is paused since", "heartbeat", "prices look wrong")
 	contains(t, p.must("heartbeat", "--json"), `"skipped": "autonomous work is paused since`, `"status": "skipped"`)

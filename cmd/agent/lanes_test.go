@@ -17,9 +17,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-func TestLanesRunPassesTheExitCodeOn(t *testing.T) {
+func TestLanesRunExitCode(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t))
+	p := newProgram(t, pgtest.URL(t))
 	tests := map[string]struct {
 		command []string
 		code    int
@@ -47,18 +47,18 @@ func TestLanesRunPassesTheExitCodeOn(t *testing.T) {
 	}
 }
 
-func TestLanesRunHandsItsStreamsOn(t *testing.T) {
+func TestLanesRunStreams(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t))
+	p := newProgram(t, pgtest.URL(t))
 	got := p.runWith(t.Context(), strings.NewReader("input"), "lanes", "run", "x", "--", "sh", "-c", "cat; echo told >&2")
-	if got != (answer{0, "input", "told\n"}) {
+	if got != (commandResult{0, "input", "told\n"}) {
 		t.Errorf("got %+v", got)
 	}
 }
 
-func TestLanesRunOfNoCommand(t *testing.T) {
+func TestLanesRunUnknownCommand(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t))
+	p := newProgram(t, pgtest.URL(t))
 	got := p.run("lanes", "run", "x", "--", "/no/such/command")
 	if got.code != 1 || !strings.HasPrefix(got.err, "agent: run /no/such/command: ") {
 		t.Errorf("exit %d, stderr %q", got.code, got.err)
@@ -66,8 +66,8 @@ func TestLanesRunOfNoCommand(t *testing.T) {
 	contains(t, p.must("lanes", "ls"), "no lane is held")
 }
 
-// skipped checks that n actions of a name are recorded as skipped, with the holder of the lane.
-func skipped(t *testing.T, db *pgxpool.Pool, name, holder string, n int) {
+// checkSkipped checks that n actions of a name are recorded as skipped, with the holder of the lane.
+func checkSkipped(t *testing.T, db *pgxpool.Pool, name, holder string, n int) {
 	t.Helper()
 	var got int
 	if err := db.QueryRow(t.Context(), `select count(*) from agent_activity a where a.skill_name = $1 and a.status = 'skipped'
@@ -80,10 +80,10 @@ func skipped(t *testing.T, db *pgxpool.Pool, name, holder string, n int) {
 }
 
 // Whose lane is busy is skipped, with the holder, however it was asked for.
-func TestABusyLaneIsSkippedFromTheCommandLine(t *testing.T) {
+func TestCommandsSkipBusyLane(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
-	p := on(t, url)
+	p := newProgram(t, url)
 	db := connect(t, url)
 	p.must("skills", "call", "objective_propose", "--args", `{"name":"tidy","goal":"all is tidy","steps":["one"]}`)
 	p.must("objectives", "accept", "tidy")
@@ -99,13 +99,13 @@ func TestABusyLaneIsSkippedFromTheCommandLine(t *testing.T) {
 		t.Errorf("a busy objective was advanced: %+v", got)
 	}
 	contains(t, got.err, "somebody")
-	skipped(t, db, "objective_advance", "somebody", 1)
+	checkSkipped(t, db, "objective_advance", "somebody", 1)
 	got = p.run("automations", "run", "watch")
 	if got.code != exitBusy {
 		t.Errorf("a busy automation: %+v", got)
 	}
 	contains(t, got.err, "skipped", "somebody")
-	skipped(t, db, "run_automation", "somebody", 1)
+	checkSkipped(t, db, "run_automation", "somebody", 1)
 	var runs int
 	if err := db.QueryRow(t.Context(), `select count(*) from agent_automation_runs`).Scan(&runs); err != nil || runs != 0 {
 		t.Errorf("%d runs are left, %v", runs, err)
@@ -113,10 +113,10 @@ func TestABusyLaneIsSkippedFromTheCommandLine(t *testing.T) {
 }
 
 // Who breaks a lane that an open transaction has in use hears which one that is.
-func TestLanesReleaseNamesWhoIsInTheWay(t *testing.T) {
+func TestLanesReleaseNamesHolder(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
-	p := on(t, url)
+	p := newProgram(t, url)
 	db := connect(t, url)
 	tx, err := db.Begin(t.Context())
 	if err != nil {
@@ -139,7 +139,7 @@ func TestLanesReleaseNamesWhoIsInTheWay(t *testing.T) {
 func TestLanesRunSkipsWhenBusy(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
-	p := on(t, url)
+	p := newProgram(t, url)
 	db := connect(t, url)
 	if _, err := db.Exec(t.Context(), `select try_acquire_agent_lock('pipeline:x', 'somebody', 600)`); err != nil {
 		t.Fatal(err)
@@ -150,11 +150,11 @@ func TestLanesRunSkipsWhenBusy(t *testing.T) {
 		t.Errorf("exit %d, stdout %q, want 75", got.code, got.out)
 	}
 	contains(t, got.err, "level=WARN", "already running, skipped", "pipeline:x", "somebody")
-	contains(t, on(t, url, "AGENT_LOG_FORMAT=json").run("lanes", "run", "pipeline:x", "--", "touch", mark).err, `"level":"WARN","msg":"already running, skipped","lane":"pipeline:x"`)
+	contains(t, newProgram(t, url, "AGENT_LOG_FORMAT=json").run("lanes", "run", "pipeline:x", "--", "touch", mark).err, `"level":"WARN","msg":"already running, skipped","lane":"pipeline:x"`)
 	if _, err := os.Stat(mark); err == nil {
 		t.Error("the command ran without the lane")
 	}
-	skipped(t, db, "run_in_lane", "somebody", 2)
+	checkSkipped(t, db, "run_in_lane", "somebody", 2)
 	contains(t, p.must("lanes", "ls"), "pipeline:x", "somebody")
 	var page struct{ Items []map[string]any }
 	p.mustJSON(&page, "lanes", "ls")
@@ -173,10 +173,10 @@ func TestLanesRunSkipsWhenBusy(t *testing.T) {
 }
 
 // A bad lane or TTL is exit 2, the command does not run, and nothing is written.
-func TestLanesRunRefusesBadLanes(t *testing.T) {
+func TestLanesRunInvalidLane(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
-	p := on(t, url)
+	p := newProgram(t, url)
 	mark := filepath.Join(t.TempDir(), "mark")
 	for _, lane := range []string{"", strings.Repeat("x", 256), "a\nb", "a\x1b[31m", "tab\there"} {
 		for _, args := range [][]string{{"lanes", "run", lane, "--", "touch", mark}, {"lanes", "release", lane}} {
@@ -209,16 +209,16 @@ func TestLanesRunRefusesBadLanes(t *testing.T) {
 // A command may take longer than the lane's time to live: the lane is renewed while it runs.
 func TestLanesRunRenewsTheLane(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t))
+	p := newProgram(t, pgtest.URL(t))
 	got := p.run("lanes", "run", "x", "--ttl", "4s", "--", "sh", "-c", "sleep 6; echo whole")
 	if got.code != 0 || got.out != "whole\n" {
 		t.Errorf("got %+v", got)
 	}
 }
 
-func TestLanesRunEndsTheCommandWhenItIsStopped(t *testing.T) {
+func TestLanesRunStopsCommand(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t))
+	p := newProgram(t, pgtest.URL(t))
 	s := p.start("lanes", "run", "x", "--", "sh", "-c", "echo started >&2; sleep 60 & wait")
 	s.find(t, "started")
 	s.stop()
@@ -228,13 +228,13 @@ func TestLanesRunEndsTheCommandWhenItIsStopped(t *testing.T) {
 	contains(t, p.must("lanes", "ls"), "no lane is held")
 }
 
-func TestLanesSwitchedOff(t *testing.T) {
+func TestLanesDisabled(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	if _, err := connect(t, url).Exec(t.Context(), `select try_acquire_agent_lock('x', 'somebody', 600)`); err != nil {
 		t.Fatal(err)
 	}
-	got := on(t, url, "AGENT_LANES=off").run("lanes", "run", "x", "--", "echo", "ran")
+	got := newProgram(t, url, "AGENT_LANES=off").run("lanes", "run", "x", "--", "echo", "ran")
 	if got.code != 0 || got.out != "ran\n" || strings.Count(got.err, "level=WARN") != 1 {
 		t.Errorf("got %+v", got)
 	}
@@ -258,7 +258,7 @@ func TestLanesRunUnderSignals(t *testing.T) {
 	}
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
-			p := on(t, pgtest.URL(t))
+			p := newProgram(t, pgtest.URL(t))
 			var out, errs testkit.Log
 			cmd := exec.Command(os.Args[0], "lanes", "run", "pipeline:x", "--", "sh", "-c", test.script)
 			cmd.Env = append(append(os.Environ(), asAgent+"=1"), p.environ...)
@@ -283,9 +283,9 @@ func TestLanesRunUnderSignals(t *testing.T) {
 	}
 }
 
-func TestTheLaneIsRenewedWhileTheCommandRuns(t *testing.T) {
+func TestLanesRunRenewsDuringCommand(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t), "AGENT_LOG_LEVEL=info")
+	p := newProgram(t, pgtest.URL(t), "AGENT_LOG_LEVEL=info")
 	got := p.run("lanes", "run", "pipeline:x", "--ttl", "2s", "--", "sh", "-c", "sleep 5; echo ended by itself")
 	if got.code != 0 || got.out != "ended by itself\n" {
 		t.Errorf("exit %d, stdout %q, stderr %q", got.code, got.out, got.err)
@@ -295,7 +295,7 @@ func TestTheLaneIsRenewedWhileTheCommandRuns(t *testing.T) {
 	}
 }
 
-func TestTimesAreShownAlike(t *testing.T) {
+func TestTimeFormat(t *testing.T) {
 	t.Parallel()
 	zone := time.FixedZone("elsewhere", 3600)
 	if got := formatTime(time.Date(2026, 1, 1, 0, 30, 0, 0, zone)); got != "2025-12-31 23:30:00" {
@@ -312,12 +312,12 @@ func TestTimesAreShownAlike(t *testing.T) {
 }
 
 // A command whose lane is taken away ends at once, long before the next renewal.
-func TestLanesRunHearsThatItsLaneIsTakenAway(t *testing.T) {
+func TestLanesRunStopsOnLostLane(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
-	p := on(t, url)
+	p := newProgram(t, url)
 	mark := filepath.Join(t.TempDir(), "mark")
-	done := make(chan answer, 1)
+	done := make(chan commandResult, 1)
 	go func() { done <- p.run("lanes", "run", "pipeline:x", "--", "sh", "-c", "touch "+mark+"; exec sleep 60") }()
 	pgtest.Eventually(t, 30*time.Second, func() bool { _, err := os.Stat(mark); return err == nil }, "the command runs")
 	p.must("lanes", "release", "pipeline:x")

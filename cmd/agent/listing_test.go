@@ -37,9 +37,9 @@ var listings = map[string]struct {
 	"filtered runs":    {[]string{"executions", "ls", "--flow", "heartbeat", "--status", "completed"}, "EXECUTION FLOW", ""},
 }
 
-func TestListingsOfNothing(t *testing.T) {
+func TestEmptyListings(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t))
+	p := newProgram(t, pgtest.URL(t))
 	for name, l := range listings {
 		if l.empty == "" {
 			continue
@@ -54,11 +54,11 @@ func TestListingsOfNothing(t *testing.T) {
 	}
 }
 
-// used is a database in which the caretaker has had one heartbeat, a lane is held and a call waits for approval.
-func used(t *testing.T) program {
+// newUsedAgent is a database in which the caretaker has had one heartbeat, a lane is held and a call waits for approval.
+func newUsedAgent(t *testing.T) program {
 	t.Helper()
 	url := pgtest.URL(t)
-	p := on(t, url)
+	p := newProgram(t, url)
 	p.must("apply", caretaker)
 	db := connect(t, url)
 	makeDue(t, db)
@@ -78,7 +78,7 @@ func used(t *testing.T) program {
 
 func TestListings(t *testing.T) {
 	t.Parallel()
-	p := used(t)
+	p := newUsedAgent(t)
 	for name, l := range listings {
 		t.Run(name, func(t *testing.T) {
 			got := p.run(l.args...)
@@ -134,9 +134,9 @@ func checkField(t *testing.T, key string, value any) {
 	}
 }
 
-func TestPagesOfAListing(t *testing.T) {
+func TestListingPages(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t))
+	p := newProgram(t, pgtest.URL(t))
 	for range 3 {
 		p.must("heartbeat")
 	}
@@ -171,7 +171,7 @@ func TestPagesOfAListing(t *testing.T) {
 
 func TestTrace(t *testing.T) {
 	t.Parallel()
-	p := used(t)
+	p := newUsedAgent(t)
 	var last struct {
 		TraceID     string            `json:"trace_id"`
 		OTelTraceID string            `json:"otel_trace_id"`
@@ -209,7 +209,7 @@ func TestTrace(t *testing.T) {
 
 func TestExecutions(t *testing.T) {
 	t.Parallel()
-	p := used(t)
+	p := newUsedAgent(t)
 	var page struct{ Items []struct{ ID, Status string } }
 	p.mustJSON(&page, "executions", "ls")
 	id := page.Items[0].ID
@@ -233,7 +233,7 @@ func TestExecutions(t *testing.T) {
 	}
 }
 
-func TestCancelOfAPendingExecution(t *testing.T) {
+func TestCancelPendingExecution(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	var id string
@@ -243,7 +243,7 @@ func TestCancelOfAPendingExecution(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := on(t, url)
+	p := newProgram(t, url)
 	if got := p.must("executions", "cancel", id, "--reason", "not today"); got != "cancelled "+id+"\n" {
 		t.Errorf("got %q", got)
 	}
@@ -252,7 +252,7 @@ func TestCancelOfAPendingExecution(t *testing.T) {
 
 func TestApprovals(t *testing.T) {
 	t.Parallel()
-	p := used(t)
+	p := newUsedAgent(t)
 	var page struct{ Items []struct{ ID string } }
 	p.mustJSON(&page, "approvals", "ls")
 	id := page.Items[0].ID
@@ -278,7 +278,7 @@ func TestApprovals(t *testing.T) {
 }
 
 // What comes from outside cannot steer the terminal of whoever lists it.
-func TestListingsAreSafeToLookAt(t *testing.T) {
+func TestListingsEscapeControlCharacters(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	_, err := connect(t, url).Exec(t.Context(), `
@@ -287,16 +287,16 @@ func TestListingsAreSafeToLookAt(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	got := on(t, url).must("executions", "ls")
+	got := newProgram(t, url).must("executions", "ls")
 	if strings.Contains(got, "\x1b") || strings.Count(got, "\n") != 2 {
 		t.Errorf("got %q", got)
 	}
 }
 
 // A trace has several forms; whoever filters by it need not know which one a command takes.
-func TestListingsTakeATraceInAnyForm(t *testing.T) {
+func TestListingTraceIDForms(t *testing.T) {
 	t.Parallel()
-	p := used(t)
+	p := newUsedAgent(t)
 	p.must("memory", "set", "contact", "Ana")
 	for command, of := range map[string]string{
 		"activity ls": "activity ls", "executions ls": "executions ls", "approvals ls": "executions ls", "memory ls": "memory ls",
@@ -319,7 +319,7 @@ func TestListingsTakeATraceInAnyForm(t *testing.T) {
 }
 
 // A page is as long as it was asked to be, up to the longest, and the next goes on where it ended.
-func TestThePagesOfAListingHaveAllOfIt(t *testing.T) {
+func TestListingPagesAreComplete(t *testing.T) {
 	t.Parallel()
 	const all = `generate_series(1, 501) g`
 	url := pgtest.URL(t)
@@ -340,7 +340,7 @@ func TestThePagesOfAListingHaveAllOfIt(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := on(t, url)
+	p := newProgram(t, url)
 	for _, listing := range []string{
 		"executions ls", "activity ls", "activity audit", "trace ls", "memory ls", "objectives ls", "automations ls", "automations runs", "automations dead",
 		"webhooks ls", "requests ls",
@@ -383,7 +383,7 @@ func TestExecutionsAreShownWithoutSecrets(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	p := on(t, url)
+	p := newProgram(t, url)
 	for _, args := range [][]string{
 		{"executions", "ls"},
 		{"executions", "ls", "--json"},
@@ -398,7 +398,7 @@ func TestExecutionsAreShownWithoutSecrets(t *testing.T) {
 }
 
 // What a heartbeat and a call print of their executions is redacted too.
-func TestWhatWasRunIsShownWithoutSecrets(t *testing.T) {
+func TestCommandsHideSecrets(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	_, err := connect(t, url).Exec(t.Context(), `
@@ -411,9 +411,9 @@ func TestWhatWasRunIsShownWithoutSecrets(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := on(t, url)
+	p := newProgram(t, url)
 	query := `select 'Zq81xLm0Kk77' as password`
-	p.must("apply", folder(t, map[string]string{"one.yaml": strings.Replace(goodSkill, "select 1 as n", query, 1)}))
+	p.must("apply", writeFolder(t, map[string]string{"one.yaml": strings.Replace(goodSkill, "select 1 as n", query, 1)}))
 	for _, args := range [][]string{{"heartbeat"}, {"heartbeat", "--json"}, {"skills", "call", "one"}, {"skills", "call", "one", "--json"}} {
 		got := p.must(args...)
 		if strings.Contains(got, "Zq81xLm0Kk77") || !strings.Contains(got, "[redacted]") {
@@ -422,15 +422,15 @@ func TestWhatWasRunIsShownWithoutSecrets(t *testing.T) {
 	}
 }
 
-func TestWhatDoesNotPrintIsShownEscaped(t *testing.T) {
+func TestUnprintableIsEscaped(t *testing.T) {
 	t.Parallel()
 	if got, want := escapeJSON("{\n  \"a\": \"é\u202e\u200b\U000e0041\"\n}"), "{\n  \"a\": \"é\\u202e\\u200b\\udb40\\udc41\"\n}"; got != want {
 		t.Errorf("got %s, want %s", got, want)
 	}
 }
 
-// TestATableFitsTheTerminal wants prose to be cut on a narrow terminal, ids never, and nothing where no terminal is.
-func TestATableFitsTheTerminal(t *testing.T) {
+// TestTableWidth wants prose to be cut on a narrow terminal, ids never, and nothing where no terminal is.
+func TestTableWidth(t *testing.T) {
 	t.Parallel()
 	id, about := strings.Repeat("i", 36), strings.Repeat("text ", 20)+"end"
 	heading, rows := []string{"THREAD", "ABOUT", "STATE"}, [][]string{{id, about, "open"}, {"short", "é", "open"}}

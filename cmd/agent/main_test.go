@@ -44,35 +44,35 @@ type program struct {
 	environ []string
 }
 
-// answer is what one run of it said.
-type answer struct {
+// commandResult is what one run of it said.
+type commandResult struct {
 	code     int
 	out, err string
 }
 
-// on is agent on a database; settings are NAME=value.
-func on(t *testing.T, url string, settings ...string) program {
+// newProgram is agent on a database; settings are NAME=value.
+func newProgram(t *testing.T, url string, settings ...string) program {
 	t.Helper()
 	return program{t, append([]string{"DATABASE_URL=" + url, "AGENT_LOG_LEVEL=warn"}, settings...)}
 }
 
-// bare is agent without a database.
-func bare(t *testing.T, settings ...string) program {
+// newProgramWithoutDatabase is agent without a database.
+func newProgramWithoutDatabase(t *testing.T, settings ...string) program {
 	t.Helper()
 	return program{t, settings}
 }
 
 // run runs a command to its end.
-func (p program) run(args ...string) answer {
+func (p program) run(args ...string) commandResult {
 	p.t.Helper()
 	return p.runWith(p.t.Context(), strings.NewReader(""), args...)
 }
 
-func (p program) runWith(ctx context.Context, in io.Reader, args ...string) answer {
+func (p program) runWith(ctx context.Context, in io.Reader, args ...string) commandResult {
 	p.t.Helper()
 	var out, errs testkit.Log
 	code := run(ctx, args, p.environ, in, &out, &errs)
-	return answer{code, out.String(), errs.String()}
+	return commandResult{code, out.String(), errs.String()}
 }
 
 // must runs a command that has to end well, and returns what it printed.
@@ -89,13 +89,13 @@ func (p program) must(args ...string) string {
 func (p program) mustJSON(into any, args ...string) {
 	p.t.Helper()
 	text := p.must(append(args, "--json")...)
-	if err := oneDocument(text, into); err != nil {
+	if err := decodeOne(text, into); err != nil {
 		p.t.Fatalf("agent %s --json: %v in %s", strings.Join(args, " "), err, text)
 	}
 }
 
-// oneDocument reads a text that has to be one JSON document and nothing else.
-func oneDocument(text string, into any) error {
+// decodeOne reads a text that has to be one JSON document and nothing else.
+func decodeOne(text string, into any) error {
 	d := json.NewDecoder(strings.NewReader(text))
 	if err := d.Decode(into); err != nil {
 		return err

@@ -25,19 +25,19 @@ import (
 const twoAgents = "kind: agent\nname: sales\ndefault: true\nmodel: gpt-6-luna\nfallback: [gpt-5-mini]\n---\n" +
 	"kind: agent\nname: billing\nmodel: house/own\nfallback: [gpt-5-mini]\neffort: low\n"
 
-func TestModelsOfAgentsAreChecked(t *testing.T) {
+func TestModelsCheck(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t)
 	server.Handle(modeltest.PassesChecks)
 	url := pgtest.URL(t)
-	p := on(t, url, "OPENAI_BASE_URL="+server.URL(), "AGENT_MODEL=gpt-4o")
+	p := newProgram(t, url, "OPENAI_BASE_URL="+server.URL(), "AGENT_MODEL=gpt-4o")
 	got := p.run("models", "check")
 	contains(t, got.err, "7 calls to 1 model, billed by the provider")
 	contains(t, got.out, "gpt-4o\n", "pass     answers", "pass     correction", "7 calls, $0.0")
 	if got.code != 0 || len(server.Requests()) != 7 {
 		t.Errorf("exit %d after %d requests", got.code, len(server.Requests()))
 	}
-	p.must("apply", folder(t, map[string]string{"a.yaml": twoAgents}))
+	p.must("apply", writeFolder(t, map[string]string{"a.yaml": twoAgents}))
 	got = p.run("models", "check")
 	contains(t, got.err, "28 calls to 4 models")
 	contains(t, got.out, "gpt-6-luna\n", "gpt-5-mini\n", "house/own (effort low)\n", "gpt-5-mini (effort low)\n",
@@ -49,7 +49,7 @@ func TestModelsOfAgentsAreChecked(t *testing.T) {
 	}
 }
 
-func TestAModelThatFailsACheckIsExitCodeOne(t *testing.T) {
+func TestModelsCheckFailure(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t)
 	server.Handle(func(n int, req openai.ChatCompletionRequest) modeltest.Reply {
@@ -58,7 +58,7 @@ func TestAModelThatFailsACheckIsExitCodeOne(t *testing.T) {
 		}
 		return modeltest.PassesChecks(n, req)
 	})
-	p := bare(t, "OPENAI_BASE_URL="+server.URL(), "AGENT_LOG_LEVEL=warn")
+	p := newProgramWithoutDatabase(t, "OPENAI_BASE_URL="+server.URL(), "AGENT_LOG_LEVEL=warn")
 	got := p.run("models", "check", "own/model") // no database is needed
 	if got.code != 1 || strings.Contains(got.err, "agent:") {
 		t.Errorf("exit %d, stderr %q", got.code, got.err)
@@ -72,7 +72,7 @@ func TestAModelThatFailsACheckIsExitCodeOne(t *testing.T) {
 		}
 	}
 	got = p.run("models", "check", "own/model", "--json")
-	if err := oneDocument(got.out, &all); err != nil || got.code != 1 {
+	if err := decodeOne(got.out, &all); err != nil || got.code != 1 {
 		t.Fatalf("exit %d, %v in %s", got.code, err, got.out)
 	}
 	if m := all.Items[0]; m.Model != "own/model" || m.Calls != 5 || len(m.Checks) != 8 || m.Checks[1].Status != "fail" {
@@ -80,11 +80,11 @@ func TestAModelThatFailsACheckIsExitCodeOne(t *testing.T) {
 	}
 }
 
-func TestModelsAreListedWithWhatIsKnown(t *testing.T) {
+func TestListModels(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t)
-	p := on(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), `AGENT_PRICES={"house/own":{"input":1,"output":3}}`)
-	p.must("apply", folder(t, map[string]string{"a.yaml": twoAgents}))
+	p := newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), `AGENT_PRICES={"house/own":{"input":1,"output":3}}`)
+	p.must("apply", writeFolder(t, map[string]string{"a.yaml": twoAgents}))
 	contains(t, p.must("models", "ls"), "MODEL", "scripted    yes", "gpt-6-luna  no", "sales, billing", "400000", "1 / 3", "0.1 / 0.5")
 	var all struct {
 		Items []struct {
@@ -99,7 +99,7 @@ func TestModelsAreListedWithWhatIsKnown(t *testing.T) {
 		all.Items[2].Price.Output != 3 || !all.Items[3].Listed || all.Items[3].Price != nil {
 		t.Errorf("got %+v", all.Items)
 	}
-	silent := on(t, pgtest.URL(t), "OPENAI_BASE_URL=http://127.0.0.1:1/v1", "AGENT_MODEL=gpt-4o").run("models", "ls")
+	silent := newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL=http://127.0.0.1:1/v1", "AGENT_MODEL=gpt-4o").run("models", "ls")
 	contains(t, silent.err, "the server lists no models", "check OPENAI_BASE_URL")
 	contains(t, silent.out, "gpt-4o")
 	if silent.code != 0 {
@@ -110,11 +110,11 @@ func TestModelsAreListedWithWhatIsKnown(t *testing.T) {
 	}
 }
 
-func TestTheDoctorAsksForATool(t *testing.T) {
+func TestDoctorChecksTools(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t)
 	server.Handle(modeltest.PassesChecks)
-	p := on(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), "AGENT_MODEL=gpt-4o")
+	p := newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), "AGENT_MODEL=gpt-4o")
 	contains(t, p.must("doctor"), "ok   model answers", "ok   model tools")
 	if n := len(server.Requests()); n != 1 {
 		t.Errorf("%d calls were made", n)
@@ -132,13 +132,13 @@ func TestTheDoctorAsksForATool(t *testing.T) {
 	}
 }
 
-func TestTheDoctorSaysWhetherMemoriesAreFoundByMeaning(t *testing.T) {
+func TestDoctorReportsEmbeddings(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
-	p := on(t, url)
+	p := newProgram(t, url)
 	contains(t, p.must("doctor"), "embeddings", "off: memory search matches words only")
 	server := modeltest.NewEmbeddings(t, func(string) []float32 { return []float32{1, 2, 3} })
-	p = on(t, url, "AGENT_EMBEDDING_MODEL=small", "AGENT_EMBEDDING_BASE_URL="+server.URL(),
+	p = newProgram(t, url, "AGENT_EMBEDDING_MODEL=small", "AGENT_EMBEDDING_BASE_URL="+server.URL(),
 		"OPENAI_BASE_URL="+server.URL(), "OPENAI_API_KEY=key-of-the-chat-model")
 	if got := p.run("doctor"); !strings.Contains(got.out, "BAD  embeddings") || !strings.Contains(got.out, "create extension vector;") {
 		t.Errorf("without the extension: %+v", got)
@@ -186,10 +186,10 @@ func startMCPServer(t *testing.T) *mcpServer {
 	return s
 }
 
-func TestMCPFromTheCommandLine(t *testing.T) {
+func TestMCPCommands(t *testing.T) {
 	t.Parallel()
 	server := startMCPServer(t)
-	agent := on(t, pgtest.URL(t), "AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1")
+	agent := newProgram(t, pgtest.URL(t), "AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1")
 	dir := t.TempDir()
 	file := filepath.Join(dir, "mcp.yaml")
 	if err := os.WriteFile(file, []byte("kind: mcp_server\nname: greeter\nurl: "+server.URL+"\nauto: [greet]\n"), 0o600); err != nil {
@@ -239,7 +239,7 @@ func TestMCPFromTheCommandLine(t *testing.T) {
 	if err := json.Unmarshal([]byte(must("mcp", "ls", "--json")), &listing); err != nil || len(listing.Servers)+len(listing.Tools)+len(listing.Offered) != 3 {
 		t.Errorf("the listing is %+v, %v", listing, err)
 	}
-	if got := talk(t, agent); got != `hello {"name":"them"}` {
+	if got := exerciseMCP(t, agent); got != `hello {"name":"them"}` {
 		t.Errorf("over stdio it answers %q", got)
 	}
 	says(must("mcp", "withdraw", "mcp__greeter__greet"), "is not offered")
@@ -261,8 +261,8 @@ func TestMCPFromTheCommandLine(t *testing.T) {
 	}
 }
 
-// talk is a stock client on agent mcp: it lists the tools and calls the one.
-func talk(t *testing.T, agent program) string {
+// exerciseMCP is a stock client on agent mcp: it lists the tools and calls the one.
+func exerciseMCP(t *testing.T, agent program) string {
 	t.Helper()
 	theirIn, ourOut := io.Pipe()
 	ourIn, theirOut := io.Pipe()
@@ -302,11 +302,11 @@ func (adminBearer) RoundTrip(r *http.Request) (*http.Response, error) {
 	return http.DefaultTransport.RoundTrip(r)
 }
 
-func TestServeMountsAndOffersOverHTTP(t *testing.T) {
+func TestServeMCP(t *testing.T) {
 	t.Parallel()
 	server := startMCPServer(t)
 	address := pgtest.URL(t)
-	agent := on(t, address, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1")
+	agent := newProgram(t, address, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1")
 	dir := t.TempDir()
 	if err := os.WriteFile(filepath.Join(dir, "mcp.yaml"), []byte("kind: mcp_server\nname: greeter\nurl: "+server.URL+"\n"), 0o600); err != nil {
 		t.Fatal(err)

@@ -37,10 +37,10 @@ type shownState struct {
 	Run struct{ ID, Status, Cause string }
 }
 
-func TestAnAdminGivesDecidesAndConfirms(t *testing.T) {
+func TestObjectiveCommands(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
-	p := on(t, url)
+	p := newProgram(t, url)
 	p.must("objectives", "add", "tidy", "--goal", "be tidy", "--success", "no dust", "--step", "sweep")
 	var got shownState
 	p.mustJSON(&got, "objectives", "pause", "tidy")
@@ -65,10 +65,10 @@ func TestAnAdminGivesDecidesAndConfirms(t *testing.T) {
 	contains(t, p.must("activity", "ls"), "add_objective", "confirm_step", "pause_objective")
 }
 
-func TestAProposalIsDecidedFromTheCommandLine(t *testing.T) {
+func TestProposalCommands(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
-	p := on(t, url)
+	p := newProgram(t, url)
 	p.must("skills", "call", "objective_propose", "--args", `{"name":"wish","goal":"g"}`)
 	p.must("skills", "call", "automation_propose", "--args", `{"name":"watch","cron":"0 9 * * 1-5","timezone":"Europe/Madrid","skill":"recent_activity"}`)
 	contains(t, p.must("objectives", "ls", "--status", "proposed"), "wish")
@@ -96,10 +96,10 @@ func TestAProposalIsDecidedFromTheCommandLine(t *testing.T) {
 	contains(t, p.must("automations", "disable", "watch"), "disabled by admin")
 }
 
-func TestTheMemoryFromTheCommandLine(t *testing.T) {
+func TestMemoryCommands(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
-	p := on(t, url)
+	p := newProgram(t, url)
 	p.must("memory", "set", "contact", `{"name": "Ana"}`, "--category", "admin", "--expires", "720h")
 	p.must("memory", "set", "plain", "just words")
 	contains(t, p.must("memory", "ls"), "contact", "just words")
@@ -124,24 +124,24 @@ func TestTheMemoryFromTheCommandLine(t *testing.T) {
 	contains(t, p.must("memory", "forget", "plain"), "was not stored")
 }
 
-// tab is an admin's browser, as far as forms go.
-type tab struct {
+// browserTab is an admin's browser, as far as forms go.
+type browserTab struct {
 	t      *testing.T
 	base   string
 	client *http.Client
 }
 
-func newTab(t *testing.T, base string) tab {
+func newTab(t *testing.T, base string) browserTab {
 	t.Helper()
 	jar, err := cookiejar.New(nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	return tab{t, base, &http.Client{Jar: jar}}
+	return browserTab{t, base, &http.Client{Jar: jar}}
 }
 
 // page is what a page says; with a form, after that was sent.
-func (b tab) page(path string, form url.Values) string {
+func (b browserTab) page(path string, form url.Values) string {
 	b.t.Helper()
 	method, body := http.MethodGet, io.Reader(http.NoBody)
 	if form != nil {
@@ -169,8 +169,8 @@ func (b tab) page(path string, form url.Values) string {
 	return string(text)
 }
 
-// keepLate writes a key twice, and keeps a note that was based on the first as a conflict.
-func keepLate(t *testing.T, pool *pgxpool.Pool) (conflict string) {
+// insertConflict writes a key twice, and keeps a note that was based on the first as a conflict.
+func insertConflict(t *testing.T, pool *pgxpool.Pool) (conflict string) {
 	t.Helper()
 	for _, value := range []string{"first", "second"} {
 		if _, err := memory.Save(t.Context(), pool, memory.Note{Key: "contact", Value: value, TraceID: "op_1"}); err != nil {
@@ -190,18 +190,18 @@ func keepLate(t *testing.T, pool *pgxpool.Pool) (conflict string) {
 	return id
 }
 
-// TestTwoAdminsInTwoBrowsersDecideOnWhatTheyWereShown sends the forms of pages that were opened before somebody else
+// TestStalePagesDoNotOverwrite sends the forms of pages that were opened before somebody else
 // wrote.
-func TestTwoAdminsInTwoBrowsersDecideOnWhatTheyWereShown(t *testing.T) {
+func TestStalePagesDoNotOverwrite(t *testing.T) {
 	t.Parallel()
 	database := pgtest.URL(t)
-	p, pool := on(t, database, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=0 0 1 1 *", "AGENT_LOG_LEVEL=info"), connect(t, database)
-	conflict := keepLate(t, pool)
+	p, pool := newProgram(t, database, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=0 0 1 1 *", "AGENT_LOG_LEVEL=info"), connect(t, database)
+	conflict := insertConflict(t, pool)
 	served := p.start("serve")
 	base := strings.TrimSuffix(served.find(t, `msg=serving listen=(\S+)`), "/")
 	ana, bea := newTab(t, base), newTab(t, base)
 	contains(t, ana.page("/memory", nil), "the late one", "second", "/act/v1/memory/conflicts/"+conflict+"/decide", `name="if_revision" value="2"`)
-	decide := func(b tab, decision, revision string) string {
+	decide := func(b browserTab, decision, revision string) string {
 		b.t.Helper()
 		return b.page("/act/v1/memory/conflicts/"+conflict+"/decide",
 			url.Values{"decision": {decision}, "reason": {"x"}, "if_revision": {revision}, "back": {"/memory"}})
@@ -226,7 +226,7 @@ func TestTwoAdminsInTwoBrowsersDecideOnWhatTheyWereShown(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	forget := func(b tab, revision string) string {
+	forget := func(b browserTab, revision string) string {
 		b.t.Helper()
 		return b.page("/act/v1/memory/"+e.ID+"/forget", url.Values{"reason": {"x"}, "if_revision": {revision}, "back": {"/memory"}})
 	}
@@ -246,10 +246,10 @@ func TestTwoAdminsInTwoBrowsersDecideOnWhatTheyWereShown(t *testing.T) {
 	}
 }
 
-func TestRetentionIsShownSetCountedAndRun(t *testing.T) {
+func TestRetentionCommands(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	p := on(t, db.Config().ConnString())
+	p := newProgram(t, db.Config().ConnString())
 	contains(t, p.must("retention", "show"), "KIND", "messages         forever  1 day")
 	contains(t, p.must("retention", "set", "executions=30d", "events=1 day", "--reason", "little room"), "changed; trace op_")
 	contains(t, p.must("retention", "set", "executions=30 days"), "already set")
@@ -291,7 +291,7 @@ func TestRetentionIsShownSetCountedAndRun(t *testing.T) {
 	}
 }
 
-const hooks = `
+const webhooksYAML = `
 kind: webhook
 name: shop
 scheme: standard
@@ -305,12 +305,12 @@ secrets: ["${OPS_SECRET}"]
 events: [execution.failed]
 `
 
-func TestWebhooksOnTheCommandLine(t *testing.T) {
+func TestWebhookCommands(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
-	p := on(t, url)
+	p := newProgram(t, url)
 	dir := t.TempDir()
-	if err := os.WriteFile(filepath.Join(dir, "hooks.yaml"), []byte(hooks), 0o600); err != nil {
+	if err := os.WriteFile(filepath.Join(dir, "hooks.yaml"), []byte(webhooksYAML), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	p.must("apply", dir)

@@ -27,19 +27,19 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 )
 
-// desk is agent operate on a database with a scripted model.
-type desk struct {
+// operateTest is agent operate on a database with a scripted model.
+type operateTest struct {
 	program
 	url   string
 	pool  *pgxpool.Pool
 	model *modeltest.Server
 }
 
-// newDesk has the skills slow, which takes ten minutes, and wipe, which needs leave.
-func newDesk(t *testing.T, replies ...modeltest.Reply) *desk {
+// newOperateTest has the skills slow, which takes ten minutes, and wipe, which needs leave.
+func newOperateTest(t *testing.T, replies ...modeltest.Reply) *operateTest {
 	t.Helper()
-	d := &desk{url: pgtest.URL(t), model: modeltest.New(t, replies...)}
-	d.program = on(t, d.url, "OPENAI_BASE_URL="+d.model.URL(), "AGENT_MODEL=scripted", "TERM=xterm")
+	d := &operateTest{url: pgtest.URL(t), model: modeltest.New(t, replies...)}
+	d.program = newProgram(t, d.url, "OPENAI_BASE_URL="+d.model.URL(), "AGENT_MODEL=scripted", "TERM=xterm")
 	d.pool = connect(t, d.url)
 	for _, s := range []skills.Definition{
 		{Name: "slow", Handler: "sql:select pg_sleep(600)"},
@@ -54,13 +54,13 @@ func newDesk(t *testing.T, replies ...modeltest.Reply) *desk {
 	return d
 }
 
-// holds reports whether somebody has the lane operate.
-func (d *desk) holds(t *testing.T) bool {
+// laneHeld reports whether somebody has the lane operate.
+func (d *operateTest) laneHeld(t *testing.T) bool {
 	t.Helper()
-	return single[bool](t, d.pool, `select is_agent_lock_held('operate')`)
+	return queryValue[bool](t, d.pool, `select is_agent_lock_held('operate')`)
 }
 
-func single[T any](t *testing.T, pool *pgxpool.Pool, sql string, args ...any) (v T) {
+func queryValue[T any](t *testing.T, pool *pgxpool.Pool, sql string, args ...any) (v T) {
 	t.Helper()
 	if err := pool.QueryRow(t.Context(), sql, args...).Scan(&v); err != nil {
 		t.Fatal(err)
@@ -68,8 +68,8 @@ func single[T any](t *testing.T, pool *pgxpool.Pool, sql string, args ...any) (v
 	return v
 }
 
-// screen is a terminal on which agent operate runs.
-type screen struct {
+// terminalTest is a terminalTest on which agent operate runs.
+type terminalTest struct {
 	t     *testing.T
 	keys  *os.File
 	shown testkit.Log
@@ -78,8 +78,8 @@ type screen struct {
 	stop  context.CancelFunc
 }
 
-// screen starts agent operate on a terminal.
-func (d *desk) screen(args ...string) *screen {
+// startTerminal starts agent operate on a terminal.
+func (d *operateTest) startTerminal(args ...string) *terminalTest {
 	t := d.t
 	t.Helper()
 	keys, tty, err := pty.Open()
@@ -90,7 +90,7 @@ func (d *desk) screen(args ...string) *screen {
 		t.Fatal(err)
 	}
 	ctx, stop := context.WithCancel(t.Context())
-	s := &screen{t: t, keys: keys, ended: make(chan int, 1), stop: stop}
+	s := &terminalTest{t: t, keys: keys, ended: make(chan int, 1), stop: stop}
 	var reading, running sync.WaitGroup
 	reading.Go(func() { _, _ = io.Copy(&s.shown, keys) }) // ends with an error when the terminal is closed
 	running.Go(func() {
@@ -107,8 +107,8 @@ func (d *desk) screen(args ...string) *screen {
 	return s
 }
 
-// typed sends keys.
-func (s *screen) typed(keys string) {
+// typeKeys sends keys.
+func (s *terminalTest) typeKeys(keys string) {
 	s.t.Helper()
 	if _, err := s.keys.WriteString(keys); err != nil {
 		s.t.Fatal(err)
@@ -117,8 +117,8 @@ func (s *screen) typed(keys string) {
 
 var escapes = regexp.MustCompile("\x1b\\[[0-9;?]*[A-Za-z]")
 
-// shows waits until what is on the screen since the last look matches, and returns the first group.
-func (s *screen) shows(pattern string) string {
+// waitFor waits until what is on the screen since the last look matches, and returns the first group.
+func (s *terminalTest) waitFor(pattern string) string {
 	s.t.Helper()
 	expression := regexp.MustCompile(pattern)
 	found := ""
@@ -135,8 +135,8 @@ func (s *screen) shows(pattern string) string {
 	return found
 }
 
-// left waits for the exit code.
-func (s *screen) left() int {
+// waitExit waits for the exit code.
+func (s *terminalTest) waitExit() int {
 	s.t.Helper()
 	var code int
 	pgtest.Eventually(s.t, pgWait, func() bool {
@@ -150,17 +150,17 @@ func (s *screen) left() int {
 	return code
 }
 
-func TestOperateOnATerminal(t *testing.T) {
+func TestOperateTerminal(t *testing.T) {
 	t.Parallel()
-	d := newDesk(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."))
-	s := d.screen()
-	s.shows(`session ses_`)
-	s.shows(`> `)
-	s.typed("Hwo\x7f\x7fow many?\r")
-	s.shows(`· look \{\} …`)
-	s.shows(`✓ look \{\} → success .*42.*ms\)`)
-	s.shows(`It is 42\.`)
-	id := s.shows(`(op_[0-9A-Z]{26})  answered`)
+	d := newOperateTest(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."))
+	s := d.startTerminal()
+	s.waitFor(`session ses_`)
+	s.waitFor(`> `)
+	s.typeKeys("Hwo\x7f\x7fow many?\r")
+	s.waitFor(`· look \{\} …`)
+	s.waitFor(`✓ look \{\} → success .*42.*ms\)`)
+	s.waitFor(`It is 42\.`)
+	id := s.waitFor(`(op_[0-9A-Z]{26})  answered`)
 	if asked := d.model.Requests()[0].Messages; !strings.HasSuffix(asked[len(asked)-1].Content, "\n\nHow many?") {
 		t.Errorf("the model was asked %q", asked[len(asked)-1].Content)
 	}
@@ -168,47 +168,47 @@ func TestOperateOnATerminal(t *testing.T) {
 		"/trace": id, "/trace " + id: "model_call", "/lanes": `operate`, "/approvals": "no waiting executions", "/objectives": "no objectives",
 		"/memory": "no memories", "/help": "/reject ID", "/nope": "unknown command /nope", "/approve": "name an approval",
 	} {
-		s.typed(command + "\r")
-		s.shows(want)
+		s.typeKeys(command + "\r")
+		s.waitFor(want)
 	}
-	s.shows(`> `)
-	s.typed("\x04")
-	if code := s.left(); code != 0 || d.holds(t) {
-		t.Errorf("exit %d; lane held: %v", code, d.holds(t))
+	s.waitFor(`> `)
+	s.typeKeys("\x04")
+	if code := s.waitExit(); code != 0 || d.laneHeld(t) {
+		t.Errorf("exit %d; lane held: %v", code, d.laneHeld(t))
 	}
 }
 
-func TestInterruptOnATerminalCancelsTheTurnAndStays(t *testing.T) {
+func TestTerminalInterruptCancelsTurn(t *testing.T) {
 	t.Parallel()
-	d := newDesk(t, modeltest.ToolCall("slow", `{}`), modeltest.Text("Still here."))
-	s := d.screen()
-	s.shows(`> `)
-	s.typed("half a line\x03")
-	s.typed("Be slow.\r")
+	d := newOperateTest(t, modeltest.ToolCall("slow", `{}`), modeltest.Text("Still here."))
+	s := d.startTerminal()
+	s.waitFor(`> `)
+	s.typeKeys("half a line\x03")
+	s.typeKeys("Be slow.\r")
 	pgtest.Eventually(t, pgWait, func() bool {
-		return single[int](t, d.pool, `select count(*) from agent_activity where skill_name = 'slow' and status = 'running'`) == 1
+		return queryValue[int](t, d.pool, `select count(*) from agent_activity where skill_name = 'slow' and status = 'running'`) == 1
 	}, "slow runs")
-	s.typed("\x03")
-	s.shows(`op_[0-9A-Z]{26}  cancelled`)
+	s.typeKeys("\x03")
+	s.waitFor(`op_[0-9A-Z]{26}  cancelled`)
 	if sleeping := `select count(*) from pg_stat_activity where datname = current_database() and state = 'active' and query like '%pg_sleep(600)%'
-		and pid <> pg_backend_pid()`; single[int](t, d.pool, sleeping) != 0 {
-		pgtest.Eventually(t, pgWait, func() bool { return single[int](t, d.pool, sleeping) == 0 }, "what ran is stopped")
+		and pid <> pg_backend_pid()`; queryValue[int](t, d.pool, sleeping) != 0 {
+		pgtest.Eventually(t, pgWait, func() bool { return queryValue[int](t, d.pool, sleeping) == 0 }, "what ran is stopped")
 	}
-	if got := single[string](t, d.pool, `select status || ' by ' || cancelled_by from agent_executions`); got != "cancelled by admin" {
+	if got := queryValue[string](t, d.pool, `select status || ' by ' || cancelled_by from agent_executions`); got != "cancelled by admin" {
 		t.Errorf("the turn is %s", got)
 	}
-	s.typed("Are you there?\r")
-	s.shows(`Still here\.`)
-	if got := single[string](t, d.pool, `select content from agent_messages order by id limit 1`); got != "Be slow." {
+	s.typeKeys("Are you there?\r")
+	s.waitFor(`Still here\.`)
+	if got := queryValue[string](t, d.pool, `select content from agent_messages order by id limit 1`); got != "Be slow." {
 		t.Errorf("the first turn was %q: ^C does not empty the line", got)
 	}
-	s.typed("\x04")
-	if code := s.left(); code != 0 {
+	s.typeKeys("\x04")
+	if code := s.waitExit(); code != 0 {
 		t.Errorf("exit %d", code)
 	}
 }
 
-func TestApprovalsInlineOnATerminal(t *testing.T) {
+func TestTerminalApprovals(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct{ keys, status, reason, shown string }{
 		"approved": {"y\r", "consumed", "", `✓ wipe \{\} → success`},
@@ -216,83 +216,83 @@ func TestApprovalsInlineOnATerminal(t *testing.T) {
 		"refused":  {"n\r", "rejected", "", `✗ wipe \{\} → denied`},
 	} {
 		t.Run(name, func(t *testing.T) {
-			d := newDesk(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("It is over."))
-			s := d.screen()
-			s.shows(`> `)
-			s.typed("Wipe.\r")
-			s.shows(`waits for approval: wipe \{\}`)
-			s.shows(`approve\?`)
-			s.typed(test.keys)
-			s.shows(test.shown)
-			s.shows(`It is over\.`)
-			if got := single[string](t, d.pool, `select status || ':' || reason from agent_approvals`); got != test.status+":"+test.reason {
+			d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("It is over."))
+			s := d.startTerminal()
+			s.waitFor(`> `)
+			s.typeKeys("Wipe.\r")
+			s.waitFor(`waits for approval: wipe \{\}`)
+			s.waitFor(`approve\?`)
+			s.typeKeys(test.keys)
+			s.waitFor(test.shown)
+			s.waitFor(`It is over\.`)
+			if got := queryValue[string](t, d.pool, `select status || ':' || reason from agent_approvals`); got != test.status+":"+test.reason {
 				t.Errorf("the approval is %s", got)
 			}
-			s.typed("\x04")
-			s.left()
+			s.typeKeys("\x04")
+			s.waitExit()
 		})
 	}
 }
 
-func TestAnApprovalLeftOpenOnATerminalIsDecidedLater(t *testing.T) {
+func TestTerminalApprovalDecidedLater(t *testing.T) {
 	t.Parallel()
-	d := newDesk(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("Meanwhile."), modeltest.Text("It is over."))
-	s := d.screen()
-	s.shows(`> `)
-	s.typed("Wipe.\r")
-	id := s.shows(`\n  ([0-9a-f-]{36}), until`)
-	s.shows(`approve\?`)
-	s.typed("\r")
-	s.shows(`left open`)
-	s.typed("And else?\r")
-	s.shows(`Meanwhile\.`)
-	s.typed("/approve " + id + "\r")
-	s.shows(`It is over\.`)
-	s.typed("\x04")
-	s.left()
+	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("Meanwhile."), modeltest.Text("It is over."))
+	s := d.startTerminal()
+	s.waitFor(`> `)
+	s.typeKeys("Wipe.\r")
+	id := s.waitFor(`\n  ([0-9a-f-]{36}), until`)
+	s.waitFor(`approve\?`)
+	s.typeKeys("\r")
+	s.waitFor(`left open`)
+	s.typeKeys("And else?\r")
+	s.waitFor(`Meanwhile\.`)
+	s.typeKeys("/approve " + id + "\r")
+	s.waitFor(`It is over\.`)
+	s.typeKeys("\x04")
+	s.waitExit()
 }
 
-func TestAnApprovalDecidedElsewhereEndsTheQuestion(t *testing.T) {
+func TestTerminalApprovalDecidedElsewhere(t *testing.T) {
 	t.Parallel()
-	d := newDesk(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("It is over."))
-	s := d.screen()
-	s.shows(`> `)
-	s.typed("Wipe.\r")
-	id := s.shows(`\n  ([0-9a-f-]{36}), until`)
-	s.shows(`approve\?`)
+	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("It is over."))
+	s := d.startTerminal()
+	s.waitFor(`> `)
+	s.typeKeys("Wipe.\r")
+	id := s.waitFor(`\n  ([0-9a-f-]{36}), until`)
+	s.waitFor(`approve\?`)
 	if _, err := approvals.Decide(t.Context(), d.pool, id, true, "admin", ""); err != nil {
 		t.Fatal(err)
 	}
-	s.shows(`It is over\.`)
-	s.typed("\x04")
-	if code := s.left(); code != 0 {
+	s.waitFor(`It is over\.`)
+	s.typeKeys("\x04")
+	if code := s.waitExit(); code != 0 {
 		t.Errorf("exit %d", code)
 	}
 }
 
-func TestOperateTellsWhoIsAtWork(t *testing.T) {
+func TestOperateReportsHolder(t *testing.T) {
 	t.Parallel()
-	d := newDesk(t, modeltest.Text("One."))
-	s := d.screen()
-	session := s.shows(`session (ses_[0-9A-Z]+)`)
-	s.shows(`> `)
-	s.typed("Hello.\r")
-	s.shows(`One\.`)
+	d := newOperateTest(t, modeltest.Text("One."))
+	s := d.startTerminal()
+	session := s.waitFor(`session (ses_[0-9A-Z]+)`)
+	s.waitFor(`> `)
+	s.typeKeys("Hello.\r")
+	s.waitFor(`One\.`)
 	got := d.run("operate", "Hello.")
 	if got.code != exitBusy {
 		t.Errorf("exit %d", got.code)
 	}
 	contains(t, got.err, "lane busy", session, "--wait", "--watch")
-	if n := single[int](t, d.pool, `select count(*) from agent_activity where skill_name = 'operate' and status = 'skipped' and lane = 'operate'`); n != 1 {
+	if n := queryValue[int](t, d.pool, `select count(*) from agent_activity where skill_name = 'operate' and status = 'skipped' and lane = 'operate'`); n != 1 {
 		t.Errorf("%d skipped turns are recorded", n)
 	}
-	s.typed("\x04")
-	s.left()
+	s.typeKeys("\x04")
+	s.waitExit()
 }
 
 func TestOperateOnce(t *testing.T) {
 	t.Parallel()
-	d := newDesk(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."), modeltest.Text("Still 42."))
+	d := newOperateTest(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."), modeltest.Text("Still 42."))
 	got := d.run("operate", "How many?")
 	if got.code != 0 || got.out != "It is 42.\n" {
 		t.Errorf("exit %d, stdout %q", got.code, got.out)
@@ -303,28 +303,28 @@ func TestOperateOnce(t *testing.T) {
 	if answer.Text != "Still 42." || answer.SessionID != "ses_again" || answer.TraceID == "" || answer.Ended != "answered" {
 		t.Errorf("the document is %+v", answer)
 	}
-	if d.holds(t) {
+	if d.laneHeld(t) {
 		t.Error("the lane is still held")
 	}
 }
 
 // Whatever reasons is replayed without a model, also outside of a phase.
-func TestATurnOfOperateIsReplayed(t *testing.T) {
+func TestReplayOperateTurn(t *testing.T) {
 	t.Parallel()
-	d := newDesk(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."))
+	d := newOperateTest(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."))
 	d.must("operate", "How many?")
 	asked := len(d.model.Requests())
-	id := single[string](t, d.pool, `select id::text from agent_executions where flow = 'operate'`)
+	id := queryValue[string](t, d.pool, `select id::text from agent_executions where flow = 'operate'`)
 	contains(t, d.must("executions", "replay", id), "completed of operate", "equal")
 	if n := len(d.model.Requests()); n != asked {
 		t.Errorf("the replay asked the model %d times", n-asked)
 	}
 }
 
-func TestOperateOnceLeavesApprovalsToPeople(t *testing.T) {
+func TestOperateOnceLeavesApprovalsOpen(t *testing.T) {
 	t.Parallel()
 	wipe := modeltest.ToolCall("wipe", `{}`)
-	d := newDesk(t, wipe, wipe, wipe, modeltest.Text("To what?"))
+	d := newOperateTest(t, wipe, wipe, wipe, modeltest.Text("To what?"))
 	got := d.run("operate", "Wipe. Yes, I approve.")
 	if got.code != exitFailed {
 		t.Errorf("exit %d", got.code)
@@ -332,25 +332,25 @@ func TestOperateOnceLeavesApprovalsToPeople(t *testing.T) {
 	contains(t, got.err, "waits for approval: wipe {}", "agent serve")
 	got = d.run("operate", "Wipe.", "--json")
 	var answer operate.Answer
-	if err := oneDocument(got.out, &answer); err != nil || got.code != exitFailed || len(answer.Approvals) != 1 || answer.Ended != operate.WaitingApproval {
+	if err := decodeOne(got.out, &answer); err != nil || got.code != exitFailed || len(answer.Approvals) != 1 || answer.Ended != operate.WaitingApproval {
 		t.Errorf("exit %d, %v, %+v", got.code, err, answer)
 	}
 	if got := d.runWith(t.Context(), strings.NewReader("Wipe.\ny\n/quit\n"), "operate"); got.code != exitFailed {
 		t.Errorf("exit %d", got.code)
 	}
-	if n := single[int](t, d.pool, `select count(*) from agent_approvals where status = 'pending'`); n != 3 {
+	if n := queryValue[int](t, d.pool, `select count(*) from agent_approvals where status = 'pending'`); n != 3 {
 		t.Errorf("%d approvals are open, want 3", n)
 	}
 }
 
 func TestOperateLines(t *testing.T) {
 	t.Parallel()
-	d := newDesk(t, modeltest.Text("One."), modeltest.Text("Two."), modeltest.Text("Three."))
+	d := newOperateTest(t, modeltest.Text("One."), modeltest.Text("Two."), modeltest.Text("Three."))
 	got := d.runWith(t.Context(), strings.NewReader("Say one.\n\n/help\nSay two."), "operate")
 	if got.code != 0 || !strings.HasPrefix(got.out, "One.\n/trace") || !strings.HasSuffix(got.out, "\nTwo.\n") || strings.Contains(got.out, "> ") {
 		t.Errorf("exit %d, stdout %q", got.code, got.out)
 	}
-	if n := single[int](t, d.pool, `select count(distinct thread_id) from agent_executions`); n != 1 {
+	if n := queryValue[int](t, d.pool, `select count(distinct thread_id) from agent_executions`); n != 1 {
 		t.Errorf("%d sessions", n)
 	}
 	got = d.runWith(t.Context(), strings.NewReader("Say three.\n"), "operate", "--json")
@@ -372,9 +372,9 @@ func TestOperateLines(t *testing.T) {
 	}
 }
 
-func TestInputThatCannotBeReadFailsTheCommand(t *testing.T) {
+func TestUnreadableInput(t *testing.T) {
 	t.Parallel()
-	d := newDesk(t, modeltest.Text("One."))
+	d := newOperateTest(t, modeltest.Text("One."))
 	got := d.runWith(t.Context(), strings.NewReader("Say one.\n"+strings.Repeat("x", longestLine+1)+"\n"), "operate")
 	if got.code != exitFailed || got.out != "One.\n" {
 		t.Errorf("exit %d, stdout %q", got.code, got.out)
@@ -382,15 +382,15 @@ func TestInputThatCannotBeReadFailsTheCommand(t *testing.T) {
 	contains(t, got.err, "agent: read messages: ", "token too long")
 }
 
-func TestAnInterruptEndsAPipeThatSaysNothing(t *testing.T) {
+func TestInterruptEndsSilentPipe(t *testing.T) {
 	t.Parallel()
-	d := newDesk(t)
+	d := newOperateTest(t)
 	silent, keep := io.Pipe()
 	defer keep.Close()
 	ctx, interrupt := context.WithCancel(t.Context())
-	ended := make(chan answer, 1)
+	ended := make(chan commandResult, 1)
 	go func() { ended <- d.runWith(ctx, silent, "chat") }()
-	pgtest.Eventually(t, pgWait, func() bool { return single[int](t, d.pool, `select count(*) from agent_workers`) == 1 }, "it works")
+	pgtest.Eventually(t, pgWait, func() bool { return queryValue[int](t, d.pool, `select count(*) from agent_workers`) == 1 }, "it works")
 	interrupt()
 	select {
 	case got := <-ended:
@@ -404,9 +404,9 @@ func TestAnInterruptEndsAPipeThatSaysNothing(t *testing.T) {
 	}
 }
 
-func TestAnInterruptedTurnOfAVisitorSaysThatItWasCancelled(t *testing.T) {
+func TestInterruptedVisitorTurn(t *testing.T) {
 	t.Parallel()
-	d := newDesk(t, modeltest.Text("Too late."))
+	d := newOperateTest(t, modeltest.Text("Too late."))
 	var said testkit.Log
 	c := &cli{environ: config.Environ(d.environ), in: strings.NewReader(""), out: io.Discard, err: &said}
 	err := c.withApp(t.Context(), func(ctx context.Context, _ *session, a *app) error {
@@ -419,10 +419,10 @@ func TestAnInterruptedTurnOfAVisitorSaysThatItWasCancelled(t *testing.T) {
 	}
 }
 
-func TestAFailedTurnFailsTheCommand(t *testing.T) {
+func TestFailedTurnExitCode(t *testing.T) {
 	t.Parallel()
 	refused := modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0)
-	d := newDesk(t, refused, refused, modeltest.Text("Fine."))
+	d := newOperateTest(t, refused, refused, modeltest.Text("Fine."))
 	got := d.run("operate", "Hello.")
 	if got.code != exitFailed {
 		t.Errorf("exit %d", got.code)
@@ -434,38 +434,38 @@ func TestAFailedTurnFailsTheCommand(t *testing.T) {
 	}
 }
 
-func TestAnInterruptedCommandCancelsItsTurn(t *testing.T) {
+func TestInterruptCancelsTurn(t *testing.T) {
 	t.Parallel()
-	d := newDesk(t, modeltest.ToolCall("slow", `{}`))
+	d := newOperateTest(t, modeltest.ToolCall("slow", `{}`))
 	s := d.start("operate", "Be slow.")
 	pgtest.Eventually(t, pgWait, func() bool {
-		return single[int](t, d.pool, `select count(*) from agent_activity where skill_name = 'slow' and status = 'running'`) == 1
+		return queryValue[int](t, d.pool, `select count(*) from agent_activity where skill_name = 'slow' and status = 'running'`) == 1
 	}, "slow runs")
 	s.stop()
 	if code := <-s.ended; code != exitInterrupted {
 		t.Errorf("exit %d", code)
 	}
-	if got := single[string](t, d.pool, `select status from agent_executions`); got != "cancelled" || d.holds(t) {
-		t.Errorf("the turn is %s; lane held: %v", got, d.holds(t))
+	if got := queryValue[string](t, d.pool, `select status from agent_executions`); got != "cancelled" || d.laneHeld(t) {
+		t.Errorf("the turn is %s; lane held: %v", got, d.laneHeld(t))
 	}
 }
 
 // What a turn uses is there until its run has noticed that it was cancelled.
-func TestAnInterruptedMessageOfAVisitorIsCancelledWithoutAnError(t *testing.T) {
+func TestInterruptedVisitorMessage(t *testing.T) {
 	t.Parallel()
-	d := newDesk(t, modeltest.ToolCall("slow", `{}`))
+	d := newOperateTest(t, modeltest.ToolCall("slow", `{}`))
 	if _, err := d.pool.Exec(t.Context(), `update agent_skills set scope = 'both'`); err != nil {
 		t.Fatal(err)
 	}
 	s := d.start("chat", "Be slow.")
 	pgtest.Eventually(t, pgWait, func() bool {
-		return single[int](t, d.pool, `select count(*) from agent_activity where skill_name = 'slow' and status = 'running'`) == 1
+		return queryValue[int](t, d.pool, `select count(*) from agent_activity where skill_name = 'slow' and status = 'running'`) == 1
 	}, "slow runs")
 	s.stop()
 	if code := <-s.ended; code != exitInterrupted {
 		t.Errorf("exit %d", code)
 	}
-	if got := single[string](t, d.pool, `select status from agent_executions`); got != "cancelled" {
+	if got := queryValue[string](t, d.pool, `select status from agent_executions`); got != "cancelled" {
 		t.Errorf("the turn is %s", got)
 	}
 	if said := s.err.String(); strings.Contains(said, "ERROR") {
@@ -473,9 +473,9 @@ func TestAnInterruptedMessageOfAVisitorIsCancelledWithoutAnError(t *testing.T) {
 	}
 }
 
-func TestWatchingAnAdmin(t *testing.T) {
+func TestOperateWatch(t *testing.T) {
 	t.Parallel()
-	d := newDesk(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."))
+	d := newOperateTest(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."))
 	w := d.start("operate", "--watch")
 	pgtest.Eventually(t, pgWait, func() bool { return strings.Contains(w.err.String(), "no admin is active") }, "the watch begins")
 	d.must("operate", "How many?", "--session", "ses_seen")
@@ -487,7 +487,7 @@ func TestWatchingAnAdmin(t *testing.T) {
 }
 
 // A script must not take a turn without an answer for one with it.
-func TestOperateFailsWithoutAnAnswer(t *testing.T) {
+func TestOperateWithoutAnswer(t *testing.T) {
 	t.Parallel()
 	nothing := modeltest.Text("")
 	for name, c := range map[string]struct {
@@ -501,7 +501,7 @@ func TestOperateFailsWithoutAnAnswer(t *testing.T) {
 		"a hung model":    {[]modeltest.Reply{modeltest.Hang(), modeltest.Hang()}, "AGENT_RUN_TIMEOUT=1s", "time", []string{"its limit of time was reached"}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			d := newDesk(t, c.replies...)
+			d := newOperateTest(t, c.replies...)
 			d.environ = append(d.environ, c.environ)
 			got := d.run("operate", "How many?")
 			if got.code != exitFailed || !strings.HasPrefix(got.out, "Stopped because ") {
@@ -510,17 +510,17 @@ func TestOperateFailsWithoutAnAnswer(t *testing.T) {
 			contains(t, got.err, append(c.says, "op_")...)
 			got = d.run("operate", "How many?", "--json")
 			var answer operate.Answer
-			if err := oneDocument(got.out, &answer); err != nil || got.code != exitFailed || answer.Ended != c.ended || answer.Until.IsZero() == (c.ended == "day") {
+			if err := decodeOne(got.out, &answer); err != nil || got.code != exitFailed || answer.Ended != c.ended || answer.Until.IsZero() == (c.ended == "day") {
 				t.Errorf("exit %d, %v, %+v", got.code, err, answer)
 			}
 		})
 	}
 }
 
-func TestTheSettingsOfTheModelsServerReachIt(t *testing.T) {
+func TestModelServerSettings(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t, modeltest.Text("It is 42."), modeltest.Text("It is 43."))
-	p := on(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), "AGENT_MODEL=scripted", "AGENT_REASONING_EFFORT=low",
+	p := newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), "AGENT_MODEL=scripted", "AGENT_REASONING_EFFORT=low",
 		`AGENT_MODEL_HEADERS={"api-key":"key-of-azure"}`, `AGENT_MODEL_QUERY={"api-version":"2026-10-01"}`,
 		`AGENT_MODEL_EXTRA={"chat_template_kwargs":{"enable_thinking":false}}`)
 	contains(t, p.must("operate", "how many?"), "It is 42.")
@@ -529,7 +529,7 @@ func TestTheSettingsOfTheModelsServerReachIt(t *testing.T) {
 		t.Errorf("asked at %s with %v, %v", asked.Path, asked.Header, asked.Query)
 	}
 	contains(t, asked.Body, `"reasoning_effort":"low"`, `"chat_template_kwargs":{"enable_thinking":false}`)
-	p = on(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), "AGENT_MODEL_API=responses")
+	p = newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), "AGENT_MODEL_API=responses")
 	got := p.run("operate", "how many?")
 	contains(t, got.out, "It is 43.")
 	contains(t, got.err, "AGENT_MODEL is not set")
@@ -538,7 +538,7 @@ func TestTheSettingsOfTheModelsServerReachIt(t *testing.T) {
 	}
 }
 
-func TestPricesHaveCacheWritesAndALongTier(t *testing.T) {
+func TestModelPrices(t *testing.T) {
 	t.Parallel()
 	table := prices(config.Config{Prices: map[string]config.Price{
 		"m": {Input: 2, Cached: 0.2, CacheWrite: 2.5, Output: 10, Long: config.Long{Over: 1000, Input: 4, Output: 15}},

@@ -33,7 +33,7 @@ import (
 const token = "AGENT_ADMIN_TOKEN=6b1f0c9e27d84a53b1c7e09f4d2a8836"
 
 // What is missing or wrong in the environment stops the start with exit 2 and a line each, all at once.
-func TestWrongSettings(t *testing.T) {
+func TestInvalidSettings(t *testing.T) {
 	t.Parallel()
 	const database = "DATABASE_URL=postgres://localhost:1/none"
 	tests := map[string]struct {
@@ -68,7 +68,7 @@ func TestWrongSettings(t *testing.T) {
 	}
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
-			got := bare(t, test.settings...).run(test.args...)
+			got := newProgramWithoutDatabase(t, test.settings...).run(test.args...)
 			if got.code != 2 || got.out != "" || strings.Count(got.err, "\n") != len(test.says) {
 				t.Errorf("exit %d, stdout %q, want 2 and %d lines on stderr:\n%s", got.code, got.out, len(test.says), got.err)
 			}
@@ -82,18 +82,18 @@ func TestWrongSettings(t *testing.T) {
 func TestCommandsWithoutADatabase(t *testing.T) {
 	t.Chdir(t.TempDir())
 	for _, args := range [][]string{{"lanes", "ls"}, {"heartbeat"}, {"migrate"}, {"trace", "last"}, {"lanes", "run", "x", "--", "echo"}} {
-		got := bare(t).run(args...)
+		got := newProgramWithoutDatabase(t).run(args...)
 		if got.code != 2 || got.out != "" || got.err != "agent: no database; set DATABASE_URL, or run `agent dev` in this folder first\n" {
 			t.Errorf("agent %v: exit %d, stdout %q, stderr %q", args, got.code, got.out, got.err)
 		}
 	}
-	got := bare(t, "DATABASE_URL=postgres://user:hunter2@127.0.0.1:1/none").run("lanes", "ls")
+	got := newProgramWithoutDatabase(t, "DATABASE_URL=postgres://user:hunter2@127.0.0.1:1/none").run("lanes", "ls")
 	if got.code != 1 || strings.Contains(got.err, "hunter2") || !strings.Contains(got.err, "check host and port") {
 		t.Errorf("a database that is down: exit %d, stderr %q", got.code, got.err)
 	}
 }
 
-func TestAPortThatIsTaken(t *testing.T) {
+func TestPortInUse(t *testing.T) {
 	t.Parallel()
 	taken, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	if err != nil {
@@ -101,7 +101,7 @@ func TestAPortThatIsTaken(t *testing.T) {
 	}
 	defer taken.Close()
 	for _, command := range []string{"serve", "dev"} {
-		got := on(t, "postgres://localhost:1/none", token, "AGENT_LISTEN="+taken.Addr().String()).run(command)
+		got := newProgram(t, "postgres://localhost:1/none", token, "AGENT_LISTEN="+taken.Addr().String()).run(command)
 		if got.code != 1 || strings.Count(got.err, "\n") != 1 {
 			t.Errorf("agent %s: exit %d, stderr %q", command, got.code, got.err)
 		}
@@ -109,18 +109,18 @@ func TestAPortThatIsTaken(t *testing.T) {
 	}
 }
 
-func TestServeRefusesAnUnmigratedDatabase(t *testing.T) {
+func TestServeRequiresMigratedDatabase(t *testing.T) {
 	t.Parallel()
 	url := pgtest.EmptyURL(t)
-	got := on(t, url, token, "AGENT_LISTEN=127.0.0.1:0").run("serve")
+	got := newProgram(t, url, token, "AGENT_LISTEN=127.0.0.1:0").run("serve")
 	if got.code != 2 || strings.Count(got.err, "\n") != 1 || !strings.Contains(got.err, "run `agent migrate`") {
 		t.Errorf("exit %d, stderr %q", got.code, got.err)
 	}
 }
 
-func TestServeWorksUntilItIsStopped(t *testing.T) {
+func TestServe(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.EmptyURL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info")
+	p := newProgram(t, pgtest.EmptyURL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info")
 	s := p.start("serve", "--migrate")
 	base := s.find(t, `msg=serving listen=(\S+)`)
 	pgtest.Eventually(t, pgWait, func() bool {
@@ -134,7 +134,7 @@ func TestServeWorksUntilItIsStopped(t *testing.T) {
 	if code, page := testkit.Get(t, base+"/lanes"); code != http.StatusOK || !strings.Contains(page, "Log in to the Engine Room") {
 		t.Errorf("a page without a login: %d\n%s", code, page)
 	}
-	seesRoom(t, base, strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN="))
+	checkEngineRoom(t, base, strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN="))
 	s.stop()
 	if code := <-s.ended; code != 0 || s.out.String() != "" || !strings.Contains(s.err.String(), "msg=stopped") {
 		t.Errorf("exit %d, stdout %q, stderr %s", code, s.out.String(), s.err.String())
@@ -144,8 +144,8 @@ func TestServeWorksUntilItIsStopped(t *testing.T) {
 	}
 }
 
-// seesRoom logs in, and pulls a lever that cannot be pulled.
-func seesRoom(t *testing.T, base, adminToken string) {
+// checkEngineRoom logs in, and pulls a lever that cannot be pulled.
+func checkEngineRoom(t *testing.T, base, adminToken string) {
 	t.Helper()
 	jar, err := cookiejar.New(nil)
 	if err != nil {
@@ -187,7 +187,7 @@ func withSecret(t *testing.T, address string) string {
 }
 
 // The first run is short enough to read: what was made, the story, where everything is.
-func TestDevShowsAStoryAndWhereEverythingIs(t *testing.T) {
+func TestDevOutput(t *testing.T) {
 	t.Parallel()
 	p := program{t, []string{
 		"DATABASE_URL=" + withSecret(t, pgtest.EmptyURL(t)), "AGENT_LISTEN=127.0.0.1:0",
@@ -219,7 +219,7 @@ func TestDevShowsAStoryAndWhereEverythingIs(t *testing.T) {
 func TestHeartbeat(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
-	p := on(t, url)
+	p := newProgram(t, url)
 	story := p.must("heartbeat")
 	contains(t, story, "hb_", "✓ completed", "self_heal", "save_memories", "total: 6 activities", " skills checked")
 	var got struct {
@@ -250,17 +250,17 @@ func TestHeartbeat(t *testing.T) {
 }
 
 // A heartbeat whose model refuses fails: its story is told, and the error names its trace.
-func TestAHeartbeatThatFails(t *testing.T) {
+func TestFailedHeartbeat(t *testing.T) {
 	t.Parallel()
 	model := modeltest.New(t)
 	model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply {
 		return modeltest.Refusal(http.StatusUnauthorized, "invalid_request_error", "invalid_api_key", "no such key", 0)
 	})
-	p := on(t, pgtest.URL(t), "OPENAI_BASE_URL="+model.URL(), "OPENAI_API_KEY=sk-none")
+	p := newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL="+model.URL(), "OPENAI_API_KEY=sk-none")
 	p.must("apply", caretaker)
 	got := p.run("heartbeat", "--json")
 	var story struct{ Execution struct{ Status string } }
-	if err := oneDocument(got.out, &story); err != nil || got.code != 1 || story.Execution.Status != "failed" {
+	if err := decodeOne(got.out, &story); err != nil || got.code != 1 || story.Execution.Status != "failed" {
 		t.Errorf("exit %d, %v, status %s", got.code, err, story.Execution.Status)
 	}
 	last := got.err[strings.LastIndex(strings.TrimSpace(got.err), "\n")+1:]
@@ -279,13 +279,13 @@ func TestAHeartbeatThatFails(t *testing.T) {
 	contains(t, fault.Error.Message, "status 401: invalid_api_key", "such key", "check OPENAI_API_KEY")
 }
 
-func TestAnInterruptedHeartbeat(t *testing.T) {
+func TestInterruptedHeartbeat(t *testing.T) {
 	t.Parallel()
 	model := modeltest.New(t, modeltest.Hang())
-	p := on(t, pgtest.URL(t), "OPENAI_BASE_URL="+model.URL())
+	p := newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL="+model.URL())
 	p.must("apply", caretaker)
 	ctx, cancel := context.WithCancel(t.Context())
-	ended := make(chan answer, 1)
+	ended := make(chan commandResult, 1)
 	go func() { ended <- p.runWith(ctx, nil, "heartbeat") }()
 	defer cancel()
 	pgtest.Eventually(t, pgWait, func() bool { return len(model.Requests()) > 0 }, "the model is asked")
@@ -305,7 +305,7 @@ func TestDoctor(t *testing.T) {
 			OK            bool
 		}
 	}
-	p := on(t, pgtest.URL(t))
+	p := newProgram(t, pgtest.URL(t))
 	contains(t, p.must("doctor"), "ok   configuration", "ok   database", "ok   schema", "ok   rights", "none alive", "ok   model answers")
 	var all findings
 	p.mustJSON(&all, "doctor")
@@ -322,7 +322,7 @@ func TestDoctor(t *testing.T) {
 		"model":         {"DATABASE_URL=" + withSecret(t, pgtest.URL(t)), "OPENAI_BASE_URL=http://me:hunter2@127.0.0.1:1/v1"},
 		"model answers": {"DATABASE_URL=" + pgtest.URL(t), "OPENAI_BASE_URL=http://127.0.0.1:1/v1"},
 	} {
-		got := bare(t, environ...).run("doctor")
+		got := newProgramWithoutDatabase(t, environ...).run("doctor")
 		if got.code != 1 || strings.Contains(got.err, "agent:") || strings.Contains(got.out+got.err, "hunter2") || !strings.Contains(got.out, "BAD  "+name) {
 			t.Errorf("bad %s: exit %d, stderr %q, stdout:\n%s", name, got.code, got.err, got.out)
 		}
@@ -373,7 +373,7 @@ func closed(t *testing.T, base string) bool {
 }
 
 // A process that was told to stop is not ready at once, and serves for as long as was asked. A second signal ends it.
-func TestAProcessThatIsStoppedServesUntilOthersKnow(t *testing.T) {
+func TestShutdownDrains(t *testing.T) {
 	t.Parallel()
 	cmd := exec.Command(os.Args[0], "serve")
 	cmd.Env = append(os.Environ(), asAgent+"=1", "DATABASE_URL="+pgtest.URL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_DRAIN_DELAY=10m")
@@ -418,7 +418,7 @@ func TestAProcessThatIsStoppedServesUntilOthersKnow(t *testing.T) {
 
 // An answer that is being made when the process is told to stop is made to its end, streamed or not, and then the
 // process ends.
-func TestAStopWaitsForAnswers(t *testing.T) {
+func TestShutdownWaitsForResponses(t *testing.T) {
 	t.Parallel()
 	asked, free := make(chan struct{}, 2), make(chan struct{})
 	model := modeltest.New(t)
@@ -427,7 +427,7 @@ func TestAStopWaitsForAnswers(t *testing.T) {
 		<-free
 		return modeltest.Text("All is well.")
 	})
-	p := on(t, pgtest.URL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "AGENT_CHAT_KEY="+chatKey,
+	p := newProgram(t, pgtest.URL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "AGENT_CHAT_KEY="+chatKey,
 		"OPENAI_BASE_URL="+model.URL(), "OPENAI_API_KEY=sk-none", "AGENT_MODEL="+modeltest.Model)
 	p.must("migrate")
 	s := p.start("serve")
@@ -468,7 +468,7 @@ func TestAStopWaitsForAnswers(t *testing.T) {
 }
 
 // The service manager hears when the process serves, that it lives, and when it stops.
-func TestTheServiceManagerIsTold(t *testing.T) {
+func TestSystemdNotify(t *testing.T) {
 	t.Parallel()
 	dir, err := os.MkdirTemp("", "lk") //nolint:usetesting // the path of a socket has to be short
 	if err != nil {
@@ -496,7 +496,7 @@ func TestTheServiceManagerIsTold(t *testing.T) {
 			}
 		}
 	}
-	p := on(t, pgtest.URL(t), token, "AGENT_LISTEN=127.0.0.1:0", "NOTIFY_SOCKET="+socket, "WATCHDOG_USEC=100000")
+	p := newProgram(t, pgtest.URL(t), token, "AGENT_LISTEN=127.0.0.1:0", "NOTIFY_SOCKET="+socket, "WATCHDOG_USEC=100000")
 	s := p.start("serve", "--migrate")
 	hear("READY=1")
 	hear("WATCHDOG=1")
@@ -509,32 +509,32 @@ func TestTheServiceManagerIsTold(t *testing.T) {
 
 func TestHealthcheck(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t), token, "AGENT_LISTEN=0.0.0.0:0", "AGENT_LOG_LEVEL=info")
+	p := newProgram(t, pgtest.URL(t), token, "AGENT_LISTEN=0.0.0.0:0", "AGENT_LOG_LEVEL=info")
 	s := p.start("serve", "--migrate")
 	at, err := url.Parse(s.find(t, `msg=serving listen=(\S+)`))
 	if err != nil {
 		t.Fatal(err)
 	}
 	for _, listen := range []string{"0.0.0.0:", ":", "127.0.0.1:", "localhost:"} {
-		check := bare(t, "AGENT_LISTEN="+listen+at.Port(), "AGENT_WORKERS=garbage", "DATABASE_URL=garbage")
+		check := newProgramWithoutDatabase(t, "AGENT_LISTEN="+listen+at.Port(), "AGENT_WORKERS=garbage", "DATABASE_URL=garbage")
 		if got := check.run("healthcheck"); got.code != 0 || !strings.HasSuffix(got.out, ":"+at.Port()+"/healthz: ok\n") {
 			t.Errorf("listening on %s: exit %d, %s%s", listen, got.code, got.out, got.err)
 		}
 	}
-	check := bare(t, "AGENT_LISTEN=:"+at.Port())
+	check := newProgramWithoutDatabase(t, "AGENT_LISTEN=:"+at.Port())
 	pgtest.Eventually(t, pgWait, func() bool { return check.run("healthcheck", "--ready").code == 0 }, "it is ready")
 	s.stop()
 	<-s.ended
 	if got := check.run("healthcheck"); got.code != 1 || !strings.Contains(got.err, "check that agent serve runs with this AGENT_LISTEN") {
 		t.Errorf("with nobody there: exit %d, %s", got.code, got.err)
 	}
-	if got := bare(t, "AGENT_LISTEN=8080").run("healthcheck"); got.code != 2 || !strings.Contains(got.err, "AGENT_LISTEN") {
+	if got := newProgramWithoutDatabase(t, "AGENT_LISTEN=8080").run("healthcheck"); got.code != 2 || !strings.Contains(got.err, "AGENT_LISTEN") {
 		t.Errorf("with a bad address: exit %d, %s", got.code, got.err)
 	}
 }
 
 // A process that is alive and not ready says what is missing.
-func TestHealthcheckSaysWhatIsMissing(t *testing.T) {
+func TestHealthcheckFailures(t *testing.T) {
 	t.Parallel()
 	all, own := "[::]", "[::1]:0"
 	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", own)
@@ -551,13 +551,13 @@ func TestHealthcheckSaysWhatIsMissing(t *testing.T) {
 	go func() { _ = server.Serve(listener) }()
 	t.Cleanup(func() { _ = server.Close() })
 	_, port, _ := net.SplitHostPort(listener.Addr().String())
-	got := bare(t, "AGENT_LISTEN="+all+":"+port).run("healthcheck", "--ready")
+	got := newProgramWithoutDatabase(t, "AGENT_LISTEN="+all+":"+port).run("healthcheck", "--ready")
 	if got.code != 1 || !strings.Contains(got.err, "503 Service Unavailable (database: no answer)") {
 		t.Errorf("exit %d, %s", got.code, got.err)
 	}
 }
 
-func TestTheLogIsCountedWhileTheAgentServes(t *testing.T) {
+func TestServeCountsLog(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	_, err := db.Exec(t.Context(), `
@@ -582,9 +582,9 @@ func TestTheLogIsCountedWhileTheAgentServes(t *testing.T) {
 
 // What the program registers for itself is started by its surfaces, with input that they have checked. A flow that is
 // new here has to be named in package api, with how it is started.
-func TestNoFlowOfTheProgramsOwnIsStartedOverHTTP(t *testing.T) {
+func TestInternalFlowsAreNotStartable(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info")
+	p := newProgram(t, pgtest.URL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info")
 	s := p.start("serve")
 	base := "http://" + s.find(t, `listen=http://(\S+)`)
 	_, admin, _ := strings.Cut(token, "=")
@@ -606,7 +606,7 @@ func TestNoFlowOfTheProgramsOwnIsStartedOverHTTP(t *testing.T) {
 }
 
 // The command line and HTTP refuse the same flows, each with the way that it has.
-func TestReservedFlowsAreTheSameEverywhere(t *testing.T) {
+func TestReservedFlowsAgree(t *testing.T) {
 	t.Parallel()
 	if here := slices.Sorted(maps.Keys(reservedFlows)); !slices.Equal(here, api.ReservedFlows()) {
 		t.Errorf("the command line has %v, HTTP has %v", here, api.ReservedFlows())

@@ -32,7 +32,7 @@ import (
 
 // What a stopped process has locked in the middle of a step keeps others from its executions no longer than its lease
 // does.
-func TestATransactionIsLeftAloneForALease(t *testing.T) {
+func TestIdleTransactionTimeout(t *testing.T) {
 	t.Parallel()
 	log, err := logging.New(io.Discard, "text", "error")
 	if err != nil {
@@ -56,27 +56,27 @@ func TestATransactionIsLeftAloneForALease(t *testing.T) {
 }
 
 // Programs that read JSON find what to do in one place, also when the database cannot be opened.
-func TestADatabaseThatCannotBeOpenedSaysWhatToDoInItsField(t *testing.T) {
+func TestDatabaseErrorAdvice(t *testing.T) {
 	t.Parallel()
 	const gone = "postgres://user@127.0.0.1:1/none"
 	var got struct {
 		Error struct{ Message, Hint string }
 	}
-	if err := oneDocument(bare(t, "DATABASE_URL="+gone).run("executions", "ls", "--json").err, &got); err != nil {
+	if err := decodeOne(newProgramWithoutDatabase(t, "DATABASE_URL="+gone).run("executions", "ls", "--json").err, &got); err != nil {
 		t.Fatal(err)
 	}
 	if hint := got.Error.Hint; !strings.HasPrefix(hint, "check host and port") || strings.Contains(got.Error.Message, hint) ||
 		!strings.HasSuffix(got.Error.Message, "cannot reach the server (connection refused)") {
 		t.Errorf("got %+v", got.Error)
 	}
-	text := bare(t, "DATABASE_URL="+gone).run("executions", "ls").err
+	text := newProgramWithoutDatabase(t, "DATABASE_URL="+gone).run("executions", "ls").err
 	if want := "agent: " + got.Error.Message + ": " + got.Error.Hint + "\n"; text != want {
 		t.Errorf("in text %q, want %q", text, want)
 	}
 }
 
 // A server without a free connection is advised about once.
-func TestAFullServerIsAdvisedAboutOnce(t *testing.T) {
+func TestTooManyConnectionsAdvice(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	db := connect(t, url)
@@ -91,7 +91,7 @@ func TestAFullServerIsAdvisedAboutOnce(t *testing.T) {
 	})
 	at := db.Config().ConnConfig
 	full := fmt.Sprintf("postgres://%s@/%s?host=%s&port=%d", role, at.Database, at.Host, at.Port)
-	if got := bare(t, "DATABASE_URL="+full).run("executions", "ls"); strings.Count(got.err, "max_connections") != 1 {
+	if got := newProgramWithoutDatabase(t, "DATABASE_URL="+full).run("executions", "ls"); strings.Count(got.err, "max_connections") != 1 {
 		t.Errorf("got %+v", got)
 	}
 }
@@ -121,17 +121,17 @@ const orderTable = `create table orders (id int, closed int); insert into orders
 func TestSkillsOnANamedDatabase(t *testing.T) {
 	t.Parallel()
 	url, there := pgtest.URL(t), pgtest.URL(t)
-	dir := folder(t, map[string]string{"orders.yaml": orders})
+	dir := writeFolder(t, map[string]string{"orders.yaml": orders})
 	shop := connect(t, there)
 	if _, err := shop.Exec(t.Context(), orderTable); err != nil {
 		t.Fatal(err)
 	}
-	without, with := on(t, url), on(t, url, "SHOP_DATABASE_URL="+there)
+	without, with := newProgram(t, url), newProgram(t, url, "SHOP_DATABASE_URL="+there)
 	says := "/orders.yaml:3:10: url_env: set SHOP_DATABASE_URL"
 	if got := without.run("apply", dir); got.code != 2 || !strings.Contains(got.err, says) {
 		t.Errorf("without the setting: exit %d, %s", got.code, got.err)
 	}
-	wrong := folder(t, map[string]string{"orders.yaml": strings.Replace(orders, "closed + 1", "clsed + 1", 1)})
+	wrong := writeFolder(t, map[string]string{"orders.yaml": strings.Replace(orders, "closed + 1", "clsed + 1", 1)})
 	says = `/orders.yaml:14:32: sql: column "clsed" does not exist`
 	if got := with.run("apply", wrong); got.code != 2 || !strings.Contains(got.err, says) {
 		t.Errorf("wrong SQL: exit %d, %s", got.code, got.err)
@@ -160,16 +160,16 @@ func TestSkillsOnANamedDatabase(t *testing.T) {
 
 // The process is killed between the commit in the shop's database and the checkpoint in its own. Another process goes
 // on, gets the recorded result, and the order was closed once.
-func TestAnEffectInANamedDatabaseHappensOnceThroughACrash(t *testing.T) {
+func TestNamedDatabaseEffectOnceAfterCrash(t *testing.T) {
 	t.Parallel()
 	url, there := pgtest.URL(t), pgtest.URL(t)
 	shop, own := connect(t, there), connect(t, url)
 	if _, err := shop.Exec(t.Context(), orderTable); err != nil {
 		t.Fatal(err)
 	}
-	p := on(t, url, "SHOP_DATABASE_URL="+there, "AGENT_WORKER_LEASE=2s", token, "AGENT_LISTEN=127.0.0.1:0",
+	p := newProgram(t, url, "SHOP_DATABASE_URL="+there, "AGENT_WORKER_LEASE=2s", token, "AGENT_LISTEN=127.0.0.1:0",
 		"AGENT_LOG_LEVEL=info")
-	p.must("apply", folder(t, map[string]string{"orders.yaml": orders}))
+	p.must("apply", writeFolder(t, map[string]string{"orders.yaml": orders}))
 	row, err := shop.Begin(t.Context())
 	if err != nil {
 		t.Fatal(err)
@@ -185,7 +185,7 @@ func TestAnEffectInANamedDatabaseHappensOnceThroughACrash(t *testing.T) {
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	until(t, shop, `select count(*) > 0 from pg_stat_activity
+	waitQuery(t, shop, `select count(*) > 0 from pg_stat_activity
 		where datname = current_database() and wait_event_type = 'Lock' and query like '%orders%'`)
 	gate, err := own.Begin(t.Context())
 	if err != nil {
@@ -198,7 +198,7 @@ func TestAnEffectInANamedDatabaseHappensOnceThroughACrash(t *testing.T) {
 	if err := row.Rollback(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	until(t, shop, `select count(*) = 1 from agent_effects where result is not null`)
+	waitQuery(t, shop, `select count(*) = 1 from agent_effects where result is not null`)
 	if err := cmd.Process.Kill(); err != nil {
 		t.Fatal(err)
 	}
@@ -207,7 +207,7 @@ func TestAnEffectInANamedDatabaseHappensOnceThroughACrash(t *testing.T) {
 		t.Fatal(err)
 	}
 	p.start("serve").find(t, `listen=http://(\S+)`)
-	until(t, own, `select count(*) = 1 from agent_executions where flow = 'skill_call' and status = 'completed'
+	waitQuery(t, own, `select count(*) = 1 from agent_executions where flow = 'skill_call' and status = 'completed'
 		and claim > 1 and result::text like '%row_count%'`)
 	var closed int
 	if err := shop.QueryRow(t.Context(), `select closed from orders`).Scan(&closed); err != nil || closed != 1 {
@@ -215,8 +215,8 @@ func TestAnEffectInANamedDatabaseHappensOnceThroughACrash(t *testing.T) {
 	}
 }
 
-// until waits for a query to answer true.
-func until(t *testing.T, db *pgxpool.Pool, query string) {
+// waitQuery waits for a query to answer true.
+func waitQuery(t *testing.T, db *pgxpool.Pool, query string) {
 	t.Helper()
 	pgtest.Eventually(t, pgWait, func() bool {
 		var yes bool
@@ -229,28 +229,28 @@ var withoutDatabase = map[string]bool{"version": true, "help": true, "healthchec
 
 // Every command that opens the database refuses one that a newer version migrated, with what to do about it, and
 // leaves it as it is. A command that is added later is held to it too: it is called in ways that fit most.
-func TestEveryCommandRefusesANewerSchema(t *testing.T) {
+func TestNewerSchemaIsRejected(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	pool := connect(t, url)
 	if _, err := pool.Exec(t.Context(), `insert into agent_migrations (version, name, hash) values (9999, '9999_later.sql', 'x')`); err != nil {
 		t.Fatal(err)
 	}
-	p := on(t, url, "AGENT_ADMIN_TOKEN=a-long-random-text-for-tests", "AGENT_LISTEN=127.0.0.1:0")
-	before := written(t, p, url)
+	p := newProgram(t, url, "AGENT_ADMIN_TOKEN=a-long-random-text-for-tests", "AGENT_LISTEN=127.0.0.1:0")
+	before := rowCounts(t, p, url)
 	for name, cmd := range everyCommand(t) {
 		if !cmd.Runnable() || withoutDatabase[name] || strings.HasPrefix(name, "completion") || name == "" {
 			continue
 		}
-		refuses(t, p, name, cmd)
+		checkRejected(t, p, name, cmd)
 	}
-	if after := written(t, p, url); after != before {
+	if after := rowCounts(t, p, url); after != before {
 		t.Errorf("rows were written: %s before, %s after", before, after)
 	}
 }
 
-// refuses calls a command with arguments that may fit, until it comes to the database.
-func refuses(t *testing.T, p program, name string, cmd *cobra.Command) {
+// checkRejected calls a command with arguments that may fit, until it comes to the database.
+func checkRejected(t *testing.T, p program, name string, cmd *cobra.Command) {
 	t.Helper()
 	const id = "01890000-0000-7000-8000-000000000000"
 	words := strings.Fields(name)
@@ -263,7 +263,7 @@ func refuses(t *testing.T, p program, name string, cmd *cobra.Command) {
 	if err := os.WriteFile(filepath.Join(dir, "all.yaml"), []byte("kind: objective\nname: a\ngoal: b\nsteps: [c]\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	var last answer
+	var last commandResult
 	for _, args := range [][]string{nil, {dir}, {id}, {id, "x"}, {"fl_01JQZ8W3T5N7R9V1X3Z5B7D9F1"}, {"x", "--", "true"}, {"EVENT_COMPLETED", "x"}, {"activity=90d"}} {
 		last = p.run(append(slices.Clip(words), args...)...)
 		if args == nil && cmd.HasSubCommands() && strings.Contains(last.out, "Usage:") {
@@ -279,8 +279,8 @@ func refuses(t *testing.T, p program, name string, cmd *cobra.Command) {
 	t.Errorf("agent %s does not refuse a newer schema: exit %d, %s%s", name, last.code, last.out, last.err)
 }
 
-// written counts what the commands might have written.
-func written(t *testing.T, p program, url string) (rows string) {
+// rowCounts counts what the commands might have written.
+func rowCounts(t *testing.T, p program, url string) (rows string) {
 	t.Helper()
 	err := connect(p.t, url).QueryRow(t.Context(), `
 		select concat_ws(' ', (select count(*) from agent_activity), (select count(*) from agent_skills), (select count(*) from agent_executions),
@@ -293,7 +293,7 @@ func written(t *testing.T, p program, url string) (rows string) {
 
 // A user without CREATEROLE gets the statement for a superuser. After it, the next migration grants the contract.
 // Roles belong to the cluster, so the test has one of its own.
-func TestMigratePrintsTheStatementForTheMissingRole(t *testing.T) {
+func TestMigrateWithoutCreateRole(t *testing.T) {
 	t.Parallel()
 	server, err := pgserver.Start(t.Context(), pgserver.Config{Ephemeral: true, Database: "agent", Owner: "owner"})
 	if err != nil {
@@ -304,7 +304,7 @@ func TestMigratePrintsTheStatementForTheMissingRole(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	p := on(t, server.URL())
+	p := newProgram(t, server.URL())
 	statement := regexp.MustCompile(`run this as a superuser, then agent migrate again:\n  (create role .*;)\n`)
 	var found []string
 	for range 2 { // it is printed until it was followed
@@ -340,22 +340,22 @@ func mustExec(t *testing.T, db *pgxpool.Pool, statements string) {
 	}
 }
 
-// wire is an address behind which another one is. What goes through it can be cut.
-type wire struct {
+// cutProxy is an address behind which another one is. What goes through it can be cut.
+type cutProxy struct {
 	net.Listener
 	mu   sync.Mutex
 	open map[net.Conn]struct{}
 	over bool // the test has ended
 }
 
-// newWire leads to an address until the test ends.
-func newWire(t *testing.T, to string) *wire {
+// newCutProxy leads to an address until the test ends.
+func newCutProxy(t *testing.T, to string) *cutProxy {
 	t.Helper()
 	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
-	w := &wire{Listener: listener, open: map[net.Conn]struct{}{}}
+	w := &cutProxy{Listener: listener, open: map[net.Conn]struct{}{}}
 	var group sync.WaitGroup
 	group.Go(func() {
 		for {
@@ -384,7 +384,7 @@ func newWire(t *testing.T, to string) *wire {
 	return w
 }
 
-func (w *wire) keep(ends ...net.Conn) {
+func (w *cutProxy) keep(ends ...net.Conn) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for _, end := range ends {
@@ -396,7 +396,7 @@ func (w *wire) keep(ends ...net.Conn) {
 }
 
 // carry copies until one of the two ends.
-func (w *wire) carry(to, from net.Conn) {
+func (w *cutProxy) carry(to, from net.Conn) {
 	_, _ = io.Copy(to, from) // an end that goes away ends it
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -407,7 +407,7 @@ func (w *wire) carry(to, from net.Conn) {
 }
 
 // cut breaks every connection that there is.
-func (w *wire) cut() {
+func (w *cutProxy) cut() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for end := range w.open {

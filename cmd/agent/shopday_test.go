@@ -43,11 +43,11 @@ func newShopDay(t *testing.T) *shopDay {
 	d := &shopDay{t: t, agent: connect(t, url), shop: connect(t, shop)}
 	d.cache.asked, d.cache.counts = map[string][]string{}, map[string]cacheCount{}
 	model.Handle(func(n int, req openai.ChatCompletionRequest) modeltest.Reply {
-		one, err := d.cache.ask(askedBy(req), model.Requests()[n].Body)
+		one, err := d.cache.ask(promptOf(req), model.Requests()[n].Body)
 		if err != nil {
 			return modeltest.Status(http.StatusBadRequest, 0)
 		}
-		return staffed(req).WithUsage(one.prompt, 60, one.cached)
+		return modelReply(req).WithUsage(one.prompt, 60, one.cached)
 	})
 	sql, err := os.ReadFile("../../examples/orders/shop.sql")
 	if err == nil {
@@ -56,7 +56,7 @@ func newShopDay(t *testing.T) *shopDay {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := on(t, url, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "AGENT_CHAT_KEY="+shopVisitor,
+	p := newProgram(t, url, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "AGENT_CHAT_KEY="+shopVisitor,
 		"AGENT_CHAT_RATE=100000", "AGENT_HEARTBEAT_CRON=0 0 29 2 *", "OPENAI_API_KEY=sk-test",
 		"OPENAI_BASE_URL="+model.URL(), "AGENT_MODEL=gpt-5-mini", "SHOP_DATABASE_URL="+shop)
 	p.must("apply", "../../examples/orders/workspace")
@@ -154,9 +154,9 @@ func (d *shopDay) admin(ctx context.Context, said ...string) error {
 	return s.Close(ctx)
 }
 
-// pass lets the day pass: heartbeats all day long, visitors from 9:30 on, an admin in the morning and one in the
+// run lets the day pass: heartbeats all day long, visitors from 9:30 on, an admin in the morning and one in the
 // evening.
-func (d *shopDay) pass(ctx context.Context) error {
+func (d *shopDay) run(ctx context.Context) error {
 	visitors := 0
 	for n := range 48 {
 		var also []string
@@ -188,10 +188,10 @@ func (d *shopDay) pass(ctx context.Context) error {
 }
 
 // Of what the order desk asks a model on a typical day, a provider's cache serves four fifths.
-func TestATypicalDayIsServedFromThePromptCache(t *testing.T) {
+func TestPromptCacheOfATypicalDay(t *testing.T) {
 	t.Parallel()
 	d := newShopDay(t)
-	if err := d.app.runWithLeases(t.Context(), d.pass); err != nil {
+	if err := d.app.runWithLeases(t.Context(), d.run); err != nil {
 		t.Fatal(err)
 	}
 	for surface, count := range d.cache.counts {
@@ -326,8 +326,8 @@ func (c *promptCache) all() (sum cacheCount) {
 	return sum
 }
 
-// askedBy is the surface of a request, by the rules that its system message begins with.
-func askedBy(req openai.ChatCompletionRequest) string {
+// promptOf is the surface of a request, by the rules that its system message begins with.
+func promptOf(req openai.ChatCompletionRequest) string {
 	for words, surface := range map[string]string{
 		"talk with a visitor": "visitors", "talk with your admin": "operate", "one scheduled task": "report",
 		"look back on how": "reflection",
@@ -339,16 +339,16 @@ func askedBy(req openai.ChatCompletionRequest) string {
 	return "other"
 }
 
-// wantedOrder is what a visitor says who asks for an order.
-var wantedOrder = regexp.MustCompile(`order (\d{4}).*e-mail is (\S+@\S+\w)`)
+// orderPattern is what a visitor says who asks for an order.
+var orderPattern = regexp.MustCompile(`order (\d{4}).*e-mail is (\S+@\S+\w)`)
 
-// staffed is what a model says at the order desk: it looks up what it is asked for, and then answers.
-func staffed(req openai.ChatCompletionRequest) modeltest.Reply {
+// modelReply is what a model says at the order desk: it looks up what it is asked for, and then answers.
+func modelReply(req openai.ChatCompletionRequest) modeltest.Reply {
 	last := req.Messages[len(req.Messages)-1]
 	said := modeltest.Said(last)
-	order := wantedOrder.FindStringSubmatch(said)
+	order := orderPattern.FindStringSubmatch(said)
 	switch {
-	case askedBy(req) == "reflection":
+	case promptOf(req) == "reflection":
 		return modeltest.Text("Nothing out of the ordinary: all orders that were asked for were found.")
 	case last.Role == openai.ChatMessageRoleTool:
 		return modeltest.Text("I have looked it up. It was promised for the day that you see above, it has left our warehouse, and the " +

@@ -52,11 +52,11 @@ func stateOf(t *testing.T, db *pgxpool.Pool) state {
 
 // The caretaker's broken skill is taken out of service after its third failed call, with reason and evidence, its
 // automation is paused; enabling restores exactly that, and self-heal does not take it away again at once.
-func TestTheBrokenSkillIsTakenOutOfServiceAndComesBack(t *testing.T) {
+func TestSelfHealDisablesAndRestores(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	db := connect(t, url)
-	p := on(t, url)
+	p := newProgram(t, url)
 	p.must("apply", caretaker)
 
 	for call := 1; call <= 3; call++ {
@@ -106,10 +106,10 @@ func TestTheBrokenSkillIsTakenOutOfServiceAndComesBack(t *testing.T) {
 }
 
 // agent selfheal does on its own what a heartbeat's first phase does, and says so.
-func TestSelfhealOnItsOwn(t *testing.T) {
+func TestSelfHealCommand(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
-	p := on(t, url)
+	p := newProgram(t, url)
 	p.must("apply", caretaker)
 	for range 3 {
 		if got := p.run("skills", "call", broken, "--json"); got.code != 1 || !strings.Contains(got.err, `"trace_id":"op_`) {
@@ -130,7 +130,7 @@ func TestSelfhealOnItsOwn(t *testing.T) {
 
 func TestSkillsDisableAndEnable(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t))
+	p := newProgram(t, pgtest.URL(t))
 	p.must("apply", caretaker)
 	var changed struct {
 		Skill, State string
@@ -161,7 +161,7 @@ func TestSkillsDisableAndEnable(t *testing.T) {
 
 func TestSkillsCall(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t))
+	p := newProgram(t, pgtest.URL(t))
 	p.must("apply", caretaker)
 	contains(t, p.must("skills", "call", "table_sizes", "--args", `{"limit": 1}`), `"row_count": 1`)
 	var called struct {
@@ -190,10 +190,10 @@ func TestSkillsCall(t *testing.T) {
 }
 
 // A call of a skill on trial is the trial, and says so.
-func TestSkillsCallOfASkillOnTrialIsTheTrial(t *testing.T) {
+func TestSkillsCallOnTrial(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
-	p := on(t, url)
+	p := newProgram(t, url)
 	p.must("apply", caretaker)
 	db := connect(t, url)
 	trial := func(name, sql string) {
@@ -219,9 +219,9 @@ func TestSkillsCallOfASkillOnTrialIsTheTrial(t *testing.T) {
 	contains(t, p.run("skills", "call", "database_size").err, "is disabled by self_heal: failed its trial")
 }
 
-func TestBuiltinsAreThereWithoutBeingDeclared(t *testing.T) {
+func TestBuiltinsWithoutDeclaration(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t))
+	p := newProgram(t, pgtest.URL(t))
 	contains(t, p.must("skills", "call", "recall", "--args", `{"query": "sizes"}`), `"memories": []`)
 	contains(t, p.must("skills", "call", "objectives_list"), `"objectives": []`)
 	contains(t, p.must("skills", "call", "recent_activity", "--args", `{"skill": "recall"}`), `"status": "success"`)
@@ -230,41 +230,41 @@ func TestBuiltinsAreThereWithoutBeingDeclared(t *testing.T) {
 
 func TestApplyKnowsTheBuiltins(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t))
-	dir := folder(t, map[string]string{"x.yaml": "kind: skill\nname: mine\nhandler: builtin:recal\n"})
+	p := newProgram(t, pgtest.URL(t))
+	dir := writeFolder(t, map[string]string{"x.yaml": "kind: skill\nname: mine\nhandler: builtin:recal\n"})
 	got := p.run("apply", dir)
 	if got.code != 2 {
 		t.Errorf("exit code %d, not 2", got.code)
 	}
 	contains(t, got.err, `/x.yaml:3:10: handler: unknown builtin "recal"; did you mean "recall"?`)
-	dir = folder(t, map[string]string{
+	dir = writeFolder(t, map[string]string{
 		"x.yaml": "kind: automation\nname: z\ncron: \"0 * * * *\"\nskill: recall\narguments: {limit: 3}\n",
 	})
 	p.must("apply", dir)
 }
 
-func TestABuiltinIsBackWhenTheWorkspaceNoLongerReplacesIt(t *testing.T) {
+func TestBuiltinReturnsAfterPrune(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t))
-	p.must("apply", folder(t, map[string]string{"x.yaml": strings.Replace(goodSkill, "name: one", "name: recall", 1)}))
+	p := newProgram(t, pgtest.URL(t))
+	p.must("apply", writeFolder(t, map[string]string{"x.yaml": strings.Replace(goodSkill, "name: one", "name: recall", 1)}))
 	contains(t, p.must("skills", "show", "recall"), "sql:")
 	p.must("heartbeat")
 	contains(t, p.must("skills", "show", "recall"), "sql:")
-	p.must("apply", "--prune", folder(t, map[string]string{"x.yaml": goodSkill}))
+	p.must("apply", "--prune", writeFolder(t, map[string]string{"x.yaml": goodSkill}))
 	contains(t, p.must("skills", "show", "recall"), "builtin:recall")
 }
 
-func TestAgentsAreListedShownAndCompared(t *testing.T) {
+func TestAgentCommands(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t))
+	p := newProgram(t, pgtest.URL(t))
 	contains(t, p.must("agents", "ls"), "default", "0")
 	contains(t, p.must("agents", "show", "agent"), "AGENT_TIMEZONE", "limits.tokens", "AGENT_MAX_TOKENS")
 	const sales = "kind: agent\nname: sales\ndefault: true\ndescription: Orders.\ninstructions: You are Nora.\ntimezone: Europe/Madrid\n" +
 		"limits: {tokens: 60000, day_usd: 5}\n"
 	const billing = "---\nkind: agent\nname: billing\nkeys: [shop]\nmemory: own\n"
-	dir := folder(t, map[string]string{"a.yaml": sales + billing})
+	dir := writeFolder(t, map[string]string{"a.yaml": sales + billing})
 	p.must("apply", dir)
-	p.must("apply", folder(t, map[string]string{"a.yaml": sales + "effort: low\n" + billing}))
+	p.must("apply", writeFolder(t, map[string]string{"a.yaml": sales + "effort: low\n" + billing}))
 	contains(t, p.must("agents", "ls"), "sales", "default", "Orders.", "billing", "shop", "own")
 	contains(t, p.must("agents", "show", "sales"), "version 2 of", "2 in all", "Europe/Madrid", "document", "60000", "You are Nora.")
 	contains(t, p.must("agents", "diff", "sales"), "--- sales version 1", "+++ sales version 2", "+effort: low")
@@ -299,15 +299,15 @@ func TestAgentsAreListedShownAndCompared(t *testing.T) {
 		}
 		contains(t, got.err, c.want)
 	}
-	p.must("apply", "--prune", folder(t, map[string]string{"a.yaml": sales}))
+	p.must("apply", "--prune", writeFolder(t, map[string]string{"a.yaml": sales}))
 	contains(t, p.run("agents", "show", "billing").err, "agent billing was removed; agent agents show billing --version 1 shows its last version")
 }
 
 // A person reads the greeting before the first prompt of a conversation, and not when it goes on.
-func TestChatOnATerminalBeginsWithTheGreeting(t *testing.T) {
+func TestChatGreeting(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t))
-	p.must("apply", folder(t, map[string]string{"a.yaml": "kind: agent\nname: nora\ngreeting: Hola, soy Nora.\n"}))
+	p := newProgram(t, pgtest.URL(t))
+	p.must("apply", writeFolder(t, map[string]string{"a.yaml": "kind: agent\nname: nora\ngreeting: Hola, soy Nora.\n"}))
 	contains(t, p.onTerminal(t, "hello\n\x04", "chat", "--thread", "ana"), "Hola, soy Nora.\r\n> ")
 	if screen := p.onTerminal(t, "\x04", "chat", "--thread", "ana"); strings.Contains(screen, "Hola") {
 		t.Errorf("greeted again:\n%s", screen)

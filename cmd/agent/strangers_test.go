@@ -77,14 +77,14 @@ actions:
   - {when: {body.do: answer}, resume: response, key: "{body.thread}"}
 `
 
-// hall is an agent that serves, with everybody who may come.
-type hall struct {
+// strangerTest is an agent that serves, with everybody who may come.
+type strangerTest struct {
 	t    *testing.T
 	base string
 	db   *pgxpool.Pool
 }
 
-func newHall(t *testing.T) *hall {
+func newStrangerTest(t *testing.T) *strangerTest {
 	t.Helper()
 	model := modeltest.New(t)
 	model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply { // tells everything that it was told
@@ -97,7 +97,7 @@ func newHall(t *testing.T) *hall {
 		return modeltest.Text(strings.Join(all, " | "))
 	})
 	url := pgtest.URL(t)
-	p := on(t, url, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "OPENAI_API_KEY=sk-test", "AGENT_MODEL=gpt-4o-mini", "OPENAI_BASE_URL="+model.URL(),
+	p := newProgram(t, url, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "OPENAI_API_KEY=sk-test", "AGENT_MODEL=gpt-4o-mini", "OPENAI_BASE_URL="+model.URL(),
 		"AGENT_CHAT_KEY=site="+siteKey+",shop="+shopKey+",web="+webKey, "AGENT_CHAT_BROWSER_KEYS=web", "AGENT_CHAT_RATE=100000", "HOOK_SECRET="+hookKey)
 	dir := t.TempDir()
 	if err := os.WriteFile(filepath.Join(dir, "all.yaml"), []byte(strangersYAML), 0o600); err != nil {
@@ -105,17 +105,17 @@ func newHall(t *testing.T) *hall {
 	}
 	p.must("apply", dir)
 	s := p.start("serve")
-	return &hall{t, s.find(t, `msg=serving listen=(\S+)`), connect(t, url)}
+	return &strangerTest{t, s.find(t, `msg=serving listen=(\S+)`), connect(t, url)}
 }
 
-// visit is the answer of the agent.
-type visit struct {
+// httpResult is the answer of the agent.
+type httpResult struct {
 	status int
 	header http.Header
 	body   string
 }
 
-func (h *hall) send(method, path, key, body string, headers ...string) visit {
+func (h *strangerTest) send(method, path, key, body string, headers ...string) httpResult {
 	h.t.Helper()
 	r, err := http.NewRequestWithContext(h.t.Context(), method, h.base+path, strings.NewReader(body))
 	if err != nil {
@@ -135,11 +135,11 @@ func (h *hall) send(method, path, key, body string, headers ...string) visit {
 	if err != nil {
 		h.t.Fatal(err)
 	}
-	return visit{answer.StatusCode, answer.Header, string(text)}
+	return httpResult{answer.StatusCode, answer.Header, string(text)}
 }
 
 // admin asks for a status and reads the answer.
-func (h *hall) admin(method, path string, body any, want int, into any) {
+func (h *strangerTest) admin(method, path string, body any, want int, into any) {
 	h.t.Helper()
 	var content bytes.Buffer
 	if body != nil {
@@ -159,7 +159,7 @@ func (h *hall) admin(method, path string, body any, want int, into any) {
 }
 
 // chat says something as a visitor. headers name the thread, the visitor's token and the join token.
-func (h *hall) chat(key, words string, headers ...string) visit {
+func (h *strangerTest) chat(key, words string, headers ...string) httpResult {
 	h.t.Helper()
 	body, err := json.Marshal(map[string]any{"model": "agent", "messages": []map[string]string{{"role": "user", "content": words}}})
 	if err != nil {
@@ -169,16 +169,16 @@ func (h *hall) chat(key, words string, headers ...string) visit {
 }
 
 // deliver sends a webhook and waits until it is dealt with.
-func (h *hall) deliver(endpoint, do, thread string) {
+func (h *strangerTest) deliver(endpoint, do, thread string) {
 	h.t.Helper()
-	body := fmt.Sprintf(`{"do": %q, "thread": %q, "content": "I accept", "n": %d}`, do, thread, h.count(`select count(*) from agent_webhook_deliveries`))
+	body := fmt.Sprintf(`{"do": %q, "thread": %q, "content": "I accept", "n": %d}`, do, thread, h.queryCount(`select count(*) from agent_webhook_deliveries`))
 	if got := h.send("POST", "/webhooks/"+endpoint, hookKey, body); got.status != http.StatusAccepted {
 		h.t.Fatalf("webhook %s: %d %s", endpoint, got.status, got.body)
 	}
-	h.until(`select not exists (select from agent_webhook_deliveries where status not in ('done', 'dead', 'ignored'))`)
+	h.waitUntil(`select not exists (select from agent_webhook_deliveries where status not in ('done', 'dead', 'ignored'))`)
 }
 
-func (h *hall) count(sql string, args ...any) (n int) {
+func (h *strangerTest) queryCount(sql string, args ...any) (n int) {
 	h.t.Helper()
 	if err := h.db.QueryRow(h.t.Context(), sql, args...).Scan(&n); err != nil {
 		h.t.Fatalf("%s: %v", sql, err)
@@ -186,7 +186,7 @@ func (h *hall) count(sql string, args ...any) (n int) {
 	return n
 }
 
-func (h *hall) text(sql string, args ...any) (s string) {
+func (h *strangerTest) queryText(sql string, args ...any) (s string) {
 	h.t.Helper()
 	if err := h.db.QueryRow(h.t.Context(), sql, args...).Scan(&s); err != nil {
 		h.t.Fatalf("%s: %v", sql, err)
@@ -194,7 +194,7 @@ func (h *hall) text(sql string, args ...any) (s string) {
 	return s
 }
 
-func (h *hall) until(sql string, args ...any) {
+func (h *strangerTest) waitUntil(sql string, args ...any) {
 	h.t.Helper()
 	pgtest.Eventually(h.t, pgWait, func() bool {
 		var yes bool
@@ -203,14 +203,14 @@ func (h *hall) until(sql string, args ...any) {
 	}, sql)
 }
 
-// said is all that was said in a thread.
-func (h *hall) said(id string) string {
+// threadContent is all that was said in a thread.
+func (h *strangerTest) threadContent(id string) string {
 	h.t.Helper()
-	return h.text(`select coalesce(string_agg(role || ': ' || content, ' | ' order by seq), '') from agent_messages where thread_id = $1`, id)
+	return h.queryText(`select coalesce(string_agg(role || ': ' || content, ' | ' order by seq), '') from agent_messages where thread_id = $1`, id)
 }
 
 // visitorToken is one that the agent gives out.
-func (h *hall) visitorToken(key string) string {
+func (h *strangerTest) visitorToken(key string) string {
 	h.t.Helper()
 	got := h.chat(key, "hi", "X-Visitor-Token", "new")
 	if got.status != http.StatusOK || !strings.HasPrefix(got.header.Get("X-Visitor-Token"), "vis_") {
@@ -222,16 +222,16 @@ func (h *hall) visitorToken(key string) string {
 // thread is one that somebody has begun. A completion is the owner's, where the owner is a visitor.
 type thread struct{ id, name, completion string }
 
-// beginning is one way in which a thread begins.
-type beginning struct {
-	begin func(h *hall, name string) thread
+// threadStart is one way in which a thread begins.
+type threadStart struct {
+	begin func(h *strangerTest, name string) thread
 	// own says who is no stranger to it.
 	own []string
 }
 
-// byChat begins a thread as a visitor, who tells the secret.
-func byChat(key string, visitor func(*hall) string, named bool) func(*hall, string) thread {
-	return func(h *hall, name string) thread {
+// startByChat begins a thread as a visitor, who tells the secret.
+func startByChat(key string, visitor func(*strangerTest) string, named bool) func(*strangerTest, string) thread {
+	return func(h *strangerTest, name string) thread {
 		h.t.Helper()
 		var headers []string
 		if visitor != nil {
@@ -248,49 +248,49 @@ func byChat(key string, visitor func(*hall) string, named bool) func(*hall, stri
 		if named && got.header.Get("X-Thread-Id") != name {
 			h.t.Errorf("the thread is named %q, want %q", got.header.Get("X-Thread-Id"), name)
 		}
-		id := h.text(`select thread_id from agent_executions where id = $1`, strings.TrimPrefix(c.ID, "chatcmpl-"))
+		id := h.queryText(`select thread_id from agent_executions where id = $1`, strings.TrimPrefix(c.ID, "chatcmpl-"))
 		return thread{id, got.header.Get("X-Thread-Id"), c.ID}
 	}
 }
 
-// waits is the thread in which the flow offer has spoken, and waits.
-func (h *hall) waits(id, name string) thread {
+// startWaitingFlow is the thread in which the flow offer has spoken, and waits.
+func (h *strangerTest) startWaitingFlow(id, name string) thread {
 	h.t.Helper()
-	h.until(`select exists (select from agent_executions where thread_id = $1 and status = 'waiting')`, id)
+	h.waitUntil(`select exists (select from agent_executions where thread_id = $1 and status = 'waiting')`, id)
 	return thread{id: id, name: name}
 }
 
-func beginnings() map[string]beginning {
+func threadStarts() map[string]threadStart {
 	var first string
-	visitor := func(h *hall) string {
+	visitor := func(h *strangerTest) string {
 		if first == "" {
 			first = h.visitorToken(webKey)
 		}
 		return first
 	}
-	adminSays := func(h *hall, id string) {
+	adminSays := func(h *strangerTest, id string) {
 		h.admin("POST", "/v1/threads/"+id+"/messages", map[string]any{"content": salary}, http.StatusCreated, nil)
 	}
-	return map[string]beginning{
-		"visitor":             {byChat(webKey, visitor, true), nil},
-		"visitor, unnamed":    {byChat(webKey, visitor, false), nil},
-		"visitor of the page": {byChat(siteKey, func(h *hall) string { return h.visitorToken(siteKey) }, true), nil},
-		"key":                 {byChat(siteKey, nil, true), []string{"site"}},
-		"key, unnamed":        {byChat(siteKey, nil, false), []string{"site"}},
-		"flow": {func(h *hall, name string) thread {
+	return map[string]threadStart{
+		"visitor":             {startByChat(webKey, visitor, true), nil},
+		"visitor, unnamed":    {startByChat(webKey, visitor, false), nil},
+		"visitor of the page": {startByChat(siteKey, func(h *strangerTest) string { return h.visitorToken(siteKey) }, true), nil},
+		"key":                 {startByChat(siteKey, nil, true), []string{"site"}},
+		"key, unnamed":        {startByChat(siteKey, nil, false), []string{"site"}},
+		"flow": {func(h *strangerTest, name string) thread {
 			h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": name}, http.StatusCreated, nil)
-			return h.waits(name, name)
+			return h.startWaitingFlow(name, name)
 		}, []string{"flow"}},
-		"webhook": {func(h *hall, name string) thread {
+		"webhook": {func(h *strangerTest, name string) thread {
 			h.deliver("hire", "begin", name)
-			return h.waits(h.text(`select id from agent_threads where owner_kind = 'webhook' and owner = 'hire' and name = $1`, name), name)
+			return h.startWaitingFlow(h.queryText(`select id from agent_threads where owner_kind = 'webhook' and owner = 'hire' and name = $1`, name), name)
 		}, nil},
-		"admin": {func(h *hall, name string) thread {
+		"admin": {func(h *strangerTest, name string) thread {
 			h.admin("POST", "/v1/threads", map[string]any{"id": name}, http.StatusCreated, nil)
 			adminSays(h, name)
 			return thread{id: name, name: name}
 		}, []string{"flow"}},
-		"channel": {func(h *hall, name string) thread {
+		"channel": {func(h *strangerTest, name string) thread {
 			h.admin("POST", "/v1/threads", map[string]any{"id": name, "channel": "log"}, http.StatusCreated, nil)
 			adminSays(h, name)
 			return thread{id: name, name: name}
@@ -298,8 +298,8 @@ func beginnings() map[string]beginning {
 	}
 }
 
-// outsiders are those who come with a chat key.
-func (h *hall) outsiders() map[string][]string {
+// strangerKeys are those who come with a chat key.
+func (h *strangerTest) strangerKeys() map[string][]string {
 	return map[string][]string{
 		"site":            {siteKey},
 		"shop":            {shopKey},
@@ -312,8 +312,8 @@ func (h *hall) outsiders() map[string][]string {
 
 var anyTrace = regexp.MustCompile(`\b(ch|op|fl)_[0-9A-Z]{26}`)
 
-// alike is a refusal without what differs from request to request.
-func (r visit) alike(hidden ...string) string {
+// normalized is a refusal without what differs from request to request.
+func (r httpResult) normalized(hidden ...string) string {
 	body := anyTrace.ReplaceAllString(r.body, "…")
 	for _, word := range hidden {
 		body = strings.ReplaceAll(body, word, "…")
@@ -321,15 +321,15 @@ func (r visit) alike(hidden ...string) string {
 	return fmt.Sprintf("%d %s", r.status, body)
 }
 
-// TestTheMatrixOfStrangers lets everybody try everything on a thread of every kind: take its name in advance, read
+// TestStrangerAccess lets everybody try everything on a thread of every kind: take its name in advance, read
 // it, speak in it, list it. Nobody gets in, and nobody learns that it is there.
-func TestTheMatrixOfStrangers(t *testing.T) {
+func TestStrangerAccess(t *testing.T) {
 	t.Parallel()
-	h := newHall(t)
-	outsiders := h.outsiders()
-	for kind, b := range beginnings() {
+	h := newStrangerTest(t)
+	outsiders := h.strangerKeys()
+	for kind, b := range threadStarts() {
 		t.Run(kind, func(t *testing.T) {
-			h := &hall{t, h.base, h.db}
+			h := &strangerTest{t, h.base, h.db}
 			name := "offer " + strings.ReplaceAll(kind, ", ", " ")
 			name = strings.ReplaceAll(name, " ", "-")
 			for who, as := range outsiders { // the name is taken in advance
@@ -340,22 +340,22 @@ func TestTheMatrixOfStrangers(t *testing.T) {
 			}
 			h.deliver("apply", "begin", name)
 			th := b.begin(h, name)
-			before := h.said(th.id)
+			before := h.threadContent(th.id)
 			if strings.Contains(before, "mine first") || strings.Contains(before, "other was here") || !strings.Contains(before, salary) {
 				t.Errorf("after the name was taken in advance the thread has %q", before)
 			}
 			for who, as := range outsiders {
 				if _, own := index(b.own, who); !own {
-					h.outsiderTries(who, as, th)
+					h.checkStranger(who, as, th)
 				}
 			}
-			h.flowTries(th, b)
-			h.endpointTries(th)
-			if after := h.said(th.id); after != before {
+			h.checkFlowAccess(th, b)
+			h.checkEndpointAccess(th)
+			if after := h.threadContent(th.id); after != before {
 				t.Errorf("a stranger spoke: %q, was %q", after, before)
 			}
 			if kind == "flow" || kind == "webhook" {
-				h.waits(th.id, name)
+				h.startWaitingFlow(th.id, name)
 			}
 		})
 	}
@@ -370,8 +370,8 @@ func index(all []string, one string) (int, bool) {
 	return -1, false
 }
 
-// outsiderTries lets one with a chat key try.
-func (h *hall) outsiderTries(who string, as []string, th thread) {
+// checkStranger lets one with a chat key try.
+func (h *strangerTest) checkStranger(who string, as []string, th thread) {
 	h.t.Helper()
 	const none = "th_01ARZ3NDEKTSV4RRFFQ69G5FAV"
 	missing := h.chat(as[0], "what was said?", append(as[1:], "X-Thread-Id", none)...)
@@ -383,15 +383,15 @@ func (h *hall) outsiderTries(who string, as []string, th thread) {
 		switch {
 		case strings.Contains(got.body, salary):
 			h.t.Errorf("%s reads %s: %s", who, name, got.body)
-		case strings.HasPrefix(name, "th_") && got.alike() != missing.alike():
-			h.t.Errorf("%s finds out about %s: %s, of none %s", who, name, got.alike(), missing.alike())
+		case strings.HasPrefix(name, "th_") && got.normalized() != missing.normalized():
+			h.t.Errorf("%s finds out about %s: %s, of none %s", who, name, got.normalized(), missing.normalized())
 		case !strings.HasPrefix(name, "th_") && got.status != http.StatusOK: // a thread of its own, as of any other name
-			h.t.Errorf("%s finds out about %s: %s", who, name, got.alike())
+			h.t.Errorf("%s finds out about %s: %s", who, name, got.normalized())
 		}
 	}
 	guessed := h.chat(as[0], "let me in", append(as[1:], "X-Thread-Join", "join_"+strings.Repeat("A", 43))...)
-	if guessed.alike() != missing.alike() {
-		h.t.Errorf("%s guesses a join token: %s", who, guessed.alike())
+	if guessed.normalized() != missing.normalized() {
+		h.t.Errorf("%s guesses a join token: %s", who, guessed.normalized())
 	}
 	for _, path := range []string{"/v1/threads", "/v1/threads/" + th.id, "/v1/threads/" + th.id + "/access"} {
 		// The brake on wrong tokens may come before.
@@ -403,25 +403,25 @@ func (h *hall) outsiderTries(who string, as []string, th thread) {
 		const nothing = "chatcmpl-01a1fd04-74da-74d4-8812-62d9715247b0"
 		got := h.send("GET", "/v1/chat/completions/"+th.completion, as[0], "", as[1:]...)
 		want := h.send("GET", "/v1/chat/completions/"+nothing, as[0], "", as[1:]...)
-		if got.status != http.StatusNotFound || got.alike(th.completion) != want.alike(nothing) {
-			h.t.Errorf("%s attaches to the answer: %s", who, got.alike())
+		if got.status != http.StatusNotFound || got.normalized(th.completion) != want.normalized(nothing) {
+			h.t.Errorf("%s attaches to the answer: %s", who, got.normalized())
 		}
 	}
 }
 
-// flowTries lets an admin start another flow, and a worker outside speak and listen, in the thread.
-func (h *hall) flowTries(th thread, b beginning) {
+// checkFlowAccess lets an admin start another flow, and a worker outside speak and listen, in the thread.
+func (h *strangerTest) checkFlowAccess(th thread, b threadStart) {
 	h.t.Helper()
 	if _, own := index(b.own, "flow"); own {
 		return // an admin opens it by starting a flow in it
 	}
 	const none = "th_00000000000000000000000000000000"
-	start := func(id string) visit {
+	start := func(id string) httpResult {
 		return h.send("POST", "/v1/executions", strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN="), fmt.Sprintf(`{"flow": "other", "thread_id": %q}`, id))
 	}
 	got, want := start(th.id), start(none)
-	if got.status != http.StatusNotFound || got.alike() != want.alike() {
-		h.t.Errorf("another flow is started in it: %s, in none %s", got.alike(), want.alike())
+	if got.status != http.StatusNotFound || got.normalized() != want.normalized() {
+		h.t.Errorf("another flow is started in it: %s, in none %s", got.normalized(), want.normalized())
 	}
 	var x struct{ ID string }
 	h.admin("POST", "/v1/executions", map[string]any{"flow": "external"}, http.StatusCreated, &x)
@@ -436,8 +436,8 @@ func (h *hall) flowTries(th thread, b beginning) {
 		map[string]any{"status": "waiting", "waiting_for": "response", "waiting_key": th.id}, http.StatusNotFound, nil)
 }
 
-// endpointTries lets the sender of webhooks answer in the thread, under each of its names.
-func (h *hall) endpointTries(th thread) {
+// checkEndpointAccess lets the sender of webhooks answer in the thread, under each of its names.
+func (h *strangerTest) checkEndpointAccess(th thread) {
 	h.t.Helper()
 	for _, name := range []string{th.id, th.name} {
 		h.deliver("apply", "answer", name)
@@ -445,18 +445,18 @@ func (h *hall) endpointTries(th thread) {
 	}
 }
 
-// TestWhoIsLetInGetsIn opens threads in every way, and takes it back.
-func TestWhoIsLetInGetsIn(t *testing.T) {
+// TestThreadAccess opens threads in every way, and takes it back.
+func TestThreadAccess(t *testing.T) {
 	t.Parallel()
-	h := newHall(t)
+	h := newStrangerTest(t)
 	h.admin("POST", "/v1/threads", map[string]any{"id": "maria"}, http.StatusCreated, nil)
 	h.admin("POST", "/v1/threads/maria/messages", map[string]any{"content": salary}, http.StatusCreated, nil)
 
 	t.Run("join token", func(t *testing.T) {
-		h := &hall{t, h.base, h.db}
+		h := &strangerTest{t, h.base, h.db}
 		var token struct{ ID, Token string }
 		h.admin("POST", "/v1/threads/maria/join_tokens", map[string]any{}, http.StatusCreated, &token)
-		if n := h.count(`select count(*) from agent_thread_access where to_jsonb(agent_thread_access)::text like '%' || $1 || '%'`, token.Token); n != 0 {
+		if n := h.queryCount(`select count(*) from agent_thread_access where to_jsonb(agent_thread_access)::text like '%' || $1 || '%'`, token.Token); n != 0 {
 			t.Error("the token is in the database")
 		}
 		visitor, another := h.visitorToken(webKey), h.visitorToken(webKey)
@@ -485,7 +485,7 @@ func TestWhoIsLetInGetsIn(t *testing.T) {
 		h.admin("DELETE", "/v1/threads/maria/access/"+token.ID, nil, http.StatusNotFound, nil)
 	})
 	t.Run("reusable token", func(t *testing.T) {
-		h := &hall{t, h.base, h.db}
+		h := &strangerTest{t, h.base, h.db}
 		var token struct{ ID, Token string }
 		h.admin("POST", "/v1/threads/maria/join_tokens", map[string]any{"reusable": true}, http.StatusCreated, &token)
 		for range 2 {
@@ -509,9 +509,9 @@ func TestWhoIsLetInGetsIn(t *testing.T) {
 		}
 	})
 	t.Run("named key", func(t *testing.T) {
-		h := &hall{t, h.base, h.db}
+		h := &strangerTest{t, h.base, h.db}
 		h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": "juan", "chat_key": "site"}, http.StatusCreated, nil)
-		h.waits("juan", "juan")
+		h.startWaitingFlow("juan", "juan")
 		if got := h.chat(shopKey, "accepted", "X-Thread-Id", "juan"); strings.Contains(got.body, "offer accepted") {
 			t.Errorf("another key: %s", got.body)
 		}
@@ -520,7 +520,7 @@ func TestWhoIsLetInGetsIn(t *testing.T) {
 		}
 		h.chat(siteKey, "mine", "X-Thread-Id", "pedro")
 		h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": "pedro", "chat_key": "site"}, http.StatusConflict, nil)
-		if n := h.count(`select count(*) from agent_threads where id = 'pedro'`); n != 0 {
+		if n := h.queryCount(`select count(*) from agent_threads where id = 'pedro'`); n != 0 {
 			t.Error("what was refused left a thread")
 		}
 		h.admin("POST", "/v1/threads/maria/participants", map[string]any{"key": "shop", "name": "m"}, http.StatusCreated, nil)
@@ -529,18 +529,18 @@ func TestWhoIsLetInGetsIn(t *testing.T) {
 		}
 	})
 	t.Run("flow that invites", func(t *testing.T) {
-		h := &hall{t, h.base, h.db}
+		h := &strangerTest{t, h.base, h.db}
 		var x struct{ ID string }
 		h.admin("POST", "/v1/executions", map[string]any{"flow": "inviting", "thread_id": "eva"}, http.StatusCreated, &x)
-		h.waits("eva", "eva")
-		link := h.text(`select variables ->> 'link' from agent_executions where id = $1`, x.ID)
+		h.startWaitingFlow("eva", "eva")
+		link := h.queryText(`select variables ->> 'link' from agent_executions where id = $1`, x.ID)
 		_, join, _ := strings.Cut(link, "#join=")
 		if got := h.chat(shopKey, "here I am", "X-Thread-Join", join, "X-Thread-Id", "interview"); !strings.Contains(got.body, "welcome") {
 			t.Errorf("joined the flow: %d %s", got.status, got.body)
 		}
 		h.admin("POST", "/v1/executions", map[string]any{"flow": "inviting", "thread_id": "eva 2"}, http.StatusCreated, &x)
-		h.waits("eva 2", "eva 2")
-		link = h.text(`select variables ->> 'link' from agent_executions where id = $1`, x.ID)
+		h.startWaitingFlow("eva 2", "eva 2")
+		link = h.queryText(`select variables ->> 'link' from agent_executions where id = $1`, x.ID)
 		_, join, _ = strings.Cut(link, "#join=")
 		h.admin("POST", "/v1/executions/"+x.ID+"/cancel", map[string]any{"reason": "over"}, http.StatusOK, nil)
 		if got := h.chat(shopKey, "late", "X-Thread-Join", join); got.status != http.StatusNotFound {
@@ -548,32 +548,32 @@ func TestWhoIsLetInGetsIn(t *testing.T) {
 		}
 	})
 	t.Run("flow in a visitor's thread", func(t *testing.T) {
-		h := &hall{t, h.base, h.db}
-		th := byChat(siteKey, nil, true)(h, "support")
+		h := &strangerTest{t, h.base, h.db}
+		th := startByChat(siteKey, nil, true)(h, "support")
 		h.admin("POST", "/v1/threads/"+th.id+"/participants", map[string]any{"flow": "other"}, http.StatusCreated, nil)
 		h.admin("POST", "/v1/executions", map[string]any{"flow": "other", "thread_id": th.id}, http.StatusCreated, nil)
-		h.until(`select exists (select from agent_messages where thread_id = $1 and content = 'other was here' and status = 'sent')`, th.id)
+		h.waitUntil(`select exists (select from agent_messages where thread_id = $1 and content = 'other was here' and status = 'sent')`, th.id)
 		h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": th.id}, http.StatusNotFound, nil)
 	})
 	t.Run("endpoint", func(t *testing.T) {
-		h := &hall{t, h.base, h.db}
+		h := &strangerTest{t, h.base, h.db}
 		h.deliver("hire", "begin", "ana")
-		id := h.text(`select id from agent_threads where owner_kind = 'webhook' and name = 'ana'`)
-		h.waits(id, "ana")
+		id := h.queryText(`select id from agent_threads where owner_kind = 'webhook' and name = 'ana'`)
+		h.startWaitingFlow(id, "ana")
 		h.deliver("hire", "answer", "ana")
-		h.until(`select exists (select from agent_messages where thread_id = $1 and content = 'offer accepted')`, id)
+		h.waitUntil(`select exists (select from agent_messages where thread_id = $1 and content = 'offer accepted')`, id)
 		h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": "luis"}, http.StatusCreated, nil)
-		h.waits("luis", "luis")
+		h.startWaitingFlow("luis", "luis")
 		h.admin("POST", "/v1/threads/luis/participants", map[string]any{"webhook": "apply"}, http.StatusCreated, nil)
 		h.deliver("apply", "answer", "luis")
-		h.until(`select exists (select from agent_messages where thread_id = 'luis' and content = 'offer accepted')`)
+		h.waitUntil(`select exists (select from agent_messages where thread_id = 'luis' and content = 'offer accepted')`)
 	})
 }
 
-// TestThreadsOfAnEarlierReleaseGoOn for who used them.
-func TestThreadsOfAnEarlierReleaseGoOn(t *testing.T) {
+// TestThreadsOfEarlierRelease for who used them.
+func TestThreadsOfEarlierRelease(t *testing.T) {
 	t.Parallel()
-	h := newHall(t)
+	h := newStrangerTest(t)
 	const given = "th_01ARZ3NDEKTSV4RRFFQ69G5FAV"
 	for _, sql := range []string{
 		`insert into agent_threads (id, channel, owner, next_seq) values ('site:7', 'chat', 'site', 2), ('` + given + `', 'chat', 'web', 2), ('talk', 'chat', '', 2)`,
@@ -605,8 +605,8 @@ func TestThreadsOfAnEarlierReleaseGoOn(t *testing.T) {
 	h.admin("POST", "/v1/executions", map[string]any{"flow": "other", "thread_id": "site:7"}, http.StatusNotFound, nil)
 }
 
-// heldOpen begins a transaction, as a client that leaves it open does.
-func (h *hall) heldOpen(statements ...string) (end func()) {
+// holdLocks begins a transaction, as a client that leaves it open does.
+func (h *strangerTest) holdLocks(statements ...string) (end func()) {
 	h.t.Helper()
 	conn, err := pgx.ConnectConfig(h.t.Context(), h.db.Config().ConnConfig.Copy())
 	if err != nil {
@@ -628,10 +628,10 @@ func (h *hall) heldOpen(statements ...string) (end func()) {
 // flood repeats a request from many connections until stop is called. stop returns the answers by status, and one
 // answer with 503. It prefers an answer that names the holder, then one that names the held row, to one that names
 // the database: on a busy machine the look for the holder may come too late.
-func (h *hall) flood(request func() visit) (stop func() (map[int]int, visit)) {
+func (h *strangerTest) flood(request func() httpResult) (stop func() (map[int]int, httpResult)) {
 	var mu sync.Mutex
 	var flooding sync.WaitGroup
-	got, refused := map[int]int{}, visit{}
+	got, refused := map[int]int{}, httpResult{}
 	quit := make(chan struct{})
 	for range 24 {
 		flooding.Go(func() {
@@ -657,15 +657,15 @@ func (h *hall) flood(request func() visit) (stop func() (map[int]int, visit)) {
 		defer mu.Unlock()
 		return got[http.StatusServiceUnavailable] > 0
 	}, "what is held is refused")
-	return func() (map[int]int, visit) {
+	return func() (map[int]int, httpResult) {
 		close(quit)
 		flooding.Wait()
 		return got, refused
 	}
 }
 
-// slowest is how long requests took, of all but one in a hundred. Each has to get the status.
-func (h *hall) slowest(n, want int, request func(i int) visit) time.Duration {
+// slowestOf is how long requests took, of all but one in a hundred. Each has to get the status.
+func (h *strangerTest) slowestOf(n, want int, request func(i int) httpResult) time.Duration {
 	h.t.Helper()
 	took := make([]time.Duration, n)
 	for i := range n {
@@ -680,26 +680,26 @@ func (h *hall) slowest(n, want int, request func(i int) visit) time.Duration {
 }
 
 // What a client holds in an open transaction delays requests for the same, which are told so, and no others.
-func TestRequestsForWhatAClientHoldsDelayNoOthers(t *testing.T) {
+func TestLockedRowsDoNotDelayOthers(t *testing.T) {
 	t.Parallel()
-	h := newHall(t)
+	h := newStrangerTest(t)
 	admin := strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN=")
-	post := func(path, key, body string, headers ...string) func() visit {
-		return func() visit { return h.send("POST", path, key, body, headers...) }
+	post := func(path, key, body string, headers ...string) func() httpResult {
+		return func() httpResult { return h.send("POST", path, key, body, headers...) }
 	}
 	event := func(id string) string {
 		return fmt.Sprintf(`{"event": "EVENT_COMPLETED", "key": %q, "id": %q}`, id, id)
 	}
 	h.admin("POST", "/v1/threads", map[string]any{"id": "held"}, http.StatusCreated, nil)
 	h.admin("POST", "/v1/threads/held/messages", map[string]any{"content": "first"}, http.StatusCreated, nil)
-	h.count(`with free as (select acquire_agent_lock('thread:held', 'somebody', 60), release_agent_lock('thread:held', 'somebody')) select count(*) from free`)
+	h.queryCount(`with free as (select acquire_agent_lock('thread:held', 'somebody', 60), release_agent_lock('thread:held', 'somebody')) select count(*) from free`)
 	hook := `{"do": "nothing", "content": "x", "n": 1}`
 	if v := h.send("POST", "/webhooks/hire", hookKey, hook); v.status != http.StatusAccepted {
 		t.Fatalf("%d %s", v.status, v.body)
 	}
 	for name, one := range map[string]struct {
 		hold    string
-		request func() visit
+		request func() httpResult
 		tells   string // to an admin
 	}{
 		"event id": {
@@ -721,13 +721,13 @@ func TestRequestsForWhatAClientHoldsDelayNoOthers(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			calm := h.slowest(100, http.StatusAccepted, func(i int) visit { return post("/v1/events", admin, event(fmt.Sprint(name, " calm ", i)))() })
-			end := h.heldOpen(`set local application_name = 'clumsy'`, one.hold)
+			calm := h.slowestOf(100, http.StatusAccepted, func(i int) httpResult { return post("/v1/events", admin, event(fmt.Sprint(name, " calm ", i)))() })
+			end := h.holdLocks(`set local application_name = 'clumsy'`, one.hold)
 			defer end()
 			stop := h.flood(one.request)
-			held := h.slowest(100, http.StatusAccepted, func(i int) visit { return post("/v1/events", admin, event(fmt.Sprint(name, " held ", i)))() })
-			lanes := h.slowest(20, http.StatusOK, func(int) visit { return h.send("GET", "/v1/lanes", admin, "") })
-			ready := h.slowest(20, http.StatusOK, func(int) visit { return h.send("GET", "/readyz", "", "") })
+			held := h.slowestOf(100, http.StatusAccepted, func(i int) httpResult { return post("/v1/events", admin, event(fmt.Sprint(name, " held ", i)))() })
+			lanes := h.slowestOf(20, http.StatusOK, func(int) httpResult { return h.send("GET", "/v1/lanes", admin, "") })
+			ready := h.slowestOf(20, http.StatusOK, func(int) httpResult { return h.send("GET", "/readyz", "", "") })
 			got, refused := stop()
 			t.Logf("p99 of unrelated events %s, and %s before; lanes %s, ready %s; requests for what is held %v", held, calm, lanes, ready, got)
 			if most := max(time.Second, 10*calm); held > most || lanes > most || ready > most {

@@ -16,10 +16,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-func TestThreadsFromTheCommandLine(t *testing.T) {
+func TestThreadCommands(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
-	p := on(t, url)
+	p := newProgram(t, url)
 	contains(t, p.must("threads", "clean"), "nothing to release")
 	db := connect(t, url)
 	for _, sql := range []string{
@@ -60,13 +60,13 @@ func TestThreadsFromTheCommandLine(t *testing.T) {
 }
 
 // Who cannot be let in is refused, with what to do, and what is not there is named.
-func TestThreadsOpenRefusesWhoCannotBeLetIn(t *testing.T) {
+func TestThreadsOpenInvalidKeys(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	if _, err := connect(t, url).Exec(t.Context(), `insert into agent_threads (id, channel, owner_kind) values ('maria', 'chat', 'admin')`); err != nil {
 		t.Fatal(err)
 	}
-	p := on(t, url, "AGENT_CHAT_KEY=shop=the-keys-own-secret-0123456789abcdef,site=another-secret-of-0123456789abcdef", "AGENT_CHAT_BROWSER_KEYS=site")
+	p := newProgram(t, url, "AGENT_CHAT_KEY=shop=the-keys-own-secret-0123456789abcdef,site=another-secret-of-0123456789abcdef", "AGENT_CHAT_BROWSER_KEYS=site")
 	for name, test := range map[string]struct {
 		args []string
 		says string
@@ -86,28 +86,28 @@ func TestThreadsOpenRefusesWhoCannotBeLetIn(t *testing.T) {
 
 // who may call the routes of the running program, by the beginning of their path; the longest counts. What is not
 // listed is nobody's, and fails the test.
-var access = map[string][]string{
-	"/healthz": everybody, "/readyz": everybody, "/metrics": everybody, "/openapi.json": everybody, "/chat": everybody, "/webhooks/": everybody,
+var accessByPath = map[string][]string{
+	"/healthz": allCallers, "/readyz": allCallers, "/metrics": allCallers, "/openapi.json": allCallers, "/chat": allCallers, "/webhooks/": allCallers,
 	"/v1/": {"admin"}, "/mcp": {"admin"},
 	"/v1/chat/": {"visitor"}, "/v1/models": {"visitor"}, "/v1/files": {"visitor"}, "/v1/responses": {"visitor"},
 }
 
-var everybody = []string{"nobody", "wrong", "visitor", "admin"}
+var allCallers = []string{"nobody", "wrong", "visitor", "admin"}
 
-// mayCall finds the row of a path.
-func mayCall(path string) []string {
+// callersOf finds the row of a path.
+func callersOf(path string) []string {
 	longest := ""
-	for prefix := range access {
+	for prefix := range accessByPath {
 		if strings.HasPrefix(path, prefix) && len(prefix) > len(longest) {
 			longest = prefix
 		}
 	}
-	return access[longest]
+	return accessByPath[longest]
 }
 
-func TestWhoMayCallWhatOfTheRunningProgram(t *testing.T) {
+func TestAccessOfRunningProgram(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t), token, "AGENT_CHAT_KEY=visitors-key-of-this-test", "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info",
+	p := newProgram(t, pgtest.URL(t), token, "AGENT_CHAT_KEY=visitors-key-of-this-test", "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info",
 		"AGENT_TRUSTED_PROXIES=127.0.0.1")
 	s := p.start("serve")
 	base := "http://" + s.find(t, `listen=http://(\S+)`)
@@ -122,7 +122,7 @@ func TestWhoMayCallWhatOfTheRunningProgram(t *testing.T) {
 	}
 	tries := 0
 	for path, methods := range document.Paths {
-		allowed := mayCall(path)
+		allowed := callersOf(path)
 		if allowed == nil {
 			t.Errorf("nobody has said who may call %s", path)
 		}
@@ -139,9 +139,9 @@ func TestWhoMayCallWhatOfTheRunningProgram(t *testing.T) {
 	}
 }
 
-func TestTheDocumentSaysWhatWebhooksAreAnswered(t *testing.T) {
+func TestOpenAPIOfWebhooks(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info")
+	p := newProgram(t, pgtest.URL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info")
 	s := p.start("serve")
 	_, text := testkit.Get(t, "http://"+s.find(t, `listen=http://(\S+)`)+"/openapi.json")
 	var document struct {
@@ -196,10 +196,10 @@ func call(t *testing.T, method, url, key, address string) int {
 	return got.StatusCode
 }
 
-func TestDocumentsAreStoredListedFetchedAndDeleted(t *testing.T) {
+func TestDocumentCommands(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t))
-	dir := folder(t, map[string]string{"orders.csv": "id,total\n1,9.50\n"})
+	p := newProgram(t, pgtest.URL(t))
+	dir := writeFolder(t, map[string]string{"orders.csv": "id,total\n1,9.50\n"})
 	contains(t, p.must("documents", "ls"), "no documents; agent documents add FILE")
 	var d documents.Document
 	if err := json.Unmarshal([]byte(p.must("documents", "add", filepath.Join(dir, "orders.csv"), "--json")), &d); err != nil {
@@ -235,7 +235,7 @@ func TestDocumentsAreStoredListedFetchedAndDeleted(t *testing.T) {
 	contains(t, p.must("documents", "rm", d.ID), "orders.csv is deleted")
 	contains(t, p.run("documents", "rm", d.ID).err, "no such document")
 	contains(t, p.must("activity", "audit"), "document "+d.ID, "add_document", "delete_document")
-	small := on(t, pgtest.URL(t), "AGENT_DOCUMENT_MAX_BYTES=1024")
+	small := newProgram(t, pgtest.URL(t), "AGENT_DOCUMENT_MAX_BYTES=1024")
 	large := filepath.Join(dir, "large")
 	if err := os.WriteFile(large, make([]byte, 1025), 0o600); err != nil {
 		t.Fatal(err)

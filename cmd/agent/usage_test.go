@@ -31,7 +31,7 @@ func everyCommand(t *testing.T) map[string]*cobra.Command {
 	return all
 }
 
-func TestTheCommandsOfTheContractExist(t *testing.T) {
+func TestContractCommandsExist(t *testing.T) {
 	t.Parallel()
 	all := everyCommand(t)
 	for _, name := range []string{
@@ -46,14 +46,14 @@ func TestTheCommandsOfTheContractExist(t *testing.T) {
 	}
 }
 
-func TestHelpOfEveryCommand(t *testing.T) {
+func TestCommandHelp(t *testing.T) {
 	t.Parallel()
 	for name, cmd := range everyCommand(t) {
 		if strings.HasPrefix(name, "completion") {
 			continue
 		}
 		args := append(strings.Fields(name), "--help")
-		got := bare(t).run(args...)
+		got := newProgramWithoutDatabase(t).run(args...)
 		if got.code != 0 || got.err != "" {
 			t.Errorf("agent %s: exit %d, stderr %q", strings.Join(args, " "), got.code, got.err)
 		}
@@ -65,7 +65,7 @@ func TestHelpOfEveryCommand(t *testing.T) {
 				t.Errorf("agent %s has a line of %d characters", strings.Join(args, " "), len([]rune(line)))
 			}
 		}
-		if short := bare(t).run(append([]string{"help"}, strings.Fields(name)...)...); name != "help" && short.out != got.out {
+		if short := newProgramWithoutDatabase(t).run(append([]string{"help"}, strings.Fields(name)...)...); name != "help" && short.out != got.out {
 			t.Errorf("agent help %s differs from agent %s --help:\n%s", name, name, short.out)
 		}
 	}
@@ -73,7 +73,7 @@ func TestHelpOfEveryCommand(t *testing.T) {
 
 // Every mistake in a call is exit 2, says what is wrong and where help is, prints nothing to stdout, and is found
 // before a database is asked for.
-func TestUsageMistakes(t *testing.T) {
+func TestUsageErrors(t *testing.T) {
 	t.Parallel()
 	long := strings.Repeat("x", 40)
 	tests := map[string]struct {
@@ -138,7 +138,7 @@ func TestUsageMistakes(t *testing.T) {
 	}
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
-			got := bare(t).run(test.args...)
+			got := newProgramWithoutDatabase(t).run(test.args...)
 			if got.code != 2 || got.out != "" {
 				t.Errorf("exit %d, stdout %q, want 2 and nothing", got.code, got.out)
 			}
@@ -150,8 +150,8 @@ func TestUsageMistakes(t *testing.T) {
 			var fault struct {
 				Error struct{ Code, Message, Hint string }
 			}
-			got = bare(t).run(append([]string{"--json"}, test.args...)...)
-			if err := oneDocument(got.err, &fault); err != nil || got.out != "" {
+			got = newProgramWithoutDatabase(t).run(append([]string{"--json"}, test.args...)...)
+			if err := decodeOne(got.err, &fault); err != nil || got.out != "" {
 				t.Fatalf("with --json: %v; stdout %q, stderr %q", err, got.out, got.err)
 			}
 			if fault.Error.Code != "usage" || fault.Error.Message == "" {
@@ -163,22 +163,22 @@ func TestUsageMistakes(t *testing.T) {
 }
 
 // Help is no result: a program that left the command out is told so, in JSON.
-func TestACommandThatIsMissingIsAMistakeWhereJSONIsAskedFor(t *testing.T) {
+func TestMissingSubcommandWithJSON(t *testing.T) {
 	t.Parallel()
 	for name, cmd := range everyCommand(t) {
 		if !cmd.HasSubCommands() || name == "trace" || name == "why" || name == "mcp" || strings.HasPrefix(name, "completion") {
 			continue
 		}
-		got := bare(t).run(append(strings.Fields(name), "--json")...)
+		got := newProgramWithoutDatabase(t).run(append(strings.Fields(name), "--json")...)
 		if got.code != 2 || got.out != "" || !strings.HasPrefix(got.err, `{"error":{`) || !strings.Contains(got.err, "takes a command") {
 			t.Errorf("agent %s --json: exit %d, stdout %q, stderr %q", name, got.code, got.out, got.err)
 		}
 	}
 }
 
-func TestJSONErrorsWhereFlagsAreWrong(t *testing.T) {
+func TestJSONFlagErrors(t *testing.T) {
 	t.Parallel()
-	got := bare(t).run("lanes", "ls", "--nope", "--json")
+	got := newProgramWithoutDatabase(t).run("lanes", "ls", "--nope", "--json")
 	if got.code != 2 || !strings.HasPrefix(got.err, `{"error":{`) {
 		t.Errorf("exit %d, stderr %q, want 2 and JSON", got.code, got.err)
 	}
@@ -186,32 +186,32 @@ func TestJSONErrorsWhereFlagsAreWrong(t *testing.T) {
 
 func TestOutputFormByEnvironment(t *testing.T) {
 	t.Parallel()
-	if got := bare(t, "AGENT_OUTPUT=json").must("version"); !strings.HasPrefix(got, "{") {
+	if got := newProgramWithoutDatabase(t, "AGENT_OUTPUT=json").must("version"); !strings.HasPrefix(got, "{") {
 		t.Errorf("AGENT_OUTPUT=json prints %q", got)
 	}
-	if got := bare(t, "AGENT_OUTPUT=json").must("version", "--json=false"); strings.HasPrefix(got, "{") {
+	if got := newProgramWithoutDatabase(t, "AGENT_OUTPUT=json").must("version", "--json=false"); strings.HasPrefix(got, "{") {
 		t.Errorf("--json=false prints %q", got)
 	}
-	if got := bare(t, "AGENT_OUTPUT=yaml").run("version"); got.code != 2 {
+	if got := newProgramWithoutDatabase(t, "AGENT_OUTPUT=yaml").run("version"); got.code != 2 {
 		t.Errorf("AGENT_OUTPUT=yaml: exit %d, want 2", got.code)
 	}
 }
 
-func TestTheAddressThatWorkersOutsideReadIsNoMistake(t *testing.T) {
+func TestAgentURLVariableIsKnown(t *testing.T) {
 	t.Parallel()
-	if got := bare(t, "AGENT_URL=http://127.0.0.1:8080", "AGENT_LOG_LEVEL=warn").run("lanes", "ls"); strings.Contains(got.err, "AGENT_URL") {
+	if got := newProgramWithoutDatabase(t, "AGENT_URL=http://127.0.0.1:8080", "AGENT_LOG_LEVEL=warn").run("lanes", "ls"); strings.Contains(got.err, "AGENT_URL") {
 		t.Errorf("stderr %q", got.err)
 	}
 }
 
 func TestVersion(t *testing.T) {
 	t.Parallel()
-	contains(t, bare(t).must("version"), "agent ", "schema ", "go1.")
+	contains(t, newProgramWithoutDatabase(t).must("version"), "agent ", "schema ", "go1.")
 	var got struct {
 		Version, Go string
 		Schema      int
 	}
-	bare(t).mustJSON(&got, "version")
+	newProgramWithoutDatabase(t).mustJSON(&got, "version")
 	if got.Version == "" || got.Go == "" || got.Schema == 0 {
 		t.Errorf("got %+v", got)
 	}
@@ -246,7 +246,7 @@ type panicking struct{}
 
 func (panicking) Write([]byte) (int, error) { panic("index out of range") }
 
-func TestAPanicIsOneLine(t *testing.T) {
+func TestPanicOutput(t *testing.T) {
 	t.Parallel()
 	var errs testkit.Log
 	code := run(t.Context(), []string{"version"}, nil, strings.NewReader(""), panicking{}, &errs)
@@ -260,27 +260,27 @@ func TestAPanicIsOneLine(t *testing.T) {
 	contains(t, debug.String(), "usage_test.go")
 }
 
-// full is an output that cannot be written to.
-type full struct{}
+// fullDisk is an output that cannot be written to.
+type fullDisk struct{}
 
-func (full) Write([]byte) (int, error) { return 0, errors.New("no space left on device") }
+func (fullDisk) Write([]byte) (int, error) { return 0, errors.New("no space left on device") }
 
-func TestOutputThatIsLostIsAFailure(t *testing.T) {
+func TestLostOutput(t *testing.T) {
 	t.Parallel()
 	for _, args := range [][]string{{"version"}, {"version", "--json"}} {
 		var errs testkit.Log
-		code := run(t.Context(), args, nil, strings.NewReader(""), full{}, &errs)
+		code := run(t.Context(), args, nil, strings.NewReader(""), fullDisk{}, &errs)
 		if code != 1 || !strings.Contains(errs.String(), "no space left") {
 			t.Errorf("agent %v: exit %d, stderr %q", args, code, errs.String())
 		}
 	}
 }
 
-func TestInterruptedIs130(t *testing.T) {
+func TestInterruptExitCode(t *testing.T) {
 	t.Parallel()
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	got := on(t, "postgres://localhost:1/none").runWith(ctx, nil, "lanes", "ls")
+	got := newProgram(t, "postgres://localhost:1/none").runWith(ctx, nil, "lanes", "ls")
 	if got.code != 130 || got.err != "agent: interrupted\n" {
 		t.Errorf("exit %d, stderr %q, want 130", got.code, got.err)
 	}
@@ -292,9 +292,9 @@ type revisions struct {
 	StateRevision int `json:"state_revision"`
 }
 
-func TestAChangeIsMadeOnlyToWhatWasSeen(t *testing.T) {
+func TestConditionalChanges(t *testing.T) {
 	t.Parallel()
-	p := on(t, pgtest.URL(t))
+	p := newProgram(t, pgtest.URL(t))
 	p.must("objectives", "add", "tidy", "--goal", "be tidy")
 	for _, name := range []string{"accepted", "rejected"} {
 		p.must("skills", "call", "objective_propose", "--args", fmt.Sprintf(`{"name":%q,"goal":"g"}`, name))

@@ -65,13 +65,13 @@ func TestDefaults(t *testing.T) {
 	}
 }
 
-func TestAnEmptyVariableIsNotSet(t *testing.T) {
+func TestEmptyVariableIsUnset(t *testing.T) {
 	if c := load(t, map[string]string{"AGENT_LISTEN": "", "AGENT_WORKERS": " "}); c.Listen != "127.0.0.1:8080" || c.Workers != 10 {
 		t.Errorf("got %q, %d", c.Listen, c.Workers)
 	}
 }
 
-func TestValuesAreRead(t *testing.T) {
+func TestValues(t *testing.T) {
 	environ := map[string]string{
 		"DATABASE_URL": "postgres://a:b@h/d", "AGENT_LANES": "off", "AGENT_TIMEZONE": "Europe/Madrid", "AGENT_HEARTBEAT_CRON": "0 9 * * *",
 		"AGENT_SELFHEAL_RATE": "0.25", "AGENT_RUN_TIMEOUT": "90s", "AGENT_ALLOW_PRIVATE_HTTP": "Wiki.local, 10.1.2.3/8,192.168.1.7,::1",
@@ -99,7 +99,7 @@ func TestPricesFromAFile(t *testing.T) {
 }
 
 // Each bad value alone, with a part of the line that it must give.
-var bad = map[string]struct{ value, says string }{
+var badValues = map[string]struct{ value, says string }{
 	"DATABASE_URL":                  {"mysql://u:hunter2@h", "postgres://agent@localhost"},
 	"DATABASE_DIRECT_URL":           {"postgres://u:hunter2#x@h/d", "percent-encode special characters of the password (@ is %40"},
 	"DATABASE_READ_URL":             {"replica:5432", "postgres://agent@replica:5432/agent"},
@@ -161,8 +161,8 @@ var bad = map[string]struct{ value, says string }{
 	"AGENT_SELFHEAL_COOLDOWN":       {"-1h", "for example 24h"},
 }
 
-func TestEachBadValueIsOneLine(t *testing.T) {
-	for name, c := range bad {
+func TestInvalidValues(t *testing.T) {
+	for name, c := range badValues {
 		t.Run(name, func(t *testing.T) {
 			_, err := config.Load(map[string]string{name: c.value})
 			lines := problems(t, err)
@@ -176,15 +176,15 @@ func TestEachBadValueIsOneLine(t *testing.T) {
 	}
 }
 
-func TestAllBadValuesAreReportedAtOnce(t *testing.T) {
+func TestAllInvalidValuesAreReported(t *testing.T) {
 	environ := map[string]string{}
-	for name, c := range bad {
+	for name, c := range badValues {
 		environ[name] = c.value
 	}
 	_, err := config.Load(environ)
 	lines := problems(t, err)
-	if len(lines) != len(bad) {
-		t.Errorf("%d lines for %d bad values:\n%v", len(lines), len(bad), err)
+	if len(lines) != len(badValues) {
+		t.Errorf("%d lines for %d bad values:\n%v", len(lines), len(badValues), err)
 	}
 	_, again := config.Load(environ)
 	if err.Error() != again.Error() {
@@ -193,9 +193,9 @@ func TestAllBadValuesAreReportedAtOnce(t *testing.T) {
 }
 
 // A new setting gets its line in the table of bad values, unless any text is good for it.
-func TestEverySettingIsChecked(t *testing.T) {
+func TestEverySettingIsValidated(t *testing.T) {
 	for _, s := range config.Settings() {
-		if _, checked := bad[s.Name]; !checked && s.Name != "AGENT_MODEL" {
+		if _, checked := badValues[s.Name]; !checked && s.Name != "AGENT_MODEL" {
 			t.Errorf("%s takes anything", s.Name)
 		}
 		if s.Help == "" {
@@ -295,7 +295,7 @@ func TestRequire(t *testing.T) {
 	}
 }
 
-func TestServeIsToldWhatIsMissingWithWhatIsWrong(t *testing.T) {
+func TestRequireReportsAllProblems(t *testing.T) {
 	for name, c := range map[string]struct {
 		environ map[string]string
 		want    []string
@@ -324,7 +324,7 @@ func TestServeIsToldWhatIsMissingWithWhatIsWrong(t *testing.T) {
 	}
 }
 
-func TestASecretNeverShows(t *testing.T) {
+func TestSecretsAreHidden(t *testing.T) {
 	c := load(t, map[string]string{"DATABASE_URL": "postgres://u:hunter2@h/d", "AGENT_ADMIN_TOKEN": "hunter2"})
 	marshalled, err := json.Marshal(map[string]any{"s": c.AdminToken, "c": c.AdminToken})
 	if err != nil {
@@ -344,7 +344,7 @@ func TestASecretNeverShows(t *testing.T) {
 func TestDotEnvNeverOverridesTheEnvironment(t *testing.T) {
 	path := write(t, "# comment\nAGENT_NAME=fromfile\nAGENT_MODEL=\"a model\"\nOPENAI_API_KEY=filekey\n")
 	environ := map[string]string{"AGENT_NAME": "real", "OPENAI_API_KEY_FILE": "/run/secret"}
-	file, err := config.LoadDotEnv(path, environ, others)
+	file, err := config.LoadDotEnv(path, environ, isForeign)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -359,22 +359,22 @@ func TestDotEnvNeverOverridesTheEnvironment(t *testing.T) {
 }
 
 func TestDotEnvMissingAndBroken(t *testing.T) {
-	got, err := config.LoadDotEnv(filepath.Join(t.TempDir(), ".env"), nil, others)
+	got, err := config.LoadDotEnv(filepath.Join(t.TempDir(), ".env"), nil, isForeign)
 	if err != nil || got.Environ == nil || len(got.Environ)+len(got.Set)+len(got.Ignored) != 0 {
 		t.Errorf("a missing file: %v, %v", got, err)
 	}
-	if _, err := config.LoadDotEnv(write(t, "KEY hunter2\n=x"), nil, others); err == nil || strings.Contains(err.Error(), "hunter2") {
+	if _, err := config.LoadDotEnv(write(t, "KEY hunter2\n=x"), nil, isForeign); err == nil || strings.Contains(err.Error(), "hunter2") {
 		t.Errorf("a broken file: %v", err)
 	}
-	if _, err := config.LoadDotEnv(t.TempDir(), nil, others); err == nil {
+	if _, err := config.LoadDotEnv(t.TempDir(), nil, isForeign); err == nil {
 		t.Error("a directory passes for a file")
 	}
 }
 
-// others reports the settings of OpenTelemetry.
-func others(name string) bool { return strings.HasPrefix(name, "OTEL_") }
+// isForeign reports the settings of OpenTelemetry.
+func isForeign(name string) bool { return strings.HasPrefix(name, "OTEL_") }
 
-func TestDotEnvNamesNoProgramAndNoPlaceForSecretsFromElsewhere(t *testing.T) {
+func TestDotEnvRestrictions(t *testing.T) {
 	const headers, foreign = "OTEL_EXPORTER_OTLP_HEADERS", "http://127.0.0.1:9"
 	for name, c := range map[string]struct {
 		file, environ string // of environ, a name=value
@@ -397,7 +397,7 @@ func TestDotEnvNamesNoProgramAndNoPlaceForSecretsFromElsewhere(t *testing.T) {
 		"a port for here":       {"AGENT_LISTEN=127.0.0.1:8081", "", 0, []string{"AGENT_LISTEN"}, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
-			file, err := config.LoadDotEnv(write(t, c.file+"\n"), config.Environ([]string{c.environ}), others)
+			file, err := config.LoadDotEnv(write(t, c.file+"\n"), config.Environ([]string{c.environ}), isForeign)
 			n := 0
 			if err != nil {
 				n = len(problems(t, err))
@@ -445,7 +445,7 @@ func TestChatKeysByName(t *testing.T) {
 	}
 }
 
-func TestAChatKeyIsNobodyElses(t *testing.T) {
+func TestChatKeysAreDistinct(t *testing.T) {
 	for name, text := range map[string]string{
 		"the admin token": "hunter2", "among names": "shop=hunter2", "twice": "a=k-1,b=k-1", "a name twice": "a=k-1,a=k-2",
 		"a name with a colon": "a:b=hunter2", "a name in capitals": "k-1,Shop=hunter2", "no name": "=hunter2", "a name too long": strings.Repeat("a", 33) + "=hunter2",
@@ -460,7 +460,7 @@ func TestAChatKeyIsNobodyElses(t *testing.T) {
 }
 
 // docs/settings.md is made of the same table as the program's messages.
-func TestTheSettingsPageIsComplete(t *testing.T) {
+func TestSettingsPageIsComplete(t *testing.T) {
 	text, err := os.ReadFile("../../docs/settings.md")
 	if err != nil {
 		t.Fatal(err)
@@ -476,7 +476,7 @@ func TestTheSettingsPageIsComplete(t *testing.T) {
 	}
 }
 
-func TestAnEmbeddingModelNeedsAServer(t *testing.T) {
+func TestEmbeddingModelRequiresServer(t *testing.T) {
 	for setting, complains := range map[string]bool{
 		"AGENT_NAME=x": true, "OPENAI_API_KEY=hunter2": false, "OPENAI_BASE_URL=http://h/v1": false, "AGENT_EMBEDDING_BASE_URL=http://h/v1": false,
 	} {

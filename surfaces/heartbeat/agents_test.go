@@ -21,7 +21,7 @@ import (
 )
 
 // declare puts agents into the world, the first as the default.
-func (w *world) declare(t *testing.T, list ...agents.Definition) []agents.Agent {
+func (w *testHeartbeat) declare(t *testing.T, list ...agents.Definition) []agents.Agent {
 	t.Helper()
 	w.beat.Loop.Agents = &agents.Directory{Settings: agents.Settings{Name: "house", HeartbeatCron: "*/30 * * * *"}}
 	var all []agents.Agent
@@ -39,16 +39,7 @@ func (w *world) declare(t *testing.T, list ...agents.Definition) []agents.Agent 
 	return all
 }
 
-// asked are the prompts of the requests so far, and the instructions that went with them.
-func (w *world) asked() string {
-	var b strings.Builder
-	for _, r := range w.model.Requests() {
-		b.WriteString(r.Messages[0].Content + "\n" + r.Messages[1].Content + "\n")
-	}
-	return b.String()
-}
-
-func (w *world) runOf(t *testing.T, a agents.Agent) executions.Execution {
+func (w *testHeartbeat) runOf(t *testing.T, a agents.Agent) executions.Execution {
 	t.Helper()
 	x, err := w.engine(t, false).RunSync(context.WithoutCancel(t.Context()), heartbeat.SpecOf(a))
 	if err != nil || x.Status != executions.Completed {
@@ -57,10 +48,10 @@ func (w *world) runOf(t *testing.T, a agents.Agent) executions.Execution {
 	return x
 }
 
-func TestEachAgentHasItsOwnHeartbeat(t *testing.T) {
+func TestHeartbeatPerAgent(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.quiet()
+	w := newTestHeartbeat(t)
+	w.replyNothing()
 	all := w.declare(t,
 		agents.Definition{Name: "sales", Instructions: "You sell."},
 		agents.Definition{Name: "billing", Instructions: "You bill.", Heartbeat: &agents.Heartbeat{Prompt: "Look at open returns."}},
@@ -70,12 +61,12 @@ func TestEachAgentHasItsOwnHeartbeat(t *testing.T) {
 		{Name: "bill more", Goal: "Bill more.", Agent: "billing"},
 		{Name: "write more", Goal: "Write more.", Agent: "press"}, // which has no heartbeat
 	} {
-		w.objective(t, d)
+		w.addObjective(t, d)
 	}
-	w.automation(t, automations.Definition{Name: "digest", Prompt: "Write the digest.", Agent: "press"})
+	w.addAutomation(t, automations.Definition{Name: "digest", Prompt: "Write the digest.", Agent: "press"})
 
 	x := w.runOf(t, all[1])
-	asked := w.asked()
+	asked := strings.Join(w.prompts(), "\n")
 	if !strings.Contains(asked, "Bill more.") || !strings.Contains(asked, "Look at open returns.") ||
 		strings.Contains(asked, "Sell more.") || strings.Contains(asked, "Write") || strings.Contains(asked, "You sell.") {
 		t.Errorf("billing's heartbeat asked %s", asked)
@@ -91,7 +82,7 @@ func TestEachAgentHasItsOwnHeartbeat(t *testing.T) {
 
 	before := len(asked)
 	x = w.runOf(t, all[0])
-	asked = w.asked()[before:]
+	asked = strings.Join(w.prompts(), "\n")[before:]
 	if !strings.Contains(asked, "Sell more.") || !strings.Contains(asked, "Write more.") || strings.Contains(asked, "Bill more.") ||
 		strings.Contains(asked, "open returns") {
 		t.Errorf("the default agent's heartbeat asked %s", asked)
@@ -104,14 +95,14 @@ func TestEachAgentHasItsOwnHeartbeat(t *testing.T) {
 	}
 }
 
-func TestTheHealingReportIsDataForTheModel(t *testing.T) {
+func TestHealReportIsDataForModel(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.quiet()
+	w := newTestHeartbeat(t)
+	w.replyNothing()
 	w.declare(t, agents.Definition{Name: "sales"})
-	w.failing(t, "broken")
-	w.objective(t, objectives.Definition{Name: "sell more", Goal: "Sell more."})
-	w.completed(t)
+	w.addFailingSkill(t, "broken")
+	w.addObjective(t, objectives.Definition{Name: "sell more", Goal: "Sell more."})
+	w.runCompleted(t)
 	first := w.model.Requests()[0].Messages
 	if strings.Contains(first[0].Content, "503") || !strings.Contains(first[1].Content, "503") ||
 		strings.Index(first[1].Content, "503") > strings.Index(first[1].Content, "[End of context]") {
@@ -119,7 +110,7 @@ func TestTheHealingReportIsDataForTheModel(t *testing.T) {
 	}
 }
 
-func (w *world) sync(t *testing.T, d *agents.Directory, server bool) {
+func (w *testHeartbeat) sync(t *testing.T, d *agents.Directory, server bool) {
 	t.Helper()
 	err := postgres.InTx(t.Context(), w.pool, func(tx pgx.Tx) error { return heartbeat.Sync(t.Context(), tx, d, server) })
 	if err != nil {
@@ -128,9 +119,9 @@ func (w *world) sync(t *testing.T, d *agents.Directory, server bool) {
 }
 
 // A server that begins while an agent is applied would remove the schedule that it has not seen.
-func TestAServerThatBeginsWaitsForAnApply(t *testing.T) {
+func TestServerStartWaitsForApply(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestHeartbeat(t)
 	d := &agents.Directory{Settings: agents.Settings{Name: "house", HeartbeatCron: "*/30 * * * *"}}
 	apply, err := w.pool.Begin(t.Context())
 	if err != nil {
@@ -144,7 +135,7 @@ func TestAServerThatBeginsWaitsForAnApply(t *testing.T) {
 	group.Go(func() error {
 		return postgres.InTx(t.Context(), w.pool, func(tx pgx.Tx) error { return heartbeat.Sync(t.Context(), tx, d, true) })
 	})
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, waitLimit, func() bool {
 		return pgtest.Value[bool](t, w.pool, `select exists (select from pg_locks where locktype = 'advisory' and not granted
 			and database = (select oid from pg_database where datname = current_database()))`)
 	}, "the server waits")
@@ -170,7 +161,7 @@ func TestAServerThatBeginsWaitsForAnApply(t *testing.T) {
 
 func TestSchedulesFollowTheAgents(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestHeartbeat(t)
 	d := &agents.Directory{Settings: agents.Settings{Name: "house", HeartbeatCron: "*/30 * * * *", Timezone: "UTC"}}
 	w.beat.Loop.Agents = d
 	schedules := func(server bool) string {
@@ -207,10 +198,10 @@ func TestSchedulesFollowTheAgents(t *testing.T) {
 	}
 }
 
-func TestIdleHeartbeatsOfTenAgentsCallNoModel(t *testing.T) {
+func TestIdleHeartbeatsOfAgents(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.quiet()
+	w := newTestHeartbeat(t)
+	w.replyNothing()
 	list := []agents.Definition{{Name: "a0"}}
 	for _, name := range []string{"a1", "a2", "a3", "a4", "a5", "a6", "a7", "a8", "a9"} {
 		list = append(list, agents.Definition{Name: name, Heartbeat: &agents.Heartbeat{Cron: "@every 1s"}})
@@ -218,7 +209,7 @@ func TestIdleHeartbeatsOfTenAgentsCallNoModel(t *testing.T) {
 	w.declare(t, list...)
 	w.sync(t, w.beat.Loop.Agents, true)
 	w.engine(t, true)
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, waitLimit, func() bool {
 		return pgtest.Value[int](t, w.pool, `select count(distinct agent) from agent_executions where status = 'completed'`) == 9
 	}, "nine agents had a heartbeat")
 	if n := len(w.model.Requests()); n != 0 {

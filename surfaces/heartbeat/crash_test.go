@@ -23,20 +23,20 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
 )
 
-// TestAHeartbeatSurvivesTheLossOfItsProcessAnywhere stops the first process in the middle of its k-th model
+// TestHeartbeatSurvivesCrashes stops the first process in the middle of its k-th model
 // call, for every k: its lease is over, and another process goes on.
-func TestAHeartbeatSurvivesTheLossOfItsProcessAnywhere(t *testing.T) {
+func TestHeartbeatSurvivesCrashes(t *testing.T) {
 	t.Parallel()
 	const calls = 9
 	for k := 1; k <= calls; k++ {
 		t.Run(fmt.Sprintf("in model call %d", k), func(t *testing.T) {
-			w := newWorld(t)
-			w.failing(t, "fetch_prices")
-			_, steps := w.objective(t, objectives.Definition{Name: "tidy", Goal: "Keep the tables small.", Steps: []string{"a", "b"}})
-			w.automation(t, automations.Definition{Name: "look", Skill: "look"})
-			w.automation(t, automations.Definition{Name: "write up", Prompt: "Write the daily summary."})
+			w := newTestHeartbeat(t)
+			w.addFailingSkill(t, "fetch_prices")
+			_, steps := w.addObjective(t, objectives.Definition{Name: "tidy", Goal: "Keep the tables small.", Steps: []string{"a", "b"}})
+			w.addAutomation(t, automations.Definition{Name: "look", Skill: "look"})
+			w.addAutomation(t, automations.Definition{Name: "write up", Prompt: "Write the daily summary."})
 			scripts := map[string][]modeltest.Reply{
-				"Objective tidy": {modeltest.ToolCall("look", `{}`), complete(steps[0]), looked(steps[1]), rememberTool("one"), modeltest.Text("ok")},
+				"Objective tidy": {modeltest.ToolCall("look", `{}`), complete(steps[0]), lookedUp(steps[1]), rememberTool("one"), modeltest.Text("ok")},
 				"daily summary":  {rememberTool("two"), modeltest.Text("Written.")},
 				"Reflect":        {rememberTool("three").AndCall("remember", `{"key":"four","value":4}`), modeltest.Text("Mostly well.")},
 			}
@@ -52,8 +52,8 @@ func TestAHeartbeatSurvivesTheLossOfItsProcessAnywhere(t *testing.T) {
 				}
 				return answer(scripts, req)
 			})
-			x := w.lose(t, came, wake)
-			w.checkWhole(t, x, k, calls)
+			x := w.loseProcess(t, came, wake)
+			w.checkComplete(t, x, k, calls)
 		})
 	}
 }
@@ -74,9 +74,9 @@ func answer(scripts map[string][]modeltest.Reply, req openai.ChatCompletionReque
 	return modeltest.Text("Done.")
 }
 
-// lose runs a heartbeat in a process that is lost when came is closed, and then in another. The first wakes
+// loseProcess runs a heartbeat in a process that is lost when came is closed, and then in another. The first wakes
 // when all is done.
-func (w *world) lose(t *testing.T, came, wake chan struct{}) executions.Execution {
+func (w *testHeartbeat) loseProcess(t *testing.T, came, wake chan struct{}) executions.Execution {
 	t.Helper()
 	var first errgroup.Group
 	engine := w.engine(t, false)
@@ -93,7 +93,7 @@ func (w *world) lose(t *testing.T, came, wake chan struct{}) executions.Executio
 	}
 	pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 	w.engine(t, true)
-	x := w.until(t, pgtest.Value[string](t, w.pool, `select id::text from agent_executions`), executions.Completed)
+	x := w.waitStatus(t, pgtest.Value[string](t, w.pool, `select id::text from agent_executions`), executions.Completed)
 	close(wake)
 	if err := first.Wait(); err != nil {
 		t.Fatal(err)
@@ -101,13 +101,13 @@ func (w *world) lose(t *testing.T, came, wake chan struct{}) executions.Executio
 	return x
 }
 
-// checkWhole compares what was done with what a heartbeat without a loss does.
-func (w *world) checkWhole(t *testing.T, x executions.Execution, lost, calls int) {
+// checkComplete compares what was done with what a heartbeat without a loss does.
+func (w *testHeartbeat) checkComplete(t *testing.T, x executions.Execution, lost, calls int) {
 	t.Helper()
 	want := []string{
 		"self_heal success", "follow_through skipped", "advance_plan success", "run_automations success", "reflect success", "save_memories success",
 	}
-	if diff := cmp.Diff(want, phases(w.story(t, x.TraceID))); diff != "" {
+	if diff := cmp.Diff(want, phases(w.traceLines(t, x.TraceID))); diff != "" {
 		t.Errorf("phases (-want +got):\n%s", diff)
 	}
 	bodies := map[string]string{}
@@ -149,11 +149,11 @@ func (w *world) checkWhole(t *testing.T, x executions.Execution, lost, calls int
 }
 
 // A heartbeat that was cancelled in the middle of an automation leaves its run claimed.
-func TestAnAutomationWhoseHeartbeatWasCancelledIsTriedAgain(t *testing.T) {
+func TestCancelledHeartbeatRetriesAutomation(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.quiet()
-	w.automation(t, automations.Definition{Name: "often", Skill: "look"})
+	w := newTestHeartbeat(t)
+	w.replyNothing()
+	w.addAutomation(t, automations.Definition{Name: "often", Skill: "look"})
 	lost := pgtest.Value[string](t, w.pool, `
 		insert into agent_executions (trace_id, surface, flow, status)
 		values ('hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'heartbeat', 'heartbeat', 'running') returning id::text`)
@@ -167,7 +167,7 @@ func TestAnAutomationWhoseHeartbeatWasCancelledIsTriedAgain(t *testing.T) {
 	}
 	var all sync.WaitGroup
 	for range 2 {
-		all.Go(func() { w.completed(t) })
+		all.Go(func() { w.runCompleted(t) })
 	}
 	all.Wait()
 	state := func() string {
@@ -177,22 +177,22 @@ func TestAnAutomationWhoseHeartbeatWasCancelledIsTriedAgain(t *testing.T) {
 		t.Errorf("after two heartbeats the run is %q", got)
 	}
 	pgtest.Exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
-	w.completed(t)
+	w.runCompleted(t)
 	if got := state(); got != "success 2 " || w.calls.of("look") != 1 {
 		t.Errorf("then it is %q, after %d calls", got, w.calls.of("look"))
 	}
 }
 
 // What a heartbeat remembers goes to the memory of its agent; a fact of the same key in the shared one is no conflict.
-func TestAHeartbeatSavesToTheMemoryOfItsAgent(t *testing.T) {
+func TestHeartbeatUsesAgentMemory(t *testing.T) {
 	t.Parallel()
-	w := knowing(t, modeltest.ToolCall("remember", `{"key":"contact","value":"Bea"}`), modeltest.Text("Done."))
+	w := withMemories(t, modeltest.ToolCall("remember", `{"key":"contact","value":"Bea"}`), modeltest.Text("Done."))
 	w.beat.Loop.Agents = &agents.Directory{}
 	house := agents.Definition{Name: "house", Default: true, Memory: agents.MemoryOwn}
 	if _, err := agents.Put(t.Context(), w.pool, house, "workspace"); err != nil {
 		t.Fatal(err)
 	}
-	w.completed(t)
+	w.runCompleted(t)
 	if e := w.contact(t); string(e.Value) != `"Ana"` {
 		t.Errorf("the shared memory has %s", e.Value)
 	}

@@ -16,29 +16,29 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// knowing is a world with the builtins of the memory and something under the key contact.
-func knowing(t *testing.T, script ...modeltest.Reply) *world {
+// withMemories is a world with the builtins of the memory and something under the key contact.
+func withMemories(t *testing.T, script ...modeltest.Reply) *testHeartbeat {
 	t.Helper()
-	w := newWorld(t)
+	w := newTestHeartbeat(t)
 	maps.Copy(w.builtins, builtins.New(w.pool, nil, nil))
 	if _, err := builtins.Put(t.Context(), w.pool); err != nil {
 		t.Fatal(err)
 	}
-	w.keep(t, "Ana")
-	w.objective(t, objectives.Definition{Name: "tidy", Goal: "Keep it tidy.", Steps: []string{"a"}})
-	w.say(map[string][]modeltest.Reply{"Objective tidy": script})
+	w.storeMemory(t, "Ana")
+	w.addObjective(t, objectives.Definition{Name: "tidy", Goal: "Keep it tidy.", Steps: []string{"a"}})
+	w.setReplies(map[string][]modeltest.Reply{"Objective tidy": script})
 	return w
 }
 
-// keep writes contact as an admin.
-func (w *world) keep(t *testing.T, value string) {
+// storeMemory writes contact as an admin.
+func (w *testHeartbeat) storeMemory(t *testing.T, value string) {
 	t.Helper()
 	if _, err := memory.Save(t.Context(), w.pool, memory.Note{Category: "observation", Key: "contact", Value: value, TraceID: "op_1"}); err != nil {
 		t.Fatal(err)
 	}
 }
 
-func (w *world) contact(t *testing.T) memory.Entry {
+func (w *testHeartbeat) contact(t *testing.T) memory.Entry {
 	t.Helper()
 	e, err := memory.Shared.Get(t.Context(), w.pool, "observation", "contact")
 	if err != nil {
@@ -52,18 +52,18 @@ var (
 	notes    = modeltest.ToolCall("remember", `{"key":"contact","value":"Bea"}`)
 )
 
-func TestALateNoteIsAConflictAndNoOverwrite(t *testing.T) {
+func TestStaleNoteIsConflict(t *testing.T) {
 	t.Parallel()
-	w := knowing(t)
+	w := withMemories(t)
 	script := []modeltest.Reply{recalled, notes}
 	var wrote atomic.Bool
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 		if strings.Contains(req.Messages[1].Content, "Reflect") && wrote.CompareAndSwap(false, true) {
-			w.keep(t, "Carla, says the admin")
+			w.storeMemory(t, "Carla, says the admin")
 		}
 		return answer(map[string][]modeltest.Reply{"Objective tidy": script}, req)
 	})
-	x, said := w.completed(t)
+	x, said := w.runCompleted(t)
 	if e := w.contact(t); string(e.Value) != `"Carla, says the admin"` || e.Revision != 2 {
 		t.Errorf("it holds %s at %d", e.Value, e.Revision)
 	}
@@ -80,7 +80,7 @@ func TestALateNoteIsAConflictAndNoOverwrite(t *testing.T) {
 	}
 }
 
-func TestANoteReplacesWhatItsPhaseHasRead(t *testing.T) {
+func TestNoteReplacesReadValue(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
 		script    []modeltest.Reply
@@ -94,8 +94,8 @@ func TestANoteReplacesWhatItsPhaseHasRead(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			w := knowing(t, test.script...)
-			w.completed(t)
+			w := withMemories(t, test.script...)
+			w.runCompleted(t)
 			if got := pgtest.Value[string](t, w.pool, `select value::text || ' ' || revision from agent_memory`); got != test.want {
 				t.Errorf("it holds %s, want %s", got, test.want)
 			}
@@ -106,7 +106,7 @@ func TestANoteReplacesWhatItsPhaseHasRead(t *testing.T) {
 	}
 }
 
-func TestANoteOnAnObjectiveReplacesWhatThePromptHasShown(t *testing.T) {
+func TestObjectiveNoteReplacesPromptValue(t *testing.T) {
 	t.Parallel()
 	update := modeltest.ToolCall("objective_update", `{"objective":"tidy","note":"half of it is done"}`)
 	for name, test := range map[string]struct {
@@ -120,7 +120,7 @@ func TestANoteOnAnObjectiveReplacesWhatThePromptHasShown(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			w := knowing(t, test.script...)
+			w := withMemories(t, test.script...)
 			note := func(words string) {
 				if _, err := objectives.SetNote(t.Context(), w.pool, "tidy", words, "op_1", 0); err != nil {
 					t.Error(err)
@@ -134,7 +134,7 @@ func TestANoteOnAnObjectiveReplacesWhatThePromptHasShown(t *testing.T) {
 				}
 				return answer(map[string][]modeltest.Reply{"Objective tidy": test.script}, req)
 			})
-			w.completed(t)
+			w.runCompleted(t)
 			if got := pgtest.Value[string](t, w.pool, `select note from agent_objectives`); got != test.want {
 				t.Errorf("the note is %q, want %q", got, test.want)
 			}
@@ -148,28 +148,28 @@ func TestANoteOnAnObjectiveReplacesWhatThePromptHasShown(t *testing.T) {
 
 // The facts that heartbeats note again and again are theirs: nobody is asked to decide between a heartbeat and the one
 // before it.
-func TestANoteReplacesThatOfAnEarlierHeartbeat(t *testing.T) {
+func TestNoteReplacesEarlierHeartbeat(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
-		before    func(t *testing.T, w *world)
+		before    func(t *testing.T, w *testHeartbeat)
 		want      string
 		conflicts int
 	}{
-		"an earlier heartbeat's": {func(t *testing.T, w *world) { w.wrote(t, trace.Heartbeat, "Ana") }, `"Bea" 2`, 0},
-		"an admin's":             {func(t *testing.T, w *world) { w.wrote(t, trace.Operate, "Ana") }, `"Ana" 1`, 1},
-		"changed by an admin": {func(t *testing.T, w *world) {
-			w.wrote(t, trace.Heartbeat, "Ana")
-			w.wrote(t, trace.Operate, "Carla")
+		"an earlier heartbeat's": {func(t *testing.T, w *testHeartbeat) { w.recordWrite(t, trace.Heartbeat, "Ana") }, `"Bea" 2`, 0},
+		"an admin's":             {func(t *testing.T, w *testHeartbeat) { w.recordWrite(t, trace.Operate, "Ana") }, `"Ana" 1`, 1},
+		"changed by an admin": {func(t *testing.T, w *testHeartbeat) {
+			w.recordWrite(t, trace.Heartbeat, "Ana")
+			w.recordWrite(t, trace.Operate, "Carla")
 		}, `"Carla" 2`, 1},
-		"an admin's of the same value": {func(t *testing.T, w *world) { w.wrote(t, trace.Operate, "Bea") }, `"Bea" 1`, 0},
+		"an admin's of the same value": {func(t *testing.T, w *testHeartbeat) { w.recordWrite(t, trace.Operate, "Bea") }, `"Bea" 1`, 0},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			w := knowing(t, notes)
+			w := withMemories(t, notes)
 			pgtest.Exec(t, w.pool, `delete from agent_memory`)
 			pgtest.Exec(t, w.pool, `delete from agent_memory_forgotten`)
 			test.before(t, w)
-			w.completed(t)
+			w.runCompleted(t)
 			if got := pgtest.Value[string](t, w.pool, `select value::text || ' ' || revision from agent_memory`); got != test.want {
 				t.Errorf("it holds %s, want %s", got, test.want)
 			}
@@ -180,8 +180,8 @@ func TestANoteReplacesThatOfAnEarlierHeartbeat(t *testing.T) {
 	}
 }
 
-// wrote writes the contact as a run of a surface does.
-func (w *world) wrote(t *testing.T, s trace.Surface, value string) {
+// recordWrite writes the contact as a run of a surface does.
+func (w *testHeartbeat) recordWrite(t *testing.T, s trace.Surface, value string) {
 	t.Helper()
 	note := memory.Note{Category: "observation", Key: "contact", Value: value, TraceID: string(trace.New(s))}
 	if _, err := memory.Save(t.Context(), w.pool, note); err != nil {

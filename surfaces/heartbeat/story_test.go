@@ -25,24 +25,24 @@ func rememberTool(key string) modeltest.Reply {
 	return modeltest.ToolCall("remember", fmt.Sprintf(`{"key":%q,"value":{"n":1}}`, key))
 }
 
-// looked acts and then reports a step.
-func looked(step string) modeltest.Reply {
+// lookedUp acts and then reports a step.
+func lookedUp(step string) modeltest.Reply {
 	return modeltest.ToolCall("look", `{}`).AndCall("complete_step", fmt.Sprintf(`{"step_id":%q,"result":"found 42 rows"}`, step))
 }
 
-// busyWorld is a database with work of the seed's size: 2 skills to heal, 3 steps, 2 automations, and a
+// newBusyHeartbeat is a database with work of the seed's size: 2 skills to heal, 3 steps, 2 automations, and a
 // model that remembers 4 things.
-func busyWorld(t *testing.T) *world {
+func newBusyHeartbeat(t *testing.T) *testHeartbeat {
 	t.Helper()
-	w := newWorld(t)
-	w.failing(t, "fetch_prices")
-	w.failing(t, "post_report")
-	_, steps := w.objective(t, objectives.Definition{Name: "tidy", Goal: "Keep the tables small.", Steps: []string{"look", "judge", "report"}})
-	w.automation(t, automations.Definition{Name: "morning look", Skill: "look"})
-	w.automation(t, automations.Definition{Name: "write up", Prompt: "Write the daily summary."})
-	w.say(map[string][]modeltest.Reply{
+	w := newTestHeartbeat(t)
+	w.addFailingSkill(t, "fetch_prices")
+	w.addFailingSkill(t, "post_report")
+	_, steps := w.addObjective(t, objectives.Definition{Name: "tidy", Goal: "Keep the tables small.", Steps: []string{"look", "judge", "report"}})
+	w.addAutomation(t, automations.Definition{Name: "morning look", Skill: "look"})
+	w.addAutomation(t, automations.Definition{Name: "write up", Prompt: "Write the daily summary."})
+	w.setReplies(map[string][]modeltest.Reply{
 		"Objective tidy": {
-			modeltest.ToolCall("look", `{}`), complete(steps[0]), looked(steps[1]), looked(steps[2]), rememberTool("tables"),
+			modeltest.ToolCall("look", `{}`), complete(steps[0]), lookedUp(steps[1]), lookedUp(steps[2]), rememberTool("tables"),
 			modeltest.Text("All three steps are done."),
 		},
 		"daily summary": {rememberTool("summary"), modeltest.Text("Written.")},
@@ -54,10 +54,10 @@ func busyWorld(t *testing.T) *world {
 	return w
 }
 
-func TestAFullHeartbeatIsOneStoryInOrder(t *testing.T) {
+func TestFullHeartbeatTrace(t *testing.T) {
 	t.Parallel()
-	w := busyWorld(t)
-	x, said := w.completed(t)
+	w := newBusyHeartbeat(t)
+	x, said := w.runCompleted(t)
 	if !strings.HasPrefix(x.TraceID, "hb_") {
 		t.Errorf("trace id is %s", x.TraceID)
 	}
@@ -71,7 +71,7 @@ func TestAFullHeartbeatIsOneStoryInOrder(t *testing.T) {
 		"reflect success", "model_call success", "model_call success",
 		"save_memories success", "save_memory success", "save_memory success", "save_memory success", "save_memory success",
 	}
-	if diff := cmp.Diff(want, w.story(t, x.TraceID)); diff != "" {
+	if diff := cmp.Diff(want, w.traceLines(t, x.TraceID)); diff != "" {
 		t.Errorf("story (-want +got):\n%s", diff)
 	}
 	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where trace_id <> $1 and trace_id like 'hb%'`, x.TraceID); n != 0 {
@@ -94,12 +94,12 @@ func TestAFullHeartbeatIsOneStoryInOrder(t *testing.T) {
 	}
 }
 
-func TestTheHealingReportReachesTheModelAndTheLedger(t *testing.T) {
+func TestHealReportReachesModelAndLedger(t *testing.T) {
 	t.Parallel()
-	w := busyWorld(t)
+	w := newBusyHeartbeat(t)
 	var log bytes.Buffer
 	w.beat.Logger = slog.New(slog.NewTextHandler(&log, nil))
-	x, _ := w.completed(t)
+	x, _ := w.runCompleted(t)
 	if got := log.String(); strings.Count(got, `msg="healing report"`) != 1 || !strings.Contains(got, "disabled=2") ||
 		!strings.Contains(got, "fetch_prices is now disabled and cannot be called") {
 		t.Errorf("the log has no healing report: %s", got)
@@ -131,16 +131,16 @@ func TestTheHealingReportReachesTheModelAndTheLedger(t *testing.T) {
 	}
 }
 
-func TestAnIdleHeartbeatAsksNoModel(t *testing.T) {
+func TestIdleHeartbeatCallsNoModel(t *testing.T) {
 	t.Parallel()
 	idle := []string{
 		"self_heal success", "follow_through skipped", "advance_plan skipped", "run_automations skipped", "reflect skipped", "save_memories skipped",
 	}
 	t.Run("from the first to the tenth", func(t *testing.T) {
-		w := newWorld(t)
+		w := newTestHeartbeat(t)
 		for n := range 10 {
-			x, _ := w.completed(t)
-			if diff := cmp.Diff(idle, w.story(t, x.TraceID)); diff != "" {
+			x, _ := w.runCompleted(t)
+			if diff := cmp.Diff(idle, w.traceLines(t, x.TraceID)); diff != "" {
 				t.Errorf("heartbeat %d (-want +got):\n%s", n, diff)
 			}
 		}
@@ -149,12 +149,12 @@ func TestAnIdleHeartbeatAsksNoModel(t *testing.T) {
 		}
 	})
 	t.Run("after a full one", func(t *testing.T) {
-		w := busyWorld(t)
-		w.completed(t)
+		w := newBusyHeartbeat(t)
+		w.runCompleted(t)
 		asked := len(w.model.Requests())
 		for range 3 {
-			x, _ := w.completed(t)
-			if diff := cmp.Diff(idle, w.story(t, x.TraceID)); diff != "" {
+			x, _ := w.runCompleted(t)
+			if diff := cmp.Diff(idle, w.traceLines(t, x.TraceID)); diff != "" {
 				t.Errorf("story (-want +got):\n%s", diff)
 			}
 		}
@@ -164,31 +164,31 @@ func TestAnIdleHeartbeatAsksNoModel(t *testing.T) {
 	})
 }
 
-func TestReflectionsOwnMistakesAreNoNews(t *testing.T) {
+func TestReflectionIgnoresOwnErrors(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestHeartbeat(t)
 	w.builtins["broken"] = func(context.Context, skills.Call) (any, error) { return nil, errors.New("it is broken") }
-	w.put(t, skills.Definition{Name: "broken"})
-	w.automation(t, automations.Definition{Name: "a", Skill: "broken"})
-	w.say(map[string][]modeltest.Reply{"Reflect": {modeltest.ToolCall("nope", `{}`), modeltest.Text("ok")}})
-	w.completed(t)
+	w.addSkill(t, skills.Definition{Name: "broken"})
+	w.addAutomation(t, automations.Definition{Name: "a", Skill: "broken"})
+	w.setReplies(map[string][]modeltest.Reply{"Reflect": {modeltest.ToolCall("nope", `{}`), modeltest.Text("ok")}})
+	w.runCompleted(t)
 	asked := len(w.model.Requests())
-	w.completed(t)
+	w.runCompleted(t)
 	if n := len(w.model.Requests()); asked != 2 || n != asked {
 		t.Errorf("asked %d times, then %d more", asked, n-asked)
 	}
 }
 
-func TestAnAutomationThatCallsASkillCostsNoModelCall(t *testing.T) {
+func TestSkillAutomationCallsNoModel(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.automation(t, automations.Definition{Name: "a", Skill: "look"})
-	x, _ := w.completed(t)
+	w := newTestHeartbeat(t)
+	w.addAutomation(t, automations.Definition{Name: "a", Skill: "look"})
+	x, _ := w.runCompleted(t)
 	want := []string{
 		"self_heal success", "follow_through skipped", "advance_plan skipped", "run_automations success", "run_automation success",
 		"look success", "reflect skipped", "save_memories skipped",
 	}
-	if diff := cmp.Diff(want, w.story(t, x.TraceID)); diff != "" {
+	if diff := cmp.Diff(want, w.traceLines(t, x.TraceID)); diff != "" {
 		t.Errorf("story (-want +got):\n%s", diff)
 	}
 	if n := len(w.model.Requests()); n != 0 {
@@ -196,10 +196,10 @@ func TestAnAutomationThatCallsASkillCostsNoModelCall(t *testing.T) {
 	}
 }
 
-func TestWithTheModelDownTheOtherPhasesGoOn(t *testing.T) {
+func TestPhasesWithoutModel(t *testing.T) {
 	t.Parallel()
-	w := busyWorld(t)
-	w.say(nil)
+	w := newBusyHeartbeat(t)
+	w.setReplies(nil)
 	w.model.Handle(func(int, request) modeltest.Reply { return modeltest.Status(503, 0) })
 	x, said := w.run(t)
 	if x.Status != executions.Failed || !strings.Contains(testkit.Deref(x.ErrorMessage), "advance_plan: ") || !strings.Contains(testkit.Deref(x.ErrorMessage), "reflect: ") {
@@ -208,7 +208,7 @@ func TestWithTheModelDownTheOtherPhasesGoOn(t *testing.T) {
 	want := []string{
 		"self_heal success", "follow_through skipped", "advance_plan error", "run_automations success", "reflect error", "save_memories skipped",
 	}
-	if diff := cmp.Diff(want, phases(w.story(t, x.TraceID))); diff != "" {
+	if diff := cmp.Diff(want, phases(w.traceLines(t, x.TraceID))); diff != "" {
 		t.Errorf("phases (-want +got):\n%s", diff)
 	}
 	if len(said.Phases) != 6 || !strings.HasPrefix(said.Phases["advance_plan"], "failed: ") || w.calls.of("look") != 1 {
@@ -220,12 +220,12 @@ func TestWithTheModelDownTheOtherPhasesGoOn(t *testing.T) {
 	}
 }
 
-func TestWhatAFailedPhaseNotedIsSaved(t *testing.T) {
+func TestNotesOfFailedPhase(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.objective(t, objectives.Definition{Name: "first", Goal: "a", Priority: 1, Steps: []string{"x"}})
-	w.objective(t, objectives.Definition{Name: "second", Goal: "b", Priority: 2, Steps: []string{"x"}})
-	w.say(map[string][]modeltest.Reply{
+	w := newTestHeartbeat(t)
+	w.addObjective(t, objectives.Definition{Name: "first", Goal: "a", Priority: 1, Steps: []string{"x"}})
+	w.addObjective(t, objectives.Definition{Name: "second", Goal: "b", Priority: 2, Steps: []string{"x"}})
+	w.setReplies(map[string][]modeltest.Reply{
 		"Objective first":  {rememberTool("from the first"), modeltest.Text("ok")},
 		"Objective second": {rememberTool("from the second"), modeltest.Status(400, 0)},
 	})
@@ -238,11 +238,11 @@ func TestWhatAFailedPhaseNotedIsSaved(t *testing.T) {
 	}
 }
 
-func TestTheModelHearsOfAMemoryThatCannotBeKept(t *testing.T) {
+func TestModelReadsMemoryError(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.objective(t, objectives.Definition{Name: "o", Goal: "a", Steps: []string{"x"}})
-	w.say(map[string][]modeltest.Reply{"Objective o": {
+	w := newTestHeartbeat(t)
+	w.addObjective(t, objectives.Definition{Name: "o", Goal: "a", Steps: []string{"x"}})
+	w.setReplies(map[string][]modeltest.Reply{"Objective o": {
 		modeltest.ToolCall("remember", `{"key":"nul","value":"a\u0000b"}`).
 			AndCall("remember", fmt.Sprintf(`{"key":%q,"value":1}`, strings.Repeat("é", 200))).
 			AndCall("remember", `{"key":"a/b\u0000","value":1}`).
@@ -250,7 +250,7 @@ func TestTheModelHearsOfAMemoryThatCannotBeKept(t *testing.T) {
 			AndCall("remember", `{"key":"good","value":"C:\\u0000"}`),
 		modeltest.Text("ok"),
 	}})
-	w.completed(t)
+	w.runCompleted(t)
 	if keys := pgtest.Value[[]string](t, w.pool, `select array_agg(key) from agent_memory`); len(keys) != 1 || keys[0] != "good" {
 		t.Errorf("memories are %q", keys)
 	}
@@ -262,19 +262,19 @@ func TestTheModelHearsOfAMemoryThatCannotBeKept(t *testing.T) {
 	}
 }
 
-func TestAHeartbeatMayCallOnlyWhatIsMeantForIt(t *testing.T) {
+func TestHeartbeatTools(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestHeartbeat(t)
 	none := func(context.Context, skills.Call) (any, error) { return nil, nil }
 	for name, scope := range map[string]string{"outer": skills.ScopeExternal, "any": skills.ScopeBoth, "off": skills.ScopeInternal} {
 		w.builtins[name] = none
-		w.put(t, skills.Definition{Name: name, Scope: scope})
+		w.addSkill(t, skills.Definition{Name: name, Scope: scope})
 	}
 	pgtest.Exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'admin' where name = 'off'`)
-	w.objective(t, objectives.Definition{Name: "o", Goal: "a", Steps: []string{"x"}})
-	w.automation(t, automations.Definition{Name: "p", Prompt: "Task p."})
-	w.quiet()
-	w.completed(t)
+	w.addObjective(t, objectives.Definition{Name: "o", Goal: "a", Steps: []string{"x"}})
+	w.addAutomation(t, automations.Definition{Name: "p", Prompt: "Task p."})
+	w.replyNothing()
+	w.runCompleted(t)
 	want := map[string]string{
 		"Objective o": "add_steps any complete_step fail_step look remember", "Task p": "any look remember", "Reflect": "remember",
 	}

@@ -34,12 +34,12 @@ import (
 // request is what the model is asked.
 type request = openai.ChatCompletionRequest
 
-const patience = 90 * time.Second
+const waitLimit = 90 * time.Second
 
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
-// world is a database with a heartbeat and a model that says what the test wants.
-type world struct {
+// testHeartbeat is a database with a heartbeat and a model that says what the test wants.
+type testHeartbeat struct {
 	pool     *pgxpool.Pool
 	model    *modeltest.Server
 	beat     *heartbeat.Heartbeat
@@ -69,15 +69,15 @@ func (c *counter) of(name string) int {
 	return c.n[name]
 }
 
-// newWorld has the skill look, which is idempotent and succeeds.
-func newWorld(t *testing.T) *world {
+// newTestHeartbeat has the skill look, which is idempotent and succeeds.
+func newTestHeartbeat(t *testing.T) *testHeartbeat {
 	t.Helper()
-	w := &world{pool: pgtest.DB(t), model: modeltest.New(t), builtins: map[string]skills.Builtin{}}
+	w := &testHeartbeat{pool: pgtest.DB(t), model: modeltest.New(t), builtins: map[string]skills.Builtin{}}
 	w.builtins["look"] = func(context.Context, skills.Call) (any, error) {
 		w.calls.add("look")
 		return map[string]int{"rows": 42}, nil
 	}
-	w.put(t, skills.Definition{Name: "look", Idempotent: true})
+	w.addSkill(t, skills.Definition{Name: "look", Idempotent: true})
 	client, err := models.New(models.Config{
 		BaseURL: w.model.URL(), Model: "gpt-4o-mini", Logger: slog.New(slog.DiscardHandler),
 		Retry: models.Retry{Attempts: 2, Base: time.Millisecond, MaxWait: time.Second},
@@ -102,14 +102,14 @@ func newWorld(t *testing.T) *world {
 	return w
 }
 
-// quiet lets the model answer every request with the same words.
-func (w *world) quiet() {
+// replyNothing lets the model answer every request with the same words.
+func (w *testHeartbeat) replyNothing() {
 	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Nothing to report.") })
 }
 
-// say lets the model answer by the task it was given and by how often it has answered in this turn. A task
+// setReplies lets the model answer by the task it was given and by how often it has answered in this turn. A task
 // is known by a word of its prompt.
-func (w *world) say(script map[string][]modeltest.Reply) {
+func (w *testHeartbeat) setReplies(script map[string][]modeltest.Reply) {
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 		for word, replies := range script {
 			if !strings.Contains(req.Messages[1].Content, word) {
@@ -130,8 +130,8 @@ func (w *world) say(script map[string][]modeltest.Reply) {
 	})
 }
 
-// put declares a skill that is a builtin of the same name.
-func (w *world) put(t *testing.T, d skills.Definition) {
+// addSkill declares a skill that is a builtin of the same name.
+func (w *testHeartbeat) addSkill(t *testing.T, d skills.Definition) {
 	t.Helper()
 	d.Handler, d.Description = "builtin:"+d.Name, "does "+d.Name
 	if _, err := skills.Put(t.Context(), w.pool, d, skills.SourceWorkspace); err != nil {
@@ -139,14 +139,14 @@ func (w *world) put(t *testing.T, d skills.Definition) {
 	}
 }
 
-// failing declares a skill whose last three calls have failed.
-func (w *world) failing(t *testing.T, name string) {
+// addFailingSkill declares a skill whose last three calls have failed.
+func (w *testHeartbeat) addFailingSkill(t *testing.T, name string) {
 	t.Helper()
 	w.builtins[name] = func(context.Context, skills.Call) (any, error) {
 		w.calls.add(name)
 		return "well again", nil
 	}
-	w.put(t, skills.Definition{Name: name, Idempotent: true})
+	w.addSkill(t, skills.Definition{Name: name, Idempotent: true})
 	for range 3 {
 		pgtest.Exec(t, w.pool, `
 			insert into agent_activity (trace_id, skill_name, kind, status, error_class, error_message, finished_at, duration_ms)
@@ -154,24 +154,24 @@ func (w *world) failing(t *testing.T, name string) {
 	}
 }
 
-// automation declares one that is due.
-func (w *world) automation(t *testing.T, d automations.Definition) {
+// addAutomation declares one that is due.
+func (w *testHeartbeat) addAutomation(t *testing.T, d automations.Definition) {
 	t.Helper()
 	d.Cron = "*/30 * * * *"
 	if _, err := automations.Put(t.Context(), w.pool, d, automations.SourceWorkspace); err != nil {
 		t.Fatal(err)
 	}
-	w.due(t, d.Name)
+	w.makeDue(t, d.Name)
 }
 
-// due sets an automation's next time back to the last full hour.
-func (w *world) due(t *testing.T, name string) {
+// makeDue sets an automation's next time back to the last full hour.
+func (w *testHeartbeat) makeDue(t *testing.T, name string) {
 	t.Helper()
 	pgtest.Exec(t, w.pool, `update agent_automations set next_run_at = date_trunc('hour', clock_timestamp()) where name = $1`, name)
 }
 
-// objective declares one and returns the ids of its steps.
-func (w *world) objective(t *testing.T, d objectives.Definition) (o objectives.Objective, steps []string) {
+// addObjective declares one and returns the ids of its steps.
+func (w *testHeartbeat) addObjective(t *testing.T, d objectives.Definition) (o objectives.Objective, steps []string) {
 	t.Helper()
 	if _, err := objectives.Put(t.Context(), w.pool, d, objectives.SourceWorkspace); err != nil {
 		t.Fatal(err)
@@ -191,7 +191,7 @@ func (w *world) objective(t *testing.T, d objectives.Definition) (o objectives.O
 }
 
 // engine is a process; with running, it takes work by itself until the test ends.
-func (w *world) engine(t *testing.T, running bool) *executions.Engine {
+func (w *testHeartbeat) engine(t *testing.T, running bool) *executions.Engine {
 	t.Helper()
 	keeper := lanes.NewKeeper(w.pool, lanes.Options{})
 	e, err := executions.New(w.pool, executions.Options{Keeper: keeper, SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second})
@@ -219,7 +219,7 @@ func (w *world) engine(t *testing.T, running bool) *executions.Engine {
 }
 
 // run makes one heartbeat, now.
-func (w *world) run(t *testing.T) (executions.Execution, heartbeat.Summary) {
+func (w *testHeartbeat) run(t *testing.T) (executions.Execution, heartbeat.Summary) {
 	t.Helper()
 	x, err := w.engine(t, false).RunSync(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
 	if err != nil {
@@ -228,8 +228,8 @@ func (w *world) run(t *testing.T) (executions.Execution, heartbeat.Summary) {
 	return x, summary(t, x)
 }
 
-// completed is run for a heartbeat that must not fail.
-func (w *world) completed(t *testing.T) (executions.Execution, heartbeat.Summary) {
+// runCompleted is run for a heartbeat that must not fail.
+func (w *testHeartbeat) runCompleted(t *testing.T) (executions.Execution, heartbeat.Summary) {
 	t.Helper()
 	x, said := w.run(t)
 	if x.Status != executions.Completed {
@@ -248,10 +248,10 @@ func summary(t *testing.T, x executions.Execution) (s heartbeat.Summary) {
 	return s
 }
 
-// until waits for an execution to reach a status.
-func (w *world) until(t *testing.T, id string, want executions.Status) (x executions.Execution) {
+// waitStatus waits for an execution to reach a status.
+func (w *testHeartbeat) waitStatus(t *testing.T, id string, want executions.Status) (x executions.Execution) {
 	t.Helper()
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, waitLimit, func() bool {
 		var err error
 		x, err = executions.Get(t.Context(), w.pool, id)
 		return err == nil && x.Status == want
@@ -259,8 +259,8 @@ func (w *world) until(t *testing.T, id string, want executions.Status) (x execut
 	return x
 }
 
-// story is the seed's own query: skill and status, in order.
-func (w *world) story(t *testing.T, traceID string) (lines []string) {
+// traceLines is the seed's own query: skill and status, in order.
+func (w *testHeartbeat) traceLines(t *testing.T, traceID string) (lines []string) {
 	t.Helper()
 	rows, err := w.pool.Query(t.Context(), `
 		SELECT skill_name, status, duration_ms, token_usage, created_at
@@ -302,7 +302,7 @@ func phases(lines []string) (list []string) {
 }
 
 // prompts are the first two messages of each request, joined.
-func (w *world) prompts() (list []string) {
+func (w *testHeartbeat) prompts() (list []string) {
 	for _, r := range w.model.Requests() {
 		list = append(list, r.Messages[0].Content+"\n"+r.Messages[1].Content)
 	}

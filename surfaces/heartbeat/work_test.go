@@ -23,9 +23,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// unlaned lets a number of heartbeats run at once, as if each had found the lane heartbeat free: with lanes
+// runWithoutLanes lets a number of heartbeats run at once, as if each had found the lane heartbeat free: with lanes
 // switched off, what keeps work single are the claims of the work itself.
-func (w *world) unlaned(t *testing.T, n int) []executions.Execution {
+func (w *testHeartbeat) runWithoutLanes(t *testing.T, n int) []executions.Execution {
 	t.Helper()
 	ended := make([]executions.Execution, n)
 	var all sync.WaitGroup
@@ -55,14 +55,14 @@ func (w *world) unlaned(t *testing.T, n int) []executions.Execution {
 	return ended
 }
 
-func TestADueTimeIsRunOnceHoweverManyRace(t *testing.T) {
+func TestDueRunOnceUnderRace(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.quiet()
+	w := newTestHeartbeat(t)
+	w.replyNothing()
 	for n := range 3 {
-		w.automation(t, automations.Definition{Name: fmt.Sprintf("a%d", n), Skill: "look"})
+		w.addAutomation(t, automations.Definition{Name: fmt.Sprintf("a%d", n), Skill: "look"})
 	}
-	w.unlaned(t, 4)
+	w.runWithoutLanes(t, 4)
 	if n := w.calls.of("look"); n != 3 {
 		t.Errorf("look was called %d times, want 3", n)
 	}
@@ -74,14 +74,14 @@ func TestADueTimeIsRunOnceHoweverManyRace(t *testing.T) {
 	}
 }
 
-func TestAnAutomationThatSomebodyRunsIsPassedOver(t *testing.T) {
+func TestHeldAutomationIsSkipped(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.quiet()
-	w.automation(t, automations.Definition{Name: "a", Skill: "look"})
-	w.take(t, "automation:"+pgtest.Value[string](t, w.pool, `select id::text from agent_automations`))
-	x, _ := w.completed(t)
-	story := strings.Join(w.story(t, x.TraceID), ", ")
+	w := newTestHeartbeat(t)
+	w.replyNothing()
+	w.addAutomation(t, automations.Definition{Name: "a", Skill: "look"})
+	w.holdLane(t, "automation:"+pgtest.Value[string](t, w.pool, `select id::text from agent_automations`))
+	x, _ := w.runCompleted(t)
+	story := strings.Join(w.traceLines(t, x.TraceID), ", ")
 	if !strings.Contains(story, "run_automations success, run_automation skipped") || w.calls.of("look") != 0 {
 		t.Errorf("story is %s", story)
 	}
@@ -90,17 +90,17 @@ func TestAnAutomationThatSomebodyRunsIsPassedOver(t *testing.T) {
 	}
 }
 
-func TestAFailingAutomationIsTriedAgainLaterAndThenDead(t *testing.T) {
+func TestAutomationRetriesThenDead(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.quiet()
+	w := newTestHeartbeat(t)
+	w.replyNothing()
 	w.beat.Heal.Failures = 99
 	w.builtins["look"] = func(context.Context, skills.Call) (any, error) {
 		return nil, &skills.CallError{Class: "timeout", Message: "no answer"}
 	}
-	w.automation(t, automations.Definition{Name: "a", Skill: "look", MaxAttempts: 3})
+	w.addAutomation(t, automations.Definition{Name: "a", Skill: "look", MaxAttempts: 3})
 	for attempt, want := range []string{"error 1", "error 2", "dead 3"} {
-		x, said := w.completed(t)
+		x, said := w.runCompleted(t)
 		if got := pgtest.Value[string](t, w.pool, `select status || ' ' || attempt from agent_automation_runs`); got != want {
 			t.Fatalf("after attempt %d the run is %s, want %s", attempt+1, got, want)
 		}
@@ -110,25 +110,25 @@ func TestAFailingAutomationIsTriedAgainLaterAndThenDead(t *testing.T) {
 		if class := pgtest.Value[string](t, w.pool, `select error_class from agent_activity where skill_name = 'run_automation' and trace_id = $1`, x.TraceID); class != "timeout" {
 			t.Errorf("class is %q", class)
 		}
-		x, _ = w.completed(t) // too early: the back-off
+		x, _ = w.runCompleted(t) // too early: the back-off
 		if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'run_automation' and trace_id = $1`, x.TraceID); n != 0 {
 			t.Errorf("%d runs before the back-off was over", n)
 		}
 		pgtest.Exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp() where retry_at is not null`)
 	}
-	if x, _ := w.completed(t); !strings.Contains(strings.Join(w.story(t, x.TraceID), ","), "run_automations skipped") {
+	if x, _ := w.runCompleted(t); !strings.Contains(strings.Join(w.traceLines(t, x.TraceID), ","), "run_automations skipped") {
 		t.Error("a dead run was tried again")
 	}
 }
 
-func TestABrokenAutomationDoesNotHoldUpTheOthers(t *testing.T) {
+func TestFailingAutomationDoesNotBlockOthers(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.quiet()
+	w := newTestHeartbeat(t)
+	w.replyNothing()
 	for _, d := range []automations.Definition{{Name: "a", Skill: "look"}, {Name: "b", Skill: "gone"}, {Name: "c", Skill: "look"}, {Name: "d", Skill: "off"}} {
-		w.automation(t, d)
+		w.addAutomation(t, d)
 	}
-	w.put(t, skills.Definition{Name: "off"})
+	w.addSkill(t, skills.Definition{Name: "off"})
 	w.builtins["off"] = func(context.Context, skills.Call) (any, error) {
 		t.Error("a disabled skill was called")
 		return nil, nil
@@ -137,7 +137,7 @@ func TestABrokenAutomationDoesNotHoldUpTheOthers(t *testing.T) {
 		t.Fatal(err)
 	}
 	pgtest.Exec(t, w.pool, `update agent_automations set cron = '0 0 30 2 *', next_run_at = next_run_at - interval '1 hour' where name = 'a'`)
-	x, said := w.completed(t)
+	x, said := w.runCompleted(t)
 	text := said.Phases["run_automations"]
 	for _, want := range []string{"a failed: ", "b failed: ", "c succeeded"} {
 		if !strings.Contains(text, want) {
@@ -155,13 +155,13 @@ func TestABrokenAutomationDoesNotHoldUpTheOthers(t *testing.T) {
 	}
 }
 
-func TestAPromptAutomationThatStallsIsTriedAgain(t *testing.T) {
+func TestStalledPromptAutomationRetries(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.automation(t, automations.Definition{Name: "p", Prompt: "Task p."})
+	w := newTestHeartbeat(t)
+	w.addAutomation(t, automations.Definition{Name: "p", Prompt: "Task p."})
 	nope := modeltest.ToolCall("nope", `{}`)
-	w.say(map[string][]modeltest.Reply{"Task p": {nope, nope, nope}})
-	x, _ := w.completed(t)
+	w.setReplies(map[string][]modeltest.Reply{"Task p": {nope, nope, nope}})
+	x, _ := w.runCompleted(t)
 	if state := pgtest.Value[string](t, w.pool, `select status from agent_automation_runs`); state != "error" {
 		t.Errorf("the run is %s", state)
 	}
@@ -170,21 +170,21 @@ func TestAPromptAutomationThatStallsIsTriedAgain(t *testing.T) {
 	}
 }
 
-func TestAnAutomationNeedsTheSameLeaveAsTheModel(t *testing.T) {
+func TestAutomationNeedsApproval(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.quiet()
+	w := newTestHeartbeat(t)
+	w.replyNothing()
 	w.builtins["drop"] = func(context.Context, skills.Call) (any, error) {
 		w.calls.add("drop")
 		return "dropped", nil
 	}
-	w.put(t, skills.Definition{Name: "drop", Trust: skills.TrustApprove})
-	w.automation(t, automations.Definition{Name: "a", Skill: "drop"})
-	x, _ := w.completed(t)
+	w.addSkill(t, skills.Definition{Name: "drop", Trust: skills.TrustApprove})
+	w.addAutomation(t, automations.Definition{Name: "a", Skill: "drop"})
+	x, _ := w.runCompleted(t)
 	if w.calls.of("drop") != 0 {
 		t.Fatal("called without leave")
 	}
-	if story := strings.Join(w.story(t, x.TraceID), ", "); !strings.Contains(story, "run_automation pending_approval, drop pending_approval") {
+	if story := strings.Join(w.traceLines(t, x.TraceID), ", "); !strings.Contains(story, "run_automation pending_approval, drop pending_approval") {
 		t.Errorf("story is %s", story)
 	}
 	pending, err := approvals.Pending(t.Context(), w.pool, 5)
@@ -194,22 +194,22 @@ func TestAnAutomationNeedsTheSameLeaveAsTheModel(t *testing.T) {
 	if _, err := approvals.Decide(t.Context(), w.pool, pending[0].ID, true, "admin", ""); err != nil {
 		t.Fatal(err)
 	}
-	x, _ = w.completed(t)
-	if story := strings.Join(w.story(t, x.TraceID), ", "); !strings.Contains(story, "follow_through success, drop success") || w.calls.of("drop") != 1 {
+	x, _ = w.runCompleted(t)
+	if story := strings.Join(w.traceLines(t, x.TraceID), ", "); !strings.Contains(story, "follow_through success, drop success") || w.calls.of("drop") != 1 {
 		t.Errorf("story is %s", story)
 	}
 }
 
-// granted is a world with the skill drop and two approved calls of it.
-func granted(t *testing.T) *world {
+// withGrant is a world with the skill drop and two approved calls of it.
+func withGrant(t *testing.T) *testHeartbeat {
 	t.Helper()
-	w := newWorld(t)
-	w.quiet()
+	w := newTestHeartbeat(t)
+	w.replyNothing()
 	w.builtins["drop"] = func(_ context.Context, c skills.Call) (any, error) {
 		w.calls.add(string(c.Args))
 		return "dropped", nil
 	}
-	w.put(t, skills.Definition{Name: "drop", Trust: skills.TrustApprove, Parameters: map[string]any{
+	w.addSkill(t, skills.Definition{Name: "drop", Trust: skills.TrustApprove, Parameters: map[string]any{
 		"type": "object", "properties": map[string]any{"n": map[string]any{"type": "integer"}},
 	}})
 	for n := range 2 {
@@ -225,10 +225,10 @@ func granted(t *testing.T) *world {
 	return w
 }
 
-func TestAGrantIsFollowedThroughOnceHoweverManyRace(t *testing.T) {
+func TestGrantRunsOnceUnderRace(t *testing.T) {
 	t.Parallel()
-	w := granted(t)
-	w.unlaned(t, 4)
+	w := withGrant(t)
+	w.runWithoutLanes(t, 4)
 	for n := range 2 {
 		if calls := w.calls.of(fmt.Sprintf(`{"n": %d}`, n)); calls != 1 {
 			t.Errorf("call %d was made %d times", n, calls)
@@ -242,7 +242,7 @@ func TestAGrantIsFollowedThroughOnceHoweverManyRace(t *testing.T) {
 	}
 }
 
-func TestAGrantThatIsNoneIsNotFollowedThrough(t *testing.T) {
+func TestInvalidGrantDoesNotRun(t *testing.T) {
 	t.Parallel()
 	for name, change := range map[string]string{
 		"rejected": `update agent_approvals set status = 'rejected'`,
@@ -251,26 +251,26 @@ func TestAGrantThatIsNoneIsNotFollowedThrough(t *testing.T) {
 		"disabled": `update agent_skills set enabled = false, disabled_by = 'admin' where name = 'drop'`,
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := granted(t)
+			w := withGrant(t)
 			pgtest.Exec(t, w.pool, change)
-			x, _ := w.completed(t)
-			if story := strings.Join(w.story(t, x.TraceID), ", "); !strings.Contains(story, "follow_through skipped") || strings.Contains(story, "drop") {
+			x, _ := w.runCompleted(t)
+			if story := strings.Join(w.traceLines(t, x.TraceID), ", "); !strings.Contains(story, "follow_through skipped") || strings.Contains(story, "drop") {
 				t.Errorf("story is %s", story)
 			}
 		})
 	}
 }
 
-func TestStepsOfAnotherObjectiveAreRefused(t *testing.T) {
+func TestForeignStepsAreRejected(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	_, foreign := w.objective(t, objectives.Definition{Name: "zz foreign", Goal: "b", Priority: 9, Steps: []string{"theirs"}})
+	w := newTestHeartbeat(t)
+	_, foreign := w.addObjective(t, objectives.Definition{Name: "zz foreign", Goal: "b", Priority: 9, Steps: []string{"theirs"}})
 	pgtest.Exec(t, w.pool, `update agent_objectives set due_at = clock_timestamp() + interval '1 day' where name = 'zz foreign'`)
-	_, own := w.objective(t, objectives.Definition{Name: "own", Goal: "a", Steps: []string{"mine"}})
-	w.say(map[string][]modeltest.Reply{"Objective own": {
-		complete(foreign[0]).AndCall("fail_step", `{"step_id":"`+foreign[0]+`","reason":"x"}`), complete("no id"), looked(own[0]), complete(own[0]), modeltest.Text("ok"),
+	_, own := w.addObjective(t, objectives.Definition{Name: "own", Goal: "a", Steps: []string{"mine"}})
+	w.setReplies(map[string][]modeltest.Reply{"Objective own": {
+		complete(foreign[0]).AndCall("fail_step", `{"step_id":"`+foreign[0]+`","reason":"x"}`), complete("no id"), lookedUp(own[0]), complete(own[0]), modeltest.Text("ok"),
 	}})
-	w.completed(t)
+	w.runCompleted(t)
 	states := pgtest.Value[string](t, w.pool, `select string_agg(title || ' ' || status || ' ' || attempts, ', ' order by title) from agent_objective_steps`)
 	if states != "mine done 1, theirs pending 0" {
 		t.Errorf("steps are %s", states)
@@ -283,10 +283,10 @@ func TestStepsOfAnotherObjectiveAreRefused(t *testing.T) {
 	}
 }
 
-func TestStepsArePlannedAndDoneInOneTurn(t *testing.T) {
+func TestPlanAndCompleteInOneTurn(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.objective(t, objectives.Definition{Name: "plan", Goal: "a"})
+	w := newTestHeartbeat(t)
+	w.addObjective(t, objectives.Definition{Name: "plan", Goal: "a"})
 	w.model.Handle(func(_ int, req request) modeltest.Reply {
 		last := req.Messages[len(req.Messages)-1]
 		switch {
@@ -299,38 +299,38 @@ func TestStepsArePlannedAndDoneInOneTurn(t *testing.T) {
 		}
 		_, rest, _ := strings.Cut(last.Content, `"id":"`)
 		id, _, _ := strings.Cut(rest, `"`)
-		return looked(id)
+		return lookedUp(id)
 	})
-	_, said := w.completed(t)
+	_, said := w.runCompleted(t)
 	states := pgtest.Value[string](t, w.pool, `select string_agg(title || ' ' || status, ', ' order by position) from agent_objective_steps`)
 	if states != "one done, two pending" || !strings.Contains(said.Phases["advance_plan"], "plan: 1 of 2 steps done") {
 		t.Errorf("steps are %s, summary %v", states, said.Phases)
 	}
 }
 
-func TestARecurringObjectiveGoesToItsNextRound(t *testing.T) {
+func TestRecurringObjectiveRestarts(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	_, steps := w.objective(t, objectives.Definition{Name: "weekly", Goal: "a", ReviewEvery: "7d", Steps: []string{"look"}})
-	w.say(map[string][]modeltest.Reply{"Objective weekly": {looked(steps[0]), modeltest.Text("ok")}})
-	w.completed(t)
+	w := newTestHeartbeat(t)
+	_, steps := w.addObjective(t, objectives.Definition{Name: "weekly", Goal: "a", ReviewEvery: "7d", Steps: []string{"look"}})
+	w.setReplies(map[string][]modeltest.Reply{"Objective weekly": {lookedUp(steps[0]), modeltest.Text("ok")}})
+	w.runCompleted(t)
 	o, err := objectives.Get(t.Context(), w.pool, "weekly")
 	if err != nil || o.Round != 2 || o.Pending != 1 || o.Status != objectives.Active {
 		t.Errorf("objective is %+v, %v", o, err)
 	}
 	asked := len(w.model.Requests())
-	w.completed(t)
+	w.runCompleted(t)
 	if n := len(w.model.Requests()); n != asked {
 		t.Error("an objective that is not due was worked on")
 	}
 }
 
-func TestAnObjectiveWithoutProgressCostsLess(t *testing.T) {
+func TestObjectiveBackoff(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.objective(t, objectives.Definition{Name: "stuck", Goal: "a", Steps: []string{"x"}})
-	w.say(map[string][]modeltest.Reply{"Objective stuck": {modeltest.Text("I cannot."), modeltest.Text("Still not.")}})
-	w.completed(t)
+	w := newTestHeartbeat(t)
+	w.addObjective(t, objectives.Definition{Name: "stuck", Goal: "a", Steps: []string{"x"}})
+	w.setReplies(map[string][]modeltest.Reply{"Objective stuck": {modeltest.Text("I cannot."), modeltest.Text("Still not.")}})
+	w.runCompleted(t)
 	o, err := objectives.Get(t.Context(), w.pool, "stuck")
 	if err != nil || o.IdleRuns != 1 || o.Status != objectives.Active {
 		t.Errorf("objective is %+v, %v", o, err)
@@ -339,28 +339,28 @@ func TestAnObjectiveWithoutProgressCostsLess(t *testing.T) {
 	if asked == 0 {
 		t.Error("the model was not asked at all")
 	}
-	w.completed(t)
+	w.runCompleted(t)
 	if n := len(w.model.Requests()); n != asked {
 		t.Errorf("the next heartbeat asked the model %d times", n-asked)
 	}
 	pgtest.Exec(t, w.pool, `update agent_objectives set goal = 'b'`)
-	w.completed(t)
+	w.runCompleted(t)
 	if n := len(w.model.Requests()); n == asked {
 		t.Error("an edited objective was not worked on")
 	}
 }
 
-func TestAnObjectiveThatSomebodyWorksOnIsPassedOver(t *testing.T) {
+func TestHeldObjectiveIsSkipped(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	o, _ := w.objective(t, objectives.Definition{Name: "o", Goal: "a", Steps: []string{"x"}})
-	w.take(t, "objective:"+o.ID)
-	x, _ := w.completed(t)
+	w := newTestHeartbeat(t)
+	o, _ := w.addObjective(t, objectives.Definition{Name: "o", Goal: "a", Steps: []string{"x"}})
+	w.holdLane(t, "objective:"+o.ID)
+	x, _ := w.runCompleted(t)
 	want := []string{
 		"self_heal success", "follow_through skipped", "advance_plan success", "advance_objective skipped",
 		"run_automations skipped", "reflect skipped", "save_memories skipped",
 	}
-	if diff := cmp.Diff(want, w.story(t, x.TraceID)); diff != "" {
+	if diff := cmp.Diff(want, w.traceLines(t, x.TraceID)); diff != "" {
 		t.Errorf("story (-want +got):\n%s", diff)
 	}
 	if len(w.model.Requests()) != 0 {
@@ -368,24 +368,24 @@ func TestAnObjectiveThatSomebodyWorksOnIsPassedOver(t *testing.T) {
 	}
 }
 
-func TestASkillOnTrialIsOfferedAndReturnsToService(t *testing.T) {
+func TestTrialSkillReturnsToService(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.failing(t, "fetch")
-	w.automation(t, automations.Definition{Name: "a", Skill: "fetch"})
-	w.quiet()
-	w.completed(t)
+	w := newTestHeartbeat(t)
+	w.addFailingSkill(t, "fetch")
+	w.addAutomation(t, automations.Definition{Name: "a", Skill: "fetch"})
+	w.replyNothing()
+	w.runCompleted(t)
 	if w.calls.of("fetch") != 0 || pgtest.Value[bool](t, w.pool, `select enabled from agent_automations`) {
 		t.Fatal("the skill was not taken out of service, or its automation not paused")
 	}
 	pgtest.Exec(t, w.pool, `update agent_skills set disabled_at = disabled_at - interval '25 hours' where name = 'fetch'`)
-	w.objective(t, objectives.Definition{Name: "o", Goal: "a", Steps: []string{"x"}})
-	w.say(map[string][]modeltest.Reply{"Objective o": {modeltest.ToolCall("fetch", `{}`), modeltest.Text("ok")}})
-	x, _ := w.completed(t)
+	w.addObjective(t, objectives.Definition{Name: "o", Goal: "a", Steps: []string{"x"}})
+	w.setReplies(map[string][]modeltest.Reply{"Objective o": {modeltest.ToolCall("fetch", `{}`), modeltest.Text("ok")}})
+	x, _ := w.runCompleted(t)
 	if !strings.Contains(w.prompts()[len(w.prompts())-1], "fetch is on trial") {
 		t.Error("the prompt does not speak of the trial")
 	}
-	if story := strings.Join(w.story(t, x.TraceID), ", "); !strings.Contains(story, "settle_trial success") || w.calls.of("fetch") < 1 {
+	if story := strings.Join(w.traceLines(t, x.TraceID), ", "); !strings.Contains(story, "settle_trial success") || w.calls.of("fetch") < 1 {
 		t.Errorf("story is %s", story)
 	}
 	if !pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) || !pgtest.Value[bool](t, w.pool, `select enabled from agent_automations`) {
@@ -394,23 +394,23 @@ func TestASkillOnTrialIsOfferedAndReturnsToService(t *testing.T) {
 }
 
 // A skill that nothing but an automation uses is tried by that, at its next time, in a heartbeat that asks no model.
-func TestASkillIsTriedByItsAutomation(t *testing.T) {
+func TestAutomationRunsTrial(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.failing(t, "fetch")
-	w.automation(t, automations.Definition{Name: "a", Skill: "fetch"})
-	w.automation(t, automations.Definition{Name: "b", Skill: "fetch"})
-	w.quiet()
-	w.completed(t)
+	w := newTestHeartbeat(t)
+	w.addFailingSkill(t, "fetch")
+	w.addAutomation(t, automations.Definition{Name: "a", Skill: "fetch"})
+	w.addAutomation(t, automations.Definition{Name: "b", Skill: "fetch"})
+	w.replyNothing()
+	w.runCompleted(t)
 	due := `update agent_automations set next_run_at = clock_timestamp() - interval '1 second'`
 	pgtest.Exec(t, w.pool, due)
-	w.completed(t)
+	w.runCompleted(t)
 	if w.calls.of("fetch") != 0 {
 		t.Fatal("the skill was called while it rested")
 	}
 	pgtest.Exec(t, w.pool, `update agent_skills set disabled_at = disabled_at - interval '25 hours' where name = 'fetch'`)
-	x, _ := w.completed(t)
-	if story := strings.Join(w.story(t, x.TraceID), ", "); !strings.Contains(story, "settle_trial success") || w.calls.of("fetch") < 1 {
+	x, _ := w.runCompleted(t)
+	if story := strings.Join(w.traceLines(t, x.TraceID), ", "); !strings.Contains(story, "settle_trial success") || w.calls.of("fetch") < 1 {
 		t.Errorf("story is %s", story)
 	}
 	if !pgtest.Value[bool](t, w.pool, `select bool_and(enabled) from agent_automations`) || !pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) {
@@ -419,11 +419,11 @@ func TestASkillIsTriedByItsAutomation(t *testing.T) {
 }
 
 // Runs that events have made due wait while the skill rests. One of them is its trial, and the others go on after it.
-func TestASkillIsTriedByARunThatWaits(t *testing.T) {
+func TestWaitingRunRunsTrial(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.quiet()
-	w.failing(t, "fetch")
+	w := newTestHeartbeat(t)
+	w.replyNothing()
+	w.addFailingSkill(t, "fetch")
 	for _, name := range []string{"a", "b"} {
 		d := automations.Definition{Name: name, Event: "E", Skill: "fetch", MaxAttempts: 1}
 		if _, err := automations.Put(t.Context(), w.pool, d, automations.SourceWorkspace); err != nil {
@@ -431,12 +431,12 @@ func TestASkillIsTriedByARunThatWaits(t *testing.T) {
 		}
 	}
 	pgtest.Exec(t, w.pool, `select raise_agent_event('E', 'k', '{}', null, '')`)
-	w.completed(t)
+	w.runCompleted(t)
 	if w.calls.of("fetch") != 0 {
 		t.Fatal("the skill was called while it rested")
 	}
 	pgtest.Exec(t, w.pool, `update agent_skills set disabled_at = disabled_at - interval '25 hours' where name = 'fetch'`)
-	w.completed(t)
+	w.runCompleted(t)
 	if got := pgtest.Value[string](t, w.pool, `select string_agg(status, ' ') from agent_automation_runs`); got != "success success" {
 		t.Errorf("the runs are %s", got)
 	}
@@ -445,11 +445,11 @@ func TestASkillIsTriedByARunThatWaits(t *testing.T) {
 	}
 }
 
-func TestHealingAndItsRowsAreOneTransaction(t *testing.T) {
+func TestHealIsOneTransaction(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.failing(t, "fetch")
-	w.quiet()
+	w := newTestHeartbeat(t)
+	w.addFailingSkill(t, "fetch")
+	w.replyNothing()
 	pgtest.Exec(t, w.pool, `
 		create function refuse_heal_row() returns trigger language plpgsql as $$
 		begin if new.skill_name = 'heal_skill' then raise exception 'no room'; end if; return new; end $$;
@@ -461,22 +461,22 @@ func TestHealingAndItsRowsAreOneTransaction(t *testing.T) {
 	if !pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) {
 		t.Error("a skill was disabled without evidence in the ledger")
 	}
-	if n := len(phases(w.story(t, x.TraceID))); n != 6 {
+	if n := len(phases(w.traceLines(t, x.TraceID))); n != 6 {
 		t.Errorf("%d phases", n)
 	}
 }
 
 // A heartbeat runs what an event made due when nobody else does, and nothing twice when others dispatch beside it.
-func TestEventRunsAreMadeOnceByHeartbeatsAndDispatchers(t *testing.T) {
+func TestEventRunsAreCreatedOnce(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.quiet()
+	w := newTestHeartbeat(t)
+	w.replyNothing()
 	for i := range 4 {
 		d := automations.Definition{Name: fmt.Sprint("on event ", i), Event: "E", Skill: "look"}
 		if _, err := automations.Put(t.Context(), w.pool, d, automations.SourceWorkspace); err != nil {
 			t.Fatal(err)
 		}
-		w.automation(t, automations.Definition{Name: fmt.Sprint("scheduled ", i), Skill: "look"})
+		w.addAutomation(t, automations.Definition{Name: fmt.Sprint("scheduled ", i), Skill: "look"})
 	}
 	pgtest.Exec(t, w.pool, `select raise_agent_event('E', 'k', '{}', null, '')`)
 	e := w.engine(t, true)
@@ -494,7 +494,7 @@ func TestEventRunsAreMadeOnceByHeartbeatsAndDispatchers(t *testing.T) {
 		group.Go(func() { w.run(t) })
 	}
 	group.Wait()
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, waitLimit, func() bool {
 		return pgtest.Value[int](t, w.pool, `select count(*) from agent_automation_runs where status = 'success'`) == 8
 	}, "all runs end well")
 	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_automation_runs`); n != 8 || w.calls.of("look") != 8 {
@@ -502,30 +502,30 @@ func TestEventRunsAreMadeOnceByHeartbeatsAndDispatchers(t *testing.T) {
 	}
 }
 
-func TestAHeartbeatAloneRunsWhatAnEventMadeDue(t *testing.T) {
+func TestHeartbeatRunsEventAutomations(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.quiet()
+	w := newTestHeartbeat(t)
+	w.replyNothing()
 	d := automations.Definition{Name: "on event", Event: "E", Skill: "look"}
 	if _, err := automations.Put(t.Context(), w.pool, d, automations.SourceWorkspace); err != nil {
 		t.Fatal(err)
 	}
 	pgtest.Exec(t, w.pool, `select raise_agent_event('E', 'k', '{}', null, '')`)
-	x, _ := w.completed(t)
+	x, _ := w.runCompleted(t)
 	if got := pgtest.Value[string](t, w.pool, `select status || ' ' || trace_id from agent_automation_runs`); got != "success "+x.TraceID {
 		t.Errorf("the run is %s", got)
 	}
 }
 
 // The model says that it did; nothing shows it.
-func TestAStepIsNotDoneByWords(t *testing.T) {
+func TestStepNeedsEvidence(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	_, steps := w.objective(t, objectives.Definition{Name: "o", Goal: "a", Steps: []string{"first", "second"}})
-	w.say(map[string][]modeltest.Reply{"Objective o": {
+	w := newTestHeartbeat(t)
+	_, steps := w.addObjective(t, objectives.Definition{Name: "o", Goal: "a", Steps: []string{"first", "second"}})
+	w.setReplies(map[string][]modeltest.Reply{"Objective o": {
 		complete(steps[0]), modeltest.ToolCall("look", `{}`), complete(steps[0]), complete(steps[1]), modeltest.Text("Both done."),
 	}})
-	w.completed(t)
+	w.runCompleted(t)
 	states := pgtest.Value[string](t, w.pool, `select string_agg(title || ' ' || status, ', ' order by position) from agent_objective_steps`)
 	if states != "first done, second pending" {
 		t.Errorf("steps are %s", states)

@@ -19,54 +19,54 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
 )
 
-// take lets somebody hold a lane.
-func (w *world) take(t *testing.T, lane string) {
+// holdLane lets somebody hold a lane.
+func (w *testHeartbeat) holdLane(t *testing.T, lane string) {
 	t.Helper()
 	if !pgtest.Value[bool](t, w.pool, `select try_acquire_agent_lock($1, 'somebody#1', 300)`, lane) {
 		t.Fatalf("lane %s is not free", lane)
 	}
 }
 
-func (w *world) free(t *testing.T, lane string) {
+func (w *testHeartbeat) freeLane(t *testing.T, lane string) {
 	t.Helper()
 	if !pgtest.Value[bool](t, w.pool, `select release_agent_lock($1, 'somebody#1')`, lane) {
 		t.Fatalf("lane %s was lost", lane)
 	}
 }
 
-func TestABusyLaneIsRecordedAndLeftAlone(t *testing.T) {
+func TestBusyLaneIsSkipped(t *testing.T) {
 	t.Parallel()
-	w := busyWorld(t)
-	w.take(t, heartbeat.Lane)
-	x, said := w.completed(t)
-	if diff := cmp.Diff([]string{"heartbeat skipped"}, w.story(t, x.TraceID)); diff != "" {
+	w := newBusyHeartbeat(t)
+	w.holdLane(t, heartbeat.Lane)
+	x, said := w.runCompleted(t)
+	if diff := cmp.Diff([]string{"heartbeat skipped"}, w.traceLines(t, x.TraceID)); diff != "" {
 		t.Errorf("story (-want +got):\n%s", diff)
 	}
 	output := pgtest.Value[string](t, w.pool, `select output::text from agent_activity where trace_id = $1`, x.TraceID)
 	if !strings.Contains(output, "somebody#1") || !strings.Contains(said.Skipped, "somebody#1") {
 		t.Errorf("the holder is not named: %s, %q", output, said.Skipped)
 	}
-	w.free(t, heartbeat.Lane)
+	w.freeLane(t, heartbeat.Lane)
 	if len(w.model.Requests()) != 0 {
 		t.Error("a skipped heartbeat asked the model")
 	}
 }
 
 // With lanes off nobody is in the way of a heartbeat, whatever is in the table.
-func TestWithLanesOffNobodyIsInTheWay(t *testing.T) {
+func TestHeartbeatWithoutLanes(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.take(t, heartbeat.OperateLane)
-	w.take(t, heartbeat.Lane)
-	x := w.unlaned(t, 1)[0]
+	w := newTestHeartbeat(t)
+	w.holdLane(t, heartbeat.OperateLane)
+	w.holdLane(t, heartbeat.Lane)
+	x := w.runWithoutLanes(t, 1)[0]
 	if said := summary(t, x); said.Skipped != "" || len(said.Phases) != 6 {
 		t.Errorf("got %+v", said)
 	}
 }
 
-func TestTwoHeartbeatsAtOnceAreOneAndASkip(t *testing.T) {
+func TestConcurrentHeartbeatIsSkipped(t *testing.T) {
 	t.Parallel()
-	w := busyWorld(t)
+	w := newBusyHeartbeat(t)
 	ended := make([]executions.Execution, 4)
 	var all sync.WaitGroup
 	for n := range ended {
@@ -89,12 +89,12 @@ func TestTwoHeartbeatsAtOnceAreOneAndASkip(t *testing.T) {
 	}
 }
 
-func TestAnAdminAtWorkIsNotDisturbed(t *testing.T) {
+func TestHeartbeatYieldsToAdmin(t *testing.T) {
 	t.Parallel()
-	w := busyWorld(t)
-	w.take(t, heartbeat.OperateLane)
-	x, said := w.completed(t)
-	if diff := cmp.Diff([]string{"heartbeat skipped"}, w.story(t, x.TraceID)); diff != "" {
+	w := newBusyHeartbeat(t)
+	w.holdLane(t, heartbeat.OperateLane)
+	x, said := w.runCompleted(t)
+	if diff := cmp.Diff([]string{"heartbeat skipped"}, w.traceLines(t, x.TraceID)); diff != "" {
 		t.Errorf("story (-want +got):\n%s", diff)
 	}
 	if !strings.Contains(said.Skipped, "operate") {
@@ -105,13 +105,13 @@ func TestAnAdminAtWorkIsNotDisturbed(t *testing.T) {
 	}
 }
 
-// interrupted is a world in which an admin comes while the skill look is called in a phase.
-func interrupted(t *testing.T, phase string) *world {
+// withInterruptedPhase is a world in which an admin comes while the skill look is called in a phase.
+func withInterruptedPhase(t *testing.T, phase string) *testHeartbeat {
 	t.Helper()
-	w := newWorld(t)
+	w := newTestHeartbeat(t)
 	w.builtins["look"] = func(context.Context, skills.Call) (any, error) {
 		if w.calls.add("look") == 1 {
-			w.take(t, heartbeat.OperateLane)
+			w.holdLane(t, heartbeat.OperateLane)
 		}
 		return "seen", nil
 	}
@@ -122,22 +122,22 @@ func interrupted(t *testing.T, phase string) *world {
 		"Task p": {modeltest.ToolCall("look", `{}`).AndCall("look", `{}`), modeltest.Text("ok")},
 	}
 	if phase == "advance_plan" {
-		w.objective(t, objectives.Definition{Name: "tidy", Goal: "a", Steps: []string{"x"}})
-		w.objective(t, objectives.Definition{Name: "zz other", Goal: "a", Priority: 9, Steps: []string{"x"}})
+		w.addObjective(t, objectives.Definition{Name: "tidy", Goal: "a", Steps: []string{"x"}})
+		w.addObjective(t, objectives.Definition{Name: "zz other", Goal: "a", Priority: 9, Steps: []string{"x"}})
 	} else {
-		w.automation(t, automations.Definition{Name: "p", Prompt: "Task p.", MaxAttempts: 1})
-		w.automation(t, automations.Definition{Name: "q", Skill: "look"})
+		w.addAutomation(t, automations.Definition{Name: "p", Prompt: "Task p.", MaxAttempts: 1})
+		w.addAutomation(t, automations.Definition{Name: "q", Skill: "look"})
 		pgtest.Exec(t, w.pool, `update agent_automations set next_run_at = next_run_at - interval '1 hour' where name = 'p'`)
 	}
-	w.say(script)
+	w.setReplies(script)
 	return w
 }
 
-func TestAHeartbeatUnderWayYieldsAndResumes(t *testing.T) {
+func TestRunningHeartbeatYields(t *testing.T) {
 	t.Parallel()
 	for _, phase := range []string{"advance_plan", "run_automations"} {
 		t.Run(phase, func(t *testing.T) {
-			w := interrupted(t, phase)
+			w := withInterruptedPhase(t, phase)
 			e := w.engine(t, true)
 			x, err := e.RunSync(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
 			if err != nil {
@@ -150,8 +150,8 @@ func TestAHeartbeatUnderWayYieldsAndResumes(t *testing.T) {
 				t.Error("the heartbeat lost its lane by waiting")
 			}
 			asked := len(w.model.Requests())
-			w.free(t, heartbeat.OperateLane)
-			x = w.until(t, x.ID, executions.Completed)
+			w.freeLane(t, heartbeat.OperateLane)
+			x = w.waitStatus(t, x.ID, executions.Completed)
 			if n := len(w.model.Requests()); n <= asked {
 				t.Error("nothing was done after the admin left")
 			}
@@ -162,7 +162,7 @@ func TestAHeartbeatUnderWayYieldsAndResumes(t *testing.T) {
 				}
 				keys[r.IdempotencyKey()] = true
 			}
-			lines := phases(w.story(t, x.TraceID))
+			lines := phases(w.traceLines(t, x.TraceID))
 			if len(lines) != 6 || strings.Contains(strings.Join(lines, " "), "error") {
 				t.Errorf("phases are %q", lines)
 			}
@@ -177,25 +177,25 @@ func TestAHeartbeatUnderWayYieldsAndResumes(t *testing.T) {
 }
 
 // Its lane is not parked: while it waits for the admin, another heartbeat may have come into it.
-func TestAHeartbeatUnderWayGoesOnAfterTheOneInItsLane(t *testing.T) {
+func TestHeartbeatResumesAfterLaneHolder(t *testing.T) {
 	t.Parallel()
 	for _, phase := range []string{"advance_plan", "run_automations"} {
 		t.Run(phase, func(t *testing.T) {
-			w := interrupted(t, phase)
+			w := withInterruptedPhase(t, phase)
 			x, err := w.engine(t, true).RunSync(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
 			if err != nil || x.Status != executions.Waiting {
 				t.Fatalf("the heartbeat is %s: %v", x.Status, err)
 			}
 			pgtest.Exec(t, w.pool, `update agent_locks set expires_at = clock_timestamp() where lane = 'heartbeat'`)
-			w.take(t, heartbeat.Lane)
-			w.free(t, heartbeat.OperateLane)
-			pgtest.Eventually(t, patience, func() bool {
+			w.holdLane(t, heartbeat.Lane)
+			w.freeLane(t, heartbeat.OperateLane)
+			pgtest.Eventually(t, waitLimit, func() bool {
 				x, err := executions.Get(t.Context(), w.pool, x.ID)
 				return err == nil && (x.Status == executions.Completed || testkit.Deref(x.WaitingKey) == heartbeat.Lane)
 			}, "it waits for its lane")
-			w.free(t, heartbeat.Lane)
-			x = w.until(t, x.ID, executions.Completed)
-			lines := w.story(t, x.TraceID)
+			w.freeLane(t, heartbeat.Lane)
+			x = w.waitStatus(t, x.ID, executions.Completed)
+			lines := w.traceLines(t, x.TraceID)
 			if got := phases(lines); len(got) != 6 || strings.Contains(strings.Join(lines, " "), "error") {
 				t.Errorf("story is %q", lines)
 			}
@@ -209,7 +209,7 @@ func TestAHeartbeatUnderWayGoesOnAfterTheOneInItsLane(t *testing.T) {
 	}
 }
 
-func TestAHeartbeatThatWaitedLongEnoughGivesUpTheRest(t *testing.T) {
+func TestHeartbeatWaitTimeout(t *testing.T) {
 	t.Parallel()
 	for phase, want := range map[string][]string{
 		"advance_plan": {
@@ -220,7 +220,7 @@ func TestAHeartbeatThatWaitedLongEnoughGivesUpTheRest(t *testing.T) {
 		},
 	} {
 		t.Run(phase, func(t *testing.T) {
-			w := interrupted(t, phase)
+			w := withInterruptedPhase(t, phase)
 			w.beat.YieldLimit = 300 * time.Millisecond
 			e := w.engine(t, true)
 			begun := time.Now()
@@ -228,8 +228,8 @@ func TestAHeartbeatThatWaitedLongEnoughGivesUpTheRest(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			x = w.until(t, x.ID, executions.Completed)
-			if diff := cmp.Diff(want, phases(w.story(t, x.TraceID))); diff != "" {
+			x = w.waitStatus(t, x.ID, executions.Completed)
+			if diff := cmp.Diff(want, phases(w.traceLines(t, x.TraceID))); diff != "" {
 				t.Errorf("phases (-want +got):\n%s", diff)
 			}
 			if n := pgtest.Value[int](t, w.pool, `select wait_number from agent_executions where id = $1`, x.ID); n != 1 {
@@ -247,7 +247,7 @@ func TestAHeartbeatThatWaitedLongEnoughGivesUpTheRest(t *testing.T) {
 			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_memory where key = 'k'`); (n == 1) != (phase == "advance_plan") {
 				t.Errorf("%d of the memories noted before were saved", n)
 			}
-			w.free(t, heartbeat.OperateLane)
+			w.freeLane(t, heartbeat.OperateLane)
 			if phase == "run_automations" {
 				state := pgtest.Value[string](t, w.pool, `select status || ' ' || (retry_at is not null) from agent_automation_runs`)
 				if state != "error true" {
@@ -264,30 +264,30 @@ func TestAHeartbeatThatWaitedLongEnoughGivesUpTheRest(t *testing.T) {
 	}
 }
 
-func TestAResumedHeartbeatAsksForNothingThatIsFinished(t *testing.T) {
+func TestResumedHeartbeatSkipsFinishedPhases(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.quiet()
+	w := newTestHeartbeat(t)
+	w.replyNothing()
 	w.builtins["look"] = func(context.Context, skills.Call) (any, error) {
 		if w.calls.add("look") == 2 {
-			w.take(t, heartbeat.OperateLane)
+			w.holdLane(t, heartbeat.OperateLane)
 		}
 		return "seen", nil
 	}
-	w.automation(t, automations.Definition{Name: "a", Skill: "look"})
-	w.automation(t, automations.Definition{Name: "b", Skill: "look"})
+	w.addAutomation(t, automations.Definition{Name: "a", Skill: "look"})
+	w.addAutomation(t, automations.Definition{Name: "b", Skill: "look"})
 	pgtest.Exec(t, w.pool, `update agent_automations set next_run_at = next_run_at - interval '1 hour' where name = 'a'`)
 	x, err := w.engine(t, true).RunSync(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
 	if err != nil || x.Status != executions.Waiting {
 		t.Fatalf("the heartbeat is %s: %v", x.Status, err)
 	}
-	w.take(t, "automation:"+pgtest.Value[string](t, w.pool, `select id::text from agent_automations where name = 'a'`))
-	w.free(t, heartbeat.OperateLane)
-	x = w.until(t, x.ID, executions.Completed)
+	w.holdLane(t, "automation:"+pgtest.Value[string](t, w.pool, `select id::text from agent_automations where name = 'a'`))
+	w.freeLane(t, heartbeat.OperateLane)
+	x = w.waitStatus(t, x.ID, executions.Completed)
 	if text := summary(t, x).Phases["run_automations"]; text != "automations: a succeeded, b succeeded" {
 		t.Errorf("summary is %q", text)
 	}
-	if story := strings.Join(w.story(t, x.TraceID), ", "); strings.Contains(story, "run_automation skipped") {
+	if story := strings.Join(w.traceLines(t, x.TraceID), ", "); strings.Contains(story, "run_automation skipped") {
 		t.Errorf("story is %s", story)
 	}
 }

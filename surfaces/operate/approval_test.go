@@ -16,10 +16,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 )
 
-// guarded is a world whose model calls a skill that needs leave, and then says what came of it.
-func guarded(t *testing.T) (w *world, called *atomic.Int64) {
+// withGuardedSkill is a world whose model calls a skill that needs leave, and then says what came of it.
+func withGuardedSkill(t *testing.T) (w *testDatabase, called *atomic.Int64) {
 	t.Helper()
-	w = newWorld(t, modeltest.ToolCall("wipe", `{"table":"orders","password":"hunter2"}`), modeltest.Text("It is over."))
+	w = newTestDatabase(t, modeltest.ToolCall("wipe", `{"table":"orders","password":"hunter2"}`), modeltest.Text("It is over."))
 	called = &atomic.Int64{}
 	w.builtin(t, "wipe", skills.TrustApprove, func(context.Context, skills.Call) (any, error) {
 		called.Add(1)
@@ -29,21 +29,21 @@ func guarded(t *testing.T) (w *world, called *atomic.Int64) {
 }
 
 // decide decides as an admin does elsewhere.
-func (w *world) decide(t *testing.T, id string, approve bool) {
+func (w *testDatabase) decide(t *testing.T, id string, approve bool) {
 	t.Helper()
 	if _, err := approvals.Decide(t.Context(), w.pool, id, approve, "admin", "because"); err != nil {
 		t.Fatal(err)
 	}
 }
 
-func TestAnApprovalIsAskedInlineAndTheTurnGoesOnStreaming(t *testing.T) {
+func TestInlineApprovalKeepsStreaming(t *testing.T) {
 	t.Parallel()
 	for name, approve := range map[string]bool{"approved": true, "rejected": false} {
 		t.Run(name, func(t *testing.T) {
-			w, called := guarded(t)
+			w, called := withGuardedSkill(t)
 			p := w.process(t, false) // nobody else works, so the listener must take the turn up again
-			b := p.say(t, p.open(t, ""), "Wipe orders.", false)
-			asked := until[operate.Approval](t, b, "approval")
+			b := p.send(t, p.open(t, ""), "Wipe orders.", false)
+			asked := waitEvent[operate.Approval](t, b, "approval")
 			var args map[string]string
 			if err := json.Unmarshal(asked.Arguments, &args); err != nil || args["table"] != "orders" || args["password"] != "hunter2" {
 				t.Errorf("asked for %s, %v", asked.Arguments, err)
@@ -51,8 +51,8 @@ func TestAnApprovalIsAskedInlineAndTheTurnGoesOnStreaming(t *testing.T) {
 			if asked.Skill != "wipe" || asked.ExpiresAt.IsZero() {
 				t.Errorf("asked %+v", asked)
 			}
-			start := until[operate.Start](t, b, "start")
-			if x := w.becomes(t, start.ExecutionID, executions.Waiting); testkit.Deref(x.WaitingFor) != "approval" {
+			start := waitEvent[operate.Start](t, b, "start")
+			if x := w.waitStatus(t, start.ExecutionID, executions.Waiting); testkit.Deref(x.WaitingFor) != "approval" {
 				t.Errorf("it waits for %s", testkit.Deref(x.WaitingFor))
 			}
 			if called.Load() != 0 {
@@ -73,26 +73,26 @@ func TestAnApprovalIsAskedInlineAndTheTurnGoesOnStreaming(t *testing.T) {
 	}
 }
 
-func TestATurnThatIsLeftWaitingFinishesHeadless(t *testing.T) {
+func TestDetachedTurnFinishesHeadless(t *testing.T) {
 	t.Parallel()
-	w, called := guarded(t)
+	w, called := withGuardedSkill(t)
 	p := w.process(t, false)
 	s := p.open(t, "")
-	b := p.say(t, s, "Wipe orders.", false)
-	asked := until[operate.Approval](t, b, "approval")
-	start := until[operate.Start](t, b, "start")
-	w.becomes(t, start.ExecutionID, executions.Waiting)
+	b := p.send(t, s, "Wipe orders.", false)
+	asked := waitEvent[operate.Approval](t, b, "approval")
+	start := waitEvent[operate.Start](t, b, "start")
+	w.waitStatus(t, start.ExecutionID, executions.Waiting)
 	b.leave(context.Canceled) // the connection is gone
 	done, err := b.wait(t)
 	if err != nil || done.Ended != operate.WaitingApproval {
 		t.Errorf("the turn was left as %+v, %v", done, err)
 	}
-	if held := w.held(t); held != "" {
+	if held := w.laneHolder(t); held != "" {
 		t.Errorf("the lane of an admin who has gone is held by %s", held)
 	}
 	w.process(t, true) // a process that works
 	w.decide(t, asked.ID, true)
-	x := w.becomes(t, start.ExecutionID, executions.Completed)
+	x := w.waitStatus(t, start.ExecutionID, executions.Completed)
 	if called.Load() != 1 || x.ResultSummary != "It is over." {
 		t.Errorf("called %d times, %q", called.Load(), x.ResultSummary)
 	}
@@ -100,17 +100,17 @@ func TestATurnThatIsLeftWaitingFinishesHeadless(t *testing.T) {
 	if answer != "It is over." {
 		t.Errorf("the thread says %q", answer)
 	}
-	pgtest.Eventually(t, patience, func() bool { return w.held(t) == "" }, "the headless turn frees the lane")
+	pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the headless turn frees the lane")
 }
 
-func TestAHeadlessTurnWaitsForItsLane(t *testing.T) {
+func TestHeadlessTurnWaitsForLane(t *testing.T) {
 	t.Parallel()
-	w, called := guarded(t)
+	w, called := withGuardedSkill(t)
 	p := w.process(t, true)
-	b := p.say(t, p.open(t, ""), "Wipe orders.", false)
-	asked := until[operate.Approval](t, b, "approval")
-	start := until[operate.Start](t, b, "start")
-	w.becomes(t, start.ExecutionID, executions.Waiting)
+	b := p.send(t, p.open(t, ""), "Wipe orders.", false)
+	asked := waitEvent[operate.Approval](t, b, "approval")
+	start := waitEvent[operate.Start](t, b, "start")
+	w.waitStatus(t, start.ExecutionID, executions.Waiting)
 	b.leave(context.Canceled)
 	if _, err := b.wait(t); err != nil {
 		t.Fatal(err)
@@ -120,7 +120,7 @@ func TestAHeadlessTurnWaitsForItsLane(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.decide(t, asked.ID, true)
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, waitLimit, func() bool {
 		x := w.execution(t, start.ExecutionID)
 		return x.Status == executions.Waiting && testkit.Deref(x.WaitingFor) == "lane"
 	}, "the turn waits for the other admin")
@@ -130,74 +130,74 @@ func TestAHeadlessTurnWaitsForItsLane(t *testing.T) {
 	if err := other.Close(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	w.becomes(t, start.ExecutionID, executions.Completed)
+	w.waitStatus(t, start.ExecutionID, executions.Completed)
 	if called.Load() != 1 {
 		t.Errorf("called %d times", called.Load())
 	}
 }
 
-func TestAHeadlessTurnThatWaitsForLeaveHoldsNobodyUp(t *testing.T) {
+func TestHeadlessApprovalFreesLane(t *testing.T) {
 	t.Parallel()
 	ask := modeltest.ToolCall("wipe", `{"table":"one"}`)
-	w := newWorld(t, ask, modeltest.ToolCall("wipe", `{"table":"two"}`), modeltest.Text("Both."))
+	w := newTestDatabase(t, ask, modeltest.ToolCall("wipe", `{"table":"two"}`), modeltest.Text("Both."))
 	w.builtin(t, "wipe", skills.TrustApprove, func(context.Context, skills.Call) (any, error) { return "wiped", nil })
 	p := w.process(t, true)
-	b := p.say(t, p.open(t, ""), "Wipe both.", false)
-	first := until[operate.Approval](t, b, "approval")
-	start := until[operate.Start](t, b, "start")
-	w.becomes(t, start.ExecutionID, executions.Waiting)
+	b := p.send(t, p.open(t, ""), "Wipe both.", false)
+	first := waitEvent[operate.Approval](t, b, "approval")
+	start := waitEvent[operate.Start](t, b, "start")
+	w.waitStatus(t, start.ExecutionID, executions.Waiting)
 	b.leave(context.Canceled)
 	if _, err := b.wait(t); err != nil {
 		t.Fatal(err)
 	}
 	w.decide(t, first.ID, true)
 	second := ""
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, waitLimit, func() bool {
 		waiting, err := approvals.Pending(t.Context(), w.pool, 10)
 		if len(waiting) == 1 {
 			second = waiting[0].ID
 		}
 		return err == nil && second != "" && w.execution(t, start.ExecutionID).Status == executions.Waiting
 	}, "the second approval is asked for")
-	pgtest.Eventually(t, patience, func() bool { return w.held(t) == "" }, "the turn that waits for a person frees the lane")
+	pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the turn that waits for a person frees the lane")
 	w.decide(t, second, true)
-	w.becomes(t, start.ExecutionID, executions.Completed)
+	w.waitStatus(t, start.ExecutionID, executions.Completed)
 }
 
-func TestAnAdminMayLeaveAnApprovalOpenAndComeBackToIt(t *testing.T) {
+func TestApprovalDecidedLater(t *testing.T) {
 	t.Parallel()
-	w, called := guarded(t)
+	w, called := withGuardedSkill(t)
 	p := w.process(t, false)
 	s := p.open(t, "")
-	b := p.say(t, s, "Wipe orders.", false)
-	asked := until[operate.Approval](t, b, "approval")
-	start := until[operate.Start](t, b, "start")
-	w.becomes(t, start.ExecutionID, executions.Waiting)
+	b := p.send(t, s, "Wipe orders.", false)
+	asked := waitEvent[operate.Approval](t, b, "approval")
+	start := waitEvent[operate.Start](t, b, "start")
+	w.waitStatus(t, start.ExecutionID, executions.Waiting)
 	b.leave(operate.ErrDetach)
-	if done, err := b.wait(t); err != nil || done.Ended != operate.WaitingApproval || w.held(t) == "" {
-		t.Errorf("left as %+v, %v; lane %q", done, err, w.held(t))
+	if done, err := b.wait(t); err != nil || done.Ended != operate.WaitingApproval || w.laneHolder(t) == "" {
+		t.Errorf("left as %+v, %v; lane %q", done, err, w.laneHolder(t))
 	}
 	w.decide(t, asked.ID, true)
-	var events log
+	var events eventLog
 	done, err := s.Resume(t.Context(), start.ExecutionID, events.add)
 	if err != nil || done.Text != "It is over." || events.text() != done.Text || called.Load() != 1 {
 		t.Errorf("resumed: %+v, %v, streamed %q", done, err, events.text())
 	}
 }
 
-func TestAnInterruptCancelsAlsoWhatWaits(t *testing.T) {
+func TestInterruptCancelsWaitingTurn(t *testing.T) {
 	t.Parallel()
-	w, called := guarded(t)
+	w, called := withGuardedSkill(t)
 	p := w.process(t, false)
-	b := p.say(t, p.open(t, ""), "Wipe orders.", false)
-	asked := until[operate.Approval](t, b, "approval")
-	start := until[operate.Start](t, b, "start")
-	w.becomes(t, start.ExecutionID, executions.Waiting)
+	b := p.send(t, p.open(t, ""), "Wipe orders.", false)
+	asked := waitEvent[operate.Approval](t, b, "approval")
+	start := waitEvent[operate.Start](t, b, "start")
+	w.waitStatus(t, start.ExecutionID, executions.Waiting)
 	b.leave(operate.ErrInterrupt)
 	if _, err := b.wait(t); err == nil {
 		t.Error("the turn has an answer")
 	}
-	w.becomes(t, start.ExecutionID, executions.Cancelled)
+	w.waitStatus(t, start.ExecutionID, executions.Cancelled)
 	if _, err := approvals.Decide(t.Context(), w.pool, asked.ID, true, "admin", ""); err == nil || called.Load() != 0 {
 		t.Errorf("what a cancelled turn asked for can be approved: %v", err)
 	}

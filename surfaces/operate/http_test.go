@@ -18,9 +18,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 )
 
-// named joins the events' names; several deltas in a row are one.
-func named(events []sse) string {
-	var l log
+// eventNames joins the events' names; several deltas in a row are one.
+func eventNames(events []sse) string {
+	var l eventLog
 	for _, e := range events {
 		l.add(operate.Event{Name: e.name})
 	}
@@ -37,13 +37,13 @@ func read[T any](t *testing.T, events []sse, name string) (v T) {
 			return v
 		}
 	}
-	t.Fatalf("there is no event %s in %s", name, named(events))
+	t.Fatalf("there is no event %s in %s", name, eventNames(events))
 	return v
 }
 
-func TestEveryEventOverHTTP(t *testing.T) {
+func TestEventsOverHTTP(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.ToolCall("wipe", `{"table":"orders"}`), modeltest.Text("It is over."))
+	w := newTestDatabase(t, modeltest.ToolCall("wipe", `{"table":"orders"}`), modeltest.Text("It is over."))
 	w.builtin(t, "wipe", skills.TrustApprove, func(context.Context, skills.Call) (any, error) { return "wiped", nil })
 	p := w.process(t, true)
 	resp := p.post(t, t.Context(), `{"message":"Wipe orders.","session_id":"ses_mine"}`, "")
@@ -56,14 +56,14 @@ func TestEveryEventOverHTTP(t *testing.T) {
 			if err := json.Unmarshal(e.data, &a); err != nil {
 				t.Error(err)
 			}
-			pgtest.Eventually(t, patience, func() bool {
+			pgtest.Eventually(t, waitLimit, func() bool {
 				return pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where waiting_for = 'approval'`) == 1
 			}, "the turn is parked")
 			w.decide(t, a.ID, true)
 		}
 		return false
 	})
-	if got := named(events); !strings.HasPrefix(got, "start ") || !strings.HasSuffix(got, " delta done") ||
+	if got := eventNames(events); !strings.HasPrefix(got, "start ") || !strings.HasSuffix(got, " delta done") ||
 		strings.Count(got, "approval") != 1 || !strings.Contains(got, "tool") {
 		t.Errorf("events are %s", got)
 	}
@@ -81,17 +81,17 @@ func TestEveryEventOverHTTP(t *testing.T) {
 		}
 	}
 	t.Logf("%d comments", comments)
-	if w.held(t) == "" {
+	if w.laneHolder(t) == "" {
 		t.Error("the named session does not hold the lane between turns")
 	}
-	if err := p.Close(t.Context()); err != nil || w.held(t) != "" {
-		t.Errorf("after Close the lane is held by %q: %v", w.held(t), err)
+	if err := p.Close(t.Context()); err != nil || w.laneHolder(t) != "" {
+		t.Errorf("after Close the lane is held by %q: %v", w.laneHolder(t), err)
 	}
 }
 
-func TestAStreamIsKeptAliveWhileAToolRuns(t *testing.T) {
+func TestStreamKeepAlive(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.ToolCall("slow", `{}`), modeltest.Text("Done."))
+	w := newTestDatabase(t, modeltest.ToolCall("slow", `{}`), modeltest.Text("Done."))
 	release := make(chan struct{})
 	w.builtin(t, "slow", "", func(context.Context, skills.Call) (any, error) {
 		<-release
@@ -108,51 +108,51 @@ func TestAStreamIsKeptAliveWhileAToolRuns(t *testing.T) {
 		seen += string(buffer[:n])
 	}
 	close(release)
-	if events, _ := readEvents(resp.Body, nil); !strings.HasSuffix(named(events), "delta done") {
-		t.Errorf("events are %s", named(events))
+	if events, _ := readEvents(resp.Body, nil); !strings.HasSuffix(eventNames(events), "delta done") {
+		t.Errorf("events are %s", eventNames(events))
 	}
-	pgtest.Eventually(t, patience, func() bool { return w.held(t) == "" }, "a turn without a session frees the lane")
+	pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "a turn without a session frees the lane")
 }
 
-func TestADisconnectCancelsTheTurn(t *testing.T) {
+func TestDisconnectCancelsTurn(t *testing.T) {
 	t.Parallel()
-	w, runs, stopped := hanging(t, "http")
+	w, runs, stopped := withHangingTurn(t, "http")
 	p := w.process(t, true)
 	ctx, leave := context.WithCancel(t.Context())
 	resp := p.post(t, ctx, `{"message":"Be slow."}`, "")
 	events, _ := readEvents(resp.Body, func(e sse) bool { return e.name == "tool" })
 	start := read[operate.Start](t, events, "start")
-	pgtest.Eventually(t, patience, runs, "the skill runs")
+	pgtest.Eventually(t, waitLimit, runs, "the skill runs")
 	leave()
-	x := w.becomes(t, start.ExecutionID, executions.Cancelled)
+	x := w.waitStatus(t, start.ExecutionID, executions.Cancelled)
 	if testkit.Deref(x.CancelledBy) != "admin" {
 		t.Errorf("cancelled by %s", testkit.Deref(x.CancelledBy))
 	}
-	pgtest.Eventually(t, patience, stopped, "the skill is stopped")
-	pgtest.Eventually(t, patience, func() bool { return w.held(t) == "" }, "the lane is freed")
+	pgtest.Eventually(t, waitLimit, stopped, "the skill is stopped")
+	pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
 }
 
-func TestADisconnectLeavesATurnThatWaitsForLeave(t *testing.T) {
+func TestDisconnectKeepsTurnWaitingForApproval(t *testing.T) {
 	t.Parallel()
-	w, called := guarded(t)
+	w, called := withGuardedSkill(t)
 	p := w.process(t, true)
 	ctx, leave := context.WithCancel(t.Context())
 	resp := p.post(t, ctx, `{"message":"Wipe."}`, "")
 	events, _ := readEvents(resp.Body, func(e sse) bool { return e.name == "approval" })
 	start := read[operate.Start](t, events, "start")
-	w.becomes(t, start.ExecutionID, executions.Waiting)
+	w.waitStatus(t, start.ExecutionID, executions.Waiting)
 	leave()
-	pgtest.Eventually(t, patience, func() bool { return w.held(t) == "" }, "the lane is freed")
+	pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
 	w.decide(t, read[operate.Approval](t, events, "approval").ID, true)
-	w.becomes(t, start.ExecutionID, executions.Completed)
+	w.waitStatus(t, start.ExecutionID, executions.Completed)
 	if called.Load() != 1 {
 		t.Errorf("called %d times", called.Load())
 	}
 }
 
-func TestOneDocumentForAClientThatAsksForIt(t *testing.T) {
+func TestJSONResponse(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.ToolCall("look", `{"token":"abcdefghijklmnop"}`), modeltest.Text("Done."),
+	w := newTestDatabase(t, modeltest.ToolCall("look", `{"token":"abcdefghijklmnop"}`), modeltest.Text("Done."),
 		modeltest.ToolCall("wipe", `{}`), modeltest.Text("Later."))
 	w.builtin(t, "look", "", func(context.Context, skills.Call) (any, error) { return 42, nil })
 	w.builtin(t, "wipe", skills.TrustApprove, func(context.Context, skills.Call) (any, error) { return "wiped", nil })
@@ -172,14 +172,14 @@ func TestOneDocumentForAClientThatAsksForIt(t *testing.T) {
 		t.Errorf("the call before the wait used %d tokens, the answer says %+v", spent, got.Usage)
 	}
 	w.decide(t, got.Approvals[0].ID, true)
-	if x := w.becomes(t, got.ExecutionID, executions.Completed); x.ResultSummary != "Later." {
+	if x := w.waitStatus(t, got.ExecutionID, executions.Completed); x.ResultSummary != "Later." {
 		t.Errorf("it ended with %q", x.ResultSummary)
 	}
 }
 
-func TestALaneHeldByAnotherIsAProblemBeforeAnyStream(t *testing.T) {
+func TestBusyLaneProblem(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.Text("Now you."))
+	w := newTestDatabase(t, modeltest.Text("Now you."))
 	p := w.process(t, false)
 	first := p.open(t, "")
 	if err := first.Hold(t.Context(), false); err != nil {
@@ -188,7 +188,7 @@ func TestALaneHeldByAnotherIsAProblemBeforeAnyStream(t *testing.T) {
 	for _, accept := range []string{"", "application/json"} {
 		resp := p.post(t, t.Context(), `{"message":"Hello.","session_id":"ses_two"}`, accept)
 		got := decode[problem.Problem](t, resp.Body)
-		if resp.StatusCode != http.StatusConflict || got.Holder != w.held(t) || resp.Header.Get("Content-Type") != problem.ContentType {
+		if resp.StatusCode != http.StatusConflict || got.Holder != w.laneHolder(t) || resp.Header.Get("Content-Type") != problem.ContentType {
 			t.Errorf("%d, %+v", resp.StatusCode, got)
 		}
 	}
@@ -199,18 +199,18 @@ func TestALaneHeldByAnotherIsAProblemBeforeAnyStream(t *testing.T) {
 	if err := first.Close(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if events, _ := readEvents(resp.Body, nil); named(events) != "start delta done" {
-		t.Errorf("events are %s", named(events))
+	if events, _ := readEvents(resp.Body, nil); eventNames(events) != "start delta done" {
+		t.Errorf("events are %s", eventNames(events))
 	}
 }
 
-func TestATurnThatFailsEndsWithAnError(t *testing.T) {
+func TestFailedTurnEvent(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0), modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0))
+	w := newTestDatabase(t, modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0), modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0))
 	p := w.process(t, false)
 	events, _ := readEvents(p.post(t, t.Context(), `{"message":"Hello."}`, "").Body, nil)
-	if named(events) != "start error" {
-		t.Fatalf("events are %s", named(events))
+	if eventNames(events) != "start error" {
+		t.Fatalf("events are %s", eventNames(events))
 	}
 	start, got := read[operate.Start](t, events, "start"), read[problem.Problem](t, events, "error")
 	if got.TraceID != start.TraceID || !strings.Contains(got.Detail, "Incorrect API key") || got.Type != "urn:lanekeeper:problem:turn-failed" {
@@ -222,9 +222,9 @@ func TestATurnThatFailsEndsWithAnError(t *testing.T) {
 	}
 }
 
-func TestWrongInputIsNamed(t *testing.T) {
+func TestInvalidTurnRequests(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestDatabase(t)
 	p := w.process(t, false, func(o *operate.Options) { o.MaxMessage = 100 })
 	pgtest.Exec(t, w.pool, `insert into agent_threads (id, channel, owner) values ('visitors', 'chat', 'key')`)
 	for name, test := range map[string]struct {
@@ -255,14 +255,14 @@ func TestWrongInputIsNamed(t *testing.T) {
 			}
 		})
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions`); n != 0 || w.held(t) != "" {
-		t.Errorf("%d executions, lane held by %q", n, w.held(t))
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions`); n != 0 || w.laneHolder(t) != "" {
+		t.Errorf("%d executions, lane held by %q", n, w.laneHolder(t))
 	}
 }
 
-func TestAWatcherSeesTheHoldersTurns(t *testing.T) {
+func TestWatchTurns(t *testing.T) {
 	t.Parallel()
-	w, _ := guarded(t)
+	w, _ := withGuardedSkill(t)
 	p := w.process(t, true)
 	other := w.process(t, false)
 	ctx, leave := context.WithCancel(t.Context())
@@ -277,7 +277,7 @@ func TestAWatcherSeesTheHoldersTurns(t *testing.T) {
 	}
 	defer func() { _ = resp.Body.Close() }()
 	s := p.open(t, "")
-	b := p.say(t, s, "Wipe orders.", false)
+	b := p.send(t, s, "Wipe orders.", false)
 	events, _ := readEvents(resp.Body, func(e sse) bool {
 		if e.name == "approval" {
 			var a operate.Approval
@@ -295,7 +295,7 @@ func TestAWatcherSeesTheHoldersTurns(t *testing.T) {
 	if diff := cmp.Diff(done, read[operate.Done](t, events, "done")); diff != "" {
 		t.Errorf("the watcher's done (-admin's +watcher's):\n%s", diff)
 	}
-	text := named(events)
+	text := eventNames(events)
 	if !strings.HasPrefix(text, "lane ") || !strings.Contains(text, "start") || strings.Count(text, "approval") != 1 || strings.Contains(string(read[json.RawMessage](t, events, "tool")), "hunter2") {
 		t.Errorf("events are %s", text)
 	}

@@ -22,7 +22,7 @@ import (
 
 // A run that resumes takes no step before it waits for leave. The lane that it took before it was resumed is freed
 // all the same: it would else be kept for as long as the person takes.
-func TestARunThatOnlyWaitsAgainFreesTheLaneThatItTookBefore(t *testing.T) {
+func TestWaitingTurnFreesLane(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	log := slog.New(slog.DiscardHandler)

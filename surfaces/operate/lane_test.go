@@ -19,64 +19,64 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 )
 
-func TestTheLaneIsHeldBetweenTurnsAndFreedByLeaving(t *testing.T) {
+func TestSessionHoldsLane(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.Text("One."))
+	w := newTestDatabase(t, modeltest.Text("One."))
 	p := w.process(t, false)
 	s := p.open(t, "")
 	if err := s.Hold(t.Context(), false); err != nil {
 		t.Fatal(err)
 	}
-	before := w.held(t)
+	before := w.laneHolder(t)
 	done, err := s.Turn(t.Context(), "Hello.", false, func(operate.Event) {})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if now := w.held(t); before == "" || now != before || !strings.HasPrefix(now, done.TraceID+"/") {
+	if now := w.laneHolder(t); before == "" || now != before || !strings.HasPrefix(now, done.TraceID+"/") {
 		t.Errorf("held by %q before and %q after; the turn's trace is %s", before, now, done.TraceID)
 	}
 	if h, err := p.Holder(t.Context()); err != nil || !h.Held || h.SessionID != s.ID() || h.TraceID != done.TraceID {
 		t.Errorf("the holder is %+v, %v", h, err)
 	}
-	if err := s.Close(t.Context()); err != nil || w.held(t) != "" {
-		t.Errorf("after the session the lane is held by %q: %v", w.held(t), err)
+	if err := s.Close(t.Context()); err != nil || w.laneHolder(t) != "" {
+		t.Errorf("after the session the lane is held by %q: %v", w.laneHolder(t), err)
 	}
 }
 
-func TestAnIdleSessionFreesTheLane(t *testing.T) {
+func TestIdleSessionFreesLane(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."))
+	w := newTestDatabase(t, modeltest.Text("One."), modeltest.Text("Two."))
 	p := w.process(t, false, func(o *operate.Options) { o.Idle = 200 * time.Millisecond })
 	s := p.open(t, "")
 	for range 2 {
 		if _, err := s.Turn(t.Context(), "Hello.", false, func(operate.Event) {}); err != nil {
 			t.Fatal(err)
 		}
-		if w.held(t) == "" {
+		if w.laneHolder(t) == "" {
 			t.Error("the lane is free at once")
 		}
-		pgtest.Eventually(t, patience, func() bool { return w.held(t) == "" }, "the lane is freed")
+		pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
 	}
 }
 
 // However short it is, the end of a session's idle time frees its lane, also in the moment in which the session has
 // come to rest.
-func TestASessionThatIsIdleAtOnceFreesTheLane(t *testing.T) {
+func TestNewIdleSessionFreesLane(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestDatabase(t)
 	s := w.process(t, false, func(o *operate.Options) { o.Idle = time.Nanosecond }).open(t, "")
 	for range 30 {
 		if err := s.Hold(t.Context(), false); err != nil {
 			t.Fatal(err)
 		}
-		pgtest.Eventually(t, patience, func() bool { return w.held(t) == "" }, "the lane is freed")
+		pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
 	}
 }
 
 // A session that is closed while its lane is being taken does not keep it.
-func TestASessionThatIsClosedMeanwhileFreesTheLane(t *testing.T) {
+func TestClosedSessionFreesLane(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestDatabase(t)
 	p := w.process(t, false)
 	for range 30 {
 		s := p.open(t, "")
@@ -86,13 +86,13 @@ func TestASessionThatIsClosedMeanwhileFreesTheLane(t *testing.T) {
 		if err := group.Wait(); err != nil {
 			t.Fatal(err)
 		}
-		pgtest.Eventually(t, patience, func() bool { return w.held(t) == "" }, "the lane is freed")
+		pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
 	}
 }
 
-func TestASessionThatIsUsedAgainAfterItWasFreedIsTheOneOfItsID(t *testing.T) {
+func TestSessionReusesID(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.Text("One."))
+	w := newTestDatabase(t, modeltest.Text("One."))
 	other, p := w.process(t, false).open(t, ""), w.process(t, false)
 	if err := other.Hold(t.Context(), false); err != nil {
 		t.Fatal(err)
@@ -110,21 +110,21 @@ func TestASessionThatIsUsedAgainAfterItWasFreedIsTheOneOfItsID(t *testing.T) {
 	if _, err := p.open(t, "ses_again").Turn(t.Context(), "Hello.", false, func(operate.Event) {}); err != nil {
 		t.Errorf("the session's own lane is in its way: %v", err)
 	}
-	if err := p.Close(t.Context()); err != nil || w.held(t) != "" {
-		t.Errorf("after the process has closed its sessions the lane is held by %q: %v", w.held(t), err)
+	if err := p.Close(t.Context()); err != nil || w.laneHolder(t) != "" {
+		t.Errorf("after the process has closed its sessions the lane is held by %q: %v", w.laneHolder(t), err)
 	}
 }
 
-func TestATurnThatTakesLongIsNotIdle(t *testing.T) {
+func TestLongTurnIsNotIdle(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.ToolCall("slow", `{}`), modeltest.Text("Done."))
+	w := newTestDatabase(t, modeltest.ToolCall("slow", `{}`), modeltest.Text("Done."))
 	p := w.process(t, false, func(o *operate.Options) { o.Idle = 50 * time.Millisecond })
 	s := p.open(t, "")
 	w.builtin(t, "slow", "", func(context.Context, skills.Call) (any, error) {
 		timer := time.NewTimer(300 * time.Millisecond)
 		defer timer.Stop()
 		<-timer.C
-		if w.held(t) == "" {
+		if w.laneHolder(t) == "" {
 			t.Error("the lane was freed while the turn was taken")
 		}
 		return "late", nil
@@ -137,17 +137,17 @@ func TestATurnThatTakesLongIsNotIdle(t *testing.T) {
 	}
 }
 
-func TestTheSecondAdminIsToldWhoHoldsTheLane(t *testing.T) {
+func TestSecondAdminReadsHolder(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestDatabase(t)
 	first, second := w.process(t, false).open(t, ""), w.process(t, false).open(t, "")
 	if err := first.Hold(t.Context(), false); err != nil {
 		t.Fatal(err)
 	}
-	var events log
+	var events eventLog
 	_, err := second.Turn(t.Context(), "Let me in.", false, events.add)
 	var busy *lanes.BusyError
-	if !errors.As(err, &busy) || busy.Holder != w.held(t) || len(events.events) != 0 {
+	if !errors.As(err, &busy) || busy.Holder != w.laneHolder(t) || len(events.events) != 0 {
 		t.Errorf("the second got %v, events %s", err, events.names())
 	}
 	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions`); n != 0 {
@@ -155,16 +155,16 @@ func TestTheSecondAdminIsToldWhoHoldsTheLane(t *testing.T) {
 	}
 }
 
-func TestTheSecondAdminMayWait(t *testing.T) {
+func TestSecondAdminWaits(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.Text("Now you."))
+	w := newTestDatabase(t, modeltest.Text("Now you."))
 	first, other := w.process(t, false).open(t, ""), w.process(t, false)
 	if err := first.Hold(t.Context(), false); err != nil {
 		t.Fatal(err)
 	}
 	second := other.open(t, "")
-	b := other.say(t, second, "Let me in.", true)
-	pgtest.Eventually(t, patience, func() bool {
+	b := other.send(t, second, "Let me in.", true)
+	pgtest.Eventually(t, waitLimit, func() bool {
 		return pgtest.Value[int](t, w.pool, `select count(*) from agent_lock_waiters where lane = 'operate'`) == 1
 	}, "the second stands in the queue")
 	if err := first.Close(t.Context()); err != nil {
@@ -175,15 +175,15 @@ func TestTheSecondAdminMayWait(t *testing.T) {
 	}
 }
 
-func TestAWaitThatIsGivenUpLeavesNothing(t *testing.T) {
+func TestAbandonedWaitCleansUp(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestDatabase(t)
 	first, other := w.process(t, false).open(t, ""), w.process(t, false)
 	if err := first.Hold(t.Context(), false); err != nil {
 		t.Fatal(err)
 	}
-	b := other.say(t, other.open(t, ""), "Let me in.", true)
-	pgtest.Eventually(t, patience, func() bool {
+	b := other.send(t, other.open(t, ""), "Let me in.", true)
+	pgtest.Eventually(t, waitLimit, func() bool {
 		return pgtest.Value[int](t, w.pool, `select count(*) from agent_lock_waiters where lane = 'operate'`) == 1
 	}, "the second stands in the queue")
 	b.leave(operate.ErrInterrupt)
@@ -195,9 +195,9 @@ func TestAWaitThatIsGivenUpLeavesNothing(t *testing.T) {
 	}
 }
 
-func TestALostLaneStopsTheTurn(t *testing.T) {
+func TestLostLaneStopsTurn(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.ToolCall("slow", `{}`))
+	w := newTestDatabase(t, modeltest.ToolCall("slow", `{}`))
 	stopped := make(chan struct{})
 	w.builtin(t, "slow", "", func(ctx context.Context, _ skills.Call) (any, error) {
 		<-ctx.Done()
@@ -206,12 +206,12 @@ func TestALostLaneStopsTheTurn(t *testing.T) {
 	})
 	p := w.process(t, false)
 	s := p.open(t, "")
-	b := p.say(t, s, "Be slow.", false)
-	until[operate.ToolCall](t, b, "tool")
+	b := p.send(t, s, "Be slow.", false)
+	waitEvent[operate.ToolCall](t, b, "tool")
 	if broken, err := lanes.Break(t.Context(), w.pool, operate.Lane, "the test wants it"); err != nil || !broken {
 		t.Fatal(broken, err)
 	}
-	start := until[operate.Start](t, b, "start")
+	start := waitEvent[operate.Start](t, b, "start")
 	if _, err := b.wait(t); err == nil || !strings.Contains(err.Error(), "lane lost") {
 		t.Errorf("the turn ended with %v", err)
 	}
@@ -224,9 +224,9 @@ func TestALostLaneStopsTheTurn(t *testing.T) {
 	}
 }
 
-func TestNoTwoTurnsAtOnceWhoeverTakesThem(t *testing.T) {
+func TestTurnsDoNotOverlap(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestDatabase(t)
 	var inside, most, taken atomic.Int64
 	w.builtin(t, "look", "", func(context.Context, skills.Call) (any, error) {
 		most.Store(max(most.Load(), inside.Add(1)))
@@ -237,7 +237,7 @@ func TestNoTwoTurnsAtOnceWhoeverTakesThem(t *testing.T) {
 		<-timer.C
 		return "seen", nil
 	})
-	w.model.Handle(lookOnce)
+	w.model.Handle(callLookOnce)
 	processes := []*process{w.process(t, false), w.process(t, true)}
 	var admins sync.WaitGroup
 	for n := range 6 {
@@ -261,9 +261,9 @@ func TestNoTwoTurnsAtOnceWhoeverTakesThem(t *testing.T) {
 	}
 }
 
-func TestTurnsOfOneSessionAreTakenOneAtATime(t *testing.T) {
+func TestSessionRunsOneTurnAtATime(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.ToolCall("slow", `{}`), modeltest.Text("One."), modeltest.Text("Two."))
+	w := newTestDatabase(t, modeltest.ToolCall("slow", `{}`), modeltest.Text("One."), modeltest.Text("Two."))
 	release := make(chan struct{})
 	w.builtin(t, "slow", "", func(context.Context, skills.Call) (any, error) {
 		<-release
@@ -271,12 +271,12 @@ func TestTurnsOfOneSessionAreTakenOneAtATime(t *testing.T) {
 	})
 	p := w.process(t, false)
 	s := p.open(t, "")
-	b := p.say(t, s, "Be slow.", false)
-	until[operate.ToolCall](t, b, "tool")
+	b := p.send(t, s, "Be slow.", false)
+	waitEvent[operate.ToolCall](t, b, "tool")
 	if _, err := s.Turn(t.Context(), "And this?", false, func(operate.Event) {}); !errors.Is(err, operate.ErrBusySession) {
 		t.Errorf("the second turn ended with %v", err)
 	}
-	later := p.say(t, s, "And this?", true)
+	later := p.send(t, s, "And this?", true)
 	close(release)
 	if done, err := b.wait(t); err != nil || done.Text != "One." {
 		t.Errorf("first: %+v, %v", done, err)

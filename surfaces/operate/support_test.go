@@ -32,21 +32,21 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 )
 
-const patience = 90 * time.Second
+const waitLimit = 90 * time.Second
 
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
-// world is a database and a scripted model; processes work on them.
-type world struct {
+// testDatabase is a database and a scripted model; processes work on them.
+type testDatabase struct {
 	pool     *pgxpool.Pool
 	model    *modeltest.Server
 	loop     *reason.Loop
 	builtins map[string]skills.Builtin
 }
 
-func newWorld(t *testing.T, replies ...modeltest.Reply) *world {
+func newTestDatabase(t *testing.T, replies ...modeltest.Reply) *testDatabase {
 	t.Helper()
-	w := &world{pool: pgtest.DB(t), model: modeltest.New(t, replies...), builtins: map[string]skills.Builtin{}}
+	w := &testDatabase{pool: pgtest.DB(t), model: modeltest.New(t, replies...), builtins: map[string]skills.Builtin{}}
 	client, err := models.New(models.Config{
 		BaseURL: w.model.URL(), Model: "gpt-4o-mini", Logger: slog.New(slog.DiscardHandler),
 		Retry: models.Retry{Attempts: 2, Base: time.Millisecond, MaxWait: time.Second},
@@ -63,13 +63,13 @@ func newWorld(t *testing.T, replies ...modeltest.Reply) *world {
 }
 
 // builtin declares a skill that runs in the test.
-func (w *world) builtin(t *testing.T, name, trust string, fn skills.Builtin) {
+func (w *testDatabase) builtin(t *testing.T, name, trust string, fn skills.Builtin) {
 	t.Helper()
 	w.builtins[name] = fn
-	w.put(t, skills.Definition{Name: name, Handler: "builtin:" + name, Trust: trust, Parameters: map[string]any{"type": "object", "additionalProperties": true}})
+	w.addSkill(t, skills.Definition{Name: name, Handler: "builtin:" + name, Trust: trust, Parameters: map[string]any{"type": "object", "additionalProperties": true}})
 }
 
-func (w *world) put(t *testing.T, d skills.Definition) {
+func (w *testDatabase) addSkill(t *testing.T, d skills.Definition) {
 	t.Helper()
 	d.Description = "does " + d.Name
 	if _, err := skills.Put(t.Context(), w.pool, d, skills.SourceWorkspace); err != nil {
@@ -88,7 +88,7 @@ type process struct {
 }
 
 // process begins one. With working it takes executions by itself, as `agent serve` does.
-func (w *world) process(t *testing.T, working bool, change ...func(*operate.Options)) *process {
+func (w *testDatabase) process(t *testing.T, working bool, change ...func(*operate.Options)) *process {
 	t.Helper()
 	listener := postgres.NewListener(postgres.Dialer(w.pool), slog.New(slog.DiscardHandler))
 	p := &process{keeper: lanes.NewKeeper(w.pool, lanes.Options{Listener: listener})}
@@ -118,11 +118,11 @@ func (w *world) process(t *testing.T, working bool, change ...func(*operate.Opti
 	mux.Handle("POST /v1/operate", p.Handler())
 	mux.Handle("GET /v1/operate/watch", p.WatchHandler())
 	p.http = httptest.NewServer(mux)
-	p.begin(t, listener, working)
+	p.start(t, listener, working)
 	return p
 }
 
-func (p *process) begin(t *testing.T, listener *postgres.Listener, working bool) {
+func (p *process) start(t *testing.T, listener *postgres.Listener, working bool) {
 	t.Helper()
 	living, kill := context.WithCancel(context.WithoutCancel(t.Context()))
 	ctx, stop := context.WithCancel(living)
@@ -152,20 +152,20 @@ func (p *process) begin(t *testing.T, listener *postgres.Listener, working bool)
 	})
 }
 
-// log collects the events of a turn.
-type log struct {
+// eventLog collects the events of a turn.
+type eventLog struct {
 	mu     sync.Mutex
 	events []operate.Event
 }
 
-func (l *log) add(e operate.Event) {
+func (l *eventLog) add(e operate.Event) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.events = append(l.events, e)
 }
 
 // names are the events' names; several deltas in a row are one.
-func (l *log) names() string {
+func (l *eventLog) names() string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	var names []string
@@ -178,8 +178,8 @@ func (l *log) names() string {
 	return strings.Join(names, " ")
 }
 
-// last is the newest event of a name.
-func last[T any](l *log, name string) (data T, found bool) {
+// lastEvent is the newest event of a name.
+func lastEvent[T any](l *eventLog, name string) (data T, found bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for _, e := range l.events {
@@ -191,7 +191,7 @@ func last[T any](l *log, name string) (data T, found bool) {
 }
 
 // text is what was streamed.
-func (l *log) text() string {
+func (l *eventLog) text() string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	var b strings.Builder
@@ -218,19 +218,19 @@ func (p *process) open(t *testing.T, id string) *operate.Session {
 	return s
 }
 
-// background takes a turn in a goroutine of its own.
-type background struct {
-	log
+// runningTurn takes a turn in a goroutine of its own.
+type runningTurn struct {
+	eventLog
 	leave context.CancelCauseFunc
 	done  operate.Done
 	err   error
 	over  chan struct{}
 }
 
-func (p *process) say(t *testing.T, s *operate.Session, message string, wait bool) *background {
+func (p *process) send(t *testing.T, s *operate.Session, message string, wait bool) *runningTurn {
 	t.Helper()
 	ctx, leave := context.WithCancelCause(context.WithoutCancel(t.Context()))
-	b := &background{leave: leave, over: make(chan struct{})}
+	b := &runningTurn{leave: leave, over: make(chan struct{})}
 	go func() {
 		defer close(b.over)
 		b.done, b.err = s.Turn(ctx, message, wait, b.add)
@@ -243,29 +243,29 @@ func (p *process) say(t *testing.T, s *operate.Session, message string, wait boo
 }
 
 // wait waits for the turn's end.
-func (b *background) wait(t *testing.T) (operate.Done, error) {
+func (b *runningTurn) wait(t *testing.T) (operate.Done, error) {
 	t.Helper()
 	select {
 	case <-b.over:
-	case <-time.After(patience):
+	case <-time.After(waitLimit):
 		t.Fatalf("the turn does not end; events: %s", b.names())
 	}
 	return b.done, b.err
 }
 
-// until waits for an event.
-func until[T any](t *testing.T, b *background, name string) (data T) {
+// waitEvent waits for an event.
+func waitEvent[T any](t *testing.T, b *runningTurn, name string) (data T) {
 	t.Helper()
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, waitLimit, func() bool {
 		var found bool
-		data, found = last[T](&b.log, name)
+		data, found = lastEvent[T](&b.eventLog, name)
 		return found
 	}, "event "+name)
 	return data
 }
 
 // execution reads a turn's row.
-func (w *world) execution(t *testing.T, id string) executions.Execution {
+func (w *testDatabase) execution(t *testing.T, id string) executions.Execution {
 	t.Helper()
 	x, err := executions.Get(t.Context(), w.pool, id)
 	if err != nil {
@@ -274,15 +274,15 @@ func (w *world) execution(t *testing.T, id string) executions.Execution {
 	return x
 }
 
-// becomes waits for a turn to reach a status.
-func (w *world) becomes(t *testing.T, id string, want executions.Status) (x executions.Execution) {
+// waitStatus waits for a turn to reach a status.
+func (w *testDatabase) waitStatus(t *testing.T, id string, want executions.Status) (x executions.Execution) {
 	t.Helper()
 	t.Cleanup(func() {
 		if t.Failed() {
 			t.Logf("execution is %s, waits for %s %s; %s", x.Status, testkit.Deref(x.WaitingFor), testkit.Deref(x.WaitingKey), testkit.Deref(x.ErrorMessage))
 		}
 	})
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, waitLimit, func() bool {
 		x = w.execution(t, id)
 		return x.Status == want || x.Status.Ended()
 	}, "execution becomes "+string(want))
@@ -350,22 +350,22 @@ func decode[T any](t *testing.T, r io.Reader) (v T) {
 	return v
 }
 
-// held reports who has the lane operate; empty for nobody.
-func (w *world) held(t *testing.T) string {
+// laneHolder reports who has the lane operate; empty for nobody.
+func (w *testDatabase) laneHolder(t *testing.T) string {
 	t.Helper()
 	return pgtest.Value[string](t, w.pool, `select coalesce((select locked_by from agent_locks_live where lane = 'operate'), '')`)
 }
 
-// rows are what a turn did, skill and status, in order.
-func (w *world) rows(t *testing.T, traceID string) string {
+// traceRows are what a turn did, skill and status, in order.
+func (w *testDatabase) traceRows(t *testing.T, traceID string) string {
 	t.Helper()
 	return pgtest.Value[string](t, w.pool, `
 		select coalesce(string_agg(skill_name || ' ' || status, ', ' order by created_at, id), '')
 		  from agent_activity where trace_id = $1`, traceID)
 }
 
-// lookOnce is a model that calls look and then answers.
-func lookOnce(_ int, r openai.ChatCompletionRequest) modeltest.Reply {
+// callLookOnce is a model that calls look and then answers.
+func callLookOnce(_ int, r openai.ChatCompletionRequest) modeltest.Reply {
 	if r.Messages[len(r.Messages)-1].Role == openai.ChatMessageRoleTool {
 		return modeltest.Text("Done.")
 	}

@@ -28,9 +28,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-func TestATurnIsOneExecutionWithATraceOfItsOwnInTheSessionsThread(t *testing.T) {
+func TestTurnExecution(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.Text("Good morning."), modeltest.Text("You said hello."))
+	w := newTestDatabase(t, modeltest.Text("Good morning."), modeltest.Text("You said hello."))
 	p := w.process(t, false)
 	s := p.open(t, "")
 	if !strings.HasPrefix(s.ID(), "ses_") {
@@ -38,7 +38,7 @@ func TestATurnIsOneExecutionWithATraceOfItsOwnInTheSessionsThread(t *testing.T) 
 	}
 	var traces []string
 	for _, message := range []string{"Hello.", "What did\x00 I say?"} {
-		var events log
+		var events eventLog
 		done, err := s.Turn(t.Context(), message, false, events.add)
 		if err != nil {
 			t.Fatal(err)
@@ -77,16 +77,16 @@ func TestATurnIsOneExecutionWithATraceOfItsOwnInTheSessionsThread(t *testing.T) 
 	}
 }
 
-func TestToolCallsAreShownAsTheyHappenWithoutSecrets(t *testing.T) {
+func TestToolCallEventsHideSecrets(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.ToolCall("look", `{"password":"hunter2","table":"orders"}`).AndCall("broken", `{}`), modeltest.Text("Done."))
+	w := newTestDatabase(t, modeltest.ToolCall("look", `{"password":"hunter2","table":"orders"}`).AndCall("broken", `{}`), modeltest.Text("Done."))
 	w.builtin(t, "look", "", func(context.Context, skills.Call) (any, error) {
 		return map[string]any{"api_key": "sk-live-0123456789abcdef", "rows": 42}, nil
 	})
 	w.builtin(t, "broken", "", func(context.Context, skills.Call) (any, error) {
 		return nil, &skills.CallError{Class: "http_status", Message: "the service answered 503"}
 	})
-	var events log
+	var events eventLog
 	done, err := w.process(t, false).open(t, "").Turn(t.Context(), "Look.", false, events.add)
 	if err != nil {
 		t.Fatal(err)
@@ -114,12 +114,12 @@ func TestToolCallsAreShownAsTheyHappenWithoutSecrets(t *testing.T) {
 	}
 }
 
-// hanging is a world with an http skill that never answers, or a sql skill that sleeps.
-func hanging(t *testing.T, kind string) (w *world, runs, stopped func() bool) {
+// withHangingTurn is a world with an http skill that never answers, or a sql skill that sleeps.
+func withHangingTurn(t *testing.T, kind string) (w *testDatabase, runs, stopped func() bool) {
 	t.Helper()
-	w = newWorld(t, modeltest.ToolCall("slow", `{}`))
+	w = newTestDatabase(t, modeltest.ToolCall("slow", `{}`))
 	if kind == "sql" {
-		w.put(t, skills.Definition{Name: "slow", Handler: "sql:select pg_sleep(600)"})
+		w.addSkill(t, skills.Definition{Name: "slow", Handler: "sql:select pg_sleep(600)"})
 		sleeping := func() bool {
 			return pgtest.Value[int](t, w.pool, `select count(*) from pg_stat_activity where datname = current_database() and state = 'active'
 				and query like '%pg_sleep(600)%' and pid <> pg_backend_pid()`) > 0
@@ -133,24 +133,24 @@ func hanging(t *testing.T, kind string) (w *world, runs, stopped func() bool) {
 		gone.Store(true)
 	}))
 	t.Cleanup(server.Close)
-	w.put(t, skills.Definition{Name: "slow", Handler: "http:GET " + server.URL})
+	w.addSkill(t, skills.Definition{Name: "slow", Handler: "http:GET " + server.URL})
 	return w, came.Load, gone.Load
 }
 
-func TestAnInterruptStopsWhatRuns(t *testing.T) {
+func TestInterruptStopsTools(t *testing.T) {
 	t.Parallel()
 	for _, kind := range []string{"http", "sql"} {
 		t.Run(kind, func(t *testing.T) {
-			w, runs, stopped := hanging(t, kind)
+			w, runs, stopped := withHangingTurn(t, kind)
 			p := w.process(t, false)
 			s := p.open(t, "")
-			b := p.say(t, s, "Be slow.", false)
-			call := until[operate.ToolCall](t, b, "tool")
-			start := until[operate.Start](t, b, "start")
+			b := p.send(t, s, "Be slow.", false)
+			call := waitEvent[operate.ToolCall](t, b, "tool")
+			start := waitEvent[operate.Start](t, b, "start")
 			if call.Status != "started" {
 				t.Fatalf("the call is %+v", call)
 			}
-			pgtest.Eventually(t, patience, runs, "the skill runs")
+			pgtest.Eventually(t, waitLimit, runs, "the skill runs")
 			began := time.Now()
 			b.leave(operate.ErrInterrupt)
 			if _, err := b.wait(t); err == nil || !strings.Contains(err.Error(), "cancelled by admin") {
@@ -159,24 +159,24 @@ func TestAnInterruptStopsWhatRuns(t *testing.T) {
 			if took := time.Since(began); took > 25*time.Second {
 				t.Errorf("the interrupt took %s", took)
 			}
-			pgtest.Eventually(t, patience, stopped, "the skill is stopped")
+			pgtest.Eventually(t, waitLimit, stopped, "the skill is stopped")
 			x := w.execution(t, start.ExecutionID)
 			if x.Status != executions.Cancelled || testkit.Deref(x.CancelledBy) != "admin" || testkit.Deref(x.CancelReason) != "interrupted" {
 				t.Errorf("the execution is %s by %s: %s", x.Status, testkit.Deref(x.CancelledBy), testkit.Deref(x.CancelReason))
 			}
-			if got := w.rows(t, start.TraceID); got != "model_call success, slow unknown" {
+			if got := w.traceRows(t, start.TraceID); got != "model_call success, slow unknown" {
 				t.Errorf("the story is %s", got)
 			}
-			if w.held(t) == "" {
+			if w.laneHolder(t) == "" {
 				t.Error("the admin is still there, and lost the lane")
 			}
 		})
 	}
 }
 
-// keyed sends a turn under an Idempotency-Key, straight to the surface: as a request comes here again when the process
+// postWithKey sends a turn under an Idempotency-Key, straight to the surface: as a request comes here again when the process
 // of the first attempt is dead.
-func (p *process) keyed(t *testing.T, key, body string) *http.Response {
+func (p *process) postWithKey(t *testing.T, key, body string) *http.Response {
 	t.Helper()
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, p.http.URL+"/v1/operate", strings.NewReader(body))
 	if err != nil {
@@ -191,27 +191,27 @@ func (p *process) keyed(t *testing.T, key, body string) *http.Response {
 	return resp
 }
 
-func TestARequestWithAKeyIsOneTurn(t *testing.T) {
+func TestRequestWithKeyIsOneTurn(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."))
+	w := newTestDatabase(t, modeltest.Text("One."), modeltest.Text("Two."))
 	p, other := w.process(t, false), w.process(t, false)
-	events, _ := readEvents(p.keyed(t, "k", `{"message":"Hello."}`).Body, nil)
+	events, _ := readEvents(p.postWithKey(t, "k", `{"message":"Hello."}`).Body, nil)
 	start := read[operate.Start](t, events, "start")
-	pgtest.Eventually(t, patience, func() bool { return w.held(t) == "" }, "the lane is freed")
-	resp := other.keyed(t, "k", `{"message":"Hello."}`)
+	pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
+	resp := other.postWithKey(t, "k", `{"message":"Hello."}`)
 	got := decode[problem.Problem](t, resp.Body)
 	if resp.StatusCode != http.StatusConflict || !strings.HasSuffix(got.Type, ":idempotency-key-used") || got.TraceID != start.TraceID ||
 		!strings.Contains(got.Detail, start.SessionID) {
 		t.Errorf("the same again: %d, %+v", resp.StatusCode, got)
 	}
-	if events, _ := readEvents(other.keyed(t, "k", `{"message":"Hello you."}`).Body, nil); named(events) != "start delta done" {
-		t.Errorf("another message: %s", named(events))
+	if events, _ := readEvents(other.postWithKey(t, "k", `{"message":"Hello you."}`).Body, nil); eventNames(events) != "start delta done" {
+		t.Errorf("another message: %s", eventNames(events))
 	}
 }
 
-func TestRequestsWithAKeyThatWaitForTheLaneAreOneTurn(t *testing.T) {
+func TestWaitingRequestsWithKeyAreOneTurn(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.Text("Hello."))
+	w := newTestDatabase(t, modeltest.Text("Hello."))
 	p := w.process(t, false)
 	first := p.open(t, "ses_one")
 	if err := first.Hold(t.Context(), false); err != nil {
@@ -220,18 +220,18 @@ func TestRequestsWithAKeyThatWaitForTheLaneAreOneTurn(t *testing.T) {
 	var got [2][]sse
 	var reading sync.WaitGroup
 	for i := range got {
-		body := p.keyed(t, "k", `{"message":"Hello.","wait":true}`).Body // it waits: neither has begun
+		body := p.postWithKey(t, "k", `{"message":"Hello.","wait":true}`).Body // it waits: neither has begun
 		reading.Go(func() { got[i], _ = readEvents(body, nil) })
 	}
 	if err := first.Close(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	reading.Wait()
-	if named(got[0]) == "error" {
+	if eventNames(got[0]) == "error" {
 		got[0], got[1] = got[1], got[0]
 	}
-	if named(got[0]) != "start delta done" || named(got[1]) != "error" {
-		t.Fatalf("events are %s and %s", named(got[0]), named(got[1]))
+	if eventNames(got[0]) != "start delta done" || eventNames(got[1]) != "error" {
+		t.Fatalf("events are %s and %s", eventNames(got[0]), eventNames(got[1]))
 	}
 	refused, start := read[problem.Problem](t, got[1], "error"), read[operate.Start](t, got[0], "start")
 	if !strings.HasSuffix(refused.Type, ":idempotency-key-used") || refused.TraceID != start.TraceID {
@@ -242,35 +242,35 @@ func TestRequestsWithAKeyThatWaitForTheLaneAreOneTurn(t *testing.T) {
 	}
 }
 
-func TestARequestWhoseTurnFailedOrIsOldMayBeSentAgain(t *testing.T) {
+func TestKeyOfFailedOrOldTurn(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0), modeltest.Text("Now."), modeltest.Text("And now."))
+	w := newTestDatabase(t, modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0), modeltest.Text("Now."), modeltest.Text("And now."))
 	p := w.process(t, false)
 	for _, want := range []string{"start error", "start delta done"} {
-		if events, _ := readEvents(p.keyed(t, "k", `{"message":"Hello."}`).Body, nil); named(events) != want {
-			t.Fatalf("events are %s, not %s", named(events), want)
+		if events, _ := readEvents(p.postWithKey(t, "k", `{"message":"Hello."}`).Body, nil); eventNames(events) != want {
+			t.Fatalf("events are %s, not %s", eventNames(events), want)
 		}
-		pgtest.Eventually(t, patience, func() bool { return w.held(t) == "" }, "the lane is freed")
+		pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
 	}
-	if resp := p.keyed(t, "k", `{"message":"Hello."}`); resp.StatusCode != http.StatusConflict {
+	if resp := p.postWithKey(t, "k", `{"message":"Hello."}`); resp.StatusCode != http.StatusConflict {
 		t.Errorf("after the turn that did not fail: %d", resp.StatusCode)
 	}
 	pgtest.Exec(t, w.pool, `update agent_executions set created_at = created_at - interval '1 day'`)
-	if events, _ := readEvents(p.keyed(t, "k", `{"message":"Hello."}`).Body, nil); named(events) != "start delta done" {
-		t.Errorf("a day later: %s", named(events))
+	if events, _ := readEvents(p.postWithKey(t, "k", `{"message":"Hello."}`).Body, nil); eventNames(events) != "start delta done" {
+		t.Errorf("a day later: %s", eventNames(events))
 	}
 }
 
-func TestATurnThatAnotherProcessWentOnWithIsFollowed(t *testing.T) {
+func TestFollowTurnOfOtherProcess(t *testing.T) {
 	t.Parallel()
-	w, called := guarded(t)
+	w, called := withGuardedSkill(t)
 	other := w.process(t, true)
 	// The listener looks so rarely that the other process is always quicker.
 	p := w.process(t, false, func(o *operate.Options) { o.Poll = 1500 * time.Millisecond })
-	b := p.say(t, p.open(t, ""), "Wipe orders.", false)
-	asked := until[operate.Approval](t, b, "approval")
-	start := until[operate.Start](t, b, "start")
-	w.becomes(t, start.ExecutionID, executions.Waiting)
+	b := p.send(t, p.open(t, ""), "Wipe orders.", false)
+	asked := waitEvent[operate.Approval](t, b, "approval")
+	start := waitEvent[operate.Start](t, b, "start")
+	w.waitStatus(t, start.ExecutionID, executions.Waiting)
 	w.decide(t, asked.ID, true)
 	if err := other.engine.Sweep(t.Context()); err != nil {
 		t.Fatal(err)
@@ -279,23 +279,23 @@ func TestATurnThatAnotherProcessWentOnWithIsFollowed(t *testing.T) {
 	if err != nil || done.Text != "It is over." || b.text() != done.Text || called.Load() != 1 {
 		t.Errorf("done %+v, %v; streamed %q; called %d times", done, err, b.text(), called.Load())
 	}
-	if !strings.HasPrefix(w.held(t), "op_") {
-		t.Errorf("the admin is still there, but the lane is held by %q", w.held(t))
+	if !strings.HasPrefix(w.laneHolder(t), "op_") {
+		t.Errorf("the admin is still there, but the lane is held by %q", w.laneHolder(t))
 	}
 }
 
-func TestATurnWhoseProcessDiedResumesHeadless(t *testing.T) {
+func TestTurnResumesAfterCrash(t *testing.T) {
 	t.Parallel()
 	for name, elsewhere := range map[string]bool{"under the lane that it had": false, "when another admin has left": true} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			resumesHeadless(t, elsewhere)
+			testResumesHeadless(t, elsewhere)
 		})
 	}
 }
 
-func resumesHeadless(t *testing.T, elsewhere bool) {
-	w := newWorld(t, modeltest.ToolCall("first", `{}`), modeltest.ToolCall("second", `{}`), modeltest.Text("All done."))
+func testResumesHeadless(t *testing.T, elsewhere bool) {
+	w := newTestDatabase(t, modeltest.ToolCall("first", `{}`), modeltest.ToolCall("second", `{}`), modeltest.Text("All done."))
 	var first, second atomic.Int64
 	reached, gone := make(chan struct{}), make(chan struct{})
 	w.builtin(t, "first", "", func(context.Context, skills.Call) (any, error) {
@@ -314,9 +314,9 @@ func resumesHeadless(t *testing.T, elsewhere bool) {
 	pgtest.Exec(t, w.pool, `update agent_skills set idempotent = true`)
 	p := w.process(t, false)
 	s := p.open(t, "")
-	b := p.say(t, s, "Do both.", false)
+	b := p.send(t, s, "Do both.", false)
 	<-reached
-	start := until[operate.Start](t, b, "start")
+	start := waitEvent[operate.Start](t, b, "start")
 	// The process is paused past its lease: nobody renews what it has. Its lane, which nobody else may have yet, is the
 	// turn's.
 	const lost = `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`
@@ -329,24 +329,24 @@ func resumesHeadless(t *testing.T, elsewhere bool) {
 	}
 	other := w.process(t, true)
 	if elsewhere {
-		x := w.becomes(t, start.ExecutionID, executions.Waiting)
-		if testkit.Deref(x.WaitingFor) != "lane" || w.held(t) != "another admin" {
-			t.Errorf("it waits for %s, the lane is held by %q", testkit.Deref(x.WaitingFor), w.held(t))
+		x := w.waitStatus(t, start.ExecutionID, executions.Waiting)
+		if testkit.Deref(x.WaitingFor) != "lane" || w.laneHolder(t) != "another admin" {
+			t.Errorf("it waits for %s, the lane is held by %q", testkit.Deref(x.WaitingFor), w.laneHolder(t))
 		}
 		pgtest.Exec(t, w.pool, `update agent_locks set expires_at = clock_timestamp() - interval '1 second' where lane = 'operate'`)
 		if err := other.engine.Sweep(t.Context()); err != nil {
 			t.Fatal(err)
 		}
 	}
-	x := w.becomes(t, start.ExecutionID, executions.Completed)
+	x := w.waitStatus(t, start.ExecutionID, executions.Completed)
 	if x.ResultSummary != "All done." || first.Load() != 1 || second.Load() != 2 {
 		t.Errorf("%q; first was called %d times, second %d", x.ResultSummary, first.Load(), second.Load())
 	}
 }
 
-func TestAShutdownHandsTheTurnOn(t *testing.T) {
+func TestShutdownHandsTurnOver(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.ToolCall("slow", `{}`), modeltest.Text("Done."))
+	w := newTestDatabase(t, modeltest.ToolCall("slow", `{}`), modeltest.Text("Done."))
 	reached := make(chan struct{}, 2)
 	var calls atomic.Int64
 	w.builtin(t, "slow", "", func(ctx context.Context, _ skills.Call) (any, error) {
@@ -359,9 +359,9 @@ func TestAShutdownHandsTheTurnOn(t *testing.T) {
 	})
 	pgtest.Exec(t, w.pool, `update agent_skills set idempotent = true`)
 	p := w.process(t, true)
-	b := p.say(t, p.open(t, ""), "Be slow.", false)
+	b := p.send(t, p.open(t, ""), "Be slow.", false)
 	<-reached
-	start := until[operate.Start](t, b, "start")
+	start := waitEvent[operate.Start](t, b, "start")
 	p.stop()
 	if done, err := b.wait(t); err != nil || done.Ended != operate.HandedOn {
 		t.Errorf("left as %+v, %v", done, err)
@@ -370,16 +370,16 @@ func TestAShutdownHandsTheTurnOn(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.process(t, true)
-	w.becomes(t, start.ExecutionID, executions.Completed)
+	w.waitStatus(t, start.ExecutionID, executions.Completed)
 }
 
 // Between two turns nothing but the process keeps the lane: it must not be kept from the next admin for the rest of
 // its lease.
-func TestTheLaneOfASessionGoesWithItsProcess(t *testing.T) {
+func TestSessionLaneEndsWithProcess(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.Text("Hello."), modeltest.Text("Hello."))
+	w := newTestDatabase(t, modeltest.Text("Hello."), modeltest.Text("Hello."))
 	dead, alive := w.process(t, false), w.process(t, true)
-	if _, err := dead.say(t, dead.open(t, ""), "Hello.", false).wait(t); err != nil {
+	if _, err := dead.send(t, dead.open(t, ""), "Hello.", false).wait(t); err != nil {
 		t.Fatal(err)
 	}
 	next := alive.open(t, "")
@@ -399,9 +399,9 @@ func TestTheLaneOfASessionGoesWithItsProcess(t *testing.T) {
 	}, "the lane of a dead process is free")
 }
 
-func TestALongSessionIsSummarisedAndStaysAffordable(t *testing.T) {
+func TestLongSessionIsSummarized(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestDatabase(t)
 	p := w.process(t, false, func(o *operate.Options) { o.History = 400 })
 	s := p.open(t, "")
 	longest, summarised := 0, false
@@ -435,7 +435,7 @@ func TestALongSessionIsSummarisedAndStaysAffordable(t *testing.T) {
 
 func TestASessionHasOneAgent(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."), modeltest.Text("Three."))
+	w := newTestDatabase(t, modeltest.Text("One."), modeltest.Text("Two."), modeltest.Text("Three."))
 	p := w.process(t, true)
 	p.Loop.Agents = &agents.Directory{Settings: agents.Settings{Name: "house"}}
 	for _, d := range []agents.Definition{
@@ -456,7 +456,7 @@ func TestASessionHasOneAgent(t *testing.T) {
 		if err := s.SetAgent(t.Context(), c.agent); err != nil {
 			t.Fatal(err)
 		}
-		b := p.say(t, s, "hello", true)
+		b := p.send(t, s, "hello", true)
 		<-b.over
 		if c.told == "" {
 			if told, _ := problem.Of(b.err); b.err == nil || told.Status != http.StatusConflict || !strings.Contains(told.Detail, "is one with sales") {
@@ -480,9 +480,9 @@ func TestASessionHasOneAgent(t *testing.T) {
 	}
 }
 
-func TestAHeartbeatUnderWayYieldsToTheAdminAndResumes(t *testing.T) {
+func TestHeartbeatYieldsToSession(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestDatabase(t)
 	p := w.process(t, true)
 	s := p.open(t, "")
 	w.builtin(t, "look", "", func(context.Context, skills.Call) (any, error) {
@@ -496,7 +496,7 @@ func TestAHeartbeatUnderWayYieldsToTheAdminAndResumes(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	x := w.becomes(t, beat.ID, executions.Waiting)
+	x := w.waitStatus(t, beat.ID, executions.Waiting)
 	if testkit.Deref(x.WaitingFor) != "lane" || testkit.Deref(x.WaitingKey) != operate.Lane {
 		t.Fatalf("the heartbeat waits for %s %s", testkit.Deref(x.WaitingFor), testkit.Deref(x.WaitingKey))
 	}
@@ -504,8 +504,8 @@ func TestAHeartbeatUnderWayYieldsToTheAdminAndResumes(t *testing.T) {
 		t.Errorf("the admin's turn: %+v, %v", done, err)
 	}
 	tick, err := p.engine.RunSync(t.Context(), heartbeat.Spec("agent"))
-	if err != nil || !strings.HasPrefix(tick.ResultSummary, "skipped") || w.rows(t, tick.TraceID) != "heartbeat skipped" {
-		t.Errorf("the tick is %s: %q, %v; %s", tick.Status, tick.ResultSummary, err, w.rows(t, tick.TraceID))
+	if err != nil || !strings.HasPrefix(tick.ResultSummary, "skipped") || w.traceRows(t, tick.TraceID) != "heartbeat skipped" {
+		t.Errorf("the tick is %s: %q, %v; %s", tick.Status, tick.ResultSummary, err, w.traceRows(t, tick.TraceID))
 	}
 	if x := w.execution(t, beat.ID); x.Status != executions.Waiting {
 		t.Errorf("the heartbeat is %s while the admin works", x.Status)
@@ -513,8 +513,8 @@ func TestAHeartbeatUnderWayYieldsToTheAdminAndResumes(t *testing.T) {
 	if err := s.Close(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	w.becomes(t, beat.ID, executions.Completed)
-	if n := strings.Count(w.rows(t, x.TraceID), "look success"); n != 1 {
-		t.Errorf("the story is %s", w.rows(t, x.TraceID))
+	w.waitStatus(t, beat.ID, executions.Completed)
+	if n := strings.Count(w.traceRows(t, x.TraceID), "look success"); n != 1 {
+		t.Errorf("the story is %s", w.traceRows(t, x.TraceID))
 	}
 }

@@ -34,9 +34,9 @@ func header(pairs ...string) http.Header {
 	return h
 }
 
-func TestEverySchemeIsAcceptedAndStoredAsItCame(t *testing.T) {
+func TestSignatureSchemes(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestWebhooks(t)
 	const parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 	event := []byte(`{"id": "evt_1",  "type":"invoice.paid", "number": 1.10}`)
 	w.env["GITHUB"] = "It's a Secret to Everybody"
@@ -69,7 +69,7 @@ func TestEverySchemeIsAcceptedAndStoredAsItCame(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			d := c.d
 			d.Name, d.Actions = name, []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "{delivery}"}}
-			w.endpoint(t, d)
+			w.addEndpoint(t, d)
 			c.h.Set("traceparent", parent)
 			c.h.Set("Cookie", "session=secret-cookie")
 			got := w.post(t, "/webhooks/"+name, c.h, bytes.NewReader(c.body))
@@ -108,11 +108,11 @@ func sha(body []byte) string {
 	return fmt.Sprintf("%x", sum(body))
 }
 
-func TestFiftyAtOnceAreOneExecution(t *testing.T) {
+func TestConcurrentDeliveries(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.raises(t, "storm")
-	w.work(t)
+	w := newTestWebhooks(t)
+	w.addEventEndpoint(t, "storm")
+	w.runEngine(t)
 	var accepted atomic.Int32
 	traces := make([]string, 50)
 	var group sync.WaitGroup
@@ -135,7 +135,7 @@ func TestFiftyAtOnceAreOneExecution(t *testing.T) {
 			t.Fatalf("traces differ: %v", traces)
 		}
 	}
-	d := w.until(t, "msg_same", webhooks.Done)
+	d := w.waitStatus(t, "msg_same", webhooks.Done)
 	if accepted.Load() != 1 || d.Repeats != 49 {
 		t.Errorf("%d accepted, %d repeats", accepted.Load(), d.Repeats)
 	}
@@ -150,10 +150,10 @@ func TestFiftyAtOnceAreOneExecution(t *testing.T) {
 	}
 }
 
-func TestWhatIsNotProvedLeavesNothingButANote(t *testing.T) {
+func TestUnauthenticatedDeliveryIsNotStored(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.raises(t, "strict")
+	w := newTestWebhooks(t)
+	w.addEventEndpoint(t, "strict")
 	body := []byte(`{"a":1}`)
 	for name, h := range map[string]http.Header{
 		"no signature": {},
@@ -175,11 +175,11 @@ func TestWhatIsNotProvedLeavesNothingButANote(t *testing.T) {
 	}
 }
 
-func TestBodiesThatCannotBe(t *testing.T) {
+func TestInvalidBodies(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.endpoint(t, webhooks.EndpointDefinition{Name: "small", MaxBytes: 100, Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}}})
-	w.endpoint(t, webhooks.EndpointDefinition{Name: "off", Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}}})
+	w := newTestWebhooks(t)
+	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "small", MaxBytes: 100, Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}}})
+	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "off", Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}}})
 	if _, err := webhooks.SetEndpoint(t.Context(), w.pool, "off", false, "admin", "not now"); err != nil {
 		t.Fatal(err)
 	}
@@ -227,10 +227,10 @@ func TestBodiesThatCannotBe(t *testing.T) {
 	}
 }
 
-func TestATruncatedBodyIsNotStored(t *testing.T) {
+func TestTruncatedBody(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.raises(t, "cut")
+	w := newTestWebhooks(t)
+	w.addEventEndpoint(t, "cut")
 	body := `{"a":1}`
 	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(w.server.URL, "http://"))
 	if err != nil {
@@ -261,17 +261,17 @@ func TestATruncatedBodyIsNotStored(t *testing.T) {
 
 // A sender that uses one delivery id for two bodies loses neither: the first is handled, the others are kept to be
 // looked at.
-func TestAnotherBodyUnderADeliveryIDIsKeptAndSeen(t *testing.T) {
+func TestConflictingBodyIsStored(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.raises(t, "twice")
+	w := newTestWebhooks(t)
+	w.addEventEndpoint(t, "twice")
 	var log testkit.Log
 	var err error
 	if w.surface.Logger, err = logging.New(&log, "json", "info"); err != nil {
 		t.Fatal(err)
 	}
-	w.work(t)
-	first := w.accepted(t, "twice", "msg_1", `{"order": 7, "note": "a"}`)
+	w.runEngine(t)
+	first := w.sendAccepted(t, "twice", "msg_1", `{"order": 7, "note": "a"}`)
 	for body, conflict := range map[string]bool{
 		`{"order": 7, "note": "a"}`: false,
 		`{"note":"a","order":7}`:    false, // written anew
@@ -303,7 +303,7 @@ func TestAnotherBodyUnderADeliveryIDIsKeptAndSeen(t *testing.T) {
 		first.TraceID); n != 5 {
 		t.Errorf("%d activities tell of 5 other bodies", n)
 	}
-	w.until(t, d.ID, "done")
+	w.waitStatus(t, d.ID, "done")
 	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where flow = 'webhook'`); n != 1 {
 		t.Errorf("%d executions", n)
 	}
@@ -321,10 +321,10 @@ func TestAnotherBodyUnderADeliveryIDIsKeptAndSeen(t *testing.T) {
 	}
 }
 
-func TestStripesOwnCountOfAttemptsIsNoConflict(t *testing.T) {
+func TestStripeAttemptsAreNoConflict(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.endpoint(t, webhooks.EndpointDefinition{Name: "pay", Scheme: signature.Stripe, Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}}})
+	w := newTestWebhooks(t)
+	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "pay", Scheme: signature.Stripe, Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}}})
 	for i, c := range []struct {
 		body     string
 		status   int
@@ -342,11 +342,11 @@ func TestStripesOwnCountOfAttemptsIsNoConflict(t *testing.T) {
 	}
 }
 
-func TestASecretIsRotatedWithoutLoss(t *testing.T) {
+func TestSecretRotation(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestWebhooks(t)
 	define := func(secrets ...string) {
-		w.endpoint(t, webhooks.EndpointDefinition{Name: "rotate", Secrets: secrets, Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}}})
+		w.addEndpoint(t, webhooks.EndpointDefinition{Name: "rotate", Secrets: secrets, Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}}})
 	}
 	body := []byte(`{}`)
 	for i, c := range []struct {
@@ -370,12 +370,12 @@ func TestASecretIsRotatedWithoutLoss(t *testing.T) {
 }
 
 // Whoever sends to an endpoint whose secret is not set does not fill the log.
-func TestASecretThatIsNotSetIsLoggedOnce(t *testing.T) {
+func TestMissingSecretIsLoggedOnce(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestWebhooks(t)
 	var log bytes.Buffer
 	w.surface.Logger = slog.New(slog.NewTextHandler(&log, nil))
-	w.endpoint(t, webhooks.EndpointDefinition{Name: "unset", Secrets: []string{"${MISSING}"}, Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}}})
+	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "unset", Secrets: []string{"${MISSING}"}, Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}}})
 	for range 50 {
 		if got := w.post(t, "/webhooks/unset", signed(t, whsec, "msg_1", time.Now(), []byte("{}")), strings.NewReader("{}")); got.status != 500 || strings.Contains(got.body, "MISSING") {
 			t.Fatalf("answer %d %s", got.status, got.body)
@@ -387,10 +387,10 @@ func TestASecretThatIsNotSetIsLoggedOnce(t *testing.T) {
 }
 
 // A transaction that fails acknowledges nothing: the sender sends again, and then it is the first.
-func TestWhatCannotBeStoredIsNotAcknowledged(t *testing.T) {
+func TestStorageFailureIsNotAcknowledged(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.raises(t, "lost")
+	w := newTestWebhooks(t)
+	w.addEventEndpoint(t, "lost")
 	pgtest.Exec(t, w.pool, `alter table agent_executions add constraint broken check (flow <> 'webhook')`)
 	if got := w.send(t, "lost", "msg_1", `{}`); got.status != http.StatusInternalServerError || strings.Contains(got.body, "broken") {
 		t.Errorf("answer %d %s", got.status, got.body)
@@ -399,17 +399,17 @@ func TestWhatCannotBeStoredIsNotAcknowledged(t *testing.T) {
 		t.Errorf("%d deliveries without an execution", n)
 	}
 	pgtest.Exec(t, w.pool, `alter table agent_executions drop constraint broken`)
-	w.accepted(t, "lost", "msg_1", `{}`)
+	w.sendAccepted(t, "lost", "msg_1", `{}`)
 }
 
 // Bearer tokens of webhooks are slowed down as other secrets are, and what cannot be guessed passes.
-func TestWrongTokensAreSlowedDown(t *testing.T) {
+func TestWrongTokensAreThrottled(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestWebhooks(t)
 	w.env["WEAK"], w.env["TINY"] = "correct-horse-17", "abc"
 	action := []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "{delivery}"}}
 	for name, secret := range map[string]string{"strong": "${SECRET}", "weak": "${WEAK}", "tiny": "${TINY}"} {
-		w.endpoint(t, webhooks.EndpointDefinition{Name: name, Scheme: signature.Bearer, Secrets: []string{secret}, Actions: action})
+		w.addEndpoint(t, webhooks.EndpointDefinition{Name: name, Scheme: signature.Bearer, Secrets: []string{secret}, Actions: action})
 	}
 	post := func(endpoint, token string) reply {
 		return w.post(t, "/webhooks/"+endpoint, http.Header{"Authorization": {"Bearer " + token}}, strings.NewReader(`{}`))
@@ -439,18 +439,18 @@ func TestWrongTokensAreSlowedDown(t *testing.T) {
 	}
 }
 
-// TestAStormIsHandledOnceEach sends every delivery twice, in disorder, to an endpoint that two processes work for,
+// TestConcurrentDuplicates sends every delivery twice, in disorder, to an endpoint that two processes work for,
 // while each automation fails now and then.
-func TestAStormIsHandledOnceEach(t *testing.T) {
+func TestConcurrentDuplicates(t *testing.T) {
 	t.Parallel()
 	const deliveries, senders = 200, 16
-	w := newWorld(t)
+	w := newTestWebhooks(t)
 	w.fail.Store(20)
-	w.endpoint(t, webhooks.EndpointDefinition{Name: "storm", MaxAttempts: 20, Actions: []webhooks.Action{
+	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "storm", MaxAttempts: 20, Actions: []webhooks.Action{
 		{Event: "EVENT_COMPLETED", Key: "storm-{body.n}"}, {Automation: "work"},
 	}})
-	w.work(t)
-	w.work(t)
+	w.runEngine(t)
+	w.runEngine(t)
 	next := make(chan int, 2*deliveries)
 	for i := range 2 * deliveries {
 		next <- (i * 7) % deliveries

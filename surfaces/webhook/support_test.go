@@ -42,8 +42,8 @@ const (
 
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
-// world is a database, a server that receives, and what its surfaces are made of.
-type world struct {
+// testWebhooks is a database, a server that receives, and what its surfaces are made of.
+type testWebhooks struct {
 	pool      *pgxpool.Pool
 	server    *httptest.Server
 	surface   *webhook.Surface // the one that receives; it works when running
@@ -53,10 +53,10 @@ type world struct {
 	fail      atomic.Int32 // so many requests of automations fail
 }
 
-// newWorld has the secrets SECRET and NEXT, and a surface that receives and does not work yet.
-func newWorld(t *testing.T) *world {
+// newTestWebhooks has the secrets SECRET and NEXT, and a surface that receives and does not work yet.
+func newTestWebhooks(t *testing.T) *testWebhooks {
 	t.Helper()
-	w := &world{pool: pgtest.DB(t), env: map[string]string{"SECRET": whsec, "NEXT": whsec2}}
+	w := &testWebhooks{pool: pgtest.DB(t), env: map[string]string{"SECRET": whsec, "NEXT": whsec2}}
 	w.make = func() *webhook.Surface {
 		return &webhook.Surface{
 			Pool: w.pool, Logger: slog.New(slog.DiscardHandler), Getenv: func(name string) string { return w.env[name] },
@@ -85,7 +85,7 @@ func newWorld(t *testing.T) *world {
 }
 
 // engine is a process that does not run.
-func (w *world) engine(t *testing.T, s *webhook.Surface, more ...func(e *executions.Engine)) (*executions.Engine, *lanes.Keeper) {
+func (w *testWebhooks) engine(t *testing.T, s *webhook.Surface, more ...func(e *executions.Engine)) (*executions.Engine, *lanes.Keeper) {
 	t.Helper()
 	keeper := lanes.NewKeeper(w.pool, lanes.Options{})
 	e, err := executions.New(w.pool, executions.Options{Keeper: keeper, SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second})
@@ -101,8 +101,8 @@ func (w *world) engine(t *testing.T, s *webhook.Surface, more ...func(e *executi
 	return e, keeper
 }
 
-// work starts a process that takes work until the test ends.
-func (w *world) work(t *testing.T, more ...func(e *executions.Engine)) *executions.Engine {
+// runEngine starts a process that takes work until the test ends.
+func (w *testWebhooks) runEngine(t *testing.T, more ...func(e *executions.Engine)) *executions.Engine {
 	t.Helper()
 	e, keeper := w.engine(t, w.make(), more...)
 	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
@@ -118,8 +118,8 @@ func (w *world) work(t *testing.T, more ...func(e *executions.Engine)) *executio
 	return e
 }
 
-// endpoint declares one; scheme and secret have defaults.
-func (w *world) endpoint(t *testing.T, d webhooks.EndpointDefinition) {
+// addEndpoint declares one; scheme and secret have defaults.
+func (w *testWebhooks) addEndpoint(t *testing.T, d webhooks.EndpointDefinition) {
 	t.Helper()
 	if d.Scheme == "" {
 		d.Scheme = signature.Standard
@@ -132,10 +132,10 @@ func (w *world) endpoint(t *testing.T, d webhooks.EndpointDefinition) {
 	}
 }
 
-// raises is an endpoint that raises one event.
-func (w *world) raises(t *testing.T, name string) {
+// addEventEndpoint is an endpoint that raises one event.
+func (w *testWebhooks) addEventEndpoint(t *testing.T, name string) {
 	t.Helper()
-	w.endpoint(t, webhooks.EndpointDefinition{Name: name, Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "{delivery}"}}})
+	w.addEndpoint(t, webhooks.EndpointDefinition{Name: name, Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "{delivery}"}}})
 }
 
 // reply is an answer that was read.
@@ -147,7 +147,7 @@ type reply struct {
 }
 
 // post sends a request.
-func (w *world) post(t *testing.T, path string, h http.Header, body io.Reader) reply {
+func (w *testWebhooks) post(t *testing.T, path string, h http.Header, body io.Reader) reply {
 	t.Helper()
 	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, w.server.URL+path, body)
 	if err != nil {
@@ -159,7 +159,7 @@ func (w *world) post(t *testing.T, path string, h http.Header, body io.Reader) r
 	return w.do(t, r)
 }
 
-func (w *world) do(t *testing.T, r *http.Request) reply {
+func (w *testWebhooks) do(t *testing.T, r *http.Request) reply {
 	t.Helper()
 	response, err := w.server.Client().Do(r)
 	if err != nil {
@@ -195,13 +195,13 @@ func signed(t *testing.T, secret, id string, at time.Time, body []byte) http.Hea
 }
 
 // send sends a message of Standard Webhooks.
-func (w *world) send(t *testing.T, endpoint, id, body string) reply {
+func (w *testWebhooks) send(t *testing.T, endpoint, id, body string) reply {
 	t.Helper()
 	return w.post(t, "/webhooks/"+endpoint, signed(t, whsec, id, time.Now(), []byte(body)), bytes.NewReader([]byte(body)))
 }
 
-// accepted is send for what must be accepted.
-func (w *world) accepted(t *testing.T, endpoint, id, body string) reply {
+// sendAccepted is send for what must be accepted.
+func (w *testWebhooks) sendAccepted(t *testing.T, endpoint, id, body string) reply {
 	t.Helper()
 	got := w.send(t, endpoint, id, body)
 	if got.status != http.StatusAccepted || !trace.ID(got.TraceID).Valid() || got.header.Get("X-Trace-Id") != got.TraceID {
@@ -218,8 +218,8 @@ func hexSum(secret string, message []byte) string {
 	return hex.EncodeToString(mac.Sum(nil))
 }
 
-// until waits for a delivery to reach a state.
-func (w *world) until(t *testing.T, id, want string) (d webhooks.Delivery) {
+// waitStatus waits for a delivery to reach a state.
+func (w *testWebhooks) waitStatus(t *testing.T, id, want string) (d webhooks.Delivery) {
 	t.Helper()
 	deadline := time.Now().Add(patience)
 	pgtest.Eventually(t, patience, func() bool {
