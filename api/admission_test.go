@@ -70,7 +70,7 @@ func TestRejectionDoesNotWaitForBody(t *testing.T) {
 	}
 }
 
-// What strangers have under way is refused to strangers, at once; others and probes do not notice.
+// Requests of strangers are limited and rejected at once. Other requests and probes are not affected.
 func TestFullClassRejectsOnlyItsOwn(t *testing.T) {
 	t.Parallel()
 	ok := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "ok") })
@@ -157,8 +157,8 @@ func TestAddressLimitOfConnections(t *testing.T) {
 	group.Wait()
 }
 
-// sendSilently opens a connection, announces a large body, sends none of it, and returns the status of the answer:
-// 100 where the body is waited for.
+// sendSilently announces a large body, sends none of it, and returns the status: 100 if the server waits for the
+// body.
 func sendSilently(t *testing.T, address, header string, length int64) int {
 	t.Helper()
 	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", address)
@@ -179,7 +179,7 @@ func sendSilently(t *testing.T, address, header string, length int64) int {
 	return answer.StatusCode
 }
 
-// Connections that announce bodies and send nothing shut out nobody, also at their own address.
+// Connections that send no body block nobody, not even from their own address.
 func TestSlowBodiesDoNotBlockOthers(t *testing.T) {
 	t.Parallel()
 	const key = "a-long-random-text-of-the-chat-4711"
@@ -280,7 +280,7 @@ func TestPanicReleasesAdmission(t *testing.T) {
 	}
 }
 
-// Probes are public: those that come at the same time have the answer of one.
+// Concurrent probes share one check.
 func TestConcurrentProbesShareOneCheck(t *testing.T) {
 	t.Parallel()
 	var p prober
@@ -360,7 +360,7 @@ func TestSlowBodyIsRequestTimeout(t *testing.T) {
 	}
 }
 
-// Nobody reads, so at some point the connection takes no more.
+// Without a reader the connection's buffers fill up.
 func TestClientThatDoesNotReadIsDisconnected(t *testing.T) {
 	t.Parallel()
 	for name, stream := range map[string]bool{"an answer": false, "a stream": true} {
@@ -388,7 +388,7 @@ func TestClientThatDoesNotReadIsDisconnected(t *testing.T) {
 	}
 }
 
-// A deadline that one request left behind is not the next one's on the same connection.
+// A request's deadline must not apply to the next request of the connection.
 func TestIdleConnectionIsReused(t *testing.T) {
 	t.Parallel()
 	conn := sendWithoutReading(t, route{handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "ok") })})

@@ -24,7 +24,7 @@ func TestNewRejectsIncompleteOptions(t *testing.T) {
 	}
 }
 
-// operations are all that the document lists, with their placeholders filled.
+// operations lists all operations of the document, with placeholders filled.
 func (a *agent) operations() (list [][2]string) {
 	for path, methods := range a.doc["paths"].(map[string]any) {
 		for method := range methods.(map[string]any) {
@@ -237,7 +237,7 @@ func TestSlowDatabaseIsUnavailable(t *testing.T) {
 	}
 }
 
-// lock_timeout of the database, or the role, ends a statement as statement_timeout does.
+// lock_timeout and a role's settings end a statement like statement_timeout.
 func TestLockTimeoutIsUnavailable(t *testing.T) {
 	t.Parallel()
 	a := start(t)
@@ -300,7 +300,7 @@ func TestOpenAPIDocumentIsComplete(t *testing.T) {
 	}
 }
 
-// failure expects a refusal in OpenAI's format.
+// failure expects an error in OpenAI's format.
 func (a *agent) failure(w *httptest.ResponseRecorder, status int, code string) {
 	a.t.Helper()
 	var got struct {
@@ -408,8 +408,7 @@ func TestEndpointsAreDocumented(t *testing.T) {
 	}
 }
 
-// Every operation is whole: what its path names is a parameter, each answer has a description, every schema compiles,
-// and what asks for a key says which.
+// Every operation is complete: path parameters, response descriptions, valid schemas, security.
 func TestOpenAPIOperationsAreComplete(t *testing.T) {
 	t.Parallel()
 	a := withEndpoints(t)
@@ -442,7 +441,7 @@ func TestOpenAPIOperationsAreComplete(t *testing.T) {
 	}
 }
 
-// Where a bound can be met the document says so: 429 everywhere but at the probes, and 413 where a body is read.
+// The document lists 429 for all routes but probes, and 413 for routes with a body.
 func TestOpenAPIDocumentsLimits(t *testing.T) {
 	t.Parallel()
 	a := withEndpoints(t)
@@ -467,7 +466,7 @@ func TestOpenAPIDocumentsLimits(t *testing.T) {
 	}
 }
 
-// answersOf checks the answers of one operation.
+// answersOf checks the responses of one operation.
 func (a *agent) answersOf(at, path, method string, answers map[string]any) {
 	a.t.Helper()
 	escape := strings.NewReplacer("~", "~0", "/", "~1", "{", "%7B", "}", "%7D")

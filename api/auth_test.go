@@ -26,7 +26,7 @@ const (
 	otherKey = "a-long-random-key-of-the-app-4711"
 )
 
-// echo answers with who called and what was sent.
+// echo responds with the caller and the body.
 func echo(w http.ResponseWriter, r *http.Request) {
 	body, err := io.ReadAll(r.Body)
 	if err != nil {
@@ -37,7 +37,7 @@ func echo(w http.ResponseWriter, r *http.Request) {
 	fmt.Fprintf(w, "%s|%s|%d", visitor, body, r.ContentLength)
 }
 
-// withEndpoints is the API with one endpoint of each kind.
+// withEndpoints starts the API with one endpoint of each kind.
 func withEndpoints(t *testing.T, more ...api.Endpoint) *agent {
 	t.Helper()
 	pool := pgtest.DB(t)
@@ -64,7 +64,7 @@ func accessEndpoints() []api.Endpoint {
 	}
 }
 
-// expectedAccess says who may call each route. A route that is not here fails the test below: decide it, then add it.
+// expectedAccess lists the access of each route. A missing route fails the test below.
 func expectedAccess() map[string]api.Access {
 	all := map[string]api.Access{
 		"POST /v1/chat/completions": api.Visitor, "GET /v1/models": api.Visitor,
@@ -290,7 +290,7 @@ func TestInvalidEndpointIsRejected(t *testing.T) {
 	}
 }
 
-// sendFrom sends a request from an address, perhaps through a proxy.
+// sendFrom sends a request from an address, optionally through a proxy.
 func (a *agent) sendFrom(address, forwardedFor, method, path, body string, header http.Header) *httptest.ResponseRecorder {
 	a.t.Helper()
 	r := httptest.NewRequestWithContext(a.t.Context(), method, path, strings.NewReader(body))
@@ -303,7 +303,7 @@ func (a *agent) sendFrom(address, forwardedFor, method, path, body string, heade
 	return w
 }
 
-// guardedRequests are how a secret is presented, and the answer to a right one.
+// guardedRequests present a secret in each possible way.
 func guardedRequests() map[string]struct {
 	send   func(a *agent, address, forwardedFor, secret string) *httptest.ResponseRecorder
 	right  string
@@ -488,7 +488,7 @@ func TestCookiesOfAgentsOnOneHost(t *testing.T) {
 	}
 }
 
-// errorPages say what they were asked to show.
+// errorPages write their arguments.
 type errorPages struct{}
 
 func (errorPages) LogIn(w http.ResponseWriter, _ *http.Request, status int, next, wrong string) {
@@ -502,7 +502,7 @@ func (errorPages) Refuse(w http.ResponseWriter, _ *http.Request, err error) {
 	fmt.Fprintf(w, "error page|%s", told.Detail)
 }
 
-// withPages is the API with pages of each kind.
+// withPages starts the API with pages of each kind.
 func withPages(t *testing.T) *agent {
 	t.Helper()
 	pool := pgtest.DB(t)
@@ -533,7 +533,7 @@ func form(values ...string) (body string, header http.Header) {
 	return v.Encode(), http.Header{"Content-Type": {"application/x-www-form-urlencoded"}}
 }
 
-// logIn is the cookie of a login.
+// logIn returns a login cookie.
 func (a *agent) logIn() *http.Cookie {
 	a.t.Helper()
 	body, header := form("token", token)
@@ -598,8 +598,7 @@ func TestLoginCookieReplacesToken(t *testing.T) {
 	}
 }
 
-// An admin whose cookie is old, because the token is another now or the login has ended, is shown the login and logs
-// in: nothing is held against the address.
+// An old cookie leads to the login page and does not throttle the address.
 func TestOldCookieIsNotThrottled(t *testing.T) {
 	t.Parallel()
 	for name, secret := range map[string]string{"strong token": token, "weak token": "correct-horse-17"} {
@@ -650,7 +649,7 @@ func TestOldCookieIsNotThrottled(t *testing.T) {
 	}
 }
 
-// clearsCookie reports whether an answer takes a cookie away.
+// clearsCookie reports whether the response clears the cookie.
 func clearsCookie(w *httptest.ResponseRecorder, c *http.Cookie) bool {
 	set := w.Result().Cookies()
 	return len(set) == 1 && set[0].Name == c.Name && set[0].MaxAge < 0

@@ -28,7 +28,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// change is the answer to enable and disable.
+// change is the response of enable and disable.
 type change struct {
 	Name             string
 	Enabled, Changed bool
@@ -60,7 +60,7 @@ func TestEnableSkillRestoresAutomations(t *testing.T) {
 	a.checkAudit(got.TraceID, got.ActivityID, "enable_skill", "the service is back")
 }
 
-// checkAudit expects one activity under an op_ trace that says who did what and why.
+// checkAudit expects one activity under an op_ trace with actor, action and reason.
 func (a *agent) checkAudit(traceID, activityID, action, reason string) {
 	a.t.Helper()
 	var told activity.Trace
@@ -104,10 +104,10 @@ func TestChangeRequiresAudit(t *testing.T) {
 	}
 }
 
-// escape makes a lane one segment of a path, also when it is dots.
+// escape encodes a lane as one path segment, even if it consists of dots.
 func escape(lane string) string { return strings.ReplaceAll(url.PathEscape(lane), ".", "%2E") }
 
-// brokenLane is the answer to break.
+// brokenLane is the response of break.
 type brokenLane struct {
 	Lane, Holder string
 	Broken       bool
@@ -213,7 +213,7 @@ var notAudited = map[string]string{
 	"POST /v1/automations/runs/{id}/redrive":     "has a row; see the tests of automations",
 }
 
-// Every route by which an admin changes something leaves a row, of the admin, with the reason and the object.
+// Every changing route writes an audit row with admin, reason and object.
 func TestEveryChangeIsAudited(t *testing.T) {
 	t.Parallel()
 	a := start(t)
@@ -314,7 +314,7 @@ func (a *agent) automation(name string) string {
 	return name
 }
 
-// approval is a call of the skill drop that an execution asks leave for, and with park waits for.
+// approval creates a call of the skill drop that needs approval; with park the execution waits for it.
 func (a *agent) approval(args string, park bool) (got approvals.Approval) {
 	a.t.Helper()
 	d := skills.Definition{Name: "drop", Description: "drops a table", Handler: "builtin:drop", Trust: skills.TrustApprove}
@@ -345,7 +345,7 @@ func (a *agent) approval(args string, park bool) (got approvals.Approval) {
 	return got
 }
 
-// askCount numbers the flows of approval, whose names are taken once.
+// askCount makes flow names unique.
 var askCount atomic.Int64
 
 func TestApprovalDecisionResumesExecution(t *testing.T) {
@@ -426,7 +426,7 @@ func TestApprovalFiltersAndInvalidDecisions(t *testing.T) {
 	}
 }
 
-// raiseEvent posts an event and returns its id and what it resumed.
+// raiseEvent posts an event and returns its id and the resumed executions.
 func (a *agent) raiseEvent(body string, header http.Header) (id string, resumed []string) {
 	a.t.Helper()
 	var got struct {
@@ -479,7 +479,7 @@ func TestEventResumesWaiterOnce(t *testing.T) {
 	}
 }
 
-// What a visitor says is in the conversation, whichever way it came; a wait need not be about one that is kept here.
+// A visitor's message is in the thread, however it arrived. The thread may be unknown here.
 func TestRaisedMessageIsInThread(t *testing.T) {
 	t.Parallel()
 	a := start(t)
@@ -569,7 +569,7 @@ func TestProposedObjectiveDecision(t *testing.T) {
 	}
 }
 
-// A name is the proposer's, a model's: whatever is in it, the proposal can be refused.
+// A proposal's name comes from a model. Any name can be rejected.
 func TestRejectProposalOfAnyName(t *testing.T) {
 	t.Parallel()
 	a := start(t)
@@ -631,7 +631,6 @@ func TestAutomations(t *testing.T) {
 	}
 }
 
-// storeMemory keeps an entry.
 func (a *agent) storeMemory(key, category string) string {
 	a.t.Helper()
 	note := memory.Note{Category: category, Key: key, Value: "what is known of " + key, TraceID: string(trace.New(trace.Heartbeat))}
@@ -653,7 +652,7 @@ func TestMemoryFiltersAndSearch(t *testing.T) {
 			t.Errorf("%s: %s", query, diff)
 		}
 	}
-	// What an admin keeps from the command line has a trace without executions.
+	// A value from the command line has a trace without executions.
 	op := trace.New(trace.Operate)
 	if _, err := memory.Save(t.Context(), a.pool, memory.Note{Key: "tea", Value: 1, TraceID: string(op)}); err != nil {
 		t.Fatal(err)

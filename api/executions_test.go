@@ -56,7 +56,7 @@ func TestTraceWithoutActivities(t *testing.T) {
 	}
 }
 
-// detail is what the contract says of one execution.
+// detail is an execution as the contract describes it.
 type detail struct {
 	ID         string
 	TraceID    string `json:"trace_id"`
@@ -111,7 +111,7 @@ func TestExecutionDetail(t *testing.T) {
 	}
 }
 
-// The row keeps what a replay needs; the API shows neither its secrets nor values without end.
+// The row keeps what a replay needs; the API hides secrets and truncates large values.
 func TestExecutionsAreShownWithoutSecrets(t *testing.T) {
 	t.Parallel()
 	a := start(t)

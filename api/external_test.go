@@ -26,7 +26,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// runningAgent is the API with an engine that runs and sweeps often.
+// runningAgent starts the API with an engine that sweeps often.
 func runningAgent(t *testing.T, flows ...string) *agent {
 	t.Helper()
 	pool := pgtest.DB(t)
@@ -56,7 +56,7 @@ func runningAgent(t *testing.T, flows ...string) *agent {
 	return newAgentWith(t, api.Options{Pool: pool, Engine: e})
 }
 
-// request expects a status and reads the answer.
+// request expects a status and decodes the response.
 func (a *agent) request(method, path, body string, status int, into any) http.Header {
 	a.t.Helper()
 	return a.checkResponse(a.raw(method, path, body, asAdmin()), method, path, status, into)
@@ -92,13 +92,13 @@ func (a *agent) lock(id, owner string, ttl int) lockAnswer {
 	return got
 }
 
-// recordStep is the answer to a checkpoint.
+// recordStep posts a checkpoint.
 func (a *agent) recordStep(id, lock, step, output string) *httptest.ResponseRecorder {
 	a.t.Helper()
 	return a.raw("POST", "/v1/executions/"+id+"/checkpoints", fmt.Sprintf(`{"lock_id":%q,"step":%q,"output":%s}`, lock, step, output), asAdmin())
 }
 
-// checkRefusals expects that a lock is void for everything.
+// checkRefusals expects every request with the lock to fail.
 func (a *agent) checkRefusals(id, lock, words string) {
 	a.t.Helper()
 	path := "/v1/executions/" + id + "/lock/" + lock
@@ -421,7 +421,7 @@ func TestWrongFieldTypeProblem(t *testing.T) {
 	}
 }
 
-// A child that its parent outside waits for belongs to it as one inside does.
+// A child belongs to an external parent as to an internal one.
 func TestExternalParentWaitsForChild(t *testing.T) {
 	t.Parallel()
 	a := runningAgent(t)
@@ -494,7 +494,7 @@ func TestLockIsRejectedWhilePaused(t *testing.T) {
 	a.post("/v1/executions/"+x.ID+"/lock", `{"owner":"worker 1"}`, &struct{}{})
 }
 
-// nodeWorker is the example worker, run by Node.
+// nodeWorker is the example worker in Node.
 type nodeWorker struct {
 	cmd *osexec.Cmd
 	out *testkit.Log
@@ -523,7 +523,7 @@ func (n *nodeWorker) signal(t *testing.T, s syscall.Signal) {
 	}
 }
 
-// waitSteps waits until a worker has recorded some steps of its own.
+// waitSteps waits until a worker has recorded some steps.
 func (a *agent) waitSteps(n *nodeWorker, steps int) {
 	a.t.Helper()
 	pgtest.Eventually(a.t, time.Minute, func() bool { return strings.Count(n.out.String(), "recorded add") >= steps }, "the worker records its steps")

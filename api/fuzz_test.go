@@ -24,8 +24,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// storedValues are requests in whose bodies and addresses $T stands for a text; "$T" in quotes is a JSON text, if the text
-// is.
+// storedValues are requests with $T for a text; "$T" in quotes is a JSON string.
 var storedValues = []string{
 	`POST /v1/events {"event": "EVENT_COMPLETED", "key": "$T", "data": {"a": "$T", "$T": [$T]}, "id": "$T"}`,
 	`POST /v1/events {"event": "MESSAGE_RECEIVED", "key": "thread", "data": {"content": "$T"}}`,
@@ -47,9 +46,8 @@ var storedValues = []string{
 	`GET /v1/skills?q=$T`, `GET /v1/lanes?lane=$T`, `GET /v1/approvals/$T`, `GET /v1/objectives/$T`, `GET /v1/requests/$T`, `GET /v1/executions/$T`,
 }
 
-// FuzzTextOnItsWayIn sends any text through every door: the database cannot hold NUL, bytes that are not UTF-8, or
-// half of a surrogate pair, and no number beyond its own. Whatever it is, it is taken, or refused as the client's
-// mistake; it is never ours.
+// FuzzTextOnItsWayIn sends any text to every route: NUL, invalid UTF-8, half surrogate pairs, large numbers. The
+// server accepts or rejects it; it never fails with 5xx.
 func FuzzTextOnItsWayIn(f *testing.F) {
 	pool := pgtest.DB(f)
 	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
@@ -98,7 +96,7 @@ func FuzzTextOnItsWayIn(f *testing.F) {
 	})
 }
 
-// request fills the text in: escaped in an address, as it is in a body.
+// request inserts the text, escaped in an address.
 func request(form, text, x, lock string) (method, path, body string) {
 	method, rest, _ := strings.Cut(strings.NewReplacer("$X", x, "$L", lock).Replace(form), " ")
 	path, body, _ = strings.Cut(rest, " ")
@@ -110,7 +108,7 @@ func request(form, text, x, lock string) (method, path, body string) {
 	return method, path, strings.ReplaceAll(body, "$T", text)
 }
 
-// external is an execution that is locked by a worker outside.
+// external starts an execution locked by an external worker.
 func external(t *testing.T, pool *pgxpool.Pool, e *executions.Engine) (id, lock string) {
 	t.Helper()
 	x, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "external:fuzz", Surface: trace.Flow})
@@ -124,7 +122,7 @@ func external(t *testing.T, pool *pgxpool.Pool, e *executions.Engine) (id, lock 
 	return x.ID, got.LockID
 }
 
-// hostileValues are JSON texts and numbers that the database or a program may not take.
+// hostileValues are JSON values that PostgreSQL or Go may not accept.
 var hostileValues = []string{
 	`"\u0000"`, `"a\u0000b"`, `"\ud800"`, `"\udc00\ud800"`, "\"\xff\xfe\"", `"\u2028\ufeff"`, `1e400`, `-1e308`, `123456789012345678901234567890`, `null`,
 	`{"\u0000": "\u0000"}`, `["\u0000"]`, `[[[[]]]]`, `""`, `"` + strings.Repeat("x", 5000) + `"`,
@@ -132,8 +130,7 @@ var hostileValues = []string{
 
 var pathParameter = regexp.MustCompile(`\{[^}]*\}`)
 
-// TestNoInputIsServerError puts each hostile value into each place of each route's document: keys, values,
-// parameters. Whatever it is, it is taken or refused.
+// TestNoInputIsServerError puts each hostile value into each key, value and parameter of each route.
 func TestNoInputIsServerError(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -184,7 +181,7 @@ func (a *agent) checkNoServerError(method, path, segment, query, body string) {
 	}
 }
 
-// parameters are the names of an operation's query parameters.
+// parameters returns the names of an operation's query parameters.
 func parameters(operation map[string]any) (names []string) {
 	list, _ := operation["parameters"].([]any)
 	for _, one := range list {
@@ -195,8 +192,7 @@ func parameters(operation map[string]any) (names []string) {
 	return names
 }
 
-// bodies has the value once in each place of an operation's body, the others being harmless; one empty text without a
-// body.
+// bodies returns a body per place of the value, other values being harmless; one empty text for no body.
 func (a *agent) bodies(operation map[string]any, value string) []string {
 	request, _ := operation["requestBody"].(map[string]any)
 	content, _ := request["content"].(map[string]any)
@@ -216,14 +212,13 @@ func (a *agent) bodies(operation map[string]any, value string) []string {
 	}
 }
 
-// bodyFiller writes a document of a schema, with a value at one place.
+// bodyFiller writes a document of a schema, with the value in one place.
 type bodyFiller struct {
 	a          *agent
 	at, places int
 	value      string
 }
 
-// atTarget reports whether this place is the one.
 func (f *bodyFiller) atTarget() bool {
 	f.places++
 	return f.places-1 == f.at

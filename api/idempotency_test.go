@@ -21,7 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// countingEndpoint is an endpoint that says how often it was called.
+// countingEndpoint counts its calls.
 func countingEndpoint(calls *atomic.Int64, act func(w http.ResponseWriter, r *http.Request, n int64)) api.Endpoint {
 	return api.Endpoint{
 		Method: "POST", Path: "/v1/things", About: "Make a thing.", Access: api.Visitor, Idempotent: true, Stream: true,
@@ -134,7 +134,7 @@ func TestExpiredAttemptIsReplaced(t *testing.T) {
 	}
 }
 
-// A client that leaves at any moment is in nobody's way when it comes again.
+// A client that disconnects at any moment can retry.
 func TestRetryAfterDisconnect(t *testing.T) {
 	t.Parallel()
 	var calls atomic.Int64
@@ -251,7 +251,7 @@ func TestBuiltinRoutesHonourKeys(t *testing.T) {
 	}
 }
 
-// A key is remembered for a day; what was made under it lives longer.
+// A key lasts for a day; its effects live longer.
 func TestKeyExpires(t *testing.T) {
 	t.Parallel()
 	a := start(t)
@@ -287,7 +287,7 @@ func TestKeyExpires(t *testing.T) {
 	}
 }
 
-// An outage that begins while a request is handled leaves its key in nobody's way.
+// An outage during a request releases its key.
 func TestKeyIsReleasedAfterOutage(t *testing.T) {
 	t.Parallel()
 	var calls atomic.Int64
@@ -320,7 +320,7 @@ func TestKeyIsReleasedAfterOutage(t *testing.T) {
 	}
 }
 
-// The key is free also when nobody has heard that it was taken.
+// The key is released even if the claim's reply was lost.
 func TestKeyIsReleasedAfterLostClaimReply(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -356,8 +356,7 @@ func TestKeyIsReleasedAfterLostClaimReply(t *testing.T) {
 	}
 }
 
-// Another process need not wait for a lease either: who could not tell of an attempt tells it once the database is
-// back.
+// Another process need not wait for the lease: the first process releases the key when the database is back.
 func TestKeyIsReleasedForOtherProcesses(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -398,7 +397,7 @@ func TestKeyIsReleasedForOtherProcesses(t *testing.T) {
 	}, "the key is free elsewhere")
 }
 
-// lostReplies is a network on which, while gone, requests still arrive and no answers, and no connection is made.
+// lostReplies is a network that, while lost, delivers requests, loses replies and refuses new connections.
 type lostReplies struct{ lost atomic.Bool }
 
 type lostReplyConn struct {

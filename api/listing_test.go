@@ -21,7 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// start starts an execution that nobody runs.
+// start starts an execution that no worker runs.
 func (a *agent) start(flow string, id trace.ID) executions.Execution {
 	a.t.Helper()
 	x, _, err := a.engine.Start(a.t.Context(), a.pool, executions.Spec{
@@ -33,7 +33,7 @@ func (a *agent) start(flow string, id trace.ID) executions.Execution {
 	return x
 }
 
-// claim lets a worker of its own run an execution.
+// claim claims an execution for a new worker.
 func (a *agent) claim(x executions.Execution) {
 	a.t.Helper()
 	pgtest.Exec(a.t, a.pool, `
@@ -42,14 +42,12 @@ func (a *agent) claim(x executions.Execution) {
 		postgres.Strict{"id": x.ID})
 }
 
-// fail ends an execution.
 func (a *agent) fail(x executions.Execution) {
 	a.t.Helper()
 	a.claim(x)
 	pgtest.Exec(a.t, a.pool, `update agent_executions set status = 'failed' where id = @id`, postgres.Strict{"id": x.ID})
 }
 
-// recordActivity writes an activity.
 func (a *agent) recordActivity(e activity.Entry, status activity.Status) string {
 	a.t.Helper()
 	id, err := activity.Note(a.t.Context(), a.pool, e, activity.Outcome{Status: status})
@@ -59,7 +57,6 @@ func (a *agent) recordActivity(e activity.Entry, status activity.Status) string 
 	return id
 }
 
-// skill declares a skill.
 func (a *agent) skill(name string) {
 	a.t.Helper()
 	d := skills.Definition{Name: name, Description: "for the test", Handler: "http:GET https://example.com/"}
@@ -68,7 +65,6 @@ func (a *agent) skill(name string) {
 	}
 }
 
-// holdLane takes a lane for an owner.
 func (a *agent) holdLane(lane, owner string) {
 	a.t.Helper()
 	got := pgtest.Value[bool](a.t, a.pool, `select try_acquire_agent_lock(@lane, @owner, 300)`, postgres.Strict{"lane": lane, "owner": owner})
@@ -77,8 +73,7 @@ func (a *agent) holdLane(lane, owner string) {
 	}
 }
 
-// list follows a listing to its end, pages of limit, and returns one field of each item. between is
-// called after every page.
+// list reads all pages of a listing and returns one field of each item. It calls between after every page.
 func (a *agent) list(path, field string, limit int, between func()) (found []string) {
 	a.t.Helper()
 	cursor := ""
@@ -108,7 +103,7 @@ func (a *agent) list(path, field string, limit int, between func()) (found []str
 	}
 }
 
-// listings are the listings: how a row comes to be, and what names it.
+// listings maps each listing to a function that creates a row, and the field of its name.
 func (a *agent) listings() map[string]struct {
 	path, field string
 	add         func(n int) string
@@ -283,7 +278,6 @@ func TestForeignCursorIsRejected(t *testing.T) {
 	}
 }
 
-// listed is a page of anything.
 type listed struct {
 	Items      []map[string]any `json:"items"`
 	NextCursor *string          `json:"next_cursor"`

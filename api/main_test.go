@@ -33,7 +33,7 @@ const (
 	patience = 90 * time.Second
 )
 
-// agent is the API on a database of its own. Its client checks every answer against the OpenAPI document.
+// agent is the API on its own database. It checks every response against the OpenAPI document.
 type agent struct {
 	t       *testing.T
 	pool    *pgxpool.Pool
@@ -50,13 +50,13 @@ func start(t *testing.T) *agent {
 	return newAgent(t, pool, engine(t, pool))
 }
 
-// newAgent is the API on a pool and an engine that may belong to different databases.
+// newAgent starts the API. Pool and engine may belong to different databases.
 func newAgent(t *testing.T, pool *pgxpool.Pool, e *executions.Engine) *agent {
 	t.Helper()
 	return newAgentWith(t, api.Options{Pool: pool, Engine: e})
 }
 
-// newAgentWith is the API with the options of a test; token and log are added.
+// newAgentWith starts the API with options; it adds token and log.
 func newAgentWith(t *testing.T, o api.Options) *agent {
 	t.Helper()
 	a := &agent{t: t, pool: o.Pool, engine: o.Engine, log: &testkit.Log{}}
@@ -77,7 +77,7 @@ func newAgentWith(t *testing.T, o api.Options) *agent {
 	return a
 }
 
-// engine is one that is not run.
+// engine returns an engine that does not run.
 func engine(t *testing.T, pool *pgxpool.Pool) *executions.Engine {
 	t.Helper()
 	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
@@ -87,7 +87,7 @@ func engine(t *testing.T, pool *pgxpool.Pool) *executions.Engine {
 	return e
 }
 
-// raw sends a request as it stands.
+// raw sends a request without changes.
 func (a *agent) raw(method, path, body string, header http.Header) *httptest.ResponseRecorder {
 	a.t.Helper()
 	return a.send(a.t.Context(), method, path, body, header)
@@ -110,26 +110,25 @@ func asAdmin() http.Header {
 	return http.Header{"Authorization": {"Bearer " + token}, "Content-Type": {"application/json"}}
 }
 
-// get expects 200 and reads the answer into into.
+// get expects 200 and decodes the response.
 func (a *agent) get(path string, into any) http.Header {
 	a.t.Helper()
 	return a.checkResponse(a.raw("GET", path, "", asAdmin()), "GET", path, http.StatusOK, into)
 }
 
-// post expects 200 and reads the answer into into.
+// post expects 200 and decodes the response.
 func (a *agent) post(path, body string, into any) http.Header {
 	a.t.Helper()
 	return a.checkResponse(a.raw("POST", path, body, asAdmin()), "POST", path, http.StatusOK, into)
 }
 
-// problem is what every error has to be.
 type problem struct {
 	Type, Title, Detail, Holder string
 	Status                      int
 	TraceID                     string `json:"trace_id"`
 }
 
-// checkProblem expects a problem with a status, whose detail has some words.
+// checkProblem expects a problem with a status and words in its detail.
 func (a *agent) checkProblem(w *httptest.ResponseRecorder, status int, words string) problem {
 	a.t.Helper()
 	var p problem
@@ -145,7 +144,7 @@ func (a *agent) checkProblem(w *httptest.ResponseRecorder, status int, words str
 	return p
 }
 
-// checkResponse checks status, schema and type of an answer, and decodes it.
+// checkResponse checks a response's status, schema and type, and decodes it.
 func (a *agent) checkResponse(w *httptest.ResponseRecorder, method, path string, status int, into any) http.Header {
 	a.t.Helper()
 	if w.Code != status || w.Header().Get("Content-Type") != "application/json" {
@@ -158,7 +157,7 @@ func (a *agent) checkResponse(w *httptest.ResponseRecorder, method, path string,
 	return w.Header()
 }
 
-// checkSchema checks an answer against the document.
+// checkSchema checks a response against the document.
 func (a *agent) checkSchema(method, path string, status int, body []byte) {
 	a.t.Helper()
 	path, _, _ = strings.Cut(path, "?")

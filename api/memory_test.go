@@ -14,7 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/memory"
 )
 
-// withHeader is the admin's header with one more.
+// withHeader returns the admin's headers and one more.
 func withHeader(name, value string) http.Header {
 	h := asAdmin()
 	h.Set(name, value)
@@ -105,7 +105,7 @@ func TestConcurrentConditionalWrites(t *testing.T) {
 	}
 }
 
-// conflict keeps a conflict of a key that is at revision 2.
+// conflict creates a conflict on a key at revision 2.
 func (a *agent) conflict(key string) string {
 	a.t.Helper()
 	a.storeMemory(key, "facts")
@@ -230,7 +230,7 @@ func TestPauseAndResumeObjective(t *testing.T) {
 	}
 }
 
-// conditionalRequest is what somebody changes on what they have seen.
+// conditionalRequest is a change with an expected revision.
 type conditionalRequest struct{ path, first, then, what string }
 
 func TestIfMatchOfChanges(t *testing.T) {

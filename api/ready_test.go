@@ -24,7 +24,7 @@ type readiness struct {
 	}
 }
 
-// failing are the names of the checks that failed.
+// failing returns the names of failed checks.
 func (r readiness) failing() string {
 	var list []string
 	for _, name := range []string{"database", "schema", "worker", "draining"} {
@@ -35,7 +35,6 @@ func (r readiness) failing() string {
 	return strings.Join(list, " ")
 }
 
-// readyz asks without a token.
 func (a *agent) readyz(status int) (got readiness) {
 	a.t.Helper()
 	a.checkResponse(a.raw("GET", "/readyz", "", nil), "GET", "/readyz", status, &got)
@@ -45,7 +44,7 @@ func (a *agent) readyz(status int) (got readiness) {
 	return got
 }
 
-// run runs an engine and returns what stops it.
+// run runs an engine and returns its stop function.
 func run(t *testing.T, e *executions.Engine) (stop func()) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
@@ -62,7 +61,7 @@ func run(t *testing.T, e *executions.Engine) (stop func()) {
 	return stop
 }
 
-// unreachable is a pool whose database cannot be reached.
+// unreachable returns a pool without a reachable database.
 func unreachable(t *testing.T, dial func(ctx context.Context, network, addr string) (net.Conn, error)) *pgxpool.Pool {
 	t.Helper()
 	config, err := pgxpool.ParseConfig("postgres://somebody:password@db.internal.example/agent?sslmode=disable")
@@ -114,7 +113,7 @@ func TestMissingSchemaIsNotReady(t *testing.T) {
 	}
 }
 
-// A newer schema is an expansion of this one. To stop answering when it comes would be an outage at every upgrade.
+// A newer schema extends this one, so an upgrade must not cause an outage.
 func TestNewerSchemaAtRuntimeIsReady(t *testing.T) {
 	t.Parallel()
 	a := start(t)

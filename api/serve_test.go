@@ -111,7 +111,7 @@ func TestLoginLifetime(t *testing.T) {
 	}
 }
 
-// FuzzStream tells a follower of an execution whatever stands in the database, and reads it as a client does.
+// FuzzStream streams any stored values and reads them as a client.
 func FuzzStream(f *testing.F) {
 	for i, text := range []string{
 		"running", "a\nb\r\nc\rd", "\n\nid: 9\nevent: status\ndata: {}\n\n", "\x00", "\xff\xfe", "\u2028\ufeff", "</script>", strings.Repeat("x\r", 3000),

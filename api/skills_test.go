@@ -21,7 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
-// declare makes agents the current ones.
+// declare applies the agents.
 func (a *agent) declare(all ...agents.Definition) {
 	a.t.Helper()
 	for _, d := range all {
@@ -216,7 +216,7 @@ func TestRedriveDeadRun(t *testing.T) {
 	a.checkProblem(a.raw("POST", "/v1/automations/runs/01890000-0000-7000-8000-000000000000/redrive", `{"reason":"x"}`, asAdmin()), http.StatusNotFound, "not found")
 }
 
-// fileForm is a multipart body with one file, and its content type.
+// fileForm returns a multipart body with one file, and its content type.
 func fileForm(t *testing.T, name, content string) (body, contentType string) {
 	t.Helper()
 	var b bytes.Buffer

@@ -20,7 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// listen serves the API on a port, as api.Server does; change may add to that.
+// listen serves the API on a port; change may adjust the server.
 func (a *agent) listen(change func(*http.Server)) *httptest.Server {
 	a.t.Helper()
 	server := httptest.NewUnstartedServer(nil)
@@ -33,7 +33,7 @@ func (a *agent) listen(change func(*http.Server)) *httptest.Server {
 	return server
 }
 
-// call asks a server that listens.
+// call sends a request to a listening server.
 func (a *agent) call(ctx context.Context, method, url, key string) *http.Response {
 	a.t.Helper()
 	r, err := http.NewRequestWithContext(ctx, method, url, http.NoBody)
@@ -148,7 +148,7 @@ func TestStreamsEndAtShutdown(t *testing.T) {
 	}
 }
 
-// A stream that is an answer goes on when those end that are only watched, and is cut when no more time is left.
+// At shutdown, watching streams end first; a streamed response continues until the grace period ends.
 func TestShutdownCutsResponsesLast(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -185,7 +185,7 @@ func TestShutdownCutsResponsesLast(t *testing.T) {
 	<-done
 }
 
-// A follower of an execution is told at shutdown to come back soon.
+// At shutdown a follower gets a short reconnect delay.
 func TestFollowersReconnectAfterShutdown(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

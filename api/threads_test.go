@@ -11,13 +11,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// messageContent is the answer to a message.
+// messageContent is the response to a message.
 type messageContent struct {
 	Success, Queued bool
 	MessageID       string `json:"message_id"`
 }
 
-// create expects 201 and reads the answer into into, where that is given.
+// create expects 201 and decodes the response.
 func (a *agent) create(path, body string, into any) {
 	a.t.Helper()
 	if into == nil {
@@ -26,7 +26,7 @@ func (a *agent) create(path, body string, into any) {
 	a.checkResponse(a.raw("POST", path, body, asAdmin()), "POST", path, http.StatusCreated, into)
 }
 
-// lockExternal makes a run that a worker outside has locked, and returns its id and its lock.
+// lockExternal starts an execution locked by an external worker and returns its id and lock.
 func (a *agent) lockExternal(owner string) (id, lock string) {
 	a.t.Helper()
 	id = pgtest.Value[string](a.t, a.pool, `insert into agent_executions (trace_id, surface, agent, flow)
@@ -144,7 +144,7 @@ func TestInvalidMessages(t *testing.T) {
 	}
 }
 
-// A message is an effect of its key, also when the answer was not kept.
+// A message with a key is sent once, even if its response was not stored.
 func TestMessageWithKeyIsSentOnce(t *testing.T) {
 	t.Parallel()
 	a := start(t)
@@ -165,7 +165,7 @@ func TestMessageWithKeyIsSentOnce(t *testing.T) {
 	}
 }
 
-// A run that is started with a thread that nobody has begun begins it. It belongs to the flow.
+// A start with a new thread opens the thread for the flow.
 func TestExecutionOpensThread(t *testing.T) {
 	t.Parallel()
 	a := runningAgent(t)

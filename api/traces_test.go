@@ -10,8 +10,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/why"
 )
 
-// TestCallerTraceLink: whoever starts a run, or wakes one by an event, with a traceparent is linked from the
-// run's trace, which keeps its own id. What is no traceparent leaves nothing.
+// TestCallerTraceLink links a trace to the traceparent of a start or an event. An invalid traceparent is ignored.
 func TestCallerTraceLink(t *testing.T) {
 	t.Parallel()
 	const first, second = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"

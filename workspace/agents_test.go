@@ -49,7 +49,7 @@ func TestApplyAgents(t *testing.T) {
 	}
 }
 
-// A folder whose only agent has another name than before needs no word of the default: the one before goes.
+// A renamed only agent stays the default; the former is removed.
 func TestRenamedDefaultAgent(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -20,7 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
-// fullWorkspace has something of every kind.
+// fullWorkspace has one of every kind.
 const fullWorkspace = `
 kind: automation
 name: often
@@ -61,7 +61,7 @@ func apply(t testing.TB, pool *pgxpool.Pool, w workspace.Workspace) workspace.Di
 	return diff
 }
 
-// actions is a diff in short: "create skill one".
+// actions returns a diff as short texts: "create skill one".
 func actions(d workspace.Diff) []string {
 	list := []string{}
 	for _, item := range d.Items {
@@ -72,7 +72,7 @@ func actions(d workspace.Diff) []string {
 	return list
 }
 
-// versions is the physical version of every row that a workspace may write.
+// versions returns the physical version of every row that a workspace may write.
 func versions(t testing.TB, pool *pgxpool.Pool) []string {
 	t.Helper()
 	rows, err := pool.Query(t.Context(), `

@@ -16,7 +16,7 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// files makes a folder of the given files.
+// files returns a folder with the given files.
 func files(pairs ...string) fstest.MapFS {
 	fsys := fstest.MapFS{}
 	for i := 0; i+1 < len(pairs); i += 2 {
@@ -25,7 +25,7 @@ func files(pairs ...string) fstest.MapFS {
 	return fsys
 }
 
-// load reads a folder of one or more files that are right.
+// load loads valid files.
 func load(t testing.TB, pairs ...string) workspace.Workspace {
 	t.Helper()
 	w, err := workspace.Load(files(pairs...))

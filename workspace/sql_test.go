@@ -17,7 +17,7 @@ import (
 // parameters of the query of sqlCases.
 const withLimit = "\nparameters: {type: object, properties: {limit: {}}}\n"
 
-// sqlCases are files with a wrong query, and what apply says of each: at the place that an editor jumps to.
+// sqlCases are files with a wrong query and the error of apply, with its position.
 var sqlCases = map[string]struct{ text, want string }{
 	"literal block": {
 		"config:\n  query: |\n    select id\n    from orders\n\n    where statis = 'late' limit @limit" + withLimit,
@@ -193,7 +193,7 @@ func TestNamedDatabasesPrepareQueries(t *testing.T) {
 	}
 }
 
-// urlWithoutTables is the URL of a database that does not exist, on the server of pool.
+// urlWithoutTables returns the URL of a missing database on the server of pool.
 func urlWithoutTables(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
 	c := pool.Config().ConnConfig

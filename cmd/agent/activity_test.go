@@ -29,7 +29,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// auditedYAML is what the commands that the tests audit change.
+// auditedYAML declares the rows that the audited commands change.
 const auditedYAML = webhooksYAML + `
 ---
 kind: skill
@@ -69,8 +69,7 @@ var notAudited = map[string]string{
 	"threads clean": "what is freed has a row", "mcp sync": "what changes has a row", "mcp accept": "has a row; see the tests of quarantine",
 }
 
-// auditedCommands are the others, in an order in which each changes something: with the object that the audit names,
-// and the reason.
+// auditedCommands returns the other commands in an order in which each has an effect, with audited object and reason.
 func auditedCommands(t *testing.T, p program, db *pgxpool.Pool, dir string) [][]string {
 	one := func(sql string, args ...any) (id string) {
 		t.Helper()
@@ -155,7 +154,7 @@ func auditedCommands(t *testing.T, p program, db *pgxpool.Pool, dir string) [][]
 	}
 }
 
-// Every command that changes something leaves a row, of the admin, with the reason and the object.
+// Every changing command writes an audit row with admin, reason and object.
 func TestEveryChangingCommandIsAudited(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
@@ -212,7 +211,7 @@ func TestEveryChangingCommandIsAudited(t *testing.T) {
 	}
 }
 
-// A run whose call needs an approval says so, with what to do, and is settled when the approved call was made.
+// A run that needs approval says what to do, and ends with the approved call.
 func TestAutomationRunNeedsApproval(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
@@ -254,12 +253,11 @@ func TestAutomationRunNeedsApproval(t *testing.T) {
 	}
 }
 
-// line is a line of a report, whoever tells it.
+// line is a line of a report.
 type line = map[string]any
 
-// insertHistory writes a random history: skills that were enabled again, that are disabled and on trial, names that are no
-// skill, model calls that lead to 0, 1 and 25 skill calls or fail, skipped rows, phases, an admin's acts, and an
-// execution with a child.
+// insertHistory writes a random history: enabled, disabled and trial skills, unknown names, failed model calls and
+// those with 0, 1 and 25 skill calls, skips, phases, admin actions, and an execution with a child.
 func insertHistory(t *testing.T, db *pgxpool.Pool) {
 	t.Helper()
 	seed := uint64(time.Now().UnixNano())
@@ -307,7 +305,7 @@ func insertHistory(t *testing.T, db *pgxpool.Pool) {
 	}
 }
 
-// check reads a report in each way and reports what they do not agree on; it returns the lines.
+// check reads a report in each way, reports differences, and returns the lines.
 func (c *reportChecker) check(name, sql, since string, fields ...string) []line {
 	c.t.Helper()
 	var bySQL []line
@@ -337,7 +335,7 @@ func (c *reportChecker) check(name, sql, since string, fields ...string) []line 
 	return bySQL
 }
 
-// reportChecker asks one running program.
+// reportChecker queries one running program.
 type reportChecker struct {
 	t       *testing.T
 	p       program
@@ -346,7 +344,7 @@ type reportChecker struct {
 	browser *http.Client
 }
 
-// get is a page, or a route of the admin's.
+// get reads a page or an admin route.
 func (c *reportChecker) get(path string) string {
 	c.t.Helper()
 	return c.do(http.MethodGet, path, "")
@@ -376,7 +374,7 @@ func (c *reportChecker) do(method, path, form string) string {
 	return string(body)
 }
 
-// row is the part of a page from a text up to the end of its row.
+// row returns the part of a page from a text to the end of its row.
 func (c *reportChecker) row(page, from string) string {
 	c.t.Helper()
 	_, rest, found := strings.Cut(page, from)
@@ -387,7 +385,7 @@ func (c *reportChecker) row(page, from string) string {
 	return row
 }
 
-// cells reports the numbers that a row does not have.
+// cells reports numbers that the row lacks.
 func (c *reportChecker) cells(row string, numbers ...any) {
 	c.t.Helper()
 	plain := strings.ReplaceAll(row, ",", "")
@@ -450,7 +448,7 @@ func TestReportsAgreeEverywhere(t *testing.T) {
 	}
 }
 
-// checkSpendTotal compares the sums of the views with the log, and the page's with them.
+// checkSpendTotal compares the sums of views, page and log.
 func (c *reportChecker) checkSpendTotal(ctx context.Context) {
 	c.t.Helper()
 	var charged, purposes, log string

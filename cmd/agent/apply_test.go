@@ -18,7 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// writeFolder is a workspace of the given files.
+// writeFolder writes a workspace.
 func writeFolder(t *testing.T, files map[string]string) string {
 	t.Helper()
 	dir := t.TempDir()
@@ -73,7 +73,7 @@ func TestApplyDiff(t *testing.T) {
 	contains(t, p.must("skills", "ls"), "two")
 }
 
-// A wrong folder removes nothing: what it does not declare is kept and listed. --prune or a person's yes removes it.
+// A wrong folder removes nothing: undeclared rows stay and are listed, until --prune or a confirmation.
 func TestApplyPrune(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
@@ -106,7 +106,7 @@ func TestApplyPrune(t *testing.T) {
 	}
 }
 
-// onTerminal runs a command on a terminal at which a person types, and returns what the screen shows.
+// onTerminal runs a command on a terminal with typed input and returns the screen.
 func (p program) onTerminal(t *testing.T, typed string, args ...string) string {
 	t.Helper()
 	screen, tty, err := pty.Open()
@@ -131,7 +131,7 @@ func (p program) onTerminal(t *testing.T, typed string, args ...string) string {
 	return shown.String()
 }
 
-// Every problem of every file is a line with file, line and column; exit 2; and nothing of the workspace is applied.
+// Every problem of every file is a line with file, line and column. The exit code is 2 and nothing is applied.
 func TestApplyInvalidWorkspace(t *testing.T) {
 	t.Parallel()
 	tests := map[string]struct {
@@ -255,7 +255,7 @@ func TestApplyWarnsOfUnknownModelAndKey(t *testing.T) {
 	}
 }
 
-// The folder is applied after each change. A mistake is shown and leaves the last good state. SIGTERM is no failure.
+// Each change applies the folder. An error is shown and keeps the last good state. SIGTERM is no failure.
 func TestApplyWatch(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
@@ -319,7 +319,7 @@ func TestApplyWatch(t *testing.T) {
 	}
 }
 
-// A lost connection is said; the next change of a file goes over a new one.
+// A lost connection is reported; the next file change uses a new one.
 func TestApplyWatchReconnects(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)

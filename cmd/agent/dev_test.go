@@ -22,8 +22,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// Without any setting but a quiet clock dev runs its own server, keeps its data, and the other commands in the folder
-// find it, also when dev does not run.
+// Without settings dev runs its own server and keeps its data. Other commands in the folder find it, even when dev
+// does not run.
 func TestDevOnItsOwnServer(t *testing.T) {
 	t.Chdir(t.TempDir())
 	p := newProgramWithoutDatabase(t, "AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=0 0 29 2 *")
@@ -53,7 +53,7 @@ func TestDevOnItsOwnServer(t *testing.T) {
 	}
 }
 
-// .env is read by dev, and what is wrong in it stops dev before anything is made.
+// An invalid .env stops dev before it creates anything.
 func TestDevReadsDotEnv(t *testing.T) {
 	t.Chdir(t.TempDir())
 	for text, says := range map[string]string{"AGENT_LANES=maybe\n": `AGENT_LANES: "maybe"`, "no assignment\n": ".env"} {
@@ -87,7 +87,7 @@ func TestDevReadsDotEnv(t *testing.T) {
 	}
 }
 
-// A command beside dev runs with the same settings as dev; one that is told its database does not look at the folder.
+// Commands in the folder use dev's settings; a command with a database ignores the folder.
 func TestCommandsReadDotEnv(t *testing.T) {
 	t.Chdir(t.TempDir())
 	url := pgtest.URL(t)
@@ -103,7 +103,7 @@ func TestCommandsReadDotEnv(t *testing.T) {
 	}
 }
 
-// What .env set is told by name, and a program that it names is not run.
+// dev reports the names that .env set, and does not run a program named there.
 func TestDevReportsDotEnv(t *testing.T) {
 	t.Chdir(t.TempDir())
 	ran := filepath.Join(t.TempDir(), "ran")
@@ -141,7 +141,7 @@ type demoEvent struct {
 	OK                          bool
 }
 
-// agentCommand is agent as a process of its own.
+// agentCommand runs agent as a process.
 func agentCommand(t *testing.T, settings []string, args ...string) *exec.Cmd {
 	t.Helper()
 	self, err := os.Executable()
@@ -154,7 +154,7 @@ func agentCommand(t *testing.T, settings []string, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// Each story, to the letter: who takes the thread, who speaks, who waits, who gives it to whom, and when.
+// TestDemoOutput checks each story exactly: lane holders, messages, waits, hand-overs and their times.
 func TestDemoOutput(t *testing.T) {
 	t.Parallel()
 	for name, want := range map[string]struct{ story, thread string }{
@@ -269,7 +269,7 @@ func TestDemoOutput(t *testing.T) {
 	}
 }
 
-// parseStory is a story, and its thread, as text. Its last line says that it was checked.
+// parseStory splits the output into a story and its thread. The last line confirms the check.
 func parseStory(t *testing.T, text string) (story, thread string) {
 	t.Helper()
 	var moments, messages []string
@@ -292,7 +292,7 @@ func parseStory(t *testing.T, text string) (story, thread string) {
 	return strings.Join(moments, "\n"), strings.Join(messages, "\n")
 }
 
-// checkNothingLeft reports what a demo has left of its database, and in the one that it was given.
+// checkNothingLeft reports rows and files that a demo left.
 func checkNothingLeft(t *testing.T, url, said string) {
 	t.Helper()
 	name := regexp.MustCompile(`agent_demo_\w+`).FindString(said)
@@ -309,7 +309,7 @@ func checkNothingLeft(t *testing.T, url, said string) {
 	}
 }
 
-// A story that goes another way is an error that shows the difference, and everything is taken down.
+// A deviating story fails with the difference and cleans up.
 func TestDemoFailsOnDeviation(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
@@ -344,7 +344,7 @@ func TestDemoFailsOnDeviation(t *testing.T) {
 	}
 }
 
-// Interrupted, it leaves no server and no file.
+// An interrupted demo leaves no server and no file.
 func TestInterruptedDemoCleansUp(t *testing.T) {
 	t.Parallel()
 	cmd := agentCommand(t, []string{"DATABASE_URL="}, "demo", "chained", "--fast")

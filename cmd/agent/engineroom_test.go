@@ -16,7 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
-// browserTest is somebody who has the Engine Room of a serving agent open, and a terminal on the same database.
+// browserTest is a browser at the Engine Room of a serving agent, and a terminal on the same database.
 type browserTest struct {
 	program
 	pool   *pgxpool.Pool
@@ -25,15 +25,14 @@ type browserTest struct {
 	*browser.Page
 }
 
-// newBrowserTest serves, opens a page and logs in. The page may have no complaint at the end of the test that was not
-// expected.
+// newBrowserTest serves, opens a page and logs in. Unexpected browser errors fail the test at its end.
 func newBrowserTest(t *testing.T, look browser.Look, settings ...string) *browserTest {
 	t.Helper()
 	url := pgtest.URL(t)
 	return newBrowserTestOn(t, newProgram(t, url, settings...), connect(t, url), look)
 }
 
-// newBrowserTestOn is a walk with a program's own settings.
+// newBrowserTestOn uses a program with its own settings.
 func newBrowserTestOn(t *testing.T, p program, pool *pgxpool.Pool, look browser.Look) *browserTest {
 	t.Helper()
 	p.environ = slices.Concat([]string{token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=0 0 1 1 *"}, p.environ, []string{"AGENT_LOG_LEVEL=info"})
@@ -49,7 +48,7 @@ func newBrowserTestOn(t *testing.T, p program, pool *pgxpool.Pool, look browser.
 	return w
 }
 
-// logIn goes to the overview at a port, which has a login of its own.
+// logIn logs in at the overview of a port.
 func (w *browserTest) logIn(base string) {
 	w.t.Helper()
 	w.Go(base + "/")
@@ -66,7 +65,7 @@ func (w *browserTest) serve() {
 	w.base = w.served.find(w.t, `msg=serving listen=(\S+)`)
 }
 
-// stopServer ends the agent in good order.
+// stopServer shuts the agent down.
 func (w *browserTest) stopServer() {
 	w.t.Helper()
 	w.served.stop()
@@ -75,7 +74,7 @@ func (w *browserTest) stopServer() {
 	}
 }
 
-// waitLive waits until what happens is streamed, and leaves a mark that a reload would take away.
+// waitLive waits for the stream and sets a mark that a reload would remove.
 func (w *browserTest) waitLive() {
 	w.t.Helper()
 	w.waitState("live")
@@ -87,7 +86,7 @@ func (w *browserTest) waitState(name string) {
 	w.Until("the updates are "+name, fmt.Sprintf(`document.getElementById("live-state").dataset.state === %q`, name))
 }
 
-// checkNotReloaded fails when the page was loaded again since live.
+// checkNotReloaded fails if the page was reloaded after waitLive.
 func (w *browserTest) checkNotReloaded() {
 	w.t.Helper()
 	var same bool
@@ -97,7 +96,7 @@ func (w *browserTest) checkNotReloaded() {
 	}
 }
 
-// logEntries are the activities, newest first.
+// logEntries returns the activities, newest first.
 func (w *browserTest) logEntries() []string {
 	w.t.Helper()
 	rows, err := w.pool.Query(w.t.Context(), `select id::text from agent_activity order by id desc`)
@@ -113,7 +112,7 @@ func (w *browserTest) logEntries() []string {
 
 const feedRows = `[...document.querySelectorAll("#feed tr[data-row]")].map(r => r.dataset.row)`
 
-// checkFeed waits until the feed is the log: each activity once, the newest first. There may be 50 at most.
+// checkFeed waits until the feed equals the log: each activity once, newest first, at most 50.
 func (w *browserTest) checkFeed() {
 	w.t.Helper()
 	want, err := json.Marshal(w.logEntries())
@@ -123,7 +122,7 @@ func (w *browserTest) checkFeed() {
 	w.Until("each activity is in the feed once", fmt.Sprintf(`JSON.stringify(%s) === %q`, feedRows, want))
 }
 
-// submitForm opens the lever that is in what a selector finds, gives a reason and sends it.
+// submitForm opens the form at a selector, enters a reason and submits it.
 func (w *browserTest) submitForm(selector string) {
 	w.t.Helper()
 	w.Click(selector + " summary")
@@ -131,7 +130,7 @@ func (w *browserTest) submitForm(selector string) {
 	w.Click(selector + " form button")
 }
 
-// pages are the pages of the navigation.
+// pages returns the pages of the navigation.
 func (w *browserTest) pages() []string {
 	w.t.Helper()
 	var list []string
@@ -161,7 +160,7 @@ func TestPageShowsCommands(t *testing.T) {
 	w.Shows("self_heal")
 }
 
-// What an admin's turn waits for is decided in the room, and the process that serves goes on with the turn.
+// An approval on the page lets the serving process continue the turn.
 func TestApproveOnPage(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("It is over."))
@@ -227,7 +226,7 @@ func TestPauseOnPage(t *testing.T) {
 	w.checkNotReloaded()
 }
 
-// A stream that the network broke goes on with what was missed.
+// After a network failure the stream resumes with the missed rows.
 func TestFeedAfterOfflinePage(t *testing.T) {
 	t.Parallel()
 	w := newBrowserTest(t, browser.Look{})
@@ -250,7 +249,7 @@ func TestFeedAfterOfflinePage(t *testing.T) {
 	w.checkFollowed()
 }
 
-// So does one that broke because the server began anew.
+// A server restart does the same.
 func TestFeedAfterServerRestart(t *testing.T) {
 	t.Parallel()
 	w := newBrowserTest(t, browser.Look{}, "AGENT_LISTEN="+freeAddress(t))
@@ -270,7 +269,7 @@ func TestFeedAfterServerRestart(t *testing.T) {
 	w.checkFollowed()
 }
 
-// startFollowing looks from now on for rows that are in the feed twice, be it for a moment.
+// startFollowing records from now on any duplicate row of the feed.
 func (w *browserTest) startFollowing() {
 	w.t.Helper()
 	w.Expect("net::ERR_") // while nobody answers
@@ -354,7 +353,7 @@ func TestPageByKeyboard(t *testing.T) {
 	w.keys("go", "/")
 }
 
-// keys presses keys until they have led to a path: the second counts only soon after the first, and machines are slow.
+// keys repeats key presses until they reach a path; a chord needs its second key soon after the first.
 func (w *browserTest) keys(keys, path string) {
 	w.t.Helper()
 	w.Until("the page listens", `document.getElementById("help-open")?.hidden === false`)

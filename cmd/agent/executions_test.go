@@ -25,7 +25,7 @@ handler: flow:greet
 parameters: {type: object, required: [name], properties: {name: {type: string}}}
 `
 
-// newGreeter is a database with the flow greet, and a process that works on it.
+// newGreeter is a database with the flow greet and a process that runs it.
 func newGreeter(t *testing.T) program {
 	t.Helper()
 	dir := t.TempDir()
@@ -92,7 +92,7 @@ func TestExecutionFromStartToReplay(t *testing.T) {
 	if !replayed.Equal || replayed.Digest == "" || replayed.Digest != replayed.ReplayDigest {
 		t.Errorf("replayed %+v", replayed)
 	}
-	// A fork from the wait waits anew.
+	// A fork from the wait waits again.
 	shown := struct {
 		Checkpoints []struct{ Step string }
 		Forks       []struct{ ID string }
@@ -198,7 +198,7 @@ func TestInvalidExecutionCommands(t *testing.T) {
 	}
 }
 
-// A heartbeat that did all kinds of work is replayed, without a model.
+// A heartbeat with all kinds of work is replayed without a model.
 func TestReplayHeartbeat(t *testing.T) {
 	t.Parallel()
 	p := newUsedAgent(t)
@@ -252,7 +252,7 @@ func TestListFlowsAndRequests(t *testing.T) {
 	}
 }
 
-// What is shown of a flow names its versions; what is not there is named for what it is, with what to do next.
+// A flow lists its versions; an unknown one is an error with advice.
 func TestShowFlowVersions(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
@@ -283,7 +283,7 @@ func TestShowFlowVersions(t *testing.T) {
 	}
 }
 
-// TestAnswerRequest answers one of each kind, as an admin does for the person it was asked of.
+// TestAnswerRequest answers a request of each kind as an admin.
 func TestAnswerRequest(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
@@ -366,7 +366,7 @@ func TestVersionFlag(t *testing.T) {
 	}
 }
 
-// A heartbeat that gives way to an admin says for whom it waits and where it goes on, and is no failure.
+// A yielding heartbeat names the holder and where it resumes; it is no failure.
 func TestHeartbeatReportsYield(t *testing.T) {
 	t.Parallel()
 	for name, extra := range map[string][]string{"text": nil, "JSON": {"--json"}} {
@@ -420,7 +420,7 @@ func TestPauseAndResume(t *testing.T) {
 	contains(t, p.must("activity", "ls"), "pause_agent", "resume_agent")
 }
 
-// A heartbeat that a pause keeps from beginning is recorded as skipped, and that is no failure.
+// A heartbeat while paused is recorded as skipped; it is no failure.
 func TestHeartbeatWhilePaused(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))

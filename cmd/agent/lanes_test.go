@@ -79,7 +79,7 @@ func checkSkipped(t *testing.T, db *pgxpool.Pool, name, holder string, n int) {
 	}
 }
 
-// Whose lane is busy is skipped, with the holder, however it was asked for.
+// Every command skips a busy lane and names its holder.
 func TestCommandsSkipBusyLane(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
@@ -112,7 +112,7 @@ func TestCommandsSkipBusyLane(t *testing.T) {
 	}
 }
 
-// Who breaks a lane that an open transaction has in use hears which one that is.
+// Breaking a lane used by an open transaction names the transaction.
 func TestLanesReleaseNamesHolder(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
@@ -172,7 +172,7 @@ func TestLanesRunSkipsWhenBusy(t *testing.T) {
 	contains(t, p.must("activity", "ls"), "break_lane")
 }
 
-// A bad lane or TTL is exit 2, the command does not run, and nothing is written.
+// An invalid lane or TTL exits with 2; the command does not run and nothing is written.
 func TestLanesRunInvalidLane(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
@@ -206,7 +206,7 @@ func TestLanesRunInvalidLane(t *testing.T) {
 	}
 }
 
-// A command may take longer than the lane's time to live: the lane is renewed while it runs.
+// The lane is renewed while a command outlasts its TTL.
 func TestLanesRunRenewsTheLane(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
@@ -240,8 +240,7 @@ func TestLanesDisabled(t *testing.T) {
 	}
 }
 
-// Signals go to the command, which decides how it ends; the lane is held until then and released after. A second
-// signal is the command's too.
+// Signals, including a second one, go to the command. The lane is released when the command ends.
 func TestLanesRunUnderSignals(t *testing.T) {
 	t.Parallel()
 	tests := map[string]struct {
@@ -311,7 +310,7 @@ func TestTimeFormat(t *testing.T) {
 	}
 }
 
-// A command whose lane is taken away ends at once, long before the next renewal.
+// A lost lane ends the command at once, long before the next renewal.
 func TestLanesRunStopsOnLostLane(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)

@@ -16,7 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// listings are the commands that list, with the headings a person sees and what they say when there is nothing.
+// listings are the listing commands, with their headings and their texts for no rows.
 var listings = map[string]struct {
 	args    []string
 	heading string
@@ -54,7 +54,7 @@ func TestEmptyListings(t *testing.T) {
 	}
 }
 
-// newUsedAgent is a database in which the caretaker has had one heartbeat, a lane is held and a call waits for approval.
+// newUsedAgent is a database after one heartbeat of the caretaker, with a held lane and a pending approval.
 func newUsedAgent(t *testing.T) program {
 	t.Helper()
 	url := pgtest.URL(t)
@@ -277,7 +277,7 @@ func TestApprovals(t *testing.T) {
 	}
 }
 
-// What comes from outside cannot steer the terminal of whoever lists it.
+// Foreign text cannot control the terminal.
 func TestListingsEscapeControlCharacters(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
@@ -293,7 +293,7 @@ func TestListingsEscapeControlCharacters(t *testing.T) {
 	}
 }
 
-// A trace has several forms; whoever filters by it need not know which one a command takes.
+// Every filter accepts every form of a trace ID.
 func TestListingTraceIDForms(t *testing.T) {
 	t.Parallel()
 	p := newUsedAgent(t)
@@ -318,7 +318,7 @@ func TestListingTraceIDForms(t *testing.T) {
 	}
 }
 
-// A page is as long as it was asked to be, up to the longest, and the next goes on where it ended.
+// Pages have the requested length up to the maximum; the next page continues.
 func TestListingPagesAreComplete(t *testing.T) {
 	t.Parallel()
 	const all = `generate_series(1, 501) g`
@@ -363,7 +363,7 @@ func TestListingPagesAreComplete(t *testing.T) {
 	}
 }
 
-// An execution keeps what it needs for a replay; no command shows the secrets in it, or more than anybody can read.
+// Executions keep replay data; commands hide secrets and truncate large values.
 func TestExecutionsAreShownWithoutSecrets(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
@@ -397,7 +397,7 @@ func TestExecutionsAreShownWithoutSecrets(t *testing.T) {
 	}
 }
 
-// What a heartbeat and a call print of their executions is redacted too.
+// heartbeat and skills call redact their output too.
 func TestCommandsHideSecrets(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
@@ -429,7 +429,7 @@ func TestUnprintableIsEscaped(t *testing.T) {
 	}
 }
 
-// TestTableWidth wants prose to be cut on a narrow terminal, ids never, and nothing where no terminal is.
+// TestTableWidth expects truncated prose on a narrow terminal, whole ids, and no truncation without a terminal.
 func TestTableWidth(t *testing.T) {
 	t.Parallel()
 	id, about := strings.Repeat("i", 36), strings.Repeat("text ", 20)+"end"
@@ -451,7 +451,7 @@ func TestTableWidth(t *testing.T) {
 	}
 }
 
-// tableOn prints a table on a terminal of some columns, or into a buffer with none.
+// tableOn prints a table on a terminal of some columns, or to a buffer for none.
 func tableOn(t *testing.T, columns uint16, heading []string, rows [][]string) string {
 	t.Helper()
 	var text bytes.Buffer

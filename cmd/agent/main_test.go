@@ -20,7 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// asAgent makes the test binary be the program itself, for tests that need a process.
+// asAgent makes the test binary run as agent, for tests that need a process.
 const asAgent = "LANEKEEPER_TEST_AS_AGENT"
 
 func TestMain(m *testing.M) {
@@ -32,37 +32,34 @@ func TestMain(m *testing.M) {
 	pgtest.Main(browser.Tests{M: m})
 }
 
-// pgWait is how long something may take that takes a moment.
+// pgWait bounds short waits.
 const pgWait = 90 * time.Second
 
 // caretaker is the example workspace.
 const caretaker = "../../examples/caretaker"
 
-// program is agent with its settings.
+// program is agent with settings.
 type program struct {
 	t       *testing.T
 	environ []string
 }
 
-// commandResult is what one run of it said.
 type commandResult struct {
 	code     int
 	out, err string
 }
 
-// newProgram is agent on a database; settings are NAME=value.
+// newProgram returns agent on a database; settings are NAME=value.
 func newProgram(t *testing.T, url string, settings ...string) program {
 	t.Helper()
 	return program{t, append([]string{"DATABASE_URL=" + url, "AGENT_LOG_LEVEL=warn"}, settings...)}
 }
 
-// newProgramWithoutDatabase is agent without a database.
 func newProgramWithoutDatabase(t *testing.T, settings ...string) program {
 	t.Helper()
 	return program{t, settings}
 }
 
-// run runs a command to its end.
 func (p program) run(args ...string) commandResult {
 	p.t.Helper()
 	return p.runWith(p.t.Context(), strings.NewReader(""), args...)
@@ -75,7 +72,7 @@ func (p program) runWith(ctx context.Context, in io.Reader, args ...string) comm
 	return commandResult{code, out.String(), errs.String()}
 }
 
-// must runs a command that has to end well, and returns what it printed.
+// must runs a command, expects success and returns its output.
 func (p program) must(args ...string) string {
 	p.t.Helper()
 	got := p.run(args...)
@@ -85,7 +82,7 @@ func (p program) must(args ...string) string {
 	return got.out
 }
 
-// mustJSON runs a command with --json and reads the one document it prints.
+// mustJSON runs a command with --json and decodes its one document.
 func (p program) mustJSON(into any, args ...string) {
 	p.t.Helper()
 	text := p.must(append(args, "--json")...)
@@ -94,7 +91,7 @@ func (p program) mustJSON(into any, args ...string) {
 	}
 }
 
-// decodeOne reads a text that has to be one JSON document and nothing else.
+// decodeOne decodes a text that must be one JSON document.
 func decodeOne(text string, into any) error {
 	d := json.NewDecoder(strings.NewReader(text))
 	if err := d.Decode(into); err != nil {
@@ -106,7 +103,7 @@ func decodeOne(text string, into any) error {
 	return nil
 }
 
-// contains reports the texts that are not in got.
+// contains reports texts that got lacks.
 func contains(t *testing.T, got string, wanted ...string) {
 	t.Helper()
 	for _, w := range wanted {
@@ -116,14 +113,14 @@ func contains(t *testing.T, got string, wanted ...string) {
 	}
 }
 
-// started is a command that goes on until it is stopped.
+// started is a command in the background.
 type started struct {
 	out, err testkit.Log
 	stop     context.CancelFunc
 	ended    chan int
 }
 
-// start runs a command in the background; the test's end stops it.
+// start runs a command in the background until the test ends.
 func (p program) start(args ...string) *started {
 	p.t.Helper()
 	ctx, cancel := context.WithCancel(p.t.Context())
@@ -152,7 +149,6 @@ func (s *started) find(t *testing.T, pattern string) string {
 	return found[len(found)-1]
 }
 
-// connect is a pool on the database behind url.
 func connect(t *testing.T, url string) *pgxpool.Pool {
 	t.Helper()
 	pool := pgtest.Pool(t, url, postgres.Options{MaxConns: 4, ApplicationName: "test"})

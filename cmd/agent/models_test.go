@@ -165,7 +165,7 @@ func TestDoctorReportsEmbeddings(t *testing.T) {
 	}
 }
 
-// mcpServer is a server with one tool, whose description may be changed.
+// mcpServer has one tool with a changeable description.
 type mcpServer struct {
 	*httptest.Server
 	description string
@@ -261,7 +261,7 @@ func TestMCPCommands(t *testing.T) {
 	}
 }
 
-// exerciseMCP is a stock client on agent mcp: it lists the tools and calls the one.
+// exerciseMCP connects a standard client to agent mcp, lists the tools and calls one.
 func exerciseMCP(t *testing.T, agent program) string {
 	t.Helper()
 	theirIn, ourOut := io.Pipe()
@@ -292,7 +292,7 @@ func exerciseMCP(t *testing.T, agent program) string {
 	return text.Text
 }
 
-// adminBearer adds the token that the tests serve with.
+// adminBearer adds the admin token.
 type adminBearer struct{}
 
 func (adminBearer) RoundTrip(r *http.Request) (*http.Response, error) {

@@ -18,7 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/retention"
 )
 
-// shownState is what the three commands answer, as far as the tests look at it.
+// shownState has the tested fields of the three commands.
 type shownState struct {
 	Changed   bool
 	Objective struct {
@@ -124,7 +124,7 @@ func TestMemoryCommands(t *testing.T) {
 	contains(t, p.must("memory", "forget", "plain"), "was not stored")
 }
 
-// browserTab is an admin's browser, as far as forms go.
+// browserTab is an admin's browser for forms.
 type browserTab struct {
 	t      *testing.T
 	base   string
@@ -140,7 +140,7 @@ func newTab(t *testing.T, base string) browserTab {
 	return browserTab{t, base, &http.Client{Jar: jar}}
 }
 
-// page is what a page says; with a form, after that was sent.
+// page returns the text of a page, after submitting the form if any.
 func (b browserTab) page(path string, form url.Values) string {
 	b.t.Helper()
 	method, body := http.MethodGet, io.Reader(http.NoBody)
@@ -169,7 +169,7 @@ func (b browserTab) page(path string, form url.Values) string {
 	return string(text)
 }
 
-// insertConflict writes a key twice, and keeps a note that was based on the first as a conflict.
+// insertConflict writes a key twice and stores a note based on the first value as a conflict.
 func insertConflict(t *testing.T, pool *pgxpool.Pool) (conflict string) {
 	t.Helper()
 	for _, value := range []string{"first", "second"} {
@@ -190,8 +190,7 @@ func insertConflict(t *testing.T, pool *pgxpool.Pool) (conflict string) {
 	return id
 }
 
-// TestStalePagesDoNotOverwrite sends the forms of pages that were opened before somebody else
-// wrote.
+// TestStalePagesDoNotOverwrite submits forms of pages opened before another write.
 func TestStalePagesDoNotOverwrite(t *testing.T) {
 	t.Parallel()
 	database := pgtest.URL(t)

@@ -27,7 +27,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 )
 
-// operateTest is agent operate on a database with a scripted model.
 type operateTest struct {
 	program
 	url   string
@@ -35,7 +34,7 @@ type operateTest struct {
 	model *modeltest.Server
 }
 
-// newOperateTest has the skills slow, which takes ten minutes, and wipe, which needs leave.
+// newOperateTest has the skills slow, which takes ten minutes, and wipe, which needs approval.
 func newOperateTest(t *testing.T, replies ...modeltest.Reply) *operateTest {
 	t.Helper()
 	d := &operateTest{url: pgtest.URL(t), model: modeltest.New(t, replies...)}
@@ -54,7 +53,6 @@ func newOperateTest(t *testing.T, replies ...modeltest.Reply) *operateTest {
 	return d
 }
 
-// laneHeld reports whether somebody has the lane operate.
 func (d *operateTest) laneHeld(t *testing.T) bool {
 	t.Helper()
 	return queryValue[bool](t, d.pool, `select is_agent_lock_held('operate')`)
@@ -68,7 +66,7 @@ func queryValue[T any](t *testing.T, pool *pgxpool.Pool, sql string, args ...any
 	return v
 }
 
-// terminalTest is a terminalTest on which agent operate runs.
+// terminalTest runs agent operate on a terminal.
 type terminalTest struct {
 	t     *testing.T
 	keys  *os.File
@@ -78,7 +76,6 @@ type terminalTest struct {
 	stop  context.CancelFunc
 }
 
-// startTerminal starts agent operate on a terminal.
 func (d *operateTest) startTerminal(args ...string) *terminalTest {
 	t := d.t
 	t.Helper()
@@ -107,7 +104,6 @@ func (d *operateTest) startTerminal(args ...string) *terminalTest {
 	return s
 }
 
-// typeKeys sends keys.
 func (s *terminalTest) typeKeys(keys string) {
 	s.t.Helper()
 	if _, err := s.keys.WriteString(keys); err != nil {
@@ -117,7 +113,7 @@ func (s *terminalTest) typeKeys(keys string) {
 
 var escapes = regexp.MustCompile("\x1b\\[[0-9;?]*[A-Za-z]")
 
-// waitFor waits until what is on the screen since the last look matches, and returns the first group.
+// waitFor waits until new output matches, and returns the first group.
 func (s *terminalTest) waitFor(pattern string) string {
 	s.t.Helper()
 	expression := regexp.MustCompile(pattern)
@@ -135,7 +131,6 @@ func (s *terminalTest) waitFor(pattern string) string {
 	return found
 }
 
-// waitExit waits for the exit code.
 func (s *terminalTest) waitExit() int {
 	s.t.Helper()
 	var code int
@@ -308,7 +303,7 @@ func TestOperateOnce(t *testing.T) {
 	}
 }
 
-// Whatever reasons is replayed without a model, also outside of a phase.
+// A turn outside of a phase is replayed without a model too.
 func TestReplayOperateTurn(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."))
@@ -450,7 +445,7 @@ func TestInterruptCancelsTurn(t *testing.T) {
 	}
 }
 
-// What a turn uses is there until its run has noticed that it was cancelled.
+// The turn's resources stay until its run has handled the cancellation.
 func TestInterruptedVisitorMessage(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("slow", `{}`))
@@ -486,7 +481,7 @@ func TestOperateWatch(t *testing.T) {
 	<-w.ended
 }
 
-// A script must not take a turn without an answer for one with it.
+// A turn without an answer must not exit with 0.
 func TestOperateWithoutAnswer(t *testing.T) {
 	t.Parallel()
 	nothing := modeltest.Text("")

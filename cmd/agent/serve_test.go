@@ -32,7 +32,7 @@ import (
 
 const token = "AGENT_ADMIN_TOKEN=6b1f0c9e27d84a53b1c7e09f4d2a8836"
 
-// What is missing or wrong in the environment stops the start with exit 2 and a line each, all at once.
+// All missing and invalid settings are reported at once, a line each, with exit code 2.
 func TestInvalidSettings(t *testing.T) {
 	t.Parallel()
 	const database = "DATABASE_URL=postgres://localhost:1/none"
@@ -144,7 +144,7 @@ func TestServe(t *testing.T) {
 	}
 }
 
-// checkEngineRoom logs in, and pulls a lever that cannot be pulled.
+// checkEngineRoom logs in and submits an invalid action.
 func checkEngineRoom(t *testing.T, base, adminToken string) {
 	t.Helper()
 	jar, err := cookiejar.New(nil)
@@ -173,7 +173,7 @@ func checkEngineRoom(t *testing.T, base, adminToken string) {
 	contains(t, post("/act/v1/skills/nothing/enable", url.Values{"reason": {"a test"}, "back": {"/lanes"}}), "<h1>Lanes</h1>", "skill not found")
 }
 
-// withSecret puts a password into a URL of the test server, which asks for none.
+// withSecret adds a password to a URL of the test server, which needs none.
 func withSecret(t *testing.T, address string) string {
 	t.Helper()
 	u, err := url.Parse(address)
@@ -186,7 +186,7 @@ func withSecret(t *testing.T, address string) string {
 	return u.String()
 }
 
-// The first run is short enough to read: what was made, the story, where everything is.
+// The first run prints what was created, the trace, and the addresses.
 func TestDevOutput(t *testing.T) {
 	t.Parallel()
 	p := program{t, []string{
@@ -249,7 +249,7 @@ func TestHeartbeat(t *testing.T) {
 	}
 }
 
-// A heartbeat whose model refuses fails: its story is told, and the error names its trace.
+// A failed heartbeat prints its trace, and the error names it.
 func TestFailedHeartbeat(t *testing.T) {
 	t.Parallel()
 	model := modeltest.New(t)
@@ -334,7 +334,7 @@ var serving = regexp.MustCompile(`msg=serving listen=(\S+)`)
 // chatKey is what visitors send.
 const chatKey = "visitor-0123456789abcdef"
 
-// reply is an answer, or that there was none.
+// reply is a response, or none.
 type reply struct {
 	status int
 	closes bool // the connection, behind the answer
@@ -342,7 +342,7 @@ type reply struct {
 	err    error
 }
 
-// send sends a request on a connection of its own.
+// send sends a request on its own connection.
 func send(ctx context.Context, method, url, key, body string) (got reply) {
 	req, err := http.NewRequestWithContext(ctx, method, url, strings.NewReader(body))
 	if err != nil {
@@ -361,7 +361,7 @@ func send(ctx context.Context, method, url, key, body string) (got reply) {
 	return reply{resp.StatusCode, resp.Close, string(text), err}
 }
 
-// closed reports that nobody takes connections there any more.
+// closed reports whether the port refuses connections.
 func closed(t *testing.T, base string) bool {
 	t.Helper()
 	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(base, "http://"))
@@ -372,7 +372,7 @@ func closed(t *testing.T, base string) bool {
 	return false
 }
 
-// A process that was told to stop is not ready at once, and serves for as long as was asked. A second signal ends it.
+// A stopping process is unready at once and serves for the drain period. A second signal ends it.
 func TestShutdownDrains(t *testing.T) {
 	t.Parallel()
 	cmd := exec.Command(os.Args[0], "serve")
@@ -416,8 +416,7 @@ func TestShutdownDrains(t *testing.T) {
 	}
 }
 
-// An answer that is being made when the process is told to stop is made to its end, streamed or not, and then the
-// process ends.
+// A started response, streamed or not, completes before the process ends.
 func TestShutdownWaitsForResponses(t *testing.T) {
 	t.Parallel()
 	asked, free := make(chan struct{}, 2), make(chan struct{})
@@ -467,7 +466,7 @@ func TestShutdownWaitsForResponses(t *testing.T) {
 	}
 }
 
-// The service manager hears when the process serves, that it lives, and when it stops.
+// systemd is notified of readiness, liveness and stop.
 func TestSystemdNotify(t *testing.T) {
 	t.Parallel()
 	dir, err := os.MkdirTemp("", "lk") //nolint:usetesting // the path of a socket has to be short
@@ -533,7 +532,7 @@ func TestHealthcheck(t *testing.T) {
 	}
 }
 
-// A process that is alive and not ready says what is missing.
+// An unready process reports the failed checks.
 func TestHealthcheckFailures(t *testing.T) {
 	t.Parallel()
 	all, own := "[::]", "[::1]:0"
@@ -580,8 +579,7 @@ func TestServeCountsLog(t *testing.T) {
 	}
 }
 
-// What the program registers for itself is started by its surfaces, with input that they have checked. A flow that is
-// new here has to be named in package api, with how it is started.
+// Only surfaces start internal flows, with validated input. A new internal flow must be named in package api.
 func TestInternalFlowsAreNotStartable(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info")
@@ -605,7 +603,7 @@ func TestInternalFlowsAreNotStartable(t *testing.T) {
 	}
 }
 
-// The command line and HTTP refuse the same flows, each with the way that it has.
+// Command line and HTTP reject the same flows.
 func TestReservedFlowsAgree(t *testing.T) {
 	t.Parallel()
 	if here := slices.Sorted(maps.Keys(reservedFlows)); !slices.Equal(here, api.ReservedFlows()) {

@@ -30,8 +30,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// What a stopped process has locked in the middle of a step keeps others from its executions no longer than its lease
-// does.
+// A stopped process's open transaction blocks others no longer than its lease.
 func TestIdleTransactionTimeout(t *testing.T) {
 	t.Parallel()
 	log, err := logging.New(io.Discard, "text", "error")
@@ -55,7 +54,7 @@ func TestIdleTransactionTimeout(t *testing.T) {
 	}
 }
 
-// Programs that read JSON find what to do in one place, also when the database cannot be opened.
+// JSON errors have their advice in one field, also for database errors.
 func TestDatabaseErrorAdvice(t *testing.T) {
 	t.Parallel()
 	const gone = "postgres://user@127.0.0.1:1/none"
@@ -116,8 +115,8 @@ config:
 
 const orderTable = `create table orders (id int, closed int); insert into orders values (1, 0)`
 
-// A database is declared by name, its URL comes from the environment, and nothing that is printed has it. A call
-// without the setting is refused, names it, and is no failure that self-heal counts.
+// A database is declared by name; its URL comes from the environment and is never printed. A call without the setting
+// fails by name and does not count for self-heal.
 func TestSkillsOnANamedDatabase(t *testing.T) {
 	t.Parallel()
 	url, there := pgtest.URL(t), pgtest.URL(t)
@@ -158,8 +157,8 @@ func TestSkillsOnANamedDatabase(t *testing.T) {
 	}
 }
 
-// The process is killed between the commit in the shop's database and the checkpoint in its own. Another process goes
-// on, gets the recorded result, and the order was closed once.
+// The process is killed between the commit in the shop's database and its own checkpoint. Another process resumes
+// with the recorded result; the order is closed once.
 func TestNamedDatabaseEffectOnceAfterCrash(t *testing.T) {
 	t.Parallel()
 	url, there := pgtest.URL(t), pgtest.URL(t)
@@ -215,7 +214,7 @@ func TestNamedDatabaseEffectOnceAfterCrash(t *testing.T) {
 	}
 }
 
-// waitQuery waits for a query to answer true.
+// waitQuery waits until a query returns true.
 func waitQuery(t *testing.T, db *pgxpool.Pool, query string) {
 	t.Helper()
 	pgtest.Eventually(t, pgWait, func() bool {
@@ -224,11 +223,11 @@ func waitQuery(t *testing.T, db *pgxpool.Pool, query string) {
 	}, query)
 }
 
-// withoutDatabase are the commands that open no database.
+// withoutDatabase lists the commands that open no database.
 var withoutDatabase = map[string]bool{"version": true, "help": true, "healthcheck": true, "flows schema": true, "demo": true, "init": true}
 
-// Every command that opens the database refuses one that a newer version migrated, with what to do about it, and
-// leaves it as it is. A command that is added later is held to it too: it is called in ways that fit most.
+// Every command that opens the database rejects a newer schema with advice and changes nothing. New commands are
+// included automatically.
 func TestNewerSchemaIsRejected(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
@@ -249,7 +248,7 @@ func TestNewerSchemaIsRejected(t *testing.T) {
 	}
 }
 
-// checkRejected calls a command with arguments that may fit, until it comes to the database.
+// checkRejected tries arguments until the command opens the database.
 func checkRejected(t *testing.T, p program, name string, cmd *cobra.Command) {
 	t.Helper()
 	const id = "01890000-0000-7000-8000-000000000000"
@@ -279,7 +278,7 @@ func checkRejected(t *testing.T, p program, name string, cmd *cobra.Command) {
 	t.Errorf("agent %s does not refuse a newer schema: exit %d, %s%s", name, last.code, last.out, last.err)
 }
 
-// rowCounts counts what the commands might have written.
+// rowCounts counts the rows that commands could have written.
 func rowCounts(t *testing.T, p program, url string) (rows string) {
 	t.Helper()
 	err := connect(p.t, url).QueryRow(t.Context(), `
@@ -291,8 +290,8 @@ func rowCounts(t *testing.T, p program, url string) (rows string) {
 	return rows
 }
 
-// A user without CREATEROLE gets the statement for a superuser. After it, the next migration grants the contract.
-// Roles belong to the cluster, so the test has one of its own.
+// A user without CREATEROLE gets the statement for a superuser. The next migration then grants the contract. Roles
+// belong to the cluster, so the test uses its own.
 func TestMigrateWithoutCreateRole(t *testing.T) {
 	t.Parallel()
 	server, err := pgserver.Start(t.Context(), pgserver.Config{Ephemeral: true, Database: "agent", Owner: "owner"})
@@ -340,7 +339,7 @@ func mustExec(t *testing.T, db *pgxpool.Pool, statements string) {
 	}
 }
 
-// cutProxy is an address behind which another one is. What goes through it can be cut.
+// cutProxy forwards connections that the test can cut.
 type cutProxy struct {
 	net.Listener
 	mu   sync.Mutex
@@ -348,7 +347,6 @@ type cutProxy struct {
 	over bool // the test has ended
 }
 
-// newCutProxy leads to an address until the test ends.
 func newCutProxy(t *testing.T, to string) *cutProxy {
 	t.Helper()
 	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
@@ -395,7 +393,6 @@ func (w *cutProxy) keep(ends ...net.Conn) {
 	}
 }
 
-// carry copies until one of the two ends.
 func (w *cutProxy) carry(to, from net.Conn) {
 	_, _ = io.Copy(to, from) // an end that goes away ends it
 	w.mu.Lock()
@@ -406,7 +403,7 @@ func (w *cutProxy) carry(to, from net.Conn) {
 	}
 }
 
-// cut breaks every connection that there is.
+// cut closes all connections.
 func (w *cutProxy) cut() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -415,8 +412,7 @@ func (w *cutProxy) cut() {
 	}
 }
 
-// freeAddress is an address that stays free while nobody listens there: its port is none that the system gives to who
-// does not ask for it.
+// freeAddress returns an address outside the ephemeral port range, so it stays free.
 func freeAddress(t *testing.T) string {
 	t.Helper()
 	for range 1000 {

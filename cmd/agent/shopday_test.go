@@ -86,7 +86,7 @@ func (p program) wired() *app {
 	return a
 }
 
-// heartbeat is one of the 48 of a day: orders have come and gone meanwhile.
+// heartbeat runs one of the day's 48 heartbeats after some order changes.
 func (d *shopDay) heartbeat(ctx context.Context, n int, also ...string) error {
 	_, err := d.shop.Exec(ctx, `
 		insert into orders (id, email, item, total, ordered_at, promised_on)
@@ -114,7 +114,7 @@ func (d *shopDay) heartbeat(ctx context.Context, n int, also ...string) error {
 	return err
 }
 
-// visitor has a conversation of some messages.
+// visitor runs a conversation of some messages.
 func (d *shopDay) visitor(ctx context.Context, n, messages int) error {
 	for i := range messages {
 		words := []string{
@@ -140,7 +140,7 @@ func (d *shopDay) visitor(ctx context.Context, n, messages int) error {
 	return nil
 }
 
-// admin has a session in which some things are said.
+// admin runs a session of some messages.
 func (d *shopDay) admin(ctx context.Context, said ...string) error {
 	s, err := d.app.operate.Session("", true)
 	if err != nil {
@@ -154,8 +154,7 @@ func (d *shopDay) admin(ctx context.Context, said ...string) error {
 	return s.Close(ctx)
 }
 
-// run lets the day pass: heartbeats all day long, visitors from 9:30 on, an admin in the morning and one in the
-// evening.
+// run runs the day: heartbeats all day, visitors from 9:30, an admin in the morning and one in the evening.
 func (d *shopDay) run(ctx context.Context) error {
 	visitors := 0
 	for n := range 48 {
@@ -187,7 +186,7 @@ func (d *shopDay) run(ctx context.Context) error {
 	return nil
 }
 
-// Of what the order desk asks a model on a typical day, a provider's cache serves four fifths.
+// A provider's cache serves four fifths of the order desk's prompts on a typical day.
 func TestPromptCacheOfATypicalDay(t *testing.T) {
 	t.Parallel()
 	d := newShopDay(t)
@@ -221,7 +220,7 @@ func TestPromptCacheOfATypicalDay(t *testing.T) {
 	}
 }
 
-// automation counts the runs of one that succeeded.
+// automation counts the successful runs of an automation.
 func (d *shopDay) automation(ctx context.Context, name string) (runs int, err error) {
 	err = d.agent.QueryRow(ctx, `
 		select count(*) from agent_automation_runs r join agent_automations a on a.id = r.automation_id
@@ -229,15 +228,14 @@ func (d *shopDay) automation(ctx context.Context, name string) (runs int, err er
 	return runs, err
 }
 
-// A provider keeps the prompts that it has read for a while. The beginning that a later prompt shares with one of them
-// costs a tenth.
+// A provider caches prompts for a while. A shared prefix costs a tenth.
 const (
 	cacheFloor = 1024 // tokens: OpenAI keeps no shorter beginning,
 	cacheBlock = 128  // and counts in such blocks
 	tokenBytes = 4    // of English and JSON, about
 )
 
-// promptCache works out what a provider would have had of each request.
+// promptCache computes the cached tokens of each request.
 type promptCache struct {
 	mu     sync.Mutex
 	asked  map[string][]string // the prompts so far, by model
@@ -264,7 +262,7 @@ func (c cacheCount) String() string {
 		c.percent(c.shared), c.percent(c.cached))
 }
 
-// promptClock is the time in a prompt. The test's day takes seconds, so each turn is given a minute of its own.
+// promptClock is the time in a prompt. The test's day takes seconds, so each turn gets its own minute.
 var promptClock = regexp.MustCompile(`Now: \w+ \d{4}-\d\d-\d\d \d\d:\d\d`)
 
 // ask counts a request, given its body and the surface that asks.
@@ -305,7 +303,7 @@ func (c *promptCache) ask(surface, body string) (cacheCount, error) {
 	return one, nil
 }
 
-// sharedBytes is the length of what two texts begin with.
+// sharedBytes returns the length of the common prefix.
 func sharedBytes(a, b string) int {
 	n := min(len(a), len(b))
 	for i := range n {
@@ -326,7 +324,7 @@ func (c *promptCache) all() (sum cacheCount) {
 	return sum
 }
 
-// promptOf is the surface of a request, by the rules that its system message begins with.
+// promptOf returns the surface of a request, by the start of its system message.
 func promptOf(req openai.ChatCompletionRequest) string {
 	for words, surface := range map[string]string{
 		"talk with a visitor": "visitors", "talk with your admin": "operate", "one scheduled task": "report",
@@ -342,7 +340,7 @@ func promptOf(req openai.ChatCompletionRequest) string {
 // orderPattern is what a visitor says who asks for an order.
 var orderPattern = regexp.MustCompile(`order (\d{4}).*e-mail is (\S+@\S+\w)`)
 
-// modelReply is what a model says at the order desk: it looks up what it is asked for, and then answers.
+// modelReply looks the order up, then answers.
 func modelReply(req openai.ChatCompletionRequest) modeltest.Reply {
 	last := req.Messages[len(req.Messages)-1]
 	said := modeltest.Said(last)

@@ -24,7 +24,7 @@ func makeDue(t *testing.T, db *pgxpool.Pool) {
 	}
 }
 
-// state is how the broken skill and its automation stand.
+// state is the state of the broken skill and its automation.
 type state struct {
 	enabled            bool
 	by, reason         string
@@ -50,8 +50,8 @@ func stateOf(t *testing.T, db *pgxpool.Pool) state {
 	return s
 }
 
-// The caretaker's broken skill is taken out of service after its third failed call, with reason and evidence, its
-// automation is paused; enabling restores exactly that, and self-heal does not take it away again at once.
+// Self-heal disables the caretaker's broken skill after its third failure, with reason and evidence, and pauses its
+// automation. Enabling restores both, and self-heal does not disable it again at once.
 func TestSelfHealDisablesAndRestores(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
@@ -105,7 +105,7 @@ func TestSelfHealDisablesAndRestores(t *testing.T) {
 	}
 }
 
-// agent selfheal does on its own what a heartbeat's first phase does, and says so.
+// agent selfheal does the same as a heartbeat's first phase.
 func TestSelfHealCommand(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
@@ -189,7 +189,7 @@ func TestSkillsCall(t *testing.T) {
 	}
 }
 
-// A call of a skill on trial is the trial, and says so.
+// A call of a skill on trial decides the trial.
 func TestSkillsCallOnTrial(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
@@ -303,7 +303,7 @@ func TestAgentCommands(t *testing.T) {
 	contains(t, p.run("agents", "show", "billing").err, "agent billing was removed; agent agents show billing --version 1 shows its last version")
 }
 
-// A person reads the greeting before the first prompt of a conversation, and not when it goes on.
+// The greeting precedes the first prompt of a new conversation only.
 func TestChatGreeting(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))

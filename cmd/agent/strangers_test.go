@@ -32,11 +32,11 @@ const (
 	hookKey = "hook-0123456789abcdef0123456789abcdef"
 )
 
-// salary is what no stranger may read.
+// salary is the secret that no stranger may read.
 const salary = "the salary is 4711"
 
-// strangersYAML has flows that say the secret and wait, endpoints that begin threads and that answer in them by the
-// name that the sender gives.
+// strangersYAML has flows that say the secret and wait, and endpoints that open threads and answer in threads named
+// by the sender.
 const strangersYAML = `
 kind: flow
 name: offer
@@ -77,7 +77,7 @@ actions:
   - {when: {body.do: answer}, resume: response, key: "{body.thread}"}
 `
 
-// strangerTest is an agent that serves, with everybody who may come.
+// strangerTest is a serving agent with all kinds of callers.
 type strangerTest struct {
 	t    *testing.T
 	base string
@@ -108,7 +108,6 @@ func newStrangerTest(t *testing.T) *strangerTest {
 	return &strangerTest{t, s.find(t, `msg=serving listen=(\S+)`), connect(t, url)}
 }
 
-// httpResult is the answer of the agent.
 type httpResult struct {
 	status int
 	header http.Header
@@ -138,7 +137,7 @@ func (h *strangerTest) send(method, path, key, body string, headers ...string) h
 	return httpResult{answer.StatusCode, answer.Header, string(text)}
 }
 
-// admin asks for a status and reads the answer.
+// admin expects a status and decodes the response.
 func (h *strangerTest) admin(method, path string, body any, want int, into any) {
 	h.t.Helper()
 	var content bytes.Buffer
@@ -158,7 +157,7 @@ func (h *strangerTest) admin(method, path string, body any, want int, into any) 
 	}
 }
 
-// chat says something as a visitor. headers name the thread, the visitor's token and the join token.
+// chat sends a visitor's message. Headers name the thread, the visitor token and the join token.
 func (h *strangerTest) chat(key, words string, headers ...string) httpResult {
 	h.t.Helper()
 	body, err := json.Marshal(map[string]any{"model": "agent", "messages": []map[string]string{{"role": "user", "content": words}}})
@@ -168,7 +167,7 @@ func (h *strangerTest) chat(key, words string, headers ...string) httpResult {
 	return h.send("POST", "/v1/chat/completions", key, string(body), headers...)
 }
 
-// deliver sends a webhook and waits until it is dealt with.
+// deliver sends a webhook and waits until it is handled.
 func (h *strangerTest) deliver(endpoint, do, thread string) {
 	h.t.Helper()
 	body := fmt.Sprintf(`{"do": %q, "thread": %q, "content": "I accept", "n": %d}`, do, thread, h.queryCount(`select count(*) from agent_webhook_deliveries`))
@@ -203,13 +202,13 @@ func (h *strangerTest) waitUntil(sql string, args ...any) {
 	}, sql)
 }
 
-// threadContent is all that was said in a thread.
+// threadContent returns all messages of a thread.
 func (h *strangerTest) threadContent(id string) string {
 	h.t.Helper()
 	return h.queryText(`select coalesce(string_agg(role || ': ' || content, ' | ' order by seq), '') from agent_messages where thread_id = $1`, id)
 }
 
-// visitorToken is one that the agent gives out.
+// visitorToken returns a token issued by the agent.
 func (h *strangerTest) visitorToken(key string) string {
 	h.t.Helper()
 	got := h.chat(key, "hi", "X-Visitor-Token", "new")
@@ -219,17 +218,17 @@ func (h *strangerTest) visitorToken(key string) string {
 	return got.header.Get("X-Visitor-Token")
 }
 
-// thread is one that somebody has begun. A completion is the owner's, where the owner is a visitor.
+// thread is an open thread; completion is set if the owner is a visitor.
 type thread struct{ id, name, completion string }
 
-// threadStart is one way in which a thread begins.
+// threadStart is one way to open a thread.
 type threadStart struct {
 	begin func(h *strangerTest, name string) thread
-	// own says who is no stranger to it.
+	// own lists the callers with access.
 	own []string
 }
 
-// startByChat begins a thread as a visitor, who tells the secret.
+// startByChat opens a thread as a visitor with the secret.
 func startByChat(key string, visitor func(*strangerTest) string, named bool) func(*strangerTest, string) thread {
 	return func(h *strangerTest, name string) thread {
 		h.t.Helper()
@@ -253,7 +252,7 @@ func startByChat(key string, visitor func(*strangerTest) string, named bool) fun
 	}
 }
 
-// startWaitingFlow is the thread in which the flow offer has spoken, and waits.
+// startWaitingFlow returns the thread in which the flow offer waits.
 func (h *strangerTest) startWaitingFlow(id, name string) thread {
 	h.t.Helper()
 	h.waitUntil(`select exists (select from agent_executions where thread_id = $1 and status = 'waiting')`, id)
@@ -298,7 +297,7 @@ func threadStarts() map[string]threadStart {
 	}
 }
 
-// strangerKeys are those who come with a chat key.
+// strangerKeys are callers with a chat key.
 func (h *strangerTest) strangerKeys() map[string][]string {
 	return map[string][]string{
 		"site":            {siteKey},
@@ -312,7 +311,7 @@ func (h *strangerTest) strangerKeys() map[string][]string {
 
 var anyTrace = regexp.MustCompile(`\b(ch|op|fl)_[0-9A-Z]{26}`)
 
-// normalized is a refusal without what differs from request to request.
+// normalized removes what differs between requests.
 func (r httpResult) normalized(hidden ...string) string {
 	body := anyTrace.ReplaceAllString(r.body, "…")
 	for _, word := range hidden {
@@ -321,8 +320,8 @@ func (r httpResult) normalized(hidden ...string) string {
 	return fmt.Sprintf("%d %s", r.status, body)
 }
 
-// TestStrangerAccess lets everybody try everything on a thread of every kind: take its name in advance, read
-// it, speak in it, list it. Nobody gets in, and nobody learns that it is there.
+// TestStrangerAccess tries every access of every caller to every kind of thread: claim its name, read, write, list.
+// No stranger gets access or learns that the thread exists.
 func TestStrangerAccess(t *testing.T) {
 	t.Parallel()
 	h := newStrangerTest(t)
@@ -370,7 +369,6 @@ func index(all []string, one string) (int, bool) {
 	return -1, false
 }
 
-// checkStranger lets one with a chat key try.
 func (h *strangerTest) checkStranger(who string, as []string, th thread) {
 	h.t.Helper()
 	const none = "th_01ARZ3NDEKTSV4RRFFQ69G5FAV"
@@ -394,7 +392,7 @@ func (h *strangerTest) checkStranger(who string, as []string, th thread) {
 		h.t.Errorf("%s guesses a join token: %s", who, guessed.normalized())
 	}
 	for _, path := range []string{"/v1/threads", "/v1/threads/" + th.id, "/v1/threads/" + th.id + "/access"} {
-		// The brake on wrong tokens may come before.
+		// The throttle of wrong tokens may reply first.
 		if got := h.send("GET", path, as[0], ""); got.status != http.StatusUnauthorized && got.status != http.StatusTooManyRequests {
 			h.t.Errorf("%s lists %s: %d", who, path, got.status)
 		}
@@ -409,7 +407,7 @@ func (h *strangerTest) checkStranger(who string, as []string, th thread) {
 	}
 }
 
-// checkFlowAccess lets an admin start another flow, and a worker outside speak and listen, in the thread.
+// checkFlowAccess starts another flow and an external worker that try to write and read in the thread.
 func (h *strangerTest) checkFlowAccess(th thread, b threadStart) {
 	h.t.Helper()
 	if _, own := index(b.own, "flow"); own {
@@ -436,7 +434,7 @@ func (h *strangerTest) checkFlowAccess(th thread, b threadStart) {
 		map[string]any{"status": "waiting", "waiting_for": "response", "waiting_key": th.id}, http.StatusNotFound, nil)
 }
 
-// checkEndpointAccess lets the sender of webhooks answer in the thread, under each of its names.
+// checkEndpointAccess answers in the thread by webhook, under each of its names.
 func (h *strangerTest) checkEndpointAccess(th thread) {
 	h.t.Helper()
 	for _, name := range []string{th.id, th.name} {
@@ -445,7 +443,7 @@ func (h *strangerTest) checkEndpointAccess(th thread) {
 	}
 }
 
-// TestThreadAccess opens threads in every way, and takes it back.
+// TestThreadAccess grants and revokes access in every way.
 func TestThreadAccess(t *testing.T) {
 	t.Parallel()
 	h := newStrangerTest(t)
@@ -570,7 +568,7 @@ func TestThreadAccess(t *testing.T) {
 	})
 }
 
-// TestThreadsOfEarlierRelease for who used them.
+// TestThreadsOfEarlierRelease keeps the access of earlier users.
 func TestThreadsOfEarlierRelease(t *testing.T) {
 	t.Parallel()
 	h := newStrangerTest(t)
@@ -605,7 +603,7 @@ func TestThreadsOfEarlierRelease(t *testing.T) {
 	h.admin("POST", "/v1/executions", map[string]any{"flow": "other", "thread_id": "site:7"}, http.StatusNotFound, nil)
 }
 
-// holdLocks begins a transaction, as a client that leaves it open does.
+// holdLocks opens a transaction and leaves it open.
 func (h *strangerTest) holdLocks(statements ...string) (end func()) {
 	h.t.Helper()
 	conn, err := pgx.ConnectConfig(h.t.Context(), h.db.Config().ConnConfig.Copy())
@@ -625,9 +623,9 @@ func (h *strangerTest) holdLocks(statements ...string) (end func()) {
 	}
 }
 
-// flood repeats a request from many connections until stop is called. stop returns the answers by status, and one
-// answer with 503. It prefers an answer that names the holder, then one that names the held row, to one that names
-// the database: on a busy machine the look for the holder may come too late.
+// flood repeats a request on many connections until stop is called. stop returns the responses by status and one
+// response with 503: preferably one that names the holder, then the locked row, then the database, because a busy
+// machine may find the holder too late.
 func (h *strangerTest) flood(request func() httpResult) (stop func() (map[int]int, httpResult)) {
 	var mu sync.Mutex
 	var flooding sync.WaitGroup
@@ -664,7 +662,7 @@ func (h *strangerTest) flood(request func() httpResult) (stop func() (map[int]in
 	}
 }
 
-// slowestOf is how long requests took, of all but one in a hundred. Each has to get the status.
+// slowestOf returns the 99th percentile of the response times. Every response must have the status.
 func (h *strangerTest) slowestOf(n, want int, request func(i int) httpResult) time.Duration {
 	h.t.Helper()
 	took := make([]time.Duration, n)
@@ -679,7 +677,7 @@ func (h *strangerTest) slowestOf(n, want int, request func(i int) httpResult) ti
 	return took[n*99/100]
 }
 
-// What a client holds in an open transaction delays requests for the same, which are told so, and no others.
+// An open transaction of a client delays only requests for the same rows, with an explanation.
 func TestLockedRowsDoNotDelayOthers(t *testing.T) {
 	t.Parallel()
 	h := newStrangerTest(t)

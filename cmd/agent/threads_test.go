@@ -59,7 +59,7 @@ func TestThreadCommands(t *testing.T) {
 	}
 }
 
-// Who cannot be let in is refused, with what to do, and what is not there is named.
+// Unknown callers and threads are rejected with advice.
 func TestThreadsOpenInvalidKeys(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
@@ -84,8 +84,7 @@ func TestThreadsOpenInvalidKeys(t *testing.T) {
 	contains(t, p.must("threads", "open", "maria", "--key", "shop"), "open to key shop")
 }
 
-// who may call the routes of the running program, by the beginning of their path; the longest counts. What is not
-// listed is nobody's, and fails the test.
+// accessByPath lists the callers of a path prefix; the longest prefix applies. An unlisted path fails the test.
 var accessByPath = map[string][]string{
 	"/healthz": allCallers, "/readyz": allCallers, "/metrics": allCallers, "/openapi.json": allCallers, "/chat": allCallers, "/webhooks/": allCallers,
 	"/v1/": {"admin"}, "/mcp": {"admin"},
@@ -94,7 +93,6 @@ var accessByPath = map[string][]string{
 
 var allCallers = []string{"nobody", "wrong", "visitor", "admin"}
 
-// callersOf finds the row of a path.
 func callersOf(path string) []string {
 	longest := ""
 	for prefix := range accessByPath {
@@ -171,7 +169,7 @@ func TestOpenAPIOfWebhooks(t *testing.T) {
 	}
 }
 
-// call sends a request that no route can do anything with, for a client behind a proxy, and returns the status.
+// call sends a useless request for a client behind a proxy and returns the status.
 func call(t *testing.T, method, url, key, address string) int {
 	t.Helper()
 	req, err := http.NewRequestWithContext(t.Context(), method, url, strings.NewReader(`{"no such field": 1}`))

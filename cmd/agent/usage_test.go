@@ -71,8 +71,7 @@ func TestCommandHelp(t *testing.T) {
 	}
 }
 
-// Every mistake in a call is exit 2, says what is wrong and where help is, prints nothing to stdout, and is found
-// before a database is asked for.
+// Every usage error exits with 2, names error and help, prints nothing to stdout, and precedes any database access.
 func TestUsageErrors(t *testing.T) {
 	t.Parallel()
 	long := strings.Repeat("x", 40)
@@ -162,7 +161,7 @@ func TestUsageErrors(t *testing.T) {
 	}
 }
 
-// Help is no result: a program that left the command out is told so, in JSON.
+// A missing subcommand with --json is a JSON error, not the help.
 func TestMissingSubcommandWithJSON(t *testing.T) {
 	t.Parallel()
 	for name, cmd := range everyCommand(t) {
@@ -286,7 +285,7 @@ func TestInterruptExitCode(t *testing.T) {
 	}
 }
 
-// revisions is what show answers, of any kind.
+// revisions is the response of show, for any kind.
 type revisions struct {
 	Revision      int
 	StateRevision int `json:"state_revision"`

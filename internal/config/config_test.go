@@ -28,7 +28,7 @@ func load(t *testing.T, environ map[string]string) config.Config {
 	return c
 }
 
-// problems are the lines that Load or a requirement reports.
+// problems returns the lines of an error.
 func problems(t *testing.T, err error) []string {
 	t.Helper()
 	var e *config.Error
@@ -98,7 +98,7 @@ func TestPricesFromAFile(t *testing.T) {
 	}
 }
 
-// Each bad value alone, with a part of the line that it must give.
+// Each invalid value, with a part of its error line.
 var badValues = map[string]struct{ value, says string }{
 	"DATABASE_URL":                  {"mysql://u:hunter2@h", "postgres://agent@localhost"},
 	"DATABASE_DIRECT_URL":           {"postgres://u:hunter2#x@h/d", "percent-encode special characters of the password (@ is %40"},
@@ -192,7 +192,7 @@ func TestAllInvalidValuesAreReported(t *testing.T) {
 	}
 }
 
-// A new setting gets its line in the table of bad values, unless any text is good for it.
+// Every setting needs a line in the table of invalid values, unless any text is valid.
 func TestEverySettingIsValidated(t *testing.T) {
 	for _, s := range config.Settings() {
 		if _, checked := badValues[s.Name]; !checked && s.Name != "AGENT_MODEL" {
@@ -371,7 +371,7 @@ func TestDotEnvMissingAndBroken(t *testing.T) {
 	}
 }
 
-// isForeign reports the settings of OpenTelemetry.
+// isForeign reports settings of OpenTelemetry.
 func isForeign(name string) bool { return strings.HasPrefix(name, "OTEL_") }
 
 func TestDotEnvRestrictions(t *testing.T) {
@@ -459,7 +459,7 @@ func TestChatKeysAreDistinct(t *testing.T) {
 	}
 }
 
-// docs/settings.md is made of the same table as the program's messages.
+// docs/settings.md comes from the same table as the error lines.
 func TestSettingsPageIsComplete(t *testing.T) {
 	text, err := os.ReadFile("../../docs/settings.md")
 	if err != nil {

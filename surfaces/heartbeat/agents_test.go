@@ -20,7 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
-// declare puts agents into the world, the first as the default.
+// declare applies agents, the first as the default.
 func (w *testHeartbeat) declare(t *testing.T, list ...agents.Definition) []agents.Agent {
 	t.Helper()
 	w.beat.Loop.Agents = &agents.Directory{Settings: agents.Settings{Name: "house", HeartbeatCron: "*/30 * * * *"}}
@@ -118,7 +118,7 @@ func (w *testHeartbeat) sync(t *testing.T, d *agents.Directory, server bool) {
 	}
 }
 
-// A server that begins while an agent is applied would remove the schedule that it has not seen.
+// A server that starts during an apply must not remove the schedule it cannot see yet.
 func TestServerStartWaitsForApply(t *testing.T) {
 	t.Parallel()
 	w := newTestHeartbeat(t)

@@ -23,8 +23,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
 )
 
-// TestHeartbeatSurvivesCrashes stops the first process in the middle of its k-th model
-// call, for every k: its lease is over, and another process goes on.
+// TestHeartbeatSurvivesCrashes stops the first process during its k-th model call, for every k. Its lease expires and
+// another process resumes.
 func TestHeartbeatSurvivesCrashes(t *testing.T) {
 	t.Parallel()
 	const calls = 9
@@ -58,7 +58,7 @@ func TestHeartbeatSurvivesCrashes(t *testing.T) {
 	}
 }
 
-// answer picks the reply by the task and by how often the model has answered.
+// answer selects the reply by task and number of answers.
 func answer(scripts map[string][]modeltest.Reply, req openai.ChatCompletionRequest) modeltest.Reply {
 	answers := 0
 	for _, m := range req.Messages {
@@ -74,8 +74,8 @@ func answer(scripts map[string][]modeltest.Reply, req openai.ChatCompletionReque
 	return modeltest.Text("Done.")
 }
 
-// loseProcess runs a heartbeat in a process that is lost when came is closed, and then in another. The first wakes
-// when all is done.
+// loseProcess runs a heartbeat in a process that stalls when came is closed, then in another. The first wakes when
+// all is done.
 func (w *testHeartbeat) loseProcess(t *testing.T, came, wake chan struct{}) executions.Execution {
 	t.Helper()
 	var first errgroup.Group
@@ -101,7 +101,7 @@ func (w *testHeartbeat) loseProcess(t *testing.T, came, wake chan struct{}) exec
 	return x
 }
 
-// checkComplete compares what was done with what a heartbeat without a loss does.
+// checkComplete compares the result with a heartbeat without a crash.
 func (w *testHeartbeat) checkComplete(t *testing.T, x executions.Execution, lost, calls int) {
 	t.Helper()
 	want := []string{
@@ -124,7 +124,7 @@ func (w *testHeartbeat) checkComplete(t *testing.T, x executions.Execution, lost
 	for _, n := range times {
 		repeated += n - 1
 	}
-	// The call that was under way is asked again; the first process may try once more when it wakes.
+	// The interrupted call is repeated; the first process may retry once when it wakes.
 	if len(times) != calls || repeated < 1 || repeated > 2 {
 		t.Errorf("%d different requests, %d repeated; want %d and the one that was lost", len(times), repeated, calls)
 	}
@@ -148,7 +148,7 @@ func (w *testHeartbeat) checkComplete(t *testing.T, x executions.Execution, lost
 	}
 }
 
-// A heartbeat that was cancelled in the middle of an automation leaves its run claimed.
+// A heartbeat cancelled during an automation leaves its run claimed.
 func TestCancelledHeartbeatRetriesAutomation(t *testing.T) {
 	t.Parallel()
 	w := newTestHeartbeat(t)
@@ -183,7 +183,7 @@ func TestCancelledHeartbeatRetriesAutomation(t *testing.T) {
 	}
 }
 
-// What a heartbeat remembers goes to the memory of its agent; a fact of the same key in the shared one is no conflict.
+// A heartbeat writes to its agent's memory; the same key in the shared memory is no conflict.
 func TestHeartbeatUsesAgentMemory(t *testing.T) {
 	t.Parallel()
 	w := withMemories(t, modeltest.ToolCall("remember", `{"key":"contact","value":"Bea"}`), modeltest.Text("Done."))

@@ -16,7 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// withMemories is a world with the builtins of the memory and something under the key contact.
+// withMemories has the memory builtins and a value for the key contact.
 func withMemories(t *testing.T, script ...modeltest.Reply) *testHeartbeat {
 	t.Helper()
 	w := newTestHeartbeat(t)
@@ -146,8 +146,7 @@ func TestObjectiveNoteReplacesPromptValue(t *testing.T) {
 	}
 }
 
-// The facts that heartbeats note again and again are theirs: nobody is asked to decide between a heartbeat and the one
-// before it.
+// Heartbeats replace their own notes without a conflict.
 func TestNoteReplacesEarlierHeartbeat(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
@@ -180,7 +179,7 @@ func TestNoteReplacesEarlierHeartbeat(t *testing.T) {
 	}
 }
 
-// recordWrite writes the contact as a run of a surface does.
+// recordWrite writes contact as a run of a surface.
 func (w *testHeartbeat) recordWrite(t *testing.T, s trace.Surface, value string) {
 	t.Helper()
 	note := memory.Note{Category: "observation", Key: "contact", Value: value, TraceID: string(trace.New(s))}

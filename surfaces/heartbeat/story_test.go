@@ -25,13 +25,12 @@ func rememberTool(key string) modeltest.Reply {
 	return modeltest.ToolCall("remember", fmt.Sprintf(`{"key":%q,"value":{"n":1}}`, key))
 }
 
-// lookedUp acts and then reports a step.
+// lookedUp calls look and completes a step.
 func lookedUp(step string) modeltest.Reply {
 	return modeltest.ToolCall("look", `{}`).AndCall("complete_step", fmt.Sprintf(`{"step_id":%q,"result":"found 42 rows"}`, step))
 }
 
-// newBusyHeartbeat is a database with work of the seed's size: 2 skills to heal, 3 steps, 2 automations, and a
-// model that remembers 4 things.
+// newBusyHeartbeat has 2 skills to heal, 3 steps, 2 automations, and a model that stores 4 memories.
 func newBusyHeartbeat(t *testing.T) *testHeartbeat {
 	t.Helper()
 	w := newTestHeartbeat(t)

@@ -31,14 +31,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
 )
 
-// request is what the model is asked.
 type request = openai.ChatCompletionRequest
 
 const waitLimit = 90 * time.Second
 
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
-// testHeartbeat is a database with a heartbeat and a model that says what the test wants.
+// testHeartbeat is a database with a heartbeat and a scripted model.
 type testHeartbeat struct {
 	pool     *pgxpool.Pool
 	model    *modeltest.Server
@@ -47,7 +46,7 @@ type testHeartbeat struct {
 	calls    counter // of the skill look
 }
 
-// counter counts what happens in many goroutines.
+// counter counts events of many goroutines.
 type counter struct {
 	mu sync.Mutex
 	n  map[string]int
@@ -69,7 +68,7 @@ func (c *counter) of(name string) int {
 	return c.n[name]
 }
 
-// newTestHeartbeat has the skill look, which is idempotent and succeeds.
+// newTestHeartbeat has the idempotent skill look, which succeeds.
 func newTestHeartbeat(t *testing.T) *testHeartbeat {
 	t.Helper()
 	w := &testHeartbeat{pool: pgtest.DB(t), model: modeltest.New(t), builtins: map[string]skills.Builtin{}}
@@ -102,13 +101,12 @@ func newTestHeartbeat(t *testing.T) *testHeartbeat {
 	return w
 }
 
-// replyNothing lets the model answer every request with the same words.
+// replyNothing makes the model give the same answer to every request.
 func (w *testHeartbeat) replyNothing() {
 	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Nothing to report.") })
 }
 
-// setReplies lets the model answer by the task it was given and by how often it has answered in this turn. A task
-// is known by a word of its prompt.
+// setReplies scripts the model by task and number of answers in this turn. A word of the prompt identifies the task.
 func (w *testHeartbeat) setReplies(script map[string][]modeltest.Reply) {
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 		for word, replies := range script {
@@ -190,7 +188,7 @@ func (w *testHeartbeat) addObjective(t *testing.T, d objectives.Definition) (o o
 	return o, steps
 }
 
-// engine is a process; with running, it takes work by itself until the test ends.
+// engine starts a process; with running it claims work until the test ends.
 func (w *testHeartbeat) engine(t *testing.T, running bool) *executions.Engine {
 	t.Helper()
 	keeper := lanes.NewKeeper(w.pool, lanes.Options{})
@@ -218,7 +216,7 @@ func (w *testHeartbeat) engine(t *testing.T, running bool) *executions.Engine {
 	return e
 }
 
-// run makes one heartbeat, now.
+// run runs one heartbeat now.
 func (w *testHeartbeat) run(t *testing.T) (executions.Execution, heartbeat.Summary) {
 	t.Helper()
 	x, err := w.engine(t, false).RunSync(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
@@ -228,7 +226,7 @@ func (w *testHeartbeat) run(t *testing.T) (executions.Execution, heartbeat.Summa
 	return x, summary(t, x)
 }
 
-// runCompleted is run for a heartbeat that must not fail.
+// runCompleted expects a completed heartbeat.
 func (w *testHeartbeat) runCompleted(t *testing.T) (executions.Execution, heartbeat.Summary) {
 	t.Helper()
 	x, said := w.run(t)
@@ -259,7 +257,7 @@ func (w *testHeartbeat) waitStatus(t *testing.T, id string, want executions.Stat
 	return x
 }
 
-// traceLines is the seed's own query: skill and status, in order.
+// traceLines returns skill and status of a trace, in order.
 func (w *testHeartbeat) traceLines(t *testing.T, traceID string) (lines []string) {
 	t.Helper()
 	rows, err := w.pool.Query(t.Context(), `

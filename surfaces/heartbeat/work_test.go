@@ -23,8 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// runWithoutLanes lets a number of heartbeats run at once, as if each had found the lane heartbeat free: with lanes
-// switched off, what keeps work single are the claims of the work itself.
+// runWithoutLanes runs heartbeats concurrently. Without lanes, only the claims of the work exclude each other.
 func (w *testHeartbeat) runWithoutLanes(t *testing.T, n int) []executions.Execution {
 	t.Helper()
 	ended := make([]executions.Execution, n)
@@ -200,7 +199,7 @@ func TestAutomationNeedsApproval(t *testing.T) {
 	}
 }
 
-// withGrant is a world with the skill drop and two approved calls of it.
+// withGrant has the skill drop and two approved calls of it.
 func withGrant(t *testing.T) *testHeartbeat {
 	t.Helper()
 	w := newTestHeartbeat(t)
@@ -393,7 +392,7 @@ func TestTrialSkillReturnsToService(t *testing.T) {
 	}
 }
 
-// A skill that nothing but an automation uses is tried by that, at its next time, in a heartbeat that asks no model.
+// The trial of a skill used only by an automation is its next scheduled run, without a model call.
 func TestAutomationRunsTrial(t *testing.T) {
 	t.Parallel()
 	w := newTestHeartbeat(t)
@@ -418,7 +417,7 @@ func TestAutomationRunsTrial(t *testing.T) {
 	}
 }
 
-// Runs that events have made due wait while the skill rests. One of them is its trial, and the others go on after it.
+// Due event runs wait while the skill is disabled. One of them is the trial; the others follow.
 func TestWaitingRunRunsTrial(t *testing.T) {
 	t.Parallel()
 	w := newTestHeartbeat(t)
@@ -466,7 +465,7 @@ func TestHealIsOneTransaction(t *testing.T) {
 	}
 }
 
-// A heartbeat runs what an event made due when nobody else does, and nothing twice when others dispatch beside it.
+// A heartbeat runs due event runs if no dispatcher does, and none runs twice.
 func TestEventRunsAreCreatedOnce(t *testing.T) {
 	t.Parallel()
 	w := newTestHeartbeat(t)
@@ -517,7 +516,7 @@ func TestHeartbeatRunsEventAutomations(t *testing.T) {
 	}
 }
 
-// The model says that it did; nothing shows it.
+// The model claims success without evidence.
 func TestStepNeedsEvidence(t *testing.T) {
 	t.Parallel()
 	w := newTestHeartbeat(t)

@@ -52,7 +52,7 @@ func TestBusyLaneIsSkipped(t *testing.T) {
 	}
 }
 
-// With lanes off nobody is in the way of a heartbeat, whatever is in the table.
+// Without lanes no row blocks a heartbeat.
 func TestHeartbeatWithoutLanes(t *testing.T) {
 	t.Parallel()
 	w := newTestHeartbeat(t)
@@ -105,7 +105,7 @@ func TestHeartbeatYieldsToAdmin(t *testing.T) {
 	}
 }
 
-// withInterruptedPhase is a world in which an admin comes while the skill look is called in a phase.
+// withInterruptedPhase lets an admin acquire the lane during a skill call of a phase.
 func withInterruptedPhase(t *testing.T, phase string) *testHeartbeat {
 	t.Helper()
 	w := newTestHeartbeat(t)
@@ -176,7 +176,7 @@ func TestRunningHeartbeatYields(t *testing.T) {
 	}
 }
 
-// Its lane is not parked: while it waits for the admin, another heartbeat may have come into it.
+// Its lane is not parked, so another heartbeat may hold it meanwhile.
 func TestHeartbeatResumesAfterLaneHolder(t *testing.T) {
 	t.Parallel()
 	for _, phase := range []string{"advance_plan", "run_automations"} {

@@ -16,7 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 )
 
-// withGuardedSkill is a world whose model calls a skill that needs leave, and then says what came of it.
+// withGuardedSkill has a model that calls a skill with approval, then reports the result.
 func withGuardedSkill(t *testing.T) (w *testDatabase, called *atomic.Int64) {
 	t.Helper()
 	w = newTestDatabase(t, modeltest.ToolCall("wipe", `{"table":"orders","password":"hunter2"}`), modeltest.Text("It is over."))
@@ -28,7 +28,7 @@ func withGuardedSkill(t *testing.T) (w *testDatabase, called *atomic.Int64) {
 	return w, called
 }
 
-// decide decides as an admin does elsewhere.
+// decide decides an approval elsewhere.
 func (w *testDatabase) decide(t *testing.T, id string, approve bool) {
 	t.Helper()
 	if _, err := approvals.Decide(t.Context(), w.pool, id, approve, "admin", "because"); err != nil {

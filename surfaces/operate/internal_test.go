@@ -20,8 +20,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// A run that resumes takes no step before it waits for leave. The lane that it took before it was resumed is freed
-// all the same: it would else be kept for as long as the person takes.
+// A resumed run that only waits for approval must free the lane it acquired, or the lane would be held until the
+// decision.
 func TestWaitingTurnFreesLane(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -90,8 +90,7 @@ func TestWaitingTurnFreesLane(t *testing.T) {
 	}
 }
 
-// FuzzStream writes events of any content and reads them as a client does: each is one event, with the data it was
-// given.
+// FuzzStream writes events of any content and reads them back as a client.
 func FuzzStream(f *testing.F) {
 	for _, s := range []string{"", "a\nb\r\nc\rd", "\n\nevent: done\ndata: {}\n\n", "\x00\u2028\xff", "</script>", strings.Repeat("a\r\n", 2000)} {
 		f.Add(s, `{"a": "b"}`)

@@ -59,8 +59,7 @@ func TestIdleSessionFreesLane(t *testing.T) {
 	}
 }
 
-// However short it is, the end of a session's idle time frees its lane, also in the moment in which the session has
-// come to rest.
+// Even the shortest idle timeout frees the lane, also just when the session becomes idle.
 func TestNewIdleSessionFreesLane(t *testing.T) {
 	t.Parallel()
 	w := newTestDatabase(t)
@@ -73,7 +72,7 @@ func TestNewIdleSessionFreesLane(t *testing.T) {
 	}
 }
 
-// A session that is closed while its lane is being taken does not keep it.
+// A session closed during the acquire does not keep the lane.
 func TestClosedSessionFreesLane(t *testing.T) {
 	t.Parallel()
 	w := newTestDatabase(t)

@@ -77,7 +77,7 @@ func (w *testDatabase) addSkill(t *testing.T, d skills.Definition) {
 	}
 }
 
-// process is one process's part: a surface, its engine and its HTTP server.
+// process is one process: a surface, its engine and its HTTP server.
 type process struct {
 	*operate.Operate
 	engine *executions.Engine
@@ -87,7 +87,7 @@ type process struct {
 	ended  func() error
 }
 
-// process begins one. With working it takes executions by itself, as `agent serve` does.
+// process starts one. With working it claims executions, as `agent serve` does.
 func (w *testDatabase) process(t *testing.T, working bool, change ...func(*operate.Options)) *process {
 	t.Helper()
 	listener := postgres.NewListener(postgres.Dialer(w.pool), slog.New(slog.DiscardHandler))
@@ -218,7 +218,7 @@ func (p *process) open(t *testing.T, id string) *operate.Session {
 	return s
 }
 
-// runningTurn takes a turn in a goroutine of its own.
+// runningTurn is a turn in its own goroutine.
 type runningTurn struct {
 	eventLog
 	leave context.CancelCauseFunc
@@ -298,7 +298,7 @@ type sse struct {
 	data json.RawMessage
 }
 
-// readEvents reads a stream until it ends or stop says so. Comments are counted.
+// readEvents reads a stream until it ends or stop returns true, and counts comments.
 func readEvents(body io.Reader, stop func(sse) bool) (events []sse, comments int) {
 	lines := bufio.NewScanner(body)
 	lines.Buffer(nil, 1<<20)
@@ -350,13 +350,13 @@ func decode[T any](t *testing.T, r io.Reader) (v T) {
 	return v
 }
 
-// laneHolder reports who has the lane operate; empty for nobody.
+// laneHolder returns the holder of the lane operate, or nothing.
 func (w *testDatabase) laneHolder(t *testing.T) string {
 	t.Helper()
 	return pgtest.Value[string](t, w.pool, `select coalesce((select locked_by from agent_locks_live where lane = 'operate'), '')`)
 }
 
-// traceRows are what a turn did, skill and status, in order.
+// traceRows returns skill and status of a turn's rows, in order.
 func (w *testDatabase) traceRows(t *testing.T, traceID string) string {
 	t.Helper()
 	return pgtest.Value[string](t, w.pool, `
@@ -364,7 +364,7 @@ func (w *testDatabase) traceRows(t *testing.T, traceID string) string {
 		  from agent_activity where trace_id = $1`, traceID)
 }
 
-// callLookOnce is a model that calls look and then answers.
+// callLookOnce calls look, then answers.
 func callLookOnce(_ int, r openai.ChatCompletionRequest) modeltest.Reply {
 	if r.Messages[len(r.Messages)-1].Role == openai.ChatMessageRoleTool {
 		return modeltest.Text("Done.")

@@ -114,7 +114,7 @@ func TestToolCallEventsHideSecrets(t *testing.T) {
 	}
 }
 
-// withHangingTurn is a world with an http skill that never answers, or a sql skill that sleeps.
+// withHangingTurn has an http skill that never responds, or a sql skill that sleeps.
 func withHangingTurn(t *testing.T, kind string) (w *testDatabase, runs, stopped func() bool) {
 	t.Helper()
 	w = newTestDatabase(t, modeltest.ToolCall("slow", `{}`))
@@ -174,8 +174,8 @@ func TestInterruptStopsTools(t *testing.T) {
 	}
 }
 
-// postWithKey sends a turn under an Idempotency-Key, straight to the surface: as a request comes here again when the process
-// of the first attempt is dead.
+// postWithKey sends a turn with an Idempotency-Key directly to the surface, as after a crash of the first attempt's
+// process.
 func (p *process) postWithKey(t *testing.T, key, body string) *http.Response {
 	t.Helper()
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, p.http.URL+"/v1/operate", strings.NewReader(body))
@@ -265,7 +265,7 @@ func TestFollowTurnOfOtherProcess(t *testing.T) {
 	t.Parallel()
 	w, called := withGuardedSkill(t)
 	other := w.process(t, true)
-	// The listener looks so rarely that the other process is always quicker.
+	// The listener polls so rarely that the other process always wins.
 	p := w.process(t, false, func(o *operate.Options) { o.Poll = 1500 * time.Millisecond })
 	b := p.send(t, p.open(t, ""), "Wipe orders.", false)
 	asked := waitEvent[operate.Approval](t, b, "approval")
@@ -317,8 +317,7 @@ func testResumesHeadless(t *testing.T, elsewhere bool) {
 	b := p.send(t, s, "Do both.", false)
 	<-reached
 	start := waitEvent[operate.Start](t, b, "start")
-	// The process is paused past its lease: nobody renews what it has. Its lane, which nobody else may have yet, is the
-	// turn's.
+	// The process is paused past its lease, so nothing is renewed. Its lane still belongs to the turn.
 	const lost = `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`
 	if elsewhere { // at once: else the turn may go on under the lane in between
 		pgtest.Exec(t, w.pool, `with lost as (`+lost+`)
@@ -373,8 +372,7 @@ func TestShutdownHandsTurnOver(t *testing.T) {
 	w.waitStatus(t, start.ExecutionID, executions.Completed)
 }
 
-// Between two turns nothing but the process keeps the lane: it must not be kept from the next admin for the rest of
-// its lease.
+// Between two turns only the process holds the lane; after a crash the next admin must not wait for the lease.
 func TestSessionLaneEndsWithProcess(t *testing.T) {
 	t.Parallel()
 	w := newTestDatabase(t, modeltest.Text("Hello."), modeltest.Text("Hello."))

@@ -75,7 +75,7 @@ func TestActionFiltersAndTemplates(t *testing.T) {
 	}
 }
 
-// startWaiter works, and has an execution that waits.
+// startWaiter runs a process with an execution that waits.
 func (w *testWebhooks) startWaiter(t *testing.T, kind, key string) string {
 	t.Helper()
 	e := w.runEngine(t, func(e *executions.Engine) {
@@ -281,8 +281,7 @@ func TestDeliveryWaitsForLane(t *testing.T) {
 	w.waitStatus(t, long, webhooks.Done)
 }
 
-// TestDeliverySurvivesCrashes takes the claim from the process when it is about to write the k-th
-// checkpoint, for every k; another goes on.
+// TestDeliverySurvivesCrashes revokes the claim before the k-th checkpoint, for every k; another process resumes.
 func TestDeliverySurvivesCrashes(t *testing.T) {
 	t.Parallel()
 	const steps = 9 // plan; begin; event, its phase; run, its phase; end, pause; …
@@ -294,7 +293,7 @@ func TestDeliverySurvivesCrashes(t *testing.T) {
 			w.addEndpoint(t, webhooks.EndpointDefinition{Name: "crash", Actions: []webhooks.Action{
 				{Event: "EVENT_COMPLETED", Key: "once"}, {Automation: "work"},
 			}})
-			// The trigger stands for the death: the write that would be the k-th is refused as stale, and the worker is gone.
+			// The trigger simulates the crash: it rejects the k-th write as stale, and the worker stops.
 			pgtest.Exec(t, w.pool, `create sequence crash_count`)
 			pgtest.Exec(t, w.pool, fmt.Sprintf(`
 				create function crash() returns trigger language plpgsql as $$
@@ -308,7 +307,7 @@ func TestDeliverySurvivesCrashes(t *testing.T) {
 			w.sendAccepted(t, "crash", "msg_1", `{}`)
 			w.runEngine(t)
 			lost := func() {
-				// What the lost process had claimed goes to the next sweep.
+				// The next sweep takes over the lost process's claims.
 				pgtest.Exec(t, w.pool, `update agent_executions set claimed_by = null, claim = claim + 1, hinted_at = 'epoch'
 				                  where flow = 'webhook' and status = 'running' and claimed_by is not null and updated_at < clock_timestamp() - interval '300 ms'`)
 			}
@@ -408,8 +407,7 @@ func TestDeliveryStartsFlowOnce(t *testing.T) {
 	}
 }
 
-// newLoop gives the world a model, and the skills inside (internal), answer (external) and pay (external, needs
-// leave).
+// newLoop adds a model and the skills inside (internal), answer (external) and pay (external, needs approval).
 func (w *testWebhooks) newLoop(t *testing.T, model *modeltest.Server) (*reason.Loop, *calls) {
 	t.Helper()
 	made := &calls{}
@@ -573,7 +571,7 @@ func TestDeliveriesWhilePaused(t *testing.T) {
 	w.waitStatus(t, got.DeliveryID, webhooks.Done)
 }
 
-// A page is as long as it was asked to be, and the next goes on where it ended.
+// Pages have the requested length; the next page continues.
 func TestDeliveryPages(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)

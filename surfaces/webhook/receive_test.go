@@ -259,8 +259,7 @@ func TestTruncatedBody(t *testing.T) {
 	}
 }
 
-// A sender that uses one delivery id for two bodies loses neither: the first is handled, the others are kept to be
-// looked at.
+// Two bodies with one delivery id: the first is handled, the others are stored as conflicts.
 func TestConflictingBodyIsStored(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
@@ -369,7 +368,7 @@ func TestSecretRotation(t *testing.T) {
 	}
 }
 
-// Whoever sends to an endpoint whose secret is not set does not fill the log.
+// Requests to an endpoint without a secret do not fill the log.
 func TestMissingSecretIsLoggedOnce(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
@@ -386,7 +385,7 @@ func TestMissingSecretIsLoggedOnce(t *testing.T) {
 	}
 }
 
-// A transaction that fails acknowledges nothing: the sender sends again, and then it is the first.
+// A failed transaction is not acknowledged; the sender's retry counts as the first.
 func TestStorageFailureIsNotAcknowledged(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
@@ -402,7 +401,7 @@ func TestStorageFailureIsNotAcknowledged(t *testing.T) {
 	w.sendAccepted(t, "lost", "msg_1", `{}`)
 }
 
-// Bearer tokens of webhooks are slowed down as other secrets are, and what cannot be guessed passes.
+// Wrong bearer tokens are throttled like other secrets; strong tokens are not.
 func TestWrongTokensAreThrottled(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
@@ -439,8 +438,7 @@ func TestWrongTokensAreThrottled(t *testing.T) {
 	}
 }
 
-// TestConcurrentDuplicates sends every delivery twice, in disorder, to an endpoint that two processes work for,
-// while each automation fails now and then.
+// TestConcurrentDuplicates sends every delivery twice, out of order, to two processes with failing automations.
 func TestConcurrentDuplicates(t *testing.T) {
 	t.Parallel()
 	const deliveries, senders = 200, 16

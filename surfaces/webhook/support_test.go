@@ -42,7 +42,7 @@ const (
 
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
-// testWebhooks is a database, a server that receives, and what its surfaces are made of.
+// testWebhooks is a database, a receiving server, and the parts of its surfaces.
 type testWebhooks struct {
 	pool      *pgxpool.Pool
 	server    *httptest.Server
@@ -53,7 +53,7 @@ type testWebhooks struct {
 	fail      atomic.Int32 // so many requests of automations fail
 }
 
-// newTestWebhooks has the secrets SECRET and NEXT, and a surface that receives and does not work yet.
+// newTestWebhooks has the secrets SECRET and NEXT, and a surface that only receives.
 func newTestWebhooks(t *testing.T) *testWebhooks {
 	t.Helper()
 	w := &testWebhooks{pool: pgtest.DB(t), env: map[string]string{"SECRET": whsec, "NEXT": whsec2}}
@@ -84,7 +84,7 @@ func newTestWebhooks(t *testing.T) *testWebhooks {
 	return w
 }
 
-// engine is a process that does not run.
+// engine returns an engine that does not run.
 func (w *testWebhooks) engine(t *testing.T, s *webhook.Surface, more ...func(e *executions.Engine)) (*executions.Engine, *lanes.Keeper) {
 	t.Helper()
 	keeper := lanes.NewKeeper(w.pool, lanes.Options{})
@@ -101,7 +101,7 @@ func (w *testWebhooks) engine(t *testing.T, s *webhook.Surface, more ...func(e *
 	return e, keeper
 }
 
-// runEngine starts a process that takes work until the test ends.
+// runEngine runs a process until the test ends.
 func (w *testWebhooks) runEngine(t *testing.T, more ...func(e *executions.Engine)) *executions.Engine {
 	t.Helper()
 	e, keeper := w.engine(t, w.make(), more...)
@@ -118,7 +118,7 @@ func (w *testWebhooks) runEngine(t *testing.T, more ...func(e *executions.Engine
 	return e
 }
 
-// addEndpoint declares one; scheme and secret have defaults.
+// addEndpoint declares an endpoint with default scheme and secret.
 func (w *testWebhooks) addEndpoint(t *testing.T, d webhooks.EndpointDefinition) {
 	t.Helper()
 	if d.Scheme == "" {
@@ -132,13 +132,12 @@ func (w *testWebhooks) addEndpoint(t *testing.T, d webhooks.EndpointDefinition) 
 	}
 }
 
-// addEventEndpoint is an endpoint that raises one event.
+// addEventEndpoint declares an endpoint that raises one event.
 func (w *testWebhooks) addEventEndpoint(t *testing.T, name string) {
 	t.Helper()
 	w.addEndpoint(t, webhooks.EndpointDefinition{Name: name, Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "{delivery}"}}})
 }
 
-// reply is an answer that was read.
 type reply struct {
 	status int
 	header http.Header
@@ -176,7 +175,7 @@ func (w *testWebhooks) do(t *testing.T, r *http.Request) reply {
 	return got
 }
 
-// signed are the headers of a message of Standard Webhooks, by the official library.
+// signed returns the headers of Standard Webhooks, made by the official library.
 func signed(t *testing.T, secret, id string, at time.Time, body []byte) http.Header {
 	t.Helper()
 	wh, err := standardwebhooks.NewWebhook(secret)
@@ -200,7 +199,7 @@ func (w *testWebhooks) send(t *testing.T, endpoint, id, body string) reply {
 	return w.post(t, "/webhooks/"+endpoint, signed(t, whsec, id, time.Now(), []byte(body)), bytes.NewReader([]byte(body)))
 }
 
-// sendAccepted is send for what must be accepted.
+// sendAccepted sends a message and expects it to be accepted.
 func (w *testWebhooks) sendAccepted(t *testing.T, endpoint, id, body string) reply {
 	t.Helper()
 	got := w.send(t, endpoint, id, body)
@@ -233,7 +232,7 @@ func (w *testWebhooks) waitStatus(t *testing.T, id, want string) (d webhooks.Del
 	return d
 }
 
-// calls counts what happens in many goroutines.
+// calls counts calls from many goroutines.
 type calls struct {
 	mu sync.Mutex
 	n  map[string]int
