@@ -3,6 +3,7 @@ package trace_test
 import (
 	"context"
 	"fmt"
+	"strings"
 
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -30,9 +31,10 @@ func ExampleParse() {
 
 func ExampleParse_wrong() {
 	_, err := trace.Parse("01JD3V7K8ZQ6W2M5T9X4C1B0AE")
-	fmt.Println(err)
-	// Output: parse trace id "01JD3V7K8ZQ6W2M5T9X4C1B0AE": not a trace id: it has no surface prefix; a trace id looks
-	// like hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE
+	fmt.Println(strings.Replace(err.Error(), "; ", ";\n", 1))
+	// Output:
+	// parse trace id "01JD3V7K8ZQ6W2M5T9X4C1B0AE": not a trace id: it has no surface prefix;
+	// a trace id looks like hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE
 }
 
 // An id copied from a tracing tool does not say which surface it belongs to.
