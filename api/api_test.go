@@ -241,10 +241,7 @@ func TestSlowDatabaseIsUnavailable(t *testing.T) {
 func TestLockTimeoutIsUnavailable(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	var database string
-	if err := a.pool.QueryRow(t.Context(), `select quote_ident(current_database())`).Scan(&database); err != nil {
-		t.Fatal(err)
-	}
+	database := pgtest.Value[string](t, a.pool, `select quote_ident(current_database())`)
 	pgtest.Exec(t, a.pool, `alter database `+database+` set lock_timeout = '50ms'`)
 	a.pool.Reset()
 	tx, err := a.pool.Begin(t.Context())

@@ -91,15 +91,6 @@ func versions(t testing.TB, pool *pgxpool.Pool) []string {
 	return list
 }
 
-func query(t testing.TB, pool *pgxpool.Pool, sql string) string {
-	t.Helper()
-	var text string
-	if err := pool.QueryRow(t.Context(), sql).Scan(&text); err != nil {
-		t.Fatal(err)
-	}
-	return text
-}
-
 func TestApplyTwice(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -194,7 +185,7 @@ func TestApplyRemovesOnlyDeclared(t *testing.T) {
 	if diff := cmp.Diff(want, actions(diff)); diff != "" {
 		t.Error(diff)
 	}
-	if got := query(t, pool, `select string_agg(name, ' ' order by name) from agent_skills`); got != "a built own" {
+	if got := pgtest.Value[string](t, pool, `select string_agg(name, ' ' order by name) from agent_skills`); got != "a built own" {
 		t.Errorf("left: %s", got)
 	}
 	if again := apply(t, pool, load(t, "a.yaml", goodSkill)); !again.Empty() {
@@ -224,7 +215,7 @@ func TestApplyKeepsWithoutPrune(t *testing.T) {
 	if diff := cmp.Diff(want, actions(diff)); diff != "" || err != nil {
 		t.Error(diff, err)
 	}
-	got := query(t, pool, `
+	got := pgtest.Value[string](t, pool, `
 		select input->>'pruned' from agent_activity where skill_name = 'apply_workspace' order by id desc limit 1`)
 	if got != `["automation often"]` {
 		t.Errorf("the audit row says that %s were pruned", got)
@@ -250,7 +241,7 @@ func TestApplyKeepsRuntimeState(t *testing.T) {
 	pgtest.Exec(t, pool, `update agent_objectives set status = 'paused', round = 4, due_at = '2030-01-01'`)
 	pgtest.Exec(t, pool, `insert into agent_memory (key, value) values ('k', '"v"')`)
 	state := func() string {
-		return query(t, pool, `
+		return pgtest.Value[string](t, pool, `
 			select jsonb_build_array(
 			  (select jsonb_build_array(enabled, disabled_by, disabled_reason, disabled_at, evidence) from agent_skills where name = 'one'),
 			  (select to_jsonb(a) - 'description' - 'updated_at' - 'revision' - 'arguments' from agent_automations a),
@@ -311,7 +302,7 @@ func TestApplyReschedules(t *testing.T) {
 	apply(t, pool, load(t, "a.yaml", fullWorkspace))
 	pgtest.Exec(t, pool, `update agent_automations set next_run_at = '2031-01-01'`)
 	apply(t, pool, load(t, "a.yaml", strings.ReplaceAll(fullWorkspace, "*/5 *", "*/6 *")))
-	if soon := query(t, pool, `select (next_run_at <= clock_timestamp() + interval '6 minutes')::text from agent_automations`); soon != "true" {
+	if soon := pgtest.Value[string](t, pool, `select (next_run_at <= clock_timestamp() + interval '6 minutes')::text from agent_automations`); soon != "true" {
 		t.Error("the automation keeps the time of its old schedule")
 	}
 }
@@ -381,7 +372,7 @@ func TestConcurrentApplies(t *testing.T) {
 		if err := group.Wait(); err != nil {
 			t.Fatalf("round %d: %v", round, err)
 		}
-		names := query(t, pool, `select string_agg(name, ' ' order by name) from agent_skills`)
+		names := pgtest.Value[string](t, pool, `select string_agg(name, ' ' order by name) from agent_skills`)
 		if names != "one two" && names != "a two" {
 			t.Fatalf("round %d: skills are of both workspaces: %s", round, names)
 		}

@@ -184,7 +184,7 @@ func TestNamedDatabasesPrepareQueries(t *testing.T) {
 	if err != nil || !d.Empty() || len(d.Warnings) != 0 {
 		t.Errorf("there: %v %v, %v", actions(d), d.Warnings, err)
 	}
-	if got := query(t, there, `select to_regclass('agent_effects')::text`); got != "agent_effects" {
+	if got := pgtest.Value[string](t, there, `select to_regclass('agent_effects')::text`); got != "agent_effects" {
 		t.Errorf("the ledger is %q", got)
 	}
 	s, err := skills.Get(t.Context(), pool, "close")

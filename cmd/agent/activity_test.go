@@ -198,10 +198,7 @@ func TestEveryChangingCommandIsAudited(t *testing.T) {
 			seen[strings.Join(words[:n], " ")] = true
 		}
 	}
-	var access string
-	if err := db.QueryRow(t.Context(), `select id::text from agent_thread_access where thread_id = 'maria' limit 1`).Scan(&access); err != nil {
-		t.Fatal(err)
-	}
+	access := pgtest.Value[string](t, db, `select id::text from agent_thread_access where thread_id = 'maria' limit 1`)
 	check("threads revoke maria "+access, "thread maria, access "+access, "")
 	seen["threads revoke"] = true
 	for name, cmd := range everyCommand(t) {

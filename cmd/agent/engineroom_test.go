@@ -178,7 +178,7 @@ func TestApproveOnPage(t *testing.T) {
 	w.Click(`#decision a[href^="/executions/"]`)
 	w.Until("its execution is completed", `location.pathname.startsWith("/executions/") && document.querySelector("main .status-completed")`)
 	w.Shows("It is over.")
-	if got := queryValue[string](t, w.pool, `select a.status || ' ' || x.status from agent_approvals a join agent_executions x on x.id = a.execution_id`); got != "consumed completed" {
+	if got := pgtest.Value[string](t, w.pool, `select a.status || ' ' || x.status from agent_approvals a join agent_executions x on x.id = a.execution_id`); got != "consumed completed" {
 		t.Errorf("approval and execution are %s", got)
 	}
 }
@@ -190,11 +190,11 @@ func TestLanesOnPage(t *testing.T) {
 		w.Go(w.base + path)
 		w.waitLive()
 		w.Until("no lane is held", fmt.Sprintf(`document.querySelector(%q).innerText.includes("No lane is held")`, part))
-		if !queryValue[bool](t, w.pool, `select try_acquire_agent_lock('night shift', 'ana', 600)`) {
+		if !pgtest.Value[bool](t, w.pool, `select try_acquire_agent_lock('night shift', 'ana', 600)`) {
 			t.Fatal("the lane was not to be had")
 		}
 		w.Until("the lane is shown", fmt.Sprintf(`[...document.querySelectorAll("%s tbody tr")].some(r => r.innerText.includes("night shift") && r.innerText.includes("ana"))`, part))
-		if !queryValue[bool](t, w.pool, `select release_agent_lock('night shift', 'ana')`) {
+		if !pgtest.Value[bool](t, w.pool, `select release_agent_lock('night shift', 'ana')`) {
 			t.Fatal("the lane was not held")
 		}
 		w.Until("the lane is gone", fmt.Sprintf(`document.querySelector(%q).innerText.includes("No lane is held")`, part))

@@ -69,11 +69,8 @@ func TestLanesRunUnknownCommand(t *testing.T) {
 // checkSkipped checks that n actions of a name are recorded as skipped, with the holder of the lane.
 func checkSkipped(t *testing.T, db *pgxpool.Pool, name, holder string, n int) {
 	t.Helper()
-	var got int
-	if err := db.QueryRow(t.Context(), `select count(*) from agent_activity a where a.skill_name = $1 and a.status = 'skipped'
-		and (strpos(a.output::text, $2) > 0 or strpos(a.error_message, $2) > 0)`, name, holder).Scan(&got); err != nil {
-		t.Fatal(err)
-	}
+	got := pgtest.Value[int](t, db, `select count(*) from agent_activity a where a.skill_name = $1 and a.status = 'skipped'
+		and (strpos(a.output::text, $2) > 0 or strpos(a.error_message, $2) > 0)`, name, holder)
 	if got != n {
 		t.Errorf("%d calls of %s are recorded as skipped for %s, want %d", got, name, holder, n)
 	}

@@ -151,6 +151,5 @@ func (s *started) find(t *testing.T, pattern string) string {
 
 func connect(t *testing.T, url string) *pgxpool.Pool {
 	t.Helper()
-	pool := pgtest.Pool(t, url, postgres.Options{MaxConns: 4, ApplicationName: "test"})
-	return pool
+	return pgtest.Pool(t, url, postgres.Options{MaxConns: 4, ApplicationName: "test"})
 }

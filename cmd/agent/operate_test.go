@@ -55,15 +55,7 @@ func newOperateTest(t *testing.T, replies ...modeltest.Reply) *operateTest {
 
 func (d *operateTest) laneHeld(t *testing.T) bool {
 	t.Helper()
-	return queryValue[bool](t, d.pool, `select is_agent_lock_held('operate')`)
-}
-
-func queryValue[T any](t *testing.T, pool *pgxpool.Pool, sql string, args ...any) (v T) {
-	t.Helper()
-	if err := pool.QueryRow(t.Context(), sql, args...).Scan(&v); err != nil {
-		t.Fatal(err)
-	}
-	return v
+	return pgtest.Value[bool](t, d.pool, `select is_agent_lock_held('operate')`)
 }
 
 // terminalTest runs agent operate on a terminal.
@@ -181,20 +173,20 @@ func TestTerminalInterruptCancelsTurn(t *testing.T) {
 	s.typeKeys("half a line\x03")
 	s.typeKeys("Be slow.\r")
 	pgtest.Eventually(t, pgWait, func() bool {
-		return queryValue[int](t, d.pool, `select count(*) from agent_activity where skill_name = 'slow' and status = 'running'`) == 1
+		return pgtest.Value[int](t, d.pool, `select count(*) from agent_activity where skill_name = 'slow' and status = 'running'`) == 1
 	}, "slow runs")
 	s.typeKeys("\x03")
 	s.waitFor(`op_[0-9A-Z]{26}  cancelled`)
 	if sleeping := `select count(*) from pg_stat_activity where datname = current_database() and state = 'active' and query like '%pg_sleep(600)%'
-		and pid <> pg_backend_pid()`; queryValue[int](t, d.pool, sleeping) != 0 {
-		pgtest.Eventually(t, pgWait, func() bool { return queryValue[int](t, d.pool, sleeping) == 0 }, "what ran is stopped")
+		and pid <> pg_backend_pid()`; pgtest.Value[int](t, d.pool, sleeping) != 0 {
+		pgtest.Eventually(t, pgWait, func() bool { return pgtest.Value[int](t, d.pool, sleeping) == 0 }, "what ran is stopped")
 	}
-	if got := queryValue[string](t, d.pool, `select status || ' by ' || cancelled_by from agent_executions`); got != "cancelled by admin" {
+	if got := pgtest.Value[string](t, d.pool, `select status || ' by ' || cancelled_by from agent_executions`); got != "cancelled by admin" {
 		t.Errorf("the turn is %s", got)
 	}
 	s.typeKeys("Are you there?\r")
 	s.waitFor(`Still here\.`)
-	if got := queryValue[string](t, d.pool, `select content from agent_messages order by id limit 1`); got != "Be slow." {
+	if got := pgtest.Value[string](t, d.pool, `select content from agent_messages order by id limit 1`); got != "Be slow." {
 		t.Errorf("the first turn was %q: ^C does not empty the line", got)
 	}
 	s.typeKeys("\x04")
@@ -220,7 +212,7 @@ func TestTerminalApprovals(t *testing.T) {
 			s.typeKeys(test.keys)
 			s.waitFor(test.shown)
 			s.waitFor(`It is over\.`)
-			if got := queryValue[string](t, d.pool, `select status || ':' || reason from agent_approvals`); got != test.status+":"+test.reason {
+			if got := pgtest.Value[string](t, d.pool, `select status || ':' || reason from agent_approvals`); got != test.status+":"+test.reason {
 				t.Errorf("the approval is %s", got)
 			}
 			s.typeKeys("\x04")
@@ -278,7 +270,7 @@ func TestOperateReportsHolder(t *testing.T) {
 		t.Errorf("exit %d", got.code)
 	}
 	contains(t, got.err, "lane busy", session, "--wait", "--watch")
-	if n := queryValue[int](t, d.pool, `select count(*) from agent_activity where skill_name = 'operate' and status = 'skipped' and lane = 'operate'`); n != 1 {
+	if n := pgtest.Value[int](t, d.pool, `select count(*) from agent_activity where skill_name = 'operate' and status = 'skipped' and lane = 'operate'`); n != 1 {
 		t.Errorf("%d skipped turns are recorded", n)
 	}
 	s.typeKeys("\x04")
@@ -309,7 +301,7 @@ func TestReplayOperateTurn(t *testing.T) {
 	d := newOperateTest(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."))
 	d.must("operate", "How many?")
 	asked := len(d.model.Requests())
-	id := queryValue[string](t, d.pool, `select id::text from agent_executions where flow = 'operate'`)
+	id := pgtest.Value[string](t, d.pool, `select id::text from agent_executions where flow = 'operate'`)
 	contains(t, d.must("executions", "replay", id), "completed of operate", "equal")
 	if n := len(d.model.Requests()); n != asked {
 		t.Errorf("the replay asked the model %d times", n-asked)
@@ -333,7 +325,7 @@ func TestOperateOnceLeavesApprovalsOpen(t *testing.T) {
 	if got := d.runWith(t.Context(), strings.NewReader("Wipe.\ny\n/quit\n"), "operate"); got.code != exitFailed {
 		t.Errorf("exit %d", got.code)
 	}
-	if n := queryValue[int](t, d.pool, `select count(*) from agent_approvals where status = 'pending'`); n != 3 {
+	if n := pgtest.Value[int](t, d.pool, `select count(*) from agent_approvals where status = 'pending'`); n != 3 {
 		t.Errorf("%d approvals are open, want 3", n)
 	}
 }
@@ -345,7 +337,7 @@ func TestOperateLines(t *testing.T) {
 	if got.code != 0 || !strings.HasPrefix(got.out, "One.\n/trace") || !strings.HasSuffix(got.out, "\nTwo.\n") || strings.Contains(got.out, "> ") {
 		t.Errorf("exit %d, stdout %q", got.code, got.out)
 	}
-	if n := queryValue[int](t, d.pool, `select count(distinct thread_id) from agent_executions`); n != 1 {
+	if n := pgtest.Value[int](t, d.pool, `select count(distinct thread_id) from agent_executions`); n != 1 {
 		t.Errorf("%d sessions", n)
 	}
 	got = d.runWith(t.Context(), strings.NewReader("Say three.\n"), "operate", "--json")
@@ -385,7 +377,7 @@ func TestInterruptEndsSilentPipe(t *testing.T) {
 	ctx, interrupt := context.WithCancel(t.Context())
 	ended := make(chan commandResult, 1)
 	go func() { ended <- d.runWith(ctx, silent, "chat") }()
-	pgtest.Eventually(t, pgWait, func() bool { return queryValue[int](t, d.pool, `select count(*) from agent_workers`) == 1 }, "it works")
+	pgtest.Eventually(t, pgWait, func() bool { return pgtest.Value[int](t, d.pool, `select count(*) from agent_workers`) == 1 }, "it works")
 	interrupt()
 	select {
 	case got := <-ended:
@@ -434,13 +426,13 @@ func TestInterruptCancelsTurn(t *testing.T) {
 	d := newOperateTest(t, modeltest.ToolCall("slow", `{}`))
 	s := d.start("operate", "Be slow.")
 	pgtest.Eventually(t, pgWait, func() bool {
-		return queryValue[int](t, d.pool, `select count(*) from agent_activity where skill_name = 'slow' and status = 'running'`) == 1
+		return pgtest.Value[int](t, d.pool, `select count(*) from agent_activity where skill_name = 'slow' and status = 'running'`) == 1
 	}, "slow runs")
 	s.stop()
 	if code := <-s.ended; code != exitInterrupted {
 		t.Errorf("exit %d", code)
 	}
-	if got := queryValue[string](t, d.pool, `select status from agent_executions`); got != "cancelled" || d.laneHeld(t) {
+	if got := pgtest.Value[string](t, d.pool, `select status from agent_executions`); got != "cancelled" || d.laneHeld(t) {
 		t.Errorf("the turn is %s; lane held: %v", got, d.laneHeld(t))
 	}
 }
@@ -454,13 +446,13 @@ func TestInterruptedVisitorMessage(t *testing.T) {
 	}
 	s := d.start("chat", "Be slow.")
 	pgtest.Eventually(t, pgWait, func() bool {
-		return queryValue[int](t, d.pool, `select count(*) from agent_activity where skill_name = 'slow' and status = 'running'`) == 1
+		return pgtest.Value[int](t, d.pool, `select count(*) from agent_activity where skill_name = 'slow' and status = 'running'`) == 1
 	}, "slow runs")
 	s.stop()
 	if code := <-s.ended; code != exitInterrupted {
 		t.Errorf("exit %d", code)
 	}
-	if got := queryValue[string](t, d.pool, `select status from agent_executions`); got != "cancelled" {
+	if got := pgtest.Value[string](t, d.pool, `select status from agent_executions`); got != "cancelled" {
 		t.Errorf("the turn is %s", got)
 	}
 	if said := s.err.String(); strings.Contains(said, "ERROR") {

@@ -318,24 +318,16 @@ func TestMigrateWithoutCreateRole(t *testing.T) {
 	}
 	superuser.User = url.User("postgres")
 	db := connect(t, superuser.String())
-	mustExec(t, db, found[1])
+	pgtest.Exec(t, db, found[1])
 	if got := p.run("migrate"); got.code != 0 || got.err != "" {
 		t.Fatalf("agent migrate with the role: exit %d, stderr: %s", got.code, got.err)
 	}
-	mustExec(t, db, `create role importer login; grant `+migrations.ClientRole+` to importer`)
+	pgtest.Exec(t, db, `create role importer login; grant `+migrations.ClientRole+` to importer`)
 	superuser.User = url.User("importer")
 	importer := connect(t, superuser.String())
-	mustExec(t, importer, `select try_acquire_agent_lock('shelf', 'importer', 30); select * from agent_locks_live`)
+	pgtest.Exec(t, importer, `select try_acquire_agent_lock('shelf', 'importer', 30); select * from agent_locks_live`)
 	if _, err := importer.Exec(t.Context(), `select from agent_locks`); err == nil {
 		t.Error("the role reads a table")
-	}
-}
-
-// mustExec runs statements without arguments.
-func mustExec(t *testing.T, db *pgxpool.Pool, statements string) {
-	t.Helper()
-	if _, err := db.Exec(t.Context(), statements); err != nil {
-		t.Fatalf("%s: %v", statements, err)
 	}
 }
 

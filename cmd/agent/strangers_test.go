@@ -170,27 +170,11 @@ func (h *strangerTest) chat(key, words string, headers ...string) httpResult {
 // deliver sends a webhook and waits until it is handled.
 func (h *strangerTest) deliver(endpoint, do, thread string) {
 	h.t.Helper()
-	body := fmt.Sprintf(`{"do": %q, "thread": %q, "content": "I accept", "n": %d}`, do, thread, h.queryCount(`select count(*) from agent_webhook_deliveries`))
+	body := fmt.Sprintf(`{"do": %q, "thread": %q, "content": "I accept", "n": %d}`, do, thread, pgtest.Value[int](h.t, h.db, `select count(*) from agent_webhook_deliveries`))
 	if got := h.send("POST", "/webhooks/"+endpoint, hookKey, body); got.status != http.StatusAccepted {
 		h.t.Fatalf("webhook %s: %d %s", endpoint, got.status, got.body)
 	}
 	h.waitUntil(`select not exists (select from agent_webhook_deliveries where status not in ('done', 'dead', 'ignored'))`)
-}
-
-func (h *strangerTest) queryCount(sql string, args ...any) (n int) {
-	h.t.Helper()
-	if err := h.db.QueryRow(h.t.Context(), sql, args...).Scan(&n); err != nil {
-		h.t.Fatalf("%s: %v", sql, err)
-	}
-	return n
-}
-
-func (h *strangerTest) queryText(sql string, args ...any) (s string) {
-	h.t.Helper()
-	if err := h.db.QueryRow(h.t.Context(), sql, args...).Scan(&s); err != nil {
-		h.t.Fatalf("%s: %v", sql, err)
-	}
-	return s
 }
 
 func (h *strangerTest) waitUntil(sql string, args ...any) {
@@ -205,7 +189,7 @@ func (h *strangerTest) waitUntil(sql string, args ...any) {
 // threadContent returns all messages of a thread.
 func (h *strangerTest) threadContent(id string) string {
 	h.t.Helper()
-	return h.queryText(`select coalesce(string_agg(role || ': ' || content, ' | ' order by seq), '') from agent_messages where thread_id = $1`, id)
+	return pgtest.Value[string](h.t, h.db, `select coalesce(string_agg(role || ': ' || content, ' | ' order by seq), '') from agent_messages where thread_id = $1`, id)
 }
 
 // visitorToken returns a token issued by the agent.
@@ -247,7 +231,7 @@ func startByChat(key string, visitor func(*strangerTest) string, named bool) fun
 		if named && got.header.Get("X-Thread-Id") != name {
 			h.t.Errorf("the thread is named %q, want %q", got.header.Get("X-Thread-Id"), name)
 		}
-		id := h.queryText(`select thread_id from agent_executions where id = $1`, strings.TrimPrefix(c.ID, "chatcmpl-"))
+		id := pgtest.Value[string](h.t, h.db, `select thread_id from agent_executions where id = $1`, strings.TrimPrefix(c.ID, "chatcmpl-"))
 		return thread{id, got.header.Get("X-Thread-Id"), c.ID}
 	}
 }
@@ -282,7 +266,7 @@ func threadStarts() map[string]threadStart {
 		}, []string{"flow"}},
 		"webhook": {func(h *strangerTest, name string) thread {
 			h.deliver("hire", "begin", name)
-			return h.startWaitingFlow(h.queryText(`select id from agent_threads where owner_kind = 'webhook' and owner = 'hire' and name = $1`, name), name)
+			return h.startWaitingFlow(pgtest.Value[string](h.t, h.db, `select id from agent_threads where owner_kind = 'webhook' and owner = 'hire' and name = $1`, name), name)
 		}, nil},
 		"admin": {func(h *strangerTest, name string) thread {
 			h.admin("POST", "/v1/threads", map[string]any{"id": name}, http.StatusCreated, nil)
@@ -454,7 +438,7 @@ func TestThreadAccess(t *testing.T) {
 		h := &strangerTest{t, h.base, h.db}
 		var token struct{ ID, Token string }
 		h.admin("POST", "/v1/threads/maria/join_tokens", map[string]any{}, http.StatusCreated, &token)
-		if n := h.queryCount(`select count(*) from agent_thread_access where to_jsonb(agent_thread_access)::text like '%' || $1 || '%'`, token.Token); n != 0 {
+		if n := pgtest.Value[int](h.t, h.db, `select count(*) from agent_thread_access where to_jsonb(agent_thread_access)::text like '%' || $1 || '%'`, token.Token); n != 0 {
 			t.Error("the token is in the database")
 		}
 		visitor, another := h.visitorToken(webKey), h.visitorToken(webKey)
@@ -518,7 +502,7 @@ func TestThreadAccess(t *testing.T) {
 		}
 		h.chat(siteKey, "mine", "X-Thread-Id", "pedro")
 		h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": "pedro", "chat_key": "site"}, http.StatusConflict, nil)
-		if n := h.queryCount(`select count(*) from agent_threads where id = 'pedro'`); n != 0 {
+		if n := pgtest.Value[int](h.t, h.db, `select count(*) from agent_threads where id = 'pedro'`); n != 0 {
 			t.Error("what was refused left a thread")
 		}
 		h.admin("POST", "/v1/threads/maria/participants", map[string]any{"key": "shop", "name": "m"}, http.StatusCreated, nil)
@@ -531,14 +515,14 @@ func TestThreadAccess(t *testing.T) {
 		var x struct{ ID string }
 		h.admin("POST", "/v1/executions", map[string]any{"flow": "inviting", "thread_id": "eva"}, http.StatusCreated, &x)
 		h.startWaitingFlow("eva", "eva")
-		link := h.queryText(`select variables ->> 'link' from agent_executions where id = $1`, x.ID)
+		link := pgtest.Value[string](h.t, h.db, `select variables ->> 'link' from agent_executions where id = $1`, x.ID)
 		_, join, _ := strings.Cut(link, "#join=")
 		if got := h.chat(shopKey, "here I am", "X-Thread-Join", join, "X-Thread-Id", "interview"); !strings.Contains(got.body, "welcome") {
 			t.Errorf("joined the flow: %d %s", got.status, got.body)
 		}
 		h.admin("POST", "/v1/executions", map[string]any{"flow": "inviting", "thread_id": "eva 2"}, http.StatusCreated, &x)
 		h.startWaitingFlow("eva 2", "eva 2")
-		link = h.queryText(`select variables ->> 'link' from agent_executions where id = $1`, x.ID)
+		link = pgtest.Value[string](h.t, h.db, `select variables ->> 'link' from agent_executions where id = $1`, x.ID)
 		_, join, _ = strings.Cut(link, "#join=")
 		h.admin("POST", "/v1/executions/"+x.ID+"/cancel", map[string]any{"reason": "over"}, http.StatusOK, nil)
 		if got := h.chat(shopKey, "late", "X-Thread-Join", join); got.status != http.StatusNotFound {
@@ -556,7 +540,7 @@ func TestThreadAccess(t *testing.T) {
 	t.Run("endpoint", func(t *testing.T) {
 		h := &strangerTest{t, h.base, h.db}
 		h.deliver("hire", "begin", "ana")
-		id := h.queryText(`select id from agent_threads where owner_kind = 'webhook' and name = 'ana'`)
+		id := pgtest.Value[string](h.t, h.db, `select id from agent_threads where owner_kind = 'webhook' and name = 'ana'`)
 		h.startWaitingFlow(id, "ana")
 		h.deliver("hire", "answer", "ana")
 		h.waitUntil(`select exists (select from agent_messages where thread_id = $1 and content = 'offer accepted')`, id)
@@ -690,7 +674,7 @@ func TestLockedRowsDoNotDelayOthers(t *testing.T) {
 	}
 	h.admin("POST", "/v1/threads", map[string]any{"id": "held"}, http.StatusCreated, nil)
 	h.admin("POST", "/v1/threads/held/messages", map[string]any{"content": "first"}, http.StatusCreated, nil)
-	h.queryCount(`with free as (select acquire_agent_lock('thread:held', 'somebody', 60), release_agent_lock('thread:held', 'somebody')) select count(*) from free`)
+	pgtest.Value[int](h.t, h.db, `with free as (select acquire_agent_lock('thread:held', 'somebody', 60), release_agent_lock('thread:held', 'somebody')) select count(*) from free`)
 	hook := `{"do": "nothing", "content": "x", "n": 1}`
 	if v := h.send("POST", "/webhooks/hire", hookKey, hook); v.status != http.StatusAccepted {
 		t.Fatalf("%d %s", v.status, v.body)
