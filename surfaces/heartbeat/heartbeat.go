@@ -96,11 +96,6 @@ func (h *Heartbeat) Register(e *executions.Engine) error {
 	return e.Register(Flow, h.run)
 }
 
-// Schedule returns the schedule of the default agent's heartbeats.
-func Schedule(cron, timezone string) executions.Schedule {
-	return executions.Schedule{Name: Flow, Flow: Flow, Surface: trace.Heartbeat, Cron: cron, Timezone: timezone}
-}
-
 // Spec describes an immediate heartbeat of the default agent.
 func Spec(agent string) executions.Spec {
 	return executions.Spec{Flow: Flow, Surface: trace.Heartbeat, Agent: agent}

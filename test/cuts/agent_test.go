@@ -27,6 +27,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
 	"github.com/lanekeeper/lanekeeper/threads"
+	"github.com/lanekeeper/lanekeeper/trace"
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
@@ -153,7 +154,8 @@ func (a *agent) addSurfaces(private []string) error {
 
 // run works until ctx ends.
 func (a *agent) run(ctx context.Context) error {
-	if err := a.engine.PutSchedule(ctx, heartbeat.Schedule(never, "UTC")); err != nil {
+	schedule := executions.Schedule{Name: heartbeat.Flow, Flow: heartbeat.Flow, Surface: trace.Heartbeat, Cron: never, Timezone: "UTC"}
+	if err := a.engine.PutSchedule(ctx, schedule); err != nil {
 		return err
 	}
 	if err := a.engine.SetLimits(ctx, nil); err != nil {
