@@ -17,7 +17,7 @@ const (
 	// countLimit bounds the rows of one pass, which takes a fraction of a second.
 	countLimit = 20_000
 	// countLag is how far a pass stays behind the clock. It must exceed the 5 seconds of the trigger
-	// agent_activity_late, which lists rows with older ids.
+	// agent_activity_written, which lists rows with older ids.
 	countLag = 20 * time.Second
 	// noID is below every id.
 	noID = "00000000-0000-0000-0000-000000000000"

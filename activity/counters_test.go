@@ -28,10 +28,12 @@ import (
 func countNow(t *testing.T, db postgres.DB) {
 	t.Helper()
 	_, err := db.Exec(t.Context(), `
-		drop trigger agent_activity_late on agent_activity;
-		create trigger agent_activity_late after insert on agent_activity
-		  for each row when (new.id < lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '30 milliseconds'))
-		  execute function lanekeeper.agent_activity_late()`)
+		do $do$ begin
+		  execute replace(pg_get_functiondef('lanekeeper.agent_activity_written()'::regprocedure), '5 seconds', '30 milliseconds');
+		end $do$;
+		create or replace trigger agent_activity_written after insert on agent_activity for each row
+		  when (new.claim is not null or new.id < lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '30 milliseconds'))
+		  execute function lanekeeper.agent_activity_written()`)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -108,7 +110,7 @@ func spendDifference(ctx context.Context, tx pgx.Tx, by activity.Dimension) (str
 		select coalesce(nullif(a.purpose, ''), a.skill_name) as purpose, (a.created_at at time zone 'UTC')::date::timestamp at time zone 'UTC' as day, a.led_to,
 		       array[lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens'), lanekeeper.agent_tokens(a.token_usage, 'completion_tokens'),
 		             lanekeeper.agent_tokens(a.token_usage, 'total_tokens'), (a.cost_usd * 1000000)::bigint,
-		             lanekeeper.agent_tokens(a.token_usage, 'unknown_tokens'), (lanekeeper.agent_usd(a.token_usage, 'unknown_usd') * 1000000)::bigint] as used
+		             lanekeeper.agent_tokens(a.token_usage, 'unknown_tokens'), (coalesce((a.token_usage ->> 'unknown_usd')::numeric, 0) * 1000000)::bigint] as used
 		  from agent_activity a where a.kind = 'model'`)
 	if err != nil {
 		return "", err

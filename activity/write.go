@@ -84,7 +84,7 @@ func CloseIn(ctx context.Context, b *pgx.Batch, id string, e Entry, o Outcome) {
 	args["id"] = id
 	b.Queue(`
 		with fence as materialized (
-		  select case when @claim::bigint is null then true else lanekeeper.fence_agent_execution(@execution_id, @claim) end as ok),
+		  select case when @claim::bigint is null then true else fence_agent_execution(@execution_id, @claim) end as ok),
 		listed as (
 		  delete from agent_activity_open o using fence where fence.ok and o.activity_id = @id returning o.activity_id),
 		closed as (

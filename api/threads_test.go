@@ -72,9 +72,9 @@ func TestSendMessages(t *testing.T) {
 		t.Errorf("the admin's: %+v", got)
 	}
 	pgtest.Exec(t, a.pool, `select unlock_agent_execution($1, $2, 'completed')`, first, lock)
-	pgtest.Exec(t, a.pool, `select lanekeeper.flush_agent_threads()`)
+	pgtest.Exec(t, a.pool, `select lanekeeper.flush_agent_thread('maria')`)
 	pgtest.Exec(t, a.pool, `select unlock_agent_execution($1, $2, 'completed')`, second, other)
-	pgtest.Exec(t, a.pool, `select lanekeeper.flush_agent_threads()`)
+	pgtest.Exec(t, a.pool, `select lanekeeper.flush_agent_thread('maria')`)
 	var shown struct{ Messages []threads.Message }
 	a.get("/v1/threads/maria", &shown)
 	var order []string

@@ -158,7 +158,7 @@ func (room *Room) executionWait(ctx context.Context, v *visit) (any, error) {
 	err := room.Read.QueryRow(ctx, `
 		select left(coalesce(e.waiting_for, ''), 200), left(coalesce(e.waiting_key, ''), 1000), left(coalesce(e.waiting_step, ''), 1000), e.waiting_until, e.updated_at,
 		       e.wait_number, left(coalesce(e.waiting_data::text, ''), 8192), octet_length(coalesce(e.waiting_data::text, '')),
-		       coalesce(lanekeeper.agent_wait_event(e.waiting_for), '')
+		       coalesce((select k.event from lanekeeper.agent_wait_events k where k.kind = e.waiting_for), '')
 		  from agent_executions e where e.id = @id and e.status = 'waiting'`, postgres.Strict{"id": w.ID}).
 		Scan(&w.For, &w.Key, &w.Step, &w.Until, &w.Since, &w.Number, &data, &w.Data.Bytes, &w.Event)
 	if errors.Is(err, pgx.ErrNoRows) {

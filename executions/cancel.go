@@ -54,7 +54,7 @@ func CancelTx(ctx context.Context, tx pgx.Tx, id, by, reason string) (Status, er
 	return cancelResult(id, status, err)
 }
 
-const cancelSQL = `select lanekeeper.cancel_agent_execution(@id, @by, @reason)`
+const cancelSQL = `select cancel_agent_execution(@id, @by, @reason)`
 
 // cancel requests the cancel of a locked execution, notifies its process, and retries until the execution has ended
 // or a second has passed.
@@ -155,7 +155,7 @@ func (e *Engine) tryCompleteCancel(ctx context.Context, id string) (done bool, e
 	b.Queue(`
 		select case when c.execution_id is null then true
 		            when not lanekeeper.request_agent_cancel(@id, null, '')
-		              then lanekeeper.cancel_agent_execution(@id, c.cancelled_by, c.cancel_reason) is distinct from ''
+		              then cancel_agent_execution(@id, c.cancelled_by, c.cancel_reason) is distinct from ''
 		            else false end
 		  from (values (true)) one left join agent_cancel_requests c on c.execution_id = @id`,
 		postgres.Strict{"id": id}).QueryRow(func(row pgx.Row) error { return row.Scan(&done) })

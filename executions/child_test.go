@@ -490,7 +490,7 @@ func TestAParentIsResumedWithoutAProcess(t *testing.T) {
 	pool := pgtest.DB(t)
 	for name, tell := range map[string]func(child string){
 		"told": func(child string) {
-			pgtest.Exec(t, pool, `select lanekeeper.deliver_agent_completion(@child)`, postgres.Strict{"child": child})
+			pgtest.Exec(t, pool, `select lanekeeper.resume_agent_waiters('agent', @child)`, postgres.Strict{"child": child})
 		},
 		"swept": func(string) { sweep(t, pool) },
 	} {

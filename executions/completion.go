@@ -96,7 +96,7 @@ func (e *Engine) tryDeliverCompletion(ctx context.Context, id string) error {
 	var woken int
 	b := &pgx.Batch{}
 	queueLockTimeout(b)
-	b.Queue(`select lanekeeper.deliver_agent_completion(@id)`, postgres.Strict{"id": id}).QueryRow(func(row pgx.Row) error { return row.Scan(&woken) })
+	b.Queue(`select count(*) from lanekeeper.resume_agent_waiters('agent', @id)`, postgres.Strict{"id": id}).QueryRow(func(row pgx.Row) error { return row.Scan(&woken) })
 	err := e.pool.SendBatch(ctx, b).Close()
 	if woken > 0 {
 		e.notifyReady(Background, woken)

@@ -211,7 +211,7 @@ func TestAnEventBatchLeavesOutBlockedEvents(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = held.Rollback(context.WithoutCancel(t.Context())) }()
-	pgtest.Exec(t, held, `select lanekeeper.agent_wait_lock('event', 'waits'), 1 from agent_executions where id = @id for update`, postgres.Strict{"id": ids["row"]})
+	pgtest.Exec(t, held, `select pg_advisory_xact_lock(hashtextextended('wait event waits', 0)), 1 from agent_executions where id = @id for update`, postgres.Strict{"id": ids["row"]})
 	got := deliverBatch(t, pool, me, 9, several, "plain", "waits", "row", "lane", "twice", "twice", "a=same", "b=same", "nobody")
 	delivered := map[int]bool{}
 	for _, h := range got {
@@ -395,7 +395,7 @@ func TestWaitsAreFoundByTheirKey(t *testing.T) {
 		"several":   `select count(*) from lanekeeper.deliver_agent_events(array['EVENT_COMPLETED', 'EVENT_COMPLETED'], array[@key, 'other'], array['{}', '{}']::jsonb[], array[null, null]::text[], @worker, 1, 1, '{}')`,
 		"in SQL":    `select count(*) from deliver_agent_event('EVENT_COMPLETED', @key, '{}', nullif(@worker, ''))`,
 		"at an end": `with c as (update agent_executions set status = 'cancelled' where id = @key::uuid and @worker <> '' returning 1) select count(*) from c`,
-		"a parent":  `select lanekeeper.deliver_agent_completion(@key::uuid, @worker <> '')`,
+		"a parent":  `select lanekeeper.resume_agent_waiters('agent', @key, null, @worker <> '')`,
 	} {
 		t.Run(name, func(t *testing.T) {
 			tx, err := pool.Begin(t.Context())
@@ -424,7 +424,7 @@ func TestABlockedEventReservesNoWorker(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	pgtest.Exec(t, tx, `select lanekeeper.agent_wait_lock('event', 'held')`)
+	pgtest.Exec(t, tx, `select pg_advisory_xact_lock(hashtextextended('wait event held', 0))`)
 	var group errgroup.Group
 	group.Go(func() error {
 		_, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "held", nil, "")
@@ -596,7 +596,7 @@ func TestAnEventSeesChangesMadeWhileItWaited(t *testing.T) {
 				values ('thread:t', @owner, 1, '9000-01-01', true, @id)`, postgres.Strict{"owner": id + "#2", "id": id})
 		}, executions.Running, true},
 		"its time is over": {func(t *testing.T, tx pgx.Tx, id, _ string) {
-			pgtest.Exec(t, tx, `select lanekeeper.resume_agent_execution(@id, 1, '{"timed_out": true}')`, postgres.Strict{"id": id})
+			pgtest.Exec(t, tx, `select lanekeeper.resume_agent_executions(array[@id::uuid], array['{"timed_out": true}'::jsonb])`, postgres.Strict{"id": id})
 		}, executions.Running, false},
 		"it is cancelled": {func(t *testing.T, tx pgx.Tx, id, _ string) {
 			pgtest.Exec(t, tx, `update agent_executions set status = 'cancelled' where id = @id`, postgres.Strict{"id": id})

@@ -104,7 +104,7 @@ func acquireLane(ctx context.Context, name string, acquire func(r *run, ctx cont
 // fenceLease releases a lane that a lost claim acquired: otherwise the next claim would find an unknown holder. A
 // claim lost after this check leaves the lane to the next claim.
 func (r *run) fenceLease(ctx context.Context, lease *lanes.Lease) error {
-	_, err := r.e.pool.Exec(ctx, `select lanekeeper.fence_agent_execution(@id, @claim)`,
+	_, err := r.e.pool.Exec(ctx, `select fence_agent_execution(@id, @claim)`,
 		postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim})
 	if err == nil {
 		return nil

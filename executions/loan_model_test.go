@@ -551,8 +551,8 @@ func (c *client) renew(ctx context.Context) error {
 }
 
 func (c *client) wake(ctx context.Context) error {
-	return c.do(ctx, `select lanekeeper.deliver_agent_completion(t.id) from (
-		select id from agent_executions where completed_at is not null order by completed_at desc limit 1) t`)
+	return c.do(ctx, `select count(w.id) from (
+		select id from agent_executions where completed_at is not null order by completed_at desc limit 1) t, lanekeeper.resume_agent_waiters('agent', t.id::text) w`)
 }
 
 func (c *client) sweep(ctx context.Context) error {

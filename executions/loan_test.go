@@ -194,9 +194,9 @@ func TestAnyAncestorMayStopWaiting(t *testing.T) {
 		"the first fails":            {0, `update agent_executions set status = 'failed', claim = claim + 1 where id = $1::uuid`, -1},
 		"the second fails":           {1, `update agent_executions set status = 'failed', claim = claim + 1 where id = $1::uuid`, 0},
 		"the third ends in timeout":  {2, `update agent_executions set status = 'timeout', claim = claim + 1 where id = $1::uuid`, 1},
-		"the first waits no longer":  {0, `select lanekeeper.resume_agent_execution(id, wait_number, '{}') from agent_executions where id = $1::uuid`, 0},
-		"the second waits no longer": {1, `select lanekeeper.resume_agent_execution(id, wait_number, '{}') from agent_executions where id = $1::uuid`, 1},
-		"the third waits no longer":  {2, `select lanekeeper.resume_agent_execution(id, wait_number, '{}') from agent_executions where id = $1::uuid`, 2},
+		"the first waits no longer":  {0, resumes, 0},
+		"the second waits no longer": {1, resumes, 1},
+		"the third waits no longer":  {2, resumes, 2},
 	} {
 		t.Run(name, func(t *testing.T) {
 			lane := "objective:" + name
@@ -363,8 +363,7 @@ func TestABorrowMeetsTheEndOfTheWait(t *testing.T) {
 					return err
 				}
 				resume := func(tx postgres.DB) error {
-					_, err := tx.Exec(t.Context(), `select lanekeeper.resume_agent_execution(x.id, x.wait_number, '{}')
-						from agent_executions x where x.id = $1::uuid`, p.id)
+					_, err := tx.Exec(t.Context(), resumes, p.id)
 					return err
 				}
 				first, second, text := borrow, resume, "resume_agent"

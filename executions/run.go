@@ -200,7 +200,7 @@ func (r *run) load(ctx context.Context, needsRecovery bool) error {
 	args := postgres.Strict{"id": r.exec.ID}
 	if needsRecovery {
 		claim := postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim}
-		b.Queue(`select lanekeeper.fence_agent_execution(@id, @claim)`, claim)
+		b.Queue(`select fence_agent_execution(@id, @claim)`, claim)
 		b.Queue(`select lanekeeper.claim_agent_locks(@id)`, args)
 		b.Queue(`select lanekeeper.recover_agent_activity(@id, @claim)`, claim)
 	}

@@ -169,7 +169,7 @@ var operations = map[string]operation{
 		map[executions.Status]executions.Status{executions.Running: executions.Waiting},
 	},
 	"resume": {
-		`select lanekeeper.resume_agent_execution(x.id, x.wait_number, '{}') from agent_executions x where x.id = $1::uuid`, 1,
+		resumes, 1,
 		map[executions.Status]executions.Status{executions.Waiting: executions.Running},
 	},
 	"deliver": {
@@ -181,7 +181,7 @@ var operations = map[string]operation{
 		`select lanekeeper.lose_agent_claims(claimed_by) from agent_executions where id = $1::uuid and claimed_by is not null`, 1, nil,
 	},
 	"checkpoint": {`insert into agent_checkpoints (execution_id, step, claim) values ($1::uuid, 'late', $2)`, 2, nil},
-	"wake":       {`select lanekeeper.deliver_agent_completion($1::uuid)`, 1, nil},
+	"wake":       {`select lanekeeper.resume_agent_waiters('agent', $1::text)`, 1, nil},
 }
 
 func (d operation) do(ctx context.Context, db postgres.DB, x subject) error {

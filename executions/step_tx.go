@@ -86,7 +86,7 @@ func tryTx[T any](ctx context.Context, r *run, s stepSpec, retry bool, fn func(c
 			r.queueCompletionLock(setup)
 		}
 		setup.Queue(`
-			select set_config('lock_timeout', @patience, true), lanekeeper.fence_agent_execution(@id, @claim), set_config('lock_timeout', o.was, true),
+			select set_config('lock_timeout', @patience, true), fence_agent_execution(@id, @claim), set_config('lock_timeout', o.was, true),
 			       pg_advisory_xact_lock(hashtextextended('step ' || @id::text || @step, 0))
 			  from (select current_setting('lock_timeout') as was offset 0) o`,
 			postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim, "step": s.key, "patience": lockTimeout})

@@ -11,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
 // leaderGrace is how long River's leader has for a tick. After its death, River elects a new leader only after some
@@ -236,15 +237,48 @@ func (e *Engine) deliverCompletions(ctx context.Context) error {
 	return nil
 }
 
+const (
+	// ReleaseStaleThreads releases the lanes of threads whose holder has ended, or has sent nothing for the lease and
+	// @overdue seconds longer. Without a queued message the lane stays @grace seconds longer, where people can see it.
+	ReleaseStaleThreads = `
+		with stale as materialized (
+		  select k.lane, k.locked_by, k.execution_id, k.expires_at, k.ttl_seconds from agent_locks k
+		   where k.lane like 'thread:%' and k.locked_by <> '' and not k.parked
+		     and (k.expires_at <= clock_timestamp() - make_interval(secs => @overdue)
+		          and (k.expires_at <= clock_timestamp() - make_interval(secs => @grace) or exists (
+		            select from agent_messages m where m.thread_id = substr(k.lane, 8) and m.status = 'queued'))
+		          or k.execution_id is not null and not exists (
+		            select from agent_executions x where x.id = k.execution_id and x.completed_at is null))
+		   order by k.lane for update of k skip locked)
+		select substr(s.lane, 8) as thread_id, s.locked_by as holder, s.execution_id::text,
+		       extract(epoch from clock_timestamp() - s.expires_at + make_interval(secs => s.ttl_seconds))::bigint as idle_seconds
+		  from stale s, lanekeeper.return_agent_lock(s.lane, null, 'expired')`
+	// FlushThreads sends queued messages that may leave now, in at most @most threads. It waits for nobody. The order is
+	// random, so that a thread whose message cannot leave delays no other.
+	FlushThreads = `
+		with recursive queued as (
+		  (select m.thread_id from agent_messages m where m.status = 'queued' order by m.thread_id limit 1)
+		  union all
+		  select (select m.thread_id from agent_messages m where m.status = 'queued' and m.thread_id > q.thread_id
+		           order by m.thread_id limit 1) from queued q where q.thread_id is not null)
+		select coalesce(sum(lanekeeper.flush_agent_thread(d.thread_id, 100, false)), 0)::int from (
+		  select q.thread_id from queued q left join agent_locks l on l.lane = 'thread:' || q.thread_id and l.expires_at > clock_timestamp()
+		   where q.thread_id is not null
+		     and (l.lane is null or exists (
+		       select from agent_messages m join agent_executions x on x.id = m.execution_id
+		        where m.thread_id = q.thread_id and m.status = 'queued' and (x.id = l.execution_id or x.inherits)))
+		   order by random() limit @most) d`
+)
+
 // sweepThreads ends the leases of abandoned threads, and delivers queued messages of free ones. The outbox usually
 // does both sooner. Locked rows are left to the next sweep.
 func (e *Engine) sweepThreads(ctx context.Context) error {
 	for _, queue := range []func(b *pgx.Batch){
 		func(b *pgx.Batch) {
-			b.Queue(`select lanekeeper.clean_agent_threads(interval '10 seconds', interval '5 minutes')`)
+			b.Queue(ReleaseStaleThreads, postgres.Strict{"overdue": 10.0, "grace": 300.0})
 		},
 		func(b *pgx.Batch) {
-			b.Queue(`select lanekeeper.flush_agent_threads(@most)`, postgres.Strict{"most": sweepLimit})
+			b.Queue(FlushThreads, postgres.Strict{"most": sweepLimit})
 		},
 	} {
 		b := &pgx.Batch{}
@@ -295,7 +329,7 @@ func localTime(seconds *float64) time.Time {
 
 // housekeep creates partitions ahead and deletes unused lanes.
 func (e *Engine) housekeep(ctx context.Context) error {
-	_, first := e.pool.Exec(ctx, `select lanekeeper.ensure_agent_activity_partitions()`)
+	_, first := migrations.EnsureMonths(ctx, e.pool, nil, migrations.MonthsAhead)
 	return errors.Join(first, lanes.Prune(ctx, e.pool, 24*time.Hour))
 }
 

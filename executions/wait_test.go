@@ -313,13 +313,23 @@ func waiting(t *testing.T, pool *pgxpool.Pool, n int) {
 	}, fmt.Sprintf("%d executions wait", n))
 }
 
+// resumes ends the wait of an execution, as the sweep does.
+const resumes = `
+	select count(*) = 1 from (
+	  select x.id, case when x.waiting_for = 'agent' then lanekeeper.agent_uuid(x.waiting_key) end as child from agent_executions x
+	   where x.id = $1::uuid and x.status = 'waiting' for no key update) e,
+	  lanekeeper.resume_agent_executions(array[e.id], array['{}'::jsonb], '{}', null, e.child) r`
+
 func TestAWaitNumberIsResumedOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	id := pending(t, pool)
 	n := mustClaim(t, pool, id, newWorker(t, pool))
 	resume := func(number int) bool {
-		return pgtest.Value[bool](t, pool, `select lanekeeper.resume_agent_execution(@id, @number, '{}')`, postgres.Strict{"id": id, "number": number})
+		return pgtest.Value[bool](t, pool, `
+			select count(*) = 1 from (
+			  select x.id from agent_executions x where x.id = @id and x.status = 'waiting' and x.wait_number = @number for no key update) e,
+			  lanekeeper.resume_agent_executions(array[e.id], array['{}'::jsonb]) r`, postgres.Strict{"id": id, "number": number})
 	}
 	if resume(0) {
 		t.Error("a running execution was resumed")

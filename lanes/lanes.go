@@ -127,7 +127,7 @@ func asBlocked(err error) error {
 // maxNameLength is in characters.
 const maxNameLength = 255
 
-// invisible are characters that a reader does not see, or that change how others look. agent_name_fault has the same
+// invisible are characters that a reader does not see, or that change how others look. agent_lock_check has the same
 // table.
 var invisible = &unicode.RangeTable{
 	R16: []unicode.Range16{

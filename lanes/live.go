@@ -80,7 +80,7 @@ func (k *Keeper) clearExpired(ctx context.Context, after string) (next string, e
 		   order by l.lane for update of l skip locked)
 		select e.lane, e.locked_by as holder, coalesce(e.execution_id::text, '') as execution_id,
 		       extract(epoch from clock_timestamp() - e.expires_at)::float8 as ended_for
-		  from ended e, lanekeeper.clear_agent_lock(e.lane, 'expired')`, postgres.Strict{"held": held, "overdue": expireAfter.Seconds()})
+		  from ended e, lanekeeper.return_agent_lock(e.lane, null, 'expired')`, postgres.Strict{"held": held, "overdue": expireAfter.Seconds()})
 	if err != nil {
 		return "", err
 	}

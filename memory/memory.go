@@ -32,6 +32,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
@@ -152,39 +153,51 @@ func Save(ctx context.Context, db postgres.DB, n Note) (Entry, error) {
 	return e, nil
 }
 
-// write is one statement. It returns no row if the key is not at the note's revision. An expired entry counts as
-// none. A note with a revision is an update: an insert could succeed after a concurrent deletion.
+// write returns no row if the key is not at the note's revision. An expired entry counts as none. A note with a
+// revision is an update: an insert could succeed after a concurrent deletion.
 func (n *Note) write(ctx context.Context, db postgres.DB, value json.RawMessage) (Entry, error) {
 	args := postgres.Strict{
 		"owner": n.Owner, "category": n.Category, "key": n.Key, "value": value, "trace_id": n.TraceID,
 		"ttl": n.TTL.Seconds(), "if_revision": n.Revision,
 	}
-	var rows pgx.Rows
-	var err error
+	var written bool
+	var e Entry
+	b := &pgx.Batch{}
+	var write *pgx.QueuedQuery
 	if n.Revision > 0 {
-		rows, err = db.Query(ctx, `
+		write = b.Queue(`
 		update agent_memory m
 		   set value = @value::jsonb, trace_id = @trace_id, revision = m.revision + 1, updated_at = clock_timestamp(),
 		       expires_at = clock_timestamp() + make_interval(secs => nullif(@ttl::float8, 0))
 		 where m.owner = @owner and m.category = @category and m.key = @key and m.revision = @if_revision::int
-		   and (m.expires_at is null or m.expires_at > clock_timestamp())
-		returning id, owner, category, key, value, revision, trace_id, expires_at, created_at, updated_at`, args)
+		   and (m.expires_at is null or m.expires_at > clock_timestamp())`, args)
 	} else {
-		rows, err = db.Query(ctx, `
+		write = b.Queue(`
 		insert into agent_memory as m (owner, category, key, value, trace_id, expires_at)
 		values (@owner, @category, @key, @value::jsonb, @trace_id, clock_timestamp() + make_interval(secs => nullif(@ttl::float8, 0)))
 		on conflict (owner, category, key) do update
 		   set value = excluded.value, trace_id = excluded.trace_id, expires_at = excluded.expires_at, revision = m.revision + 1,
 		       created_at = case when m.expires_at <= clock_timestamp() then clock_timestamp() else m.created_at end,
 		       updated_at = clock_timestamp()
-		 where @if_revision::int = 0 or m.expires_at <= clock_timestamp()
-		returning id, owner, category, key, value, lanekeeper.agent_memory_revision(m.owner, m.category, m.key, m.revision) as revision,
-		          trace_id, expires_at, created_at, updated_at`, args)
+		 where @if_revision::int = 0 or m.expires_at <= clock_timestamp()`, args)
 	}
-	if err != nil {
-		return Entry{}, err
+	write.Exec(func(tag pgconn.CommandTag) error {
+		written = tag.RowsAffected() > 0
+		return nil
+	})
+	// The revision of a new row goes on from that of a forgotten one, after the insert.
+	b.Queue(`
+		select id, owner, category, key, value, revision, trace_id, expires_at, created_at, updated_at
+		  from agent_memory where owner = @owner and category = @category and key = @key`,
+		postgres.Strict{"owner": n.Owner, "category": n.Category, "key": n.Key}).Query(func(rows pgx.Rows) (err error) {
+		e, err = pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Entry])
+		return err
+	})
+	err := db.SendBatch(ctx, b).Close()
+	if err == nil && !written {
+		err = pgx.ErrNoRows
 	}
-	return pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Entry])
+	return e, err
 }
 
 // conflict returns the error of a rejected write, with the current entry.

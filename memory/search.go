@@ -28,16 +28,17 @@ func (o Owner) Search(ctx context.Context, db postgres.DB, query string, limit i
 
 // queryForm is PostgreSQL's parse of a query.
 type queryForm struct {
-	words     int
-	plain     bool    // only words: no phrase, no or, no exclusion
-	extension *string // version of the extension vector; nil if the database has none
+	words  int
+	plain  bool    // only words: no phrase, no or, no exclusion
+	vector *string // schema of the extension vector, quoted; nil if the database has none
 }
 
 func parse(ctx context.Context, db postgres.DB, query string) (f queryForm, err error) {
 	err = db.QueryRow(ctx, `
 		select numnode(websearch_to_tsquery('simple', @query)),
-		       websearch_to_tsquery('simple', @query) = plainto_tsquery('simple', @query), `+vectorVersion,
-		pgx.StrictNamedArgs{"query": query}).Scan(&f.words, &f.plain, &f.extension)
+		       websearch_to_tsquery('simple', @query) = plainto_tsquery('simple', @query),
+		       (select quote_ident(n.nspname) from pg_extension x join pg_namespace n on n.oid = x.extnamespace where x.extname = 'vector')`,
+		pgx.StrictNamedArgs{"query": query}).Scan(&f.words, &f.plain, &f.vector)
 	if err != nil {
 		return f, fmt.Errorf("search memory: %w", err)
 	}
@@ -186,7 +187,7 @@ func (x *Index) Search(ctx context.Context, db postgres.DB, o Owner, query strin
 	if err != nil {
 		return nil, err
 	}
-	byMeaning, err := x.nearest(ctx, db, o, vector, depth)
+	byMeaning, err := x.nearest(ctx, db, o, vector, depth, *form.vector)
 	if err != nil {
 		return nil, err
 	}
@@ -196,7 +197,7 @@ func (x *Index) Search(ctx context.Context, db postgres.DB, o Owner, query strin
 
 // queryVector returns the vector of a query; nil if none is available.
 func (x *Index) queryVector(ctx context.Context, form queryForm, query string) []float32 {
-	if form.extension == nil {
+	if form.vector == nil {
 		x.report(ctx, "the database has no extension vector", nil)
 		return nil
 	}
@@ -241,13 +242,18 @@ func (x *Index) report(ctx context.Context, wrong string, err error) {
 	}
 }
 
-// nearest returns the entries nearest to a vector, nearest first.
-func (x *Index) nearest(ctx context.Context, db postgres.DB, o Owner, vector []float32, limit int) ([]Entry, error) {
-	rows, err := db.Query(ctx, `
+// nearest returns the entries nearest to a vector by cosine distance, nearest first, of the owner's newest. schema has the
+// extension's type and operator.
+func (x *Index) nearest(ctx context.Context, db postgres.DB, o Owner, vector []float32, limit int, schema string) ([]Entry, error) {
+	query := `
 		select m.id, m.owner, m.category, m.key, m.value, m.revision, m.trace_id, m.expires_at, m.created_at, m.updated_at
-		  from lanekeeper.agent_memory_nearest(@owner, @model, @vector::real[], @most, @limit) with ordinality n (memory_id, distance, place)
-		  join agent_memory m on m.id = n.memory_id and m.owner = @owner
-		 order by n.place`,
+		  from (select n.* from agent_memory n
+		         where n.owner = @owner and (n.expires_at is null or n.expires_at > clock_timestamp())
+		         order by n.updated_at desc limit @most) m
+		  join agent_memory_embeddings e on e.memory_id = m.id and e.revision = m.revision
+		 where e.model = @model and e.dimensions = cardinality(@vector::real[])
+		 order by e.vector::` + schema + `.vector operator(` + schema + `.<=>) @vector::real[]::` + schema + `.vector, m.id limit @limit`
+	rows, err := db.Query(ctx, query,
 		postgres.Strict{"owner": o, "model": x.model.Model(), "vector": vector, "most": maxScanned, "limit": limit})
 	if err != nil {
 		return nil, fmt.Errorf("search memory by meaning: %w", err)

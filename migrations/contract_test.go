@@ -11,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
 const soon = 90 * time.Second
@@ -188,7 +189,7 @@ func TestPartitionsAreMadeBesideAReader(t *testing.T) {
 	pgtest.Exec(t, tx, `select count(*) from agent_activity`)
 	ctx, cancel := context.WithTimeout(t.Context(), soon)
 	defer cancel()
-	if _, err := db.Exec(ctx, `select lanekeeper.ensure_agent_activity_partitions(5)`); err != nil {
+	if _, err := migrations.EnsureMonths(ctx, db, nil, 5); err != nil {
 		t.Fatalf("partitions beside a reader: %v", err)
 	}
 	pgtest.Exec(t, db, `insert into agent_activity (id, trace_id, skill_name)

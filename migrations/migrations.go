@@ -58,6 +58,8 @@ var (
 const (
 	// baseline is the version that a new database begins with.
 	baseline = 200
+	// formerLayout is the hash of the same tables, written with one column a line.
+	formerLayout = "26dafea4f46989d28f01999169bc6c5169bab4fc2028c89960d3c107b7e563ba"
 	// lastNumbered is the version that the bridge begins at, and lastHash what its row in agent_migrations says.
 	lastNumbered = 118
 	lastHash     = "fbc3feac0597f02038a589bad0b86178bf90647458dd1bc437a5762235c1e09a"
@@ -121,6 +123,9 @@ func (t text) migrate(ctx context.Context, pool *pgxpool.Pool) ([]string, error)
 			return applied, err
 		}
 		applied = append(applied, s.names...)
+	}
+	if _, err := EnsureMonths(ctx, pool, nil, MonthsAhead); err != nil {
+		return applied, err
 	}
 	admitted, err := clientAdmitted(ctx, pool)
 	if err == nil && (!admitted || len(todo) > 0) {

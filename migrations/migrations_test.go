@@ -144,7 +144,6 @@ func TestPublicFunctions(t *testing.T) {
 		"break_agent_lock":       "p_lane text, p_reason text",
 		"agent_uuid7":            "p_at timestamp with time zone DEFAULT clock_timestamp()",
 		"agent_uuid7_floor":      "p_at timestamp with time zone",
-		"agent_trace_id":         "p_prefix text",
 		"fence_agent_execution":  "p_id uuid, p_claim bigint",
 		"claim_agent_execution":  "p_id uuid, p_worker uuid",
 		"cancel_agent_execution": "p_id uuid, p_cancelled_by text, p_reason text",

@@ -47,7 +47,7 @@ func (t text) missing(ctx context.Context, pool *pgxpool.Pool) ([]step, error) {
 		return nil, fmt.Errorf("schema version %d: %w", numbered, ErrOld)
 	case hash == "":
 		return t.begin(numbered == lastNumbered), nil
-	case hash != digest(t.tables()):
+	case hash != digest(t.tables()) && hash != formerLayout:
 		return nil, fmt.Errorf("schema version %d: %w", baseline, ErrChanged)
 	}
 	changed, err := t.changedCode(ctx, pool)

@@ -8,6 +8,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
 // bare is a transaction, never committed, of a session in a time zone, in which the activity log has no partitions.
@@ -37,8 +38,10 @@ func TestMonthsAreThoseOfUTC(t *testing.T) {
 	for _, zone := range []string{"America/New_York", "Europe/Berlin", "Pacific/Auckland"} {
 		tx := bare(t, zone)
 		for month := range 14 {
-			pgtest.Exec(t, tx, `select lanekeeper.ensure_agent_activity_partitions(3, $1)`,
-				time.Date(2027, time.Month(1+month), 1, 0, 30, 0, 0, time.UTC))
+			at := time.Date(2027, time.Month(1+month), 1, 0, 30, 0, 0, time.UTC)
+			if _, err := migrations.EnsureMonths(t.Context(), tx, &at, 3); err != nil {
+				t.Fatal(err)
+			}
 		}
 		if got := pgtest.Value[int](t, tx, `select count(*) from agent_activity_partitions`); got != 18 {
 			t.Errorf("%s: %d months, want 18", zone, got)

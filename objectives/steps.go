@@ -228,9 +228,8 @@ type call struct{ ID, SkillName string }
 func FindEvidence(ctx context.Context, db postgres.DB, stepID string, w EvidenceFilter) ([]string, error) {
 	rows, err := db.Query(ctx, `
 		select a.id, a.skill_name
-		  from agent_activity a, agent_objective_steps s
+		  from lanekeeper.agent_evidence a, agent_objective_steps s
 		 where s.id = @step and a.trace_id = @trace_id and a.created_at >= s.started_at
-		   and lanekeeper.is_agent_evidence(a.kind, a.status, a.surface, a.skill_name)
 		   and (@execution = '' or a.execution_id = nullif(@execution, '')::uuid)
 		   and (@under = '' or starts_with(a.step, @under || '/'))
 		   and not exists (select from agent_objective_evidence e where e.activity_id = a.id)

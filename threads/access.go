@@ -7,6 +7,7 @@ import (
 	"encoding/base64"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -103,14 +104,35 @@ func Join(ctx context.Context, db postgres.DB, p Principal, token, name string, 
 	if err := CheckID(name); err != nil {
 		return "", "", fmt.Errorf("join thread: %w", err)
 	}
-	err = db.QueryRow(ctx, `select thread_id, name from lanekeeper.join_agent_thread(@digest, @kind, @owner, @proof, @name, @given)`,
+	var taken bool
+	b := &pgx.Batch{}
+	// The second statement sees what others did with the token before the first one locked it.
+	b.Queue(`select from agent_thread_access a where a.token_digest = @digest for update`, postgres.Strict{"digest": digest(token)})
+	b.Queue(`
+		with token as (
+		  select a.id, a.thread_id, a.used_at is null or a.reusable as fresh from agent_thread_access a
+		   where a.token_digest = @digest and (a.expires_at > clock_timestamp()) is not false
+		     and (a.execution_id is null or exists (select from agent_executions x where x.id = a.execution_id and x.completed_at is null))),
+		known as (
+		  select a.thread_id, a.name from token k join agent_thread_access a on a.joined_with = k.id
+		   where a.kind = @kind and a.owner = @owner and a.visitor = @proof and (a.name = @name or not @given::boolean) order by a.id limit 1),
+		fresh as (
+		  select k.id, k.thread_id, lanekeeper.agent_thread_for(@kind, @owner, @proof, @name) is not null as taken from token k
+		   where k.fresh and not exists (select from known)),
+		used as (
+		  update agent_thread_access a set used_at = clock_timestamp() from fresh f where a.id = f.id and not f.taken returning a.id, a.thread_id),
+		made as (
+		  insert into agent_thread_access (thread_id, kind, owner, visitor, name, joined_with, created_by)
+		  select u.thread_id, @kind, @owner, @proof, @name, u.id, 'join token' from used u)
+		select k.thread_id, k.name, false from known k union all select f.thread_id, @name::text, f.taken from fresh f`,
 		postgres.Strict{
 			"digest": digest(token), "kind": string(p.Kind), "owner": postgres.Text(p.Owner), "proof": p.Proof, "name": name, "given": given,
-		}).Scan(&thread, &as)
+		}).QueryRow(func(row pgx.Row) error { return row.Scan(&thread, &as, &taken) })
+	err = db.SendBatch(ctx, b).Close()
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
 		err = ErrToken
-	case postgres.IsCode(err, "23505"):
+	case taken || postgres.IsCode(err, "23505"):
 		err = ErrTaken
 	}
 	if err != nil {
@@ -127,14 +149,31 @@ func Let(ctx context.Context, db postgres.DB, thread string, to Principal, name,
 	if err := CheckID(name); err != nil {
 		return "", fmt.Errorf("open thread to %s %s: %w", to.Kind, to.Owner, err)
 	}
-	err = db.QueryRow(ctx, `select lanekeeper.let_into_agent_thread(@thread, @kind, @owner, @proof, @name, @by)::text`, postgres.Strict{
+	if !slices.Contains([]Kind{ByKey, ByVisitor, ByFlow, ByWebhook}, to.Kind) || to.Owner == "" {
+		return "", fmt.Errorf("open thread to %s %q: give the name of a key, a visitor, a flow or a webhook", to.Kind, to.Owner)
+	}
+	var found bool
+	var granted *string
+	err = db.QueryRow(ctx, `
+		with thread as (select t.id from agent_threads t where t.id = @thread for key share),
+		granted as (
+		  insert into agent_thread_access as a (thread_id, kind, owner, visitor, name, created_by)
+		  select t.id, @kind, @owner, @proof, @name, @by from thread t
+		   where @kind = 'flow' or coalesce(lanekeeper.agent_thread_for(@kind, @owner, @proof, @name), t.id) = t.id
+		  on conflict (kind, owner, visitor, name) where kind <> 'token' do update set thread_id = a.thread_id
+		   where a.thread_id = excluded.thread_id
+		  returning a.id)
+		select exists (select from thread), (select g.id::text from granted g)`, postgres.Strict{
 		"thread": postgres.Text(thread), "kind": string(to.Kind), "owner": postgres.Text(to.Owner), "proof": to.Proof, "name": name, "by": postgres.Text(by),
-	}).Scan(&id)
+	}).Scan(&found, &granted)
 	switch {
-	case postgres.IsCode(err, "P0002"):
+	case err != nil:
+	case !found:
 		err = ErrNotFound
-	case postgres.IsCode(err, "23505"):
+	case granted == nil:
 		err = ErrTaken
+	default:
+		id = *granted
 	}
 	if err != nil {
 		return "", fmt.Errorf("open thread to %s %s: %w", to.Kind, to.Owner, err)

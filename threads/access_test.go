@@ -62,9 +62,10 @@ func TestANameIsScopedByItsOwner(t *testing.T) {
 	if err := threads.OpenForFlow(t.Context(), db, "x", "", "", ""); err == nil {
 		t.Error("no flow began a thread")
 	}
-	const wrong = `select lanekeeper.let_into_agent_thread('talk', 'token', 'x', '', 'x', '')`
-	if _, err := db.Exec(t.Context(), wrong); !postgres.IsCode(err, "22023") {
-		t.Errorf("%s: %v", wrong, err)
+	for _, to := range []threads.Principal{{Kind: "token", Owner: "x"}, threads.Admin, {Kind: threads.ByKey}} {
+		if _, err := threads.Let(t.Context(), db, "talk", to, "x", ""); err == nil {
+			t.Errorf("a thread is opened to %+v", to)
+		}
 	}
 }
 

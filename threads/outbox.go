@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/outbox"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
@@ -128,8 +129,10 @@ func settle(ctx context.Context, db postgres.DB, p outboxMessage, v verdict) (re
 	return recorded, nil
 }
 
-// flushed is how many messages of a thread one transaction sends.
-const flushed = 100
+const (
+	flushed        = 100 // messages of a thread that one transaction sends
+	flushedThreads = 500 // threads that one pass visits
+)
 
 // Flush sends what is queued in a thread and may leave now, in its order, and says how many messages that was. It is
 // called whenever a thread changes hands; the sweep of the executions does it, too. A thread that another transaction
@@ -156,7 +159,7 @@ func Flush(ctx context.Context, db postgres.DB, thread string) (int, error) {
 // flushAll sends what is queued anywhere and may leave now.
 func flushAll(ctx context.Context, db postgres.DB) (int, error) {
 	var n int
-	if err := db.QueryRow(ctx, `select lanekeeper.flush_agent_threads()`).Scan(&n); err != nil {
+	if err := db.QueryRow(ctx, executions.FlushThreads, postgres.Strict{"most": flushedThreads}).Scan(&n); err != nil {
 		return 0, fmt.Errorf("send what is queued: %w", err)
 	}
 	return n, nil
@@ -182,9 +185,7 @@ func Clean(ctx context.Context, db postgres.DB, log *slog.Logger) ([]Freed, erro
 
 // clean is Clean that leaves the silent holders of threads where nothing is queued in peace for longer.
 func clean(ctx context.Context, db postgres.DB, log *slog.Logger, longer time.Duration) ([]Freed, error) {
-	rows, err := db.Query(ctx, `
-		select thread_id, locked_by as holder, execution_id::text, idle_seconds
-		  from lanekeeper.clean_agent_threads('0', make_interval(secs => @longer))`, postgres.Strict{"longer": longer.Seconds()})
+	rows, err := db.Query(ctx, executions.ReleaseStaleThreads, postgres.Strict{"overdue": 0.0, "grace": longer.Seconds()})
 	if err != nil {
 		return nil, fmt.Errorf("clean threads: %w", err)
 	}

@@ -7,6 +7,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/threads"
@@ -207,14 +208,15 @@ func TestCleanFreesWhatNobodyUses(t *testing.T) {
 	if freed, err := threads.Clean(t.Context(), db, logger); err != nil || len(freed) != 0 {
 		t.Errorf("freed a thread in use: %+v, %v", freed, err)
 	}
-	const lazily = `select count(*)::int from lanekeeper.clean_agent_threads('0', interval '5 minutes')`
+	const lazily = `with stale as (` + executions.ReleaseStaleThreads + `) select count(*)::int from stale`
+	free := func() int { return pgtest.Value[int](t, db, lazily, postgres.Strict{"overdue": 0.0, "grace": 300.0}) }
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = 'thread:t'`)
 	pgtest.Exec(t, db, `update agent_messages set status = 'withdrawn' where status = 'queued'`)
-	if n := pgtest.Value[int](t, db, lazily); n != 0 {
+	if n := free(); n != 0 {
 		t.Errorf("%d threads were freed that nobody wants", n)
 	}
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '6 minutes' where lane = 'thread:t'`)
-	if n := pgtest.Value[int](t, db, lazily); n != 1 {
+	if n := free(); n != 1 {
 		t.Error("one that nobody has wanted for long was not freed")
 	}
 	saysAs(t, db, a, "again")

@@ -669,7 +669,7 @@ func (s *scenario) ended(r *run, status string) {
 	e.id = value[string](s.world, `select id::text from agent_events where external_id = 'completed ' || $1`, r.id)
 	s.events = append(s.events, e)
 	s.causes[e.ref()] = cause{"end", r.ref(), r.trace}
-	s.exec(`select lanekeeper.deliver_agent_completion($1)`, r.id)
+	s.exec(`select lanekeeper.resume_agent_waiters('agent', $1)`, r.id)
 	for _, w := range s.runs {
 		if w.wait != nil && w.wait.kind == "agent" && w.wait.key == r.id {
 			s.resumed(w, e, "waited", r.ref())

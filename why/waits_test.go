@@ -12,6 +12,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -159,8 +160,8 @@ func (s *scenario) timer() bool {
 func (s *scenario) sweep(due *run) {
 	s.exec(`select lanekeeper.lose_agent_claims(id) from agent_workers where expires_at < clock_timestamp()`)
 	s.exec(`select lanekeeper.sweep_agent_waits()`)
-	s.exec(`select lanekeeper.clean_agent_threads(interval '10 seconds', interval '5 minutes')`)
-	s.exec(`select lanekeeper.flush_agent_threads()`)
+	s.exec(executions.ReleaseStaleThreads, postgres.Strict{"overdue": 10.0, "grace": 300.0})
+	s.exec(executions.FlushThreads, postgres.Strict{"most": 500})
 	if due != nil {
 		s.resumed(due, nil, map[bool]string{true: "waited", false: "timed out"}[due.wait.kind == "delay"], "timer")
 	}

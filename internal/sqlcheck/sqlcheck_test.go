@@ -21,8 +21,10 @@ var composed = map[string]string{
 	"activity/report.go":            "reads a page of any report; the test of the reports runs each",
 	"internal/pgtest/template.go":   "names databases",
 	"internal/postgres/listener.go": "names a channel",
+	"memory/search.go":              "names the schema of the extension vector",
 	"migrations/apply.go":           "runs the embedded migrations",
 	"migrations/client.go":          "runs the embedded grants",
+	"migrations/months.go":          "names a partition",
 	"internal/replica/source.go":    "passes on the statements of others",
 	"retention/partitions.go":       "names a partition",
 	"retention/pass.go":             "runs a statement of the table of kinds, which is in kinds.go",
@@ -30,6 +32,7 @@ var composed = map[string]string{
 	"skills/sql.go":                 "names a role, and wraps a skill's query",
 	"skills/sqlcheck.go":            "names a role",
 	"skills/sqleffect.go":           "names a role, and wraps a skill's query",
+	"threads/outbox.go":             "runs statements of executions, where they are checked",
 }
 
 // utility are statements that PostgreSQL parses without looking at the schema, and that must not be run

@@ -61,18 +61,15 @@ $$;
 comment on function lanekeeper.agent_uuid7_floor is
   'The smallest uuid that agent_uuid7 makes at or after a millisecond: turns a time into a bound on ids.';
 
-create or replace function lanekeeper.agent_ulid(p_bits bytea) returns text language sql immutable parallel safe as $$
-  select string_agg(substr('0123456789ABCDEFGHJKMNPQRSTVWXYZ', substring(b'00' || b.bits from n for 5)::bit(5)::int + 1, 1), '' order by n)
+create or replace function lanekeeper.agent_trace_id(p_prefix text, p_bits bytea default
+  substring(int8send((extract(epoch from clock_timestamp()) * 1000)::bigint) from 3 for 6)
+  || substring(uuid_send(gen_random_uuid()) from 1 for 5) || substring(uuid_send(gen_random_uuid()) from 1 for 5))
+returns text language sql volatile parallel safe as $$
+  select p_prefix || '_' || string_agg(
+           substr('0123456789ABCDEFGHJKMNPQRSTVWXYZ', substring(b'00' || b.bits from n for 5)::bit(5)::int + 1, 1), '' order by n)
     from (select ('x' || encode(p_bits, 'hex'))::bit(128) as bits) b, generate_series(1, 126, 5) n
 $$;
-comment on function lanekeeper.agent_ulid is '16 bytes as a ULID.';
-
-create or replace function lanekeeper.agent_trace_id(p_prefix text) returns text language sql volatile parallel safe as $$
-  select p_prefix || '_' || lanekeeper.agent_ulid(
-    substring(int8send((extract(epoch from clock_timestamp()) * 1000)::bigint) from 3 for 6)
-    || substring(uuid_send(gen_random_uuid()) from 1 for 5) || substring(uuid_send(gen_random_uuid()) from 1 for 5))
-$$;
-comment on function lanekeeper.agent_trace_id is 'A new trace id, prefix and ULID, for work that begins in SQL.';
+comment on function lanekeeper.agent_trace_id is 'A trace id, prefix and ULID: a new one, or that of 16 bytes.';
 
 create or replace function lanekeeper.agent_uuid(p_text text) returns uuid language sql immutable as $$
   select case when p_text ~ '^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$' then p_text::uuid end
@@ -82,7 +79,7 @@ create or replace function lanekeeper.agent_tokens(p_usage jsonb, p_kind text) r
   select case when jsonb_typeof(p_usage -> p_kind) = 'number' then least(greatest((p_usage ->> p_kind)::numeric, 0), 1e12)::bigint else 0 end
 $$;
 comment on function lanekeeper.agent_tokens is
-  'A count of agent_activity.token_usage; 0 where it is none, so that no row can break a listing.';
+  'A count of agent_activity.token_usage; 0 where it is not a number, so that no row can break a listing.';
 
 -- In plpgsql, because a plan of it is kept: as SQL it is planned for each statement that calls it.
 create or replace function lanekeeper.agent_words(p_from timestamptz, p_to timestamptz) returns text language plpgsql immutable strict as $$
@@ -97,45 +94,3 @@ end $$;
 comment on function lanekeeper.agent_words is
   'The time between two moments as people write it: 250 ms, 3.2 s, 4 min 10 s, 2 h 5 min, 3 d 4 h.';
 
-create or replace function lanekeeper.agent_usd(p_usage jsonb, p_kind text) returns numeric language sql immutable parallel safe as $$
-  select case when jsonb_typeof(p_usage -> p_kind) = 'number' then (p_usage ->> p_kind)::numeric else 0 end
-$$;
-comment on function lanekeeper.agent_usd is
-  'An amount of agent_activity.token_usage; 0 where it is none, so that no row can break a listing.';
-
-create or replace function lanekeeper.agent_name_fault(p_name text) returns text
-language plpgsql immutable parallel safe as $$
-begin
-  if p_name is null or length(p_name) not between 1 and 255 or p_name ~ '[[:cntrl:]]' then
-    return '1 to 255 printable characters';
-  elsif p_name ~ '^[ -~]+$' then
-    return case when p_name !~ '[^ ]' then '1 to 255 printable characters, not only blanks' end;
-  elsif p_name ~ ('[\u0080-\u00a0\u00ad\u034f\u061c\u115f\u1160\u1680\u17b4\u17b5\u180b-\u180f\u2000-\u200f\u2028-\u202f\u205f-\u206f'
-                  '\u2800\u3000\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001d173-\U0001d17a\U000e0000-\U000e0fff]') then
-    return 'without characters that are invisible, change the direction of the text, or are blanks other than the space';
-  elsif p_name is not nfc normalized then
-    return format('in Unicode''s normal form C: write %L', normalize(p_name, nfc));
-  end if;
-  return null;
-end $$;
-comment on function lanekeeper.agent_name_fault is
-  'What the name of a lane or an owner has to be, where it is not; null for a valid name.';
-
--- What a client does in a transaction that it leaves open holds up its own work, and nobody else's.
---
--- A batch of events waited for an id that another transaction had inserted and not committed, and so did all that were in it. Who inserts an
--- event with an id now holds a shared lock for it until its transaction ends, whichever way it is inserted, and a batch leaves out what it cannot lock
--- for itself alone. Ids share a few slots, so that a transaction which inserts many takes few locks; two ids of one slot cost no more than a
--- statement of its own for one of them.
---
--- What still may meet a lock waits for it for a moment only, and then fails with SQLSTATE 55P03. The process tries again, and holds no
--- connection in between.
-
-create or replace function lanekeeper.agent_event_id_class() returns int language sql immutable parallel safe as $$ select 1818324581 $$;
-comment on function lanekeeper.agent_event_id_class is 'The first key of the advisory locks of event ids.';
-
-create or replace function lanekeeper.agent_event_id_slot(p_id text) returns int language sql immutable parallel safe as $$
-  select (hashtextextended(p_id, 0) & 2047)::int
-$$;
-comment on function lanekeeper.agent_event_id_slot is
-  'The second key of the advisory lock of an event id: ids share 2,048 of them.';

@@ -16,15 +16,10 @@ create type agent_lock_answer as (
 comment on type agent_lock_answer is 'The answer to a request for a lane: its new lease, or who holds it.';
 
 create table agent_locks (
-  lane          text primary key,
-  locked_by     text not null default '',
-  fencing_token bigint not null,
-  locked_at     timestamptz not null default clock_timestamp(),
-  expires_at    timestamptz not null,
-  ttl_seconds   int not null default 300,
-  parked        boolean not null default false,
-  execution_id  uuid,
-  waited_until  timestamptz not null default '1970-01-01 00:00:00+00'::timestamptz,
+  lane text primary key, locked_by text not null default '', fencing_token bigint not null,
+  locked_at timestamptz not null default clock_timestamp(), expires_at timestamptz not null,
+  ttl_seconds int not null default 300, parked boolean not null default false, execution_id uuid,
+  waited_until timestamptz not null default '1970-01-01 00:00:00+00'::timestamptz,
   constraint agent_locks_fence unique (lane, fencing_token)
 ) with (fillfactor = 50);
 create index agent_locks_execution on agent_locks (execution_id) where execution_id is not null;
@@ -49,11 +44,8 @@ comment on column agent_locks.execution_id is
 comment on column agent_locks.waited_until is 'Not used: agent_lock_waiters says whether somebody waits.';
 
 create table agent_lock_waiters (
-  lane           text not null,
-  owner          text not null,
-  ticket         bigint generated always as identity,
-  expires_at     timestamptz not null,
-  since          timestamptz not null default clock_timestamp(),
+  lane text not null, owner text not null, ticket bigint generated always as identity,
+  expires_at timestamptz not null, since timestamptz not null default clock_timestamp(),
   handed_seconds int not null default 0,
   primary key (lane, owner)
 );
@@ -71,12 +63,9 @@ comment on column agent_lock_waiters.handed_seconds is
   'The lease that a release may hand to this waiter, in seconds. 0: the waiter is notified instead.';
 
 create table agent_lock_loans (
-  lane        text not null references agent_locks(lane) on delete cascade,
-  depth       int not null check (depth > 0),
-  lender      uuid not null,
-  borrower    uuid not null,
-  ttl_seconds int not null,
-  lent_at     timestamptz not null default clock_timestamp(),
+  lane text not null references agent_locks(lane) on delete cascade, depth int not null check (depth > 0),
+  lender uuid not null, borrower uuid not null, ttl_seconds int not null,
+  lent_at timestamptz not null default clock_timestamp(),
   primary key (lane, depth)
 );
 create index agent_lock_loans_lender on agent_lock_loans (lender);
@@ -91,13 +80,10 @@ comment on column agent_lock_loans.ttl_seconds is 'The lease that the lender had
 comment on column agent_lock_loans.lent_at is 'When the loan began.';
 
 create table agent_lane_holds (
-  lane          text not null,
-  execution_id  uuid not null,
-  fencing_token bigint not null,
-  held_from     timestamptz not null,
-  held_until    timestamptz not null,
+  lane text not null, execution_id uuid not null, fencing_token bigint not null,
+  held_from timestamptz not null, held_until timestamptz not null,
   ended         text not null check (ended in ('released', 'ended', 'lent', 'given back', 'handed back', 'expired', 'broken')),
-  successor     text not null default '',
+  successor text not null default '',
   primary key (lane, held_until, fencing_token)
 );
 create index agent_lane_holds_execution on agent_lane_holds (execution_id, held_from);
@@ -113,16 +99,11 @@ comment on column agent_lane_holds.ended is
 comment on column agent_lane_holds.successor is 'The next holder, where it is known at the same time.';
 
 create table agent_workers (
-  id           uuid default lanekeeper.agent_uuid7() primary key,
-  name         text not null default '',
-  kind         text not null default 'process' check (kind in ('process', 'outside')),
-  ttl_seconds  int not null default 30 check (ttl_seconds > 0),
-  started_at   timestamptz not null default clock_timestamp(),
-  expires_at   timestamptz not null,
-  lock_id      text unique,
-  owner        text not null default '',
-  execution_id uuid,
-  claim        bigint
+  id uuid default lanekeeper.agent_uuid7() primary key, name text not null default '',
+  kind text not null default 'process' check (kind in ('process', 'outside')),
+  ttl_seconds int not null default 30 check (ttl_seconds > 0),
+  started_at timestamptz not null default clock_timestamp(), expires_at timestamptz not null, lock_id text unique,
+  owner text not null default '', execution_id uuid, claim bigint
 ) with (fillfactor = 50);
 create index agent_workers_expiry on agent_workers (expires_at);
 comment on index agent_workers_expiry is 'Finds workers whose lease has ended.';
@@ -248,7 +229,7 @@ begin
     return false;
   end if;
   delete from agent_lock_loans n where n.lane = p_lane;
-  perform lanekeeper.clear_agent_lock(p_lane, 'broken', 'admin');
+  perform lanekeeper.return_agent_lock(p_lane, null, 'broken');
   perform pg_notify('agent_lanes', p_lane);                 -- for the holder
   select x.trace_id, x.surface, x.agent, x.id into e from agent_executions x where x.id = held.execution_id;
   insert into agent_activity (trace_id, execution_id, kind, agent, surface, skill_name, status, input, lane, finished_at, duration_ms)
@@ -267,33 +248,39 @@ comment on function break_agent_lock is
 
 create or replace function lanekeeper.agent_lock_check(p_lane text, p_locked_by text, p_ttl_seconds int) returns boolean
 language plpgsql immutable as $$
+declare
+  name_ text;
+  rule  text;
 begin
   if p_lane || p_locked_by ~ '^[!-~]+$' and p_ttl_seconds between 1 and 2592000
      and length(p_lane) between 1 and 255 and length(p_locked_by) between 1 and 255 then
     return true;
-  elsif lanekeeper.agent_name_fault(p_lane) is not null then
-    raise exception 'lane % is not valid: a lane is %', coalesce(quote_literal(left(p_lane, 40)), 'null'), lanekeeper.agent_name_fault(p_lane)
-      using errcode = '22023';
-  elsif lanekeeper.agent_name_fault(p_locked_by) is not null then
-    raise exception 'owner % of lane % is not valid: an owner is %',
-      coalesce(quote_literal(left(p_locked_by, 40)), 'null'), quote_literal(p_lane), lanekeeper.agent_name_fault(p_locked_by) using errcode = '22023';
-  elsif (p_ttl_seconds between 1 and 2592000) is not true then
+  end if;
+  foreach name_ in array array[p_lane, p_locked_by] loop
+    rule := case
+      when name_ is null or length(name_) not between 1 and 255 or name_ ~ '[[:cntrl:]]' then '1 to 255 printable characters'
+      when name_ ~ '^[ -~]+$' then case when name_ !~ '[^ ]' then '1 to 255 printable characters, not only blanks' end
+      when name_ ~ ('[\u0080-\u00a0\u00ad\u034f\u061c\u115f\u1160\u1680\u17b4\u17b5\u180b-\u180f\u2000-\u200f\u2028-\u202f\u205f-\u206f'
+                    '\u2800\u3000\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001d173-\U0001d17a\U000e0000-\U000e0fff]') then
+        'without characters that are invisible, change the direction of the text, or are blanks other than the space'
+      when name_ is not nfc normalized then format('in Unicode''s normal form C: write %L', normalize(name_, nfc)) end;
+    if rule is not null and name_ is not distinct from p_lane then
+      raise exception 'lane % is not valid: a lane is %', coalesce(quote_literal(left(p_lane, 40)), 'null'), rule using errcode = '22023';
+    elsif rule is not null then
+      raise exception 'owner % of lane % is not valid: an owner is %', coalesce(quote_literal(left(p_locked_by, 40)), 'null'),
+        quote_literal(p_lane), rule using errcode = '22023';
+    end if;
+  end loop;
+  if (p_ttl_seconds between 1 and 2592000) is not true then
     raise exception 'ttl of % seconds for lane % is not valid: give 1 to 2592000 (30 days)',
       coalesce(p_ttl_seconds::text, 'null'), quote_literal(p_lane) using errcode = '22023';
   end if;
   return true;
 end $$;
 comment on function lanekeeper.agent_lock_check is
-  'True. Raises 22023 and says what is wrong with the name of a lane, of an owner, or with the length of a lease.';
+  'True. Raises 22023 where the name of a lane, the name of an owner or the length of a lease is not valid.';
 
 -- An epoch of a timestamptz is not immutable. Declared immutable, this was parsed at each call instead of inlined.
-create or replace function lanekeeper.agent_lock_token(p_old bigint, p_now timestamptz) returns bigint
-language sql stable parallel safe as $$
-  select greatest(p_old + 1, (extract(epoch from p_now) * 1000000)::bigint)
-$$;
-comment on function lanekeeper.agent_lock_token is
-  'The next fencing token. It is larger than the old one, and than any of a row that was removed. Draw it under the lock of the row.';
-
 create or replace function lanekeeper.agent_lock_execution(p_locked_by text) returns uuid
 language sql immutable parallel safe as $$
   select case when substr(p_locked_by, 37, 1) = '#'
@@ -302,14 +289,14 @@ language sql immutable parallel safe as $$
 $$;
 comment on function lanekeeper.agent_lock_execution is 'The execution whose claim an owner is; null for another owner.';
 
-create or replace function lanekeeper.agent_lock_holder(p_lane text) returns text
-language sql volatile as $$
-  select coalesce(
-    (select l.locked_by from agent_locks l where l.lane = p_lane and l.expires_at > clock_timestamp()),
-    (select w.owner from agent_lock_waiters w where w.lane = p_lane and w.expires_at > clock_timestamp() order by w.ticket limit 1))
-$$;
-comment on function lanekeeper.agent_lock_holder is
-  'Who holds a lane or, when it is free, who waits first for it. Null: anybody may acquire it.';
+create or replace view lanekeeper.agent_lock_holders as
+select l.lane, l.locked_by as holder from agent_locks l where l.expires_at > clock_timestamp()
+union all
+(select distinct on (w.lane) w.lane, w.owner from agent_lock_waiters w
+  where w.expires_at > clock_timestamp() and not exists (select from agent_locks l where l.lane = w.lane and l.expires_at > clock_timestamp())
+  order by w.lane, w.ticket);
+comment on view lanekeeper.agent_lock_holders is
+  'Who holds a lane or, when it is free, who waits first for it. No row: anybody may acquire it. Restrict it by lane.';
 
 create or replace function lanekeeper.lock_agent_lock_row(p_lane text, p_renewal boolean default false) returns void
 language plpgsql volatile set enable_seqscan = off set jit = off set lock_timeout = '1s' as $$
@@ -349,22 +336,19 @@ exception when lock_not_available then
     using errcode = '55P03', hint = 'Nothing has changed. Try again, or end that transaction: pg_terminate_backend(pid), rollback prepared.';
 end $$;
 comment on function lanekeeper.lock_agent_lock_row is
-  'Lock the row of a lane that another transaction uses. Waits for about a second, then raises 55P03 and names '
-  'the transactions: pid, application and since when, or the name of a prepared transaction.';
+  'Lock the row of a lane that another transaction uses. After about a second it raises 55P03 and names the '
+  'transactions: pid, application and time, or the prepared transaction.';
 
 -- Acquire, renew, release
 
 create or replace function lanekeeper.acquire_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int) returns agent_lock_answer
 language plpgsql volatile set enable_seqscan = off set jit = off as $$
 declare
-  at_    tid;
-  holder text;
-  ends   timestamptz;
-  mine   boolean;                                           -- it is free, and I wait first for it
-  stale  boolean;
-  token  bigint;
-  now_   timestamptz;
-  got    agent_lock_answer;
+  at_ tid; holder text; token bigint; ends timestamptz;     -- of the row
+  mine boolean;                                             -- it is free, and I wait first for it
+  stale boolean;
+  now_ timestamptz;
+  got agent_lock_answer;
 begin
   for try in 1 .. 3 loop                                    -- again after a first row, when it is mine, and when a lease ends meanwhile
     -- Free, and promised to nobody else: lock it, and wait for nobody.
@@ -380,11 +364,13 @@ begin
           select l.locked_by = p_locked_by, l.fencing_token, l.expires_at, l.locked_by, holder, ends into got from agent_locks l where l.lane = p_lane;
           return got;
         end if;
-        perform lanekeeper.note_agent_hold(p_lane, 'expired', p_locked_by);
+        insert into agent_lane_holds (lane, execution_id, fencing_token, held_from, held_until, ended, successor)
+        select l.lane, l.execution_id, l.fencing_token, l.locked_at, greatest(least(l.expires_at, clock_timestamp()), l.locked_at), 'expired', p_locked_by
+          from agent_locks l where l.lane = p_lane and l.execution_id is not null on conflict do nothing;
         delete from agent_lock_waiters w where w.lane = p_lane and w.owner = p_locked_by;
       end if;
       update agent_locks l
-         set locked_by = p_locked_by, fencing_token = lanekeeper.agent_lock_token(l.fencing_token, now_), locked_at = now_,
+         set locked_by = p_locked_by, fencing_token = greatest(l.fencing_token + 1, (extract(epoch from now_) * 1000000)::bigint), locked_at = now_,
              expires_at = now_ + make_interval(secs => p_ttl_seconds), ttl_seconds = p_ttl_seconds, parked = false,
              execution_id = lanekeeper.agent_lock_execution(p_locked_by)
        where l.ctid = at_                                                             -- ours, so it stays where it is
@@ -441,7 +427,7 @@ begin
   now_ := clock_timestamp();                                                          -- after the locks
   return query
   update agent_locks l
-     set locked_by = w.owner, fencing_token = lanekeeper.agent_lock_token(l.fencing_token, now_), locked_at = now_,
+     set locked_by = w.owner, fencing_token = greatest(l.fencing_token + 1, (extract(epoch from now_) * 1000000)::bigint), locked_at = now_,
          expires_at = now_ + make_interval(secs => w.ttl), ttl_seconds = w.ttl, parked = false,
          execution_id = lanekeeper.agent_lock_execution(w.owner)
     from (select distinct on (u.lane) u.lane, u.owner, u.ttl, u.n
@@ -455,8 +441,8 @@ begin
   end loop;
 end $$;
 comment on function lanekeeper.acquire_agent_locks is
-  'acquire_agent_lock for each of many lanes, in one commit and half the time; n counts them from 1. Each succeeds or '
-  'fails for itself, but a bad name or ttl among them is an error for all.';
+  'acquire_agent_lock for many lanes in one commit; n counts from 1. Each succeeds or fails for itself. A bad name or '
+  'ttl is an error for all.';
 
 create or replace function lanekeeper.acquire_or_enqueue_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int, p_patience_seconds int,
   p_hand_over boolean) returns agent_lock_answer
@@ -493,8 +479,8 @@ begin
   return got;
 end $$;
 comment on function lanekeeper.acquire_or_enqueue_agent_lock is
-  'await_agent_lock, with whose ended lease was taken over. p_hand_over: a release may hand the lane over, with a '
-  'notification on agent_lanes that says lane, owner, token and end (microseconds), parted by tabs. Renew it then.';
+  'await_agent_lock, with the former owner of an ended lease. p_hand_over: a release may hand the lane over and '
+  'notifies agent_lanes with lane, owner, token and end in microseconds, separated by tabs. Renew it then.';
 
 create or replace function lanekeeper.renew_agent_locks(p_lanes text[], p_owners text[], p_tokens bigint[], p_ttls int[])
 returns table (lane text, fencing_token bigint, renewed boolean, busy boolean, expires_at timestamptz)
@@ -534,8 +520,8 @@ begin
     from want w left join done d on d.lane = w.lane and d.fencing_token = w.token;
 end $$;
 comment on function lanekeeper.renew_agent_locks is
-  'Renew many leases in one statement. renewed: the lease goes on. busy: another transaction has locked the row; try '
-  'again soon. Neither: the lane is lost.';
+  'Renew many leases. busy: another transaction has locked the row; try again soon. Neither renewed nor busy: the '
+  'lane is lost.';
 
 create or replace function lanekeeper.release_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint, p_hand_over boolean,
   p_wait boolean default true) returns text
@@ -581,7 +567,7 @@ begin
       if found then
         now_ := clock_timestamp();                                                    -- after both locks
         update agent_locks l
-           set locked_by = heir.owner, fencing_token = lanekeeper.agent_lock_token(l.fencing_token, now_), locked_at = now_,
+           set locked_by = heir.owner, fencing_token = greatest(l.fencing_token + 1, (extract(epoch from now_) * 1000000)::bigint), locked_at = now_,
                expires_at = now_ + make_interval(secs => least(heir.handed_seconds, 10)), ttl_seconds = heir.handed_seconds,
                execution_id = lanekeeper.agent_lock_execution(heir.owner)
          where l.ctid = at_ returning concat_ws(E'\t', l.lane, l.locked_by, l.fencing_token, (extract(epoch from l.expires_at) * 1000000)::bigint) into passed;
@@ -589,38 +575,16 @@ begin
         return passed;
       end if;
     end if;
-    if of is null or lanekeeper.return_agent_lock(p_lane) is null then
-      perform lanekeeper.clear_agent_lock(p_lane, 'released');
-    end if;
+    perform lanekeeper.return_agent_lock(p_lane, null, 'released');
     return '';
   end if;
   update agent_locks l set locked_by = '', fencing_token = l.fencing_token + 1, expires_at = now_ where l.ctid = at_;
   return '';
 end $$;
 comment on function lanekeeper.release_agent_lock is
-  'The work of the contract''s function of this name. p_hand_over: the lane goes to who waits first. Null: not '
-  'released. An empty text: to nobody. Otherwise to whom, as notified. Without p_wait it waits for nothing, and is null for '
-  'a lane in use. Who has nothing else in the transaction need not wait for the commit of a release to nobody '
-  '(synchronous_commit = off): a server that crashes within a second of it may hold the lane until its lease ends.';
-
-create or replace function lanekeeper.clear_agent_lock(p_lane text, p_ended text, p_successor text default '') returns void
-language plpgsql volatile set enable_seqscan = off set jit = off as $$
-begin
-  perform lanekeeper.note_agent_hold(p_lane, p_ended, p_successor);
-  update agent_locks l
-     set locked_by = '', fencing_token = l.fencing_token + 1, expires_at = least(l.expires_at, clock_timestamp()), parked = false,
-         execution_id = null
-   where l.lane = p_lane;
-  if exists (select from agent_lock_waiters w where w.lane = p_lane and w.expires_at > clock_timestamp())
-     or exists (select from agent_executions x where x.waiting_for = 'lane' and x.waiting_key = p_lane) then
-    perform pg_notify('agent_lanes', p_lane);
-  end if;
-  perform pg_notify('agent_threads', m.thread_id) from agent_messages m
-    where p_lane like 'thread:%' and m.thread_id = substr(p_lane, 8) and m.status = 'queued' limit 1;
-end $$;
-comment on function lanekeeper.clear_agent_lock is
-  'Free a lane, whose row the caller has locked, and void its token. Notifies who waits for it, and who delivers the '
-  'queued messages of a thread.';
+  'Release a lane. p_hand_over: the first waiter gets the lane. Null: the caller does not hold it. Empty: the lane is '
+  'free. Otherwise: the notification of its new holder. Without p_wait a lane in use answers null. A release to '
+  'nobody may be committed asynchronously: a crash within a second leaves the lane held until its lease ends.';
 
 -- The lanes of executions
 
@@ -648,9 +612,8 @@ begin
   return null;
 end $$;
 comment on function lanekeeper.agent_lenders is
-  'The line from a holder down to the parent of who wants to borrow, when every one on it waits for its child; '
-  'else null. With p_running also when one has started its child and not begun to wait yet, as it does next: a thread '
-  'is lent then, too.';
+  'The executions from a holder down to the parent of a borrower, when each waits for its child; else null. With '
+  'p_running a parent that has just started its child counts, too.';
 
 create or replace function lanekeeper.lend_agent_lock(p_lane text, p_borrower uuid, p_claim bigint, p_ttl_seconds int default 300)
 returns table (acquired boolean, fencing_token bigint, expires_at timestamptz, lender uuid)
@@ -665,7 +628,7 @@ declare
 begin
   perform lanekeeper.agent_lock_check(p_lane, owner, p_ttl_seconds);
   perform 1 from agent_executions x where x.id = p_borrower and x.inherits for no key update;          -- executions before lanes
-  perform lanekeeper.fence_agent_execution(p_borrower, p_claim);
+  perform fence_agent_execution(p_borrower, p_claim);
   for look in 1 .. 2 loop
     select l.* into held from agent_locks l where l.lane = p_lane;
     line := case when held.expires_at > clock_timestamp() and held.execution_id <> p_borrower
@@ -683,10 +646,12 @@ begin
     select p_lane, u.n + (select coalesce(max(n.depth), 0) from agent_lock_loans n where n.lane = p_lane), u.lender,
            coalesce(line[u.n + 1], p_borrower), held.ttl_seconds
       from unnest(line) with ordinality u (lender, n);
-    perform lanekeeper.note_agent_hold(p_lane, 'lent', owner);
+    insert into agent_lane_holds (lane, execution_id, fencing_token, held_from, held_until, ended, successor)
+    select l.lane, l.execution_id, l.fencing_token, l.locked_at, greatest(least(l.expires_at, clock_timestamp()), l.locked_at), 'lent', owner
+      from agent_locks l where l.lane = p_lane and l.execution_id is not null on conflict do nothing;
     update agent_locks l
        set locked_by = owner, execution_id = p_borrower, parked = false, locked_at = now_, ttl_seconds = p_ttl_seconds,
-           fencing_token = lanekeeper.agent_lock_token(l.fencing_token, now_), expires_at = now_ + make_interval(secs => p_ttl_seconds)
+           fencing_token = greatest(l.fencing_token + 1, (extract(epoch from now_) * 1000000)::bigint), expires_at = now_ + make_interval(secs => p_ttl_seconds)
      where l.lane = p_lane;
     lender := held.execution_id;
   end if;
@@ -694,8 +659,7 @@ begin
                  from (values (p_lane)) v (lane) left join agent_locks l on l.lane = v.lane;
 end $$;
 comment on function lanekeeper.lend_agent_lock is
-  'Lend a lane to an execution whose parent holds it and waits for it. No error when it may not, or nobody of its '
-  'line holds the lane: acquired is false.';
+  'Lend a lane to an execution whose ancestor holds it and waits for it. Otherwise acquired is false.';
 
 create or replace function lanekeeper.acquire_agent_execution_lock(p_lane text, p_locked_by text, p_ttl_seconds int default 300)
 returns table (acquired boolean, fencing_token bigint, expires_at timestamptz, locked_by text, lender uuid, soon boolean)
@@ -727,8 +691,8 @@ comment on function lanekeeper.acquire_agent_execution_lock is
   'acquire_agent_lock for an execution, to which a parent that waits for it lends the lane: then lender says who. soon: '
   'it may not yet, but such a parent is about to wait; try again in a moment.';
 
-create or replace function lanekeeper.return_agent_lock(p_lane text, p_lender uuid default null) returns uuid
-language plpgsql volatile as $$
+create or replace function lanekeeper.return_agent_lock(p_lane text, p_lender uuid default null, p_ended text default null) returns uuid
+language plpgsql volatile set enable_seqscan = off set jit = off as $$
 declare
   loan record;
 begin
@@ -741,73 +705,78 @@ begin
     return null;
   end if;
   delete from agent_lock_loans n where n.lane = p_lane and n.depth >= coalesce(loan.depth, 0);
+  if loan.id is null and p_ended is null then
+    return null;
+  end if;
+  insert into agent_lane_holds (lane, execution_id, fencing_token, held_from, held_until, ended, successor)
+  select l.lane, l.execution_id, l.fencing_token, l.locked_at, greatest(least(l.expires_at, clock_timestamp()), l.locked_at), case when loan.id is not null then 'given back' else p_ended end,
+         coalesce(loan.owner, case p_ended when 'broken' then 'admin' else '' end)
+    from agent_locks l where l.lane = p_lane and l.execution_id is not null on conflict do nothing;
   if loan.id is not null then
-    perform lanekeeper.note_agent_hold(p_lane, 'given back', loan.owner);
     update agent_locks l
        set locked_by = loan.owner, execution_id = loan.id, parked = loan.parked, locked_at = clock_timestamp(),
-           ttl_seconds = loan.ttl_seconds, fencing_token = lanekeeper.agent_lock_token(l.fencing_token, clock_timestamp()),
+           ttl_seconds = loan.ttl_seconds, fencing_token = greatest(l.fencing_token + 1, (extract(epoch from clock_timestamp()) * 1000000)::bigint),
            expires_at = case when loan.parked then timestamptz '9000-01-01 00:00+00'
                              else clock_timestamp() + make_interval(secs => loan.ttl_seconds) end
      where l.lane = p_lane;
-    perform pg_notify('agent_threads', m.thread_id) from agent_messages m
-      where p_lane like 'thread:%' and m.thread_id = substr(p_lane, 8) and m.status = 'queued' limit 1;
+  else
+    update agent_locks l
+       set locked_by = '', fencing_token = l.fencing_token + 1, expires_at = least(l.expires_at, clock_timestamp()), parked = false,
+           execution_id = null
+     where l.lane = p_lane;
+    perform pg_notify('agent_lanes', p_lane)
+      where exists (select from agent_lock_waiters w where w.lane = p_lane and w.expires_at > clock_timestamp())
+         or exists (select from agent_executions x where x.waiting_for = 'lane' and x.waiting_key = p_lane);
   end if;
+  perform pg_notify('agent_threads', m.thread_id) from agent_messages m
+    where p_lane like 'thread:%' and m.thread_id = substr(p_lane, 8) and m.status = 'queued' limit 1;
   return loan.id;
 end $$;
 comment on function lanekeeper.return_agent_lock is
-  'End the last loan of a lane, whose row the caller has locked: it goes to the nearest lender that is alive, or to '
-  'p_lender. Null when there is none.';
-
-create or replace function lanekeeper.lock_agent_locks(p_execution_id uuid) returns text[]
-language plpgsql volatile as $$
-declare
-  mine text[] := array(select l.lane from agent_locks l where l.execution_id = p_execution_id
-                       union select n.lane from agent_lock_loans n where n.lender = p_execution_id order by 1);
-begin
-  if mine <> '{}' then
-    perform 1 from agent_locks l where l.lane = any (mine) order by l.lane for update;
-  end if;
-  return mine;
-end $$;
-comment on function lanekeeper.lock_agent_locks is
-  'Lock the lanes that an execution holds or has lent, after its own row has been changed. Read after this whose they are.';
+  'End the last loan of a lane, whose row the caller has locked: it goes to the nearest live lender, or to p_lender. '
+  'Null when there is none. Then p_ended, where it is given, frees the lane: its token is void, and waiters are notified.';
 
 create or replace function lanekeeper.claim_agent_locks(p_execution_id uuid, p_parked boolean default false) returns void
 language plpgsql volatile as $$
 declare
-  mine text[] := lanekeeper.lock_agent_locks(p_execution_id);
-  now_ timestamptz := clock_timestamp();                                              -- after the locks
+  mine text[] := array(select l.lane from agent_locks l where l.execution_id = p_execution_id
+                       union select n.lane from agent_lock_loans n where n.lender = p_execution_id);
+  now_ timestamptz;
 begin
   if mine = '{}' then
     return;
   end if;
+  perform 1 from agent_locks l where l.lane = any (mine) order by l.lane for update;
+  now_ := clock_timestamp();                                                          -- after the locks
   if p_parked then
     perform lanekeeper.return_agent_lock(t.lane, p_execution_id) from (
       select distinct n.lane from agent_lock_loans n join agent_executions x on x.id = n.lender
        where n.lender = p_execution_id and (x.waiting_for = 'agent' and x.waiting_key = n.borrower::text) is not true order by 1) t;
   end if;
   update agent_locks l
-     set parked = p_parked, locked_by = x.id || '#' || x.claim, fencing_token = lanekeeper.agent_lock_token(l.fencing_token, now_),
+     set parked = p_parked, locked_by = x.id || '#' || x.claim, fencing_token = greatest(l.fencing_token + 1, (extract(epoch from now_) * 1000000)::bigint),
          expires_at = case when p_parked then timestamptz '9000-01-01 00:00+00' else now_ + make_interval(secs => l.ttl_seconds) end
     from agent_executions x
    where x.id = p_execution_id and l.execution_id = x.id and l.lane = any (mine) and l.expires_at > now_
      and (not p_parked or not l.parked and l.lane ~ '^(thread|automation|objective):');
 end $$;
 comment on function lanekeeper.claim_agent_locks is
-  'Give the lanes of an execution to its present claim, under new tokens: an earlier claim may write nothing more. '
-  'p_parked: it has begun to wait. What it has lent comes back, but for the child that it waits for, and threads, '
-  'automations and objectives do not expire meanwhile.';
+  'Give the lanes of an execution to its present claim under new tokens, so that earlier claims are fenced. p_parked: '
+  'the execution waits. Its loans return, except to the child it waits for. Threads, automations and objectives do '
+  'not expire meanwhile.';
 
 create or replace function lanekeeper.release_agent_execution_locks(p_execution_id uuid, p_ended boolean default true) returns int
 language plpgsql volatile as $$
 declare
-  mine text[] := lanekeeper.lock_agent_locks(p_execution_id);
+  mine text[] := array(select l.lane from agent_locks l where l.execution_id = p_execution_id
+                       union select n.lane from agent_lock_loans n where n.lender = p_execution_id);
   freed record;
   n int := 0;
 begin
   if mine = '{}' then
     return 0;
   end if;
+  perform 1 from agent_locks l where l.lane = any (mine) order by l.lane for update;
   for freed in
     select l.lane, cut.depth from agent_locks l
       left join lateral (select min(k.depth) as depth from agent_lock_loans k
@@ -818,22 +787,15 @@ begin
   loop
     n := n + 1;
     delete from agent_lock_loans k where k.lane = freed.lane and k.depth >= freed.depth;    -- what it had lent comes back first
-    if lanekeeper.return_agent_lock(freed.lane) is null then
-      perform lanekeeper.clear_agent_lock(freed.lane, case when p_ended then 'ended' else 'handed back' end);
-    end if;
+    perform lanekeeper.return_agent_lock(freed.lane, null, case when p_ended then 'ended' else 'handed back' end);
   end loop;
   return n;
 end $$;
 comment on function lanekeeper.release_agent_execution_locks is
-  'Release the lanes of an execution that has ended, or else is handed back unfinished: then it keeps its threads. '
-  'Answers how many they were.';
+  'Release the lanes of an execution that has ended. Otherwise it is handed back and keeps its threads. Returns their '
+  'number.';
 
--- What a client has locked in an open transaction delays what concerns it, and nothing else.
---
--- The sweep, the pruning and the flush of queued messages walk through rows of many owners in one transaction. They
--- waited for a lane, or for another row that follows from an end, for as long as a client had it locked: no timer fired
--- meanwhile, in any process. Now they pass over what is locked and come back to it. Lanes are tried without waiting.
--- Whatever else is locked is waited for during 50 ms, and then rolled back by itself.
+-- The sweep walks through rows of many owners in one transaction. It passes over what a client has locked.
 
 create or replace function lanekeeper.agent_with_free_lanes(p_ids uuid[]) returns uuid[]
 language plpgsql volatile set enable_seqscan = off set jit = off as $$
@@ -855,5 +817,4 @@ begin
        and not exists (select from agent_lock_loans n where n.lender = t.id and n.lane <> all (got)));
 end $$;
 comment on function lanekeeper.agent_with_free_lanes is
-  'Those of some executions none of whose lanes another transaction has locked. Their lanes are locked from '
-  'then on. Nothing is waited for.';
+  'The executions of a list whose lanes nobody else has locked. It locks these lanes and waits for nothing.';

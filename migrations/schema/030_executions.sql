@@ -8,50 +8,23 @@
 -- loses its claims at the next sweep.
 
 create table agent_executions (
-  id               uuid default lanekeeper.agent_uuid7() primary key,
-  trace_id         text not null,
-  surface          agent_surface not null,
-  agent            text not null default 'agent',
-  flow             text not null,
-  parent_id        uuid,
-  awaited          boolean not null default false,
-  thread_id        text,
-  queue            agent_queue not null default 'background',
-  priority         agent_priority not null default 2,
-  status           agent_execution_status not null default 'pending',
-  claimed_by       uuid,
-  claim            bigint not null default 0,
-  input            jsonb not null default '{}',
-  variables        jsonb not null default '{}',
-  waiting_for      agent_wait_kind,
-  waiting_key      text,
-  waiting_until    timestamptz,
-  waiting_data     jsonb,
-  waiting_step     text,
-  wait_number      int not null default 0,
-  wake             int not null default 0,
-  hinted_at        timestamptz not null default clock_timestamp(),
-  attempt          int not null default 0,
-  max_attempts     agent_positive not null default 5,
-  on_lost          agent_on_lost not null default 'resume',
-  progress_seconds agent_seconds not null default 0,
-  result_type      agent_result_type,
-  result_summary   text not null default '',
-  result           jsonb,
-  error_message    text,
-  failed_step      text,
-  cancelled_by     text,
-  cancel_reason    text,
-  dedupe_key       text,
-  created_at       timestamptz not null default clock_timestamp(),
-  started_at       timestamptz,
-  updated_at       timestamptz not null default clock_timestamp(),
-  completed_at     timestamptz,
-  inherits         boolean not null default false,
-  forked_from      uuid,
-  forked_step      text,
-  outside          boolean default false,
-  flow_version     int
+  id uuid default lanekeeper.agent_uuid7() primary key, trace_id text not null, surface agent_surface not null,
+  agent text not null default 'agent', flow text not null, parent_id uuid,
+  awaited boolean not null default false, thread_id text, queue agent_queue not null default 'background',
+  priority agent_priority not null default 2, status agent_execution_status not null default 'pending',
+  claimed_by uuid, claim bigint not null default 0, input jsonb not null default '{}',
+  variables jsonb not null default '{}', waiting_for agent_wait_kind, waiting_key text,
+  waiting_until timestamptz, waiting_data jsonb, waiting_step text,
+  wait_number int not null default 0, wake int not null default 0,
+  hinted_at timestamptz not null default clock_timestamp(), attempt int not null default 0,
+  max_attempts agent_positive not null default 5, on_lost agent_on_lost not null default 'resume',
+  progress_seconds agent_seconds not null default 0, result_type agent_result_type,
+  result_summary text not null default '', result jsonb, error_message text,
+  failed_step text, cancelled_by text, cancel_reason text,
+  dedupe_key text, created_at timestamptz not null default clock_timestamp(), started_at timestamptz,
+  updated_at timestamptz not null default clock_timestamp(), completed_at timestamptz,
+  inherits boolean not null default false, forked_from uuid, forked_step text,
+  outside boolean default false, flow_version int
 ) with (fillfactor = 70);
 create index agent_executions_broken on agent_executions (status, id) where status in ('failed', 'timeout', 'cancelled');
 comment on index agent_executions_broken is 'Lists executions that failed, timed out or were cancelled.';
@@ -133,12 +106,9 @@ comment on column agent_executions.outside is 'A worker outside runs it, under a
 comment on column agent_executions.flow_version is 'The version of the flow (agent_flows) that it began with. Null: the flow is code.';
 
 create table agent_claims_lost (
-  execution_id uuid not null,
-  claim        bigint not null,
-  worker       uuid,
-  worker_name  text not null default '',
-  how          text not null check (how in ('lost', 'no progress', 'handed back')),
-  at           timestamptz not null default clock_timestamp(),
+  execution_id uuid not null, claim bigint not null, worker uuid,
+  worker_name text not null default '', how text not null check (how in ('lost', 'no progress', 'handed back')),
+  at timestamptz not null default clock_timestamp(),
   primary key (execution_id, claim)
 );
 comment on table agent_claims_lost is 'Claims that ended without a wait or an end of the run.';
@@ -149,10 +119,8 @@ comment on column agent_claims_lost.how is 'lost: its lease ended. no progress: 
 comment on column agent_claims_lost.at is 'When the claim ended.';
 
 create table agent_cancel_requests (
-  execution_id  uuid primary key,
-  cancelled_by  text not null,
-  cancel_reason text not null default '',
-  requested_at  timestamptz not null default clock_timestamp()
+  execution_id uuid primary key, cancelled_by text not null, cancel_reason text not null default '',
+  requested_at timestamptz not null default clock_timestamp()
 );
 comment on table agent_cancel_requests is 'Executions to cancel as soon as no transaction has them locked.';
 comment on column agent_cancel_requests.cancelled_by is 'The person or program that asked for the cancel.';
@@ -160,11 +128,8 @@ comment on column agent_cancel_requests.cancel_reason is 'The reason that was gi
 comment on column agent_cancel_requests.requested_at is 'When the cancel was asked for.';
 
 create table agent_status_changes (
-  execution_id uuid not null,
-  n            int not null,
-  status       text not null,
-  waiting_for  text,
-  at           timestamptz not null default clock_timestamp(),
+  execution_id uuid not null, n int not null, status text not null,
+  waiting_for text, at timestamptz not null default clock_timestamp(),
   primary key (execution_id, n)
 );
 comment on table agent_status_changes is
@@ -182,8 +147,7 @@ comment on table agent_untold_ends is
   'parent. The process that resumes the parent deletes it.';
 
 create table agent_limits (
-  kind    text not null check (kind in ('flow', 'surface')),
-  name    text not null check (name <> ''),
+  kind text not null check (kind in ('flow', 'surface')), name text not null check (name <> ''),
   running int not null check (running >= 0),
   primary key (kind, name)
 );
@@ -192,14 +156,9 @@ comment on column agent_limits.kind is 'The limit is on a flow or on a surface.'
 comment on column agent_limits.running is 'The limit. 0 stops them.';
 
 create table agent_pauses (
-  id            bigint generated always as identity primary key,
-  paused_at     timestamptz not null default clock_timestamp(),
-  paused_by     text not null,
-  reason        text not null,
-  trace_id      text not null,
-  resumed_at    timestamptz,
-  resumed_by    text not null default '',
-  resume_reason text not null default ''
+  id bigint generated always as identity primary key, paused_at timestamptz not null default clock_timestamp(),
+  paused_by text not null, reason text not null, trace_id text not null,
+  resumed_at timestamptz, resumed_by text not null default '', resume_reason text not null default ''
 );
 create unique index agent_pauses_open on agent_pauses ((true)) where resumed_at is null;
 comment on index agent_pauses_open is 'Allows one pause at a time.';
@@ -211,13 +170,9 @@ comment on column agent_pauses.resumed_by is 'The person or program that resumed
 comment on column agent_pauses.resume_reason is 'The reason that was given for that.';
 
 create table agent_flows (
-  name       text not null check (name ~ '^[a-zA-Z][a-zA-Z0-9_-]{0,63}$'),
-  version    int not null check (version > 0),
-  digest     text not null,
-  definition jsonb not null,
-  source     text not null default 'workspace',
-  current    boolean not null default true,
-  created_at timestamptz not null default clock_timestamp(),
+  name text not null check (name ~ '^[a-zA-Z][a-zA-Z0-9_-]{0,63}$'), version int not null check (version > 0),
+  digest text not null, definition jsonb not null, source text not null default 'workspace',
+  current boolean not null default true, created_at timestamptz not null default clock_timestamp(),
   primary key (name, version)
 );
 create unique index agent_flows_current on agent_flows (name) where current;
@@ -229,17 +184,12 @@ comment on column agent_flows.source is 'The declaring side, such as workspace.'
 comment on column agent_flows.current is 'New executions begin with this version. No current version: the flow was removed.';
 
 create table agent_idempotency (
-  scope       text not null check (scope <> ''),
-  key         text not null check ((length(key) >= 1) AND (length(key) <= 255)),
-  fingerprint bytea not null,
-  attempt     uuid not null default lanekeeper.agent_uuid7(),
-  state       text not null default 'running' check (state in ('running', 'answered', 'unkept')),
-  lease_until timestamptz not null,
-  status      int not null default 0,
-  header      jsonb not null default '{}',
-  body        bytea not null default '\x'::bytea,
-  created_at  timestamptz not null default clock_timestamp(),
-  expires_at  timestamptz not null,
+  scope text not null check (scope <> ''), key text not null check ((length(key) >= 1) AND (length(key) <= 255)),
+  fingerprint bytea not null, attempt uuid not null default lanekeeper.agent_uuid7(),
+  state text not null default 'running' check (state in ('running', 'answered', 'unkept')),
+  lease_until timestamptz not null, status int not null default 0, header jsonb not null default '{}',
+  body bytea not null default '\x'::bytea, created_at timestamptz not null default clock_timestamp(),
+  expires_at timestamptz not null,
   primary key (scope, key),
   constraint agent_idempotency_check check ((state = 'running') = (status = 0))
 );
@@ -285,6 +235,11 @@ comment on function lanekeeper.agent_is_held_back is
 
 create or replace function lanekeeper.agent_executions_begins() returns trigger language plpgsql as $$
 begin
+  if tg_when = 'AFTER' then                                  -- of an execution for workers outside: its status is recorded
+    insert into agent_status_changes (execution_id, n, status, waiting_for)
+    select new.id, coalesce(max(c.n), 0) + 1, new.status, new.waiting_for from agent_status_changes c where c.execution_id = new.id;
+    return null;
+  end if;
   if new.status not in ('pending', 'running') or new.claimed_by is not null and new.status <> 'running' then
     raise exception 'an execution begins pending or running, not %', new.status using errcode = 'LK002';
   end if;
@@ -306,7 +261,7 @@ begin
 end $$;
 comment on function lanekeeper.agent_executions_begins is
   'How an execution may begin: pending, or running where a worker has it. Autonomous work is not claimed while '
-  'the agent is paused.';
+  'the agent is paused. Each status of an execution for outside workers is recorded.';
 
 -- What follows from a status is written here, so that no writer can leave it out.
 create or replace function lanekeeper.agent_executions_moves() returns trigger language plpgsql as $$
@@ -366,6 +321,7 @@ declare
   kind text := case e.status when 'completed' then 'execution.completed' when 'cancelled' then 'execution.cancelled'
                else 'execution.failed' end;
   freed int;
+  thread_ text;
 begin
   if e.status = 'cancelled' then                             -- the children that end with it are locked before the first lane
     perform 1 from agent_executions x where x.id in (
@@ -381,13 +337,24 @@ begin
       'error_message', left(e.error_message, 2000), 'failed_step', left(e.failed_step, 300)));
   end if;
   freed := lanekeeper.release_agent_execution_locks(e.id);
-  perform lanekeeper.close_agent_activity(e.id, e.status);
+  if exists (select from agent_activity_open o where o.execution_id = e.id) then   -- seldom, and cheaper than a look through the log
+    with gone as (
+      delete from agent_activity_open o where o.execution_id = e.id returning o.activity_id, o.kind)
+    update agent_activity a
+       set status = case when gone.kind = 'phase' then 'error' else 'unknown' end, finished_at = clock_timestamp(), error_class = e.status,
+           error_message = 'the execution ended ' || e.status || case when gone.kind = 'phase' then ' in this phase'
+                             else ' during the call; nobody knows whether it took effect' end,
+           duration_ms = (extract(epoch from clock_timestamp() - a.created_at) * 1000)::bigint
+      from gone where a.id = gone.activity_id and a.status = 'running';
+  end if;
   update agent_approvals a set status = 'expired', reason = 'its execution has ended'
    where a.execution_id = e.id and a.parked and a.status in ('pending', 'approved');
   update agent_requests r set status = 'closed', completed_at = clock_timestamp() where r.execution_id = e.id and r.status = 'pending';
   if e.status = 'cancelled' then
-    perform lanekeeper.withdraw_agent_messages(e.id);
-    perform lanekeeper.cancel_agent_execution(c.id, e.cancelled_by, case when e.cancel_reason like 'its parent was cancelled: %'
+    for thread_ in update agent_messages m set status = 'withdrawn' where m.execution_id = e.id and m.status = 'queued' returning m.thread_id loop
+      perform pg_notify('agent_threads', thread_);           -- what stood behind it may leave
+    end loop;
+    perform cancel_agent_execution(c.id, e.cancelled_by, case when e.cancel_reason like 'its parent was cancelled: %'
         then e.cancel_reason else 'its parent was cancelled: ' || coalesce(e.cancel_reason, '') end)
        from (select x.id from agent_executions x
               where x.parent_id = e.id and x.awaited and x.status in ('pending', 'running', 'waiting') order by x.id) c;
@@ -469,18 +436,8 @@ begin
   return null;
 end $$;
 comment on function lanekeeper.agent_executions_changed is
-  'What follows a change of status, in its transaction: an end releases what the execution holds, emits '
-  'AGENT_COMPLETED once and notes who waits for it; a place that is free is announced.';
-
-create or replace function lanekeeper.agent_status_changed() returns trigger language plpgsql as $$
-begin
-  if tg_op = 'INSERT' or new.status <> old.status then
-    insert into agent_status_changes (execution_id, n, status, waiting_for)
-    values (new.id, (select coalesce(max(c.n), 0) + 1 from agent_status_changes c where c.execution_id = new.id), new.status, new.waiting_for);
-  end if;
-  return null;
-end $$;
-comment on function lanekeeper.agent_status_changed is 'Record each status of an execution for outside workers.';
+  'What follows an end, in its transaction: release what the execution holds, emit AGENT_COMPLETED once, list the '
+  'ends that a parent waits for. A free slot is announced.';
 
 create or replace trigger agent_executions_begins before insert on agent_executions
   for each row execute function lanekeeper.agent_executions_begins();
@@ -492,15 +449,15 @@ create or replace trigger agent_executions_changed after update on agent_executi
   referencing old table as was new table as changed for each statement execute function lanekeeper.agent_executions_changed();
 
 create or replace trigger agent_status_begins after insert on agent_executions
-  for each row when (new.outside) execute function lanekeeper.agent_status_changed();
+  for each row when (new.outside) execute function lanekeeper.agent_executions_begins();
 
 create or replace trigger agent_status_changed after update of status on agent_executions
-  for each row when (new.outside) execute function lanekeeper.agent_status_changed();
+  for each row when (new.outside and new.status <> old.status) execute function lanekeeper.agent_executions_begins();
 
 -- Claims: fence, start, claim, lose, release.
 
-create or replace function lanekeeper.fence_agent_execution(p_id uuid, p_claim bigint) returns boolean
-language plpgsql volatile as $$
+create or replace function fence_agent_execution(p_id uuid, p_claim bigint) returns boolean
+language plpgsql volatile security definer set search_path from current as $$
 declare
   e record;
 begin
@@ -513,13 +470,6 @@ begin
   end if;
   raise exception 'claim % of execution % is stale: the run was handed on, ended, or its worker''s lease expired',
     p_claim, p_id using errcode = 'LK001', hint = 'Stop the work: it goes on elsewhere, or has ended.';
-end $$;
-comment on function lanekeeper.fence_agent_execution is 'The work of the contract''s function of this name. Triggers call it, whoever writes.';
-
-create or replace function fence_agent_execution(p_id uuid, p_claim bigint)
-returns boolean language plpgsql volatile security definer set search_path from current as $$
-begin
-  return lanekeeper.fence_agent_execution(p_id, p_claim);
 end $$;
 comment on function fence_agent_execution is
   'Guard a write of a run: true while the claim is the live one of the execution, else LK001. A takeover waits for '
@@ -612,10 +562,9 @@ begin
   returning array_position(ids, x.id), x.id, x.claimed_by is not null, x.created_at, x.parent_id, x.on_lost::text, x.input;
 end $$;
 comment on function lanekeeper.start_agent_executions is
-  'Start executions. p_options has an object for each, or is null where all are as the columns have them by default. '
-  'Those without the key queued are to run here, and begin claimed by the worker. So do those that it would claim next, '
-  'as far as p_places has places (of the background queue, of the interactive one). The others are pending. at is when '
-  'they were created, and started where they begin claimed.';
+  'Start executions. p_options has an object for each; null: defaults. Without the key queued an execution begins '
+  'claimed by the worker. So does a queued one that the worker would claim next, while p_places has free slots '
+  '(background, interactive). The others are pending.';
 
 create or replace function lanekeeper.claim_agent_execution(p_id uuid, p_worker uuid) returns setof agent_executions
 language plpgsql volatile as $$
@@ -716,10 +665,9 @@ begin
   end if;
 end $$;
 comment on function lanekeeper.claim_agent_executions is
-  'Claim up to p_limit ready executions of a queue for a live worker, by priority and age, within the limits, none of '
-  'the flows in p_skip. Each comes with what it has recorded. held: lanes or calls of an earlier claim are open, or a '
-  'call was interrupted, which is seen to before anything else. missed: a row of its own, others were locked; ask again '
-  'soon.';
+  'Claim up to p_limit ready executions of a queue for a live worker, by priority and age, within limits and without '
+  'flows in p_skip. Each row has its checkpoints. held: recover the claim first. missed, in a row of its own: others '
+  'were locked; ask again soon.';
 
 create or replace view lanekeeper.agent_stalled_executions as
 select x.id, x.claimed_by from agent_executions x
@@ -737,6 +685,7 @@ declare
   left_ uuid[] := '{}';             -- whose end meets a lock
   free uuid[];
   held int := 0;                    -- how often a lock was waited for
+  process boolean;
   e record;
 begin
   -- One that is written to at this moment comes next time: a sweep that waited for it would hold up all others.
@@ -777,14 +726,22 @@ begin
          attempt = case when exists (select from agent_checkpoints c where c.execution_id = x.id and c.claim = x.claim) then 1 else x.attempt + 1 end
    where x.id = any (lost) and x.claimed_by = p_worker;
   if p_id is null then
-    delete from agent_workers w where w.id = p_worker and not exists (select from agent_executions x where x.claimed_by = p_worker);
+    delete from agent_workers w where w.id = p_worker and not exists (select from agent_executions x where x.claimed_by = p_worker)
+    returning w.kind = 'process' into process;
+    for e in select l.lane, l.locked_by, l.fencing_token from agent_locks l where process and l.locked_by <> ''    -- of its jobs
+                and right(l.locked_by, 37) = '@' || p_worker and l.execution_id is null order by l.lane loop
+      begin
+        perform pg_notify('agent_lanes', e.lane) where lanekeeper.release_agent_lock(e.lane, e.locked_by, e.fencing_token, false) = '';
+      exception when lock_not_available then null;           -- by a write under its token, or an open transaction of somebody else
+      end;
+    end loop;
   end if;
   return cardinality(lost);
 end $$;
 comment on function lanekeeper.lose_agent_claims is
-  'Take the claims of a worker away whose lease has ended, or the one of an execution that makes no progress. on_lost '
-  'and the attempts decide whether a run goes on elsewhere or fails. What meets a lock is left to the next call. A '
-  'worker without claims is deleted. Returns how many claims were taken.';
+  'Take the claims of an expired worker, or that of an execution without progress. on_lost and the attempts decide '
+  'whether it runs again or fails. Locked executions are left to the next call. A worker without claims is deleted, '
+  'and the lanes of its jobs are released. Returns the number of claims.';
 
 -- Whoever takes a claim away waits for the writes under it, with the lock that it needs from the beginning. With a
 -- weaker one it would deadlock with a write that wants more.
@@ -800,15 +757,16 @@ begin
                         then 0 else x.attempt end
    where x.id = p_id and x.claim = p_claim and x.status = 'running' and x.claimed_by is not null;
   if found then
-    perform lanekeeper.note_agent_claim(e, 'handed back');
+    insert into agent_claims_lost (execution_id, claim, worker, worker_name, how)
+    values (p_id, p_claim, e.claimed_by, coalesce((select coalesce(nullif(w.owner, ''), w.name) from agent_workers w where w.id = e.claimed_by), ''),
+            'handed back') on conflict do nothing;
     perform lanekeeper.release_agent_execution_locks(p_id, false);
     perform lanekeeper.claim_agent_locks(p_id);
   end if;
 end $$;
 comment on function lanekeeper.release_agent_claim is
-  'Release the claim of an unfinished run, at a shutdown: ready again, no attempt spent. Its lanes are free for others '
-  'meanwhile. Its threads stay with it until their lease ends, so that nobody else talks in the middle of its '
-  'conversation.';
+  'Release the claim of an unfinished execution at a shutdown. It is ready again and spends no attempt. Its lanes are '
+  'free, except its threads, which stay until their leases end.';
 
 -- Complete and cancel.
 
@@ -822,7 +780,7 @@ begin
   end if;
   -- For update: the end waits for writes of this claim that are under way, and none comes after it.
   perform 1 from agent_executions x where x.id = p_id and x.claim = p_claim for update;
-  perform lanekeeper.fence_agent_execution(p_id, p_claim);
+  perform fence_agent_execution(p_id, p_claim);
   update agent_executions x
      set status = p_status, result_summary = coalesce(p_summary, ''), result = p_result,
          error_message = p_error, failed_step = p_failed_step
@@ -892,11 +850,9 @@ begin
   end if;
 end $$;
 comment on function lanekeeper.complete_agent_executions is
-  'End executions, each under its claim and together with the result of its last step, where its object has one, as '
-  'complete_agent_execution does. Of one that is not in the answer nothing was written, because it has lanes or '
-  'budgets, its row is locked, or its claim is not live; end it by itself. Where a last step is on record already '
-  'nothing is written at all (SQLSTATE 23505): end each by itself. The answer has what the caller does not know; '
-  'result and variables where it is wanted. Cheapest in the order of p_ids.';
+  'End executions under their claims, each with the result of its last step, where its object has one. One that is '
+  'missing in the answer was not written: it has lanes or budgets, is locked, or its claim is stale. End it alone. '
+  'SQLSTATE 23505: a last step was recorded before, and nothing is written. Cheapest in the order of p_ids.';
 
 create or replace function lanekeeper.request_agent_cancel(p_id uuid, p_cancelled_by text, p_reason text, p_always boolean default false) returns boolean
 language plpgsql volatile set enable_seqscan = off set jit = off set lock_timeout = '50ms' as $$
@@ -931,13 +887,12 @@ begin
   return true;
 end $$;
 comment on function lanekeeper.request_agent_cancel is
-  'Lock an execution that is to be cancelled, with the children it waits for and their lanes, without waiting. True: '
-  'another transaction has one of them locked, or p_always; the cancel of each is noted, and the processes that run '
-  'them are told, unless p_cancelled_by is null. False: all are locked, or it has ended, and nothing is noted. Commit a '
-  'request before the cancel.';
+  'Lock an execution, its awaited children and their lanes for a cancel, without waiting. False: all are locked, or '
+  'it has ended. True: another transaction has a lock, or p_always. Then the cancel is recorded for each, and their '
+  'processes are notified, unless p_cancelled_by is null. Commit a request before the cancel.';
 
-create or replace function lanekeeper.cancel_agent_execution(p_id uuid, p_cancelled_by text, p_reason text) returns text
-language plpgsql volatile set lock_timeout = '50ms' as $$
+create or replace function cancel_agent_execution(p_id uuid, p_cancelled_by text, p_reason text) returns text
+language plpgsql volatile security definer set search_path from current set lock_timeout = '50ms' as $$
 declare
   e record;
 begin
@@ -970,13 +925,6 @@ begin
   end if;
   return 'cancelled';
 end $$;
-comment on function lanekeeper.cancel_agent_execution is 'The work of the contract''s function of this name. The end of a parent calls it, whoever writes it.';
-
-create or replace function cancel_agent_execution(p_id uuid, p_cancelled_by text, p_reason text)
-returns text language plpgsql volatile security definer set search_path from current as $$
-begin
-  return lanekeeper.cancel_agent_execution(p_id, p_cancelled_by, p_reason);
-end $$;
 comment on function cancel_agent_execution is
   'Cancel an execution now, and return its status then (null: unknown id). Its claim is void at once, so a step in '
   'flight cannot be recorded. If another transaction has the row locked, such as a StepTx, the cancel is requested '
@@ -988,30 +936,31 @@ create or replace function lanekeeper.sweep_agent_waits(p_limit int default 500)
 language plpgsql volatile set enable_seqscan = off set jit = off set lock_timeout = '50ms' as $$
 declare
   now_ timestamptz := clock_timestamp();                     -- a bound that an index can be searched with
-  due uuid[];
-  outcomes jsonb[];
+  due uuid[]; outcomes jsonb[];
   held int := 0;                    -- how often a lock was waited for
-  child uuid;
   e record;
 begin
-  -- A wait for a child without a time of its own lasts as long as the child has reason to wait itself.
   for e in
-    select x.id, x.wait_number, x.waiting_key, x.waiting_data from agent_executions x
+    select x.id, lanekeeper.agent_uuid(x.waiting_key) as child, x.waiting_data ->> 'patient' = 'true' as patient from agent_executions x
      where x.status = 'waiting' and x.waiting_until <= now_ and x.waiting_for = 'agent'
      order by x.waiting_until limit p_limit for no key update skip locked
   loop
-    exit when held >= 10;
-    child := lanekeeper.agent_uuid(e.waiting_key);
-    if e.waiting_data ->> 'patient' = 'true' then
-      update agent_executions x set waiting_until = lanekeeper.agent_patience(child) where x.id = e.id and lanekeeper.agent_patience(child) > now_;
+    exit when held >= 10;                                    -- a child that somebody works on comes next time
+    if e.patient then                                        -- it lasts as long as the child itself waits, and an hour more
+      with recursive line as (
+        select c.*, 1 as depth from agent_executions c where c.id = e.child and c.status = 'waiting'
+        union all
+        select c.*, l.depth + 1 from line l join agent_executions c on c.id = lanekeeper.agent_uuid(l.waiting_key) and c.status = 'waiting'
+         where l.waiting_for = 'agent' and l.waiting_data ->> 'patient' = 'true' and l.depth < 100)
+      update agent_executions x set waiting_until = t.until
+        from (select max(l.waiting_until) + interval '1 hour' as until from line l) t where x.id = e.id and t.until > now_;
       continue when found;
     end if;
-    -- The child learns that its parent has gone on. One that somebody works on comes next time.
-    perform 1 from agent_executions x where x.id = child for no key update skip locked;
-    continue when not found and exists (select from agent_executions x where x.id = child)
-               or cardinality(lanekeeper.agent_with_free_lanes(array[e.id, child])) < 2;
+    perform 1 from agent_executions x where x.id = e.child for no key update skip locked;
+    continue when not found and exists (select from agent_executions x where x.id = e.child)
+               or cardinality(lanekeeper.agent_with_free_lanes(array[e.id, e.child])) < 2;
     begin
-      perform lanekeeper.resume_agent_execution(e.id, e.wait_number, jsonb_build_object('event', 'AGENT_COMPLETED', 'data', '{}'::jsonb, 'timed_out', true));
+      perform lanekeeper.resume_agent_executions(array[e.id], array['{"event": "AGENT_COMPLETED", "data": {}, "timed_out": true}'::jsonb], '{}', null, e.child);
     exception when lock_not_available then
       held := held + 1;
     end;
@@ -1026,12 +975,13 @@ begin
         union all
         select (select min(x.waiting_key) from agent_executions x where x.waiting_for = 'lane' and x.waiting_key > w.lane)
           from wanted w where w.lane is not null),
-      open as materialized (select w.lane from wanted w where w.lane is not null and lanekeeper.agent_lock_holder(w.lane) is null)
+      open as materialized (select w.lane from wanted w where w.lane is not null and not exists (select from lanekeeper.agent_lock_holders h where h.lane = w.lane))
       select x.id from open o join agent_executions x on x.waiting_key = o.lane
        where x.waiting_for = 'lane' and x.status = 'waiting' limit p_limit for no key update of x skip locked) l);
-  select array_agg(x.id), array_agg(jsonb_build_object('event', lanekeeper.agent_wait_event(x.waiting_for), 'data', '{}'::jsonb,
+  select array_agg(x.id), array_agg(jsonb_build_object('event', k.event, 'data', '{}'::jsonb,
                                                        'timed_out', x.waiting_for <> 'delay' and x.waiting_until <= now_)) into due, outcomes
-    from unnest(lanekeeper.agent_with_free_lanes(due)) t (id) join agent_executions x on x.id = t.id;
+    from unnest(lanekeeper.agent_with_free_lanes(due)) t (id) join agent_executions x on x.id = t.id
+    join lanekeeper.agent_wait_events k on k.kind = x.waiting_for;
   for i in 0 .. coalesce(cardinality(due), -1) loop          -- all of them, or else each by itself
     exit when held > 10;
     begin
@@ -1248,7 +1198,7 @@ create or replace function read_agent_execution(p_id uuid, p_lock_id text)
 returns table (trace_id text, input jsonb, variables jsonb, checkpoints jsonb)
 language plpgsql volatile security definer set search_path from current as $$
 begin
-  perform lanekeeper.fence_agent_execution(p_id, coalesce(agent_lock_claim(p_id, p_lock_id), -1));
+  perform fence_agent_execution(p_id, coalesce(agent_lock_claim(p_id, p_lock_id), -1));
   return query
   select x.trace_id, x.input, x.variables,
          (select coalesce(jsonb_object_agg(c.step, c.output), '{}') from agent_checkpoints c where c.execution_id = x.id)
@@ -1280,11 +1230,11 @@ begin
   if p_status = 'waiting' then
     p_key := coalesce(case p_kind when 'delay' then p_id::text when 'agent' then lower(p_key) else p_key end,
                       case when p_kind = 'response' then (select x.thread_id from agent_executions x where x.id = p_id) end, '');
-    perform lanekeeper.agent_wait_lock(p_kind, p_key);
+    perform pg_advisory_xact_lock(hashtextextended('wait ' || p_kind || ' ' || p_key, 0));
   end if;
   perform 1 from agent_executions x where x.id = p_id for update;
   claim_ := agent_lock_claim(p_id, p_lock_id);               -- after the lock: its time may have run out meanwhile
-  perform lanekeeper.fence_agent_execution(p_id, coalesce(claim_, -1));
+  perform fence_agent_execution(p_id, coalesce(claim_, -1));
   if p_status = 'waiting' then
     select 'wait ' || p_kind || ' ' || (x.wait_number + 1) into step_ from agent_executions x where x.id = p_id;
     outcome := lanekeeper.wait_agent_execution(p_id, claim_, step_, p_kind, p_key, p_timeout, null);
@@ -1336,7 +1286,7 @@ begin
   elsif t.owner_kind in ('channel', 'admin') or exists (
       select from agent_executions x where x.id = p_execution_id and x.thread_id = p_thread) then
     return true;
-  elsif t.owner_kind = '' and lanekeeper.agent_thread_had_flows(p_thread) then
+  elsif exists (select from lanekeeper.agent_flow_threads f where f.id = p_thread) then
     return true;
   end if;
   return (
@@ -1353,29 +1303,3 @@ end $$;
 comment on function lanekeeper.agent_flow_may_join is
   'Whether a flow, or an execution of one, may speak in a thread: an admin began it, the flow did, the '
   'execution or one above it was started in it, or it was opened to the flow.';
-
-create or replace function lanekeeper.free_agent_worker_lanes() returns trigger
-language plpgsql volatile set enable_seqscan = off set jit = off as $$
-declare
-  h record;
-begin
-  for h in
-    select l.lane, l.locked_by, l.fencing_token from agent_locks l
-     where l.locked_by <> '' and right(l.locked_by, 37) = '@' || old.id and l.execution_id is null
-     order by l.lane
-  loop
-    begin
-      if lanekeeper.release_agent_lock(h.lane, h.locked_by, h.fencing_token, false) = '' then
-        perform pg_notify('agent_lanes', h.lane);
-      end if;
-    exception when lock_not_available then
-      null;                                                 -- by a write under its token, or an open transaction of somebody else
-    end;
-  end loop;
-  return null;
-end $$;
-comment on function lanekeeper.free_agent_worker_lanes is
-  'After a process has been found dead: gives back the lanes whose owner ends with its id.';
-
-create or replace trigger agent_workers_lanes after delete on agent_workers
-  for each row when (old.kind = 'process') execute function lanekeeper.free_agent_worker_lanes();

@@ -5,15 +5,9 @@
 -- with another result is refused. A fork begins with the steps of another execution.
 
 create table agent_checkpoints (
-  execution_id uuid not null,
-  step         text not null,
-  claim        bigint not null,
-  fingerprint  text not null default '',
-  failed       boolean not null default false,
-  output       jsonb,
-  created_at   timestamptz not null default clock_timestamp(),
-  waited_for   text,
-  waited_key   text,
+  execution_id uuid not null, step text not null, claim bigint not null,
+  fingerprint text not null default '', failed boolean not null default false, output jsonb,
+  created_at timestamptz not null default clock_timestamp(), waited_for text, waited_key text,
   waited_since timestamptz,
   primary key (execution_id, step)
 );
@@ -47,7 +41,7 @@ begin
               select from agent_workers w where w.id = x.claimed_by and w.expires_at > clock_timestamp()))
    limit 1;
   if found then
-    perform lanekeeper.fence_agent_execution(stale.execution_id, stale.claim);
+    perform fence_agent_execution(stale.execution_id, stale.claim);
   end if;
   return null;
 end $$;
@@ -64,7 +58,7 @@ begin
     raise exception 'step % is not valid: a step is 1 to 500 printable characters', coalesce(quote_literal(left(p_step, 40)), 'null')
       using errcode = '22023';
   end if;
-  perform lanekeeper.fence_agent_execution(p_id, coalesce(claim_, -1));
+  perform fence_agent_execution(p_id, coalesce(claim_, -1));
   insert into agent_checkpoints (execution_id, step, claim, output) values (p_id, p_step, claim_, p_output)
   on conflict (execution_id, step) do nothing;
   if found then
@@ -135,10 +129,9 @@ begin
   end if;
 end $$;
 comment on function lanekeeper.checkpoint_agent_executions is
-  'Record the results of steps of several executions, each under its claim, as an insert into agent_checkpoints '
-  'would. A row for each of which nothing was written (verdict alone), because the row is locked or its claim '
-  'is not live; record it by itself. Where one is on record already nothing is written at all (SQLSTATE 23505): '
-  'record each by itself. Cheapest in the order of p_ids.';
+  'Record results of steps of several executions under their claims. Rows: those that were not written, because the '
+  'execution is locked or its claim is stale. Record each alone. SQLSTATE 23505: one was recorded before, and nothing '
+  'is written. Cheapest in the order of p_ids.';
 
 create or replace trigger agent_checkpoints_fence after insert on agent_checkpoints
   referencing new table as written for each statement execute function lanekeeper.agent_checkpoints_fence();

@@ -6,14 +6,9 @@
 -- test; its answer is the event that the execution waits for.
 
 create table agent_events (
-  id           uuid default lanekeeper.agent_uuid7() primary key,
-  event        text not null check (event <> ''),
-  key          text not null,
-  data         jsonb not null default '{}',
-  external_id  text,
-  execution_id uuid,
-  consumed_by  uuid,
-  created_at   timestamptz not null default clock_timestamp(),
+  id uuid default lanekeeper.agent_uuid7() primary key, event text not null check (event <> ''), key text not null,
+  data jsonb not null default '{}', external_id text, execution_id uuid,
+  consumed_by uuid, created_at timestamptz not null default clock_timestamp(),
   constraint agent_events_once unique (external_id)
 );
 create index agent_events_untaken on agent_events (event, key, id) with (deduplicate_items=off) where consumed_by is null and execution_id is null;
@@ -31,22 +26,14 @@ comment on column agent_events.execution_id is 'The execution that emitted it.';
 comment on column agent_events.consumed_by is 'The execution whose wait took it.';
 
 create table agent_requests (
-  id           uuid default lanekeeper.agent_uuid7() primary key,
-  kind         text not null check (kind in ('document', 'signature', 'test')),
-  execution_id uuid not null,
-  trace_id     text not null,
-  thread_id    text,
-  title        text not null default '',
-  details      jsonb not null default '{}',
-  items        text[] not null default '{}'::text[],
-  received     jsonb not null default '{}',
-  unexpected   jsonb not null default '{}',
-  answer       jsonb,
-  event_id     uuid,
-  status       text not null default 'pending' check (status in ('pending', 'completed', 'closed')),
-  created_at   timestamptz not null default clock_timestamp(),
-  completed_at timestamptz,
-  documents    jsonb not null default '{}',
+  id uuid default lanekeeper.agent_uuid7() primary key,
+  kind text not null check (kind in ('document', 'signature', 'test')), execution_id uuid not null,
+  trace_id text not null, thread_id text, title text not null default '',
+  details jsonb not null default '{}', items text[] not null default '{}'::text[],
+  received jsonb not null default '{}', unexpected jsonb not null default '{}', answer jsonb,
+  event_id uuid, status text not null default 'pending' check (status in ('pending', 'completed', 'closed')),
+  created_at timestamptz not null default clock_timestamp(), completed_at timestamptz,
+  documents jsonb not null default '{}',
   constraint agent_requests_check check ((kind <> 'document') OR (cardinality(items) > 0))
 );
 create index agent_requests_execution on agent_requests (execution_id, id);
@@ -73,19 +60,11 @@ comment on column agent_requests.documents is
 
 -- Code
 
-create or replace function lanekeeper.agent_wait_event(p_kind text) returns text language sql immutable as $$
-  select case p_kind when 'response' then 'MESSAGE_RECEIVED' when 'agent' then 'AGENT_COMPLETED'
-    when 'document' then 'DOCUMENT_UPLOADED' when 'signature' then 'SIGNATURE_COMPLETED'
-    when 'test' then 'TEST_COMPLETED' when 'event' then 'EVENT_COMPLETED' when 'delay' then 'SCHEDULE_REACHED'
-    when 'approval' then 'APPROVAL_DECIDED' when 'lane' then 'LANE_FREED' end
-$$;
-comment on function lanekeeper.agent_wait_event is 'The event that ends a wait of a kind.';
-
-create or replace function lanekeeper.agent_wait_lock(p_kind text, p_key text) returns void language plpgsql volatile as $$
-begin
-  perform pg_advisory_xact_lock(hashtextextended('wait ' || p_kind || ' ' || p_key, 0));
-end $$;
-comment on function lanekeeper.agent_wait_lock is 'The lock that waits and events of one kind and key take first.';
+create or replace view lanekeeper.agent_wait_events as
+select k.kind, k.event from (values ('response', 'MESSAGE_RECEIVED'), ('agent', 'AGENT_COMPLETED'), ('document', 'DOCUMENT_UPLOADED'),
+  ('signature', 'SIGNATURE_COMPLETED'), ('test', 'TEST_COMPLETED'), ('event', 'EVENT_COMPLETED'), ('delay', 'SCHEDULE_REACHED'),
+  ('approval', 'APPROVAL_DECIDED'), ('lane', 'LANE_FREED')) k (kind, event);
+comment on view lanekeeper.agent_wait_events is 'The event that ends a wait of each kind.';
 
 -- Waiting
 
@@ -99,11 +78,11 @@ begin
     return null;
   elsif p_kind = 'lane' then
     return (select jsonb_build_object('event', 'LANE_FREED', 'data', '{}'::jsonb, 'timed_out', false)
-             where lanekeeper.agent_lock_holder(p_key) is null
+             where not exists (select from lanekeeper.agent_lock_holders h where h.lane = p_key)
                 or exists (select from agent_locks l where l.lane = p_key and l.execution_id = p_id));    -- it is its own
   elsif p_kind in ('document', 'signature', 'test')
         and exists (select from agent_requests r where r.id = lanekeeper.agent_uuid(p_key) and r.kind = p_kind) then
-    return (select jsonb_build_object('event', lanekeeper.agent_wait_event(p_kind), 'event_id', r.event_id, 'data', r.answer, 'timed_out', false)
+    return (select jsonb_build_object('event', (select k.event from lanekeeper.agent_wait_events k where k.kind = p_kind), 'event_id', r.event_id, 'data', r.answer, 'timed_out', false)
               from agent_requests r where r.id = lanekeeper.agent_uuid(p_key) and r.answer is not null);
   elsif p_kind = 'response' then
     -- What came before the execution last spoke here, or before it began, cannot answer it.
@@ -126,7 +105,7 @@ begin
     end if;
     if came.id is null then
       select v.* into came from agent_events v
-       where v.event = lanekeeper.agent_wait_event(p_kind) and v.key = p_key and v.consumed_by is null and v.execution_id is null
+       where v.event = (select k.event from lanekeeper.agent_wait_events k where k.kind = p_kind) and v.key = p_key and v.consumed_by is null and v.execution_id is null
        order by v.id limit 1 for update;
     end if;
   end if;
@@ -134,6 +113,9 @@ begin
     return null;
   end if;
   update agent_events v set consumed_by = p_id where v.id = came.id;
+  insert into agent_links (cause, kind, effect)              -- an end answers several waits, and consumed_by names one
+  select 'event ' || came.id, 'woke', 'execution ' || t.id from unnest(array[came.consumed_by, p_id]) t (id) where came.consumed_by <> p_id
+  on conflict do nothing;
   return jsonb_build_object('event', came.event, 'event_id', came.id, 'data', came.data, 'timed_out', false);
 end $$;
 comment on function lanekeeper.agent_wait_outcome is
@@ -148,7 +130,7 @@ declare
   outcome jsonb;
   unsent uuid;                      -- its last message there that is still queued
 begin
-  if lanekeeper.agent_wait_event(p_kind) is null then
+  if p_kind is null or not exists (select from lanekeeper.agent_wait_events k where k.kind = p_kind) then
     raise exception 'wait for % is not known', coalesce(quote_literal(p_kind), 'null') using errcode = '22023';
   elsif p_step is null or p_key is null or (p_key = '' and p_kind <> 'delay') then
     raise exception 'wait for % needs a step and a key', p_kind using errcode = '22023';
@@ -161,13 +143,13 @@ begin
   end if;
   p_data := case when p_kind = 'agent' and p_timeout is null then coalesce(p_data, '{}') || '{"patient": true}' else p_data end;
   p_timeout := coalesce(p_timeout, case p_kind when 'response' then interval '24 hours' when 'agent' then interval '1 hour' else interval '7 days' end);
-  perform lanekeeper.agent_wait_lock(p_kind, p_key);
+  perform pg_advisory_xact_lock(hashtextextended('wait ' || p_kind || ' ' || p_key, 0));
   -- Executions by id. The end of a child either comes before this, and its event is seen below, or finds who waits.
   -- For update, because the claim is part of the key: two waits that shared the row would deadlock.
   perform 1 from agent_executions x where p_kind = 'agent' and x.id = target and target < p_id for share;
   perform 1 from agent_executions x where x.id = p_id and x.claim = p_claim for update;
   perform 1 from agent_executions x where p_kind = 'agent' and x.id = target and target > p_id for share;
-  perform lanekeeper.fence_agent_execution(p_id, p_claim);
+  perform fence_agent_execution(p_id, p_claim);
   select c.output into outcome from agent_checkpoints c where c.execution_id = p_id and c.step = p_step;
   if found then                                             -- a try before this one, whose answer was lost on the way
     return outcome;
@@ -226,7 +208,7 @@ begin
        and not exists (select from agent_lock_loans k where k.lender = x.id)
        and not exists (select from agent_checkpoints c where c.execution_id = x.id and c.step = p_steps[array_position(p_ids, x.id)])
        and (p_kinds[array_position(p_ids, x.id)] = 'delay' or not exists (
-         select from agent_events v where v.event = lanekeeper.agent_wait_event(p_kinds[array_position(p_ids, x.id)])
+         select from agent_events v where v.event = (select k.event from lanekeeper.agent_wait_events k where k.kind = p_kinds[array_position(p_ids, x.id)])
                                       and v.key = p_keys[array_position(p_ids, x.id)] and v.consumed_by is null and v.execution_id is null)));
   update agent_executions x
      set (status, claim, wait_number, attempt, waiting_for, waiting_key, waiting_step, waiting_until, waiting_data, variables) = (
@@ -238,44 +220,11 @@ begin
   select t.n::int from unnest(p_ids) with ordinality t (id, n) where not (t.id = any (plain) and t.n = array_position(p_ids, t.id));
 end $$;
 comment on function lanekeeper.wait_agent_executions is
-  'Let several executions wait, each under its claim, as wait_agent_execution does. Rows: the places, from 1, of '
-  'those for which nothing was written, because what they wait for may be there, they have lanes, their row is '
-  'locked, or they are not valid. Let each of these wait by itself.';
+  'wait_agent_execution for several executions. Rows: places, from 1, of those that were not written: their event may '
+  'have come, they have lanes, are locked, or are not valid. Let each wait alone.';
 
-create or replace function lanekeeper.resume_agent_execution(p_id uuid, p_wait_number int, p_outcome jsonb) returns boolean
-language plpgsql volatile as $$
-declare
-  e record;
-  child uuid;
-begin
-  select x.claim, x.waiting_step, x.waiting_for, x.waiting_key, x.updated_at into e from agent_executions x
-   where x.id = p_id and x.status = 'waiting' and x.wait_number = p_wait_number for no key update;
-  if not found then
-    return false;
-  end if;
-  insert into agent_checkpoints (execution_id, step, claim, output, waited_for, waited_key, waited_since)
-  values (p_id, coalesce(e.waiting_step, 'wait ' || p_wait_number), e.claim, p_outcome, e.waiting_for, e.waiting_key, e.updated_at)
-  on conflict (execution_id, step) do nothing;
-  update agent_executions x set status = 'running', wake = x.wake + 1, attempt = 0, claimed_by = null where x.id = p_id;
-  if e.waiting_for = 'agent' then                           -- a child that still runs acts under lanes of its own from here on
-    update agent_executions x set inherits = false, awaited = false
-     where x.id = lanekeeper.agent_uuid(e.waiting_key) and x.parent_id = p_id and (x.inherits or x.awaited) and x.completed_at is null
-    returning x.id into child;
-    perform lanekeeper.return_agent_lock(l.lane, p_id) from unnest(lanekeeper.lock_agent_locks(p_id)) l (lane);
-    if child is not null then                               -- its time has passed
-      perform lanekeeper.recall_agent_thread(p_id, child);
-    end if;
-  end if;
-  if exists (select from agent_locks l where l.execution_id = p_id) then
-    perform lanekeeper.claim_agent_locks(p_id);
-  end if;
-  return true;
-end $$;
-comment on function lanekeeper.resume_agent_execution is
-  'End a wait with an outcome, which becomes the wait''s checkpoint. Exactly one caller per wait number gets '
-  'true.';
-
-create or replace function lanekeeper.resume_agent_executions(p_ids uuid[], p_outcomes jsonb[], p_claimed uuid[] default '{}', p_worker uuid default null)
+create or replace function lanekeeper.resume_agent_executions(p_ids uuid[], p_outcomes jsonb[], p_claimed uuid[] default '{}', p_worker uuid default null,
+                                                   p_child uuid default null)
 returns table (execution_id uuid, queue text, execution agent_executions, held boolean, steps text[], claims bigint[], prints text[], failed boolean[],
                outputs jsonb[], times timestamptz[])
 language plpgsql volatile set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $$
@@ -284,6 +233,7 @@ declare
   lanes constant text[] := array(select l.lane from agent_locks l where l.execution_id = any (p_ids)
                                  union select k.lane from agent_lock_loans k where k.lender = any (p_ids) order by 1);
   id_ uuid;
+  parent uuid;                      -- of a child that goes on without being waited for
 begin
   -- No joins with what is given: a plan that was made while the table was small would go through it from the other side.
   insert into agent_checkpoints (execution_id, step, claim, output, waited_for, waited_key, waited_since)
@@ -303,27 +253,37 @@ begin
     from x left join lateral (
       select array_agg(k.step), array_agg(k.claim), array_agg(k.fingerprint), array_agg(k.failed), array_agg(k.output), array_agg(k.created_at)
         from agent_checkpoints k where k.execution_id = x.id and x.id = any (p_claimed)) c on true;
+  if p_child is not null then                                -- from here on it acts under lanes of its own
+    update agent_executions x set inherits = false, awaited = false
+     where x.id = p_child and x.parent_id = any (p_ids) and (x.inherits or x.awaited) and x.completed_at is null returning x.parent_id into parent;
+  end if;
   if lanes <> '{}' then
     perform 1 from agent_locks l where l.lane = any (lanes) order by l.lane for update;    -- in one order, whosever they are
+  end if;
+  if p_child is not null then
+    perform lanekeeper.return_agent_lock(k.lane, k.lender) from agent_lock_loans k where k.lender = any (p_ids);
+    perform lanekeeper.return_agent_threads(parent, p_child) where parent is not null;
+  end if;
+  if lanes <> '{}' or parent is not null then
     foreach id_ in array p_ids loop
       perform lanekeeper.claim_agent_locks(id_);
     end loop;
   end if;
 end $$;
 comment on function lanekeeper.resume_agent_executions is
-  'resume_agent_execution for several that wait, for other things than agents, each with its outcome. Those of p_claimed '
-  'are claimed for p_worker, and their rows have what they have recorded; held: a recovery of the claim comes first. The '
-  'caller has locked the rows, for update where it claims, and made sure that they wait.';
+  'Resume waiting executions. Each outcome becomes the checkpoint of its wait. Those of p_claimed are claimed for '
+  'p_worker, and their rows have their checkpoints; held: recover the claim first. The caller has locked the rows, '
+  'for update where it claims. p_child: the execution that all of them waited for.';
 
 -- Events
 
 create or replace function lanekeeper.agent_events_lock_id() returns trigger language plpgsql as $$
 begin
-  perform pg_advisory_xact_lock_shared(lanekeeper.agent_event_id_class(), lanekeeper.agent_event_id_slot(new.external_id));
+  perform pg_advisory_xact_lock_shared(1818324581, (hashtextextended(new.external_id, 0) & 2047)::int);
   return new;
 end $$;
 comment on function lanekeeper.agent_events_lock_id is
-  'Hold the id of an event until the transaction ends, so that no batch waits for it.';
+  'Hold the id of an event until the transaction ends, so that no batch waits for it. Ids share 2,048 locks.';
 
 create or replace function lanekeeper.check_agent_event(p_event text, p_key text, p_data jsonb, p_id text) returns text
 language plpgsql immutable as $$
@@ -413,30 +373,42 @@ begin
   return r;
 end $$;
 comment on function lanekeeper.answer_agent_request is
-  'Record what came for a request, and return its row; null when the key is not that of a request. A document is '
-  '{document, url}, or {document, document_id} for a stored one; several are {documents: [...]}, all of them in the '
-  'order of the request {documentUrls: [url]}. The request is answered when all that were asked for are there. A '
-  'signature or a test is answered by its first event. What comes after the answer changes nothing. 22023: a document is '
-  'somebody else''s.';
+  'Record an answer to a request and return the request; null: the key is not a request. A document is {document, '
+  'url} or {document, document_id}; several are {documents: [...]}, or {documentUrls: [url]} in the order of the '
+  'request. A signature or a test needs one event. Later events change nothing. 22023: the document belongs to '
+  'somebody else.';
 
-create or replace function lanekeeper.resume_agent_waiters(p_kind text, p_key text, p_event_id uuid, p_wait boolean) returns table (id uuid, queue text)
+create or replace function lanekeeper.resume_agent_waiters(p_kind text, p_key text, p_event_id uuid default null, p_wait boolean default true)
+returns table (id uuid, queue text)
 language plpgsql volatile set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $$
 #variable_conflict use_column
 declare
+  lock_ constant bigint := hashtextextended('wait ' || p_kind || ' ' || p_key, 0);
   v agent_events;
   r agent_requests;
-  x record;
   outcome jsonb;
   ids uuid[];
+  takers uuid[];
 begin
   if p_wait then
+    perform pg_advisory_xact_lock(lock_);
+  elsif not pg_try_advisory_xact_lock(lock_) then
+    return;
+  end if;
+  if p_event_id is not null then
+    select e.* into v from agent_events e where e.id = p_event_id;
+  else
+    select e.* into v from agent_events e where e.external_id = 'completed ' || p_key;
+  end if;
+  if not found then
+    return;
+  elsif p_wait then
     ids := array(select x.id from agent_executions x where x.waiting_for = p_kind and x.waiting_key = p_key and (x.status = 'waiting') is true
                     and (p_kind <> 'response' or not coalesce(x.waiting_data ? 'queued_message', false)) order by x.id for no key update);
   else
     ids := array(select x.id from agent_executions x where x.waiting_for = p_kind and x.waiting_key = p_key and (x.status = 'waiting') is true
                   order by x.id for no key update skip locked);
   end if;
-  select e.* into v from agent_events e where e.id = p_event_id;
   outcome := jsonb_build_object('event', v.event, 'event_id', v.id, 'data', v.data, 'timed_out', false);
   if p_kind in ('document', 'signature', 'test') then        -- executions before requests, because the end of one closes what it asked for
     r := lanekeeper.answer_agent_request(p_kind, v);
@@ -445,26 +417,29 @@ begin
       outcome := case when r.answer is not null then outcome || jsonb_build_object('event_id', r.event_id, 'data', r.answer) end;
     end if;
   end if;
-  for x in select e.id, e.queue, e.wait_number, e.outside from agent_executions e where e.id = any (ids) and outcome is not null order by e.id loop
-    perform lanekeeper.resume_agent_execution(x.id, x.wait_number, case
-      when not x.outside or v.external_id is distinct from 'completed ' || p_key then outcome
-      else outcome || jsonb_build_object('data', v.data || (                -- a worker outside cannot look at the child
-        select jsonb_build_object('variables', c.variables, 'result', c.result, 'error_message', c.error_message)
-          from agent_executions c where c.id = p_key::uuid)) end);
-    id := x.id;
-    queue := x.queue;
-    return next;
-  end loop;
-  if ids <> '{}' and outcome is not null then               -- once, however many it resumed
-    update agent_events e set consumed_by = ids[cardinality(ids)] where e.id = v.id;
+  if outcome is not null and ids <> '{}' then
+    return query
+    select w.execution_id, w.queue from lanekeeper.resume_agent_executions(ids, array(
+      select case when not x.outside or v.external_id is distinct from 'completed ' || p_key then outcome
+                  else outcome || jsonb_build_object('data', v.data || (    -- a worker outside cannot look at the child
+                    select jsonb_build_object('variables', c.variables, 'result', c.result, 'error_message', c.error_message)
+                      from agent_executions c where c.id = p_key::uuid)) end
+        from agent_executions x where x.id = any (ids) order by x.id),
+      '{}', null, case when p_kind = 'agent' then lanekeeper.agent_uuid(p_key) end) w;
+    update agent_events e set consumed_by = ids[cardinality(ids)] where e.id = v.id;  -- once, however many it resumed
+    takers := array(select distinct t.id from unnest(ids || v.consumed_by || r.execution_id) t (id) where t.id is not null);
+    insert into agent_links (cause, kind, effect)
+    select 'event ' || v.id, 'woke', 'execution ' || t.id from unnest(takers) t (id) where cardinality(takers) > 1
+    on conflict do nothing;
   end if;
-  if cardinality(ids) > 1 and outcome is not null then
-    perform lanekeeper.link_agent_wakes(v.id, ids);
-  end if;
+  delete from agent_untold_ends u
+   where p_event_id is null and u.execution_id = p_key::uuid and (p_wait or not exists (
+           select from agent_executions x where x.waiting_for = 'agent' and x.waiting_key = p_key and (x.status = 'waiting') is true));
 end $$;
 comment on function lanekeeper.resume_agent_waiters is
-  'Resume whoever waits for a kind and key, whose lock the caller has, by an event. An event of a request answers that '
-  'first, and resumes nobody as long as something is missing. Without p_wait it passes over locked rows.';
+  'Resume the executions that wait for a kind and key, by an event. An event of a request answers the request first. '
+  'Without p_event_id the event is the end of the execution p_key: ends only record it, so they never wait for one '
+  'another. Without p_wait it passes over locked rows.';
 
 create or replace function lanekeeper.agent_next_in_line(p_queue text, p_flow text, p_surface text, p_skip text[]) returns boolean
 language plpgsql volatile set enable_seqscan = off set plan_cache_mode = force_generic_plan
@@ -532,10 +507,9 @@ begin
   end if;
 end $$;
 comment on function lanekeeper.deliver_agent_event is
-  'Record an event and resume whoever waits for it. With p_worker, which has a free place in p_queues: an execution '
-  'that would be claimed next is claimed at once, and the answer has its row and all that it has recorded. held: '
-  'a recovery of the claim, and a look at what was interrupted, come before anything else is done with it. Rows: the event, '
-  'with each execution that it resumed (null: none).';
+  'Record an event and resume the executions that wait for it. p_worker has free slots in p_queues: an execution that '
+  'it would claim next is claimed at once, and the row has its checkpoints. held: recover the claim first. Rows: the '
+  'event with each execution (null: none).';
 
 create or replace function lanekeeper.lock_agent_events(p_kinds text[], p_keys text[], p_ids text[]) returns table (n int, execution_id uuid)
 language plpgsql volatile set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set plan_cache_mode = force_generic_plan set jit = off as $$
@@ -550,7 +524,7 @@ begin
                        from unnest(p_kinds, p_keys, p_ids) with ordinality u (kind, key, id, n)) t
      where t.kind not in ('agent', 'document', 'signature', 'test') and t.nth_of_key = 1 and (t.id is null or t.nth_of_id = 1)
        and pg_try_advisory_xact_lock(hashtextextended('wait ' || t.kind || ' ' || t.key, 0))
-       and (t.id is null or pg_try_advisory_xact_lock(lanekeeper.agent_event_id_class(), lanekeeper.agent_event_id_slot(t.id))));
+       and (t.id is null or pg_try_advisory_xact_lock(1818324581, (hashtextextended(t.id, 0) & 2047)::int)));
   for n, execution_id in
     select t.n, w.id from unnest(p_kinds, p_keys) with ordinality t (kind, key, n)
      cross join lateral (
@@ -576,24 +550,6 @@ comment on function lanekeeper.lock_agent_events is
   'Of several events those that wait for nobody, and that one execution at most waits for, with that: both are locked. '
   'n is the place of the event, from 1.';
 
-create or replace function lanekeeper.agent_claimable(p_ids uuid[], p_worker uuid, p_background int, p_interactive int, p_skip text[]) returns uuid[]
-language plpgsql volatile set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set plan_cache_mode = force_generic_plan set jit = off as $$
-declare
-  steady constant boolean := pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0));    -- nobody pauses the agent meanwhile
-begin
-  return array(
-    with x as materialized (
-      select x.id, x.queue, x.flow, x.surface, row_number() over (partition by x.queue order by x.priority, x.id) as place from agent_executions x
-       where x.id = any (p_ids) and not x.outside and exists (select from agent_workers k where k.id = p_worker and k.expires_at > clock_timestamp())
-         and (x.surface in ('operate', 'chat') or steady and not exists (select from agent_pauses p where p.resumed_at is null))),
-    next as materialized (
-      select k.*, lanekeeper.agent_next_in_line(k.queue, k.flow, k.surface, p_skip) as is_next from (select distinct x.queue, x.flow, x.surface from x) k)
-    select x.id from x join next k on (k.queue, k.flow, k.surface) = (x.queue, x.flow, x.surface)
-     where k.is_next and x.place <= case x.queue when 'background' then p_background else p_interactive end);
-end $$;
-comment on function lanekeeper.agent_claimable is
-  'Of executions that become ready now those that a worker with so many free places in each queue would claim next.';
-
 create or replace function lanekeeper.deliver_agent_events(p_events text[], p_keys text[], p_data jsonb[], p_ids text[], p_worker uuid, p_background int,
                                      p_interactive int, p_skip text[])
 returns table (n int, event_id uuid, execution_id uuid, queue text, execution agent_executions, held boolean, steps text[], claims bigint[],
@@ -605,6 +561,8 @@ declare
   events uuid[] := array_fill(null::uuid, array[cardinality(p_events)]);    -- by place: the row that is written
   ids uuid[] := events;                                                   -- by place: who waits
   came uuid[];
+  mine uuid[];                                                            -- those that the worker would claim next
+  steady constant boolean := pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0));    -- nobody pauses the agent meanwhile
 begin
   for n, execution_id in
     select l.n, l.execution_id from lanekeeper.lock_agent_events(
@@ -622,21 +580,28 @@ begin
     on conflict (external_id) do nothing returning v.id)
   select array_agg(v.id) into came from v;
   ids := array(select case when t.row_ = any (came) then t.id end from unnest(events, ids) with ordinality t (row_, id, n) order by t.n);
+  mine := array(
+    with x as materialized (
+      select x.id, x.queue, x.flow, x.surface, row_number() over (partition by x.queue order by x.priority, x.id) as place from agent_executions x
+       where x.id = any (ids) and not x.outside and exists (select from agent_workers k where k.id = p_worker and k.expires_at > clock_timestamp())
+         and (x.surface in ('operate', 'chat') or steady and not exists (select from agent_pauses p where p.resumed_at is null))),
+    next as materialized (
+      select k.*, lanekeeper.agent_next_in_line(k.queue, k.flow, k.surface, p_skip) as is_next from (select distinct x.queue, x.flow, x.surface from x) k)
+    select x.id from x join next k on (k.queue, k.flow, k.surface) = (x.queue, x.flow, x.surface)
+     where k.is_next and x.place <= case x.queue when 'background' then p_background else p_interactive end);
   return query
   select array_position(ids, r.execution_id), events[array_position(ids, r.execution_id)], r.*
     from lanekeeper.resume_agent_executions(ids, array(
            select jsonb_build_object('event', t.event, 'event_id', t.row_, 'data', coalesce(t.data, '{}'), 'timed_out', false)
-             from unnest(p_events, events, p_data) with ordinality t (event, row_, data, n) order by t.n),
-           lanekeeper.agent_claimable(ids, p_worker, p_background, p_interactive, p_skip), p_worker) r
+             from unnest(p_events, events, p_data) with ordinality t (event, row_, data, n) order by t.n), mine, p_worker) r
   union all
   select t.n::int, case when t.row_ = any (came) then t.row_ else (select v.id from agent_events v where v.external_id = t.id and t.row_ is not null) end,
          null, null, null, false, null, null, null, null, null, null
     from unnest(events, p_ids, ids) with ordinality t (row_, id, waiter, n) where t.waiter is null;
 end $$;
 comment on function lanekeeper.deliver_agent_events is
-  'deliver_agent_event for several events in one transaction. It waits for nobody. Rows: n is the place of the event, '
-  'from 1. One without event_id would have had to wait for somebody, or is not for one execution alone, and was not '
-  'delivered: send it by itself.';
+  'deliver_agent_event for several events, without waiting. n is the place of the event, from 1. Without event_id it '
+  'was not delivered, because of a lock or several waiters: deliver it alone.';
 
 create or replace function deliver_agent_event(p_event text, p_key text, p_data jsonb default '{}', p_id text default null)
 returns table (event_id uuid, execution_id uuid) language plpgsql volatile security definer set search_path from current as $$
@@ -656,8 +621,7 @@ begin
     raise exception '% is not a trace id', quote_literal(p_trace_id) using errcode = '22023';
   end if;
   perform set_config('lanekeeper.trace_id', coalesce(p_trace_id, ''), true);   -- for this transaction; the trigger reads it
-  if exists (select from unnest(array['response', 'agent', 'document', 'signature', 'test', 'event', 'approval']) k
-              where lanekeeper.agent_wait_event(k) = p_event) then
+  if exists (select from lanekeeper.agent_wait_events k where k.event = p_event and k.kind not in ('delay', 'lane')) then
     return query select d.event_id, d.execution_id from lanekeeper.deliver_agent_event(p_event, p_key, p_data, p_id) d;
   else
     return query
@@ -669,33 +633,6 @@ end $$;
 comment on function raise_agent_event is
   'Record an event of any name for a trace (empty: none). Automations that it starts belong to that trace. It '
   'resumes executions as deliver_agent_event does. The same p_id twice counts once.';
-
-create or replace function lanekeeper.deliver_agent_completion(p_child uuid, p_wait boolean default true) returns int
-language plpgsql volatile as $$
-declare
-  resumed uuid[];
-  event_id uuid;
-begin
-  if p_wait then
-    perform lanekeeper.agent_wait_lock('agent', p_child::text);
-  elsif not pg_try_advisory_xact_lock(hashtextextended('wait agent ' || p_child, 0)) then
-    return 0;
-  end if;
-  select v.id into event_id from agent_events v where v.external_id = 'completed ' || p_child;
-  if not found then
-    return 0;
-  end if;
-  resumed := array(select w.id from lanekeeper.resume_agent_waiters('agent', p_child::text, event_id, p_wait) w);
-  delete from agent_untold_ends u
-   where u.execution_id = p_child and (p_wait or not exists (
-           select from agent_executions x
-            where x.waiting_for = 'agent' and x.waiting_key = p_child::text and (x.status = 'waiting') is true));
-  return cardinality(resumed);
-end $$;
-comment on function lanekeeper.deliver_agent_completion is
-  'Resume whoever waits for an execution that has ended. The end itself only records the event, so that ends never '
-  'wait for one another. Whoever ended it calls this afterwards, and the sweep does where nobody could: without '
-  'p_wait, so that it leaves those that somebody works on to the next call.';
 
 create or replace trigger agent_events_lock_id before insert on agent_events
   for each row when (new.external_id is not null and new.execution_id is null) execute function lanekeeper.agent_events_lock_id();

@@ -6,36 +6,19 @@
 -- agent_prompts has the exact prompt of every model call, in parts that are stored once.
 
 create table agent_activity (
-  id              uuid default lanekeeper.agent_uuid7() primary key,
-  trace_id        text not null check (trace_id <> ''),
-  conversation_id text generated always as (trace_id) stored,
-  execution_id    uuid,
-  parent_id       uuid,
-  claim           bigint,
-  step            text not null default '',
-  kind            text not null default 'call' check (kind in ('call', 'model', 'phase', 'note')),
-  agent           text not null default 'agent',
-  surface         text not null default '',
-  skill_name      text not null,
-  skill_id        uuid,
-  purpose         text not null default '',
+  id uuid default lanekeeper.agent_uuid7() primary key, trace_id text not null check (trace_id <> ''),
+  conversation_id text generated always as (trace_id) stored, execution_id uuid, parent_id uuid,
+  claim bigint, step text not null default '',
+  kind text not null default 'call' check (kind in ('call', 'model', 'phase', 'note')),
+  agent text not null default 'agent', surface text not null default '', skill_name text not null,
+  skill_id uuid, purpose text not null default '',
   status          text not null default 'success'
                   check (status in ('running', 'success', 'error', 'pending_approval', 'skipped', 'unknown')),
-  input           jsonb not null default '{}',
-  output          jsonb,
-  error_message   text,
-  error_class     text not null default '',
-  model           text not null default '',
-  token_usage     jsonb not null default '{}',
-  cost_usd        numeric(14,6) not null default 0,
-  duration_ms     bigint,
-  idempotency_key text not null default '',
-  thread_id       text,
-  lane            text not null default '',
-  created_at      timestamptz not null default clock_timestamp(),
-  finished_at     timestamptz,
-  led_to          jsonb not null default '{}',
-  cause_id        uuid
+  input jsonb not null default '{}', output jsonb, error_message text,
+  error_class text not null default '', model text not null default '', token_usage jsonb not null default '{}',
+  cost_usd numeric(14,6) not null default 0, duration_ms bigint, idempotency_key text not null default '',
+  thread_id text, lane text not null default '', created_at timestamptz not null default clock_timestamp(),
+  finished_at timestamptz, led_to jsonb not null default '{}', cause_id uuid
 ) partition by range (id);
 create index agent_activity_conversation on agent_activity (conversation_id, created_at);
 comment on index agent_activity_conversation is 'Reads a trace by its older name.';
@@ -80,12 +63,8 @@ comment on column agent_activity.led_to is
 comment on column agent_activity.cause_id is 'The model call whose answer asked for this action.';
 
 create table agent_activity_open (
-  activity_id  uuid primary key,
-  execution_id uuid,
-  claim        bigint,
-  step         text not null default '',
-  kind         text not null,
-  started_at   timestamptz not null default clock_timestamp()
+  activity_id uuid primary key, execution_id uuid, claim bigint,
+  step text not null default '', kind text not null, started_at timestamptz not null default clock_timestamp()
 );
 create index agent_activity_open_execution on agent_activity_open (execution_id);
 comment on index agent_activity_open_execution is 'Finds the actions of an execution that are to be closed.';
@@ -100,9 +79,7 @@ comment on column agent_activity_open.kind is 'As in the log.';
 comment on column agent_activity_open.started_at is 'When it began.';
 
 create table agent_activity_retired (
-  partition  text primary key,
-  lower_id   uuid not null,
-  upper_id   uuid not null,
+  partition text primary key, lower_id uuid not null, upper_id uuid not null,
   decided_at timestamptz not null default clock_timestamp()
 );
 comment on table agent_activity_retired is
@@ -113,28 +90,14 @@ comment on column agent_activity_retired.upper_id is 'The end of its range.';
 comment on column agent_activity_retired.decided_at is 'When its removal began.';
 
 create table agent_activity_counts (
-  span              text not null check (span in ('hour', 'day')),
-  start             timestamptz not null,
-  kind              text not null,
-  skill             text not null,
-  surface           text not null,
-  model             text not null,
-  calls             bigint not null default 0,
-  successes         bigint not null default 0,
-  errors            bigint not null default 0,
-  pending_approval  bigint not null default 0,
-  skipped           bigint not null default 0,
-  unknown           bigint not null default 0,
-  worked            bigint not null default 0,
-  failed            bigint not null default 0,
-  prompt_tokens     bigint not null default 0,
-  completion_tokens bigint not null default 0,
-  tokens            bigint not null default 0,
-  cost_usd          numeric not null default 0,
-  duration_ms       bigint not null default 0,
-  unknown_tokens    bigint not null default 0,
-  unknown_usd       numeric not null default 0,
-  slowest           text not null default '',
+  span text not null check (span in ('hour', 'day')), start timestamptz not null, kind text not null,
+  skill text not null, surface text not null, model text not null,
+  calls bigint not null default 0, successes bigint not null default 0, errors bigint not null default 0,
+  pending_approval bigint not null default 0, skipped bigint not null default 0, unknown bigint not null default 0,
+  worked bigint not null default 0, failed bigint not null default 0, prompt_tokens bigint not null default 0,
+  completion_tokens bigint not null default 0, tokens bigint not null default 0, cost_usd numeric not null default 0,
+  duration_ms bigint not null default 0, unknown_tokens bigint not null default 0,
+  unknown_usd numeric not null default 0, slowest text not null default '',
   primary key (span, start, kind, skill, surface, model)
 ) with (fillfactor = 80);
 create index agent_activity_counts_skill on agent_activity_counts (skill, span, start);
@@ -168,11 +131,9 @@ comment on column agent_activity_counts.slowest is
   'The slowest call that counts for the health of the skill: 13 digits of milliseconds, then its trace. Empty: none.';
 
 create table agent_activity_counted (
-  single        boolean default true primary key check (single),
-  counted_upto  uuid not null default '00000000-0000-0000-0000-000000000000'::uuid,
-  candidate     uuid,
-  candidate_xid xid8,
-  looked        uuid not null default '00000000-0000-0000-0000-000000000000'::uuid
+  single boolean default true primary key check (single),
+  counted_upto uuid not null default '00000000-0000-0000-0000-000000000000'::uuid, candidate uuid, candidate_xid xid8,
+  looked uuid not null default '00000000-0000-0000-0000-000000000000'::uuid
 );
 comment on table agent_activity_counted is 'How far the counts have come. One row.';
 comment on column agent_activity_counted.single is 'Always true: there is one row.';
@@ -191,10 +152,8 @@ comment on table agent_activity_uncounted is
 comment on column agent_activity_uncounted.activity_id is 'The row of the log.';
 
 create table agent_activity_durations (
-  day    date not null,
-  skill  text not null,
-  bucket int not null,
-  calls  bigint not null,
+  day date not null, skill text not null, bucket int not null,
+  calls bigint not null,
   primary key (day, skill, bucket)
 ) with (fillfactor = 80);
 comment on table agent_activity_durations is
@@ -206,11 +165,8 @@ comment on column agent_activity_durations.bucket is
 comment on column agent_activity_durations.calls is 'Calls with such a duration.';
 
 create table agent_prompts (
-  activity_id uuid primary key,
-  tools       bytea,
-  messages    bytea[] not null,
-  options     jsonb not null default '{}',
-  created_at  timestamptz not null default now()
+  activity_id uuid primary key, tools bytea, messages bytea[] not null,
+  options jsonb not null default '{}', created_at timestamptz not null default now()
 );
 comment on table agent_prompts is 'The prompt of each model call, as digests of agent_prompt_parts.';
 comment on column agent_prompts.activity_id is 'The row of the model call in agent_activity.';
@@ -221,10 +177,8 @@ comment on column agent_prompts.options is
   'Other options of the request: effort, temperature, max_tokens, schema (its name), response_format.';
 
 create table agent_prompt_parts (
-  digest    bytea primary key check (length(digest) = 32),
-  body      text not null,
-  truncated boolean not null default false,
-  used_on   date not null default ((now() AT TIME ZONE 'UTC'))::date
+  digest bytea primary key check (length(digest) = 32), body text not null, truncated boolean not null default false,
+  used_on date not null default ((now() AT TIME ZONE 'UTC'))::date
 );
 create index agent_prompt_parts_use on agent_prompt_parts (used_on);
 comment on index agent_prompt_parts_use is 'Finds parts that no prompt may need any more.';
@@ -237,9 +191,7 @@ comment on column agent_prompt_parts.truncated is 'The body was cut, because it 
 comment on column agent_prompt_parts.used_on is 'The last day (UTC) on which a recorded prompt had the part.';
 
 create table agent_trace_links (
-  trace_id    text not null,
-  traceparent text not null,
-  created_at  timestamptz not null default clock_timestamp(),
+  trace_id text not null, traceparent text not null, created_at timestamptz not null default clock_timestamp(),
   primary key (trace_id, traceparent)
 );
 create index agent_trace_links_age on agent_trace_links (created_at);
@@ -249,12 +201,11 @@ comment on table agent_trace_links is
 comment on column agent_trace_links.traceparent is 'The W3C header, as it came.';
 
 create table agent_span_export (
-  single       boolean default true primary key check (single),
-  sent_upto    uuid not null default lanekeeper.agent_uuid7_floor(clock_timestamp()),
-  pending      uuid[] not null default '{}'::uuid[],
-  sender       text not null default '',
+  single boolean default true primary key check (single),
+  sent_upto uuid not null default lanekeeper.agent_uuid7_floor(clock_timestamp()),
+  pending uuid[] not null default '{}'::uuid[], sender text not null default '',
   sender_until timestamptz not null default '-infinity'::timestamptz,
-  updated_at   timestamptz not null default clock_timestamp()
+  updated_at timestamptz not null default clock_timestamp()
 ) with (fillfactor = 50);
 comment on table agent_span_export is
   'How far spans have been exported. One row. One process at a time sends, and moves sent_upto after the receiver''s '
@@ -271,49 +222,6 @@ insert into agent_activity_counted default values;
 insert into agent_span_export default values;
 
 -- Code
-
-drop function if exists lanekeeper.ensure_agent_activity_partitions(int);   -- its arguments were others
-drop function if exists lanekeeper.record_agent_prompt(uuid, bigint, text, bytea, bytea[], jsonb, bytea[], text[], boolean[]);
-
--- The months begin and end in UTC, whatever the time zone of the session. Missing ones are found by the ranges of the
--- partitions, not by their names.
-create or replace function lanekeeper.ensure_agent_activity_partitions(
-  p_months int default 3, p_at timestamptz default clock_timestamp()) returns int
-language plpgsql volatile as $$
-declare
-  piece record;
-  name text;
-  n int := 0;
-begin
-  perform pg_advisory_xact_lock(hashtextextended('activity partitions', 0));
-  for piece in
-    select to_char(m.month, '"agent_activity_"YYYY_MM') as name, s.id as lower_id,
-           least(m.upper_id, (select p.lower_id from agent_activity_partitions p where p.lower_id > s.id order by p.lower_id limit 1)) as upper_id
-      from (select t.month, lanekeeper.agent_uuid7_floor(t.month at time zone 'UTC') as lower_id,
-                   lanekeeper.agent_uuid7_floor((t.month + interval '1 month') at time zone 'UTC') as upper_id
-              from date_trunc('month', p_at at time zone 'UTC') this,
-                   generate_series(this - interval '1 month', this + make_interval(months => p_months), interval '1 month') t (month)) m
-     cross join lateral (select m.lower_id
-                         union
-                         select p.upper_id from agent_activity_partitions p where p.upper_id > m.lower_id and p.upper_id < m.upper_id) s (id)
-     where not exists (select from agent_activity_partitions p where p.lower_id <= s.id and s.id < p.upper_id)
-     order by s.id
-  loop
-    name := piece.name;
-    for i in 2 .. 1000 loop
-      exit when to_regclass(name) is null;
-      name := piece.name || '_' || i;
-    end loop;
-    -- Made first and then attached: `partition of` would wait for every reader of the log, and hold up every writer.
-    execute format('create table %I (like agent_activity including all) with (fillfactor = 80)', name);
-    execute format('alter table agent_activity attach partition %I for values from (%L) to (%L)', name, piece.lower_id, piece.upper_id);
-    n := n + 1;
-  end loop;
-  return n;
-end $$;
-comment on function lanekeeper.ensure_agent_activity_partitions is
-  'Make the monthly partitions that are missing, from the month before p_at to p_months after it. Many may call it at '
-  'once.';
 
 create or replace function lanekeeper.recover_agent_activity(p_execution_id uuid, p_claim bigint) returns void
 language plpgsql volatile as $$
@@ -335,25 +243,6 @@ end $$;
 comment on function lanekeeper.recover_agent_activity is
   'Close the calls that an earlier claim left in flight as unknown, and settle what they reserved. Phases stay '
   'open: the next claim goes on with them.';
-
-create or replace function lanekeeper.close_agent_activity(p_execution_id uuid, p_ended text) returns void
-language plpgsql volatile as $$
-begin
-  if not exists (select from agent_activity_open o where o.execution_id = p_execution_id) then
-    return;                                                  -- the rule, and cheaper than to look through the months of the log
-  end if;
-  with gone as (
-    delete from agent_activity_open o where o.execution_id = p_execution_id returning o.activity_id, o.kind)
-  update agent_activity a
-     set status = case when gone.kind = 'phase' then 'error' else 'unknown' end,
-         finished_at = clock_timestamp(), error_class = p_ended,
-         error_message = case when gone.kind = 'phase' then 'the execution ended ' || p_ended || ' in this phase'
-                              else 'the execution ended ' || p_ended || ' during the call; nobody knows whether it took effect' end,
-         duration_ms = (extract(epoch from clock_timestamp() - a.created_at) * 1000)::bigint
-    from gone where a.id = gone.activity_id and a.status = 'running';
-end $$;
-comment on function lanekeeper.close_agent_activity is
-  'Close what is still open in the log of an execution that ended.';
 
 create or replace function lanekeeper.agent_count_key(p_text text) returns text language sql immutable parallel safe as $$
   select case when octet_length(p_text) <= 300 then p_text else left(p_text, 60) || '… ' || md5(p_text) end
@@ -498,10 +387,9 @@ language sql stable security definer set search_path from current set enable_seq
             from many m left join lanekeeper.agent_skill_durations(p_since, array(select n.name from many n)) d on d.skill = m.name) x
 $$;
 comment on function lanekeeper.read_agent_skill_figures is
-  'How each skill that was called fared since a moment: calls that count, failures, failures in a row up to now, '
-  'durations, the slowest call. Skills are read call by call as long as those that are called least have p_read rows '
-  'of the log together. Beyond, counts are added up, and p50 and p95 are right to 2.5 per cent, over whole days '
-  '(UTC). Before the hour counts that are kept (35 days), it begins at the next midnight (UTC).';
+  'How each skill did since a moment: calls that count, failures, the present streak, durations, the slowest call. '
+  'Skills with few calls are read call by call, p_read rows in all. For the others counts are added up: p50 and p95 '
+  'are right to 2.5 per cent, over whole days (UTC). Before 35 days it begins at the next midnight.';
 
 create or replace function record_stale_agent_write(p_id uuid, p_lock_id text, p_write text, p_step text default '', p_output jsonb default null) returns boolean
 language plpgsql volatile security definer set search_path from current set enable_seqscan = off set jit = off as $$
@@ -583,25 +471,21 @@ comment on function lanekeeper.record_agent_prompt is
   'are not null. It never fails its transaction: problem says why nothing was recorded, missing how many parts are '
   'not there.';
 
-create or replace function lanekeeper.agent_activity_fence() returns trigger language plpgsql as $$
+create or replace function lanekeeper.agent_activity_written() returns trigger language plpgsql as $$
 begin
-  perform lanekeeper.fence_agent_execution(new.execution_id, new.claim);
-  return new;
-end $$;
-comment on function lanekeeper.agent_activity_fence is
-  'Refuse a row of the log whose claim is not the live one of its execution (SQLSTATE LK001).';
-
-create or replace trigger agent_activity_fence before insert on agent_activity
-  for each row when (new.claim is not null) execute function lanekeeper.agent_activity_fence();
-
-create or replace function lanekeeper.agent_activity_late() returns trigger language plpgsql as $$
-begin
-  insert into agent_activity_uncounted values (new.id) on conflict do nothing;
+  if new.claim is not null then
+    perform fence_agent_execution(new.execution_id, new.claim);
+  end if;
+  if new.id < lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '5 seconds') then
+    insert into agent_activity_uncounted values (new.id) on conflict do nothing;
+  end if;
   return null;
 end $$;
-comment on function lanekeeper.agent_activity_late is 'List a row with an old id, which the count may have passed.';
+comment on function lanekeeper.agent_activity_written is
+  'Refuse a row of the log whose claim is not the live one of its execution (SQLSTATE LK001), and list a row with an '
+  'old id, which the count may have passed.';
 
--- After the insert: by then its transaction has an xid. The comparison is all that an ordinary insert pays.
-create or replace trigger agent_activity_late after insert on agent_activity
-  for each row when (new.id < lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '5 seconds'))
-  execute function lanekeeper.agent_activity_late();
+-- After the insert: by then its transaction has an xid.
+create or replace trigger agent_activity_written after insert on agent_activity for each row
+  when (new.claim is not null or new.id < lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '5 seconds'))
+  execute function lanekeeper.agent_activity_written();

@@ -4,22 +4,14 @@
 -- are queued and sent when the lane is free. agent_thread_access lists who else may read and write in a thread.
 
 create table agent_threads (
-  id              text primary key check ((id ~ '^[^[:cntrl:]]{1,200}$') AND (id ~ '[^[:space:]]')),
-  channel         text not null check (channel <> ''),
-  agent           text not null default 'agent',
-  owner           text not null default '',
-  participant     text not null default '',
-  next_seq        bigint not null default 1,
-  summary         text not null default '',
-  summary_through bigint not null default 0,
-  created_at      timestamptz not null default clock_timestamp(),
-  updated_at      timestamptz not null default clock_timestamp(),
-  target          text not null default '',
-  idle_seconds    int not null default 600 check ((idle_seconds >= 1) AND (idle_seconds <= 2592000)),
-  watched_until   timestamptz not null default '1970-01-01 00:00:00+00'::timestamptz,
-  owner_kind      text not null default '',
-  visitor         text not null default '',
-  name            text not null default '',
+  id text primary key check ((id ~ '^[^[:cntrl:]]{1,200}$') AND (id ~ '[^[:space:]]')),
+  channel text not null check (channel <> ''), agent text not null default 'agent', owner text not null default '',
+  participant text not null default '', next_seq bigint not null default 1, summary text not null default '',
+  summary_through bigint not null default 0, created_at timestamptz not null default clock_timestamp(),
+  updated_at timestamptz not null default clock_timestamp(), target text not null default '',
+  idle_seconds int not null default 600 check ((idle_seconds >= 1) AND (idle_seconds <= 2592000)),
+  watched_until timestamptz not null default '1970-01-01 00:00:00+00'::timestamptz,
+  owner_kind text not null default '', visitor text not null default '', name text not null default '',
   constraint agent_threads_check check ((summary_through >= 0) AND (summary_through < next_seq)),
   constraint agent_threads_owner_kind check (owner_kind in ('', 'key', 'visitor', 'flow', 'webhook', 'channel', 'admin'))
 ) with (fillfactor = 70);
@@ -53,21 +45,13 @@ comment on column agent_threads.visitor is 'For owner_kind visitor: SHA-256 of t
 comment on column agent_threads.name is 'The public name, scoped by the owner. Empty: the id is the name.';
 
 create table agent_documents (
-  id           uuid default lanekeeper.agent_uuid7() primary key,
-  name         text not null check ((name <> '') AND (name !~ '[[:cntrl:]/\\]')),
-  content_type text not null check (content_type <> ''),
-  size         bigint not null check (size > 0),
-  sha256       bytea not null check (octet_length(sha256) = 32),
-  is_text      boolean not null,
-  content      bytea not null,
-  thread_id    text references agent_threads(id) on delete cascade,
-  execution_id uuid,
-  trace_id     text not null default '',
-  owner_kind   text not null check (owner_kind in ('admin', 'key', 'visitor')),
-  owner        text not null,
-  visitor      text not null default '',
-  created_at   timestamptz not null default clock_timestamp(),
-  expires_at   timestamptz,
+  id uuid default lanekeeper.agent_uuid7() primary key,
+  name text not null check ((name <> '') AND (name !~ '[[:cntrl:]/\\]')),
+  content_type text not null check (content_type <> ''), size bigint not null check (size > 0),
+  sha256 bytea not null check (octet_length(sha256) = 32), is_text boolean not null, content bytea not null,
+  thread_id text references agent_threads(id) on delete cascade, execution_id uuid, trace_id text not null default '',
+  owner_kind text not null check (owner_kind in ('admin', 'key', 'visitor')), owner text not null,
+  visitor text not null default '', created_at timestamptz not null default clock_timestamp(), expires_at timestamptz,
   constraint agent_documents_check check (octet_length(content) = size),
   constraint agent_documents_check1 check ((owner_kind = 'visitor') = (visitor <> '')),
   constraint agent_documents_check2 check ((expires_at IS NULL) OR ((thread_id IS NULL) AND (execution_id IS NULL)))
@@ -104,20 +88,13 @@ comment on column agent_documents.visitor is 'For a visitor: SHA-256 of the secr
 comment on column agent_documents.expires_at is 'When an upload goes that no message has used. Null: it stays.';
 
 create table agent_thread_access (
-  id           uuid default lanekeeper.agent_uuid7() primary key,
-  thread_id    text not null references agent_threads(id) on delete cascade,
-  kind         text not null check (kind in ('key', 'visitor', 'flow', 'webhook', 'token')),
-  owner        text not null default '',
-  visitor      text not null default '',
-  name         text not null default '',
-  token_digest bytea unique,
-  reusable     boolean not null default false,
-  execution_id uuid,
-  expires_at   timestamptz,
-  used_at      timestamptz,
-  joined_with  uuid references agent_thread_access(id) on delete cascade,
-  created_by   text not null default '',
-  created_at   timestamptz not null default clock_timestamp(),
+  id uuid default lanekeeper.agent_uuid7() primary key,
+  thread_id text not null references agent_threads(id) on delete cascade,
+  kind text not null check (kind in ('key', 'visitor', 'flow', 'webhook', 'token')), owner text not null default '',
+  visitor text not null default '', name text not null default '', token_digest bytea unique,
+  reusable boolean not null default false, execution_id uuid, expires_at timestamptz,
+  used_at timestamptz, joined_with uuid references agent_thread_access(id) on delete cascade,
+  created_by text not null default '', created_at timestamptz not null default clock_timestamp(),
   constraint agent_thread_access_check check ((kind = 'token') = (token_digest IS NOT NULL))
 );
 create index agent_thread_access_joined on agent_thread_access (joined_with) where joined_with is not null;
@@ -143,27 +120,16 @@ comment on column agent_thread_access.joined_with is
 comment on column agent_thread_access.created_by is 'The person or program that granted it.';
 
 create table agent_messages (
-  id              uuid default lanekeeper.agent_uuid7() primary key,
-  thread_id       text not null references agent_threads(id) on delete cascade,
-  seq             bigint check (seq > 0),
-  turn            bigint,
-  role            text not null check (role in ('user', 'assistant', 'system', 'tool')),
-  content         text not null,
-  channel         text not null default '',
-  execution_id    uuid,
-  trace_id        text not null default '',
+  id uuid default lanekeeper.agent_uuid7() primary key,
+  thread_id text not null references agent_threads(id) on delete cascade, seq bigint check (seq > 0), turn bigint,
+  role text not null check (role in ('user', 'assistant', 'system', 'tool')), content text not null,
+  channel text not null default '', execution_id uuid, trace_id text not null default '',
   status          text not null
                   check (status in ('queued', 'sending', 'sent', 'delivered', 'received', 'failed', 'withdrawn')),
-  interrupted     boolean not null default false,
-  tokens          int not null default 0,
-  attempts        int not null default 0,
-  error_message   text,
-  created_at      timestamptz not null default clock_timestamp(),
-  sent_at         timestamptz,
-  target          text not null default '',
-  dedupe_key      text,
-  next_attempt_at timestamptz,
-  delivered_at    timestamptz,
+  interrupted boolean not null default false, tokens int not null default 0, attempts int not null default 0,
+  error_message text, created_at timestamptz not null default clock_timestamp(), sent_at timestamptz,
+  target text not null default '', dedupe_key text, next_attempt_at timestamptz,
+  delivered_at timestamptz,
   constraint agent_messages_order unique (thread_id, seq),
   constraint agent_messages_check check ((turn > 0) AND (turn <= seq)),
   constraint agent_messages_check1 check ((seq IS NULL) = (turn IS NULL)),
@@ -207,11 +173,8 @@ comment on column agent_messages.next_attempt_at is
 comment on column agent_messages.delivered_at is 'When the channel confirmed it.';
 
 create table agent_message_drafts (
-  execution_id uuid primary key,
-  claim        bigint not null,
-  content      text not null,
-  settled      int not null default 0,
-  updated_at   timestamptz not null default clock_timestamp()
+  execution_id uuid primary key, claim bigint not null, content text not null,
+  settled int not null default 0, updated_at timestamptz not null default clock_timestamp()
 ) with (fillfactor = 50);
 comment on table agent_message_drafts is
   'The answer of a turn under way. Other processes show it; the turn goes on with it elsewhere; an interruption cuts '
@@ -221,12 +184,11 @@ comment on column agent_message_drafts.content is 'The text so far.';
 comment on column agent_message_drafts.settled is 'How many characters of it will not change.';
 
 create table agent_message_images (
-  message_id uuid not null references agent_messages(id) on delete cascade,
-  place      int not null check (place > 0),
-  url        text check ((url ~~ 'https://%') AND (length(url) <= 2048)),
+  message_id uuid not null references agent_messages(id) on delete cascade, place int not null check (place > 0),
+  url text check ((url ~~ 'https://%') AND (length(url) <= 2048)),
   media_type text check (media_type in ('image/png', 'image/jpeg', 'image/gif', 'image/webp')),
-  data       bytea check ((octet_length(data) >= 1) AND (octet_length(data) <= 5242880)),
-  detail     text not null default '' check (detail in ('', 'low', 'high', 'auto')),
+  data bytea check ((octet_length(data) >= 1) AND (octet_length(data) <= 5242880)),
+  detail text not null default '' check (detail in ('', 'low', 'high', 'auto')),
   primary key (message_id, place),
   constraint agent_message_images_check check ((url IS NULL) = (data IS NOT NULL)),
   constraint agent_message_images_check1 check ((media_type IS NULL) = (data IS NULL))
@@ -242,16 +204,13 @@ comment on column agent_message_images.data is 'The image, where the client sent
 comment on column agent_message_images.detail is 'How closely the model is to look, as the client says.';
 
 create table agent_chat_requests (
-  id           uuid default lanekeeper.agent_uuid7() primary key,
-  fingerprint  bytea not null,
-  execution_id uuid not null,
-  connection   text not null check (connection <> ''),
-  worker       uuid not null,
-  attempt      int not null default 0 check (attempt >= 0),
-  state        text not null default 'open' check (state in ('open', 'left', 'delivered')),
-  created_at   timestamptz not null default clock_timestamp(),
-  changed_at   timestamptz not null default clock_timestamp(),
-  expires_at   timestamptz not null default (clock_timestamp() + '00:15:00'::interval)
+  id uuid default lanekeeper.agent_uuid7() primary key, fingerprint bytea not null, execution_id uuid not null,
+  connection text not null check (connection <> ''), worker uuid not null,
+  attempt int not null default 0 check (attempt >= 0),
+  state text not null default 'open' check (state in ('open', 'left', 'delivered')),
+  created_at timestamptz not null default clock_timestamp(),
+  changed_at timestamptz not null default clock_timestamp(),
+  expires_at timestamptz not null default (clock_timestamp() + '00:15:00'::interval)
 );
 create index agent_chat_requests_expiry on agent_chat_requests (expires_at);
 comment on index agent_chat_requests_expiry is 'Finds rows that are to go.';
@@ -273,9 +232,8 @@ comment on column agent_chat_requests.expires_at is 'When the row goes.';
 
 -- Code
 
--- Who has fenced a write by the token of a thread's lane, and then speaks in the thread, met who takes the thread in a deadlock: one had
--- the row of the lane and wanted the advisory lock, the other had that and waited for the row. Now nobody waits for the row under the
--- advisory lock, unless the row came in that moment.
+-- Nobody waits for the row of a lane under the advisory lock, unless the row was inserted in that moment: a write under
+-- the token holds the row and then takes the advisory lock.
 
 create or replace function lanekeeper.lock_agent_thread(p_thread text, p_wait boolean default true) returns boolean
 language plpgsql volatile as $$
@@ -313,7 +271,7 @@ end $$;
 comment on function lanekeeper.lock_agent_thread is
   'Lock the lane and the row of a thread. Without waiting it answers false when somebody else works on them.';
 
-create or replace function lanekeeper.place_agent_message(p_id uuid) returns bigint
+create or replace function lanekeeper.append_agent_message(p_id uuid) returns bigint
 language plpgsql volatile as $$
 declare
   m record;
@@ -342,9 +300,7 @@ begin
   end if;
   return place;
 end $$;
-comment on function lanekeeper.place_agent_message is 'Give a message its place in its thread, whose row the caller has locked.';
-
--- A message of an execution is refused in a thread that its flow may not join.
+comment on function lanekeeper.append_agent_message is 'Give a message its place in its thread, whose row the caller has locked.';
 
 create or replace function lanekeeper.send_agent_message(p_thread text, p_execution_id uuid, p_claim bigint, p_content text,
                                    p_channel text default null, p_target text default '', p_tokens int default 0)
@@ -361,7 +317,7 @@ begin
   acquired := false;
   if p_execution_id is not null then
     perform 1 from agent_executions x where x.id = p_execution_id and x.inherits for no key update;    -- for a loan; before lanes
-    perform lanekeeper.fence_agent_execution(p_execution_id, p_claim);
+    perform fence_agent_execution(p_execution_id, p_claim);
     if not lanekeeper.agent_flow_may_join(p_thread, null, p_execution_id) then
       raise exception 'there is no thread %', quote_literal(p_thread) using errcode = 'P0002';    -- another owner's is not told apart
     end if;
@@ -384,7 +340,7 @@ begin
   elsif live and p_execution_id is not null then
     select b.acquired, b.lender into mine, lender from lanekeeper.lend_agent_lock(lane_, p_execution_id, p_claim, t.idle) b;
   elsif not live and not exists (select from agent_messages m where m.thread_id = p_thread and m.status = 'queued') then
-    if p_execution_id is null then mine := lanekeeper.agent_lock_holder(lane_) is null;
+    if p_execution_id is null then mine := not exists (select from lanekeeper.agent_lock_holders h where h.lane = lane_);
     else
       stale_holder := nullif(held.locked_by, '');
       stale_ms := case when stale_holder <> '' then extract(epoch from clock_timestamp() - held.expires_at + make_interval(secs => held.ttl_seconds)) * 1000 end;
@@ -392,17 +348,18 @@ begin
       acquired := mine and lender is null;
     end if;
   end if;
-  mine := mine and lanekeeper.agent_thread_own(p_thread, p_execution_id) is null;               -- its own earlier ones leave first
+  mine := mine and not exists (                              -- its own earlier ones leave first
+    select from lanekeeper.agent_queued_messages q where q.thread_id = p_thread and q.speaker = p_execution_id);
   insert into agent_messages as m (thread_id, role, content, channel, target, execution_id, trace_id, status, tokens)
   values (p_thread, 'assistant', p_content, p_channel, p_target, p_execution_id, coalesce((
     select x.trace_id from agent_executions x where x.id = p_execution_id), ''), 'queued', coalesce(p_tokens, 0)) returning m.id into message_id;
-  if mine then seq := lanekeeper.place_agent_message(message_id);
+  if mine then seq := lanekeeper.append_agent_message(message_id);
   else
     perform lanekeeper.flush_agent_thread(p_thread);                    -- what may leave; it may be among that
     select m.seq into seq from agent_messages m where m.id = message_id;
   end if;
   queued := seq is null;
-  holder := case when queued then lanekeeper.agent_lock_holder(lane_) end;
+  holder := case when queued then (select h.holder from lanekeeper.agent_lock_holders h where h.lane = lane_) end;
   return next;
 end $$;
 comment on function lanekeeper.send_agent_message is
@@ -411,29 +368,24 @@ comment on function lanekeeper.send_agent_message is
   'and leaves first-in-first-out. Without a channel it is the thread''s, or chat. lender is set when the lane '
   'was borrowed just now, stale_holder when it was taken from one whose lease had ended.';
 
-create or replace function lanekeeper.agent_thread_own(p_thread text, p_holder uuid) returns uuid
-language sql volatile as $$
-  select m.id from agent_messages m left join agent_executions x on x.id = m.execution_id
-   where m.thread_id = p_thread and m.status = 'queued'
-     and (m.execution_id = p_holder or x.inherits and x.completed_at is not null and (
-            with recursive line as (                         -- it, and those between that have ended, too
-              select x.parent_id
-              union all
-              select y.parent_id from line l join agent_executions y on y.id = l.parent_id
-               where l.parent_id <> p_holder and y.inherits and y.completed_at is not null)
-            select exists (select from line l where l.parent_id = p_holder)))
-   order by m.id limit 1
-$$;
-comment on function lanekeeper.agent_thread_own is
-  'The first queued message that leaves in the name of a holder: its own, or that of a child that it had waited '
-  'for and that has ended.';
+create or replace view lanekeeper.agent_queued_messages as
+select m.id, m.thread_id, h.id as speaker from agent_messages m cross join lateral (
+  with recursive line as (
+    select m.execution_id as id
+    union all
+    select x.parent_id from line l join agent_executions x on x.id = l.id where x.inherits and x.completed_at is not null)
+  select l.id from line l) h
+ where m.status = 'queued';
+comment on view lanekeeper.agent_queued_messages is
+  'In whose name a queued message leaves: that of its execution or, after the end of a child, of the parent that had '
+  'waited for it. Restrict it by thread.';
 
 create or replace function lanekeeper.agent_thread_next(p_thread text, p_live boolean, p_holder uuid) returns uuid
 language sql volatile as $$
   select case when not p_live then
     (select m.id from agent_messages m where m.thread_id = p_thread and m.status = 'queued' order by m.id limit 1)
   else coalesce(
-    lanekeeper.agent_thread_own(p_thread, p_holder),
+    (select q.id from lanekeeper.agent_queued_messages q where q.thread_id = p_thread and q.speaker = p_holder order by q.id limit 1),
     (select m.id from agent_messages m join agent_executions x on x.id = m.execution_id
       where m.thread_id = p_thread and m.status = 'queued' and x.inherits and x.completed_at is null
         and lanekeeper.agent_lenders(x.id, p_holder, true) is not null order by m.id limit 1))
@@ -448,10 +400,11 @@ language plpgsql volatile as $$
 declare
   lane_ text := 'thread:' || p_thread;
   head uuid;
-  of uuid;
-  who agent_executions;
+  who agent_executions;             -- whose message it is
+  asks boolean;                     -- it waits for the answer
   held agent_locks;
   live boolean;
+  idle int;
   n int := 0;
 begin
   for tries in 1..p_limit loop
@@ -459,88 +412,40 @@ begin
     live := found and held.expires_at > clock_timestamp();
     head := lanekeeper.agent_thread_next(p_thread, live, held.execution_id);
     exit when head is null;
-    select m.execution_id into of from agent_messages m where m.id = head;
-    who := null;
-    if of is not null then
-      -- Executions before lanes. One that is being claimed or ended now is left to the next call.
-      select x.* into who from agent_executions x where x.id = of for no key update skip locked;
-      exit when not found and exists (select from agent_executions x where x.id = of);
-    end if;
+    -- Executions before lanes. One that is being claimed or ended now is left to the next call.
+    select x.* into who from agent_messages m join agent_executions x on x.id = m.execution_id where m.id = head for no key update of x skip locked;
+    exit when not found and exists (select from agent_messages m join agent_executions x on x.id = m.execution_id where m.id = head);
     exit when not lanekeeper.lock_agent_thread(p_thread, p_wait);
     select l.* into held from agent_locks l where l.lane = lane_;
     live := found and held.expires_at > clock_timestamp();
     continue when head is distinct from lanekeeper.agent_thread_next(p_thread, live, held.execution_id);    -- it has changed meanwhile
-    exit when not lanekeeper.acquire_agent_thread(p_thread, who, live, held.execution_id);
-    -- An answer that comes in this moment must find the wait begun, or the question not yet out.
-    exit when who.status = 'waiting' and who.waiting_data ->> 'queued_message' = head::text
-      and not pg_try_advisory_xact_lock(hashtextextended('wait response ' || p_thread, 0));
-    perform lanekeeper.place_agent_message(head);
-    n := n + 1;
-    if who.status = 'waiting' and who.waiting_data ->> 'queued_message' = head::text then
-      update agent_executions x                             -- its question is out: now it waits for the answer
-         set waiting_until = clock_timestamp() + make_interval(secs => (who.waiting_data ->> 'timeout_seconds')::float8),
-             waiting_data = x.waiting_data - 'queued_message' - 'timeout_seconds'
-       where x.id = who.id;
+    if who.id is null or who.completed_at is not null then   -- in a thread that is held, it leaves in the holder's name
+      exit when not live and exists (select from lanekeeper.agent_lock_holders h where h.lane = lane_);
+    elsif not live or held.execution_id is distinct from who.id then
+      select t.idle_seconds into idle from agent_threads t where t.id = p_thread;
+      exit when live and who.status = 'running' and not exists (                      -- it borrows when somebody runs it
+        select from agent_workers w where w.id = who.claimed_by and w.expires_at > clock_timestamp());
+      exit when not (case when live then (select b.acquired from lanekeeper.lend_agent_lock(lane_, who.id, who.claim, idle) b)
+                          else (select a.acquired from lanekeeper.acquire_agent_lock(lane_, who.id || '#' || who.claim, idle) a) end);
+      update agent_locks l set parked = true, expires_at = '9000-01-01 00:00+00',
+             fencing_token = greatest(l.fencing_token + 1, (extract(epoch from clock_timestamp()) * 1000000)::bigint)
+       where l.lane = lane_ and who.status = 'waiting';
     end if;
+    -- An answer that comes in this moment must find the wait begun, or the question not yet out.
+    asks := who.status = 'waiting' and who.waiting_data ->> 'queued_message' = head::text;
+    exit when asks and not pg_try_advisory_xact_lock(hashtextextended('wait response ' || p_thread, 0));
+    perform lanekeeper.append_agent_message(head);
+    n := n + 1;
+    update agent_executions x
+       set waiting_until = clock_timestamp() + make_interval(secs => (who.waiting_data ->> 'timeout_seconds')::float8),
+           waiting_data = x.waiting_data - 'queued_message' - 'timeout_seconds'
+     where x.id = who.id and asks;
   end loop;
   return n;
 end $$;
 comment on function lanekeeper.flush_agent_thread is
   'Send what is queued in a thread and may leave now, in its order, at most p_limit messages. Called whenever '
   'the thread changes hands. Without p_wait it does nothing where somebody else works on the thread.';
-
-create or replace function lanekeeper.acquire_agent_thread(p_thread text, p_who agent_executions, p_live boolean, p_holder uuid) returns boolean
-language plpgsql volatile as $$
-declare
-  lane_ constant text := 'thread:' || p_thread;
-  idle constant int := coalesce((select t.idle_seconds from agent_threads t where t.id = p_thread), 600);
-begin
-  if p_live and p_holder = p_who.id then
-    return true;
-  elsif p_who.id is null or p_who.completed_at is not null then
-    return p_live or lanekeeper.agent_lock_holder(lane_) is null;      -- of a thread that is held, its message leaves in the holder's name
-  elsif p_live and p_who.status = 'running' and not exists (
-       select from agent_workers w where w.id = p_who.claimed_by and w.expires_at > clock_timestamp()) then
-    return false;                                            -- it borrows when somebody runs it
-  elsif not (case when p_live then (select b.acquired from lanekeeper.lend_agent_lock(lane_, p_who.id, p_who.claim, idle) b)
-                  else (select a.acquired from lanekeeper.acquire_agent_lock(lane_, p_who.id || '#' || p_who.claim, idle) a) end) then
-    return false;
-  end if;
-  if p_who.status = 'waiting' then
-    update agent_locks l set parked = true, expires_at = '9000-01-01 00:00+00',
-           fencing_token = lanekeeper.agent_lock_token(l.fencing_token, clock_timestamp())
-     where l.lane = lane_;
-  end if;
-  return true;
-end $$;
-comment on function lanekeeper.acquire_agent_thread is
-  'Acquire the lane of a thread for the execution whose queued message leaves; for flush_agent_thread.';
-
-create or replace function lanekeeper.flush_agent_threads(p_limit int default 500) returns int
-language plpgsql volatile as $$
-declare
-  q record;
-  n int := 0;
-begin
-  for q in
-    with recursive due as (                                  -- each thread once, by an index of what is queued alone
-      (select m.thread_id from agent_messages m where m.status = 'queued' order by m.thread_id limit 1)
-      union all
-      select (select m.thread_id from agent_messages m where m.status = 'queued' and m.thread_id > d.thread_id
-               order by m.thread_id limit 1) from due d where d.thread_id is not null)
-    select d.thread_id from due d left join agent_locks l on l.lane = 'thread:' || d.thread_id and l.expires_at > clock_timestamp()
-     where d.thread_id is not null
-       and (l.lane is null or exists (
-         select from agent_messages m join agent_executions x on x.id = m.execution_id
-          where m.thread_id = d.thread_id and m.status = 'queued' and (x.id = l.execution_id or x.inherits)))
-     order by random() limit p_limit                         -- one that cannot leave holds up no other
-  loop
-    n := n + lanekeeper.flush_agent_thread(q.thread_id, 100, false);
-  end loop;
-  return n;
-end $$;
-comment on function lanekeeper.flush_agent_threads is
-  'flush_agent_thread for every thread where something may leave. For the sweep: it waits for nobody.';
 
 create or replace function lanekeeper.receive_agent_message(p_thread text, p_content text, p_channel text default 'chat', p_data jsonb default '{}',
                                       p_id text default null, p_execution_id uuid default null, p_tokens int default 0)
@@ -554,7 +459,7 @@ declare
   came record;
   first_ boolean := true;
 begin
-  perform lanekeeper.agent_wait_lock('response', p_thread);            -- before executions, lanes and the thread
+  perform pg_advisory_xact_lock(hashtextextended('wait response ' || p_thread, 0));            -- before executions, lanes and the thread
   if p_id is not null then
     select v.id, v.data into came from agent_events v where v.external_id = p_id and v.event = 'MESSAGE_RECEIVED' and v.key = p_thread;
     if found then                                           -- it counts once
@@ -596,108 +501,7 @@ comment on function lanekeeper.receive_agent_message is
   'with message_id, thread_id, content and channel. Rows: the message, and each execution it woke (null when '
   'none). The same p_id counts once.';
 
-create or replace function lanekeeper.withdraw_agent_messages(p_execution_id uuid) returns void language sql volatile as $$
-  with gone as (
-    update agent_messages m set status = 'withdrawn' where m.execution_id = p_execution_id and m.status = 'queued' returning m.thread_id)
-  select pg_notify('agent_threads', g.thread_id) from (select distinct thread_id from gone) g
-$$;
-comment on function lanekeeper.withdraw_agent_messages is
-  'Take back what a cancelled execution has queued. What stood behind it may leave.';
-
--- Whoever waits for the words of a worker outside does not wait while no worker has the run.
-
-create or replace function lanekeeper.agent_thread_busy(p_thread text, p_execution_id uuid, p_except text[]) returns boolean
-language plpgsql volatile as $$
-declare
-  id_ uuid := p_execution_id;
-  seen uuid[] := '{}';
-  x record;
-begin
-  while id_ is not null and id_ <> all (seen) loop
-    seen := seen || id_;
-    select e.id, e.status, e.waiting_for, e.waiting_key, e.completed_at, e.outside, e.claimed_by, e.updated_at into x from agent_executions e where e.id = id_;
-    if x.completed_at is not null or x.id is null then        -- who has the thread now goes on
-      id_ := (select l.execution_id from agent_locks l join agent_executions e on e.id = l.execution_id
-               where l.lane = 'thread:' || p_thread and l.expires_at > clock_timestamp() and e.completed_at is null
-                 and e.flow <> all (p_except));
-      continue;
-    elsif x.outside and x.status <> 'waiting' then            -- a worker that is away says nothing; one that follows takes the run soon
-      return x.updated_at > clock_timestamp() - interval '1 second'
-          or exists (select from agent_workers w where w.id = x.claimed_by and w.expires_at > clock_timestamp());
-    elsif x.status <> 'waiting' then
-      return true;
-    elsif x.waiting_for <> 'agent' then
-      return false;
-    end if;
-    id_ := lanekeeper.agent_uuid(x.waiting_key);                        -- its child speaks for it
-    if exists (select from agent_executions e where e.id = id_ and e.completed_at is not null) then
-      return true;                                           -- and is woken next
-    end if;
-  end loop;
-  return false;
-end $$;
-comment on function lanekeeper.agent_thread_busy is
-  'Whether more may come in a thread without anything from outside: an execution, or those it waits for, are at '
-  'work.';
-
-create or replace function lanekeeper.clean_agent_threads(p_overdue interval default '0', p_unwanted interval default '0')
-returns table (thread_id text, locked_by text, execution_id uuid, idle_seconds bigint)
-language plpgsql volatile as $$
-#variable_conflict use_column
-declare
-  l agent_locks;
-  lane_ text;
-begin
-  for lane_ in
-    select k.lane from agent_locks k
-     where k.lane like 'thread:%' and k.locked_by <> '' and not k.parked
-       and (k.expires_at <= clock_timestamp() - p_overdue
-            and (k.expires_at <= clock_timestamp() - p_unwanted or exists (
-              select from agent_messages m where m.thread_id = substr(k.lane, 8) and m.status = 'queued'))
-            or k.execution_id is not null and not exists (
-              select from agent_executions x where x.id = k.execution_id and x.completed_at is null))
-     order by k.lane
-  loop
-    -- Look again under the lock: it may have been taken over since.
-    select k.* into l from agent_locks k where k.lane = lane_ for update skip locked;
-    continue when not found or l.locked_by = '' or l.parked
-      or l.expires_at > clock_timestamp() - p_overdue and (l.execution_id is null or exists (
-           select from agent_executions x where x.id = l.execution_id and x.completed_at is null));
-    thread_id := substr(l.lane, 8);
-    locked_by := l.locked_by;
-    execution_id := l.execution_id;
-    idle_seconds := extract(epoch from clock_timestamp() - l.expires_at + make_interval(secs => l.ttl_seconds));
-    if lanekeeper.return_agent_lock(l.lane) is null then
-      perform lanekeeper.clear_agent_lock(l.lane, 'expired');
-    end if;
-    return next;
-  end loop;
-end $$;
-comment on function lanekeeper.clean_agent_threads is
-  'Free the threads whose holder has ended, is gone, or has not sent anything for the time of the lease, and '
-  'p_overdue longer; where no message waits for that, p_unwanted longer, so that a stale thread is seen, and '
-  'who sends in it next takes it over and says so. The sweep does it, too.';
-
-create or replace function lanekeeper.agent_patience(p_child uuid) returns timestamptz
-language sql stable as $$
-  with recursive line as (
-    select x.waiting_until, x.waiting_for, x.waiting_key, x.waiting_data, 1 as depth
-      from agent_executions x where x.id = p_child and x.status = 'waiting'
-    union all
-    select c.waiting_until, c.waiting_for, c.waiting_key, c.waiting_data, l.depth + 1
-      from line l join agent_executions c on c.id = lanekeeper.agent_uuid(l.waiting_key) and c.status = 'waiting'
-     where l.waiting_for = 'agent' and l.waiting_data ->> 'patient' = 'true' and l.depth < 100)
-  select max(waiting_until) + interval '1 hour' from line
-$$;
-comment on function lanekeeper.agent_patience is
-  'Until when somebody waits for a child without having said how long, while the child itself waits: that long, '
-  'and the standard time after it. Null when the child does not wait.';
-
---
--- A child that took its parent's thread while the parent waited, and not from the parent, kept it when the parent's time was up: whatever the
--- parent said then stood in the queue behind a child that might wait for days.
-
-create or replace function lanekeeper.recall_agent_thread(p_parent uuid, p_child uuid) returns void
+create or replace function lanekeeper.return_agent_threads(p_parent uuid, p_child uuid) returns void
 language plpgsql volatile set enable_seqscan = off set jit = off as $$
 declare
   l record;
@@ -716,7 +520,7 @@ begin
     perform lanekeeper.return_agent_lock(l.lane, p_parent);         -- as if it had been lent
   end loop;
 end $$;
-comment on function lanekeeper.recall_agent_thread is
+comment on function lanekeeper.return_agent_threads is
   'Give a parent, which does not wait any longer for a child that goes on, the threads that it speaks in and '
   'that the child has taken meanwhile.';
 
@@ -729,17 +533,14 @@ begin
 end $$;
 comment on function lanekeeper.agent_thread_id is 'The id of the thread that an owner begins under a name.';
 
-create or replace function lanekeeper.agent_thread_had_flows(p_thread text) returns boolean
-language sql stable as $$
-  select exists (
-    select from agent_threads t
-     where t.id = p_thread and t.owner_kind = ''
-       and (t.owner = '' or t.channel <> 'chat' or exists (
-         select from agent_messages m join agent_executions x on x.id = m.execution_id
-          where m.thread_id = t.id and m.role = 'assistant' and x.flow not in ('chat', 'chat_relay', 'chat_summary'))))
-$$;
-comment on function lanekeeper.agent_thread_had_flows is
-  'Whether flows have used a thread that an earlier release began. They may go on.';
+create or replace view lanekeeper.agent_flow_threads as
+select t.id from agent_threads t
+ where t.owner_kind = ''
+   and (t.owner = '' or t.channel <> 'chat' or exists (
+     select from agent_messages m join agent_executions x on x.id = m.execution_id
+      where m.thread_id = t.id and m.role = 'assistant' and x.flow not in ('chat', 'chat_relay', 'chat_summary')));
+comment on view lanekeeper.agent_flow_threads is
+  'Threads without a kind of owner that flows have used. Flows may go on with them.';
 
 create or replace function lanekeeper.agent_thread_for(p_kind text, p_owner text, p_visitor text, p_name text) returns text
 language plpgsql stable as $$
@@ -764,7 +565,7 @@ begin
       when p_kind = 'visitor' then t.channel = 'chat' and t.owner = p_owner and p_owner <> '' and t.id ~ '^th_[0-9A-HJKMNP-TV-Z]{26}$'
       when p_kind = 'webhook' then exists (
         select from agent_messages m join agent_executions x on x.id = m.execution_id where m.thread_id = t.id and x.trace_id like 'wh\_%')
-      else lanekeeper.agent_thread_had_flows(t.id) end)
+      else exists (select from lanekeeper.agent_flow_threads f where f.id = t.id) end)
     then
       return t.id;
     end if;
@@ -775,65 +576,3 @@ comment on function lanekeeper.agent_thread_for is
   'The id of the thread that a principal means by a name. Null: it has none, whoever else may have one of that '
   'name.';
 
-create or replace function lanekeeper.let_into_agent_thread(p_thread text, p_kind text, p_owner text, p_visitor text, p_name text, p_by text) returns uuid
-language plpgsql volatile as $$
-declare
-  a agent_thread_access;
-begin
-  perform 1 from agent_threads t where t.id = p_thread for key share;
-  if not found then
-    raise exception 'there is no thread %', quote_literal(p_thread) using errcode = 'P0002';
-  elsif p_kind is null or p_kind not in ('key', 'visitor', 'flow', 'webhook') or coalesce(p_owner, '') = '' then
-    raise exception 'a thread is opened to a key, a visitor, a flow or a webhook by name' using errcode = '22023';
-  end if;
-  if p_kind <> 'flow' and lanekeeper.agent_thread_for(p_kind, p_owner, p_visitor, p_name) <> p_thread then
-    raise exception '% % has another thread %', p_kind, p_owner, quote_literal(left(p_name, 40)) using errcode = '23505';
-  end if;
-  insert into agent_thread_access (thread_id, kind, owner, visitor, name, created_by)
-  values (p_thread, p_kind, p_owner, p_visitor, p_name, p_by) on conflict do nothing;
-  select x.* into a from agent_thread_access x
-   where x.kind = p_kind and x.owner = p_owner and x.visitor = p_visitor and x.name = p_name and x.kind <> 'token';
-  if a.thread_id <> p_thread then
-    raise exception '% % has another thread %', p_kind, p_owner, quote_literal(left(p_name, 40)) using errcode = '23505';
-  end if;
-  return a.id;
-end $$;
-comment on function lanekeeper.let_into_agent_thread is
-  'Open a thread to a key, a visitor, a flow or a webhook endpoint, who calls it by a name; of a flow the name '
-  'is the id. 23505: the name is taken there.';
-
-create or replace function lanekeeper.join_agent_thread(p_digest bytea, p_kind text, p_owner text, p_visitor text, p_name text, p_given boolean)
-returns table (thread_id text, name text)
-language plpgsql volatile as $$
-#variable_conflict use_column
-declare
-  k agent_thread_access;
-  known text;
-begin
-  select a.* into k from agent_thread_access a where a.token_digest = p_digest for update;
-  if not found or k.expires_at <= clock_timestamp()
-     or k.execution_id is not null and not exists (
-       select from agent_executions x where x.id = k.execution_id and x.completed_at is null) then
-    return;
-  end if;
-  -- Who has joined with it may present it again, whatever became of the token.
-  select a.name into known from agent_thread_access a
-   where a.joined_with = k.id and a.kind = p_kind and a.owner = p_owner and a.visitor = p_visitor
-     and (a.name = p_name or not p_given) order by a.id limit 1;
-  if known is not null then
-    return query select k.thread_id, known;
-    return;
-  elsif k.used_at is not null and not k.reusable then
-    return;
-  elsif lanekeeper.agent_thread_for(p_kind, p_owner, p_visitor, p_name) is not null then
-    raise exception 'the name % is taken by another thread of yours', quote_literal(left(p_name, 40)) using errcode = '23505';
-  end if;
-  update agent_thread_access a set used_at = clock_timestamp() where a.id = k.id;
-  insert into agent_thread_access (thread_id, kind, owner, visitor, name, joined_with, created_by)
-  values (k.thread_id, p_kind, p_owner, p_visitor, p_name, k.id, 'join token');
-  return query select k.thread_id, p_name;
-end $$;
-comment on function lanekeeper.join_agent_thread is
-  'Let the bearer of a join token into its thread, under a name of the bearer''s. No row: the token is unknown, '
-  'used, expired or revoked. A second try of the same bearer finds the first. p_given false: the name was made '
-  'up, and one that the bearer has stays.';

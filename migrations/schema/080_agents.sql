@@ -5,13 +5,9 @@
 -- secret values of the database are here, too.
 
 create table agent_agents (
-  name       text not null check (name ~ '^[a-zA-Z][a-zA-Z0-9_-]{0,63}$'),
-  version    int not null check (version > 0),
-  digest     text not null,
-  definition jsonb not null,
-  is_default boolean not null default false,
-  source     text not null default 'workspace',
-  current    boolean not null default true,
+  name text not null check (name ~ '^[a-zA-Z][a-zA-Z0-9_-]{0,63}$'), version int not null check (version > 0),
+  digest text not null, definition jsonb not null, is_default boolean not null default false,
+  source text not null default 'workspace', current boolean not null default true,
   created_at timestamptz not null default clock_timestamp(),
   constraint agent_agents_default exclude using btree (is_default with =) where ((current and is_default)) deferrable initially deferred,
   primary key (name, version)
@@ -26,17 +22,15 @@ comment on column agent_agents.source is 'The declaring side, such as workspace.
 comment on column agent_agents.current is 'New turns begin with this version. None: the agent was removed.';
 
 create table agent_memory (
-  id         uuid default lanekeeper.agent_uuid7() primary key,
-  category   text not null default 'general' check ((category <> '') AND (octet_length(category) <= 255)),
-  key        text not null check ((key <> '') AND (octet_length(key) <= 255)),
-  value      jsonb not null check (octet_length((value)::text) <= 131072),
-  revision   int not null default 1,
-  trace_id   text not null default '',
-  expires_at timestamptz,
+  id uuid default lanekeeper.agent_uuid7() primary key,
+  category text not null default 'general' check ((category <> '') AND (octet_length(category) <= 255)),
+  key text not null check ((key <> '') AND (octet_length(key) <= 255)),
+  value jsonb not null check (octet_length((value)::text) <= 131072), revision int not null default 1,
+  trace_id text not null default '', expires_at timestamptz,
   created_at timestamptz not null default clock_timestamp(),
   updated_at timestamptz not null default clock_timestamp(),
   search     tsvector generated always as ((setweight(to_tsvector('simple'::regconfig, key), 'A'::"char") || to_tsvector('simple'::regconfig, value))) stored,
-  owner      text not null default '',
+  owner text not null default '',
   constraint agent_memory_owner_key unique (owner, category, key)
 );
 create index agent_memory_category on agent_memory (category, key);
@@ -58,23 +52,13 @@ comment on column agent_memory.search is 'The words of key and value, for full-t
 comment on column agent_memory.owner is 'The agent whose own memory it is. Empty: all agents share it.';
 
 create table agent_memory_conflicts (
-  id             uuid default lanekeeper.agent_uuid7() primary key,
-  category       text not null,
-  key            text not null,
-  value          jsonb not null,
-  ttl_seconds    float8 not null default 0,
-  if_revision    int not null,
-  found_revision int not null,
-  found_value    jsonb,
-  found_trace_id text not null default '',
-  trace_id       text not null default '',
-  execution_id   uuid,
-  status         text not null default 'open' check (status in ('open', 'kept', 'taken')),
-  decided_by     text not null default '',
-  decided_reason text not null default '',
-  decided_at     timestamptz,
-  created_at     timestamptz not null default clock_timestamp(),
-  owner          text not null default '',
+  id uuid default lanekeeper.agent_uuid7() primary key, category text not null, key text not null,
+  value jsonb not null, ttl_seconds float8 not null default 0, if_revision int not null,
+  found_revision int not null, found_value jsonb, found_trace_id text not null default '',
+  trace_id text not null default '', execution_id uuid,
+  status text not null default 'open' check (status in ('open', 'kept', 'taken')),
+  decided_by text not null default '', decided_reason text not null default '', decided_at timestamptz,
+  created_at timestamptz not null default clock_timestamp(), owner text not null default '',
   constraint agent_memory_conflicts_check check ((status = 'open') = (decided_at IS NULL)),
   constraint agent_memory_conflicts_check1 check ((found_revision = 0) = (found_value IS NULL))
 );
@@ -104,11 +88,8 @@ comment on column agent_memory_conflicts.decided_at is 'When it was decided.';
 comment on column agent_memory_conflicts.owner is 'As in agent_memory.';
 
 create table agent_memory_forgotten (
-  category     text not null,
-  key          text not null,
-  revision     int not null,
-  forgotten_at timestamptz not null default clock_timestamp(),
-  owner        text not null default '',
+  category text not null, key text not null, revision int not null,
+  forgotten_at timestamptz not null default clock_timestamp(), owner text not null default '',
   constraint agent_memory_forgotten_owner_key primary key (owner, category, key)
 );
 create index agent_memory_forgotten_at on agent_memory_forgotten (forgotten_at);
@@ -121,13 +102,9 @@ comment on column agent_memory_forgotten.forgotten_at is 'When the key went.';
 comment on column agent_memory_forgotten.owner is 'As in agent_memory.';
 
 create table agent_memory_embeddings (
-  memory_id  uuid not null references agent_memory(id) on delete cascade,
-  model      text not null check (model <> ''),
-  revision   int not null,
-  vector     real[] check ((cardinality(vector) >= 1) AND (cardinality(vector) <= 16000)),
-  dimensions int,
-  attempts   int not null default 0,
-  due_at     timestamptz,
+  memory_id uuid not null references agent_memory(id) on delete cascade, model text not null check (model <> ''),
+  revision int not null, vector real[] check ((cardinality(vector) >= 1) AND (cardinality(vector) <= 16000)),
+  dimensions int, attempts int not null default 0, due_at timestamptz,
   updated_at timestamptz not null default clock_timestamp(),
   primary key (memory_id, model),
   constraint agent_memory_embeddings_check check ((vector IS NULL) = (dimensions IS NULL)),
@@ -151,29 +128,18 @@ comment on column agent_memory_embeddings.due_at is 'When a vector that is still
 comment on column agent_memory_embeddings.updated_at is 'When the row was claimed or its vector was stored.';
 
 create table agent_objectives (
-  id               uuid default lanekeeper.agent_uuid7() primary key,
-  name             text not null unique check (name <> ''),
-  goal             text not null,
-  success_criteria text not null default '',
+  id uuid default lanekeeper.agent_uuid7() primary key, name text not null unique check (name <> ''),
+  goal text not null, success_criteria text not null default '',
   status           text not null default 'active'
                    check (status in ('proposed', 'active', 'paused', 'completed', 'failed', 'rejected')),
-  priority         int not null default 2,
-  review_every     interval check (review_every > '00:00:00'::interval),
-  due_at           timestamptz not null default clock_timestamp(),
-  round            int not null default 1,
-  note             text not null default '',
-  proposed_by      text not null default '',
-  proposed_trace   text not null default '',
-  decided_by       text not null default '',
-  decided_reason   text not null default '',
-  decided_at       timestamptz,
-  revision         int not null default 1,
-  last_trace_id    text not null default '',
-  source           text not null default '',
-  created_at       timestamptz not null default clock_timestamp(),
-  updated_at       timestamptz not null default clock_timestamp(),
-  idle_runs        int not null default 0,
-  agent            text not null default '',
+  priority int not null default 2, review_every interval check (review_every > '00:00:00'::interval),
+  due_at timestamptz not null default clock_timestamp(), round int not null default 1, note text not null default '',
+  proposed_by text not null default '', proposed_trace text not null default '', decided_by text not null default '',
+  decided_reason text not null default '', decided_at timestamptz, revision int not null default 1,
+  last_trace_id text not null default '', source text not null default '',
+  created_at timestamptz not null default clock_timestamp(),
+  updated_at timestamptz not null default clock_timestamp(), idle_runs int not null default 0,
+  agent text not null default '',
   constraint agent_objectives_check check ((status <> ALL (ARRAY['proposed', 'rejected'])) OR (proposed_by <> '')),
   constraint agent_objectives_decided check ((proposed_by = '') OR (status = 'proposed') OR (decided_by <> ''))
 );
@@ -207,17 +173,14 @@ comment on column agent_objectives.idle_runs is
 comment on column agent_objectives.agent is 'The agent whose heartbeat works on it. Empty: the default agent.';
 
 create table agent_objective_steps (
-  id           uuid default lanekeeper.agent_uuid7() primary key,
-  objective_id uuid not null references agent_objectives(id) on delete cascade,
-  position     int not null,
-  title        text not null check (title <> ''),
-  status       text not null default 'pending' check (status in ('pending', 'done', 'failed', 'skipped')),
-  result       text not null default '',
-  attempts     int not null default 0,
-  trace_id     text not null default '',
-  started_at   timestamptz not null default clock_timestamp(),
-  created_at   timestamptz not null default clock_timestamp(),
-  updated_at   timestamptz not null default clock_timestamp(),
+  id uuid default lanekeeper.agent_uuid7() primary key,
+  objective_id uuid not null references agent_objectives(id) on delete cascade, position int not null,
+  title text not null check (title <> ''),
+  status text not null default 'pending' check (status in ('pending', 'done', 'failed', 'skipped')),
+  result text not null default '', attempts int not null default 0, trace_id text not null default '',
+  started_at timestamptz not null default clock_timestamp(),
+  created_at timestamptz not null default clock_timestamp(),
+  updated_at timestamptz not null default clock_timestamp(),
   constraint agent_objective_steps_objective_id_position_key unique (objective_id, "position")
 );
 comment on table agent_objective_steps is 'The steps of an objective.';
@@ -229,14 +192,10 @@ comment on column agent_objective_steps.attempts is 'How often it was tried in t
 comment on column agent_objective_steps.started_at is 'When the round began. Older actions are no evidence.';
 
 create table agent_objective_evidence (
-  id          uuid default lanekeeper.agent_uuid7() primary key,
-  step_id     uuid not null references agent_objective_steps(id) on delete cascade,
-  activity_id uuid unique,
-  skill_name  text not null default '',
-  trace_id    text not null default '',
-  given_by    text not null default '',
-  reason      text not null default '',
-  created_at  timestamptz not null default clock_timestamp(),
+  id uuid default lanekeeper.agent_uuid7() primary key,
+  step_id uuid not null references agent_objective_steps(id) on delete cascade, activity_id uuid unique,
+  skill_name text not null default '', trace_id text not null default '', given_by text not null default '',
+  reason text not null default '', created_at timestamptz not null default clock_timestamp(),
   constraint agent_objective_evidence_check check ((activity_id IS NULL) = (given_by <> '')),
   constraint agent_objective_evidence_check1 check ((given_by = '') = (reason = ''))
 );
@@ -249,8 +208,7 @@ comment on column agent_objective_evidence.activity_id is 'The action. Null: an 
 comment on column agent_objective_evidence.given_by is 'The admin. Empty: an action proves it.';
 
 create table agent_logouts (
-  session_id text primary key,
-  expires_at timestamptz not null
+  session_id text primary key, expires_at timestamptz not null
 );
 create index agent_logouts_expired on agent_logouts (expires_at);
 comment on index agent_logouts_expired is 'Finds rows that are to go.';
@@ -259,8 +217,7 @@ comment on column agent_logouts.session_id is 'The random id of the login. It op
 comment on column agent_logouts.expires_at is 'When the login would have ended by itself.';
 
 create table agent_secrets (
-  name  text primary key,
-  value bytea not null
+  name text primary key, value bytea not null
 );
 comment on table agent_secrets is 'Random values of this database that no client may know.';
 comment on column agent_secrets.value is 'Random bytes.';
@@ -269,172 +226,90 @@ insert into agent_secrets (name, value) values ('thread ids', uuid_send(gen_rand
 
 -- Code
 
-create or replace function lanekeeper.is_agent_evidence(p_kind text, p_status text, p_surface text, p_skill text) returns boolean
-language sql immutable as $$
-  select p_kind = 'call' and p_status = 'success' and p_surface <> 'chat'
-         and p_skill !~ '^(objective_|automation_|skill_|complete_step$|fail_step$|add_steps$|objectives_list$|recent_activity$)'
-$$;
-comment on function lanekeeper.is_agent_evidence is
-  'Whether an activity shows that the agent acted: a successful call. What awaits approval, was skipped, failed '
-  'or has an unknown end does not count, nor does the agent''s own bookkeeping, nor what a visitor had it do.';
+create or replace view lanekeeper.agent_evidence as
+select a.id, a.trace_id, a.execution_id, a.step, a.skill_name, a.created_at from agent_activity a
+ where a.kind = 'call' and a.status = 'success' and a.surface <> 'chat'
+   and a.skill_name !~ '^(objective_|automation_|skill_|complete_step$|fail_step$|add_steps$|objectives_list$|recent_activity$)';
+comment on view lanekeeper.agent_evidence is
+  'Actions that show that the agent acted: successful calls, without its own bookkeeping and what a visitor had it do.';
 
-create or replace function lanekeeper.agent_objective_evidence_check() returns trigger
-language plpgsql volatile as $$
-declare
-  a record;
+create or replace function lanekeeper.agent_objectives_check() returns trigger language plpgsql volatile as $$
 begin
-  if tg_op = 'DELETE' then
+  if tg_table_name = 'agent_objective_steps' then
+    new.started_at := case when tg_op = 'INSERT' then clock_timestamp()
+                           when new.status = 'pending' and old.status <> 'pending' then clock_timestamp() else old.started_at end;
+    if new.status = 'done' and (tg_op = 'INSERT' or old.status <> 'done') and not exists (
+         select from agent_objective_evidence e
+          where e.step_id = new.id and e.created_at >= new.started_at and (e.given_by <> '' or e.trace_id = new.trace_id)) then
+      raise exception 'step % is not done: nothing shows it', quote_literal(new.title) using errcode = 'LK010';
+    end if;
+    update agent_objectives o set idle_runs = 0, due_at = least(o.due_at, clock_timestamp())
+     where o.id = new.objective_id and o.idle_runs > 0
+       and (tg_op = 'INSERT' or new.attempts > old.attempts or new.status <> old.status and new.status <> 'pending');
+    return new;
+  elsif tg_op = 'UPDATE' then
+    raise exception 'evidence is never changed' using errcode = 'LK010', detail = format('evidence %s', old.id);
+  elsif tg_op = 'DELETE' then
     if exists (select from agent_objective_steps s where s.id = old.step_id and s.status = 'done') then
       raise exception 'the evidence of a step that is done stays' using errcode = 'LK010';
     end if;
     return old;
-  elsif new.activity_id is null then
-    return new;
-  end if;
-  select x.skill_name, x.trace_id, lanekeeper.is_agent_evidence(x.kind, x.status, x.surface, x.skill_name) as counts,
-         x.created_at >= s.started_at as fresh
-    into a
-    from agent_activity x, agent_objective_steps s where x.id = new.activity_id and s.id = new.step_id;
-  if not found or not a.counts or not a.fresh then
-    raise exception 'activity % is no evidence: it must be a successful call made after the step began', new.activity_id
-      using errcode = 'LK010';
-  end if;
-  new.skill_name := a.skill_name;
-  new.trace_id := a.trace_id;
-  return new;
-end $$;
-
-create or replace function lanekeeper.agent_objective_steps_check() returns trigger
-language plpgsql volatile as $$
-begin
-  if tg_op = 'INSERT' then
-    new.started_at := clock_timestamp();
-  elsif new.status = 'pending' and old.status <> 'pending' then
-    new.started_at := clock_timestamp();
-  else
-    new.started_at := old.started_at;
-  end if;
-  if new.status = 'done' and (tg_op = 'INSERT' or old.status <> 'done') and not exists (
-       select from agent_objective_evidence e
-        where e.step_id = new.id and e.created_at >= new.started_at and (e.given_by <> '' or e.trace_id = new.trace_id)) then
-    raise exception 'step % is not done: nothing shows it', quote_literal(new.title) using errcode = 'LK010';
+  elsif new.activity_id is not null then
+    select a.skill_name, a.trace_id into new.skill_name, new.trace_id
+      from lanekeeper.agent_evidence a, agent_objective_steps s where a.id = new.activity_id and s.id = new.step_id and a.created_at >= s.started_at;
+    if not found then
+      raise exception 'activity % is no evidence: it must be a successful call made after the step began', new.activity_id
+        using errcode = 'LK010';
+    end if;
   end if;
   return new;
 end $$;
-comment on function lanekeeper.agent_objective_steps_check is
-  'A step is done only with evidence of this round: an activity of the trace that reports it, or an admin''s '
-  'word (LK010).';
+comment on function lanekeeper.agent_objectives_check is
+  'A step is done only with evidence of this round: a successful call of the trace that reports it, or an admin''s '
+  'word (LK010). Progress of a step makes its objective due at once.';
 
 create or replace function lanekeeper.agent_revise() returns trigger language plpgsql volatile as $$
-begin
-  if tg_table_name = 'agent_skills' then
-    new.state_revision := old.state_revision + 1;
-  else
-    new.revision := old.revision + 1;
-  end if;
-  return new;
-end $$;
-comment on function lanekeeper.agent_revise is 'Count a change. The trigger says which columns make one.';
-
-create or replace function lanekeeper.refuse_agent_change() returns trigger language plpgsql as $$
-begin
-  raise exception '%', tg_argv[1] using errcode = tg_argv[0], detail = format('table %s, row %s', tg_table_name, to_jsonb(old) ->> 'id');
-end $$;
-comment on function lanekeeper.refuse_agent_change is 'Refuse a change that the trigger describes: SQLSTATE and message.';
-
-create or replace function lanekeeper.keep_agent_memory_revision() returns trigger language plpgsql volatile as $$
 begin
   if tg_op = 'DELETE' then
     insert into agent_memory_forgotten as g (owner, category, key, revision)
     values (old.owner, old.category, old.key, old.revision)
     on conflict (owner, category, key) do update
       set revision = greatest(g.revision, excluded.revision), forgotten_at = excluded.forgotten_at;
-  else
+  elsif tg_op = 'INSERT' then
     update agent_memory m set revision = g.revision + 1
       from agent_memory_forgotten g
      where m.id = new.id and g.owner = new.owner and g.category = new.category and g.key = new.key and g.revision >= m.revision;
+  elsif tg_table_name = 'agent_skills' then
+    new.state_revision := old.state_revision + 1;
+  else
+    new.revision := old.revision + 1;
+    if tg_table_name = 'agent_objectives' then
+      if old.idle_runs > 0 and (old.goal, old.success_criteria, old.status, old.priority, old.review_every)
+           is distinct from (new.goal, new.success_criteria, new.status, new.priority, new.review_every) then
+        new.idle_runs := 0;
+        new.due_at := least(new.due_at, clock_timestamp());
+      end if;
+    end if;
   end if;
-  return null;
+  return new;
 end $$;
-comment on function lanekeeper.keep_agent_memory_revision is
-  'A key goes on counting its revisions after it was forgotten. After the insert, which may have waited for a delete.';
+comment on function lanekeeper.agent_revise is
+  'Count a change; the trigger says which columns make one. A key of the memory goes on counting after it was '
+  'forgotten: after the insert, which may have waited for a delete. An objective that is edited is due at once.';
 
-create or replace function lanekeeper.agent_memory_revision(p_owner text, p_category text, p_key text, p_revision int)
-  returns int language sql volatile as $$
-  select greatest(p_revision, 1 + coalesce((
-    select g.revision from agent_memory_forgotten g where g.owner = p_owner and g.category = p_category and g.key = p_key), 0))
-$$;
-comment on function lanekeeper.agent_memory_revision is
-  'For the returning clause of an insert into agent_memory: the revision of the row at the end of the statement.';
-
-create or replace function lanekeeper.reset_agent_objective_backoff() returns trigger language plpgsql as $$
-begin
-  if tg_table_name = 'agent_objectives' then
-    new.idle_runs := 0;
-    new.due_at := least(new.due_at, clock_timestamp());
-    return new;
-  end if;
-  update agent_objectives o set idle_runs = 0, due_at = least(o.due_at, clock_timestamp())
-   where o.id = new.objective_id and o.idle_runs > 0;
-  return null;
-end $$;
-comment on function lanekeeper.reset_agent_objective_backoff is
-  'A change of an objective, or progress of one of its steps, makes it due at once.';
-
-create or replace function lanekeeper.agent_memory_nearest(p_owner text, p_model text, p_query real[], p_most int, p_limit int)
-  returns table (memory_id uuid, distance float8) language plpgsql stable as $$
-declare
-  home text;
-begin
-  select quote_ident(n.nspname) into home
-    from pg_extension x join pg_namespace n on n.oid = x.extnamespace where x.extname = 'vector';
-  if home is null then
-    return;
-  end if;
-  return query execute format($q$
-    select v.memory_id, (v.vector::%1$s.vector operator(%1$s.<=>) $3::%1$s.vector)::float8
-      from (select e.memory_id, e.vector
-              from (select m.id, m.revision from agent_memory m
-                     where m.owner = $1 and (m.expires_at is null or m.expires_at > clock_timestamp())
-                     order by m.updated_at desc limit $4) m
-              join agent_memory_embeddings e on e.memory_id = m.id and e.revision = m.revision
-             where e.model = $2 and e.dimensions = cardinality($3) offset 0) v
-     order by 2, 1 limit $5 $q$, home)
-    using p_owner, p_model, p_query, p_most, p_limit;
-end $$;
-comment on function lanekeeper.agent_memory_nearest is
-  'The memories that are nearest to a vector by cosine distance, of the p_most newest of one owner. It is an '
-  'exact scan.';
-
-create or replace trigger agent_objective_evidence_check before insert or delete on agent_objective_evidence
-  for each row execute function lanekeeper.agent_objective_evidence_check();
-
-create or replace trigger agent_objective_evidence_fixed before update on agent_objective_evidence
-  for each row execute function lanekeeper.refuse_agent_change('LK010', 'evidence is never changed');
+create or replace trigger agent_objective_evidence_check before insert or update or delete on agent_objective_evidence
+  for each row execute function lanekeeper.agent_objectives_check();
 
 create or replace trigger agent_objective_steps_check before insert or update on agent_objective_steps
-  for each row execute function lanekeeper.agent_objective_steps_check();
+  for each row execute function lanekeeper.agent_objectives_check();
 
 create or replace trigger agent_objectives_revise before update on agent_objectives for each row
   when ((to_jsonb(old) - '{due_at,idle_runs,last_trace_id,updated_at}'::text[]) is distinct from (to_jsonb(new) - '{due_at,idle_runs,last_trace_id,updated_at}'::text[]))
   execute function lanekeeper.agent_revise();
 
 create or replace trigger agent_memory_keep_revision after insert or delete on agent_memory
-  for each row execute function lanekeeper.keep_agent_memory_revision();
+  for each row execute function lanekeeper.agent_revise();
 
 create or replace trigger agent_memory_revise before update on agent_memory for each row
   when (new.revision < old.revision or new.revision = old.revision and new.value is distinct from old.value)
   execute function lanekeeper.agent_revise();
-
-create or replace trigger agent_objectives_edited
-  before update of goal, success_criteria, status, priority, review_every on agent_objectives
-  for each row when (old.idle_runs > 0 and (old.goal, old.success_criteria, old.status, old.priority, old.review_every)
-                     is distinct from (new.goal, new.success_criteria, new.status, new.priority, new.review_every))
-  execute function lanekeeper.reset_agent_objective_backoff();
-
-create or replace trigger agent_objective_steps_added after insert on agent_objective_steps
-  for each row execute function lanekeeper.reset_agent_objective_backoff();
-
-create or replace trigger agent_objective_steps_changed after update of status, attempts on agent_objective_steps
-  for each row when (new.attempts > old.attempts or (new.status <> old.status and new.status <> 'pending'))
-  execute function lanekeeper.reset_agent_objective_backoff();

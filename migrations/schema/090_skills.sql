@@ -4,28 +4,19 @@
 -- execution, step, revision of the skill and arguments. It is used once, in the transaction that records the call.
 
 create table agent_skills (
-  id              uuid default lanekeeper.agent_uuid7() primary key,
-  name            text not null unique check (name ~ '^[a-zA-Z0-9_-]{1,64}$'),
-  description     text not null default '',
-  tool_definition jsonb not null,
-  handler         text not null check (handler ~ '^(builtin|http|mcp|sql|flow):'),
-  config          jsonb not null default '{}',
-  scope           text not null default 'internal' check (scope in ('internal', 'external', 'both')),
-  trust           text not null default 'auto' check (trust in ('auto', 'notify', 'approve')),
-  idempotent      boolean not null default false,
-  timeout_ms      int not null default 30000 check (timeout_ms > 0),
-  enabled         boolean not null default true,
-  disabled_reason text not null default '',
-  disabled_by     text not null default '',
-  disabled_at     timestamptz,
-  enabled_at      timestamptz not null default '1970-01-01 00:00:00+00'::timestamptz,
-  trial_at        timestamptz,
-  evidence        jsonb not null default '{}',
-  revision        int not null default 1,
-  source          text not null default '',
-  created_at      timestamptz not null default clock_timestamp(),
-  updated_at      timestamptz not null default clock_timestamp(),
-  state_revision  int not null default 1,
+  id uuid default lanekeeper.agent_uuid7() primary key,
+  name text not null unique check (name ~ '^[a-zA-Z0-9_-]{1,64}$'), description text not null default '',
+  tool_definition jsonb not null, handler text not null check (handler ~ '^(builtin|http|mcp|sql|flow):'),
+  config jsonb not null default '{}',
+  scope text not null default 'internal' check (scope in ('internal', 'external', 'both')),
+  trust text not null default 'auto' check (trust in ('auto', 'notify', 'approve')),
+  idempotent boolean not null default false, timeout_ms int not null default 30000 check (timeout_ms > 0),
+  enabled boolean not null default true, disabled_reason text not null default '',
+  disabled_by text not null default '', disabled_at timestamptz,
+  enabled_at timestamptz not null default '1970-01-01 00:00:00+00'::timestamptz, trial_at timestamptz,
+  evidence jsonb not null default '{}', revision int not null default 1, source text not null default '',
+  created_at timestamptz not null default clock_timestamp(),
+  updated_at timestamptz not null default clock_timestamp(), state_revision int not null default 1,
   constraint agent_skills_check check (enabled = (disabled_by = ''))
 );
 comment on table agent_skills is 'What agents can call. Self-heal disables a skill that keeps failing.';
@@ -49,14 +40,11 @@ comment on column agent_skills.state_revision is
   'Counts changes of the skill''s definition and of whether it is in service.';
 
 create table agent_databases (
-  name        text primary key check (name ~ '^[a-zA-Z][a-zA-Z0-9_-]{0,63}$'),
-  description text not null default '',
-  url_env     text not null check (url_env ~ '^[A-Za-z_][A-Za-z0-9_]{0,127}$'),
-  access      text not null default 'read' check (access in ('read', 'write')),
-  role        text not null default '',
-  source      text not null default 'workspace',
-  created_at  timestamptz not null default clock_timestamp(),
-  updated_at  timestamptz not null default clock_timestamp()
+  name text primary key check (name ~ '^[a-zA-Z][a-zA-Z0-9_-]{0,63}$'), description text not null default '',
+  url_env text not null check (url_env ~ '^[A-Za-z_][A-Za-z0-9_]{0,127}$'),
+  access text not null default 'read' check (access in ('read', 'write')), role text not null default '',
+  source text not null default 'workspace', created_at timestamptz not null default clock_timestamp(),
+  updated_at timestamptz not null default clock_timestamp()
 );
 comment on table agent_databases is
   'Databases besides this one that sql: skills use. Their URLs are secrets and stay in the environment.';
@@ -67,24 +55,14 @@ comment on column agent_databases.role is 'The role that queries run as (set loc
 comment on column agent_databases.source is 'The declaring side, such as workspace.';
 
 create table agent_approvals (
-  id             uuid default lanekeeper.agent_uuid7() primary key,
-  trace_id       text not null,
-  execution_id   uuid,
-  activity_id    uuid,
-  step           text not null default '',
-  parked         boolean not null default false,
-  skill_name     text not null,
-  skill_revision int not null,
-  arguments      jsonb not null,
+  id uuid default lanekeeper.agent_uuid7() primary key, trace_id text not null, execution_id uuid,
+  activity_id uuid, step text not null default '', parked boolean not null default false,
+  skill_name text not null, skill_revision int not null, arguments jsonb not null,
   arguments_hash text not null,
-  status         text not null default 'pending' check (status in ('pending', 'approved', 'rejected', 'expired', 'consumed')),
-  decided_by     text not null default '',
-  reason         text not null default '',
-  decided_at     timestamptz,
-  consumed_at    timestamptz,
-  consumed_for   text not null default '',
-  expires_at     timestamptz not null,
-  created_at     timestamptz not null default clock_timestamp(),
+  status text not null default 'pending' check (status in ('pending', 'approved', 'rejected', 'expired', 'consumed')),
+  decided_by text not null default '', reason text not null default '', decided_at timestamptz,
+  consumed_at timestamptz, consumed_for text not null default '', expires_at timestamptz not null,
+  created_at timestamptz not null default clock_timestamp(),
   constraint agent_approvals_bound check ((NOT parked) OR ((execution_id IS NOT NULL) AND (step <> '')))
 );
 create index agent_approvals_granted on agent_approvals (skill_name, id) where decided_at is not null and status <> 'rejected';
@@ -119,28 +97,19 @@ comment on column agent_approvals.consumed_for is 'The execution and step that u
 comment on column agent_approvals.expires_at is 'When a decision or a use is too late.';
 
 create table agent_mcp_servers (
-  id           uuid default lanekeeper.agent_uuid7() primary key,
-  name         text not null unique check (name ~ '^[a-z0-9][a-z0-9-]{0,23}$'),
-  transport    text not null check (transport in ('http', 'stdio')),
-  url          text not null default '',
-  command      text[] not null default '{}'::text[],
-  headers      jsonb not null default '{}',
-  env          jsonb not null default '{}',
-  scope        text not null default 'internal' check (scope in ('internal', 'external', 'both')),
-  trust        text not null default 'approve' check (trust in ('auto', 'notify', 'approve')),
-  auto         text[] not null default '{}'::text[],
-  include      text[] not null default '{}'::text[],
-  exclude      text[] not null default '{}'::text[],
-  idempotent   text[] not null default '{}'::text[],
-  timeout_ms   int not null default 30000 check (timeout_ms > 0),
-  revision     int not null default 1,
-  source       text not null default '',
-  attempted_at timestamptz,
-  synced_at    timestamptz,
-  sync_error   text not null default '',
-  about        text not null default '',
-  created_at   timestamptz not null default clock_timestamp(),
-  updated_at   timestamptz not null default clock_timestamp(),
+  id uuid default lanekeeper.agent_uuid7() primary key,
+  name text not null unique check (name ~ '^[a-z0-9][a-z0-9-]{0,23}$'),
+  transport text not null check (transport in ('http', 'stdio')), url text not null default '',
+  command text[] not null default '{}'::text[], headers jsonb not null default '{}', env jsonb not null default '{}',
+  scope text not null default 'internal' check (scope in ('internal', 'external', 'both')),
+  trust text not null default 'approve' check (trust in ('auto', 'notify', 'approve')),
+  auto text[] not null default '{}'::text[], include text[] not null default '{}'::text[],
+  exclude text[] not null default '{}'::text[], idempotent text[] not null default '{}'::text[],
+  timeout_ms int not null default 30000 check (timeout_ms > 0), revision int not null default 1,
+  source text not null default '', attempted_at timestamptz, synced_at timestamptz,
+  sync_error text not null default '', about text not null default '',
+  created_at timestamptz not null default clock_timestamp(),
+  updated_at timestamptz not null default clock_timestamp(),
   constraint agent_mcp_servers_check check ((transport = 'http') = (url <> '')),
   constraint agent_mcp_servers_check1 check ((transport = 'stdio') = (cardinality(command) > 0))
 );
@@ -164,15 +133,11 @@ comment on column agent_mcp_servers.sync_error is 'Why the last attempt failed.'
 comment on column agent_mcp_servers.about is 'Name, version and protocol, by its own word.';
 
 create table agent_mcp_tools (
-  server     text not null references agent_mcp_servers(name) on delete cascade,
-  tool       text not null check (tool <> ''),
+  server text not null references agent_mcp_servers(name) on delete cascade, tool text not null check (tool <> ''),
   skill_name text not null unique,
-  state      text not null check (state in ('mounted', 'quarantined', 'gone', 'excluded', 'refused')),
-  reason     text not null default '',
-  pin        text not null default '',
-  definition jsonb not null default '{}',
-  seen_pin   text not null default '',
-  seen       jsonb not null default '{}',
+  state text not null check (state in ('mounted', 'quarantined', 'gone', 'excluded', 'refused')),
+  reason text not null default '', pin text not null default '', definition jsonb not null default '{}',
+  seen_pin text not null default '', seen jsonb not null default '{}',
   created_at timestamptz not null default clock_timestamp(),
   updated_at timestamptz not null default clock_timestamp(),
   primary key (server, tool)
@@ -192,20 +157,15 @@ comment on column agent_mcp_tools.seen is 'That definition.';
 
 create table agent_mcp_offers (
   skill_name text primary key references agent_skills(name) on delete cascade,
-  offered_by text not null check (offered_by <> ''),
-  created_at timestamptz not null default clock_timestamp()
+  offered_by text not null check (offered_by <> ''), created_at timestamptz not null default clock_timestamp()
 );
 comment on table agent_mcp_offers is
   'Skills that an admin offers to other programs over MCP. The offer goes with the skill.';
 comment on column agent_mcp_offers.offered_by is 'The admin.';
 
 create table agent_mcp_calls (
-  id             uuid default lanekeeper.agent_uuid7() primary key,
-  skill_name     text not null,
-  skill_revision int not null,
-  arguments_hash text not null,
-  collected_at   timestamptz,
-  created_at     timestamptz not null default clock_timestamp()
+  id uuid default lanekeeper.agent_uuid7() primary key, skill_name text not null, skill_revision int not null,
+  arguments_hash text not null, collected_at timestamptz, created_at timestamptz not null default clock_timestamp()
 );
 create index agent_mcp_calls_collected on agent_mcp_calls (collected_at) where collected_at is not null;
 comment on index agent_mcp_calls_collected is 'Finds rows that are to go.';
@@ -225,7 +185,7 @@ declare
   a agent_approvals;
 begin
   -- Who waits before the approval, because the end of an execution voids its approvals.
-  perform lanekeeper.agent_wait_lock('approval', p_id::text);
+  perform pg_advisory_xact_lock(hashtextextended('wait approval ' || p_id, 0));
   perform 1 from agent_executions x
     where x.status = 'waiting' and x.waiting_for = 'approval' and x.waiting_key = p_id::text order by x.id for no key update;
   update agent_approvals x
@@ -271,18 +231,23 @@ comment on function lanekeeper.use_agent_approval is
   'Use a grant for one step of one execution, in the transaction that writes the call''s intent; LK003 when it '
   'is no live grant. The same step may ask again after a crash.';
 
-create or replace function lanekeeper.expire_agent_approvals() returns trigger language plpgsql as $$
+create or replace function lanekeeper.agent_approvals_check() returns trigger language plpgsql as $$
 declare
-  why_ constant text := case tg_op when 'DELETE' then format('the skill %s was removed', old.name)
-    else format('the skill %s was changed: revision %s is now %s', new.name, old.revision, new.revision) end;
+  why_ text;
   a record;
 begin
+  if tg_table_name = 'agent_approvals' then
+    raise exception 'what an approval is about cannot be changed; other arguments are another call, which asks anew'
+      using errcode = 'LK003', detail = format('approval %s', old.id);
+  end if;
+  why_ := case tg_op when 'DELETE' then format('the skill %s was removed', old.name)
+    else format('the skill %s was changed: revision %s is now %s', new.name, old.revision, new.revision) end;
   for a in
     select x.id, x.trace_id, x.execution_id, x.parked from agent_approvals x
      where x.status in ('pending', 'approved') and x.skill_name = old.name and x.skill_revision is distinct from new.revision order by x.id
   loop
     -- As a decision does: who waits before the approval.
-    perform lanekeeper.agent_wait_lock('approval', a.id::text);
+    perform pg_advisory_xact_lock(hashtextextended('wait approval ' || a.id, 0));
     perform 1 from agent_executions x
       where x.status = 'waiting' and x.waiting_for = 'approval' and x.waiting_key = a.id::text order by x.id for no key update;
     update agent_approvals x set status = 'expired', reason = why_ where x.id = a.id and x.status in ('pending', 'approved');
@@ -298,15 +263,16 @@ begin
   end loop;
   return null;
 end $$;
-comment on function lanekeeper.expire_agent_approvals is
-  'Expire the open approvals of a skill that are for another revision than its present one, and resume what waits for them.';
+comment on function lanekeeper.agent_approvals_check is
+  'Refuse a change of what an approval is about (LK003). Expire the open approvals of a skill that are for another '
+  'revision than its present one, and resume what waits for them.';
 
 create or replace trigger agent_approvals_fixed
   before update of trace_id, execution_id, step, parked, skill_name, skill_revision, arguments, arguments_hash on agent_approvals
   for each row when ((old.trace_id, old.execution_id, old.step, old.parked, old.skill_name, old.skill_revision, old.arguments, old.arguments_hash)
                      is distinct from
                      (new.trace_id, new.execution_id, new.step, new.parked, new.skill_name, new.skill_revision, new.arguments, new.arguments_hash))
-  execute function lanekeeper.refuse_agent_change('LK003', 'what an approval is about cannot be changed; other arguments are another call, which asks anew');
+  execute function lanekeeper.agent_approvals_check();
 
 create or replace trigger agent_skills_revise before update on agent_skills for each row
   when ((old.revision, old.description, old.source, old.enabled, old.disabled_by, old.disabled_reason)
@@ -314,6 +280,6 @@ create or replace trigger agent_skills_revise before update on agent_skills for 
   execute function lanekeeper.agent_revise();
 
 create or replace trigger agent_skills_changed after update of revision on agent_skills
-  for each row when (old.revision <> new.revision) execute function lanekeeper.expire_agent_approvals();
+  for each row when (old.revision <> new.revision) execute function lanekeeper.agent_approvals_check();
 
-create or replace trigger agent_skills_removed after delete on agent_skills for each row execute function lanekeeper.expire_agent_approvals();
+create or replace trigger agent_skills_removed after delete on agent_skills for each row execute function lanekeeper.agent_approvals_check();

@@ -4,36 +4,20 @@
 -- it first.
 
 create table agent_automations (
-  id              uuid default lanekeeper.agent_uuid7() primary key,
-  name            text not null unique check (name <> ''),
-  description     text not null default '',
-  trigger         text not null default 'cron' check (trigger in ('cron', 'event', 'signal')),
-  cron            text not null default '',
-  timezone        text not null default 'UTC',
-  event           text not null default '',
-  condition       text not null default '',
-  signal          text not null default '',
-  armed           boolean not null default true,
-  skill_name      text not null default '',
-  arguments       jsonb not null default '{}',
-  prompt          text not null default '',
-  max_attempts    int not null default 3 check (max_attempts > 0),
-  enabled         boolean not null default true,
-  disabled_reason text not null default '',
-  disabled_by     text not null default '',
-  disabled_at     timestamptz,
-  paused_for      text not null default '',
-  proposed_by     text not null default '',
-  decided_by      text not null default '',
-  revision        int not null default 1,
-  next_run_at     timestamptz,
-  last_run_at     timestamptz,
-  last_trace_id   text not null default '',
-  source          text not null default '',
-  created_at      timestamptz not null default clock_timestamp(),
-  updated_at      timestamptz not null default clock_timestamp(),
-  flow            text not null default '',
-  agent           text not null default '',
+  id uuid default lanekeeper.agent_uuid7() primary key, name text not null unique check (name <> ''),
+  description text not null default '',
+  trigger text not null default 'cron' check (trigger in ('cron', 'event', 'signal')), cron text not null default '',
+  timezone text not null default 'UTC', event text not null default '', condition text not null default '',
+  signal text not null default '', armed boolean not null default true, skill_name text not null default '',
+  arguments jsonb not null default '{}', prompt text not null default '',
+  max_attempts int not null default 3 check (max_attempts > 0), enabled boolean not null default true,
+  disabled_reason text not null default '', disabled_by text not null default '', disabled_at timestamptz,
+  paused_for text not null default '', proposed_by text not null default '', decided_by text not null default '',
+  revision int not null default 1, next_run_at timestamptz, last_run_at timestamptz,
+  last_trace_id text not null default '', source text not null default '',
+  created_at timestamptz not null default clock_timestamp(),
+  updated_at timestamptz not null default clock_timestamp(), flow text not null default '',
+  agent text not null default '',
   constraint agent_automations_action check (((((skill_name <> ''))::int + ((prompt <> ''))::int) + ((flow <> ''))::int) = 1),
   constraint agent_automations_check check (enabled = (disabled_by = '')),
   constraint agent_automations_check2 check ((trigger <> 'event') OR (event <> '')),
@@ -73,22 +57,15 @@ comment on column agent_automations.flow is 'The flow that a run starts. Its inp
 comment on column agent_automations.agent is 'The agent that acts in its runs. Empty: the default agent.';
 
 create table agent_automation_runs (
-  id            uuid default lanekeeper.agent_uuid7() primary key,
+  id uuid default lanekeeper.agent_uuid7() primary key,
   automation_id uuid not null references agent_automations(id) on delete cascade,
-  cause         text not null default 'cron' check (cause in ('cron', 'event', 'signal', 'manual')),
-  scheduled_for timestamptz not null,
-  event_id      uuid,
-  payload       jsonb not null default '{}',
-  status        text not null default 'claimed' check (status in ('due', 'claimed', 'success', 'error', 'dead', 'skipped')),
-  attempt       int not null default 1,
-  retry_at      timestamptz,
-  execution_id  uuid,
-  trace_id      text not null default '',
-  error_message text,
-  output        jsonb,
-  created_at    timestamptz not null default clock_timestamp(),
-  claimed_at    timestamptz not null default clock_timestamp(),
-  finished_at   timestamptz,
+  cause text not null default 'cron' check (cause in ('cron', 'event', 'signal', 'manual')),
+  scheduled_for timestamptz not null, event_id uuid, payload jsonb not null default '{}',
+  status text not null default 'claimed' check (status in ('due', 'claimed', 'success', 'error', 'dead', 'skipped')),
+  attempt int not null default 1, retry_at timestamptz, execution_id uuid,
+  trace_id text not null default '', error_message text, output jsonb,
+  created_at timestamptz not null default clock_timestamp(),
+  claimed_at timestamptz not null default clock_timestamp(), finished_at timestamptz,
   constraint agent_automation_runs_automation_id_event_id_key unique (automation_id, event_id),
   constraint agent_automation_runs_check check ((cause = 'event') = (event_id IS NOT NULL))
 );
@@ -125,16 +102,10 @@ comment on column agent_automation_runs.claimed_at is 'When the last attempt beg
 comment on column agent_automation_runs.finished_at is 'When it ended.';
 
 create table agent_schedules (
-  name        text primary key,
-  flow        text not null,
-  surface     text not null,
-  cron        text not null,
-  timezone    text not null,
-  input       jsonb not null default '{}',
-  next_run_at timestamptz not null,
-  last_run_at timestamptz,
-  updated_at  timestamptz not null default clock_timestamp(),
-  agent       text not null default ''
+  name text primary key, flow text not null, surface text not null,
+  cron text not null, timezone text not null, input jsonb not null default '{}',
+  next_run_at timestamptz not null, last_run_at timestamptz,
+  updated_at timestamptz not null default clock_timestamp(), agent text not null default ''
 );
 create index agent_schedules_due on agent_schedules (next_run_at);
 comment on index agent_schedules_due is 'Finds schedules whose time has come.';
@@ -203,13 +174,8 @@ comment on function lanekeeper.agent_events_start_automations is
   'An event makes a run due for each enabled automation that waits for it, in the event''s own transaction, '
   'whoever raised it.';
 
--- An automation rests while its skill does, whoever takes the skill out of service and by whatever means: self-heal, an admin,
--- the quarantine of an MCP tool, a statement by hand. Two triggers keep that true, so that no writer has to remember it.
---
--- Locks: a skill's row before its automations' rows. Inserting an automation, or giving it another skill, locks the
--- skill, so either that sees that the skill is disabled, or the disabling sees the automation. Any other update reads
--- the skill after it has locked the automation's row. A change of the skill locks the rows of all its automations
--- before it looks which are enabled: an update that is under way is waited for, and seen.
+-- Lock order: a skill's row before its automations' rows. An insert, or a change of the skill, locks the skill: so it sees
+-- the skill disabled, or the disabling sees the automation. A change of the skill first locks the rows of its automations.
 
 create or replace function lanekeeper.pause_agent_automations() returns trigger language plpgsql as $$
 declare

@@ -4,20 +4,14 @@
 -- of the outbox, written in the transaction of its cause.
 
 create table agent_webhook_endpoints (
-  id              uuid default lanekeeper.agent_uuid7() primary key,
-  name            text not null unique check (name ~ '^[a-z0-9][a-z0-9_-]{0,63}$'),
-  description     text not null default '',
-  scheme          text not null check (scheme in ('standard', 'github', 'stripe', 'hmac', 'bearer')),
-  secrets         text[] not null check (cardinality(secrets) > 0),
-  settings        jsonb not null default '{}',
-  actions         jsonb not null check (jsonb_typeof(actions) = 'array'),
-  enabled         boolean not null default true,
-  disabled_reason text not null default '',
-  disabled_by     text not null default '',
-  disabled_at     timestamptz,
-  source          text not null default '',
-  created_at      timestamptz not null default clock_timestamp(),
-  updated_at      timestamptz not null default clock_timestamp(),
+  id uuid default lanekeeper.agent_uuid7() primary key,
+  name text not null unique check (name ~ '^[a-z0-9][a-z0-9_-]{0,63}$'), description text not null default '',
+  scheme text not null check (scheme in ('standard', 'github', 'stripe', 'hmac', 'bearer')),
+  secrets text[] not null check (cardinality(secrets) > 0), settings jsonb not null default '{}',
+  actions jsonb not null check (jsonb_typeof(actions) = 'array'), enabled boolean not null default true,
+  disabled_reason text not null default '', disabled_by text not null default '', disabled_at timestamptz,
+  source text not null default '', created_at timestamptz not null default clock_timestamp(),
+  updated_at timestamptz not null default clock_timestamp(),
   constraint agent_webhook_endpoints_check check (enabled = (disabled_by = ''))
 );
 comment on table agent_webhook_endpoints is 'Endpoints that take deliveries.';
@@ -33,28 +27,17 @@ comment on column agent_webhook_endpoints.disabled_at is 'When it was disabled.'
 comment on column agent_webhook_endpoints.source is 'The declaring side: workspace, builtin, or empty for the API.';
 
 create table agent_webhook_deliveries (
-  id              uuid default lanekeeper.agent_uuid7() primary key,
-  endpoint        text not null,
-  delivery_id     text not null check ((delivery_id <> '') AND (octet_length(delivery_id) <= 512)),
-  trace_id        text not null check (trace_id <> ''),
-  last_trace_id   text not null,
-  execution_id    uuid,
+  id uuid default lanekeeper.agent_uuid7() primary key, endpoint text not null,
+  delivery_id text not null check ((delivery_id <> '') AND (octet_length(delivery_id) <= 512)),
+  trace_id text not null check (trace_id <> ''), last_trace_id text not null, execution_id uuid,
   status          text not null default 'received'
                   check (status in ('received', 'running', 'failed', 'done', 'ignored', 'dead')),
-  attempts        int not null default 0,
-  replays         int not null default 0,
-  repeats         int not null default 0,
-  headers         jsonb not null default '{}',
-  body            bytea not null,
-  body_sha256     text not null,
-  traceparent     text not null default '',
-  outcome         jsonb,
-  error_message   text,
-  next_attempt_at timestamptz,
-  received_at     timestamptz not null default clock_timestamp(),
-  updated_at      timestamptz not null default clock_timestamp(),
-  finished_at     timestamptz,
-  conflicts       int not null default 0,
+  attempts int not null default 0, replays int not null default 0, repeats int not null default 0,
+  headers jsonb not null default '{}', body bytea not null, body_sha256 text not null,
+  traceparent text not null default '', outcome jsonb, error_message text,
+  next_attempt_at timestamptz, received_at timestamptz not null default clock_timestamp(),
+  updated_at timestamptz not null default clock_timestamp(), finished_at timestamptz,
+  conflicts int not null default 0,
   constraint agent_webhook_deliveries_once unique (endpoint, delivery_id)
 ) with (fillfactor = 80);
 create index agent_webhook_deliveries_endpoint on agent_webhook_deliveries (endpoint, id);
@@ -92,11 +75,9 @@ comment on column agent_webhook_deliveries.conflicts is
   'How often it came again with another body. The first of these are in agent_webhook_conflicts.';
 
 create table agent_webhook_conflicts (
-  id          uuid default lanekeeper.agent_uuid7() primary key,
-  delivery    uuid not null references agent_webhook_deliveries(id) on delete cascade,
-  headers     jsonb not null default '{}',
-  body        bytea not null,
-  body_sha256 text not null,
+  id uuid default lanekeeper.agent_uuid7() primary key,
+  delivery uuid not null references agent_webhook_deliveries(id) on delete cascade,
+  headers jsonb not null default '{}', body bytea not null, body_sha256 text not null,
   received_at timestamptz not null default clock_timestamp(),
   constraint agent_webhook_conflicts_once unique (delivery, body_sha256)
 );
@@ -109,23 +90,16 @@ comment on column agent_webhook_conflicts.body_sha256 is 'Its digest.';
 comment on column agent_webhook_conflicts.received_at is 'When it came.';
 
 create table agent_webhook_targets (
-  id              uuid default lanekeeper.agent_uuid7() primary key,
-  name            text not null unique check (name ~ '^[a-z0-9][a-z0-9_-]{0,63}$'),
-  description     text not null default '',
-  url             text not null check (url <> ''),
-  secrets         text[] not null check (cardinality(secrets) > 0),
-  events          text[] not null check (cardinality(events) > 0),
-  max_failures    int not null default 20 check (max_failures > 0),
-  enabled         boolean not null default true,
-  disabled_reason text not null default '',
-  disabled_by     text not null default '',
-  disabled_at     timestamptz,
-  failures        int not null default 0,
-  failing_since   timestamptz,
-  blocked_until   timestamptz not null default '1970-01-01 00:00:00+00'::timestamptz,
-  source          text not null default '',
-  created_at      timestamptz not null default clock_timestamp(),
-  updated_at      timestamptz not null default clock_timestamp(),
+  id uuid default lanekeeper.agent_uuid7() primary key,
+  name text not null unique check (name ~ '^[a-z0-9][a-z0-9_-]{0,63}$'), description text not null default '',
+  url text not null check (url <> ''), secrets text[] not null check (cardinality(secrets) > 0),
+  events text[] not null check (cardinality(events) > 0),
+  max_failures int not null default 20 check (max_failures > 0), enabled boolean not null default true,
+  disabled_reason text not null default '', disabled_by text not null default '', disabled_at timestamptz,
+  failures int not null default 0, failing_since timestamptz,
+  blocked_until timestamptz not null default '1970-01-01 00:00:00+00'::timestamptz, source text not null default '',
+  created_at timestamptz not null default clock_timestamp(),
+  updated_at timestamptz not null default clock_timestamp(),
   constraint agent_webhook_targets_check check (enabled = (disabled_by = ''))
 );
 comment on table agent_webhook_targets is 'URLs that are told of events.';
@@ -143,20 +117,14 @@ comment on column agent_webhook_targets.blocked_until is
 comment on column agent_webhook_targets.source is 'The declaring side: workspace, builtin, or empty for the API.';
 
 create table agent_webhook_outbox (
-  id              uuid default lanekeeper.agent_uuid7() primary key,
-  target_id       uuid not null references agent_webhook_targets(id) on delete cascade,
-  event           text not null,
-  payload         jsonb not null,
-  trace_id        text not null check (trace_id <> ''),
-  status          text not null default 'pending' check (status in ('pending', 'sent', 'dead')),
-  attempts        int not null default 0,
-  leased          boolean not null default false,
-  next_attempt_at timestamptz not null default clock_timestamp(),
-  activity_id     uuid,
-  http_status     int not null default 0,
-  last_error      text not null default '',
-  created_at      timestamptz not null default clock_timestamp(),
-  finished_at     timestamptz
+  id uuid default lanekeeper.agent_uuid7() primary key,
+  target_id uuid not null references agent_webhook_targets(id) on delete cascade, event text not null,
+  payload jsonb not null, trace_id text not null check (trace_id <> ''),
+  status text not null default 'pending' check (status in ('pending', 'sent', 'dead')),
+  attempts int not null default 0, leased boolean not null default false,
+  next_attempt_at timestamptz not null default clock_timestamp(), activity_id uuid,
+  http_status int not null default 0, last_error text not null default '',
+  created_at timestamptz not null default clock_timestamp(), finished_at timestamptz
 ) with (fillfactor = 80);
 create index agent_webhook_outbox_dead on agent_webhook_outbox (target_id, id) where status = 'dead';
 comment on index agent_webhook_outbox_dead is 'Lists the messages of a target that were given up.';

@@ -5,16 +5,14 @@
 -- and is flagged.
 
 create table agent_budgets (
-  scope           text primary key check ((scope <> '') AND (length(scope) <= 255)),
-  tokens          bigint not null default 0 check (tokens >= 0),
-  cost_usd        numeric not null default 0 check (cost_usd >= (0)::numeric),
+  scope text primary key check ((scope <> '') AND (length(scope) <= 255)),
+  tokens bigint not null default 0 check (tokens >= 0),
+  cost_usd numeric not null default 0 check (cost_usd >= (0)::numeric),
   reserved_tokens bigint not null default 0 check (reserved_tokens >= 0),
-  reserved_usd    numeric not null default 0 check (reserved_usd >= (0)::numeric),
-  unsettled       int not null default 0,
-  created_at      timestamptz not null default clock_timestamp(),
-  updated_at      timestamptz not null default clock_timestamp(),
-  unknown_tokens  bigint not null default 0,
-  unknown_usd     numeric not null default 0
+  reserved_usd numeric not null default 0 check (reserved_usd >= (0)::numeric), unsettled int not null default 0,
+  created_at timestamptz not null default clock_timestamp(),
+  updated_at timestamptz not null default clock_timestamp(), unknown_tokens bigint not null default 0,
+  unknown_usd numeric not null default 0
 ) with (fillfactor = 50);
 create index agent_budgets_age on agent_budgets (created_at);
 comment on index agent_budgets_age is 'Finds budgets of old runs and days, which are to go.';
@@ -31,15 +29,9 @@ comment on column agent_budgets.unknown_tokens is 'The part of tokens that no pr
 comment on column agent_budgets.unknown_usd is 'The part of cost_usd that no provider reported, at its worst case.';
 
 create table agent_budget_reservations (
-  execution_id uuid not null,
-  step         text not null,
-  scopes       text[] not null,
-  granted      bigint not null,
-  tokens       bigint not null,
-  cost_usd     numeric not null,
-  created_at   timestamptz not null default clock_timestamp(),
-  claim        bigint,
-  activity_id  uuid,
+  execution_id uuid not null, step text not null, scopes text[] not null,
+  granted bigint not null, tokens bigint not null, cost_usd numeric not null,
+  created_at timestamptz not null default clock_timestamp(), claim bigint, activity_id uuid,
   primary key (execution_id, step)
 );
 comment on table agent_budget_reservations is
@@ -72,7 +64,7 @@ begin
                   and n.least > 0 and n.enough >= n.least and n.wanted >= n.enough, false) then
     raise exception 'a reservation needs a step, scopes, a worst case of 0 or more, and 0 < least <= enough <= wanted' using errcode = '22023';
   end if;
-  perform lanekeeper.fence_agent_execution(p_execution_id, p_claim);
+  perform fence_agent_execution(p_execution_id, p_claim);
   -- Settling locks the reservation before its budgets; so does this.
   perform from agent_budget_reservations r where r.execution_id = p_execution_id and r.step = p_step for update;
   insert into agent_budgets (scope) select unnest(names) on conflict do nothing;
@@ -162,7 +154,7 @@ begin
            'completion_tokens', lanekeeper.agent_tokens(a.token_usage, 'completion_tokens') + r.granted,
            'total_tokens', lanekeeper.agent_tokens(a.token_usage, 'total_tokens') + r.tokens,
            'unknown_tokens', lanekeeper.agent_tokens(a.token_usage, 'unknown_tokens') + r.tokens,
-           'unknown_usd', lanekeeper.agent_usd(a.token_usage, 'unknown_usd') + r.cost_usd)
+           'unknown_usd', coalesce((a.token_usage ->> 'unknown_usd')::numeric, 0) + r.cost_usd)
    where a.id = r.activity_id;
 end $$;
 comment on function lanekeeper.settle_agent_budget is

@@ -6,11 +6,8 @@
 create table agent_retention (
   kind       text primary key
              check (kind in ('activity', 'executions', 'events', 'messages', 'approvals', 'automation_runs', 'deliveries', 'outbox', 'budgets', 'hour_counts', 'prompts')),
-  keep       interval,
-  least      interval not null check ("least" > '00:00:00'::interval),
-  about      text not null,
-  changed_at timestamptz not null default clock_timestamp(),
-  changed_by text not null default '',
+  keep interval, least interval not null check ("least" > '00:00:00'::interval), about text not null,
+  changed_at timestamptz not null default clock_timestamp(), changed_by text not null default '',
   constraint agent_retention_check check (keep >= "least")
 );
 comment on table agent_retention is
@@ -23,12 +20,9 @@ comment on column agent_retention.changed_at is 'When keep was set.';
 comment on column agent_retention.changed_by is 'The person who set it. Empty: as installed.';
 
 create table agent_retention_passes (
-  kind      text primary key references agent_retention(kind),
-  place_at  timestamptz not null default '-infinity'::timestamptz,
-  place_key text not null default '',
-  began_at  timestamptz not null default clock_timestamp(),
-  ended_at  timestamptz,
-  removed   bigint not null default 0
+  kind text primary key references agent_retention(kind),
+  place_at timestamptz not null default '-infinity'::timestamptz, place_key text not null default '',
+  began_at timestamptz not null default clock_timestamp(), ended_at timestamptz, removed bigint not null default 0
 );
 comment on table agent_retention_passes is
   'How far the pass over each kind has come. A new pass begins once a day, and comes to the rows that were needed '
@@ -125,7 +119,7 @@ begin
   update agent_executions x set claim = x.claim + 1000000 where x.status in ('pending', 'running', 'waiting');
   get diagnostics executions = row_count;
   update agent_locks l
-     set fencing_token = lanekeeper.agent_lock_token(l.fencing_token, clock_timestamp()),
+     set fencing_token = greatest(l.fencing_token + 1, (extract(epoch from clock_timestamp()) * 1000000)::bigint),
          locked_by = case when l.parked then coalesce((select x.id || '#' || x.claim from agent_executions x where x.id = l.execution_id), l.locked_by)
                           else l.locked_by end,
          expires_at = case when l.parked then l.expires_at else least(l.expires_at, clock_timestamp()) end

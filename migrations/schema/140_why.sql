@@ -9,10 +9,8 @@ comment on type agent_reason is
   'One cause: at that time, from_ref caused to_ref. what is the sentence, detail its data.';
 
 create table agent_links (
-  cause  text not null,
-  kind   text not null check (kind in ('raised', 'woke', 'started', 'ran', 'told', 'allowed')),
-  effect text not null,
-  at     timestamptz not null default clock_timestamp(),
+  cause text not null, kind text not null check (kind in ('raised', 'woke', 'started', 'ran', 'told', 'allowed')),
+  effect text not null, at timestamptz not null default clock_timestamp(),
   primary key (cause, kind, effect)
 );
 create index agent_links_effect on agent_links (effect, kind);
@@ -24,43 +22,6 @@ comment on column agent_links.effect is 'A reference: event ID, execution ID, ru
 comment on column agent_links.at is 'When it happened.';
 
 -- Code
-create or replace function lanekeeper.link_agent_wakes(p_event uuid, p_executions uuid[]) returns void language sql volatile as $$
-  insert into agent_links (cause, kind, effect)
-  select 'event ' || p_event, 'woke', 'execution ' || x from unnest(p_executions) x where p_event is not null
-  on conflict do nothing
-$$;
-comment on function lanekeeper.link_agent_wakes is
-  'Note the executions that an event resumed, where it was more than consumed_by can say.';
-
--- The end of an execution answers whoever waits for it, however often.
-create or replace function lanekeeper.agent_events_consumed() returns trigger language plpgsql as $$
-begin
-  perform lanekeeper.link_agent_wakes(new.id, array[old.consumed_by, new.consumed_by]);
-  return null;
-end $$;
-
-create or replace function lanekeeper.note_agent_hold(p_lane text, p_ended text, p_successor text default '') returns void
-language plpgsql volatile set enable_seqscan = off
-set jit = off as $$
-begin
-  insert into agent_lane_holds (lane, execution_id, fencing_token, held_from, held_until, ended, successor)
-  select l.lane, l.execution_id, l.fencing_token, l.locked_at, greatest(least(l.expires_at, clock_timestamp()), l.locked_at), p_ended, p_successor
-    from agent_locks l where l.lane = p_lane and l.execution_id is not null
-  on conflict do nothing;
-end $$;
-comment on function lanekeeper.note_agent_hold is
-  'Note who had a lane, whose row the caller has locked, before somebody else gets it or nobody.';
-
-create or replace function lanekeeper.note_agent_claim(e agent_executions, p_how text) returns void
-language plpgsql volatile set enable_seqscan = off
-set jit = off as $$
-begin
-  insert into agent_claims_lost (execution_id, claim, worker, worker_name, how)
-  values (e.id, e.claim, e.claimed_by, coalesce((select coalesce(nullif(w.owner, ''), w.name) from agent_workers w where w.id = e.claimed_by), ''), p_how)
-  on conflict do nothing;
-end $$;
-comment on function lanekeeper.note_agent_claim is 'Note that a claim ended without a wait or an end.';
-
 -- Every read goes by an index, whatever the statistics say: a limit of 1 keeps the planner from reading all of a table
 -- that is small today. Every list has a bound. The settings of why() hold for the views and functions that it reads.
 
@@ -150,24 +111,6 @@ create or replace view lanekeeper.agent_causes as
 comment on view lanekeeper.agent_causes is
   'What caused each execution, run of an automation and event. Restrict it by subject and id.';
 
-create or replace function lanekeeper.agent_cause(p_ref text) returns agent_reason
-language plpgsql stable as $$
-declare
-  id_ constant uuid := lanekeeper.agent_uuid(split_part(p_ref, ' ', 2));
-begin
-  if p_ref like 'execution %' then
-    return (select c.cause from lanekeeper.agent_causes c where c.subject = 'execution' and c.id = id_);
-  elsif p_ref like 'run %' then
-    return (select c.cause from lanekeeper.agent_causes c where c.subject = 'run' and c.id = id_);
-  elsif p_ref like 'event %' then
-    return (select c.cause from lanekeeper.agent_causes c where c.subject = 'event' and c.id = id_);
-  end if;
-  return null;
-end $$;
-comment on function lanekeeper.agent_cause is
-  'What caused an execution, a run of an automation or an event, given as why() names it; null when nothing is behind '
-  'it.';
-
 create or replace view lanekeeper.agent_why_of_runs as
   -- What it is, and where it has come to.
   select x.id as run, 2 as rank, 'did' as part, x.created_at as place_at, '' as place, 0 as n,
@@ -189,10 +132,14 @@ create or replace view lanekeeper.agent_why_of_runs as
   union all
   -- Automations that it carried out beside what it is for, as the heartbeat does.
   select x.id, 2, 'did', l.at, '', 0, l.at, 'ran', format('%s carried out a run: %s', x.flow, coalesce(c.what, 'its automation is no longer kept')),
-         l.cause, l.effect, coalesce((lanekeeper.agent_cause(c.from_ref)).trace_id, x.trace_id), x.id, jsonb_strip_nulls(jsonb_build_object('because', c.from_ref))
+         l.cause, l.effect, 
+         coalesce((select (u.cause).trace_id from lanekeeper.agent_causes u where u.subject = split_part(c.from_ref, ' ', 1)
+                     and u.id = lanekeeper.agent_uuid(split_part(c.from_ref, ' ', 2))), x.trace_id), x.id, jsonb_strip_nulls(jsonb_build_object('because', c.from_ref))
     from agent_executions x
     join agent_links l on l.effect = 'execution ' || x.id and l.kind = 'ran'
-   cross join lateral (select r.what, r.from_ref from lanekeeper.agent_cause(l.cause) r offset 0) c
+    left join lateral (
+      select (u.cause).what, (u.cause).from_ref from (
+        select r.cause from lanekeeper.agent_causes r where r.subject = 'run' and r.id = lanekeeper.agent_uuid(substr(l.cause, 5)) offset 0) u) c on true
    where x.flow <> 'automation'
   union all
   -- What it waited for, and who had the lane meanwhile that it waited for.
@@ -207,8 +154,8 @@ create or replace view lanekeeper.agent_why_of_runs as
       union all
       select x.waiting_for, x.waiting_key, x.updated_at, null, x.waiting_step, null, false where (x.status = 'waiting') is true) w
     left join lateral (
-      select e.what, e.trace_id, e.from_ref from lanekeeper.agent_cause('event ' || w.event) e
-       where w.event is not null and w.kind not in ('agent', 'approval')
+      select (u.cause).what, (u.cause).trace_id, (u.cause).from_ref from (
+        select r.cause from lanekeeper.agent_causes r where r.subject = 'event' and r.id = w.event and w.kind not in ('agent', 'approval') offset 0) u
       union all
       select e.flow, e.trace_id, null from agent_executions e where w.kind = 'agent' and e.id = lanekeeper.agent_uuid(w.key)
       union all
@@ -266,10 +213,30 @@ create or replace view lanekeeper.agent_why_of_runs as
            case c.how when 'handed back' then ', which shut down and handed it back' when 'no progress' then ', which got nowhere' else ', whose lease expired' end,
            case when x.claim > c.claim + 1 then '; it went on elsewhere' when x.status in ('pending', 'running') then '; it is ready to go on' else '' end),
          'worker ' || c.worker, 'execution ' || x.id, x.trace_id, x.id, jsonb_build_object('claim', c.claim, 'how', c.how, 'worker', c.worker_name)
-    from agent_executions x join agent_claims_lost c on c.execution_id = x.id;
+    from agent_executions x join agent_claims_lost c on c.execution_id = x.id
+  union all
+  -- Executions of other traces that begin with it, what it said, and what it asked people for.
+  select x.id, 6, 'led to', e.at, e.kind, 0, e.at, e.kind, e.what, 'execution ' || x.id, e.to_ref, e.trace_id, e.execution_id, jsonb_strip_nulls(e.detail)
+    from agent_executions x cross join lateral (
+      (select f.created_at as at, 'forked' as kind, format('%s was forked, and is %s', f.flow, f.status) as what, 'execution ' || f.id as to_ref, f.trace_id,
+              f.id as execution_id, jsonb_build_object('step', f.forked_step, 'status', f.status) as detail
+         from agent_executions f where f.forked_from = x.id limit 1001)
+      union all
+      (select c.created_at, 'child', format('%s was started, and is %s', c.flow, c.status), 'execution ' || c.id, c.trace_id, c.id,
+              jsonb_build_object('status', c.status)
+         from agent_executions c where c.parent_id = x.id and c.trace_id <> x.trace_id limit 1001)
+      union all
+      (select min(m.created_at), 'said', format('%s said %s in thread %s', x.flow, case when count(*) = 1 then 'a message' else count(*) || ' messages' end, m.thread_id),
+              'thread ' || m.thread_id, x.trace_id, x.id, jsonb_build_object('messages', count(*), 'failed', count(*) filter (where m.status = 'failed'))
+         from (select e.thread_id, e.created_at, e.status from agent_messages e where e.execution_id = x.id and e.role = 'assistant' limit 5000) m
+        group by m.thread_id)
+      union all
+      (select r.created_at, 'asked', format('people were asked for %s: %s', r.kind, r.status), 'request ' || r.id, x.trace_id, x.id,
+              jsonb_build_object('kind', r.kind, 'status', r.status)
+         from agent_requests r where r.execution_id = x.id limit 1001)) e;
 comment on view lanekeeper.agent_why_of_runs is
-  'What why() tells of executions by themselves: what they did, their waits, lanes and lost workers. Restrict it by '
-  'run.';
+  'What why() tells of executions by themselves: what they did, their waits, lanes and lost workers, and what they led to. '
+  'Restrict it by run.';
 
 create or replace function lanekeeper.agent_why_because(p_trace text, p_runs uuid[], p_most int) returns setof agent_reason
 language plpgsql stable as $$
@@ -290,7 +257,9 @@ begin
     inside := false;
     ref := 'execution ' || root;
     for i in 1 .. hops + 1 loop
-      c := lanekeeper.agent_cause(ref);
+      select (u.cause).* into c from (
+        select r.cause from lanekeeper.agent_causes r
+         where r.subject = split_part(ref, ' ', 1) and r.id = lanekeeper.agent_uuid(split_part(ref, ' ', 2)) offset 0) u;
       exit when c.from_ref is null;
       if i > hops or exists (select from unnest(chain) e where e.to_ref = c.from_ref) then
         chain := (c.at, 'more', '… and what was before that', '', ref, null, null, jsonb_build_object('cycle', i <= hops))::agent_reason || chain;
@@ -352,15 +321,27 @@ begin
             'trace ' || p_trace, 'model ' || m.model, p_trace, null, jsonb_build_object('calls', m.calls, 'prompt_tokens', m.prompt,
               'completion_tokens', m.completion, 'tokens', m.tokens, 'cost_usd', m.usd))::agent_reason
       from models m order by m.usd desc, m.tokens desc, m.model limit p_most),
+  asked as (
+    (select 'led to', 4, a.created_at,
+            (a.created_at, 'asked', format('leave for %s: %s%s', a.skill_name, a.status, case when a.decided_by <> '' then ' by ' || a.decided_by else '' end),
+             coalesce('execution ' || a.execution_id, 'trace ' || p_trace), 'approval ' || a.id, p_trace, a.execution_id, jsonb_strip_nulls(
+               jsonb_build_object('skill', a.skill_name, 'status', a.status, 'decided_by', nullif(a.decided_by, ''), 'decided_at', a.decided_at)))::agent_reason
+       from agent_approvals a where a.trace_id = p_trace order by a.id limit p_most)
+    union all
+    (select 'led to', 5, l.at,
+            (l.at, 'allowed', format('the approval allowed %s a call in another trace', x.flow), l.cause, l.effect, x.trace_id, x.id, '{}')::agent_reason
+       from (select a.id from agent_approvals a where a.trace_id = p_trace order by a.id limit p_most) a
+       join agent_links l on l.cause = 'approval ' || a.id and l.kind = 'allowed'
+       join agent_executions x on x.id = lanekeeper.agent_uuid(substr(l.effect, 11)) and x.trace_id <> p_trace)),
   beyond as (
     select 'spend', 3, null::timestamptz,
            (null, 'more', format('… and more than %s actions, which were not looked through', to_char(p_rows, 'FM999,999,990')), '', '', p_trace, null,
             '{}')::agent_reason
       from log having count(*) >= p_rows)
-  select u.part, u.reason from (select * from wrong union all select * from spent union all select * from beyond) u order by u.rank, u.at, (u.reason).to_ref;
+  select u.part, u.reason from (table wrong union all table spent union all table asked union all table beyond) u order by u.rank, u.at, (u.reason).to_ref;
 end $$;
 comment on function lanekeeper.agent_why_log is
-  'What the first p_rows actions of a trace tell: stale writes, unknown effects, spend.';
+  'What the log and the approvals of a trace tell: stale writes, unknown effects, spend, calls that were asked for. It reads p_rows actions.';
 
 create or replace function lanekeeper.agent_why_events(p_trace text, p_runs uuid[], p_most int) returns setof agent_reason
 language plpgsql stable as $$
@@ -410,50 +391,15 @@ begin
          jsonb_build_object('status', x.status)
     from agent_links l join agent_executions x on x.id = lanekeeper.agent_uuid(substr(l.effect, 11))
    where l.cause = any (select 'run ' || m from unnest(made) m) and l.kind = 'ran' order by l.at limit p_most + 1;
+  return query
+  select o.created_at, 'told', format('target %s was told %s: %s%s', t.name, o.event, o.status, case when o.attempts > 1 then format(' after %s attempts', o.attempts) else '' end),
+         l.cause, l.effect, p_trace, lanekeeper.agent_uuid(substr(l.cause, 11)), jsonb_build_object('target', t.name, 'event', o.event, 'status', o.status, 'attempts', o.attempts)
+    from (select k.cause, k.effect from agent_links k where k.cause = any (mine) and k.kind = 'told' order by k.at, k.effect limit p_most + 1) l
+   cross join lateral (select n.* from agent_webhook_outbox n where n.id = lanekeeper.agent_uuid(substr(l.effect, 10)) limit 1) o
+   cross join lateral (select n.name from agent_webhook_targets n where n.id = o.target_id limit 1) t;
 end $$;
 comment on function lanekeeper.agent_why_events is
-  'What the events of a trace, and the ends of its executions, led to.';
-
-create or replace function lanekeeper.agent_why_effects(p_trace text, p_runs uuid[], p_most int) returns setof agent_reason
-language plpgsql stable as $$
-begin
-  -- Executions of other traces that begin with it.
-  return query
-  (select x.created_at, 'forked', format('%s was forked, and is %s', x.flow, x.status), 'execution ' || x.forked_from, 'execution ' || x.id, x.trace_id, x.id,
-          jsonb_strip_nulls(jsonb_build_object('step', x.forked_step, 'status', x.status))
-     from agent_executions x where x.forked_from = any (p_runs) limit p_most + 1)
-  union all
-  (select x.created_at, 'child', format('%s was started, and is %s', x.flow, x.status), 'execution ' || x.parent_id, 'execution ' || x.id, x.trace_id, x.id,
-          jsonb_build_object('status', x.status)
-     from agent_executions x where x.parent_id = any (p_runs) and x.trace_id <> p_trace limit p_most + 1);
-  -- What it said, sent and asked for.
-  return query
-  (select min(m.created_at), 'said', format('%s said %s in thread %s', x.flow, case when count(*) = 1 then 'a message' else count(*) || ' messages' end, m.thread_id),
-          'execution ' || x.id, 'thread ' || m.thread_id, p_trace, x.id, jsonb_build_object('messages', count(*), 'failed', count(*) filter (where m.status = 'failed'))
-     from (select e.execution_id, e.thread_id, e.created_at, e.status from agent_messages e where e.execution_id = any (p_runs) and e.role = 'assistant' limit 5000) m
-     join agent_executions x on x.id = m.execution_id group by x.id, m.thread_id)
-  union all
-  (select o.created_at, 'told', format('target %s was told %s: %s%s', t.name, o.event, o.status, case when o.attempts > 1 then format(' after %s attempts', o.attempts) else '' end),
-          l.cause, l.effect, p_trace, lanekeeper.agent_uuid(substr(l.cause, 11)), jsonb_build_object('target', t.name, 'event', o.event, 'status', o.status, 'attempts', o.attempts)
-     from (select k.cause, k.effect from agent_links k where (k.cause = 'trace ' || p_trace or k.cause = any (select 'execution ' || r from unnest(p_runs) r)) and k.kind = 'told' order by k.at, k.effect limit p_most + 1) l
-    cross join lateral (select n.* from agent_webhook_outbox n where n.id = lanekeeper.agent_uuid(substr(l.effect, 10)) limit 1) o
-    cross join lateral (select n.name from agent_webhook_targets n where n.id = o.target_id limit 1) t);
-  return query
-  (select a.created_at, 'asked', format('leave for %s: %s%s', a.skill_name, a.status, case when a.decided_by <> '' then ' by ' || a.decided_by else '' end),
-          coalesce('execution ' || a.execution_id, 'trace ' || p_trace), 'approval ' || a.id, p_trace, a.execution_id,
-          jsonb_strip_nulls(jsonb_build_object('skill', a.skill_name, 'status', a.status, 'decided_by', nullif(a.decided_by, ''), 'decided_at', a.decided_at))
-     from agent_approvals a where a.trace_id = p_trace order by a.id limit p_most + 1)
-  union all
-  (select l.at, 'allowed', format('the approval allowed %s a call in another trace', x.flow), l.cause, l.effect, x.trace_id, x.id, '{}'
-     from (select a.id from agent_approvals a where a.trace_id = p_trace order by a.id limit p_most) a
-     join agent_links l on l.cause = 'approval ' || a.id and l.kind = 'allowed'
-     join agent_executions x on x.id = lanekeeper.agent_uuid(substr(l.effect, 11)) and x.trace_id <> p_trace)
-  union all
-  (select r.created_at, 'asked', format('people were asked for %s: %s', r.kind, r.status), 'execution ' || r.execution_id, 'request ' || r.id, p_trace, r.execution_id,
-          jsonb_build_object('kind', r.kind, 'status', r.status)
-     from agent_requests r where r.execution_id = any (p_runs) order by r.created_at limit p_most + 1);
-end $$;
-comment on function lanekeeper.agent_why_effects is 'What a trace led to elsewhere.';
+  'What the events of a trace, and the ends of its executions, led to, and the targets that were told.';
 
 create or replace function why(trace text, most int default 100)
 returns table (seq int, part text, at timestamptz, kind text, what text, from_ref text, to_ref text, trace_id text, execution_id uuid, detail jsonb)
@@ -465,7 +411,7 @@ declare
   forms constant text[] := case                       -- the ids that it may be stored under: a ULID alone is of any surface
     when given ~* '^(hb|op|ch|wh|fl)_[0-9a-z]{26}$' then array[lower(left(given, 3)) || upper(substr(given, 4))]
     when given ~* '^[0-9a-z]{26}$' then array(select s || upper(given) from unnest('{hb_,op_,ch_,wh_,fl_}'::text[]) s)
-    when given ~* '^[0-9a-f]{32}$' then array(select s || lanekeeper.agent_ulid(decode(given, 'hex')) from unnest('{hb_,op_,ch_,wh_,fl_}'::text[]) s)
+    when given ~* '^[0-9a-f]{32}$' then array(select lanekeeper.agent_trace_id(s, decode(given, 'hex')) from unnest('{hb,op,ch,wh,fl}'::text[]) s)
     else array[given] end;
   most_ constant int := greatest(least(coalesce(most, 100), 1000), 1);
   scan constant int := 1000;
@@ -497,12 +443,11 @@ begin
       select v.rank, v.part, v.place_at, v.place, v.n, v.at, v.kind, v.what, v.from_ref, v.to_ref, v.trace_id, v.execution_id, v.detail
         from lanekeeper.agent_why_of_runs v where v.run = any (runs)
       union all
-      select case l.part when 'spend' then 7 else 5 end, l.part, (l.reason).at, '', 0, (l.reason).*
+      select case l.part when 'spend' then 7 when 'led to' then 6 else 5 end, l.part, (l.reason).at, case l.part when 'led to' then (l.reason).kind else '' end,
+             0, (l.reason).*
         from lanekeeper.agent_why_log(mine, most_ + 1, 10000) l
       union all
-      select 6, 'led to', e.at, e.kind, 0, e.* from lanekeeper.agent_why_events(mine, runs, most_) e
-      union all
-      select 6, 'led to', e.at, e.kind, 0, e.* from lanekeeper.agent_why_effects(mine, runs, most_) e),
+      select 6, 'led to', e.at, e.kind, 0, e.* from lanekeeper.agent_why_events(mine, runs, most_) e),
     placed as (
       select t.*, row_number() over (partition by t.rank order by t.place_at, t.place, t.n, t.to_ref, t.kind) as nth, count(*) filter (where t.kind = 'ran') over (partition by t.rank) as ran
         from found t)
@@ -521,6 +466,3 @@ comment on function why is
   'effect), led to (effects elsewhere), spend. trace is an id in any form. from_ref caused to_ref; trace_id and '
   'execution_id name the other end. most bounds the rows of each part; a row of kind more counts the rest. No rows: '
   'unknown trace.';
-
-create or replace trigger agent_events_consumed after update of consumed_by on agent_events
-  for each row when (old.consumed_by <> new.consumed_by) execute function lanekeeper.agent_events_consumed();

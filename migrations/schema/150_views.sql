@@ -131,7 +131,7 @@ create or replace view agent_activity_measured as
          lanekeeper.agent_tokens(x.usage, 'total_tokens') as tokens,
          case when a.kind = 'model' and a.cost_usd <> 'NaN' then a.cost_usd else 0 end as cost_usd, x.duration_ms,
          a.trace_id, a.led_to, lanekeeper.agent_tokens(x.usage, 'unknown_tokens') as unknown_tokens,
-         lanekeeper.agent_usd(x.usage, 'unknown_usd') as unknown_usd,
+         case when jsonb_typeof(x.usage -> 'unknown_usd') = 'number' then (x.usage ->> 'unknown_usd')::numeric else 0 end as unknown_usd,
          case when x.telling then lpad(x.duration_ms::text, 13, '0') || left(a.trace_id, 300) end as slowest,
          case when x.duration_ms < 1 then -1 else floor(ln(x.duration_ms::float8) / ln(1.05::float8))::int end as bucket
     from agent_activity a
@@ -247,17 +247,3 @@ comment on view agent_audit is
   'Every action in the log: actor, object, time, reason, on whose behalf, result. Restrict it by a range of ids, a '
   'trace or a skill (act), which have indexes. reason: an admin''s reason, the purpose of a model call, or the '
   'action that it is a part of. cause_id: the model call that asked for it. origin: what began the run.';
-
--- Functions of an earlier text, which nothing calls any more.
-drop function if exists lanekeeper.cover_agent_activity(timestamptz, int), lanekeeper.count_agent_activity(int, interval),
-  lanekeeper.uncounted_agent_activity(int), lanekeeper.uncounted_agent_charges(int), lanekeeper.agent_failing_skills_since(timestamptz),
-  lanekeeper.agent_slowest_skills_since(timestamptz), lanekeeper.agent_skill_figures(int),
-  lanekeeper.agent_skill_figures_since(timestamptz, int), lanekeeper.agent_slowest_key(bigint, text),
-  lanekeeper.agent_bucket_duration(int), lanekeeper.agent_duration_bucket(bigint), lanekeeper.agent_count_tokens(text),
-  lanekeeper.agent_audit_object(jsonb), lanekeeper.amend_agent_prompt(uuid, bytea[], jsonb, bytea[], text[], boolean[]),
-  lanekeeper.agent_trace_forms(text), lanekeeper.agent_cause_of_execution(uuid),
-  lanekeeper.agent_cause_of_run(uuid), lanekeeper.agent_cause_of_event(uuid), lanekeeper.agent_why_runs(text, uuid[], int),
-  lanekeeper.agent_why_waits(uuid[], int), lanekeeper.agent_why_lanes(uuid[], int), lanekeeper.agent_why_lost(uuid[], int);
-
--- The log takes rows at once.
-select lanekeeper.ensure_agent_activity_partitions();

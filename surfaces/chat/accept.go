@@ -506,7 +506,7 @@ func (c *Chat) requested(ctx context.Context, tx pgx.Tx, a UserMessage) (r docum
 	}
 	// An event that answers it locks in the same order: the wait, executions, the request.
 	err = tx.QueryRow(ctx, `
-		select r.id::text, lanekeeper.agent_wait_lock('document', r.id::text)::text from (
+		select r.id::text, pg_advisory_xact_lock(hashtextextended('wait document ' || r.id, 0))::text from (
 		  select id from agent_requests where thread_id = @thread and kind = 'document' and status = 'pending' order by id limit 1) r`,
 		postgres.Strict{"thread": a.thread}).Scan(&r.id, nil)
 	if err == nil {

@@ -205,7 +205,7 @@ func (t *turn) takeOverLane(ctx context.Context, ghost string) error {
 	_, err := executions.RetryTransient(ctx, func(ctx context.Context) (struct{}, error) {
 		return struct{}{}, postgres.InTx(ctx, t.Pool, func(tx pgx.Tx) error {
 			_, err := tx.Exec(ctx, `
-				select lanekeeper.fence_agent_execution(@id, @claim), leave_agent_lock_queue(@lane, @ghost),
+				select fence_agent_execution(@id, @claim), leave_agent_lock_queue(@lane, @ghost),
 				       lanekeeper.claim_agent_locks(@id)`,
 				postgres.Strict{
 					"id": t.exec.ID, "claim": t.exec.Claim, "lane": threads.Lane(t.in.Thread), "ghost": ghost,

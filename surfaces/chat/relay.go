@@ -40,7 +40,7 @@ func ownFlows() []string { return []string{Flow, RelayFlow, SummaryFlow} }
 // queueListener queues the question which execution a message in a thread is for; "" when it is for the model.
 func queueListener(b *pgx.Batch, thread string, into *string) {
 	// The wait's lock comes before executions. Under it, who waits now still does when the message is delivered.
-	b.Queue(`select lanekeeper.agent_wait_lock('response', @thread)`, postgres.Strict{"thread": thread})
+	b.Queue(`select pg_advisory_xact_lock(hashtextextended('wait response ' || @thread, 0))`, postgres.Strict{"thread": thread})
 	// One that waits for it, else the one that has the thread. The condition keeps the planner from the index of states.
 	b.Queue(`
 		select coalesce(coalesce(
@@ -192,7 +192,22 @@ func (c *Chat) listen(ctx context.Context, x executions.Execution, in input, las
 		 where id = @thread and watched_until < clock_timestamp() + make_interval(secs => @watch) / 2`,
 		postgres.Strict{"thread": in.Thread, "watch": watchFor.Seconds()})
 	b.Queue(`
-		select lanekeeper.agent_thread_busy(@thread, @to::uuid, @own),
+		with recursive line as (                             -- the execution, and those that speak for it in turn
+		  select @to::uuid as id
+		  union
+		  select case when x.id is null or x.completed_at is not null then (
+		                select l.execution_id from agent_locks l join agent_executions e on e.id = l.execution_id
+		                 where l.lane = 'thread:' || @thread and l.expires_at > clock_timestamp() and e.completed_at is null and e.flow <> all (@own))
+		              when x.status = 'waiting' and x.waiting_for = 'agent' then lanekeeper.agent_uuid(x.waiting_key) end
+		    from line n left join agent_executions x on x.id = n.id where n.id is not null)
+		select coalesce((
+		         select bool_or(case
+		                  when x.status = 'waiting' then x.waiting_for = 'agent' and exists (     -- its child has ended, and it is resumed next
+		                    select from agent_executions c where c.id = lanekeeper.agent_uuid(x.waiting_key) and c.completed_at is not null)
+		                  when x.outside then x.updated_at > clock_timestamp() - interval '1 second' or exists (
+		                    select from agent_workers w where w.id = x.claimed_by and w.expires_at > clock_timestamp())
+		                  else x.completed_at is null end)
+		           from line n join agent_executions x on x.id = n.id where x.completed_at is null), false),
 		       clock_timestamp() > (select e.created_at from agent_executions e where e.id = @id) + make_interval(secs => @patience),
 		       coalesce((select max(q.seq) from agent_messages q where q.execution_id = @id and q.role = 'user'), 0)`,
 		postgres.Strict{"thread": in.Thread, "to": in.To, "own": ownFlows(), "id": x.ID, "patience": c.RelayWait.Seconds()}).

@@ -134,7 +134,11 @@ func (k *kin) runParent(ctx context.Context) {
 		case status == "waiting":
 			testkit.Wait(ctx, time.Duration(k.rand.IntN(60))*time.Millisecond)
 			o := k.tape.call(&op{Kind: kindResume, Lane: k.lane, Owner: id, Token: wait})
-			k.tape.done(o, k.conn.QueryRow(work, `select lanekeeper.resume_agent_execution($1, $2, '{}')`, id, wait).Scan(&o.OK))
+			k.tape.done(o, k.conn.QueryRow(work, `
+				select count(*) = 1 from (
+				  select x.id, case when x.waiting_for = 'agent' then lanekeeper.agent_uuid(x.waiting_key) end as child from agent_executions x
+				   where x.id = $1 and x.status = 'waiting' and x.wait_number = $2 for no key update) e,
+				  lanekeeper.resume_agent_executions(array[e.id], array['{}'::jsonb], '{}', null, e.child) r`, id, wait).Scan(&o.OK))
 		case !claimed:
 			_ = k.claimIt(work, id) // recorded
 		default:

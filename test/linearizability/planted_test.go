@@ -110,7 +110,7 @@ var plants = map[string]struct {
 			  end if;
 			  perform pg_advisory_xact_lock_shared(4711);
 			  return query update agent_locks l
-			     set locked_by = p_locked_by, fencing_token = lanekeeper.agent_lock_token(l.fencing_token, now_), locked_at = now_,
+			     set locked_by = p_locked_by, fencing_token = greatest(l.fencing_token + 1, (extract(epoch from now_) * 1000000)::bigint), locked_at = now_,
 			         expires_at = now_ + make_interval(secs => p_ttl_seconds), ttl_seconds = p_ttl_seconds
 			   where l.lane = p_lane returning true, l.fencing_token, l.expires_at, l.locked_by;
 			end $$`,
@@ -160,7 +160,7 @@ var plants = map[string]struct {
 			    return;
 			  end if;
 			  return query update agent_locks l
-			     set locked_by = p_locked_by, fencing_token = lanekeeper.agent_lock_token(l.fencing_token, now_), locked_at = now_,
+			     set locked_by = p_locked_by, fencing_token = greatest(l.fencing_token + 1, (extract(epoch from now_) * 1000000)::bigint), locked_at = now_,
 			         expires_at = now_ + make_interval(secs => p_ttl_seconds), ttl_seconds = p_ttl_seconds
 			   where l.lane = p_lane returning true, l.fencing_token, l.expires_at, l.locked_by;
 			end $$`,
