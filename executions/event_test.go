@@ -395,7 +395,7 @@ func TestWaitsAreFoundByTheirKey(t *testing.T) {
 		"several":   `select count(*) from lanekeeper.deliver_agent_events(array['EVENT_COMPLETED', 'EVENT_COMPLETED'], array[@key, 'other'], array['{}', '{}']::jsonb[], array[null, null]::text[], @worker, 1, 1, '{}')`,
 		"in SQL":    `select count(*) from deliver_agent_event('EVENT_COMPLETED', @key, '{}', nullif(@worker, ''))`,
 		"at an end": `with c as (update agent_executions set status = 'cancelled' where id = @key::uuid and @worker <> '' returning 1) select count(*) from c`,
-		"a parent":  `select lanekeeper.resume_agent_waiters('agent', @key, null, @worker <> '')`,
+		"a parent":  `select count(*) from lanekeeper.resume_agent_waiters('agent', @key, null, @worker <> '')`,
 	} {
 		t.Run(name, func(t *testing.T) {
 			tx, err := pool.Begin(t.Context())

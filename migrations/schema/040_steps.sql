@@ -28,7 +28,8 @@ comment on column agent_checkpoints.waited_since is 'When that wait began.';
 
 -- After the rows are written, which nobody sees before the commit: one look for all rows of a statement. Each execution
 -- is locked, which waits for a takeover that is under way; then the clock decides about the worker's lease.
-create or replace function lanekeeper.agent_checkpoints_fence() returns trigger language plpgsql set enable_seqscan = off set jit = off as $$
+create or replace function lanekeeper.agent_checkpoints_fence() returns trigger
+language plpgsql security definer set search_path from current set enable_seqscan = off set jit = off as $$
 declare
   stale record;
 begin

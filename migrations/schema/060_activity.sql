@@ -471,7 +471,8 @@ comment on function lanekeeper.record_agent_prompt is
   'are not null. It never fails its transaction: problem says why nothing was recorded, missing how many parts are '
   'not there.';
 
-create or replace function lanekeeper.agent_activity_written() returns trigger language plpgsql as $$
+create or replace function lanekeeper.agent_activity_written() returns trigger
+language plpgsql security definer set search_path from current as $$
 begin
   if new.claim is not null then
     perform fence_agent_execution(new.execution_id, new.claim);
