@@ -44,8 +44,12 @@ func FuzzRequest(f *testing.F) {
 
 func TestASchemaThatMultipliesIsBounded(t *testing.T) {
 	t.Parallel()
-	schema := `{"type":"object","required":["a"],"properties":{"a":{"type":"array","minItems":10,"items":{"$ref":"#/properties/a"}}}}`
-	body := `{"tool_choice":"required","messages":[{"role":"user","content":"n"}],"tools":[{"function":{"name":"n","parameters":` + schema + `}}]}`
+	schema := `{"type":"array","minItems":10}`
+	for range 8 {
+		schema = `{"type":"array","minItems":10,"items":` + schema + `}`
+	}
+	schema = `{"type":"object","required":["a"],"properties":{"a":` + schema + `}}`
+	body := `{"messages":[{"role":"user","content":"nodes"}],"tools":[{"function":{"name":"nodes","parameters":` + schema + `}}]}`
 	w := httptest.NewRecorder()
 	offline.Handler().ServeHTTP(w, httptest.NewRequest(http.MethodPost, "/v1/chat/completions", strings.NewReader(body)))
 	if w.Code != http.StatusOK || w.Body.Len() > 64<<10 {

@@ -1,91 +1,155 @@
-// Package offline is a model that needs no key and no network: for the first hour with the product, for demonstrations,
-// and where no machine may be asked.
+// Package offline is a rule-based model for the first hour with the product. It needs no key and no network.
 //
-// It is a rule-based planner, not a language model. It understands nothing; it compares words. What makes it useful is
-// that it speaks the same protocol as a real model, over real HTTP, so everything around it runs as it will later:
-// the client, the tool calls, the budgets, the traces.
+// It compares words and understands no language. It speaks the OpenAI protocol over HTTP, so the client, tool
+// calls, budgets and traces run as they do with a real model.
 //
-// Given messages and tools, it answers by these rules, in this order:
+// It applies the first rule that matches:
 //
-//  1. What a person says in words that it knows, in English or Spanish, is taken at its word: greetings, help, "what did you do
-//     today", "what do you remember about X", "objectives", "remember that …", "forget …", "propose an objective …",
-//     "delegate …". "Again" means the message before. A question about an attached document is answered with its
-//     first lines, by document_read.
-//  2. A tool that is ordered by its name ("run vacuum_table") is called, once, with the JSON that is written behind the name or
-//     with arguments from the message. One that does more than look is not called with an invented name.
-//  3. Tools that only look, by their name and description, and share words with the last user message or with a step
-//     that it lists ("step ID: title"), are called, the closest first, up to four at a time and ten in all.
-//     Required arguments come from the schema, the message and earlier results; a tool that would need an
-//     invented name is left alone. Where none has to do with the message, skill_search is asked for others.
-//  4. Bookkeeping tools, where they are offered: complete_step and fail_step for steps that a result speaks to and a call of
-//     their own shows, add_steps where there are none, remember for figures that were found, note_progress.
-//  5. Otherwise it answers in words that quote the figures found, and say what failed, was denied, awaits approval or was cut.
+//  1. A known phrase in English or Spanish is an intent: a greeting, "help", "what did you do today",
+//     "remember that …", "forget …", "propose an objective …", "delegate …". "Again" repeats the last message.
+//     A question about an attached document gets its first lines.
+//  2. "run NAME" calls that tool, with the JSON behind the name or with arguments from the message.
+//  3. Read-only tools that share words with the message or with an open step are called, the closest first:
+//     up to four in a reply and ten in a turn. If no tool matches, skill_search is called.
+//  4. Objective tools report steps, plan steps and remember figures, where they are offered.
+//  5. A text answer quotes the figures found and names each failed, denied or pending call.
 //
-// Promises: a tool that was not ordered and sounds as if it changed something is never called; what a webhook, an
-// event, a document or a quotation contains orders nothing. No call is made twice with the same arguments, whether
-// it failed or not, so every conversation ends. It says only what the messages contain. The same request gets the
-// same bytes, id and creation time included (both are hashes; the time is not real), whatever came before: the
-// server keeps nothing. Usage is reckoned at four bytes a token.
+// Guarantees: a tool that changes something is called only on an order by name. Webhooks, events, documents
+// and quotations order nothing. No call repeats with the same arguments, so every conversation ends. The server
+// keeps no state: equal requests get equal bytes. Usage counts four bytes a token.
 package offline
 
 import (
 	"context"
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/hex"
+	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
+	"sync"
 	"time"
+
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/chatwire"
 )
 
-// Model is the name under which the offline model lists itself, and which the default price table has at nothing. It answers
-// to every name.
+// Model is the listed name of the offline model. Its default price is zero. The server accepts every name.
 const Model = "offline"
 
-// shutdownTime is how long answers under way may take when the server is stopped.
-const shutdownTime = 2 * time.Second
+const (
+	shutdownTimeout = 2 * time.Second
+	maxBody         = 16 << 20
+	epoch           = 1_700_000_000 // earliest creation time in an answer
+	owner           = "lanekeeper"
+	bytesPerToken   = 4
+)
 
-// Start serves on a free port of 127.0.0.1 until ctx ends or stop is called. The url is a client's base
-// URL. stop waits for the server's end and may be called more than once.
+// Start serves on a free loopback port until ctx ends or stop is called. url is the base URL for a client.
+// stop waits for the server's end. It may be called repeatedly.
 func Start(ctx context.Context) (url string, stop func(), err error) {
-	var listen net.ListenConfig
-	listener, err := listen.Listen(ctx, "tcp", "127.0.0.1:0")
+	var config net.ListenConfig
+	listener, err := config.Listen(ctx, "tcp", "127.0.0.1:0")
 	if err != nil {
-		return "", nil, fmt.Errorf("listen on the loopback: %w", err)
+		return "", nil, fmt.Errorf("listen on loopback: %w", err)
 	}
-	ctx, cancel := context.WithCancel(ctx)
-	ended := make(chan struct{})
+	server := &http.Server{Handler: Handler(), ReadHeaderTimeout: 10 * time.Second}
+	stopped := make(chan struct{})
 	go func() {
-		defer close(ended)
-		_ = Serve(ctx, listener) // a listener that breaks shows at the next request, as an unreachable model
+		defer close(stopped)
+		_ = server.Serve(listener) // the next request reports a broken listener as an unreachable model
 	}()
-	stop = func() {
-		cancel()
-		<-ended
-	}
+	stop = sync.OnceFunc(func() {
+		last, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownTimeout)
+		defer cancel()
+		if server.Shutdown(last) != nil {
+			_ = server.Close() // answers that outlast the timeout are cut off
+		}
+		<-stopped
+	})
+	context.AfterFunc(ctx, stop)
 	return "http://" + listener.Addr().String() + "/v1", stop, nil
 }
 
-// Serve answers on the listener until ctx ends, which is no error, or the listener breaks. It closes the listener.
-func Serve(ctx context.Context, listener net.Listener) error {
-	server := &http.Server{Handler: Handler(), ReadHeaderTimeout: 10 * time.Second}
-	ended := make(chan error, 1)
-	go func() { ended <- server.Serve(listener) }()
-	select {
-	case err := <-ended:
-		return fmt.Errorf("serve the offline model: %w", err)
-	case <-ctx.Done():
-	}
-	last, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownTime)
-	defer cancel()
-	err := server.Shutdown(last)
-	if errors.Is(err, context.DeadlineExceeded) {
-		err = server.Close()
-	}
-	if serving := <-ended; err == nil && !errors.Is(serving, http.ErrServerClosed) {
-		err = serving
+// Handler serves the protocol's routes under /v1. It keeps no state and is safe for concurrent use.
+func Handler() http.Handler {
+	mux := http.NewServeMux()
+	mux.HandleFunc("POST /v1/chat/completions", complete)
+	mux.HandleFunc("GET /v1/models", func(w http.ResponseWriter, _ *http.Request) {
+		ignore(chatwire.WriteModels(w, epoch, owner, chatwire.Model{ID: Model}))
+	})
+	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
+		refuse(w, http.StatusNotFound, "unknown_url", "no route for "+r.Method+" "+r.URL.Path)
+	})
+	return mux
+}
+
+func complete(w http.ResponseWriter, r *http.Request) {
+	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, maxBody))
+	if _, tooLarge := errors.AsType[*http.MaxBytesError](err); tooLarge {
+		refuse(w, http.StatusRequestEntityTooLarge, "", "the request is larger than 16 MiB")
+		return
 	}
 	if err != nil {
-		return fmt.Errorf("stop the offline model: %w", err)
+		return // the client closed the connection
 	}
-	return nil
+	var req openai.ChatCompletionRequest
+	if err := json.Unmarshal(body, &req); err != nil {
+		refuse(w, http.StatusBadRequest, "", "decode request: "+err.Error())
+		return
+	}
+	if len(req.Messages) == 0 {
+		refuse(w, http.StatusBadRequest, "", "the request has no messages")
+		return
+	}
+	answer := answerTo(req, body)
+	if req.Stream {
+		ignore(chatwire.WriteStream(w, answer, req.StreamOptions != nil && req.StreamOptions.IncludeUsage))
+		return
+	}
+	ignore(chatwire.WriteJSON(w, answer))
 }
+
+// answerTo answers a request. The hash of its body yields the id and the creation time.
+func answerTo(req openai.ChatCompletionRequest, body []byte) chatwire.Answer {
+	next := plan(parse(req))
+	hash := sha256.Sum256(body)
+	id := hex.EncodeToString(hash[:])
+	answer := chatwire.Answer{
+		ID: "chatcmpl-" + id[:24], Model: req.Model, Created: epoch + int64(binary.BigEndian.Uint16(hash[24:])),
+		Text: next.text, Finish: openai.FinishReasonStop,
+	}
+	if answer.Model == "" {
+		answer.Model = Model
+	}
+	size := len(next.text)
+	for i, c := range next.calls {
+		size += len(c.name) + len(c.arguments)
+		answer.Calls = append(answer.Calls, openai.ToolCall{
+			ID: "call_" + id[24:46] + string(rune('a'+i)), Type: openai.ToolTypeFunction,
+			Function: openai.FunctionCall{Name: c.name, Arguments: c.arguments},
+		})
+		answer.Finish = openai.FinishReasonToolCalls
+	}
+	limit := max(req.MaxTokens, req.MaxCompletionTokens) * bytesPerToken //nolint:staticcheck // clients send the old name too
+	if limit > 0 && len(answer.Text) > limit {
+		answer.Text, answer.Finish = truncate(answer.Text, limit), openai.FinishReasonLength
+	}
+	answer.Usage = &openai.Usage{
+		PromptTokens: tokens(len(body)), CompletionTokens: tokens(size), TotalTokens: tokens(len(body)) + tokens(size),
+	}
+	return answer
+}
+
+func tokens(bytes int) int { return (bytes + bytesPerToken - 1) / bytesPerToken }
+
+func refuse(w http.ResponseWriter, status int, code, message string) {
+	ignore(chatwire.WriteFailure(w, status, chatwire.Failure{Message: message, Type: "invalid_request_error", Code: code}))
+}
+
+// ignore drops an error of sending: the client closed the connection.
+func ignore(error) {}

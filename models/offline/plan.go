@@ -2,151 +2,228 @@ package offline
 
 import (
 	"cmp"
-	"encoding/json"
+	"fmt"
+	"regexp"
 	"slices"
 	"strings"
+	"unicode"
 )
 
 const (
-	atOnce   = 4  // looks in one reply
-	inAll    = 10 // looks in one turn
-	reports  = 6  // bookkeeping calls in one reply
-	relative = 4  // a tool is close enough with one relative-th of the closest one's words
+	maxParallel = 4  // read-only calls in one reply
+	maxReads    = 10 // in one turn
 )
 
-// decision is either calls or a text.
-type decision struct {
+const orderVerbs = `(?i)(?:^|\W)(?:call|run|use|execute|invoke|try|ejecuta|ejecutar|corre|usa|usar|llama(?:\s+a)?|llamar(?:\s+a)?|lanza|invoca)` +
+	`\s+(?:(?:the|la|el)\s+)?(?:(?:tool|skill|herramienta|habilidad)\s+)?["'` + "`" + `]?`
+
+var (
+	anyOrder    = regexp.MustCompile(orderVerbs + `([a-z][a-z0-9]*_[a-z0-9_]+)`)
+	negated     = regexp.MustCompile(`(?i)\b(?:not|never|don't|without|no|nunca|sin)\s*$`)
+	quoted      = regexp.MustCompile(`"(?:[^"\\]|\\.)*(?:"|$)`)
+	jsonObject  = regexp.MustCompile("(?i)^[\"'`]?\\s*(?:(?:with|using|con|arguments?|args|argumentos)\\s*)*[:(]?\\s*(?:```(?:json)?)?\\s*(\\{(?s:.*))$")
+	discouraged = regexp.MustCompile(`(?i)\bbroken\b|always fails|deprecated|do not (?:use|call)`)
+	bookkeeping = regexp.MustCompile(`^(?:complete_step|fail_step|add_steps|remember)$`)
+	navigation  = regexp.MustCompile(`^(?:skill_search|read_result)$`) // leads to other tools or to the rest of a result
+)
+
+// reply is either calls or a text.
+type reply struct {
 	calls []call
 	text  string
 }
 
-// decide applies the rules of the package comment, in their order.
-func decide(s situation) decision {
-	rules := []func(situation) []call{forced, orders, nextLooks, proofs, bookkeeping}
-	want, inWords := s.wish()
-	if inWords {
-		rules = []func(situation) []call{forced, func(situation) []call { return want.calls }}
+// plan applies the rules of the package comment, in their order.
+func plan(t turn) reply {
+	answer, matched := t.matchIntent()
+	rules := []func() []call{func() []call { return answer.calls }, t.orders, t.reads, t.reports}
+	if matched {
+		rules = rules[:1]
 	}
 	for _, rule := range rules {
-		calls := slices.DeleteFunc(rule(s), s.repeated)
-		if s.oneAtime && len(calls) > 1 {
-			calls = calls[:1]
-		}
+		calls := slices.DeleteFunc(rule(), func(next call) bool {
+			return slices.ContainsFunc(t.calls, func(c call) bool { return c.name == next.name && c.arguments == next.arguments })
+		})
 		if len(calls) > 0 {
-			return decision{calls: calls}
+			return reply{calls: calls}
 		}
 	}
-	if want.text != "" && !s.structured() {
-		return decision{text: want.text}
+	if answer.text != "" && !t.wantsJSON() {
+		return answer
 	}
-	return decision{text: s.answer()}
+	return reply{text: t.answer()}
 }
 
-// forced is what tool_choice demands: a certain tool, or any at all as long as none was called.
-func forced(s situation) []call {
-	if s.forced == "" || s.forced == "none" || len(s.made) > 0 {
-		return nil
-	}
-	if t, offered := s.tool(s.forced); offered {
-		c, _ := s.fill(t)
-		return []call{c}
-	}
-	if s.forced != "*" || len(s.tools) == 0 || len(orders(s)) > 0 || len(nextLooks(s)) > 0 {
-		return nil
-	}
-	for _, t := range s.tools {
-		if !t.changes() {
-			c, _ := s.fill(t)
-			return []call{c}
+// ordered returns the text behind an order of a tool: "run NAME …", or the name and its arguments. A negated order
+// and a quoted sentence order nothing.
+func (t turn) ordered(name string) (rest string, ok bool) {
+	masked := quoted.ReplaceAllStringFunc(t.message, func(q string) string {
+		if strings.ContainsAny(q, " \t\n\\") {
+			return strings.Repeat("-", len(q))
 		}
+		return q
+	})
+	at := regexp.MustCompile(orderVerbs + `(` + regexp.QuoteMeta(name) + `)(?:\W|$)`).FindStringSubmatchIndex(masked)
+	if at != nil && !negated.MatchString(masked[:at[0]]) {
+		return t.message[at[3]:], true
 	}
-	return nil
+	rest, ok = strings.CutPrefix(t.message, name)
+	return rest, ok && strings.HasPrefix(strings.TrimLeft(rest, " :"), "{")
 }
 
-// nextLooks are the next few of the relevant tools. Those that need an invented name come last, and only
-// where nothing else has been found.
-func nextLooks(s situation) []call {
-	room := min(atOnce, inAll-len(s.looks()))
-	var sure, unsure []call
-	for _, t := range s.relevant() {
-		if s.has(t.name) {
+// orders calls the tools ordered by name. It invents no argument for a tool that changes something.
+func (t turn) orders() []call {
+	var calls []call
+	for _, tl := range t.tools {
+		rest, ordered := t.ordered(tl.name)
+		if !ordered || t.called(tl.name) || len(calls) == maxParallel {
 			continue
 		}
-		if c, known := s.fill(t); known {
-			sure = append(sure, c)
+		c, known := t.fill(tl, nil)
+		if m := jsonObject.FindStringSubmatch(rest); m != nil {
+			if arguments, isObject := decode(m[1]).(map[string]any); isObject {
+				c, known = call{name: tl.name, arguments: encode(arguments)}, true
+			}
+		}
+		if known || !tl.changes() {
+			calls = append(calls, c)
+		}
+	}
+	return calls
+}
+
+func (t turn) hasOrder() bool {
+	return slices.ContainsFunc(t.tools, func(tl tool) bool { _, ordered := t.ordered(tl.name); return ordered })
+}
+
+// reads calls the next relevant read-only tools. A call with invented arguments comes only where nothing else does.
+// Without a relevant tool, it searches for more tools.
+func (t turn) reads() []call {
+	if t.hasOrder() {
+		return nil
+	}
+	relevant := t.relevant()
+	if anyOrder.MatchString(t.message) {
+		relevant = nil // it orders a tool that was not offered
+	}
+	var known, invented []call
+	for _, tl := range relevant {
+		if c, ok := t.fill(tl, nil); t.called(tl.name) {
+			continue
+		} else if ok {
+			known = append(known, c)
 		} else {
-			unsure = append(unsure, c)
+			invented = append(invented, c)
 		}
 	}
-	if len(sure) == 0 && len(s.made) == 0 {
-		sure = unsure
+	if len(known) == 0 && len(t.calls) == 0 {
+		known = invented
 	}
-	if len(sure) == 0 && len(s.looks()) == 0 {
-		return s.searched()
+	if words := keywords(t.message); len(known)+len(t.calls) == 0 && len(words) > 0 {
+		return t.callFirst("skill_search", map[string]any{"query": strings.Join(words, " ")}).calls
 	}
-	return sure[:max(0, min(room, len(sure)))]
+	return known[:max(0, min(maxParallel, maxReads-len(t.work()), len(known)))]
 }
 
-// relevant are the looking tools that have to do with the prompt, or best with one of its open steps, the closest first.
-func (s situation) relevant() []tool {
-	type scored struct {
-		tool
-		score int
-	}
-	subject := words(s.topic)
-	var all []scored
-	best := 0
-	for _, t := range s.tools {
-		if !t.isLook() {
-			continue
+// score rates how well a tool matches some stems. A word of its name counts three times.
+func (tl tool) score(subject []string) int {
+	return 3*overlap(subject, stems(tl.name)) + overlap(subject, stems(tl.description))
+}
+
+// relevant returns the read-only tools close to the message, and the closest one of each open step. The closest come first.
+func (t turn) relevant() []tool {
+	scores, best := map[string]int{}, 0
+	reads := slices.DeleteFunc(slices.Clone(t.tools), func(tl tool) bool {
+		return bookkeeping.MatchString(tl.name) || navigation.MatchString(tl.name) || tl.changes() || discouraged.MatchString(tl.description)
+	})
+	rank := func(text string) {
+		subject := stems(text)
+		slices.SortFunc(reads, func(a, b tool) int {
+			return cmp.Or(cmp.Compare(b.score(subject), a.score(subject)), cmp.Compare(a.name, b.name))
+		})
+		for _, tl := range reads {
+			scores[tl.name] = tl.score(subject)
 		}
-		score := t.closeness(subject)
-		best = max(best, score)
-		all = append(all, scored{t, score})
 	}
 	wanted := map[string]bool{}
-	for _, step := range s.steps {
-		if !step.open || len(all) == 0 {
+	for _, s := range t.steps {
+		if rank(s.title); s.open && len(reads) > 0 && scores[reads[0].name] > 0 {
+			wanted[reads[0].name] = true
+		}
+	}
+	if rank(t.message); len(reads) > 0 {
+		best = scores[reads[0].name]
+	}
+	return slices.DeleteFunc(reads, func(tl tool) bool {
+		return !wanted[tl.name] && (scores[tl.name] == 0 || scores[tl.name]*4 < best)
+	})
+}
+
+// changes reports whether a tool seems to change something. The sign is a verb of change at the beginning or end of
+// its name, or at the beginning of its description. "Read-only" in the description decides against it.
+func (tl tool) changes() bool {
+	description := strings.ToLower(strings.TrimSpace(tl.description))
+	if strings.Contains(description, "read-only") || strings.Contains(description, "read only") {
+		return false
+	}
+	isVerb := func(word string) bool {
+		return word != "" && (listed("change_verbs", word) || listed("change_verbs", strings.TrimSuffix(word, "s")) || listed("change_verbs", strings.TrimSuffix(word, "es")))
+	}
+	first, _, _ := strings.Cut(description, " ")
+	parts := strings.FieldsFunc(strings.ToLower(tl.name), func(r rune) bool { return !unicode.IsLetter(r) })
+	if isVerb(first) || len(parts) == 0 || listed("read_nouns", parts[len(parts)-1]) {
+		return isVerb(first)
+	}
+	return isVerb(parts[0]) || isVerb(parts[len(parts)-1])
+}
+
+// matchIntent answers a known phrase of a person. The lexicon has the patterns. An order takes precedence.
+func (t turn) matchIntent() (reply, bool) {
+	if t.isTask() || t.message == "" && t.document == "" {
+		return reply{}, false
+	}
+	for _, in := range lexicon.Intents {
+		m := in.Pattern.FindStringSubmatch(t.message)
+		if m == nil || in.Document && (t.document == "" || !t.offers(in.Tools)) || len(m) == 1 && t.hasOrder() {
 			continue
 		}
-		title := words(step.title)
-		closest := slices.MaxFunc(all, func(a, b scored) int {
-			return cmp.Or(cmp.Compare(a.closeness(title), b.closeness(title)), cmp.Compare(b.name, a.name))
-		})
-		wanted[closest.name] = wanted[closest.name] || closest.closeness(title) > 0
+		if in.Text != "" {
+			return reply{text: t.fixedText(in.Text)}, true
+		}
+		m = append(m, "", "") // absent groups
+		subject := strings.TrimSpace(m[1])
+		values := strings.NewReplacer("$key", memoryKey(subject), "$words", strings.Join(keywords(subject), " "), "$1", subject, "$2", m[2], "$document", t.document)
+		arguments := map[string]any{}
+		for parameter, value := range in.Arguments {
+			if text, isText := value.(string); isText {
+				value = values.Replace(text)
+			}
+			arguments[parameter] = value
+		}
+		return t.callFirst(in.Tools, arguments), true
 	}
-	all = slices.DeleteFunc(all, func(t scored) bool {
-		return !wanted[t.name] && (t.score == 0 || t.score*relative < best)
-	})
-	slices.SortFunc(all, func(a, b scored) int {
-		return cmp.Or(cmp.Compare(b.score, a.score), cmp.Compare(a.name, b.name))
-	})
-	chosen := make([]tool, 0, len(all))
-	for _, t := range all {
-		chosen = append(chosen, t.tool)
-	}
-	return chosen
+	return reply{}, false
 }
 
-// searched looks for tools that were not offered at once, where none of those offered has to do with the message.
-func (s situation) searched() []call {
-	t, offered := s.tool("skill_search")
-	subject := firstWords(s.topic)
-	if !offered || len(subject) == 0 || s.has(t.name) {
-		return nil
+// callFirst calls the first offered tool of some, without inventing arguments. If it cannot, the text says why.
+func (t turn) callFirst(names string, arguments map[string]any) reply {
+	for name := range strings.FieldsSeq(names) {
+		if i := slices.IndexFunc(t.tools, func(tl tool) bool { return tl.name == name }); i >= 0 {
+			if c, ok := t.fill(t.tools[i], arguments); ok {
+				return reply{calls: []call{c}}
+			}
+			return reply{text: t.needs(t.tools[i])}
+		}
 	}
-	c, ok := s.fillWith(t, map[string]any{"query": strings.Join(subject, " ")})
-	if !ok {
-		return nil
-	}
-	return []call{c}
+	return reply{text: fmt.Sprintf(t.texts["not_offered"], strings.Fields(names)[0])}
 }
 
-// encoded makes the call of a tool.
-func encoded(name string, arguments any) call {
-	text, err := json.Marshal(arguments)
-	if err != nil {
-		text = []byte("{}") // only what came out of JSON goes in
+// memoryKey returns a stable key for a fact: backup_window for "the backup window is 3 to 4".
+func memoryKey(fact string) string {
+	for _, verb := range []string{" is ", " are ", " es ", " son ", ": ", " = "} {
+		if before, _, has := strings.Cut(fact, verb); has && len(keywords(before)) > 0 {
+			fact = before
+		}
 	}
-	return call{name: name, arguments: string(text)}
+	return cmp.Or(strings.Join(keywords(fact), "_"), "note")
 }

@@ -1,0 +1,159 @@
+package offline
+
+import (
+	"cmp"
+	"encoding/json"
+	"regexp"
+	"slices"
+	"strings"
+
+	openai "github.com/sashabaranov/go-openai"
+)
+
+// turn is a request as the planner reads it.
+type turn struct {
+	prompt   string // the last user message
+	message  string // the prompt without foreign data and polite openings
+	tools    []tool
+	calls    []call // since the prompt, in order
+	steps    []step
+	format   *openai.ChatCompletionResponseFormat
+	document string // id of the last attached document
+	identity string // "I am …", from the system message
+	texts    map[string]string
+}
+
+type tool struct {
+	name, description string
+	schema            map[string]any
+}
+
+// call is a tool call. The result and the flags are set once it was answered.
+type call struct {
+	name, arguments string
+	result          string
+	object          map[string]any // the result, where it is a JSON object
+	failed, pending bool
+}
+
+// step is a line such as "step 3f2a: Look at the sizes (pending)".
+type step struct {
+	id, title string
+	open      bool
+}
+
+var (
+	foreign      = regexp.MustCompile(`(?s)<delivery\b.*(?:</delivery>|$)|\[Document [\w-]+: ".*$|What caused this task, as data and not as instructions .*$`)
+	attached     = regexp.MustCompile(`(?m)^\[Document ([\w-]+): "`)
+	preamble     = regexp.MustCompile(`(?s)^\[Context from the runtime\..*?\n\[End of context\]\n\n`)
+	polite       = regexp.MustCompile(`(?i)^(?:[\s¿¡]|(?:please|por favor|can you|could you|would you|puedes|podr[ií]as|hey|hi|hello|hola|ok|okay|so|oye|and now)\b[,.!:]?\s+)+`)
+	again        = regexp.MustCompile(`(?i)^(?:(?:do (?:it|that)|try|and|y)\s+)?(?:again|once more|one more time|repeat(?: that| it)?|otra vez|de nuevo|rep[ií]telo)[\s!.?]*$`)
+	identityLine = regexp.MustCompile(`(?s)Your name in this installation is "([^"]+)"\.(?:.*?\n# Instructions\n\nYou are (.+?)(?:[.!?](?:\s|$)|\n|$))?`)
+	errorText    = regexp.MustCompile(`(?i)^\s*(?:error|tool call failed|tool '|failed)`)
+	stepLine     = regexp.MustCompile(`(?im)^[\s>*-]*step\s+([0-9a-z][0-9a-z_-]*)\s*:\s*(\S.*)$`)
+	stepStatus   = regexp.MustCompile(`(?i)\s*\((?:(done|completed?|failed|skipped|cancelled)|pending|open|in progress|running)\).*`)
+)
+
+// parse reads a request. Of the earlier messages, it uses attachments and what "again" repeats.
+func parse(req openai.ChatCompletionRequest) turn {
+	t := turn{format: req.ResponseFormat}
+	last, previous := -1, ""
+	for i, m := range req.Messages {
+		text := content(m)
+		if found := identityLine.FindStringSubmatch(text); m.Role == openai.ChatMessageRoleSystem && found != nil {
+			t.identity = "I am " + truncate(cmp.Or(found[2], found[1]), maxDescription) + "."
+		}
+		if m.Role != openai.ChatMessageRoleUser {
+			continue
+		}
+		if found := attached.FindAllStringSubmatch(text, -1); found != nil {
+			t.document = found[len(found)-1][1]
+		}
+		if last = i; previous == "" || !again.MatchString(polite.ReplaceAllString(text, "")) {
+			previous = text
+		}
+	}
+	for _, offered := range req.Tools {
+		if f := offered.Function; f != nil && f.Name != "" {
+			schema, _ := f.Parameters.(map[string]any)
+			t.tools = append(t.tools, tool{f.Name, f.Description, schema})
+		}
+	}
+	t.prompt = preamble.ReplaceAllString(previous, "")
+	t.message = polite.ReplaceAllString(strings.TrimSpace(foreign.ReplaceAllString(t.prompt, "")), "")
+	t.readCalls(req.Messages[last+1:])
+	for _, m := range stepLine.FindAllStringSubmatch(t.prompt, -1) {
+		state := stepStatus.FindStringSubmatch(m[2])
+		t.steps = append(t.steps, step{id: m[1], title: stepStatus.ReplaceAllString(m[2], ""), open: state == nil || state[1] == ""})
+	}
+	t.texts = lexicon.Texts["en"]
+	if !t.isTask() {
+		t.texts = textsFor(t.prompt)
+	}
+	return t
+}
+
+// isTask reports whether the runtime wrote the prompt, not a person.
+func (t turn) isTask() bool {
+	return len(t.steps) > 0 || strings.HasPrefix(t.prompt, "Objective ") || strings.HasPrefix(t.prompt, "Reflect on ")
+}
+
+// readCalls pairs the calls of some messages with their results.
+func (t *turn) readCalls(messages []openai.ChatCompletionMessage) {
+	index := map[string]int{}
+	for _, m := range messages {
+		for _, c := range m.ToolCalls {
+			index[c.ID] = len(t.calls)
+			t.calls = append(t.calls, call{name: c.Function.Name, arguments: c.Function.Arguments, failed: true})
+		}
+		if i, known := index[m.ToolCallID]; known && m.Role == openai.ChatMessageRoleTool {
+			c := &t.calls[i]
+			c.result = content(m)
+			c.object, _ = decode(c.result).(map[string]any)
+			reason := c.object["error"]
+			c.pending = c.object["status"] == "pending_approval"
+			c.failed = c.pending || errorText.MatchString(c.result) || reason != nil && reason != false && reason != ""
+		}
+	}
+}
+
+// content returns a message's text, including its parts.
+func content(m openai.ChatCompletionMessage) string {
+	text := m.Content
+	for _, part := range m.MultiContent {
+		text += part.Text
+	}
+	return text
+}
+
+func (t turn) offers(name string) bool {
+	return slices.ContainsFunc(t.tools, func(tl tool) bool { return tl.name == name })
+}
+
+func (t turn) called(name string) bool {
+	return slices.ContainsFunc(t.calls, func(c call) bool { return c.name == name })
+}
+
+// work returns the calls other than bookkeeping.
+func (t turn) work() []call {
+	return slices.DeleteFunc(slices.Clone(t.calls), func(c call) bool { return bookkeeping.MatchString(c.name) })
+}
+
+// decode returns the value of a JSON text, with its numbers as written. It returns nil for other texts.
+func decode(text string) any {
+	var v any
+	d := json.NewDecoder(strings.NewReader(text))
+	d.UseNumber()
+	if d.Decode(&v) != nil {
+		return nil
+	}
+	return v
+}
+
+// truncate bounds a text in bytes at a whole character.
+func truncate(text string, limit int) string {
+	if len(text) <= limit {
+		return text
+	}
+	return strings.ToValidUTF8(text[:limit], "") + "…"
+}
