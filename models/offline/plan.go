@@ -99,11 +99,11 @@ func (t turn) hasOrder() bool {
 // reads calls the next relevant read-only tools. A call with invented arguments comes only where nothing else does.
 // Without a relevant tool, it searches for more tools.
 func (t turn) reads() []call {
-	if t.hasOrder() {
+	if t.hasOrder() && !t.isTask() {
 		return nil
 	}
 	relevant := t.relevant()
-	if anyOrder.MatchString(t.message) {
+	if anyOrder.MatchString(t.message) && !t.isTask() {
 		relevant = nil // it orders a tool that was not offered
 	}
 	var known, invented []call
