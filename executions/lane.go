@@ -164,7 +164,7 @@ func leaseLost(l *lanes.Lease) bool { return errors.Is(context.Cause(l.Context()
 // the execution, and a deferred Release must not free it. Release retries transient errors like [RetryTransient].
 func (h *Hold) Release(ctx context.Context) error {
 	if h.lease == nil || h.run.stopCause() != nil {
-		return nil
+		return nil //nolint:nilerr // the hold belongs to the execution now
 	}
 	h.run.mu.Lock()
 	delete(h.run.leases, h.lease)

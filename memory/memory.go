@@ -66,7 +66,7 @@ type Owner string
 // Shared is the memory of all agents without their own.
 const Shared Owner = ""
 
-// Absent, as the revision of a [Note], says that the caller found no entry.
+// Absent is the revision of a [Note] whose caller found no entry.
 const Absent = -1
 
 // ConflictError reports a rejected write: the key is at another revision than its writer read.

@@ -69,7 +69,7 @@ const (
 	Skipped = "skipped"
 )
 
-// Unread, as the revision of [SetNote], says that the caller has not read the objective.
+// Unread is the revision that a caller of [SetNote] passes who has not read the objective.
 const Unread = -1
 
 // MaxAttempts is the number of failures after which a step is [Failed].

@@ -61,7 +61,7 @@ type Settings struct {
 	Signed           string  `json:"signed,omitempty"`
 }
 
-// Digest, as the path of a delivery id, selects the SHA-256 of the body.
+// Digest is the path of a delivery id that selects the SHA-256 of the body.
 const Digest = "digest"
 
 // HMAC describes a generic signature.

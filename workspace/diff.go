@@ -69,6 +69,7 @@ func (i Item) overwriteProblem(lost []Change) string {
 // Empty reports whether nothing changed. Undeclared rows may have been kept.
 func (d Diff) Empty() bool { return len(d.changed()) == 0 }
 
+// Count returns the number of items with an action.
 func (d Diff) Count(a Action) int { return len(d.Of(a)) }
 
 // Of lists the items with an action.

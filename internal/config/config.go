@@ -176,6 +176,7 @@ const mask = "***"
 // Reveal returns the secret text.
 func (s Secret) Reveal() string { return string(s) }
 
+// IsSet reports whether the secret is not empty.
 func (s Secret) IsSet() bool { return s != "" }
 
 // String masks the secret; empty stays empty.

@@ -18,7 +18,7 @@ const (
 	defaultApplicationName = "agent"
 	connectTimeout         = 10 * time.Second
 	connectRetryEvery      = 250 * time.Millisecond
-	// then the server ends the session: a process that was paused holds nobody up for longer
+	// A session that is idle in a transaction for so long is ended. A paused process keeps its locks no longer.
 	idleInTransaction = time.Minute
 	readCommitted     = "read committed"
 	utf8              = "UTF8"

@@ -316,7 +316,8 @@ comment on function lanekeeper.agent_executions_moves is
   'Which status may follow which, and what a status implies: times, result type, no worker, no wait. Autonomous '
   'work is not claimed while the agent is paused.';
 
-create or replace function lanekeeper.release_agent_execution(e agent_executions) returns int language plpgsql as $$
+create or replace function lanekeeper.release_agent_execution(e agent_executions) returns int
+language plpgsql security definer set search_path from current as $$
 declare
   kind text := case e.status when 'completed' then 'execution.completed' when 'cancelled' then 'execution.cancelled'
                else 'execution.failed' end;

@@ -154,7 +154,9 @@ func (a *agent) addSurfaces(private []string) error {
 
 // run works until ctx ends.
 func (a *agent) run(ctx context.Context) error {
-	schedule := executions.Schedule{Name: heartbeat.Flow, Flow: heartbeat.Flow, Surface: trace.Heartbeat, Cron: never, Timezone: "UTC"}
+	schedule := executions.Schedule{
+		Name: heartbeat.Flow, Flow: heartbeat.Flow, Surface: trace.Heartbeat, Cron: never, Timezone: "UTC",
+	}
 	if err := a.engine.PutSchedule(ctx, schedule); err != nil {
 		return err
 	}

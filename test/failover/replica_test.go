@@ -65,13 +65,6 @@ func (r *replicated) open(s *server) *pgxpool.Pool {
 	return pool
 }
 
-func (r *replicated) exec(sql string) {
-	r.t.Helper()
-	if _, err := r.db.Exec(r.t.Context(), sql); err != nil {
-		r.t.Fatal(err)
-	}
-}
-
 // act writes an activity of a skill, which pages about its trace show.
 func (r *replicated) act(skill string) {
 	r.t.Helper()
