@@ -79,7 +79,7 @@ func TestDevReadsDotEnv(t *testing.T) {
 	if err := os.Remove(".env"); err != nil {
 		t.Fatal(err)
 	}
-	if got := newProgramWithoutDatabase(t).run("lanes", "ls"); got.code != 2 || !strings.Contains(got.err, "there is no database") {
+	if got := newProgramWithoutDatabase(t).run("lanes", "ls"); got.code != 2 || !strings.Contains(got.err, "no database; set DATABASE_URL") {
 		t.Errorf("another command: exit %d, stderr %q", got.code, got.err)
 	}
 	if _, err := os.Stat(stateDir); err == nil {

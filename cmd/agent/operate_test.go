@@ -152,7 +152,7 @@ func TestOperateTerminal(t *testing.T) {
 		t.Errorf("the model was asked %q", asked[len(asked)-1].Content)
 	}
 	for command, want := range map[string]string{
-		"/trace": id, "/trace " + id: "model_call", "/lanes": `operate`, "/approvals": "no waiting executions", "/objectives": "no objectives",
+		"/trace": id, "/trace " + id: "model_call", "/lanes": `operate`, "/approvals": "no pending approvals", "/objectives": "no objectives",
 		"/memory": "no memories", "/help": "/reject ID", "/nope": "unknown command /nope", "/approve": "name an approval",
 	} {
 		s.typeKeys(command + "\r")

@@ -73,7 +73,7 @@ func TestANewerVersionMigratesWhileProcessesServe(t *testing.T) {
 	w.open()
 	for i, base := range w.bases {
 		if got := probe(t, base+"/readyz"); got.status != http.StatusOK ||
-			!strings.Contains(got.Checks["schema"].Detail, "newer version") {
+			!strings.Contains(got.Checks["schema"].Detail, "newer than this process") {
 			t.Errorf("process %d says %d, %+v", i, got.status, got.Checks)
 		}
 	}
