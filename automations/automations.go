@@ -188,7 +188,7 @@ func Enable(ctx context.Context, db postgres.DB, name string) (bool, error) {
 // returns false if an admin has disabled it already, and [ErrNotFound] for none.
 func Disable(ctx context.Context, db postgres.DB, name, by, reason string) (bool, error) {
 	if strings.TrimSpace(by) == "" || by == SelfHeal || by == Proposal {
-		return false, fmt.Errorf("disable automation %q: %w", name, errors.New("name the admin who does it"))
+		return false, fmt.Errorf("disable automation %q: %w", name, errors.New("an admin is required"))
 	}
 	tag, err := db.Exec(ctx, `
 		update agent_automations
@@ -279,7 +279,7 @@ func (a Automation) equals(r resolved) bool {
 // proposal, and [ErrNotFound] for none. [Disable] rejects a proposal.
 func Accept(ctx context.Context, db postgres.DB, nameOrID, by string) (bool, error) {
 	if strings.TrimSpace(by) == "" {
-		return false, fmt.Errorf("accept automation %q: name the admin who does it", nameOrID)
+		return false, fmt.Errorf("accept automation %q: an admin is required", nameOrID)
 	}
 	a, err := Get(ctx, db, nameOrID)
 	if err != nil {
@@ -328,7 +328,7 @@ func AtRevision(ctx context.Context, tx pgx.Tx, name string, revision int) error
 		err = ErrNotFound
 	}
 	if err != nil {
-		return fmt.Errorf("look at automation %q: %w", name, err)
+		return fmt.Errorf("lock automation %q: %w", name, err)
 	}
 	return postgres.AtRevision("automation", name, revision, current)
 }

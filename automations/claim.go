@@ -197,7 +197,7 @@ func RecordDenial(ctx context.Context, db postgres.DB, approvalID, why string) e
 		 where status = 'skipped' and output ? 'approval_id' and output ->> 'approval_id' = @approval`,
 		pgx.StrictNamedArgs{"approval": approvalID, "why": truncate(why)})
 	if err != nil {
-		return fmt.Errorf("note the denied approval %s: %w", approvalID, err)
+		return fmt.Errorf("record the denied approval %s: %w", approvalID, err)
 	}
 	return nil
 }
@@ -301,7 +301,7 @@ func ClaimRun(ctx context.Context, db postgres.DB, runID string, attempt int, ex
 		pgx.StrictNamedArgs{"id": runID, "attempt": attempt, "execution": executionID, "trace_id": traceID})
 	run, ok, err := oneRun(rows, err)
 	if err != nil {
-		return Run{}, false, fmt.Errorf("take automation run: %w", err)
+		return Run{}, false, fmt.Errorf("claim automation run: %w", err)
 	}
 	return run, ok, nil
 }

@@ -390,7 +390,7 @@ func objectiveAdvance(ctx context.Context, db postgres.Beginner, who acting, arg
 		return nil, err
 	}
 	if !ok {
-		return nil, invalid(fmt.Sprintf("step %q is not pending any more", step.Title))
+		return nil, invalid(fmt.Sprintf("step %q is no longer pending", step.Title))
 	}
 	if _, err := objectives.Advanced(ctx, db, o.ID, who.TraceID); err != nil {
 		return nil, err

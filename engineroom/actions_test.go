@@ -74,7 +74,7 @@ func post(t *testing.T, client *http.Client, address string, form url.Values, he
 	return resp
 }
 
-// after is the page that is shown after a lever was pulled, with the message, and what it says on the next look.
+// after is the page that is shown after a action was pulled, with the message, and what it says on the next look.
 func after(t *testing.T, client *http.Client, server *httptest.Server, resp *http.Response) (first, second string) {
 	t.Helper()
 	look := func(cookies []*http.Cookie) (string, []*http.Cookie) {
@@ -126,10 +126,10 @@ func TestALeverCallsTheRouteAndComesBack(t *testing.T) {
 		t.Errorf("the route is called as %v", sent)
 	}
 	first, second := after(t, client, server, resp)
-	if !strings.Contains(first, `role="status"`) || !strings.Contains(first, "Lane a//b c was taken from its holder.") || !strings.Contains(first, `<a href="/traces/op_1">`) {
+	if !strings.Contains(first, `role="status"`) || !strings.Contains(first, "Lane a//b c is released.") || !strings.Contains(first, `<a href="/traces/op_1">`) {
 		t.Errorf("the page does not say what came of it:\n%s", first)
 	}
-	if strings.Contains(second, "was taken") {
+	if strings.Contains(second, "is released") {
 		t.Error("the message is shown twice")
 	}
 }
@@ -143,7 +143,7 @@ func TestWhatARouteRefusesIsTold(t *testing.T) {
 		"a problem": {func(w http.ResponseWriter, r *http.Request) {
 			problem.Write(w, r, problem.New(409, "the holder is <b>busy</b>"), "", nil)
 		}, "the holder is &lt;b&gt;busy&lt;/b&gt;"},
-		"no problem": {func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(500) }, "It did not work: status 500."},
+		"no problem": {func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(500) }, "The action failed with status 500."},
 		"a long one": {func(w http.ResponseWriter, r *http.Request) {
 			problem.Write(w, r, problem.New(400, "%s", strings.Repeat("€", 5000)), "", nil)
 		}, "€€€…"},
@@ -174,7 +174,7 @@ func TestALeverSendsOnlyWhatItTakes(t *testing.T) {
 		form url.Values
 		says string
 	}{
-		"unknown field": {url.Values{"reason": {"r"}, "admin": {"1"}}, `a field &#34;admin&#34;, which this lever does not take`},
+		"unknown field": {url.Values{"reason": {"r"}, "admin": {"1"}}, `a field &#34;admin&#34;, which this action does not accept`},
 		"no JSON":       {url.Values{"input": {"{"}}, "input is not JSON"},
 		"no flag":       {url.Values{"latest": {"maybe"}}, "latest is &#34;maybe&#34;; it can be true or false"},
 	} {
@@ -200,7 +200,7 @@ func TestALeverSendsOnlyWhatItTakes(t *testing.T) {
 
 func TestFieldsHaveTypes(t *testing.T) {
 	t.Parallel()
-	l := lever{fields: []field{{"t", asText}, {"l", asList}, {"f", asFlag}, {"n", asNumber}, {"j", asJSON}}}
+	l := action{fields: []field{{"t", asText}, {"l", asList}, {"f", asFlag}, {"n", asNumber}, {"j", asJSON}}}
 	for name, test := range map[string]struct {
 		form url.Values
 		want string // JSON, or what is wrong
@@ -342,7 +342,7 @@ func TestTheLoginPageIsThereForEverybody(t *testing.T) {
 func TestEveryLeverOfATemplateIsInTheTable(t *testing.T) {
 	t.Parallel()
 	mux := http.NewServeMux()
-	for _, l := range levers() {
+	for _, l := range actions() {
 		mux.HandleFunc(l.method+" "+l.path, func(http.ResponseWriter, *http.Request) {})
 	}
 	files, err := templateFiles.ReadDir("templates")
@@ -362,12 +362,12 @@ func TestEveryLeverOfATemplateIsInTheTable(t *testing.T) {
 				continue // has a handler of its own
 			}
 			if _, pattern := mux.Handler(httptest.NewRequestWithContext(t.Context(), http.MethodPost, path, http.NoBody)); pattern == "" {
-				t.Errorf("%s: no lever has the route %s", file.Name(), path)
+				t.Errorf("%s: no action has the route %s", file.Name(), path)
 			}
 		}
 	}
 	if found < 10 {
-		t.Errorf("only %d levers were found", found)
+		t.Errorf("only %d actions were found", found)
 	}
 }
 
@@ -389,7 +389,7 @@ func asked(t *testing.T, pool *pgxpool.Pool, status, arguments string, hours flo
 func TestApprovalsAreInTheTabOfTheirState(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	shows(t, server.URL+"/approvals", "Nothing needs your leave")
+	shows(t, server.URL+"/approvals", "No approval is requested")
 	ids := map[string]string{
 		"pending": asked(t, pool, "pending", `{"n": 1}`, 5), "overdue": asked(t, pool, "pending", `{"n": 2}`, -1),
 		"approved": asked(t, pool, "approved", `{"n": 3}`, 5), "rejected": asked(t, pool, "rejected", `{"n": 4}`, -9),
@@ -413,14 +413,14 @@ func TestApprovalsAreInTheTabOfTheirState(t *testing.T) {
 func TestApprovalsGoOnOverPages(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	for n := range mostApprovals + 2 {
+	for n := range maxApprovals + 2 {
 		asked(t, pool, []string{"approved", "rejected"}[n%2], fmt.Sprintf(`{"n": %d}`, n), 5)
 	}
 	first := shows(t, server.URL+"/approvals?status=decided", "Older approvals")
 	_, link, _ := strings.Cut(first, `<p class="pager"><a href="`)
 	link, _, _ = strings.Cut(link, `"`)
 	second := shows(t, server.URL+strings.ReplaceAll(link, "&amp;", "&"))
-	if n, m := strings.Count(first, `id="approval-`), strings.Count(second, `id="approval-`); n != mostApprovals || m != 2 {
+	if n, m := strings.Count(first, `id="approval-`), strings.Count(second, `id="approval-`); n != maxApprovals || m != 2 {
 		t.Errorf("the pages have %d and %d approvals", n, m)
 	}
 	if strings.Contains(second, "Older approvals") {
@@ -432,7 +432,7 @@ func TestAnApprovalShowsExactlyWhatIsApproved(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	first := asked(t, pool, "consumed", `{"table": "a", "password": "hunter22", "n": 9007199254740993}`, 5)
-	shows(t, server.URL+"/approvals/"+first, "hunter22", "9007199254740993", "Nothing of this skill was approved before", "by the admin", "looks right")
+	shows(t, server.URL+"/approvals/"+first, "hunter22", "9007199254740993", "No call of this skill was approved before", "by the admin", "looks right")
 	asked(t, pool, "rejected", `{"table": "never"}`, 5)
 	second := asked(t, pool, "pending", `{"table": "b", "password": "hunter22", "n": 9007199254740993}`, 5)
 	body := shows(t, server.URL+"/approvals/"+second, `/approvals/`+first,
@@ -464,7 +464,7 @@ func TestWhatIsDecidedOrVoidHasNoLevers(t *testing.T) {
 func TestWhatIsNotShownWholeCannotBeApproved(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	id := asked(t, pool, "pending", `{"text": "`+strings.Repeat("a", mostArguments)+`"}`, 5)
+	id := asked(t, pool, "pending", `{"text": "`+strings.Repeat("a", maxArguments)+`"}`, 5)
 	shows(t, server.URL+"/approvals", "too long for a list")
 	body := shows(t, server.URL+"/approvals/"+id, "Only the beginning", "cannot be approved here", `value="reject"`)
 	if strings.Contains(body, `value="approve"`) || len(body) > 100_000 {
@@ -561,7 +561,7 @@ func TestOperateShowsASession(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	_, body := testkit.Get(t, server.URL+"/operate")
-	for _, want := range []string{"Nothing was said here yet", "Nobody has it", "Nobody has talked", `action="/act/v1/operate"`, "operate.js"} {
+	for _, want := range []string{"No message yet", "It is free", "No session yet", `action="/act/v1/operate"`, "operate.js"} {
 		if !strings.Contains(body, want) {
 			t.Errorf("empty: %q is missing", want)
 		}
@@ -577,8 +577,8 @@ func TestOperateShowsASession(t *testing.T) {
 	spoken(t, pool, "and now?", "", "pending")
 	status, body := testkit.Get(t, server.URL+"/operate?session="+aSession)
 	for _, want := range []string{
-		"what did you do? &lt;b&gt;", "&lt;script&gt;alert(1)", "⟨U+202E⟩evil", "characters in all", "A turn is under way", `data-execution="`,
-		"one with the agent sales", `value="` + aSession + `"`, `href="/operate?session=` + aSession + `"`,
+		"what did you do? &lt;b&gt;", "&lt;script&gt;alert(1)", "⟨U+202E⟩evil", "characters in all", "A turn is running", `data-execution="`,
+		"belongs to the agent sales", `value="` + aSession + `"`, `href="/operate?session=` + aSession + `"`,
 	} {
 		if status != 200 || !strings.Contains(body, want) {
 			_, who, _ := strings.Cut(body, `<p id="who">`)
@@ -591,7 +591,7 @@ func TestOperateShowsASession(t *testing.T) {
 	if _, err := pool.Exec(t.Context(), `select try_acquire_agent_lock('operate', 'somebody else', 60)`); err != nil {
 		t.Fatal(err)
 	}
-	if _, body := testkit.Get(t, server.URL+"/operate"); !strings.Contains(body, "somebody else") || strings.Contains(body, "Nobody has it") {
+	if _, body := testkit.Get(t, server.URL+"/operate"); !strings.Contains(body, "somebody else") || strings.Contains(body, "It is free") {
 		t.Error("the holder is missing")
 	}
 	for _, bad := range []string{"?session=%00", "?sesion=x", "?session=" + strings.Repeat("x", 400)} {
@@ -599,7 +599,7 @@ func TestOperateShowsASession(t *testing.T) {
 			t.Errorf("%s: status %d", bad, status)
 		}
 	}
-	if status, body := testkit.Get(t, server.URL+"/operate?session=unknown"); status != 200 || !strings.Contains(body, "Nothing was said here yet") {
+	if status, body := testkit.Get(t, server.URL+"/operate?session=unknown"); status != 200 || !strings.Contains(body, "No message yet") {
 		t.Errorf("a session that was never spoken in: %d", status)
 	}
 }
@@ -687,7 +687,7 @@ func TestOperateReadsNoMoreThanItShows(t *testing.T) {
 		t.Fatal(err)
 	}
 	analyse(t, pool, "agent_executions", "agent_messages", "agent_pauses")
-	shows(t, server.URL+"/operate?session="+aSession, "What was said before")
+	shows(t, server.URL+"/operate?session="+aSession, "Earlier messages")
 	for _, path := range []string{"/operate", "/operate?session=" + aSession} {
 		bounded(t, pool, path, "agent_executions", "agent_messages", "agent_pauses")
 	}

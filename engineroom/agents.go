@@ -23,7 +23,7 @@ const (
 	agentValueLetters = 600
 )
 
-// agentsPage lists who acts.
+// agentsPage lists the agents.
 func (room *Room) agentsPage() page {
 	return page{
 		path: "/agents", name: "agents", nav: "Agents", title: "Agents",
@@ -31,8 +31,8 @@ func (room *Room) agentsPage() page {
 	}
 }
 
-// listedAgent is an agent in the list, its texts cut.
-type listedAgent struct {
+// agentRow is an agent in the list, its texts cut.
+type agentRow struct {
 	Name, Model, Memory, Skills, Keys, Heartbeat, About string
 	Default                                             bool
 	Version                                             int
@@ -49,9 +49,9 @@ func (room *Room) agentsList(ctx context.Context, _ *visit) (any, error) {
 		return nil, err
 	}
 	all, more := onPage(all, mostAgents)
-	list := make([]listedAgent, len(all))
+	list := make([]agentRow, len(all))
 	for i, a := range all {
-		list[i] = listedAgent{
+		list[i] = agentRow{
 			Name: a.Name, Model: a.Model, Memory: a.Memory, Skills: valueOf(a, "skills"), Keys: valueOf(a, "keys"), About: a.Description,
 			Default: a.Default, Version: a.Version, TodayUSD: budgets.AgentOf(used, a.Name).CostUSD,
 		}
@@ -62,14 +62,14 @@ func (room *Room) agentsList(ctx context.Context, _ *visit) (any, error) {
 	return map[string]any{"Agents": list, "More": more}, nil
 }
 
-// valueOf is an effective value of an agent as it is shown.
+// valueOf formats an effective value of an agent.
 func valueOf(a agents.Agent, name string) string {
 	values := a.Values()
 	i := slices.IndexFunc(values, func(v agents.Value) bool { return v.Name == name })
 	return values[max(i, 0)].Value
 }
 
-// agentPage is one agent, in the version in service or in another.
+// agentPage shows one agent, in its current or another version.
 func (room *Room) agentPage() page {
 	return page{
 		path: "/agents/{name}", name: "agent", open: room.openAgent,
@@ -81,14 +81,14 @@ func (room *Room) agentPage() page {
 	}
 }
 
-// askedAgent is the agent that a page is about.
-type askedAgent struct {
+// agentVisit is the agent of a page.
+type agentVisit struct {
 	name    string
-	version int // 0: the one in service
+	version int // 0: the current one
 }
 
 func (room *Room) openAgent(ctx context.Context, v *visit) (string, error) {
-	asked := askedAgent{name: v.path("name")}
+	asked := agentVisit{name: v.path("name")}
 	if given := v.Query.Get("version"); given != "" {
 		number, err := strconv.ParseInt(given, 10, 32)
 		if err != nil || number < 1 {
@@ -112,9 +112,9 @@ func (room *Room) openAgent(ctx context.Context, v *visit) (string, error) {
 	return "Agent " + cut(60, a.Name), nil
 }
 
-// shownAgent reads the agent again: it may have changed since the page was opened.
+// shownAgent reads the agent again, because it may have changed.
 func (room *Room) shownAgent(ctx context.Context, v *visit) (agents.Shown, error) {
-	asked, _ := v.About.(askedAgent)
+	asked, _ := v.About.(agentVisit)
 	shown, err := room.Agents.Show(ctx, room.Read, asked.name, asked.version)
 	if errors.Is(err, agents.ErrNotFound) {
 		err = missing("the agent has been removed; the page Agents lists those in service")
@@ -130,7 +130,7 @@ func (room *Room) agentValues(ctx context.Context, v *visit) (any, error) {
 	for i, value := range shown.Values {
 		shown.Values[i].Value = cut(agentValueLetters, redact.Text(value.Value, agentTextBytes))
 	}
-	asked, _ := v.About.(askedAgent)
+	asked, _ := v.About.(agentVisit)
 	return map[string]any{
 		"Name": shown.Name, "Default": shown.Default, "Version": shown.Version, "At": shown.CreatedAt, "Source": shown.Source,
 		"Values": shown.Values, "Old": asked.version > 0 && asked.version != shown.Versions[0],

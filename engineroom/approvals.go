@@ -18,26 +18,26 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
 
-// mostApprovals is how many approvals a page of the list has.
-const mostApprovals = 50
+// maxApprovals bounds the approvals on a page.
+const maxApprovals = 50
 
-// approvalStates are the states of the rows behind each tab. "live" has to be before its time is over, "over" after.
+// approvalStates are the states of the rows behind each tab. "live" rows have not expired, "over" rows have.
 var approvalStates = map[string][][2]string{
 	"pending": {{"pending", "live"}},
 	"decided": {{"approved", "live"}, {"rejected", ""}, {"consumed", ""}},
 	"expired": {{"expired", ""}, {"pending", "over"}, {"approved", "over"}},
-	// What the API calls the states; they have no tab.
+	// The API's names of the states, which have no tab.
 	"approved": {{"approved", "live"}},
 	"rejected": {{"rejected", ""}},
 	"consumed": {{"consumed", ""}},
 }
 
-// approvalsPage lists what needs an admin's leave, and what was said.
+// approvalsPage lists requested and decided approvals.
 func (room *Room) approvalsPage() page {
 	return page{
 		path: "/approvals", name: "approvals", nav: "Approvals", title: "Approvals",
 		open: func(_ context.Context, v *visit) (string, error) {
-			about, err := approvalsAsked(v)
+			about, err := openApprovals(v)
 			v.About = about
 			return "Approvals", err
 		},
@@ -45,14 +45,14 @@ func (room *Room) approvalsPage() page {
 	}
 }
 
-// approvalsWanted is what the address of the list asks for.
-type approvalsWanted struct {
+// approvalFilter holds the parameters of the list.
+type approvalFilter struct {
 	Status   string
-	BeforeAt time.Time // with BeforeID the last row of the page before
+	BeforeAt time.Time // with BeforeID the last row of the previous page
 	BeforeID string
 }
 
-func approvalsAsked(v *visit) (want approvalsWanted, err error) {
+func openApprovals(v *visit) (want approvalFilter, err error) {
 	want.Status, err = v.oneOf("status", "pending", "decided", "expired", "approved", "rejected", "consumed")
 	before := v.Query.Get("before")
 	if err != nil || before == "" {
@@ -78,9 +78,9 @@ type approvalRow struct {
 	ExpiresAt, CreatedAt                                               time.Time
 }
 
-// approvalsList reads a page, the newest first. Each state has its place in the index; what they give is merged.
+// approvalsList reads a page, newest first. It merges the rows of each state, which the index yields in order.
 func (room *Room) approvalsList(ctx context.Context, v *visit) (any, error) {
-	want, _ := v.About.(approvalsWanted)
+	want, _ := v.About.(approvalFilter)
 	var all []approvalRow
 	for _, state := range approvalStates[want.Status] {
 		rows, err := room.approvalsIn(ctx, want, state[0], state[1])
@@ -92,7 +92,7 @@ func (room *Room) approvalsList(ctx context.Context, v *visit) (any, error) {
 	slices.SortFunc(all, func(a, b approvalRow) int {
 		return cmp.Or(b.ExpiresAt.Compare(a.ExpiresAt), strings.Compare(b.ID, a.ID))
 	})
-	list, more := onPage(all, mostApprovals)
+	list, more := onPage(all, maxApprovals)
 	older := ""
 	if more {
 		last := list[len(list)-1]
@@ -101,8 +101,8 @@ func (room *Room) approvalsList(ctx context.Context, v *visit) (any, error) {
 	return map[string]any{"Approvals": list, "Status": want.Status, "Older": older, "First": want.BeforeID == ""}, nil
 }
 
-// approvalsIn reads approvals in one state, whose time is over, is not, or (empty) does not matter.
-func (room *Room) approvalsIn(ctx context.Context, want approvalsWanted, status, times string) ([]approvalRow, error) {
+// approvalsIn reads approvals in one state: expired, not expired, or (empty) both.
+func (room *Room) approvalsIn(ctx context.Context, want approvalFilter, status, times string) ([]approvalRow, error) {
 	before := pgtype.Timestamptz{Time: want.BeforeAt, InfinityModifier: pgtype.Infinity, Valid: true}
 	if want.BeforeID != "" {
 		before.InfinityModifier = pgtype.Finite
@@ -117,7 +117,7 @@ func (room *Room) approvalsIn(ctx context.Context, want approvalsWanted, status,
 		   and (a.expires_at, a.id) < (@before_at::timestamptz, @before_id::uuid)
 		 order by a.expires_at desc, a.id desc limit @most + 1`,
 		freshPlan, postgres.Strict{
-			"status": status, "time": times, "before_at": before, "most": mostApprovals,
+			"status": status, "time": times, "before_at": before, "most": maxApprovals,
 			"before_id": cmp.Or(want.BeforeID, "ffffffff-ffff-ffff-ffff-ffffffffffff"),
 		})
 	if err != nil {
@@ -130,10 +130,10 @@ func (room *Room) approvalsIn(ctx context.Context, want approvalsWanted, status,
 	return list, nil
 }
 
-// mostArguments is how many bytes of arguments are shown whole. What is not shown whole cannot be approved here.
-const mostArguments = 1 << 20
+// maxArguments bounds the arguments shown in full, in bytes. Longer ones cannot be approved here.
+const maxArguments = 1 << 20
 
-// approvalPage shows one call that needs leave, whole, and takes the decision.
+// approvalPage shows one requested call in full, and accepts the decision.
 func (room *Room) approvalPage() page {
 	return page{
 		path: "/approvals/{id}", name: "approval", title: "Approval",
@@ -161,28 +161,28 @@ func (room *Room) openApproval(ctx context.Context, v *visit) (string, error) {
 	return "Approval of " + cut(80, skill), err
 }
 
-// approvalFacts is an approval with what its skill says now.
+// approvalFacts is an approval with its skill's current state.
 type approvalFacts struct {
 	ID, SkillName, TraceID, Status, DecidedBy, Reason, ArgumentsHash string
 	SkillRevision                                                    int
 	Bytes                                                            int64
-	RevisionNow                                                      *int // nil when the skill is gone
+	RevisionNow                                                      *int // nil if the skill is deleted
 	ExecutionID                                                      *string
 	Parked                                                           bool
 	DecidedAt, ConsumedAt                                            *time.Time
 	ExpiresAt, CreatedAt                                             time.Time
 }
 
-// Pending reports that somebody can decide.
+// Pending reports an open decision.
 func (a approvalFacts) Pending() bool { return a.Status == "pending" }
 
-// Changed reports that the skill is not the one that was asked for: leave for it would be void.
+// Changed reports that the skill has changed since the request, so an approval would be void.
 func (a approvalFacts) Changed() bool {
 	return a.RevisionNow == nil || *a.RevisionNow != a.SkillRevision
 }
 
-// Whole reports that the arguments are shown as they are, to the last byte.
-func (a approvalFacts) Whole() bool { return a.Bytes <= mostArguments }
+// Whole reports that the arguments are shown in full.
+func (a approvalFacts) Whole() bool { return a.Bytes <= maxArguments }
 
 func (room *Room) approvalDecision(ctx context.Context, v *visit) (any, error) {
 	rows, err := room.Read.Query(ctx, `
@@ -202,8 +202,8 @@ func (room *Room) approvalDecision(ctx context.Context, v *visit) (any, error) {
 	return a, nil
 }
 
-// approvalArguments are the arguments as they are kept, set out in lines. Nothing is redacted: who approves has to see
-// what will be done.
+// approvalArguments formats the stored arguments. They are not redacted, because the approver must see the exact
+// call.
 func (room *Room) approvalArguments(ctx context.Context, v *visit) (any, error) {
 	var text string
 	var bytes int
@@ -211,18 +211,18 @@ func (room *Room) approvalArguments(ctx context.Context, v *visit) (any, error) 
 		select case when octet_length(a.arguments::text) <= @most then a.arguments::text else left(a.arguments::text, 20000) end,
 		       octet_length(a.arguments::text)
 		  from agent_approvals a where a.id = @id`,
-		postgres.Strict{"id": v.About, "most": mostArguments}).Scan(&text, &bytes)
+		postgres.Strict{"id": v.About, "most": maxArguments}).Scan(&text, &bytes)
 	if err != nil {
 		return nil, fmt.Errorf("read arguments: %w", err)
 	}
-	whole := bytes <= mostArguments
+	whole := bytes <= maxArguments
 	if whole {
-		text = setOut(text)
+		text = formatJSON(text)
 	}
 	return map[string]any{"Text": text, "Bytes": int64(bytes), "Whole": whole}, nil
 }
 
-// approvalDifference compares the arguments with the last ones of the same skill that somebody approved before.
+// approvalDifference compares the arguments with the last approved ones of the same skill.
 func (room *Room) approvalDifference(ctx context.Context, v *visit) (any, error) {
 	var last struct {
 		ID, Before, After, By string
@@ -237,7 +237,7 @@ func (room *Room) approvalDifference(ctx context.Context, v *visit) (any, error)
 		    select x.id, x.decided_by, x.decided_at, x.arguments from agent_approvals x
 		     where x.skill_name = a.skill_name and x.decided_at is not null and x.status <> 'rejected' and x.id < a.id
 		     order by x.id desc limit 1) p
-		 where a.id = @id`, postgres.Strict{"id": v.About, "most": mostArguments}).
+		 where a.id = @id`, postgres.Strict{"id": v.About, "most": maxArguments}).
 		Scan(&last.ID, &last.By, &last.At, &last.Before, &last.After)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return map[string]any{"First": true}, nil
@@ -250,17 +250,17 @@ func (room *Room) approvalDifference(ctx context.Context, v *visit) (any, error)
 		shown["Long"] = true
 		return shown, nil
 	}
-	lines, compared := compare(setOut(last.Before), setOut(last.After))
+	lines, compared := compare(formatJSON(last.Before), formatJSON(last.After))
 	shown["Lines"], shown["Long"] = lines, !compared
 	return shown, nil
 }
 
-// approvalOutcome is what came of a decision: the execution that asked, and the call that was made with the grant.
+// approvalOutcome is the effect of a decision: the requesting execution, and the call that used the grant.
 type approvalOutcome struct {
 	Status                                    string
 	Parked                                    bool
 	ConsumedAt                                *time.Time
-	ExecutionID, Flow, State, WaitingFor      string // of who asked; empty when it is no longer there
+	ExecutionID, Flow, State, WaitingFor      string // of the requester; empty if it is deleted
 	Summary, Error                            string
 	UsedBy, CallStatus, CallError, CallOutput string
 	CallTrace                                 string

@@ -16,12 +16,12 @@ import (
 
 const (
 	mostAutomations = 50
-	mostProposals   = 20 // as many as the agent may leave undecided
+	maxProposals    = 20 // bound of undecided proposals
 	mostDead        = 20
 	upcomingTimes   = 3
 )
 
-// automationsPage lists what the agent does on its own.
+// automationsPage lists the automations.
 func (room *Room) automationsPage() page {
 	return page{
 		path: "/automations", name: "automations", nav: "Automations", title: "Automations",
@@ -31,7 +31,7 @@ func (room *Room) automationsPage() page {
 				return "", err
 			}
 			before, err := v.uuidFilter("before")
-			v.About = automationsWanted{state, before}
+			v.About = automationFilter{state, before}
 			return "Automations", err
 		},
 		parts: []part{
@@ -42,8 +42,8 @@ func (room *Room) automationsPage() page {
 	}
 }
 
-// automationsWanted is what the address of the list asks for.
-type automationsWanted struct{ State, Before string }
+// automationFilter holds the parameters of the list.
+type automationFilter struct{ State, Before string }
 
 // automationRow is an automation in a list, with its last run.
 type automationRow struct {
@@ -57,7 +57,7 @@ type automationRow struct {
 	RunAt                                                                                  *time.Time
 }
 
-// State is the word for whether it is in service.
+// State is the automation's state.
 func (a automationRow) State() string {
 	switch {
 	case a.Enabled:
@@ -70,7 +70,7 @@ func (a automationRow) State() string {
 	return "disabled"
 }
 
-// Upcoming are the next times of a schedule. They follow from the row alone.
+// Upcoming are the next times of a schedule, computed from the row.
 func (a automationRow) Upcoming() []time.Time {
 	return automations.Automation{
 		Trigger: a.Trigger, Cron: a.Cron, Timezone: a.Timezone, Enabled: a.Enabled, NextRunAt: a.NextRunAt,
@@ -97,7 +97,7 @@ func collectAutomations(rows pgx.Rows, err error) ([]automationRow, error) {
 }
 
 func (room *Room) automationsList(ctx context.Context, v *visit) (any, error) {
-	want, _ := v.About.(automationsWanted)
+	want, _ := v.About.(automationFilter)
 	all, err := collectAutomations(room.Read.Query(ctx, `
 		select `+automationColumns+`
 		  from agent_automations a
@@ -123,7 +123,7 @@ func (room *Room) automationProposals(ctx context.Context, _ *visit) (any, error
 	return collectAutomations(room.Read.Query(ctx, `
 		select `+automationColumns+`
 		  from agent_automations a left join agent_automation_runs r on false
-		 where a.disabled_by = 'proposal' order by a.id desc limit @most`, postgres.Strict{"most": mostProposals}))
+		 where a.disabled_by = 'proposal' order by a.id desc limit @most`, postgres.Strict{"most": maxProposals}))
 }
 
 // automationRun is one run of an automation.
@@ -150,7 +150,7 @@ func collectAutomationRuns(rows pgx.Rows, err error) ([]automationRun, error) {
 	return list, nil
 }
 
-// automationsDead are the newest dead letters of all automations.
+// automationsDead lists the newest dead runs of all automations.
 func (room *Room) automationsDead(ctx context.Context, _ *visit) (any, error) {
 	all, err := collectAutomationRuns(room.Read.Query(ctx, `
 		select `+runColumns+`
@@ -165,11 +165,11 @@ func (room *Room) automationsDead(ctx context.Context, _ *visit) (any, error) {
 }
 
 const (
-	mostRuns  = 30
-	mostShown = 64 << 10 // bytes of one value
+	mostRuns = 30
+	maxShown = 64 << 10 // bytes of one value
 )
 
-// automationPage shows one automation, its runs, and the levers on it.
+// automationPage shows one automation, its runs and its actions.
 func (room *Room) automationPage() page {
 	return page{
 		path: "/automations/{name}", name: "automation", title: "Automation",
@@ -182,8 +182,8 @@ func (room *Room) automationPage() page {
 	}
 }
 
-// automationWanted is the automation of the page and where its runs go on.
-type automationWanted struct{ ID, Before string }
+// automationVisit is the automation of a page and the position in its runs.
+type automationVisit struct{ ID, Before string }
 
 func (room *Room) openAutomation(ctx context.Context, v *visit) (string, error) {
 	name := v.path("name")
@@ -197,11 +197,11 @@ func (room *Room) openAutomation(ctx context.Context, v *visit) (string, error) 
 	if errors.Is(err, pgx.ErrNoRows) {
 		return "", missing("there is no automation %.80q", name)
 	}
-	v.About = automationWanted{id, before}
+	v.About = automationVisit{id, before}
 	return "Automation " + cut(80, name), err
 }
 
-// automationFacts is an automation with all that it says.
+// automationFacts is an automation with its definition.
 type automationFacts struct {
 	automationRow
 	Condition, Arguments, Source, DecidedBy string
@@ -211,7 +211,7 @@ type automationFacts struct {
 }
 
 func (room *Room) automationDefinition(ctx context.Context, v *visit) (any, error) {
-	want, _ := v.About.(automationWanted)
+	want, _ := v.About.(automationVisit)
 	rows, err := room.Read.Query(ctx, `
 		select a.id::text, a.name, left(a.description, 8192) as description, a.trigger,
 		       left(a.cron, 300) as cron, left(a.timezone, 300) as timezone, left(a.event, 300) as event, left(a.signal, 4000) as signal,
@@ -221,7 +221,7 @@ func (room *Room) automationDefinition(ctx context.Context, v *visit) (any, erro
 		       case when octet_length(a.arguments::text) <= @most then a.arguments::text else left(a.arguments::text, 4000) end as arguments,
 		       left(a.source, 300) as source, left(a.decided_by, 300) as decided_by, a.max_attempts, a.revision, a.armed, a.updated_at,
 		       '' as run_status, '' as run_trace, '' as run_error, null::timestamptz as run_at
-		  from agent_automations a where a.id = @id`, postgres.Strict{"id": want.ID, "most": mostShown})
+		  from agent_automations a where a.id = @id`, postgres.Strict{"id": want.ID, "most": maxShown})
 	if err != nil {
 		return nil, fmt.Errorf("read automation: %w", err)
 	}
@@ -233,16 +233,16 @@ func (room *Room) automationDefinition(ctx context.Context, v *visit) (any, erro
 	return a, nil
 }
 
-// argumentsShown is JSON, or the beginning of some, without secrets and in lines.
+// argumentsShown formats JSON, or its beginning, redacted.
 func argumentsShown(text string) string {
 	if !json.Valid([]byte(text)) {
-		return redact.Text(text, mostShown)
+		return redact.Text(text, maxShown)
 	}
-	return setOut(string(redact.JSON(json.RawMessage(text), mostShown)))
+	return formatJSON(string(redact.JSON(json.RawMessage(text), maxShown)))
 }
 
 func (room *Room) automationRuns(ctx context.Context, v *visit) (any, error) {
-	want, _ := v.About.(automationWanted)
+	want, _ := v.About.(automationVisit)
 	all, err := collectAutomationRuns(room.Read.Query(ctx, `
 		select `+runColumns+`
 		  from agent_automation_runs r join agent_automations a on a.id = r.automation_id
@@ -258,22 +258,22 @@ func (room *Room) automationRuns(ctx context.Context, v *visit) (any, error) {
 		older = v.at("before", list[len(list)-1].ID)
 	}
 	for i := range list {
-		list[i].Output = redact.Text(list[i].Output, mostShown)
+		list[i].Output = redact.Text(list[i].Output, maxShown)
 	}
-	return map[string]any{"Runs": list, "Older": older, "Newest": newest(v, want.Before)}, nil
+	return map[string]any{"Runs": list, "Older": older, "Newest": firstPage(v, want.Before)}, nil
 }
 
-// newest is the address of the first page; empty on it.
-func newest(v *visit, before string) string {
+// firstPage returns the URL of the first page; empty on it.
+func firstPage(v *visit, before string) string {
 	if before == "" {
 		return ""
 	}
 	return v.at("before", "")
 }
 
-// automationDead are the dead letters of the automation.
+// automationDead lists the automation's dead runs.
 func (room *Room) automationDead(ctx context.Context, v *visit) (any, error) {
-	want, _ := v.About.(automationWanted)
+	want, _ := v.About.(automationVisit)
 	all, err := collectAutomationRuns(room.Read.Query(ctx, `
 		select `+runColumns+`
 		  from agent_automation_runs r join agent_automations a on a.id = r.automation_id

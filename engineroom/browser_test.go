@@ -61,7 +61,7 @@ func listedPage(t *testing.T) *rowList {
 		<form class="filters" action="/listed"><label>Word <input name="word"></label><button type="submit">Filter</button></form>{{.Part "rows"}}{{end}}
 		{{define "listed/rows"}}<section id="rows" class="part" aria-labelledby="rows-title"><h2 id="rows-title">Rows</h2>
 		<table><tbody>{{range .Rows}}<tr id="row-{{.}}" data-row="{{.}}"><th scope="row"><a href="/listed?row={{.}}">row {{.}}</a></th><td>{{since $.At}}</td>
-		<td>{{template "lever" (dict "Path" (printf "/v1/lanes/%s/break" .) "Word" "Break" "Reason" true)}}
+		<td>{{template "action" (dict "Path" (printf "/v1/lanes/%s/break" .) "Word" "Break" "Reason" true)}}
 		<details class="more"><summary>More of {{.}}</summary><p>Folded</p></details><button type="button" class="copy" data-copy="text of {{.}}">Copy</button></td></tr>{{end}}</tbody></table>
 		<p>There are {{len .Rows}} rows.</p></section>{{end}}`))
 	mux := http.NewServeMux()
@@ -95,7 +95,7 @@ func TestUpdatesLeaveAloneWhatTheReaderDoes(t *testing.T) {
 	l := listedPage(t)
 	p := l.looked(t, browser.Look{})
 	p.Click("#row-b details.more > summary")
-	p.Click("#row-b details.lever > summary")
+	p.Click("#row-b details.action > summary")
 	p.Until("the form has the focus", `document.activeElement.name === "reason"`)
 	p.Type("#row-b input[name=reason]", "because")
 	p.Eval(`document.getElementById("row-b").mark = "the same"; document.querySelector("#row-b input[name=reason]").setSelectionRange(2, 4)`, nil)
@@ -103,12 +103,12 @@ func TestUpdatesLeaveAloneWhatTheReaderDoes(t *testing.T) {
 	p.Shows("There are 3 rows.")
 	var kept string
 	p.Eval(`(() => { const r = document.getElementById("row-b"), i = r.querySelector("input[name=reason]");
-		return [r.mark, i.value, i === document.activeElement, i.selectionStart, i.selectionEnd, r.querySelector(".lever").open, r.querySelector(".more").open].join(" ") })()`, &kept)
+		return [r.mark, i.value, i === document.activeElement, i.selectionStart, i.selectionEnd, r.querySelector(".action").open, r.querySelector(".more").open].join(" ") })()`, &kept)
 	if kept != "the same because true 2 4 true true" {
 		t.Errorf("after an update the row has %s", kept)
 	}
 	p.Press("\x1b") // Escape
-	p.Until("Escape closes the form", `!document.querySelector("#row-b .lever").open && document.activeElement.localName === "summary"`)
+	p.Until("Escape closes the form", `!document.querySelector("#row-b .action").open && document.activeElement.localName === "summary"`)
 	l.set("c", "a")
 	p.Shows("There are 2 rows.")
 	p.Until("the focus is where the row was", `document.activeElement.id === "rows"`)
@@ -606,7 +606,7 @@ func TestTheConsoleInABrowser(t *testing.T) {
 	// An approval is decided where it is asked for.
 	p.Type("#message", "approve")
 	p.Click("#send")
-	p.Shows("This call needs your leave")
+	p.Shows("This call needs approval")
 	p.Shows("9007199254740993") // not as a script rounds it
 	if found := p.Inaccessible(); len(found) > 0 {
 		t.Errorf("not accessible:\n%s", strings.Join(found, "\n"))
@@ -635,7 +635,7 @@ func TestTheConsoleInABrowser(t *testing.T) {
 	p.Click("#send")
 	p.Until("it has begun", `!document.getElementById("stop").hidden`)
 	close(f.cut)
-	p.Shows("The turn goes on elsewhere")
+	p.Shows("The turn continues elsewhere")
 	p.Click("#stop")
 	p.Shows("The turn was cancelled: stopped")
 	if !f.has("POST /v1/executions/018f0000-0000-7000-8000-000000000000/cancel", "stopped in the console") {

@@ -22,13 +22,13 @@ const (
 	mostDeliveries = 50
 	mostRefusals   = 10
 	mostTargets    = 100
-	mostCounted    = 1000 // messages of one target that are counted
+	maxCounted     = 1000 // bound of a target's message count
 )
 
-// hookShape is how endpoints and targets are named.
-var hookShape = regexp.MustCompile(`^[a-z0-9][a-z0-9_-]{0,63}$`)
+// hookName matches names of endpoints and targets.
+var hookName = regexp.MustCompile(`^[a-z0-9][a-z0-9_-]{0,63}$`)
 
-// deliveriesPage lists what others posted, what was refused of it, and who is told of the agent's own events.
+// deliveriesPage lists incoming deliveries, rejected requests, and targets.
 func (room *Room) deliveriesPage() page {
 	return page{
 		path: "/deliveries", name: "deliveries", nav: "Deliveries", title: "Deliveries",
@@ -41,8 +41,8 @@ func (room *Room) deliveriesPage() page {
 	}
 }
 
-// deliveriesWanted is what the address of the list asks for.
-type deliveriesWanted struct{ Endpoint, Status, Before string }
+// deliveryFilter holds the parameters of the list.
+type deliveryFilter struct{ Endpoint, Status, Before string }
 
 func openDeliveries(_ context.Context, v *visit) (string, error) {
 	endpoint, err := v.hookFilter("endpoint")
@@ -54,14 +54,14 @@ func openDeliveries(_ context.Context, v *visit) (string, error) {
 		return "", err
 	}
 	before, err := v.uuidFilter("before")
-	v.About = deliveriesWanted{endpoint, status, before}
+	v.About = deliveryFilter{endpoint, status, before}
 	return "Deliveries", err
 }
 
-// hookFilter is a filter that is the name of an endpoint or a target; empty when it is not given.
+// hookFilter reads a filter by endpoint or target; empty if absent.
 func (v *visit) hookFilter(name string) (string, error) {
 	value := v.Query.Get(name)
-	if value != "" && !hookShape.MatchString(value) {
+	if value != "" && !hookName.MatchString(value) {
 		return "", problem.New(http.StatusBadRequest, "%s is %.80q, which cannot be the name of one", name, value).
 			Kind("bad-parameter", "Bad filter")
 	}
@@ -71,7 +71,7 @@ func (v *visit) hookFilter(name string) (string, error) {
 // deliveryRow is a delivery in the list.
 type deliveryRow struct {
 	ID, Endpoint, DeliveryID, Status, TraceID, Error, Event string
-	Scheme                                                  string // empty when the endpoint is no longer there
+	Scheme                                                  string // empty if the endpoint is deleted
 	ExecutionID                                             *string
 	Attempts, Replays, Repeats, Conflicts                   int
 	Bytes                                                   int64
@@ -80,7 +80,7 @@ type deliveryRow struct {
 }
 
 func (room *Room) deliveriesList(ctx context.Context, v *visit) (any, error) {
-	want, _ := v.About.(deliveriesWanted)
+	want, _ := v.About.(deliveryFilter)
 	rows, err := room.Read.Query(ctx, `
 		select d.id::text, d.endpoint, d.delivery_id, d.status, left(d.last_trace_id, 300) as trace_id, d.execution_id::text, d.attempts, d.replays,
 		       d.repeats, d.conflicts, octet_length(d.body)::bigint as bytes, d.next_attempt_at, d.received_at,
@@ -108,11 +108,11 @@ func (room *Room) deliveriesList(ctx context.Context, v *visit) (any, error) {
 		older = v.at("before", list[len(list)-1].ID)
 	}
 	return map[string]any{
-		"Deliveries": list, "Want": want, "Endpoints": endpoints, "Statuses": webhooks.Statuses(), "Older": older, "Newest": newest(v, want.Before),
+		"Deliveries": list, "Want": want, "Endpoints": endpoints, "Statuses": webhooks.Statuses(), "Older": older, "Newest": firstPage(v, want.Before),
 	}, nil
 }
 
-// names are the values of a query's one column.
+// names reads a query's single column.
 func names(rows pgx.Rows, err error) ([]string, error) {
 	if err != nil {
 		return nil, fmt.Errorf("list names: %w", err)
@@ -124,8 +124,8 @@ func names(rows pgx.Rows, err error) ([]string, error) {
 	return list, nil
 }
 
-// refusal is a note about requests whose signature was bad. Of many in a minute one note is left.
-type refusal struct {
+// rejectedRequest is a note about requests with a bad signature, at most one a minute.
+type rejectedRequest struct {
 	ID, TraceID, Endpoint, Count, Why string
 	CreatedAt                         time.Time
 }
@@ -139,28 +139,28 @@ func (room *Room) deliveriesRefused(ctx context.Context, _ *visit) (any, error) 
 	if err != nil {
 		return nil, fmt.Errorf("list refusals: %w", err)
 	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[refusal])
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[rejectedRequest])
 	if err != nil {
 		return nil, fmt.Errorf("list refusals: %w", err)
 	}
 	return list, nil
 }
 
-// targetRow is who is told of the agent's events, with what is to be sent.
+// targetRow is a target with its pending messages.
 type targetRow struct {
 	ID, Name, URL, DisabledBy, DisabledReason string
 	Events                                    []string
 	Enabled                                   bool
 	Failures                                  int
 	FailingSince                              *time.Time
-	BlockedUntil                              *time.Time // nil when it may be sent to
-	Pending, Dead                             int64      // at most mostCounted + 1
+	BlockedUntil                              *time.Time // nil if messages may be sent
+	Pending, Dead                             int64      // at most maxCounted + 1
 }
 
-// Capped is a count, or that there are more than are counted.
+// Capped formats a bounded count.
 func (targetRow) Capped(n int64) string {
-	if n > mostCounted {
-		return thousands(mostCounted) + "+"
+	if n > maxCounted {
+		return thousands(maxCounted) + "+"
 	}
 	return thousands(n)
 }
@@ -173,7 +173,7 @@ func (room *Room) deliveryTargets(ctx context.Context, _ *visit) (any, error) {
 		       (select count(*) from (select from agent_webhook_outbox o where o.target_id = t.id and o.status = 'pending' limit @count + 1) p) as pending,
 		       (select count(*) from (select from agent_webhook_outbox o where o.target_id = t.id and o.status = 'dead' limit @count + 1) p) as dead
 		  from agent_webhook_targets t order by t.name limit @most + 1`,
-		postgres.Strict{"most": mostTargets, "count": mostCounted})
+		postgres.Strict{"most": mostTargets, "count": maxCounted})
 	if err != nil {
 		return nil, fmt.Errorf("list targets: %w", err)
 	}
@@ -188,9 +188,9 @@ func (room *Room) deliveryTargets(ctx context.Context, _ *visit) (any, error) {
 	return map[string]any{"Targets": list, "More": more}, nil
 }
 
-const mostAttempts = 100
+const maxAttempts = 100
 
-// deliveryPage shows one delivery: what came, and what it led to.
+// deliveryPage shows one delivery and its effects.
 func (room *Room) deliveryPage() page {
 	return page{
 		path: "/deliveries/{id}", name: "delivery", title: "Delivery",
@@ -225,12 +225,12 @@ type deliveryDetail struct {
 	UpdatedAt                                      time.Time
 }
 
-// Settled reports that it can be replayed.
+// Settled reports that the delivery can be replayed.
 func (d deliveryDetail) Settled() bool {
 	return d.Status == "done" || d.Status == "ignored" || d.Status == "dead"
 }
 
-// Seen is how many replays the reader saw, as a form's field.
+// Seen is the number of shown replays, for a form.
 func (d deliveryDetail) Seen() string { return strconv.Itoa(d.Replays) }
 
 func (room *Room) deliveryFacts(ctx context.Context, v *visit) (any, error) {
@@ -255,7 +255,7 @@ func (room *Room) deliveryFacts(ctx context.Context, v *visit) (any, error) {
 	return d, nil
 }
 
-// deliveryAttempt is one thing that was tried for a delivery, or that it started.
+// deliveryAttempt is an action for a delivery, or an effect.
 type deliveryAttempt struct {
 	ID, Step, SkillName, Status, Error, Output string
 	Millis                                     *int64
@@ -267,7 +267,7 @@ func (room *Room) deliveryAttempts(ctx context.Context, v *visit) (any, error) {
 		select a.id::text, left(a.step, 200) as step, a.skill_name, a.status, coalesce(left(a.error_message, 1000), '') as error,
 		       coalesce(left(a.output::text, 2000), '') as output, a.duration_ms as millis, a.created_at
 		  from agent_webhook_deliveries d join agent_activity a on a.execution_id = d.execution_id
-		 where d.id = @id order by a.id limit @most + 1`, freshPlan, postgres.Strict{"id": v.About, "most": mostAttempts})
+		 where d.id = @id order by a.id limit @most + 1`, freshPlan, postgres.Strict{"id": v.About, "most": maxAttempts})
 	if err != nil {
 		return nil, fmt.Errorf("list attempts: %w", err)
 	}
@@ -275,11 +275,11 @@ func (room *Room) deliveryAttempts(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, fmt.Errorf("list attempts: %w", err)
 	}
-	list, more := onPage(all, mostAttempts)
+	list, more := onPage(all, maxAttempts)
 	return map[string]any{"Attempts": list, "More": more}, nil
 }
 
-// deliveryBody is what came: the headers that are kept, and the beginning of the body as text without secrets.
+// deliveryBody holds the stored headers, and the beginning of the body, redacted.
 type deliveryBody struct {
 	ID, Headers, Body, Marker string
 	Bytes, Shown              int64
@@ -287,7 +287,7 @@ type deliveryBody struct {
 	ReceivedAt                time.Time
 }
 
-// deliveryContent is what came, and then the other bodies that came under its id.
+// deliveryContent reads the body, and the other bodies under its id.
 func (room *Room) deliveryContent(ctx context.Context, v *visit) (any, error) {
 	rows, err := room.Read.Query(ctx, `
 		select x.id::text, left(x.headers::text, 70000) as headers, substring(x.body from 1 for @most) as body, octet_length(x.body)::bigint as bytes,
@@ -295,7 +295,7 @@ func (room *Room) deliveryContent(ctx context.Context, v *visit) (any, error) {
 		  from (select d.id, d.headers, d.body, d.received_at, 0 as place from agent_webhook_deliveries d where d.id = @id
 		        union all
 		        select c.id, c.headers, c.body, c.received_at, 1 from agent_webhook_conflicts c where c.delivery = @id) x
-		 order by x.place, x.id`, postgres.Strict{"id": v.About, "most": mostShown})
+		 order by x.place, x.id`, postgres.Strict{"id": v.About, "most": maxShown})
 	if err != nil {
 		return nil, fmt.Errorf("read what came: %w", err)
 	}
@@ -304,7 +304,7 @@ func (room *Room) deliveryContent(ctx context.Context, v *visit) (any, error) {
 		var body []byte
 		err = row.Scan(&b.ID, &headers, &body, &b.Bytes, &b.ReceivedAt)
 		b.Shown = int64(len(body))
-		b.Whole = b.Bytes == b.Shown // else a character may be cut in two, which redact leaves out
+		b.Whole = b.Bytes == b.Shown // otherwise a cut character may be missing
 		b.Headers, b.Body, b.Marker = argumentsShown(headers), argumentsShown(string(body)), redact.Marker
 		return b, err
 	})
@@ -317,9 +317,9 @@ func (room *Room) deliveryContent(ctx context.Context, v *visit) (any, error) {
 	return map[string]any{"First": all[0], "Others": all[1:]}, nil
 }
 
-const mostMessages = 50
+const maxMessages = 50
 
-// outgoingPage lists messages to targets that were not sent.
+// outgoingPage lists unsent messages to targets.
 func (room *Room) outgoingPage() page {
 	return page{
 		path: "/outgoing", name: "outgoing", title: "Outgoing deliveries",
@@ -333,15 +333,15 @@ func (room *Room) outgoingPage() page {
 				return "", err
 			}
 			before, err := v.uuidFilter("before")
-			v.About = messagesWanted{target, status, before}
+			v.About = messageFilter{target, status, before}
 			return "Outgoing deliveries", err
 		},
 		parts: []part{{name: "list", every: 2 * time.Second, load: room.messagesList}},
 	}
 }
 
-// messagesWanted is what the address of the list asks for.
-type messagesWanted struct{ Target, Status, Before string }
+// messageFilter holds the parameters of the list.
+type messageFilter struct{ Target, Status, Before string }
 
 // messageRow is a message to a target.
 type messageRow struct {
@@ -349,15 +349,15 @@ type messageRow struct {
 	Attempts, HTTPStatus                      int
 	NextAttemptAt, CreatedAt                  time.Time
 	FinishedAt                                *time.Time
-	Enabled                                   bool // the target's
+	Enabled                                   bool // of the target
 }
 
 const messageColumns = `o.id::text, t.name as target, o.event, o.status, o.trace_id, left(o.last_error, 1000) as error, o.attempts,
 	o.http_status, o.next_attempt_at, o.created_at, o.finished_at, t.enabled`
 
-// messagesList reads dead messages, the newest first, or those that wait, in the order in which they are sent.
+// messagesList reads dead messages, newest first, or pending ones in sending order.
 func (room *Room) messagesList(ctx context.Context, v *visit) (any, error) {
-	want, _ := v.About.(messagesWanted)
+	want, _ := v.About.(messageFilter)
 	read := room.deadMessages
 	if want.Status == "pending" {
 		read = room.pendingMessages
@@ -370,17 +370,17 @@ func (room *Room) messagesList(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	list, more := onPage(all, mostMessages)
+	list, more := onPage(all, maxMessages)
 	older := ""
 	if more && want.Status == "dead" {
 		older = v.at("before", list[len(list)-1].ID)
 	}
 	return map[string]any{
-		"Messages": list, "Want": want, "Targets": targets, "More": more, "Older": older, "Newest": newest(v, want.Before),
+		"Messages": list, "Want": want, "Targets": targets, "More": more, "Older": older, "Newest": firstPage(v, want.Before),
 	}, nil
 }
 
-func (room *Room) pendingMessages(ctx context.Context, want messagesWanted) ([]messageRow, error) {
+func (room *Room) pendingMessages(ctx context.Context, want messageFilter) ([]messageRow, error) {
 	return collectMessages(room.Read.Query(ctx, `
 		select `+messageColumns+`
 		  from (select * from agent_webhook_targets where @target = '' or name = @target order by name limit 200) t
@@ -388,10 +388,10 @@ func (room *Room) pendingMessages(ctx context.Context, want messagesWanted) ([]m
 		    select * from agent_webhook_outbox x where x.target_id = t.id and x.status = 'pending'
 		     order by x.next_attempt_at limit @most + 1) o
 		 order by o.next_attempt_at, o.id limit @most + 1`,
-		freshPlan, postgres.Strict{"target": want.Target, "most": mostMessages}))
+		freshPlan, postgres.Strict{"target": want.Target, "most": maxMessages}))
 }
 
-func (room *Room) deadMessages(ctx context.Context, want messagesWanted) ([]messageRow, error) {
+func (room *Room) deadMessages(ctx context.Context, want messageFilter) ([]messageRow, error) {
 	return collectMessages(room.Read.Query(ctx, `
 		select `+messageColumns+`
 		  from (select * from agent_webhook_targets where @target = '' or name = @target order by name limit 200) t
@@ -399,7 +399,7 @@ func (room *Room) deadMessages(ctx context.Context, want messagesWanted) ([]mess
 		    select * from agent_webhook_outbox x where x.target_id = t.id and x.status = 'dead'
 		       and (@before = '' or x.id < nullif(@before, '')::uuid) order by x.id desc limit @most + 1) o
 		 order by o.id desc limit @most + 1`,
-		freshPlan, postgres.Strict{"target": want.Target, "before": want.Before, "most": mostMessages}))
+		freshPlan, postgres.Strict{"target": want.Target, "before": want.Before, "most": maxMessages}))
 }
 
 func collectMessages(rows pgx.Rows, err error) ([]messageRow, error) {
@@ -434,7 +434,7 @@ func (room *Room) messagePage() page {
 	}
 }
 
-// messageDetail is a message with what it says.
+// messageDetail is a message with its payload.
 type messageDetail struct {
 	messageRow
 	Payload string

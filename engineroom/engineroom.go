@@ -1,28 +1,24 @@
-// Package engineroom is the admin's view in a browser: what the agent is doing right now, whether it works,
-// what it costs, and what needs a person.
+// Package engineroom is the admin's web interface: current work, health, cost, and what needs a person.
 //
-// A page is a list of parts. A part is a query and a template: the first answer, every later update and the
-// page without JavaScript are the same render, so they cannot tell different stories. While somebody looks at
-// a page, its parts are read again, once for all who look at the same URL, and only what came out otherwise is
-// sent, over one event stream per page. What is sent is the state of a part, not a change to it, so a
-// connection that broke resumes by state: nothing is missing and nothing is there twice.
+// A page is a list of parts. A part is a query and a template. The first response, each live update and the page
+// without JavaScript use the same render. While a page is open, its parts are refreshed once for all viewers of its
+// URL, and changed parts are sent over one event stream per page. An update is the part's whole state, so a
+// reconnected stream needs no replay.
 //
-// It promises:
+// Guarantees:
 //
-//   - It only reads. What an admin changes goes through the routes of package api, as every other client's
-//     change does, with the same checks and the same audit.
-//   - No part does work that grows with the tables: each query is bounded by an index and a limit, and where a
-//     number has a bound it says so ("1,000+"). Sums over the activity log are those of activity.Counted.
-//   - What outsiders and models wrote is shown as text: escaped, control characters and marks that turn the
-//     direction of writing made visible, long values cut, with their length told.
-//   - Nothing is loaded from another host, and the Content-Security-Policy allows no inline script or style.
-//   - A part that cannot be read says so in its place; the others are shown.
-//   - Pages only show, so they may be read from a replica (see internal/replica), and then say how far behind it is.
-//     The page that talks with the agent follows a turn, and an admin who acted sees the result: both read from
-//     the primary.
-//   - Every page can be read with JavaScript off, and every lever pulled.
+//   - It only reads. Changes go through the routes of package api, with the same checks and audit as other clients.
+//   - No part's cost grows with the tables: an index and a limit bound each query, and a bounded number shows its bound
+//     ("1,000+"). Sums over the activity log are those of activity.Counted.
+//   - Foreign text is escaped. Control characters and direction marks are made visible, and long values are cut with
+//     their length.
+//   - Nothing is loaded from another host. The Content-Security-Policy allows no inline script or style.
+//   - A part that fails shows its error in place; the others are shown.
+//   - Pages may be read from a replica (see internal/replica), and then show its lag. The Operate page and the result of
+//     an action are read from the primary.
+//   - Every page works without JavaScript, including its actions.
 //
-// Who may enter is decided before a handler of this package is called.
+// Access is checked before a handler of this package is called.
 package engineroom
 
 import (
@@ -42,28 +38,27 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/replica"
 )
 
-// Options are what the Engine Room stands on.
+// Options configure the Engine Room.
 type Options struct {
 	Pool *pgxpool.Pool // required
-	// Read is where pages are read; the pool when nil.
+	// Read is the source of pages; Pool when nil.
 	Read *replica.Reader
-	// API is the handler of the /v1 routes, through which levers are pulled; nil when there are none. A request
-	// that reaches a handler of this package carries what API asks for.
+	// API handles the /v1 routes, which actions call; nil for none. A request to this package's handlers carries the
+	// API's credentials.
 	API func() http.Handler
-	// Logger is told what went wrong behind a part; nil for none.
+	// Logger receives the errors of parts; nil for none.
 	Logger *slog.Logger
-	// Agent is the agent's name, shown in every title.
+	// Agent is the agent's name, shown in titles.
 	Agent string
-	// Agents finds the agents that there are; nil is an installation without settings.
+	// Agents finds the agents; nil is an installation without settings.
 	Agents *agents.Directory
-	// Limits are the budgets of a day, as configured.
+	// Limits are the configured budgets of a day.
 	Limits budgets.Limits
-	// Key signs what the room leaves with a browser until the next page; all processes of an agent need the same. One
-	// of its own when nil.
+	// Key signs flash messages in the browser. All processes of an agent need the same key. A random one when nil.
 	Key []byte
 }
 
-// Room serves the pages. Its methods are safe for concurrent use.
+// Room serves the pages. It is safe for concurrent use.
 type Room struct {
 	Options
 	pages     []page
@@ -71,15 +66,15 @@ type Room struct {
 	hub       *hub
 }
 
-// Route is a handler and where it is to be reached.
+// Route is a handler with its path.
 type Route struct {
-	Method, Path string // as http.ServeMux has them
-	Stream       bool   // has no end
+	Method, Path string // in http.ServeMux syntax
+	Stream       bool   // an endless response
 	Public       bool   // needs no login
 	Handler      http.Handler
 }
 
-// New makes the room. It does not touch the database.
+// New returns a Room. It does not use the database.
 func New(o Options) (*Room, error) {
 	if o.Pool == nil {
 		return nil, errors.New("make the Engine Room: a pool is required")
@@ -107,12 +102,12 @@ func New(o Options) (*Room, error) {
 	return room, nil
 }
 
-// Routes are all handlers of the room. Who pulls a lever or watches a page is let in by the same check as who reads it.
+// Routes lists all handlers. One check guards reading, streaming and actions.
 func (room *Room) Routes() []Route {
 	routes := []Route{
 		{Method: http.MethodGet, Path: "/assets/{file}", Public: true, Handler: http.HandlerFunc(room.asset)},
 		{Method: http.MethodGet, Path: "/login", Public: true, Handler: http.HandlerFunc(room.login)},
-		{Method: http.MethodPost, Path: "/act/v1/operate", Stream: true, Handler: http.HandlerFunc(room.say)},
+		{Method: http.MethodPost, Path: "/act/v1/operate", Stream: true, Handler: http.HandlerFunc(room.runTurn)},
 	}
 	for _, p := range room.pages {
 		routes = append(routes, Route{Method: http.MethodGet, Path: p.pattern(), Handler: room.serve(p)})
@@ -120,13 +115,13 @@ func (room *Room) Routes() []Route {
 			routes = append(routes, Route{Method: http.MethodGet, Path: "/live" + p.pattern(), Stream: true, Handler: room.live(p)})
 		}
 	}
-	for _, l := range levers() {
-		routes = append(routes, Route{Method: http.MethodPost, Path: "/act" + l.path, Handler: room.act(l)})
+	for _, l := range actions() {
+		routes = append(routes, Route{Method: http.MethodPost, Path: "/act" + l.path, Handler: room.performAction(l)})
 	}
 	return routes
 }
 
-// all are the pages, in the order of the navigation.
+// all lists the pages in the order of the navigation.
 func (room *Room) all() []page {
 	return room.withReplica(room.withPause([]page{
 		room.overviewPage(), room.activityPage(), room.auditPage(),
@@ -143,8 +138,7 @@ func (room *Room) all() []page {
 	}))
 }
 
-// withReplica gives every page the part that says how far behind it is, where there is a replica. A page on which
-// nothing else changes by itself is not watched for it.
+// withReplica adds the replica's lag to every page. A page without other live parts does not stream for it.
 func (room *Room) withReplica(pages []page) []page {
 	if !room.Read.Configured() {
 		return pages
@@ -159,5 +153,5 @@ func (room *Room) withReplica(pages []page) []page {
 	return pages
 }
 
-// sourceOf is where the page is read from.
+// sourceOf returns the source of the page.
 func sourceOf(ctx context.Context, _ *visit) (any, error) { return replica.From(ctx), nil }

@@ -17,7 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 )
 
-// executionPage shows one durable run, and what can be done with it.
+// executionPage shows one execution and its actions.
 func (room *Room) executionPage() page {
 	return page{
 		path: "/executions/{id}", name: "execution", title: "Execution", open: room.openExecution,
@@ -34,11 +34,11 @@ func (room *Room) executionPage() page {
 	}
 }
 
-// executionVisit is what a page of one execution is about.
+// executionVisit is the execution of a page.
 type executionVisit struct {
 	ID   string
-	From string // the step that the form for a fork begins with
-	// before is where a page of the timeline begins; nil for the newest.
+	From string // first step of the fork form
+	// before is the position in the timeline; nil for the newest.
 	before *stepPlace
 }
 
@@ -69,8 +69,8 @@ func (room *Room) openExecution(ctx context.Context, v *visit) (string, error) {
 	return flow + " " + short(id), nil
 }
 
-// executionFact is what an execution's row says of it, with who runs it.
-type executionFact struct {
+// executionRecord is an execution's row with its worker.
+type executionRecord struct {
 	ID, TraceID, Surface, Agent, Flow, Status, Queue string
 	FlowVersion                                      *int
 	ParentID, ThreadID, ForkedFrom, ForkedStep       *string
@@ -86,28 +86,28 @@ type executionFact struct {
 	StartedAt, CompletedAt                           *time.Time
 }
 
-// Ended reports whether the execution has come to its end.
-func (x executionFact) Ended() bool { return executions.Status(x.Status).Ended() }
+// Ended reports whether the execution has ended.
+func (x executionRecord) Ended() bool { return executions.Status(x.Status).Ended() }
 
 // Retriable reports whether it can be retried.
-func (x executionFact) Retriable() bool {
+func (x executionRecord) Retriable() bool {
 	return x.Ended() && x.Status != string(executions.Completed)
 }
 
-// Took is how long it took from its beginning to its end, in milliseconds.
-func (x executionFact) Took() int64 {
+// Took is its duration in milliseconds.
+func (x executionRecord) Took() int64 {
 	if x.CompletedAt == nil {
 		return 0
 	}
 	return x.CompletedAt.Sub(x.CreatedAt).Milliseconds()
 }
 
-// executionFacts reads the row. The secret of a lock, which makes its holder the run, stays where it is.
+// executionFacts reads the row, without the lock's secret.
 func (room *Room) executionFacts(ctx context.Context, v *visit) (any, error) {
 	return room.factOf(ctx, v.About.(executionVisit).ID)
 }
 
-func (room *Room) factOf(ctx context.Context, id string) (executionFact, error) {
+func (room *Room) factOf(ctx context.Context, id string) (executionRecord, error) {
 	rows, err := room.Read.Query(ctx, `
 		select e.id::text, e.trace_id, e.surface, left(e.agent, 100) as agent, e.flow, e.status, left(e.queue, 100) as queue, e.flow_version, e.parent_id::text, e.thread_id,
 		       e.forked_from::text, left(e.forked_step, 600) as forked_step, e.priority, e.attempt, e.max_attempts, e.wait_number,
@@ -118,11 +118,11 @@ func (room *Room) factOf(ctx context.Context, id string) (executionFact, error) 
 		  from agent_executions e left join agent_workers w on w.id = e.claimed_by
 		 where e.id = @id`, postgres.Strict{"id": id})
 	if err != nil {
-		return executionFact{}, fmt.Errorf("read execution: %w", err)
+		return executionRecord{}, fmt.Errorf("read execution: %w", err)
 	}
-	x, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[executionFact])
+	x, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[executionRecord])
 	if err != nil {
-		return executionFact{}, fmt.Errorf("read execution: %w", err)
+		return executionRecord{}, fmt.Errorf("read execution: %w", err)
 	}
 	for _, text := range []**string{&x.ForkedStep, &x.FailedStep, &x.CancelReason} {
 		if *text != nil {
@@ -132,26 +132,26 @@ func (room *Room) factOf(ctx context.Context, id string) (executionFact, error) 
 	return x, nil
 }
 
-// openWait is what an execution waits for now.
+// openWait is an execution's current wait.
 type openWait struct {
 	ID, For, Key, Step string
-	Until              *time.Time // nil: without end
+	Until              *time.Time // nil for no deadline
 	Since              time.Time
 	Number             int
 	Data               shownValue
-	Event              string // which ends it
-	Raise              bool   // the event may come from outside
+	Event              string // the event that ends it
+	Raise              bool   // an admin may emit the event
 	Requests           []openRequest
 }
 
-// openRequest is what was asked of people.
+// openRequest is a request to people.
 type openRequest struct {
 	ID, Kind, Title, Status string
 	Items                   int
 	CreatedAt               time.Time
 }
 
-// executionWait reads what it waits for; the template says so when there is nothing.
+// executionWait reads the current wait, if any.
 func (room *Room) executionWait(ctx context.Context, v *visit) (any, error) {
 	w := openWait{ID: v.About.(executionVisit).ID}
 	var data string
@@ -170,8 +170,8 @@ func (room *Room) executionWait(ctx context.Context, v *visit) (any, error) {
 	w.Data = shownJSON(data, w.Data.Bytes)
 	switch w.For {
 	case "response", "document", "signature", "test", "event":
-		// A form that would change the key on its way is not offered.
-		w.Raise = len(w.Key) <= maxEventKey && redact.Text(w.Key, maxValue) == w.Key && !strings.ContainsFunc(w.Key, tricky)
+		// A form must not change the key, so some keys have none.
+		w.Raise = len(w.Key) <= maxEventKey && redact.Text(w.Key, maxValue) == w.Key && !strings.ContainsFunc(w.Key, changesReading)
 	}
 	w.Key, w.Step = redact.Text(w.Key, maxValue), redact.Text(w.Step, maxValue)
 	rows, err := room.Read.Query(ctx, `
@@ -186,23 +186,23 @@ func (room *Room) executionWait(ctx context.Context, v *visit) (any, error) {
 	return w, nil
 }
 
-// maxEventKey is how long the key of an event may be that comes over HTTP, in bytes.
+// maxEventKey bounds an event's key over HTTP, in bytes.
 const maxEventKey = 500
 
 const (
 	lanesShown    = 50
 	messagesShown = 20
-	stepsOffered  = 200 // to fork from
+	stepsOffered  = 200 // options of the fork form
 )
 
-// valuesOf is what an execution was given, remembers and came to.
+// valuesOf holds an execution's input, variables and result.
 type valuesOf struct {
 	Status                   string
 	Input, Variables, Result shownValue
 	Summary, Error           shownValue
 }
 
-// executionValues reads the values of the row, each up to maxValue characters.
+// executionValues reads the row's values, each up to maxValue characters.
 func (room *Room) executionValues(ctx context.Context, v *visit) (any, error) {
 	var got valuesOf
 	var input, variables, result, summary, failure string
@@ -224,17 +224,17 @@ func (room *Room) executionValues(ctx context.Context, v *visit) (any, error) {
 	return got, nil
 }
 
-// executionLane is a lane that an execution has, or has lent.
+// executionLane is a lane that an execution holds or has lent.
 type executionLane struct {
 	Lane         string
 	FencingToken int64
 	LockedAt     time.Time
-	ExpiresAt    *time.Time // nil when parked
-	Lender       *string    // of a lane that it borrows
-	Borrower     *string    // of a lane that it has lent
+	ExpiresAt    *time.Time // nil if parked
+	Lender       *string    // of a borrowed lane
+	Borrower     *string    // of a lent lane
 }
 
-// executionLanes reads the lanes that it holds or borrows, and those that it has lent.
+// executionLanes reads the lanes that the execution holds, borrows or has lent.
 func (room *Room) executionLanes(ctx context.Context, v *visit) (any, error) {
 	rows, err := room.Read.Query(ctx, `
 		select k.* from ((select l.lane, l.fencing_token, l.locked_at, case when not l.parked then l.expires_at end as expires_at,
@@ -257,14 +257,14 @@ func (room *Room) executionLanes(ctx context.Context, v *visit) (any, error) {
 	return map[string]any{"Lanes": list}, nil
 }
 
-// sentMessage is what an execution said in a conversation.
+// sentMessage is a message of an execution.
 type sentMessage struct {
 	ID, ThreadID, Status, Text string
 	Bytes                      int64
 	CreatedAt                  time.Time
 }
 
-// executionMessages reads what it said, newest first, in the order of the index on the execution; see descendants.
+// executionMessages reads its messages, newest first, in the order of the index on the execution; see descendants.
 func (room *Room) executionMessages(ctx context.Context, v *visit) (any, error) {
 	rows, err := room.Read.Query(ctx, `
 		select m.id::text, m.thread_id, m.status, left(m.content, 600) as text, octet_length(m.content) as bytes, m.created_at
@@ -287,17 +287,17 @@ func (room *Room) executionMessages(ctx context.Context, v *visit) (any, error) 
 	return map[string]any{"Messages": list, "More": more}, nil
 }
 
-// forkForm is what the form for a fork begins with.
+// forkForm holds the defaults of the fork form.
 type forkForm struct {
 	ID, From string
 	Flow     string
-	Data     bool // the flow is written down as data, in versions
+	Data     bool // the flow is versioned data
 	Input    string
-	Hidden   bool     // the input is not offered for editing: it is long, or has what is not shown
-	Steps    []string // some of those that can be named
+	Hidden   bool     // the input is not editable: it is long or redacted
+	Steps    []string // some of the possible steps
 }
 
-// executionFork reads what can be forked from. It does not follow what happens: somebody may be writing in the form.
+// executionFork reads the fork form. It is not live, because somebody may be editing it.
 func (room *Room) executionFork(ctx context.Context, v *visit) (any, error) {
 	about := v.About.(executionVisit)
 	f := forkForm{ID: about.ID, From: about.From}
@@ -324,18 +324,17 @@ func (room *Room) executionFork(ctx context.Context, v *visit) (any, error) {
 	return f, nil
 }
 
-// hides reports whether JSON has anything that is shown otherwise than it is, or not at all: a form that began with
-// what is shown would put that into its place.
+// hides reports whether JSON is shown incompletely. Editing the shown text would lose the rest.
 func hides(text string) bool {
 	shown := shownJSON(text, int64(len(text)))
-	return !shown.Whole || shown.Text != setOut(text) || strings.ContainsFunc(text, tricky)
+	return !shown.Whole || shown.Text != formatJSON(text) || strings.ContainsFunc(text, changesReading)
 }
 
 const (
-	treeDeep = 4   // levels below an execution
-	treeWide = 50  // children of each
-	treeMost = 100 // in all
-	forksMax = 50
+	maxTreeDepth = 4   // levels below an execution
+	maxTreeWidth = 50  // children of each
+	maxTree      = 100 // in all
+	forksMax     = 50
 )
 
 // relative is an execution of a family.
@@ -344,24 +343,24 @@ type relative struct {
 	ParentID         *string
 	CreatedAt        time.Time
 	Level            int
-	Here             bool // the one that the page is about
+	Here             bool // the execution of the page
 	Children         []*relative
 }
 
-// fork is an execution that began with what this one had recorded.
+// fork is an execution forked from this one.
 type fork struct {
 	ID, Status, From string
 	CreatedAt        time.Time
 }
 
-// executionFamily is where an execution stands.
+// executionFamily is an execution's place in its family.
 type executionFamily struct {
-	Root  *relative // the first ancestor; nil for one that has neither a parent nor children
+	Root  *relative // the first ancestor; nil without parent and children
 	More  bool
 	Forks []fork
 }
 
-// executionRelatives reads the ancestors, what was started below, and the forks.
+// executionRelatives reads the ancestors, descendants and forks.
 func (room *Room) executionRelatives(ctx context.Context, v *visit) (any, error) {
 	id := v.About.(executionVisit).ID
 	above, err := room.ancestors(ctx, id)
@@ -372,7 +371,7 @@ func (room *Room) executionRelatives(ctx context.Context, v *visit) (any, error)
 	if err != nil {
 		return nil, err
 	}
-	below, more := onPage(below, treeMost)
+	below, more := onPage(below, maxTree)
 	family := executionFamily{More: more}
 	if len(above) > 1 || len(below) > 0 {
 		family.Root = treeOf(above, below, id)
@@ -381,7 +380,7 @@ func (room *Room) executionRelatives(ctx context.Context, v *visit) (any, error)
 	return family, err
 }
 
-// ancestors are the execution and what is above it, the nearest first.
+// ancestors returns the execution and its ancestors, nearest first.
 func (room *Room) ancestors(ctx context.Context, id string) ([]relative, error) {
 	rows, err := room.Read.Query(ctx, `
 		with recursive line (id, level) as (
@@ -402,9 +401,8 @@ func (room *Room) ancestors(ctx context.Context, id string) ([]relative, error) 
 	return list, nil
 }
 
-// descendants are what it has started, level by level: about the oldest treeWide of each, treeMost and one more in
-// all. They are read in the order of the index on the parent, some way on: with a condition on the parent and the
-// order of the ids the planner may walk through the whole table by id.
+// descendants reads the descendants by level: the oldest maxTreeWidth of each parent, and maxTree + 1 in all. They are
+// read in the order of the index on the parent: for another order, the planner may scan the whole table by id.
 func (room *Room) descendants(ctx context.Context, id string) ([]relative, error) {
 	rows, err := room.Read.Query(ctx, `
 		with recursive tree (id, level) as (
@@ -417,7 +415,7 @@ func (room *Room) descendants(ctx context.Context, id string) ([]relative, error
 		select x.id::text, left(x.flow, 100) as flow, x.status, x.parent_id::text, x.created_at, t.level
 		  from (select id, level from tree limit @most + 2) t join agent_executions x on x.id = t.id
 		 where t.level > 0 order by t.level, x.id`, freshPlan,
-		postgres.Strict{"id": id, "wide": treeWide, "near": 4 * treeWide, "deep": treeDeep, "most": treeMost})
+		postgres.Strict{"id": id, "wide": maxTreeWidth, "near": 4 * maxTreeWidth, "deep": maxTreeDepth, "most": maxTree})
 	if err != nil {
 		return nil, fmt.Errorf("read the children of the execution: %w", err)
 	}
@@ -434,7 +432,7 @@ func collectRelatives(rows pgx.Rows) ([]relative, error) {
 	})
 }
 
-// treeOf puts a family together, from the first ancestor down.
+// treeOf builds the family from the first ancestor.
 func treeOf(above, below []relative, id string) *relative {
 	known := map[string]*relative{}
 	var root *relative
@@ -453,7 +451,7 @@ func treeOf(above, below []relative, id string) *relative {
 	return root
 }
 
-// forks are the executions that began with what this one had recorded, newest first.
+// forks returns the executions forked from this one, newest first.
 func (room *Room) forks(ctx context.Context, id string) ([]fork, error) {
 	rows, err := room.Read.Query(ctx, `
 		select x.id::text, x.status, left(coalesce(x.forked_step, ''), 600), x.created_at from (

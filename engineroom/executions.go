@@ -21,16 +21,16 @@ import (
 )
 
 const (
-	// executionsShown is how many executions are on a page of the listing.
+	// executionsShown bounds the executions on a page.
 	executionsShown = 50
-	// lookedAt is how many rows that one filter finds are looked at for the others, per page: a rare combination of
-	// filters takes several pages, never a walk through the whole table.
-	lookedAt = 20_000
-	// countedMost is up to where executions are counted.
-	countedMost = 1000
+	// maxSearched bounds the rows that one filter's index yields for the other filters, per page. A rare combination of
+	// filters takes several pages instead of a table scan.
+	maxSearched = 20_000
+	// maxCount bounds the counts of executions.
+	maxCount = 1000
 )
 
-// executionsPage lists durable runs, and what stands in the queue.
+// executionsPage lists executions and the queue.
 func (room *Room) executionsPage() page {
 	return page{
 		path: "/executions", name: "executions", nav: "Executions", title: "Executions", open: openExecutions,
@@ -47,7 +47,7 @@ type executionRow struct {
 	ID, TraceID, Surface, Flow, Status string
 	Agent                              string
 	ParentID, ThreadID, ForkedFrom     *string
-	Children                           bool // it has started others
+	Children                           bool // it has children
 	Priority, Attempt, MaxAttempts     int
 	WaitingFor, WaitingKey             string
 	WaitingUntil                       *time.Time
@@ -57,16 +57,15 @@ type executionRow struct {
 	CompletedAt                        *time.Time
 }
 
-// executionRowColumns are those of executionRow, of agent_executions e. What can be long is cut here. Whether there
-// are children is asked for in the order of the index, so that no guess of the planner makes it a walk through the
-// table.
+// executionRowColumns are the columns of executionRow, of agent_executions e. Long ones are cut. The test for
+// children follows the index order, so that the planner cannot choose a table scan.
 const executionRowColumns = ` e.id::text, e.trace_id, e.surface, e.flow, e.status, left(e.agent, 200) as agent, e.parent_id::text, e.thread_id, e.forked_from::text,
 	coalesce((select c.parent_id = e.id from agent_executions c where c.parent_id >= e.id order by c.parent_id limit 1), false) as children, e.priority, e.attempt, e.max_attempts,
 	coalesce(e.waiting_for, '') as waiting_for, left(coalesce(e.waiting_key, ''), 600) as waiting_key, e.waiting_until,
 	left(coalesce(e.error_message, e.result_summary), 600) as about, octet_length(coalesce(e.error_message, e.result_summary)) as about_bytes,
 	e.created_at, e.updated_at, e.completed_at `
 
-// Took is how long it took from its beginning to its end, in milliseconds.
+// Took is its duration in milliseconds.
 func (x executionRow) Took() int64 {
 	if x.CompletedAt == nil {
 		return 0
@@ -74,10 +73,10 @@ func (x executionRow) Took() int64 {
 	return x.CompletedAt.Sub(x.CreatedAt).Milliseconds()
 }
 
-// TraceEnd is the end of the trace's id, enough to tell it from its neighbours.
+// TraceEnd is the end of the trace's id.
 func (x executionRow) TraceEnd() string { return "…" + x.TraceID[max(len(x.TraceID)-6, 0):] }
 
-// collectExecutions reads rows of a listing, without secrets.
+// collectExecutions reads rows of a listing, redacted.
 func collectExecutions(rows pgx.Rows, err error) ([]executionRow, error) {
 	if err != nil {
 		return nil, fmt.Errorf("list executions: %w", err)
@@ -97,8 +96,8 @@ func collectExecutions(rows pgx.Rows, err error) ([]executionRow, error) {
 type executionList struct {
 	executionFilter
 	Rows []executionRow
-	// Older leads to the next page; Farther says that it is not known whether anything is there, because this page has
-	// looked at as many rows as a page may.
+	// Older links to the next page. Farther means that this page reached its bound of rows, so the next page may be
+	// empty.
 	Older   string
 	Farther bool
 	Window  int64
@@ -145,10 +144,10 @@ func (room *Room) listExecutions(ctx context.Context, v *visit) (any, error) {
 		  join agent_executions e on e.id = p.id
 		 order by e.id desc`, freshPlan,
 		postgres.Strict{
-			"by": f.by(), "traces": f.traces, "before": f.Before, "looked": lookedAt, "status": f.Status, "failed": f.Failed,
+			"by": f.leadingFilter(), "traces": f.traces, "before": f.Before, "looked": maxSearched, "status": f.Status, "failed": f.Failed,
 			"surface": f.Surface, "flow": f.Flow, "agent": f.Agent, "most": executionsShown,
 		})
-	got := executionList{executionFilter: f, Window: lookedAt}
+	got := executionList{executionFilter: f, Window: maxSearched}
 	if got.Rows, err = collectExecutions(rows, err); err != nil {
 		return nil, err
 	}
@@ -157,13 +156,13 @@ func (room *Room) listExecutions(ctx context.Context, v *visit) (any, error) {
 		got.Older = f.with("before", got.Rows[executionsShown-1].ID)
 		return got, nil
 	}
-	return room.farther(ctx, f, got)
+	return room.lastSearched(ctx, f, got)
 }
 
-// farther finds where the rows end that a page has looked at, when there are more. What lies beyond is left to the next
-// page, also what one of two states has there, so that no row is on both.
-func (room *Room) farther(ctx context.Context, f executionFilter, got executionList) (executionList, error) {
-	if f.narrow() {
+// lastSearched finds the last searched row of a page, if there are more. Rows beyond it belong to the next page, also
+// those of another state, so that no row is on both.
+func (room *Room) lastSearched(ctx context.Context, f executionFilter, got executionList) (executionList, error) {
+	if f.searchesAll() {
 		return got, nil
 	}
 	var end string
@@ -193,7 +192,7 @@ func (room *Room) farther(ctx context.Context, f executionFilter, got executionL
 		    where @by = 'newest' and (@before = '' or x.id < nullif(@before, '')::uuid)
 		    order by x.id desc offset @looked - 1 limit 1)) w
 		 order by w.id desc limit 1), '')`, freshPlan,
-		postgres.Strict{"by": f.by(), "status": f.Status, "flow": f.Flow, "before": f.Before, "looked": lookedAt}).Scan(&end)
+		postgres.Strict{"by": f.leadingFilter(), "status": f.Status, "flow": f.Flow, "before": f.Before, "looked": maxSearched}).Scan(&end)
 	if err != nil {
 		return got, fmt.Errorf("look how far executions were looked at: %w", err)
 	}
@@ -207,8 +206,7 @@ func (room *Room) farther(ctx context.Context, f executionFilter, got executionL
 	return got, nil
 }
 
-// listWaiting reads what waits, the nearest deadline first, or what is stuck. Other filters narrow down the lookedAt
-// nearest.
+// listWaiting reads waiting executions by deadline, or stuck ones. Other filters apply to the maxSearched nearest.
 func (room *Room) listWaiting(ctx context.Context, f executionFilter) (any, error) {
 	rows, err := room.Read.Query(ctx, `
 		select `+executionRowColumns+` from (select l.id, l.waiting_until from (
@@ -226,34 +224,34 @@ func (room *Room) listWaiting(ctx context.Context, f executionFilter) (any, erro
 		 order by p.waiting_until, p.id`, freshPlan,
 		postgres.Strict{
 			"view": f.View, "kind": f.Kind, "surface": f.Surface, "flow": f.Flow, "agent": f.Agent, "traces": f.traces, "after": f.after,
-			"before": f.Before, "most": executionsShown, "looked": lookedAt,
+			"before": f.Before, "most": executionsShown, "looked": maxSearched,
 		})
-	got := executionList{executionFilter: f, Window: lookedAt}
+	got := executionList{executionFilter: f, Window: maxSearched}
 	if got.Rows, err = collectExecutions(rows, err); err != nil {
 		return nil, err
 	}
 	if len(got.Rows) > executionsShown {
 		got.Rows = got.Rows[:executionsShown]
 		last := got.Rows[executionsShown-1]
-		if last.WaitingUntil != nil { // it may have gone on meanwhile
+		if last.WaitingUntil != nil { // it may have resumed meanwhile
 			got.Older = f.with("before", last.WaitingUntil.UTC().Format(time.RFC3339Nano)+" "+last.ID)
 		}
 	}
 	return got, nil
 }
 
-// maxFilter bounds the text of a filter, in bytes.
+// maxFilter bounds a filter's text, in bytes.
 const maxFilter = 300
 
-// executionFilter is what the listing of executions is narrowed to. All of it combines.
+// executionFilter holds the filters of the listing. They combine.
 type executionFilter struct {
 	View                  string // waiting or stuck: by deadline; empty: newest first
 	Status, Surface, Flow string
 	Agent                 string
-	Trace                 string // as it was given
+	Trace                 string // as entered
 	Failed                bool   // failed or timed out
 	Kind                  string // of the wait, in the views
-	Before                string // the id after which the page begins
+	Before                string // the last id of the previous page
 	after                 *time.Time
 	traces                []string
 }
@@ -273,13 +271,13 @@ func waitKinds() []string {
 	return []string{"response", "agent", "document", "signature", "test", "event", "delay", "approval", "lane"}
 }
 
-// Statuses are what Status can be.
+// Statuses are the options of Status.
 func (executionFilter) Statuses() []string { return executionStatuses() }
 
-// Surfaces are what Surface can be.
+// Surfaces are the options of Surface.
 func (executionFilter) Surfaces() []string { return surfaceNames() }
 
-// Kinds are what Kind can be.
+// Kinds are the options of Kind.
 func (executionFilter) Kinds() []string { return waitKinds() }
 
 // openExecutions reads the filters.
@@ -320,22 +318,22 @@ func openExecutions(_ context.Context, v *visit) (string, error) {
 	return titleOf(f), nil
 }
 
-// titleOf says which executions a listing has.
+// titleOf returns the listing's title.
 func titleOf(f executionFilter) string {
 	switch {
 	case f.View == "waiting":
-		return "Executions that wait, by deadline"
+		return "Waiting executions, by deadline"
 	case f.View == "stuck":
-		return "Executions that are stuck"
+		return "Stuck executions"
 	case f.Failed:
-		return "Executions that failed"
+		return "Failed executions"
 	case f.Status != "":
 		return "Executions: " + f.Status
 	}
 	return "Executions"
 }
 
-// begin reads where a page begins.
+// markReadStart reads the position of a page.
 func (f *executionFilter) begin(before string) error {
 	if before == "" {
 		return nil
@@ -356,13 +354,13 @@ func (f *executionFilter) begin(before string) error {
 	return nil
 }
 
-// by is the filter whose index finds the rows that are then looked at for the others.
-func (f executionFilter) by() string {
+// leadingFilter returns the filter whose index yields the rows.
+func (f executionFilter) leadingFilter() string {
 	switch {
 	case f.traces != nil:
 		return "trace"
 	case f.Status != "" && (f.Flow == "" || f.Status != string(executions.Completed)):
-		return "status" // but for completed ones they are few
+		return "status" // rare, except for completed
 	case f.Failed:
 		return "failed"
 	case f.Flow != "":
@@ -371,19 +369,19 @@ func (f executionFilter) by() string {
 	return "newest"
 }
 
-// narrow reports whether what is looked at is all that there is.
-func (f executionFilter) narrow() bool {
-	by := f.by()
+// searchesAll reports whether the searched rows are all rows.
+func (f executionFilter) searchesAll() bool {
+	by := f.leadingFilter()
 	others := f.Surface != "" || f.Agent != "" || (f.Flow != "" && by != "flow") || (f.Status != "" && by != "status") || (f.Failed && by != "failed")
 	return by == "trace" || !others
 }
 
-// Narrowed reports whether anything but the view or a tab narrows the listing down.
+// Narrowed reports whether a filter beyond the view or tab is set.
 func (f executionFilter) Narrowed() bool {
 	return f.Surface != "" || f.Flow != "" || f.Agent != "" || f.Trace != ""
 }
 
-// query is the filter as it stands in an address, from its beginning on.
+// query returns the filters as URL parameters, without the position.
 func (f executionFilter) query() url.Values {
 	q := url.Values{}
 	for name, value := range map[string]string{
@@ -400,14 +398,14 @@ func (f executionFilter) query() url.Values {
 	return q
 }
 
-// with is the address of the listing with one more filter.
+// with returns the listing's URL with one more filter.
 func (f executionFilter) with(name, value string) string {
 	q := f.query()
 	q.Set(name, value)
 	return "/executions?" + q.Encode()
 }
 
-// tab is the address of the listing with this in the place of what the tabs choose.
+// tab returns the listing's URL for a tab.
 func (f executionFilter) tab(name, value string) string {
 	f.View, f.Status, f.Failed, f.Kind = "", "", false, ""
 	q := f.query()
@@ -420,8 +418,7 @@ func (f executionFilter) tab(name, value string) string {
 	return "/executions?" + q.Encode()
 }
 
-// filtersOf are the parameters of an address: each once, none that is not known, empty ones left out. A form sends its
-// empty fields too.
+// filtersOf reads URL parameters: each at most once, known ones only, without empty ones, which forms send.
 func filtersOf(values url.Values, known ...string) (map[string]string, error) {
 	q := map[string]string{}
 	for name, given := range values {
@@ -439,7 +436,7 @@ func filtersOf(values url.Values, known ...string) (map[string]string, error) {
 	return q, nil
 }
 
-// tracesOf are the ids that one in any form can mean; nil for none.
+// tracesOf returns the ids that a text in any form can mean; nil for none.
 func tracesOf(anyForm string) ([]string, error) {
 	if anyForm == "" {
 		return nil, nil
@@ -463,18 +460,18 @@ func badCursor() error {
 	return badFilter("this is not where a page of this listing begins: take it from the page before")
 }
 
-// queueKinds is how many kinds of work, and how many limits, the page shows.
+// queueKinds bounds the kinds of work and the limits on the page.
 const queueKinds = 100
 
-// stateTab leads to the executions of one state.
+// stateTab links to the executions of one state.
 type stateTab struct {
 	Word, Link string
-	Count      string // with "+" beyond countedMost; empty where it is not counted
-	Now        bool   // it is what the page shows
+	Count      string // with "+" beyond maxCount; empty where it is not counted
+	Now        bool   // the current tab
 }
 
-// executionStates are the tabs. Filters stay when another is chosen; counts are of all, so they are shown without
-// filters only.
+// executionStates are the tabs. A tab keeps the filters. Counts cover all executions, so they are shown without
+// filters.
 func (room *Room) executionStates(ctx context.Context, v *visit) (any, error) {
 	f := v.About.(executionFilter)
 	counts := map[string]string{}
@@ -494,9 +491,9 @@ func (room *Room) executionStates(ctx context.Context, v *visit) (any, error) {
 		stateTab{Word: "stuck", Link: f.tab("view", "stuck"), Count: counts["stuck"], Now: f.View == "stuck"}), nil
 }
 
-// countStates counts the executions of each state, up to countedMost: as many entries of the state's index from it
-// on, whatever follows it there. A condition on the state alone would leave it to the planner's guess whether a rare
-// one is worth a walk through the table. Completed ones have no such index: they are counted among the newest.
+// countStates counts the executions of each state, up to maxCount, from the state's index. A plain condition could
+// make the planner scan the table for a rare state. Completed ones have no such index: they are counted among the
+// newest.
 func (room *Room) countStates(ctx context.Context) (map[string]string, error) {
 	rows, err := room.Read.Query(ctx, `
 		select s.status, false as more, (select count(*) filter (where x.status = s.status) from (
@@ -515,7 +512,7 @@ func (room *Room) countStates(ctx context.Context) (map[string]string, error) {
 		         select from (select e.status from agent_executions e order by e.id desc limit @looked) x where x.status = 'completed' limit @most + 1) y)
 		union all
 		select 'stuck', false, (select count(*) from (select from agent_executions_stuck k where k.waiting_until <= now() limit @most + 1) x)`, freshPlan,
-		postgres.Strict{"most": countedMost, "looked": 4 * countedMost})
+		postgres.Strict{"most": maxCount, "looked": 4 * maxCount})
 	if err != nil {
 		return nil, fmt.Errorf("count executions: %w", err)
 	}
@@ -524,8 +521,8 @@ func (room *Room) countStates(ctx context.Context) (map[string]string, error) {
 	var more bool
 	var n int64
 	_, err = pgx.ForEachRow(rows, []any{&status, &more, &n}, func() error {
-		counts[status] = capped(n, countedMost)
-		if more && n <= countedMost {
+		counts[status] = capped(n, maxCount)
+		if more && n <= maxCount {
 			counts[status] += "+"
 		}
 		return nil
@@ -536,7 +533,7 @@ func (room *Room) countStates(ctx context.Context) (map[string]string, error) {
 	return counts, nil
 }
 
-// capped is a count that goes no further than most.
+// capped formats a bounded count.
 func capped(n, most int64) string {
 	if n > most {
 		return thousands(most) + "+"
@@ -544,26 +541,26 @@ func capped(n, most int64) string {
 	return thousands(n)
 }
 
-// readyKind is work of one kind that is ready and has no worker yet.
+// readyKind is ready work of one kind without a worker.
 type readyKind struct {
 	Queue, Flow, Surface string
 	Ready                int64
 }
 
-// Count is Ready as it is shown.
-func (k readyKind) Count() string { return capped(k.Ready, countedMost) }
+// Count formats Ready.
+func (k readyKind) Count() string { return capped(k.Ready, maxCount) }
 
-// admission is a limit with what it is used.
+// admission is a limit with its usage.
 type admission struct {
 	Kind, Name string
 	Most       int
 	Running    int64
 }
 
-// Full reports whether nothing more of it is started now.
+// Full reports an exhausted limit.
 func (a admission) Full() bool { return a.Running >= int64(a.Most) }
 
-// executionQueue is what is ready, by kind, and the limits.
+// executionQueue reads the ready work by kind, and the limits.
 func (room *Room) executionQueue(ctx context.Context, _ *visit) (any, error) {
 	rows, err := room.Read.Query(ctx, `
 		select k.queue, left(k.flow, 200) as flow, k.surface,
@@ -572,7 +569,7 @@ func (room *Room) executionQueue(ctx context.Context, _ *visit) (any, error) {
 		            and x.flow = k.flow and x.surface = k.surface limit @counted + 1) c) as ready
 		  from lanekeeper.agent_ready_kinds k
 		 order by k.queue desc, k.flow, k.surface
-		 limit @most + 1`, freshPlan, postgres.Strict{"counted": countedMost, "most": queueKinds})
+		 limit @most + 1`, freshPlan, postgres.Strict{"counted": maxCount, "most": queueKinds})
 	if err != nil {
 		return nil, fmt.Errorf("read the queue: %w", err)
 	}
@@ -587,7 +584,7 @@ func (room *Room) executionQueue(ctx context.Context, _ *visit) (any, error) {
 		         else (select count(*) from (select from agent_executions x
 		           where x.claimed_by is not null and x.surface = l.name limit @counted + 1) c) end as running
 		  from agent_limits l order by l.kind, l.name limit @most`, freshPlan,
-		postgres.Strict{"counted": countedMost, "most": queueKinds})
+		postgres.Strict{"counted": maxCount, "most": queueKinds})
 	if err != nil {
 		return nil, fmt.Errorf("read the limits: %w", err)
 	}

@@ -66,7 +66,7 @@ func TestCompletedExecutionsAreCountedAmongTheNewest(t *testing.T) {
 	quiet(t, pool, `
 		insert into agent_executions (id, trace_id, surface, flow, outside, status, completed_at)
 		select lanekeeper.agent_uuid7(clock_timestamp() - interval '1 hour'), 'fl_1', 'flow', 'flow', false, 'failed', clock_timestamp()
-		  from generate_series(1, 4 * @most::int) n`, postgres.Strict{"most": countedMost})
+		  from generate_series(1, 4 * @most::int) n`, postgres.Strict{"most": maxCount})
 	if counts, err := (&Room{Options: Options{Read: replica.Primary(pool)}}).countStates(t.Context()); err != nil || counts["completed"] != "3+" || counts["failed"] != "1,000+" {
 		t.Errorf("counted %v, %v", counts, err)
 	}
@@ -86,7 +86,7 @@ func listed(body string, ids map[string]string) string {
 func TestExecutionsAreListedByState(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	shows(t, server.URL+"/executions", "Nothing has run yet", "The queue is empty")
+	shows(t, server.URL+"/executions", "No execution yet", "The queue is empty")
 	ids := map[string]string{}
 	for i, status := range executionStatuses() {
 		ids[status] = execution(t, pool, status, []string{"chat", "webhook"}[i%2], "flow_"+status)
@@ -178,15 +178,15 @@ func TestARareCombinationIsLookedForInSteps(t *testing.T) {
 		insert into agent_executions (id, trace_id, surface, flow, status)
 		select lanekeeper.agent_uuid7(clock_timestamp() - n * interval '1 second'), 'fl_' || n, case when n > @looked then 'chat' else 'flow' end, 'f',
 		       case when n = @looked + 3 then 'timeout' else 'failed' end
-		  from generate_series(1, @looked + 5) n`, postgres.Strict{"looked": lookedAt})
+		  from generate_series(1, @looked + 5) n`, postgres.Strict{"looked": maxSearched})
 	analyse(t, pool, "agent_executions")
 	for _, filter := range []string{"?surface=chat", "?surface=chat&failed=1"} { // the timeout has a window of its own, which reaches farther
-		body := shows(t, server.URL+"/executions"+filter, "among those that were looked at", "Look farther back")
+		body := shows(t, server.URL+"/executions"+filter, "among those that were looked at", "Search further back")
 		if strings.Contains(body, `id="execution-`) {
 			t.Errorf("%s: what lies farther back is on the first page", filter)
 		}
 		body = shows(t, server.URL+next(body, "looked at.</span> "))
-		if n := strings.Count(body, `id="execution-`); n != 5 || strings.Contains(body, "Look farther back") {
+		if n := strings.Count(body, `id="execution-`); n != 5 || strings.Contains(body, "Search further back") {
 			t.Errorf("%s: the next page has %d executions", filter, n)
 		}
 	}
@@ -199,7 +199,7 @@ func TestTheQueueAndItsLimitsAreShown(t *testing.T) {
 	execution(t, pool, "pending", "chat", "greet")
 	execution(t, pool, "pending", "chat", "greet")
 	quiet(t, pool, `insert into agent_limits values ('flow', 'greet', 0), ('surface', 'chat', 3)`)
-	shows(t, server.URL+"/executions", `aria-label="2 ready, flow greet, surface chat`, "full: the others wait", "surface=chat")
+	shows(t, server.URL+"/executions", `aria-label="2 ready, flow greet, surface chat`, "full", "surface=chat")
 }
 
 func TestHostileExecutionsAreText(t *testing.T) {
@@ -266,12 +266,12 @@ func TestAnExecutionThatWaitsSaysForWhat(t *testing.T) {
 	id := execution(t, pool, "waiting", "flow", "greet")
 	body := shows(t, server.URL+"/executions/"+id, "Waits for event", "EVENT_COMPLETED", `name="key" value="news"`, `action="/act/v1/events"`,
 		"wait for news", `action="/act/v1/executions/`+id+`/cancel"`, `action="/act/v1/executions/`+id+`/fork"`, "No step is recorded yet",
-		"It holds no lane", "It has said nothing", "it has started nothing")
+		"It holds no lane", "It has sent no message", "no parent, children or forks")
 	if strings.Contains(body, "/retry") {
 		t.Error("what has not ended can be retried")
 	}
 	for kind, want := range map[string]string{
-		"approval": `href="/approvals/news"`, "agent": `href="/executions/news"`, "lane": `href="/lanes"`, "delay": "the clock alone",
+		"approval": `href="/approvals/news"`, "agent": `href="/executions/news"`, "lane": `href="/lanes"`, "delay": "the clock",
 	} {
 		quiet(t, pool, `update agent_executions set waiting_for = $2 where id = $1`, id, kind)
 		if body := shows(t, server.URL+"/executions/"+id, want); strings.Contains(body, "/act/v1/events") {
@@ -296,7 +296,7 @@ func TestAnExecutionThatFailedCanBeRetried(t *testing.T) {
 	id := execution(t, pool, "failed", "flow", "greet")
 	quiet(t, pool, `update agent_executions set error_message = 'the roof is off', failed_step = 'lift' where id = $1`, id)
 	body := shows(t, server.URL+"/executions/"+id, `action="/act/v1/executions/`+id+`/retry"`, "the roof is off", "Failed step", "Ended: failed")
-	if strings.Contains(body, "/cancel") || strings.Contains(body, "Raise the event") {
+	if strings.Contains(body, "/cancel") || strings.Contains(body, "Emit the event") {
 		t.Error("what has ended can be cancelled, or waits")
 	}
 }
@@ -329,7 +329,7 @@ func TestTheTimelineGoesOnOverPages(t *testing.T) {
 		path = strings.TrimSuffix(next(body, `<p class="pager">`), "#timeline")
 		if !strings.Contains(body, "Earlier steps") {
 			path = ""
-			if !strings.Contains(body, "Begun: pending") {
+			if !strings.Contains(body, "Created: pending") {
 				t.Error("the first page does not say when it was begun")
 			}
 		}
@@ -355,8 +355,8 @@ func TestAnExecutionShowsItsFamily(t *testing.T) {
 	quiet(t, pool, `insert into agent_executions (trace_id, surface, flow, status, parent_id) select 'x', 'flow', 'many', 'pending', $1 from generate_series(1, 120)`, child)
 	quiet(t, pool, `insert into agent_executions (trace_id, surface, flow, status, parent_id)
 		select 'x', 'flow', 'more', 'pending', id from agent_executions where flow = 'many'`)
-	body := shows(t, server.URL+"/executions/"+here, "There are more below it")
-	if n := strings.Count(body, `id="relative-`); n != treeMost+2 {
+	body := shows(t, server.URL+"/executions/"+here, "The list is cut")
+	if n := strings.Count(body, `id="relative-`); n != maxTree+2 {
 		t.Errorf("the tree has %d executions", n)
 	}
 }
@@ -409,12 +409,12 @@ var (
 	leverField = regexp.MustCompile(`<(?:input|textarea|select)[^>]* name="([^"]+)"`)
 )
 
-// pulls expects that every lever of a page is one that the room has, with fields that it takes, and answers with the
+// pulls expects that every action of a page is one that the room has, with fields that it takes, and answers with the
 // routes.
 func pulls(t *testing.T, body string) []string {
 	t.Helper()
 	mux, fields := http.NewServeMux(), map[string][]string{}
-	for _, l := range levers() {
+	for _, l := range actions() {
 		mux.Handle(l.method+" "+l.path, http.NotFoundHandler())
 		for _, f := range l.fields {
 			fields[l.method+" "+l.path] = append(fields[l.method+" "+l.path], f.name)
@@ -425,7 +425,7 @@ func pulls(t *testing.T, body string) []string {
 		r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, html.UnescapeString(form[1]), http.NoBody)
 		_, pattern := mux.Handler(r)
 		if pattern == "" {
-			t.Errorf("there is no lever %s", form[1])
+			t.Errorf("there is no action %s", form[1])
 		}
 		for _, name := range leverField.FindAllStringSubmatch(form[2], -1) {
 			if name[1] != backField && !slices.Contains(fields[pattern], name[1]) {
@@ -459,9 +459,9 @@ func TestExecutionsAndThreadsPullLeversThatThereAre(t *testing.T) {
 func TestThreadsAreListed(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	shows(t, server.URL+"/threads", "Nobody has spoken with the agent yet")
+	shows(t, server.URL+"/threads", "No conversation yet")
 	shows(t, server.URL+"/threads?view=held", "No thread is held")
-	shows(t, server.URL+"/threads?view=queue", "No message stands in a queue")
+	shows(t, server.URL+"/threads?view=queue", "No message is queued")
 	x := execution(t, pool, "running", "chat", "chat")
 	quiet(t, pool, `
 		insert into agent_threads (id, channel, owner, participant, next_seq) values ('a/b c', 'chat', 'key1', 'Ana', 3), ('other', 'log', 'key2', 'Ben', 1)`)
@@ -511,7 +511,7 @@ func TestAConversationIsShown(t *testing.T) {
 	x := execution(t, pool, "running", "chat", "chat")
 	quiet(t, pool, `insert into agent_threads (id, channel, owner, participant, next_seq, summary, summary_through) values ('a/b', 'chat', 'key1', 'Ana', 121, 'of prices', 3)`)
 	address := server.URL + "/threads/" + url.PathEscape("a/b")
-	shows(t, address, "Thread with Ana", "Nothing was said yet", "Nothing waits for its turn", "nobody: whoever speaks next takes it", "of prices")
+	shows(t, address, "Thread with Ana", "No messages yet", "No message is queued", "nobody: whoever speaks next takes it", "of prices")
 	quiet(t, pool, `
 		insert into agent_messages (thread_id, seq, turn, role, content, status, trace_id)
 		select 'a/b', n, n - (n + 1) % 2, case n % 2 when 1 then 'user' else 'assistant' end, 'words ' || n || '.', case n % 2 when 1 then 'received' else 'sent' end, 'ch_1'

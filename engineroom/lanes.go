@@ -16,15 +16,15 @@ import (
 )
 
 const (
-	// mostLanes is how many lanes, waiters or loans a part of the page shows.
-	mostLanes = 200
-	// mostClaims is how many executions that are run now a page of them has.
-	mostClaims = 50
-	// maxLane is the longest name of a lane, in bytes.
+	// maxLanes bounds the lanes, waiters or loans of a part.
+	maxLanes = 200
+	// maxClaims bounds the running executions on a page.
+	maxClaims = 50
+	// maxLane bounds a lane's name, in bytes.
 	maxLane = 255 * utf8.UTFMax
 )
 
-// lanesPage shows who holds which lane, who waits for it and who lent it, and takes one away.
+// lanesPage shows the holders, waiters and loans of lanes, and can release one.
 func (room *Room) lanesPage() page {
 	return page{
 		path: "/lanes", name: "lanes", nav: "Lanes", title: "Lanes",
@@ -39,15 +39,15 @@ func (room *Room) lanesPage() page {
 	}
 }
 
-// lanesWanted is what the address of the page asks for.
-type lanesWanted struct {
-	Lane   string // this one alone
-	After  string // the last lane of the page before
-	Before string // the last execution of the page before
+// laneFilter holds the parameters of the page.
+type laneFilter struct {
+	Lane   string // only this lane
+	After  string // the last lane of the previous page
+	Before string // the last execution of the previous page
 }
 
 func openLanes(_ context.Context, v *visit) (string, error) {
-	want := lanesWanted{Lane: v.Query.Get("lane"), After: v.Query.Get("after")}
+	want := laneFilter{Lane: v.Query.Get("lane"), After: v.Query.Get("after")}
 	for _, name := range []string{want.Lane, want.After} {
 		if len(name) > maxLane || !utf8.ValidString(name) || strings.ContainsFunc(name, unicode.IsControl) {
 			return "", problem.New(http.StatusBadRequest, "%.60q is not the name of a lane: it has 1 to 255 printable characters", name).
@@ -60,29 +60,29 @@ func openLanes(_ context.Context, v *visit) (string, error) {
 	return "Lanes", err
 }
 
-// heldLane is a lane that is held now.
+// heldLane is a held lane.
 type heldLane struct {
 	Lane, LockedBy string
 	ExecutionID    *string
 	TraceID        *string
 	FencingToken   int64
 	LockedAt       time.Time
-	ExpiresAt      *time.Time // nil when parked
-	Waiters        int64      // at most mostLanes + 1
-	Lender         *string    // the execution that lent it to the holder
+	ExpiresAt      *time.Time // nil if parked
+	Waiters        int64      // at most maxLanes + 1
+	Lender         *string    // the execution that lent it
 }
 
-// Waiting is how many wait, or that there are more than are counted.
+// Waiting formats the bounded number of waiters.
 func (l heldLane) Waiting() string {
-	if l.Waiters > mostLanes {
-		return thousands(mostLanes) + "+"
+	if l.Waiters > maxLanes {
+		return thousands(maxLanes) + "+"
 	}
 	return thousands(l.Waiters)
 }
 
-// heldLanes reads the lanes that are held, by name: in that order an index has them, however many are held.
+// heldLanes reads the held lanes by name, in index order.
 func (room *Room) heldLanes(ctx context.Context, v *visit) (any, error) {
-	want, _ := v.About.(lanesWanted)
+	want, _ := v.About.(laneFilter)
 	rows, err := room.Read.Query(ctx, `
 		select l.lane, l.locked_by, l.execution_id::text, coalesce(e.trace_id,
 		         substring(l.locked_by from '^(?:hb|op|ch|wh|fl)_[0-9A-HJKMNP-TV-Z]{26}')) as trace_id,
@@ -94,7 +94,7 @@ func (room *Room) heldLanes(ctx context.Context, v *visit) (any, error) {
 		       (select n.lender::text from agent_lock_loans n where n.lane = l.lane order by n.depth desc limit 1) as lender
 		  from agent_locks l left join agent_executions e on e.id = l.execution_id
 		 where l.locked_by <> '' and l.expires_at > now() and l.lane > @after and (@lane = '' or l.lane = @lane)
-		 order by l.lane limit @most + 1`, freshPlan, postgres.Strict{"most": mostLanes, "after": want.After, "lane": want.Lane})
+		 order by l.lane limit @most + 1`, freshPlan, postgres.Strict{"most": maxLanes, "after": want.After, "lane": want.Lane})
 	if err != nil {
 		return nil, fmt.Errorf("list lanes: %w", err)
 	}
@@ -102,7 +102,7 @@ func (room *Room) heldLanes(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, fmt.Errorf("list lanes: %w", err)
 	}
-	list, more := onPage(all, mostLanes)
+	list, more := onPage(all, maxLanes)
 	next := ""
 	if more {
 		next = v.at("after", list[len(list)-1].Lane)
@@ -110,7 +110,7 @@ func (room *Room) heldLanes(ctx context.Context, v *visit) (any, error) {
 	return map[string]any{"Lanes": list, "Want": want, "Next": next}, nil
 }
 
-// claim is an execution that is run now, or whose process is gone.
+// claim is a running execution, or one whose process is gone.
 type claim struct {
 	ExecutionID, Flow, Surface, TraceID, Worker, Kind string
 	Claim                                             int64
@@ -131,40 +131,40 @@ func collectClaims(rows pgx.Rows, err error) ([]claim, error) {
 	return list, nil
 }
 
-// claims reads the executions that are run now, the newest first.
+// claims reads the running executions, newest first.
 func (room *Room) claims(ctx context.Context, v *visit) (any, error) {
-	want, _ := v.About.(lanesWanted)
+	want, _ := v.About.(laneFilter)
 	all, err := collectClaims(room.Read.Query(ctx, `
 		select `+claimColumns+`
 		  from agent_executions e join agent_workers w on w.id = e.claimed_by
 		 where e.status = 'running' and e.claimed_by is not null and w.expires_at > now()
 		   and (@before = '' or e.id < nullif(@before, '')::uuid)
-		 order by e.id desc limit @most + 1`, freshPlan, postgres.Strict{"before": want.Before, "most": mostClaims}))
+		 order by e.id desc limit @most + 1`, freshPlan, postgres.Strict{"before": want.Before, "most": maxClaims}))
 	if err != nil {
 		return nil, err
 	}
-	list, more := onPage(all, mostClaims)
+	list, more := onPage(all, maxClaims)
 	older := ""
 	if more {
 		older = v.at("before", list[len(list)-1].ExecutionID)
 	}
-	return map[string]any{"Claims": list, "Older": older, "Newest": newest(v, want.Before)}, nil
+	return map[string]any{"Claims": list, "Older": older, "Newest": firstPage(v, want.Before)}, nil
 }
 
 // laneWaiter waits for a lane.
 type laneWaiter struct {
 	Lane, Owner string
 	ExecutionID *string
-	Place       int64      // in the queue; 0 for an execution that asks again once the lane is free
+	Place       int64      // in the queue; 0 for an execution that retries when the lane is free
 	Ticket      int64      // 0 for such an execution
-	Since       time.Time  // since when it waits
-	Until       *time.Time // when such an execution gives up
+	Since       time.Time  // start of the wait
+	Until       *time.Time // deadline of such an execution
 }
 
-// laneWaiters reads who waits, in the order in which they are served. Processes that wait stand in a queue;
-// executions that wait without a process are woken by the release and ask again.
+// laneWaiters reads the waiters in the order of service. Waiting processes form a queue. Waiting executions are woken
+// by the release and retry.
 func (room *Room) laneWaiters(ctx context.Context, v *visit) (any, error) {
-	want, _ := v.About.(lanesWanted)
+	want, _ := v.About.(laneFilter)
 	rows, err := room.Read.Query(ctx, `
 		select * from (
 		(select w.lane, w.owner, substring(w.owner from '^([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})#') as execution_id,
@@ -176,7 +176,7 @@ func (room *Room) laneWaiters(ctx context.Context, v *visit) (any, error) {
 		   from agent_executions e where e.status = 'waiting' and e.waiting_for = 'lane' and (@lane = '' or e.waiting_key = @lane)
 		  order by e.waiting_key, e.id limit @most + 1)) q
 		 order by q.lane, q.place = 0, q.ticket, q.execution_id limit @most + 1`,
-		freshPlan, postgres.Strict{"most": mostLanes, "lane": want.Lane})
+		freshPlan, postgres.Strict{"most": maxLanes, "lane": want.Lane})
 	if err != nil {
 		return nil, fmt.Errorf("list waiters: %w", err)
 	}
@@ -184,11 +184,11 @@ func (room *Room) laneWaiters(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, fmt.Errorf("list waiters: %w", err)
 	}
-	list, more := onPage(all, mostLanes)
+	list, more := onPage(all, maxLanes)
 	return map[string]any{"Waiters": list, "More": more}, nil
 }
 
-// laneLoan is a lane that a parent lends to the child it waits for.
+// laneLoan is a lane that a parent lends to its awaited child.
 type laneLoan struct {
 	Lane, Lender, Borrower string
 	Depth                  int
@@ -196,11 +196,11 @@ type laneLoan struct {
 }
 
 func (room *Room) laneLoans(ctx context.Context, v *visit) (any, error) {
-	want, _ := v.About.(lanesWanted)
+	want, _ := v.About.(laneFilter)
 	rows, err := room.Read.Query(ctx, `
 		select n.lane, n.lender::text, n.borrower::text, n.depth, n.lent_at
 		  from agent_lock_loans n where @lane = '' or n.lane = @lane order by n.lane, n.depth limit @most + 1`,
-		freshPlan, postgres.Strict{"most": mostLanes, "lane": want.Lane})
+		freshPlan, postgres.Strict{"most": maxLanes, "lane": want.Lane})
 	if err != nil {
 		return nil, fmt.Errorf("list loans: %w", err)
 	}
@@ -208,30 +208,29 @@ func (room *Room) laneLoans(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, fmt.Errorf("list loans: %w", err)
 	}
-	list, more := onPage(all, mostLanes)
+	list, more := onPage(all, maxLanes)
 	return map[string]any{"Loans": list, "More": more}, nil
 }
 
-// mostLooked is how many held lanes are looked at for an end that has passed: no index has them by their end, because
-// every renewal would have to change it.
-const mostLooked = 1000
+// maxExpiredSearch bounds the held lanes searched for an expired lease. No index covers the expiry, because every renewal
+// would have to update it.
+const maxExpiredSearch = 1000
 
-// staleLane is a lane whose holder let it expire, and that nobody has taken since.
+// staleLane is a lane with an expired lease and no new holder.
 type staleLane struct {
 	Lane, LockedBy string
 	ExecutionID    *string
 	ExpiredAt      time.Time
 }
 
-// stale reads what is left of holders that are gone: it is taken over by itself, and to see it stay means that nobody
-// sweeps.
+// stale reads the expired lanes. A sweep removes them, so a lasting one means that no sweep runs.
 func (room *Room) stale(ctx context.Context, _ *visit) (any, error) {
 	claims, err := collectClaims(room.Read.Query(ctx, `
 		select `+claimColumns+`
 		  from (select * from agent_workers x where x.expires_at <= now() order by x.expires_at desc limit @most) w
 		 cross join lateral (
 		    select * from agent_executions x where x.claimed_by = w.id and x.claimed_by is not null limit @most + 1) e
-		 order by w.expires_at desc, e.id limit @most + 1`, freshPlan, postgres.Strict{"most": mostClaims}))
+		 order by w.expires_at desc, e.id limit @most + 1`, freshPlan, postgres.Strict{"most": maxClaims}))
 	if err != nil {
 		return nil, err
 	}
@@ -239,7 +238,7 @@ func (room *Room) stale(ctx context.Context, _ *visit) (any, error) {
 		select l.lane, l.locked_by, l.execution_id::text, l.expires_at as expired_at
 		  from (select * from agent_locks x where x.locked_by <> '' order by x.lane limit @looked) l
 		 where l.expires_at <= now() order by l.lane limit @most + 1`,
-		freshPlan, postgres.Strict{"most": mostClaims, "looked": mostLooked})
+		freshPlan, postgres.Strict{"most": maxClaims, "looked": maxExpiredSearch})
 	if err != nil {
 		return nil, fmt.Errorf("list stale lanes: %w", err)
 	}
@@ -247,7 +246,7 @@ func (room *Room) stale(ctx context.Context, _ *visit) (any, error) {
 	if err != nil {
 		return nil, fmt.Errorf("list stale lanes: %w", err)
 	}
-	shownClaims, moreClaims := onPage(claims, mostClaims)
-	shownLanes, moreLanes := onPage(lanes, mostClaims)
-	return map[string]any{"Claims": shownClaims, "Lanes": shownLanes, "More": moreClaims || moreLanes, "Looked": int64(mostLooked)}, nil
+	shownClaims, moreClaims := onPage(claims, maxClaims)
+	shownLanes, moreLanes := onPage(lanes, maxClaims)
+	return map[string]any{"Claims": shownClaims, "Lanes": shownLanes, "More": moreClaims || moreLanes, "Looked": int64(maxExpiredSearch)}, nil
 }

@@ -30,17 +30,17 @@ import (
 
 const (
 	heartbeat = 15 * time.Second
-	// again is after how long a browser comes back when the stream broke.
+	// again is the browser's delay before it reconnects.
 	again = 2 * time.Second
 )
 
-// live streams the parts of a page as they change.
+// live streams a page's changed parts.
 func (room *Room) live(p page) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		v := newVisit(r, p, "/live")
 		if err := (&show{visit: v}).find(r.Context(), p); err != nil {
 			if told, _ := problem.Of(err); told.Status < http.StatusInternalServerError {
-				room.Refuse(w, r, err) // there is no such page; what only cannot be read now is told part by part
+				room.Refuse(w, r, err) // the page does not exist; a temporary failure is shown in each part
 				return
 			}
 		}
@@ -50,7 +50,7 @@ func (room *Room) live(p page) http.Handler {
 		}
 		if r.Method == http.MethodHead {
 			w.Header().Set("Content-Type", "text/event-stream")
-			return // a browser sends its next request on the connection as soon as it has the headers
+			return // a browser reuses the connection as soon as it has the headers
 		}
 		who, leave, err := room.hub.join(p, v, seen)
 		if err != nil {
@@ -66,19 +66,19 @@ func (room *Room) live(p page) http.Handler {
 		out := &stream{w: w, control: http.NewResponseController(w)}
 		out.write(sse.Event{Name: "hello", Data: build(), Retry: again}.Append(nil))
 		if err := out.follow(r.Context(), who, room.hub.heartbeat); err != nil {
-			room.Logger.DebugContext(r.Context(), "viewer went away", "path", problem.Path(r), "error", err)
+			room.Logger.DebugContext(r.Context(), "viewer disconnected", "path", problem.Path(r), "error", err)
 		}
 	})
 }
 
-// stream is the answer. After an error it writes nothing more.
+// stream is the response. After an error it writes nothing.
 type stream struct {
 	w       http.ResponseWriter
 	control *http.ResponseController
 	err     error
 }
 
-// follow writes what is new until the viewer leaves.
+// follow writes updates until the viewer leaves.
 func (out *stream) follow(ctx context.Context, who *viewer, quiet time.Duration) error {
 	tick := time.NewTicker(quiet)
 	defer tick.Stop()
@@ -91,7 +91,7 @@ func (out *stream) follow(ctx context.Context, who *viewer, quiet time.Duration)
 			}
 			return out.err
 		case <-who.news:
-			for _, n := range who.take() {
+			for _, n := range who.pendingUpdates() {
 				out.part(n)
 			}
 		case <-tick.C:
@@ -133,7 +133,7 @@ func (out *stream) flush() {
 
 var markForm = regexp.MustCompile(`^[\w-]{12}$`)
 
-// marks are the digests in the name of a state; empty where there is none, which is not the digest of any part.
+// marks returns the digests in a state's name; an empty one matches no part.
 func marks(state string, n int) []string {
 	list := strings.Split(state, ".")
 	if len(list) != n {
@@ -147,41 +147,42 @@ func marks(state string, n int) []string {
 	return list
 }
 
-// Bounds of what one process streams. A viewer costs a connection and a goroutine, a topic the queries of its page.
+// Bounds of the streams of a process. A viewer costs a connection and a goroutine; a topic costs the queries of its
+// page.
 const (
 	mostTopics  = 300
 	mostViewers = 3000
-	// atOnce is how many topics read at the same time; the others wait, so that viewers never take all connections.
-	atOnce = 3
+	// maxConcurrentReads bounds the concurrent reads of topics, so that viewers cannot use up the connections.
+	maxConcurrentReads = 3
 )
 
-// hub has a topic for each address that somebody looks at. A topic lives while it has viewers.
+// hub has a topic for each viewed URL. A topic lives while it has viewers.
 type hub struct {
-	room      *Room
-	reading   chan struct{} // holds atOnce
-	heartbeat time.Duration
-	second    time.Duration // how often the activity log is looked at
-	trouble   time.Duration // after how long a part is read again that could not be read
-	calm      time.Duration // after how long a calm part is read again although the log stood still
-	readLimit time.Duration // what a part may take
-	most      struct{ topics, viewers int }
+	room          *Room
+	reading       chan struct{} // a semaphore of maxConcurrentReads
+	heartbeat     time.Duration
+	pollInterval  time.Duration // interval of the check of the activity log
+	retryInterval time.Duration // retry interval of a failed part
+	idleRefresh   time.Duration // refresh interval of a part without activity
+	readLimit     time.Duration // timeout of a part
+	most          struct{ topics, viewers int }
 
 	mu      sync.Mutex
 	topics  map[string]*topic
 	viewers int
-	stop    func() // ends the goroutine of the pulse and waits for it; nil without one
+	stop    func() // stops the pulse goroutine and waits for it; nil without one
 }
 
 func newHub(room *Room) *hub {
 	h := &hub{
-		room: room, reading: make(chan struct{}, atOnce), topics: map[string]*topic{},
-		heartbeat: heartbeat, second: time.Second, trouble: 5 * time.Second, calm: 30 * time.Second, readLimit: 15 * time.Second,
+		room: room, reading: make(chan struct{}, maxConcurrentReads), topics: map[string]*topic{},
+		heartbeat: heartbeat, pollInterval: time.Second, retryInterval: 5 * time.Second, idleRefresh: 30 * time.Second, readLimit: 15 * time.Second,
 	}
 	h.most.topics, h.most.viewers = mostTopics, mostViewers
 	return h
 }
 
-// join looks at a page's address from now on; seen names the state that the viewer has. leave has to be called.
+// join subscribes to a page's URL; seen names the viewer's state. The caller must call leave.
 func (h *hub) join(p page, v *visit, seen string) (who *viewer, leave func(), err error) {
 	parts := p.live()
 	if len(parts) == 0 {
@@ -203,7 +204,7 @@ func (h *hub) join(p page, v *visit, seen string) (who *viewer, leave func(), er
 	h.viewers++
 	who.topic = t
 	t.add(who)
-	if first { // begins with its viewer, so that what it reads first is read once
+	if first { // started with the viewer, so that the first read is shared
 		t.stop = owned(t.run)
 	}
 	if h.stop == nil {
@@ -231,7 +232,7 @@ func (h *hub) leave(key string, t *topic, who *viewer) {
 	}
 }
 
-// owned runs fn in a goroutine; stop ends it and waits for it.
+// owned runs fn in a goroutine; stop ends it and waits.
 func owned(fn func(ctx context.Context)) (stop func()) {
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan struct{})
@@ -245,9 +246,9 @@ func owned(fn func(ctx context.Context)) (stop func()) {
 	}
 }
 
-// pulse looks whether the activity log moved, once for all topics, and tells them.
+// pulse polls the activity log, once for all topics, and notifies them of changes.
 func (h *hub) pulse(ctx context.Context) {
-	tick := time.NewTicker(h.second)
+	tick := time.NewTicker(h.pollInterval)
 	defer tick.Stop()
 	last := ""
 	for {
@@ -256,22 +257,22 @@ func (h *hub) pulse(ctx context.Context) {
 			return
 		case <-tick.C:
 		}
-		now, err := h.beat(ctx)
+		now, err := h.readPulse(ctx)
 		if err != nil {
 			if ctx.Err() != nil {
 				return
 			}
-			now = "away" // this too is told: parts say that they cannot be read, and later that they can again
+			now = "away" // an outage is a change, too: parts show the failure, and later the recovery
 		}
 		if now != last {
-			h.tell()
+			h.notifyTopics()
 			last = now
 		}
 	}
 }
 
-// beat is a value that changes when an activity begins or ends, and on the replica again when that has it.
-func (h *hub) beat(ctx context.Context) (string, error) {
+// readPulse returns a value that changes when an activity begins or ends, and again when the replica has it.
+func (h *hub) readPulse(ctx context.Context) (string, error) {
 	ctx, cancel := context.WithTimeout(ctx, h.readLimit)
 	defer cancel()
 	read := h.room.Read
@@ -280,14 +281,14 @@ func (h *hub) beat(ctx context.Context) (string, error) {
 	if !from.Replica() {
 		return now, err
 	}
-	there, away := pulseOf(ctx, read) // some topics are read from the primary all the same
+	there, away := pulseOf(ctx, read) // some topics read from the primary nevertheless
 	if away != nil {
 		there = "away"
 	}
 	return now + " " + there, err
 }
 
-// pulseOf names the newest activity, and those that are under way.
+// pulseOf returns the newest activity and the running ones.
 func pulseOf(ctx context.Context, db postgres.DB) (now string, err error) {
 	err = db.QueryRow(ctx, `
 		select concat_ws(' ', (select id from agent_activity order by id desc limit 1),
@@ -295,8 +296,8 @@ func pulseOf(ctx context.Context, db postgres.DB) (now string, err error) {
 	return now, err
 }
 
-// tell makes the calm parts of every topic due.
-func (h *hub) tell() {
+// notifyTopics makes the activity-dependent parts of every topic due.
+func (h *hub) notifyTopics() {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for _, t := range h.topics {
@@ -304,48 +305,46 @@ func (h *hub) tell() {
 	}
 }
 
-// soonest is how long a part that a newcomer asks for is left alone after it was read: many who come at once, as after
-// a restart, cost one read.
-const soonest = 250 * time.Millisecond
+// minRefreshAge is the least age of a part before a new viewer refreshes it. So many viewers after a restart cost one read.
+const minRefreshAge = 250 * time.Millisecond
 
-// topic is an address that somebody looks at. Its goroutine alone reads the parts.
+// topic is a viewed URL. Only its goroutine reads the parts.
 type topic struct {
 	hub  *hub
 	page page
 	seen *visit
-	wake chan struct{} // the times when parts are due have changed
-	stop func()        // ends the goroutine and waits for it
+	wake chan struct{} // signals changed due times
+	stop func()        // stops the goroutine and waits for it
 
 	mu      sync.Mutex
 	parts   []state
 	viewers map[*viewer]struct{}
-	fresh   time.Time // until when it is read from the primary: a viewer wrote before it came
-	replica bool      // the parts were last read from the replica
+	fresh   time.Time // end of reading from the primary, after a viewer's write
+	replica bool      // the last read was from the replica
 }
 
-// state is a part as it was read last.
+// state is the last read of a part.
 type state struct {
 	part
 	html   []byte
 	mark   string    // digest of html
-	read   time.Time // when that began; zero for never
-	ended  time.Time // when it had been read
-	moved  bool      // the activity log moved since
-	wanted bool      // a newcomer has something else
-	failed bool      // it could not be read
+	read   time.Time // start of the read; zero for never
+	ended  time.Time // end of the read
+	moved  bool      // the activity log has changed since
+	wanted bool      // a new viewer has another state
+	failed bool      // the read failed
 }
 
-// viewer is one stream. It remembers what it has, and is only told that there is news: who is slow gets the latest
-// state, not a backlog.
+// viewer is one stream. It is only notified of changes, so a slow viewer gets the latest state, without a backlog.
 type viewer struct {
 	topic *topic
 	news  chan struct{}
-	since time.Time // what was read before may be older than what the viewer has
+	since time.Time // earlier reads may be older than the viewer's state
 	marks []string
-	fresh bool // the viewer wrote a moment ago
+	fresh bool // the viewer has just written
 }
 
-// update is a part for a viewer, and the name of the state that the viewer has then.
+// update is a part for a viewer, with the name of the resulting state.
 type update struct {
 	name, state string
 	html        []byte
@@ -359,7 +358,7 @@ func newTopic(h *hub, p page, v *visit, parts []part) *topic {
 	return t
 }
 
-// add lets somebody look. What differs from what the topic has is read again, because either may be the older.
+// add adds a viewer. Parts with a differing state are read again, because either side may be older.
 func (t *topic) add(who *viewer) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -375,7 +374,7 @@ func (t *topic) add(who *viewer) {
 	}
 }
 
-// remove tells how many are left.
+// remove removes a viewer and returns the number left.
 func (t *topic) remove(who *viewer) int {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -383,7 +382,7 @@ func (t *topic) remove(who *viewer) int {
 	return len(t.viewers)
 }
 
-// moved makes the calm parts due.
+// moved makes the activity-dependent parts due.
 func (t *topic) moved() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -393,7 +392,7 @@ func (t *topic) moved() {
 	signal(t.wake)
 }
 
-// signal tells once, however often it is called before somebody listens.
+// signal sends without blocking; pending signals merge.
 func signal(ch chan struct{}) {
 	select {
 	case ch <- struct{}{}:
@@ -401,7 +400,7 @@ func signal(ch chan struct{}) {
 	}
 }
 
-// run reads the parts when they are due.
+// run reads the parts when due.
 func (t *topic) run(ctx context.Context) {
 	for {
 		due, wait := t.due(time.Now())
@@ -424,13 +423,13 @@ func (t *topic) run(ctx context.Context) {
 	}
 }
 
-// due are the parts to read now, by number, or else how long it is until the next.
+// due returns the parts to read now, or the wait until the next.
 func (t *topic) due(now time.Time) (list []int, wait time.Duration) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	wait = t.hub.calm
+	wait = t.hub.idleRefresh
 	for i, s := range t.parts {
-		in := s.next(t.hub.calm, t.hub.trouble).Sub(now)
+		in := s.next(t.hub.idleRefresh, t.hub.retryInterval).Sub(now)
 		if in <= 0 {
 			list = append(list, i)
 			continue
@@ -440,7 +439,7 @@ func (t *topic) due(now time.Time) (list []int, wait time.Duration) {
 	return list, wait
 }
 
-// next is when a part is to be read again. It is left alone for as long as reading it took.
+// next returns when a part is due. It rests at least as long as the read took.
 func (s state) next(calm, trouble time.Duration) time.Time {
 	pause := s.every
 	switch {
@@ -451,7 +450,7 @@ func (s state) next(calm, trouble time.Duration) time.Time {
 		pause = max(calm, s.every)
 	}
 	if s.wanted {
-		pause = min(pause, soonest)
+		pause = min(pause, minRefreshAge)
 	}
 	if s.read.IsZero() {
 		return s.read
@@ -459,7 +458,7 @@ func (s state) next(calm, trouble time.Duration) time.Time {
 	return s.ended.Add(max(pause, s.ended.Sub(s.read)))
 }
 
-// refresh reads parts, and tells the viewers of each that came out otherwise.
+// refresh reads parts and notifies the viewers of changed ones.
 func (t *topic) refresh(ctx context.Context, due []int) {
 	select {
 	case t.hub.reading <- struct{}{}:
@@ -467,7 +466,7 @@ func (t *topic) refresh(ctx context.Context, due []int) {
 	case <-ctx.Done():
 		return
 	}
-	began, v := t.begin(due), *t.seen
+	began, v := t.markReadStart(due), *t.seen
 	room := t.hub.room
 	reading, from := room.Read.Choose(ctx, t.fromPrimary())
 	opened := (&show{visit: &v}).find(reading, t.page)
@@ -481,19 +480,19 @@ func (t *topic) refresh(ctx context.Context, due []int) {
 		if ctx.Err() != nil {
 			return
 		}
-		t.put(i, html, failed, began)
+		t.store(i, html, failed, began)
 	}
 	t.readFrom(from.Replica())
 }
 
-// fromPrimary reports whether the primary is to be read.
+// fromPrimary reports whether to read from the primary.
 func (t *topic) fromPrimary() bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return t.page.follows || time.Now().Before(t.fresh)
 }
 
-// readFrom makes every part due when they were read from elsewhere before: a page is of one place.
+// readFrom makes every part due after a change of the source, because a page has one source.
 func (t *topic) readFrom(replica bool) {
 	t.mu.Lock()
 	changed := t.replica != replica
@@ -504,8 +503,8 @@ func (t *topic) readFrom(replica bool) {
 	}
 }
 
-// begin tells from when on the parts are read: who joins later asks again.
-func (t *topic) begin(due []int) time.Time {
+// markReadStart marks the start of a read: a viewer that joins later needs another.
+func (t *topic) markReadStart(due []int) time.Time {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for _, i := range due {
@@ -514,7 +513,7 @@ func (t *topic) begin(due []int) time.Time {
 	return time.Now()
 }
 
-// render is one part as it is now; what keeps it from being read is said in its place.
+// render renders one part, or its error.
 func (t *topic) render(ctx context.Context, one part, v *visit, opened error) (html []byte, failed bool) {
 	ctx, cancel := context.WithTimeout(ctx, t.hub.readLimit)
 	defer cancel()
@@ -531,13 +530,13 @@ func (t *topic) render(ctx context.Context, one part, v *visit, opened error) (h
 		return html, false
 	}
 	if html, err = room.renderTrouble(ctx, t.page, one, err); err != nil {
-		room.Logger.ErrorContext(ctx, "part of a page not shown", "page", t.page.name, "part", one.name, "error", err)
+		room.Logger.ErrorContext(ctx, "page part not rendered", "page", t.page.name, "part", one.name, "error", err)
 	}
 	return html, true
 }
 
-// put keeps what was read. It is not older than began.
-func (t *topic) put(i int, html []byte, failed bool, began time.Time) {
+// store stores a read, which is not older than began.
+func (t *topic) store(i int, html []byte, failed bool, began time.Time) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	s := &t.parts[i]
@@ -549,8 +548,8 @@ func (t *topic) put(i int, html []byte, failed bool, began time.Time) {
 	}
 }
 
-// take is what the viewer does not have yet.
-func (who *viewer) take() []update {
+// pendingUpdates returns the parts that the viewer lacks.
+func (who *viewer) pendingUpdates() []update {
 	t := who.topic
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -76,7 +76,7 @@ func watchedWith(t *testing.T, change func(p *page)) (*shared, *Room, *httptest.
 	}}
 	change(&p)
 	room.pages = []page{p}
-	room.hub.second, room.hub.trouble = 20*time.Millisecond, 20*time.Millisecond
+	room.hub.pollInterval, room.hub.retryInterval = 20*time.Millisecond, 20*time.Millisecond
 	text := `{{define "watched"}}{{.Part "one"}}{{.Part "calm"}}{{.Part "still"}}{{end}}{{define "watched/pause"}}{{end}}`
 	for name := range s.reads {
 		text += fmt.Sprintf(`{{define "watched/%s"}}<section id="%s">%s is {{.}}</section>{{end}}`, name, name, name)
@@ -286,12 +286,12 @@ func TestWhoComesWithNewerStateIsNotSentTheOlder(t *testing.T) {
 	}
 	defer leave()
 	first.next("one", "newer") // while the other part is still being read
-	if list := who.take(); len(list) != 1 || !strings.Contains(string(list[0].html), "newer") {
+	if list := who.pendingUpdates(); len(list) != 1 || !strings.Contains(string(list[0].html), "newer") {
 		t.Errorf("who had the newer state is sent %d parts", len(list))
 	}
 	slow <- struct{}{}
 	first.next("calm", "new")
-	if list := who.take(); len(list) != 0 {
+	if list := who.pendingUpdates(); len(list) != 0 {
 		t.Errorf("who had that state is sent %s", list[0].html)
 	}
 }
@@ -332,7 +332,7 @@ func TestManyViewersCostOneRead(t *testing.T) {
 func TestACalmPartIsReadWhenTheLogMoves(t *testing.T) {
 	t.Parallel()
 	s, room, server := watched(t)
-	room.hub.calm = time.Hour
+	room.hub.idleRefresh = time.Hour
 	l := listen(t, server.URL+"/live/watched", "")
 	l.until("calm is")
 	// The pulse says "moved" once when it begins; from then on the log stands still.
@@ -353,7 +353,7 @@ func TestACalmPartIsReadWhenTheLogMoves(t *testing.T) {
 func TestWhatCannotBeReadIsSaidAndRecovers(t *testing.T) {
 	t.Parallel()
 	s, room, server := watched(t)
-	room.hub.calm = time.Hour
+	room.hub.idleRefresh = time.Hour
 	s.set("one", "fine")
 	l := listen(t, server.URL+"/live/watched", "")
 	l.until("one is fine")
@@ -363,7 +363,7 @@ func TestWhatCannotBeReadIsSaidAndRecovers(t *testing.T) {
 	for got := map[string]bool{}; !got["one"] || !got["calm"]; {
 		id, html := l.part()
 		got[id] = strings.Contains(html, trouble(id)) && strings.Contains(html, "This could not be read: something went wrong here")
-		room.hub.tell()
+		room.hub.notifyTopics()
 	}
 	s.fail(nil)
 	for got := map[string]bool{}; !got["one"] || !got["calm"]; {
@@ -393,11 +393,11 @@ func TestASlowViewerGetsTheLatestAndNoBacklog(t *testing.T) {
 	if len(who.news) != 1 {
 		t.Errorf("the viewer was told %d times", len(who.news))
 	}
-	list := who.take()
+	list := who.pendingUpdates()
 	if len(list) == 0 || len(list) > 2 || !strings.Contains(string(list[0].html), "number 49") {
 		t.Errorf("the viewer gets %d parts, first %s", len(list), list[0].html)
 	}
-	if list := who.take(); len(list) != 0 {
+	if list := who.pendingUpdates(); len(list) != 0 {
 		t.Errorf("the viewer gets %s twice", list[0].name)
 	}
 }

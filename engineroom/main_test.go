@@ -148,7 +148,7 @@ func TestAddressesThatNothingHas(t *testing.T) {
 // hostile is what somebody would write to make a page say or do something else.
 const hostile = "<script>alert(1)</script>\u202egnihtemos\u0007 \"'><img src=x onerror=alert(2)>"
 
-// put runs statements that make what a page is to show, and answers with the id that the last returns.
+// store runs statements that make what a page is to show, and answers with the id that the last returns.
 func put(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) (id string) {
 	t.Helper()
 	if err := pool.QueryRow(t.Context(), sql, args...).Scan(&id); err != nil {

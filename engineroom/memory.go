@@ -14,37 +14,37 @@ import (
 )
 
 const (
-	mostCategories  = 20
-	mostMemories    = 50
-	mostSameKey     = 20
-	mostGrown       = 5000 // new entries that growth is counted among
-	mostMemoryCalls = 500  // calls of each skill that are looked through for a key's history
+	mostCategories = 20
+	mostMemories   = 50
+	mostSameKey    = 20
+	maxGrown       = 5000 // bound of new entries for the growth
+	maxMemoryCalls = 500  // calls of each skill searched for a key's history
 )
 
-// memoryUseSQL sums up what is remembered.
+// memoryUseSQL sums up the memory.
 //
 //go:embed memory_use.sql
 var memoryUseSQL string
 
-// category is what the agent remembers of one sort. Numbers of entries and bytes end at beyond entries.
+// category is a category's totals. Counts stop at beyond.
 type category struct {
 	Category  string
 	Entries   int64
 	Bytes     int64 // of keys and values, as stored
 	UpdatedAt time.Time
-	Day       int64 // kept anew
+	Day       int64 // created in that time
 	DayBytes  int64
 	Week      int64
 	WeekBytes int64
 }
 
-// Over reports that there is more than was counted.
+// Over reports a count at its bound.
 func (c category) Over() bool { return c.Entries >= beyond }
 
-// memoryUse sums up what is remembered, by category.
+// memoryUse sums up the memory by category.
 func (room *Room) memoryUse(ctx context.Context, _ *visit) (any, error) {
 	rows, err := room.Read.Query(ctx, memoryUseSQL, postgres.Strict{
-		"categories": mostCategories + 1, "beyond": beyond, "window": mostGrown,
+		"categories": mostCategories + 1, "beyond": beyond, "window": maxGrown,
 	})
 	if err != nil {
 		return nil, fmt.Errorf("sum up memory: %w", err)
@@ -58,11 +58,11 @@ func (room *Room) memoryUse(ctx context.Context, _ *visit) (any, error) {
 	for _, c := range list {
 		grown += c.Week
 	}
-	return map[string]any{"Categories": list, "More": more, "GrownOver": grown >= mostGrown}, nil
+	return map[string]any{"Categories": list, "More": more, "GrownOver": grown >= maxGrown}, nil
 }
 
-// remembered is an entry as the page shows it.
-type remembered struct {
+// memoryRow is an entry as shown.
+type memoryRow struct {
 	ID, Agent, Category, Key string
 	Value                    string // JSON, cut
 	Bytes                    int64  // of the whole value
@@ -73,21 +73,21 @@ type remembered struct {
 	UpdatedAt                time.Time
 }
 
-// Shown is the value, set out in lines.
-func (r remembered) Shown() shownValue { return shownJSON(r.Value, r.Bytes) }
+// Shown formats the value.
+func (r memoryRow) Shown() shownValue { return shownJSON(r.Value, r.Bytes) }
 
-// memoryAsked is which entries somebody wants to see.
-type memoryAsked struct{ Agent, Words, Category, Prefix, Before string }
+// memoryFilter holds the filters.
+type memoryFilter struct{ Agent, Words, Category, Prefix, Before string }
 
 // Narrowed reports whether any filter is set.
-func (a memoryAsked) Narrowed() bool {
+func (a memoryFilter) Narrowed() bool {
 	return a.Agent != "" || a.Words != "" || a.Category != "" || a.Prefix != ""
 }
 
-// memoryPage is what the agent remembers.
+// memoryPage shows the memory.
 func (room *Room) memoryPage() page {
 	return page{
-		path: "/memory", name: "memory", nav: "Memory", title: "Memory", open: askMemory,
+		path: "/memory", name: "memory", nav: "Memory", title: "Memory", open: openMemoryList,
 		parts: []part{
 			{name: "conflicts", every: 3 * time.Second, load: room.memoryConflicts},
 			{name: "use", every: 30 * time.Second, calm: true, load: room.memoryUse},
@@ -96,12 +96,12 @@ func (room *Room) memoryPage() page {
 	}
 }
 
-// askMemory reads the filters of the address.
-func askMemory(_ context.Context, v *visit) (string, error) {
-	var asked memoryAsked
+// openMemoryList reads the filters from the URL.
+func openMemoryList(_ context.Context, v *visit) (string, error) {
+	var asked memoryFilter
 	var err error
 	for name, into := range map[string]*string{"agent": &asked.Agent, "q": &asked.Words, "category": &asked.Category, "prefix": &asked.Prefix} {
-		if *into, err = v.words(name); err != nil {
+		if *into, err = v.textFilter(name); err != nil {
 			return "", err
 		}
 	}
@@ -112,9 +112,9 @@ func askMemory(_ context.Context, v *visit) (string, error) {
 	return "", nil
 }
 
-// memories reads a page of entries, the key that was kept last first. All filters combine.
+// memories reads a page of entries, the newest key first. All filters combine.
 func (room *Room) memories(ctx context.Context, v *visit) (any, error) {
-	asked := v.About.(memoryAsked)
+	asked := v.About.(memoryFilter)
 	rows, err := room.Read.Query(ctx, `
 		select m.id::text, left(m.owner, 100) as agent, m.category, m.key, left(m.value::text, 300) as value, octet_length(m.value::text) as bytes, m.revision,
 		       left(m.trace_id, 300) as trace_id, m.expires_at, m.created_at, m.updated_at
@@ -126,12 +126,12 @@ func (room *Room) memories(ctx context.Context, v *visit) (any, error) {
 		   and (m.expires_at is null or m.expires_at > clock_timestamp())
 		 order by m.id desc limit @most::int + 1`,
 		freshPlan, postgres.Strict{
-			"agent": asked.Agent, "category": asked.Category, "prefix": beginning(asked.Prefix), "words": asked.Words, "before": asked.Before, "most": mostMemories,
+			"agent": asked.Agent, "category": asked.Category, "prefix": prefixPattern(asked.Prefix), "words": asked.Words, "before": asked.Before, "most": mostMemories,
 		})
 	if err != nil {
 		return nil, fmt.Errorf("list memory: %w", err)
 	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[remembered])
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[memoryRow])
 	if err != nil {
 		return nil, fmt.Errorf("list memory: %w", err)
 	}
@@ -146,15 +146,15 @@ func (room *Room) memories(ctx context.Context, v *visit) (any, error) {
 	return shown, nil
 }
 
-// beginning is the pattern of what begins with a text; empty for none.
-func beginning(text string) string {
+// prefixPattern returns the pattern of a prefix; empty for none.
+func prefixPattern(text string) string {
 	if text == "" {
 		return ""
 	}
 	return strings.NewReplacer(`\`, `\\`, `%`, `\%`, `_`, `\_`).Replace(text) + "%"
 }
 
-// memoryEntryPage is what is kept under a key.
+// memoryEntryPage shows the entries of a key.
 func (room *Room) memoryEntryPage() page {
 	return page{
 		path: "/memory/{key...}", name: "memory-entry", title: "Memory", open: room.openMemory,
@@ -165,13 +165,13 @@ func (room *Room) memoryEntryPage() page {
 	}
 }
 
-// memoryKey is what the page of a key is about.
+// memoryKey is the key of a page.
 type memoryKey struct{ Key, Category string }
 
 func (room *Room) openMemory(ctx context.Context, v *visit) (string, error) {
 	about := memoryKey{Key: v.path("key")}
 	var err error
-	if about.Category, err = v.words("category"); err != nil {
+	if about.Category, err = v.textFilter("category"); err != nil {
 		return "", err
 	}
 	v.About = about
@@ -185,14 +185,14 @@ func (room *Room) openMemory(ctx context.Context, v *visit) (string, error) {
 	return cut(80, about.Key), nil
 }
 
-// sameKey reads what is kept under the key, in each category that has it.
+// sameKey reads the key's entry in each category.
 func (room *Room) sameKey(ctx context.Context, v *visit) (any, error) {
 	list, err := room.entriesOf(ctx, v.About.(memoryKey))
 	return map[string]any{"Entries": list}, err
 }
 
-func (room *Room) entriesOf(ctx context.Context, about memoryKey) ([]remembered, error) {
-	if strings.ContainsRune(about.Key, 0) || len(about.Key) > mostAsked {
+func (room *Room) entriesOf(ctx context.Context, about memoryKey) ([]memoryRow, error) {
+	if strings.ContainsRune(about.Key, 0) || len(about.Key) > maxFilterBytes {
 		return nil, memory.ErrNotFound
 	}
 	rows, err := room.Read.Query(ctx, `
@@ -206,20 +206,20 @@ func (room *Room) entriesOf(ctx context.Context, about memoryKey) ([]remembered,
 	if err != nil {
 		return nil, fmt.Errorf("read memory: %w", err)
 	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[remembered])
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[memoryRow])
 	if err != nil {
 		return nil, fmt.Errorf("read memory: %w", err)
 	}
 	return list, nil
 }
 
-// touch is an action that wrote or forgot a key.
-type touch struct {
+// keyChange is an action that wrote or deleted a key.
+type keyChange struct {
 	ID, TraceID, SkillName, Status, Category, Agent string
 	At                                              time.Time
 }
 
-// keyHistory finds who wrote the key, among the latest calls of the skills that do.
+// keyHistory finds the writers of a key among the latest calls of the memory skills.
 func (room *Room) keyHistory(ctx context.Context, v *visit) (any, error) {
 	rows, err := room.Read.Query(ctx, `
 		select a.id::text, a.trace_id, a.skill_name, a.status, coalesce(left(a.input ->> 'category', 255), '') as category,
@@ -228,37 +228,37 @@ func (room *Room) keyHistory(ctx context.Context, v *visit) (any, error) {
 		  cross join lateral (select * from agent_activity x where x.skill_name = s.name order by x.id desc limit @window) a
 		 where a.input ->> 'key' = @key
 		 order by a.id desc limit @most`,
-		postgres.Strict{"key": v.About.(memoryKey).Key, "window": mostMemoryCalls, "most": mostSameKey})
+		postgres.Strict{"key": v.About.(memoryKey).Key, "window": maxMemoryCalls, "most": mostSameKey})
 	if err != nil {
 		return nil, fmt.Errorf("find who wrote memory: %w", err)
 	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[touch])
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[keyChange])
 	if err != nil {
 		return nil, fmt.Errorf("find who wrote memory: %w", err)
 	}
-	return map[string]any{"Touches": list, "Window": mostMemoryCalls}, nil
+	return map[string]any{"Touches": list, "Window": maxMemoryCalls}, nil
 }
 
-const mostMemoryConflicts = 20
+const maxMemoryConflicts = 20
 
-// memoryConflict is a value that was not written, and what is there.
+// memoryConflict is a rejected value with the current one.
 type memoryConflict struct {
 	ID, Agent, Category, Key, TraceID string
 	Value, Current                    string // JSON, cut
 	Bytes, CurrentBytes               int64
 	IfRevision, FoundRevision         int
-	Revision                          int // what is there now; 0: nothing
+	Revision                          int // current revision; 0 for none
 	CurrentTrace                      string
 	CreatedAt                         time.Time
 }
 
-// Late is the value that was not written.
+// Late is the rejected value.
 func (c memoryConflict) Late() shownValue { return shownJSON(c.Value, c.Bytes) }
 
-// There is what the key holds.
+// There is the current value.
 func (c memoryConflict) There() shownValue { return shownJSON(c.Current, c.CurrentBytes) }
 
-// memoryConflicts reads the conflicts that await a decision, the newest first.
+// memoryConflicts reads the open conflicts, newest first.
 func (room *Room) memoryConflicts(ctx context.Context, _ *visit) (any, error) {
 	rows, err := room.Read.Query(ctx, `
 		select c.id::text, left(c.owner, 100) as agent, c.category, c.key, left(c.trace_id, 300) as trace_id, left(c.value::text, 4000) as value,
@@ -268,7 +268,7 @@ func (room *Room) memoryConflicts(ctx context.Context, _ *visit) (any, error) {
 		  from (select * from agent_memory_conflicts x where x.status = 'open' order by x.id desc limit @most::int + 1) c
 		  left join agent_memory m on m.owner = c.owner and m.category = c.category and m.key = c.key
 		   and (m.expires_at is null or m.expires_at > clock_timestamp())
-		 order by c.id desc`, postgres.Strict{"most": mostMemoryConflicts})
+		 order by c.id desc`, postgres.Strict{"most": maxMemoryConflicts})
 	if err != nil {
 		return nil, fmt.Errorf("list memory conflicts: %w", err)
 	}
@@ -276,6 +276,6 @@ func (room *Room) memoryConflicts(ctx context.Context, _ *visit) (any, error) {
 	if err != nil {
 		return nil, fmt.Errorf("list memory conflicts: %w", err)
 	}
-	list, more := onPage(list, mostMemoryConflicts)
+	list, more := onPage(list, maxMemoryConflicts)
 	return map[string]any{"Conflicts": list, "More": more}, nil
 }

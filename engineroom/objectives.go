@@ -24,8 +24,8 @@ var objectiveStates = []string{
 	objectives.Proposed, objectives.Active, objectives.Paused, objectives.Completed, objectives.Failed, objectives.Rejected,
 }
 
-// pursued is an objective as it is listed. It is stale when it has been due for three days and nothing touched it.
-type pursued struct {
+// objectiveRow is an objective in a list. It is stale three days after it was due without any work.
+type objectiveRow struct {
 	ID, Name, Goal, Status, Source, ProposedBy, Note string
 	SuccessCriteria, DecidedBy, DecidedReason        string
 	Priority, Round, Revision, IdleRuns              int
@@ -37,16 +37,16 @@ type pursued struct {
 	Stale                                            bool
 }
 
-// Bar is how wide the done, and the failed, are of a bar of 100.
-func (p pursued) Bar() (b struct{ Done, Failed int64 }) {
+// Bar returns the widths of done and failed in a bar of 100.
+func (p objectiveRow) Bar() (b struct{ Done, Failed int64 }) {
 	if p.Total > 0 {
 		b.Done, b.Failed = p.Done*100/p.Total, p.Failed*100/p.Total
 	}
 	return b
 }
 
-// pursuedColumns reads a pursued; the trace is of what touched it last.
-const pursuedColumns = `
+// objectiveColumns reads a pursued; the trace is the latest one.
+const objectiveColumns = `
 		select o.id::text, o.name, left(o.goal, 4000) as goal, o.status, left(o.source, 100) as source, left(o.proposed_by, 100) as proposed_by,
 		       left(o.note, 4000) as note, left(o.success_criteria, 4000) as success_criteria, left(o.decided_by, 100) as decided_by,
 		       left(o.decided_reason, 1000) as decided_reason, o.priority, o.round, o.revision, o.idle_runs,
@@ -63,41 +63,41 @@ const pursuedColumns = `
 		              max(s.updated_at) as touched_at, (array_agg(s.trace_id order by s.updated_at desc))[1] as trace_id
 		         from agent_objective_steps s where s.objective_id = o.id) p`
 
-func collectPursued(rows pgx.Rows, err error) ([]pursued, error) {
+func collectObjectives(rows pgx.Rows, err error) ([]objectiveRow, error) {
 	if err != nil {
 		return nil, fmt.Errorf("list objectives: %w", err)
 	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[pursued])
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[objectiveRow])
 	if err != nil {
 		return nil, fmt.Errorf("list objectives: %w", err)
 	}
 	return list, nil
 }
 
-// workedOn reads the active objectives, the most important first.
-func (room *Room) workedOn(ctx context.Context, _ *visit) (any, error) {
-	list, err := collectPursued(room.Read.Query(ctx, pursuedColumns+`
+// activeObjectives reads the active objectives by priority.
+func (room *Room) activeObjectives(ctx context.Context, _ *visit) (any, error) {
+	list, err := collectObjectives(room.Read.Query(ctx, objectiveColumns+`
 		 where o.status = 'active' order by o.priority, o.due_at, o.id limit @most::int + 1`, postgres.Strict{"most": mostObjectives}))
 	list, more := onPage(list, mostObjectives)
 	return map[string]any{"Objectives": list, "More": more}, err
 }
 
-// objectivesPage lists what the agent works towards.
+// objectivesPage lists the objectives.
 func (room *Room) objectivesPage() page {
 	return page{
-		path: "/objectives", name: "objectives", nav: "Objectives", title: "Objectives", open: askObjectives,
-		parts: []part{{name: "list", every: 3 * time.Second, load: room.listPursued}},
+		path: "/objectives", name: "objectives", nav: "Objectives", title: "Objectives", open: openObjectives,
+		parts: []part{{name: "list", every: 3 * time.Second, load: room.listObjectives}},
 	}
 }
 
-// objectivesAsked is which objectives somebody wants to see.
-type objectivesAsked struct {
+// objectiveFilter holds the filters.
+type objectiveFilter struct {
 	Status, Before string
 	States         []string
 }
 
-func askObjectives(_ context.Context, v *visit) (string, error) {
-	asked := objectivesAsked{States: objectiveStates}
+func openObjectives(_ context.Context, v *visit) (string, error) {
+	asked := objectiveFilter{States: objectiveStates}
 	var err error
 	if asked.Status, err = v.oneOf("status", append([]string{""}, objectiveStates...)...); err != nil {
 		return "", err
@@ -109,13 +109,13 @@ func askObjectives(_ context.Context, v *visit) (string, error) {
 	return "", nil
 }
 
-func (room *Room) listPursued(ctx context.Context, v *visit) (any, error) {
-	asked := v.About.(objectivesAsked)
-	rows, err := room.Read.Query(ctx, pursuedColumns+`
+func (room *Room) listObjectives(ctx context.Context, v *visit) (any, error) {
+	asked := v.About.(objectiveFilter)
+	rows, err := room.Read.Query(ctx, objectiveColumns+`
 		 where (@status::text = '' or o.status = @status) and (@before::text = '' or o.id < nullif(@before, '')::uuid)
 		 order by o.id desc limit @most::int + 1`,
 		freshPlan, postgres.Strict{"status": asked.Status, "before": asked.Before, "most": objectivesShown})
-	list, err := collectPursued(rows, err)
+	list, err := collectObjectives(rows, err)
 	if err != nil {
 		return nil, err
 	}
@@ -130,7 +130,7 @@ func (room *Room) listPursued(ctx context.Context, v *visit) (any, error) {
 	return shown, nil
 }
 
-// objectivePage is one objective.
+// objectivePage shows one objective.
 func (room *Room) objectivePage() page {
 	return page{
 		path: "/objectives/{name}", name: "objective", title: "Objective", open: room.openObjective,
@@ -142,7 +142,7 @@ func (room *Room) objectivePage() page {
 	}
 }
 
-// openObjective finds the objective by its name, or its id.
+// openObjective finds the objective by name or id.
 func (room *Room) openObjective(ctx context.Context, v *visit) (string, error) {
 	key := v.path("name")
 	if strings.ContainsRune(key, 0) {
@@ -163,7 +163,7 @@ func (room *Room) openObjective(ctx context.Context, v *visit) (string, error) {
 }
 
 func (room *Room) progress(ctx context.Context, v *visit) (any, error) {
-	list, err := collectPursued(room.Read.Query(ctx, pursuedColumns+` where o.id = @id`, postgres.Strict{"id": v.About}))
+	list, err := collectObjectives(room.Read.Query(ctx, objectiveColumns+` where o.id = @id`, postgres.Strict{"id": v.About}))
 	if err == nil && len(list) == 0 {
 		err = objectives.ErrNotFound
 	}
@@ -173,22 +173,22 @@ func (room *Room) progress(ctx context.Context, v *visit) (any, error) {
 	return list[0], nil
 }
 
-// pursuedStep is a step with what shows it to be done.
-type pursuedStep struct {
+// stepRow is a step with its evidence.
+type stepRow struct {
 	ID, Title, Status, Result, TraceID string
 	Position, Attempts                 int
 	UpdatedAt                          time.Time
-	Evidence                           []proof `db:"-"`
+	Evidence                           []evidenceRow `db:"-"`
 }
 
-// proof is what shows a step to be done.
-type proof struct {
+// evidenceRow is the evidence of a step.
+type evidenceRow struct {
 	StepID, SkillName, TraceID, GivenBy, Reason string
 	ActivityID                                  *string
 	CreatedAt                                   time.Time
 }
 
-// objectiveSteps reads the steps and their evidence of this round.
+// objectiveSteps reads the steps and this round's evidence.
 func (room *Room) objectiveSteps(ctx context.Context, v *visit) (any, error) {
 	rows, err := room.Read.Query(ctx, `
 		select s.id::text, left(s.title, 500) as title, s.status, left(s.result, 4000) as result, left(s.trace_id, 300) as trace_id,
@@ -198,7 +198,7 @@ func (room *Room) objectiveSteps(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, fmt.Errorf("list steps: %w", err)
 	}
-	steps, err := pgx.CollectRows(rows, pgx.RowToStructByName[pursuedStep])
+	steps, err := pgx.CollectRows(rows, pgx.RowToStructByName[stepRow])
 	if err != nil {
 		return nil, fmt.Errorf("list steps: %w", err)
 	}
@@ -212,7 +212,7 @@ func (room *Room) objectiveSteps(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, fmt.Errorf("list evidence: %w", err)
 	}
-	proofs, err := pgx.CollectRows(rows, pgx.RowToStructByName[proof])
+	proofs, err := pgx.CollectRows(rows, pgx.RowToStructByName[evidenceRow])
 	if err != nil {
 		return nil, fmt.Errorf("list evidence: %w", err)
 	}
@@ -227,7 +227,7 @@ func (room *Room) objectiveSteps(ctx context.Context, v *visit) (any, error) {
 	return map[string]any{"Steps": steps, "More": more}, nil
 }
 
-// objectiveTraces reads which traces touched the objective and its steps, the latest first.
+// objectiveTraces reads the traces that worked on the objective, latest first.
 func (room *Room) objectiveTraces(ctx context.Context, v *visit) (any, error) {
 	rows, err := room.Read.Query(ctx, `
 		select left(x.trace_id, 300) as trace_id, max(x.at) as at, array_agg(distinct x.did order by x.did) as did

@@ -18,20 +18,20 @@ import (
 )
 
 const (
-	operateFlow = "operate" // of an admin's turn; also its lane
-	mostTurns   = 20        // of all sessions, in the list
-	mostSaid    = 60        // messages of the session that is shown
-	longSaid    = 8000      // characters of one
+	operateFlow        = "operate" // flow of an admin's turn; also its lane
+	maxTurns           = 20        // of all sessions, in the list
+	maxSessionMessages = 60        // messages of the shown session
+	maxMessageLength   = 8000      // characters of one
 )
 
-// operatePage is where an admin talks with the agent: the conversation of one session, a form to say something, who
-// has the lane, and the latest turns. With JavaScript the answer is streamed (assets/operate.js); without, the form is
-// answered when the turn has ended.
+// operatePage is the admin's conversation with the agent: one session, a message form, the lane's holder, and the
+// latest turns. With JavaScript the answer is streamed (assets/operate.js); without, the response is the finished
+// turn.
 func (room *Room) operatePage() page {
 	return page{
 		path: "/operate", name: "operate", nav: "Operate", title: "Operate", open: openSession, follows: true,
 		parts: []part{
-			{name: "session", load: room.said},
+			{name: "session", load: room.sessionMessages},
 			{name: "who", load: room.operateAgents},
 			{name: "holder", every: time.Second, load: room.operateHolder},
 			{name: "turns", every: 3 * time.Second, calm: true, load: room.operateTurns},
@@ -39,7 +39,7 @@ func (room *Room) operatePage() page {
 	}
 }
 
-// openSession takes the session that is gone on with from the address; none begins a new one.
+// openSession reads the session from the URL; none starts a new one.
 func openSession(_ context.Context, v *visit) (string, error) {
 	for name := range v.Query {
 		if name != "session" {
@@ -55,30 +55,30 @@ func openSession(_ context.Context, v *visit) (string, error) {
 	return "", nil
 }
 
-// utterance is a message of a session.
-type utterance struct {
+// sessionMessage is a message of a session.
+type sessionMessage struct {
 	ID, Role, Content string
 	Length            int64
 	TraceID           string
 	At                time.Time
 }
 
-// turnNow is a turn that has not ended.
-type turnNow struct {
+// runningTurn is a running turn.
+type runningTurn struct {
 	ExecutionID, TraceID, Status, WaitingFor string
 }
 
-// conversed is what was said in a session, and the turn of it that is under way.
-type conversed struct {
+// sessionView is a session's messages with its running turn.
+type sessionView struct {
 	Session string
-	Said    []utterance
+	Said    []sessionMessage
 	Earlier bool
-	Now     *turnNow
+	Now     *runningTurn
 }
 
-// said reads the session that is shown. It is read once: what comes later the page's script adds.
-func (room *Room) said(ctx context.Context, v *visit) (any, error) {
-	got := conversed{Session: v.About.(string)}
+// sessionMessages reads the shown session once; the page's script appends later messages.
+func (room *Room) sessionMessages(ctx context.Context, v *visit) (any, error) {
+	got := sessionView{Session: v.About.(string)}
 	if got.Session == "" {
 		return got, nil
 	}
@@ -88,14 +88,14 @@ func (room *Room) said(ctx context.Context, v *visit) (any, error) {
 		  from (select n.* from agent_messages n join agent_threads t on t.id = n.thread_id and t.channel = 'operate'
 		         where n.thread_id = @session and n.seq is not null
 		         order by n.turn desc, n.seq desc limit @most::int + 1) m
-		 order by m.turn, m.seq`, postgres.Strict{"session": got.Session, "most": mostSaid, "long": longSaid})
+		 order by m.turn, m.seq`, postgres.Strict{"session": got.Session, "most": maxSessionMessages, "long": maxMessageLength})
 	if err != nil {
 		return nil, fmt.Errorf("read session: %w", err)
 	}
-	if got.Said, err = pgx.CollectRows(rows, pgx.RowToStructByName[utterance]); err != nil {
+	if got.Said, err = pgx.CollectRows(rows, pgx.RowToStructByName[sessionMessage]); err != nil {
 		return nil, fmt.Errorf("read session: %w", err)
 	}
-	if got.Earlier = len(got.Said) > mostSaid; got.Earlier {
+	if got.Earlier = len(got.Said) > maxSessionMessages; got.Earlier {
 		got.Said = got.Said[1:]
 	}
 	rows, err = room.Pool.Query(ctx, `
@@ -105,14 +105,14 @@ func (room *Room) said(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read turn: %w", err)
 	}
-	under, err := pgx.CollectRows(rows, pgx.RowToStructByName[turnNow])
+	under, err := pgx.CollectRows(rows, pgx.RowToStructByName[runningTurn])
 	if len(under) > 0 {
 		got.Now = &under[0]
 	}
 	return got, err
 }
 
-// operateHolder reads who has the lane.
+// operateHolder reads the lane's holder.
 func (room *Room) operateHolder(ctx context.Context, _ *visit) (any, error) {
 	rows, err := room.Pool.Query(ctx, `
 		select left(l.locked_by, 100) as locked_by, l.locked_at, case when not l.parked then l.expires_at end as expires_at,
@@ -159,7 +159,7 @@ func (room *Room) operateTurns(ctx context.Context, _ *visit) (any, error) {
 		  from ((select e.* from agent_executions e where e.flow = @flow and e.claimed_by is null order by e.id desc limit @most)
 		        union all
 		        (select e.* from agent_executions e where e.flow = @flow and e.claimed_by is not null order by e.id desc limit @most)) x
-		 order by x.id desc limit @most`, postgres.Strict{"flow": operateFlow, "most": mostTurns})
+		 order by x.id desc limit @most`, postgres.Strict{"flow": operateFlow, "most": maxTurns})
 	if err != nil {
 		return nil, fmt.Errorf("list turns: %w", err)
 	}
@@ -170,7 +170,7 @@ func (room *Room) operateTurns(ctx context.Context, _ *visit) (any, error) {
 	return map[string]any{"Turns": list}, nil
 }
 
-// operateAgents are the agents that a turn can name, when there are several. A session keeps its first one.
+// operateAgents returns the agents to choose from, if there are several. A session keeps its first one.
 func (room *Room) operateAgents(ctx context.Context, v *visit) (any, error) {
 	session, _ := v.About.(string)
 	all, err := room.Agents.List(ctx, room.Pool)
@@ -183,7 +183,7 @@ func (room *Room) operateAgents(ctx context.Context, v *visit) (any, error) {
 			select left(t.agent, 100) from agent_threads t where t.id = @session and t.channel = 'operate'`,
 			postgres.Strict{"session": session}).Scan(&acting)
 		switch {
-		case err == nil: // a thread whose agent is not declared is the default agent's
+		case err == nil: // an undeclared agent is the default agent
 			a, err := room.Agents.Acting(ctx, room.Pool, acting)
 			return map[string]any{"Acting": a.Name}, err
 		case !errors.Is(err, pgx.ErrNoRows):
@@ -198,25 +198,24 @@ func (room *Room) operateAgents(ctx context.Context, v *visit) (any, error) {
 	return map[string]any{"Agents": names}, nil
 }
 
-// operateLever takes the form of the page where no script does.
-var operateLever = lever{
+// operateAction accepts the form without JavaScript.
+var operateAction = action{
 	"POST", "/v1/operate", []field{{"message", asText}, {"session_id", asText}, {"agent", asText}, {"wait", asFlag}}, "The agent has answered.",
 }
 
-// say takes a turn as a whole and shows the session with it. It lasts as long as the turn, at most until that waits
-// for an approval.
-func (room *Room) say(w http.ResponseWriter, r *http.Request) {
+// runTurn runs a whole turn and shows the session. It returns when the turn ends or waits for an approval.
+func (room *Room) runTurn(w http.ResponseWriter, r *http.Request) {
 	if err := r.ParseForm(); err != nil {
-		room.goBack(w, r, "/operate", flash{Text: "this is not the form of the console", Bad: true})
+		room.redirectBack(w, r, "/operate", flash{Text: "this is not the form of the console", Bad: true})
 		return
 	}
 	back := sessionAt(strings.TrimSpace(r.PostForm.Get("session_id")))
-	body, err := operateLever.body(r.PostForm)
+	body, err := operateAction.body(r.PostForm)
 	if err != nil {
-		room.goBack(w, r, back, flash{Text: err.Error(), Bad: true})
+		room.redirectBack(w, r, back, flash{Text: err.Error(), Bad: true})
 		return
 	}
-	status, header, answer := room.call(r, operateLever, body)
+	status, header, answer := room.callRoute(r, operateAction, body)
 	var done struct {
 		SessionID string `json:"session_id"`
 		Ended     string `json:"ended"`
@@ -227,20 +226,20 @@ func (room *Room) say(w http.ResponseWriter, r *http.Request) {
 	}
 	traceID := header.Get("X-Trace-Id")
 	if status < http.StatusOK || status >= http.StatusMultipleChoices || json.Unmarshal(answer, &done) != nil {
-		room.goBack(w, r, back, flash{Text: detail(status, answer), Bad: true, Trace: traceID})
+		room.redirectBack(w, r, back, flash{Text: problemDetail(status, answer), Bad: true, Trace: traceID})
 		return
 	}
-	text := operateLever.done
+	text := operateAction.done
 	switch done.Ended {
 	case "waiting_approval":
 		text = "The turn waits for an approval. It goes on by itself when that is decided: see Approvals."
 	case "handed_on":
-		text = "The turn goes on in another process. Load the page again to see its answer."
+		text = "The turn continues in another process. Reload the page to see its answer."
 	}
-	room.goBack(w, r, sessionAt(done.SessionID), flash{Text: text, Trace: traceID})
+	room.redirectBack(w, r, sessionAt(done.SessionID), flash{Text: text, Trace: traceID})
 }
 
-// sessionAt is the address of a session; that of a new one when it has no id.
+// sessionAt returns a session's URL; without an id, that of a new one.
 func sessionAt(id string) string {
 	if id == "" {
 		return "/operate"

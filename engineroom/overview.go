@@ -13,18 +13,18 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// overviewPage answers on one screen: what the agent is doing, whether it works, what it cost, and what needs a
-// person. What moves by the second is cheap to read; what is summed up is calm.
+// overviewPage shows on one screen the current work, health, cost, and what needs attention. Parts with live numbers
+// are cheap; sums are refreshed on activity.
 func (room *Room) overviewPage() page {
 	return page{
-		path: "/", name: "overview", nav: "Overview", title: "Overview", open: askActivity,
+		path: "/", name: "overview", nav: "Overview", title: "Overview", open: openActivity,
 		parts: []part{
 			{name: "now", every: time.Second, load: room.runningNow},
 			{name: "needs", every: 3 * time.Second, load: room.needs},
 			room.spendPart(), room.healthPart(),
 			{name: "feed", every: time.Second, load: room.feed},
 			{name: "locks", every: time.Second, load: room.locks},
-			{name: "objectives", every: 10 * time.Second, calm: true, load: room.workedOn},
+			{name: "objectives", every: 10 * time.Second, calm: true, load: room.activeObjectives},
 			{name: "memory", every: 30 * time.Second, calm: true, load: room.memoryUse},
 		},
 	}
@@ -37,26 +37,26 @@ func (s show) Has(name string) bool {
 }
 
 const (
-	mostNow        = 15 // runs that the overview shows
+	maxRunning     = 15 // runs on the overview
 	mostLocks      = 12
 	mostObjectives = 8
-	// beyond is the first number that is not counted: "1,000+".
+	// beyond is the first uncounted number: "1,000+".
 	beyond = 1001
 )
 
-// running is something under way: a run, or an action outside of any.
+// running is a running execution, or an action outside any.
 type running struct {
 	ExecutionID *string
 	TraceID     string
 	Surface     string
 	Flow        string
 	ThreadID    string
-	Doing       []string  // the actions under way, the outer ones first
+	Doing       []string  // the running actions, outer first
 	Since       time.Time // of the innermost
 }
 
-// now is what the agent is doing.
-type now struct {
+// currentWork is the agent's current work.
+type currentWork struct {
 	Runs             []running
 	More             bool
 	Pending, Waiting int64 // executions, counted up to beyond
@@ -66,7 +66,7 @@ type now struct {
 	}
 }
 
-// runningNow reads what is under way: runs that a live worker has claimed, then actions outside of runs.
+// runningNow reads the running work: claimed executions with a live worker, then other actions.
 func (room *Room) runningNow(ctx context.Context, _ *visit) (any, error) {
 	rows, err := room.Read.Query(ctx, `
 		with runs as (
@@ -88,23 +88,23 @@ func (room *Room) runningNow(ctx context.Context, _ *visit) (any, error) {
 		          where o.execution_id is null order by o.activity_id desc limit @most::int + 1) x
 		   join agent_activity a on a.id = x.activity_id
 		  order by a.id desc)
-		select * from runs union all select * from loose`, postgres.Strict{"most": mostNow})
+		select * from runs union all select * from loose`, postgres.Strict{"most": maxRunning})
 	if err != nil {
 		return nil, fmt.Errorf("list what runs: %w", err)
 	}
-	var got now
+	var got currentWork
 	if got.Runs, err = pgx.CollectRows(rows, pgx.RowToStructByName[running]); err != nil {
 		return nil, fmt.Errorf("list what runs: %w", err)
 	}
-	got.Runs, got.More = onPage(got.Runs, mostNow)
+	got.Runs, got.More = onPage(got.Runs, maxRunning)
 	if err := room.idle(ctx, &got); err != nil {
 		return nil, err
 	}
 	return got, nil
 }
 
-// idle adds what is not under way but will be: what is ready, what waits, and the next schedule.
-func (room *Room) idle(ctx context.Context, got *now) error {
+// idle adds the ready and waiting work, and the next schedule.
+func (room *Room) idle(ctx context.Context, got *currentWork) error {
 	var name *string
 	var at *time.Time
 	err := room.Read.QueryRow(ctx, `
@@ -126,18 +126,18 @@ func (room *Room) idle(ctx context.Context, got *now) error {
 	return nil
 }
 
-// lock is a lane that is held now.
+// lock is a held lane.
 type lock struct {
 	Lane, LockedBy string
 	ExecutionID    *string
 	TraceID        *string
 	FencingToken   int64
 	LockedAt       time.Time
-	ExpiresAt      *time.Time // nil when parked
+	ExpiresAt      *time.Time // nil if parked
 	Waiters        int64
 }
 
-// locks reads the lanes that are held, the newest grant first.
+// locks reads the held lanes, newest first.
 func (room *Room) locks(ctx context.Context, _ *visit) (any, error) {
 	rows, err := room.Read.Query(ctx, `
 		select l.lane, l.locked_by, l.execution_id::text, coalesce(e.trace_id,
@@ -161,62 +161,62 @@ func (room *Room) locks(ctx context.Context, _ *visit) (any, error) {
 	return map[string]any{"Locks": list[:min(len(list), mostLocks)], "More": more}, nil
 }
 
-// needsSQL finds what waits for a person: of each kind the newest few, and how many there are.
+// needsSQL finds what needs a person: the newest few of each kind, and their number.
 //
 //go:embed needs.sql
 var needsSQL string
 
-// mostOfAKind is how many of one kind the overview names.
-const mostOfAKind = 3
+// maxPerKind bounds the named items of one kind.
+const maxPerKind = 3
 
-// need is a kind of thing that waits for a person.
-type need struct {
+// attentionKind is a kind of item that needs attention.
+type attentionKind struct {
 	Kind, Title string
-	List        string // where all of them are
-	item        string // where one is; its target follows, escaped
+	List        string // URL of the list
+	item        string // URL of an item; its escaped id follows
 	Total       int64  // counted up to beyond
-	Items       []needed
+	Items       []attentionItem
 }
 
-// needed is one of them.
-type needed struct {
+// attentionItem is one item.
+type attentionItem struct {
 	Kind, Name, Target, Note string
 	At                       time.Time
 	Total                    int64
 }
 
-// Path is where the item is, without the target's escaping.
-func (n need) Path() string { return n.item }
+// Path is the item's URL, without its id.
+func (n attentionKind) Path() string { return n.item }
 
-// kindsOfNeed are all kinds, in the order in which they are shown: what somebody waits for comes first.
-func kindsOfNeed() []need {
-	return []need{
-		{Kind: "approval", Title: "Approvals to decide", List: "/approvals?status=pending", item: "/approvals/"},
-		{Kind: "request", Title: "Requests that people have not answered", List: "/executions?view=waiting", item: "/executions/"},
-		{Kind: "objective", Title: "Objectives the agent proposes", List: "/objectives?status=proposed", item: "/objectives/"},
-		{Kind: "automation", Title: "Automations the agent proposes", List: "/automations?state=disabled", item: "/automations/"},
-		{Kind: "conflict", Title: "Memory conflicts to decide", List: "/memory#conflicts", item: "/memory#conflict-"},
-		{Kind: "skill", Title: "Skills out of service", List: "/skills", item: "/skills/"},
-		{Kind: "stuck", Title: "Executions that are stuck", List: "/executions?view=stuck", item: "/executions/"},
-		{Kind: "run", Title: "Automation runs given up", List: "/automations#dead", item: "/automations/"},
-		{Kind: "delivery", Title: "Webhook deliveries given up", List: "/deliveries?status=dead", item: "/deliveries/"},
-		{Kind: "outgoing", Title: "Outgoing webhooks given up", List: "/outgoing?status=dead", item: "/outgoing/"},
-		{Kind: "message", Title: "Messages that could not be delivered", List: "/threads", item: "/threads/"},
+// attentionKinds lists all kinds in display order: blocked people first.
+func attentionKinds() []attentionKind {
+	return []attentionKind{
+		{Kind: "approval", Title: "Approvals requested", List: "/approvals?status=pending", item: "/approvals/"},
+		{Kind: "request", Title: "Unanswered requests", List: "/executions?view=waiting", item: "/executions/"},
+		{Kind: "objective", Title: "Proposed objectives", List: "/objectives?status=proposed", item: "/objectives/"},
+		{Kind: "automation", Title: "Proposed automations", List: "/automations?state=disabled", item: "/automations/"},
+		{Kind: "conflict", Title: "Open memory conflicts", List: "/memory#conflicts", item: "/memory#conflict-"},
+		{Kind: "skill", Title: "Disabled skills", List: "/skills", item: "/skills/"},
+		{Kind: "stuck", Title: "Stuck executions", List: "/executions?view=stuck", item: "/executions/"},
+		{Kind: "run", Title: "Failed automation runs", List: "/automations#dead", item: "/automations/"},
+		{Kind: "delivery", Title: "Failed webhook deliveries", List: "/deliveries?status=dead", item: "/deliveries/"},
+		{Kind: "outgoing", Title: "Failed outgoing webhooks", List: "/outgoing?status=dead", item: "/outgoing/"},
+		{Kind: "message", Title: "Undelivered messages", List: "/threads", item: "/threads/"},
 	}
 }
 
-// needs reads what waits for a person.
+// needs reads the items.
 func (room *Room) needs(ctx context.Context, _ *visit) (any, error) {
-	rows, err := room.Read.Query(ctx, needsSQL, postgres.Strict{"beyond": beyond, "most": mostOfAKind})
+	rows, err := room.Read.Query(ctx, needsSQL, postgres.Strict{"beyond": beyond, "most": maxPerKind})
 	if err != nil {
 		return nil, fmt.Errorf("list what needs a person: %w", err)
 	}
-	found, err := pgx.CollectRows(rows, pgx.RowToStructByName[needed])
+	found, err := pgx.CollectRows(rows, pgx.RowToStructByName[attentionItem])
 	if err != nil {
 		return nil, fmt.Errorf("list what needs a person: %w", err)
 	}
-	var list []need
-	for _, kind := range kindsOfNeed() {
+	var list []attentionKind
+	for _, kind := range attentionKinds() {
 		for _, n := range found {
 			if n.Kind == kind.Kind {
 				kind.Total = n.Total
@@ -230,13 +230,13 @@ func (room *Room) needs(ctx context.Context, _ *visit) (any, error) {
 	return map[string]any{"Needs": list}, nil
 }
 
-// pausePart says on every page that autonomous work is paused, with the lever that ends it. While it is not, the
-// overview has the lever that pauses it, and the other pages have nothing there.
+// pausePart shows on every page that autonomous work is paused, with the action to resume. Otherwise only the
+// overview has content: the action to pause.
 func (room *Room) pausePart() part {
 	return part{name: "pause", every: 2 * time.Second, calm: true, shared: true, load: room.paused}
 }
 
-// withPause gives every page the part. A page on which nothing else changes by itself is not watched for it.
+// withPause adds that part to every page. A page without other live parts does not stream for it.
 func (room *Room) withPause(pages []page) []page {
 	for i := range pages {
 		one := room.pausePart()
@@ -248,13 +248,13 @@ func (room *Room) withPause(pages []page) []page {
 	return pages
 }
 
-// pausedState is the pause, and whether the page has room for the lever that begins one.
+// pausedState is the pause, and whether the page offers the action to pause.
 type pausedState struct {
 	executions.Pause
 	Overview bool
 }
 
-// paused reads whether autonomous work is paused.
+// paused reads the pause.
 func (room *Room) paused(ctx context.Context, v *visit) (any, error) {
 	path, _, _ := strings.Cut(v.URL, "?")
 	p, err := executions.CurrentPause(ctx, room.Read)

@@ -22,9 +22,9 @@ import (
 func TestAnEmptyOverviewSaysWhatToDo(t *testing.T) {
 	t.Parallel()
 	_, server := open(t)
-	shows(t, server.URL+"/", "Nothing runs at this moment", "Nothing needs you.", "has not done anything yet", "No lane is held",
-		"works towards nothing", "Nothing is remembered yet")
-	shows(t, server.URL+"/?surface=chat", "No activity is one of these")
+	shows(t, server.URL+"/", "Nothing is running", "Nothing needs attention.", "No activity yet", "No lane is held",
+		"No active objective", "Memory is empty")
+	shows(t, server.URL+"/?surface=chat", "No activity matches")
 }
 
 func TestTheOverviewShowsWhatRuns(t *testing.T) {
@@ -123,11 +123,11 @@ func TestWhatNeedsAPersonIsCountedAndLinked(t *testing.T) {
 	pool, server := open(t)
 	waitsForPeople(t, pool, "some text")
 	texts := []string{"by self-heal: some text", "/approvals?status=pending", "/deliveries?status=dead", "/objectives?status=proposed", "/threads/t1", "/skills/fetch"}
-	for _, kind := range kindsOfNeed() {
+	for _, kind := range attentionKinds() {
 		texts = append(texts, `id="need-`+kind.Kind+`"`, `">1<span class="aside-text"> `+kind.Title)
 	}
 	body := shows(t, server.URL+"/", texts...)
-	if strings.Contains(body, "Nothing needs you") {
+	if strings.Contains(body, "Nothing needs attention") {
 		t.Error("the page says that nothing does")
 	}
 	_, part, _ := strings.Cut(body, `<section id="needs"`)
@@ -155,7 +155,7 @@ func TestWhatNeedsAPersonIsCountedUpToABound(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	shows(t, server.URL+"/", `">1,000+<span class="aside-text"> Approvals to decide`)
+	shows(t, server.URL+"/", `">1,000+<span class="aside-text"> Approvals requested`)
 }
 
 func TestAHostileOverviewIsText(t *testing.T) {
@@ -202,7 +202,7 @@ func TestWhatNeedsAPersonIsFoundByIndexes(t *testing.T) {
 	if _, err := tx.Exec(t.Context(), `set local enable_seqscan = off`); err != nil {
 		t.Fatal(err)
 	}
-	rows, err := tx.Query(t.Context(), `explain (costs off) `+needsSQL, pgx.QueryExecModeSimpleProtocol, postgres.Strict{"beyond": beyond, "most": mostOfAKind})
+	rows, err := tx.Query(t.Context(), `explain (costs off) `+needsSQL, pgx.QueryExecModeSimpleProtocol, postgres.Strict{"beyond": beyond, "most": maxPerKind})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -230,10 +230,10 @@ func TestEveryPageSaysThatTheAgentIsPaused(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	if _, body := testkit.Get(t, server.URL+"/"); !strings.Contains(body, `action="/act/v1/pause"`) || strings.Contains(body, "is paused") {
-		t.Errorf("the overview has no lever:\n%s", body)
+		t.Errorf("the overview has no action:\n%s", body)
 	}
 	if _, body := testkit.Get(t, server.URL+"/lanes"); strings.Contains(body, "/act/v1/pause") || strings.Contains(body, "is paused") {
-		t.Errorf("another page has the lever:\n%s", body)
+		t.Errorf("another page has the action:\n%s", body)
 	}
 	got, err := executions.PauseAll(t.Context(), pool, "ana", "<b>prices</b> look wrong")
 	if err != nil {
@@ -249,7 +249,7 @@ func TestEveryPageSaysThatTheAgentIsPaused(t *testing.T) {
 			}
 		}
 		if strings.Count(body, `id="pause"`) != 1 || strings.Contains(body, "/act/v1/pause") {
-			t.Errorf("%s has the part more than once, or both levers", path)
+			t.Errorf("%s has the part more than once, or both actions", path)
 		}
 	}
 	if _, err := executions.ResumeAll(t.Context(), pool, "ana", ""); err != nil {

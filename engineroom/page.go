@@ -25,71 +25,71 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/replica"
 )
 
-// page is what one address shows.
+// page is a page of the Engine Room.
 type page struct {
 	path  string // as http.ServeMux has it; "/" is the overview
 	name  string // of its templates: <name> arranges the parts, <name>/<part> is a part
-	nav   string // its word in the navigation; empty for a page that is reached through another
-	title string // when open gives none
-	// open finds what the page is about and gives it a title; an error is the page's answer (not found, a filter
-	// that does not exist). Nil when there is nothing to find.
+	nav   string // label in the navigation; empty for a subpage
+	title string // used when open returns none
+	// open loads the page's subject and returns its title. An error becomes the response (not found, invalid filter).
+	// Nil when there is no subject.
 	open  func(ctx context.Context, v *visit) (title string, err error)
 	parts []part
-	// follows marks a page that follows a turn under way: it is read from the primary.
+	// follows marks a page that is read from the primary, to follow a running turn.
 	follows bool
 }
 
-// part is a piece of a page.
+// part is a part of a page.
 type part struct {
 	name  string        // also the id of its element
-	every time.Duration // how often at most it is read again while somebody looks; 0 for never
-	// calm parts are read again when the activity log moved, and else every half minute.
+	every time.Duration // least refresh interval while viewed; 0 for never
+	// idleRefresh parts are refreshed on activity, or every half minute.
 	calm   bool
-	shared bool // by all pages: its template has its name alone
+	shared bool // shared by all pages, with a template of its own name
 	load   func(ctx context.Context, v *visit) (any, error)
 }
 
-// visit is one request for a page, and who looks at its address later.
+// visit is a request for a page, also for its stream.
 type visit struct {
-	path  func(name string) string // value of a wildcard of the page's path
+	path  func(name string) string // value of a path wildcard
 	Query url.Values               // of the URL
-	URL   string                   // path and query, in one order however they were asked for
-	About any                      // what open found
-	fresh bool                     // is read from the primary: the reader wrote a moment ago
+	URL   string                   // canonical path and query
+	About any                      // the subject that open found
+	fresh bool                     // read from the primary, after a write
 }
 
-// show is what the template of a page is executed with.
+// show is the data of a page's template.
 type show struct {
 	*visit
 	Agent string
 	Title string
 	Page  page
 	Nav   []page
-	Flash *flash // what came of the lever that was pulled last; shown once
-	// Live is where the page's updates are streamed, empty when there are none; Seen names the state of its parts.
+	Flash *flash // message of the last action; shown once
+	// Live is the URL of the stream, empty for none; Seen names the state of the parts.
 	Live, Seen string
-	Replicated bool // the page may be read from a replica
-	// Arrangement is the page's own template, executed.
+	Replicated bool // the page may come from a replica
+	// Arrangement is the page's executed template.
 	Arrangement template.HTML
 	parts       map[string]template.HTML
 }
 
-// keys are the letters after g that lead to a page.
+// keys are the letters after g that open a page.
 var keys = map[string]string{
 	"/": "o", "/activity": "a", "/traces": "t", "/executions": "e", "/threads": "h", "/approvals": "p", "/skills": "s", "/agents": "n",
 	"/automations": "u", "/objectives": "b", "/memory": "m", "/deliveries": "d", "/spend": "c", "/lanes": "l", "/operate": "r",
 }
 
-// NavWord is the page's word in the navigation; empty for none.
+// NavWord is the page's label in the navigation; empty for none.
 func (p page) NavWord() string { return p.nav }
 
-// Path is where the page is.
+// Path is the page's path.
 func (p page) Path() string { return p.path }
 
-// Key is the letter that leads to the page; empty for none.
+// Key is the letter that opens the page; empty for none.
 func (p page) Key() string { return keys[p.path] }
 
-// live are the parts that change while somebody looks.
+// live lists the parts that change while viewed.
 func (p page) live() []part {
 	var all []part
 	for _, one := range p.parts {
@@ -100,15 +100,15 @@ func (p page) live() []part {
 	return all
 }
 
-// Here reports whether the page that is shown is other, or is reached through it.
+// Here reports whether the shown page is other or its subpage.
 func (s show) Here(other page) bool {
 	return s.Page.path == other.path || other.path != "/" && strings.HasPrefix(s.Page.path, other.path+"/")
 }
 
-// Now is the server's time in milliseconds: the page's script counts by it where the reader's clock is wrong.
+// Now is the server's time in milliseconds, for browsers with a wrong clock.
 func (s show) Now() int64 { return time.Now().UnixMilli() }
 
-// Part is a rendered part.
+// Part returns a rendered part.
 func (s show) Part(name string) (template.HTML, error) {
 	text, has := s.parts[name]
 	if !has {
@@ -117,7 +117,7 @@ func (s show) Part(name string) (template.HTML, error) {
 	return text, nil
 }
 
-// pattern is the path as http.ServeMux has it: the overview is "/" alone, not everything below.
+// pattern returns the path for http.ServeMux. The overview matches "/" alone.
 func (p page) pattern() string {
 	if p.path == "/" {
 		return "/{$}"
@@ -125,7 +125,7 @@ func (p page) pattern() string {
 	return p.path
 }
 
-// serve answers with a page.
+// serve serves a page.
 func (room *Room) serve(p page) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		s := show{visit: newVisit(r, p, ""), Flash: room.takeFlash(w, r)}
@@ -143,7 +143,7 @@ func (room *Room) serve(p page) http.Handler {
 	})
 }
 
-// newVisit is what a request asks for, below prefix.
+// newVisit parses a request below prefix.
 func newVisit(r *http.Request, p page, prefix string) *visit {
 	wild := map[string]string{}
 	for _, m := range wildcard.FindAllStringSubmatch(p.path, -1) {
@@ -161,10 +161,10 @@ func newVisit(r *http.Request, p page, prefix string) *visit {
 	}
 }
 
-// wildcard finds the names in a path.
+// wildcard matches the names in a path.
 var wildcard = regexp.MustCompile(`\{(\w+)(?:\.\.\.)?\}`)
 
-// render is a whole page.
+// render renders a whole page.
 func (room *Room) render(ctx context.Context, p page, s show) ([]byte, error) {
 	s.Agent, s.Title, s.Page, s.Nav, s.parts = room.Agent, p.title, p, room.pages, map[string]template.HTML{}
 	s.Replicated = room.Read.Configured()
@@ -193,7 +193,7 @@ func (room *Room) render(ctx context.Context, p page, s show) ([]byte, error) {
 	return room.execute("layout", s)
 }
 
-// find asks what the page is about.
+// find loads the page's subject.
 func (s *show) find(ctx context.Context, p page) error {
 	if p.open == nil {
 		return nil
@@ -210,7 +210,7 @@ func (s *show) find(ctx context.Context, p page) error {
 	return err
 }
 
-// named reports whether what the path has in its wildcards is text: PostgreSQL refuses to look for anything else.
+// named reports whether the path values are valid text for PostgreSQL.
 func (s *show) named(p page) bool {
 	for _, m := range wildcard.FindAllStringSubmatch(p.path, -1) {
 		if value := s.path(m[1]); !utf8.ValidString(value) || strings.ContainsRune(value, 0) {
@@ -220,7 +220,7 @@ func (s *show) named(p page) bool {
 	return true
 }
 
-// renderPart is one part; what it cannot read it says in its place.
+// renderPart renders one part, or its error.
 func (room *Room) renderPart(ctx context.Context, p page, one part, v *visit) ([]byte, error) {
 	data, err := one.load(ctx, v)
 	if err != nil {
@@ -229,7 +229,7 @@ func (room *Room) renderPart(ctx context.Context, p page, one part, v *visit) ([
 	return room.fill(p, one, data)
 }
 
-// fill executes the template of a part.
+// fill executes a part's template.
 func (room *Room) fill(p page, one part, data any) ([]byte, error) {
 	if one.shared {
 		return room.execute(one.name, data)
@@ -237,22 +237,22 @@ func (room *Room) fill(p page, one part, data any) ([]byte, error) {
 	return room.execute(p.name+"/"+one.name, data)
 }
 
-// renderTrouble says that a part could not be read.
+// renderTrouble renders a part's error.
 func (room *Room) renderTrouble(ctx context.Context, p page, one part, err error) ([]byte, error) {
 	told, news := problem.Of(err)
 	if news {
-		room.Logger.ErrorContext(ctx, "part of a page not read", "page", p.name, "part", one.name, "error", err)
+		room.Logger.ErrorContext(ctx, "page part not read", "page", p.name, "part", one.name, "error", err)
 	}
 	return room.execute("trouble", map[string]any{"Name": one.name, "Detail": told.Detail})
 }
 
-// digest tells two renders apart.
+// digest identifies a render.
 func digest(text []byte) string {
 	sum := sha256.Sum256(text)
 	return base64.RawURLEncoding.EncodeToString(sum[:9])
 }
 
-// execute runs a template and makes visible what would change how the text around it reads.
+// execute runs a template and makes control characters visible.
 func (room *Room) execute(name string, data any) ([]byte, error) {
 	var b bytes.Buffer
 	if err := room.templates.ExecuteTemplate(&b, name, data); err != nil {
@@ -261,14 +261,14 @@ func (room *Room) execute(name string, data any) ([]byte, error) {
 	return plain(b.Bytes()), nil
 }
 
-// freshPlan has a query planned for the values at hand: a filter that is not set costs nothing, and one that is set
-// chooses its index. A plan that is kept for all values could do neither.
+// freshPlan plans a query for its values: an unset filter costs nothing, and a set one chooses its index. A generic
+// plan could do neither.
 const freshPlan = pgx.QueryExecModeCacheDescribe
 
-// uuidShape is how ids of rows look.
+// uuidShape matches ids of rows.
 var uuidShape = regexp.MustCompile(`^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$`)
 
-// oneOf is a filter's value, the first of the known ones when it is not given. Another is refused by name.
+// oneOf reads an enumerated filter; the default is the first value.
 func (v *visit) oneOf(name string, known ...string) (string, error) {
 	value := v.Query.Get(name)
 	switch {
@@ -282,7 +282,7 @@ func (v *visit) oneOf(name string, known ...string) (string, error) {
 	return value, nil
 }
 
-// uuidFilter is a filter or a place in a listing that is a row's id; empty when it is not given.
+// uuidFilter reads an id parameter; empty if absent.
 func (v *visit) uuidFilter(name string) (string, error) {
 	value := v.Query.Get(name)
 	if value != "" && !uuidShape.MatchString(value) {
@@ -292,7 +292,7 @@ func (v *visit) uuidFilter(name string) (string, error) {
 	return value, nil
 }
 
-// at is the page's own address with one parameter changed, or without it when the value is empty.
+// at returns the page's URL with one parameter changed, or removed if the value is empty.
 func (v *visit) at(name, value string) string {
 	path, _, _ := strings.Cut(v.URL, "?")
 	query := url.Values{}
@@ -310,20 +310,19 @@ func (v *visit) at(name, value string) string {
 	return path + "?" + query.Encode()
 }
 
-// missing is the answer for an id without a row.
+// missing returns the error for an unknown id.
 func missing(format string, args ...any) error {
 	return problem.New(http.StatusNotFound, format, args...)
 }
 
-// onPage is the first n of what was read, and whether there was more.
+// onPage returns the first n items, and whether there are more.
 func onPage[T any](list []T, n int) ([]T, bool) { return list[:min(len(list), n)], len(list) > n }
 
-// policy lets a page load its own files and talk to its own server, nothing else.
+// policy permits a page's own files and server only.
 const policy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; font-src 'self'; connect-src 'self'; " +
 	"base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 
-// guard sets what a browser has to know about everything the room sends. The referrer is told to the room itself,
-// which goes back to where a lever was pulled, and to nobody else.
+// guard sets the security headers. Only this server receives the referrer, which the redirect after an action needs.
 func guard(h http.Header) {
 	h.Set("Content-Security-Policy", policy)
 	h.Set("Cross-Origin-Opener-Policy", "same-origin")
@@ -335,7 +334,7 @@ func guard(h http.Header) {
 	h.Set("X-Frame-Options", "DENY")
 }
 
-// send answers with a page.
+// send writes a page.
 func (room *Room) send(w http.ResponseWriter, r *http.Request, status int, body []byte) {
 	h := w.Header()
 	guard(h)
@@ -347,11 +346,11 @@ func (room *Room) send(w http.ResponseWriter, r *http.Request, status int, body 
 	}
 }
 
-// Refuse answers with an error as a page.
+// Refuse writes an error page.
 func (room *Room) Refuse(w http.ResponseWriter, r *http.Request, err error) {
 	told, news := problem.Of(err)
 	if news {
-		room.Logger.ErrorContext(r.Context(), "page not shown", "path", problem.Path(r), "error", err)
+		room.Logger.ErrorContext(r.Context(), "page not rendered", "path", problem.Path(r), "error", err)
 	}
 	if told.Status == http.StatusServiceUnavailable && w.Header().Get("Retry-After") == "" {
 		w.Header().Set("Retry-After", "2")
@@ -364,8 +363,7 @@ func (room *Room) Refuse(w http.ResponseWriter, r *http.Request, err error) {
 	room.send(w, r, told.Status, body)
 }
 
-// LogIn answers with the page that asks for the admin token. next is where to go then: a path of this server; wrong
-// says what was wrong with the token that was given, empty when none was.
+// LogIn writes the login page. next is the path after the login; wrong explains a rejected token, empty for none.
 func (room *Room) LogIn(w http.ResponseWriter, r *http.Request, status int, next, wrong string) {
 	body, err := room.execute("login", map[string]any{"Agent": room.Agent, "Next": next, "Wrong": wrong})
 	if err != nil {
@@ -375,7 +373,7 @@ func (room *Room) LogIn(w http.ResponseWriter, r *http.Request, status int, next
 	room.send(w, r, status, body)
 }
 
-// login serves that page to who comes without a token.
+// login serves the login page.
 func (room *Room) login(w http.ResponseWriter, r *http.Request) {
 	room.LogIn(w, r, http.StatusOK, local.Path(r.URL.Query().Get("next")), "")
 }
@@ -383,26 +381,25 @@ func (room *Room) login(w http.ResponseWriter, r *http.Request) {
 const (
 	flashCookie = "lanekeeper_flash"
 	flashLasts  = time.Minute
-	// mostFlash is how many bytes of a message are kept: a cookie holds no more than four kilobytes.
-	mostFlash = 600
+	// maxFlash bounds a message, because a cookie holds four kilobytes.
+	maxFlash = 600
 )
 
-// flash is what came of a lever. It goes through the browser, signed, because the page that shows it may be made by
-// another process.
+// flash is the message of an action. It travels in a signed cookie, because another process may show the page.
 type flash struct {
 	Text  string `json:"t"`
 	Bad   bool   `json:"b,omitempty"`
 	Trace string `json:"tr,omitempty"`
 }
 
-// setFlash leaves a message for the next page.
+// setFlash stores a message for the next page.
 func (room *Room) setFlash(w http.ResponseWriter, r *http.Request, f flash) {
-	if len(f.Text) > mostFlash {
-		f.Text = strings.ToValidUTF8(f.Text[:mostFlash], "") + "…"
+	if len(f.Text) > maxFlash {
+		f.Text = strings.ToValidUTF8(f.Text[:maxFlash], "") + "…"
 	}
 	text, err := json.Marshal(f)
 	if err != nil {
-		room.Logger.ErrorContext(r.Context(), "message not left", "error", err)
+		room.Logger.ErrorContext(r.Context(), "flash message not stored", "error", err)
 		return
 	}
 	body := strconv.FormatInt(time.Now().Add(flashLasts).Unix(), 36) + "." + base64.RawURLEncoding.EncodeToString(text)
@@ -412,7 +409,7 @@ func (room *Room) setFlash(w http.ResponseWriter, r *http.Request, f flash) {
 	})
 }
 
-// takeFlash is the message that was left, nil without one. It is shown once.
+// takeFlash returns and clears the stored message; nil for none.
 func (room *Room) takeFlash(w http.ResponseWriter, r *http.Request) *flash {
 	c, err := r.Cookie(local.CookieName(r, flashCookie))
 	if err != nil || r.Method != http.MethodGet {
@@ -424,7 +421,7 @@ func (room *Room) takeFlash(w http.ResponseWriter, r *http.Request) *flash {
 	return room.readFlash(c.Value)
 }
 
-// readFlash is nil for what this room did not sign, or not lately.
+// readFlash returns nil for an unsigned or expired message.
 func (room *Room) readFlash(value string) *flash {
 	at := strings.LastIndexByte(value, '.')
 	if at < 0 || !hmac.Equal([]byte(value[at+1:]), []byte(room.sign(value[:at]))) {
@@ -443,14 +440,14 @@ func (room *Room) readFlash(value string) *flash {
 	return &f
 }
 
-// sign is the signature of a text.
+// sign returns the signature of a text.
 func (room *Room) sign(text string) string {
 	mac := hmac.New(sha256.New, room.Key)
 	mac.Write([]byte("flash " + text))
 	return base64.RawURLEncoding.EncodeToString(mac.Sum(nil))
 }
 
-// viaTLS reports whether the browser spoke TLS, to us or to the proxy before us.
+// viaTLS reports whether the browser used TLS, directly or to a proxy.
 func viaTLS(r *http.Request) bool {
 	return r.TLS != nil || strings.EqualFold(r.Header.Get("X-Forwarded-Proto"), "https")
 }

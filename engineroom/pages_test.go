@@ -44,7 +44,7 @@ func TestAgentsAreShownWithTheirEffectiveValues(t *testing.T) {
 	t.Parallel()
 	pool, server := openWith(t, agents.Settings{Name: "house", Model: "gpt-6-luna", Limits: agents.Limits{Tokens: 60000}})
 	shows(t, server.URL+"/agents", `href="/agents/house"`, "gpt-6-luna", "default")
-	shows(t, server.URL+"/agents/house", "No workspace declares it", "AGENT_MODEL", "It has none", "agent apply DIR")
+	shows(t, server.URL+"/agents/house", "No workspace declares it", "AGENT_MODEL", "None. Only the rules", "agent apply DIR")
 	secret := "Bearer Zq81xLm0Kk77Zq81xLm0Kk77"
 	acts(t, pool, agents.Definition{Name: "sales", Default: true, Instructions: "You are Nora."})
 	acts(t, pool, agents.Definition{
@@ -58,7 +58,7 @@ func TestAgentsAreShownWithTheirEffectiveValues(t *testing.T) {
 	if strings.Contains(body, "<script>alert") || strings.Contains(body, "Zq81xLm0Kk77") || strings.Contains(body, "\u202e") {
 		t.Error("the instructions are shown as they are written")
 	}
-	shows(t, server.URL+"/agents/sales?version=1", "You are Nora.", "This is version 1", "To the one in service")
+	shows(t, server.URL+"/agents/sales?version=1", "You are Nora.", "This is version 1", "To the current version")
 	turnsAway(t, server.URL+"/agents/salse", http.StatusNotFound, "did you mean")
 	turnsAway(t, server.URL+"/agents/sales?version=7", http.StatusNotFound, "the latest is 2")
 	turnsAway(t, server.URL+"/agents/sales?version=x", http.StatusBadRequest, "a number from 1")
@@ -115,7 +115,7 @@ func ran(t *testing.T, pool *pgxpool.Pool, automation, status string) string {
 func TestAutomationsTellWhenTheyRunAndHowTheyRan(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	shows(t, server.URL+"/automations", "There is no automation", "proposes nothing", "No run was given up")
+	shows(t, server.URL+"/automations", "There is no automation", "no open proposal", "No run is dead")
 	id := scheduled(t, pool, "nightly")
 	ran(t, pool, id, "success")
 	dead := ran(t, pool, id, "dead")
@@ -140,7 +140,7 @@ func TestAnAutomationHasTheLeversOfItsState(t *testing.T) {
 	put(t, pool, `
 		insert into agent_automations (name, trigger, event, prompt, enabled, disabled_by, proposed_by, source)
 		values ('idea', 'event', 'hired', 'say hello', false, 'proposal', 'agent', 'agent') returning name`)
-	levers := func(url string) string {
+	actions := func(url string) string {
 		var all []string
 		for _, after := range strings.Split(shows(t, url), `action="/act/v1/automations/`)[1:] {
 			path, _, _ := strings.Cut(after, `"`)
@@ -148,17 +148,17 @@ func TestAnAutomationHasTheLeversOfItsState(t *testing.T) {
 		}
 		return strings.Join(all, " ")
 	}
-	if got := levers(server.URL + "/automations/on%2Foff"); got != "on%2Foff/run on%2Foff/disable" {
+	if got := actions(server.URL + "/automations/on%2Foff"); got != "on%2Foff/run on%2Foff/disable" {
 		t.Errorf("one in service has %q", got)
 	}
-	if got := levers(server.URL + "/automations/idea"); got != "idea/accept idea/disable" {
+	if got := actions(server.URL + "/automations/idea"); got != "idea/accept idea/disable" {
 		t.Errorf("a proposal has %q", got)
 	}
-	if got := levers(server.URL + "/automations"); got != "idea/accept idea/disable" {
+	if got := actions(server.URL + "/automations"); got != "idea/accept idea/disable" {
 		t.Errorf("the list has %q", got)
 	}
 	put(t, pool, `update agent_automations set enabled = false, disabled_by = 'admin' where name = 'on/off' returning name`)
-	if got := levers(server.URL + "/automations/on%2Foff"); got != "on%2Foff/run on%2Foff/enable" {
+	if got := actions(server.URL + "/automations/on%2Foff"); got != "on%2Foff/run on%2Foff/enable" {
 		t.Errorf("one out of service has %q", got)
 	}
 	turnsAway(t, server.URL+"/automations/nothing", 404, "there is no automation")
@@ -238,7 +238,7 @@ func undelivered(t *testing.T, pool *pgxpool.Pool, target, status string) string
 func TestDeliveriesAreListedAndNarrowedDown(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	shows(t, server.URL+"/deliveries", "Nothing came yet", "No request with a bad signature", "Nobody is told")
+	shows(t, server.URL+"/deliveries", "No delivery yet", "No request had a bad signature", "No target exists")
 	done, dead := delivered(t, pool, "done", `{}`), delivered(t, pool, "dead", `{}`)
 	put(t, pool, `insert into agent_activity (trace_id, skill_name, status, input, error_message)
 		values ('wh_1', 'webhook_refused', 'error', '{"endpoint": "shop", "count": 3}', 'the signature is wrong') returning id::text`)
@@ -289,15 +289,15 @@ func TestADeliveryShowsWhatCameAndWhatItLedTo(t *testing.T) {
 func TestOutgoingMessagesAreListedAndSentAgain(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	shows(t, server.URL+"/outgoing", "No message was given up")
-	shows(t, server.URL+"/outgoing?status=pending", "Nothing is to be sent")
+	shows(t, server.URL+"/outgoing", "No message is dead")
+	shows(t, server.URL+"/outgoing?status=pending", "No message is pending")
 	dead, pending := undelivered(t, pool, "ops", "dead"), undelivered(t, pool, "ops", "pending")
-	lever := `action="/act/v1/webhooks/outbox/` + dead + `/resend"`
-	if body := shows(t, server.URL+"/outgoing?target=ops", lever, "it answered 503"); strings.Contains(body, pending) {
+	action := `action="/act/v1/webhooks/outbox/` + dead + `/resend"`
+	if body := shows(t, server.URL+"/outgoing?target=ops", action, "it answered 503"); strings.Contains(body, pending) {
 		t.Error("what is to be sent is listed as given up")
 	}
 	shows(t, server.URL+"/outgoing?status=pending", "/outgoing/"+pending)
-	shows(t, server.URL+"/outgoing/"+dead, lever, "&#34;type&#34;: &#34;execution.failed&#34;")
+	shows(t, server.URL+"/outgoing/"+dead, action, "&#34;type&#34;: &#34;execution.failed&#34;")
 	turnsAway(t, server.URL+"/outgoing?status=sent", 400, "it can be dead, pending")
 	turnsAway(t, server.URL+"/outgoing/x", 404, "there is no outgoing delivery")
 }
@@ -354,7 +354,7 @@ func TestDeliveriesAreFoundByAnIndex(t *testing.T) {
 func TestHeldLanesAreListed(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	shows(t, server.URL+"/lanes", "No lane is held", "Nobody waits", "No lane is lent", "Nothing is run", "No holder left anything")
+	shows(t, server.URL+"/lanes", "No lane is held", "No run waits for a lane", "No lane is lent", "No execution is running", "No lane is stale")
 	put(t, pool, `select try_acquire_agent_lock('pipeline:<b>prices</b>', 'someone else', 60)::text`)
 	put(t, pool, `select try_acquire_agent_lock('other', 'another', 60)::text`)
 	shows(t, server.URL+"/lanes", "pipeline:&lt;b&gt;prices&lt;/b&gt;", "someone else",
@@ -473,7 +473,7 @@ func aims(t *testing.T, pool *pgxpool.Pool, name string) (id string) {
 func TestAnObjectiveShowsItsProgressAndItsEvidence(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	shows(t, server.URL+"/objectives", "works towards nothing yet")
+	shows(t, server.URL+"/objectives", "No objective yet")
 	id := aims(t, pool, "grow")
 	for _, path := range []string{"/", "/objectives", "/objectives?status=active"} {
 		shows(t, server.URL+path, "/objectives/grow", "1 of 3", "1 failed", `width="33"`)
@@ -486,7 +486,7 @@ func TestAnObjectiveShowsItsProgressAndItsEvidence(t *testing.T) {
 	turnsAway(t, server.URL+"/objectives/%00", 404, "not found")
 	turnsAway(t, server.URL+"/objectives?status=fine", 400, "status")
 	turnsAway(t, server.URL+"/objectives?before=x", 400, "before")
-	shows(t, server.URL+"/objectives?status=failed", "There is none")
+	shows(t, server.URL+"/objectives?status=failed", "No match")
 }
 
 func TestAnObjectiveThatNothingTouchesIsStale(t *testing.T) {
@@ -521,7 +521,7 @@ func TestAnObjectiveHasTheLeversOfItsState(t *testing.T) {
 		for _, action := range []string{"accept", "reject", "pause", "resume"} {
 			has := strings.Contains(body, "/act/v1/objectives/"+id+"/"+action)
 			if has != strings.Contains(want, action) {
-				t.Errorf("%s: lever %s is there: %v", status, action, has)
+				t.Errorf("%s: action %s is there: %v", status, action, has)
 			}
 		}
 	}
@@ -569,7 +569,7 @@ func keeps(t *testing.T, pool *pgxpool.Pool, category, key, value string) (id st
 func TestMemoryIsSummedUpByCategory(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	shows(t, server.URL+"/memory", "Nothing is remembered yet")
+	shows(t, server.URL+"/memory", "Memory is empty")
 	keeps(t, pool, "facts", "a", "one")
 	keeps(t, pool, "facts", "b", "two")
 	keeps(t, pool, "lessons", "c", "three")
@@ -720,7 +720,7 @@ func TestSkillsAreListedWithTheirHealth(t *testing.T) {
 		t.Error("an enabled skill is listed as disabled")
 	}
 	shows(t, server.URL+"/skills", `id="failing-fetch_price"`, "no route", `id="slowest-fetch_price"`)
-	shows(t, server.URL+"/skills?state=on+trial", "There is none")
+	shows(t, server.URL+"/skills?state=on+trial", "No match")
 	shows(t, server.URL+"/skills?skill=fetch_price", "/act/v1/skills/fetch_price/disable")
 	turnsAway(t, server.URL+"/skills?state=broken", 400, "state is")
 }
@@ -729,7 +729,7 @@ func TestASkillIsShownWithItsCalls(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	skill(t, pool, "fetch_price", "Fetches a price.", "", "")
-	shows(t, server.URL+"/skills/fetch_price", "It was never called", "It was not called in this time", "None. An automation")
+	shows(t, server.URL+"/skills/fetch_price", "It was never called", "It was not called in this period", "None. An automation")
 	called(t, pool, "fetch_price", "success", "", 3)
 	called(t, pool, "fetch_price", "error", "no route to host", 1)
 	put(t, pool, `insert into agent_automations (name, cron, skill_name) values ('prices', '0 * * * *', 'fetch_price') returning id::text`)

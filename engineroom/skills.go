@@ -17,14 +17,14 @@ const (
 	mostSkills      = 100
 	mostSkillCalls  = 20
 	mostSkillErrors = 10
-	// walkSkillCalls is how many of a skill's newest rows are looked at for failures.
+	// walkSkillCalls bounds the rows of a skill searched for failures.
 	walkSkillCalls = 2000
 )
 
-// skillShape is how names of skills look.
+// skillShape matches names of skills.
 var skillShape = regexp.MustCompile(`^[a-zA-Z0-9_-]{1,64}$`)
 
-// skillsPage lists what the agent can do, and how that goes.
+// skillsPage lists the skills and their health.
 func (room *Room) skillsPage() page {
 	return page{
 		path: "/skills", name: "skills", nav: "Skills", title: "Skills",
@@ -33,11 +33,11 @@ func (room *Room) skillsPage() page {
 			if err != nil {
 				return "", err
 			}
-			name, err := v.words("skill")
+			name, err := v.textFilter("skill")
 			if err != nil {
 				return "", err
 			}
-			after, err := v.words("after")
+			after, err := v.textFilter("after")
 			v.About = activity.HealthFilter{State: state, Skill: name, After: after, Limit: mostSkills + 1}
 			return "", err
 		},
@@ -49,13 +49,13 @@ func (room *Room) skillsPage() page {
 	}
 }
 
-// failingSkills are those that failed in the last 7 days, as the view agent_failing_skills has them.
+// failingSkills reads the view agent_failing_skills, of the last 7 days.
 func (room *Room) failingSkills(ctx context.Context, _ *visit) (any, error) {
 	list, next, err := activity.Failing(ctx, room.Read, activity.ReportFilter{})
 	return map[string]any{"Skills": list, "More": next != ""}, err
 }
 
-// slowestSkills are those whose calls took longest in the last 7 days, as the view agent_slowest_skills has them.
+// slowestSkills reads the view agent_slowest_skills, of the last 7 days.
 func (room *Room) slowestSkills(ctx context.Context, _ *visit) (any, error) {
 	list, next, err := activity.Slowest(ctx, room.Read, activity.ReportFilter{})
 	return map[string]any{"Skills": list, "More": next != ""}, err
@@ -63,11 +63,11 @@ func (room *Room) slowestSkills(ctx context.Context, _ *visit) (any, error) {
 
 // listedSkill is a skill in the list.
 type listedSkill struct {
-	fared
+	skillHealth
 	About skillAbout
 }
 
-// skillAbout is what the list says of a skill beside its health.
+// skillAbout holds a skill's columns in the list, without its health.
 type skillAbout struct {
 	Name, Description, Handler, Scope, Trust string
 	StateRevision                            int
@@ -100,7 +100,7 @@ func (room *Room) skillsList(ctx context.Context, v *visit) (any, error) {
 	}
 	list := make([]listedSkill, 0, len(healths))
 	for _, h := range healths {
-		list = append(list, listedSkill{fared{h}, of[h.Skill]})
+		list = append(list, listedSkill{skillHealth{h}, of[h.Skill]})
 	}
 	next := ""
 	if more {
@@ -109,7 +109,7 @@ func (room *Room) skillsList(ctx context.Context, v *visit) (any, error) {
 	return map[string]any{"Skills": list, "Want": want, "Until": sums.Until, "Next": next}, nil
 }
 
-// skillPage is one skill.
+// skillPage shows one skill.
 func (room *Room) skillPage() page {
 	return page{
 		path: "/skills/{name}", name: "skill", open: room.openSkill,
@@ -141,7 +141,7 @@ func (room *Room) openSkill(ctx context.Context, v *visit) (string, error) {
 	return "Skill " + found, nil
 }
 
-// shownSkill is a skill with what defines it.
+// shownSkill is a skill with its definition.
 type shownSkill struct {
 	Name, Description, Handler, Scope, Trust, State, Source, DisabledBy, DisabledReason string
 	Idempotent, Enabled                                                                 bool
@@ -153,16 +153,16 @@ type shownSkill struct {
 	ToolSize, ConfigSize, EvidenceSize                                                  int64
 }
 
-// Definition, Settings and Proof are the skill's JSON as it may be shown.
+// Definition is the skill's tool definition, as shown.
 func (s shownSkill) Definition() shownValue { return shownJSON(s.Tool, s.ToolSize) }
 
-// Settings are the handler's.
+// Settings is the handler's configuration.
 func (s shownSkill) Settings() shownValue { return shownJSON(s.Config, s.ConfigSize) }
 
-// Proof is why the skill is out of service.
+// Proof is the evidence of the disabling.
 func (s shownSkill) Proof() shownValue { return shownJSON(s.Evidence, s.EvidenceSize) }
 
-// Ever reports whether the skill was put back into service before.
+// Ever reports whether the skill was enabled again before.
 func (s shownSkill) Ever() bool { return s.EnabledAt.After(time.Unix(0, 0)) }
 
 func (room *Room) skillAbout(ctx context.Context, v *visit) (any, error) {
@@ -216,7 +216,7 @@ func (room *Room) skillHealth(ctx context.Context, v *visit) (any, error) {
 		l := of[at.Unix()]
 		return []float64{float64(l.Worked - l.Failed), float64(l.Failed), float64(l.Calls - l.Worked)}
 	})
-	return map[string]any{"Health": fared{sums.Lines[0]}, "Chart": c, "Until": sums.Until}, nil
+	return map[string]any{"Health": skillHealth{sums.Lines[0]}, "Chart": c, "Until": sums.Until}, nil
 }
 
 // skillCall is a call of a skill.
@@ -226,7 +226,7 @@ type skillCall struct {
 	CreatedAt                                    time.Time
 }
 
-// skillErrors are the newest failures among the newest rows.
+// skillErrors returns the newest failures among the newest rows.
 func (room *Room) skillErrors(ctx context.Context, v *visit) (any, error) {
 	list, err := room.callsOf(ctx, v, "error", mostSkillErrors)
 	return map[string]any{"Calls": list, "Skill": v.About, "Walked": int64(walkSkillCalls)}, err
@@ -257,8 +257,8 @@ func (room *Room) callsOf(ctx context.Context, v *visit, status string, most int
 	return list, nil
 }
 
-// userOfSkill is an automation that calls a skill.
-type userOfSkill struct {
+// callingAutomation is an automation that calls a skill.
+type callingAutomation struct {
 	Name, Trigger, State, LastTraceID string
 	NextRunAt                         *time.Time
 }
@@ -271,7 +271,7 @@ func (room *Room) skillAutomations(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, fmt.Errorf("list automations of a skill: %w", err)
 	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[userOfSkill])
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[callingAutomation])
 	if err != nil {
 		return nil, fmt.Errorf("list automations of a skill: %w", err)
 	}

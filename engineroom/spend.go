@@ -19,24 +19,23 @@ import (
 )
 
 const (
-	// mostSpenders is how many lines the sums have; what is left is one more.
-	mostSpenders = 100
-	// topSpenders is how many of them the overview shows.
+	// maxSpenders bounds the lines; the rest is one more.
+	maxSpenders = 100
+	// topSpenders bounds the lines on the overview.
 	topSpenders = 5
-	// mostModelCalls is how many model calls the page lists, and walkModelCalls how many of the newest it looks at
-	// for them.
-	mostModelCalls, walkModelCalls = 25, 2000
+	// maxModelCalls bounds the listed model calls, and walkModelCalls the rows searched for them.
+	maxModelCalls, walkModelCalls = 25, 2000
 )
 
-// spendWanted is what the address of the page asks for.
-type spendWanted struct {
+// spendFilter holds the parameters of the page.
+type spendFilter struct {
 	Days, By, Per                  string
 	Skill, Purpose, Surface, Model string
-	Surfaces                       []string // that may be chosen from
+	Surfaces                       []string // options
 }
 
-// since is the beginning of the first day that is shown (UTC).
-func (w spendWanted) since() time.Time {
+// since is the beginning of the first day (UTC).
+func (w spendFilter) since() time.Time {
 	days, err := strconv.Atoi(w.Days)
 	if err != nil {
 		days = 1
@@ -44,18 +43,18 @@ func (w spendWanted) since() time.Time {
 	return today().AddDate(0, 0, 1-days)
 }
 
-// Narrowed reports whether some of what was spent is left out.
-func (w spendWanted) Narrowed() bool {
+// Narrowed reports whether a filter is set.
+func (w spendFilter) Narrowed() bool {
 	return w.Skill != "" || w.Purpose != "" || w.Surface != "" || w.Model != ""
 }
 
-// today is when the day began (UTC).
+// today is the beginning of the day (UTC).
 func today() time.Time { return time.Now().UTC().Truncate(24 * time.Hour) }
 
-// spendPage shows what model calls cost.
+// spendPage shows the cost of model calls.
 func (room *Room) spendPage() page {
 	return page{
-		path: "/spend", name: "spend", nav: "Spend", title: "Spend", open: askSpend,
+		path: "/spend", name: "spend", nav: "Spend", title: "Spend", open: openSpend,
 		parts: []part{
 			{name: "budget", every: 5 * time.Second, calm: true, load: room.budgetLines},
 			{name: "sums", every: 10 * time.Second, calm: true, load: room.spendSums},
@@ -64,8 +63,8 @@ func (room *Room) spendPage() page {
 	}
 }
 
-func askSpend(_ context.Context, v *visit) (title string, err error) {
-	want := spendWanted{Surfaces: activitySurfaces}
+func openSpend(_ context.Context, v *visit) (title string, err error) {
+	want := spendFilter{Surfaces: activitySurfaces}
 	if want.Days, err = v.oneOf("days", "7", "1", "30", "90"); err != nil {
 		return "", err
 	}
@@ -82,7 +81,7 @@ func askSpend(_ context.Context, v *visit) (title string, err error) {
 		return "", err
 	}
 	for name, into := range map[string]*string{"skill": &want.Skill, "purpose": &want.Purpose, "model": &want.Model} {
-		if *into, err = v.words(name); err != nil {
+		if *into, err = v.textFilter(name); err != nil {
 			return "", err
 		}
 	}
@@ -96,16 +95,16 @@ func askSpend(_ context.Context, v *visit) (title string, err error) {
 	return "", nil
 }
 
-// spender is a line of the sums.
-type spender struct {
+// spendRow is a line of the sums.
+type spendRow struct {
 	activity.SpendLine
-	Share string // of the money, or of the tokens where nothing has a price
-	More  string // the address where the line is taken apart
+	Share string // of the cost, or of the tokens without prices
+	More  string // URL of the line's breakdown
 }
 
-// spendSums adds up what was spent.
+// spendSums reads the sums.
 func (room *Room) spendSums(ctx context.Context, v *visit) (any, error) {
-	want, _ := v.About.(spendWanted)
+	want, _ := v.About.(spendFilter)
 	filter := activity.SpendFilter{
 		Since: want.since(), By: activity.Dimension(want.By), Skill: want.Skill, Purpose: want.Purpose, Surface: want.Surface, Model: want.Model,
 	}
@@ -119,10 +118,10 @@ func (room *Room) spendSums(ctx context.Context, v *visit) (any, error) {
 		return nil, err
 	}
 	all := added(by.Lines)
-	lines := by.Lines[:min(len(by.Lines), mostSpenders)]
-	spenders := make([]spender, 0, len(lines))
+	lines := by.Lines[:min(len(by.Lines), maxSpenders)]
+	spenders := make([]spendRow, 0, len(lines))
 	for _, l := range lines {
-		spenders = append(spenders, spender{l, share(l, all), takenApart(want, l.Key)})
+		spenders = append(spenders, spendRow{l, share(l, all), breakdownURL(want, l.Key)})
 	}
 	return map[string]any{
 		"Want": want, "All": all, "Spenders": spenders, "Others": added(by.Lines[len(lines):]), "Until": by.Until, "Since": want.since(),
@@ -130,9 +129,9 @@ func (room *Room) spendSums(ctx context.Context, v *visit) (any, error) {
 	}, nil
 }
 
-// takenApart is where one line's spend is shown by something else; empty where there is no such address.
-func takenApart(want spendWanted, key string) string {
-	if key == "" || len(key) > mostAsked || (want.By == "surface" && !slices.Contains(activitySurfaces, key)) {
+// breakdownURL returns the URL of a line's breakdown; empty for none.
+func breakdownURL(want spendFilter, key string) string {
+	if key == "" || len(key) > maxFilterBytes || (want.By == "surface" && !slices.Contains(activitySurfaces, key)) {
 		return ""
 	}
 	by := map[string]string{"skill": "model", "purpose": "model", "surface": "skill", "model": "skill"}[want.By]
@@ -149,7 +148,7 @@ func takenApart(want spendWanted, key string) string {
 	return "/spend?" + query.Encode()
 }
 
-// added is the sum of lines.
+// added returns the sum of lines.
 func added(lines []activity.SpendLine) (sum activity.SpendLine) {
 	for _, l := range lines {
 		sum.Calls += l.Calls
@@ -163,7 +162,7 @@ func added(lines []activity.SpendLine) (sum activity.SpendLine) {
 	return sum
 }
 
-// share is a line's part of all.
+// share is a line's part of the total.
 func share(l, all activity.SpendLine) string {
 	switch {
 	case all.CostUSD > 0:
@@ -174,7 +173,7 @@ func share(l, all activity.SpendLine) string {
 	return ""
 }
 
-// percentage writes a share of 1: 12 %.
+// percentage formats a fraction: 12 %.
 func percentage(f float64) string {
 	switch percent := f * 100; {
 	case percent > 0 && percent < 1:
@@ -186,14 +185,14 @@ func percentage(f float64) string {
 	}
 }
 
-// spendChart draws periods since a moment, those without spend too: money, or tokens where nothing has a price.
+// spendChart draws all periods since a time: cost, or tokens without prices.
 func spendChart(title string, lines []activity.SpendLine, since time.Time, per activity.Period, priced bool) chart {
 	c := chart{
-		Title: title, About: "Each bar is what model calls cost in that time.", Series: []series{{"spent", "bar-accent"}},
+		Title: title, About: "Each bar is the cost of model calls in that period.", Series: []series{{"spent", "bar-accent"}},
 		Write: moneyTick,
 	}
 	if !priced {
-		c.About, c.Series[0].Name = "Each bar is how many tokens model calls used in that time.", "tokens"
+		c.About, c.Series[0].Name = "Each bar is the tokens of model calls in that period.", "tokens"
 		c.Write = countTick
 	}
 	of := map[int64]float64{}
@@ -210,7 +209,7 @@ func spendChart(title string, lines []activity.SpendLine, since time.Time, per a
 	return c
 }
 
-// periodsSince are the days or hours from a moment until now.
+// periodsSince returns the days or hours from a time until now.
 func periodsSince(since time.Time, per activity.Period, values func(time.Time) []float64) []point {
 	list := []point{}
 	step, name, short := 24*time.Hour, time.DateOnly, "Jan 2"
@@ -223,7 +222,7 @@ func periodsSince(since time.Time, per activity.Period, values func(time.Time) [
 	return list
 }
 
-// moneyTick writes dollars at an axis.
+// moneyTick formats dollars at an axis.
 func moneyTick(f float64) string {
 	if f == 0 || f >= 10 {
 		return fmt.Sprintf("$%.0f", f)
@@ -231,7 +230,7 @@ func moneyTick(f float64) string {
 	return money(f)
 }
 
-// countTick writes a count at an axis: 950, 1.5k, 20M.
+// countTick formats a count at an axis: 950, 1.5k, 20M.
 func countTick(f float64) string {
 	switch {
 	case f >= 1e9:
@@ -244,7 +243,7 @@ func countTick(f float64) string {
 	return strconv.FormatFloat(f, 'f', -1, 64)
 }
 
-// modelCall is a row of the log that cost something.
+// modelCall is a row of the log with a cost.
 type modelCall struct {
 	ID, TraceID, Purpose, Surface, Model, Status string
 	Tokens                                       int64
@@ -253,9 +252,9 @@ type modelCall struct {
 	CreatedAt                                    time.Time
 }
 
-// modelCalls lists the newest model calls that the sums are made of.
+// modelCalls lists the newest model calls of the sums.
 func (room *Room) modelCalls(ctx context.Context, v *visit) (any, error) {
-	want, _ := v.About.(spendWanted)
+	want, _ := v.About.(spendFilter)
 	rows, err := room.Read.Query(ctx, `
 		select x.id::text, x.trace_id, left(x.purpose, 100) as purpose, left(x.surface, 40) as surface, left(x.model, 100) as model, x.status,
 		       lanekeeper.agent_tokens(x.token_usage, 'total_tokens') as tokens, x.cost_usd::float8 as cost_usd, x.duration_ms, x.created_at
@@ -269,7 +268,7 @@ func (room *Room) modelCalls(ctx context.Context, v *visit) (any, error) {
 		   and (@surface::text = '' or x.surface = @surface) and (@model::text = '' or lanekeeper.agent_count_key(x.model) = lanekeeper.agent_count_key(@model))
 		 order by x.id desc limit @most::int`, freshPlan, postgres.Strict{
 		"since": want.since(), "walk": walkModelCalls, "skill": want.Skill, "purpose": want.Purpose, "surface": want.Surface, "model": want.Model,
-		"most": mostModelCalls,
+		"most": maxModelCalls,
 	})
 	if err != nil {
 		return nil, fmt.Errorf("list model calls: %w", err)
@@ -286,7 +285,7 @@ func (room *Room) spendPart() part {
 	return part{name: "spend", every: 10 * time.Second, calm: true, load: room.spendPanel}
 }
 
-// window is what was spent in the last days, today included.
+// window is the spend of the last days, including today.
 type window struct {
 	Days int
 	Name string
@@ -326,27 +325,27 @@ func (room *Room) spendPanel(ctx context.Context, _ *visit) (any, error) {
 	}, nil
 }
 
-// mostHeartbeats is how many heartbeats are counted for their cost: two weeks of one every five minutes.
-const mostHeartbeats = 4000
+// maxHeartbeats bounds the counted heartbeats: two weeks at one every five minutes.
+const maxHeartbeats = 4000
 
-// budgetLine is what a limit of the day has left, in one unit.
+// budgetLine is the rest of a daily limit, in one unit.
 type budgetLine struct {
-	Surface            string // empty for all together
+	Surface            string // empty for the total
 	Spent, Aside, Left string
-	Unknown            string  // the part of Spent that no provider reported; empty when there is none
-	Limit              string  // empty when there is none
+	Unknown            string  // the part of Spent without a provider's report; empty for none
+	Limit              string  // empty for none
 	Used, Held         float64 // of the limit, 0 to 1
-	Over               bool    // nothing is left
+	Over               bool    // exhausted
 	Percent            string
 }
 
-// Bar and BarHeld are the widths of the meter's pieces, of 100.
+// Bar is the width of the spent part of the meter, of 100.
 func (b budgetLine) Bar() string { return place(100 * b.Used) }
 
-// BarHeld is the width of what is set aside.
+// BarHeld is the width of the reserved part.
 func (b budgetLine) BarHeld() string { return place(100 * b.Held) }
 
-// budgetLines are the limits of today, and what was spent where there is none.
+// budgetLines reads today's limits, and the spend without a limit.
 func (room *Room) budgetLines(ctx context.Context, _ *visit) (any, error) {
 	scopes, err := budgets.Today(ctx, room.Read)
 	if err != nil {
@@ -380,7 +379,7 @@ func (room *Room) budgetLines(ctx context.Context, _ *visit) (any, error) {
 
 func tokensText(f float64) string { return thousands(int64(f)) + " tokens" }
 
-// lineOf is what one limit has left; a limit of 0 is none.
+// lineOf computes the rest of a limit; 0 is no limit.
 func lineOf(surface string, spent, unknown, aside, limit float64, write func(float64) string) budgetLine {
 	l := budgetLine{Surface: surface, Spent: write(spent)}
 	if unknown > 0 {
@@ -399,17 +398,17 @@ func lineOf(surface string, spent, unknown, aside, limit float64, write func(flo
 	return l
 }
 
-// beatsCost is what heartbeats cost.
-type beatsCost struct {
+// heartbeatCost is the cost of heartbeats.
+type heartbeatCost struct {
 	Successful int64
-	More       bool // than were counted
+	More       bool // more than counted
 	Each       float64
 	EachTokens int64
 }
 
-// costOfHeartbeats divides what the surface spent since a moment by the heartbeats that were completed and not skipped.
-func (room *Room) costOfHeartbeats(ctx context.Context, since time.Time) (beatsCost, error) {
-	var cost beatsCost
+// costOfHeartbeats divides the surface's spend by its completed heartbeats.
+func (room *Room) costOfHeartbeats(ctx context.Context, since time.Time) (heartbeatCost, error) {
+	var cost heartbeatCost
 	sums, err := activity.CountedSpend(ctx, room.Read, activity.SpendFilter{Since: since, Surface: string(trace.Heartbeat)})
 	if err != nil {
 		return cost, err
@@ -419,11 +418,11 @@ func (room *Room) costOfHeartbeats(ctx context.Context, since time.Time) (beatsC
 		  select from agent_executions e
 		   where e.flow = 'heartbeat' and e.claimed_by is null and e.id >= lanekeeper.agent_uuid7_floor(@since::timestamptz) and e.status = 'completed'
 		     and e.result_summary not like 'skipped:%'
-		   limit @most::int + 1) x`, freshPlan, postgres.Strict{"since": since, "most": mostHeartbeats}).Scan(&cost.Successful)
+		   limit @most::int + 1) x`, freshPlan, postgres.Strict{"since": since, "most": maxHeartbeats}).Scan(&cost.Successful)
 	if err != nil {
 		return cost, fmt.Errorf("count heartbeats: %w", err)
 	}
-	if cost.More = cost.Successful > mostHeartbeats; cost.More || cost.Successful == 0 {
+	if cost.More = cost.Successful > maxHeartbeats; cost.More || cost.Successful == 0 {
 		return cost, nil
 	}
 	all := added(sums.Lines)
@@ -431,46 +430,46 @@ func (room *Room) costOfHeartbeats(ctx context.Context, since time.Time) (beatsC
 	return cost, nil
 }
 
-// The measures of a chart, in the units of its viewBox.
+// Measures of a chart, in units of its viewBox.
 const (
 	chartWide, chartHigh   = 640.0, 180.0
 	chartLeft, chartBottom = 56.0, 22.0
 	chartTop               = 8.0
 	chartTicks             = 4
-	// mostLabels is how many words fit below a chart.
-	mostLabels = 8
+	// maxLabels bounds the labels below a chart.
+	maxLabels = 8
 )
 
-// point is what a chart shows at one place: the values that are stacked there.
+// point is the stacked values at one place of a chart.
 type point struct {
 	Name   string // in the data table
 	Short  string // below the chart
 	Values []float64
 }
 
-// series is what the values of all points at one index mean.
+// series names the values at one index of all points.
 type series struct{ Name, Class string }
 
-// chart is bars, drawn on the server, and the table with the same numbers that stands beside it.
+// chart is a bar chart, drawn on the server, and its data table.
 type chart struct {
 	Title, About string
 	Series       []series
 	Points       []point
-	Write        func(float64) string // a value in words
+	Write        func(float64) string // formats a value
 }
 
 // bar is a piece of a bar.
 type bar struct{ X, Y, W, H, Class, Text string }
 
-// mark is a word at an axis.
+// mark is a label at an axis.
 type mark struct{ X, Y, Text string }
 
-// place is a number as SVG has it.
+// place formats a number for SVG.
 func place(f float64) string {
 	return strings.TrimSuffix(strings.TrimRight(fmt.Sprintf("%.1f", f), "0"), ".")
 }
 
-// Empty reports whether there is nothing to draw.
+// Empty reports whether all values are zero.
 func (c chart) Empty() bool {
 	for _, p := range c.Points {
 		if p.sum() > 0 {
@@ -487,7 +486,7 @@ func (p point) sum() (sum float64) {
 	return sum
 }
 
-// step is the distance of two ticks: 1, 2 or 5 times a power of ten, so that at most chartTicks reach the highest bar.
+// step is the distance of two ticks: 1, 2 or 5 times a power of ten, with at most chartTicks up to the highest bar.
 func (c chart) step() float64 {
 	most := 0.0
 	for _, p := range c.Points {
@@ -505,7 +504,7 @@ func (c chart) step() float64 {
 	return 10 * power
 }
 
-// height is how high a value is drawn.
+// height is the drawn height of a value.
 func (c chart) height(v float64) float64 {
 	return v / (c.step() * chartTicks) * (chartHigh - chartTop - chartBottom)
 }
@@ -531,7 +530,7 @@ func (c chart) Bars() []bar {
 	return list
 }
 
-// Ticks are the words at the left, with the lines that belong to them.
+// Ticks are the labels at the left, with their lines.
 func (c chart) Ticks() []mark {
 	list := []mark{}
 	for i := range chartTicks + 1 {
@@ -541,11 +540,11 @@ func (c chart) Ticks() []mark {
 	return list
 }
 
-// Labels are the words below, as many as fit.
+// Labels are the labels below, as many as fit.
 func (c chart) Labels() []mark {
 	list := []mark{}
 	wide := (chartWide - chartLeft) / float64(max(len(c.Points), 1))
-	every := (len(c.Points) + mostLabels - 1) / mostLabels
+	every := (len(c.Points) + maxLabels - 1) / maxLabels
 	for i, p := range c.Points {
 		if i%every == 0 {
 			list = append(list, mark{X: place(chartLeft + wide*(float64(i)+.5)), Y: place(chartHigh - 5), Text: p.Short})
@@ -554,12 +553,12 @@ func (c chart) Labels() []mark {
 	return list
 }
 
-// Box is the viewBox; Left and Right are where lines begin and end.
+// Box is the viewBox; Left and Right bound the lines.
 func (c chart) Box() string   { return fmt.Sprintf("0 0 %s %s", place(chartWide), place(chartHigh)) }
 func (c chart) Left() string  { return place(chartLeft) }
 func (c chart) Right() string { return place(chartWide) }
 
-// Rows are the points with all values in words, the latest first.
+// Rows are the points with formatted values, latest first.
 func (c chart) Rows() [][]string {
 	list := [][]string{}
 	for _, p := range slices.Backward(c.Points) {

@@ -33,18 +33,18 @@ func parseTemplates() (*template.Template, error) {
 	return template.New("").Option("missingkey=zero").Funcs(funcs()).ParseFS(templateFiles, "templates/*.html")
 }
 
-// funcs are what templates format with.
+// funcs are the functions of templates.
 func funcs() template.FuncMap {
 	return template.FuncMap{
-		"cut": cut, "brief": brief, "thousands": thousands, "money": money, "millis": millis, "at": at, "since": since, "until": until,
+		"cut": cut, "brief": brief, "thousands": thousands, "money": money, "millis": millis, "at": at, "ago": ago, "since": since, "until": until,
 		"asset": assetURL, "build": build, "tone": tone, "shape": shape, "words": words, "class": class,
 		"short": short, "dict": dict, "segment": url.PathEscape, "bytes": size,
 	}
 }
 
-// thousands writes a count with separators: 12,345.
+// thousands formats a count with separators: 12,345.
 func thousands(n int64) string {
-	digits, sign := strings.CutPrefix(strconv.FormatInt(n, 10), "-") // -n is no number for the least of all
+	digits, sign := strings.CutPrefix(strconv.FormatInt(n, 10), "-") // -n overflows for the least number
 	for i := len(digits) - 3; i > 0; i -= 3 {
 		digits = digits[:i] + "," + digits[i:]
 	}
@@ -54,7 +54,7 @@ func thousands(n int64) string {
 	return digits
 }
 
-// money writes dollars: two decimals from a dollar on, four below a cent's worth of detail.
+// money formats dollars: two decimals from one dollar on, four below a cent.
 func money(usd float64) string {
 	if usd == 0 || usd >= 1 {
 		return fmt.Sprintf("$%.2f", usd)
@@ -62,7 +62,7 @@ func money(usd float64) string {
 	return fmt.Sprintf("$%.4f", usd)
 }
 
-// millis writes a duration in milliseconds: 850 ms, 1.2 s, 3 min 20 s.
+// millis formats a duration in milliseconds: 850 ms, 1.2 s, 3 min 20 s.
 func millis(ms int64) string {
 	d := time.Duration(ms) * time.Millisecond
 	switch {
@@ -76,7 +76,7 @@ func millis(ms int64) string {
 	return fmt.Sprintf("%d h %d min", int(d.Hours()), int(d.Minutes())%60)
 }
 
-// size writes bytes: 512 B, 1.5 kB, 3.2 MB.
+// size formats bytes: 512 B, 1.5 kB, 3.2 MB.
 func size(n int64) string {
 	switch {
 	case n < 1000:
@@ -89,24 +89,26 @@ func size(n int64) string {
 	return fmt.Sprintf("%.1f GB", float64(n)/1000/1000/1000)
 }
 
-// at is a moment; the page's script shows it in the reader's time zone.
+// at formats a time; the page's script shows it in the reader's time zone.
 func at(t time.Time) template.HTML { return clock("at", t) }
 
-// since is how long ago a moment was; the page's script keeps it counting.
+// ago formats the age of a time in one unit, "3 min ago"; the page's script updates it.
+func ago(t time.Time) template.HTML { return clock("ago", t) }
+
+// since formats the duration since a time; the page's script updates it.
 func since(t time.Time) template.HTML { return clock("since", t) }
 
-// until is how long it is to a moment; the page's script counts it down.
+// until formats the time left; the page's script updates it.
 func until(t time.Time) template.HTML { return clock("until", t) }
 
-// clock writes the moment itself, which stays true however long the page is open. The script turns it into what
-// its class asks for.
+// clock writes the absolute time. The script formats it as its class demands.
 func clock(class string, t time.Time) template.HTML {
 	t = t.UTC()
 	return template.HTML(fmt.Sprintf(`<time class="%s" datetime="%s">%s UTC</time>`, // digits only
 		class, t.Format(time.RFC3339Nano), t.Format("2006-01-02 15:04:05")))
 }
 
-// short is the end of an id, enough to tell it from its neighbours.
+// short is the end of an id.
 func short(id string) string {
 	if i := strings.LastIndexByte(id, '-'); i > 0 && len(id) == 36 {
 		return id[i+1:]
@@ -133,7 +135,7 @@ func dict(pairs ...any) (map[string]any, error) {
 //go:embed assets
 var assetFiles embed.FS
 
-// fingerprints are the digests of the embedded files by name, and one over them and the templates under "".
+// fingerprints are the digests of the embedded files by name, and under "" one of all files and templates.
 var fingerprints = takeFingerprints()
 
 func takeFingerprints() map[string]string {
@@ -152,7 +154,7 @@ func takeFingerprints() map[string]string {
 			return nil
 		})
 		if err != nil {
-			return map[string]string{} // embedded files can be read; without digests they are only asked for again
+			return map[string]string{} // embedded files are readable; without digests they are only not cached
 		}
 	}
 	all[""] = base64.RawURLEncoding.EncodeToString(every.Sum(nil)[:6])
@@ -165,10 +167,10 @@ func short8(text []byte) string {
 	return base64.RawURLEncoding.EncodeToString(sum[:6])
 }
 
-// build names the state of templates and files that this process has.
+// build identifies the templates and files of this process.
 func build() string { return fingerprints[""] }
 
-// assetURL is where one of the embedded files is, in just this state.
+// assetURL returns the versioned URL of an embedded file.
 func assetURL(name string) (string, error) {
 	if _, has := fingerprints[name]; !has {
 		return "", fmt.Errorf("there is no file assets/%s", name)
@@ -176,7 +178,7 @@ func assetURL(name string) (string, error) {
 	return "/assets/" + name + "?v=" + fingerprints[name], nil
 }
 
-// asset serves one of the embedded files. Asked for by its digest it may be kept for ever.
+// asset serves an embedded file. Under its digest it is immutable.
 func (room *Room) asset(w http.ResponseWriter, r *http.Request) {
 	name := r.PathValue("file")
 	text, err := assetFiles.ReadFile("assets/" + name)
@@ -188,7 +190,7 @@ func (room *Room) asset(w http.ResponseWriter, r *http.Request) {
 	guard(h)
 	h.Set("ETag", tag)
 	h.Set("Cache-Control", "public, no-cache")
-	if r.URL.Query().Get("v") == fingerprints[name] || path.Ext(name) == ".woff2" { // a font has its version in its name
+	if r.URL.Query().Get("v") == fingerprints[name] || path.Ext(name) == ".woff2" { // a font's name has its version
 		h.Set("Cache-Control", "public, max-age=31536000, immutable")
 	}
 	if r.Header.Get("If-None-Match") == tag {
@@ -201,16 +203,15 @@ func (room *Room) asset(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// plain makes characters visible that would otherwise change how the text around them reads: controls, and
-// the marks that turn the direction of writing. The templates themselves have none.
+// plain makes control characters and direction marks visible. The templates have none.
 func plain(text []byte) []byte {
-	if !bytes.ContainsFunc(text, tricky) {
+	if !bytes.ContainsFunc(text, changesReading) {
 		return text
 	}
 	var b bytes.Buffer
 	for len(text) > 0 {
 		r, size := utf8.DecodeRune(text)
-		if tricky(r) {
+		if changesReading(r) {
 			fmt.Fprintf(&b, "⟨U+%04X⟩", r)
 		} else {
 			b.Write(text[:size])
@@ -220,8 +221,8 @@ func plain(text []byte) []byte {
 	return b.Bytes()
 }
 
-// tricky reports a character that is not shown as itself.
-func tricky(r rune) bool {
+// changesReading reports a character that is not displayed as itself.
+func changesReading(r rune) bool {
 	switch r {
 	case '\n', '\t', utf8.RuneError:
 		return false
@@ -229,8 +230,8 @@ func tricky(r rune) bool {
 	return unicode.IsControl(r) || unicode.Is(unicode.Bidi_Control, r) || r == '\u200b' || r == '\ufeff' || r == '\u2060'
 }
 
-// brief is at most n characters of a text, from both of its ends: names that are long often begin alike. What shows
-// it has the whole text at hand, such as in a title.
+// brief returns at most n characters from both ends of a text, because long names often share a prefix. The full text
+// is in a title.
 func brief(n int, s string) string {
 	if len(s) <= n {
 		return s
@@ -243,7 +244,7 @@ func brief(n int, s string) string {
 	return string(runes[:n-tail-1]) + "…" + string(runes[len(runes)-tail:])
 }
 
-// cut is at most n characters of a text, and how many more there are.
+// cut returns at most n characters of a text, and how many are omitted.
 func cut(n int, s string) string {
 	if len(s) <= n {
 		return s
@@ -258,11 +259,11 @@ func cut(n int, s string) string {
 	return s
 }
 
-// look is how a state is shown: a class for its colour and a shape that tells it apart without one.
-type look struct{ tone, shape string }
+// stateLook is the display of a state: a class for its colour, and a shape.
+type stateLook struct{ tone, shape string }
 
-// looks are the states that have more to say than their word. Others are grey, with a dot.
-var looks = map[string]look{
+// looks are the states with a display. Others are grey, with a dot.
+var looks = map[string]stateLook{
 	"success": {"tone-good", "✓"}, "completed": {"tone-good", "✓"}, "approved": {"tone-good", "✓"}, "enabled": {"tone-good", "✓"},
 	"active": {"tone-good", "✓"}, "delivered": {"tone-good", "✓"}, "healthy": {"tone-good", "✓"}, "consumed": {"tone-good", "✓"},
 	"ok": {"tone-good", "✓"}, "handled": {"tone-good", "✓"}, "answered": {"tone-good", "✓"}, "done": {"tone-good", "✓"},
@@ -285,10 +286,10 @@ func shape(state any) string {
 	return "·"
 }
 
-// words is a state as people write it: pending_approval is pending approval.
+// textFilter formats a state: pending_approval is pending approval.
 func words(state any) string { return strings.ReplaceAll(stateWord(state), "_", " ") }
 
-// class is a state as a part of a class name: what else it has becomes hyphens.
+// class is a state as a part of a class name.
 func class(state any) string {
 	return strings.Map(func(r rune) rune {
 		if (r >= 'a' && r <= 'z') || (r >= '0' && r <= '9') {
@@ -298,7 +299,7 @@ func class(state any) string {
 	}, stateWord(state))
 }
 
-// stateWord is a state as it is kept, whatever type it has: empty for a nil pointer.
+// stateWord returns a state of any type as text; empty for a nil pointer.
 func stateWord(state any) string {
 	v := reflect.ValueOf(state)
 	if v.Kind() == reflect.Pointer {
@@ -311,21 +312,21 @@ func stateWord(state any) string {
 }
 
 const (
-	// maxValue is how much of a value is read at most for a page, in characters; what is shown of it is less, so that a
-	// secret at the place of the cut is seen whole and removed whole. The statements have the number too.
+	// maxValue bounds the characters read of a value. It exceeds the shown part, so that a secret at the cut is
+	// redacted whole. The statements repeat the number.
 	maxValue = 8192
-	// maxPre is how much of a value is shown, in characters.
+	// maxPre bounds the shown characters of a value.
 	maxPre = 4000
 )
 
-// shownValue is a value of a row as it may be shown: without secrets, and not all of it where it is long.
+// shownValue is a redacted and cut value.
 type shownValue struct {
 	Text  string
 	Bytes int64 // of the whole
-	Whole bool  // nothing was left out
+	Whole bool  // nothing was cut
 }
 
-// shownJSON makes a value of the first maxValue characters of JSON that has so many bytes in all.
+// shownJSON formats the first maxValue characters of JSON of a given size.
 func shownJSON(text string, size int64) shownValue {
 	if text == "" {
 		return shownValue{Whole: true}
@@ -333,17 +334,17 @@ func shownJSON(text string, size int64) shownValue {
 	if int64(len(text)) < size || len(text) > maxPre || !json.Valid([]byte(text)) {
 		return shownText(text, size)
 	}
-	return shownValue{Text: setOut(string(redact.JSON(json.RawMessage(text), maxValue))), Bytes: size, Whole: true}
+	return shownValue{Text: formatJSON(string(redact.JSON(json.RawMessage(text), maxValue))), Bytes: size, Whole: true}
 }
 
-// shownText makes a value of the first maxValue characters of a text that has so many bytes in all.
+// shownText formats the first maxValue characters of a text of a given size.
 func shownText(text string, size int64) shownValue {
 	clean := redact.Text(text, 4*maxValue)
 	whole := int64(len(text)) == size && utf8.RuneCountInString(clean) <= maxPre
 	return shownValue{Text: clip(clean, size, maxPre), Bytes: size, Whole: whole}
 }
 
-// clip is at most n characters of a text that is, or was once cut from, one of so many bytes, which it says.
+// clip returns at most n characters of a text, with its original size if it was cut.
 func clip(text string, size int64, n int) string {
 	count := 0
 	for i := range text {
@@ -358,19 +359,19 @@ func clip(text string, size int64, n int) string {
 	return text
 }
 
-// bytesIn is size, where a variable has its name.
+// bytesIn is size, for scopes with a variable of that name.
 func bytesIn(n int64) string { return size(n) }
 
-// deepest is how deep JSON may nest to be set out in lines: each level is an indent of each line in it.
-const deepest = 60
+// maxJSONDepth bounds the nesting of formatted JSON.
+const maxJSONDepth = 60
 
-// mostLines is how many lines are compared.
-const mostLines = 20_000
+// maxLines bounds the compared lines.
+const maxLines = 20_000
 
-// setOut is JSON in lines, the keys of objects sorted, which is the order that is hashed. Numbers stay as they are
-// written. What nests too deep, or is no JSON, stays as it is.
-func setOut(text string) string {
-	if depth(text) > deepest {
+// formatJSON formats JSON with sorted keys, which is the hashed order, and numbers as written. Deeply nested or invalid
+// JSON stays unchanged.
+func formatJSON(text string) string {
+	if depth(text) > maxJSONDepth {
 		return text
 	}
 	decoder := json.NewDecoder(strings.NewReader(text))
@@ -389,7 +390,7 @@ func setOut(text string) string {
 	return strings.TrimSuffix(b.String(), "\n")
 }
 
-// depth is how deep JSON nests.
+// depth returns the nesting of JSON.
 func depth(text string) int {
 	now, most, inText := 0, 0, false
 	for i := 0; i < len(text); i++ {
@@ -409,19 +410,19 @@ func depth(text string) int {
 	return most
 }
 
-// diffLine is a line of a comparison. Sign is + for a new one, − for one that is gone, a space for one that stayed, and
-// … where lines that stayed are left out.
+// diffLine is a line of a comparison. Sign is + for a new line, − for a removed one, a space for a kept one, and …
+// for omitted kept lines.
 type diffLine struct{ Sign, Text string }
 
-// Gone and New tell the kinds apart in a template.
+// Gone reports a removed line.
 func (l diffLine) Gone() bool { return l.Sign == "−" }
 
-// New reports a line that was not there before.
+// New reports a new line.
 func (l diffLine) New() bool { return l.Sign == "+" }
 
-// compare is what became of the lines of before; nothing when they are the same. False when there are too many.
+// compare returns the differences of two texts; nothing if equal. ok is false for too many lines.
 func compare(before, after string) ([]diffLine, bool) {
-	if strings.Count(before, "\n")+strings.Count(after, "\n") > mostLines {
+	if strings.Count(before, "\n")+strings.Count(after, "\n") > maxLines {
 		return nil, false
 	}
 	before, after = before+"\n", after+"\n"

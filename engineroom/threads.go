@@ -20,7 +20,7 @@ import (
 
 const (
 	threadsShown = 50
-	queuedMost   = 100 // up to where the messages in a queue are counted
+	maxQueued    = 100 // bound of the count of queued messages
 )
 
 // threadsPage lists conversations.
@@ -31,15 +31,15 @@ func (room *Room) threadsPage() page {
 	}
 }
 
-// threadFilter is what the listing of threads is narrowed to.
+// threadFilter holds the filters of the listing.
 type threadFilter struct {
-	View           string // held or queue; empty: all
+	View           string // held or queue; empty for all
 	Channel, Owner string
 	Agent          string
 	before         *threadPlace
 }
 
-// threadPlace is a thread's place in the listing.
+// threadPlace is a thread's position in the listing.
 type threadPlace struct {
 	At time.Time
 	ID string
@@ -49,7 +49,7 @@ func threadChannels() []string {
 	return []string{threads.ChannelChat, threads.ChannelWebhook, threads.ChannelLog}
 }
 
-// Channels are what Channel can be.
+// Channels are the options of Channel.
 func (threadFilter) Channels() []string { return threadChannels() }
 
 // openThreads reads the filters.
@@ -80,7 +80,7 @@ func openThreads(_ context.Context, v *visit) (string, error) {
 	return "Threads", nil
 }
 
-// link is the address of the listing from a place on.
+// link returns the listing's URL from a position on.
 func (f threadFilter) link(p threadPlace) string {
 	q := url.Values{"before": {p.At.UTC().Format(time.RFC3339Nano) + " " + p.ID}}
 	if f.Channel != "" {
@@ -100,7 +100,7 @@ type threadRow struct {
 	ID, Channel, Owner, Participant string
 	Agent                           string
 	UpdatedAt                       time.Time
-	Role, Words                     string // what was said last
+	Role, Words                     string // the last message
 	WordsBytes                      int64
 	Queued                          int64
 	Holder                          string
@@ -109,10 +109,10 @@ type threadRow struct {
 	Parked, Stale                   bool
 }
 
-// QueuedCount is Queued as it is shown.
-func (t threadRow) QueuedCount() string { return capped(t.Queued, queuedMost) }
+// QueuedCount formats Queued.
+func (t threadRow) QueuedCount() string { return capped(t.Queued, maxQueued) }
 
-// threadRowColumns are those of threadRow, of agent_threads t, and threadRowJoins where they come from.
+// threadRowColumns are the columns of threadRow, of agent_threads t; threadRowJoins are their tables.
 const (
 	threadRowColumns = ` t.id, left(t.channel, 100) as channel, left(t.owner, 200) as owner, left(t.participant, 200) as participant, left(t.agent, 200) as agent, t.updated_at,
 		coalesce(w.role, '') as role, coalesce(w.words, '') as words, coalesce(w.words_bytes, 0) as words_bytes,
@@ -133,13 +133,13 @@ type threadList struct {
 	threadFilter
 	Rows    []threadRow
 	Older   string
-	Farther bool // not all that may match was looked at
-	Most    int  // of a view that has no further pages
+	Farther bool // the search reached its bound
+	Most    int  // of a view without further pages
 	More    bool
 	Window  int64
 }
 
-// listThreads reads a page: the thread that was spoken in last first.
+// listThreads reads a page, by the last message.
 func (room *Room) listThreads(ctx context.Context, v *visit) (any, error) {
 	f := v.About.(threadFilter)
 	if f.View != "" {
@@ -164,10 +164,10 @@ func (room *Room) listThreads(ctx context.Context, v *visit) (any, error) {
 		  join agent_threads t on t.id = p.id`+threadRowJoins+`
 		 order by t.updated_at desc, t.id desc`, freshPlan,
 		postgres.Strict{
-			"owner": f.Owner, "channel": f.Channel, "agent": f.Agent, "at": at, "before": id, "looked": lookedAt, "most": threadsShown,
-			"queued_most": queuedMost,
+			"owner": f.Owner, "channel": f.Channel, "agent": f.Agent, "at": at, "before": id, "looked": maxSearched, "most": threadsShown,
+			"queued_most": maxQueued,
 		})
-	got := threadList{threadFilter: f, Window: lookedAt}
+	got := threadList{threadFilter: f, Window: maxSearched}
 	if got.Rows, err = collectThreads(rows, err); err != nil {
 		return nil, err
 	}
@@ -189,7 +189,7 @@ func (room *Room) listThreads(ctx context.Context, v *visit) (any, error) {
 		(select x.updated_at, x.id from agent_threads x
 		  where @owner = '' and (@at::timestamptz is null or (x.updated_at, x.id) < (@at, @before))
 		  order by x.updated_at desc, x.id desc offset @looked - 1 limit 1)) w`, freshPlan,
-		postgres.Strict{"owner": f.Owner, "at": at, "before": id, "looked": lookedAt})
+		postgres.Strict{"owner": f.Owner, "at": at, "before": id, "looked": maxSearched})
 	if err != nil {
 		return nil, fmt.Errorf("look how far threads were looked at: %w", err)
 	}
@@ -203,7 +203,7 @@ func (room *Room) listThreads(ctx context.Context, v *visit) (any, error) {
 	return got, nil
 }
 
-// listBusyThreads reads the threads that are held, the longest held first, or that have messages in their queue.
+// listBusyThreads reads the held threads, the longest held first, or those with queued messages.
 func (room *Room) listBusyThreads(ctx context.Context, f threadFilter) (any, error) {
 	rows, err := room.Read.Query(ctx, `
 		with recursive waiting (id) as (
@@ -217,17 +217,17 @@ func (room *Room) listBusyThreads(ctx context.Context, f threadFilter) (any, err
 		  union all
 		  (select w.id, null from waiting w where w.id is not null limit @most + 1)) p
 		  join agent_threads t on t.id = p.id`+threadRowJoins+`
-		 order by p.at, t.id`, freshPlan, postgres.Strict{"view": f.View, "most": lanesListed, "queued_most": queuedMost})
-	got := threadList{threadFilter: f, Most: lanesListed}
+		 order by p.at, t.id`, freshPlan, postgres.Strict{"view": f.View, "most": maxBusyThreads, "queued_most": maxQueued})
+	got := threadList{threadFilter: f, Most: maxBusyThreads}
 	if got.Rows, err = collectThreads(rows, err); err != nil {
 		return nil, err
 	}
-	got.Rows, got.More = onPage(got.Rows, lanesListed)
+	got.Rows, got.More = onPage(got.Rows, maxBusyThreads)
 	return got, nil
 }
 
-// lanesListed is how many threads the views show.
-const lanesListed = 200
+// maxBusyThreads bounds the threads of the views.
+const maxBusyThreads = 200
 
 func collectThreads(rows pgx.Rows, err error) ([]threadRow, error) {
 	if err != nil {
@@ -244,11 +244,11 @@ func collectThreads(rows pgx.Rows, err error) ([]threadRow, error) {
 }
 
 const (
-	wordsShown = 50  // messages on a page
-	lineShown  = 100 // messages of the queue
+	threadMessagesShown = 50  // messages on a page
+	queueShown    = 100 // queued messages
 )
 
-// threadPage shows one conversation, and lets the admin speak in it.
+// threadPage shows one conversation, with a form for the admin.
 func (room *Room) threadPage() page {
 	return page{
 		path: "/threads/{id}", name: "thread", title: "Thread", open: room.openThread,
@@ -261,10 +261,10 @@ func (room *Room) threadPage() page {
 	}
 }
 
-// threadVisit is what a page of one thread is about.
+// threadVisit is the thread of a page.
 type threadVisit struct {
 	ID string
-	// turn and seq are where a page of the conversation ends; zero for the newest.
+	// turn and seq are the position in the conversation; zero for the newest.
 	turn, seq int64
 }
 
@@ -303,8 +303,8 @@ func (room *Room) openThread(ctx context.Context, v *visit) (string, error) {
 	return "Thread " + cut(60, id), nil
 }
 
-// threadFact is what is known of a thread, and who holds it.
-type threadFact struct {
+// threadRecord is a thread with its holder.
+type threadRecord struct {
 	ID, Channel, Target, Agent, Owner, Participant string
 	IdleSeconds                                    int
 	Said                                           int64
@@ -319,21 +319,21 @@ type threadFact struct {
 	Turns                                          []threadTurn
 }
 
-// Lane is the lane in which the thread is spoken.
-func (t threadFact) Lane() string { return threads.Lane(t.ID) }
+// Lane is the thread's lane.
+func (t threadRecord) Lane() string { return threads.Lane(t.ID) }
 
 // SummaryShown is the summary, cut.
-func (t threadFact) SummaryShown() string { return clip(t.Summary, t.SummaryBytes, maxPre) }
+func (t threadRecord) SummaryShown() string { return clip(t.Summary, t.SummaryBytes, maxPre) }
 
-// threadTurn is an execution that has something to say in a thread and has not ended.
+// threadTurn is a running execution that speaks in a thread.
 type threadTurn struct {
 	ID, Flow, Status string
-	Draft            string // what it has said so far, from its end
+	Draft            string // the end of its text so far
 	DraftBytes       int64
 	CreatedAt        time.Time
 }
 
-// threadFacts reads the thread with the lane and the turns under way.
+// threadFacts reads the thread with its lane and running turns.
 func (room *Room) threadFacts(ctx context.Context, v *visit) (any, error) {
 	id := v.About.(threadVisit).ID
 	rows, err := room.Read.Query(ctx, `
@@ -350,7 +350,7 @@ func (room *Room) threadFacts(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read thread: %w", err)
 	}
-	t, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByNameLax[threadFact])
+	t, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByNameLax[threadRecord])
 	if err != nil {
 		return nil, fmt.Errorf("read thread: %w", err)
 	}
@@ -370,8 +370,8 @@ func (room *Room) threadFacts(ctx context.Context, v *visit) (any, error) {
 	return t, nil
 }
 
-// bubble is a message.
-type bubble struct {
+// threadMessage is a message.
+type threadMessage struct {
 	ID, Role, Text, Channel, Target, Status string
 	Bytes                                   int64
 	Turn, Seq                               *int64
@@ -385,16 +385,16 @@ type bubble struct {
 	Place                                   int64 // in the queue
 }
 
-// bubbleColumns are those of bubble, of agent_messages m.
-const bubbleColumns = ` m.id::text, m.role, left(m.content, 4001) as text, left(m.channel, 100) as channel, left(m.target, 200) as target, m.status,
+// messageRowColumns are the columns of bubble, of agent_messages m.
+const messageRowColumns = ` m.id::text, m.role, left(m.content, 4001) as text, left(m.channel, 100) as channel, left(m.target, 200) as target, m.status,
 	octet_length(m.content) as bytes, m.turn, m.seq, m.execution_id::text, left(m.trace_id, 200) as trace_id, m.interrupted, m.attempts,
 	left(m.error_message, 1000) as error, m.created_at, m.delivered_at, m.next_attempt_at `
 
-func collectBubbles(rows pgx.Rows, err error) ([]bubble, error) {
+func collectThreadMessages(rows pgx.Rows, err error) ([]threadMessage, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read messages: %w", err)
 	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByNameLax[bubble])
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByNameLax[threadMessage])
 	if err != nil {
 		return nil, fmt.Errorf("read messages: %w", err)
 	}
@@ -404,22 +404,22 @@ func collectBubbles(rows pgx.Rows, err error) ([]bubble, error) {
 	return list, nil
 }
 
-// conversation reads a page of what was said, as it is read: turn by turn, oldest first.
+// conversation reads a page of messages by turn, oldest first.
 func (room *Room) conversation(ctx context.Context, v *visit) (any, error) {
 	about := v.About.(threadVisit)
 	rows, err := room.Read.Query(ctx, `
-		select `+bubbleColumns+` from (
+		select `+messageRowColumns+` from (
 		  select x.id from agent_messages x
 		   where x.thread_id = @id and x.turn > 0 and (@turn::bigint = 0 or (x.turn, x.seq) < (@turn, @seq::bigint))
 		   order by x.turn desc, x.seq desc limit @most + 1) p
 		  join agent_messages m on m.id = p.id
 		 order by m.turn desc, m.seq desc`, freshPlan,
-		postgres.Strict{"id": about.ID, "turn": about.turn, "seq": about.seq, "most": wordsShown})
-	list, err := collectBubbles(rows, err)
+		postgres.Strict{"id": about.ID, "turn": about.turn, "seq": about.seq, "most": threadMessagesShown})
+	list, err := collectThreadMessages(rows, err)
 	if err != nil {
 		return nil, err
 	}
-	list, more := onPage(list, wordsShown)
+	list, more := onPage(list, threadMessagesShown)
 	slices.Reverse(list)
 	got := map[string]any{"Messages": list, "Older": "", "Latest": ""}
 	address := "/threads/" + url.PathEscape(about.ID)
@@ -432,33 +432,33 @@ func (room *Room) conversation(ctx context.Context, v *visit) (any, error) {
 	return got, nil
 }
 
-// queuedMessages reads what stands in the queue, in its order, and what was last taken back or never left.
+// queuedMessages reads the queue in order, and the latest withdrawn or undelivered messages.
 func (room *Room) queuedMessages(ctx context.Context, v *visit) (any, error) {
 	id := v.About.(threadVisit).ID
 	rows, err := room.Read.Query(ctx, `
-		select `+bubbleColumns+`, row_number() over (order by m.id) as place from (
+		select `+messageRowColumns+`, row_number() over (order by m.id) as place from (
 		  select x.id from agent_messages x where x.thread_id = @id and x.status = 'queued' order by x.id limit @most + 1) p
 		  join agent_messages m on m.id = p.id
-		 order by m.id`, freshPlan, postgres.Strict{"id": id, "most": lineShown})
-	line, err := collectBubbles(rows, err)
+		 order by m.id`, freshPlan, postgres.Strict{"id": id, "most": queueShown})
+	line, err := collectThreadMessages(rows, err)
 	if err != nil {
 		return nil, err
 	}
 	rows, err = room.Read.Query(ctx, `
-		select `+bubbleColumns+` from (
+		select `+messageRowColumns+` from (
 		  select x.id from agent_messages x
 		   where x.thread_id = @id and x.seq is null and x.status in ('withdrawn', 'failed') order by x.created_at desc limit 10) p
 		  join agent_messages m on m.id = p.id
 		 order by m.id desc`, freshPlan, postgres.Strict{"id": id})
-	unsent, err := collectBubbles(rows, err)
+	unsent, err := collectThreadMessages(rows, err)
 	if err != nil {
 		return nil, err
 	}
-	line, more := onPage(line, lineShown)
+	line, more := onPage(line, queueShown)
 	return map[string]any{"Line": line, "More": more, "Unsent": unsent}, nil
 }
 
-// sayForm is the form in which the admin speaks. It does not follow what happens: somebody may be writing in it.
+// sayForm is the admin's form. It is not live, because somebody may be typing.
 func (room *Room) sayForm(_ context.Context, v *visit) (any, error) {
 	return v.About.(threadVisit), nil
 }

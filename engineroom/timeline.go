@@ -14,16 +14,16 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// stepsShown is how many recorded steps are on a page of the timeline.
+// stepsShown bounds the recorded steps on a page.
 const stepsShown = 40
 
-// stepPlace is a recorded step's place in the order in which they were recorded.
+// stepPlace is a recorded step's position.
 type stepPlace struct {
 	At   time.Time
 	Step string
 }
 
-// stepPlaceOf reads a place from an address; nil for none.
+// stepPlaceOf parses a position; nil for none.
 func stepPlaceOf(text string) (*stepPlace, error) {
 	if text == "" {
 		return nil, nil
@@ -43,33 +43,33 @@ type recordedStep struct {
 	Failed    bool
 	Output    string
 	Bytes     int64
-	Event     *string // of the outcome of a wait
+	Event     *string // of a wait's outcome
 	TimedOut  bool
 	CreatedAt time.Time
 }
 
-// moment is one line of the timeline.
+// timeFilter is one line of the timeline.
 type moment struct {
 	ID     string // of its element
 	At     time.Time
-	Kind   string // begin, status, step, failed, wait, claim, open, end
+	Kind   string // markReadStart, status, step, failed, wait, claim, open, end
 	Word   string
 	Step   string
 	Claim  int64
-	Taken  bool // from the execution that this one is a fork of
+	Taken  bool // copied from the forked execution
 	Output shownValue
-	Fork   string // address of the form for a fork from here
+	Fork   string // URL of the fork form from here
 }
 
-// timeline is a page of what an execution did, oldest first.
+// timeline is a page of an execution's history, oldest first.
 type timeline struct {
 	Moments         []moment
 	Strip           *strip
-	Earlier, Latest string // addresses of other pages
+	Earlier, Latest string // URLs of other pages
 	Steps           int
 }
 
-// executionTimeline reads the recorded steps of a page, and puts the rest that the row tells of between them.
+// executionTimeline reads a page of recorded steps, and merges the row's changes of status.
 func (room *Room) executionTimeline(ctx context.Context, v *visit) (any, error) {
 	about := v.About.(executionVisit)
 	x, err := room.factOf(ctx, about.ID)
@@ -107,8 +107,8 @@ func (room *Room) executionTimeline(ctx context.Context, v *visit) (any, error) 
 	return t, nil
 }
 
-// recordedSteps reads the newest steps before a place, oldest first, and whether there are others before them. An
-// output is fetched for the steps of the page only, and cut there.
+// recordedSteps reads the newest steps before a position, oldest first, and whether there are earlier ones. Outputs
+// are read for the page's steps only, and cut.
 func (room *Room) recordedSteps(ctx context.Context, about executionVisit) (list []recordedStep, more bool, err error) {
 	var at *time.Time
 	step := ""
@@ -138,8 +138,8 @@ func (room *Room) recordedSteps(ctx context.Context, about executionVisit) (list
 	return list, more, nil
 }
 
-// stepMoments are the recorded steps, with a line where another claim went on.
-func stepMoments(x executionFact, steps []recordedStep) []moment {
+// stepMoments returns the recorded steps, with a line at each new claim.
+func stepMoments(x executionRecord, steps []recordedStep) []moment {
 	all := make([]moment, 0, len(steps))
 	var claim int64
 	for _, s := range steps {
@@ -171,17 +171,17 @@ func stepMoments(x executionFact, steps []recordedStep) []moment {
 	return all
 }
 
-// elementID is the id of an element for something that has a name of any kind.
+// elementID returns an element's id for any name.
 func elementID(kind, name string) string {
 	h := fnv.New64a()
 	_, _ = h.Write([]byte(name)) // never fails
 	return fmt.Sprintf("%s-%x", kind, h.Sum64())
 }
 
-// statusMoments are the changes of status that the database knows: those that the row has a time of, and all of a run
-// for workers outside.
-func (room *Room) statusMoments(ctx context.Context, x executionFact) ([]moment, error) {
-	all := []moment{{ID: "begun", At: x.CreatedAt, Kind: "begin", Word: "Begun: pending"}}
+// statusMoments returns the stored changes of status: those with a time in the row, and all of an external worker's
+// run.
+func (room *Room) statusMoments(ctx context.Context, x executionRecord) ([]moment, error) {
+	all := []moment{{ID: "begun", At: x.CreatedAt, Kind: "begin", Word: "Created: pending"}}
 	if x.Outside {
 		changes, err := room.statusChanges(ctx, x.ID)
 		if err != nil {
@@ -190,7 +190,7 @@ func (room *Room) statusMoments(ctx context.Context, x executionFact) ([]moment,
 		return append(all[:0], changes...), nil
 	}
 	if x.StartedAt != nil {
-		all = append(all, moment{ID: "claimed-first", At: *x.StartedAt, Kind: "status", Word: "Claimed for the first time: running"})
+		all = append(all, moment{ID: "claimed-first", At: *x.StartedAt, Kind: "status", Word: "First claimed: running"})
 	}
 	if x.Status == "waiting" {
 		all = append(all, moment{ID: "waits-now", At: x.UpdatedAt, Kind: "open", Word: fmt.Sprintf("Waits, for the %s time", ordinal(x.WaitNumber))})
@@ -201,7 +201,7 @@ func (room *Room) statusMoments(ctx context.Context, x executionFact) ([]moment,
 	return all, nil
 }
 
-// statusChanges reads the newest changes of status that were kept.
+// statusChanges reads the newest stored changes of status.
 func (room *Room) statusChanges(ctx context.Context, id string) ([]moment, error) {
 	rows, err := room.Read.Query(ctx, `
 		select n, status, coalesce(waiting_for, ''), at from agent_status_changes where execution_id = @id order by n desc limit 200`,
@@ -230,7 +230,7 @@ func (room *Room) statusChanges(ctx context.Context, id string) ([]moment, error
 	return all, nil
 }
 
-// ordinal is 1st, 2nd, 3rd, 4th.
+// ordinal returns 1st, 2nd, 3rd, 4th.
 func ordinal(n int) string {
 	if n%100 < 11 || n%100 > 13 {
 		switch n % 10 {
@@ -245,11 +245,11 @@ func ordinal(n int) string {
 	return fmt.Sprintf("%dth", n)
 }
 
-// stripWide is the width of a strip in its own units; the page scales it.
+// stripWide is the strip's width in its own units.
 const stripWide = 1000
 
-// strip is the timeline as a picture: bars for the time in the queue and the time since the first claim, ticks for what
-// was recorded. The list below it says the same in words.
+// strip draws the timeline: bars for the queue time and the time since the first claim, ticks for records. The list
+// below has the same content.
 type strip struct {
 	Label string
 	Bars  []stripBar
@@ -262,9 +262,9 @@ type stripBar struct {
 	Title               string
 }
 
-// stripOf draws what lies between the beginning of an execution and the last that is known of it; nil when that is no
-// time. What a fork took over happened before.
-func stripOf(x executionFact, moments []moment) *strip {
+// stripOf draws an execution from its creation to its last record; nil without a duration. It omits a fork's copied
+// records.
+func stripOf(x executionRecord, moments []moment) *strip {
 	from, to := time.Time{}, time.Time{}
 	var own []moment
 	for _, m := range moments {

@@ -36,13 +36,13 @@ type tracedRow struct {
 	Lane                                  string
 	CreatedAt                             time.Time
 	FinishedAt                            *time.Time
-	Try                                   int    `db:"-"` // which attempt at its step it is, from 1
+	Try                                   int    `db:"-"` // number of the attempt at its step, from 1
 	ApprovalID, ApprovalStatus            string `db:"-"`
 	TraceID                               string `db:"-"`
 	InputCut, OutputCut, MessageCut       bool   `db:"-"`
 }
 
-// show prepares the texts: JSON that was read whole is set out in lines.
+// show formats complete JSON texts.
 func (r *tracedRow) show(id string) {
 	r.TraceID = id
 	r.Input, r.InputCut = setOutWhole(r.Input, r.InputBytes)
@@ -50,15 +50,15 @@ func (r *tracedRow) show(id string) {
 	r.MessageCut = int64(len(r.Message)) < r.MessageBytes
 }
 
-// setOutWhole is JSON in lines, when all of it is there, and whether it is not.
+// setOutWhole formats JSON if it is complete, and reports if it is not.
 func setOutWhole(text string, size int64) (string, bool) {
 	if int64(len(text)) < size {
 		return text, true
 	}
-	return setOut(text), false
+	return formatJSON(text), false
 }
 
-// tracedColumns are those of a tracedRow, of which texts have at most @text characters.
+// tracedColumns are the columns of a tracedRow, texts cut at @text characters.
 const tracedColumns = `a.id::text, a.execution_id::text, a.parent_id::text, a.claim, left(a.step, 300) as step, a.kind,
 	left(a.agent, 100) as agent, left(a.surface, 100) as surface, left(a.skill_name, 200) as skill, a.skill_id::text,
 	left(a.purpose, 200) as purpose, a.status, coalesce(left(nullif(a.input::text, '{}'), @text::int), '') as input,
@@ -73,8 +73,7 @@ const tracedColumns = `a.id::text, a.execution_id::text, a.parent_id::text, a.cl
 	lanekeeper.agent_tokens(a.token_usage, 'unknown_tokens') as unknown, coalesce(a.token_usage ->> 'estimated', '') = 'true' as estimated, a.cost_usd::float8 as cost_usd, a.duration_ms,
 	left(a.idempotency_key, 200) as key, left(a.thread_id, 300) as thread_id, left(a.lane, 255) as lane, a.created_at, a.finished_at`
 
-// rowsOf reads the activities that the waterfall and the tree are made of: the first and the last, and those that
-// failed.
+// rowsOf reads the activities of the waterfall and the tree: the first, the last, and the failed ones.
 func (room *Room) rowsOf(ctx context.Context, id string, count int64) ([]tracedRow, error) {
 	rows, err := room.Read.Query(ctx, `
 		with picked as (
@@ -93,7 +92,7 @@ func (room *Room) rowsOf(ctx context.Context, id string, count int64) ([]tracedR
 	return collectTraced(rows, err, id)
 }
 
-// pageOf reads a page of the table: the rows after one, in the order in which they began.
+// pageOf reads a page of the table in order of the start, after a row.
 func (room *Room) pageOf(ctx context.Context, id, after string) ([]tracedRow, error) {
 	rows, err := room.Read.Query(ctx, `
 		select `+tracedColumns+`
@@ -109,7 +108,7 @@ func (room *Room) pageOf(ctx context.Context, id, after string) ([]tracedRow, er
 	return collectTraced(rows, err, id)
 }
 
-// rowOf reads one activity of a trace, nearly whole; none when it has no such one.
+// rowOf reads one activity of a trace, almost uncut; none if it is unknown.
 func (room *Room) rowOf(ctx context.Context, id, row string) ([]tracedRow, error) {
 	rows, err := room.Read.Query(ctx, `
 		select `+tracedColumns+`
@@ -118,7 +117,7 @@ func (room *Room) rowOf(ctx context.Context, id, row string) ([]tracedRow, error
 	return collectTraced(rows, err, id)
 }
 
-// collectTraced reads rows, numbers the attempts at each step, and prepares what is shown.
+// collectTraced reads rows, numbers the attempts at each step, and formats the texts.
 func collectTraced(rows pgx.Rows, err error, id string) ([]tracedRow, error) {
 	if err != nil {
 		return nil, fmt.Errorf("list activities of trace: %w", err)
@@ -139,10 +138,10 @@ func collectTraced(rows pgx.Rows, err error, id string) ([]tracedRow, error) {
 	return list, nil
 }
 
-// acts reports whether the row is a call, of a skill or a model, which can be made again.
+// acts reports a call of a skill or model, which can be retried.
 func (r *tracedRow) acts() bool { return r.Kind == "call" || r.Kind == "model" }
 
-// addApprovals notes at each row which leave was asked for it.
+// addApprovals adds each row's approval.
 func (room *Room) addApprovals(ctx context.Context, id string, list []tracedRow) error {
 	rows, err := room.Read.Query(ctx, `
 		select p.id::text, coalesce(p.activity_id::text, '') as activity_id, coalesce(p.execution_id::text, '') as execution_id,
@@ -176,33 +175,33 @@ func (room *Room) addApprovals(ctx context.Context, id string, list []tracedRow)
 	return nil
 }
 
-// Sort is the row's sort in words and colours.
+// Sort is the row's sort, for texts and colours.
 func (r *tracedRow) Sort() string { return rowNode(r).Sort }
 
 // Label is the row's sort for people.
 func (r *tracedRow) Label() string { return rowNode(r).Label() }
 
-// Took is its duration in few characters; empty while it goes on, and for what has none.
+// Took is its duration in short form; empty while it runs, or without one.
 func (r *tracedRow) Took() string { return rowNode(r).Took() }
 
-// deepestLevel is how deep a tree is drawn: what lies deeper stands at that depth, and says how deep it is.
-const deepestLevel = 16
+// maxTreeLevel bounds the drawn depth of a tree. Deeper nodes show their depth.
+const maxTreeLevel = 16
 
-// tracedNode is a line of a trace: a run, an activity, a wait, or rows that are left out.
+// tracedNode is a line of a trace: a run, an activity, a wait, or omitted rows.
 type tracedNode struct {
 	ID     string // of its element
-	Sort   string // run, model, call, retry, phase, note, wait, lane or more: it has a colour and a label
+	Sort   string // run, model, call, retry, phase, note, wait, lane or more: it selects a colour and a label
 	Name   string
 	Status string
 	From   time.Time
-	To     *time.Time // nil while it goes on
+	To     *time.Time // nil while it runs
 	Level  int        // in the tree, from 0
 
 	Run  *tracedRun
 	Row  *tracedRow
 	Wait *tracedWait
 
-	// What it and all below it add up to. AtLeast says that not all of it was read.
+	// The sums of the node and its descendants. AtLeast marks incomplete sums.
 	Tokens  int64
 	CostUSD float64
 	Errors  int64
@@ -210,7 +209,7 @@ type tracedNode struct {
 
 	Children []*tracedNode
 	Bars     []tracedBar
-	Left     int64 // rows left out here; -1 when they were not counted
+	Left     int64 // omitted rows; -1 if not counted
 	After    string
 
 	parent *tracedNode
@@ -231,13 +230,13 @@ func (n *tracedNode) Label() string {
 	return sortLabels[n.Sort]
 }
 
-// Depth is how deep it is drawn.
-func (n *tracedNode) Depth() int { return min(n.Level, deepestLevel) }
+// Depth is the drawn depth.
+func (n *tracedNode) Depth() int { return min(n.Level, maxTreeLevel) }
 
-// Deep reports whether it lies deeper than it is drawn.
-func (n *tracedNode) Deep() bool { return n.Level > deepestLevel }
+// Deep reports a node below the drawn depth.
+func (n *tracedNode) Deep() bool { return n.Level > maxTreeLevel }
 
-// DurationMS is how long it took; nil while it goes on.
+// DurationMS is the duration; nil while it runs.
 func (n *tracedNode) DurationMS() *int64 {
 	if n.Row != nil && n.Row.DurationMS != nil {
 		return n.Row.DurationMS
@@ -245,10 +244,10 @@ func (n *tracedNode) DurationMS() *int64 {
 	return between(n.From, n.To)
 }
 
-// Point reports something that has no duration.
+// Point reports a node without a duration.
 func (n *tracedNode) Point() bool { return n.Sort == "note" || n.Sort == "more" }
 
-// nodesOf makes nodes of what was read, in the order in which they began.
+// nodesOf makes nodes in order of their start.
 func nodesOf(rows []tracedRow, runs []tracedRun, waits []tracedWait) []*tracedNode {
 	var nodes []*tracedNode
 	for i := range runs {
@@ -270,7 +269,7 @@ func nodesOf(rows []tracedRow, runs []tracedRun, waits []tracedWait) []*tracedNo
 	return nodes
 }
 
-// rank puts what contains others before them, where both began at once.
+// rank orders a container before its children at equal times.
 func rank(n *tracedNode) int {
 	switch n.Sort {
 	case "run":
@@ -314,9 +313,9 @@ func waitNode(w *tracedWait) *tracedNode {
 	return n
 }
 
-// arrange puts nodes under one another and returns them in the order in which they are drawn. An activity stands under
-// its parent, else under its run; a run under the run that started it; a wait under the phase that its step belongs to.
-// Each node appears once, also where rows, which anybody may write by SQL, name each other as parents.
+// arrange builds the tree and returns its nodes in drawing order. An activity is below its parent, or else its run; a
+// run is below the run that started it; a wait is below the phase of its step. Each node appears once, also with
+// circular parents, which SQL writers can create.
 func arrange(nodes []*tracedNode) []*tracedNode {
 	byID := make(map[string]*tracedNode, len(nodes))
 	phases := map[string][]*tracedNode{}
@@ -336,7 +335,7 @@ func arrange(nodes []*tracedNode) []*tracedNode {
 		above.Children = append(above.Children, n)
 	}
 	order := make([]*tracedNode, 0, len(nodes))
-	for _, n := range append(top, nodes...) { // those that nothing leads to are in a circle: its first breaks it
+	for _, n := range append(top, nodes...) { // unreached nodes form a circle; its first node breaks it
 		order = n.walk(nil, order)
 	}
 	for _, n := range slices.Backward(order) {
@@ -349,7 +348,7 @@ func arrange(nodes []*tracedNode) []*tracedNode {
 	return order
 }
 
-// above is the node that n stands under; nil for none.
+// above returns the parent of n; nil for none.
 func (n *tracedNode) above(byID map[string]*tracedNode, phases map[string][]*tracedNode) *tracedNode {
 	switch {
 	case n.Run != nil && n.Run.ParentID != nil:
@@ -374,7 +373,7 @@ func (n *tracedNode) above(byID map[string]*tracedNode, phases map[string][]*tra
 	return byID["run-"+text(n.Row.ExecutionID)]
 }
 
-// walk appends n and what is below it that has no place yet. It does not recurse: a chain of parents may be long.
+// walk appends n and its unplaced descendants. It does not recurse, because a chain of parents may be long.
 func (n *tracedNode) walk(parent *tracedNode, order []*tracedNode) []*tracedNode {
 	type visit struct{ node, parent *tracedNode }
 	stack := []visit{{n, parent}}
@@ -396,13 +395,13 @@ func (n *tracedNode) walk(parent *tracedNode, order []*tracedNode) []*tracedNode
 	return order
 }
 
-// branches are the nodes as a tree that is no deeper than it is drawn: what lies deeper stands beside its parent.
+// branches returns the nodes as a tree of bounded depth: a deeper node is beside its parent.
 func branches(order []*tracedNode) []*tracedNode {
 	var top []*tracedNode
 	for _, n := range order {
 		n.Children = nil
 		above := n.parent
-		for above != nil && above.Level >= deepestLevel {
+		for above != nil && above.Level >= maxTreeLevel {
 			above = above.parent
 		}
 		if above == nil {
@@ -414,30 +413,30 @@ func branches(order []*tracedNode) []*tracedNode {
 	return top
 }
 
-// Took is its duration in few characters; empty while it goes on, and for what has none.
+// Took is its duration in short form; empty while it runs, or without one.
 func (n *tracedNode) Took() string {
 	ms := n.DurationMS()
 	if ms == nil || n.Point() {
 		return ""
 	}
-	return lastingMS(*ms)
+	return formatMS(*ms)
 }
 
-// Goes reports whether it goes on.
+// Goes reports whether it is running.
 func (n *tracedNode) Goes() bool { return n.To == nil && !n.Point() }
 
-// Fine reports a state that needs no word beside its sign.
+// Fine reports a state whose sign is enough.
 func (n *tracedNode) Fine() bool {
 	return n.Status == "success" || n.Status == "completed" || n.Status == "done"
 }
 
-// Unfolded reports whether the tree shows what is below at once.
+// Unfolded reports whether the tree starts expanded here.
 func (n *tracedNode) Unfolded() bool { return n.Level < 3 }
 
-// Queued is how long a run stood in the queue before somebody began it; empty when nobody has, or it was at once.
+// Queued is a run's queue time; empty before the claim, or if it was short.
 func (r tracedRun) Queued() string {
 	if r.StartedAt == nil || r.StartedAt.Sub(r.CreatedAt) < time.Millisecond {
 		return ""
 	}
-	return lasting(r.StartedAt.Sub(r.CreatedAt))
+	return formatDuration(r.StartedAt.Sub(r.CreatedAt))
 }

@@ -12,47 +12,46 @@ import (
 type tracedBar struct {
 	Class    string
 	X, Width string
-	Open     bool // it goes on
+	Open     bool // it is running
 }
 
-// tracedTick is a mark of the time axis: how long after the beginning.
+// tracedTick is a mark of the time axis, relative to the start.
 type tracedTick struct{ X, Word string }
 
-// tracedGap is a time in which nothing was done, drawn shorter than it was.
+// tracedGap is idle time, drawn shorter.
 type tracedGap struct {
 	X, Width, Middle string
 	MS               int64
-	After            int64 // milliseconds from the beginning
-	Rest             bool  // it is not idle: not all that happened in it is shown
-	Roomy            bool  // its length fits beside its mark
+	After            int64 // milliseconds from the start
+	Rest             bool  // not idle: it has omitted rows
+	Roomy            bool  // its label fits
 }
 
-// traceScale maps moments to places from 0 to 100, the first to the last moment of a trace. Time in which no call ran
-// is drawn shorter where it is long beside the rest: a wait of three days must not leave a pixel for the work around
-// it.
+// traceScale maps times to positions from 0 to 100. It draws long idle time shorter, so that a wait of three days
+// leaves room for the work around it.
 type traceScale struct {
-	stretches []stretch
+	stretches []segment
 	whole     float64 // of the drawing, in drawn seconds
 	start     time.Time
-	open      bool // something goes on: the right edge is now
+	open      bool // it is running: the right edge is now
 }
 
-// stretch is a piece of the scale that is drawn at one scale.
-type stretch struct {
+// segment is a part of the scale with one ratio.
+type segment struct {
 	from, to time.Time
 	at, wide float64 // in drawn seconds
-	short    bool    // drawn shorter than it was
-	rest     bool    // not all that happened in it is shown
+	short    bool    // drawn shorter
+	rest     bool    // it has omitted rows
 }
 
 const (
-	leastIdle = time.Second // idle time of up to three times this is drawn as it is
-	mostGaps  = 12          // the longest ones
-	leastBar  = 0.35        // width of the shortest bar, in percent
-	openTail  = 0.06        // part of the drawing that is kept for what goes on
+	minIdle  = time.Second // idle time of up to three times this is drawn to scale
+	maxGaps  = 12          // the longest ones
+	minBar   = 0.35        // least width of a bar, in percent
+	openTail = 0.06        // share of the drawing for running work
 )
 
-// newTraceScale makes the scale for nodes; nil for none.
+// newTraceScale returns the scale of nodes; nil for none.
 func newTraceScale(nodes []*tracedNode) *traceScale {
 	var moments []time.Time
 	t := &traceScale{}
@@ -80,10 +79,10 @@ func newTraceScale(nodes []*tracedNode) *traceScale {
 	return t
 }
 
-// period is a piece of time.
+// period is a period of time.
 type period struct{ from, to time.Time }
 
-// busyOf are the times in which a call ran, in order and without overlaps.
+// busyOf returns the periods with a running call, in order and disjoint.
 func busyOf(nodes []*tracedNode, last time.Time) []period {
 	var all []period
 	for _, n := range nodes {
@@ -109,8 +108,8 @@ func busyOf(nodes []*tracedNode, last time.Time) []period {
 	return busy
 }
 
-// stretch lays out the time between moments. All gaps together take at most two fifths of the drawing, and the rest, of
-// which little is known, as much again as is shown whole.
+// segment lays out the time between moments. All gaps together take at most two fifths of the drawing, and the
+// omitted rows as much as the shown ones.
 func (t *traceScale) stretch(moments []time.Time, busy []period, rest *tracedNode) {
 	worked := time.Duration(0)
 	for _, p := range busy {
@@ -118,10 +117,10 @@ func (t *traceScale) stretch(moments []time.Time, busy []period, rest *tracedNod
 			worked += p.to.Sub(p.from)
 		}
 	}
-	limit := max(leastIdle, worked/8)
+	limit := max(minIdle, worked/8)
 	next := 0
 	for i := 1; i < len(moments); i++ {
-		s := stretch{from: moments[i-1], to: moments[i]}
+		s := segment{from: moments[i-1], to: moments[i]}
 		for next < len(busy) && !busy[next].to.After(s.from) {
 			next++
 		}
@@ -157,7 +156,7 @@ func (t *traceScale) stretch(moments []time.Time, busy []period, rest *tracedNod
 	}
 }
 
-// keepLongest leaves only the longest gaps short.
+// keepLongest shortens only the longest gaps.
 func (t *traceScale) keepLongest() {
 	var short []int
 	for i, s := range t.stretches {
@@ -165,25 +164,25 @@ func (t *traceScale) keepLongest() {
 			short = append(short, i)
 		}
 	}
-	if len(short) <= mostGaps {
+	if len(short) <= maxGaps {
 		return
 	}
 	slices.SortFunc(short, func(a, b int) int {
 		x, y := t.stretches[a], t.stretches[b]
 		return cmp.Compare(y.to.Sub(y.from), x.to.Sub(x.from))
 	})
-	for _, i := range short[mostGaps:] {
+	for _, i := range short[maxGaps:] {
 		t.stretches[i].short = false
 	}
 }
 
-// place is where a moment is drawn, in percent.
+// place returns the position of a time, in percent.
 func (t *traceScale) place(at time.Time) float64 {
 	edge := 100.0
 	if t.open {
 		edge -= 100 * openTail
 	}
-	i, _ := slices.BinarySearchFunc(t.stretches, at, func(s stretch, at time.Time) int { return s.to.Compare(at) })
+	i, _ := slices.BinarySearchFunc(t.stretches, at, func(s segment, at time.Time) int { return s.to.Compare(at) })
 	if i == len(t.stretches) || t.whole == 0 {
 		if at.After(t.start) {
 			return edge
@@ -198,10 +197,10 @@ func (t *traceScale) place(at time.Time) float64 {
 	return edge * (s.at + part*s.wide) / t.whole
 }
 
-// percent is an SVG length.
+// percent formats an SVG length.
 func percent(x float64) string { return strconv.FormatFloat(x, 'f', 2, 64) + "%" }
 
-// draw gives nodes their bars.
+// draw sets the bars of nodes.
 func (t *traceScale) draw(nodes []*tracedNode) {
 	for _, n := range nodes {
 		switch {
@@ -215,17 +214,17 @@ func (t *traceScale) draw(nodes []*tracedNode) {
 	}
 }
 
-// bar is the rectangle from a moment to another, or to the edge.
+// bar returns the rectangle between two times, or to the edge.
 func (t *traceScale) bar(class string, from time.Time, to *time.Time) tracedBar {
 	x, end := t.place(from), 100.0
 	if to != nil {
 		end = t.place(*to)
 	}
-	wide := max(end-x, leastBar)
+	wide := max(end-x, minBar)
 	return tracedBar{Class: class, X: percent(min(x, 100-wide)), Width: percent(wide), Open: to == nil}
 }
 
-// gaps are the times that are drawn short.
+// gaps returns the shortened periods.
 func (t *traceScale) gaps() []tracedGap {
 	var all []tracedGap
 	last := -100.0
@@ -246,7 +245,7 @@ func (t *traceScale) gaps() []tracedGap {
 	return all
 }
 
-// ticks are the marks of the axis: round times after the beginning, where time is drawn as it was.
+// ticks returns the marks of the axis: round times since the start, where the scale is linear.
 func (t *traceScale) ticks() []tracedTick {
 	if t.whole == 0 {
 		return []tracedTick{{percent(0), "0"}}
@@ -263,7 +262,7 @@ func (t *traceScale) ticks() []tracedTick {
 			after := time.Duration(float64(n) * step * float64(time.Second))
 			x := t.place(t.start.Add(after))
 			if x-last >= 16 && x <= 88 {
-				all = append(all, tracedTick{percent(x), lasting(after)})
+				all = append(all, tracedTick{percent(x), formatDuration(after)})
 				last = x
 			}
 		}
@@ -271,7 +270,7 @@ func (t *traceScale) ticks() []tracedTick {
 	return all
 }
 
-// roundStep is the smallest round number of seconds that is not less.
+// roundStep rounds seconds up to a round number.
 func roundStep(seconds float64) float64 {
 	for _, s := range []float64{
 		.001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400,
@@ -284,8 +283,8 @@ func roundStep(seconds float64) float64 {
 	return float64(int64(seconds/day)+1) * day
 }
 
-// lasting writes a duration in few characters: 250 ms, 12 s, 3 min 20 s, 2 h 5 min, 3 d 4 h.
-func lasting(d time.Duration) string {
+// formatDuration formats a duration: 250 ms, 12 s, 3 min 20 s, 2 h 5 min, 3 d 4 h.
+func formatDuration(d time.Duration) string {
 	day := 24 * time.Hour
 	switch {
 	case d < time.Second:
@@ -300,7 +299,7 @@ func lasting(d time.Duration) string {
 	return pair(d, day, "d", time.Hour, "h")
 }
 
-// pair writes a duration in two units, the smaller one where it is not 0.
+// pair formats a duration in two units, without a zero smaller one.
 func pair(d, big time.Duration, bigName string, small time.Duration, smallName string) string {
 	if rest := d % big / small; rest > 0 {
 		return fmt.Sprintf("%d %s %d %s", d/big, bigName, rest, smallName)
@@ -308,11 +307,11 @@ func pair(d, big time.Duration, bigName string, small time.Duration, smallName s
 	return fmt.Sprintf("%d %s", d/big, bigName)
 }
 
-// lastingMS is lasting, in milliseconds.
-func lastingMS(ms int64) string { return lasting(time.Duration(ms) * time.Millisecond) }
+// formatMS is lasting, in milliseconds.
+func formatMS(ms int64) string { return formatDuration(time.Duration(ms) * time.Millisecond) }
 
 // Word is the gap's length.
-func (g tracedGap) Word() string { return lastingMS(g.MS) }
+func (g tracedGap) Word() string { return formatMS(g.MS) }
 
-// Place is how long after the beginning the gap begins.
-func (g tracedGap) Place() string { return lastingMS(g.After) }
+// Place is the gap's start, relative to the trace's.
+func (g tracedGap) Place() string { return formatMS(g.After) }

@@ -24,7 +24,7 @@ type tracedRun struct {
 	StartedAt, CompletedAt              *time.Time
 }
 
-// began is when the run began to be worked on, or to exist where nobody has yet.
+// began is the run's start of work, or its creation.
 func (r tracedRun) began() time.Time {
 	if r.StartedAt != nil {
 		return *r.StartedAt
@@ -32,10 +32,10 @@ func (r tracedRun) began() time.Time {
 	return r.CreatedAt
 }
 
-// Failed reports whether the run ended otherwise than its flow wanted.
+// Failed reports a failed, timed out or cancelled run.
 func (r tracedRun) Failed() bool { return r.Status == "failed" || r.Status == "timeout" }
 
-// runsOf reads the executions of a trace, the first ones, and whether there are more.
+// runsOf reads the first executions of a trace, and whether there are more.
 func (room *Room) runsOf(ctx context.Context, id string) (runs []tracedRun, more bool, err error) {
 	rows, err := room.Read.Query(ctx, `
 		select e.id::text, e.surface, left(e.flow, 200) as flow, e.status, e.parent_id::text, e.forked_from::text, e.thread_id,
@@ -58,7 +58,7 @@ func (room *Room) runsOf(ctx context.Context, id string) (runs []tracedRun, more
 	return runs, false, nil
 }
 
-// tracedSums are what the rows of a trace, or of one of its executions, add up to.
+// tracedSums are the totals of a trace's or an execution's rows.
 type tracedSums struct {
 	ExecutionID            *string
 	Rows, Failed           int64
@@ -67,10 +67,10 @@ type tracedSums struct {
 	CostUSD                float64
 	First, Last            *time.Time
 	Surface                string
-	Skipped                bool // all rows are
+	Skipped                bool // all rows are skipped
 }
 
-// sumsOf adds up the rows of a trace by execution, and all of them; of a very long trace the first traceSummed rows.
+// sumsOf reads the totals of a trace by execution, over at most traceSummed rows.
 func (room *Room) sumsOf(ctx context.Context, id string) (byRun map[string]tracedSums, all tracedSums, more bool, err error) {
 	rows, err := room.Read.Query(ctx, `
 		select a.execution_id::text, count(*) as rows, count(*) filter (where a.status = 'error') as failed,
@@ -105,7 +105,7 @@ func (room *Room) sumsOf(ctx context.Context, id string) (byRun map[string]trace
 	return byRun, all, all.Rows > traceSummed, nil
 }
 
-// add adds another sum.
+// add adds other totals.
 func (s *tracedSums) add(o tracedSums) {
 	s.Rows, s.Failed, s.Running, s.Skipped = s.Rows+o.Rows, s.Failed+o.Failed, s.Running || o.Running, s.Skipped && o.Skipped
 	s.Prompt, s.Output, s.Tokens, s.CostUSD = s.Prompt+o.Prompt, s.Output+o.Output, s.Tokens+o.Tokens, s.CostUSD+o.CostUSD
@@ -117,13 +117,13 @@ func (s *tracedSums) add(o tracedSums) {
 	}
 }
 
-// tracedFailure is one thing that went wrong.
+// tracedFailure is one failure.
 type tracedFailure struct {
 	ID, Name, Status, Class, Message string
 	At                               time.Time
 }
 
-// failuresOf lists what failed in a trace, in the order in which it began.
+// failuresOf lists the failures of a trace in order of their start.
 func (room *Room) failuresOf(ctx context.Context, id string) (list []tracedFailure, more bool, err error) {
 	rows, err := room.Read.Query(ctx, `
 		select b.id::text, left(b.skill_name, 200) as name, b.status, left(b.error_class, 100) as class,
@@ -147,15 +147,15 @@ func (room *Room) failuresOf(ctx context.Context, id string) (list []tracedFailu
 	return list, false, nil
 }
 
-// tracedAround is what the other tables know of a trace.
+// tracedAround is the data about a trace in other tables.
 type tracedAround struct {
-	Lanes        []string // in which its rows were written
-	Held         []string // that it holds now
-	Newer, Older *string  // the traces that began after and before it
-	Pending      int64    // approvals that it waits for
+	Lanes        []string // lanes of its rows
+	Held         []string // lanes that it holds
+	Newer, Older *string  // the next and the previous trace
+	Pending      int64    // pending approvals
 }
 
-// aroundOf looks beyond the rows of a trace. root is its first execution; empty when it has none.
+// aroundOf reads data about a trace from other tables. root is its first execution; empty for none.
 func (room *Room) aroundOf(ctx context.Context, id, root string, runs []string) (tracedAround, error) {
 	rows, err := room.Read.Query(ctx, `
 		select array(select distinct x.lane from (select a.lane from agent_activity a
@@ -199,7 +199,7 @@ type tracedSummary struct {
 	Failures                 []tracedFailure
 	FailedRuns               []tracedRun
 	MoreFailures             bool
-	OnPage                   bool // the rows that failed are on the same page
+	OnPage                   bool // the failed rows are on this page
 }
 
 // traceSummary loads the head.
@@ -231,8 +231,8 @@ func (room *Room) traceSummary(ctx context.Context, v *visit) (any, error) {
 	})
 }
 
-// fill draws the conclusions: how the whole stands, from the executions that no other started, or from the rows where
-// there is none (an admin's single action, a tick that was skipped).
+// fill computes the trace's status from its root executions. Without any (an admin's single action, a skipped tick)
+// it uses the rows.
 func (s *tracedSummary) fill() {
 	seen := map[string]bool{}
 	rooted := false
@@ -244,7 +244,7 @@ func (s *tracedSummary) fill() {
 			seen[*r.ThreadID] = true
 			s.Threads = append(s.Threads, *r.ThreadID)
 		}
-		if r.ParentID != nil && (rooted || i > 0) { // the first begins the trace, also where its parent is of another one
+		if r.ParentID != nil && (rooted || i > 0) { // the first starts the trace, even with a parent in another one
 			continue
 		}
 		if !rooted {
@@ -270,24 +270,24 @@ func (s *tracedSummary) fill() {
 	s.FinishedAt = s.Sums.Last
 }
 
-// Took is how long the work took in few characters; empty while it goes on.
+// Took is the duration in short form; empty while it runs.
 func (s *tracedSummary) Took() string {
 	if ms := between(s.StartedAt, s.FinishedAt); ms != nil {
-		return lastingMS(*ms)
+		return formatMS(*ms)
 	}
 	return ""
 }
 
-// Counted is how many rows there are, as far as they were counted.
+// Counted is the bounded number of rows.
 func (s *tracedSummary) Counted() int64 { return min(s.Sums.Rows, traceSummed) }
 
-// FirstRuns are those that the head names.
+// FirstRuns are the runs in the head.
 func (s *tracedSummary) FirstRuns() []tracedRun { return s.Runs[:min(len(s.Runs), 5)] }
 
 // HasMoreRuns reports whether there are others.
 func (s *tracedSummary) HasMoreRuns() bool { return len(s.Runs) > 5 }
 
-// RowLink is where a row is shown: on the same page in the views that have it, else by itself.
+// RowLink returns a row's URL: on this page if the view has it, else its own.
 func (s *tracedSummary) RowLink(row string) string {
 	if s.OnPage {
 		return "#in-row-" + row
@@ -295,15 +295,15 @@ func (s *tracedSummary) RowLink(row string) string {
 	return "/traces/" + s.ID + "?row=" + row
 }
 
-// mostErrors is how many failures are seen without unfolding.
-const mostErrors = 8
+// maxErrors bounds the failures shown without expanding.
+const maxErrors = 8
 
-// FirstFailures are those that are seen at once.
+// FirstFailures are the failures shown at once.
 func (s *tracedSummary) FirstFailures() []tracedFailure {
-	return s.Failures[:min(len(s.Failures), mostErrors)]
+	return s.Failures[:min(len(s.Failures), maxErrors)]
 }
 
-// OtherFailures are folded.
+// OtherFailures are collapsed.
 func (s *tracedSummary) OtherFailures() []tracedFailure {
-	return s.Failures[min(len(s.Failures), mostErrors):]
+	return s.Failures[min(len(s.Failures), maxErrors):]
 }

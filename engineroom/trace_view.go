@@ -16,29 +16,29 @@ import (
 	reasons "github.com/lanekeeper/lanekeeper/why"
 )
 
-// tracedView is what the page shows below its head, in one of its ways.
+// tracedView is the content below the head, in one of the views.
 type tracedView struct {
 	ID, View, Row string
 	Rows          int64 // of the trace
-	More          bool  // the trace has more rows than were counted
-	Shown         int   // rows that are shown
+	More          bool  // the count of rows reached its bound
+	Shown         int   // shown rows
 	MoreRuns      bool
 
-	Order  []*tracedNode // the waterfall's lines
+	Order  []*tracedNode // lines of the waterfall
 	Top    []*tracedNode // the tree
 	Ticks  []tracedTick
 	Gaps   []tracedGap
-	Sorts  []string // that occur, for the legend
-	Guess  bool     // a wait is drawn whose beginning is not recorded
+	Sorts  []string // present sorts, for the legend
+	Guess  bool     // a wait's start is an estimate
 	Table  []tracedRow
 	Waits  []tracedWait
-	Next   string // the row behind which the table's next page begins
-	Paged  bool   // this is not the first page
+	Next   string // last row of this page of the table
+	Paged  bool   // not the first page
 	Single *tracedRow
-	Prompt *tracedPrompt // of the single row, when it is a model call
+	Prompt *tracedPrompt // of a single model call
 }
 
-// traceView loads the view that is asked for.
+// traceView loads the chosen view.
 func (room *Room) traceView(ctx context.Context, v *visit) (any, error) {
 	about, _ := v.About.(*tracedVisit)
 	return room.settled(ctx, about, "view", func() (any, bool, error) {
@@ -57,7 +57,7 @@ func (room *Room) traceView(ctx context.Context, v *visit) (any, error) {
 	})
 }
 
-// loadRow reads the one activity that is shown.
+// loadRow reads the one shown activity.
 func (room *Room) loadRow(ctx context.Context, view *tracedView) (open bool, err error) {
 	rows, err := room.rowOf(ctx, view.ID, view.Row)
 	if err != nil || len(rows) == 0 {
@@ -75,7 +75,7 @@ func (room *Room) loadRow(ctx context.Context, view *tracedView) (open bool, err
 	return view.Single.Status == "running", nil
 }
 
-// loadTable reads a page of the table, and on the first one the waits.
+// loadTable reads a page of the table, and on the first page the waits.
 func (room *Room) loadTable(ctx context.Context, about *tracedVisit, view *tracedView) (open bool, err error) {
 	rows, err := room.pageOf(ctx, view.ID, about.After)
 	if err != nil {
@@ -101,7 +101,7 @@ func (room *Room) loadTable(ctx context.Context, about *tracedVisit, view *trace
 	return slices.ContainsFunc(view.Table, func(r tracedRow) bool { return r.Status == "running" }), nil
 }
 
-// loadTree reads what the waterfall and the tree are made of.
+// loadTree reads the rows of the waterfall and the tree.
 func (room *Room) loadTree(ctx context.Context, about *tracedVisit, view *tracedView) (open bool, err error) {
 	runs, moreRuns, err := room.runsOf(ctx, about.ID)
 	if err != nil {
@@ -134,10 +134,10 @@ func (room *Room) loadTree(ctx context.Context, about *tracedVisit, view *traced
 	return sums.Running, nil
 }
 
-// withRest adds a line for the rows that are left out, after the first ones that are shown.
+// withRest adds a line for the omitted rows after the first ones.
 func withRest(nodes []*tracedNode, rows []tracedRow, count int64, more bool) []*tracedNode {
 	before, after := rows[traceFirst-1], rows[traceFirst]
-	last := rows[max(len(rows)-traceLast, traceFirst)] // up to here nobody knows what ran when
+	last := rows[max(len(rows)-traceLast, traceFirst)] // the order up to here is unknown
 	rest := &tracedNode{
 		ID: "rest", Sort: "more", From: before.CreatedAt, To: new(last.CreatedAt), After: before.ID, Left: count - int64(len(rows)),
 	}
@@ -152,7 +152,7 @@ func withRest(nodes []*tracedNode, rows []tracedRow, count int64, more bool) []*
 	return append(nodes, rest)
 }
 
-// rollUp puts the exact sums at the runs, which count every row, and marks what could not be counted.
+// rollUp sets the exact totals at the runs, and marks incomplete ones.
 func rollUp(order []*tracedNode, byRun map[string]tracedSums, partly bool) {
 	if !partly {
 		return
@@ -177,7 +177,7 @@ func rollUp(order []*tracedNode, byRun map[string]tracedSums, partly bool) {
 	}
 }
 
-// fill makes the drawing or the tree of what was arranged.
+// fill builds the drawing or the tree.
 func (view *tracedView) fill(order []*tracedNode) {
 	for _, n := range order {
 		if !slices.Contains(view.Sorts, n.Sort) && n.Sort != "more" {
@@ -197,13 +197,13 @@ func (view *tracedView) fill(order []*tracedNode) {
 	}
 }
 
-// legend is the order of its words.
+// legend is the order of the legend's words.
 var legend = []string{"run", "phase", "model", "call", "retry", "wait", "lane", "note"}
 
-// SortLabel names a sort for the legend.
+// SortLabel returns the label of a sort.
 func (view *tracedView) SortLabel(sort string) string { return sortLabels[sort] }
 
-// Thin reports the bars of what contains others, which are drawn flat.
+// Thin reports bars of containers, which are drawn flat.
 func (view *tracedView) Thin(class string) bool {
 	return class == "run" || class == "phase" || class == "queue"
 }
@@ -391,7 +391,7 @@ func (w tracedWait) Took() string {
 	if w.To == nil {
 		return ""
 	}
-	return lasting(w.To.Sub(w.From))
+	return formatDuration(w.To.Sub(w.From))
 }
 
 // Link is the page of what is waited for; empty when it has none.

@@ -47,14 +47,14 @@ func (room *Room) tracesPage() page {
 	}
 }
 
-// tracesWanted is what a listing is narrowed down to.
-type tracesWanted struct {
+// traceFilter is what a listing is narrowed down to.
+type traceFilter struct {
 	Surface, Status, Agent, Since, Before string
 	span                                  time.Duration
 }
 
-// tracedWork is a trace in the listing.
-type tracedWork struct {
+// traceRow is a trace in the listing.
+type traceRow struct {
 	ExecutionID, TraceID, Surface, Flow, Summary, Status string
 	Agent                                                string
 	StartedAt                                            time.Time
@@ -65,9 +65,9 @@ type tracedWork struct {
 }
 
 // Took is how long the work took in few characters; empty while it goes on.
-func (w tracedWork) Took() string {
+func (w traceRow) Took() string {
 	if ms := between(w.StartedAt, w.FinishedAt); ms != nil {
-		return lastingMS(*ms)
+		return formatMS(*ms)
 	}
 	return ""
 }
@@ -86,7 +86,7 @@ func (room *Room) openTraces(_ context.Context, v *visit) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	w := tracesWanted{Surface: q["surface"], Status: q["status"], Agent: q["agent"], Since: q["since"]}
+	w := traceFilter{Surface: q["surface"], Status: q["status"], Agent: q["agent"], Since: q["since"]}
 	if w.Before, err = v.uuidFilter("before"); err != nil {
 		return "", err
 	}
@@ -118,7 +118,7 @@ func oneOf(name, value string, allowed []string) error {
 // listTraces reads one page. The newest of each surface come from the index of the surface, and those that a worker
 // has from the index of these, so the runs that other runs started, however many there are, are not looked at.
 func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
-	w, _ := v.About.(tracesWanted)
+	w, _ := v.About.(traceFilter)
 	surfaces := surfaceNames()
 	if w.Surface != "" {
 		surfaces = []string{w.Surface}
@@ -158,12 +158,12 @@ func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 		                where y.trace_id = r.trace_id order by y.created_at limit @most::int + 1) a) t
 		 order by r.id desc`, freshPlan, postgres.Strict{
 		"surfaces": surfaces, "status": w.Status, "agent": w.Agent, "span": traceSpan(w.span), "before": w.Before, "limit": tracesPerPage,
-		"most": tracesSummed, "looked": lookedAt,
+		"most": tracesSummed, "looked": maxSearched,
 	})
 	if err != nil {
 		return nil, fmt.Errorf("list traces: %w", err)
 	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[tracedWork])
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[traceRow])
 	if err != nil {
 		return nil, fmt.Errorf("list traces: %w", err)
 	}
@@ -176,22 +176,22 @@ func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 		list[i].Summary = redact.Text(list[i].Summary, 1000)
 	}
 	return map[string]any{
-		"Traces": list, "Older": older, "Newest": v.at("before", ""), "Wanted": w, "Most": int64(tracesSummed), "Window": int64(lookedAt),
-		"Sampled": slices.ContainsFunc(list, func(w tracedWork) bool { return w.More }),
+		"Traces": list, "Older": older, "Newest": v.at("before", ""), "Wanted": w, "Most": int64(tracesSummed), "Window": int64(maxSearched),
+		"Sampled": slices.ContainsFunc(list, func(w traceRow) bool { return w.More }),
 	}, nil
 }
 
 // Surfaces are those that the listing can be narrowed down to.
-func (tracesWanted) Surfaces() []string { return surfaceNames() }
+func (traceFilter) Surfaces() []string { return surfaceNames() }
 
 // States are those of a trace, which are its first run's.
-func (tracesWanted) States() []string { return executionStatuses() }
+func (traceFilter) States() []string { return executionStatuses() }
 
 // Ages are how far back it can go.
-func (tracesWanted) Ages() []traceAge { return traceAges }
+func (traceFilter) Ages() []traceAge { return traceAges }
 
 // Narrowed reports whether a filter is set.
-func (w tracesWanted) Narrowed() bool {
+func (w traceFilter) Narrowed() bool {
 	return w.Surface != "" || w.Status != "" || w.Agent != "" || w.Since != "" || w.Before != ""
 }
 
@@ -244,7 +244,7 @@ type tracedVisit struct {
 	After string // where the page of the table begins
 
 	mu   sync.Mutex
-	seen map[string]settledPart // by part, once the trace has ended
+	seen map[string]settledPart // leadingFilter part, once the trace has ended
 }
 
 // settledPart is what a part of a trace that has ended was loaded with.
@@ -333,10 +333,10 @@ func (room *Room) settled(ctx context.Context, about *tracedVisit, part string, 
 		                 where x.trace_id = @id order by x.id desc limit @most) e) r`,
 		freshPlan, postgres.Strict{"id": about.ID, "most": traceRuns})
 	if err != nil {
-		return nil, fmt.Errorf("look at trace: %w", err)
+		return nil, fmt.Errorf("read trace: %w", err)
 	}
 	if now, err = pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[traceState]); err != nil {
-		return nil, fmt.Errorf("look at trace: %w", err)
+		return nil, fmt.Errorf("read trace: %w", err)
 	}
 	about.mu.Lock()
 	was, has := about.seen[part]
@@ -399,7 +399,7 @@ func (room *Room) promptOf(ctx context.Context, id, row string) (*tracedPrompt, 
 		if found && part.Role == "" {
 			shown.Role = "tools"
 		}
-		whole := setOut(string(part.Body))
+		whole := formatJSON(string(part.Body))
 		shown.Text = cut(min(left, traceWhole), whole)
 		shown.TextCut = shown.Text != whole
 		left = max(left-len(shown.Text), 0)

@@ -35,7 +35,7 @@ func began(t *testing.T, pool *pgxpool.Pool, surface trace.Surface, status strin
 func TestTracesAreRolledUp(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	shows(t, server.URL+"/traces", "Nothing has been done yet")
+	shows(t, server.URL+"/traces", "No trace yet")
 	id := began(t, pool, trace.Heartbeat, "completed", 5)
 	sql(t, pool, `
 		insert into agent_activity (trace_id, kind, skill_name, status, token_usage, cost_usd, finished_at)
@@ -227,7 +227,7 @@ func TestATraceIsShownFromEveryFormOfItsID(t *testing.T) {
 			t.Fatalf("%s: status %d", form, status)
 		}
 		wants(t, body, `data-copy="`+string(id)+`"`, `data-copy="`+id.OTel()+`"`, "/executions/"+run, "/threads/ops", "heartbeat",
-			"What went wrong", "no prices", "no answer came", "$0.5000", "39 min")
+			"Errors", "no prices", "no answer came", "$0.5000", "39 min")
 	}
 	for path, want := range map[string]int{
 		"/traces/" + string(trace.New(trace.Chat)): 404, "/traces/hb_nonsense": 400, "/traces/" + string(id) + "?view=pie": 400,
@@ -266,7 +266,7 @@ func TestWhatATraceWaitsForNowIsDrawn(t *testing.T) {
 	sql(t, pool, `insert into agent_lock_waiters (lane, owner, expires_at)
 		select 'operate', id || '#4', clock_timestamp() + interval '1 minute' from agent_executions where flow = 'one'`, nil)
 	_, body := testkit.Get(t, server.URL+"/traces/"+string(id))
-	wants(t, body, "for an approval", `href="/approvals/a%2Fb"`, "it goes on, at most until", `kind-lane">lane wait<`, "for operate",
+	wants(t, body, "for an approval", `href="/approvals/a%2Fb"`, "still waiting, at most until", `kind-lane">lane wait<`, "for operate",
 		"holding its process", "wf-open")
 }
 
@@ -469,7 +469,7 @@ func TestAModelCallShowsItsPrompt(t *testing.T) {
 		insert into agent_activity (trace_id, surface, skill_name, kind, status, token_usage)
 		values ($1, 'operate', 'model_call', 'model', 'success', '{"prompt_tokens": 1200, "cached_tokens": 1000, "cache_write_tokens": 50, "total_tokens": 1210}')
 		returning id::text`, trace)
-	wants(t, shows(t, server.URL+"/traces/"+trace+"?row="+call), "was not recorded, or is no longer kept", "1,000 cached", "50 cache writes")
+	wants(t, shows(t, server.URL+"/traces/"+trace+"?row="+call), "was not recorded, or has been deleted", "1,000 cached", "50 cache writes")
 	put(t, pool, `
 		with part as (
 		  insert into agent_prompt_parts (digest, body) select sha256(b::bytea), b

@@ -262,7 +262,7 @@ func (in *Interpreter) begin(ctx context.Context, name string, input json.RawMes
 			err = failure("removed", "flow %s: %s", name, ErrRemoved)
 		}
 		if err == nil && in.Logger != nil {
-			in.Logger.InfoContext(ctx, "flow begun", "flow", name, "version", version)
+			in.Logger.InfoContext(ctx, "flow started", "flow", name, "version", version)
 		}
 		return version, err
 	})

@@ -136,7 +136,7 @@ func (c *Client) classifyFailure(ctx context.Context, t skills.RemoteTool, conn 
 func (c *Client) connection(ctx context.Context, server string) (*connection, error) {
 	r, err := Get(ctx, c.opts.Pool, server)
 	if errors.Is(err, ErrNotFound) {
-		return nil, &skills.CallError{Class: skills.ClassHandler, Message: fmt.Sprintf("there is no MCP server %s any more", server)}
+		return nil, &skills.CallError{Class: skills.ClassHandler, Message: fmt.Sprintf("MCP server %s was removed", server)}
 	}
 	if err != nil {
 		return nil, err
@@ -282,7 +282,7 @@ func (c *Client) noteAttempt(ctx context.Context, server, failure, about string)
 		       about = case when @failure = '' then @about else about end
 		 where name = @name`, postgres.Strict{"failure": failure, "about": about, "name": server})
 	if err != nil {
-		return fmt.Errorf("note sync of MCP server %q: %w", server, err)
+		return fmt.Errorf("record sync of MCP server %q: %w", server, err)
 	}
 	return nil
 }
@@ -326,7 +326,7 @@ func (c *Client) syncDue(ctx context.Context) {
 		due, err = pgx.CollectRows(rows, pgx.RowTo[string])
 	}
 	if err != nil && ctx.Err() == nil {
-		c.log.WarnContext(ctx, "MCP servers not looked for", "error", err)
+		c.log.WarnContext(ctx, "MCP servers not synced", "error", err)
 	}
 	for _, server := range due {
 		if ctx.Err() != nil {

@@ -95,7 +95,7 @@ func StoreConflict(ctx context.Context, db postgres.DB, n Note, c *ConflictError
 		err = ErrConflictsFull
 	}
 	if err != nil {
-		return "", fmt.Errorf("keep conflict of memory %q: %w", c.Key, err)
+		return "", fmt.Errorf("store conflict of memory %q: %w", c.Key, err)
 	}
 	return id, nil
 }
@@ -161,7 +161,7 @@ type Decision struct {
 // [*ConflictError], and the conflict stays open.
 func Decide(ctx context.Context, tx pgx.Tx, id string, d Decision) (Conflict, error) {
 	if strings.TrimSpace(d.By) == "" {
-		return Conflict{}, fmt.Errorf("decide memory conflict: %w: name the admin who does it", ErrInvalid)
+		return Conflict{}, fmt.Errorf("decide memory conflict: %w: an admin is required", ErrInvalid)
 	}
 	status := ConflictKept
 	if d.Take {

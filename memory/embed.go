@@ -51,12 +51,12 @@ func (x *Index) Run(ctx context.Context, db postgres.DB) error {
 			return nil //nolint:nilerr // the process stops
 		case err != nil:
 			if !failing {
-				x.log.WarnContext(ctx, "memories not embedded; the next pass goes on", "model", x.model.Model(), "error", err)
+				x.log.WarnContext(ctx, "memories not embedded; the next pass retries", "model", x.model.Model(), "error", err)
 			}
 			failing, pause = true, min(2*pause, maxEmbedPause)
 		default:
 			if failing {
-				x.log.InfoContext(ctx, "memories are embedded again", "model", x.model.Model())
+				x.log.InfoContext(ctx, "memory embedding resumed", "model", x.model.Model())
 			}
 			failing, pause, since = false, embedEvery, began.Add(-embedOverlap)
 			if full {
@@ -273,7 +273,7 @@ func (x *Index) release(ctx context.Context, db postgres.DB, list []claimedEntry
 
 // delayRetry delays a rejected text: by 5 minutes, then 20, then 80, at most a day.
 func (x *Index) delayRetry(ctx context.Context, db postgres.DB, c claimedEntry, why error) error {
-	x.log.WarnContext(ctx, "the embedding server refuses a memory; it is found by words alone",
+	x.log.WarnContext(ctx, "embedding server rejected a memory; only word search finds it",
 		"id", c.ID, "model", x.model.Model(), "error", why)
 	_, err := db.Exec(ctx, `
 		update agent_memory_embeddings e
@@ -281,7 +281,7 @@ func (x *Index) delayRetry(ctx context.Context, db postgres.DB, c claimedEntry, 
 		 where e.memory_id = @id and e.model = @model and e.revision = @revision and e.due_at is not null`,
 		postgres.Strict{"id": c.ID, "model": x.model.Model(), "revision": c.Revision})
 	if err != nil {
-		return fmt.Errorf("put back memory to embed: %w", err)
+		return fmt.Errorf("delay memory to embed: %w", err)
 	}
 	return nil
 }

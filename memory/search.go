@@ -235,9 +235,9 @@ func (x *Index) report(ctx context.Context, wrong string, err error) {
 	switch wrong {
 	case before:
 	case "":
-		x.log.InfoContext(ctx, "memory is searched by meaning again", "model", x.model.Model())
+		x.log.InfoContext(ctx, "semantic memory search resumed", "model", x.model.Model())
 	default:
-		x.log.WarnContext(ctx, "memory is searched by words alone; `agent doctor` says what helps",
+		x.log.WarnContext(ctx, "memory search uses words alone; run agent doctor",
 			"reason", wrong, "model", x.model.Model(), "error", err)
 	}
 }

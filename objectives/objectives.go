@@ -271,7 +271,7 @@ func AtRevision(ctx context.Context, tx pgx.Tx, name string, revision int) error
 		err = ErrNotFound
 	}
 	if err != nil {
-		return fmt.Errorf("look at objective %q: %w", name, err)
+		return fmt.Errorf("lock objective %q: %w", name, err)
 	}
 	return postgres.AtRevision("objective", name, revision, current)
 }
@@ -373,7 +373,7 @@ func Reject(ctx context.Context, db postgres.DB, nameOrID, by, reason string) (b
 
 func decide(ctx context.Context, db postgres.DB, nameOrID, status, by, reason string) (bool, error) {
 	if strings.TrimSpace(by) == "" {
-		return false, fmt.Errorf("decide objective %q: name the admin who does it", nameOrID)
+		return false, fmt.Errorf("decide objective %q: an admin is required", nameOrID)
 	}
 	o, err := Get(ctx, db, nameOrID)
 	if err != nil {
@@ -396,25 +396,25 @@ func decide(ctx context.Context, db postgres.DB, nameOrID, status, by, reason st
 // and returns the current objective. [ErrNotActive] reports an objective that is neither active nor proposed.
 func SetNote(ctx context.Context, db postgres.DB, nameOrID, note, traceID string, revision int) (Objective, error) {
 	if err := checkText("note", note, maxNote); err != nil {
-		return Objective{}, fmt.Errorf("note objective %q: %w", nameOrID, err)
+		return Objective{}, fmt.Errorf("set note of objective %q: %w", nameOrID, err)
 	}
 	o, err := Get(ctx, db, nameOrID)
 	if err != nil {
 		return Objective{}, err
 	}
 	if o.Status != Active && o.Status != Proposed && o.Status != Paused {
-		return Objective{}, fmt.Errorf("note objective %q: %w", nameOrID, ErrNotActive)
+		return Objective{}, fmt.Errorf("set note of objective %q: %w", nameOrID, ErrNotActive)
 	}
 	tag, err := db.Exec(ctx, `
 		update agent_objectives set note = @note, last_trace_id = @trace_id, updated_at = clock_timestamp()
 		 where id = @id and status = @status and (@revision = 0 or revision = @revision or @revision = -1 and note = '')`,
 		pgx.StrictNamedArgs{"id": o.ID, "note": note, "trace_id": traceID, "status": o.Status, "revision": revision})
 	if err != nil {
-		return Objective{}, fmt.Errorf("note objective %q: %w", nameOrID, err)
+		return Objective{}, fmt.Errorf("set note of objective %q: %w", nameOrID, err)
 	}
 	o, err = Get(ctx, db, o.ID)
 	if err == nil && tag.RowsAffected() == 0 {
-		err = fmt.Errorf("note objective %q: %w", nameOrID, ErrConflict)
+		err = fmt.Errorf("set note of objective %q: %w", nameOrID, ErrConflict)
 	}
 	return o, err
 }

@@ -331,7 +331,7 @@ func CompleteStep(ctx context.Context, db postgres.Beginner, stepID, result, tra
 // returns false if the step is not pending any more.
 func ConfirmStep(ctx context.Context, db postgres.Beginner, stepID, by, reason, traceID string) (bool, error) {
 	if strings.TrimSpace(by) == "" || strings.TrimSpace(reason) == "" {
-		return false, errors.New("complete step: an admin's word needs who gives it and why")
+		return false, errors.New("complete step: a confirmation needs an admin and a reason")
 	}
 	return complete(ctx, db, stepID, reason, traceID, func(ctx context.Context, tx pgx.Tx) error {
 		_, err := tx.Exec(ctx, `

@@ -327,7 +327,7 @@ func Enable(ctx context.Context, db postgres.DB, name, by, reason string) (bool,
 // an admin replaces self-heal, which makes the state permanent. It returns [ErrNotFound] for an unknown skill.
 func Disable(ctx context.Context, db postgres.DB, name, by, reason string, evidence any) (bool, error) {
 	if strings.TrimSpace(by) == "" {
-		return false, fmt.Errorf("disable skill %q: %w", name, errors.New("nobody is named who does it"))
+		return false, fmt.Errorf("disable skill %q: %w", name, errors.New("an actor is required"))
 	}
 	encoded, err := marshalEvidence(evidence)
 	if err != nil {
@@ -380,7 +380,7 @@ func AtRevision(ctx context.Context, tx pgx.Tx, name string, revision int) error
 		err = ErrNotFound
 	}
 	if err != nil {
-		return fmt.Errorf("look at skill %q: %w", name, err)
+		return fmt.Errorf("lock skill %q: %w", name, err)
 	}
 	return postgres.AtRevision("skill", name, revision, current)
 }

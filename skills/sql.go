@@ -291,7 +291,7 @@ func (d Database) Check(ctx context.Context) error {
 	}
 	if d.Role != "" {
 		if _, err := tx.Exec(ctx, d.asRole()[2:]); err != nil {
-			return fmt.Errorf("take the role %s: %w", d.Role, err)
+			return fmt.Errorf("set the role %s: %w", d.Role, err)
 		}
 	}
 	return nil

@@ -366,7 +366,7 @@ func StoreConflict(ctx context.Context, tx pgx.Tx, e Endpoint, d Delivery, in In
 		select exists (select from kept)`,
 		postgres.Strict{"delivery": d.ID, "headers": e.StoredHeaders(in.Header), "body": in.Body, "sum": sum, "most": maxStoredConflicts}).Scan(&kept)
 	if err != nil {
-		return false, false, fmt.Errorf("keep another body of delivery %s: %w", d.ID, err)
+		return false, false, fmt.Errorf("store another body of delivery %s: %w", d.ID, err)
 	}
 	return true, kept, nil
 }

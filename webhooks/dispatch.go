@@ -84,7 +84,7 @@ func (d *Dispatcher) attempt(ctx context.Context, m message) {
 	}
 	id, err := openActivity(ctx, d.Pool, m, entry)
 	if err != nil {
-		d.Logger.WarnContext(ctx, "outgoing webhook put off", "target", m.Target, "error", err)
+		d.Logger.WarnContext(ctx, "outgoing webhook delayed", "target", m.Target, "error", err)
 		return // due again when the lease ends
 	}
 	v := d.send(trace.WithActivity(ctx, id), m)
@@ -104,7 +104,7 @@ func (d *Dispatcher) attempt(ctx context.Context, m message) {
 		})
 	})
 	if err != nil {
-		d.Logger.WarnContext(ctx, "outgoing webhook not settled, it will be sent again", "target", m.Target, "error", err)
+		d.Logger.WarnContext(ctx, "outgoing webhook not settled; it will be resent", "target", m.Target, "error", err)
 	}
 	d.Logger.InfoContext(ctx, "webhook sent", "target", m.Target, "event", m.Event, "attempt", m.Attempt, "http_status", v.status, "error", v.err)
 }
@@ -158,11 +158,11 @@ func claimDue(ctx context.Context, db postgres.DB, limit, each int, full []strin
 		  from taken k join agent_webhook_targets t on t.id = k.target_id`,
 		postgres.Strict{"limit": limit, "each": each, "full": full, "lease": lease.Seconds()})
 	if err != nil {
-		return nil, fmt.Errorf("take outgoing webhooks: %w", err)
+		return nil, fmt.Errorf("claim outgoing webhooks: %w", err)
 	}
 	got, err := pgx.CollectRows(rows, pgx.RowToStructByName[message])
 	if err != nil {
-		return nil, fmt.Errorf("take outgoing webhooks: %w", err)
+		return nil, fmt.Errorf("claim outgoing webhooks: %w", err)
 	}
 	return got, nil
 }

@@ -125,7 +125,7 @@ func or(d, otherwise time.Duration) time.Duration {
 // report logs an error, unless it is the end.
 func (r *Runner) report(ctx context.Context, what string, err error) {
 	if err != nil && ctx.Err() == nil {
-		r.Logger.WarnContext(ctx, "automations not looked after", "doing", what, "error", err)
+		r.Logger.WarnContext(ctx, "automations not checked", "doing", what, "error", err)
 	}
 }
 
@@ -169,7 +169,7 @@ func (r *Runner) Dispatch(ctx context.Context) (started int, err error) {
 }
 
 // errTaken rolls an execution back whose run somebody else has taken.
-var errTaken = errors.New("taken by somebody else")
+var errTaken = errors.New("claimed by another process")
 
 // start takes a run and starts its execution, in one transaction.
 func (r *Runner) start(ctx context.Context, t Task) (bool, error) {

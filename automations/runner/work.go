@@ -81,7 +81,7 @@ func decide(ctx context.Context, db postgres.DB, log *slog.Logger, a automations
 	}
 	meant, err := automations.ConditionHolds(ctx, db, a, run.ID)
 	if undecided, ok := errors.AsType[*automations.ConditionError](err); ok {
-		log.WarnContext(ctx, "automation condition cannot be decided", "automation", a.Name, "run", run.ID, "error", undecided.Err)
+		log.WarnContext(ctx, "automation condition failed", "automation", a.Name, "run", run.ID, "error", undecided.Err)
 		_, err := automations.MarkDead(ctx, db, run.ID, undecided.Error())
 		return false, err
 	}

@@ -144,7 +144,7 @@ func (w *browserTest) pages() []string {
 func TestPageShowsCommands(t *testing.T) {
 	t.Parallel()
 	w := newBrowserTest(t, browser.Look{})
-	w.Shows("The agent has not done anything yet")
+	w.Shows("No activity yet")
 	w.waitLive()
 	var beat struct {
 		Trace struct {
@@ -172,8 +172,8 @@ func TestApproveOnPage(t *testing.T) {
 	w.Until("the overview asks for it", `document.querySelector("#need-approval li a")`)
 	w.checkNotReloaded()
 	w.Click("#need-approval li a")
-	w.Until("its page is there", `location.pathname.startsWith("/approvals/") && document.querySelector(".levers")`)
-	w.submitForm(".levers details:nth-of-type(1)")
+	w.Until("its page is there", `location.pathname.startsWith("/approvals/") && document.querySelector(".actions")`)
+	w.submitForm(".actions details:nth-of-type(1)")
 	w.Shows("The decision is recorded")
 	w.Click(`#decision a[href^="/executions/"]`)
 	w.Until("its execution is completed", `location.pathname.startsWith("/executions/") && document.querySelector("main .status-completed")`)
@@ -214,7 +214,7 @@ func TestPauseOnPage(t *testing.T) {
 	}
 	w.Go(w.base + "/spend")
 	w.submitForm("#pause")
-	w.Shows("Autonomous work goes on.")
+	w.Shows("Autonomous work is resumed.")
 	w.Until("the banner is gone", `!document.querySelector("#pause.paused")`)
 	contains(t, w.must("heartbeat"), "✓ completed")
 

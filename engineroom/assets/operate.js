@@ -125,11 +125,11 @@
       },
       approval(a) {
         if (asked.has(a.id)) return;
-        const item = bubble("system", "This call needs your leave, until " + new Date(a.expires_at).toLocaleString() + ":");
+        const item = bubble("system", "This call needs approval, until " + new Date(a.expires_at).toLocaleString() + ":");
         item.setAttribute("role", "group");
         item.setAttribute("aria-label", "Approval of " + visible(a.skill));
         item.append(make("p", "mono", a.skill), make("pre", "json", typeof a.arguments === "string" ? a.arguments : JSON.stringify(a.arguments, null, 2)));
-        const line = make("p", "levers"), said = make("p", "muted");
+        const line = make("p", "actions"), said = make("p", "muted");
         said.setAttribute("role", "status");
         for (const [decision, word] of [["approve", "Approve"], ["reject", "Deny"]]) {
           const button = make("button", "", word);
@@ -234,7 +234,7 @@
       if (!sent) box.value = message;
       return ended("");
     }
-    tell(result ? "The turn goes on …" : "The connection broke. Looking for the turn …");
+    tell(result ? "The turn continues …" : "The connection broke. Looking for the turn …");
     return follow(show);
   };
   // seek looks for a turn of which the page has not heard that it began.
@@ -258,7 +258,7 @@
     tell("");
     const item = note("Not said: " + (p.detail || p.title));
     if (status === 409 && p.holder) {
-      const line = make("p", "levers");
+      const line = make("p", "actions");
       const wait = make("button", "", "Wait for the lane"), look = make("button", "", "Watch");
       wait.type = look.type = "button";
       wait.addEventListener("click", () => { line.remove(); say(message, true); });
@@ -289,7 +289,7 @@
             tell("Waits for your decision.");
             const list = await api("GET", "/v1/approvals?status=pending&trace_id=" + encodeURIComponent(turn.trace));
             if (list.ok) for (const a of parse(await list.text()).items) show.approval({ id: a.id, skill: a.skill_name, arguments: a.arguments, expires_at: a.expires_at });
-          } else tell("The turn goes on elsewhere …");
+          } else tell("The turn continues elsewhere …");
         } else tell("The server is busy; looking again …");
       } catch { tell("The server cannot be reached; looking again …"); }
       await pause(wait);

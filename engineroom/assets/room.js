@@ -1,6 +1,6 @@
 "use strict";
 // The Engine Room in a browser: parts that change are morphed in, clocks tick, keys lead about. Without it every page
-// can be read and every lever pulled.
+// can be read and every action pulled.
 (() => {
   const $ = (id) => document.getElementById(id);
   const all = (selector, root = document) => [...root.querySelectorAll(selector)];
@@ -53,6 +53,11 @@
     if (s < 86400) return Math.floor(s / 3600) + " h " + Math.floor((s % 3600) / 60) + " min";
     return Math.floor(s / 86400) + " d " + Math.floor((s % 86400) / 3600) + " h";
   };
+  const age = (ms) => {
+    const s = Math.max(0, Math.floor(ms / 1000));
+    const [n, unit] = s < 60 ? [s, "s"] : s < 3600 ? [s / 60, "min"] : s < 86400 ? [s / 3600, "h"] : [s / 86400, "d"];
+    return Math.floor(n) + " " + unit + " ago";
+  };
   const moment = (t) => {
     const today = new Date(now());
     const clock = two(t.getHours()) + ":" + two(t.getMinutes()) + ":" + two(t.getSeconds());
@@ -65,6 +70,7 @@
     if (Number.isNaN(t.getTime())) return;
     if (!element.title) element.title = zoned.format(t);
     if (element.classList.contains("since")) put(element, span(now() - t));
+    else if (element.classList.contains("ago")) put(element, age(now() - t));
     else if (element.classList.contains("until")) put(element, t > now() ? span(t - now()) : "due");
     else if (element.classList.contains("at")) put(element, moment(t));
   };
@@ -117,7 +123,7 @@
       if (old.localName === "time" && fresh.localName === "time") {
         return old.getAttribute("datetime") !== fresh.getAttribute("datetime") || old.className !== fresh.className;
       }
-      return !(old.matches("details.lever[open],[data-keep]") || typed(old));
+      return !(old.matches("details.action[open],[data-keep]") || typed(old));
     },
     beforeAttributeUpdated(name, node) {
       return !(name === "open" && node.matches("details,dialog")) && name !== "tabindex";
@@ -286,7 +292,7 @@
   store.set(sessionStorage, "scroll", null);
   if (at === here() && !location.hash) scrollTo(0, Number(y));
   document.addEventListener("toggle", (e) => {
-    if (e.target.matches("details.lever[open]")) e.target.querySelector("form :is(input:not([type=hidden]),textarea,select,button)")?.focus();
+    if (e.target.matches("details.action[open]")) e.target.querySelector("form :is(input:not([type=hidden]),textarea,select,button)")?.focus();
   }, true);
 
   // Keys. Who would rather have none turns them off in the dialog that ? opens.
@@ -316,8 +322,8 @@
   document.addEventListener("keydown", (e) => {
     const target = document.activeElement || document.body;
     if (e.key === "Escape" && !help.open) {
-      const lever = target.closest("details.lever[open]");
-      if (lever) { lever.open = false; lever.querySelector("summary").focus(); }
+      const action = target.closest("details.action[open]");
+      if (action) { action.open = false; action.querySelector("summary").focus(); }
       return;
     }
     if (e.key === "Enter" && target.matches("tbody tr, li[data-row]")) return target.querySelector("a[href]")?.click();
