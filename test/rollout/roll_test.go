@@ -197,11 +197,14 @@ func (l *load) check() {
 	}
 	for _, query := range []string{
 		`select format('number %s was started %s times', input ->> 'n', count(*)) from agent_executions where flow = 'errand' group by input ->> 'n' having count(*) > 1`,
-		`select format('%s %s is %s: %s', flow, id, status, error_message) from agent_executions where status <> 'completed'`,
+		`select format('%s %s is %s: %s', flow, id, status, error_message) from agent_executions
+			where status <> 'completed' and not (flow = 'heartbeat' and completed_at is null)`, // the next one may have begun
 		`select format('%L is there %s times in %s', content, count(*), thread_id) from agent_messages group by thread_id, content having count(*) > 1`,
 		`select format('%s of %s is %s', skill_name, execution_id, status) from agent_activity
-			where status in ('unknown', 'running') and not (kind = 'model' and ` + strconv.FormatBool(l.crossed) + `)`,
-		`select format('lane %s is held by %s', lane, locked_by) from agent_locks where locked_by <> '' and expires_at > clock_timestamp() or parked`,
+			where status in ('unknown', 'running')
+			  and not exists (select from agent_executions e where e.id = execution_id and e.flow = 'heartbeat' and e.completed_at is null) and not (kind = 'model' and ` + strconv.FormatBool(l.crossed) + `)`,
+		`select format('lane %s is held by %s', lane, locked_by) from agent_locks
+			where lane <> 'heartbeat' and (locked_by <> '' and expires_at > clock_timestamp() or parked)`,
 	} {
 		for _, violation := range pgtest.Column[string](l.t, l.db, query) {
 			l.t.Error(violation)
