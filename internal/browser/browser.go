@@ -30,7 +30,7 @@ import (
 )
 
 // patience is how long a step may take before the test fails: machines that test are slow and shared.
-const patience = 60 * time.Second
+const patience = 3 * time.Minute
 
 // Look is how a page is looked at.
 type Look struct {
