@@ -245,7 +245,7 @@ func collectThreads(rows pgx.Rows, err error) ([]threadRow, error) {
 
 const (
 	threadMessagesShown = 50  // messages on a page
-	queueShown    = 100 // queued messages
+	queueShown          = 100 // queued messages
 )
 
 // threadPage shows one conversation, with a form for the admin.
