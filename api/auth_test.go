@@ -578,7 +578,7 @@ func TestLoginCookieReplacesToken(t *testing.T) {
 		}
 	}
 	if w := a.raw("POST", "/v1/skills/none/enable", `{"reason":"x"}`, withCookie(c)); w.Code != http.StatusNotFound {
-		t.Errorf("a lever: %d %s", w.Code, w.Body)
+		t.Errorf("an action: %d %s", w.Code, w.Body)
 	}
 	if w := a.raw("GET", "/v1/lanes", "", withCookie(c, "Authorization", "Bearer wrong")); w.Code != http.StatusUnauthorized {
 		t.Errorf("a wrong token with a good cookie: %d", w.Code)
@@ -747,7 +747,7 @@ func TestPageErrorsArePages(t *testing.T) {
 		"page":                   {"GET", "/lanes?x=%2F", nil, 303, "/login?next=%2Flanes%3Fx%3D%252F"},
 		"head":                   {"HEAD", "/lanes", nil, 303, "/login?next=%2Flanes"},
 		"overview":               {"GET", "/", nil, 303, "/login"},
-		"lever":                  {"POST", "/act/v1/lanes/x/break", nil, 401, "error page|no login"},
+		"action":                 {"POST", "/act/v1/lanes/x/break", nil, 401, "error page|no login"},
 		"stream":                 {"GET", "/live/lanes", nil, 401, "AGENT_ADMIN_TOKEN"},
 		"wrong method":           {"DELETE", "/lanes", withCookie(c), 405, "error page|"},
 		"wrong method of a case": {"DELETE", "/lanes/new", withCookie(c), 405, "error page|"},

@@ -69,8 +69,8 @@ func acquireLane(ctx context.Context, name string, acquire func(r *run, ctx cont
 	if err != nil {
 		return nil, err
 	}
-	if poison := r.stopCause(); poison != nil {
-		return nil, poison
+	if cause := r.stopCause(); cause != nil {
+		return nil, cause
 	}
 	if r.replay != nil {
 		return r.replay.answerLane(ctx, r, name)

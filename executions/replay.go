@@ -174,8 +174,8 @@ func (e *Engine) replayOnce(ctx context.Context, x Execution, flow Func, record 
 		ExecutionID: x.ID, TraceID: x.TraceID, Flow: x.Flow, Status: x.Status,
 		Digest: digest(record.ordered, record.counts, string(x.Status), recordedEnd(x)),
 	}
-	if poison := r.stopCause(); errors.Is(poison, ErrChanged) {
-		got.changed = poison.Error()
+	if cause := r.stopCause(); errors.Is(cause, ErrChanged) {
+		got.changed = cause.Error()
 	}
 	if step, of := errors.AsType[*StepError](err); err != nil && record.divergence == nil && record.endedAt == "" && !seal.Tried() && (!of || step.Step == "") {
 		got.failure = err.Error()

@@ -316,8 +316,7 @@ comment on function lanekeeper.agent_executions_moves is
   'Which status may follow which, and what a status implies: times, result type, no worker, no wait. Autonomous '
   'work is not claimed while the agent is paused.';
 
-create or replace function lanekeeper.release_agent_execution(e agent_executions) returns int
-language plpgsql security definer set search_path from current as $$
+create or replace function lanekeeper.release_agent_execution(e agent_executions) returns int language plpgsql as $$
 declare
   kind text := case e.status when 'completed' then 'execution.completed' when 'cancelled' then 'execution.cancelled'
                else 'execution.failed' end;
@@ -378,7 +377,7 @@ comment on function lanekeeper.release_agent_execution is
 -- Executions that end together began together, so one probe of each table, from the first id to the last, finds that
 -- none has anything there.
 create or replace function lanekeeper.agent_executions_changed() returns trigger
-language plpgsql set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $$
+language plpgsql security definer set search_path from current set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $$
 declare
   over uuid[];                      -- those that have ended
   odd uuid[];                       -- those of them that have more than a result

@@ -270,7 +270,7 @@ func (r *replicated) served(t *testing.T) {
 	r.standby.sql(`select pg_wal_replay_pause()`)
 	admin := r.logIn(base)
 	if own := r.pause(admin, base); own.lag != "" || !strings.Contains(own.body, "Autonomous work is paused") {
-		t.Errorf("the page after a lever does not show what it did; lag %q:\n%s", own.lag, own.body)
+		t.Errorf("the page after an action does not show its effect; lag %q:\n%s", own.lag, own.body)
 	}
 	from("the old state is shown with its lag", "/", func(p page) bool {
 		return p.lag >= "1" && !strings.Contains(p.body, "Autonomous work is paused") &&
