@@ -73,9 +73,15 @@ func cancel(ctx context.Context, db postgres.DB, id, by, reason string, notify f
 		}
 		status, err := attempt()
 		if postgres.IsCode(err, "55P03") { // a row that the end changes is locked
-			if _, err = db.Exec(ctx, `select lanekeeper.request_agent_cancel(@id, @by, @reason, true)`, postgres.Strict{"id": id, "by": by, "reason": reason}); err == nil {
+			_, err = db.Exec(ctx, `select lanekeeper.request_agent_cancel(@id, @by, @reason, true)`, postgres.Strict{"id": id, "by": by, "reason": reason})
+			switch {
+			case err == nil:
 				requested = true
 				status, err = statusOf(ctx, db, id)
+			case postgres.IsCode(err, "55P03") && time.Now().Before(until) && sleep(ctx, pause):
+				continue // another transaction completes an earlier request
+			default:
+				_, err = cancelResult(id, nil, err)
 			}
 		}
 		if err == nil {

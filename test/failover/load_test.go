@@ -128,16 +128,16 @@ func (l *load) ask(n int) {
 	}
 }
 
-// lane takes a lane and gives it back, over and over.
+// lane acquires and releases a lane, over and over.
 func (l *load) lane() {
 	for n := 0; testkit.Wait(l.ctx, 200*time.Millisecond); n++ {
 		ctx, cancel := context.WithTimeout(l.ctx, 10*time.Second)
-		var token *int64
+		var token int64
 		owner := fmt.Sprintf("prober %d", n)
-		err := l.db.QueryRow(ctx, `select fencing_token from acquire_agent_lock('probe', $1, 1)`, owner).Scan(&token)
-		if err == nil && token != nil {
+		err := l.db.QueryRow(ctx, `select fencing_token from acquire_agent_lock('probe', $1, 1) where acquired`, owner).Scan(&token)
+		if err == nil { // else the last owner's lease has not ended, because an outage kept it from releasing
 			l.mu.Lock()
-			l.tokens = append(l.tokens, *token)
+			l.tokens = append(l.tokens, token)
 			l.mu.Unlock()
 			_, _ = l.db.Exec(ctx, `select release_agent_lock('probe', $1)`, owner) // else it expires
 		}

@@ -88,7 +88,7 @@ func TestStrangersStopNobody(t *testing.T) {
 	}
 }
 
-// staysWell asks until the answers were quick enough, a few times: the machine may be as busy as the process.
+// staysWell measures the answers of the admin's paths. It repeats a slow round, because the machine may be busy.
 func (a *agent) staysWell() {
 	a.t.Helper()
 	const rounds, each = 5, 20
@@ -105,17 +105,20 @@ func (a *agent) staysWell() {
 	}
 }
 
-// times asks for something, over a new connection each time, and returns within what time 95 of 100 answers came.
+// times requests a path over new connections and returns the 95th percentile of the answers' times.
 func (a *agent) times(path string, n int) time.Duration {
 	a.t.Helper()
 	var took []time.Duration
 	for range n {
 		a.client.CloseIdleConnections()
 		began := time.Now()
-		if got := a.ask(http.MethodGet, path, ""); got.status != http.StatusOK {
-			a.t.Errorf("%s: %d %s", path, got.status, got.body)
+		got := a.ask(http.MethodGet, path, "")
+		lasted := time.Since(began)
+		if got.status != http.StatusOK {
+			a.t.Logf("%s: %d %s", path, got.status, got.body)
+			lasted = time.Hour // the answer counts as late
 		}
-		took = append(took, time.Since(began))
+		took = append(took, lasted)
 	}
 	slices.Sort(took)
 	return took[n*95/100-1]
