@@ -20,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
@@ -34,9 +35,7 @@ func countNow(t *testing.T, db postgres.DB) {
 		create or replace trigger agent_activity_written after insert on agent_activity for each row
 		  when (new.claim is not null or new.id < lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '30 milliseconds'))
 		  execute function lanekeeper.agent_activity_written()`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 }
 
 // pass counts at most so many rows, with the lag that goes with hurry.
@@ -49,24 +48,18 @@ func pass(ctx context.Context, db postgres.Beginner, most int) error {
 func counted(t *testing.T, db postgres.Beginner, most int) {
 	t.Helper()
 	var last string
-	if err := db.QueryRow(t.Context(), `select lanekeeper.agent_uuid7()::text`).Scan(&last); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, db.QueryRow(t.Context(), `select lanekeeper.agent_uuid7()::text`).Scan(&last))
 	if _, err := db.Exec(t.Context(), `insert into agent_activity (id, trace_id, kind, skill_name) values ($1, 'hb_x', 'note', 'last')`, last); err != nil {
 		t.Fatal(err)
 	}
 	pgtest.Eventually(t, time.Minute, func() bool {
-		if err := pass(t.Context(), db, most); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, pass(t.Context(), db, most))
 		var done bool
 		err := db.QueryRow(t.Context(), `
 			select c.counted_upto > $1::text::uuid and not exists (
 			       select from agent_activity_uncounted u join agent_activity a on a.id = u.activity_id where a.status <> 'running')
 			  from agent_activity_counted c`, last).Scan(&done)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		return done
 	}, "everything is counted")
 }
@@ -272,9 +265,7 @@ func TestEveryRowIsCountedOnceDespiteLateCommits(t *testing.T) {
 	_, err := db.Exec(t.Context(), `
 		insert into agent_skills (name, tool_definition, handler)
 		select 'skill_' || n, '{}', 'builtin:x' from generate_series(0, 3) n`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	writing, stop := context.WithCancel(t.Context())
 	defer stop()
 	var writers, counters errgroup.Group
@@ -315,9 +306,7 @@ func TestEveryRowIsCountedOnceDespiteLateCommits(t *testing.T) {
 	if e := counters.Wait(); e != nil {
 		t.Error(e)
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	counted(t, db, 7)
 	if diff, err := difference(t.Context(), db); err != nil || diff != "" {
 		t.Fatalf("in the end: %v %s", err, diff)
@@ -350,9 +339,7 @@ func TestSpendIsSummedByWhatIsAsked(t *testing.T) {
 	put(t, db, act{kind: "model", skill: "ancient", tokens: 1000, ago: 20 * day})
 	lines := func(f activity.SpendFilter) []string {
 		sums, err := activity.CountedSpend(t.Context(), db, f)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		list := []string{}
 		for _, l := range sums.Lines {
 			period := ""
@@ -403,9 +390,7 @@ func TestHealthEqualsTheView(t *testing.T) {
 		       ('broken', '{}', 'builtin:x', false, 'self-heal', '3 failed', clock_timestamp(), null, 'epoch'),
 		       ('tried', '{}', 'builtin:x', false, 'self-heal', '3 failed', clock_timestamp(), clock_timestamp(), 'epoch'),
 		       ('fresh', '{}', 'builtin:x', true, '', '', null, null, clock_timestamp() - interval '3 hours')`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for i := range 60 {
 		ago := time.Duration(60-i) * 2 * time.Hour
 		put(t, db, act{skill: "flaky", ms: i * i, ago: ago, status: map[bool]string{true: "error", false: "success"}[i%7 == 0 || i > 55]})
@@ -419,17 +404,11 @@ func TestHealthEqualsTheView(t *testing.T) {
 	rows, err := db.Query(t.Context(), `
 		select h.skill, h.calls, h.calls - round(h.calls * coalesce(h.success_rate, 0))::bigint as failed, h.streak, false as streak_more,
 		       h.state, h.disabled_by, h.disabled_reason, h.disabled_at from agent_skill_health h order by h.skill`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	want, err := pgx.CollectRows(rows, pgx.RowToStructByName[activity.Health])
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	got, err := activity.CountedHealth(t.Context(), db, activity.HealthFilter{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	sameTime := cmp.Comparer(func(a, b time.Time) bool { return a.Equal(b) })
 	if diff := cmp.Diff(want, got.Lines, sameTime, cmpopts.IgnoreFields(activity.Health{}, "P50MS", "P95MS", "SuccessRate")); diff != "" {
 		t.Error(diff)
@@ -439,9 +418,7 @@ func TestHealthEqualsTheView(t *testing.T) {
 	}
 	for _, h := range got.Lines {
 		var p50, p95 *float64
-		if err := db.QueryRow(t.Context(), `select p50_ms, p95_ms from agent_skill_health where skill = $1`, h.Skill).Scan(&p50, &p95); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, db.QueryRow(t.Context(), `select p50_ms, p95_ms from agent_skill_health where skill = $1`, h.Skill).Scan(&p50, &p95))
 		for name, p := range map[string][2]*float64{"p50": {p50, h.P50MS}, "p95": {p95, h.P95MS}} {
 			if (p[0] == nil) != (p[1] == nil) || p[0] != nil && math.Abs(*p[0]-*p[1]) > 0.026**p[0] {
 				t.Errorf("%s of %s is off: %v", name, h.Skill, p)
@@ -453,9 +430,7 @@ func TestHealthEqualsTheView(t *testing.T) {
 		t.Errorf("the disabled ones are %v (%v)", one.Lines, err)
 	}
 	calls, err := activity.CountedCalls(t.Context(), db, "flaky", time.Now().AddDate(0, 0, -7), activity.Total)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if diff := cmp.Diff([]activity.CallLine{{Calls: 120, Worked: 60, Failed: 12}}, calls.Lines); diff != "" {
 		t.Error(diff)
 	}
@@ -468,13 +443,9 @@ func TestFiguresNameTheEndOfTheirCompleteRange(t *testing.T) {
 		insert into agent_activity (id, trace_id, kind, skill_name, created_at)
 		select lanekeeper.agent_uuid7(at), 'hb_x', 'model', 'm', at
 		  from (select clock_timestamp() - interval '1 second' * (25001 - n) / 10 as at from generate_series(1, 25000) n) x`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	sums, err := activity.CountedSpend(t.Context(), db, activity.SpendFilter{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if sums.Until == nil || sums.Lines[0].Calls < 19_000 || sums.Lines[0].Calls > 20_000 {
 		t.Fatalf("of 25000 rows that are not counted: %+v", sums)
 	}
@@ -495,9 +466,7 @@ func TestABadRowDoesNotStopTheCount(t *testing.T) {
 		insert into agent_activity (trace_id, kind, skill_name, surface, token_usage, duration_ms, cost_usd)
 		values ('hb_x', 'model', $1, $1, '{"total_tokens": "many", "prompt_tokens": 1e300, "completion_tokens": [1]}', null, 1),
 		       ('hb_x', 'call', $1, $1, '[]', -9223372036854775808, 0), ('hb_x', 'call', 'long', '', '{}', 9223372036854775807, 0)`, name)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	counted(t, db, 20)
 	sums, err := activity.CountedSpend(t.Context(), db, activity.SpendFilter{Purpose: name, By: activity.ByPurpose})
 	if err != nil || len(sums.Lines) != 1 || sums.Lines[0].CostUSD != 1 || len(sums.Lines[0].Key) > 300 {
@@ -510,9 +479,7 @@ func seqScans(t *testing.T, tx pgx.Tx, tables []string) (n int64) {
 	t.Helper()
 	err := tx.QueryRow(t.Context(), `
 		select coalesce(sum(s.seq_scan), 0) from pg_stat_xact_user_tables s where s.relname = any ($1)`, tables).Scan(&n)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return n
 }
 
@@ -523,9 +490,7 @@ func TestCountedFiguresScanNoTable(t *testing.T) {
 	countNow(t, db)
 	_, err := db.Exec(t.Context(), `
 		insert into agent_skills (name, tool_definition, handler) select 'skill_' || n, '{}', 'builtin:x' from generate_series(0, 96) n`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	counted(t, db, 20_000)
 	// All days are of the last seven, which makes reading them whole look cheap; and there are many rows.
 	_, err = db.Exec(t.Context(), `
@@ -538,16 +503,12 @@ func TestCountedFiguresScanNoTable(t *testing.T) {
 		insert into agent_activity_durations (day, skill, bucket, calls)
 		select current_date - d, 'skill_' || n, b, 1 from generate_series(0, 6) d, generate_series(0, 96) n, generate_series(0, 60) b on conflict do nothing;
 		analyze agent_activity_counts; analyze agent_activity_durations; analyze agent_activity`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var tables []string
 	err = db.QueryRow(t.Context(), `
 		select array_agg(distinct a.tableoid::regclass::text) || array['agent_activity_counts', 'agent_activity_durations']
 		  from agent_activity a`).Scan(&tables)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	day := time.Now().Add(-24 * time.Hour)
 	for name, query := range map[string]func(postgres.Beginner) error{
 		"count": func(db postgres.Beginner) error {
@@ -593,9 +554,7 @@ func TestCountedFiguresScanNoTable(t *testing.T) {
 			}
 			return nil
 		})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 	}
 }
 
@@ -605,9 +564,7 @@ func TestAStreakReadsABoundedNumberOfRows(t *testing.T) {
 	_, err := db.Exec(t.Context(), `
 		insert into agent_skills (name, tool_definition, handler) values ('broken', '{}', 'builtin:x');
 		insert into agent_activity (trace_id, skill_name, status) select 'hb_x', 'broken', 'error' from generate_series(1, 501)`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for _, want := range []struct {
 		streak int64
 		more   bool
@@ -648,13 +605,9 @@ type viewed struct {
 func healthBy(t *testing.T, db postgres.DB, query string, args ...any) []viewed {
 	t.Helper()
 	rows, err := db.Query(t.Context(), query, args...)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[viewed])
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return list
 }
 
@@ -667,9 +620,7 @@ func calledAtRandom(t *testing.T, db postgres.DB, calls int) {
 		select n, '{}', 'builtin:x', case n when 'enabled' then clock_timestamp() - interval '200 minutes' else 'epoch' end
 		  from unnest(array['idle', 'fine', 'mixed', 'broken', 'down', 'enabled', 'seldom', 'older', 'refused']) n
 		on conflict do nothing`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	_, err = db.Exec(t.Context(), `
 		insert into agent_activity (id, trace_id, kind, skill_name, surface, status, error_class, duration_ms, created_at)
 		select lanekeeper.agent_uuid7(z.at), 'hb_x', case when random() < 0.05 then 'phase' else 'call' end, z.skill, case when random() < 0.5 then 'chat' else '' end,
@@ -688,9 +639,7 @@ func calledAtRandom(t *testing.T, db postgres.DB, calls int) {
 		                        select 'seldom', interval '1 minute' * (floor(random() * 9 * 1440) + 0.5) from generate_series(1, 3)
 		                        union all
 		                        select 'older', interval '7 days' + interval '1 minute' * (floor(random() * 61) + 0.5) from generate_series(1, 5)) x) y) z`, calls)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 }
 
 func TestTheHealthViewEqualsTheRows(t *testing.T) {
@@ -735,9 +684,7 @@ func percentilesOfWholeDays(t *testing.T, db postgres.DB, stage string) {
 		  left join agent_skill_calls c on c.skill_name = f.skill
 		   and c.created_at >= date_trunc('day', (clock_timestamp() - interval '7 days') at time zone 'UTC') at time zone 'UTC'
 		 group by f.skill, f.p50_ms, f.p95_ms`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var skill string
 	var p [4]*float64
 	_, err = pgx.ForEachRow(rows, []any{&skill, &p[0], &p[1], &p[2], &p[3]}, func() error {

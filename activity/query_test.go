@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -59,9 +60,7 @@ func put(t *testing.T, db postgres.DB, a act) string {
 		"surface": or(a.surface, "heartbeat"), "model": a.model, "lane": a.lane, "parent": a.parent, "ago": a.ago, "ms": a.ms,
 		"usage": usage, "cost": or(a.cost, "0"), "led_to": a.ledTo, "cause": a.cause,
 	}).Scan(&id)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return id
 }
 
@@ -80,9 +79,7 @@ func TestATraceIsInTheOrderInWhichItBegan(t *testing.T) {
 	first := put(t, db, act{ago: time.Hour})
 	put(t, db, act{trace: string(trace.New(trace.Chat))})
 	story, err := activity.TraceOf(t.Context(), db, "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	rows := story.Activities
 	if diff := cmp.Diff([]string{first, second}, ids(rows)); diff != "" {
 		t.Error(diff)
@@ -97,14 +94,10 @@ func TestARowHasExactlyTheColumnsOfTheTable(t *testing.T) {
 	db := pgtest.DB(t)
 	put(t, db, act{kind: "model", tokens: 7})
 	story, err := activity.TraceOf(t.Context(), db, "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	rows := story.Activities
 	text, err := json.Marshal(rows[0])
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var differing []string
 	err = db.QueryRow(t.Context(), `
 		select coalesce(array_agg(coalesce(c.column_name, k.key)), '{}')
@@ -112,9 +105,7 @@ func TestARowHasExactlyTheColumnsOfTheTable(t *testing.T) {
 		         where table_name = 'agent_activity' and table_schema = 'public') c
 		  full join jsonb_object_keys($1::jsonb) k (key) on k.key = c.column_name
 		 where c.column_name is null or k.key is null`, string(text)).Scan(&differing)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if len(differing) > 0 {
 		t.Errorf("table and JSON differ in %v", differing)
 	}
@@ -125,9 +116,7 @@ func TestARowHasExactlyTheColumnsOfTheTable(t *testing.T) {
 		CostUSD        *float64        `json:"cost_usd"`
 		Output         json.RawMessage `json:"output"`
 	}
-	if err := json.Unmarshal(text, &got); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.Unmarshal(text, &got))
 	if got.ExecutionID != nil || string(got.Output) != "null" || got.CostUSD == nil || got.ConversationID != rows[0].TraceID {
 		t.Errorf("row is %s", text)
 	}
@@ -142,9 +131,7 @@ func TestRecentFilters(t *testing.T) {
 	_, err := db.Exec(t.Context(), `
 		create table agent_activity_past partition of agent_activity for values from (lanekeeper.agent_uuid7_floor('2020-01-01 00:00Z'))
 		  to (lanekeeper.agent_uuid7_floor(date_trunc('month', clock_timestamp() at time zone 'UTC') at time zone 'UTC' - interval '1 month'))`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	op := string(trace.New(trace.Operate))
 	a := put(t, db, act{ago: 40 * 24 * time.Hour, skill: "old"})
 	b := put(t, db, act{ago: 3 * time.Hour, status: "error", lane: "heartbeat"})
@@ -176,9 +163,7 @@ func TestRecentFilters(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			rows, next, err := activity.Recent(t.Context(), db, test.filter)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			if diff := cmp.Diff(test.want, ids(rows)); diff != "" {
 				t.Error(diff)
 			}
@@ -201,9 +186,7 @@ func TestUntilIsToTheMicrosecond(t *testing.T) {
 			insert into agent_activity (id, trace_id, skill_name, status, created_at, finished_at)
 			values (lanekeeper.agent_uuid7($1), $2, 'x', 'success', $1, $1) returning id::text`,
 			at.Add(time.Duration(300*us)*time.Microsecond), string(trace.New(trace.Flow))).Scan(&id)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		all = append(all, id)
 	}
 	f := activity.Filter{Since: at.Add(300 * time.Microsecond), Until: at.Add(600 * time.Microsecond)}
@@ -228,9 +211,7 @@ func TestPagesDoNotShiftWhenRowsArrive(t *testing.T) {
 	f := activity.Filter{Limit: 2}
 	for range 3 {
 		rows, next, err := activity.Recent(t.Context(), db, f)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		got = append(got, ids(rows)...)
 		f.Cursor = next
 		put(t, db, act{})
@@ -267,9 +248,7 @@ func walk(t *testing.T, db postgres.DB, f activity.Filter) (ids []string, pages,
 	t.Helper()
 	for {
 		got, err := activity.Lines(t.Context(), db, f)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		pages++
 		if got.Partial {
 			partial++
@@ -291,9 +270,7 @@ func TestLinesReadAWindowAndContinueAfterIt(t *testing.T) {
 	_, err := db.Exec(t.Context(), `
 		update agent_activity set agent = 'rare' where id in (
 		  (select id from agent_activity order by id limit 2) union all (select id from agent_activity order by id desc limit 1))`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	ids, pages, partial := walk(t, db, activity.Filter{Agent: "rare"})
 	if len(ids) != 3 || pages != 3 || partial != 2 {
 		t.Errorf("found %d on %d pages, %d of them partial; want 3 on 3, 2", len(ids), pages, partial)
@@ -325,9 +302,7 @@ func TestLinesAndDetailsAreCutInTheDatabase(t *testing.T) {
 		values ('hb_00000000000000000000000001', 'look', repeat('p', 1000000), repeat('l', 1000000), to_jsonb(repeat('i', 1000000)),
 		        to_jsonb(repeat('o', 1000000)), repeat('e', 1000000), '{"total_tokens": "many", "prompt_tokens": 1e30, "completion_tokens": 7}')
 		returning id::text`).Scan(&id)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	got, err := activity.Lines(t.Context(), db, activity.Filter{})
 	if err != nil || len(got.Lines) != 1 {
 		t.Fatalf("%+v, %v", got, err)
@@ -385,22 +360,16 @@ func fill(t *testing.T, db postgres.DB) {
 		  from (select n, now - span * n / 4001 as at from since, generate_series(1, 4000) n) x;
 		drop table since;
 		analyze agent_activity; analyze agent_executions; analyze agent_activity_open`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 }
 
 // populated are the partitions that have rows: an empty one is best read as it is.
 func populated(t *testing.T, db postgres.DB) *regexp.Regexp {
 	t.Helper()
 	rows, err := db.Query(t.Context(), "select distinct tableoid::regclass::text from agent_activity")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	names, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if len(names) < 2 {
 		t.Fatalf("rows are in %v only: nothing could be left out", names)
 	}
@@ -468,9 +437,7 @@ func TestEveryQueryIsAnsweredByAnIndex(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			e := &explainer{DB: db, t: t}
-			if err := query(e); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, query(e))
 			for _, plan := range e.plans {
 				if scanned.MatchString(plan) {
 					t.Errorf("the table is read whole:\n%s", plan)
@@ -488,9 +455,7 @@ func TestPlansAreNotCached(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	conn, err := pool.Acquire(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer conn.Release()
 	for range 8 {
 		if _, _, err := activity.Recent(t.Context(), conn, activity.Filter{Skill: "fetch"}); err != nil {
@@ -501,9 +466,7 @@ func TestPlansAreNotCached(t *testing.T) {
 	err = conn.QueryRow(t.Context(), `
 		select count(*) from pg_prepared_statements where statement like '%from agent_activity a%where%limit%'
 		   and statement not like '%pg_prepared_statements%'`).Scan(&kept)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if kept > 0 {
 		t.Errorf("%d statements are prepared", kept)
 	}
@@ -564,9 +527,7 @@ func skillsThatAre(t *testing.T, db postgres.DB, names ...string) {
 	t.Helper()
 	_, err := db.Exec(t.Context(), `
 		insert into agent_skills (name, tool_definition, handler, enabled_at) select n, '{}', 'builtin:x', 'epoch' from unnest($1::text[]) n`, names)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 }
 
 func TestSlowestIsByThe95thPercentile(t *testing.T) {
@@ -612,9 +573,7 @@ func TestFailingCountsWhatSelfHealCounts(t *testing.T) {
 	put(t, db, act{skill: "healthy"})
 	put(t, db, act{skill: "no_skill", status: "error", class: "timeout"})
 	got, _, err := activity.Failing(t.Context(), db, activity.ReportFilter{Since: time.Now().Add(-time.Hour)})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	want := []activity.Failure{
 		{Skill: "fetch", Calls: 4, Errors: 3, Rate: 0.75, Streak: 2, P50MS: 20, P95MS: 20, LastError: "last", LastClass: "timeout", LastTrace: "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE", State: "enabled"},
 		{Skill: "always", Calls: 1, Errors: 1, Rate: 1, Streak: 1, LastError: "no", LastClass: "timeout", LastTrace: "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE", State: "enabled"},

@@ -15,6 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -72,19 +73,13 @@ func TestWriteStory(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			var got bytes.Buffer
-			if err := activity.WriteStory(&got, test.trace, test.colour); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, activity.WriteStory(&got, test.trace, test.colour))
 			path := filepath.Join("testdata", name+".golden")
 			if *update {
-				if err := os.WriteFile(path, got.Bytes(), 0o644); err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, os.WriteFile(path, got.Bytes(), 0o644))
 			}
 			want, err := os.ReadFile(path)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			if diff := cmp.Diff(string(want), got.String()); diff != "" {
 				t.Errorf("run with -update when the change is wanted:\n%s", diff)
 			}
@@ -99,9 +94,7 @@ func TestAStoryCannotSteerATerminal(t *testing.T) {
 	evil.Activities[0].SkillName = "a\x1b[2Jb\rc\u202ed"
 	evil.Activities[0].ErrorClass = "\x9b31m"
 	var got bytes.Buffer
-	if err := activity.WriteStory(&got, evil, false); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, activity.WriteStory(&got, evil, false))
 	if at := strings.IndexAny(got.String(), "\x1b\a\r\u009b\u202e"); at >= 0 {
 		t.Errorf("control character %q", got.String()[at])
 	}
@@ -150,18 +143,14 @@ func run(t *testing.T, db postgres.DB, traceID trace.ID, status string, ago time
 		select lanekeeper.agent_uuid7(at), @trace, @surface, 'beat', 'running', @parent::uuid, at, at
 		  from (select clock_timestamp() - @ago::interval as at) x
 		returning id::text`, args).Scan(&id)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if status == "running" {
 		return id
 	}
 	_, err = db.Exec(t.Context(), `
 		update agent_executions set status = @status, completed_at = created_at + interval '3 seconds' where id = @id`,
 		postgres.Strict{"status": status, "id": id})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return id
 }
 
@@ -176,9 +165,7 @@ func TestTraceIsFoundByEveryFormOfItsID(t *testing.T) {
 	for name, form := range map[string]string{"prefixed": string(id), "hex": id.OTel(), "ulid": id.Suffix()} {
 		t.Run(name, func(t *testing.T) {
 			got, err := activity.TraceOf(t.Context(), db, form)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			if used, cost, err := activity.Spent(t.Context(), db, string(id)); err != nil || used.TotalTokens != 42 || cost != 0.0126 {
 				t.Errorf("spent %+v, %v USD, %v", used, cost, err)
 			}
@@ -224,9 +211,7 @@ func TestTraceWithoutAnExecution(t *testing.T) {
 				put(t, db, act{trace: id, status: status})
 			}
 			got, err := activity.TraceOf(t.Context(), db, id)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			if got.Status != test.want || (got.FinishedAt != nil) != test.finished {
 				t.Errorf("status %s, finished %v", got.Status, got.FinishedAt)
 			}
@@ -255,9 +240,7 @@ func TestTracesAreRolledUpNewestFirst(t *testing.T) {
 	list := func(f activity.TraceFilter) (found []string) {
 		for {
 			page, next, err := activity.Traces(t.Context(), db, f)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			for _, s := range page {
 				found = append(found, s.TraceID)
 			}
@@ -282,9 +265,7 @@ func TestTracesAreRolledUpNewestFirst(t *testing.T) {
 		})
 	}
 	page, _, err := activity.Traces(t.Context(), db, activity.TraceFilter{Status: "completed"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	got := page[0]
 	if *got.DurationMS != 3000 || got.Tokens != 10 || got.CostUSD != 0.5 || got.Activities != 2 || got.Errors != 1 || got.ExecutionID != root {
 		t.Errorf("summary is %+v", got)

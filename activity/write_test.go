@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -32,9 +33,7 @@ func writtenRow(t *testing.T, db postgres.DB, id string) written {
 		select skill_name, step, kind, status, error_class, coalesce(error_message, ''), input::text, coalesce(output::text, ''),
 		       token_usage::text, cost_usd::float8, finished_at is not null and duration_ms is not null
 		  from agent_activity where id = @id`, postgres.Strict{"id": id})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[written])
 	if err != nil {
 		t.Fatalf("row %s: %v", id, err)
@@ -44,9 +43,7 @@ func writtenRow(t *testing.T, db postgres.DB, id string) written {
 
 func number(t *testing.T, db postgres.DB, sql string) (n int) {
 	t.Helper()
-	if err := db.QueryRow(t.Context(), sql).Scan(&n); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, db.QueryRow(t.Context(), sql).Scan(&n))
 	return n
 }
 
@@ -59,9 +56,7 @@ func claimed(t *testing.T, pool *pgxpool.Pool) activity.Entry {
 		insert into agent_executions (trace_id, surface, flow, status, claim, claimed_by)
 		select @trace, 'flow', 'test', 'running', 1, w.id from w returning id::text`,
 		postgres.Strict{"trace": e.TraceID}).Scan(&e.ExecutionID)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return e
 }
 
@@ -79,9 +74,7 @@ func TestAnActionIsOpenedAndClosedAsOneRow(t *testing.T) {
 	e := claimed(t, pool)
 	e.Input = map[string]int{"amount": 7}
 	id, err := activity.Open(t.Context(), pool, e)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	want := written{Skill: "pay", Step: "pay", Kind: "call", Status: "running", Input: `{"amount": 7}`, Usage: "{}"}
 	if diff := cmp.Diff(want, writtenRow(t, pool, id)); diff != "" {
 		t.Errorf("open row (-want +got):\n%s", diff)
@@ -91,9 +84,7 @@ func TestAnActionIsOpenedAndClosedAsOneRow(t *testing.T) {
 		Usage: activity.Usage{PromptTokens: 2, CompletionTokens: 3, TotalTokens: 5},
 	}
 	for range 2 { // the second time changes nothing
-		if err := activity.Close(t.Context(), pool, id, e, out); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, activity.Close(t.Context(), pool, id, e, out))
 		out = activity.Outcome{Status: activity.Success}
 	}
 	want.Status, want.Class, want.Message, want.Output, want.Finished = "error", "quota", "the quota is spent", "[1]", true
@@ -111,9 +102,7 @@ func TestOpeningAStepTwiceLeavesOneRow(t *testing.T) {
 	pool := pgtest.DB(t)
 	e := claimed(t, pool)
 	one, err := activity.Open(t.Context(), pool, e)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	two, err := activity.Open(t.Context(), pool, e)
 	if err != nil || one != two {
 		t.Errorf("opened %s, then %s, %v", one, two, err)
@@ -143,9 +132,7 @@ func TestAStaleClaimWritesNothing(t *testing.T) {
 			_, err := pool.Exec(t.Context(), `
 				update agent_workers set expires_at = clock_timestamp() where id = (select claimed_by from agent_executions where id = @id)`,
 				postgres.Strict{"id": e.ExecutionID})
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 		},
 		"cancelled": func(t *testing.T, e activity.Entry) {
 			if _, err := pool.Exec(t.Context(), `select cancel_agent_execution(@id, 'test', '')`, postgres.Strict{"id": e.ExecutionID}); err != nil {
@@ -157,9 +144,7 @@ func TestAStaleClaimWritesNothing(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			e := claimed(t, pool)
 			id, err := activity.Open(t.Context(), pool, e)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			make(t, e)
 			before := writtenRow(t, pool, id)
 			rows := number(t, pool, `select count(*) from agent_activity`)
@@ -188,13 +173,9 @@ func TestARejectedWriteIsKept(t *testing.T) {
 	e := claimed(t, pool)
 	handOn(t, pool, e.ExecutionID)
 	err := activity.Reject(t.Context(), pool, e, activity.Outcome{Status: activity.Success, Output: map[string]string{"paid": "7", "api_key": "sk-secret"}})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var id string
-	if err := pool.QueryRow(t.Context(), `select id::text from agent_activity`).Scan(&id); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, pool.QueryRow(t.Context(), `select id::text from agent_activity`).Scan(&id))
 	want := written{
 		Skill: "stale_write", Step: "pay", Kind: "note", Status: "error", Class: "stale", Message: activity.ErrStale.Error(), Usage: "{}",
 		Input:  `{"step": "pay", "claim": 1, "rejected_write": "pay"}`,
@@ -215,9 +196,7 @@ func TestInputAndOutputAreRedactedAndBounded(t *testing.T) {
 		Status: activity.Error, Output: json.RawMessage(`{"url": "postgres://u:` + secret + `@h/d", "nul": "a\u0000b"}`),
 		Message: "connect postgres://u:" + secret + "@h/d\x00: refused " + long,
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	got := writtenRow(t, pool, id)
 	for name, text := range map[string]string{"input": got.Input, "output": got.Output, "error": got.Message} {
 		if strings.Contains(text, secret) || !strings.Contains(text, "redacted") {
@@ -238,13 +217,9 @@ func TestAnEntryFillsEmptyFieldsFromTheContext(t *testing.T) {
 	id := trace.New(trace.Heartbeat)
 	ctx := trace.WithLane(trace.With(t.Context(), trace.Span{TraceID: id, Surface: trace.Heartbeat, Agent: "nightwatch"}), "heartbeat")
 	parent, err := activity.Open(ctx, pool, activity.Entry{Skill: "plan", Kind: activity.KindPhase})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	child, err := activity.Note(trace.WithActivity(ctx, parent), pool, activity.Entry{Skill: "look"}, activity.Outcome{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var got [6]string
 	err = pool.QueryRow(ctx, `
 		select trace_id, conversation_id, surface, agent, lane, parent_id::text from agent_activity where id = @id`,
@@ -289,11 +264,7 @@ func TestATakeoverWaitsForAFencedWrite(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	e := claimed(t, pool)
-	tx, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	tx := pgtest.Begin(t, pool)
 	if _, err := activity.Note(t.Context(), tx, e, activity.Outcome{}); err != nil {
 		t.Fatal(err)
 	}

@@ -23,6 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/migrations"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -73,22 +74,14 @@ func TestConcurrentCallersShareWrites(t *testing.T) {
 func TestAStartLostInACrashNeverExisted(t *testing.T) {
 	t.Parallel()
 	dir, err := os.MkdirTemp("", "executions-") //nolint:usetesting // the test's own folder is closed to the server's user
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer os.RemoveAll(dir)
-	if err := os.Chmod(dir, 0o755); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.Chmod(dir, 0o755))
 	open := func() (*pgserver.Server, *pgxpool.Pool) {
 		server, err := pgserver.Start(t.Context(), pgserver.Config{Dir: dir, Durable: true})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		pool, err := postgres.Open(t.Context(), server.URL(), postgres.Options{MaxConns: 8, ApplicationName: "test"})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		t.Cleanup(func() { pool.Close(); _ = server.Stop(context.WithoutCancel(t.Context())) })
 		return server, pool
 	}
@@ -102,28 +95,18 @@ func TestAStartLostInACrashNeverExisted(t *testing.T) {
 	}), lease)
 	spec := executions.Spec{Flow: "flow", Surface: trace.Flow}
 	durable, err := p.RunSync(t.Context(), spec) // which begins the lease
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	pgtest.Exec(t, pool, `alter system set wal_writer_delay = '10s'`)
 	pgtest.Exec(t, pool, `select pg_reload_conf()`)
 	pgtest.Eventually(t, timeout, func() bool { return pgtest.Value[string](t, pool, `show wal_writer_delay`) == "10s" }, "the server writes seldom by itself")
 	time.Sleep(time.Second) // the pause that its writer was in is over
 	lost, err := p.StartSeveral(t.Context(), []executions.Spec{spec, spec}, []bool{true, true})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	content, err := os.ReadFile(filepath.Join(server.Dir(), "data", "postmaster.pid"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	pid, err := strconv.Atoi(strings.SplitN(string(content), "\n", 2)[0])
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := syscall.Kill(pid, syscall.SIGQUIT); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
+	require.NoError(t, syscall.Kill(pid, syscall.SIGQUIT))
 	_ = server.Stop(t.Context())
 	<-server.Done()
 	pool.Close()
@@ -147,15 +130,11 @@ func TestAStartLostInACrashNeverExisted(t *testing.T) {
 func awaitsStandby(t *testing.T, url string) {
 	t.Helper()
 	watch, err := pgx.Connect(t.Context(), url)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer func() { _ = watch.Close(context.WithoutCancel(t.Context())) }()
 	for range 1000 {
 		conn, err := pgx.Connect(t.Context(), url)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		pid := conn.PgConn().PID()
 		ctx, leave := context.WithTimeout(t.Context(), timeout)
 		ended := make(chan error, 1)
@@ -189,18 +168,14 @@ func awaitsStandby(t *testing.T, url string) {
 func TestACompletionMakesItsStartDurable(t *testing.T) {
 	t.Parallel()
 	server, err := pgserver.Start(t.Context(), pgserver.Config{Ephemeral: true, Durable: true})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer func() {
 		if err := server.Stop(context.WithoutCancel(t.Context())); err != nil {
 			t.Error(err)
 		}
 	}()
 	pool, err := postgres.Open(t.Context(), server.URL(), postgres.Options{MaxConns: 8, ApplicationName: "test"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer pool.Close()
 	if _, err := migrations.Up(t.Context(), pool); err != nil {
 		t.Fatal(err)
@@ -268,11 +243,7 @@ func testCheckpointBatch(t *testing.T, showing bool, kept string) {
 	live, dead := newWorker(t, pool), newWorker(t, pool)
 	names := []string{"live", "stale", "ahead", "dead", "locked", "written", "cancelled", "parked", "pending", "ended", "shown", "shown stale", "unshowable", "live"}
 	ids, claims, steps, variables := make([]string, len(names)), make([]int64, len(names)), make([]string, len(names)), make([]*string, len(names))
-	tx, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	tx := pgtest.Begin(t, pool)
 	for i, name := range names {
 		steps[i] = "step"
 		if i > 0 && name == "live" { // another branch of the first
@@ -364,14 +335,10 @@ func TestAClaimIsNotTakenUnderAFencedWrite(t *testing.T) {
 	pool := pgtest.DB(t)
 	id := pending(t, pool)
 	claim := mustClaim(t, pool, id, newWorker(t, pool))
-	tx, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	tx := pgtest.Begin(t, pool)
 	pgtest.Exec(t, tx, `select fence_agent_execution(@id, @claim)`, postgres.Strict{"id": id, "claim": claim})
 	pgtest.Exec(t, pool, `update agent_executions set progress_seconds = 9 where id = @id`, postgres.Strict{"id": id})
-	_, err = pool.Exec(t.Context(), `
+	_, err := pool.Exec(t.Context(), `
 		with briefly as materialized (select set_config('lock_timeout', '100ms', true))
 		update agent_executions x set claim = x.claim + 1 from briefly where x.id = @id`, postgres.Strict{"id": id})
 	if !postgres.IsCode(err, "55P03") {
@@ -483,11 +450,7 @@ func TestACompletionAndItsLastStepAreAtomic(t *testing.T) {
 		}
 	}
 	expire(t, pool, ids[2])
-	tx, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	tx := pgtest.Begin(t, pool)
 	pgtest.Exec(t, tx, `select fence_agent_execution(@id, @claim)`, postgres.Strict{"id": ids[5], "claim": claims[5]}) // it writes
 	before := make([]string, len(ids))
 	for i, id := range ids {
@@ -764,9 +727,7 @@ func TestACompletionBatchAnnouncesFreedSlots(t *testing.T) {
 		id := pending(t, pool)
 		mustClaim(t, pool, id, w)
 		conn, err := pgtest.Dialer(t, pool)(t.Context())
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		defer func() { _ = conn.Close(context.WithoutCancel(t.Context())) }()
 		pgtest.Exec(t, conn, `listen agent_ready`)
 		if got := completeAll(t, conn, []string{id}, []int64{1}, nil, "completed"); got != "1" {
@@ -790,11 +751,7 @@ func TestACompletionBatchKeepsTheInvariants(t *testing.T) {
 	ended, next := pending(t, pool), pending(t, pool)
 	mustClaim(t, pool, ended, w)
 	mustClaim(t, pool, next, w)
-	tx, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	tx := pgtest.Begin(t, pool)
 	if got := completeAll(t, tx, []string{ended}, []int64{1}, nil, "completed"); got != "1" {
 		t.Fatalf("%s ended", got)
 	}
@@ -802,7 +759,7 @@ func TestACompletionBatchKeepsTheInvariants(t *testing.T) {
 	if n := completions(t, tx, next); n != 1 {
 		t.Errorf("%d events of the end after it", n)
 	}
-	_, err = tx.Exec(t.Context(), `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'late', 1)`, postgres.Strict{"id": ended})
+	_, err := tx.Exec(t.Context(), `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'late', 1)`, postgres.Strict{"id": ended})
 	if !postgres.IsCode(err, "LK001") {
 		t.Errorf("a step after the end: %v", err)
 	}
@@ -814,11 +771,7 @@ func TestBatchReadsDoNotGrowWithTheTables(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w := newWorker(t, pool)
-	tx, err := pool.Begin(t.Context()) // one session
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	tx := pgtest.Begin(t, pool) // one session
 	read := func() int {
 		return pgtest.Value[int](t, tx, `
 			select sum(seq_tup_read + coalesce(idx_tup_fetch, 0))::int from pg_stat_xact_user_tables

@@ -21,6 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -36,13 +37,9 @@ func rows(t *testing.T, db postgres.DB, id string) []row {
 	got, err := db.Query(t.Context(), `
 		select skill_name, step, kind, status, error_class, coalesce(output::text, '') from agent_activity
 		 where execution_id = @id order by id`, postgres.Strict{"id": id})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	all, err := pgx.CollectRows(got, pgx.RowToStructByPos[row])
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return all
 }
 
@@ -65,9 +62,7 @@ func TestActivitiesOfAThreadRunNameTheThread(t *testing.T) {
 	}))
 	for thread, want := range map[string]string{"talk": "note in talk, look in talk", "": "note in none, look in none"} {
 		x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "flow", Surface: trace.Flow, ThreadID: thread})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		until(t, pool, x.ID, executions.Completed)
 		got := pgtest.Value[string](t, pool, `
 			select string_agg(skill_name || ' in ' || coalesce(thread_id, 'none'), ', ' order by id) from agent_activity where execution_id = $1`, x.ID)
@@ -295,9 +290,7 @@ func TestAStaleWorkerChangesNothingAndItsResultIsKept(t *testing.T) {
 			before := until(t, pool, id, executions.Completed)
 			kept := rows(t, pool, id)
 			points, err := executions.Checkpoints(t.Context(), pool, id)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			here.open()
 			after := wait()
 			if diff := cmp.Diff(before, after); diff != "" || string(after.Result) != `"second"` {
@@ -499,9 +492,7 @@ func TestARunStartedInAStepHasItsOwnKeys(t *testing.T) {
 		t.Fatalf("%s, %v, %v", outer.Status, outer.ErrorMessage, err)
 	}
 	var id string
-	if err := json.Unmarshal(outer.Result, &id); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.Unmarshal(outer.Result, &id))
 	var inner executions.Execution
 	pgtest.Eventually(t, timeout, func() bool {
 		inner, err = executions.Get(t.Context(), pool, id)
@@ -517,9 +508,7 @@ func TestTransactionsLeaveAConnectionForInnerSteps(t *testing.T) {
 	config := pgtest.DB(t).Config()
 	config.MaxConns, config.MinConns, config.MinIdleConns = 3, 0, 0
 	pool, err := pgxpool.NewWithConfig(t.Context(), config)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(pool.Close)
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		return ends(executions.StepTx(ctx, "write", func(ctx context.Context, _ pgx.Tx) (int, error) {

@@ -20,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -95,9 +96,7 @@ func TestCancelStopsAStepInTheMiddle(t *testing.T) {
 			}), c.options(t, pool))
 			id := p.begin(t, "flow")
 			testkit.Receive(t, entered)
-			if err := c.cancel(t.Context(), p, id); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, c.cancel(t.Context(), p, id))
 			select {
 			case cause := <-ended:
 				if !errors.Is(cause, executions.ErrCancelled) {
@@ -338,9 +337,7 @@ func TestACancelStopsAStepInATransaction(t *testing.T) {
 			timed := func(id string) (executions.Status, time.Duration) {
 				began := time.Now()
 				status, err := told.cancel(t.Context(), p, id)
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 				return status, time.Since(began)
 			}
 			var id string
@@ -417,9 +414,7 @@ func TestTheSweepCompletesACancelOfALockedExecution(t *testing.T) {
 			if status, err := executions.Cancel(t.Context(), pool, id, "ana", "enough"); err != nil || status != executions.Waiting {
 				t.Errorf("cancel: %s, %v", status, err)
 			}
-			if err := tx.Rollback(t.Context()); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, tx.Rollback(t.Context()))
 			until(t, pool, id, executions.Cancelled)
 			if pgtest.Value[bool](t, pool, `select is_agent_lock_held('automation:a')`) {
 				t.Error("its lane is held")
@@ -477,14 +472,10 @@ func TestACancelStopsAChildInATransaction(t *testing.T) {
 func openTx(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) pgx.Tx {
 	t.Helper()
 	conn, err := pgx.ConnectConfig(t.Context(), pool.Config().ConnConfig)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = conn.Close(context.WithoutCancel(t.Context())) })
 	tx, err := conn.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	pgtest.Exec(t, tx, sql, args...)
 	return tx
 }
@@ -509,9 +500,7 @@ func measure(t *testing.T, callers, n int, do func(caller, i int) error) time.Du
 			return nil
 		})
 	}
-	if err := group.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, group.Wait())
 	slices.Sort(took)
 	return took[len(took)*99/100]
 }
@@ -569,9 +558,7 @@ func TestAnEventInAnOpenTransactionDelaysNoOther(t *testing.T) {
 			}
 			pgtest.Eventually(t, timeout, func() bool { return locksWanted(t, pool) > 0 }, "the repeats meet the transaction")
 			eventuallyWithin(t, deliver, calm)
-			if err := tx.Commit(t.Context()); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, tx.Commit(t.Context()))
 			if err := repeated.Wait(); err != nil {
 				t.Error(err)
 			}
@@ -594,23 +581,17 @@ func TestEventsAndStartsOverAnotherPoolUseTheEnginesOwn(t *testing.T) {
 	pool := pgtest.DB(t)
 	p := start(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
 	other, err := postgres.Reserve(t.Context(), pool, 1)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer other.Close()
 	only, err := other.Acquire(t.Context()) // whoever wants a connection of it waits for ever
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer only.Release()
 	if _, err := p.Deliver(t.Context(), other, "EVENT_COMPLETED", "key", nil, "id"); err != nil {
 		t.Error(err)
 	}
 	for _, key := range []string{"", "key"} {
 		x, _, err := p.Start(t.Context(), other, executions.Spec{Flow: "flow", Surface: trace.Flow, DedupeKey: key})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		until(t, pool, x.ID, executions.Completed)
 	}
 }
@@ -669,9 +650,7 @@ func TestADedupeKeyInAnOpenTransactionDelaysNoOtherStart(t *testing.T) {
 	}
 	pgtest.Eventually(t, timeout, func() bool { return locksWanted(t, pool) > 0 }, "they meet the transaction")
 	eventuallyWithin(t, begin, calm)
-	if err := tx.Rollback(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tx.Rollback(t.Context()))
 	if err := group.Wait(); err != nil {
 		t.Error(err)
 	}
@@ -717,9 +696,7 @@ func TestExecutionsLockedInAnOpenTransactionDelayNoOther(t *testing.T) {
 	close(gates)
 	pgtest.Eventually(t, timeout, func() bool { return locksWanted(t, pool) > 0 }, "they meet the transaction")
 	eventuallyWithin(t, run, calm)
-	if err := tx.Rollback(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tx.Rollback(t.Context()))
 	for _, id := range ids {
 		until(t, pool, id, executions.Completed)
 	}

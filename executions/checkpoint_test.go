@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
@@ -25,9 +26,7 @@ import (
 func unwritable(t *testing.T, pool *pgxpool.Pool) (end func()) {
 	t.Helper()
 	tx, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	pgtest.Exec(t, tx, `lock table agent_checkpoints in share row exclusive mode`)
 	ended := false
 	end = func() {
@@ -310,11 +309,7 @@ func TestACompletionWaitsForACheckpointInFlight(t *testing.T) {
 		raise exception 'no' using errcode = '22023';
 	end $$`)
 	pgtest.Exec(t, pool, `create trigger refuse before insert on agent_checkpoints for each row when (new.step = 'bad') execute function refuse()`)
-	tx, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	tx := pgtest.Begin(t, pool)
 	pgtest.Exec(t, tx, `select pg_advisory_xact_lock(77)`)
 	returns := make(chan struct{})
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
@@ -361,9 +356,7 @@ func TestAStepAfterTheFlowReturnedFails(t *testing.T) {
 func storedVariables(t *testing.T, pool *pgxpool.Pool, id string) string {
 	t.Helper()
 	text, err := compact(get(t, pool, id).Variables)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return string(text)
 }
 
@@ -570,11 +563,7 @@ func TestTheEndNamesTheStepThatFailed(t *testing.T) {
 func TestVariablesOfATransactionDoNotWaitForLocks(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	other, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = other.Rollback(context.WithoutCancel(t.Context())) }()
+	other := pgtest.Begin(t, pool)
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		x, _ := executions.Current(ctx)
 		if err := executions.SetVariables(ctx, vars{"a": 1}); err != nil {

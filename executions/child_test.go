@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -59,9 +60,7 @@ func childStatus(t *testing.T, parent executions.Execution) string {
 	var end struct {
 		Status string `json:"status"`
 	}
-	if err := json.Unmarshal(out.Data, &end); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.Unmarshal(out.Data, &end))
 	return end.Status
 }
 
@@ -117,9 +116,7 @@ func TestCancellingAParentCancelsAwaitedChildren(t *testing.T) {
 	until(t, pool, awaited, executions.Waiting)
 	until(t, pool, parent, executions.Waiting)
 	free, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "child", Surface: trace.Flow, ParentID: parent})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	until(t, pool, free.ID, executions.Waiting)
 	if _, err := p.Cancel(t.Context(), parent, "admin", "enough"); err != nil {
 		t.Fatal(err)
@@ -160,9 +157,7 @@ func TestAnInsertOfACallersTransactionRunsAfterItsCommit(t *testing.T) {
 			}
 			return err
 		})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 	}
 	x, err := p.RunClaimed(t.Context(), claimed)
 	if err != nil || x.Status != executions.Completed || x.ResultSummary != "ran" {
@@ -180,9 +175,7 @@ func TestAnUnusedClaimMovesToAnotherProcess(t *testing.T) {
 		claimed, _, err = dead.InsertClaimed(t.Context(), tx, executions.Spec{Flow: "flow", Surface: trace.Chat})
 		return err
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	expire(t, pool, claimed.ID)
 	start(t, pool, flows)
 	until(t, pool, claimed.ID, executions.Completed)
@@ -203,9 +196,7 @@ func TestRunDetachedReleasesTheRunOfACallerWhoLeft(t *testing.T) {
 		return executions.Result{Summary: "elsewhere"}, nil
 	}))
 	x, err := p.RunDetached(ctx, executions.Spec{Flow: "flow", Surface: trace.Chat})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if end := until(t, pool, x.ID, executions.Completed); end.ResultSummary != "elsewhere" {
 		t.Errorf("ended with %q", end.ResultSummary)
 	}
@@ -239,9 +230,7 @@ func TestLaneWaitTakesTheLaneWhenItsTurnComes(t *testing.T) {
 	pool := pgtest.DB(t)
 	keeper := lanes.NewKeeper(pool, lanes.Options{})
 	first, err := keeper.Acquire(t.Context(), "thread:x")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	waits := make(chan struct{})
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		if _, err := executions.LaneWait(ctx, "thread:x", 50*time.Millisecond); !errors.Is(err, lanes.ErrBusy) {
@@ -259,9 +248,7 @@ func TestLaneWaitTakesTheLaneWhenItsTurnComes(t *testing.T) {
 	}))
 	id := p.begin(t, "flow")
 	testkit.Receive(t, waits)
-	if err := first.Release(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, first.Release(t.Context()))
 	x := until(t, pool, id, executions.Completed)
 	var token int64
 	if err := json.Unmarshal(x.Result, &token); err != nil || token <= first.Token() {
@@ -392,9 +379,7 @@ func TestTriggerLearnsHowItsChildEnded(t *testing.T) {
 func sameJSON(t *testing.T, one, two json.RawMessage) bool {
 	t.Helper()
 	a, err := compact(one)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	b, err := compact(two)
 	return err == nil && string(a) == string(b)
 }
@@ -567,12 +552,8 @@ func TestAnEndAndTheWaitForItMeet(t *testing.T) {
 				first, second = end, wait
 			}
 			tx, err := pool.Begin(t.Context())
-			if err != nil {
-				t.Fatal(err)
-			}
-			if err := first(t.Context(), tx); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
+			require.NoError(t, first(t.Context(), tx))
 			var done atomic.Bool
 			group, ctx := errgroup.WithContext(t.Context())
 			group.Go(func() error { defer done.Store(true); return second(ctx, pool) })
@@ -580,9 +561,7 @@ func TestAnEndAndTheWaitForItMeet(t *testing.T) {
 				return done.Load() || pgtest.Value[bool](t, pool, `
 					select exists (select from pg_stat_activity where datname = current_database() and cardinality(pg_blocking_pids(pid)) > 0)`)
 			}, "the second is done, or waits for the first")
-			if err := errors.Join(tx.Commit(t.Context()), group.Wait()); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, errors.Join(tx.Commit(t.Context()), group.Wait()))
 			sweep(t, pool)
 			if got := parent.status(); got != executions.Running {
 				t.Errorf("the parent is %s", got)

@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -68,13 +69,9 @@ func prepare(t *testing.T, pool *pgxpool.Pool, flows map[string]executions.Func,
 		c(&opts)
 	}
 	engine, err := executions.New(pool, opts)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for name, fn := range flows {
-		if err := engine.Register(name, fn); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, engine.Register(name, fn))
 	}
 	return &process{Engine: engine, pool: pool, flows: flows}
 }
@@ -135,9 +132,7 @@ func TestAnEngineStoppedBeforeItsStartReturns(t *testing.T) {
 		"beat": func(e *executions.Engine) error { return e.KeepAlive(ended) },
 	} {
 		e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if err := run(e); err != nil {
 			t.Errorf("%s: %v", name, err)
 		}
@@ -394,9 +389,7 @@ func mustClaim(t *testing.T, db postgres.DB, id, worker string) int64 {
 func get(t *testing.T, db postgres.DB, id string) executions.Execution {
 	t.Helper()
 	x, err := executions.Get(t.Context(), db, id)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return x
 }
 
@@ -411,9 +404,7 @@ func sweepOnce(ctx context.Context, pool *pgxpool.Pool) error {
 
 func sweep(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
-	if err := sweepOnce(t.Context(), pool); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, sweepOnce(t.Context(), pool))
 }
 
 func TestOneOfManyRacersGetsTheClaim(t *testing.T) {

@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
@@ -68,13 +69,9 @@ func deliverBatch(t *testing.T, db postgres.DB, worker string, places int, by st
 	rows, err := db.Query(t.Context(), `
 		select v.n::int, event_id::text, execution_id::text, (execution).claim, held, steps from `+from+` order by 1, 3`,
 		postgres.Strict{"names": names, "keys": keys, "ids": ids, "worker": worker, "places": places})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[delivery])
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return got
 }
 
@@ -206,11 +203,7 @@ func TestAnEventBatchLeavesOutBlockedEvents(t *testing.T) {
 	pgtest.Exec(t, pool, `
 		insert into agent_locks (lane, locked_by, fencing_token, expires_at, parked, execution_id)
 		values ('thread:t', @owner, 1, '9000-01-01', true, @id)`, postgres.Strict{"owner": ids["lane"] + "#2", "id": ids["lane"]})
-	held, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = held.Rollback(context.WithoutCancel(t.Context())) }()
+	held := pgtest.Begin(t, pool)
 	pgtest.Exec(t, held, `select pg_advisory_xact_lock(hashtextextended('wait event waits', 0)), 1 from agent_executions where id = @id for update`, postgres.Strict{"id": ids["row"]})
 	got := deliverBatch(t, pool, me, 9, several, "plain", "waits", "row", "lane", "twice", "twice", "a=same", "b=same", "nobody")
 	delivered := map[int]bool{}
@@ -366,9 +359,7 @@ func TestOldAndNewProcessesWorkTogether(t *testing.T) {
 		}
 		return nil
 	})
-	if err := group.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, group.Wait())
 	for _, id := range ids {
 		if x := until(t, pool, id, executions.Completed); x.Claim != 3 || completions(t, pool, id) != 1 {
 			t.Errorf("it was claimed %d times and ended %d times", x.Claim, completions(t, pool, id))
@@ -398,11 +389,7 @@ func TestWaitsAreFoundByTheirKey(t *testing.T) {
 		"a parent":  `select count(*) from lanekeeper.resume_agent_waiters('agent', @key, null, @worker <> '')`,
 	} {
 		t.Run(name, func(t *testing.T) {
-			tx, err := pool.Begin(t.Context())
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+			tx := pgtest.Begin(t, pool)
 			before := read(tx)
 			pgtest.Value[int](t, tx, sql, postgres.Strict{"key": id, "worker": me})
 			if n := read(tx) - before; n > 100 {
@@ -419,11 +406,7 @@ func TestABlockedEventReservesNoWorker(t *testing.T) {
 	p := start(t, pool, awaits(0), func(o *executions.Options) { o.Workers, o.LeaseTTL = 1, time.Minute })
 	held := p.beginWith(t, "held")
 	until(t, pool, held, executions.Waiting)
-	tx, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	tx := pgtest.Begin(t, pool)
 	pgtest.Exec(t, tx, `select pg_advisory_xact_lock(hashtextextended('wait event held', 0))`)
 	var group errgroup.Group
 	group.Go(func() error {
@@ -436,9 +419,7 @@ func TestABlockedEventReservesNoWorker(t *testing.T) {
 	}, "the event waits")
 	mustDeliver(t, pool, "other", "{}")
 	until(t, pool, p.beginWith(t, "other"), executions.Completed)
-	if err := tx.Rollback(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tx.Rollback(t.Context()))
 	if err := group.Wait(); err != nil {
 		t.Error(err)
 	}
@@ -487,19 +468,13 @@ func TestAWorkerIsFreeWhileAnEndIsWritten(t *testing.T) {
 		return executions.Result{}, nil
 	}), func(o *executions.Options) { o.Workers, o.LeaseTTL = 1, time.Minute })
 	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
-	tx, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	tx := pgtest.Begin(t, pool)
 	pgtest.Exec(t, tx, `lock table agent_events in share mode`) // no end can be written
 	first, second := p.begin(t, "flow"), p.begin(t, "flow")
 	if a, b := testkit.Receive(t, ran), testkit.Receive(t, ran); a != first || b != second {
 		t.Errorf("%s and %s ran, want %s and %s", a, b, first, second)
 	}
-	if err := tx.Rollback(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tx.Rollback(t.Context()))
 	until(t, pool, first, executions.Completed)
 	until(t, pool, second, executions.Completed)
 }
@@ -530,18 +505,14 @@ func TestTheClaimedRecordEqualsTheStoredOne(t *testing.T) {
 			select steps, jsonb_build_array(claims, prints, failed, outputs, times)::text
 			  from lanekeeper.deliver_agent_event('EVENT_COMPLETED', 'k', '{"b": 2}', null, @worker, '{background}')`,
 			postgres.Strict{"worker": me}).Scan(&steps, &answered)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		err = pool.QueryRow(t.Context(), `
 			select jsonb_build_array(jsonb_agg(c.claim order by s.n), jsonb_agg(c.fingerprint order by s.n), jsonb_agg(c.failed order by s.n),
 			                         jsonb_agg(c.output order by s.n), jsonb_agg(c.created_at order by s.n))::text
 			  from unnest(@steps::text[]) with ordinality s (step, n)
 			  left join agent_checkpoints c on c.execution_id = @id and c.step = s.step`,
 			postgres.Strict{"steps": steps, "id": id}).Scan(&stored)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if len(steps) != record.steps || answered != stored {
 			t.Errorf("after %q: steps %q were answered as %s, stored is %s", record.before, steps, answered, stored)
 		}
@@ -553,11 +524,7 @@ func TestTheClaimedRecordEqualsTheStoredOne(t *testing.T) {
 // continue.
 func deliverDuring(t *testing.T, pool *pgxpool.Pool, worker, id string, change func(tx pgx.Tx)) []delivery {
 	t.Helper()
-	tx, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	tx := pgtest.Begin(t, pool)
 	pgtest.Exec(t, tx, `select from agent_executions where id = @id for update`, postgres.Strict{"id": id})
 	done := make(chan []delivery, 1)
 	go func() {
@@ -569,9 +536,7 @@ func deliverDuring(t *testing.T, pool *pgxpool.Pool, worker, id string, change f
 			select exists (select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock' and query like '%deliver_agent_event%')`)
 	}, "the event waits")
 	change(tx)
-	if err := tx.Commit(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tx.Commit(t.Context()))
 	return <-done
 }
 
@@ -638,9 +603,7 @@ func TestTheSourceOfAnEventIsRecordedForItAlone(t *testing.T) {
 		"a test's kind": {"AGENT_COMPLETED", request},
 	} {
 		tx, err := pool.Begin(t.Context())
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		var ids []string
 		for i, raiser := range []string{"trace fl_a", ""} {
 			ids = append(ids, pgtest.Value[string](t, tx, `
@@ -649,9 +612,7 @@ func TestTheSourceOfAnEventIsRecordedForItAlone(t *testing.T) {
 				       '{"status": "completed", "result_type": "success"}', @id) limit 1`,
 				postgres.Strict{"event": event[0], "key": event[1], "id": fmt.Sprint(name, i), "raiser": raiser}))
 		}
-		if err := tx.Commit(t.Context()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, tx.Commit(t.Context()))
 		for i, want := range []string{"trace fl_a", ""} {
 			got := pgtest.Value[string](t, pool, `select coalesce(max(cause), '') from agent_links where kind = 'raised' and effect = 'event ' || @id`, postgres.Strict{"id": ids[i]})
 			if got != want {

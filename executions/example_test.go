@@ -10,6 +10,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -62,9 +63,7 @@ func TestTheFlowOfTheDocsRuns(t *testing.T) {
 		t.Fatalf("%s %q, %v", x.Status, x.ResultSummary, err)
 	}
 	var receipt Receipt
-	if err := json.Unmarshal(x.Result, &receipt); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.Unmarshal(x.Result, &receipt))
 	if bank[receipt.Key] != (Order{"n-7"}) {
 		t.Errorf("the key %q is of %v among %v", receipt.Key, bank[receipt.Key], bank)
 	}

@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -29,9 +30,7 @@ func (p *process) external(t *testing.T, change ...func(*executions.Spec)) strin
 		c(&s)
 	}
 	x, _, err := p.Start(t.Context(), p.pool, s)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return x.ID
 }
 
@@ -40,18 +39,14 @@ func handOn(s *executions.Spec) { s.OnLost = "hand_on" }
 func (p *process) lock(t *testing.T, id, owner string) executions.RunLock {
 	t.Helper()
 	got, err := p.LockRun(t.Context(), id, owner, 30*time.Second)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return got
 }
 
 func (p *process) record(t *testing.T, id, lock, step, output string) bool {
 	t.Helper()
 	_, anew, err := p.CheckpointRun(t.Context(), id, lock, step, json.RawMessage(output))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return anew
 }
 
@@ -198,9 +193,7 @@ func TestRenewalsAndCheckpointsDoNotBlockEachOther(t *testing.T) {
 	if again := p.lock(t, id, "w"); again.LockID != lock.LockID {
 		t.Errorf("the same owner: %+v", again)
 	}
-	if err := checkpoint.Commit(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, checkpoint.Commit(t.Context()))
 	beat := pgtest.Begin(t, p.pool)
 	pgtest.Exec(t, beat, `select beat_agent_locks($1)`, []string{lock.LockID})
 	if !p.record(t, id, lock.LockID, "next", "1") { // while the beat's transaction is open
@@ -235,12 +228,8 @@ func TestATakeoverWaitsForACheckpointAndTheSweepDoesNot(t *testing.T) {
 		return pgtest.Value[bool](t, p.pool, `select exists (select from pg_stat_activity where datname = current_database()
 			and wait_event_type = 'Lock' and query like '%lock_agent_execution%')`)
 	}, "the takeover waits")
-	if err := checkpoint.Commit(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if err := group.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, checkpoint.Commit(t.Context()))
+	require.NoError(t, group.Wait())
 	if len(second.Checkpoints) != 1 || second.Checkpoints[0].Step != "slow" || second.Execution.Claim != 3 {
 		t.Errorf("who took over saw %+v", second)
 	}
@@ -394,9 +383,7 @@ func TestARunThatWaitsIsLockedAgainWithTheOutcome(t *testing.T) {
 		t.Helper()
 		r.Status = executions.Waiting
 		status, _, err := p.UnlockRun(t.Context(), id, lock.LockID, r)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		return status
 	}
 	for name, r := range map[string]executions.UnlockParams{
@@ -519,9 +506,7 @@ func TestTheEndOfAnExternalExecutionResumesItsParent(t *testing.T) {
 		t.Fatal(err)
 	}
 	var got executions.Triggered
-	if err := json.Unmarshal(until(t, pool, id, executions.Completed).Result, &got); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.Unmarshal(until(t, pool, id, executions.Completed).Result, &got))
 	if got.ExecutionID != child || got.Success || got.Error != "no paper" || got.Status != executions.Failed {
 		t.Errorf("the parent saw %+v", got)
 	}
@@ -573,13 +558,9 @@ func TestRejectedWritesOfExternalWorkersAreRecorded(t *testing.T) {
 	rows, err := pool.Query(t.Context(), `
 		select input ->> 'rejected_write', step, status, error_class, coalesce((input ->> 'more')::int, 0), coalesce((output -> 'output')::text, '')
 		  from agent_activity where execution_id = @id and skill_name = 'stale_write' order by id`, postgres.Strict{"id": id})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[refused])
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if len(got) != 6 || got[4].Write != "checkpoint" || got[4].Step != "step 4" || got[4].More != 25 || got[5].Write != "beat" || got[0].Status != "error" || got[0].Class != "stale" {
 		t.Errorf("recorded %+v", got)
 	}
@@ -614,9 +595,7 @@ func TestAnExternalCoordinatorLendsItsThread(t *testing.T) {
 	says := func(id, lock, words string) (queued bool) {
 		t.Helper()
 		claim, err := p.LockClaim(t.Context(), id, lock)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		return pgtest.Value[bool](t, pool, `select queued from lanekeeper.send_agent_message('t', @id, @claim, @words)`, postgres.Strict{"id": id, "claim": claim, "words": words})
 	}
 	id := p.external(t, func(s *executions.Spec) { s.ThreadID = "t" })
@@ -643,9 +622,7 @@ func TestAnExternalCoordinatorLendsItsThread(t *testing.T) {
 			work()
 		}
 		status, _, err := p.UnlockRun(t.Context(), id, lock.LockID, executions.UnlockParams{Status: executions.Waiting, For: "agent", Key: child})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if ends == "while it waits" {
 			if status != executions.Waiting {
 				t.Errorf("it is %s", status)
@@ -741,9 +718,7 @@ func TestWorkersSweepsAndCancelsNeverDeadlock(t *testing.T) {
 		_, err := p.Cancel(ctx, ids[0], "admin", "enough")
 		return err
 	})
-	if err := group.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, group.Wait())
 	if n := pgtest.Value[int](t, pool, `select count(*)::int from agent_checkpoints where step like 'step %'`); n != int(recorded.Load()) || n == 0 {
 		t.Errorf("%d steps are recorded, %d were confirmed", n, recorded.Load())
 	}

@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -82,9 +83,7 @@ func (p *process) fork(t *testing.T, s executions.ForkSpec, want executions.Stat
 	t.Helper()
 	before := dump(t, p.pool, s.ID)
 	x, err := p.Fork(t.Context(), p.pool, s)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	got := until(t, p.pool, x.ID, want)
 	if after := dump(t, p.pool, s.ID); after != before {
 		t.Errorf("the fork from %q touched the other\nbefore %s\nafter  %s", s.From, before, after)
@@ -235,9 +234,7 @@ func TestAForkOfALoopUnderWay(t *testing.T) {
 		t.Errorf("from before the snapshot: %v", err)
 	}
 	x, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	until(t, pool, x.ID, executions.Waiting)
 	if _, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "go 18", nil, ""); err != nil {
 		t.Fatal(err)
@@ -301,9 +298,7 @@ func TestAnInputThatContradictsACheckpointIsRejected(t *testing.T) {
 	}}
 	p := start(t, pool, flows)
 	x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "greet", Surface: trace.Flow, Input: map[string]string{"name": "Ana", "tone": "hello"}})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	until(t, pool, x.ID, executions.Completed)
 	n := pgtest.Value[int](t, pool, `select count(*) from agent_executions`)
 	_, err = p.Fork(t.Context(), pool, executions.ForkSpec{ID: x.ID, From: "say", Input: json.RawMessage(`{"name": "Eva", "tone": "hello"}`)})
@@ -320,9 +315,7 @@ func TestAnInputThatContradictsACheckpointIsRejected(t *testing.T) {
 	// In a process that does not know the flow nothing can be foreseen, and the fork itself fails.
 	other := prepare(t, pool, nil)
 	blind, err := other.Fork(t.Context(), pool, executions.ForkSpec{ID: x.ID, From: "say", Input: json.RawMessage(`{"name": "Eva"}`)})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if got := until(t, pool, blind.ID, executions.Failed); !strings.Contains(testkit.Deref(got.ErrorMessage), "step look up") || testkit.Deref(got.FailedStep) != "look up" {
 		t.Errorf("the fork failed with %s at %s", testkit.Deref(got.ErrorMessage), testkit.Deref(got.FailedStep))
 	}
@@ -522,9 +515,7 @@ func TestAForkRequestsItsOwnApproval(t *testing.T) {
 	until(t, pool, id, executions.Completed)
 	for from, want := range map[string]string{"after": "after", "approved " + asked: "ask pay after", "decision on " + asked: "ask pay after"} {
 		x, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id, From: from})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if strings.HasPrefix(want, "ask") {
 			approve(x.ID)
 		}
@@ -572,17 +563,13 @@ func TestAForkOfAnExternalExecution(t *testing.T) {
 	pool := pgtest.DB(t)
 	p := start(t, pool, nil)
 	x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "external", Surface: trace.Flow, OnLost: "hand_on"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	lock := pgtest.Value[string](t, pool, `select lock_id from lock_agent_execution(@id, 'worker')`, postgres.Strict{"id": x.ID})
 	for _, step := range []string{"one", "two"} {
 		pgtest.Exec(t, pool, `select checkpoint_agent_execution(@id, @lock, @step, '1')`, postgres.Strict{"id": x.ID, "lock": lock, "step": step})
 	}
 	fork, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: x.ID, From: "two"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	points, err := executions.Checkpoints(t.Context(), pool, fork.ID)
 	if err != nil || len(points) != 1 || points[0].Step != "one" {
 		t.Errorf("records %v, %v", points, err)

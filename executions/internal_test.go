@@ -15,6 +15,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
@@ -63,17 +64,13 @@ func (e *Engine) TryComplete(ctx context.Context, id string) (bool, error) {
 // engineAway is an engine whose database is, and counts how often it is asked for.
 func engineAway(t *testing.T, log *slog.Logger, tries *int) *Engine {
 	config, err := pgxpool.ParseConfig("postgres://nobody@127.0.0.1:1/none?sslmode=disable")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	config.ConnConfig.DialFunc = func(context.Context, string, string) (net.Conn, error) {
 		*tries++
 		return nil, errors.New("away")
 	}
 	pool, err := pgxpool.NewWithConfig(t.Context(), config)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return &Engine{
 		pool: pool, keeper: lanes.NewKeeper(pool, lanes.Options{}), opts: Options{SweepEvery: 5 * time.Second}, log: log,
 		sweepRequests: make(chan struct{}, 1), timerChanged: make(chan struct{}, 1),
@@ -134,16 +131,12 @@ func TestFailedClaimsDoNotMultiply(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var tries atomic.Int32
 		config, err := pgxpool.ParseConfig("postgres://nobody@127.0.0.1:1/none?sslmode=disable")
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		config.ConnConfig.DialFunc = func(context.Context, string, string) (net.Conn, error) {
 			return nil, errors.New("away")
 		}
 		pool, err := pgxpool.NewWithConfig(t.Context(), config)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		defer pool.Close()
 		told := slog.New(slog.NewTextHandler(counter{&tries, "ready executions not claimed"}, nil))
 		c := newWorkerPool(&Engine{pool: pool, opts: Options{SweepEvery: time.Second, LeaseTTL: 30 * time.Second, Workers: 1}, log: told}, Background)

@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -23,18 +24,14 @@ import (
 func pause(t *testing.T, db postgres.DB) executions.PauseChange {
 	t.Helper()
 	got, err := executions.PauseAll(t.Context(), db, "ana", "prices look wrong")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return got
 }
 
 func resume(t *testing.T, db postgres.DB) executions.PauseChange {
 	t.Helper()
 	got, err := executions.ResumeAll(t.Context(), db, "ben", "they were right")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return got
 }
 
@@ -73,24 +70,18 @@ func TestOnlyAttendedWorkStartsDuringAPause(t *testing.T) {
 	}
 	for _, surface := range []trace.Surface{trace.Heartbeat, trace.Webhook} {
 		x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "flow", Surface: surface, Priority: 1})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		held = append(held, x.ID)
 	}
 	for _, surface := range []trace.Surface{trace.Chat, trace.Operate} {
 		x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "flow", Surface: surface, Priority: 4})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		until(t, pool, x.ID, executions.Completed)
 	}
 	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'pending' and claim = 0`); n != len(held) {
 		t.Fatalf("%d of %d are as they were", n, len(held))
 	}
-	if err := p.Sweep(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, p.Sweep(t.Context()))
 	if n := pgtest.Value[int](t, pool, `select count(*) from lanekeeper.agent_ready_kinds`); n != 0 {
 		t.Errorf("%d are handed out as ready", n)
 	}
@@ -143,9 +134,7 @@ func TestAttendedRunsContinueDuringAPause(t *testing.T) {
 	var counts [2]atomic.Int32
 	p := start(t, pool, flow(twoSteps(first, &counts)))
 	x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "flow", Surface: trace.Operate})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	first.arrival(t)
 	pause(t, pool)
 	pgtest.Eventually(t, timeout, p.Paused, "the process knows")
@@ -161,9 +150,7 @@ func TestAClaimPrecedesThePauseOrFails(t *testing.T) {
 	before, after := pending(t, pool), pending(t, pool)
 	inTx := func(sql string, args ...any) (tx pgx.Tx) {
 		tx, err := pool.Begin(t.Context())
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) })
 		pgtest.Exec(t, tx, sql, args...)
 		return tx
@@ -172,9 +159,7 @@ func TestAClaimPrecedesThePauseOrFails(t *testing.T) {
 	if pgtest.Value[bool](t, pool, `select pg_try_advisory_xact_lock(hashtextextended('agent pause', 0))`) {
 		t.Error("a pause would not wait for the claim")
 	}
-	if err := claiming.Commit(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, claiming.Commit(t.Context()))
 	pausing := inTx(`select pause_agent('prices look wrong')`)
 	if n, err := claim(t.Context(), pool, after, w); n != 0 || err != nil {
 		t.Errorf("claimed while a pause was made: %d, %v", n, err)
@@ -182,9 +167,7 @@ func TestAClaimPrecedesThePauseOrFails(t *testing.T) {
 	if ids := claimReady(t, pool, w, 5); len(ids) != 0 {
 		t.Errorf("claimed while a pause was made: %v", ids)
 	}
-	if err := pausing.Rollback(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, pausing.Rollback(t.Context()))
 	mustClaim(t, pool, after, w)
 }
 
@@ -224,9 +207,7 @@ func TestAfterAPauseHasReturnedNothingIsClaimed(t *testing.T) {
 		pgtest.Exec(t, pool, `select pg_sleep(0.02)`) // time for those who would
 		now := claimed()
 		halt()
-		if err := group.Wait(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, group.Wait())
 		if now != then {
 			t.Fatalf("%d were claimed when the pause had returned, then %d", then, now)
 		}
@@ -252,9 +233,7 @@ func TestTwoPausesAtOnceAreOne(t *testing.T) {
 				return err
 			})
 		}
-		if err := group.Wait(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, group.Wait())
 		return changed, all
 	}
 	n, all := several(func(ctx context.Context) (executions.PauseChange, error) {
@@ -324,14 +303,10 @@ func TestAPauseInTheMiddleOfAClaim(t *testing.T) {
 	second.open()
 	pgtest.Eventually(t, timeout, func() bool { return get(t, pool, id).ClaimedBy == nil }, "its claim is lost")
 	for range 3 {
-		if err := p.Sweep(t.Context()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, p.Sweep(t.Context()))
 	}
 	conn, err := pgtest.Dialer(t, pool)(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer func() { _ = conn.Close(context.WithoutCancel(t.Context())) }()
 	pgtest.Exec(t, conn, `listen agent_ready`)
 	resume(t, pool)
@@ -356,9 +331,7 @@ func TestAPauseOutlivesEveryProcess(t *testing.T) {
 	second := start(t, pool, flow(twoSteps(first, &counts)))
 	pgtest.Eventually(t, timeout, func() bool { return get(t, pool, id).ClaimedBy == nil }, "its claim is lost")
 	for range 3 {
-		if err := second.Sweep(t.Context()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, second.Sweep(t.Context()))
 	}
 	if got := get(t, pool, id); got.ClaimedBy != nil || got.Status != executions.Running {
 		t.Fatalf("status %s, claimed by %q", got.Status, testkit.Deref(got.ClaimedBy))
@@ -373,9 +346,7 @@ func TestATickThatFallsDueWhilePausedIsRecordedAsSkipped(t *testing.T) {
 	pool := pgtest.DB(t)
 	p := prepare(t, pool, nil)
 	err := p.PutSchedule(t.Context(), executions.Schedule{Name: "beat", Flow: "heartbeat", Surface: trace.Heartbeat, Cron: "*/30 * * * *"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	due := func() {
 		pgtest.Exec(t, pool, `update agent_schedules set next_run_at = clock_timestamp() - interval '3 hours'`)
 	}
@@ -383,9 +354,7 @@ func TestATickThatFallsDueWhilePausedIsRecordedAsSkipped(t *testing.T) {
 	for range 2 {
 		due()
 		for range 2 { // the second finds nothing due
-			if err := p.Tick(t.Context()); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, p.Tick(t.Context()))
 		}
 	}
 	said := pgtest.Value[string](t, pool, `
@@ -395,16 +364,12 @@ func TestATickThatFallsDueWhilePausedIsRecordedAsSkipped(t *testing.T) {
 		t.Errorf("recorded: %s", said)
 	}
 	resume(t, pool)
-	if err := p.Tick(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, p.Tick(t.Context()))
 	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions`); n != 0 {
 		t.Errorf("%d were started for ticks of the pause", n)
 	}
 	due()
-	if err := p.Tick(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, p.Tick(t.Context()))
 	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions`); n != 1 {
 		t.Errorf("%d were started afterwards", n)
 	}
@@ -435,16 +400,12 @@ func TestExternalWorkersGetNoLockDuringAPause(t *testing.T) {
 	p := prepare(t, pool, nil)
 	begin := func() string {
 		x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: executions.External, Surface: trace.Flow})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		return x.ID
 	}
 	running, waiting := begin(), begin()
 	lock, err := p.LockRun(t.Context(), running, "worker 1", time.Minute)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	pause(t, pool)
 	var refused *executions.RunError
 	if _, err := p.LockRun(t.Context(), waiting, "worker 2", time.Minute); !errors.Is(err, executions.ErrPaused) || !errors.As(err, &refused) ||
@@ -481,9 +442,7 @@ func TestArrivalsDuringAPauseAreKept(t *testing.T) {
 	pause(t, pool)
 	pgtest.Eventually(t, timeout, p.Paused, "the process knows")
 	pgtest.Exec(t, pool, `update agent_executions set waiting_until = clock_timestamp() where id = @id`, postgres.Strict{"id": timer})
-	if err := p.Sweep(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, p.Sweep(t.Context()))
 	if _, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "order 7", nil, ""); err != nil {
 		t.Fatal(err)
 	}

@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -25,9 +26,7 @@ import (
 func replay(t *testing.T, p *process, id string) executions.Replayed {
 	t.Helper()
 	got, err := p.Replay(t.Context(), id)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if got.Equal != (got.Divergence == nil) || got.Equal != (got.Digest == got.ReplayDigest) {
 		t.Errorf("digest and divergence contradict each other: %+v", got)
 	}
@@ -71,9 +70,7 @@ func TestAReplayHasNoEffects(t *testing.T) {
 		_, err = executions.Wait(ctx, "pause", executions.Delay(time.Millisecond))
 		return executions.Result{Summary: "done", Value: map[string]any{"n": n, "half": 0.50}}, err
 	}), func(*executions.Options) {})
-	if err := p.Register("flow2", func(context.Context, json.RawMessage) (executions.Result, error) { return executions.Result{}, nil }); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, p.Register("flow2", func(context.Context, json.RawMessage) (executions.Result, error) { return executions.Result{}, nil }))
 	id := p.begin(t, "flow")
 	until(t, pool, id, executions.Completed)
 	before, all := dump(t, pool, id), done.Load()
@@ -299,9 +296,7 @@ func TestAReplayEntersAPhaseUnderWay(t *testing.T) {
 func FuzzTextOfARun(f *testing.F) {
 	pool := pgtest.DB(f)
 	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
-	if err != nil {
-		f.Fatal(err)
-	}
+	require.NoError(f, err)
 	var text, raw string
 	var kept any
 	err = e.Register("says", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
@@ -324,9 +319,7 @@ func FuzzTextOfARun(f *testing.F) {
 		}
 		return executions.Result{Summary: text, Value: []any{said, raw}}, nil
 	})
-	if err != nil {
-		f.Fatal(err)
-	}
+	require.NoError(f, err)
 	for _, s := range []string{
 		"", "a", "\x00", `"\u0000"`, `"\ud800"`, `["\udc00\ud800", "\ud83d\ude00"]`, "\xff", "\xed\xa0\x80", `1e400`, `{"a\u0000": 1, "a\ufffd": 2}`, `{"\ud800": "\uD800"}`,
 		`-0.0`, `1E-7000`, strings.Repeat("[", 7000) + strings.Repeat("]", 7000), `"\\u0000"`, `"\\\u0000"`, `123456789012345678901234567890.5`, "\u2028",
@@ -347,9 +340,7 @@ func FuzzTextOfARun(f *testing.F) {
 				continue
 			}
 			var again map[string]string
-			if err := json.Unmarshal(c.Output, &again); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, json.Unmarshal(c.Output, &again))
 			for name, v := range kept.(map[string]string) {
 				if again[name] != v {
 					t.Errorf("%q: the code got %q, and a later run would get %q", one, kept, again)
@@ -363,8 +354,6 @@ func FuzzTextOfARun(f *testing.F) {
 func recordedOf(t *testing.T, db postgres.DB, id string) []executions.Checkpoint {
 	t.Helper()
 	got, err := executions.Checkpoints(t.Context(), db, id)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return got
 }

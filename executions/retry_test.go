@@ -20,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgproxy"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -29,9 +30,7 @@ func TestBrokenConnectionsLoseAndRepeatNothing(t *testing.T) {
 	pool := pgtest.DB(t)
 	effects(t, pool)
 	admin, err := pgx.ConnectConfig(t.Context(), pool.Config().ConnConfig.Copy())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = admin.Close(context.WithoutCancel(t.Context())) })
 	const runs, steps = 8, 12
 	var calls atomic.Int32
@@ -88,9 +87,7 @@ func TestBrokenConnectionsLoseAndRepeatNothing(t *testing.T) {
 		return err == nil && left == 0
 	}, "all executions complete")
 	stop()
-	if err := group.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, group.Wait())
 	pgtest.Eventually(t, timeout, func() bool { return pool.Ping(t.Context()) == nil }, "the pool has recovered")
 	for _, id := range ids {
 		if got := get(t, pool, id); got.Status != executions.Completed {
@@ -140,9 +137,7 @@ func TestAStartThatIsRolledBackLeavesNothing(t *testing.T) {
 	pool := pgtest.DB(t)
 	p := prepare(t, pool, flow(nothing))
 	tx, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if _, _, err := p.Start(t.Context(), tx, executions.Spec{Flow: "flow", Surface: "flow"}); err != nil {
 		t.Error(err)
 	}
@@ -161,9 +156,7 @@ func TestWritesThatAreSentTwiceCountOnce(t *testing.T) {
 	n := mustClaim(t, pool, id, newWorker(t, pool))
 	entry := activity.Entry{TraceID: "fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE", ExecutionID: id, Claim: n, Step: "pay", Skill: "pay"}
 	one, err := activity.Open(t.Context(), pool, entry)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	two, err := activity.Open(t.Context(), pool, entry)
 	if err != nil || one != two {
 		t.Errorf("opened %s, then %s, %v", one, two, err)

@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -54,18 +55,14 @@ func TestAStartReturnsTheStoredRow(t *testing.T) {
 			here[i] = claimed && !strings.HasPrefix(s.Flow, "external")
 		}
 		together, err := p.StartSeveral(t.Context(), specs, here)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		for i, s := range specs {
 			wantStored(t, pool, fmt.Sprintf("start %d of several, claimed %t", i, here[i]), together[i])
 			if want := map[bool]executions.Status{true: executions.Running, false: executions.Pending}[here[i]]; together[i].Status != want || together[i].Flow != s.Flow {
 				t.Errorf("start %d of several is %s of %s", i, together[i].Status, together[i].Flow)
 			}
 			alone, err := p.StartSeveral(t.Context(), specs[i:i+1], here[i:i+1])
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			wantStored(t, pool, fmt.Sprintf("start %d, claimed %t", i, here[i]), alone[0])
 		}
 	}
@@ -95,9 +92,7 @@ func TestALocalStartReturnsTheStoredRow(t *testing.T) {
 		return x, err
 	}
 	one, err := begin(executions.Spec{Flow: "flow", Surface: trace.Flow, Input: map[string]any{"a": 1}})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	wantStored(t, pool, "the first", one)
 	if one.Status != executions.Running || one.ClaimedBy == nil || one.Claim != 1 || one.StartedAt == nil {
 		t.Errorf("the first, for which there is a worker, is %+v", one)
@@ -110,9 +105,7 @@ func TestALocalStartReturnsTheStoredRow(t *testing.T) {
 			return err
 		})
 	}
-	if err := group.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, group.Wait())
 	running := 0
 	for i, x := range started {
 		if string(x.Input) != fmt.Sprint(i) || x.ThreadID == nil || *x.ThreadID != fmt.Sprint(i) {
@@ -315,11 +308,7 @@ func TestTheIDsOfABatchAreInOrder(t *testing.T) {
 // A few executions of one agent among very many are found without reading those of the others.
 func TestTheExecutionsOfARareAgentAreFoundByAnIndex(t *testing.T) {
 	t.Parallel()
-	tx, err := pgtest.DB(t).Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = tx.Rollback(t.Context()) }()
+	tx := pgtest.Begin(t, pgtest.DB(t))
 	for _, sql := range []string{
 		`set local session_replication_role = replica`,
 		`insert into agent_executions (trace_id, surface, agent, flow, status)
@@ -398,9 +387,7 @@ func TestARedactedExecutionHasNoSecret(t *testing.T) {
 			}
 			before := fmt.Sprintf("%+v", v.Interface())
 			got, err := json.Marshal(v.Addr().MethodByName("Redacted").Call(nil)[0].Interface())
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			if strings.Contains(string(got), secret) || !strings.Contains(string(got), "[redacted]") || len(got) > 10*(64<<10)+4096 {
 				t.Errorf("%T: %d bytes: %.2000s", row, len(got), got)
 			}

@@ -23,6 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -258,14 +259,10 @@ func runBoth(t *testing.T, pool *pgxpool.Pool, x subject, one, two operation) {
 func checkTransitions(t *testing.T, pool *pgxpool.Pool, id, what string) {
 	t.Helper()
 	rows, err := pool.Query(t.Context(), `select old, new from state_log where id = $1::uuid order by n`, id)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	type step struct{ Old, New executions.Status }
 	steps, err := pgx.CollectRows(rows, pgx.RowToStructByPos[step])
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	at := executions.Pending
 	if len(steps) > 0 && steps[0].Old == executions.Running {
 		at = executions.Running // it began claimed
@@ -342,9 +339,7 @@ func TestGoReachesEveryState(t *testing.T) {
 		}
 	}
 	all, err := executions.List(t.Context(), pool, executions.Filter{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for _, x := range all {
 		checkTransitions(t, pool, x.ID, x.Flow)
 	}
@@ -444,9 +439,7 @@ func TestARejectedEventFailsAlone(t *testing.T) {
 			return nil
 		})
 	}
-	if err := group.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, group.Wait())
 	if n := pgtest.Value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`); n != 160 {
 		t.Errorf("%d events are recorded, want 160", n)
 	}
@@ -510,9 +503,7 @@ func settings(t *testing.T) []string {
 	}
 	for _, p := range paths {
 		text, err := os.ReadFile(p)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		for _, m := range regexp.MustCompile(`'(lanekeeper\.[a-z_]+)'`).FindAllStringSubmatch(string(text), -1) {
 			names[m[1]] = true
 		}
@@ -560,9 +551,7 @@ func TestNoSettingAndNoRoleSwitchesARuleOff(t *testing.T) {
 func attackAs(t *testing.T, url, role, value string, subjects map[executions.Status]subject) {
 	t.Helper()
 	conn, err := pgx.Connect(t.Context(), url)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer func() { _ = conn.Close(context.WithoutCancel(t.Context())) }()
 	for _, name := range settings(t) {
 		if _, err := conn.Exec(t.Context(), `select set_config($1, $2, false)`, name, value); err != nil {
@@ -597,9 +586,7 @@ func attackAs(t *testing.T, url, role, value string, subjects map[executions.Sta
 func copied(t *testing.T, conn *pgx.Conn, x subject) {
 	t.Helper()
 	id, err := conn.PgConn().EscapeString(x.id)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for what, from := range map[string][2]string{
 		"an execution that ended": {`copy agent_executions (trace_id, surface, flow, status) from stdin`, "t\tflow\tf\tcompleted\n"},
 		"a stale checkpoint":      {`copy agent_checkpoints (execution_id, step, claim) from stdin`, id + "\tstolen\t99\n"},
@@ -690,9 +677,7 @@ func TestTheLogHasAnExternalEnd(t *testing.T) {
 		}},
 		"a sweep": {"failure", func(t *testing.T, p *process, id string) {
 			expire(t, p.pool, id)
-			if err := p.Sweep(t.Context()); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, p.Sweep(t.Context()))
 		}},
 		"a lock that settles the last": {"failure", func(t *testing.T, p *process, id string) {
 			expire(t, p.pool, id)

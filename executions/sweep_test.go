@@ -13,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -30,17 +31,11 @@ func TestASkippedTimerIsSweptLessOften(t *testing.T) {
 		update agent_executions set status = 'waiting', waiting_for = 'delay', waiting_step = 'w',
 		       waiting_until = clock_timestamp() - row_number * interval '1 hour'
 		  from (select id as which, row_number() over (order by id) from agent_executions) n where id = which`)
-	tx, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	tx := pgtest.Begin(t, pool)
 	pgtest.Exec(t, tx, `select from agent_executions for update`)
 	sweep := func() {
 		t.Helper()
-		if err := p.Sweep(t.Context()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, p.Sweep(t.Context()))
 	}
 	sweep()
 	if got := p.SweepPause(); got != time.Millisecond {
@@ -53,9 +48,7 @@ func TestASkippedTimerIsSweptLessOften(t *testing.T) {
 		t.Errorf("sleeps for %s after many sweeps that left it", got)
 	}
 	pgtest.Exec(t, tx, `update agent_executions set waiting_until = clock_timestamp() + interval '1 day' where waiting_until = (select min(waiting_until) from agent_executions)`)
-	if err := tx.Commit(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tx.Commit(t.Context()))
 	sweep()
 	if got := p.SweepPause(); got < time.Minute {
 		t.Errorf("sleeps for %s though nothing is due", got)
@@ -79,11 +72,7 @@ func TestClaimsOfALostWorkerAreReleased(t *testing.T) {
 	for _, id := range []string{recorded, spentButRecorded} {
 		pgtest.Exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim, output) values (@id, 'step', 1, '1')`, postgres.Strict{"id": id})
 	}
-	tx, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	tx := pgtest.Begin(t, pool)
 	pgtest.Exec(t, tx, `select from agent_executions where id = @id for update`, postgres.Strict{"id": locked})
 	if n := pgtest.Value[int](t, pool, `select lanekeeper.lose_agent_claims(@id)`, postgres.Strict{"id": lost}); n != 7 {
 		t.Errorf("%d were lost", n)
@@ -156,9 +145,7 @@ func TestConcurrentSweepsReleaseLostClaimsOnce(t *testing.T) {
 		return pgtest.Value[int](t, pool, `
 			select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'`) >= 4
 	}, "several sweep")
-	if err := barrier.Commit(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, barrier.Commit(t.Context()))
 	if err := group.Wait(); err != nil {
 		t.Error(err)
 	}
@@ -194,9 +181,7 @@ func TestAnInterruptedSweepChangesNothing(t *testing.T) {
 	if got := pgtest.Value[string](t, pool, became); got != "20 its still, 0 ready, 0 ended, 0 told, 0 noted" {
 		t.Error(got)
 	}
-	if err := stall.Commit(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, stall.Commit(t.Context()))
 	pgtest.Eventually(t, timeout, func() bool { // the server frees the locks of the one that was cut off after it has told it
 		if err := p.Sweep(t.Context()); err != nil {
 			t.Error(err)
@@ -268,25 +253,17 @@ func TestASweepSkipsLockedRows(t *testing.T) {
 				select 'automation:a', x.id || '#' || x.claim, 1, clock_timestamp(), clock_timestamp() + interval '1 hour', 3600, x.id
 				  from agent_executions x where x.id = @id`, postgres.Strict{"id": held})
 			before, err := executions.Get(t.Context(), pool, held)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			tx := openTx(t, pool, one.lock)
 			ctx, cancel := context.WithTimeout(t.Context(), sweepPatience)
 			defer cancel()
-			if err := p.Sweep(ctx); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, p.Sweep(ctx))
 			until(t, pool, free, one.then)
 			if x, err := executions.Get(t.Context(), pool, held); err != nil || x.Status != before.Status || x.Claim != before.Claim {
 				t.Errorf("what is locked: %+v, %v", x, err)
 			}
-			if err := tx.Rollback(t.Context()); err != nil {
-				t.Fatal(err)
-			}
-			if err := p.Sweep(t.Context()); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, tx.Rollback(t.Context()))
+			require.NoError(t, p.Sweep(t.Context()))
 			until(t, pool, held, one.then)
 		})
 	}
@@ -300,32 +277,22 @@ func TestStuckExecutionsAreLogged(t *testing.T) {
 	p := prepare(t, pool, nil, l.into)
 	lost := newWorker(t, pool)
 	mustClaim(t, pool, pending(t, pool), lost)
-	tx, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }() // it was ended
+	tx := pgtest.Begin(t, pool) // it was ended
 	if _, err := tx.Exec(t.Context(), `select from agent_executions for key share`); err != nil {
 		t.Fatal(err)
 	}
 	pgtest.Exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 minute'`)
 	pid := pgtest.Value[int](t, tx, `select pg_backend_pid() from pg_sleep(1.1)`)
 	for range 2 {
-		if err := p.Sweep(t.Context()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, p.Sweep(t.Context()))
 	}
 	said := l.Records(t, "lost executions not taken over yet, their rows are locked")
 	if len(said) != 1 || said[0]["worker"] != "test" || said[0]["executions"] != 1.0 ||
 		!strings.Contains(fmt.Sprint(said[0]["open_transactions"]), fmt.Sprintf("pid %d of ", pid)) {
 		t.Errorf("after two sweeps it is told %v, want once, with the worker and session %d", said, pid)
 	}
-	if err := tx.Rollback(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if err := p.Sweep(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tx.Rollback(t.Context()))
+	require.NoError(t, p.Sweep(t.Context()))
 	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`); n != 0 {
 		t.Errorf("%d executions are still the lost worker's", n)
 	}
@@ -340,12 +307,8 @@ func TestExecutionsAboutToMoveAreNotLogged(t *testing.T) {
 	mustClaim(t, pool, pending(t, pool), newWorker(t, pool))
 	pgtest.Exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 hour'`)
 	err := p.PutSchedule(t.Context(), executions.Schedule{Name: "first", Flow: "heartbeat", Surface: trace.Heartbeat, Cron: "@every 1h", Timezone: "UTC"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := p.Sweep(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
+	require.NoError(t, p.Sweep(t.Context()))
 	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`); n != 0 {
 		t.Errorf("%d executions are still the lost worker's", n)
 	}
@@ -365,9 +328,7 @@ func TestTwoEnginesStartOneExecutionPerTick(t *testing.T) {
 	pool := pgtest.DB(t)
 	p := start(t, pool, flow(nothing))
 	start(t, pool, flow(nothing))
-	if err := p.PutSchedule(t.Context(), every("@every 1s")); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, p.PutSchedule(t.Context(), every("@every 1s")))
 	pgtest.Eventually(t, timeout, func() bool {
 		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) >= 4
 	}, "four ticks have run")
@@ -386,9 +347,7 @@ func TestTicksContinueWhileTheLeaderIsDead(t *testing.T) {
 		insert into river.river_leader (name, leader_id, elected_at, expires_at)
 		values ('default', 'dead', now(), now() + interval '1 hour')`)
 	p := start(t, pool, flow(nothing))
-	if err := p.PutSchedule(t.Context(), every("@every 1s")); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, p.PutSchedule(t.Context(), every("@every 1s")))
 	pgtest.Eventually(t, timeout, func() bool {
 		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) >= 2
 	}, "two ticks have run")
@@ -401,18 +360,14 @@ func TestManyTickersStartADueTimeOnceAndMissedTicksBecomeOne(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := prepare(t, pool, flow(nothing))
-	if err := p.PutSchedule(t.Context(), every("*/30 * * * *")); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, p.PutSchedule(t.Context(), every("*/30 * * * *")))
 	for round := range 5 {
 		pgtest.Exec(t, pool, `update agent_schedules set next_run_at = clock_timestamp() - interval '9 hours'`)
 		var group errgroup.Group
 		for range 8 {
 			group.Go(func() error { return p.Tick(t.Context()) })
 		}
-		if err := group.Wait(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, group.Wait())
 		if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions`); n != round+1 {
 			t.Fatalf("%d executions after %d due times", n, round+1)
 		}
@@ -429,9 +384,7 @@ func TestPuttingAScheduleAgainDoesNotPostponeIt(t *testing.T) {
 	next := func() time.Time { return pgtest.Value[time.Time](t, pool, `select next_run_at from agent_schedules`) }
 	put := func(s executions.Schedule) {
 		t.Helper()
-		if err := p.PutSchedule(t.Context(), s); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, p.PutSchedule(t.Context(), s))
 	}
 	put(every("@every 1h"))
 	pgtest.Exec(t, pool, `update agent_schedules set next_run_at = clock_timestamp() - interval '1 minute'`)

@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -37,9 +38,7 @@ func awaits(timeout time.Duration) map[string]executions.Func {
 func (p *process) beginWith(t *testing.T, input any) string {
 	t.Helper()
 	x, _, err := p.Start(t.Context(), p.pool, executions.Spec{Flow: "flow", Surface: trace.Flow, Input: input})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return x.ID
 }
 
@@ -52,9 +51,7 @@ func deliver(ctx context.Context, db postgres.DB, key, data, id string) error {
 
 func mustDeliver(t *testing.T, db postgres.DB, key, data string) {
 	t.Helper()
-	if err := deliver(t.Context(), db, key, data, ""); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, deliver(t.Context(), db, key, data, ""))
 }
 
 func outcome(t *testing.T, x executions.Execution) executions.Outcome {
@@ -120,9 +117,7 @@ func TestNoWakeUpIsLostWhenEventAndWaitMeet(t *testing.T) {
 			return err
 		})
 		group.Go(func() error { return deliver(ctx, pool, id, `{}`, "") })
-		if err := group.Wait(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, group.Wait())
 	}
 	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'waiting'`); n != 0 {
 		t.Errorf("%d of %d wait for ever", n, rounds)
@@ -188,9 +183,7 @@ func TestEventTimerAndCancelEndAWaitOnce(t *testing.T) {
 		for j := range acts {
 			group.Go(func() error { return acts[(i+j)%3](ctx) })
 		}
-		if err := group.Wait(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, group.Wait())
 		how := pgtest.Value[string](t, pool, `
 			select coalesce((select case when (output->>'timed_out')::boolean then 'timer' else 'event' end
 			                   from agent_checkpoints where execution_id = x.id), 'nothing')
@@ -373,9 +366,7 @@ func (w *waiter) outcome(text *string) *executions.Outcome {
 		return nil
 	}
 	var out executions.Outcome
-	if err := json.Unmarshal([]byte(*text), &out); err != nil {
-		w.t.Fatal(err)
-	}
+	require.NoError(w.t, json.Unmarshal([]byte(*text), &out))
 	var err error
 	if out.Data, err = compact(out.Data); err != nil {
 		w.t.Fatal(err)
@@ -530,9 +521,7 @@ func TestAnEventAndAnEndDoNotDeadlock(t *testing.T) {
 			return err
 		})
 		group.Go(func() error { _, err := executions.Cancel(ctx, pool, w.id, "test", ""); return err })
-		if err := group.Wait(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, group.Wait())
 	}
 }
 

@@ -22,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -52,9 +53,7 @@ func tryReady(ctx context.Context, db postgres.DB, worker string, n int) ([]stri
 func claimReady(t *testing.T, db postgres.DB, worker string, n int) []string {
 	t.Helper()
 	ids, err := tryReady(t.Context(), db, worker, n)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return ids
 }
 
@@ -87,9 +86,7 @@ func TestALimitHoldsOverTwoProcesses(t *testing.T) {
 	p := start(t, pool, flows, with)
 	start(t, pool, flows, with)
 	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
-	if err := p.SetLimits(t.Context(), []executions.Admission{{Kind: "flow", Name: "flow", Running: 3}}); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, p.SetLimits(t.Context(), []executions.Admission{{Kind: "flow", Name: "flow", Running: 3}}))
 	for range 60 {
 		p.begin(t, "flow")
 	}
@@ -133,9 +130,7 @@ func TestRacingClaimsNeverExceedALimit(t *testing.T) {
 				return err
 			})
 		}
-		if err := group.Wait(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, group.Wait())
 		one := pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null and flow = 'flow'`)
 		all := pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`)
 		if one > 5 || all > 7 {
@@ -255,13 +250,9 @@ func TestLimitsAreSetAsAWhole(t *testing.T) {
 	more := one
 	more.Running = 3
 	for _, want := range [][]executions.Admission{{one, two}, {more}, {}} {
-		if err := p.SetLimits(t.Context(), want); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, p.SetLimits(t.Context(), want))
 		rows, err := pool.Query(t.Context(), `select kind, name, running from agent_limits order by kind, name`)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[executions.Admission]); err != nil || !slices.Equal(got, want) {
 			t.Errorf("the limits are %v, want %v, %v", got, want, err)
 		}
@@ -310,15 +301,11 @@ func TestAWakeupCommitsWithItsTransaction(t *testing.T) {
 	until(t, pool, id, executions.Waiting)
 	before := jobs(t, pool)
 	tx, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if _, err := p.Deliver(t.Context(), tx, "EVENT_COMPLETED", id, nil, ""); err != nil {
 		t.Error(err)
 	}
-	if err := tx.Commit(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tx.Commit(t.Context()))
 	until(t, pool, id, executions.Completed)
 	if jobs(t, pool) != before+1 {
 		t.Errorf("%d hints", jobs(t, pool)-before)
@@ -409,9 +396,7 @@ func TestAParentResumesWithoutASweep(t *testing.T) {
 	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
 	for range 5 {
 		x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "flow", Surface: trace.Flow})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		until(t, pool, x.ID, executions.Completed)
 	}
 }
@@ -435,14 +420,10 @@ func TestAReadyExecutionThatWasLockedIsNotForgotten(t *testing.T) {
 		if get(t, pool, locked).Status == executions.Pending {
 			return true
 		}
-		if err := tx.Rollback(t.Context()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, tx.Rollback(t.Context()))
 		return false
 	}, "a ready execution is locked before a worker takes it")
-	if err := tx.Commit(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tx.Commit(t.Context()))
 	until(t, pool, locked, executions.Completed)
 }
 
@@ -480,9 +461,7 @@ func TestAThousandWaitsResumeExactlyOnce(t *testing.T) {
 			return nil
 		})
 	}
-	if err := group.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, group.Wait())
 	pgtest.Eventually(t, 2*timeout, func() bool {
 		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status <> 'completed'`) == 0
 	}, "all are completed")
@@ -595,19 +574,13 @@ func runUntilKilled(url string) error {
 func kill(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
 	program, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	cmd := osexec.CommandContext(t.Context(), program)
 	cmd.Env = append(os.Environ(), restartURL+"="+pool.Config().ConnString())
 	cmd.Stderr = os.Stderr
 	out, err := cmd.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
+	require.NoError(t, cmd.Start())
 	said, err := bufio.NewReader(out).ReadString('\n')
 	if err != nil || strings.TrimSpace(said) != "begun" {
 		t.Errorf("the process says %q, %v", said, err)

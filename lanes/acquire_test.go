@@ -17,6 +17,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
@@ -82,9 +83,7 @@ func TestWaitersAreServedInOrder(t *testing.T) {
 		})
 		queued(t, db, "x", i+1)
 	}
-	if err := l.Release(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, l.Release(t.Context()))
 	waiting.Wait()
 	close(served)
 	if order := slices.Collect(values(served)); !slices.IsSorted(order) || len(order) != n {
@@ -115,9 +114,7 @@ func TestAReleaseWakesTheWaiterAtOnce(t *testing.T) {
 		first := place()
 		pgtest.Eventually(t, soon, func() bool { return place().After(first) }, "the second look")
 		start := time.Now() // the third is due in 750 ms or more
-		if err := l.Release(t.Context()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, l.Release(t.Context()))
 		if err := <-got; err != nil {
 			t.Error(err)
 		}
@@ -213,9 +210,7 @@ func TestAReleaseNotifiesOnlyWhenSomebodyWaits(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	conn, err := pgtest.Dialer(t, db)(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = conn.Close(context.Background()) })
 	pgtest.Exec(t, conn, `listen agent_lanes`)
 	for _, lane := range []string{"lonely", "wanted"} {
@@ -362,9 +357,7 @@ func many(t testing.TB, db postgres.DB, lanes, owners []string) map[string]strin
 	rows, err := db.Query(t.Context(), `
 		select a.n, a.acquired, coalesce(a.locked_by, '') from lanekeeper.acquire_agent_locks($1, $2, array_fill(60, array[$3::int])) a`,
 		lanes, owners, len(lanes))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var n int64
 	var acquired bool
 	var holder string
@@ -452,9 +445,7 @@ func TestABatchReleasesManyLanes(t *testing.T) {
 	}
 	rows, err := db.Query(t.Context(), `select n from unnest($1::text[], $2::text[], $3::bigint[]) with ordinality w (lane, owner, token, n)
 		 where lanekeeper.release_agent_lock(w.lane, w.owner, w.token, true, false) is not null order by n`, names, owners, tokens)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	freed, err := pgx.CollectRows(rows, pgx.RowTo[int64])
 	if err != nil || !slices.Equal(freed, []int64{1, 6, 8}) {
 		t.Errorf("released %v, want 1, 6 and 8: %v", freed, err)
@@ -530,12 +521,8 @@ func TestOnlyReleasesCommitAsynchronously(t *testing.T) {
 	pgtest.Exec(t, db, `set synchronous_commit = on`)
 	k, _ := keeper(t, db)
 	lease, err := k.Acquire(t.Context(), "x")
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := lease.Release(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
+	require.NoError(t, lease.Release(t.Context()))
 	if got := pgtest.Value[string](t, db, `select current_setting('synchronous_commit')`); got != "on" {
 		t.Errorf("synchronous_commit is %s afterwards", got)
 	}

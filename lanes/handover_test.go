@@ -12,6 +12,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
@@ -54,9 +55,7 @@ func notified(t *testing.T, conn *pgx.Conn) string {
 	ctx, cancel := context.WithTimeout(t.Context(), soon)
 	defer cancel()
 	n, err := conn.WaitForNotification(ctx)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return n.Payload
 }
 
@@ -78,9 +77,7 @@ func TestAReleaseHandsTheLaneOver(t *testing.T) {
 	}()
 	settled(t, db, "x")
 	queues(t, db, "x", "next", 60)
-	if err := held.Release(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, held.Release(t.Context()))
 	holder, token := pgtest.Value[string](t, db, `select locked_by from agent_locks`),
 		pgtest.Value[int64](t, db, `select fencing_token from agent_locks`)
 	if holder == "" || token <= held.Token() {
@@ -197,9 +194,7 @@ func TestIneligibleWaitersGetNoHandover(t *testing.T) {
 func listener(t *testing.T, db *pgxpool.Pool) *pgx.Conn {
 	t.Helper()
 	conn, err := pgtest.Dialer(t, db)(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = conn.Close(context.Background()) }) // nothing is under way
 	pgtest.Exec(t, conn, `listen agent_lanes`)
 	return conn
@@ -323,9 +318,7 @@ func TestAReleaseLeavesTheCallersTransactionDurable(t *testing.T) {
 		if mode := pgtest.Value[string](t, tx, `show synchronous_commit`); mode != "on" {
 			t.Errorf("%s: synchronous_commit is %s", name, mode)
 		}
-		if err := tx.Rollback(t.Context()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, tx.Rollback(t.Context()))
 	}
 }
 
@@ -345,15 +338,11 @@ func TestAHandoverIsDurable(t *testing.T) {
 		if c.wanted {
 			queues(t, tx, "x", "b", 60)
 		}
-		if err := l.Release(t.Context()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, l.Release(t.Context()))
 		if mode := pgtest.Value[string](t, tx, `show synchronous_commit`); mode != c.mode {
 			t.Errorf("%s: synchronous_commit is %s, want %s", name, mode, c.mode)
 		}
-		if err := tx.Rollback(t.Context()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, tx.Rollback(t.Context()))
 	}
 }
 

@@ -12,6 +12,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
@@ -326,9 +327,7 @@ func TestLiveShowsWhoHoldsWhat(t *testing.T) {
 	expire(t, db, "over")
 
 	live, err := lanes.Live(t.Context(), db)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if len(live) != 2 {
 		t.Fatalf("%d lanes live, want 2: %+v", len(live), live)
 	}
@@ -340,13 +339,9 @@ func TestLiveShowsWhoHoldsWhat(t *testing.T) {
 		t.Errorf("heartbeat shows as %+v", first)
 	}
 	text, err := json.Marshal(live[1])
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var got map[string]any
-	if err := json.Unmarshal(text, &got); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.Unmarshal(text, &got))
 	delete(got, "held_for")
 	delete(got, "fencing_token")
 	want := map[string]any{

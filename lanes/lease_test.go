@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -199,15 +200,11 @@ func TestAReleasedLeaseIsNotRenewed(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if err := inner.Release(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, inner.Release(t.Context()))
 	if gone, err := inner.Renew(t.Context()), outer.Renew(t.Context()); !errors.Is(gone, lanes.ErrLost) || err != nil {
 		t.Errorf("the inner, given back: %v; the outer: %v", gone, err)
 	}
-	if err := errors.Join(outer.Release(t.Context()), other.Release(t.Context())); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, errors.Join(outer.Release(t.Context()), other.Release(t.Context())))
 	if err := outer.Renew(t.Context()); !errors.Is(err, lanes.ErrLost) {
 		t.Errorf("a lane that is held no longer was renewed: %v", err)
 	}
@@ -403,9 +400,7 @@ func TestReleaseAllLeavesTheLanesOfExecutions(t *testing.T) {
 	theirs, err := k.AcquireAs(ctx, lanes.ClaimOwner(execution, 1), "theirs")
 	acquired(t, theirs, err)
 	cancel()
-	if err := k.ReleaseAll(ctx); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, k.ReleaseAll(ctx))
 	if got := pgtest.Value[string](t, db, `select string_agg(lane, ',') from agent_locks_live`); got != "theirs" {
 		t.Errorf("held after ReleaseAll: %s, want theirs", got)
 	}

@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
@@ -30,9 +31,7 @@ func TestAReleaseWhoseSessionIsKilledFreesTheLane(t *testing.T) {
 		l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(time.Hour))
 		acquired(t, l, err)
 		write := pgtest.Begin(t, db)
-		if err := l.Fence(t.Context(), write); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, l.Fence(t.Context(), write))
 		released := make(chan error, 1)
 		go func() { released <- l.Release(t.Context()) }()
 		waitUntilBlocked(t, db, "release_agent_lock")
@@ -159,9 +158,7 @@ func TestReleaseAllIsRetried(t *testing.T) {
 		used = acquired(t, l, err)
 	}
 	write := pgtest.Begin(t, db)
-	if err := used.Fence(t.Context(), write); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, used.Fence(t.Context(), write))
 	released := make(chan error, 1)
 	go func() { released <- k.ReleaseAll(t.Context()) }()
 	waitUntilBlocked(t, db, "release_agent_lock")
@@ -351,9 +348,7 @@ func TestABlockedBreakNamesTheTransaction(t *testing.T) {
 	l, err := k.Acquire(t.Context(), "x")
 	acquired(t, l, err)
 	write := pgtest.Begin(t, db)
-	if err := l.Fence(t.Context(), write); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, l.Fence(t.Context(), write))
 	broken, err := lanes.Break(t.Context(), db, "x", "stuck")
 	held, ok := errors.AsType[*lanes.BlockedError](err)
 	if broken || !ok || !errors.Is(err, lanes.ErrBlocked) || !strings.Contains(held.Reason, "pid ") || held.Hint == "" {

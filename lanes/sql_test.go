@@ -16,6 +16,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
@@ -513,13 +514,9 @@ func TestANameIsValidInTheProgramAndInTheDatabase(t *testing.T) {
 		  return false;
 		end $$`)
 	rows, err := db.Query(t.Context(), `select fits(n) from unnest($1::text[]) with ordinality u (n, i) order by i`, names)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	fits, err := pgx.CollectRows(rows, pgx.RowTo[bool])
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for i, name := range names {
 		if got := lanes.ValidName(name); got != fits[i] {
 			t.Errorf("%.20q is valid in the program: %t, in the database: %t", name, got, fits[i])

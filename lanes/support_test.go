@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
@@ -63,9 +64,7 @@ func mustTry(t testing.TB, db postgres.DB, lane, owner string, ttl int) int64 {
 
 func commit(t testing.TB, tx pgx.Tx) {
 	t.Helper()
-	if err := tx.Commit(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tx.Commit(t.Context()))
 }
 
 // expire ends the present lease of a lane now, as time would.
@@ -225,9 +224,7 @@ func run(t testing.TB, k *lanes.Keeper) {
 // acquired fails the test when the lane was not granted.
 func acquired(t testing.TB, l *lanes.Lease, err error) *lanes.Lease {
 	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = l.Release(context.Background()) })
 	return l
 }

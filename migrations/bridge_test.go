@@ -17,6 +17,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
@@ -24,23 +25,15 @@ import (
 func before(t *testing.T) *pgxpool.Pool {
 	t.Helper()
 	packed, err := os.ReadFile("testdata/0118.sql.gz")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	unpacked, err := gzip.NewReader(bytes.NewReader(packed))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	dump, err := io.ReadAll(unpacked)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	db := pgtest.Empty(t)
 	// one of its own: a dump sets what the session keeps
 	conn, err := pgx.ConnectConfig(t.Context(), db.Config().ConnConfig.Copy())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer func() { _ = conn.Close(t.Context()) }()
 	if _, err := conn.Exec(t.Context(), string(dump), pgx.QueryExecModeSimpleProtocol); err != nil {
 		t.Fatal(err)
@@ -70,13 +63,9 @@ func shape(t *testing.T, db *pgxpool.Pool) []string {
 		  from pg_proc p where p.pronamespace in ('public'::regnamespace, 'lanekeeper'::regnamespace)
 		union all
 		select 'view ' || viewname || ' ' || definition from pg_views where schemaname = 'public'`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	all, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	slices.Sort(all)
 	return all
 }

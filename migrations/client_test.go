@@ -8,6 +8,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
@@ -15,9 +16,7 @@ import (
 func client(t *testing.T, config *pgx.ConnConfig) *pgx.Conn {
 	t.Helper()
 	conn, err := pgx.ConnectConfig(t.Context(), config.Copy())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = conn.Close(context.WithoutCancel(t.Context())) })
 	if _, err := conn.Exec(t.Context(), `set role `+migrations.ClientRole); err != nil {
 		t.Fatal(err)
@@ -116,9 +115,7 @@ func TestTheClientCanDoNothingElse(t *testing.T) {
 	rows, err := db.Query(t.Context(), `
 		select c.relname::text from pg_class c
 		 where c.relnamespace = 'public'::regnamespace and c.relkind = 'v' and has_table_privilege('agent_client', c.oid, 'select')`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	views, err := pgx.CollectRows(rows, pgx.RowTo[string])
 	if err != nil || len(views) != 13 {
 		t.Fatalf("it reads %v, %v", views, err)

@@ -11,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
@@ -30,9 +31,7 @@ func claimed(t *testing.T, db *pgxpool.Pool) string {
 func inFlight(t *testing.T, db *pgxpool.Pool, id string) pgx.Tx {
 	t.Helper()
 	tx, err := db.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) })
 	pgtest.Exec(t, tx, `insert into agent_checkpoints (execution_id, step, claim) values ($1::uuid, 'in flight', 1)`, id)
 	return tx
@@ -97,9 +96,7 @@ func TestTwoParksOfOneClaimDoNotDeadlock(t *testing.T) {
 		}()
 	}
 	blocked(t, db, 2, "wait_agent_execution")
-	if err := tx.Commit(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tx.Commit(t.Context()))
 	if got := <-codes + <-codes; got != "LK001" {
 		t.Errorf("two parks of one claim end with %q, want one to wait and one to be stale", got)
 	}
@@ -116,12 +113,8 @@ func TestAnEndWaitsForWritesUnderWayAndNoneComesAfterIt(t *testing.T) {
 		ended <- err
 	}()
 	blocked(t, db, 1, "complete_agent_execution")
-	if err := tx.Commit(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if err := <-ended; err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tx.Commit(t.Context()))
+	require.NoError(t, <-ended)
 	if late := pgtest.Value[bool](t, db, `select bool_or(c.created_at > x.completed_at) from agent_checkpoints c
 		join agent_executions x on x.id = c.execution_id`); late {
 		t.Error("a checkpoint is younger than the end of its execution")
@@ -182,9 +175,7 @@ func TestPartitionsAreMadeBesideAReader(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	tx, err := db.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) })
 	pgtest.Exec(t, tx, `select count(*) from agent_activity`)
 	ctx, cancel := context.WithTimeout(t.Context(), soon)
@@ -208,19 +199,13 @@ func TestADayOfSpendIsFoundByIndex(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	tx, err := db.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) })
 	pgtest.Exec(t, tx, `set local enable_seqscan = off`)
 	rows, err := tx.Query(t.Context(), `explain (costs off) select * from agent_spend where day = current_date`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	plan, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if text := strings.Join(plan, "\n"); strings.Contains(text, "Seq Scan") {
 		t.Errorf("the plan reads whole partitions:\n%s", text)
 	}

@@ -6,6 +6,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // A scan that is to be avoided counts as very dear, and what is dear is compiled, which takes a thousand times as long as the scan.
@@ -14,13 +15,9 @@ func TestWhatAvoidsScansIsNotCompiled(t *testing.T) {
 	rows, err := pgtest.DB(t).Query(t.Context(), `
 		select p.oid::regprocedure::text from pg_proc p
 		 where 'enable_seqscan=off' = any (p.proconfig) and not 'jit=off' = any (p.proconfig)`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	compiled, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if len(compiled) > 0 {
 		t.Errorf("these set enable_seqscan = off and not jit = off: %q", compiled)
 	}

@@ -13,6 +13,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/migrations"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -27,9 +28,7 @@ func TestManyProcessesMigrateAtOnce(t *testing.T) {
 	var starting sync.WaitGroup
 	for range 4 {
 		db, err := postgres.Open(t.Context(), url, postgres.Options{MaxConns: 4})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		defer db.Close()
 		starting.Go(func() {
 			names, err := migrations.Up(t.Context(), db)
@@ -194,9 +193,7 @@ func TestTraceIDsMadeInSQLAreTraceIDs(t *testing.T) {
 	for range 50 {
 		text := pgtest.Value[string](t, db, `select lanekeeper.agent_trace_id('op')`)
 		id, err := trace.Parse(text)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if seen[id] || string(id) != text || id.Surface() != trace.Operate {
 			t.Errorf("made %s, read as %s of %s, seen before: %v", text, id, id.Surface(), seen[id])
 		}
@@ -286,9 +283,7 @@ func TestNoFunctionCallsOneThatIsGone(t *testing.T) {
 		 cross join lateral regexp_matches(p.prosrc, 'lanekeeper\.(\w+)\s*\(', 'g') m
 		 where p.pronamespace in ('public'::regnamespace, 'lanekeeper'::regnamespace)
 		   and not exists (select from pg_proc q where q.pronamespace = 'lanekeeper'::regnamespace and q.proname = m[1])`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	gone, err := pgx.CollectRows(rows, pgx.RowTo[string])
 	if err != nil || len(gone) > 0 {
 		t.Errorf("functions that do not exist: %v, %v", gone, err)

@@ -8,6 +8,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
@@ -15,9 +16,7 @@ import (
 func bare(t *testing.T, zone string) pgx.Tx {
 	t.Helper()
 	tx, err := pgtest.DB(t).Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) })
 	pgtest.Exec(t, tx, `select set_config('TimeZone', $1, true)`, zone)
 	pgtest.Exec(t, tx, `do $$ declare p text; begin

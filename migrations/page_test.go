@@ -9,6 +9,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/schemadoc"
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
@@ -18,9 +19,7 @@ var update = flag.Bool("update", false, "write docs/schema.md and docs/schema.sv
 func TestTheSchemaPageIsThatOfTheDatabase(t *testing.T) {
 	t.Parallel()
 	nouns, err := schemadoc.Read(t.Context(), pgtest.DB(t), migrations.Files())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if missing := schemadoc.Missing(nouns); len(missing) > 0 {
 		t.Errorf("without a comment in migrations/schema, or a table: %s", strings.Join(missing, ", "))
 	}
@@ -29,14 +28,10 @@ func TestTheSchemaPageIsThatOfTheDatabase(t *testing.T) {
 		"../docs/schema.svg": schemadoc.Picture(nouns),
 	} {
 		if *update {
-			if err := os.WriteFile(path, []byte(want), 0o644); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, os.WriteFile(path, []byte(want), 0o644))
 		}
 		got, err := os.ReadFile(path)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if diff := cmp.Diff(strings.Split(string(got), "\n"), strings.Split(want, "\n")); diff != "" {
 			t.Errorf("%s differs; run go test ./migrations -run TestTheSchemaPage -update\n%s", path, diff)
 		}
@@ -53,9 +48,7 @@ func TestThePageShowsWhatAChangeAddsAndAsksForItsComments(t *testing.T) {
 		create index agent_webhook_moods_size on agent_webhook_moods (size);
 		comment on column agent_webhook_moods.size is 'In | bytes.'`)
 	nouns, err := schemadoc.Read(t.Context(), db, migrations.Files())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	missing := "agent_mood, agent_webhook_moods, agent_webhook_moods.mood, agent_webhook_moods_size"
 	if got := strings.Join(schemadoc.Missing(nouns), ", "); got != missing {
 		t.Errorf("missing are %s, want %s", got, missing)

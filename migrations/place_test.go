@@ -11,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
@@ -25,9 +26,7 @@ func along(t *testing.T, path, before string) (db *pgxpool.Pool, owner *pgxpool.
 	owner = open(at)
 	pgtest.Exec(t, owner, before)
 	u, err := url.Parse(at)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	query := u.Query()
 	query.Set("search_path", path)
 	u.RawQuery = strings.ReplaceAll(query.Encode(), "+", "%20")
@@ -86,9 +85,7 @@ func TestWhoMayNotMakeTablesIsToldHow(t *testing.T) {
 	weak := db.Config()
 	weak.ConnConfig.RuntimeParams["role"] = "pg_monitor"
 	pool, err := pgxpool.NewWithConfig(t.Context(), weak)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(pool.Close)
 	if _, err := migrations.Up(t.Context(), pool); err == nil ||
 		!strings.Contains(err.Error(), `"pg_monitor" may not create tables in the schema "public"`) {
@@ -120,9 +117,7 @@ func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
 		config := db.Config()
 		config.ConnConfig.User = database + "_login"
 		pool, err := pgxpool.NewWithConfig(t.Context(), config)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		t.Cleanup(pool.Close)
 		return pool
 	}

@@ -12,6 +12,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
@@ -62,13 +63,9 @@ func (s schema) has(kind, name, part string) bool {
 func schemaOf(t *testing.T, db postgres.DB) schema {
 	t.Helper()
 	rows, err := db.Query(t.Context(), catalogue)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	things, err := pgx.CollectRows(rows, pgx.RowToStructByPos[thing])
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	s := schema{}
 	for _, x := range things {
 		s[x.key()] = x
@@ -169,9 +166,7 @@ func TestEveryChangeExpandsOrSaysWhyNot(t *testing.T) {
 func read(t *testing.T, path string) string {
 	t.Helper()
 	text, err := fs.ReadFile(migrations.Files(), path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return string(text)
 }
 
@@ -227,16 +222,12 @@ func TestWhatBreaksTheReleaseBeforeIsFound(t *testing.T) {
 		`drop function f(int, text); create function f(x int, y text, z int default 0) returns int language sql as 'select 1'`: "",
 	} {
 		tx, err := db.Begin(t.Context())
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		before := schemaOf(t, tx)
 		pgtest.Exec(t, tx, change)
 		if got := strings.Join(breaks(before, schemaOf(t, tx)), "; "); got != want {
 			t.Errorf("%s\nfound %q, want %q", change, got, want)
 		}
-		if err := tx.Rollback(t.Context()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, tx.Rollback(t.Context()))
 	}
 }

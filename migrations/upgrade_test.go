@@ -15,6 +15,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
@@ -24,9 +25,7 @@ func next(t *testing.T, later map[string]string) fstest.MapFS {
 	all := fstest.MapFS{}
 	for _, pattern := range []string{"schema/*.sql", "changes/*.sql", "bridge.sql"} {
 		paths, err := fs.Glob(migrations.Files(), pattern)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		for _, path := range paths {
 			all[path] = &fstest.MapFile{Data: []byte(read(t, path))}
 		}
@@ -41,9 +40,7 @@ func next(t *testing.T, later map[string]string) fstest.MapFS {
 func changes(t *testing.T) []string {
 	t.Helper()
 	paths, err := fs.Glob(migrations.Files(), "changes/*.sql")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return paths
 }
 
@@ -51,9 +48,7 @@ func changes(t *testing.T) []string {
 func opened(t *testing.T, to, name, value string) *pgxpool.Pool {
 	t.Helper()
 	u, err := url.Parse(to)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	query := u.Query()
 	query.Set(name, value)
 	u.RawQuery = query.Encode()
@@ -82,9 +77,7 @@ func ended(t *testing.T, done <-chan error) {
 	defer cancel()
 	select {
 	case err := <-done:
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 	case <-ctx.Done():
 		t.Fatal("the migration does not end")
 	}
@@ -95,11 +88,7 @@ func ended(t *testing.T, done <-chan error) {
 func TestAMigrationThatWaitsForALockLetsOthersPass(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	reader, err := db.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = reader.Rollback(context.WithoutCancel(t.Context())) }()
+	reader := pgtest.Begin(t, db)
 	pgtest.Exec(t, reader, `select count(*) from agent_executions`)
 	done := upgrade(t, db, next(t, map[string]string{"9001_more.sql": `alter table agent_executions add column more int not null default 0`}))
 	blocked(t, db, 1, "add column more")
@@ -108,9 +97,7 @@ func TestAMigrationThatWaitsForALockLetsOthersPass(t *testing.T) {
 	if _, err := db.Exec(ctx, `select count(*) from agent_executions`); err != nil {
 		t.Fatalf("a reader behind the migration: %v", err)
 	}
-	if err := reader.Commit(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, reader.Commit(t.Context()))
 	ended(t, done)
 	if !pgtest.Value[bool](t, db, `select exists (select from agent_migrations where version = 9001)`) {
 		t.Error("the migration is not recorded")
@@ -126,9 +113,7 @@ func TestALongMigrationKeepsItsLock(t *testing.T) {
 		select pg_sleep(1);
 		insert into witness select exists (select from pg_locks where locktype = 'advisory' and granted
 		   and database = (select oid from pg_database where datname = current_database()))`}))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if !pgtest.Value[bool](t, db, `select held from witness`) {
 		t.Error("the lock was lost while a file was applied")
 	}

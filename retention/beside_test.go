@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/retention"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -94,13 +95,9 @@ func (b *beside) start() {
 		Keeper: lanes.NewKeeper(b.pool, lanes.Options{}), Logger: slog.New(slog.DiscardHandler),
 		SweepEvery: 200 * time.Millisecond, PollOnly: true,
 	})
-	if err != nil {
-		b.t.Fatal(err)
-	}
+	require.NoError(b.t, err)
 	b.engine = engine
-	if err := errors.Join(engine.Register("errand", b.errand), engine.Register("child", b.child)); err != nil {
-		b.t.Fatal(err)
-	}
+	require.NoError(b.t, errors.Join(engine.Register("errand", b.errand), engine.Register("child", b.child)))
 	ctx, cancel := context.WithCancel(context.WithoutCancel(b.t.Context()))
 	var group errgroup.Group
 	group.Go(func() error { return engine.Run(ctx) })

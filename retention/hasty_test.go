@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // passing is the name of the sessions that make passes.
@@ -30,18 +31,14 @@ type waits struct {
 func hasty(t *testing.T, url string, watcher *pgxpool.Pool) *pgxpool.Pool {
 	t.Helper()
 	config, err := pgxpool.ParseConfig(url)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	w := &waits{t: t, seen: map[uint32][]string{}}
 	config.ConnConfig.RuntimeParams["lock_timeout"] = "100ms"
 	config.ConnConfig.RuntimeParams["application_name"] = "hasty"
 	config.MaxConns = 16
 	config.ConnConfig.Tracer = w
 	pool, err := pgxpool.NewWithConfig(t.Context(), config)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(pool.Close)
 	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
 	done := make(chan struct{})

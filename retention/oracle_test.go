@@ -11,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // The oracle says in Go which rows a pass takes away: it reads everything and follows the words of docs/retention.md,
@@ -53,13 +54,9 @@ type world struct {
 func load[T any](t *testing.T, db postgres.DB, sql string) []T {
 	t.Helper()
 	rows, err := db.Query(t.Context(), sql)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	list, err := pgx.CollectRows(rows, pgx.RowToStructByPos[T])
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return list
 }
 

@@ -12,6 +12,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/retention"
 )
 
@@ -87,11 +88,7 @@ func TestAMonthIsDetachedBesideAReader(t *testing.T) {
 	}
 	pool, url := months(t)
 	others := hasty(t, url, pool)
-	reader, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = reader.Rollback(t.Context()) }()
+	reader := pgtest.Begin(t, pool)
 	pgtest.Exec(t, reader, `select count(*) from agent_activity`)
 	worked := make(chan error, 1)
 	stop := make(chan struct{})
@@ -108,9 +105,7 @@ func TestAMonthIsDetachedBesideAReader(t *testing.T) {
 		n >= rows {
 		t.Errorf("%d months are leaving, and %d of %d rows are read", left, n, rows)
 	}
-	if err := reader.Rollback(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, reader.Rollback(t.Context()))
 	pgtest.Eventually(t, time.Minute, func() bool {
 		pass(t, pool, time.Second)
 		return len(attached(t, pool, 123)) == 0

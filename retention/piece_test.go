@@ -1,7 +1,6 @@
 package retention_test
 
 import (
-	"context"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
@@ -9,6 +8,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/retention"
 )
 
@@ -72,9 +72,7 @@ func over(t *testing.T, pool *pgxpool.Pool, executions, checkpoints int) {
 			executions, checkpoints)
 		return nil
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 }
 
 // A locked row keeps what it belongs to, and nothing else.
@@ -88,11 +86,7 @@ func TestOneLockedRowKeepsOnlyItsOwn(t *testing.T) {
 		select t, 'chat', now() - interval '2 days' + t * interval '1 hour', 1000 from generate_series(1, 4) t`)
 	pgtest.Exec(t, pool, `
 		insert into agent_messages (thread_id, seq, turn, role, content, status) select t, 1, 1, 'user', '', 'received' from generate_series(1, 4) t`)
-	tx, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	tx := pgtest.Begin(t, pool)
 	pgtest.Exec(t, tx, `select from agent_events order by external_id limit 1 for update`)
 	pgtest.Exec(t, tx, `select from agent_messages where thread_id = '2' for update`)
 	for _, kind := range []string{"executions", "messages"} {
@@ -100,9 +94,7 @@ func TestOneLockedRowKeepsOnlyItsOwn(t *testing.T) {
 			t.Errorf("beside a locked row %d %s are deleted, want 3: %v", removed, kind, err)
 		}
 	}
-	if err := tx.Rollback(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tx.Rollback(t.Context()))
 	for _, kind := range []string{"executions", "messages"} {
 		if removed, _, err := retention.Prune(t.Context(), pool, kind, 100, true); removed != 1 || err != nil {
 			t.Errorf("afterwards %d %s are deleted, want 1: %v", removed, kind, err)

@@ -8,6 +8,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/retention"
 )
 
@@ -58,9 +59,7 @@ func TestAPieceReadsWhatItLooksAt(t *testing.T) {
 		_, err := tx.Exec(t.Context(), much, pgx.QueryExecModeSimpleProtocol)
 		return err
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	pgtest.Exec(t, pool, `analyze`)
 	pgtest.Exec(t, pool, `update agent_retention set keep = least * 2`)
 	kinds := pgtest.Value[[]string](t, pool, `select array_agg(kind order by kind) from agent_retention`)

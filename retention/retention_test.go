@@ -14,6 +14,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/retention"
 )
 
@@ -61,16 +62,12 @@ func TestWhatGoesIsWhatThePolicySays(t *testing.T) {
 			had := want.keys()
 			want.take(policy)
 			counted, err := retention.Run(t.Context(), pool, retention.Options{DryRun: true})
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			if diff := cmp.Diff(had, read(t, pool).keys()); diff != "" {
 				t.Errorf("a dry run removed something:\n%s", diff)
 			}
 			done, err := retention.Run(t.Context(), pool, retention.Options{Anew: true})
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			if diff := cmp.Diff(want.keys(), read(t, pool).keys()); diff != "" {
 				t.Errorf("by %v, want -, got +:\n%s", policy, diff)
 			}
@@ -167,9 +164,7 @@ func TestPoliciesThatCannotBeAreRefusedWhole(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	before, err := retention.Show(t.Context(), pool)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for _, bad := range []map[string]string{
 		{},
 		{"memory": "90d"},
@@ -215,11 +210,7 @@ func TestAPassGoesOnBesideLockedRows(t *testing.T) {
 	want := read(t, pool)
 	had := want.keys()
 	want.take(policy)
-	tx, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	tx := pgtest.Begin(t, pool)
 	tables := []string{
 		"agent_executions", "agent_events", "agent_messages", "agent_threads", "agent_approvals",
 		"agent_webhook_deliveries",
@@ -244,9 +235,7 @@ func TestAPassGoesOnBesideLockedRows(t *testing.T) {
 	if len(beside["executions"]) >= len(had["executions"]) {
 		t.Errorf("all %d executions are left", len(beside["executions"]))
 	}
-	if err := tx.Rollback(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tx.Rollback(t.Context()))
 	if _, err := retention.Run(t.Context(), pool, retention.Options{Anew: true}); err != nil {
 		t.Fatal(err)
 	}

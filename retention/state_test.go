@@ -12,6 +12,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // build makes a random state: traces of executions that have ended or not, with everything that belongs to them, from
@@ -79,9 +80,7 @@ func random(t *testing.T, pool *pgxpool.Pool, r *rand.Rand) {
 		}
 		return tx.SendBatch(t.Context(), &b.batch).Close()
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	pgtest.Exec(t, pool, `update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7_floor(clock_timestamp())`)
 }
 

@@ -14,6 +14,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/selfheal"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -59,31 +60,23 @@ func automation(t *testing.T, db postgres.DB, name, skill string) {
 func inService(t *testing.T, db postgres.DB) []string {
 	t.Helper()
 	rows, err := db.Query(t.Context(), "select name from agent_automations where enabled order by name")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	list, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return list
 }
 
 func run(t *testing.T, db postgres.Beginner, p selfheal.Policy) selfheal.Report {
 	t.Helper()
 	report, err := selfheal.Run(t.Context(), db, p)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return report
 }
 
 func get(t *testing.T, db postgres.DB, name string) skills.Skill {
 	t.Helper()
 	s, err := skills.Get(t.Context(), db, name)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return s
 }
 
@@ -201,9 +194,7 @@ func TestHealedSkillHasReasonAndEvidence(t *testing.T) {
 		t.Errorf("reason is %q, not %q", healed.Reason, want)
 	}
 	var kept selfheal.Evidence
-	if err := json.Unmarshal(s.Evidence, &kept); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.Unmarshal(s.Evidence, &kept))
 	if diff := cmp.Diff(healed.Evidence, kept); diff != "" {
 		t.Errorf("evidence kept differs from the one reported:\n%s", diff)
 	}
@@ -275,9 +266,7 @@ func TestReenableRestoresWhatSelfHealPausedAndCountsAfresh(t *testing.T) {
 	pgtest.Exec(t, db, "update agent_automations set disabled_by = 'admin', paused_for = '' where name = 'b'")
 
 	restored, err := selfheal.Reenable(t.Context(), db, fetch, "ana", "fixed")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	want := selfheal.Restored{
 		Skill: fetch, Settled: true, Enabled: true, By: "ana", Reason: "fixed",
 		WasReason: "4 consecutive failures, last: timeout: it broke", Automations: []string{"c"},
@@ -324,9 +313,7 @@ func TestManyHealsDisableOnce(t *testing.T) {
 			return err
 		})
 	}
-	if err := g.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, g.Wait())
 	var healed, paused []string
 	for _, r := range reports {
 		for _, h := range r.Healed {
@@ -349,11 +336,7 @@ func TestASuccessThatComesInBetweenIsSeen(t *testing.T) {
 	db := pgtest.DB(t)
 	skill(t, db, fetch)
 	calls(t, db, fetch, time.Minute, "timeout timeout timeout")
-	tx, err := db.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = tx.Rollback(t.Context()) }()
+	tx := pgtest.Begin(t, db)
 	pgtest.Exec(t, tx, "select 1 from agent_skills where name = $1 for no key update", fetch)
 	calls(t, tx, fetch, 0, "success")
 
@@ -369,12 +352,8 @@ func TestASuccessThatComesInBetweenIsSeen(t *testing.T) {
 			select exists (select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock')`).Scan(&waits)
 		return err == nil && waits
 	}, "the heal does not wait for the row")
-	if err := tx.Commit(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if err := g.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tx.Commit(t.Context()))
+	require.NoError(t, g.Wait())
 	if len(report.Healed) > 0 || !get(t, db, fetch).Enabled {
 		t.Errorf("disabled in spite of a success: %+v", report.Healed)
 	}
@@ -387,15 +366,11 @@ func TestRunWithinATransaction(t *testing.T) {
 	automation(t, db, "daily", fetch)
 	calls(t, db, fetch, 0, "timeout timeout timeout")
 	tx, err := db.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if report := run(t, tx, selfheal.Default()); len(report.Healed) != 1 {
 		t.Errorf("report is %+v", report)
 	}
-	if err := tx.Rollback(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tx.Rollback(t.Context()))
 	if !get(t, db, fetch).Enabled || len(inService(t, db)) != 1 {
 		t.Error("the caller's rollback did not undo the heal")
 	}
@@ -443,13 +418,9 @@ type explainer struct {
 func (e *explainer) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
 	if strings.Contains(sql, "agent_skill_calls") {
 		rows, err := e.Beginner.Query(ctx, "explain "+sql, args...)
-		if err != nil {
-			e.t.Fatal(err)
-		}
+		require.NoError(e.t, err)
 		lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
-		if err != nil {
-			e.t.Fatal(err)
-		}
+		require.NoError(e.t, err)
 		e.plans = append(e.plans, strings.Join(lines, "\n"))
 	}
 	return e.Beginner.Query(ctx, sql, args...)
@@ -473,9 +444,7 @@ func TestEachSkillIsARangeOfAnIndex(t *testing.T) {
 	}
 	var last string // the partition that the newest rows are in
 	err := db.QueryRow(t.Context(), "select tableoid::regclass::text from agent_activity order by id desc limit 1").Scan(&last)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if strings.Contains(e.plans[0], "Seq Scan on "+last) || !strings.Contains(e.plans[0], last+"_skill_name_id_idx") {
 		t.Errorf("the log is read whole:\n%s", e.plans[0])
 	}

@@ -12,6 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/selfheal"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -41,9 +42,7 @@ func cool(t *testing.T, db postgres.DB) {
 func admit(t *testing.T, db postgres.DB, owner string) bool {
 	t.Helper()
 	ok, err := selfheal.Admit(t.Context(), db, fetch, owner)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return ok
 }
 
@@ -64,9 +63,7 @@ func TestATrialThatSucceeds(t *testing.T) {
 		t.Fatal("not admitted")
 	}
 	restored, err := selfheal.Settle(t.Context(), db, fetch, true)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	want := selfheal.Restored{
 		Skill: fetch, Settled: true, Enabled: true, By: selfheal.By, Reason: "the trial succeeded",
 		WasReason: "3 consecutive failures, last: timeout: it broke", Automations: []string{"daily"},
@@ -91,9 +88,7 @@ func TestATrialThatFails(t *testing.T) {
 			t.Fatal("not admitted")
 		}
 		restored, err := selfheal.Settle(t.Context(), db, fetch, false)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if !restored.Settled || restored.Enabled || len(restored.Automations) > 0 {
 			t.Errorf("settled as %+v", restored)
 		}
@@ -124,9 +119,7 @@ func TestOneCallIsLetThrough(t *testing.T) {
 			return err
 		})
 	}
-	if err := g.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, g.Wait())
 	winner := ""
 	for i, ok := range admitted {
 		if ok && winner != "" {
@@ -153,9 +146,7 @@ func TestOneCallIsLetThrough(t *testing.T) {
 	if !admit(t, db, "successor") {
 		t.Error("a trial whose process died is lost for ever")
 	}
-	if err := selfheal.Withdraw(t.Context(), db, fetch); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, selfheal.Withdraw(t.Context(), db, fetch))
 	if !admit(t, db, "after a withdrawal") {
 		t.Error("a trial that was given back is lost")
 	}
@@ -182,9 +173,7 @@ func TestAfterSettlesWhatWasOnTrial(t *testing.T) {
 			id := trace.New(trace.Heartbeat)
 			ctx, cancel := context.WithCancel(trace.With(t.Context(), trace.Span{TraceID: id}))
 			cancel()
-			if err := selfheal.After(db)(ctx, get(t, db, fetch), test.err); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, selfheal.After(db)(ctx, get(t, db, fetch), test.err))
 			s := get(t, db, fetch)
 			if s.Enabled != test.enabled || (s.TrialAt != nil) != test.onTrial {
 				t.Errorf("skill is %+v", s)
@@ -207,9 +196,7 @@ func TestAfterLeavesSkillsInServiceAlone(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	skill(t, db, fetch)
-	if err := selfheal.After(db)(t.Context(), get(t, db, fetch), errors.New("broken")); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, selfheal.After(db)(t.Context(), get(t, db, fetch), errors.New("broken")))
 	if !get(t, db, fetch).Enabled {
 		t.Error("one failed call disabled it")
 	}

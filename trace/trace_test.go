@@ -11,6 +11,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -140,9 +141,7 @@ func TestParseAny(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			got, err := trace.ParseAny(c.in)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			if diff := cmp.Diff(c.want, got); diff != "" {
 				t.Error(diff)
 			}

@@ -21,6 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/trace"
 	"github.com/lanekeeper/lanekeeper/webhooks"
 	"github.com/lanekeeper/lanekeeper/why"
@@ -30,9 +31,7 @@ import (
 
 func (s *scenario) tx(fn func(tx pgx.Tx) error) {
 	s.t.Helper()
-	if err := postgres.InTx(s.ctx(), s.pool, fn); err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, postgres.InTx(s.ctx(), s.pool, fn))
 }
 
 // start begins an execution, as everybody does.
@@ -77,13 +76,9 @@ func (s *scenario) startChild() bool {
 
 func (s *scenario) tick() bool {
 	name := s.name("schedule")
-	if err := s.engine.PutSchedule(s.ctx(), executions.Schedule{Name: name, Flow: "heartbeat", Surface: trace.Heartbeat, Cron: "@every 1h", Timezone: "UTC"}); err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, s.engine.PutSchedule(s.ctx(), executions.Schedule{Name: name, Flow: "heartbeat", Surface: trace.Heartbeat, Cron: "@every 1h", Timezone: "UTC"}))
 	s.exec(`update agent_schedules set next_run_at = clock_timestamp() - interval '1 second' where name = $1`, name)
-	if err := s.engine.Tick(s.ctx()); err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, s.engine.Tick(s.ctx()))
 	id := value[string](s.world, `select id::text from agent_executions where dedupe_key > $1 || ' ' and dedupe_key < $1 || '!'`, name)
 	s.add(&run{id: id, trace: s.traceOf(id), flow: "heartbeat", surface: "heartbeat"}, cause{"schedule", "schedule " + name, ""})
 	return true
@@ -113,9 +108,7 @@ func (s *scenario) fork() bool {
 		return false
 	}
 	x, err := s.engine.Fork(s.ctx(), s.pool, executions.ForkSpec{ID: of.id})
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, err)
 	r := s.add(&run{id: x.ID, trace: x.TraceID, flow: x.Flow, surface: x.Surface, claim: 1, steps: of.steps}, cause{"fork", of.ref(), of.trace})
 	s.fact(of.trace, "led to", "forked", of.ref(), r.ref())
 	return true
@@ -170,9 +163,7 @@ func (s *scenario) order() bool {
 		c, j.trace = cause{"asked", r.ref(), r.trace}, r.trace
 	}
 	got, err := automations.RunManually(ctx, s.pool, pick(s, s.autos).name, "")
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, err)
 	j.id = got.ID
 	s.jobs = append(s.jobs, j)
 	s.causes[j.ref()] = c
@@ -191,9 +182,7 @@ func (s *scenario) carryOut() bool {
 		}
 		s.exec(`update agent_automation_runs set retry_at = clock_timestamp() where id = $1 and status = 'error'`, j.id)
 		got, err := automations.GetRun(s.ctx(), s.pool, j.id)
-		if err != nil {
-			s.t.Fatal(err)
-		}
+		require.NoError(s.t, err)
 		var r *run
 		if inside := s.some(func(r *run) bool { // one execution makes one attempt of a run
 			return r.claimed && r.flow != "automation" && !slices.Contains(s.facts, tied{r.trace, edge{"did", "ran", j.ref(), r.ref()}})
@@ -547,16 +536,12 @@ func (s *scenario) call() bool {
 	step := r.next("call")
 	e := s.entry(r, "pay", step, r.claim)
 	id, err := activity.Open(s.ctx(), s.pool, e)
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, err)
 	if s.rng.IntN(2) == 0 {
 		r.open = append(r.open, step)
 		return true
 	}
-	if err := activity.Close(s.ctx(), s.pool, id, e, activity.Outcome{}); err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, activity.Close(s.ctx(), s.pool, id, e, activity.Outcome{}))
 	return true
 }
 
@@ -571,9 +556,7 @@ func (s *scenario) think() bool {
 	_, err := activity.Note(s.ctx(), s.pool, e, activity.Outcome{
 		Usage: activity.Usage{PromptTokens: prompt, CompletionTokens: completion, TotalTokens: prompt + completion}, CostUSD: float64(micros) / 1e6,
 	})
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, err)
 	key := [2]string{r.trace, e.Model}
 	if s.spend[key] == nil {
 		s.spend[key] = &model{}
@@ -594,9 +577,7 @@ func (s *scenario) late() bool {
 	if _, err := activity.Note(s.ctx(), s.pool, e, activity.Outcome{}); !errors.Is(err, activity.ErrStale) {
 		s.t.Fatalf("a late write: %v", err)
 	}
-	if err := activity.Reject(s.ctx(), s.pool, e, activity.Outcome{}); err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, activity.Reject(s.ctx(), s.pool, e, activity.Outcome{}))
 	s.fact(r.trace, "trouble", "stale", r.ref(), "step "+e.Step)
 	return true
 }
@@ -737,9 +718,7 @@ func TestAFlowThatRaisesAnEventIsItsCause(t *testing.T) {
 		})
 		return executions.Result{}, err
 	}
-	if err := errors.Join(w.engine.Register("waits", waits), w.engine.Register("raises", raises)); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, errors.Join(w.engine.Register("waits", waits), w.engine.Register("raises", raises)))
 	ctx, stop := context.WithCancel(t.Context())
 	var group errgroup.Group
 	group.Go(func() error { return w.engine.Run(ctx) })
@@ -751,9 +730,7 @@ func TestAFlowThatRaisesAnEventIsItsCause(t *testing.T) {
 	}()
 	begin := func(flow, key string) executions.Execution {
 		x, _, err := w.engine.Start(t.Context(), w.pool, executions.Spec{Flow: flow, Surface: trace.Flow, Input: key})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		return x
 	}
 	until := func(x executions.Execution, status string) {
@@ -771,9 +748,7 @@ func TestAFlowThatRaisesAnEventIsItsCause(t *testing.T) {
 	for x, by := range map[*executions.Execution]string{&inside: "execution " + raiser.ID, &outside: "outside"} {
 		until(*x, "completed")
 		answer, err := why.Of(t.Context(), w.pool, x.TraceID)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		var detail struct {
 			By string `json:"raised_by"`
 		}
@@ -782,9 +757,7 @@ func TestAFlowThatRaisesAnEventIsItsCause(t *testing.T) {
 		}
 	}
 	answer, err := why.Of(t.Context(), w.pool, raiser.TraceID)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	led := answer.Of(why.LedTo)
 	if len(led) != 2 || led[0].FromRef != "execution "+raiser.ID || led[1].ToRef != "execution "+inside.ID || led[1].TraceID != inside.TraceID {
 		t.Errorf("it led to %+v", led)

@@ -20,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -274,9 +275,7 @@ func TestAnAnswerIsReadFromTopToBottom(t *testing.T) {
 		{Part: why.Spend, Kind: "more", What: "… and more than 10,000 actions, which were not looked through", TraceID: here},
 	}}
 	var out strings.Builder
-	if err := why.Write(&out, answer, false); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, why.Write(&out, answer, false))
 	want := here + `  automation completed after 3.0 s
 019347b3cd1fb9b82a1749e91815814e  2026-11-22 09:30:00 UTC
 
@@ -328,9 +327,7 @@ func TestALargeTraceIsBoundedAndSecretsAreNotShown(t *testing.T) {
 	w.exec(`update agent_executions set status = 'failed', error_message = 'GET /?api_key=hunter2hunter2 failed' where id = $1`, root.id)
 	w.exec(`insert into agent_activity (trace_id, kind, skill_name, model, cost_usd) select $1, 'model', 'model', 'small', 0.01 from generate_series(1, 10001)`, root.trace)
 	answer, err := why.Of(t.Context(), w.pool, root.trace)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	did := answer.Of(why.Did)
 	if got := did[len(did)-1]; len(did) != why.MaxRows+1 || got.Kind != why.More || got.What != "… and 4,812 more executions" {
 		t.Errorf("%d rows, the last is %+v", len(did), got)
@@ -437,9 +434,7 @@ func explained(t *testing.T, w *world, texts *[]string) *pgx.Conn {
 		}
 	}
 	conn, err := pgx.ConnectConfig(t.Context(), config)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { conn.Close(context.WithoutCancel(t.Context())) })
 	for _, sql := range []string{
 		`load 'auto_explain'`, `set auto_explain.log_min_duration = 0`, `set auto_explain.log_nested_statements = on`, `set auto_explain.log_format = json`,

@@ -14,6 +14,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -46,9 +47,7 @@ func (s *scenario) park(r *run, kind, key string) (waits bool) {
 	w := &wait{kind: kind, key: key, step: r.next("wait")}
 	var came *json.RawMessage
 	err := s.pool.QueryRow(s.ctx(), `select lanekeeper.wait_agent_execution($1, $2, $3, $4, $5, '1 hour', '{}')`, r.id, r.claim, w.step, kind, key).Scan(&came)
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, err)
 	r.wait = w
 	if came != nil {
 		r.spent = 0
@@ -210,9 +209,7 @@ func (s *scenario) raise() bool {
 			e.id = got.EventID
 			return err
 		})
-		if err != nil {
-			s.t.Fatal(err)
-		}
+		require.NoError(s.t, err)
 	}
 	s.events = append(s.events, e)
 	s.causes[e.ref()] = cause{kind, e.by, e.trace}
@@ -390,9 +387,7 @@ func (s *scenario) compare(traceID string, seed int, count map[string]int) {
 	s.t.Helper()
 	said := pick(s, []string{traceID, strings.ToLower(traceID), trace.ID(traceID).OTel()})
 	rows, err := s.pool.Query(s.ctx(), `select part, kind, from_ref, to_ref, detail from why($1, 1000)`, said)
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, err)
 	var got []edge
 	spent := map[[2]string]model{}
 	var e edge
@@ -413,9 +408,7 @@ func (s *scenario) compare(traceID string, seed int, count map[string]int) {
 		spent[[2]string{traceID, strings.TrimPrefix(e.to, "model ")}] = model{d.Calls, d.Tokens, int64(usd*1e6 + 0.5)}
 		return err
 	})
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, err)
 	if diff := cmp.Diff(s.expected(traceID), sorted(got), cmp.AllowUnexported(edge{})); diff != "" {
 		s.t.Errorf("scenario %d, why(%s), after %v (-truth +told):\n%s", seed, said, s.log, diff)
 	}

@@ -35,6 +35,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 const (
@@ -88,13 +89,9 @@ func URL(tb testing.TB) string {
 	ctx, cancel := context.WithTimeout(tb.Context(), setUpLimit)
 	defer cancel()
 	s, err := theServer.get()
-	if err != nil {
-		tb.Fatal(err)
-	}
+	require.NoError(tb, err)
 	name, err := s.clone(ctx)
-	if err != nil {
-		tb.Fatal(err)
-	}
+	require.NoError(tb, err)
 	return s.lend(tb, name)
 }
 
@@ -110,13 +107,9 @@ func EmptyURL(tb testing.TB) string {
 	ctx, cancel := context.WithTimeout(tb.Context(), setUpLimit)
 	defer cancel()
 	s, err := theServer.get()
-	if err != nil {
-		tb.Fatal(err)
-	}
+	require.NoError(tb, err)
 	name := newName()
-	if err := s.create(ctx, name, "template0"); err != nil {
-		tb.Fatal(err)
-	}
+	require.NoError(tb, s.create(ctx, name, "template0"))
 	return s.lend(tb, name)
 }
 
@@ -127,13 +120,9 @@ func Pooled() bool { return os.Getenv("AGENT_TEST_POOLER") == "1" }
 func DirectURL(tb testing.TB, url string) string {
 	tb.Helper()
 	s, err := theServer.get()
-	if err != nil {
-		tb.Fatal(err)
-	}
+	require.NoError(tb, err)
 	config, err := pgx.ParseConfig(url)
-	if err != nil {
-		tb.Fatal(err)
-	}
+	require.NoError(tb, err)
 	return s.urlOf(config.Database)
 }
 
@@ -151,9 +140,7 @@ func Dialer(tb testing.TB, pool *pgxpool.Pool) func(ctx context.Context) (*pgx.C
 func open(tb testing.TB, url string) *pgxpool.Pool {
 	tb.Helper()
 	pool, err := postgres.Open(tb.Context(), url, postgres.Options{ApplicationName: "test"})
-	if err != nil {
-		tb.Fatal(err)
-	}
+	require.NoError(tb, err)
 	tb.Cleanup(func() {
 		closed := make(chan struct{})
 		go func() {

@@ -4,6 +4,7 @@ import (
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
@@ -16,9 +17,7 @@ func TestEveryTestHasItsOwnDatabaseWithTheSchema(t *testing.T) {
 		var tables int
 		err := db.QueryRow(t.Context(), `
 			select current_database(), (select count(*) from pg_tables where schemaname = 'public')`).Scan(&name, &tables)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if tables == 0 {
 			t.Error("the database has no tables")
 		}
@@ -33,9 +32,7 @@ func TestEmptyHasNoTables(t *testing.T) {
 	var tables int
 	err := pgtest.Empty(t).QueryRow(t.Context(),
 		"select count(*) from pg_tables where schemaname = 'public'").Scan(&tables)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if tables != 0 {
 		t.Errorf("an empty database has %d tables", tables)
 	}
@@ -44,16 +41,12 @@ func TestEmptyHasNoTables(t *testing.T) {
 func TestDatabasesAreDroppedAtTheEnd(t *testing.T) {
 	var name string
 	t.Run("user", func(t *testing.T) {
-		if err := pgtest.DB(t).QueryRow(t.Context(), "select current_database()").Scan(&name); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, pgtest.DB(t).QueryRow(t.Context(), "select current_database()").Scan(&name))
 	})
 	var there bool
 	err := pgtest.Empty(t).QueryRow(t.Context(), "select exists (select from pg_database where datname = $1)",
 		name).Scan(&there)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if name == "" || there {
 		t.Errorf("database %q is still there", name)
 	}

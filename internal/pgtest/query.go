@@ -8,15 +8,14 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // Pool opens connections to a database for the time of a test.
 func Pool(tb testing.TB, url string, o postgres.Options) *pgxpool.Pool {
 	tb.Helper()
 	db, err := postgres.Open(tb.Context(), url, o)
-	if err != nil {
-		tb.Fatal(err)
-	}
+	require.NoError(tb, err)
 	tb.Cleanup(db.Close)
 	return db
 }
@@ -56,9 +55,7 @@ func Column[T any](tb testing.TB, db postgres.DB, sql string, args ...any) []T {
 func Begin(tb testing.TB, db postgres.Beginner) pgx.Tx {
 	tb.Helper()
 	tx, err := db.Begin(tb.Context())
-	if err != nil {
-		tb.Fatal(err)
-	}
+	require.NoError(tb, err)
 	tb.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(tb.Context())) })
 	return tx
 }

@@ -23,6 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgbouncer"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 const (
@@ -194,9 +195,7 @@ func (s *server) lend(tb testing.TB, database string) string {
 		return s.urlOf(database)
 	}
 	pooled, err := s.pooler.URL(s.urlOf(database))
-	if err != nil {
-		tb.Fatal(err)
-	}
+	require.NoError(tb, err)
 	return pooled
 }
 

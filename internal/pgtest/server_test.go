@@ -8,31 +8,23 @@ import (
 	"sync"
 	"testing"
 	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 func TestSweepDropsWhatKilledTestsLeft(t *testing.T) {
 	s, err := theServer.get()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	gone := exec.Command("true")
-	if err := gone.Run(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, gone.Run())
 	left, mine := fmt.Sprintf("%s%d_left", testPrefix, gone.Process.Pid), newName()
 	for _, name := range []string{left, mine} {
-		if err := s.create(t.Context(), name, "template0"); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, s.create(t.Context(), name, "template0"))
 		s.lend(t, name)
 	}
-	if err := s.sweep(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, s.sweep(t.Context()))
 	names, err := s.names(t.Context(), "select datname from pg_database")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if slices.Contains(names, left) || !slices.Contains(names, mine) {
 		t.Errorf("after the sweep there are %v; %s should be gone and %s not", names, left, mine)
 	}
@@ -40,9 +32,7 @@ func TestSweepDropsWhatKilledTestsLeft(t *testing.T) {
 
 func TestTemplateIsBuiltOnceByMany(t *testing.T) {
 	s, err := theServer.get()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	template := templatePrefix + "of_this_test"
 	s.lend(t, template)
 	var all sync.WaitGroup

@@ -11,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // While one transaction keeps a lock, those of a key that want it have one connection between them, now and then, and
@@ -33,11 +34,7 @@ func TestALockThatIsKeptTakesNoConnections(t *testing.T) {
 			return err
 		})
 	}
-	keeper, err := db.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = keeper.Rollback(context.WithoutCancel(t.Context())) }()
+	keeper := pgtest.Begin(t, db)
 	if _, err := keeper.Exec(t.Context(), `update numbers set n = n`); err != nil {
 		t.Fatal(err)
 	}
@@ -50,9 +47,7 @@ func TestALockThatIsKeptTakesNoConnections(t *testing.T) {
 		})
 	}
 	group.Wait()
-	if err := keeper.Rollback(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, keeper.Rollback(t.Context()))
 	for range 12 {
 		group.Go(func() {
 			if err := add(); err != nil {
@@ -87,7 +82,5 @@ func TestKeysAreApart(t *testing.T) {
 		}
 		return nil
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 }

@@ -11,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
@@ -97,9 +98,7 @@ func TestReconnectWakesEverybody(t *testing.T) {
 	_, err := db.Exec(t.Context(), `
 		select pg_terminate_backend(pid) from pg_stat_activity
 		where datname = current_database() and query like 'listen %'`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	want(t, one, "")
 	want(t, two, "")
 	notify(t, db, "one", "again")
@@ -146,9 +145,7 @@ func TestASubscriberHearsOnlyWhatItWants(t *testing.T) {
 func TestBehindAPoolerThereIsOneWarning(t *testing.T) {
 	t.Parallel()
 	pool, err := postgres.Open(t.Context(), throughPooler(t, pgtest.EmptyURL(t)), postgres.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer pool.Close()
 	l, log := listen(t, pool)
 	l.Subscribe("one")

@@ -9,6 +9,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // A write that a lock holds up says what is held, and which transaction may hold it.
@@ -19,9 +20,7 @@ func TestALockIsExplained(t *testing.T) {
 		t.Fatal(err)
 	}
 	tx, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if _, err := tx.Exec(t.Context(), `insert into kept values ('key')`); err != nil {
 		t.Fatal(err)
 	}
@@ -37,9 +36,7 @@ func TestALockIsExplained(t *testing.T) {
 		!strings.HasPrefix(locked.Error(), "the key is in use by another transaction of the database; it may be session ") {
 		t.Errorf("held: %v", err)
 	}
-	if err := tx.Rollback(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tx.Rollback(t.Context()))
 	if err := postgres.ExplainLock(t.Context(), pool, write(), "the key", "kept"); err != nil {
 		t.Errorf("free again: %v", err)
 	}

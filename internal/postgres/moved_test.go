@@ -8,6 +8,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // After a failover the old primary may live on and take no writes. Whoever still has a connection to it has to let go
@@ -21,9 +22,7 @@ func TestAPoolLetsGoOfAServerThatTakesNoMoreWrites(t *testing.T) {
 	var lent []*pgxpool.Conn
 	for range 4 {
 		conn, err := pool.Acquire(t.Context())
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if _, err := conn.Exec(t.Context(), `set default_transaction_read_only = on`); err != nil {
 			t.Fatal(err)
 		}

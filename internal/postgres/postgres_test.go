@@ -15,6 +15,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 const secret = "s3cr3t-w0rd"
@@ -22,9 +23,7 @@ const secret = "s3cr3t-w0rd"
 func TestOpenSaysWhatIsWrongAndNeverThePassword(t *testing.T) {
 	t.Parallel()
 	real, err := url.Parse(pgtest.EmptyURL(t))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	real.User = url.UserPassword(real.User.Username(), secret)
 	noDatabase, noUser := *real, *real
 	noDatabase.Path = "/no_such_database"
@@ -132,9 +131,7 @@ func TestReadCommittedWhateverTheDefault(t *testing.T) {
 	t.Parallel()
 	at := pgtest.EmptyURL(t)
 	admin, err := postgres.Open(t.Context(), at, postgres.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer admin.Close()
 	name := pgx.Identifier{admin.Config().ConnConfig.Database}.Sanitize()
 	if _, err := admin.Exec(t.Context(), "alter database "+name+
@@ -142,29 +139,19 @@ func TestReadCommittedWhateverTheDefault(t *testing.T) {
 		t.Fatal(err)
 	}
 	pool, err := postgres.Open(t.Context(), at, postgres.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer pool.Close()
 	const level = "select current_setting('transaction_isolation')"
 	var alone, before, within string
-	if err := pool.QueryRow(t.Context(), level).Scan(&alone); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, pool.QueryRow(t.Context(), level).Scan(&alone))
 	admin.Reset() // a pool that was opened before the default was changed opens other connections
-	if err := admin.QueryRow(t.Context(), level).Scan(&before); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, admin.QueryRow(t.Context(), level).Scan(&before))
 	// A connection opened by hand keeps the default; InTx does not.
 	conn, err := pgx.Connect(t.Context(), at)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer conn.Close(context.Background())
 	err = postgres.InTx(t.Context(), conn, func(tx pgx.Tx) error { return tx.QueryRow(t.Context(), level).Scan(&within) })
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if alone != "read committed" || before != "read committed" || within != "read committed" {
 		t.Errorf("isolation of a statement %q, of one of a pool from before %q, of InTx %q", alone, before, within)
 	}
@@ -189,9 +176,7 @@ func TestInTxCommitsOrRollsBack(t *testing.T) {
 		})
 	}
 	refused := errors.New("refused")
-	if err := insert(db, 1, nil); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, insert(db, 1, nil))
 	if err := insert(db, 2, refused); !errors.Is(err, refused) {
 		t.Errorf("the error of fn came back as %v", err)
 	}
@@ -201,13 +186,9 @@ func TestInTxCommitsOrRollsBack(t *testing.T) {
 		}
 		return insert(tx, 3, nil) // the savepoint saved the transaction
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var got string
-	if err := db.QueryRow(t.Context(), "select string_agg(n::text, ' ' order by n) from numbers").Scan(&got); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, db.QueryRow(t.Context(), "select string_agg(n::text, ' ' order by n) from numbers").Scan(&got))
 	if got != "1 3" {
 		t.Errorf("the table has %s", got)
 	}
@@ -240,18 +221,12 @@ func TestATransactionThatNobodyGoesOnWithEnds(t *testing.T) {
 		t.Errorf("the limit is %q (%v), want 5s", limit, err)
 	}
 	u, err := url.Parse(database)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	q := u.Query()
 	q.Set("idle_in_transaction_session_timeout", "100ms")
 	u.RawQuery = q.Encode()
 	short := pgtest.Pool(t, u.String(), postgres.Options{})
-	tx, err := short.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }() // its session is gone
+	tx := pgtest.Begin(t, short) // its session is gone
 	if _, err := tx.Exec(t.Context(), `select pg_advisory_xact_lock(1)`); err != nil {
 		t.Fatal(err)
 	}

@@ -8,6 +8,8 @@ import (
 	"path/filepath"
 	"sync"
 	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // throughPooler returns a connection string for the server of url by way of a proxy that, like
@@ -23,9 +25,7 @@ func throughPooler(t *testing.T, to string) string {
 		t.Skip("needs a server on a unix socket")
 	}
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var running sync.WaitGroup
 	t.Cleanup(func() {
 		if err := listener.Close(); err != nil {

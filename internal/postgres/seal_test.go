@@ -9,6 +9,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 func TestNothingIsAskedUnderASeal(t *testing.T) {
@@ -19,9 +20,7 @@ func TestNothingIsAskedUnderASeal(t *testing.T) {
 		t.Error("tried before anything was")
 	}
 	conn, err := pool.Acquire(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer conn.Release()
 	batch := &pgx.Batch{}
 	batch.Queue(`select 1`)

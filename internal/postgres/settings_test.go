@@ -11,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // opened is a pool of [postgres.Open], closed at the end.
@@ -67,9 +68,7 @@ func TestAnIdleSessionIsKeptWhateverTheDatabaseSets(t *testing.T) {
 		t.Errorf("a session of the pool is ended after %q: %v", set, err)
 	}
 	listening, err := postgres.Dialer(db)(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer listening.Close(context.WithoutCancel(t.Context()))
 	waiting, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
 	defer cancel()

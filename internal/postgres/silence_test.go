@@ -9,6 +9,8 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // slowServer takes what is sent, answers one kind of request when it talks, and another when it is told to.
@@ -23,9 +25,7 @@ type slowServer struct {
 func newSlowServer(t *testing.T) *slowServer {
 	t.Helper()
 	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	s := &slowServer{
 		Listener: listener, asked: make(chan struct{}, 100), answer: make(chan struct{}),
 		over: make(chan struct{}),
@@ -76,9 +76,7 @@ func hasty() *patience {
 func (s *slowServer) conn(t *testing.T, p *patience, sends string) net.Conn {
 	t.Helper()
 	conn, err := p.DialContext(t.Context(), "tcp", s.Addr().String())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { conn.Close() })
 	if sends == "" {
 		return conn

@@ -8,6 +8,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // A text that was sent before is rewritten as it was the first time, with the values of now; what is missing or left
@@ -15,9 +16,7 @@ import (
 func TestNamesMeanTheSameEveryTime(t *testing.T) {
 	t.Parallel()
 	conn, err := pgx.Connect(t.Context(), pgtest.EmptyURL(t))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer func() { _ = conn.Close(t.Context()) }()
 	const text = `select @b::text || @a::text || @b::text || '@c' /* @c */`
 	for i := range 3 {
@@ -49,9 +48,7 @@ func TestNamesMeanTheSameEveryTime(t *testing.T) {
 func TestTextsAreForgottenBeforeThereAreTooMany(t *testing.T) {
 	t.Parallel()
 	conn, err := pgx.Connect(t.Context(), pgtest.EmptyURL(t))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer func() { _ = conn.Close(t.Context()) }()
 	for round := range 2 {
 		for i := range postgres.TextsMost + 10 {

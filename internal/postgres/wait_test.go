@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // A server that goes down while a connection is made is waited for, as one that is not there is; without ConnectWait
@@ -15,9 +16,7 @@ import (
 func TestOpenWaitsForAServerThatGoesDownMeanwhile(t *testing.T) {
 	t.Parallel()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var came atomic.Int32
 	done := make(chan struct{})
 	go func() {

@@ -11,15 +11,14 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 func TestAProcessIsNotInTheGroupOfItsTests(t *testing.T) {
 	t.Parallel()
 	p := proctest.Start(t, time.Minute, t.TempDir(), proctest.Environ(), "sleep", "60")
 	group, err := syscall.Getpgid(p.Cmd.Process.Pid)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if group == syscall.Getpgrp() {
 		t.Error("who ends the shell that began the tests wakes a process that a test has stopped")
 	}

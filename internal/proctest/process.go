@@ -21,6 +21,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/child"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
@@ -57,9 +58,7 @@ func Start(tb testing.TB, patience time.Duration, dir string, environ []string, 
 	p.Cmd.Stdout, p.Cmd.Stderr = &p.Out, &p.Err
 	p.Cmd.SysProcAttr = DieWithUs()
 	// How it ended is in ProcessState.
-	if err := child.Start(p.Cmd, syscall.SIGKILL, func(error) { close(p.ended) }); err != nil {
-		tb.Fatal(err)
-	}
+	require.NoError(tb, child.Start(p.Cmd, syscall.SIGKILL, func(error) { close(p.ended) }))
 	tb.Cleanup(func() {
 		if !tb.Failed() {
 			p.Kill()

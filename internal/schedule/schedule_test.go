@@ -5,24 +5,21 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/schedule"
 )
 
 func mustLocation(t *testing.T, name string) *time.Location {
 	t.Helper()
 	loc, err := schedule.Location(name)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return loc
 }
 
 func at(t *testing.T, s string) time.Time {
 	t.Helper()
 	parsed, err := time.Parse(time.RFC3339, s)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return parsed
 }
 
@@ -49,9 +46,7 @@ func TestNext(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			s, err := schedule.Parse(c.spec, mustLocation(t, c.zone))
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			if got := s.Next(at(t, c.after)); !got.Equal(at(t, c.want)) {
 				t.Errorf("Next = %v, want %s", got, c.want)
 			}
@@ -138,9 +133,7 @@ func TestZeroValueIsNeverDue(t *testing.T) {
 
 func TestParseKeepsTheExpressionAndZone(t *testing.T) {
 	s, err := schedule.Parse("TZ=Asia/Tokyo 0 9 * * *", nil)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if s.String() != "TZ=Asia/Tokyo 0 9 * * *" || s.Location().String() != "Asia/Tokyo" ||
 		s.Next(time.Now()).Location() != s.Location() {
 		t.Errorf("got %q in %v", s, s.Location())

@@ -12,6 +12,8 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // statement is SQL in the source, or an argument that could not be resolved to text.
@@ -45,9 +47,7 @@ func statements(t *testing.T, root string) []statement {
 		all = append(all, found...)
 		return err
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return all
 }
 

@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
@@ -44,18 +45,12 @@ func TestPostgresAcceptsEveryStatementInTheSource(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	conn, err := pool.Acquire(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer conn.Release()
 	// The ledger of effects is in the databases of others.
-	if err := skills.PrepareEffects(t.Context(), skills.Database{Pool: pool}); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, skills.PrepareEffects(t.Context(), skills.Database{Pool: pool}))
 	root, err := filepath.Abs("../..")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var checked int
 	var used []string
 	for _, s := range statements(t, root) {
@@ -98,9 +93,7 @@ func TestTheCheckSeesWhatIsWrong(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	conn, err := pool.Acquire(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer conn.Release()
 	found := statements(t, filepath.Join("testdata", "wrong"))
 	want := map[string]string{

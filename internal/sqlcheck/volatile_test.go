@@ -4,6 +4,8 @@ import (
 	"path/filepath"
 	"regexp"
 	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // oldRows matches a search for old rows, oldest first, that no index can serve: clock_timestamp is volatile, so
@@ -14,9 +16,7 @@ var oldRows = regexp.MustCompile(`(?i)(\w+)\s*<=?\s*clock_timestamp\(\)[^()]*?\b
 func TestASearchForOldRowsCanUseAnIndex(t *testing.T) {
 	t.Parallel()
 	root, err := filepath.Abs("../..")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for _, s := range statements(t, root) {
 		for _, m := range oldRows.FindAllStringSubmatch(s.sql, -1) {
 			if m[1] == m[2] {

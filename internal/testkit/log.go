@@ -7,6 +7,8 @@ import (
 	"strings"
 	"sync"
 	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // Log collects what goroutines write while a test reads it.
@@ -50,9 +52,7 @@ func (l *Log) Records(tb testing.TB, messages ...string) (found []map[string]any
 	tb.Helper()
 	for line := range strings.Lines(l.String()) {
 		var record map[string]any
-		if err := json.Unmarshal([]byte(line), &record); err != nil {
-			tb.Fatal(err)
-		}
+		require.NoError(tb, json.Unmarshal([]byte(line), &record))
 		if message, ok := record["msg"].(string); ok && slices.Contains(messages, message) {
 			found = append(found, record)
 		}

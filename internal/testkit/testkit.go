@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // Serve starts a server for the time of a test and returns its URL. At the end it breaks connections that are open.
@@ -102,9 +103,7 @@ func Deref[T any](p *T) (value T) {
 func Get(tb testing.TB, url string) (status int, body string) {
 	tb.Helper()
 	got, err := Do(tb.Context(), http.DefaultClient, http.MethodGet, url, "")
-	if err != nil {
-		tb.Fatal(err)
-	}
+	require.NoError(tb, err)
 	return got.Status, string(got.Body)
 }
 

@@ -19,6 +19,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/lanes/lanerun"
 )
@@ -88,9 +89,7 @@ func TestABusyLaneSkipsTheCommand(t *testing.T) {
 	db := pgtest.DB(t)
 	k := keeper(t, db)
 	l, err := k.Acquire(t.Context(), "job")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	got := run(t.Context(), k, "job", 0, "echo", "ran")
 	if got.code != 75 || got.err != nil || got.out != "" {
 		t.Errorf("busy: %+v, want exit code 75 and no run", got)
@@ -118,9 +117,7 @@ func TestTheExitCodeIsTheCommandsAlsoWithoutARelease(t *testing.T) {
 	if _, err := db.Exec(t.Context(), `alter function lanekeeper.release_agent_lock rename to away`); err != nil {
 		t.Fatal(err)
 	}
-	if err := os.WriteFile(leave, nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(leave, nil, 0o600))
 	got := await(t, done)
 	if got.code != 7 || got.err != nil || !strings.Contains(got.log, `level=WARN msg="lane not released, it ends with its lease" lane=job`) {
 		t.Errorf("%+v", got)
@@ -148,9 +145,7 @@ func start(ctx context.Context, t *testing.T, k *lanes.Keeper, script string) (p
 	}()
 	pgtest.Eventually(t, soon, func() bool { _, err := os.Stat(file); return err == nil }, "the command runs")
 	text, err := os.ReadFile(file)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for _, c := range strings.TrimSpace(string(text)) {
 		pid = pid*10 + int(c-'0')
 	}
@@ -205,9 +200,7 @@ func TestSignalsReachTheCommand(t *testing.T) {
 	ready := filepath.Join(t.TempDir(), "ready")
 	_, done := start(t.Context(), t, keeper(t, db), "trap 'exit 9' USR1; touch "+ready+"; while :; do sleep 0.05; done")
 	pgtest.Eventually(t, soon, func() bool { _, err := os.Stat(ready); return err == nil }, "the trap is set")
-	if err := syscall.Kill(os.Getpid(), syscall.SIGUSR1); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, syscall.Kill(os.Getpid(), syscall.SIGUSR1))
 	if got := await(t, done); got.code != 9 || got.err != nil {
 		t.Errorf("signalled: %+v, want exit code 9", got)
 	}

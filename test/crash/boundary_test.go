@@ -17,6 +17,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // victim names the connections of the process that is killed.
@@ -335,13 +336,9 @@ func (s *scene) look() snapshot {
 		       count(*) filter (where a.status = 'unknown') as unknown
 		  from agent_activity a left join agent_skills k on k.id = a.skill_id
 		 where a.idempotency_key <> '' group by 1`)
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, err)
 	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[row])
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, err)
 	got := snapshot{map[string]row{}, s.asked(), s.called()}
 	for _, r := range list {
 		got.rows[r.Key] = r

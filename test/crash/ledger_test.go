@@ -18,6 +18,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
@@ -239,17 +240,13 @@ func (x *ledger) equal() {
 		select idempotency_key, coalesce(sum((token_usage ->> 'total_tokens')::bigint), 0)::bigint,
 		       coalesce(sum((token_usage ->> 'unknown_tokens')::bigint), 0)::bigint
 		  from agent_activity where kind = 'model' group by 1`)
-	if err != nil {
-		x.t.Fatal(err)
-	}
+	require.NoError(x.t, err)
 	defer rows.Close()
 	var counted, unknown int64
 	for rows.Next() {
 		var key string
 		var all, open int64
-		if err := rows.Scan(&key, &all, &open); err != nil {
-			x.t.Fatal(err)
-		}
+		require.NoError(x.t, rows.Scan(&key, &all, &open))
 		if billed := x.billed[key]; all < billed || all-open > billed {
 			x.t.Errorf("call %s: the provider has billed %d tokens, the ledger has %d, %d of them unknown", key, billed, all,
 				open)

@@ -23,6 +23,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // TestNoMemoryIsLostWhateverDies lets runs of two processes, heartbeats, two admins over HTTP and one on the command
@@ -144,20 +145,14 @@ func (x *words) judge() {
 	there := strings.Fields(pgtest.Value[string](x.t, x.db, `select value #>> '{}' from agent_memory where key = $1`,
 		x.key))
 	rows, err := x.db.Query(x.ctx(), `select value #>> '{}' from agent_memory_conflicts where key = $1`, x.key)
-	if err != nil {
-		x.t.Fatal(err)
-	}
+	require.NoError(x.t, err)
 	kept := map[string]bool{}
 	for rows.Next() {
 		var value string
-		if err := rows.Scan(&value); err != nil {
-			x.t.Fatal(err)
-		}
+		require.NoError(x.t, rows.Scan(&value))
 		kept[last(value)] = true
 	}
-	if err := rows.Err(); err != nil {
-		x.t.Fatal(err)
-	}
+	require.NoError(x.t, rows.Err())
 	for word := range x.heard {
 		if !slices.Contains(there, word) {
 			x.t.Errorf("%s: the writer of %s heard that it is written, and it is gone", x.key, word)

@@ -13,6 +13,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
@@ -59,9 +60,7 @@ func TestTheDatabaseRestarts(t *testing.T) {
 func startServer(t *testing.T, dir string) *pgserver.Server {
 	t.Helper()
 	own, err := pgserver.Start(t.Context(), pgserver.Config{Dir: dir, Durable: true})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = own.Stop(context.Background()) }) // stopped already, where the test got so far
 	return own
 }
@@ -70,9 +69,7 @@ func startServer(t *testing.T, dir string) *pgserver.Server {
 func migrate(t *testing.T, database string) {
 	t.Helper()
 	pool, err := postgres.Open(t.Context(), database, postgres.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer pool.Close()
 	if _, err := migrations.Up(t.Context(), pool); err != nil {
 		t.Fatal(err)
@@ -83,17 +80,13 @@ func migrate(t *testing.T, database string) {
 func openDir(t *testing.T) string {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "crash-") //nolint:usetesting // the test's own folder is closed to others
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() {
 		if err := os.RemoveAll(dir); err != nil {
 			t.Error(err)
 		}
 	})
-	if err := os.Chmod(dir, 0o755); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.Chmod(dir, 0o755))
 	return dir
 }
 
@@ -101,9 +94,7 @@ func openDir(t *testing.T) string {
 func stopServer(t *testing.T, own *pgserver.Server, immediate bool) {
 	t.Helper()
 	if immediate {
-		if err := syscall.Kill(postmaster(t, own.Dir()), syscall.SIGQUIT); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, syscall.Kill(postmaster(t, own.Dir()), syscall.SIGQUIT))
 	}
 	if err := own.Stop(t.Context()); err != nil && !immediate {
 		t.Fatal(err)
@@ -119,13 +110,9 @@ func postmaster(t *testing.T, dir string) int {
 		t.Fatalf("%d servers below %s: %v", len(files), dir, err)
 	}
 	content, err := os.ReadFile(files[0])
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	first, _, _ := strings.Cut(string(content), "\n")
 	pid, err := strconv.Atoi(strings.TrimSpace(first))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return pid
 }

@@ -12,6 +12,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgbouncer"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // pooledYAML is a flow that calls, waits for a moment, waits for an event and calls again.
@@ -107,9 +108,7 @@ func pooledScene(t *testing.T) (_ *scene, through string) {
 	s.model.Handle(s.converse)
 	s.more = []string{"AGENT_CHAT_KEY=" + chatKey, "SHOP_SECRET=" + hookSecret}
 	pooler, err := pgbouncer.Start(t.Context(), pgbouncer.Config{Server: url, PoolSize: 3})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() {
 		if err := pooler.Stop(context.WithoutCancel(t.Context())); err != nil {
 			t.Error(err)
@@ -134,21 +133,15 @@ func migrateThrough(s *scene, through string, more ...string) {
 func (s *scene) post(a *agent, path, body string, want int) map[string]string {
 	s.t.Helper()
 	response, err := http.DefaultClient.Do(s.request(a, http.MethodPost, path, adminToken, body))
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, err)
 	defer response.Body.Close()
 	raw, err := io.ReadAll(response.Body)
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, err)
 	if response.StatusCode != want {
 		s.t.Fatalf("POST %s: %d %s", path, response.StatusCode, raw)
 	}
 	var all map[string]any
-	if err := json.Unmarshal(raw, &all); err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, json.Unmarshal(raw, &all))
 	texts := map[string]string{}
 	for name, value := range all {
 		if text, ok := value.(string); ok {

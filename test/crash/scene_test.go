@@ -22,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
@@ -82,9 +83,7 @@ func newStage(t testing.TB, database, declared string) *scene {
 	s.db = pgtest.Pool(t, s.url, postgres.Options{MaxConns: 4, ApplicationName: "crash"})
 	served := testkit.Serve(t, http.HandlerFunc(s.serveSkill))
 	files, err := workspace.Load(fstest.MapFS{"all.yaml": {Data: fmt.Appendf(nil, declared, served)}})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if _, err := workspace.Apply(t.Context(), s.db, files, workspace.Options{}); err != nil {
 		t.Fatal(err)
 	}

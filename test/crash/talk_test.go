@@ -15,6 +15,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
@@ -142,9 +143,7 @@ func (s *scene) attach(a *agent, id, query string) testkit.Answer {
 func (s *scene) request(a *agent, method, path, key, body string, header ...string) *http.Request {
 	s.t.Helper()
 	r, err := http.NewRequestWithContext(s.ctx(), method, "http://"+a.address()+path, strings.NewReader(body))
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, err)
 	r.Header.Set("Authorization", "Bearer "+key)
 	if body != "" {
 		r.Header.Set("Content-Type", "application/json")
@@ -180,9 +179,7 @@ func (s *scene) insist(a *agent, m message) (got testkit.Answer) {
 func (s *scene) lines(a *agent, thread string) (lines []string) {
 	s.t.Helper()
 	response, err := http.DefaultClient.Do(s.request(a, http.MethodGet, "/v1/threads/"+thread, adminToken, ""))
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, err)
 	defer func() { _ = response.Body.Close() }()
 	type line struct {
 		Role, Content string
@@ -191,9 +188,7 @@ func (s *scene) lines(a *agent, thread string) (lines []string) {
 	var page struct {
 		Messages []line
 	}
-	if err := json.NewDecoder(response.Body).Decode(&page); err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, json.NewDecoder(response.Body).Decode(&page))
 	slices.Reverse(page.Messages)
 	for i, m := range page.Messages {
 		if m.Seq != int64(i+1) {

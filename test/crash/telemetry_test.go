@@ -17,6 +17,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/telemetry/otlptest"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -272,9 +273,7 @@ func (s *scene) counted(a *agent, want map[string]float64) {
 func (s *scene) metrics(a *agent) map[string]float64 {
 	s.t.Helper()
 	answer, err := http.Get("http://" + a.address() + "/metrics")
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, err)
 	defer answer.Body.Close()
 	parser := expfmt.NewTextParser(model.UTF8Validation)
 	families, err := parser.TextToMetricFamilies(answer.Body)
@@ -319,9 +318,7 @@ func (s *scene) agrees(a *agent) {
 		union all
 		select format('agent_llm_tokens_total{model=%s,type="output"}', to_json(model)), sum((token_usage ->> 'completion_tokens')::int)
 		  from agent_activity where kind = 'model' group by model`)
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, err)
 	var series string
 	var n float64
 	if _, err := pgx.ForEachRow(rows, []any{&series, &n}, func() error { want[series] = n; return nil }); err != nil {

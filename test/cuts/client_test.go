@@ -9,6 +9,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
@@ -76,9 +77,7 @@ func (w *world) say(ctx context.Context, thread, words string) string {
 	body, err := json.Marshal(map[string]any{
 		"model": "agent", "stream": true, "messages": []map[string]string{{"role": "user", "content": words}},
 	})
-	if err != nil {
-		w.t.Fatal(err)
-	}
+	require.NoError(w.t, err)
 	method, path, attached := http.MethodPost, "/v1/chat/completions", false
 	for {
 		got := w.hear(ctx, method, path, string(body), thread)
@@ -98,9 +97,7 @@ func (w *world) say(ctx context.Context, thread, words string) string {
 // hear makes a request of the chat and reads what comes.
 func (w *world) hear(ctx context.Context, method, path, body, thread string) testkit.Answer {
 	r, err := http.NewRequestWithContext(ctx, method, w.url+path, strings.NewReader(body))
-	if err != nil {
-		w.t.Fatal(err)
-	}
+	require.NoError(w.t, err)
 	r.Header.Set("Authorization", "Bearer "+chatKey)
 	if body != "" {
 		r.Header.Set("Content-Type", "application/json")

@@ -9,6 +9,8 @@ import (
 	"strings"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // passing are the tables of which nothing lasts: who works, what was counted, how far something has come; and the
@@ -57,13 +59,9 @@ func digest(w *world) []string {
 	rows, err := w.db.Query(w.t.Context(), `
 		select c.relname from pg_class c where c.relnamespace = 'public'::regnamespace and c.relkind in ('r', 'p') and not c.relispartition
 		 order by 1`)
-	if err != nil {
-		w.t.Fatal(err)
-	}
+	require.NoError(w.t, err)
 	tables, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		w.t.Fatal(err)
-	}
+	require.NoError(w.t, err)
 	names := named(w)
 	var lines []string
 	for _, table := range tables {
@@ -81,9 +79,7 @@ func named(w *world) map[string]string {
 		select id::text, 'EXECUTION ' || flow from agent_executions
 		union all select id::text, 'ACTIVITY ' || kind || ' ' || skill_name from agent_activity
 		union all select id::text, 'SKILL ' || name from agent_skills`)
-	if err != nil {
-		w.t.Fatal(err)
-	}
+	require.NoError(w.t, err)
 	names := map[string]string{}
 	var id, name string
 	if _, err := pgx.ForEachRow(rows, []any{&id, &name}, func() error { names[id] = name; return nil }); err != nil {
@@ -96,19 +92,13 @@ func named(w *world) map[string]string {
 func contents(w *world, c canon) []string {
 	w.t.Helper()
 	rows, err := w.db.Query(w.t.Context(), `select to_jsonb(t) from `+pgx.Identifier{c.table}.Sanitize()+` t`)
-	if err != nil {
-		w.t.Fatal(err)
-	}
+	require.NoError(w.t, err)
 	found, err := pgx.CollectRows(rows, pgx.RowTo[map[string]any])
-	if err != nil {
-		w.t.Fatal(err)
-	}
+	require.NoError(w.t, err)
 	lines := make([]string, len(found))
 	for i, row := range found {
 		text, err := json.Marshal(c.value(row))
-		if err != nil {
-			w.t.Fatal(err)
-		}
+		require.NoError(w.t, err)
 		lines[i] = c.table + " " + string(text)
 	}
 	slices.Sort(lines)

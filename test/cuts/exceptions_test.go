@@ -5,6 +5,8 @@ import (
 	"regexp"
 	"slices"
 	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // exception is an end that differs from that of the undisturbed run, or that somebody outside had to ask again, for a
@@ -52,9 +54,7 @@ func (e exception) covers(x trial, what string) bool {
 func TestExceptionsAreDocumented(t *testing.T) {
 	t.Parallel()
 	text, err := os.ReadFile("../../docs/exceptions.md")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	listed := map[string]bool{}
 	for _, e := range exceptions {
 		listed[e.name] = true

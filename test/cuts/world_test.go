@@ -20,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
@@ -54,9 +55,7 @@ func newWorld(t testing.TB, database, declared string, cuts []cut) *world {
 		t.Fatal(err)
 	}
 	files, err := workspace.Load(fstest.MapFS{"all.yaml": {Data: []byte(strings.ReplaceAll(declared, "%s", served))}})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if _, err := workspace.Apply(t.Context(), w.db, files, workspace.Options{}); err != nil {
 		t.Fatal(err)
 	}
@@ -106,9 +105,7 @@ func (w *world) process(url string, s settings, fn func(ctx context.Context)) er
 	defer pool.Close()
 	a, err := newAgent(pool, w.model.URL(), s,
 		slog.New(slog.NewTextHandler(&w.log, &slog.HandlerOptions{Level: slog.LevelInfo})))
-	if err != nil {
-		w.t.Fatal(err)
-	}
+	require.NoError(w.t, err)
 	served := httptest.NewServer(a.handler)
 	defer served.Close()
 	defer served.CloseClientConnections()

@@ -14,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
@@ -163,16 +164,12 @@ func connect(t *testing.T, to string) *pgxpool.Pool {
 func appliedFiles(t *testing.T, db *pgxpool.Pool) int {
 	t.Helper()
 	var there bool
-	if err := db.QueryRow(t.Context(), `select to_regclass('agent_migrations') is not null`).Scan(&there); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, db.QueryRow(t.Context(), `select to_regclass('agent_migrations') is not null`).Scan(&there))
 	n := 0
 	if !there {
 		return n
 	}
-	if err := db.QueryRow(t.Context(), `select count(*) from agent_migrations`).Scan(&n); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, db.QueryRow(t.Context(), `select count(*) from agent_migrations`).Scan(&n))
 	return n
 }
 
@@ -196,9 +193,7 @@ func shape(t *testing.T, db *pgxpool.Pool) string {
 		  select pg_get_triggerdef(t.oid) from pg_trigger t join pg_class c on c.oid = t.tgrelid
 		   where c.relnamespace in (select oid from spaces) and not t.tgisinternal)
 		select count(*) || ' ' || md5(string_agg(part, ' ' order by part)) from parts`).Scan(&digest)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return digest
 }
 

@@ -22,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
 	"github.com/lanekeeper/lanekeeper/internal/replica"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/migrations"
 	"github.com/lanekeeper/lanekeeper/why"
@@ -96,9 +97,7 @@ type page struct {
 func get(t *testing.T, client *http.Client, url string, fresh bool) page {
 	t.Helper()
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, url, http.NoBody)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if client.Jar == nil {
 		req.Header.Set("Authorization", "Bearer "+adminToken)
 	}
@@ -111,14 +110,10 @@ func get(t *testing.T, client *http.Client, url string, fresh bool) page {
 func answered(t *testing.T, client *http.Client, req *http.Request) page {
 	t.Helper()
 	resp, err := client.Do(req)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer resp.Body.Close()
 	body, err := io.ReadAll(resp.Body)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return page{resp.StatusCode, string(body), resp.Header.Get(replica.Header)}
 }
 
@@ -150,9 +145,7 @@ func (r *replicated) sameAnswers(t *testing.T) {
 	pgtest.Eventually(t, patience, func() bool { _, err := read.Measure(t.Context()); return err == nil },
 		"the replica is read")
 	room, err := engineroom.New(engineroom.Options{Pool: r.db, Read: read, Agent: "agent"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	mux := http.NewServeMux()
 	for _, route := range room.Routes() {
 		mux.Handle(route.Method+" "+route.Path, route.Handler)
@@ -185,9 +178,7 @@ func (r *replicated) sameAnswers(t *testing.T) {
 			answers[i], err = why.Of(ctx, read, oldTrace)
 			return err
 		})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 	}
 	if diff := cmp.Diff(answers[0], answers[1]); diff != "" || len(answers[0].Reasons) == 0 {
 		t.Errorf("why answers otherwise on the replica (-primary +replica):\n%s", diff)
@@ -361,17 +352,13 @@ func (r *replicated) seesItsOwn(admin *http.Client, base string) {
 func (r *replicated) watch(client *http.Client, url string) string {
 	r.t.Helper()
 	req, err := http.NewRequestWithContext(r.t.Context(), http.MethodGet, url, http.NoBody)
-	if err != nil {
-		r.t.Fatal(err)
-	}
+	require.NoError(r.t, err)
 	req.Header.Set("Cache-Control", "no-cache") // as browsers ask for every event stream
 	if client.Jar == nil {
 		req.Header.Set("Authorization", "Bearer "+adminToken)
 	}
 	resp, err := client.Do(req)
-	if err != nil {
-		r.t.Fatal(err)
-	}
+	require.NoError(r.t, err)
 	defer resp.Body.Close()
 	lines := bufio.NewScanner(resp.Body)
 	lines.Buffer(nil, 1<<20)
@@ -402,9 +389,7 @@ func (r *replicated) asksThePrimary(base string) {
 func (r *replicated) logIn(base string) *http.Client {
 	r.t.Helper()
 	jar, err := cookiejar.New(nil)
-	if err != nil {
-		r.t.Fatal(err)
-	}
+	require.NoError(r.t, err)
 	client := &http.Client{Jar: jar}
 	if got := post(r.t, client, base+"/login",
 		url.Values{"token": {adminToken}, "next": {"/"}}); got.status != http.StatusOK {
@@ -422,9 +407,7 @@ func (r *replicated) pause(client *http.Client, base string) page {
 func post(t *testing.T, client *http.Client, to string, form url.Values) page {
 	t.Helper()
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, to, strings.NewReader(form.Encode()))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	req.Header.Set("Content-Type", "application/x-www-form-urlencoded")
 	return answered(t, client, req)
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // documented runs the one command of docs/retention.md that begins with a word, with programs of the PostgreSQL that
@@ -19,9 +20,7 @@ import (
 func documented(t *testing.T, word, dir string, environ ...string) {
 	t.Helper()
 	text, err := os.ReadFile("../../docs/retention.md")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	found := regexp.MustCompile(`(?m)^    +(`+word+`\b.*)$`).FindAllStringSubmatch(string(text), -1)
 	if len(found) != 1 {
 		t.Fatalf("docs/retention.md has %d commands that begin with %s", len(found), word)

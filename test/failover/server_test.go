@@ -23,6 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // patience is how long anything may take on a busy machine before the test gives up.
@@ -77,13 +78,9 @@ func place(t testing.TB) *server {
 		pgtest.URL(t)
 		found, err = pgserver.FindBinaries(os.Getenv)
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	dir, err := os.MkdirTemp("", "failover-") //nolint:usetesting // the test's own folder is closed to the server's user
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() {
 		if err := os.RemoveAll(dir); err != nil {
 			t.Error(err)
@@ -91,9 +88,7 @@ func place(t testing.TB) *server {
 	})
 	s := &server{t: t, bin: found.Dir, dir: filepath.Join(dir, "data"), port: freePort(t)}
 	if who := s.attributes().Credential; who != nil {
-		if err := os.Chown(dir, int(who.Uid), int(who.Gid)); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.Chown(dir, int(who.Uid), int(who.Gid)))
 	}
 	return s
 }
@@ -108,9 +103,7 @@ func freePort(t testing.TB) int {
 		if err != nil {
 			continue
 		}
-		if err := listener.Close(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, listener.Close())
 		return port
 	}
 	t.Fatal("no port is free")
@@ -130,9 +123,7 @@ func (s *server) attributes() *syscall.SysProcAttr {
 		}
 		uid, err := strconv.Atoi(u.Uid)
 		gid, err2 := strconv.Atoi(u.Gid)
-		if err := errors.Join(err, err2); err != nil {
-			s.t.Fatal(err)
-		}
+		require.NoError(s.t, errors.Join(err, err2))
 		attributes.Credential = &syscall.Credential{Uid: uint32(uid), Gid: uint32(gid)}
 		return attributes
 	}
@@ -162,18 +153,14 @@ func (s *server) run(name string, args ...string) {
 func (s *server) start() {
 	s.t.Helper()
 	log, err := os.OpenFile(s.dir+".log", os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, err)
 	defer log.Close()
 	cmd := s.command("postgres", "-D", s.dir, "-p", strconv.Itoa(s.port), "-c", "listen_addresses=127.0.0.1", "-c",
 		"unix_socket_directories=",
 		"-c", "shared_buffers=32MB", "-c", "max_connections=120", "-c", "dynamic_shared_memory_type=mmap", "-c",
 		"wal_keep_size=64MB")
 	cmd.Stdout, cmd.Stderr = log, log
-	if err := cmd.Start(); err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, cmd.Start())
 	ended := make(chan struct{})
 	s.cmd, s.ended = cmd, ended
 	go func() {
@@ -200,9 +187,7 @@ func (s *server) start() {
 // postmaster, whose children then end by themselves.
 func (s *server) stop(how syscall.Signal) {
 	s.t.Helper()
-	if err := s.cmd.Process.Signal(how); err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, s.cmd.Process.Signal(how))
 	<-s.ended
 }
 

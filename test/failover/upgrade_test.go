@@ -17,6 +17,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
@@ -39,14 +40,10 @@ func files(t testing.TB, further map[string]string) fstest.MapFS {
 	all := fstest.MapFS{}
 	for _, pattern := range []string{"schema/*.sql", "changes/*.sql", "bridge.sql"} {
 		paths, err := filepath.Glob("../../migrations/" + pattern)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		for _, path := range paths {
 			text, err := os.ReadFile(path)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			all[strings.TrimPrefix(path, "../../migrations/")] = &fstest.MapFile{Data: text}
 		}
 	}
@@ -93,18 +90,12 @@ func TestWhatWaitsInTheLastNumberedVersionFinishesInThisOne(t *testing.T) {
 	t.Parallel()
 	to := pgtest.EmptyURL(t)
 	packed, err := os.Open("../../migrations/testdata/0118.sql.gz")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer packed.Close()
 	unpacked, err := gzip.NewReader(packed)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	data, err := io.ReadAll(unpacked)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	answers := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter,
 		_ *http.Request,
 	) {
@@ -113,9 +104,7 @@ func TestWhatWaitsInTheLastNumberedVersionFinishesInThisOne(t *testing.T) {
 	t.Cleanup(answers.Close) // the skill whose call was interrupted
 	here := strings.ReplaceAll(string(data), "127.0.0.1:31779", answers.Listener.Addr().String())
 	conn, err := pgx.Connect(t.Context(), to) // one of its own: a dump sets what the session keeps
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer func() { _ = conn.Close(context.WithoutCancel(t.Context())) }()
 	if _, err := conn.Exec(t.Context(), here, pgx.QueryExecModeSimpleProtocol); err != nil {
 		t.Fatal(err)

@@ -21,6 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
@@ -97,9 +98,7 @@ func newWorld(t testing.TB, url, lease string) *world {
 	served := testkit.Serve(t, http.HandlerFunc(w.serveSkill))
 	t.Cleanup(w.open)
 	file := filepath.Join(w.dir, "all.yaml")
-	if err := os.WriteFile(file, []byte(strings.ReplaceAll(workspaceYAML, "%s", served)), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(file, []byte(strings.ReplaceAll(workspaceYAML, "%s", served)), 0o600))
 	if a := launch(t, w.dir, w.environ(), "apply", "."); a.Exit() != 0 {
 		t.Fatalf("agent apply: %s", a.Err.Tail(30))
 	}

@@ -9,6 +9,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // The Go that the pages show stands, line by line, in a test of the repository, so that it compiles.
@@ -27,9 +29,7 @@ func TestTheGoOfThePagesIsThatOfTests(t *testing.T) {
 		}
 		return nil
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	shown := 0
 	for _, path := range paths {
 		for _, b := range readPage(t, path).blocks {

@@ -14,6 +14,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // program is the agent, built once.
@@ -29,9 +30,7 @@ func pages(t *testing.T) []page {
 		t.Fatalf("%d guides: %v", len(paths), err)
 	}
 	docs, err := filepath.Glob("../../docs/*.md")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var list []page
 	for _, path := range slices.Concat(paths, []string{"../../README.md"}, docs) {
 		p := readPage(t, path)
@@ -118,12 +117,8 @@ func (s *shell) play(t *testing.T, p page, b block) (ran int64) {
 	t.Helper()
 	if name := b.file(); name != "" {
 		path := filepath.Join(s.dir, name)
-		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-			t.Fatal(err)
-		}
-		if err := os.WriteFile(path, []byte(s.here(strings.Join(b.lines, "\n"))+"\n"), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.MkdirAll(filepath.Dir(path), 0o755))
+		require.NoError(t, os.WriteFile(path, []byte(s.here(strings.Join(b.lines, "\n"))+"\n"), 0o600))
 	}
 	if b.isTheFirst(p) {
 		s.start(command{b.line, "agent dev", []string{"  ^C stops"}})
@@ -152,9 +147,7 @@ var link = regexp.MustCompile(`\]\(([^)#:]+)(?:#[^)]*)?\)`)
 func TestLinksLeadSomewhere(t *testing.T) {
 	for _, p := range pages(t) {
 		text, err := os.ReadFile(p.path)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		for _, found := range link.FindAllStringSubmatch(string(text), -1) {
 			if _, err := os.Stat(filepath.Join(filepath.Dir(p.path), found[1])); err != nil {
 				t.Errorf("%s: %s: %v", p.path, found[1], err)

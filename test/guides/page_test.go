@@ -9,6 +9,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // block is a fenced block of a page.
@@ -52,9 +54,7 @@ type page struct {
 func readPage(t testing.TB, path string) page {
 	t.Helper()
 	text, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	p := page{path: path, database: strings.Contains(string(text), "<!-- database -->")}
 	p.databases = shownDatabases.FindAllString(string(text), -1)
 	if p.database {

@@ -18,6 +18,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
@@ -46,28 +47,20 @@ type shell struct {
 func newShell(t testing.TB, p page) *shell {
 	t.Helper()
 	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	s := &shell{t: t, dir: t.TempDir(), address: listener.Addr().String(), page: p, urls: map[string]string{}}
-	if err := listener.Close(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, listener.Close())
 	for _, shown := range p.databases {
 		s.urls[shown] = pgtest.EmptyURL(t)
 	}
 	cmd := s.command("bash", "--noprofile", "--norc")
 	reader, writer, err := os.Pipe()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	cmd.Stdout, cmd.Stderr = writer, writer
 	if s.in, err = cmd.StdinPipe(); err != nil {
 		t.Fatal(err)
 	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, cmd.Start())
 	_ = writer.Close()
 	s.out = bufio.NewReader(reader)
 	t.Cleanup(func() {
@@ -168,9 +161,7 @@ func (s *shell) start(c command) {
 	cmd.Dir = dir
 	var said testkit.Log
 	cmd.Stdout, cmd.Stderr = &said, &said
-	if err := cmd.Start(); err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, cmd.Start())
 	s.beside = append(s.beside, cmd)
 	want := append(append([]string{"…"}, c.output...), "…")
 	pgtest.Eventually(s.t, patience, func() bool {

@@ -15,6 +15,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // stage is a database of a test's own in which two plain SQL sessions play a script.
@@ -30,9 +31,7 @@ func newStage(t *testing.T) *stage {
 	url := pgtest.URL(t)
 	pool := pgtest.Pool(t, url, postgres.Options{MaxConns: 4})
 	tape, err := newTape(tapeIn(t.TempDir(), "stage"), "stage")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	g := &stage{t: t, pool: pool, tape: tape}
 	g.exec(writesTable)
 	g.a, g.b = g.session(url, "a"), g.session(url, "b")
@@ -42,9 +41,7 @@ func newStage(t *testing.T) *stage {
 func (g *stage) session(url, name string) *session {
 	g.t.Helper()
 	conn, err := pgx.Connect(g.t.Context(), url)
-	if err != nil {
-		g.t.Fatal(err)
-	}
+	require.NoError(g.t, err)
 	// its database is dropped next
 	g.t.Cleanup(func() { _ = conn.Close(g.t.Context()) })
 	return &session{tape: g.tape, name: name, conn: conn, rand: rand.New(rand.NewPCG(1, 1))} // not a secret
@@ -116,9 +113,7 @@ var plants = map[string]struct {
 			end $$`,
 		script: func(g *stage) {
 			tx, err := g.pool.Begin(g.t.Context())
-			if err != nil {
-				g.t.Fatal(err)
-			}
+			require.NoError(g.t, err)
 			if _, err := tx.Exec(g.t.Context(), `select pg_advisory_xact_lock($1)`, gate); err != nil {
 				g.t.Fatal(err)
 			}
@@ -140,9 +135,7 @@ var plants = map[string]struct {
 				}
 				return n == 2
 			}, "both sessions have looked at the lane")
-			if err := tx.Commit(g.t.Context()); err != nil {
-				g.t.Fatal(err)
-			}
+			require.NoError(g.t, tx.Commit(g.t.Context()))
 			group.Wait()
 		},
 	},
@@ -334,9 +327,7 @@ func TestPlantedFaultsAreCaught(t *testing.T) {
 				}
 				plant.script(g)
 				byLane, err := read([]string{g.tape.file.Name()})
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 				for lane, ops := range byLane {
 					err = errors.Join(err, check(lane, ops, state{}, checkLimit))
 				}
@@ -372,9 +363,7 @@ func TestATimeoutOfTheCheckerIsAFailure(t *testing.T) {
 // kin is a session of the stage that runs executions of a family.
 func (g *stage) kin(s *session) *kin {
 	k := &kin{session: *s, lane: "objective:x"}
-	if err := k.hired(g.t.Context()); err != nil {
-		g.t.Fatal(err)
-	}
+	require.NoError(g.t, k.hired(g.t.Context()))
 	return k
 }
 
@@ -385,9 +374,7 @@ func (k *kin) begin(g *stage) grant {
 	if err == nil {
 		err = k.claimIt(g.t.Context(), id)
 	}
-	if err != nil {
-		g.t.Fatal(err)
-	}
+	require.NoError(g.t, err)
 	got, ok := k.take(g.t.Context(), grant{lane: k.lane, owner: id + "#1", ttl: parentTTL})
 	if !ok {
 		g.t.Fatal("the parent does not get its lane")

@@ -23,6 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
@@ -147,24 +148,18 @@ type process struct {
 func start(t testing.TB, p part) *process {
 	t.Helper()
 	raw, err := json.Marshal(p)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	cmd := exec.Command(os.Args[0], "-test.run=^$")
 	cmd.Env = append(os.Environ(), partVariable+"="+string(raw))
 	cmd.Stderr, cmd.SysProcAttr = os.Stderr, proctest.DieWithUs()
 	stdin, err := cmd.StdinPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	a := &process{part: p, cmd: cmd, stdin: stdin, ended: make(chan struct{})}
 	err = child.Start(cmd, syscall.SIGKILL, func(err error) {
 		a.err = err
 		close(a.ended)
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() {
 		_ = cmd.Process.Kill() // it may have ended
 		<-a.ended

@@ -23,6 +23,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
@@ -51,9 +52,7 @@ type server struct {
 func newServer(t testing.TB) *server {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "lanetest-") //nolint:usetesting // the test's own folder is closed to the server's user
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	s := &server{t: t, dir: dir}
 	t.Cleanup(func() {
 		for _, pool := range []*pgxpool.Pool{s.admin, s.flows} {
@@ -68,9 +67,7 @@ func newServer(t testing.TB) *server {
 			t.Error(err)
 		}
 	})
-	if err := os.Chmod(dir, 0o755); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.Chmod(dir, 0o755))
 	s.start()
 	if _, err := migrations.Up(t.Context(), s.admin); err != nil {
 		t.Fatal(err)
@@ -89,31 +86,23 @@ func (s *server) copy() {
 	s.t.Helper()
 	s.admin.Close() // a template has no other connections
 	conn, err := pgx.Connect(s.t.Context(), s.url("template1"))
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, err)
 	_, err = conn.Exec(s.t.Context(), `create database `+flowsDatabase+` template postgres`)
-	if err := errors.Join(err, conn.Close(s.t.Context())); err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, errors.Join(err, conn.Close(s.t.Context())))
 	s.admin, s.flows = s.open("postgres"), s.open(flowsDatabase)
 }
 
 func (s *server) open(database string) *pgxpool.Pool {
 	s.t.Helper()
 	pool, err := postgres.Open(s.t.Context(), s.url(database), postgres.Options{ApplicationName: "lanetest admin"})
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, err)
 	return pool
 }
 
 func (s *server) url(database string) string {
 	s.t.Helper()
 	u, err := url.Parse(s.own.URL())
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, err)
 	u.Path = "/" + database
 	return u.String()
 }
@@ -121,9 +110,7 @@ func (s *server) url(database string) string {
 func (s *server) start() {
 	s.t.Helper()
 	own, err := pgserver.Start(s.t.Context(), pgserver.Config{Dir: s.dir, Durable: true, MaxConnections: 200})
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, err)
 	s.own = own
 	if s.admin == nil {
 		s.admin = s.open("postgres")
@@ -134,17 +121,11 @@ func (s *server) start() {
 func (s *server) crash() {
 	s.t.Helper()
 	content, err := os.ReadFile(filepath.Join(s.own.Dir(), "data", "postmaster.pid"))
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, err)
 	first, _, _ := strings.Cut(string(content), "\n")
 	pid, err := strconv.Atoi(strings.TrimSpace(first))
-	if err != nil {
-		s.t.Fatal(err)
-	}
-	if err := syscall.Kill(pid, syscall.SIGQUIT); err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, err)
+	require.NoError(s.t, syscall.Kill(pid, syscall.SIGQUIT))
 	_ = s.own.Stop(context.Background()) // it is being stopped
 	<-s.own.Done()
 	s.start()
@@ -318,9 +299,7 @@ func (c *scene) cut(p *proxy, where cut) {
 // crash crashes the server, and notes that.
 func (c *scene) crash() {
 	tape, err := newTape(tapeIn(c.dir, "harness"), "harness")
-	if err != nil {
-		c.t.Fatal(err)
-	}
+	require.NoError(c.t, err)
 	c.tapes = append(c.tapes, tape.file.Name())
 	var ops []*op
 	for _, lane := range c.lanes {
@@ -365,9 +344,7 @@ func (c *scene) play() map[string][]*op {
 		c.some().stop(c.t)
 	}
 	byLane, err := read(c.tapes)
-	if err != nil {
-		c.t.Fatal(err)
-	}
+	require.NoError(c.t, err)
 	delete(byLane, c.engines) // what the engines do there is not recorded
 	return byLane
 }

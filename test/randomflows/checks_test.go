@@ -8,6 +8,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // tables hold what the test knows, beside what flows write.
@@ -102,9 +103,7 @@ func (w *world) expect(seeds []uint64) {
 			b.Queue(`insert into proof.events values ($1)`, key)
 		}
 	}
-	if err := w.pool.SendBatch(w.t.Context(), b).Close(); err != nil {
-		w.t.Fatal(err)
-	}
+	require.NoError(w.t, w.pool.SendBatch(w.t.Context(), b).Close())
 }
 
 func (e *expected) write(b *pgx.Batch, root bool) {

@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -57,14 +58,10 @@ func newWorld(t testing.TB, url string) *world {
 	w := &world{t: t, pool: pool, sink: &sink{}}
 	var err error
 	w.engine, err = executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	server := testkit.Serve(t, w.sink)
 	w.url = server
-	if err := w.engine.Register(flowName, player{w.url}.flow); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, w.engine.Register(flowName, player{w.url}.flow))
 	pgtest.Exec(w.t, w.pool, tables)
 	return w
 }
@@ -118,9 +115,7 @@ func TestRandomFlowsEndAsTheirModelSays(t *testing.T) {
 	var group errgroup.Group
 	group.Go(func() error { return w.begin(t.Context(), seeds, lasts*7/10) })
 	x.make(lasts)
-	if err := group.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, group.Wait())
 	w.settle(patience + 4*lasts)
 	w.keep()
 	w.report(seeds)

@@ -10,6 +10,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // forks are how many executions are forked, after everything.
@@ -31,9 +32,7 @@ func (w *world) refork(r *rand.Rand) {
 		 where not exists (select from agent_executions y join agent_events v on v.consumed_by = y.id and v.event = 'EVENT_COMPLETED'
 		                    where y.trace_id = x.trace_id)
 		 order by x.id, c.step`)
-	if err != nil {
-		w.t.Fatal(err)
-	}
+	require.NoError(w.t, err)
 	steps, err := pgx.CollectRows(rows, pgx.RowToStructByPos[recorded])
 	if err != nil || len(steps) == 0 {
 		w.t.Fatalf("%d steps to fork from: %v", len(steps), err)

@@ -11,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -125,9 +126,7 @@ func (w *world) plant(name, check, sql string) {
 	w.t.Helper()
 	ctx := w.t.Context()
 	tx, err := w.pool.Begin(ctx)
-	if err != nil {
-		w.t.Fatal(err)
-	}
+	require.NoError(w.t, err)
 	defer func() {
 		if err := tx.Rollback(ctx); err != nil {
 			w.t.Error(err)
@@ -165,9 +164,7 @@ func TestAReplayThatDiffersIsReported(t *testing.T) {
 	}
 	input := asked{Seed: strconv.FormatUint(seed, 10), Depth: deepest}
 	x, _, err := w.engine.Start(t.Context(), w.pool, executions.Spec{Flow: flowName, Surface: trace.Flow, Input: input})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	name := plan(seed, deepest)[0].name
 	b := &pgx.Batch{}
 	b.Queue(`set local session_replication_role = replica`)
@@ -175,9 +172,7 @@ func TestAReplayThatDiffersIsReported(t *testing.T) {
 		json.RawMessage(`1`))
 	b.Queue(`update agent_executions set status = 'completed', claim = 1, result = '1', completed_at = now() where id = $1`, x.ID)
 	err = pgx.BeginFunc(t.Context(), w.pool, func(tx pgx.Tx) error { return tx.SendBatch(t.Context(), b).Close() })
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if found := w.replays(); len(found) != 1 {
 		t.Errorf("%d replays differ: %q", len(found), found)
 	}

@@ -15,6 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // patience is how long anything may take on a busy machine before the test gives up.
@@ -49,9 +50,7 @@ func newTrouble(w *world, database string) *trouble {
 func (x *trouble) launch(i int) {
 	x.t.Helper()
 	program, err := os.Executable()
-	if err != nil {
-		x.t.Fatal(err)
-	}
+	require.NoError(x.t, err)
 	environ := proctest.Environ(workerURL+"="+x.proxies[i].URL(""), workerSink+"="+x.sink)
 	x.slots[i] = proctest.Start(x.t, patience, x.t.TempDir(), environ, program, "worker")
 }

@@ -22,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/migrations"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -120,9 +121,7 @@ func TestTheProcesssClockJumps(t *testing.T) {
 	jump := filepath.Join(t.TempDir(), "jump")
 	wrong := func(by time.Duration) {
 		text := strconv.Itoa(int(by.Seconds()))
-		if err := errors.Join(os.WriteFile(jump+".new", []byte(text), 0o600), os.Rename(jump+".new", jump)); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errors.Join(os.WriteFile(jump+".new", []byte(text), 0o600), os.Rename(jump+".new", jump)))
 	}
 	wrong(-3 * time.Hour)
 	url := pgtest.URL(t)
@@ -163,14 +162,10 @@ func TestTheProcesssClockJumps(t *testing.T) {
 func jumping(t *testing.T) string {
 	t.Helper()
 	root, err := exec.CommandContext(t.Context(), "go", "env", "GOROOT").Output()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	original := filepath.Join(strings.TrimSpace(string(root)), "src", "time", "time.go")
 	source, err := os.ReadFile(original)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	const reads = "\nfunc Now() Time {\n\tsec, nsec, mono := runtimeNow()\n"
 	if strings.Count(string(source), reads) != 1 {
 		t.Fatal("package time of this Go is written otherwise: mend this test")
@@ -180,22 +175,14 @@ func jumping(t *testing.T) string {
 	for name, text := range map[string]string{"time.go": strings.Replace(string(source), reads, reads+"\tsec += jump()\n",
 		1), "jump.go": jumpSource} {
 		path := filepath.Join(dir, name)
-		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.WriteFile(path, []byte(text), 0o600))
 		replace[filepath.Join(filepath.Dir(original), name)] = path
 	}
 	overlay, err := json.Marshal(map[string]any{"Replace": replace})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := os.WriteFile(filepath.Join(dir, "overlay.json"), overlay, 0o600); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "overlay.json"), overlay, 0o600))
 	built, err := proctest.Build("faults-jumping", "-overlay", filepath.Join(dir, "overlay.json"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return built
 }
 

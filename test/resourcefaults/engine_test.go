@@ -22,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -40,13 +41,9 @@ func engine(t *testing.T, pool *pgxpool.Pool, flows map[string]executions.Func, 
 		c(&opts)
 	}
 	e, err := executions.New(pool, opts)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for name, fn := range flows {
-		if err := e.Register(name, fn); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, e.Register(name, fn))
 	}
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
 	var group errgroup.Group
@@ -95,9 +92,7 @@ func TestARunWhoseStepCannotBeRecorded(t *testing.T) {
 				return executions.Result{Summary: "done"}, err
 			}}, log)
 			x, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "two", Surface: trace.Flow})
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			testkit.Receive(t, at.entered)
 			bad.begin()
 			close(at.opened)
@@ -157,9 +152,7 @@ func TestWhatWasAcknowledgedIsThere(t *testing.T) {
 				}
 				return nil
 			}
-			if err := refused(0); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, refused(0))
 			for round := range 2 {
 				bad.begin()
 				if err := refused(round + 1); err == nil {

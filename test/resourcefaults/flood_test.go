@@ -20,6 +20,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 const (
@@ -133,9 +134,7 @@ func (a *agent) memory(name string) int {
 	for line := range strings.Lines(string(raw)) {
 		if rest, is := strings.CutPrefix(line, name+":"); is {
 			kb, err := strconv.Atoi(strings.TrimSuffix(strings.TrimSpace(rest), " kB"))
-			if err != nil {
-				a.t.Fatal(err)
-			}
+			require.NoError(a.t, err)
 			return kb << 10
 		}
 	}

@@ -15,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
@@ -32,9 +33,7 @@ actions:
 func declare(t *testing.T, url, document string) *pgxpool.Pool {
 	t.Helper()
 	files, err := workspace.Load(fstest.MapFS{"all.yaml": {Data: []byte(document)}})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	pool := admin(t, url)
 	if _, err := workspace.Apply(t.Context(), pool, files, workspace.Options{}); err != nil {
 		t.Fatal(err)
@@ -61,11 +60,7 @@ func TestAHeldThreadStopsNobodyElse(t *testing.T) {
 	if got := say(t.Context(), "held"); got.status != http.StatusOK {
 		t.Fatalf("%d %s", got.status, got.body)
 	}
-	tx, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	tx := pgtest.Begin(t, pool)
 	tag, err := tx.Exec(t.Context(), `select from agent_threads where name = 'held' for update`)
 	if err != nil || tag.RowsAffected() != 1 {
 		t.Fatalf("%s, %v", tag, err)
@@ -102,9 +97,7 @@ func TestAHeldThreadStopsNobodyElse(t *testing.T) {
 	}
 	stop()
 	group.Wait()
-	if err := tx.Rollback(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tx.Rollback(t.Context()))
 	eventually(t, "the thread takes messages again",
 		func() bool { return say(t.Context(), "held").status == http.StatusOK })
 }

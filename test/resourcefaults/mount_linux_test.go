@@ -4,6 +4,8 @@ import (
 	"os"
 	"syscall"
 	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // mount makes a file system in memory of a size; false where the tests may not. It is for as long as the test, and for
@@ -11,17 +13,13 @@ import (
 func mount(t *testing.T, size string) (dir string, ok bool) {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "faults-disk-") //nolint:usetesting // the test's own folder is closed to the server's user
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() {
 		if err := os.Remove(dir); err != nil {
 			t.Error(err)
 		}
 	})
-	if err := os.Chmod(dir, 0o755); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.Chmod(dir, 0o755))
 	if err := syscall.Mount("faults", dir, "tmpfs", syscall.MS_NOSUID|syscall.MS_NODEV,
 		"mode=0755,size="+size); err != nil {
 		t.Logf("mount: %v", err)

@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -48,9 +49,7 @@ func TestAPoolThatIsTaken(t *testing.T) {
 		return executions.Result{}, err
 	}}, &testkit.Log{})
 	x, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "two", Surface: trace.Flow})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	testkit.Receive(t, at.entered)
 	giveBack := take(t, pool, 3)
 	close(at.opened)
@@ -79,9 +78,7 @@ func take(t *testing.T, pool *pgxpool.Pool, n int) (giveBack func()) {
 	var taken []*pgxpool.Conn
 	for range n {
 		c, err := pool.Acquire(t.Context())
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		taken = append(taken, c)
 	}
 	given := false

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // acknowledged are the ids that a process, or a command, said yes to.
@@ -104,9 +105,7 @@ func TestAnOperatorReadsWhatIsWrong(t *testing.T) {
 				t.Errorf("a command that reads: exit code %d, %s%s", code, out, errs)
 			}
 			input := filepath.Join(t.TempDir(), "input.json")
-			if err := os.WriteFile(input, fmt.Appendf(nil, `{"x": %q}`, large()), 0o600); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, os.WriteFile(input, fmt.Appendf(nil, `{"x": %q}`, large()), 0o600))
 			code, out, errs := command(t, env, "executions", "start", "external:job", "--input", "@"+input)
 			if code != 1 || !strings.Contains(errs, bad.words) || !strings.Contains(errs, bad.hint) || out != "" {
 				t.Errorf("a command that writes: exit code %d, %s%s", code, out, errs)

@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/migrations"
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
@@ -82,9 +83,7 @@ func pretendedFullDisk(t *testing.T) trouble {
 func ownServer(t *testing.T) *pgserver.Server {
 	t.Helper()
 	own, err := pgserver.Start(t.Context(), pgserver.Config{Ephemeral: true})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() {
 		if err := own.Stop(context.WithoutCancel(t.Context())); err != nil {
 			t.Error(err)
@@ -127,9 +126,7 @@ func fullDisk(t *testing.T) trouble {
 	}
 	own := ownServer(t) // stopped before its disk is taken away
 	space := filepath.Join(disk, "space")
-	if err := os.Mkdir(space, 0o700); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.Mkdir(space, 0o700))
 	ownAs(t, own.Dir(), space)
 	db := admin(t, own.URL())
 	do(t, db, `create tablespace small location '`+space+`'`)
@@ -140,9 +137,7 @@ func fullDisk(t *testing.T) trouble {
 	return trouble{
 		url: url, begin: func() { fill(t, ballast) },
 		end: func() {
-			if err := os.Remove(ballast); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, os.Remove(ballast))
 		},
 		words: "disk is full", hint: "free space on it",
 	}
@@ -152,13 +147,9 @@ func fullDisk(t *testing.T) trouble {
 func ownAs(t *testing.T, like, path string) {
 	t.Helper()
 	info, err := os.Stat(like)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if owner, ok := info.Sys().(*syscall.Stat_t); ok {
-		if err := os.Lchown(path, int(owner.Uid), int(owner.Gid)); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.Lchown(path, int(owner.Uid), int(owner.Gid)))
 	}
 }
 
@@ -166,9 +157,7 @@ func ownAs(t *testing.T, like, path string) {
 func fill(t *testing.T, path string) {
 	t.Helper()
 	f, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer f.Close()
 	for size := 1 << 20; size > 0; {
 		if _, err := f.Write(make([]byte, size)); errors.Is(err, syscall.ENOSPC) {

@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // TestTheWriteAheadLogIsFull: then PostgreSQL ends itself at once, with whatever it was at, and may not come up
@@ -27,13 +28,9 @@ func TestTheWriteAheadLogIsFull(t *testing.T) {
 		return
 	}
 	dir, err := os.MkdirTemp("", "faults-server-") //nolint:usetesting // a server of root's belongs to another user
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = os.RemoveAll(dir) }) // what is left is in the temporary folder
-	if err := os.Chmod(dir, 0o755); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.Chmod(dir, 0o755))
 	own := durable(t, dir)
 	migrate(t, own.URL())
 	apply(t, own.URL())
@@ -58,9 +55,7 @@ func TestTheWriteAheadLogIsFull(t *testing.T) {
 	if !a.Running() {
 		t.Fatal("the process has ended")
 	}
-	if err := os.Remove(ballast); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.Remove(ballast))
 	eventually(t, "everything is taken again", func() bool {
 		select {
 		case <-own.Done(): // it could not come up without room: whoever keeps it running starts it again
@@ -79,18 +74,14 @@ func TestTheWriteAheadLogIsFull(t *testing.T) {
 func durable(t *testing.T, dir string) *pgserver.Server {
 	t.Helper()
 	own, err := pgserver.Start(t.Context(), pgserver.Config{Dir: dir, Durable: true})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = own.Stop(context.WithoutCancel(t.Context())) }) // it may have ended itself
 	return own
 }
 
 func stop(t *testing.T, own *pgserver.Server) {
 	t.Helper()
-	if err := own.Stop(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, own.Stop(t.Context()))
 	<-own.Done()
 }
 
@@ -101,10 +92,6 @@ func moveLog(t *testing.T, server, disk string) {
 	if out, err := exec.CommandContext(t.Context(), "cp", "-a", from, to).CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
-	if err := os.RemoveAll(from); err != nil {
-		t.Fatal(err)
-	}
-	if err := os.Symlink(to, from); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.RemoveAll(from))
+	require.NoError(t, os.Symlink(to, from))
 }

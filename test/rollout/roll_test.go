@@ -22,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
@@ -89,9 +90,7 @@ func newWorld(t testing.TB, program, at string, again bool, further ...string) *
 		w.keys = map[string]bool{}
 		file = strings.Replace(file, "description: Must not be repeated.", "description: Takes a key.\nidempotent: true", 1)
 	}
-	if err := os.WriteFile(filepath.Join(dir, "all.yaml"), []byte(file), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "all.yaml"), []byte(file), 0o600))
 	if a := launch(t, program, w.environ, "apply", dir); a.Exit() != 0 {
 		t.Fatalf("agent apply: %s", a.Err.String())
 	}

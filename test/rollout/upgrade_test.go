@@ -12,6 +12,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // nextRelease builds the program as a release after this one may be: a change of the tables, and other code in each
@@ -22,13 +23,9 @@ func nextRelease(t testing.TB) string {
 	replaced := map[string]string{}
 	replace := func(path, text string) {
 		at, err := filepath.Abs(path)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		with := filepath.Join(dir, filepath.Base(path))
-		if err := os.WriteFile(with, []byte(text), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.WriteFile(with, []byte(text), 0o600))
 		replaced[at] = with
 	}
 	paths, err := filepath.Glob("../../migrations/schema/*.sql")
@@ -37,9 +34,7 @@ func nextRelease(t testing.TB) string {
 	}
 	for _, path := range paths {
 		text, err := os.ReadFile(path)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		tables, code, _ := strings.Cut(string(text), "\n-- Code\n")
 		replace(path, tables+"\n-- Code\n"+strings.ReplaceAll(code, "\nbegin\n", "\nbegin -- of the next release\n")+
 			"\n-- The end.\n")
@@ -56,13 +51,9 @@ func nextRelease(t testing.TB) string {
 	if err == nil {
 		err = os.WriteFile(overlay, text, 0o600)
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	next, err := proctest.Build("rollout-next", "-overlay", overlay)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return next
 }
 
@@ -98,9 +89,7 @@ func TestTheBridgeIsCrossedUnderLoad(t *testing.T) {
 	if errors.Is(err, proctest.ErrNoCommit) {
 		t.Skip(err)
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	w := newWorld(t, old, pgtest.EmptyURL(t), true, "AGENT_WORKER_LEASE=10s")
 	replicas := []*proctest.Process{w.add(), w.add()}
 	l := w.begin()

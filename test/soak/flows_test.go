@@ -16,6 +16,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
@@ -95,9 +96,7 @@ func TestFlowsOutliveEverything(t *testing.T) {
 	pgtest.Exec(w.t, w.db, scenariosSQL())
 	n.world, n.environ = w, w.environ("AGENT_WORKER_LEASE="+size.lease, "AGENT_WORKERS=20")
 	engine, err := executions.New(w.db, executions.Options{Keeper: lanes.NewKeeper(w.db, lanes.Options{})})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	p := &people{
 		world: w, noise: n, engine: engine, total: size.executions, seen: map[string]bool{},
 		given: map[string]given{},
@@ -173,9 +172,7 @@ func (p *people) settleFlows(size flowSoak) {
 		}
 	})
 	pgtest.Eventually(t, limit, quiet, "everything that was begun ends")
-	if err := p.jobs.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, p.jobs.Wait())
 	t.Logf("what was under way ended within %s", time.Since(began).Round(time.Millisecond))
 	for _, a := range p.slots {
 		a.Base()

@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
@@ -157,25 +158,17 @@ func (n *noise) stop() {
 func ownServer(t *testing.T) (*pgserver.Server, string) {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "soak-") //nolint:usetesting // the test's own folder is closed to the server's user
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() {
 		if err := os.RemoveAll(dir); err != nil {
 			t.Error(err)
 		}
 	})
-	if err := os.Chmod(dir, 0o755); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.Chmod(dir, 0o755))
 	server, err := pgserver.Start(t.Context(), pgserver.Config{Dir: dir, Durable: true})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	pool, err := postgres.Open(t.Context(), server.URL(), postgres.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer pool.Close()
 	if _, err := migrations.Up(t.Context(), pool); err != nil {
 		t.Fatal(err)

@@ -9,6 +9,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // innocent is a small history in which nothing is wrong: a turn of a visitor, one of the admin, a heartbeat, and a
@@ -236,9 +237,7 @@ func canFail(t *testing.T, checks map[string]string, planted map[string][]string
 func inHistory(t *testing.T, db postgres.Beginner, innocent string, f func(tx pgx.Tx)) {
 	t.Helper()
 	tx, err := db.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer func() {
 		if err := tx.Rollback(t.Context()); err != nil {
 			t.Error(err)

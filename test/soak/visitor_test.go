@@ -18,6 +18,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
@@ -111,9 +112,7 @@ func (a attack) send(key, method, path, body string, header ...string) (int, str
 	a.t.Helper()
 	got, err := testkit.Do(a.t.Context(), http.DefaultClient, method, a.base+path, body,
 		append(header, testkit.Bearer(key))...)
-	if err != nil {
-		a.t.Fatal(err)
-	}
+	require.NoError(a.t, err)
 	return got.Status, string(got.Body)
 }
 

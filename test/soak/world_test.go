@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
@@ -66,13 +67,9 @@ func newWorldOn(t testing.TB, url, yaml string, skills http.HandlerFunc) *world 
 	w.db = pgtest.Pool(t, w.url, postgres.Options{MaxConns: 8, ApplicationName: "soak"})
 	pgtest.Exec(w.t, w.db, noted)
 	served := testkit.Serve(t, skills)
-	if err := os.Mkdir(filepath.Join(w.dir, "workspace"), 0o755); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.Mkdir(filepath.Join(w.dir, "workspace"), 0o755))
 	file := filepath.Join(w.dir, "workspace", "all.yaml")
-	if err := os.WriteFile(file, []byte(strings.ReplaceAll(yaml, "%s", served)), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(file, []byte(strings.ReplaceAll(yaml, "%s", served)), 0o600))
 	if a := w.agent("apply", "workspace"); a.Exit() != 0 {
 		t.Fatalf("agent apply: %s", a.Err.Tail(30))
 	}
