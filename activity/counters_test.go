@@ -49,9 +49,7 @@ func counted(t *testing.T, db postgres.Beginner, most int) {
 	t.Helper()
 	var last string
 	require.NoError(t, db.QueryRow(t.Context(), `select lanekeeper.agent_uuid7()::text`).Scan(&last))
-	if _, err := db.Exec(t.Context(), `insert into agent_activity (id, trace_id, kind, skill_name) values ($1, 'hb_x', 'note', 'last')`, last); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, db, `insert into agent_activity (id, trace_id, kind, skill_name) values ($1, 'hb_x', 'note', 'last')`, last)
 	pgtest.Eventually(t, time.Minute, func() bool {
 		require.NoError(t, pass(t.Context(), db, most))
 		var done bool
@@ -317,9 +315,7 @@ func TestEveryRowIsCountedOnceDespiteLateCommits(t *testing.T) {
 	if err := db.QueryRow(t.Context(), ended).Scan(&inTable, &inLog); err != nil || inTable != inLog || inLog == 0 {
 		t.Fatalf("%d rows are counted, %d have ended (%v)", inTable, inLog, err)
 	}
-	if _, err := db.Exec(t.Context(), `delete from agent_activity`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, db, `delete from agent_activity`)
 	counted(t, db, 7)
 	var kept int
 	if err := db.QueryRow(t.Context(), `select sum(calls)::int from agent_activity_counts where span = 'day' and kind <> 'charge'`).Scan(&kept); err != nil || kept != inTable+1 {

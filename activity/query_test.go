@@ -137,9 +137,7 @@ func TestRecentFilters(t *testing.T) {
 	b := put(t, db, act{ago: 3 * time.Hour, status: "error", lane: "heartbeat"})
 	c := put(t, db, act{ago: 2 * time.Hour, kind: "model", trace: op, surface: "operate"})
 	d := put(t, db, act{ago: time.Hour, status: "running", kind: "note"})
-	if _, err := db.Exec(t.Context(), "insert into agent_activity_open (activity_id, kind) values ($1, 'note')", d); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, db, "insert into agent_activity_open (activity_id, kind) values ($1, 'note')", d)
 	now := time.Now()
 	for name, test := range map[string]struct {
 		filter activity.Filter

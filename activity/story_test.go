@@ -228,11 +228,9 @@ func TestTracesAreRolledUpNewestFirst(t *testing.T) {
 	run(t, db, newer, "failed", 30*time.Minute, nil)
 	run(t, db, going, "running", time.Minute, nil)
 	// One that a worker has is in no index of its surface.
-	if _, err := db.Exec(t.Context(), `
+	pgtest.Exec(t, db, `
 		with w as (insert into agent_workers (expires_at) values (clock_timestamp() + interval '1 hour') returning id)
-		update agent_executions set claimed_by = w.id, claim = 1 from w where status = 'running'`); err != nil {
-		t.Fatal(err)
-	}
+		update agent_executions set claimed_by = w.id, claim = 1 from w where status = 'running'`)
 	put(t, db, act{trace: string(older), kind: "model", tokens: 10, cost: "0.5"})
 	put(t, db, act{trace: string(older), status: "error"})
 	put(t, db, act{trace: string(newer)})

@@ -63,9 +63,7 @@ func claimed(t *testing.T, pool *pgxpool.Pool) activity.Entry {
 // handOn gives the execution to another claim, as a takeover would.
 func handOn(t *testing.T, pool *pgxpool.Pool, id string) {
 	t.Helper()
-	if _, err := pool.Exec(t.Context(), `update agent_executions set claim = claim + 1 where id = @id`, postgres.Strict{"id": id}); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, pool, `update agent_executions set claim = claim + 1 where id = @id`, postgres.Strict{"id": id})
 }
 
 func TestAnActionIsOpenedAndClosedAsOneRow(t *testing.T) {
@@ -135,9 +133,7 @@ func TestAStaleClaimWritesNothing(t *testing.T) {
 			require.NoError(t, err)
 		},
 		"cancelled": func(t *testing.T, e activity.Entry) {
-			if _, err := pool.Exec(t.Context(), `select cancel_agent_execution(@id, 'test', '')`, postgres.Strict{"id": e.ExecutionID}); err != nil {
-				t.Fatal(err)
-			}
+			pgtest.Exec(t, pool, `select cancel_agent_execution(@id, 'test', '')`, postgres.Strict{"id": e.ExecutionID})
 		},
 	}
 	for name, make := range stale {

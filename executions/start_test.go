@@ -315,9 +315,7 @@ func TestTheExecutionsOfARareAgentAreFoundByAnIndex(t *testing.T) {
 		 select 'hb_' || n, 'heartbeat', case n when 7 then 'rare' else 'common' end, 'heartbeat', 'completed' from generate_series(1, 3000) n`,
 		`analyze agent_executions`,
 	} {
-		if _, err := tx.Exec(t.Context(), sql); err != nil {
-			t.Fatal(err)
-		}
+		pgtest.Exec(t, tx, sql)
 	}
 	for range 7 { // a plan for all values would come with the sixth
 		found, err := executions.List(t.Context(), tx, executions.Filter{Agent: "rare"})
@@ -326,7 +324,7 @@ func TestTheExecutionsOfARareAgentAreFoundByAnIndex(t *testing.T) {
 		}
 	}
 	var scans int
-	err = tx.QueryRow(t.Context(), `select pg_stat_get_xact_numscans('agent_executions_of_agent'::regclass)`).Scan(&scans)
+	err := tx.QueryRow(t.Context(), `select pg_stat_get_xact_numscans('agent_executions_of_agent'::regclass)`).Scan(&scans)
 	if err != nil || scans != 7 {
 		t.Errorf("the index was read %d times, %v", scans, err)
 	}

@@ -554,14 +554,10 @@ func attackAs(t *testing.T, url, role, value string, subjects map[executions.Sta
 	require.NoError(t, err)
 	defer func() { _ = conn.Close(context.WithoutCancel(t.Context())) }()
 	for _, name := range settings(t) {
-		if _, err := conn.Exec(t.Context(), `select set_config($1, $2, false)`, name, value); err != nil {
-			t.Fatal(err)
-		}
+		pgtest.Exec(t, conn, `select set_config($1, $2, false)`, name, value)
 	}
 	if role != "owner" {
-		if _, err := conn.Exec(t.Context(), fmt.Sprintf(`set role %q`, role)); err != nil {
-			t.Fatal(err)
-		}
+		pgtest.Exec(t, conn, fmt.Sprintf(`set role %q`, role))
 	}
 	for state, x := range subjects {
 		for what, sql := range attacks {

@@ -35,9 +35,7 @@ func before(t *testing.T) *pgxpool.Pool {
 	conn, err := pgx.ConnectConfig(t.Context(), db.Config().ConnConfig.Copy())
 	require.NoError(t, err)
 	defer func() { _ = conn.Close(t.Context()) }()
-	if _, err := conn.Exec(t.Context(), string(dump), pgx.QueryExecModeSimpleProtocol); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, conn, string(dump), pgx.QueryExecModeSimpleProtocol)
 	return db
 }
 

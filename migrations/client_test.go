@@ -18,9 +18,7 @@ func client(t *testing.T, config *pgx.ConnConfig) *pgx.Conn {
 	conn, err := pgx.ConnectConfig(t.Context(), config.Copy())
 	require.NoError(t, err)
 	t.Cleanup(func() { _ = conn.Close(context.WithoutCancel(t.Context())) })
-	if _, err := conn.Exec(t.Context(), `set role `+migrations.ClientRole); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, conn, `set role `+migrations.ClientRole)
 	return conn
 }
 
@@ -34,9 +32,7 @@ func TestAWorkerOutsideNeedsOnlyTheContract(t *testing.T) {
 		t.Errorf("the same key started %s and %s", id, again)
 	}
 	// Nothing that a caller makes comes before the tables that a function of the contract asks.
-	if _, err := conn.Exec(t.Context(), `create temp table agent_executions (id uuid); create temp table agent_workers (id uuid)`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, conn, `create temp table agent_executions (id uuid); create temp table agent_workers (id uuid)`)
 	lock := `select lock_id from lock_agent_execution($1::text::uuid, 'worker 1')`
 	first := pgtest.Value[string](t, conn, lock, id)
 	says(t, conn, []asked{

@@ -110,9 +110,7 @@ func TestADatabaseOfAnotherProgramIsToldFromOneOfItsOwn(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			db := pgtest.Empty(t)
-			if _, err := db.Exec(t.Context(), theirs); err != nil {
-				t.Fatal(err)
-			}
+			pgtest.Exec(t, db, theirs)
 			if _, err := migrations.Up(t.Context(), db); err == nil || !strings.Contains(err.Error(), "a database of its own") {
 				t.Errorf("got %v", err)
 			}

@@ -216,9 +216,7 @@ func TestAPassGoesOnBesideLockedRows(t *testing.T) {
 		"agent_webhook_deliveries",
 	}
 	for _, table := range tables {
-		if _, err := tx.Exec(t.Context(), "select from "+table+" order by id limit 3 for update"); err != nil {
-			t.Fatal(err)
-		}
+		pgtest.Exec(t, tx, "select from "+table+" order by id limit 3 for update")
 	}
 	soon, stop := context.WithTimeout(t.Context(), time.Minute)
 	defer stop()

@@ -404,9 +404,7 @@ func TestEveryReadGoesByAnIndex(t *testing.T) {
 	var texts []string
 	conn := explained(t, w, &texts)
 	for _, id := range s.traceIDs() {
-		if _, err := conn.Exec(t.Context(), `select * from why($1)`, id); err != nil {
-			t.Fatal(err)
-		}
+		pgtest.Exec(t, conn, `select * from why($1)`, id)
 	}
 	reads := 0
 	for _, text := range texts {

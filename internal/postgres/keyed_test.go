@@ -19,9 +19,7 @@ import (
 func TestALockThatIsKeptTakesNoConnections(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Empty(t)
-	if _, err := db.Exec(t.Context(), `create table numbers as select 1 as id, 0 as n`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, db, `create table numbers as select 1 as id, 0 as n`)
 	var k postgres.KeyedTx
 	var at, most atomic.Int32
 	add := func() error {
@@ -35,9 +33,7 @@ func TestALockThatIsKeptTakesNoConnections(t *testing.T) {
 		})
 	}
 	keeper := pgtest.Begin(t, db)
-	if _, err := keeper.Exec(t.Context(), `update numbers set n = n`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, keeper, `update numbers set n = n`)
 	var group sync.WaitGroup
 	for range 12 {
 		group.Go(func() {

@@ -59,9 +59,7 @@ func want(t *testing.T, payloads <-chan string, payload string) {
 
 func notify(t *testing.T, db *pgxpool.Pool, channel, payload string) {
 	t.Helper()
-	if _, err := db.Exec(t.Context(), "select pg_notify($1, $2)", channel, payload); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, db, "select pg_notify($1, $2)", channel, payload)
 }
 
 func TestEverySubscriberHearsItsChannel(t *testing.T) {
@@ -113,9 +111,7 @@ func TestSlowSubscriberGetsOneWakeUp(t *testing.T) {
 	quick, _ := l.Subscribe("last")
 	want(t, slow, "")
 	want(t, quick, "")
-	if _, err := db.Exec(t.Context(), "select pg_notify('busy', n::text) from generate_series(1, 17) n"); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, db, "select pg_notify('busy', n::text) from generate_series(1, 17) n")
 	notify(t, db, "last", "done")
 	want(t, quick, "done") // the reader did not wait for the slow one
 	want(t, slow, "")
@@ -134,9 +130,7 @@ func TestASubscriberHearsOnlyWhatItWants(t *testing.T) {
 	mine, _ := l.SubscribeTo("busy", func(payload string) bool { return payload == "mine" })
 	want(t, mine, "")
 	notify(t, db, "busy", "mine")
-	if _, err := db.Exec(t.Context(), "select pg_notify('busy', n::text) from generate_series(1, 100) n"); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, db, "select pg_notify('busy', n::text) from generate_series(1, 100) n")
 	notify(t, db, "busy", "mine")
 	want(t, mine, "mine")
 	want(t, mine, "mine")

@@ -16,14 +16,10 @@ import (
 func TestALockIsExplained(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	if _, err := pool.Exec(t.Context(), `create table kept (key text primary key)`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, pool, `create table kept (key text primary key)`)
 	tx, err := pool.Begin(t.Context())
 	require.NoError(t, err)
-	if _, err := tx.Exec(t.Context(), `insert into kept values ('key')`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, tx, `insert into kept values ('key')`)
 	k := postgres.KeyedTx{Slots: make(chan struct{}, 1)}
 	write := func() error {
 		return k.Do(t.Context(), pool, "key", func(tx pgx.Tx) error {

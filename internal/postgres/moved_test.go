@@ -16,16 +16,12 @@ import (
 func TestAPoolLetsGoOfAServerThatTakesNoMoreWrites(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Empty(t)
-	if _, err := pool.Exec(t.Context(), `create table kept (n int)`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, pool, `create table kept (n int)`)
 	var lent []*pgxpool.Conn
 	for range 4 {
 		conn, err := pool.Acquire(t.Context())
 		require.NoError(t, err)
-		if _, err := conn.Exec(t.Context(), `set default_transaction_read_only = on`); err != nil {
-			t.Fatal(err)
-		}
+		pgtest.Exec(t, conn, `set default_transaction_read_only = on`)
 		lent = append(lent, conn)
 	}
 	for _, conn := range lent {

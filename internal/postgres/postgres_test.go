@@ -164,9 +164,7 @@ func TestReadCommittedWhateverTheDefault(t *testing.T) {
 func TestInTxCommitsOrRollsBack(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Empty(t)
-	if _, err := db.Exec(t.Context(), "create table numbers (n int primary key)"); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, db, "create table numbers (n int primary key)")
 	insert := func(b postgres.Beginner, n int, then error) error {
 		return postgres.InTx(t.Context(), b, func(tx pgx.Tx) error {
 			if _, err := tx.Exec(t.Context(), "insert into numbers values ($1)", n); err != nil {
@@ -227,9 +225,7 @@ func TestATransactionThatNobodyGoesOnWithEnds(t *testing.T) {
 	u.RawQuery = q.Encode()
 	short := pgtest.Pool(t, u.String(), postgres.Options{})
 	tx := pgtest.Begin(t, short) // its session is gone
-	if _, err := tx.Exec(t.Context(), `select pg_advisory_xact_lock(1)`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, tx, `select pg_advisory_xact_lock(1)`)
 	ctx, cancel := context.WithTimeout(t.Context(), 90*time.Second)
 	defer cancel()
 	if _, err := usual.Exec(ctx, `select pg_advisory_xact_lock(1)`); err != nil {

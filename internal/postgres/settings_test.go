@@ -32,9 +32,7 @@ func TestTextsAreTheSameWhateverTheDatabaseSets(t *testing.T) {
 		"client_encoding = 'latin1'",
 		"standard_conforming_strings = off", "array_nulls = off", "jit = on",
 	} {
-		if _, err := admin.Exec(t.Context(), "alter database "+name+" set "+setting); err != nil {
-			t.Fatal(err)
-		}
+		pgtest.Exec(t, admin, "alter database "+name+" set "+setting)
 	}
 	const texts = `
 		select concat_ws(' ', timestamptz '2026-07-01 00:00:00+00', interval '30 days', length('\n'), ('{1,null}'::int[])[2] is null, length(chr(8364) || $1),
@@ -58,9 +56,7 @@ func TestAnIdleSessionIsKeptWhateverTheDatabaseSets(t *testing.T) {
 	at := pgtest.EmptyURL(t)
 	admin := opened(t, at)
 	name := pgx.Identifier{admin.Config().ConnConfig.Database}.Sanitize()
-	if _, err := admin.Exec(t.Context(), "alter database "+name+" set idle_session_timeout = '50ms'"); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, admin, "alter database "+name+" set idle_session_timeout = '50ms'")
 	db := opened(t, at)
 	var set string
 	if err := db.QueryRow(t.Context(), `select current_setting('idle_session_timeout')`).Scan(&set); err != nil ||

@@ -114,9 +114,7 @@ func TestTheExitCodeIsTheCommandsAlsoWithoutARelease(t *testing.T) {
 	k := keeper(t, db)
 	leave := filepath.Join(t.TempDir(), "leave")
 	_, done := start(t.Context(), t, k, "while [ ! -e "+leave+" ]; do sleep 0.05; done; exit 7")
-	if _, err := db.Exec(t.Context(), `alter function lanekeeper.release_agent_lock rename to away`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, db, `alter function lanekeeper.release_agent_lock rename to away`)
 	require.NoError(t, os.WriteFile(leave, nil, 0o600))
 	got := await(t, done)
 	if got.code != 7 || got.err != nil || !strings.Contains(got.log, `level=WARN msg="lane not released, it ends with its lease" lane=job`) {

@@ -106,9 +106,7 @@ func TestWhatWaitsInTheLastNumberedVersionFinishesInThisOne(t *testing.T) {
 	conn, err := pgx.Connect(t.Context(), to) // one of its own: a dump sets what the session keeps
 	require.NoError(t, err)
 	defer func() { _ = conn.Close(context.WithoutCancel(t.Context())) }()
-	if _, err := conn.Exec(t.Context(), here, pgx.QueryExecModeSimpleProtocol); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, conn, here, pgx.QueryExecModeSimpleProtocol)
 	if a := launch(t, t.TempDir(), []string{"DATABASE_URL=" + to}, "migrate"); a.Exit() != 0 {
 		t.Fatalf("agent migrate: %s", a.Err.Tail(30))
 	}

@@ -114,9 +114,7 @@ var plants = map[string]struct {
 		script: func(g *stage) {
 			tx, err := g.pool.Begin(g.t.Context())
 			require.NoError(g.t, err)
-			if _, err := tx.Exec(g.t.Context(), `select pg_advisory_xact_lock($1)`, gate); err != nil {
-				g.t.Fatal(err)
-			}
+			pgtest.Exec(g.t, tx, `select pg_advisory_xact_lock($1)`, gate)
 			var group sync.WaitGroup
 			var done [2]chan struct{}
 			for i, s := range []*session{g.a, g.b} {

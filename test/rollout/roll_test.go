@@ -81,9 +81,7 @@ func newWorld(t testing.TB, program, at string, again bool, further ...string) *
 		"AGENT_LOG_FORMAT=json", "AGENT_HEARTBEAT_CRON=@every 2s", "AGENT_WORKERS=6", "SHOP_SECRET="+shopSecret,
 		"AGENT_DRAIN_DELAY=500ms"), further...)
 	w.migrate(program)
-	if _, err := db.Exec(t.Context(), `create table tally (n int not null); insert into tally values (0)`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, db, `create table tally (n int not null); insert into tally values (0)`)
 	dir := t.TempDir()
 	file := strings.ReplaceAll(workspaceYAML, "%s", skill)
 	if again {

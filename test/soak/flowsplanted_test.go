@@ -195,9 +195,7 @@ func TestTheTriggersOfTheSoakNoteWhatMustNotBe(t *testing.T) {
 		`update agent_checkpoints set output = '{"next": 2}' where step = 'back'`,
 		`update agent_checkpoints set claim = 2 where step = 'same'`,
 	} {
-		if _, err := db.Exec(t.Context(), sql); err != nil {
-			t.Fatalf("%v\n%s", err, sql)
-		}
+		pgtest.Exec(t, db, sql)
 	}
 	var got string
 	err := db.QueryRow(t.Context(), `select concat_ws(', ', (select string_agg(step, ' ' order by step) from soak.changed),

@@ -244,9 +244,7 @@ func inHistory(t *testing.T, db postgres.Beginner, innocent string, f func(tx pg
 		}
 	}()
 	for _, sql := range []string{`set local session_replication_role = replica`, innocent} {
-		if _, err := tx.Exec(t.Context(), sql); err != nil {
-			t.Fatalf("%v\n%s", err, sql)
-		}
+		pgtest.Exec(t, tx, sql)
 	}
 	f(tx)
 }
