@@ -63,8 +63,7 @@ func TestWaitersAreServedInOrder(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	k := listeningKeeper(t, db)
-	l, err := k.Acquire(t.Context(), "x")
-	acquired(t, l, err)
+	l := acquire(t, k, "x")
 
 	const n = 6
 	served := make(chan int, n)
@@ -99,8 +98,7 @@ func TestAReleaseWakesTheWaiterAtOnce(t *testing.T) {
 	db := pgtest.DB(t)
 	k := listeningKeeper(t, db)
 	retryWithin(t, 600*time.Millisecond, func() time.Duration {
-		l, err := k.Acquire(t.Context(), "x")
-		acquired(t, l, err)
+		l := acquire(t, k, "x")
 		got := make(chan error, 1)
 		go func() {
 			l, err := k.AcquireWait(t.Context(), "x")
@@ -232,10 +230,9 @@ func TestGivingUpLeavesTheQueue(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	k, _ := keeper(t, db)
-	l, err := k.Acquire(t.Context(), "x")
-	acquired(t, l, err)
+	l := acquire(t, k, "x")
 
-	_, err = k.AcquireWait(t.Context(), "x", lanes.WithTimeout(300*time.Millisecond))
+	_, err := k.AcquireWait(t.Context(), "x", lanes.WithTimeout(300*time.Millisecond))
 	if busy, ok := errors.AsType[*lanes.BusyError](err); !ok || busy.Holder != l.Owner().String() {
 		t.Errorf("out of patience: %v, want the holder", err)
 	}

@@ -65,16 +65,8 @@ func TestAReleaseHandsTheLaneOver(t *testing.T) {
 	db := pgtest.DB(t)
 	here, _ := keeper(t, db)
 	there := listeningKeeper(t, db)
-	held, err := here.Acquire(t.Context(), "x")
-	acquired(t, held, err)
-	got := make(chan *lanes.Lease, 1)
-	go func() {
-		lease, err := there.AcquireWait(t.Context(), "x", lanes.WithTTL(time.Hour))
-		if err != nil {
-			t.Error(err)
-		}
-		got <- lease
-	}()
+	held := acquire(t, here, "x")
+	got := acquireLater(t, there, "x", lanes.WithTTL(time.Hour))
 	settled(t, db, "x")
 	queues(t, db, "x", "next", 60)
 	require.NoError(t, held.Release(t.Context()))
@@ -333,8 +325,7 @@ func TestAHandoverIsDurable(t *testing.T) {
 		tx := pgtest.Begin(t, db)
 		pgtest.Exec(t, tx, `set local synchronous_commit = on`)
 		k, _ := keeper(t, tx) // alone, so that each of its statements is in the transaction
-		l, err := k.Acquire(t.Context(), "x")
-		acquired(t, l, err)
+		l := acquire(t, k, "x")
 		if c.wanted {
 			queues(t, tx, "x", "b", 60)
 		}
@@ -411,14 +402,7 @@ func TestAMissedHandoverIsFoundByPolling(t *testing.T) {
 				run(t, k)
 			}
 			token := mustTry(t, db, "x", "a", 60)
-			got := make(chan *lanes.Lease, 1)
-			go func() {
-				lease, err := k.AcquireWait(t.Context(), "x", lanes.WithTTL(time.Hour))
-				if err != nil {
-					t.Error(err)
-				}
-				got <- lease
-			}()
+			got := acquireLater(t, k, "x", lanes.WithTTL(time.Hour))
 			settled(t, db, "x")
 			heir := releaseLane(t, db, "x", "a", token)
 			lease := <-got
@@ -436,14 +420,7 @@ func TestALateHandoverIsIgnored(t *testing.T) {
 	db := pgtest.DB(t)
 	k := listeningKeeper(t, db)
 	mustTry(t, db, "x", "a", 60)
-	got := make(chan *lanes.Lease, 1)
-	go func() {
-		lease, err := k.AcquireWait(t.Context(), "x")
-		if err != nil {
-			t.Error(err)
-		}
-		got <- lease
-	}()
+	got := acquireLater(t, k, "x")
 	settled(t, db, "x")
 	place := pgtest.Value[time.Time](t, db, `select expires_at from agent_lock_waiters`)
 	pgtest.Exec(t, db, `select pg_notify('agent_lanes', concat_ws(E'\t', 'x', w.owner, 1, (extract(epoch from clock_timestamp() - interval '1 minute') * 1000000)::bigint))
@@ -466,14 +443,7 @@ func TestTheLocalEndOfAHandoverCountsFromBeforeTheAttempt(t *testing.T) {
 	run(t, k)
 	retryWithin(t, 1900*time.Millisecond, func() time.Duration {
 		token := mustTry(t, db, "x", "a", 60)
-		got := make(chan *lanes.Lease, 1)
-		go func() {
-			lease, err := k.AcquireWait(t.Context(), "x", lanes.WithTTL(2*time.Second))
-			if err != nil {
-				t.Error(err)
-			}
-			got <- lease
-		}()
+		got := acquireLater(t, k, "x", lanes.WithTTL(2*time.Second))
 		settled(t, db, "x")
 		w.cut.Store(true) // nothing is renewed
 		defer w.cut.Store(false)

@@ -2,7 +2,6 @@ package lanes
 
 import (
 	"context"
-	"fmt"
 	"log/slog"
 	"sync"
 	"sync/atomic"
@@ -58,9 +57,7 @@ type Keeper struct {
 	renewSooner chan struct{} // wakes Run when a lease is due before nextRenewal
 	acquires    batch.Batcher[acquireRequest, acquireResult]
 	releases    batch.Batcher[releaseRequest, releaseResult]
-	runCount    atomic.Int32    // running calls of Run
-	closed      context.Context // ends with ReleaseAll
-	close       context.CancelFunc
+	runCount    atomic.Int32 // running calls of Run
 
 	mu          sync.Mutex
 	held        map[key]*hold
@@ -74,7 +71,6 @@ func NewKeeper(db postgres.DB, opts Options) *Keeper {
 		db: db, listener: opts.Listener, log: opts.Logger, enabled: !opts.Disabled, observer: opts.Observer,
 		renewSooner: make(chan struct{}, 1), held: make(map[key]*hold), lanes: make(map[string]map[*hold]struct{}),
 	}
-	k.closed, k.close = context.WithCancel(context.Background())
 	k.acquires.Send = func(ctx context.Context, all []acquireRequest) ([]batch.Answer[acquireResult], error) {
 		return tryBatch(ctx, k.db, all)
 	}
@@ -115,55 +111,6 @@ func (k *Keeper) Drop(owner Owner) {
 	}
 	k.mu.Unlock()
 	cancelAll(dropped, context.Canceled)
-}
-
-// ReleaseAll ends every lease of the process at its shutdown. Leases of executions are dropped, because the next
-// claim takes their lanes over; all others are released. It works with an ended ctx, and retries broken connections
-// and open transactions for at most 5 seconds.
-func (k *Keeper) ReleaseAll(ctx context.Context) error {
-	k.close()
-	var remaining []releaseRequest
-	var cancelled []*Lease
-	k.mu.Lock()
-	for _, h := range k.held {
-		if !h.owner.claim {
-			remaining = append(remaining, releaseRequest{h.lane, h.owner, h.token})
-		}
-		cancelled = append(cancelled, k.remove(h)...)
-	}
-	k.mu.Unlock()
-	cancelAll(cancelled, context.Canceled)
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTimeout)
-	defer cancel()
-	var err error
-	for pause := minRetryPause; len(remaining) > 0; pause = min(2*pause, maxRetryPause) {
-		if remaining, err = k.releaseEach(ctx, remaining); err != nil && (!retryable(err) || !sleep(ctx, pause)) {
-			return fmt.Errorf("release %d lanes: %w", len(remaining), err)
-		}
-	}
-	return nil
-}
-
-// releaseEach releases many lanes in one statement, and each that it leaves out by itself. It returns the remaining
-// ones and the last error.
-func (k *Keeper) releaseEach(ctx context.Context, all []releaseRequest) (remaining []releaseRequest, err error) {
-	answers, err := releaseBatch(ctx, k.db, all)
-	if err != nil {
-		return all, err
-	}
-	for i, h := range all {
-		released := answers[i].Value
-		if answers[i].Alone {
-			var failed error
-			if released, failed = releaseLane(ctx, k.db, h); failed != nil {
-				remaining, err = append(remaining, h), failed
-			}
-		}
-		if released.done {
-			k.logReleased(ctx, h, released.successor)
-		}
-	}
-	return remaining, err
 }
 
 func (k *Keeper) wakeRenewal() {

@@ -41,8 +41,7 @@ func TestRunKeepsALeaseBeyondItsTTL(t *testing.T) {
 	db := pgtest.DB(t)
 	k, log := keeper(t, db)
 	run(t, k)
-	l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(4*time.Second))
-	acquired(t, l, err)
+	l := acquire(t, k, "x", lanes.WithTTL(4*time.Second))
 	first := l.ExpiresAt()
 	pgtest.Eventually(t, soon, func() bool {
 		return l.Context().Err() != nil || pgtest.Value[bool](t, db, `select clock_timestamp() > $1::timestamptz`, first)
@@ -67,8 +66,7 @@ func TestOneStatementRenewsEverything(t *testing.T) {
 	run(t, k)
 	const n = 20
 	for i := range n {
-		l, err := k.Acquire(t.Context(), fmt.Sprint("x", i), lanes.WithTTL(6*time.Second))
-		acquired(t, l, err)
+		acquire(t, k, fmt.Sprint("x", i), lanes.WithTTL(6*time.Second))
 	}
 	start, sent := time.Now(), w.count("renew_agent_locks")
 	pgtest.Eventually(t, soon, func() bool { return w.count("renew_agent_locks") >= sent+3 }, "renewals go on")
@@ -87,8 +85,7 @@ func TestTheLocalEndCountsFromBeforeTheCall(t *testing.T) {
 	k, log := keeper(t, w)
 	least := retryWithin(t, 2400*time.Millisecond, func() time.Duration {
 		start := time.Now()
-		l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(2*time.Second))
-		acquired(t, l, err)
+		l := acquire(t, k, "x", lanes.WithTTL(2*time.Second))
 		took := ended(t, l, soon).Sub(start)
 		log.want(t, 1, "level=ERROR", `msg="lane lost"`, "lane=x", "owner="+l.Owner().String())
 		if err := l.Release(t.Context()); !errors.Is(err, lanes.ErrLost) {
@@ -121,8 +118,7 @@ func TestWorkEndsWithTheLeaseWhenTheDatabaseIsGone(t *testing.T) {
 	k, log := keeper(t, w)
 	run(t, k)
 	retryWithin(t, 2400*time.Millisecond, func() time.Duration {
-		l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(2*time.Second))
-		acquired(t, l, err)
+		l := acquire(t, k, "x", lanes.WithTTL(2*time.Second))
 		renewed := w.count("renew_agent_locks")
 		pgtest.Eventually(t, soon, func() bool { return w.count("renew_agent_locks") > renewed }, "a renewal")
 		w.cut.Store(true)
@@ -142,8 +138,7 @@ func TestALeaseSurvivesAShortOutage(t *testing.T) {
 	w := &wire{DB: pgtest.DB(t)}
 	k, log := keeper(t, w)
 	run(t, k)
-	l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(9*time.Second))
-	acquired(t, l, err)
+	l := acquire(t, k, "x", lanes.WithTTL(9*time.Second))
 	w.cut.Store(true)
 	pgtest.Eventually(t, soon, func() bool { return len(log.Lines("lanes not renewed")) > 0 }, "a renewal fails")
 	w.cut.Store(false)
@@ -160,10 +155,8 @@ func TestABrokenLaneEndsTheWork(t *testing.T) {
 	db := pgtest.DB(t)
 	k, log := keeper(t, db)
 	run(t, k)
-	l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(9*time.Second))
-	acquired(t, l, err)
-	other, err := k.Acquire(t.Context(), "y", lanes.WithTTL(9*time.Second))
-	acquired(t, other, err)
+	l := acquire(t, k, "x", lanes.WithTTL(9*time.Second))
+	other := acquire(t, k, "y", lanes.WithTTL(9*time.Second))
 	if broken, err := lanes.Break(t.Context(), db, "x", "stuck"); err != nil || !broken {
 		t.Fatalf("Break: %v, %v", broken, err)
 	}
@@ -185,10 +178,8 @@ func TestABrokenLaneReachesItsHolderAtOnce(t *testing.T) {
 	db := pgtest.DB(t)
 	k := listeningKeeper(t, db)
 	retryWithin(t, time.Second, func() time.Duration {
-		l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(time.Hour))
-		acquired(t, l, err)
-		other, err := k.Acquire(t.Context(), "y", lanes.WithTTL(time.Hour))
-		acquired(t, other, err)
+		l := acquire(t, k, "x", lanes.WithTTL(time.Hour))
+		other := acquire(t, k, "y", lanes.WithTTL(time.Hour))
 		began := time.Now()
 		if broken, err := lanes.Break(t.Context(), db, "x", "stuck"); err != nil || !broken {
 			t.Fatalf("Break: %v, %v", broken, err)
@@ -209,13 +200,11 @@ func TestABrokenLaneThatIsTakenAgainEndsTheOldWorkOnly(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	k, _ := keeper(t, db)
-	old, err := k.Acquire(t.Context(), "x", lanes.WithTTL(9*time.Second))
-	acquired(t, old, err)
+	old := acquire(t, k, "x", lanes.WithTTL(9*time.Second))
 	if _, err := lanes.Break(t.Context(), db, "x", "stuck"); err != nil {
 		t.Fatal(err)
 	}
-	l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(9*time.Second))
-	acquired(t, l, err)
+	l := acquire(t, k, "x", lanes.WithTTL(9*time.Second))
 	run(t, k)
 	if at, end := ended(t, old, soon), old.ExpiresAt(); !at.Before(end) {
 		t.Errorf("the old work ended at %s, with its lease at %s", at, end)
@@ -231,8 +220,7 @@ func TestALockedRowIsRenewedSoon(t *testing.T) {
 	db := pgtest.DB(t)
 	w := &wire{DB: db}
 	k, log := keeper(t, w)
-	l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(9*time.Second))
-	acquired(t, l, err)
+	l := acquire(t, k, "x", lanes.WithTTL(9*time.Second))
 	stranger := pgtest.Begin(t, db)
 	pgtest.Exec(t, stranger, `select from agent_locks where lane = 'x' for update`)
 	run(t, k)
@@ -251,8 +239,7 @@ func TestThreadLanesAreRenewedManuallyAndTheirLossCancelsNothing(t *testing.T) {
 	db := pgtest.DB(t)
 	k, log := keeper(t, db)
 	run(t, k)
-	l, err := k.Acquire(t.Context(), "thread:1", lanes.WithTTL(5*time.Second))
-	acquired(t, l, err)
+	l := acquire(t, k, "thread:1", lanes.WithTTL(5*time.Second))
 	ends := l.ExpiresAt()
 	if err := l.Renew(t.Context()); err != nil {
 		t.Error(err)

@@ -22,9 +22,8 @@ func TestABusyLaneNamesItsHolder(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	k, log := keeper(t, db)
-	first, err := k.Acquire(t.Context(), "heartbeat")
-	acquired(t, first, err)
-	_, err = k.Acquire(t.Context(), "heartbeat")
+	first := acquire(t, k, "heartbeat")
+	_, err := k.Acquire(t.Context(), "heartbeat")
 	busy, ok := errors.AsType[*lanes.BusyError](err)
 	if !ok || !errors.Is(err, lanes.ErrBusy) {
 		t.Fatalf("error %v, want a BusyError", err)
@@ -49,11 +48,9 @@ func TestASkippedRunFreesNothing(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	k, _ := keeper(t, db)
-	late, err := k.Acquire(t.Context(), "x")
-	acquired(t, late, err)
+	late := acquire(t, k, "x")
 	expire(t, db, "x")
-	holder, err := k.Acquire(t.Context(), "x")
-	acquired(t, holder, err)
+	acquire(t, k, "x")
 	want := row(t, db, "x")
 	if _, err := k.Acquire(t.Context(), "x"); !errors.Is(err, lanes.ErrBusy) {
 		t.Errorf("error %v", err)
@@ -72,8 +69,7 @@ func TestATakeoverIsLogged(t *testing.T) {
 	k, log := keeper(t, db)
 	mustTry(t, db, "x", "a dead run", 60)
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '90 seconds'`)
-	l, err := k.Acquire(t.Context(), "x")
-	acquired(t, l, err)
+	acquire(t, k, "x")
 	log.want(t, 1, "level=WARN", `msg="lane stale, clearing"`, "lane=x", `holder="a dead run"`, "age=1m30")
 }
 
@@ -116,14 +112,12 @@ func TestTTLFollowsTheName(t *testing.T) {
 		"heartbeat": 300, "operate": 300, "webhook:github:1": 300, "automation:1": 300, "objective:1": 300,
 		"thread:1": 600, "pipeline:prices": 3600, "consolidate:a:2024:11": 3600, "heartbeat:x": 3600, "threads": 3600,
 	} {
-		l, err := k.Acquire(t.Context(), lane)
-		acquired(t, l, err)
+		acquire(t, k, lane)
 		if got := pgtest.Value[int](t, db, `select ttl_seconds from agent_locks where lane = $1`, lane); got != want {
 			t.Errorf("%s: %d seconds, want %d", lane, got, want)
 		}
 	}
-	l, err := k.Acquire(t.Context(), "short", lanes.WithTTL(1500*time.Millisecond))
-	acquired(t, l, err)
+	acquire(t, k, "short", lanes.WithTTL(1500*time.Millisecond))
 	if got := pgtest.Value[int](t, db, `select ttl_seconds from agent_locks where lane = 'short'`); got != 2 {
 		t.Errorf("1.5 s became %d seconds, want 2", got)
 	}
@@ -238,8 +232,7 @@ func TestReleaseIsRetriedAfterAnOutage(t *testing.T) {
 	db := pgtest.DB(t)
 	w := &wire{DB: db}
 	k, _ := keeper(t, w)
-	l, err := k.Acquire(t.Context(), "x")
-	acquired(t, l, err)
+	l := acquire(t, k, "x")
 	w.cut.Store(true)
 	if err := l.Release(t.Context()); err == nil || errors.Is(err, lanes.ErrLost) {
 		t.Errorf("release without a database: %v", err)
@@ -337,8 +330,7 @@ func TestFenceStopsStaleWrites(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	k, _ := keeper(t, db)
-	l, err := k.Acquire(t.Context(), "x")
-	acquired(t, l, err)
+	l := acquire(t, k, "x")
 	tx := pgtest.Begin(t, db)
 	if err := l.Fence(t.Context(), tx); err != nil {
 		t.Errorf("fence of a live lease: %v", err)
@@ -387,40 +379,16 @@ func TestDropForgetsTheLeasesOfAnExecution(t *testing.T) {
 	log.want(t, 0, "lane lost")
 }
 
-func TestReleaseAllLeavesTheLanesOfExecutions(t *testing.T) {
-	t.Parallel()
-	db := pgtest.DB(t)
-	k, _ := keeper(t, db)
-	ctx, cancel := context.WithCancel(t.Context())
-	var mine []*lanes.Lease
-	for _, lane := range []string{"b", "a", "c"} {
-		l, err := k.Acquire(ctx, lane)
-		mine = append(mine, acquired(t, l, err))
-	}
-	theirs, err := k.AcquireAs(ctx, lanes.ClaimOwner(execution, 1), "theirs")
-	acquired(t, theirs, err)
-	cancel()
-	require.NoError(t, k.ReleaseAll(ctx))
-	if got := pgtest.Value[string](t, db, `select string_agg(lane, ',') from agent_locks_live`); got != "theirs" {
-		t.Errorf("held after ReleaseAll: %s, want theirs", got)
-	}
-	if err := mine[0].Release(ctx); err != nil {
-		t.Errorf("release after ReleaseAll: %v", err)
-	}
-}
-
 func TestDisabledLanesGrantEverything(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	log := new(logs)
 	k := lanes.NewKeeper(db, lanes.Options{Disabled: true, Logger: slog.New(slog.NewTextHandler(log, nil))})
 	run(t, k)
-	a, err := k.Acquire(t.Context(), "x")
-	acquired(t, a, err)
+	a := acquire(t, k, "x")
 	b, err := k.AcquireWait(t.Context(), "x")
 	acquired(t, b, err)
-	if err := errors.Join(b.Fence(t.Context(), db), b.Renew(t.Context()), b.Release(t.Context()),
-		k.ReleaseAll(t.Context())); err != nil {
+	if err := errors.Join(b.Fence(t.Context(), db), b.Renew(t.Context()), b.Release(t.Context())); err != nil {
 		t.Error(err)
 	}
 	if a.Context().Err() != nil || b.Context().Err() == nil {
@@ -430,11 +398,4 @@ func TestDisabledLanesGrantEverything(t *testing.T) {
 		t.Errorf("%d rows were written with lanes off", n)
 	}
 	log.want(t, 1, "level=WARN", "lanes are off")
-}
-
-func TestLoggerMayBeLeftOut(t *testing.T) {
-	t.Parallel()
-	k := lanes.NewKeeper(&wire{}, lanes.Options{Disabled: true})
-	l, err := k.Acquire(t.Context(), "x")
-	acquired(t, l, err)
 }

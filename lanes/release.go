@@ -97,8 +97,7 @@ func (r *releaseLoop) try(ctx context.Context) (released releaseResult, err erro
 	}
 }
 
-// continueInBackground retries until the lane is released, its lease has expired, its owner acquires it again or the
-// process shuts down.
+// continueInBackground retries until the lane is released, its lease has expired or its owner acquires it again.
 func (r *releaseLoop) continueInBackground(ctx context.Context) {
 	k, h := r.keeper, r.hold
 	k.mu.Lock()
@@ -136,12 +135,11 @@ func (r *releaseLoop) once(ctx context.Context) (done bool) {
 	return true
 }
 
-// retryInBackground calls try about once a second until it is done, the lease has expired or the process shuts down.
+// retryInBackground calls try about once a second until it is done or the lease has expired.
 func (k *Keeper) retryInBackground(ctx context.Context, lease time.Duration, try func(ctx context.Context) (done bool)) {
 	ctx, stop := context.WithTimeout(context.WithoutCancel(ctx), lease)
 	go func() {
 		defer stop()
-		defer context.AfterFunc(k.closed, stop)()
 		for sleep(ctx, maxRetryPause) {
 			limited, cancel := context.WithTimeout(ctx, releaseTimeout)
 			done := try(limited)

@@ -28,8 +28,7 @@ func TestAReleaseWhoseSessionIsKilledFreesTheLane(t *testing.T) {
 	db := pgtest.DB(t)
 	k, log := keeper(t, db)
 	retryWithin(t, 2*time.Second, func() time.Duration {
-		l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(time.Hour))
-		acquired(t, l, err)
+		l := acquire(t, k, "x", lanes.WithTTL(time.Hour))
 		write := pgtest.Begin(t, db)
 		require.NoError(t, l.Fence(t.Context(), write))
 		released := make(chan error, 1)
@@ -57,8 +56,7 @@ func TestAReleaseWhoseAnswerIsLostIsARelease(t *testing.T) {
 	db := pgtest.DB(t)
 	w := &wire{DB: db}
 	k, log := keeper(t, w)
-	l, err := k.Acquire(t.Context(), "x")
-	acquired(t, l, err)
+	l := acquire(t, k, "x")
 	w.lose.Store(true)
 	released := make(chan error, 1)
 	go func() { released <- l.Release(t.Context()) }()
@@ -77,8 +75,7 @@ func TestAReleaseContinuesInTheBackground(t *testing.T) {
 	db := pgtest.DB(t)
 	w := &wire{DB: db}
 	k, log := keeper(t, w)
-	l, err := k.Acquire(t.Context(), "x", lanes.WithTTL(time.Hour))
-	acquired(t, l, err)
+	l := acquire(t, k, "x", lanes.WithTTL(time.Hour))
 	w.cut.Store(true)
 	if err := l.ReleaseWithin(t.Context(), 100*time.Millisecond); err == nil || errors.Is(err, lanes.ErrLost) {
 		t.Errorf("a release without a database: %v", err)
@@ -112,8 +109,7 @@ func TestAReleaseInTheBackgroundLeavesALaterHoldAlone(t *testing.T) {
 		}
 	}
 	acquired(t, l, err)
-	other, err := k.Acquire(t.Context(), "y")
-	acquired(t, other, err)
+	other := acquire(t, k, "y")
 	before := w.count("release_agent_lock(@")
 	if err := other.Release(t.Context()); err != nil || w.count("release_agent_lock(@") == before {
 		t.Error(err)
@@ -145,33 +141,6 @@ func TestAnOrphanedLaneIsReleasedInTheBackground(t *testing.T) {
 	w.lose.Store(false)
 	pgtest.Eventually(t, soon, func() bool { return !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) },
 		"the lane is free")
-}
-
-// At its shutdown a process releases all lanes, though one is in use and a session is killed.
-func TestReleaseAllIsRetried(t *testing.T) {
-	t.Parallel()
-	db := pgtest.DB(t)
-	k, _ := keeper(t, db)
-	var used *lanes.Lease
-	for _, lane := range []string{"a", "b", "c"} {
-		l, err := k.Acquire(t.Context(), lane, lanes.WithTTL(time.Hour))
-		used = acquired(t, l, err)
-	}
-	write := pgtest.Begin(t, db)
-	require.NoError(t, used.Fence(t.Context(), write))
-	released := make(chan error, 1)
-	go func() { released <- k.ReleaseAll(t.Context()) }()
-	waitUntilBlocked(t, db, "release_agent_lock")
-	terminate(t, db, "release_agent_lock")
-	pgtest.Eventually(t, soon, func() bool { return pgtest.Value[int](t, db, `select count(*) from agent_locks_live`) == 1 },
-		"the others are free")
-	commit(t, write)
-	if err := <-released; err != nil {
-		t.Error(err)
-	}
-	if n := pgtest.Value[int](t, db, `select count(*) from agent_locks_live`); n != 0 {
-		t.Errorf("%d are held after ReleaseAll", n)
-	}
 }
 
 // open runs a statement in a transaction that stays open, as a driver with autocommit off leaves it.
@@ -345,8 +314,7 @@ func TestABlockedBreakNamesTheTransaction(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	k, _ := keeper(t, db)
-	l, err := k.Acquire(t.Context(), "x")
-	acquired(t, l, err)
+	l := acquire(t, k, "x")
 	write := pgtest.Begin(t, db)
 	require.NoError(t, l.Fence(t.Context(), write))
 	broken, err := lanes.Break(t.Context(), db, "x", "stuck")

@@ -80,31 +80,6 @@ func TestTokensGrowOverEveryKindOfEnd(t *testing.T) {
 	}
 }
 
-func TestBusyTryWritesNothing(t *testing.T) {
-	t.Parallel()
-	db := pgtest.DB(t)
-	mustTry(t, db, "held", "a", 60)
-	mustTry(t, db, "promised", "a", 60)
-	pgtest.Value[bool](t, db, `select acquired from await_agent_lock('promised', 'b', 60, 60)`)
-	pgtest.Value[bool](t, db, `select release_agent_lock('promised', 'a')`)
-	mustTry(t, db, "changing", "a", 60)
-	expire(t, db, "changing")
-	locker := pgtest.Begin(t, db)
-	pgtest.Exec(t, locker, `select from agent_locks where lane = 'changing' for update`)
-	try(t, locker, "new", "a", 60)
-
-	for _, lane := range []string{"held", "promised", "changing", "new"} {
-		tx := pgtest.Begin(t, db)
-		if g := try(t, tx, lane, "c", 60); g.acquired {
-			t.Errorf("%s was granted twice", lane)
-		}
-		if pgtest.Value[bool](t, tx, `select pg_current_xact_id_if_assigned() is not null`) {
-			t.Errorf("a busy try for a lane that is %s has written", lane)
-		}
-		commit(t, tx)
-	}
-}
-
 func TestTryNeverWaits(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -123,35 +98,6 @@ func TestTryNeverWaits(t *testing.T) {
 			t.Errorf("%s: granted while another transaction changes it", lane)
 		}
 		commit(t, tx)
-	}
-}
-
-func TestFirstHoldHasOneWinner(t *testing.T) {
-	t.Parallel()
-	db := pgtest.DB(t)
-	for round := range 20 {
-		lane := "new:" + strings.Repeat("x", round+1)
-		var wins [8]bool
-		var racers sync.WaitGroup
-		for i := range wins {
-			racers.Go(func() {
-				g, err := tryErr(t.Context(), db, lane, "racer"+string(rune('0'+i)), 60)
-				if err != nil {
-					t.Error(err)
-				}
-				wins[i] = g.acquired
-			})
-		}
-		racers.Wait()
-		n := 0
-		for _, w := range wins {
-			if w {
-				n++
-			}
-		}
-		if n != 1 {
-			t.Errorf("%d of 8 racers hold %s", n, lane)
-		}
 	}
 }
 

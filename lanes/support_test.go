@@ -221,6 +221,27 @@ func run(t testing.TB, k *lanes.Keeper) {
 	t.Cleanup(func() { cancel(); running.Wait() })
 }
 
+// acquire acquires a lane that has to be free, until the end of the test.
+func acquire(t testing.TB, k *lanes.Keeper, lane string, opts ...lanes.Option) *lanes.Lease {
+	t.Helper()
+	l, err := k.Acquire(t.Context(), lane, opts...)
+	return acquired(t, l, err)
+}
+
+// acquireLater waits for a lane in the background, and sends its lease.
+func acquireLater(t testing.TB, k *lanes.Keeper, lane string, opts ...lanes.Option) <-chan *lanes.Lease {
+	t.Helper()
+	got := make(chan *lanes.Lease, 1)
+	go func() {
+		lease, err := k.AcquireWait(t.Context(), lane, opts...)
+		if err != nil {
+			t.Error(err)
+		}
+		got <- lease
+	}()
+	return got
+}
+
 // acquired fails the test when the lane was not granted.
 func acquired(t testing.TB, l *lanes.Lease, err error) *lanes.Lease {
 	t.Helper()
