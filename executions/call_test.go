@@ -472,7 +472,7 @@ func TestARunStartedInAStepHasItsOwnKeys(t *testing.T) {
 			})
 			return ends(executions.Do(closed, "call", executions.Call{Entry: activity.Entry{Skill: "call"}},
 				func(ctx context.Context, _ *executions.Effect) (string, error) {
-					x, err := p.RunDetached(ctx, executions.Spec{Flow: "inner", Surface: trace.Flow})
+					x, err := p.RunSync(ctx, executions.Spec{Flow: "inner", Surface: trace.Flow})
 					return x.ID, err
 				}))
 		},

@@ -641,7 +641,7 @@ func TestADedupeKeyInAnOpenTransactionDelaysNoOtherStart(t *testing.T) {
 		group.Go(func() (err error) {
 			s := executions.Spec{Flow: "flow", Surface: trace.Flow, DedupeKey: "held"}
 			if i%2 == 0 {
-				_, err = p.RunDetached(t.Context(), s)
+				_, err = p.RunSync(t.Context(), s)
 			} else {
 				_, _, err = p.Start(t.Context(), pool, s)
 			}
@@ -680,7 +680,7 @@ func TestExecutionsLockedInAnOpenTransactionDelayNoOther(t *testing.T) {
 	}, func(o *executions.Options) { o.LeaseTTL, o.Workers = time.Minute, 2*runs })
 	run := func(string) time.Duration {
 		return measure(t, 4, 300, func(int, int) error {
-			_, err := p.RunDetached(t.Context(), executions.Spec{Flow: "free", Surface: trace.Flow})
+			_, err := p.RunSync(t.Context(), executions.Spec{Flow: "free", Surface: trace.Flow})
 			return err
 		})
 	}

@@ -181,25 +181,19 @@ func TestAnUnusedClaimMovesToAnotherProcess(t *testing.T) {
 	until(t, pool, claimed.ID, executions.Completed)
 }
 
-// RunDetached leaves what its caller has no time for to others; RunClaimed, as RunSync, cancels it.
-func TestRunDetachedReleasesTheRunOfACallerWhoLeft(t *testing.T) {
+// A run of ClaimAndRun whose caller left continues in another process.
+func TestClaimAndRunReleasesTheRunOfACallerWhoLeft(t *testing.T) {
 	pool := pgtest.DB(t)
 	ctx, leave := context.WithCancel(t.Context())
-	first := true
-	p := start(t, pool, flow(func(inner context.Context) (executions.Result, error) {
-		if first {
-			first = false
-			leave()
-			<-inner.Done()
-			return executions.Result{}, context.Cause(inner)
-		}
-		return executions.Result{Summary: "elsewhere"}, nil
+	p := prepare(t, pool, flow(func(inner context.Context) (executions.Result, error) {
+		leave()
+		<-inner.Done()
+		return executions.Result{}, context.Cause(inner)
 	}))
-	x, err := p.RunDetached(ctx, executions.Spec{Flow: "flow", Surface: trace.Chat})
-	require.NoError(t, err)
-	if end := until(t, pool, x.ID, executions.Completed); end.ResultSummary != "elsewhere" {
-		t.Errorf("ended with %q", end.ResultSummary)
-	}
+	id := p.begin(t, "flow")
+	require.NoError(t, p.ClaimAndRun(ctx, id))
+	start(t, pool, flow(nothing))
+	until(t, pool, id, executions.Completed)
 }
 
 func TestOnResultCommitsWithTheResult(t *testing.T) {

@@ -318,40 +318,33 @@ func (finishObserver) ActivityClosed(activity.Entry, activity.Outcome, time.Dura
 // The engine stops working for a caller who left when the database does not answer.
 func TestAHangingDatabaseDoesNotBlockACallerWhoLeft(t *testing.T) {
 	t.Parallel()
-	for _, here := range []bool{false, true} {
-		name := map[bool]string{false: "RunSync", true: "RunDetached"}[here]
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			pool := pgtest.DB(t)
-			ctx, leave := context.WithCancel(t.Context())
-			var locked pgx.Tx
-			hang := finishObserver(func() {
-				leave()
-				var err error
-				if locked, err = pool.Begin(t.Context()); err == nil {
-					_, err = locked.Exec(t.Context(), `lock table agent_executions in access exclusive mode`)
-				}
-				if err != nil {
-					t.Error(err)
-				}
-			})
-			p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
-				_, err := executions.Wait(ctx, "long", executions.Delay(time.Hour))
-				return executions.Result{}, err
-			}), func(o *executions.Options) { o.LeaseTTL, o.Observer = time.Second, hang })
-			run := map[bool]func(context.Context, executions.Spec) (executions.Execution, error){false: p.RunSync, true: p.RunDetached}[here]
-			returned := make(chan error, 1)
-			go func() {
-				_, err := run(ctx, executions.Spec{Flow: "flow", Surface: trace.Flow})
-				returned <- err
-			}()
-			if err := testkit.Receive(t, returned); !errors.Is(err, context.DeadlineExceeded) {
-				t.Errorf("returned %v", err)
-			}
-			if err := locked.Rollback(t.Context()); err != nil {
-				t.Error(err)
-			}
-		})
+	pool := pgtest.DB(t)
+	ctx, leave := context.WithCancel(t.Context())
+	var locked pgx.Tx
+	hang := finishObserver(func() {
+		leave()
+		var err error
+		if locked, err = pool.Begin(t.Context()); err == nil {
+			_, err = locked.Exec(t.Context(), `lock table agent_executions in access exclusive mode`)
+		}
+		if err != nil {
+			t.Error(err)
+		}
+	})
+	p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		_, err := executions.Wait(ctx, "long", executions.Delay(time.Hour))
+		return executions.Result{}, err
+	}), func(o *executions.Options) { o.LeaseTTL, o.Observer = time.Second, hang })
+	returned := make(chan error, 1)
+	go func() {
+		_, err := p.RunSync(ctx, executions.Spec{Flow: "flow", Surface: trace.Flow})
+		returned <- err
+	}()
+	if err := testkit.Receive(t, returned); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("returned %v", err)
+	}
+	if err := locked.Rollback(t.Context()); err != nil {
+		t.Error(err)
 	}
 }
 

@@ -188,23 +188,19 @@ func TestRunsOfAnExpiredLeaseAreQueued(t *testing.T) {
 	})
 	paused := prepare(t, pool, body, func(o *executions.Options) { o.LeaseTTL = 10 * time.Minute })
 	spec := executions.Spec{Flow: "flow", Surface: trace.Flow}
-	if _, err := paused.RunDetached(t.Context(), spec); err != nil {
+	if _, err := paused.RunSync(t.Context(), spec); err != nil {
 		t.Fatal(err)
 	}
 	pgtest.Exec(t, pool, `update agent_workers set expires_at = clock_timestamp()`)
 	var group errgroup.Group
-	for i := range 20 {
-		run := paused.RunDetached
-		if i%2 == 0 {
-			run = paused.RunSync
-		}
+	for range 20 {
 		group.Go(func() (err error) {
 			defer func() {
 				if p := recover(); p != nil {
 					err = fmt.Errorf("panic: %v", p)
 				}
 			}()
-			x, err := run(t.Context(), spec)
+			x, err := paused.RunSync(t.Context(), spec)
 			if err == nil && x.Status.Ended() {
 				err = fmt.Errorf("it is %s", x.Status)
 			}

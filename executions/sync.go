@@ -20,17 +20,6 @@ import (
 // never existed and RunSync returns ErrNotFound. While the agent is paused and the surface is not attended, RunSync
 // inserts nothing and returns ErrPaused.
 func (e *Engine) RunSync(ctx context.Context, s Spec) (Execution, error) {
-	return e.insertAndRun(ctx, s, e.readOrCancel)
-}
-
-// RunDetached is RunSync for work that must finish after the caller leaves. When ctx ends, the run is released and
-// another process continues it.
-func (e *Engine) RunDetached(ctx context.Context, s Spec) (Execution, error) {
-	return e.insertAndRun(ctx, s, e.readDetached)
-}
-
-// insertAndRun inserts and runs an execution. read reads the row when the run does not know it.
-func (e *Engine) insertAndRun(ctx context.Context, s Spec, read func(ctx context.Context, id string) (Execution, error)) (Execution, error) {
 	worker, err := e.WorkerID(ctx)
 	if err != nil {
 		return Execution{}, fmt.Errorf("run %s: %w", s.Flow, err)
@@ -39,7 +28,7 @@ func (e *Engine) insertAndRun(ctx context.Context, s Spec, read func(ctx context
 		return Execution{}, fmt.Errorf("run %s: %w", s.Flow, context.Cause(ctx))
 	}
 	// An interrupt must not leave a row that nobody runs.
-	insertCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), e.opts.LeaseTTL)
+	insertCtx, cancel := e.detachedContext(ctx)
 	claimed, created, err := e.insertClaimed(insertCtx, s, worker)
 	cancel()
 	if err != nil {
@@ -48,19 +37,14 @@ func (e *Engine) insertAndRun(ctx context.Context, s Spec, read func(ctx context
 	if !created {
 		return claimed, nil
 	}
-	var completed *Execution
 	if claimed.ClaimedBy != nil {
-		completed, err = e.executeSync(ctx, claimed, *claimed.ClaimedBy)
-	} else { // the lease of this process ended meanwhile, so the execution is queued
-		err = e.ClaimAndRun(ctx, claimed.ID)
+		return e.RunClaimed(ctx, claimed)
 	}
-	switch {
-	case err != nil:
+	// The lease of this process ended meanwhile, so the execution is queued.
+	if err := e.ClaimAndRun(ctx, claimed.ID); err != nil {
 		return Execution{}, fmt.Errorf("run %s: %w", s.Flow, err)
-	case completed != nil:
-		return *completed, nil
 	}
-	return explainMissing(read(ctx, claimed.ID))
+	return explainMissing(e.readOrCancel(ctx, claimed.ID))
 }
 
 // explainMissing explains why an execution that ran here does not exist.
@@ -130,16 +114,6 @@ func (e *Engine) readOrCancel(ctx context.Context, id string) (Execution, error)
 	if _, err := e.Cancel(detached, id, "interrupt", "the command was interrupted"); err != nil {
 		return Execution{}, err
 	}
-	return Get(detached, e.pool, id)
-}
-
-// readDetached reads the row after its run, also when the caller has left.
-func (e *Engine) readDetached(ctx context.Context, id string) (Execution, error) {
-	if x, err := Get(ctx, e.pool, id); ctx.Err() == nil {
-		return x, err
-	}
-	detached, cancel := e.detachedContext(ctx)
-	defer cancel()
 	return Get(detached, e.pool, id)
 }
 

@@ -374,7 +374,7 @@ func (x *Execution) scanTargets() []any {
 // no slot.
 //
 // Two kinds of runs are counted but never delayed: those inserted already claimed because a caller waits (RunSync,
-// RunDetached, InsertClaimed: chat turns, for example), and those that external workers lock.
+// InsertClaimed: chat turns, for example), and those that external workers lock.
 type Admission struct {
 	Kind    string `json:"kind"` // flow or surface
 	Name    string `json:"name"`

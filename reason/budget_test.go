@@ -584,7 +584,7 @@ func TestACallRepeatedAfterACrashIsCountedTwice(t *testing.T) {
 	stopped, stop := context.WithCancelCause(context.WithoutCancel(t.Context()))
 	var first errgroup.Group
 	first.Go(func() error {
-		_, err := engine.RunDetached(stopped, executions.Spec{Flow: "turn", Surface: trace.Flow})
+		_, err := engine.RunSync(stopped, executions.Spec{Flow: "turn", Surface: trace.Flow})
 		return err
 	})
 	pgtest.Eventually(t, patience, func() bool { return len(w.model.Requests()) == 1 }, "the model is asked")
