@@ -307,25 +307,33 @@ func testCheckpointBatch(t *testing.T, showing bool, kept string) {
 	}
 }
 
-// A step that is on record keeps its first result, and takes those beside it out of their batch: they are written one
-// by one.
+// A step with a checkpoint keeps its first result. A batch that has one writes nothing: its steps or completions are
+// then written one by one.
 func TestABatchWithARecordedStepWritesNothing(t *testing.T) {
 	t.Parallel()
-	pool := pgtest.DB(t)
-	w := newWorker(t, pool)
-	ids, claims := make([]string, 2), make([]int64, 2)
-	for i := range ids {
-		ids[i] = pending(t, pool)
-		claims[i] = mustClaim(t, pool, ids[i], w)
-	}
-	pgtest.Exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim, output) values (@id, 'step', 1, '"earlier"')`, postgres.Strict{"id": ids[1]})
-	before := dump(t, pool, ids[0]) + dump(t, pool, ids[1])
-	got, err := checkpointAll(t.Context(), pool, ids, claims, []string{"step", "step"}, []*string{new(`{"x": 2}`), nil})
-	if !postgres.IsCode(err, "23505") {
-		t.Errorf("%s were kept: %v", got, err)
-	}
-	if after := dump(t, pool, ids[0]) + dump(t, pool, ids[1]); after != before {
-		t.Errorf("before %s\nafter  %s", before, after)
+	for name, sql := range map[string]string{
+		"steps": `select lanekeeper.checkpoint_agent_executions(@ids, @claims, '{last,last}', '{print,print}', null, '{1,1}', '{"{\"x\": 2}",null}')`,
+		"completions": `select lanekeeper.complete_agent_executions(@ids, @claims,
+			'[{"status": "completed", "step": "last", "output": 1}, {"status": "completed", "step": "last", "output": 1}]')`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.DB(t)
+			w := newWorker(t, pool)
+			ids, claims := make([]string, 2), make([]int64, 2)
+			for i := range ids {
+				ids[i] = pending(t, pool)
+				claims[i] = mustClaim(t, pool, ids[i], w)
+			}
+			pgtest.Exec(t, pool, onRecord["step"], postgres.Strict{"id": ids[1]})
+			before := dump(t, pool, ids[0]) + dump(t, pool, ids[1])
+			if _, err := pool.Exec(t.Context(), sql, postgres.Strict{"ids": ids, "claims": claims}); !postgres.IsCode(err, "23505") {
+				t.Errorf("the batch: %v", err)
+			}
+			if after := dump(t, pool, ids[0]) + dump(t, pool, ids[1]); after != before {
+				t.Errorf("before %s\nafter  %s", before, after)
+			}
+		})
 	}
 }
 
@@ -497,29 +505,6 @@ func TestACompletionAndItsLastStepAreAtomic(t *testing.T) {
 var onRecord = map[string]string{
 	"step":  `insert into agent_checkpoints (execution_id, step, claim, output) values (@id, 'last', 1, '"earlier"')`,
 	"event": `insert into agent_events (event, key, external_id) values ('mine', @id::text, 'completed ' || @id)`,
-}
-
-// A last step that is on record takes the ends beside it out of their batch: they are written one by one.
-func TestACompletionBatchWithARecordedStepWritesNothing(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.DB(t)
-	w := newWorker(t, pool)
-	ids, claims := make([]string, 2), make([]int64, 2)
-	for i := range ids {
-		ids[i] = pending(t, pool)
-		claims[i] = mustClaim(t, pool, ids[i], w)
-	}
-	pgtest.Exec(t, pool, onRecord["step"], postgres.Strict{"id": ids[1]})
-	before := dump(t, pool, ids[0]) + dump(t, pool, ids[1])
-	_, err := pool.Exec(t.Context(), `
-		select lanekeeper.complete_agent_executions(@ids, @claims, '[{"status": "completed", "step": "last", "output": 1}, {"status": "completed", "step": "last", "output": 1}]')`,
-		postgres.Strict{"ids": ids, "claims": claims})
-	if !postgres.IsCode(err, "23505") {
-		t.Errorf("they ended: %v", err)
-	}
-	if after := dump(t, pool, ids[0]) + dump(t, pool, ids[1]); after != before {
-		t.Errorf("before %s\nafter  %s", before, after)
-	}
 }
 
 // Earlier records do not keep an execution from ending: the first result of a step counts, and an existing event

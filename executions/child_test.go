@@ -22,89 +22,16 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// family is a parent that starts a child in a step and waits for it. The engine is known only after the flows.
-type family struct {
-	engine *executions.Engine
-	child  body
-	before func(ctx context.Context, childID string) // between the child's start and the wait
-}
-
-func (f *family) flows() map[string]executions.Func {
-	return map[string]executions.Func{
-		"parent": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
-			me, _ := executions.Current(ctx)
-			child, err := executions.StepTx(ctx, "start child", func(ctx context.Context, tx pgx.Tx) (string, error) {
-				x, _, err := f.engine.StartTx(ctx, tx, executions.Spec{
-					Flow: "child", Surface: trace.Flow, TraceID: trace.ID(me.TraceID), ParentID: me.ID, Awaited: true,
-				})
-				return x.ID, err
-			})
-			if err != nil {
-				return executions.Result{}, err
-			}
-			if f.before != nil {
-				f.before(ctx, child)
-			}
-			return ends(executions.Wait(ctx, "child", executions.Agent(child, time.Minute)))
-		},
-		"child": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
-			return f.child(ctx)
-		},
-	}
-}
-
-// childStatus is what a parent learned of its child.
-func childStatus(t *testing.T, parent executions.Execution) string {
-	t.Helper()
-	out := outcome(t, parent)
-	var end struct {
-		Status string `json:"status"`
-	}
-	require.NoError(t, json.Unmarshal(out.Data, &end))
-	return end.Status
-}
-
-// A child may end before its parent waits, at that very moment, or after: the parent continues once.
-func TestAChildsEndIsNeverMissed(t *testing.T) {
-	pool := pgtest.DB(t)
-	f := &family{child: func(context.Context) (executions.Result, error) { return executions.Result{}, nil }}
-	var waits atomic.Int32
-	f.before = func(ctx context.Context, id string) {
-		if waits.Add(1)%3 == 0 { // every third parent comes late
-			deadline := time.Now().Add(timeout)
-			for time.Now().Before(deadline) {
-				if x, err := executions.Get(ctx, pool, id); err == nil && x.Status.Ended() {
-					return
-				}
-			}
-		}
-	}
-	p := start(t, pool, f.flows())
-	f.engine = p.Engine
-	var parents []string
-	for range 12 {
-		parents = append(parents, p.begin(t, "parent"))
-	}
-	for _, id := range parents {
-		x := until(t, pool, id, executions.Completed)
-		if got := childStatus(t, x); got != "completed" {
-			t.Errorf("parent %s learned %s", id, got)
-		}
-	}
-}
-
 // A child that plain SQL cancelled does not resume its parent; the sweep does.
 func TestTheSweepResumesParents(t *testing.T) {
 	pool := pgtest.DB(t)
-	f := &family{child: hang}
-	p := start(t, pool, f.flows())
-	f.engine = p.Engine
-	parent := p.begin(t, "parent")
+	p := start(t, pool, triggers(executions.Child{Wait: true}, hang))
+	parent := p.begin(t, "flow")
 	child := *until(t, pool, parent, executions.Waiting).WaitingKey
 	until(t, pool, child, executions.Waiting)
 	pgtest.Exec(t, pool, `select cancel_agent_execution(@id, 'somebody', 'by hand')`, postgres.Strict{"id": child})
-	if got := childStatus(t, until(t, pool, parent, executions.Completed)); got != "cancelled" {
-		t.Errorf("the child is %s", got)
+	if got := triggered(t, until(t, pool, parent, executions.Completed)); got.Status != executions.Cancelled || got.Success {
+		t.Errorf("the parent learned %+v", got)
 	}
 }
 
@@ -163,22 +90,6 @@ func TestAnInsertOfACallersTransactionRunsAfterItsCommit(t *testing.T) {
 	if err != nil || x.Status != executions.Completed || x.ResultSummary != "ran" {
 		t.Errorf("%s %q, %v", x.Status, x.ResultSummary, err)
 	}
-}
-
-// A process that dies between the commit and the run leaves a claim; another process takes it over.
-func TestAnUnusedClaimMovesToAnotherProcess(t *testing.T) {
-	pool := pgtest.DB(t)
-	flows := flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil })
-	dead := prepare(t, pool, flows)
-	var claimed executions.Execution
-	err := postgres.InTx(t.Context(), pool, func(tx pgx.Tx) (err error) {
-		claimed, _, err = dead.InsertClaimed(t.Context(), tx, executions.Spec{Flow: "flow", Surface: trace.Chat})
-		return err
-	})
-	require.NoError(t, err)
-	expire(t, pool, claimed.ID)
-	start(t, pool, flows)
-	until(t, pool, claimed.ID, executions.Completed)
 }
 
 // A run of ClaimAndRun whose caller left continues in another process.

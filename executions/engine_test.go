@@ -2,10 +2,8 @@ package executions_test
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -96,29 +94,6 @@ func until(t *testing.T, db postgres.DB, id string, want executions.Status) exec
 		return err == nil && got.Status == want
 	}, "execution becomes "+string(want))
 	return got
-}
-
-func TestAFinishedStepIsNotRepeatedWhenTheRunIsClaimedAgain(t *testing.T) {
-	pool := pgtest.DB(t)
-	var first, second atomic.Int32
-	p := start(t, pool, map[string]executions.Func{"two": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
-		n, err := executions.Step(ctx, "first", func(context.Context) (int, error) { return int(first.Add(1)), nil })
-		if err != nil {
-			return executions.Result{}, err
-		}
-		if _, err := executions.Wait(ctx, "pause", executions.Delay(50*time.Millisecond)); err != nil {
-			return executions.Result{}, err
-		}
-		_, err = executions.Step(ctx, "second", func(context.Context) (int, error) {
-			second.Add(1)
-			return 0, errors.New("as recorded")
-		})
-		return executions.Result{Summary: err.Error(), Value: n}, nil
-	}})
-	got := until(t, pool, p.begin(t, "two"), executions.Completed)
-	if first.Load() != 1 || second.Load() != 1 || string(got.Result) != "1" || got.ResultSummary != "as recorded" {
-		t.Errorf("first ran %d times, second %d times; result %s %q", first.Load(), second.Load(), got.Result, got.ResultSummary)
-	}
 }
 
 // Told to stop before it has begun, an engine has worked until then: that is no error, and leaves no lease.
@@ -426,38 +401,6 @@ func TestOneOfManyRacersGetsTheClaim(t *testing.T) {
 	}
 }
 
-func TestTwoEnginesRunEachExecutionOnce(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.DB(t)
-	var mu sync.Mutex
-	ran := map[string]int{}
-	flows := flow(func(ctx context.Context) (executions.Result, error) {
-		x, _ := executions.Current(ctx)
-		mu.Lock()
-		defer mu.Unlock()
-		ran[x.ID]++
-		return executions.Result{}, nil
-	})
-	p := start(t, pool, flows)
-	start(t, pool, flows)
-	ids := make([]string, 40)
-	for i := range ids {
-		ids[i] = p.begin(t, "flow")
-	}
-	for _, id := range ids {
-		if got := until(t, pool, id, executions.Completed); got.Claim != 1 {
-			t.Errorf("claimed %d times", got.Claim)
-		}
-	}
-	mu.Lock()
-	defer mu.Unlock()
-	for id, n := range ran {
-		if n != 1 {
-			t.Errorf("%s ran %d times", id, n)
-		}
-	}
-}
-
 func TestAWorkerThatExpiredComesBackUnderANewID(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -517,26 +460,6 @@ func lose(t *testing.T, pool *pgxpool.Pool, id, checkpoint string) {
 	}
 	expire(t, pool, id)
 	sweep(t, pool)
-}
-
-func TestClaimsLostWithoutACheckpointAreBounded(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.DB(t)
-	id := pending(t, pool)
-	for i := 1; i < 5; i++ {
-		lose(t, pool, id, "")
-		if x := get(t, pool, id); x.Status != executions.Running || x.Attempt != i || x.ClaimedBy != nil {
-			t.Fatalf("after %d lost claims: status %s, attempt %d", i, x.Status, x.Attempt)
-		}
-	}
-	lose(t, pool, id, "")
-	got := get(t, pool, id)
-	if got.Status != executions.Failed || testkit.Deref(got.ErrorMessage) != "given up after 5 workers were lost without a checkpoint between" {
-		t.Errorf("status %s, error %q", got.Status, testkit.Deref(got.ErrorMessage))
-	}
-	if n := completions(t, pool, id); n != 1 {
-		t.Errorf("%d AGENT_COMPLETED", n)
-	}
 }
 
 func TestACheckpointGivesNewAttempts(t *testing.T) {
@@ -605,37 +528,6 @@ func TestAnOrphanedClaimIsReleased(t *testing.T) {
 		select lanekeeper.agent_trace_id('fl'), 'flow', 'flow', 'running', w.id, 1, clock_timestamp() from agent_workers w returning id::text`)
 	if got := until(t, pool, id, executions.Completed); got.Attempt != 0 {
 		t.Errorf("attempt %d", got.Attempt)
-	}
-}
-
-func TestLostExternalWorkersFollowOnLost(t *testing.T) {
-	t.Parallel()
-	for policy, want := range map[string]executions.Status{"resume": executions.Running, "hand_on": executions.Running, "fail": executions.Failed} {
-		t.Run(policy, func(t *testing.T) {
-			t.Parallel()
-			pool := pgtest.DB(t)
-			id := pending(t, pool)
-			pgtest.Exec(t, pool, `update agent_executions set on_lost = @policy`, postgres.Strict{"policy": policy})
-			lose(t, pool, id, "")
-			if got := get(t, pool, id); got.Status != want {
-				t.Errorf("status %s", got.Status)
-			}
-		})
-	}
-}
-
-func TestARunWithoutProgressFails(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.DB(t)
-	id, working := pending(t, pool), pending(t, pool)
-	w := newWorker(t, pool)
-	mustClaim(t, pool, id, w)
-	n := mustClaim(t, pool, working, w)
-	pgtest.Exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'x', @claim)`, postgres.Strict{"id": working, "claim": n})
-	pgtest.Exec(t, pool, `update agent_executions set progress_seconds = 60, updated_at = clock_timestamp() - interval '2 minutes'`)
-	sweep(t, pool)
-	if a, b := get(t, pool, id).Status, get(t, pool, working).Status; a != executions.Failed || b != executions.Running {
-		t.Errorf("without progress %s, with %s", a, b)
 	}
 }
 

@@ -229,23 +229,6 @@ func TestAnEventBatchLeavesOutBlockedEvents(t *testing.T) {
 	}
 }
 
-func TestExecutionsResumedTogetherRunAtOnce(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.DB(t)
-	p := start(t, pool, awaits(0), neverSweep) // no sweep helps
-	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
-	ids := []string{p.beginWith(t, "k"), p.beginWith(t, "k"), p.beginWith(t, "k")}
-	for _, id := range ids {
-		until(t, pool, id, executions.Waiting)
-	}
-	if got, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "k", nil, ""); err != nil || len(got.Resumed) != len(ids) {
-		t.Fatalf("delivered %+v, %v", got, err)
-	}
-	for _, id := range ids {
-		until(t, pool, id, executions.Completed)
-	}
-}
-
 // A call that an earlier claim left in flight has no record. The answer has none of these, so it says that there is
 // more to read.
 func TestAResumedExecutionKnowsOfALostClaim(t *testing.T) {
@@ -323,48 +306,6 @@ func TestAnotherProcessContinuesTheClaimsOfADeadOne(t *testing.T) {
 			t.Errorf("the outcome is %+v", out)
 		}
 	})
-}
-
-// Processes of the version before use the functions of before.
-func TestOldAndNewProcessesWorkTogether(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.DB(t)
-	p := start(t, pool, awaits(0))
-	const n = 60
-	ids := make([]string, n)
-	for i := range ids {
-		ids[i] = p.beginWith(t, fmt.Sprint("k", i))
-	}
-	pgtest.Eventually(t, timeout, func() bool {
-		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'waiting'`) == n
-	}, "all wait")
-	old := newWorker(t, pool)
-	group, ctx := errgroup.WithContext(t.Context())
-	for i := range n {
-		event := fmt.Sprint("once ", i)
-		group.Go(func() error { return deliver(ctx, pool, fmt.Sprint("k", i), "{}", event) })
-		group.Go(func() error {
-			_, err := p.Deliver(ctx, pool, "EVENT_COMPLETED", fmt.Sprint("k", i), nil, event)
-			return err
-		})
-	}
-	group.Go(func() error { // the old process claims and ends what it finds
-		for range n {
-			_, err := pool.Exec(ctx, `
-				select lanekeeper.complete_agent_execution((c.execution).id, (c.execution).claim, 'completed', 'old', null, null, null)
-				  from lanekeeper.claim_agent_executions('background', @worker, 2) c where not c.missed`, postgres.Strict{"worker": old})
-			if err != nil {
-				return err
-			}
-		}
-		return nil
-	})
-	require.NoError(t, group.Wait())
-	for _, id := range ids {
-		if x := until(t, pool, id, executions.Completed); x.Claim != 3 || completions(t, pool, id) != 1 {
-			t.Errorf("it was claimed %d times and ended %d times", x.Claim, completions(t, pool, id))
-		}
-	}
 }
 
 // A wait is found by its key whatever the table statistics are.

@@ -11,7 +11,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5"
 	"golang.org/x/sync/errgroup"
 
@@ -509,20 +508,6 @@ func TestTheEndOfAnExternalExecutionResumesItsParent(t *testing.T) {
 	require.NoError(t, json.Unmarshal(until(t, pool, id, executions.Completed).Result, &got))
 	if got.ExecutionID != child || got.Success || got.Error != "no paper" || got.Status != executions.Failed {
 		t.Errorf("the parent saw %+v", got)
-	}
-}
-
-func TestEveryStatusOfAnExternalExecutionIsStored(t *testing.T) {
-	t.Parallel()
-	p := prepare(t, pgtest.DB(t), nil)
-	id := p.external(t)
-	lock := p.lock(t, id, "w")
-	if _, _, err := p.UnlockRun(t.Context(), id, lock.LockID, executions.UnlockParams{Status: executions.Completed}); err != nil {
-		t.Fatal(err)
-	}
-	got := pgtest.Value[[]string](t, p.pool, `select array_agg(n || ' ' || status order by n) from agent_status_changes where execution_id = $1`, id)
-	if diff := cmp.Diff([]string{"1 pending", "2 running", "3 completed"}, got); diff != "" {
-		t.Error(diff)
 	}
 }
 

@@ -3,7 +3,6 @@ package executions_test
 import (
 	"context"
 	"errors"
-	"fmt"
 	"net"
 	"strings"
 	"sync/atomic"
@@ -24,103 +23,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
-
-func TestBrokenConnectionsLoseAndRepeatNothing(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.DB(t)
-	effects(t, pool)
-	admin, err := pgx.ConnectConfig(t.Context(), pool.Config().ConnConfig.Copy())
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = admin.Close(context.WithoutCancel(t.Context())) })
-	const runs, steps = 8, 12
-	var calls atomic.Int32
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
-		x, _ := executions.Current(ctx)
-		for i := range steps {
-			_, err := executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "call"}, Idempotent: true},
-				func(context.Context, *executions.Effect) (int32, error) { return calls.Add(1), nil })
-			if err != nil {
-				return executions.Result{}, err
-			}
-			_, err = executions.StepTx(ctx, "write", func(ctx context.Context, tx pgx.Tx) (int, error) {
-				_, err := tx.Exec(ctx, `insert into effects (by) values (@by)`, postgres.Strict{"by": fmt.Sprint(x.ID, i)})
-				return i, err
-			})
-			if err != nil {
-				return executions.Result{}, err
-			}
-			if i%4 == 3 {
-				if _, err := executions.Wait(ctx, "pause", executions.Delay(time.Millisecond)); err != nil {
-					return executions.Result{}, err
-				}
-			}
-		}
-		return executions.Result{}, nil
-	}))
-	ids := make([]string, runs)
-	for i := range ids {
-		ids[i] = p.begin(t, "flow")
-	}
-	breaking, stop := context.WithCancel(t.Context())
-	var group errgroup.Group
-	group.Go(func() error {
-		tick := time.NewTicker(60 * time.Millisecond)
-		defer tick.Stop()
-		for range 40 {
-			select {
-			case <-tick.C:
-			case <-breaking.Done():
-				return nil
-			}
-			_, err := admin.Exec(t.Context(), `
-				select pg_terminate_backend(pid) from pg_stat_activity
-				 where datname = current_database() and pid <> pg_backend_pid()`)
-			if err != nil {
-				return err
-			}
-		}
-		return nil
-	})
-	pgtest.Eventually(t, 2*timeout, func() bool {
-		var left int
-		err := unfinished(t, pool.Config().ConnConfig, &left)
-		return err == nil && left == 0
-	}, "all executions complete")
-	stop()
-	require.NoError(t, group.Wait())
-	pgtest.Eventually(t, timeout, func() bool { return pool.Ping(t.Context()) == nil }, "the pool has recovered")
-	for _, id := range ids {
-		if got := get(t, pool, id); got.Status != executions.Completed {
-			t.Errorf("status %s: %s", got.Status, testkit.Deref(got.ErrorMessage))
-		}
-	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from effects`); n != runs*steps {
-		t.Errorf("%d effects, want %d", n, runs*steps)
-	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where status = 'success'`); n != runs*steps {
-		t.Errorf("%d finished calls, want %d", n, runs*steps)
-	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where status = 'running'`); n != 0 || open(t, pool) != 0 {
-		t.Errorf("%d rows are running, %d are listed as open", n, open(t, pool))
-	}
-	// A call whose checkpoint had not arrived may be repeated, but that is the exception.
-	if n := calls.Load(); n < runs*steps || n > 2*runs*steps {
-		t.Errorf("%d calls", n)
-	}
-}
-
-// unfinished counts what has not ended, over a connection of its own.
-func unfinished(t *testing.T, config *pgx.ConnConfig, left *int) error {
-	conn, err := pgx.ConnectConfig(t.Context(), config.Copy())
-	if err != nil {
-		return err
-	}
-	err = conn.QueryRow(t.Context(), `select count(*) from agent_executions where completed_at is null`).Scan(left)
-	if closed := conn.Close(t.Context()); err == nil {
-		err = closed
-	}
-	return err
-}
 
 func TestTheSweepCoversALostNotification(t *testing.T) {
 	t.Parallel()

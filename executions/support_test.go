@@ -3,9 +3,7 @@ package executions_test
 import (
 	"context"
 	"encoding/json"
-	"fmt"
 	"log/slog"
-	"os"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -149,13 +147,6 @@ func replayed(t *testing.T, fn func(ctx context.Context, again bool) (any, error
 func discard() *slog.Logger { return slog.New(slog.DiscardHandler) }
 
 func TestMain(m *testing.M) {
-	if url := os.Getenv(restartURL); url != "" {
-		if err := runUntilKilled(url); err != nil {
-			fmt.Fprintln(os.Stderr, err)
-			os.Exit(1)
-		}
-		return
-	}
 	pgtest.AtOnce(6)
 	pgtest.Main(leaks.Tests{M: m})
 }

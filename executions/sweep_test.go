@@ -321,22 +321,6 @@ func every(spec string) executions.Schedule {
 	return executions.Schedule{Name: "pulse", Flow: "flow", Surface: trace.Heartbeat, Cron: spec, Timezone: "UTC"}
 }
 
-func TestTwoEnginesStartOneExecutionPerTick(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.DB(t)
-	p := start(t, pool, flow(nothing))
-	start(t, pool, flow(nothing))
-	require.NoError(t, p.PutSchedule(t.Context(), every("@every 1s")))
-	pgtest.Eventually(t, timeout, func() bool {
-		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) >= 4
-	}, "four ticks have run")
-	bad := pgtest.Value[int](t, pool, `select count(*) - count(distinct dedupe_key) from agent_executions`)
-	odd := pgtest.Value[int](t, pool, `select count(*) from agent_executions where dedupe_key not like 'pulse ____-__-__T__:__:__%Z' or surface <> 'heartbeat'`)
-	if bad != 0 || odd != 0 {
-		t.Errorf("%d executions share a tick, %d have another key or surface", bad, odd)
-	}
-}
-
 // The sweep ticks while River's leader is dead.
 func TestTicksContinueWhileTheLeaderIsDead(t *testing.T) {
 	t.Parallel()

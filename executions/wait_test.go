@@ -217,23 +217,6 @@ func TestALostOutcomeIsReturnedAgain(t *testing.T) {
 	}
 }
 
-func TestAWaitingExecutionNeedsNoProcess(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.DB(t)
-	p := start(t, pool, awaits(0))
-	id := p.beginWith(t, "key")
-	until(t, pool, id, executions.Waiting)
-	p.stop()
-	mustDeliver(t, pool, "key", `{"n": 1}`)
-	if got := get(t, pool, id); got.Status != executions.Running || got.ClaimedBy != nil {
-		t.Errorf("after the event: status %s, claimed by %s", got.Status, testkit.Deref(got.ClaimedBy))
-	}
-	start(t, pool, awaits(0))
-	if out := outcome(t, until(t, pool, id, executions.Completed)); string(out.Data) != `{"n":1}` {
-		t.Errorf("outcome %+v", out)
-	}
-}
-
 func TestStepsAfterAParkFail(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
