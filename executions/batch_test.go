@@ -5,13 +5,10 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"os"
-	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
 	"sync/atomic"
-	"syscall"
 	"testing"
 	"time"
 
@@ -20,11 +17,9 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
-	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/migrations"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -73,22 +68,9 @@ func TestConcurrentCallersShareWrites(t *testing.T) {
 // its run ends with an error that says so, and nothing of it is written.
 func TestAStartLostInACrashNeverExisted(t *testing.T) {
 	t.Parallel()
-	dir, err := os.MkdirTemp("", "executions-") //nolint:usetesting // the test's own folder is closed to the server's user
-	require.NoError(t, err)
-	defer os.RemoveAll(dir)
-	require.NoError(t, os.Chmod(dir, 0o755))
-	open := func() (*pgserver.Server, *pgxpool.Pool) {
-		server, err := pgserver.Start(t.Context(), pgserver.Config{Dir: dir, Durable: true})
-		require.NoError(t, err)
-		pool, err := postgres.Open(t.Context(), server.URL(), postgres.Options{MaxConns: 8, ApplicationName: "test"})
-		require.NoError(t, err)
-		t.Cleanup(func() { pool.Close(); _ = server.Stop(context.WithoutCancel(t.Context())) })
-		return server, pool
-	}
-	server, pool := open()
-	if _, err := migrations.Up(t.Context(), pool); err != nil {
-		t.Fatal(err)
-	}
+	server := pgtest.Own(t)
+	open := func() *pgxpool.Pool { return pgtest.Pool(t, server.URL(), postgres.Options{MaxConns: 8}) }
+	pool := open()
 	lease := func(o *executions.Options) { o.LeaseTTL = time.Minute }
 	p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		return ends(executions.Step(ctx, "step", func(context.Context) (int, error) { return 1, nil }))
@@ -102,15 +84,10 @@ func TestAStartLostInACrashNeverExisted(t *testing.T) {
 	time.Sleep(time.Second) // the pause that its writer was in is over
 	lost, err := p.StartSeveral(t.Context(), []executions.Spec{spec, spec}, []bool{true, true})
 	require.NoError(t, err)
-	content, err := os.ReadFile(filepath.Join(server.Dir(), "data", "postmaster.pid"))
-	require.NoError(t, err)
-	pid, err := strconv.Atoi(strings.SplitN(string(content), "\n", 2)[0])
-	require.NoError(t, err)
-	require.NoError(t, syscall.Kill(pid, syscall.SIGQUIT))
-	_ = server.Stop(t.Context())
-	<-server.Done()
+	server.Stop(true)
 	pool.Close()
-	_, pool = open()
+	server.Start()
+	pool = open()
 	p = prepare(t, pool, p.flows, lease)
 	if x, err := p.RunClaimed(t.Context(), lost[0]); !errors.Is(err, executions.ErrNotFound) || !strings.Contains(err.Error(), "database crash") {
 		t.Errorf("a run whose start is lost: %v, %v", x.Status, err)
@@ -167,19 +144,8 @@ func awaitsStandby(t *testing.T, url string) {
 // completion does. A standby that never answers shows the difference.
 func TestACompletionMakesItsStartDurable(t *testing.T) {
 	t.Parallel()
-	server, err := pgserver.Start(t.Context(), pgserver.Config{Ephemeral: true, Durable: true})
-	require.NoError(t, err)
-	defer func() {
-		if err := server.Stop(context.WithoutCancel(t.Context())); err != nil {
-			t.Error(err)
-		}
-	}()
-	pool, err := postgres.Open(t.Context(), server.URL(), postgres.Options{MaxConns: 8, ApplicationName: "test"})
-	require.NoError(t, err)
-	defer pool.Close()
-	if _, err := migrations.Up(t.Context(), pool); err != nil {
-		t.Fatal(err)
-	}
+	server := pgtest.Own(t)
+	pool := pgtest.Pool(t, server.URL(), postgres.Options{MaxConns: 8})
 	p := prepare(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }),
 		func(o *executions.Options) { o.LeaseTTL = time.Minute })
 	spec := executions.Spec{Flow: "flow", Surface: trace.Flow}

@@ -227,20 +227,13 @@ type commitLink struct {
 }
 
 func (l *commitLink) Upstream() {
-	requests, first, err := pgproxy.NewRequests(l.client)
-	if err == nil {
-		_, err = l.server.Write(first)
-	}
-	for err == nil {
-		var r pgproxy.Request
-		if r, err = requests.Next(); err != nil {
-			return
-		}
+	pgproxy.Forward(l.client, l.server, func(r pgproxy.Request) bool {
 		if r.Simple && strings.HasPrefix(r.Bound[0], "commit") && l.lose.CompareAndSwap(true, false) {
 			l.mute.Store(true)
 		}
-		_, err = l.server.Write(r.Raw)
-	}
+		_, err := l.server.Write(r.Raw)
+		return err == nil
+	})
 }
 
 func (l *commitLink) Downstream() { pgproxy.Answers(l.server, l.client, l.mute.Load) }

@@ -55,6 +55,20 @@ func NewRequests(client io.ReadWriter) (*Requests, []byte, error) {
 	}
 }
 
+// Forward passes the first message of a client to the server, and each request to send, until send returns false.
+func Forward(client io.ReadWriter, server io.Writer, send func(Request) bool) {
+	requests, first, err := NewRequests(client)
+	if err == nil {
+		_, err = server.Write(first)
+	}
+	for err == nil {
+		var r Request
+		if r, err = requests.Next(); err == nil && !send(r) {
+			return
+		}
+	}
+}
+
 // IsCancel reports a first message that asks the server to cancel what another session does.
 func IsCancel(first []byte) bool { return binary.BigEndian.Uint32(first[4:]) == cancelRequest }
 

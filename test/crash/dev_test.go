@@ -16,13 +16,13 @@ import (
 // start finds the data.
 func TestDevLeavesNoServerBehind(t *testing.T) {
 	t.Parallel()
-	dir := openDir(t)
+	dir := pgtest.OpenDir(t)
 	environ := []string{"AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=" + never}
 	const greeting = "^C stops"
 
 	first := launch(t, dir, environ, "dev")
 	first.Says(greeting)
-	pid := postmaster(t, filepath.Join(dir, ".agent", "pg", "*"))
+	pid := pgtest.Postmaster(t, filepath.Join(dir, ".agent", "pg", "*"))
 	first.Kill()
 	pgtest.Eventually(t, 90*time.Second, func() bool { return errors.Is(syscall.Kill(pid, 0), syscall.ESRCH) },
 		"the server goes with its process")

@@ -80,29 +80,6 @@ func TestKillTwiceInTheSameCall(t *testing.T) {
 	s.effects(id)
 }
 
-// TestADeadWorkersLeaseEndsByItself is a crash without any help from the test: the work goes on when the
-// lease of the dead process has run out, and not before.
-func TestADeadWorkersLeaseEndsByItself(t *testing.T) {
-	t.Parallel()
-	s := newScene(t)
-	held := s.holdSkill("look", 1)
-	a := s.serve("", "PGAPPNAME="+victim, "AGENT_WORKER_LEASE=6s")
-	id := s.begin()
-	held.wait()
-	a.Kill()
-	s.quiet()
-	before := s.look()
-	ends := pgtest.Value[string](s.t, s.db, `select max(expires_at)::text from agent_workers`)
-	s.serve("")
-	s.ends(id, "completed")
-	s.whole(id, before)
-	if early := pgtest.Value[bool](s.t, s.db, `
-		select min(created_at) < $1::timestamptz from agent_activity
-		 where execution_id = $2 and claim = (select claim from agent_executions where id = $2)`, ends, id); early {
-		t.Error("the run was taken over before the lease had ended")
-	}
-}
-
 // holdPay holds up the first n payments of an amount.
 func (s *scene) holdPay(amount, n int) *stop {
 	s.t.Helper()

@@ -21,8 +21,6 @@ const (
 	pass       verdict = iota
 	killBefore         // the server never sees it
 	killAfter          // it takes effect, and the client never hears of it
-	cutBefore          // the connection breaks before the server sees it
-	cutAfter           // the connection breaks when it has taken effect
 	terminate          // it is passed on, and the process is asked to stop
 	interrupt          // it is passed on, and ^C is pressed
 	hold               // it is kept back until Proxy.release, and its answer is delivered
@@ -89,22 +87,11 @@ func (p *proxy) step(sql string) (request, verdict) {
 type link struct {
 	proxy          *proxy
 	client, server net.Conn
-	onAnswer       atomic.Int32 // a verdict: what the answer that comes next leads to
+	killed         atomic.Bool // the process is killed at the next answer
 }
 
 // Upstream carries what the client says, whole requests at a time.
-func (l *link) Upstream() {
-	requests, first, err := pgproxy.NewRequests(l.client)
-	if err == nil {
-		_, err = l.server.Write(first)
-	}
-	for err == nil {
-		var r pgproxy.Request
-		if r, err = requests.Next(); err != nil || !l.send(r) {
-			return
-		}
-	}
-}
+func (l *link) Upstream() { pgproxy.Forward(l.client, l.server, l.send) }
 
 // send passes one request on, unless the process dies of it.
 func (l *link) send(said pgproxy.Request) bool {
@@ -114,11 +101,7 @@ func (l *link) send(said pgproxy.Request) bool {
 			l.proxy.signal(syscall.SIGKILL)
 			return false
 		case killAfter:
-			l.onAnswer.Store(int32(killAfter))
-		case cutBefore:
-			return false
-		case cutAfter:
-			l.onAnswer.Store(int32(cutAfter))
+			l.killed.Store(true)
 		case hold:
 			l.proxy.held <- r
 			select {
@@ -139,8 +122,7 @@ func (l *link) send(said pgproxy.Request) bool {
 
 // Downstream carries what the server answers.
 func (l *link) Downstream() {
-	lost := func() bool { return verdict(l.onAnswer.Load()) != pass }
-	if pgproxy.Answers(l.server, l.client, lost) && verdict(l.onAnswer.Load()) == killAfter {
+	if pgproxy.Answers(l.server, l.client, l.killed.Load) {
 		l.proxy.signal(syscall.SIGKILL)
 	}
 }

@@ -9,51 +9,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
-// TestAGracefulStopHandsTheWorkOn: the step under way finishes and is recorded, no further one begins, and
-// another process completes the run at once.
-func TestAGracefulStopHandsTheWorkOn(t *testing.T) {
-	t.Parallel()
-	s := newScene(t)
-	held := s.holdSkill("look", 1)
-	a := s.serve("")
-	id := s.begin()
-	held.wait()
-	a.Signal(syscall.SIGTERM)
-	eventually(t, "the API has closed", func() bool { return s.stopping(a) })
-	held.free()
-	if code := a.Exit(); code != 0 {
-		t.Errorf("exit code %d, want 0", code)
-	}
-	before := s.look()
-	if open := s.running(); len(open) != 0 {
-		t.Errorf("left open: %+v", open)
-	}
-	s.handedBack(id)
-	s.serve("")
-	s.ends(id, "completed")
-	s.whole(id, before)
-}
-
-// TestAStopDoesNotWaitForEver: a step that does not finish within AGENT_SHUTDOWN_TIMEOUT is cut off, and
-// made again elsewhere where that is allowed.
-func TestAStopDoesNotWaitForEver(t *testing.T) {
-	t.Parallel()
-	s := newScene(t)
-	held := s.holdSkill("look", 1)
-	a := s.serve("", "AGENT_SHUTDOWN_TIMEOUT=500ms")
-	id := s.begin()
-	held.wait()
-	a.Signal(syscall.SIGTERM)
-	if code := a.Exit(); code != 0 {
-		t.Errorf("exit code %d, want 0", code)
-	}
-	before := s.look()
-	s.handedBack(id)
-	s.serve("")
-	s.ends(id, "completed")
-	s.whole(id, before)
-}
-
 // TestASecondSignalEndsTheProcess does not wait for what the first one waits for.
 func TestASecondSignalEndsTheProcess(t *testing.T) {
 	t.Parallel()

@@ -54,27 +54,20 @@ type counted struct {
 
 // Upstream carries what a client says, up to the request to die of.
 func (c *counted) Upstream() {
-	requests, first, err := pgproxy.NewRequests(c.client)
-	if err == nil {
-		_, err = c.server.Write(first)
-	}
-	for err == nil {
-		var r pgproxy.Request
-		if r, err = requests.Next(); err != nil {
-			return
-		}
+	pgproxy.Forward(c.client, c.server, func(r pgproxy.Request) bool {
 		last, arrives := false, true
 		if kind := r.Raw[r.Last]; kind == 'Q' || kind == 'S' {
 			last, arrives = c.step()
 		}
+		var err error
 		if arrives {
 			_, err = c.server.Write(r.Raw)
 		}
 		if last {
 			c.die()
-			return
 		}
-	}
+		return err == nil && !last
+	})
 }
 
 // Downstream carries what the server answers.

@@ -30,10 +30,8 @@
 //     undo it, if nobody took the lane since. Everything else that was acknowledged has to survive the crash.
 //   - A history that the checker does not finish within its time counts as a failure.
 //
-// Besides, fenced writes draw a number after their fence: no write under a token may come after one under a larger,
-// and no token is written under by two owners. So are the runs of the real engine (package executions) judged, which
-// share a lane with each other, their children and a plain session, in a database of their own: what the engine does
-// to a lane between two statements of a flow is not in the histories.
+// Fenced writes draw a number after their fence. No write under a token may come after one under a larger token, and
+// no token has writes of two owners.
 //
 // Not claimed: the order in which waiters are served (package lanes tests that), that a lease's context ends in time
 // in a process that was stopped (it cannot: hence the fence), and anything about a machine whose clock jumps back or

@@ -35,8 +35,8 @@ const partVariable = "LANECHECK_PART"
 
 // part is what a process of a scene does.
 type part struct {
-	Role    string   `json:"role"` // sql, lanes, family or engine
-	Own     string   `json:"own"`  // the lane of a family or an engine
+	Role    string   `json:"role"` // sql, lanes or family
+	Own     string   `json:"own"`  // the lane of a family
 	Name    string   `json:"name"`
 	URL     string   `json:"url"`
 	Tape    string   `json:"tape"`
@@ -88,8 +88,6 @@ func act(raw string) error {
 	case "family":
 		p.families(ctx, tape)
 		return nil
-	case "engine":
-		return p.engine(ctx)
 	}
 	return p.workers(ctx, tape)
 }

@@ -51,18 +51,7 @@ type link struct {
 }
 
 // Upstream carries what the client says, whole requests at a time.
-func (l *link) Upstream() {
-	requests, first, err := pgproxy.NewRequests(l.client)
-	if err == nil {
-		_, err = l.server.Write(first)
-	}
-	for err == nil {
-		var r pgproxy.Request
-		if r, err = requests.Next(); err != nil || !l.send(r) {
-			return
-		}
-	}
-}
+func (l *link) Upstream() { pgproxy.Forward(l.client, l.server, l.send) }
 
 // aboutLanes reports a request that asks for a lane, gives one back, or ends a transaction.
 func (l *link) aboutLanes(r pgproxy.Request) bool {

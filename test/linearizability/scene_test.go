@@ -3,29 +3,22 @@
 package linearizability_test
 
 import (
-	"context"
-	"errors"
 	"flag"
 	"fmt"
 	"math/rand/v2"
-	"net/url"
 	"os"
-	"path/filepath"
 	"strconv"
-	"strings"
 	"sync"
 	"syscall"
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
-	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
-	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
 var (
@@ -42,93 +35,25 @@ func envInt(name string, otherwise int) int {
 
 // server is a PostgreSQL of the test's own, which may crash.
 type server struct {
+	*pgtest.OwnServer
+
 	t     testing.TB
-	dir   string
-	own   *pgserver.Server
-	admin *pgxpool.Pool // of the database with the histories
-	flows *pgxpool.Pool // of that in which engines run
+	admin *pgxpool.Pool
 }
 
 func newServer(t testing.TB) *server {
 	t.Helper()
-	dir, err := os.MkdirTemp("", "lanetest-") //nolint:usetesting // the test's own folder is closed to the server's user
-	require.NoError(t, err)
-	s := &server{t: t, dir: dir}
-	t.Cleanup(func() {
-		for _, pool := range []*pgxpool.Pool{s.admin, s.flows} {
-			if pool != nil {
-				pool.Close()
-			}
-		}
-		if s.own != nil {
-			_ = s.own.Stop(context.Background()) // the test may have ended while it was down
-		}
-		if err := os.RemoveAll(dir); err != nil {
-			t.Error(err)
-		}
-	})
-	require.NoError(t, os.Chmod(dir, 0o755))
-	s.start()
-	if _, err := migrations.Up(t.Context(), s.admin); err != nil {
-		t.Fatal(err)
-	}
+	s := &server{OwnServer: pgtest.Own(t), t: t}
+	s.admin = pgtest.Pool(t, s.URL(), postgres.Options{ApplicationName: "lanetest admin"})
 	s.exec(writesTable)
-	s.copy()
 	return s
 }
 
-// flowsDatabase is the database of the engines. They have one of their own, because they would take the executions that
-// plain SQL plays with in the other.
-const flowsDatabase = "flows"
-
-// copy makes the second database, like the first.
-func (s *server) copy() {
-	s.t.Helper()
-	s.admin.Close() // a template has no other connections
-	conn, err := pgx.Connect(s.t.Context(), s.url("template1"))
-	require.NoError(s.t, err)
-	_, err = conn.Exec(s.t.Context(), `create database `+flowsDatabase+` template postgres`)
-	require.NoError(s.t, errors.Join(err, conn.Close(s.t.Context())))
-	s.admin, s.flows = s.open("postgres"), s.open(flowsDatabase)
-}
-
-func (s *server) open(database string) *pgxpool.Pool {
-	s.t.Helper()
-	pool, err := postgres.Open(s.t.Context(), s.url(database), postgres.Options{ApplicationName: "lanetest admin"})
-	require.NoError(s.t, err)
-	return pool
-}
-
-func (s *server) url(database string) string {
-	s.t.Helper()
-	u, err := url.Parse(s.own.URL())
-	require.NoError(s.t, err)
-	u.Path = "/" + database
-	return u.String()
-}
-
-func (s *server) start() {
-	s.t.Helper()
-	own, err := pgserver.Start(s.t.Context(), pgserver.Config{Dir: s.dir, Durable: true, MaxConnections: 200})
-	require.NoError(s.t, err)
-	s.own = own
-	if s.admin == nil {
-		s.admin = s.open("postgres")
-	}
-}
-
-// crash stops the server as pg_ctl's immediate mode does, so that it has to recover, and starts it again.
+// crash crashes the server and starts it again.
 func (s *server) crash() {
 	s.t.Helper()
-	content, err := os.ReadFile(filepath.Join(s.own.Dir(), "data", "postmaster.pid"))
-	require.NoError(s.t, err)
-	first, _, _ := strings.Cut(string(content), "\n")
-	pid, err := strconv.Atoi(strings.TrimSpace(first))
-	require.NoError(s.t, err)
-	require.NoError(s.t, syscall.Kill(pid, syscall.SIGQUIT))
-	_ = s.own.Stop(context.Background()) // it is being stopped
-	<-s.own.Done()
-	s.start()
+	s.Stop(true)
+	s.Start()
 }
 
 func (s *server) exec(sql string, args ...any) {
@@ -139,11 +64,11 @@ func (s *server) exec(sql string, args ...any) {
 }
 
 // count is a number that a query finds; it is asked again while the server comes back.
-func (s *server) count(db *pgxpool.Pool, sql string, args ...any) (n int) {
+func (s *server) count(sql string, args ...any) (n int) {
 	s.t.Helper()
 	deadline := time.Now().Add(patience)
 	for {
-		err := db.QueryRow(s.t.Context(), sql, args...).Scan(&n)
+		err := s.admin.QueryRow(s.t.Context(), sql, args...).Scan(&n)
 		if err == nil {
 			return n
 		}
@@ -158,15 +83,13 @@ type scene struct {
 	t      testing.TB
 	server *server
 	proxy  *proxy
-	aside  *proxy // to the database of the engines
 	dir    string
 	lanes  []string
 	homes  []string // lanes for families, one each
 
-	engines string // the lane of the engines, which is not in the histories
-	round   int
-	seed    uint64
-	rand    *rand.Rand
+	round int
+	seed  uint64
+	rand  *rand.Rand
 
 	mu        sync.Mutex
 	processes []*process
@@ -181,14 +104,13 @@ var skews = []int64{0, 3600, -3600, 86_400 * 400}
 func newScene(t testing.TB, s *server, seed uint64, round int) *scene {
 	t.Helper()
 	c := &scene{
-		t: t, server: s, proxy: newProxy(t, s.url("postgres")), aside: newProxy(t, s.url(flowsDatabase)), dir: t.TempDir(),
+		t: t, server: s, proxy: newProxy(t, s.URL()), dir: t.TempDir(),
 		round: round, seed: seed + uint64(round),
 		rand: rand.New(rand.NewPCG(seed, uint64(round))), faults: map[string]int{}, // not a secret
 	}
 	for n := range 5 {
 		c.lanes = append(c.lanes, fmt.Sprintf("r%d:lane%d", round, n))
 	}
-	c.engines = fmt.Sprintf("objective:r%dengines", round)
 	for n := range 6 {
 		c.homes = append(c.homes, fmt.Sprintf("objective:r%df%d", round, n))
 	}
@@ -205,14 +127,9 @@ func (c *scene) launch(role string) {
 		Role: role, Name: name, URL: c.proxy.url(), Tape: tapeIn(c.dir, name), Lanes: c.lanes, Clients: 3,
 		Seed: c.seed<<8 + uint64(n), Skew: skews[n%len(skews)],
 	}
-	switch role {
-	case "family":
+	if role == "family" {
 		p.Own = c.homes[0]
 		c.homes = c.homes[1:]
-	case "engine":
-		p.Own, p.URL = c.engines, c.aside.url()
-	case "rival":
-		p.Role, p.Lanes, p.URL, p.Clients = "sql", []string{c.engines}, c.aside.url(), 1
 	}
 	c.tapes = append(c.tapes, p.Tape)
 	a := start(c.t, p)
@@ -255,10 +172,6 @@ func (c *scene) kill() {
 	a := c.some()
 	a.kill()
 	c.faults["kill -9"]++
-	if a.part.URL == c.aside.url() && a.part.Role == "sql" {
-		c.launch("rival")
-		return
-	}
 	c.launch(a.part.Role)
 }
 
@@ -278,14 +191,15 @@ func (c *scene) pause() {
 
 // terminate ends some sessions with pg_terminate_backend.
 func (c *scene) terminate() {
-	n := c.server.count(c.server.admin, `select count(pg_terminate_backend(pid)) from (
+	n := c.server.count(`select count(pg_terminate_backend(pid)) from (
 		select pid from pg_stat_activity where application_name = 'lanetest' and pid <> pg_backend_pid()
 		 order by (state <> 'idle') desc, random() limit 3) t`)
 	c.faults["pg_terminate_backend"] += n
 }
 
 // cut breaks the connection of who sends the next request.
-func (c *scene) cut(p *proxy, where cut) {
+func (c *scene) cut(where cut) {
+	p := c.proxy
 	before := p.done[where].Load()
 	p.next.Store(int32(where))
 	for deadline := time.Now().Add(patience); p.done[where].Load() == before; {
@@ -320,17 +234,14 @@ func (c *scene) play() map[string][]*op {
 		c.launch("lanes")
 		c.launch("family")
 	}
-	c.launch("engine")
-	c.launch("engine")
-	c.launch("rival")
 	c.busy(100)
 	acts := []func(){
 		c.kill, c.kill, c.pause, c.pause, c.terminate, c.terminate,
 		c.crash,
 	}
 	for where := unseen; where < cuts; where++ {
-		for _, p := range []*proxy{c.proxy, c.proxy, c.proxy, c.aside} {
-			acts = append(acts, func() { c.cut(p, where) })
+		for range 4 {
+			acts = append(acts, func() { c.cut(where) })
 		}
 	}
 	c.rand.Shuffle(len(acts), func(i, j int) { acts[i], acts[j] = acts[j], acts[i] })
@@ -345,7 +256,6 @@ func (c *scene) play() map[string][]*op {
 	}
 	byLane, err := read(c.tapes)
 	require.NoError(c.t, err)
-	delete(byLane, c.engines) // what the engines do there is not recorded
 	return byLane
 }
 
@@ -377,8 +287,7 @@ func tally(byLane map[string][]*op, into map[string]int) {
 var needed = []string{
 	"acquire yes", "acquire no", "acquire unheard", "try yes", "try no", "await yes", "await no", "renew yes", "renew no",
 	"release yes", "release no", "hand-over", "break yes", "write yes", "write no",
-	"take yes", "loan yes", "claim yes", "park yes", "resume yes", "finish yes", "write of an engine",
-	"write of an engine's child",
+	"take yes", "loan yes", "claim yes", "park yes", "resume yes", "finish yes",
 }
 
 func TestLanesAreLinearizable(t *testing.T) {
@@ -404,7 +313,7 @@ func TestLanesAreLinearizable(t *testing.T) {
 		for name, k := range c.faults {
 			faults[name] += k
 		}
-		c.judgeWrites(did)
+		c.judgeWrites()
 		t.Logf("round %d: %d operations on %d lanes recorded in %s, checked in %s", round, n, len(history),
 			recorded.Round(time.Millisecond), (time.Since(began) - recorded).Round(time.Millisecond))
 		if t.Failed() {
@@ -414,21 +323,15 @@ func TestLanesAreLinearizable(t *testing.T) {
 	t.Logf("%d operations %v, faults %v", all, did, faults)
 }
 
-// judgeWrites looks at what was written behind fences, also by the engines.
-func (c *scene) judgeWrites(did map[string]int) {
+// judgeWrites checks the rows of the fenced writes.
+func (c *scene) judgeWrites() {
 	c.t.Helper()
-	for _, db := range []*pgxpool.Pool{c.server.admin, c.server.flows} {
-		if n := c.server.count(db, backwards); n != 0 {
-			c.t.Errorf("round %d: %d fenced writes under a token after one under a larger", c.round, n)
-		}
-		if n := c.server.count(db, shared); n != 0 {
-			c.t.Errorf("round %d: more than one owner wrote under each of %d tokens", c.round, n)
-		}
+	if n := c.server.count(backwards); n != 0 {
+		c.t.Errorf("round %d: %d fenced writes under a token after one under a larger", c.round, n)
 	}
-	did["write of an engine"] += c.server.count(c.server.flows, `select count(*) from lanetest_writes w
-		join agent_executions x on x.id::text = split_part(w.owner, '#', 1) where w.lane = $1`, c.engines)
-	did["write of an engine's child"] += c.server.count(c.server.flows, `select count(*) from lanetest_writes w
-		join agent_executions x on x.id::text = split_part(w.owner, '#', 1) and x.parent_id is not null where w.lane = $1`, c.engines)
+	if n := c.server.count(shared); n != 0 {
+		c.t.Errorf("round %d: more than one owner wrote under each of %d tokens", c.round, n)
+	}
 }
 
 func missing(did map[string]int) (all []string) {

@@ -87,9 +87,8 @@ func sizeOf(t *testing.T) flowSoak {
 // 1,000.
 func TestFlowsOutliveEverything(t *testing.T) {
 	size := sizeOf(t)
-	server, dir := ownServer(t)
-	n := &noise{t: t, dir: dir, server: server}
-	t.Cleanup(n.stop)
+	server := pgtest.Own(t)
+	n := &noise{t: t, server: server}
 	served := &counter{slow: os.Getenv("AGENT_SOAK") != ""}
 	w := newWorldOn(t, server.URL(), flowsYAML, served.ServeHTTP)
 	pgtest.Exec(w.t, w.db, notedOfFlows)

@@ -4,30 +4,20 @@ package soak_test
 
 import (
 	"context"
-	"fmt"
 	"math/rand/v2"
-	"os"
-	"path/filepath"
-	"strconv"
-	"strings"
 	"sync"
-	"syscall"
 	"testing"
 	"time"
 
-	"github.com/lanekeeper/lanekeeper/internal/pgserver"
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
-	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
-	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
 // noise is what goes wrong while the flows run: processes die without a word, and so does the database.
 type noise struct {
 	t       testing.TB
 	world   *world
-	dir     string // of the server
 	environ []string
 
 	moving sync.Mutex // held while the process of a slot is replaced
@@ -35,7 +25,7 @@ type noise struct {
 	mu       sync.Mutex
 	slots    []*proctest.Process
 	bases    []string // where the slots serve; "" for one that does not
-	server   *pgserver.Server
+	server   *pgtest.OwnServer
 	kills    int
 	restarts int
 }
@@ -132,78 +122,10 @@ func (n *noise) keepRestarting(ctx context.Context, times int, during time.Durat
 		if !testkit.Wait(ctx, during/time.Duration(times+1)) {
 			return
 		}
-		stopServer(n.t, n.server, i%2 == 0)
-		server, err := pgserver.Start(context.WithoutCancel(ctx), pgserver.Config{Dir: n.dir, Durable: true})
-		if err != nil {
-			n.t.Errorf("start the server again: %v", err)
-			return
-		}
+		n.server.Stop(i%2 == 0)
+		n.server.Start()
 		n.mu.Lock()
-		n.server = server
 		n.restarts++
 		n.mu.Unlock()
 	}
-}
-
-// stop ends the server; the test has nothing to do with it any more.
-func (n *noise) stop() {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	if err := n.server.Stop(context.Background()); err != nil {
-		n.t.Error(err)
-	}
-}
-
-// ownServer is a database of the test's own, which may be restarted, with the schema.
-func ownServer(t *testing.T) (*pgserver.Server, string) {
-	t.Helper()
-	dir, err := os.MkdirTemp("", "soak-") //nolint:usetesting // the test's own folder is closed to the server's user
-	require.NoError(t, err)
-	t.Cleanup(func() {
-		if err := os.RemoveAll(dir); err != nil {
-			t.Error(err)
-		}
-	})
-	require.NoError(t, os.Chmod(dir, 0o755))
-	server, err := pgserver.Start(t.Context(), pgserver.Config{Dir: dir, Durable: true})
-	require.NoError(t, err)
-	pool, err := postgres.Open(t.Context(), server.URL(), postgres.Options{})
-	require.NoError(t, err)
-	defer pool.Close()
-	if _, err := migrations.Up(t.Context(), pool); err != nil {
-		t.Fatal(err)
-	}
-	return server, dir
-}
-
-// stopServer stops a server: in order, or as pg_ctl's immediate mode does, so that it has to recover.
-func stopServer(t testing.TB, own *pgserver.Server, immediate bool) {
-	t.Helper()
-	if immediate {
-		pid, err := postmaster(own.Dir())
-		if err == nil {
-			err = syscall.Kill(pid, syscall.SIGQUIT)
-		}
-		if err != nil {
-			t.Errorf("stop the server at once: %v", err)
-		}
-	}
-	if err := own.Stop(context.Background()); err != nil && !immediate {
-		t.Errorf("stop the server: %v", err)
-	}
-	<-own.Done()
-}
-
-// postmaster is the process id of the server whose files are below a folder.
-func postmaster(dir string) (int, error) {
-	content, err := os.ReadFile(filepath.Join(dir, "data", "postmaster.pid"))
-	if err != nil {
-		return 0, err
-	}
-	first, _, _ := strings.Cut(string(content), "\n")
-	pid, err := strconv.Atoi(strings.TrimSpace(first))
-	if err != nil {
-		return 0, fmt.Errorf("read postmaster.pid: %w", err)
-	}
-	return pid, nil
 }
