@@ -307,7 +307,7 @@ func walOf(t testing.TB, db postgres.DB, query string) (records, bytes int64) {
 // A try that fails is a read: however often it is made, the server has nothing to write down.
 func TestAFailedTryWritesNoWAL(t *testing.T) {
 	t.Parallel()
-	const tries = 2000
+	const tries = 200
 	db := pgtest.DB(t)
 	mustTry(t, db, "held", "holder", 3600)
 	mustTry(t, db, "promised", "holder", 3600)
