@@ -3,11 +3,14 @@
 package crash_test
 
 import (
+	"strings"
 	"sync"
 	"testing"
 	"time"
 
 	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
 // stop holds up calls that arrive at it, as an answer that does not come would.
@@ -75,4 +78,111 @@ func (s *scene) holdModel(n int) *stop {
 	defer s.mu.Unlock()
 	s.atModel = func(openai.ChatCompletionRequest) { x.pass() }
 	return x
+}
+
+// TestKillWhileACallIsInFlight kills `agent serve` while the other side has the request and has not
+// answered. What then counts is whether the call may be made again.
+func TestKillWhileACallIsInFlight(t *testing.T) {
+	t.Parallel()
+	cases := map[string]struct {
+		hold  func(s *scene, kills int) *stop
+		skill string // of the row
+		again bool   // it is called again, under the same key
+	}{
+		"a model's answer":          {func(s *scene, n int) *stop { return s.holdModel(n) }, "model_call", true},
+		"an idempotent skill":       {func(s *scene, n int) *stop { return s.holdSkill("look", n) }, "look", true},
+		"a skill that is not so":    {func(s *scene, n int) *stop { return s.holdPay(1, n) }, "pay", false},
+		"an approved call":          {func(s *scene, n int) *stop { return s.holdPay(3, n) }, "pay", false},
+		"the call of an automation": {func(s *scene, n int) *stop { return s.holdPay(7, n) }, "pay", false},
+	}
+	for name, c := range cases {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s := newScene(t)
+			held := c.hold(s, 1)
+			a := s.serve("", "PGAPPNAME="+victim)
+			id := s.begin()
+			held.wait()
+			a.Kill()
+			s.quiet()
+			before := s.look()
+			inFlight := s.running()
+			if len(inFlight) != 1 || inFlight[0].Skill != c.skill || before.calls(inFlight[0].Key) != 1 {
+				t.Fatalf("in flight: %+v", inFlight)
+			}
+			s.hurry()
+			s.serve("")
+			s.ends(id, "completed")
+			s.whole(id, before)
+			want := 1
+			if c.again {
+				want = 2
+			}
+			if got := s.look().calls(inFlight[0].Key); got != want {
+				t.Errorf("the call went out %d times under its key, want %d", got, want)
+			}
+			s.shows(id, "unknown")
+		})
+	}
+}
+
+// TestKillTwiceInTheSameCall: each crash leaves its row, and the key stays the same.
+func TestKillTwiceInTheSameCall(t *testing.T) {
+	t.Parallel()
+	s := newScene(t)
+	held := s.holdSkill("look", 2)
+	id := s.begin()
+	for range 2 {
+		a := s.serve("", "PGAPPNAME="+victim)
+		held.wait()
+		a.Kill()
+		s.quiet()
+		s.hurry()
+	}
+	key := s.running()[0].Key
+	s.serve("")
+	s.ends(id, "completed")
+	now := s.look().rows[key]
+	if now.Unknown != 2 || now.Recorded != 1 || s.called()[key] != 3 {
+		t.Errorf("the log says %+v of a call that was made %d times, want 2 unknown, 1 recorded, 3 calls", now,
+			s.called()[key])
+	}
+	s.phases(id)
+	s.effects(id)
+}
+
+// holdPay holds up the first n payments of an amount.
+func (s *scene) holdPay(amount, n int) *stop {
+	s.t.Helper()
+	x := newStop(s.t, n)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.atSkill = func(c call) {
+		if c.skill == "pay" && strings.Contains(c.args, string(rune('0'+amount))) {
+			x.pass()
+		}
+	}
+	return x
+}
+
+// running lists the calls whose row is open.
+func (s *scene) running() []row {
+	s.t.Helper()
+	var open []row
+	for _, r := range s.look().rows {
+		if r.Running > 0 {
+			open = append(open, r)
+		}
+	}
+	return open
+}
+
+// shows checks that the story of an execution's trace has certain words.
+func (s *scene) shows(id, words string) {
+	s.t.Helper()
+	trace := pgtest.Value[string](s.t, s.db, `select trace_id from agent_executions where id = $1`, id)
+	a := s.agent("", "trace", trace, "--no-color")
+	if code := a.Exit(); code != 0 || !strings.Contains(a.Out.String(), words) {
+		s.t.Errorf("agent trace exits %d and does not show %q:\n%s", code, words, a.Out.String())
+	}
 }

@@ -3,6 +3,7 @@
 package failover_test
 
 import (
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -12,7 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// TestTheDatabaseIsRestartedAndStaysAway while two processes work: in order, without warning, and for a while, in the
+// One of two processes is killed. Then the database is restarted in order, without warning, and for a while, in the
 // long form for longer than a worker's lease.
 func TestTheDatabaseIsRestartedAndStaysAway(t *testing.T) {
 	t.Parallel()
@@ -24,6 +25,10 @@ func TestTheDatabaseIsRestartedAndStaysAway(t *testing.T) {
 	w := newWorld(t, urlOf(s), lease)
 	w.serve(2)
 	l := w.begin()
+	l.atTheWorstMoment()
+	l.kill(0)
+	w.open()
+	l.recovers()
 	for _, outage := range []struct {
 		how  syscall.Signal
 		away time.Duration
@@ -52,6 +57,19 @@ func TestTheDatabaseIsRestartedAndStaysAway(t *testing.T) {
 	l.settle()
 }
 
+// kill kills a process as kill -9 does, ends its lease, and starts another in its place.
+func (l *load) kill(i int) {
+	l.t.Helper()
+	l.agents[i].Kill()
+	pgtest.Exec(l.t, l.db, `update agent_workers set expires_at = clock_timestamp() where name like '%pid ' || $1`,
+		strconv.Itoa(l.agents[i].Cmd.Process.Pid))
+	l.agents[i] = launch(l.t, l.dir, l.environ(), "serve")
+	base := l.agents[i].Base()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.bases[i] = base
+}
+
 // atTheWorstMoment returns when executions wait, and calls of each skill and of the model are under way.
 func (l *load) atTheWorstMoment() {
 	l.t.Helper()
@@ -78,4 +96,21 @@ func (l *load) recovers() {
 		return err == nil && n > 0
 	}, "a heartbeat comes and ends after the outage")
 	l.t.Logf("recovered within %s", time.Since(began).Round(time.Millisecond))
+}
+
+// TestAPrimaryIsLostAndItsStandbyPromoted while two processes work.
+func TestAPrimaryIsLostAndItsStandbyPromoted(t *testing.T) {
+	t.Parallel()
+	primary := newServer(t)
+	standby := standbyOf(t, primary)
+	w := newWorld(t, urlOf(primary, standby), "30s")
+	w.serve(2)
+	l := w.begin()
+	l.atTheWorstMoment()
+	primary.stop(syscall.SIGKILL)
+	w.unready("database")
+	w.open()
+	standby.promote()
+	l.recovers()
+	l.settle()
 }

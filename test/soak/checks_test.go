@@ -2,11 +2,6 @@
 
 package soak_test
 
-import (
-	"maps"
-	"slices"
-)
-
 // checks are the invariants: each query lists what violates one, in words.
 var checks = map[string]string{
 	"no lost update: the counter is what was counted": `
@@ -208,5 +203,3 @@ var checks = map[string]string{
 		                 where a.kind = 'model' and a.trace_id = substring(b.scope from '^run:(.*)$')) u
 		 where b.scope ~ '^run:(ch|op)_[0-9A-Z]{26}$' and b.tokens <> coalesce(u.tokens, 0)`,
 }
-
-func checkNames(of map[string]string) []string { return slices.Sorted(maps.Keys(of)) }

@@ -17,21 +17,12 @@
 // writes only over what a run has read.
 //
 // What was done is then compared with what was asked for. Each invariant is one query that lists violations
-// (checks_test.go, flowschecks_test.go), over the product's tables and a schema `soak` that holds what only the test
+// (checks_test.go), over the product's tables and a schema `soak` that holds what only the test
 // can know: what was sent, answered, called, and logged. Every query is tested by rows that violate it
-// (planted_test.go, flowsplanted_test.go).
+// (planted_test.go).
 //
 // The second test is a visitor who wants what visitors may not have, and a model that does whatever it is told. What
 // counts is what the model was offered and what was executed, not what anybody said.
 //
-// The third test is about flows that last (flows*_test.go). Executions of ten actions and more, several of them in
-// one thread, wait for answers, documents, signatures, tests, events, delays and children, time out in every way, and
-// call skills that may be repeated and skills that must not. Meanwhile three processes are killed in turn, every
-// second or two, and a PostgreSQL of the test's own is restarted, by turns without warning and in good order. What
-// people answer comes twice at once, before it is waited for, or after the wait timed out. When peace has come,
-// everything must have ended as its scenario says, every word must have been said once and in its place, no event may
-// be lost and no recorded result changed; what was done twice must show in the log; and nothing may be left.
-//
-// An ordinary run is 20 seconds of load, and 60 flows in 25 seconds; AGENT_SOAK=5m makes them longer, and the flows
-// 1,000. There is nothing here to import.
+// An ordinary run is 20 seconds of load; AGENT_SOAK=5m makes it longer. There is nothing here to import.
 package soak

@@ -5,6 +5,7 @@ package soak_test
 import (
 	"context"
 	"fmt"
+	"maps"
 	"os"
 	"slices"
 	"strings"
@@ -117,7 +118,7 @@ func TestEverythingAtOnce(t *testing.T) {
 	l.group.Wait()
 	l.settle(first, second)
 	l.noteLanes(append(l.finished, first, second)...)
-	for _, name := range checkNames(checks) {
+	for _, name := range slices.Sorted(maps.Keys(checks)) {
 		for i, violation := range pgtest.Column[string](t, w.db, checks[name]) {
 			if i == 10 {
 				t.Errorf("%s: and more", name)

@@ -53,20 +53,10 @@ const noted = `
 // newWorld makes a world whose workspace is yaml; %s in it is the address of the skills' server.
 func newWorld(t testing.TB, yaml string) *world {
 	t.Helper()
-	return newWorldOn(t, pgtest.URL(t), yaml, nil)
-}
-
-// newWorldOn is newWorld on a database of the caller's, which has the schema, and with the caller's own server of
-// skills.
-func newWorldOn(t testing.TB, url, yaml string, skills http.HandlerFunc) *world {
-	t.Helper()
-	w := &world{t: t, url: url, model: modeltest.New(t), dir: t.TempDir()}
-	if skills == nil {
-		skills = w.serveSkill
-	}
+	w := &world{t: t, url: pgtest.URL(t), model: modeltest.New(t), dir: t.TempDir()}
 	w.db = pgtest.Pool(t, w.url, postgres.Options{MaxConns: 8, ApplicationName: "soak"})
 	pgtest.Exec(w.t, w.db, noted)
-	served := testkit.Serve(t, skills)
+	served := testkit.Serve(t, http.HandlerFunc(w.serveSkill))
 	require.NoError(t, os.Mkdir(filepath.Join(w.dir, "workspace"), 0o755))
 	file := filepath.Join(w.dir, "workspace", "all.yaml")
 	require.NoError(t, os.WriteFile(file, []byte(strings.ReplaceAll(yaml, "%s", served)), 0o600))
