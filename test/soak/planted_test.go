@@ -203,7 +203,6 @@ func TestEveryCheckCanFail(t *testing.T) {
 			t.Errorf("there is no check %q", name)
 		}
 	}
-	ctx := t.Context()
 	for _, sql := range []string{noted, helpers} {
 		pgtest.Exec(t, db, sql)
 	}
