@@ -352,12 +352,9 @@ func startError(err error) error {
 // flowNames lists the startable flows.
 func (s *server) flowNames(ctx context.Context) ([]string, error) {
 	rows, err := s.pool.Query(ctx, `select name from agent_flows where current order by name limit 200`)
+	names, err := postgres.Collect(rows, err, "list flows", pgx.RowTo[string])
 	if err != nil {
-		return nil, fmt.Errorf("list flows: %w", err)
-	}
-	names, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		return nil, fmt.Errorf("list flows: %w", err)
+		return nil, err
 	}
 	for _, name := range s.engine.Flows() {
 		if _, reserved := reservedFlows[name]; !reserved {

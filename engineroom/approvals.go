@@ -92,13 +92,10 @@ func (room *Room) approvalsList(ctx context.Context, v *visit) (any, error) {
 	slices.SortFunc(all, func(a, b approvalRow) int {
 		return cmp.Or(b.ExpiresAt.Compare(a.ExpiresAt), strings.Compare(b.ID, a.ID))
 	})
-	list, more := onPage(all, maxApprovals)
-	older := ""
-	if more {
-		last := list[len(list)-1]
-		older = v.at("before", last.ExpiresAt.UTC().Format(time.RFC3339Nano)+"_"+last.ID)
-	}
-	return map[string]any{"Approvals": list, "Status": want.Status, "Older": older, "First": want.BeforeID == ""}, nil
+	list, links := paged(v, all, maxApprovals, func(a approvalRow) string {
+		return a.ExpiresAt.UTC().Format(time.RFC3339Nano) + "_" + a.ID
+	})
+	return map[string]any{"Approvals": list, "Status": want.Status, "Links": links}, nil
 }
 
 // approvalsIn reads approvals in one state: expired, not expired, or (empty) both.
@@ -107,7 +104,7 @@ func (room *Room) approvalsIn(ctx context.Context, want approvalFilter, status, 
 	if want.BeforeID != "" {
 		before.InfinityModifier = pgtype.Finite
 	}
-	rows, err := room.Read.Query(ctx, `
+	return postgres.Rows[approvalRow](ctx, room.Read, "list approvals", `
 		select a.id::text, a.skill_name, a.skill_revision, a.trace_id, a.execution_id::text, a.parked, a.decided_by,
 		       left(a.reason, 300) as reason, a.decided_at, a.consumed_at, a.expires_at, a.created_at, coalesce(e.flow, '') as flow,
 		       case when @time::text = 'over' then 'expired' else a.status end as status,
@@ -120,14 +117,6 @@ func (room *Room) approvalsIn(ctx context.Context, want approvalFilter, status, 
 			"status": status, "time": times, "before_at": before, "most": maxApprovals,
 			"before_id": cmp.Or(want.BeforeID, "ffffffff-ffff-ffff-ffff-ffffffffffff"),
 		})
-	if err != nil {
-		return nil, fmt.Errorf("list approvals: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[approvalRow])
-	if err != nil {
-		return nil, fmt.Errorf("list approvals: %w", err)
-	}
-	return list, nil
 }
 
 // maxArguments bounds the arguments shown in full, in bytes. Longer ones cannot be approved here.
@@ -185,21 +174,13 @@ func (a approvalFacts) Changed() bool {
 func (a approvalFacts) Whole() bool { return a.Bytes <= maxArguments }
 
 func (room *Room) approvalDecision(ctx context.Context, v *visit) (any, error) {
-	rows, err := room.Read.Query(ctx, `
+	return postgres.Row[approvalFacts](ctx, room.Read, "read approval", `
 		select a.id::text, a.skill_name, a.skill_revision, a.trace_id, a.execution_id::text, a.parked, a.arguments_hash,
 		       case when a.status in ('pending', 'approved') and a.expires_at <= clock_timestamp() then 'expired' else a.status end as status,
 		       a.decided_by, left(a.reason, 4000) as reason, a.decided_at, a.consumed_at, a.expires_at, a.created_at,
 		       octet_length(a.arguments::text) as bytes, s.revision as revision_now
 		  from agent_approvals a left join agent_skills s on s.name = a.skill_name where a.id = @id`,
 		postgres.Strict{"id": v.About})
-	if err != nil {
-		return nil, fmt.Errorf("read approval: %w", err)
-	}
-	a, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[approvalFacts])
-	if err != nil {
-		return nil, fmt.Errorf("read approval: %w", err)
-	}
-	return a, nil
 }
 
 // approvalArguments formats the stored arguments. They are not redacted, because the approver must see the exact
@@ -269,7 +250,7 @@ type approvalOutcome struct {
 }
 
 func (room *Room) approvalAfter(ctx context.Context, v *visit) (any, error) {
-	rows, err := room.Read.Query(ctx, `
+	came, err := postgres.Row[approvalOutcome](ctx, room.Read, "read what came of the decision", `
 		select case when a.status in ('pending', 'approved') and a.expires_at <= clock_timestamp() then 'expired' else a.status end as status,
 		       a.parked, a.consumed_at, coalesce(e.id::text, '') as execution_id, coalesce(e.flow, '') as flow, coalesce(e.status, '') as state,
 		       coalesce(e.waiting_for, '') as waiting_for, coalesce(left(e.result_summary, 2000), '') as summary,
@@ -286,11 +267,7 @@ func (room *Room) approvalAfter(ctx context.Context, v *visit) (any, error) {
 		     order by x.id desc limit 1) c on true
 		 where a.id = @id`, postgres.Strict{"id": v.About})
 	if err != nil {
-		return nil, fmt.Errorf("read what came of the decision: %w", err)
-	}
-	came, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[approvalOutcome])
-	if err != nil {
-		return nil, fmt.Errorf("read what came of the decision: %w", err)
+		return nil, err
 	}
 	id, _ := v.About.(string)
 	asked, err := approvals.Get(ctx, room.Read, id)

@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -85,20 +84,9 @@ const automationColumns = `a.id::text, a.name, left(a.description, 300) as descr
 	coalesce(r.status, '') as run_status, coalesce(left(r.trace_id, 300), '') as run_trace, coalesce(left(r.error_message, 300), '') as run_error,
 	r.claimed_at as run_at`
 
-func collectAutomations(rows pgx.Rows, err error) ([]automationRow, error) {
-	if err != nil {
-		return nil, fmt.Errorf("list automations: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[automationRow])
-	if err != nil {
-		return nil, fmt.Errorf("list automations: %w", err)
-	}
-	return list, nil
-}
-
 func (room *Room) automationsList(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(automationFilter)
-	all, err := collectAutomations(room.Read.Query(ctx, `
+	all, err := postgres.Rows[automationRow](ctx, room.Read, "list automations", `
 		select `+automationColumns+`
 		  from agent_automations a
 		  left join lateral (
@@ -107,23 +95,19 @@ func (room *Room) automationsList(ctx context.Context, v *visit) (any, error) {
 		 where a.disabled_by <> 'proposal' and (@state = '' or a.enabled = (@state = 'enabled'))
 		   and (@before = '' or a.id < nullif(@before, '')::uuid)
 		 order by a.id desc limit @most + 1`,
-		freshPlan, postgres.Strict{"state": want.State, "before": want.Before, "most": mostAutomations}))
+		freshPlan, postgres.Strict{"state": want.State, "before": want.Before, "most": mostAutomations})
 	if err != nil {
 		return nil, err
 	}
-	list, more := onPage(all, mostAutomations)
-	older := ""
-	if more {
-		older = v.at("before", list[len(list)-1].ID)
-	}
-	return map[string]any{"Automations": list, "State": want.State, "Older": older, "First": want.Before == ""}, nil
+	list, links := paged(v, all, mostAutomations, func(a automationRow) string { return a.ID })
+	return map[string]any{"Automations": list, "State": want.State, "Links": links}, nil
 }
 
 func (room *Room) automationProposals(ctx context.Context, _ *visit) (any, error) {
-	return collectAutomations(room.Read.Query(ctx, `
+	return postgres.Rows[automationRow](ctx, room.Read, "list automations", `
 		select `+automationColumns+`
 		  from agent_automations a left join agent_automation_runs r on false
-		 where a.disabled_by = 'proposal' order by a.id desc limit @most`, postgres.Strict{"most": maxProposals}))
+		 where a.disabled_by = 'proposal' order by a.id desc limit @most`, postgres.Strict{"most": maxProposals})
 }
 
 // automationRun is one run of an automation.
@@ -139,24 +123,13 @@ const runColumns = `r.id::text, a.name as automation, r.cause, r.status, left(r.
 	coalesce(left(r.output::text, 2000), '') as output, r.attempt, r.scheduled_for, r.created_at, r.retry_at, r.finished_at,
 	r.execution_id::text`
 
-func collectAutomationRuns(rows pgx.Rows, err error) ([]automationRun, error) {
-	if err != nil {
-		return nil, fmt.Errorf("list runs: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[automationRun])
-	if err != nil {
-		return nil, fmt.Errorf("list runs: %w", err)
-	}
-	return list, nil
-}
-
 // automationsDead lists the newest dead runs of all automations.
 func (room *Room) automationsDead(ctx context.Context, _ *visit) (any, error) {
-	all, err := collectAutomationRuns(room.Read.Query(ctx, `
+	all, err := postgres.Rows[automationRun](ctx, room.Read, "list runs", `
 		select `+runColumns+`
 		  from (select * from agent_automation_runs x where x.status = 'dead' order by x.id desc limit @most + 1) r
 		  join agent_automations a on a.id = r.automation_id
-		 order by r.id desc`, postgres.Strict{"most": mostDead}))
+		 order by r.id desc`, postgres.Strict{"most": mostDead})
 	if err != nil {
 		return nil, err
 	}
@@ -212,7 +185,7 @@ type automationFacts struct {
 
 func (room *Room) automationDefinition(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(automationVisit)
-	rows, err := room.Read.Query(ctx, `
+	a, err := postgres.Row[automationFacts](ctx, room.Read, "read automation", `
 		select a.id::text, a.name, left(a.description, 8192) as description, a.trigger,
 		       left(a.cron, 300) as cron, left(a.timezone, 300) as timezone, left(a.event, 300) as event, left(a.signal, 4000) as signal,
 		       a.skill_name, left(a.prompt, 8192) as prompt, a.flow, a.enabled, a.disabled_by, left(a.disabled_reason, 2000) as disabled_reason,
@@ -223,11 +196,7 @@ func (room *Room) automationDefinition(ctx context.Context, v *visit) (any, erro
 		       '' as run_status, '' as run_trace, '' as run_error, null::timestamptz as run_at
 		  from agent_automations a where a.id = @id`, postgres.Strict{"id": want.ID, "most": maxShown})
 	if err != nil {
-		return nil, fmt.Errorf("read automation: %w", err)
-	}
-	a, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[automationFacts])
-	if err != nil {
-		return nil, fmt.Errorf("read automation: %w", err)
+		return nil, err
 	}
 	a.Arguments = argumentsShown(a.Arguments)
 	return a, nil
@@ -243,42 +212,30 @@ func argumentsShown(text string) string {
 
 func (room *Room) automationRuns(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(automationVisit)
-	all, err := collectAutomationRuns(room.Read.Query(ctx, `
+	all, err := postgres.Rows[automationRun](ctx, room.Read, "list runs", `
 		select `+runColumns+`
 		  from agent_automation_runs r join agent_automations a on a.id = r.automation_id
 		 where r.automation_id = @id and (@before = '' or r.id < nullif(@before, '')::uuid)
 		 order by r.id desc limit @most + 1`,
-		freshPlan, postgres.Strict{"id": want.ID, "before": want.Before, "most": mostRuns}))
+		freshPlan, postgres.Strict{"id": want.ID, "before": want.Before, "most": mostRuns})
 	if err != nil {
 		return nil, err
 	}
-	list, more := onPage(all, mostRuns)
-	older := ""
-	if more {
-		older = v.at("before", list[len(list)-1].ID)
-	}
+	list, links := paged(v, all, mostRuns, func(r automationRun) string { return r.ID })
 	for i := range list {
 		list[i].Output = redact.Text(list[i].Output, maxShown)
 	}
-	return map[string]any{"Runs": list, "Older": older, "Newest": firstPage(v, want.Before)}, nil
-}
-
-// firstPage returns the URL of the first page; empty on it.
-func firstPage(v *visit, before string) string {
-	if before == "" {
-		return ""
-	}
-	return v.at("before", "")
+	return map[string]any{"Runs": list, "Links": links}, nil
 }
 
 // automationDead lists the automation's dead runs.
 func (room *Room) automationDead(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(automationVisit)
-	all, err := collectAutomationRuns(room.Read.Query(ctx, `
+	all, err := postgres.Rows[automationRun](ctx, room.Read, "list runs", `
 		select `+runColumns+`
 		  from agent_automation_runs r join agent_automations a on a.id = r.automation_id
 		 where r.automation_id = @id and r.status = 'dead' order by r.id desc limit @most + 1`,
-		postgres.Strict{"id": want.ID, "most": mostDead}))
+		postgres.Strict{"id": want.ID, "most": mostDead})
 	if err != nil {
 		return nil, err
 	}

@@ -81,7 +81,7 @@ type deliveryRow struct {
 
 func (room *Room) deliveriesList(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(deliveryFilter)
-	rows, err := room.Read.Query(ctx, `
+	all, err := postgres.Rows[deliveryRow](ctx, room.Read, "list deliveries", `
 		select d.id::text, d.endpoint, d.delivery_id, d.status, left(d.last_trace_id, 300) as trace_id, d.execution_id::text, d.attempts, d.replays,
 		       d.repeats, d.conflicts, octet_length(d.body)::bigint as bytes, d.next_attempt_at, d.received_at,
 		       coalesce(left(d.error_message, 300), '') as error, coalesce(e.scheme, '') as scheme,
@@ -92,36 +92,19 @@ func (room *Room) deliveriesList(ctx context.Context, v *visit) (any, error) {
 		 order by d.id desc limit @most + 1`,
 		freshPlan, postgres.Strict{"endpoint": want.Endpoint, "status": want.Status, "before": want.Before, "most": mostDeliveries})
 	if err != nil {
-		return nil, fmt.Errorf("list deliveries: %w", err)
-	}
-	all, err := pgx.CollectRows(rows, pgx.RowToStructByName[deliveryRow])
-	if err != nil {
-		return nil, fmt.Errorf("list deliveries: %w", err)
+		return nil, err
 	}
 	endpoints, err := names(room.Read.Query(ctx, `select name from agent_webhook_endpoints order by name limit 200`))
 	if err != nil {
 		return nil, err
 	}
-	list, more := onPage(all, mostDeliveries)
-	older := ""
-	if more {
-		older = v.at("before", list[len(list)-1].ID)
-	}
-	return map[string]any{
-		"Deliveries": list, "Want": want, "Endpoints": endpoints, "Statuses": webhooks.Statuses(), "Older": older, "Newest": firstPage(v, want.Before),
-	}, nil
+	list, links := paged(v, all, mostDeliveries, func(d deliveryRow) string { return d.ID })
+	return map[string]any{"Deliveries": list, "Want": want, "Endpoints": endpoints, "Statuses": webhooks.Statuses(), "Links": links}, nil
 }
 
 // names reads a query's single column.
 func names(rows pgx.Rows, err error) ([]string, error) {
-	if err != nil {
-		return nil, fmt.Errorf("list names: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		return nil, fmt.Errorf("list names: %w", err)
-	}
-	return list, nil
+	return postgres.Collect(rows, err, "list names", pgx.RowTo[string])
 }
 
 // rejectedRequest is a note about requests with a bad signature, at most one a minute.
@@ -131,19 +114,11 @@ type rejectedRequest struct {
 }
 
 func (room *Room) deliveriesRefused(ctx context.Context, _ *visit) (any, error) {
-	rows, err := room.Read.Query(ctx, `
+	return postgres.Rows[rejectedRequest](ctx, room.Read, "list refusals", `
 		select a.id::text, a.trace_id, coalesce(a.input ->> 'endpoint', '') as endpoint, coalesce(a.input ->> 'count', '') as count,
 		       coalesce(left(a.error_message, 300), '') as why, a.created_at
 		  from agent_activity a where a.skill_name = 'webhook_refused' order by a.id desc limit @most`,
 		freshPlan, postgres.Strict{"most": mostRefusals})
-	if err != nil {
-		return nil, fmt.Errorf("list refusals: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[rejectedRequest])
-	if err != nil {
-		return nil, fmt.Errorf("list refusals: %w", err)
-	}
-	return list, nil
 }
 
 // targetRow is a target with its pending messages.
@@ -166,7 +141,7 @@ func (targetRow) Capped(n int64) string {
 }
 
 func (room *Room) deliveryTargets(ctx context.Context, _ *visit) (any, error) {
-	rows, err := room.Read.Query(ctx, `
+	all, err := postgres.Rows[targetRow](ctx, room.Read, "list targets", `
 		select t.id::text, t.name, left(t.url, 2048) as url, array(select left(coalesce(e, ''), 200) from unnest(t.events[:20]) e) as events,
 		       t.enabled, left(t.disabled_by, 300) as disabled_by, left(t.disabled_reason, 300) as disabled_reason, t.failures,
 		       t.failing_since, case when t.blocked_until > clock_timestamp() then t.blocked_until end as blocked_until,
@@ -175,11 +150,7 @@ func (room *Room) deliveryTargets(ctx context.Context, _ *visit) (any, error) {
 		  from agent_webhook_targets t order by t.name limit @most + 1`,
 		postgres.Strict{"most": mostTargets, "count": maxCounted})
 	if err != nil {
-		return nil, fmt.Errorf("list targets: %w", err)
-	}
-	all, err := pgx.CollectRows(rows, pgx.RowToStructByName[targetRow])
-	if err != nil {
-		return nil, fmt.Errorf("list targets: %w", err)
+		return nil, err
 	}
 	for i := range all {
 		all[i].URL = redact.Text(all[i].URL, maxValue)
@@ -234,7 +205,7 @@ func (d deliveryDetail) Settled() bool {
 func (d deliveryDetail) Seen() string { return strconv.Itoa(d.Replays) }
 
 func (room *Room) deliveryFacts(ctx context.Context, v *visit) (any, error) {
-	rows, err := room.Read.Query(ctx, `
+	d, err := postgres.Row[deliveryDetail](ctx, room.Read, "read delivery", `
 		select d.id::text, d.endpoint, d.delivery_id, d.status, left(d.last_trace_id, 300) as trace_id, left(d.trace_id, 300) as first_trace_id, d.execution_id::text,
 		       d.attempts, d.replays, d.repeats, d.conflicts, octet_length(d.body)::bigint as bytes, d.next_attempt_at, d.received_at, d.finished_at, d.updated_at,
 		       coalesce(left(d.error_message, 4000), '') as error, coalesce(e.scheme, '') as scheme, left(d.body_sha256, 100) as body_sha256,
@@ -243,11 +214,7 @@ func (room *Room) deliveryFacts(ctx context.Context, v *visit) (any, error) {
 		  from agent_webhook_deliveries d left join agent_webhook_endpoints e on e.name = d.endpoint where d.id = @id`,
 		postgres.Strict{"id": v.About})
 	if err != nil {
-		return nil, fmt.Errorf("read delivery: %w", err)
-	}
-	d, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[deliveryDetail])
-	if err != nil {
-		return nil, fmt.Errorf("read delivery: %w", err)
+		return nil, err
 	}
 	if d.Outcome != "" {
 		d.Outcome = argumentsShown(d.Outcome)
@@ -263,17 +230,13 @@ type deliveryAttempt struct {
 }
 
 func (room *Room) deliveryAttempts(ctx context.Context, v *visit) (any, error) {
-	rows, err := room.Read.Query(ctx, `
+	all, err := postgres.Rows[deliveryAttempt](ctx, room.Read, "list attempts", `
 		select a.id::text, left(a.step, 200) as step, a.skill_name, a.status, coalesce(left(a.error_message, 1000), '') as error,
 		       coalesce(left(a.output::text, 2000), '') as output, a.duration_ms as millis, a.created_at
 		  from agent_webhook_deliveries d join agent_activity a on a.execution_id = d.execution_id
 		 where d.id = @id order by a.id limit @most + 1`, freshPlan, postgres.Strict{"id": v.About, "most": maxAttempts})
 	if err != nil {
-		return nil, fmt.Errorf("list attempts: %w", err)
-	}
-	all, err := pgx.CollectRows(rows, pgx.RowToStructByName[deliveryAttempt])
-	if err != nil {
-		return nil, fmt.Errorf("list attempts: %w", err)
+		return nil, err
 	}
 	list, more := onPage(all, maxAttempts)
 	return map[string]any{"Attempts": list, "More": more}, nil
@@ -370,47 +333,34 @@ func (room *Room) messagesList(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	list, more := onPage(all, maxMessages)
-	older := ""
-	if more && want.Status == "dead" {
-		older = v.at("before", list[len(list)-1].ID)
+	list, links := paged(v, all, maxMessages, func(m messageRow) string { return m.ID })
+	more := want.Status == "pending" && links.Older != ""
+	if more {
+		links.Older = "" // the order of sending changes, so it has no second page
 	}
-	return map[string]any{
-		"Messages": list, "Want": want, "Targets": targets, "More": more, "Older": older, "Newest": firstPage(v, want.Before),
-	}, nil
+	return map[string]any{"Messages": list, "Want": want, "Targets": targets, "More": more, "Links": links}, nil
 }
 
 func (room *Room) pendingMessages(ctx context.Context, want messageFilter) ([]messageRow, error) {
-	return collectMessages(room.Read.Query(ctx, `
+	return postgres.Rows[messageRow](ctx, room.Read, "list messages", `
 		select `+messageColumns+`
 		  from (select * from agent_webhook_targets where @target = '' or name = @target order by name limit 200) t
 		 cross join lateral (
 		    select * from agent_webhook_outbox x where x.target_id = t.id and x.status = 'pending'
 		     order by x.next_attempt_at limit @most + 1) o
 		 order by o.next_attempt_at, o.id limit @most + 1`,
-		freshPlan, postgres.Strict{"target": want.Target, "most": maxMessages}))
+		freshPlan, postgres.Strict{"target": want.Target, "most": maxMessages})
 }
 
 func (room *Room) deadMessages(ctx context.Context, want messageFilter) ([]messageRow, error) {
-	return collectMessages(room.Read.Query(ctx, `
+	return postgres.Rows[messageRow](ctx, room.Read, "list messages", `
 		select `+messageColumns+`
 		  from (select * from agent_webhook_targets where @target = '' or name = @target order by name limit 200) t
 		 cross join lateral (
 		    select * from agent_webhook_outbox x where x.target_id = t.id and x.status = 'dead'
 		       and (@before = '' or x.id < nullif(@before, '')::uuid) order by x.id desc limit @most + 1) o
 		 order by o.id desc limit @most + 1`,
-		freshPlan, postgres.Strict{"target": want.Target, "before": want.Before, "most": maxMessages}))
-}
-
-func collectMessages(rows pgx.Rows, err error) ([]messageRow, error) {
-	if err != nil {
-		return nil, fmt.Errorf("list messages: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[messageRow])
-	if err != nil {
-		return nil, fmt.Errorf("list messages: %w", err)
-	}
-	return list, nil
+		freshPlan, postgres.Strict{"target": want.Target, "before": want.Before, "most": maxMessages})
 }
 
 // messagePage shows one message to a target.
@@ -441,15 +391,11 @@ type messageDetail struct {
 }
 
 func (room *Room) messageFacts(ctx context.Context, v *visit) (any, error) {
-	rows, err := room.Read.Query(ctx, `
+	m, err := postgres.Row[messageDetail](ctx, room.Read, "read message", `
 		select `+messageColumns+`, left(o.payload::text, 40000) as payload
 		  from agent_webhook_outbox o join agent_webhook_targets t on t.id = o.target_id where o.id = @id`, postgres.Strict{"id": v.About})
 	if err != nil {
-		return nil, fmt.Errorf("read message: %w", err)
-	}
-	m, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[messageDetail])
-	if err != nil {
-		return nil, fmt.Errorf("read message: %w", err)
+		return nil, err
 	}
 	m.Payload = argumentsShown(m.Payload)
 	return m, nil

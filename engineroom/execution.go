@@ -108,7 +108,7 @@ func (room *Room) executionFacts(ctx context.Context, v *visit) (any, error) {
 }
 
 func (room *Room) factOf(ctx context.Context, id string) (executionRecord, error) {
-	rows, err := room.Read.Query(ctx, `
+	x, err := postgres.Row[executionRecord](ctx, room.Read, "read execution", `
 		select e.id::text, e.trace_id, e.surface, left(e.agent, 100) as agent, e.flow, e.status, left(e.queue, 100) as queue, e.flow_version, e.parent_id::text, e.thread_id,
 		       e.forked_from::text, left(e.forked_step, 600) as forked_step, e.priority, e.attempt, e.max_attempts, e.wait_number,
 		       e.progress_seconds, left(e.on_lost, 100) as on_lost, e.outside, e.claim, e.claimed_by::text,
@@ -118,11 +118,7 @@ func (room *Room) factOf(ctx context.Context, id string) (executionRecord, error
 		  from agent_executions e left join agent_workers w on w.id = e.claimed_by
 		 where e.id = @id`, postgres.Strict{"id": id})
 	if err != nil {
-		return executionRecord{}, fmt.Errorf("read execution: %w", err)
-	}
-	x, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[executionRecord])
-	if err != nil {
-		return executionRecord{}, fmt.Errorf("read execution: %w", err)
+		return executionRecord{}, err
 	}
 	for _, text := range []**string{&x.ForkedStep, &x.FailedStep, &x.CancelReason} {
 		if *text != nil {
@@ -174,14 +170,11 @@ func (room *Room) executionWait(ctx context.Context, v *visit) (any, error) {
 		w.Raise = len(w.Key) <= maxEventKey && redact.Text(w.Key, maxValue) == w.Key && !strings.ContainsFunc(w.Key, changesReading)
 	}
 	w.Key, w.Step = redact.Text(w.Key, maxValue), redact.Text(w.Step, maxValue)
-	rows, err := room.Read.Query(ctx, `
+	w.Requests, err = postgres.Rows[openRequest](ctx, room.Read, "read what was asked of people", `
 		select r.id::text, r.kind, left(r.title, 400) as title, r.status, cardinality(r.items) as items, r.created_at
 		  from agent_requests r where r.execution_id = @id order by r.id desc limit 20`, postgres.Strict{"id": w.ID})
 	if err != nil {
-		return nil, fmt.Errorf("read what was asked of people: %w", err)
-	}
-	if w.Requests, err = pgx.CollectRows(rows, pgx.RowToStructByName[openRequest]); err != nil {
-		return nil, fmt.Errorf("read what was asked of people: %w", err)
+		return nil, err
 	}
 	return w, nil
 }
@@ -236,7 +229,7 @@ type executionLane struct {
 
 // executionLanes reads the lanes that the execution holds, borrows or has lent.
 func (room *Room) executionLanes(ctx context.Context, v *visit) (any, error) {
-	rows, err := room.Read.Query(ctx, `
+	list, err := postgres.Rows[executionLane](ctx, room.Read, "read the lanes of the execution", `
 		select k.* from ((select l.lane, l.fencing_token, l.locked_at, case when not l.parked then l.expires_at end as expires_at,
 		        (select o.lender::text from agent_lock_loans o where o.lane = l.lane order by o.depth desc limit 1) as lender,
 		        null::text as borrower
@@ -248,11 +241,7 @@ func (room *Room) executionLanes(ctx context.Context, v *visit) (any, error) {
 		  where o.lender = @id limit @most)) k order by k.lane`, freshPlan,
 		postgres.Strict{"id": v.About.(executionVisit).ID, "most": lanesShown})
 	if err != nil {
-		return nil, fmt.Errorf("read the lanes of the execution: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[executionLane])
-	if err != nil {
-		return nil, fmt.Errorf("read the lanes of the execution: %w", err)
+		return nil, err
 	}
 	return map[string]any{"Lanes": list}, nil
 }
@@ -266,7 +255,7 @@ type sentMessage struct {
 
 // executionMessages reads its messages, newest first, in the order of the index on the execution; see descendants.
 func (room *Room) executionMessages(ctx context.Context, v *visit) (any, error) {
-	rows, err := room.Read.Query(ctx, `
+	list, err := postgres.Rows[sentMessage](ctx, room.Read, "read the messages of the execution", `
 		select m.id::text, m.thread_id, m.status, left(m.content, 600) as text, octet_length(m.content) as bytes, m.created_at
 		  from (select y.id from (select x.id, x.execution_id from agent_messages x
 		          where x.execution_id <= @id order by x.execution_id desc limit @near) y
@@ -274,11 +263,7 @@ func (room *Room) executionMessages(ctx context.Context, v *visit) (any, error) 
 		  join agent_messages m on m.id = p.id
 		 order by m.id desc`, freshPlan, postgres.Strict{"id": v.About.(executionVisit).ID, "most": messagesShown, "near": 20 * messagesShown})
 	if err != nil {
-		return nil, fmt.Errorf("read the messages of the execution: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[sentMessage])
-	if err != nil {
-		return nil, fmt.Errorf("read the messages of the execution: %w", err)
+		return nil, err
 	}
 	for i := range list {
 		list[i].Text = clip(list[i].Text, list[i].Bytes, 300)
@@ -458,12 +443,9 @@ func (room *Room) forks(ctx context.Context, id string) ([]fork, error) {
 		  select y.id, y.status, y.forked_step, y.created_at, y.forked_from from agent_executions y
 		   where y.forked_from <= @id order by y.forked_from desc limit @near) x
 		 where x.forked_from = @id order by x.id desc limit @most`, freshPlan, postgres.Strict{"id": id, "most": forksMax, "near": 4 * forksMax})
+	list, err := postgres.Collect(rows, err, "read the forks of the execution", pgx.RowToStructByPos[fork])
 	if err != nil {
-		return nil, fmt.Errorf("read the forks of the execution: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByPos[fork])
-	if err != nil {
-		return nil, fmt.Errorf("read the forks of the execution: %w", err)
+		return nil, err
 	}
 	for i := range list {
 		list[i].From = strings.TrimSpace(redact.Text(list[i].From, maxValue))

@@ -78,12 +78,9 @@ func (x executionRow) TraceEnd() string { return "…" + x.TraceID[max(len(x.Tra
 
 // collectExecutions reads rows of a listing, redacted.
 func collectExecutions(rows pgx.Rows, err error) ([]executionRow, error) {
+	list, err := postgres.Collect(rows, err, "list executions", pgx.RowToStructByName[executionRow])
 	if err != nil {
-		return nil, fmt.Errorf("list executions: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[executionRow])
-	if err != nil {
-		return nil, fmt.Errorf("list executions: %w", err)
+		return nil, err
 	}
 	for i := range list {
 		list[i].About = clip(redact.Text(list[i].About, maxValue), list[i].AboutBytes, 160)
@@ -562,7 +559,7 @@ func (a admission) Full() bool { return a.Running >= int64(a.Most) }
 
 // executionQueue reads the ready work by kind, and the limits.
 func (room *Room) executionQueue(ctx context.Context, _ *visit) (any, error) {
-	rows, err := room.Read.Query(ctx, `
+	ready, err := postgres.Rows[readyKind](ctx, room.Read, "read the queue", `
 		select k.queue, left(k.flow, 200) as flow, k.surface,
 		       (select count(*) from (select from agent_executions x
 		          where x.claimed_by is null and x.status in ('pending', 'running') and not x.outside and x.queue = k.queue
@@ -571,13 +568,9 @@ func (room *Room) executionQueue(ctx context.Context, _ *visit) (any, error) {
 		 order by k.queue desc, k.flow, k.surface
 		 limit @most + 1`, freshPlan, postgres.Strict{"counted": maxCount, "most": queueKinds})
 	if err != nil {
-		return nil, fmt.Errorf("read the queue: %w", err)
+		return nil, err
 	}
-	ready, err := pgx.CollectRows(rows, pgx.RowToStructByName[readyKind])
-	if err != nil {
-		return nil, fmt.Errorf("read the queue: %w", err)
-	}
-	rows, err = room.Read.Query(ctx, `
+	limits, err := postgres.Rows[admission](ctx, room.Read, "read the limits", `
 		select l.kind, left(l.name, 200) as name, l.running as most, case l.kind
 		         when 'flow' then (select count(*) from (select from agent_executions x
 		           where x.claimed_by is not null and x.flow = l.name limit @counted + 1) c)
@@ -586,11 +579,7 @@ func (room *Room) executionQueue(ctx context.Context, _ *visit) (any, error) {
 		  from agent_limits l order by l.kind, l.name limit @most`, freshPlan,
 		postgres.Strict{"counted": maxCount, "most": queueKinds})
 	if err != nil {
-		return nil, fmt.Errorf("read the limits: %w", err)
-	}
-	limits, err := pgx.CollectRows(rows, pgx.RowToStructByName[admission])
-	if err != nil {
-		return nil, fmt.Errorf("read the limits: %w", err)
+		return nil, err
 	}
 	ready, more := onPage(ready, queueKinds)
 	return map[string]any{"Ready": ready, "More": more, "Limits": limits}, nil

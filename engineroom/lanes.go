@@ -2,14 +2,11 @@ package engineroom
 
 import (
 	"context"
-	"fmt"
 	"net/http"
 	"strings"
 	"time"
 	"unicode"
 	"unicode/utf8"
-
-	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
@@ -83,7 +80,7 @@ func (l heldLane) Waiting() string {
 // heldLanes reads the held lanes by name, in index order.
 func (room *Room) heldLanes(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(laneFilter)
-	rows, err := room.Read.Query(ctx, `
+	all, err := postgres.Rows[heldLane](ctx, room.Read, "list lanes", `
 		select l.lane, l.locked_by, l.execution_id::text, coalesce(e.trace_id,
 		         substring(l.locked_by from '^(?:hb|op|ch|wh|fl)_[0-9A-HJKMNP-TV-Z]{26}')) as trace_id,
 		       l.fencing_token, l.locked_at, case when not l.parked then l.expires_at end as expires_at,
@@ -96,11 +93,7 @@ func (room *Room) heldLanes(ctx context.Context, v *visit) (any, error) {
 		 where l.locked_by <> '' and l.expires_at > now() and l.lane > @after and (@lane = '' or l.lane = @lane)
 		 order by l.lane limit @most + 1`, freshPlan, postgres.Strict{"most": maxLanes, "after": want.After, "lane": want.Lane})
 	if err != nil {
-		return nil, fmt.Errorf("list lanes: %w", err)
-	}
-	all, err := pgx.CollectRows(rows, pgx.RowToStructByName[heldLane])
-	if err != nil {
-		return nil, fmt.Errorf("list lanes: %w", err)
+		return nil, err
 	}
 	list, more := onPage(all, maxLanes)
 	next := ""
@@ -120,35 +113,20 @@ type claim struct {
 const claimColumns = `e.id::text as execution_id, e.flow, e.surface, e.trace_id, case when w.name = '' then w.id::text else left(w.name, 200) end as worker,
 	w.kind, e.claim, e.updated_at as since, w.expires_at`
 
-func collectClaims(rows pgx.Rows, err error) ([]claim, error) {
-	if err != nil {
-		return nil, fmt.Errorf("list claims: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[claim])
-	if err != nil {
-		return nil, fmt.Errorf("list claims: %w", err)
-	}
-	return list, nil
-}
-
 // claims reads the running executions, newest first.
 func (room *Room) claims(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(laneFilter)
-	all, err := collectClaims(room.Read.Query(ctx, `
+	all, err := postgres.Rows[claim](ctx, room.Read, "list claims", `
 		select `+claimColumns+`
 		  from agent_executions e join agent_workers w on w.id = e.claimed_by
 		 where e.status = 'running' and e.claimed_by is not null and w.expires_at > now()
 		   and (@before = '' or e.id < nullif(@before, '')::uuid)
-		 order by e.id desc limit @most + 1`, freshPlan, postgres.Strict{"before": want.Before, "most": maxClaims}))
+		 order by e.id desc limit @most + 1`, freshPlan, postgres.Strict{"before": want.Before, "most": maxClaims})
 	if err != nil {
 		return nil, err
 	}
-	list, more := onPage(all, maxClaims)
-	older := ""
-	if more {
-		older = v.at("before", list[len(list)-1].ExecutionID)
-	}
-	return map[string]any{"Claims": list, "Older": older, "Newest": firstPage(v, want.Before)}, nil
+	list, links := paged(v, all, maxClaims, func(c claim) string { return c.ExecutionID })
+	return map[string]any{"Claims": list, "Links": links}, nil
 }
 
 // laneWaiter waits for a lane.
@@ -165,7 +143,7 @@ type laneWaiter struct {
 // by the release and retry.
 func (room *Room) laneWaiters(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(laneFilter)
-	rows, err := room.Read.Query(ctx, `
+	all, err := postgres.Rows[laneWaiter](ctx, room.Read, "list waiters", `
 		select * from (
 		(select w.lane, w.owner, substring(w.owner from '^([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})#') as execution_id,
 		        row_number() over (partition by w.lane order by w.ticket) as place, w.ticket, w.since, null::timestamptz as until
@@ -178,11 +156,7 @@ func (room *Room) laneWaiters(ctx context.Context, v *visit) (any, error) {
 		 order by q.lane, q.place = 0, q.ticket, q.execution_id limit @most + 1`,
 		freshPlan, postgres.Strict{"most": maxLanes, "lane": want.Lane})
 	if err != nil {
-		return nil, fmt.Errorf("list waiters: %w", err)
-	}
-	all, err := pgx.CollectRows(rows, pgx.RowToStructByName[laneWaiter])
-	if err != nil {
-		return nil, fmt.Errorf("list waiters: %w", err)
+		return nil, err
 	}
 	list, more := onPage(all, maxLanes)
 	return map[string]any{"Waiters": list, "More": more}, nil
@@ -197,16 +171,12 @@ type laneLoan struct {
 
 func (room *Room) laneLoans(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(laneFilter)
-	rows, err := room.Read.Query(ctx, `
+	all, err := postgres.Rows[laneLoan](ctx, room.Read, "list loans", `
 		select n.lane, n.lender::text, n.borrower::text, n.depth, n.lent_at
 		  from agent_lock_loans n where @lane = '' or n.lane = @lane order by n.lane, n.depth limit @most + 1`,
 		freshPlan, postgres.Strict{"most": maxLanes, "lane": want.Lane})
 	if err != nil {
-		return nil, fmt.Errorf("list loans: %w", err)
-	}
-	all, err := pgx.CollectRows(rows, pgx.RowToStructByName[laneLoan])
-	if err != nil {
-		return nil, fmt.Errorf("list loans: %w", err)
+		return nil, err
 	}
 	list, more := onPage(all, maxLanes)
 	return map[string]any{"Loans": list, "More": more}, nil
@@ -225,26 +195,22 @@ type staleLane struct {
 
 // stale reads the expired lanes. A sweep removes them, so a lasting one means that no sweep runs.
 func (room *Room) stale(ctx context.Context, _ *visit) (any, error) {
-	claims, err := collectClaims(room.Read.Query(ctx, `
+	claims, err := postgres.Rows[claim](ctx, room.Read, "list claims", `
 		select `+claimColumns+`
 		  from (select * from agent_workers x where x.expires_at <= now() order by x.expires_at desc limit @most) w
 		 cross join lateral (
 		    select * from agent_executions x where x.claimed_by = w.id and x.claimed_by is not null limit @most + 1) e
-		 order by w.expires_at desc, e.id limit @most + 1`, freshPlan, postgres.Strict{"most": maxClaims}))
+		 order by w.expires_at desc, e.id limit @most + 1`, freshPlan, postgres.Strict{"most": maxClaims})
 	if err != nil {
 		return nil, err
 	}
-	rows, err := room.Read.Query(ctx, `
+	lanes, err := postgres.Rows[staleLane](ctx, room.Read, "list stale lanes", `
 		select l.lane, l.locked_by, l.execution_id::text, l.expires_at as expired_at
 		  from (select * from agent_locks x where x.locked_by <> '' order by x.lane limit @looked) l
 		 where l.expires_at <= now() order by l.lane limit @most + 1`,
 		freshPlan, postgres.Strict{"most": maxClaims, "looked": maxExpiredSearch})
 	if err != nil {
-		return nil, fmt.Errorf("list stale lanes: %w", err)
-	}
-	lanes, err := pgx.CollectRows(rows, pgx.RowToStructByName[staleLane])
-	if err != nil {
-		return nil, fmt.Errorf("list stale lanes: %w", err)
+		return nil, err
 	}
 	shownClaims, moreClaims := onPage(claims, maxClaims)
 	shownLanes, moreLanes := onPage(lanes, maxClaims)

@@ -3,11 +3,8 @@ package engineroom
 import (
 	"context"
 	_ "embed"
-	"fmt"
 	"strings"
 	"time"
-
-	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/memory"
@@ -43,15 +40,11 @@ func (c category) Over() bool { return c.Entries >= beyond }
 
 // memoryUse sums up the memory by category.
 func (room *Room) memoryUse(ctx context.Context, _ *visit) (any, error) {
-	rows, err := room.Read.Query(ctx, memoryUseSQL, postgres.Strict{
+	list, err := postgres.Rows[category](ctx, room.Read, "sum up memory", memoryUseSQL, postgres.Strict{
 		"categories": mostCategories + 1, "beyond": beyond, "window": maxGrown,
 	})
 	if err != nil {
-		return nil, fmt.Errorf("sum up memory: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[category])
-	if err != nil {
-		return nil, fmt.Errorf("sum up memory: %w", err)
+		return nil, err
 	}
 	list, more := onPage(list, mostCategories)
 	var grown int64
@@ -115,7 +108,7 @@ func openMemoryList(_ context.Context, v *visit) (string, error) {
 // memories reads a page of entries, the newest key first. All filters combine.
 func (room *Room) memories(ctx context.Context, v *visit) (any, error) {
 	asked := v.About.(memoryFilter)
-	rows, err := room.Read.Query(ctx, `
+	list, err := postgres.Rows[memoryRow](ctx, room.Read, "list memory", `
 		select m.id::text, left(m.owner, 100) as agent, m.category, m.key, left(m.value::text, 300) as value, octet_length(m.value::text) as bytes, m.revision,
 		       left(m.trace_id, 300) as trace_id, m.expires_at, m.created_at, m.updated_at
 		  from agent_memory m
@@ -129,21 +122,10 @@ func (room *Room) memories(ctx context.Context, v *visit) (any, error) {
 			"agent": asked.Agent, "category": asked.Category, "prefix": prefixPattern(asked.Prefix), "words": asked.Words, "before": asked.Before, "most": mostMemories,
 		})
 	if err != nil {
-		return nil, fmt.Errorf("list memory: %w", err)
+		return nil, err
 	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[memoryRow])
-	if err != nil {
-		return nil, fmt.Errorf("list memory: %w", err)
-	}
-	list, more := onPage(list, mostMemories)
-	shown := map[string]any{"Asked": asked, "Entries": list, "Newest": "", "Older": ""}
-	if more {
-		shown["Older"] = v.at("before", list[len(list)-1].ID)
-	}
-	if asked.Before != "" {
-		shown["Newest"] = v.at("before", "")
-	}
-	return shown, nil
+	list, links := paged(v, list, mostMemories, func(m memoryRow) string { return m.ID })
+	return map[string]any{"Asked": asked, "Entries": list, "Links": links}, nil
 }
 
 // prefixPattern returns the pattern of a prefix; empty for none.
@@ -195,7 +177,7 @@ func (room *Room) entriesOf(ctx context.Context, about memoryKey) ([]memoryRow, 
 	if strings.ContainsRune(about.Key, 0) || len(about.Key) > maxFilterBytes {
 		return nil, memory.ErrNotFound
 	}
-	rows, err := room.Read.Query(ctx, `
+	return postgres.Rows[memoryRow](ctx, room.Read, "read memory", `
 		select m.id::text, left(m.owner, 100) as agent, m.category, m.key, left(m.value::text, 8192) as value, octet_length(m.value::text) as bytes, m.revision,
 		       left(m.trace_id, 300) as trace_id, m.expires_at, m.created_at, m.updated_at
 		  from agent_memory m
@@ -203,14 +185,6 @@ func (room *Room) entriesOf(ctx context.Context, about memoryKey) ([]memoryRow, 
 		   and (m.expires_at is null or m.expires_at > clock_timestamp())
 		 order by m.owner, m.category limit @most`,
 		freshPlan, postgres.Strict{"key": about.Key, "category": about.Category, "most": mostSameKey})
-	if err != nil {
-		return nil, fmt.Errorf("read memory: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[memoryRow])
-	if err != nil {
-		return nil, fmt.Errorf("read memory: %w", err)
-	}
-	return list, nil
 }
 
 // keyChange is an action that wrote or deleted a key.
@@ -221,7 +195,7 @@ type keyChange struct {
 
 // keyHistory finds the writers of a key among the latest calls of the memory skills.
 func (room *Room) keyHistory(ctx context.Context, v *visit) (any, error) {
-	rows, err := room.Read.Query(ctx, `
+	list, err := postgres.Rows[keyChange](ctx, room.Read, "find who wrote memory", `
 		select a.id::text, a.trace_id, a.skill_name, a.status, coalesce(left(a.input ->> 'category', 255), '') as category,
 		       left(a.agent, 100) as agent, a.created_at as at
 		  from unnest(array['memory_write', 'memory_forget', 'save_memory', 'set_memory', 'forget_memory', 'decide_memory_conflict']) s (name)
@@ -230,11 +204,7 @@ func (room *Room) keyHistory(ctx context.Context, v *visit) (any, error) {
 		 order by a.id desc limit @most`,
 		postgres.Strict{"key": v.About.(memoryKey).Key, "window": maxMemoryCalls, "most": mostSameKey})
 	if err != nil {
-		return nil, fmt.Errorf("find who wrote memory: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[keyChange])
-	if err != nil {
-		return nil, fmt.Errorf("find who wrote memory: %w", err)
+		return nil, err
 	}
 	return map[string]any{"Touches": list, "Window": maxMemoryCalls}, nil
 }
@@ -260,7 +230,7 @@ func (c memoryConflict) There() shownValue { return shownJSON(c.Current, c.Curre
 
 // memoryConflicts reads the open conflicts, newest first.
 func (room *Room) memoryConflicts(ctx context.Context, _ *visit) (any, error) {
-	rows, err := room.Read.Query(ctx, `
+	list, err := postgres.Rows[memoryConflict](ctx, room.Read, "list memory conflicts", `
 		select c.id::text, left(c.owner, 100) as agent, c.category, c.key, left(c.trace_id, 300) as trace_id, left(c.value::text, 4000) as value,
 		       octet_length(c.value::text) as bytes, coalesce(left(m.value::text, 4000), '') as current,
 		       coalesce(octet_length(m.value::text), 0) as current_bytes, c.if_revision, c.found_revision,
@@ -270,11 +240,7 @@ func (room *Room) memoryConflicts(ctx context.Context, _ *visit) (any, error) {
 		   and (m.expires_at is null or m.expires_at > clock_timestamp())
 		 order by c.id desc`, postgres.Strict{"most": maxMemoryConflicts})
 	if err != nil {
-		return nil, fmt.Errorf("list memory conflicts: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[memoryConflict])
-	if err != nil {
-		return nil, fmt.Errorf("list memory conflicts: %w", err)
+		return nil, err
 	}
 	list, more := onPage(list, maxMemoryConflicts)
 	return map[string]any{"Conflicts": list, "More": more}, nil

@@ -63,21 +63,10 @@ const objectiveColumns = `
 		              max(s.updated_at) as touched_at, (array_agg(s.trace_id order by s.updated_at desc))[1] as trace_id
 		         from agent_objective_steps s where s.objective_id = o.id) p`
 
-func collectObjectives(rows pgx.Rows, err error) ([]objectiveRow, error) {
-	if err != nil {
-		return nil, fmt.Errorf("list objectives: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[objectiveRow])
-	if err != nil {
-		return nil, fmt.Errorf("list objectives: %w", err)
-	}
-	return list, nil
-}
-
 // activeObjectives reads the active objectives by priority.
 func (room *Room) activeObjectives(ctx context.Context, _ *visit) (any, error) {
-	list, err := collectObjectives(room.Read.Query(ctx, objectiveColumns+`
-		 where o.status = 'active' order by o.priority, o.due_at, o.id limit @most::int + 1`, postgres.Strict{"most": mostObjectives}))
+	list, err := postgres.Rows[objectiveRow](ctx, room.Read, "list objectives", objectiveColumns+`
+		 where o.status = 'active' order by o.priority, o.due_at, o.id limit @most::int + 1`, postgres.Strict{"most": mostObjectives})
 	list, more := onPage(list, mostObjectives)
 	return map[string]any{"Objectives": list, "More": more}, err
 }
@@ -111,23 +100,15 @@ func openObjectives(_ context.Context, v *visit) (string, error) {
 
 func (room *Room) listObjectives(ctx context.Context, v *visit) (any, error) {
 	asked := v.About.(objectiveFilter)
-	rows, err := room.Read.Query(ctx, objectiveColumns+`
+	list, err := postgres.Rows[objectiveRow](ctx, room.Read, "list objectives", objectiveColumns+`
 		 where (@status::text = '' or o.status = @status) and (@before::text = '' or o.id < nullif(@before, '')::uuid)
 		 order by o.id desc limit @most::int + 1`,
 		freshPlan, postgres.Strict{"status": asked.Status, "before": asked.Before, "most": objectivesShown})
-	list, err := collectObjectives(rows, err)
 	if err != nil {
 		return nil, err
 	}
-	list, more := onPage(list, objectivesShown)
-	shown := map[string]any{"Asked": asked, "Objectives": list, "Newest": "", "Older": ""}
-	if more {
-		shown["Older"] = v.at("before", list[len(list)-1].ID)
-	}
-	if asked.Before != "" {
-		shown["Newest"] = v.at("before", "")
-	}
-	return shown, nil
+	list, links := paged(v, list, objectivesShown, func(o objectiveRow) string { return o.ID })
+	return map[string]any{"Asked": asked, "Objectives": list, "Links": links}, nil
 }
 
 // objectivePage shows one objective.
@@ -163,7 +144,7 @@ func (room *Room) openObjective(ctx context.Context, v *visit) (string, error) {
 }
 
 func (room *Room) progress(ctx context.Context, v *visit) (any, error) {
-	list, err := collectObjectives(room.Read.Query(ctx, objectiveColumns+` where o.id = @id`, postgres.Strict{"id": v.About}))
+	list, err := postgres.Rows[objectiveRow](ctx, room.Read, "list objectives", objectiveColumns+` where o.id = @id`, postgres.Strict{"id": v.About})
 	if err == nil && len(list) == 0 {
 		err = objectives.ErrNotFound
 	}
@@ -190,19 +171,15 @@ type evidenceRow struct {
 
 // objectiveSteps reads the steps and this round's evidence.
 func (room *Room) objectiveSteps(ctx context.Context, v *visit) (any, error) {
-	rows, err := room.Read.Query(ctx, `
+	steps, err := postgres.Rows[stepRow](ctx, room.Read, "list steps", `
 		select s.id::text, left(s.title, 500) as title, s.status, left(s.result, 4000) as result, left(s.trace_id, 300) as trace_id,
 		       s.position, s.attempts, s.updated_at
 		  from agent_objective_steps s where s.objective_id = @id order by s.position limit @most::int + 1`,
 		postgres.Strict{"id": v.About, "most": mostSteps})
 	if err != nil {
-		return nil, fmt.Errorf("list steps: %w", err)
+		return nil, err
 	}
-	steps, err := pgx.CollectRows(rows, pgx.RowToStructByName[stepRow])
-	if err != nil {
-		return nil, fmt.Errorf("list steps: %w", err)
-	}
-	rows, err = room.Read.Query(ctx, `
+	proofs, err := postgres.Rows[evidenceRow](ctx, room.Read, "list evidence", `
 		select e.step_id::text, left(e.skill_name, 200) as skill_name, left(e.trace_id, 300) as trace_id, left(e.given_by, 100) as given_by,
 		       left(e.reason, 1000) as reason, e.activity_id::text, e.created_at
 		  from agent_objective_steps s
@@ -210,11 +187,7 @@ func (room *Room) objectiveSteps(ctx context.Context, v *visit) (any, error) {
 		    where x.step_id = s.id and x.created_at >= s.started_at order by x.created_at limit 10) e
 		 where s.objective_id = @id order by s.position, e.id limit @most`, postgres.Strict{"id": v.About, "most": mostEvidence})
 	if err != nil {
-		return nil, fmt.Errorf("list evidence: %w", err)
-	}
-	proofs, err := pgx.CollectRows(rows, pgx.RowToStructByName[evidenceRow])
-	if err != nil {
-		return nil, fmt.Errorf("list evidence: %w", err)
+		return nil, err
 	}
 	steps, more := onPage(steps, mostSteps)
 	for i := range steps {

@@ -82,7 +82,8 @@ func (room *Room) sessionMessages(ctx context.Context, v *visit) (any, error) {
 	if got.Session == "" {
 		return got, nil
 	}
-	rows, err := room.Pool.Query(ctx, `
+	var err error
+	got.Said, err = postgres.Rows[sessionMessage](ctx, room.Pool, "read session", `
 		select m.id::text, m.role, left(m.content, @long) as content, length(m.content)::bigint as length,
 		       left(coalesce(m.trace_id, ''), 200) as trace_id, m.created_at as at
 		  from (select n.* from agent_messages n join agent_threads t on t.id = n.thread_id and t.channel = 'operate'
@@ -90,22 +91,15 @@ func (room *Room) sessionMessages(ctx context.Context, v *visit) (any, error) {
 		         order by n.turn desc, n.seq desc limit @most::int + 1) m
 		 order by m.turn, m.seq`, postgres.Strict{"session": got.Session, "most": maxSessionMessages, "long": maxMessageLength})
 	if err != nil {
-		return nil, fmt.Errorf("read session: %w", err)
-	}
-	if got.Said, err = pgx.CollectRows(rows, pgx.RowToStructByName[sessionMessage]); err != nil {
-		return nil, fmt.Errorf("read session: %w", err)
+		return nil, err
 	}
 	if got.Earlier = len(got.Said) > maxSessionMessages; got.Earlier {
 		got.Said = got.Said[1:]
 	}
-	rows, err = room.Pool.Query(ctx, `
+	under, err := postgres.Rows[runningTurn](ctx, room.Pool, "read turn", `
 		select x.id::text as execution_id, x.trace_id, x.status, coalesce(x.waiting_for, '') as waiting_for from agent_executions x
 		 where x.thread_id = @session and x.completed_at is null and x.flow = @flow order by x.id desc limit 1`,
 		postgres.Strict{"session": got.Session, "flow": operateFlow})
-	if err != nil {
-		return nil, fmt.Errorf("read turn: %w", err)
-	}
-	under, err := pgx.CollectRows(rows, pgx.RowToStructByName[runningTurn])
 	if len(under) > 0 {
 		got.Now = &under[0]
 	}
@@ -114,7 +108,14 @@ func (room *Room) sessionMessages(ctx context.Context, v *visit) (any, error) {
 
 // operateHolder reads the lane's holder.
 func (room *Room) operateHolder(ctx context.Context, _ *visit) (any, error) {
-	rows, err := room.Pool.Query(ctx, `
+	type holder struct {
+		LockedBy         string
+		LockedAt         time.Time
+		ExpiresAt        *time.Time
+		TraceID, Session string
+		ExecutionID      *string
+	}
+	held, err := postgres.Rows[holder](ctx, room.Pool, "read lane", `
 		select left(l.locked_by, 100) as locked_by, l.locked_at, case when not l.parked then l.expires_at end as expires_at,
 		       coalesce(x.trace_id, '') as trace_id, coalesce(x.thread_id, '') as session, x.id::text as execution_id
 		  from agent_locks l
@@ -125,18 +126,7 @@ func (room *Room) operateHolder(ctx context.Context, _ *visit) (any, error) {
 		         order by e.id desc limit 1) x on true
 		 where l.lane = @flow and l.locked_by <> '' and l.expires_at > clock_timestamp()`, postgres.Strict{"flow": operateFlow})
 	if err != nil {
-		return nil, fmt.Errorf("read lane: %w", err)
-	}
-	type holder struct {
-		LockedBy         string
-		LockedAt         time.Time
-		ExpiresAt        *time.Time
-		TraceID, Session string
-		ExecutionID      *string
-	}
-	held, err := pgx.CollectRows(rows, pgx.RowToStructByName[holder])
-	if err != nil {
-		return nil, fmt.Errorf("read lane: %w", err)
+		return nil, err
 	}
 	if len(held) == 0 {
 		return map[string]any{"Held": false}, nil
@@ -153,7 +143,7 @@ type operateTurn struct {
 
 // operateTurns reads the latest turns of all sessions.
 func (room *Room) operateTurns(ctx context.Context, _ *visit) (any, error) {
-	rows, err := room.Pool.Query(ctx, `
+	list, err := postgres.Rows[operateTurn](ctx, room.Pool, "list turns", `
 		select x.id::text, x.trace_id, x.status, coalesce(left(x.input ->> 'message', 300), '') as message,
 		       coalesce(left(x.thread_id, 300), '') as session, left(x.result_summary, 300) as summary, x.created_at
 		  from ((select e.* from agent_executions e where e.flow = @flow and e.claimed_by is null order by e.id desc limit @most)
@@ -161,11 +151,7 @@ func (room *Room) operateTurns(ctx context.Context, _ *visit) (any, error) {
 		        (select e.* from agent_executions e where e.flow = @flow and e.claimed_by is not null order by e.id desc limit @most)) x
 		 order by x.id desc limit @most`, postgres.Strict{"flow": operateFlow, "most": maxTurns})
 	if err != nil {
-		return nil, fmt.Errorf("list turns: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[operateTurn])
-	if err != nil {
-		return nil, fmt.Errorf("list turns: %w", err)
+		return nil, err
 	}
 	return map[string]any{"Turns": list}, nil
 }

@@ -7,8 +7,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
@@ -68,7 +66,9 @@ type currentWork struct {
 
 // runningNow reads the running work: claimed executions with a live worker, then other actions.
 func (room *Room) runningNow(ctx context.Context, _ *visit) (any, error) {
-	rows, err := room.Read.Query(ctx, `
+	var got currentWork
+	var err error
+	got.Runs, err = postgres.Rows[running](ctx, room.Read, "list what runs", `
 		with runs as (
 		 select e.id::text as execution_id, e.trace_id, e.surface, left(e.flow, 100) as flow,
 		        coalesce(left(e.thread_id, 300), '') as thread_id, coalesce(o.doing, '{}') as doing,
@@ -90,11 +90,7 @@ func (room *Room) runningNow(ctx context.Context, _ *visit) (any, error) {
 		  order by a.id desc)
 		select * from runs union all select * from loose`, postgres.Strict{"most": maxRunning})
 	if err != nil {
-		return nil, fmt.Errorf("list what runs: %w", err)
-	}
-	var got currentWork
-	if got.Runs, err = pgx.CollectRows(rows, pgx.RowToStructByName[running]); err != nil {
-		return nil, fmt.Errorf("list what runs: %w", err)
+		return nil, err
 	}
 	got.Runs, got.More = onPage(got.Runs, maxRunning)
 	if err := room.idle(ctx, &got); err != nil {
@@ -139,7 +135,7 @@ type lock struct {
 
 // locks reads the held lanes, newest first.
 func (room *Room) locks(ctx context.Context, _ *visit) (any, error) {
-	rows, err := room.Read.Query(ctx, `
+	list, err := postgres.Rows[lock](ctx, room.Read, "list lanes", `
 		select l.lane, l.locked_by, l.execution_id::text, coalesce(e.trace_id,
 		         substring(l.locked_by from '^(?:hb|op|ch|wh|fl)_[0-9A-HJKMNP-TV-Z]{26}')) as trace_id,
 		       l.fencing_token, l.locked_at, case when not l.parked then l.expires_at end as expires_at,
@@ -151,11 +147,7 @@ func (room *Room) locks(ctx context.Context, _ *visit) (any, error) {
 		  left join agent_executions e on e.id = l.execution_id
 		 order by l.fencing_token desc`, postgres.Strict{"most": mostLocks, "beyond": beyond})
 	if err != nil {
-		return nil, fmt.Errorf("list lanes: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[lock])
-	if err != nil {
-		return nil, fmt.Errorf("list lanes: %w", err)
+		return nil, err
 	}
 	more := len(list) > mostLocks
 	return map[string]any{"Locks": list[:min(len(list), mostLocks)], "More": more}, nil
@@ -207,13 +199,9 @@ func attentionKinds() []attentionKind {
 
 // needs reads the items.
 func (room *Room) needs(ctx context.Context, _ *visit) (any, error) {
-	rows, err := room.Read.Query(ctx, needsSQL, postgres.Strict{"beyond": beyond, "most": maxPerKind})
+	found, err := postgres.Rows[attentionItem](ctx, room.Read, "list what needs a person", needsSQL, postgres.Strict{"beyond": beyond, "most": maxPerKind})
 	if err != nil {
-		return nil, fmt.Errorf("list what needs a person: %w", err)
-	}
-	found, err := pgx.CollectRows(rows, pgx.RowToStructByName[attentionItem])
-	if err != nil {
-		return nil, fmt.Errorf("list what needs a person: %w", err)
+		return nil, err
 	}
 	var list []attentionKind
 	for _, kind := range attentionKinds() {

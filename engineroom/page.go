@@ -318,6 +318,23 @@ func missing(format string, args ...any) error {
 // onPage returns the first n items, and whether there are more.
 func onPage[T any](list []T, n int) ([]T, bool) { return list[:min(len(list), n)], len(list) > n }
 
+// pager holds the links from a page of a list: to the next page, and to the first one. Each is empty for none.
+type pager struct{ Older, Newest string }
+
+// paged returns the first n items and the links. The URL names the last item of a page, by cursor, in the parameter
+// before.
+func paged[T any](v *visit, list []T, n int, cursor func(T) string) ([]T, pager) {
+	var links pager
+	if v.Query.Get("before") != "" {
+		links.Newest = v.at("before", "")
+	}
+	list, more := onPage(list, n)
+	if more {
+		links.Older = v.at("before", cursor(list[n-1]))
+	}
+	return list, links
+}
+
 // policy permits a page's own files and server only.
 const policy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; font-src 'self'; connect-src 'self'; " +
 	"base-uri 'none'; form-action 'self'; frame-ancestors 'none'"

@@ -84,15 +84,11 @@ func (room *Room) skillsList(ctx context.Context, v *visit) (any, error) {
 	for _, h := range healths {
 		names = append(names, h.Skill)
 	}
-	rows, err := room.Read.Query(ctx, `
+	abouts, err := postgres.Rows[skillAbout](ctx, room.Read, "list skills", `
 		select s.name, left(s.description, 160) as description, left(s.handler, 100) as handler, s.scope, s.trust, s.state_revision
 		  from agent_skills s where s.name = any (@names::text[])`, postgres.Strict{"names": names})
 	if err != nil {
-		return nil, fmt.Errorf("list skills: %w", err)
-	}
-	abouts, err := pgx.CollectRows(rows, pgx.RowToStructByName[skillAbout])
-	if err != nil {
-		return nil, fmt.Errorf("list skills: %w", err)
+		return nil, err
 	}
 	of := map[string]skillAbout{}
 	for _, a := range abouts {
@@ -238,7 +234,7 @@ func (room *Room) skillCalls(ctx context.Context, v *visit) (any, error) {
 }
 
 func (room *Room) callsOf(ctx context.Context, v *visit, status string, most int) ([]skillCall, error) {
-	rows, err := room.Read.Query(ctx, `
+	return postgres.Rows[skillCall](ctx, room.Read, "list calls", `
 		select x.id::text, x.trace_id, left(x.surface, 40) as surface, x.status, left(x.error_class, 100) as class,
 		       coalesce(left(x.error_message, 400), '') as message, x.duration_ms, x.created_at
 		  from (select a.id, a.trace_id, a.surface, a.status, a.error_class, a.error_message, a.duration_ms, a.created_at, a.kind
@@ -247,14 +243,6 @@ func (room *Room) callsOf(ctx context.Context, v *visit, status string, most int
 		 order by x.id desc limit @most::int`, freshPlan, postgres.Strict{
 		"name": v.About, "walk": walkSkillCalls, "status": status, "most": most,
 	})
-	if err != nil {
-		return nil, fmt.Errorf("list calls: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[skillCall])
-	if err != nil {
-		return nil, fmt.Errorf("list calls: %w", err)
-	}
-	return list, nil
 }
 
 // callingAutomation is an automation that calls a skill.
@@ -264,16 +252,8 @@ type callingAutomation struct {
 }
 
 func (room *Room) skillAutomations(ctx context.Context, v *visit) (any, error) {
-	rows, err := room.Read.Query(ctx, `
+	return postgres.Rows[callingAutomation](ctx, room.Read, "list automations of a skill", `
 		select left(a.name, 100) as name, a.trigger, case when a.enabled then 'enabled' else 'disabled' end as state, a.last_trace_id,
 		       case when a.enabled then a.next_run_at end as next_run_at
 		  from agent_automations a where a.skill_name = @name order by a.name limit @most::int`, postgres.Strict{"name": v.About, "most": mostSkills})
-	if err != nil {
-		return nil, fmt.Errorf("list automations of a skill: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[callingAutomation])
-	if err != nil {
-		return nil, fmt.Errorf("list automations of a skill: %w", err)
-	}
-	return list, nil
 }

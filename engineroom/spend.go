@@ -10,8 +10,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -255,7 +253,7 @@ type modelCall struct {
 // modelCalls lists the newest model calls of the sums.
 func (room *Room) modelCalls(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(spendFilter)
-	rows, err := room.Read.Query(ctx, `
+	list, err := postgres.Rows[modelCall](ctx, room.Read, "list model calls", `
 		select x.id::text, x.trace_id, left(x.purpose, 100) as purpose, left(x.surface, 40) as surface, left(x.model, 100) as model, x.status,
 		       lanekeeper.agent_tokens(x.token_usage, 'total_tokens') as tokens, x.cost_usd::float8 as cost_usd, x.duration_ms, x.created_at
 		  from (select a.id, a.trace_id, coalesce(nullif(a.purpose, ''), a.skill_name) as purpose, a.surface, a.model, a.status, a.kind,
@@ -271,11 +269,7 @@ func (room *Room) modelCalls(ctx context.Context, v *visit) (any, error) {
 		"most": maxModelCalls,
 	})
 	if err != nil {
-		return nil, fmt.Errorf("list model calls: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[modelCall])
-	if err != nil {
-		return nil, fmt.Errorf("list model calls: %w", err)
+		return nil, err
 	}
 	return map[string]any{"Calls": list, "Want": want, "Since": want.since(), "Walked": int64(walkModelCalls)}, nil
 }

@@ -230,12 +230,9 @@ func (room *Room) listBusyThreads(ctx context.Context, f threadFilter) (any, err
 const maxBusyThreads = 200
 
 func collectThreads(rows pgx.Rows, err error) ([]threadRow, error) {
+	list, err := postgres.Collect(rows, err, "list threads", pgx.RowToStructByName[threadRow])
 	if err != nil {
-		return nil, fmt.Errorf("list threads: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[threadRow])
-	if err != nil {
-		return nil, fmt.Errorf("list threads: %w", err)
+		return nil, err
 	}
 	for i := range list {
 		list[i].Words = clip(list[i].Words, list[i].WordsBytes, 160)
@@ -354,7 +351,7 @@ func (room *Room) threadFacts(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read thread: %w", err)
 	}
-	rows, err = room.Read.Query(ctx, `
+	t.Turns, err = postgres.Rows[threadTurn](ctx, room.Read, "read the turns of the thread", `
 		select e.id::text, left(e.flow, 100) as flow, e.status, right(coalesce(d.content, ''), 2000) as draft,
 		       octet_length(coalesce(d.content, '')) as draft_bytes, e.created_at
 		  from (select x.id, x.flow, x.status, x.created_at, x.thread_id from agent_executions x
@@ -362,10 +359,7 @@ func (room *Room) threadFacts(ctx context.Context, v *visit) (any, error) {
 		  left join agent_message_drafts d on d.execution_id = e.id
 		 where e.thread_id = @id order by e.id desc limit 20`, freshPlan, postgres.Strict{"id": id, "near": 200})
 	if err != nil {
-		return nil, fmt.Errorf("read the turns of the thread: %w", err)
-	}
-	if t.Turns, err = pgx.CollectRows(rows, pgx.RowToStructByName[threadTurn]); err != nil {
-		return nil, fmt.Errorf("read the turns of the thread: %w", err)
+		return nil, err
 	}
 	return t, nil
 }
@@ -391,12 +385,9 @@ const messageRowColumns = ` m.id::text, m.role, left(m.content, 4001) as text, l
 	left(m.error_message, 1000) as error, m.created_at, m.delivered_at, m.next_attempt_at `
 
 func collectThreadMessages(rows pgx.Rows, err error) ([]threadMessage, error) {
+	list, err := postgres.Collect(rows, err, "read messages", pgx.RowToStructByNameLax[threadMessage])
 	if err != nil {
-		return nil, fmt.Errorf("read messages: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByNameLax[threadMessage])
-	if err != nil {
-		return nil, fmt.Errorf("read messages: %w", err)
+		return nil, err
 	}
 	for i := range list {
 		list[i].Text = clip(list[i].Text, list[i].Bytes, maxPre)

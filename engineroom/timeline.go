@@ -115,7 +115,7 @@ func (room *Room) recordedSteps(ctx context.Context, about executionVisit) (list
 	if about.before != nil {
 		at, step = &about.before.At, about.before.Step
 	}
-	rows, err := room.Read.Query(ctx, `
+	list, err = postgres.Rows[recordedStep](ctx, room.Read, "read recorded steps", `
 		select c.step, c.claim, c.failed, left(o.text, 8192) as output, octet_length(o.text) as bytes,
 		       case when jsonb_typeof(c.output) = 'object' and c.output ? 'timed_out' then left(c.output ->> 'event', 100) end as event,
 		       coalesce(c.output -> 'timed_out' = 'true', false) as timed_out, c.created_at
@@ -127,11 +127,7 @@ func (room *Room) recordedSteps(ctx context.Context, about executionVisit) (list
 		 order by c.created_at desc, c.step desc`, freshPlan,
 		postgres.Strict{"id": about.ID, "at": at, "step": step, "most": stepsShown})
 	if err != nil {
-		return nil, false, fmt.Errorf("read recorded steps: %w", err)
-	}
-	list, err = pgx.CollectRows(rows, pgx.RowToStructByName[recordedStep])
-	if err != nil {
-		return nil, false, fmt.Errorf("read recorded steps: %w", err)
+		return nil, false, err
 	}
 	list, more = onPage(list, stepsShown)
 	slices.Reverse(list)

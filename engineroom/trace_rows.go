@@ -3,7 +3,6 @@ package engineroom
 import (
 	"cmp"
 	"context"
-	"fmt"
 	"slices"
 	"strconv"
 	"strings"
@@ -119,12 +118,9 @@ func (room *Room) rowOf(ctx context.Context, id, row string) ([]tracedRow, error
 
 // collectTraced reads rows, numbers the attempts at each step, and formats the texts.
 func collectTraced(rows pgx.Rows, err error, id string) ([]tracedRow, error) {
+	list, err := postgres.Collect(rows, err, "list activities of trace", pgx.RowToStructByName[tracedRow])
 	if err != nil {
-		return nil, fmt.Errorf("list activities of trace: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[tracedRow])
-	if err != nil {
-		return nil, fmt.Errorf("list activities of trace: %w", err)
+		return nil, err
 	}
 	tries := map[[2]string]int{}
 	for i := range list {
@@ -148,14 +144,11 @@ func (room *Room) addApprovals(ctx context.Context, id string, list []tracedRow)
 		       p.step, p.status
 		  from agent_approvals p where p.trace_id = @id order by p.id desc limit @most`,
 		freshPlan, postgres.Strict{"id": id, "most": traceWaits})
-	if err != nil {
-		return fmt.Errorf("list approvals of trace: %w", err)
-	}
-	asked, err := pgx.CollectRows(rows, pgx.RowToStructByName[struct {
+	asked, err := postgres.Collect(rows, err, "list approvals of trace", pgx.RowToStructByName[struct {
 		ID, ActivityID, ExecutionID, Step, Status string
 	}])
 	if err != nil {
-		return fmt.Errorf("list approvals of trace: %w", err)
+		return err
 	}
 	byRow, byStep := map[string]int{}, map[[2]string]int{}
 	for i, p := range asked {

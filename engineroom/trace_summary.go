@@ -2,10 +2,7 @@ package engineroom
 
 import (
 	"context"
-	"fmt"
 	"time"
-
-	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -37,7 +34,7 @@ func (r tracedRun) Failed() bool { return r.Status == "failed" || r.Status == "t
 
 // runsOf reads the first executions of a trace, and whether there are more.
 func (room *Room) runsOf(ctx context.Context, id string) (runs []tracedRun, more bool, err error) {
-	rows, err := room.Read.Query(ctx, `
+	runs, err = postgres.Rows[tracedRun](ctx, room.Read, "list executions of trace", `
 		select e.id::text, e.surface, left(e.flow, 200) as flow, e.status, e.parent_id::text, e.forked_from::text, e.thread_id,
 		       e.waiting_for, left(e.waiting_key, 300) as waiting_key, left(e.waiting_step, 300) as waiting_step, e.waiting_until,
 		       e.claim, e.wait_number, e.attempt, left(e.result_summary, 1000) as summary,
@@ -46,16 +43,10 @@ func (room *Room) runsOf(ctx context.Context, id string) (runs []tracedRun, more
 		  from agent_executions e where e.trace_id = @id order by e.id limit @most::int + 1`,
 		freshPlan, postgres.Strict{"id": id, "most": traceRuns})
 	if err != nil {
-		return nil, false, fmt.Errorf("list executions of trace: %w", err)
+		return nil, false, err
 	}
-	runs, err = pgx.CollectRows(rows, pgx.RowToStructByName[tracedRun])
-	if err != nil {
-		return nil, false, fmt.Errorf("list executions of trace: %w", err)
-	}
-	if len(runs) > traceRuns {
-		return runs[:traceRuns], true, nil
-	}
-	return runs, false, nil
+	runs, more = onPage(runs, traceRuns)
+	return runs, more, nil
 }
 
 // tracedSums are the totals of a trace's or an execution's rows.
@@ -72,7 +63,7 @@ type tracedSums struct {
 
 // sumsOf reads the totals of a trace by execution, over at most traceSummed rows.
 func (room *Room) sumsOf(ctx context.Context, id string) (byRun map[string]tracedSums, all tracedSums, more bool, err error) {
-	rows, err := room.Read.Query(ctx, `
+	list, err := postgres.Rows[tracedSums](ctx, room.Read, "add up trace", `
 		select a.execution_id::text, count(*) as rows, count(*) filter (where a.status = 'error') as failed,
 		       bool_or(a.status = 'running') as running, bool_and(a.status = 'skipped') as skipped,
 		       coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens')), 0)::bigint as prompt,
@@ -85,11 +76,7 @@ func (room *Room) sumsOf(ctx context.Context, id string) (byRun map[string]trace
 		 group by a.execution_id`,
 		freshPlan, postgres.Strict{"id": id, "most": traceSummed})
 	if err != nil {
-		return nil, all, false, fmt.Errorf("add up trace: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[tracedSums])
-	if err != nil {
-		return nil, all, false, fmt.Errorf("add up trace: %w", err)
+		return nil, all, false, err
 	}
 	byRun = make(map[string]tracedSums, len(list))
 	for i, s := range list {
@@ -125,7 +112,7 @@ type tracedFailure struct {
 
 // failuresOf lists the failures of a trace in order of their start.
 func (room *Room) failuresOf(ctx context.Context, id string) (list []tracedFailure, more bool, err error) {
-	rows, err := room.Read.Query(ctx, `
+	list, err = postgres.Rows[tracedFailure](ctx, room.Read, "list errors of trace", `
 		select b.id::text, left(b.skill_name, 200) as name, b.status, left(b.error_class, 100) as class,
 		       left(coalesce(b.error_message, ''), 600) as message, b.created_at as at
 		  from (select a.id from (select x.id, x.status, x.created_at from agent_activity x
@@ -135,16 +122,10 @@ func (room *Room) failuresOf(ctx context.Context, id string) (list []tracedFailu
 		 order by b.created_at, b.id`,
 		freshPlan, postgres.Strict{"id": id, "scan": traceSummed, "most": traceFailed})
 	if err != nil {
-		return nil, false, fmt.Errorf("list errors of trace: %w", err)
+		return nil, false, err
 	}
-	list, err = pgx.CollectRows(rows, pgx.RowToStructByName[tracedFailure])
-	if err != nil {
-		return nil, false, fmt.Errorf("list errors of trace: %w", err)
-	}
-	if len(list) > traceFailed {
-		return list[:traceFailed], true, nil
-	}
-	return list, false, nil
+	list, more = onPage(list, traceFailed)
+	return list, more, nil
 }
 
 // tracedAround is the data about a trace in other tables.
@@ -157,7 +138,7 @@ type tracedAround struct {
 
 // aroundOf reads data about a trace from other tables. root is its first execution; empty for none.
 func (room *Room) aroundOf(ctx context.Context, id, root string, runs []string) (tracedAround, error) {
-	rows, err := room.Read.Query(ctx, `
+	return postgres.Row[tracedAround](ctx, room.Read, "look around trace", `
 		select array(select distinct x.lane from (select a.lane from agent_activity a
 		               where a.trace_id = @id order by a.created_at limit @scan) x
 		              where x.lane <> '' order by x.lane limit 20) as lanes,
@@ -174,14 +155,6 @@ func (room *Room) aroundOf(ctx context.Context, id, root string, runs []string) 
 		freshPlan, postgres.Strict{
 			"id": id, "runs": runs, "root": root, "surfaces": surfaceNames(), "scan": traceSummed,
 		})
-	if err != nil {
-		return tracedAround{}, fmt.Errorf("look around trace: %w", err)
-	}
-	around, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[tracedAround])
-	if err != nil {
-		return tracedAround{}, fmt.Errorf("look around trace: %w", err)
-	}
-	return around, nil
 }
 
 // tracedSummary is the head of the page.

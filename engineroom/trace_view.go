@@ -330,17 +330,14 @@ func (room *Room) pastWaits(ctx context.Context, runs []string, began map[string
 		                order by y.id desc limit 5) b) a
 		 order by w.ended`,
 		freshPlan, postgres.Strict{"runs": runs, "scan": tracePoints, "most": traceWaits})
-	if err != nil {
-		return nil, fmt.Errorf("list waits of trace: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[struct {
+	list, err := postgres.Collect(rows, err, "list waits of trace", pgx.RowToStructByName[struct {
 		ExecutionID, Step, Event, Key string
 		TimedOut                      bool
 		Ended                         time.Time
 		Before                        *time.Time
 	}])
 	if err != nil {
-		return nil, fmt.Errorf("list waits of trace: %w", err)
+		return nil, err
 	}
 	waits := make([]tracedWait, 0, len(list))
 	for _, l := range list {
@@ -369,15 +366,12 @@ func (room *Room) standingWaits(ctx context.Context, owners []string) ([]tracedW
 		select left(w.owner, 36) as execution_id, w.lane, w.since from agent_lock_waiters w
 		 where w.owner = any (@owners) order by w.since limit @most`,
 		freshPlan, postgres.Strict{"owners": owners, "most": traceWaits})
-	if err != nil {
-		return nil, fmt.Errorf("list places in queues: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[struct {
+	list, err := postgres.Collect(rows, err, "list places in queues", pgx.RowToStructByName[struct {
 		ExecutionID, Lane string
 		Since             time.Time
 	}])
 	if err != nil {
-		return nil, fmt.Errorf("list places in queues: %w", err)
+		return nil, err
 	}
 	waits := make([]tracedWait, len(list))
 	for i, l := range list {

@@ -123,7 +123,7 @@ func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 	if w.Surface != "" {
 		surfaces = []string{w.Surface}
 	}
-	rows, err := room.Read.Query(ctx, `
+	list, err := postgres.Rows[traceRow](ctx, room.Read, "list traces", `
 		select r.id::text as execution_id, r.trace_id, r.surface, r.agent, r.flow, r.summary, r.status, r.started_at,
 		       r.completed_at as finished_at, t.tokens, t.cost_usd, t.rows, t.errors, t.rows > @most as more
 		  from (select e.id, e.trace_id, s.surface, e.agent, e.flow, e.summary, e.status, e.started_at, e.completed_at
@@ -161,11 +161,7 @@ func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 		"most": tracesSummed, "looked": maxSearched,
 	})
 	if err != nil {
-		return nil, fmt.Errorf("list traces: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[traceRow])
-	if err != nil {
-		return nil, fmt.Errorf("list traces: %w", err)
+		return nil, err
 	}
 	list, more := onPage(list, tracesPerPage)
 	older := ""
@@ -322,8 +318,7 @@ type traceState struct {
 // So a trace that somebody keeps open costs two looks at an index once it is over. load also says whether something in
 // it is still under way.
 func (room *Room) settled(ctx context.Context, about *tracedVisit, part string, load func() (any, bool, error)) (any, error) {
-	var now traceState
-	rows, err := room.Read.Query(ctx, `
+	now, err := postgres.Row[traceState](ctx, room.Read, "read trace", `
 		select r.runs, r.moved, r.ended and not exists (
 		         select from agent_activity_open o where o.execution_id = any (r.ids)) as ended,
 		       (select a.created_at from agent_activity a where a.trace_id = @id order by a.created_at desc limit 1) as latest
@@ -333,10 +328,7 @@ func (room *Room) settled(ctx context.Context, about *tracedVisit, part string, 
 		                 where x.trace_id = @id order by x.id desc limit @most) e) r`,
 		freshPlan, postgres.Strict{"id": about.ID, "most": traceRuns})
 	if err != nil {
-		return nil, fmt.Errorf("read trace: %w", err)
-	}
-	if now, err = pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[traceState]); err != nil {
-		return nil, fmt.Errorf("read trace: %w", err)
+		return nil, err
 	}
 	about.mu.Lock()
 	was, has := about.seen[part]

@@ -311,20 +311,12 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Delivery, error) {
 	if f.Limit <= 0 {
 		f.Limit = 50
 	}
-	rows, err := db.Query(ctx, `
+	return postgres.Rows[Delivery](ctx, db, "list deliveries", `
 		select `+deliveryColumns+` from agent_webhook_deliveries d
 		 where (@endpoint = '' or d.endpoint = @endpoint) and (@status = '' or d.status = @status)
 		   and (@before = '' or d.id < nullif(@before, '')::uuid)
 		 order by d.id desc limit @limit`,
 		postgres.Strict{"endpoint": f.Endpoint, "status": f.Status, "before": f.Before, "limit": min(f.Limit, 1000)})
-	if err != nil {
-		return nil, fmt.Errorf("list deliveries: %w", err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByName[Delivery])
-	if err != nil {
-		return nil, fmt.Errorf("list deliveries: %w", err)
-	}
-	return got, nil
 }
 
 // maxStoredConflicts bounds the stored bodies of one delivery, beside the first.
@@ -392,17 +384,9 @@ func without(body any, member string) any {
 
 // Conflicts reads the stored other bodies of a delivery, oldest first.
 func Conflicts(ctx context.Context, db postgres.DB, deliveryID string) ([]Conflict, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Rows[Conflict](ctx, db, "list conflicts", `
 		select c.id::text, c.body_sha256, octet_length(c.body) as body_bytes, c.headers, c.received_at
 		  from agent_webhook_conflicts c where c.delivery = @delivery order by c.id`, postgres.Strict{"delivery": deliveryID})
-	if err != nil {
-		return nil, fmt.Errorf("list conflicts: %w", err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByName[Conflict])
-	if err != nil {
-		return nil, fmt.Errorf("list conflicts: %w", err)
-	}
-	return got, nil
 }
 
 // ConflictBody reads the raw body of a conflict.

@@ -139,7 +139,7 @@ type message struct {
 // claimDue claims up to limit attempts, at most each per target, and none of the targets in full. A claimed row is not
 // due again before its lease ends.
 func claimDue(ctx context.Context, db postgres.DB, limit, each int, full []string, lease time.Duration) ([]message, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Rows[message](ctx, db, "claim outgoing webhooks", `
 		with due as (
 		  select o.id from agent_webhook_targets t
 		   cross join lateral (
@@ -157,14 +157,6 @@ func claimDue(ctx context.Context, db postgres.DB, limit, each int, full []strin
 		       k.attempts as attempt, k.activity_id::text, clock_timestamp() as sent_at
 		  from taken k join agent_webhook_targets t on t.id = k.target_id`,
 		postgres.Strict{"limit": limit, "each": each, "full": full, "lease": lease.Seconds()})
-	if err != nil {
-		return nil, fmt.Errorf("claim outgoing webhooks: %w", err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByName[message])
-	if err != nil {
-		return nil, fmt.Errorf("claim outgoing webhooks: %w", err)
-	}
-	return got, nil
 }
 
 // nextDue returns the time until a message is due, by the database's clock; outbox.MaxPause without messages.

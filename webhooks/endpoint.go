@@ -376,18 +376,10 @@ func GetEndpoint(ctx context.Context, db postgres.DB, name string) (Endpoint, er
 
 // Endpoints lists all endpoints by name.
 func Endpoints(ctx context.Context, db postgres.DB) ([]Endpoint, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Rows[Endpoint](ctx, db, "list webhooks", `
 		select id::text, name, description, scheme, secrets, settings, actions, enabled, disabled_reason, disabled_by, disabled_at,
 		       source, created_at, updated_at
 		  from agent_webhook_endpoints order by name`)
-	if err != nil {
-		return nil, fmt.Errorf("list webhooks: %w", err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByName[Endpoint])
-	if err != nil {
-		return nil, fmt.Errorf("list webhooks: %w", err)
-	}
-	return got, nil
 }
 
 // RemoveEndpoints deletes the endpoints of source except keep, and returns their names. Their deliveries stay.

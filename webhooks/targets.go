@@ -8,8 +8,6 @@ import (
 	"net/url"
 	"regexp"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -122,20 +120,12 @@ func GetTarget(ctx context.Context, db postgres.DB, name string) (Target, error)
 }
 
 func targets(ctx context.Context, db postgres.DB, name string) ([]Target, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Rows[Target](ctx, db, "list webhook targets", `
 		select t.id::text, t.name, t.description, t.url, t.secrets, t.events, t.max_failures, t.enabled, t.disabled_reason,
 		       t.disabled_by, t.disabled_at, t.failures, t.failing_since, t.blocked_until, t.source, t.created_at, t.updated_at,
 		       (select count(*) from agent_webhook_outbox o where o.target_id = t.id and o.status = 'pending') as pending,
 		       (select count(*) from agent_webhook_outbox o where o.target_id = t.id and o.status = 'dead') as dead
 		  from agent_webhook_targets t where @name = '' or t.name = @name order by t.name`, postgres.Strict{"name": name})
-	if err != nil {
-		return nil, fmt.Errorf("list webhook targets: %w", err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByName[Target])
-	if err != nil {
-		return nil, fmt.Errorf("list webhook targets: %w", err)
-	}
-	return got, nil
 }
 
 // RemoveTargets deletes the targets of source except keep, with their pending messages, and returns their names.

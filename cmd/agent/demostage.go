@@ -13,7 +13,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"golang.org/x/sync/errgroup"
 
@@ -407,13 +406,9 @@ select m.seq, case m.role when 'user' then t.participant else x.flow end as who,
 
 // printThread prints the thread from SQL and compares it with the expected messages.
 func (s *storyPlayer) printThread(ctx context.Context) error {
-	rows, err := s.pool.Query(ctx, threadSQL, postgres.Strict{"thread": s.story.thread})
+	all, err := postgres.Rows[threadRow](ctx, s.pool, "read the thread", threadSQL, postgres.Strict{"thread": s.story.thread})
 	if err != nil {
-		return fmt.Errorf("read the thread: %w", err)
-	}
-	all, err := pgx.CollectRows(rows, pgx.RowToStructByName[threadRow])
-	if err != nil {
-		return fmt.Errorf("read the thread: %w", err)
+		return err
 	}
 	var got []string
 	cells := make([][]string, len(all))

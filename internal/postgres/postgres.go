@@ -105,3 +105,23 @@ func Collect[T any](rows pgx.Rows, err error, verb string, fn pgx.RowToFunc[T]) 
 	}
 	return got, nil
 }
+
+// Rows reads the rows of a query into structs, by the names of the columns. It wraps an error in verb.
+func Rows[T any](ctx context.Context, db DB, verb, sql string, args ...any) ([]T, error) {
+	rows, err := db.Query(ctx, sql, args...)
+	return Collect(rows, err, verb, pgx.RowToStructByName[T])
+}
+
+// Row reads the one row of a query into a struct. Without a row the error is pgx.ErrNoRows, wrapped in verb.
+func Row[T any](ctx context.Context, db DB, verb, sql string, args ...any) (T, error) {
+	rows, err := db.Query(ctx, sql, args...)
+	if err != nil {
+		var none T
+		return none, fmt.Errorf("%s: %w", verb, err)
+	}
+	row, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[T])
+	if err != nil {
+		return row, fmt.Errorf("%s: %w", verb, err)
+	}
+	return row, nil
+}
