@@ -249,9 +249,7 @@ func TestLockTimeoutIsUnavailable(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	if _, err := tx.Exec(t.Context(), `lock table agent_memory in access exclusive mode`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, tx, `lock table agent_memory in access exclusive mode`)
 	a.checkProblem(a.raw("GET", "/v1/memory", "", asAdmin()), http.StatusServiceUnavailable, "database")
 }
 

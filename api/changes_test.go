@@ -149,9 +149,7 @@ func TestBreakLaneConflict(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	if _, err := tx.Exec(t.Context(), `select 1 from agent_locks where lane = 'pipeline:prices' for key share`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, tx, `select 1 from agent_locks where lane = 'pipeline:prices' for key share`)
 	p := a.checkProblem(a.raw("POST", "/v1/lanes/pipeline:prices/break", `{"reason":"now"}`, asAdmin()), http.StatusConflict, "in use by pid ")
 	if p.Holder != string(holder)+"/1" || p.TraceID != string(holder) {
 		t.Errorf("problem is %+v", p)

@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/prompts"
 	"github.com/lanekeeper/lanekeeper/trace"
 	"github.com/lanekeeper/lanekeeper/why"
@@ -71,16 +72,14 @@ func TestPromptsOfTrace(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	const trace = "op_01J8052XG1XHJAZ95GX5TCNBAZ"
-	if _, err := a.pool.Exec(t.Context(), `
+	pgtest.Exec(t, a.pool, `
 		with calls as (
 		  insert into agent_activity (trace_id, surface, skill_name, kind, model)
 		  values ($1, 'operate', 'model_call', 'model', 'first'), ($1, 'operate', 'model_call', 'model', 'second') returning id, model),
 		part as (
 		  insert into agent_prompt_parts (digest, body) values (sha256('{"role":"user"}'), '{"role":"user"}'))
 		insert into agent_prompts (activity_id, messages) select id, array[sha256('{"role":"user"}')] from calls where model = 'second'`,
-		trace); err != nil {
-		t.Fatal(err)
-	}
+		trace)
 	var got prompts.Page
 	a.get("/v1/traces/"+trace+"/prompts", &got)
 	if len(got.Calls) != 2 || got.Calls[0].Recorded || !got.Calls[1].Recorded || len(got.Calls[1].Messages) != 1 {
@@ -99,15 +98,13 @@ func TestPromptDiffAcrossPages(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	const trace = "op_01J8052XG1XHJAZ95GX5TCNBAZ"
-	if _, err := a.pool.Exec(t.Context(), `
+	pgtest.Exec(t, a.pool, `
 		with calls as (
 		  insert into agent_activity (id, trace_id, surface, agent, skill_name, kind)
 		  select lanekeeper.agent_uuid7_floor(now() + n * interval '1 second'), $1, 'operate', case when n = 2 then 'other' else 'ops' end, 'model_call', 'model'
 		    from generate_series(1, 4) n returning id)
 		insert into agent_prompts (activity_id, tools, messages)
-		select id, sha256('tools'), array[sha256('system'), sha256(id::text::bytea)] from calls`, trace); err != nil {
-		t.Fatal(err)
-	}
+		select id, sha256('tools'), array[sha256('system'), sha256(id::text::bytea)] from calls`, trace)
 	var all, first, second, third prompts.Page
 	a.get("/v1/traces/"+trace+"/prompts", &all)
 	if len(all.Calls) != 4 || all.Calls[2].SharedParts != 2 || all.Calls[3].SharedParts != 2 {

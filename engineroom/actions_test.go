@@ -2,7 +2,6 @@ package engineroom
 
 import (
 	"context"
-	"fmt"
 	"io"
 	"maps"
 	"net/http"
@@ -47,12 +46,7 @@ func pulled(t *testing.T, answer http.HandlerFunc) (*[]apiCall, *httptest.Server
 	if err != nil {
 		t.Fatal(err)
 	}
-	mux := http.NewServeMux()
-	for _, r := range room.Routes() {
-		mux.Handle(r.Method+" "+r.Path, r.Handler)
-	}
-	server := httptest.NewServer(mux)
-	t.Cleanup(server.Close)
+	server := served(t, room)
 	stay := &http.Client{CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
 	return &calls, server, stay
 }
@@ -410,24 +404,6 @@ func TestApprovalsAreInTheTabOfTheirState(t *testing.T) {
 	turnsAway(t, server.URL+"/approvals?before=yesterday", 400, "no place in this list")
 }
 
-func TestApprovalsGoOnOverPages(t *testing.T) {
-	t.Parallel()
-	pool, server := open(t)
-	for n := range maxApprovals + 2 {
-		asked(t, pool, []string{"approved", "rejected"}[n%2], fmt.Sprintf(`{"n": %d}`, n), 5)
-	}
-	first := shows(t, server.URL+"/approvals?status=decided", "Older approvals")
-	_, link, _ := strings.Cut(first, `<p class="pager"><a href="`)
-	link, _, _ = strings.Cut(link, `"`)
-	second := shows(t, server.URL+strings.ReplaceAll(link, "&amp;", "&"))
-	if n, m := strings.Count(first, `id="approval-`), strings.Count(second, `id="approval-`); n != maxApprovals || m != 2 {
-		t.Errorf("the pages have %d and %d approvals", n, m)
-	}
-	if strings.Contains(second, "Older approvals") {
-		t.Error("the last page leads on")
-	}
-}
-
 func TestAnApprovalShowsExactlyWhatIsApproved(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -483,38 +459,6 @@ func TestWhatHappenedAfterADecisionIsTold(t *testing.T) {
 		           values ('op_00000000000000000000000001', $2::uuid, 'call 1/drop', 'drop', 'success', '{"rows": 17}', 40))
 		update agent_approvals set consumed_for = $2::text || ' call 1/drop' where id = $1::uuid returning id::text`, id, x)
 	shows(t, server.URL+"/approvals/"+id, "was used", "/executions/"+x, "rows", "17", "40 ms")
-}
-
-func TestHostileApprovalsAreText(t *testing.T) {
-	t.Parallel()
-	pool, server := open(t)
-	id := put(t, pool, `
-		insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, status, decided_by, reason, decided_at, expires_at)
-		values ($1::text, $1, 1, jsonb_build_object($1, $1), $1, 'rejected', $1, $1 || repeat('x', 1000000), now(), now() + interval '1 day')
-		returning id::text`, strings.ReplaceAll(hostile, "\u0007", ""))
-	harmless(t, server.URL+"/approvals?status=decided")
-	harmless(t, server.URL+"/approvals/"+id)
-}
-
-func TestApprovalsAreFoundByAnIndex(t *testing.T) {
-	t.Parallel()
-	pool, _ := open(t)
-	put(t, pool, `
-		with a as (
-		  insert into agent_approvals (id, trace_id, skill_name, skill_revision, arguments, arguments_hash, status, decided_at, parked, execution_id, step, expires_at)
-		  select lanekeeper.agent_uuid7(clock_timestamp() - n * interval '1 minute'), 'op_' || n, 'skill_' || n % 50, 1, '{}', n::text,
-		         (array['pending', 'approved', 'rejected', 'consumed', 'expired'])[1 + n % 5], case when n % 5 between 1 and 3 then now() end,
-		         true, gen_random_uuid(), 's', now() + interval '7 days' - n * interval '1 minute'
-		    from generate_series(1, 20000) n)
-		select 'ok'`)
-	id := asked(t, pool, "pending", `{}`, 5)
-	analyse(t, pool, "agent_approvals", "agent_skills")
-	last := "2026-01-01T00:00:00Z_01890000-0000-7000-8000-000000000000"
-	for _, path := range []string{
-		"/approvals", "/approvals?status=decided", "/approvals?status=expired", "/approvals?status=expired&before=" + last, "/approvals/" + id,
-	} {
-		bounded(t, pool, path, "agent_approvals")
-	}
 }
 
 const aSession = "ses_01JD3V7K8ZQ6W2M5T9X4C1B0AE"
@@ -588,9 +532,7 @@ func TestOperateShowsASession(t *testing.T) {
 	if strings.Contains(body, "<script>alert") || len(body) > 100_000 {
 		t.Errorf("the page has what was said as it was said, in %d bytes", len(body))
 	}
-	if _, err := pool.Exec(t.Context(), `select try_acquire_agent_lock('operate', 'somebody else', 60)`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, pool, `select try_acquire_agent_lock('operate', 'somebody else', 60)`)
 	if _, body := testkit.Get(t, server.URL+"/operate"); !strings.Contains(body, "somebody else") || strings.Contains(body, "It is free") {
 		t.Error("the holder is missing")
 	}
@@ -636,10 +578,7 @@ func TestTheFormOfOperateWorksWithoutAScript(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	mux := http.NewServeMux()
-	for _, r := range room.Routes() {
-		mux.Handle(r.Method+" "+r.Path, r.Handler)
-	}
+	mux := muxOf(room)
 	for message, want := range map[string]struct{ to, said string }{
 		"hello": {"/operate?session=ses_1", "The agent has answered."}, "busy": {"/operate?session=ses_0", "held by ana"},
 		"drop it": {"/operate?session=ses_2", "waits for an approval"}, "late": {"/login?next=%2Foperate%3Fsession%3Dses_0", ""},
@@ -665,31 +604,6 @@ func TestTheFormOfOperateWorksWithoutAScript(t *testing.T) {
 		if !strings.Contains(said, want.said) || want.said != "" && said == "" {
 			t.Errorf("%s: the page will say %q", message, said)
 		}
-	}
-}
-
-func TestOperateReadsNoMoreThanItShows(t *testing.T) {
-	t.Parallel()
-	pool, server := open(t)
-	spoken(t, pool, "what did you do?", "Nothing.", "cancelled")
-	for _, sql := range []string{
-		`insert into agent_executions (trace_id, surface, flow, input, thread_id)
-		 select 'op_' || lpad(g::text, 26, '0'), 'operate', case when g % 3 = 0 then 'operate' else 'flow' end, '{"message": "hello"}', 'other' from generate_series(1, 6000) g`,
-		`insert into agent_messages (thread_id, seq, turn, role, content, status)
-		 select '` + aSession + `', g + 10, g + 10, 'user', 'hello', 'received' from generate_series(1, 6000) g`,
-		`insert into agent_pauses (paused_by, reason, trace_id, resumed_at) select 'ana', 'why', 'op_1', clock_timestamp() from generate_series(1, 6000)`,
-	} {
-		if _, err := pool.Exec(t.Context(), sql); err != nil {
-			t.Fatal(err)
-		}
-	}
-	if _, err := pool.Exec(t.Context(), `select try_acquire_agent_lock('operate', 'op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 60)`); err != nil {
-		t.Fatal(err)
-	}
-	analyse(t, pool, "agent_executions", "agent_messages", "agent_pauses")
-	shows(t, server.URL+"/operate?session="+aSession, "Earlier messages")
-	for _, path := range []string{"/operate", "/operate?session=" + aSession} {
-		bounded(t, pool, path, "agent_executions", "agent_messages", "agent_pauses")
 	}
 }
 

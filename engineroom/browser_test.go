@@ -64,12 +64,7 @@ func listedPage(t *testing.T) *rowList {
 		<td>{{template "action" (dict "Path" (printf "/v1/lanes/%s/break" .) "Word" "Break" "Reason" true)}}
 		<details class="more"><summary>More of {{.}}</summary><p>Folded</p></details><button type="button" class="copy" data-copy="text of {{.}}">Copy</button></td></tr>{{end}}</tbody></table>
 		<p>There are {{len .Rows}} rows.</p></section>{{end}}`))
-	mux := http.NewServeMux()
-	for _, r := range room.Routes() {
-		mux.Handle(r.Method+" "+r.Path, r.Handler)
-	}
-	server := httptest.NewServer(mux)
-	t.Cleanup(server.Close)
+	server := served(t, room)
 	l.url, l.cut = server.URL+"/listed", server.CloseClientConnections
 	return l
 }
@@ -390,6 +385,9 @@ func TestEveryPageShowsHostileTextAsText(t *testing.T) {
 	text := hostile + strings.Repeat("W", 2000)
 	list := addresses(t, pool, populated(t, pool, text))
 	soil(t, pool, text+strings.Repeat("W", 1<<17))
+	for _, address := range list {
+		harmless(t, server.URL+address)
+	}
 	p := browser.Open(t, browser.Look{})
 	for _, address := range list {
 		fit(t, p, server.URL+address, !testing.Short(), "dark phone")

@@ -13,24 +13,17 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/replica"
 )
 
-// quiet makes a connection's statements run without triggers, so that a test can make rows in any state.
+// quiet runs statements without triggers, so that a test can write rows in any state.
 func quiet(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
 	t.Helper()
-	tx, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer tx.Rollback(t.Context())
-	if _, err := tx.Exec(t.Context(), `set local session_replication_role = replica`); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := tx.Exec(t.Context(), sql, args...); err != nil {
-		t.Fatalf("%s: %v", sql, err)
-	}
+	tx := pgtest.Begin(t, pool)
+	pgtest.Exec(t, tx, `set local session_replication_role = replica`)
+	pgtest.Exec(t, tx, sql, args...)
 	if err := tx.Commit(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -139,31 +132,6 @@ func TestExecutionsAreListedByState(t *testing.T) {
 	}
 }
 
-func TestExecutionsGoOnOverPages(t *testing.T) {
-	t.Parallel()
-	pool, server := open(t)
-	quiet(t, pool, `
-		insert into agent_executions (id, trace_id, surface, flow, status, waiting_for, waiting_key, waiting_until)
-		select lanekeeper.agent_uuid7(clock_timestamp() - n * interval '1 second'), 'fl_' || n, 'flow', 'f', 'waiting', 'event', 'k', now() + n / 7 * interval '1 hour'
-		  from generate_series(1, 120) n`)
-	for _, path := range []string{"/executions", "/executions?status=waiting&flow=f", "/executions?view=waiting"} {
-		seen := map[string]bool{}
-		for pages := 0; path != "" && pages < 5; pages++ {
-			body := shows(t, server.URL+path)
-			for _, row := range strings.Split(body, `id="execution-`)[1:] {
-				if seen[row[:36]] {
-					t.Errorf("%s shows %s again", path, row[:36])
-				}
-				seen[row[:36]] = true
-			}
-			path = next(body, `<p class="pager">`)
-		}
-		if len(seen) != 120 {
-			t.Errorf("the pages have %d executions", len(seen))
-		}
-	}
-}
-
 // next is where a link of a page leads, after a text.
 func next(body, after string) string {
 	_, link, _ := strings.Cut(body, after+`<a href="`)
@@ -200,64 +168,6 @@ func TestTheQueueAndItsLimitsAreShown(t *testing.T) {
 	execution(t, pool, "pending", "chat", "greet")
 	quiet(t, pool, `insert into agent_limits values ('flow', 'greet', 0), ('surface', 'chat', 3)`)
 	shows(t, server.URL+"/executions", `aria-label="2 ready, flow greet, surface chat`, "full", "surface=chat")
-}
-
-func TestHostileExecutionsAreText(t *testing.T) {
-	t.Parallel()
-	pool, server := open(t)
-	id := execution(t, pool, "waiting", "chat", "greet")
-	long := hostile + strings.Repeat("x", 1_000_000)
-	quiet(t, pool, `
-		update agent_executions set flow = @bad, waiting_key = left(@long, 2000), waiting_step = @long, error_message = @long, result_summary = @long,
-		       input = jsonb_build_object('a', @json::text, @json::text, 1), variables = jsonb_build_object('a', @json::text),
-		       result = jsonb_build_object('a', repeat(@json::text, 3)), waiting_data = jsonb_build_object('a', @json::text), failed_step = @long,
-		       cancelled_by = @long, cancel_reason = @long, thread_id = @bad where id = @id::uuid`,
-		postgres.Strict{"id": id, "bad": hostile, "long": long, "json": long})
-	quiet(t, pool, `
-		insert into agent_checkpoints (execution_id, step, claim, failed, output)
-		select @id::uuid, n || @bad, n, n % 2 = 0, jsonb_build_object('event', @long::text, 'timed_out', false, 'data', @long::text) from generate_series(1, 5) n`,
-		postgres.Strict{"id": id, "bad": hostile, "long": long})
-	quiet(t, pool, `insert into agent_requests (kind, execution_id, trace_id, title) values ('test', @id::uuid, 'x', @long)`,
-		postgres.Strict{"id": id, "long": long})
-	harmless(t, server.URL+"/executions")
-	harmless(t, server.URL+"/executions?view=waiting")
-	harmless(t, server.URL+"/executions/"+id)
-	harmless(t, server.URL+"/executions/"+id+"?from="+url.QueryEscape("<script>alert(1)</script>"))
-}
-
-func TestExecutionsAreFoundByAnIndex(t *testing.T) {
-	t.Parallel()
-	pool, _ := open(t)
-	id := execution(t, pool, "waiting", "flow", "greet")
-	quiet(t, pool, `
-		insert into agent_executions (id, trace_id, surface, flow, status, parent_id, waiting_for, waiting_key, waiting_until)
-		select lanekeeper.agent_uuid7(at), 'hb_' || lpad(n::text, 26, '0'), (array['heartbeat', 'operate', 'chat', 'webhook', 'flow'])[1 + n % 5], 'flow_' || n % 20,
-		       case when n % 17 = 0 then 'waiting' when n % 97 = 0 then 'failed' when n % 13 = 0 then 'pending' else 'completed' end,
-		       case when n % 500 = 0 then @id::uuid end, case when n % 17 = 0 then 'event' end, case when n % 17 = 0 then 'k' || n end,
-		       case when n % 17 = 0 then at + interval '7 days' end
-		  from (select n, clock_timestamp() - n * interval '1 minute' as at from generate_series(1, 10000) n) x`, postgres.Strict{"id": id})
-	quiet(t, pool, `
-		insert into agent_checkpoints (execution_id, step, claim, output)
-		select case when n < 100 then @id::uuid else gen_random_uuid() end, 'step ' || n, 1, '{}' from generate_series(1, 5000) n`, postgres.Strict{"id": id})
-	quiet(t, pool, `
-		insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id)
-		select 'lane' || n, case when n % 50 = 0 then 'x' else '' end, n, now() + interval '1 hour', case when n % 50 = 0 then gen_random_uuid() end
-		  from generate_series(1, 5000) n`)
-	quiet(t, pool, `insert into agent_requests (kind, execution_id, trace_id) select 'test', gen_random_uuid(), 'x' from generate_series(1, 5000)`)
-	quiet(t, pool, `
-		insert into agent_messages (thread_id, seq, turn, role, content, status, execution_id)
-		select 'thread' || n % 50, n, n, 'user', 'words', 'received', gen_random_uuid() from generate_series(1, 5000) n`)
-	tables := []string{"agent_executions", "agent_checkpoints", "agent_locks", "agent_requests", "agent_messages"}
-	analyse(t, pool, tables...)
-	trace := "hb_" + strings.Repeat("0", 23) + "123"
-	for _, path := range []string{
-		"/executions", "/executions?status=failed", "/executions?status=completed&surface=chat&flow=flow_1", "/executions?failed=1&flow=flow_2",
-		"/executions?flow=flow_3", "/executions?surface=chat", "/executions?trace_id=" + trace, "/executions?before=" + id, "/executions?view=waiting",
-		"/executions?view=stuck", "/executions?view=waiting&flow=flow_1&for=event", "/executions/" + id,
-		"/executions/" + id + "?before=" + url.QueryEscape("2026-01-01T00:00:00Z step 50"),
-	} {
-		indexed(t, pool, path, tables...)
-	}
 }
 
 func TestAnExecutionThatWaitsSaysForWhat(t *testing.T) {
@@ -485,26 +395,6 @@ func TestThreadsAreListed(t *testing.T) {
 	turnsAway(t, server.URL+"/threads?before=odd", 400, "not where a page")
 }
 
-func TestThreadsGoOnOverPages(t *testing.T) {
-	t.Parallel()
-	pool, server := open(t)
-	quiet(t, pool, `insert into agent_threads (id, channel, owner, updated_at) select 'thread ' || n, 'chat', 'o', now() - n / 3 * interval '1 minute' from generate_series(1, 120) n`)
-	for _, path := range []string{"/threads", "/threads?owner=o&channel=chat"} {
-		seen := map[string]bool{}
-		for pages := 0; path != "" && pages < 5; pages++ {
-			body := shows(t, server.URL+path)
-			for _, row := range strings.Split(body, `href="/threads/thread%20`)[1:] {
-				id, _, _ := strings.Cut(row, `"`)
-				seen[id] = true
-			}
-			path = next(body, `<p class="pager">`)
-		}
-		if len(seen) != 120 {
-			t.Errorf("the pages have %d threads", len(seen))
-		}
-	}
-}
-
 func TestAConversationIsShown(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -533,40 +423,4 @@ func TestAConversationIsShown(t *testing.T) {
 	turnsAway(t, server.URL+"/threads/unknown", 404, "there is no thread")
 	turnsAway(t, server.URL+"/threads/"+strings.Repeat("x", 300), 400, "1 to 200 printable")
 	turnsAway(t, address+"?before=odd", 400, "not where a page")
-}
-
-func TestHostileThreadsAreText(t *testing.T) {
-	t.Parallel()
-	pool, server := open(t)
-	id := strings.NewReplacer("\u0007", "", "\u202e", "").Replace(hostile) // no name of a lane may hold these
-	long := hostile + strings.Repeat("x", 1_000_000)
-	quiet(t, pool, `insert into agent_threads (id, channel, target, owner, participant, next_seq, summary) values ($1, 'chat', $2, left($2, 1000), $2, 9, $2)`, id, long)
-	quiet(t, pool, `insert into agent_messages (thread_id, seq, turn, role, content, status, error_message, target) select $1, n, n, 'user', $2, 'received', $2, $2 from generate_series(1, 8) n`, id, long)
-	quiet(t, pool, `insert into agent_messages (thread_id, role, content, status) values ($1, 'assistant', $2, 'queued')`, id, long)
-	harmless(t, server.URL+"/threads")
-	harmless(t, server.URL+"/threads?view=queue")
-	harmless(t, server.URL+"/threads/"+url.PathEscape(id))
-}
-
-func TestThreadsAreFoundByAnIndex(t *testing.T) {
-	t.Parallel()
-	pool, _ := open(t)
-	quiet(t, pool, `insert into agent_threads (id, channel, owner, participant, next_seq, summary, updated_at)
-		select 'thread' || n, (array['chat', 'webhook', 'log'])[1 + n % 3], 'key' || n % 7, 'p', 11, repeat('they spoke of prices ', 20), now() - n * interval '1 minute' from generate_series(1, 8000) n`)
-	quiet(t, pool, `insert into agent_messages (thread_id, seq, turn, role, content, status)
-		select 'thread' || n, s, s, 'user', 'words', 'received' from generate_series(1, 4000) n, generate_series(1, 3) s`)
-	quiet(t, pool, `insert into agent_messages (thread_id, role, content, status) select 'thread' || n, 'assistant', 'words', 'queued' from generate_series(1, 2000, 20) n`)
-	quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at) select 'thread:thread' || n, case when n % 50 = 0 then 'x' else '' end, n, now() + interval '1 hour'
-		from generate_series(1, 2000) n`)
-	quiet(t, pool, `insert into agent_executions (trace_id, surface, flow, status, thread_id) select 'x', 'chat', 'chat', 'completed', 'thread' || n from generate_series(1, 5000) n`)
-	quiet(t, pool, `insert into agent_lock_waiters (lane, owner, expires_at) select 'thread:thread' || n, 'x', now() from generate_series(1, 2000) n`)
-	tables := []string{"agent_threads", "agent_messages", "agent_locks", "agent_executions", "agent_lock_waiters"}
-	analyse(t, pool, tables...)
-	before := url.QueryEscape(put(t, pool, `select to_char(updated_at at time zone 'utc', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"') || ' ' || id from agent_threads where id = 'thread500'`))
-	for _, path := range []string{
-		"/threads", "/threads?channel=chat", "/threads?owner=key3", "/threads?owner=key3&channel=log", "/threads?view=held", "/threads?view=queue", "/threads?before=" + before,
-		"/threads/thread7", "/threads/thread21", fmt.Sprintf("/threads/thread50?before=%d-%d", 5, 5),
-	} {
-		indexed(t, pool, path, tables...)
-	}
 }

@@ -82,12 +82,7 @@ func watchedWith(t *testing.T, change func(p *page)) (*shared, *Room, *httptest.
 		text += fmt.Sprintf(`{{define "watched/%s"}}<section id="%s">%s is {{.}}</section>{{end}}`, name, name, name)
 	}
 	room.templates = template.Must(room.templates.Parse(text))
-	mux := http.NewServeMux()
-	for _, r := range room.Routes() {
-		mux.Handle(r.Method+" "+r.Path, r.Handler)
-	}
-	server := httptest.NewServer(mux)
-	t.Cleanup(server.Close)
+	server := served(t, room)
 	return s, room, server
 }
 
@@ -344,9 +339,7 @@ func TestACalmPartIsReadWhenTheLogMoves(t *testing.T) {
 		return before == calm
 	}, "the calm part is left alone")
 	s.set("calm", "moved")
-	if _, err := room.Pool.Exec(t.Context(), `insert into agent_activity (trace_id, skill_name, status) values ('op_1', 'x', 'success')`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, room.Pool, `insert into agent_activity (trace_id, skill_name, status) values ('op_1', 'x', 'success')`)
 	l.until("calm is moved")
 }
 

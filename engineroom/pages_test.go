@@ -1,8 +1,6 @@
 package engineroom
 
 import (
-	"fmt"
-	"html"
 	"net/http"
 	"net/http/httptest"
 	"net/url"
@@ -31,12 +29,7 @@ func openWith(t *testing.T, settings agents.Settings) (*pgxpool.Pool, *httptest.
 	if err != nil {
 		t.Fatal(err)
 	}
-	mux := http.NewServeMux()
-	for _, r := range room.Routes() {
-		mux.Handle(r.Method+" "+r.Path, r.Handler)
-	}
-	server := httptest.NewServer(mux)
-	t.Cleanup(server.Close)
+	server := served(t, room)
 	return pool, server
 }
 
@@ -164,55 +157,6 @@ func TestAnAutomationHasTheLeversOfItsState(t *testing.T) {
 	turnsAway(t, server.URL+"/automations/nothing", 404, "there is no automation")
 }
 
-func TestRunsOfAnAutomationGoOnOverPages(t *testing.T) {
-	t.Parallel()
-	pool, server := open(t)
-	id := scheduled(t, pool, "nightly")
-	ran(t, pool, scheduled(t, pool, "other"), "success")
-	for range mostRuns + 1 {
-		ran(t, pool, id, "success")
-	}
-	first := shows(t, server.URL+"/automations/nightly", "Older runs")
-	_, link, _ := strings.Cut(first, `<p class="pager"><a href="`)
-	link, _, _ = strings.Cut(link, `"`)
-	second := shows(t, server.URL+link, "Newest runs")
-	if n, m := strings.Count(first, `<tr id="run-`), strings.Count(second, `<tr id="run-`); n != mostRuns || m != 1 {
-		t.Errorf("the pages have %d and %d runs", n, m)
-	}
-}
-
-func TestHostileAutomationsAreText(t *testing.T) {
-	t.Parallel()
-	pool, server := open(t)
-	bad := strings.ReplaceAll(hostile, "\u0007", "")
-	put(t, pool, `
-		with a as (
-		  insert into agent_automations (name, description, trigger, event, prompt, arguments, enabled, disabled_by, disabled_reason, proposed_by)
-		  values ('evil', $1, 'event', $1, $1 || repeat('x', 1000000), jsonb_build_object($1, repeat('y', 1000000)), false, 'proposal', $1, $1)
-		  returning id)
-		insert into agent_automation_runs (automation_id, cause, scheduled_for, status, trace_id, error_message, output)
-		select id, 'manual', now(), 'dead', '', $1 || repeat('z', 1000000), jsonb_build_object('said', $1 || repeat('z', 1000000)) from a
-		returning id::text`, bad)
-	harmless(t, server.URL+"/automations")
-	harmless(t, server.URL+"/automations/evil")
-}
-
-func TestRunsAreFoundByAnIndex(t *testing.T) {
-	t.Parallel()
-	pool, _ := open(t)
-	put(t, pool, `
-		with a as (insert into agent_automations (name, cron, skill_name) select 'a' || n, '@daily', 'fetch' from generate_series(1, 60) n returning id),
-		     r as (insert into agent_automation_runs (automation_id, cause, scheduled_for, status)
-		           select a.id, 'manual', now(), (array['success', 'error', 'dead'])[1 + n % 3] from a, generate_series(1, 300) n)
-		select 'ok'`)
-	analyse(t, pool, "agent_automations", "agent_automation_runs")
-	for _, path := range []string{
-		"/automations", "/automations?state=enabled", "/automations/a7", "/automations/a7?before=01890000-0000-7000-8000-000000000000",
-	} {
-		bounded(t, pool, path, "agent_automation_runs")
-	}
-}
-
 // delivered is a delivery to the endpoint shop.
 func delivered(t *testing.T, pool *pgxpool.Pool, status, body string) string {
 	t.Helper()
@@ -274,7 +218,10 @@ func TestADeliveryShowsWhatCameAndWhatItLedTo(t *testing.T) {
 			t.Errorf("the page has %s", secret)
 		}
 	}
-	quiet(t, pool, `update agent_webhook_deliveries set repeats = 1 where id = $1`, id)
+	quiet(t, pool, `update agent_webhook_deliveries set repeats = 1, body = convert_to($2, 'UTF8') where id = $1`, id, "x"+strings.Repeat("é", 600_000))
+	if body := shows(t, server.URL+"/deliveries/"+id, "The first 65.5 kB of it"); strings.Contains(body, "\ufffd") {
+		t.Error("a character is cut in two")
+	}
 	shows(t, server.URL+"/deliveries/"+id, "and 1 more time, which was not handled")
 	shows(t, server.URL+"/deliveries", "came 1 more time<")
 	quiet(t, pool, `update agent_webhook_deliveries set repeats = 2 where id = $1`, id)
@@ -302,55 +249,6 @@ func TestOutgoingMessagesAreListedAndSentAgain(t *testing.T) {
 	turnsAway(t, server.URL+"/outgoing/x", 404, "there is no outgoing delivery")
 }
 
-func TestHostileDeliveriesAreText(t *testing.T) {
-	t.Parallel()
-	pool, server := open(t)
-	bad := strings.ReplaceAll(hostile, "\u0007", "")
-	id := delivered(t, pool, "dead", bad+strings.Repeat("é", 600_000))
-	put(t, pool, `
-		update agent_webhook_deliveries
-		   set delivery_id = left($1, 100), error_message = $1 || repeat('x', 1000000), traceparent = $1,
-		       headers = jsonb_build_object('X-Github-Event', jsonb_build_array($1::text || repeat('x', 30000)), $1, repeat('y', 30000)),
-		       outcome = jsonb_build_object('1', jsonb_build_object('event', $1::text, 'text', repeat('z', 1000000)))
-		 where id = $2::uuid returning id::text`, bad, id)
-	harmless(t, server.URL+"/deliveries")
-	harmless(t, server.URL+"/deliveries/"+id)
-	message := undelivered(t, pool, "ops", "dead")
-	put(t, pool, `update agent_webhook_outbox set last_error = $1 || repeat('x', 1000000), payload = jsonb_build_object($1, repeat('y', 1000000))
-		where id = $2::uuid returning id::text`, bad, message)
-	harmless(t, server.URL+"/outgoing")
-	harmless(t, server.URL+"/outgoing/"+message)
-	whole := shows(t, server.URL+"/deliveries/"+id, "The first 65.5 kB of it")
-	if strings.Contains(whole, "\ufffd") {
-		t.Error("a character is cut in two")
-	}
-}
-
-func TestDeliveriesAreFoundByAnIndex(t *testing.T) {
-	t.Parallel()
-	pool, _ := open(t)
-	put(t, pool, `
-		with d as (
-		  insert into agent_webhook_deliveries (id, endpoint, delivery_id, trace_id, last_trace_id, status, body, body_sha256)
-		  select lanekeeper.agent_uuid7(clock_timestamp() - n * interval '1 minute'), 'e' || n % 9, n::text, 'wh_' || n, 'wh_' || n,
-		         case when n % 500 = 0 then 'ignored' when n % 700 = 0 then 'dead' else 'done' end, '{}', 'x'
-		    from generate_series(1, 20000) n),
-		t as (insert into agent_webhook_targets (name, url, secrets, events) values ('ops', 'https://ops.example', '{"${S}"}', '{"*"}') returning id)
-		insert into agent_webhook_outbox (target_id, event, payload, trace_id, status)
-		select t.id, 'execution.failed', '{}', 'wh_1', case n % 20 when 0 then 'dead' when 1 then 'pending' else 'sent' end from t, generate_series(1, 20000) n
-		returning 'ok'`)
-	id := delivered(t, pool, "dead", `{}`)
-	analyse(t, pool, "agent_webhook_deliveries", "agent_webhook_outbox", "agent_webhook_targets")
-	const before = "before=01890000-0000-7000-8000-000000000000"
-	for _, path := range []string{
-		"/deliveries", "/deliveries?endpoint=e3", "/deliveries?status=ignored", "/deliveries?status=dead", "/deliveries?endpoint=e3&status=ignored",
-		"/deliveries?" + before, "/deliveries?endpoint=e3&" + before, "/deliveries/" + id, "/outgoing", "/outgoing?target=ops&" + before,
-		"/outgoing?status=pending",
-	} {
-		bounded(t, pool, path, "agent_webhook_deliveries", "agent_webhook_outbox")
-	}
-}
-
 func TestHeldLanesAreListed(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -365,18 +263,6 @@ func TestHeldLanesAreListed(t *testing.T) {
 	shows(t, server.URL+"/lanes?lane=nobodys", "Nobody holds nobodys")
 	turnsAway(t, server.URL+"/lanes?lane=%00", 400, "not the name of a lane")
 	turnsAway(t, server.URL+"/lanes?before=x", 400, "no place in this list")
-}
-
-func TestLanesGoOnOverPages(t *testing.T) {
-	t.Parallel()
-	pool, server := open(t)
-	put(t, pool, `select count(try_acquire_agent_lock('lane ' || lpad(n::text, 4, '0'), 'me', 60))::text from generate_series(1, 201) n`)
-	first := shows(t, server.URL+"/lanes", "Further lanes", "lane 0001")
-	_, link, _ := strings.Cut(first, `<p class="pager"><a href="`)
-	link, _, _ = strings.Cut(link, `"`)
-	if second := shows(t, server.URL+html.UnescapeString(link), "lane 0201", "First lanes"); strings.Count(second, "Release by force</summary>") != 1 {
-		t.Error("the second page has more than the last lane")
-	}
 }
 
 // claimedRun is an execution that a worker has claimed whose lease has some seconds left.
@@ -417,40 +303,6 @@ func TestWhatHoldersLeftBehindIsTold(t *testing.T) {
 	put(t, pool, `select try_acquire_agent_lock('dropped', 'a dead one', 60)::text`)
 	put(t, pool, `update agent_locks set expires_at = clock_timestamp() - interval '1 minute' returning lane`)
 	shows(t, server.URL+"/lanes", "No lane is held", "a dead one", "start <code>agent serve</code>")
-}
-
-func TestHostileLanesAreText(t *testing.T) {
-	t.Parallel()
-	pool, server := open(t)
-	bad := strings.ReplaceAll(hostile, "\u0007", "")
-	put(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at)
-		values ($1, $1, 1, clock_timestamp() + interval '1 minute') returning lane`, bad)
-	put(t, pool, `insert into agent_lock_waiters (lane, owner, expires_at) values ($1, $1 || repeat('x', 100), clock_timestamp() + interval '1 minute') returning lane`, bad)
-	put(t, pool, `update agent_workers set name = $1 || repeat('x', 1000000) where id = (select claimed_by from agent_executions where id = $2::uuid) returning id::text`,
-		bad, claimedRun(t, pool, bad, 60))
-	harmless(t, server.URL+"/lanes")
-}
-
-func TestLanesAreFoundByAnIndex(t *testing.T) {
-	t.Parallel()
-	pool, _ := open(t)
-	put(t, pool, `
-		with l as (
-		  insert into agent_locks (lane, locked_by, fencing_token, expires_at, parked)
-		  select 'lane ' || n, case when n % 4 = 0 then 'me' else '' end, n, now() + interval '1 hour', false from generate_series(1, 20000) n),
-		w as (insert into agent_workers (name, expires_at) select 'w', now() + interval '1 hour' from generate_series(1, 20) returning id),
-		x as (
-		  insert into agent_executions (id, trace_id, surface, flow, status, claimed_by)
-		  select lanekeeper.agent_uuid7(now() - n * interval '1 minute'), 'fl_' || n, 'flow', 'f', case when n % 500 = 0 then 'running' else 'pending' end,
-		         case when n % 500 = 0 then (select id from w limit 1) end
-		    from generate_series(1, 20000) n returning 1)
-		select 'ok'`)
-	analyse(t, pool, "agent_locks", "agent_executions", "agent_workers")
-	for _, path := range []string{
-		"/lanes", "/lanes?after=lane+7", "/lanes?lane=lane+8", fmt.Sprintf("/lanes?before=%s", "01890000-0000-7000-8000-000000000000"),
-	} {
-		bounded(t, pool, path, "agent_locks", "agent_executions")
-	}
 }
 
 // aims makes an objective with three steps, of which one is done and one failed.
@@ -500,10 +352,7 @@ func TestAnObjectiveThatNothingTouchesIsStale(t *testing.T) {
 	if body := shows(t, server.URL+"/"); strings.Contains(body, ">stale<") {
 		t.Error("its steps were touched just now")
 	}
-	_, err := pool.Exec(t.Context(), `update agent_objective_steps set updated_at = clock_timestamp() - interval '4 days'`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, pool, `update agent_objective_steps set updated_at = clock_timestamp() - interval '4 days'`)
 	for _, path := range []string{"/", "/objectives", "/objectives/grow"} {
 		shows(t, server.URL+path, ">stale<")
 	}
@@ -526,36 +375,6 @@ func TestAnObjectiveHasTheLeversOfItsState(t *testing.T) {
 		}
 	}
 	shows(t, server.URL+"/objectives?status=proposed", "/accept", "/reject")
-}
-
-func TestHostileObjectivesAreText(t *testing.T) {
-	t.Parallel()
-	pool, server := open(t)
-	id := put(t, pool, `
-		insert into agent_objectives (name, goal, success_criteria, note, status, proposed_by, decided_reason, source, proposed_trace)
-		values ($1, $1 || repeat('x', 1000000), $1, $1, 'proposed', $1, $1, $1, $1) returning id::text`, hostile)
-	put(t, pool, `
-		insert into agent_objective_steps (objective_id, position, title, result, trace_id) values ($1, 1, $2, $2 || repeat('x', 1000000), $2)
-		returning id::text`, id, hostile)
-	for _, path := range []string{"/", "/objectives", "/objectives/" + id, "/objectives/" + url.PathEscape(hostile)} {
-		harmless(t, server.URL+path)
-	}
-}
-
-func TestObjectivesAreReadByTheirIndexes(t *testing.T) {
-	t.Parallel()
-	pool, _ := open(t)
-	id := aims(t, pool, "grow")
-	_, err := pool.Exec(t.Context(), `
-		insert into agent_objectives (name, goal, status) select 'o' || n, 'g', 'completed' from generate_series(1, 4000) n;
-		insert into agent_objective_steps (objective_id, position, title) select o.id, 9, 'x' from agent_objectives o`)
-	if err != nil {
-		t.Fatal(err)
-	}
-	analyse(t, pool, "agent_objectives", "agent_objective_steps", "agent_objective_evidence")
-	for _, path := range []string{"/", "/objectives", "/objectives?status=active", "/objectives?status=failed", "/objectives/grow", "/objectives/" + id} {
-		indexed(t, pool, path, "agent_objectives", "agent_objective_steps")
-	}
 }
 
 // keeps remembers a text.
@@ -585,10 +404,7 @@ func TestMemoryIsSummedUpByCategory(t *testing.T) {
 			t.Errorf("%s has a category of which everything has expired", path)
 		}
 	}
-	_, err := pool.Exec(t.Context(), `insert into agent_memory (category, key, value) select 'many', n::text, '1' from generate_series(1, 1200) n`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, pool, `insert into agent_memory (category, key, value) select 'many', n::text, '1' from generate_series(1, 1200) n`)
 	shows(t, server.URL+"/memory", `1,000+<span class="aside-text"> in many`, "over ")
 }
 
@@ -619,22 +435,6 @@ func TestFiltersOfMemoryCombine(t *testing.T) {
 	turnsAway(t, server.URL+"/memory?q="+strings.Repeat("x", 301), 400, "q is")
 }
 
-func TestMemoryGoesOnOverPages(t *testing.T) {
-	t.Parallel()
-	pool, server := open(t)
-	_, err := pool.Exec(t.Context(), `insert into agent_memory (category, key, value) select 'c', 'k' || n, '1' from generate_series(1, 70) n`)
-	if err != nil {
-		t.Fatal(err)
-	}
-	body := shows(t, server.URL+"/memory?category=c", "Older entries")
-	_, rest, _ := strings.Cut(body, `class="pager"><a href="`)
-	older, _, _ := strings.Cut(rest, `"`)
-	second := shows(t, server.URL+strings.ReplaceAll(older, "&amp;", "&"), "Newest entries")
-	if a, b := strings.Count(body, "data-row="), strings.Count(second, "data-row="); a != 50 || b != 20 {
-		t.Errorf("the pages have %d and %d entries", a, b)
-	}
-}
-
 func TestAnEntryOfMemoryIsShownWithWhoWroteIt(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -656,31 +456,6 @@ func TestAnEntryOfMemoryIsShownWithWhoWroteIt(t *testing.T) {
 	turnsAway(t, server.URL+"/memory/%00", 404, "not found")
 }
 
-func TestHostileMemoryIsText(t *testing.T) {
-	t.Parallel()
-	pool, server := open(t)
-	key := strings.ReplaceAll(hostile, "\u0007", "")
-	keeps(t, pool, "facts"+key, key, hostile)
-	harmless(t, server.URL+"/memory")
-	harmless(t, server.URL+"/memory/"+url.PathEscape(key))
-}
-
-func TestMemoryIsReadByItsIndexes(t *testing.T) {
-	t.Parallel()
-	pool, _ := open(t)
-	_, err := pool.Exec(t.Context(), `
-		insert into agent_memory (category, key, value) select 'c' || n % 7, 'k' || n, to_jsonb('word' || n) from generate_series(1, 8000) n`)
-	if err != nil {
-		t.Fatal(err)
-	}
-	analyse(t, pool, "agent_memory")
-	for _, path := range []string{
-		"/memory", "/memory?category=c3", "/memory?prefix=k77", "/memory?q=word77", "/memory?q=word77&category=none", "/memory/k77",
-	} {
-		indexed(t, pool, path, "agent_memory")
-	}
-}
-
 // skill declares a skill, in service or not.
 func skill(t *testing.T, pool *pgxpool.Pool, name, description, disabledBy, reason string) {
 	t.Helper()
@@ -693,12 +468,10 @@ func skill(t *testing.T, pool *pgxpool.Pool, name, description, disabledBy, reas
 // called writes calls of a skill.
 func called(t *testing.T, pool *pgxpool.Pool, name, status, message string, n int) {
 	t.Helper()
-	if _, err := pool.Exec(t.Context(), `
+	pgtest.Exec(t, pool, `
 		insert into agent_activity (trace_id, surface, skill_name, status, error_class, error_message, duration_ms)
 		select 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'heartbeat', $1, $2, case when $2 = 'error' then 'timeout' else '' end, nullif($3, ''), 120
-		  from generate_series(1, $4::int)`, name, status, message, n); err != nil {
-		t.Fatal(err)
-	}
+		  from generate_series(1, $4::int)`, name, status, message, n)
 }
 
 func TestSkillsAreListedWithTheirHealth(t *testing.T) {
@@ -737,47 +510,4 @@ func TestASkillIsShownWithItsCalls(t *testing.T) {
 		"/act/v1/skills/fetch_price/disable", "Calls by day, 7 days")
 	turnsAway(t, server.URL+"/skills/nothing", 404, "there is no skill")
 	turnsAway(t, server.URL+"/skills/%00", 404, "there is no skill")
-}
-
-func TestHostileTextInSkillsIsText(t *testing.T) {
-	t.Parallel()
-	pool, server := open(t)
-	skill(t, pool, "hostile", hostile[:len(hostile)-1], "admin", hostile)
-	skill(t, pool, "huge", strings.Repeat("ñ", 1_000_000), "admin", strings.Repeat("<", 1_000_000))
-	called(t, pool, "hostile", "error", hostile, 2)
-	called(t, pool, "huge", "error", strings.Repeat("<", 1_000_000), 2)
-	for _, path := range []string{"/skills", "/skills/hostile", "/"} {
-		harmless(t, server.URL+path)
-	}
-	if body := shows(t, server.URL+"/skills/huge"); len(body) > 400_000 {
-		t.Errorf("the page of a skill with a megabyte of text has %d bytes", len(body))
-	}
-}
-
-func TestSkillsAndSpendReadNothingWhole(t *testing.T) {
-	t.Parallel()
-	pool, _ := open(t)
-	if _, err := pool.Exec(t.Context(), `
-		insert into agent_activity (id, trace_id, kind, skill_name, purpose, surface, status, token_usage, created_at, duration_ms)
-		select lanekeeper.agent_uuid7(at), 'hb_x', case n % 4 when 0 then 'model' else 'call' end, case n % 4 when 0 then 'model_call' else 'skill_' || n % 97 end,
-		       'p' || n % 7, 'heartbeat', case n % 11 when 0 then 'error' else 'success' end, '{"total_tokens": 5}', at, n % 1000
-		  from (select n, clock_timestamp() - interval '20 days' * n / 30001 as at from generate_series(1, 30000) n) x;
-		insert into agent_skills (name, tool_definition, handler) select 'skill_' || n, '{}', 'builtin:x' from generate_series(0, 96) n;
-		insert into agent_executions (trace_id, surface, flow, status) select 'hb_' || n, 'heartbeat', 'f' || n % 50, 'pending' from generate_series(1, 5000) n;
-		insert into agent_activity_counts (span, start, kind, skill, surface, model, calls)
-		select 'hour', date_trunc('hour', now()) - interval '1 hour' * (n / 20), 'call', 'skill_' || n % 20, 'heartbeat', '', 1 from generate_series(1, 20000) n;
-		insert into agent_activity_counts (span, start, kind, skill, surface, model, calls)
-		select 'day', date_trunc('day', now()) - interval '1 day' * (n / 20), 'call', 'skill_' || n % 20, 'heartbeat', '', 1 from generate_series(1, 20000) n;
-		delete from agent_activity_uncounted;
-		update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7(clock_timestamp())`); err != nil {
-		t.Fatal(err)
-	}
-	analyse(t, pool, "agent_activity", "agent_activity_counts", "agent_activity_durations", "agent_executions", "agent_skills")
-	var partitions string
-	if err := pool.QueryRow(t.Context(), `select string_agg(distinct tableoid::regclass::text, '|') from agent_activity`).Scan(&partitions); err != nil {
-		t.Fatal(err)
-	}
-	for _, path := range []string{"/spend?days=7", "/spend?days=1&per=hour", "/spend?by=purpose", "/audit?surface=chat", "/skills", "/skills/skill_7"} {
-		indexed(t, pool, path, partitions, "agent_activity_counts", "agent_executions")
-	}
 }

@@ -5,9 +5,7 @@ import (
 	"strings"
 	"testing"
 	"time"
-	"unicode/utf8"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -83,83 +81,14 @@ func TestFiltersOfTracesCombine(t *testing.T) {
 	}
 }
 
-func TestTracesComeInPages(t *testing.T) {
-	t.Parallel()
-	pool, server := open(t)
-	sql(t, pool, `
-		insert into agent_executions (id, trace_id, surface, flow, status, created_at)
-		select lanekeeper.agent_uuid7(at), 'hb_' || lpad(n::text, 26, '0'), case when n % 2 = 0 then 'chat' else 'heartbeat' end, 'beat', 'pending', at
-		  from (select n, clock_timestamp() - (200 - n) * interval '1 minute' as at from generate_series(1, 120) n) x`, nil)
-	next, seen := "/traces?status=pending", 0
-	for next != "" {
-		body := shows(t, server.URL+next)
-		seen += strings.Count(body, `<tr id="trace-`)
-		before, _, more := strings.Cut(body, `">Older traces`)
-		if next = ""; more {
-			next = strings.ReplaceAll(before[strings.LastIndex(before, `"`)+1:], "&amp;", "&")
-			if !strings.Contains(next, "status=pending") {
-				t.Fatalf("the next page %s forgot the filter", next)
-			}
-		}
-	}
-	if seen != 120 {
-		t.Errorf("the pages have %d traces", seen)
-	}
-}
-
-func TestNoTableIsReadWholeForATrace(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.DB(t)
-	sql(t, pool, `
-		insert into agent_executions (id, trace_id, surface, flow, status, created_at, wait_number)
-		select lanekeeper.agent_uuid7(at), 'hb_' || lpad(n::text, 26, '0'), case n % 5 when 0 then 'chat' else 'heartbeat' end, 'beat', 'pending', at, 1
-		  from (select n, clock_timestamp() - n * interval '1 minute' as at from generate_series(1, 4000) n) x`, nil)
-	sql(t, pool, `
-		insert into agent_activity (id, trace_id, execution_id, kind, skill_name, status, created_at, finished_at, duration_ms)
-		select lanekeeper.agent_uuid7(e.created_at), e.trace_id, e.id, 'call', 'skill', case n when 6 then 'error' else 'success' end, e.created_at, e.created_at, 1
-		  from agent_executions e, generate_series(1, 6) n`, nil)
-	sql(t, pool, `
-		insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)
-		select e.trace_id, e.id, 'skill', 1, '{}', e.id::text, clock_timestamp() from agent_executions e`, nil)
-	sql(t, pool, `alter table agent_checkpoints disable trigger agent_checkpoints_fence`, nil)
-	sql(t, pool, `
-		insert into agent_checkpoints (execution_id, step, claim, output)
-		select e.id, 'wait', 0, '{"event": "EVENT_COMPLETED", "timed_out": false}' from agent_executions e`, nil)
-	analyse(t, pool, "agent_executions", "agent_activity", "agent_approvals", "agent_checkpoints", "agent_activity_open", "agent_events")
-	rows, err := pool.Query(t.Context(), `select distinct tableoid::regclass::text from agent_activity`)
-	if err != nil {
-		t.Fatal(err)
-	}
-	tables, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		t.Fatal(err)
-	}
-	tables = append(tables, "agent_executions", "agent_approvals", "agent_checkpoints")
-	one := "/traces/hb_" + strings.Repeat("0", 24) + "42"
-	var row string
-	if err := pool.QueryRow(t.Context(), `select id::text from agent_activity where trace_id = 'hb_00000000000000000000000042' limit 1`).Scan(&row); err != nil {
-		t.Fatal(err)
-	}
-	for _, path := range []string{
-		"/traces", "/traces?surface=chat", "/traces?status=pending&since=1h", "/traces?status=failed", one, one + "?view=tree", one + "?view=table",
-		one + "?view=table&after=" + row, one + "?row=" + row,
-	} {
-		indexed(t, pool, path, tables...)
-	}
-}
-
 // sql runs statements of a test.
 func sql(t *testing.T, pool *pgxpool.Pool, text string, args postgres.Strict) {
 	t.Helper()
-	var err error
 	if args == nil {
-		_, err = pool.Exec(t.Context(), text)
-	} else {
-		_, err = pool.Exec(t.Context(), text, args)
+		pgtest.Exec(t, pool, text)
+		return
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, pool, text, args)
 }
 
 // seedTrace writes a run of an hour ago with a child, a phase, a model call, a lost call and its retry, and a wait of
@@ -340,57 +269,6 @@ func nesting(body, begin, end string) (most int) {
 		}
 	}
 	return most
-}
-
-func TestHostileTextInATraceIsText(t *testing.T) {
-	t.Parallel()
-	pool, server := open(t)
-	id := trace.New(trace.Webhook)
-	evil := "\"><script>alert(1)</script>\u202e\x1b[31m'"
-	sql(t, pool, `
-		insert into agent_executions (trace_id, surface, flow, status, thread_id) values (@id, 'webhook', @evil, 'running', @evil)`,
-		postgres.Strict{"id": string(id), "evil": evil})
-	sql(t, pool, `
-		update agent_executions set status = 'failed', error_message = @evil || repeat('e', 1000000), failed_step = @evil where trace_id = @id`,
-		postgres.Strict{"id": string(id), "evil": evil})
-	sql(t, pool, `
-		insert into agent_activity (trace_id, skill_name, step, agent, surface, purpose, status, error_message, error_class, model, lane,
-		       idempotency_key, thread_id, input, output, finished_at, kind)
-		select @id, @evil, @evil, @evil, @evil, @evil, 'error', @evil || repeat('m', 1000000), @evil, @evil, @evil, @evil, @evil,
-		       jsonb_build_object(@evil::text, repeat('i', 1000000)), jsonb_build_array(@evil::text, repeat('o', 1000000)), clock_timestamp(), k
-		  from unnest(array['call', 'model', 'phase', 'note']) k`, postgres.Strict{"id": string(id), "evil": evil})
-	var row string
-	if err := pool.QueryRow(t.Context(), `select id::text from agent_activity limit 1`).Scan(&row); err != nil {
-		t.Fatal(err)
-	}
-	room, err := New(Options{Pool: pool})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if runs, _, err := room.runsOf(t.Context(), string(id)); err != nil || len(runs) != 1 || len(runs[0].Error) > 4000*utf8.UTFMax {
-		t.Errorf("a text of a megabyte was fetched, error %v", err)
-	}
-	for _, path := range []string{
-		"/traces", "/traces/" + string(id), "/traces/" + string(id) + "?view=tree",
-		"/traces/" + string(id) + "?view=table", "/traces/" + string(id) + "?row=" + row,
-	} {
-		status, body := testkit.Get(t, server.URL+path)
-		switch {
-		case status != 200:
-			t.Errorf("%s: status %d", path, status)
-		case strings.Contains(body, "<script>alert") || strings.ContainsAny(body, "\u202e\x1b"):
-			t.Errorf("%s: something is not text", path)
-		case !strings.Contains(body, "&lt;script&gt;alert(1)"):
-			t.Errorf("%s: the text is missing", path)
-		case len(body) > 600_000:
-			t.Errorf("%s has %d bytes", path, len(body))
-		case strings.Contains(body, "could not be read"):
-			t.Errorf("%s: a part is in trouble:\n%s", path, body)
-		}
-		if path != "/traces" && !strings.Contains(body, "1.0 MB") {
-			t.Errorf("%s does not tell how long the whole is", path)
-		}
-	}
 }
 
 func TestATraceThatHasEndedIsNotReadAgain(t *testing.T) {

@@ -290,9 +290,7 @@ func TestLongRunningNamesWhoBlocks(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	if _, err := tx.Exec(t.Context(), `select 'held open'`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, tx, `select 'held open'`)
 	found := c.call("long_running", `{"min_seconds": 0}`)
 	if row := found.find(t, "state", "idle in transaction"); row["query"] != "select 'held open'" {
 		t.Errorf("row is %v", row)

@@ -261,7 +261,7 @@ func insertHistory(t *testing.T, db *pgxpool.Pool) {
 	t.Log("seed", seed)
 	r := rand.New(rand.NewPCG(seed, 1))
 	const root, child = "01890000-0000-7000-8000-000000000001", "01890000-0000-7000-8000-000000000002"
-	_, err := db.Exec(t.Context(), `
+	pgtest.Exec(t, db, `
 		insert into agent_skills (name, tool_definition, handler, enabled, disabled_by, disabled_reason, disabled_at, trial_at, enabled_at)
 		values ('healthy', '{}', 'builtin:x', true, '', '', null, null, 'epoch'), ('again', '{}', 'builtin:x', true, '', '', null, null, clock_timestamp() - interval '3 hours'),
 		       ('broken', '{}', 'builtin:x', false, 'self_heal', 'failed', now(), null, 'epoch'), ('tried', '{}', 'builtin:x', false, 'self_heal', 'failed', now(), now(), 'epoch');
@@ -270,9 +270,6 @@ func insertHistory(t *testing.T, db *pgxpool.Pool) {
 		       ('`+child+`', 'op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'operate', 'agent', 'external:help', 'pending', '`+root+`');
 		insert into agent_activity (trace_id, kind, agent, surface, skill_name, purpose, input)
 		values ('op_01JD3V7K8ZQ6W2M5T9X4C1B0AF', 'note', 'admin', 'operate', 'disable_skill', 'it costs too much', '{"skill": "broken"}')`)
-	if err != nil {
-		t.Fatal(err)
-	}
 	pick := func(words ...string) string { return words[r.IntN(len(words))] }
 	cause := ""
 	for range 250 {
@@ -482,7 +479,7 @@ func TestTracePrompts(t *testing.T) {
 	db := pgtest.DB(t)
 	p := newProgram(t, db.Config().ConnString())
 	const id = "op_01J8052XG1XHJAZ95GX5TCNBAZ"
-	_, err := db.Exec(t.Context(), `
+	pgtest.Exec(t, db, `
 		with old as (
 		  insert into agent_activity (trace_id, surface, agent, skill_name, kind, model) values ($1, 'operate', 'ops', 'model_call', 'model', 'old')),
 		call as (
@@ -494,9 +491,6 @@ func TestTracePrompts(t *testing.T) {
 		  select sha256(b::bytea), b from unnest(array['[{"type":"function"}]', '{"content":"You act.","role":"system"}']) b)
 		insert into agent_prompts (activity_id, tools, messages, options)
 		select id, sha256('[{"type":"function"}]'), array[sha256('{"content":"You act.","role":"system"}'), sha256('gone')], '{"max_tokens": 4096}' from call`, id)
-	if err != nil {
-		t.Fatal(err)
-	}
 	text := p.must("trace", id, "--prompts")
 	for _, want := range []string{
 		"prompt: not recorded, or pruned", "tokens: 1200 prompt (1024 cached, 0 cache writes), 9 completion",

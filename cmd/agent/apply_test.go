@@ -340,9 +340,7 @@ func TestApplyWatchReconnects(t *testing.T) {
 	defer admin.Close(t.Context())
 	must := func(sql string) {
 		t.Helper()
-		if _, err := admin.Exec(t.Context(), sql); err != nil {
-			t.Fatal(err)
-		}
+		pgtest.Exec(t, admin, sql)
 	}
 	write := func(n string) {
 		t.Helper()

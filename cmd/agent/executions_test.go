@@ -376,16 +376,13 @@ func TestHeartbeatReportsYield(t *testing.T) {
 			p := newProgram(t, url)
 			p.must("apply", caretaker)
 			makeDue(t, db)
-			_, err := db.Exec(t.Context(), `
+			pgtest.Exec(t, db, `
 				create function come() returns trigger language plpgsql as $$
 				begin
 					perform try_acquire_agent_lock('operate', 'an admin', 600);
 					return new;
 				end $$;
 				create trigger come after insert on agent_activity for each row when (new.skill_name = 'self_heal') execute function come()`)
-			if err != nil {
-				t.Fatal(err)
-			}
 			got := p.run(append([]string{"heartbeat"}, extra...)...)
 			const want = "the heartbeat waits for the admin, holder of the lane operate; " +
 				"a process that runs `agent serve` or `agent dev` resumes it\n"

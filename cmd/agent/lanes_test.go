@@ -86,11 +86,9 @@ func TestCommandsSkipBusyLane(t *testing.T) {
 	p.must("objectives", "accept", "tidy")
 	p.must("skills", "call", "automation_propose", "--args", `{"name":"watch","cron":"0 9 * * *","skill":"recent_activity"}`)
 	p.must("automations", "accept", "watch")
-	if _, err := db.Exec(t.Context(), `
+	pgtest.Exec(t, db, `
 		select try_acquire_agent_lock('objective:' || id, 'somebody', 600) from agent_objectives
-		union all select try_acquire_agent_lock('automation:' || id, 'somebody', 600) from agent_automations`); err != nil {
-		t.Fatal(err)
-	}
+		union all select try_acquire_agent_lock('automation:' || id, 'somebody', 600) from agent_automations`)
 	got := p.run("skills", "call", "objective_advance", "--args", `{"objective":"tidy","step":"one","result":"done"}`)
 	if got.code == 0 {
 		t.Errorf("a busy objective was advanced: %+v", got)
@@ -120,12 +118,8 @@ func TestLanesReleaseNamesHolder(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	if _, err := db.Exec(t.Context(), `select try_acquire_agent_lock('pipeline:x', 'somebody', 600)`); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := tx.Exec(t.Context(), `select fence_agent_lock(lane, fencing_token) from agent_locks`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, db, `select try_acquire_agent_lock('pipeline:x', 'somebody', 600)`)
+	pgtest.Exec(t, tx, `select fence_agent_lock(lane, fencing_token) from agent_locks`)
 	got := p.run("lanes", "release", "pipeline:x")
 	if got.code != exitFailed {
 		t.Errorf("got %+v", got)
@@ -138,9 +132,7 @@ func TestLanesRunSkipsWhenBusy(t *testing.T) {
 	url := pgtest.URL(t)
 	p := newProgram(t, url)
 	db := connect(t, url)
-	if _, err := db.Exec(t.Context(), `select try_acquire_agent_lock('pipeline:x', 'somebody', 600)`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, db, `select try_acquire_agent_lock('pipeline:x', 'somebody', 600)`)
 	mark := filepath.Join(t.TempDir(), "mark")
 	got := p.run("lanes", "run", "pipeline:x", "--", "touch", mark)
 	if got.code != 75 || got.out != "" {

@@ -63,16 +63,11 @@ func newUsedAgent(t *testing.T) program {
 	db := connect(t, url)
 	makeDue(t, db)
 	p.must("heartbeat")
-	if _, err := db.Exec(t.Context(), `select try_acquire_agent_lock('pipeline:prices', 'import', 3600)`); err != nil {
-		t.Fatal(err)
-	}
-	_, err := db.Exec(t.Context(), `
+	pgtest.Exec(t, db, `select try_acquire_agent_lock('pipeline:prices', 'import', 3600)`)
+	pgtest.Exec(t, db, `
 		insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)
 		select e.trace_id, e.id, s.name, s.revision, '{"limit": 3}', 'x', clock_timestamp() + interval '1 day'
 		  from agent_executions e, agent_skills s where s.name = 'table_sizes'`)
-	if err != nil {
-		t.Fatal(err)
-	}
 	return p
 }
 
@@ -379,9 +374,7 @@ func TestExecutionsAreShownWithoutSecrets(t *testing.T) {
 		`insert into agent_checkpoints (execution_id, step, claim, output)
 		 select id, 'login', claim, '{"password": "Zq81xLm0Kk77"}' from agent_executions`,
 	} {
-		if _, err := db.Exec(t.Context(), sql); err != nil {
-			t.Fatal(err)
-		}
+		pgtest.Exec(t, db, sql)
 	}
 	p := newProgram(t, url)
 	for _, args := range [][]string{

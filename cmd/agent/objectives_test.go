@@ -252,17 +252,11 @@ func TestRetentionCommands(t *testing.T) {
 	contains(t, p.must("retention", "show"), "KIND", "messages         forever  1 day")
 	contains(t, p.must("retention", "set", "executions=30d", "events=1 day", "--reason", "little room"), "changed; trace op_")
 	contains(t, p.must("retention", "set", "executions=30 days"), "already set")
-	_, err := db.Exec(t.Context(), `
+	pgtest.Exec(t, db, `
 		insert into agent_executions (id, trace_id, surface, flow, created_at)
 		select lanekeeper.agent_uuid7(at), 'fl_' || n, 'flow', 'f', at from (select n, clock_timestamp() - interval '40 days' as at from generate_series(1, 3) n) x`)
-	if err != nil {
-		t.Fatal(err)
-	}
 	for _, end := range []string{"running", "completed"} {
-		_, err = db.Exec(t.Context(), `update agent_executions set status = $1::text, completed_at = case when $1::text = 'completed' then created_at end where trace_id <> 'fl_3'`, end)
-		if err != nil {
-			t.Fatal(err)
-		}
+		pgtest.Exec(t, db, `update agent_executions set status = $1::text, completed_at = case when $1::text = 'completed' then created_at end where trace_id <> 'fl_3'`, end)
 	}
 	for _, args := range [][]string{{"retention", "run", "--dry-run"}, {"retention", "run", "executions"}} {
 		var done struct{ Items []retention.Done }
@@ -314,13 +308,10 @@ func TestWebhookCommands(t *testing.T) {
 	}
 	p.must("apply", dir)
 	db := connect(t, url)
-	_, err := db.Exec(t.Context(), `
+	pgtest.Exec(t, db, `
 		insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, status, headers, body, body_sha256, error_message)
 		values ('shop', 'msg_1', 'wh_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'wh_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'dead', '{"X-Shop": ["a"]}',
 		        '{"id": 7, "password": "hunter2", "text": "\\u001b[2J"}', 'abc', 'action 1: it failed')`)
-	if err != nil {
-		t.Fatal(err)
-	}
 	for command, wants := range map[string][]string{
 		"endpoints":                        {"shop", "standard", "/webhooks/shop", "set the environment variable SHOP_SECRET"},
 		"targets":                          {"ops", "https://example.com/hook", "execution.failed"},

@@ -441,9 +441,7 @@ func TestInterruptCancelsTurn(t *testing.T) {
 func TestInterruptedVisitorMessage(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("slow", `{}`))
-	if _, err := d.pool.Exec(t.Context(), `update agent_skills set scope = 'both'`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, d.pool, `update agent_skills set scope = 'both'`)
 	s := d.start("chat", "Be slow.")
 	pgtest.Eventually(t, pgWait, func() bool {
 		return pgtest.Value[int](t, d.pool, `select count(*) from agent_activity where skill_name = 'slow' and status = 'running'`) == 1

@@ -236,16 +236,12 @@ func TestHeartbeat(t *testing.T) {
 
 	for _, lane := range []string{"heartbeat", "operate"} {
 		db := connect(t, url)
-		if _, err := db.Exec(t.Context(), `select try_acquire_agent_lock($1, 'somebody', 600)`, lane); err != nil {
-			t.Fatal(err)
-		}
+		pgtest.Exec(t, db, `select try_acquire_agent_lock($1, 'somebody', 600)`, lane)
 		p.mustJSON(&got, "heartbeat")
 		if got.Execution.Status != "completed" || len(got.Trace.Activities) != 1 || got.Trace.Activities[0].Status != "skipped" {
 			t.Errorf("with lane %s held: %+v", lane, got)
 		}
-		if _, err := db.Exec(t.Context(), `select release_agent_lock($1, 'somebody')`, lane); err != nil {
-			t.Fatal(err)
-		}
+		pgtest.Exec(t, db, `select release_agent_lock($1, 'somebody')`, lane)
 	}
 }
 
@@ -559,12 +555,9 @@ func TestHealthcheckFailures(t *testing.T) {
 func TestServeCountsLog(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	_, err := db.Exec(t.Context(), `
+	pgtest.Exec(t, db, `
 		insert into agent_activity (id, trace_id, skill_name, created_at)
 		select lanekeeper.agent_uuid7(at), 'hb_x', 'fetch', at from (select clock_timestamp() - interval '1 minute' as at from generate_series(1, 100)) x`)
-	if err != nil {
-		t.Fatal(err)
-	}
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
 	go func() { ended <- runActivityCounts(ctx, db, 10*time.Millisecond, slog.New(slog.DiscardHandler)) }()

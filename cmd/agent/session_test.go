@@ -80,9 +80,7 @@ func TestTooManyConnectionsAdvice(t *testing.T) {
 	url := pgtest.URL(t)
 	db := connect(t, url)
 	role := "crowd_" + strings.ToLower(trace.New(trace.Flow).Suffix())
-	if _, err := db.Exec(t.Context(), `create role `+role+` login connection limit 0`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, db, `create role `+role+` login connection limit 0`)
 	t.Cleanup(func() {
 		if _, err := db.Exec(context.Background(), `drop role `+role); err != nil {
 			t.Error(err)
@@ -122,9 +120,7 @@ func TestSkillsOnANamedDatabase(t *testing.T) {
 	url, there := pgtest.URL(t), pgtest.URL(t)
 	dir := writeFolder(t, map[string]string{"orders.yaml": orders})
 	shop := connect(t, there)
-	if _, err := shop.Exec(t.Context(), orderTable); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, shop, orderTable)
 	without, with := newProgram(t, url), newProgram(t, url, "SHOP_DATABASE_URL="+there)
 	says := "/orders.yaml:3:10: url_env: set SHOP_DATABASE_URL"
 	if got := without.run("apply", dir); got.code != 2 || !strings.Contains(got.err, says) {
@@ -163,9 +159,7 @@ func TestNamedDatabaseEffectOnceAfterCrash(t *testing.T) {
 	t.Parallel()
 	url, there := pgtest.URL(t), pgtest.URL(t)
 	shop, own := connect(t, there), connect(t, url)
-	if _, err := shop.Exec(t.Context(), orderTable); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, shop, orderTable)
 	p := newProgram(t, url, "SHOP_DATABASE_URL="+there, "AGENT_WORKER_LEASE=2s", token, "AGENT_LISTEN=127.0.0.1:0",
 		"AGENT_LOG_LEVEL=info")
 	p.must("apply", writeFolder(t, map[string]string{"orders.yaml": orders}))
@@ -174,9 +168,7 @@ func TestNamedDatabaseEffectOnceAfterCrash(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer row.Rollback(t.Context())
-	if _, err := row.Exec(t.Context(), `select from orders where id = 1 for update`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, row, `select from orders where id = 1 for update`)
 	args := []string{"skills", "call", "close_order", "--args", `{"id": 1}`}
 	cmd := exec.CommandContext(t.Context(), os.Args[0], args...) //nolint:gosec // itself
 	cmd.Env = append(append(os.Environ(), asAgent+"=1"), p.environ...)
@@ -191,9 +183,7 @@ func TestNamedDatabaseEffectOnceAfterCrash(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer gate.Rollback(t.Context())
-	if _, err := gate.Exec(t.Context(), `lock table agent_checkpoints in share mode`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, gate, `lock table agent_checkpoints in share mode`)
 	if err := row.Rollback(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -232,9 +222,7 @@ func TestNewerSchemaIsRejected(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	pool := connect(t, url)
-	if _, err := pool.Exec(t.Context(), `insert into agent_migrations (version, name, hash) values (9999, '9999_later.sql', 'x')`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, pool, `insert into agent_migrations (version, name, hash) values (9999, '9999_later.sql', 'x')`)
 	p := newProgram(t, url, "AGENT_ADMIN_TOKEN=a-long-random-text-for-tests", "AGENT_LISTEN=127.0.0.1:0")
 	before := rowCounts(t, p, url)
 	for name, cmd := range everyCommand(t) {

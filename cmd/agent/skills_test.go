@@ -16,12 +16,9 @@ const broken = "broken_on_purpose"
 // makeDue makes the broken automation due now, whatever its schedule says.
 func makeDue(t *testing.T, db *pgxpool.Pool) {
 	t.Helper()
-	_, err := db.Exec(t.Context(), `
+	pgtest.Exec(t, db, `
 		update agent_automations set next_run_at = clock_timestamp() - interval '1 second'
 		 where name = 'broken on purpose' and next_run_at is not null`)
-	if err != nil {
-		t.Fatal(err)
-	}
 }
 
 // state is the state of the broken skill and its automation.
@@ -198,11 +195,9 @@ func TestSkillsCallOnTrial(t *testing.T) {
 	db := connect(t, url)
 	trial := func(name, sql string) {
 		t.Helper()
-		if _, err := db.Exec(t.Context(), `
+		pgtest.Exec(t, db, `
 			update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_reason = 'it failed 3 times in a row', disabled_at = now(),
-			       trial_at = now(), config = case $2 when '' then config else config || jsonb_build_object('query', $2::text) end where name = $1`, name, sql); err != nil {
-			t.Fatal(err)
-		}
+			       trial_at = now(), config = case $2 when '' then config else config || jsonb_build_object('query', $2::text) end where name = $1`, name, sql)
 	}
 	trial("database_size", "")
 	got := p.run("skills", "call", "database_size")

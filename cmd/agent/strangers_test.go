@@ -562,9 +562,7 @@ func TestThreadsOfEarlierRelease(t *testing.T) {
 		`insert into agent_messages (thread_id, seq, turn, role, content, channel, status)
 		 select id, 1, 1, 'user', 'the salary is 4711', 'chat', 'received' from agent_threads`,
 	} {
-		if _, err := h.db.Exec(t.Context(), sql); err != nil {
-			t.Fatal(err)
-		}
+		pgtest.Exec(t, h.db, sql)
 	}
 	for who, c := range map[string]struct {
 		as    []string
@@ -596,14 +594,10 @@ func (h *strangerTest) holdLocks(statements ...string) (end func()) {
 	}
 	h.t.Cleanup(func() { _ = conn.Close(context.WithoutCancel(h.t.Context())) })
 	for _, sql := range append([]string{"begin"}, statements...) {
-		if _, err := conn.Exec(h.t.Context(), sql); err != nil {
-			h.t.Fatalf("%s: %v", sql, err)
-		}
+		pgtest.Exec(h.t, conn, sql)
 	}
 	return func() {
-		if _, err := conn.Exec(h.t.Context(), "rollback"); err != nil {
-			h.t.Fatal(err)
-		}
+		pgtest.Exec(h.t, conn, "rollback")
 	}
 }
 

@@ -26,9 +26,7 @@ func TestThreadCommands(t *testing.T) {
 		`insert into agent_threads (id, channel, participant) values ('maria', 'chat', 'Maria')`,
 		`select acquire_agent_lock('thread:maria', 'somebody', 600)`,
 	} {
-		if _, err := db.Exec(t.Context(), sql); err != nil {
-			t.Fatal(err)
-		}
+		pgtest.Exec(t, db, sql)
 	}
 	if got := p.must("threads", "send", "maria", "a word from the office"); got != "queued behind somebody\n" {
 		t.Errorf("send: %q", got)
@@ -39,9 +37,7 @@ func TestThreadCommands(t *testing.T) {
 	}
 	contains(t, p.must("threads", "locks", "--stale"), "no held threads")
 	contains(t, p.must("threads", "show", "maria"), "maria  chat, Maria\n", "queued")
-	if _, err := db.Exec(t.Context(), `update agent_locks set expires_at = clock_timestamp() - interval '2 minutes'`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '2 minutes'`)
 	contains(t, p.must("threads", "locks", "--stale"), "stale")
 	if got := p.must("threads", "clean", "--json"); !strings.Contains(got, `"thread_id": "maria"`) || !strings.Contains(got, `"idle_seconds": 72`) {
 		t.Errorf("clean: %s", got)

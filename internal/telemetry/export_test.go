@@ -153,9 +153,7 @@ func TestWhatCommitsLateIsSent(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	if _, err := tx.Exec(t.Context(), `insert into agent_activity (trace_id, skill_name, finished_at) values ($1, 'late', clock_timestamp())`, string(id)); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, tx, `insert into agent_activity (trace_id, skill_name, finished_at) values ($1, 'late', clock_timestamp())`, string(id))
 	s.note(id, nil, "soon")
 	s.export()
 	passes := func() bool { // an exporter that did not wait for the transaction would have sent by now
@@ -247,7 +245,7 @@ func TestAnEndThatIsWrittenSlowlyIsSent(t *testing.T) {
 		with w as (insert into agent_workers (name, expires_at) values ('slow', clock_timestamp() + interval '1 hour') returning id)
 		insert into agent_executions (trace_id, surface, flow, status, claimed_by, claim) select $1, 'flow', 'slow', 'running', w.id, 1 from w
 		returning id::text`, string(trace.New(trace.Flow)))
-	if _, err := s.db.Exec(t.Context(), `
+	pgtest.Exec(t, s.db, `
 		create function write_slowly() returns trigger language plpgsql as $$
 		begin
 		  while not pg_try_advisory_xact_lock(1, 2) loop
@@ -255,17 +253,13 @@ func TestAnEndThatIsWrittenSlowlyIsSent(t *testing.T) {
 		  end loop;
 		  return new;
 		end $$;
-		create trigger write_slowly before insert on agent_checkpoints for each row execute function write_slowly()`); err != nil {
-		t.Fatal(err)
-	}
+		create trigger write_slowly before insert on agent_checkpoints for each row execute function write_slowly()`)
 	tx, err := s.db.Begin(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	if _, err := tx.Exec(t.Context(), `select pg_advisory_xact_lock(1, 2)`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, tx, `select pg_advisory_xact_lock(1, 2)`)
 	ended := make(chan error, 1)
 	go func() {
 		_, err := s.db.Exec(context.WithoutCancel(t.Context()), `

@@ -77,9 +77,7 @@ func TestWaitingTurnFreesLane(t *testing.T) {
 			postgres.Strict{"lane": Lane}).Scan(&kept)
 		return err == nil && kept
 	}, "the run waits and keeps the lane")
-	if _, err := pool.Exec(ctx, `select deliver_agent_event('EVENT_COMPLETED', 'first', '{}')`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, pool, `select deliver_agent_event('EVENT_COMPLETED', 'first', '{}')`)
 	select {
 	case holder := <-freed:
 		if holder != "" {

@@ -576,12 +576,9 @@ func TestDeliveryPages(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
 	const all = 501
-	_, err := w.pool.Exec(t.Context(), `
+	pgtest.Exec(t, w.pool, `
 		insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, body, body_sha256)
 		select 'orders', 'd' || g, 'wh_1', 'wh_1', '', '' from generate_series(1, @all) g`, postgres.Strict{"all": all})
-	if err != nil {
-		t.Fatal(err)
-	}
 	seen := map[string]bool{}
 	query := "?limit=500"
 	for _, want := range []int{500, 1} {
