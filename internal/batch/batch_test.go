@@ -3,7 +3,6 @@ package batch
 import (
 	"context"
 	"errors"
-	"runtime"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -33,13 +32,6 @@ func gathered(g *Batcher[int, int]) int {
 	g.Scheduler.mu.Lock()
 	defer g.Scheduler.mu.Unlock()
 	return len(g.queued)
-}
-
-// busy reports whether a write is under way.
-func busy(g *Batcher[int, int]) bool {
-	g.Scheduler.mu.Lock()
-	defer g.Scheduler.mu.Unlock()
-	return len(g.Scheduler.flights) > 0
 }
 
 // gatherer starts writes; the first stays in flight until the others are queued.
@@ -94,34 +86,6 @@ func TestWritesAtTheSameTimeShareACommit(t *testing.T) {
 	}
 }
 
-func TestAFailedBatchIsRetriedOneByOneWhereSafe(t *testing.T) {
-	t.Parallel()
-	refused, broken := errors.New("refused"), errors.New("the connection broke")
-	for _, failure := range []error{refused, broken} {
-		b := newBatcher(func(context.Context, []int) ([]int, []bool, error) { return nil, nil, failure },
-			func(err error) bool { return errors.Is(err, refused) })
-		b.MaxWait = time.Hour
-		_, errs := gatherer(t, b, 5, func(i int) (int, error) {
-			if i == 2 {
-				return 0, refused
-			}
-			return i, nil
-		})
-		for i, err := range errs {
-			want := error(nil)
-			switch {
-			case i > 0 && errors.Is(failure, broken):
-				want = broken
-			case i == 2:
-				want = refused
-			}
-			if !errors.Is(err, want) || want == nil && err != nil {
-				t.Errorf("%v: write %d: %v, want %v", failure, i, err, want)
-			}
-		}
-	}
-}
-
 // A write behind a lock does not delay the rest, and neither does a caller who left.
 func TestABlockedWriteDelaysNoOther(t *testing.T) {
 	t.Parallel()
@@ -160,70 +124,6 @@ func holdUp(t *testing.T, b *Batcher[int, int]) {
 		if v, err := b.Do(t.Context(), i, func() (int, error) { return i, nil }); v != i || err != nil {
 			t.Errorf("afterwards: %d, %v", v, err)
 		}
-	}
-}
-
-// A caller who leaves at its turn frees the slot.
-func TestALeavingCallerFreesItsSlot(t *testing.T) {
-	t.Parallel()
-	for spin := range 200 {
-		b := newBatcher(func(_ context.Context, in []int) ([]int, []bool, error) { return in, make([]bool, len(in)), nil }, nil)
-		b.MaxWait = time.Hour
-		held, free := make(chan struct{}), make(chan struct{})
-		var under sync.WaitGroup
-		under.Go(func() {
-			_, _ = b.Do(t.Context(), 0, func() (int, error) {
-				close(held)
-				<-free
-				return 0, nil
-			})
-		})
-		<-held
-		ctx, leave := context.WithCancel(t.Context())
-		under.Go(func() { _, _ = b.Do(ctx, 1, func() (int, error) { return 1, nil }) })
-		pgtest.Eventually(t, patience, func() bool { return gathered(b) == 1 || !busy(b) || ctx.Err() != nil }, "another gathers")
-		under.Go(func() {
-			for range spin {
-				runtime.Gosched()
-			}
-			leave()
-		})
-		close(free)
-		under.Wait()
-		pgtest.Eventually(t, patience, func() bool { return !busy(b) }, "there is room")
-	}
-}
-
-// An answer without a waiting caller is not lost.
-func TestALateAnswerIsPassedToLate(t *testing.T) {
-	t.Parallel()
-	sent, answer, late := make(chan struct{}), make(chan struct{}), make(chan int, 8)
-	g := newBatcher(func(_ context.Context, in []int) ([]int, []bool, error) {
-		close(sent)
-		<-answer
-		return in, make([]bool, len(in)), nil
-	}, nil)
-	g.MaxWait, g.Late = time.Hour, func(in, out int) { late <- in + out }
-	ctx, leave := context.WithCancel(t.Context())
-	held := make(chan struct{})
-	var under sync.WaitGroup
-	under.Go(func() { _, _ = g.Do(t.Context(), 0, func() (int, error) { <-held; return 0, nil }) })
-	pgtest.Eventually(t, patience, func() bool { return busy(g) }, "one is under way")
-	for i := 1; i < 3; i++ {
-		under.Go(func() {
-			if _, err := g.Do(ctx, i, func() (int, error) { return 0, nil }); !errors.Is(err, context.Canceled) {
-				t.Errorf("one who has left: %v", err)
-			}
-		})
-	}
-	pgtest.Eventually(t, patience, func() bool { return gathered(g) == 2 }, "two gather")
-	close(held)
-	<-sent
-	leave()
-	under.Wait()
-	close(answer)
-	if sum := <-late + <-late; sum != 6 {
-		t.Errorf("answers that came too late sum up to %d, want 6", sum)
 	}
 }
 
@@ -316,22 +216,6 @@ func TestABatchHasALimit(t *testing.T) {
 		for _, i := range []int{1, 2} {
 			if !errors.Is(errs[i], context.DeadlineExceeded) || took[i] != time.Millisecond+g.Timeout {
 				t.Errorf("write %d: %v after %s", i, errs[i], took[i])
-			}
-		}
-	})
-}
-
-// A single write that panics frees its slot.
-func TestAPanickingWriteFreesItsSlot(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		g := newBatcher(nil, nil)
-		g.MaxWait = time.Hour
-		panics := func() (int, error) { time.Sleep(time.Millisecond); panic(errFailed) }
-		for range 2 {
-			took, errs := at(t, g, panics, panics)
-			if !errors.Is(errs[0], errFailed) || !errors.Is(errs[1], errFailed) || took[1] != 2*time.Millisecond {
-				t.Errorf("%v, after %v", errs, took)
 			}
 		}
 	})

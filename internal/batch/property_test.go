@@ -17,6 +17,9 @@ var (
 	errLeft    = errors.New("does not stay") // a caller
 )
 
+// tick is the unit of all times but the slow: it happens that a caller leaves at its turn.
+const tick = 500 * time.Microsecond
+
 // market is the batchers of one scheduler, with callers who come, leave and fail at random, in synthetic time. No
 // write expires, so a forgotten write is noticed.
 type market struct {
@@ -58,7 +61,7 @@ func (m *market) work() {
 	if m.of(100) < m.slow {
 		time.Sleep(time.Duration(m.of(300)) * time.Millisecond)
 	}
-	time.Sleep(time.Duration(500+m.of(3000)) * time.Microsecond)
+	time.Sleep(time.Duration(1+m.of(6)) * tick)
 }
 
 // send is a batch. The answer of a write is twice its number.
@@ -97,7 +100,7 @@ func (m *market) sent(ids ...int) {
 func (m *market) write() {
 	ctx, stays, fails, panics := m.t.Context(), m.of(5) > 0, m.of(20) == 0, m.of(40) == 0
 	if !stays {
-		leaves, cancel := context.WithTimeoutCause(ctx, time.Duration(m.of(20000))*time.Microsecond, errLeft)
+		leaves, cancel := context.WithTimeoutCause(ctx, time.Duration(m.of(15))*tick, errLeft)
 		defer cancel()
 		ctx = leaves
 	}
@@ -125,9 +128,9 @@ func (m *market) write() {
 	case err == nil && alone == 0:
 		right = value == 2*id && m.made[id] == 1
 	case err == nil:
-		right = value == 3*id && m.made[id] == 1 && alone == 1
+		right = value == 3*id && m.made[id] == 1 && alone == 1 && !m.broken[id]
 	case errors.Is(err, errFailed):
-		right = alone == 1 && m.made[id] == 0
+		right = alone == 1 && m.made[id] == 0 && !m.broken[id]
 	case errors.Is(err, errBroken):
 		right = alone == 0 && m.broken[id]
 	case errors.Is(err, errLeft):
@@ -193,7 +196,7 @@ func (m *market) rests() {
 // Whatever fails, panics, is slow or leaves: each call gets its own answer once, and nothing remains queued.
 func TestEachWriteHasItsAnswer(t *testing.T) {
 	t.Parallel()
-	for seed := range uint64(40) {
+	for seed := range uint64(100) {
 		synctest.Test(t, func(t *testing.T) {
 			m := newMarket(t, rand.New(rand.NewPCG(seed, 0)))
 			var under sync.WaitGroup
@@ -201,7 +204,7 @@ func TestEachWriteHasItsAnswer(t *testing.T) {
 				under.Go(func() {
 					for range 20 {
 						m.write()
-						time.Sleep(time.Duration(max(0, m.of(6000)-2000)) * time.Microsecond)
+						time.Sleep(time.Duration(max(0, m.of(12)-4)) * tick)
 					}
 				})
 			}
