@@ -47,8 +47,7 @@ func pass(ctx context.Context, db postgres.Beginner, most int) error {
 // counted waits until nothing that has ended is left to count.
 func counted(t *testing.T, db postgres.Beginner, most int) {
 	t.Helper()
-	var last string
-	require.NoError(t, db.QueryRow(t.Context(), `select lanekeeper.agent_uuid7()::text`).Scan(&last))
+	last := pgtest.Value[string](t, db, `select lanekeeper.agent_uuid7()::text`)
 	pgtest.Exec(t, db, `insert into agent_activity (id, trace_id, kind, skill_name) values ($1, 'hb_x', 'note', 'last')`, last)
 	pgtest.Eventually(t, time.Minute, func() bool {
 		require.NoError(t, pass(t.Context(), db, most))

@@ -364,10 +364,7 @@ func fill(t *testing.T, db postgres.DB) {
 // populated are the partitions that have rows: an empty one is best read as it is.
 func populated(t *testing.T, db postgres.DB) *regexp.Regexp {
 	t.Helper()
-	rows, err := db.Query(t.Context(), "select distinct tableoid::regclass::text from agent_activity")
-	require.NoError(t, err)
-	names, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	require.NoError(t, err)
+	names := pgtest.Column[string](t, db, "select distinct tableoid::regclass::text from agent_activity")
 	if len(names) < 2 {
 		t.Fatalf("rows are in %v only: nothing could be left out", names)
 	}

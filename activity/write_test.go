@@ -9,7 +9,6 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"golang.org/x/sync/errgroup"
 
@@ -29,22 +28,14 @@ type written struct {
 
 func writtenRow(t *testing.T, db postgres.DB, id string) written {
 	t.Helper()
-	rows, err := db.Query(t.Context(), `
+	got := pgtest.Rows[written](t, db, `
 		select skill_name, step, kind, status, error_class, coalesce(error_message, ''), input::text, coalesce(output::text, ''),
 		       token_usage::text, cost_usd::float8, finished_at is not null and duration_ms is not null
 		  from agent_activity where id = @id`, postgres.Strict{"id": id})
-	require.NoError(t, err)
-	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[written])
-	if err != nil {
-		t.Fatalf("row %s: %v", id, err)
+	if len(got) != 1 {
+		t.Fatalf("%d rows %s", len(got), id)
 	}
-	return got
-}
-
-func number(t *testing.T, db postgres.DB, sql string) (n int) {
-	t.Helper()
-	require.NoError(t, db.QueryRow(t.Context(), sql).Scan(&n))
-	return n
+	return got[0]
 }
 
 // claimed is a running execution and an entry of its claim.
@@ -90,7 +81,7 @@ func TestAnActionIsOpenedAndClosedAsOneRow(t *testing.T) {
 	if diff := cmp.Diff(want, writtenRow(t, pool, id)); diff != "" {
 		t.Errorf("closed row (-want +got):\n%s", diff)
 	}
-	if n := number(t, pool, `select count(*) from agent_activity_open`); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity_open`); n != 0 {
 		t.Errorf("%d rows are listed as open", n)
 	}
 }
@@ -116,7 +107,7 @@ func TestOpeningAStepTwiceLeavesOneRow(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if n := number(t, pool, `select count(*) from agent_activity`); n != 4 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity`); n != 4 {
 		t.Errorf("%d rows, want 4", n)
 	}
 }
@@ -143,7 +134,7 @@ func TestAStaleClaimWritesNothing(t *testing.T) {
 			require.NoError(t, err)
 			make(t, e)
 			before := writtenRow(t, pool, id)
-			rows := number(t, pool, `select count(*) from agent_activity`)
+			rows := pgtest.Value[int](t, pool, `select count(*) from agent_activity`)
 			other := e
 			other.Step = "other"
 			if _, err := activity.Open(t.Context(), pool, other); !errors.Is(err, activity.ErrStale) {
@@ -156,7 +147,7 @@ func TestAStaleClaimWritesNothing(t *testing.T) {
 			if open := before.Status == "running"; !errors.Is(err, activity.ErrStale) && (open || err != nil) {
 				t.Errorf("close: %v", err) // a row that was closed with the execution is left alone, without an error
 			}
-			if diff := cmp.Diff(before, writtenRow(t, pool, id)); diff != "" || number(t, pool, `select count(*) from agent_activity`) != rows {
+			if diff := cmp.Diff(before, writtenRow(t, pool, id)); diff != "" || pgtest.Value[int](t, pool, `select count(*) from agent_activity`) != rows {
 				t.Errorf("the log changed (-before +after):\n%s", diff)
 			}
 		})
@@ -170,8 +161,7 @@ func TestARejectedWriteIsKept(t *testing.T) {
 	handOn(t, pool, e.ExecutionID)
 	err := activity.Reject(t.Context(), pool, e, activity.Outcome{Status: activity.Success, Output: map[string]string{"paid": "7", "api_key": "sk-secret"}})
 	require.NoError(t, err)
-	var id string
-	require.NoError(t, pool.QueryRow(t.Context(), `select id::text from agent_activity`).Scan(&id))
+	id := pgtest.Value[string](t, pool, `select id::text from agent_activity`)
 	want := written{
 		Skill: "stale_write", Step: "pay", Kind: "note", Status: "error", Class: "stale", Message: activity.ErrStale.Error(), Usage: "{}",
 		Input:  `{"step": "pay", "claim": 1, "rejected_write": "pay"}`,
@@ -251,7 +241,7 @@ func TestAnUnloggableActionIsAnError(t *testing.T) {
 	if _, err := activity.Open(ended, pool, whole); !errors.Is(err, context.Canceled) {
 		t.Errorf("with an ended context: %v", err)
 	}
-	if n := number(t, pool, `select (select count(*) from agent_activity) + (select count(*) from agent_activity_open)`); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select (select count(*) from agent_activity) + (select count(*) from agent_activity_open)`); n != 0 {
 		t.Errorf("%d rows were written", n)
 	}
 }
@@ -272,7 +262,7 @@ func TestATakeoverWaitsForAFencedWrite(t *testing.T) {
 		return err
 	})
 	pgtest.Eventually(t, 90*time.Second, func() bool {
-		return number(t, pool, `select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'`) > 0
+		return pgtest.Value[int](t, pool, `select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'`) > 0
 	}, "the takeover waits")
 	select {
 	case <-took:

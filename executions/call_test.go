@@ -34,13 +34,9 @@ type row struct {
 
 func rows(t *testing.T, db postgres.DB, id string) []row {
 	t.Helper()
-	got, err := db.Query(t.Context(), `
+	return pgtest.Rows[row](t, db, `
 		select skill_name, step, kind, status, error_class, coalesce(output::text, '') from agent_activity
 		 where execution_id = @id order by id`, postgres.Strict{"id": id})
-	require.NoError(t, err)
-	all, err := pgx.CollectRows(got, pgx.RowToStructByPos[row])
-	require.NoError(t, err)
-	return all
 }
 
 // open counts the activities that are listed as under way.

@@ -66,13 +66,9 @@ func deliverBatch(t *testing.T, db postgres.DB, worker string, places int, by st
 		from = `lanekeeper.deliver_agent_events(@names, @keys, array_fill('{}'::jsonb, array[cardinality(@names::text[])]), @ids, @worker,
 		            @places, @places, '{left}') v`
 	}
-	rows, err := db.Query(t.Context(), `
+	return pgtest.Rows[delivery](t, db, `
 		select v.n::int, event_id::text, execution_id::text, (execution).claim, held, steps from `+from+` order by 1, 3`,
 		postgres.Strict{"names": names, "keys": keys, "ids": ids, "worker": worker, "places": places})
-	require.NoError(t, err)
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[delivery])
-	require.NoError(t, err)
-	return got
 }
 
 // forOneAndMany calls a test for a single event and for a batch.

@@ -11,7 +11,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -540,12 +539,9 @@ func TestRejectedWritesOfExternalWorkersAreRecorded(t *testing.T) {
 		More                       int
 		Output                     string
 	}
-	rows, err := pool.Query(t.Context(), `
+	got := pgtest.Rows[refused](t, pool, `
 		select input ->> 'rejected_write', step, status, error_class, coalesce((input ->> 'more')::int, 0), coalesce((output -> 'output')::text, '')
 		  from agent_activity where execution_id = @id and skill_name = 'stale_write' order by id`, postgres.Strict{"id": id})
-	require.NoError(t, err)
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[refused])
-	require.NoError(t, err)
 	if len(got) != 6 || got[4].Write != "checkpoint" || got[4].Step != "step 4" || got[4].More != 25 || got[5].Write != "beat" || got[0].Status != "error" || got[0].Class != "stale" {
 		t.Errorf("recorded %+v", got)
 	}

@@ -258,11 +258,8 @@ func runBoth(t *testing.T, pool *pgxpool.Pool, x subject, one, two operation) {
 // checkTransitions checks what was committed of an execution's transitions.
 func checkTransitions(t *testing.T, pool *pgxpool.Pool, id, what string) {
 	t.Helper()
-	rows, err := pool.Query(t.Context(), `select old, new from state_log where id = $1::uuid order by n`, id)
-	require.NoError(t, err)
 	type step struct{ Old, New executions.Status }
-	steps, err := pgx.CollectRows(rows, pgx.RowToStructByPos[step])
-	require.NoError(t, err)
+	steps := pgtest.Rows[step](t, pool, `select old, new from state_log where id = $1::uuid order by n`, id)
 	at := executions.Pending
 	if len(steps) > 0 && steps[0].Old == executions.Running {
 		at = executions.Running // it began claimed

@@ -11,12 +11,10 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
-	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
@@ -459,10 +457,7 @@ func TestANameIsValidInTheProgramAndInTheDatabase(t *testing.T) {
 		exception when invalid_parameter_value then
 		  return false;
 		end $$`)
-	rows, err := db.Query(t.Context(), `select fits(n) from unnest($1::text[]) with ordinality u (n, i) order by i`, names)
-	require.NoError(t, err)
-	fits, err := pgx.CollectRows(rows, pgx.RowTo[bool])
-	require.NoError(t, err)
+	fits := pgtest.Column[bool](t, db, `select fits(n) from unnest($1::text[]) with ordinality u (n, i) order by i`, names)
 	for i, name := range names {
 		if got := lanes.ValidName(name); got != fits[i] {
 			t.Errorf("%.20q is valid in the program: %t, in the database: %t", name, got, fits[i])

@@ -202,10 +202,7 @@ func TestADayOfSpendIsFoundByIndex(t *testing.T) {
 	require.NoError(t, err)
 	t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) })
 	pgtest.Exec(t, tx, `set local enable_seqscan = off`)
-	rows, err := tx.Query(t.Context(), `explain (costs off) select * from agent_spend where day = current_date`)
-	require.NoError(t, err)
-	plan, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	require.NoError(t, err)
+	plan := pgtest.Column[string](t, tx, `explain (costs off) select * from agent_spend where day = current_date`)
 	if text := strings.Join(plan, "\n"); strings.Contains(text, "Seq Scan") {
 		t.Errorf("the plan reads whole partitions:\n%s", text)
 	}

@@ -8,8 +8,6 @@ import (
 	"testing"
 	"testing/fstest"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -62,10 +60,7 @@ func (s schema) has(kind, name, part string) bool {
 
 func schemaOf(t *testing.T, db postgres.DB) schema {
 	t.Helper()
-	rows, err := db.Query(t.Context(), catalogue)
-	require.NoError(t, err)
-	things, err := pgx.CollectRows(rows, pgx.RowToStructByPos[thing])
-	require.NoError(t, err)
+	things := pgtest.Rows[thing](t, db, catalogue)
 	s := schema{}
 	for _, x := range things {
 		s[x.key()] = x

@@ -165,7 +165,7 @@ func (b *beside) missing(ids []string) []string {
 			gone = append(gone, fmt.Sprintf("execution %s: %v", id, err))
 			continue
 		}
-		had := load[struct{ Step string }](b.t, b.pool, `select step from agent_checkpoints where execution_id = '`+id+`'`)
+		had := pgtest.Rows[struct{ Step string }](b.t, b.pool, `select step from agent_checkpoints where execution_id = '`+id+`'`)
 		logged := pgtest.Value[int](b.t, b.pool, `select count(*) from agent_activity where execution_id = $1`, id)
 		for _, step := range b.truth[id] {
 			if !slices.ContainsFunc(had, func(s struct{ Step string }) bool { return s.Step == step }) {

@@ -7,11 +7,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
-	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // The oracle says in Go which rows a pass takes away: it reads everything and follows the words of docs/retention.md,
@@ -51,15 +48,6 @@ type world struct {
 	rows       map[string][]row // by table
 }
 
-func load[T any](t *testing.T, db postgres.DB, sql string) []T {
-	t.Helper()
-	rows, err := db.Query(t.Context(), sql)
-	require.NoError(t, err)
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByPos[T])
-	require.NoError(t, err)
-	return list
-}
-
 // tables are what belongs to no rule of its own shape, as rows.
 var tables = map[string]string{
 	"activity": `select a.id::text, '', a.trace_id, coalesce(a.execution_id::text, ''), '', a.created_at, a.created_at,
@@ -93,20 +81,20 @@ func read(t *testing.T, db postgres.DB) *world {
 		executions: map[string]execution{}, approvals: map[string]approval{}, rows: map[string][]row{},
 		now: pgtest.Value[time.Time](t, db, `select now()`),
 	}
-	for _, x := range load[execution](t, db,
+	for _, x := range pgtest.Rows[execution](t, db,
 		`select id::text, trace_id, coalesce(waiting_for, ''), coalesce(waiting_key, ''), coalesce(dedupe_key, ''),
 		coalesce(thread_id, ''), coalesce(parent_id::text, ''), created_at, completed_at from agent_executions`) {
 		w.executions[x.ID] = x
 	}
-	w.events = load[event](t, db, `select id::text, event, key, coalesce(external_id, ''), coalesce(execution_id::text, ''), coalesce(consumed_by::text, ''),
+	w.events = pgtest.Rows[event](t, db, `select id::text, event, key, coalesce(external_id, ''), coalesce(execution_id::text, ''), coalesce(consumed_by::text, ''),
 		created_at from agent_events`)
-	for _, a := range load[approval](t, db,
+	for _, a := range pgtest.Rows[approval](t, db,
 		`select id::text, trace_id, coalesce(execution_id::text, ''), status, consumed_for, parked, created_at,
 		expires_at, decided_at from agent_approvals`) {
 		w.approvals[a.ID] = a
 	}
 	for name, sql := range tables {
-		w.rows[name] = load[row](t, db, sql)
+		w.rows[name] = pgtest.Rows[row](t, db, sql)
 	}
 	return w
 }

@@ -29,7 +29,7 @@ func TestSpendStaysWhenTheLogGoes(t *testing.T) {
 	want := []spend{{"", 4, 7, 0.75}} // charged to no skill
 	sums := `select skill, sum(calls)::bigint, sum(tokens)::bigint, sum(cost_usd)::float8 from agent_spend group by 1`
 	for _, when := range []string{"before they are counted", "after", "after the log has gone"} {
-		if diff := cmp.Diff(want, load[spend](t, pool, sums)); diff != "" {
+		if diff := cmp.Diff(want, pgtest.Rows[spend](t, pool, sums)); diff != "" {
 			t.Errorf("%s:\n%s", when, diff)
 		}
 		switch when {

@@ -59,11 +59,7 @@ func automation(t *testing.T, db postgres.DB, name, skill string) {
 // inService are the names of the enabled automations.
 func inService(t *testing.T, db postgres.DB) []string {
 	t.Helper()
-	rows, err := db.Query(t.Context(), "select name from agent_automations where enabled order by name")
-	require.NoError(t, err)
-	list, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	require.NoError(t, err)
-	return list
+	return pgtest.Column[string](t, db, "select name from agent_automations where enabled order by name")
 }
 
 func run(t *testing.T, db postgres.Beginner, p selfheal.Policy) selfheal.Report {
@@ -417,10 +413,7 @@ type explainer struct {
 
 func (e *explainer) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
 	if strings.Contains(sql, "agent_skill_calls") {
-		rows, err := e.Beginner.Query(ctx, "explain "+sql, args...)
-		require.NoError(e.t, err)
-		lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
-		require.NoError(e.t, err)
+		lines := pgtest.Column[string](e.t, e.Beginner, "explain "+sql, args...)
 		e.plans = append(e.plans, strings.Join(lines, "\n"))
 	}
 	return e.Beginner.Query(ctx, sql, args...)

@@ -20,7 +20,7 @@ func Pool(tb testing.TB, url string, o postgres.Options) *pgxpool.Pool {
 	return db
 }
 
-// Exec runs a statement. An error ends the test. Exec, Value and Column also work in cleanups.
+// Exec runs a statement. An error ends the test. Exec, Value, Column and Rows also work in cleanups.
 func Exec(tb testing.TB, db postgres.DB, sql string, args ...any) {
 	tb.Helper()
 	if _, err := db.Exec(context.WithoutCancel(tb.Context()), sql, args...); err != nil {
@@ -40,11 +40,22 @@ func Value[T any](tb testing.TB, db postgres.DB, sql string, args ...any) (value
 // Column reads the single column of a query. An error ends the test.
 func Column[T any](tb testing.TB, db postgres.DB, sql string, args ...any) []T {
 	tb.Helper()
+	return collect(tb, db, pgx.RowTo[T], sql, args)
+}
+
+// Rows reads rows into the fields of T in the order of the columns. An error ends the test.
+func Rows[T any](tb testing.TB, db postgres.DB, sql string, args ...any) []T {
+	tb.Helper()
+	return collect(tb, db, pgx.RowToStructByPos[T], sql, args)
+}
+
+func collect[T any](tb testing.TB, db postgres.DB, to pgx.RowToFunc[T], sql string, args []any) []T {
+	tb.Helper()
 	rows, err := db.Query(context.WithoutCancel(tb.Context()), sql, args...)
 	if err != nil {
 		tb.Fatalf("%v\n%s", err, sql)
 	}
-	values, err := pgx.CollectRows(rows, pgx.RowTo[T])
+	values, err := pgx.CollectRows(rows, to)
 	if err != nil {
 		tb.Fatalf("%v\n%s", err, sql)
 	}

@@ -185,9 +185,7 @@ func TestInTxCommitsOrRollsBack(t *testing.T) {
 		return insert(tx, 3, nil) // the savepoint saved the transaction
 	})
 	require.NoError(t, err)
-	var got string
-	require.NoError(t, db.QueryRow(t.Context(), "select string_agg(n::text, ' ' order by n) from numbers").Scan(&got))
-	if got != "1 3" {
+	if got := pgtest.Value[string](t, db, "select string_agg(n::text, ' ' order by n) from numbers"); got != "1 3" {
 		t.Errorf("the table has %s", got)
 	}
 }

@@ -10,6 +10,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
@@ -56,12 +57,9 @@ type canon struct {
 // thing that went out to the world.
 func digest(w *world) []string {
 	w.t.Helper()
-	rows, err := w.db.Query(w.t.Context(), `
+	tables := pgtest.Column[string](w.t, w.db, `
 		select c.relname from pg_class c where c.relnamespace = 'public'::regnamespace and c.relkind in ('r', 'p') and not c.relispartition
 		 order by 1`)
-	require.NoError(w.t, err)
-	tables, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	require.NoError(w.t, err)
 	names := named(w)
 	var lines []string
 	for _, table := range tables {
@@ -91,10 +89,7 @@ func named(w *world) map[string]string {
 // contents are the rows of a table.
 func contents(w *world, c canon) []string {
 	w.t.Helper()
-	rows, err := w.db.Query(w.t.Context(), `select to_jsonb(t) from `+pgx.Identifier{c.table}.Sanitize()+` t`)
-	require.NoError(w.t, err)
-	found, err := pgx.CollectRows(rows, pgx.RowTo[map[string]any])
-	require.NoError(w.t, err)
+	found := pgtest.Column[map[string]any](w.t, w.db, `select to_jsonb(t) from `+pgx.Identifier{c.table}.Sanitize()+` t`)
 	lines := make([]string, len(found))
 	for i, row := range found {
 		text, err := json.Marshal(c.value(row))

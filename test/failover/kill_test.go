@@ -156,14 +156,10 @@ func connect(t *testing.T, to string) *pgxpool.Pool {
 // known to fail when they are applied twice, and not to apply without those before.
 func appliedFiles(t *testing.T, db *pgxpool.Pool) int {
 	t.Helper()
-	var there bool
-	require.NoError(t, db.QueryRow(t.Context(), `select to_regclass('agent_migrations') is not null`).Scan(&there))
-	n := 0
-	if !there {
-		return n
+	if !pgtest.Value[bool](t, db, `select to_regclass('agent_migrations') is not null`) {
+		return 0
 	}
-	require.NoError(t, db.QueryRow(t.Context(), `select count(*) from agent_migrations`).Scan(&n))
-	return n
+	return pgtest.Value[int](t, db, `select count(*) from agent_migrations`)
 }
 
 // shape is a digest of everything in the schema of a database, and of River's.

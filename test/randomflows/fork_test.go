@@ -6,11 +6,8 @@ import (
 	"fmt"
 	"math/rand/v2"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
-	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // forks are how many executions are forked, after everything.
@@ -27,15 +24,13 @@ type recorded struct {
 func (w *world) refork(r *rand.Rand) {
 	w.t.Helper()
 	ctx := w.t.Context()
-	rows, err := w.pool.Query(ctx, `
+	steps := pgtest.Rows[recorded](w.t, w.pool, `
 		select x.id::text, c.step, (x.result #>> '{}')::int from agent_executions x join agent_checkpoints c on c.execution_id = x.id
 		 where not exists (select from agent_executions y join agent_events v on v.consumed_by = y.id and v.event = 'EVENT_COMPLETED'
 		                    where y.trace_id = x.trace_id)
 		 order by x.id, c.step`)
-	require.NoError(w.t, err)
-	steps, err := pgx.CollectRows(rows, pgx.RowToStructByPos[recorded])
-	if err != nil || len(steps) == 0 {
-		w.t.Fatalf("%d steps to fork from: %v", len(steps), err)
+	if len(steps) == 0 {
+		w.t.Fatal("no steps to fork from")
 	}
 	for range forks {
 		s := steps[r.IntN(len(steps))]
