@@ -103,12 +103,9 @@ func TestOpenChoosesWhatThePathToTheServerCarries(t *testing.T) {
 		want pgx.QueryExecMode
 	}{
 		"direct":                 {direct, pgx.QueryExecModeCacheStatement},
-		"direct, told otherwise": {with(t, direct, "default_query_exec_mode", "exec"), pgx.QueryExecModeExec},
+		"direct, told otherwise": {direct + "&default_query_exec_mode=exec", pgx.QueryExecModeExec},
 		"pooler":                 {pooler, pgx.QueryExecModeCacheDescribe},
-		"pooler, told otherwise": {
-			with(t, pooler, "default_query_exec_mode", "cache_statement"),
-			pgx.QueryExecModeCacheStatement,
-		},
+		"pooler, told otherwise": {pooler + "&default_query_exec_mode=cache_statement", pgx.QueryExecModeCacheStatement},
 	} {
 		pool, err := postgres.Open(t.Context(), test.url, postgres.Options{})
 		if err != nil {
@@ -134,10 +131,9 @@ func TestReadCommittedWhateverTheDefault(t *testing.T) {
 	require.NoError(t, err)
 	defer admin.Close()
 	name := pgx.Identifier{admin.Config().ConnConfig.Database}.Sanitize()
-	if _, err := admin.Exec(t.Context(), "alter database "+name+
-		" set default_transaction_isolation = 'serializable'"); err != nil {
-		t.Fatal(err)
-	}
+	_, err = admin.Exec(t.Context(), "alter database "+name+
+		" set default_transaction_isolation = 'serializable'")
+	require.NoError(t, err)
 	pool, err := postgres.Open(t.Context(), at, postgres.Options{})
 	require.NoError(t, err)
 	defer pool.Close()

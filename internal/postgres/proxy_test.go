@@ -4,83 +4,26 @@ import (
 	"encoding/binary"
 	"io"
 	"net"
-	"net/url"
-	"path/filepath"
-	"sync"
 	"testing"
 
-	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/pgproxy"
 )
 
-// throughPooler returns a connection string for the server of url by way of a proxy that, like
-// PgBouncer, announces a process id of its own making.
+// throughPooler returns a connection string for the server of a URL by way of a proxy that, like PgBouncer, announces a
+// process id of its own making.
 func throughPooler(t *testing.T, to string) string {
 	t.Helper()
-	u, err := url.Parse(to)
-	if err != nil {
-		t.Skipf("needs the server's URL: %v", err)
-	}
-	socket := u.Query().Get("host")
-	if !filepath.IsAbs(socket) {
-		t.Skip("needs a server on a unix socket")
-	}
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	var running sync.WaitGroup
-	t.Cleanup(func() {
-		if err := listener.Close(); err != nil {
-			t.Error(err)
-		}
-		running.Wait()
-	})
-	running.Go(func() {
-		for {
-			client, err := listener.Accept()
-			if err != nil {
-				return // closed
-			}
-			running.Go(func() { relay(client, filepath.Join(socket, ".s.PGSQL.5432")) })
-		}
-	})
-	query := u.Query()
-	query.Del("host")
-	query.Del("port")
-	query.Set("sslmode", "disable") // the proxy reads what passes
-	u.RawQuery = query.Encode()
-	u.Host = listener.Addr().String()
-	return u.String()
+	return pgproxy.Listen(t, to, func(client, server net.Conn) pgproxy.Link { return relay{client, server} }).URL("")
 }
 
-// with is the connection string with one more parameter.
-func with(t *testing.T, to, name, value string) string {
-	t.Helper()
-	u, err := url.Parse(to)
-	if err != nil || u.Scheme == "" {
-		return to + " " + name + "=" + value
-	}
-	query := u.Query()
-	query.Set(name, value)
-	u.RawQuery = query.Encode()
-	return u.String()
-}
+type relay struct{ client, server net.Conn }
 
-func relay(client net.Conn, socket string) {
-	defer client.Close()
-	server, err := net.Dial("unix", socket)
-	if err != nil {
-		return
+func (r relay) Upstream() { _, _ = io.Copy(r.server, r.client) }
+
+func (r relay) Downstream() {
+	if disguise(r.client, r.server) == nil {
+		_, _ = io.Copy(r.client, r.server)
 	}
-	defer server.Close()
-	var both sync.WaitGroup
-	both.Go(func() {
-		defer server.Close()
-		_, _ = io.Copy(server, client) // ends with either side
-	})
-	if disguise(client, server) == nil {
-		_, _ = io.Copy(client, server)
-	}
-	client.Close()
-	both.Wait()
 }
 
 // disguise relays the server's messages up to BackendKeyData, whose process id it changes.

@@ -81,9 +81,8 @@ func (s *slowServer) conn(t *testing.T, p *patience, sends string) net.Conn {
 	if sends == "" {
 		return conn
 	}
-	if _, err := conn.Write([]byte(sends)); err != nil {
-		t.Fatal(err)
-	}
+	_, err = conn.Write([]byte(sends))
+	require.NoError(t, err)
 	return conn
 }
 
