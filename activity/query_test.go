@@ -453,9 +453,8 @@ func TestPlansAreNotCached(t *testing.T) {
 	require.NoError(t, err)
 	defer conn.Release()
 	for range 8 {
-		if _, _, err := activity.Recent(t.Context(), conn, activity.Filter{Skill: "fetch"}); err != nil {
-			t.Fatal(err)
-		}
+		_, _, err := activity.Recent(t.Context(), conn, activity.Filter{Skill: "fetch"})
+		require.NoError(t, err)
 	}
 	var kept int
 	err = conn.QueryRow(t.Context(), `

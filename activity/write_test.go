@@ -103,9 +103,8 @@ func TestOpeningAStepTwiceLeavesOneRow(t *testing.T) {
 	}
 	e.Step = "" // not a step: every opening is its own
 	for range 2 {
-		if _, err := activity.Open(t.Context(), pool, e); err != nil {
-			t.Fatal(err)
-		}
+		_, err := activity.Open(t.Context(), pool, e)
+		require.NoError(t, err)
 	}
 	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity`); n != 4 {
 		t.Errorf("%d rows, want 4", n)
@@ -251,9 +250,8 @@ func TestATakeoverWaitsForAFencedWrite(t *testing.T) {
 	pool := pgtest.DB(t)
 	e := claimed(t, pool)
 	tx := pgtest.Begin(t, pool)
-	if _, err := activity.Note(t.Context(), tx, e, activity.Outcome{}); err != nil {
-		t.Fatal(err)
-	}
+	_, err := activity.Note(t.Context(), tx, e, activity.Outcome{})
+	require.NoError(t, err)
 	var group errgroup.Group
 	took := make(chan struct{})
 	group.Go(func() error {

@@ -356,9 +356,8 @@ func TestACallBesideAWaitIsNotRepeated(t *testing.T) {
 			x := get(t, pool, id)
 			return x.Status == executions.Waiting && *x.WaitingKey == key
 		}, "it waits")
-		if _, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", key, json.RawMessage(`{}`), ""); err != nil {
-			t.Fatal(err)
-		}
+		_, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", key, json.RawMessage(`{}`), "")
+		require.NoError(t, err)
 	}
 	until(t, pool, id, executions.Completed)
 	if calls.Load() != 1 || class.Load() != executions.ClassUnknown {

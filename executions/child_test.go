@@ -45,9 +45,8 @@ func TestCancellingAParentCancelsAwaitedChildren(t *testing.T) {
 	free, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "child", Surface: trace.Flow, ParentID: parent})
 	require.NoError(t, err)
 	until(t, pool, free.ID, executions.Waiting)
-	if _, err := p.Cancel(t.Context(), parent, "admin", "enough"); err != nil {
-		t.Fatal(err)
-	}
+	_, err = p.Cancel(t.Context(), parent, "admin", "enough")
+	require.NoError(t, err)
 	if x := until(t, pool, awaited, executions.Cancelled); x.CancelReason == nil || *x.CancelReason != "its parent was cancelled: enough" {
 		t.Errorf("the child was cancelled because of %v", x.CancelReason)
 	}
@@ -307,9 +306,8 @@ func TestAChildThatIsCancelledIsAResult(t *testing.T) {
 	parent := p.begin(t, "flow")
 	child := childOf(t, pool, parent)
 	until(t, pool, child, executions.Waiting)
-	if _, err := p.Cancel(t.Context(), child, "admin", "enough"); err != nil {
-		t.Fatal(err)
-	}
+	_, err := p.Cancel(t.Context(), child, "admin", "enough")
+	require.NoError(t, err)
 	if got := triggered(t, until(t, pool, parent, executions.Completed)); got.Status != "cancelled" || got.Success {
 		t.Errorf("learned %+v", got)
 	}

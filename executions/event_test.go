@@ -274,9 +274,8 @@ func TestLanesFollowAResumedExecution(t *testing.T) {
 		return executions.Result{}, err
 	}), neverSweep)
 	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
-	if _, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "k", nil, ""); err != nil {
-		t.Fatal(err)
-	}
+	_, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "k", nil, "")
+	require.NoError(t, err)
 	x := until(t, pool, id, executions.Completed)
 	if owner.Load() != fmt.Sprintf("%s#%d", id, x.Claim) {
 		t.Errorf("the lane was held by %v, under claim %d", owner.Load(), x.Claim)

@@ -328,9 +328,8 @@ func TestTheNextRenewalReportsACancelAndEndsTheLock(t *testing.T) {
 	id, before := p.external(t), p.external(t)
 	lock := p.lock(t, id, "w")
 	for _, x := range []string{id, before} {
-		if _, err := p.Cancel(t.Context(), x, "admin", "not wanted"); err != nil {
-			t.Fatal(err)
-		}
+		_, err := p.Cancel(t.Context(), x, "admin", "not wanted")
+		require.NoError(t, err)
 	}
 	if _, _, err := p.CheckpointRun(t.Context(), id, lock.LockID, "a", json.RawMessage("1")); !errors.Is(err, executions.ErrVoid) {
 		t.Errorf("checkpoint after a cancel: %v", err)
@@ -404,18 +403,16 @@ func TestARunThatWaitsIsLockedAgainWithTheOutcome(t *testing.T) {
 	if _, err := p.LockRun(t.Context(), id, "w", time.Minute); !errors.Is(err, executions.ErrNotReady) || !strings.Contains(err.Error(), "event paid") {
 		t.Errorf("lock while it waits: %v", err)
 	}
-	if _, err := p.Deliver(t.Context(), p.pool, "EVENT_COMPLETED", "paid", json.RawMessage(`{"amount": 3}`), ""); err != nil {
-		t.Fatal(err)
-	}
+	_, err := p.Deliver(t.Context(), p.pool, "EVENT_COMPLETED", "paid", json.RawMessage(`{"amount": 3}`), "")
+	require.NoError(t, err)
 	lock = p.lock(t, id, "another")
 	var out executions.Outcome
 	if len(lock.Checkpoints) != 1 || lock.Checkpoints[0].Step != "wait event 1" || json.Unmarshal(lock.Checkpoints[0].Output, &out) != nil ||
 		string(out.Data) != `{"amount": 3}` || out.TimedOut {
 		t.Errorf("it goes on with %+v", lock.Checkpoints)
 	}
-	if _, err := p.Deliver(t.Context(), p.pool, "EVENT_COMPLETED", "early", nil, ""); err != nil {
-		t.Fatal(err)
-	}
+	_, err = p.Deliver(t.Context(), p.pool, "EVENT_COMPLETED", "early", nil, "")
+	require.NoError(t, err)
 	if status := wait(executions.UnlockParams{For: "event", Key: "early"}); status != executions.Running || workers(t, p.pool) != 0 {
 		t.Errorf("for what had come it is %s", status)
 	}
@@ -474,17 +471,15 @@ func TestNoProcessClaimsAnExternalExecution(t *testing.T) {
 	sweep(t, pool)
 	never("handed on")
 	lock := p.lock(t, id, "w")
-	if _, _, err := p.UnlockRun(t.Context(), id, lock.LockID, executions.UnlockParams{Status: executions.Waiting, For: "event", Key: "k"}); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "k", nil, ""); err != nil {
-		t.Fatal(err)
-	}
+	_, _, err := p.UnlockRun(t.Context(), id, lock.LockID, executions.UnlockParams{Status: executions.Waiting, For: "event", Key: "k"})
+	require.NoError(t, err)
+	_, err = p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "k", nil, "")
+	require.NoError(t, err)
 	never("resumed")
 	claimed := p.lock(t, id, "w").Execution.Claim
 	pgtest.Exec(t, pool, `select lanekeeper.release_agent_claim($1, $2)`, id, claimed)
 	never("given up")
-	_, err := pool.Exec(t.Context(), `insert into agent_executions (trace_id, surface, flow, status) values ('fl_1', 'flow', 'external', 'running')`)
+	_, err = pool.Exec(t.Context(), `insert into agent_executions (trace_id, surface, flow, status) values ('fl_1', 'flow', 'external', 'running')`)
 	if !postgres.IsCode(err, "LK002") {
 		t.Errorf("one that begins running: %v", err)
 	}
@@ -500,9 +495,8 @@ func TestTheEndOfAnExternalExecutionResumesItsParent(t *testing.T) {
 	until(t, pool, id, executions.Waiting)
 	child := pgtest.Value[string](t, pool, `select id::text from agent_executions where parent_id = $1`, id)
 	lock := p.lock(t, child, "w")
-	if _, _, err := p.UnlockRun(t.Context(), child, lock.LockID, executions.UnlockParams{Status: executions.Failed, Error: "no paper"}); err != nil {
-		t.Fatal(err)
-	}
+	_, _, err := p.UnlockRun(t.Context(), child, lock.LockID, executions.UnlockParams{Status: executions.Failed, Error: "no paper"})
+	require.NoError(t, err)
 	var got executions.Triggered
 	require.NoError(t, json.Unmarshal(until(t, pool, id, executions.Completed).Result, &got))
 	if got.ExecutionID != child || got.Success || got.Error != "no paper" || got.Status != executions.Failed {
@@ -593,11 +587,10 @@ func TestAnExternalCoordinatorLendsItsThread(t *testing.T) {
 				t.Error("the child's message queues")
 			}
 			pgtest.Exec(t, pool, `update agent_executions set variables = '{"color": "red"}' where id = @id`, postgres.Strict{"id": child})
-			if _, _, err := p.UnlockRun(t.Context(), child, mine.LockID, executions.UnlockParams{
+			_, _, err := p.UnlockRun(t.Context(), child, mine.LockID, executions.UnlockParams{
 				Status: executions.Completed, Summary: "done", Result: json.RawMessage(`{"n": 7}`),
-			}); err != nil {
-				t.Fatal(err)
-			}
+			})
+			require.NoError(t, err)
 		}
 		if ends == "before it waits" {
 			work()

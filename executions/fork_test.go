@@ -223,9 +223,8 @@ func TestAForkOfALoopUnderWay(t *testing.T) {
 		if !replay(t, p, got.ID).Equal {
 			t.Errorf("the waiting fork from %q is not replayed", from)
 		}
-		if _, err := executions.Cancel(t.Context(), pool, got.ID, "test", "enough"); err != nil {
-			t.Fatal(err)
-		}
+		_, err := executions.Cancel(t.Context(), pool, got.ID, "test", "enough")
+		require.NoError(t, err)
 		if first, _, _ := strings.Cut(want, " n19"); d.of(got.ID) != strings.TrimSuffix(first, "n19") {
 			t.Errorf("from %q: did %q", from, d.of(got.ID))
 		}
@@ -236,9 +235,8 @@ func TestAForkOfALoopUnderWay(t *testing.T) {
 	x, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id})
 	require.NoError(t, err)
 	until(t, pool, x.ID, executions.Waiting)
-	if _, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "go 18", nil, ""); err != nil {
-		t.Fatal(err)
-	}
+	_, err = p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "go 18", nil, "")
+	require.NoError(t, err)
 	for _, id := range []string{id, x.ID} { // both wait for it
 		if got := until(t, pool, id, executions.Completed); string(got.Result) != "20" {
 			t.Errorf("result %s", got.Result)
@@ -401,9 +399,8 @@ func TestRetryStartsAtTheFailedStep(t *testing.T) {
 	for _, b := range broke {
 		broken.Delete(b)
 	}
-	if _, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "news", nil, ""); err != nil {
-		t.Fatal(err)
-	}
+	_, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "news", nil, "")
+	require.NoError(t, err)
 	for name, want := range map[string]struct{ from, did string }{
 		"nested":  {"phase/p2", "p2"},
 		"joined":  {"one", "one two three"},
@@ -446,9 +443,8 @@ func TestRetryOfACancelledExecutionContinues(t *testing.T) {
 	if _, _, err := p.Retry(t.Context(), pool, id); !errors.Is(err, executions.ErrNotFailed) {
 		t.Errorf("retry of what waits: %v", err)
 	}
-	if _, err := p.Cancel(t.Context(), id, "test", "a mistake"); err != nil {
-		t.Fatal(err)
-	}
+	_, err := p.Cancel(t.Context(), id, "test", "a mistake")
+	require.NoError(t, err)
 	if !replay(t, p, id).Equal {
 		t.Error("the cancelled one is not replayed")
 	}
@@ -457,9 +453,8 @@ func TestRetryOfACancelledExecutionContinues(t *testing.T) {
 		t.Fatalf("from %q, %v", from, err)
 	}
 	until(t, pool, x.ID, executions.Waiting)
-	if _, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "news", nil, ""); err != nil {
-		t.Fatal(err)
-	}
+	_, err = p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "news", nil, "")
+	require.NoError(t, err)
 	until(t, pool, x.ID, executions.Completed)
 	if d.of(x.ID) != "" {
 		t.Errorf("did %s", d.of(x.ID))
@@ -505,9 +500,8 @@ func TestAForkRequestsItsOwnApproval(t *testing.T) {
 		asked := pgtest.Value[string](t, pool, `
 			select id::text from agent_approvals where execution_id = @id and status = 'pending'`, postgres.Strict{"id": id})
 		pgtest.Exec(t, pool, `update agent_approvals set status = 'approved', decided_at = clock_timestamp() where id = @id`, postgres.Strict{"id": asked})
-		if _, err := p.Deliver(t.Context(), pool, "APPROVAL_DECIDED", asked, json.RawMessage(`{"status": "approved"}`), "approval "+asked); err != nil {
-			t.Fatal(err)
-		}
+		_, err := p.Deliver(t.Context(), pool, "APPROVAL_DECIDED", asked, json.RawMessage(`{"status": "approved"}`), "approval "+asked)
+		require.NoError(t, err)
 		return asked
 	}
 	id := p.begin(t, "flow")

@@ -148,10 +148,8 @@ func TestAClaimPrecedesThePauseOrFails(t *testing.T) {
 	pool := pgtest.DB(t)
 	w := newWorker(t, pool)
 	before, after := pending(t, pool), pending(t, pool)
-	inTx := func(sql string, args ...any) (tx pgx.Tx) {
-		tx, err := pool.Begin(t.Context())
-		require.NoError(t, err)
-		t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) })
+	inTx := func(sql string, args ...any) pgx.Tx {
+		tx := pgtest.Begin(t, pool)
 		pgtest.Exec(t, tx, sql, args...)
 		return tx
 	}
@@ -443,9 +441,8 @@ func TestArrivalsDuringAPauseAreKept(t *testing.T) {
 	pgtest.Eventually(t, timeout, p.Paused, "the process knows")
 	pgtest.Exec(t, pool, `update agent_executions set waiting_until = clock_timestamp() where id = @id`, postgres.Strict{"id": timer})
 	require.NoError(t, p.Sweep(t.Context()))
-	if _, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "order 7", nil, ""); err != nil {
-		t.Fatal(err)
-	}
+	_, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "order 7", nil, "")
+	require.NoError(t, err)
 	for what, id := range map[string]string{"event": event, "timer": timer} {
 		until(t, pool, id, executions.Running)
 		if got := get(t, pool, id); got.Status != executions.Running || got.ClaimedBy != nil {

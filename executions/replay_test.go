@@ -282,9 +282,8 @@ func TestAReplayEntersAPhaseUnderWay(t *testing.T) {
 		t.Error("the replay did something")
 	}
 	changed.Store(false)
-	if _, err := p.Cancel(t.Context(), id, "test", "enough"); err != nil {
-		t.Fatal(err)
-	}
+	_, err := p.Cancel(t.Context(), id, "test", "enough")
+	require.NoError(t, err)
 	if got := replay(t, p, id); !got.Equal || got.EndedAt != "outer/inner/news" && got.EndedAt != "outer/inner" {
 		t.Errorf("cancelled: %+v, %+v", got, got.Divergence)
 	}

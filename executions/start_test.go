@@ -188,9 +188,8 @@ func TestRunsOfAnExpiredLeaseAreQueued(t *testing.T) {
 	})
 	paused := prepare(t, pool, body, func(o *executions.Options) { o.LeaseTTL = 10 * time.Minute })
 	spec := executions.Spec{Flow: "flow", Surface: trace.Flow}
-	if _, err := paused.RunSync(t.Context(), spec); err != nil {
-		t.Fatal(err)
-	}
+	_, err := paused.RunSync(t.Context(), spec)
+	require.NoError(t, err)
 	pgtest.Exec(t, pool, `update agent_workers set expires_at = clock_timestamp()`)
 	var group errgroup.Group
 	for range 20 {

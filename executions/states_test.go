@@ -571,9 +571,8 @@ func TestTheLogHasAnExternalEnd(t *testing.T) {
 		end    func(t *testing.T, p *process, id string)
 	}{
 		"a cancel": {"cancelled", func(t *testing.T, p *process, id string) {
-			if _, err := p.Cancel(t.Context(), id, "ana", "not wanted"); err != nil {
-				t.Fatal(err)
-			}
+			_, err := p.Cancel(t.Context(), id, "ana", "not wanted")
+			require.NoError(t, err)
 		}},
 		"a sweep": {"failure", func(t *testing.T, p *process, id string) {
 			expire(t, p.pool, id)
@@ -597,9 +596,8 @@ func TestTheLogHasAnExternalEnd(t *testing.T) {
 				postgres.Strict{"id": others}) // at the same time, by somebody else, who says it
 			pgtest.Exec(t, p.pool, `select acquire_agent_lock('thread:x', @owner)`, postgres.Strict{"owner": id + "#1"})
 			c.end(t, p, id)
-			if _, err := p.Cancel(t.Context(), id, "ana", "again"); err != nil {
-				t.Fatal(err)
-			}
+			_, err := p.Cancel(t.Context(), id, "ana", "again")
+			require.NoError(t, err)
 			for message, attribute := range map[string][2]any{
 				"execution completed": {"result_type", c.result},
 				"event emitted":       {"key", id},

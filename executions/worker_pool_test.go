@@ -143,9 +143,8 @@ func TestTheQueueIsOrderedByPriorityAndAge(t *testing.T) {
 	w := newWorker(t, pool)
 	old, urgent, late := queued(t, pool, "a", "flow", 2), queued(t, pool, "b", "chat", 1), queued(t, pool, "c", "flow", 3)
 	young, gone := queued(t, pool, "a", "flow", 2), queued(t, pool, "a", "flow", 1)
-	if _, err := executions.Cancel(t.Context(), pool, gone, "test", "not needed"); err != nil {
-		t.Fatal(err)
-	}
+	_, err := executions.Cancel(t.Context(), pool, gone, "test", "not needed")
+	require.NoError(t, err)
 	if got, want := claimReady(t, pool, w, 2), []string{urgent, old}; !slices.Equal(got, want) {
 		t.Errorf("first %v, want %v", got, want)
 	}
@@ -174,9 +173,8 @@ func TestALimitDelaysNoOtherFlow(t *testing.T) {
 	if n := pgtest.Value[int](t, pool, places); n != 0 {
 		t.Errorf("%d kinds are said to be ready that cannot start", n)
 	}
-	if _, err := executions.Cancel(t.Context(), pool, held, "test", ""); err != nil {
-		t.Fatal(err)
-	}
+	_, err := executions.Cancel(t.Context(), pool, held, "test", "")
+	require.NoError(t, err)
 	if n := pgtest.Value[int](t, pool, places); n == 0 {
 		t.Error("a place is free, and nothing is ready")
 	}
@@ -203,9 +201,8 @@ func TestAWaitingExecutionHoldsNoSlot(t *testing.T) {
 	if got := claimReady(t, pool, w, 5); len(got) != 0 {
 		t.Errorf("%v went on beyond the limit", got)
 	}
-	if _, err := executions.Cancel(t.Context(), pool, second, "test", ""); err != nil {
-		t.Fatal(err)
-	}
+	_, err := executions.Cancel(t.Context(), pool, second, "test", "")
+	require.NoError(t, err)
 	if got := claimReady(t, pool, w, 5); !slices.Equal(got, []string{first}) {
 		t.Errorf("claimed %v, want %s", got, first)
 	}

@@ -201,9 +201,8 @@ func TestABrokenLaneThatIsTakenAgainEndsTheOldWorkOnly(t *testing.T) {
 	db := pgtest.DB(t)
 	k, _ := keeper(t, db)
 	old := acquire(t, k, "x", lanes.WithTTL(9*time.Second))
-	if _, err := lanes.Break(t.Context(), db, "x", "stuck"); err != nil {
-		t.Fatal(err)
-	}
+	_, err := lanes.Break(t.Context(), db, "x", "stuck")
+	require.NoError(t, err)
 	l := acquire(t, k, "x", lanes.WithTTL(9*time.Second))
 	run(t, k)
 	if at, end := ended(t, old, soon), old.ExpiresAt(); !at.Before(end) {

@@ -30,9 +30,7 @@ func claimed(t *testing.T, db *pgxpool.Pool) string {
 // inFlight opens a transaction that writes for the first claim of an execution.
 func inFlight(t *testing.T, db *pgxpool.Pool, id string) pgx.Tx {
 	t.Helper()
-	tx, err := db.Begin(t.Context())
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) })
+	tx := pgtest.Begin(t, db)
 	pgtest.Exec(t, tx, `insert into agent_checkpoints (execution_id, step, claim) values ($1::uuid, 'in flight', 1)`, id)
 	return tx
 }
@@ -174,9 +172,7 @@ func TestNoWaitIsForEver(t *testing.T) {
 func TestPartitionsAreMadeBesideAReader(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	tx, err := db.Begin(t.Context())
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) })
+	tx := pgtest.Begin(t, db)
 	pgtest.Exec(t, tx, `select count(*) from agent_activity`)
 	ctx, cancel := context.WithTimeout(t.Context(), soon)
 	defer cancel()
@@ -198,9 +194,7 @@ func TestAFloorIsNotAboveItsTime(t *testing.T) {
 func TestADayOfSpendIsFoundByIndex(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	tx, err := db.Begin(t.Context())
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) })
+	tx := pgtest.Begin(t, db)
 	pgtest.Exec(t, tx, `set local enable_seqscan = off`)
 	plan := pgtest.Column[string](t, tx, `explain (costs off) select * from agent_spend where day = current_date`)
 	if text := strings.Join(plan, "\n"); strings.Contains(text, "Seq Scan") {

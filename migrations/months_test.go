@@ -1,7 +1,6 @@
 package migrations_test
 
 import (
-	"context"
 	"testing"
 	"time"
 
@@ -15,9 +14,7 @@ import (
 // bare is a transaction, never committed, of a session in a time zone, in which the activity log has no partitions.
 func bare(t *testing.T, zone string) pgx.Tx {
 	t.Helper()
-	tx, err := pgtest.DB(t).Begin(t.Context())
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) })
+	tx := pgtest.Begin(t, pgtest.DB(t))
 	pgtest.Exec(t, tx, `select set_config('TimeZone', $1, true)`, zone)
 	pgtest.Exec(t, tx, `do $$ declare p text; begin
 		for p in select partition from agent_activity_partitions loop execute 'drop table ' || p; end loop; end $$`)
@@ -38,9 +35,8 @@ func TestMonthsAreThoseOfUTC(t *testing.T) {
 		tx := bare(t, zone)
 		for month := range 14 {
 			at := time.Date(2027, time.Month(1+month), 1, 0, 30, 0, 0, time.UTC)
-			if _, err := migrations.EnsureMonths(t.Context(), tx, &at, 3); err != nil {
-				t.Fatal(err)
-			}
+			_, err := migrations.EnsureMonths(t.Context(), tx, &at, 3)
+			require.NoError(t, err)
 		}
 		if got := pgtest.Value[int](t, tx, `select count(*) from agent_activity_partitions`); got != 18 {
 			t.Errorf("%s: %d months, want 18", zone, got)

@@ -66,9 +66,8 @@ func TestASchemaOfOnesOwnIsMigrated(t *testing.T) {
 	t.Parallel()
 	db, owner := along(t, "nowhere, mine", `create schema mine; create schema another; create table another.agent_locks (id int)`)
 	for range 2 {
-		if _, err := migrations.Up(t.Context(), db); err != nil {
-			t.Fatal(err)
-		}
+		_, err := migrations.Up(t.Context(), db)
+		require.NoError(t, err)
 	}
 	if err := migrations.Check(t.Context(), db); err != nil {
 		t.Error(err)
@@ -97,9 +96,8 @@ func TestWhoMayNotMakeTablesIsToldHow(t *testing.T) {
 func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
 	t.Parallel()
 	db, owner := along(t, "public", `select 1`)
-	if _, err := migrations.Up(t.Context(), db); err != nil {
-		t.Fatal(err)
-	}
+	_, err := migrations.Up(t.Context(), db)
+	require.NoError(t, err)
 	if err := migrations.Rights(t.Context(), db); err != nil {
 		t.Errorf("the owner: %v", err)
 	}
@@ -121,7 +119,7 @@ func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
 		t.Cleanup(pool.Close)
 		return pool
 	}
-	err := migrations.Rights(t.Context(), as())
+	err = migrations.Rights(t.Context(), as())
 	if err == nil || !strings.Contains(err.Error(), `belong to "`+user+`"`) {
 		t.Fatalf("another: %v", err)
 	}
@@ -143,9 +141,8 @@ func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
 func TestTablesThatSomebodyHasChangedAreTold(t *testing.T) {
 	t.Parallel()
 	db, owner := along(t, "public", `select 1`)
-	if _, err := migrations.Up(t.Context(), db); err != nil {
-		t.Fatal(err)
-	}
+	_, err := migrations.Up(t.Context(), db)
+	require.NoError(t, err)
 	// row-level security does not hold for a superuser
 	plain := pgtest.Value[string](t, owner, `select lower(current_database() || '_plain')`)
 	pgtest.Exec(t, owner, `create role `+plain)

@@ -138,16 +138,14 @@ func TestEveryChangeExpandsOrSaysWhyNot(t *testing.T) {
 	for _, path := range changes(t) {
 		delete(soFar, path)
 	}
-	if _, err := migrations.UpWith(t.Context(), db, soFar); err != nil {
-		t.Fatal(err)
-	}
+	_, err := migrations.UpWith(t.Context(), db, soFar)
+	require.NoError(t, err)
 	before := schemaOf(t, db)
 	for _, path := range changes(t) {
 		text := read(t, path)
 		soFar[path] = &fstest.MapFile{Data: []byte(text)}
-		if _, err := migrations.UpWith(t.Context(), db, soFar); err != nil {
-			t.Fatal(err)
-		}
+		_, err := migrations.UpWith(t.Context(), db, soFar)
+		require.NoError(t, err)
 		after := schemaOf(t, db)
 		found := append(breaks(before, after), wordsAgainstTheRule(text)...)
 		if strings.HasPrefix(text, "-- outside a transaction\n") {

@@ -7,6 +7,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/retention"
 )
 
@@ -32,12 +33,10 @@ func TestAPartGoesWithTheLastPromptThatHasIt(t *testing.T) {
 	if n := pgtest.Value[int](t, pool, `select count(*) from agent_prompts`); n != 2 {
 		t.Errorf("%d prompts are left, want 2", n)
 	}
-	if _, err := retention.Set(t.Context(), pool, map[string]string{"activity": "7d"}, "admin", ""); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"prompts"}, Anew: true}); err != nil {
-		t.Fatal(err)
-	}
+	_, err = retention.Set(t.Context(), pool, map[string]string{"activity": "7d"}, "admin", "")
+	require.NoError(t, err)
+	_, err = retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"prompts"}, Anew: true})
+	require.NoError(t, err)
 	left = pgtest.Value[[]string](t, pool, `select array_agg(body) from agent_prompt_parts`)
 	if !slices.Equal(left, []string{"new"}) {
 		t.Errorf("%v are left of prompts that are kept no longer than their model calls", left)

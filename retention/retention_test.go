@@ -55,9 +55,8 @@ func TestWhatGoesIsWhatThePolicySays(t *testing.T) {
 			random(t, pool, r)
 			noteCauses(t, pool)
 			policy := randomPolicy(r)
-			if _, err := retention.Set(t.Context(), pool, policy, "admin", ""); err != nil {
-				t.Fatal(err)
-			}
+			_, err := retention.Set(t.Context(), pool, policy, "admin", "")
+			require.NoError(t, err)
 			want := read(t, pool)
 			had := want.keys()
 			want.take(policy)
@@ -110,9 +109,8 @@ func TestAPassMayBeStoppedAnywhere(t *testing.T) {
 	} {
 		policy[kind] = "64d"
 	}
-	if _, err := retention.Set(t.Context(), pool, policy, "admin", ""); err != nil {
-		t.Fatal(err)
-	}
+	_, err := retention.Set(t.Context(), pool, policy, "admin", "")
+	require.NoError(t, err)
 	want := read(t, pool)
 	want.take(policy)
 	for n := range 12 {
@@ -132,9 +130,8 @@ func TestAPassMayBeStoppedAnywhere(t *testing.T) {
 		cancel()
 	}
 	for range 2 { // what a parked approval waited for may have gone after it was looked at
-		if _, err := retention.Run(t.Context(), pool, retention.Options{Anew: true}); err != nil {
-			t.Fatal(err)
-		}
+		_, err := retention.Run(t.Context(), pool, retention.Options{Anew: true})
+		require.NoError(t, err)
 	}
 	if diff := cmp.Diff(want.keys(), read(t, pool).keys()); diff != "" {
 		t.Errorf("want -, got +:\n%s", diff)
@@ -204,9 +201,8 @@ func TestAPassGoesOnBesideLockedRows(t *testing.T) {
 		"deliveries": "1d",
 		"outbox":     "1d", "budgets": "31d", "hour_counts": "35d", "prompts": "1d",
 	}
-	if _, err := retention.Set(t.Context(), pool, policy, "admin", ""); err != nil {
-		t.Fatal(err)
-	}
+	_, err := retention.Set(t.Context(), pool, policy, "admin", "")
+	require.NoError(t, err)
 	want := read(t, pool)
 	had := want.keys()
 	want.take(policy)
@@ -234,9 +230,8 @@ func TestAPassGoesOnBesideLockedRows(t *testing.T) {
 		t.Errorf("all %d executions are left", len(beside["executions"]))
 	}
 	require.NoError(t, tx.Rollback(t.Context()))
-	if _, err := retention.Run(t.Context(), pool, retention.Options{Anew: true}); err != nil {
-		t.Fatal(err)
-	}
+	_, err = retention.Run(t.Context(), pool, retention.Options{Anew: true})
+	require.NoError(t, err)
 	if diff := cmp.Diff(want.keys(), read(t, pool).keys()); diff != "" {
 		t.Errorf("afterwards, want -, got +:\n%s", diff)
 	}

@@ -8,6 +8,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 type spend struct {
@@ -35,9 +36,8 @@ func TestSpendStaysWhenTheLogGoes(t *testing.T) {
 		switch when {
 		case "before they are counted":
 			pgtest.Exec(t, pool, `update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7_floor(clock_timestamp())`)
-			if _, err := activity.Count(t.Context(), pool); err != nil {
-				t.Fatal(err)
-			}
+			_, err := activity.Count(t.Context(), pool)
+			require.NoError(t, err)
 		case "after":
 			pgtest.Exec(t, pool, `update agent_retention set keep = '90 days' where kind = 'activity'`)
 			if done := pass(t, pool, time.Minute); len(done.Partitions) == 0 {

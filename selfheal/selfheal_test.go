@@ -233,9 +233,8 @@ func TestWhatAnAdminDisabledIsNotTouched(t *testing.T) {
 	skill(t, db, fetch)
 	automation(t, db, "daily", fetch)
 	calls(t, db, fetch, 0, "timeout timeout timeout")
-	if _, err := skills.Disable(t.Context(), db, fetch, "admin", "not now", nil); err != nil {
-		t.Fatal(err)
-	}
+	_, err := skills.Disable(t.Context(), db, fetch, "admin", "not now", nil)
+	require.NoError(t, err)
 	pgtest.Exec(t, db, "update agent_skills set disabled_at = disabled_at - interval '9 days'")
 	report := run(t, db, selfheal.Default())
 	if report.Checked != 0 || len(report.Healed) > 0 || len(report.Trials) > 0 {

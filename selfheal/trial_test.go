@@ -218,9 +218,8 @@ func TestReenableDuringATrialEndsIt(t *testing.T) {
 	t.Parallel()
 	db := resting(t)
 	run(t, db, selfheal.Default())
-	if _, err := selfheal.Reenable(t.Context(), db, fetch, "ana", "fixed"); err != nil {
-		t.Fatal(err)
-	}
+	_, err := selfheal.Reenable(t.Context(), db, fetch, "ana", "fixed")
+	require.NoError(t, err)
 	if trials, err := selfheal.Trials(t.Context(), db); err != nil || len(trials) > 0 {
 		t.Errorf("trials are %+v, %v", trials, err)
 	}

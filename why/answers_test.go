@@ -123,9 +123,8 @@ func (s *scenario) listen() bool {
 	if s.rng.IntN(4) == 0 {
 		a.event = "AGENT_COMPLETED"
 	}
-	if _, err := automations.Put(s.ctx(), s.pool, automations.Definition{Name: a.name, Event: a.event, Skill: "pay"}, automations.SourceWorkspace); err != nil {
-		s.t.Fatal(err)
-	}
+	_, err := automations.Put(s.ctx(), s.pool, automations.Definition{Name: a.name, Event: a.event, Skill: "pay"}, automations.SourceWorkspace)
+	require.NoError(s.t, err)
 	a.id = value[string](s.world, `select id::text from agent_automations where name = $1`, a.name)
 	s.autos = append(s.autos, a)
 	return true
@@ -631,9 +630,8 @@ func (s *scenario) cancel() bool {
 	if r == nil {
 		return false
 	}
-	if _, err := s.engine.Cancel(s.ctx(), r.id, "admin", "the test says so"); err != nil {
-		s.t.Fatal(err)
-	}
+	_, err := s.engine.Cancel(s.ctx(), r.id, "admin", "the test says so")
+	require.NoError(s.t, err)
 	s.ended(r, "cancelled")
 	return true
 }
@@ -742,9 +740,8 @@ func TestAFlowThatRaisesAnEventIsItsCause(t *testing.T) {
 	until(inside, "waiting")
 	until(outside, "waiting")
 	raiser := begin("raises", "")
-	if _, err := w.engine.Deliver(t.Context(), w.pool, "EVENT_COMPLETED", "outside", nil, ""); err != nil {
-		t.Fatal(err)
-	}
+	_, err := w.engine.Deliver(t.Context(), w.pool, "EVENT_COMPLETED", "outside", nil, "")
+	require.NoError(t, err)
 	for x, by := range map[*executions.Execution]string{&inside: "execution " + raiser.ID, &outside: "outside"} {
 		until(*x, "completed")
 		answer, err := why.Of(t.Context(), w.pool, x.TraceID)

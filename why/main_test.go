@@ -45,9 +45,8 @@ func newWorld(t *testing.T) *world {
 	if w.engine, err = executions.New(w.pool, executions.Options{Keeper: lanes.NewKeeper(w.pool, lanes.Options{})}); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := skills.Put(t.Context(), w.pool, skills.Definition{Name: "pay", Handler: "builtin:pay"}, skills.SourceWorkspace); err != nil {
-		t.Fatal(err)
-	}
+	_, err = skills.Put(t.Context(), w.pool, skills.Definition{Name: "pay", Handler: "builtin:pay"}, skills.SourceWorkspace)
+	require.NoError(t, err)
 	w.exec(`insert into agent_webhook_targets (name, url, secrets, events) values ('ops', 'https://ops.example', '{"${S}"}', '{"order.placed", "execution.failed"}')`)
 	w.exec(`insert into agent_threads (id, channel) values ('talk', 'chat')`)
 	return w

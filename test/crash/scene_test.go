@@ -84,9 +84,8 @@ func newStage(t testing.TB, database, declared string) *scene {
 	served := testkit.Serve(t, http.HandlerFunc(s.serveSkill))
 	files, err := workspace.Load(fstest.MapFS{"all.yaml": {Data: fmt.Appendf(nil, declared, served)}})
 	require.NoError(t, err)
-	if _, err := workspace.Apply(t.Context(), s.db, files, workspace.Options{}); err != nil {
-		t.Fatal(err)
-	}
+	_, err = workspace.Apply(t.Context(), s.db, files, workspace.Options{})
+	require.NoError(t, err)
 	return s
 }
 

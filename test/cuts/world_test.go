@@ -51,14 +51,12 @@ func newWorld(t testing.TB, database, declared string, cuts []cut) *world {
 	w := &world{t: t, model: modeltest.New(t), ledger: newLedger(cuts), cutting: len(cuts) > 0}
 	w.db = pgtest.Pool(t, database, postgres.Options{MaxConns: 3, ApplicationName: "cuts"})
 	served := testkit.Serve(t, http.HandlerFunc(w.serveSkill))
-	if _, err := builtins.Put(t.Context(), w.db); err != nil {
-		t.Fatal(err)
-	}
+	_, err := builtins.Put(t.Context(), w.db)
+	require.NoError(t, err)
 	files, err := workspace.Load(fstest.MapFS{"all.yaml": {Data: []byte(strings.ReplaceAll(declared, "%s", served))}})
 	require.NoError(t, err)
-	if _, err := workspace.Apply(t.Context(), w.db, files, workspace.Options{}); err != nil {
-		t.Fatal(err)
-	}
+	_, err = workspace.Apply(t.Context(), w.db, files, workspace.Options{})
+	require.NoError(t, err)
 	return w
 }
 

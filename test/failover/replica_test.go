@@ -45,9 +45,8 @@ func newReplicated(t *testing.T) *replicated {
 	t.Helper()
 	r := &replicated{t: t, primary: newServer(t)}
 	r.db = r.open(r.primary)
-	if _, err := migrations.Up(t.Context(), r.db); err != nil {
-		t.Fatal(err)
-	}
+	_, err := migrations.Up(t.Context(), r.db)
+	require.NoError(t, err)
 	pgtest.Exec(r.t, r.db, `
 		insert into agent_skills (name, tool_definition, handler) values ('look', '{}', 'builtin:x');
 		insert into agent_threads (id, channel, next_seq) values ('talk', 'operate', 2);
@@ -153,9 +152,8 @@ func (r *replicated) sameAnswers(t *testing.T) {
 	server := testkit.Serve(t, mux)
 	for _, path := range roomPages {
 		// a measurement is valid for seconds, and a slow machine takes longer for all pages
-		if _, err := read.Measure(t.Context()); err != nil {
-			t.Fatal(err)
-		}
+		_, err := read.Measure(t.Context())
+		require.NoError(t, err)
 		there, here := get(t, http.DefaultClient, server+path, false), get(t, http.DefaultClient, server+path, true)
 		if there.status != http.StatusOK || there.lag == "" || !strings.Contains(there.body, "From the replica, ") ||
 			strings.Contains(there.body, "could not be read") {

@@ -64,9 +64,8 @@ func TestANewerVersionMigratesWhileProcessesServe(t *testing.T) {
 	w.serve(2)
 	l := w.begin()
 	l.atTheWorstMoment()
-	if _, err := migrations.UpWith(t.Context(), w.db, files(t, expansion)); err != nil {
-		t.Fatal(err)
-	}
+	_, err := migrations.UpWith(t.Context(), w.db, files(t, expansion))
+	require.NoError(t, err)
 	w.open()
 	for i, base := range w.bases {
 		if got := probe(t, base+"/readyz"); got.status != http.StatusOK ||

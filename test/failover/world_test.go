@@ -90,9 +90,8 @@ func newWorld(t testing.TB, url, lease string) *world {
 	close(w.gate)
 	t.Cleanup(w.open) // what is held up lets go before the servers are closed
 	w.connect()
-	if _, err := migrations.Up(t.Context(), w.db); err != nil {
-		t.Fatal(err)
-	}
+	_, err := migrations.Up(t.Context(), w.db)
+	require.NoError(t, err)
 	pgtest.Exec(w.t, w.db, told)
 	w.model.Handle(w.think)
 	served := testkit.Serve(t, http.HandlerFunc(w.serveSkill))

@@ -126,9 +126,8 @@ func (s *shell) run(text string) (output string, code int) {
 	})
 	defer late.Stop()
 	// What a command reads is nothing; what it sets stays.
-	if _, err := fmt.Fprintf(s.in, "{ %s\n} </dev/null\nprintf '\\n%s %%d\\n' $?\n", s.here(text), mark); err != nil {
-		s.t.Fatal(err)
-	}
+	_, err := fmt.Fprintf(s.in, "{ %s\n} </dev/null\nprintf '\\n%s %%d\\n' $?\n", s.here(text), mark)
+	require.NoError(s.t, err)
 	var said strings.Builder
 	for {
 		line, err := s.out.ReadString('\n')
@@ -136,9 +135,8 @@ func (s *shell) run(text string) (output string, code int) {
 			s.t.Fatalf("the shell ended at %q: %v\n%s", text, err, said.String())
 		}
 		if rest, is := strings.CutPrefix(line, mark+" "); is {
-			if _, err := fmt.Sscan(rest, &code); err != nil {
-				s.t.Fatal(err)
-			}
+			_, err := fmt.Sscan(rest, &code)
+			require.NoError(s.t, err)
 			return s.there(strings.TrimSuffix(said.String(), "\n")), code
 		}
 		said.WriteString(line)

@@ -156,9 +156,8 @@ var plants = map[string]struct {
 			   where l.lane = p_lane returning true, l.fencing_token, l.expires_at, l.locked_by;
 			end $$`,
 		script: func(g *stage) {
-			if _, err := g.b.conn.Exec(g.t.Context(), `set lanetest.ahead = '1 hour'`); err != nil {
-				g.t.Fatal(err)
-			}
+			_, err := g.b.conn.Exec(g.t.Context(), `set lanetest.ahead = '1 hour'`)
+			require.NoError(g.t, err)
 			g.mustAcquire(g.a, 600)
 			g.acquire(g.b, 600)
 		},

@@ -45,9 +45,8 @@ func TestTheDatabasesClockJumps(t *testing.T) {
 		create function clock.now() returns timestamptz language sql stable as 'select pg_catalog.now() + (select by from clock.jump)';
 		do $$ begin execute format('alter database %I set search_path = public, clock, pg_catalog', current_database()); end $$`)
 	pool := pgtest.Pool(t, url, postgres.Options{ApplicationName: "engine"})
-	if _, err := migrations.Up(t.Context(), pool); err != nil {
-		t.Fatal(err)
-	}
+	_, err := migrations.Up(t.Context(), pool)
+	require.NoError(t, err)
 	do(t, db, `create table effects (by text not null, what text not null)`)
 	if ahead := pgtest.Value[bool](t, pool,
 		`select clock_timestamp() < pg_catalog.clock_timestamp() + interval '1 minute'`); !ahead {
@@ -82,9 +81,8 @@ func TestTheDatabasesClockJumps(t *testing.T) {
 	e := engine(t, pool, flows, &testkit.Log{}, func(o *executions.Options) { o.LeaseTTL = 20 * time.Second })
 	begin := func(n int, flow string) {
 		for range n {
-			if _, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: flow, Surface: trace.Flow}); err != nil {
-				t.Fatal(err)
-			}
+			_, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: flow, Surface: trace.Flow})
+			require.NoError(t, err)
 		}
 	}
 	ended := func() {

@@ -35,9 +35,8 @@ func declare(t *testing.T, url, document string) *pgxpool.Pool {
 	files, err := workspace.Load(fstest.MapFS{"all.yaml": {Data: []byte(document)}})
 	require.NoError(t, err)
 	pool := admin(t, url)
-	if _, err := workspace.Apply(t.Context(), pool, files, workspace.Options{}); err != nil {
-		t.Fatal(err)
-	}
+	_, err = workspace.Apply(t.Context(), pool, files, workspace.Options{})
+	require.NoError(t, err)
 	return pool
 }
 

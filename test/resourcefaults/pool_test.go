@@ -105,9 +105,8 @@ func TestAnEngineOnTheLeastPool(t *testing.T) {
 		func(o *executions.Options) { o.Workers, o.LeaseTTL = 8, 20*time.Second })
 	const runs = 20
 	for range runs {
-		if _, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "all", Surface: trace.Flow}); err != nil {
-			t.Fatal(err)
-		}
+		_, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "all", Surface: trace.Flow})
+		require.NoError(t, err)
 	}
 	eventually(t, "all runs have ended", func() bool {
 		return pgtest.Value[int](t, db, `select count(*) from agent_executions where completed_at is null`) == 0

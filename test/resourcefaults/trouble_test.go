@@ -94,9 +94,8 @@ func ownServer(t *testing.T) *pgserver.Server {
 
 func migrate(t *testing.T, url string) {
 	t.Helper()
-	if _, err := migrations.Up(t.Context(), admin(t, url)); err != nil {
-		t.Fatal(err)
-	}
+	_, err := migrations.Up(t.Context(), admin(t, url))
+	require.NoError(t, err)
 }
 
 // readOnly is a server whose administrator, or fail-over, made it read-only.
@@ -193,7 +192,6 @@ func apply(t *testing.T, url string) {
 	if err != nil {
 		t.Fatal(fmt.Errorf("the workspace of the test: %w", err))
 	}
-	if _, err := workspace.Apply(t.Context(), admin(t, url), files, workspace.Options{}); err != nil {
-		t.Fatal(err)
-	}
+	_, err = workspace.Apply(t.Context(), admin(t, url), files, workspace.Options{})
+	require.NoError(t, err)
 }
