@@ -20,6 +20,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/admission"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // newBareServer is a server without a database, and its handler for one route.
@@ -50,18 +51,12 @@ func TestRejectionDoesNotWaitForBody(t *testing.T) {
 			server.Start()
 			t.Cleanup(server.Close)
 			conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", server.Listener.Addr().String())
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			defer conn.Close()
-			if err := conn.SetDeadline(time.Now().Add(90 * time.Second)); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, conn.SetDeadline(time.Now().Add(90*time.Second)))
 			fmt.Fprintf(conn, "POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n", c.length) // and nothing follows
 			answer, err := http.ReadResponse(bufio.NewReader(conn), nil)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			defer answer.Body.Close()
 			if answer.StatusCode != c.status || !answer.Close {
 				t.Errorf("answer is %d, closed %t, want %d", answer.StatusCode, answer.Close, c.status)
@@ -105,9 +100,7 @@ func TestFullClassRejectsOnlyItsOwn(t *testing.T) {
 			c.rt.handler = ok
 			s, h := newBareServer(t, c.rt)
 			release, err := c.take(&s.classes)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			ask := func() *httptest.ResponseRecorder {
 				w := httptest.NewRecorder()
 				h.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/x", strings.NewReader("body")))
@@ -162,19 +155,13 @@ func TestAddressLimitOfConnections(t *testing.T) {
 func sendSilently(t *testing.T, address, header string, length int64) int {
 	t.Helper()
 	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", address)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = conn.Close() })
-	if err := conn.SetDeadline(time.Now().Add(90 * time.Second)); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, conn.SetDeadline(time.Now().Add(90*time.Second)))
 	fmt.Fprintf(conn, "POST /x HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n%sExpect: 100-continue\r\n"+
 		"Content-Length: %d\r\n\r\n", header, length)
 	answer, err := http.ReadResponse(bufio.NewReader(conn), nil)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer answer.Body.Close()
 	return answer.StatusCode
 }
@@ -201,9 +188,7 @@ func TestSlowBodiesDoNotBlockOthers(t *testing.T) {
 			t.Parallel()
 			log := slog.New(slog.DiscardHandler)
 			g, err := newAuthenticator(Options{Logger: log, ChatKeys: map[string]string{"site": key}})
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			c.rt.handler = ok
 			s, h := newBareServer(t, c.rt)
 			s.auth = g
@@ -219,15 +204,11 @@ func TestSlowBodiesDoNotBlockOthers(t *testing.T) {
 			}
 			body := strings.NewReader(strings.Repeat("x", 500_000))
 			r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, server.URL+"/x", body)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			r.Header.Set("Authorization", "Bearer "+key)
 			r.Header.Set("Content-Type", "application/json")
 			w, err := server.Client().Do(r)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			defer w.Body.Close()
 			if w.StatusCode != http.StatusOK {
 				t.Errorf("one who sends its body: %d", w.StatusCode)
@@ -334,13 +315,9 @@ func sendWithoutReading(t *testing.T, rt route) net.Conn {
 	server.Start()
 	t.Cleanup(server.Close)
 	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", server.Listener.Addr().String())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = conn.Close() })
-	if err := conn.SetDeadline(time.Now().Add(90 * time.Second)); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, conn.SetDeadline(time.Now().Add(90*time.Second)))
 	return conn
 }
 
@@ -351,9 +328,7 @@ func TestSlowBodyIsRequestTimeout(t *testing.T) {
 	})})
 	fmt.Fprint(conn, "POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc")
 	answer, err := http.ReadResponse(bufio.NewReader(conn), nil)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer answer.Body.Close()
 	if answer.StatusCode != http.StatusRequestTimeout || !answer.Close {
 		t.Errorf("answer is %d, closed %v", answer.StatusCode, answer.Close)

@@ -14,6 +14,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -245,9 +246,7 @@ func TestLockTimeoutIsUnavailable(t *testing.T) {
 	pgtest.Exec(t, a.pool, `alter database `+database+` set lock_timeout = '50ms'`)
 	a.pool.Reset()
 	tx, err := a.pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
 	pgtest.Exec(t, tx, `lock table agent_memory in access exclusive mode`)
 	a.checkProblem(a.raw("GET", "/v1/memory", "", asAdmin()), http.StatusServiceUnavailable, "database")
@@ -283,9 +282,7 @@ func TestOpenAPIDocumentIsComplete(t *testing.T) {
 		}
 	}
 	text, err := json.Marshal(a.doc)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	components := a.doc["components"].(map[string]any)["schemas"].(map[string]any)
 	for _, piece := range strings.Split(string(text), `"#/components/schemas/`)[1:] {
 		name, _, _ := strings.Cut(piece, `"`)

@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	houseproblem "github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 const (
@@ -610,9 +611,7 @@ func TestOldCookieIsNotThrottled(t *testing.T) {
 					{Method: "GET", Path: "/lanes", About: "A page.", Access: api.Admin, Page: true, Handler: http.HandlerFunc(echo)},
 				},
 			})
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			a := &agent{t: t, pool: pool, handler: h}
 			login := func(more ...*http.Cookie) *http.Cookie {
 				body, header := form("token", secret)
@@ -671,17 +670,11 @@ func TestInvalidCookieIsRejected(t *testing.T) {
 	}
 	pool := a.pool
 	again, err := api.New(api.Options{Pool: pool, Engine: engine(t, pool), AdminToken: token, Pages: errorPages{}})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	rotated, err := api.New(api.Options{Pool: pool, Engine: engine(t, pool), AdminToken: token + "2", Pages: errorPages{}})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	none, err := api.New(api.Options{Pool: pool, Engine: engine(t, pool), Pages: errorPages{}})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for name, test := range map[string]struct {
 		handler http.Handler
 		status  int

@@ -20,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/selfheal"
@@ -145,9 +146,7 @@ func TestBreakLaneConflict(t *testing.T) {
 	holder := trace.New(trace.Webhook)
 	a.holdLane("pipeline:prices", string(holder)+"/1")
 	tx, err := a.pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
 	pgtest.Exec(t, tx, `select 1 from agent_locks where lane = 'pipeline:prices' for key share`)
 	p := a.checkProblem(a.raw("POST", "/v1/lanes/pipeline:prices/break", `{"reason":"now"}`, asAdmin()), http.StatusConflict, "in use by pid ")
@@ -224,9 +223,7 @@ func TestEveryChangeIsAudited(t *testing.T) {
 	pgtest.Exec(t, a.pool, `insert into agent_webhook_endpoints (name, scheme, secrets, actions) values ('shop', 'standard', '{"${S}"}', '[]')`)
 	begin := func() string {
 		x, _, err := a.engine.Start(t.Context(), a.pool, executions.Spec{Flow: executions.External, Surface: trace.Flow, Agent: "x", OnLost: "fail"})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		return x.ID
 	}
 	x := begin()
@@ -320,9 +317,7 @@ func (a *agent) approval(args string, park bool) (got approvals.Approval) {
 		a.t.Fatal(err)
 	}
 	skill, err := skills.Get(a.t.Context(), a.pool, "drop")
-	if err != nil {
-		a.t.Fatal(err)
-	}
+	require.NoError(a.t, err)
 	flow := fmt.Sprintf("ask_%d", askCount.Add(1))
 	err = a.engine.Register(flow, func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 		var err error
@@ -334,9 +329,7 @@ func (a *agent) approval(args string, park bool) (got approvals.Approval) {
 		}
 		return executions.Result{}, err
 	})
-	if err != nil {
-		a.t.Fatal(err)
-	}
+	require.NoError(a.t, err)
 	if _, err := a.engine.RunSync(context.WithoutCancel(a.t.Context()), executions.Spec{Flow: flow, Surface: trace.Flow}); err != nil {
 		a.t.Fatal(err)
 	}
@@ -442,13 +435,9 @@ func TestEventResumesWaiterOnce(t *testing.T) {
 		_, err := executions.Wait(ctx, "for it", executions.Event("order-7", time.Hour))
 		return executions.Result{}, err
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	x, err := a.engine.RunSync(context.WithoutCancel(t.Context()), executions.Spec{Flow: "wait", Surface: trace.Flow})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	const body = `{"event":"EVENT_COMPLETED","key":"order-7","data":{"paid":true},"id":"e1"}`
 	first, resumed := a.raiseEvent(body, asAdmin())
 	if diff := cmp.Diff([]string{x.ID}, resumed); diff != "" {

@@ -15,6 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -214,9 +215,7 @@ func TestForkRetryAndReplayOverHTTP(t *testing.T) {
 		}
 		return executions.Result{Summary: "hello " + in.Name}, err
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	a := newAgent(t, pool, e)
 	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
 	var group errgroup.Group

@@ -22,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
@@ -33,16 +34,12 @@ func runningAgent(t *testing.T, flows ...string) *agent {
 	e, err := executions.New(pool, executions.Options{
 		Keeper: lanes.NewKeeper(pool, lanes.Options{}), SweepEvery: 100 * time.Millisecond,
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for _, name := range flows {
 		err := e.Register(name, func(context.Context, json.RawMessage) (executions.Result, error) {
 			return executions.Result{Summary: "ran"}, nil
 		})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 	}
 	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
 	ended := make(chan error, 1)
@@ -342,17 +339,13 @@ func TestBatchRenewalReportsCancel(t *testing.T) {
 func (a *agent) followStatus(url, last string) (statuses, ids []string) {
 	a.t.Helper()
 	r, err := http.NewRequestWithContext(a.t.Context(), "GET", url, http.NoBody)
-	if err != nil {
-		a.t.Fatal(err)
-	}
+	require.NoError(a.t, err)
 	r.Header = bearer(token)
 	if last != "" {
 		r.Header.Set("Last-Event-ID", last)
 	}
 	got, err := http.DefaultClient.Do(r)
-	if err != nil {
-		a.t.Fatal(err)
-	}
+	require.NoError(a.t, err)
 	defer got.Body.Close()
 	for lines := bufio.NewScanner(got.Body); ; {
 		e := readEvent(a.t, lines)
@@ -360,9 +353,7 @@ func (a *agent) followStatus(url, last string) (statuses, ids []string) {
 			return statuses, ids
 		}
 		var data struct{ Status string }
-		if err := json.Unmarshal([]byte(e["data"]), &data); err != nil {
-			a.t.Fatal(err)
-		}
+		require.NoError(a.t, json.Unmarshal([]byte(e["data"]), &data))
 		statuses, ids = append(statuses, data.Status), append(ids, e["id"])
 	}
 }
@@ -506,9 +497,7 @@ func (a *agent) startNodeWorker(base, name, id, pause string) *nodeWorker {
 	n := &nodeWorker{cmd: osexec.CommandContext(ctx, "node", "../examples/outside-worker/worker.mjs", id, "8", pause), out: &testkit.Log{}}
 	n.cmd.Env = append(os.Environ(), "AGENT_URL="+base, "AGENT_ADMIN_TOKEN="+token, "WORKER="+name, "TTL_SECONDS=600")
 	n.cmd.Stdout, n.cmd.Stderr = n.out, n.out
-	if err := n.cmd.Start(); err != nil {
-		a.t.Fatal(err)
-	}
+	require.NoError(a.t, n.cmd.Start())
 	a.t.Cleanup(func() {
 		cancel()
 		_ = n.cmd.Wait() // it was waited for already, or is killed
@@ -518,9 +507,7 @@ func (a *agent) startNodeWorker(base, name, id, pause string) *nodeWorker {
 
 func (n *nodeWorker) signal(t *testing.T, s syscall.Signal) {
 	t.Helper()
-	if err := n.cmd.Process.Signal(s); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, n.cmd.Process.Signal(s))
 }
 
 // waitSteps waits until a worker has recorded some steps.

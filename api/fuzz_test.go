@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -51,14 +52,10 @@ var storedValues = []string{
 func FuzzTextOnItsWayIn(f *testing.F) {
 	pool := pgtest.DB(f)
 	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
-	if err != nil {
-		f.Fatal(err)
-	}
+	require.NoError(f, err)
 	log := &testkit.Log{}
 	handler, err := api.New(api.Options{Pool: pool, Engine: e, AdminToken: token, Logger: slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelError}))})
-	if err != nil {
-		f.Fatal(err)
-	}
+	require.NoError(f, err)
 	if _, err := pool.Exec(f.Context(), `insert into agent_threads (id, channel, participant) values ('thread', 'chat', 'ana')`); err != nil {
 		f.Fatal(err)
 	}
@@ -112,13 +109,9 @@ func request(form, text, x, lock string) (method, path, body string) {
 func external(t *testing.T, pool *pgxpool.Pool, e *executions.Engine) (id, lock string) {
 	t.Helper()
 	x, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "external:fuzz", Surface: trace.Flow})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	got, err := e.LockRun(t.Context(), x.ID, "fuzz", 10*time.Minute)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return x.ID, got.LockID
 }
 

@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // countingEndpoint counts its calls.
@@ -336,9 +337,7 @@ func TestKeyIsReleasedAfterLostClaimReply(t *testing.T) {
 		return lostReplyConn{conn, &deaf}, err
 	}
 	breaking, err := pgxpool.NewWithConfig(t.Context(), config)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(breaking.Close)
 	a := newAgent(t, breaking, engine(t, pool))
 	start := `{"flow": "external:job"}`
@@ -371,9 +370,7 @@ func TestKeyIsReleasedForOtherProcesses(t *testing.T) {
 		return lostReplyConn{conn, &deaf}, err
 	}
 	breaking, err := pgxpool.NewWithConfig(t.Context(), config)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(breaking.Close)
 	var calls atomic.Int64
 	things := countingEndpoint(&calls, func(w http.ResponseWriter, r *http.Request, n int64) {

@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -27,9 +28,7 @@ func (a *agent) start(flow string, id trace.ID) executions.Execution {
 	x, _, err := a.engine.Start(a.t.Context(), a.pool, executions.Spec{
 		Flow: flow, Surface: id.Surface(), TraceID: id, Input: map[string]string{"for": flow},
 	})
-	if err != nil {
-		a.t.Fatal(err)
-	}
+	require.NoError(a.t, err)
 	return x
 }
 
@@ -51,9 +50,7 @@ func (a *agent) fail(x executions.Execution) {
 func (a *agent) recordActivity(e activity.Entry, status activity.Status) string {
 	a.t.Helper()
 	id, err := activity.Note(a.t.Context(), a.pool, e, activity.Outcome{Status: status})
-	if err != nil {
-		a.t.Fatal(err)
-	}
+	require.NoError(a.t, err)
 	return id
 }
 
@@ -186,9 +183,7 @@ func TestPagesAreCompleteUnderWriters(t *testing.T) {
 		})
 	}
 	got := a.list("/v1/executions", "id", 3, nil)
-	if err := writers.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, writers.Wait())
 	if !slices.IsSortedFunc(got, func(x, y string) int { return strings.Compare(y, x) }) {
 		t.Errorf("not newest first: %v", got)
 	}

@@ -22,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
@@ -66,14 +67,10 @@ func newAgentWith(t *testing.T, o api.Options) *agent {
 	if a.handler, err = api.New(o); err != nil {
 		t.Fatal(err)
 	}
-	if err := json.Unmarshal(a.raw("GET", "/openapi.json", "", nil).Body.Bytes(), &a.doc); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.Unmarshal(a.raw("GET", "/openapi.json", "", nil).Body.Bytes(), &a.doc))
 	a.schemas = jsonschema.NewCompiler()
 	a.schemas.AssertFormat()
-	if err := a.schemas.AddResource("openapi.json", a.doc); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, a.schemas.AddResource("openapi.json", a.doc))
 	return a
 }
 
@@ -81,9 +78,7 @@ func newAgentWith(t *testing.T, o api.Options) *agent {
 func engine(t *testing.T, pool *pgxpool.Pool) *executions.Engine {
 	t.Helper()
 	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return e
 }
 
@@ -151,9 +146,7 @@ func (a *agent) checkResponse(w *httptest.ResponseRecorder, method, path string,
 		a.t.Fatalf("%s %s: %d %s", method, path, w.Code, w.Body)
 	}
 	a.checkSchema(method, path, status, w.Body.Bytes())
-	if err := json.Unmarshal(w.Body.Bytes(), into); err != nil {
-		a.t.Fatal(err)
-	}
+	require.NoError(a.t, json.Unmarshal(w.Body.Bytes(), into))
 	return w.Header()
 }
 
@@ -162,9 +155,7 @@ func (a *agent) checkSchema(method, path string, status int, body []byte) {
 	a.t.Helper()
 	path, _, _ = strings.Cut(path, "?")
 	value, err := jsonschema.UnmarshalJSON(bytes.NewReader(body))
-	if err != nil {
-		a.t.Fatal(err)
-	}
+	require.NoError(a.t, err)
 	for template := range a.doc["paths"].(map[string]any) {
 		form := regexp.MustCompile("^" + regexp.MustCompile(`\{\w+\}`).ReplaceAllString(template, "[^/]+") + "$")
 		if !form.MatchString(path) {
@@ -173,9 +164,7 @@ func (a *agent) checkSchema(method, path string, status int, body []byte) {
 		pointer := strings.ReplaceAll(strings.ReplaceAll(template, "/", "~1"), "{", "%7B")
 		schema, err := a.schemas.Compile("openapi.json#/paths/" + strings.ReplaceAll(pointer, "}", "%7D") + "/" + strings.ToLower(method) +
 			"/responses/" + strconv.Itoa(status) + "/content/application~1json/schema")
-		if err != nil {
-			a.t.Fatal(err)
-		}
+		require.NoError(a.t, err)
 		if err := schema.Validate(value); err != nil {
 			a.t.Errorf("%s %s is not as documented: %v", method, path, err)
 		}

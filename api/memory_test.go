@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/memory"
 )
 
@@ -117,9 +118,7 @@ func (a *agent) conflict(key string) string {
 		a.t.Fatal(err)
 	}
 	id, err := memory.StoreConflict(a.t.Context(), a.pool, note, conflict, "")
-	if err != nil {
-		a.t.Fatal(err)
-	}
+	require.NoError(a.t, err)
 	return id
 }
 

@@ -14,6 +14,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 type readiness struct {
@@ -65,15 +66,11 @@ func run(t *testing.T, e *executions.Engine) (stop func()) {
 func unreachable(t *testing.T, dial func(ctx context.Context, network, addr string) (net.Conn, error)) *pgxpool.Pool {
 	t.Helper()
 	config, err := pgxpool.ParseConfig("postgres://somebody:password@db.internal.example/agent?sslmode=disable")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	config.ConnConfig.LookupFunc = func(context.Context, string) ([]string, error) { return []string{"192.0.2.1"}, nil }
 	config.ConnConfig.DialFunc = dial
 	pool, err := pgxpool.NewWithConfig(t.Context(), config)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(pool.Close)
 	return pool
 }

@@ -15,6 +15,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/credentials"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/ssetest"
 )
 
@@ -33,9 +34,7 @@ func TestTimesAreUTC(t *testing.T) {
 	there := time.Date(2026, 1, 2, 3, 4, 5, 0, time.FixedZone("there", 7200))
 	v := outer{Inner: Inner{At: there}, List: []Inner{{At: there, Once: &there}}, Next: &Inner{At: there}}
 	got, err := encode(&v)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if strings.Contains(string(got), "+02:00") || strings.Count(string(got), "2026-01-02T01:04:05Z") != 4 {
 		t.Errorf("encoded as %s", got)
 	}
@@ -95,9 +94,7 @@ func TestEncodingFailureIsProblem(t *testing.T) {
 func TestLoginLifetime(t *testing.T) {
 	t.Parallel()
 	s, err := newSessions(Options{AdminToken: "token"}, credentials.NewGuard(slog.New(slog.DiscardHandler)))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	began := time.Unix(1_800_000_000, 0)
 	s.now = func() time.Time { return began }
 	r := httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/", http.NoBody)
@@ -122,9 +119,7 @@ func FuzzStream(f *testing.F) {
 		w := httptest.NewRecorder()
 		e := statusEvent{ID: id, TraceID: id, Status: executions.Status(status), WaitingFor: &waitingFor, Claim: int64(change), Change: change}
 		for range 2 {
-			if err := sendEvent(w, e); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, sendEvent(w, e))
 		}
 		got := ssetest.Read(w.Body.String())
 		if len(got.Events) != 2 || len(got.Unknown)+len(got.Comments)+len(got.Retry) > 0 || got.Left != "" {

@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/retention"
 	"github.com/lanekeeper/lanekeeper/trace"
 	"github.com/lanekeeper/lanekeeper/webhooks"
@@ -135,9 +136,7 @@ func TestListingsFilterByAgent(t *testing.T) {
 	a := start(t)
 	for _, agent := range []string{"sales", "billing", "sales"} {
 		x, _, err := a.engine.Start(t.Context(), a.pool, executions.Spec{Flow: "beat", Surface: trace.Flow, Agent: agent})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		pgtest.Exec(t, a.pool, `insert into agent_threads (id, channel, agent) values (@id, 'chat', @agent)`, postgres.Strict{"id": x.ID, "agent": agent})
 	}
 	for path, field := range map[string]string{"/v1/executions": "id", "/v1/traces": "trace_id", "/v1/threads": "id"} {

@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -37,14 +38,10 @@ func (a *agent) listen(change func(*http.Server)) *httptest.Server {
 func (a *agent) call(ctx context.Context, method, url, key string) *http.Response {
 	a.t.Helper()
 	r, err := http.NewRequestWithContext(ctx, method, url, http.NoBody)
-	if err != nil {
-		a.t.Fatal(err)
-	}
+	require.NoError(a.t, err)
 	r.Header = bearer(key)
 	answer, err := http.DefaultClient.Do(r)
-	if err != nil {
-		a.t.Fatal(err)
-	}
+	require.NoError(a.t, err)
 	a.t.Cleanup(func() { _ = answer.Body.Close() })
 	return answer
 }
@@ -214,14 +211,10 @@ func TestHeaderLimit(t *testing.T) {
 	a := withEndpoints(t)
 	server := a.listen(nil)
 	r, err := http.NewRequestWithContext(t.Context(), "GET", server.URL+"/healthz", http.NoBody)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	r.Header.Set("X-Large", strings.Repeat("x", 64<<10))
 	answer, err := http.DefaultClient.Do(r)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer answer.Body.Close()
 	if answer.StatusCode != http.StatusRequestHeaderFieldsTooLarge {
 		t.Errorf("status is %d", answer.StatusCode)

@@ -6,6 +6,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/prompts"
 	"github.com/lanekeeper/lanekeeper/trace"
 	"github.com/lanekeeper/lanekeeper/why"
@@ -23,9 +24,7 @@ func TestCallerTraceLink(t *testing.T) {
 	}
 	links := func(id string) (all string) {
 		err := a.pool.QueryRow(t.Context(), `select coalesce(string_agg(traceparent, ' ' order by created_at), '') from agent_trace_links where trace_id = $1`, id).Scan(&all)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		return all
 	}
 	var x startedExecution

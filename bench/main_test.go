@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 func TestMain(m *testing.M) {
@@ -39,9 +40,7 @@ func TestABenchmarkIsNamed(t *testing.T) {
 func TestChatPriorityMeasures(t *testing.T) {
 	var out bytes.Buffer
 	err := run(t.Context(), []string{"chat-priority", "-for=500ms", "-background=6", "-workers=2", "-model=20ms"}, &out, io.Discard)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for _, row := range []string{`no other work \| [1-9]`, `as shipped\) \| [1-9]`, `no priority\) \| [1-9]`, `floor: .* \| 2000 \| \d+\.\d+`} {
 		if !regexp.MustCompile(row).MatchString(out.String()) {
 			t.Errorf("no %q in\n%s", row, out.String())
@@ -51,9 +50,7 @@ func TestChatPriorityMeasures(t *testing.T) {
 
 func TestWaitingMeasures(t *testing.T) {
 	var out bytes.Buffer
-	if err := run(t.Context(), []string{"waiting", "-n=40", "-events=20", "-workers=2"}, &out, io.Discard); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, run(t.Context(), []string{"waiting", "-n=40", "-events=20", "-workers=2"}, &out, io.Discard))
 	for _, row := range []string{`floor: .*callers: 32 \| 20 \| \d+`, `resumes, callers: 1 \| 20 \| \d+`, `growth of the process \| heap`, `by events, .* ended`, `by timers \| .* ended`} {
 		if !regexp.MustCompile(row).MatchString(out.String()) {
 			t.Errorf("no %q in\n%s", row, out.String())
@@ -65,9 +62,7 @@ func TestExecutionsMeasures(t *testing.T) {
 	t.Parallel()
 	var out bytes.Buffer
 	err := run(t.Context(), []string{"executions", "-rounds=1", "-for=50ms", "-queued=20", "-orphans=10", "-workers=4"}, &out, io.Discard)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for _, row := range []string{`bench_one \| 32 \| [1-9]\d* \| [1-9]`, `bench_ten \| 8 \| [1-9]\d* \| [1-9]`, `20 through the queue \| 32 \| [1-9]`, `\n10 executions of a lost worker.* \d`} {
 		if !regexp.MustCompile(row).MatchString(out.String()) {
 			t.Errorf("no %q in\n%s", row, out.String())
@@ -79,9 +74,7 @@ func TestLanesMeasures(t *testing.T) {
 	t.Parallel()
 	var out bytes.Buffer
 	err := run(t.Context(), []string{"lanes", "-rounds=1", "-for=50ms", "-tries=200", "-handovers=3", "-others=50"}, &out, io.Discard)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for _, row := range []string{
 		`\| 32 \| 0 \| [1-9]\d* \| [1-9]`, `\| 1 \| 50 \| [1-9]\d* \| [1-9]`, `\| 200 \| 50 \| [1-9]`, `floor: UPDATE and NOTIFY .* \| 0 \| 3 \| \d`, `AcquireWait returns \| 50 \| 3 \| \d`,
 	} {
@@ -94,9 +87,7 @@ func TestLanesMeasures(t *testing.T) {
 func TestStoryMeasures(t *testing.T) {
 	t.Parallel()
 	var out, progress bytes.Buffer
-	if err := run(t.Context(), []string{"story", "-rows=2000", "-traces=5", "-visits=2"}, &out, &progress); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, run(t.Context(), []string{"story", "-rows=2000", "-traces=5", "-visits=2"}, &out, &progress))
 	if !strings.Contains(progress.String(), "counted 2000 rows") {
 		t.Errorf("the log was not counted before the measurement:\n%s", &progress)
 	}
@@ -128,9 +119,7 @@ func TestScalingMeasures(t *testing.T) {
 		"scaling", "-rows=2000", "-waiting=200", "-threads=100", "-visits=1",
 		"-processes=4", "-idle=100ms", "-for=50ms", "-backlog=20", "-watched=0s",
 	}, &out, io.Discard)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for _, row := range []string{
 		`a row of the activity log \| 200 \| [1-9]\d* \| [1-9]\d* \| 0 \| [1-9]\d* \| 2000 \| \d`,
 		`an execution that waits \| 20 \| [1-9]`, `a thread with ten messages \| 10 \| [1-9]`,
@@ -147,9 +136,7 @@ func TestScalingMeasures(t *testing.T) {
 func TestWhyMeasures(t *testing.T) {
 	t.Parallel()
 	var out bytes.Buffer
-	if err := run(t.Context(), []string{"why", "-rows=2000", "-traces=5"}, &out, io.Discard); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, run(t.Context(), []string{"why", "-rows=2000", "-traces=5"}, &out, io.Discard))
 	for _, row := range []string{`floor: one row by an index \| 5 \| \d`, "`select \\* from why\\(trace\\)` \\| 5 \\| \\d", "`agent why ID`.* \\| 5 \\| ", `by all of them: \d+\.`} {
 		if !regexp.MustCompile(row).MatchString(out.String()) {
 			t.Errorf("no %q in\n%s", row, out.String())

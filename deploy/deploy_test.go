@@ -21,14 +21,14 @@ import (
 	"go.yaml.in/yaml/v3"
 
 	"github.com/lanekeeper/lanekeeper/internal/config"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 func read(t *testing.T, path string) string {
 	t.Helper()
 	text, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return string(text)
 }
 
@@ -138,9 +138,7 @@ func TestTheYAMLIsSound(t *testing.T) {
 func duration(t *testing.T, text string) time.Duration {
 	t.Helper()
 	d, err := time.ParseDuration(text)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return d
 }
 
@@ -236,13 +234,9 @@ func TestTheUnit(t *testing.T) {
 		return
 	}
 	program, err := exec.LookPath("true") // stands for the agent, which is not installed
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	path := filepath.Join(t.TempDir(), "lanekeeper.service")
-	if err := os.WriteFile(path, []byte(strings.ReplaceAll(unit, "/usr/bin/agent", program)), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testkit.WriteFile(t, path, strings.ReplaceAll(unit, "/usr/bin/agent", program))
 	if said, err := exec.Command(analyze, "verify", path).CombinedOutput(); err != nil || len(bytes.TrimSpace(said)) > 0 {
 		t.Errorf("systemd-analyze verify: %v\n%s", err, said)
 	}

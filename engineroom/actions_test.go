@@ -20,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
@@ -43,9 +44,7 @@ func pulled(t *testing.T, answer http.HandlerFunc) (*[]apiCall, *httptest.Server
 		answer(w, r)
 	})
 	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent", API: func() http.Handler { return routes }, Key: []byte("k")})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	server := served(t, room)
 	stay := &http.Client{CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
 	return &calls, server, stay
@@ -55,15 +54,11 @@ func pulled(t *testing.T, answer http.HandlerFunc) (*[]apiCall, *httptest.Server
 func post(t *testing.T, client *http.Client, address string, form url.Values, header http.Header) *http.Response {
 	t.Helper()
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, address, strings.NewReader(form.Encode()))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	maps.Copy(req.Header, header)
 	req.Header.Set("Content-Type", "application/x-www-form-urlencoded")
 	resp, err := client.Do(req)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer resp.Body.Close()
 	return resp
 }
@@ -73,23 +68,17 @@ func after(t *testing.T, client *http.Client, server *httptest.Server, resp *htt
 	t.Helper()
 	look := func(cookies []*http.Cookie) (string, []*http.Cookie) {
 		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, server.URL+"/lanes", http.NoBody)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		for _, c := range cookies {
 			if c.MaxAge >= 0 {
 				req.AddCookie(c)
 			}
 		}
 		got, err := client.Do(req)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		defer got.Body.Close()
 		text, err := io.ReadAll(got.Body)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		return string(text), got.Cookies()
 	}
 	first, cookies := look(resp.Cookies())
@@ -251,13 +240,9 @@ func TestEveryPageSaysWhatABrowserHasToKnow(t *testing.T) {
 	_, server, client := pulled(t, func(http.ResponseWriter, *http.Request) {})
 	for _, address := range []string{"/lanes", "/login", "/assets/room.css", "/traces/nothing"} {
 		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, server.URL+address, http.NoBody)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		resp, err := client.Do(req)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		resp.Body.Close()
 		h := resp.Header
 		if h.Get("Content-Security-Policy") != policy || h.Get("X-Content-Type-Options") != "nosniff" || h.Get("Cross-Origin-Opener-Policy") != "same-origin" ||
@@ -274,19 +259,13 @@ func TestAssetsAreKeptByTheirDigest(t *testing.T) {
 	t.Parallel()
 	_, server, client := pulled(t, func(http.ResponseWriter, *http.Request) {})
 	address, err := assetURL("room.css")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	get := func(address, tag string) *http.Response {
 		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, server.URL+address, http.NoBody)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		req.Header.Set("If-None-Match", tag)
 		resp, err := client.Do(req)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		resp.Body.Close()
 		return resp
 	}
@@ -340,15 +319,11 @@ func TestEveryLeverOfATemplateIsInTheTable(t *testing.T) {
 		mux.HandleFunc(l.method+" "+l.path, func(http.ResponseWriter, *http.Request) {})
 	}
 	files, err := templateFiles.ReadDir("templates")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	found := 0
 	for _, file := range files {
 		text, err := templateFiles.ReadFile("templates/" + file.Name())
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		for _, m := range regexp.MustCompile(`"Path" (?:\(printf )?"(/v1/[^"]+)"|action="/act(/v1/[^"]+)"`).FindAllStringSubmatch(string(text), -1) {
 			found++
 			path := regexp.MustCompile(`%s|\{\{.*?\}\}`).ReplaceAllString(m[1]+m[2], "x")
@@ -496,9 +471,7 @@ func spoken(t *testing.T, db interface {
 		}
 		return err
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 }
 
 func TestOperateShowsASession(t *testing.T) {
@@ -575,9 +548,7 @@ func TestTheFormOfOperateWorksWithoutAScript(t *testing.T) {
 			}
 		})
 	}})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	mux := muxOf(room)
 	for message, want := range map[string]struct{ to, said string }{
 		"hello": {"/operate?session=ses_1", "The agent has answered."}, "busy": {"/operate?session=ses_0", "held by ana"},
@@ -619,9 +590,7 @@ func TestAStreamThatIsAskedForItsHeadersEnds(t *testing.T) {
 		status       int
 	}{{"HEAD", "/live/operate", 200}, {"GET", "/operate", 200}, {"HEAD", "/live/operate?session=%00", 400}, {"GET", "/operate", 200}} {
 		r, err := http.NewRequestWithContext(t.Context(), c.method, server.URL+c.path, http.NoBody)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		got, err := client.Do(r)
 		if err != nil {
 			t.Fatalf("%s %s: %v", c.method, c.path, err)

@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/chromedp/chromedp/kb"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
@@ -23,6 +24,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // rowList is a page with a list whose rows a test sets. Its server can be cut off from its viewers.
@@ -42,9 +44,7 @@ func (l *rowList) set(rows ...string) {
 func listedPage(t *testing.T) *rowList {
 	t.Helper()
 	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	l := &rowList{rows: []string{"a", "b"}}
 	room.pages = append(room.pages, page{
 		path: "/listed", name: "listed", title: "Listed",
@@ -152,6 +152,10 @@ func TestKeysAndThemes(t *testing.T) {
 	t.Parallel()
 	l := listedPage(t)
 	p := l.looked(t, browser.Look{})
+	p.Press(kb.Tab)
+	p.Until("the first stop is the way past the navigation", `document.activeElement.matches("a.skip")`)
+	p.Press(kb.Enter)
+	p.Until("it leads to the content", `document.activeElement.id === "main"`)
 	p.Press("j")
 	p.Press("j")
 	p.Until("the second row has the focus", `document.activeElement.id === "row-b"`)
@@ -179,6 +183,9 @@ func TestKeysAndThemes(t *testing.T) {
 	p.Until("the choice is kept", `document.documentElement.dataset.theme === "dark" && document.getElementById("theme").textContent.includes("dark")`)
 	p.Click("button.copy")
 	p.Until("the button says so", `document.querySelector("button.copy").textContent === "Copied" || document.querySelector("button.copy").textContent === "Not copied"`)
+	p.Click("#keys-on")
+	p.Until("a chord opens a page", `document.dispatchEvent(new KeyboardEvent("keydown", {key: "g", bubbles: true})),
+		document.dispatchEvent(new KeyboardEvent("keydown", {key: "o", bubbles: true})), location.pathname === "/"`)
 }
 
 func TestAFormThatIsRefusedHasAgainWhatWasWritten(t *testing.T) {
@@ -290,9 +297,7 @@ func populated(t *testing.T, pool *pgxpool.Pool, text string) map[string]string 
 func quoted(t *testing.T, text string) string {
 	t.Helper()
 	raw, err := json.Marshal(text)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return string(raw)
 }
 
@@ -305,9 +310,7 @@ var manners = map[string]browser.Look{
 func addresses(t *testing.T, pool *pgxpool.Pool, made map[string]string) []string {
 	t.Helper()
 	room, err := New(Options{Pool: pool})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var list []string
 	for _, p := range room.pages {
 		if made[p.path] == "" {
@@ -413,14 +416,10 @@ func soil(t *testing.T, pool *pgxpool.Pool, text string) {
 		 where c.table_schema = current_schema() and t.table_type = 'BASE TABLE' and c.table_name like 'agent\_%' and c.data_type in ('text', 'jsonb')
 		   and c.is_generated = 'NEVER' and c.table_name !~ '^agent_(activity_\d|limits)'
 		   and c.column_name !~ '^(id|name|key|kind|status|surface|role|channel|category|cause|trigger|queue|scope|trust|handler|lane|thread_id|skill_name|flow|endpoint|event|conversation_id|step|cron|timezone|.*trace_id|waiting_for|result_type|decided_by|token_usage|headers|outcome|body_sha256|.*hash)$'`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	type column struct{ Table, Name, Type string }
 	columns, err := pgx.CollectRows(rows, pgx.RowToStructByPos[column])
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	soiled := 0
 	for _, c := range columns {
 		value := "$1::text"
@@ -560,9 +559,7 @@ func (f *fakeTurns) rest(w http.ResponseWriter, r *http.Request) {
 func TestTheConsoleInABrowser(t *testing.T) {
 	pool := pgtest.DB(t)
 	room, err := New(Options{Pool: pool, Agent: "agent"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	f := &fakeTurns{decided: make(chan struct{}), cut: make(chan struct{}), status: "running"}
 	mux := http.NewServeMux()
 	for _, r := range room.Routes() {

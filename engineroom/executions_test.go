@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/replica"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // quiet runs statements without triggers, so that a test can write rows in any state.
@@ -24,9 +25,7 @@ func quiet(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
 	tx := pgtest.Begin(t, pool)
 	pgtest.Exec(t, tx, `set local session_replication_role = replica`)
 	pgtest.Exec(t, tx, sql, args...)
-	if err := tx.Commit(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tx.Commit(t.Context()))
 }
 
 // execution makes one in a state.

@@ -19,6 +19,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/ssetest"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
@@ -64,9 +65,7 @@ func watched(t *testing.T) (*shared, *Room, *httptest.Server) {
 func watchedWith(t *testing.T, change func(p *page)) (*shared, *Room, *httptest.Server) {
 	t.Helper()
 	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent", Logger: slog.New(slog.NewTextHandler(t.Output(), nil))})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	s := &shared{texts: map[string]string{}, reads: map[string]*atomic.Int64{"one": {}, "calm": {}, "still": {}}}
 	p := page{path: "/watched", name: "watched", title: "Watched", parts: []part{
 		{name: "one", every: 20 * time.Millisecond, load: s.load("one")},
@@ -103,16 +102,12 @@ func listen(t *testing.T, url, lastID string) *listening {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, http.NoBody)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if lastID != "" {
 		req.Header.Set("Last-Event-ID", lastID)
 	}
 	resp, err := http.DefaultClient.Do(req)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	l := &listening{t: t, events: make(chan event, 1000), status: resp.StatusCode}
 	done := make(chan struct{})
 	go func() {
@@ -161,9 +156,7 @@ func (l *listening) part() (id, html string) {
 				continue
 			}
 			var p struct{ ID, HTML string }
-			if err := json.Unmarshal([]byte(e.data), &p); err != nil {
-				l.t.Fatal(err)
-			}
+			require.NoError(l.t, json.Unmarshal([]byte(e.data), &p))
 			l.last = e.id
 			return p.ID, p.HTML
 		case <-deadline:
@@ -276,9 +269,7 @@ func TestWhoComesWithNewerStateIsNotSentTheOlder(t *testing.T) {
 	_, body := testkit.Get(t, server.URL+"/watched")
 	s.set("one", "newer")
 	who, leave, err := room.hub.join(room.pages[0], &visit{URL: "/watched"}, seenBy(t, body))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer leave()
 	first.next("one", "newer") // while the other part is still being read
 	if list := who.pendingUpdates(); len(list) != 1 || !strings.Contains(string(list[0].html), "newer") {
@@ -371,9 +362,7 @@ func TestASlowViewerGetsTheLatestAndNoBacklog(t *testing.T) {
 	p := room.pages[0]
 	v := &visit{URL: "/watched"}
 	who, leave, err := room.hub.join(p, v, "")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer leave()
 	for i := range 50 {
 		s.set("one", fmt.Sprint("number ", i))
@@ -457,9 +446,7 @@ func TestLeavingEndsWhatIsReadAndWaitsForIt(t *testing.T) {
 		}
 	})
 	_, leave, err := room.hub.join(room.pages[0], &visit{URL: "/watched"}, "")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	pgtest.Eventually(t, patience, func() bool { return began.Load() == 1 }, "the part is being read")
 	leave()
 	if began.Load() != 1 || ended.Load() != 1 {

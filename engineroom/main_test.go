@@ -22,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
@@ -32,9 +33,7 @@ func open(t *testing.T) (*pgxpool.Pool, *httptest.Server) {
 	t.Helper()
 	pool := pgtest.DB(t)
 	room, err := New(Options{Pool: pool, Agent: "agent"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return pool, served(t, room)
 }
 
@@ -312,14 +311,10 @@ func planned(t *testing.T, pool *pgxpool.Pool, path string, tables []string, mos
 	config, notes := pool.Config(), &asking{}
 	config.ConnConfig.Tracer = notes
 	traced, err := pgxpool.NewWithConfig(t.Context(), config)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer traced.Close()
 	room, err := New(Options{Pool: traced})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	mux := muxOf(room)
 	w := httptest.NewRecorder()
 	mux.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodGet, path, http.NoBody))
@@ -536,9 +531,7 @@ func TestAStateIsAShapeAndAWord(t *testing.T) {
 		"none":       {(*string)(nil), `<span class="status status- "><span aria-hidden="true">·</span></span>`},
 	} {
 		var b strings.Builder
-		if err := parsed.ExecuteTemplate(&b, "status", test.state); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, parsed.ExecuteTemplate(&b, "status", test.state))
 		if b.String() != test.want {
 			t.Errorf("%s: got %s", name, b.String())
 		}
@@ -549,9 +542,7 @@ func TestAStateIsAShapeAndAWord(t *testing.T) {
 func colours(t *testing.T) map[string][2]string {
 	t.Helper()
 	sheet, err := assetFiles.ReadFile("assets/room.css")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	pairs := map[string][2]string{}
 	for _, m := range regexp.MustCompile(`--([\w-]+): light-dark\((#\w{6}), (#\w{6})\);`).FindAllStringSubmatch(string(sheet), -1) {
 		pairs[m[1]] = [2]string{m[2], m[3]}
@@ -563,9 +554,7 @@ func colours(t *testing.T) map[string][2]string {
 func luminance(t *testing.T, colour string) float64 {
 	t.Helper()
 	rgb, err := strconv.ParseUint(colour[1:], 16, 32)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	sum := 0.0
 	for i, weight := range []float64{0.2126, 0.7152, 0.0722} {
 		c := float64(rgb>>(16-8*i)&255) / 255

@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/replica"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -173,19 +174,13 @@ func TestWhatNeedsAPersonIsFoundByIndexes(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	tx, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(t.Context()) }()
 	pgtest.Exec(t, tx, `set local enable_seqscan = off`)
 	rows, err := tx.Query(t.Context(), `explain (costs off) `+needsSQL, pgx.QueryExecModeSimpleProtocol, postgres.Strict{"beyond": beyond, "most": maxPerKind})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	plan := strings.Join(lines, "\n")
 	for _, index := range []string{
 		"agent_approvals_state", "agent_requests_pending", "agent_objectives_proposed", "agent_memory_conflicts_status",
@@ -212,9 +207,7 @@ func TestEveryPageSaysThatTheAgentIsPaused(t *testing.T) {
 		t.Errorf("another page has the action:\n%s", body)
 	}
 	got, err := executions.PauseAll(t.Context(), pool, "ana", "<b>prices</b> look wrong")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for _, path := range []string{"/", "/lanes", "/traces", "/executions?status=waiting", "/operate"} {
 		status, body := testkit.Get(t, server.URL+path)
 		for _, want := range []string{
@@ -347,9 +340,7 @@ func TestTheBudgetSaysWhatIsLeft(t *testing.T) {
 		Day: budgets.Limit{USD: 10}, Surface: map[trace.Surface]budgets.Limit{trace.Chat: {Tokens: 5000}},
 	}}}
 	got, err := room.budgetLines(t.Context(), nil)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	want := []budgetLine{
 		{Spent: "$4.00", Aside: "$1.00", Limit: "$10.00", Left: "$5.00", Used: .4, Held: .1, Percent: "40 %"},
 		{Spent: "5,000 tokens", Unknown: "700 tokens", Aside: "1,000 tokens"},
@@ -409,14 +400,10 @@ func TestAChartIsDrawnToScaleWithItsNumbersBeside(t *testing.T) {
 func drawn(t *testing.T, c chart) string {
 	t.Helper()
 	parsed, err := parseTemplates()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	room := &Room{templates: parsed}
 	body, err := room.execute("chart", c)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return string(body)
 }
 

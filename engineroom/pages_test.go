@@ -11,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // acts makes an agent the current one of its name.
@@ -26,9 +27,7 @@ func openWith(t *testing.T, settings agents.Settings) (*pgxpool.Pool, *httptest.
 	t.Helper()
 	pool := pgtest.DB(t)
 	room, err := New(Options{Pool: pool, Agent: settings.Name, Agents: &agents.Directory{Settings: settings}})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	server := served(t, room)
 	return pool, server
 }

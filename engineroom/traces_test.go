@@ -10,6 +10,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -100,9 +101,7 @@ func seedTrace(t *testing.T, pool *pgxpool.Pool) (id trace.ID, run string) {
 		insert into agent_executions (id, trace_id, surface, flow, status, thread_id, created_at, started_at, wait_number)
 		select lanekeeper.agent_uuid7(at), @id, 'heartbeat', 'beat', 'running', 'ops', at, at + interval '1 s', 1
 		  from (select clock_timestamp() - interval '1 hour' as at) x returning id::text`, postgres.Strict{"id": string(id)}).Scan(&run)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	sql(t, pool, `
 		with e as (select id, created_at as at from agent_executions where id = @run::text::uuid),
 		child as (
@@ -275,9 +274,7 @@ func TestATraceThatHasEndedIsNotReadAgain(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	room, err := New(Options{Pool: pool, Agent: "agent"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	id, _ := seedTrace(t, pool)
 	v := visit{path: func(string) string { return string(id) }}
 	loads := 0

@@ -13,6 +13,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/examples"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
@@ -22,13 +23,9 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 func caretaker(t *testing.T) workspace.Workspace {
 	t.Helper()
 	files, err := examples.Caretaker()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	w, err := workspace.Load(files)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return w
 }
 
@@ -48,24 +45,18 @@ type caller struct {
 func newCaller(t *testing.T, pool *pgxpool.Pool) caller {
 	t.Helper()
 	registry, err := skills.New(skills.Options{Pool: pool})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return caller{t: t, pool: pool, registry: registry}
 }
 
 func (c caller) try(name, args string) (result, error) {
 	c.t.Helper()
 	skill, err := skills.Get(c.t.Context(), c.pool, name)
-	if err != nil {
-		c.t.Fatal(err)
-	}
+	require.NoError(c.t, err)
 	raw, err := c.registry.Invoke(c.t.Context(), skills.Call{Skill: skill, Args: json.RawMessage(args)})
 	var r result
 	if err == nil {
-		if err := json.Unmarshal(raw, &r); err != nil {
-			c.t.Fatal(err)
-		}
+		require.NoError(c.t, json.Unmarshal(raw, &r))
 	}
 	return r, err
 }
@@ -120,9 +111,7 @@ func asRole(t *testing.T, pool *pgxpool.Pool) *pgxpool.Pool {
 		return err
 	}
 	limited, err := pgxpool.NewWithConfig(t.Context(), config)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(limited.Close)
 	return limited
 }
@@ -286,9 +275,7 @@ func TestDeadRowsAreCounted(t *testing.T) {
 func TestLongRunningNamesWhoBlocks(t *testing.T) {
 	c := newCaller(t, applied(t))
 	tx, err := c.pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
 	pgtest.Exec(t, tx, `select 'held open'`)
 	found := c.call("long_running", `{"min_seconds": 0}`)

@@ -7,6 +7,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
@@ -19,9 +20,7 @@ func withStatements(t *testing.T) (*pgxpool.Pool, string) {
 	err := pool.QueryRow(t.Context(), `
 		select exists (select from pg_available_extensions where name = 'pg_stat_statements'),
 		       current_setting('pg_stat_statements.max', true) is not null`).Scan(&available, &loaded)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if !available || loaded {
 		t.Skip("this server does not offer pg_stat_statements, or has loaded it itself")
 	}

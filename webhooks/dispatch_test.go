@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
@@ -309,9 +310,7 @@ func TestEventsAreWrittenWithWhatCausesThem(t *testing.T) {
 	// Nobody wants anything: nothing is written. (Each cause is then undone.)
 	try := func(event string, wanted bool) {
 		tx, err := pool.Begin(t.Context())
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		defer func() { _ = tx.Rollback(t.Context()) }()
 		for sql := range strings.SplitSeq(causes[event], ";\n") {
 			pgtest.Exec(t, tx, sql)

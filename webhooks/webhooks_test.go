@@ -25,6 +25,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
@@ -76,9 +77,7 @@ func (l *listener) count() int {
 func (l *listener) host(t *testing.T) string {
 	t.Helper()
 	host, _, err := net.SplitHostPort(strings.TrimPrefix(l.URL, "http://"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return host
 }
 
@@ -101,9 +100,7 @@ func target(t *testing.T, db postgres.DB, d webhooks.TargetDefinition) {
 func dispatches(t *testing.T, pool *pgxpool.Pool, allow []string, schedule ...time.Duration) {
 	t.Helper()
 	client, err := skills.NewGuardedClient(allow, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	notes := postgres.NewListener(postgres.Dialer(pool), slog.New(slog.DiscardHandler))
 	d := &webhooks.Dispatcher{
 		Pool: pool, Client: client, Logger: slog.New(slog.DiscardHandler), Schedule: schedule, Listener: notes,
@@ -125,9 +122,7 @@ func dispatches(t *testing.T, pool *pgxpool.Pool, allow []string, schedule ...ti
 func (l *listener) verify(t *testing.T, i int) {
 	t.Helper()
 	wh, err := standardwebhooks.NewWebhook(whsec)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if err := wh.Verify([]byte(l.bodies[i]), l.requests[i].Header); err != nil {
 		t.Errorf("request %d: %v", i, err)
 	}
@@ -150,9 +145,7 @@ func outbox(t *testing.T, pool *pgxpool.Pool, want string) {
 func content(t *testing.T, body string) webhooks.Content {
 	t.Helper()
 	v, err := webhooks.Parse([]byte(body), webhooks.FormatJSON)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	h := http.Header{}
 	h.Set("X-Event", "issues")
 	return webhooks.Content{Endpoint: "e", DeliveryID: "d-1", Header: h, Body: v}

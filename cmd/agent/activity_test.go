@@ -10,7 +10,6 @@ import (
 	"net/http"
 	"net/http/cookiejar"
 	"net/url"
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -24,6 +23,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/prompts"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -73,20 +74,14 @@ var notAudited = map[string]string{
 func auditedCommands(t *testing.T, p program, db *pgxpool.Pool, dir string) [][]string {
 	one := func(sql string, args ...any) (id string) {
 		t.Helper()
-		if err := db.QueryRow(t.Context(), sql, args...).Scan(&id); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, db.QueryRow(t.Context(), sql, args...).Scan(&id))
 		return id
 	}
 	begin := func() string {
 		engine, err := executions.New(db, executions.Options{Keeper: lanes.NewKeeper(db, lanes.Options{})})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		x, _, err := engine.Start(t.Context(), db, executions.Spec{Flow: executions.External, Surface: trace.Flow, Agent: "tester", OnLost: "fail"})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		return x.ID
 	}
 	first, second := begin(), begin()
@@ -188,9 +183,7 @@ func TestEveryChangingCommandIsAudited(t *testing.T) {
 	}
 	for _, c := range auditedCommands(t, p, db, dir) {
 		if strings.HasPrefix(c[0], "apply") {
-			if err := os.WriteFile(filepath.Join(dir, "all.yaml"), []byte(strings.Replace(auditedYAML, "Pay.", "Pay now.", 1)), 0o600); err != nil {
-				t.Fatal(err)
-			}
+			testkit.WriteFile(t, filepath.Join(dir, "all.yaml"), strings.Replace(auditedYAML, "Pay.", "Pay now.", 1))
 		}
 		check(c[0], c[1], c[2])
 		words := strings.Fields(c[0])
@@ -293,9 +286,7 @@ func insertHistory(t *testing.T, db *pgxpool.Pool) {
 			returning case when kind = 'model' then id::text else '' end`,
 			pick("", root, child), kind, pick("operate", "chat", "heartbeat"), name, pick("", "turn"), status, class, tokens, cost, ledTo,
 			map[bool]string{true: cause}[kind == "call"], r.IntN(60_000), float64(r.IntN(6*24*3600))).Scan(&cause)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 	}
 }
 
@@ -303,9 +294,7 @@ func insertHistory(t *testing.T, db *pgxpool.Pool) {
 func (c *reportChecker) check(name, sql, since string, fields ...string) []line {
 	c.t.Helper()
 	var bySQL []line
-	if err := c.db.QueryRow(c.t.Context(), `select coalesce(jsonb_agg(to_jsonb(x)), '[]') from (`+sql+`) x`).Scan(&bySQL); err != nil {
-		c.t.Fatal(err)
-	}
+	require.NoError(c.t, c.db.QueryRow(c.t.Context(), `select coalesce(jsonb_agg(to_jsonb(x)), '[]') from (`+sql+`) x`).Scan(&bySQL))
 	var byCommand, byHTTP struct {
 		Items []line `json:"items"`
 	}
@@ -314,9 +303,7 @@ func (c *reportChecker) check(name, sql, since string, fields ...string) []line 
 		args = append(args, "--since", since)
 	}
 	c.p.mustJSON(&byCommand, args...)
-	if err := json.Unmarshal([]byte(c.get("/v1/activity/"+name+"?limit=500")), &byHTTP); err != nil {
-		c.t.Fatal(err)
-	}
+	require.NoError(c.t, json.Unmarshal([]byte(c.get("/v1/activity/"+name+"?limit=500")), &byHTTP))
 	only := cmpopts.IgnoreMapEntries(func(k string, _ any) bool { return !slices.Contains(fields, k) })
 	if len(bySQL) == 0 {
 		c.t.Errorf("%s has no lines", name)
@@ -347,9 +334,7 @@ func (c *reportChecker) get(path string) string {
 func (c *reportChecker) do(method, path, form string) string {
 	c.t.Helper()
 	req, err := http.NewRequestWithContext(c.t.Context(), method, c.base+path, strings.NewReader(form))
-	if err != nil {
-		c.t.Fatal(err)
-	}
+	require.NoError(c.t, err)
 	if form != "" {
 		req.Header.Set("Content-Type", "application/x-www-form-urlencoded")
 	}
@@ -357,9 +342,7 @@ func (c *reportChecker) do(method, path, form string) string {
 		req.Header.Set("Authorization", "Bearer "+strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN="))
 	}
 	got, err := c.browser.Do(req)
-	if err != nil {
-		c.t.Fatal(err)
-	}
+	require.NoError(c.t, err)
 	defer got.Body.Close()
 	body, err := io.ReadAll(got.Body)
 	if err != nil || got.StatusCode != http.StatusOK {
@@ -398,9 +381,7 @@ func TestReportsAgreeEverywhere(t *testing.T) {
 	p := newProgram(t, address, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "AGENT_HEARTBEAT_CRON=0 0 29 2 *")
 	s := p.start("serve")
 	jar, err := cookiejar.New(nil)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	c := &reportChecker{t, p, db, "http://" + s.find(t, `listen=http://(\S+)`), &http.Client{Jar: jar}}
 	c.do(http.MethodPost, "/login", url.Values{"token": {strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN=")}, "next": {"/spend"}}.Encode())
 
@@ -417,9 +398,7 @@ func TestReportsAgreeEverywhere(t *testing.T) {
 			Health line   `json:"health"`
 		} `json:"items"`
 	}
-	if err := json.Unmarshal([]byte(c.get("/v1/skills")), &skills); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.Unmarshal([]byte(c.get("/v1/skills")), &skills))
 	health := map[any]line{}
 	for _, k := range skills.Items {
 		health[k.Name] = k.Health
@@ -457,21 +436,15 @@ func (c *reportChecker) checkSpendTotal(ctx context.Context) {
 	}
 	page := c.get("/spend?days=30&by=skill")
 	rows, err := c.db.Query(ctx, `select s.skill, sum(s.tokens)::float8, sum(s.calls)::float8 from agent_spend s where s.skill <> '' group by 1`)
-	if err != nil {
-		c.t.Fatal(err)
-	}
+	require.NoError(c.t, err)
 	defer rows.Close()
 	for rows.Next() {
 		var skill string
 		var tokens, calls float64
-		if err := rows.Scan(&skill, &tokens, &calls); err != nil {
-			c.t.Fatal(err)
-		}
+		require.NoError(c.t, rows.Scan(&skill, &tokens, &calls))
 		c.cells(c.row(page, ">"+skill+"</a></th>"), tokens, calls)
 	}
-	if err := rows.Err(); err != nil {
-		c.t.Fatal(err)
-	}
+	require.NoError(c.t, rows.Err())
 }
 
 func TestTracePrompts(t *testing.T) {

@@ -15,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
@@ -23,9 +24,7 @@ func writeFolder(t *testing.T, files map[string]string) string {
 	t.Helper()
 	dir := t.TempDir()
 	for name, text := range files {
-		if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		testkit.WriteFile(t, filepath.Join(dir, name), text)
 	}
 	return dir
 }
@@ -64,12 +63,8 @@ func TestApplyDiff(t *testing.T) {
 	contains(t, p.must("apply", changed), "~ skill one\n", "config.query: \"select 1 as n\" → \"select 2 as n\"")
 	two := writeFolder(t, map[string]string{"two.yaml": strings.Replace(goodSkill, "name: one", "name: two", 1)})
 	contains(t, p.must("apply", two, "--prune"), "- skill one\n", "+ skill two\n", "applied\n")
-	if got := p.run("apply", writeFolder(t, nil)); got.code != 2 || !strings.Contains(got.err, "has no .yaml file") {
-		t.Errorf("a folder without files: exit %d, stderr %q", got.code, got.err)
-	}
-	if got := p.run("apply", ""); got.code != 2 || !strings.Contains(got.err, "DIR is empty") {
-		t.Errorf("a folder without a name: exit %d, stderr %q", got.code, got.err)
-	}
+	p.fails(2, "has no .yaml file", "apply", writeFolder(t, nil))
+	p.fails(2, "DIR is empty", "apply", "")
 	contains(t, p.must("skills", "ls"), "two")
 }
 
@@ -110,9 +105,7 @@ func TestApplyPrune(t *testing.T) {
 func (p program) onTerminal(t *testing.T, typed string, args ...string) string {
 	t.Helper()
 	screen, tty, err := pty.Open()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer screen.Close()
 	if _, err := screen.WriteString(typed); err != nil {
 		t.Fatal(err)
@@ -121,9 +114,7 @@ func (p program) onTerminal(t *testing.T, typed string, args ...string) string {
 	var group sync.WaitGroup
 	group.Go(func() { _, _ = io.Copy(&shown, screen) }) // ends when the other side is closed
 	code := run(t.Context(), args, p.environ, tty, tty, tty)
-	if err := tty.Close(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tty.Close())
 	group.Wait()
 	if code != 0 {
 		t.Errorf("agent %v on a terminal: exit %d:\n%s", args, code, shown.String())
@@ -227,9 +218,7 @@ func TestMigrate(t *testing.T) {
 	_, err := connect(t, url).Exec(t.Context(), `
 		insert into agent_migrations select (jsonb_populate_record(m, jsonb_build_object('version', 9999))).*
 		  from agent_migrations m order by version desc limit 1`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for _, args := range [][]string{{"skills", "ls"}, {"migrate"}, {"dev"}} {
 		got := p.run(args...)
 		if got.code != 2 || !strings.Contains(got.err, "newer version of agent; use that version or newer") {
@@ -266,18 +255,14 @@ func TestApplyWatch(t *testing.T) {
 	cmd := exec.CommandContext(t.Context(), os.Args[0], "apply", dir, "--watch")
 	cmd.Env = append(append(os.Environ(), asAgent+"=1"), p.environ...)
 	cmd.Stdout, cmd.Stderr = &shown, &shown
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, cmd.Start())
 	says := func(text string) {
 		t.Helper()
 		pgtest.Eventually(t, pgWait, func() bool { return strings.Contains(shown.String(), text) }, "it says "+text)
 	}
 	write := func(name, text string) {
 		t.Helper()
-		if err := os.WriteFile(name, []byte(text), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		testkit.WriteFile(t, name, text)
 	}
 	query := func(n string) string { return strings.Replace(goodSkill, "select 1", "select "+n, 1) }
 	says("applied: + skill one\n")
@@ -300,20 +285,14 @@ func TestApplyWatch(t *testing.T) {
 	}, "a file that is renamed over another is applied")
 
 	below := filepath.Join(dir, "below")
-	if err := os.Mkdir(below, 0o700); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.Mkdir(below, 0o700))
 	write(filepath.Join(below, "two.yaml"), strings.Replace(goodSkill, "name: one", "name: two", 1))
 	says("applied: + skill two\n")
-	if err := os.Remove(file); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.Remove(file))
 	says("kept, not declared in any file: skill one; agent apply " + dir + " --prune removes them")
 	contains(t, p.must("skills", "ls"), "\none ", "\ntwo ")
 
-	if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
 	if err := cmd.Wait(); err != nil {
 		t.Errorf("after SIGTERM: %v\n%s", err, shown.String())
 	}
@@ -328,15 +307,11 @@ func TestApplyWatchReconnects(t *testing.T) {
 	watching := p.start("apply", dir, "--watch")
 	watching.find(t, "watching ")
 	config, err := pgx.ParseConfig(url)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	database := config.Database
 	config.Database = "postgres"
 	admin, err := pgx.ConnectConfig(t.Context(), config)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer admin.Close(t.Context())
 	must := func(sql string) {
 		t.Helper()
@@ -345,9 +320,7 @@ func TestApplyWatchReconnects(t *testing.T) {
 	write := func(n string) {
 		t.Helper()
 		text := strings.Replace(goodSkill, "select 1", "select "+n, 1)
-		if err := os.WriteFile(filepath.Join(dir, "one.yaml"), []byte(text), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		testkit.WriteFile(t, filepath.Join(dir, "one.yaml"), text)
 	}
 	must("alter database " + pgx.Identifier{database}.Sanitize() + " allow_connections false")
 	must("select pg_terminate_backend(pid) from pg_stat_activity where datname = '" + database + "'")
@@ -374,18 +347,14 @@ func TestInitCreatesWorkingWorkspace(t *testing.T) {
 		t.Fatalf("%d %s", got.code, got.err)
 	}
 	text, err := os.ReadFile(filepath.Join(dir, "workspace", "agent.yaml"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	contains(t, string(text), `name: "sol-s-shop"`, "Answer questions about \"orders\": quickly. And {{kindly}}.", `timezone: "Europe/Madrid"`)
 	contains(t, p.must("apply", filepath.Join(dir, "workspace")), "agent", "sol-s-shop", "list_tables", "tables every morning")
 	contains(t, p.must("chat", "which tables are there?"), "list_tables")
 	if _, err := os.Stat(filepath.Join(dir, ".env")); err == nil {
 		t.Error("there is an .env without a database")
 	}
-	if got := p.run("init", dir, "--yes"); got.code != 2 || !strings.Contains(got.err, "is not empty; name another folder") {
-		t.Errorf("again: %d %s", got.code, got.err)
-	}
+	p.fails(2, "is not empty; name another folder", "init", dir, "--yes")
 }
 
 func TestInitRejectsInvalidAnswers(t *testing.T) {

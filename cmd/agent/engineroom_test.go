@@ -7,13 +7,12 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/chromedp/chromedp/kb"
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // browserTest is a browser at the Engine Room of a serving agent, and a terminal on the same database.
@@ -25,37 +24,23 @@ type browserTest struct {
 	*browser.Page
 }
 
-// newBrowserTest serves, opens a page and logs in. Unexpected browser errors fail the test at its end.
-func newBrowserTest(t *testing.T, look browser.Look, settings ...string) *browserTest {
-	t.Helper()
-	url := pgtest.URL(t)
-	return newBrowserTestOn(t, newProgram(t, url, settings...), connect(t, url), look)
-}
-
-// newBrowserTestOn uses a program with its own settings.
-func newBrowserTestOn(t *testing.T, p program, pool *pgxpool.Pool, look browser.Look) *browserTest {
+// newBrowserTest serves, opens the overview and logs in. Unexpected browser errors fail the test at its end.
+func newBrowserTest(t *testing.T, p program, pool *pgxpool.Pool) *browserTest {
 	t.Helper()
 	p.environ = slices.Concat([]string{token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=0 0 1 1 *"}, p.environ, []string{"AGENT_LOG_LEVEL=info"})
-	w := &browserTest{program: p, pool: pool}
+	w := &browserTest{program: p, pool: pool, Page: browser.Open(t, browser.Look{})}
 	w.serve()
-	w.Page = browser.Open(t, look)
 	t.Cleanup(func() {
 		if list := w.Problems(); len(list) > 0 {
 			t.Errorf("the browser complains:\n%s", strings.Join(list, "\n"))
 		}
 	})
-	w.logIn(w.base)
-	return w
-}
-
-// logIn logs in at the overview of a port.
-func (w *browserTest) logIn(base string) {
-	w.t.Helper()
-	w.Go(base + "/")
+	w.Go(w.base + "/")
 	w.Shows("Log in to the Engine Room")
 	w.Type("#token", strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN="))
 	w.Click("#login button")
 	w.Until("the overview is there", `location.pathname === "/" && document.querySelector("#feed")`)
+	return w
 }
 
 // serve starts the agent.
@@ -65,25 +50,11 @@ func (w *browserTest) serve() {
 	w.base = w.served.find(w.t, `msg=serving listen=(\S+)`)
 }
 
-// stopServer shuts the agent down.
-func (w *browserTest) stopServer() {
-	w.t.Helper()
-	w.served.stop()
-	if code := <-w.served.ended; code != 0 {
-		w.t.Fatalf("agent serve: exit %d, stderr: %s", code, w.served.err.String())
-	}
-}
-
 // waitLive waits for the stream and sets a mark that a reload would remove.
 func (w *browserTest) waitLive() {
 	w.t.Helper()
-	w.waitState("live")
+	w.Until("the updates are live", `document.getElementById("live-state").dataset.state === "live"`)
 	w.Eval(`window.mark = "here"`, new(string))
-}
-
-func (w *browserTest) waitState(name string) {
-	w.t.Helper()
-	w.Until("the updates are "+name, fmt.Sprintf(`document.getElementById("live-state").dataset.state === %q`, name))
 }
 
 // checkNotReloaded fails if the page was reloaded after waitLive.
@@ -96,30 +67,12 @@ func (w *browserTest) checkNotReloaded() {
 	}
 }
 
-// logEntries returns the activities, newest first.
-func (w *browserTest) logEntries() []string {
-	w.t.Helper()
-	rows, err := w.pool.Query(w.t.Context(), `select id::text from agent_activity order by id desc`)
-	if err != nil {
-		w.t.Fatal(err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		w.t.Fatal(err)
-	}
-	return list
-}
-
-const feedRows = `[...document.querySelectorAll("#feed tr[data-row]")].map(r => r.dataset.row)`
-
 // checkFeed waits until the feed equals the log: each activity once, newest first, at most 50.
 func (w *browserTest) checkFeed() {
 	w.t.Helper()
-	want, err := json.Marshal(w.logEntries())
-	if err != nil {
-		w.t.Fatal(err)
-	}
-	w.Until("each activity is in the feed once", fmt.Sprintf(`JSON.stringify(%s) === %q`, feedRows, want))
+	want, err := json.Marshal(pgtest.Column[string](w.t, w.pool, `select id::text from agent_activity order by id desc`))
+	require.NoError(w.t, err)
+	w.Until("each activity is in the feed once", fmt.Sprintf(`JSON.stringify([...document.querySelectorAll("#feed tr[data-row]")].map(r => r.dataset.row)) === %q`, want))
 }
 
 // submitForm opens the form at a selector, enters a reason and submits it.
@@ -143,7 +96,8 @@ func (w *browserTest) pages() []string {
 
 func TestPageShowsCommands(t *testing.T) {
 	t.Parallel()
-	w := newBrowserTest(t, browser.Look{})
+	url := pgtest.URL(t)
+	w := newBrowserTest(t, newProgram(t, url), connect(t, url))
 	w.Shows("No activity yet")
 	w.waitLive()
 	var beat struct {
@@ -164,7 +118,7 @@ func TestPageShowsCommands(t *testing.T) {
 func TestApproveOnPage(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("It is over."))
-	w := newBrowserTestOn(t, d.program, d.pool, browser.Look{})
+	w := newBrowserTest(t, d.program, d.pool)
 	w.waitLive()
 	if got := d.run("operate", "Wipe."); got.code != exitFailed || !strings.Contains(got.err, "waits for approval") {
 		t.Fatalf("exit %d, stderr: %s", got.code, got.err)
@@ -183,28 +137,10 @@ func TestApproveOnPage(t *testing.T) {
 	}
 }
 
-func TestLanesOnPage(t *testing.T) {
-	t.Parallel()
-	w := newBrowserTest(t, browser.Look{})
-	for path, part := range map[string]string{"/": "#locks", "/lanes": "#held"} {
-		w.Go(w.base + path)
-		w.waitLive()
-		w.Until("no lane is held", fmt.Sprintf(`document.querySelector(%q).innerText.includes("No lane is held")`, part))
-		if !pgtest.Value[bool](t, w.pool, `select try_acquire_agent_lock('night shift', 'ana', 600)`) {
-			t.Fatal("the lane was not to be had")
-		}
-		w.Until("the lane is shown", fmt.Sprintf(`[...document.querySelectorAll("%s tbody tr")].some(r => r.innerText.includes("night shift") && r.innerText.includes("ana"))`, part))
-		if !pgtest.Value[bool](t, w.pool, `select release_agent_lock('night shift', 'ana')`) {
-			t.Fatal("the lane was not held")
-		}
-		w.Until("the lane is gone", fmt.Sprintf(`document.querySelector(%q).innerText.includes("No lane is held")`, part))
-		w.checkNotReloaded()
-	}
-}
-
 func TestPauseOnPage(t *testing.T) {
 	t.Parallel()
-	w := newBrowserTest(t, browser.Look{})
+	url := pgtest.URL(t)
+	w := newBrowserTest(t, newProgram(t, url), connect(t, url))
 	w.submitForm("#pause")
 	w.Shows("Autonomous work is paused.")
 	contains(t, w.must("heartbeat"), "skipped: autonomous work is paused since", "on a walk")
@@ -226,142 +162,23 @@ func TestPauseOnPage(t *testing.T) {
 	w.checkNotReloaded()
 }
 
-// After a network failure the stream resumes with the missed rows.
-func TestFeedAfterOfflinePage(t *testing.T) {
-	t.Parallel()
-	w := newBrowserTest(t, browser.Look{})
-	between := newCutProxy(t, strings.TrimPrefix(w.base, "http://"))
-	w.logIn("http://" + between.Addr().String())
-	w.startFollowing()
-	w.Offline(true)
-	between.cut()
-	w.waitState("waiting")
-	w.must("heartbeat")
-	var reached bool
-	if w.Eval(`fetch("/login", {method: "HEAD"}).then(() => true, () => false)`, &reached); reached {
-		t.Error("the page is not offline")
-	}
-	w.Offline(false)
-	w.waitState("live")
-	w.checkFeed()
-	w.must("heartbeat")
-	w.checkFeed()
-	w.checkFollowed()
-}
-
-// A server restart does the same.
+// After a restart of the server the stream resumes with the missed rows.
 func TestFeedAfterServerRestart(t *testing.T) {
 	t.Parallel()
-	w := newBrowserTest(t, browser.Look{}, "AGENT_LISTEN="+freeAddress(t))
-	w.startFollowing()
-	w.stopServer()
-	w.waitState("waiting")
-	w.must("heartbeat")
-	at := w.base
-	w.serve()
-	if w.base != at {
-		t.Fatalf("it came back at %s, not at %s", w.base, at)
-	}
-	w.waitState("live")
-	w.checkFeed()
-	w.must("heartbeat")
-	w.checkFeed()
-	w.checkFollowed()
-}
-
-// startFollowing records from now on any duplicate row of the feed.
-func (w *browserTest) startFollowing() {
-	w.t.Helper()
+	url := pgtest.URL(t)
+	w := newBrowserTest(t, newProgram(t, url, "AGENT_LISTEN="+freeAddress(t)), connect(t, url))
 	w.Expect("net::ERR_") // while nobody answers
 	w.waitLive()
 	w.must("heartbeat")
 	w.checkFeed()
-	w.Eval(`window.twice = [], new MutationObserver(() => {
-		const rows = `+feedRows+`;
-		if (new Set(rows).size !== rows.length) twice.push(rows);
-	}).observe(document.body, {childList: true, subtree: true}), 1`, new(int))
-}
-
-func (w *browserTest) checkFollowed() {
-	w.t.Helper()
-	w.checkNotReloaded()
-	var twice [][]string
-	if w.Eval(`twice`, &twice); len(twice) > 0 {
-		w.t.Errorf("rows were in the feed twice: %q", twice)
+	w.served.stop()
+	if code := <-w.served.ended; code != 0 {
+		t.Fatalf("agent serve: exit %d, stderr: %s", code, w.served.err.String())
 	}
-}
-
-func TestPausedUpdates(t *testing.T) {
-	t.Parallel()
-	w := newBrowserTest(t, browser.Look{})
-	w.waitLive()
+	w.must("heartbeat")
+	w.serve()
+	w.checkFeed()
 	w.must("heartbeat")
 	w.checkFeed()
-	w.Click("#live-pause")
-	w.waitState("paused")
-	before := w.logEntries()
-	w.must("heartbeat")
-	fresh := len(w.logEntries()) - len(before)
-	w.Until("the title counts what is new", fmt.Sprintf(`document.querySelector("#feed h2 .news")?.textContent === "%d new"`, fresh))
-	w.Until("the button counts what waits", `/^Resume \([0-9]+ updates? waiting\)$/.test(document.getElementById("live-pause").textContent)`)
-	var shown []string
-	if w.Eval(feedRows, &shown); !slices.Equal(shown, before) {
-		t.Errorf("the feed went on: %q, it was %q", shown, before)
-	}
-	w.Click("#live-pause")
-	w.checkFeed()
-	w.Until("nothing is new", `!document.querySelector("#feed .news") && document.getElementById("live-pause").textContent === "Pause updates"`)
 	w.checkNotReloaded()
-}
-
-func TestPageWithoutJavaScript(t *testing.T) {
-	t.Parallel()
-	w := newBrowserTest(t, browser.Look{NoScript: true})
-	w.must("heartbeat")
-	for _, path := range w.pages() {
-		w.Go(w.base + path)
-		w.Until(path+" can be read", `document.querySelector("h1").innerText !== "" && document.querySelector("main").innerText.trim() !== "" && !document.querySelector(".trouble")`)
-	}
-	w.Go(w.base + "/")
-	w.checkFeed()
-	w.Shows("Live updates need JavaScript")
-	w.submitForm("#pause")
-	w.Until("it says what was done", `document.querySelector(".flash")?.innerText.includes("Autonomous work is paused.")`)
-	contains(t, w.must("heartbeat"), "skipped: autonomous work is paused since", "on a walk")
-}
-
-func TestPageByKeyboard(t *testing.T) {
-	t.Parallel()
-	w := newBrowserTest(t, browser.Look{})
-	w.must("heartbeat")
-	w.Go(w.base + "/")
-	w.waitLive()
-	w.Press(kb.Tab)
-	w.Until("the first stop is the way past the navigation", `document.activeElement.matches("a.skip")`)
-	w.Press(kb.Enter)
-	w.Until("it leads to the content", `document.activeElement.id === "main"`)
-	w.Press("?")
-	w.Until("the help is open", `document.getElementById("help").open && document.getElementById("help").innerText.includes("Executions")`)
-	w.Press(kb.Escape)
-	w.Until("the help is closed", `!document.getElementById("help").open`)
-	w.checkNotReloaded()
-	w.keys("ge", "/executions")
-	w.Press("j")
-	w.Until("a row has the focus", `document.activeElement.matches("main tbody tr")`)
-	w.Press(kb.Enter)
-	w.Until("the row is opened", `location.pathname.startsWith("/executions/")`)
-	w.keys("go", "/")
-}
-
-// keys repeats key presses until they reach a path; a chord needs its second key soon after the first.
-func (w *browserTest) keys(keys, path string) {
-	w.t.Helper()
-	w.Until("the page listens", `document.getElementById("help-open")?.hidden === false`)
-	pgtest.Eventually(w.t, pgWait, func() bool {
-		w.Press(keys)
-		var there bool
-		w.Eval(fmt.Sprintf(`location.pathname === %q`, path), &there)
-		return there
-	}, keys+" leads to "+path)
-	w.Until("that page listens", fmt.Sprintf(`location.pathname === %q && document.getElementById("help-open")?.hidden === false`, path))
 }

@@ -2,12 +2,13 @@ package main
 
 import (
 	"encoding/json"
-	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 const greeting = `kind: flow
@@ -29,9 +30,7 @@ parameters: {type: object, required: [name], properties: {name: {type: string}}}
 func newGreeter(t *testing.T) program {
 	t.Helper()
 	dir := t.TempDir()
-	if err := os.WriteFile(filepath.Join(dir, "greet.yaml"), []byte(greeting), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testkit.WriteFile(t, filepath.Join(dir, "greet.yaml"), greeting)
 	p := newProgram(t, pgtest.URL(t), "AGENT_ADMIN_TOKEN=the-token-of-the-admin-0123456789", "AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=0 0 1 1 *",
 		"AGENT_LOG_LEVEL=info")
 	p.must("apply", dir)
@@ -114,7 +113,10 @@ func TestExecutionFromStartToReplay(t *testing.T) {
 	if len(shown.Forks) != 1 || shown.Forks[0].ID != forked.ID || forked.ForkedFrom != started.ID {
 		t.Errorf("forks %+v, forked %+v", shown.Forks, forked)
 	}
-	contains(t, p.must("executions", "cancel", forked.ID, "--reason", "enough"), "cancelled")
+	if got := p.must("executions", "cancel", forked.ID, "--reason", "enough"); got != "cancelled "+forked.ID+"\n" {
+		t.Errorf("cancelled: %q", got)
+	}
+	contains(t, p.must("executions", "show", forked.ID), "cancelled", "admin", "enough")
 	contains(t, p.must("executions", "retry", forked.ID), "after the last checkpoint")
 }
 
@@ -180,22 +182,13 @@ func TestInvalidExecutionCommands(t *testing.T) {
 	var x struct{ ID string }
 	p.mustJSON(&x, "executions", "start", "external:import", "--priority", "1", "--thread", "begun")
 	for _, args := range [][]string{{"memory", "set", "k", "1", "--category", "a\xff"}, {"executions", "start", "external:import", "--key", "\xff"}} {
-		if got := p.run(args...); got.code != 2 || !strings.Contains(got.err, "UTF-8") {
-			t.Errorf("%q: exit %d, %s", args, got.code, got.err)
-		}
+		p.fails(2, "UTF-8", args...)
 	}
-	if got := p.run("executions", "start", "external:import", "--input", `{"name": "a\u0000b"}`); got.code != 2 ||
-		!strings.Contains(got.err, `remove \u0000`) {
-		t.Errorf("a NUL in the input: %d %s", got.code, got.err)
-	}
+	p.fails(2, `remove \u0000`, "executions", "start", "external:import", "--input", `{"name": "a\u0000b"}`)
 	contains(t, p.must("threads", "show", "begun"), "begun  chat")
 	contains(t, p.must("executions", "show", x.ID), "external:import", "pending")
-	if got := p.run("executions", "replay", x.ID); got.code != 1 || !strings.Contains(got.err, "an external worker ran it") {
-		t.Errorf("replay of a worker's run: %d %q", got.code, got.err)
-	}
-	if got := p.run("executions", "retry", x.ID); got.code != 1 || !strings.Contains(got.err, "fork "+x.ID) {
-		t.Errorf("retry of what has not failed: %d %q", got.code, got.err)
-	}
+	p.fails(1, "an external worker ran it", "executions", "replay", x.ID)
+	p.fails(1, "fork "+x.ID, "executions", "retry", x.ID)
 }
 
 // A heartbeat with all kinds of work is replayed without a model.
@@ -226,26 +219,16 @@ func TestListFlowsAndRequests(t *testing.T) {
 	}
 	dir := t.TempDir()
 	path := filepath.Join(dir, "greet.yaml")
-	if err := os.WriteFile(path, []byte(strings.Replace(greeting, "flow:greet", "flow:gret", 1)), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	if got := p.run("apply", dir); got.code != 2 || !strings.Contains(got.err, `unknown flow "gret"; did you mean "greet"?`) {
-		t.Errorf("apply: %d %q", got.code, got.err)
-	}
-	if err := os.WriteFile(path, []byte(greeting), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testkit.WriteFile(t, path, strings.Replace(greeting, "flow:greet", "flow:gret", 1))
+	p.fails(2, `unknown flow "gret"; did you mean "greet"?`, "apply", dir)
+	testkit.WriteFile(t, path, greeting)
 	p.must("apply", dir)
 	contains(t, p.must("flows", "ls"), "greet", "data", "Says hello")
 	shown := p.must("flows", "show", "greet")
 	contains(t, shown, "kind: flow", "name: greet", "actionType: wait_for_event")
-	if err := os.WriteFile(path, []byte(shown), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testkit.WriteFile(t, path, shown)
 	contains(t, p.must("apply", dir), "skill", "remove")
-	if got := p.run("flows", "show", "nothing"); got.code != 1 || !strings.Contains(got.err, "agent flows ls") {
-		t.Errorf("show: %d %q", got.code, got.err)
-	}
+	p.fails(1, "agent flows ls", "flows", "show", "nothing")
 	var schema map[string]any
 	if err := json.Unmarshal([]byte(p.must("flows", "schema")), &schema); err != nil || schema["$schema"] == nil {
 		t.Errorf("schema: %v", err)
@@ -258,9 +241,7 @@ func TestShowFlowVersions(t *testing.T) {
 	p := newProgram(t, pgtest.URL(t))
 	dir := t.TempDir()
 	apply := func(text string) {
-		if err := os.WriteFile(filepath.Join(dir, "flow.yaml"), []byte(text), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		testkit.WriteFile(t, filepath.Join(dir, "flow.yaml"), text)
 		p.must("apply", "--prune", dir)
 	}
 	const document = "kind: flow\nname: greet\nactions: [{actionType: set, parameters: {variables: {word: hola}}}]\n"
@@ -268,19 +249,11 @@ func TestShowFlowVersions(t *testing.T) {
 	apply(strings.Replace(document, "hola", "adios", 1))
 	contains(t, p.must("flows", "show", "greet"), "# version 2 of", "#   version 1 of", ", current", "word: adios")
 	contains(t, p.must("flows", "show", "greet", "--version", "1"), "# version 1 of", "word: hola")
-	if got := p.run("flows", "show", "greet", "--version", "7"); got.code != 1 ||
-		!strings.Contains(got.err, "flow greet has no version 7: the latest is 2; see agent flows show greet") {
-		t.Errorf("no such version: %d %q", got.code, got.err)
-	}
+	p.fails(1, "flow greet has no version 7: the latest is 2; see agent flows show greet", "flows", "show", "greet", "--version", "7")
 	apply("")
-	if got := p.run("flows", "show", "greet"); got.code != 1 ||
-		!strings.Contains(got.err, "flow greet was removed; agent flows show greet --version 2 shows its last version") {
-		t.Errorf("removed: %d %q", got.code, got.err)
-	}
+	p.fails(1, "flow greet was removed; agent flows show greet --version 2 shows its last version", "flows", "show", "greet")
 	contains(t, p.must("flows", "show", "greet", "--version", "2"), "word: adios")
-	if got := p.run("flows", "show", "heartbeat"); got.code != 1 || !strings.Contains(got.err, "flow heartbeat is Go code") {
-		t.Errorf("Go: %d %q", got.code, got.err)
-	}
+	p.fails(1, "flow heartbeat is Go code", "flows", "show", "heartbeat")
 }
 
 // TestAnswerRequest answers a request of each kind as an admin.
@@ -294,9 +267,7 @@ func TestAnswerRequest(t *testing.T) {
 		err := pool.QueryRow(t.Context(), `
 			insert into agent_requests (kind, execution_id, trace_id, title, items)
 			values ($1, gen_random_uuid(), 'fl_1', 'Please', $2::text[]) returning id::text`, kind, items).Scan(&id)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		return id
 	}
 	for _, c := range []struct {
@@ -328,9 +299,7 @@ func TestAnswerRequest(t *testing.T) {
 		contains(t, p.must("requests", "show", id), append(c.first, "Please", c.kind)...)
 		contains(t, p.must(append([]string{"requests", "answer", id}, c.flags...)...), "completed "+id)
 		contains(t, p.must("requests", "show", id), c.want...)
-		if got := p.run(append([]string{"requests", "answer", id}, c.flags...)...); got.code != 1 || !strings.Contains(got.err, "is already completed") {
-			t.Errorf("a second answer: %d %q", got.code, got.err)
-		}
+		p.fails(1, "is already completed", append([]string{"requests", "answer", id}, c.flags...)...)
 	}
 	contains(t, p.must("activity", "audit"), "raise_event")
 	id := ask("document", "{cv,photo}")
@@ -353,9 +322,7 @@ func TestAnswerRequest(t *testing.T) {
 			t.Errorf("%v: %d %q", wrong, got.code, got.err)
 		}
 	}
-	if got := p.run("requests", "show", "01890000-0000-7000-8000-000000000000"); got.code != 1 || !strings.Contains(got.err, "agent requests ls") {
-		t.Errorf("an unknown request: %d %q", got.code, got.err)
-	}
+	p.fails(1, "agent requests ls", "requests", "show", "01890000-0000-7000-8000-000000000000")
 }
 
 func TestVersionFlag(t *testing.T) {
@@ -397,12 +364,8 @@ func TestHeartbeatReportsYield(t *testing.T) {
 func TestPauseAndResume(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
-	if got := p.run("pause"); got.code != 2 || !strings.Contains(got.err, "--reason") {
-		t.Errorf("without a reason: %+v", got)
-	}
-	if got := p.run("pause", "--reason", " "); got.code != 2 || !strings.Contains(got.err, "--reason") {
-		t.Errorf("with a blank reason: %+v", got)
-	}
+	p.fails(2, "--reason", "pause")
+	p.fails(2, "--reason", "pause", "--reason", " ")
 	contains(t, p.must("doctor"), "autonomy", "not paused")
 	contains(t, p.must("resume"), "the agent is not paused")
 	contains(t, p.must("pause", "--reason", "prices look wrong"), "autonomous work is paused since", "by admin: prices look wrong", "trace op_")

@@ -14,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
@@ -114,9 +115,7 @@ func TestLanesReleaseNamesHolder(t *testing.T) {
 	p := newProgram(t, url)
 	db := connect(t, url)
 	tx, err := db.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
 	pgtest.Exec(t, db, `select try_acquire_agent_lock('pipeline:x', 'somebody', 600)`)
 	pgtest.Exec(t, tx, `select fence_agent_lock(lane, fencing_token) from agent_locks`)
@@ -184,9 +183,7 @@ func TestLanesRunInvalidLane(t *testing.T) {
 		t.Error("a command ran")
 	}
 	var rows int
-	if err := connect(t, url).QueryRow(t.Context(), `select (select count(*) from agent_locks) + (select count(*) from agent_activity)`).Scan(&rows); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, connect(t, url).QueryRow(t.Context(), `select (select count(*) from agent_locks) + (select count(*) from agent_activity)`).Scan(&rows))
 	if rows != 0 {
 		t.Errorf("%d rows were written", rows)
 	}
@@ -252,15 +249,11 @@ func TestLanesRunUnderSignals(t *testing.T) {
 			cmd.Env = append(append(os.Environ(), asAgent+"=1"), p.environ...)
 			cmd.Stdout, cmd.Stderr = &out, &errs
 			cmd.WaitDelay = 10 * time.Second
-			if err := cmd.Start(); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, cmd.Start())
 			for _, answer := range test.answers {
 				pgtest.Eventually(t, pgWait, func() bool { return strings.Contains(out.String(), answer) }, "the command says "+answer)
 				contains(t, p.must("lanes", "ls"), "pipeline:x")
-				if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
 			}
 			err := cmd.Wait()
 			if code := cmd.ProcessState.ExitCode(); code != test.code {

@@ -82,6 +82,14 @@ func (p program) must(args ...string) string {
 	return got.out
 }
 
+// fails runs a command, which must exit with code and write says to stderr.
+func (p program) fails(code int, says string, args ...string) {
+	p.t.Helper()
+	if got := p.run(args...); got.code != code || !strings.Contains(got.err, says) {
+		p.t.Errorf("agent %.200q: exit %d, stderr %q, want %d with %q", args, got.code, got.err, code, says)
+	}
+}
+
 // mustJSON runs a command with --json and decodes its one document.
 func (p program) mustJSON(into any, args ...string) {
 	p.t.Helper()

@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
@@ -149,16 +150,12 @@ func TestDoctorReportsEmbeddings(t *testing.T) {
 		t.Errorf("%d requests without the extension", n)
 	}
 	db, err := postgres.Open(t.Context(), url, postgres.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer db.Close()
 	_, err = db.Exec(t.Context(), `
 		insert into pg_extension (oid, extname, extowner, extnamespace, extrelocatable, extversion)
 		values (999999, 'vector', current_user::regrole, 'public'::regnamespace, false, '0.8.6')`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	contains(t, p.run("doctor").out, "ok   embeddings", "small, 3 dimensions, pgvector 0.8.6; 0 of 1 memories are embedded")
 	if key := server.Requests()[0].Header.Get("Authorization"); key != "" {
 		t.Errorf("the chat model's key went to another server: %q", key)
@@ -192,9 +189,7 @@ func TestMCPCommands(t *testing.T) {
 	agent := newProgram(t, pgtest.URL(t), "AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1")
 	dir := t.TempDir()
 	file := filepath.Join(dir, "mcp.yaml")
-	if err := os.WriteFile(file, []byte("kind: mcp_server\nname: greeter\nurl: "+server.URL+"\nauto: [greet]\n"), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testkit.WriteFile(t, file, "kind: mcp_server\nname: greeter\nurl: "+server.URL+"\nauto: [greet]\n")
 	must := func(args ...string) string {
 		t.Helper()
 		got := agent.run(args...)
@@ -249,9 +244,7 @@ func TestMCPCommands(t *testing.T) {
 		t.Errorf("a sync of a server that is down: %d, %s%s", got.code, got.out, got.err)
 	}
 	says(must("mcp", "ls"), "unreachable")
-	if err := os.WriteFile(file, nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(file, nil, 0o600))
 	says(must("apply", "--prune", dir), "remove", "greeter")
 	if got := agent.run("skills", "show", "mcp__greeter__greet"); got.code == 0 {
 		t.Error("the skill outlives its server")
@@ -308,9 +301,7 @@ func TestServeMCP(t *testing.T) {
 	address := pgtest.URL(t)
 	agent := newProgram(t, address, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1")
 	dir := t.TempDir()
-	if err := os.WriteFile(filepath.Join(dir, "mcp.yaml"), []byte("kind: mcp_server\nname: greeter\nurl: "+server.URL+"\n"), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testkit.WriteFile(t, filepath.Join(dir, "mcp.yaml"), "kind: mcp_server\nname: greeter\nurl: "+server.URL+"\n")
 	if got := agent.run("apply", dir); got.code != 0 {
 		t.Fatal(got.err)
 	}
@@ -322,16 +313,12 @@ func TestServeMCP(t *testing.T) {
 		t.Errorf("/mcp without the token: %d", code)
 	}
 	session, err := client.Connect(t.Context(), &sdk.StreamableClientTransport{Endpoint: base + "/mcp", HTTPClient: &http.Client{Transport: adminBearer{}}}, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer session.Close()
 	call := func() *sdk.CallToolResult {
 		t.Helper()
 		result, err := session.CallTool(t.Context(), &sdk.CallToolParams{Name: "mcp__greeter__greet", Arguments: map[string]string{"name": "all"}})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		return result
 	}
 	waits, _ := call().StructuredContent.(map[string]any)

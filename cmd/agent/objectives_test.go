@@ -6,7 +6,6 @@ import (
 	"net/http"
 	"net/http/cookiejar"
 	"net/url"
-	"os"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -14,6 +13,8 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/retention"
 )
@@ -116,9 +117,7 @@ func TestMemoryCommands(t *testing.T) {
 	for _, wrong := range [][]string{
 		{"", "x"}, {"plain", "x", "--category", " "}, {"plain", "x", "--expires", "-1s"}, {"plain", strings.Repeat("x", 70000)},
 	} {
-		if got := p.run(append([]string{"memory", "set"}, wrong...)...); got.code != exitUsage || !strings.Contains(got.err, "see agent memory set --help") {
-			t.Errorf("memory set %.40q: %+v", wrong, got)
-		}
+		p.fails(exitUsage, "see agent memory set --help", append([]string{"memory", "set"}, wrong...)...)
 	}
 	contains(t, p.must("memory", "forget", "plain"), "forgotten")
 	contains(t, p.must("memory", "forget", "plain"), "was not stored")
@@ -134,9 +133,7 @@ type browserTab struct {
 func newTab(t *testing.T, base string) browserTab {
 	t.Helper()
 	jar, err := cookiejar.New(nil)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return browserTab{t, base, &http.Client{Jar: jar}}
 }
 
@@ -148,9 +145,7 @@ func (b browserTab) page(path string, form url.Values) string {
 		method, body = http.MethodPost, strings.NewReader(form.Encode())
 	}
 	r, err := http.NewRequestWithContext(b.t.Context(), method, b.base+path, body)
-	if err != nil {
-		b.t.Fatal(err)
-	}
+	require.NoError(b.t, err)
 	r.Header.Set("Authorization", "Bearer "+strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN="))
 	if form != nil {
 		r.Header.Set("Content-Type", "application/x-www-form-urlencoded")
@@ -158,9 +153,7 @@ func (b browserTab) page(path string, form url.Values) string {
 		r.Header.Set("Sec-Fetch-Site", "same-origin")
 	}
 	response, err := b.client.Do(r)
-	if err != nil {
-		b.t.Fatal(err)
-	}
+	require.NoError(b.t, err)
 	defer response.Body.Close()
 	text, err := io.ReadAll(response.Body)
 	if err != nil || response.StatusCode != http.StatusOK {
@@ -184,9 +177,7 @@ func insertConflict(t *testing.T, pool *pgxpool.Pool) (conflict string) {
 		t.Fatal(err)
 	}
 	id, err := memory.StoreConflict(t.Context(), pool, note, found, "")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return id
 }
 
@@ -222,9 +213,7 @@ func TestStalePagesDoNotOverwrite(t *testing.T) {
 	holds("the late one", 4)
 
 	e, err := memory.Shared.Get(t.Context(), pool, "general", "contact")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	forget := func(b browserTab, revision string) string {
 		b.t.Helper()
 		return b.page("/act/v1/memory/"+e.ID+"/forget", url.Values{"reason": {"x"}, "if_revision": {revision}, "back": {"/memory"}})
@@ -303,9 +292,7 @@ func TestWebhookCommands(t *testing.T) {
 	url := pgtest.URL(t)
 	p := newProgram(t, url)
 	dir := t.TempDir()
-	if err := os.WriteFile(filepath.Join(dir, "hooks.yaml"), []byte(webhooksYAML), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testkit.WriteFile(t, filepath.Join(dir, "hooks.yaml"), webhooksYAML)
 	p.must("apply", dir)
 	db := connect(t, url)
 	pgtest.Exec(t, db, `

@@ -20,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
@@ -75,9 +76,7 @@ func (d *operateTest) startTerminal(args ...string) *terminalTest {
 	if err != nil {
 		t.Skipf("there are no pseudo-terminals here: %v", err)
 	}
-	if err := pty.Setsize(keys, &pty.Winsize{Rows: 40, Cols: 200}); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, pty.Setsize(keys, &pty.Winsize{Rows: 40, Cols: 200}))
 	ctx, stop := context.WithCancel(t.Context())
 	s := &terminalTest{t: t, keys: keys, ended: make(chan int, 1), stop: stop}
 	var reading, running sync.WaitGroup
@@ -172,15 +171,11 @@ func TestTerminalInterruptCancelsTurn(t *testing.T) {
 	s.waitFor(`> `)
 	s.typeKeys("half a line\x03")
 	s.typeKeys("Be slow.\r")
-	pgtest.Eventually(t, pgWait, func() bool {
-		return pgtest.Value[int](t, d.pool, `select count(*) from agent_activity where skill_name = 'slow' and status = 'running'`) == 1
-	}, "slow runs")
+	d.waitSlow()
 	s.typeKeys("\x03")
 	s.waitFor(`op_[0-9A-Z]{26}  cancelled`)
-	if sleeping := `select count(*) from pg_stat_activity where datname = current_database() and state = 'active' and query like '%pg_sleep(600)%'
-		and pid <> pg_backend_pid()`; pgtest.Value[int](t, d.pool, sleeping) != 0 {
-		pgtest.Eventually(t, pgWait, func() bool { return pgtest.Value[int](t, d.pool, sleeping) == 0 }, "what ran is stopped")
-	}
+	waitQuery(t, d.pool, `select count(*) = 0 from pg_stat_activity
+		where datname = current_database() and state = 'active' and query like '%pg_sleep(600)%' and pid <> pg_backend_pid()`)
 	if got := pgtest.Value[string](t, d.pool, `select status || ' by ' || cancelled_by from agent_executions`); got != "cancelled by admin" {
 		t.Errorf("the turn is %s", got)
 	}
@@ -421,41 +416,29 @@ func TestFailedTurnExitCode(t *testing.T) {
 	}
 }
 
+// An interrupt cancels the turn of an admin and of a visitor. The turn's resources stay until its run has handled the
+// cancellation.
 func TestInterruptCancelsTurn(t *testing.T) {
 	t.Parallel()
-	d := newOperateTest(t, modeltest.ToolCall("slow", `{}`))
-	s := d.start("operate", "Be slow.")
-	pgtest.Eventually(t, pgWait, func() bool {
-		return pgtest.Value[int](t, d.pool, `select count(*) from agent_activity where skill_name = 'slow' and status = 'running'`) == 1
-	}, "slow runs")
-	s.stop()
-	if code := <-s.ended; code != exitInterrupted {
-		t.Errorf("exit %d", code)
-	}
-	if got := pgtest.Value[string](t, d.pool, `select status from agent_executions`); got != "cancelled" || d.laneHeld(t) {
-		t.Errorf("the turn is %s; lane held: %v", got, d.laneHeld(t))
+	for _, command := range []string{"operate", "chat"} {
+		d := newOperateTest(t, modeltest.ToolCall("slow", `{}`))
+		pgtest.Exec(t, d.pool, `update agent_skills set scope = 'both'`)
+		s := d.start(command, "Be slow.")
+		d.waitSlow()
+		s.stop()
+		if code := <-s.ended; code != exitInterrupted || strings.Contains(s.err.String(), "ERROR") {
+			t.Errorf("agent %s: exit %d, stderr %s", command, code, s.err.String())
+		}
+		if got := pgtest.Value[string](t, d.pool, `select status from agent_executions`); got != "cancelled" || d.laneHeld(t) {
+			t.Errorf("agent %s: the turn is %s; lane held: %v", command, got, d.laneHeld(t))
+		}
 	}
 }
 
-// The turn's resources stay until its run has handled the cancellation.
-func TestInterruptedVisitorMessage(t *testing.T) {
-	t.Parallel()
-	d := newOperateTest(t, modeltest.ToolCall("slow", `{}`))
-	pgtest.Exec(t, d.pool, `update agent_skills set scope = 'both'`)
-	s := d.start("chat", "Be slow.")
-	pgtest.Eventually(t, pgWait, func() bool {
-		return pgtest.Value[int](t, d.pool, `select count(*) from agent_activity where skill_name = 'slow' and status = 'running'`) == 1
-	}, "slow runs")
-	s.stop()
-	if code := <-s.ended; code != exitInterrupted {
-		t.Errorf("exit %d", code)
-	}
-	if got := pgtest.Value[string](t, d.pool, `select status from agent_executions`); got != "cancelled" {
-		t.Errorf("the turn is %s", got)
-	}
-	if said := s.err.String(); strings.Contains(said, "ERROR") {
-		t.Errorf("it says %s", said)
-	}
+// waitSlow waits until the skill slow runs.
+func (d *operateTest) waitSlow() {
+	d.t.Helper()
+	waitQuery(d.t, d.pool, `select count(*) = 1 from agent_activity where skill_name = 'slow' and status = 'running'`)
 }
 
 func TestOperateWatch(t *testing.T) {

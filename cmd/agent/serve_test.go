@@ -27,6 +27,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
@@ -96,9 +97,7 @@ func TestCommandsWithoutADatabase(t *testing.T) {
 func TestPortInUse(t *testing.T) {
 	t.Parallel()
 	taken, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer taken.Close()
 	for _, command := range []string{"serve", "dev"} {
 		got := newProgram(t, "postgres://localhost:1/none", token, "AGENT_LISTEN="+taken.Addr().String()).run(command)
@@ -148,25 +147,17 @@ func TestServe(t *testing.T) {
 func checkEngineRoom(t *testing.T, base, adminToken string) {
 	t.Helper()
 	jar, err := cookiejar.New(nil)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	browser := &http.Client{Jar: jar}
 	post := func(path string, form url.Values) string {
 		req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, base+path, strings.NewReader(form.Encode()))
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		req.Header.Set("Content-Type", "application/x-www-form-urlencoded")
 		answer, err := browser.Do(req)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		defer answer.Body.Close()
 		page, err := io.ReadAll(answer.Body)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		return string(page)
 	}
 	contains(t, post("/login", url.Values{"token": {adminToken}, "next": {"/lanes"}}), "<h1>Lanes</h1>", `data-live="/live/lanes"`)
@@ -177,9 +168,7 @@ func checkEngineRoom(t *testing.T, base, adminToken string) {
 func withSecret(t *testing.T, address string) string {
 	t.Helper()
 	u, err := url.Parse(address)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	query := u.Query()
 	query.Set("password", "hunter2")
 	u.RawQuery = query.Encode()
@@ -376,9 +365,7 @@ func TestShutdownDrains(t *testing.T) {
 	cmd.Args = append(cmd.Args, "--migrate")
 	var errs testkit.Log
 	cmd.Stderr = &errs
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, cmd.Start())
 	ended := sync.OnceValue(func() int { _ = cmd.Wait(); return cmd.ProcessState.ExitCode() })
 	t.Cleanup(func() { _ = cmd.Process.Kill(); ended() })
 	var base string
@@ -390,9 +377,7 @@ func TestShutdownDrains(t *testing.T) {
 	}, "it serves")
 	admin := strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN=")
 	pgtest.Eventually(t, pgWait, func() bool { return send(t.Context(), "GET", base+"/readyz", "", "").status == 200 }, "it is ready")
-	if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
 	pgtest.Eventually(t, pgWait, func() bool { return send(t.Context(), "GET", base+"/readyz", "", "").status == 503 }, "it is not ready")
 	if got := send(t.Context(), "GET", base+"/readyz", "", ""); !strings.Contains(got.body, `"draining":{"ok":false`) || !strings.Contains(got.body, `"worker":{"ok":true`) {
 		t.Errorf("/readyz says %d %s, want that it drains and works", got.status, got.body)
@@ -404,9 +389,7 @@ func TestShutdownDrains(t *testing.T) {
 	if got.status < 200 || got.status >= 500 || !got.closes {
 		t.Errorf("a request while it drains: %d %v, closes %t, want an answer and that the connection is closed", got.status, got.err, got.closes)
 	}
-	if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
 	if code := ended(); code != exitInterrupted {
 		t.Errorf("exit code %d after a second signal, want %d", code, exitInterrupted)
 	}
@@ -466,24 +449,18 @@ func TestShutdownWaitsForResponses(t *testing.T) {
 func TestSystemdNotify(t *testing.T) {
 	t.Parallel()
 	dir, err := os.MkdirTemp("", "lk") //nolint:usetesting // the path of a socket has to be short
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = os.RemoveAll(dir) })
 	socket := filepath.Join(dir, "notify")
 	conn, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: socket, Net: "unixgram"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer conn.Close()
 	hear := func(want string) {
 		t.Helper()
 		buf := make([]byte, 100)
 		for {
 			n, err := conn.Read(buf)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			if got := string(buf[:n]); got == want {
 				return
 			} else if got != "WATCHDOG=1" {
@@ -507,9 +484,7 @@ func TestHealthcheck(t *testing.T) {
 	p := newProgram(t, pgtest.URL(t), token, "AGENT_LISTEN=0.0.0.0:0", "AGENT_LOG_LEVEL=info")
 	s := p.start("serve", "--migrate")
 	at, err := url.Parse(s.find(t, `msg=serving listen=(\S+)`))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for _, listen := range []string{"0.0.0.0:", ":", "127.0.0.1:", "localhost:"} {
 		check := newProgramWithoutDatabase(t, "AGENT_LISTEN="+listen+at.Port(), "AGENT_WORKERS=garbage", "DATABASE_URL=garbage")
 		if got := check.run("healthcheck"); got.code != 0 || !strings.HasSuffix(got.out, ":"+at.Port()+"/healthz: ok\n") {
@@ -520,12 +495,8 @@ func TestHealthcheck(t *testing.T) {
 	pgtest.Eventually(t, pgWait, func() bool { return check.run("healthcheck", "--ready").code == 0 }, "it is ready")
 	s.stop()
 	<-s.ended
-	if got := check.run("healthcheck"); got.code != 1 || !strings.Contains(got.err, "check that agent serve runs with this AGENT_LISTEN") {
-		t.Errorf("with nobody there: exit %d, %s", got.code, got.err)
-	}
-	if got := newProgramWithoutDatabase(t, "AGENT_LISTEN=8080").run("healthcheck"); got.code != 2 || !strings.Contains(got.err, "AGENT_LISTEN") {
-		t.Errorf("with a bad address: exit %d, %s", got.code, got.err)
-	}
+	check.fails(1, "check that agent serve runs with this AGENT_LISTEN", "healthcheck")
+	newProgramWithoutDatabase(t, "AGENT_LISTEN=8080").fails(2, "AGENT_LISTEN", "healthcheck")
 }
 
 // An unready process reports the failed checks.
@@ -580,9 +551,7 @@ func TestInternalFlowsAreNotStartable(t *testing.T) {
 	base := "http://" + s.find(t, `listen=http://(\S+)`)
 	_, admin, _ := strings.Cut(token, "=")
 	req, err := http.NewRequestWithContext(t.Context(), "POST", base+"/v1/executions", strings.NewReader(`{"flow":"nobody-knows-this"}`))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	req.Header.Set("Content-Type", "application/json")
 	req.Header.Set("Authorization", "Bearer "+admin)
 	got, err := http.DefaultClient.Do(req)

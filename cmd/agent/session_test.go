@@ -26,6 +26,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/migrations"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -34,17 +36,13 @@ import (
 func TestIdleTransactionTimeout(t *testing.T) {
 	t.Parallel()
 	log, err := logging.New(io.Discard, "text", "error")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	url := pgtest.EmptyURL(t)
 	for lease, want := range map[time.Duration]string{
 		time.Second: "5s", 6 * time.Second: "6s", 30 * time.Second: "30s", 10 * time.Minute: "1min",
 	} {
 		s := &session{config: config.Config{Workers: 1, WorkerLease: lease}, log: log, url: url}
-		if err := s.connect(t.Context()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, s.connect(t.Context()))
 		var got string
 		err := s.pool.QueryRow(t.Context(), `show idle_in_transaction_session_timeout`).Scan(&got)
 		s.close(t.Context())
@@ -61,9 +59,7 @@ func TestDatabaseErrorAdvice(t *testing.T) {
 	var got struct {
 		Error struct{ Message, Hint string }
 	}
-	if err := decodeOne(newProgramWithoutDatabase(t, "DATABASE_URL="+gone).run("executions", "ls", "--json").err, &got); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, decodeOne(newProgramWithoutDatabase(t, "DATABASE_URL="+gone).run("executions", "ls", "--json").err, &got))
 	if hint := got.Error.Hint; !strings.HasPrefix(hint, "check host and port") || strings.Contains(got.Error.Message, hint) ||
 		!strings.HasSuffix(got.Error.Message, "cannot reach the server (connection refused)") {
 		t.Errorf("got %+v", got.Error)
@@ -123,14 +119,10 @@ func TestSkillsOnANamedDatabase(t *testing.T) {
 	pgtest.Exec(t, shop, orderTable)
 	without, with := newProgram(t, url), newProgram(t, url, "SHOP_DATABASE_URL="+there)
 	says := "/orders.yaml:3:10: url_env: set SHOP_DATABASE_URL"
-	if got := without.run("apply", dir); got.code != 2 || !strings.Contains(got.err, says) {
-		t.Errorf("without the setting: exit %d, %s", got.code, got.err)
-	}
+	without.fails(2, says, "apply", dir)
 	wrong := writeFolder(t, map[string]string{"orders.yaml": strings.Replace(orders, "closed + 1", "clsed + 1", 1)})
 	says = `/orders.yaml:14:32: sql: column "clsed" does not exist`
-	if got := with.run("apply", wrong); got.code != 2 || !strings.Contains(got.err, says) {
-		t.Errorf("wrong SQL: exit %d, %s", got.code, got.err)
-	}
+	with.fails(2, says, "apply", wrong)
 	contains(t, with.must("apply", dir), "+ database shop", "+ skill close_order")
 	contains(t, with.must("skills", "call", "close_order", "--args", `{"id": 1}`), `"row_count": 1`)
 	contains(t, with.must("doctor"), "ok   database shop")
@@ -164,37 +156,25 @@ func TestNamedDatabaseEffectOnceAfterCrash(t *testing.T) {
 		"AGENT_LOG_LEVEL=info")
 	p.must("apply", writeFolder(t, map[string]string{"orders.yaml": orders}))
 	row, err := shop.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer row.Rollback(t.Context())
 	pgtest.Exec(t, row, `select from orders where id = 1 for update`)
 	args := []string{"skills", "call", "close_order", "--args", `{"id": 1}`}
 	cmd := exec.CommandContext(t.Context(), os.Args[0], args...) //nolint:gosec // itself
 	cmd.Env = append(append(os.Environ(), asAgent+"=1"), p.environ...)
 	cmd.SysProcAttr = proctest.DieWithUs()
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, cmd.Start())
 	waitQuery(t, shop, `select count(*) > 0 from pg_stat_activity
 		where datname = current_database() and wait_event_type = 'Lock' and query like '%orders%'`)
 	gate, err := own.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer gate.Rollback(t.Context())
 	pgtest.Exec(t, gate, `lock table agent_checkpoints in share mode`)
-	if err := row.Rollback(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, row.Rollback(t.Context()))
 	waitQuery(t, shop, `select count(*) = 1 from agent_effects where result is not null`)
-	if err := cmd.Process.Kill(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, cmd.Process.Kill())
 	_ = cmd.Wait() // it was killed
-	if err := gate.Rollback(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, gate.Rollback(t.Context()))
 	p.start("serve").find(t, `listen=http://(\S+)`)
 	waitQuery(t, own, `select count(*) = 1 from agent_executions where flow = 'skill_call' and status = 'completed'
 		and claim > 1 and result::text like '%row_count%'`)
@@ -247,9 +227,7 @@ func checkRejected(t *testing.T, p program, name string, cmd *cobra.Command) {
 		}
 	}
 	dir := t.TempDir()
-	if err := os.WriteFile(filepath.Join(dir, "all.yaml"), []byte("kind: objective\nname: a\ngoal: b\nsteps: [c]\n"), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testkit.WriteFile(t, filepath.Join(dir, "all.yaml"), "kind: objective\nname: a\ngoal: b\nsteps: [c]\n")
 	var last commandResult
 	for _, args := range [][]string{nil, {dir}, {id}, {id, "x"}, {"fl_01JQZ8W3T5N7R9V1X3Z5B7D9F1"}, {"x", "--", "true"}, {"EVENT_COMPLETED", "x"}, {"activity=90d"}} {
 		last = p.run(append(slices.Clip(words), args...)...)
@@ -272,9 +250,7 @@ func rowCounts(t *testing.T, p program, url string) (rows string) {
 	err := connect(p.t, url).QueryRow(t.Context(), `
 		select concat_ws(' ', (select count(*) from agent_activity), (select count(*) from agent_skills), (select count(*) from agent_executions),
 		       (select count(*) from agent_workers), (select count(*) from agent_locks), (select count(*) from agent_memory))`).Scan(&rows)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return rows
 }
 
@@ -283,9 +259,7 @@ func rowCounts(t *testing.T, p program, url string) (rows string) {
 func TestMigrateWithoutCreateRole(t *testing.T) {
 	t.Parallel()
 	server, err := pgserver.Start(t.Context(), pgserver.Config{Ephemeral: true, Database: "agent", Owner: "owner"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() {
 		if err := server.Stop(context.WithoutCancel(t.Context())); err != nil {
 			t.Error(err)
@@ -301,9 +275,7 @@ func TestMigrateWithoutCreateRole(t *testing.T) {
 		}
 	}
 	superuser, err := url.Parse(server.URL())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	superuser.User = url.User("postgres")
 	db := connect(t, superuser.String())
 	pgtest.Exec(t, db, found[1])
@@ -330,9 +302,7 @@ type cutProxy struct {
 func newCutProxy(t *testing.T, to string) *cutProxy {
 	t.Helper()
 	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	w := &cutProxy{Listener: listener, open: map[net.Conn]struct{}{}}
 	var group sync.WaitGroup
 	group.Go(func() {

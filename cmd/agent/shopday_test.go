@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
@@ -53,9 +54,7 @@ func newShopDay(t *testing.T) *shopDay {
 	if err == nil {
 		_, err = d.shop.Exec(t.Context(), string(sql))
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	p := newProgram(t, url, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "AGENT_CHAT_KEY="+shopVisitor,
 		"AGENT_CHAT_RATE=100000", "AGENT_HEARTBEAT_CRON=0 0 29 2 *", "OPENAI_API_KEY=sk-test",
 		"OPENAI_BASE_URL="+model.URL(), "AGENT_MODEL=gpt-5-mini", "SHOP_DATABASE_URL="+shop)
@@ -70,19 +69,13 @@ func (p program) wired() *app {
 	p.t.Helper()
 	c := &cli{environ: config.Environ(p.environ), in: strings.NewReader(""), out: io.Discard, err: io.Discard}
 	s, err := c.session(p.t.Context())
-	if err != nil {
-		p.t.Fatal(err)
-	}
+	require.NoError(p.t, err)
 	p.t.Cleanup(func() { s.close(context.WithoutCancel(p.t.Context())) })
 	model, _, stop, err := newModel(p.t.Context(), s.config, s.log, models.Retry{})
-	if err != nil {
-		p.t.Fatal(err)
-	}
+	require.NoError(p.t, err)
 	p.t.Cleanup(stop)
 	a, err := c.app(s, model)
-	if err != nil {
-		p.t.Fatal(err)
-	}
+	require.NoError(p.t, err)
 	return a
 }
 
@@ -190,9 +183,7 @@ func (d *shopDay) run(ctx context.Context) error {
 func TestPromptCacheOfATypicalDay(t *testing.T) {
 	t.Parallel()
 	d := newShopDay(t)
-	if err := d.app.runWithLeases(t.Context(), d.run); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, d.app.runWithLeases(t.Context(), d.run))
 	for surface, count := range d.cache.counts {
 		t.Logf("%-10s %s", surface, count)
 	}

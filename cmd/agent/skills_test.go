@@ -9,6 +9,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 const broken = "broken_on_purpose"
@@ -41,9 +42,7 @@ func stateOf(t *testing.T, db *pgxpool.Pool) state {
 		  from agent_skills s, agent_automations a
 		 where s.name = 'broken_on_purpose' and a.name = 'broken on purpose'`).
 		Scan(&s.enabled, &s.by, &s.reason, &s.failures, &s.automationEnabled, &s.automationDisabler, &s.calls)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return s
 }
 

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"net/http"
-	"os"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -22,6 +21,8 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // Chat keys, and the secret of the webhooks.
@@ -100,9 +101,7 @@ func newStrangerTest(t *testing.T) *strangerTest {
 	p := newProgram(t, url, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "OPENAI_API_KEY=sk-test", "AGENT_MODEL=gpt-4o-mini", "OPENAI_BASE_URL="+model.URL(),
 		"AGENT_CHAT_KEY=site="+siteKey+",shop="+shopKey+",web="+webKey, "AGENT_CHAT_BROWSER_KEYS=web", "AGENT_CHAT_RATE=100000", "HOOK_SECRET="+hookKey)
 	dir := t.TempDir()
-	if err := os.WriteFile(filepath.Join(dir, "all.yaml"), []byte(strangersYAML), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testkit.WriteFile(t, filepath.Join(dir, "all.yaml"), strangersYAML)
 	p.must("apply", dir)
 	s := p.start("serve")
 	return &strangerTest{t, s.find(t, `msg=serving listen=(\S+)`), connect(t, url)}
@@ -117,23 +116,17 @@ type httpResult struct {
 func (h *strangerTest) send(method, path, key, body string, headers ...string) httpResult {
 	h.t.Helper()
 	r, err := http.NewRequestWithContext(h.t.Context(), method, h.base+path, strings.NewReader(body))
-	if err != nil {
-		h.t.Fatal(err)
-	}
+	require.NoError(h.t, err)
 	r.Header.Set("Authorization", "Bearer "+key)
 	r.Header.Set("Content-Type", "application/json")
 	for i := 0; i+1 < len(headers); i += 2 {
 		r.Header.Set(headers[i], headers[i+1])
 	}
 	answer, err := http.DefaultClient.Do(r)
-	if err != nil {
-		h.t.Fatal(err)
-	}
+	require.NoError(h.t, err)
 	defer answer.Body.Close()
 	text, err := io.ReadAll(answer.Body)
-	if err != nil {
-		h.t.Fatal(err)
-	}
+	require.NoError(h.t, err)
 	return httpResult{answer.StatusCode, answer.Header, string(text)}
 }
 
@@ -142,18 +135,14 @@ func (h *strangerTest) admin(method, path string, body any, want int, into any) 
 	h.t.Helper()
 	var content bytes.Buffer
 	if body != nil {
-		if err := json.NewEncoder(&content).Encode(body); err != nil {
-			h.t.Fatal(err)
-		}
+		require.NoError(h.t, json.NewEncoder(&content).Encode(body))
 	}
 	got := h.send(method, path, strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN="), content.String())
 	if got.status != want {
 		h.t.Fatalf("%s %s: %d %s, want %d", method, path, got.status, got.body, want)
 	}
 	if into != nil {
-		if err := json.Unmarshal([]byte(got.body), into); err != nil {
-			h.t.Fatal(err)
-		}
+		require.NoError(h.t, json.Unmarshal([]byte(got.body), into))
 	}
 }
 
@@ -161,9 +150,7 @@ func (h *strangerTest) admin(method, path string, body any, want int, into any) 
 func (h *strangerTest) chat(key, words string, headers ...string) httpResult {
 	h.t.Helper()
 	body, err := json.Marshal(map[string]any{"model": "agent", "messages": []map[string]string{{"role": "user", "content": words}}})
-	if err != nil {
-		h.t.Fatal(err)
-	}
+	require.NoError(h.t, err)
 	return h.send("POST", "/v1/chat/completions", key, string(body), headers...)
 }
 
@@ -316,7 +303,7 @@ func TestStrangerAccess(t *testing.T) {
 			name := "offer " + strings.ReplaceAll(kind, ", ", " ")
 			name = strings.ReplaceAll(name, " ", "-")
 			for who, as := range outsiders { // the name is taken in advance
-				if _, own := index(b.own, who); own {
+				if slices.Contains(b.own, who) {
 					continue
 				}
 				h.chat(as[0], "mine first", append(as[1:], "X-Thread-Id", name)...)
@@ -328,7 +315,7 @@ func TestStrangerAccess(t *testing.T) {
 				t.Errorf("after the name was taken in advance the thread has %q", before)
 			}
 			for who, as := range outsiders {
-				if _, own := index(b.own, who); !own {
+				if !slices.Contains(b.own, who) {
 					h.checkStranger(who, as, th)
 				}
 			}
@@ -342,15 +329,6 @@ func TestStrangerAccess(t *testing.T) {
 			}
 		})
 	}
-}
-
-func index(all []string, one string) (int, bool) {
-	for i, s := range all {
-		if s == one {
-			return i, true
-		}
-	}
-	return -1, false
 }
 
 func (h *strangerTest) checkStranger(who string, as []string, th thread) {
@@ -394,7 +372,7 @@ func (h *strangerTest) checkStranger(who string, as []string, th thread) {
 // checkFlowAccess starts another flow and an external worker that try to write and read in the thread.
 func (h *strangerTest) checkFlowAccess(th thread, b threadStart) {
 	h.t.Helper()
-	if _, own := index(b.own, "flow"); own {
+	if slices.Contains(b.own, "flow") {
 		return // an admin opens it by starting a flow in it
 	}
 	const none = "th_00000000000000000000000000000000"
@@ -589,9 +567,7 @@ func TestThreadsOfEarlierRelease(t *testing.T) {
 func (h *strangerTest) holdLocks(statements ...string) (end func()) {
 	h.t.Helper()
 	conn, err := pgx.ConnectConfig(h.t.Context(), h.db.Config().ConnConfig.Copy())
-	if err != nil {
-		h.t.Fatal(err)
-	}
+	require.NoError(h.t, err)
 	h.t.Cleanup(func() { _ = conn.Close(context.WithoutCancel(h.t.Context())) })
 	for _, sql := range append([]string{"begin"}, statements...) {
 		pgtest.Exec(h.t, conn, sql)

@@ -13,6 +13,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
@@ -149,9 +150,7 @@ func TestOpenAPIOfWebhooks(t *testing.T) {
 			} `json:"responses"`
 		} `json:"paths"`
 	}
-	if err := json.Unmarshal([]byte(text), &document); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.Unmarshal([]byte(text), &document))
 	for answer, want := range map[[3]string]string{
 		{"/webhooks/{endpoint}", "post", "202"}:                "webhook_Receipt",
 		{"/webhooks/{endpoint}", "post", "200"}:                "webhook_Receipt",
@@ -169,18 +168,14 @@ func TestOpenAPIOfWebhooks(t *testing.T) {
 func call(t *testing.T, method, url, key, address string) int {
 	t.Helper()
 	req, err := http.NewRequestWithContext(t.Context(), method, url, strings.NewReader(`{"no such field": 1}`))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	req.Header.Set("Content-Type", "application/json")
 	req.Header.Set("X-Forwarded-For", address)
 	if key != "" {
 		req.Header.Set("Authorization", "Bearer "+key)
 	}
 	got, err := http.DefaultClient.Do(req)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer got.Body.Close()
 	if !strings.HasPrefix(got.Header.Get("Content-Type"), "text/event-stream") { // one of those does not end
 		if _, err := io.Copy(io.Discard, got.Body); err != nil {
@@ -196,9 +191,7 @@ func TestDocumentCommands(t *testing.T) {
 	dir := writeFolder(t, map[string]string{"orders.csv": "id,total\n1,9.50\n"})
 	contains(t, p.must("documents", "ls"), "no documents; agent documents add FILE")
 	var d documents.Document
-	if err := json.Unmarshal([]byte(p.must("documents", "add", filepath.Join(dir, "orders.csv"), "--json")), &d); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.Unmarshal([]byte(p.must("documents", "add", filepath.Join(dir, "orders.csv"), "--json")), &d))
 	contains(t, p.must("documents", "ls"), d.ID, "orders.csv", "text/csv", "16 B", "admin")
 	contains(t, p.must("documents", "show", d.ID), "orders.csv", "text/csv, 16 bytes, text", d.SHA256)
 	if got := p.must("documents", "get", d.ID); got != "id,total\n1,9.50\n" {
@@ -231,8 +224,6 @@ func TestDocumentCommands(t *testing.T) {
 	contains(t, p.must("activity", "audit"), "document "+d.ID, "add_document", "delete_document")
 	small := newProgram(t, pgtest.URL(t), "AGENT_DOCUMENT_MAX_BYTES=1024")
 	large := filepath.Join(dir, "large")
-	if err := os.WriteFile(large, make([]byte, 1025), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(large, make([]byte, 1025), 0o600))
 	contains(t, small.run("documents", "add", large).err, "at most 1024 bytes", "AGENT_DOCUMENT_MAX_BYTES")
 }

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/admission"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // reading is a server that reads bodies within limits and says what came of each.
@@ -48,9 +49,7 @@ func post(t *testing.T, url string, size int, chunked bool) {
 		body = io.MultiReader(body)
 	}
 	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, url, body)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if w, err := http.DefaultClient.Do(r); err == nil {
 		_ = w.Body.Close()
 	}
@@ -86,9 +85,7 @@ func TestALengthThatIsOnlyAnnouncedCountsNothing(t *testing.T) {
 	budget := admission.NewBytes(1 << 20)
 	url, got := reading(t, admission.Limits{Most: 1 << 20, Time: time.Minute, Budget: budget})
 	silent, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(url, "http://"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer silent.Close()
 	const header = "POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 1000000\r\n\r\n"
 	if _, err := io.WriteString(silent, header); err != nil {
@@ -184,13 +181,9 @@ func TestABodyIsWholeWhateverItsSize(t *testing.T) {
 				body = iotest.HalfReader(io.MultiReader(body))
 			}
 			r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, server.URL, body)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			w, err := http.DefaultClient.Do(r)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			got, err := io.ReadAll(w.Body)
 			_ = w.Body.Close()
 			if err != nil || w.StatusCode != http.StatusOK || !bytes.Equal(got, sent[:size]) {
@@ -209,9 +202,7 @@ func TestBodiesShareABudget(t *testing.T) {
 	budget := admission.New(1 << 20)
 	url, got := reading(t, admission.Limits{Most: 1 << 20, Time: time.Minute, Budget: budget})
 	hold, err := budget.Take(900_000)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for _, chunked := range []bool{false, true} {
 		post(t, url, 100_000, false)
 		if err := <-got; err != nil {
@@ -234,9 +225,7 @@ func TestABodyThatIsNotSentIsGivenUpEarly(t *testing.T) {
 	budget := admission.New(1 << 20)
 	url, got := reading(t, admission.Limits{Most: 1 << 20, Time: 20 * time.Second, Budget: budget})
 	c, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(url, "http://"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer c.Close()
 	began := time.Now()
 	if _, err := io.WriteString(c, "POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\nxxx"); err != nil {

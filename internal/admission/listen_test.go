@@ -9,15 +9,14 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/admission"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // served is an address at which at most so many connections are served, and what lets the requests to /slow end.
 func served(t *testing.T, most int) (address string, slow, end chan struct{}) {
 	t.Helper()
 	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	slow, end = make(chan struct{}, most), make(chan struct{})
 	server := &http.Server{
 		ConnContext: admission.ConnContext, ReadHeaderTimeout: time.Minute,
@@ -43,13 +42,9 @@ func served(t *testing.T, most int) (address string, slow, end chan struct{}) {
 func dial(t *testing.T, address string) (net.Conn, *bufio.Reader) {
 	t.Helper()
 	c, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", address)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = c.Close() })
-	if err := c.SetDeadline(time.Now().Add(90 * time.Second)); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, c.SetDeadline(time.Now().Add(90*time.Second)))
 	return c, bufio.NewReader(c)
 }
 
@@ -96,9 +91,7 @@ func TestIdleConnectionsMakeRoomForNewOnes(t *testing.T) {
 func TestASilentBodyMakesRoomForNewConnections(t *testing.T) {
 	t.Parallel()
 	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	got := make(chan error, 16)
 	server := &http.Server{
 		ConnContext: admission.ConnContext, ReadHeaderTimeout: time.Minute,
@@ -136,9 +129,7 @@ func TestASilentBodyMakesRoomForNewConnections(t *testing.T) {
 	}
 	for {
 		line, err := answer.ReadString('\n')
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if line == "HTTP/1.1 200 OK\r\n" {
 			return
 		}

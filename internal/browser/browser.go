@@ -27,6 +27,8 @@ import (
 	"github.com/chromedp/cdproto/runtime"
 	"github.com/chromedp/cdproto/target"
 	"github.com/chromedp/chromedp"
+
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // patience is how long a step may take before the test fails: machines that test are slow and shared.
@@ -224,9 +226,7 @@ func (p *Page) Screenshot(path string, whole bool) {
 	} else {
 		p.do("take a picture", chromedp.CaptureScreenshot(&picture))
 	}
-	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-		p.tb.Fatal(err)
-	}
+	require.NoError(p.tb, os.MkdirAll(filepath.Dir(path), 0o755))
 	if err := os.WriteFile(path, picture, 0o644); err != nil { // a picture for everybody
 		p.tb.Fatal(err)
 	}

@@ -10,6 +10,7 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/internal/chatwire"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 func answer() chatwire.Answer {
@@ -21,9 +22,7 @@ func answer() chatwire.Answer {
 
 func TestStreamHasTheFormStrictClientsInsistOn(t *testing.T) {
 	w := httptest.NewRecorder()
-	if err := chatwire.WriteStream(w, answer(), true); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, chatwire.WriteStream(w, answer(), true))
 	head := `data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":7,"model":"m","choices":[`
 	want := head + `{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}` + "\n\n" +
 		head + `{"index":0,"delta":{"content":"Hi"},"finish_reason":null}]}` + "\n\n" +
@@ -44,9 +43,7 @@ func TestStreamHasTheFormStrictClientsInsistOn(t *testing.T) {
 
 func TestStreamSendsUsageOnlyWhenAsked(t *testing.T) {
 	w := httptest.NewRecorder()
-	if err := chatwire.WriteStream(w, answer(), false); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, chatwire.WriteStream(w, answer(), false))
 	if strings.Contains(w.Body.String(), "usage") {
 		t.Errorf("usage was sent unasked:\n%s", w.Body)
 	}
@@ -55,9 +52,7 @@ func TestStreamSendsUsageOnlyWhenAsked(t *testing.T) {
 func TestFailureHasTheProtocolsShape(t *testing.T) {
 	w := httptest.NewRecorder()
 	f := chatwire.Failure{Message: "no such model", Type: "invalid_request_error", Code: "model_not_found"}
-	if err := chatwire.WriteFailure(w, http.StatusNotFound, f); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, chatwire.WriteFailure(w, http.StatusNotFound, f))
 	want := `{"error":{"message":"no such model","type":"invalid_request_error","param":null,"code":"model_not_found"}}` +
 		"\n"
 	if w.Code != http.StatusNotFound || w.Body.String() != want {

@@ -10,6 +10,7 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/internal/chatwire"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/ssetest"
 )
 
@@ -32,9 +33,7 @@ func FuzzStream(f *testing.F) {
 		s.Call(0, openai.ToolCall{ID: model, Function: openai.FunctionCall{Name: "f", Arguments: arguments}})
 		s.Finish(openai.FinishReasonStop)
 		s.Done()
-		if err := s.Err(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, s.Err())
 		said, called, ends := read(t, w.Body.String())
 		if ends != 1 {
 			t.Errorf("%q ends %d times", w.Body, ends)

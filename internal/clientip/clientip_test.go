@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/internal/clientip"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 var silent = slog.New(slog.DiscardHandler)
@@ -17,9 +18,7 @@ var silent = slog.New(slog.DiscardHandler)
 func parse(t *testing.T, items ...string) clientip.Trusted {
 	t.Helper()
 	trusted, err := clientip.Parse(items)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return trusted
 }
 

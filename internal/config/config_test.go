@@ -17,14 +17,14 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/lanekeeper/lanekeeper/internal/config"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 func load(t *testing.T, environ map[string]string) config.Config {
 	t.Helper()
 	c, err := config.Load(environ)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return c
 }
 
@@ -41,9 +41,7 @@ func problems(t *testing.T, err error) []string {
 func write(t *testing.T, text string) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "file")
-	if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testkit.WriteFile(t, path, text)
 	return path
 }
 
@@ -235,9 +233,7 @@ func TestUnknownVariables(t *testing.T) {
 	c, err := config.Load(map[string]string{
 		"AGENT_LISTN": "x", "AGENT_SELF_HEAL_RATE": "1", "AGENT_SOMETHING_ELSE": "1", "AGENT_EXTRA": "1", "PATH": "/bin", "AGENT_ADMIN_TOKEN_FILE": "",
 	}, "AGENT_EXTRA")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	want := []string{
 		"AGENT_LISTN is not a setting; did you mean AGENT_LISTEN?",
 		"AGENT_SELF_HEAL_RATE is not a setting; did you mean AGENT_SELFHEAL_RATE?",
@@ -327,9 +323,7 @@ func TestRequireReportsAllProblems(t *testing.T) {
 func TestSecretsAreHidden(t *testing.T) {
 	c := load(t, map[string]string{"DATABASE_URL": "postgres://u:hunter2@h/d", "AGENT_ADMIN_TOKEN": "hunter2"})
 	marshalled, err := json.Marshal(map[string]any{"s": c.AdminToken, "c": c.AdminToken})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var log bytes.Buffer
 	slog.New(slog.NewTextHandler(&log, nil)).InfoContext(t.Context(), "m", "s", c.AdminToken, "c", c)
 	all := fmt.Sprint(c.AdminToken, c) + fmt.Sprintf("%v %+v %#v %s %q %s %x", c, c, c, c.AdminToken, c.AdminToken, marshalled, c.AdminToken) + log.String()
@@ -345,9 +339,7 @@ func TestDotEnvNeverOverridesTheEnvironment(t *testing.T) {
 	path := write(t, "# comment\nAGENT_NAME=fromfile\nAGENT_MODEL=\"a model\"\nOPENAI_API_KEY=filekey\n")
 	environ := map[string]string{"AGENT_NAME": "real", "OPENAI_API_KEY_FILE": "/run/secret"}
 	file, err := config.LoadDotEnv(path, environ, isForeign)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	got := file.Environ
 	want := map[string]string{"AGENT_NAME": "real", "AGENT_MODEL": "a model", "OPENAI_API_KEY_FILE": "/run/secret"}
 	if diff := cmp.Diff(want, got); diff != "" {
@@ -462,9 +454,7 @@ func TestChatKeysAreDistinct(t *testing.T) {
 // docs/settings.md comes from the same table as the error lines.
 func TestSettingsPageIsComplete(t *testing.T) {
 	text, err := os.ReadFile("../../docs/settings.md")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for _, s := range config.Settings() {
 		value := s.Default
 		if value != "" {

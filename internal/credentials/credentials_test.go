@@ -11,6 +11,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 const (
@@ -202,9 +204,7 @@ func TestATextThatComesAgainIsOneTry(t *testing.T) {
 	t.Parallel()
 	s, r := newStand(), from(t, "192.0.2.1:99")
 	for i := range 100 { // two browsers behind one address
-		if err := s.JudgeText(r, Login, fmt.Sprint("old ", i%2), false); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, s.JudgeText(r, Login, fmt.Sprint("old ", i%2), false))
 	}
 	if err := s.JudgeText(r, Login, "new", true); err != nil {
 		t.Errorf("a right one after an old one: %v", err)

@@ -15,6 +15,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/lanekeeper/lanekeeper/internal/logging"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -25,9 +26,7 @@ func line(t *testing.T, log func(*slog.Logger)) map[string]any {
 	t.Helper()
 	var b bytes.Buffer
 	logger, err := logging.New(&b, "json", "debug")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	log(logger)
 	var out map[string]any
 	if err := json.Unmarshal(b.Bytes(), &out); err != nil {
@@ -98,9 +97,7 @@ func TestLinesOutsideARunSayNothing(t *testing.T) {
 func TestSiblingsShareNothing(t *testing.T) {
 	var b bytes.Buffer
 	logger, err := logging.New(&b, "text", "")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	parent := logger.With("a", 1).WithGroup("g").With("b", 2)
 	_, second := parent.With("c", 3), parent.With("d", 4)
 	parent.WithGroup("x")
@@ -141,9 +138,7 @@ func TestNoLineShowsASecret(t *testing.T) {
 			for _, format := range []string{"text", "json"} {
 				var b bytes.Buffer
 				logger, err := logging.New(&b, format, "info")
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 				log(logger)
 				if got := b.String(); strings.Contains(got, "hunter2") || !strings.Contains(got, "[redacted]") {
 					t.Errorf("%s: %s", format, got)
@@ -183,9 +178,7 @@ func TestNewListsWhatIsAllowed(t *testing.T) {
 func TestLevelIsRespected(t *testing.T) {
 	var b bytes.Buffer
 	logger, err := logging.New(&b, "TEXT", "WARN")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	logger.InfoContext(t.Context(), "quiet")
 	logger.WarnContext(t.Context(), "loud")
 	if got := b.String(); strings.Contains(got, "quiet") || !strings.Contains(got, "loud") {
@@ -201,9 +194,7 @@ func TestHandlerContract(t *testing.T) {
 		return logging.Handler(slog.NewJSONHandler(&b, nil))
 	}, func(t *testing.T) map[string]any {
 		var out map[string]any
-		if err := json.Unmarshal(b.Bytes(), &out); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, json.Unmarshal(b.Bytes(), &out))
 		return out
 	})
 }

@@ -13,6 +13,7 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // witness is a test that may fail without failing this one.
@@ -35,19 +36,13 @@ func (w *witness) end() {
 func post(ctx context.Context, t *testing.T, url, body string) (status int, header http.Header, text string) {
 	t.Helper()
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, url+"/chat/completions", strings.NewReader(body))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	req.Header.Set("Idempotency-Key", "k1")
 	resp, err := http.DefaultClient.Do(req)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer resp.Body.Close()
 	raw, err := io.ReadAll(resp.Body)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return resp.StatusCode, resp.Header, string(raw)
 }
 
@@ -139,9 +134,7 @@ func TestHangingReplyEndsWithTheTest(t *testing.T) {
 func TestModelsAreListed(t *testing.T) {
 	server := modeltest.New(t)
 	resp, err := http.Get(server.URL() + "/models")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer resp.Body.Close()
 	if line, err := bufio.NewReader(resp.Body).ReadString('\n'); err != nil || !strings.Contains(line, modeltest.Model) {
 		t.Errorf("models = %s (%v)", line, err)

@@ -15,6 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgbouncer"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
@@ -29,9 +30,7 @@ func pooler(t *testing.T, config pgbouncer.Config) (p *pgbouncer.Pooler, through
 	direct = pgtest.DirectURL(t, pgtest.EmptyURL(t))
 	config.Server = direct
 	p, err := pgbouncer.Start(t.Context(), config)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() {
 		if err := p.Stop(context.WithoutCancel(t.Context())); err != nil {
 			t.Error(err)
@@ -52,9 +51,7 @@ func open(t *testing.T, url string) *pgxpool.Pool {
 func connect(t *testing.T, url string) *pgx.Conn {
 	t.Helper()
 	conn, err := pgx.Connect(t.Context(), url)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = conn.Close(context.WithoutCancel(t.Context())) })
 	return conn
 }
@@ -62,9 +59,7 @@ func connect(t *testing.T, url string) *pgx.Conn {
 // pid is the process that serves the next transaction of conn.
 func pid(t *testing.T, conn postgres.DB) (pid int) {
 	t.Helper()
-	if err := conn.QueryRow(t.Context(), "select pg_backend_pid()", pgx.QueryExecModeExec).Scan(&pid); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, conn.QueryRow(t.Context(), "select pg_backend_pid()", pgx.QueryExecModeExec).Scan(&pid))
 	return pid
 }
 
@@ -76,9 +71,7 @@ func TestAServerConnectionIsLentForOneTransaction(t *testing.T) {
 		t.Errorf("two clients have the server connections %d and %d, want one", a, b)
 	}
 	tx, err := first.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	pid(t, tx)
 	// The only server connection is lent: the other client waits for it, and has it after the commit.
 	answered := make(chan error, 1)
@@ -88,9 +81,7 @@ func TestAServerConnectionIsLentForOneTransaction(t *testing.T) {
 		t.Errorf("another client was answered during the transaction: %v", err)
 	case <-time.After(200 * time.Millisecond):
 	}
-	if err := tx.Commit(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tx.Commit(t.Context()))
 	select {
 	case err := <-answered:
 		if err != nil {
@@ -148,9 +139,7 @@ func TestACancelledStatementIsCancelledBehindThePooler(t *testing.T) {
 	}()
 	sleeping := func() (n int) {
 		const asleep = `select count(*) from pg_stat_activity where datname = current_database() and wait_event = 'PgSleep'`
-		if err := watching.QueryRow(t.Context(), asleep).Scan(&n); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, watching.QueryRow(t.Context(), asleep).Scan(&n))
 		return n
 	}
 	pgtest.Eventually(t, soon, func() bool { return sleeping() == 1 }, "the statement runs")
@@ -200,9 +189,7 @@ func TestItSaysWhyItDoesNotStart(t *testing.T) {
 		t.Errorf("error %v", err)
 	}
 	dir, err := os.MkdirTemp("", "lk-pgbouncer-test-") //nolint:usetesting // the test's own folder is closed to the user that it runs as
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() {
 		if err := os.RemoveAll(dir); err != nil {
 			t.Error(err)
@@ -219,13 +206,9 @@ func TestItSaysWhyItDoesNotStart(t *testing.T) {
 	} {
 		path := filepath.Join(dir, name)
 		if c.script != "" {
-			if err := os.WriteFile(path, []byte("#!/bin/sh\n"+c.script+"\n"), 0o755); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, os.WriteFile(path, []byte("#!/bin/sh\n"+c.script+"\n"), 0o755))
 		}
-		if err := os.Chmod(dir, 0o755); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.Chmod(dir, 0o755))
 		t.Setenv("AGENT_TEST_PGBOUNCER", path)
 		if _, err := pgbouncer.Start(ctx, pgbouncer.Config{Server: direct}); err == nil ||
 			!strings.Contains(err.Error(), c.want) {
@@ -238,24 +221,16 @@ func TestStopLeavesNothing(t *testing.T) {
 	t.Parallel()
 	direct := pgtest.DirectURL(t, pgtest.EmptyURL(t))
 	p, err := pgbouncer.Start(t.Context(), pgbouncer.Config{Server: direct})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	through, err := p.URL(direct)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	conn := connect(t, through)
 	if !strings.Contains(p.Log(), "process up") {
 		t.Errorf("its log does not say that it is up:\n%s", p.Log())
 	}
 	config, err := pgx.ParseConfig(through)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := p.Stop(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
+	require.NoError(t, p.Stop(t.Context()))
 	if err := conn.Ping(t.Context()); err == nil {
 		t.Error("a client is still connected")
 	}

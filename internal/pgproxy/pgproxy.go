@@ -14,6 +14,8 @@ import (
 	"testing"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // Link carries what goes over one connection: each function is called once, in a goroutine of its own, and returns
@@ -40,13 +42,9 @@ type Proxy struct {
 func Listen(tb testing.TB, target string, link func(client, server net.Conn) Link) *Proxy {
 	tb.Helper()
 	config, err := pgx.ParseConfig(target)
-	if err != nil {
-		tb.Fatal(err)
-	}
+	require.NoError(tb, err)
 	listener, err := (&net.ListenConfig{}).Listen(tb.Context(), "tcp", "127.0.0.1:0")
-	if err != nil {
-		tb.Fatal(err)
-	}
+	require.NoError(tb, err)
 	p := &Proxy{listener: listener, target: config, link: link, conns: map[net.Conn]struct{}{}}
 	p.group.Go(p.accept)
 	tb.Cleanup(p.Close)

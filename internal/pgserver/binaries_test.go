@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // environment is a getenv of the given variables and no others.
@@ -23,9 +24,7 @@ func pretend(t *testing.T, version string) string {
 	dir := t.TempDir()
 	script := "#!/bin/sh\necho 'postgres (PostgreSQL) " + version + " (Test)'\n"
 	for _, name := range []string{"postgres", "initdb"} {
-		if err := os.WriteFile(filepath.Join(dir, name), []byte(script), 0o755); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.WriteFile(filepath.Join(dir, name), []byte(script), 0o755))
 	}
 	return dir
 }
@@ -33,9 +32,7 @@ func pretend(t *testing.T, version string) string {
 func TestGivenBinariesAreTheOnlyOnes(t *testing.T) {
 	good := pretend(t, "16.9")
 	prefix := t.TempDir()
-	if err := os.Symlink(good, filepath.Join(prefix, "bin")); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.Symlink(good, filepath.Join(prefix, "bin")))
 	for name, test := range map[string]struct {
 		dir  string
 		want string // a version, or what the error says
@@ -60,13 +57,9 @@ func TestGivenBinariesAreTheOnlyOnes(t *testing.T) {
 func TestBinariesOnThePathAreFoundThroughLinks(t *testing.T) {
 	links := t.TempDir()
 	newest := pretend(t, "18.99")
-	if err := os.Symlink(filepath.Join(newest, "postgres"), filepath.Join(links, "postgres")); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.Symlink(filepath.Join(newest, "postgres"), filepath.Join(links, "postgres")))
 	bin, err := pgserver.FindBinaries(environment(map[string]string{"PATH": "/nowhere:" + links}))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if bin.Major != 18 || bin.Version != "18.99" && !strings.HasPrefix(bin.Dir, "/usr/") {
 		t.Errorf("found %+v, want the newest, in %s", bin, newest)
 	}

@@ -12,6 +12,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // archive writes an npm archive of the given files and returns its path and hash.
@@ -22,22 +24,16 @@ func archive(t *testing.T, files map[string]string) (path, integrity string) {
 	w := tar.NewWriter(gz)
 	for name, content := range files {
 		header := &tar.Header{Name: name, Typeflag: tar.TypeReg, Mode: 0o644, Size: int64(len(content))}
-		if err := w.WriteHeader(header); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, w.WriteHeader(header))
 		if _, err := w.Write([]byte(content)); err != nil {
 			t.Fatal(err)
 		}
 	}
 	for _, c := range []interface{ Close() error }{w, gz} {
-		if err := c.Close(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, c.Close())
 	}
 	path = filepath.Join(t.TempDir(), "bundle.tgz")
-	if err := os.WriteFile(path, packed.Bytes(), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(path, packed.Bytes(), 0o600))
 	sum := sha512.Sum512(packed.Bytes())
 	return path, base64.StdEncoding.EncodeToString(sum[:])
 }
@@ -52,9 +48,7 @@ func TestBundleIsUnpackedWithItsLinks(t *testing.T) {
 		"package/native/share/postgres.md": "text",
 	})
 	into := filepath.Join(t.TempDir(), "out")
-	if err := unpackBundle(path, into, integrity); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, unpackBundle(path, into, integrity))
 	if got, err := os.ReadFile(filepath.Join(into, "lib", "libx.so")); err != nil || string(got) != "library" {
 		t.Errorf("the link leads to %q, %v", got, err)
 	}
@@ -87,9 +81,7 @@ func TestBundleCannotWriteOutside(t *testing.T) {
 		if err := unpackBundle(path, filepath.Join(dir, "a", "out"), integrity); err == nil {
 			t.Errorf("%s: unpacked", name)
 		}
-		if err := os.Mkdir(filepath.Join(dir, "b"), 0o700); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.Mkdir(filepath.Join(dir, "b"), 0o700))
 		err := unpackBundle(path, filepath.Join(dir, "b", "out"), integrity)
 		if _, statErr := os.Lstat(filepath.Join(dir, "evil")); err == nil || statErr == nil {
 			t.Errorf("%s: unpacked with %v, outside file: %v", name, err, statErr)

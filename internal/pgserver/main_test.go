@@ -21,6 +21,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 const (
@@ -94,25 +95,17 @@ func launchUser(t *testing.T, binary string, credential *syscall.Credential, con
 		Dir                string
 		Ephemeral, Durable bool
 	}{config.Dir, config.Ephemeral, config.Durable})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	cmd := exec.Command(binary, userArg, string(arg))
 	cmd.Stderr = os.Stderr
 	cmd.Dir = "/"
 	cmd.Env = []string{"PATH=" + os.Getenv("PATH"), "AGENT_PG_BIN=" + os.Getenv("AGENT_PG_BIN")}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: credential}
 	input, err := cmd.StdinPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	out, err := cmd.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
+	require.NoError(t, cmd.Start())
 	p := &userProcess{t: t, cmd: cmd, input: input, out: out}
 	t.Cleanup(p.kill)
 	return p
@@ -122,12 +115,8 @@ func launchUser(t *testing.T, binary string, credential *syscall.Credential, con
 func (p *userProcess) hear() {
 	p.t.Helper()
 	line, err := bufio.NewReader(p.out).ReadBytes('\n')
-	if err != nil {
-		p.t.Fatal(err)
-	}
-	if err := json.Unmarshal(line, &p.started); err != nil {
-		p.t.Fatal(err)
-	}
+	require.NoError(p.t, err)
+	require.NoError(p.t, json.Unmarshal(line, &p.started))
 }
 
 func (p *userProcess) mustHear() {
@@ -160,12 +149,8 @@ func (p *userProcess) leave() {
 func folder(t *testing.T) string {
 	t.Helper()
 	dir, err := os.MkdirTemp("/tmp", "lk-") //nolint:usetesting // t.TempDir is long, and closed to other users
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := os.Chmod(dir, 0o755); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
+	require.NoError(t, os.Chmod(dir, 0o755))
 	t.Cleanup(func() {
 		eventually(t, "no server works below "+dir, func() bool { return len(servers(t, dir)) == 0 })
 		logs, err := filepath.Glob(dir + "/*/postgres.log")
@@ -190,27 +175,21 @@ func copyBinary(t *testing.T, name string) string {
 	if out, err := exec.Command("cp", self(t), path).CombinedOutput(); err != nil {
 		t.Fatalf("cp: %v: %s", err, out)
 	}
-	if err := os.Chmod(path, 0o755); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.Chmod(path, 0o755))
 	return path
 }
 
 func self(t *testing.T) string {
 	t.Helper()
 	path, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return path
 }
 
 func start(t *testing.T, config pgserver.Config) *pgserver.Server {
 	t.Helper()
 	s, err := pgserver.Start(t.Context(), config)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { stop(t, s) })
 	return s
 }
@@ -226,9 +205,7 @@ func stop(t *testing.T, s *pgserver.Server) {
 func query(t *testing.T, url, sql string) string {
 	t.Helper()
 	conn, err := pgx.Connect(t.Context(), url)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer conn.Close(background())
 	var value string
 	if err := conn.QueryRow(t.Context(), sql).Scan(&value); err != nil && !errors.Is(err, pgx.ErrNoRows) {
@@ -253,9 +230,7 @@ func servers(t *testing.T, dir string) []int {
 			continue
 		}
 		pid, err := strconv.Atoi(filepath.Base(filepath.Dir(line)))
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		pids = append(pids, pid)
 	}
 	return pids
@@ -265,9 +240,7 @@ func servers(t *testing.T, dir string) []int {
 func statOf(t *testing.T, pid int) []string {
 	t.Helper()
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	_, after, _ := strings.Cut(string(text), ") ")
 	return strings.Fields(after)
 }
@@ -275,9 +248,7 @@ func statOf(t *testing.T, pid int) []string {
 func parentOf(t *testing.T, pid int) int {
 	t.Helper()
 	parent, err := strconv.Atoi(statOf(t, pid)[1])
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return parent
 }
 

@@ -19,6 +19,8 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 func TestDataIsKeptBetweenStarts(t *testing.T) {
@@ -185,9 +187,7 @@ func TestStalePidFileIsNotInTheWay(t *testing.T) {
 	data := filepath.Join(first.Dir(), "data")
 	file := filepath.Join(data, "postmaster.pid")
 	running, err := os.ReadFile(file)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	stop(t, first)
 	_, rest, _ := strings.Cut(string(running), "\n")
 	alive := sleeper(t, first.Dir(), "sleep", "60")
@@ -199,9 +199,7 @@ func TestStalePidFileIsNotInTheWay(t *testing.T) {
 		fmt.Sprintf("%d\n%s", zombie, rest),
 		fmt.Sprintf("%d\n%s", 1<<22-3, rest),
 	} {
-		if err := os.WriteFile(file, []byte(content), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		testkit.WriteFile(t, file, content)
 		chownLike(t, file, data)
 		s, err := pgserver.Start(t.Context(), config)
 		if err != nil {
@@ -224,9 +222,7 @@ func sleeper(t *testing.T, dir string, command ...string) int {
 		uid, gid := owner(t, dir)
 		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: uid, Gid: gid}}
 	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, cmd.Start())
 	t.Cleanup(func() {
 		if err := cmd.Process.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
 			t.Error(err)
@@ -239,9 +235,7 @@ func sleeper(t *testing.T, dir string, command ...string) int {
 func owner(t *testing.T, path string) (uid, gid uint32) {
 	t.Helper()
 	info, err := os.Lstat(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	stat := info.Sys().(*syscall.Stat_t)
 	return stat.Uid, stat.Gid
 }
@@ -249,9 +243,7 @@ func owner(t *testing.T, path string) (uid, gid uint32) {
 func chownLike(t *testing.T, path, like string) {
 	t.Helper()
 	uid, gid := owner(t, like)
-	if err := os.Chown(path, int(uid), int(gid)); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.Chown(path, int(uid), int(gid)))
 }
 
 func TestLongPath(t *testing.T) {
@@ -307,9 +299,7 @@ func TestDataOfAnotherVersion(t *testing.T) {
 	s := start(t, config)
 	stop(t, s)
 	version := filepath.Join(s.Dir(), "data", "PG_VERSION")
-	if err := os.WriteFile(version, []byte("13\n"), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testkit.WriteFile(t, version, "13\n")
 	_, err := pgserver.Start(t.Context(), config)
 	if err == nil || !strings.Contains(err.Error(), "PostgreSQL 13") || !strings.Contains(err.Error(), "pg_dumpall") {
 		t.Errorf("data of version 13: error %v", err)
@@ -320,17 +310,13 @@ func TestDataOfAnotherVersionStaysBeside(t *testing.T) {
 	t.Parallel()
 	dir := folder(t)
 	bin, err := pgserver.FindBinaries(os.Getenv)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	other := 14
 	if bin.Major == other {
 		other = 16
 	}
 	beside := filepath.Join(dir, strconv.Itoa(other), "data")
-	if err := os.MkdirAll(beside, 0o700); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.MkdirAll(beside, 0o700))
 	var told []string
 	config := pgserver.Config{Dir: dir, BinDir: bin.Dir, Progress: func(line string) { told = append(told, line) }}
 	s := start(t, config)
@@ -362,13 +348,9 @@ func nobody(t *testing.T) *syscall.Credential {
 		t.Skipf("needs the user nobody: %v", err)
 	}
 	uid, err := strconv.ParseUint(u.Uid, 10, 32)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	gid, err := strconv.ParseUint(u.Gid, 10, 32)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return &syscall.Credential{Uid: uint32(uid), Gid: uint32(gid)}
 }
 
@@ -376,9 +358,7 @@ func TestAsNormalUserAndThenAsRoot(t *testing.T) {
 	t.Parallel()
 	credential := nobody(t)
 	dir := folder(t)
-	if err := os.Chown(dir, int(credential.Uid), int(credential.Gid)); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.Chown(dir, int(credential.Uid), int(credential.Gid)))
 	binary := copyBinary(t, "user")
 	config := pgserver.Config{Dir: filepath.Join(dir, ".agent", "pg"), Durable: true}
 	for range 2 {
@@ -413,13 +393,9 @@ func TestRootInAClosedFolderGoesElsewhere(t *testing.T) {
 	t.Parallel()
 	nobody(t)
 	closed := filepath.Join(folder(t), "closed")
-	if err := os.Mkdir(closed, 0o700); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.Mkdir(closed, 0o700))
 	link := filepath.Join(folder(t), "link") // the way in looks open
-	if err := os.Symlink(closed, link); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.Symlink(closed, link))
 	var told []string
 	config := pgserver.Config{
 		Dir: filepath.Join(link, "project", ".agent", "pg"), Durable: true,
@@ -435,9 +411,7 @@ func TestRootInAClosedFolderGoesElsewhere(t *testing.T) {
 	query(t, first.URL(), "create table kept as select 'yes'::text as answer")
 	stop(t, first)
 	pointer, err := os.ReadFile(filepath.Join(config.Dir, "LOCATION"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if strings.TrimSpace(string(pointer)) != base || !strings.HasPrefix(filepath.Base(base), "project-") {
 		t.Errorf("LOCATION says %q, the files are in %s", pointer, base)
 	}
@@ -459,9 +433,7 @@ func TestTheOwnerIsNoSuperuser(t *testing.T) {
 	run := func(url, sql string) {
 		t.Helper()
 		conn, err := pgx.Connect(t.Context(), url)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		defer func() { _ = conn.Close(context.WithoutCancel(t.Context())) }()
 		if _, err := conn.Exec(t.Context(), sql); err != nil {
 			t.Error(err)

@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -75,9 +76,7 @@ func TestErrorsOfTheHouseHaveTheirStatus(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			w, _ := write(t, problem.Write, test.err, "")
 			var p problem.Problem
-			if err := json.Unmarshal(w.Body.Bytes(), &p); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, json.Unmarshal(w.Body.Bytes(), &p))
 			if w.Code != test.status || p.Status != test.status || p.Type != test.kind || p.Title == "" || p.Detail == "" {
 				t.Errorf("answer is %d %+v", w.Code, p)
 			}
@@ -135,9 +134,7 @@ func TestOpenAIsFormat(t *testing.T) {
 			var got struct {
 				Error map[string]any
 			}
-			if err := json.Unmarshal(w.Body.Bytes(), &got); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, json.Unmarshal(w.Body.Bytes(), &got))
 			want := map[string]any{"message": got.Error["message"], "type": test.kind, "param": nil, "code": test.code}
 			if diff := cmp.Diff(want, got.Error); diff != "" || got.Error["message"] == "" {
 				t.Error(diff)

@@ -14,6 +14,8 @@ import (
 
 	"github.com/BurntSushi/toml"
 	"github.com/google/go-cmp/cmp"
+
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 var update = flag.Bool("update", false, "write gitleaks/rules.json")
@@ -189,14 +191,10 @@ func TestGitleaksRulesAreTakenOrLeftOutByName(t *testing.T) {
 	}
 	source := encodeRules(t, want, not)
 	if *update {
-		if err := os.WriteFile("gitleaks/rules.json", source, 0o644); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.WriteFile("gitleaks/rules.json", source, 0o644))
 	}
 	have, err := os.ReadFile("gitleaks/rules.json")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if diff := cmp.Diff(string(source), string(have)); diff != "" {
 		t.Errorf("rules.json does not agree with gitleaks.toml; run this test with -update (-want +got):\n%s", diff)
 	}
@@ -210,9 +208,7 @@ func encodeRules(t *testing.T, kept []rule, leftOut map[string][]string) []byte 
 	lines.SetEscapeHTML(false)
 	encode := func(before string, v any, after string) {
 		b.WriteString(before)
-		if err := lines.Encode(v); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, lines.Encode(v))
 		b.Truncate(b.Len() - 1) // the encoder's newline
 		b.WriteString(after)
 	}
@@ -273,9 +269,7 @@ func TestEveryRuleFindsItsShape(t *testing.T) {
 func example(t *testing.T, r *rule, seed uint64) string {
 	t.Helper()
 	tree, err := syntax.Parse(r.pattern, syntax.Perl)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	matcher := regexp.MustCompile(`\A(?:` + r.pattern + `)`)
 	for try := range uint64(1000) {
 		g := generator{state: seed*1000 + try + 1}

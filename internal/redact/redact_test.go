@@ -13,6 +13,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/lanekeeper/lanekeeper/internal/redact"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 const jwt = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.s5GmHq1wCkzTlUS0S9xyPg"
@@ -160,9 +161,7 @@ func TestWhatCannotBeMarshalledIsDescribed(t *testing.T) {
 				Type  string `json:"_unstorable"`
 				Error string `json:"_error"`
 			}
-			if err := json.Unmarshal(redact.JSON(v, 0), &got); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, json.Unmarshal(redact.JSON(v, 0), &got))
 			if got.Type != fmt.Sprintf("%T", v) || got.Error == "" || strings.Contains(got.Error, "sk-a") {
 				t.Errorf("got %+v", got)
 			}
@@ -197,9 +196,7 @@ func TestLongStringsAreCutFirst(t *testing.T) {
 		Status int
 		Body   string
 	}
-	if err := json.Unmarshal(got, &out); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.Unmarshal(got, &out))
 	kept, mark, _ := strings.Cut(out.Body, "…")
 	if want := fmt.Sprintf("[cut %d bytes]", 10000-len(kept)); mark != want || out.Status != 200 || len(kept) < 300 {
 		t.Errorf("kept %d bytes with mark %q, want %q", len(kept), mark, want)
@@ -213,9 +210,7 @@ func TestWhatIsStillTooLargeBecomesAPreview(t *testing.T) {
 		Bytes     int    `json:"_bytes"`
 		Preview   string `json:"_preview"`
 	}
-	if err := json.Unmarshal(got, &out); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.Unmarshal(got, &out))
 	if !out.Truncated || out.Bytes != 10001 || !strings.HasPrefix(out.Preview, "[0,0,0") || len(got) > 200 {
 		t.Errorf("got %s", got)
 	}
@@ -238,9 +233,7 @@ func TestVeryDeepAndVeryLong(t *testing.T) {
 	nested := `"sk-abcdefghijklmnop"`
 	for range 12 {
 		b, err := json.Marshal(nested)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		nested = string(b)
 	}
 	for name, in := range map[string]string{"deep": deep, "long": long, "nested strings": nested} {

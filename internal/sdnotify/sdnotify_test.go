@@ -9,6 +9,7 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/sdnotify"
 )
 
@@ -16,9 +17,7 @@ import (
 func manager(t *testing.T, name string) (read func() string) {
 	t.Helper()
 	conn, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: name, Net: "unixgram"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = conn.Close() })
 	return func() string {
 		buf := make([]byte, 100)
@@ -39,9 +38,7 @@ func TestTheManagerIsTold(t *testing.T) {
 	read := manager(t, socket)
 	m := sdnotify.New(env(map[string]string{"NOTIFY_SOCKET": socket}))
 	for _, state := range []string{sdnotify.Ready, sdnotify.Stopping} {
-		if err := m.Tell(state); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, m.Tell(state))
 		if got := read(); got != state {
 			t.Errorf("the manager heard %q, want %q", got, state)
 		}

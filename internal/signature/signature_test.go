@@ -16,6 +16,7 @@ import (
 	standardwebhooks "github.com/standard-webhooks/standard-webhooks/libraries/go"
 	stripe "github.com/stripe/stripe-go/v85/webhook"
 
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/signature"
 )
 
@@ -41,13 +42,9 @@ func header(pairs ...string) http.Header {
 func standard(t *testing.T, secret, id string, at time.Time, payload []byte) http.Header {
 	t.Helper()
 	wh, err := standardwebhooks.NewWebhook(secret)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	signed, err := wh.Sign(id, at, payload)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return header("webhook-id", id, "webhook-timestamp", fmt.Sprint(at.Unix()), "webhook-signature", signed)
 }
 
@@ -146,13 +143,9 @@ func TestTheOfficialLibrariesSignaturesVerify(t *testing.T) {
 func TestOurSignaturesSatisfyTheOfficialLibrary(t *testing.T) {
 	t.Parallel()
 	wh, err := standardwebhooks.NewWebhook(whsec)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	h, err := signature.Sign([]string{other, whsec}, "msg_2", time.Now(), body)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if err := wh.Verify(body, h); err != nil {
 		t.Error(err)
 	}
@@ -170,14 +163,10 @@ func TestOurSignaturesSatisfyTheOfficialLibrary(t *testing.T) {
 func TestAsymmetricSignatures(t *testing.T) {
 	t.Parallel()
 	public, private, err := ed25519.GenerateKey(nil)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	sk, pk := "whsk_"+base64.StdEncoding.EncodeToString(private), "whpk_"+base64.StdEncoding.EncodeToString(public)
 	h, err := signature.Sign([]string{sk}, "msg_3", now, body)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	v := signature.Verifier{Scheme: signature.Standard, Secrets: []string{whsec, pk}}
 	if err := v.Verify(h, body, now); err != nil {
 		t.Error(err)
@@ -309,9 +298,7 @@ func FuzzVerify(f *testing.F) {
 	f.Add("", "t=1700000000,v1=00", "sha256=00", []byte{0xff})
 	f.Add("x", "9223372036854775807", "Bearer x", []byte(nil))
 	public, _, err := ed25519.GenerateKey(nil)
-	if err != nil {
-		f.Fatal(err)
-	}
+	require.NoError(f, err)
 	f.Fuzz(func(t *testing.T, a, b, c string, payload []byte) {
 		h := http.Header{}
 		for i, name := range []string{

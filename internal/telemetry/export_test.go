@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/telemetry"
 	"github.com/lanekeeper/lanekeeper/internal/telemetry/otlptest"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -38,9 +39,7 @@ func (s *scene) export(more ...string) (stop func()) {
 		environ[name] = value
 	}
 	settings, err := telemetry.Load(environ)
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, err)
 	e := telemetry.NewExporter(s.db, settings, "test", telemetry.NewMetrics("test", nil), slog.New(slog.DiscardHandler))
 	ctx, cancel := context.WithCancel(s.t.Context())
 	done := make(chan struct{})
@@ -149,9 +148,7 @@ func TestWhatCommitsLateIsSent(t *testing.T) {
 	s := newScene(t)
 	id := trace.New(trace.Operate)
 	tx, err := s.db.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
 	pgtest.Exec(t, tx, `insert into agent_activity (trace_id, skill_name, finished_at) values ($1, 'late', clock_timestamp())`, string(id))
 	s.note(id, nil, "soon")
@@ -167,9 +164,7 @@ func TestWhatCommitsLateIsSent(t *testing.T) {
 	if got := s.receiver.Trace(""); len(got) != 0 {
 		t.Errorf("%q were sent while an older transaction was under way", names(got))
 	}
-	if err := tx.Commit(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tx.Commit(t.Context()))
 	pgtest.Eventually(t, time.Minute, func() bool { return len(s.receiver.Trace("")) == 2 }, "both are sent")
 }
 
@@ -255,9 +250,7 @@ func TestAnEndThatIsWrittenSlowlyIsSent(t *testing.T) {
 		end $$;
 		create trigger write_slowly before insert on agent_checkpoints for each row execute function write_slowly()`)
 	tx, err := s.db.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
 	pgtest.Exec(t, tx, `select pg_advisory_xact_lock(1, 2)`)
 	ended := make(chan error, 1)
@@ -272,12 +265,8 @@ func TestAnEndThatIsWrittenSlowlyIsSent(t *testing.T) {
 	stop := s.export()
 	s.note(trace.New(trace.Flow), nil, "later")
 	pgtest.Eventually(t, time.Minute, func() bool { return len(s.receiver.Trace("")) == 1 }, "the exporter has passed")
-	if err := tx.Commit(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if err := <-ended; err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tx.Commit(t.Context()))
+	require.NoError(t, <-ended)
 	stop()
 	if got := names(s.receiver.Trace("")); !cmp.Equal(got, []string{"execute_tool later", "invoke_workflow slow"}) {
 		t.Errorf("sent %q", got)

@@ -9,6 +9,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
 
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/telemetry"
 )
 
@@ -103,9 +104,7 @@ func TestLoad(t *testing.T) {
 // TestTheVariablesAreDocumented in docs/settings.md, as Variables has them.
 func TestTheVariablesAreDocumented(t *testing.T) {
 	text, err := os.ReadFile("../../docs/settings.md")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for _, v := range telemetry.Variables() {
 		if row := "| `" + v[0] + "` | " + v[1] + " |"; !strings.Contains(string(text), row) {
 			t.Errorf("docs/settings.md has not the row\n%s", row)

@@ -12,6 +12,7 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"strings"
 	"testing"
 	"time"
@@ -19,6 +20,12 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
+
+// WriteFile writes a file that only its owner may read.
+func WriteFile(tb testing.TB, path, text string) {
+	tb.Helper()
+	require.NoError(tb, os.WriteFile(path, []byte(text), 0o600))
+}
 
 // Serve starts a server for the time of a test and returns its URL. At the end it breaks connections that are open.
 func Serve(tb testing.TB, handler http.Handler) (url string) {

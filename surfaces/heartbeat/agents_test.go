@@ -14,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
@@ -31,9 +32,7 @@ func (w *testHeartbeat) declare(t *testing.T, list ...agents.Definition) []agent
 			t.Fatal(err)
 		}
 		a, err := w.beat.Loop.Agents.Find(t.Context(), w.pool, d.Name)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		all = append(all, a)
 	}
 	return all
@@ -113,9 +112,7 @@ func TestHealReportIsDataForModel(t *testing.T) {
 func (w *testHeartbeat) sync(t *testing.T, d *agents.Directory, server bool) {
 	t.Helper()
 	err := postgres.InTx(t.Context(), w.pool, func(tx pgx.Tx) error { return heartbeat.Sync(t.Context(), tx, d, server) })
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 }
 
 // A server that starts during an apply must not remove the schedule it cannot see yet.
@@ -124,13 +121,9 @@ func TestServerStartWaitsForApply(t *testing.T) {
 	w := newTestHeartbeat(t)
 	d := &agents.Directory{Settings: agents.Settings{Name: "house", HeartbeatCron: "*/30 * * * *"}}
 	apply, err := w.pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer func() { _ = apply.Rollback(context.WithoutCancel(t.Context())) }()
-	if err := workspace.Lock(t.Context(), apply); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, workspace.Lock(t.Context(), apply))
 	var group errgroup.Group
 	group.Go(func() error {
 		return postgres.InTx(t.Context(), w.pool, func(tx pgx.Tx) error { return heartbeat.Sync(t.Context(), tx, d, true) })
@@ -144,15 +137,9 @@ func TestServerStartWaitsForApply(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if err := heartbeat.Sync(t.Context(), apply, d, false); err != nil {
-		t.Fatal(err)
-	}
-	if err := apply.Commit(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if err := group.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, heartbeat.Sync(t.Context(), apply, d, false))
+	require.NoError(t, apply.Commit(t.Context()))
+	require.NoError(t, group.Wait())
 	names := pgtest.Value[string](t, w.pool, `select string_agg(name || ' ' || agent, ', ' order by name) from agent_schedules`)
 	if names != "heartbeat sales, heartbeat:billing billing" {
 		t.Errorf("the schedules are %s", names)

@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
@@ -95,9 +96,7 @@ func (w *testHeartbeat) loseProcess(t *testing.T, came, wake chan struct{}) exec
 	w.engine(t, true)
 	x := w.waitStatus(t, pgtest.Value[string](t, w.pool, `select id::text from agent_executions`), executions.Completed)
 	close(wake)
-	if err := first.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, first.Wait())
 	return x
 }
 
@@ -159,9 +158,7 @@ func TestCancelledHeartbeatRetriesAutomation(t *testing.T) {
 		values ('hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'heartbeat', 'heartbeat', 'running') returning id::text`)
 	pgtest.Exec(t, w.pool, `update agent_executions set status = 'cancelled' where id = $1`, lost)
 	a, err := automations.Get(t.Context(), w.pool, "often")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if _, ok, err := automations.Claim(t.Context(), w.pool, a.ID, *a.NextRunAt, lost, ""); !ok || err != nil {
 		t.Fatal(ok, err)
 	}

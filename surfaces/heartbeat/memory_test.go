@@ -11,6 +11,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -41,9 +42,7 @@ func (w *testHeartbeat) storeMemory(t *testing.T, value string) {
 func (w *testHeartbeat) contact(t *testing.T) memory.Entry {
 	t.Helper()
 	e, err := memory.Shared.Get(t.Context(), w.pool, "observation", "contact")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return e
 }
 

@@ -21,6 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/models"
@@ -81,13 +82,9 @@ func newTestHeartbeat(t *testing.T) *testHeartbeat {
 		BaseURL: w.model.URL(), Model: "gpt-4o-mini", Logger: slog.New(slog.DiscardHandler),
 		Retry: models.Retry{Attempts: 2, Base: time.Millisecond, MaxWait: time.Second},
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	registry, err := skills.New(skills.Options{Builtins: w.builtins, Pool: w.pool})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	w.beat = &heartbeat.Heartbeat{
 		Pool: w.pool, Heal: selfheal.Default(), Logger: slog.New(slog.DiscardHandler),
 		Loop: &reason.Loop{
@@ -175,13 +172,9 @@ func (w *testHeartbeat) addObjective(t *testing.T, d objectives.Definition) (o o
 		t.Fatal(err)
 	}
 	o, err := objectives.Get(t.Context(), w.pool, d.Name)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	all, err := objectives.Steps(t.Context(), w.pool, o.ID)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for _, s := range all {
 		steps = append(steps, s.ID)
 	}
@@ -193,13 +186,9 @@ func (w *testHeartbeat) engine(t *testing.T, running bool) *executions.Engine {
 	t.Helper()
 	keeper := lanes.NewKeeper(w.pool, lanes.Options{})
 	e, err := executions.New(w.pool, executions.Options{Keeper: keeper, SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	beat := *w.beat
-	if err := beat.Register(e); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, beat.Register(e))
 	if !running {
 		return e
 	}
@@ -220,9 +209,7 @@ func (w *testHeartbeat) engine(t *testing.T, running bool) *executions.Engine {
 func (w *testHeartbeat) run(t *testing.T) (executions.Execution, heartbeat.Summary) {
 	t.Helper()
 	x, err := w.engine(t, false).RunSync(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return x, summary(t, x)
 }
 
@@ -239,9 +226,7 @@ func (w *testHeartbeat) runCompleted(t *testing.T) (executions.Execution, heartb
 func summary(t *testing.T, x executions.Execution) (s heartbeat.Summary) {
 	t.Helper()
 	if len(x.Result) > 0 {
-		if err := json.Unmarshal(x.Result, &s); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, json.Unmarshal(x.Result, &s))
 	}
 	return s
 }
@@ -265,9 +250,7 @@ func (w *testHeartbeat) traceLines(t *testing.T, traceID string) (lines []string
 		FROM agent_activity
 		WHERE conversation_id = @trace_id
 		ORDER BY created_at`, postgres.Strict{"trace_id": traceID})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	type line struct {
 		SkillName, Status string
 		DurationMS        *int64
@@ -275,9 +258,7 @@ func (w *testHeartbeat) traceLines(t *testing.T, traceID string) (lines []string
 		CreatedAt         time.Time
 	}
 	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[line])
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for _, l := range got {
 		if l.Status != "running" && l.DurationMS == nil {
 			t.Errorf("%s has no duration", l.SkillName)

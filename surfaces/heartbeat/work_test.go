@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/objectives"
@@ -30,13 +31,9 @@ func (w *testHeartbeat) runWithoutLanes(t *testing.T, n int) []executions.Execut
 	var all sync.WaitGroup
 	for i := range ended {
 		e, err := executions.New(w.pool, executions.Options{Keeper: lanes.NewKeeper(w.pool, lanes.Options{Disabled: true})})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		beat := *w.beat
-		if err := beat.Register(e); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, beat.Register(e))
 		all.Go(func() {
 			x, err := e.RunSync(context.WithoutCancel(t.Context()), executions.Spec{Flow: "heartbeat", Surface: trace.Heartbeat})
 			if err != nil {
@@ -214,9 +211,7 @@ func withGrant(t *testing.T) *testHeartbeat {
 	for n := range 2 {
 		args := fmt.Sprintf(`{"n": %d}`, n)
 		hash, err := approvals.Hash([]byte(args))
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		pgtest.Exec(t, w.pool, `
 			insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, status, expires_at)
 			values ('op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'drop', 1, $1, $2, 'approved', clock_timestamp() + interval '1 day')`, args, hash)
@@ -480,9 +475,7 @@ func TestEventRunsAreCreatedOnce(t *testing.T) {
 	pgtest.Exec(t, w.pool, `select raise_agent_event('E', 'k', '{}', null, '')`)
 	e := w.engine(t, true)
 	r := &runner.Runner{Pool: w.pool, Loop: w.beat.Loop, Engine: e, Logger: slog.New(slog.DiscardHandler), Agent: "agent"}
-	if err := r.Register(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, r.Register())
 	var group sync.WaitGroup
 	for range 2 {
 		group.Go(func() {

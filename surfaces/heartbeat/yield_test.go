@@ -13,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -140,9 +141,7 @@ func TestRunningHeartbeatYields(t *testing.T) {
 			w := withInterruptedPhase(t, phase)
 			e := w.engine(t, true)
 			x, err := e.RunSync(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			if x.Status != executions.Waiting || testkit.Deref(x.WaitingFor) != "lane" || testkit.Deref(x.WaitingKey) != heartbeat.OperateLane {
 				t.Fatalf("the heartbeat is %s for %s %s", x.Status, testkit.Deref(x.WaitingFor), testkit.Deref(x.WaitingKey))
 			}
@@ -225,9 +224,7 @@ func TestHeartbeatWaitTimeout(t *testing.T) {
 			e := w.engine(t, true)
 			begun := time.Now()
 			x, err := e.RunSync(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			x = w.waitStatus(t, x.ID, executions.Completed)
 			if diff := cmp.Diff(want, phases(w.traceLines(t, x.TraceID))); diff != "" {
 				t.Errorf("phases (-want +got):\n%s", diff)

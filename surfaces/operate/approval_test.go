@@ -11,6 +11,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
@@ -116,9 +117,7 @@ func TestHeadlessTurnWaitsForLane(t *testing.T) {
 		t.Fatal(err)
 	}
 	other := p.open(t, "")
-	if err := other.Hold(t.Context(), false); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, other.Hold(t.Context(), false))
 	w.decide(t, asked.ID, true)
 	pgtest.Eventually(t, waitLimit, func() bool {
 		x := w.execution(t, start.ExecutionID)
@@ -127,9 +126,7 @@ func TestHeadlessTurnWaitsForLane(t *testing.T) {
 	if called.Load() != 0 {
 		t.Error("it acted while another admin was at work")
 	}
-	if err := other.Close(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, other.Close(t.Context()))
 	w.waitStatus(t, start.ExecutionID, executions.Completed)
 	if called.Load() != 1 {
 		t.Errorf("called %d times", called.Load())

@@ -13,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
@@ -31,9 +32,7 @@ func read[T any](t *testing.T, events []sse, name string) (v T) {
 	t.Helper()
 	for _, e := range events {
 		if e.name == name {
-			if err := json.Unmarshal(e.data, &v); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, json.Unmarshal(e.data, &v))
 			return v
 		}
 	}
@@ -182,9 +181,7 @@ func TestBusyLaneProblem(t *testing.T) {
 	w := newTestDatabase(t, modeltest.Text("Now you."))
 	p := w.process(t, false)
 	first := p.open(t, "")
-	if err := first.Hold(t.Context(), false); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, first.Hold(t.Context(), false))
 	for _, accept := range []string{"", "application/json"} {
 		resp := p.post(t, t.Context(), `{"message":"Hello.","session_id":"ses_two"}`, accept)
 		got := decode[problem.Problem](t, resp.Body)
@@ -196,9 +193,7 @@ func TestBusyLaneProblem(t *testing.T) {
 	if resp.StatusCode != http.StatusOK {
 		t.Fatalf("who waits got %d", resp.StatusCode)
 	}
-	if err := first.Close(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, first.Close(t.Context()))
 	if events, _ := readEvents(resp.Body, nil); eventNames(events) != "start delta done" {
 		t.Errorf("events are %s", eventNames(events))
 	}
@@ -268,13 +263,9 @@ func TestWatchTurns(t *testing.T) {
 	ctx, leave := context.WithCancel(t.Context())
 	defer leave()
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, other.http.URL+"/v1/operate/watch", nil)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	resp, err := http.DefaultClient.Do(req)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer func() { _ = resp.Body.Close() }()
 	s := p.open(t, "")
 	b := p.send(t, s, "Wipe orders.", false)
@@ -289,9 +280,7 @@ func TestWatchTurns(t *testing.T) {
 		return e.name == "done"
 	})
 	done, err := b.wait(t)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if diff := cmp.Diff(done, read[operate.Done](t, events, "done")); diff != "" {
 		t.Errorf("the watcher's done (-admin's +watcher's):\n%s", diff)
 	}

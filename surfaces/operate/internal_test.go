@@ -15,6 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/ssetest"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -29,9 +30,7 @@ func TestWaitingTurnFreesLane(t *testing.T) {
 	listener := postgres.NewListener(postgres.Dialer(pool), log)
 	keeper := lanes.NewKeeper(pool, lanes.Options{Listener: listener, Logger: log})
 	engine, err := executions.New(pool, executions.Options{Keeper: keeper, Listener: listener, Logger: log, Workers: 2})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	o := &Operate{log: log}
 	freed := make(chan string, 1)
 	err = engine.Register("waits", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
@@ -51,9 +50,7 @@ func TestWaitingTurnFreesLane(t *testing.T) {
 		freed <- holder
 		return executions.Result{}, err
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	ctx, stop := context.WithCancel(t.Context())
 	over := make(chan error, 3)
 	for _, run := range []func(context.Context) error{listener.Run, keeper.Run, engine.Run} {

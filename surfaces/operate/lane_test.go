@@ -14,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
@@ -24,14 +25,10 @@ func TestSessionHoldsLane(t *testing.T) {
 	w := newTestDatabase(t, modeltest.Text("One."))
 	p := w.process(t, false)
 	s := p.open(t, "")
-	if err := s.Hold(t.Context(), false); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, s.Hold(t.Context(), false))
 	before := w.laneHolder(t)
 	done, err := s.Turn(t.Context(), "Hello.", false, func(operate.Event) {})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if now := w.laneHolder(t); before == "" || now != before || !strings.HasPrefix(now, done.TraceID+"/") {
 		t.Errorf("held by %q before and %q after; the turn's trace is %s", before, now, done.TraceID)
 	}
@@ -65,9 +62,7 @@ func TestNewIdleSessionFreesLane(t *testing.T) {
 	w := newTestDatabase(t)
 	s := w.process(t, false, func(o *operate.Options) { o.Idle = time.Nanosecond }).open(t, "")
 	for range 30 {
-		if err := s.Hold(t.Context(), false); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, s.Hold(t.Context(), false))
 		pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
 	}
 }
@@ -82,9 +77,7 @@ func TestClosedSessionFreesLane(t *testing.T) {
 		var group errgroup.Group
 		group.Go(func() error { return s.Hold(t.Context(), false) })
 		group.Go(func() error { return s.Close(t.Context()) })
-		if err := group.Wait(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, group.Wait())
 		pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
 	}
 }
@@ -93,19 +86,13 @@ func TestSessionReusesID(t *testing.T) {
 	t.Parallel()
 	w := newTestDatabase(t, modeltest.Text("One."))
 	other, p := w.process(t, false).open(t, ""), w.process(t, false)
-	if err := other.Hold(t.Context(), false); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, other.Hold(t.Context(), false))
 	s := p.open(t, "ses_again")
 	if err := s.Hold(t.Context(), false); !errors.Is(err, lanes.ErrBusy) { // which frees it
 		t.Fatal(err)
 	}
-	if err := other.Close(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if err := s.Hold(t.Context(), false); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, other.Close(t.Context()))
+	require.NoError(t, s.Hold(t.Context(), false))
 	if _, err := p.open(t, "ses_again").Turn(t.Context(), "Hello.", false, func(operate.Event) {}); err != nil {
 		t.Errorf("the session's own lane is in its way: %v", err)
 	}
@@ -128,9 +115,7 @@ func TestLongTurnIsNotIdle(t *testing.T) {
 		}
 		return "late", nil
 	})
-	if err := s.Hold(t.Context(), false); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, s.Hold(t.Context(), false))
 	if _, err := s.Turn(t.Context(), "Hello.", false, func(operate.Event) {}); err != nil {
 		t.Fatal(err)
 	}
@@ -140,9 +125,7 @@ func TestSecondAdminReadsHolder(t *testing.T) {
 	t.Parallel()
 	w := newTestDatabase(t)
 	first, second := w.process(t, false).open(t, ""), w.process(t, false).open(t, "")
-	if err := first.Hold(t.Context(), false); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, first.Hold(t.Context(), false))
 	var events eventLog
 	_, err := second.Turn(t.Context(), "Let me in.", false, events.add)
 	var busy *lanes.BusyError
@@ -158,17 +141,13 @@ func TestSecondAdminWaits(t *testing.T) {
 	t.Parallel()
 	w := newTestDatabase(t, modeltest.Text("Now you."))
 	first, other := w.process(t, false).open(t, ""), w.process(t, false)
-	if err := first.Hold(t.Context(), false); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, first.Hold(t.Context(), false))
 	second := other.open(t, "")
 	b := other.send(t, second, "Let me in.", true)
 	pgtest.Eventually(t, waitLimit, func() bool {
 		return pgtest.Value[int](t, w.pool, `select count(*) from agent_lock_waiters where lane = 'operate'`) == 1
 	}, "the second stands in the queue")
-	if err := first.Close(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, first.Close(t.Context()))
 	if done, err := b.wait(t); err != nil || done.Text != "Now you." {
 		t.Errorf("the turn ended %+v, %v", done, err)
 	}
@@ -178,9 +157,7 @@ func TestAbandonedWaitCleansUp(t *testing.T) {
 	t.Parallel()
 	w := newTestDatabase(t)
 	first, other := w.process(t, false).open(t, ""), w.process(t, false)
-	if err := first.Hold(t.Context(), false); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, first.Hold(t.Context(), false))
 	b := other.send(t, other.open(t, ""), "Let me in.", true)
 	pgtest.Eventually(t, waitLimit, func() bool {
 		return pgtest.Value[int](t, w.pool, `select count(*) from agent_lock_waiters where lane = 'operate'`) == 1

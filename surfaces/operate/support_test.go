@@ -22,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/models"
@@ -51,13 +52,9 @@ func newTestDatabase(t *testing.T, replies ...modeltest.Reply) *testDatabase {
 		BaseURL: w.model.URL(), Model: "gpt-4o-mini", Logger: slog.New(slog.DiscardHandler),
 		Retry: models.Retry{Attempts: 2, Base: time.Millisecond, MaxWait: time.Second},
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	registry, err := skills.New(skills.Options{Builtins: w.builtins, Pool: w.pool, AllowPrivate: []string{"127.0.0.1"}})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	w.loop = &reason.Loop{Pool: w.pool, Model: client, Skills: registry, Logger: slog.New(slog.DiscardHandler)}
 	return w
 }
@@ -97,13 +94,9 @@ func (w *testDatabase) process(t *testing.T, working bool, change ...func(*opera
 		Keeper: p.keeper, Listener: listener, SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second,
 		StopTimeout: 200 * time.Millisecond,
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	beat := &heartbeat.Heartbeat{Pool: w.pool, Loop: w.loop, Heal: selfheal.Default(), Logger: slog.New(slog.DiscardHandler)}
-	if err := beat.Register(p.engine); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, beat.Register(p.engine))
 	opts := operate.Options{
 		Pool: w.pool, Engine: p.engine, Keeper: p.keeper, Loop: w.loop, Poll: 20 * time.Millisecond,
 		KeepAlive: 50 * time.Millisecond,
@@ -207,9 +200,7 @@ func (l *eventLog) text() string {
 func (p *process) open(t *testing.T, id string) *operate.Session {
 	t.Helper()
 	s, err := p.Session(id, true)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() {
 		if err := s.Close(context.WithoutCancel(t.Context())); err != nil {
 			t.Error(err)
@@ -268,9 +259,7 @@ func waitEvent[T any](t *testing.T, b *runningTurn, name string) (data T) {
 func (w *testDatabase) execution(t *testing.T, id string) executions.Execution {
 	t.Helper()
 	x, err := executions.Get(t.Context(), w.pool, id)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return x
 }
 
@@ -327,26 +316,20 @@ func readEvents(body io.Reader, stop func(sse) bool) (events []sse, comments int
 func (p *process) post(t *testing.T, ctx context.Context, body string, accept string) *http.Response { //nolint:revive // t first, as in all helpers
 	t.Helper()
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, p.http.URL+"/v1/operate", strings.NewReader(body))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	req.Header.Set("Content-Type", "application/json")
 	if accept != "" {
 		req.Header.Set("Accept", accept)
 	}
 	resp, err := http.DefaultClient.Do(req)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = resp.Body.Close() })
 	return resp
 }
 
 func decode[T any](t *testing.T, r io.Reader) (v T) {
 	t.Helper()
-	if err := json.NewDecoder(r).Decode(&v); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.NewDecoder(r).Decode(&v))
 	return v
 }
 

@@ -20,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -40,9 +41,7 @@ func TestTurnExecution(t *testing.T) {
 	for _, message := range []string{"Hello.", "What did\x00 I say?"} {
 		var events eventLog
 		done, err := s.Turn(t.Context(), message, false, events.add)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if got := events.names(); got != "start delta done" {
 			t.Errorf("events are %s", got)
 		}
@@ -88,9 +87,7 @@ func TestToolCallEventsHideSecrets(t *testing.T) {
 	})
 	var events eventLog
 	done, err := w.process(t, false).open(t, "").Turn(t.Context(), "Look.", false, events.add)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if got := events.names(); got != "start tool tool tool tool delta done" {
 		t.Errorf("events are %s", got)
 	}
@@ -179,14 +176,10 @@ func TestInterruptStopsTools(t *testing.T) {
 func (p *process) postWithKey(t *testing.T, key, body string) *http.Response {
 	t.Helper()
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, p.http.URL+"/v1/operate", strings.NewReader(body))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	req.Header.Set("Idempotency-Key", key)
 	resp, err := http.DefaultClient.Do(req)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = resp.Body.Close() })
 	return resp
 }
@@ -214,18 +207,14 @@ func TestWaitingRequestsWithKeyAreOneTurn(t *testing.T) {
 	w := newTestDatabase(t, modeltest.Text("Hello."))
 	p := w.process(t, false)
 	first := p.open(t, "ses_one")
-	if err := first.Hold(t.Context(), false); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, first.Hold(t.Context(), false))
 	var got [2][]sse
 	var reading sync.WaitGroup
 	for i := range got {
 		body := p.postWithKey(t, "k", `{"message":"Hello.","wait":true}`).Body // it waits: neither has begun
 		reading.Go(func() { got[i], _ = readEvents(body, nil) })
 	}
-	if err := first.Close(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, first.Close(t.Context()))
 	reading.Wait()
 	if eventNames(got[0]) == "error" {
 		got[0], got[1] = got[1], got[0]
@@ -272,9 +261,7 @@ func TestFollowTurnOfOtherProcess(t *testing.T) {
 	start := waitEvent[operate.Start](t, b, "start")
 	w.waitStatus(t, start.ExecutionID, executions.Waiting)
 	w.decide(t, asked.ID, true)
-	if err := other.engine.Sweep(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, other.engine.Sweep(t.Context()))
 	done, err := b.wait(t)
 	if err != nil || done.Text != "It is over." || b.text() != done.Text || called.Load() != 1 {
 		t.Errorf("done %+v, %v; streamed %q; called %d times", done, err, b.text(), called.Load())
@@ -333,9 +320,7 @@ func testResumesHeadless(t *testing.T, elsewhere bool) {
 			t.Errorf("it waits for %s, the lane is held by %q", testkit.Deref(x.WaitingFor), w.laneHolder(t))
 		}
 		pgtest.Exec(t, w.pool, `update agent_locks set expires_at = clock_timestamp() - interval '1 second' where lane = 'operate'`)
-		if err := other.engine.Sweep(t.Context()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, other.engine.Sweep(t.Context()))
 	}
 	x := w.waitStatus(t, start.ExecutionID, executions.Completed)
 	if x.ResultSummary != "All done." || first.Load() != 1 || second.Load() != 2 {
@@ -365,9 +350,7 @@ func TestShutdownHandsTurnOver(t *testing.T) {
 	if done, err := b.wait(t); err != nil || done.Ended != operate.HandedOn {
 		t.Errorf("left as %+v, %v", done, err)
 	}
-	if err := p.Close(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, p.Close(t.Context()))
 	w.process(t, true)
 	w.waitStatus(t, start.ExecutionID, executions.Completed)
 }
@@ -381,18 +364,14 @@ func TestSessionLaneEndsWithProcess(t *testing.T) {
 		t.Fatal(err)
 	}
 	next := alive.open(t, "")
-	if err := alive.engine.Sweep(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, alive.engine.Sweep(t.Context()))
 	if err := next.Hold(t.Context(), false); !errors.Is(err, lanes.ErrBusy) {
 		t.Fatalf("the lane of a living process: %v", err)
 	}
 	pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second' where id::text =
 	                   (select split_part(locked_by, '@', 2) from agent_locks where lane = 'operate')`)
 	pgtest.Eventually(t, time.Minute, func() bool { // another sweep may be under way, which began before
-		if err := alive.engine.Sweep(t.Context()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, alive.engine.Sweep(t.Context()))
 		return next.Hold(t.Context(), false) == nil
 	}, "the lane of a dead process is free")
 }
@@ -451,9 +430,7 @@ func TestASessionHasOneAgent(t *testing.T) {
 		{"first", "", "You sell."}, {"second", "billing", "You bill."}, {"second", "", "You bill."}, {"first", "billing", ""},
 	} {
 		s := p.open(t, c.session)
-		if err := s.SetAgent(t.Context(), c.agent); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, s.SetAgent(t.Context(), c.agent))
 		b := p.send(t, s, "hello", true)
 		<-b.over
 		if c.told == "" {
@@ -469,9 +446,7 @@ func TestASessionHasOneAgent(t *testing.T) {
 		if got := requests[len(requests)-1].Messages[0].Content; !strings.Contains(got, c.told) {
 			t.Errorf("session %s as %q was told %s", c.session, c.agent, got)
 		}
-		if err := s.Close(t.Context()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, s.Close(t.Context()))
 	}
 	if got := pgtest.Value[string](t, w.pool, `select string_agg(agent, ' ' order by id) from agent_executions where flow = 'operate'`); got != "sales billing billing" {
 		t.Errorf("the executions are of %s", got)
@@ -491,9 +466,7 @@ func TestHeartbeatYieldsToSession(t *testing.T) {
 		values ('looking', 'cron', '0 0 1 1 *', 'look', clock_timestamp() - interval '1 minute', 'workspace')`)
 	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Nothing to report.") })
 	beat, _, err := p.engine.Start(t.Context(), w.pool, heartbeat.Spec("agent"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	x := w.waitStatus(t, beat.ID, executions.Waiting)
 	if testkit.Deref(x.WaitingFor) != "lane" || testkit.Deref(x.WaitingKey) != operate.Lane {
 		t.Fatalf("the heartbeat waits for %s %s", testkit.Deref(x.WaitingFor), testkit.Deref(x.WaitingKey))
@@ -508,9 +481,7 @@ func TestHeartbeatYieldsToSession(t *testing.T) {
 	if x := w.execution(t, beat.ID); x.Status != executions.Waiting {
 		t.Errorf("the heartbeat is %s while the admin works", x.Status)
 	}
-	if err := s.Close(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, s.Close(t.Context()))
 	w.waitStatus(t, beat.ID, executions.Completed)
 	if n := strings.Count(w.traceRows(t, x.TraceID), "look success"); n != 1 {
 		t.Errorf("the story is %s", w.traceRows(t, x.TraceID))

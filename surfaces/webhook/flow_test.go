@@ -22,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
@@ -83,14 +84,10 @@ func (w *testWebhooks) startWaiter(t *testing.T, kind, key string) string {
 			outcome, err := executions.Wait(ctx, "wait", executions.Event(key, time.Hour))
 			return executions.Result{Value: outcome.Data}, err
 		})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 	})
 	x, _, err := e.Start(t.Context(), w.pool, executions.Spec{Flow: "waiter", Surface: trace.Flow})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	pgtest.Eventually(t, patience, func() bool {
 		got, err := executions.Get(t.Context(), w.pool, x.ID)
 		return err == nil && got.Status == executions.Waiting
@@ -135,9 +132,7 @@ func TestMissingPathFailsAndIsReplayable(t *testing.T) {
 	}
 	define("issue-{body.issue.number}")
 	replayed, err := w.surface.Replay(t.Context(), d.ID, -1, "it was lost")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	d = w.waitStatus(t, "msg_1", webhooks.Done)
 	if d.TraceID != first.TraceID || d.LastTraceID != replayed.LastTraceID || d.LastTraceID == d.TraceID || d.Replays != 1 {
 		t.Errorf("replayed: %+v", d)
@@ -195,9 +190,7 @@ func TestConcurrentReplays(t *testing.T) {
 	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "click", Actions: []webhooks.Action{{Automation: "work"}}})
 	w.sendAccepted(t, "click", "msg_1", `{}`)
 	d, err := webhooks.Get(t.Context(), w.pool, "msg_1")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if got := w.post(t, "/v1/webhooks/deliveries/"+d.ID+"/replay", nil, http.NoBody); got.status != http.StatusConflict {
 		t.Errorf("replay of what was not handled yet: %d %s", got.status, got.body)
 	}
@@ -244,9 +237,7 @@ func TestReplayAfterCancel(t *testing.T) {
 	w.addEventEndpoint(t, "cancel")
 	w.sendAccepted(t, "cancel", "msg_1", `{}`)
 	d, err := webhooks.Get(t.Context(), w.pool, "msg_1")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if _, err := executions.Cancel(t.Context(), w.pool, *d.ExecutionID, "admin", "not today"); err != nil {
 		t.Fatal(err)
 	}
@@ -426,13 +417,9 @@ func (w *testWebhooks) newLoop(t *testing.T, model *modeltest.Server) (*reason.L
 		BaseURL: model.URL(), Model: "gpt-4o-mini", Logger: slog.New(slog.DiscardHandler),
 		Retry: models.Retry{Attempts: 1, Base: time.Millisecond, MaxWait: time.Second},
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	registry, err := skills.New(skills.Options{Builtins: builtins, Pool: w.pool})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	loop := &reason.Loop{Pool: w.pool, Model: client, Skills: registry, Logger: slog.New(slog.DiscardHandler)}
 	plain := w.make
 	w.make = func() *webhook.Surface {
@@ -513,9 +500,7 @@ func TestDeliveryRunsAutomationOnce(t *testing.T) {
 	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "rest", MaxAttempts: 2, Actions: []webhooks.Action{{Automation: "resting"}}})
 	works := func(e *executions.Engine) {
 		r := &runner.Runner{Pool: w.pool, Loop: loop, Engine: e, Logger: slog.New(slog.DiscardHandler), PollEvery: 50 * time.Millisecond}
-		if err := r.Register(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, r.Register())
 		ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
 		over := make(chan error, 1)
 		go func() { over <- r.Run(ctx) }()
@@ -555,9 +540,7 @@ func TestDeliveriesWhilePaused(t *testing.T) {
 	}
 	pgtest.Eventually(t, patience, e.Paused, "the process knows of the pause")
 	got := w.sendAccepted(t, "orders", "msg_1", `{"id":"7"}`)
-	if err := e.Sweep(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, e.Sweep(t.Context()))
 	d, err := webhooks.Get(t.Context(), w.pool, got.DeliveryID)
 	if err != nil || d.Status != webhooks.Received {
 		t.Errorf("delivery: %s, %v", d.Status, err)
@@ -583,9 +566,7 @@ func TestDeliveryPages(t *testing.T) {
 	query := "?limit=500"
 	for _, want := range []int{500, 1} {
 		r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, w.server.URL+"/v1/webhooks/deliveries"+query, nil)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		var page webhook.Page
 		if got := w.do(t, r); json.Unmarshal([]byte(got.body), &page) != nil || len(page.Items) != want {
 			t.Fatalf("%s: %d, %d deliveries, want %d", query, got.status, len(page.Items), want)

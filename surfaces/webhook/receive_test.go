@@ -20,6 +20,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/signature"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/surfaces/webhook"
@@ -78,9 +79,7 @@ func TestSignatureSchemes(t *testing.T) {
 			}
 			stored, err := webhooks.Get(t.Context(), w.pool, pgtest.Value[string](t, w.pool,
 				`select id::text from agent_webhook_deliveries where endpoint = $1 and delivery_id = $2`, name, c.id))
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			body, err := webhooks.Body(t.Context(), w.pool, stored.ID)
 			if err != nil || !bytes.Equal(body, c.body) {
 				t.Errorf("stored %q, %v", body, err)
@@ -233,23 +232,15 @@ func TestTruncatedBody(t *testing.T) {
 	w.addEventEndpoint(t, "cut")
 	body := `{"a":1}`
 	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(w.server.URL, "http://"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer func() { _ = conn.Close() }()
 	h := signed(t, whsec, "msg_cut", time.Now(), []byte(body))
 	fmt.Fprintf(conn, "POST /webhooks/cut HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n", len(body)+10)
-	if err := h.Write(conn); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, h.Write(conn))
 	fmt.Fprintf(conn, "\r\n%s", body)
-	if err := conn.(*net.TCPConn).CloseWrite(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, conn.(*net.TCPConn).CloseWrite())
 	response, err := http.ReadResponse(bufio.NewReader(conn), nil)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer func() { _ = response.Body.Close() }()
 	if response.StatusCode != http.StatusBadRequest {
 		t.Errorf("answer %s", response.Status)
@@ -289,9 +280,7 @@ func TestConflictingBodyIsStored(t *testing.T) {
 		t.Errorf("the delivery came %d times again, %d with another body (%v), want 12 and 10", d.Repeats, d.Conflicts, err)
 	}
 	r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, w.server.URL+"/v1/webhooks/deliveries/"+d.ID, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var shown webhook.Shown
 	if got := w.do(t, r); json.Unmarshal([]byte(got.body), &shown) != nil || len(shown.OtherBodies) != 5 ||
 		!strings.Contains(string(shown.OtherBodies[0].Body), `"order":8`) && !strings.Contains(string(shown.OtherBodies[0].Body), `"order": 8`) {

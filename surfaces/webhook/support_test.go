@@ -26,6 +26,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/signature"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
@@ -89,12 +90,8 @@ func (w *testWebhooks) engine(t *testing.T, s *webhook.Surface, more ...func(e *
 	t.Helper()
 	keeper := lanes.NewKeeper(w.pool, lanes.Options{})
 	e, err := executions.New(w.pool, executions.Options{Keeper: keeper, SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := s.Register(e); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
+	require.NoError(t, s.Register(e))
 	for _, f := range more {
 		f(e)
 	}
@@ -149,9 +146,7 @@ type reply struct {
 func (w *testWebhooks) post(t *testing.T, path string, h http.Header, body io.Reader) reply {
 	t.Helper()
 	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, w.server.URL+path, body)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for name, values := range h {
 		r.Header[http.CanonicalHeaderKey(name)] = values
 	}
@@ -179,13 +174,9 @@ func (w *testWebhooks) do(t *testing.T, r *http.Request) reply {
 func signed(t *testing.T, secret, id string, at time.Time, body []byte) http.Header {
 	t.Helper()
 	wh, err := standardwebhooks.NewWebhook(secret)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	text, err := wh.Sign(id, at, body)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	h := http.Header{}
 	h.Set("webhook-id", id)
 	h.Set("webhook-timestamp", fmt.Sprint(at.Unix()))
