@@ -1,6 +1,6 @@
-// Package schemadoc writes docs/schema.md and docs/schema.svg. The chapters are the files of migrations/schema, in
-// their order. A chapter has the head of the file, then its tables, types, views and functions. A migrated database
-// describes them. The test of package migrations compares both documents, and writes them with -update.
+// Package schemadoc writes docs/schema.md. The chapters are the files of migrations/schema, in their order. A chapter
+// has the head of the file, then its tables, types, views and functions. A migrated database describes them. The test
+// of package migrations compares the document, and writes it with -update.
 package schemadoc
 
 import (

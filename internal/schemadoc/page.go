@@ -16,10 +16,8 @@ noun promises, then its tables, views and functions. The files of [migrations/sc
 as SQL, in the same order. River's tables are in the schema "river". Two more tables, agent_migrations and
 agent_schema_code, record the applied migrations.
 
-![The tables by noun, with their keys and what they refer to](schema.svg)
-
-A box is a table, with its key underlined. Below stand the columns that name a row of another table. An arrow is a
-foreign key. Without one (in italics) the writer sees to it, and the row may outlive the row that it names. In the
+The diagram has the key of each table, and the columns that name a row of another table. A solid line is a foreign key.
+A dotted line has none: the writer keeps the reference correct, and the row may outlive the row that it names. In the
 tables below, a type without *null* is never null.
 `
 
@@ -27,6 +25,7 @@ tables below, a type without *null* is never null.
 func Page(nouns []*Noun) string {
 	var b strings.Builder
 	b.WriteString(opened + "\n")
+	diagram(&b, nouns)
 	for _, n := range nouns {
 		fmt.Fprintf(&b, "- [%s](#%s)", n.Title, anchor(n.Title))
 		for i, t := range n.Tables {
@@ -42,6 +41,30 @@ func Page(nouns []*Noun) string {
 		n.write(&b)
 	}
 	return b.String()
+}
+
+// diagram writes the tables with their keys and references, as a diagram of Mermaid.
+func diagram(b *strings.Builder, nouns []*Noun) {
+	b.WriteString("```mermaid\nerDiagram\n")
+	for _, n := range nouns {
+		for _, t := range n.Tables {
+			fmt.Fprintf(b, "  %s {\n", t.Name)
+			for _, column := range t.key() {
+				fmt.Fprintf(b, "    key %s PK\n", column)
+			}
+			b.WriteString("  }\n")
+			for _, f := range t.references() {
+				line := ".."
+				if f.firm {
+					line = "--"
+				}
+				if f.firm || f.target != t.Name {
+					fmt.Fprintf(b, "  %s ||%so{ %s : \"%s\"\n", f.target, line, t.Name, strings.Join(f.columns, ", "))
+				}
+			}
+		}
+	}
+	b.WriteString("```\n\n")
 }
 
 func (n *Noun) write(b *strings.Builder) {
