@@ -479,16 +479,9 @@ func TestRaisedMessageIsInThread(t *testing.T) {
 	}
 	a.raiseEvent(`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"photo":7}}`, asAdmin())
 	a.raiseEvent(`{"event":"MESSAGE_RECEIVED","key":"elsewhere","data":{"content":"yes"}}`, asAdmin())
-	said := pgtest.Value[string](t, a.pool, `select string_agg(concat_ws(' ', thread_id, role, status, content), '; ') from agent_messages`)
-	if said != "ana user received yes" {
-		t.Errorf("said: %s", said)
-	}
-	if data := pgtest.Value[string](t, a.pool, `select concat_ws(' ', data ->> 'content', data ->> 'n') from agent_events where external_id = 'm1'`); data != "yes 12345678901234567890" {
-		t.Errorf("the event's data: %s", data)
-	}
-	if n := pgtest.Value[int](t, a.pool, `select count(*) from agent_events where event = 'MESSAGE_RECEIVED'`); n != 3 {
-		t.Errorf("%d events", n)
-	}
+	pgtest.Equal(t, a.pool, "ana user received yes", `select string_agg(concat_ws(' ', thread_id, role, status, content), '; ') from agent_messages`)
+	pgtest.Equal(t, a.pool, "yes 12345678901234567890", `select concat_ws(' ', data ->> 'content', data ->> 'n') from agent_events where external_id = 'm1'`)
+	pgtest.Equal(t, a.pool, 3, `select count(*) from agent_events where event = 'MESSAGE_RECEIVED'`)
 }
 
 func TestOnlyExternalEventsCanBeRaised(t *testing.T) {
@@ -513,9 +506,7 @@ func TestOnlyExternalEventsCanBeRaised(t *testing.T) {
 			a.checkProblem(a.raw("POST", "/v1/events", test.body, asAdmin()), http.StatusBadRequest, test.words)
 		})
 	}
-	if n := pgtest.Value[int](t, a.pool, `select count(*) from agent_events`); n != 0 {
-		t.Errorf("%d events were raised", n)
-	}
+	pgtest.Equal(t, a.pool, 0, `select count(*) from agent_events`)
 }
 
 func TestProposedObjectiveDecision(t *testing.T) {
@@ -548,9 +539,7 @@ func TestProposedObjectiveDecision(t *testing.T) {
 	a.checkProblem(a.raw("POST", "/v1/objectives/grow/reject", `{"reason":"x"}`, asAdmin()), 409, "is not an open proposal")
 	a.checkProblem(a.raw("POST", "/v1/objectives/none/accept", `{"reason":"x"}`, asAdmin()), 404, "not found")
 	a.checkProblem(a.raw("GET", "/v1/objectives/none", "", asAdmin()), 404, "not found")
-	if n := pgtest.Value[int](t, a.pool, `select count(*) from agent_activity where skill_name like '%_objective'`); n != 2 {
-		t.Errorf("%d audits", n)
-	}
+	pgtest.Equal(t, a.pool, 2, `select count(*) from agent_activity where skill_name like '%_objective'`)
 	if diff := cmp.Diff([]string{"grow"}, a.list("/v1/objectives?status=active", "name", 10, nil)); diff != "" {
 		t.Error(diff)
 	}

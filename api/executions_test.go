@@ -9,13 +9,12 @@ import (
 	"testing"
 	"time"
 
-	"golang.org/x/sync/errgroup"
-
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -217,15 +216,7 @@ func TestForkRetryAndReplayOverHTTP(t *testing.T) {
 	})
 	require.NoError(t, err)
 	a := newAgent(t, pool, e)
-	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
-	var group errgroup.Group
-	group.Go(func() error { return e.Run(ctx) })
-	t.Cleanup(func() {
-		stop()
-		if err := group.Wait(); err != nil {
-			t.Error(err)
-		}
-	})
+	testkit.Run(t, e.Run)
 	run := func(name string, want executions.Status) executions.Execution {
 		x, err := e.RunSync(t.Context(), executions.Spec{Flow: "greet", Surface: trace.Flow, Input: map[string]string{"name": name}})
 		if err != nil || x.Status != want {

@@ -41,15 +41,7 @@ func runningAgent(t *testing.T, flows ...string) *agent {
 		})
 		require.NoError(t, err)
 	}
-	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
-	ended := make(chan error, 1)
-	go func() { ended <- e.Run(ctx) }()
-	t.Cleanup(func() {
-		stop()
-		if err := <-ended; err != nil {
-			t.Error(err)
-		}
-	})
+	testkit.Run(t, e.Run)
 	return newAgentWith(t, api.Options{Pool: pool, Engine: e})
 }
 
@@ -426,10 +418,7 @@ func TestExternalParentWaitsForChild(t *testing.T) {
 		`"wait_for_completion":true,"can_inherit_lock":true`:  "t true true",
 	} {
 		child := a.startExternal(fmt.Sprintf(`,"parent_id":%q,%s`, parent.ID, more))
-		got := pgtest.Value[string](t, a.pool, `select concat_ws(' ', thread_id, awaited::text, inherits::text) from agent_executions where id = $1`, child.ID)
-		if got != want {
-			t.Errorf("%s: %s, want %s", more, got, want)
-		}
+		pgtest.Equal(t, a.pool, want, `select concat_ws(' ', thread_id, awaited::text, inherits::text) from agent_executions where id = $1`, child.ID)
 	}
 	for body, words := range map[string]string{
 		`{"flow":"external","wait_for_completion":true}`:                              "parent_id",

@@ -76,9 +76,7 @@ func TestIdempotencyReplaysResponse(t *testing.T) {
 	if later := a.postWithKey("/v1/things", `{"a":2}`, chatKey, "k1"); later.Code != 201 || later.Header().Get("Idempotent-Replayed") != "" {
 		t.Errorf("after its day: %d %s", later.Code, later.Body)
 	}
-	if left := pgtest.Value[int](t, a.pool, `select count(*) from agent_idempotency where expires_at <= clock_timestamp()`); left != 0 {
-		t.Errorf("%d keys whose day is over are kept", left)
-	}
+	pgtest.Equal(t, a.pool, 0, `select count(*) from agent_idempotency where expires_at <= clock_timestamp()`)
 }
 
 func TestConcurrentRequestsWithKey(t *testing.T) {
@@ -246,10 +244,7 @@ func TestBuiltinRoutesHonourKeys(t *testing.T) {
 		t.Errorf("%d %s, then %d %s", first.Code, first.Body, again.Code, again.Body)
 	}
 	a.checkProblem(a.postWithKey("/v1/skills/other/disable", `{"reason":"x"}`, token, "k"), 422, "a different request")
-	n := pgtest.Value[int](t, a.pool, `select count(*) from agent_activity where skill_name = @s`, postgres.Strict{"s": "disable_skill"})
-	if n != 1 {
-		t.Errorf("done %d times", n)
-	}
+	pgtest.Equal(t, a.pool, 1, `select count(*) from agent_activity where skill_name = @s`, postgres.Strict{"s": "disable_skill"})
 }
 
 // A key lasts for a day; its effects live longer.
@@ -273,9 +268,7 @@ func TestKeyExpires(t *testing.T) {
 				if w := a.postWithKey(test.path, test.body, token, "nightly"); w.Code != test.status {
 					t.Fatalf("got %d %s", w.Code, w.Body)
 				}
-				if n := pgtest.Value[int](t, a.pool, `select count(*) from `+test.table); n != want {
-					t.Errorf("%d were made, not %d", n, want)
-				}
+				pgtest.Equal(t, a.pool, want, `select count(*) from `+test.table)
 			}
 			made(1)
 			made(1)

@@ -77,9 +77,7 @@ func TestConditionalMemoryWrites(t *testing.T) {
 	if status, header, _ = put("anew", withHeader("If-None-Match", "*")); status != 200 || header.Get("ETag") != `"5"` {
 		t.Errorf("kept anew: %d %v", status, header)
 	}
-	if n := pgtest.Value[int](t, a.pool, `select count(*) from agent_activity where skill_name = 'set_memory'`); n != 5 {
-		t.Errorf("%d writes are recorded", n)
-	}
+	pgtest.Equal(t, a.pool, 5, `select count(*) from agent_activity where skill_name = 'set_memory'`)
 }
 
 func TestConcurrentConditionalWrites(t *testing.T) {
@@ -203,9 +201,7 @@ func TestForgetMemory(t *testing.T) {
 	for _, none := range []string{id, "kept", "%00", "%ff", "018f0000-0000-7000-8000-000000000000"} {
 		a.checkProblem(a.raw("POST", "/v1/memory/"+none+"/forget", `{"reason":"x"}`, asAdmin()), 404, "not found")
 	}
-	if n := pgtest.Value[int](t, a.pool, `select count(*) from agent_activity where skill_name = 'forget_memory'`); n != 1 {
-		t.Errorf("%d audits", n)
-	}
+	pgtest.Equal(t, a.pool, 1, `select count(*) from agent_activity where skill_name = 'forget_memory'`)
 }
 
 func TestPauseAndResumeObjective(t *testing.T) {
@@ -224,9 +220,7 @@ func TestPauseAndResumeObjective(t *testing.T) {
 		a.checkProblem(a.raw("POST", "/v1/objectives/grow/"+step.action, `{"reason":"x"}`, asAdmin()), 409, "not ")
 	}
 	a.checkProblem(a.raw("POST", "/v1/objectives/none/pause", `{"reason":"x"}`, asAdmin()), 404, "not found")
-	if n := pgtest.Value[int](t, a.pool, `select count(*) from agent_activity where skill_name like '%_objective'`); n != 2 {
-		t.Errorf("%d audits", n)
-	}
+	pgtest.Equal(t, a.pool, 2, `select count(*) from agent_activity where skill_name like '%_objective'`)
 }
 
 // conditionalRequest is a change with an expected revision.
@@ -271,9 +265,7 @@ func TestIfMatchOfChanges(t *testing.T) {
 			if still := a.get(m.path, &struct{}{}).Get("ETag"); still != now || tag != now {
 				t.Errorf("it was at %s, is at %s, and the refusal says %s", now, still, tag)
 			}
-			if n := pgtest.Value[int](t, a.pool, `select count(*) from agent_activity where skill_name = $1`, m.then+"_"+m.what); n != 0 {
-				t.Errorf("the refusal is recorded %d times", n)
-			}
+			pgtest.Equal(t, a.pool, 0, `select count(*) from agent_activity where skill_name = $1`, m.then+"_"+m.what)
 			for _, bad := range [][2]string{{"If-Match", strings.Trim(now, `"`)}, {"If-Match", `"0"`}, {"If-Match", ""}, {"If-None-Match", "*"}, {"If-None-Match", now}} {
 				if code, said := act(m.then, bad[0], bad[1]); code != 400 {
 					t.Errorf("%s: %s is answered %d %s", bad[0], bad[1], code, said)

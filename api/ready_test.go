@@ -10,11 +10,11 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 type readiness struct {
@@ -48,16 +48,7 @@ func (a *agent) readyz(status int) (got readiness) {
 // run runs an engine and returns its stop function.
 func run(t *testing.T, e *executions.Engine) (stop func()) {
 	t.Helper()
-	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
-	var group errgroup.Group
-	group.Go(func() error { return e.Run(ctx) })
-	stop = func() {
-		cancel()
-		if err := group.Wait(); err != nil {
-			t.Errorf("engine: %v", err)
-		}
-	}
-	t.Cleanup(stop)
+	stop = testkit.Run(t, e.Run)
 	pgtest.Eventually(t, patience, func() bool { return e.Live() == nil }, "the engine is live")
 	return stop
 }

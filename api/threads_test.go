@@ -84,9 +84,7 @@ func TestSendMessages(t *testing.T) {
 	if fmt.Sprint(order) != "[an admin two three one]" {
 		t.Errorf("newest first: %v", order)
 	}
-	if n := pgtest.Value[int](t, a.pool, `select count(*)::int from agent_activity where skill_name = 'send_message' and agent = 'admin'`); n != 1 {
-		t.Errorf("%d records of the admin's message", n)
-	}
+	pgtest.Equal(t, a.pool, 1, `select count(*)::int from agent_activity where skill_name = 'send_message' and agent = 'admin'`)
 }
 
 func TestMessageLogLines(t *testing.T) {
@@ -139,9 +137,7 @@ func TestInvalidMessages(t *testing.T) {
 	a.checkProblem(a.raw("POST", "/v1/threads/none/messages", `{"content":"x"}`, asAdmin()), 404, "no such thread")
 	pgtest.Exec(t, a.pool, `select cancel_agent_execution($1, 'admin', 'enough')`, id)
 	a.checkProblem(a.raw("POST", path, fmt.Sprintf(`{"content":"x","execution_id":%q,"lock_id":%q}`, id, lock), asAdmin()), 409, "ended")
-	if n := pgtest.Value[int](t, a.pool, `select count(*)::int from agent_messages`); n != 0 {
-		t.Errorf("%d messages were sent", n)
-	}
+	pgtest.Equal(t, a.pool, 0, `select count(*)::int from agent_messages`)
 }
 
 // A message with a key is sent once, even if its response was not stored.

@@ -47,13 +47,9 @@ func TestAMessageIsSignedAndSentOnceUnderTheCausesTrace(t *testing.T) {
 		time.Since(said.Timestamp) > time.Minute || said.Data["id"] != "x" {
 		t.Errorf("payload %s: %v", them.bodies[0], err)
 	}
-	if got := pgtest.Value[int](t, pool, `select count(*) from agent_activity where trace_id = 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE'
-		and skill_name = 'webhook_send' and status = 'success'`); got != n {
-		t.Errorf("%d activities", got)
-	}
-	if got := pgtest.Value[int](t, pool, `select count(*) from agent_activity_open`); got != 0 {
-		t.Errorf("%d activities are open", got)
-	}
+	pgtest.Equal(t, pool, n, `select count(*) from agent_activity where trace_id = 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE'
+		and skill_name = 'webhook_send' and status = 'success'`)
+	pgtest.Equal(t, pool, 0, `select count(*) from agent_activity_open`)
 }
 
 func TestAnswersThatAreNoSuccess(t *testing.T) {
@@ -96,9 +92,7 @@ func TestAnswersThatAreNoSuccess(t *testing.T) {
 					t.Errorf("attempt %d differs", i)
 				}
 			}
-			if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'webhook_send'`); n != c.times {
-				t.Errorf("%d activities", n)
-			}
+			pgtest.Equal(t, pool, c.times, `select count(*) from agent_activity where skill_name = 'webhook_send'`)
 			got, err := webhooks.GetTarget(t.Context(), pool, "them")
 			if err != nil || got.Enabled == (name == "gone") {
 				t.Errorf("enabled %v, %s %v", got.Enabled, got.DisabledReason, err)
@@ -154,9 +148,7 @@ func TestPrivateAddressesAreRefused(t *testing.T) {
 	if got := pgtest.Value[string](t, pool, `select last_error from agent_webhook_outbox`); !strings.Contains(got, "AGENT_ALLOW_PRIVATE_HTTP") || strings.Contains(got, "abc123") {
 		t.Errorf("error %q", got)
 	}
-	if got := pgtest.Value[string](t, pool, `select distinct error_class from agent_activity where skill_name = 'webhook_send'`); got != "refused" {
-		t.Errorf("class %q", got)
-	}
+	pgtest.Equal(t, pool, "refused", `select distinct error_class from agent_activity where skill_name = 'webhook_send'`)
 }
 
 func TestATargetThatFailsForADayIsTakenOutAndPutBack(t *testing.T) {
@@ -184,9 +176,7 @@ func TestATargetThatFailsForADayIsTakenOutAndPutBack(t *testing.T) {
 	if err != nil || got.DisabledBy != "webhooks" || !strings.Contains(got.DisabledReason, "attempts failed in a row") || got.Pending != 2 {
 		t.Errorf("%+v, %v", got, err)
 	}
-	if n := pgtest.Value[int](t, pool, `select lanekeeper.emit_agent_webhook('execution.failed', '', '{}')`); n != 0 {
-		t.Errorf("%d messages for a target that is out of service", n)
-	}
+	pgtest.Equal(t, pool, 0, `select lanekeeper.emit_agent_webhook('execution.failed', '', '{}')`)
 	close(well)
 	pgtest.Exec(t, pool, `update agent_webhook_outbox set next_attempt_at = clock_timestamp()`)
 	if changed, err := webhooks.SetTarget(t.Context(), pool, "them", true, "admin", ""); !changed || err != nil {
@@ -216,9 +206,7 @@ func TestALostAttemptIsMadeAgainUnderTheSameID(t *testing.T) {
 	if them.count() != 1 || them.requests[0].Header.Get("webhook-id") != id {
 		t.Errorf("%d requests", them.count())
 	}
-	if got := pgtest.Value[string](t, pool, `select string_agg(status, ' ' order by created_at) from agent_activity where skill_name = 'webhook_send'`); got != "unknown success" {
-		t.Errorf("activities: %s", got)
-	}
+	pgtest.Equal(t, pool, "unknown success", `select string_agg(status, ' ' order by created_at) from agent_activity where skill_name = 'webhook_send'`)
 	if pgtest.Value[bool](t, pool, `select finished_at < created_at + interval '300 ms' from agent_webhook_outbox`) {
 		t.Error("it was sent again before the lease had ended")
 	}
@@ -255,12 +243,8 @@ func TestAnAttemptThatTheDatabaseInterruptsLeavesNoOpenRow(t *testing.T) {
 			if them.count() != 1 {
 				t.Errorf("%d requests", them.count())
 			}
-			if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity_open`); n != 0 {
-				t.Errorf("%d rows are open", n)
-			}
-			if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'webhook_send' and status <> 'success'`); n != 0 {
-				t.Errorf("%d rows are no success", n)
-			}
+			pgtest.Equal(t, pool, 0, `select count(*) from agent_activity_open`)
+			pgtest.Equal(t, pool, 0, `select count(*) from agent_activity where skill_name = 'webhook_send' and status <> 'success'`)
 		})
 	}
 }

@@ -1,7 +1,6 @@
 package webhooks_test
 
 import (
-	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -19,13 +18,13 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	standardwebhooks "github.com/standard-webhooks/standard-webhooks/libraries/go"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
@@ -106,16 +105,7 @@ func dispatches(t *testing.T, pool *pgxpool.Pool, allow []string, schedule ...ti
 		Pool: pool, Client: client, Logger: slog.New(slog.DiscardHandler), Schedule: schedule, Listener: notes,
 		Getenv: func(name string) string { return map[string]string{"SECRET": whsec}[name] },
 	}
-	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
-	var group errgroup.Group
-	group.Go(func() error { return d.Run(ctx) })
-	group.Go(func() error { return notes.Run(ctx) })
-	t.Cleanup(func() {
-		stop()
-		if err := group.Wait(); err != nil {
-			t.Error(err)
-		}
-	})
+	testkit.Run(t, d.Run, notes.Run)
 }
 
 // verify checks a request with the official library.

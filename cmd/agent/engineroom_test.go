@@ -132,9 +132,7 @@ func TestApproveOnPage(t *testing.T) {
 	w.Click(`#decision a[href^="/executions/"]`)
 	w.Until("its execution is completed", `location.pathname.startsWith("/executions/") && document.querySelector("main .status-completed")`)
 	w.Shows("It is over.")
-	if got := pgtest.Value[string](t, w.pool, `select a.status || ' ' || x.status from agent_approvals a join agent_executions x on x.id = a.execution_id`); got != "consumed completed" {
-		t.Errorf("approval and execution are %s", got)
-	}
+	pgtest.Equal(t, w.pool, "consumed completed", `select a.status || ' ' || x.status from agent_approvals a join agent_executions x on x.id = a.execution_id`)
 }
 
 func TestPauseOnPage(t *testing.T) {

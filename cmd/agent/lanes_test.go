@@ -70,11 +70,8 @@ func TestLanesRunUnknownCommand(t *testing.T) {
 // checkSkipped checks that n actions of a name are recorded as skipped, with the holder of the lane.
 func checkSkipped(t *testing.T, db *pgxpool.Pool, name, holder string, n int) {
 	t.Helper()
-	got := pgtest.Value[int](t, db, `select count(*) from agent_activity a where a.skill_name = $1 and a.status = 'skipped'
+	pgtest.Equal(t, db, n, `select count(*) from agent_activity a where a.skill_name = $1 and a.status = 'skipped'
 		and (strpos(a.output::text, $2) > 0 or strpos(a.error_message, $2) > 0)`, name, holder)
-	if got != n {
-		t.Errorf("%d calls of %s are recorded as skipped for %s, want %d", got, name, holder, n)
-	}
 }
 
 // Every command skips a busy lane and names its holder.

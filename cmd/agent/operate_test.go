@@ -176,14 +176,10 @@ func TestTerminalInterruptCancelsTurn(t *testing.T) {
 	s.waitFor(`op_[0-9A-Z]{26}  cancelled`)
 	waitQuery(t, d.pool, `select count(*) = 0 from pg_stat_activity
 		where datname = current_database() and state = 'active' and query like '%pg_sleep(600)%' and pid <> pg_backend_pid()`)
-	if got := pgtest.Value[string](t, d.pool, `select status || ' by ' || cancelled_by from agent_executions`); got != "cancelled by admin" {
-		t.Errorf("the turn is %s", got)
-	}
+	pgtest.Equal(t, d.pool, "cancelled by admin", `select status || ' by ' || cancelled_by from agent_executions`)
 	s.typeKeys("Are you there?\r")
 	s.waitFor(`Still here\.`)
-	if got := pgtest.Value[string](t, d.pool, `select content from agent_messages order by id limit 1`); got != "Be slow." {
-		t.Errorf("the first turn was %q: ^C does not empty the line", got)
-	}
+	pgtest.Equal(t, d.pool, "Be slow.", `select content from agent_messages order by id limit 1`)
 	s.typeKeys("\x04")
 	if code := s.waitExit(); code != 0 {
 		t.Errorf("exit %d", code)
@@ -207,9 +203,7 @@ func TestTerminalApprovals(t *testing.T) {
 			s.typeKeys(test.keys)
 			s.waitFor(test.shown)
 			s.waitFor(`It is over\.`)
-			if got := pgtest.Value[string](t, d.pool, `select status || ':' || reason from agent_approvals`); got != test.status+":"+test.reason {
-				t.Errorf("the approval is %s", got)
-			}
+			pgtest.Equal(t, d.pool, test.status+":"+test.reason, `select status || ':' || reason from agent_approvals`)
 			s.typeKeys("\x04")
 			s.waitExit()
 		})
@@ -265,9 +259,7 @@ func TestOperateReportsHolder(t *testing.T) {
 		t.Errorf("exit %d", got.code)
 	}
 	contains(t, got.err, "lane busy", session, "--wait", "--watch")
-	if n := pgtest.Value[int](t, d.pool, `select count(*) from agent_activity where skill_name = 'operate' and status = 'skipped' and lane = 'operate'`); n != 1 {
-		t.Errorf("%d skipped turns are recorded", n)
-	}
+	pgtest.Equal(t, d.pool, 1, `select count(*) from agent_activity where skill_name = 'operate' and status = 'skipped' and lane = 'operate'`)
 	s.typeKeys("\x04")
 	s.waitExit()
 }
@@ -320,9 +312,7 @@ func TestOperateOnceLeavesApprovalsOpen(t *testing.T) {
 	if got := d.runWith(t.Context(), strings.NewReader("Wipe.\ny\n/quit\n"), "operate"); got.code != exitFailed {
 		t.Errorf("exit %d", got.code)
 	}
-	if n := pgtest.Value[int](t, d.pool, `select count(*) from agent_approvals where status = 'pending'`); n != 3 {
-		t.Errorf("%d approvals are open, want 3", n)
-	}
+	pgtest.Equal(t, d.pool, 3, `select count(*) from agent_approvals where status = 'pending'`)
 }
 
 func TestOperateLines(t *testing.T) {
@@ -332,9 +322,7 @@ func TestOperateLines(t *testing.T) {
 	if got.code != 0 || !strings.HasPrefix(got.out, "One.\n/trace") || !strings.HasSuffix(got.out, "\nTwo.\n") || strings.Contains(got.out, "> ") {
 		t.Errorf("exit %d, stdout %q", got.code, got.out)
 	}
-	if n := pgtest.Value[int](t, d.pool, `select count(distinct thread_id) from agent_executions`); n != 1 {
-		t.Errorf("%d sessions", n)
-	}
+	pgtest.Equal(t, d.pool, 1, `select count(distinct thread_id) from agent_executions`)
 	got = d.runWith(t.Context(), strings.NewReader("Say three.\n"), "operate", "--json")
 	var names []string
 	for line := range strings.Lines(got.out) {

@@ -37,6 +37,14 @@ func Value[T any](tb testing.TB, db postgres.DB, sql string, args ...any) (value
 	return value
 }
 
+// Equal expects the single value of a query.
+func Equal[T comparable](tb testing.TB, db postgres.DB, want T, sql string, args ...any) {
+	tb.Helper()
+	if got := Value[T](tb, db, sql, args...); got != want {
+		tb.Errorf("got %v, want %v: %s %v", got, want, sql, args)
+	}
+}
+
 // Column reads the single column of a query. An error ends the test.
 func Column[T any](tb testing.TB, db postgres.DB, sql string, args ...any) []T {
 	tb.Helper()

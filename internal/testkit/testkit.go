@@ -14,11 +14,13 @@ import (
 	"net/http/httptest"
 	"os"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"golang.org/x/sync/errgroup"
 )
 
 // WriteFile writes a file that only its owner may read.
@@ -36,6 +38,24 @@ func Serve(tb testing.TB, handler http.Handler) (url string) {
 		server.Close()
 	})
 	return server.URL
+}
+
+// Run runs services until stop or the end of the test. An error of one fails the test.
+func Run(tb testing.TB, services ...func(ctx context.Context) error) (stop func()) {
+	tb.Helper()
+	ctx, cancel := context.WithCancel(context.WithoutCancel(tb.Context()))
+	var group errgroup.Group
+	for _, service := range services {
+		group.Go(func() error { return service(ctx) })
+	}
+	stop = sync.OnceFunc(func() {
+		cancel()
+		if err := group.Wait(); err != nil {
+			tb.Error(err)
+		}
+	})
+	tb.Cleanup(stop)
+	return stop
 }
 
 // Wait waits for d. It reports false when ctx has ended.

@@ -70,11 +70,8 @@ func TestHeartbeatPerAgent(t *testing.T) {
 		strings.Contains(asked, "Sell more.") || strings.Contains(asked, "Write") || strings.Contains(asked, "You sell.") {
 		t.Errorf("billing's heartbeat asked %s", asked)
 	}
-	phases := pgtest.Value[string](t, w.pool, `
+	pgtest.Equal(t, w.pool, "advance_plan billing, heartbeat_prompt billing, save_memories billing", `
 		select string_agg(skill_name || ' ' || agent, ', ' order by created_at, id) from agent_activity where execution_id = $1 and kind = 'phase'`, x.ID)
-	if phases != "advance_plan billing, heartbeat_prompt billing, save_memories billing" {
-		t.Errorf("its phases are %s", phases)
-	}
 	if lane := pgtest.Value[string](t, w.pool, `select string_agg(distinct lane, ', ') from agent_activity where execution_id = $1`, x.ID); !strings.Contains(lane, "heartbeat:billing") {
 		t.Errorf("its lanes are %s", lane)
 	}
@@ -86,12 +83,9 @@ func TestHeartbeatPerAgent(t *testing.T) {
 		strings.Contains(asked, "open returns") {
 		t.Errorf("the default agent's heartbeat asked %s", asked)
 	}
-	acting := pgtest.Value[string](t, w.pool, `
+	pgtest.Equal(t, w.pool, "press advance_plan, press automation digest, sales advance_plan", `
 		select string_agg(distinct agent || ' ' || purpose, ', ' order by agent || ' ' || purpose)
 		  from agent_activity where execution_id = $1 and kind = 'model'`, x.ID)
-	if acting != "press advance_plan, press automation digest, sales advance_plan" {
-		t.Errorf("in it acted %s", acting)
-	}
 }
 
 func TestHealReportIsDataForModel(t *testing.T) {
@@ -140,10 +134,7 @@ func TestServerStartWaitsForApply(t *testing.T) {
 	require.NoError(t, heartbeat.Sync(t.Context(), apply, d, false))
 	require.NoError(t, apply.Commit(t.Context()))
 	require.NoError(t, group.Wait())
-	names := pgtest.Value[string](t, w.pool, `select string_agg(name || ' ' || agent, ', ' order by name) from agent_schedules`)
-	if names != "heartbeat sales, heartbeat:billing billing" {
-		t.Errorf("the schedules are %s", names)
-	}
+	pgtest.Equal(t, w.pool, "heartbeat sales, heartbeat:billing billing", `select string_agg(name || ' ' || agent, ', ' order by name) from agent_schedules`)
 }
 
 func TestSchedulesFollowTheAgents(t *testing.T) {
@@ -174,9 +165,7 @@ func TestSchedulesFollowTheAgents(t *testing.T) {
 	}
 	next := pgtest.Value[string](t, w.pool, `select next_run_at::text from agent_schedules where name = 'heartbeat:billing'`)
 	schedules(false)
-	if again := pgtest.Value[string](t, w.pool, `select next_run_at::text from agent_schedules where name = 'heartbeat:billing'`); again != next {
-		t.Errorf("applying again postpones the heartbeat from %s to %s", next, again)
-	}
+	pgtest.Equal(t, w.pool, next, `select next_run_at::text from agent_schedules where name = 'heartbeat:billing'`)
 	if _, err := agents.Remove(t.Context(), w.pool, "workspace", []string{"sales"}); err != nil {
 		t.Fatal(err)
 	}

@@ -74,9 +74,7 @@ func TestStaleNoteIsConflict(t *testing.T) {
 	if !strings.Contains(said.Phases["save_memories"], "1 kept as conflicts") {
 		t.Errorf("the phase says %q", said.Phases["save_memories"])
 	}
-	if got := pgtest.Value[string](t, w.pool, `select status from agent_activity where skill_name = 'save_memory'`); got != "skipped" {
-		t.Errorf("the row is %s", got)
-	}
+	pgtest.Equal(t, w.pool, "skipped", `select status from agent_activity where skill_name = 'save_memory'`)
 }
 
 func TestNoteReplacesReadValue(t *testing.T) {
@@ -95,9 +93,7 @@ func TestNoteReplacesReadValue(t *testing.T) {
 			t.Parallel()
 			w := withMemories(t, test.script...)
 			w.runCompleted(t)
-			if got := pgtest.Value[string](t, w.pool, `select value::text || ' ' || revision from agent_memory`); got != test.want {
-				t.Errorf("it holds %s, want %s", got, test.want)
-			}
+			pgtest.Equal(t, w.pool, test.want, `select value::text || ' ' || revision from agent_memory`)
 			if open, err := memory.Conflicts(t.Context(), w.pool, memory.ConflictFilter{}); err != nil || len(open) != test.conflicts {
 				t.Errorf("%d conflicts, %v", len(open), err)
 			}
@@ -134,9 +130,7 @@ func TestObjectiveNoteReplacesPromptValue(t *testing.T) {
 				return answer(map[string][]modeltest.Reply{"Objective tidy": test.script}, req)
 			})
 			w.runCompleted(t)
-			if got := pgtest.Value[string](t, w.pool, `select note from agent_objectives`); got != test.want {
-				t.Errorf("the note is %q, want %q", got, test.want)
-			}
+			pgtest.Equal(t, w.pool, test.want, `select note from agent_objectives`)
 			first := pgtest.Value[string](t, w.pool, `select status from agent_activity where skill_name = 'objective_update' order by id limit 1`)
 			if (first == "skipped") != (test.meanwhile != "") {
 				t.Errorf("the first call is %s", first)
@@ -168,9 +162,7 @@ func TestNoteReplacesEarlierHeartbeat(t *testing.T) {
 			pgtest.Exec(t, w.pool, `delete from agent_memory_forgotten`)
 			test.before(t, w)
 			w.runCompleted(t)
-			if got := pgtest.Value[string](t, w.pool, `select value::text || ' ' || revision from agent_memory`); got != test.want {
-				t.Errorf("it holds %s, want %s", got, test.want)
-			}
+			pgtest.Equal(t, w.pool, test.want, `select value::text || ' ' || revision from agent_memory`)
 			if open, err := memory.Conflicts(t.Context(), w.pool, memory.ConflictFilter{}); err != nil || len(open) != test.conflicts {
 				t.Errorf("%d conflicts, %v", len(open), err)
 			}

@@ -73,24 +73,14 @@ func TestFullHeartbeatTrace(t *testing.T) {
 	if diff := cmp.Diff(want, w.traceLines(t, x.TraceID)); diff != "" {
 		t.Errorf("story (-want +got):\n%s", diff)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where trace_id <> $1 and trace_id like 'hb%'`, x.TraceID); n != 0 {
-		t.Errorf("%d rows are under another trace", n)
-	}
+	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_activity where trace_id <> $1 and trace_id like 'hb%'`, x.TraceID)
 	if len(said.Phases) != 6 || !strings.Contains(x.ResultSummary, "3 of 3 steps done") || !strings.Contains(x.ResultSummary, "2 of 3 skills taken out of service") {
 		t.Errorf("summary is %q, %v", x.ResultSummary, said.Phases)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_memory where trace_id = $1`, x.TraceID); n != 4 {
-		t.Errorf("%d memories", n)
-	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_memory where key = 'lesson two' and category = 'lesson' and expires_at > clock_timestamp()`); n != 1 {
-		t.Error("category or expiry of a memory is lost")
-	}
-	if status := pgtest.Value[string](t, w.pool, `select status from agent_objectives where name = 'tidy'`); status != "completed" {
-		t.Errorf("objective is %s", status)
-	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_automation_runs where status = 'success' and trace_id = $1`, x.TraceID); n != 2 {
-		t.Errorf("%d runs succeeded", n)
-	}
+	pgtest.Equal(t, w.pool, 4, `select count(*) from agent_memory where trace_id = $1`, x.TraceID)
+	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_memory where key = 'lesson two' and category = 'lesson' and expires_at > clock_timestamp()`)
+	pgtest.Equal(t, w.pool, "completed", `select status from agent_objectives where name = 'tidy'`)
+	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_automation_runs where status = 'success' and trace_id = $1`, x.TraceID)
 }
 
 func TestHealReportReachesModelAndLedger(t *testing.T) {
@@ -232,9 +222,7 @@ func TestNotesOfFailedPhase(t *testing.T) {
 	if x.Status != executions.Failed {
 		t.Errorf("the heartbeat is %s", x.Status)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_memory`); n != 2 {
-		t.Errorf("%d memories were saved, want 2", n)
-	}
+	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_memory`)
 }
 
 func TestModelReadsMemoryError(t *testing.T) {

@@ -13,7 +13,6 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	openai "github.com/sashabaranov/go-openai"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -192,16 +191,7 @@ func (w *testHeartbeat) engine(t *testing.T, running bool) *executions.Engine {
 	if !running {
 		return e
 	}
-	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
-	group, working := errgroup.WithContext(ctx)
-	group.Go(func() error { return e.Run(working) })
-	group.Go(func() error { return keeper.Run(ctx) })
-	t.Cleanup(func() {
-		stop()
-		if err := group.Wait(); err != nil {
-			t.Error(err)
-		}
-	})
+	testkit.Run(t, e.Run, keeper.Run)
 	return e
 }
 

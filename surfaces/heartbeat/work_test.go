@@ -62,12 +62,8 @@ func TestDueRunOnceUnderRace(t *testing.T) {
 	if n := w.calls.of("look"); n != 3 {
 		t.Errorf("look was called %d times, want 3", n)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_automation_runs where status = 'success'`); n != 3 {
-		t.Errorf("%d runs", n)
-	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_automations where next_run_at > clock_timestamp()`); n != 3 {
-		t.Errorf("%d automations have a next time", n)
-	}
+	pgtest.Equal(t, w.pool, 3, `select count(*) from agent_automation_runs where status = 'success'`)
+	pgtest.Equal(t, w.pool, 3, `select count(*) from agent_automations where next_run_at > clock_timestamp()`)
 }
 
 func TestHeldAutomationIsSkipped(t *testing.T) {
@@ -81,9 +77,7 @@ func TestHeldAutomationIsSkipped(t *testing.T) {
 	if !strings.Contains(story, "run_automations success, run_automation skipped") || w.calls.of("look") != 0 {
 		t.Errorf("story is %s", story)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_automation_runs`); n != 0 {
-		t.Errorf("%d runs were claimed", n)
-	}
+	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_automation_runs`)
 }
 
 func TestAutomationRetriesThenDead(t *testing.T) {
@@ -103,13 +97,9 @@ func TestAutomationRetriesThenDead(t *testing.T) {
 		if !strings.Contains(said.Phases["run_automations"], "a failed: no answer") {
 			t.Errorf("summary is %v", said.Phases)
 		}
-		if class := pgtest.Value[string](t, w.pool, `select error_class from agent_activity where skill_name = 'run_automation' and trace_id = $1`, x.TraceID); class != "timeout" {
-			t.Errorf("class is %q", class)
-		}
+		pgtest.Equal(t, w.pool, "timeout", `select error_class from agent_activity where skill_name = 'run_automation' and trace_id = $1`, x.TraceID)
 		x, _ = w.runCompleted(t) // too early: the back-off
-		if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'run_automation' and trace_id = $1`, x.TraceID); n != 0 {
-			t.Errorf("%d runs before the back-off was over", n)
-		}
+		pgtest.Equal(t, w.pool, 0, `select count(*) from agent_activity where skill_name = 'run_automation' and trace_id = $1`, x.TraceID)
 		pgtest.Exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp() where retry_at is not null`)
 	}
 	if x, _ := w.runCompleted(t); !strings.Contains(strings.Join(w.traceLines(t, x.TraceID), ","), "run_automations skipped") {
@@ -143,9 +133,7 @@ func TestFailingAutomationDoesNotBlockOthers(t *testing.T) {
 	if strings.Contains(text, "d failed") {
 		t.Errorf("an automation that is paused with its skill ran: %q", text)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'run_automation' and status = 'error' and trace_id = $1`, x.TraceID); n != 2 {
-		t.Errorf("%d rows of failed runs, want 2", n)
-	}
+	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_activity where skill_name = 'run_automation' and status = 'error' and trace_id = $1`, x.TraceID)
 	if w.calls.of("look") != 1 {
 		t.Errorf("look was called %d times", w.calls.of("look"))
 	}
@@ -158,12 +146,8 @@ func TestStalledPromptAutomationRetries(t *testing.T) {
 	nope := modeltest.ToolCall("nope", `{}`)
 	w.setReplies(map[string][]modeltest.Reply{"Task p": {nope, nope, nope}})
 	x, _ := w.runCompleted(t)
-	if state := pgtest.Value[string](t, w.pool, `select status from agent_automation_runs`); state != "error" {
-		t.Errorf("the run is %s", state)
-	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where error_class = 'stall' and trace_id = $1`, x.TraceID); n != 1 {
-		t.Errorf("%d stalls", n)
-	}
+	pgtest.Equal(t, w.pool, "error", `select status from agent_automation_runs`)
+	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_activity where error_class = 'stall' and trace_id = $1`, x.TraceID)
 }
 
 func TestAutomationNeedsApproval(t *testing.T) {
@@ -228,12 +212,8 @@ func TestGrantRunsOnceUnderRace(t *testing.T) {
 			t.Errorf("call %d was made %d times", n, calls)
 		}
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`); n != 2 {
-		t.Errorf("%d grants were used", n)
-	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'drop'`); n != 2 {
-		t.Errorf("%d rows of the calls", n)
-	}
+	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_approvals where status = 'consumed'`)
+	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_activity where skill_name = 'drop'`)
 }
 
 func TestInvalidGrantDoesNotRun(t *testing.T) {
@@ -265,10 +245,7 @@ func TestForeignStepsAreRejected(t *testing.T) {
 		complete(foreign[0]).AndCall("fail_step", `{"step_id":"`+foreign[0]+`","reason":"x"}`), complete("no id"), lookedUp(own[0]), complete(own[0]), modeltest.Text("ok"),
 	}})
 	w.runCompleted(t)
-	states := pgtest.Value[string](t, w.pool, `select string_agg(title || ' ' || status || ' ' || attempts, ', ' order by title) from agent_objective_steps`)
-	if states != "mine done 1, theirs pending 0" {
-		t.Errorf("steps are %s", states)
-	}
+	pgtest.Equal(t, w.pool, "mine done 1, theirs pending 0", `select string_agg(title || ' ' || status || ' ' || attempts, ', ' order by title) from agent_objective_steps`)
 	for n, want := range map[int]string{1: "there is no pending step", 2: "there is no pending step", 3: "done", 4: "there is no pending step"} {
 		messages := w.model.Requests()[n].Messages
 		if last := messages[len(messages)-1].Content; !strings.Contains(last, want) {
@@ -431,9 +408,7 @@ func TestWaitingRunRunsTrial(t *testing.T) {
 	}
 	pgtest.Exec(t, w.pool, `update agent_skills set disabled_at = disabled_at - interval '25 hours' where name = 'fetch'`)
 	w.runCompleted(t)
-	if got := pgtest.Value[string](t, w.pool, `select string_agg(status, ' ') from agent_automation_runs`); got != "success success" {
-		t.Errorf("the runs are %s", got)
-	}
+	pgtest.Equal(t, w.pool, "success success", `select string_agg(status, ' ') from agent_automation_runs`)
 	if !pgtest.Value[bool](t, w.pool, `select bool_and(enabled) from agent_automations`) || !pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) {
 		t.Error("the skill or an automation is not back in service")
 	}
@@ -504,9 +479,7 @@ func TestHeartbeatRunsEventAutomations(t *testing.T) {
 	}
 	pgtest.Exec(t, w.pool, `select raise_agent_event('E', 'k', '{}', null, '')`)
 	x, _ := w.runCompleted(t)
-	if got := pgtest.Value[string](t, w.pool, `select status || ' ' || trace_id from agent_automation_runs`); got != "success "+x.TraceID {
-		t.Errorf("the run is %s", got)
-	}
+	pgtest.Equal(t, w.pool, "success "+x.TraceID, `select status || ' ' || trace_id from agent_automation_runs`)
 }
 
 // The model claims success without evidence.
@@ -518,10 +491,7 @@ func TestStepNeedsEvidence(t *testing.T) {
 		complete(steps[0]), modeltest.ToolCall("look", `{}`), complete(steps[0]), complete(steps[1]), modeltest.Text("Both done."),
 	}})
 	w.runCompleted(t)
-	states := pgtest.Value[string](t, w.pool, `select string_agg(title || ' ' || status, ', ' order by position) from agent_objective_steps`)
-	if states != "first done, second pending" {
-		t.Errorf("steps are %s", states)
-	}
+	pgtest.Equal(t, w.pool, "first done, second pending", `select string_agg(title || ' ' || status, ', ' order by position) from agent_objective_steps`)
 	for n, told := range map[int]bool{1: true, 3: false, 4: true} {
 		var words []string
 		for _, m := range w.model.Requests()[n].Messages {
@@ -532,8 +502,5 @@ func TestStepNeedsEvidence(t *testing.T) {
 			t.Errorf("after reply %d the model was told %s", n, last)
 		}
 	}
-	of := pgtest.Value[string](t, w.pool, `select skill_name || ' ' || (given_by = '') from agent_objective_evidence`)
-	if of != "look true" {
-		t.Errorf("evidence is %s", of)
-	}
+	pgtest.Equal(t, w.pool, "look true", `select skill_name || ' ' || (given_by = '') from agent_objective_evidence`)
 }

@@ -79,15 +79,9 @@ func TestConcurrentHeartbeatIsSkipped(t *testing.T) {
 			t.Errorf("a heartbeat is %s: %s", x.Status, testkit.Deref(x.ErrorMessage))
 		}
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'heal_skill'`); n != 2 {
-		t.Errorf("%d heals, want 2", n)
-	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_automation_runs`); n != 2 {
-		t.Errorf("%d runs, want 2", n)
-	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_locks_live`); n != 0 {
-		t.Errorf("%d lanes are still held", n)
-	}
+	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_activity where skill_name = 'heal_skill'`)
+	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_automation_runs`)
+	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_locks_live`)
 }
 
 func TestHeartbeatYieldsToAdmin(t *testing.T) {
@@ -165,12 +159,8 @@ func TestRunningHeartbeatYields(t *testing.T) {
 			if len(lines) != 6 || strings.Contains(strings.Join(lines, " "), "error") {
 				t.Errorf("phases are %q", lines)
 			}
-			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where status = 'running'`); n != 0 {
-				t.Errorf("%d rows are still running", n)
-			}
-			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_automation_runs where status <> 'success'`); n != 0 {
-				t.Errorf("%d runs did not end well", n)
-			}
+			pgtest.Equal(t, w.pool, 0, `select count(*) from agent_activity where status = 'running'`)
+			pgtest.Equal(t, w.pool, 0, `select count(*) from agent_automation_runs where status <> 'success'`)
 		})
 	}
 }
@@ -201,9 +191,7 @@ func TestHeartbeatResumesAfterLaneHolder(t *testing.T) {
 			if len(summary(t, x).Phases) != 6 {
 				t.Errorf("summary is %q", x.ResultSummary)
 			}
-			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_automation_runs where status <> 'success'`); n != 0 {
-				t.Errorf("%d runs did not end well", n)
-			}
+			pgtest.Equal(t, w.pool, 0, `select count(*) from agent_automation_runs where status <> 'success'`)
 		})
 	}
 }
@@ -222,41 +210,29 @@ func TestHeartbeatWaitTimeout(t *testing.T) {
 			w := withInterruptedPhase(t, phase)
 			w.beat.YieldLimit = 300 * time.Millisecond
 			e := w.engine(t, true)
-			begun := time.Now()
 			x, err := e.RunSync(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
 			require.NoError(t, err)
 			x = w.waitStatus(t, x.ID, executions.Completed)
 			if diff := cmp.Diff(want, phases(w.traceLines(t, x.TraceID))); diff != "" {
 				t.Errorf("phases (-want +got):\n%s", diff)
 			}
-			if n := pgtest.Value[int](t, w.pool, `select wait_number from agent_executions where id = $1`, x.ID); n != 1 {
-				t.Errorf("it waited %d times, for %s: once is enough", n, time.Since(begun))
-			}
+			pgtest.Equal(t, w.pool, 1, `select wait_number from agent_executions where id = $1`, x.ID)
 			if w.calls.of("look") != 1 {
 				t.Errorf("look was called %d times", w.calls.of("look"))
 			}
 			if !strings.Contains(x.ResultSummary, "cut short at "+phase) || len(summary(t, x).Phases) != 6 {
 				t.Errorf("summary is %q, %v", x.ResultSummary, summary(t, x).Phases)
 			}
-			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where status = 'running'`); n != 0 {
-				t.Errorf("%d rows are still running", n)
-			}
+			pgtest.Equal(t, w.pool, 0, `select count(*) from agent_activity where status = 'running'`)
 			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_memory where key = 'k'`); (n == 1) != (phase == "advance_plan") {
 				t.Errorf("%d of the memories noted before were saved", n)
 			}
 			w.freeLane(t, heartbeat.OperateLane)
 			if phase == "run_automations" {
-				state := pgtest.Value[string](t, w.pool, `select status || ' ' || (retry_at is not null) from agent_automation_runs`)
-				if state != "error true" {
-					t.Errorf("the interrupted run is %s: nobody will try it again", state)
-				}
-				if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_automations where name = 'q' and next_run_at < clock_timestamp()`); n != 1 {
-					t.Error("the automation that was not reached is no longer due")
-				}
+				pgtest.Equal(t, w.pool, "error true", `select status || ' ' || (retry_at is not null) from agent_automation_runs`)
+				pgtest.Equal(t, w.pool, 1, `select count(*) from agent_automations where name = 'q' and next_run_at < clock_timestamp()`)
 			}
-			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_locks_live`); n != 0 {
-				t.Errorf("%d lanes are still held", n)
-			}
+			pgtest.Equal(t, w.pool, 0, `select count(*) from agent_locks_live`)
 		})
 	}
 }

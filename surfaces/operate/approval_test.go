@@ -97,10 +97,7 @@ func TestDetachedTurnFinishesHeadless(t *testing.T) {
 	if called.Load() != 1 || x.ResultSummary != "It is over." {
 		t.Errorf("called %d times, %q", called.Load(), x.ResultSummary)
 	}
-	answer := pgtest.Value[string](t, w.pool, `select content from agent_messages where thread_id = $1 and role = 'assistant'`, s.ID())
-	if answer != "It is over." {
-		t.Errorf("the thread says %q", answer)
-	}
+	pgtest.Equal(t, w.pool, "It is over.", `select content from agent_messages where thread_id = $1 and role = 'assistant'`, s.ID())
 	pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the headless turn frees the lane")
 }
 

@@ -132,9 +132,7 @@ func TestSecondAdminReadsHolder(t *testing.T) {
 	if !errors.As(err, &busy) || busy.Holder != w.laneHolder(t) || len(events.events) != 0 {
 		t.Errorf("the second got %v, events %s", err, events.names())
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions`); n != 0 {
-		t.Errorf("%d executions were begun", n)
-	}
+	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_executions`)
 }
 
 func TestSecondAdminWaits(t *testing.T) {
@@ -166,9 +164,7 @@ func TestAbandonedWaitCleansUp(t *testing.T) {
 	if _, err := b.wait(t); !errors.Is(err, operate.ErrInterrupt) {
 		t.Errorf("the wait ended with %v", err)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select (select count(*) from agent_lock_waiters) + (select count(*) from agent_executions)`); n != 0 {
-		t.Errorf("%d rows are left", n)
-	}
+	pgtest.Equal(t, w.pool, 0, `select (select count(*) from agent_lock_waiters) + (select count(*) from agent_executions)`)
 }
 
 func TestLostLaneStopsTurn(t *testing.T) {
@@ -195,9 +191,7 @@ func TestLostLaneStopsTurn(t *testing.T) {
 	if x := w.execution(t, start.ExecutionID); x.Status != executions.Failed {
 		t.Errorf("the execution is %s", x.Status)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where status = 'running'`); n != 0 {
-		t.Errorf("%d rows are still running", n)
-	}
+	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_activity where status = 'running'`)
 }
 
 func TestTurnsDoNotOverlap(t *testing.T) {

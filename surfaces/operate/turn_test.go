@@ -67,13 +67,8 @@ func TestTurnExecution(t *testing.T) {
 	if diff := cmp.Diff([]string{"user: Hello.", "assistant: Good morning.", "user: What did I say?"}, asked); diff != "" {
 		t.Errorf("the second turn's model got (-want +got):\n%s", diff)
 	}
-	said := pgtest.Value[string](t, w.pool, `select string_agg(role || ' ' || status, ', ' order by seq) from agent_messages where thread_id = $1`, s.ID())
-	if said != "user received, assistant sent, user received, assistant sent" {
-		t.Errorf("the thread has %s", said)
-	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where lane <> 'operate'`); n != 0 {
-		t.Errorf("%d rows do not name the lane", n)
-	}
+	pgtest.Equal(t, w.pool, "user received, assistant sent, user received, assistant sent", `select string_agg(role || ' ' || status, ', ' order by seq) from agent_messages where thread_id = $1`, s.ID())
+	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_activity where lane <> 'operate'`)
 }
 
 func TestToolCallEventsHideSecrets(t *testing.T) {
@@ -226,9 +221,7 @@ func TestWaitingRequestsWithKeyAreOneTurn(t *testing.T) {
 	if !strings.HasSuffix(refused.Type, ":idempotency-key-used") || refused.TraceID != start.TraceID {
 		t.Errorf("the second was told %+v", refused)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_threads`); n != 1 {
-		t.Errorf("%d sessions", n)
-	}
+	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_threads`)
 }
 
 func TestKeyOfFailedOrOldTurn(t *testing.T) {
@@ -448,9 +441,7 @@ func TestASessionHasOneAgent(t *testing.T) {
 		}
 		require.NoError(t, s.Close(t.Context()))
 	}
-	if got := pgtest.Value[string](t, w.pool, `select string_agg(agent, ' ' order by id) from agent_executions where flow = 'operate'`); got != "sales billing billing" {
-		t.Errorf("the executions are of %s", got)
-	}
+	pgtest.Equal(t, w.pool, "sales billing billing", `select string_agg(agent, ' ' order by id) from agent_executions where flow = 'operate'`)
 }
 
 func TestHeartbeatYieldsToSession(t *testing.T) {

@@ -54,12 +54,8 @@ func TestActionFiltersAndTemplates(t *testing.T) {
 		t.Fatalf("answer %d %s", got.status, got.body)
 	}
 	w.waitStatus(t, "msg_1", webhooks.Done)
-	if data := pgtest.Value[string](t, w.pool, `select data::text from agent_events where event = 'EVENT_COMPLETED' and key = 'invoice-in_7'`); data != `{"via": "test", "amount": 12.50}` {
-		t.Errorf("event data %s", data)
-	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_events where key = 'never'`); n != 0 {
-		t.Errorf("%d events of actions that were not meant", n)
-	}
+	pgtest.Equal(t, w.pool, `{"via": "test", "amount": 12.50}`, `select data::text from agent_events where event = 'EVENT_COMPLETED' and key = 'invoice-in_7'`)
+	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_events where key = 'never'`)
 	pgtest.Eventually(t, patience, func() bool {
 		x, err := executions.Get(t.Context(), w.pool, waiting)
 		return err == nil && x.Status == executions.Completed && strings.Contains(string(x.Result), "in_7")
@@ -127,9 +123,7 @@ func TestMissingPathFailsAndIsReplayable(t *testing.T) {
 	if want := `action 2: key: body.isue.number: the body has nothing at "isue"`; testkit.Deref(d.ErrorMessage) != want {
 		t.Errorf("error %q, want %q", testkit.Deref(d.ErrorMessage), want)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_events where key = 'first'`); n != 0 {
-		t.Error("half of the delivery was done")
-	}
+	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_events where key = 'first'`)
 	define("issue-{body.issue.number}")
 	replayed, err := w.surface.Replay(t.Context(), d.ID, -1, "it was lost")
 	require.NoError(t, err)
@@ -137,9 +131,7 @@ func TestMissingPathFailsAndIsReplayable(t *testing.T) {
 	if d.TraceID != first.TraceID || d.LastTraceID != replayed.LastTraceID || d.LastTraceID == d.TraceID || d.Replays != 1 {
 		t.Errorf("replayed: %+v", d)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_events where key = 'issue-7'`); n != 1 {
-		t.Errorf("%d events", n)
-	}
+	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_events where key = 'issue-7'`)
 	if again := w.send(t, "typo", "msg_1", `{"issue":{"number":7}}`); again.status != http.StatusOK || again.TraceID != first.TraceID {
 		t.Errorf("the sender's repetition: %d %s", again.status, again.body)
 	}
@@ -168,12 +160,8 @@ func TestActionRetriesThenDead(t *testing.T) {
 			if d.Attempts != c.starts {
 				t.Errorf("%d attempts, want %d", d.Attempts, c.starts)
 			}
-			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_events where key in ('once', 'after')`); n != 2 {
-				t.Errorf("%d events of actions that succeed", n)
-			}
-			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where trace_id = $1 and skill_name = 'webhook_action'`, got.TraceID); n != 2+c.starts {
-				t.Errorf("%d activities", n)
-			}
+			pgtest.Equal(t, w.pool, 2, `select count(*) from agent_events where key in ('once', 'after')`)
+			pgtest.Equal(t, w.pool, 2+c.starts, `select count(*) from agent_activity where trace_id = $1 and skill_name = 'webhook_action'`, got.TraceID)
 			if c.want == webhooks.Dead && testkit.Deref(d.ErrorMessage) != "action 2: automation flaky is out of order" {
 				t.Errorf("error %q", testkit.Deref(d.ErrorMessage))
 			}
@@ -226,9 +214,7 @@ func TestConcurrentReplays(t *testing.T) {
 	if w.automated.Load() != 2 {
 		t.Errorf("the automation was asked for %d times", w.automated.Load())
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'webhook_replay'`); n != 1 {
-		t.Errorf("%d notes of a replay", n)
-	}
+	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_activity where skill_name = 'webhook_replay'`)
 }
 
 func TestReplayAfterCancel(t *testing.T) {
@@ -265,9 +251,7 @@ func TestDeliveryWaitsForLane(t *testing.T) {
 	pgtest.Eventually(t, patience, func() bool {
 		return pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where flow = 'webhook' and status = 'waiting' and waiting_for = 'lane'`) == 1
 	}, "it waits for its lane")
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`); n != 0 {
-		t.Error("it acted without its lane")
-	}
+	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`)
 	pgtest.Exec(t, w.pool, `select release_agent_lock($1, 'somebody')`, lane)
 	w.waitStatus(t, long, webhooks.Done)
 }
@@ -381,14 +365,10 @@ func TestDeliveryStartsFlowOnce(t *testing.T) {
 			t.Errorf("%s was not started as it should be", flow)
 		}
 	}
-	if n := pgtest.Value[int](t, w.pool, `
+	pgtest.Equal(t, w.pool, 1, `
 		select count(*) from agent_executions x join agent_threads t on t.id = x.thread_id
-		 where x.flow = 'onboarding' and t.name = 'candidate Ana' and t.owner_kind = 'webhook' and t.owner = 'hire' and t.channel = 'chat'`); n != 1 {
-		t.Errorf("%d runs of onboarding in the thread that was begun for it", n)
-	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where flow = 'archive' and thread_id is not null`); n != 0 {
-		t.Error("archive has a thread that nobody gave it")
-	}
+		 where x.flow = 'onboarding' and t.name = 'candidate Ana' and t.owner_kind = 'webhook' and t.owner = 'hire' and t.channel = 'chat'`)
+	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_executions where flow = 'archive' and thread_id is not null`)
 	if d := w.waitStatus(t, "msg_2", webhooks.Dead); !strings.Contains(testkit.Deref(d.ErrorMessage), `there is no flow "nothing"`) {
 		t.Errorf("error %q", testkit.Deref(d.ErrorMessage))
 	}
@@ -475,9 +455,7 @@ func TestPayloadIsDataForModel(t *testing.T) {
 	if made.of("answer") != 1 || made.of("pay") != 1 {
 		t.Errorf("in the end: answer %d, pay %d", made.of("answer"), made.of("pay"))
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where trace_id <> $1 and surface = 'webhook'`, got.TraceID); n != 0 {
-		t.Errorf("%d activities are under another trace", n)
-	}
+	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_activity where trace_id <> $1 and surface = 'webhook'`, got.TraceID)
 }
 
 func TestDeliveryRunsAutomationOnce(t *testing.T) {
@@ -501,15 +479,7 @@ func TestDeliveryRunsAutomationOnce(t *testing.T) {
 	works := func(e *executions.Engine) {
 		r := &runner.Runner{Pool: w.pool, Loop: loop, Engine: e, Logger: slog.New(slog.DiscardHandler), PollEvery: 50 * time.Millisecond}
 		require.NoError(t, r.Register())
-		ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
-		over := make(chan error, 1)
-		go func() { over <- r.Run(ctx) }()
-		t.Cleanup(func() {
-			stop()
-			if err := <-over; err != nil {
-				t.Error(err)
-			}
-		})
+		testkit.Run(t, r.Run)
 	}
 	w.runEngine(t, works)
 	w.runEngine(t, works)
@@ -522,9 +492,7 @@ func TestDeliveryRunsAutomationOnce(t *testing.T) {
 	if made.of("answer") != 1 || made.of("inside") != 1 {
 		t.Errorf("answer ran %d times, inside %d times", made.of("answer"), made.of("inside"))
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_automation_runs where trace_id = $1`, got.TraceID); n != 2 {
-		t.Errorf("%d runs are under the delivery's trace", n)
-	}
+	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_automation_runs where trace_id = $1`, got.TraceID)
 	if d := w.waitStatus(t, "msg_2", webhooks.Dead); testkit.Deref(d.ErrorMessage) != "action 1: automation resting is out of service: holidays" {
 		t.Errorf("error %q", testkit.Deref(d.ErrorMessage))
 	}
@@ -545,9 +513,7 @@ func TestDeliveriesWhilePaused(t *testing.T) {
 	if err != nil || d.Status != webhooks.Received {
 		t.Errorf("delivery: %s, %v", d.Status, err)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where claim > 0`); n != 0 {
-		t.Errorf("%d were claimed", n)
-	}
+	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_executions where claim > 0`)
 	if _, err := executions.ResumeAll(t.Context(), w.pool, "ana", ""); err != nil {
 		t.Fatal(err)
 	}

@@ -87,18 +87,14 @@ func TestSignatureSchemes(t *testing.T) {
 			if stored.TraceID != got.TraceID || stored.Traceparent != parent || stored.BodySHA256 != sha(c.body) || stored.ExecutionID == nil {
 				t.Errorf("stored %+v", stored)
 			}
-			if linked := pgtest.Value[string](t, w.pool, `select string_agg(traceparent, ' ') from agent_trace_links where trace_id = $1`, got.TraceID); linked != parent {
-				t.Errorf("the trace is linked to %q, want the sender's", linked)
-			}
+			pgtest.Equal(t, w.pool, parent, `select string_agg(traceparent, ' ') from agent_trace_links where trace_id = $1`, got.TraceID)
 			for _, secret := range []string{whsec, "secret-cookie", "757107ea", hexSum(whsec, event)} {
 				if strings.Contains(string(stored.Headers), secret) {
 					t.Errorf("the headers have %q: %s", secret, stored.Headers)
 				}
 			}
-			if flow := pgtest.Value[string](t, w.pool, `select flow || ' ' || surface || ' ' || queue || ' ' || status from agent_executions where trace_id = $1`,
-				got.TraceID); flow != "webhook webhook background pending" {
-				t.Errorf("execution %s", flow)
-			}
+			pgtest.Equal(t, w.pool, "webhook webhook background pending", `select flow || ' ' || surface || ' ' || queue || ' ' || status from agent_executions where trace_id = $1`,
+				got.TraceID)
 		})
 	}
 }
@@ -138,12 +134,8 @@ func TestConcurrentDeliveries(t *testing.T) {
 	if accepted.Load() != 1 || d.Repeats != 49 {
 		t.Errorf("%d accepted, %d repeats", accepted.Load(), d.Repeats)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where surface = 'webhook'`); n != 1 {
-		t.Errorf("%d executions", n)
-	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED' and key = 'msg_same'`); n != 1 {
-		t.Errorf("%d events", n)
-	}
+	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_executions where surface = 'webhook'`)
+	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_events where event = 'EVENT_COMPLETED' and key = 'msg_same'`)
 	if again := w.send(t, "storm", "msg_same", `{"a":1}`); again.status != http.StatusOK || again.TraceID != traces[0] {
 		t.Errorf("later: %d %s", again.status, again.body)
 	}
@@ -166,12 +158,8 @@ func TestUnauthenticatedDeliveryIsNotStored(t *testing.T) {
 			t.Errorf("%s: %d %s", name, got.status, got.body)
 		}
 	}
-	if n := pgtest.Value[int](t, w.pool, `select (select count(*) from agent_webhook_deliveries) + (select count(*) from agent_executions)`); n != 0 {
-		t.Errorf("%d rows", n)
-	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'webhook_refused' and trace_id like 'wh_%'`); n != 1 {
-		t.Errorf("%d notes for 5 requests within a minute", n)
-	}
+	pgtest.Equal(t, w.pool, 0, `select (select count(*) from agent_webhook_deliveries) + (select count(*) from agent_executions)`)
+	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_activity where skill_name = 'webhook_refused' and trace_id like 'wh_%'`)
 }
 
 func TestInvalidBodies(t *testing.T) {
@@ -221,9 +209,7 @@ func TestInvalidBodies(t *testing.T) {
 			}
 		})
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_webhook_deliveries`); n != 4 {
-		t.Errorf("%d deliveries, want the 4 that were accepted", n)
-	}
+	pgtest.Equal(t, w.pool, 4, `select count(*) from agent_webhook_deliveries`)
 }
 
 func TestTruncatedBody(t *testing.T) {
@@ -245,9 +231,7 @@ func TestTruncatedBody(t *testing.T) {
 	if response.StatusCode != http.StatusBadRequest {
 		t.Errorf("answer %s", response.Status)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_webhook_deliveries`); n != 0 {
-		t.Errorf("%d deliveries", n)
-	}
+	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_webhook_deliveries`)
 }
 
 // Two bodies with one delivery id: the first is handled, the others are stored as conflicts.
@@ -286,15 +270,11 @@ func TestConflictingBodyIsStored(t *testing.T) {
 		!strings.Contains(string(shown.OtherBodies[0].Body), `"order":8`) && !strings.Contains(string(shown.OtherBodies[0].Body), `"order": 8`) {
 		t.Errorf("the admin sees %s", got.body)
 	}
-	if n := pgtest.Value[int](t, w.pool, `
+	pgtest.Equal(t, w.pool, 5, `
 		select count(*) from agent_activity where trace_id = $1 and skill_name = 'webhook_conflict' and status = 'error' and error_class = 'conflict'`,
-		first.TraceID); n != 5 {
-		t.Errorf("%d activities tell of 5 other bodies", n)
-	}
+		first.TraceID)
 	w.waitStatus(t, d.ID, "done")
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where flow = 'webhook'`); n != 1 {
-		t.Errorf("%d executions", n)
-	}
+	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_executions where flow = 'webhook'`)
 	repeated := 0
 	for line := range strings.Lines(log.String()) {
 		if strings.Contains(line, "webhook repeated") {
@@ -383,9 +363,7 @@ func TestStorageFailureIsNotAcknowledged(t *testing.T) {
 	if got := w.send(t, "lost", "msg_1", `{}`); got.status != http.StatusInternalServerError || strings.Contains(got.body, "broken") {
 		t.Errorf("answer %d %s", got.status, got.body)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_webhook_deliveries`); n != 0 {
-		t.Errorf("%d deliveries without an execution", n)
-	}
+	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_webhook_deliveries`)
 	pgtest.Exec(t, w.pool, `alter table agent_executions drop constraint broken`)
 	w.sendAccepted(t, "lost", "msg_1", `{}`)
 }

@@ -20,7 +20,6 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	standardwebhooks "github.com/standard-webhooks/standard-webhooks/libraries/go"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
@@ -102,16 +101,7 @@ func (w *testWebhooks) engine(t *testing.T, s *webhook.Surface, more ...func(e *
 func (w *testWebhooks) runEngine(t *testing.T, more ...func(e *executions.Engine)) *executions.Engine {
 	t.Helper()
 	e, keeper := w.engine(t, w.make(), more...)
-	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
-	group, working := errgroup.WithContext(ctx)
-	group.Go(func() error { return e.Run(working) })
-	group.Go(func() error { return keeper.Run(ctx) })
-	t.Cleanup(func() {
-		stop()
-		if err := group.Wait(); err != nil {
-			t.Error(err)
-		}
-	})
+	testkit.Run(t, e.Run, keeper.Run)
 	return e
 }
 
