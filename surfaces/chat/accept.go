@@ -25,43 +25,43 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Line is one line of a conversation that a client sends along.
+// Line is a message of the history that a client sends.
 type Line struct {
 	Role, Text string
 	Images     []threads.Image
 }
 
-// UserMessage is a message of a visitor, with what the runtime found out about it.
+// UserMessage is a visitor's message with its sender, thread and agent.
 type UserMessage struct {
 	Owner       string // the chat key
-	Secret      string // of a visitor whom the key's other visitors must not read; "": who has the key speaks for its users
-	Name        string // of the thread, as this visitor calls it; "": a new one
-	Join        string // a join token: the visitor gets into its thread, and calls it Name
+	Secret      string // the visitor token; "": the key speaks for its users
+	Name        string // the visitor's name for the thread; "": a new thread
+	Join        string // a join token, which gives access to its thread under Name
 	Participant string
 	Channel     string // default chat
 	Texts       []string
 	Images      [][]threads.Image // of each of Texts
-	Earlier     []Line            // taken over when the thread is new
-	Model       string            // the id the client used
+	Earlier     []Line            // the history of a new thread
+	Model       string            // the id in the request
 	MaxTokens   int               // 0: no bound
-	Key         string            // makes the message count once; "" for none
-	Hash        string            // of what must be the same when the key comes again
+	Key         string            // the idempotency key; "": none
+	Hash        string            // of the body; a repeated key requires the same one
 	TraceID     trace.ID
 	Files       [][]File        // of each of Texts
-	Seen        int64           // a place in the thread: the visitor has seen what flows said up to it
-	agent       agents.Agent    // who answers
-	own         bool            // the trace was made for this message alone
+	Seen        int64           // the last place in the thread that the visitor has read
+	agent       agents.Agent    // the agent that answers
+	own         bool            // the trace belongs to this message alone
 	thread      string          // the id of the thread
 	known       bool            // the thread exists
-	resolved    string          // the name that thread and known were read for; "" before that, and once they were used
-	fresh       bool            // the name was made up here
-	response    *responseEcho   // of a request for a response
-	form        *reason.Form    // of the answer; nil for one in words
-	formParam   string          // the parameter that says so
-	unseen      *span           // of flows' words, which the answer shows first
-	last        string          // execution that must be the thread's last; "" for any
-	retry       *retry          // recognises the request when it is sent again; nil when it cannot be
-	place       *admission.Hold // among the turns under way; nil for one that did not come by HTTP
+	resolved    string          // the name for which thread and known were read; "": none, or used
+	fresh       bool            // Name was generated
+	response    *responseEcho   // of a request to /v1/responses
+	form        *reason.Form    // the format of the answer; nil for text
+	formParam   string          // the parameter that names the format
+	unseen      *span           // the flows' messages that the answer shows first
+	last        string          // the execution that must be the thread's last; "": any
+	retry       *retry          // recognises a retry; nil when the request is none
+	place       *admission.Hold // admits the turn; nil for a message without HTTP
 }
 
 // principal is the sender.
@@ -72,7 +72,7 @@ func (a UserMessage) principal() threads.Principal {
 	return threads.Key(a.Owner)
 }
 
-// input is the input of the turn, or of the relay to an execution.
+// input returns the input of the turn, or of the relay to an execution.
 func (a UserMessage) input(to string) input {
 	return input{
 		Owner: a.Owner, Visitor: a.principal().Proof, Thread: a.thread, Name: a.Name, Model: a.Model, MaxTokens: a.MaxTokens, Hash: a.Hash, To: to,
@@ -80,20 +80,20 @@ func (a UserMessage) input(to string) input {
 	}
 }
 
-// input is the input of an execution of the flow. The message itself is in the thread.
+// input is the input of a turn's execution. The thread has the message.
 type input struct {
 	Owner     string `json:"owner"`
 	Visitor   string `json:"visitor,omitempty"` // digest of the visitor's secret
 	Thread    string `json:"thread_id"`
-	Name      string `json:"thread_name,omitempty"` // as the visitor calls it; "": its id
+	Name      string `json:"thread_name,omitempty"` // the visitor's name for the thread; "": its id
 	Model     string `json:"model"`
 	MaxTokens int    `json:"max_tokens,omitempty"`
 	Hash      string `json:"request_hash,omitempty"`
-	To        string `json:"to,omitempty"` // of a relay: the execution that the message is for
-	// Response is what a response repeats of its request; nil for a completion.
+	To        string `json:"to,omitempty"` // the execution that receives a relayed message
+	// Response is the part of the request that a response repeats; nil for a completion.
 	Response *responseEcho `json:"response,omitempty"`
-	Form     *reason.Form  `json:"form,omitempty"` // of the answer; nil for one in words
-	// Unseen is where flows spoke since the last answer; nil for a relay that shows what comes after its message.
+	Form     *reason.Form  `json:"form,omitempty"` // the format of the answer; nil for text
+	// Unseen is the span of the flows' messages since the last answer; nil for a relay.
 	Unseen *span `json:"unseen,omitempty"`
 }
 
@@ -108,7 +108,7 @@ func (in input) principal() threads.Principal {
 	return threads.Key(in.Owner)
 }
 
-// name is what the visitor calls the thread.
+// name returns the visitor's name for the thread.
 func (in input) name() string { return cmp.Or(in.Name, in.Thread) }
 
 // inputOf reads the input of an execution.
@@ -124,7 +124,7 @@ func entropy() io.Reader { return rand.Reader }
 // spec describes the execution of a turn.
 func (a UserMessage) spec() executions.Spec {
 	s := executions.Spec{
-		Flow: Flow, Surface: trace.Chat, TraceID: a.TraceID, Agent: rowName(a.agent), ThreadID: a.thread,
+		Flow: Flow, Surface: trace.Chat, TraceID: a.TraceID, Agent: agentName(a.agent), ThreadID: a.thread,
 		Queue: executions.Interactive, Priority: 1, Input: a.input(""),
 	}
 	switch {
@@ -132,39 +132,38 @@ func (a UserMessage) spec() executions.Spec {
 		s.DedupeKey = "chat visitor:" + a.principal().Proof + ":" + a.Owner + ":" + a.Key
 	case a.Key != "":
 		s.DedupeKey = "chat:" + a.Owner + ":" + a.Key
-	case a.own: // so that the message counts once when the answer to its commit is lost
+	case a.own: // stores the message once if the answer to its commit is lost
 		s.DedupeKey = "chat request " + string(a.TraceID)
 	}
 	return s
 }
 
-// startedTurn is a turn that has begun.
+// startedTurn is a turn that was started.
 type startedTurn struct {
-	exec  executions.Execution
-	name  string // of the thread, as the visitor calls it
-	feed  *feed
-	leave func()
+	exec    executions.Execution
+	name    string // the visitor's name for the thread
+	feed    *feed
+	release func()
 }
 
-// begin stores the message together with its turn, or with the relay of what the execution says that the message is
-// for, and lets that run here. The caller leaves the feed when it has seen enough of it. Errors that the visitor may
-// know are *Refusal.
-func (c *Chat) begin(ctx context.Context, a UserMessage) (startedTurn, error) {
+// startTurn stores the message together with its turn, or its relay, and runs that in this process. The caller calls
+// release when it no longer reads the feed. Errors for the visitor are *Refusal.
+func (c *Chat) startTurn(ctx context.Context, a UserMessage) (startedTurn, error) {
 	var x executions.Execution
 	var created bool
 	var cut []string
-	var posted *posted
+	var stored *storedMessages
 	broke := false
 	if a.fresh = a.Name == ""; a.fresh {
 		a.Name = NewThreadID()
 	}
 	err := postgres.Again(ctx, func() error {
-		err := c.locate(ctx, &a)
+		err := c.resolveThread(ctx, &a)
 		if err == nil {
 			err = c.intake.Do(ctx, c.Front, a.thread, func(tx pgx.Tx) (err error) {
 				var got inserted
 				got, err = c.insert(ctx, tx, a)
-				if x, created, posted = got.exec, got.created, got.posted; created {
+				if x, created, stored = got.exec, got.created, got.stored; created {
 					cut = got.cut
 				}
 				if err != nil || !created {
@@ -177,30 +176,30 @@ func (c *Chat) begin(ctx context.Context, a UserMessage) (startedTurn, error) {
 		return err
 	})
 	if err != nil {
-		return startedTurn{}, refused(err)
+		return startedTurn{}, threadError(err)
 	}
 	if broke && !created && a.own && x.TraceID == string(a.TraceID) {
 		created = true // by the try whose answer was lost; nobody else runs it
 	}
 	for _, id := range cut { // the transaction has done it; this stops the ones that run here
 		if _, err := c.Engine.Cancel(ctx, id, byInterrupt, "a newer message came"); err != nil {
-			c.Logger.WarnContext(ctx, "interrupted turn not told", "execution", id, "error", err)
+			c.Logger.WarnContext(ctx, "interrupted turn not stopped", "execution", id, "error", err)
 		}
 	}
 	switch {
 	case a.retry != nil && a.retry.attached:
-		return c.joined(x)
+		return c.attachRetry(x)
 	case !created:
-		return c.repeated(ctx, a, x)
+		return c.replay(ctx, a, x)
 	}
-	b := c.launch(ctx, x, a.place, posted)
+	b := c.runTurn(ctx, x, a.place, stored)
 	b.name = a.Name
 	return b, nil
 }
 
-// locate finds the thread that the visitor means, or whose join token the visitor has. A name that the agent gives out
-// is never begun by a visitor: another's thread, and one that never was, are the same refusal.
-func (c *Chat) locate(ctx context.Context, a *UserMessage) (err error) {
+// resolveThread finds the thread of a name or a join token. A visitor cannot create a thread under a name of the form
+// that the agent generates; the refusal is that of another visitor's thread.
+func (c *Chat) resolveThread(ctx context.Context, a *UserMessage) (err error) {
 	if a.Join != "" {
 		return c.intake.Do(ctx, c.Front, "join "+a.Join, func(tx pgx.Tx) (err error) {
 			a.thread, a.Name, err = threads.Join(ctx, tx, a.principal(), a.Join, a.Name, !a.fresh)
@@ -221,24 +220,23 @@ func (c *Chat) locate(ctx context.Context, a *UserMessage) (err error) {
 	return err
 }
 
-// inserted is what became of a message.
+// inserted is the result of storing a message.
 type inserted struct {
 	exec    executions.Execution
-	created bool     // false when the key was used before
-	cut     []string // the turns that it has cancelled
-	posted  *posted  // nil for a relay
+	created bool            // false: the key was used before
+	cut     []string        // executions of the cancelled turns
+	stored  *storedMessages // nil for a relay
 }
 
-// posted is what a turn that begins in this process need not read.
-type posted struct {
-	messages []threads.Message // that it answers; nil where they come with images, which are read
-	alone    bool              // no earlier turn of the thread is under way, and none can begin any more
+// storedMessages has what a turn that starts in this process need not read.
+type storedMessages struct {
+	messages []threads.Message // the turn answers; nil when they have images
+	alone    bool              // the thread has no earlier active turn
 }
 
 // insert stores the message together with its turn, or with a relay, in one transaction.
 func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a UserMessage) (got inserted, err error) {
-	// One message of a thread is stored at a time. This lock comes before executions, and they before the
-	// thread's row: the order in which a turn's answer takes them, too.
+	// Lock order: the thread's advisory lock, executions, the thread's row. An answer locks in the same order.
 	var words span
 	var known bool
 	var again, to string
@@ -259,34 +257,34 @@ func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a UserMessage) (got insert
 		}
 	}
 	if a.last != "" {
-		if err := a.isLast(ctx, tx); err != nil {
+		if err := a.checkLast(ctx, tx); err != nil {
 			return got, err
 		}
 	}
-	asked, err := c.requested(ctx, tx, a)
+	asked, err := c.findDocumentRequest(ctx, tx, a)
 	if err != nil {
 		return got, err
 	}
 	if asked.waiter != "" || to != "" {
-		if err := a.passable(); err != nil {
+		if err := a.checkRelay(); err != nil {
 			return got, err
 		}
-		if err := c.opened(ctx, tx, a); err != nil {
+		if err := c.ensureThread(ctx, tx, a); err != nil {
 			return got, err
 		}
 		if known {
 			a.unseen = &words
 		}
 		if asked.waiter != "" {
-			got.exec, got.created, err = c.hand(ctx, tx, a, asked)
+			got.exec, got.created, err = c.relayDocuments(ctx, tx, a, asked)
 		} else {
-			got.exec, got.created, err = c.pass(ctx, tx, a, to)
+			got.exec, got.created, err = c.relayMessage(ctx, tx, a, to)
 		}
 		if err != nil || !got.created || a.retry == nil {
 			return got, err
 		}
 		b := &pgx.Batch{}
-		a.retry.queueNote(b, got.exec.ID)
+		a.retry.queueRecord(b, got.exec.ID)
 		if err := tx.SendBatch(ctx, b).Close(); err != nil {
 			return got, fmt.Errorf("note request: %w", err)
 		}
@@ -296,11 +294,11 @@ func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a UserMessage) (got insert
 	if got.exec, got.created, err = c.Engine.InsertClaimed(ctx, tx, a.spec()); err != nil || !got.created {
 		return got, err
 	}
-	got.cut, got.posted, err = c.store(ctx, tx, a, got.exec, asked)
+	got.cut, got.stored, err = c.storeMessage(ctx, tx, a, got.exec, asked)
 	return got, err
 }
 
-// lockThread lets one transaction at a time store messages of a thread.
+// lockThread serialises the transactions that store messages of a thread.
 func lockThread(ctx context.Context, tx pgx.Tx, thread string) error {
 	b := &pgx.Batch{}
 	queueThreadLock(b, thread)
@@ -314,18 +312,18 @@ func queueThreadLock(b *pgx.Batch, thread string) {
 	b.Queue(`select pg_advisory_xact_lock(hashtextextended('chat ' || @thread, 0))`, postgres.Strict{"thread": thread})
 }
 
-// launch runs a turn that was inserted. It does not end with ctx, and has its place for as long as it runs here.
-func (c *Chat) launch(ctx context.Context, x executions.Execution, place *admission.Hold, posted *posted) startedTurn {
+// runTurn runs an inserted turn in this process. The turn does not end with ctx and holds its admission.
+func (c *Chat) runTurn(ctx context.Context, x executions.Execution, place *admission.Hold, stored *storedMessages) startedTurn {
 	if place != nil {
 		place.Keep()
 	}
-	f, leave := c.feeds.join(x.ID)
-	f.change(func() { f.live, f.local, f.claim, f.posted = true, true, x.Claim, posted })
+	f, release := c.feeds.join(x.ID)
+	f.update(func() { f.startedHere, f.runsHere, f.claim, f.stored = true, true, x.Claim, stored })
 	runner, done := c.feeds.join(x.ID)
 	detached := context.WithoutCancel(ctx)
 	c.turns.Go(func() {
 		defer done()
-		defer c.ended.ring()
+		defer c.ended.notify()
 		if place != nil {
 			defer place.Release()
 		}
@@ -333,18 +331,18 @@ func (c *Chat) launch(ctx context.Context, x executions.Execution, place *admiss
 		switch {
 		case err != nil:
 			c.Logger.ErrorContext(detached, "chat turn not finished here", "execution", x.ID, "error", err)
-			runner.away(x.Claim)
+			runner.detach(x.Claim)
 		case got.Status.Ended():
 			runner.finish(got)
 		default:
-			runner.away(x.Claim)
+			runner.detach(x.Claim)
 		}
 	})
-	return startedTurn{exec: x, feed: f, leave: leave}
+	return startedTurn{exec: x, feed: f, release: release}
 }
 
-// repeated answers a key that was used before.
-func (c *Chat) repeated(ctx context.Context, a UserMessage, x executions.Execution) (startedTurn, error) {
+// replay answers a message whose idempotency key was used before.
+func (c *Chat) replay(ctx context.Context, a UserMessage, x executions.Execution) (startedTurn, error) {
 	first, err := inputOf(x)
 	if err != nil {
 		return startedTurn{}, err
@@ -354,7 +352,7 @@ func (c *Chat) repeated(ctx context.Context, a UserMessage, x executions.Executi
 		case err != nil:
 			return startedTurn{}, err
 		case !may: // it was revoked since
-			return startedTurn{}, refused(threads.ErrNotFound)
+			return startedTurn{}, threadError(threads.ErrNotFound)
 		}
 	}
 	id := CompletionID(x.ID)
@@ -369,23 +367,23 @@ func (c *Chat) repeated(ctx context.Context, a UserMessage, x executions.Executi
 		r.CompletionID, r.RetryAfter = id, retrySoon
 		return startedTurn{}, r
 	}
-	f, leave := c.feeds.join(x.ID)
+	f, release := c.feeds.join(x.ID)
 	f.finish(x)
-	return startedTurn{exec: x, name: first.name(), feed: f, leave: leave}, nil
+	return startedTurn{exec: x, name: first.name(), feed: f, release: release}, nil
 }
 
-// opening is the thread as the message opens it.
-func (a UserMessage) opening() threads.Thread {
+// newThread returns the thread that the message creates.
+func (a UserMessage) newThread() threads.Thread {
 	return threads.Thread{
-		ID: a.thread, Name: a.Name, Channel: cmp.Or(a.Channel, channel), Agent: rowName(a.agent), Participant: clip(a.Participant, 200),
+		ID: a.thread, Name: a.Name, Channel: cmp.Or(a.Channel, channel), Agent: agentName(a.agent), Participant: truncate(a.Participant, 200),
 	}
 }
 
-// opened makes sure that the thread is there, and that the visitor may speak in it.
-func (c *Chat) opened(ctx context.Context, tx pgx.Tx, a UserMessage) error {
-	got, _, err := threads.Open(ctx, tx, a.principal(), a.opening())
+// ensureThread creates the thread if it is missing, and checks the access of the visitor.
+func (c *Chat) ensureThread(ctx context.Context, tx pgx.Tx, a UserMessage) error {
+	got, _, err := threads.Open(ctx, tx, a.principal(), a.newThread())
 	if err == nil && got.ID != a.thread {
-		err = threads.ErrForeign // it was revoked, or given, this moment
+		err = threads.ErrForeign // the access changed since it was read
 	}
 	if err != nil {
 		return err
@@ -393,20 +391,19 @@ func (c *Chat) opened(ctx context.Context, tx pgx.Tx, a UserMessage) error {
 	return c.sameAgent(ctx, tx, got.Agent, a)
 }
 
-// store puts the message into its thread, and deals with the turns that are under way there. It returns the
-// turns that it has cancelled.
-func (c *Chat) store(
+// storeMessage stores the message and applies double texting to the active turns. cut are the cancelled ones.
+func (c *Chat) storeMessage(
 	ctx context.Context, tx pgx.Tx, a UserMessage, x executions.Execution, asked documentRequest,
-) (cut []string, said *posted, err error) {
+) (cut []string, stored *storedMessages, err error) {
 	from := cmp.Or(a.Channel, channel)
 	if cut, err = c.applyDoubleTexting(ctx, tx, a, x); err != nil {
 		return nil, nil, err
 	}
 	var earlier []activeTurn
-	thread, err := threads.OpenLocked(ctx, tx, a.principal(), a.opening(), func(b *pgx.Batch) {
+	thread, err := threads.OpenLocked(ctx, tx, a.principal(), a.newThread(), func(b *pgx.Batch) {
 		queueActiveTurns(b, a.thread, 0, &earlier)
 		if a.retry != nil {
-			a.retry.queueNote(b, x.ID)
+			a.retry.queueRecord(b, x.ID)
 		}
 	})
 	if err == nil {
@@ -423,12 +420,12 @@ func (c *Chat) store(
 	if err != nil {
 		return nil, nil, err
 	}
-	if err := asked.answer(ctx, c, tx, x, idsOf(docs)); err != nil {
+	if err := asked.deliver(ctx, c, tx, x, idsOf(docs)); err != nil {
 		return nil, nil, err
 	}
 	var drafts []threads.NewMessage
 	if thread.NextSeq == 1 {
-		drafts = takeOver(a, from)
+		drafts = importHistory(a, from)
 	}
 	for i, words := range texts {
 		d := threads.NewMessage{
@@ -441,18 +438,18 @@ func (c *Chat) store(
 	if err != nil {
 		return nil, nil, err
 	}
-	words := list[len(drafts)-len(texts):]
-	said = &posted{messages: words, alone: len(earlier) == 0}
+	own := list[len(drafts)-len(texts):]
+	stored = &storedMessages{messages: own, alone: len(earlier) == 0}
 	for _, some := range images {
 		if len(some) > 0 {
-			said.messages = nil
+			stored.messages = nil
 		}
 	}
-	return cut, said, nil
+	return cut, stored, nil
 }
 
-// takeOver is what the client says was said before, to fill a new thread with.
-func takeOver(a UserMessage, from string) []threads.NewMessage {
+// importHistory returns the greeting, or the history that the client sent, as the first messages of a new thread.
+func importHistory(a UserMessage, from string) []threads.NewMessage {
 	drafts := make([]threads.NewMessage, 0, len(a.Earlier)+len(a.Texts)+1)
 	if a.agent.Greeting != "" && len(a.Earlier) == 0 {
 		drafts = append(drafts, threads.NewMessage{
@@ -471,8 +468,8 @@ func takeOver(a UserMessage, from string) []threads.NewMessage {
 	return drafts
 }
 
-// refused turns an error of a thread into what a visitor may know of it.
-func refused(err error) error {
+// threadError converts an error of a thread to a *Refusal for the visitor.
+func threadError(err error) error {
 	var r *Refusal
 	switch {
 	case errors.As(err, &r):
@@ -491,20 +488,20 @@ func refused(err error) error {
 	return err
 }
 
-// documentRequest is a flow's request for documents that a message with files answers: the oldest of the thread.
+// documentRequest is a flow's pending request for documents, the oldest of the thread.
 type documentRequest struct {
 	id      string
-	missing []string // in the order in which they were asked for
-	waiter  string   // the execution that waits for it; "" when none does
+	missing []string // in the order of the request
+	waiter  string   // the execution that waits for it; "": none
 }
 
-// requested finds the request that the files of a message answer, and locks it as an event locks it. Without files, or
-// without a request, it has no id.
-func (c *Chat) requested(ctx context.Context, tx pgx.Tx, a UserMessage) (r documentRequest, err error) {
+// findDocumentRequest finds and locks the request that the files of a message answer. Its id is "" without files or
+// without a request.
+func (c *Chat) findDocumentRequest(ctx context.Context, tx pgx.Tx, a UserMessage) (r documentRequest, err error) {
 	if len(slices.Concat(a.Files...)) == 0 {
 		return r, nil
 	}
-	// An event that answers it locks in the same order: the wait, executions, the request.
+	// Lock order, as for an event: the wait, executions, the request.
 	err = tx.QueryRow(ctx, `
 		select r.id::text, pg_advisory_xact_lock(hashtextextended('wait document ' || r.id, 0))::text from (
 		  select id from agent_requests where thread_id = @thread and kind = 'document' and status = 'pending' order by id limit 1) r`,
@@ -531,19 +528,19 @@ func (c *Chat) requested(ctx context.Context, tx pgx.Tx, a UserMessage) (r docum
 	return r, nil
 }
 
-// answer raises the event that answers the request: each file is the next document that is missing. Further files
-// are attachments alone.
-func (r documentRequest) answer(ctx context.Context, c *Chat, tx pgx.Tx, x executions.Execution, ids []string) error {
+// deliver delivers the event that answers the request. Each file is the next missing document; further files are
+// attachments.
+func (r documentRequest) deliver(ctx context.Context, c *Chat, tx pgx.Tx, x executions.Execution, ids []string) error {
 	if r.id == "" || len(ids) == 0 {
 		return nil
 	}
-	type given struct {
+	type received struct {
 		Document string `json:"document"`
 		ID       string `json:"document_id"`
 	}
-	var all []given
+	var all []received
 	for i, id := range ids[:min(len(ids), len(r.missing))] {
-		all = append(all, given{r.missing[i], id})
+		all = append(all, received{r.missing[i], id})
 	}
 	data, err := json.Marshal(map[string]any{"documents": all})
 	if err != nil {
@@ -553,9 +550,8 @@ func (r documentRequest) answer(ctx context.Context, c *Chat, tx pgx.Tx, x execu
 	return err
 }
 
-// hand stores a message whose files an execution waits for, and lets that go on. Its words are the answer, as those of
-// one that waits for a message are.
-func (c *Chat) hand(ctx context.Context, tx pgx.Tx, a UserMessage, r documentRequest) (x executions.Execution, created bool, err error) {
+// relayDocuments stores a message whose files an execution waits for, resumes that, and relays its messages.
+func (c *Chat) relayDocuments(ctx context.Context, tx pgx.Tx, a UserMessage, r documentRequest) (x executions.Execution, created bool, err error) {
 	s := a.spec()
 	s.Flow, s.Input = RelayFlow, a.input(r.waiter)
 	if x, created, err = c.Engine.InsertClaimed(ctx, tx, s); err != nil || !created {
@@ -565,7 +561,7 @@ func (c *Chat) hand(ctx context.Context, tx pgx.Tx, a UserMessage, r documentReq
 	if err != nil {
 		return x, false, err
 	}
-	if err := r.answer(ctx, c, tx, x, idsOf(docs)); err != nil { // before the thread's row, which lanes precede
+	if err := r.deliver(ctx, c, tx, x, idsOf(docs)); err != nil { // before the thread's row: the lock order
 		return x, false, err
 	}
 	drafts := make([]threads.NewMessage, len(texts))
@@ -579,9 +575,9 @@ func (c *Chat) hand(ctx context.Context, tx pgx.Tx, a UserMessage, r documentReq
 	return x, true, err
 }
 
-// notice is the answer when nothing was said: which documents a flow of the thread waits for, or that the message was
-// passed on. It repeats the flow's last words as long as no document came. It is empty when something was said.
-func (c *Chat) notice(ctx context.Context, in input, said int) (string, error) {
+// emptyRelayAnswer is the answer of a relay without messages: the documents that a flow of the thread waits for, or
+// that the message was passed on. Until the first document it repeats the last message of the flow.
+func (c *Chat) emptyRelayAnswer(ctx context.Context, in input, said int) (string, error) {
 	if said > 0 {
 		return "", nil
 	}
@@ -612,22 +608,21 @@ func (c *Chat) notice(ctx context.Context, in input, said int) (string, error) {
 	return clean(question + "\n\nStill missing: " + strings.Join(missing, ", ") + ". Send each as a file with your next message."), nil
 }
 
-// Answer is what a message came to.
+// Answer is the answer to a message.
 type Answer struct {
 	ID       string `json:"id"`        // of the completion
-	ThreadID string `json:"thread_id"` // as the visitor calls it
+	ThreadID string `json:"thread_id"` // the visitor's name for it
 	TraceID  string `json:"trace_id"`
 	Text     string `json:"text"`
 	Finish   string `json:"finish_reason"`
 }
 
-// cancelRest is how long the caller of a turn that was cancelled waits for its run to notice: what it uses may be
-// closed next.
-const cancelRest = 5 * time.Second
+// cancelTimeout bounds how long Send waits for a cancelled turn to stop: the caller may close what the turn uses.
+const cancelTimeout = 5 * time.Second
 
-// Say sends a message and returns the answer, without HTTP; show, where set, gets its text piece by piece. When
-// ctx ends first, the turn is cancelled. Errors that a visitor may know are *Refusal. The engine's lease
-// must be kept meanwhile: by Engine.Run, or Engine.KeepAlive.
+// Say sends a message without HTTP and returns the answer. show, where set, receives the text in pieces. The turn is
+// cancelled when ctx ends first. Errors for the visitor are *Refusal. Engine.Run or Engine.KeepAlive must keep the
+// engine's lease meanwhile.
 func (c *Chat) Say(ctx context.Context, a UserMessage, show func(piece string)) (Answer, error) {
 	if a.TraceID == "" {
 		a.TraceID, a.own = trace.New(trace.Chat), true
@@ -636,22 +631,22 @@ func (c *Chat) Say(ctx context.Context, a UserMessage, show func(piece string)) 
 	if a.agent, err = c.Agents.Find(ctx, c.Front, a.Model); err != nil {
 		return Answer{}, err
 	}
-	b, err := c.begin(ctx, a)
+	b, err := c.startTurn(ctx, a)
 	if err != nil {
 		return Answer{}, err
 	}
-	defer b.leave()
-	told := Answer{ID: CompletionID(b.exec.ID), ThreadID: b.name, TraceID: b.exec.TraceID}
+	defer b.release()
+	answer := Answer{ID: CompletionID(b.exec.ID), ThreadID: b.name, TraceID: b.exec.TraceID}
 	f := &follower{Chat: c, id: b.exec.ID, feed: b.feed, show: show}
 	got, err := f.follow(ctx)
 	if ctx.Err() != nil {
 		if _, err := c.Engine.Cancel(context.WithoutCancel(ctx), b.exec.ID, "interrupt",
 			"the visitor interrupted"); err != nil {
-			return told, fmt.Errorf("cancel turn: %w", err)
+			return answer, fmt.Errorf("cancel turn: %w", err)
 		}
-		b.feed.rest(cancelRest)
-		return told, context.Cause(ctx)
+		b.feed.awaitDetach(cancelTimeout)
+		return answer, context.Cause(ctx)
 	}
-	told.Text, told.Finish = got.Text, string(got.Finish)
-	return told, err
+	answer.Text, answer.Finish = got.Text, string(got.Finish)
+	return answer, err
 }

@@ -1,60 +1,59 @@
-// Package chat is the surface on which visitors talk with an agent: OpenAI's chat completions and responses, a small
-// page, and `agent chat`.
+// Package chat is the surface for visitors: OpenAI's chat completions and responses, a web page, and `agent chat`.
 //
-// A conversation is a thread and lives in Postgres. A request names it by the header X-Thread-Id, by metadata.thread_id
-// or by user, else it begins a new one; the answer names it in X-Thread-Id. Names are the visitor's own: the visitor is
-// the key, for a backend that speaks for its users, or the key and a secret, X-Visitor-Token, which the page always has
-// and a key that browsers hold (Chat.Browser) must have. Of a request's messages only the user's after the last answer
-// are new, at most 32. The last 200 earlier ones are taken over when the thread is new, so that clients which keep
-// their own history work; all are stored in one statement. System and developer messages are dropped, because nothing
-// that a client sends is an instruction to the agent.
+// # Threads and visitors
 //
-// A turn is one execution. It is inserted, claimed by the process that has the connection, in one transaction with
-// the visitor's message, and does not end with the connection: GET /v1/chat/completions/{id} attaches again, with
-// stream=true to what is said from the beginning. When the process dies, another finishes the turn. The turn
-// holds the lane thread:{id}, and the turns of a thread are answered in the order in which their messages were
-// stored: each waits until no earlier one is under way, without a worker while it is resumed headless, so few
-// workers cannot deadlock. The answer is a message of the thread before the final chunk is sent; what was
-// streamed up to [DONE] is what is stored. When a model call is repeated after text of it was shown, the text
-// stays and says that the answer begins again. The one sentence that is not stored is the notice with which a
-// connection ends that has waited too long for an admin's approval. A turn that the limit of a day keeps from answering
-// stores a sentence that says when the limit ends, and its client gets that as the error insufficient_quota.
+// A conversation is a thread in Postgres. A request names it by the header X-Thread-Id, by metadata.thread_id or by
+// user; without a name it starts a new thread. The answer returns the name in X-Thread-Id. A name belongs to a visitor.
+// A visitor is a chat key, for a backend that speaks for its users, or a key with the token in X-Visitor-Token. The web
+// page always has a token, and keys that browsers hold (Chat.Browser) require one.
 //
-// A message is stored by one short transaction. It waits for locks of others without a connection, and for a second at
-// most: then it is refused as thread_locked, 503, and nothing is stored. So one thread that somebody has locked takes
-// no connections from the visitors of others. Turns use the connections of the engine.
+// Only the user messages after the last answer are new, at most 32. A new thread imports up to 200 earlier messages, so
+// clients that keep their own history work. One statement stores them all. System and developer messages are dropped:
+// a client cannot instruct the agent.
 //
-// A message in a thread that an execution of another flow has, or that one waits for, is for that execution: it is
-// recorded, it ends the wait as MESSAGE_RECEIVED, and no model is called. Its answer is what is said in the thread
-// after it, until whoever got it waits for something again or has ended, or two minutes have passed; it has an id like
-// any other, to attach to. When nothing was said, one sentence says that the message was passed on. Into a thread that
-// somebody else began a visitor gets by a join token, X-Thread-Join, or because the key was named (package threads);
-// any other is refused, and looks as if it did not exist.
+// # Turns
 //
-// What a flow says without a message of the visitor comes first in the next answer (unseen.go). The input of the turn
-// has the places of these words, so a repeated request shows them again and no other turn does.
+// A turn is one execution. One transaction stores it together with the message, and the process of the connection
+// claims it. It does not end with the connection: GET /v1/chat/completions/{id} attaches again. If the process dies,
+// another one finishes the turn.
 //
-// Images come with messages (image.go), as https URLs, which the model's server fetches and this one never does, or as
-// their bytes. They are kept with their message, outside of the record. A model that takes text alone refuses them.
+// A turn holds the lane thread:{id}. The turns of a thread run in the order of their messages. A turn without a client
+// waits for earlier turns durably, without a worker. The answer is stored before the final chunk is sent, and the text
+// of the stream up to [DONE] is the stored text. If a failed model call has shown text, the text stays and the stream
+// says that the answer starts again. Only the notice of a connection that waits too long for an approval is not stored.
+// A turn that a daily limit blocks stores a sentence with the end of the limit; its client gets insufficient_quota.
 //
-// A client that sends a request again, because its connection broke, gets the turn that the first one began: see retry.
-// POST /v1/responses begins the same turns. Its thread is that of the conversation, else of the previous response,
-// which must be the thread's last (409); client tools are refused by name.
+// The transaction that stores a message waits at most one second for locks. After that the message is refused with
+// 503, thread_locked, and nothing is stored. So a locked thread does not exhaust the connections of other visitors.
 //
-// A request may ask for an answer in a form, JSON of a schema (form.go). Nothing of such an answer is shown before the
-// loop has validated it, and what is not in the form is an error.
+// # Messages to executions
+//
+// An execution of another flow may hold the thread, or wait for a message in it. It then receives the message, which
+// ends the wait as MESSAGE_RECEIVED, and no model is called. Its later messages are the answer, until it waits again or
+// ends, or for two minutes. Without any, one sentence says that the message was passed on. A visitor enters a thread of
+// another owner by a join token, X-Thread-Join, or because its key was named (package threads). Any other thread is
+// refused as if it did not exist. Messages that a flow sends without a message of the visitor start the next answer.
+//
+// # Images, files and formats
+//
+// Images come as https URLs, which the model's server fetches, or as bytes. They are stored with their message. A model
+// that takes only text refuses them. POST /v1/files stores a document (package documents). A message that names its id
+// shows the model its name, type, size and start. The document then belongs to the thread, in the same transaction,
+// which also stores files that the message includes. A request may ask for an answer in a JSON schema: the loop
+// validates it before the client sees any of it, and an invalid answer is an error.
+//
+// # Repeated requests
+//
+// A client that sends a request again gets the turn of the first one; see retry. POST /v1/responses starts the same
+// turns. Its thread is that of the conversation, else of the previous response, which must be the last one (409).
+//
+// # Agents and permissions
 //
 // The model of a request names an agent (package agents). A key reaches the agents that name it, else the default one.
-// A thread has one agent: another model there is refused with 409. An agent's greeting is the first message of each new
-// thread.
+// A thread has one agent; another model is refused with 409. The agent's greeting is the first message of a new thread.
 //
-// POST /v1/files stores a document of the visitor (package documents). A message that names its id shows the model the
-// document's name, type and size, and the beginning of its text. The document then belongs to the message's thread, by
-// the same transaction. That transaction also stores a file that the message itself holds (file_data).
-// A file that is an image is shown as an image to a model that takes images.
-//
-// A visitor gets the skills of scope external and both, nothing else. Which those are is fixed here, not by
-// anything in a request, a message or a model's answer. A skill that needs approval parks the turn.
+// Visitors use the skills of the scopes external and both. No request, message or answer changes that. A skill that
+// requires approval parks the turn.
 package chat
 
 import (
@@ -95,66 +94,62 @@ const (
 // Agent is the agent's name in the activity log when it talks with visitors and no workspace declares an agent.
 const Agent = "visitor_chat"
 
-// channel is where the threads of this surface are begun.
+// channel is the channel of threads that this surface creates.
 const channel = "chat"
 
-// DoubleTexting says what happens to a message that comes while the thread's last one is being answered.
+// DoubleTexting is the treatment of a message to a thread with an active turn.
 type DoubleTexting string
 
 // The ways of double texting.
 const (
 	Enqueue   DoubleTexting = "enqueue"   // answered next
 	Reject    DoubleTexting = "reject"    // refused with 409
-	Interrupt DoubleTexting = "interrupt" // the answer under way is cut short, and the new message answered
+	Interrupt DoubleTexting = "interrupt" // the active turn is cancelled, and the new message answered
 )
 
 // Chat is the surface. Pool, Engine and Loop are required; zero fields take the default. Change nothing after
 // Register.
 type Chat struct {
 	Pool   *pgxpool.Pool // for turns
-	Front  *pgxpool.Pool // for requests, whose senders are anybody; Pool when nil
+	Front  *pgxpool.Pool // for requests of visitors; default Pool
 	Engine *executions.Engine
 	Loop   *reason.Loop
 	Logger *slog.Logger
-	// Agents says which agents a key reaches; the Loop's by default. Their names are the models that clients see.
+	// Agents resolves the agents of a key, whose names are the models that clients see. Default: the Loop's.
 	Agents *agents.Directory
-	// Visitor names the key a request came with; that is who owns the threads it begins. Default: nobody in particular.
+	// Visitor returns the name of the key of a request. The key owns the threads that the request creates. Default: "".
 	Visitor func(r *http.Request) string
-	// Browser says of a key that browsers hold it: each visitor has a token of its own, and without it a request is a
-	// new visitor's. Default: none.
+	// Browser reports whether browsers hold a key. Its visitors then need a token each, and a request without one creates a
+	// visitor. Default: none.
 	Browser func(key string) bool
-	// Address is where a request came from, for the rate limit; default clientip.Key.
+	// Address returns the client address of a request, for the rate limit; default clientip.Key.
 	Address       func(r *http.Request) string
 	DoubleTexting DoubleTexting // default Enqueue
-	// Rate is how many messages a minute a visitor may send; default 30, negative for no limit. A third of it may
-	// come at once.
+	// Rate is the number of messages per minute of a visitor; default 30, negative: no limit. The burst is a third of it.
 	Rate int
-	// Turns is how many turns may be under way in this process that came from requests; default 2048. One key may have
-	// three quarters of them, one address half; one visitor, or thread of a key without visitors, a sixteenth and at
-	// most 16.
+	// Turns is the number of active turns of requests in this process; default 2048. A key may have three quarters of
+	// them, an address half, and a visitor or an anonymous thread a sixteenth, at most 16.
 	Turns int
-	// MaxBody is the size of a request, in bytes; default 256 KiB. MaxMessage is that of what is new in it; default 32
-	// KiB.
+	// MaxBody bounds a request, in bytes; default 256 KiB. MaxMessage bounds its new messages; default 32 KiB.
 	MaxBody int64
 	// DocumentBytes bounds a file that a visitor uploads; default [documents.DefaultMaxBytes].
 	DocumentBytes int64
 	MaxMessage    int
-	// KeepAlive is how often a silent stream sends an empty chunk; default 10 s.
+	// KeepAlive is the interval of the empty chunks of an idle stream; default 10 s.
 	KeepAlive time.Duration
-	// ApprovalWait is how long a connection waits for an admin; default 2 min.
+	// ApprovalWait bounds the wait of a connection for an approval; default 2 min.
 	ApprovalWait time.Duration
-	// Patience is how long a turn waits in its process for earlier ones, before it waits durably; default 1 min.
+	// Patience bounds the wait of a turn for earlier turns in its process; after that it waits durably. Default 1 min.
 	Patience time.Duration
-	// History is how many tokens of a conversation a model gets to see verbatim; default 12,000. What is older is
+	// History is the number of tokens of the conversation that a model reads verbatim; default 12,000. Older turns are
 	// summarised.
 	History int
-	// RelayWait is how long the answer to a message which goes to an execution takes at most, before it ends with what
-	// was said until then; default 2 min.
+	// RelayWait bounds the answer to a message that an execution receives; default 2 min.
 	RelayWait time.Duration
 	Listener  *postgres.Listener // shortens waits; may be nil
-	// Budget, where set, stands in for the Loop's.
+	// Budget replaces the Loop's budget if set.
 	Budget *reason.Budget
-	// Summarise makes a summary of messages and of the previous summary; default the Loop's.
+	// Summarise summarises messages and the previous summary; default the Loop's.
 	Summarise func(ctx context.Context, purpose, previous string, messages []models.Message) (string, error)
 
 	created int64 // unix seconds, of the model listing
@@ -162,11 +157,11 @@ type Chat struct {
 	work    *admission.Budget // of turns
 	feeds   feeds
 	intake  postgres.KeyedTx
-	ended   bell // rings when a turn has ended here
+	ended   broadcast // of the end of a turn in this process
 	turns   sync.WaitGroup
 }
 
-// Register tells the engine how to take turns, and fills in the defaults.
+// Register registers the flows of the surface with the engine and sets the defaults.
 func (c *Chat) Register(e *executions.Engine) error {
 	if c.Pool == nil || c.Engine == nil || c.Loop == nil {
 		return errors.New("register chat: a pool, an engine and a loop are required")
@@ -206,10 +201,10 @@ func (c *Chat) Register(e *executions.Engine) error {
 	return errors.Join(e.Register(Flow, c.run), e.Register(RelayFlow, c.relay), e.Register(SummaryFlow, c.summarise))
 }
 
-// Run returns when ctx has ended and the turns that this process began for its connections have ended, too, or were
-// handed on. Call it beside the engine's Run.
+// Run waits for the end of ctx, and then until the turns that this process started have ended or were handed over. Call
+// it beside the engine's Run.
 func (c *Chat) Run(ctx context.Context) error {
-	if c.Listener != nil { // so that streams do not begin and end to listen, one after the other
+	if c.Listener != nil { // one LISTEN for all streams
 		_, unsubscribe := c.Listener.SubscribeTo(threads.AccessChannel, func(string) bool { return false })
 		defer unsubscribe()
 	}
@@ -218,13 +213,13 @@ func (c *Chat) Run(ctx context.Context) error {
 	return nil
 }
 
-// mostVisitors is how many visitors are remembered; the one that was quiet longest is forgotten first.
-const mostVisitors = 20_000
+// maxVisitors bounds the visitors with a rate limiter. The least recently active one is evicted.
+const maxVisitors = 20_000
 
-// guests is how many visitors one address may speak for.
-const guests = 20
+// visitorsPerAddress is the limit of an address in limits of one visitor.
+const visitorsPerAddress = 20
 
-// limits bounds how much a visitor may send. Safe for concurrent use.
+// limits limits the rate of messages per visitor. Safe for concurrent use.
 type limits struct {
 	perMinute int
 	mu        sync.Mutex
@@ -232,7 +227,7 @@ type limits struct {
 	recent    *list.List // of *visitor, the latest first
 }
 
-// visitorKey is the digest of a visitor's name: what is remembered has a fixed size.
+// visitorKey is the digest of a visitor's name, so each entry has a fixed size.
 type visitorKey [sha256.Size]byte
 
 type visitor struct {
@@ -240,14 +235,14 @@ type visitor struct {
 	quota *rate.Limiter
 }
 
-// newLimits allows so many messages a minute, a third of them at once; a negative number is no limit.
+// newLimits allows perMinute messages, a third of them at once; negative: no limit.
 func newLimits(perMinute int) *limits {
 	return &limits{perMinute: perMinute, known: map[visitorKey]*list.Element{}, recent: list.New()}
 }
 
-// take counts a message against a name whose share is some times the usual one; it returns how long to wait
-// when that is too many.
-func (l *limits) take(name string, share int) time.Duration {
+// reserve counts a message for a name with share times the usual rate. It returns the wait until the message is allowed;
+// 0: now.
+func (l *limits) reserve(name string, share int) time.Duration {
 	if l.perMinute < 0 {
 		return 0
 	}
@@ -259,7 +254,7 @@ func (l *limits) take(name string, share int) time.Duration {
 		n := l.perMinute * share
 		e = l.recent.PushFront(&visitor{key, rate.NewLimiter(rate.Limit(float64(n)/60), max(1, n/3))})
 		l.known[key] = e
-		if l.recent.Len() > mostVisitors {
+		if l.recent.Len() > maxVisitors {
 			oldest := l.recent.Back()
 			delete(l.known, l.recent.Remove(oldest).(*visitor).key)
 		}
@@ -274,20 +269,19 @@ func (l *limits) take(name string, share int) time.Duration {
 	return wait
 }
 
-// allow refuses a visitor who sends too much. The visitor is the key with the token that the request brings, else with
-// the user that it names, else with its address. A client may make up any token and any user. So the address has a
-// bound as well, for many, which comes first.
+// allow applies the rate limits. The visitor is the key with its token, else its user, else its address. A client may
+// invent tokens and users, so the address has a limit for many visitors, which is checked first.
 func (c *Chat) allow(r *http.Request, owner, user, token string) error {
 	address := c.Address(r)
-	who := "\x00" + user
+	name := "\x00" + user
 	if token != "" {
-		who = "\x00token " + token
+		name = "\x00token " + token
 	}
 	var wait time.Duration
 	if user == "" && token == "" {
-		wait = c.limits.take(owner+"\x00@"+address, 1)
-	} else if wait = c.limits.take(owner+"\x00@@"+address, guests); wait == 0 {
-		wait = c.limits.take(owner+who, 1)
+		wait = c.limits.reserve(owner+"\x00@"+address, 1)
+	} else if wait = c.limits.reserve(owner+"\x00@@"+address, visitorsPerAddress); wait == 0 {
+		wait = c.limits.reserve(owner+name, 1)
 	}
 	if wait == 0 {
 		return nil
@@ -298,12 +292,11 @@ func (c *Chat) allow(r *http.Request, owner, user, token string) error {
 	}
 }
 
-// enter finds a place for a turn among those that are under way here. It is bounded by key, address, and visitor or
-// else thread, so that no one of them has all: what a message costs is due after it was taken, and also when its sender
-// has left. A message that names neither visitor nor thread begins a thread of its own.
-func (c *Chat) enter(r *http.Request, a UserMessage) (*admission.Hold, error) {
+// admit admits a turn to the active ones of this process. Its shares are those of the key, of the address, and of the
+// visitor or else the thread, so none of them gets all. The turn counts until it ends, even if its client leaves.
+func (c *Chat) admit(r *http.Request, a UserMessage) (*admission.Hold, error) {
 	turns := int64(c.Turns)
-	few := min(turns/16, 16) // of one visitor
+	perVisitor := min(turns/16, 16)
 	shares := []admission.Share{
 		{Name: "key " + a.Owner, Most: turns * 3 / 4},
 		{Name: "address " + c.Address(r), Most: turns / 2},
@@ -312,10 +305,10 @@ func (c *Chat) enter(r *http.Request, a UserMessage) (*admission.Hold, error) {
 	case a.Secret != "":
 		shares = append(shares, admission.Share{
 			Name: "visitor " + a.Owner + "\x00" + a.principal().Proof,
-			Most: few,
+			Most: perVisitor,
 		})
 	case a.Name != "":
-		shares = append(shares, admission.Share{Name: "thread " + a.Owner + "\x00" + a.Name, Most: few})
+		shares = append(shares, admission.Share{Name: "thread " + a.Owner + "\x00" + a.Name, Most: perVisitor})
 	}
 	place, err := c.work.Take(1, shares...)
 	if err != nil {
@@ -327,19 +320,19 @@ func (c *Chat) enter(r *http.Request, a UserMessage) (*admission.Hold, error) {
 	return place, nil
 }
 
-// modelOwner is who owns the models that clients see.
+// modelOwner is the owner in the model listing.
 const modelOwner = "lanekeeper"
 
-// formerName was the default of AGENT_NAME, and stands in clients' configurations.
+// formerName was the default of AGENT_NAME. Configurations of clients may still have it.
 const formerName = "flowpilot"
 
-// reachable lists the agents that a request's key reaches.
+// reachable lists the agents of a request's key.
 func (c *Chat) reachable(r *http.Request) ([]agents.Agent, error) {
-	return c.reachedBy(r.Context(), c.Visitor(r))
+	return c.agentsOf(r.Context(), c.Visitor(r))
 }
 
-// reachedBy lists the agents that a chat key reaches. A connection that breaks is no answer: another is asked.
-func (c *Chat) reachedBy(ctx context.Context, key string) (list []agents.Agent, err error) {
+// agentsOf lists the agents of a chat key. It retries when the connection breaks.
+func (c *Chat) agentsOf(ctx context.Context, key string) (list []agents.Agent, err error) {
 	err = postgres.Again(ctx, func() error {
 		list, err = c.Agents.Reachable(ctx, c.Front, key)
 		return err
@@ -347,8 +340,8 @@ func (c *Chat) reachedBy(ctx context.Context, key string) (list []agents.Agent, 
 	return list, err
 }
 
-// choose finds the agent of a model id. The alias is the default agent, or the only one that the key reaches.
-func choose(reachable []agents.Agent, model string) (agents.Agent, error) {
+// selectAgent returns the agent of a model id. The alias means the default agent, or the only agent of the key.
+func selectAgent(reachable []agents.Agent, model string) (agents.Agent, error) {
 	for _, a := range reachable {
 		if a.Name == model || model == agents.Alias && (a.Default || len(reachable) == 1) {
 			return a, nil
@@ -358,7 +351,7 @@ func choose(reachable []agents.Agent, model string) (agents.Agent, error) {
 		}
 	}
 	r := unknown("model_not_found", "The model %q does not exist, or this key does not reach it. There is: %s.",
-		clip(model, 100), strings.Join(names(reachable), ", "))
+		truncate(model, 100), strings.Join(names(reachable), ", "))
 	r.Param = "model"
 	return agents.Agent{}, r
 }
@@ -371,13 +364,13 @@ func names(list []agents.Agent) []string {
 	return all
 }
 
-// modelsOf lists the models that clients may name: the agents, and the alias where it means one of them.
+// modelsOf returns the model listing: the agents, and the alias if it is unambiguous.
 func modelsOf(reachable []agents.Agent) []chatwire.Model {
 	var list []chatwire.Model
 	for _, a := range reachable {
 		list = append(list, modelOf(a))
 	}
-	if a, err := choose(reachable, agents.Alias); err == nil && a.Name != agents.Alias {
+	if a, err := selectAgent(reachable, agents.Alias); err == nil && a.Name != agents.Alias {
 		alias := modelOf(a)
 		alias.ID = agents.Alias
 		list = append(list, alias)
@@ -385,36 +378,35 @@ func modelsOf(reachable []agents.Agent) []chatwire.Model {
 	return list
 }
 
-// modelOf is an agent as clients see it.
+// modelOf converts an agent to a model of the listing.
 func modelOf(a agents.Agent) chatwire.Model {
 	return chatwire.Model{ID: a.Name, Description: a.Description, Greeting: a.Greeting}
 }
 
-// rowName is an agent's name on executions, threads and activity rows.
-func rowName(a agents.Agent) string {
+// agentName is the agent's name in executions, threads and activity rows.
+func agentName(a agents.Agent) string {
 	if !a.Declared() {
 		return Agent
 	}
 	return a.Name
 }
 
-// sameAgent refuses a message to another agent than the thread's. A thread whose agent is not declared is the default
-// agent's.
+// sameAgent refuses a message to another agent than the thread's. An undeclared agent counts as the default agent.
 func (c *Chat) sameAgent(ctx context.Context, tx pgx.Tx, thread string, a UserMessage) error {
-	if thread == rowName(a.agent) {
+	if thread == agentName(a.agent) {
 		return nil
 	}
 	owner, err := c.Agents.Acting(ctx, tx, thread)
 	if err != nil || owner.Name == a.agent.Name {
 		return err
 	}
-	r := conflict("thread_agent", "This thread is one with %s. Name that model, or begin another thread.", owner.Name)
+	r := conflict("thread_agent", "This thread belongs to %s. Name that model, or start another thread.", owner.Name)
 	r.Param = "model"
 	return r
 }
 
-// opened lets a history begin with the visitor, as servers want it: the agent may have spoken first, with its greeting.
-func opened(history []models.Message) []models.Message {
+// startWithUser prepends a user message to a history that starts with the greeting, because servers require one.
+func startWithUser(history []models.Message) []models.Message {
 	if len(history) == 0 || history[0].Role != threads.Assistant {
 		return history
 	}

@@ -16,20 +16,19 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// byInterrupt is who cancelled a turn that a newer message cut short.
+// byInterrupt is the canceller of a turn that a newer message interrupted.
 const byInterrupt = "visitor"
 
-// retrySoon is when a client that was told to wait may look again.
+// retrySoon is the Retry-After of a temporary refusal.
 const retrySoon = 2 * time.Second
 
-// longestWait is how long one durable wait for an earlier turn lasts before it is begun anew.
+// longestWait bounds one durable wait for an earlier turn.
 const longestWait = 24 * time.Hour
 
-// lookAgain is how often a turn looks whether those before it have ended, when nothing in this process tells it.
-const lookAgain = 100 * time.Millisecond
+// earlierTurnPoll is the pause between two reads of the earlier turns.
+const earlierTurnPoll = 100 * time.Millisecond
 
-// How long a turn stands in the lane's queue before it looks whether the process shuts down, or, headless, before it
-// waits without a worker; and how long such a wait lasts before the turn looks again.
+// Waits for the lane: in the queue with a client, in the queue without one, and durably, without a worker.
 const (
 	lanePatience     = 5 * time.Second
 	headlessPatience = time.Second
@@ -38,25 +37,24 @@ const (
 
 // activeTurn is a turn that has not ended.
 type activeTurn struct {
-	ExecutionID string
-	Turn        int64
-	Asks        bool // waits for an admin's approval
+	ExecutionID    string
+	Turn           int64
+	AwaitsApproval bool
 }
 
-// activeTurns lists the turns of a thread that are under way, in their order; those from before on are left
-// out, 0 is none.
+// activeTurns lists the active turns of a thread in order. before, unless 0, ends the list at that turn.
 func activeTurns(ctx context.Context, db postgres.DB, thread string, before int64) (list []activeTurn, err error) {
 	b := &pgx.Batch{}
 	queueActiveTurns(b, thread, before, &list)
 	if err := db.SendBatch(ctx, b).Close(); err != nil {
-		return nil, fmt.Errorf("read turns under way: %w", err)
+		return nil, fmt.Errorf("read active turns: %w", err)
 	}
 	return list, nil
 }
 
 func queueActiveTurns(b *pgx.Batch, thread string, before int64, list *[]activeTurn) {
 	b.Queue(`
-		select x.id::text as execution_id, m.turn, coalesce(x.waiting_for = 'approval', false) as asks
+		select x.id::text as execution_id, m.turn, coalesce(x.waiting_for = 'approval', false) as awaits_approval
 		  from agent_executions x join agent_messages m on m.execution_id = x.id and m.role = 'user' and m.seq = m.turn
 		 where x.thread_id = @thread and x.completed_at is null and x.flow = @flow
 		   and (@before::bigint = 0 or m.turn < @before)
@@ -66,8 +64,8 @@ func queueActiveTurns(b *pgx.Batch, thread string, before int64, list *[]activeT
 	})
 }
 
-// applyDoubleTexting does what double texting asks for: nothing, a refusal, or an end to what is under way. A turn
-// that is cut short leaves what it has said as a message, so that the next one knows.
+// applyDoubleTexting enqueues or refuses the message, or interrupts the active turns. The text of an interrupted turn is
+// stored as a message, so the next turn reads it.
 func (c *Chat) applyDoubleTexting(ctx context.Context, tx pgx.Tx, a UserMessage, x executions.Execution) (cut []string, err error) {
 	if c.DoubleTexting == Enqueue {
 		return nil, nil
@@ -93,8 +91,8 @@ func (c *Chat) applyDoubleTexting(ctx context.Context, tx pgx.Tx, a UserMessage,
 	return cut, nil
 }
 
-// interruptTurn cancels a turn and keeps what it has said. It is false when the turn has ended just now, or ends as
-// soon as its step has.
+// interruptTurn cancels a turn and stores its text so far. It returns false when the turn has ended, or ends with its
+// current step.
 func (c *Chat) interruptTurn(ctx context.Context, tx pgx.Tx, thread, traceID, by, why string, b activeTurn) (bool, error) {
 	status, err := executions.CancelTx(ctx, tx, b.ExecutionID, by, why)
 	if err != nil || status.Ended() && status != executions.Cancelled {
@@ -103,15 +101,15 @@ func (c *Chat) interruptTurn(ctx context.Context, tx pgx.Tx, thread, traceID, by
 	return status == executions.Cancelled, c.storePartialAnswer(ctx, tx, thread, traceID, b)
 }
 
-// storePartialAnswer stores what a cancelled turn has said so far.
+// storePartialAnswer stores the text of a cancelled turn.
 func (c *Chat) storePartialAnswer(ctx context.Context, tx pgx.Tx, thread, traceID string, b activeTurn) error {
-	words, here := c.feeds.heard(b.ExecutionID)
+	text, here := c.feeds.textOf(b.ExecutionID)
 	if !here {
 		draft, err := threads.DraftOf(ctx, tx, b.ExecutionID)
 		if err != nil {
 			return err
 		}
-		words = draft.Content
+		text = draft.Content
 	}
 	x, err := executions.Get(ctx, tx, b.ExecutionID)
 	if err != nil {
@@ -121,13 +119,13 @@ func (c *Chat) storePartialAnswer(ctx context.Context, tx pgx.Tx, thread, traceI
 	if err != nil {
 		return err
 	}
-	opening, err := c.openingOf(ctx, tx, in)
+	flowText, err := c.flowText(ctx, tx, in)
 	if err != nil {
 		return err
 	}
-	if words = withoutOpening(words, opening); words != "" {
+	if text = trimFlowText(text, flowText); text != "" {
 		if _, err := threads.Post(ctx, tx, threads.NewMessage{
-			ThreadID: thread, Role: threads.Assistant, Content: words, Channel: channel, ExecutionID: b.ExecutionID,
+			ThreadID: thread, Role: threads.Assistant, Content: text, Channel: channel, ExecutionID: b.ExecutionID,
 			TraceID: traceID, Status: threads.Sent, Turn: b.Turn, Interrupted: true,
 		}); err != nil {
 			return err
@@ -136,26 +134,25 @@ func (c *Chat) storePartialAnswer(ctx context.Context, tx pgx.Tx, thread, traceI
 	return threads.DeleteDraft(ctx, tx, b.ExecutionID)
 }
 
-// hold waits for the thread: first for the turns before this one, then for the lane. A turn that somebody looks
-// at waits in its process, for as long as Patience; otherwise it waits durably. With the lane in hand it is
-// a renewal. step names the waits.
-func (t *turn) hold(ctx context.Context, step string) (context.Context, error) {
+// acquire waits for the earlier turns of the thread, then acquires or renews the lane. A turn whose client waits here
+// waits in the process for up to Patience, any other durably. step names the waits.
+func (t *turn) acquire(ctx context.Context, step string) (context.Context, error) {
 	deadline := time.Now().Add(t.Patience)
 	for {
-		live := t.live && time.Now().Before(deadline) && !errors.Is(t.Engine.Live(), executions.ErrDraining)
-		rings := t.ended.rings()
+		inProcess := t.startedHere && time.Now().Before(deadline) && !errors.Is(t.Engine.Live(), executions.ErrDraining)
+		ended := t.ended.next()
 		earlier, err := t.earlier(ctx)
-		t.feed.waits(len(earlier) > 0 && earlier[0].Asks)
+		t.feed.setAwaitsApproval(len(earlier) > 0 && earlier[0].AwaitsApproval)
 		switch {
 		case err != nil:
 		case len(earlier) == 0:
 			var held bool
-			if held, err = t.acquireLane(ctx, step, live); held {
+			if held, err = t.acquireLane(ctx, step, inProcess); held {
 				// Losing it cancels nothing: the next send acquires it again.
 				return trace.WithLane(ctx, threads.Lane(t.in.Thread)), nil
 			}
-		case live:
-			err = pause(ctx, rings)
+		case inProcess:
+			err = pause(ctx, ended)
 		default:
 			_, err = executions.Wait(ctx, step+" earlier turn", executions.Agent(earlier[0].ExecutionID, longestWait))
 		}
@@ -165,9 +162,9 @@ func (t *turn) hold(ctx context.Context, step string) (context.Context, error) {
 	}
 }
 
-// earlier lists the turns before this one that are under way.
+// earlier lists the active turns before this one.
 func (t *turn) earlier(ctx context.Context) ([]activeTurn, error) {
-	if t.posted != nil && t.posted.alone {
+	if t.stored != nil && t.stored.alone {
 		return nil, nil
 	}
 	return executions.RetryTransient(ctx, func(ctx context.Context) ([]activeTurn, error) {
@@ -175,11 +172,11 @@ func (t *turn) earlier(ctx context.Context) ([]activeTurn, error) {
 	})
 }
 
-// acquireLane stands in the lane's queue for a moment and then, unless the turn is live, waits durably until the lane
-// is free. False means: look again.
-func (t *turn) acquireLane(ctx context.Context, step string, live bool) (held bool, err error) {
+// acquireLane waits in the lane's queue for a moment. Then, unless inProcess, it waits durably until the lane is free.
+// It returns false when the caller has to check the earlier turns again.
+func (t *turn) acquireLane(ctx context.Context, step string, inProcess bool) (held bool, err error) {
 	lane, patience := threads.Lane(t.in.Thread), lanePatience
-	if !live {
+	if !inProcess {
 		patience = headlessPatience
 	}
 	hold, err := executions.LaneWait(ctx, lane, patience)
@@ -191,17 +188,17 @@ func (t *turn) acquireLane(ctx context.Context, step string, live bool) (held bo
 	case !isBusy:
 		return false, err
 	case strings.HasPrefix(busy.Holder, t.exec.ID+"#"):
-		return false, t.takeOverLane(ctx, busy.Holder)
-	case live:
+		return false, t.recoverLane(ctx, busy.Holder)
+	case inProcess:
 		return false, nil
 	}
 	_, err = executions.Wait(ctx, step+" lane", executions.LaneFree(lane, laneWait))
 	return false, err
 }
 
-// takeOverLane takes the lane from an earlier claim of this turn: a process that was lost, and does not know it yet,
-// may have come to the head of the queue.
-func (t *turn) takeOverLane(ctx context.Context, ghost string) error {
+// recoverLane moves the lane from an earlier claim of this turn to this one. A lost process may still have waited in
+// the queue and got the lane.
+func (t *turn) recoverLane(ctx context.Context, ghost string) error {
 	_, err := executions.RetryTransient(ctx, func(ctx context.Context) (struct{}, error) {
 		return struct{}{}, postgres.InTx(ctx, t.Pool, func(tx pgx.Tx) error {
 			_, err := tx.Exec(ctx, `
@@ -217,19 +214,19 @@ func (t *turn) takeOverLane(ctx context.Context, ghost string) error {
 		return executions.ErrStale
 	}
 	if err != nil {
-		return fmt.Errorf("take the thread's lane over: %w", err)
+		return fmt.Errorf("recover lane of thread: %w", err)
 	}
 	return nil
 }
 
-// pause waits until a turn has ended in this process, or for a moment.
-func pause(ctx context.Context, rings <-chan struct{}) error {
-	timer := time.NewTimer(lookAgain)
+// pause waits until a turn ends in this process, at most earlierTurnPoll.
+func pause(ctx context.Context, ended <-chan struct{}) error {
+	timer := time.NewTimer(earlierTurnPoll)
 	defer timer.Stop()
 	select {
 	case <-ctx.Done():
 		return context.Cause(ctx)
-	case <-rings:
+	case <-ended:
 	case <-timer.C:
 	}
 	return nil

@@ -11,82 +11,86 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-// again is said when the text before it was of a model call that came to nothing.
-const again = "\n\n(The answer was cut off; it begins again.)\n\n"
+// restartNotice follows the text of a failed model call when a client has seen it.
+const restartNotice = "\n\n(The answer was cut off; it begins again.)\n\n"
 
-// bytesPerToken turns a bound in tokens into one in bytes.
+// bytesPerToken converts a limit in tokens to one in bytes.
 const bytesPerToken = 4
 
-// feed is what a turn says, in the process that looks on. The turn writes, any number of followers read.
+// feed is the text of a turn in this process. The turn writes it; any number of followers read it. Safe for
+// concurrent use.
 type feed struct {
-	mu       sync.Mutex
-	text     string
-	settled  int     // bytes that stay whatever happens: the texts of finished model calls
-	attempt  int     // where the text of the present attempt of the model begins
-	due      string  // goes before the next text
-	limit    int     // bytes; 0 is no limit
-	full     bool    // the limit cut something off
-	streamed bool    // somebody was shown text
-	live     bool    // the turn was begun here, and whoever waits for it does so here
-	local    bool    // this process takes the turn now
-	claim    int64   // under which it does, or did last
-	posted   *posted // of a turn that was begun here; nil for others
-	leave    bool    // an admin's approval is waited for, by this turn or by the one that it stands behind
-	end      *executions.Execution
-	changed  chan struct{}
+	mu             sync.Mutex
+	text           string
+	settled        int             // bytes of finished model calls; they never change
+	attempt        int             // where the text of the current model call starts
+	separator      string          // precedes the next text
+	limit          int             // bytes; 0 is no limit
+	truncated      bool            // the limit cut text off
+	shown          bool            // a client was sent text
+	startedHere    bool            // this process started the turn, and its client waits here
+	runsHere       bool            // this process runs the turn now
+	claim          int64           // the claim of the current or last run here
+	stored         *storedMessages // of a turn that was started here; nil for others
+	awaitsApproval bool            // this turn, or the turn before it, waits for an approval
+	end            *executions.Execution
+	changed        chan struct{}
 }
 
 func newFeed() *feed { return &feed{changed: make(chan struct{})} }
 
-// view is a moment of a feed.
+// view is a snapshot of a feed. changed is closed at the next change.
 type view struct {
-	text    string
-	full    bool
-	local   bool
-	leave   bool
-	end     *executions.Execution
-	changed <-chan struct{}
+	text           string
+	truncated      bool
+	runsHere       bool
+	awaitsApproval bool
+	end            *executions.Execution
+	changed        <-chan struct{}
 }
 
-// look returns the present moment; a follower that shows text says so.
-func (f *feed) look(shows bool) view {
+// snapshot returns the current state. shows says that the caller sends the text to a client.
+func (f *feed) snapshot(shows bool) view {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.streamed = f.streamed || shows && f.text != ""
-	return view{text: f.text, full: f.full, local: f.local, leave: f.leave, end: f.end, changed: f.changed}
+	f.shown = f.shown || shows && f.text != ""
+	return view{
+		text: f.text, truncated: f.truncated, runsHere: f.runsHere, awaitsApproval: f.awaitsApproval, end: f.end,
+		changed: f.changed,
+	}
 }
 
-// change alters the feed and tells the followers.
-func (f *feed) change(alter func()) {
+// update changes the feed and wakes its followers.
+func (f *feed) update(change func()) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	alter()
+	change()
 	close(f.changed)
 	f.changed = make(chan struct{})
 }
 
-// begin sets what earlier claims of the turn have said for good.
-func (f *feed) begin(claim int64, said string, limit int) {
-	f.change(func() {
+// start starts a run under a claim. said is the final text of earlier claims.
+func (f *feed) start(claim int64, said string, limit int) {
+	f.update(func() {
 		f.claim = claim
-		f.text, f.settled, f.attempt, f.due, f.limit = said, len(said), len(said), "", limit
-		f.full, f.local, f.leave, f.end = false, true, false, nil
+		f.text, f.settled, f.attempt, f.separator, f.limit = said, len(said), len(said), "", limit
+		f.truncated, f.runsHere, f.awaitsApproval, f.end = false, true, false, nil
 		if said != "" {
-			f.due = "\n\n"
+			f.separator = "\n\n"
 		}
 	})
 }
 
-// say adds text.
-func (f *feed) say(text string) {
+// append appends text of the model.
+func (f *feed) append(text string) {
 	text = postgres.Text(text)
-	f.change(func() {
-		if text == "" || f.full {
+	f.update(func() {
+		if text == "" || f.truncated {
 			return
 		}
-		if f.due != "" {
-			f.text += f.due
-			f.due, f.attempt = "", len(f.text)
+		if f.separator != "" {
+			f.text += f.separator
+			f.separator, f.attempt = "", len(f.text)
 		}
 		f.text += text
 		if f.limit > 0 && len(f.text) > f.limit {
@@ -94,126 +98,125 @@ func (f *feed) say(text string) {
 			for cut > 0 && !utf8.RuneStart(f.text[cut]) {
 				cut--
 			}
-			f.text, f.full = f.text[:cut], true
+			f.text, f.truncated = f.text[:cut], true
 		}
 	})
 }
 
-// called notes that a model call is over: its text stays, and what comes next stands apart from it.
-func (f *feed) called() {
-	f.change(func() {
+// finishCall ends a model call. Its text is final; the next text starts a paragraph.
+func (f *feed) finishCall() {
+	f.update(func() {
 		f.settled = len(f.text)
 		f.attempt = len(f.text)
 		if f.text != "" {
-			f.due = "\n\n"
+			f.separator = "\n\n"
 		}
 	})
 }
 
-// restart notes that a model call is repeated. What nobody has seen is taken back.
-func (f *feed) restart() {
-	f.change(func() {
+// retryCall starts a model call again. Text that no client has seen is removed.
+func (f *feed) retryCall() {
+	f.update(func() {
 		switch {
 		case len(f.text) == f.attempt:
-		case f.streamed:
-			f.due, f.attempt = again, len(f.text)
+		case f.shown:
+			f.separator, f.attempt = restartNotice, len(f.text)
 		default:
-			f.text, f.full = f.text[:f.attempt], false
+			f.text, f.truncated = f.text[:f.attempt], false
 		}
 	})
 }
 
-// conclude makes sure that the text ends with the final answer, and returns all of it.
-func (f *feed) conclude(answer string) (text string, full bool) {
-	v := f.look(false)
-	if !v.full && !strings.HasSuffix(strings.TrimSpace(v.text), answer) {
-		f.change(func() {
-			if f.text != "" && f.due == "" {
-				f.due = "\n\n"
+// finalText appends the final answer unless the text ends with it, and returns the whole text.
+func (f *feed) finalText(answer string) (text string, full bool) {
+	v := f.snapshot(false)
+	if !v.truncated && !strings.HasSuffix(strings.TrimSpace(v.text), answer) {
+		f.update(func() {
+			if f.text != "" && f.separator == "" {
+				f.separator = "\n\n"
 			}
 		})
-		f.say(answer)
-		v = f.look(false)
+		f.append(answer)
+		v = f.snapshot(false)
 	}
-	return v.text, v.full
+	return v.text, v.truncated
 }
 
-// draft is the text as other processes may see it.
+// draft returns the text as other processes read it.
 func (f *feed) draft() threads.Draft {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return threads.Draft{Content: f.text, Settled: utf8.RuneCountInString(f.text[:f.settled])}
 }
 
-// away notes that a claim has ended, and the turn goes on elsewhere or waits; unless it goes on here under another by
-// now.
-func (f *feed) away(claim int64) {
-	f.change(func() { f.local = f.local && f.claim > claim })
+// detach ends the run of a claim in this process, unless a later claim runs here. The turn continues elsewhere or waits.
+func (f *feed) detach(claim int64) {
+	f.update(func() { f.runsHere = f.runsHere && f.claim > claim })
 }
 
-// waits notes whether the turn stands behind one that waits for an admin.
-func (f *feed) waits(leave bool) {
+// setAwaitsApproval records whether an earlier turn of the thread waits for an approval.
+func (f *feed) setAwaitsApproval(waits bool) {
 	f.mu.Lock()
-	same := f.leave == leave
+	same := f.awaitsApproval == waits
 	f.mu.Unlock()
 	if !same {
-		f.change(func() { f.leave = leave })
+		f.update(func() { f.awaitsApproval = waits })
 	}
 }
 
-// rest waits until this process does not take the turn any more, for so long at most.
-func (f *feed) rest(most time.Duration) {
-	limit := time.NewTimer(most)
-	defer limit.Stop()
+// awaitDetach waits until this process no longer runs the turn, or for timeout.
+func (f *feed) awaitDetach(timeout time.Duration) {
+	timer := time.NewTimer(timeout)
+	defer timer.Stop()
 	for {
-		v := f.look(false)
-		if !v.local {
+		v := f.snapshot(false)
+		if !v.runsHere {
 			return
 		}
 		select {
 		case <-v.changed:
-		case <-limit.C:
+		case <-timer.C:
 			return
 		}
 	}
 }
 
-// finish notes how the turn has ended.
+// finish records the end of the turn.
 func (f *feed) finish(x executions.Execution) {
-	f.change(func() { f.local, f.end = false, &x })
+	f.update(func() { f.runsHere, f.end = false, &x })
 }
 
-// overheard sets what another process has said, as the database has it.
-func (f *feed) overheard(text string, leave bool) {
+// setRemote sets the text of a turn that another process runs.
+func (f *feed) setRemote(text string, awaitsApproval bool) {
 	f.mu.Lock()
-	same := f.local || f.text == text && f.leave == leave
+	same := f.runsHere || f.text == text && f.awaitsApproval == awaitsApproval
 	f.mu.Unlock()
 	if !same {
-		f.change(func() { f.text, f.leave = text, leave })
+		f.update(func() { f.text, f.awaitsApproval = text, awaitsApproval })
 	}
 }
 
-// feeds are those that somebody uses, by execution.
+// feeds has the feeds in use, by execution id.
 type feeds struct {
 	mu   sync.Mutex
-	used map[string]*usedFeed
+	used map[string]*sharedFeed
 }
 
-type usedFeed struct {
+type sharedFeed struct {
 	*feed
 	users int
 }
 
-// join returns the feed of an execution until leave is called.
-func (s *feeds) join(id string) (f *feed, leave func()) {
+// join returns the feed of an execution. The caller calls release when it no longer needs it.
+func (s *feeds) join(id string) (f *feed, release func()) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.used == nil {
-		s.used = map[string]*usedFeed{}
+		s.used = map[string]*sharedFeed{}
 	}
 	u := s.used[id]
 	if u == nil {
-		u = &usedFeed{feed: newFeed()}
+		u = &sharedFeed{feed: newFeed()}
 		s.used[id] = u
 	}
 	u.users++
@@ -226,39 +229,39 @@ func (s *feeds) join(id string) (f *feed, leave func()) {
 	})
 }
 
-// heard is what an execution has said here so far; false when it is not taken here.
-func (s *feeds) heard(id string) (string, bool) {
+// textOf returns the text of an execution. ok is false when it does not run here.
+func (s *feeds) textOf(id string) (text string, ok bool) {
 	s.mu.Lock()
 	u := s.used[id]
 	s.mu.Unlock()
 	if u == nil {
 		return "", false
 	}
-	v := u.look(false)
-	return v.text, v.local
+	v := u.snapshot(false)
+	return v.text, v.runsHere
 }
 
-// bell wakes whoever waits for it to ring.
-type bell struct {
+// broadcast wakes all waiters at once.
+type broadcast struct {
 	mu   sync.Mutex
-	next chan struct{}
+	wake chan struct{}
 }
 
-func (b *bell) ring() {
+func (b *broadcast) notify() {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.next != nil {
-		close(b.next)
-		b.next = nil
+	if b.wake != nil {
+		close(b.wake)
+		b.wake = nil
 	}
 }
 
-// rings returns a channel that is closed at the next ring.
-func (b *bell) rings() <-chan struct{} {
+// next returns a channel that the next notify closes.
+func (b *broadcast) next() <-chan struct{} {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.next == nil {
-		b.next = make(chan struct{})
+	if b.wake == nil {
+		b.wake = make(chan struct{})
 	}
-	return b.next
+	return b.wake
 }

@@ -22,17 +22,17 @@ import (
 )
 
 const (
-	mostFiles   = 10   // of one message
-	mostExcerpt = 4000 // bytes of a text document that a model is shown with the message
+	maxFiles   = 10   // of one message
+	maxExcerpt = 4000 // bytes of a document that the model reads with the message
 
-	mostImageBytes = 2 * threads.MostImageSize // of the images among the files of a request
+	maxImageBytes = 2 * threads.MostImageSize // of the images among the files of a request
 )
 
 // FilesHandler serves POST /v1/files: a document of the visitor, for a message that names its id.
 func (c *Chat) FilesHandler() http.Handler { return c.handler(c.upload) }
 
 func (c *Chat) upload(w http.ResponseWriter, r *http.Request, id trace.ID) error {
-	secret, made, err := c.secretOf(r)
+	secret, made, err := c.visitorToken(r)
 	if err != nil {
 		return err
 	}
@@ -45,7 +45,7 @@ func (c *Chat) upload(w http.ResponseWriter, r *http.Request, id trace.ID) error
 	}
 	form, err := documents.ReadForm(r, c.DocumentBytes, false)
 	if err != nil {
-		return refusedFile(err)
+		return fileError(err)
 	}
 	who := UserMessage{Owner: c.Visitor(r), Secret: secret}.principal()
 	u := form.Upload
@@ -53,7 +53,7 @@ func (c *Chat) upload(w http.ResponseWriter, r *http.Request, id trace.ID) error
 	if name := r.Header.Get(threadHeader); name != "" {
 		thread, known, err := threads.Resolve(r.Context(), c.Front, who, name)
 		if err != nil {
-			return refused(err)
+			return threadError(err)
 		}
 		if known {
 			u.ThreadID = thread
@@ -65,7 +65,7 @@ func (c *Chat) upload(w http.ResponseWriter, r *http.Request, id trace.ID) error
 		return err
 	})
 	if err != nil {
-		return refusedFile(err)
+		return fileError(err)
 	}
 	if made {
 		w.Header().Set(visitorHeader, secret)
@@ -75,8 +75,8 @@ func (c *Chat) upload(w http.ResponseWriter, r *http.Request, id trace.ID) error
 	return writeFile(w, answer)
 }
 
-// refusedFile turns an error of a document into what a visitor may know of it.
-func refusedFile(err error) error {
+// fileError converts an error of a document to a *Refusal for the visitor.
+func fileError(err error) error {
 	r := bad("file", "invalid_file", "%s.", err)
 	switch {
 	case errors.Is(err, documents.ErrTooLarge):
@@ -88,27 +88,27 @@ func refusedFile(err error) error {
 	case errors.Is(err, documents.ErrNotFound):
 		return unknown("file_not_found", "There is no such file.")
 	case !errors.Is(err, documents.ErrForm) && !errors.Is(err, documents.ErrEmpty):
-		return refused(err)
+		return threadError(err)
 	}
 	return r
 }
 
-// longDocument reports a document in the conversation of which the model was shown the beginning alone.
-func (p past) longDocument() bool {
+// hasLongDocument reports whether the model reads only the start of a document in the conversation.
+func (p conversation) hasLongDocument() bool {
 	return slices.ContainsFunc(p.messages, func(m models.Message) bool { return strings.Contains(m.Content, documents.Continues) })
 }
 
-// attachFiles gives the files of the messages to their thread, stores those that the request holds, and adds to each
-// message what a model reads of them. docs are the documents of each message.
+// attachFiles attaches the files of the messages to the thread and stores the included ones. texts are the messages with
+// the part of each file that the model reads; docs are the documents of each message.
 func (c *Chat) attachFiles(ctx context.Context, tx pgx.Tx, a UserMessage) (texts []string, docs [][]documents.Document, err error) {
 	texts, docs = slices.Clone(a.Texts), make([][]documents.Document, len(a.Texts))
 	for i, files := range a.Files {
 		for _, f := range files {
 			d, err := c.attachFile(ctx, tx, a, f)
 			if err != nil {
-				return nil, nil, refusedFile(err)
+				return nil, nil, fileError(err)
 			}
-			shown, err := documents.Shown(ctx, tx, d, mostExcerpt)
+			shown, err := documents.Shown(ctx, tx, d, maxExcerpt)
 			if err != nil {
 				return nil, nil, err
 			}
@@ -119,7 +119,7 @@ func (c *Chat) attachFiles(ctx context.Context, tx pgx.Tx, a UserMessage) (texts
 	return texts, docs, nil
 }
 
-// idsOf are the ids of the documents of messages.
+// idsOf returns the ids of documents.
 func idsOf(docs [][]documents.Document) (ids []string) {
 	for _, d := range slices.Concat(docs...) {
 		ids = append(ids, d.ID)
@@ -127,15 +127,15 @@ func idsOf(docs [][]documents.Document) (ids []string) {
 	return ids
 }
 
-// imagesWith are the images of each message, with those among its files, for a model that takes images. Of an image
-// above the bounds the model reads name and type alone.
+// imagesWith returns the images of each message, including those among its files if the model takes images. Larger
+// images are left out.
 func (c *Chat) imagesWith(ctx context.Context, tx pgx.Tx, a UserMessage, docs [][]documents.Document) ([][]threads.Image, error) {
 	images := make([][]threads.Image, len(a.Texts))
 	copy(images, a.Images)
-	if !c.takesImages(a) {
+	if !c.agentTakesImages(a) {
 		return images, nil
 	}
-	left := int64(mostImageBytes)
+	left := int64(maxImageBytes)
 	for i, list := range docs {
 		for _, d := range list {
 			if !slices.Contains(imageTypes(), d.ContentType) || len(images[i]) >= threads.MostImages ||
@@ -153,7 +153,7 @@ func (c *Chat) imagesWith(ctx context.Context, tx pgx.Tx, a UserMessage, docs []
 	return images, nil
 }
 
-// attachFile is the document of a file, which belongs to the thread from then on.
+// attachFile attaches a document to the thread, or stores the included file there.
 func (c *Chat) attachFile(ctx context.Context, tx pgx.Tx, a UserMessage, f File) (documents.Document, error) {
 	if f.ID != "" {
 		return documents.Attach(ctx, tx, a.principal(), a.thread, f.ID)
@@ -164,7 +164,7 @@ func (c *Chat) attachFile(ctx context.Context, tx pgx.Tx, a UserMessage, f File)
 	})
 }
 
-// File is a file of a message: the id of a document, or the file itself.
+// File is a file of a message: the id of a document, or its content.
 type File struct {
 	ID          string
 	Name        string
@@ -172,14 +172,14 @@ type File struct {
 	Content     []byte
 }
 
-// filePart names a file in a part of a message: file in chat completions, the part itself in responses.
+// filePart is the file of a content part: its member file in chat completions, the part itself in responses.
 type filePart struct {
 	FileID   string `json:"file_id"`
 	Data     string `json:"file_data"` // base64, or a data: URL of base64
 	Filename string `json:"filename"`
 }
 
-// file is the part that says which file is meant.
+// file returns the file of a part.
 func (p wirePart) file() filePart {
 	if p.Type == "file" {
 		return p.File
@@ -187,7 +187,7 @@ func (p wirePart) file() filePart {
 	return filePart{FileID: p.FileID, Data: p.Data, Filename: p.Filename}
 }
 
-// check returns what is wrong with a part; "" for one that may be read.
+// check returns the problem of a part; "" for none.
 func (p filePart) check() string {
 	switch {
 	case p.FileID == "" && p.Data == "":
@@ -198,8 +198,8 @@ func (p filePart) check() string {
 	return ""
 }
 
-// read decodes the file of a part, of at most so many bytes.
-func (p filePart) read(most int64) (File, error) {
+// read decodes the file of a part. It refuses files above limit bytes.
+func (p filePart) read(limit int64) (File, error) {
 	if p.FileID != "" {
 		return File{ID: p.FileID}, nil
 	}
@@ -212,8 +212,8 @@ func (p filePart) read(most int64) (File, error) {
 		}
 		encoded, f.ContentType = body, kind
 	}
-	if int64(base64.StdEncoding.DecodedLen(len(encoded))) > most+2 {
-		return f, documents.TooLarge(most)
+	if int64(base64.StdEncoding.DecodedLen(len(encoded))) > limit+2 {
+		return f, documents.TooLarge(limit)
 	}
 	var err error
 	if f.Content, err = base64.StdEncoding.DecodeString(encoded); err != nil {
@@ -222,32 +222,32 @@ func (p filePart) read(most int64) (File, error) {
 	switch {
 	case len(f.Content) == 0:
 		return f, documents.ErrEmpty
-	case int64(len(f.Content)) > most:
-		return f, documents.TooLarge(most)
+	case int64(len(f.Content)) > limit:
+		return f, documents.TooLarge(limit)
 	}
 	return f, nil
 }
 
-// readFiles decodes the files of a new message. param is the message's place in the request.
+// readFiles decodes the files of a new message. param names the message in errors.
 func (c *Chat) readFiles(parts []filePart, param string) (files []File, err error) {
-	if len(parts) > mostFiles {
-		return nil, bad(param, "too_many_files", "A message has at most %d files.", mostFiles)
+	if len(parts) > maxFiles {
+		return nil, bad(param, "too_many_files", "A message has at most %d files.", maxFiles)
 	}
 	for _, p := range parts {
 		f, err := p.read(c.DocumentBytes)
 		if err != nil {
-			return nil, refusedFile(err)
+			return nil, fileError(err)
 		}
 		files = append(files, f)
 	}
 	return files, nil
 }
 
-// filePurpose is what a file is for: purposes are not stored.
+// filePurpose is the purpose of every file: purposes are not stored.
 const filePurpose = "user_data"
 
-// mostListed bounds a page of files; OpenAI's bound is the same.
-const mostListed = 10_000
+// maxListedFiles bounds a page of files; OpenAI's bound is the same.
+const maxListedFiles = 10_000
 
 // file is OpenAI's file object.
 type file struct {
@@ -261,7 +261,7 @@ type file struct {
 	Status   string `json:"status"`
 }
 
-// fileOf is a document as a file object.
+// fileOf converts a document to a file object.
 func fileOf(d documents.Document) file {
 	f := file{
 		ID: d.ID, Object: "file", Bytes: d.Size, Created: d.CreatedAt.Unix(), Filename: d.Name, Purpose: filePurpose,
@@ -301,10 +301,10 @@ func (c *Chat) listFiles(w http.ResponseWriter, r *http.Request, _ trace.ID) err
 		return err
 	}
 	query := r.URL.Query()
-	limit, order := mostListed, query.Get("order")
+	limit, order := maxListedFiles, query.Get("order")
 	if given := query.Get("limit"); given != "" {
-		if limit, err = strconv.Atoi(given); err != nil || limit < 1 || limit > mostListed {
-			return bad("limit", "invalid_value", "limit is a number from 1 to %d.", mostListed)
+		if limit, err = strconv.Atoi(given); err != nil || limit < 1 || limit > maxListedFiles {
+			return bad("limit", "invalid_value", "limit is a number from 1 to %d.", maxListedFiles)
 		}
 	}
 	switch {
@@ -342,7 +342,7 @@ func (c *Chat) sendFile(w http.ResponseWriter, r *http.Request, _ trace.ID) erro
 	}
 	content, err := documents.Content(r.Context(), c.Front, d.ID)
 	if err != nil {
-		return refusedFile(err)
+		return fileError(err)
 	}
 	if err := documents.Send(w, d, content); err != nil {
 		c.Logger.DebugContext(r.Context(), "answer not sent", "error", err)
@@ -362,12 +362,12 @@ func (c *Chat) deleteFile(w http.ResponseWriter, r *http.Request, _ trace.ID) er
 		return err
 	})
 	if err != nil {
-		return refusedFile(err)
+		return fileError(err)
 	}
 	return writeFile(w, map[string]any{"id": id, "object": "file", "deleted": true})
 }
 
-// ownFile is the caller's document that a request names.
+// ownFile returns the caller's document of the request's path.
 func (c *Chat) ownFile(r *http.Request) (documents.Document, error) {
 	who, err := c.principal(r)
 	if err != nil {
@@ -375,7 +375,7 @@ func (c *Chat) ownFile(r *http.Request) (documents.Document, error) {
 	}
 	d, err := documents.GetOwn(r.Context(), c.Front, who, r.PathValue("id"))
 	if err != nil {
-		return d, refusedFile(err)
+		return d, fileError(err)
 	}
 	return d, nil
 }
@@ -400,7 +400,7 @@ type wirePart struct {
 	File     filePart `json:"file"`
 }
 
-// image reads an image of a request. The error is what is wrong with it, for the client.
+// image reads an image of a request. Its errors are for the client.
 func (p wirePart) image() (threads.Image, error) {
 	if p.FileID != "" {
 		return threads.Image{}, fmt.Errorf("files are not stored here: send the image's https URL, or the image as a " +
@@ -435,7 +435,7 @@ func (p wirePart) image() (threads.Image, error) {
 
 func unprintable(r rune) bool { return r <= ' ' || r == 0x7f }
 
-// imageInside reads what follows data: in a URL. What the bytes are counts, not what they are called.
+// imageInside decodes the image of a data: URL, without the prefix. It checks the media type against the bytes.
 func imageInside(rest, detail string) (threads.Image, error) {
 	kind, encoded, ok := strings.Cut(rest, ";base64,")
 	if !ok {
@@ -455,7 +455,7 @@ func imageInside(rest, detail string) (threads.Image, error) {
 	case !slices.Contains(imageTypes(), found):
 		return threads.Image{}, fmt.Errorf("an image is png, jpeg, gif or webp, and this is none")
 	case kind != found && (kind != "image/jpg" || found != "image/jpeg"):
-		return threads.Image{}, fmt.Errorf("the data: URL says %s, and its data is %s", clip(kind, 40), found)
+		return threads.Image{}, fmt.Errorf("the data: URL says %s, and its data is %s", truncate(kind, 40), found)
 	}
 	return threads.Image{MediaType: found, Data: data, Detail: detail}, nil
 }
@@ -463,25 +463,25 @@ func imageInside(rest, detail string) (threads.Image, error) {
 // imageTypes are the media types of images that models take.
 func imageTypes() []string { return []string{"image/png", "image/jpeg", "image/gif", "image/webp"} }
 
-// takesImages reports an agent whose model takes images.
-func (c *Chat) takesImages(a UserMessage) bool {
+// agentTakesImages reports whether the agent's model takes images.
+func (c *Chat) agentTakesImages(a UserMessage) bool {
 	return c.Loop.Model.TakesImages(cmp.Or(a.agent.Model, c.Loop.Model.Model()))
 }
 
-// seen refuses images that the agent's model does not take.
-func (c *Chat) seen(a UserMessage) error {
+// checkImages refuses images if the agent's model takes none.
+func (c *Chat) checkImages(a UserMessage) error {
 	if len(slices.Concat(a.Images...)) == 0 && !slices.ContainsFunc(a.Earlier,
 		func(l Line) bool { return len(l.Images) > 0 }) {
 		return nil
 	}
-	if c.takesImages(a) {
+	if c.agentTakesImages(a) {
 		return nil
 	}
 	return bad("messages", "image_not_supported", "The model of %s takes no images: send the message without them.",
 		a.Model)
 }
 
-// imagesOf are the images of messages as a model gets them, by the message's id.
+// imagesOf returns the images of messages as the model reads them, by message id.
 func (c *Chat) imagesOf(ctx context.Context, messages []threads.Message) (map[string][]models.Part, error) {
 	found, err := threads.Images(ctx, c.Pool, messages)
 	parts := make(map[string][]models.Part, len(found))

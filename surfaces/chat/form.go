@@ -8,7 +8,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/reason"
 )
 
-// wireFormat is a response format of either protocol. Chat completions keep the schema in a member of its own.
+// wireFormat is a response format of either protocol. Chat completions nest the schema.
 type wireFormat struct {
 	Type string `json:"type"`
 	wireSchema
@@ -22,15 +22,15 @@ type wireSchema struct {
 	Strict      *bool           `json:"strict"`
 }
 
-// formOf is the form that a client wants an answer in; nil for words. param names it, and nested says that the schema
-// has a member of its own.
+// formOf returns the requested format of an answer; nil for text. param names the parameter; nested is set for chat
+// completions.
 func formOf(param string, raw json.RawMessage, nested bool) (*reason.Form, error) {
-	if !given(raw) {
+	if !isSet(raw) {
 		return nil, nil
 	}
 	var f wireFormat
 	if json.Unmarshal(raw, &f) != nil {
-		return nil, bad(param, "unsupported_value", "%s: %s", param, whyFormat)
+		return nil, bad(param, "unsupported_value", "%s: %s", param, reasonFormat)
 	}
 	switch f.Type {
 	case "text":
@@ -39,7 +39,7 @@ func formOf(param string, raw json.RawMessage, nested bool) (*reason.Form, error
 		return &reason.Form{}, nil
 	case "json_schema":
 	default:
-		return nil, bad(param, "unsupported_value", "%s: %s", param, whyFormat)
+		return nil, bad(param, "unsupported_value", "%s: %s", param, reasonFormat)
 	}
 	s := &f.wireSchema
 	if nested {
@@ -53,31 +53,31 @@ func formOf(param string, raw json.RawMessage, nested bool) (*reason.Form, error
 	form := &reason.Form{
 		Name: s.Name, Description: s.Description, Schema: string(s.Schema), Strict: s.Strict != nil && *s.Strict,
 	}
-	if !given(s.Schema) {
+	if !isSet(s.Schema) {
 		form.Schema = "{}"
 	}
 	if err := form.Check(); err != nil {
-		return nil, bad(param+".schema", "invalid_json_schema", "The schema of %s cannot be used: %s.", param, err)
+		return nil, bad(param+".schema", "invalid_json_schema", "The schema of %s is not usable: %s.", param, err)
 	}
 	return form, nil
 }
 
-// unformed is a turn that came to no answer in the form that was asked for. The reason is a message of its thread.
-func unformed(a answer) error {
+// formatError is the refusal for an answer that is not in the requested format. The thread has the reason.
+func formatError(a answer) error {
 	return &Refusal{
 		Status: http.StatusBadGateway, Type: "server_error", Code: "answer_not_in_format", Message: a.Text,
 		stored: true,
 	}
 }
 
-// formPending ends a connection that waits too long for an admin's approval: the notice would not be in the form.
-func formPending(x string) error {
-	r := conflict("approval_pending", "%s Attach to it: GET /v1/chat/completions/%s", notice, CompletionID(x))
+// approvalPendingError ends a connection that waits too long for an approval. The notice would break the format.
+func approvalPendingError(x string) error {
+	r := conflict("approval_pending", "%s Attach to it: GET /v1/chat/completions/%s", approvalNotice, CompletionID(x))
 	r.stored, r.CompletionID = true, CompletionID(x)
 	return r
 }
 
-// formats is the form of an answer as a response repeats it; nil for words.
+// formats is the format as a response repeats it; nil for text.
 func formats(in input) map[string]any {
 	switch f := in.Form; {
 	case f == nil:
@@ -86,42 +86,41 @@ func formats(in input) map[string]any {
 		return map[string]any{"type": "json_object"}
 	default:
 		return map[string]any{
-			"type": "json_schema", "name": f.Name, "description": orNil(f.Description), "strict": f.Strict,
+			"type": "json_schema", "name": f.Name, "description": nullIfEmpty(f.Description), "strict": f.Strict,
 			"schema": json.RawMessage(f.Schema),
 		}
 	}
 }
 
-// orNil is a text, or null.
-func orNil(s string) any {
+// nullIfEmpty returns nil for an empty string.
+func nullIfEmpty(s string) any {
 	if s == "" {
 		return nil
 	}
 	return s
 }
 
-// passable refuses a form and images in a thread whose messages go to an execution: that answers in words of its own,
-// and hears words alone.
-func (a UserMessage) passable() error {
+// checkRelay refuses a format and images in a thread whose messages go to an execution, which uses text alone.
+func (a UserMessage) checkRelay() error {
 	if len(slices.Concat(a.Images...)) > 0 {
 		return bad("messages", "image_not_supported",
-			"This thread's messages go to an execution that waits for one, and it takes no images.")
+			"This thread's messages go to an execution, which takes no images.")
 	}
 	if a.form == nil {
 		return nil
 	}
 	return bad(a.formParam, "unsupported_value",
-		"%s: this thread's messages go to an execution that waits for one, and it answers in its own words.",
+		"%s: this thread's messages go to an execution, which answers in text.",
 		a.formParam)
 }
 
-// failure is an end that is not to be shown as an answer.
+// failure returns the refusal of a refused or unformatted answer; nil for any other.
 func (a answer) failure() error {
 	switch {
 	case a.Refused:
-		return overLimit(a)
+		return quotaError(a)
 	case a.Unformed:
-		return unformed(a)
+		return formatError(a)
 	}
 	return nil
 }

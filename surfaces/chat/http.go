@@ -24,17 +24,17 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// idPrefix begins the id of a completion; the execution's follows.
+// idPrefix precedes the execution's id in the id of a completion.
 const idPrefix = "chatcmpl-"
 
-// CompletionID is the id of the completion that an execution makes.
+// CompletionID returns the completion id of an execution.
 func CompletionID(execution string) string { return idPrefix + execution }
 
 // CompletionsHandler serves POST /v1/chat/completions.
 func (c *Chat) CompletionsHandler() http.Handler { return c.handler(c.complete) }
 
-// CompletionHandler serves GET /v1/chat/completions/{id}: the answer that was made, or is being made; 202 with
-// the text so far while it is. With ?stream=true it is streamed from its beginning.
+// CompletionHandler serves GET /v1/chat/completions/{id}: the answer, or 202 with the text so far. With ?stream=true it
+// streams the answer from its start.
 func (c *Chat) CompletionHandler() http.Handler { return c.handler(c.attach) }
 
 // ModelsHandler serves GET /v1/models.
@@ -55,7 +55,7 @@ func (c *Chat) ModelHandler() http.Handler {
 		if err != nil {
 			return err
 		}
-		a, err := choose(reachable, r.PathValue("id"))
+		a, err := selectAgent(reachable, r.PathValue("id"))
 		if err != nil {
 			return err
 		}
@@ -65,7 +65,7 @@ func (c *Chat) ModelHandler() http.Handler {
 	})
 }
 
-// handler gives a request its trace and writes the error that it ends with.
+// handler creates the trace of a request and writes its error.
 func (c *Chat) handler(serve func(http.ResponseWriter, *http.Request, trace.ID) error) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		id := trace.New(trace.Chat)
@@ -82,16 +82,16 @@ func (c *Chat) handler(serve func(http.ResponseWriter, *http.Request, trace.ID) 
 	})
 }
 
-// stamp names trace and thread to the client.
+// stamp sets the headers with the trace and the thread.
 func stamp(w http.ResponseWriter, traceID, thread string) {
 	w.Header().Set("X-Trace-Id", traceID)
-	w.Header().Set("X-Request-Id", traceID) // what the stock clients show
+	w.Header().Set("X-Request-Id", traceID) // shown by stock clients
 	if thread != "" {
 		w.Header().Set(threadHeader, thread)
 	}
 }
 
-// complete takes a message and answers it.
+// complete accepts a message and sends its answer.
 func (c *Chat) complete(w http.ResponseWriter, r *http.Request, id trace.ID) error {
 	req, hash, err := c.decode(w, r)
 	if err != nil {
@@ -99,21 +99,21 @@ func (c *Chat) complete(w http.ResponseWriter, r *http.Request, id trace.ID) err
 	}
 	user, _ := text(req.User)
 	stream := req.Stream != nil && *req.Stream
-	a, b, err := c.take(w, r, incoming{
+	a, b, err := c.accept(w, r, chatRequest{
 		trace: id, user: user, hash: hash, stream: stream,
-		read: func(secret string) (UserMessage, error) { return c.ask(r, req, secret) },
+		read: func(secret string) (UserMessage, error) { return c.completionMessage(r, req, secret) },
 	})
 	if err != nil {
 		return err
 	}
-	defer b.leave()
+	defer b.release()
 	usage := req.StreamOptions != nil && req.StreamOptions.IncludeUsage
-	return c.answering(w, r, a.retry, func(w http.ResponseWriter) error {
+	return c.sendAnswer(w, r, a.retry, func(w http.ResponseWriter) error {
 		return c.show(w, r, b, a.Model, stream, usage)
 	})
 }
 
-// show sends a turn's answer, streamed or whole.
+// show sends the answer of a turn, as a stream or complete.
 func (c *Chat) show(w http.ResponseWriter, r *http.Request, b startedTurn, model string, stream, usage bool) error {
 	stamp(w, b.exec.TraceID, b.name)
 	in, err := inputOf(b.exec)
@@ -134,8 +134,7 @@ func (c *Chat) show(w http.ResponseWriter, r *http.Request, b startedTurn, model
 	})
 }
 
-// stream sends an answer as it is made. An error that comes after the first byte ends the stream in the
-// protocol's way.
+// stream streams an answer. An error after the first byte is sent as an event of the stream.
 func (c *Chat) stream(
 	w http.ResponseWriter, r *http.Request, f *follower, x executions.Execution, model string, usage bool,
 ) error {
@@ -143,7 +142,7 @@ func (c *Chat) stream(
 	s.Role()
 	ctx, stop := context.WithCancel(r.Context())
 	defer stop()
-	f.into(s, stop)
+	f.streamTo(s, stop)
 	got, err := f.follow(ctx)
 	var refusal *Refusal
 	switch {
@@ -160,10 +159,10 @@ func (c *Chat) stream(
 		}
 		s.Done()
 	}
-	return nil // what could not be sent has nobody to read it
+	return nil // the client is gone
 }
 
-// attach shows an answer by its id.
+// attach sends an answer by its id.
 func (c *Chat) attach(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
 	id := r.PathValue("id")
 	who, err := c.principal(r)
@@ -174,9 +173,9 @@ func (c *Chat) attach(w http.ResponseWriter, r *http.Request, _ trace.ID) error 
 	if err != nil {
 		return err
 	}
-	feed, leave := c.feeds.join(x.ID)
-	defer leave()
-	b := startedTurn{exec: x, name: in.name(), feed: feed, leave: leave}
+	feed, release := c.feeds.join(x.ID)
+	defer release()
+	b := startedTurn{exec: x, name: in.name(), feed: feed, release: release}
 	if x.Status.Ended() {
 		feed.finish(x)
 	}
@@ -186,13 +185,13 @@ func (c *Chat) attach(w http.ResponseWriter, r *http.Request, _ trace.ID) error 
 	if x.Status.Ended() {
 		return c.show(w, r, b, in.Model, false, true)
 	}
-	return c.unfinishedAnswer(w, r, b, in.Model)
+	return c.sendUnfinished(w, r, b, in.Model)
 }
 
-// unfinishedAnswer shows what was said so far: 202, to be asked for again.
-func (c *Chat) unfinishedAnswer(w http.ResponseWriter, r *http.Request, b startedTurn, model string) error {
+// sendUnfinished sends 202 and the text so far. The client polls.
+func (c *Chat) sendUnfinished(w http.ResponseWriter, r *http.Request, b startedTurn, model string) error {
 	stamp(w, b.exec.TraceID, b.name)
-	v, err := c.soFar(r, b)
+	v, err := c.partialText(r, b)
 	if err != nil {
 		return err
 	}
@@ -203,10 +202,10 @@ func (c *Chat) unfinishedAnswer(w http.ResponseWriter, r *http.Request, b starte
 	})
 }
 
-// soFar is what a turn that is under way has said.
-func (c *Chat) soFar(r *http.Request, b startedTurn) (view, error) {
-	v := b.feed.look(false)
-	if v.local {
+// partialText returns the text of an active turn.
+func (c *Chat) partialText(r *http.Request, b startedTurn) (view, error) {
+	v := b.feed.snapshot(false)
+	if v.runsHere {
 		return v, nil
 	}
 	draft, err := threads.DraftOf(r.Context(), c.Front, b.exec.ID)
@@ -214,9 +213,9 @@ func (c *Chat) soFar(r *http.Request, b startedTurn) (view, error) {
 	return v, err
 }
 
-// find reads the turn behind a completion's id. Another visitor's is not told apart from one that never was.
+// find returns the turn of a completion id. The turn of another visitor is refused as if it did not exist.
 func (c *Chat) find(ctx context.Context, who threads.Principal, id string) (executions.Execution, input, error) {
-	missing := unknown("completion_not_found", "There is no completion %q.", clip(id, 100))
+	missing := unknown("completion_not_found", "There is no completion %q.", truncate(id, 100))
 	execution, ok := strings.CutPrefix(id, idPrefix)
 	if !ok {
 		execution, ok = strings.CutPrefix(id, responsePrefix)
@@ -247,12 +246,12 @@ func (c *Chat) find(ctx context.Context, who threads.Principal, id string) (exec
 //go:embed page
 var pageFiles embed.FS
 
-// pagePolicy lets the page load its own files and talk to its own server, nothing else.
+// pagePolicy allows requests to this server only.
 const pagePolicy = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; " +
 	"form-action 'none'; frame-ancestors 'none'"
 
-// PageHandler serves a small chat page: GET /chat, and its files at GET /chat/{file}. It has no secrets: the page
-// asks for the chat key, or takes it from the URL's fragment (#key=…), and keeps it for as long as the tab is open.
+// PageHandler serves the chat page: GET /chat, and its files at GET /chat/{file}. The page has no secrets. It prompts
+// for the chat key, or reads it from the fragment of the URL (#key=…), and keeps it until the tab is closed.
 func (c *Chat) PageHandler() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		name := r.PathValue("file")
@@ -275,23 +274,23 @@ func (c *Chat) PageHandler() http.Handler {
 	})
 }
 
-// Refusal is an answer that says no, as OpenAI's protocol does.
+// Refusal is an error of OpenAI's protocol.
 type Refusal struct {
 	Status     int // of HTTP
 	Type, Code string
 	Param      string
 	Message    string
 	RetryAfter time.Duration
-	// CompletionID names the turn that stands in the way.
+	// CompletionID names the turn that causes the refusal.
 	CompletionID string
-	// stored says that the message is in the thread: sending it again would say it twice.
+	// stored: the thread has the message, so a retry would store it twice.
 	stored bool
 }
 
-// Error is what the client is told.
+// Error returns the message for the client.
 func (r *Refusal) Error() string { return r.Message }
 
-// bad is a request that cannot be understood.
+// bad returns a 400 for a parameter.
 func bad(param, code, format string, args ...any) *Refusal {
 	return &Refusal{
 		Status: http.StatusBadRequest, Type: "invalid_request_error", Code: code, Param: param,
@@ -299,7 +298,7 @@ func bad(param, code, format string, args ...any) *Refusal {
 	}
 }
 
-// unknown is said of what does not exist and of what belongs to somebody else, so that the two look alike.
+// unknown returns a 404, for what does not exist and for what belongs to another visitor.
 func unknown(code, format string, args ...any) *Refusal {
 	return &Refusal{
 		Status: http.StatusNotFound, Type: "invalid_request_error", Code: code,
@@ -307,7 +306,7 @@ func unknown(code, format string, args ...any) *Refusal {
 	}
 }
 
-// conflict is a request that cannot be served now.
+// conflict returns a 409.
 func conflict(code, format string, args ...any) *Refusal {
 	return &Refusal{
 		Status: http.StatusConflict, Type: "invalid_request_error", Code: code,
@@ -315,12 +314,12 @@ func conflict(code, format string, args ...any) *Refusal {
 	}
 }
 
-// broken is a fault on this side; the cause is in the log.
+// broken returns a fault of the server. The log has its cause.
 func broken(status int, code, message string) *Refusal {
 	return &Refusal{Status: status, Type: "server_error", Code: code, Message: message}
 }
 
-// failure is the refusal in the form of the protocol.
+// failure converts the refusal to the error of the protocol.
 func (r *Refusal) failure() chatwire.Failure {
 	f := chatwire.Failure{Message: r.Message, Type: r.Type, Code: r.Code}
 	if r.Param != "" {
@@ -338,14 +337,14 @@ func (r *Refusal) write(w http.ResponseWriter, req *http.Request, log *slog.Logg
 		w.Header().Set("X-Completion-Id", r.CompletionID)
 	}
 	if r.stored || r.Status == http.StatusConflict {
-		w.Header().Set("X-Should-Retry", "false") // the stock clients would send the message again
+		w.Header().Set("X-Should-Retry", "false") // stock clients would send the message again
 	}
 	if err := chatwire.WriteFailure(w, r.Status, r.failure()); err != nil {
 		log.DebugContext(req.Context(), "answer not sent", "error", err)
 	}
 }
 
-// text is a string of the request's JSON; null and absent are empty.
+// text decodes a JSON string. null and an absent value are empty.
 func text(raw json.RawMessage) (string, bool) {
 	var s *string
 	if len(raw) == 0 {

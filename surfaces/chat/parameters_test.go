@@ -95,7 +95,7 @@ func TestVisitorsWithATokenOfTheirOwnAreCountedByIt(t *testing.T) {
 		}
 	}
 	refused := false
-	for i := range guests {
+	for i := range visitorsPerAddress {
 		refused = refused || c.allow(r, "site", "", fmt.Sprint("vis_made_up_", i)) != nil
 	}
 	if !refused {
@@ -108,14 +108,14 @@ func TestMessagesWithoutAThreadShareNone(t *testing.T) {
 	c := at(1, 32)
 	r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", nil)
 	for i := range 16 { // half are an address's
-		if _, err := c.enter(r, UserMessage{Owner: "site"}); err != nil {
+		if _, err := c.admit(r, UserMessage{Owner: "site"}); err != nil {
 			t.Fatalf("message %d: %v", i+1, err)
 		}
 	}
 	for range 2 {
-		_, _ = c.enter(r, UserMessage{Owner: "site", Name: "one"})
+		_, _ = c.admit(r, UserMessage{Owner: "site", Name: "one"})
 	}
-	if _, err := c.enter(r, UserMessage{Owner: "site"}); err == nil {
+	if _, err := c.admit(r, UserMessage{Owner: "site"}); err == nil {
 		t.Error("one more of the address")
 	}
 }
@@ -126,20 +126,20 @@ func TestMessagesWithoutAThreadShareNone(t *testing.T) {
 func TestAClaimThatEndsLateDoesNotSendTheNextAway(t *testing.T) {
 	t.Parallel()
 	f := newFeed()
-	f.begin(1, "", 0)
-	f.say("Let me look.")
-	f.called()
-	f.begin(3, "Let me look.", 0)
-	f.say("It is")
-	f.away(1)
-	f.overheard("Let me look.", true)
-	f.say(" done.")
-	if v := f.look(true); !v.local || v.leave || v.text != "Let me look.\n\nIt is done." {
-		t.Errorf("local %t, waits for leave %t, text %q", v.local, v.leave, v.text)
+	f.start(1, "", 0)
+	f.append("Let me look.")
+	f.finishCall()
+	f.start(3, "Let me look.", 0)
+	f.append("It is")
+	f.detach(1)
+	f.setRemote("Let me look.", true)
+	f.append(" done.")
+	if v := f.snapshot(true); !v.runsHere || v.awaitsApproval || v.text != "Let me look.\n\nIt is done." {
+		t.Errorf("local %t, waits for leave %t, text %q", v.runsHere, v.awaitsApproval, v.text)
 	}
-	f.away(3)
-	f.overheard("Let me look.\n\nIt is done. And", false)
-	if v := f.look(true); v.local || v.text != "Let me look.\n\nIt is done. And" {
-		t.Errorf("after its end here: local %t, text %q", v.local, v.text)
+	f.detach(3)
+	f.setRemote("Let me look.\n\nIt is done. And", false)
+	if v := f.snapshot(true); v.runsHere || v.text != "Let me look.\n\nIt is done. And" {
+		t.Errorf("after its end here: local %t, text %q", v.runsHere, v.text)
 	}
 }

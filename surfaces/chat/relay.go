@@ -19,29 +19,29 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// RelayFlow is the flow of a message that goes to an execution which has the thread, or waits for the message. No
-// model is called: the answer is what is said in the thread after it.
+// RelayFlow is the flow of a message to an execution that holds the thread or waits for the message. It calls no model.
+// Its answer consists of the thread's later messages.
 const RelayFlow = "chat_relay"
 
-// passedOn is the answer when nothing was said. It is not part of the conversation.
+// passedOn is the answer of a relay without messages. It is not stored in the thread.
 const passedOn = "Your message was passed on."
 
 const (
-	relayLook = 200 * time.Millisecond // how often a relay looks into its thread, where no notification comes
-	relayMost = 200                    // messages at a look
+	relayPollInterval = 200 * time.Millisecond // pause between two reads without a notification
+	relayBatch        = 200                    // messages per read
 )
 
-// watchFor is how long a relay's mark on its thread lasts; it is renewed while the relay looks.
-const watchFor = 30 * time.Second
+// watchDuration is how long a thread stays marked as watched. The relay renews it.
+const watchDuration = 30 * time.Second
 
-// ownFlows are the flows of this surface: who holds a thread for one of them takes no messages for itself.
+// ownFlows are the flows of this surface. An execution of another flow receives the messages of a thread that it holds.
 func ownFlows() []string { return []string{Flow, RelayFlow, SummaryFlow} }
 
-// queueListener queues the question which execution a message in a thread is for; "" when it is for the model.
+// queueListener queues the search for the execution that receives a message of a thread; "": the model answers.
 func queueListener(b *pgx.Batch, thread string, into *string) {
-	// The wait's lock comes before executions. Under it, who waits now still does when the message is delivered.
+	// The wait's lock precedes executions. While it is held, the waiting execution cannot stop waiting.
 	b.Queue(`select pg_advisory_xact_lock(hashtextextended('wait response ' || @thread, 0))`, postgres.Strict{"thread": thread})
-	// One that waits for it, else the one that has the thread. The condition keeps the planner from the index of states.
+	// The execution that waits for a message, else the one that holds the lane. "is true" avoids the index of states.
 	b.Queue(`
 		select coalesce(coalesce(
 		  (select x.id from agent_executions x
@@ -53,9 +53,9 @@ func queueListener(b *pgx.Batch, thread string, into *string) {
 		postgres.Strict{"thread": thread, "own": ownFlows()}).QueryRow(func(row pgx.Row) error { return row.Scan(into) })
 }
 
-// pass stores a message for an execution and lets it go on, together with the run that relays what it says. created
-// is false when the key was used before.
-func (c *Chat) pass(ctx context.Context, tx pgx.Tx, a UserMessage, to string) (x executions.Execution, created bool, err error) {
+// relayMessage stores a message for an execution, resumes it, and inserts the relay of its messages. created is false
+// when the key was used before.
+func (c *Chat) relayMessage(ctx context.Context, tx pgx.Tx, a UserMessage, to string) (x executions.Execution, created bool, err error) {
 	s := a.spec()
 	s.Flow = RelayFlow
 	s.Input = a.input(to)
@@ -77,21 +77,21 @@ func (c *Chat) pass(ctx context.Context, tx pgx.Tx, a UserMessage, to string) (x
 	return x, true, err
 }
 
-// heard is what a relay sees of its thread.
-type heard struct {
-	Said []spoken
-	Own  int64 // the place of the message that it relays the answer to
-	Busy bool  // more may come
-	Over bool  // it has taken long enough
+// relayState is one read of a relayed thread.
+type relayState struct {
+	Said []relayedMessage
+	Own  int64 // the place of the relayed message
+	Busy bool  // more messages may follow
+	Over bool  // RelayWait has passed
 }
 
-// spoken is a message, and its place in the thread.
-type spoken struct {
+// relayedMessage is a message and its place in the thread.
+type relayedMessage struct {
 	Seq     int64
 	Content string
 }
 
-// relay is the durable function: it looks on until who got the message waits again or has ended.
+// relay is the durable function of a relay. It ends when the receiving execution waits again or has ended.
 func (c *Chat) relay(ctx context.Context, raw json.RawMessage) (executions.Result, error) {
 	x, ok := executions.Current(ctx)
 	if !ok {
@@ -102,58 +102,58 @@ func (c *Chat) relay(ctx context.Context, raw json.RawMessage) (executions.Resul
 		return executions.Result{}, fmt.Errorf("read input: %w", err)
 	}
 	if in.To == "" {
-		return executions.Result{}, errors.New("read input: it names nobody to relay; it was not begun by this surface")
+		return executions.Result{}, errors.New("read input: it names no execution; package chat did not start it")
 	}
-	f, leave := c.feeds.join(x.ID)
-	defer leave()
+	f, release := c.feeds.join(x.ID)
+	defer release()
 	f.mu.Lock()
-	live := f.live && x.Claim == 1
+	live := f.startedHere && x.Claim == 1
 	f.mu.Unlock()
 	if !live {
-		defer f.away(x.Claim)
+		defer f.detach(x.Claim)
 	}
-	f.begin(x.Claim, "", in.MaxTokens*bytesPerToken)
-	notes, hush := c.hear()
-	defer hush()
-	got, err := c.followRelay(ctx, x, in, f, notes)
+	f.start(x.Claim, "", in.MaxTokens*bytesPerToken)
+	notes, unsubscribe := c.subscribeMessages()
+	defer unsubscribe()
+	got, err := c.streamRelay(ctx, x, in, f, notes)
 	if err != nil {
 		return executions.Result{}, err
 	}
-	return executions.Result{Summary: clip(got.Text, 200), Value: got}, nil
+	return executions.Result{Summary: truncate(got.Text, 200), Value: got}, nil
 }
 
-// hear subscribes to what is said in threads that somebody watches.
-func (c *Chat) hear() (<-chan string, func()) {
+// subscribeMessages subscribes to the messages of watched threads.
+func (c *Chat) subscribeMessages() (<-chan string, func()) {
 	if c.Listener == nil {
 		return nil, func() {}
 	}
 	return c.Listener.Subscribe("agent_messages")
 }
 
-// followRelay shows what is said, message by message, until no more comes.
-func (c *Chat) followRelay(ctx context.Context, x executions.Execution, in input, f *feed, notes <-chan string) (answer, error) {
-	look := time.NewTicker(relayLook)
+// streamRelay shows messages until no more can follow.
+func (c *Chat) streamRelay(ctx context.Context, x executions.Execution, in input, f *feed, notes <-chan string) (answer, error) {
+	look := time.NewTicker(relayPollInterval)
 	defer look.Stop()
-	shown, last := 0, int64(0) // the place of what was shown last
+	shown, last := 0, int64(0) // the place of the last shown message
 	for {
-		h, err := executions.RetryTransient(ctx, func(ctx context.Context) (heard, error) { return c.listen(ctx, x, in, last) })
+		h, err := executions.RetryTransient(ctx, func(ctx context.Context) (relayState, error) { return c.readRelay(ctx, x, in, last) })
 		if err != nil {
 			return answer{}, err
 		}
 		for _, m := range h.Said {
-			f.say(clean(m.Content))
-			f.called()
+			f.append(clean(m.Content))
+			f.finishCall()
 			shown, last = shown+1, m.Seq
 		}
 		switch {
-		case len(h.Said) == relayMost:
+		case len(h.Said) == relayBatch:
 			continue
 		case !h.Busy || h.Over:
-			notice, err := c.notice(ctx, in, shown)
+			notice, err := c.emptyRelayAnswer(ctx, in, shown)
 			if err != nil {
 				return answer{}, err
 			}
-			return relayed(f, notice, max(last, h.Own)), nil
+			return relayAnswer(f, notice, max(last, h.Own)), nil
 		}
 		select {
 		case <-ctx.Done():
@@ -164,24 +164,24 @@ func (c *Chat) followRelay(ctx context.Context, x executions.Execution, in input
 	}
 }
 
-// relayed is the answer that a relay ends with. The notice is the answer where nothing was said.
-func relayed(f *feed, notice string, through int64) answer {
+// relayAnswer is the answer of a relay. The notice replaces an empty one.
+func relayAnswer(f *feed, notice string, through int64) answer {
 	ended := "relayed"
 	if notice != "" {
-		f.say(notice)
+		f.append(notice)
 		ended = "passed on"
 	}
-	v := f.look(false)
+	v := f.snapshot(false)
 	a := answer{Text: v.text, Finish: openai.FinishReasonStop, Ended: ended, Seq: through}
-	if v.full {
+	if v.truncated {
 		a.Finish = openai.FinishReasonLength
 	}
 	return a
 }
 
-// listen reads what was said after the message, and before that what was said since the relay before had ended:
-// nobody was shown it. Whether more may come is asked first: what is said meanwhile is then in what is read.
-func (c *Chat) listen(ctx context.Context, x executions.Execution, in input, last int64) (h heard, err error) {
+// readRelay reads the messages after the relayed one, and those since the end of the previous relay, which no client has
+// seen. It reads first whether more may follow, so no message is missed.
+func (c *Chat) readRelay(ctx context.Context, x executions.Execution, in input, last int64) (h relayState, err error) {
 	var after *int64
 	if in.Unseen != nil {
 		after = &in.Unseen.After
@@ -190,9 +190,9 @@ func (c *Chat) listen(ctx context.Context, x executions.Execution, in input, las
 	b.Queue(`
 		update agent_threads set watched_until = clock_timestamp() + make_interval(secs => @watch)
 		 where id = @thread and watched_until < clock_timestamp() + make_interval(secs => @watch) / 2`,
-		postgres.Strict{"thread": in.Thread, "watch": watchFor.Seconds()})
+		postgres.Strict{"thread": in.Thread, "watch": watchDuration.Seconds()})
 	b.Queue(`
-		with recursive line as (                             -- the execution, and those that speak for it in turn
+		with recursive line as (                             -- the execution, and those that act for it
 		  select @to::uuid as id
 		  union
 		  select case when x.id is null or x.completed_at is not null then (
@@ -227,28 +227,27 @@ func (c *Chat) listen(ctx context.Context, x executions.Execution, in input, las
 		   and m.role = 'assistant' and m.channel = 'chat' and (m.execution_id is not null or m.seq > (select a.seq from asked a) or @after > 0)
 		   and not exists (select from agent_executions e where e.id = m.execution_id and e.flow = any(@own))
 		 order by m.seq limit @most`,
-		postgres.Strict{"thread": in.Thread, "id": x.ID, "own": ownFlows(), "relay": RelayFlow, "last": last, "most": relayMost, "after": after}).
+		postgres.Strict{"thread": in.Thread, "id": x.ID, "own": ownFlows(), "relay": RelayFlow, "last": last, "most": relayBatch, "after": after}).
 		Query(func(rows pgx.Rows) (err error) {
-			h.Said, err = pgx.CollectRows(rows, pgx.RowToStructByPos[spoken])
+			h.Said, err = pgx.CollectRows(rows, pgx.RowToStructByPos[relayedMessage])
 			return err
 		})
 	if err := c.Pool.SendBatch(ctx, b).Close(); err != nil {
-		return heard{}, fmt.Errorf("listen in thread: %w", err)
+		return relayState{}, fmt.Errorf("read relayed thread: %w", err)
 	}
 	return h, nil
 }
 
-// longestSummary bounds a summary, in characters.
-const longestSummary = 4000
+// maxSummary bounds a summary, in characters.
+const maxSummary = 4000
 
-// summaryInput is what the summary's execution is given.
+// summaryInput is the input of a summary's execution.
 type summaryInput struct {
 	Thread string `json:"thread_id"`
-	Before int64  `json:"before_turn"` // turns from here on are left alone
+	Before int64  `json:"before_turn"` // the first turn that is not summarised
 }
 
-// summarySpec describes the execution that moves the thread's summary forward, after the answer of this turn.
-// It is background work, so that nobody waits for it.
+// summarySpec describes the execution that extends the summary of the thread after this turn. It runs in the background.
 func (t *turn) summarySpec() executions.Spec {
 	return executions.Spec{
 		Flow: SummaryFlow, Surface: trace.Chat, TraceID: trace.ID(t.exec.TraceID), Agent: t.exec.Agent,
@@ -258,24 +257,24 @@ func (t *turn) summarySpec() executions.Spec {
 	}
 }
 
-// folded is what a summary takes in.
-type folded struct {
+// summaryRange is the range of messages that a summary adds.
+type summaryRange struct {
 	Previous string `json:"previous"`
-	From     int64  `json:"from_through"` // how far the summary reached
+	From     int64  `json:"from_through"` // the end of the previous summary
 	First    int64  `json:"first_turn"`
 	Through  int64  `json:"through_turn"`
 	Last     int64  `json:"last_seq"`
 }
 
-// summarise is the durable function that folds old turns into a thread's summary.
+// summarise is the durable function that summarises the old turns of a thread.
 func (c *Chat) summarise(ctx context.Context, raw json.RawMessage) (executions.Result, error) {
 	var in summaryInput
 	if err := json.Unmarshal(raw, &in); err != nil {
 		return executions.Result{}, fmt.Errorf("read input: %w", err)
 	}
-	f, err := executions.Step(ctx, "backlog", func(ctx context.Context) (folded, error) { return c.backlog(ctx, in) })
+	f, err := executions.Step(ctx, "backlog", func(ctx context.Context) (summaryRange, error) { return c.backlog(ctx, in) })
 	if err != nil || f.Through == 0 {
-		return executions.Result{Summary: "nothing is old enough"}, err
+		return executions.Result{Summary: "no turn is old enough"}, err
 	}
 	old, err := executions.RetryTransient(ctx, func(ctx context.Context) ([]threads.Message, error) {
 		return threads.Turns(ctx, c.Pool, in.Thread, f.First, f.Through+1, f.Last)
@@ -295,26 +294,26 @@ func (c *Chat) summarise(ctx context.Context, raw json.RawMessage) (executions.R
 		return executions.Result{}, err
 	}
 	moved, err := executions.StepTx(ctx, "save", func(ctx context.Context, tx pgx.Tx) (bool, error) {
-		return threads.SaveSummary(ctx, tx, in.Thread, f.From, f.Through, clip(text, longestSummary))
+		return threads.SaveSummary(ctx, tx, in.Thread, f.From, f.Through, truncate(text, maxSummary))
 	})
-	summary := fmt.Sprintf("%d messages folded into the summary, up to turn %d", len(old), f.Through)
+	summary := fmt.Sprintf("%d messages summaryRange into the summary, up to turn %d", len(old), f.Through)
 	if !moved {
-		summary = "somebody else has moved the summary meanwhile"
+		summary = "another process has extended the summary"
 	}
 	return executions.Result{Summary: summary}, err
 }
 
-// backlog chooses what to fold: what does not fit half of the window, at most a window at a time.
-func (c *Chat) backlog(ctx context.Context, in summaryInput) (folded, error) {
+// backlog selects the turns to summarise: those beyond half of the window, at most one window at a time.
+func (c *Chat) backlog(ctx context.Context, in summaryInput) (summaryRange, error) {
 	t, err := threads.Get(ctx, c.Pool, in.Thread)
 	if err != nil {
-		return folded{}, err
+		return summaryRange{}, err
 	}
 	old, err := threads.Backlog(ctx, c.Pool, in.Thread, in.Before, c.History*3/4, c.History/2, c.History)
 	if err != nil || len(old) == 0 {
-		return folded{}, err
+		return summaryRange{}, err
 	}
-	f := folded{Previous: t.Summary, From: t.SummaryThrough, First: *old[0].Turn, Through: *old[len(old)-1].Turn}
+	f := summaryRange{Previous: t.Summary, From: t.SummaryThrough, First: *old[0].Turn, Through: *old[len(old)-1].Turn}
 	for _, m := range old {
 		f.Last = max(f.Last, *m.Seq)
 	}

@@ -27,8 +27,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// request is what is read of a chat completion request. n must be 1, because a turn has one answer. Parameters that no
-// documentation knows are ignored.
+// request is a chat completion request. n must be 1: a turn has one answer. Undocumented parameters are ignored.
 type request struct {
 	parameters
 	Model         json.RawMessage `json:"model"`
@@ -57,7 +56,7 @@ func (c *Chat) decode(w http.ResponseWriter, r *http.Request) (request, string, 
 	var values map[string]json.RawMessage
 	if len(req.Metadata) > 0 && json.Unmarshal(req.Metadata, &values) == nil {
 		var ok bool
-		if req.thread, ok = text(values["thread_id"]); !ok { // another thread than meant would be begun
+		if req.thread, ok = text(values["thread_id"]); !ok { // otherwise a new thread would be started
 			return req, "", bad("metadata.thread_id", "invalid_type",
 				"The parameter metadata.thread_id must be a string.")
 		}
@@ -93,7 +92,7 @@ func (c *Chat) readJSON(w http.ResponseWriter, r *http.Request, into any) (strin
 	return hex.EncodeToString(sum[:]), nil
 }
 
-// compact is JSON without its white space, so that two encoders of one request agree.
+// compact removes white space from JSON, so different encoders of one request agree.
 func compact(body []byte) []byte {
 	var b bytes.Buffer
 	if json.Compact(&b, body) != nil {
@@ -102,11 +101,10 @@ func compact(body []byte) []byte {
 	return b.Bytes()
 }
 
-// soleOwner is whose key has no name: the one application there usually is. Its users' names are threads as they are.
+// soleOwner is the owner of a key without a name. Its users' names are thread names without a prefix.
 const soleOwner = "visitor"
 
-// threadOf is the thread of a client's user: applications with keys of their own call different people by the same
-// name.
+// threadOf returns the thread name of a client's user. It has the owner's name, because owners may use equal user names.
 func threadOf(owner, user string) string {
 	if user == "" || owner == soleOwner {
 		return user
@@ -114,9 +112,9 @@ func threadOf(owner, user string) string {
 	return owner + ":" + user
 }
 
-// ask turns a request into what the visitor wants to say.
-func (c *Chat) ask(r *http.Request, req request, secret string) (UserMessage, error) {
-	a, err := c.address(r, req, secret)
+// completionMessage converts a chat completion request to a message.
+func (c *Chat) completionMessage(r *http.Request, req request, secret string) (UserMessage, error) {
+	a, err := c.newMessage(r, req, secret)
 	if err != nil {
 		return a, err
 	}
@@ -135,14 +133,14 @@ func (c *Chat) ask(r *http.Request, req request, secret string) (UserMessage, er
 			a.MaxTokens = *bound
 		}
 	}
-	if err := c.messages(&a, req.Messages); err != nil {
+	if err := c.readMessages(&a, req.Messages); err != nil {
 		return a, err
 	}
-	return a, c.seen(a)
+	return a, c.checkImages(a)
 }
 
-// address finds out who speaks to which agent, and in which thread.
-func (c *Chat) address(r *http.Request, req request, secret string) (UserMessage, error) {
+// newMessage returns a message with its sender, agent and thread, and without content.
+func (c *Chat) newMessage(r *http.Request, req request, secret string) (UserMessage, error) {
 	model, ok := text(req.Model)
 	switch {
 	case !ok || model == "":
@@ -173,8 +171,7 @@ func (c *Chat) address(r *http.Request, req request, secret string) (UserMessage
 	return a, c.lookUp(r.Context(), &a)
 }
 
-// lookUp finds the agent that the model id means, and the thread that the visitor's name for it means. A connection
-// that breaks is no answer: another is asked.
+// lookUp reads the agent of the model id and the thread of the visitor's name. It retries when the connection breaks.
 func (c *Chat) lookUp(ctx context.Context, a *UserMessage) error {
 	var all []agents.Agent
 	err := postgres.Again(ctx, func() error {
@@ -189,29 +186,28 @@ func (c *Chat) lookUp(ctx context.Context, a *UserMessage) error {
 	if err != nil {
 		return fmt.Errorf("find agent and thread: %w", err)
 	}
-	a.agent, err = choose(agents.ReachedBy(all, a.Owner), a.Model)
+	a.agent, err = selectAgent(agents.ReachedBy(all, a.Owner), a.Model)
 	return err
 }
 
-// NewThreadID is an id that nobody can guess.
+// NewThreadID returns a thread id that cannot be guessed.
 func NewThreadID() string { return "th_" + ulid.MustNew(ulid.Now(), entropy()).String() }
 
-// blank reports a text of which nothing is stored: NUL is left out.
+// blank reports whether nothing of a text would be stored. NUL is not stored.
 func blank(text string) bool { return strings.TrimSpace(strings.ReplaceAll(text, "\x00", "")) == "" }
 
-// spokenContent is what a message has: its texts, its images, its files, and what is wrong with the first that cannot
-// be taken.
-type spokenContent struct {
-	words  string
-	images []threads.Image
-	files  []filePart
-	wrong  string
+// messageContent is the decoded content of a message. problem describes the first part that is refused.
+type messageContent struct {
+	words   string
+	images  []threads.Image
+	files   []filePart
+	problem string
 }
 
-// content reads the content of a message.
-func content(raw json.RawMessage) (c spokenContent, err error) {
+// decodeContent decodes the content of a message.
+func decodeContent(raw json.RawMessage) (c messageContent, err error) {
 	if words, ok := text(raw); ok {
-		return spokenContent{words: words}, nil
+		return messageContent{words: words}, nil
 	}
 	var parts []wirePart
 	if err := json.Unmarshal(raw, &parts); err != nil {
@@ -224,37 +220,37 @@ func content(raw json.RawMessage) (c spokenContent, err error) {
 			texts = append(texts, p.Text+p.Refusal)
 		case "file", "input_file":
 			file := p.file()
-			c.wrong = cmp.Or(c.wrong, file.check())
+			c.problem = cmp.Or(c.problem, file.check())
 			c.files = append(c.files, file)
 		case "image_url", "input_image":
 			image, err := p.image()
 			if err != nil {
-				c.wrong = cmp.Or(c.wrong, "This image cannot be taken: "+err.Error()+".")
+				c.problem = cmp.Or(c.problem, "This image is not usable: "+err.Error()+".")
 				continue
 			}
 			c.images = append(c.images, image)
 		default:
-			c.wrong = cmp.Or(c.wrong, "Only text, images and files are understood: audio is not.")
+			c.problem = cmp.Or(c.problem, "Only text, images and files are supported, not audio.")
 		}
 	}
 	if len(c.images) > threads.MostImages {
-		c.wrong = cmp.Or(c.wrong, fmt.Sprintf("A message has at most %d images.", threads.MostImages))
+		c.problem = cmp.Or(c.problem, fmt.Sprintf("A message has at most %d images.", threads.MostImages))
 	}
 	c.words = strings.Join(texts, "\n")
 	return c, nil
 }
 
-// clip shortens what is repeated to a client.
-func clip(s string, letters int) string {
+// truncate shortens a text to limit characters.
+func truncate(s string, limit int) string {
 	s = strings.ToValidUTF8(s, "")
-	if r := []rune(s); len(r) > letters {
-		return string(r[:letters]) + "…"
+	if r := []rune(s); len(r) > limit {
+		return string(r[:limit]) + "…"
 	}
 	return s
 }
 
-// parameters are the documented parameters of a chat completion that the surface refuses when their value asks for
-// what it cannot give. The other documented ones are honoured (see request) or listed in agentParameters.
+// parameters are the documented parameters of a chat completion that are refused unless their value changes nothing.
+// The others are supported (request) or ignored (agentParameters).
 type parameters struct {
 	Audio        json.RawMessage `json:"audio"`
 	Modalities   json.RawMessage `json:"modalities"`
@@ -271,8 +267,7 @@ type parameters struct {
 	Moderation   json.RawMessage `json:"moderation"`
 }
 
-// agentParameters are accepted and change nothing: the agent's own setting stands. Stock clients send several of
-// them by default, so a refusal would keep those clients away.
+// agentParameters are accepted and ignored in favour of the agent's settings. Stock clients send several by default.
 func agentParameters() []string {
 	return []string{
 		"temperature", "top_p", "seed", "frequency_penalty", "presence_penalty", "reasoning_effort", "verbosity",
@@ -281,86 +276,86 @@ func agentParameters() []string {
 	}
 }
 
-// rule is what one parameter may ask for.
+// rule lists the allowed values of a parameter.
 type rule struct {
 	name    string
 	raw     json.RawMessage
-	allowed []string // compact JSON, beside null and absence
+	allowed []string // compact JSON; null and absence are always allowed
 	why     string
 }
 
 // Reasons for refusals, which chat completions and responses share.
 const (
-	whyTools = "The agent's tools are its own and run here; tools of a client are not offered to the model. " +
+	reasonTools = "Client tools are not offered to the model; the agent uses its own. " +
 		"Leave them out, or declare a skill in the agent's workspace."
-	whyChoice   = "A client cannot make the agent call a tool; none and auto are accepted."
-	whyLogprobs = "Log probabilities are not returned."
-	whySearch   = "Searching the web is a skill of the agent's own; a client cannot turn it on."
-	whyModerate = "Moderation is not run here."
-	whyFormat   = "The formats of an answer are text, json_object and json_schema."
+	reasonToolChoice = "A client cannot make the agent call a tool; none and auto are accepted."
+	reasonLogprobs   = "Log probabilities are not returned."
+	reasonWebSearch  = "Web search is a skill of the agent; a client cannot enable it."
+	reasonModeration = "Moderation is not run here."
+	reasonFormat     = "The formats of an answer are text, json_object and json_schema."
 )
 
-// refuse returns what the request asks for in vain.
+// refuse returns the refusal of the first unsupported parameter.
 func (p parameters) refuse() error {
 	tools, functions := p.Tools, p.Functions
-	if is(p.ToolChoice, `"none"`) { // then they change nothing
+	if equalsJSON(p.ToolChoice, `"none"`) { // tools then change nothing
 		tools = nil
 	}
-	if is(p.FunctionCall, `"none"`) {
+	if equalsJSON(p.FunctionCall, `"none"`) {
 		functions = nil
 	}
 	return refuse([]rule{
 		{"audio", p.Audio, nil, "The agent answers in text, not in audio."},
 		{"modalities", p.Modalities, []string{`["text"]`, `[]`}, `Only ["text"] is answered.`},
-		{"tools", tools, []string{`[]`}, whyTools},
-		{"functions", functions, []string{`[]`}, whyTools},
-		{"tool_choice", p.ToolChoice, []string{`"none"`, `"auto"`}, whyChoice},
-		{"function_call", p.FunctionCall, []string{`"none"`, `"auto"`}, whyChoice},
-		{"logprobs", p.Logprobs, []string{`false`}, whyLogprobs},
-		{"top_logprobs", p.TopLogprobs, []string{`0`}, whyLogprobs},
-		{"logit_bias", p.LogitBias, []string{`{}`}, "The agent chooses its own words: logit_bias is not passed on."},
-		{"stop", p.Stop, []string{`[]`, `""`}, "Stop sequences are not supported: an answer is shown whole."},
-		{"web_search_options", p.WebSearch, nil, whySearch},
-		{"moderation", p.Moderation, nil, whyModerate},
+		{"tools", tools, []string{`[]`}, reasonTools},
+		{"functions", functions, []string{`[]`}, reasonTools},
+		{"tool_choice", p.ToolChoice, []string{`"none"`, `"auto"`}, reasonToolChoice},
+		{"function_call", p.FunctionCall, []string{`"none"`, `"auto"`}, reasonToolChoice},
+		{"logprobs", p.Logprobs, []string{`false`}, reasonLogprobs},
+		{"top_logprobs", p.TopLogprobs, []string{`0`}, reasonLogprobs},
+		{"logit_bias", p.LogitBias, []string{`{}`}, "logit_bias is not passed to the model."},
+		{"stop", p.Stop, []string{`[]`, `""`}, "Stop sequences are not supported."},
+		{"web_search_options", p.WebSearch, nil, reasonWebSearch},
+		{"moderation", p.Moderation, nil, reasonModeration},
 	})
 }
 
-// refuse returns the refusal of the first rule that its value breaks.
+// refuse returns the refusal of the first value that its rule does not allow.
 func refuse(rules []rule) error {
 	for _, r := range rules {
-		if given(r.raw) && !slices.ContainsFunc(r.allowed, func(v string) bool { return is(r.raw, v) }) {
+		if isSet(r.raw) && !slices.ContainsFunc(r.allowed, func(v string) bool { return equalsJSON(r.raw, v) }) {
 			return bad(r.name, "unsupported_value", "%s: %s", r.name, r.why)
 		}
 	}
 	return nil
 }
 
-// given reports a value that is there and not null.
-func given(raw json.RawMessage) bool { return len(raw) > 0 && !is(raw, "null") }
+// isSet reports whether a value is present and not null.
+func isSet(raw json.RawMessage) bool { return len(raw) > 0 && !equalsJSON(raw, "null") }
 
-// is reports whether a value is this compact JSON.
-func is(raw json.RawMessage, value string) bool {
+// equalsJSON compares a value with compact JSON.
+func equalsJSON(raw json.RawMessage, value string) bool {
 	raw = bytes.TrimSpace(raw)
 	return string(raw) == value || len(raw) <= 64 && string(compact(raw)) == value
 }
 
-// Bounds of a request. The thread is the history, so a client's own is only looked at where it can matter.
+// Limits of a request. The history of a client is read only as far as it matters: the thread has the history.
 const (
-	mostNew     = 32  // new messages
-	mostEarlier = 200 // earlier messages that a new thread takes over: about what a model is shown, and its summary
-	mostRead    = 2 * (mostNew + mostEarlier)
+	maxNewMessages     = 32  // new messages
+	maxEarlierMessages = 200 // earlier messages that a new thread imports
+	maxReadMessages    = 2 * (maxNewMessages + maxEarlierMessages)
 )
 
-// said is one message of a request.
-type said struct {
+// wireMessage is one message of a request.
+type wireMessage struct {
 	Role    string          `json:"role"`
 	Content json.RawMessage `json:"content"`
 }
 
-// history is the last messages of a request, at most mostRead of them. Decoding keeps no more in memory.
+// history has the last messages of a request, at most maxReadMessages. Decoding keeps no more in memory.
 type history struct {
 	skipped int // messages before the first of latest
-	latest  []said
+	latest  []wireMessage
 }
 
 // UnmarshalJSON reads an array of messages.
@@ -374,93 +369,93 @@ func (h *history) UnmarshalJSON(raw []byte) error {
 		return bad("messages", "invalid_type", "The parameter messages must be a list.")
 	}
 	for dec.More() {
-		var m said
+		var m wireMessage
 		if err := dec.Decode(&m); err != nil {
 			return bad(fmt.Sprintf("messages[%d]", h.skipped+len(h.latest)), "invalid_type",
 				"A message is an object with role, a string, and content.")
 		}
-		if len(h.latest) == 2*mostRead {
-			h.skipped += mostRead
-			h.latest = append(h.latest[:0], h.latest[mostRead:]...)
+		if len(h.latest) == 2*maxReadMessages {
+			h.skipped += maxReadMessages
+			h.latest = append(h.latest[:0], h.latest[maxReadMessages:]...)
 		}
 		h.latest = append(h.latest, m)
 	}
-	if over := len(h.latest) - mostRead; over > 0 {
+	if over := len(h.latest) - maxReadMessages; over > 0 {
 		h.skipped, h.latest = h.skipped+over, h.latest[over:]
 	}
 	return nil
 }
 
-// line is a message that somebody said, and its place in the request.
+// line is a message of the conversation and its place in the request.
 type line struct {
 	Line
-	at    int
-	files []filePart
-	wrong string // why it cannot be taken; "" when it can
+	at      int
+	files   []filePart
+	problem string // why it is refused; "" for none
 }
 
-// messages finds what is new: the user's messages after the last answer. What was said before is kept for a
-// thread that is new. Instructions and the results of the client's own tools are dropped.
-func (c *Chat) messages(a *UserMessage, h history) error {
+// readMessages splits the request into new user messages, after the last answer, and the history, which a new thread
+// imports. Instructions and results of client tools are dropped.
+func (c *Chat) readMessages(a *UserMessage, h history) error {
 	if len(h.latest) == 0 {
 		return bad("messages", "missing_messages", "messages must not be empty.")
 	}
-	talk, err := h.talk()
+	lines, err := h.conversation()
 	if err != nil {
 		return err
 	}
-	first := len(talk)
-	for first > 0 && talk[first-1].Role == threads.User {
+	first := len(lines)
+	for first > 0 && lines[first-1].Role == threads.User {
 		first--
 	}
-	if first == len(talk) {
+	if first == len(lines) {
 		return bad("messages", "invalid_value", "The last message must be the user's.")
 	}
-	if err := c.newOnes(a, talk[first:]); err != nil {
+	if err := c.addNew(a, lines[first:]); err != nil {
 		return err
 	}
-	for _, m := range talk[:first] {
+	for _, m := range lines[:first] {
 		if (m.Role == threads.User || m.Role == threads.Assistant) && (!blank(m.Text) || len(m.Images) > 0) {
 			a.Earlier = append(a.Earlier, m.Line)
 		}
 	}
-	a.Earlier = a.Earlier[max(0, len(a.Earlier)-mostEarlier):]
+	a.Earlier = a.Earlier[max(0, len(a.Earlier)-maxEarlierMessages):]
 	return nil
 }
 
-// talk is what was said, without instructions.
-func (h history) talk() (talk []line, err error) {
+// conversation returns the messages without instructions.
+func (h history) conversation() (lines []line, err error) {
 	for i, m := range h.latest {
 		at := h.skipped + i
 		switch m.Role {
 		case "system", "developer":
 		case threads.User, threads.Assistant, "tool", "function":
-			said, err := content(m.Content)
+			content, err := decodeContent(m.Content)
 			if err != nil {
 				return nil, bad(fmt.Sprintf("messages[%d].content", at), "invalid_type",
 					"The content of a message is a string or a list of parts.")
 			}
-			talk = append(talk, line{Line{m.Role, said.words, said.images}, at, said.files, said.wrong})
+			lines = append(lines, line{Line{m.Role, content.words, content.images}, at, content.files, content.problem})
 		default:
 			return nil, bad(fmt.Sprintf("messages[%d].role", at), "invalid_value", "The role %q is not known.",
-				clip(m.Role, 40))
+				truncate(m.Role, 40))
 		}
 	}
-	return talk, nil
+	return lines, nil
 }
 
-// newOnes takes the new messages, or says what is wrong with them.
-func (c *Chat) newOnes(a *UserMessage, talk []line) error {
-	if len(talk) > mostNew {
+// addNew validates the new messages and adds them to a.
+func (c *Chat) addNew(a *UserMessage, lines []line) error {
+	if len(lines) > maxNewMessages {
 		return bad("messages", "too_many_messages",
 			"At most %d messages may follow the last answer; join them, or send the answers that came between.",
-			mostNew)
+			maxNewMessages)
 	}
 	size := 0
-	for _, m := range talk {
+	for _, m := range lines {
 		param := fmt.Sprintf("messages[%d].content", m.at)
-		if m.wrong != "" {
-			return bad(param, "unsupported_content", "%s", m.wrong)
+		if m.problem != "" {
+			return bad(param, "unsupported_content", "%s", m.problem)
 		}
 		if blank(m.Text) && len(m.files) == 0 && len(m.Images) == 0 {
 			return bad(param, "empty_message", "A message must not be empty.")
@@ -477,94 +472,92 @@ func (c *Chat) newOnes(a *UserMessage, talk []line) error {
 	return nil
 }
 
-// incoming is a request that was decoded.
-type incoming struct {
+// chatRequest is a decoded request.
+type chatRequest struct {
 	trace  trace.ID
-	user   string // whom the client names
+	user   string // the user that the client names
 	hash   string // of the body
 	stream bool
-	read   func(secret string) (UserMessage, error) // what the visitor wants to say
+	read   func(secret string) (UserMessage, error) // converts the request to a message
 }
 
-// take admits a message and begins its turn, or finds the one of a request that is sent again. The caller leaves
-// what it gets.
-func (c *Chat) take(w http.ResponseWriter, r *http.Request, in incoming) (a UserMessage, b startedTurn, err error) {
+// accept admits a message and starts its turn, or finds the turn of a retry. The caller calls release.
+func (c *Chat) accept(w http.ResponseWriter, r *http.Request, in chatRequest) (a UserMessage, b startedTurn, err error) {
 	if utf8.RuneCountInString(in.user) > threads.MaxID {
 		return a, b, bad("user", "invalid_value", "The parameter user may have at most %d characters.", threads.MaxID)
 	}
-	secret, made, err := c.secretOf(r)
+	secret, isNew, err := c.visitorToken(r)
 	if err != nil {
 		return a, b, err
 	}
 	token := secret
-	if made {
-		token = "" // nobody has proved to be this visitor before
+	if isNew {
+		token = "" // the visitor has no proof yet
 	}
 	if err := c.allow(r, c.Visitor(r), in.user, token); err != nil {
 		return a, b, err
 	}
-	if made {
+	if isNew {
 		w.Header().Set(visitorHeader, secret)
 	}
 	if a, err = in.read(secret); err != nil {
 		return a, b, err
 	}
-	if a.place, err = c.enter(r, a); err != nil {
+	if a.place, err = c.admit(r, a); err != nil {
 		return a, b, err
 	}
 	a.TraceID, a.own = in.trace, true
 	if a.Key != "" {
 		a.Hash = in.hash
 	}
-	if a.retry, err = c.retryOf(r, a, in.hash, made, in.stream); err == nil {
-		b, err = c.begin(r.Context(), a)
+	if a.retry, err = c.newRetry(r, a, in.hash, isNew, in.stream); err == nil {
+		b, err = c.startTurn(r.Context(), a)
 	}
 	if err != nil {
 		a.place.Release()
 		return a, b, err
 	}
-	leave := b.leave
-	b.leave = func() {
-		leave()
+	release := b.release
+	b.release = func() {
+		release()
 		a.place.Release()
 	}
 	return a, b, nil
 }
 
-// The headers by which a client says who is at it, and which thread is meant.
+// The headers that name the visitor and the thread.
 const (
 	threadHeader  = "X-Thread-Id"
 	joinHeader    = "X-Thread-Join"
 	visitorHeader = "X-Visitor-Token"
 )
 
-// newVisitor is what a client sends as its visitor token to get one.
+// newVisitor as the visitor token requests a new token.
 const newVisitor = "new"
 
-// secretForm is that of a visitor token.
+// secretForm matches a visitor token.
 var secretForm = regexp.MustCompile(`^vis_[A-Za-z0-9_-]{32,128}$`)
 
-// secretOf is the visitor token that a request has, or one that is made for it: made says so. A key that browsers hold
-// is nobody's proof, so its requests always have one. With any other key who holds it speaks for its users, unless the
-// client sends a token.
-func (c *Chat) secretOf(r *http.Request) (secret string, made bool, err error) {
-	given := r.Header.Get(visitorHeader)
+// visitorToken returns the visitor token of a request, or generates one. A key that browsers hold requires a token.
+// Any other key speaks for its users unless the client sends one.
+func (c *Chat) visitorToken(r *http.Request) (secret string, isNew bool, err error) {
+	token := r.Header.Get(visitorHeader)
 	switch {
-	case given == "" && !c.Browser(c.Visitor(r)):
+	case token == "" && !c.Browser(c.Visitor(r)):
 		return "", false, nil
-	case given == "" || given == newVisitor:
+	case token == "" || token == newVisitor:
 		random := make([]byte, 32)
 		_, _ = rand.Read(random) // never fails
 		return "vis_" + base64.RawURLEncoding.EncodeToString(random), true, nil
-	case !secretForm.MatchString(given):
+	case !secretForm.MatchString(token):
 		return "", false, bad(visitorHeader, "invalid_visitor_token",
-			"%s has to be the token that an answer had, or %q to get one.", visitorHeader, newVisitor)
+			"%s must be the token of an earlier answer, or %q for a new one.", visitorHeader, newVisitor)
 	}
-	return given, false, nil
+	return token, false, nil
 }
 
-// principal is who a request is of.
+// principal returns the sender of a request.
 func (c *Chat) principal(r *http.Request) (threads.Principal, error) {
-	secret, _, err := c.secretOf(r)
+	secret, _, err := c.visitorToken(r)
 	return UserMessage{Owner: c.Visitor(r), Secret: secret}.principal(), err
 }

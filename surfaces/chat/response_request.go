@@ -13,13 +13,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-// mostReferences bounds how many answers of its own a new thread takes over by their ids.
-const mostReferences = 50
+// maxReferences bounds the references to earlier answers that a new thread resolves.
+const maxReferences = 50
 
-// reference is the role of an item that names an answer by its id.
+// reference is the role of an item that refers to an answer by its id.
 const reference = "reference"
 
-// responseRequest is what is read of a request for a response. instructions are dropped like a client's system message.
+// responseRequest is a request to /v1/responses. Its instructions are dropped, as a client's system message is.
 type responseRequest struct {
 	Model        json.RawMessage `json:"model"`
 	Input        responseInput   `json:"input"`
@@ -31,22 +31,22 @@ type responseRequest struct {
 	Metadata     json.RawMessage `json:"metadata"`
 	User         json.RawMessage `json:"user"`
 
-	Tools        json.RawMessage   `json:"tools"`
-	ToolChoice   json.RawMessage   `json:"tool_choice"`
-	MaxToolCalls json.RawMessage   `json:"max_tool_calls"`
-	Prompt       json.RawMessage   `json:"prompt"`
-	TopLogprobs  json.RawMessage   `json:"top_logprobs"`
-	Moderation   json.RawMessage   `json:"moderation"`
-	Include      []string          `json:"include"`
-	Text         *responseTextForm `json:"text"`
+	Tools        json.RawMessage `json:"tools"`
+	ToolChoice   json.RawMessage `json:"tool_choice"`
+	MaxToolCalls json.RawMessage `json:"max_tool_calls"`
+	Prompt       json.RawMessage `json:"prompt"`
+	TopLogprobs  json.RawMessage `json:"top_logprobs"`
+	Moderation   json.RawMessage `json:"moderation"`
+	Include      []string        `json:"include"`
+	Text         *responseText   `json:"text"`
 }
 
-// responseTextForm is how the answer shall look.
-type responseTextForm struct {
+// responseText has the format of the answer.
+type responseText struct {
 	Format json.RawMessage `json:"format"`
 }
 
-// agentResponseParameters are accepted and change nothing, as agentParameters are.
+// agentResponseParameters are accepted and ignored, as agentParameters are.
 func agentResponseParameters() []string {
 	return []string{
 		"instructions", "temperature", "top_p", "parallel_tool_calls", "reasoning", "service_tier", "store",
@@ -56,27 +56,27 @@ func agentResponseParameters() []string {
 	}
 }
 
-// refuse returns what the request asks for in vain.
+// refuse returns the refusal of the first unsupported parameter.
 func (q responseRequest) refuse() error {
-	if is(q.ToolChoice, `"none"`) {
+	if equalsJSON(q.ToolChoice, `"none"`) {
 		q.Tools = nil
 	}
 	for _, what := range q.Include {
 		if strings.HasSuffix(what, "logprobs") {
-			return bad("include", "unsupported_value", "include: %s", whyLogprobs)
+			return bad("include", "unsupported_value", "include: %s", reasonLogprobs)
 		}
 	}
 	return refuse([]rule{
-		{"tools", q.Tools, []string{`[]`}, whyTools},
-		{"tool_choice", q.ToolChoice, []string{`"none"`, `"auto"`}, whyChoice},
+		{"tools", q.Tools, []string{`[]`}, reasonTools},
+		{"tool_choice", q.ToolChoice, []string{`"none"`, `"auto"`}, reasonToolChoice},
 		{"max_tool_calls", q.MaxToolCalls, nil, "How many tools the agent calls is its own limit."},
 		{"prompt", q.Prompt, nil, "Prompt templates are not stored here; the agent has its own instructions."},
-		{"top_logprobs", q.TopLogprobs, []string{`0`}, whyLogprobs},
-		{"moderation", q.Moderation, nil, whyModerate},
+		{"top_logprobs", q.TopLogprobs, []string{`0`}, reasonLogprobs},
+		{"moderation", q.Moderation, nil, reasonModeration},
 	})
 }
 
-// responseInput is the input of a request as messages: a text, or the latest of a list of items.
+// responseInput is the input of a request: a text, or a list of items of which the latest are kept.
 type responseInput struct{ history }
 
 // UnmarshalJSON reads a text or a list of items.
@@ -84,7 +84,7 @@ func (i *responseInput) UnmarshalJSON(raw []byte) error {
 	i.history = history{}
 	if words, ok := text(raw); ok {
 		if words != "" {
-			i.latest = []said{{Role: threads.User, Content: bytes.Clone(raw)}}
+			i.latest = []wireMessage{{Role: threads.User, Content: bytes.Clone(raw)}}
 		}
 		return nil
 	}
@@ -98,42 +98,42 @@ func (i *responseInput) UnmarshalJSON(raw []byte) error {
 			return err
 		}
 		i.latest = append(i.latest, m)
-		if len(i.latest) == 2*mostRead {
-			i.skipped += mostRead
-			i.latest = append(i.latest[:0], i.latest[mostRead:]...)
+		if len(i.latest) == 2*maxReadMessages {
+			i.skipped += maxReadMessages
+			i.latest = append(i.latest[:0], i.latest[maxReadMessages:]...)
 		}
 	}
 	return nil
 }
 
 // item reads one item of the input.
-func item(dec *json.Decoder, n int) (said, error) {
+func item(dec *json.Decoder, n int) (wireMessage, error) {
 	var it struct {
-		said
+		wireMessage
 		Type string `json:"type"`
 		ID   string `json:"id"`
 	}
 	if err := dec.Decode(&it); err != nil {
-		return said{}, bad(fmt.Sprintf("input[%d]", n), "invalid_type",
+		return wireMessage{}, bad(fmt.Sprintf("input[%d]", n), "invalid_type",
 			"An item is an object with role and content, or with a type.")
 	}
 	switch it.Type {
 	case "", "message":
-		return it.said, nil
+		return it.wireMessage, nil
 	case "item_reference":
 		id, err := json.Marshal(it.ID)
-		return said{Role: reference, Content: id}, err
-	case "reasoning": // of another model, perhaps: it is no part of what was said
-		return said{Role: "system"}, nil
+		return wireMessage{Role: reference, Content: id}, err
+	case "reasoning": // not part of the conversation
+		return wireMessage{Role: "system"}, nil
 	}
-	return said{}, bad(fmt.Sprintf("input[%d]", n), "unsupported_value",
-		"Items of the type %q are not taken: a client's tools are not called here.", clip(it.Type, 40))
+	return wireMessage{}, bad(fmt.Sprintf("input[%d]", n), "unsupported_value",
+		"Items of the type %q are not supported: client tools are not called.", truncate(it.Type, 40))
 }
 
-// askResponse turns a request for a response into what the visitor wants to say.
-func (c *Chat) askResponse(r *http.Request, q responseRequest, secret string) (UserMessage, error) {
+// responseMessage converts a request for a response to a message.
+func (c *Chat) responseMessage(r *http.Request, q responseRequest, secret string) (UserMessage, error) {
 	req := request{Model: q.Model, User: json.RawMessage("null")}
-	a, err := c.address(r, req, secret)
+	a, err := c.newMessage(r, req, secret)
 	if err != nil {
 		return a, err
 	}
@@ -155,7 +155,7 @@ func (c *Chat) askResponse(r *http.Request, q responseRequest, secret string) (U
 	if echo.Metadata, err = metadata(q.Metadata); err != nil {
 		return a, err
 	}
-	if err := c.threadOfResponse(r.Context(), &a, q); err != nil {
+	if err := c.resolveResponseThread(r.Context(), &a, q); err != nil {
 		return a, err
 	}
 	if a.Name != "" && threads.CheckID(a.Name) != nil {
@@ -165,14 +165,14 @@ func (c *Chat) askResponse(r *http.Request, q responseRequest, secret string) (U
 	if err := c.dereference(r.Context(), a, q.Input.latest); err != nil {
 		return a, err
 	}
-	if err := c.messages(&a, q.Input.history); err != nil {
-		return a, inputNamed(err)
+	if err := c.readMessages(&a, q.Input.history); err != nil {
+		return a, renameParam(err)
 	}
-	return a, inputNamed(c.seen(a))
+	return a, renameParam(c.checkImages(a))
 }
 
-// threadOfResponse finds the thread: the conversation, else that of the previous response, else X-Thread-Id.
-func (c *Chat) threadOfResponse(ctx context.Context, a *UserMessage, q responseRequest) error {
+// resolveResponseThread names the thread: the conversation, else that of the previous response, else X-Thread-Id.
+func (c *Chat) resolveResponseThread(ctx context.Context, a *UserMessage, q responseRequest) error {
 	previous, ok := text(q.Previous)
 	if !ok {
 		return bad("previous_response_id", "invalid_type", "The parameter previous_response_id must be a string.")
@@ -198,7 +198,7 @@ func (c *Chat) threadOfResponse(ctx context.Context, a *UserMessage, q responseR
 		x, in, err := c.find(ctx, a.principal(), previous)
 		if _, refused := errors.AsType[*Refusal](err); refused {
 			return bad("previous_response_id", "previous_response_not_found", "Previous response with id %q not found.",
-				clip(previous, 100))
+				truncate(previous, 100))
 		}
 		if err != nil {
 			return err
@@ -208,7 +208,7 @@ func (c *Chat) threadOfResponse(ctx context.Context, a *UserMessage, q responseR
 	return nil
 }
 
-// metadata is what a client keeps with its response, within OpenAI's bounds.
+// metadata decodes the client's metadata, within OpenAI's limits.
 func metadata(raw json.RawMessage) (map[string]string, error) {
 	var m map[string]string
 	if len(raw) > 0 && json.Unmarshal(raw, &m) != nil || len(m) > 16 {
@@ -222,9 +222,9 @@ func metadata(raw json.RawMessage) (map[string]string, error) {
 	return m, nil
 }
 
-// dereference puts the text of the caller's own answers in place of their ids. Only a thread that is new needs them.
-func (c *Chat) dereference(ctx context.Context, a UserMessage, items []said) error {
-	left := mostReferences
+// dereference replaces references to the caller's answers by their text. Only a new thread needs it.
+func (c *Chat) dereference(ctx context.Context, a UserMessage, items []wireMessage) error {
+	left := maxReferences
 	if a.Name != "" {
 		left = 0
 	}
@@ -240,7 +240,7 @@ func (c *Chat) dereference(ctx context.Context, a UserMessage, items []said) err
 		}
 		x, _, err := c.find(ctx, a.principal(), responsePrefix+strings.TrimPrefix(id, itemPrefix))
 		if _, refused := errors.AsType[*Refusal](err); refused {
-			return bad(fmt.Sprintf("input[%d]", i), "item_not_found", "There is no item %q of yours.", clip(id, 100))
+			return bad(fmt.Sprintf("input[%d]", i), "item_not_found", "There is no item %q of yours.", truncate(id, 100))
 		}
 		if err != nil {
 			return err
@@ -253,8 +253,8 @@ func (c *Chat) dereference(ctx context.Context, a UserMessage, items []said) err
 	return nil
 }
 
-// inputNamed says input where a refusal of a message says messages.
-func inputNamed(err error) error {
+// renameParam replaces messages by input in the parameter of a refusal.
+func renameParam(err error) error {
 	if r, refused := errors.AsType[*Refusal](err); refused {
 		r.Param = cmp.Or(strings.Replace(r.Param, "messages", "input", 1), "input")
 		r.Message = strings.Replace(r.Message, "messages must", "input must", 1)

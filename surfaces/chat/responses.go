@@ -18,20 +18,19 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// The ids of a response and of its message begin so; the execution's follows. A completion of the same execution is the
-// same answer.
+// Prefixes of the ids of a response and of its message. The id of the execution follows.
 const (
 	responsePrefix = "resp_"
 	itemPrefix     = "msg_"
 )
 
-// byClient is who cancelled a response.
+// byClient is the canceller of a response that its client cancelled.
 const byClient = "client"
 
-// reasonApproval is why a response is incomplete that waits for an admin.
+// reasonApproval is the reason of a response that waits for an approval.
 const reasonApproval = "approval_pending"
 
-// responseEcho is what a response repeats of its request.
+// responseEcho is the part of a request that its response repeats.
 type responseEcho struct {
 	Previous   string            `json:"previous_response_id,omitempty"`
 	Metadata   map[string]string `json:"metadata,omitempty"`
@@ -41,7 +40,7 @@ type responseEcho struct {
 // ResponsesHandler serves POST /v1/responses.
 func (c *Chat) ResponsesHandler() http.Handler { return c.handler(c.respond) }
 
-// ResponseHandler serves GET /v1/responses/{id}: as it stands, or with ?stream=true from its beginning.
+// ResponseHandler serves GET /v1/responses/{id}: the current state, or with ?stream=true the whole stream.
 func (c *Chat) ResponseHandler() http.Handler { return c.handler(c.showResponse) }
 
 // CancelResponseHandler serves POST /v1/responses/{id}/cancel.
@@ -61,7 +60,7 @@ func (c *Chat) DeleteResponseHandler() http.Handler {
 	})
 }
 
-// respond takes a message and answers it.
+// respond accepts a message and sends its answer.
 func (c *Chat) respond(w http.ResponseWriter, r *http.Request, id trace.ID) error {
 	var req responseRequest
 	hash, err := c.readJSON(w, r, &req)
@@ -70,15 +69,15 @@ func (c *Chat) respond(w http.ResponseWriter, r *http.Request, id trace.ID) erro
 	}
 	user, _ := text(req.User)
 	stream := req.Stream != nil && *req.Stream
-	a, b, err := c.take(w, r, incoming{
+	a, b, err := c.accept(w, r, chatRequest{
 		trace: id, user: user, hash: hash, stream: stream,
-		read: func(secret string) (UserMessage, error) { return c.askResponse(r, req, secret) },
+		read: func(secret string) (UserMessage, error) { return c.responseMessage(r, req, secret) },
 	})
 	if err != nil {
 		return err
 	}
-	defer b.leave()
-	return c.answering(w, r, a.retry, func(w http.ResponseWriter) error {
+	defer b.release()
+	return c.sendAnswer(w, r, a.retry, func(w http.ResponseWriter) error {
 		in, err := inputOf(b.exec)
 		switch {
 		case err != nil:
@@ -86,27 +85,27 @@ func (c *Chat) respond(w http.ResponseWriter, r *http.Request, id trace.ID) erro
 		case stream:
 			return c.streamResponse(w, r, b, in)
 		case a.response.Background:
-			return c.responseNow(w, r, b, in)
+			return c.currentResponse(w, r, b, in)
 		}
-		return c.wholeResponse(w, r, b, in)
+		return c.awaitResponse(w, r, b, in)
 	})
 }
 
-// wholeResponse waits for the answer.
-func (c *Chat) wholeResponse(w http.ResponseWriter, r *http.Request, b startedTurn, in input) error {
+// awaitResponse waits for the answer and sends the complete response.
+func (c *Chat) awaitResponse(w http.ResponseWriter, r *http.Request, b startedTurn, in input) error {
 	stamp(w, b.exec.TraceID, b.name)
 	f := &follower{Chat: c, id: b.exec.ID, in: in, feed: b.feed}
 	got, err := f.follow(r.Context())
 	if err != nil {
 		return err
 	}
-	return responsewire.Write(w, answered(headOf(b.exec, in), got))
+	return responsewire.Write(w, answered(newResponse(b.exec, in), got))
 }
 
-// responseNow shows a response as it stands.
-func (c *Chat) responseNow(w http.ResponseWriter, r *http.Request, b startedTurn, in input) error {
+// currentResponse sends the current state of a response.
+func (c *Chat) currentResponse(w http.ResponseWriter, r *http.Request, b startedTurn, in input) error {
 	stamp(w, b.exec.TraceID, b.name)
-	x, head := b.exec, headOf(b.exec, in)
+	x, head := b.exec, newResponse(b.exec, in)
 	switch {
 	case x.Status == executions.Completed:
 		got, err := answerOf(x)
@@ -116,10 +115,10 @@ func (c *Chat) responseNow(w http.ResponseWriter, r *http.Request, b startedTurn
 		return responsewire.Write(w, answered(head, got))
 	case x.Status.Ended():
 		f := &follower{Chat: c, id: x.ID, in: in, feed: b.feed}
-		_, err := f.conclude(r.Context(), x)
+		_, err := f.result(r.Context(), x)
 		return responsewire.Write(w, failed(head, x, err))
 	}
-	v, err := c.soFar(r, b)
+	v, err := c.partialText(r, b)
 	if err != nil {
 		return err
 	}
@@ -127,15 +126,15 @@ func (c *Chat) responseNow(w http.ResponseWriter, r *http.Request, b startedTurn
 	return responsewire.Write(w, head)
 }
 
-// streamResponse sends a response as it is made.
+// streamResponse streams a response.
 func (c *Chat) streamResponse(w http.ResponseWriter, r *http.Request, b startedTurn, in input) error {
 	stamp(w, b.exec.TraceID, b.name)
-	head := headOf(b.exec, in)
+	head := newResponse(b.exec, in)
 	s := responsewire.Open(w, head)
 	ctx, stop := context.WithCancel(r.Context())
 	defer stop()
 	f := &follower{Chat: c, id: b.exec.ID, in: in, feed: b.feed}
-	f.into(s, stop)
+	f.streamTo(s, stop)
 	got, err := f.follow(ctx)
 	switch refusal := (*Refusal)(nil); {
 	case err == nil:
@@ -146,10 +145,10 @@ func (c *Chat) streamResponse(w http.ResponseWriter, r *http.Request, b startedT
 		c.Logger.ErrorContext(ctx, "stream broken off", "execution", b.exec.ID, "error", err)
 		s.Finish(failed(head, b.exec, errors.New("something went wrong here; trace "+b.exec.TraceID)))
 	}
-	return nil // what could not be sent has nobody to read it
+	return nil // the client is gone
 }
 
-// response finds the turn behind the id in the request's path.
+// response finds the turn of the id in the request's path.
 func (c *Chat) response(r *http.Request) (startedTurn, input, error) {
 	who, err := c.principal(r)
 	if err != nil {
@@ -162,14 +161,14 @@ func (c *Chat) response(r *http.Request) (startedTurn, input, error) {
 	return startedTurn{exec: x, name: in.name()}, in, nil
 }
 
-// showResponse shows a response by its id.
+// showResponse serves a response by its id.
 func (c *Chat) showResponse(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
 	b, in, err := c.response(r)
 	if err != nil {
 		return err
 	}
-	b.feed, b.leave = c.feeds.join(b.exec.ID)
-	defer b.leave()
+	b.feed, b.release = c.feeds.join(b.exec.ID)
+	defer b.release()
 	if b.exec.Status.Ended() {
 		b.feed.finish(b.exec)
 	}
@@ -180,10 +179,10 @@ func (c *Chat) showResponse(w http.ResponseWriter, r *http.Request, _ trace.ID) 
 	if q.Get("stream") == "true" {
 		return c.streamResponse(w, r, b, in)
 	}
-	return c.responseNow(w, r, b, in)
+	return c.currentResponse(w, r, b, in)
 }
 
-// cancelResponse ends a response that is under way, and keeps what was said; one that has ended is shown as it is.
+// cancelResponse cancels an active response and stores its text so far. An ended response is returned unchanged.
 func (c *Chat) cancelResponse(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
 	b, in, err := c.response(r)
 	if err != nil {
@@ -204,7 +203,7 @@ func (c *Chat) cancelResponse(w http.ResponseWriter, r *http.Request, _ trace.ID
 			return err
 		})
 		if err != nil {
-			return refused(err)
+			return threadError(err)
 		}
 		if _, err := c.Engine.Cancel(ctx, x.ID, byClient, "the client cancelled the response"); err != nil {
 			return fmt.Errorf("cancel response: %w", err)
@@ -213,9 +212,9 @@ func (c *Chat) cancelResponse(w http.ResponseWriter, r *http.Request, _ trace.ID
 			return err
 		}
 	}
-	b.feed, b.leave = c.feeds.join(x.ID)
-	defer b.leave()
-	return c.responseNow(w, r, b, in)
+	b.feed, b.release = c.feeds.join(x.ID)
+	defer b.release()
+	return c.currentResponse(w, r, b, in)
 }
 
 // inputItems lists the messages that a response answers, newest first.
@@ -248,7 +247,7 @@ func (c *Chat) inputItems(w http.ResponseWriter, r *http.Request, _ trace.ID) er
 	return responsewire.WriteJSON(w, list)
 }
 
-// inputContent is a message as an item of input.
+// inputContent converts a message to the content of an input item.
 func inputContent(m threads.Message, images []threads.Image) []map[string]any {
 	parts := []map[string]any{{"type": "input_text", "text": m.Content}}
 	for _, image := range images {
@@ -260,8 +259,8 @@ func inputContent(m threads.Message, images []threads.Image) []map[string]any {
 	return parts
 }
 
-// headOf is a response that is under way.
-func headOf(x executions.Execution, in input) responsewire.Response {
+// newResponse returns an active response of a turn.
+func newResponse(x executions.Execution, in input) responsewire.Response {
 	r := responsewire.Response{
 		ID: responsePrefix + x.ID, ItemID: itemPrefix + x.ID, Model: in.Model, Status: responsewire.InProgress,
 		Created: x.CreatedAt.Unix(), Conversation: in.name(), MaxTokens: in.MaxTokens,
@@ -273,7 +272,7 @@ func headOf(x executions.Execution, in input) responsewire.Response {
 	return r
 }
 
-// answered is a response with its answer.
+// answered returns the response with its answer.
 func answered(r responsewire.Response, got answer) responsewire.Response {
 	if got.Unformed {
 		r.Status, r.Error = responsewire.Failed, &responsewire.Error{Code: "server_error", Message: got.Text}
@@ -299,14 +298,14 @@ func answered(r responsewire.Response, got answer) responsewire.Response {
 	return r
 }
 
-// failed is a response without an answer.
+// failed returns the response of a failed or cancelled turn.
 func failed(r responsewire.Response, x executions.Execution, why error) responsewire.Response {
 	r.Status = responsewire.Failed
 	if x.Status == executions.Cancelled {
 		r.Status = responsewire.Cancelled
 		return r
 	}
-	r.Error = &responsewire.Error{Code: "server_error", Message: "The answer could not be made."}
+	r.Error = &responsewire.Error{Code: "server_error", Message: "The answer failed."}
 	if refusal, is := errors.AsType[*Refusal](why); is && refusal.Type == "insufficient_quota" {
 		r.Error.Code = "rate_limit_exceeded"
 	}
@@ -316,7 +315,7 @@ func failed(r responsewire.Response, x executions.Execution, why error) response
 	return r
 }
 
-// answerOf is what a turn has ended with.
+// answerOf decodes the answer of an ended turn.
 func answerOf(x executions.Execution) (a answer, err error) {
 	if len(x.Result) == 0 {
 		return a, nil
@@ -327,8 +326,8 @@ func answerOf(x executions.Execution) (a answer, err error) {
 	return a, nil
 }
 
-// isLast refuses a message that continues a response after which another message was sent. The thread is locked.
-func (a UserMessage) isLast(ctx context.Context, tx pgx.Tx) error {
+// checkLast refuses a message to a response that is not the last of its thread. The thread is locked.
+func (a UserMessage) checkLast(ctx context.Context, tx pgx.Tx) error {
 	var id *string
 	err := tx.QueryRow(ctx, `
 		select m.execution_id::text from agent_messages m
@@ -341,7 +340,7 @@ func (a UserMessage) isLast(ctx context.Context, tx pgx.Tx) error {
 		return nil
 	}
 	r := conflict("previous_response_not_last",
-		"The conversation has gone on after this response. Continue its last one, %s, or send the messages without "+
+		"The conversation has later messages than this response. Continue its last one, %s, or send the messages without "+
 			"previous_response_id for a conversation of its own.", responsePrefix+deref(id))
 	r.Param = "previous_response_id"
 	return r

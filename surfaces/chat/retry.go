@@ -19,41 +19,41 @@ import (
 // attemptHeader counts the retries of the clients that OpenAI generates: 0 is the first attempt.
 const attemptHeader = "X-Stainless-Retry-Count"
 
-// deliveredFor is how long after an answer was sent a counted retry still gets it: the client may have lost the end.
-// A person who repeats the same words needs longer.
-const deliveredFor = 30 * time.Second
+// deliveredRetryWindow is how long a counted retry gets an answer that was sent already: the client may have lost its
+// end. A person who repeats a message needs longer.
+const deliveredRetryWindow = 30 * time.Second
 
-// settlePatience bounds the note of how a connection ended.
-const settlePatience = 5 * time.Second
+// deliveryNoteTimeout bounds recordDelivery.
+const deliveryNoteTimeout = 5 * time.Second
 
-// retry recognises a request that a client sends again, so that it is answered once and paid once.
+// retry recognises a request that a client sends again. The message is then answered and paid for once.
 //
-// The same request is one of the same caller, with the same thread, Idempotency-Key and body. It gets the turn of the
-// first in these cases, within 15 minutes:
+// Equal requests have the same caller, thread, Idempotency-Key and body. Within 15 minutes, the second one gets the
+// turn of the first in two cases:
 //
-//   - The client counts it as a retry (attemptHeader above 0), and the first was not answered, or less than
-//     deliveredFor ago.
-//   - It does not, but the turn is under way and the first one's connection is gone, or its process.
+//   - Its retry count (attemptHeader) is above 0. The first request is unanswered, or was answered less than
+//     deliveredRetryWindow ago.
+//   - Its count is 0, the turn is active, and the first connection or its process is gone.
 //
-// Anything else is a message of its own: who says "yes" twice is heard twice.
+// Any other request is a new message: a visitor may send "yes" twice.
 //
-// Two users of one backend may send equal requests. When these name neither thread nor visitor, the address counts,
-// too, and a turn is shared only when its first connection ended unanswered, or is another process's. Uncounted, it is
-// shared only when no thread was named to the first client: a stream names its thread at once. A visitor who is new
-// with the request is never recognised.
+// Two users of one backend may send equal requests. If these name neither thread nor visitor, the address is compared
+// too. Such a turn is shared only if its first connection ended unanswered or belongs to another process. With count 0
+// it is shared only if the first client did not learn its thread, which a stream names at once. A request that creates
+// a visitor is never a retry.
 type retry struct {
-	print    []byte
-	worker   string // this process
-	trace    string // of this request
-	attempt  int
-	named    bool // a thread or a visitor is named
-	quiet    bool // the first client knows no thread until it is answered
-	attached bool // the turn was found
+	fingerprint []byte
+	worker      string // this process
+	trace       string // of this request
+	attempt     int
+	named       bool // the request names a thread or a visitor
+	quiet       bool // not a stream: the client learns its thread with the answer
+	attached    bool // an earlier turn was found
 }
 
-// retryOf is what recognises a request; nil for one that cannot be a retry.
-func (c *Chat) retryOf(r *http.Request, a UserMessage, digest string, made, stream bool) (*retry, error) {
-	if made {
+// newRetry describes a request for recognition. It returns nil when the visitor is new, so there is no earlier request.
+func (c *Chat) newRetry(r *http.Request, a UserMessage, digest string, newVisitor, stream bool) (*retry, error) {
+	if newVisitor {
 		return nil, nil
 	}
 	attempt, err := strconv.Atoi(r.Header.Get(attemptHeader))
@@ -62,7 +62,7 @@ func (c *Chat) retryOf(r *http.Request, a UserMessage, digest string, made, stre
 	}
 	worker, err := c.Engine.WorkerID(r.Context())
 	if err != nil {
-		return nil, fmt.Errorf("recognise request: %w", err)
+		return nil, fmt.Errorf("recognise retry: %w", err)
 	}
 	t := &retry{
 		worker: worker, trace: string(a.TraceID), attempt: attempt, quiet: !stream,
@@ -73,19 +73,19 @@ func (c *Chat) retryOf(r *http.Request, a UserMessage, digest string, made, stre
 		who[len(who)-1] = c.Address(r)
 	}
 	sum := sha256.Sum256([]byte(strings.Join(who, "\x00")))
-	t.print = sum[:]
+	t.fingerprint = sum[:]
 	return t, nil
 }
 
-// queueFind queues the search for the turn that the request asked for before, and makes its answer this connection's.
-// id is "" when there is none. Equal requests wait for each other, in a lock that is taken before their thread's.
+// queueFind queues the search for the turn of an equal earlier request, and moves its answer to this connection. id is
+// "" for none. A lock, acquired before the thread's, serialises equal requests.
 func (t *retry) queueFind(b *pgx.Batch, id *string) {
-	b.Queue(`select pg_advisory_xact_lock(hashtextextended('chat request ' || encode(@print, 'hex'), 0))`,
-		postgres.Strict{"print": t.print})
+	b.Queue(`select pg_advisory_xact_lock(hashtextextended('chat request ' || encode(@fingerprint, 'hex'), 0))`,
+		postgres.Strict{"fingerprint": t.fingerprint})
 	b.Queue(`
 		with same as (
 		  select r.id from agent_chat_requests r join agent_executions x on x.id = r.execution_id
-		   where r.fingerprint = @print and r.created_at > statement_timestamp() - interval '15 minutes' and case
+		   where r.fingerprint = @fingerprint and r.created_at > statement_timestamp() - interval '15 minutes' and case
 		     when r.connection = @trace then x.trace_id <> @trace -- by a commit whose answer was lost
 		     when @attempt > 0 and r.state = 'delivered' then r.attempt <= @attempt and @named::boolean
 		       and r.changed_at > clock_timestamp() - make_interval(secs => @delivered)
@@ -101,26 +101,26 @@ func (t *retry) queueFind(b *pgx.Batch, id *string) {
 		         changed_at = clock_timestamp()
 		    from same s where r.id = s.id returning r.execution_id)
 		select coalesce((select k.execution_id::text from taken k), '')`, postgres.Strict{
-		"print": t.print, "attempt": t.attempt, "named": t.named, "quiet": t.quiet, "worker": t.worker,
-		"trace": t.trace, "delivered": deliveredFor.Seconds(),
+		"fingerprint": t.fingerprint, "attempt": t.attempt, "named": t.named, "quiet": t.quiet, "worker": t.worker,
+		"trace": t.trace, "delivered": deliveredRetryWindow.Seconds(),
 	}).QueryRow(func(row pgx.Row) error { return row.Scan(id) })
 }
 
-// queueNote queues the note of the request with the turn that it began. It drops a few that are old.
-func (t *retry) queueNote(b *pgx.Batch, execution string) {
+// queueRecord queues the insert of the request and its turn, and the delete of a few expired requests.
+func (t *retry) queueRecord(b *pgx.Batch, execution string) {
 	b.Queue(`
 		with old as (
 		  select r.id from agent_chat_requests r where r.expires_at < statement_timestamp() order by r.expires_at limit 20
 		     for update skip locked),
 		gone as (delete from agent_chat_requests r using old o where r.id = o.id)
 		insert into agent_chat_requests (fingerprint, execution_id, connection, worker, attempt)
-		values (@print, @execution::uuid, @trace, @worker::uuid, @attempt)`, postgres.Strict{
-		"print": t.print, "execution": execution, "trace": t.trace, "worker": t.worker, "attempt": t.attempt,
+		values (@fingerprint, @execution::uuid, @trace, @worker::uuid, @attempt)`, postgres.Strict{
+		"fingerprint": t.fingerprint, "execution": execution, "trace": t.trace, "worker": t.worker, "attempt": t.attempt,
 	})
 }
 
-// settle notes whether the client got its answer. A retry that took the answer over meanwhile is not touched.
-func (c *Chat) settle(ctx context.Context, t *retry, delivered bool) {
+// recordDelivery records whether the client received its answer. The record of a later retry is not changed.
+func (c *Chat) recordDelivery(ctx context.Context, t *retry, delivered bool) {
 	if t == nil {
 		return
 	}
@@ -128,53 +128,53 @@ func (c *Chat) settle(ctx context.Context, t *retry, delivered bool) {
 	if delivered {
 		state = "delivered"
 	}
-	ctx, stop := context.WithTimeout(context.WithoutCancel(ctx), settlePatience)
+	ctx, stop := context.WithTimeout(context.WithoutCancel(ctx), deliveryNoteTimeout)
 	defer stop()
 	_, err := c.Front.Exec(ctx, `
 		update agent_chat_requests set state = @state, changed_at = clock_timestamp()
-		 where fingerprint = @print and connection = @trace`,
-		postgres.Strict{"state": state, "print": t.print, "trace": t.trace})
+		 where fingerprint = @fingerprint and connection = @trace`,
+		postgres.Strict{"state": state, "fingerprint": t.fingerprint, "trace": t.trace})
 	if err != nil {
-		c.Logger.WarnContext(ctx, "end of a connection not noted", "error", err)
+		c.Logger.WarnContext(ctx, "delivery not recorded", "error", err)
 	}
 }
 
-// joined attaches a retry to the turn of the first request.
-func (c *Chat) joined(x executions.Execution) (startedTurn, error) {
+// attachRetry attaches a retry to the turn of the first request.
+func (c *Chat) attachRetry(x executions.Execution) (startedTurn, error) {
 	in, err := inputOf(x)
 	if err != nil {
 		return startedTurn{}, err
 	}
-	f, leave := c.feeds.join(x.ID)
+	f, release := c.feeds.join(x.ID)
 	if x.Status.Ended() {
 		f.finish(x)
 	}
-	return startedTurn{exec: x, name: in.name(), feed: f, leave: leave}, nil
+	return startedTurn{exec: x, name: in.name(), feed: f, release: release}, nil
 }
 
-// sent is a connection that remembers whether all was written to it.
-type sent struct {
+// recordingWriter keeps the first error of its writes.
+type recordingWriter struct {
 	http.ResponseWriter
 	err error
 }
 
-// Write passes on, and keeps the first error.
-func (s *sent) Write(p []byte) (int, error) {
-	n, err := s.ResponseWriter.Write(p)
-	if s.err == nil {
-		s.err = err
+// Write writes p and keeps the first error.
+func (w *recordingWriter) Write(p []byte) (int, error) {
+	n, err := w.ResponseWriter.Write(p)
+	if w.err == nil {
+		w.err = err
 	}
 	return n, err
 }
 
 // Unwrap lets http.ResponseController flush.
-func (s *sent) Unwrap() http.ResponseWriter { return s.ResponseWriter }
+func (w *recordingWriter) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 
-// answering shows an answer and notes whether the client got it.
-func (c *Chat) answering(w http.ResponseWriter, r *http.Request, t *retry, show func(http.ResponseWriter) error) error {
-	out := &sent{ResponseWriter: w}
+// sendAnswer sends an answer and records whether the client received it.
+func (c *Chat) sendAnswer(w http.ResponseWriter, r *http.Request, t *retry, show func(http.ResponseWriter) error) error {
+	out := &recordingWriter{ResponseWriter: w}
 	err := show(out)
 	draining := errors.Is(c.Engine.Live(), executions.ErrDraining)
-	c.settle(r.Context(), t, out.err == nil && r.Context().Err() == nil && !draining)
+	c.recordDelivery(r.Context(), t, out.err == nil && r.Context().Err() == nil && !draining)
 	return err
 }
