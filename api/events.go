@@ -100,7 +100,7 @@ func (s *server) deliver(ctx context.Context, e eventRequest) (executions.Delive
 	if content == "" {
 		return s.engine.Deliver(ctx, s.pool, e.Event, e.Key, e.Data, e.ID)
 	}
-	var arrived threads.Arrived
+	var arrived threads.Receipt
 	what := fmt.Sprintf("thread %q, or the message id,", e.Key)
 	err := s.locks.Do(ctx, s.pool, what, func(tx pgx.Tx) (err error) {
 		arrived, err = threads.Receive(ctx, s.engine, tx, threads.Incoming{ThreadID: e.Key, Content: content, Data: data, ID: e.ID})

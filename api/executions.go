@@ -283,7 +283,7 @@ func (s *server) openForFlow(ctx context.Context, b startRequest, agent string) 
 	err := postgres.InTx(ctx, s.pool, func(tx pgx.Tx) error {
 		err := threads.OpenForFlow(ctx, tx, b.ThreadID, b.Flow, b.ParentID, agent)
 		if err == nil && b.ChatKey != "" {
-			_, err = threads.Let(ctx, tx, b.ThreadID, threads.Key(b.ChatKey), b.ThreadID, admin)
+			_, err = threads.Grant(ctx, tx, b.ThreadID, threads.Key(b.ChatKey), b.ThreadID, admin)
 		}
 		return err
 	})

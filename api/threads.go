@@ -234,7 +234,7 @@ func (s *server) grantAccess(r request) (response, error) {
 	c, err := s.record(r.Context(), "open_thread", "a thread was opened to "+string(to.Kind)+" "+to.Owner,
 		map[string]any{"thread_id": id, string(to.Kind): to.Owner},
 		func(tx pgx.Tx, _ string) (any, error) {
-			granted.ID, err = threads.Let(r.Context(), tx, id, to, granted.Name, admin)
+			granted.ID, err = threads.Grant(r.Context(), tx, id, to, granted.Name, admin)
 			return map[string]any{"access_id": granted.ID}, err
 		})
 	if errors.Is(err, threads.ErrTaken) {
@@ -347,7 +347,7 @@ func (o threadRequest) check() error {
 		return badBody("target and channel webhook require each other")
 	case o.IdleSeconds != nil && (*o.IdleSeconds < 1 || *o.IdleSeconds > maxIdle):
 		return badBody("idle_seconds is %d; use 1 to %d (30 days)", *o.IdleSeconds, maxIdle)
-	case threads.GivenOut(o.ID):
+	case threads.IsGenerated(o.ID):
 		return badBody("id has the form of generated ids; choose another")
 	case !storable(o.Participant) || !storable(o.Owner) || !storable(o.Target) || len(o.Participant) > 200 || len(o.Owner) > 200:
 		return badBody("participant and owner have at most 200 bytes of text")

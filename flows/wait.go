@@ -215,7 +215,7 @@ func (m *machine) openThread(ctx context.Context, r ready) (result, error) {
 	if key := inText(r.args["key"]); key != "" {
 		name := cmp.Or(inText(r.args["name"]), m.thread)
 		_, err := executions.StepTx(ctx, "open", func(ctx context.Context, tx pgx.Tx) (string, error) {
-			return threads.Let(ctx, tx, m.thread, threads.Key(key), name, "flow "+m.exec.Flow)
+			return threads.Grant(ctx, tx, m.thread, threads.Key(key), name, "flow "+m.exec.Flow)
 		})
 		if errors.Is(err, threads.ErrTaken) || errors.Is(err, threads.ErrInvalid) {
 			err = failure("thread", "the key %s cannot call the thread %s: %s", key, name, err)

@@ -16,22 +16,21 @@ import (
 )
 
 var (
-	// ErrTaken reports a name by which a principal calls another thread.
-	ErrTaken = errors.New("the name is taken by another thread there")
-	// ErrNoAccess reports an access that a thread does not have, or no more.
+	// ErrTaken reports a name that the principal uses for another thread.
+	ErrTaken = errors.New("the name is in use for another thread")
+	// ErrNoAccess reports an access that does not exist.
 	ErrNoAccess = errors.New("the thread has no such access")
-	// ErrToken reports a join token that lets nobody in: unknown, used, expired or revoked. Tell a caller from
-	// outside ErrNotFound.
+	// ErrToken reports a join token that is unknown, used, expired or revoked. Report ErrNotFound to external callers.
 	ErrToken = errors.New("the join token is not valid")
 )
 
-// How long a join token is valid.
+// The lifetime of a join token.
 const (
 	DefaultTokenLife = 24 * time.Hour
 	MaxTokenLife     = 30 * 24 * time.Hour
 )
 
-// tokenPrefix begins a join token; 256 random bits follow.
+// tokenPrefix precedes the 256 random bits of a join token.
 const tokenPrefix = "join_"
 
 // Access is a row of agent_thread_access: a participant, or a join token.
@@ -40,12 +39,12 @@ type Access struct {
 	ThreadID    string     `json:"thread_id"`
 	Kind        string     `json:"kind"` // key, visitor, flow, webhook; token
 	Owner       string     `json:"owner"`
-	Name        string     `json:"name"`     // what the participant calls the thread
+	Name        string     `json:"name"`     // the participant's name for the thread
 	Reusable    bool       `json:"reusable"` // of a token
 	ExecutionID *string    `json:"execution_id"`
 	ExpiresAt   *time.Time `json:"expires_at"`
 	UsedAt      *time.Time `json:"used_at"`
-	JoinedWith  *string    `json:"joined_with"` // the token that let the participant in
+	JoinedWith  *string    `json:"joined_with"` // the token that the participant used
 	CreatedBy   string     `json:"created_by"`
 	CreatedAt   time.Time  `json:"created_at"`
 }
@@ -53,13 +52,13 @@ type Access struct {
 // Invitation describes a join token.
 type Invitation struct {
 	ThreadID    string
-	Reusable    bool          // lets any number of visitors in until its end; else one
+	Reusable    bool          // for any number of visitors; default one
 	Life        time.Duration // default [DefaultTokenLife], at most [MaxTokenLife]
 	ExecutionID string        // the token ends with this execution; "" for none
-	By          string        // who gives it out
+	By          string        // the creator
 }
 
-// Token is a join token. The secret is told once: the database keeps its digest.
+// Token is a join token. The database stores only the digest of its secret.
 type Token struct {
 	ID        string    `json:"id"`
 	Secret    string    `json:"token"`
@@ -67,7 +66,7 @@ type Token struct {
 	ExpiresAt time.Time `json:"expires_at"`
 }
 
-// Invite makes a join token for a thread. Only admins, flow definitions and Go code come here: no tool of a model does.
+// Invite creates a join token for a thread. No tool of a model calls it.
 func Invite(ctx context.Context, db postgres.DB, in Invitation) (Token, error) {
 	random := make([]byte, 32)
 	_, _ = rand.Read(random) // never fails
@@ -97,16 +96,15 @@ func digest(secret string) []byte {
 	return sum[:]
 }
 
-// Join lets p into the thread of a join token, under a name of p's own; given is false when the name was made up for
-// this, and a name that p has got by the token stays. [ErrToken]: the token lets nobody in. [ErrTaken]: p calls
-// another thread so.
+// Join gives p access to the thread of a join token, under a name of p's own. given is false for a generated name; a
+// repeated Join then returns the first name. [ErrToken]: the token is not valid. [ErrTaken]: the name is in use.
 func Join(ctx context.Context, db postgres.DB, p Principal, token, name string, given bool) (thread, as string, err error) {
 	if err := CheckID(name); err != nil {
 		return "", "", fmt.Errorf("join thread: %w", err)
 	}
 	var taken bool
 	b := &pgx.Batch{}
-	// The second statement sees what others did with the token before the first one locked it.
+	// The second statement reads what others committed before the first one locked the token.
 	b.Queue(`select from agent_thread_access a where a.token_digest = @digest for update`, postgres.Strict{"digest": digest(token)})
 	b.Queue(`
 		with token as (
@@ -141,16 +139,16 @@ func Join(ctx context.Context, db postgres.DB, p Principal, token, name string, 
 	return thread, as, nil
 }
 
-// Let opens a thread to a principal, who calls it by a name; a flow calls it by its id. by says who opened it.
-func Let(ctx context.Context, db postgres.DB, thread string, to Principal, name, by string) (id string, err error) {
+// Grant gives a principal access to a thread, under a name of its own; a flow uses the id. by is the granter.
+func Grant(ctx context.Context, db postgres.DB, thread string, to Principal, name, by string) (id string, err error) {
 	if to.Kind == ByFlow {
 		name = thread
 	}
 	if err := CheckID(name); err != nil {
-		return "", fmt.Errorf("open thread to %s %s: %w", to.Kind, to.Owner, err)
+		return "", fmt.Errorf("give %s %s access to thread: %w", to.Kind, to.Owner, err)
 	}
 	if !slices.Contains([]Kind{ByKey, ByVisitor, ByFlow, ByWebhook}, to.Kind) || to.Owner == "" {
-		return "", fmt.Errorf("open thread to %s %q: give the name of a key, a visitor, a flow or a webhook", to.Kind, to.Owner)
+		return "", fmt.Errorf("give %s %q access to thread: name a key, a visitor, a flow or a webhook", to.Kind, to.Owner)
 	}
 	var found bool
 	var granted *string
@@ -176,31 +174,24 @@ func Let(ctx context.Context, db postgres.DB, thread string, to Principal, name,
 		id = *granted
 	}
 	if err != nil {
-		return "", fmt.Errorf("open thread to %s %s: %w", to.Kind, to.Owner, err)
+		return "", fmt.Errorf("give %s %s access to thread: %w", to.Kind, to.Owner, err)
 	}
 	return id, nil
 }
 
-// AccessOf lists who was let into a thread, and its join tokens, oldest first.
+// AccessOf lists the accesses and join tokens of a thread, oldest first.
 func AccessOf(ctx context.Context, db postgres.DB, thread string) ([]Access, error) {
 	rows, err := db.Query(ctx, `
 		select id::text, thread_id, kind, owner, name, reusable, execution_id::text, expires_at, used_at, joined_with::text, created_by, created_at
 		  from agent_thread_access where thread_id = @thread order by id limit 500`, postgres.Strict{"thread": postgres.Text(thread)})
-	if err != nil {
-		return nil, fmt.Errorf("list access to thread: %w", err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByName[Access])
-	if err != nil {
-		return nil, fmt.Errorf("list access to thread: %w", err)
-	}
-	return got, nil
+	return postgres.Collect(rows, err, "list access to thread", pgx.RowToStructByName[Access])
 }
 
-// AccessChannel has a notification for each access that was revoked, with the id of the thread.
+// AccessChannel notifies of each revoked access, with the id of the thread.
 const AccessChannel = "agent_thread_access"
 
-// Revoke ends an access to a thread. With a join token goes everybody whom it has let in. [ErrNoAccess] when the thread
-// has no such access, [ErrNotFound] when there is no such thread. Who hears the thread is told on [AccessChannel].
+// Revoke deletes an access, or a join token with every access it gave, and notifies [AccessChannel]. [ErrNoAccess]: the
+// thread has no such access. [ErrNotFound]: there is no such thread.
 func Revoke(ctx context.Context, db postgres.DB, thread, id string) error {
 	tag, err := db.Exec(ctx, `
 		with revoked as (delete from agent_thread_access where id = @id and thread_id = @thread returning thread_id)

@@ -63,7 +63,7 @@ func TestANameIsScopedByItsOwner(t *testing.T) {
 		t.Error("no flow began a thread")
 	}
 	for _, to := range []threads.Principal{{Kind: "token", Owner: "x"}, threads.Admin, {Kind: threads.ByKey}} {
-		if _, err := threads.Let(t.Context(), db, "talk", to, "x", ""); err == nil {
+		if _, err := threads.Grant(t.Context(), db, "talk", to, "x", ""); err == nil {
 			t.Errorf("a thread is opened to %+v", to)
 		}
 	}

@@ -18,33 +18,32 @@ import (
 )
 
 const (
-	defaultHold = time.Minute     // longer than an attempt can take
-	lookEvery   = 5 * time.Second // where no notification comes
+	defaultHold  = time.Minute     // longer than an attempt
+	pollInterval = 5 * time.Second // without a notification
 )
 
-// Dispatcher sends what is queued when a thread changes hands, frees threads whose holder is gone, and delivers the
-// messages of the channels log and webhook. Pool, Client and Logger are required. Any number may run on one database.
+// Dispatcher sends queued messages when a lane is free, releases threads whose holder is gone, and delivers the messages
+// of the channels log and webhook. Pool, Client and Logger are required. Any number may run on one database.
 //
-// A message is posted as Standard Webhooks says, under its own id for every attempt, to a target that the workspace
-// declares; the body is {type: thread.message, timestamp, data: {message_id, thread_id, seq, content, execution_id,
-// participant}}. Messages of one thread to one target go one after the other: the next when the one before is
-// delivered or failed. A process that dies between the post and its record lets the message be posted again.
+// A message is posted to a declared target as Standard Webhooks specifies, with one id for all attempts. The body is
+// {type: thread.message, timestamp, data: {message_id, thread_id, seq, content, execution_id, participant}}. Messages of
+// one thread to one target are sent in order: the next after the previous one is delivered or failed. If the process
+// dies between the post and its record, the message is posted again.
 type Dispatcher struct {
 	Pool *pgxpool.Pool
-	// Client makes the connections; it comes from skills.NewGuardedClient.
+	// Client sends the requests; see skills.NewGuardedClient.
 	Client   *http.Client
 	Logger   *slog.Logger
 	Listener *postgres.Listener  // shortens waits; may be nil
-	Getenv   func(string) string // of the secrets; nil is the process's environment
-	// Schedule is how long after each failed attempt the next one is made, up to a fifth longer; when it is used up,
-	// the message has failed and the next one of its thread goes. Default: 2 s, 10 s, 1 m, 5 m, 20 m, 1 h.
+	Getenv   func(string) string // of the secrets; default: the process's environment
+	// Schedule has the pause after each failed attempt, to which up to a fifth is added. After the last one the message has
+	// failed and the next message of its thread follows. Default: 2 s, 10 s, 1 m, 5 m, 20 m, 1 h.
 	Schedule []time.Duration
-	// Hold is how long an attempt has, before another process makes the next; default 1 min.
+	// Hold is the time after which another process may repeat an attempt; default 1 min.
 	Hold time.Duration
 }
 
-// Run works until ctx ends, then lets the attempts under way finish and returns nil. A database that is away is
-// waited for.
+// Run works until ctx ends, waits for active attempts, and returns nil. It retries while the database is away.
 func (d *Dispatcher) Run(ctx context.Context) error {
 	if d.Schedule == nil {
 		d.Schedule = []time.Duration{2 * time.Second, 10 * time.Second, time.Minute, 5 * time.Minute, 20 * time.Minute, time.Hour}
@@ -56,55 +55,55 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 		Logger: d.Logger, Attempt: d.deliver,
 		Target: func(p outboxMessage) string { return p.Target },
 		Claim: func(ctx context.Context, limit int, full []string) ([]outboxMessage, error) {
-			return takeDue(ctx, d.Pool, limit, full, d.Hold)
+			return claimDue(ctx, d.Pool, limit, full, d.Hold)
 		},
 		NextDue: func(ctx context.Context, full []string) (time.Duration, error) { return untilDue(ctx, d.Pool, full) },
 	}
-	var handed <-chan string
+	var freed <-chan string
 	if d.Listener != nil {
 		threads, stopThreads := d.Listener.Subscribe("agent_threads")
 		messages, stopMessages := d.Listener.Subscribe("agent_outbox")
 		defer stopThreads()
 		defer stopMessages()
-		handed, out.Wake = threads, messages
+		freed, out.Wake = threads, messages
 	}
 	var sending sync.WaitGroup
 	defer sending.Wait()
 	sending.Go(func() { out.Run(ctx) })
-	d.flushThreads(ctx, handed)
+	d.flushThreads(ctx, freed)
 	return nil
 }
 
-// flushThreads sends the queued messages of threads that have changed hands, until ctx ends.
-func (d *Dispatcher) flushThreads(ctx context.Context, handed <-chan string) {
-	look := time.NewTicker(lookEvery)
-	defer look.Stop()
-	d.lookAround(ctx)
+// flushThreads sends the queued messages of threads whose lane was released, until ctx ends.
+func (d *Dispatcher) flushThreads(ctx context.Context, freed <-chan string) {
+	poll := time.NewTicker(pollInterval)
+	defer poll.Stop()
+	d.sweep(ctx)
 	for {
 		select {
 		case <-ctx.Done():
 			return
-		case thread := <-handed:
+		case thread := <-freed:
 			if thread == "" {
-				d.lookAround(ctx)
+				d.sweep(ctx)
 			} else {
 				d.flush(ctx, thread)
 			}
-		case <-look.C:
-			d.lookAround(ctx)
+		case <-poll.C:
+			d.sweep(ctx)
 		}
 	}
 }
 
-// lookAround does what notifications may have missed.
-func (d *Dispatcher) lookAround(ctx context.Context) {
+// sweep handles what notifications have missed.
+func (d *Dispatcher) sweep(ctx context.Context) {
 	if _, err := clean(ctx, d.Pool, d.Logger, idleGrace); err != nil && ctx.Err() == nil {
 		d.Logger.WarnContext(ctx, "threads not cleaned", "error", err)
 	}
 	d.flush(ctx, "")
 }
 
-// flush sends what is queued in a thread that has changed hands; in all, where it is not known which.
+// flush sends the queued messages of a thread; of all threads without a name.
 func (d *Dispatcher) flush(ctx context.Context, thread string) {
 	var n int
 	var err error
@@ -121,7 +120,7 @@ func (d *Dispatcher) flush(ctx context.Context, thread string) {
 	}
 }
 
-// cleanStale frees and logs threads whose holder is gone, if one is, before who is next takes it over.
+// cleanStale releases and logs a stale lane before the next sender acquires it.
 func (d *Dispatcher) cleanStale(ctx context.Context, thread string) {
 	var stale bool
 	err := d.Pool.QueryRow(ctx, `
@@ -135,30 +134,30 @@ func (d *Dispatcher) cleanStale(ctx context.Context, thread string) {
 	}
 }
 
-// deliver makes one attempt and records how it ended.
+// deliver makes and records one attempt.
 func (d *Dispatcher) deliver(ctx context.Context, p outboxMessage) {
 	ctx, cancel := context.WithTimeout(ctx, max(d.Hold-5*time.Second, d.Hold/2))
 	defer cancel()
 	ctx = trace.With(ctx, trace.Span{TraceID: trace.ID(p.TraceID), Surface: trace.Flow})
 	about := []any{"message_id", p.ID, "thread_id", p.ThreadID, "seq", p.Seq, "attempt", p.Attempt}
-	v := verdict{status: Delivered}
+	v := attemptResult{status: Delivered}
 	if p.Channel == ChannelLog {
 		d.Logger.InfoContext(ctx, "message", append(about, "content", p.Content)...)
 	} else {
 		v = d.post(ctx, p)
 		d.Logger.InfoContext(ctx, "message attempted", append(about, "target", p.Target, "status", string(v.status), "error", v.err)...)
 	}
-	if _, err := settle(ctx, d.Pool, p, v); err != nil {
-		d.Logger.WarnContext(ctx, "outgoing message not settled, it will be delivered again", append(about, "error", err)...)
+	if _, err := recordAttempt(ctx, d.Pool, p, v); err != nil {
+		d.Logger.WarnContext(ctx, "delivery attempt not recorded, the message will be delivered again", append(about, "error", err)...)
 	}
 }
 
-// post makes a request and judges it.
-func (d *Dispatcher) post(ctx context.Context, p outboxMessage) verdict {
+// post sends a request and returns the result.
+func (d *Dispatcher) post(ctx context.Context, p outboxMessage) attemptResult {
 	var got webhooks.Response
 	switch {
 	case p.URL == nil:
-		got.Error, got.Class = "there is no outgoing webhook target "+p.Target+": declare it in the workspace", "refused"
+		got.Error, got.Class = "unknown outgoing webhook target "+p.Target+"; declare it in the workspace", "refused"
 	case !*p.Enabled:
 		got.Error, got.Class = "the target "+p.Target+" is out of service: "+*p.Reason, "refused"
 	default:
@@ -166,7 +165,7 @@ func (d *Dispatcher) post(ctx context.Context, p outboxMessage) verdict {
 			ID: p.ID, TraceID: p.TraceID, URL: *p.URL, Secrets: p.Secrets, Payload: p.Payload, SentAt: p.Now,
 		})
 	}
-	v := verdict{status: Delivered, err: redact.Text(got.Error, 1000)}
+	v := attemptResult{status: Delivered, err: redact.Text(got.Error, 1000)}
 	switch {
 	case got.Error == "":
 	case got.Gone || p.Attempt > len(d.Schedule):

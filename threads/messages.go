@@ -13,10 +13,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/models"
 )
 
-// Status is where a message is on its way.
+// Status is the state of a message.
 type Status string
 
-// The states of a message: received comes from outside, the others go there.
+// The states of a message. Received is that of incoming messages.
 const (
 	Queued    Status = "queued" // no place in the thread yet
 	Sending   Status = "sending"
@@ -27,7 +27,7 @@ const (
 	Withdrawn Status = "withdrawn"
 )
 
-// Who speaks.
+// The roles of messages.
 const (
 	User      = models.RoleUser
 	Assistant = models.RoleAssistant
@@ -38,7 +38,7 @@ type Message struct {
 	ID           string     `json:"id"`
 	ThreadID     string     `json:"thread_id"`
 	Seq          *int64     `json:"seq"`  // nil while it is queued
-	Turn         *int64     `json:"turn"` // the seq of the message that began the exchange
+	Turn         *int64     `json:"turn"` // the seq of the first message of its turn
 	Role         string     `json:"role"`
 	Content      string     `json:"content"`
 	Channel      string     `json:"channel"`
@@ -46,33 +46,32 @@ type Message struct {
 	ExecutionID  *string    `json:"execution_id"`
 	TraceID      string     `json:"trace_id"`
 	Status       Status     `json:"status"`
-	Interrupted  bool       `json:"interrupted"` // the speaker was cut short
+	Interrupted  bool       `json:"interrupted"` // only a part was said
 	Tokens       int        `json:"tokens"`      // an estimate
 	Attempts     int        `json:"attempts"`
 	ErrorMessage *string    `json:"error_message"`
 	CreatedAt    time.Time  `json:"created_at"`
 	SentAt       *time.Time `json:"sent_at"`
-	Images       int        `json:"images,omitempty"` // how many came with it; see Images
+	Images       int        `json:"images,omitempty"` // the number of its images; see Images
 }
 
-// NewMessage is a message to be.
+// NewMessage is a message to post.
 type NewMessage struct {
 	ThreadID    string // of an open thread
 	Role        string
-	Content     string // what PostgreSQL cannot store, NUL and invalid UTF-8, is left out
+	Content     string // without NUL and invalid UTF-8, which PostgreSQL cannot store
 	Channel     string
 	ExecutionID string // "" for none
 	TraceID     string
 	Status      Status
-	Turn        int64 // the turn it belongs to; 0: it begins one
-	Follows     bool  // of PostAll: it belongs to the turn of the draft before it, if there is one
+	Turn        int64 // its turn; 0: it starts one
+	Follows     bool  // of PostAll: it belongs to the turn of the previous message
 	Interrupted bool
-	Images      []Image // of a message that is not queued; the caller's db must be a transaction
+	Images      []Image // not of a queued message; db must be a transaction
 }
 
-// Post adds a message to a thread and gives it its place, unless it is queued. The thread's row stays locked
-// until the caller's transaction ends, so places become visible in their order. ErrNotFound when there is
-// no such thread.
+// Post adds a message to a thread and assigns its place, unless it is queued. The thread's row stays locked until the
+// caller's transaction ends, so places become visible in order. ErrNotFound: there is no such thread.
 func Post(ctx context.Context, db postgres.DB, d NewMessage) (Message, error) {
 	got, err := PostAll(ctx, db, d.ThreadID, []NewMessage{d})
 	if err != nil {
@@ -81,8 +80,7 @@ func Post(ctx context.Context, db postgres.DB, d NewMessage) (Message, error) {
 	return got[0], nil
 }
 
-// PostAll adds messages to one thread in one statement, in their order, as [Post] adds one. Either all of them have
-// places, or all are queued.
+// PostAll posts messages to one thread in order, with one statement. Either all or none of them are queued.
 func PostAll(ctx context.Context, db postgres.DB, thread string, drafts []NewMessage) ([]Message, error) {
 	if len(drafts) == 0 {
 		return nil, nil
@@ -123,7 +121,7 @@ func PostAll(ctx context.Context, db postgres.DB, thread string, drafts []NewMes
 	return got, nil
 }
 
-// batch is the columns of messages to be.
+// batch has the columns of new messages.
 type batch struct {
 	roles, contents, channels, executions, traces, statuses []string
 	interrupted                                             []bool
@@ -132,7 +130,7 @@ type batch struct {
 	places                                                  int
 }
 
-// add adds the i-th draft. Its start is the number of the draft that begins its turn, where it names no turn.
+// add adds message i. Its start is the number of the message that starts its turn, unless it names a turn.
 func (b *batch) add(i int, d NewMessage) {
 	content := postgres.Text(d.Content)
 	start, turn := i+1, d.Turn
@@ -156,7 +154,7 @@ func (b *batch) args(thread string) postgres.Strict {
 	}
 }
 
-// tokens is about what a message costs as a part of a prompt.
+// tokens estimates the tokens of a message in a prompt.
 func tokens(role, content string, images ...Image) int {
 	m := models.Message{Role: role, Content: content}
 	for range images {
@@ -166,7 +164,7 @@ func tokens(role, content string, images ...Image) int {
 }
 
 // MessageFilter narrows a listing of messages. Zero values do not narrow; Limit defaults to 50 and is at most
-// 500. Before is the seq before which the listing goes on.
+// 500. Before is the seq of the last message of the previous page.
 type MessageFilter struct {
 	ThreadID, ExecutionID string
 	Role                  string
@@ -174,8 +172,8 @@ type MessageFilter struct {
 	Limit                 int
 }
 
-// Messages reads the messages of a thread, or of an execution, newest first; those that are queued come
-// before all others.
+// Messages reads the messages of a thread, or of an execution, newest first; queued ones precede all
+// others.
 func Messages(ctx context.Context, db postgres.DB, f MessageFilter) ([]Message, error) {
 	if f.ThreadID == "" && f.ExecutionID == "" {
 		return nil, errors.New("list messages: name a thread or an execution")
@@ -191,24 +189,17 @@ func Messages(ctx context.Context, db postgres.DB, f MessageFilter) ([]Message, 
 		postgres.Strict{
 			"thread_id": postgres.Text(f.ThreadID), "execution_id": f.ExecutionID, "role": f.Role, "before": f.Before, "limit": bounded(f.Limit),
 		})
-	if err != nil {
-		return nil, fmt.Errorf("list messages: %w", err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByName[Message])
-	if err != nil {
-		return nil, fmt.Errorf("list messages: %w", err)
-	}
-	return got, nil
+	return postgres.Collect(rows, err, "list messages", pgx.RowToStructByName[Message])
 }
 
-// Bounds of the images of a message. The table has the bound of bytes, too.
+// Limits of the images of a message. The table enforces the size, too.
 const (
-	MostImages    = 8
-	MostImageSize = 5 << 20
-	MostImageURL  = 2048
+	MaxImages    = 8
+	MaxImageSize = 5 << 20
+	MaxImageURL  = 2048
 )
 
-// Image is an image of a message: a URL of https, which the runtime never fetches, or the image itself.
+// Image is an image of a message: an https URL, which the runtime never fetches, or the data.
 type Image struct {
 	URL       string
 	MediaType string // of Data: image/png, image/jpeg, image/gif or image/webp
@@ -216,7 +207,7 @@ type Image struct {
 	Detail    string // low, high, auto or ""
 }
 
-// Part is the image as a model gets it.
+// Part converts the image to a content part.
 func (i Image) Part() models.Part {
 	url := i.URL
 	if url == "" {
@@ -225,7 +216,7 @@ func (i Image) Part() models.Part {
 	return models.Part{Image: &models.Image{URL: url, Detail: i.Detail}}
 }
 
-// saveImages stores the images of messages that were just posted, in the order of their drafts.
+// saveImages stores the images of posted messages.
 func saveImages(ctx context.Context, db postgres.DB, posted []Message, drafts []NewMessage) error {
 	b := &pgx.Batch{}
 	for n, d := range drafts {
@@ -285,10 +276,10 @@ func Images(ctx context.Context, db postgres.DB, messages []Message) (map[string
 type Draft struct {
 	Content string
 	Settled int
-	Claim   int64 // that wrote it; SaveDraft takes it apart
+	Claim   int64 // of the writer; SaveDraft has it as an argument
 }
 
-// Final returns the part of a draft that does not change any more.
+// Final returns the part of a draft that no longer changes.
 func (s Draft) Final() string {
 	letters := []rune(s.Content)
 	return string(letters[:min(s.Settled, len(letters))])

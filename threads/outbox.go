@@ -32,13 +32,12 @@ type outboxMessage struct {
 	Reason   *string
 }
 
-// dueAtOnce is how many messages that are due are looked at for those that may go.
-const dueAtOnce = 200
+// maxDue bounds the due messages that one claim reads.
+const maxDue = 200
 
-// takeDue begins up to limit attempts, none to the targets in full. A message that is taken is not due again before
-// hold has passed, so nobody else delivers it meanwhile. The statement's time stands for the clock: it lets the index
-// be used.
-func takeDue(ctx context.Context, db postgres.DB, limit int, full []string, hold time.Duration) ([]outboxMessage, error) {
+// claimDue claims up to limit due messages, none of the targets in full. A claimed message is not due again before hold
+// has passed, so no other process delivers it. statement_timestamp() lets the index be used.
+func claimDue(ctx context.Context, db postgres.DB, limit int, full []string, hold time.Duration) ([]outboxMessage, error) {
 	rows, err := db.Query(ctx, `
 		with due as (
 		  select m.id, m.target, m.channel, m.next_attempt_at from agent_messages m
@@ -65,19 +64,12 @@ func takeDue(ctx context.Context, db postgres.DB, limit int, full []string, hold
 		  from taken k join agent_threads h on h.id = k.thread_id
 		  left join agent_webhook_targets t on t.name = k.target and k.channel = 'webhook'`,
 		postgres.Strict{
-			"limit": limit, "each": outbox.PerTarget, "look": dueAtOnce, "full": full, "hold": hold.Seconds(),
+			"limit": limit, "each": outbox.PerTarget, "look": maxDue, "full": full, "hold": hold.Seconds(),
 		})
-	if err != nil {
-		return nil, fmt.Errorf("take outgoing messages: %w", err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByName[outboxMessage])
-	if err != nil {
-		return nil, fmt.Errorf("take outgoing messages: %w", err)
-	}
-	return got, nil
+	return postgres.Collect(rows, err, "claim outgoing messages", pgx.RowToStructByName[outboxMessage])
 }
 
-// untilDue is how long until something is to be delivered, by the database's clock; outbox.MaxPause when nothing waits.
+// untilDue returns the time until the next message is due, by the database's clock; outbox.MaxPause without one.
 func untilDue(ctx context.Context, db postgres.DB, full []string) (time.Duration, error) {
 	var seconds *float64
 	err := db.QueryRow(ctx, `
@@ -91,18 +83,18 @@ func untilDue(ctx context.Context, db postgres.DB, full []string) (time.Duration
 	return time.Duration(*seconds * float64(time.Second)), nil
 }
 
-// verdict is how an attempt ended.
-type verdict struct {
-	status Status // delivered, failed, or sending: once more after retry
+// attemptResult is the result of a delivery attempt.
+type attemptResult struct {
+	status Status // delivered, failed, or sending: retried after retry
 	err    string
 	retry  time.Duration
 }
 
-// settle records how an attempt ended, in one transaction; then the next message of the thread that goes the same way
-// may go. recorded is false for an attempt that was outlived by its hold: it has no effect.
-func settle(ctx context.Context, db postgres.DB, p outboxMessage, v verdict) (recorded bool, err error) {
+// recordAttempt records the result of an attempt and makes the next message of the thread and target due. recorded is
+// false when the claim has expired: nothing changes.
+func recordAttempt(ctx context.Context, db postgres.DB, p outboxMessage, v attemptResult) (recorded bool, err error) {
 	b := &pgx.Batch{}
-	// The thread is locked first: a new message sees this one settled, or is seen here.
+	// The thread is locked first, so a concurrent new message is not missed.
 	b.Queue(`select from agent_threads where id = @thread for no key update`, postgres.Strict{"thread": p.ThreadID})
 	b.Queue(`
 		update agent_messages
@@ -124,48 +116,47 @@ func settle(ctx context.Context, db postgres.DB, p outboxMessage, v verdict) (re
 		select pg_notify('agent_outbox', '') from next`,
 		postgres.Strict{"thread": p.ThreadID, "channel": p.Channel, "target": p.Target})
 	if err := db.SendBatch(ctx, b).Close(); err != nil {
-		return false, fmt.Errorf("settle outgoing message: %w", err)
+		return false, fmt.Errorf("record delivery attempt: %w", err)
 	}
 	return recorded, nil
 }
 
 const (
-	flushed        = 100 // messages of a thread that one transaction sends
-	flushedThreads = 500 // threads that one pass visits
+	flushBatch   = 100 // messages per transaction of Flush
+	flushThreads = 500 // threads per pass of flushAll
 )
 
-// Flush sends what is queued in a thread and may leave now, in its order, and says how many messages that was. It is
-// called whenever a thread changes hands; the sweep of the executions does it, too. A thread that another transaction
-// has locked is an error with SQLSTATE 55P03, and left to the sweep.
+// Flush sends the queued messages of a thread that may be sent, in order, and returns their number. A thread that
+// another transaction has locked is an error with SQLSTATE 55P03; the sweep sends its messages later.
 func Flush(ctx context.Context, db postgres.DB, thread string) (int, error) {
 	all := 0
 	for {
 		var n int
 		err := db.QueryRow(ctx, `
 			select lanekeeper.flush_agent_thread(case when p <> '' then @thread end, @limit) from set_config('lock_timeout', @patience, true) p`,
-			postgres.Strict{"thread": postgres.Text(thread), "limit": flushed, "patience": postgres.LockTimeout}).Scan(&n)
+			postgres.Strict{"thread": postgres.Text(thread), "limit": flushBatch, "patience": postgres.LockTimeout}).Scan(&n)
 		if postgres.IsCode(err, "P0002") {
 			err = ErrNotFound
 		}
 		if err != nil {
-			return all, fmt.Errorf("send what is queued in thread %q: %w", thread, err)
+			return all, fmt.Errorf("send queued messages of thread %q: %w", thread, err)
 		}
-		if all += n; n < flushed {
+		if all += n; n < flushBatch {
 			return all, nil
 		}
 	}
 }
 
-// flushAll sends what is queued anywhere and may leave now.
+// flushAll sends the queued messages of all threads.
 func flushAll(ctx context.Context, db postgres.DB) (int, error) {
 	var n int
-	if err := db.QueryRow(ctx, executions.FlushThreads, postgres.Strict{"most": flushedThreads}).Scan(&n); err != nil {
-		return 0, fmt.Errorf("send what is queued: %w", err)
+	if err := db.QueryRow(ctx, executions.FlushThreads, postgres.Strict{"most": flushThreads}).Scan(&n); err != nil {
+		return 0, fmt.Errorf("send queued messages: %w", err)
 	}
 	return n, nil
 }
 
-// Freed is a thread that was taken away from a holder which has ended, is gone, or did not send anything for too long.
+// Freed is a thread whose lane was released because its holder has ended, is gone, or was idle.
 type Freed struct {
 	ThreadID    string  `json:"thread_id"`
 	Holder      string  `json:"holder"`
@@ -173,19 +164,17 @@ type Freed struct {
 	IdleSeconds int64   `json:"idle_seconds"`
 }
 
-// idleGrace is how much longer a thread that has been silent for too long stays as it is while nobody wants to speak
-// in it. Who does takes it over; meanwhile it is there to be seen.
+// idleGrace is how much longer an idle holder keeps a thread in which nothing is queued.
 const idleGrace = 5 * time.Minute
 
-// Clean frees the threads whose holder has ended, is gone, or has not sent anything for the time of its lease, and
-// logs each.
+// Clean releases and logs the threads whose holder has ended, is gone, or has been idle for the time of its lease.
 func Clean(ctx context.Context, db postgres.DB, log *slog.Logger) ([]Freed, error) {
 	return clean(ctx, db, log, 0)
 }
 
-// clean is Clean that leaves the silent holders of threads where nothing is queued in peace for longer.
-func clean(ctx context.Context, db postgres.DB, log *slog.Logger, longer time.Duration) ([]Freed, error) {
-	rows, err := db.Query(ctx, executions.ReleaseStaleThreads, postgres.Strict{"overdue": 0.0, "grace": longer.Seconds()})
+// clean is Clean with a grace period for idle holders of threads in which nothing is queued.
+func clean(ctx context.Context, db postgres.DB, log *slog.Logger, grace time.Duration) ([]Freed, error) {
+	rows, err := db.Query(ctx, executions.ReleaseStaleThreads, postgres.Strict{"overdue": 0.0, "grace": grace.Seconds()})
 	if err != nil {
 		return nil, fmt.Errorf("clean threads: %w", err)
 	}

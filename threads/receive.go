@@ -12,38 +12,36 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Incoming is what the other side of a thread has said.
+// Incoming is a message of the participant.
 type Incoming struct {
 	ThreadID string
 	Content  string
 	Channel  string // default chat
 	// Data is added to that of the event MESSAGE_RECEIVED, which has message_id, thread_id, content and channel.
 	Data map[string]any
-	// ID makes the message count once, whoever sends it again; "" for none. Ids are shared with all events: give them
-	// a prefix.
+	// ID deduplicates the message; "" for none. Ids are shared with all events: give them a prefix.
 	ID          string
-	ExecutionID string // that the message is recorded under; "" for none
+	ExecutionID string // the execution of the message; "" for none
 }
 
-// Arrived says what became of an incoming message.
-type Arrived struct {
+// Receipt is the result of Receive.
+type Receipt struct {
 	MessageID string   `json:"message_id"`
 	Seq       int64    `json:"seq"`
 	EventID   string   `json:"event_id"`
-	Resumed   []string `json:"resumed"` // the executions that had waited for it
+	Resumed   []string `json:"resumed"` // the executions that waited for it
 }
 
-// Receive records a message of the other side and ends the waits for it, in a transaction of the caller's. When nobody
-// waits, the event is kept for the next wait of who has spoken before it. ErrNotFound when there is no such thread.
-// Call it before the transaction locks anything else: it locks the wait, executions, lanes and the thread, in this
-// order.
-func Receive(ctx context.Context, e *executions.Engine, tx pgx.Tx, in Incoming) (Arrived, error) {
+// Receive stores a message of the participant and ends the waits for it, in the caller's transaction. Without a wait, the
+// event is kept for the next wait of the last sender. ErrNotFound: there is no such thread. Call it before tx locks
+// anything else: it locks the wait, executions, lanes and the thread, in this order.
+func Receive(ctx context.Context, e *executions.Engine, tx pgx.Tx, in Incoming) (Receipt, error) {
 	if in.Channel == "" {
 		in.Channel = ChannelChat
 	}
 	data, err := json.Marshal(in.Data)
 	if err != nil {
-		return Arrived{}, fmt.Errorf("receive message: encode data: %w", err)
+		return Receipt{}, fmt.Errorf("receive message: encode data: %w", err)
 	}
 	if in.Data == nil {
 		data = []byte("{}")
@@ -57,9 +55,9 @@ func Receive(ctx context.Context, e *executions.Engine, tx pgx.Tx, in Incoming) 
 			"execution": in.ExecutionID, "tokens": tokens(User, content),
 		})
 	if err != nil {
-		return Arrived{}, fmt.Errorf("receive message: %w", err)
+		return Receipt{}, fmt.Errorf("receive message: %w", err)
 	}
-	var got Arrived
+	var got Receipt
 	var woken *string
 	_, err = pgx.ForEachRow(rows, []any{&got.MessageID, &got.Seq, &got.EventID, &woken}, func() error {
 		if woken != nil {
@@ -71,7 +69,7 @@ func Receive(ctx context.Context, e *executions.Engine, tx pgx.Tx, in Incoming) 
 		err = errors.Join(err, ErrNotFound)
 	}
 	if err != nil {
-		return Arrived{}, fmt.Errorf("receive message in thread %q: %w", in.ThreadID, err)
+		return Receipt{}, fmt.Errorf("receive message in thread %q: %w", in.ThreadID, err)
 	}
 	return got, e.WakeTx(ctx, tx, got.Resumed...)
 }

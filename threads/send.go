@@ -14,9 +14,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// The channels over which a message goes out.
+// The channels of outgoing messages.
 const (
-	ChannelChat    = "chat"    // there to be read
+	ChannelChat    = "chat"    // stored only
 	ChannelWebhook = "webhook" // posted to an outgoing target
 	ChannelLog     = "log"     // a line of the log
 )
@@ -24,26 +24,26 @@ const (
 // ErrEmpty reports a message without content.
 var ErrEmpty = errors.New("a message needs a content")
 
-// Outgoing is something to be said in a thread.
+// Outgoing is a message to send in a thread.
 type Outgoing struct {
 	ThreadID string `json:"thread_id"`
-	Content  string `json:"content"`           // what PostgreSQL cannot store, NUL and invalid UTF-8, is left out
-	Channel  string `json:"channel,omitempty"` // default: the thread's where that is webhook or log, else chat
+	Content  string `json:"content"`           // without NUL and invalid UTF-8, which PostgreSQL cannot store
+	Channel  string `json:"channel,omitempty"` // default: the thread's if that is webhook or log, else chat
 	Target   string `json:"target,omitempty"`  // of channel webhook; default the thread's
-	// ExecutionID and Claim say who speaks: the claim is checked. Without them it is nobody who could hold the
-	// thread. Send fills them in.
+	// ExecutionID and Claim name the sender; the claim is checked. Without them the sender cannot hold the lane. Send sets
+	// them.
 	ExecutionID string `json:"-"`
 	Claim       int64  `json:"-"`
-	// Key makes a message of SendTx count once: the second with a key is the first. It is shared with all threads.
+	// Key deduplicates a message of SendTx among all threads.
 	Key string `json:"-"`
 }
 
-// SendResult says what became of a message.
+// SendResult is the result of a send.
 type SendResult struct {
 	MessageID string `json:"message_id"`
 	Seq       *int64 `json:"seq"` // its place in the thread; nil while it is queued
 	Queued    bool   `json:"queued"`
-	Holder    string `json:"holder,omitempty"` // of a queued one: who has the thread
+	Holder    string `json:"holder,omitempty"` // of a queued message: the holder of the lane
 
 	acquired    bool
 	lender      *string
@@ -51,10 +51,9 @@ type SendResult struct {
 	staleFor    time.Duration
 }
 
-// Send says something on behalf of the execution that ctx belongs to. It is a step named send, so one message is made
-// however often the process dies. The execution that holds the thread, or may borrow it, speaks at once and has the
-// thread for ten more minutes; the message of any other is queued, which is no error, and leaves in its turn. A
-// thread that nobody holds is taken. The thread must exist (see [Ensure]): ErrNotFound.
+// Send sends a message for the execution of ctx. It is a step named send, so crashes do not repeat the message. If the
+// execution holds, borrows or acquires the lane, the message is sent and the lane renewed for ten minutes. Otherwise it
+// is queued, which is no error. The thread must exist (see [Ensure]): ErrNotFound.
 func Send(ctx context.Context, o Outgoing) (SendResult, error) {
 	id, claim, err := executions.Claim(ctx)
 	if err != nil {
@@ -62,9 +61,9 @@ func Send(ctx context.Context, o Outgoing) (SendResult, error) {
 	}
 	var fresh *SendResult
 	got, err := executions.StepTx(ctx, "send", func(ctx context.Context, tx pgx.Tx) (SendResult, error) {
-		said := o
-		said.ExecutionID, said.Claim = id, claim
-		s, err := SendTx(ctx, tx, said)
+		out := o
+		out.ExecutionID, out.Claim = id, claim
+		s, err := SendTx(ctx, tx, out)
 		fresh = &s
 		return s, err
 	}, executions.Input(o))
@@ -77,9 +76,9 @@ func Send(ctx context.Context, o Outgoing) (SendResult, error) {
 	return got, nil
 }
 
-// SendTx is Send in a transaction of the caller's, for the claim that o names or for nobody. A claim that is over is an
-// error with SQLSTATE LK001; an unknown channel or target one with 22023. It waits for postgres.LockTimeout at most for
-// a thread that another transaction has locked, and is an error with 55P03 then: try again in another transaction.
+// SendTx is Send in the caller's transaction, for the claim in o or without one. SQLSTATE LK001: the claim has ended;
+// 22023: the channel or target is unknown; 55P03: another transaction has had the thread locked for
+// postgres.LockTimeout. Retry the latter in a new transaction.
 func SendTx(ctx context.Context, tx pgx.Tx, o Outgoing) (SendResult, error) {
 	content := postgres.Text(o.Content)
 	if strings.TrimSpace(content) == "" {
@@ -129,7 +128,7 @@ func SendTx(ctx context.Context, tx pgx.Tx, o Outgoing) (SendResult, error) {
 	return s, nil
 }
 
-// sentBefore finds the message that was sent with a key. Until tx ends nobody else sends with it.
+// sentBefore finds the message of a key, and locks the key until tx ends.
 func sentBefore(ctx context.Context, tx pgx.Tx, key string) (s SendResult, done bool, err error) {
 	_, err = tx.Exec(ctx, `select pg_advisory_xact_lock(hashtextextended('send ' || @key, 0))`, postgres.Strict{"key": key})
 	if err == nil {
@@ -140,12 +139,12 @@ func sentBefore(ctx context.Context, tx pgx.Tx, key string) (s SendResult, done 
 		return SendResult{}, false, nil
 	}
 	if err != nil {
-		return SendResult{}, false, fmt.Errorf("look for the message: %w", err)
+		return SendResult{}, false, fmt.Errorf("find message of key: %w", err)
 	}
 	return s, true, nil
 }
 
-// Log writes down what a send did with the lane of its thread; owner is who speaks. Call it after the commit.
+// Log logs the effect of a send on the lane; owner is the sender. Call it after the commit.
 func (s SendResult) Log(ctx context.Context, log *slog.Logger, thread, owner string) {
 	lane := Lane(thread)
 	if s.staleHolder != nil {

@@ -1,30 +1,34 @@
-// Package threads keeps conversations: the tables agent_threads and agent_messages.
+// Package threads stores conversations, in agent_threads and agent_messages.
 //
-// A thread is a conversation with one participant, over any channel, for as long as it lasts. It belongs to the
-// [Principal] that began it: a chat key, a visitor of a key, a flow, a webhook endpoint, a channel or an admin. Its
-// public name is scoped by the owner, so two owners may use one name for two threads, and none finds out about the
-// other's. The id is internal: admins and flows choose theirs, and for everybody else [Open] makes one. Who else may
-// read and speak is in agent_thread_access: [Let] names a key, a flow or an endpoint, and [Invite] makes a join
-// token, by which a visitor gets in with [Join]. An execution speaks in threads of admins, of its flow, in those that
-// it or one above it was started in, and in those that were opened to it; the database refuses others.
+// # Threads, owners and access
 //
-// Messages have places that grow in the order of their commits; [Post] draws them under the thread's row lock. The
-// exchange that a message belongs to is its turn, and conversations are read in the order of turns, so that an answer
-// follows its question although the next question came before it was given.
+// A thread is a conversation with one participant, over any channel. The [Principal] that creates it owns it: a chat
+// key, a visitor of a key, a flow, a webhook endpoint, a channel or an admin. A name is scoped by its owner: two owners
+// may use one name for two threads, and neither can detect the other's. Ids are internal. Admins and flows choose the
+// ids of their threads; [Open] generates all others.
 //
-// Reading a conversation for a model costs the same however long it is: [Window] returns the rolling summary and the
-// latest turns that fit a number of tokens, by an index, and touches no more rows than a few hundred. [Backlog] names
-// what has grown old enough to be summarised, and [SaveSummary] moves the summary forward by compare-and-set, so that
-// two who summarise at once do not lose turns.
+// agent_thread_access lists who else may read and write. [Grant] gives access to a key, a flow or an endpoint. [Invite]
+// creates a join token, which a visitor uses in [Join]. An execution may write to threads of admins, of its flow, to
+// those in which it or an ancestor started, and to those it has access to. The database refuses any other.
 //
-// The right to act in a thread is the lane thread:{id} (see [Lane]). Executions speak through [Send], which takes the
-// lane or queues the message; what is queued leaves first-in-first-out when the lane frees, and the lane is the
-// execution's whose message left. A lane without a send for ten minutes (settable per thread) is anybody's, unless
-// its holder waits durably. What the other side says goes through [Receive] to who waits for it. [Post] is for those
-// who hold the lane by other means, and does not check it. A [Dispatcher] sends the queues and delivers the messages
-// of the channels webhook and log, at least once and under one id.
+// # Messages and turns
 //
-// Everything else takes a postgres.DB, so the caller decides what commits together.
+// Places of messages grow in commit order: [Post] assigns them under the row lock of the thread. A message belongs to a
+// turn, and conversations are read by turn. So an answer follows its question, even if the next question came first.
+//
+// [Window] returns the rolling summary and the latest turns within a number of tokens. It uses an index and reads at
+// most 400 rows, so its cost does not grow with the thread. [Backlog] selects turns to summarise. [SaveSummary] replaces
+// the summary by compare-and-set, so concurrent summaries lose no turn.
+//
+// # Sending
+//
+// The lane thread:{id} (see [Lane]) is the right to act in a thread. [Send] acquires the lane or queues the message.
+// Queued messages are sent first in, first out when the lane is free, and the lane goes to the sender. Another execution
+// may acquire the lane ten minutes after the last send (configurable per thread), unless its holder waits durably.
+// [Receive] delivers a message of the participant to the execution that waits for it. [Post] does not check the lane.
+// A [Dispatcher] sends queued messages and delivers those of the channels webhook and log, at least once, under one id.
+//
+// All other functions take a postgres.DB, so the caller chooses the transaction.
 package threads
 
 import (
@@ -47,37 +51,37 @@ import (
 var (
 	// ErrNotFound reports a thread that does not exist.
 	ErrNotFound = errors.New("no such thread")
-	// ErrForeign reports a thread that somebody else opened. Tell a caller from outside ErrNotFound.
-	ErrForeign = errors.New("the thread belongs to somebody else")
+	// ErrForeign reports a thread of another owner. Report ErrNotFound to external callers.
+	ErrForeign = errors.New("the thread belongs to another owner")
 	// ErrInvalid reports an id that no thread can have.
 	ErrInvalid = errors.New("a thread id is 1 to 200 printable characters, none invisible, with composed accents (NFC)")
 )
 
-// MaxID is how many characters a thread's id may have.
+// MaxID bounds the id of a thread, in characters.
 const MaxID = 200
 
 // Thread is a row of agent_threads.
 type Thread struct {
 	ID             string    `json:"id"`
 	Name           string    `json:"name"`       // the public name, scoped by the owner; "": the id
-	OwnerKind      Kind      `json:"owner_kind"` // what began it; "": an earlier release
+	OwnerKind      Kind      `json:"owner_kind"` // the kind of its creator; "": an earlier release
 	Channel        string    `json:"channel"`
-	Target         string    `json:"target"` // of channel webhook: where its messages go by default
+	Target         string    `json:"target"` // of channel webhook: the default target of its messages
 	Agent          string    `json:"agent"`
 	Owner          string    `json:"owner"`
 	Participant    string    `json:"participant"`
-	IdleSeconds    int       `json:"idle_seconds"` // how long its lane lasts without a send; 0 in what is to be made: 600
-	NextSeq        int64     `json:"next_seq"`     // 1: nothing was said yet
+	IdleSeconds    int       `json:"idle_seconds"` // lifetime of its lane without a send; 0 in a new thread: 600
+	NextSeq        int64     `json:"next_seq"`     // 1: the thread is empty
 	Summary        string    `json:"summary"`
 	SummaryThrough int64     `json:"summary_through"` // the last turn in the summary
 	CreatedAt      time.Time `json:"created_at"`
 	UpdatedAt      time.Time `json:"updated_at"`
 }
 
-// Lane is the name of the lane in which a thread is spoken.
+// Lane returns the name of the lane of a thread.
 func Lane(id string) string { return "thread:" + id }
 
-// CheckID reports ErrInvalid for an id that no thread can have, nor its lane.
+// CheckID returns ErrInvalid for an id that a thread or its lane cannot have.
 func CheckID(id string) error {
 	if utf8.RuneCountInString(id) > MaxID || !lanes.ValidName(id) {
 		return ErrInvalid
@@ -87,21 +91,22 @@ func CheckID(id string) error {
 
 // Get reads one thread; ErrNotFound when there is none.
 func Get(ctx context.Context, db postgres.DB, id string) (Thread, error) {
-	rows, err := db.Query(ctx, `
-		select id, name, owner_kind, channel, target, agent, owner, participant, idle_seconds, next_seq, summary, summary_through, created_at, updated_at
-		  from agent_threads where id = @id`, postgres.Strict{"id": postgres.Text(id)})
+	rows, err := db.Query(ctx, selectThread+` where id = @id`, postgres.Strict{"id": postgres.Text(id)})
 	return one(rows, err)
 }
 
-// Lock reads a thread and keeps others from posting in it until tx ends.
+// Lock reads a thread and locks its row: nobody else posts until tx ends.
 func Lock(ctx context.Context, tx pgx.Tx, id string) (Thread, error) {
 	rows, err := tx.Query(ctx, lockThread, postgres.Strict{"id": postgres.Text(id)})
 	return one(rows, err)
 }
 
-const lockThread = `
-		select id, name, owner_kind, channel, target, agent, owner, participant, idle_seconds, next_seq, summary, summary_through, created_at, updated_at
-		  from agent_threads where id = @id for no key update`
+const selectThread = `
+		select id, name, owner_kind, channel, target, agent, owner, participant, idle_seconds, next_seq, summary,
+		       summary_through, created_at, updated_at
+		  from agent_threads`
+
+const lockThread = selectThread + ` where id = @id for no key update`
 
 func one(rows pgx.Rows, err error) (Thread, error) {
 	if err != nil {
@@ -118,7 +123,7 @@ func one(rows pgx.Rows, err error) (Thread, error) {
 }
 
 // Filter narrows a listing of threads. Zero values do not narrow; Limit defaults to 50 and is at most 500.
-// The listing goes on after the thread with the time and id of Before.
+// BeforeTime and BeforeID are those of the last thread of the previous page.
 type Filter struct {
 	Channel, Owner, Agent string
 	BeforeTime            time.Time
@@ -126,15 +131,13 @@ type Filter struct {
 	Limit                 int
 }
 
-// List reads threads, the one that was spoken in last first.
+// List reads threads, the latest activity first.
 func List(ctx context.Context, db postgres.DB, f Filter) ([]Thread, error) {
 	var before any
 	if !f.BeforeTime.IsZero() {
 		before = f.BeforeTime
 	}
-	rows, err := db.Query(ctx, `
-		select id, name, owner_kind, channel, target, agent, owner, participant, idle_seconds, next_seq, summary, summary_through, created_at, updated_at
-		  from agent_threads
+	rows, err := db.Query(ctx, selectThread+`
 		 where (@channel = '' or channel = @channel) and (@owner = '' or owner = @owner) and (@agent = '' or agent = @agent)
 		   and (@before::timestamptz is null or (updated_at, id) < (@before, @before_id))
 		 order by updated_at desc, id desc limit @limit`,
@@ -142,17 +145,10 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Thread, error) {
 			"channel": f.Channel, "owner": f.Owner, "agent": f.Agent, "before": before, "before_id": f.BeforeID,
 			"limit": bounded(f.Limit),
 		})
-	if err != nil {
-		return nil, fmt.Errorf("list threads: %w", err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByName[Thread])
-	if err != nil {
-		return nil, fmt.Errorf("list threads: %w", err)
-	}
-	return got, nil
+	return postgres.Collect(rows, err, "list threads", pgx.RowToStructByName[Thread])
 }
 
-// bounded is a listing's limit.
+// bounded returns the limit of a listing.
 func bounded(limit int) int {
 	if limit <= 0 {
 		return 50
@@ -163,72 +159,65 @@ func bounded(limit int) int {
 // HeldThread is a row of the view agent_thread_locks: a thread that an execution holds.
 type HeldThread struct {
 	ThreadID          string    `json:"thread_id"`
-	ActiveExecutionID *string   `json:"active_execution_id"` // nil: something outside executions
-	ExecutionLockedAt time.Time `json:"execution_locked_at"` // of the last sign of life
+	ActiveExecutionID *string   `json:"active_execution_id"` // nil: the holder is no execution
+	ExecutionLockedAt time.Time `json:"execution_locked_at"` // the last send or renewal
 	LockMinutes       int       `json:"lock_minutes"`
 	ParticipantName   string    `json:"participant_name"`
 	Parked            bool      `json:"parked"` // its holder waits durably
 	Stale             bool      `json:"stale"`  // its lease has ended
-	Holder            string    `json:"holder"` // execution and claim, or what else holds it
-	Queued            int64     `json:"queued"` // messages that wait for it
+	Holder            string    `json:"holder"` // execution and claim, or another owner
+	Queued            int64     `json:"queued"` // queued messages
 }
 
-// Locks lists the threads that are held, the longest held first; with stale only those whose lease has ended.
+// Locks lists the held threads, the longest held first; with stale only those whose lease has ended.
 func Locks(ctx context.Context, db postgres.DB, stale bool) ([]HeldThread, error) {
 	rows, err := db.Query(ctx, `
 		select thread_id, active_execution_id::text, execution_locked_at, lock_minutes, participant_name, parked, stale,
 		       holder, queued
 		  from agent_thread_locks where stale or not @stale order by execution_locked_at`, postgres.Strict{"stale": stale})
-	if err != nil {
-		return nil, fmt.Errorf("list held threads: %w", err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByName[HeldThread])
-	if err != nil {
-		return nil, fmt.Errorf("list held threads: %w", err)
-	}
-	return got, nil
+	return postgres.Collect(rows, err, "list held threads", pgx.RowToStructByName[HeldThread])
 }
 
 // Kind is a kind of principal.
 type Kind string
 
-// What can begin a thread. Keys, visitors, flows and webhooks can also be let into one.
+// The kinds of owners. Keys, visitors, flows and webhooks can also get access to a thread.
 const (
 	ByKey     Kind = "key"     // a chat key: the backend that holds it speaks for its users
-	ByVisitor Kind = "visitor" // a visitor of a key that browsers hold, known by a secret
+	ByVisitor Kind = "visitor" // a visitor of a key that browsers hold, identified by a secret
 	ByFlow    Kind = "flow"
 	ByWebhook Kind = "webhook" // an endpoint
-	ByChannel Kind = "channel" // webhook or log: where the messages go
+	ByChannel Kind = "channel" // webhook or log
 	ByAdmin   Kind = "admin"
 )
 
-// Principal is an owner of threads, or who is let into them. Each has names of its own for threads.
+// Principal owns threads or has access to them. Names of threads are scoped by principal.
 type Principal struct {
 	Kind  Kind   `json:"kind"`
 	Owner string `json:"owner"` // name of the key, flow, endpoint or channel; admin
 	Proof string `json:"-"`     // of a visitor: the digest of its secret, see [Visitor]
 }
 
-// Admin is who begins threads in the name of the agent.
+// Admin is the principal of all admins.
 var Admin = Principal{Kind: ByAdmin, Owner: "admin"}
 
-// Key is the holder of a chat key.
+// Key returns the principal of a chat key.
 func Key(name string) Principal { return Principal{Kind: ByKey, Owner: name} }
 
-// Visitor is who knows a secret, under a chat key.
+// Visitor returns the principal of a visitor under a chat key, identified by a secret.
 func Visitor(key, secret string) Principal {
 	sum := sha256.Sum256([]byte(secret))
 	return Principal{Kind: ByVisitor, Owner: key, Proof: hex.EncodeToString(sum[:])}
 }
 
-// givenOut is the form of the ids and names that the agent makes.
-var givenOut = regexp.MustCompile(`^th_([0-9A-HJKMNP-TV-Z]{26}|[0-9a-f]{32})$`)
+// generatedID matches the ids and names that the agent generates.
+var generatedID = regexp.MustCompile(`^th_([0-9A-HJKMNP-TV-Z]{26}|[0-9a-f]{32})$`)
 
-// GivenOut reports a name that only the agent makes up: who uses it has got it from the agent.
-func GivenOut(name string) bool { return givenOut.MatchString(name) }
+// IsGenerated reports whether a name has the form that only the agent generates.
+func IsGenerated(name string) bool { return generatedID.MatchString(name) }
 
-// Resolve returns the id of the thread that p means by a name; known is false when p has none yet, and id is what it
-// would be. Another owner's thread of that name is not told apart from none.
+// Resolve returns the id of p's thread of a name. known is false when there is none; id is then the id of a new thread.
+// Another owner's thread of that name does not count.
 func Resolve(ctx context.Context, db postgres.DB, p Principal, name string) (id string, known bool, err error) {
 	if err := CheckID(name); err != nil {
 		return "", false, fmt.Errorf("find thread: %w", err)
@@ -241,7 +230,7 @@ func Resolve(ctx context.Context, db postgres.DB, p Principal, name string) (id 
 	return id, known, nil
 }
 
-// QueueResolve queues the statement of [Resolve], for a name that [CheckID] takes.
+// QueueResolve queues the statement of [Resolve]. The name must pass [CheckID].
 func QueueResolve(b *pgx.Batch, p Principal, name string, id *string, known *bool) {
 	b.Queue(`
 		select coalesce(own.id, lanekeeper.agent_thread_id(@kind, @owner, @proof, @name)), own.id is not null
@@ -250,9 +239,8 @@ func QueueResolve(b *pgx.Batch, p Principal, name string, id *string, known *boo
 		QueryRow(func(row pgx.Row) error { return row.Scan(id, known) })
 }
 
-// Open returns the thread that p means by t's name, or by its id where it has no name; made is true when it begins
-// with this: then t's channel (default chat), target, agent, participant and idle time are its own. [ErrForeign]: the
-// id is another owner's.
+// Open returns p's thread of t's name, or of its id without a name. made reports that it was created, with t's channel
+// (default chat), target, agent, participant and idle time. [ErrForeign]: another owner has the id.
 func Open(ctx context.Context, db postgres.DB, p Principal, t Thread) (got Thread, made bool, err error) {
 	name := t.Name
 	if name == "" {
@@ -262,13 +250,13 @@ func Open(ctx context.Context, db postgres.DB, p Principal, t Thread) (got Threa
 		return Thread{}, false, fmt.Errorf("open thread: %w", err)
 	}
 	if (p.Kind == ByVisitor) != (p.Proof != "") {
-		return Thread{}, false, errors.New("open thread: a visitor has a secret, and nobody else has")
+		return Thread{}, false, errors.New("open thread: a visitor, and no other principal, has a secret")
 	}
 	var id string
 	b := &pgx.Batch{}
 	queueOpen(b, p, name, t, &id, &made)
 	err = db.SendBatch(ctx, b).Close()
-	if err == nil && id == "" { // somebody else has begun it meanwhile, or long ago
+	if err == nil && id == "" { // another transaction has created it
 		var known bool
 		if id, known, err = Resolve(ctx, db, p, name); err == nil && !known {
 			err = ErrForeign
@@ -281,8 +269,8 @@ func Open(ctx context.Context, db postgres.DB, p Principal, t Thread) (got Threa
 	return got, made, err
 }
 
-// queueOpen queues the statement of Open. id is "" when another owner has the thread's id, or another transaction
-// began the thread.
+// queueOpen queues the statement of Open. id is "" when another owner has the id, or another transaction created the
+// thread.
 func queueOpen(b *pgx.Batch, p Principal, name string, t Thread, id *string, made *bool) {
 	b.Queue(`
 		with own as (select lanekeeper.agent_thread_for(@kind, @owner, @proof, @name) as id),
@@ -303,8 +291,8 @@ func queueOpen(b *pgx.Batch, p Principal, name string, t Thread, id *string, mad
 	})
 }
 
-// OpenLocked is [Open] and [Lock] of the thread with an id, which p means by t's name, in one round trip. queue adds
-// statements to it, which run under the lock. [ErrForeign]: p means no thread by that name any more, or another one.
+// OpenLocked is [Open] and [Lock] of p's thread of t's name and id, in one round trip. Statements that queue adds run
+// under the lock. [ErrForeign]: p's thread of that name is none, or another one.
 func OpenLocked(ctx context.Context, tx pgx.Tx, p Principal, t Thread, queue func(b *pgx.Batch)) (got Thread, err error) {
 	var id string
 	var made bool
@@ -319,7 +307,7 @@ func OpenLocked(ctx context.Context, tx pgx.Tx, p Principal, t Thread, queue fun
 	})
 	queue(b)
 	known := true
-	if err = tx.SendBatch(ctx, b).Close(); err == nil && id == "" { // another transaction began it, after this statement began
+	if err = tx.SendBatch(ctx, b).Close(); err == nil && id == "" { // another transaction created it during this one
 		id, known, err = Resolve(ctx, tx, p, t.Name)
 	}
 	if err == nil && (!known || id != t.ID) {
@@ -331,10 +319,9 @@ func OpenLocked(ctx context.Context, tx pgx.Tx, p Principal, t Thread, queue fun
 	return got, nil
 }
 
-// Ensure returns the thread with an id, and makes it when there is none; made is true then. It is for those who act
-// for the agent. In an execution the flow begins the thread, and gets nobody else's: [ErrForeign]. Anywhere else the
-// thread is the admin's, who gets any. t.Owner, where set, is a chat key that may speak in the new thread, and calls
-// it by its id; everybody else needs [Invite] or [Let].
+// Ensure returns the thread of an id and creates it if it is missing; made reports that. It acts for the agent. In an
+// execution the flow owns a new thread, and a thread without access for it is [ErrForeign]. Otherwise the admin owns it
+// and has access to all. The chat key t.Owner, where set, gets access to a new thread under its id.
 func Ensure(ctx context.Context, db postgres.DB, t Thread) (got Thread, made bool, err error) {
 	p := Admin
 	x, inside := executions.Current(ctx)
@@ -342,7 +329,7 @@ func Ensure(ctx context.Context, db postgres.DB, t Thread) (got Thread, made boo
 	case inside:
 		p = Principal{Kind: ByFlow, Owner: x.Flow}
 	case t.Owner != "":
-		p.Owner = t.Owner // which a process of an earlier release reads as the key that may speak
+		p.Owner = t.Owner // read as the key with access by an earlier release
 	}
 	key := t.Owner
 	got, made, err = Open(ctx, db, p, t)
@@ -356,36 +343,35 @@ func Ensure(ctx context.Context, db postgres.DB, t Thread) (got Thread, made boo
 		}
 	}
 	if err == nil && made && key != "" {
-		_, err = Let(ctx, db, got.ID, Key(key), got.ID, string(p.Kind))
+		_, err = Grant(ctx, db, got.ID, Key(key), got.ID, string(p.Kind))
 	}
 	return got, made, err
 }
 
-// OpenForFlow makes sure that an admin may start a flow in a thread, and lets the flow begin it when there is none.
-// [ErrNotFound]: it belongs to a key, a visitor or an endpoint, which has not opened it to the flow, nor is parent,
-// where given, at work in it.
+// OpenForFlow checks that an admin may start a flow in a thread, and creates the thread for the flow if it is missing.
+// [ErrNotFound]: it belongs to a key, a visitor or an endpoint, and neither the flow nor parent has access.
 func OpenForFlow(ctx context.Context, db postgres.DB, id, flow, parent, agent string) error {
 	if err := CheckID(id); err != nil {
 		return fmt.Errorf("open thread: %w", err)
 	}
 	if flow == "" {
-		return fmt.Errorf("open thread %q: name the flow that begins it", id)
+		return fmt.Errorf("open thread %q: name the flow that creates it", id)
 	}
 	var err error
-	if !GivenOut(id) { // such an id is given out, not chosen
+	if !IsGenerated(id) { // such an id cannot be chosen
 		_, err = db.Exec(ctx, `
 			insert into agent_threads (id, channel, agent, owner, owner_kind)
 			values (@id, 'chat', coalesce(nullif(@agent, ''), 'agent'), @flow, 'flow') on conflict (id) do nothing`,
 			postgres.Strict{"id": id, "flow": flow, "agent": postgres.Text(agent)})
 	}
 	var may bool
-	if err == nil { // who starts a flow in a thread that another flow began opens the thread to it
+	if err == nil { // a start in the thread of another flow gives access
 		err = db.QueryRow(ctx, `
 			select exists (select from agent_threads where id = @id and owner_kind = 'flow')
 			    or lanekeeper.agent_flow_may_join(@id, @flow, nullif(@parent, '')::uuid)`,
 			postgres.Strict{"id": id, "flow": flow, "parent": parent}).Scan(&may)
 	}
-	if err == nil && !may { // another owner's is not told apart
+	if err == nil && !may { // as if it did not exist
 		err = ErrNotFound
 	}
 	if err != nil {
@@ -394,20 +380,19 @@ func OpenForFlow(ctx context.Context, db postgres.DB, id, flow, parent, agent st
 	return nil
 }
 
-// MayJoin reports whether an execution may read and speak in a thread; true of an id that no thread has.
+// MayJoin reports whether an execution has access to a thread; true for an unused id.
 func MayJoin(ctx context.Context, db postgres.DB, thread, execution string) (bool, error) {
 	var may bool
 	err := db.QueryRow(ctx, `
 		select not exists (select from agent_threads where id = @thread) or lanekeeper.agent_flow_may_join(@thread, null, @execution)`,
 		postgres.Strict{"thread": postgres.Text(thread), "execution": execution}).Scan(&may)
 	if err != nil {
-		return false, fmt.Errorf("look who may speak in the thread: %w", err)
+		return false, fmt.Errorf("check access to thread: %w", err)
 	}
 	return may, nil
 }
 
-// Find reads a thread for an admin, by its id or by a public name that is unique; [ErrNotFound] when there is none,
-// or several.
+// Find reads a thread by its id, or by a name that is unique among all owners; [ErrNotFound] otherwise.
 func Find(ctx context.Context, db postgres.DB, idOrName string) (Thread, error) {
 	got, err := Get(ctx, db, idOrName)
 	if !errors.Is(err, ErrNotFound) {

@@ -10,10 +10,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Window is what a model should know of a thread before a turn: the summary of what is long ago, and the latest
-// messages, oldest first, that together cost at most so many tokens. before is the turn that is about to be
-// taken; 0 is all. Messages that were said but summarised, and those that were never sent, are not in it. It
-// begins with a turn's first message. At most 400 rows are looked at.
+// Window returns the summary of a thread and the latest messages within a number of tokens, oldest first. Only whole
+// turns before the turn before are returned (0: all), without summarised, failed and withdrawn messages. It reads at most
+// 400 rows.
 func Window(ctx context.Context, db postgres.DB, thread string, before int64, tokens int) (summary string, messages []Message, err error) {
 	t, err := Get(ctx, db, thread)
 	if err != nil {
@@ -37,7 +36,7 @@ func Window(ctx context.Context, db postgres.DB, thread string, before int64, to
 	if err != nil {
 		return "", nil, fmt.Errorf("read thread %s: %w", thread, err)
 	}
-	// A turn of which only the end fits is not shown.
+	// A turn that does not fit whole is left out.
 	whole := slices.IndexFunc(messages, func(m Message) bool { return *m.Turn == *m.Seq })
 	if whole < 0 {
 		whole = len(messages)
@@ -45,9 +44,8 @@ func Window(ctx context.Context, db postgres.DB, thread string, before int64, to
 	return t.Summary, messages[whole:], nil
 }
 
-// Backlog is what has grown old in a thread and is not in its summary yet: whole turns, oldest first, that lie
-// before the latest keep tokens, at most about most tokens of them. It is empty when everything that
-// is not summarised fits in limit tokens. Turns from before on are left alone; 0 is none.
+// Backlog returns the turns to summarise, oldest first: those before the latest keep tokens, up to about most tokens. It
+// is empty when all turns without a summary fit in limit tokens. before excludes later turns; 0: none.
 func Backlog(ctx context.Context, db postgres.DB, thread string, before int64, limit, keep, most int) ([]Message, error) {
 	t, err := Get(ctx, db, thread)
 	if err != nil {
@@ -87,8 +85,7 @@ func Backlog(ctx context.Context, db postgres.DB, thread string, before int64, l
 	return got, nil
 }
 
-// SaveSummary replaces a thread's summary by one that reaches further, if it still reaches fromThrough; false
-// when somebody else has moved it meanwhile.
+// SaveSummary replaces a summary by a longer one if it still ends at fromThrough; false if another process replaced it.
 func SaveSummary(ctx context.Context, db postgres.DB, thread string, fromThrough, through int64, text string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_threads set summary = @text, summary_through = @through
@@ -100,8 +97,8 @@ func SaveSummary(ctx context.Context, db postgres.DB, thread string, fromThrough
 	return tag.RowsAffected() == 1, nil
 }
 
-// Turns reads the messages of the turns from one up to, and not with, another, as far as they were there when
-// place through was given: the same each time, because messages do not change. At most 400 are read.
+// Turns reads the messages of the turns from through before-1, up to the place through. It returns the same messages each
+// time, at most 400.
 func Turns(ctx context.Context, db postgres.DB, thread string, from, before, through int64) ([]Message, error) {
 	rows, err := db.Query(ctx, `
 		select id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status, interrupted,

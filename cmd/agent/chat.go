@@ -106,7 +106,7 @@ func grantCLIAccess(ctx context.Context, s *session, thread string) error {
 	case got.OwnerKind == threads.ByKey, got.OwnerKind == threads.ByVisitor, got.OwnerKind == "" && got.Owner != "":
 		return nil
 	}
-	if _, err = threads.Let(ctx, s.pool, thread, threads.Key(cliVisitor), thread, commandLine); errors.Is(err, threads.ErrTaken) {
+	if _, err = threads.Grant(ctx, s.pool, thread, threads.Key(cliVisitor), thread, commandLine); errors.Is(err, threads.ErrTaken) {
 		return nil // the name refers to its own thread
 	}
 	return err
@@ -197,7 +197,7 @@ func (v *chatSession) interact(ctx context.Context) error {
 func (v *chatSession) printGreeting(ctx context.Context) error {
 	if v.thread != "" {
 		_, known, err := threads.Resolve(ctx, v.chat.Front, threads.Key(cliVisitor), v.thread)
-		if err != nil || known || threads.GivenOut(v.thread) {
+		if err != nil || known || threads.IsGenerated(v.thread) {
 			return err
 		}
 	}

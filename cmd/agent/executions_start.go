@@ -119,7 +119,7 @@ func (b startOptions) openThread(ctx context.Context, s *session, id string) err
 	err := postgres.InTx(ctx, s.pool, func(tx pgx.Tx) error {
 		err := threads.OpenForFlow(ctx, tx, id, b.spec.Flow, "", b.spec.Agent)
 		if err == nil && b.chatKey != "" {
-			_, err = threads.Let(ctx, tx, id, threads.Key(b.chatKey), id, commandLine)
+			_, err = threads.Grant(ctx, tx, id, threads.Key(b.chatKey), id, commandLine)
 		}
 		return err
 	})

@@ -213,7 +213,7 @@ func (c *cli) threadsOpenCommand() *cobra.Command {
 			var id string
 			input := map[string]any{string(to.Kind): to.Owner}
 			err := recordThreadChange(cmd.Context(), s, "open_thread", "a thread was opened to "+string(to.Kind)+" "+to.Owner, args[0], input, func(tx pgx.Tx) (_ any, err error) {
-				id, err = threads.Let(cmd.Context(), tx, args[0], to, called, commandLine)
+				id, err = threads.Grant(cmd.Context(), tx, args[0], to, called, commandLine)
 				return map[string]any{"access_id": id}, err
 			})
 			if errors.Is(err, threads.ErrTaken) {

@@ -214,7 +214,7 @@ func (c *Chat) resolveThread(ctx context.Context, a *UserMessage) (err error) {
 		a.thread, a.known, err = threads.Resolve(ctx, c.Front, a.principal(), a.Name)
 	}
 	a.resolved = ""
-	if err == nil && !a.known && threads.GivenOut(a.Name) {
+	if err == nil && !a.known && threads.IsGenerated(a.Name) {
 		err = threads.ErrNotFound
 	}
 	return err

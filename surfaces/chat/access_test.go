@@ -46,7 +46,7 @@ func TestARevokedParticipantHearsNoMore(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	access, err := threads.Let(t.Context(), w.pool, hall.ID, threads.Key("site"), "hall", "admin")
+	access, err := threads.Grant(t.Context(), w.pool, hall.ID, threads.Key("site"), "hall", "admin")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -87,7 +87,7 @@ func TestARevokedParticipantGetsNoRepeatedAnswer(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	access, err := threads.Let(t.Context(), w.pool, hall.ID, threads.Key("site"), "hall", "admin")
+	access, err := threads.Grant(t.Context(), w.pool, hall.ID, threads.Key("site"), "hall", "admin")
 	if err != nil {
 		t.Fatal(err)
 	}

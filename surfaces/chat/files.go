@@ -25,7 +25,7 @@ const (
 	maxFiles   = 10   // of one message
 	maxExcerpt = 4000 // bytes of a document that the model reads with the message
 
-	maxImageBytes = 2 * threads.MostImageSize // of the images among the files of a request
+	maxImageBytes = 2 * threads.MaxImageSize // of the images among the files of a request
 )
 
 // FilesHandler serves POST /v1/files: a document of the visitor, for a message that names its id.
@@ -138,8 +138,8 @@ func (c *Chat) imagesWith(ctx context.Context, tx pgx.Tx, a UserMessage, docs []
 	left := int64(maxImageBytes)
 	for i, list := range docs {
 		for _, d := range list {
-			if !slices.Contains(imageTypes(), d.ContentType) || len(images[i]) >= threads.MostImages ||
-				d.Size > min(left, threads.MostImageSize) {
+			if !slices.Contains(imageTypes(), d.ContentType) || len(images[i]) >= threads.MaxImages ||
+				d.Size > min(left, threads.MaxImageSize) {
 				continue
 			}
 			data, err := documents.Content(ctx, tx, d.ID)
@@ -427,8 +427,8 @@ func (p wirePart) image() (threads.Image, error) {
 	switch {
 	case err != nil || u.Scheme != "https" || u.Host == "" || u.User != nil:
 		return threads.Image{}, fmt.Errorf("an image is an https URL, or a data: URL with the image in it")
-	case len(where) > threads.MostImageURL || strings.ContainsFunc(where, unprintable):
-		return threads.Image{}, fmt.Errorf("an image's URL has at most %d printable characters", threads.MostImageURL)
+	case len(where) > threads.MaxImageURL || strings.ContainsFunc(where, unprintable):
+		return threads.Image{}, fmt.Errorf("an image's URL has at most %d printable characters", threads.MaxImageURL)
 	}
 	return threads.Image{URL: "https" + where[len("https"):], Detail: p.Detail}, nil
 }
@@ -441,8 +441,8 @@ func imageInside(rest, detail string) (threads.Image, error) {
 	if !ok {
 		return threads.Image{}, fmt.Errorf("a data: URL has the form data:image/png;base64,…")
 	}
-	if base64.StdEncoding.DecodedLen(len(encoded)) > threads.MostImageSize+2 {
-		return threads.Image{}, fmt.Errorf("an image has at most %d bytes", threads.MostImageSize)
+	if base64.StdEncoding.DecodedLen(len(encoded)) > threads.MaxImageSize+2 {
+		return threads.Image{}, fmt.Errorf("an image has at most %d bytes", threads.MaxImageSize)
 	}
 	data, err := base64.StdEncoding.DecodeString(encoded)
 	if err != nil {
@@ -450,8 +450,8 @@ func imageInside(rest, detail string) (threads.Image, error) {
 	}
 	found := http.DetectContentType(data)
 	switch {
-	case len(data) > threads.MostImageSize:
-		return threads.Image{}, fmt.Errorf("an image has at most %d bytes", threads.MostImageSize)
+	case len(data) > threads.MaxImageSize:
+		return threads.Image{}, fmt.Errorf("an image has at most %d bytes", threads.MaxImageSize)
 	case !slices.Contains(imageTypes(), found):
 		return threads.Image{}, fmt.Errorf("an image is png, jpeg, gif or webp, and this is none")
 	case kind != found && (kind != "image/jpg" || found != "image/jpeg"):

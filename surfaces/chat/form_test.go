@@ -222,7 +222,7 @@ func TestAFormIsNotCutAtABoundOfTokens(t *testing.T) {
 	w := newWorld(t, modeltest.Text(city))
 	p := w.process(t)
 	_, body := p.post(t, cityAsked+`,"max_tokens":2}`)
-	if f := failureOf(t, body); f.Code != "answer_not_in_format" || !strings.Contains(f.Message, "bound of tokens") {
+	if f := failureOf(t, body); f.Code != "answer_not_in_format" || !strings.Contains(f.Message, "token limit") {
 		t.Error(body)
 	}
 }

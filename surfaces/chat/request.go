@@ -233,8 +233,8 @@ func decodeContent(raw json.RawMessage) (c messageContent, err error) {
 			c.problem = cmp.Or(c.problem, "Only text, images and files are supported, not audio.")
 		}
 	}
-	if len(c.images) > threads.MostImages {
-		c.problem = cmp.Or(c.problem, fmt.Sprintf("A message has at most %d images.", threads.MostImages))
+	if len(c.images) > threads.MaxImages {
+		c.problem = cmp.Or(c.problem, fmt.Sprintf("A message has at most %d images.", threads.MaxImages))
 	}
 	c.words = strings.Join(texts, "\n")
 	return c, nil
