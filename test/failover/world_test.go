@@ -36,6 +36,7 @@ kind: skill
 name: look
 description: May be repeated.
 handler: "http:POST %s/look"
+timeout: 3m
 idempotent: true
 parameters: {type: object, required: [n], properties: {n: {type: integer}}}
 ---
@@ -43,6 +44,7 @@ kind: skill
 name: pay
 description: Must not be repeated.
 handler: "http:POST %s/pay"
+timeout: 3m
 parameters: {type: object, required: [n], properties: {n: {type: integer}}}
 ---
 kind: flow
