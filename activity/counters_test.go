@@ -28,14 +28,13 @@ import (
 // of the lag.
 func countNow(t *testing.T, db postgres.DB) {
 	t.Helper()
-	_, err := db.Exec(t.Context(), `
+	pgtest.Exec(t, db, `
 		do $do$ begin
 		  execute replace(pg_get_functiondef('lanekeeper.agent_activity_written()'::regprocedure), '5 seconds', '30 milliseconds');
 		end $do$;
 		create or replace trigger agent_activity_written after insert on agent_activity for each row
 		  when (new.claim is not null or new.id < lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '30 milliseconds'))
 		  execute function lanekeeper.agent_activity_written()`)
-	require.NoError(t, err)
 }
 
 // pass counts at most so many rows, with the lag that goes with hurry.
@@ -259,10 +258,9 @@ func TestEveryRowIsCountedOnceDespiteLateCommits(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	countNow(t, db)
-	_, err := db.Exec(t.Context(), `
+	pgtest.Exec(t, db, `
 		insert into agent_skills (name, tool_definition, handler)
 		select 'skill_' || n, '{}', 'builtin:x' from generate_series(0, 3) n`)
-	require.NoError(t, err)
 	writing, stop := context.WithCancel(t.Context())
 	defer stop()
 	var writers, counters errgroup.Group
@@ -298,7 +296,7 @@ func TestEveryRowIsCountedOnceDespiteLateCommits(t *testing.T) {
 		}
 		return nil
 	})
-	err = writers.Wait()
+	err := writers.Wait()
 	stop()
 	if e := counters.Wait(); e != nil {
 		t.Error(e)
@@ -379,13 +377,12 @@ func TestHealthEqualsTheView(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	countNow(t, db)
-	_, err := db.Exec(t.Context(), `
+	pgtest.Exec(t, db, `
 		insert into agent_skills (name, tool_definition, handler, enabled, disabled_by, disabled_reason, disabled_at, trial_at, enabled_at)
 		values ('idle', '{}', 'builtin:x', true, '', '', null, null, 'epoch'), ('flaky', '{}', 'builtin:x', true, '', '', null, null, 'epoch'),
 		       ('broken', '{}', 'builtin:x', false, 'self-heal', '3 failed', clock_timestamp(), null, 'epoch'),
 		       ('tried', '{}', 'builtin:x', false, 'self-heal', '3 failed', clock_timestamp(), clock_timestamp(), 'epoch'),
 		       ('fresh', '{}', 'builtin:x', true, '', '', null, null, clock_timestamp() - interval '3 hours')`)
-	require.NoError(t, err)
 	for i := range 60 {
 		ago := time.Duration(60-i) * 2 * time.Hour
 		put(t, db, act{skill: "flaky", ms: i * i, ago: ago, status: map[bool]string{true: "error", false: "success"}[i%7 == 0 || i > 55]})
@@ -434,11 +431,10 @@ func TestHealthEqualsTheView(t *testing.T) {
 func TestFiguresNameTheEndOfTheirCompleteRange(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	_, err := db.Exec(t.Context(), `
+	pgtest.Exec(t, db, `
 		insert into agent_activity (id, trace_id, kind, skill_name, created_at)
 		select lanekeeper.agent_uuid7(at), 'hb_x', 'model', 'm', at
 		  from (select clock_timestamp() - interval '1 second' * (25001 - n) / 10 as at from generate_series(1, 25000) n) x`)
-	require.NoError(t, err)
 	sums, err := activity.CountedSpend(t.Context(), db, activity.SpendFilter{})
 	require.NoError(t, err)
 	if sums.Until == nil || sums.Lines[0].Calls < 19_000 || sums.Lines[0].Calls > 20_000 {
@@ -457,11 +453,10 @@ func TestABadRowDoesNotStopTheCount(t *testing.T) {
 	db := pgtest.DB(t)
 	countNow(t, db)
 	name := strings.Repeat("ñ", 100_000)
-	_, err := db.Exec(t.Context(), `
+	pgtest.Exec(t, db, `
 		insert into agent_activity (trace_id, kind, skill_name, surface, token_usage, duration_ms, cost_usd)
 		values ('hb_x', 'model', $1, $1, '{"total_tokens": "many", "prompt_tokens": 1e300, "completion_tokens": [1]}', null, 1),
 		       ('hb_x', 'call', $1, $1, '[]', -9223372036854775808, 0), ('hb_x', 'call', 'long', '', '{}', 9223372036854775807, 0)`, name)
-	require.NoError(t, err)
 	counted(t, db, 20)
 	sums, err := activity.CountedSpend(t.Context(), db, activity.SpendFilter{Purpose: name, By: activity.ByPurpose})
 	if err != nil || len(sums.Lines) != 1 || sums.Lines[0].CostUSD != 1 || len(sums.Lines[0].Key) > 300 {
@@ -483,12 +478,11 @@ func TestCountedFiguresScanNoTable(t *testing.T) {
 	db := pgtest.DB(t)
 	fill(t, db)
 	countNow(t, db)
-	_, err := db.Exec(t.Context(), `
+	pgtest.Exec(t, db, `
 		insert into agent_skills (name, tool_definition, handler) select 'skill_' || n, '{}', 'builtin:x' from generate_series(0, 96) n`)
-	require.NoError(t, err)
 	counted(t, db, 20_000)
 	// All days are of the last seven, which makes reading them whole look cheap; and there are many rows.
-	_, err = db.Exec(t.Context(), `
+	pgtest.Exec(t, db, `
 		delete from agent_activity_durations where day < current_date - 6;
 		delete from agent_activity_counts where start < current_date - 6;
 		insert into agent_activity_counts (span, start, kind, skill, surface, model)
@@ -498,9 +492,8 @@ func TestCountedFiguresScanNoTable(t *testing.T) {
 		insert into agent_activity_durations (day, skill, bucket, calls)
 		select current_date - d, 'skill_' || n, b, 1 from generate_series(0, 6) d, generate_series(0, 96) n, generate_series(0, 60) b on conflict do nothing;
 		analyze agent_activity_counts; analyze agent_activity_durations; analyze agent_activity`)
-	require.NoError(t, err)
 	var tables []string
-	err = db.QueryRow(t.Context(), `
+	err := db.QueryRow(t.Context(), `
 		select array_agg(distinct a.tableoid::regclass::text) || array['agent_activity_counts', 'agent_activity_durations']
 		  from agent_activity a`).Scan(&tables)
 	require.NoError(t, err)
@@ -556,10 +549,9 @@ func TestCountedFiguresScanNoTable(t *testing.T) {
 func TestAStreakReadsABoundedNumberOfRows(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	_, err := db.Exec(t.Context(), `
+	pgtest.Exec(t, db, `
 		insert into agent_skills (name, tool_definition, handler) values ('broken', '{}', 'builtin:x');
 		insert into agent_activity (trace_id, skill_name, status) select 'hb_x', 'broken', 'error' from generate_series(1, 501)`)
-	require.NoError(t, err)
 	for _, want := range []struct {
 		streak int64
 		more   bool
@@ -610,13 +602,12 @@ func healthBy(t *testing.T, db postgres.DB, query string, args ...any) []viewed 
 // none is just seven days old.
 func calledAtRandom(t *testing.T, db postgres.DB, calls int) {
 	t.Helper()
-	_, err := db.Exec(t.Context(), `
+	pgtest.Exec(t, db, `
 		insert into agent_skills (name, tool_definition, handler, enabled_at)
 		select n, '{}', 'builtin:x', case n when 'enabled' then clock_timestamp() - interval '200 minutes' else 'epoch' end
 		  from unnest(array['idle', 'fine', 'mixed', 'broken', 'down', 'enabled', 'seldom', 'older', 'refused']) n
 		on conflict do nothing`)
-	require.NoError(t, err)
-	_, err = db.Exec(t.Context(), `
+	pgtest.Exec(t, db, `
 		insert into agent_activity (id, trace_id, kind, skill_name, surface, status, error_class, duration_ms, created_at)
 		select lanekeeper.agent_uuid7(z.at), 'hb_x', case when random() < 0.05 then 'phase' else 'call' end, z.skill, case when random() < 0.5 then 'chat' else '' end,
 		       case when random() < 0.03 then 'running' when random() < 0.03 then 'skipped' when random() < z.rate then 'error' else 'success' end,
@@ -634,7 +625,6 @@ func calledAtRandom(t *testing.T, db postgres.DB, calls int) {
 		                        select 'seldom', interval '1 minute' * (floor(random() * 9 * 1440) + 0.5) from generate_series(1, 3)
 		                        union all
 		                        select 'older', interval '7 days' + interval '1 minute' * (floor(random() * 61) + 0.5) from generate_series(1, 5)) x) y) z`, calls)
-	require.NoError(t, err)
 }
 
 func TestTheHealthViewEqualsTheRows(t *testing.T) {

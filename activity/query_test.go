@@ -128,10 +128,9 @@ func TestARowHasExactlyTheColumnsOfTheTable(t *testing.T) {
 func TestRecentFilters(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	_, err := db.Exec(t.Context(), `
+	pgtest.Exec(t, db, `
 		create table agent_activity_past partition of agent_activity for values from (lanekeeper.agent_uuid7_floor('2020-01-01 00:00Z'))
 		  to (lanekeeper.agent_uuid7_floor(date_trunc('month', clock_timestamp() at time zone 'UTC') at time zone 'UTC' - interval '1 month'))`)
-	require.NoError(t, err)
 	op := string(trace.New(trace.Operate))
 	a := put(t, db, act{ago: 40 * 24 * time.Hour, skill: "old"})
 	b := put(t, db, act{ago: 3 * time.Hour, status: "error", lane: "heartbeat"})
@@ -265,10 +264,9 @@ func TestLinesReadAWindowAndContinueAfterIt(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	fill(t, db)
-	_, err := db.Exec(t.Context(), `
+	pgtest.Exec(t, db, `
 		update agent_activity set agent = 'rare' where id in (
 		  (select id from agent_activity order by id limit 2) union all (select id from agent_activity order by id desc limit 1))`)
-	require.NoError(t, err)
 	ids, pages, partial := walk(t, db, activity.Filter{Agent: "rare"})
 	if len(ids) != 3 || pages != 3 || partial != 2 {
 		t.Errorf("found %d on %d pages, %d of them partial; want 3 on 3, 2", len(ids), pages, partial)
@@ -343,7 +341,7 @@ func (e *explainer) Query(ctx context.Context, sql string, args ...any) (pgx.Row
 // fill writes 24,000 rows and 4,000 executions, evenly since the beginning of last month.
 func fill(t *testing.T, db postgres.DB) {
 	t.Helper()
-	_, err := db.Exec(t.Context(), `
+	pgtest.Exec(t, db, `
 		create temp table since as select clock_timestamp() as now,
 		       clock_timestamp() - (date_trunc('month', clock_timestamp() at time zone 'UTC') - interval '1 month') at time zone 'UTC' as span;
 		insert into agent_activity (id, trace_id, kind, skill_name, status, error_class, surface, token_usage, created_at,
@@ -358,7 +356,6 @@ func fill(t *testing.T, db postgres.DB) {
 		  from (select n, now - span * n / 4001 as at from since, generate_series(1, 4000) n) x;
 		drop table since;
 		analyze agent_activity; analyze agent_executions; analyze agent_activity_open`)
-	require.NoError(t, err)
 }
 
 // populated are the partitions that have rows: an empty one is best read as it is.
@@ -519,9 +516,8 @@ func TestAModelCallIsChargedToTheSkillsThatItLedTo(t *testing.T) {
 // skillsThatAre declares skills.
 func skillsThatAre(t *testing.T, db postgres.DB, names ...string) {
 	t.Helper()
-	_, err := db.Exec(t.Context(), `
+	pgtest.Exec(t, db, `
 		insert into agent_skills (name, tool_definition, handler, enabled_at) select n, '{}', 'builtin:x', 'epoch' from unnest($1::text[]) n`, names)
-	require.NoError(t, err)
 }
 
 func TestSlowestIsByThe95thPercentile(t *testing.T) {

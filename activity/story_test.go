@@ -147,10 +147,9 @@ func run(t *testing.T, db postgres.DB, traceID trace.ID, status string, ago time
 	if status == "running" {
 		return id
 	}
-	_, err = db.Exec(t.Context(), `
+	pgtest.Exec(t, db, `
 		update agent_executions set status = @status, completed_at = created_at + interval '3 seconds' where id = @id`,
 		postgres.Strict{"status": status, "id": id})
-	require.NoError(t, err)
 	return id
 }
 

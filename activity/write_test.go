@@ -117,10 +117,9 @@ func TestAStaleClaimWritesNothing(t *testing.T) {
 	stale := map[string]func(t *testing.T, e activity.Entry){
 		"handed on": func(t *testing.T, e activity.Entry) { handOn(t, pool, e.ExecutionID) },
 		"expired": func(t *testing.T, e activity.Entry) {
-			_, err := pool.Exec(t.Context(), `
+			pgtest.Exec(t, pool, `
 				update agent_workers set expires_at = clock_timestamp() where id = (select claimed_by from agent_executions where id = @id)`,
 				postgres.Strict{"id": e.ExecutionID})
-			require.NoError(t, err)
 		},
 		"cancelled": func(t *testing.T, e activity.Entry) {
 			pgtest.Exec(t, pool, `select cancel_agent_execution(@id, 'test', '')`, postgres.Strict{"id": e.ExecutionID})

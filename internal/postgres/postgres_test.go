@@ -131,9 +131,8 @@ func TestReadCommittedWhateverTheDefault(t *testing.T) {
 	require.NoError(t, err)
 	defer admin.Close()
 	name := pgx.Identifier{admin.Config().ConnConfig.Database}.Sanitize()
-	_, err = admin.Exec(t.Context(), "alter database "+name+
+	pgtest.Exec(t, admin, "alter database "+name+
 		" set default_transaction_isolation = 'serializable'")
-	require.NoError(t, err)
 	pool, err := postgres.Open(t.Context(), at, postgres.Options{})
 	require.NoError(t, err)
 	defer pool.Close()

@@ -79,16 +79,15 @@ func TestADatabaseOfAnotherEncodingIsRefused(t *testing.T) {
 	at := pgtest.EmptyURL(t)
 	admin := opened(t, at)
 	name := admin.Config().ConnConfig.Database + "_ascii"
-	_, err := admin.Exec(t.Context(), "create database "+pgx.Identifier{name}.Sanitize()+
+	pgtest.Exec(t, admin, "create database "+pgx.Identifier{name}.Sanitize()+
 		" template template0 encoding 'SQL_ASCII' locale 'C'")
-	require.NoError(t, err)
 	t.Cleanup(func() {
 		if _, err := admin.Exec(context.WithoutCancel(t.Context()),
 			"drop database "+pgx.Identifier{name}.Sanitize()); err != nil {
 			t.Error(err)
 		}
 	})
-	_, err = postgres.Open(t.Context(), strings.Replace(at, admin.Config().ConnConfig.Database, name, 1),
+	_, err := postgres.Open(t.Context(), strings.Replace(at, admin.Config().ConnConfig.Database, name, 1),
 		postgres.Options{})
 	if err == nil || !strings.Contains(err.Error(), `"SQL_ASCII"`) ||
 		!strings.Contains(err.Error(), "createdb --encoding=UTF8") {
