@@ -222,12 +222,9 @@ func Remove(ctx context.Context, db postgres.DB, source string, keep []string) (
 		 where current and source = @source and name <> all(@keep::text[])
 		returning name`,
 		postgres.Strict{"source": source, "keep": append([]string{}, keep...)})
+	names, err := postgres.Collect(rows, err, fmt.Sprintf("remove agents of source %s", source), pgx.RowTo[string])
 	if err != nil {
-		return nil, fmt.Errorf("remove agents of source %s: %w", source, err)
-	}
-	names, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		return nil, fmt.Errorf("remove agents of source %s: %w", source, err)
+		return nil, err
 	}
 	slices.Sort(names)
 	return names, nil
@@ -261,17 +258,7 @@ func version(ctx context.Context, db postgres.DB, name string, number int) (row,
 		select name, version, definition, source, created_at from agent_agents
 		 where name = @name and version = @version`,
 		postgres.Strict{"name": name, "version": number})
-	if err != nil {
-		return row{}, fmt.Errorf("read agent %s: %w", name, err)
-	}
-	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[row])
-	if errors.Is(err, pgx.ErrNoRows) {
-		err = ErrNotFound
-	}
-	if err != nil {
-		return row{}, fmt.Errorf("read version %d of agent %s: %w", number, name, err)
-	}
-	return got, nil
+	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("read version %d of agent %s", number, name), pgx.RowToStructByName[row])
 }
 
 // Versions lists the versions of an agent, the newest first; [ErrNotFound] when there is none.

@@ -238,7 +238,8 @@ func Decide(ctx context.Context, db postgres.Beginner, id string, approve bool, 
 	decide := func(tx pgx.Tx) error {
 		rows, err := tx.Query(ctx, `select `+columns+` from decide_agent_approval(@id, @approve, @by, @reason) a`+asker,
 			postgres.Strict{"id": id, "approve": approve, "by": by, "reason": reason})
-		if decided, err = collectOne(rows, err); err != nil {
+		decided, err = postgres.CollectOne(rows, err, ErrNotFound, "record decision", pgx.RowToStructByPos[Approval])
+		if err != nil {
 			return err
 		}
 		if !approve {
@@ -307,22 +308,7 @@ func Hash(args json.RawMessage) (string, error) {
 func Get(ctx context.Context, db postgres.DB, id string) (Approval, error) {
 	rows, err := db.Query(ctx, `select `+columns+` from agent_approvals a`+asker+` where a.id = @id`,
 		postgres.Strict{"id": id})
-	got, err := collectOne(rows, err)
-	if err != nil {
-		return Approval{}, fmt.Errorf("read approval %s: %w", id, err)
-	}
-	return got, nil
-}
-
-func collectOne(rows pgx.Rows, err error) (Approval, error) {
-	if err != nil {
-		return Approval{}, err
-	}
-	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[Approval])
-	if errors.Is(err, pgx.ErrNoRows) || postgres.IsCode(err, "22P02") {
-		err = ErrNotFound
-	}
-	return got, err
+	return postgres.CollectOne(rows, err, ErrNotFound, "read approval "+id, pgx.RowToStructByPos[Approval])
 }
 
 // Filter narrows a listing. Zero values do not narrow; Limit defaults to 50 and is at most 500. Before is the id
@@ -376,12 +362,5 @@ func Pending(ctx context.Context, db postgres.DB, limit int) ([]Approval, error)
 }
 
 func collect(rows pgx.Rows, err error) ([]Approval, error) {
-	if err != nil {
-		return nil, fmt.Errorf("list approvals: %w", err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Approval])
-	if err != nil {
-		return nil, fmt.Errorf("list approvals: %w", err)
-	}
-	return got, nil
+	return postgres.Collect(rows, err, "list approvals", pgx.RowToStructByPos[Approval])
 }

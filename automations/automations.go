@@ -404,14 +404,7 @@ func Due(ctx context.Context, db postgres.DB, limit int) ([]Automation, error) {
 }
 
 func collect(rows pgx.Rows, err error, what string) ([]Automation, error) {
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", what, err)
-	}
-	found, err := pgx.CollectRows(rows, pgx.RowToStructByName[Automation])
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", what, err)
-	}
-	return found, nil
+	return postgres.Collect(rows, err, what, pgx.RowToStructByName[Automation])
 }
 
 // RunFilter narrows [Runs]; the zero value lists the newest 100.
@@ -452,14 +445,7 @@ func Abandoned(ctx context.Context, db postgres.DB, limit int) ([]Run, error) {
 }
 
 func collectRuns(rows pgx.Rows, err error, what string) ([]Run, error) {
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", what, err)
-	}
-	runs, err := pgx.CollectRows(rows, pgx.RowToStructByName[Run])
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", what, err)
-	}
-	return runs, nil
+	return postgres.Collect(rows, err, what, pgx.RowToStructByName[Run])
 }
 
 func page(limit int) int {

@@ -256,12 +256,9 @@ func Remove(ctx context.Context, db postgres.DB, source string, keep []string) (
 }
 
 func sortedNames(rows pgx.Rows, err error, what string) ([]string, error) {
+	names, err := postgres.Collect(rows, err, what, pgx.RowTo[string])
 	if err != nil {
-		return nil, fmt.Errorf("%s: %w", what, err)
-	}
-	names, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", what, err)
+		return nil, err
 	}
 	slices.Sort(names)
 	return names, nil

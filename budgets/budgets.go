@@ -164,14 +164,7 @@ func Today(ctx context.Context, db postgres.DB) ([]Standing, error) {
 	rows, err := db.Query(ctx, `
 		select scope, tokens, cost_usd::float8, reserved_tokens, reserved_usd::float8, unsettled, unknown_tokens, unknown_usd::float8
 		  from agent_budget_today`)
-	if err != nil {
-		return nil, fmt.Errorf("list budgets: %w", err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Standing])
-	if err != nil {
-		return nil, fmt.Errorf("list budgets: %w", err)
-	}
-	return got, nil
+	return postgres.Collect(rows, err, "list budgets", pgx.RowToStructByPos[Standing])
 }
 
 // AgentOf is what an agent has used of the day, out of the list of [Today].
@@ -190,15 +183,9 @@ func Of(ctx context.Context, db postgres.DB, scope string) (Standing, error) {
 		select scope, tokens, cost_usd::float8, reserved_tokens, reserved_usd::float8, unsettled, unknown_tokens, unknown_usd::float8
 		  from agent_budgets
 		 where scope = @scope`, postgres.Strict{"scope": scope})
-	if err != nil {
-		return Standing{}, fmt.Errorf("read budget of %s: %w", scope, err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Standing])
-	if err != nil {
-		return Standing{}, fmt.Errorf("read budget of %s: %w", scope, err)
-	}
+	got, err := postgres.Collect(rows, err, "read budget of "+scope, pgx.RowToStructByPos[Standing])
 	if len(got) == 0 {
-		return Standing{Scope: scope}, nil
+		return Standing{Scope: scope}, err
 	}
-	return got[0], nil
+	return got[0], err
 }

@@ -3,7 +3,6 @@ package databases
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"slices"
 
@@ -41,12 +40,9 @@ func Remove(ctx context.Context, db postgres.DB, source string, keep []string) (
 	rows, err := db.Query(ctx, `
 		delete from agent_databases where source = @source and name <> all(@keep::text[]) returning name`,
 		postgres.Strict{"source": source, "keep": append([]string{}, keep...)})
+	names, err := postgres.Collect(rows, err, fmt.Sprintf("remove databases of source %s", source), pgx.RowTo[string])
 	if err != nil {
-		return nil, fmt.Errorf("remove databases of source %s: %w", source, err)
-	}
-	names, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		return nil, fmt.Errorf("remove databases of source %s: %w", source, err)
+		return nil, err
 	}
 	slices.Sort(names)
 	return names, nil
@@ -57,17 +53,7 @@ func Get(ctx context.Context, db postgres.DB, name string) (Database, error) {
 	rows, err := db.Query(ctx, `
 		select name, description, url_env, access, role, source, created_at, updated_at
 		  from agent_databases where name = @name`, postgres.Strict{"name": name})
-	if err != nil {
-		return Database{}, fmt.Errorf("get database %q: %w", name, err)
-	}
-	d, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Database])
-	if errors.Is(err, pgx.ErrNoRows) {
-		err = ErrNotFound
-	}
-	if err != nil {
-		return Database{}, fmt.Errorf("get database %q: %w", name, err)
-	}
-	return d, nil
+	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("get database %q", name), pgx.RowToStructByName[Database])
 }
 
 // List returns the declared databases by name.
@@ -75,12 +61,5 @@ func List(ctx context.Context, db postgres.DB) ([]Database, error) {
 	rows, err := db.Query(ctx, `
 		select name, description, url_env, access, role, source, created_at, updated_at
 		  from agent_databases order by name limit 1000`)
-	if err != nil {
-		return nil, fmt.Errorf("list databases: %w", err)
-	}
-	all, err := pgx.CollectRows(rows, pgx.RowToStructByName[Database])
-	if err != nil {
-		return nil, fmt.Errorf("list databases: %w", err)
-	}
-	return all, nil
+	return postgres.Collect(rows, err, "list databases", pgx.RowToStructByName[Database])
 }

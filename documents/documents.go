@@ -203,16 +203,7 @@ func Get(ctx context.Context, db postgres.DB, id string) (Document, error) {
 
 // one is the document of a query.
 func one(rows pgx.Rows, err error, doing string) (Document, error) {
-	if err == nil {
-		var d Document
-		if d, err = pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[Document]); err == nil {
-			return d, nil
-		}
-	}
-	if errors.Is(err, pgx.ErrNoRows) || postgres.IsCode(err, "22P02") {
-		err = ErrNotFound
-	}
-	return Document{}, fmt.Errorf("%s: %w", doing, err)
+	return postgres.CollectOne(rows, err, ErrNotFound, doing, pgx.RowToStructByPos[Document])
 }
 
 // Content reads the whole content of a document.
@@ -247,14 +238,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Document, error) {
 		 order by id desc limit @limit`, postgres.Strict{
 		"thread": postgres.Text(f.ThreadID), "execution": f.ExecutionID, "before": f.Before, "limit": min(f.Limit, 1000),
 	})
-	if err != nil {
-		return nil, fmt.Errorf("list documents: %w", err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Document])
-	if err != nil {
-		return nil, fmt.Errorf("list documents: %w", err)
-	}
-	return got, nil
+	return postgres.Collect(rows, err, "list documents", pgx.RowToStructByPos[Document])
 }
 
 // Delete deletes a document for good, and returns what it was.
@@ -372,14 +356,7 @@ func ListOwn(ctx context.Context, db postgres.DB, p threads.Principal, after str
 		select `+columns+` from agent_documents
 		 where `+owned+` and (@id = '' or case when @oldest then id > lanekeeper.agent_uuid(@id) else id < lanekeeper.agent_uuid(@id) end)
 		 order by case when @oldest then id end, id desc limit @most`, args)
-	if err != nil {
-		return nil, fmt.Errorf("list documents: %w", err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Document])
-	if err != nil {
-		return nil, fmt.Errorf("list documents: %w", err)
-	}
-	return got, nil
+	return postgres.Collect(rows, err, "list documents", pgx.RowToStructByPos[Document])
 }
 
 // DeleteOwn deletes a document of a principal that nothing uses, in the caller's transaction. [ErrInUse]: a thread or

@@ -88,14 +88,7 @@ func Readable(ctx context.Context, db postgres.DB, execution string, most int) (
 		select `+columns+` from agent_documents
 		 where id in (`+readableIDs+`) order by id desc limit @most`,
 		postgres.Strict{"execution": execution, "id": "", "most": most})
-	if err != nil {
-		return nil, fmt.Errorf("list documents of execution: %w", err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Document])
-	if err != nil {
-		return nil, fmt.Errorf("list documents of execution: %w", err)
-	}
-	return got, nil
+	return postgres.Collect(rows, err, "list documents of execution", pgx.RowToStructByPos[Document])
 }
 
 // GetReadable reads a document without its content, if the execution may read it: one of [Readable], and any for an

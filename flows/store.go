@@ -63,12 +63,9 @@ func Remove(ctx context.Context, db postgres.DB, source string, keep []string) (
 	rows, err := db.Query(ctx, `
 		update agent_flows set current = false where current and source = @source and name <> all(@keep::text[]) returning name`,
 		postgres.Strict{"source": source, "keep": append([]string{}, keep...)})
+	names, err := postgres.Collect(rows, err, fmt.Sprintf("remove flows of source %s", source), pgx.RowTo[string])
 	if err != nil {
-		return nil, fmt.Errorf("remove flows of source %s: %w", source, err)
-	}
-	names, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		return nil, fmt.Errorf("remove flows of source %s: %w", source, err)
+		return nil, err
 	}
 	slices.Sort(names)
 	return names, nil
@@ -92,17 +89,7 @@ func GetVersion(ctx context.Context, db postgres.DB, name string, version int) (
 }
 
 func one(rows pgx.Rows, err error, name string) (Flow, error) {
-	if err != nil {
-		return Flow{}, fmt.Errorf("read flow %s: %w", name, err)
-	}
-	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Flow])
-	if errors.Is(err, pgx.ErrNoRows) {
-		err = ErrNotFound
-	}
-	if err != nil {
-		return Flow{}, fmt.Errorf("read flow %s: %w", name, err)
-	}
-	return got, nil
+	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("read flow %s", name), pgx.RowToStructByName[Flow])
 }
 
 // Filter narrows a listing. The zero value lists the first 100 current flows, by name.
@@ -123,14 +110,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Flow, error) {
 		 where case when @name = '' then current and name > @after else name = @name and (@before = 0 or version < @before) end
 		 order by name, version desc limit @limit`,
 		postgres.Strict{"name": f.Name, "after": f.After, "before": f.Before, "limit": min(f.Limit, 500)})
-	if err != nil {
-		return nil, fmt.Errorf("list flows: %w", err)
-	}
-	all, err := pgx.CollectRows(rows, pgx.RowToStructByName[Flow])
-	if err != nil {
-		return nil, fmt.Errorf("list flows: %w", err)
-	}
-	return all, nil
+	return postgres.Collect(rows, err, "list flows", pgx.RowToStructByName[Flow])
 }
 
 // CheckStart reports whether an execution of a flow can start with an input. It returns [ErrRemoved] for a removed

@@ -3,7 +3,6 @@ package mcp
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"time"
 
@@ -131,30 +130,13 @@ func Remove(ctx context.Context, db postgres.DB, source string, keep []string) (
 // Get reads one server, or returns [ErrNotFound].
 func Get(ctx context.Context, db postgres.DB, name string) (Remote, error) {
 	rows, err := db.Query(ctx, `select `+remoteColumns+` from agent_mcp_servers where name = @name`, postgres.Strict{"name": name})
-	if err != nil {
-		return Remote{}, fmt.Errorf("read MCP server %q: %w", name, err)
-	}
-	r, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[Remote])
-	if errors.Is(err, pgx.ErrNoRows) {
-		err = ErrNotFound
-	}
-	if err != nil {
-		return Remote{}, fmt.Errorf("read MCP server %q: %w", name, err)
-	}
-	return r, nil
+	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("read MCP server %q", name), pgx.RowToStructByPos[Remote])
 }
 
 // List reads all servers, by name.
 func List(ctx context.Context, db postgres.DB) ([]Remote, error) {
 	rows, err := db.Query(ctx, `select `+remoteColumns+` from agent_mcp_servers order by name limit 1000`)
-	if err != nil {
-		return nil, fmt.Errorf("list MCP servers: %w", err)
-	}
-	all, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Remote])
-	if err != nil {
-		return nil, fmt.Errorf("list MCP servers: %w", err)
-	}
-	return all, nil
+	return postgres.Collect(rows, err, "list MCP servers", pgx.RowToStructByPos[Remote])
 }
 
 // Tool is a row of agent_mcp_tools: a tool and its mounted skill.
@@ -188,12 +170,5 @@ func Tools(ctx context.Context, db postgres.DB, server string) ([]Tool, error) {
 	rows, err := db.Query(ctx, `
 		select `+toolColumns+` from agent_mcp_tools where @server = '' or server = @server order by server, tool`,
 		postgres.Strict{"server": server})
-	if err != nil {
-		return nil, fmt.Errorf("list MCP tools: %w", err)
-	}
-	all, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Tool])
-	if err != nil {
-		return nil, fmt.Errorf("list MCP tools: %w", err)
-	}
-	return all, nil
+	return postgres.Collect(rows, err, "list MCP tools", pgx.RowToStructByPos[Tool])
 }

@@ -341,14 +341,7 @@ func change(ctx context.Context, db postgres.Beginner, act, skill, by, agent str
 // Offers lists the offered skills by name.
 func Offers(ctx context.Context, db postgres.DB) ([]Offer, error) {
 	rows, err := db.Query(ctx, `select skill_name, offered_by, created_at from agent_mcp_offers order by skill_name`)
-	if err != nil {
-		return nil, fmt.Errorf("list offered skills: %w", err)
-	}
-	all, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Offer])
-	if err != nil {
-		return nil, fmt.Errorf("list offered skills: %w", err)
-	}
-	return all, nil
+	return postgres.Collect(rows, err, "list offered skills", pgx.RowToStructByPos[Offer])
 }
 
 // offered returns the offered and enabled skills that the registry can run.

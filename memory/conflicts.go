@@ -120,30 +120,13 @@ func Conflicts(ctx context.Context, db postgres.DB, f ConflictFilter) ([]Conflic
 		postgres.Strict{
 			"status": status, "owner": f.Owner, "category": cmp.Or(f.Category, defaultCategory), "key": f.Key, "before": f.Before, "limit": bounded(f.Limit),
 		})
-	if err != nil {
-		return nil, fmt.Errorf("list memory conflicts: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[Conflict])
-	if err != nil {
-		return nil, fmt.Errorf("list memory conflicts: %w", err)
-	}
-	return list, nil
+	return postgres.Collect(rows, err, "list memory conflicts", pgx.RowToStructByName[Conflict])
 }
 
 // GetConflict returns one conflict, or [ErrConflictNotFound].
 func GetConflict(ctx context.Context, db postgres.DB, id string) (Conflict, error) {
 	rows, err := db.Query(ctx, conflictColumns+` where c.id = lanekeeper.agent_uuid(@id)`, postgres.Strict{"id": id})
-	if err != nil {
-		return Conflict{}, fmt.Errorf("get memory conflict %.60q: %w", id, err)
-	}
-	c, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Conflict])
-	if errors.Is(err, pgx.ErrNoRows) {
-		err = ErrConflictNotFound
-	}
-	if err != nil {
-		return Conflict{}, fmt.Errorf("get memory conflict %.60q: %w", id, err)
-	}
-	return c, nil
+	return postgres.CollectOne(rows, err, ErrConflictNotFound, fmt.Sprintf("get memory conflict %.60q", id), pgx.RowToStructByName[Conflict])
 }
 
 // Decision decides a conflict.

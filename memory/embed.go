@@ -139,14 +139,7 @@ func (x *Index) claim(ctx context.Context, db postgres.DB, since time.Time) ([]c
 		postgres.Strict{
 			"model": x.model.Model(), "since": since, "most": embedBatch, "claim": embedClaim.Seconds(),
 		})
-	if err != nil {
-		return nil, fmt.Errorf("claim memories to embed: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[claimedEntry])
-	if err != nil {
-		return nil, fmt.Errorf("claim memories to embed: %w", err)
-	}
-	return list, nil
+	return postgres.Collect(rows, err, "claim memories to embed", pgx.RowToStructByName[claimedEntry])
 }
 
 // embed embeds claimed entries in one request, or one by one if the server rejects that. The pass ends with an error

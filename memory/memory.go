@@ -276,17 +276,7 @@ func (o Owner) Get(ctx context.Context, db postgres.DB, category, key string) (E
 		 where owner = @owner and category = @category and key = @key
 		   and (expires_at is null or expires_at > clock_timestamp())`,
 		postgres.Strict{"owner": o, "category": category, "key": key})
-	if err != nil {
-		return Entry{}, fmt.Errorf("get memory %q: %w", key, err)
-	}
-	e, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Entry])
-	if errors.Is(err, pgx.ErrNoRows) {
-		err = ErrNotFound
-	}
-	if err != nil {
-		return Entry{}, fmt.Errorf("get memory %q: %w", key, err)
-	}
-	return e, nil
+	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("get memory %q", key), pgx.RowToStructByName[Entry])
 }
 
 // Named returns the entries of names, in order. It omits missing ones.
@@ -302,14 +292,7 @@ func (o Owner) Named(ctx context.Context, db postgres.DB, names ...Name) ([]Entr
 		 where m.expires_at is null or m.expires_at > clock_timestamp()
 		 order by n.place`,
 		postgres.Strict{"owner": o, "categories": categories, "keys": keys})
-	if err != nil {
-		return nil, fmt.Errorf("get named memories: %w", err)
-	}
-	found, err := pgx.CollectRows(rows, pgx.RowToStructByName[Entry])
-	if err != nil {
-		return nil, fmt.Errorf("get named memories: %w", err)
-	}
-	return found, nil
+	return postgres.Collect(rows, err, "get named memories", pgx.RowToStructByName[Entry])
 }
 
 // Expire deletes the expired entries and returns how many. Revisions of deleted keys, and decided conflicts, are
@@ -342,14 +325,7 @@ func Stats(ctx context.Context, db postgres.DB) ([]CategoryStats, error) {
 		       count(expires_at) as expiring, max(updated_at) as updated_at
 		  from agent_memory where expires_at is null or expires_at > clock_timestamp()
 		 group by owner, category order by owner, category`)
-	if err != nil {
-		return nil, fmt.Errorf("count memory: %w", err)
-	}
-	stats, err := pgx.CollectRows(rows, pgx.RowToStructByName[CategoryStats])
-	if err != nil {
-		return nil, fmt.Errorf("count memory: %w", err)
-	}
-	return stats, nil
+	return postgres.Collect(rows, err, "count memory", pgx.RowToStructByName[CategoryStats])
 }
 
 // Name identifies an entry. Other rows with tracked revisions have a Kind and no category.
@@ -505,17 +481,7 @@ func GetID(ctx context.Context, db postgres.DB, id string) (Entry, error) {
 		select id, owner, category, key, value, revision, trace_id, expires_at, created_at, updated_at
 		  from agent_memory where id = lanekeeper.agent_uuid(@id) and (expires_at is null or expires_at > clock_timestamp())`,
 		postgres.Strict{"id": id})
-	if err != nil {
-		return Entry{}, fmt.Errorf("get memory %.60q: %w", id, err)
-	}
-	e, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Entry])
-	if errors.Is(err, pgx.ErrNoRows) {
-		err = ErrNotFound
-	}
-	if err != nil {
-		return Entry{}, fmt.Errorf("get memory %.60q: %w", id, err)
-	}
-	return e, nil
+	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("get memory %.60q", id), pgx.RowToStructByName[Entry])
 }
 
 // prune deletes the revisions of long gone keys, and old decided conflicts.

@@ -68,14 +68,7 @@ func (o Owner) matching(ctx context.Context, db postgres.DB, query string, anyWo
 		 where m.owner = @owner and m.search @@ q.query and (m.expires_at is null or m.expires_at > clock_timestamp())
 		 order by ts_rank(m.search, q.query, 1) desc, m.updated_at desc, m.id desc
 		 limit @limit`, postgres.Strict{"owner": o, "query": query, "any_word": anyWord, "limit": bounded(limit)})
-	if err != nil {
-		return nil, fmt.Errorf("search memory: %w", err)
-	}
-	found, err := pgx.CollectRows(rows, pgx.RowToStructByName[Entry])
-	if err != nil {
-		return nil, fmt.Errorf("search memory: %w", err)
-	}
-	return found, nil
+	return postgres.Collect(rows, err, "search memory", pgx.RowToStructByName[Entry])
 }
 
 // Filter narrows [List]; the zero value lists the newest 20 of all owners.
@@ -100,14 +93,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Entry, error) {
 		postgres.Strict{
 			"owner": f.Owner, "category": f.Category, "prefix": f.Prefix, "trace_ids": f.TraceIDs, "before": f.Before, "limit": bounded(f.Limit),
 		})
-	if err != nil {
-		return nil, fmt.Errorf("list memory: %w", err)
-	}
-	found, err := pgx.CollectRows(rows, pgx.RowToStructByName[Entry])
-	if err != nil {
-		return nil, fmt.Errorf("list memory: %w", err)
-	}
-	return found, nil
+	return postgres.Collect(rows, err, "list memory", pgx.RowToStructByName[Entry])
 }
 
 // Recent returns the last written entries of a category, or of all when it is empty. limit is 20 when 0, at most
@@ -120,14 +106,7 @@ func (o Owner) Recent(ctx context.Context, db postgres.DB, category string, limi
 		   and (expires_at is null or expires_at > clock_timestamp())
 		 order by updated_at desc, id desc limit @limit`,
 		postgres.Strict{"owner": o, "category": category, "limit": bounded(limit)})
-	if err != nil {
-		return nil, fmt.Errorf("list memory: %w", err)
-	}
-	found, err := pgx.CollectRows(rows, pgx.RowToStructByName[Entry])
-	if err != nil {
-		return nil, fmt.Errorf("list memory: %w", err)
-	}
-	return found, nil
+	return postgres.Collect(rows, err, "list memory", pgx.RowToStructByName[Entry])
 }
 
 func bounded(limit int) int {
@@ -255,14 +234,7 @@ func (x *Index) nearest(ctx context.Context, db postgres.DB, o Owner, vector []f
 		 order by e.vector::` + schema + `.vector operator(` + schema + `.<=>) @vector::real[]::` + schema + `.vector, m.id limit @limit`
 	rows, err := db.Query(ctx, query,
 		postgres.Strict{"owner": o, "model": x.model.Model(), "vector": vector, "most": maxScanned, "limit": limit})
-	if err != nil {
-		return nil, fmt.Errorf("search memory by meaning: %w", err)
-	}
-	found, err := pgx.CollectRows(rows, pgx.RowToStructByName[Entry])
-	if err != nil {
-		return nil, fmt.Errorf("search memory by meaning: %w", err)
-	}
-	return found, nil
+	return postgres.Collect(rows, err, "search memory by meaning", pgx.RowToStructByName[Entry])
 }
 
 // fuse merges ranked lists: an entry scores 1 / (60 + rank) in each. Of equals, the first list's entry wins.

@@ -179,12 +179,5 @@ func Remove(ctx context.Context, db postgres.DB, source string, keep []string) (
 		    from gone where o.id = gone.id and not gone.untouched and o.status = 'active' returning o.name)
 		select name from deleted union all select name from paused order by name`,
 		pgx.StrictNamedArgs{"source": source, "keep": append([]string{}, keep...)})
-	if err != nil {
-		return nil, fmt.Errorf("remove objectives of source %s: %w", source, err)
-	}
-	names, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		return nil, fmt.Errorf("remove objectives of source %s: %w", source, err)
-	}
-	return names, nil
+	return postgres.Collect(rows, err, fmt.Sprintf("remove objectives of source %s", source), pgx.RowTo[string])
 }

@@ -219,14 +219,7 @@ func Get(ctx context.Context, db postgres.DB, nameOrID string) (Objective, error
 }
 
 func collect(what string, rows pgx.Rows, err error) ([]Objective, error) {
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", what, err)
-	}
-	found, err := pgx.CollectRows(rows, pgx.RowToStructByName[Objective])
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", what, err)
-	}
-	return found, nil
+	return postgres.Collect(rows, err, what, pgx.RowToStructByName[Objective])
 }
 
 // Steps returns the steps of an objective in order.
@@ -234,14 +227,7 @@ func Steps(ctx context.Context, db postgres.DB, objectiveID string) ([]Step, err
 	rows, err := db.Query(ctx, `
 		select id, objective_id, position, title, status, result, attempts, trace_id, started_at, created_at, updated_at
 		  from agent_objective_steps where objective_id = @id order by position`, pgx.StrictNamedArgs{"id": objectiveID})
-	if err != nil {
-		return nil, fmt.Errorf("list steps: %w", err)
-	}
-	steps, err := pgx.CollectRows(rows, pgx.RowToStructByName[Step])
-	if err != nil {
-		return nil, fmt.Errorf("list steps: %w", err)
-	}
-	return steps, nil
+	return postgres.Collect(rows, err, "list steps", pgx.RowToStructByName[Step])
 }
 
 // SetStatus pauses, resumes or ends an objective. from is the required status; for another it returns false. Only

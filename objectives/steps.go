@@ -235,12 +235,9 @@ func FindEvidence(ctx context.Context, db postgres.DB, stepID string, w Evidence
 		   and not exists (select from agent_objective_evidence e where e.activity_id = a.id)
 		 order by a.id`,
 		pgx.StrictNamedArgs{"step": stepID, "trace_id": w.TraceID, "execution": w.ExecutionID, "under": w.StepKey})
+	calls, err := postgres.Collect(rows, err, "find evidence", pgx.RowToStructByPos[call])
 	if err != nil {
-		return nil, fmt.Errorf("find evidence: %w", err)
-	}
-	calls, err := pgx.CollectRows(rows, pgx.RowToStructByPos[call])
-	if err != nil {
-		return nil, fmt.Errorf("find evidence: %w", err)
+		return nil, err
 	}
 	if len(calls) == 0 {
 		return nil, nil
@@ -374,14 +371,7 @@ func EvidenceOf(ctx context.Context, db postgres.DB, objectiveID string) ([]Evid
 		select e.id, e.step_id, e.activity_id, e.skill_name, e.trace_id, e.given_by, e.reason, e.created_at
 		  from agent_objective_evidence e join agent_objective_steps s on s.id = e.step_id
 		 where s.objective_id = @id and e.created_at >= s.started_at order by e.id`, pgx.StrictNamedArgs{"id": objectiveID})
-	if err != nil {
-		return nil, fmt.Errorf("list evidence: %w", err)
-	}
-	found, err := pgx.CollectRows(rows, pgx.RowToStructByName[Evidence])
-	if err != nil {
-		return nil, fmt.Errorf("list evidence: %w", err)
-	}
-	return found, nil
+	return postgres.Collect(rows, err, "list evidence", pgx.RowToStructByName[Evidence])
 }
 
 // Confirm is [ConfirmStep], and settles the objective after its last step, as [Advanced] does. It returns

@@ -314,12 +314,7 @@ var (
 func (w *world) during(n int, happen func(), replies ...modeltest.Reply) {
 	done := false
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
-		answers := 0
-		for _, m := range req.Messages {
-			if m.Role == openai.ChatMessageRoleAssistant {
-				answers++
-			}
-		}
+		answers := answersIn(req)
 		if answers == n && !done {
 			done = true
 			happen()
@@ -394,16 +389,8 @@ func TestWhatATurnHasReadSurvivesItsProcess(t *testing.T) {
 	t.Parallel()
 	w := remembering(t)
 	c := newCrash()
-	answers := func(req openai.ChatCompletionRequest) (n int) {
-		for _, m := range req.Messages {
-			if m.Role == openai.ChatMessageRoleAssistant {
-				n++
-			}
-		}
-		return n
-	}
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
-		n := answers(req)
+		n := answersIn(req)
 		if n == 1 && c.done.CompareAndSwap(false, true) { // it has read, and is lost before it writes
 			w.keep(t, "theirs")
 			c.came <- pgtest.Value[string](t, w.pool, `select id::text from agent_executions`)
@@ -532,15 +519,7 @@ func TestWhatWasFoundStaysCallableAfterACrash(t *testing.T) {
 			sent := w.many(t)
 			w.plan(modeltest.ToolCall("skill_search", `{"query":"invoice"}`), modeltest.ToolCall("send_invoice", `{}`), modeltest.Text("Sent."))
 			c := newCrash()
-			var steps atomic.Int32
-			w.wrap = func(ctx context.Context) context.Context {
-				return executions.Gate(ctx, func(ctx context.Context) error {
-					if int(steps.Add(1)) == at {
-						c.here(ctx)
-					}
-					return nil
-				})
-			}
+			w.crashBefore(at, c)
 			x := w.survive(t, c)
 			if got := outcome(t, x); got.Text != "Sent." || !c.done.Load() {
 				t.Errorf("execution is %s (%s), outcome %+v", x.Status, testkit.Deref(x.ErrorMessage), got)
@@ -599,14 +578,9 @@ func TestASkillWithTheNameOfAToolIsNotOffered(t *testing.T) {
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.Text("Done."))
 	w.turn.Tools = []reason.Tool{tool("probe", `{"type":"object"}`)}
 	w.completed(t)
-	named := 0
-	for _, offered := range w.model.Requests()[0].Tools {
-		if offered.Function.Name == "probe" {
-			named++
-		}
-	}
-	if got := heard(w); named != 1 || len(got) != 1 || got[0] != `"got {}"` {
-		t.Errorf("offered %d times, answered %q", named, got)
+	offered, got := toolNames(w.model.Requests()[0]), heard(w)
+	if !slices.Equal(offered, []string{"probe", "sizes"}) || !slices.Equal(got, []string{`"got {}"`}) {
+		t.Errorf("offered %q, answered %q", offered, got)
 	}
 }
 

@@ -69,10 +69,14 @@ func (w *world) park(t *testing.T) executions.Execution {
 	return x
 }
 
-// ended waits for the end of an execution, and lets each pending approval be decided meanwhile.
-func (w *world) ended(t *testing.T, id string, decide func(approvals.Approval)) (x executions.Execution) {
+// ended waits for the end of an execution. Meanwhile decide, where set, gets each pending approval, and each poll calls
+// the other functions.
+func (w *world) ended(t *testing.T, id string, decide func(approvals.Approval), polls ...func()) (x executions.Execution) {
 	t.Helper()
 	pgtest.Eventually(t, patience, func() bool {
+		for _, poll := range polls {
+			poll()
+		}
 		for _, a := range w.pending(t) {
 			if decide != nil {
 				decide(a)
@@ -316,29 +320,13 @@ func TestCrashAnywhereAroundAnApproval(t *testing.T) {
 			w.turn.OnApproval = func(approvals.Approval) {}
 			w.plan(modeltest.ToolCall("drop", `{"table":"x"}`).AndCall("drop", `{"table":"y"}`).AndCall("sizes", `{"limit":1}`), modeltest.Text("Done."))
 			c := newCrash()
-			var steps atomic.Int32
-			w.wrap = func(ctx context.Context) context.Context {
-				return executions.Gate(ctx, func(ctx context.Context) error {
-					if int(steps.Add(1)) == at {
-						c.here(ctx)
-					}
-					return nil
-				})
-			}
+			w.crashBefore(at, c)
 			x, _, err := w.engine(t, true).Start(t.Context(), w.pool, executions.Spec{Flow: "turn", Surface: trace.Flow})
 			if err != nil {
 				t.Fatal(err)
 			}
 			second := false
-			got := w.endedAfter(t, x.ID, func() {
-				select {
-				case <-c.came:
-					second = true
-					pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
-					w.engine(t, true)
-				default:
-				}
-			})
+			got := w.ended(t, x.ID, w.approveAll(t), func() { second = second || w.restart(t, c) })
 			close(c.wake)
 			if second != (at <= all) {
 				t.Errorf("the process died: %v", second)
@@ -359,19 +347,17 @@ func TestCrashAnywhereAroundAnApproval(t *testing.T) {
 	}
 }
 
-// endedAfter approves what is asked for until the execution ends, and looks each time.
-func (w *world) endedAfter(t *testing.T, id string, look func()) (x executions.Execution) {
+// restart continues in another process once the first one has stopped at c. It reports whether that happened.
+func (w *world) restart(t *testing.T, c *crash) bool {
 	t.Helper()
-	pgtest.Eventually(t, patience, func() bool {
-		look()
-		for _, a := range w.pending(t) {
-			w.decide(t, a, true, "")
-		}
-		var err error
-		x, err = executions.Get(t.Context(), w.pool, id)
-		return err == nil && x.Status.Ended()
-	}, "the execution ends")
-	return x
+	select {
+	case <-c.came:
+		pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
+		w.engine(t, true)
+		return true
+	default:
+		return false
+	}
 }
 
 func TestCrashDuringAnApprovedCall(t *testing.T) {
@@ -397,14 +383,7 @@ func TestCrashDuringAnApprovedCall(t *testing.T) {
 			w.plan(modeltest.ToolCall("drop", `{"table":"x"}`), modeltest.Text("Done."))
 			x := w.park(t)
 			w.engine(t, true)
-			got := w.endedAfter(t, x.ID, func() {
-				select {
-				case <-c.came:
-					pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
-					w.engine(t, true)
-				default:
-				}
-			})
+			got := w.ended(t, x.ID, w.approveAll(t), func() { w.restart(t, c) })
 			close(c.wake)
 			if got.Status != executions.Completed || calls.Load() != test.calls {
 				t.Errorf("execution is %s (%s), %d calls", got.Status, testkit.Deref(got.ErrorMessage), calls.Load())

@@ -275,10 +275,7 @@ func TestOnlySkillsInScopeAndInServiceAreOffered(t *testing.T) {
 	pgtest.Exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_at = clock_timestamp() where name in ('resting', 'tried', 'tried_outer')`)
 	pgtest.Exec(t, w.pool, `update agent_skills set trial_at = clock_timestamp() where name like 'tried%'`)
 	w.completed(t)
-	var offered []string
-	for _, tool := range w.model.Requests()[0].Tools {
-		offered = append(offered, tool.Function.Name)
-	}
+	offered := toolNames(w.model.Requests()[0])
 	slices.Sort(offered)
 	if want := []string{"any", "inner", "probe", "sizes", "tried"}; !slices.Equal(offered, want) {
 		t.Errorf("offered %q, want %q", offered, want)

@@ -6,7 +6,6 @@ import (
 	"net/http"
 	"slices"
 	"strings"
-	"sync/atomic"
 	"testing"
 
 	openai "github.com/sashabaranov/go-openai"
@@ -27,12 +26,7 @@ func delegating(t *testing.T, says map[string][]modeltest.Reply) (*world, *execu
 	t.Helper()
 	w := newWorld(t)
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
-		answers := 0
-		for _, m := range req.Messages {
-			if m.Role == openai.ChatMessageRoleAssistant {
-				answers++
-			}
-		}
+		answers := answersIn(req)
 		replies := says[req.Messages[1].Content]
 		if answers >= len(replies) {
 			return modeltest.Status(http.StatusBadRequest, 0)
@@ -94,10 +88,7 @@ func (w *world) child(t *testing.T, parent string) (x executions.Execution) {
 func (w *world) offeredTo(prompt string) (names []string) {
 	for _, r := range w.model.Requests() {
 		if r.Messages[1].Content == prompt {
-			for _, tool := range r.Tools {
-				names = append(names, tool.Function.Name)
-			}
-			return names
+			return toolNames(r)
 		}
 	}
 	return nil
@@ -259,15 +250,7 @@ func TestACrashWhileDelegatingStartsOneChild(t *testing.T) {
 		t.Run(fmt.Sprintf("before new step %d", at), func(t *testing.T) {
 			w := newWorld(t)
 			w.plan(modeltest.ToolCall("delegate", `{"task":"Part."}`), modeltest.Text("ok"))
-			var steps atomic.Int32
-			w.wrap = func(ctx context.Context) context.Context {
-				return executions.Gate(ctx, func(ctx context.Context) error {
-					if int(steps.Add(1)) == at {
-						c.here(ctx)
-					}
-					return nil
-				})
-			}
+			w.crashBefore(at, c)
 			w.loop.Budget = reason.Budget{Iterations: 3}
 			w.delegates(t)
 			x := w.survive(t, c)

@@ -2,20 +2,15 @@ package reason_test
 
 import (
 	"context"
-	"fmt"
 	"net/http"
-	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
-	"time"
 
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
-	"github.com/lanekeeper/lanekeeper/internal/pgtest"
-	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -122,48 +117,6 @@ func TestTheSameCallOverAndOverInOneReplyIsNotMadeForever(t *testing.T) {
 	}
 }
 
-func TestOtherCallsBetweenAreNoLoopAndTheIterationsStillHold(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t)
-	w.loop.Budget = reason.Budget{Iterations: 9}
-	w.model.Handle(func(n int, _ openai.ChatCompletionRequest) modeltest.Reply {
-		return modeltest.ToolCall("sizes", fmt.Sprintf(`{"limit":%d}`, 1+n%2))
-	})
-	if _, got := w.completed(t); got.Ended != "iterations" || len(got.Calls) != 9 {
-		t.Errorf("outcome is %+v", got)
-	}
-}
-
-func TestAStormOfRefusalsEndsTheTurnWithoutHarm(t *testing.T) {
-	t.Parallel()
-	storm := modeltest.Status(http.StatusTooManyRequests, time.Hour)
-	w := newWorld(t, modeltest.ToolCall("probe", `{}`), storm)
-	w.turn.OnTool = func(reason.ToolEvent) {}
-	x, _ := w.run(t)
-	message := testkit.Deref(x.ErrorMessage)
-	if x.Status != executions.Failed || !strings.Contains(message, "429") {
-		t.Errorf("execution is %s: %s", x.Status, message)
-	}
-	rows := named(w.rows(t, x), "model_call")
-	if len(rows) != 2 || rows[1].Status != "error" || rows[1].Class != "model" || !strings.Contains(rows[1].Message, "429") {
-		t.Errorf("%d rows, the last says %q", len(rows), rows[len(rows)-1].Message)
-	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity_open`); n != 0 {
-		t.Errorf("%d rows are open", n)
-	}
-}
-
-func TestAProviderThatIgnoresMaxTokensIsCutOff(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t, modeltest.Text(strings.Repeat("blah ", 60_000)))
-	if _, got := w.completed(t); got.Ended != reason.Answered || len(got.Text) > 40_000 || !strings.Contains(got.Text, "cut off") {
-		t.Errorf("the turn ended %s with %d bytes", got.Ended, len(got.Text))
-	}
-	if r := w.model.Requests()[0]; r.MaxTokens == 0 { //nolint:staticcheck // the older name is what every server knows
-		t.Error("the answer's length was not bounded")
-	}
-}
-
 func TestALongAnswerBesideACallDoesNotFillTheContext(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -177,13 +130,4 @@ func TestALongAnswerBesideACallDoesNotFillTheContext(t *testing.T) {
 		t.Errorf("%d tokens", n)
 	}
 	whole(t, 1, r.Messages)
-}
-
-func TestACutStreamLeavesOneAnswer(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.CutStream("Half an"), modeltest.EndedStream("Half an ans"), modeltest.Text("A whole answer."))
-	x, got := w.completed(t)
-	if got.Text != "A whole answer." || !slices.Equal(got.Calls, []string{"probe"}) || len(named(w.rows(t, x), "model_call")) != 2 {
-		t.Errorf("outcome is %+v", got)
-	}
 }

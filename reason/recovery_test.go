@@ -304,6 +304,19 @@ func (c *crash) here(ctx context.Context) {
 	<-c.wake
 }
 
+// crashBefore stops the turn at c before its new step number at.
+func (w *world) crashBefore(at int, c *crash) {
+	var steps atomic.Int32
+	w.wrap = func(ctx context.Context) context.Context {
+		return executions.Gate(ctx, func(ctx context.Context) error {
+			if int(steps.Add(1)) == at {
+				c.here(ctx)
+			}
+			return nil
+		})
+	}
+}
+
 // survive runs the turn in a process that stops at c, and then in another. It returns how the execution
 // ended, or as it was if the first process never came to c.
 func (w *world) survive(t *testing.T, c *crash) executions.Execution {
@@ -330,12 +343,7 @@ func (w *world) survive(t *testing.T, c *crash) executions.Execution {
 	}
 	pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 	w.engine(t, true)
-	var got executions.Execution
-	pgtest.Eventually(t, patience, func() bool {
-		var err error
-		got, err = executions.Get(t.Context(), w.pool, id)
-		return err == nil && got.Status.Ended()
-	}, "another process ends the execution")
+	got := w.ended(t, id, nil)
 	close(c.wake)
 	if err := first.Wait(); err != nil {
 		t.Fatal(err)
@@ -343,15 +351,20 @@ func (w *world) survive(t *testing.T, c *crash) executions.Execution {
 	return got
 }
 
+// answersIn counts the answers of the model in a request.
+func answersIn(req openai.ChatCompletionRequest) (n int) {
+	for _, m := range req.Messages {
+		if m.Role == openai.ChatMessageRoleAssistant {
+			n++
+		}
+	}
+	return n
+}
+
 // plan answers by what has been said, so that a request which is made twice is answered alike.
 func (w *world) plan(replies ...modeltest.Reply) {
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
-		answers := 0
-		for _, m := range req.Messages {
-			if m.Role == openai.ChatMessageRoleAssistant {
-				answers++
-			}
-		}
+		answers := answersIn(req)
 		return replies[min(answers, len(replies)-1)]
 	})
 }
@@ -412,15 +425,7 @@ func TestCrashBetweenAnyTwoStepsRepeatsNothing(t *testing.T) {
 			w := newWorld(t)
 			calls := w.work(t)
 			c := newCrash()
-			var steps atomic.Int32
-			w.wrap = func(ctx context.Context) context.Context {
-				return executions.Gate(ctx, func(ctx context.Context) error {
-					if int(steps.Add(1)) == at {
-						c.here(ctx)
-					}
-					return nil
-				})
-			}
+			w.crashBefore(at, c)
 			x := w.survive(t, c)
 			ended = !c.done.Load()
 			got := outcome(t, x)
@@ -548,11 +553,7 @@ func TestAWaitOfTheTurnDoesNotUseItsTime(t *testing.T) {
 	if err != nil || x.Status != executions.Waiting {
 		t.Fatalf("execution is %s: %v", x.Status, err)
 	}
-	pgtest.Eventually(t, patience, func() bool {
-		x, err = executions.Get(t.Context(), w.pool, x.ID)
-		return err == nil && x.Status.Ended()
-	}, "the turn goes on")
-	if got := outcome(t, x); got.Ended != reason.Answered {
+	if got := outcome(t, w.ended(t, x.ID, nil)); got.Ended != reason.Answered {
 		t.Errorf("outcome is %+v", got)
 	}
 }

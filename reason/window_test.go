@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"regexp"
 	"strings"
-	"sync/atomic"
 	"testing"
 
 	openai "github.com/sashabaranov/go-openai"
@@ -321,15 +320,7 @@ func TestALongResultIsTheSameAfterACrash(t *testing.T) {
 			w.builtins["probe"] = func(context.Context, skills.Call) (any, error) { return long(), nil }
 			text := w.reader()
 			c := newCrash()
-			var steps atomic.Int32
-			w.wrap = func(ctx context.Context) context.Context {
-				return executions.Gate(ctx, func(ctx context.Context) error {
-					if int(steps.Add(1)) == at {
-						c.here(ctx)
-					}
-					return nil
-				})
-			}
+			w.crashBefore(at, c)
 			x := w.survive(t, c)
 			if !json.Valid([]byte(text())) || !c.done.Load() || x.Status != executions.Completed {
 				t.Errorf("execution is %s; read %d bytes", x.Status, len(text()))

@@ -172,17 +172,7 @@ const columns = `id::text, kind, execution_id::text, trace_id, thread_id, title,
 // Get reads one request; ErrNotFound when there is none.
 func Get(ctx context.Context, db postgres.DB, id string) (Record, error) {
 	rows, err := db.Query(ctx, `select `+columns+` from agent_requests where id = @id`, postgres.Strict{"id": id})
-	if err != nil {
-		return Record{}, fmt.Errorf("read request: %w", err)
-	}
-	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[Record])
-	switch {
-	case errors.Is(err, pgx.ErrNoRows), postgres.IsCode(err, "22P02"):
-		return Record{}, fmt.Errorf("request %s: %w", id, ErrNotFound)
-	case err != nil:
-		return Record{}, fmt.Errorf("read request: %w", err)
-	}
-	return got, nil
+	return postgres.CollectOne(rows, err, ErrNotFound, "read request "+id, pgx.RowToStructByPos[Record])
 }
 
 // Filter narrows a listing. Zero values do not narrow; Limit defaults to 50 and is at most 1000. Before is the id
@@ -208,12 +198,5 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Record, error) {
 			"kind": f.Kind, "status": f.Status, "thread_id": f.ThreadID, "execution_id": f.ExecutionID, "before": f.Before,
 			"limit": min(f.Limit, 1000),
 		})
-	if err != nil {
-		return nil, fmt.Errorf("list requests: %w", err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Record])
-	if err != nil {
-		return nil, fmt.Errorf("list requests: %w", err)
-	}
-	return got, nil
+	return postgres.Collect(rows, err, "list requests", pgx.RowToStructByPos[Record])
 }

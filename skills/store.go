@@ -3,7 +3,6 @@ package skills
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"slices"
 
@@ -54,12 +53,9 @@ func Remove(ctx context.Context, db postgres.DB, source string, keep []string) (
 	rows, err := db.Query(ctx, `
 		delete from agent_skills where source = @source and name <> all(@keep::text[]) returning name`,
 		pgx.StrictNamedArgs{"source": source, "keep": append([]string{}, keep...)})
+	names, err := postgres.Collect(rows, err, fmt.Sprintf("remove skills of source %s", source), pgx.RowTo[string])
 	if err != nil {
-		return nil, fmt.Errorf("remove skills of source %s: %w", source, err)
-	}
-	names, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		return nil, fmt.Errorf("remove skills of source %s: %w", source, err)
+		return nil, err
 	}
 	slices.Sort(names)
 	return names, nil
@@ -94,17 +90,7 @@ func collect(rows pgx.Rows, err error, what string) ([]Skill, error) {
 // Get returns one skill, or [ErrNotFound].
 func Get(ctx context.Context, db postgres.DB, name string) (Skill, error) {
 	rows, err := db.Query(ctx, `select `+columns+` from agent_skills where name = @name`, pgx.StrictNamedArgs{"name": name})
-	if err != nil {
-		return Skill{}, fmt.Errorf("get skill %q: %w", name, err)
-	}
-	s, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Skill])
-	if errors.Is(err, pgx.ErrNoRows) {
-		err = ErrNotFound
-	}
-	if err != nil {
-		return Skill{}, fmt.Errorf("get skill %q: %w", name, err)
-	}
-	return s, nil
+	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("get skill %q", name), pgx.RowToStructByName[Skill])
 }
 
 // Filter narrows [List]; the zero value lists the newest 100.

@@ -361,17 +361,7 @@ func GetEndpoint(ctx context.Context, db postgres.DB, name string) (Endpoint, er
 		select id::text, name, description, scheme, secrets, settings, actions, enabled, disabled_reason, disabled_by, disabled_at,
 		       source, created_at, updated_at
 		  from agent_webhook_endpoints where name = @name`, postgres.Strict{"name": name})
-	if err != nil {
-		return Endpoint{}, fmt.Errorf("read webhook %q: %w", name, err)
-	}
-	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Endpoint])
-	if errors.Is(err, pgx.ErrNoRows) {
-		err = ErrNotFound
-	}
-	if err != nil {
-		return Endpoint{}, fmt.Errorf("read webhook %q: %w", name, err)
-	}
-	return got, nil
+	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("read webhook %q", name), pgx.RowToStructByName[Endpoint])
 }
 
 // Endpoints lists all endpoints by name.

@@ -125,3 +125,18 @@ func Row[T any](ctx context.Context, db DB, verb, sql string, args ...any) (T, e
 	}
 	return row, nil
 }
+
+// CollectOne reads the only row of a query with fn. Without a row, and for an id that is no UUID, it returns missing.
+// It wraps every error in verb.
+func CollectOne[T any](rows pgx.Rows, err, missing error, verb string, fn pgx.RowToFunc[T]) (got T, _ error) {
+	if err == nil {
+		got, err = pgx.CollectExactlyOneRow(rows, fn)
+	}
+	if errors.Is(err, pgx.ErrNoRows) || IsCode(err, "22P02") {
+		err = missing
+	}
+	if err != nil {
+		return got, fmt.Errorf("%s: %w", verb, err)
+	}
+	return got, nil
+}
