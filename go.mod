@@ -3,7 +3,6 @@ module github.com/lanekeeper/lanekeeper
 go 1.26.0
 
 require (
-	github.com/BurntSushi/toml v1.6.0
 	github.com/anishathalye/porcupine v1.3.1
 	github.com/aymanbagabas/go-udiff v0.4.1
 	github.com/caarlos0/env/v11 v11.4.2

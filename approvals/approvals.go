@@ -321,9 +321,6 @@ type Filter struct {
 
 // List reads approvals, newest first. One whose time is over counts as expired.
 func List(ctx context.Context, db postgres.DB, f Filter) ([]Approval, error) {
-	if f.Limit <= 0 {
-		f.Limit = 50
-	}
 	rows, err := db.Query(ctx, `
 		select `+columns+` from agent_approvals a`+asker+`
 		 where (@status = ''
@@ -335,7 +332,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Approval, error) {
 		   and (@before = '' or a.id < nullif(@before, '')::uuid)
 		 order by a.id desc limit @limit`,
 		postgres.Strict{
-			"status": f.Status, "skill": f.Skill, "trace_ids": f.TraceIDs, "before": f.Before, "limit": min(f.Limit, 500),
+			"status": f.Status, "skill": f.Skill, "trace_ids": f.TraceIDs, "before": f.Before, "limit": postgres.PageSize(f.Limit, 50, 500),
 		})
 	return collect(rows, err)
 }

@@ -316,21 +316,9 @@ func (a Automation) definition() Definition {
 // AtRevision locks an automation until the transaction ends. It returns a [*postgres.StaleError] if it has another
 // revision, and [ErrNotFound] for none. Revision 0 matches every revision.
 func AtRevision(ctx context.Context, tx pgx.Tx, name string, revision int) error {
-	if revision == 0 {
-		return nil
-	}
-	var current int
-	err := tx.QueryRow(ctx, `
+	return postgres.LockRevision(ctx, tx, "automation", `
 		select revision from agent_automations where name = @name or id::text = @name
-		 order by id::text = @name desc limit 1 for update`,
-		postgres.Strict{"name": name}).Scan(&current)
-	if errors.Is(err, pgx.ErrNoRows) {
-		err = ErrNotFound
-	}
-	if err != nil {
-		return fmt.Errorf("lock automation %q: %w", name, err)
-	}
-	return postgres.AtRevision("automation", name, revision, current)
+		 order by id::text = @name desc limit 1 for update`, name, revision, ErrNotFound)
 }
 
 const (
@@ -358,7 +346,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Automation, error) {
 		   and (@source = '' or source = @source) and (@before = '' or id < nullif(@before, '')::uuid)
 		 order by id desc limit @limit`,
 		pgx.StrictNamedArgs{
-			"enabled": f.Enabled, "skill": f.Skill, "source": f.Source, "before": f.Before, "limit": page(f.Limit),
+			"enabled": f.Enabled, "skill": f.Skill, "source": f.Source, "before": f.Before, "limit": postgres.PageSize(f.Limit, defaultPage, maxPage),
 		})
 	return collect(rows, err, "list automations")
 }
@@ -399,7 +387,7 @@ func Due(ctx context.Context, db postgres.DB, limit int) ([]Automation, error) {
 		       created_at, updated_at
 		  from agent_automations a
 		 where (enabled or `+trialPredicate+`) and trigger = 'cron' and next_run_at <= statement_timestamp()
-		 order by next_run_at, id limit @limit`, pgx.StrictNamedArgs{"limit": page(limit)})
+		 order by next_run_at, id limit @limit`, pgx.StrictNamedArgs{"limit": postgres.PageSize(limit, defaultPage, maxPage)})
 	return collect(rows, err, "list due automations")
 }
 
@@ -424,7 +412,7 @@ func Runs(ctx context.Context, db postgres.DB, f RunFilter) ([]Run, error) {
 		 where (@automation = '' or automation_id = nullif(@automation, '')::uuid) and (@status = '' or status = @status)
 		   and (@before = '' or id < nullif(@before, '')::uuid)
 		 order by id desc limit @limit`,
-		pgx.StrictNamedArgs{"automation": f.AutomationID, "status": f.Status, "before": f.Before, "limit": page(f.Limit)})
+		pgx.StrictNamedArgs{"automation": f.AutomationID, "status": f.Status, "before": f.Before, "limit": postgres.PageSize(f.Limit, defaultPage, maxPage)})
 	return collectRuns(rows, err, "list automation runs")
 }
 
@@ -440,19 +428,12 @@ func Abandoned(ctx context.Context, db postgres.DB, limit int) ([]Run, error) {
 		   and case when r.execution_id is null then r.claimed_at < clock_timestamp() - interval '1 day'
 		       else not exists (select from agent_executions e
 		                         where e.id = r.execution_id and e.status in ('pending', 'running', 'waiting')) end
-		 order by r.id limit @limit`, pgx.StrictNamedArgs{"limit": page(limit)})
+		 order by r.id limit @limit`, pgx.StrictNamedArgs{"limit": postgres.PageSize(limit, defaultPage, maxPage)})
 	return collectRuns(rows, err, "list abandoned runs")
 }
 
 func collectRuns(rows pgx.Rows, err error, what string) ([]Run, error) {
 	return postgres.Collect(rows, err, what, pgx.RowToStructByName[Run])
-}
-
-func page(limit int) int {
-	if limit <= 0 {
-		return defaultPage
-	}
-	return min(limit, maxPage)
 }
 
 // Upcoming returns the next n times of an automation's schedule, from its next_run_at on, in its time zone. It

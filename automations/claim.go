@@ -270,7 +270,7 @@ func Ready(ctx context.Context, db postgres.DB, limit int) ([]Run, error) {
 		   order by r.automation_id, coalesce(r.retry_at, r.created_at), r.id)
 		select id, automation_id, cause, scheduled_for, event_id, status, attempt, retry_at, execution_id, trace_id,
 		       error_message, output, created_at, finished_at
-		  from ready order by coalesce(retry_at, created_at), id limit @limit`, pgx.StrictNamedArgs{"limit": page(limit)})
+		  from ready order by coalesce(retry_at, created_at), id limit @limit`, pgx.StrictNamedArgs{"limit": postgres.PageSize(limit, defaultPage, maxPage)})
 	return collectRuns(rows, err, "list runs that are ready")
 }
 

@@ -58,7 +58,7 @@ func recalling(index *memory.Index) func(context.Context, postgres.Beginner, mem
 			return nil, err
 		}
 		said, size := memories{Memories: []memoryView{}}, 0
-		for _, e := range found[:min(len(found), bounded(args.Limit))] {
+		for _, e := range found[:min(len(found), postgres.PageSize(args.Limit, defaultLimit, maxLimit))] {
 			if size += len(e.Value); size > maxRecalled {
 				said.LeftOut++
 				continue
@@ -74,9 +74,9 @@ func lookUp(
 ) ([]memory.Entry, error) {
 	switch {
 	case args.Query == "":
-		return owner.Recent(ctx, db, args.Category, bounded(args.Limit))
+		return owner.Recent(ctx, db, args.Category, postgres.PageSize(args.Limit, defaultLimit, maxLimit))
 	case args.Category == "":
-		return index.Search(ctx, db, owner, args.Query, bounded(args.Limit))
+		return index.Search(ctx, db, owner, args.Query, postgres.PageSize(args.Limit, defaultLimit, maxLimit))
 	}
 	found, err := index.Search(ctx, db, owner, args.Query, searched)
 	return slices.DeleteFunc(found, func(e memory.Entry) bool { return e.Category != args.Category }), err
@@ -207,7 +207,7 @@ type activityView struct {
 
 func recentActivity(ctx context.Context, db postgres.DB, args activityArgs) (any, error) {
 	rows, _, err := activity.Recent(ctx, db, activity.Filter{
-		Skill: args.Skill, Status: activity.Status(args.Status), Limit: bounded(args.Limit),
+		Skill: args.Skill, Status: activity.Status(args.Status), Limit: postgres.PageSize(args.Limit, defaultLimit, maxLimit),
 		Kinds: []activity.Kind{activity.KindCall, activity.KindPhase, activity.KindNote}, // without model calls
 	})
 	if err != nil {
@@ -221,13 +221,6 @@ func recentActivity(ctx context.Context, db postgres.DB, args activityArgs) (any
 		}
 	}
 	return map[string]any{"activities": list}, nil
-}
-
-func bounded(limit int) int {
-	if limit <= 0 {
-		return defaultLimit
-	}
-	return min(limit, maxLimit)
 }
 
 // maxPiece bounds the bytes of a document in one answer.

@@ -228,15 +228,12 @@ type Filter struct {
 
 // List reads documents without their content, newest first.
 func List(ctx context.Context, db postgres.DB, f Filter) ([]Document, error) {
-	if f.Limit <= 0 {
-		f.Limit = 50
-	}
 	rows, err := db.Query(ctx, `
 		select `+columns+` from agent_documents
 		 where (@thread = '' or thread_id = @thread) and (@execution = '' or execution_id = nullif(@execution, '')::uuid)
 		   and (@before = '' or id < nullif(@before, '')::uuid)
 		 order by id desc limit @limit`, postgres.Strict{
-		"thread": postgres.Text(f.ThreadID), "execution": f.ExecutionID, "before": f.Before, "limit": min(f.Limit, 1000),
+		"thread": postgres.Text(f.ThreadID), "execution": f.ExecutionID, "before": f.Before, "limit": postgres.PageSize(f.Limit, 50, 1000),
 	})
 	return postgres.Collect(rows, err, "list documents", pgx.RowToStructByPos[Document])
 }

@@ -12,14 +12,13 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/santhosh-tekuri/jsonschema/v6"
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/flows"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/requests"
 	"github.com/lanekeeper/lanekeeper/threads"
-	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // define reads a definition the way the API would: unknown keys are errors.
@@ -338,34 +337,17 @@ func Evaluate(_ context.Context, input json.RawMessage) (executions.Result, erro
 }
 
 // A flow in Go is registered under its name, and started like any other.
-func Example() {
-	on(func(ctx context.Context, pool *pgxpool.Pool, engine *executions.Engine) error {
-		if err := errors.Join(engine.Register("onboard", Onboard), engine.Register("evaluate", Evaluate)); err != nil {
-			return err
-		}
-		x, _, err := engine.Start(ctx, pool, executions.Spec{
-			Flow: "onboard", Surface: trace.Flow, ThreadID: "maria", Input: Candidate{Name: "María"},
-		})
-		if err != nil {
-			return err
-		}
-		return running(ctx, engine, func(ctx context.Context) error {
-			if err := reach(ctx, pool, x.ID, executions.Waiting); err != nil {
-				return err
-			}
-			// The visitor answers: any client of the database may say so.
-			if _, err := pool.Exec(ctx, `select * from lanekeeper.receive_agent_message('maria', 'si')`); err != nil {
-				return err
-			}
-			if err := reach(ctx, pool, x.ID, executions.Completed); err != nil {
-				return err
-			}
-			x, err := executions.Get(ctx, pool, x.ID)
-			fmt.Println(x.ResultSummary, string(x.Result))
-			return err
-		})
+func TestTheExampleOfThePageRuns(t *testing.T) {
+	t.Parallel()
+	w := process(t, pgtest.DB(t), nil, func(e *executions.Engine) error {
+		return errors.Join(e.Register("onboard", Onboard), e.Register("evaluate", Evaluate))
 	})
-	// Output: onboarded María {"fit": true}
+	id := w.begin(t, "onboard", Candidate{Name: "María"})
+	waits(t, w.pool, id, 1)
+	answer(t, w, "si")
+	if x := until(t, w.pool, id, executions.Completed); x.ResultSummary != "onboarded María" || string(x.Result) != `{"fit": true}` {
+		t.Errorf("ended with %q %s", x.ResultSummary, x.Result)
+	}
 }
 
 // row is an action as the page has it.

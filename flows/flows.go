@@ -42,6 +42,7 @@ import (
 	"github.com/santhosh-tekuri/jsonschema/v6"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/schema"
 )
 
 // Bounds of a definition.
@@ -173,13 +174,6 @@ func (c *compiler) variables(given map[string]any) map[string]any {
 	return found
 }
 
-func orElse(value, fallback string) string {
-	if value == "" {
-		return fallback
-	}
-	return value
-}
-
 // classedError is an error with a stable class.
 type classedError struct {
 	class   string
@@ -200,39 +194,21 @@ type inputSchema struct {
 	schema *jsonschema.Schema
 }
 
-// noLoader keeps a schema from reading files or the network.
-type noLoader struct{}
-
-func (noLoader) Load(url string) (any, error) {
-	return nil, fmt.Errorf("%s is outside this schema, and only references inside it are followed", url)
-}
-
 // compileInput compiles a flow's schema; nil for none.
-func compileInput(schema map[string]any) (*inputSchema, error) {
-	if len(schema) == 0 {
+func compileInput(given map[string]any) (*inputSchema, error) {
+	if len(given) == 0 {
 		return nil, nil
 	}
-	if schema["type"] != "object" {
+	if given["type"] != "object" {
 		return nil, fmt.Errorf(`input.type: must be "object": an input has names`)
 	}
-	raw, err := json.Marshal(schema)
+	raw, err := json.Marshal(given)
 	if err != nil {
 		return nil, fmt.Errorf("input: %w", err)
 	}
-	doc, err := jsonschema.UnmarshalJSON(bytes.NewReader(raw))
+	compiled, err := schema.Compile(raw, (*jsonschema.Compiler).AssertFormat)
 	if err != nil {
-		return nil, fmt.Errorf("input: %w", err)
-	}
-	c := jsonschema.NewCompiler()
-	c.UseLoader(noLoader{})
-	c.AssertFormat()
-	const url = "flow:input"
-	if err := c.AddResource(url, doc); err != nil {
-		return nil, fmt.Errorf("input: %w", err)
-	}
-	compiled, err := c.Compile(url)
-	if err != nil {
-		return nil, fmt.Errorf("input: %s", oneLine(err))
+		return nil, fmt.Errorf("input: %s", schema.OneLine(err))
 	}
 	return &inputSchema{compiled}, nil
 }
@@ -263,29 +239,10 @@ func (s *inputSchema) accept(flow string, raw json.RawMessage) (any, error) {
 		return nil, &InvalidInput{flow, "it is not JSON: " + err.Error()}
 	}
 	if given, ok := doc.(map[string]any); ok {
-		full := make(map[string]any, len(given))
-		for name, p := range s.schema.Properties {
-			if p.Default != nil {
-				full[name] = *p.Default
-			}
-		}
-		maps.Copy(full, given)
-		doc = full
+		doc = schema.WithDefaults(s.schema, given)
 	}
 	if err := s.schema.Validate(doc); err != nil {
-		return nil, &InvalidInput{flow, oneLine(err)}
+		return nil, &InvalidInput{flow, schema.OneLine(err)}
 	}
 	return normalize(doc)
-}
-
-// oneLine returns the library's error without its headline.
-func oneLine(err error) string {
-	lines := strings.Split(err.Error(), "\n")
-	if len(lines) > 1 {
-		lines = lines[1:]
-	}
-	for i, line := range lines {
-		lines[i] = strings.TrimPrefix(strings.TrimSpace(line), "- ")
-	}
-	return strings.Join(lines, "; ")
 }

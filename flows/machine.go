@@ -2,6 +2,7 @@ package flows
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -434,7 +435,7 @@ type loopState struct {
 // forEach runs actions for each item of a list.
 func (m *machine) forEach(ctx context.Context, r ready) (*ending, error) {
 	items, _ := r.args["items"].([]any)
-	as := orElse(inText(r.args["as"]), "item")
+	as := cmp.Or(inText(r.args["as"]), "item")
 	return m.loop(ctx, []string{as, "index"}, func(ctx context.Context, n int) (bool, *ending, error) {
 		if n >= len(items) {
 			return true, nil, nil

@@ -1,6 +1,7 @@
 package flows
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -286,12 +287,12 @@ func (e *ending) result(fallback string) (executions.Result, error) {
 	if e == nil {
 		return executions.Result{Summary: fallback}, nil
 	}
-	r := executions.Result{Summary: orElse(e.Summary, fallback), Value: e.Result}
+	r := executions.Result{Summary: cmp.Or(e.Summary, fallback), Value: e.Result}
 	switch e.Status {
 	case "failed":
-		return r, failure("ended", "%s", orElse(e.Summary, "the flow ended itself as failed"))
+		return r, failure("ended", "%s", cmp.Or(e.Summary, "the flow ended itself as failed"))
 	case "timeout":
-		return r, &timedOut{&executions.StepError{Class: classTimedOut, Message: orElse(e.Summary, "the flow ended itself as timed out")}}
+		return r, &timedOut{&executions.StepError{Class: classTimedOut, Message: cmp.Or(e.Summary, "the flow ended itself as timed out")}}
 	}
 	return r, nil
 }

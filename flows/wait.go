@@ -237,7 +237,7 @@ func (m *machine) openThread(ctx context.Context, r ready) (result, error) {
 	if err != nil {
 		return result{}, err
 	}
-	return result{Set: map[string]any{orElse(r.save, "joinToken"): token.Secret}}, nil
+	return result{Set: map[string]any{cmp.Or(r.save, "joinToken"): token.Secret}}, nil
 }
 
 // request asks a person for documents, a signature or a test, announces it in the thread, and waits for it.

@@ -1,6 +1,7 @@
 package flows
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -138,7 +139,7 @@ func decided(ctx context.Context, skill skills.Skill, args json.RawMessage) (dec
 		return decision{}, fmt.Errorf("read the decision on approval %s: %w", asked.ID, err)
 	}
 	if d.Status != "approved" {
-		d.Reason = orElse(d.Reason, "an admin rejected it")
+		d.Reason = cmp.Or(d.Reason, "an admin rejected it")
 	}
 	return d, nil
 }
@@ -149,7 +150,7 @@ func (m *machine) reason(ctx context.Context, r ready) (result, error) {
 		return result{}, errNoLoop
 	}
 	turn := reason.Turn{
-		Purpose: "flow " + m.flow.name, System: orElse(inText(r.args["system"]), defaultSystem), Prompt: inText(r.args["prompt"]),
+		Purpose: "flow " + m.flow.name, System: cmp.Or(inText(r.args["system"]), defaultSystem), Prompt: inText(r.args["prompt"]),
 		Approvals: reason.Park, Agent: inText(r.args["agent"]),
 	}
 	if err := m.requireAgent(ctx, turn.Agent); err != nil {
@@ -173,7 +174,7 @@ func (m *machine) reason(ctx context.Context, r ready) (result, error) {
 	if out.Ended != reason.Answered {
 		return result{}, failure(out.Ended, "the model came to no answer: %s", out.Text)
 	}
-	return result{Set: map[string]any{orElse(r.save, "answer"): out.Text}}, nil
+	return result{Set: map[string]any{cmp.Or(r.save, "answer"): out.Text}}, nil
 }
 
 // requireAgent fails for an agent out of service, such as one removed after the flow was applied.
@@ -277,7 +278,7 @@ func (m *machine) join(ctx context.Context, r ready, child executions.Triggered,
 	}
 	effect.Output = map[string]any{"execution_id": child.ExecutionID, "status": child.Status, "summary": child.Summary, "error": child.Error}
 	if got.end == nil && !got.timedOut && !child.Success && inText(r.args["onFailure"]) == onFail {
-		return result{}, failure("child", "flow %s ended as %s: %s", r.flow, child.Status, orElse(child.Error, child.Summary))
+		return result{}, failure("child", "flow %s ended as %s: %s", r.flow, child.Status, cmp.Or(child.Error, child.Summary))
 	}
 	set, err := childVariables(child)
 	if err != nil {

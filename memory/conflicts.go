@@ -118,7 +118,7 @@ func Conflicts(ctx context.Context, db postgres.DB, f ConflictFilter) ([]Conflic
 		   and (@before = '' or c.id < nullif(@before, '')::uuid)
 		 order by c.id desc limit @limit`,
 		postgres.Strict{
-			"status": status, "owner": f.Owner, "category": cmp.Or(f.Category, defaultCategory), "key": f.Key, "before": f.Before, "limit": bounded(f.Limit),
+			"status": status, "owner": f.Owner, "category": cmp.Or(f.Category, defaultCategory), "key": f.Key, "before": f.Before, "limit": postgres.PageSize(f.Limit, defaultLimit, maxLimit),
 		})
 	return postgres.Collect(rows, err, "list memory conflicts", pgx.RowToStructByName[Conflict])
 }

@@ -67,7 +67,7 @@ func (o Owner) matching(ctx context.Context, db postgres.DB, query string, anyWo
 		  from agent_memory m, q
 		 where m.owner = @owner and m.search @@ q.query and (m.expires_at is null or m.expires_at > clock_timestamp())
 		 order by ts_rank(m.search, q.query, 1) desc, m.updated_at desc, m.id desc
-		 limit @limit`, postgres.Strict{"owner": o, "query": query, "any_word": anyWord, "limit": bounded(limit)})
+		 limit @limit`, postgres.Strict{"owner": o, "query": query, "any_word": anyWord, "limit": postgres.PageSize(limit, defaultLimit, maxLimit)})
 	return postgres.Collect(rows, err, "search memory", pgx.RowToStructByName[Entry])
 }
 
@@ -91,7 +91,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Entry, error) {
 		   and (expires_at is null or expires_at > clock_timestamp())
 		 order by id desc limit @limit`,
 		postgres.Strict{
-			"owner": f.Owner, "category": f.Category, "prefix": f.Prefix, "trace_ids": f.TraceIDs, "before": f.Before, "limit": bounded(f.Limit),
+			"owner": f.Owner, "category": f.Category, "prefix": f.Prefix, "trace_ids": f.TraceIDs, "before": f.Before, "limit": postgres.PageSize(f.Limit, defaultLimit, maxLimit),
 		})
 	return postgres.Collect(rows, err, "list memory", pgx.RowToStructByName[Entry])
 }
@@ -105,15 +105,8 @@ func (o Owner) Recent(ctx context.Context, db postgres.DB, category string, limi
 		 where owner = @owner and (@category = '' or category = @category)
 		   and (expires_at is null or expires_at > clock_timestamp())
 		 order by updated_at desc, id desc limit @limit`,
-		postgres.Strict{"owner": o, "category": category, "limit": bounded(limit)})
+		postgres.Strict{"owner": o, "category": category, "limit": postgres.PageSize(limit, defaultLimit, maxLimit)})
 	return postgres.Collect(rows, err, "list memory", pgx.RowToStructByName[Entry])
-}
-
-func bounded(limit int) int {
-	if limit <= 0 {
-		return defaultLimit
-	}
-	return min(limit, maxLimit)
 }
 
 const (
@@ -161,7 +154,7 @@ func (x *Index) Search(ctx context.Context, db postgres.DB, o Owner, query strin
 	if vector == nil {
 		return o.search(ctx, db, query, form, limit)
 	}
-	depth := max(bounded(limit), rankedDepth)
+	depth := max(postgres.PageSize(limit, defaultLimit, maxLimit), rankedDepth)
 	byWords, err := o.search(ctx, db, query, form, depth)
 	if err != nil {
 		return nil, err
@@ -171,7 +164,7 @@ func (x *Index) Search(ctx context.Context, db postgres.DB, o Owner, query strin
 		return nil, err
 	}
 	found := fuse(byWords, byMeaning)
-	return found[:min(len(found), bounded(limit))], nil
+	return found[:min(len(found), postgres.PageSize(limit, defaultLimit, maxLimit))], nil
 }
 
 // queryVector returns the vector of a query; nil if none is available.

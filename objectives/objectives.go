@@ -245,21 +245,9 @@ func SetStatus(ctx context.Context, db postgres.DB, objectiveID, from, to string
 // AtRevision locks an objective until the transaction ends. It returns a [*postgres.StaleError] if it has another
 // revision, and [ErrNotFound] for none. Revision 0 matches every revision.
 func AtRevision(ctx context.Context, tx pgx.Tx, name string, revision int) error {
-	if revision == 0 {
-		return nil
-	}
-	var current int
-	err := tx.QueryRow(ctx, `
+	return postgres.LockRevision(ctx, tx, "objective", `
 		select revision from agent_objectives where name = @name or id::text = @name
-		 order by id::text = @name desc limit 1 for update`,
-		postgres.Strict{"name": name}).Scan(&current)
-	if errors.Is(err, pgx.ErrNoRows) {
-		err = ErrNotFound
-	}
-	if err != nil {
-		return fmt.Errorf("lock objective %q: %w", name, err)
-	}
-	return postgres.AtRevision("objective", name, revision, current)
+		 order by id::text = @name desc limit 1 for update`, name, revision, ErrNotFound)
 }
 
 // Propose stores an objective that the agent by proposes, and returns it. Work starts after an admin accepts it.

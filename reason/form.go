@@ -1,7 +1,6 @@
 package reason
 
 import (
-	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -10,6 +9,7 @@ import (
 
 	"github.com/santhosh-tekuri/jsonschema/v6"
 
+	"github.com/lanekeeper/lanekeeper/internal/schema"
 	"github.com/lanekeeper/lanekeeper/models"
 )
 
@@ -29,7 +29,6 @@ const (
 	deepestForm     = 64
 	mostChecks      = 200_000 // of a schema's parts against one answer
 	mostViolations  = 1_000   // bytes of what a correction says
-	formURL         = "form:answer"
 	checksURL       = "form:checks"
 	whyOtherwise    = "the answer did not have the form that was asked for"
 	formCorrection  = "Your answer does not have the form that was asked for: %s. Answer again, with that JSON alone."
@@ -60,18 +59,25 @@ func (f Form) compile() (*jsonschema.Schema, error) {
 	if len(f.Schema) > mostSchema {
 		return nil, fmt.Errorf("it has more than %d bytes", mostSchema)
 	}
-	if nesting([]byte(f.Schema)) > deepestForm {
+	if schema.Depth([]byte(f.Schema), deepestForm) > deepestForm {
 		return nil, fmt.Errorf("it is nested more than %d levels deep", deepestForm)
 	}
-	doc, err := jsonschema.UnmarshalJSON(strings.NewReader(f.Schema))
-	if err != nil {
+	var doc any
+	if err := json.Unmarshal([]byte(f.Schema), &doc); err != nil {
 		return nil, fmt.Errorf("it is not JSON: %w", err)
 	}
 	if _, ok := doc.(map[string]any); !ok {
 		return nil, errors.New("it is no object")
 	}
-	c := jsonschema.NewCompiler()
-	c.UseLoader(noLoader{})
+	compiled, err := schema.Compile([]byte(f.Schema), countChecks)
+	if err != nil {
+		return nil, errors.New(clipped(schema.OneLine(err)))
+	}
+	return compiled, nil
+}
+
+// countChecks bounds how many parts of a schema the compiled schema checks.
+func countChecks(c *jsonschema.Compiler) {
 	checks := new(checkCounter)
 	c.RegisterVocabulary(&jsonschema.Vocabulary{
 		URL: checksURL,
@@ -80,21 +86,6 @@ func (f Form) compile() (*jsonschema.Schema, error) {
 		},
 	})
 	c.AssertVocabs()
-	if err := c.AddResource(formURL, doc); err != nil {
-		return nil, errors.New(clipped(oneLine(err)))
-	}
-	schema, err := c.Compile(formURL)
-	if err != nil {
-		return nil, errors.New(clipped(oneLine(err)))
-	}
-	return schema, nil
-}
-
-// noLoader keeps a schema from reading files or the network.
-type noLoader struct{}
-
-func (noLoader) Load(url string) (any, error) {
-	return nil, fmt.Errorf("%s is outside this schema, and only references inside it are followed", url)
 }
 
 // checkCounter bounds how many parts of a schema are checked. References can double the work at each level.
@@ -120,18 +111,18 @@ func (f Form) read(text string) (answer, wrong string) {
 		}
 		return answer, ""
 	}
-	schema, err := f.compile()
+	compiled, err := f.compile()
 	if err == nil {
-		err = validate(schema, value)
+		err = validate(compiled, value)
 	}
 	if err != nil {
-		return answer, clipped(oneLine(err))
+		return answer, clipped(schema.OneLine(err))
 	}
 	return answer, ""
 }
 
 // validate checks a value, for as long as that is reasonable.
-func validate(schema *jsonschema.Schema, value any) (err error) {
+func validate(compiled *jsonschema.Schema, value any) (err error) {
 	defer func() {
 		switch p := recover(); {
 		case p == nil:
@@ -141,7 +132,7 @@ func validate(schema *jsonschema.Schema, value any) (err error) {
 			panic(p)
 		}
 	}()
-	return schema.Validate(value)
+	return compiled.Validate(value)
 }
 
 // unfenced is a text without one code fence around all of it.
@@ -153,36 +144,6 @@ func unfenced(text string) string {
 		return text
 	}
 	return strings.TrimSpace(strings.TrimPrefix(inner, "json"))
-}
-
-// nesting is how many objects and lists of a JSON text are within each other.
-func nesting(text []byte) (deepest int) {
-	decoder, depth := json.NewDecoder(bytes.NewReader(text)), 0
-	for {
-		token, err := decoder.Token()
-		if err != nil {
-			return deepest
-		}
-		switch token {
-		case json.Delim('{'), json.Delim('['):
-			depth++
-			deepest = max(deepest, depth)
-		case json.Delim('}'), json.Delim(']'):
-			depth--
-		}
-	}
-}
-
-// oneLine is the library's error without its headline.
-func oneLine(err error) string {
-	lines := strings.Split(err.Error(), "\n")
-	if len(lines) > 1 {
-		lines = lines[1:]
-	}
-	for i, line := range lines {
-		lines[i] = strings.TrimPrefix(strings.TrimSpace(line), "- ")
-	}
-	return strings.Join(lines, "; ")
 }
 
 // clipped bounds a text that repeats what a client or a model has written.

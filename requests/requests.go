@@ -184,9 +184,6 @@ type Filter struct {
 
 // List reads requests, newest first.
 func List(ctx context.Context, db postgres.DB, f Filter) ([]Record, error) {
-	if f.Limit <= 0 {
-		f.Limit = 50
-	}
 	rows, err := db.Query(ctx, `
 		select `+columns+` from agent_requests
 		 where (@kind = '' or kind = @kind) and (@status = '' or status = @status)
@@ -196,7 +193,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Record, error) {
 		 order by id desc limit @limit`,
 		postgres.Strict{
 			"kind": f.Kind, "status": f.Status, "thread_id": f.ThreadID, "execution_id": f.ExecutionID, "before": f.Before,
-			"limit": min(f.Limit, 1000),
+			"limit": postgres.PageSize(f.Limit, 50, 1000),
 		})
 	return postgres.Collect(rows, err, "list requests", pgx.RowToStructByPos[Record])
 }

@@ -13,6 +13,7 @@ import (
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/internal/redact"
+	"github.com/lanekeeper/lanekeeper/internal/schema"
 )
 
 func TestPublicAddresses(t *testing.T) {
@@ -103,9 +104,9 @@ func FuzzArguments(f *testing.F) {
 			f.Add(schema, args)
 		}
 	}
-	f.Fuzz(func(t *testing.T, schema, args string) {
+	f.Fuzz(func(t *testing.T, text, args string) {
 		var parameters map[string]any
-		if json.Unmarshal([]byte(schema), &parameters) != nil || len(args) > 1<<12 {
+		if json.Unmarshal([]byte(text), &parameters) != nil || len(args) > 1<<12 {
 			return
 		}
 		raw, _, problems := resolveParameters(parameters)
@@ -124,14 +125,14 @@ func FuzzArguments(f *testing.F) {
 			return
 		}
 		if object, ok := value.(map[string]any); ok {
-			value = withDefaults(compiled, object)
+			value = schema.WithDefaults(compiled, object)
 		}
 		if compiled.Validate(value) != nil {
 			return
 		}
-		text, err := json.Marshal(value)
-		if err != nil || bytes.Contains(text, []byte(`\u0000`)) {
-			t.Errorf("%s takes %s, which is %s, %v", raw, args, text, err)
+		stored, err := json.Marshal(value)
+		if err != nil || bytes.Contains(stored, []byte(`\u0000`)) {
+			t.Errorf("%s takes %s, which is %s, %v", raw, args, stored, err)
 		}
 	})
 }

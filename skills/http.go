@@ -2,6 +2,7 @@ package skills
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -235,7 +236,7 @@ func parseHTTP(rest string, config json.RawMessage, parameters []string) (handle
 		return nil, []error{err}
 	}
 	problems := mergeHandlerText(rest, &c)
-	h := httpHandler{method: strings.ToUpper(withDefault(c.Method, http.MethodGet)), url: c.URL, headers: c.Headers, body: c.Body}
+	h := httpHandler{method: strings.ToUpper(cmp.Or(c.Method, http.MethodGet)), url: c.URL, headers: c.Headers, body: c.Body}
 	problems = append(problems, oneOf("config.method", h.method, httpMethods...)...)
 	problems = append(problems, checkURL(h.url)...)
 	problems = append(problems, checkHeaders(h.headers)...)

@@ -21,6 +21,7 @@ import (
 	"github.com/santhosh-tekuri/jsonschema/v6"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/schema"
 )
 
 // Builtin is a skill written in Go. It returns when ctx ends. Its result must encode as JSON. It is safe for
@@ -172,7 +173,7 @@ func (r *Registry) check(s Skill, raw json.RawMessage) (*prepared, map[string]an
 	if !ok {
 		return nil, nil, &InvalidParams{Skill: s.Name, Violations: []Violation{{Message: "must be a JSON object"}}, Schema: s.Parameters()}
 	}
-	return p, withDefaults(p.schema, args), nil
+	return p, schema.WithDefaults(p.schema, args), nil
 }
 
 // prepare compiles a row once per revision.
@@ -183,15 +184,15 @@ func (r *Registry) prepare(s Skill) (*prepared, error) {
 	if p != nil && s.ID != "" && p.revision == s.Revision {
 		return p, nil
 	}
-	schema, err := compile(s.Parameters())
+	compiled, err := compile(s.Parameters())
 	if err != nil {
 		return nil, fmt.Errorf("compile the parameters of %s: %w", s.Name, err)
 	}
-	h, problems := parseHandler(s.Handler, s.Config, propertyNames(schema))
+	h, problems := parseHandler(s.Handler, s.Config, propertyNames(compiled))
 	if len(problems) > 0 {
 		return nil, errors.Join(problems...)
 	}
-	p = &prepared{revision: s.Revision, schema: schema, handler: h}
+	p = &prepared{revision: s.Revision, schema: compiled, handler: h}
 	if s.ID != "" {
 		r.mu.Lock()
 		r.prepared[s.ID] = p
@@ -369,18 +370,6 @@ func FailTrial(ctx context.Context, db postgres.DB, name, reason string) (bool, 
 // AtRevision locks a skill until the transaction ends. It returns a [*postgres.StaleError] if the skill's state has
 // another revision, and [ErrNotFound] if there is no such skill. Revision 0 matches every revision.
 func AtRevision(ctx context.Context, tx pgx.Tx, name string, revision int) error {
-	if revision == 0 {
-		return nil
-	}
-	var current int
-	err := tx.QueryRow(ctx, `
-		select state_revision from agent_skills where name = @name for update`,
-		postgres.Strict{"name": name}).Scan(&current)
-	if errors.Is(err, pgx.ErrNoRows) {
-		err = ErrNotFound
-	}
-	if err != nil {
-		return fmt.Errorf("lock skill %q: %w", name, err)
-	}
-	return postgres.AtRevision("skill", name, revision, current)
+	return postgres.LockRevision(ctx, tx, "skill", `
+		select state_revision from agent_skills where name = @name for update`, name, revision, ErrNotFound)
 }

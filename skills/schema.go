@@ -10,53 +10,36 @@ import (
 	"strings"
 
 	"github.com/santhosh-tekuri/jsonschema/v6"
+
+	"github.com/lanekeeper/lanekeeper/internal/schema"
 )
 
-const schemaURL = "skill:parameters"
-
-// noLoader keeps a schema from reading files or the network. References resolve inside the schema.
-type noLoader struct{}
-
-func (noLoader) Load(url string) (any, error) {
-	return nil, fmt.Errorf("%s is outside this schema, and only references inside it are followed", url)
-}
-
-func compile(schema json.RawMessage) (*jsonschema.Schema, error) {
-	doc, err := jsonschema.UnmarshalJSON(bytes.NewReader(schema))
-	if err != nil {
-		return nil, err
-	}
-	c := jsonschema.NewCompiler()
-	c.UseLoader(noLoader{})
-	c.AssertFormat()
-	if err := c.AddResource(schemaURL, doc); err != nil {
-		return nil, err
-	}
-	return c.Compile(schemaURL)
+func compile(text json.RawMessage) (*jsonschema.Schema, error) {
+	return schema.Compile(text, (*jsonschema.Compiler).AssertFormat)
 }
 
 // resolveParameters returns the stored schema and its property names.
 func resolveParameters(parameters map[string]any) (json.RawMessage, []string, []error) {
-	schema := make(map[string]any, len(parameters)+3)
-	maps.Copy(schema, parameters)
-	if len(schema) == 0 {
-		schema["type"] = "object"
+	full := make(map[string]any, len(parameters)+3)
+	maps.Copy(full, parameters)
+	if len(full) == 0 {
+		full["type"] = "object"
 	}
-	if schema["type"] != "object" {
+	if full["type"] != "object" {
 		return nil, nil, []error{errors.New(`parameters.type: must be "object": a model passes arguments by name`)}
 	}
-	if schema["properties"] == nil {
-		schema["properties"] = map[string]any{}
+	if full["properties"] == nil {
+		full["properties"] = map[string]any{}
 	}
-	closeSchema(schema)
-	raw, err := json.Marshal(schema)
+	closeSchema(full)
+	raw, err := json.Marshal(full)
 	if err != nil {
 		return nil, nil, []error{fmt.Errorf("parameters: %w", err)}
 	}
 	if strings.Contains(string(raw), `\u0000`) {
 		return nil, nil, []error{errors.New("parameters: has a NUL character")}
 	}
-	if deeperThan(raw, maxSchemaDepth) {
+	if schema.Depth(raw, maxSchemaDepth) > maxSchemaDepth {
 		return nil, nil, []error{fmt.Errorf("parameters: are nested more than %d levels deep", maxSchemaDepth)}
 	}
 	compiled, err := compile(raw)
@@ -66,28 +49,8 @@ func resolveParameters(parameters map[string]any) (json.RawMessage, []string, []
 	return raw, propertyNames(compiled), nil
 }
 
-// maxSchemaDepth bounds the nesting of a schema. Compile time grows with the cube of the depth: a schema of 100 KB
-// could take minutes.
+// maxSchemaDepth bounds the nesting of a schema: one of 100 KB could take minutes to compile.
 const maxSchemaDepth = 200
-
-// deeperThan reports JSON nested beyond a limit.
-func deeperThan(text []byte, most int) bool {
-	quoted, depth := false, 0
-	for i := 0; i < len(text) && depth <= most; i++ {
-		switch c := text[i]; {
-		case quoted && c == '\\':
-			i++
-		case c == '"':
-			quoted = !quoted
-		case quoted:
-		case c == '{', c == '[':
-			depth++
-		case c == '}', c == ']':
-			depth--
-		}
-	}
-	return depth > most
-}
 
 // closeSchema forbids undeclared arguments, unless the schema decides it.
 func closeSchema(schema map[string]any) {
@@ -116,12 +79,7 @@ func schemaProblems(err error) []error {
 }
 
 func propertyNames(s *jsonschema.Schema) []string {
-	names := make([]string, 0, len(s.Properties))
-	for name := range s.Properties {
-		names = append(names, name)
-	}
-	slices.Sort(names)
-	return names
+	return slices.Sorted(maps.Keys(s.Properties))
 }
 
 // Violation is one mismatch between arguments and their schema.
@@ -201,16 +159,4 @@ func unstorable(path string, value any, found []Violation) []Violation {
 		}
 	}
 	return found
-}
-
-// withDefaults completes the arguments with the defaults of the properties that are absent.
-func withDefaults(s *jsonschema.Schema, args map[string]any) map[string]any {
-	full := make(map[string]any, len(args))
-	for name, p := range s.Properties {
-		if p.Default != nil {
-			full[name] = *p.Default
-		}
-	}
-	maps.Copy(full, args)
-	return full
 }

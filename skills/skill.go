@@ -27,6 +27,7 @@
 package skills
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -163,7 +164,7 @@ type resolved struct {
 func resolve(d Definition) (resolved, error) {
 	r := resolved{
 		name: d.Name, description: strings.TrimSpace(d.Description), handler: strings.TrimSpace(d.Handler),
-		scope: withDefault(d.Scope, ScopeInternal), trust: withDefault(d.Trust, TrustAuto), idempotent: d.Idempotent,
+		scope: cmp.Or(d.Scope, ScopeInternal), trust: cmp.Or(d.Trust, TrustAuto), idempotent: d.Idempotent,
 	}
 	var problems []error
 	add := func(errs ...error) { problems = append(problems, errs...) }
@@ -236,11 +237,4 @@ func oneOf(field, value string, allowed ...string) []error {
 		return nil
 	}
 	return []error{fmt.Errorf("%s: %q is not one of %s", field, value, strings.Join(allowed, ", "))}
-}
-
-func withDefault(value, fallback string) string {
-	if value == "" {
-		return fallback
-	}
-	return value
 }

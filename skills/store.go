@@ -115,16 +115,9 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Skill, error) {
 		 order by id desc limit @limit`,
 		pgx.StrictNamedArgs{
 			"enabled": f.Enabled, "scope": f.Scope, "source": f.Source, "disabled_by": f.DisabledBy,
-			"before": f.Before, "limit": pageSize(f.Limit),
+			"before": f.Before, "limit": postgres.PageSize(f.Limit, 100, 1000),
 		})
 	return collect(rows, err, "list skills")
-}
-
-func pageSize(limit int) int {
-	if limit <= 0 {
-		return 100
-	}
-	return min(limit, 1000)
 }
 
 func enabled(ctx context.Context, db postgres.DB, scopes []string) ([]Skill, error) {

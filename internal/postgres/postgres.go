@@ -140,3 +140,11 @@ func CollectOne[T any](rows pgx.Rows, err, missing error, verb string, fn pgx.Ro
 	}
 	return got, nil
 }
+
+// PageSize returns the size of a page: normal for no limit, and most at most.
+func PageSize(limit, normal, most int) int {
+	if limit <= 0 {
+		return normal
+	}
+	return min(limit, most)
+}

@@ -1,22 +1,32 @@
 package postgres
 
-import "fmt"
+import (
+	"context"
+	"fmt"
 
-// StaleError reports a change that did not take place, because what it is about is not at the revision that it is
-// based on.
+	"github.com/jackc/pgx/v5"
+)
+
+// StaleError reports a change that did not take place: the row has another revision than the change is based on.
 type StaleError struct {
 	What, Name    string // such as objective, and its name
-	Read, Current int    // the revision that the change is based on, and the one that is there
+	Read, Current int    // the revision that the change is based on, and the current one
 }
 
 func (e *StaleError) Error() string {
 	return fmt.Sprintf("%s %.60q is at revision %d and not at %d: it was changed since; nothing was done, look at it again", e.What, e.Name, e.Current, e.Read)
 }
 
-// AtRevision is a [StaleError] when a row is at another revision than a change is based on. 0 for read: on none.
-func AtRevision(what, name string, read, current int) error {
-	if read == 0 || read == current {
+// LockRevision locks the row that sql selects by @name, until the transaction ends. sql returns the row's revision. It
+// returns a [*StaleError] for another revision, and missing for no row. Revision 0 matches every revision.
+func LockRevision(ctx context.Context, tx pgx.Tx, what, sql, name string, revision int, missing error) error {
+	if revision == 0 {
 		return nil
 	}
-	return &StaleError{what, name, read, current}
+	rows, err := tx.Query(ctx, sql, Strict{"name": name})
+	current, err := CollectOne(rows, err, missing, fmt.Sprintf("lock %s %q", what, name), pgx.RowTo[int])
+	if err == nil && current != revision {
+		err = &StaleError{what, name, revision, current}
+	}
+	return err
 }

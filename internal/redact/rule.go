@@ -35,7 +35,7 @@ var rules = func() []rule {
 
 // gitleaksJSON holds the rules of gitleaks that know the shape of a secret, and names the others with the reason.
 // The context of a secret is widened from source code to any text. Entropy and allowlists are dropped, so examples
-// are redacted too. TestGitleaks writes the file.
+// are redacted too. To add a rule of a newer version, add its line: keywords in lower case where the secret begins.
 //
 //go:embed gitleaks/rules.json
 var gitleaksJSON []byte

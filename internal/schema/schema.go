@@ -1,0 +1,81 @@
+// Package schema compiles JSON Schemas that come from files, servers and clients. A schema reads neither files nor the
+// network: references resolve inside it.
+package schema
+
+import (
+	"bytes"
+	"fmt"
+	"maps"
+	"strings"
+
+	"github.com/santhosh-tekuri/jsonschema/v6"
+)
+
+const url = "schema:root"
+
+// noLoader refuses every reference that leaves the schema.
+type noLoader struct{}
+
+func (noLoader) Load(url string) (any, error) {
+	return nil, fmt.Errorf("%s is outside this schema, and only references inside it are followed", url)
+}
+
+// Compile compiles the text of a schema. configure sets the compiler's options.
+func Compile(text []byte, configure func(*jsonschema.Compiler)) (*jsonschema.Schema, error) {
+	doc, err := jsonschema.UnmarshalJSON(bytes.NewReader(text))
+	if err != nil {
+		return nil, err
+	}
+	c := jsonschema.NewCompiler()
+	c.UseLoader(noLoader{})
+	configure(c)
+	if err := c.AddResource(url, doc); err != nil {
+		return nil, err
+	}
+	return c.Compile(url)
+}
+
+// WithDefaults completes an object with the defaults of its absent properties.
+func WithDefaults(s *jsonschema.Schema, object map[string]any) map[string]any {
+	full := make(map[string]any, len(object))
+	for name, p := range s.Properties {
+		if p.Default != nil {
+			full[name] = *p.Default
+		}
+	}
+	maps.Copy(full, object)
+	return full
+}
+
+// OneLine returns the text of a validation error without its headline.
+func OneLine(err error) string {
+	lines := strings.Split(err.Error(), "\n")
+	if len(lines) > 1 {
+		lines = lines[1:]
+	}
+	for i, line := range lines {
+		lines[i] = strings.TrimPrefix(strings.TrimSpace(line), "- ")
+	}
+	return strings.Join(lines, "; ")
+}
+
+// Depth returns how many objects and lists of a JSON text are nested. It stops counting above most. The time to
+// compile a schema grows with the cube of its depth.
+func Depth(text []byte, most int) (deepest int) {
+	quoted, depth := false, 0
+	for i := 0; i < len(text) && depth <= most; i++ {
+		switch c := text[i]; {
+		case quoted && c == '\\':
+			i++
+		case c == '"':
+			quoted = !quoted
+		case quoted:
+		case c == '{', c == '[':
+			depth++
+			deepest = max(deepest, depth)
+		case c == '}', c == ']':
+			depth--
+		}
+	}
+	return deepest
+}
