@@ -14,8 +14,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
-	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -45,16 +45,10 @@ func put(t *testing.T, pool *pgxpool.Pool, description string) skills.Skill {
 // inside runs fn as an execution.
 func inside(t *testing.T, pool *pgxpool.Pool, fn func(ctx context.Context) error) executions.Execution {
 	t.Helper()
-	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
-	if err != nil {
-		t.Fatal(err)
-	}
-	err = e.Register("flow", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+	e := enginetest.New(t, pool)
+	enginetest.Register(t, e, "flow", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 		return executions.Result{}, fn(ctx)
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
 	x, err := e.RunSync(context.WithoutCancel(t.Context()), executions.Spec{Flow: "flow", Surface: trace.Flow})
 	if err != nil {
 		t.Error(err)
@@ -100,14 +94,6 @@ func use(t *testing.T, pool *pgxpool.Pool, id string, act func()) (result error)
 	return result
 }
 
-func count(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) (n int) {
-	t.Helper()
-	if err := pool.QueryRow(t.Context(), sql, args...).Scan(&n); err != nil {
-		t.Fatal(err)
-	}
-	return n
-}
-
 func TestTheSameCallIsAskedForOnce(t *testing.T) {
 	t.Parallel()
 	pool, s := setUp(t)
@@ -118,7 +104,7 @@ func TestTheSameCallIsAskedForOnce(t *testing.T) {
 	if other := ask(t, pool, s, `{"table":"y","n":1}`); other == first {
 		t.Error("another call led to the same approval")
 	}
-	if n := count(t, pool, `select count(*) from agent_activity where status = 'pending_approval' and skill_name = 'drop'`); n != 2 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where status = 'pending_approval' and skill_name = 'drop'`); n != 2 {
 		t.Errorf("%d rows await approval, want 2", n)
 	}
 	pending, err := approvals.Pending(t.Context(), pool, 10)
@@ -176,7 +162,7 @@ func TestAGrantIsUsedOnceHoweverManyRace(t *testing.T) {
 	if acted.Load() != 1 || refused.Load() != 5 {
 		t.Errorf("%d acted, %d were refused", acted.Load(), refused.Load())
 	}
-	if n := count(t, pool, `select count(*) from agent_activity where skill_name = 'drop' and status = 'success'`); n != 1 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'drop' and status = 'success'`); n != 1 {
 		t.Errorf("%d rows of calls", n)
 	}
 	if left, err := approvals.Approved(t.Context(), pool, 10); err != nil || len(left) != 0 {

@@ -17,9 +17,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
-	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -39,32 +39,12 @@ func park(t *testing.T, args string, change ...func(*executions.Options)) *parke
 	t.Helper()
 	pool, s := setUp(t)
 	p := &parked{t: t, pool: pool}
-	opts := executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{}), SweepEvery: 100 * time.Millisecond}
-	for _, c := range change {
-		c(&opts)
-	}
 	listener := postgres.NewListener(postgres.Dialer(pool), slog.New(slog.DiscardHandler))
-	opts.Listener = listener
-	var err error
-	if p.engine, err = executions.New(pool, opts); err != nil {
-		t.Fatal(err)
-	}
-	err = p.engine.Register("flow", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+	p.engine = enginetest.New(t, pool, append(change, func(o *executions.Options) { o.Listener = listener })...)
+	enginetest.Register(t, p.engine, "flow", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 		return p.flow(ctx, s, json.RawMessage(args))
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
-	var group errgroup.Group
-	group.Go(func() error { return p.engine.Run(ctx) })
-	group.Go(func() error { return listener.Run(ctx) })
-	t.Cleanup(func() {
-		cancel()
-		if err := group.Wait(); err != nil {
-			t.Error(err)
-		}
-	})
+	enginetest.Run(t, p.engine.Run, listener.Run)
 	return p
 }
 
@@ -106,20 +86,7 @@ func (p *parked) begin() (executionID, approvalID string) {
 	if err != nil {
 		p.t.Fatal(err)
 	}
-	return x.ID, *p.until(x.ID, executions.Waiting).WaitingKey
-}
-
-func (p *parked) until(id string, want executions.Status) executions.Execution {
-	p.t.Helper()
-	var x executions.Execution
-	pgtest.Eventually(p.t, patience, func() bool {
-		var err error
-		if x, err = executions.Get(p.t.Context(), p.pool, id); err != nil {
-			p.t.Fatal(err)
-		}
-		return x.Status == want
-	}, "execution becomes "+string(want))
-	return x
+	return x.ID, *enginetest.Await(p.t, p.pool, x.ID, executions.Waiting).WaitingKey
 }
 
 func TestOfFiftyDecisionsOneHasEffect(t *testing.T) {
@@ -142,7 +109,7 @@ func TestOfFiftyDecisionsOneHasEffect(t *testing.T) {
 	if err := group.Wait(); err != nil {
 		t.Fatal(err)
 	}
-	x := p.until(id, executions.Completed)
+	x := enginetest.Await(p.t, p.pool, id, executions.Completed)
 	decided, err := approvals.Get(t.Context(), p.pool, approval)
 	if err != nil {
 		t.Fatal(err)
@@ -152,10 +119,10 @@ func TestOfFiftyDecisionsOneHasEffect(t *testing.T) {
 		t.Errorf("%d decided, the approval is %s, %d calls, the run says %q", won.Load(), decided.Status, p.acted.Load(),
 			x.ResultSummary)
 	}
-	if n := count(t, p.pool, `select count(*) from agent_events where event = 'APPROVAL_DECIDED'`); n != 1 {
+	if n := pgtest.Value[int](t, p.pool, `select count(*) from agent_events where event = 'APPROVAL_DECIDED'`); n != 1 {
 		t.Errorf("%d events of one decision", n)
 	}
-	if n := count(t, p.pool, `select count(*) from agent_activity where skill_name = 'decide_approval' and trace_id like 'op\_%'`); n != 1 {
+	if n := pgtest.Value[int](t, p.pool, `select count(*) from agent_activity where skill_name = 'decide_approval' and trace_id like 'op\_%'`); n != 1 {
 		t.Errorf("%d rows tell of the decision", n)
 	}
 }
@@ -171,7 +138,7 @@ func TestOneDenialEndsIt(t *testing.T) {
 	if _, err := approvals.Decide(t.Context(), p.pool, approval, false, "admin", "not today"); err != nil {
 		t.Fatal(err)
 	}
-	if x := p.until(id, executions.Completed); x.ResultSummary != "rejected by admin: not today" || p.acted.Load() != 0 {
+	if x := enginetest.Await(p.t, p.pool, id, executions.Completed); x.ResultSummary != "rejected by admin: not today" || p.acted.Load() != 0 {
 		t.Errorf("ended with %q, %d calls", x.ResultSummary, p.acted.Load())
 	}
 }
@@ -182,7 +149,7 @@ func TestADecisionInSQLWakesWhoWaits(t *testing.T) {
 	p := park(t, `{}`, func(o *executions.Options) { o.SweepEvery = time.Hour })
 	id, approval := p.begin()
 	pgtest.Exec(t, p.pool, `select decide_agent_approval($1, true, 'dba', 'by hand')`, approval)
-	if x := p.until(id, executions.Completed); x.ResultSummary != "called" {
+	if x := enginetest.Await(p.t, p.pool, id, executions.Completed); x.ResultSummary != "called" {
 		t.Errorf("ended with %q", x.ResultSummary)
 	}
 }
@@ -199,7 +166,7 @@ func TestAParkedGrantIsItsExecutionsAlone(t *testing.T) {
 	if _, err := approvals.Decide(t.Context(), p.pool, one, true, "admin", ""); err != nil {
 		t.Fatal(err)
 	}
-	p.until(first, executions.Completed)
+	enginetest.Await(p.t, p.pool, first, executions.Completed)
 	if err := use(t, p.pool, one, func() { t.Error("acted") }); !approvals.IsUsed(err) {
 		t.Errorf("a used grant: %v", err)
 	}
@@ -261,7 +228,7 @@ func TestWhatWaitsForASkillThatChangesIsClosed(t *testing.T) {
 			p := park(t, `{"table":"x"}`)
 			id, approval := p.begin()
 			pgtest.Exec(t, p.pool, c.change)
-			if x := p.until(id, executions.Completed); x.ResultSummary != "expired by : "+c.says {
+			if x := enginetest.Await(p.t, p.pool, id, executions.Completed); x.ResultSummary != "expired by : "+c.says {
 				t.Errorf("the run was told %q", x.ResultSummary)
 			}
 			got, err := approvals.Get(t.Context(), p.pool, approval)
@@ -271,7 +238,7 @@ func TestWhatWaitsForASkillThatChangesIsClosed(t *testing.T) {
 			if list, err := approvals.Pending(t.Context(), p.pool, 10); err != nil || len(list) != 0 {
 				t.Errorf("pending: %+v (%v)", list, err)
 			}
-			if n := count(t, p.pool, `select count(*) from agent_activity where skill_name = 'close_approval' and status = 'skipped'
+			if n := pgtest.Value[int](t, p.pool, `select count(*) from agent_activity where skill_name = 'close_approval' and status = 'skipped'
 				and input ->> 'approval_id' = $1 and input ->> 'reason' = $2`, approval, c.says); n != 1 {
 				t.Errorf("%d activities of it", n)
 			}
@@ -290,7 +257,7 @@ func TestGrantsOfASkillThatChangesAreClosed(t *testing.T) {
 		t.Fatal(err)
 	}
 	pgtest.Exec(t, pool, `update agent_skills set description = description || '.', revision = revision where name = 'drop'`)
-	if n := count(t, pool, `select count(*) from agent_approvals where status = 'expired'`); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_approvals where status = 'expired'`); n != 0 {
 		t.Errorf("%d were closed although the skill is the same", n)
 	}
 	pgtest.Exec(t, pool, `update agent_skills set revision = 2 where name = 'drop'`)
@@ -311,7 +278,7 @@ func TestGrantsOfASkillThatChangesAreClosed(t *testing.T) {
 		}
 		return nil
 	})
-	if n := count(t, pool, `select count(*) from agent_approvals where status = 'pending'`); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_approvals where status = 'pending'`); n != 0 {
 		t.Errorf("%d are pending", n)
 	}
 }

@@ -47,10 +47,7 @@ func get(t *testing.T, pool *pgxpool.Pool, name string) automations.Automation {
 func putDue(t *testing.T, pool *pgxpool.Pool, d automations.Definition, ago string) automations.Automation {
 	t.Helper()
 	put(t, pool, d)
-	_, err := pool.Exec(t.Context(), `update agent_automations set next_run_at = date_trunc('hour', clock_timestamp()) - $2::text::interval where name = $1`, d.Name, ago)
-	if err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, pool, `update agent_automations set next_run_at = date_trunc('hour', clock_timestamp()) - $2::text::interval where name = $1`, d.Name, ago)
 	return get(t, pool, d.Name)
 }
 
@@ -231,10 +228,7 @@ func TestMissedTimesAreRunOnce(t *testing.T) {
 	pool := pgtest.DB(t)
 	for name, cron := range map[string]string{"minutely": "* * * * *", "interval": "@every 7m", "secondly": "@every 1s"} {
 		a := putDue(t, pool, automations.Definition{Name: name, Cron: cron}, "1 day")
-		var before time.Time
-		if err := pool.QueryRow(t.Context(), `select clock_timestamp()`).Scan(&before); err != nil {
-			t.Fatal(err)
-		}
+		before := pgtest.Value[time.Time](t, pool, `select clock_timestamp()`)
 		claim(t, pool, a)
 		after := get(t, pool, name)
 		if !after.NextRunAt.After(before) {
@@ -628,16 +622,12 @@ func TestAnAutomationFollowsItsSkillThroughEveryRace(t *testing.T) {
 			pgtest.Exec(t, pool, `
 				insert into agent_skills (name, tool_definition, handler) values ('sizes', '{}', 'builtin:x'), ('other', '{}', 'builtin:x')`)
 			put(t, pool, automations.Definition{Name: "a"})
-			if _, err := pool.Exec(t.Context(), race.before); err != nil {
-				t.Fatal(err)
-			}
+			pgtest.Exec(t, pool, race.before)
 			tx, err := pool.Begin(t.Context())
 			if err != nil {
 				t.Fatal(err)
 			}
-			if _, err := tx.Exec(t.Context(), race.first); err != nil {
-				t.Fatal(err)
-			}
+			pgtest.Exec(t, tx, race.first)
 			done := make(chan error, 1)
 			go func() {
 				_, err := pool.Exec(t.Context(), race.second)
@@ -668,10 +658,7 @@ func TestAnAutomationFollowsItsSkillThroughEveryRace(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			var skill bool
-			if err := pool.QueryRow(t.Context(), `select enabled from agent_skills where name = 'sizes'`).Scan(&skill); err != nil {
-				t.Fatal(err)
-			}
+			skill := pgtest.Value[bool](t, pool, `select enabled from agent_skills where name = 'sizes'`)
 			if a := get(t, pool, "a"); a.Enabled != skill {
 				t.Errorf("its skill is enabled: %t, the automation: %t, paused for %q", skill, a.Enabled, a.PausedFor)
 			}

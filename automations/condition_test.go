@@ -146,9 +146,7 @@ func TestUpcomingTimesAreInTheAutomationsZone(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	put(t, pool, automations.Definition{Name: "a", Cron: "30 2 * * *", Timezone: "Europe/Madrid"})
-	if _, err := pool.Exec(t.Context(), `update agent_automations set next_run_at = '2027-03-27T01:30:00Z'`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, pool, `update agent_automations set next_run_at = '2027-03-27T01:30:00Z'`)
 	a := get(t, pool, "a")
 	var got []string
 	for _, at := range a.Upcoming(3) {

@@ -300,9 +300,7 @@ func governed(t *testing.T) *pgxpool.Pool {
 		`insert into agent_objectives (name, goal, status, proposed_by) values ('wish', 'g', 'proposed', 'agent')`,
 		`insert into agent_objective_steps (objective_id, position, title) select id, 1, 'step of ' || name from agent_objectives`,
 	} {
-		if _, err := pool.Exec(t.Context(), sql); err != nil {
-			t.Fatalf("%s: %v", sql, err)
-		}
+		pgtest.Exec(t, pool, sql)
 	}
 	return pool
 }
@@ -433,11 +431,8 @@ func TestAStepIsAdvancedByWhatWasDone(t *testing.T) {
 		t.Fatal(err)
 	}
 	act := func(skill, status string) {
-		_, err := pool.Exec(t.Context(), `
+		pgtest.Exec(t, pool, `
 			insert into agent_activity (trace_id, skill_name, status, surface) values ($1, $2, $3, 'operate')`, traceID, skill, status)
-		if err != nil {
-			t.Fatal(err)
-		}
 	}
 	advance := func(step string) string {
 		answer, err := call(t, pool, "objective_advance", fmt.Sprintf(`{"objective":"tidy","step":%q,"result":"42 rows"}`, step))

@@ -8,7 +8,6 @@ import (
 	"os"
 	"strconv"
 	"strings"
-	"sync"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
@@ -475,57 +474,3 @@ func TestNoUpdateIsLostInAnyOrder(t *testing.T) {
 		t.Fatal(err)
 	}
 }
-
-// TestEveryAcknowledgedUpdateIsInTheEnd lets runs write at the same moment: each adds a word to what it has read.
-func TestEveryAcknowledgedUpdateIsInTheEnd(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.DB(t)
-	registry, all := newRegistry(t, pool)
-	const writers, words = 8, 6
-	var mu sync.Mutex
-	acknowledged := 0
-	var group sync.WaitGroup
-	for w := range writers {
-		group.Go(func() {
-			s := &scene{t: t, pool: pool, registry: registry, skills: all, dice: rand.New(rand.NewPCG(uint64(w), 1)), key: "shared"}
-			r := &runner{name: fmt.Sprint("w", w), seen: memory.Seen{}}
-			for word := range words {
-				text := ""
-				for {
-					value := strings.TrimSpace(fmt.Sprintf("%s w%dx%d", text, w, word))
-					answer := s.call(r, "memory_write", map[string]any{"category": "test", "key": s.key, "value": value})
-					if s.dice.IntN(4) == 0 { // the process is lost, and the call is made again
-						answer = s.call(r, "memory_write", map[string]any{"category": "test", "key": s.key, "value": value})
-					}
-					r.learn(s, done{"memory_write", answer})
-					var said struct{ Theirs *memory.Entry }
-					if err := json.Unmarshal(answer, &said); err != nil {
-						t.Error(err)
-						return
-					}
-					if said.Theirs == nil {
-						break
-					}
-					if text = tokenOf(said.Theirs.Value); strings.Contains(text+" ", fmt.Sprintf("w%dx%d ", w, word)) {
-						break // wroteBefore by the call whose process was lost, and read by others since
-					}
-				}
-				mu.Lock()
-				acknowledged++
-				mu.Unlock()
-				r.replayNothing()
-			}
-		})
-	}
-	group.Wait()
-	e, err := memory.Shared.Get(t.Context(), pool, "test", "shared")
-	if err != nil {
-		t.Fatal(err)
-	}
-	if got := len(strings.Fields(tokenOf(e.Value))); got != writers*words || acknowledged != writers*words {
-		t.Errorf("%d updates were acknowledged, and %d are there: %s", acknowledged, got, e.Value)
-	}
-}
-
-// replayNothing makes a new run, which has read nothing.
-func (r *runner) replayNothing() { r.seen = memory.Seen{} }

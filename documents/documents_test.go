@@ -14,8 +14,8 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
-	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/retention"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -56,18 +56,10 @@ func thread(t *testing.T, pool *pgxpool.Pool, p threads.Principal, name string) 
 // ended is the id of an execution that has ended.
 func ended(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
-	engine, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
-	if err != nil {
-		t.Fatal(err)
-	}
-	err = engine.Register("f", func(context.Context, json.RawMessage) (executions.Result,
-		error,
-	) {
+	engine := enginetest.New(t, pool)
+	enginetest.Register(t, engine, "f", func(context.Context, json.RawMessage) (executions.Result, error) {
 		return executions.Result{}, nil
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
 	x, err := engine.RunSync(t.Context(), executions.Spec{Flow: "f", Surface: trace.Flow})
 	if err != nil {
 		t.Fatal(err)
@@ -185,10 +177,8 @@ func TestUnusedUploadsGo(t *testing.T) {
 	if unused.ExpiresAt == nil || unused.UploadedBy != "visitor site" {
 		t.Fatalf("%+v", unused)
 	}
-	if _, err := pool.Exec(t.Context(), `update agent_documents set expires_at = now() - interval '1 s' where id = $1`,
-		unused.ID); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, pool, `update agent_documents set expires_at = now() - interval '1 s' where id = $1`,
+		unused.ID)
 	added(t, pool, documents.Upload{Content: []byte("y"), By: threads.Key("app")})
 	if _, err := documents.Get(t.Context(), pool, unused.ID); !errors.Is(err, documents.ErrNotFound) {
 		t.Errorf("the unused one: %v", err)
@@ -196,12 +186,10 @@ func TestUnusedUploadsGo(t *testing.T) {
 	if _, err := documents.Get(t.Context(), pool, kept.ID); err != nil {
 		t.Errorf("the admin's: %v", err)
 	}
-	if _, err := pool.Exec(t.Context(), `
+	pgtest.Exec(t, pool, `
 		insert into agent_documents (name, content_type, size, sha256, is_text, content, owner_kind, owner, expires_at)
 		select 'a', 'text/plain', 1, sha256('x'), true, 'x', 'key', 'app', now() + interval '1 day' from generate_series(1, $1)`,
-		documents.MaxUnused); err != nil {
-		t.Fatal(err)
-	}
+		documents.MaxUnused)
 	if _, err := add(t.Context(), pool, documents.Upload{Content: []byte("y"), By: threads.Key("app")}); !errors.Is(err,
 		documents.ErrTooMany) {
 		t.Errorf("one too many: %v", err)
@@ -216,13 +204,10 @@ func TestADocumentGoesWithItsThreadAndItsExecution(t *testing.T) {
 	ofThread := added(t, pool, documents.Upload{Content: []byte("x"), ThreadID: at})
 	execution := ended(t, pool)
 	ofExecution := added(t, pool, documents.Upload{Content: []byte("x"), ExecutionID: execution})
-	_, err := pool.Exec(t.Context(), `
+	pgtest.Exec(t, pool, `
 		alter table agent_retention drop constraint agent_retention_check;
 		update agent_retention set keep = '0' where kind in ('executions', 'messages');
 		delete from agent_untold_ends`)
-	if err != nil {
-		t.Fatal(err)
-	}
 	if _, err := retention.Run(t.Context(), pool, retention.Options{}); err != nil {
 		t.Fatal(err)
 	}

@@ -16,6 +16,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/flows"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/requests"
 	"github.com/lanekeeper/lanekeeper/threads"
@@ -345,7 +346,7 @@ func TestTheExampleOfThePageRuns(t *testing.T) {
 	id := w.begin(t, "onboard", Candidate{Name: "María"})
 	waits(t, w.pool, id, 1)
 	answer(t, w, "si")
-	if x := until(t, w.pool, id, executions.Completed); x.ResultSummary != "onboarded María" || string(x.Result) != `{"fit": true}` {
+	if x := enginetest.Await(t, w.pool, id, executions.Completed); x.ResultSummary != "onboarded María" || string(x.Result) != `{"fit": true}` {
 		t.Errorf("ended with %q %s", x.ResultSummary, x.Result)
 	}
 }

@@ -16,15 +16,14 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"go.yaml.in/yaml/v3"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/flows"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
-	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -57,12 +56,7 @@ func newWorld(t *testing.T, documents ...string) *world {
 // process runs an engine until the test ends, or stop is called.
 func process(t *testing.T, pool *pgxpool.Pool, loop *reason.Loop, register ...func(*executions.Engine) error) *world {
 	t.Helper()
-	e, err := executions.New(pool, executions.Options{
-		Keeper: lanes.NewKeeper(pool, lanes.Options{}), SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second,
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	e := enginetest.New(t, pool)
 	w := &world{Engine: e, pool: pool, in: &flows.Interpreter{Pool: pool, Engine: e, Loop: loop, Logger: slog.New(slog.DiscardHandler)}}
 	e.Fallback(w.in.Find)
 	for _, more := range register {
@@ -70,21 +64,7 @@ func process(t *testing.T, pool *pgxpool.Pool, loop *reason.Loop, register ...fu
 			t.Fatal(err)
 		}
 	}
-	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
-	group, running := errgroup.WithContext(ctx)
-	group.Go(func() error { return e.Run(running) })
-	stopped := false
-	w.stop = func() {
-		if stopped {
-			return
-		}
-		stopped = true
-		cancel()
-		if err := group.Wait(); err != nil && !errors.Is(err, context.Canceled) {
-			t.Errorf("engine: %v", err)
-		}
-	}
-	t.Cleanup(w.stop)
+	w.stop = enginetest.Run(t, e.Run)
 	return w
 }
 
@@ -130,26 +110,6 @@ func (w *world) begin(t *testing.T, flow string, input any) string {
 		t.Fatal(err)
 	}
 	return x.ID
-}
-
-// until waits for an execution to reach a status.
-func until(t *testing.T, db postgres.DB, id string, want executions.Status) executions.Execution {
-	t.Helper()
-	var got executions.Execution
-	var err error
-	defer func() {
-		if t.Failed() {
-			t.Logf("execution is %s (%v %v)", got.Status, testkit.Deref(got.FailedStep), testkit.Deref(got.ErrorMessage))
-		}
-	}()
-	pgtest.Eventually(t, patience, func() bool {
-		got, err = executions.Get(t.Context(), db, id)
-		return err == nil && (got.Status == want || got.Status.Ended())
-	}, "execution becomes "+string(want))
-	if got.Status != want {
-		t.Fatalf("execution is %s, not %s: %s: %s", got.Status, want, testkit.Deref(got.FailedStep), testkit.Deref(got.ErrorMessage))
-	}
-	return got
 }
 
 // waits waits until an execution waits for the nth time.
@@ -235,7 +195,7 @@ func TestAForkWhoseInputContradictsARecordIsRefused(t *testing.T) {
 	thread(t, w.pool)
 	was := map[string]any{"name": "Ana", "more": true, "items": []string{"a", "b"}, "vip": true, "name2": "Ana", "farewell": ""}
 	id := w.begin(t, "greets", was)
-	until(t, w.pool, id, executions.Completed)
+	enginetest.Await(t, w.pool, id, executions.Completed)
 	w.stop()
 	fresh := process(t, w.pool, nil)
 	for name, c := range map[string]struct {
@@ -264,7 +224,7 @@ func TestAForkWhoseInputContradictsARecordIsRefused(t *testing.T) {
 		case c.step == "" && err != nil:
 			t.Errorf("%s: %v", name, err)
 		case c.step == "":
-			until(t, w.pool, x.ID, executions.Completed)
+			enginetest.Await(t, w.pool, x.ID, executions.Completed)
 		case !errors.Is(err, executions.ErrChanged) || !strings.Contains(err.Error(), c.step):
 			t.Errorf("%s: %v", name, err)
 		}
@@ -281,7 +241,7 @@ input: {type: object, required: [name], properties: {name: {type: string}}}
 actions:
   - {id: greet, actionType: set, parameters: {variables: {hello: "Hola {{input.name}}"}}}`)
 	id := w.begin(t, "greets", map[string]any{"name": "Ana"})
-	until(t, w.pool, id, executions.Completed)
+	enginetest.Await(t, w.pool, id, executions.Completed)
 	for input, want := range map[string]string{`{}`: "name", `[1]`: "object", `{"name": "Eva"}`: ""} {
 		_, err := w.Fork(t.Context(), w.pool, executions.ForkSpec{ID: id, From: "greet", Input: json.RawMessage(input)})
 		if want == "" && err != nil || want != "" && (!errors.Is(err, executions.ErrNoFork) || !strings.Contains(err.Error(), want)) {
@@ -301,11 +261,11 @@ func TestALargeNumberIsKeptOverAWait(t *testing.T) {
   - {id: wait, actionType: wait_for_event, parameters: {key: go}}
   - {id: say, actionType: send_message, parameters: {message: "{{id}}"}}`))
 	id := w.begin(t, "numbers", json.RawMessage(`{"id": 123456789012345678}`))
-	until(t, w.pool, id, executions.Waiting)
+	enginetest.Await(t, w.pool, id, executions.Waiting)
 	if _, err := w.Deliver(t.Context(), w.pool, "EVENT_COMPLETED", "go", nil, ""); err != nil {
 		t.Fatal(err)
 	}
-	until(t, w.pool, id, executions.Completed)
+	enginetest.Await(t, w.pool, id, executions.Completed)
 	if said := pgtest.Value[string](t, w.pool, `select content from agent_messages order by id desc limit 1`); said != "123456789012345678" {
 		t.Errorf("it says %s", said)
 	}
@@ -371,9 +331,9 @@ func TestAFlowWritesOnlyOverWhatItHasRead(t *testing.T) {
 			}
 			deliver(t, w, "EVENT_COMPLETED", "go", `{}`)
 			if test.failed == "" {
-				until(t, w.pool, id, executions.Completed)
+				enginetest.Await(t, w.pool, id, executions.Completed)
 			} else {
-				x := until(t, w.pool, id, executions.Failed)
+				x := enginetest.Await(t, w.pool, id, executions.Failed)
 				there, _, _ := strings.Cut(test.want, " ")
 				if said := testkit.Deref(x.ErrorMessage); !strings.Contains(said, test.failed) || !strings.Contains(said, "nothing was changed") || !strings.Contains(said, there) {
 					t.Errorf("it says %q", said)
@@ -416,7 +376,7 @@ actions:
 	child := *waits(t, w.pool, id, 1).WaitingKey
 	waits(t, w.pool, child, 1)
 	answer(t, w, "aqui esta")
-	x := until(t, w.pool, id, executions.Completed)
+	x := enginetest.Await(t, w.pool, id, executions.Completed)
 	if got := said(t, w.pool); got != "Iniciamos tu proceso | Necesito tu INE | Documento recibido | Siguiente paso, aqui esta" {
 		t.Errorf("said %s", got)
 	}
@@ -449,7 +409,7 @@ func TestCancellingReachesGrandchildren(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, id := range []string{middle, bottom} {
-		if x := until(t, w.pool, id, executions.Cancelled); testkit.Deref(x.CancelReason) != "its parent was cancelled: Usuario solicito cancelacion" {
+		if x := enginetest.Await(t, w.pool, id, executions.Cancelled); testkit.Deref(x.CancelReason) != "its parent was cancelled: Usuario solicito cancelacion" {
 			t.Errorf("cancelled because of %q", testkit.Deref(x.CancelReason))
 		}
 	}
@@ -470,7 +430,7 @@ actions:
   - {id: go, actionType: trigger_agent, parameters: {flow: nobody}}`), flow("wrong", `
   - {id: go, actionType: trigger_agent, parameters: {flow: picky}}`), flow("loose", `
   - {actionType: trigger_agent, saveAs: it, parameters: {flow: broken, waitForCompletion: false}}`))
-	if x := until(t, w.pool, w.begin(t, "handles", nil), executions.Completed); x.ResultSummary != "child failed" {
+	if x := enginetest.Await(t, w.pool, w.begin(t, "handles", nil), executions.Completed); x.ResultSummary != "child failed" {
 		t.Errorf("%q", x.ResultSummary)
 	}
 	for name, want := range map[string]string{
@@ -478,11 +438,11 @@ actions:
 		"lost":   "action go (trigger_agent): there is no flow nobody",
 		"wrong":  "action go (trigger_agent): flow picky does not take this input: at '': missing property 'x'",
 	} {
-		if x := until(t, w.pool, w.begin(t, name, nil), executions.Failed); testkit.Deref(x.ErrorMessage) != want || testkit.Deref(x.FailedStep) != "go" {
+		if x := enginetest.Await(t, w.pool, w.begin(t, name, nil), executions.Failed); testkit.Deref(x.ErrorMessage) != want || testkit.Deref(x.FailedStep) != "go" {
 			t.Errorf("%s: %q at %q", name, testkit.Deref(x.ErrorMessage), testkit.Deref(x.FailedStep))
 		}
 	}
-	got := variables(t, until(t, w.pool, w.begin(t, "loose", nil), executions.Completed))
+	got := variables(t, enginetest.Await(t, w.pool, w.begin(t, "loose", nil), executions.Completed))
 	if id, _ := got["triggeredExecutionId"].(string); id == "" || cmp.Diff(got["it"], map[string]any{"executionId": id}) != "" {
 		t.Errorf("variables %v", got)
 	}
@@ -503,7 +463,7 @@ func TestAChildOfGoCode(t *testing.T) {
 			return executions.Result{Summary: "added", Value: in.A + in.B}, executions.SetVariables(ctx, map[string]int{"total": in.A + in.B})
 		})
 	})
-	got := variables(t, until(t, pool, w.begin(t, "a", nil), executions.Completed))
+	got := variables(t, enginetest.Await(t, pool, w.begin(t, "a", nil), executions.Completed))
 	sum, _ := got["sum"].(map[string]any)
 	if got["total"] != 3.0 || sum["result"] != 3.0 {
 		t.Errorf("variables %v", got)
@@ -527,15 +487,13 @@ func TestARunningExecutionKeepsItsVersion(t *testing.T) {
 		t.Fatal(err)
 	}
 	waits(t, w.pool, second.ID, 1)
-	if _, err := w.pool.Exec(t.Context(), `update agent_flows set current = false`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, w.pool, `update agent_flows set current = false`)
 	w.stop()
 	w = process(t, w.pool, nil) // which has compiled neither
 	deliver(t, w, "EVENT_COMPLETED", "k1", `{}`)
-	until(t, w.pool, first, executions.Completed)
+	enginetest.Await(t, w.pool, first, executions.Completed)
 	deliver(t, w, "EVENT_COMPLETED", "k2", `{}`)
-	until(t, w.pool, second.ID, executions.Completed)
+	enginetest.Await(t, w.pool, second.ID, executions.Completed)
 	// A fork is given its version before it begins. It begins when it has lost its thread.
 	var third string
 	err = postgres.InTx(t.Context(), w.pool, func(tx pgx.Tx) error {
@@ -550,7 +508,7 @@ func TestARunningExecutionKeepsItsVersion(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	x := until(t, w.pool, third, executions.Failed)
+	x := enginetest.Await(t, w.pool, third, executions.Failed)
 	if v := x.FlowVersion; v == nil || *v != 1 || !strings.Contains(testkit.Deref(x.ErrorMessage), "no thread") {
 		t.Errorf("the fork runs version %v: %s", v, testkit.Deref(x.ErrorMessage))
 	}
@@ -560,7 +518,7 @@ func TestARunningExecutionKeepsItsVersion(t *testing.T) {
 	if got != "1 before 1, 1 after 1, 2 before 2, 2 after 2" {
 		t.Errorf("said %s", got)
 	}
-	x = until(t, w.pool, w.begin(t, "a", map[string]any{"key": "k3"}), executions.Failed)
+	x = enginetest.Await(t, w.pool, w.begin(t, "a", map[string]any{"key": "k3"}), executions.Failed)
 	if testkit.Deref(x.ErrorMessage) != "flow a: the flow was removed" {
 		t.Errorf("%q", testkit.Deref(x.ErrorMessage))
 	}
@@ -575,7 +533,7 @@ actions:
   - {id: next, actionType: trigger_agent, parameters: {flow: again, waitForCompletion: false}}
 `)
 	first := w.begin(t, "again", nil)
-	until(t, w.pool, first, executions.Completed)
+	enginetest.Await(t, w.pool, first, executions.Completed)
 	pgtest.Eventually(t, patience, func() bool {
 		return pgtest.Value[bool](t, w.pool, `select exists (select from agent_executions where status = 'failed')`)
 	}, "one of them fails")
@@ -675,7 +633,7 @@ actions:
 		return key != ""
 	}, "it waits for a document")
 	deliver(t, w, "DOCUMENT_UPLOADED", key, `{"document": "INE", "url": "u"}`)
-	x := until(t, pool, id, executions.Completed)
+	x := enginetest.Await(t, pool, id, executions.Completed)
 	if got := said(t, pool); got != "hello | again | at b | child of 1 | Please send us: INE. | A test is waiting for you: sql | bye yes abc u" {
 		t.Errorf("said %s", got)
 	}

@@ -1,8 +1,6 @@
 package flows_test
 
 import (
-	"context"
-	"errors"
 	"log/slog"
 	"strings"
 	"testing"
@@ -11,10 +9,10 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/flows"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -86,24 +84,12 @@ func playing(t *testing.T, name, participant string) *scenario {
 func (s *scenario) serve(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
 	log := slog.New(logging.Handler(slog.NewTextHandler(s.log, nil)))
-	e, err := executions.New(pool, executions.Options{
-		Keeper: lanes.NewKeeper(pool, lanes.Options{Logger: log}), SweepEvery: 100 * time.Millisecond,
-		LeaseTTL: 20 * time.Second, Logger: log,
+	e := enginetest.New(t, pool, func(o *executions.Options) {
+		o.Keeper, o.Logger = lanes.NewKeeper(pool, lanes.Options{Logger: log}), log
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
 	s.Engine = e
 	e.Fallback((&flows.Interpreter{Pool: pool, Engine: e, Logger: log}).Find)
-	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
-	var group errgroup.Group
-	group.Go(func() error { return e.Run(ctx) })
-	t.Cleanup(func() {
-		cancel()
-		if err := group.Wait(); err != nil && !errors.Is(err, context.Canceled) {
-			t.Errorf("engine: %v", err)
-		}
-	})
+	enginetest.Run(t, e.Run)
 }
 
 // starts a flow in the thread.
@@ -167,14 +153,14 @@ func TestScenarioOfIndependentAgents(t *testing.T) {
 	pgtest.Exec(t, s.pool, `update agent_locks set locked_at = locked_at - interval '190 seconds' where lane = 'thread:juan'`)
 
 	b := s.starts(t, "agente_b", nil)
-	until(t, s.pool, b, executions.Completed)
+	enginetest.Await(t, s.pool, b, executions.Completed)
 	s.holds(t, "agente_a 3 min, Juan, parked, 1 queued")
 	s.logged(t, 1, `msg="lane acquired"`, "lane=thread:juan", "owner="+a+"#1")
 	s.logged(t, 1, "level=WARN", `msg="lane busy"`, "lane=thread:juan", "owner="+b+"#1", "holder="+a+"#")
 	s.logged(t, 1, `msg="locks released"`, "count=0", "execution_id="+b)
 
 	deliver(t, s.world, "EVENT_COMPLETED", "trabajo "+a, `{}`)
-	until(t, s.pool, a, executions.Completed)
+	enginetest.Await(t, s.pool, a, executions.Completed)
 	s.happens(t, "agente_b sent: Ahora tienes una evaluación pendiente")
 	s.logged(t, 1, `msg="locks released"`, "count=1", "execution_id="+a)
 	s.went(t,
@@ -198,10 +184,10 @@ func TestScenarioOfChainedAgents(t *testing.T) {
 	s.holds(t, "recolector 0 min, Maria, parked, 0 queued")
 	s.logged(t, 1, `msg="lane acquired"`, "lane=thread:maria")
 	s.logged(t, 1, `msg="lane inherited"`, "lane=thread:maria", "from="+parent, "to="+child+"#")
-	if x := until(t, s.pool, child, executions.Waiting); testkit.Deref(x.WaitingFor) != "response" || testkit.Deref(x.WaitingKey) != "maria" {
+	if x := enginetest.Await(t, s.pool, child, executions.Waiting); testkit.Deref(x.WaitingFor) != "response" || testkit.Deref(x.WaitingKey) != "maria" {
 		t.Errorf("the collector waits for %s %s", testkit.Deref(x.WaitingFor), testkit.Deref(x.WaitingKey))
 	}
-	if x := until(t, s.pool, parent, executions.Waiting); testkit.Deref(x.WaitingFor) != "agent" {
+	if x := enginetest.Await(t, s.pool, parent, executions.Waiting); testkit.Deref(x.WaitingFor) != "agent" {
 		t.Errorf("the coordinator waits for %s", testkit.Deref(x.WaitingFor))
 	}
 	idle := pgtest.Value[int](t, s.pool, `select ttl_seconds from agent_locks where lane = 'thread:maria'`)
@@ -211,8 +197,8 @@ func TestScenarioOfChainedAgents(t *testing.T) {
 	}
 
 	pgtest.Exec(t, s.pool, `select * from lanekeeper.receive_agent_message('maria', 'Aquí está mi INE')`)
-	until(t, s.pool, child, executions.Completed)
-	until(t, s.pool, parent, executions.Completed)
+	enginetest.Await(t, s.pool, child, executions.Completed)
+	enginetest.Await(t, s.pool, parent, executions.Completed)
 	s.logged(t, 1, `msg="locks released"`, "count=1", "execution_id="+parent)
 	s.logged(t, 1, `msg="locks released"`, "execution_id="+child)
 	s.logged(t, 1, `msg="lane acquired"`) // the coordinator goes on with what it was given back
@@ -281,7 +267,7 @@ func TestScenarioOfAHungAgent(t *testing.T) {
 	s.holds(t, "agente_a 11 min, Pedro, stale, 0 queued")
 
 	b := s.starts(t, "agente_b", nil)
-	until(t, s.pool, b, executions.Completed)
+	enginetest.Await(t, s.pool, b, executions.Completed)
 	s.happens(t, "free")
 	s.logged(t, 1, "level=WARN", `msg="lane stale, clearing"`, "lane=thread:pedro", "holder="+a+"#1", "age=11m1", "execution_id="+b)
 	s.logged(t, 1, `msg="lane acquired"`, "owner="+b+"#1")
@@ -294,7 +280,7 @@ func TestScenarioOfAHungAgent(t *testing.T) {
 		"agente_b sent: Ahora tienes una evaluación pendiente",
 		"free",
 	)
-	if x := until(t, s.pool, a, executions.Running); x.Status != executions.Running {
+	if x := enginetest.Await(t, s.pool, a, executions.Running); x.Status != executions.Running {
 		t.Errorf("agente_a is %s", x.Status)
 	}
 }

@@ -7,6 +7,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -42,7 +43,7 @@ func TestATimeoutThatContinuesSetsNull(t *testing.T) {
 				t.Errorf("waits for %s, data %s", *x.WaitingFor, x.WaitingData)
 			}
 			late(t, w, id, 1)
-			got := variables(t, until(t, w.pool, id, executions.Completed))
+			got := variables(t, enginetest.Await(t, w.pool, id, executions.Completed))
 			if got["timedOut"] != true || got["told"] != true || got["after"] != true {
 				t.Errorf("variables %v", got)
 			}
@@ -65,7 +66,7 @@ func TestATimeoutThatFailsEndsTheExecutionAsTimedOut(t *testing.T) {
   - {actionType: fail, parameters: {message: never}}`))
 			id := w.begin(t, "a", nil)
 			late(t, w, id, 1)
-			x := until(t, w.pool, id, executions.Timeout)
+			x := enginetest.Await(t, w.pool, id, executions.Timeout)
 			want := "action ask (" + typeOf(c.action) + "): no " + c.kind + " came within 90m"
 			if testkit.Deref(x.ErrorMessage) != want || testkit.Deref(x.FailedStep) != "ask" || x.ResultSummary != "Timed out: "+want {
 				t.Errorf("%q at %q, summary %q", testkit.Deref(x.ErrorMessage), testkit.Deref(x.FailedStep), x.ResultSummary)
@@ -98,7 +99,7 @@ func TestATimeoutThatRetries(t *testing.T) {
 				}
 				late(t, w, id, n)
 			}
-			x := until(t, w.pool, id, executions.Timeout)
+			x := enginetest.Await(t, w.pool, id, executions.Timeout)
 			if !strings.HasSuffix(testkit.Deref(x.ErrorMessage), "came within 1h, 4 times") || strings.Count(said(t, w.pool), "again") != 4 {
 				t.Errorf("%q, said %s", testkit.Deref(x.ErrorMessage), said(t, w.pool))
 			}
@@ -115,7 +116,7 @@ func TestAnAnswerAfterARetryCounts(t *testing.T) {
 	late(t, w, id, 1)
 	waits(t, w.pool, id, 2)
 	answer(t, w, "yes")
-	x := until(t, w.pool, id, executions.Completed)
+	x := enginetest.Await(t, w.pool, id, executions.Completed)
 	if got := said(t, w.pool); got != "Still there? | You said yes." {
 		t.Errorf("said %s", got)
 	}
@@ -135,7 +136,7 @@ func TestATimeoutActionEndsTheFlow(t *testing.T) {
   - {actionType: fail, parameters: {message: never}}`))
 	id := w.begin(t, "a", nil)
 	late(t, w, id, 1)
-	x := until(t, w.pool, id, executions.Completed)
+	x := enginetest.Await(t, w.pool, id, executions.Completed)
 	if x.ResultSummary != "nobody there" || variables(t, x)["gone"] != true {
 		t.Errorf("%q %s", x.ResultSummary, x.Variables)
 	}
@@ -151,7 +152,7 @@ func TestWithoutAThreadNothingIsSaid(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		got := until(t, w.pool, x.ID, want)
+		got := enginetest.Await(t, w.pool, x.ID, want)
 		if want == executions.Failed && testkit.Deref(got.ErrorMessage) != "action hi (send_message): this execution has no thread to talk in; start it with one" {
 			t.Errorf("%q", testkit.Deref(got.ErrorMessage))
 		}
@@ -181,7 +182,7 @@ actions:
 		t.Errorf("waits for %s of %s", *x.WaitingFor, *x.WaitingKey)
 	}
 	answer(t, w, "rojo")
-	x = until(t, w.pool, id, executions.Completed)
+	x = enginetest.Await(t, w.pool, id, executions.Completed)
 	if got := said(t, w.pool); got != "Hola María de Lima, intento 1 | Tu color es rojo" {
 		t.Errorf("said %s", got)
 	}
@@ -216,7 +217,7 @@ actions:
 	deliver(t, w, "DOCUMENT_UPLOADED", key, `{"document": "INE", "url": "u/ine"}`)
 	deliver(t, w, "SIGNATURE_COMPLETED", *waits(t, w.pool, id, 2).WaitingKey, `{"url": "u/signed", "signedAt": "2026-01-01"}`)
 	deliver(t, w, "TEST_COMPLETED", *waits(t, w.pool, id, 3).WaitingKey, `{"score": 80, "result": "passed"}`)
-	x := until(t, w.pool, id, executions.Completed)
+	x := enginetest.Await(t, w.pool, id, executions.Completed)
 	got := variables(t, x)
 	open := pgtest.Value[string](t, w.pool, `select id::text from agent_requests where title = 'later' and execution_id = @id`, postgres.Strict{"id": id})
 	want := map[string]any{
@@ -244,7 +245,7 @@ actions:
 `)
 	id := w.begin(t, "calendar", map[string]any{"pause": "50ms", "n": 7})
 	deliver(t, w, "EVENT_COMPLETED", "interview-7", `{"room": 3}`)
-	x := until(t, w.pool, id, executions.Completed)
+	x := enginetest.Await(t, w.pool, id, executions.Completed)
 	want := map[string]any{"eventData": map[string]any{"room": 3.0}, "meeting": map[string]any{"room": 3.0}, "timedOut": false}
 	if diff := cmp.Diff(want, variables(t, x)); diff != "" {
 		t.Error(diff)
@@ -261,7 +262,7 @@ func TestAnEventOfTheFlowsOwnMayHaveAnyData(t *testing.T) {
 	} {
 		id := w.begin(t, "free", map[string]any{"n": data})
 		deliver(t, w, "EVENT_COMPLETED", "free-"+data, data)
-		got := variables(t, until(t, w.pool, id, executions.Completed))
+		got := variables(t, enginetest.Await(t, w.pool, id, executions.Completed))
 		if diff := cmp.Diff(map[string]any{"eventData": want, "timedOut": false}, got); diff != "" {
 			t.Errorf("%s: %s", data, diff)
 		}
@@ -306,7 +307,7 @@ actions:
 	id := w.begin(t, "loops", map[string]any{"people": []any{
 		map[string]any{"name": "Ana", "age": 20}, map[string]any{"name": "Leo", "age": 9}, map[string]any{"name": "Eva", "age": 30},
 	}})
-	x := until(t, w.pool, id, executions.Completed)
+	x := enginetest.Await(t, w.pool, id, executions.Completed)
 	want := map[string]any{"sum": 50.0, "names": []any{}, "n": 40.0, "young": "Leo (1)", "chosen": "fifty", "last": "fifty"}
 	if diff := cmp.Diff(want, variables(t, x)); diff != "" {
 		t.Error(diff)
@@ -329,7 +330,7 @@ actions:
       items: [a, b, c]
       actions: [{actionType: while, parameters: {condition: index < 2, actions: [{actionType: set, parameters: {expressions: {sum: sum + 100}}}]}}]
 `)
-	x := until(t, w.pool, w.begin(t, "counts", nil), executions.Completed)
+	x := enginetest.Await(t, w.pool, w.begin(t, "counts", nil), executions.Completed)
 	if diff := cmp.Diff(map[string]any{"sum": 606.0}, variables(t, x)); diff != "" {
 		t.Error(diff)
 	}
@@ -353,15 +354,15 @@ func TestAFlowEndsItself(t *testing.T) {
   - {actionType: end, parameters: {status: timeout}}`),
 		flow("fails", `
   - {id: stop, actionType: fail, parameters: {message: "no {{input.what}}"}}`))
-	x := until(t, w.pool, w.begin(t, "inner", nil), executions.Completed)
+	x := enginetest.Await(t, w.pool, w.begin(t, "inner", nil), executions.Completed)
 	if diff := cmp.Diff(map[string]any{"seen": 1.0}, variables(t, x)); diff != "" || x.ResultSummary != "at 2" {
 		t.Errorf("%s%q", diff, x.ResultSummary)
 	}
-	if x = until(t, w.pool, w.begin(t, "failed", nil), executions.Failed); testkit.Deref(x.ErrorMessage) != "not fit" || x.ResultSummary != "not fit" {
+	if x = enginetest.Await(t, w.pool, w.begin(t, "failed", nil), executions.Failed); testkit.Deref(x.ErrorMessage) != "not fit" || x.ResultSummary != "not fit" {
 		t.Errorf("failed with %q", testkit.Deref(x.ErrorMessage))
 	}
-	until(t, w.pool, w.begin(t, "late", nil), executions.Timeout)
-	x = until(t, w.pool, w.begin(t, "fails", map[string]any{"what": "way"}), executions.Failed)
+	enginetest.Await(t, w.pool, w.begin(t, "late", nil), executions.Timeout)
+	x = enginetest.Await(t, w.pool, w.begin(t, "fails", map[string]any{"what": "way"}), executions.Failed)
 	if testkit.Deref(x.ErrorMessage) != "action stop (fail): no way" || testkit.Deref(x.FailedStep) != "stop" {
 		t.Errorf("failed with %q at %q", testkit.Deref(x.ErrorMessage), testkit.Deref(x.FailedStep))
 	}
@@ -416,7 +417,7 @@ func TestWhatIsNotKnownFailsLoudly(t *testing.T) {
 			t.Parallel()
 			w := newWorld(t, "name: a\nvariables: {color: red, nothing: null}\nactions:\n  - "+c.action)
 			id := w.begin(t, "a", nil)
-			x := until(t, w.pool, id, executions.Failed)
+			x := enginetest.Await(t, w.pool, id, executions.Failed)
 			if testkit.Deref(x.ErrorMessage) != c.message {
 				t.Errorf("got  %s\nwant %s", testkit.Deref(x.ErrorMessage), c.message)
 			}
@@ -445,7 +446,7 @@ actions:
         kept: "{{nothing}}"
       expressions: {half: big / 2, safe: 'gone ?? "none"', some: 'any(list, # == "two")', far: 'deep?.q?.r', own: 'let k = 2; k * 3'}
 `)
-	x := until(t, w.pool, w.begin(t, "a", nil), executions.Completed)
+	x := enginetest.Await(t, w.pool, w.begin(t, "a", nil), executions.Completed)
 	got := variables(t, x)
 	want := map[string]any{
 		"whole": []any{1.0, "two"}, "text": `<1, two> <[{"b":1.5}]> <1.5> true 12345678901234`, "missing": 5.0, "filter": "x }} y q n",

@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/flows"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -75,7 +76,7 @@ func TestSkillsAreCalled(t *testing.T) {
   - {actionType: set, parameters: {expressions: {four: got.twice * 2}}}`), flow("lost", `
   - {id: s, actionType: skill, parameters: {name: tripple, arguments: {}}}`), flow("bare", `
   - {id: s, actionType: skill, parameters: {name: double}}`))
-	got := variables(t, until(t, w.pool, w.begin(t, "good", map[string]any{"n": 4}), executions.Completed))
+	got := variables(t, enginetest.Await(t, w.pool, w.begin(t, "good", map[string]any{"n": 4}), executions.Completed))
 	if diff := cmp.Diff(map[string]any{"got": map[string]any{"twice": 8.0}, "four": 16.0}, got); diff != "" {
 		t.Error(diff)
 	}
@@ -88,7 +89,7 @@ func TestSkillsAreCalled(t *testing.T) {
 		{"lost", nil, "action s (skill): there is no skill tripple"},
 		{"bare", nil, "action s (skill): call double: invalid parameters: missing property 'n'"},
 	} {
-		if x := until(t, w.pool, w.begin(t, c.flow, c.input), executions.Failed); testkit.Deref(x.ErrorMessage) != c.want {
+		if x := enginetest.Await(t, w.pool, w.begin(t, c.flow, c.input), executions.Failed); testkit.Deref(x.ErrorMessage) != c.want {
 			t.Errorf("%s: %s", c.flow, testkit.Deref(x.ErrorMessage))
 		}
 	}
@@ -107,7 +108,7 @@ func TestAFlowGoesOnAfterARejection(t *testing.T) {
 	if _, err := approvals.Decide(t.Context(), w.pool, *waits(t, w.pool, id, 1).WaitingKey, false, "admin", "the photo shows no damage"); err != nil {
 		t.Fatal(err)
 	}
-	if x := until(t, w.pool, id, executions.Completed); x.ResultSummary != "rejected: the photo shows no damage" {
+	if x := enginetest.Await(t, w.pool, id, executions.Completed); x.ResultSummary != "rejected: the photo shows no damage" {
 		t.Errorf("the flow ended with %q", x.ResultSummary)
 	}
 }
@@ -118,11 +119,11 @@ func TestASkillOnTrialIsTriedByAFlow(t *testing.T) {
 	w := clever(t, mute, flow("f", `
   - {actionType: skill, parameters: {name: double, arguments: {n: 2}}}`))
 	pgtest.Exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_at = clock_timestamp() where name = 'double'`)
-	if x := until(t, w.pool, w.begin(t, "f", nil), executions.Failed); !strings.Contains(testkit.Deref(x.ErrorMessage), "double is disabled") {
+	if x := enginetest.Await(t, w.pool, w.begin(t, "f", nil), executions.Failed); !strings.Contains(testkit.Deref(x.ErrorMessage), "double is disabled") {
 		t.Errorf("with a skill that rests the flow failed for %s", testkit.Deref(x.ErrorMessage))
 	}
 	pgtest.Exec(t, w.pool, `update agent_skills set trial_at = clock_timestamp() where name = 'double'`)
-	until(t, w.pool, w.begin(t, "f", nil), executions.Completed)
+	enginetest.Await(t, w.pool, w.begin(t, "f", nil), executions.Completed)
 }
 
 // A skill that needs leave waits for an admin, however the flow came to it.
@@ -137,13 +138,13 @@ func TestASkillThatNeedsLeaveWaitsForIt(t *testing.T) {
 			t.Fatal(err)
 		}
 		if approve {
-			got := variables(t, until(t, w.pool, id, executions.Completed))
+			got := variables(t, enginetest.Await(t, w.pool, id, executions.Completed))
 			if diff := cmp.Diff(map[string]any{"got": map[string]any{"twice": 4.0}, "approvalStatus": "approved", "approvalReason": "because"}, got); diff != "" {
 				t.Error(diff)
 			}
 			continue
 		}
-		x := until(t, w.pool, id, executions.Failed)
+		x := enginetest.Await(t, w.pool, id, executions.Failed)
 		if testkit.Deref(x.ErrorMessage) != "action pay (skill): skill careful was not approved: because" {
 			t.Errorf("%s", testkit.Deref(x.ErrorMessage))
 		}
@@ -168,7 +169,7 @@ func TestTheModelIsAsked(t *testing.T) {
 	}, flow("a", `
   - {actionType: reason, parameters: {prompt: "{{input.what}}"}}
   - {actionType: reason, saveAs: second, parameters: {prompt: compute, skills: [double]}}`))
-	got := variables(t, until(t, w.pool, w.begin(t, "a", map[string]any{"what": "cats"}), executions.Completed))
+	got := variables(t, enginetest.Await(t, w.pool, w.begin(t, "a", map[string]any{"what": "cats"}), executions.Completed))
 	if diff := cmp.Diff(map[string]any{"answer": "about cats", "second": `with double {"twice":6}`}, got); diff != "" {
 		t.Error(diff)
 	}
@@ -196,7 +197,7 @@ func TestANamedAgentAnswersWithItsInstructions(t *testing.T) {
 	w.in.Loop.Agents = &agents.Directory{}
 	declared(t, w.pool, agents.Definition{Name: "sales", Default: true, Instructions: "You are Nora."},
 		agents.Definition{Name: "billing", Instructions: "You are Bill of {{Sol}}."})
-	x := until(t, w.pool, w.begin(t, "a", nil), executions.Completed)
+	x := enginetest.Await(t, w.pool, w.begin(t, "a", nil), executions.Completed)
 	got := variables(t, x)
 	if text := got["named"].(string); !strings.Contains(text, "You are Bill of {{Sol}}.") || strings.Contains(text, "Nora") {
 		t.Errorf("the named agent was told %q", text)
@@ -213,7 +214,7 @@ func TestANamedAgentAnswersWithItsInstructions(t *testing.T) {
 	if err != nil || len(acted) != 2 || testkit.Deref(acted[0]) != "billing" || testkit.Deref(acted[1]) == "billing" {
 		t.Errorf("rows name %v, %v", acted, err)
 	}
-	lost := until(t, w.pool, w.begin(t, "lost", nil), executions.Failed)
+	lost := enginetest.Await(t, w.pool, w.begin(t, "lost", nil), executions.Failed)
 	if !strings.Contains(testkit.Deref(lost.ErrorMessage), `there is no agent "returns"`) {
 		t.Errorf("error %q", testkit.Deref(lost.ErrorMessage))
 	}
@@ -224,7 +225,7 @@ func TestTheModelIsNotAskedWithSkillsThatThereAreNot(t *testing.T) {
 	t.Parallel()
 	w := clever(t, func(openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("asked") }, flow("a", `
   - {actionType: reason, parameters: {prompt: hello, skills: [nonexistent]}}`))
-	x := until(t, w.pool, w.begin(t, "a", nil), executions.Failed)
+	x := enginetest.Await(t, w.pool, w.begin(t, "a", nil), executions.Failed)
 	if !strings.Contains(testkit.Deref(x.ErrorMessage), `there is no skill "nonexistent"`) {
 		t.Errorf("error %q", testkit.Deref(x.ErrorMessage))
 	}
@@ -234,7 +235,7 @@ func TestWithoutALoopNoSkillIsCalled(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, flow("a", `
   - {actionType: skill, parameters: {name: double}}`))
-	if x := until(t, w.pool, w.begin(t, "a", nil), executions.Failed); !strings.Contains(testkit.Deref(x.ErrorMessage), "without a reasoning loop") {
+	if x := enginetest.Await(t, w.pool, w.begin(t, "a", nil), executions.Failed); !strings.Contains(testkit.Deref(x.ErrorMessage), "without a reasoning loop") {
 		t.Errorf("%s", testkit.Deref(x.ErrorMessage))
 	}
 }
@@ -263,7 +264,7 @@ func TestCheckStartSaysWhetherAFlowMayBegin(t *testing.T) {
 	if err := check("of Go code", `{}`); err != nil {
 		t.Error(err)
 	}
-	x := until(t, w.pool, w.begin(t, "a", map[string]any{"n": "one"}), executions.Failed) // started past CheckStart
+	x := enginetest.Await(t, w.pool, w.begin(t, "a", map[string]any{"n": "one"}), executions.Failed) // started past CheckStart
 	if !strings.HasPrefix(testkit.Deref(x.ErrorMessage), "flow a does not take this input") {
 		t.Errorf("%s", testkit.Deref(x.ErrorMessage))
 	}
@@ -286,7 +287,7 @@ actions:
         - {actionType: delay, when: n == 37, parameters: {duration: 10ms}}
 `)
 	id := w.begin(t, "a", nil)
-	got := variables(t, until(t, w.pool, id, executions.Completed))
+	got := variables(t, enginetest.Await(t, w.pool, id, executions.Completed))
 	if diff := cmp.Diff(map[string]any{"n": 40.0, "text": "10203040"}, got); diff != "" {
 		t.Error(diff)
 	}
@@ -303,7 +304,7 @@ variables: {text: aaaaaaaaaaaaaaaa}
 actions:
   - {id: grow, actionType: while, parameters: {condition: "true", actions: [{id: twice, actionType: set, parameters: {expressions: {text: text + text}}}]}}
 `)
-	x := until(t, w.pool, w.begin(t, "a", nil), executions.Failed)
+	x := enginetest.Await(t, w.pool, w.begin(t, "a", nil), executions.Failed)
 	if !strings.HasPrefix(testkit.Deref(x.ErrorMessage), "action twice (set): the variables would be ") {
 		t.Errorf("%s", testkit.Deref(x.ErrorMessage))
 	}

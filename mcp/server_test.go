@@ -18,9 +18,8 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/approvals"
-	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
-	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/mcp"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -69,10 +68,7 @@ func (h *house) process() *mcp.Server {
 	if err != nil {
 		h.t.Fatal(err)
 	}
-	engine, err := executions.New(h.pool, executions.Options{Keeper: lanes.NewKeeper(h.pool, lanes.Options{})})
-	if err != nil {
-		h.t.Fatal(err)
-	}
+	engine := enginetest.New(h.t, h.pool)
 	loop := &reason.Loop{Pool: h.pool, Skills: registry}
 	s := &mcp.Server{Pool: h.pool, Engine: engine, Skills: registry, Invoke: loop.Invoke, Agent: "tester"}
 	if err := s.Register(); err != nil {

@@ -63,10 +63,7 @@ func newIndexed(t *testing.T) *indexed {
 func newVectors(t *testing.T) *indexed {
 	t.Helper()
 	x := &indexed{pool: pgtest.DB(t), server: modeltest.NewEmbeddings(t, topics), log: &bytes.Buffer{}}
-	var offered bool
-	if err := x.pool.QueryRow(t.Context(), `select exists (select from pg_available_extensions where name = 'vector')`).Scan(&offered); err != nil {
-		t.Fatal(err)
-	}
+	offered := pgtest.Value[bool](t, x.pool, `select exists (select from pg_available_extensions where name = 'vector')`)
 	if !offered {
 		t.Skip("this server does not offer the extension vector (Debian: postgresql-NN-pgvector)")
 	}
@@ -77,9 +74,7 @@ func newVectors(t *testing.T) *indexed {
 
 func (x *indexed) exec(t *testing.T, sql string) {
 	t.Helper()
-	if _, err := x.pool.Exec(t.Context(), sql); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, x.pool, sql)
 }
 
 func (x *indexed) save(t *testing.T, owner memory.Owner, key, value string) {

@@ -34,9 +34,7 @@ func save(t *testing.T, pool *pgxpool.Pool, n memory.Note) memory.Entry {
 // expire makes an entry's time come.
 func expire(t *testing.T, pool *pgxpool.Pool, key string) {
 	t.Helper()
-	if _, err := pool.Exec(t.Context(), `update agent_memory set expires_at = clock_timestamp() - interval '1 s' where key = $1`, key); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, pool, `update agent_memory set expires_at = clock_timestamp() - interval '1 s' where key = $1`, key)
 }
 
 func keys(entries []memory.Entry) string {
@@ -265,11 +263,8 @@ func TestSecretsAreNotKept(t *testing.T) {
 func TestAFullCategoryTakesNoNewKey(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	_, err := pool.Exec(t.Context(), `
+	pgtest.Exec(t, pool, `
 		insert into agent_memory (category, key, value) select 'full', 'k' || n, '1' from generate_series(1, 5000) n`)
-	if err != nil {
-		t.Fatal(err)
-	}
 	if _, err := memory.Save(t.Context(), pool, memory.Note{Category: "full", Key: "new", Value: 1}); !errors.Is(err, memory.ErrFull) {
 		t.Errorf("got %v", err)
 	}
@@ -279,9 +274,7 @@ func TestAFullCategoryTakesNoNewKey(t *testing.T) {
 	if _, err := memory.Save(t.Context(), pool, memory.Note{Category: "other", Key: "new", Value: 1}); err != nil {
 		t.Error(err)
 	}
-	if _, err := pool.Exec(t.Context(), `update agent_memory set expires_at = clock_timestamp() where key = 'k1'`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, pool, `update agent_memory set expires_at = clock_timestamp() where key = 'k1'`)
 	if _, err := memory.Save(t.Context(), pool, memory.Note{Category: "full", Key: "new", Value: 1}); err != nil {
 		t.Errorf("an expired entry takes room: %v", err)
 	}
@@ -348,9 +341,7 @@ func TestListGoesOnWhereItStopped(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if _, err := pool.Exec(t.Context(), `update agent_memory set expires_at = clock_timestamp() where key = 'k3'`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, pool, `update agent_memory set expires_at = clock_timestamp() where key = 'k3'`)
 	var keys []string
 	f := memory.Filter{Category: "c", Prefix: "k", TraceIDs: []trace.ID{"hb_1"}, Limit: 2}
 	for {
@@ -421,9 +412,7 @@ func TestARevisionIsNeverUsedTwice(t *testing.T) {
 			}
 		},
 		"deleted by hand": func(key string) {
-			if _, err := pool.Exec(t.Context(), `delete from agent_memory where key = $1`, key); err != nil {
-				t.Fatal(err)
-			}
+			pgtest.Exec(t, pool, `delete from agent_memory where key = $1`, key)
 		},
 		"expired": func(key string) { expire(t, pool, key) },
 		"expired and swept": func(key string) {
@@ -442,9 +431,7 @@ func TestARevisionIsNeverUsedTwice(t *testing.T) {
 		refused(t, pool, memory.Note{Key: name, Value: 4, Revision: 1})
 		refused(t, pool, memory.Note{Key: name, Value: 4, Revision: 2})
 	}
-	if _, err := pool.Exec(t.Context(), `update agent_memory set value = '"by hand"' where key = 'expired'`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, pool, `update agent_memory set value = '"by hand"' where key = 'expired'`)
 	refused(t, pool, memory.Note{Key: "expired", Value: 4, Revision: 3})
 }
 
@@ -591,13 +578,10 @@ func TestConflictsAreBoundedAndGoWithTime(t *testing.T) {
 	if _, err := decide(t, pool, id, memory.Decision{By: "ana"}); err != nil {
 		t.Fatal(err)
 	}
-	_, err := pool.Exec(t.Context(), `
+	pgtest.Exec(t, pool, `
 		update agent_memory_conflicts set decided_at = clock_timestamp() - interval '91 days';
 		insert into agent_memory_conflicts (category, key, value, if_revision, found_revision) select 'c', 'k' || n, '1', 0, 0 from generate_series(1, 999) n;
 		insert into agent_memory_forgotten values ('c', 'old', 7, clock_timestamp() - interval '91 days'), ('c', 'new', 7, clock_timestamp())`)
-	if err != nil {
-		t.Fatal(err)
-	}
 	late(t, pool, "the thousandth")
 	note := memory.Note{Key: "the thousandth", Value: "x", Revision: 1}
 	if _, err := memory.StoreConflict(t.Context(), pool, note, refused(t, pool, note), ""); !errors.Is(err, memory.ErrConflictsFull) {
@@ -610,7 +594,7 @@ func TestConflictsAreBoundedAndGoWithTime(t *testing.T) {
 		t.Errorf("an old one is there: %v", err)
 	}
 	var left string
-	err = pool.QueryRow(t.Context(), `
+	err := pool.QueryRow(t.Context(), `
 		select (select count(*) from agent_memory_conflicts where status = 'open') || ' ' || (select string_agg(key, ',') from agent_memory_forgotten)`).Scan(&left)
 	if err != nil || left != "1000 new" {
 		t.Errorf("left are %s, %v", left, err)

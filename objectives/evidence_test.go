@@ -33,9 +33,7 @@ func TestOnlyASuccessfulActionOfThisTraceProvesAStep(t *testing.T) {
 	o := put(t, pool, objectives.Definition{Name: "a", Steps: []string{"one", "two"}})
 	list := steps(t, pool, o)
 	visitor := act(t, pool, "hb_1", "look", "call", "success")
-	if _, err := pool.Exec(t.Context(), `update agent_activity set surface = 'chat' where id = $1`, visitor); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, pool, `update agent_activity set surface = 'chat' where id = $1`, visitor)
 	for name, proof := range map[string][]string{
 		"nothing":              nil,
 		"an unknown row":       {"01980000-0000-7000-8000-000000000000"},

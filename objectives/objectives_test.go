@@ -366,10 +366,7 @@ func TestAnObjectiveWithoutProgressIsTriedLessAndLess(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		var minutes float64
-		if err := pool.QueryRow(t.Context(), `select extract(epoch from due_at - clock_timestamp())::float8 / 60 from agent_objectives`).Scan(&minutes); err != nil {
-			t.Fatal(err)
-		}
+		minutes := pgtest.Value[float64](t, pool, `select extract(epoch from due_at - clock_timestamp())::float8 / 60 from agent_objectives`)
 		return minutes
 	}
 	for n, want := range []float64{15, 30, 60, 120, 240, 480, 960, 1440, 1440} {

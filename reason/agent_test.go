@@ -21,6 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -171,7 +172,7 @@ func TestATurnFinishesOnTheVersionItBeganWith(t *testing.T) {
 		return executions.Result{Summary: got.Text, Value: got}, nil
 	}
 	w.engine(t, true)
-	until(t, w, begin(t, w, w.engine(t, false)), executions.Completed)
+	enginetest.Await(t, w.pool, begin(t, w, w.engine(t, false)), executions.Completed)
 	for i, r := range w.model.Requests() {
 		if !strings.Contains(r.Messages[0].Content, "One.") {
 			t.Errorf("request %d was told %s", i, r.Messages[0].Content)
@@ -190,7 +191,7 @@ func TestADelegatedTaskActsAsTheAgentItIsGivenTo(t *testing.T) {
 		agents.Definition{Name: "billing", Description: "Refunds.", Instructions: "You bill.", Skills: []string{"probe"}})
 	w.delegates(t)
 	e := w.engine(t, true)
-	parent := until(t, w, begin(t, w, e), executions.Completed)
+	parent := enginetest.Await(t, w.pool, begin(t, w, e), executions.Completed)
 	child := w.child(t, parent.ID)
 	if child.Agent != "billing" || child.TraceID != parent.TraceID {
 		t.Errorf("the child acts as %s", child.Agent)
@@ -232,7 +233,7 @@ func TestNobodyDelegatesToAnAgentThatIsNotNamed(t *testing.T) {
 	w.declare(t, agents.Definition{Name: "sales"}, agents.Definition{Name: "billing"})
 	w.delegates(t)
 	e := w.engine(t, true)
-	until(t, w, begin(t, w, e), executions.Completed)
+	enginetest.Await(t, w.pool, begin(t, w, e), executions.Completed)
 	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where flow = 'delegate'`); n != 0 {
 		t.Errorf("%d tasks were delegated", n)
 	}

@@ -15,6 +15,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -587,7 +588,7 @@ func TestACallRepeatedAfterACrashIsCountedTwice(t *testing.T) {
 	pgtest.Eventually(t, patience, func() bool { return len(w.model.Requests()) == 1 }, "the model is asked")
 	pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 	w.engine(t, true)
-	until(t, w, pgtest.Value[string](t, w.pool, `select id::text from agent_executions`), executions.Completed)
+	enginetest.Await(t, w.pool, pgtest.Value[string](t, w.pool, `select id::text from agent_executions`), executions.Completed)
 	stop(context.Canceled)
 	if err := first.Wait(); err != nil {
 		t.Logf("first process: %v", err)

@@ -13,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -58,16 +59,6 @@ func begin(t *testing.T, w *world, e *executions.Engine) string {
 	return x.ID
 }
 
-func until(t *testing.T, w *world, id string, status executions.Status) (x executions.Execution) {
-	t.Helper()
-	pgtest.Eventually(t, patience, func() bool {
-		var err error
-		x, err = executions.Get(t.Context(), w.pool, id)
-		return err == nil && x.Status == status
-	}, "execution "+id+" is "+string(status))
-	return x
-}
-
 // child is the execution that another started.
 func (w *world) child(t *testing.T, parent string) (x executions.Execution) {
 	t.Helper()
@@ -100,7 +91,7 @@ func TestADelegatedTaskAnswersItsTurn(t *testing.T) {
 		"Look.":       {modeltest.ToolCall("delegate", `{"task":"Size it up.","skills":["sizes"],"tokens":9000}`).WithUsage(100, 10, 0), modeltest.Text("All told.").WithUsage(200, 10, 0)},
 		"Size it up.": {modeltest.ToolCall("sizes", `{"limit":1}`).WithUsage(300, 10, 0), modeltest.Text("orders").WithUsage(400, 10, 0)},
 	})
-	parent := until(t, w, begin(t, w, e), executions.Completed)
+	parent := enginetest.Await(t, w.pool, begin(t, w, e), executions.Completed)
 	child := w.child(t, parent.ID)
 	if child.TraceID != parent.TraceID || child.Status != executions.Completed || child.Surface != parent.Surface {
 		t.Errorf("the child is %s in %s, the parent in %s", child.Status, child.TraceID, parent.TraceID)
@@ -142,7 +133,7 @@ func TestADelegatedTaskIsNeverWiderThanItsTurn(t *testing.T) {
 	}
 	w.put(t, skills.Definition{Name: "hidden", Scope: skills.ScopeExternal})
 	w.loop.Budget = reason.Budget{Tokens: 50_000, CostUSD: 0.5, Iterations: 8}
-	parent := until(t, w, begin(t, w, e), executions.Completed)
+	parent := enginetest.Await(t, w.pool, begin(t, w, e), executions.Completed)
 	child := w.child(t, parent.ID)
 	if names := w.offeredTo("Deep."); slices.Contains(names, "hidden") || !slices.Contains(names, "delegate") {
 		t.Errorf("the child was offered %v", names)
@@ -174,7 +165,7 @@ func TestADelegatedTaskSpendsItsTurnsBudget(t *testing.T) {
 		},
 	})
 	w.loop.Budget = reason.Budget{Tokens: 6000}
-	got := outcome(t, until(t, w, begin(t, w, e), executions.Completed))
+	got := outcome(t, enginetest.Await(t, w.pool, begin(t, w, e), executions.Completed))
 	told := w.model.Requests()[len(w.model.Requests())-1].Messages
 	last := told[len(told)-1].Content
 	if !strings.Contains(last, `"ended":"tokens"`) || !strings.Contains(last, "leaves too little") || len(w.model.Requests()) != 3 {
@@ -190,7 +181,7 @@ func TestADelegatedTaskThatFailsIsAResult(t *testing.T) {
 	w, e := delegating(t, map[string][]modeltest.Reply{
 		"Look.": {modeltest.ToolCall("delegate", `{"task":"Fail."}`), modeltest.Text("It did not work.")},
 	})
-	parent := until(t, w, begin(t, w, e), executions.Completed)
+	parent := enginetest.Await(t, w.pool, begin(t, w, e), executions.Completed)
 	if got := outcome(t, parent); got.Text != "It did not work." {
 		t.Errorf("outcome is %+v", got)
 	}
@@ -210,12 +201,12 @@ func TestCancellingATurnCancelsWhatItDelegated(t *testing.T) {
 	})
 	id := begin(t, w, e)
 	child := w.child(t, id)
-	until(t, w, child.ID, executions.Running)
-	until(t, w, id, executions.Waiting)
+	enginetest.Await(t, w.pool, child.ID, executions.Running)
+	enginetest.Await(t, w.pool, id, executions.Waiting)
 	if _, err := e.Cancel(t.Context(), id, "admin", "enough"); err != nil {
 		t.Fatal(err)
 	}
-	until(t, w, child.ID, executions.Cancelled)
+	enginetest.Await(t, w.pool, child.ID, executions.Cancelled)
 }
 
 func TestAnApprovalInADelegatedTaskParksIt(t *testing.T) {
@@ -230,15 +221,15 @@ func TestAnApprovalInADelegatedTaskParksIt(t *testing.T) {
 	w.turn.Approvals = reason.Park
 	id := begin(t, w, e)
 	child := w.child(t, id)
-	asked := until(t, w, child.ID, executions.Waiting)
-	until(t, w, id, executions.Waiting)
+	asked := enginetest.Await(t, w.pool, child.ID, executions.Waiting)
+	enginetest.Await(t, w.pool, id, executions.Waiting)
 	if asked.WaitingFor == nil || *asked.WaitingFor != "approval" || dropped != 0 {
 		t.Fatalf("the child waits for %v, %d drops", asked.WaitingFor, dropped)
 	}
 	if _, err := approvals.Decide(t.Context(), w.pool, *asked.WaitingKey, true, "admin", ""); err != nil {
 		t.Fatal(err)
 	}
-	if got := outcome(t, until(t, w, id, executions.Completed)); got.Text != "Gone." || dropped != 1 {
+	if got := outcome(t, enginetest.Await(t, w.pool, id, executions.Completed)); got.Text != "Gone." || dropped != 1 {
 		t.Errorf("outcome is %+v after %d drops", got, dropped)
 	}
 }
@@ -257,7 +248,7 @@ func TestACrashWhileDelegatingStartsOneChild(t *testing.T) {
 			if parked = c.done.CompareAndSwap(false, true); parked { // the first process has come to its wait
 				w.engine(t, true)
 			}
-			x = until(t, w, x.ID, executions.Completed)
+			x = enginetest.Await(t, w.pool, x.ID, executions.Completed)
 			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where parent_id = $1`, x.ID); n != 1 {
 				t.Errorf("%d children", n)
 			}
@@ -286,7 +277,7 @@ func TestManyDelegateAtOnce(t *testing.T) {
 		parents = append(parents, begin(t, w, e))
 	}
 	for _, id := range parents {
-		until(t, w, id, executions.Completed)
+		enginetest.Await(t, w.pool, id, executions.Completed)
 	}
 	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where flow = 'delegate' and status = 'completed'`); n != 16 {
 		t.Errorf("%d tasks were done, want 16", n)

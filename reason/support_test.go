@@ -12,14 +12,13 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	openai "github.com/sashabaranov/go-openai"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
-	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/selfheal"
@@ -94,30 +93,14 @@ func (w *world) put(t *testing.T, d skills.Definition) {
 // engine runs the world's turn; call it with run to let it take work by itself.
 func (w *world) engine(t *testing.T, run bool) *executions.Engine {
 	t.Helper()
-	e, err := executions.New(w.pool, executions.Options{
-		Keeper: lanes.NewKeeper(w.pool, lanes.Options{}), SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second,
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := e.Register("turn", w.flow); err != nil {
-		t.Fatal(err)
-	}
+	e := enginetest.New(t, w.pool)
+	enginetest.Register(t, e, "turn", w.flow)
 	if w.prepare != nil {
 		w.prepare(e)
 	}
-	if !run {
-		return e
+	if run {
+		enginetest.Run(t, e.Run)
 	}
-	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
-	group, running := errgroup.WithContext(ctx)
-	group.Go(func() error { return e.Run(running) })
-	t.Cleanup(func() {
-		stop()
-		if err := group.Wait(); err != nil {
-			t.Error(err)
-		}
-	})
 	return e
 }
 

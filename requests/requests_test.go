@@ -15,9 +15,9 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
-	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/requests"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -28,15 +28,10 @@ const patience = 60 * time.Second
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
 // asks runs a flow that makes a request and ends with the variables of its answer. It returns the execution's id.
-func asks(t *testing.T, pool *pgxpool.Pool, r requests.Request) (engine *executions.Engine, id string) {
+func asks(t *testing.T, pool *pgxpool.Pool, r requests.Request) (*executions.Engine, string) {
 	t.Helper()
-	engine, err := executions.New(pool, executions.Options{
-		Keeper: lanes.NewKeeper(pool, lanes.Options{}), SweepEvery: 100 * time.Millisecond,
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	err = engine.Register("asks", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+	engine := enginetest.New(t, pool)
+	enginetest.Register(t, engine, "asks", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 		id, err := requests.Ask(ctx, "ask", r)
 		if err != nil {
 			return executions.Result{}, err
@@ -52,9 +47,6 @@ func asks(t *testing.T, pool *pgxpool.Pool, r requests.Request) (engine *executi
 		vars, err := requests.Variables(r.Kind, out)
 		return executions.Result{Value: vars}, err
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
 	x, err := engine.RunSync(t.Context(), executions.Spec{Flow: "asks", Surface: trace.Flow, ThreadID: "candidate"})
 	if err != nil {
 		t.Fatal(err)
@@ -173,10 +165,7 @@ func TestRequestsAreListedNewestFirstFromWhereTheListingStopped(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for range 5 {
-		_, err := pool.Exec(t.Context(), `insert into agent_requests (kind, execution_id, trace_id) values ('test', lanekeeper.agent_uuid7(), 'fl_x')`)
-		if err != nil {
-			t.Fatal(err)
-		}
+		pgtest.Exec(t, pool, `insert into agent_requests (kind, execution_id, trace_id) values ('test', lanekeeper.agent_uuid7(), 'fl_x')`)
 	}
 	var seen []string
 	for before := ""; ; {
@@ -210,11 +199,8 @@ func TestARequestBelongsToItsTransaction(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	undone := errors.New("undone")
-	engine, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
-	if err != nil {
-		t.Fatal(err)
-	}
-	err = engine.Register("undone", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+	engine := enginetest.New(t, pool)
+	enginetest.Register(t, engine, "undone", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 		return executions.Result{}, postgres.InTx(ctx, pool, func(tx pgx.Tx) error {
 			if _, err := requests.Create(ctx, tx, requests.Request{Kind: requests.Test}); err != nil {
 				return err
@@ -222,9 +208,6 @@ func TestARequestBelongsToItsTransaction(t *testing.T) {
 			return undone
 		})
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
 	if _, err := engine.RunSync(t.Context(), executions.Spec{Flow: "undone", Surface: trace.Flow}); err != nil {
 		t.Fatal(err)
 	}
@@ -238,10 +221,7 @@ func TestDataThatNobodyCouldReadIsRefused(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	engine, id := asks(t, pool, requests.Request{Kind: requests.Test, Title: "sql"})
-	var key string
-	if err := pool.QueryRow(t.Context(), `select id::text from agent_requests`).Scan(&key); err != nil {
-		t.Fatal(err)
-	}
+	key := pgtest.Value[string](t, pool, `select id::text from agent_requests`)
 	for event, refused := range map[string][]string{
 		"MESSAGE_RECEIVED": {`"hola"`, `[1]`, `3`}, "DOCUMENT_UPLOADED": {`["cv"]`}, "SIGNATURE_COMPLETED": {`"https://x"`},
 		"TEST_COMPLETED": {`85`, `{"score": "good"}`, `{"testScore": [1]}`, `{"test_score": "1e999"}`, `{"score": true}`},

@@ -9,12 +9,11 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
-	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -80,10 +79,7 @@ func sorted(list []string) []string {
 func TestASkillStartsAFlow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{}), SweepEvery: 100 * time.Millisecond})
-	if err != nil {
-		t.Fatal(err)
-	}
+	e := enginetest.New(t, pool)
 	r := registry(t, skills.Options{Flow: skills.Flows(pool, e, "pilot")})
 	greet := put(t, pool, skills.Definition{
 		Name: "greet", Handler: "flow:greet", Config: map[string]any{"wait": true}, Timeout: "60s",
@@ -94,12 +90,7 @@ func TestASkillStartsAFlow(t *testing.T) {
 	if !greet.Idempotent {
 		t.Error("a flow: skill is not idempotent")
 	}
-	register := func(name string, fn executions.Func) {
-		if err := e.Register(name, fn); err != nil {
-			t.Fatal(err)
-		}
-	}
-	register("greet", func(ctx context.Context, raw json.RawMessage) (executions.Result, error) {
+	enginetest.Register(t, e, "greet", func(ctx context.Context, raw json.RawMessage) (executions.Result, error) {
 		var in struct{ Name string }
 		if err := json.Unmarshal(raw, &in); err != nil {
 			return executions.Result{}, err
@@ -109,26 +100,18 @@ func TestASkillStartsAFlow(t *testing.T) {
 		}
 		return executions.Result{Summary: "hello " + in.Name}, executions.SetVariables(ctx, map[string]string{"greeted": in.Name})
 	})
-	register("slow", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+	enginetest.Register(t, e, "slow", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 		_, err := executions.Wait(ctx, "never", executions.Event("never", 0))
 		return executions.Result{}, err
 	})
-	register("caller", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+	enginetest.Register(t, e, "caller", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 		v, err := executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "greet"}, Idempotent: true},
 			func(ctx context.Context, effect *executions.Effect) (json.RawMessage, error) {
 				return r.Invoke(ctx, skills.Call{Skill: greet, Args: json.RawMessage(`{"name": "Ana"}`), IdempotencyKey: effect.Key})
 			})
 		return executions.Result{Value: v}, err
 	})
-	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
-	var group errgroup.Group
-	group.Go(func() error { return e.Run(ctx) })
-	t.Cleanup(func() {
-		stop()
-		if err := group.Wait(); err != nil {
-			t.Error(err)
-		}
-	})
+	enginetest.Run(t, e.Run)
 	call := func(s skills.Skill, args, key string) (got skills.FlowAnswer) {
 		t.Helper()
 		raw, err := r.Invoke(t.Context(), skills.Call{Skill: s, Args: json.RawMessage(args), IdempotencyKey: key})
@@ -174,12 +157,9 @@ func TestASkillStartsAFlow(t *testing.T) {
 func TestASkillOfAnUnknownFlow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
-	if err != nil {
-		t.Fatal(err)
-	}
+	e := enginetest.New(t, pool)
 	r := registry(t, skills.Options{Flow: skills.Flows(pool, e, "pilot")})
-	_, err = r.Invoke(t.Context(), skills.Call{Skill: row(t, skills.Definition{Name: "a", Handler: "flow:nothing"})})
+	_, err := r.Invoke(t.Context(), skills.Call{Skill: row(t, skills.Definition{Name: "a", Handler: "flow:nothing"})})
 	if got, ok := errors.AsType[*skills.CallError](err); !ok || got.Class != skills.ClassHandler || got.Message != `there is no flow "nothing"; see agent flows ls` {
 		t.Errorf("got %v", err)
 	}

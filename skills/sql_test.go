@@ -16,8 +16,8 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
-	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -47,10 +47,8 @@ func invokeSQL(t *testing.T, pool *pgxpool.Pool, query, args string, config map[
 func TestSQLArgumentsAreOnlyEverParameters(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	if _, err := pool.Exec(t.Context(), `create table notes (id int, body text, at timestamptz, tags text[], doc jsonb);
-		insert into notes values (1, 'one', '2026-01-02 03:04:05+00', '{a,b}', '{"k": 1}'), (2, 'two', null, '{}', null)`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, pool, `create table notes (id int, body text, at timestamptz, tags text[], doc jsonb);
+		insert into notes values (1, 'one', '2026-01-02 03:04:05+00', '{a,b}', '{"k": 1}'), (2, 'two', null, '{}', null)`)
 	one := []map[string]any{{"id": 1.0}}
 	none := []map[string]any{}
 	tests := map[string]struct {
@@ -101,10 +99,8 @@ func TestSQLDefaultsFillAbsentArguments(t *testing.T) {
 func TestSQLOnlyReads(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	if _, err := pool.Exec(t.Context(), `create table notes (id int);
-		create function sneak() returns int language sql volatile as 'insert into notes values (1) returning id'`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, pool, `create table notes (id int);
+		create function sneak() returns int language sql volatile as 'insert into notes values (1) returning id'`)
 	for name, query := range map[string]string{
 		"insert":           "insert into notes values (1) returning id",
 		"insert in with":   "with i as (insert into notes values (1) returning id) select id from i",
@@ -318,51 +314,31 @@ func TestSQLKeepsNoLock(t *testing.T) {
 func TestAQueryThatTheDatabaseBrokeOffIsMadeAgain(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
-	if err != nil {
-		t.Fatal(err)
-	}
+	e := enginetest.New(t, pool)
 	const marker = "/* broken off */"
 	r := registry(t, skills.Options{Pool: pool})
 	asked := put(t, pool, skills.Definition{
 		Name: "asked", Handler: "sql:", Timeout: "60s",
 		Config: map[string]any{"query": "select pg_sleep(case when exists (select from broken) then 0 else 50 end)::text as slept " + marker},
 	})
-	if _, err := pool.Exec(t.Context(), `create table broken ()`); err != nil {
-		t.Fatal(err)
-	}
-	err = e.Register("asks", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+	pgtest.Exec(t, pool, `create table broken ()`)
+	enginetest.Register(t, e, "asks", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 		got, err := executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "asked"}, Idempotent: true},
 			func(ctx context.Context, _ *executions.Effect) (json.RawMessage, error) {
 				return r.Invoke(ctx, skills.Call{Skill: asked})
 			})
 		return executions.Result{Value: got}, err
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
-	var group errgroup.Group
-	group.Go(func() error { return e.Run(ctx) })
-	t.Cleanup(func() {
-		stop()
-		if err := group.Wait(); err != nil {
-			t.Error(err)
-		}
-	})
+	enginetest.Run(t, e.Run)
 	x, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "asks", Surface: trace.Flow})
 	if err != nil {
 		t.Fatal(err)
 	}
 	pgtest.Eventually(t, 90*time.Second, func() bool { return sleeping(t, pool, marker) }, "the query does not start")
-	if _, err := pool.Exec(t.Context(), `insert into broken default values`); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := pool.Exec(t.Context(), `
+	pgtest.Exec(t, pool, `insert into broken default values`)
+	pgtest.Exec(t, pool, `
 		select pg_terminate_backend(pid) from pg_stat_activity
-		 where datname = current_database() and query like '%' || $1 || '%' and pid <> pg_backend_pid()`, marker); err != nil {
-		t.Fatal(err)
-	}
+		 where datname = current_database() and query like '%' || $1 || '%' and pid <> pg_backend_pid()`, marker)
 	var status, message string
 	pgtest.Eventually(t, 90*time.Second, func() bool {
 		err := pool.QueryRow(t.Context(), `select status, coalesce(error_message, '') from agent_executions where id = $1`, x.ID).Scan(&status, &message)
@@ -377,11 +353,8 @@ func TestAQueryThatTheDatabaseBrokeOffIsMadeAgain(t *testing.T) {
 func shop(t *testing.T, role string) (*skills.Registry, *pgxpool.Pool) {
 	t.Helper()
 	there := pgtest.DB(t)
-	_, err := there.Exec(t.Context(), `
+	pgtest.Exec(t, there, `
 		create table account (id int, amount int); insert into account values (1, 100)`)
-	if err != nil {
-		t.Fatal(err)
-	}
 	r := registry(t, skills.Options{Databases: func(_ context.Context, name string) (skills.Database, error) {
 		switch name {
 		case "shop":
@@ -492,11 +465,9 @@ func TestAWriteThatFailsLeavesNothingAndMayBeMadeAgain(t *testing.T) {
 func TestAWritingSkillAnswersWithRowsOrTheirNumber(t *testing.T) {
 	t.Parallel()
 	r, there := shop(t, "")
-	if _, err := there.Exec(t.Context(), `
+	pgtest.Exec(t, there, `
 		create function book(n int) returns int language sql as
-		'update account set amount = amount - n where id = 1 returning amount'`); err != nil {
-		t.Fatal(err)
-	}
+		'update account set amount = amount - n where id = 1 returning amount'`)
 	for query, want := range map[string]string{
 		`update account set amount = amount + @n - @n where id = 1`: `{"rows":[],"row_count":1,"truncated":false}`,
 		`select book(@n * 0) as left from generate_series(1, 3)`: `
@@ -544,9 +515,7 @@ func TestANamedDatabaseIsReadOnlyUnlessItSaysOtherwise(t *testing.T) {
 		t.Errorf("without the setting: %v", err)
 	}
 	sneaks := `select setval('s', @n)`
-	if _, err := there.Exec(t.Context(), `create sequence s`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, there, `create sequence s`)
 	err = call(sneaks, map[string]any{"writes": false})
 	if class(err) != skills.ClassSQL || !strings.Contains(err.Error(), "read-only") {
 		t.Errorf("a function that writes: %v", err)
@@ -557,11 +526,9 @@ func TestQueriesOfANamedDatabaseRunAsItsRole(t *testing.T) {
 	t.Parallel()
 	const role = "lanekeeper_test_reader"
 	r, there := shop(t, role)
-	if _, err := there.Exec(t.Context(), `
+	pgtest.Exec(t, there, `
 		do $$ begin create role `+role+`; exception when duplicate_object or unique_violation then null; end $$;
-		grant select on account to `+role); err != nil {
-		t.Fatal(err)
-	}
+		grant select on account to `+role)
 	who := pay(t, `select current_user as who from account where id = @n`, map[string]any{"writes": false})
 	raw, err := r.Invoke(t.Context(), skills.Call{Skill: who, Args: json.RawMessage(`{"n": 1}`)})
 	if err != nil || !strings.Contains(string(raw), role) {
@@ -571,9 +538,7 @@ func TestQueriesOfANamedDatabaseRunAsItsRole(t *testing.T) {
 	if class(err) != skills.ClassSQL || !strings.Contains(err.Error(), "permission denied") {
 		t.Errorf("a write that the role may not make: %v", err)
 	}
-	if _, err := there.Exec(t.Context(), `grant update on account to `+role); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, there, `grant update on account to `+role)
 	_, err = r.Invoke(t.Context(), skills.Call{Skill: pay(t, payQuery, nil), Args: json.RawMessage(`{"n": 1}`)})
 	if err != nil {
 		t.Error(err)

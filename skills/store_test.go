@@ -160,10 +160,8 @@ func TestATrialEndsInTheCoolDownOrInService(t *testing.T) {
 	fail(false)
 	offer := func() {
 		t.Helper()
-		if _, err := pool.Exec(t.Context(), `
-			update agent_skills set trial_at = clock_timestamp(), disabled_at = disabled_at - interval '1 day' where name = 'a'`); err != nil {
-			t.Fatal(err)
-		}
+		pgtest.Exec(t, pool, `
+			update agent_skills set trial_at = clock_timestamp(), disabled_at = disabled_at - interval '1 day' where name = 'a'`)
 	}
 	offer()
 	before, _ := skills.Get(t.Context(), pool, "a")

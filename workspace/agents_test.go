@@ -167,9 +167,7 @@ func TestReferencedAgentIsNotPruned(t *testing.T) {
 		if err := put(pruneAll, both); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := pool.Exec(t.Context(), c.use); err != nil {
-			t.Fatal(err)
-		}
+		pgtest.Exec(t, pool, c.use)
 		used := new(workspace.InUseError)
 		if err := put(c.options, one); !errors.As(err, &used) || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%s: said %v, want %q", name, err, c.want)
@@ -177,9 +175,7 @@ func TestReferencedAgentIsNotPruned(t *testing.T) {
 		if _, err := (&agents.Directory{}).Find(t.Context(), pool, "two"); err != nil {
 			t.Errorf("%s: the agent is gone: %v", name, err)
 		}
-		if _, err := pool.Exec(t.Context(), c.free); err != nil {
-			t.Fatal(err)
-		}
+		pgtest.Exec(t, pool, c.free)
 		if err := put(c.options, one); err != nil {
 			t.Errorf("%s: freed, but %v", name, err)
 		}

@@ -79,9 +79,7 @@ var sqlCases = map[string]struct{ text, want string }{
 func TestApplyPreparesQueries(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	if _, err := pool.Exec(t.Context(), `create table orders (id int, status text)`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, pool, `create table orders (id int, status text)`)
 	for name, c := range sqlCases {
 		t.Run(name, func(t *testing.T) {
 			w := load(t, "a.yaml", "kind: skill\nname: late\nhandler: \"sql:\"\n"+c.text)
@@ -122,9 +120,7 @@ config:
 func TestNamedDatabasesPrepareQueries(t *testing.T) {
 	t.Parallel()
 	pool, there := pgtest.DB(t), pgtest.DB(t)
-	if _, err := there.Exec(t.Context(), `create table orders (id int, status text)`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, there, `create table orders (id int, status text)`)
 	reach := func(url string) workspace.Options {
 		c := &databases.Client{DB: pool, Getenv: func(string) string { return url }}
 		t.Cleanup(c.Close)

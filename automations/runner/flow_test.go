@@ -29,13 +29,13 @@ func TestAnAutomationStartsAFlow(t *testing.T) {
 	w.raise(t, "hired", "c1", `{"name": "Ana"}`)
 	w.until(t, "success 1")
 	pgtest.Eventually(t, patience, func() bool {
-		return w.value(t, `select count(*)::text from agent_executions where flow = 'onboarding' and status = 'completed'`) == "1"
+		return pgtest.Value[string](t, w.pool, `select count(*)::text from agent_executions where flow = 'onboarding' and status = 'completed'`) == "1"
 	}, "the flow ends")
-	if got := w.value(t, `select input::text from agent_executions where flow = 'onboarding'`); got !=
+	if got := pgtest.Value[string](t, w.pool, `select input::text from agent_executions where flow = 'onboarding'`); got !=
 		`{"key": "c1", "data": {"name": "Ana"}, "tone": "warm", "event": "hired"}` {
 		t.Errorf("its input is %s", got)
 	}
-	if got := w.value(t, `
+	if got := pgtest.Value[string](t, w.pool, `
 		select (x.parent_id = r.execution_id and x.trace_id = r.trace_id and r.output ->> 'execution_id' = x.id::text)::text
 		  from agent_executions x, agent_automation_runs r where x.flow = 'onboarding'`); got != "true" {
 		t.Error("the run and the flow do not name each other")
@@ -43,12 +43,12 @@ func TestAnAutomationStartsAFlow(t *testing.T) {
 	if got := w.states(t); got != "success 1" {
 		t.Errorf("runs are %s", got)
 	}
-	run := w.value(t, `select execution_id::text from agent_automation_runs`)
+	run := pgtest.Value[string](t, w.pool, `select execution_id::text from agent_automation_runs`)
 	if _, err := e.Fork(t.Context(), w.pool, executions.ForkSpec{ID: run}); !errors.Is(err, executions.ErrNoFork) {
 		t.Errorf("fork of a run: %v", err)
 	}
 	pgtest.Eventually(t, patience, func() bool {
-		return w.value(t, `select (status = 'completed')::text from agent_executions where id = (select execution_id from agent_automation_runs)`) == "true"
+		return pgtest.Value[string](t, w.pool, `select (status = 'completed')::text from agent_executions where id = (select execution_id from agent_automation_runs)`) == "true"
 	}, "the run's execution ends")
 	again, err := e.Replay(t.Context(), run)
 	if err != nil || !again.Equal {
@@ -61,19 +61,19 @@ func TestARunThatIsTriedAgainStartsItsFlowOnce(t *testing.T) {
 	w := newWorld(t)
 	w.put(t, automations.Definition{Name: "hire", Event: "hired", Flow: "external:hire"})
 	// The end of the first attempt cannot be recorded.
-	w.exec(t, `create function refuse() returns trigger language plpgsql as $$ begin
+	pgtest.Exec(t, w.pool, `create function refuse() returns trigger language plpgsql as $$ begin
 		if new.status = 'success' and old.attempt = 1 then raise exception 'not now'; end if; return new; end $$`)
-	w.exec(t, `create trigger refuse before update on agent_automation_runs for each row execute function refuse()`)
+	pgtest.Exec(t, w.pool, `create trigger refuse before update on agent_automation_runs for each row execute function refuse()`)
 	w.process(t)
 	w.raise(t, "hired", "c1", `{}`)
 	pgtest.Eventually(t, patience, func() bool {
-		w.exec(t, `update agent_automation_runs set retry_at = clock_timestamp() where status = 'error'`)
+		pgtest.Exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp() where status = 'error'`)
 		return w.states(t) == "success 1"
 	}, "the second attempt succeeds")
-	if got := w.value(t, `select count(*)::text from agent_executions where flow = 'external:hire'`); got != "1" {
+	if got := pgtest.Value[string](t, w.pool, `select count(*)::text from agent_executions where flow = 'external:hire'`); got != "1" {
 		t.Errorf("%s executions", got)
 	}
-	if got := w.value(t, `select count(*)::text from agent_executions where flow = 'automation'`); got == "1" {
+	if got := pgtest.Value[string](t, w.pool, `select count(*)::text from agent_executions where flow = 'automation'`); got == "1" {
 		t.Error("there was one attempt")
 	}
 }

@@ -2,21 +2,19 @@ package runner_test
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
-	"strings"
 	"sync"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	openai "github.com/sashabaranov/go-openai"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/automations/runner"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -88,18 +86,7 @@ func (w *world) process(t *testing.T) (*runner.Runner, *executions.Engine) {
 	r, e, keeper := w.idle(t)
 	listener := postgres.NewListener(postgres.Dialer(w.pool), r.Logger)
 	r.Listener = listener
-	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
-	group, working := errgroup.WithContext(ctx)
-	group.Go(func() error { return e.Run(working) })
-	group.Go(func() error { return r.Run(working) })
-	group.Go(func() error { return keeper.Run(ctx) })
-	group.Go(func() error { return listener.Run(ctx) })
-	t.Cleanup(func() {
-		stop()
-		if err := group.Wait(); err != nil && !errors.Is(err, context.Canceled) {
-			t.Error(err)
-		}
-	})
+	enginetest.Run(t, e.Run, r.Run, keeper.Run, listener.Run)
 	return r, e
 }
 
@@ -107,10 +94,7 @@ func (w *world) process(t *testing.T) (*runner.Runner, *executions.Engine) {
 func (w *world) idle(t *testing.T) (*runner.Runner, *executions.Engine, *lanes.Keeper) {
 	t.Helper()
 	keeper := lanes.NewKeeper(w.pool, lanes.Options{})
-	e, err := executions.New(w.pool, executions.Options{Keeper: keeper, SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second})
-	if err != nil {
-		t.Fatal(err)
-	}
+	e := enginetest.New(t, w.pool, func(o *executions.Options) { o.Keeper = keeper })
 	r := &runner.Runner{
 		Pool: w.pool, Loop: w.loop, Engine: e, Logger: slog.New(slog.DiscardHandler), Agent: "agent",
 		PollEvery: 200 * time.Millisecond, SignalsEvery: 200 * time.Millisecond,
@@ -136,35 +120,17 @@ func (w *world) put(t *testing.T, d automations.Definition) automations.Automati
 	return a
 }
 
-func (w *world) exec(t *testing.T, sql string, args ...any) {
-	t.Helper()
-	if _, err := w.pool.Exec(t.Context(), sql, args...); err != nil {
-		t.Fatalf("%s: %v", sql, err)
-	}
-}
-
 func (w *world) raise(t *testing.T, event, key, data string) {
 	t.Helper()
-	w.exec(t, `select * from raise_agent_event($1, $2, $3, null, '')`, event, key, data)
+	pgtest.Exec(t, w.pool, `select * from raise_agent_event($1, $2, $3, null, '')`, event, key, data)
 }
 
 // states is the runs' states with their numbers.
 func (w *world) states(t *testing.T) string {
 	t.Helper()
-	rows, err := w.pool.Query(t.Context(), `select status || ' ' || count(*) from agent_automation_runs group by status order by status`)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer rows.Close()
-	var all []string
-	for rows.Next() {
-		var text string
-		if err := rows.Scan(&text); err != nil {
-			t.Fatal(err)
-		}
-		all = append(all, text)
-	}
-	return strings.Join(all, ", ")
+	return pgtest.Value[string](t, w.pool, `
+		select coalesce(string_agg(status || ' ' || n, ', ' order by status), '')
+		  from (select status, count(*) n from agent_automation_runs group by status) r`)
 }
 
 func (w *world) until(t *testing.T, want string) {
@@ -176,12 +142,4 @@ func (w *world) until(t *testing.T, want string) {
 		}
 	}()
 	pgtest.Eventually(t, patience, func() bool { got = w.states(t); return got == want }, fmt.Sprintf("runs become %s", want))
-}
-
-func (w *world) value(t *testing.T, sql string, args ...any) (text string) {
-	t.Helper()
-	if err := w.pool.QueryRow(t.Context(), sql, args...).Scan(&text); err != nil {
-		t.Fatalf("%s: %v", sql, err)
-	}
-	return text
 }

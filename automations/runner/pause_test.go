@@ -6,6 +6,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
 func TestWhilePausedTimesAreSkippedAndEventsAreKept(t *testing.T) {
@@ -14,13 +15,13 @@ func TestWhilePausedTimesAreSkippedAndEventsAreKept(t *testing.T) {
 	w.put(t, automations.Definition{Name: "before", Cron: "*/5 * * * *"})
 	w.put(t, automations.Definition{Name: "during", Cron: "*/5 * * * *"})
 	w.put(t, automations.Definition{Name: "event", Event: "E"})
-	w.exec(t, `update agent_automations set next_run_at = clock_timestamp() - interval '1 hour' where name = 'before'`)
+	pgtest.Exec(t, w.pool, `update agent_automations set next_run_at = clock_timestamp() - interval '1 hour' where name = 'before'`)
 	if _, err := executions.PauseAll(t.Context(), w.pool, "ana", "prices look wrong"); err != nil {
 		t.Fatal(err)
 	}
-	w.exec(t, `update agent_automations set next_run_at = clock_timestamp() where name = 'during'`)
+	pgtest.Exec(t, w.pool, `update agent_automations set next_run_at = clock_timestamp() where name = 'during'`)
 	const turn = "op_01JD3V7K8ZQ6W2M5T9X4C1B0AE"
-	w.exec(t, `select * from raise_agent_event('E', 'k', '{}', 'e1', $1)`, turn)
+	pgtest.Exec(t, w.pool, `select * from raise_agent_event('E', 'k', '{}', 'e1', $1)`, turn)
 	r, _ := w.process(t)
 	w.until(t, "due 1, skipped 1")
 	for range 3 {
@@ -31,13 +32,13 @@ func TestWhilePausedTimesAreSkippedAndEventsAreKept(t *testing.T) {
 	if got := w.states(t); got != "due 1, skipped 1" || w.count() != 0 {
 		t.Errorf("%s, %d calls", got, w.count())
 	}
-	said := w.value(t, `
+	said := pgtest.Value[string](t, w.pool, `
 		select count(*) || ' ' || min(a.input ->> 'automation') || ' ' || min(a.output #>> '{}') from agent_activity a
 		  join agent_automation_runs r on r.trace_id = a.trace_id where a.skill_name = 'run_automation' and a.status = 'skipped'`)
 	if !strings.HasPrefix(said, "1 during autonomous work is paused since ") || !strings.HasSuffix(said, "by ana: prices look wrong") {
 		t.Errorf("recorded: %s", said)
 	}
-	next := w.value(t, `select string_agg(name || ' ' || (next_run_at > clock_timestamp())::text, ', ' order by name) from agent_automations where trigger = 'cron'`)
+	next := pgtest.Value[string](t, w.pool, `select string_agg(name || ' ' || (next_run_at > clock_timestamp())::text, ', ' order by name) from agent_automations where trigger = 'cron'`)
 	if next != "before false, during true" {
 		t.Errorf("the next times are ahead: %s", next)
 	}
@@ -46,7 +47,7 @@ func TestWhilePausedTimesAreSkippedAndEventsAreKept(t *testing.T) {
 	}
 	w.until(t, "skipped 1, success 1")
 	// Nobody waits for what an event of an admin's turn causes, so the next pause holds it back too.
-	if got := w.value(t, `select surface || ' ' || trace_id from agent_executions where flow = 'automation'`); got != "flow "+turn {
+	if got := pgtest.Value[string](t, w.pool, `select surface || ' ' || trace_id from agent_executions where flow = 'automation'`); got != "flow "+turn {
 		t.Errorf("it ran as %s", got)
 	}
 }

@@ -24,13 +24,13 @@ func TestAnEventStartsARunInItsOwnTrace(t *testing.T) {
 	w.put(t, automations.Definition{Name: "a", Event: "ISSUE", When: `payload.action == "opened" and key startsWith "repo/"`, Prompt: "Answer the issue."})
 	w.put(t, automations.Definition{Name: "other", Event: "PUSH"})
 	w.process(t)
-	w.exec(t, `select * from raise_agent_event('ISSUE', 'repo/1', '{"action": "opened", "title": "It broke", "password": "hunter2"}', 'd1', $1)`, hook)
-	w.exec(t, `select * from raise_agent_event('ISSUE', 'repo/1', '{"action": "opened"}', 'd1', $1)`, hook) // delivered again
+	pgtest.Exec(t, w.pool, `select * from raise_agent_event('ISSUE', 'repo/1', '{"action": "opened", "title": "It broke", "password": "hunter2"}', 'd1', $1)`, hook)
+	pgtest.Exec(t, w.pool, `select * from raise_agent_event('ISSUE', 'repo/1', '{"action": "opened"}', 'd1', $1)`, hook) // delivered again
 	w.raise(t, "ISSUE", "repo/2", `{"action": "closed"}`)
 	w.raise(t, "ISSUE", "elsewhere", `{"action": "opened"}`)
-	w.exec(t, `select * from deliver_agent_event('EVENT_COMPLETED', 'PUSH')`) // known by its key
+	pgtest.Exec(t, w.pool, `select * from deliver_agent_event('EVENT_COMPLETED', 'PUSH')`) // known by its key
 	w.until(t, "skipped 2, success 2")
-	got := w.value(t, `
+	got := pgtest.Value[string](t, w.pool, `
 		select r.trace_id || ' ' || x.surface || ' ' || x.flow || ' ' || x.trace_id
 		  from agent_automation_runs r join agent_executions x on x.id = r.execution_id where r.status = 'success' and r.trace_id <> ''  and x.surface = 'webhook'`)
 	if want := hook + " webhook automation " + hook; got != want {
@@ -50,16 +50,14 @@ func TestAnEventAndItsRunsAreOneTransaction(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := tx.Exec(t.Context(), `insert into agent_events (event, key) values ('E', 'k')`); err != nil {
-		t.Fatal(err)
-	}
+	pgtest.Exec(t, tx, `insert into agent_events (event, key) values ('E', 'k')`)
 	if err := tx.Rollback(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	if got := w.states(t); got != "" {
 		t.Errorf("an event that never was left %s", got)
 	}
-	w.exec(t, `update agent_automations set enabled = false, disabled_by = 'admin'`)
+	pgtest.Exec(t, w.pool, `update agent_automations set enabled = false, disabled_by = 'admin'`)
 	w.raise(t, "E", "k", `{}`)
 	if got := w.states(t); got != "" {
 		t.Errorf("a disabled automation has %s", got)
@@ -103,7 +101,7 @@ func TestNoRunIsMadeTwiceHoweverManyDispatch(t *testing.T) {
 	if n := w.count(); n != 4*events {
 		t.Errorf("look was called %d times for %d runs", n, 4*events)
 	}
-	overlaps := w.value(t, `
+	overlaps := pgtest.Value[string](t, w.pool, `
 		select count(*)::text from agent_activity p join agent_activity q
 		    on p.skill_name = 'run_automation' and q.skill_name = 'run_automation' and p.id < q.id
 		   and p.output ->> 'automation' = q.output ->> 'automation'
@@ -111,10 +109,10 @@ func TestNoRunIsMadeTwiceHoweverManyDispatch(t *testing.T) {
 	if overlaps != "0" {
 		t.Errorf("%s runs of one automation overlapped", overlaps)
 	}
-	if n := w.value(t, `select count(*)::text from agent_executions where flow = 'automation'`); n != fmt.Sprint(4*events) {
+	if n := pgtest.Value[string](t, w.pool, `select count(*)::text from agent_executions where flow = 'automation'`); n != fmt.Sprint(4*events) {
 		t.Errorf("%s executions were started", n)
 	}
-	if got := w.value(t, `select (last_trace_id <> '' and last_run_at is not null)::text from agent_automations where id = $1`, a.ID); got != "true" {
+	if got := pgtest.Value[string](t, w.pool, `select (last_trace_id <> '' and last_run_at is not null)::text from agent_automations where id = $1`, a.ID); got != "true" {
 		t.Error("the automation does not say when it last ran")
 	}
 }
@@ -142,15 +140,15 @@ func TestASignalFiresWhenItBecomesTrueAndNotAgainUntilItWasFalse(t *testing.T) {
 		}
 	}
 	watch(0)
-	w.exec(t, `insert into agent_objectives (name, goal) values ('o', 'g')`)
+	pgtest.Exec(t, w.pool, `insert into agent_objectives (name, goal) values ('o', 'g')`)
 	watch(1)
 	watch(0)
-	w.exec(t, `delete from agent_objectives`)
+	pgtest.Exec(t, w.pool, `delete from agent_objectives`)
 	watch(0)
-	w.exec(t, `insert into agent_objectives (name, goal) values ('o', 'g')`)
-	w.exec(t, `update agent_automations set enabled = false, disabled_by = 'admin' where id = $1`, a.ID)
+	pgtest.Exec(t, w.pool, `insert into agent_objectives (name, goal) values ('o', 'g')`)
+	pgtest.Exec(t, w.pool, `update agent_automations set enabled = false, disabled_by = 'admin' where id = $1`, a.ID)
 	watch(0)
-	w.exec(t, `update agent_automations set enabled = true, disabled_by = '' where id = $1`, a.ID)
+	pgtest.Exec(t, w.pool, `update agent_automations set enabled = true, disabled_by = '' where id = $1`, a.ID)
 	watch(1)
 	w.process(t)
 	w.until(t, "success 2")
@@ -169,9 +167,9 @@ func TestAFailedRunIsTriedAgainAndThenLiesInTheDeadLetterBox(t *testing.T) {
 	w.process(t)
 	w.raise(t, "E", "k", `{}`)
 	w.until(t, "error 1")
-	w.exec(t, `update agent_automation_runs set retry_at = clock_timestamp()`)
+	pgtest.Exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
 	w.until(t, "dead 1")
-	id := w.value(t, `select id::text from agent_automation_runs`)
+	id := pgtest.Value[string](t, w.pool, `select id::text from agent_automation_runs`)
 	if ok, err := automations.Redrive(t.Context(), w.pool, id); !ok || err != nil {
 		t.Fatal(ok, err)
 	}
@@ -185,18 +183,18 @@ func TestARunWhoseSkillIsDisabledWaitsForItInsteadOfDying(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	a := w.put(t, automations.Definition{Name: "a", Event: "E", MaxAttempts: 1})
-	w.exec(t, `select try_acquire_agent_lock($1, 'somebody', 3600)`, "automation:"+a.ID)
+	pgtest.Exec(t, w.pool, `select try_acquire_agent_lock($1, 'somebody', 3600)`, "automation:"+a.ID)
 	w.process(t)
 	w.raise(t, "E", "k", `{}`)
 	pgtest.Eventually(t, patience, func() bool {
-		return w.value(t, `select count(*)::text from agent_executions where flow = 'automation' and status = 'waiting'`) == "1"
+		return pgtest.Value[string](t, w.pool, `select count(*)::text from agent_executions where flow = 'automation' and status = 'waiting'`) == "1"
 	}, "the run waits for the lane")
 	if _, err := skills.Disable(t.Context(), w.pool, "look", "admin", "not now", nil); err != nil {
 		t.Fatal(err)
 	}
-	w.exec(t, `select release_agent_lock($1, 'somebody')`, "automation:"+a.ID)
+	pgtest.Exec(t, w.pool, `select release_agent_lock($1, 'somebody')`, "automation:"+a.ID)
 	w.until(t, "error 1")
-	w.exec(t, `update agent_automation_runs set retry_at = clock_timestamp()`)
+	pgtest.Exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
 	w.raise(t, "E", "k2", `{}`) // which a paused automation does not hear
 	if ready, err := automations.Ready(t.Context(), w.pool, 0); err != nil || len(ready) != 0 {
 		t.Errorf("ready while the skill is disabled: %v, %v", ready, err)
@@ -217,7 +215,7 @@ func TestAConditionThatCannotBeDecidedIsADeadLetter(t *testing.T) {
 	w.process(t)
 	w.raise(t, "E", "k", `{"size": "large"}`)
 	w.until(t, "dead 1")
-	if why := w.value(t, `select error_message from agent_automation_runs`); !strings.Contains(why, `automation "a"`) || !strings.Contains(why, "column") {
+	if why := pgtest.Value[string](t, w.pool, `select error_message from agent_automation_runs`); !strings.Contains(why, `automation "a"`) || !strings.Contains(why, "column") {
 		t.Errorf("it says %s", why)
 	}
 }
@@ -241,7 +239,7 @@ func TestARunOfADeadProcessGoesOnElsewhere(t *testing.T) {
 	}
 	var group sync.WaitGroup
 	group.Go(func() {
-		run, err := automations.GetRun(t.Context(), w.pool, w.value(t, `select id::text from agent_automation_runs`))
+		run, err := automations.GetRun(t.Context(), w.pool, pgtest.Value[string](t, w.pool, `select id::text from agent_automation_runs`))
 		if err == nil {
 			err = engine.ClaimAndRun(context.WithoutCancel(t.Context()), *run.ExecutionID)
 		}
@@ -250,15 +248,15 @@ func TestARunOfADeadProcessGoesOnElsewhere(t *testing.T) {
 		}
 	})
 	<-came
-	w.exec(t, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
+	pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 	w.process(t)
 	w.until(t, "success 1")
 	close(wake)
 	group.Wait()
 	pgtest.Eventually(t, patience, func() bool {
-		return w.value(t, `select string_agg(status, ' ') from agent_executions where flow = 'automation'`) == "completed"
+		return pgtest.Value[string](t, w.pool, `select string_agg(status, ' ') from agent_executions where flow = 'automation'`) == "completed"
 	}, "the execution ends")
-	if got := w.value(t, `select is_agent_lock_held($1)::text`, "automation:"+a.ID); got != "false" {
+	if got := pgtest.Value[string](t, w.pool, `select is_agent_lock_held($1)::text`, "automation:"+a.ID); got != "false" {
 		t.Error("the lane is still held")
 	}
 	if n := w.count(); n != 2 {
@@ -278,10 +276,10 @@ func TestARunWhoseExecutionWasCancelledIsTriedAgain(t *testing.T) {
 	if n, err := r.Dispatch(t.Context()); n != 0 || err != nil {
 		t.Fatal(n, err)
 	}
-	w.exec(t, `select cancel_agent_execution(id, 'admin', 'why') from agent_executions`)
+	pgtest.Exec(t, w.pool, `select cancel_agent_execution(id, 'admin', 'why') from agent_executions`)
 	w.process(t)
 	w.until(t, "error 1")
-	w.exec(t, `update agent_automation_runs set retry_at = clock_timestamp()`)
+	pgtest.Exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
 	w.until(t, "success 1")
 }
 
@@ -289,7 +287,7 @@ func TestARunByHandIsMadeByWhoAskedForIt(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.put(t, automations.Definition{Name: "a", Cron: "@daily"})
-	w.exec(t, `update agent_automations set enabled = false, disabled_by = 'admin'`)
+	pgtest.Exec(t, w.pool, `update agent_automations set enabled = false, disabled_by = 'admin'`)
 	w.process(t)
 	_, engine, _ := w.idle(t)
 	run, err := automations.RunManually(t.Context(), w.pool, "a", "op_01JD3V7K8ZQ6W2M5T9X4C1B0AE")
@@ -303,7 +301,7 @@ func TestARunByHandIsMadeByWhoAskedForIt(t *testing.T) {
 	if x, err := engine.RunSync(t.Context(), runner.Spec("agent", run)); err != nil || !strings.Contains(x.ResultSummary, "somebody else") {
 		t.Errorf("the same run was made again: %+v, %v", x, err)
 	}
-	w.exec(t, `update agent_automations set disabled_by = 'proposal', proposed_by = 'agent'`)
+	pgtest.Exec(t, w.pool, `update agent_automations set disabled_by = 'proposal', proposed_by = 'agent'`)
 	if _, err := automations.RunManually(t.Context(), w.pool, "a", ""); !errors.Is(err, automations.ErrProposal) {
 		t.Errorf("a proposal was run: %v", err)
 	}
@@ -313,7 +311,7 @@ func TestAnOrderedRunIsMadeAtOnceByWhoeverSeesIt(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.put(t, automations.Definition{Name: "a", Cron: "@daily"})
-	w.exec(t, `update agent_automations set enabled = false, disabled_by = 'admin'`)
+	pgtest.Exec(t, w.pool, `update agent_automations set enabled = false, disabled_by = 'admin'`)
 	w.process(t)
 	if _, err := automations.Enqueue(t.Context(), w.pool, "a", "op_01JD3V7K8ZQ6W2M5T9X4C1B0AE"); err != nil {
 		t.Fatal(err)
@@ -329,11 +327,11 @@ func TestTheEndOfARunStartsNoOther(t *testing.T) {
 	w := newWorld(t)
 	w.put(t, automations.Definition{Name: "a", Event: "AGENT_COMPLETED"})
 	w.process(t)
-	w.exec(t, `insert into agent_executions (trace_id, surface, flow, status) values ('op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'operate', 'x', 'running')`)
-	w.exec(t, `update agent_executions set status = 'cancelled' where flow = 'x'`)
+	pgtest.Exec(t, w.pool, `insert into agent_executions (trace_id, surface, flow, status) values ('op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'operate', 'x', 'running')`)
+	pgtest.Exec(t, w.pool, `update agent_executions set status = 'cancelled' where flow = 'x'`)
 	w.until(t, "success 1")
 	pgtest.Eventually(t, patience, func() bool {
-		return w.value(t, `select count(*)::text from agent_executions where flow = 'automation' and status = 'completed'`) == "1"
+		return pgtest.Value[string](t, w.pool, `select count(*)::text from agent_executions where flow = 'automation' and status = 'completed'`) == "1"
 	}, "the run's execution ends")
 	if got := w.states(t); got != "success 1" {
 		t.Errorf("runs are %s", got)

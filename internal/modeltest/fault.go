@@ -115,28 +115,6 @@ func Fragments(fragments ...openai.ToolCall) Reply {
 	})
 }
 
-// WithoutUsageOption refuses requests that have stream_options and otherwise gives r.
-func (r Reply) WithoutUsageOption() Reply {
-	return Reply{custom: func(c call) {
-		if c.req.StreamOptions != nil {
-			Refusal(http.StatusBadRequest, "invalid_request_error", "", "Unknown parameter: stream_options", 0).serve(c)
-			return
-		}
-		r.serve(c)
-	}}
-}
-
-// WithoutStreaming refuses requests for a stream and otherwise gives r.
-func (r Reply) WithoutStreaming() Reply {
-	return Reply{custom: func(c call) {
-		if c.req.Stream {
-			Refusal(http.StatusBadRequest, "invalid_request_error", "", "Streaming is not supported by this server", 0).serve(c)
-			return
-		}
-		r.serve(c)
-	}}
-}
-
 // stream lets f write the chunks of an answer.
 func stream(f func(*chatwire.Stream)) Reply {
 	return Reply{custom: func(c call) {

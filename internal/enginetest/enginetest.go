@@ -1,0 +1,103 @@
+// Package enginetest starts engines for tests, and waits for their executions.
+package enginetest
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+)
+
+// timeout bounds what a test waits for. It is long, because machines are slow.
+const timeout = 90 * time.Second
+
+// New returns an engine that sweeps often. The functions change its options.
+func New(tb testing.TB, pool *pgxpool.Pool, change ...func(*executions.Options)) *executions.Engine {
+	tb.Helper()
+	o := executions.Options{SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second}
+	for _, c := range change {
+		c(&o)
+	}
+	if o.Keeper == nil {
+		o.Keeper = lanes.NewKeeper(pool, lanes.Options{})
+	}
+	e, err := executions.New(pool, o)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return e
+}
+
+// Register registers a flow.
+func Register(tb testing.TB, e *executions.Engine, flow string, fn func(ctx context.Context, input json.RawMessage) (executions.Result, error)) {
+	tb.Helper()
+	if err := e.Register(flow, fn); err != nil {
+		tb.Fatal(err)
+	}
+}
+
+// Run runs services, such as an engine's Run, until stop is called or the test ends. A service that fails fails the test.
+func Run(tb testing.TB, services ...func(ctx context.Context) error) (stop func()) {
+	tb.Helper()
+	ctx, cancel := context.WithCancel(context.WithoutCancel(tb.Context()))
+	group, running := errgroup.WithContext(ctx)
+	for _, run := range services {
+		group.Go(func() error { return run(running) })
+	}
+	stopped := false
+	stop = func() {
+		if stopped {
+			return
+		}
+		stopped = true
+		cancel()
+		if err := group.Wait(); err != nil && !errors.Is(err, context.Canceled) {
+			tb.Errorf("service: %v", err)
+		}
+	}
+	tb.Cleanup(stop)
+	return stop
+}
+
+// Await waits until an execution has a status. It fails if the execution ends with another one.
+func Await(tb testing.TB, db postgres.DB, id string, want executions.Status) (x executions.Execution) {
+	tb.Helper()
+	pgtest.Eventually(tb, timeout, func() bool {
+		var err error
+		if x, err = executions.Get(tb.Context(), db, id); err == nil && x.Status != want && x.Status.Ended() {
+			tb.Fatalf("execution %s is %s, not %s: %s", id, x.Status, want, message(x))
+		}
+		return err == nil && x.Status == want
+	}, "execution "+id+" is "+string(want))
+	return x
+}
+
+// AwaitEnd waits for the end of an execution.
+func AwaitEnd(tb testing.TB, db postgres.DB, id string) (x executions.Execution) {
+	tb.Helper()
+	pgtest.Eventually(tb, timeout, func() bool {
+		var err error
+		x, err = executions.Get(tb.Context(), db, id)
+		return err == nil && x.Status.Ended()
+	}, "execution "+id+" ends")
+	return x
+}
+
+// message is the error of an execution, with its step.
+func message(x executions.Execution) (text string) {
+	for _, part := range []*string{x.FailedStep, x.ErrorMessage} {
+		if part != nil {
+			text += *part + " "
+		}
+	}
+	return text
+}
