@@ -208,10 +208,7 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 			"name": d.Name, "digest": hex.EncodeToString(sum[:16]), "definition": text, "default": d.Default,
 			"source": source,
 		})
-	if err != nil {
-		return false, fmt.Errorf("put agent %q: %w", d.Name, err)
-	}
-	return tag.RowsAffected() > 0, nil
+	return postgres.Changed(tag, err, fmt.Sprintf("put agent %q", d.Name))
 }
 
 // Remove takes the agents of source that are not among keep out of service, and returns their names. Their versions

@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -36,9 +37,7 @@ func put(t *testing.T, pool *pgxpool.Pool, description string) skills.Skill {
 		t.Fatal(err)
 	}
 	s, err := skills.Get(t.Context(), pool, "drop")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return s
 }
 
@@ -144,9 +143,7 @@ func TestAGrantIsUsedOnceHoweverManyRace(t *testing.T) {
 	t.Parallel()
 	pool, s := setUp(t)
 	id := ask(t, pool, s, `{}`)
-	if err := approve(t, pool, id); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, approve(t, pool, id))
 	var acted, refused atomic.Int32
 	var all sync.WaitGroup
 	for range 6 {
@@ -180,9 +177,7 @@ func TestWhatIsNotALiveGrantIsNotUsed(t *testing.T) {
 			}
 		},
 		"expired": func(t *testing.T, pool *pgxpool.Pool, id string) {
-			if err := approve(t, pool, id); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, approve(t, pool, id))
 			pgtest.Exec(t, pool, `update agent_approvals set expires_at = clock_timestamp() where id = $1`, id)
 		},
 	} {
@@ -221,9 +216,7 @@ func TestAChangedSkillVoidsWhatWasApproved(t *testing.T) {
 	t.Parallel()
 	pool, s := setUp(t)
 	pending, granted := ask(t, pool, s, `{"n":1}`), ask(t, pool, s, `{"n":2}`)
-	if err := approve(t, pool, granted); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, approve(t, pool, granted))
 	changed := put(t, pool, "drops the whole schema")
 	if changed.Revision == s.Revision {
 		t.Fatal("the skill has not changed")
@@ -243,9 +236,7 @@ func TestAGrantWaitsForItsSkillToReturn(t *testing.T) {
 	t.Parallel()
 	pool, s := setUp(t)
 	id := ask(t, pool, s, `{}`)
-	if err := approve(t, pool, id); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, approve(t, pool, id))
 	if _, err := skills.Disable(t.Context(), pool, "drop", "admin", "for now", nil); err != nil {
 		t.Fatal(err)
 	}
@@ -264,9 +255,7 @@ func TestHashDoesNotDependOnTheOrderOfKeys(t *testing.T) {
 	t.Parallel()
 	hash := func(args string) string {
 		h, err := approvals.Hash(json.RawMessage(args))
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		return h
 	}
 	if hash(`{"a":1,"b":{"c":[1,2],"d":null}}`) != hash(` {"b":{"d":null,"c":[1,2]},"a":1}`) {

@@ -20,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -83,9 +84,7 @@ func (p *parked) flow(ctx context.Context, s skills.Skill, args json.RawMessage)
 func (p *parked) begin() (executionID, approvalID string) {
 	p.t.Helper()
 	x, _, err := p.engine.Start(p.t.Context(), p.pool, executions.Spec{Flow: "flow", Surface: trace.Operate})
-	if err != nil {
-		p.t.Fatal(err)
-	}
+	require.NoError(p.t, err)
 	return x.ID, *enginetest.Await(p.t, p.pool, x.ID, executions.Waiting).WaitingKey
 }
 
@@ -106,14 +105,10 @@ func TestOfFiftyDecisionsOneHasEffect(t *testing.T) {
 			return nil
 		})
 	}
-	if err := group.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, group.Wait())
 	x := enginetest.Await(p.t, p.pool, id, executions.Completed)
 	decided, err := approvals.Get(t.Context(), p.pool, approval)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	called := map[string]int32{"consumed": 1, "rejected": 0}[decided.Status]
 	if won.Load() != 1 || p.acted.Load() != called || (called == 1) != (x.ResultSummary == "called") {
 		t.Errorf("%d decided, the approval is %s, %d calls, the run says %q", won.Load(), decided.Status, p.acted.Load(),
@@ -253,9 +248,7 @@ func TestGrantsOfASkillThatChangesAreClosed(t *testing.T) {
 	t.Parallel()
 	pool, s := setUp(t)
 	pending, granted := ask(t, pool, s, `{"table":"x"}`), ask(t, pool, s, `{"table":"y"}`)
-	if err := approve(t, pool, granted); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, approve(t, pool, granted))
 	pgtest.Exec(t, pool, `update agent_skills set description = description || '.', revision = revision where name = 'drop'`)
 	if n := pgtest.Value[int](t, pool, `select count(*) from agent_approvals where status = 'expired'`); n != 0 {
 		t.Errorf("%d were closed although the skill is the same", n)

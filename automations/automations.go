@@ -299,10 +299,7 @@ func Accept(ctx context.Context, db postgres.DB, nameOrID, by string) (bool, err
 		       updated_at = clock_timestamp()
 		 where id = @id and disabled_by = 'proposal' and revision = @revision`,
 		pgx.StrictNamedArgs{"id": a.ID, "by": truncate(by), "next": next, "revision": a.Revision})
-	if err != nil {
-		return false, fmt.Errorf("accept automation %q: %w", nameOrID, err)
-	}
-	return tag.RowsAffected() > 0, nil
+	return postgres.Changed(tag, err, fmt.Sprintf("accept automation %q", nameOrID))
 }
 
 // definition returns the fields that determine an automation's times.

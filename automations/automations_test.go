@@ -14,6 +14,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
@@ -37,9 +38,7 @@ func put(t *testing.T, pool *pgxpool.Pool, d automations.Definition) automations
 func get(t *testing.T, pool *pgxpool.Pool, name string) automations.Automation {
 	t.Helper()
 	a, err := automations.Get(t.Context(), pool, name)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return a
 }
 
@@ -72,9 +71,7 @@ func finish(t *testing.T, pool *pgxpool.Pool, run automations.Run, result automa
 func due(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
 	list, err := automations.Due(t.Context(), pool, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var names []string
 	for _, a := range list {
 		names = append(names, a.Name)
@@ -141,9 +138,7 @@ func TestPutKeepsWhatWasLearned(t *testing.T) {
 	d := automations.Definition{Name: "a", Cron: "0 9 * * *", Timezone: "Europe/Madrid", Skill: "s"}
 	a := put(t, pool, d)
 	madrid, err := time.LoadLocation("Europe/Madrid")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if at := a.NextRunAt.In(madrid); at.Hour() != 9 || at.Minute() != 0 || !at.After(time.Now()) || a.MaxAttempts != 3 {
 		t.Errorf("next at %s, %+v", at, a)
 	}
@@ -498,9 +493,7 @@ func execution(t *testing.T, pool *pgxpool.Pool, status string) (id string) {
 	err := pool.QueryRow(t.Context(), `
 		insert into agent_executions (trace_id, surface, flow, status) values ($1, 'heartbeat', 'heartbeat', 'running') returning id`,
 		traceID).Scan(&id)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if status != "running" {
 		pgtest.Exec(t, pool, `update agent_executions set status = '`+status+`' where id = '`+id+`'`)
 	}
@@ -510,9 +503,7 @@ func execution(t *testing.T, pool *pgxpool.Pool, status string) (id string) {
 func abandoned(t *testing.T, pool *pgxpool.Pool) []automations.Run {
 	t.Helper()
 	runs, err := automations.Abandoned(t.Context(), pool, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return runs
 }
 
@@ -588,9 +579,7 @@ func TestAnAbandonedRunIsEndedOnce(t *testing.T) {
 			return err
 		})
 	}
-	if err := group.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, group.Wait())
 	runs, err := automations.Runs(t.Context(), pool, automations.RunFilter{})
 	if err != nil || len(runs) != 1 || ended.Load() != 1 || runs[0].Status != automations.Error || runs[0].Attempt != 1 {
 		t.Errorf("ended %d times: %+v, %v", ended.Load(), runs, err)
@@ -624,9 +613,7 @@ func TestAnAutomationFollowsItsSkillThroughEveryRace(t *testing.T) {
 			put(t, pool, automations.Definition{Name: "a"})
 			pgtest.Exec(t, pool, race.before)
 			tx, err := pool.Begin(t.Context())
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			pgtest.Exec(t, tx, race.first)
 			done := make(chan error, 1)
 			go func() {
@@ -645,18 +632,12 @@ func TestAnAutomationFollowsItsSkillThroughEveryRace(t *testing.T) {
 				var waits bool
 				err := pool.QueryRow(t.Context(), `
 					select exists (select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock')`).Scan(&waits)
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 				return waits || ended
 			}, "the second waits for the first, or has passed it")
-			if err := tx.Commit(t.Context()); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, tx.Commit(t.Context()))
 			if !ended {
-				if err := <-done; err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, <-done)
 			}
 			skill := pgtest.Value[bool](t, pool, `select enabled from agent_skills where name = 'sizes'`)
 			if a := get(t, pool, "a"); a.Enabled != skill {

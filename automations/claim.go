@@ -211,10 +211,7 @@ func Redrive(ctx context.Context, db postgres.DB, runID string) (bool, error) {
 		       retry_at = case when cause <> 'event' or execution_id is not null then clock_timestamp() end, finished_at = null
 		 where id = @id and status = 'dead'`,
 		pgx.StrictNamedArgs{"id": runID})
-	if err != nil {
-		return false, fmt.Errorf("redrive automation run: %w", err)
-	}
-	return tag.RowsAffected() > 0, nil
+	return postgres.Changed(tag, err, "redrive automation run")
 }
 
 func backoff(attempt int) time.Duration {
@@ -312,10 +309,7 @@ func Skip(ctx context.Context, db postgres.DB, runID string) (bool, error) {
 		update agent_automation_runs
 		   set status = 'skipped', finished_at = clock_timestamp(), output = '{"condition": false}'
 		 where id = @id and status = 'due'`, pgx.StrictNamedArgs{"id": runID})
-	if err != nil {
-		return false, fmt.Errorf("pass automation run: %w", err)
-	}
-	return tag.RowsAffected() > 0, nil
+	return postgres.Changed(tag, err, "pass automation run")
 }
 
 // MarkDead makes a due run dead because its condition fails; a retry would fail, too. It returns false if the run is
@@ -324,10 +318,7 @@ func MarkDead(ctx context.Context, db postgres.DB, runID, why string) (bool, err
 	tag, err := db.Exec(ctx, `
 		update agent_automation_runs set status = 'dead', finished_at = clock_timestamp(), error_message = @why
 		 where id = @id and status = 'due'`, pgx.StrictNamedArgs{"id": runID, "why": truncate(why)})
-	if err != nil {
-		return false, fmt.Errorf("bury automation run: %w", err)
-	}
-	return tag.RowsAffected() > 0, nil
+	return postgres.Changed(tag, err, "bury automation run")
 }
 
 // Notify notifies the listeners on [Channel] when db commits.

@@ -229,10 +229,7 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 			"flow":         r.Flow,
 			"max_attempts": r.MaxAttempts, "next": next, "source": source,
 		})
-	if err != nil {
-		return false, fmt.Errorf("put automation %q: %w", d.Name, err)
-	}
-	return tag.RowsAffected() > 0, nil
+	return postgres.Changed(tag, err, fmt.Sprintf("put automation %q", d.Name))
 }
 
 func firstTime(ctx context.Context, db postgres.DB, r resolved) (*time.Time, error) {

@@ -15,6 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -140,9 +141,7 @@ func TestWhatALostClaimReservedIsWrittenOffWhenItIsTakenOver(t *testing.T) {
 	row, err := activity.Open(t.Context(), db, activity.Entry{
 		TraceID: "fl_x", ExecutionID: id, Claim: 1, Step: r.Step, Skill: "model_call", Kind: activity.KindModel,
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if _, err := reserve(t, db, r); err != nil {
 		t.Fatal(err)
 	}
@@ -219,9 +218,7 @@ func TestOthersReservationsAreWaitedFor(t *testing.T) {
 		t.Fatalf("err = %v, want the reservation of the first to be in the way", err)
 	}
 	second.Patience = time.Minute
-	if err := send(t, db, queued(second)); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, send(t, db, queued(second)))
 	settled := make(chan error, 1)
 	go func() {
 		_, err := db.Exec(t.Context(), `select lanekeeper.settle_agent_budget($1, 'model 1', '{"tokens": 150, "usd": 0, "unknown_tokens": 0, "unknown_usd": 0}')`, id)
@@ -247,9 +244,7 @@ func TestReservationsAreDecidedOneAfterTheOther(t *testing.T) {
 	}
 	settle(t, db, earlier, 0, 0)
 	tx, err := db.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
 	pgtest.Exec(t, tx, `select from agent_budgets for update`) // the first is at its decision
 	second := call(running(t, db), 2, scope("s", 1220, 0))
@@ -263,12 +258,8 @@ func TestReservationsAreDecidedOneAfterTheOther(t *testing.T) {
 	if got, err := reserve(t, tx, call(id, 1, scope("s", 1220, 0))); err != nil || got != 1000 {
 		t.Fatalf("the first was granted %d (%v)", got, err)
 	}
-	if err := tx.Commit(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if err := <-sent; err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tx.Commit(t.Context()))
+	require.NoError(t, <-sent)
 	if got, err := second.Await(t.Context(), db); err == nil {
 		t.Errorf("the second was granted %d beside the first", got)
 	}
@@ -304,9 +295,7 @@ func TestScopesInAnyOrderDoNotDeadlock(t *testing.T) {
 			return err
 		})
 	}
-	if err := group.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, group.Wait())
 	for _, s := range []string{"a", "b", "c"} {
 		if got := standing(t, db, s); got != "125280 0$ spent, 0 0$ set aside, 123200 0$ of 112 unknown" {
 			t.Errorf("%s has %s", s, got)

@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -35,22 +36,16 @@ func call(t *testing.T, pool *pgxpool.Pool, name, args string) (map[string]any, 
 		t.Fatal(err)
 	}
 	registry, err := skills.New(skills.Options{Builtins: builtins.New(pool, nil, nil)})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	skill, err := skills.Get(t.Context(), pool, name)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	ctx := trace.With(t.Context(), trace.Span{TraceID: traceID, Agent: "agent", Surface: trace.Heartbeat})
 	raw, err := registry.Invoke(ctx, skills.Call{Skill: skill, Args: json.RawMessage(args)})
 	if err != nil {
 		return nil, err
 	}
 	var answer map[string]any
-	if err := json.Unmarshal(raw, &answer); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.Unmarshal(raw, &answer))
 	return answer, nil
 }
 
@@ -84,9 +79,7 @@ func TestPutDeclaresOnceAndLeavesWhatAWorkspaceDeclared(t *testing.T) {
 			return err
 		})
 	}
-	if err := group.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, group.Wait())
 	if changed.Load() != int64(len(builtins.Names())-1) {
 		t.Errorf("8 processes changed %d rows", changed.Load())
 	}
@@ -108,13 +101,9 @@ func TestEveryRowHasItsCode(t *testing.T) {
 		t.Fatal(err)
 	}
 	registry, err := skills.New(skills.Options{Builtins: builtins.New(pool, nil, nil)})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	all, err := registry.Available(t.Context(), pool, skills.ScopeInternal)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var names []string
 	for _, s := range all {
 		names = append(names, s.Name)
@@ -153,9 +142,7 @@ func TestRecall(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			answer, err := call(t, pool, "recall", test.args)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			keys := column(t, answer, "memories", "key")
 			if !strings.HasPrefix(keys, test.want) || len(strings.Fields(keys)) != test.found {
 				t.Errorf("got %q", keys)
@@ -176,9 +163,7 @@ func TestRecallLeavesOutWhatIsTooLong(t *testing.T) {
 		save(t, pool, "general", fmt.Sprintf("long_%d", i), strings.Repeat("x", 60<<10))
 	}
 	answer, err := call(t, pool, "recall", `{}`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if keys := column(t, answer, "memories", "key"); keys != "long_5 long_4" || answer["left_out"] != 4.0 {
 		t.Errorf("got %q and %v left out", keys, answer["left_out"])
 	}
@@ -201,17 +186,13 @@ func TestObjectivesList(t *testing.T) {
 		}
 	}
 	o, err := objectives.Get(t.Context(), pool, "tidy")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if ok, err := objectives.SetStatus(t.Context(), pool, o.ID, objectives.Active, objectives.Paused); !ok || err != nil {
 		t.Fatal(ok, err)
 	}
 	for args, want := range map[string]string{`{}`: "healthy tidy", `{"status": "paused"}`: "tidy", `{"status": "failed"}`: ""} {
 		answer, err := call(t, pool, "objectives_list", args)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if got := column(t, answer, "objectives", "name"); got != want {
 			t.Errorf("%s: got %q, not %q", args, got, want)
 		}
@@ -241,17 +222,13 @@ func TestRecentActivity(t *testing.T) {
 		`{}`: "ticket sizes", `{"limit": 1}`: "ticket", `{"skill": "sizes"}`: "sizes", `{"status": "error"}`: "ticket", `{"status": "running"}`: "",
 	} {
 		answer, err := call(t, pool, "recent_activity", args)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if got := column(t, answer, "activities", "skill"); got != want {
 			t.Errorf("%s: got %q, not %q", args, got, want)
 		}
 	}
 	answer, err := call(t, pool, "recent_activity", `{"status": "error"}`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	row := answer["activities"].([]any)[0].(map[string]any)
 	if got := slices.Sorted(maps.Keys(row)); !slices.Equal(got, []string{"duration_ms", "error", "skill", "status", "time", "trace_id"}) {
 		t.Errorf("a row has %v", got)
@@ -274,9 +251,7 @@ func powers(t *testing.T, pool *pgxpool.Pool) (state string) {
 		     from agent_objectives where name in ('goal', 'paused', 'wish')),
 		  (select jsonb_agg(jsonb_build_array(title, status) order by title) from agent_objective_steps),
 		  (select count(*) from agent_objective_evidence where given_by <> '')))`).Scan(&state)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return state
 }
 
@@ -314,9 +289,7 @@ func TestNoBuiltinCanChangeWhatAnybodyMayDo(t *testing.T) {
 	ctx := trace.With(t.Context(), trace.Span{TraceID: traceID, Agent: "agent", Surface: trace.Heartbeat})
 	for _, name := range builtins.Names() {
 		skill, err := skills.Get(t.Context(), pool, name)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		for _, target := range []string{"drop", "off", "mine", "wanted", "goal", "paused", "wish", "memory_write"} {
 			for _, step := range []string{"step of goal", "step of wish", "step of paused"} {
 				args, err := json.Marshal(map[string]any{
@@ -326,9 +299,7 @@ func TestNoBuiltinCanChangeWhatAnybodyMayDo(t *testing.T) {
 					"accept": true, "by": "admin", "given_by": "admin", "reason": "I say so", "evidence": []any{map[string]any{"by": "admin"}},
 					"source": "workspace", "cron": "@daily", "category": "skills", "key": target, "value": map[string]any{"trust": "auto"},
 				})
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 				_, err = code[name](ctx, skills.Call{Skill: skill, Args: args})
 				var refused *skills.CallError
 				if err != nil && (!errors.As(err, &refused) || refused.Class != "invalid_params") {

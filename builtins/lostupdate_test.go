@@ -16,6 +16,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -161,9 +162,7 @@ func (r *runner) step(s *scene) {
 // call makes the call as the runtime does.
 func (s *scene) call(r *runner, name string, args map[string]any) json.RawMessage {
 	raw, err := json.Marshal(args)
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, err)
 	skill := s.skills[name]
 	ctx := trace.With(s.t.Context(), trace.Span{TraceID: trace.ID("hb_" + r.name), Agent: "agent", Surface: trace.Heartbeat})
 	answer, err := s.registry.Invoke(ctx, skills.Call{Skill: skill, Args: builtins.WithRevisions(skill, raw, r.seen)})
@@ -182,9 +181,7 @@ func (r *runner) judge(s *scene, call *redo, answer json.RawMessage) *version {
 		Memories  []memory.Entry
 		Forgotten *bool
 	}
-	if err := json.Unmarshal(answer, &said); err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, json.Unmarshal(answer, &said))
 	switch {
 	case call.skill == "recall":
 		if len(said.Memories) == 0 {
@@ -242,9 +239,7 @@ func (r *runner) remember(s *scene) {
 			return err
 		})
 	})
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, err)
 	s.tell("%s saves its note (conflict: %v)", r.name, kept)
 	switch fresh := r.noted.read == s.there; {
 	case fresh == kept:
@@ -314,9 +309,7 @@ func (p *person) act(s *scene) {
 // since.
 func (p *person) resolve(s *scene) {
 	open, err := memory.Conflicts(s.t.Context(), s.pool, memory.ConflictFilter{Category: "test", Key: s.key, Limit: 1})
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, err)
 	if len(open) == 0 {
 		return
 	}
@@ -351,9 +344,7 @@ func (s *scene) expire() {
 		_, err = memory.Expire(s.t.Context(), s.pool)
 		s.lies = false
 	}
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, err)
 	s.there = nil
 }
 
@@ -392,9 +383,7 @@ func (s *scene) write(do func()) {
 	if done != nil {
 		<-done
 	}
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	require.NoError(s.t, err)
 }
 
 // play is one interleaving of two runs and two admins.
@@ -430,9 +419,7 @@ func newRegistry(t *testing.T, pool *pgxpool.Pool) (*skills.Registry, map[string
 		t.Fatal(err)
 	}
 	registry, err := skills.New(skills.Options{Builtins: builtins.New(pool, nil, nil)})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	all := map[string]skills.Skill{}
 	for _, name := range []string{"recall", "memory_write", "memory_forget"} {
 		if all[name], err = skills.Get(t.Context(), pool, name); err != nil {
@@ -451,9 +438,7 @@ func TestNoUpdateIsLostInAnyOrder(t *testing.T) {
 	first, last := uint64(0), uint64(interleavings)
 	if again := os.Getenv("AGENT_MEMORY_ORDER"); again != "" {
 		n, err := strconv.ParseUint(again, 10, 64)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		first, last = n, n+1
 	}
 	var scenes errgroup.Group
@@ -470,7 +455,5 @@ func TestNoUpdateIsLostInAnyOrder(t *testing.T) {
 			return nil
 		})
 	}
-	if err := scenes.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, scenes.Wait())
 }

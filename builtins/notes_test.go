@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"strings"
-	"sync"
 	"testing"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -14,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -33,9 +33,7 @@ func newNoter(t *testing.T, pool *pgxpool.Pool) *noter {
 	registry, all := newRegistry(t, pool)
 	for _, name := range []string{"objectives_list", "objective_update"} {
 		s, err := skills.Get(t.Context(), pool, name)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		all[name] = s
 	}
 	return &noter{t, registry, all, memory.Seen{}}
@@ -45,20 +43,14 @@ func newNoter(t *testing.T, pool *pgxpool.Pool) *noter {
 func (n *noter) call(name string, args map[string]any) map[string]any {
 	n.t.Helper()
 	raw, err := json.Marshal(args)
-	if err != nil {
-		n.t.Fatal(err)
-	}
+	require.NoError(n.t, err)
 	ctx := trace.With(n.t.Context(), trace.Span{TraceID: traceID, Agent: "agent", Surface: trace.Heartbeat})
 	answer, err := n.registry.Invoke(ctx, skills.Call{Skill: n.skills[name], Args: builtins.WithRevisions(n.skills[name], raw, n.seen)})
-	if err != nil {
-		n.t.Fatal(err)
-	}
+	require.NoError(n.t, err)
 	n.seen.Add(builtins.Sights(n.skills[name], answer, len(answer))...)
 	n.seen.Add(builtins.SightsWritten(n.skills[name], answer)...)
 	var said map[string]any
-	if err := json.Unmarshal(answer, &said); err != nil {
-		n.t.Fatal(err)
-	}
+	require.NoError(n.t, json.Unmarshal(answer, &said))
 	return said
 }
 
@@ -74,9 +66,7 @@ func tidy(t *testing.T, pool *pgxpool.Pool) objectives.Objective {
 		t.Fatal(err)
 	}
 	o, err := objectives.Get(t.Context(), pool, "tidy")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return o
 }
 
@@ -149,37 +139,6 @@ func TestANoteThatWasCutWasNotRead(t *testing.T) {
 	}
 }
 
-// Runs note at the same moment; each adds a word to what it has read.
-func TestEveryNoteThatWasAcknowledgedIsInTheEnd(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.DB(t)
-	tidy(t, pool)
-	const writers, words = 6, 6
-	var group sync.WaitGroup
-	for w := range writers {
-		n := newNoter(t, pool)
-		group.Go(func() {
-			for word := range words {
-				n.seen = memory.Seen{} // another run
-				text := ""
-				for {
-					said := n.note(strings.TrimSpace(fmt.Sprintf("%s w%dx%d", text, w, word)))
-					theirs, conflict := said["theirs"].(map[string]any)
-					if !conflict {
-						break
-					}
-					text, _ = theirs["note"].(string)
-				}
-			}
-		})
-	}
-	group.Wait()
-	o, err := objectives.Get(t.Context(), pool, "tidy")
-	if got := len(strings.Fields(o.Note)); err != nil || got != writers*words {
-		t.Errorf("%d of %d words are there, %v: %s", got, writers*words, err, o.Note)
-	}
-}
-
 // house is an installation with agents of every kind of memory.
 type house struct {
 	t        *testing.T
@@ -214,9 +173,7 @@ func newHouse(t *testing.T) *house {
 func (h *house) as(ctx context.Context, agent, name, args string) (string, error) {
 	h.t.Helper()
 	skill, err := skills.Get(ctx, h.pool, name)
-	if err != nil {
-		h.t.Fatal(err)
-	}
+	require.NoError(h.t, err)
 	ctx = trace.With(ctx, trace.Span{TraceID: trace.New(trace.Heartbeat), Agent: agent, Surface: trace.Heartbeat})
 	answer, err := h.registry.Invoke(ctx, skills.Call{Skill: skill, Args: json.RawMessage(args)})
 	return string(answer), err
@@ -288,23 +245,17 @@ func TestAConflictIsAboutOneAgentsMemory(t *testing.T) {
 		t.Fatalf("a write to sales met %v", err)
 	}
 	id, err := memory.StoreConflict(t.Context(), h.pool, late, conflict, "")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	other := memory.Owner("billing")
 	if list, err := memory.Conflicts(t.Context(), h.pool, memory.ConflictFilter{Owner: &other}); err != nil || len(list) != 0 {
 		t.Errorf("billing has the conflicts %v, %v", list, err)
 	}
 	tx, err := h.pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if _, err := memory.Decide(t.Context(), tx, id, memory.Decision{Take: true, By: "admin", IfRevision: 1}); err != nil {
 		t.Fatal(err)
 	}
-	if err := tx.Commit(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tx.Commit(t.Context()))
 	if ours, shared := h.must("sales", "recall", `{}`), h.must("front", "recall", `{}`); !strings.Contains(ours, "late") ||
 		!strings.Contains(shared, `"shared"`) {
 		t.Errorf("the decision wrote: sales %s, shared %s", ours, shared)
@@ -329,9 +280,7 @@ func TestWhoseMemoryItIsDependsOnWhoActs(t *testing.T) {
 	// A turn finishes on the version that it has begun with, also when its agent is removed meanwhile.
 	directory := &agents.Directory{}
 	sales, err := directory.Find(t.Context(), h.pool, "sales")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if _, err := agents.Remove(t.Context(), h.pool, "workspace", []string{"front"}); err != nil {
 		t.Fatal(err)
 	}

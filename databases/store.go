@@ -29,10 +29,7 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 			"name": d.Name, "description": d.Description, "url_env": d.URLEnv, "access": cmp.Or(d.Access, AccessRead),
 			"role": d.Role, "source": source,
 		})
-	if err != nil {
-		return false, fmt.Errorf("put database %q: %w", d.Name, err)
-	}
-	return tag.RowsAffected() > 0, nil
+	return postgres.Changed(tag, err, fmt.Sprintf("put database %q", d.Name))
 }
 
 // Remove deletes the databases of source that are not among keep, and returns their names.

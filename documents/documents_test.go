@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/retention"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -38,18 +39,14 @@ func add(ctx context.Context, pool *pgxpool.Pool, u documents.Upload) (d documen
 func added(t *testing.T, pool *pgxpool.Pool, u documents.Upload) documents.Document {
 	t.Helper()
 	d, err := add(t.Context(), pool, u)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return d
 }
 
 func thread(t *testing.T, pool *pgxpool.Pool, p threads.Principal, name string) string {
 	t.Helper()
 	got, _, err := threads.Open(t.Context(), pool, p, threads.Thread{Name: name})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return got.ID
 }
 
@@ -61,9 +58,7 @@ func ended(t *testing.T, pool *pgxpool.Pool) string {
 		return executions.Result{}, nil
 	})
 	x, err := engine.RunSync(t.Context(), executions.Spec{Flow: "f", Surface: trace.Flow})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return x.ID
 }
 
@@ -160,9 +155,7 @@ func TestAThreadHasABoundedNumberOfDocuments(t *testing.T) {
 			return err
 		})
 	}
-	if err := group.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, group.Wait())
 	if len(refused) != 6 {
 		t.Errorf("%d of 8 were refused, want 6", len(refused))
 	}
@@ -263,9 +256,7 @@ func TestDocumentsAreListedNewestFirst(t *testing.T) {
 	var seen []string
 	for before := ""; ; {
 		page, err := documents.List(t.Context(), pool, documents.Filter{ThreadID: at, Before: before, Limit: 2})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		for _, d := range page {
 			seen = append(seen, d.ID)
 		}

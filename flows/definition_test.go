@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/requests"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
@@ -145,28 +146,18 @@ var shapes = map[string]struct {
 // The published schema says what Validate says, wherever a schema can say it.
 func TestTheSchemaAcceptsWhatValidateAccepts(t *testing.T) {
 	raw, err := flows.JSONSchema()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	doc, err := jsonschema.UnmarshalJSON(bytes.NewReader(raw))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	c := jsonschema.NewCompiler()
 	c.AssertFormat()
-	if err := c.AddResource("flow.json", doc); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, c.AddResource("flow.json", doc))
 	schema, err := c.Compile("flow.json")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for name, shape := range shapes {
 		t.Run(name, func(t *testing.T) {
 			value, err := jsonschema.UnmarshalJSON(strings.NewReader(shape.text))
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			d, err := define(shape.text)
 			if err == nil {
 				err = flows.Validate(d)
@@ -222,9 +213,7 @@ func TestValidateNamesPlaceAndReason(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			d, err := define(`{"name": "a", "actions": ` + c.actions + `}`)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			if err := flows.Validate(d); err == nil || err.Error() != c.want {
 				t.Errorf("got\n%v\nnot\n%s", err, c.want)
 			}
@@ -240,9 +229,7 @@ func TestADefinitionHasBounds(t *testing.T) {
 	many := strings.TrimSuffix(strings.Repeat(`{"actionType": "end"},`, 501), ",")
 	for actions, want := range map[string]string{deep: "is nested more than 10 deep", many: "are 501 in all"} {
 		d, err := define(`{"name": "a", "actions": [` + actions + `]}`)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if err := flows.Validate(d); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("got %v, want %s", err, want)
 		}
@@ -254,9 +241,7 @@ func TestTriggersNamesTheChildren(t *testing.T) {
 		{"actionType": "trigger_agent", "parameters": {"flow": "b"}},
 		{"actionType": "wait_for_response", "timeoutActions": [{"actionType": "trigger_agent", "parameters": {"agent": "c"}}]},
 		{"actionType": "switch", "parameters": {"cases": [{"condition": "true", "actions": [{"actionType": "trigger_agent", "parameters": {"agent": "d"}}]}]}}]}`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	want := "map[actions[0].parameters.flow:b actions[1].timeoutActions[0].parameters.agent:c actions[2].parameters.cases[0].actions[0].parameters.agent:d]"
 	if got := fmt.Sprint(flows.Triggers(d)); got != want {
 		t.Errorf("got %s", got)
@@ -394,8 +379,6 @@ func TestThePageIsTrue(t *testing.T) {
 func file(t *testing.T, path string) string {
 	t.Helper()
 	text, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return string(text)
 }

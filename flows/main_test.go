@@ -23,6 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/reason"
@@ -60,9 +61,7 @@ func process(t *testing.T, pool *pgxpool.Pool, loop *reason.Loop, register ...fu
 	w := &world{Engine: e, pool: pool, in: &flows.Interpreter{Pool: pool, Engine: e, Loop: loop, Logger: slog.New(slog.DiscardHandler)}}
 	e.Fallback(w.in.Find)
 	for _, more := range register {
-		if err := more(e); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, more(e))
 	}
 	w.stop = enginetest.Run(t, e.Run)
 	return w
@@ -72,17 +71,11 @@ func process(t *testing.T, pool *pgxpool.Pool, loop *reason.Loop, register ...fu
 func read(t *testing.T, text string) flows.Definition {
 	t.Helper()
 	var tree map[string]any
-	if err := yaml.Unmarshal([]byte(text), &tree); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, yaml.Unmarshal([]byte(text), &tree))
 	raw, err := json.Marshal(tree)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	d, err := define(string(raw))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return d
 }
 
@@ -106,9 +99,7 @@ func thread(t *testing.T, pool *pgxpool.Pool) string {
 func (w *world) begin(t *testing.T, flow string, input any) string {
 	t.Helper()
 	x, _, err := w.Start(t.Context(), w.pool, executions.Spec{Flow: flow, Surface: trace.Flow, Input: input, ThreadID: thread(t, w.pool)})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return x.ID
 }
 
@@ -212,9 +203,7 @@ func TestAForkWhoseInputContradictsARecordIsRefused(t *testing.T) {
 		input := maps.Clone(was)
 		input[name] = c.change
 		text, err := json.Marshal(input)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		x, err := fresh.Fork(t.Context(), w.pool, executions.ForkSpec{ID: id, From: "bye", Input: text})
 		_, latest := fresh.Fork(t.Context(), w.pool, executions.ForkSpec{ID: id, From: "bye", Input: text, Latest: true})
 		if fmt.Sprint(latest) != fmt.Sprint(err) {
@@ -282,9 +271,7 @@ func knowing(t *testing.T, documents ...string) *world {
 		t.Fatal(err)
 	}
 	registry, err := skills.New(skills.Options{Builtins: builtins.New(pool, nil, nil), Pool: pool})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	keep(t, pool, "first")
 	return process(t, pool, &reason.Loop{Pool: pool, Skills: registry, Logger: slog.New(slog.DiscardHandler)})
 }
@@ -483,9 +470,7 @@ func TestARunningExecutionKeepsItsVersion(t *testing.T) {
 	waits(t, w.pool, first, 1)
 	put(t, w.pool, version("2"))
 	second, _, err := w.Start(t.Context(), w.pool, executions.Spec{Flow: "a", Surface: "flow", ThreadID: "maria", Input: map[string]any{"key": "k2"}})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	waits(t, w.pool, second.ID, 1)
 	pgtest.Exec(t, w.pool, `update agent_flows set current = false`)
 	w.stop()
@@ -505,9 +490,7 @@ func TestARunningExecutionKeepsItsVersion(t *testing.T) {
 		pgtest.Exec(t, tx, `update agent_executions set thread_id = null, input = '{"key": "k4"}' where id = @id`, postgres.Strict{"id": third})
 		return nil
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	x := enginetest.Await(t, w.pool, third, executions.Failed)
 	if v := x.FlowVersion; v == nil || *v != 1 || !strings.Contains(testkit.Deref(x.ErrorMessage), "no thread") {
 		t.Errorf("the fork runs version %v: %s", v, testkit.Deref(x.ErrorMessage))

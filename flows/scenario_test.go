@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/threads"
@@ -96,9 +97,7 @@ func (s *scenario) serve(t *testing.T, pool *pgxpool.Pool) {
 func (s *scenario) starts(t *testing.T, flow string, input any) string {
 	t.Helper()
 	x, _, err := s.Start(t.Context(), s.pool, executions.Spec{Flow: flow, Surface: trace.Flow, ThreadID: s.id, Input: input})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return x.ID
 }
 
@@ -251,9 +250,7 @@ func TestScenarioOfAHungAgent(t *testing.T) {
 	s := playing(t, "independientes.yaml", "Pedro")
 	a := s.starts(t, "external:agente_a", nil)
 	lock, err := s.LockRun(t.Context(), a, "worker", 10*time.Minute)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if sent := s.speaks(t, a, lock.LockID, "Necesito tus documentos"); sent.Queued {
 		t.Errorf("agente_a: %+v", sent)
 	}
@@ -295,8 +292,6 @@ func (s *scenario) speaks(t *testing.T, id, lock, words string) (sent threads.Se
 			return err
 		})
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return sent
 }

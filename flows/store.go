@@ -52,10 +52,7 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 		select @name, coalesce((select max(f.version) from agent_flows f where f.name = @name), 0) + 1, @digest, @definition, @source
 		 where (select count(*) from before) >= 0 and not exists (select from same)`,
 		postgres.Strict{"name": d.Name, "digest": hex.EncodeToString(sum[:16]), "definition": text, "source": source})
-	if err != nil {
-		return false, fmt.Errorf("put flow %q: %w", d.Name, err)
-	}
-	return tag.RowsAffected() > 0, nil
+	return postgres.Changed(tag, err, fmt.Sprintf("put flow %q", d.Name))
 }
 
 // Remove retires the flows of source except keep, and returns their names. Their versions stay, for the executions

@@ -10,6 +10,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
@@ -149,9 +150,7 @@ func TestWithoutAThreadNothingIsSaid(t *testing.T) {
   - {actionType: assign_test, parameters: {test: sql, wait: false}}`))
 	for name, want := range map[string]executions.Status{"talks": executions.Failed, "asks": executions.Completed} {
 		x, _, err := w.Start(t.Context(), w.pool, executions.Spec{Flow: name, Surface: "flow"})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		got := enginetest.Await(t, w.pool, x.ID, want)
 		if want == executions.Failed && testkit.Deref(got.ErrorMessage) != "action hi (send_message): this execution has no thread to talk in; start it with one" {
 			t.Errorf("%q", testkit.Deref(got.ErrorMessage))

@@ -22,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
@@ -40,9 +41,7 @@ func clever(t *testing.T, model func(openai.ChatCompletionRequest) modeltest.Rep
 	client, err := models.New(models.Config{
 		BaseURL: server.URL(), Model: "gpt-4o-mini", Logger: slog.New(slog.DiscardHandler), Retry: models.Retry{Attempts: 1, MaxWait: time.Second},
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	double := func(_ context.Context, c skills.Call) (any, error) {
 		var args struct{ N int }
 		if err := json.Unmarshal(c.Args, &args); err != nil {
@@ -54,9 +53,7 @@ func clever(t *testing.T, model func(openai.ChatCompletionRequest) modeltest.Rep
 		return map[string]any{"twice": 2 * args.N}, nil
 	}
 	registry, err := skills.New(skills.Options{Builtins: map[string]skills.Builtin{"double": double, "careful": double}, Pool: pool})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	number := map[string]any{"type": "object", "required": []any{"n"}, "properties": map[string]any{"n": map[string]any{"type": "integer"}}}
 	for name, trust := range map[string]string{"double": skills.TrustAuto, "careful": skills.TrustApprove} {
 		d := skills.Definition{Name: name, Handler: "builtin:" + name, Parameters: number, Trust: trust, Idempotent: true}
@@ -207,9 +204,7 @@ func TestANamedAgentAnswersWithItsInstructions(t *testing.T) {
 	}
 	rows, err := w.pool.Query(t.Context(), `
 		select agent from agent_activity where execution_id = @id and kind = 'model' order by id`, postgres.Strict{"id": x.ID})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	acted, err := pgx.CollectRows(rows, pgx.RowTo[*string])
 	if err != nil || len(acted) != 2 || testkit.Deref(acted[0]) != "billing" || testkit.Deref(acted[1]) == "billing" {
 		t.Errorf("rows name %v, %v", acted, err)

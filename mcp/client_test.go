@@ -13,6 +13,7 @@ import (
 	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/mcp"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -57,13 +58,9 @@ func TestACallCarriesItsKeyAndTrace(t *testing.T) {
 	id := trace.New(trace.Flow)
 	ctx := trace.With(t.Context(), trace.Span{TraceID: id, ActivityID: "a"})
 	raw, err := w.registry.Invoke(ctx, skills.Call{Skill: w.skill("meta"), IdempotencyKey: "k1"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var got map[string]any
-	if err := json.Unmarshal(raw, &got); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.Unmarshal(raw, &got))
 	parent, _ := got["traceparent"].(string)
 	if got["lanekeeper/idempotency-key"] != "k1" || !strings.HasPrefix(parent, "00-"+id.OTel()+"-") || len(parent) != 55 {
 		t.Errorf("the server got %v", got)
@@ -125,9 +122,7 @@ func (w *world) pid() (pid int, env []string) {
 		PID int
 		Env []string
 	}
-	if err := json.Unmarshal([]byte(w.must("pid", `{}`)), &got); err != nil {
-		w.t.Fatal(err)
-	}
+	require.NoError(w.t, json.Unmarshal([]byte(w.must("pid", `{}`)), &got))
 	return got.PID, got.Env
 }
 
@@ -147,9 +142,7 @@ func TestAChildIsKeptReplacedAndStopped(t *testing.T) {
 	if again, _ := w.pid(); again != first {
 		t.Errorf("the second call went to child %d, want %d", again, first)
 	}
-	if err := syscall.Kill(first, syscall.SIGKILL); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, syscall.Kill(first, syscall.SIGKILL))
 	var second int
 	pgtest.Eventually(t, soon, func() bool { // the first call after the kill may reach the dead child
 		if _, err := w.call("pid", `{}`); err != nil {
@@ -198,9 +191,7 @@ func TestPrivateAddressesAreNotDialledUnlessAllowed(t *testing.T) {
 	guarded := mcp.NewClient(mcp.Options{Pool: w.pool})
 	defer guarded.Close()
 	registry, err := skills.New(skills.Options{MCP: guarded.Call})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	w.registry = registry
 	before := len(s.headers)
 	w.fails("echo", `{"text":"a"}`, skills.ClassRefused, "AGENT_ALLOW_PRIVATE_HTTP")

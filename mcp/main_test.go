@@ -20,6 +20,7 @@ import (
 	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/mcp"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -154,9 +155,7 @@ func httpServer(url string) mcp.Definition { return mcp.Definition{Name: "test",
 func stdioServer(t *testing.T, env map[string]any) mcp.Definition {
 	t.Helper()
 	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	all := map[string]any{childVariable: "1"}
 	maps.Copy(all, env)
 	return mcp.Definition{Name: "test", Command: []string{self}, Env: all, TimeoutMS: 10_000}
@@ -183,9 +182,7 @@ func (w *world) restart(getenv func(string) string) {
 	client := mcp.NewClient(mcp.Options{Pool: w.pool, AllowPrivate: []string{"127.0.0.1"}, Getenv: getenv, Agent: "tester"})
 	w.t.Cleanup(client.Close)
 	registry, err := skills.New(skills.Options{MCP: client.Call, Pool: w.pool})
-	if err != nil {
-		w.t.Fatal(err)
-	}
+	require.NoError(w.t, err)
 	w.client, w.registry = client, registry
 }
 
@@ -199,27 +196,21 @@ func (w *world) put(d mcp.Definition) {
 func (w *world) sync() mcp.Report {
 	w.t.Helper()
 	report, err := w.client.Sync(w.t.Context(), "test")
-	if err != nil {
-		w.t.Fatal(err)
-	}
+	require.NoError(w.t, err)
 	return report
 }
 
 func (w *world) skill(tool string) skills.Skill {
 	w.t.Helper()
 	s, err := skills.Get(w.t.Context(), w.pool, "mcp__test__"+tool)
-	if err != nil {
-		w.t.Fatal(err)
-	}
+	require.NoError(w.t, err)
 	return s
 }
 
 func (w *world) tool(name string) mcp.Tool {
 	w.t.Helper()
 	all, err := mcp.Tools(w.t.Context(), w.pool, "test")
-	if err != nil {
-		w.t.Fatal(err)
-	}
+	require.NoError(w.t, err)
 	for _, t := range all {
 		if t.Tool == name {
 			return t
@@ -261,12 +252,8 @@ func serveAt(t *testing.T, address string, all ...tool) *httptest.Server {
 	s := httptest.NewUnstartedServer(sdk.NewStreamableHTTPHandler(func(*http.Request) *sdk.Server { return server },
 		&sdk.StreamableHTTPOptions{Stateless: true}))
 	listener, err := net.Listen("tcp", address)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := s.Listener.Close(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
+	require.NoError(t, s.Listener.Close())
 	s.Listener = listener
 	s.Start()
 	return s

@@ -374,10 +374,7 @@ func collect(ctx context.Context, db postgres.DB, id string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_mcp_calls set collected_at = clock_timestamp() where id = @id and collected_at is null`,
 		postgres.Strict{"id": id})
-	if err != nil {
-		return false, fmt.Errorf("collect answer: %w", err)
-	}
-	return tag.RowsAffected() > 0, nil
+	return postgres.Changed(tag, err, "collect answer")
 }
 
 // answer converts an execution to a tool result.

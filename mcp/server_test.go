@@ -20,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/mcp"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -65,15 +66,11 @@ func (h *house) process() *mcp.Server {
 		},
 		"fails": func(context.Context, skills.Call) (any, error) { return nil, errors.New("no such thing") },
 	}})
-	if err != nil {
-		h.t.Fatal(err)
-	}
+	require.NoError(h.t, err)
 	engine := enginetest.New(h.t, h.pool)
 	loop := &reason.Loop{Pool: h.pool, Skills: registry}
 	s := &mcp.Server{Pool: h.pool, Engine: engine, Skills: registry, Invoke: loop.Invoke, Agent: "tester"}
-	if err := s.Register(); err != nil {
-		h.t.Fatal(err)
-	}
+	require.NoError(h.t, s.Register())
 	return s
 }
 
@@ -112,9 +109,7 @@ func (h *house) http() *sdk.ClientSession {
 		h.t.Error("a client without a token connects")
 	}
 	session, err := client.Connect(h.t.Context(), &sdk.StreamableClientTransport{Endpoint: s.URL, HTTPClient: &http.Client{Transport: bearer{}}}, nil)
-	if err != nil {
-		h.t.Fatal(err)
-	}
+	require.NoError(h.t, err)
 	h.t.Cleanup(func() { _ = session.Close() })
 	return session
 }
@@ -136,9 +131,7 @@ func (h *house) stdio(options *sdk.ClientOptions) *sdk.ClientSession {
 	go func() { ended <- h.server.Serve(context.WithoutCancel(h.t.Context()), ourIn, ourOut) }()
 	client := sdk.NewClient(&sdk.Implementation{Name: "stock", Version: "1"}, options)
 	session, err := client.Connect(h.t.Context(), &sdk.IOTransport{Reader: theirIn, Writer: theirOut}, nil)
-	if err != nil {
-		h.t.Fatal(err)
-	}
+	require.NoError(h.t, err)
 	h.t.Cleanup(func() {
 		_ = session.Close()
 		if err := <-ended; err != nil {
@@ -152,9 +145,7 @@ func names(t *testing.T, session *sdk.ClientSession) []string {
 	t.Helper()
 	var all []string
 	for tool, err := range session.Tools(t.Context(), nil) {
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		all = append(all, tool.Name)
 	}
 	return all

@@ -14,6 +14,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/models"
 )
@@ -42,9 +43,7 @@ func topics(text string) []float32 {
 func (x *indexed) index(t *testing.T, model string) *memory.Index {
 	t.Helper()
 	client, err := models.New(models.Config{BaseURL: x.server.URL(), APIKey: "embedding-key", Model: model})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return memory.NewIndex(client, slog.New(slog.NewTextHandler(x.log, nil)))
 }
 
@@ -88,9 +87,7 @@ func (x *indexed) save(t *testing.T, owner memory.Owner, key, value string) {
 func (x *indexed) update(t *testing.T) int {
 	t.Helper()
 	n, err := x.Update(t.Context(), x.pool, time.Time{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return n
 }
 
@@ -101,9 +98,7 @@ func (x *indexed) rows(t *testing.T) string {
 	err := x.pool.QueryRow(t.Context(), `
 		select string_agg(format('%s %s %s %s', m.key, e.model, e.revision, coalesce(e.vector[1]::text, '-')), ', ' order by m.key, e.model)
 		  from agent_memory_embeddings e join agent_memory m on m.id = e.memory_id`).Scan(&all)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if all == nil {
 		return ""
 	}
@@ -120,9 +115,7 @@ func (x *indexed) expect(t *testing.T, want string) {
 func (x *indexed) found(t *testing.T, owner memory.Owner, query string) string {
 	t.Helper()
 	list, err := x.Search(t.Context(), x.pool, owner, query, 10)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	found := make([]string, len(list))
 	for i, e := range list {
 		found[i] = e.Key

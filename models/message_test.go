@@ -17,6 +17,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/models"
 )
 
@@ -27,9 +28,7 @@ const recorded = `{"role":"assistant","content":"I look <at> it.","reasoning_con
 func TestAStepOfAnEarlierVersionIsRead(t *testing.T) {
 	t.Parallel()
 	var m models.Message
-	if err := json.Unmarshal([]byte(recorded), &m); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.Unmarshal([]byte(recorded), &m))
 	want := models.Message{
 		Role: models.RoleAssistant, Content: "I look <at> it.", Reasoning: "Which table?",
 		ToolCalls: []models.ToolCall{{ID: "call_1", Name: "sizes", Arguments: `{"limit":3}`}},
@@ -49,9 +48,7 @@ func TestAnEarlierVersionReadsWhatIsRecordedNow(t *testing.T) {
 		},
 	}
 	stored, err := json.Marshal(m)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var old openai.ChatCompletionMessage
 	if err := json.Unmarshal(stored, &old); err != nil {
 		t.Fatalf("%s: %v", stored, err)
@@ -74,9 +71,7 @@ func TestPartsOfAMessageAreStoredInOrder(t *testing.T) {
 		}, {Text: "and"}, {Image: &models.Image{URL: "https://host/b.png"}},
 	}}
 	stored, err := json.Marshal(m)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var again models.Message
 	if err := json.Unmarshal(stored, &again); err != nil || cmp.Diff(m, again) != "" {
 		t.Errorf("read back (%v):\n%s", err, cmp.Diff(m, again))
@@ -107,9 +102,7 @@ func TestNobodySeesWhatIsOpaque(t *testing.T) {
 		t.Fatalf("a step must keep it: %s (%v)", stored, err)
 	}
 	shown, err := json.Marshal(m.Shown())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for name, text := range map[string]string{
 		"shown": string(shown), "log": log.String(), "printed": fmt.Sprintf("%v %+v", m, m),
 		"a step as it is shown": string(redact.JSON(json.RawMessage(stored), 0)),
@@ -127,9 +120,7 @@ func TestEmbeddingsComeInTheOrderOfTheTexts(t *testing.T) {
 	t.Parallel()
 	server := modeltest.NewEmbeddings(t, func(text string) []float32 { return []float32{float32(len(text)), 1} })
 	client, err := models.New(models.Config{BaseURL: server.URL(), Model: "small", Headers: map[string]string{"Api-Key": "k"}})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	got, err := client.Embed(t.Context(), []string{"a", "bbb", "cc"})
 	if err != nil || !slices.EqualFunc(got, []float32{1, 3, 2}, func(v []float32, first float32) bool { return v[0] == first }) {
 		t.Errorf("got %v, %v", got, err)
@@ -159,9 +150,7 @@ func TestAnAnswerThatIsNotOneEmbeddingForEachTextIsAnError(t *testing.T) {
 			w.Write([]byte(answer))
 		}))
 		client, err := models.New(models.Config{BaseURL: server.URL, Model: "small"})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if got, err := client.Embed(t.Context(), []string{"a", "b"}); err == nil {
 			t.Errorf("%s: got %v", name, got)
 		}

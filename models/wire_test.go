@@ -10,14 +10,14 @@ import (
 	"testing"
 	"testing/iotest"
 	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 func filtered(tb testing.TB, in io.Reader) string {
 	tb.Helper()
 	out, err := io.ReadAll(newDataLines(in))
-	if err != nil {
-		tb.Fatal(err)
-	}
+	require.NoError(tb, err)
 	return string(out)
 }
 

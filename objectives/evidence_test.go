@@ -11,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/objectives"
 )
 
@@ -20,9 +21,7 @@ func act(t *testing.T, pool *pgxpool.Pool, traceID, skill, kind, status string) 
 	err := pool.QueryRow(t.Context(), `
 		insert into agent_activity (trace_id, skill_name, kind, status, surface) values ($1, $2, $3, $4, 'heartbeat') returning id::text`,
 		traceID, skill, kind, status).Scan(&id)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return id
 }
 
@@ -134,9 +133,7 @@ func TestEvidenceIsFoundByWhatTheStepNames(t *testing.T) {
 	}
 	find := func(n int) (found []string) {
 		got, err := objectives.FindEvidence(t.Context(), pool, list[n].ID, objectives.EvidenceFilter{TraceID: "hb_1"})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		for _, id := range got {
 			found = append(found, ids[id])
 		}

@@ -236,10 +236,7 @@ func SetStatus(ctx context.Context, db postgres.DB, objectiveID, from, to string
 	tag, err := db.Exec(ctx, `
 		update agent_objectives set status = @to, updated_at = clock_timestamp() where id = @id and status = @from and status not in ('proposed', 'rejected') and @to not in ('proposed', 'rejected')`,
 		pgx.StrictNamedArgs{"id": objectiveID, "from": from, "to": to})
-	if err != nil {
-		return false, fmt.Errorf("set objective to %s: %w", to, err)
-	}
-	return tag.RowsAffected() > 0, nil
+	return postgres.Changed(tag, err, fmt.Sprintf("set objective to %s", to))
 }
 
 // AtRevision locks an objective until the transaction ends. It returns a [*postgres.StaleError] if it has another
@@ -359,10 +356,7 @@ func decide(ctx context.Context, db postgres.DB, nameOrID, status, by, reason st
 		       due_at = clock_timestamp(), updated_at = clock_timestamp()
 		 where id = @id and (status = 'proposed' or status = 'rejected' and @status = 'active')`,
 		pgx.StrictNamedArgs{"id": o.ID, "status": status, "by": truncate(by), "reason": truncate(reason)})
-	if err != nil {
-		return false, fmt.Errorf("decide objective %q: %w", nameOrID, err)
-	}
-	return tag.RowsAffected() > 0, nil
+	return postgres.Changed(tag, err, fmt.Sprintf("decide objective %q", nameOrID))
 }
 
 // SetNote replaces the note on an objective's progress and returns the objective. revision is the one that the caller

@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/objectives"
 )
 
@@ -31,18 +32,14 @@ func put(t *testing.T, pool *pgxpool.Pool, d objectives.Definition) objectives.O
 func get(t *testing.T, pool *pgxpool.Pool, name string) objectives.Objective {
 	t.Helper()
 	o, err := objectives.Get(t.Context(), pool, name)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return o
 }
 
 func steps(t *testing.T, pool *pgxpool.Pool, o objectives.Objective) []objectives.Step {
 	t.Helper()
 	list, err := objectives.Steps(t.Context(), pool, o.ID)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return list
 }
 
@@ -66,9 +63,7 @@ func complete(t *testing.T, pool *pgxpool.Pool, s objectives.Step) {
 func due(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
 	list, err := objectives.Due(t.Context(), pool, objectives.AgentFilter{}, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var names []string
 	for _, o := range list {
 		names = append(names, o.Name)
@@ -362,9 +357,7 @@ func TestAnObjectiveWithoutProgressIsTriedLessAndLess(t *testing.T) {
 		t.Helper()
 		for range runs {
 			pgtest.Exec(t, pool, `update agent_objectives set due_at = clock_timestamp() where due_at > clock_timestamp()`)
-			if err := objectives.BackOff(t.Context(), pool, o.ID); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, objectives.BackOff(t.Context(), pool, o.ID))
 		}
 		minutes := pgtest.Value[float64](t, pool, `select extract(epoch from due_at - clock_timestamp())::float8 / 60 from agent_objectives`)
 		return minutes

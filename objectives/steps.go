@@ -21,10 +21,7 @@ func markDone(ctx context.Context, db postgres.DB, stepID, result, traceID strin
 		   set status = 'done', result = @result, trace_id = @trace_id, attempts = attempts + 1, updated_at = clock_timestamp()
 		 where id = @id and status = 'pending'`,
 		pgx.StrictNamedArgs{"id": stepID, "result": truncate(result), "trace_id": traceID})
-	if err != nil {
-		return false, fmt.Errorf("mark step done: %w", err)
-	}
-	return tag.RowsAffected() > 0, nil
+	return postgres.Changed(tag, err, "mark step done")
 }
 
 // FailStep counts a failed attempt of a pending step, stores the reason, and returns the step. It stays pending until

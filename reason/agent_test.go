@@ -24,6 +24,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/reason"
@@ -74,14 +75,10 @@ func TestAPromptIsComposedInAStableOrder(t *testing.T) {
 	const golden = "testdata/prompt.golden"
 	got := said(requests[0]) + "=== the next turn\n" + said(requests[1])
 	if os.Getenv("UPDATE_GOLDEN") != "" {
-		if err := os.WriteFile(golden, []byte(got), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.WriteFile(golden, []byte(got), 0o600))
 	}
 	want, err := os.ReadFile(golden)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if diff := cmp.Diff(string(want), got); diff != "" {
 		t.Errorf("the prompt has changed (UPDATE_GOLDEN=1 accepts it): %s", diff)
 	}
@@ -299,9 +296,7 @@ func (w *world) keep(t *testing.T, value any) {
 func (w *world) kept(t *testing.T) string {
 	t.Helper()
 	e, err := memory.Shared.Get(t.Context(), w.pool, "general", "k")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return fmt.Sprintf("%s at %d", e.Value, e.Revision)
 }
 

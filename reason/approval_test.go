@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -92,9 +93,7 @@ func (w *world) ended(t *testing.T, id string, decide func(approvals.Approval), 
 func (w *world) pending(t *testing.T) []approvals.Approval {
 	t.Helper()
 	list, err := approvals.Pending(t.Context(), w.pool, 50)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return list
 }
 
@@ -322,9 +321,7 @@ func TestCrashAnywhereAroundAnApproval(t *testing.T) {
 			c := newCrash()
 			w.crashBefore(at, c)
 			x, _, err := w.engine(t, true).Start(t.Context(), w.pool, executions.Spec{Flow: "turn", Surface: trace.Flow})
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			second := false
 			got := w.ended(t, x.ID, w.approveAll(t), func() { second = second || w.restart(t, c) })
 			close(c.wake)
@@ -415,9 +412,7 @@ func TestADecisionRacesWithTheWait(t *testing.T) {
 			w.plan(modeltest.ToolCall("drop", `{"table":"x"}`).AndCall("drop", `{"table":"y"}`), modeltest.Text("Done."))
 			w.engine(t, true)
 			x, _, err := w.engine(t, true).Start(t.Context(), w.pool, executions.Spec{Flow: "turn", Surface: trace.Flow})
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			x = w.ended(t, x.ID, nil)
 			if calls := d.list(); x.Status != executions.Completed || !slices.Equal(calls, []string{`{"table":"x"}`, `{"table":"y"}`}) {
 				t.Errorf("execution is %s (%s), calls %q", x.Status, testkit.Deref(x.ErrorMessage), calls)

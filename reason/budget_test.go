@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
@@ -390,9 +391,7 @@ func TestAnUnpricedModelIsBoundedByTokensAlone(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("ok").WithUsage(10, 10, 0), modeltest.Text("ok").WithUsage(10, 10, 0))
 	client, err := models.New(models.Config{BaseURL: w.model.URL(), Model: "home-made"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	w.loop.Model, w.loop.Limits = client, budgets.Limits{Day: budgets.Limit{USD: 0.000001}}
 	if _, got := w.completed(t); got.Ended != reason.Answered {
 		t.Errorf("without a price the turn ended %+v", got)
@@ -425,9 +424,7 @@ func TestARefusalIsRecorded(t *testing.T) {
 	}
 	w.loop.Limits = budgets.Limits{}
 	pgtest.Exec(t, w.pool, `select deliver_agent_event('EVENT_COMPLETED', 'go')`)
-	if err := e.ClaimAndRun(t.Context(), x.ID); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, e.ClaimAndRun(t.Context(), x.ID))
 	if len(w.took) != 2 || w.took[0].Ended != "day" || w.took[1].Ended != "day" || w.took[0].Text != w.took[1].Text {
 		t.Errorf("the turn's outcomes are %+v", w.took)
 	}
@@ -617,9 +614,7 @@ func TestConcurrentRunsDoNotOverspendTogether(t *testing.T) {
 			return err
 		})
 	}
-	if err := group.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, group.Wait())
 	answered := 0
 	for _, got := range w.took {
 		switch got.Ended {
@@ -657,9 +652,7 @@ func TestConcurrentRunsLearnFromEachOtherHowTheServerCounts(t *testing.T) {
 			return err
 		})
 	}
-	if err := group.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, group.Wait())
 	spent := w.book(t)
 	if spent.Spent > limit || spent.Aside != 0 || spent.Spent < limit-2*each {
 		t.Errorf("the day has %+v of %d", spent, limit)

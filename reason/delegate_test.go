@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -53,9 +54,7 @@ func (w *world) delegates(t *testing.T) {
 func begin(t *testing.T, w *world, e *executions.Engine) string {
 	t.Helper()
 	x, _, err := e.Start(t.Context(), w.pool, executions.Spec{Flow: "turn", Surface: trace.Flow})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return x.ID
 }
 

@@ -13,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/prompts"
 	"github.com/lanekeeper/lanekeeper/reason"
@@ -22,9 +23,7 @@ import (
 func (w *world) prompted(t *testing.T, x executions.Execution) prompts.Page {
 	t.Helper()
 	page, err := prompts.Of(t.Context(), w.pool, x.TraceID, prompts.Filter{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return page
 }
 
@@ -35,9 +34,7 @@ func asked(t *testing.T, r modeltest.Request) []string {
 		Tools    json.RawMessage   `json:"tools"`
 		Messages []json.RawMessage `json:"messages"`
 	}
-	if err := json.Unmarshal([]byte(r.Body), &body); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.Unmarshal([]byte(r.Body), &body))
 	list := []string{plain(t, body.Tools)}
 	for _, m := range body.Messages {
 		list = append(list, plain(t, m))
@@ -53,9 +50,7 @@ func plain(t *testing.T, raw json.RawMessage) string {
 		t.Fatalf("%s: %v", raw, err)
 	}
 	text, err := json.Marshal(v)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return string(text)
 }
 
@@ -171,9 +166,7 @@ func TestALockedPartBlocksNoTurn(t *testing.T) {
 	w.completed(t)
 	pgtest.Exec(t, w.pool, `update agent_prompt_parts set used_on = used_on - 1`)
 	tx, err := w.pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(t.Context()) }()
 	pgtest.Exec(t, tx, `update agent_prompt_parts set truncated = truncated`)
 	if x, _ := w.completed(t); w.prompted(t, x).Calls[0].Recorded {
@@ -233,12 +226,8 @@ type sentOptions struct {
 func optionsOf(t *testing.T, r modeltest.Request, c prompts.Call) (got sentOptions) {
 	t.Helper()
 	var want sentOptions
-	if err := json.Unmarshal([]byte(r.Body), &want); err != nil {
-		t.Fatal(err)
-	}
-	if err := json.Unmarshal(c.Options, &got); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.Unmarshal([]byte(r.Body), &want))
+	require.NoError(t, json.Unmarshal(c.Options, &got))
 	if got.MaxTokens == 0 || got.MaxTokens != want.MaxTokens || (got.Format == nil) != (want.Format == nil) {
 		t.Errorf("recorded options: %s, sent: %+v", c.Options, want)
 	}

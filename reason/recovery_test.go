@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -206,9 +207,7 @@ func TestStallAfterTwoRetries(t *testing.T) {
 		Context []openai.ChatCompletionMessage
 		Done    []string
 	}
-	if err := json.Unmarshal(stalls[0].Input, &input); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.Unmarshal(stalls[0].Input, &input))
 	if len(input.Attempts) != 1 || input.Attempts[0].Tool != "send_sms" || input.Attempts[0].Arguments["to"] != "you" ||
 		len(input.Context) == 0 || !slices.Equal(input.Done, []string{"probe"}) {
 		t.Errorf("input is %s", stalls[0].Input)
@@ -334,9 +333,7 @@ func (w *world) survive(t *testing.T, c *crash) executions.Execution {
 	select {
 	case id = <-c.came:
 	case <-over:
-		if err := first.Wait(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, first.Wait())
 		return alone
 	case <-t.Context().Done():
 		t.Fatal("neither crashed nor ended")
@@ -345,9 +342,7 @@ func (w *world) survive(t *testing.T, c *crash) executions.Execution {
 	w.engine(t, true)
 	got := w.ended(t, id, nil)
 	close(c.wake)
-	if err := first.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, first.Wait())
 	return got
 }
 

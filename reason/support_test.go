@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
@@ -64,13 +65,9 @@ func newWorld(t *testing.T, replies ...modeltest.Reply) *world {
 		BaseURL: w.model.URL(), Model: "gpt-4o-mini", Logger: slog.New(slog.DiscardHandler),
 		Retry: models.Retry{Attempts: 3, Base: time.Millisecond, MaxWait: 3 * time.Second},
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	registry, err := skills.New(skills.Options{Builtins: w.builtins, Pool: w.pool})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	w.loop = &reason.Loop{
 		Pool: w.pool, Model: client, Skills: registry, Logger: slog.New(slog.NewJSONHandler(w.log, nil)),
 		Admit: func(ctx context.Context, skill, owner string) (bool, error) {
@@ -125,9 +122,7 @@ func (w *world) flow(ctx context.Context, _ json.RawMessage) (executions.Result,
 func (w *world) run(t *testing.T) (executions.Execution, reason.Outcome) {
 	t.Helper()
 	x, err := w.engine(t, false).RunSync(t.Context(), executions.Spec{Flow: "turn", Surface: trace.Flow})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return x, outcome(t, x)
 }
 
@@ -144,9 +139,7 @@ func (w *world) completed(t *testing.T) (executions.Execution, reason.Outcome) {
 func outcome(t *testing.T, x executions.Execution) (got reason.Outcome) {
 	t.Helper()
 	if x.Status == executions.Completed {
-		if err := json.Unmarshal(x.Result, &got); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, json.Unmarshal(x.Result, &got))
 	}
 	return got
 }
@@ -163,13 +156,9 @@ func (w *world) rows(t *testing.T, x executions.Execution) []row {
 	got, err := w.pool.Query(t.Context(), `
 		select skill_name, kind, status, error_class, coalesce(error_message, ''), input, coalesce(output, 'null')
 		  from agent_activity where execution_id = @id order by created_at, id`, postgres.Strict{"id": x.ID})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	list, err := pgx.CollectRows(got, pgx.RowToStructByPos[row])
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return list
 }
 

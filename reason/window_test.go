@@ -12,6 +12,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
@@ -22,15 +23,11 @@ import (
 func promptTokens(t *testing.T, r modeltest.Request) int {
 	t.Helper()
 	var body struct{ Messages []models.Message }
-	if err := json.Unmarshal([]byte(r.Body), &body); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.Unmarshal([]byte(r.Body), &body))
 	n := models.EstimateTokens(body.Messages)
 	for _, tool := range r.Tools {
 		text, err := json.Marshal(tool)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		n += len(text)/4 + 4
 	}
 	return n
@@ -185,9 +182,7 @@ func (w *world) summarise(t *testing.T, previous string, messages []models.Messa
 		return executions.Result{Value: got}, err
 	}
 	x, err := w.engine(t, false).RunSync(t.Context(), executions.Spec{Flow: "turn", Surface: "flow"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return x, text
 }
 

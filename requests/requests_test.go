@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/requests"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -48,9 +49,7 @@ func asks(t *testing.T, pool *pgxpool.Pool, r requests.Request) (*executions.Eng
 		return executions.Result{Value: vars}, err
 	})
 	x, err := engine.RunSync(t.Context(), executions.Spec{Flow: "asks", Surface: trace.Flow, ThreadID: "candidate"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return engine, x.ID
 }
 
@@ -59,9 +58,7 @@ func end(t *testing.T, pool *pgxpool.Pool, engine *executions.Engine, id string)
 	t.Helper()
 	var x executions.Execution
 	pgtest.Eventually(t, patience, func() bool {
-		if err := engine.ClaimAndRun(t.Context(), id); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, engine.ClaimAndRun(t.Context(), id))
 		var err error
 		x, err = executions.Get(t.Context(), pool, id)
 		return err == nil && x.Status.Ended()
@@ -170,9 +167,7 @@ func TestRequestsAreListedNewestFirstFromWhereTheListingStopped(t *testing.T) {
 	var seen []string
 	for before := ""; ; {
 		page, err := requests.List(t.Context(), pool, requests.Filter{Kind: requests.Test, Before: before, Limit: 2})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if len(page) == 0 {
 			break
 		}
@@ -252,9 +247,7 @@ func upload(t *testing.T, pool *pgxpool.Pool, u documents.Upload) (d documents.D
 		d, err = documents.Add(t.Context(), tx, u)
 		return err
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return d
 }
 
@@ -277,9 +270,7 @@ func TestARequestIsAnsweredByADocumentThatItMayTake(t *testing.T) {
 	}
 	give := func(item, document string) error {
 		data, err := json.Marshal(map[string]string{"document": item, "document_id": document})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		_, err = engine.Deliver(t.Context(), pool, "DOCUMENT_UPLOADED", open[0].ID, data, "")
 		return err
 	}
@@ -293,9 +284,7 @@ func TestARequestIsAnsweredByADocumentThatItMayTake(t *testing.T) {
 	own := upload(t, pool, documents.Upload{By: visitor, ThreadID: "candidate"})
 	admin := upload(t, pool, documents.Upload{By: threads.Admin})
 	for item, d := range map[string]documents.Document{"photo": own, "form": admin} {
-		if err := give(item, d.ID); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, give(item, d.ID))
 	}
 	said := func(item string, d documents.Document) map[string]any {
 		return map[string]any{
@@ -326,9 +315,7 @@ func TestARunReadsTheDocumentsThatItMay(t *testing.T) {
 			insert into agent_executions (flow, surface, trace_id, thread_id, parent_id)
 			values ('f', $1, 'op_x', nullif($2, ''), nullif($3, '')::uuid) returning id::text`,
 			surface, thread, parent).Scan(&id)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		return id
 	}
 	for _, name := range []string{"mine", "other"} {

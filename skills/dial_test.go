@@ -13,6 +13,7 @@ import (
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/internal/redact"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/schema"
 )
 
@@ -36,9 +37,7 @@ func TestPublicAddresses(t *testing.T) {
 func TestControlSeesTheAddressThatIsDialled(t *testing.T) {
 	t.Parallel()
 	g, err := newGuard(nil)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for address, refused := range map[string]bool{"127.0.0.1:80": true, "[::ffff:10.0.0.1]:80": true, "[fe80::1%eth0]:80": true, "1.1.1.1:443": false, "name:80": true} {
 		if err := g.control("tcp", address, nil); (err != nil) != refused {
 			t.Errorf("%s: %v", address, err)

@@ -16,6 +16,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
@@ -35,9 +36,7 @@ func serve(t *testing.T, h http.HandlerFunc) *httptest.Server {
 func invokeHTTP(t *testing.T, d skills.Definition, args string) (json.RawMessage, error) {
 	t.Helper()
 	d.Name = "h"
-	if err := skills.Validate(d); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, skills.Validate(d))
 	r := registry(t, skills.Options{AllowPrivate: []string{"127.0.0.1"}, Getenv: env})
 	return r.Invoke(t.Context(), skills.Call{Skill: row(t, d), Args: json.RawMessage(args), IdempotencyKey: "key-1"})
 }
@@ -238,9 +237,7 @@ func TestHTTPReachesNoPrivateAddressUnlessAllowed(t *testing.T) {
 	asked := 0
 	server := serve(t, func(http.ResponseWriter, *http.Request) { asked++ })
 	u, err := url.Parse(server.URL)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	byName := "http://localhost:" + u.Port()
 	tests := map[string]struct {
 		url   string

@@ -14,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -27,18 +28,14 @@ func put(t *testing.T, pool *pgxpool.Pool, d skills.Definition) skills.Skill {
 		t.Fatal(err)
 	}
 	s, err := skills.Get(t.Context(), pool, d.Name)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return s
 }
 
 func registry(t *testing.T, o skills.Options) *skills.Registry {
 	t.Helper()
 	r, err := skills.New(o)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return r
 }
 
@@ -50,13 +47,9 @@ func row(t *testing.T, d skills.Definition) skills.Skill {
 		parameters = map[string]any{"type": "object"}
 	}
 	tool, err := json.Marshal(map[string]any{"name": d.Name, "parameters": parameters})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	config, err := json.Marshal(d.Config)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return skills.Skill{Name: d.Name, ToolDefinition: tool, Handler: d.Handler, Config: config, TimeoutMS: 5000}
 }
 
@@ -115,12 +108,8 @@ func TestASkillStartsAFlow(t *testing.T) {
 	call := func(s skills.Skill, args, key string) (got skills.FlowAnswer) {
 		t.Helper()
 		raw, err := r.Invoke(t.Context(), skills.Call{Skill: s, Args: json.RawMessage(args), IdempotencyKey: key})
-		if err != nil {
-			t.Fatal(err)
-		}
-		if err := json.Unmarshal(raw, &got); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
+		require.NoError(t, json.Unmarshal(raw, &got))
 		return got
 	}
 	got := call(greet, `{"name": "Eva"}`, "k1")
@@ -141,9 +130,7 @@ func TestASkillStartsAFlow(t *testing.T) {
 	}
 	// Inside an execution, the new execution is its child.
 	parent, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "caller", Surface: trace.Webhook, ThreadID: "t1"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	pgtest.Eventually(t, time.Minute, func() bool {
 		x, err := executions.Get(t.Context(), pool, parent.ID)
 		return err == nil && x.Status == executions.Completed && json.Unmarshal(x.Result, &got) == nil

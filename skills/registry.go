@@ -361,10 +361,7 @@ func FailTrial(ctx context.Context, db postgres.DB, name, reason string) (bool, 
 		   set trial_at = null, disabled_at = clock_timestamp(), disabled_reason = @reason, updated_at = clock_timestamp()
 		 where name = @name and not enabled and trial_at is not null`,
 		pgx.StrictNamedArgs{"name": name, "reason": stripNUL(reason)})
-	if err != nil {
-		return false, fmt.Errorf("fail trial of skill %q: %w", name, err)
-	}
-	return tag.RowsAffected() > 0, nil
+	return postgres.Changed(tag, err, fmt.Sprintf("fail trial of skill %q", name))
 }
 
 // AtRevision locks a skill until the transaction ends. It returns a [*postgres.StaleError] if the skill's state has

@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -77,9 +78,7 @@ func TestSQLArgumentsAreOnlyEverParameters(t *testing.T) {
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
 			got, err := invokeSQL(t, pool, "select id from notes where "+test.where, test.args, nil, map[string]any{"x": map[string]any{}})
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			if diff := cmp.Diff(test.want, got.Rows); diff != "" {
 				t.Error(diff)
 			}
@@ -165,9 +164,7 @@ func TestSQLValuesAreSensibleJSON(t *testing.T) {
 	got, err := invokeSQL(t, pool, `select 1::bigint as int, 1.50::numeric as num, 'NaN'::float8 as nan, true as yes, null as nothing,
 		'2026-01-02 03:04:05+02'::timestamptz as at, '2026-01-02'::date as day, array[1, 2] as list, '{"k": [1]}'::jsonb as doc,
 		interval '90 minutes' as span, '00000000-0000-0000-0000-000000000001'::uuid as id`, `{}`, nil, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	want := []map[string]any{{
 		"int": 1.0, "num": 1.5, "nan": "NaN", "yes": true, "nothing": nil, "at": "2026-01-02T01:04:05+00:00", "day": "2026-01-02",
 		"list": []any{1.0, 2.0}, "doc": map[string]any{"k": []any{1.0}}, "span": "01:30:00", "id": "00000000-0000-0000-0000-000000000001",
@@ -183,9 +180,7 @@ func sleeping(t *testing.T, pool *pgxpool.Pool, marker string) bool {
 	var n int
 	err := pool.QueryRow(t.Context(), `select count(*) from pg_stat_activity
 		where datname = current_database() and state = 'active' and query like '%' || $1 || '%' and pid <> pg_backend_pid()`, marker).Scan(&n)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return n > 0
 }
 
@@ -260,9 +255,7 @@ func TestSQLLeavesNothingInTheSession(t *testing.T) {
 	}
 	for range 3 {
 		var timeout, readOnly string
-		if err := pool.QueryRow(t.Context(), "select current_setting('statement_timeout'), current_setting('transaction_read_only')").Scan(&timeout, &readOnly); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, pool.QueryRow(t.Context(), "select current_setting('statement_timeout'), current_setting('transaction_read_only')").Scan(&timeout, &readOnly))
 		if strings.Contains(timeout, "1234") || readOnly != "off" {
 			t.Errorf("the session keeps %s, %s", timeout, readOnly)
 		}
@@ -331,9 +324,7 @@ func TestAQueryThatTheDatabaseBrokeOffIsMadeAgain(t *testing.T) {
 	})
 	enginetest.Run(t, e.Run)
 	x, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "asks", Surface: trace.Flow})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	pgtest.Eventually(t, 90*time.Second, func() bool { return sleeping(t, pool, marker) }, "the query does not start")
 	pgtest.Exec(t, pool, `insert into broken default values`)
 	pgtest.Exec(t, pool, `
@@ -382,9 +373,7 @@ const payQuery = `update account set amount = amount - @n where id = 1 returning
 
 func amount(t *testing.T, there *pgxpool.Pool) (n int) {
 	t.Helper()
-	if err := there.QueryRow(t.Context(), `select amount from account where id = 1`).Scan(&n); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, there.QueryRow(t.Context(), `select amount from account where id = 1`).Scan(&n))
 	return n
 }
 
@@ -401,9 +390,7 @@ func TestACallThatIsRepeatedUnderItsKeyWritesOnce(t *testing.T) {
 			return err
 		})
 	}
-	if err := group.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, group.Wait())
 	for _, answer := range answers {
 		var got sqlAnswer
 		err := json.Unmarshal([]byte(answer), &got)
@@ -491,9 +478,7 @@ func TestAWritingSkillAnswersWithRowsOrTheirNumber(t *testing.T) {
 func compact(t *testing.T, value any) string {
 	t.Helper()
 	raw, err := json.Marshal(value)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return string(raw)
 }
 

@@ -41,10 +41,7 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 			"scope": r.scope, "trust": r.trust, "idempotent": r.idempotent, "timeout_ms": r.timeout.Milliseconds(),
 			"source": source, "builtin": SourceBuiltin,
 		})
-	if err != nil {
-		return false, fmt.Errorf("put skill %q: %w", d.Name, err)
-	}
-	return tag.RowsAffected() > 0, nil
+	return postgres.Changed(tag, err, fmt.Sprintf("put skill %q", d.Name))
 }
 
 // Remove deletes the skills of source except keep, and returns their names. A builtin that a workspace overrode
@@ -65,10 +62,7 @@ func Remove(ctx context.Context, db postgres.DB, source string, keep []string) (
 func Delete(ctx context.Context, db postgres.DB, source string, names ...string) (bool, error) {
 	tag, err := db.Exec(ctx, `delete from agent_skills where source = @source and name = any(@names::text[])`,
 		pgx.StrictNamedArgs{"source": source, "names": append([]string{}, names...)})
-	if err != nil {
-		return false, fmt.Errorf("delete skills of source %s: %w", source, err)
-	}
-	return tag.RowsAffected() > 0, nil
+	return postgres.Changed(tag, err, fmt.Sprintf("delete skills of source %s", source))
 }
 
 // columns are the columns of a [Skill].

@@ -8,6 +8,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/mcp"
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
@@ -22,9 +23,7 @@ func TestApplyAgents(t *testing.T) {
 	apply := func() {
 		t.Helper()
 		w, err := workspace.Load(dir)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if _, err := workspace.Apply(t.Context(), pool, w, pruneAll); err != nil {
 			t.Fatal(err)
 		}
@@ -33,9 +32,7 @@ func TestApplyAgents(t *testing.T) {
 	apply()
 	d := &agents.Directory{Settings: agents.Settings{Name: "house", Timezone: "Europe/Madrid"}}
 	a, err := d.Find(t.Context(), pool, "")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if a.Name != "sales" || a.Version != 1 || !a.Default || a.Instructions != "You are Nora of {{Tienda}} Sol." || a.Timezone != "Europe/Madrid" {
 		t.Errorf("the agent is %+v", a)
 	}
@@ -55,16 +52,12 @@ func TestRenamedDefaultAgent(t *testing.T) {
 	pool := pgtest.DB(t)
 	apply := func(name string) error {
 		w, err := workspace.Load(fstest.MapFS{"a.yaml": {Data: []byte("kind: agent\nname: " + name + "\n")}})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		_, err = workspace.Apply(t.Context(), pool, w, pruneAll)
 		return err
 	}
 	for _, name := range []string{"mine", "librarian"} {
-		if err := apply(name); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, apply(name))
 		if a, err := (&agents.Directory{}).Find(t.Context(), pool, ""); err != nil || a.Name != name || a.Version != 1 {
 			t.Errorf("the default is %s, version %d, not %s: %v", a.Name, a.Version, name, err)
 		}
@@ -164,9 +157,7 @@ func TestReferencedAgentIsNotPruned(t *testing.T) {
 			`agent two cannot be removed: agent "boss" names it in delegates[0]; apply that agent without it`, pruneAll,
 		},
 	} {
-		if err := put(pruneAll, both); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, put(pruneAll, both))
 		pgtest.Exec(t, pool, c.use)
 		used := new(workspace.InUseError)
 		if err := put(c.options, one); !errors.As(err, &used) || !strings.Contains(err.Error(), c.want) {
@@ -189,9 +180,7 @@ func TestLastDefaultAgentIsNotPruned(t *testing.T) {
 	if err == nil {
 		_, err = workspace.Apply(t.Context(), pool, w, pruneAll)
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	onlyOne := workspace.Options{Prune: func(i workspace.Item) bool { return i.Name == "one" }}
 	if _, err := workspace.Apply(t.Context(), pool, workspace.Workspace{}, onlyOne); err == nil || !strings.Contains(err.Error(), "no other agent is the default") {
 		t.Errorf("said %v", err)
@@ -228,9 +217,7 @@ headers:
 		t.Errorf("a literal secret: %v", err)
 	}
 	w, err := read("Bearer ${WEATHER_TOKEN}")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	pool := pgtest.DB(t)
 	for _, want := range []workspace.Action{workspace.Create, workspace.Unchanged} {
 		diff, err := workspace.Apply(t.Context(), pool, w, pruneAll)

@@ -15,6 +15,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/workspace"
@@ -55,9 +56,7 @@ var pruneAll = workspace.Options{Prune: workspace.All}
 func apply(t testing.TB, pool *pgxpool.Pool, w workspace.Workspace) workspace.Diff {
 	t.Helper()
 	diff, err := workspace.Apply(t.Context(), pool, w, pruneAll)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return diff
 }
 
@@ -81,13 +80,9 @@ func versions(t testing.TB, pool *pgxpool.Pool) []string {
 		union all select 'objective ' || name || ' ' || xmin || ' ' || ctid from agent_objectives
 		union all select 'step ' || title || ' ' || xmin || ' ' || ctid from agent_objective_steps
 		order by 1`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	list, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return list
 }
 
@@ -116,9 +111,7 @@ func TestPlan(t *testing.T) {
 	before := versions(t, pool)
 	next := load(t, "a.yaml", strings.ReplaceAll(fullWorkspace, "the first", "the best")+"---\n"+goodSkill)
 	planned, err := workspace.Plan(t.Context(), pool, next, pruneAll)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if diff := cmp.Diff(before, versions(t, pool)); diff != "" {
 		t.Errorf("the plan wrote: %s", diff)
 	}
@@ -138,9 +131,7 @@ func TestApplyReportsChanges(t *testing.T) {
 		"*/5 *", "*/6 *", "n: 3", "n: 4", "24h", "12h", "second]", "second, third]", "integer", "number", "name: two", "name: two\nidempotent: true").Replace(fullWorkspace)
 	diff := apply(t, pool, load(t, "a.yaml", changed))
 	var text bytes.Buffer
-	if err := diff.WriteText(&text); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, diff.WriteText(&text))
 	want := `~ skill one
     description: "the first" → "the best"
 ~ skill two
@@ -162,9 +153,7 @@ func TestApplyReportsChanges(t *testing.T) {
 		t.Error(diff)
 	}
 	raw, err := json.Marshal(diff.Items[0])
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	wantJSON := `{"kind":"skill","name":"one","action":"update","changes":[{"field":"description","old":"the first","new":"the best"}]}`
 	if string(raw) != wantJSON {
 		t.Errorf("item is %s\nwant %s", raw, wantJSON)
@@ -383,9 +372,7 @@ func TestApplyCancelled(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	tx, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer tx.Rollback(context.WithoutCancel(t.Context()))
 	if _, err := workspace.Apply(t.Context(), tx, load(t, "a.yaml", goodSkill), pruneAll); err != nil {
 		t.Fatal(err)
@@ -412,9 +399,7 @@ func TestDiffHidesSecrets(t *testing.T) {
 	apply(t, pool, load(t, "a.yaml", file("old")))
 	diff := apply(t, pool, load(t, "a.yaml", file(secret)))
 	raw, err := json.Marshal(diff)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if diff.Empty() || strings.Contains(string(raw), secret) {
 		t.Errorf("diff is %s", raw)
 	}

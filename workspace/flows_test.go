@@ -9,6 +9,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
@@ -41,13 +42,9 @@ func TestApplyFlows(t *testing.T) {
 	}
 	changed := load(t, "a.yaml", strings.Replace(onboarding, "Hola", "Buenos días", 1))
 	diff, err := workspace.Plan(t.Context(), pool, changed, pruneAll)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var text bytes.Buffer
-	if err := diff.WriteText(&text); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, diff.WriteText(&text))
 	want := "~ flow onboarding\n    actions:\n      -       \"message\": \"Hola\"\n      +       \"message\": \"Buenos días\"\n" +
 		"    version: 1 → 2\n0 to create, 1 to update, 0 to remove, 1 unchanged\n"
 	if text.String() != want {

@@ -11,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/examples"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
@@ -29,9 +30,7 @@ func files(pairs ...string) fstest.MapFS {
 func load(t testing.TB, pairs ...string) workspace.Workspace {
 	t.Helper()
 	w, err := workspace.Load(files(pairs...))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return w
 }
 
@@ -189,15 +188,9 @@ func TestLoadDir(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
 	file := filepath.Join(dir, "a.yaml")
-	if err := os.WriteFile(file, []byte(goodSkill+"x: y\n"), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	if err := os.MkdirAll(filepath.Join(dir, "folder.yaml"), 0o700); err != nil {
-		t.Fatal(err)
-	}
-	if err := os.Symlink(file, filepath.Join(dir, "b.yaml")); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(file, []byte(goodSkill+"x: y\n"), 0o600))
+	require.NoError(t, os.MkdirAll(filepath.Join(dir, "folder.yaml"), 0o700))
+	require.NoError(t, os.Symlink(file, filepath.Join(dir, "b.yaml")))
 	for name, c := range map[string]struct{ dir, want string }{
 		"position has the folder": {dir, file + ":4:1: unknown key"},
 		"links to files are read": {dir, "b.yaml:2:7: name: there is another skill"},
@@ -215,9 +208,7 @@ func TestLoadDir(t *testing.T) {
 func TestLoadExample(t *testing.T) {
 	t.Parallel()
 	fsys, err := examples.Caretaker()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if _, err := workspace.Load(fsys); err != nil {
 		t.Error(err)
 	}

@@ -8,6 +8,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/webhooks"
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
@@ -42,17 +43,13 @@ func TestApplyWebhooks(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w, err := loadText(t, hooks)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	apply(t, pool, w)
 	if diff := apply(t, pool, w); !diff.Empty() {
 		t.Errorf("applied again it changes something: %+v", diff)
 	}
 	e, err := webhooks.GetEndpoint(t.Context(), pool, "github")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if diff := cmp.Diff(w.Webhooks[0].Definition.Actions, e.Actions); diff != "" {
 		t.Errorf("actions (-file +row):\n%s", diff)
 	}

@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
@@ -52,13 +53,9 @@ func newWorld(t *testing.T) *world {
 	client, err := models.New(models.Config{
 		BaseURL: w.model.URL(), Model: "gpt-4o-mini", Logger: quiet, Retry: models.Retry{Attempts: 2, Base: time.Millisecond, MaxWait: time.Second},
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	registry, err := skills.New(skills.Options{Builtins: map[string]skills.Builtin{"look": w.called}, Pool: w.pool})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	w.loop = &reason.Loop{Pool: w.pool, Model: client, Skills: registry, Logger: quiet}
 	return w
 }
@@ -99,9 +96,7 @@ func (w *world) idle(t *testing.T) (*runner.Runner, *executions.Engine, *lanes.K
 		Pool: w.pool, Loop: w.loop, Engine: e, Logger: slog.New(slog.DiscardHandler), Agent: "agent",
 		PollEvery: 200 * time.Millisecond, SignalsEvery: 200 * time.Millisecond,
 	}
-	if err := r.Register(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, r.Register())
 	return r, e, keeper
 }
 
@@ -114,9 +109,7 @@ func (w *world) put(t *testing.T, d automations.Definition) automations.Automati
 		t.Fatal(err)
 	}
 	a, err := automations.Get(t.Context(), w.pool, d.Name)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return a
 }
 

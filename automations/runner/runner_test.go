@@ -13,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/automations/runner"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
@@ -47,13 +48,9 @@ func TestAnEventAndItsRunsAreOneTransaction(t *testing.T) {
 	w := newWorld(t)
 	w.put(t, automations.Definition{Name: "a", Event: "E"})
 	tx, err := w.pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	pgtest.Exec(t, tx, `insert into agent_events (event, key) values ('E', 'k')`)
-	if err := tx.Rollback(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tx.Rollback(t.Context()))
 	if got := w.states(t); got != "" {
 		t.Errorf("an event that never was left %s", got)
 	}
@@ -291,9 +288,7 @@ func TestARunByHandIsMadeByWhoAskedForIt(t *testing.T) {
 	w.process(t)
 	_, engine, _ := w.idle(t)
 	run, err := automations.RunManually(t.Context(), w.pool, "a", "op_01JD3V7K8ZQ6W2M5T9X4C1B0AE")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	x, err := engine.RunSync(t.Context(), runner.Spec("agent", run))
 	if err != nil || x.Status != executions.Completed || x.TraceID != run.TraceID || x.ResultSummary != "a: success" {
 		t.Errorf("got %+v, %v", x, err)
@@ -316,9 +311,7 @@ func TestAnOrderedRunIsMadeAtOnceByWhoeverSeesIt(t *testing.T) {
 	if _, err := automations.Enqueue(t.Context(), w.pool, "a", "op_01JD3V7K8ZQ6W2M5T9X4C1B0AE"); err != nil {
 		t.Fatal(err)
 	}
-	if err := automations.Notify(t.Context(), w.pool); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, automations.Notify(t.Context(), w.pool))
 	w.until(t, "success 1")
 }
 

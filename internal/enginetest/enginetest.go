@@ -14,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
@@ -31,18 +32,14 @@ func New(tb testing.TB, pool *pgxpool.Pool, change ...func(*executions.Options))
 		o.Keeper = lanes.NewKeeper(pool, lanes.Options{})
 	}
 	e, err := executions.New(pool, o)
-	if err != nil {
-		tb.Fatal(err)
-	}
+	require.NoError(tb, err)
 	return e
 }
 
 // Register registers a flow.
 func Register(tb testing.TB, e *executions.Engine, flow string, fn func(ctx context.Context, input json.RawMessage) (executions.Result, error)) {
 	tb.Helper()
-	if err := e.Register(flow, fn); err != nil {
-		tb.Fatal(err)
-	}
+	require.NoError(tb, e.Register(flow, fn))
 }
 
 // Run runs services, such as an engine's Run, until stop is called or the test ends. A service that fails fails the test.

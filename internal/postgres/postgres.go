@@ -148,3 +148,11 @@ func PageSize(limit, normal, most int) int {
 	}
 	return min(limit, most)
 }
+
+// Changed reports whether a statement changed a row. It wraps an error in verb.
+func Changed(tag pgconn.CommandTag, err error, verb string) (bool, error) {
+	if err != nil {
+		return false, fmt.Errorf("%s: %w", verb, err)
+	}
+	return tag.RowsAffected() > 0, nil
+}

@@ -6,6 +6,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // Every rule finds what has its shape, from its first character to its last.
@@ -44,9 +46,7 @@ func TestEveryRuleFindsItsShape(t *testing.T) {
 func example(t *testing.T, r *rule, seed uint64) string {
 	t.Helper()
 	tree, err := syntax.Parse(r.pattern, syntax.Perl)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	matcher := regexp.MustCompile(`\A(?:` + r.pattern + `)`)
 	for try := range uint64(1000) {
 		g := generator{state: seed*1000 + try + 1}

@@ -12,6 +12,7 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/models/modelcheck"
 )
@@ -27,9 +28,7 @@ func client(t *testing.T, server *modeltest.Server, change ...func(*models.Confi
 		c(&config)
 	}
 	c, err := models.New(config)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return c
 }
 
@@ -44,9 +43,7 @@ func check(t *testing.T, c *models.Client, target modelcheck.Target) map[string]
 		}
 		found[r.Check] = r
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return found
 }
 

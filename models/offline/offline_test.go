@@ -13,6 +13,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/santhosh-tekuri/jsonschema/v6"
 
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/models/offline"
 )
@@ -79,9 +80,7 @@ func talkAs(t *testing.T, system string, before []string, prompt string, skills 
 	server := httptest.NewServer(offline.Handler())
 	defer server.Close()
 	client, err := models.New(models.Config{BaseURL: server.URL + "/v1", Model: offline.Model})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	req := models.Request{Messages: []models.Message{
 		{Role: models.RoleSystem, Content: system},
 	}}
@@ -99,9 +98,7 @@ func talkAs(t *testing.T, system string, before []string, prompt string, skills 
 	}
 	for range 12 {
 		resp, err := client.Complete(t.Context(), req)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if len(resp.Message.ToolCalls) == 0 {
 			return calls, resp.Message.Content
 		}
@@ -129,17 +126,11 @@ func talkAs(t *testing.T, system string, before []string, prompt string, skills 
 func checkSchema(t *testing.T, schema, arguments string) {
 	t.Helper()
 	decoded, err := jsonschema.UnmarshalJSON(strings.NewReader(schema))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	compiler := jsonschema.NewCompiler()
-	if err := compiler.AddResource("tool.json", decoded); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, compiler.AddResource("tool.json", decoded))
 	compiled, err := compiler.Compile("tool.json")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	value, err := jsonschema.UnmarshalJSON(strings.NewReader(arguments))
 	if err != nil {
 		t.Fatalf("arguments %s: %v", arguments, err)
@@ -297,18 +288,12 @@ func TestNothingRelevantIsSaidHonestly(t *testing.T) {
 func post(t *testing.T, url, body string) (int, string) {
 	t.Helper()
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, url+"/v1/chat/completions", strings.NewReader(body))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	resp, err := http.DefaultClient.Do(req)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer resp.Body.Close()
 	text, err := io.ReadAll(resp.Body)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return resp.StatusCode, string(text)
 }
 
@@ -361,13 +346,9 @@ func TestServerStartsAndStops(t *testing.T) {
 	t.Parallel()
 	ctx, cancel := context.WithCancel(t.Context())
 	url, stop, err := offline.Start(ctx)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	resp, err := http.Get(url + "/models")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	resp.Body.Close()
 	cancel()
 	stop()
