@@ -18,7 +18,7 @@
 package approvals
 
 import (
-	"bytes"
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -32,6 +32,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/exactjson"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -279,6 +280,38 @@ func Decide(ctx context.Context, db postgres.Beginner, id string, approve bool, 
 	return decided, nil
 }
 
+// Decision is how an approval was decided.
+type Decision struct {
+	Status   string // approved, rejected or expired
+	Reason   string // the admin's words, or why it expired
+	TimedOut bool   `json:"-"` // nobody decided in time
+}
+
+// Await waits durably, in the wait name, for the decision on an approval.
+func Await(ctx context.Context, name, id string) (d Decision, err error) {
+	out, err := executions.Wait(ctx, name, executions.Approval(id, Lifetime))
+	switch {
+	case err != nil:
+		return d, err
+	case out.TimedOut:
+		d = Decision{Status: "expired", TimedOut: true}
+	default:
+		if err := json.Unmarshal(out.Data, &d); err != nil {
+			return d, fmt.Errorf("read the decision on approval %s: %w", id, err)
+		}
+	}
+	reasons := map[string]string{"expired": "nobody decided in time", "rejected": "an admin rejected it"}
+	d.Reason = cmp.Or(d.Reason, reasons[d.Status])
+	return d, nil
+}
+
+// Grant returns what makes the approved call of the execution that ctx belongs to: the step, and its OnIntent.
+func Grant(ctx context.Context, id string) (step string, onIntent func(b *pgx.Batch, _ string)) {
+	current, _ := executions.Current(ctx)
+	step = "approved " + id
+	return step, Use(id, current.ID, step)
+}
+
 // Use queues the consumption of a grant beside the intent of the call it allows; give it to executions.Call.OnIntent.
 // The transaction fails (SQLSTATE LK003) when the grant is used, rejected, expired, or another execution's.
 func Use(id, executionID, step string) func(b *pgx.Batch, _ string) {
@@ -290,10 +323,8 @@ func Use(id, executionID, step string) func(b *pgx.Batch, _ string) {
 
 // Hash identifies arguments, whatever the order of their keys.
 func Hash(args json.RawMessage) (string, error) {
-	decoder := json.NewDecoder(bytes.NewReader(args))
-	decoder.UseNumber()
-	var v any
-	if err := decoder.Decode(&v); err != nil {
+	v, err := exactjson.Decode(args)
+	if err != nil {
 		return "", fmt.Errorf("decode arguments: %w", err)
 	}
 	canonical, err := json.Marshal(v) // maps are marshalled with sorted keys

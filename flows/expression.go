@@ -15,6 +15,7 @@ import (
 	"github.com/expr-lang/expr/file"
 	"github.com/expr-lang/expr/vm"
 
+	"github.com/lanekeeper/lanekeeper/internal/exactjson"
 	"github.com/lanekeeper/lanekeeper/internal/nearest"
 )
 
@@ -398,13 +399,11 @@ func inText(value any) string {
 }
 
 func asJSON(value any) string {
-	var b strings.Builder
-	encoder := json.NewEncoder(&b)
-	encoder.SetEscapeHTML(false)
-	if err := encoder.Encode(value); err != nil {
+	text, err := exactjson.Encode(value)
+	if err != nil {
 		return fmt.Sprint(value)
 	}
-	return strings.TrimSuffix(b.String(), "\n")
+	return string(text)
 }
 
 // parseTree parses the templates in a value's texts. A text with one becomes *template.

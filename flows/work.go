@@ -9,8 +9,6 @@ import (
 	"maps"
 	"regexp"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/approvals"
@@ -39,14 +37,20 @@ func (m *machine) skill(ctx context.Context, r ready) (result, error) {
 	step := "call"
 	set := map[string]any{}
 	if skill.Trust == skills.TrustApprove {
-		d, err := decided(ctx, skill, args)
+		asked, err := approvals.Ask(ctx, approvals.Request{
+			Skill: skill.Name, SkillID: skill.ID, Revision: skill.Revision, Args: args, Park: true,
+		})
+		if err != nil {
+			return result{}, err
+		}
+		d, err := approvals.Await(ctx, "approval", asked.ID)
 		if err != nil {
 			return result{}, err
 		}
 		set["approvalStatus"], set["approvalReason"] = d.Status, d.Reason
 		switch {
 		case d.Status == "approved":
-			about.OnIntent, step = d.use(ctx)
+			step, about.OnIntent = approvals.Grant(ctx, asked.ID)
 		case inText(r.args["onRejection"]) == onContinue:
 			return result{Set: withSaved(set, r.save, nil)}, nil
 		default:
@@ -104,44 +108,6 @@ func (m *machine) readSkill(ctx context.Context, r ready) (skills.Skill, json.Ra
 		return skill, nil, failure("invalid_params", "%s", bad)
 	}
 	return skill, args, nil
-}
-
-// decision is the outcome of an approval.
-type decision struct {
-	ID     string `json:"-"`
-	Status string // approved, rejected or expired
-	Reason string // the reason in the admin's words
-}
-
-// use returns the statement to commit with the call, and the step's name. An approval permits one call.
-func (d decision) use(ctx context.Context) (also func(b *pgx.Batch, _ string), step string) {
-	current, _ := executions.Current(ctx)
-	step = "approved " + d.ID
-	return approvals.Use(d.ID, current.ID, step), step
-}
-
-// decided requests an approval for a call and waits durably for the decision.
-func decided(ctx context.Context, skill skills.Skill, args json.RawMessage) (decision, error) {
-	asked, err := approvals.Ask(ctx, approvals.Request{Skill: skill.Name, SkillID: skill.ID, Revision: skill.Revision, Args: args, Park: true})
-	if err != nil {
-		return decision{}, err
-	}
-	out, err := executions.Wait(ctx, "approval", executions.Approval(asked.ID, approvals.Lifetime))
-	if err != nil {
-		return decision{}, err
-	}
-	d := decision{ID: asked.ID}
-	if out.TimedOut {
-		d.Status, d.Reason = "expired", "nobody decided on approval "+asked.ID+" in time"
-		return d, nil
-	}
-	if err := json.Unmarshal(out.Data, &d); err != nil {
-		return decision{}, fmt.Errorf("read the decision on approval %s: %w", asked.ID, err)
-	}
-	if d.Status != "approved" {
-		d.Reason = cmp.Or(d.Reason, "an admin rejected it")
-	}
-	return d, nil
 }
 
 // reason asks the model.

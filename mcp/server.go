@@ -216,9 +216,7 @@ func (s *Server) Register() error {
 			if err != nil {
 				return executions.Result{}, err
 			}
-			current, _ := executions.Current(ctx)
-			step = "approved " + id
-			call.OnIntent = approvals.Use(id, current.ID, step)
+			step, call.OnIntent = approvals.Grant(ctx, id)
 		}
 		value, err := s.Invoke(ctx, step, skill, in.Args, call)
 		if approvals.IsUsed(err) {
@@ -239,19 +237,14 @@ func requestApproval(ctx context.Context, skill skills.Skill, args json.RawMessa
 	if err != nil {
 		return "", err
 	}
-	out, err := executions.Wait(ctx, "decision", executions.Approval(asked.ID, approvals.Lifetime))
+	d, err := approvals.Await(ctx, "decision", asked.ID)
 	switch {
 	case err != nil:
 		return "", err
-	case out.TimedOut:
+	case d.TimedOut:
 		return "", fmt.Errorf("nobody decided on approval %s in time: %w", asked.ID, executions.ErrTimedOut)
-	}
-	var decision struct{ Status, Reason string }
-	if err := json.Unmarshal(out.Data, &decision); err != nil {
-		return "", fmt.Errorf("read the decision on approval %s: %w", asked.ID, err)
-	}
-	if decision.Status != "approved" {
-		return "", fmt.Errorf("the call was not approved (%s): %s", decision.Status, decision.Reason)
+	case d.Status != "approved":
+		return "", fmt.Errorf("the call was not approved (%s): %s", d.Status, d.Reason)
 	}
 	return asked.ID, nil
 }

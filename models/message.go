@@ -12,6 +12,8 @@ import (
 	"strings"
 
 	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/exactjson"
 )
 
 // Roles of a message.
@@ -218,7 +220,7 @@ func (m Message) MarshalJSON() ([]byte, error) {
 		return nil, err
 	}
 	out.Content = content
-	return encode(out)
+	return exactjson.Encode(out)
 }
 
 // content returns the text, or the list of parts; nil for an empty message.
@@ -227,7 +229,7 @@ func (m Message) content() (json.RawMessage, error) {
 		if m.Content == "" {
 			return nil, nil
 		}
-		return encode(m.Content)
+		return exactjson.Encode(m.Content)
 	}
 	parts := make([]partJSON, 0, len(m.Parts)+1)
 	if m.Content != "" {
@@ -240,7 +242,7 @@ func (m Message) content() (json.RawMessage, error) {
 		}
 		parts = append(parts, partJSON{Type: "text", Text: p.Text})
 	}
-	return encode(parts)
+	return exactjson.Encode(parts)
 }
 
 // UnmarshalJSON reads that form, also as earlier versions stored it.
@@ -290,7 +292,7 @@ type functionCall struct {
 
 // MarshalJSON writes the form of chat completions.
 func (c ToolCall) MarshalJSON() ([]byte, error) {
-	return encode(toolCallJSON{c.ID, "function", functionCall{c.Name, arguments(c.Arguments)}, c.Opaque})
+	return exactjson.Encode(toolCallJSON{c.ID, "function", functionCall{c.Name, arguments(c.Arguments)}, c.Opaque})
 }
 
 // UnmarshalJSON reads that form.
@@ -322,21 +324,10 @@ func (t Tool) MarshalJSON() ([]byte, error) {
 		Description string `json:"description,omitempty"`
 		Parameters  any    `json:"parameters"`
 	}
-	return encode(struct {
+	return exactjson.Encode(struct {
 		Type     string     `json:"type"`
 		Function definition `json:"function"`
 	}{"function", definition(t)})
-}
-
-// encode is json.Marshal without HTML escapes, because opaque texts must stay equal byte for byte.
-func encode(v any) ([]byte, error) {
-	var out bytes.Buffer
-	enc := json.NewEncoder(&out)
-	enc.SetEscapeHTML(false)
-	if err := enc.Encode(v); err != nil {
-		return nil, err
-	}
-	return bytes.TrimRight(out.Bytes(), "\n"), nil
 }
 
 // Text returns all text of the message, including its parts.
@@ -524,7 +515,7 @@ func mergeObjects(a, b map[string]json.RawMessage) json.RawMessage {
 			}
 		case slices.Contains(pieces, name) &&
 			json.Unmarshal(a[name], &old) == nil && json.Unmarshal(value, &more) == nil:
-			if encoded, err := encode(old + more); err == nil {
+			if encoded, err := exactjson.Encode(old + more); err == nil {
 				a[name] = encoded
 			}
 		case known && bytes.HasPrefix(value, []byte("{")):

@@ -10,6 +10,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/exactjson"
 )
 
 // Request is one turn to complete.
@@ -147,7 +149,7 @@ type object struct {
 
 // set adds a member.
 func (o *object) set(name string, value any) {
-	encoded, err := encode(value)
+	encoded, err := exactjson.Encode(value)
 	if err != nil && o.err == nil {
 		o.err = err
 	}
@@ -207,7 +209,7 @@ func (o *object) end() (string, error) {
 		if i > 0 {
 			out.WriteByte(',')
 		}
-		encoded, err := encode(name)
+		encoded, err := exactjson.Encode(name)
 		if err != nil && o.err == nil {
 			o.err = err
 		}

@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"fmt"
 	"strings"
+
+	"github.com/lanekeeper/lanekeeper/internal/exactjson"
 )
 
 // responsesBody adds the fields of the Responses API. The server stores nothing: the whole history is sent, with the
@@ -105,7 +107,7 @@ func responseItems(m Message, origin string, d dialect) ([]string, error) {
 	}
 	texts := make([]string, len(items))
 	for i, item := range items {
-		encoded, err := encode(item)
+		encoded, err := exactjson.Encode(item)
 		if err != nil {
 			return nil, err
 		}
@@ -249,7 +251,7 @@ func unnested(raw []byte) []byte {
 		return raw
 	}
 	delete(members, "type")
-	if encoded, err := encode(members); err == nil {
+	if encoded, err := exactjson.Encode(members); err == nil {
 		return encoded
 	}
 	return raw

@@ -3,9 +3,7 @@ package reason
 import (
 	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
-	"fmt"
 	"math"
 	"slices"
 	"strings"
@@ -23,13 +21,6 @@ type leave struct {
 	skill skills.Skill
 	key   string // skill and arguments
 	asked approvals.Approval
-}
-
-// decision is what came of it.
-type decision struct {
-	Status string `json:"status"`
-	By     string `json:"by"`
-	Reason string `json:"reason"`
 }
 
 // needLeave handles a call that only an admin can allow: it is set aside until the reply's other calls are
@@ -133,48 +124,20 @@ func (w *turn) announce(ctx context.Context, round []*call) error {
 
 // follow waits for the decision on a call, and does what it says.
 func (w *turn) follow(ctx context.Context, c *call) error {
-	d, err := w.decided(ctx, c.leave.asked)
+	id := c.leave.asked.ID
+	d, err := approvals.Await(ctx, "decision on "+id, id)
 	switch {
 	case err != nil:
 		return err
 	case d.Status != "approved":
-		return w.deny(ctx, c, d.why())
+		return w.deny(ctx, c, d.Reason)
 	}
-	current, _ := executions.Current(ctx)
-	id := c.leave.asked.ID
-	step := "approved " + id
-	err = w.invokeSkill(ctx, c, c.leave.skill, step, approvals.Use(id, current.ID, step))
+	step, use := approvals.Grant(ctx, id)
+	err = w.invokeSkill(ctx, c, c.leave.skill, step, use)
 	if approvals.IsUsed(err) {
 		return w.deny(ctx, c, "the approval has expired, or the skill has changed since it was given")
 	}
 	return err
-}
-
-// decided waits durably for an admin.
-func (w *turn) decided(ctx context.Context, asked approvals.Approval) (decision, error) {
-	out, err := executions.Wait(ctx, "decision on "+asked.ID, executions.Approval(asked.ID, approvals.Lifetime))
-	switch {
-	case err != nil:
-		return decision{}, err
-	case out.TimedOut:
-		return decision{Status: "expired"}, nil
-	}
-	var d decision
-	if err := json.Unmarshal(out.Data, &d); err != nil {
-		return decision{}, fmt.Errorf("read the decision on approval %s: %w", asked.ID, err)
-	}
-	return d, nil
-}
-
-// why says why a call was not allowed.
-func (d decision) why() string {
-	switch {
-	case d.Reason != "":
-		return d.Reason
-	case d.Status == "expired":
-		return "nobody decided in time"
-	}
-	return "an admin rejected it"
 }
 
 // deny tells the model that a call is not allowed, and remembers it for the rest of the turn.

@@ -16,6 +16,7 @@ import (
 	"strings"
 	"unicode/utf8"
 
+	"github.com/lanekeeper/lanekeeper/internal/exactjson"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -145,10 +146,7 @@ func readAnswer(contentType string, body []byte, mask func(string) string) (any,
 	kind, _, _ := mime.ParseMediaType(contentType)
 	isJSON := kind == "" || kind == "application/json" || strings.HasSuffix(kind, "+json")
 	if isJSON || kind == "text/plain" {
-		d := json.NewDecoder(bytes.NewReader(body))
-		d.UseNumber()
-		var value any
-		if err := d.Decode(&value); err == nil && !d.More() {
+		if value, err := exactjson.Decode(body); err == nil && json.Valid(body) {
 			return redact.Known(value, mask), nil
 		}
 	}

@@ -1,7 +1,6 @@
 package skills
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -9,6 +8,8 @@ import (
 	"net"
 	"strconv"
 	"strings"
+
+	"github.com/lanekeeper/lanekeeper/internal/exactjson"
 )
 
 const (
@@ -26,23 +27,18 @@ func encodeResult(value any) (json.RawMessage, error) {
 	if len(raw) > 2*maxResult { // HTML escapes may shrink it
 		return nil, tooLarge(len(raw))
 	}
-	d := json.NewDecoder(bytes.NewReader(raw))
-	d.UseNumber()
-	var tree any
-	if err := d.Decode(&tree); err != nil {
+	tree, err := exactjson.Decode(raw)
+	if err != nil {
 		return nil, newCallError(ClassHandler, "the result cannot be read as JSON: %s", err)
 	}
 	tree, err = sanitize(tree, 0)
 	if err != nil {
 		return nil, err
 	}
-	var out bytes.Buffer
-	e := json.NewEncoder(&out)
-	e.SetEscapeHTML(false)
-	if err := e.Encode(tree); err != nil {
+	result, err := exactjson.Encode(tree)
+	if err != nil {
 		return nil, newCallError(ClassHandler, "the result cannot be written as JSON: %s", err)
 	}
-	result := bytes.TrimRight(out.Bytes(), "\n")
 	if len(result) > maxResult {
 		return nil, tooLarge(len(result))
 	}

@@ -2,12 +2,13 @@ package offline
 
 import (
 	"cmp"
-	"encoding/json"
 	"regexp"
 	"slices"
 	"strings"
 
 	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/exactjson"
 )
 
 // turn is a request as the planner reads it.
@@ -142,10 +143,8 @@ func (t turn) work() []call {
 
 // decode returns the value of a JSON text, with its numbers as written. It returns nil for other texts.
 func decode(text string) any {
-	var v any
-	d := json.NewDecoder(strings.NewReader(text))
-	d.UseNumber()
-	if d.Decode(&v) != nil {
+	v, err := exactjson.Decode([]byte(text))
+	if err != nil {
 		return nil
 	}
 	return v
