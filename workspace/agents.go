@@ -87,8 +87,8 @@ func agentTable(w Workspace, o Options) kindApplier {
 	}
 }
 
-func getAgent(ctx context.Context, tx pgx.Tx, name string) (agentRow, error) {
-	all, err := (&agents.Directory{}).List(ctx, tx)
+func getAgent(ctx context.Context, db postgres.DB, name string) (agentRow, error) {
+	all, err := (&agents.Directory{}).List(ctx, db)
 	if err != nil {
 		return agentRow{}, err
 	}
@@ -246,12 +246,8 @@ func databaseKind() kind {
 func databaseTable(w Workspace) kindApplier {
 	return kindTable[databases.Definition, databases.Database]{
 		kind: "database", documents: w.Databases, name: func(d databases.Definition) string { return d.Name },
-		get: func(ctx context.Context, tx pgx.Tx, name string) (databases.Database, error) {
-			return databases.Get(ctx, tx, name)
-		},
-		put: func(ctx context.Context, tx pgx.Tx, d databases.Definition) (bool, error) {
-			return databases.Put(ctx, tx, d, Source)
-		},
+		get:      databases.Get,
+		put:      put(databases.Put),
 		notFound: databases.ErrNotFound, remove: databases.Remove,
 		declared: []string{"description", "url_env", "access", "role", "source"},
 	}
@@ -261,7 +257,7 @@ func databaseTable(w Workspace) kindApplier {
 func mcpServers(w Workspace) kindApplier {
 	return kindTable[mcp.Definition, mcp.Remote]{
 		kind: "mcp_server", documents: w.MCPServers, name: func(d mcp.Definition) string { return d.Name },
-		get: func(ctx context.Context, tx pgx.Tx, name string) (mcp.Remote, error) { return mcp.Get(ctx, tx, name) },
+		get: mcp.Get,
 		put: func(ctx context.Context, tx pgx.Tx, d mcp.Definition) (bool, error) {
 			return mcp.Put(ctx, tx, d, Source)
 		},
@@ -277,12 +273,8 @@ func mcpServers(w Workspace) kindApplier {
 func webhookEndpoints(w Workspace) kindApplier {
 	return kindTable[webhooks.EndpointDefinition, webhooks.Endpoint]{
 		kind: "webhook", documents: w.Webhooks, name: func(d webhooks.EndpointDefinition) string { return d.Name },
-		get: func(ctx context.Context, tx pgx.Tx, name string) (webhooks.Endpoint, error) {
-			return webhooks.GetEndpoint(ctx, tx, name)
-		},
-		put: func(ctx context.Context, tx pgx.Tx, d webhooks.EndpointDefinition) (bool, error) {
-			return webhooks.PutEndpoint(ctx, tx, d, Source)
-		},
+		get:      webhooks.GetEndpoint,
+		put:      put(webhooks.PutEndpoint),
 		notFound: webhooks.ErrNotFound, remove: webhooks.RemoveEndpoints,
 		declared: []string{"description", "scheme", "secrets", "settings", "actions", "source"},
 	}
@@ -292,12 +284,8 @@ func webhookEndpoints(w Workspace) kindApplier {
 func webhookTargets(w Workspace) kindApplier {
 	return kindTable[webhooks.TargetDefinition, webhooks.Target]{
 		kind: "webhook_target", documents: w.Targets, name: func(d webhooks.TargetDefinition) string { return d.Name },
-		get: func(ctx context.Context, tx pgx.Tx, name string) (webhooks.Target, error) {
-			return webhooks.GetTarget(ctx, tx, name)
-		},
-		put: func(ctx context.Context, tx pgx.Tx, d webhooks.TargetDefinition) (bool, error) {
-			return webhooks.PutTarget(ctx, tx, d, Source)
-		},
+		get:      webhooks.GetTarget,
+		put:      put(webhooks.PutTarget),
 		notFound: webhooks.ErrNotFound, remove: webhooks.RemoveTargets,
 		declared: []string{"description", "url", "secrets", "events", "max_failures", "source"},
 	}

@@ -134,11 +134,16 @@ type kindTable[D, R any] struct {
 	kind      string
 	documents []Document[D]
 	name      func(D) string
-	get       func(ctx context.Context, tx pgx.Tx, name string) (R, error)
+	get       func(ctx context.Context, db postgres.DB, name string) (R, error)
 	notFound  error
 	put       func(ctx context.Context, tx pgx.Tx, d D) (changed bool, err error)
 	remove    func(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error)
 	declared  []string // the JSON names of the row's fields that a document decides
+}
+
+// put adapts a package's Put.
+func put[D any](store func(context.Context, postgres.DB, D, string) (bool, error)) func(context.Context, pgx.Tx, D) (bool, error) {
+	return func(ctx context.Context, tx pgx.Tx, d D) (bool, error) { return store(ctx, tx, d, Source) }
 }
 
 func (t kindTable[D, R]) apply(ctx context.Context, tx pgx.Tx, o Options) ([]Item, error) {

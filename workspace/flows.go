@@ -11,7 +11,6 @@ import (
 	"unicode"
 	"unicode/utf8"
 
-	"github.com/jackc/pgx/v5"
 	"go.yaml.in/yaml/v3"
 
 	"github.com/lanekeeper/lanekeeper/agents"
@@ -37,17 +36,15 @@ type flowRow struct {
 func flowTable(w Workspace) kindApplier {
 	return kindTable[flows.Definition, flowRow]{
 		kind: "flow", documents: w.Flows, name: func(d flows.Definition) string { return d.Name },
-		get: getFlow,
-		put: func(ctx context.Context, tx pgx.Tx, d flows.Definition) (bool, error) {
-			return flows.Put(ctx, tx, d, Source)
-		},
+		get:      getFlow,
+		put:      put(flows.Put),
 		notFound: flows.ErrNotFound, remove: flows.Remove,
 		declared: []string{"description", "input", "variables", "channel", "target", "actions", "version", "source"},
 	}
 }
 
-func getFlow(ctx context.Context, tx pgx.Tx, name string) (flowRow, error) {
-	f, err := flows.Get(ctx, tx, name)
+func getFlow(ctx context.Context, db postgres.DB, name string) (flowRow, error) {
+	f, err := flows.Get(ctx, db, name)
 	if err != nil {
 		return flowRow{}, err
 	}

@@ -33,6 +33,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/databases"
 	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/nearest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/mcp"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -217,10 +218,8 @@ func kindTables(w Workspace, o Options) []kindApplier {
 		databaseTable(w),
 		kindTable[skills.Definition, skill]{
 			kind: "skill", documents: w.Skills, name: func(d skills.Definition) string { return d.Name },
-			get: getSkill,
-			put: func(ctx context.Context, tx pgx.Tx, d skills.Definition) (bool, error) {
-				return skills.Put(ctx, tx, d, Source)
-			},
+			get:      getSkill,
+			put:      put(skills.Put),
 			notFound: skills.ErrNotFound, remove: skills.Remove,
 			declared: []string{"description", "parameters", "handler", "config", "scope", "trust", "idempotent", "timeout_ms", "source"},
 		},
@@ -236,12 +235,8 @@ func kindTables(w Workspace, o Options) []kindApplier {
 		},
 		kindTable[automations.Definition, automations.Automation]{
 			kind: "automation", documents: w.Automations, name: func(d automations.Definition) string { return d.Name },
-			get: func(ctx context.Context, tx pgx.Tx, name string) (automations.Automation, error) {
-				return automations.Get(ctx, tx, name)
-			},
-			put: func(ctx context.Context, tx pgx.Tx, d automations.Definition) (bool, error) {
-				return automations.Put(ctx, tx, d, Source)
-			},
+			get:      automations.Get,
+			put:      put(automations.Put),
 			notFound: automations.ErrNotFound, remove: automations.Remove,
 			declared: []string{
 				"description", "agent", "trigger", "cron", "timezone", "event", "condition", "signal", "skill_name",
@@ -259,8 +254,8 @@ type skill struct {
 	Parameters json.RawMessage `json:"parameters"`
 }
 
-func getSkill(ctx context.Context, tx pgx.Tx, name string) (skill, error) {
-	s, err := skills.Get(ctx, tx, name)
+func getSkill(ctx context.Context, db postgres.DB, name string) (skill, error) {
+	s, err := skills.Get(ctx, db, name)
 	return skill{Skill: s, Parameters: s.Parameters()}, err
 }
 
@@ -270,12 +265,12 @@ type objective struct {
 	Steps []string `json:"steps"`
 }
 
-func getObjective(ctx context.Context, tx pgx.Tx, name string) (objective, error) {
-	o, err := objectives.Get(ctx, tx, name)
+func getObjective(ctx context.Context, db postgres.DB, name string) (objective, error) {
+	o, err := objectives.Get(ctx, db, name)
 	if err != nil {
 		return objective{}, err
 	}
-	steps, err := objectives.Steps(ctx, tx, o.ID)
+	steps, err := objectives.Steps(ctx, db, o.ID)
 	found := objective{Objective: o, Steps: []string{}}
 	for _, step := range steps {
 		found.Steps = append(found.Steps, step.Title)
