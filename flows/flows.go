@@ -83,34 +83,29 @@ func Validate(d Definition) error {
 // Triggers lists the flows that d starts, by the path of each reference. It omits those of external workers
 // (external, external:NAME).
 func Triggers(d Definition) map[string]string {
-	named := map[string]string{}
-	c := &compiler{}
-	for _, a := range c.actions(d.Actions, "actions", 0) {
-		a.walk(func(a *action) {
-			if a.flow != "" && !executions.IsExternal(a.flow) {
-				named[a.flowPath] = a.flow
-			}
-		})
-	}
-	return named
+	return references(d, func(a *action) map[string]string {
+		if a.flow == "" || executions.IsExternal(a.flow) {
+			return nil
+		}
+		return map[string]string{a.flowPath: a.flow}
+	})
 }
 
 // Skills lists the skills that d calls or offers to a model, by the path of each reference.
 func Skills(d Definition) map[string]string {
-	named := map[string]string{}
-	c := &compiler{}
-	for _, a := range c.actions(d.Actions, "actions", 0) {
-		a.walk(func(a *action) { maps.Copy(named, a.skills) })
-	}
-	return named
+	return references(d, func(a *action) map[string]string { return a.skills })
 }
 
 // Agents lists the agents that d names, by the path of each reference.
 func Agents(d Definition) map[string]string {
+	return references(d, func(a *action) map[string]string { return a.agents })
+}
+
+// references collects what all actions refer to, nested ones included.
+func references(d Definition, of func(a *action) map[string]string) map[string]string {
 	named := map[string]string{}
-	c := &compiler{}
-	for _, a := range c.actions(d.Actions, "actions", 0) {
-		a.walk(func(a *action) { maps.Copy(named, a.agents) })
+	for _, a := range (&compiler{}).actions(d.Actions, "actions", 0) {
+		a.walk(func(a *action) { maps.Copy(named, of(a)) })
 	}
 	return named
 }
