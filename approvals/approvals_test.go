@@ -33,9 +33,8 @@ func setUp(t *testing.T) (*pgxpool.Pool, skills.Skill) {
 func put(t *testing.T, pool *pgxpool.Pool, description string) skills.Skill {
 	t.Helper()
 	d := skills.Definition{Name: "drop", Description: description, Handler: "builtin:drop", Trust: skills.TrustApprove}
-	if _, err := skills.Put(t.Context(), pool, d, skills.SourceWorkspace); err != nil {
-		t.Fatal(err)
-	}
+	_, err := skills.Put(t.Context(), pool, d, skills.SourceWorkspace)
+	require.NoError(t, err)
 	s, err := skills.Get(t.Context(), pool, "drop")
 	require.NoError(t, err)
 	return s
@@ -172,9 +171,8 @@ func TestWhatIsNotALiveGrantIsNotUsed(t *testing.T) {
 	for name, spoil := range map[string]func(t *testing.T, pool *pgxpool.Pool, id string){
 		"pending": func(*testing.T, *pgxpool.Pool, string) {},
 		"rejected": func(t *testing.T, pool *pgxpool.Pool, id string) {
-			if _, err := approvals.Decide(t.Context(), pool, id, false, "admin", "no"); err != nil {
-				t.Fatal(err)
-			}
+			_, err := approvals.Decide(t.Context(), pool, id, false, "admin", "no")
+			require.NoError(t, err)
 		},
 		"expired": func(t *testing.T, pool *pgxpool.Pool, id string) {
 			require.NoError(t, approve(t, pool, id))
@@ -237,15 +235,13 @@ func TestAGrantWaitsForItsSkillToReturn(t *testing.T) {
 	pool, s := setUp(t)
 	id := ask(t, pool, s, `{}`)
 	require.NoError(t, approve(t, pool, id))
-	if _, err := skills.Disable(t.Context(), pool, "drop", "admin", "for now", nil); err != nil {
-		t.Fatal(err)
-	}
+	_, err := skills.Disable(t.Context(), pool, "drop", "admin", "for now", nil)
+	require.NoError(t, err)
 	if left, err := approvals.Approved(t.Context(), pool, 10); err != nil || len(left) != 0 {
 		t.Errorf("offered while disabled: %+v, %v", left, err)
 	}
-	if _, err := skills.Enable(t.Context(), pool, "drop", "admin", "again"); err != nil {
-		t.Fatal(err)
-	}
+	_, err = skills.Enable(t.Context(), pool, "drop", "admin", "again")
+	require.NoError(t, err)
 	if left, err := approvals.Approved(t.Context(), pool, 10); err != nil || len(left) != 1 {
 		t.Errorf("offered: %+v, %v", left, err)
 	}

@@ -130,9 +130,8 @@ func TestOneDenialEndsIt(t *testing.T) {
 	if !approvals.IsUsed(err) {
 		t.Errorf("what is asked for can be changed: %v", err)
 	}
-	if _, err := approvals.Decide(t.Context(), p.pool, approval, false, "admin", "not today"); err != nil {
-		t.Fatal(err)
-	}
+	_, err = approvals.Decide(t.Context(), p.pool, approval, false, "admin", "not today")
+	require.NoError(t, err)
 	if x := enginetest.Await(p.t, p.pool, id, executions.Completed); x.ResultSummary != "rejected by admin: not today" || p.acted.Load() != 0 {
 		t.Errorf("ended with %q, %d calls", x.ResultSummary, p.acted.Load())
 	}
@@ -158,9 +157,8 @@ func TestAParkedGrantIsItsExecutionsAlone(t *testing.T) {
 	if one == other {
 		t.Fatal("two executions wait for one approval")
 	}
-	if _, err := approvals.Decide(t.Context(), p.pool, one, true, "admin", ""); err != nil {
-		t.Fatal(err)
-	}
+	_, err := approvals.Decide(t.Context(), p.pool, one, true, "admin", "")
+	require.NoError(t, err)
 	enginetest.Await(p.t, p.pool, first, executions.Completed)
 	if err := use(t, p.pool, one, func() { t.Error("acted") }); !approvals.IsUsed(err) {
 		t.Errorf("a used grant: %v", err)
@@ -181,9 +179,8 @@ func TestAnApprovalDoesNotOutliveItsExecution(t *testing.T) {
 	t.Parallel()
 	p := park(t, `{}`)
 	id, approval := p.begin()
-	if _, err := p.engine.Cancel(t.Context(), id, "admin", "enough"); err != nil {
-		t.Fatal(err)
-	}
+	_, err := p.engine.Cancel(t.Context(), id, "admin", "enough")
+	require.NoError(t, err)
 	if _, err := approvals.Decide(t.Context(), p.pool, approval, true, "admin", ""); !errors.Is(err,
 		approvals.ErrDecided) {
 		t.Errorf("decided although nobody waits: %v", err)

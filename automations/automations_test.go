@@ -29,9 +29,8 @@ func put(t *testing.T, pool *pgxpool.Pool, d automations.Definition) automations
 	if d.Cron == "" && d.Event == "" && d.Signal == "" {
 		d.Cron = "*/30 * * * *"
 	}
-	if _, err := automations.Put(t.Context(), pool, d, automations.SourceWorkspace); err != nil {
-		t.Fatal(err)
-	}
+	_, err := automations.Put(t.Context(), pool, d, automations.SourceWorkspace)
+	require.NoError(t, err)
 	return get(t, pool, d.Name)
 }
 
@@ -248,9 +247,8 @@ func TestClaimRefuses(t *testing.T) {
 			t.Errorf("%s: %v, %v", name, ok, err)
 		}
 	}
-	if _, err := automations.Disable(t.Context(), pool, "a", "admin", ""); err != nil {
-		t.Fatal(err)
-	}
+	_, err := automations.Disable(t.Context(), pool, "a", "admin", "")
+	require.NoError(t, err)
 	if _, ok, err := automations.Claim(t.Context(), pool, a.ID, *a.NextRunAt, "", traceID); ok || err != nil {
 		t.Errorf("a disabled one: %v, %v", ok, err)
 	}
@@ -441,9 +439,8 @@ func TestNoAutomationIsInServiceWhileItsSkillIsNot(t *testing.T) {
 	if a := put(t, pool, automations.Definition{Name: "a", Cron: "@daily", Skill: "broken"}); a.Enabled {
 		t.Errorf("one that calls a disabled skill now runs: %+v", a)
 	}
-	if _, err := automations.Propose(t.Context(), pool, automations.Definition{Name: "p", Cron: "@daily", Skill: "broken"}, "agent", traceID); err != nil {
-		t.Fatal(err)
-	}
+	_, err := automations.Propose(t.Context(), pool, automations.Definition{Name: "p", Cron: "@daily", Skill: "broken"}, "agent", traceID)
+	require.NoError(t, err)
 	if ok, err := automations.Accept(t.Context(), pool, "p", "admin"); !ok || err != nil {
 		t.Fatalf("accept: %v, %v", ok, err)
 	}

@@ -46,9 +46,8 @@ func TestAGrantIsWhatIsWantedOrWhatTheLimitHasLeft(t *testing.T) {
 			db := pgtest.DB(t)
 			id := running(t, db)
 			before := call(id, 0, scope("s", 0, 0))
-			if _, err := reserve(t, db, before); err != nil {
-				t.Fatal(err)
-			}
+			_, err := reserve(t, db, before)
+			require.NoError(t, err)
 			settle(t, db, before, test.spent, 0)
 			r := call(id, 1, scope("s", test.limit.Tokens, test.limit.USD))
 			r.Need.PromptUSD, r.Need.TokenUSD = 100*test.price, test.price
@@ -113,9 +112,8 @@ func TestACallThatIsRepeatedUnderAnotherClaimIsReservedTwice(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	id := running(t, db)
-	if _, err := reserve(t, db, call(id, 0, scope("s", 0, 0))); err != nil {
-		t.Fatal(err)
-	}
+	_, err := reserve(t, db, call(id, 0, scope("s", 0, 0)))
+	require.NoError(t, err)
 	pgtest.Exec(t, db, `update agent_executions set claim = 2 where id = $1`, id) // a crash
 	again := call(id, 0, scope("s", 0, 0))
 	again.Claim = 2
@@ -142,9 +140,8 @@ func TestWhatALostClaimReservedIsWrittenOffWhenItIsTakenOver(t *testing.T) {
 		TraceID: "fl_x", ExecutionID: id, Claim: 1, Step: r.Step, Skill: "model_call", Kind: activity.KindModel,
 	})
 	require.NoError(t, err)
-	if _, err := reserve(t, db, r); err != nil {
-		t.Fatal(err)
-	}
+	_, err = reserve(t, db, r)
+	require.NoError(t, err)
 	pgtest.Exec(t, db, `update agent_executions set claim = 2 where id = $1`, id)
 	for range 2 {
 		pgtest.Exec(t, db, `select lanekeeper.recover_agent_activity($1, 2)`, id)
@@ -168,9 +165,8 @@ func TestARequestThatIsRepeatedIsReservedAnew(t *testing.T) {
 	id := running(t, db)
 	r := call(id, 0, scope("s", 1500, 0))
 	r.Patience = 1
-	if _, err := reserve(t, db, r); err != nil {
-		t.Fatal(err)
-	}
+	_, err := reserve(t, db, r)
+	require.NoError(t, err)
 	lost, granted, err := r.Renew(t.Context(), db)
 	if err != nil || granted != 300 || lost != (budgets.Spend{Tokens: 1100, UnknownTokens: 1100}) {
 		t.Errorf("lost %+v, granted %d (%v); want the 300 that are left", lost, granted, err)
@@ -209,10 +205,9 @@ func TestOthersReservationsAreWaitedFor(t *testing.T) {
 	db := pgtest.DB(t)
 	id := running(t, db)
 	first, second := call(id, 1, scope("s", 1220, 0)), call(id, 2, scope("s", 1220, 0))
-	if _, err := reserve(t, db, first); err != nil {
-		t.Fatal(err)
-	}
-	_, err := reserve(t, db, second)
+	_, err := reserve(t, db, first)
+	require.NoError(t, err)
+	_, err = reserve(t, db, second)
 	var refused *budgets.Error
 	if !errors.As(err, &refused) || refused.Kind != budgets.Reserved || refused.Reserved != 1100 {
 		t.Fatalf("err = %v, want the reservation of the first to be in the way", err)
@@ -239,9 +234,8 @@ func TestReservationsAreDecidedOneAfterTheOther(t *testing.T) {
 	db := pgtest.DB(t)
 	id := running(t, db)
 	earlier := call(id, 0, scope("s", 0, 0))
-	if _, err := reserve(t, db, earlier); err != nil {
-		t.Fatal(err)
-	}
+	_, err := reserve(t, db, earlier)
+	require.NoError(t, err)
 	settle(t, db, earlier, 0, 0)
 	tx, err := db.Begin(t.Context())
 	require.NoError(t, err)
@@ -307,9 +301,8 @@ func TestAfterItsPatienceACallTakesTheLittleThatIsLeft(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	id := running(t, db)
-	if _, err := reserve(t, db, call(id, 1, scope("s", 1500, 0))); err != nil {
-		t.Fatal(err)
-	}
+	_, err := reserve(t, db, call(id, 1, scope("s", 1500, 0)))
+	require.NoError(t, err)
 	second := call(id, 2, scope("s", 1500, 0))
 	second.Need.PromptTokens = 200
 	if got, err := reserve(t, db, second); err != nil || got != 200 {
@@ -323,9 +316,8 @@ func TestAnEndedExecutionsCallsCountInFull(t *testing.T) {
 	id := running(t, db)
 	r := call(id, 1, scope("s", 0, 0), scope("r", 0, 0))
 	r.Need.PromptUSD, r.Need.TokenUSD = 1, 0.001
-	if _, err := reserve(t, db, r); err != nil {
-		t.Fatal(err)
-	}
+	_, err := reserve(t, db, r)
+	require.NoError(t, err)
 	pgtest.Exec(t, db, `select cancel_agent_execution($1, 'admin', 'enough')`, id)
 	for _, s := range []string{"s", "r"} {
 		if got := standing(t, db, s); got != "1100 2$ spent, 0 0$ set aside, 1100 2$ of 1 unknown" {
@@ -343,9 +335,8 @@ func TestMoreThanReservedIsSettledAsItIs(t *testing.T) {
 	db := pgtest.DB(t)
 	id := running(t, db)
 	r := call(id, 1, scope("s", 1500, 0))
-	if _, err := reserve(t, db, r); err != nil {
-		t.Fatal(err)
-	}
+	_, err := reserve(t, db, r)
+	require.NoError(t, err)
 	settle(t, db, r, 9000, 0)
 	if got := standing(t, db, "s"); got != "9000 0$ spent, 0 0$ set aside, 0 0$ of 0 unknown" {
 		t.Errorf("s has %s", got)

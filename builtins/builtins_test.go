@@ -32,9 +32,8 @@ const traceID = "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE"
 // call declares the builtins and calls one as the agent does.
 func call(t *testing.T, pool *pgxpool.Pool, name, args string) (map[string]any, error) {
 	t.Helper()
-	if _, err := builtins.Put(t.Context(), pool); err != nil {
-		t.Fatal(err)
-	}
+	_, err := builtins.Put(t.Context(), pool)
+	require.NoError(t, err)
 	registry, err := skills.New(skills.Options{Builtins: builtins.New(pool, nil, nil)})
 	require.NoError(t, err)
 	skill, err := skills.Get(t.Context(), pool, name)
@@ -67,9 +66,8 @@ func TestPutDeclaresOnceAndLeavesWhatAWorkspaceDeclared(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	own := skills.Definition{Name: "recall", Handler: "sql:select 1 as one"}
-	if _, err := skills.Put(t.Context(), pool, own, skills.SourceWorkspace); err != nil {
-		t.Fatal(err)
-	}
+	_, err := skills.Put(t.Context(), pool, own, skills.SourceWorkspace)
+	require.NoError(t, err)
 	var changed atomic.Int64
 	var group errgroup.Group
 	for range 8 {
@@ -86,9 +84,8 @@ func TestPutDeclaresOnceAndLeavesWhatAWorkspaceDeclared(t *testing.T) {
 	if s, err := skills.Get(t.Context(), pool, "recall"); err != nil || s.Handler != "sql:select 1 as one" || s.Source != skills.SourceWorkspace {
 		t.Errorf("the workspace's recall is %+v, %v", s, err)
 	}
-	if _, err := skills.Remove(t.Context(), pool, skills.SourceWorkspace, nil); err != nil {
-		t.Fatal(err)
-	}
+	_, err = skills.Remove(t.Context(), pool, skills.SourceWorkspace, nil)
+	require.NoError(t, err)
 	if n, err := builtins.Put(t.Context(), pool); n != 1 || err != nil {
 		t.Errorf("put %d rows, %v, after the workspace's was removed", n, err)
 	}
@@ -97,9 +94,8 @@ func TestPutDeclaresOnceAndLeavesWhatAWorkspaceDeclared(t *testing.T) {
 func TestEveryRowHasItsCode(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	if _, err := builtins.Put(t.Context(), pool); err != nil {
-		t.Fatal(err)
-	}
+	_, err := builtins.Put(t.Context(), pool)
+	require.NoError(t, err)
 	registry, err := skills.New(skills.Options{Builtins: builtins.New(pool, nil, nil)})
 	require.NoError(t, err)
 	all, err := registry.Available(t.Context(), pool, skills.ScopeInternal)
@@ -171,9 +167,8 @@ func TestRecallLeavesOutWhatIsTooLong(t *testing.T) {
 
 func save(t *testing.T, pool *pgxpool.Pool, category, key, value string) {
 	t.Helper()
-	if _, err := memory.Save(t.Context(), pool, memory.Note{Category: category, Key: key, Value: value, TraceID: traceID}); err != nil {
-		t.Fatal(err)
-	}
+	_, err := memory.Save(t.Context(), pool, memory.Note{Category: category, Key: key, Value: value, TraceID: traceID})
+	require.NoError(t, err)
 }
 
 func TestObjectivesList(t *testing.T) {
@@ -181,9 +176,8 @@ func TestObjectivesList(t *testing.T) {
 	pool := pgtest.DB(t)
 	for _, name := range []string{"tidy", "healthy"} {
 		d := objectives.Definition{Name: name, Goal: strings.Repeat("be good ", 100), Steps: []string{"one", "two"}}
-		if _, err := objectives.Put(t.Context(), pool, d, objectives.SourceWorkspace); err != nil {
-			t.Fatal(err)
-		}
+		_, err := objectives.Put(t.Context(), pool, d, objectives.SourceWorkspace)
+		require.NoError(t, err)
 	}
 	o, err := objectives.Get(t.Context(), pool, "tidy")
 	require.NoError(t, err)
@@ -211,9 +205,8 @@ func TestRecentActivity(t *testing.T) {
 	pool := pgtest.DB(t)
 	note := func(skill string, kind activity.Kind, o activity.Outcome) {
 		e := activity.Entry{TraceID: traceID, Kind: kind, Skill: skill, Input: map[string]string{"secret": "stays here"}}
-		if _, err := activity.Note(t.Context(), pool, e, o); err != nil {
-			t.Fatal(err)
-		}
+		_, err := activity.Note(t.Context(), pool, e, o)
+		require.NoError(t, err)
 	}
 	note("sizes", activity.KindCall, activity.Outcome{Status: activity.Success})
 	note("think", activity.KindModel, activity.Outcome{Status: activity.Success})
@@ -259,9 +252,8 @@ func powers(t *testing.T, pool *pgxpool.Pool) (state string) {
 func governed(t *testing.T) *pgxpool.Pool {
 	t.Helper()
 	pool := pgtest.DB(t)
-	if _, err := builtins.Put(t.Context(), pool); err != nil {
-		t.Fatal(err)
-	}
+	_, err := builtins.Put(t.Context(), pool)
+	require.NoError(t, err)
 	for _, sql := range []string{
 		`insert into agent_skills (name, tool_definition, handler, trust) values ('drop', '{"name":"drop"}', 'sql:select 1', 'approve')`,
 		`insert into agent_skills (name, tool_definition, handler, enabled, disabled_by) values ('off', '{"name":"off"}', 'sql:select 1', false, 'admin')`,
@@ -398,9 +390,8 @@ func TestAStepIsAdvancedByWhatWasDone(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	d := objectives.Definition{Name: "tidy", Goal: "g", Steps: []string{"one", "two"}}
-	if _, err := objectives.Put(t.Context(), pool, d, objectives.SourceWorkspace); err != nil {
-		t.Fatal(err)
-	}
+	_, err := objectives.Put(t.Context(), pool, d, objectives.SourceWorkspace)
+	require.NoError(t, err)
 	act := func(skill, status string) {
 		pgtest.Exec(t, pool, `
 			insert into agent_activity (trace_id, skill_name, status, surface) values ($1, $2, $3, 'operate')`, traceID, skill, status)

@@ -296,9 +296,8 @@ func (s *scene) play() {
 
 func newRegistry(t *testing.T, pool *pgxpool.Pool) (*skills.Registry, map[string]skills.Skill) {
 	t.Helper()
-	if _, err := builtins.Put(t.Context(), pool); err != nil {
-		t.Fatal(err)
-	}
+	_, err := builtins.Put(t.Context(), pool)
+	require.NoError(t, err)
 	registry, err := skills.New(skills.Options{Builtins: builtins.New(pool, nil, nil)})
 	require.NoError(t, err)
 	all := map[string]skills.Skill{}

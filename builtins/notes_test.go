@@ -62,9 +62,8 @@ func (n *noter) note(words string, steps ...string) map[string]any {
 // tidy is an objective.
 func tidy(t *testing.T, pool *pgxpool.Pool) objectives.Objective {
 	t.Helper()
-	if _, err := objectives.Put(t.Context(), pool, objectives.Definition{Name: "tidy", Goal: "Be tidy."}, objectives.SourceAdmin); err != nil {
-		t.Fatal(err)
-	}
+	_, err := objectives.Put(t.Context(), pool, objectives.Definition{Name: "tidy", Goal: "Be tidy."}, objectives.SourceAdmin)
+	require.NoError(t, err)
 	o, err := objectives.Get(t.Context(), pool, "tidy")
 	require.NoError(t, err)
 	return o
@@ -103,9 +102,8 @@ func TestANoteReplacesOnlyTheOneThatItsRunHasRead(t *testing.T) {
 	}
 	late := newNoter(t, pool)
 	late.call("objectives_list", map[string]any{})
-	if _, err := objectives.Put(t.Context(), pool, objectives.Definition{Name: "tidy", Goal: "Be clean."}, objectives.SourceAdmin); err != nil {
-		t.Fatal(err)
-	}
+	_, err := objectives.Put(t.Context(), pool, objectives.Definition{Name: "tidy", Goal: "Be clean."}, objectives.SourceAdmin)
+	require.NoError(t, err)
 	refused(late.note("tidy enough"), "one, again, and two")
 	late.call("objective_update", map[string]any{"objective": o.ID, "note": "not clean yet"}) // by its id
 	stands("not clean yet")
@@ -124,9 +122,8 @@ func TestANoteThatWasCutWasNotRead(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	tidy(t, pool)
-	if _, err := objectives.SetNote(t.Context(), pool, "tidy", strings.Repeat("long ", 200), "op_1", 0); err != nil {
-		t.Fatal(err)
-	}
+	_, err := objectives.SetNote(t.Context(), pool, "tidy", strings.Repeat("long ", 200), "op_1", 0)
+	require.NoError(t, err)
 	n := newNoter(t, pool)
 	n.call("objectives_list", map[string]any{})
 	if said := n.note("short"); said["error"] != "conflict" {
@@ -155,17 +152,13 @@ func newHouse(t *testing.T) *house {
 		{Name: "billing", Memory: agents.MemoryOwn},
 		{Name: "mute", Memory: agents.MemoryNone},
 	} {
-		if _, err := agents.Put(t.Context(), h.pool, d, "workspace"); err != nil {
-			t.Fatal(err)
-		}
+		_, err := agents.Put(t.Context(), h.pool, d, "workspace")
+		require.NoError(t, err)
 	}
-	if _, err := builtins.Put(t.Context(), h.pool); err != nil {
-		t.Fatal(err)
-	}
-	var err error
-	if h.registry, err = skills.New(skills.Options{Builtins: builtins.New(h.pool, nil, nil)}); err != nil {
-		t.Fatal(err)
-	}
+	_, err := builtins.Put(t.Context(), h.pool)
+	require.NoError(t, err)
+	h.registry, err = skills.New(skills.Options{Builtins: builtins.New(h.pool, nil, nil)})
+	require.NoError(t, err)
 	return h
 }
 
@@ -252,9 +245,8 @@ func TestAConflictIsAboutOneAgentsMemory(t *testing.T) {
 	}
 	tx, err := h.pool.Begin(t.Context())
 	require.NoError(t, err)
-	if _, err := memory.Decide(t.Context(), tx, id, memory.Decision{Take: true, By: "admin", IfRevision: 1}); err != nil {
-		t.Fatal(err)
-	}
+	_, err = memory.Decide(t.Context(), tx, id, memory.Decision{Take: true, By: "admin", IfRevision: 1})
+	require.NoError(t, err)
 	require.NoError(t, tx.Commit(t.Context()))
 	if ours, shared := h.must("sales", "recall", `{}`), h.must("front", "recall", `{}`); !strings.Contains(ours, "late") ||
 		!strings.Contains(shared, `"shared"`) {
@@ -281,12 +273,10 @@ func TestWhoseMemoryItIsDependsOnWhoActs(t *testing.T) {
 	directory := &agents.Directory{}
 	sales, err := directory.Find(t.Context(), h.pool, "sales")
 	require.NoError(t, err)
-	if _, err := agents.Remove(t.Context(), h.pool, "workspace", []string{"front"}); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := h.as(agents.With(t.Context(), sales), "sales", "memory_write", `{"key": "late", "value": "of sales"}`); err != nil {
-		t.Fatal(err)
-	}
+	_, err = agents.Remove(t.Context(), h.pool, "workspace", []string{"front"})
+	require.NoError(t, err)
+	_, err = h.as(agents.With(t.Context(), sales), "sales", "memory_write", `{"key": "late", "value": "of sales"}`)
+	require.NoError(t, err)
 	if answer := h.must("front", "recall", `{}`); strings.Contains(answer, "of sales") {
 		t.Errorf("a removed agent's turn has written to the shared memory: %s", answer)
 	}

@@ -76,9 +76,8 @@ func TestADocumentIsKeptAsItCame(t *testing.T) {
 		again.ExpiresAt != nil {
 		t.Errorf("%+v, %v", again, err)
 	}
-	if _, err := documents.Delete(t.Context(), pool, d.ID); err != nil {
-		t.Fatal(err)
-	}
+	_, err = documents.Delete(t.Context(), pool, d.ID)
+	require.NoError(t, err)
 	for _, id := range []string{d.ID, "nonsense"} {
 		if _, err := documents.Content(t.Context(), pool, id); !errors.Is(err, documents.ErrNotFound) {
 			t.Errorf("content of %s: %v", id, err)
@@ -201,9 +200,8 @@ func TestADocumentGoesWithItsThreadAndItsExecution(t *testing.T) {
 		alter table agent_retention drop constraint agent_retention_check;
 		update agent_retention set keep = '0' where kind in ('executions', 'messages');
 		delete from agent_untold_ends`)
-	if _, err := retention.Run(t.Context(), pool, retention.Options{}); err != nil {
-		t.Fatal(err)
-	}
+	_, err := retention.Run(t.Context(), pool, retention.Options{})
+	require.NoError(t, err)
 	for what, id := range map[string]string{"thread": ofThread.ID, "execution": ofExecution.ID} {
 		if _, err := documents.Get(t.Context(), pool, id); !errors.Is(err, documents.ErrNotFound) {
 			t.Errorf("document of the %s: %v", what, err)

@@ -81,9 +81,8 @@ func read(t *testing.T, text string) flows.Definition {
 
 func put(t *testing.T, pool *pgxpool.Pool, text string) {
 	t.Helper()
-	if _, err := flows.Put(t.Context(), pool, read(t, text), "workspace"); err != nil {
-		t.Fatal(err)
-	}
+	_, err := flows.Put(t.Context(), pool, read(t, text), "workspace")
+	require.NoError(t, err)
 }
 
 // thread makes one and returns its id.
@@ -146,9 +145,8 @@ func answer(t *testing.T, w *world, text string) {
 // deliver sends an event.
 func deliver(t *testing.T, w *world, event, key, data string) {
 	t.Helper()
-	if _, err := w.Deliver(t.Context(), w.pool, event, key, json.RawMessage(data), ""); err != nil {
-		t.Fatal(err)
-	}
+	_, err := w.Deliver(t.Context(), w.pool, event, key, json.RawMessage(data), "")
+	require.NoError(t, err)
 }
 
 // story is the activity of an execution: type, status.
@@ -251,9 +249,8 @@ func TestALargeNumberIsKeptOverAWait(t *testing.T) {
   - {id: say, actionType: send_message, parameters: {message: "{{id}}"}}`))
 	id := w.begin(t, "numbers", json.RawMessage(`{"id": 123456789012345678}`))
 	enginetest.Await(t, w.pool, id, executions.Waiting)
-	if _, err := w.Deliver(t.Context(), w.pool, "EVENT_COMPLETED", "go", nil, ""); err != nil {
-		t.Fatal(err)
-	}
+	_, err := w.Deliver(t.Context(), w.pool, "EVENT_COMPLETED", "go", nil, "")
+	require.NoError(t, err)
 	enginetest.Await(t, w.pool, id, executions.Completed)
 	if said := pgtest.Value[string](t, w.pool, `select content from agent_messages order by id desc limit 1`); said != "123456789012345678" {
 		t.Errorf("it says %s", said)
@@ -267,9 +264,8 @@ func knowing(t *testing.T, documents ...string) *world {
 	for _, text := range documents {
 		put(t, pool, text)
 	}
-	if _, err := builtins.Put(t.Context(), pool); err != nil {
-		t.Fatal(err)
-	}
+	_, err := builtins.Put(t.Context(), pool)
+	require.NoError(t, err)
 	registry, err := skills.New(skills.Options{Builtins: builtins.New(pool, nil, nil), Pool: pool})
 	require.NoError(t, err)
 	keep(t, pool, "first")
@@ -279,9 +275,8 @@ func knowing(t *testing.T, documents ...string) *world {
 // keep writes the key as somebody else.
 func keep(t *testing.T, pool *pgxpool.Pool, value string) {
 	t.Helper()
-	if _, err := memory.Save(t.Context(), pool, memory.Note{Key: "contact", Value: value, TraceID: "op_1"}); err != nil {
-		t.Fatal(err)
-	}
+	_, err := memory.Save(t.Context(), pool, memory.Note{Key: "contact", Value: value, TraceID: "op_1"})
+	require.NoError(t, err)
 }
 
 const (
@@ -392,9 +387,8 @@ func TestCancellingReachesGrandchildren(t *testing.T) {
 	middle := *waits(t, w.pool, top, 1).WaitingKey
 	bottom := *waits(t, w.pool, middle, 1).WaitingKey
 	waits(t, w.pool, bottom, 1)
-	if _, err := w.Cancel(t.Context(), top, "admin", "Usuario solicito cancelacion"); err != nil {
-		t.Fatal(err)
-	}
+	_, err := w.Cancel(t.Context(), top, "admin", "Usuario solicito cancelacion")
+	require.NoError(t, err)
 	for _, id := range []string{middle, bottom} {
 		if x := enginetest.Await(t, w.pool, id, executions.Cancelled); testkit.Deref(x.CancelReason) != "its parent was cancelled: Usuario solicito cancelacion" {
 			t.Errorf("cancelled because of %q", testkit.Deref(x.CancelReason))

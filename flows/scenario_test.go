@@ -75,9 +75,8 @@ func playing(t *testing.T, name, participant string) *scenario {
 	}
 	pgtest.Exec(t, pool, witness)
 	s := &scenario{world: &world{pool: pool}, log: &testkit.Log{}, id: strings.ToLower(participant)}
-	if _, _, err := threads.Ensure(t.Context(), pool, threads.Thread{ID: s.id, Participant: participant, IdleSeconds: 600}); err != nil {
-		t.Fatal(err)
-	}
+	_, _, err := threads.Ensure(t.Context(), pool, threads.Thread{ID: s.id, Participant: participant, IdleSeconds: 600})
+	require.NoError(t, err)
 	s.serve(t, pool)
 	return s
 }

@@ -57,9 +57,8 @@ func clever(t *testing.T, model func(openai.ChatCompletionRequest) modeltest.Rep
 	number := map[string]any{"type": "object", "required": []any{"n"}, "properties": map[string]any{"n": map[string]any{"type": "integer"}}}
 	for name, trust := range map[string]string{"double": skills.TrustAuto, "careful": skills.TrustApprove} {
 		d := skills.Definition{Name: name, Handler: "builtin:" + name, Parameters: number, Trust: trust, Idempotent: true}
-		if _, err := skills.Put(t.Context(), pool, d, skills.SourceWorkspace); err != nil {
-			t.Fatal(err)
-		}
+		_, err := skills.Put(t.Context(), pool, d, skills.SourceWorkspace)
+		require.NoError(t, err)
 	}
 	return process(t, pool, &reason.Loop{Pool: pool, Model: client, Skills: registry, Logger: slog.New(slog.DiscardHandler)})
 }
@@ -102,9 +101,8 @@ func TestAFlowGoesOnAfterARejection(t *testing.T) {
       condition: got == nil
       then: [{actionType: end, parameters: {summary: "{{approvalStatus}}: {{approvalReason}}"}}]`))
 	id := w.begin(t, "a", nil)
-	if _, err := approvals.Decide(t.Context(), w.pool, *waits(t, w.pool, id, 1).WaitingKey, false, "admin", "the photo shows no damage"); err != nil {
-		t.Fatal(err)
-	}
+	_, err := approvals.Decide(t.Context(), w.pool, *waits(t, w.pool, id, 1).WaitingKey, false, "admin", "the photo shows no damage")
+	require.NoError(t, err)
 	if x := enginetest.Await(t, w.pool, id, executions.Completed); x.ResultSummary != "rejected: the photo shows no damage" {
 		t.Errorf("the flow ended with %q", x.ResultSummary)
 	}
@@ -131,9 +129,8 @@ func TestASkillThatNeedsLeaveWaitsForIt(t *testing.T) {
 	for _, approve := range []bool{true, false} {
 		id := w.begin(t, "a", nil)
 		key := *waits(t, w.pool, id, 1).WaitingKey
-		if _, err := approvals.Decide(t.Context(), w.pool, key, approve, "admin", "because"); err != nil {
-			t.Fatal(err)
-		}
+		_, err := approvals.Decide(t.Context(), w.pool, key, approve, "admin", "because")
+		require.NoError(t, err)
 		if approve {
 			got := variables(t, enginetest.Await(t, w.pool, id, executions.Completed))
 			if diff := cmp.Diff(map[string]any{"got": map[string]any{"twice": 4.0}, "approvalStatus": "approved", "approvalReason": "because"}, got); diff != "" {
@@ -176,9 +173,8 @@ func TestTheModelIsAsked(t *testing.T) {
 func declared(t *testing.T, pool *pgxpool.Pool, all ...agents.Definition) {
 	t.Helper()
 	for _, d := range all {
-		if _, err := agents.Put(t.Context(), pool, d, "workspace"); err != nil {
-			t.Fatal(err)
-		}
+		_, err := agents.Put(t.Context(), pool, d, "workspace")
+		require.NoError(t, err)
 	}
 }
 
@@ -239,9 +235,8 @@ func TestCheckStartSaysWhetherAFlowMayBegin(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, "name: a\ninput: {type: object, required: [n], properties: {n: {type: integer}}, additionalProperties: false}\nactions: [{actionType: end}]",
 		"name: gone\nactions: [{actionType: end}]")
-	if _, err := flows.Remove(t.Context(), w.pool, "workspace", []string{"a"}); err != nil {
-		t.Fatal(err)
-	}
+	_, err := flows.Remove(t.Context(), w.pool, "workspace", []string{"a"})
+	require.NoError(t, err)
 	check := func(name, input string) error {
 		return flows.CheckStart(t.Context(), w.pool, name, json.RawMessage(input))
 	}

@@ -7,6 +7,8 @@ import (
 	"io"
 	"strings"
 	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // The line after an invalid one is answered.
@@ -27,9 +29,8 @@ func TestALineThatIsNoMessageIsAnsweredAndPassedOver(t *testing.T) {
 	answers.Buffer(nil, 4<<20)
 	ask := func(line string) (id string, code int) {
 		t.Helper()
-		if _, err := io.WriteString(in, line+"\n"); err != nil {
-			t.Fatal(err)
-		}
+		_, err := io.WriteString(in, line+"\n")
+		require.NoError(t, err)
 		if !answers.Scan() {
 			t.Fatalf("no answer to %.60s: %v", line, answers.Err())
 		}
@@ -46,9 +47,8 @@ func TestALineThatIsNoMessageIsAnsweredAndPassedOver(t *testing.T) {
 	if id, code := ask(`{"jsonrpc":"2.0","id":1,"method":"initialize","params":{"protocolVersion":"2025-06-18","capabilities":{},"clientInfo":{"name":"x","version":"1"}}}`); id != "1" || code != 0 {
 		t.Fatalf("initialize is answered with %s, %d", id, code)
 	}
-	if _, err := io.WriteString(in, "\n \r\n"+`{"jsonrpc":"2.0","method":"notifications/initialized"}`+"\r\n"); err != nil {
-		t.Fatal(err)
-	}
+	_, err := io.WriteString(in, "\n \r\n"+`{"jsonrpc":"2.0","method":"notifications/initialized"}`+"\r\n")
+	require.NoError(t, err)
 	for line, want := range map[string]struct {
 		id   string
 		code int

@@ -188,9 +188,8 @@ func (w *world) restart(getenv func(string) string) {
 
 func (w *world) put(d mcp.Definition) {
 	w.t.Helper()
-	if _, err := mcp.Put(w.t.Context(), w.pool, d, skills.SourceWorkspace); err != nil {
-		w.t.Fatal(err)
-	}
+	_, err := mcp.Put(w.t.Context(), w.pool, d, skills.SourceWorkspace)
+	require.NoError(w.t, err)
 }
 
 func (w *world) sync() mcp.Report {

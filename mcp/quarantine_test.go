@@ -11,6 +11,7 @@ import (
 	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/mcp"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -48,9 +49,8 @@ func TestAToolThatChangedIsQuarantinedUntilAnAdminAccepts(t *testing.T) {
 			if _, err := mcp.Accept(t.Context(), w.pool, "test", "echo", before.Pin, "tester"); !errors.Is(err, mcp.ErrNothingToAccept) {
 				t.Errorf("accepting a version that was not looked at: %v", err)
 			}
-			if _, err := mcp.Accept(t.Context(), w.pool, "test", "echo", row.SeenPin, "tester"); err != nil {
-				t.Fatal(err)
-			}
+			_, err := mcp.Accept(t.Context(), w.pool, "test", "echo", row.SeenPin, "tester")
+			require.NoError(t, err)
 			after := w.skill("echo")
 			if !after.Enabled || after.Revision <= skill.Revision || w.tool("echo").Pin != row.SeenPin {
 				t.Errorf("after accepting: %+v, %+v", after, w.tool("echo"))
@@ -92,9 +92,8 @@ func TestQuarantineIsNotEndedByEnablingTheSkill(t *testing.T) {
 	w.sync()
 	s.become(tools("Another one.")...)
 	w.sync()
-	if _, err := skills.Enable(t.Context(), w.pool, "mcp__test__echo", "admin", "a mistake"); err != nil {
-		t.Fatal(err)
-	}
+	_, err := skills.Enable(t.Context(), w.pool, "mcp__test__echo", "admin", "a mistake")
+	require.NoError(t, err)
 	w.fails("echo", `{"text":"a"}`, skills.ClassRefused, "no longer what was accepted")
 	if w.skill("echo").Enabled {
 		t.Error("the skill stays in service")
@@ -115,9 +114,8 @@ func TestAToolThatVanishedIsDisabledAndComesBack(t *testing.T) {
 	if w.sync(); !w.skill("echo").Enabled {
 		t.Error("the tool is back, its skill is not")
 	}
-	if _, err := skills.Disable(t.Context(), w.pool, "mcp__test__echo", "admin", "not now", nil); err != nil {
-		t.Fatal(err)
-	}
+	_, err := skills.Disable(t.Context(), w.pool, "mcp__test__echo", "admin", "not now", nil)
+	require.NoError(t, err)
 	s.become(tools("")[1:]...)
 	w.sync()
 	s.become(tools("")...)
@@ -225,9 +223,8 @@ func TestASkillOfTheWorkspaceIsNotReplaced(t *testing.T) {
 	s := serve(t, tools("")...)
 	w := newWorld(t, nil)
 	own := skills.Definition{Name: "mcp__test__echo", Handler: "sql:", Config: map[string]any{"query": "select 1"}}
-	if _, err := skills.Put(t.Context(), w.pool, own, skills.SourceWorkspace); err != nil {
-		t.Fatal(err)
-	}
+	_, err := skills.Put(t.Context(), w.pool, own, skills.SourceWorkspace)
+	require.NoError(t, err)
 	w.put(httpServer(s.URL))
 	w.sync()
 	if got := w.skill("echo"); got.Source != skills.SourceWorkspace || w.tool("echo").State != mcp.Refused {

@@ -45,9 +45,8 @@ func newHouse(t *testing.T) *house {
 		{Name: "fails", Handler: "builtin:fails"},
 		{Name: "hidden", Handler: "builtin:add"},
 	} {
-		if _, err := skills.Put(t.Context(), h.pool, d, skills.SourceWorkspace); err != nil {
-			t.Fatal(err)
-		}
+		_, err := skills.Put(t.Context(), h.pool, d, skills.SourceWorkspace)
+		require.NoError(t, err)
 	}
 	h.offer("add")
 	h.offer("fails")
@@ -87,9 +86,8 @@ func (h *house) approve() {
 	d := skills.Definition{Name: "add", Description: "Adds.", Handler: "builtin:add", Trust: skills.TrustApprove, Parameters: map[string]any{
 		"type": "object", "properties": map[string]any{"a": map[string]any{"type": "integer"}, "b": map[string]any{"type": "integer"}},
 	}}
-	if _, err := skills.Put(h.t.Context(), h.pool, d, skills.SourceWorkspace); err != nil {
-		h.t.Fatal(err)
-	}
+	_, err := skills.Put(h.t.Context(), h.pool, d, skills.SourceWorkspace)
+	require.NoError(h.t, err)
 }
 
 // http is a stock client of the handler behind a token.
@@ -218,12 +216,10 @@ func TestTheListFollowsTheOffers(t *testing.T) {
 		ToolListChangedHandler: func(context.Context, *sdk.ToolListChangedRequest) { changed <- struct{}{} },
 	})
 	h.offer("hidden")
-	if _, err := mcp.Withdraw(t.Context(), h.pool, "fails", "admin", "tester"); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := skills.Disable(t.Context(), h.pool, "add", "admin", "broken", nil); err != nil {
-		t.Fatal(err)
-	}
+	_, err := mcp.Withdraw(t.Context(), h.pool, "fails", "admin", "tester")
+	require.NoError(t, err)
+	_, err = skills.Disable(t.Context(), h.pool, "add", "admin", "broken", nil)
+	require.NoError(t, err)
 	if got := names(t, overHTTP); !slices.Equal(got, []string{"hidden"}) {
 		t.Errorf("over HTTP are offered %v", got)
 	}
@@ -263,9 +259,8 @@ func TestACallThatNeedsApprovalIsMadeOnceAfterIt(t *testing.T) {
 	}
 	h.server = h.process() // the calling process is gone
 	session = h.http()
-	if _, err := approvals.Decide(t.Context(), h.pool, id, true, "admin", ""); err != nil {
-		t.Fatal(err)
-	}
+	_, err := approvals.Decide(t.Context(), h.pool, id, true, "admin", "")
+	require.NoError(t, err)
 	if r := callTool(t, session, "add", args); r.IsError || !strings.Contains(said(r), "5") {
 		t.Errorf("after the approval: %q", said(r))
 	}
@@ -280,9 +275,8 @@ func TestACallThatIsNotApprovedIsNotMade(t *testing.T) {
 	h.approve()
 	session := h.stdio(nil)
 	id := awaits(t, callTool(t, session, "add", map[string]any{"a": 1}))
-	if _, err := approvals.Decide(t.Context(), h.pool, id, false, "admin", "not on a Friday"); err != nil {
-		t.Fatal(err)
-	}
+	_, err := approvals.Decide(t.Context(), h.pool, id, false, "admin", "not on a Friday")
+	require.NoError(t, err)
 	if r := callTool(t, session, "add", map[string]any{"a": 1}); !r.IsError || !strings.Contains(said(r), "not on a Friday") {
 		t.Errorf("after the rejection: %q", said(r))
 	}
@@ -298,9 +292,8 @@ func TestManyCallersOfOneApprovedCallGetOneAnswer(t *testing.T) {
 	session := h.http()
 	args := map[string]any{"a": 7}
 	id := awaits(t, callTool(t, session, "add", args))
-	if _, err := approvals.Decide(t.Context(), h.pool, id, true, "admin", ""); err != nil {
-		t.Fatal(err)
-	}
+	_, err := approvals.Decide(t.Context(), h.pool, id, true, "admin", "")
+	require.NoError(t, err)
 	answers := make(chan bool, 8)
 	for range 8 {
 		go func() {

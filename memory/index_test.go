@@ -78,9 +78,8 @@ func (x *indexed) exec(t *testing.T, sql string) {
 
 func (x *indexed) save(t *testing.T, owner memory.Owner, key, value string) {
 	t.Helper()
-	if _, err := memory.Save(t.Context(), x.pool, memory.Note{Owner: owner, Key: key, Value: value}); err != nil {
-		t.Fatal(err)
-	}
+	_, err := memory.Save(t.Context(), x.pool, memory.Note{Owner: owner, Key: key, Value: value})
+	require.NoError(t, err)
 }
 
 // update makes one pass over everything.
@@ -142,9 +141,8 @@ func TestAnEntryIsEmbeddedOnceInEachRevision(t *testing.T) {
 	x.save(t, memory.Shared, "a", "a ship")
 	x.update(t)
 	x.expect(t, "a small 2 0.1, b small 1 0.1")
-	if _, err := memory.Shared.Forget(t.Context(), x.pool, "general", "a", 0); err != nil {
-		t.Fatal(err)
-	}
+	_, err := memory.Shared.Forget(t.Context(), x.pool, "general", "a", 0)
+	require.NoError(t, err)
 	x.expect(t, "b small 1 0.1")
 }
 
@@ -292,9 +290,8 @@ func TestAnotherModelEmbedsAnew(t *testing.T) {
 	}
 	x.expect(t, "a large 1 1.1, a small 1 1.1")
 	x.exec(t, `update agent_memory_embeddings set updated_at = clock_timestamp() - interval '25 hours'`)
-	if _, err := large.Update(t.Context(), x.pool, time.Time{}); err != nil {
-		t.Fatal(err)
-	}
+	_, err := large.Update(t.Context(), x.pool, time.Time{})
+	require.NoError(t, err)
 	x.expect(t, "a large 1 1.1")
 }
 

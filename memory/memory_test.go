@@ -243,9 +243,8 @@ func TestAFullCategoryTakesNoNewKey(t *testing.T) {
 func TestNoUpdateIsLostUnder32Writers(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	if _, err := memory.Save(t.Context(), pool, memory.Note{Key: "n", Value: 0}); err != nil {
-		t.Fatal(err)
-	}
+	_, err := memory.Save(t.Context(), pool, memory.Note{Key: "n", Value: 0})
+	require.NoError(t, err)
 	var wg sync.WaitGroup
 	for range 32 {
 		wg.Go(func() {
@@ -297,9 +296,8 @@ func TestListGoesOnWhereItStopped(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for i := range 5 {
-		if _, err := memory.Save(t.Context(), pool, memory.Note{Category: "c", Key: fmt.Sprint("k", i), Value: i, TraceID: "hb_1"}); err != nil {
-			t.Fatal(err)
-		}
+		_, err := memory.Save(t.Context(), pool, memory.Note{Category: "c", Key: fmt.Sprint("k", i), Value: i, TraceID: "hb_1"})
+		require.NoError(t, err)
 	}
 	pgtest.Exec(t, pool, `update agent_memory set expires_at = clock_timestamp() where key = 'k3'`)
 	var keys []string
@@ -373,9 +371,8 @@ func TestARevisionIsNeverUsedTwice(t *testing.T) {
 		"expired": func(key string) { expire(t, pool, key) },
 		"expired and swept": func(key string) {
 			expire(t, pool, key)
-			if _, err := memory.Expire(t.Context(), pool); err != nil {
-				t.Fatal(err)
-			}
+			_, err := memory.Expire(t.Context(), pool)
+			require.NoError(t, err)
 		},
 	} {
 		save(t, pool, memory.Note{Key: name, Value: 1})
@@ -399,9 +396,8 @@ func TestAKeyThatIsDeletedWhileItIsKeptAnewGoesOnCounting(t *testing.T) {
 	tx, err := pool.Begin(t.Context())
 	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(t.Context()) }()
-	if _, err := memory.Shared.Forget(t.Context(), tx, "general", "k", 2); err != nil {
-		t.Fatal(err)
-	}
+	_, err = memory.Shared.Forget(t.Context(), tx, "general", "k", 2)
+	require.NoError(t, err)
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		e, err := memory.Save(t.Context(), pool, memory.Note{Key: "k", Value: 3, Revision: memory.Absent})
@@ -525,9 +521,8 @@ func TestConflictsAreBoundedAndGoWithTime(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	id := late(t, pool, "k")
-	if _, err := decide(t, pool, id, memory.Decision{By: "ana"}); err != nil {
-		t.Fatal(err)
-	}
+	_, err := decide(t, pool, id, memory.Decision{By: "ana"})
+	require.NoError(t, err)
 	pgtest.Exec(t, pool, `
 		update agent_memory_conflicts set decided_at = clock_timestamp() - interval '91 days';
 		insert into agent_memory_conflicts (category, key, value, if_revision, found_revision) select 'c', 'k' || n, '1', 0, 0 from generate_series(1, 999) n;
@@ -537,14 +532,13 @@ func TestConflictsAreBoundedAndGoWithTime(t *testing.T) {
 	if _, err := memory.StoreConflict(t.Context(), pool, note, refused(t, pool, note), ""); !errors.Is(err, memory.ErrConflictsFull) {
 		t.Errorf("one too many: %v", err)
 	}
-	if _, err := memory.Expire(t.Context(), pool); err != nil {
-		t.Fatal(err)
-	}
+	_, err = memory.Expire(t.Context(), pool)
+	require.NoError(t, err)
 	if _, err := memory.GetConflict(t.Context(), pool, id); !errors.Is(err, memory.ErrConflictNotFound) {
 		t.Errorf("an old one is there: %v", err)
 	}
 	var left string
-	err := pool.QueryRow(t.Context(), `
+	err = pool.QueryRow(t.Context(), `
 		select (select count(*) from agent_memory_conflicts where status = 'open') || ' ' || (select string_agg(key, ',') from agent_memory_forgotten)`).Scan(&left)
 	if err != nil || left != "1000 new" {
 		t.Errorf("left are %s, %v", left, err)

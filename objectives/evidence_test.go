@@ -111,9 +111,8 @@ func TestARoundNeedsEvidenceOfItsOwn(t *testing.T) {
 	step := steps(t, pool, o)[0]
 	spare := act(t, pool, "hb_1", "look", "call", "success")
 	complete(t, pool, step)
-	if _, err := objectives.Advanced(t.Context(), pool, o.ID, "hb_1"); err != nil {
-		t.Fatal(err)
-	}
+	_, err := objectives.Advanced(t.Context(), pool, o.ID, "hb_1")
+	require.NoError(t, err)
 	if _, err := pool.Exec(t.Context(), `update agent_objective_steps set status = 'done', trace_id = 'hb_1' where id = $1`, step.ID); !postgres.IsCode(err, "LK010") {
 		t.Errorf("the last round's evidence was taken: %v", err)
 	}

@@ -23,9 +23,8 @@ func put(t *testing.T, pool *pgxpool.Pool, d objectives.Definition) objectives.O
 	if d.Goal == "" {
 		d.Goal = "goal"
 	}
-	if _, err := objectives.Put(t.Context(), pool, d, objectives.SourceWorkspace); err != nil {
-		t.Fatal(err)
-	}
+	_, err := objectives.Put(t.Context(), pool, d, objectives.SourceWorkspace)
+	require.NoError(t, err)
 	return get(t, pool, d.Name)
 }
 
@@ -118,9 +117,8 @@ func TestPutKeepsWhatWasLearned(t *testing.T) {
 		t.Errorf("the same again: %v, %v", changed, err)
 	}
 	complete(t, pool, steps(t, pool, o)[0])
-	if _, err := objectives.AddSteps(t.Context(), pool, o.ID, []string{"planned"}); err != nil {
-		t.Fatal(err)
-	}
+	_, err := objectives.AddSteps(t.Context(), pool, o.ID, []string{"planned"})
+	require.NoError(t, err)
 	d.Goal, d.Steps = "other", []string{"two", "three", "one"}
 	if changed, err := objectives.Put(t.Context(), pool, d, objectives.SourceWorkspace); !changed || err != nil {
 		t.Errorf("changed: %v, %v", changed, err)
@@ -247,9 +245,8 @@ func TestARecurringObjectiveBeginsItsNextRoundOnce(t *testing.T) {
 	list := steps(t, pool, o)
 	complete(t, pool, list[0])
 	for range 3 {
-		if _, _, err := objectives.FailStep(t.Context(), pool, list[1].ID, "x", "hb_1"); err != nil {
-			t.Fatal(err)
-		}
+		_, _, err := objectives.FailStep(t.Context(), pool, list[1].ID, "x", "hb_1")
+		require.NoError(t, err)
 	}
 	pgtest.Exec(t, pool, `update agent_objective_steps set status = 'skipped' where id = '`+list[2].ID+`'`)
 	var wg sync.WaitGroup

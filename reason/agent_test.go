@@ -37,9 +37,8 @@ func (w *world) declare(t *testing.T, list ...agents.Definition) {
 	w.loop.Agents = &agents.Directory{Settings: agents.Settings{Name: "house", Timezone: "Europe/Madrid"}}
 	for i, d := range list {
 		d.Default = i == 0
-		if _, err := agents.Put(t.Context(), w.pool, d, "workspace"); err != nil {
-			t.Fatal(err)
-		}
+		_, err := agents.Put(t.Context(), w.pool, d, "workspace")
+		require.NoError(t, err)
 	}
 }
 
@@ -64,9 +63,8 @@ func TestAPromptIsComposedInAStableOrder(t *testing.T) {
 		Name: "sales", Instructions: "You are Nora of {{Tienda}} Sol.\n", Languages: []string{"es", "pt-BR"},
 		Pinned: []string{"policy/returns", "policy/absent"},
 	})
-	if _, err := memory.Save(t.Context(), w.pool, memory.Note{Category: "policy", Key: "returns", Value: "14 days"}); err != nil {
-		t.Fatal(err)
-	}
+	_, err := memory.Save(t.Context(), w.pool, memory.Note{Category: "policy", Key: "returns", Value: "14 days"})
+	require.NoError(t, err)
 	w.turn.Context = "Healing report: nothing. [End of context]"
 	w.completed(t)
 	w.turn.Context, w.turn.Prompt = "", "Look again."
@@ -256,9 +254,8 @@ func TestPinnedMemoryIsThatOfTheAgent(t *testing.T) {
 			w.declare(t, agents.Definition{Name: "sales", Memory: memoryOf, Pinned: []string{"policy/returns"}})
 			for owner, value := range map[memory.Owner]string{memory.Shared: "of all", "sales": "of sales", "billing": "of billing"} {
 				note := memory.Note{Owner: owner, Category: "policy", Key: "returns", Value: value}
-				if _, err := memory.Save(t.Context(), w.pool, note); err != nil {
-					t.Fatal(err)
-				}
+				_, err := memory.Save(t.Context(), w.pool, note)
+				require.NoError(t, err)
 			}
 			w.completed(t)
 			shown := w.model.Requests()[0].Messages[0].Content
@@ -274,9 +271,8 @@ func remembering(t *testing.T, replies ...modeltest.Reply) *world {
 	t.Helper()
 	w := newWorld(t)
 	maps.Copy(w.builtins, builtins.New(w.pool, nil, nil))
-	if _, err := builtins.Put(t.Context(), w.pool); err != nil {
-		t.Fatal(err)
-	}
+	_, err := builtins.Put(t.Context(), w.pool)
+	require.NoError(t, err)
 	for _, value := range []string{"first", "second"} {
 		w.keep(t, value)
 	}
@@ -287,9 +283,8 @@ func remembering(t *testing.T, replies ...modeltest.Reply) *world {
 // keep writes k as somebody else.
 func (w *world) keep(t *testing.T, value any) {
 	t.Helper()
-	if _, err := memory.Save(t.Context(), w.pool, memory.Note{Key: "k", Value: value, TraceID: "op_1"}); err != nil {
-		t.Fatal(err)
-	}
+	_, err := memory.Save(t.Context(), w.pool, memory.Note{Key: "k", Value: value, TraceID: "op_1"})
+	require.NoError(t, err)
 }
 
 // kept is what k holds, with its revision.

@@ -99,9 +99,8 @@ func (w *world) pending(t *testing.T) []approvals.Approval {
 
 func (w *world) decide(t *testing.T, a approvals.Approval, approve bool, reason string) {
 	t.Helper()
-	if _, err := approvals.Decide(t.Context(), w.pool, a.ID, approve, "ana", reason); err != nil {
-		t.Fatal(err)
-	}
+	_, err := approvals.Decide(t.Context(), w.pool, a.ID, approve, "ana", reason)
+	require.NoError(t, err)
 }
 
 func (w *world) approveAll(t *testing.T) func(approvals.Approval) {

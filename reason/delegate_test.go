@@ -142,11 +142,9 @@ func TestADelegatedTaskIsNeverWiderThanItsTurn(t *testing.T) {
 	}
 	grandchild := w.child(t, child.ID)
 	tokens := func(x executions.Execution) (n [2]int64) {
-		if err := w.pool.QueryRow(t.Context(), `
+		require.NoError(t, w.pool.QueryRow(t.Context(), `
 			select (input->'budget'->>'Tokens')::bigint, (input->'budget'->>'Iterations')::bigint
-			  from agent_executions where id = @id`, postgres.Strict{"id": x.ID}).Scan(&n[0], &n[1]); err != nil {
-			t.Fatal(err)
-		}
+			  from agent_executions where id = @id`, postgres.Strict{"id": x.ID}).Scan(&n[0], &n[1]))
 		return n
 	}
 	c, g := tokens(child), tokens(grandchild)
@@ -202,9 +200,8 @@ func TestCancellingATurnCancelsWhatItDelegated(t *testing.T) {
 	child := w.child(t, id)
 	enginetest.Await(t, w.pool, child.ID, executions.Running)
 	enginetest.Await(t, w.pool, id, executions.Waiting)
-	if _, err := e.Cancel(t.Context(), id, "admin", "enough"); err != nil {
-		t.Fatal(err)
-	}
+	_, err := e.Cancel(t.Context(), id, "admin", "enough")
+	require.NoError(t, err)
 	enginetest.Await(t, w.pool, child.ID, executions.Cancelled)
 }
 
@@ -225,9 +222,8 @@ func TestAnApprovalInADelegatedTaskParksIt(t *testing.T) {
 	if asked.WaitingFor == nil || *asked.WaitingFor != "approval" || dropped != 0 {
 		t.Fatalf("the child waits for %v, %d drops", asked.WaitingFor, dropped)
 	}
-	if _, err := approvals.Decide(t.Context(), w.pool, *asked.WaitingKey, true, "admin", ""); err != nil {
-		t.Fatal(err)
-	}
+	_, err := approvals.Decide(t.Context(), w.pool, *asked.WaitingKey, true, "admin", "")
+	require.NoError(t, err)
 	if got := outcome(t, enginetest.Await(t, w.pool, id, executions.Completed)); got.Text != "Gone." || dropped != 1 {
 		t.Errorf("outcome is %+v after %d drops", got, dropped)
 	}

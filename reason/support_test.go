@@ -82,9 +82,8 @@ func newWorld(t *testing.T, replies ...modeltest.Reply) *world {
 func (w *world) put(t *testing.T, d skills.Definition) {
 	t.Helper()
 	d.Handler, d.Description = "builtin:"+d.Name, "does "+d.Name
-	if _, err := skills.Put(t.Context(), w.pool, d, skills.SourceWorkspace); err != nil {
-		t.Fatal(err)
-	}
+	_, err := skills.Put(t.Context(), w.pool, d, skills.SourceWorkspace)
+	require.NoError(t, err)
 }
 
 // engine runs the world's turn; call it with run to let it take work by itself.

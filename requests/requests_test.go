@@ -121,9 +121,8 @@ func TestARequestIsAnsweredByItsEvents(t *testing.T) {
 				t.Fatalf("open requests %+v, %v", open, err)
 			}
 			for _, data := range c.data {
-				if _, err := engine.Deliver(t.Context(), pool, c.event, open[0].ID, json.RawMessage(data), ""); err != nil {
-					t.Fatal(err)
-				}
+				_, err := engine.Deliver(t.Context(), pool, c.event, open[0].ID, json.RawMessage(data), "")
+				require.NoError(t, err)
 			}
 			if diff := cmp.Diff(c.want, end(t, pool, engine, id)); diff != "" {
 				t.Error(diff)
@@ -203,9 +202,8 @@ func TestARequestBelongsToItsTransaction(t *testing.T) {
 			return undone
 		})
 	})
-	if _, err := engine.RunSync(t.Context(), executions.Spec{Flow: "undone", Surface: trace.Flow}); err != nil {
-		t.Fatal(err)
-	}
+	_, err := engine.RunSync(t.Context(), executions.Spec{Flow: "undone", Surface: trace.Flow})
+	require.NoError(t, err)
 	if got, err := requests.List(t.Context(), pool, requests.Filter{}); err != nil || len(got) != 0 {
 		t.Errorf("%d requests, %v", len(got), err)
 	}
@@ -258,9 +256,8 @@ func TestARequestIsAnsweredByADocumentThatItMayTake(t *testing.T) {
 	pool := pgtest.DB(t)
 	visitor := threads.Principal{Kind: threads.ByKey, Owner: "site"}
 	for _, name := range []string{"candidate", "another"} {
-		if _, _, err := threads.Ensure(t.Context(), pool, threads.Thread{ID: name, Owner: "site"}); err != nil {
-			t.Fatal(err)
-		}
+		_, _, err := threads.Ensure(t.Context(), pool, threads.Thread{ID: name, Owner: "site"})
+		require.NoError(t, err)
 	}
 	wanted := requests.Request{Kind: requests.Document, Title: "Papers", Items: []string{"photo", "form"}}
 	engine, id := asks(t, pool, wanted)
@@ -319,9 +316,8 @@ func TestARunReadsTheDocumentsThatItMay(t *testing.T) {
 		return id
 	}
 	for _, name := range []string{"mine", "other"} {
-		if _, _, err := threads.Ensure(ctx, pool, threads.Thread{ID: name, Owner: "site"}); err != nil {
-			t.Fatal(err)
-		}
+		_, _, err := threads.Ensure(ctx, pool, threads.Thread{ID: name, Owner: "site"})
+		require.NoError(t, err)
 	}
 	chat, heartbeat, operate := run("chat", "mine", ""), run("heartbeat", "", ""), run("operate", "", "")
 	child := run("chat", "mine", chat)

@@ -300,9 +300,8 @@ func TestHTTPSendsARequestOnce(t *testing.T) {
 	})
 	r := registry(t, skills.Options{AllowPrivate: []string{"127.0.0.1"}})
 	call := skills.Call{Skill: row(t, skills.Definition{Name: "h", Handler: "http:POST " + server.URL}), IdempotencyKey: "key-1"}
-	if _, err := r.Invoke(t.Context(), call); err != nil {
-		t.Fatal(err)
-	}
+	_, err := r.Invoke(t.Context(), call)
+	require.NoError(t, err)
 	if _, err := r.Invoke(t.Context(), call); class(err) != skills.ClassNetwork || asked.Load() != 2 {
 		t.Errorf("%d requests for 2 calls, %v", asked.Load(), err)
 	}

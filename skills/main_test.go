@@ -24,9 +24,8 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 // put declares a skill and returns its row.
 func put(t *testing.T, pool *pgxpool.Pool, d skills.Definition) skills.Skill {
 	t.Helper()
-	if _, err := skills.Put(t.Context(), pool, d, skills.SourceWorkspace); err != nil {
-		t.Fatal(err)
-	}
+	_, err := skills.Put(t.Context(), pool, d, skills.SourceWorkspace)
+	require.NoError(t, err)
 	s, err := skills.Get(t.Context(), pool, d.Name)
 	require.NoError(t, err)
 	return s

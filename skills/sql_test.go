@@ -239,12 +239,10 @@ func TestSQLCancelStopsTheQueryOnTheServer(t *testing.T) {
 func TestSQLLeavesNothingInTheSession(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	if _, err := invokeSQL(t, pool, "select 1", `{}`, map[string]any{"statement_timeout_ms": 1234}, nil); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := invokeSQL(t, pool, "select set_config('statement_timeout', '1234', false)", `{}`, nil, nil); err != nil {
-		t.Fatal(err)
-	}
+	_, err := invokeSQL(t, pool, "select 1", `{}`, map[string]any{"statement_timeout_ms": 1234}, nil)
+	require.NoError(t, err)
+	_, err = invokeSQL(t, pool, "select set_config('statement_timeout', '1234', false)", `{}`, nil, nil)
+	require.NoError(t, err)
 	// Before version 16, a read-only transaction may create a large object.
 	if _, err := invokeSQL(t, pool, "select lo_create(0)::text", `{}`, nil, nil); err != nil && !strings.Contains(err.Error(), "25006") {
 		t.Fatal(err)
@@ -406,9 +404,8 @@ func TestACallThatIsRepeatedUnderItsKeyWritesOnce(t *testing.T) {
 		t.Errorf("another call under the key: %v", err)
 	}
 	for range 2 { // without a key, each call is separate
-		if _, err := r.Invoke(t.Context(), skills.Call{Skill: s, Args: json.RawMessage(`{"n": 1}`)}); err != nil {
-			t.Fatal(err)
-		}
+		_, err := r.Invoke(t.Context(), skills.Call{Skill: s, Args: json.RawMessage(`{"n": 1}`)})
+		require.NoError(t, err)
 	}
 	if got := amount(t, there); got != 91 {
 		t.Errorf("the account has %d", got)

@@ -16,6 +16,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
@@ -93,9 +94,8 @@ func TestRemoveKeepsWhatIsNamedAndOtherSources(t *testing.T) {
 	for _, name := range []string{"a", "b", "c"} {
 		put(t, pool, skills.Definition{Name: name, Handler: "builtin:x"})
 	}
-	if _, err := skills.Put(t.Context(), pool, skills.Definition{Name: "d", Handler: "builtin:x"}, skills.SourceBuiltin); err != nil {
-		t.Fatal(err)
-	}
+	_, err := skills.Put(t.Context(), pool, skills.Definition{Name: "d", Handler: "builtin:x"}, skills.SourceBuiltin)
+	require.NoError(t, err)
 	removed, err := skills.Remove(t.Context(), pool, skills.SourceWorkspace, []string{"b"})
 	if err != nil || !slices.Equal(removed, []string{"a", "c"}) {
 		t.Errorf("removed %v, %v", removed, err)
@@ -154,9 +154,8 @@ func TestATrialEndsInTheCoolDownOrInService(t *testing.T) {
 		}
 	}
 	fail(false)
-	if _, err := skills.Disable(t.Context(), pool, "a", "self_heal", "r", nil); err != nil {
-		t.Fatal(err)
-	}
+	_, err := skills.Disable(t.Context(), pool, "a", "self_heal", "r", nil)
+	require.NoError(t, err)
 	fail(false)
 	offer := func() {
 		t.Helper()
@@ -170,9 +169,8 @@ func TestATrialEndsInTheCoolDownOrInService(t *testing.T) {
 		t.Errorf("got %+v", s)
 	}
 	offer()
-	if _, err := skills.Enable(t.Context(), pool, "a", "self_heal", "trial succeeded"); err != nil {
-		t.Fatal(err)
-	}
+	_, err = skills.Enable(t.Context(), pool, "a", "self_heal", "trial succeeded")
+	require.NoError(t, err)
 	if s, _ := skills.Get(t.Context(), pool, "a"); s.TrialAt != nil || !s.Enabled {
 		t.Errorf("got %+v", s)
 	}
@@ -189,9 +187,8 @@ func TestListAndAvailable(t *testing.T) {
 		d.Name = name
 		put(t, pool, d)
 	}
-	if _, err := skills.Disable(t.Context(), pool, "off", "admin", "", nil); err != nil {
-		t.Fatal(err)
-	}
+	_, err := skills.Disable(t.Context(), pool, "off", "admin", "", nil)
+	require.NoError(t, err)
 	for name, test := range map[string]struct{ scopes, want []string }{
 		"visitors": {[]string{"external"}, []string{"both", "out"}},
 		"inside":   {[]string{"internal"}, []string{"both", "in"}},

@@ -24,9 +24,8 @@ func TestApplyAgents(t *testing.T) {
 		t.Helper()
 		w, err := workspace.Load(dir)
 		require.NoError(t, err)
-		if _, err := workspace.Apply(t.Context(), pool, w, pruneAll); err != nil {
-			t.Fatal(err)
-		}
+		_, err = workspace.Apply(t.Context(), pool, w, pruneAll)
+		require.NoError(t, err)
 	}
 	apply()
 	apply()
@@ -104,11 +103,10 @@ func TestFlowNameConflictsWithAgent(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	keeping := workspace.Options{}
-	if _, err := workspace.Apply(t.Context(), pool, load(t, "a.yaml", "kind: agent\nname: sales\n"), keeping); err != nil {
-		t.Fatal(err)
-	}
+	_, err := workspace.Apply(t.Context(), pool, load(t, "a.yaml", "kind: agent\nname: sales\n"), keeping)
+	require.NoError(t, err)
 	text := "kind: flow\nname: sales\nactions: [{actionType: reason, parameters: {prompt: hi, agent: sales}}]\n"
-	_, err := workspace.Apply(t.Context(), pool, load(t, "b.yaml", text), keeping)
+	_, err = workspace.Apply(t.Context(), pool, load(t, "b.yaml", text), keeping)
 	if err == nil || err.Error() != `b.yaml:2:7: name: "sales" is the name of an agent; agents and flows share one namespace` {
 		t.Errorf("said %v", err)
 	}

@@ -165,9 +165,8 @@ func TestApplyRemovesOnlyDeclared(t *testing.T) {
 	pool := pgtest.DB(t)
 	apply(t, pool, load(t, "a.yaml", fullWorkspace))
 	for name, source := range map[string]string{"own": "", "built": skills.SourceBuiltin} {
-		if _, err := skills.Put(t.Context(), pool, skills.Definition{Name: name, Handler: "builtin:x"}, source); err != nil {
-			t.Fatal(err)
-		}
+		_, err := skills.Put(t.Context(), pool, skills.Definition{Name: name, Handler: "builtin:x"}, source)
+		require.NoError(t, err)
 	}
 	diff := apply(t, pool, load(t, "a.yaml", goodSkill))
 	want := []string{"create skill a", "remove skill one", "remove skill two", "remove objective plan", "remove automation often"}
@@ -219,9 +218,8 @@ func TestApplyKeepsRuntimeState(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	apply(t, pool, load(t, "a.yaml", fullWorkspace))
-	if _, err := skills.Disable(t.Context(), pool, "one", "self_heal", "failed thrice", map[string]int{"calls": 3}); err != nil {
-		t.Fatal(err)
-	}
+	_, err := skills.Disable(t.Context(), pool, "one", "self_heal", "failed thrice", map[string]int{"calls": 3})
+	require.NoError(t, err)
 	pgtest.Exec(t, pool, `update agent_automations set enabled = false, disabled_by = 'admin', disabled_reason = 'not now', disabled_at = now()`)
 	pgtest.Exec(t, pool, `update agent_automations set next_run_at = '2031-01-01', last_run_at = '2020-01-01', last_trace_id = 'hb_x' where name = 'often'`)
 	pgtest.Exec(t, pool, `
@@ -253,9 +251,8 @@ func TestApplyKeepsAdminRows(t *testing.T) {
 	pool := pgtest.DB(t)
 	apply(t, pool, load(t, "all.yaml", fullWorkspace))
 	by := objectives.Definition{Name: "plan", Goal: "go on, but slowly", ReviewEvery: "48h"}
-	if _, err := objectives.Put(t.Context(), pool, by, objectives.SourceAdmin); err != nil {
-		t.Fatal(err)
-	}
+	_, err := objectives.Put(t.Context(), pool, by, objectives.SourceAdmin)
+	require.NoError(t, err)
 	changed := strings.ReplaceAll(fullWorkspace, "select 1 as one", "select 2 as one")
 	type act func(context.Context, postgres.Beginner, workspace.Workspace, workspace.Options) (workspace.Diff, error)
 	for name, act := range map[string]act{"apply": workspace.Apply, "plan": workspace.Plan} {
@@ -299,9 +296,8 @@ func TestApplyReschedules(t *testing.T) {
 func TestApplyValidatesAutomationSkills(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	if _, err := skills.Put(t.Context(), pool, skills.Definition{Name: "beside", Handler: "builtin:x"}, skills.SourceBuiltin); err != nil {
-		t.Fatal(err)
-	}
+	_, err := skills.Put(t.Context(), pool, skills.Definition{Name: "beside", Handler: "builtin:x"}, skills.SourceBuiltin)
+	require.NoError(t, err)
 	for name, c := range map[string]struct{ old, with, want string }{
 		"no such skill":    {"skill: two", "skill: tow", `a.yaml:5:8: skill: there is no skill "tow"; did you mean "two"?`},
 		"wrong argument":   {"n: 3", "n: three", `a.yaml:6:16: arguments.n: got string, want integer (skill two)`},
@@ -374,9 +370,8 @@ func TestApplyCancelled(t *testing.T) {
 	tx, err := pool.Begin(t.Context())
 	require.NoError(t, err)
 	defer tx.Rollback(context.WithoutCancel(t.Context()))
-	if _, err := workspace.Apply(t.Context(), tx, load(t, "a.yaml", goodSkill), pruneAll); err != nil {
-		t.Fatal(err)
-	}
+	_, err = workspace.Apply(t.Context(), tx, load(t, "a.yaml", goodSkill), pruneAll)
+	require.NoError(t, err)
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() {

@@ -96,9 +96,8 @@ f.yaml:14:1: unknown key "step"; known are actions, channel, description, input,
 func TestUnknownChildFlows(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	if _, err := flows.Put(t.Context(), pool, flows.Definition{Name: "beside", Actions: []any{map[string]any{"actionType": "end"}}}, "api"); err != nil {
-		t.Fatal(err)
-	}
+	_, err := flows.Put(t.Context(), pool, flows.Definition{Name: "beside", Actions: []any{map[string]any{"actionType": "end"}}}, "api")
+	require.NoError(t, err)
 	text := `kind: flow
 name: a
 actions:
@@ -120,7 +119,7 @@ actions: [{actionType: end}]
 `
 	w := load(t, "a.yaml", text)
 	w.GoFlows, w.Reserved = []string{"billing", "collector"}, []string{"heartbeat"}
-	_, err := workspace.Apply(t.Context(), pool, w, pruneAll)
+	_, err = workspace.Apply(t.Context(), pool, w, pruneAll)
 	want := `a.yaml:6:13: actions[0].parameters.flow: unknown flow "colector"; did you mean "collector"?
 a.yaml:13:7: name: "heartbeat" is a flow of the program itself; take another name
 a.yaml:17:7: name: "billing" is a flow of the program itself; take another name`

@@ -53,9 +53,8 @@ func TestApplyWebhooks(t *testing.T) {
 	if diff := cmp.Diff(w.Webhooks[0].Definition.Actions, e.Actions); diff != "" {
 		t.Errorf("actions (-file +row):\n%s", diff)
 	}
-	if _, err := webhooks.SetEndpoint(t.Context(), pool, "github", false, "admin", "noisy"); err != nil {
-		t.Fatal(err)
-	}
+	_, err = webhooks.SetEndpoint(t.Context(), pool, "github", false, "admin", "noisy")
+	require.NoError(t, err)
 	if w, err = loadText(t, strings.Replace(hooks, "execution.failed", "execution.completed", 1)); err != nil {
 		t.Fatal(err)
 	}

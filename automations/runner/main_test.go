@@ -46,9 +46,8 @@ func newWorld(t *testing.T) *world {
 	w := &world{pool: pgtest.DB(t), model: modeltest.New(t)}
 	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Done.") })
 	d := skills.Definition{Name: "look", Handler: "builtin:look", Idempotent: true}
-	if _, err := skills.Put(t.Context(), w.pool, d, skills.SourceWorkspace); err != nil {
-		t.Fatal(err)
-	}
+	_, err := skills.Put(t.Context(), w.pool, d, skills.SourceWorkspace)
+	require.NoError(t, err)
 	quiet := slog.New(slog.DiscardHandler)
 	client, err := models.New(models.Config{
 		BaseURL: w.model.URL(), Model: "gpt-4o-mini", Logger: quiet, Retry: models.Retry{Attempts: 2, Base: time.Millisecond, MaxWait: time.Second},
@@ -105,9 +104,8 @@ func (w *world) put(t *testing.T, d automations.Definition) automations.Automati
 	if d.Skill == "" && d.Prompt == "" && d.Flow == "" {
 		d.Skill = "look"
 	}
-	if _, err := automations.Put(t.Context(), w.pool, d, automations.SourceWorkspace); err != nil {
-		t.Fatal(err)
-	}
+	_, err := automations.Put(t.Context(), w.pool, d, automations.SourceWorkspace)
+	require.NoError(t, err)
 	a, err := automations.Get(t.Context(), w.pool, d.Name)
 	require.NoError(t, err)
 	return a

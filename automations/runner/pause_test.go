@@ -7,6 +7,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 func TestWhilePausedTimesAreSkippedAndEventsAreKept(t *testing.T) {
@@ -16,9 +17,8 @@ func TestWhilePausedTimesAreSkippedAndEventsAreKept(t *testing.T) {
 	w.put(t, automations.Definition{Name: "during", Cron: "*/5 * * * *"})
 	w.put(t, automations.Definition{Name: "event", Event: "E"})
 	pgtest.Exec(t, w.pool, `update agent_automations set next_run_at = clock_timestamp() - interval '1 hour' where name = 'before'`)
-	if _, err := executions.PauseAll(t.Context(), w.pool, "ana", "prices look wrong"); err != nil {
-		t.Fatal(err)
-	}
+	_, err := executions.PauseAll(t.Context(), w.pool, "ana", "prices look wrong")
+	require.NoError(t, err)
 	pgtest.Exec(t, w.pool, `update agent_automations set next_run_at = clock_timestamp() where name = 'during'`)
 	const turn = "op_01JD3V7K8ZQ6W2M5T9X4C1B0AE"
 	pgtest.Exec(t, w.pool, `select * from raise_agent_event('E', 'k', '{}', 'e1', $1)`, turn)
@@ -42,9 +42,8 @@ func TestWhilePausedTimesAreSkippedAndEventsAreKept(t *testing.T) {
 	if next != "before false, during true" {
 		t.Errorf("the next times are ahead: %s", next)
 	}
-	if _, err := executions.ResumeAll(t.Context(), w.pool, "ana", ""); err != nil {
-		t.Fatal(err)
-	}
+	_, err = executions.ResumeAll(t.Context(), w.pool, "ana", "")
+	require.NoError(t, err)
 	w.until(t, "skipped 1, success 1")
 	// Nobody waits for what an event of an admin's turn causes, so the next pause holds it back too.
 	if got := pgtest.Value[string](t, w.pool, `select surface || ' ' || trace_id from agent_executions where flow = 'automation'`); got != "flow "+turn {

@@ -186,9 +186,8 @@ func TestARunWhoseSkillIsDisabledWaitsForItInsteadOfDying(t *testing.T) {
 	pgtest.Eventually(t, patience, func() bool {
 		return pgtest.Value[string](t, w.pool, `select count(*)::text from agent_executions where flow = 'automation' and status = 'waiting'`) == "1"
 	}, "the run waits for the lane")
-	if _, err := skills.Disable(t.Context(), w.pool, "look", "admin", "not now", nil); err != nil {
-		t.Fatal(err)
-	}
+	_, err := skills.Disable(t.Context(), w.pool, "look", "admin", "not now", nil)
+	require.NoError(t, err)
 	pgtest.Exec(t, w.pool, `select release_agent_lock($1, 'somebody')`, "automation:"+a.ID)
 	w.until(t, "error 1")
 	pgtest.Exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
@@ -196,9 +195,8 @@ func TestARunWhoseSkillIsDisabledWaitsForItInsteadOfDying(t *testing.T) {
 	if ready, err := automations.Ready(t.Context(), w.pool, 0); err != nil || len(ready) != 0 {
 		t.Errorf("ready while the skill is disabled: %v, %v", ready, err)
 	}
-	if _, err := skills.Enable(t.Context(), w.pool, "look", "admin", "again"); err != nil {
-		t.Fatal(err)
-	}
+	_, err = skills.Enable(t.Context(), w.pool, "look", "admin", "again")
+	require.NoError(t, err)
 	w.until(t, "success 1")
 	if n := w.count(); n != 1 {
 		t.Errorf("look was called %d times", n)
@@ -308,9 +306,8 @@ func TestAnOrderedRunIsMadeAtOnceByWhoeverSeesIt(t *testing.T) {
 	w.put(t, automations.Definition{Name: "a", Cron: "@daily"})
 	pgtest.Exec(t, w.pool, `update agent_automations set enabled = false, disabled_by = 'admin'`)
 	w.process(t)
-	if _, err := automations.Enqueue(t.Context(), w.pool, "a", "op_01JD3V7K8ZQ6W2M5T9X4C1B0AE"); err != nil {
-		t.Fatal(err)
-	}
+	_, err := automations.Enqueue(t.Context(), w.pool, "a", "op_01JD3V7K8ZQ6W2M5T9X4C1B0AE")
+	require.NoError(t, err)
 	require.NoError(t, automations.Notify(t.Context(), w.pool))
 	w.until(t, "success 1")
 }
