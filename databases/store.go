@@ -55,8 +55,7 @@ func Get(ctx context.Context, db postgres.DB, name string) (Database, error) {
 
 // List returns the declared databases by name.
 func List(ctx context.Context, db postgres.DB) ([]Database, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Rows[Database](ctx, db, "list databases", `
 		select name, description, url_env, access, role, source, created_at, updated_at
 		  from agent_databases order by name limit 1000`)
-	return postgres.Collect(rows, err, "list databases", pgx.RowToStructByName[Database])
 }

@@ -103,12 +103,11 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Flow, error) {
 	if f.Limit <= 0 {
 		f.Limit = 100
 	}
-	rows, err := db.Query(ctx, `
+	return postgres.Rows[Flow](ctx, db, "list flows", `
 		select name, version, digest, definition, source, current, created_at from agent_flows
 		 where case when @name = '' then current and name > @after else name = @name and (@before = 0 or version < @before) end
 		 order by name, version desc limit @limit`,
 		postgres.Strict{"name": f.Name, "after": f.After, "before": f.Before, "limit": min(f.Limit, 500)})
-	return postgres.Collect(rows, err, "list flows", pgx.RowToStructByName[Flow])
 }
 
 // CheckStart reports whether an execution of a flow can start with an input. It returns [ErrRemoved] for a removed

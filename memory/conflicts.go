@@ -112,7 +112,7 @@ type ConflictFilter struct {
 // Conflicts lists conflicts, the newest first.
 func Conflicts(ctx context.Context, db postgres.DB, f ConflictFilter) ([]Conflict, error) {
 	status := cmp.Or(f.Status, ConflictOpen)
-	rows, err := db.Query(ctx, conflictColumns+`
+	return postgres.Rows[Conflict](ctx, db, "list memory conflicts", conflictColumns+`
 		 where (@status = 'all' or c.status = @status) and (@owner::text is null or c.owner = @owner)
 		   and (@key = '' or c.key = @key and c.category = @category)
 		   and (@before = '' or c.id < nullif(@before, '')::uuid)
@@ -120,7 +120,6 @@ func Conflicts(ctx context.Context, db postgres.DB, f ConflictFilter) ([]Conflic
 		postgres.Strict{
 			"status": status, "owner": f.Owner, "category": cmp.Or(f.Category, defaultCategory), "key": f.Key, "before": f.Before, "limit": postgres.PageSize(f.Limit, defaultLimit, maxLimit),
 		})
-	return postgres.Collect(rows, err, "list memory conflicts", pgx.RowToStructByName[Conflict])
 }
 
 // GetConflict returns one conflict, or [ErrConflictNotFound].

@@ -11,8 +11,6 @@ import (
 	"time"
 	"unicode/utf8"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/models"
 )
@@ -112,7 +110,7 @@ type claimedEntry struct {
 
 // claim claims the next entries to embed. An unfulfilled claim expires after some minutes.
 func (x *Index) claim(ctx context.Context, db postgres.DB, since time.Time) ([]claimedEntry, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Rows[claimedEntry](ctx, db, "claim memories to embed", `
 		with wanted as (
 		  (select m.id
 		     from agent_memory m left join agent_memory_embeddings e on e.memory_id = m.id and e.model = @model
@@ -139,7 +137,6 @@ func (x *Index) claim(ctx context.Context, db postgres.DB, since time.Time) ([]c
 		postgres.Strict{
 			"model": x.model.Model(), "since": since, "most": embedBatch, "claim": embedClaim.Seconds(),
 		})
-	return postgres.Collect(rows, err, "claim memories to embed", pgx.RowToStructByName[claimedEntry])
 }
 
 // embed embeds claimed entries in one request, or one by one if the server rejects that. The pass ends with an error

@@ -285,14 +285,13 @@ func (o Owner) Named(ctx context.Context, db postgres.DB, names ...Name) ([]Entr
 	for i, name := range names {
 		categories[i], keys[i] = name.Category, name.Key
 	}
-	rows, err := db.Query(ctx, `
+	return postgres.Rows[Entry](ctx, db, "get named memories", `
 		select m.id, m.owner, m.category, m.key, m.value, m.revision, m.trace_id, m.expires_at, m.created_at, m.updated_at
 		  from unnest(@categories::text[], @keys::text[]) with ordinality n (category, key, place)
 		  join agent_memory m on m.owner = @owner and m.category = n.category and m.key = n.key
 		 where m.expires_at is null or m.expires_at > clock_timestamp()
 		 order by n.place`,
 		postgres.Strict{"owner": o, "categories": categories, "keys": keys})
-	return postgres.Collect(rows, err, "get named memories", pgx.RowToStructByName[Entry])
 }
 
 // Expire deletes the expired entries and returns how many. Revisions of deleted keys, and decided conflicts, are
@@ -320,12 +319,11 @@ type CategoryStats struct {
 
 // Stats returns totals by owner and category, sorted by name.
 func Stats(ctx context.Context, db postgres.DB) ([]CategoryStats, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Rows[CategoryStats](ctx, db, "count memory", `
 		select owner, category, count(*) as entries, sum(octet_length(key) + pg_column_size(value))::bigint as bytes,
 		       count(expires_at) as expiring, max(updated_at) as updated_at
 		  from agent_memory where expires_at is null or expires_at > clock_timestamp()
 		 group by owner, category order by owner, category`)
-	return postgres.Collect(rows, err, "count memory", pgx.RowToStructByName[CategoryStats])
 }
 
 // Name identifies an entry. Other rows with tracked revisions have a Kind and no category.

@@ -58,7 +58,7 @@ func (o Owner) search(ctx context.Context, db postgres.DB, query string, form qu
 }
 
 func (o Owner) matching(ctx context.Context, db postgres.DB, query string, anyWord bool, limit int) ([]Entry, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Rows[Entry](ctx, db, "search memory", `
 		with q as (
 		  select case when @any_word::boolean
 		         then (select string_agg(quote_literal(lexeme), ' | ')::tsquery from unnest(to_tsvector('simple', @query)))
@@ -68,7 +68,6 @@ func (o Owner) matching(ctx context.Context, db postgres.DB, query string, anyWo
 		 where m.owner = @owner and m.search @@ q.query and (m.expires_at is null or m.expires_at > clock_timestamp())
 		 order by ts_rank(m.search, q.query, 1) desc, m.updated_at desc, m.id desc
 		 limit @limit`, postgres.Strict{"owner": o, "query": query, "any_word": anyWord, "limit": postgres.PageSize(limit, defaultLimit, maxLimit)})
-	return postgres.Collect(rows, err, "search memory", pgx.RowToStructByName[Entry])
 }
 
 // Filter narrows [List]; the zero value lists the newest 20 of all owners.
@@ -83,7 +82,7 @@ type Filter struct {
 
 // List returns entries, newest first by creation. It omits expired ones.
 func List(ctx context.Context, db postgres.DB, f Filter) ([]Entry, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Rows[Entry](ctx, db, "list memory", `
 		select id, owner, category, key, value, revision, trace_id, expires_at, created_at, updated_at
 		  from agent_memory
 		 where (@owner::text is null or owner = @owner) and (@category = '' or category = @category) and (@prefix = '' or starts_with(key, @prefix))
@@ -93,20 +92,18 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Entry, error) {
 		postgres.Strict{
 			"owner": f.Owner, "category": f.Category, "prefix": f.Prefix, "trace_ids": f.TraceIDs, "before": f.Before, "limit": postgres.PageSize(f.Limit, defaultLimit, maxLimit),
 		})
-	return postgres.Collect(rows, err, "list memory", pgx.RowToStructByName[Entry])
 }
 
 // Recent returns the last written entries of a category, or of all when it is empty. limit is 20 when 0, at most
 // 1000.
 func (o Owner) Recent(ctx context.Context, db postgres.DB, category string, limit int) ([]Entry, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Rows[Entry](ctx, db, "list memory", `
 		select id, owner, category, key, value, revision, trace_id, expires_at, created_at, updated_at
 		  from agent_memory
 		 where owner = @owner and (@category = '' or category = @category)
 		   and (expires_at is null or expires_at > clock_timestamp())
 		 order by updated_at desc, id desc limit @limit`,
 		postgres.Strict{"owner": o, "category": category, "limit": postgres.PageSize(limit, defaultLimit, maxLimit)})
-	return postgres.Collect(rows, err, "list memory", pgx.RowToStructByName[Entry])
 }
 
 const (
@@ -225,9 +222,8 @@ func (x *Index) nearest(ctx context.Context, db postgres.DB, o Owner, vector []f
 		  join agent_memory_embeddings e on e.memory_id = m.id and e.revision = m.revision
 		 where e.model = @model and e.dimensions = cardinality(@vector::real[])
 		 order by e.vector::` + schema + `.vector operator(` + schema + `.<=>) @vector::real[]::` + schema + `.vector, m.id limit @limit`
-	rows, err := db.Query(ctx, query,
+	return postgres.Rows[Entry](ctx, db, "search memory by meaning", query,
 		postgres.Strict{"owner": o, "model": x.model.Model(), "vector": vector, "most": maxScanned, "limit": limit})
-	return postgres.Collect(rows, err, "search memory by meaning", pgx.RowToStructByName[Entry])
 }
 
 // fuse merges ranked lists: an entry scores 1 / (60 + rank) in each. Of equals, the first list's entry wins.

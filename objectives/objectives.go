@@ -224,10 +224,9 @@ func collect(what string, rows pgx.Rows, err error) ([]Objective, error) {
 
 // Steps returns the steps of an objective in order.
 func Steps(ctx context.Context, db postgres.DB, objectiveID string) ([]Step, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Rows[Step](ctx, db, "list steps", `
 		select id, objective_id, position, title, status, result, attempts, trace_id, started_at, created_at, updated_at
 		  from agent_objective_steps where objective_id = @id order by position`, pgx.StrictNamedArgs{"id": objectiveID})
-	return postgres.Collect(rows, err, "list steps", pgx.RowToStructByName[Step])
 }
 
 // SetStatus pauses, resumes or ends an objective. from is the required status; for another it returns false. Only

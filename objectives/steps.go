@@ -364,11 +364,10 @@ func complete(ctx context.Context, db postgres.Beginner, stepID, result, traceID
 
 // EvidenceOf returns the evidence of an objective's steps, in order.
 func EvidenceOf(ctx context.Context, db postgres.DB, objectiveID string) ([]Evidence, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Rows[Evidence](ctx, db, "list evidence", `
 		select e.id, e.step_id, e.activity_id, e.skill_name, e.trace_id, e.given_by, e.reason, e.created_at
 		  from agent_objective_evidence e join agent_objective_steps s on s.id = e.step_id
 		 where s.objective_id = @id and e.created_at >= s.started_at order by e.id`, pgx.StrictNamedArgs{"id": objectiveID})
-	return postgres.Collect(rows, err, "list evidence", pgx.RowToStructByName[Evidence])
 }
 
 // Confirm is [ConfirmStep], and settles the objective after its last step, as [Advanced] does. It returns
