@@ -465,12 +465,10 @@ func TestABadRowDoesNotStopTheCount(t *testing.T) {
 }
 
 // seqScans is how often tables were read whole through the connection so far.
-func seqScans(t *testing.T, tx pgx.Tx, tables []string) (n int64) {
+func seqScans(t *testing.T, tx pgx.Tx, tables []string) int64 {
 	t.Helper()
-	err := tx.QueryRow(t.Context(), `
-		select coalesce(sum(s.seq_scan), 0) from pg_stat_xact_user_tables s where s.relname = any ($1)`, tables).Scan(&n)
-	require.NoError(t, err)
-	return n
+	return pgtest.Value[int64](t, tx, `
+		select coalesce(sum(s.seq_scan), 0) from pg_stat_xact_user_tables s where s.relname = any ($1)`, tables)
 }
 
 func TestCountedFiguresScanNoTable(t *testing.T) {

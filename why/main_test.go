@@ -56,9 +56,7 @@ func (w *world) ctx() context.Context { return w.t.Context() }
 
 func (w *world) exec(sql string, args ...any) {
 	w.t.Helper()
-	if _, err := w.pool.Exec(w.ctx(), sql, args...); err != nil {
-		w.t.Fatalf("%s: %v", sql, err)
-	}
+	pgtest.Exec(w.t, w.pool, sql, args...)
 }
 
 // value is the one value that a statement answers with; the zero value for null and for no row.

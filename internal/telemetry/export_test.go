@@ -56,19 +56,14 @@ func (s *scene) exported(more ...string) []otlptest.Span {
 	return s.receiver.Trace("")
 }
 
-func (s *scene) one(sql string, args ...any) (value string) {
+func (s *scene) one(sql string, args ...any) string {
 	s.t.Helper()
-	if err := s.db.QueryRow(s.t.Context(), sql, args...).Scan(&value); err != nil {
-		s.t.Fatalf("%v\n%s", err, sql)
-	}
-	return value
+	return pgtest.Value[string](s.t, s.db, sql, args...)
 }
 
 func (s *scene) exec(sql string, args ...any) {
 	s.t.Helper()
-	if _, err := s.db.Exec(s.t.Context(), sql, args...); err != nil {
-		s.t.Fatalf("%v\n%s", err, sql)
-	}
+	pgtest.Exec(s.t, s.db, sql, args...)
 }
 
 // start and end are an execution's life in plain SQL, as a worker outside has it.

@@ -49,17 +49,12 @@ func (g *stage) session(url, name string) *session {
 
 func (g *stage) exec(sql string, args ...any) {
 	g.t.Helper()
-	if _, err := g.pool.Exec(g.t.Context(), sql, args...); err != nil {
-		g.t.Fatalf("%s: %v", sql, err)
-	}
+	pgtest.Exec(g.t, g.pool, sql, args...)
 }
 
-func (g *stage) count(sql string, args ...any) (n int) {
+func (g *stage) count(sql string, args ...any) int {
 	g.t.Helper()
-	if err := g.pool.QueryRow(g.t.Context(), sql, args...).Scan(&n); err != nil {
-		g.t.Fatalf("%s: %v", sql, err)
-	}
-	return n
+	return pgtest.Value[int](g.t, g.pool, sql, args...)
 }
 
 // acquire asks for the lane as a session, and returns what it was given.

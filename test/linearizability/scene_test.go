@@ -58,9 +58,7 @@ func (s *server) crash() {
 
 func (s *server) exec(sql string, args ...any) {
 	s.t.Helper()
-	if _, err := s.admin.Exec(s.t.Context(), sql, args...); err != nil {
-		s.t.Fatalf("%s: %v", sql, err)
-	}
+	pgtest.Exec(s.t, s.admin, sql, args...)
 }
 
 // count is a number that a query finds; it is asked again while the server comes back.

@@ -11,6 +11,8 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
@@ -78,11 +80,11 @@ func lastRefused(server *modeltest.Server) string {
 func (w *world) heartbeatFinishes(t *testing.T) {
 	t.Helper()
 	x, err := w.engine.RunSync(t.Context(), heartbeat.Spec("nora"))
-	fatal(t, err)
+	require.NoError(t, err)
 	if x.Status != executions.Completed {
 		t.Fatalf("the heartbeat is %s: %v", x.Status, x.ErrorMessage)
 	}
-	if got := w.text(t, `select status from agent_objectives where name = 'tidy'`); got != "completed" {
+	if got := pgtest.Value[string](t, w.pool, `select status from agent_objectives where name = 'tidy'`); got != "completed" {
 		t.Errorf("the objective is %s; failed calls: %s", got, w.failures(t))
 	}
 }
@@ -94,7 +96,7 @@ const turns = 4
 func (w *world) sessionFinishes(t *testing.T) {
 	t.Helper()
 	s, err := w.operate.Session("", true)
-	fatal(t, err)
+	require.NoError(t, err)
 	before := w.looked.Load()
 	for n := range turns {
 		done, err := s.Turn(t.Context(), fmt.Sprintf("Turn %d. Count. %s", n, strings.Repeat("word ", 20)), false,
@@ -106,7 +108,7 @@ func (w *world) sessionFinishes(t *testing.T) {
 			t.Fatalf("turn %d ended with %s; failed calls: %s", n, done.Ended, w.failures(t))
 		}
 	}
-	fatal(t, s.Close(context.WithoutCancel(t.Context())))
+	require.NoError(t, s.Close(context.WithoutCancel(t.Context())))
 	if got := w.looked.Load() - before; got != turns {
 		t.Errorf("%d of %d turns corrected their call", got, turns)
 	}
@@ -133,7 +135,7 @@ func (w *world) chatFinishes(t *testing.T) {
 	if text := got.Choices[0].Message.Content; text != "It is 42." || w.looked.Load() != before+1 {
 		t.Errorf("the visitor reads %q after %d calls; failed calls: %s", text, w.looked.Load()-before, w.failures(t))
 	}
-	refused := w.text(t, `select count(*)::text from agent_activity where skill_name = 'look' and surface = 'chat' and status = 'error'`)
+	refused := pgtest.Value[string](t, w.pool, `select count(*)::text from agent_activity where skill_name = 'look' and surface = 'chat' and status = 'error'`)
 	if refused != "1" {
 		t.Errorf("%s calls of the visitor's turn were refused, want 1", refused)
 	}
@@ -142,12 +144,6 @@ func (w *world) chatFinishes(t *testing.T) {
 // failures are the failed model calls of the log.
 func (w *world) failures(t *testing.T) string {
 	t.Helper()
-	return w.text(t, `select coalesce(string_agg(error_message, '; '), 'none') from agent_activity
+	return pgtest.Value[string](t, w.pool, `select coalesce(string_agg(error_message, '; '), 'none') from agent_activity
 		where skill_name = 'model_call' and status = 'error'`)
-}
-
-func (w *world) text(t *testing.T, sql string) (text string) {
-	t.Helper()
-	fatal(t, w.pool.QueryRow(t.Context(), sql).Scan(&text))
-	return text
 }

@@ -56,19 +56,19 @@ func newWorld(t *testing.T, server *modeltest.Server, model string, change func(
 	w.engine, err = executions.New(w.pool, executions.Options{
 		Keeper: keeper, SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second, StopTimeout: 2 * time.Second,
 	})
-	fatal(t, err)
+	require.NoError(t, err)
 	quiet := slog.New(slog.DiscardHandler)
 	beat := &heartbeat.Heartbeat{Pool: w.pool, Loop: loop, Heal: selfheal.Default(), Logger: quiet}
-	fatal(t, beat.Register(w.engine))
+	require.NoError(t, beat.Register(w.engine))
 	w.operate, err = operate.New(operate.Options{
 		Pool: w.pool, Engine: w.engine, Keeper: keeper, Loop: loop, Poll: 20 * time.Millisecond, History: 200,
 	})
-	fatal(t, err)
+	require.NoError(t, err)
 	visitors := &chat.Chat{
 		Pool: w.pool, Engine: w.engine, Loop: loop, Logger: quiet, Rate: -1,
 		Agents: &agents.Directory{Settings: agents.Settings{Name: "nora"}},
 	}
-	fatal(t, visitors.Register(w.engine))
+	require.NoError(t, visitors.Register(w.engine))
 	w.serve(t, visitors)
 	w.run(t, keeper.Run, w.engine.Run, visitors.Run)
 	w.objective(t)
@@ -85,7 +85,7 @@ func newClient(t *testing.T, server *modeltest.Server, model string, change func
 		change(&config)
 	}
 	client, err := models.New(config)
-	fatal(t, err)
+	require.NoError(t, err)
 	return client
 }
 
@@ -97,7 +97,7 @@ func (w *world) newLoop(t *testing.T) *reason.Loop {
 		return map[string]int{"rows": 42}, nil
 	}
 	registry, err := skills.New(skills.Options{Builtins: map[string]skills.Builtin{"look": look}, Pool: w.pool})
-	fatal(t, err)
+	require.NoError(t, err)
 	_, err = skills.Put(t.Context(), w.pool, skills.Definition{
 		Name: "look", Handler: "builtin:look", Description: "Count rows.", Scope: skills.ScopeBoth, Idempotent: true,
 		Parameters: map[string]any{
@@ -105,7 +105,7 @@ func (w *world) newLoop(t *testing.T) *reason.Loop {
 			"properties": map[string]any{"limit": map[string]any{"type": "integer"}},
 		},
 	}, skills.SourceWorkspace)
-	fatal(t, err)
+	require.NoError(t, err)
 	return &reason.Loop{Pool: w.pool, Model: w.client, Skills: registry, Logger: slog.New(slog.DiscardHandler)}
 }
 
@@ -142,11 +142,11 @@ func (w *world) objective(t *testing.T) {
 	_, err := objectives.Put(t.Context(), w.pool, objectives.Definition{
 		Name: "tidy", Goal: "Keep the tables small.", Steps: []string{"look", "judge"},
 	}, objectives.SourceWorkspace)
-	fatal(t, err)
+	require.NoError(t, err)
 	o, err := objectives.Get(t.Context(), w.pool, "tidy")
-	fatal(t, err)
+	require.NoError(t, err)
 	all, err := objectives.Steps(t.Context(), w.pool, o.ID)
-	fatal(t, err)
+	require.NoError(t, err)
 	for _, s := range all {
 		w.steps = append(w.steps, s.ID)
 	}
@@ -186,8 +186,3 @@ func (w *world) answer(_ int, req openai.ChatCompletionRequest) modeltest.Reply 
 
 // summary is what the model keeps of the session.
 const summary = "The admin counts."
-
-func fatal(t *testing.T, err error) {
-	t.Helper()
-	require.NoError(t, err)
-}

@@ -36,7 +36,7 @@ func TestTheDatabasesClockJumps(t *testing.T) {
 	url := pgtest.EmptyURL(t)
 	db := admin(t, url)
 	// The schema's functions and defaults name clock_timestamp and now without a schema: here they find these.
-	do(t, db, `
+	pgtest.Exec(t, db, `
 		create schema clock;
 		create table clock.jump (by interval not null);
 		insert into clock.jump values ('0');
@@ -47,7 +47,7 @@ func TestTheDatabasesClockJumps(t *testing.T) {
 	pool := pgtest.Pool(t, url, postgres.Options{ApplicationName: "engine"})
 	_, err := migrations.Up(t.Context(), pool)
 	require.NoError(t, err)
-	do(t, db, `create table effects (by text not null, what text not null)`)
+	pgtest.Exec(t, db, `create table effects (by text not null, what text not null)`)
 	if ahead := pgtest.Value[bool](t, pool,
 		`select clock_timestamp() < pg_catalog.clock_timestamp() + interval '1 minute'`); !ahead {
 		t.Fatal("the clock is wrong before it jumps")
@@ -92,12 +92,12 @@ func TestTheDatabasesClockJumps(t *testing.T) {
 	}
 	begin(6, "steps")
 	testkit.Receive(t, at.entered) // one is in the middle of a transaction
-	do(t, db, `update clock.jump set by = '1 hour'`)
+	pgtest.Exec(t, db, `update clock.jump set by = '1 hour'`)
 	close(at.opened)
 	begin(6, "steps")
 	ended()
 	begin(3, "straight") // a wait that has begun would last an hour longer by this clock, which decides
-	do(t, db, `update clock.jump set by = '0'`)
+	pgtest.Exec(t, db, `update clock.jump set by = '0'`)
 	begin(3, "steps")
 	ended()
 	if n := pgtest.Value[int](t, db, `select count(*) from agent_executions where status <> 'completed'`); n != 0 {

@@ -131,7 +131,7 @@ func TestWhatWasAcknowledgedIsThere(t *testing.T) {
 			t.Parallel()
 			bad := arrange(t)
 			db := admin(t, bad.url)
-			do(t, db, `create table effects (by text not null, what text not null)`)
+			pgtest.Exec(t, db, `create table effects (by text not null, what text not null)`)
 			pool := pgtest.Pool(t, bad.url, postgres.Options{ApplicationName: "engine"})
 			e := engine(t, pool, map[string]executions.Func{"effect": effect}, &testkit.Log{})
 			var started, events []string

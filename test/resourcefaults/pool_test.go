@@ -99,7 +99,7 @@ func TestAnEngineOnTheLeastPool(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	db := admin(t, url)
-	do(t, db, `create table effects (by text not null, what text not null)`)
+	pgtest.Exec(t, db, `create table effects (by text not null, what text not null)`)
 	pool := pgtest.Pool(t, url, postgres.Options{MaxConns: 2, ApplicationName: "engine"})
 	e := engine(t, pool, map[string]executions.Func{"effect": effect, "all": everything}, &testkit.Log{},
 		func(o *executions.Options) { o.Workers, o.LeaseTTL = 8, 20*time.Second })

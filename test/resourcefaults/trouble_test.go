@@ -45,18 +45,11 @@ func admin(t *testing.T, url string) *pgxpool.Pool {
 	return pool
 }
 
-func do(t *testing.T, db postgres.DB, sql string, args ...any) {
-	t.Helper()
-	if _, err := db.Exec(context.WithoutCancel(t.Context()), sql, args...); err != nil {
-		t.Fatalf("%v\n%s", err, sql)
-	}
-}
-
 // pretendedFullDisk refuses every insert and update as a full disk does.
 func pretendedFullDisk(t *testing.T) trouble {
 	url := pgtest.URL(t)
 	db := admin(t, url)
-	do(t, db, `
+	pgtest.Exec(t, db, `
 		create table faults (yes boolean not null);
 		insert into faults values (false);
 		create function faults() returns trigger language plpgsql as $$
@@ -75,7 +68,7 @@ func pretendedFullDisk(t *testing.T) trouble {
 		    execute format('create trigger faults before insert or update on %s for each statement execute function public.faults()', t.name);
 		  end loop;
 		end $$`)
-	set := func(yes bool) func() { return func() { do(t, db, `update faults set yes = $1`, yes) } }
+	set := func(yes bool) func() { return func() { pgtest.Exec(t, db, `update faults set yes = $1`, yes) } }
 	return trouble{url, set(true), set(false), "disk is full", "free space on it"}
 }
 
@@ -105,8 +98,8 @@ func readOnly(t *testing.T) trouble {
 	db := admin(t, own.URL())
 	set := func(to string) func() {
 		return func() {
-			do(t, db, `alter system set default_transaction_read_only = `+to)
-			do(t, db, `select pg_reload_conf()`)
+			pgtest.Exec(t, db, `alter system set default_transaction_read_only = `+to)
+			pgtest.Exec(t, db, `select pg_reload_conf()`)
 			eventually(t, "the server is read-only: "+to, func() bool {
 				return pgtest.Value[string](t, db, `select current_setting('transaction_read_only')`) == to
 			})
@@ -128,8 +121,8 @@ func fullDisk(t *testing.T) trouble {
 	require.NoError(t, os.Mkdir(space, 0o700))
 	ownAs(t, own.Dir(), space)
 	db := admin(t, own.URL())
-	do(t, db, `create tablespace small location '`+space+`'`)
-	do(t, db, `create database agent tablespace small template template0`)
+	pgtest.Exec(t, db, `create tablespace small location '`+space+`'`)
+	pgtest.Exec(t, db, `create database agent tablespace small template template0`)
 	url := strings.Replace(own.URL(), "/postgres?", "/agent?", 1)
 	migrate(t, url)
 	ballast := filepath.Join(disk, "ballast")
