@@ -230,7 +230,7 @@ func randomWrites(ctx context.Context, db *pgxpool.Pool, r *rand.Rand) error {
 		if err != nil {
 			return err
 		}
-		pause(ctx, time.Duration(r.IntN(30))*time.Millisecond)
+		testkit.Wait(ctx, time.Duration(r.IntN(30))*time.Millisecond)
 	}
 	if r.IntN(2) == 0 {
 		_, err = tx.Exec(ctx, `
@@ -240,18 +240,11 @@ func randomWrites(ctx context.Context, db *pgxpool.Pool, r *rand.Rand) error {
 			return err
 		}
 	}
-	pause(ctx, time.Duration(r.IntN(150))*time.Millisecond)
+	testkit.Wait(ctx, time.Duration(r.IntN(150))*time.Millisecond)
 	if r.IntN(4) == 0 {
 		return nil // rolled back
 	}
 	return tx.Commit(ctx)
-}
-
-func pause(ctx context.Context, d time.Duration) {
-	select {
-	case <-ctx.Done():
-	case <-time.After(d):
-	}
 }
 
 func TestEveryRowIsCountedOnceDespiteLateCommits(t *testing.T) {
@@ -281,7 +274,7 @@ func TestEveryRowIsCountedOnceDespiteLateCommits(t *testing.T) {
 				if err := pass(t.Context(), db, 7); err != nil {
 					return err
 				}
-				pause(writing, 3*time.Millisecond)
+				testkit.Wait(writing, 3*time.Millisecond)
 			}
 			return nil
 		})
@@ -292,7 +285,7 @@ func TestEveryRowIsCountedOnceDespiteLateCommits(t *testing.T) {
 			if err != nil || diff != "" {
 				return fmt.Errorf("at some moment: %s %w", diff, err)
 			}
-			pause(writing, 10*time.Millisecond)
+			testkit.Wait(writing, 10*time.Millisecond)
 		}
 		return nil
 	})

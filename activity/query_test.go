@@ -326,15 +326,7 @@ type explainer struct {
 }
 
 func (e *explainer) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
-	rows, err := e.DB.Query(ctx, "explain "+sql, args...)
-	if err != nil {
-		e.t.Fatalf("explain %s: %v", sql, err)
-	}
-	lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		e.t.Fatalf("explain %s: %v", sql, err)
-	}
-	e.plans = append(e.plans, strings.Join(lines, "\n"))
+	e.plans = append(e.plans, strings.Join(pgtest.Column[string](e.t, e.DB, "explain "+sql, args...), "\n"))
 	return e.DB.Query(ctx, sql, args...)
 }
 

@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
@@ -35,11 +36,7 @@ func newListener(t *testing.T, db *pgxpool.Pool) *postgres.Listener {
 	t.Cleanup(func() { cancel(); running.Wait() })
 	ready, stop := listener.Subscribe("agent_lanes")
 	t.Cleanup(stop)
-	select {
-	case <-ready:
-	case <-time.After(soon):
-		t.Fatal("the listener does not listen")
-	}
+	testkit.Receive(t, ready)
 	return listener
 }
 

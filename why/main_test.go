@@ -59,29 +59,16 @@ func (w *world) exec(sql string, args ...any) {
 	pgtest.Exec(w.t, w.pool, sql, args...)
 }
 
-// value is the one value that a statement answers with; the zero value for null and for no row.
+// value is the first value that a statement answers with; the zero value for null and for no row.
 func value[T any](w *world, sql string, args ...any) T {
 	w.t.Helper()
-	var v *T
-	rows, err := w.pool.Query(w.ctx(), sql, args...)
-	if err != nil {
-		w.t.Fatalf("%s: %v", sql, err)
-	}
-	defer rows.Close()
-	if rows.Next() {
-		if err := rows.Scan(&v); err != nil {
-			w.t.Fatalf("%s: %v", sql, err)
+	for _, v := range pgtest.Column[*T](w.t, w.pool, sql, args...) {
+		if v != nil {
+			return *v
 		}
 	}
-	rows.Close()
-	if err := rows.Err(); err != nil {
-		w.t.Fatalf("%s: %v", sql, err)
-	}
-	if v == nil {
-		var zero T
-		return zero
-	}
-	return *v
+	var zero T
+	return zero
 }
 
 // The truth, as the test keeps it: nothing of it is read from what why() reads.

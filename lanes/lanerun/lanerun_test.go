@@ -20,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/lanes/lanerun"
 )
@@ -116,7 +117,7 @@ func TestTheExitCodeIsTheCommandsAlsoWithoutARelease(t *testing.T) {
 	_, done := start(t.Context(), t, k, "while [ ! -e "+leave+" ]; do sleep 0.05; done; exit 7")
 	pgtest.Exec(t, db, `alter function lanekeeper.release_agent_lock rename to away`)
 	require.NoError(t, os.WriteFile(leave, nil, 0o600))
-	got := await(t, done)
+	got := testkit.Receive(t, done)
 	if got.code != 7 || got.err != nil || !strings.Contains(got.log, `level=WARN msg="lane not released, it ends with its lease" lane=job`) {
 		t.Errorf("%+v", got)
 	}
@@ -150,17 +151,6 @@ func start(ctx context.Context, t *testing.T, k *lanes.Keeper, script string) (p
 	return pid, finished
 }
 
-func await(t *testing.T, done <-chan result) result {
-	t.Helper()
-	select {
-	case r := <-done:
-		return r
-	case <-time.After(soon):
-		t.Fatal("the run does not end")
-		return result{}
-	}
-}
-
 // gone checks that no process of the command's group is left.
 func gone(t *testing.T, pid int) {
 	t.Helper()
@@ -173,7 +163,7 @@ func TestALostLaneEndsTheCommandAndItsChildren(t *testing.T) {
 	if broken, err := lanes.Break(t.Context(), db, "job", "test"); err != nil || !broken {
 		t.Fatalf("Break: %v, %v", broken, err)
 	}
-	if got := await(t, done); got.code != lanerun.ExitFailed || !errors.Is(got.err, lanes.ErrLost) {
+	if got := testkit.Receive(t, done); got.code != lanerun.ExitFailed || !errors.Is(got.err, lanes.ErrLost) {
 		t.Errorf("lost: %+v, want exit code 1 and ErrLost", got)
 	}
 	gone(t, pid)
@@ -186,7 +176,7 @@ func TestAStubbornCommandIsKilled(t *testing.T) {
 	db := pgtest.DB(t)
 	pid, done := start(ctx, t, keeper(t, db), "trap '' TERM; while :; do sleep 1; done")
 	cancel()
-	if got := await(t, done); got.code != lanerun.ExitFailed || !errors.Is(got.err, context.Canceled) {
+	if got := testkit.Receive(t, done); got.code != lanerun.ExitFailed || !errors.Is(got.err, context.Canceled) {
 		t.Errorf("cancelled: %+v", got)
 	}
 	gone(t, pid)
@@ -199,7 +189,7 @@ func TestSignalsReachTheCommand(t *testing.T) {
 	_, done := start(t.Context(), t, keeper(t, db), "trap 'exit 9' USR1; touch "+ready+"; while :; do sleep 0.05; done")
 	pgtest.Eventually(t, soon, func() bool { _, err := os.Stat(ready); return err == nil }, "the trap is set")
 	require.NoError(t, syscall.Kill(os.Getpid(), syscall.SIGUSR1))
-	if got := await(t, done); got.code != 9 || got.err != nil {
+	if got := testkit.Receive(t, done); got.code != 9 || got.err != nil {
 		t.Errorf("signalled: %+v, want exit code 9", got)
 	}
 	free(t, db, "job")

@@ -165,9 +165,7 @@ func (x *ledger) say(v int, random *rand.Rand, words string) {
 
 // moment lets some time pass and does something to a process or a visitor.
 func (x *ledger) moment(n int) {
-	select {
-	case <-time.After(time.Duration(x.random.IntN(300)) * time.Millisecond):
-	case <-x.ctx().Done():
+	if !testkit.Wait(x.ctx(), time.Duration(x.random.IntN(300))*time.Millisecond) {
 		return
 	}
 	x.wake()

@@ -24,6 +24,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // TestNoMemoryIsLostWhateverDies lets runs of two processes, heartbeats, two admins over HTTP and one on the command
@@ -211,10 +212,7 @@ func (x *words) subject() (key string, over context.Context) {
 // pause lets up to some milliseconds pass, or the round end.
 func (x *words) pause(r *rand.Rand, most int) {
 	_, over := x.subject()
-	select {
-	case <-time.After(time.Duration(r.IntN(most)) * time.Millisecond):
-	case <-over.Done():
-	}
+	testkit.Wait(over, time.Duration(r.IntN(most))*time.Millisecond)
 }
 
 // ended waits until a run has ended; "" is every run.
@@ -474,10 +472,7 @@ func (x *words) pursue(request string, req openai.ChatCompletionRequest) modelte
 		return n
 	}
 	for began := revision(); crc32.ChecksumIEEE([]byte(request))%4 > 0 && over.Err() == nil && revision() == began; {
-		select {
-		case <-time.After(20 * time.Millisecond):
-		case <-over.Done():
-		}
+		testkit.Wait(over, 20*time.Millisecond)
 	}
 	return modeltest.Text("The notes are kept.")
 }
