@@ -24,9 +24,9 @@ type statement struct {
 	err  error
 }
 
-// sender are the methods that send SQL, with the position of the statement among their arguments. Queue
-// has no context.
-var sender = map[string]int{"Exec": 1, "Query": 1, "QueryRow": 1, "Queue": 0}
+// sender are the functions that send SQL, with the position of the statement among their arguments. Queue
+// has no context; Row and Rows are those of package postgres.
+var sender = map[string]int{"Exec": 1, "Query": 1, "QueryRow": 1, "Queue": 0, "Row": 3, "Rows": 3}
 
 // beginsLikeSQL finds statements that reach the database through a function of the package's own.
 var beginsLikeSQL = regexp.MustCompile(`(?is)^\s*(select\s|insert\s+into\s|update\s+\w+.*\sset\s|delete\s+from\s|with\s+(recursive\s+)?\w+\s+as\s)`)
@@ -128,7 +128,11 @@ func (f *folder) search(file *ast.File) []statement {
 	ast.Inspect(file, func(n ast.Node) bool {
 		switch n := n.(type) {
 		case *ast.CallExpr:
-			if method, ok := n.Fun.(*ast.SelectorExpr); ok {
+			fun := n.Fun
+			if of, ok := fun.(*ast.IndexExpr); ok {
+				fun = of.X
+			}
+			if method, ok := fun.(*ast.SelectorExpr); ok {
 				if i, sends := sender[method.Sel.Name]; sends && len(n.Args) > i {
 					all = append(all, f.sent(n.Args[i])...)
 				}
