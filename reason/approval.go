@@ -16,83 +16,82 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// leave is what a call needs of an admin.
-type leave struct {
+// approvalRequest is a call that needs an approval.
+type approvalRequest struct {
 	skill skills.Skill
 	key   string // skill and arguments
-	asked approvals.Approval
+	row   approvals.Approval
 }
 
-// needLeave handles a call that only an admin can allow: it is set aside until the reply's other calls are
-// made, or only recorded.
-func (w *turn) needLeave(ctx context.Context, c *call, s skills.Skill) error {
+// requireApproval defers a call until the reply's other calls are made, or records its request only.
+func (w *turn) requireApproval(ctx context.Context, c *call, s skills.Skill) error {
 	hash, err := approvals.Hash(c.args)
 	if err != nil {
-		return err // the schema's check has read them
+		return err // the schema's check parsed them
 	}
-	c.leave = &leave{skill: s, key: s.Name + " " + hash}
+	c.approval = &approvalRequest{skill: s, key: s.Name + " " + hash}
 	if w.Approvals == Park {
 		return nil
 	}
-	if err := w.request(ctx, c); err != nil || c.result != "" {
+	if err := w.requestApproval(ctx, c); err != nil || c.result != "" {
 		return err
 	}
 	w.outcome.Calls = append(w.outcome.Calls, s.Name+" (awaits approval)")
 	c.result = encode(map[string]string{
-		"status": "pending_approval", "approval_id": c.leave.asked.ID,
+		"status": "pending_approval", "approval_id": c.approval.row.ID,
 		"note": "An admin must approve this call. It runs later, if approved; do not ask again.",
 	})
-	return w.showOnce(ctx, c, "deferred", string(activity.PendingApproval), "")
+	return w.notifyOnce(ctx, c, "deferred", string(activity.PendingApproval), "")
 }
 
-// await asks for all the leave that a reply's calls need, and then makes each call when it is decided. Of equal
-// calls only one is asked for at a time: one denial is for all.
-func (w *turn) await(ctx context.Context, calls []*call) error {
+// awaitApprovals requests the approvals of a reply and makes each approved call. It requests one of several equal
+// calls at a time, because a denial holds for all.
+func (w *turn) awaitApprovals(ctx context.Context, calls []*call) error {
 	for {
-		round, err := w.round(ctx, calls)
+		round, err := w.requestApprovals(ctx, calls)
 		if err != nil || len(round) == 0 {
 			return err
 		}
-		if err := w.announce(ctx, round); err != nil {
+		if err := w.notifyApprovals(ctx, round); err != nil {
 			return err
 		}
 		for _, c := range round {
-			if err := w.follow(ctx, c); err != nil {
+			if err := w.followDecision(ctx, c); err != nil {
 				return err
 			}
 		}
 	}
 }
 
-// round asks for the calls that have no result yet, and returns those that now wait.
-func (w *turn) round(ctx context.Context, calls []*call) (waiting []*call, err error) {
+// requestApprovals requests approvals of the calls without a result, and returns the waiting ones.
+func (w *turn) requestApprovals(ctx context.Context, calls []*call) (waiting []*call, err error) {
 	taken := map[string]bool{}
 	for _, c := range calls {
-		if c.leave == nil || c.result != "" || taken[c.leave.key] {
+		if c.approval == nil || c.result != "" || taken[c.approval.key] {
 			continue
 		}
-		if why, denied := w.denied[c.leave.key]; denied {
+		if why, denied := w.denied[c.approval.key]; denied {
 			if err := w.denyAgain(ctx, c, why); err != nil {
 				return nil, err
 			}
 			continue
 		}
-		if err := w.request(ctx, c); err != nil {
+		if err := w.requestApproval(ctx, c); err != nil {
 			return nil, err
 		}
 		if c.result == "" {
-			taken[c.leave.key] = true
+			taken[c.approval.key] = true
 			waiting = append(waiting, c)
 		}
 	}
 	return waiting, nil
 }
 
-// request records that one call wants leave. A request that cannot be stored is the call's result.
-func (w *turn) request(ctx context.Context, c *call) error {
-	s := c.leave.skill
+// requestApproval requests one approval. If it cannot be stored, the failure is the call's result.
+func (w *turn) requestApproval(ctx context.Context, c *call) error {
+	s := c.approval.skill
 	args := c.args
-	if w.Approvals == Defer { // what was read by now is not known to who makes the call later
+	if w.Approvals == Defer { // the later run does not know the read revisions
 		args = builtins.WithRevisions(s, args, w.seen)
 	}
 	asked, err := approvals.Ask(ctx, approvals.Request{
@@ -102,29 +101,29 @@ func (w *turn) request(ctx context.Context, c *call) error {
 		c.result = w.bound(failed(failure))
 		return nil
 	}
-	c.leave.asked = asked
+	c.approval.row = asked
 	return err
 }
 
-// announce shows, once, what waits for a decision.
-func (w *turn) announce(ctx context.Context, round []*call) error {
+// notifyApprovals reports waiting approvals once.
+func (w *turn) notifyApprovals(ctx context.Context, round []*call) error {
 	if w.OnApproval == nil {
 		return nil
 	}
-	first, err := w.news(ctx, "approvals")
+	first, err := w.firstTime(ctx, "approvals")
 	if err != nil || !first {
 		return err
 	}
 	for _, c := range round {
-		w.OnApproval(c.leave.asked)
+		w.OnApproval(c.approval.row)
 	}
-	w.view.catchUp(ctx)
+	w.view.flush(ctx)
 	return nil
 }
 
-// follow waits for the decision on a call, and does what it says.
-func (w *turn) follow(ctx context.Context, c *call) error {
-	id := c.leave.asked.ID
+// followDecision waits for the decision on a call, and makes or denies it.
+func (w *turn) followDecision(ctx context.Context, c *call) error {
+	id := c.approval.row.ID
 	d, err := approvals.Await(ctx, "decision on "+id, id)
 	switch {
 	case err != nil:
@@ -133,43 +132,42 @@ func (w *turn) follow(ctx context.Context, c *call) error {
 		return w.deny(ctx, c, d.Reason)
 	}
 	step, use := approvals.Grant(ctx, id)
-	err = w.invokeSkill(ctx, c, c.leave.skill, step, use)
+	err = w.invokeSkill(ctx, c, c.approval.skill, step, use)
 	if approvals.IsUsed(err) {
 		return w.deny(ctx, c, "the approval has expired, or the skill has changed since it was given")
 	}
 	return err
 }
 
-// deny tells the model that a call is not allowed, and remembers it for the rest of the turn.
+// deny denies a call for the rest of the turn.
 func (w *turn) deny(ctx context.Context, c *call, why string) error {
-	w.denied[c.leave.key] = why
+	w.denied[c.approval.key] = why
 	w.outcome.Calls = append(w.outcome.Calls, c.name+" (denied)")
 	c.result = denial(why)
-	return w.showOnce(ctx, c, "denied "+c.leave.asked.ID, classDenied, why)
+	return w.notifyOnce(ctx, c, "denied "+c.approval.row.ID, classDenied, why)
 }
 
-// denyAgain refuses a call that was denied before in this turn. No admin is asked again.
+// denyAgain refuses a call that was denied earlier in the turn, without another request.
 func (w *turn) denyAgain(ctx context.Context, c *call, why string) error {
 	c.result = denial(why)
-	return w.refuse(ctx, c, c.leave.skill.ID, classDenied, "denied before in this turn: "+why)
+	return w.recordRefusal(ctx, c, c.approval.skill.ID, classDenied, "denied before in this turn: "+why)
 }
 
 func denial(why string) string {
 	return encode(map[string]string{"error": "DENIED", "reason": why, "note": "Do not ask for this call again."})
 }
 
-// matching returns the skills that have to do with a query, best first.
-func matching(list []skills.Skill, query string) []skills.Skill {
+// matchingSkills returns the skills that share words with a query, best first.
+func matchingSkills(list []skills.Skill, query string) []skills.Skill {
 	return rank(list, query, true)
 }
 
-// nearestSkills orders all skills by how much they have to do with a text; equals stay in order.
-func nearestSkills(list []skills.Skill, text string) []skills.Skill {
+// rankedSkills orders all skills by their similarity to a text; equal ones keep their order.
+func rankedSkills(list []skills.Skill, text string) []skills.Skill {
 	return rank(list, text, false)
 }
 
-// rank scores skills by the words they share with a text: those of the name count more than those of the
-// description, whole words more than beginnings, and rare words more than common ones.
+// rank scores skills by words shared with a text. Words of the name, whole words and rare words weigh more.
 func rank(list []skills.Skill, text string, onlyHits bool) []skills.Skill {
 	type scored struct {
 		skill skills.Skill
@@ -184,7 +182,7 @@ func rank(list []skills.Skill, text string, onlyHits bool) []skills.Skill {
 		points := make([]float64, len(list))
 		hits := 0
 		for i, s := range list {
-			points[i] = 3*likeness(word, words(s.Name)) + likeness(word, words(s.Description))
+			points[i] = 3*similarity(word, words(s.Name)) + similarity(word, words(s.Description))
 			if points[i] > 0 {
 				hits++
 			}
@@ -204,8 +202,8 @@ func rank(list []skills.Skill, text string, onlyHits bool) []skills.Skill {
 	return ranked
 }
 
-// likeness is 1 for a word that is among others, and less for one that begins alike.
-func likeness(word string, others []string) float64 {
+// similarity is 1 for a word among others, and less for one with the same beginning.
+func similarity(word string, others []string) float64 {
 	best := 0.0
 	for _, other := range others {
 		switch short, long := min(len(word), len(other)), max(len(word), len(other)); {
@@ -218,8 +216,8 @@ func likeness(word string, others []string) float64 {
 	return best
 }
 
-// words splits a text at everything that is neither letter nor digit, and at the humps of camelCase. Each word is
-// there once, in lower case.
+// words splits a text at characters other than letters and digits, and at camelCase humps. It returns distinct words
+// in lower case.
 func words(text string) []string {
 	var spaced strings.Builder
 	var before rune

@@ -20,35 +20,33 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Classes of model calls that were not made or not finished: the time has run out; or, with the name of the
-// limit after it, a limit of tokens or money.
+// Classes of stopped model calls: by time, or by the limit whose name follows.
 const (
 	classBudget = "budget"
 	classLimit  = "budget_"
 )
 
-// How a turn ends that a limit stops.
+// Ends of a turn at a limit.
 const (
 	endedIterations = "iterations"
 	EndedTime       = "time"
 	EndedTokens     = "tokens"  // of the run
 	endedMoney      = "money"   // of the run
-	EndedDay        = "day"     // tokens or money of all runs together
-	EndedSurface    = "surface" // tokens or money of the surface's runs
+	EndedDay        = "day"     // of all runs
+	EndedSurface    = "surface" // of the surface's runs, or the agent's
 )
 
-// leastAnswer is how many tokens an answer must be allowed to have for a call to be worth its prompt.
-const leastAnswer = 64
+// minAnswer is the length, in tokens, of the shortest useful answer.
+const minAnswer = 64
 
-// account is where the model calls of one turn are counted.
+// account has the budget scopes of a turn.
 type account struct {
 	scopes   []budgets.Scope
-	patience time.Duration // with others' reservations
-	answer   int           // tokens of one answer; 0 for the model's usual
+	patience time.Duration // bound of the wait for others' reservations
+	answer   int           // tokens of one answer; 0 for the model's default
 }
 
-// open says where a turn's calls are counted: in the day, the surface's day, the run, what a run that delegated the
-// turn allows it, and the day of its agent.
+// open returns the scopes of a turn: the day, the surface's day, the run, the delegating turns and the agent's day.
 func (l *Loop) open(ctx context.Context, t Turn, b Budget, a agents.Agent) *account {
 	span, _ := trace.From(ctx)
 	others := append(slices.Clone(t.above), t.scope(span.TraceID, b))
@@ -61,12 +59,12 @@ func (l *Loop) open(ctx context.Context, t Turn, b Budget, a agents.Agent) *acco
 	}
 }
 
-// scope is the turn's own.
+// scope returns the turn's own scope.
 func (t Turn) scope(id trace.ID, b Budget) budgets.Scope {
 	return budgets.Scope{Name: cmp.Or(t.BudgetScope, budgets.RunScope(id)), Limit: b.limit()}
 }
 
-// limit is a budget's tokens and money.
+// limit returns the tokens and money of a budget.
 func (b Budget) limit() budgets.Limit {
 	limit := budgets.Limit{Tokens: int64(b.Tokens), USD: b.CostUSD}
 	if b.Tokens == math.MaxInt {
@@ -75,7 +73,7 @@ func (b Budget) limit() budgets.Limit {
 	return limit
 }
 
-// reservation is that of a call. Each request that the call sends has one; they follow each other.
+// reservation returns the reservation of a call. Each request of the call renews it.
 func (a *account) reservation(ctx context.Context, model *models.Client, req models.Request) (*reservation, error) {
 	current, ok := executions.Current(ctx)
 	if !ok {
@@ -88,7 +86,7 @@ func (a *account) reservation(ctx context.Context, model *models.Client, req mod
 		return budgets.Need{
 			PromptTokens: int64(math.Ceil(float64(quote.PromptTokens) * dense)), PromptUSD: quote.PromptUSD * dense,
 			TokenUSD: quote.TokenUSD,
-			Wanted:   int64(quote.AnswerTokens), Least: int64(min(leastAnswer, quote.AnswerTokens)),
+			Wanted:   int64(quote.AnswerTokens), Least: int64(min(minAnswer, quote.AnswerTokens)),
 		}
 	}
 	return &reservation{
@@ -100,25 +98,25 @@ func (a *account) reservation(ctx context.Context, model *models.Client, req mod
 	}, nil
 }
 
-// reservation is one call's, with what the call has used.
+// reservation reserves a call and tracks its usage.
 type reservation struct {
 	budgets.Reservation
-	reckoned int           // tokens of the prompt
+	reckoned int           // estimated tokens of the prompt
 	granted  int64         // tokens of the answer
 	last     budgets.Spend // of the last request
-	lost     budgets.Spend // of the requests before it, written off,
-	answers  int64         // and what their answers were allowed of that
+	lost     budgets.Spend // of earlier requests, written off
+	answers  int64         // the part of lost granted to their answers
 }
 
-// grant returns how long the answer may be, in tokens. From then on the request's worst case counts, until it says what
-// it used.
+// grant returns the granted tokens of the answer. From then on, the request counts at its worst case until it reports
+// its usage.
 func (r *reservation) grant(ctx context.Context, db postgres.DB, effect *executions.Effect) (int, error) {
 	effect.OnResult = func(b *pgx.Batch) { r.Settle(b, r.last) }
 	granted, err := r.Await(ctx, db)
 	return r.take(granted, err)
 }
 
-// renew has another request follow one that may have been billed.
+// renew reserves another request after one that may have been billed.
 func (r *reservation) renew(ctx context.Context, db postgres.DB) (int, error) {
 	lost, granted, err := r.Renew(ctx, db)
 	r.lost, r.last = r.lost.Plus(lost), budgets.Spend{}
@@ -126,7 +124,7 @@ func (r *reservation) renew(ctx context.Context, db postgres.DB) (int, error) {
 	return r.take(granted, err)
 }
 
-// take takes what a limit grants.
+// take accepts a grant, or converts a refusal to a step error.
 func (r *reservation) take(granted int64, err error) (int, error) {
 	var refused *budgets.Error
 	switch {
@@ -143,14 +141,14 @@ func (r *reservation) take(granted int64, err error) (int, error) {
 	return int(granted), nil
 }
 
-// unknown counts the last request at its worst case, and no less than what is known of it.
+// unknown counts the last request at its worst case, or at its known usage if that is more.
 func (r *reservation) unknown(tokens int, usd float64) {
 	tokens64 := max(r.Need.PromptTokens+r.granted, int64(tokens))
 	usd = max(r.Need.PromptUSD+float64(r.granted)*r.Need.TokenUSD, usd)
 	r.last = budgets.Spend{Tokens: tokens64, USD: usd, UnknownTokens: tokens64, UnknownUSD: usd}
 }
 
-// used counts a request by its response, and returns what the call has used in all.
+// used counts a request by its response, and returns the usage of the call.
 func (r *reservation) used(response models.Response) (activity.Usage, float64) {
 	u := response.Usage
 	shown := activity.Usage{
@@ -173,7 +171,7 @@ func (r *reservation) used(response models.Response) (activity.Usage, float64) {
 	return shown, all.USD
 }
 
-// endedByScope names the limit that a refusal is about.
+// endedByScope returns the end for a refused scope.
 func endedByScope(refused *budgets.Error) string {
 	kind, rest, _ := strings.Cut(refused.Scope, ":")
 	switch {
@@ -187,7 +185,7 @@ func endedByScope(refused *budgets.Error) string {
 	return EndedTokens
 }
 
-// endedBy says which limit made a model call fail, and how; ok is false for other errors.
+// endedBy returns the limit that stopped a model call; ok is false for other errors.
 func endedBy(err error) (limit string, failure *executions.StepError, ok bool) {
 	if !errors.As(err, &failure) {
 		return "", nil, false

@@ -19,33 +19,32 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// delegateFlow is the durable function of a delegated task.
+// delegateFlow is the flow of a delegated task.
 const delegateFlow = "delegate"
 
 const (
-	// deepest is how many delegations may be nested.
-	deepest = 2
-	// classDelegate is the class of a delegated task that did not end well.
+	// maxDelegationDepth bounds nested delegations.
+	maxDelegationDepth = 2
+	// classDelegate is the class of a failed delegation.
 	classDelegate = "delegate"
-	// share is the part of what a turn has left that a task gets which names no tokens: one in so many.
+	// share is the divisor of the remaining budget for a task without tokens.
 	share = 3
 )
 
-// delegated is the input of a delegated task. It is made by the runtime; of the model's words only the task and
-// narrowings are in it.
+// delegated is the input of a delegated task. The model supplies only the task and restrictions.
 type delegated struct {
 	Task      string          `json:"task"`
 	System    string          `json:"system"`
 	Purpose   string          `json:"purpose"`
 	Scopes    []string        `json:"scopes"`
-	Only      []string        `json:"only,omitempty"` // the skills it may use; all in scope when empty
+	Only      []string        `json:"only,omitempty"` // skills; all in scope when empty
 	Approvals ApprovalMode    `json:"approvals"`
 	Budget    Budget          `json:"budget"`
 	Above     []budgets.Scope `json:"above"`
 	Depth     int             `json:"depth"`
 }
 
-// delegateArgs is what a model may say about a task.
+// delegateArgs are the model's arguments.
 type delegateArgs struct {
 	Task   string   `json:"task"`
 	Skills []string `json:"skills"`
@@ -53,14 +52,14 @@ type delegateArgs struct {
 	Agent  string   `json:"agent"`
 }
 
-// ending is what a turn learns of its task.
-type ending struct {
+// childResult is the end of a delegated task.
+type childResult struct {
 	Status  string  `json:"status"`
 	Summary string  `json:"summary"`
 	Outcome Outcome `json:"outcome"`
 }
 
-// RegisterDelegate tells the engine how to run delegated tasks.
+// RegisterDelegate registers the flow of delegated tasks.
 func (l *Loop) RegisterDelegate(e *executions.Engine) error {
 	return e.Register(delegateFlow, func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
 		var d delegated
@@ -75,7 +74,7 @@ func (l *Loop) RegisterDelegate(e *executions.Engine) error {
 	})
 }
 
-// childTurn is the turn of a delegated task.
+// childTurn returns the turn of a delegated task.
 func (l *Loop) childTurn(ctx context.Context, e *executions.Engine, d delegated) Turn {
 	current, _ := executions.Current(ctx)
 	t := Turn{
@@ -84,17 +83,16 @@ func (l *Loop) childTurn(ctx context.Context, e *executions.Engine, d delegated)
 		BudgetScope: childScope(trace.ID(current.TraceID), current.ID),
 		above:       d.Above, only: d.Only, depth: d.Depth,
 	}
-	if d.Depth < deepest {
+	if d.Depth < maxDelegationDepth {
 		t.Tools = []Tool{l.DelegateTool(e, d.Scopes)}
 	}
 	return t
 }
 
-// DelegateTool lets a turn hand a sub-task to a child execution and have its answer. The child is in the same trace. It
-// may use what the turn may and scopes allow, fewer skills if the model names some, within a part of what the turn has
-// left of its budget; what it uses counts for the turn, too. It asks for approvals the way the turn does: where that is
-// waiting, the child waits, and the turn with it. The turn waits durably, without a process; when it is cancelled the
-// child is. A child that fails is a result for the model. Tasks are nested two deep at most.
+// DelegateTool lets a turn delegate a task to a child execution in the same trace. The child may use the turn's skills
+// within scopes, or the named ones, and a part of the remaining budget; its usage counts for the turn. It handles
+// approvals as the turn does. The turn waits durably; a cancelled turn cancels the child. A failed child is a result
+// for the model. Delegations nest two deep.
 func (l *Loop) DelegateTool(e *executions.Engine, scopes []string) Tool {
 	return Tool{
 		Name: "delegate",
@@ -116,14 +114,14 @@ func (l *Loop) DelegateTool(e *executions.Engine, scopes []string) Tool {
 	}
 }
 
-// bind gives the tools that act for a turn their turn.
+// bind binds tools that act for a turn.
 func (w *turn) bind() {
 	w.Tools = slices.Clone(w.Tools)
 	for i, t := range w.Tools {
 		switch {
 		case t.within != nil:
 			w.Tools[i].Do = t.within(w)
-			w.Tools[i] = w.toAgents(w.Tools[i])
+			w.Tools[i] = w.addAgentParameter(w.Tools[i])
 		case t.DoSeen != nil:
 			w.Tools[i].Do = func(ctx context.Context, args json.RawMessage) (any, error) {
 				return t.DoSeen(ctx, args, w.seen)
@@ -132,7 +130,7 @@ func (w *turn) bind() {
 	}
 }
 
-// allowed are the skills that the agent may use and, of a delegated turn, that it was given.
+// allowed removes the skills that the agent or the delegation excludes.
 func (t Turn) allowed(a agents.Agent, all []skills.Skill) []skills.Skill {
 	remembers := a.Memory != agents.MemoryNone
 	return slices.DeleteFunc(all, func(s skills.Skill) bool {
@@ -141,13 +139,13 @@ func (t Turn) allowed(a agents.Agent, all []skills.Skill) []skills.Skill {
 	})
 }
 
-// delegate starts a child, waits for its end, and returns what came of it.
+// delegate starts a child, waits for its end, and returns its answer.
 func (w *turn) delegate(ctx context.Context, e *executions.Engine, scopes []string, args json.RawMessage) (any, error) {
 	var asked delegateArgs
 	if err := json.Unmarshal(args, &asked); err != nil {
 		return nil, &executions.StepError{Class: classInvalid, Message: err.Error()}
 	}
-	end, err := executions.Phase(ctx, "delegate", func(ctx context.Context, effect *executions.Effect) (ending, error) {
+	end, err := executions.Phase(ctx, "delegate", func(ctx context.Context, effect *executions.Effect) (childResult, error) {
 		child, err := executions.StepTx(ctx, "start", func(ctx context.Context, tx pgx.Tx) (string, error) {
 			spec, err := w.childSpec(ctx, asked, scopes)
 			if err != nil {
@@ -157,7 +155,7 @@ func (w *turn) delegate(ctx context.Context, e *executions.Engine, scopes []stri
 			return x.ID, err
 		}, executions.Input(asked))
 		if err != nil {
-			return ending{}, err
+			return childResult{}, err
 		}
 		effect.Output = map[string]any{"task": asked.Task, "execution_id": child}
 		end, err := w.childEnd(ctx, e, child)
@@ -182,7 +180,7 @@ func (w *turn) delegate(ctx context.Context, e *executions.Engine, scopes []stri
 	return map[string]any{"answer": end.Outcome.Text, "ended": end.Outcome.Ended, "calls": end.Outcome.Calls}, nil
 }
 
-// count adds what a call, or a child, has used: the turn's budget holds for all.
+// count adds the usage of a call or a child.
 func (w *turn) count(o Outcome) {
 	w.outcome.Usage.PromptTokens += o.Usage.PromptTokens
 	w.outcome.Usage.CompletionTokens += o.Usage.CompletionTokens
@@ -193,16 +191,16 @@ func (w *turn) count(o Outcome) {
 	w.outcome.CostUSD += o.CostUSD
 }
 
-// childSpec is a child that is in no respect wider than the turn.
+// childSpec returns the spec of a child, which is never wider than the turn.
 func (w *turn) childSpec(ctx context.Context, asked delegateArgs, scopes []string) (executions.Spec, error) {
 	current, _ := executions.Current(ctx)
-	if w.depth >= deepest {
+	if w.depth >= maxDelegationDepth {
 		return executions.Spec{}, &executions.StepError{
 			Class:   classDelegate,
 			Message: "a delegated task cannot be delegated further",
 		}
 	}
-	agent, err := w.delegateTo(asked, current.Agent)
+	agent, err := w.chooseAgent(asked, current.Agent)
 	if err != nil {
 		return executions.Spec{}, err
 	}
@@ -226,7 +224,7 @@ func (w *turn) childSpec(ctx context.Context, asked delegateArgs, scopes []strin
 	}, nil
 }
 
-// narrowed checks the names of skills that a model gives a child.
+// narrowed validates the model's skill names for a child.
 func (w *turn) narrowed(names []string) ([]string, error) {
 	if len(names) == 0 {
 		return w.only, nil
@@ -234,13 +232,13 @@ func (w *turn) narrowed(names []string) ([]string, error) {
 	for _, name := range names {
 		if !slices.ContainsFunc(w.skills, func(s skills.Skill) bool { return s.Name == name }) {
 			return nil, &executions.StepError{Class: classInvalid, Message: fmt.Sprintf(
-				"skills: %q is none of yours: %s", shown(name), strings.Join(skillNames(w.skills), ", "))}
+				"skills: %q is none of yours: %s", displayName(name), strings.Join(skillNames(w.skills), ", "))}
 		}
 	}
 	return names, nil
 }
 
-// childBudget is a part of what the turn has left.
+// childBudget returns a part of the remaining budget.
 func (w *turn) childBudget(tokens int) (Budget, error) {
 	left := w.budget
 	left.Iterations -= w.outcome.Iterations
@@ -273,27 +271,27 @@ func (w *turn) childBudget(tokens int) (Budget, error) {
 	return left, nil
 }
 
-// childEnd waits for a child and reads what came of it. One that does not end in time is cancelled.
-func (w *turn) childEnd(ctx context.Context, e *executions.Engine, child string) (ending, error) {
+// childEnd waits for a child and reads its result. It cancels a child that exceeds the wait.
+func (w *turn) childEnd(ctx context.Context, e *executions.Engine, child string) (childResult, error) {
 	_, patience := executions.Limits("agent")
 	if w.Approvals != Park {
 		patience = min(patience, max(time.Hour, 2*w.budget.Time))
 	}
 	out, err := executions.Wait(ctx, "end", executions.Agent(child, patience))
 	if err != nil {
-		return ending{}, err
+		return childResult{}, err
 	}
-	return executions.Step(ctx, "read", func(ctx context.Context) (ending, error) {
+	return executions.Step(ctx, "read", func(ctx context.Context) (childResult, error) {
 		if out.TimedOut {
 			if _, err := e.Cancel(ctx, child, "delegate", "it did not end in time"); err != nil {
-				return ending{}, err
+				return childResult{}, err
 			}
 		}
 		x, err := executions.Get(ctx, w.Pool, child)
 		if err != nil {
-			return ending{}, err
+			return childResult{}, err
 		}
-		end := ending{Status: string(x.Status), Summary: x.ResultSummary}
+		end := childResult{Status: string(x.Status), Summary: x.ResultSummary}
 		if x.ErrorMessage != nil {
 			end.Summary = *x.ErrorMessage
 		}
@@ -306,7 +304,7 @@ func (w *turn) childEnd(ctx context.Context, e *executions.Engine, child string)
 	})
 }
 
-// spentBy is what a child that did not complete has used, by the scope that was its own.
+// spentBy returns the usage of a child without a result, by its budget scope.
 func (w *turn) spentBy(ctx context.Context, child string) (Outcome, error) {
 	span, _ := trace.From(ctx)
 	spent, err := budgets.Of(ctx, w.Pool, childScope(span.TraceID, child))
@@ -316,18 +314,18 @@ func (w *turn) spentBy(ctx context.Context, child string) (Outcome, error) {
 	return o, err
 }
 
-// childScope is where what a delegated task uses is counted, beside the scopes above it.
+// childScope returns the budget scope of a delegated task.
 func childScope(id trace.ID, child string) string { return budgets.RunScope(id) + "/" + child }
 
-// colleague is an agent that a turn may delegate to.
-type colleague struct {
+// delegateAgent is an agent that a turn may delegate to.
+type delegateAgent struct {
 	Name        string `json:"name"`
 	Description string `json:"description,omitempty"`
 }
 
-// toAgents lets a tool that delegates name the agents that the turn's own agent may delegate to.
-func (w *turn) toAgents(t Tool) Tool {
-	if len(w.colleagues) == 0 {
+// addAgentParameter adds the parameter agent to a delegating tool.
+func (w *turn) addAgentParameter(t Tool) Tool {
+	if len(w.delegates) == 0 {
 		return t
 	}
 	var schema map[string]any
@@ -338,8 +336,8 @@ func (w *turn) toAgents(t Tool) Tool {
 	if !ok {
 		return t
 	}
-	names, lines := make([]string, len(w.colleagues)), make([]string, len(w.colleagues))
-	for i, c := range w.colleagues {
+	names, lines := make([]string, len(w.delegates)), make([]string, len(w.delegates))
+	for i, c := range w.delegates {
 		names[i], lines[i] = c.Name, strings.TrimSuffix(c.Name+": "+c.Description, ": ")
 	}
 	properties["agent"] = map[string]any{
@@ -354,15 +352,14 @@ func (w *turn) toAgents(t Tool) Tool {
 	return t
 }
 
-// delegateTo is the agent of a child: the one that the model names, if the turn's agent may delegate to it, or the
-// turn's own.
-func (w *turn) delegateTo(asked delegateArgs, own string) (string, error) {
+// chooseAgent returns the agent of a child: the named one, if permitted, or the turn's own.
+func (w *turn) chooseAgent(asked delegateArgs, own string) (string, error) {
 	switch {
 	case asked.Agent == "":
 		return own, nil
-	case !slices.ContainsFunc(w.colleagues, func(c colleague) bool { return c.Name == asked.Agent }):
+	case !slices.ContainsFunc(w.delegates, func(c delegateAgent) bool { return c.Name == asked.Agent }):
 		return "", &executions.StepError{
-			Class: classInvalid, Message: fmt.Sprintf("agent: %q is none that you may delegate to", shown(asked.Agent)),
+			Class: classInvalid, Message: fmt.Sprintf("agent: %q is none that you may delegate to", displayName(asked.Agent)),
 		}
 	case len(asked.Skills) > 0:
 		return "", &executions.StepError{

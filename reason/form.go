@@ -13,22 +13,22 @@ import (
 	"github.com/lanekeeper/lanekeeper/models"
 )
 
-// Form is the JSON that a turn's answer must be. The schema is sent with each request of the turn, and the loop
-// validates the answer. One that does not fit is corrected once; then the turn ends as EndedForm.
+// Form is the required JSON of a turn's answer. Each request carries the schema. The loop validates the answer and
+// requests one correction; then the turn ends as EndedForm.
 type Form struct {
 	Name        string `json:"name,omitempty"`
 	Description string `json:"description,omitempty"`
-	// Schema is the text of a JSON Schema, in the order of its members; empty for any object.
+	// Schema is the text of a JSON Schema; empty accepts any object.
 	Schema string `json:"schema,omitempty"`
 	Strict bool   `json:"strict,omitempty"`
 }
 
-// Bounds of a form, which strangers send. Compiling a schema takes the cube of its depth.
+// Bounds of a form, which untrusted clients send.
 const (
-	mostSchema      = 64 << 10
-	deepestForm     = 64
-	mostChecks      = 200_000 // of a schema's parts against one answer
-	mostViolations  = 1_000   // bytes of what a correction says
+	maxSchema       = 64 << 10
+	maxFormDepth    = 64
+	maxChecks       = 200_000 // of schema parts per answer
+	maxViolations   = 1_000   // bytes of a correction
 	checksURL       = "form:checks"
 	whyOtherwise    = "the answer did not have the form that was asked for"
 	formCorrection  = "Your answer does not have the form that was asked for: %s. Answer again, with that JSON alone."
@@ -39,10 +39,10 @@ const (
 
 var formName = regexp.MustCompile(`^[a-zA-Z0-9_-]{1,64}$`)
 
-// errCostly ends the validation of an answer by a schema that multiplies itself.
+// errCostly ends a validation with too many checks.
 var errCostly = errors.New("the schema takes too long to check")
 
-// Check returns what is wrong with the form itself.
+// Check validates the form.
 func (f Form) Check() error {
 	if f.Schema == "" {
 		return nil
@@ -54,13 +54,13 @@ func (f Form) Check() error {
 	return err
 }
 
-// compile reads the schema.
+// compile compiles the schema.
 func (f Form) compile() (*jsonschema.Schema, error) {
-	if len(f.Schema) > mostSchema {
-		return nil, fmt.Errorf("it has more than %d bytes", mostSchema)
+	if len(f.Schema) > maxSchema {
+		return nil, fmt.Errorf("it has more than %d bytes", maxSchema)
 	}
-	if schema.Depth([]byte(f.Schema), deepestForm) > deepestForm {
-		return nil, fmt.Errorf("it is nested more than %d levels deep", deepestForm)
+	if schema.Depth([]byte(f.Schema), maxFormDepth) > maxFormDepth {
+		return nil, fmt.Errorf("it is nested more than %d levels deep", maxFormDepth)
 	}
 	var doc any
 	if err := json.Unmarshal([]byte(f.Schema), &doc); err != nil {
@@ -88,17 +88,17 @@ func countChecks(c *jsonschema.Compiler) {
 	c.AssertVocabs()
 }
 
-// checkCounter bounds how many parts of a schema are checked. References can double the work at each level.
+// checkCounter bounds the checked schema parts. References can double the work at each level.
 type checkCounter int
 
-// Validate counts, and panics with errCostly when it was too much.
+// Validate counts a check, and panics with errCostly above the bound.
 func (c *checkCounter) Validate(*jsonschema.ValidatorContext, any) {
-	if *c++; *c > mostChecks {
+	if *c++; *c > maxChecks {
 		panic(errCostly)
 	}
 }
 
-// read returns the answer's JSON, without the fence that models like to put around it, or what is wrong with it.
+// read returns the answer's JSON without a code fence, or the problem.
 func (f Form) read(text string) (answer, wrong string) {
 	answer = unfenced(text)
 	value, err := jsonschema.UnmarshalJSON(strings.NewReader(answer))
@@ -121,7 +121,7 @@ func (f Form) read(text string) (answer, wrong string) {
 	return answer, ""
 }
 
-// validate checks a value, for as long as that is reasonable.
+// validate validates a value within the bound of checks.
 func validate(compiled *jsonschema.Schema, value any) (err error) {
 	defer func() {
 		switch p := recover(); {
@@ -135,7 +135,7 @@ func validate(compiled *jsonschema.Schema, value any) (err error) {
 	return compiled.Validate(value)
 }
 
-// unfenced is a text without one code fence around all of it.
+// unfenced removes a code fence around the whole text.
 func unfenced(text string) string {
 	text = strings.TrimSpace(text)
 	inner, opened := strings.CutPrefix(text, "```")
@@ -146,15 +146,15 @@ func unfenced(text string) string {
 	return strings.TrimSpace(strings.TrimPrefix(inner, "json"))
 }
 
-// clipped bounds a text that repeats what a client or a model has written.
+// clipped bounds a text that quotes a client or a model.
 func clipped(text string) string {
-	if len(text) <= mostViolations {
+	if len(text) <= maxViolations {
 		return text
 	}
-	return text[:runeStart(text, mostViolations)] + "…"
+	return text[:runeStart(text, maxViolations)] + "…"
 }
 
-// schema is the form as a request has it; nil for an answer in words.
+// schema returns the form for a request; nil for words.
 func (f *Form) schema() *models.Schema {
 	if f == nil {
 		return nil

@@ -22,27 +22,27 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// reply is what is recorded of a model call.
+// reply is the record of a model call.
 type reply struct {
 	Message models.Message `json:"message"`
-	Usage   models.Usage   `json:"usage"` // with what lost attempts may have used, which is Unknown, too
+	Usage   models.Usage   `json:"usage"` // with Unknown
 	Unknown *unknownSpend  `json:"unknown,omitempty"`
 	CostUSD float64        `json:"cost_usd"`
-	Spent   time.Duration  `json:"spent_ns"` // of the turn's time, when the answer had come
+	Spent   time.Duration  `json:"spent_ns"` // used time of the turn at the answer
 	Cut     string         `json:"cut,omitempty"`
-	// Activity is the row of the call: what its answer asks for was caused by it.
+	// Activity is the activity of the call, the cause of the requested calls.
 	Activity string `json:"activity_id,omitempty"`
 }
 
-// unknownSpend is the worst case of requests that were not answered.
+// unknownSpend is the worst case of requests without an answer.
 type unknownSpend struct {
 	Tokens int     `json:"tokens"`
 	USD    float64 `json:"usd"`
 }
 
-// asked is what a model call's row shows: the messages it was the first to see, and the tools' names.
-// The rows of a turn together are its whole transcript.
-type asked struct {
+// callInput is the input of a model call's activity: its new messages and the tools' names. The activities of a turn
+// have the whole transcript.
+type callInput struct {
 	Messages []models.Message `json:"messages"`
 	Earlier  int              `json:"earlier_messages"`
 	Tools    []string         `json:"tools"`
@@ -51,18 +51,18 @@ type asked struct {
 // modelCall is one call of the model.
 type modelCall struct {
 	purpose string
-	shown   any // what its row shows
+	shown   any // input of the activity
 	request models.Request
 	account *account
-	time    time.Duration          // that all calls of the account may take; 0 is no bound
-	used    func() time.Duration   // how much of it is gone
-	skill   func(name string) bool // whether a tool of this name is a skill; nil when none is offered
-	more    bool                   // another model is asked when this one is unavailable
+	time    time.Duration          // bound of the whole turn; 0 for none
+	used    func() time.Duration   // used part of time
+	skill   func(name string) bool // reports whether a tool is a skill; nil without skills
+	more    bool                   // there is a fallback model
 	prompt  *prompts.Record
 }
 
-// ask makes one model call of a turn.
-func (w *turn) ask(ctx context.Context) (reply, error) {
+// callModel calls the turn's model.
+func (w *turn) callModel(ctx context.Context) (reply, error) {
 	fresh := min(w.fresh, len(w.messages))
 	w.fresh = 0
 	if w.account == nil {
@@ -72,12 +72,12 @@ func (w *turn) ask(ctx context.Context) (reply, error) {
 		Messages: w.messages, Tools: w.definitions(), Effort: w.agent.Effort, Temperature: w.temperature(),
 		Schema: w.Form.schema(), OnDelta: w.OnDelta, OnRestart: w.OnRestart,
 	}
-	shown := asked{
+	shown := callInput{
 		Messages: models.Shown(w.messages[len(w.messages)-fresh:]), Earlier: len(w.messages) - fresh, Tools: w.names(),
 	}
-	got, err := w.fallBack(ctx, func(model string, more bool) (reply, error) {
+	got, err := w.withFallback(ctx, func(model string, more bool) (reply, error) {
 		request.Model = model
-		return w.consult(ctx, modelCall{
+		return w.callDurably(ctx, modelCall{
 			purpose: w.Purpose, shown: shown, request: request, account: w.account, time: w.budget.Time, used: w.used,
 			skill: w.isSkill, more: more,
 		})
@@ -89,9 +89,8 @@ func (w *turn) ask(ctx context.Context) (reply, error) {
 	return got, nil
 }
 
-// fallBack asks the models of the turn in their order until one is available. One that was not is not asked again in
-// this turn.
-func (w *turn) fallBack(ctx context.Context, ask func(model string, more bool) (reply, error)) (reply, error) {
+// withFallback tries the turn's models in order. It drops an unavailable one for the rest of the turn.
+func (w *turn) withFallback(ctx context.Context, ask func(model string, more bool) (reply, error)) (reply, error) {
 	for {
 		got, err := ask(w.models[0], len(w.models) > 1)
 		failure, ok := errors.AsType[*executions.StepError](err)
@@ -104,7 +103,7 @@ func (w *turn) fallBack(ctx context.Context, ask func(model string, more bool) (
 	}
 }
 
-// temperature is the agent's, as the protocol has it.
+// temperature returns the agent's temperature for the protocol.
 func (w *turn) temperature() *float32 {
 	if w.agent.Temperature == nil {
 		return nil
@@ -113,17 +112,17 @@ func (w *turn) temperature() *float32 {
 	return &t
 }
 
-// classUnavailable is the class of a call whose model is unavailable while there is another.
+// classUnavailable is the class of a call to an unavailable model with a fallback.
 const classUnavailable = "model_unavailable"
 
-// used is how much of the turn's time is gone. What was waited for durably, and what a lost process did
-// after its last recorded answer, is not in it.
+// used returns the used time of the turn. It excludes durable waits, and the work of a lost process after its last
+// recorded answer.
 func (w *turn) used() time.Duration { return w.spent + time.Since(w.mark) }
 
-// consult makes one model call, durably: it is the one way to the model. Its worst case is reserved in the
-// transaction that records the intent, and what it used is settled in the one that records the result. A
-// limit that refuses it gives a *executions.StepError that endedBy understands.
-func (l *Loop) consult(ctx context.Context, c modelCall) (reply, error) {
+// callDurably makes one model call as a durable step; all model calls go through it. The transaction of the intent
+// reserves the worst case, and that of the result settles the usage. A limit returns an *executions.StepError for
+// endedBy.
+func (l *Loop) callDurably(ctx context.Context, c modelCall) (reply, error) {
 	r, err := c.account.reservation(ctx, l.Model, c.request)
 	if err != nil {
 		return reply{}, fmt.Errorf("ask the model: %w", err)
@@ -134,7 +133,7 @@ func (l *Loop) consult(ctx context.Context, c modelCall) (reply, error) {
 			Model: cmp.Or(c.request.Model, l.Model.Model()),
 			Input: c.shown,
 		},
-		Idempotent: true, // asking again costs money, and changes nothing in the world
+		Idempotent: true, // a repeated call costs money and changes nothing
 		OnIntent: func(b *pgx.Batch, step string) {
 			r.Reserve(b, step)
 			if c.prompt == nil {
@@ -150,12 +149,12 @@ func (l *Loop) consult(ctx context.Context, c modelCall) (reply, error) {
 		return reply{}, fmt.Errorf("ask the model: %w", err)
 	}
 	if got.Unknown == nil {
-		l.Model.ObserveUsage(r.reckoned, got.Usage) // also of an answer that another process got
+		l.Model.ObserveUsage(r.reckoned, got.Usage) // also for an answer of another process
 	}
 	return got, nil
 }
 
-// complete sends the request, within the time that is left.
+// complete sends the request within the remaining time.
 func (l *Loop) complete(ctx context.Context, c modelCall, r *reservation, effect *executions.Effect) (reply, error) {
 	limited := ctx
 	if c.time > 0 {
@@ -182,7 +181,7 @@ func (l *Loop) complete(ctx context.Context, c modelCall, r *reservation, effect
 	return got, err
 }
 
-// send asks, within what is granted, and fills in what the row says about the answer.
+// send sends the request within the granted tokens, and completes the activity.
 func (l *Loop) send(ctx context.Context, c modelCall, r *reservation, effect *executions.Effect) (reply, error) {
 	limit, err := r.grant(ctx, l.Pool, effect)
 	if err != nil {
@@ -201,13 +200,13 @@ func (l *Loop) send(ctx context.Context, c modelCall, r *reservation, effect *ex
 		settle(b)
 		c.prompt.Amend(ctx, l.log(), b, effect.ActivityID, response.Sent)
 	}
-	l.Model.ObserveUsage(r.reckoned, response.Usage) // before this is settled, and others take what it leaves
+	l.Model.ObserveUsage(r.reckoned, response.Usage) // before settling frees budget for others
 	used, cost := r.used(response)
 	effect.Usage, effect.CostUSD, effect.Model = used, cost, response.Model
 	if err != nil {
 		return reply{}, err
 	}
-	effect.LedTo = c.ledTo(response.Message.ToolCalls)
+	effect.LedTo = c.countSkillCalls(response.Message.ToolCalls)
 	got := reply{Usage: models.Usage{
 		PromptTokens: used.PromptTokens, CompletionTokens: used.CompletionTokens, TotalTokens: used.TotalTokens,
 		CachedTokens: used.CachedTokens, CacheWriteTokens: used.CacheWriteTokens, Estimated: used.Estimated,
@@ -216,7 +215,7 @@ func (l *Loop) send(ctx context.Context, c modelCall, r *reservation, effect *ex
 		got.Unknown = &unknownSpend{used.UnknownTokens, used.UnknownUSD}
 	}
 	if response.FinishReason == models.FinishLength {
-		l.markCut(ctx, &response, c)
+		l.markTruncated(ctx, &response, c)
 	}
 	if response.FinishReason == models.FinishLength || response.FinishReason == models.FinishContentFilter {
 		got.Cut = string(response.FinishReason)
@@ -228,8 +227,8 @@ func (l *Loop) send(ctx context.Context, c modelCall, r *reservation, effect *ex
 	return got, nil
 }
 
-// ledTo counts the calls of skills in an answer, which the model call is charged to.
-func (c modelCall) ledTo(made []models.ToolCall) map[string]int {
+// countSkillCalls counts the skills that an answer calls; the call is charged to them.
+func (c modelCall) countSkillCalls(made []models.ToolCall) map[string]int {
 	called := map[string]int{}
 	for _, m := range made {
 		if c.skill != nil && c.skill(m.Name) {
@@ -239,13 +238,13 @@ func (c modelCall) ledTo(made []models.ToolCall) map[string]int {
 	return called
 }
 
-// isSkill says that the model is offered a skill of this name, and no part of the runtime that has it.
+// isSkill reports whether a name belongs to a skill that no tool hides.
 func (w *turn) isSkill(name string) bool {
 	return slices.ContainsFunc(w.skills, func(s skills.Skill) bool { return s.Name == name }) &&
 		!slices.ContainsFunc(w.Tools, func(t Tool) bool { return t.Name == name })
 }
 
-// shown is what a call has used as the log has it.
+// shown returns the usage for the activity log.
 func (r reply) shown() activity.Usage {
 	u := activity.Usage{
 		PromptTokens: r.Usage.PromptTokens, CachedTokens: r.Usage.CachedTokens,
@@ -258,8 +257,8 @@ func (r reply) shown() activity.Usage {
 	return u
 }
 
-// markCut says in the answer itself that it is not whole. Calls that were cut are refused for their arguments.
-func (l *Loop) markCut(ctx context.Context, response *models.Response, c modelCall) {
+// markTruncated appends a note to an answer that was cut at its limit. Cut calls fail their validation instead.
+func (l *Loop) markTruncated(ctx context.Context, response *models.Response, c modelCall) {
 	l.log().WarnContext(ctx, "answer cut at its limit", "max_tokens", c.request.MaxTokens,
 		"completion_tokens", response.Usage.CompletionTokens)
 	if len(response.Message.ToolCalls) > 0 {
@@ -278,8 +277,8 @@ func (l *Loop) markCut(ctx context.Context, response *models.Response, c modelCa
 	}
 }
 
-// definitions are the tools in the form the model gets them. A skill that has the name of a tool is not among them: the
-// tool is called under it, and servers refuse a name that comes twice.
+// definitions returns the tools for the model. A skill with the name of a tool is omitted, because servers reject
+// duplicate names.
 func (w *turn) definitions() []models.Tool {
 	tools := w.ofSkills(w.skills[:w.first])
 	for _, t := range w.Tools {
@@ -289,7 +288,7 @@ func (w *turn) definitions() []models.Tool {
 	return append(tools, w.ofSkills(w.skills[w.first:])...)
 }
 
-// ofSkills are the definitions of skills, without those that a part of the runtime has the name of.
+// ofSkills returns the definitions of skills that no tool hides.
 func (w *turn) ofSkills(list []skills.Skill) []models.Tool {
 	tools := make([]models.Tool, 0, len(w.skills)+len(w.Tools))
 	for _, s := range list {
@@ -300,7 +299,7 @@ func (w *turn) ofSkills(list []skills.Skill) []models.Tool {
 	return tools
 }
 
-// names lists what can be called.
+// names returns the names of all callable tools.
 func (w *turn) names() []string {
 	names := make([]string, 0, len(w.skills)+len(w.Tools))
 	for _, s := range w.skills {
@@ -312,50 +311,50 @@ func (w *turn) names() []string {
 	return names
 }
 
-// ApprovalMode says what a turn does with a call that only an admin can allow.
+// ApprovalMode decides how a turn handles a call that needs an approval.
 type ApprovalMode int
 
 const (
-	// Defer records that the call is wanted and goes on; whoever follows approvals through makes it later.
+	// Defer records the request and continues; a later run makes the call.
 	Defer ApprovalMode = iota
-	// Park waits, durably, for the decision, and makes the call when it is approved.
+	// Park waits durably for the decision and makes an approved call.
 	Park
 )
 
-// ToolEvent is the start (Done is false) or the end of a tool call that happens in this process.
+// ToolEvent is the start, or with Done the end, of a tool call in this process.
 type ToolEvent struct {
-	ID        string          // of the call, as the model gave it
+	ID        string          // of the call
 	Name      string          // of the tool
-	Arguments json.RawMessage // as the model gave them; they need not be valid JSON
+	Arguments json.RawMessage // of the model; may be invalid JSON
 	Done      bool
-	Status    string // when done: success, error, denied or pending_approval
-	Result    string // when done: what the model is told
-	Error     string // why it was not made or failed, if so
+	Status    string // of a done call: success, error, denied or pending_approval
+	Result    string // of a done call, for the model
+	Error     string // of a failed or refused call
 	Duration  time.Duration
 }
 
-// patience is how long the end of a turn waits for callbacks that have not caught up.
-const patience = 3 * time.Second
+// flushTimeout bounds the wait for callbacks.
+const flushTimeout = 3 * time.Second
 
-// viewer calls a turn's callbacks, one at a time and in order, beside the turn: one that is slow or panics
-// does not hold the turn up, nor use its time.
-type viewer struct {
+// callbacks calls a turn's callbacks in order, in a goroutine of its own. A slow or panicking one does not delay the
+// turn.
+type callbacks struct {
 	log *slog.Logger
 
-	mu    sync.Mutex
-	queue []func()
-	over  bool          // nothing more is added
-	left  bool          // nothing more is called
-	wake  chan struct{} // has room for one
-	done  chan struct{}
+	mu        sync.Mutex
+	queue     []func()
+	closed    bool          // nothing more is added
+	abandoned bool          // nothing more is called
+	wake      chan struct{} // has room for one
+	done      chan struct{}
 }
 
-// watch puts a viewer between a turn and its callbacks; nil when it has none. Whoever calls it calls close.
-func (l *Loop) watch(ctx context.Context, t *Turn) *viewer {
+// queueCallbacks redirects a turn's callbacks to a queue; nil without callbacks. The caller must close it.
+func (l *Loop) queueCallbacks(ctx context.Context, t *Turn) *callbacks {
 	if t.OnDelta == nil && t.OnRestart == nil && t.OnTool == nil && t.OnApproval == nil {
 		return nil
 	}
-	v := &viewer{log: l.log(), wake: make(chan struct{}, 1), done: make(chan struct{})}
+	v := &callbacks{log: l.log(), wake: make(chan struct{}, 1), done: make(chan struct{})}
 	if show := t.OnDelta; show != nil {
 		t.OnDelta = func(text string) { v.add(func() { show(text) }) }
 	}
@@ -372,27 +371,27 @@ func (l *Loop) watch(ctx context.Context, t *Turn) *viewer {
 	return v
 }
 
-func (v *viewer) add(show func()) {
+func (v *callbacks) add(show func()) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	if !v.over {
+	if !v.closed {
 		v.queue = append(v.queue, show)
-		v.knock()
+		v.signal()
 	}
 }
 
-func (v *viewer) knock() {
+func (v *callbacks) signal() {
 	select {
 	case v.wake <- struct{}{}:
 	default:
 	}
 }
 
-// run calls what was added until close and the last of it.
-func (v *viewer) run(ctx context.Context) {
+// run calls the queued callbacks until close.
+func (v *callbacks) run(ctx context.Context) {
 	defer close(v.done)
 	for {
-		batch, over := v.take()
+		batch, over := v.drain()
 		for _, show := range batch {
 			if !v.call(ctx, show) {
 				return
@@ -408,17 +407,17 @@ func (v *viewer) run(ctx context.Context) {
 	}
 }
 
-func (v *viewer) take() (batch []func(), over bool) {
+func (v *callbacks) drain() (batch []func(), over bool) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	batch, v.queue = v.queue, nil
-	return batch, v.over
+	return batch, v.closed
 }
 
-// call calls one callback; false when the turn has left.
-func (v *viewer) call(ctx context.Context, show func()) (goOn bool) {
+// call calls one callback. It returns false if the turn abandoned the queue.
+func (v *callbacks) call(ctx context.Context, show func()) (goOn bool) {
 	v.mu.Lock()
-	goOn = !v.left
+	goOn = !v.abandoned
 	v.mu.Unlock()
 	if !goOn {
 		return false
@@ -432,15 +431,15 @@ func (v *viewer) call(ctx context.Context, show func()) (goOn bool) {
 	return true
 }
 
-// catchUp waits until what was added so far was shown, for as long as its patience lasts: who waits for somebody else
-// may go on in another process, which finds what was stored by then.
-func (v *viewer) catchUp(ctx context.Context) {
+// flush waits, within flushTimeout, for the queued callbacks. After a durable wait another process may continue with
+// what they stored.
+func (v *callbacks) flush(ctx context.Context) {
 	if v == nil {
 		return
 	}
 	shown := make(chan struct{})
 	v.add(func() { close(shown) })
-	timer := time.NewTimer(patience)
+	timer := time.NewTimer(flushTimeout)
 	defer timer.Stop()
 	select {
 	case <-shown:
@@ -450,29 +449,29 @@ func (v *viewer) catchUp(ctx context.Context) {
 	}
 }
 
-// close waits until everything was shown, for as long as its patience lasts. After it no further callback begins.
-func (v *viewer) close(ctx context.Context) {
+// close waits, within flushTimeout, for all callbacks. No callback starts after it.
+func (v *callbacks) close(ctx context.Context) {
 	if v == nil {
 		return
 	}
 	v.mu.Lock()
-	v.over = true
-	v.knock()
+	v.closed = true
+	v.signal()
 	v.mu.Unlock()
-	timer := time.NewTimer(patience)
+	timer := time.NewTimer(flushTimeout)
 	defer timer.Stop()
 	select {
 	case <-v.done:
 	case <-timer.C:
 		v.mu.Lock()
-		v.left = true
+		v.abandoned = true
 		v.mu.Unlock()
 		v.log.WarnContext(ctx, "callbacks of a turn did not keep up and were left behind")
 	}
 }
 
-// begin shows that a call is made now.
-func (w *turn) begin(c *call) {
+// toolStarted reports the start of a call.
+func (w *turn) toolStarted(c *call) {
 	if c.live {
 		return
 	}
@@ -482,8 +481,8 @@ func (w *turn) begin(c *call) {
 	}
 }
 
-// end shows how a call went, if this process made it.
-func (w *turn) end(c *call, status, failure string) {
+// toolEnded reports the end of a call that this process made.
+func (w *turn) toolEnded(c *call, status, failure string) {
 	if !c.live || w.OnTool == nil {
 		return
 	}
@@ -493,9 +492,9 @@ func (w *turn) end(c *call, status, failure string) {
 	})
 }
 
-// news reports whether the turn comes to this place for the first time, for the sake of who watches. Without a
-// watcher nothing is recorded and nothing is news.
-func (w *turn) news(ctx context.Context, place string) (first bool, err error) {
+// firstTime reports whether the turn reaches a place for the first time. Without callbacks it records nothing and
+// returns false.
+func (w *turn) firstTime(ctx context.Context, place string) (first bool, err error) {
 	if w.OnTool == nil && w.OnApproval == nil {
 		return false, nil
 	}
@@ -506,12 +505,12 @@ func (w *turn) news(ctx context.Context, place string) (first bool, err error) {
 	return first, err
 }
 
-// showOnce shows a call that is not made.
-func (w *turn) showOnce(ctx context.Context, c *call, place, status, failure string) error {
-	first, err := w.news(ctx, place)
+// notifyOnce reports a call that is not made.
+func (w *turn) notifyOnce(ctx context.Context, c *call, place, status, failure string) error {
+	first, err := w.firstTime(ctx, place)
 	if err == nil && first {
-		w.begin(c)
-		w.end(c, status, failure)
+		w.toolStarted(c)
+		w.toolEnded(c, status, failure)
 	}
 	return err
 }

@@ -1,40 +1,34 @@
-// Package reason is the reasoning loop: a model is asked, calls skills, gets their results, and is asked
-// again until it answers in words.
+// Package reason runs the reasoning loop: it calls a model, runs the requested skills, and returns their results to the
+// model, until the model answers in words.
 //
-// A turn runs inside an execution. Every model call and every skill call is a durable step, so a turn
-// that dies in the middle goes on without paying for a finished model call twice and without repeating a
-// finished skill call. The transcript is not stored: it is rebuilt from the recorded steps.
+// A turn runs inside an execution. Every model call and every skill call is a durable step, so a resumed turn repeats
+// no finished call. The transcript is rebuilt from the recorded steps.
 //
-// Budgets end a turn, never an execution: iterations, tokens, money and time. A model that calls a tool
-// which does not exist, or with parameters its schema refuses, is told so (the protocol's tool reply
-// first, then a system message) and may try again twice; a valid call starts the count anew. An empty answer
-// is asked for once more; a model that makes the same call with the same arguments is told after three and
-// stopped after five. Then the turn ends as stalled, with a summary of what was done, an activity row of class
-// stall, and the attempt in the log. So does a turn that has used up its iterations, whatever it called with.
+// Budgets of iterations, tokens, money and time end a turn, not its execution. A call of an unknown tool, or with
+// invalid parameters, gets the protocol's tool reply and a system message; the model may correct it twice. A valid call
+// resets that count. An empty answer is requested once more. Three equal calls in a row bring a warning, and a sixth is
+// not made. Then the turn ends as stalled, with a summary, an activity of class stall, and a log line. So does a turn
+// at its limit of iterations.
 //
-// An answer can have a form (Form): JSON of a schema. It goes to the model's server with each request, and to servers
-// without structured outputs in words. The loop itself validates the answer and asks once more for one that does not
-// fit. So a turn with a form answers in it or not at all.
+// An answer can have a form ([Form]): JSON of a schema. Each request carries the schema, or words for servers without
+// structured outputs. The loop validates the answer and requests one correction.
 //
-// The context fits before every request: the oldest exchanges go first, whole; the opening and the prompt stay;
-// what is too long by itself is cut with a marker. Of a result that was cut the model can read the rest
-// (read_result), and of very many skills it is offered the nearest and finds the others (skill_search).
+// The loop trims the context before every request: it drops the oldest exchanges whole, and keeps the opening and the
+// prompt. It cuts overlong messages with a marker. The model reads the rest of a cut result with read_result, and finds
+// skills beyond the offered ones with skill_search.
 //
-// What a turn writes to the memory is based on what it has read. The turn keeps the revision of each entry that a
-// request showed whole; it is computed from the recorded results alone, so a turn that is taken up again has read the
-// same. A key that this turn has not read must be new: what an earlier turn of the conversation was shown does not
-// count. A conflict gives the model both values, and counts as read.
+// A write to the memory is based on the entries that the turn has read. The turn tracks the revision of each entry that
+// a request showed whole. It computes them from recorded results, so a resumed turn has read the same. A key that the
+// turn has not read must be new. A conflict shows the model both values and counts as read.
 //
-// An agent (package agents) says who acts: instructions, model, skills, memory and limits. A turn records the agent's
-// version, the time and the pinned memory with its first step. What a request is composed of, and in which order, is in
-// prompt.go.
+// An agent (package agents) decides instructions, model, skills, memory and limits. The first step of a turn records
+// the agent's version, the time and the pinned memory. prompt.go has the composition of a request.
 //
-// A model decides nothing about its own powers. What it may call is fixed by the caller's scopes before it
-// sees a word. A skill whose trust is "approve" is not run but asked for: recorded for whoever follows it
-// through (Defer), or waited for durably (Park), with no process, and then made once, under a grant for
-// exactly these arguments that is used up in the transaction of the call's intent. A denial holds for the turn.
+// The caller's scopes decide the callable skills; the model cannot extend them. A skill with trust "approve" needs an
+// approval: the turn records the request for a later run (Defer) or waits for the decision (Park). A denial holds for
+// the turn.
 //
-// Callbacks show what happens in this process, beside the turn: they cannot delay or break it.
+// Callbacks report progress of this process. They cannot delay or fail the turn.
 package reason
 
 import (
@@ -58,11 +52,11 @@ import (
 // Budget bounds one turn. Zero fields take the default.
 type Budget struct {
 	Iterations int           // model calls; default 12
-	Tokens     int           // prompt and completion together; default 200,000
-	CostUSD    float64       // by the price table; 0 is no limit
-	Time       time.Duration // of work, waits for others not counted; default 10 minutes
-	Context    int           // tokens of context before old exchanges are dropped; default 60,000
-	Answer     int           // tokens of one answer, with hidden reasoning; default 4,096, more for models that reason
+	Tokens     int           // prompt and completion; default 200,000
+	CostUSD    float64       // by the price table; 0 for no limit
+	Time       time.Duration // without durable waits; default 10 minutes
+	Context    int           // tokens of a request; default 60,000
+	Answer     int           // tokens of one answer with hidden reasoning; default 4,096, more for reasoning models
 }
 
 func (b Budget) withDefaults() Budget {
@@ -81,83 +75,80 @@ func (b Budget) withDefaults() Budget {
 	return b
 }
 
-// Loop is what all turns share. Pool, Model and Skills are required. It is safe for concurrent use.
+// Loop runs turns. Pool, Model and Skills are required. It is safe for concurrent use.
 type Loop struct {
 	Pool   *pgxpool.Pool
 	Model  *models.Client
 	Skills *skills.Registry
-	Agents *agents.Directory // says who acts; nil: turns have no agent, and nothing stands around System and Prompt
+	Agents *agents.Directory // nil: turns have no agent, and System and Prompt are sent as they are
 	Logger *slog.Logger      // may be nil
 	Budget Budget
-	// Limits bound what all runs together use in a day, beside each run's Budget.
+	// Limits bound the daily usage of all runs, besides each run's Budget.
 	Limits budgets.Limits
-	// Zone is the time zone in which people are told when a limit ends; UTC when nil.
+	// Zone is the time zone of messages about limits; UTC when nil.
 	Zone *time.Location
-	// Admit, where set, decides whether a skill that is out of service may be tried once; After hears how
-	// a skill call ended.
+	// Admit, if set, decides whether a disabled skill gets its trial. After, if set, receives the outcome of a call.
 	Admit func(ctx context.Context, skill, owner string) (bool, error)
 	After func(ctx context.Context, skill skills.Skill, err error) error
 
 	prompts prompts.Recorder
 }
 
-// Tool is something a turn offers besides the skills: part of the runtime, not of the workspace. Do must be durable
-// itself: it is called again when the turn is replayed, and makes its effects in steps. Arguments that only Do can
-// judge it refuses with an *executions.StepError of class invalid_params; the model is corrected then as if the schema
-// had refused them. Any other *executions.StepError, which is how steps fail, is the call's result; other errors end
-// the turn. A skill of the same name is not offered.
+// Tool is a tool of the runtime, offered besides the skills. Do must be durable, because a replay calls it again. An
+// *executions.StepError of class invalid_params from Do counts as invalid arguments. Another *executions.StepError is
+// the result of the call; other errors end the turn. A tool hides a skill of the same name.
 type Tool struct {
 	Name        string // 1 to 64 letters, digits, _ and -
 	Description string
 	Parameters  json.RawMessage // JSON Schema of an object; empty for a tool that takes nothing
 	Do          func(ctx context.Context, args json.RawMessage) (any, error)
-	// DoSeen, where set, is called instead of Do, with what the turn has read of the memory by then.
+	// DoSeen, if set, replaces Do and gets the memory that the turn has read.
 	DoSeen func(ctx context.Context, args json.RawMessage, seen memory.Seen) (any, error)
 
 	within func(w *turn) func(ctx context.Context, args json.RawMessage) (any, error) // makes Do for a turn
 }
 
-// Turn is one task for the model. A turn that is taken up again must be given the same values.
+// Turn is one task for the model. A resumed turn must get the same values.
 type Turn struct {
-	Purpose string // a phase or a surface's turn; spend is counted under it
-	Agent   string // who acts; the execution's agent when empty
+	Purpose string // of the spend: a phase or a surface's turn
+	Agent   string // the acting agent; the execution's when empty
 	System  string // the rules of the surface; the agent's own instructions follow them
-	Context string // what the runtime found, for the preface of Prompt: data, never instructions
-	// History is what was said before, oldest first: it stands between System and Prompt.
+	Context string // data of the runtime for the preface of Prompt
+	// History has the earlier messages, oldest first, between System and Prompt.
 	History []models.Message
 	Prompt  string
-	Images  []models.Part  // that came with the prompt
-	Form    *Form          // of the answer; nil for one in words
-	Seen    []memory.Sight // what the prompt shows of what skills may write
-	Scopes  []string       // of the skills that are offered, with those on trial; none offers only Tools
-	Also    []string       // skills that are offered whatever their scope, unless the agent has a list without them
+	Images  []models.Part  // of the prompt
+	Form    *Form          // of the answer; nil for words
+	Seen    []memory.Sight // entries that the prompt shows
+	Scopes  []string       // of the offered skills; without scopes, only Tools are offered
+	Also    []string       // skills of other scopes, if the agent may use them
 	Tools   []Tool
-	// Approvals says whether a call that needs leave is recorded for later or waited for.
+	// Approvals decides whether the turn waits for an approval.
 	Approvals ApprovalMode
-	// Budget, where set, stands in for the Loop's.
+	// Budget, if set, replaces the Loop's.
 	Budget *Budget
-	// BudgetScope is under which name tokens and money are reserved; "run:" and the trace id by default.
+	// BudgetScope is the name of the turn's budget; default: "run:" and the trace id.
 	BudgetScope string
 
-	// The callbacks show what happens in this process, never what is replayed from the record.
+	// The callbacks report what this process does, and no replayed step.
 	OnDelta    func(text string)
-	OnRestart  func() // what OnDelta showed of the present answer does not count: it begins anew
+	OnRestart  func() // the current answer restarts; earlier deltas are void
 	OnTool     func(ToolEvent)
 	OnApproval func(approvals.Approval) // a call waits for this decision
 
-	// Of a turn that another delegated:
-	above []budgets.Scope // what that allows it to use
-	only  []string        // the skills it may use; all in scope when empty
-	depth int             // how many delegations led to it
+	// Of a delegated turn:
+	above []budgets.Scope // of the delegating turns
+	only  []string        // skills; all in scope when empty
+	depth int             // number of delegations
 }
 
-// Using is the turn with those skills alone of the ones in its scopes.
+// Using limits the turn to the named skills of its scopes.
 func (t Turn) Using(names ...string) Turn {
 	t.only = names
 	return t
 }
 
-// budget is the turn's own, or the loop's.
+// budget returns the turn's budget, or the loop's.
 func (t Turn) budget(loop Budget) Budget {
 	if t.Budget != nil {
 		return t.Budget.withDefaults()
@@ -165,9 +156,9 @@ func (t Turn) budget(loop Budget) Budget {
 	return loop.withDefaults()
 }
 
-// Outcome is how a turn ended. Text is the model's answer, or, where it has none, a summary of what was done. Ended is
-// answered, stalled, form, or the name of the budget or limit that ran out; Until is when that limit begins anew. Cut
-// is why an answer is not whole: length or content_filter, as the model's server says.
+// Outcome is the end of a turn. Text is the answer, or a summary without one. Ended is answered, stalled, form, or the
+// name of the limit; Until is the time of the limit's reset. Cut is why an answer is incomplete: length or
+// content_filter.
 type Outcome struct {
 	Text       string         `json:"text"`
 	Ended      string         `json:"ended"`
@@ -179,14 +170,13 @@ type Outcome struct {
 	CostUSD    float64        `json:"cost_usd"`
 }
 
-// How a turn ends, besides the names of what can stop it: iterations, time, tokens, money, and day and surface, which
-// are of tokens or money that others use, too.
+// Ends of a turn, besides the limits: iterations, time, tokens, money, day and surface.
 const (
 	Answered = "answered"
 	Stalled  = "stalled"
-	// EndedForm is a turn whose answer did not have its Form. Text says why.
+	// EndedForm reports an answer without the Form. Text has the reason.
 	EndedForm = "form"
 )
 
-// maxRetries is how often a model may correct a bad call.
+// maxRetries bounds the corrections of bad calls in a row.
 const maxRetries = 2

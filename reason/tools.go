@@ -24,20 +24,20 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// A model that makes the same call again and again is told after sameTold of them; sameMost are the last.
+// Equal calls in a row bring advice after repeatsBeforeAdvice, and end the turn after maxRepeats.
 const (
-	sameTold = 3
-	sameMost = 5
+	repeatsBeforeAdvice = 3
+	maxRepeats          = 5
 )
 
-// call is one call of a reply on its way to its result.
+// call is one call of a reply.
 type call struct {
 	id, name   string
 	args       json.RawMessage
-	result     string // what the model is told in the tool reply
-	correction string // what it is told after the replies, when the call was refused
-	advice     string // what it is told after the replies, when the call was made
-	leave      *leave // what it waits for, when an admin must decide
+	result     string           // the tool reply
+	correction string           // system message about a refused call
+	advice     string           // system message about a repeated call
+	approval   *approvalRequest // what it waits for, when an admin must decide
 
 	live  bool // made by this process
 	began time.Time
@@ -51,32 +51,31 @@ func newCall(c models.ToolCall) *call {
 	return &call{id: c.ID, name: c.Name, args: args}
 }
 
-// act makes the calls of one reply: first those that need no leave, then, when every approval is asked for,
-// the others as they are decided. Every call gets its tool reply, in the reply's order; then come the
-// corrections.
-func (w *turn) act(ctx context.Context, made []models.ToolCall) error {
+// runCalls makes the calls of one reply: first those without an approval, then the others as they are decided. Every
+// call gets its tool reply, in the reply's order; corrections follow.
+func (w *turn) runCalls(ctx context.Context, made []models.ToolCall) error {
 	calls := make([]*call, len(made))
 	w.made = calls
 	for i := range made {
 		c := newCall(made[i])
 		calls[i] = c
-		if w.repeats(c) {
+		if w.countRepeat(c) {
 			c.result = `{"error":"REPEATED"}`
 			continue
 		}
-		if err := w.perform(ctx, c); err != nil {
+		if err := w.runCall(ctx, c); err != nil {
 			return err
 		}
 	}
-	if err := w.await(ctx, calls); err != nil {
+	if err := w.awaitApprovals(ctx, calls); err != nil {
 		return err
 	}
-	valid := w.hear(calls)
+	valid := w.appendResults(calls)
 	switch {
-	case w.same >= sameMost:
+	case w.same >= maxRepeats:
 		return w.stall(ctx, calls, "the model made the same call again and again",
 			fmt.Sprintf("the model called %s with the same arguments %d times in a row",
-				shown(calls[len(calls)-1].name), w.same))
+				displayName(calls[len(calls)-1].name), w.same))
 	case valid:
 		w.bad = 0
 		return nil
@@ -88,8 +87,8 @@ func (w *turn) act(ctx context.Context, made []models.ToolCall) error {
 	return nil
 }
 
-// hear puts the results into the transcript; true when one of the calls was in order.
-func (w *turn) hear(calls []*call) (valid bool) {
+// appendResults appends the results to the transcript. It reports whether a call was valid.
+func (w *turn) appendResults(calls []*call) (valid bool) {
 	var told []string
 	for _, c := range calls {
 		w.messages = append(w.messages, models.Message{
@@ -104,26 +103,26 @@ func (w *turn) hear(calls []*call) (valid bool) {
 		}
 	}
 	for _, text := range told {
-		w.say(models.RoleSystem, text)
+		w.addMessage(models.RoleSystem, text)
 	}
 	return valid
 }
 
-// repeats counts equal calls in a row. It is true for one that is too many.
-func (w *turn) repeats(c *call) bool {
+// countRepeat counts equal calls in a row. It returns true above the limit.
+func (w *turn) countRepeat(c *call) bool {
 	key := c.name + " " + canonicalArgs(c.args)
 	if key != w.last {
 		w.last, w.same = key, 0
 	}
 	w.same++
-	if w.same == sameTold {
+	if w.same == repeatsBeforeAdvice {
 		c.advice = fmt.Sprintf("You have called '%s' with the same arguments %d times in a row. "+
-			"Use the result you have, call something else, or answer.", shown(c.name), w.same)
+			"Use the result you have, call something else, or answer.", displayName(c.name), w.same)
 	}
-	return w.same > sameMost
+	return w.same > maxRepeats
 }
 
-// canonicalArgs is the same for arguments that mean the same.
+// canonicalArgs returns equal texts for equivalent arguments.
 func canonicalArgs(args json.RawMessage) string {
 	if text, err := canonical(args); err == nil {
 		return text
@@ -131,28 +130,27 @@ func canonicalArgs(args json.RawMessage) string {
 	return string(args)
 }
 
-// Classes of calls that were not made: the skill is out of service; the arguments are wrong; an admin did not
-// allow it.
+// Classes of refused calls: a disabled skill, invalid arguments, a denied approval.
 const (
 	classDisabled = "disabled"
 	classInvalid  = "invalid_params"
 	classDenied   = "denied"
 )
 
-// perform makes one call, or sets it aside when it needs leave. It fills in what the model is told, and the
-// correction that follows when the call was refused; an error only when the turn cannot go on.
-func (w *turn) perform(ctx context.Context, c *call) error {
+// runCall makes one call, or requests its approval. It sets the result, and the correction of a refused call. An error
+// ends the turn.
+func (w *turn) runCall(ctx context.Context, c *call) error {
 	for _, t := range w.Tools {
 		if t.Name == c.name {
-			return w.performTool(ctx, c, t)
+			return w.runTool(ctx, c, t)
 		}
 	}
 	for _, s := range w.skills {
 		if s.Name == c.name {
-			return w.performSkill(ctx, c, s)
+			return w.runSkill(ctx, c, s)
 		}
 	}
-	name := shown(c.name)
+	name := displayName(c.name)
 	text := fmt.Sprintf("Tool '%s' does not exist. Available tools: %s. Please use one of these.", name,
 		strings.Join(w.names(), ", "))
 	if near := nearest.To(name, w.names()); near != "" {
@@ -162,25 +160,25 @@ func (w *turn) perform(ctx context.Context, c *call) error {
 		text += " More tools are found with 'skill_search'."
 	}
 	c.result, c.correction = `{"error":"UNKNOWN_TOOL"}`, text
-	return w.refuse(ctx, c, "", "unknown_tool", text)
+	return w.recordRefusal(ctx, c, "", "unknown_tool", text)
 }
 
-// performTool calls a part of the runtime.
-func (w *turn) performTool(ctx context.Context, c *call, t Tool) error {
+// runTool calls a tool of the runtime.
+func (w *turn) runTool(ctx context.Context, c *call, t Tool) error {
 	if bad := w.Skills.Check(t.asSkill(), c.args); bad != nil {
 		return w.invalid(ctx, c, "", bad)
 	}
-	first, err := w.news(ctx, "begin "+t.Name)
+	first, err := w.firstTime(ctx, "begin "+t.Name)
 	if err != nil {
 		return err
 	}
 	if first {
-		w.begin(c)
+		w.toolStarted(c)
 	}
 	value, err := t.Do(ctx, c.args)
 	var failure *executions.StepError
 	switch {
-	case errors.As(err, &failure) && failure.Class == classInvalid: // what the schema cannot say
+	case errors.As(err, &failure) && failure.Class == classInvalid: // beyond the schema
 		return w.invalid(ctx, c, "", &skills.InvalidParams{
 			Skill: t.Name, Schema: t.schema(), Violations: []skills.Violation{{Message: failure.Message}},
 		})
@@ -189,15 +187,15 @@ func (w *turn) performTool(ctx context.Context, c *call, t Tool) error {
 	case err != nil:
 		return err
 	default:
-		c.result = w.told(value)
+		c.result = w.resultText(value)
 		w.outcome.Calls = append(w.outcome.Calls, t.Name)
 	}
 	return w.endTool(ctx, c, t, failure)
 }
 
-// endTool shows how a part of the runtime went. It may have begun in another process, before a wait.
+// endTool reports the end of a tool that may have started in another process.
 func (w *turn) endTool(ctx context.Context, c *call, t Tool, failure *executions.StepError) error {
-	first, err := w.news(ctx, "end "+t.Name)
+	first, err := w.firstTime(ctx, "end "+t.Name)
 	if err != nil {
 		return err
 	}
@@ -209,36 +207,36 @@ func (w *turn) endTool(ctx context.Context, c *call, t Tool, failure *executions
 	return nil
 }
 
-// told is a tool's result as the model gets it.
-func (w *turn) told(value any) string {
+// resultText returns a tool's result for the model.
+func (w *turn) resultText(value any) string {
 	if text, ok := value.(verbatim); ok {
 		return string(text)
 	}
 	return w.bound(encode(value))
 }
 
-// performSkill calls a skill, or asks for leave where its trust demands that.
-func (w *turn) performSkill(ctx context.Context, c *call, s skills.Skill) error {
+// runSkill calls a skill, or requests an approval if its trust demands one.
+func (w *turn) runSkill(ctx context.Context, c *call, s skills.Skill) error {
 	if bad := w.Skills.Check(s, c.args); bad != nil {
 		return w.invalid(ctx, c, s.ID, bad)
 	}
 	if s.Trust == skills.TrustApprove {
-		return w.needLeave(ctx, c, s)
+		return w.requireApproval(ctx, c, s)
 	}
 	return w.invokeSkill(ctx, c, s, "skill "+s.Name, nil)
 }
 
-// invokeSkill makes a call that needs no leave, or has it. The error of the skill is the call's result.
+// invokeSkill calls a skill that needs no further approval. The error of the skill is the result.
 func (w *turn) invokeSkill(
 	ctx context.Context, c *call, s skills.Skill, step string, also func(b *pgx.Batch, _ string),
 ) error {
 	about := executions.Call{Entry: activity.Entry{Purpose: w.Purpose}, OnIntent: also}
-	value, err := w.invoke(ctx, step, s, c.args, w.seen, about, func() { w.begin(c) })
+	value, err := w.invoke(ctx, step, s, c.args, w.seen, about, func() { w.toolStarted(c) })
 	var failure *executions.StepError
 	switch {
 	case errors.As(err, &failure) && failure.Class == builtins.ClassConflict:
 		w.outcome.Calls = append(w.outcome.Calls, s.Name+" (conflict)")
-		c.result = w.shownFirst(s, value)
+		c.result = w.shownAnswer(s, value)
 	case errors.As(err, &failure):
 		w.outcome.Calls = append(w.outcome.Calls, s.Name+" (failed)")
 		c.result = w.bound(failed(failure))
@@ -246,42 +244,42 @@ func (w *turn) invokeSkill(
 		return err
 	default:
 		w.outcome.Calls = append(w.outcome.Calls, s.Name)
-		c.result = w.shownFirst(s, value)
+		c.result = w.shownAnswer(s, value)
 		w.seen.Add(builtins.SightsWritten(s, value)...)
 	}
-	if failure != nil && failure.Class == executions.ClassUnknown { // an earlier process made it
-		return w.showOnce(ctx, c, "unknown "+s.Name, string(activity.Error), failure.Message)
+	if failure != nil && failure.Class == executions.ClassUnknown { // by an earlier process
+		return w.notifyOnce(ctx, c, "unknown "+s.Name, string(activity.Error), failure.Message)
 	}
 	w.ended(c, failure)
 	return nil
 }
 
-// ended shows how a call went.
+// ended reports the outcome of a call.
 func (w *turn) ended(c *call, failure *executions.StepError) {
 	if failure != nil {
-		w.end(c, string(activity.Error), failure.Message)
+		w.toolEnded(c, string(activity.Error), failure.Message)
 		return
 	}
-	w.end(c, string(activity.Success), "")
+	w.toolEnded(c, string(activity.Success), "")
 }
 
-// Invoke calls a skill as a durable step and tells After how it ended. It is how every surface and automation calls
-// one. Errors of the skill are *executions.StepError. A write to the memory is based on the revision that the arguments
-// name; it is refused with class builtins.ClassConflict, and the answer, when others have written since.
+// Invoke calls a skill as a durable step and passes its outcome to After. All surfaces and automations use it. Errors
+// of the skill are *executions.StepError. A write to the memory is based on the revision in the arguments; a conflict
+// has class builtins.ClassConflict, with the answer.
 func (l *Loop) Invoke(
 	ctx context.Context, step string, s skills.Skill, args json.RawMessage, call executions.Call,
 ) (json.RawMessage, error) {
 	return l.invoke(ctx, step, s, args, nil, call, func() {})
 }
 
-// InvokeSeen is Invoke for a run that keeps what it has read of the memory: a write is based on that.
+// InvokeSeen is Invoke for a run that tracks its reads of the memory; a write is based on them.
 func (l *Loop) InvokeSeen(
 	ctx context.Context, step string, s skills.Skill, args json.RawMessage, seen memory.Seen, call executions.Call,
 ) (json.RawMessage, error) {
 	return l.invoke(ctx, step, s, args, seen, call, func() {})
 }
 
-// invoke is Invoke, and begins is called when the call is made in this process.
+// invoke is Invoke; it calls begins when this process makes the call.
 func (l *Loop) invoke(
 	ctx context.Context, step string, s skills.Skill, args json.RawMessage, seen memory.Seen, call executions.Call,
 	begins func(),
@@ -319,23 +317,23 @@ func (l *Loop) invoke(
 	return value, err
 }
 
-// errSkipped is how a call ended that decides nothing about its skill.
+// errSkipped is the outcome of a call that says nothing about its skill.
 var errSkipped = errors.New("the call was skipped")
 
-// busy reports a call that did nothing because a lane is held by somebody else.
+// busy reports a call that found its lane held.
 func busy(err error) bool {
 	failed, ok := errors.AsType[*skills.CallError](err)
 	return ok && failed.Class == skills.ClassBusy
 }
 
-// misconfigured reports a call that this process has no setting for, which says nothing about the skill.
+// misconfigured reports a call without a required setting.
 func misconfigured(err error) bool {
 	failed, ok := errors.AsType[*skills.CallError](err)
 	return ok && failed.Class == skills.ClassConfiguration
 }
 
-// admit lets a skill pass that is in service now, and one that is on trial once. The turn chose its tools
-// when it began; what was taken out of service since is not called.
+// admit permits a call of an enabled skill, and one trial of a disabled skill. It reads the current state, because the
+// turn chose its tools earlier.
 func (l *Loop) admit(ctx context.Context, s skills.Skill, owner string) error {
 	now, err := executions.RetryTransient(ctx, func(ctx context.Context) (skills.Skill, error) {
 		return skills.Get(ctx, l.Pool, s.Name)
@@ -366,7 +364,7 @@ func (l *Loop) admit(ctx context.Context, s skills.Skill, owner string) error {
 	return err
 }
 
-// classified gives a skill's failure the class under which it is recorded.
+// classified returns a skill's failure with its class.
 func classified(err error) error {
 	var failure *skills.CallError
 	var params *skills.InvalidParams
@@ -379,17 +377,16 @@ func classified(err error) error {
 	return err
 }
 
-// asSkill lets the registry check a tool's arguments as it does a skill's. It has no id, under which the registry would
-// keep the schema for other tools of this name.
+// asSkill lets the registry check a tool's arguments. It has no id, so the registry does not cache the schema.
 func (t Tool) asSkill() skills.Skill {
 	definition, err := json.Marshal(map[string]any{"name": t.Name, "parameters": t.schema()})
 	if err != nil {
-		definition = nil // parameters that are no JSON, see usable
+		definition = nil // invalid JSON, see validateTool
 	}
 	return skills.Skill{Name: t.Name, ToolDefinition: definition, Handler: "builtin:tool"}
 }
 
-// schema is that of the tool's parameters.
+// schema returns the schema of the parameters.
 func (t Tool) schema() json.RawMessage {
 	if len(t.Parameters) == 0 {
 		return json.RawMessage(`{"type":"object","additionalProperties":false,"properties":{}}`)
@@ -397,10 +394,10 @@ func (t Tool) schema() json.RawMessage {
 	return t.Parameters
 }
 
-// maxName is how much of a tool's name that does not exist is repeated, in letters.
+// maxName bounds the quoted name of an unknown tool, in characters.
 const maxName = 100
 
-// invalid refuses a call whose arguments are wrong.
+// invalid refuses a call with invalid arguments.
 func (w *turn) invalid(ctx context.Context, c *call, id string, bad error) error {
 	schema := "{}"
 	if params, ok := errors.AsType[*skills.InvalidParams](bad); ok {
@@ -408,17 +405,17 @@ func (w *turn) invalid(ctx context.Context, c *call, id string, bad error) error
 	}
 	c.result = `{"error":"INVALID_PARAMS"}`
 	c.correction = fmt.Sprintf("Tool call failed: INVALID_PARAMS. Schema: %s Errors: %s", schema, bad)
-	return w.refuse(ctx, c, id, classInvalid, bad.Error())
+	return w.recordRefusal(ctx, c, id, classInvalid, bad.Error())
 }
 
-// refuse leaves a row of a call that was not made. Its class keeps it out of the skill's failures.
-func (w *turn) refuse(ctx context.Context, c *call, id, class, why string) error {
-	name := shown(c.name)
+// recordRefusal records the activity of a refused call. Its class does not count as a failure of the skill.
+func (w *turn) recordRefusal(ctx context.Context, c *call, id, class, why string) error {
+	name := displayName(c.name)
 	_, err := executions.Do(ctx, "refuse", executions.Call{
 		Entry:      activity.Entry{Skill: name, SkillID: id, Purpose: w.Purpose, Input: attempt(name, c.args)},
 		Idempotent: true,
 	}, func(ctx context.Context, effect *executions.Effect) (struct{}, error) {
-		w.begin(c)
+		w.toolStarted(c)
 		w.log().WarnContext(ctx, "tool call refused", "tool", name, "class", class, "arguments", string(c.args))
 		if class == classDenied {
 			effect.Status = activity.Skipped
@@ -432,14 +429,14 @@ func (w *turn) refuse(ctx context.Context, c *call, id, class, why string) error
 	return err
 }
 
-// stall ends a turn whose model does not find back, and leaves the evidence.
+// stall ends the turn as stalled.
 func (w *turn) stall(ctx context.Context, calls []*call, why, details string) error {
 	w.outcome.Ended, w.why = Stalled, why
-	return w.noteStall(ctx, calls, details)
+	return w.recordStall(ctx, calls, details)
 }
 
-// noteStall leaves the evidence of a model that comes to no answer.
-func (w *turn) noteStall(ctx context.Context, calls []*call, details string) error {
+// recordStall records the activity of a stall.
+func (w *turn) recordStall(ctx context.Context, calls []*call, details string) error {
 	attempts := make([]map[string]any, len(calls))
 	for i, c := range calls {
 		attempts[i] = attempt(c.name, c.args)
@@ -452,7 +449,7 @@ func (w *turn) noteStall(ctx context.Context, calls []*call, details string) err
 		},
 		Idempotent: true,
 	}, func(ctx context.Context, _ *executions.Effect) (struct{}, error) {
-		w.log().ErrorContext(ctx, "reasoning stalled", "purpose", w.Purpose, "attempts", brief(attempts),
+		w.log().ErrorContext(ctx, "reasoning stalled", "purpose", w.Purpose, "attempts", summarizeAttempts(attempts),
 			"last_calls", strings.Join(w.outcome.Calls[max(0, len(w.outcome.Calls)-10):], ", "))
 		return struct{}{}, &executions.StepError{Class: "stall", Message: details + "; " + w.summary()}
 	})
@@ -462,8 +459,8 @@ func (w *turn) noteStall(ctx context.Context, calls []*call, details string) err
 	return err
 }
 
-// shown makes a name that a model made up fit a message and a row.
-func shown(name string) string {
+// displayName makes a model's tool name safe to store and show.
+func displayName(name string) string {
 	name = strings.Map(func(r rune) rune {
 		if unicode.IsControl(r) {
 			return -1
@@ -476,18 +473,18 @@ func shown(name string) string {
 	return name
 }
 
-// brief is what a log line says of attempts; the whole is in the activity row.
-func brief(attempts []map[string]any) []string {
+// summarizeAttempts returns attempts for a log line; the activity has them whole.
+func summarizeAttempts(attempts []map[string]any) []string {
 	const most = 200 // bytes of arguments
 	lines := make([]string, len(attempts))
 	for i, a := range attempts {
-		lines[i] = fmt.Sprintf("%s %s", shown(fmt.Sprint(a["tool"])),
+		lines[i] = fmt.Sprintf("%s %s", displayName(fmt.Sprint(a["tool"])),
 			redact.Text(fmt.Sprintf("%s", a["arguments"]), most))
 	}
 	return lines
 }
 
-// attempt shows a call as it came, malformed JSON included.
+// attempt describes a call, which may have invalid JSON.
 func attempt(name string, args json.RawMessage) map[string]any {
 	if json.Valid(args) {
 		return map[string]any{"tool": name, "arguments": args}
@@ -495,7 +492,7 @@ func attempt(name string, args json.RawMessage) map[string]any {
 	return map[string]any{"tool": name, "arguments": string(args)}
 }
 
-// failed is an error as the model gets it.
+// failed returns an error for the model.
 func failed(e *executions.StepError) string {
 	text, err := json.Marshal(map[string]string{"error": e.Class, "message": e.Message})
 	if err != nil {
@@ -504,9 +501,8 @@ func failed(e *executions.StepError) string {
 	return string(text)
 }
 
-// encode is a result as the model gets it. A result that was read back from its checkpoint, where
-// PostgreSQL has put its keys in another order and written its numbers out, gives the same text as the
-// result itself: the transcript of a replay is that of the first run, byte for byte.
+// encode returns a result for the model. A result from its checkpoint, where PostgreSQL reordered keys and rewrote
+// numbers, gives the same text, so a replay has the same transcript.
 func encode(value any) string {
 	text, err := canonical(value)
 	if err != nil {
@@ -515,7 +511,7 @@ func encode(value any) string {
 	return text
 }
 
-// canonical writes JSON with sorted keys and plain numbers.
+// canonical encodes JSON with sorted keys and plain numbers.
 func canonical(value any) (string, error) {
 	raw, err := json.Marshal(value)
 	if err != nil {
@@ -529,7 +525,7 @@ func canonical(value any) (string, error) {
 	return string(text), err
 }
 
-// plainNumbers writes every number of a tree as PostgreSQL's jsonb does.
+// plainNumbers rewrites all numbers as PostgreSQL's jsonb does.
 func plainNumbers(tree any) any {
 	switch v := tree.(type) {
 	case map[string]any:

@@ -15,72 +15,72 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// turn is a Turn under way.
+// turn is a running [Turn].
 type turn struct {
-	view *viewer // nil without callbacks
+	view *callbacks // nil without callbacks
 	*Loop
 	Turn
-	budget     Budget
-	account    *account // from the first model call on
-	agent      agents.Agent
-	colleagues []colleague // agents that it may delegate to
-	models     []string    // to ask, the first until it is unavailable; "" is the client's
-	skills     []skills.Skill
-	first      int // of skills, how many were offered at once
-	more       int // skills in scope that are not offered, but can be searched
-	messages   []models.Message
-	opening    int // messages at the start that always stay
-	prompt     int // the index of the prompt
-	fresh      int // messages that the next model call is the first to see
-	outcome    Outcome
-	made       []*call // of the last reply
-	results    []*longResult
-	seen       memory.Seen       // what this turn has read of the memory
-	unseen     []answer          // what the model sees with the next request
-	denied     map[string]string // why, by skill and arguments
-	last       string            // the last call, with its arguments
-	same       int               // how often it was made in a row
-	silent     int               // answers without words in a row
-	unformed   int               // answers that had not the form that was asked for
-	bad        int               // replies in a row whose calls were all refused
-	why        string            // it stalled, or which limit stopped it
-	spent      time.Duration     // of the turn's time, up to the last recorded answer
-	mark       time.Time         // when this process had that answer
+	budget        Budget
+	account       *account // nil before the first model call
+	agent         agents.Agent
+	delegates     []delegateAgent // agents that it may delegate to
+	models        []string        // the current model and its fallbacks; "" is the client's
+	skills        []skills.Skill
+	first         int // number of skills offered from the beginning
+	more          int // number of skills that only skill_search finds
+	messages      []models.Message
+	opening       int // number of leading messages that always stay
+	prompt        int // index of the prompt
+	fresh         int // number of messages that are new to the next model call
+	outcome       Outcome
+	made          []*call // of the last reply
+	results       []*longResult
+	seen          memory.Seen       // memory that the turn has read
+	pendingSights []answer          // what the model sees with the next request
+	denied        map[string]string // reasons, by skill and arguments
+	last          string            // the last call, with its arguments
+	same          int               // its repetitions in a row
+	silent        int               // empty answers in a row
+	unformed      int               // answers without the requested form
+	bad           int               // replies in a row with invalid calls only
+	why           string            // reason of a stall, or the limit
+	spent         time.Duration     // used time at the last recorded answer
+	mark          time.Time         // of that answer in this process
 }
 
-// newTurn opens the transcript.
+// newTurn begins the transcript.
 func (l *Loop) newTurn(t Turn, p prepared) *turn {
 	w := &turn{
-		Loop: l, Turn: t, budget: t.budget(l.Budget).tightened(p.who.Limits), denied: map[string]string{},
+		Loop: l, Turn: t, budget: t.budget(l.Budget).limitedBy(p.who.Limits), denied: map[string]string{},
 		seen: memory.Seen{}, mark: time.Now(), agent: p.who, models: p.candidates(),
-		colleagues: p.Delegates, skills: p.Skills, first: len(p.Skills), more: p.More,
+		delegates: p.Delegates, skills: p.Skills, first: len(p.Skills), more: p.More,
 	}
 	w.seen.Add(t.Seen...)
 	w.seen.Add(p.sights()...)
-	w.say(models.RoleSystem, p.system(t.System))
-	history := wholeExchanges(t.History)
+	w.addMessage(models.RoleSystem, p.system(t.System))
+	history := dropIncomplete(t.History)
 	w.messages = append(w.messages, history...)
 	w.opening = 1
 	for w.opening < len(w.messages) && w.messages[w.opening].Role == models.RoleSystem {
 		w.opening++
 	}
 	w.prompt = len(w.messages)
-	w.say(models.RoleUser, p.request(t))
+	w.addMessage(models.RoleUser, p.request(t))
 	w.messages[w.prompt].Parts = t.Images
 	w.bind()
 	if len(history) > 0 {
-		w.fresh = 1 // the rest is recorded where it was said
+		w.fresh = 1 // earlier turns recorded the rest
 	}
 	return w
 }
 
-// Run takes a turn. It is called inside an execution and returns executions.ErrParked and its like
-// untouched; other errors are those of the model that retries did not help.
+// Run runs a turn inside an execution. It returns executions.ErrParked and similar errors unchanged; other errors are
+// permanent failures of the model.
 func (l *Loop) Run(ctx context.Context, t Turn) (Outcome, error) {
-	if err := l.fits(t); err != nil {
+	if err := l.validate(t); err != nil {
 		return Outcome{}, fmt.Errorf("begin turn: %w", err)
 	}
-	view := l.watch(ctx, &t)
+	view := l.queueCallbacks(ctx, &t)
 	defer view.close(ctx)
 	p, err := l.prepare(ctx, t)
 	if err != nil {
@@ -105,7 +105,7 @@ func (l *Loop) Run(ctx context.Context, t Turn) (Outcome, error) {
 	}
 	if w.outcome.Ended == endedIterations {
 		details := fmt.Sprintf("the model called tools %d times in a row and came to no answer", w.outcome.Iterations)
-		if err := w.noteStall(ctx, w.made, details); err != nil {
+		if err := w.recordStall(ctx, w.made, details); err != nil {
 			return w.outcome, err
 		}
 	}
@@ -115,13 +115,13 @@ func (l *Loop) Run(ctx context.Context, t Turn) (Outcome, error) {
 	return w.outcome, nil
 }
 
-// iterate asks the model once and does what it says.
+// iterate calls the model once and runs the requested calls.
 func (w *turn) iterate(ctx context.Context) error {
-	w.fit()
-	w.see()
-	reply, err := w.ask(ctx)
+	w.trimContext()
+	w.recordSights()
+	reply, err := w.callModel(ctx)
 	if limit, failure, ok := endedBy(err); ok {
-		w.stopped(limit, failure)
+		w.stopAtLimit(limit, failure)
 		return nil
 	}
 	if err != nil {
@@ -133,16 +133,16 @@ func (w *turn) iterate(ctx context.Context) error {
 	if len(reply.Message.ToolCalls) == 0 {
 		w.outcome.Cut = reply.Cut
 		if w.Form != nil {
-			return w.formed(ctx, reply)
+			return w.finishForm(ctx, reply)
 		}
 		return w.answer(ctx, strings.TrimSpace(cmp.Or(reply.Message.Content, reply.Message.Refusal)))
 	}
 	w.silent = 0
-	return w.act(trace.WithCause(ctx, reply.Activity), reply.Message.ToolCalls)
+	return w.runCalls(trace.WithCause(ctx, reply.Activity), reply.Message.ToolCalls)
 }
 
-// stopped ends the turn by a limit.
-func (w *turn) stopped(limit string, failure *executions.StepError) {
+// stopAtLimit ends the turn at a limit.
+func (w *turn) stopAtLimit(limit string, failure *executions.StepError) {
 	w.outcome.Ended = limit
 	if failure.Class != classBudget {
 		w.why = failure.Message
@@ -153,10 +153,10 @@ func (w *turn) stopped(limit string, failure *executions.StepError) {
 	}
 }
 
-// untilFormat is how a moment is told to people.
+// untilFormat is the format of times for people.
 const untilFormat = "2006-01-02 at 15:04 MST"
 
-// zone is the agent's time zone.
+// zone returns the time zone of messages.
 func (l *Loop) zone() *time.Location {
 	if l.Zone == nil {
 		return time.UTC
@@ -164,7 +164,7 @@ func (l *Loop) zone() *time.Location {
 	return l.Zone
 }
 
-// answer ends the turn with the model's words. For one that says nothing there is a second chance.
+// answer ends the turn with an answer. It requests an empty one once more.
 func (w *turn) answer(ctx context.Context, text string) error {
 	if text != "" {
 		w.outcome.Text, w.outcome.Ended = text, Answered
@@ -178,13 +178,13 @@ func (w *turn) answer(ctx context.Context, text string) error {
 		return w.stall(ctx, nil, "the model gave no text",
 			fmt.Sprintf("the model answered with nothing %d times in a row", w.silent))
 	}
-	w.say(models.RoleSystem, "Your last answer was empty. Answer in words, or call a tool.")
+	w.addMessage(models.RoleSystem, "Your last answer was empty. Answer in words, or call a tool.")
 	return nil
 }
 
-// formed ends the turn with an answer in the form that was asked for. An answer that was cut off or withheld would be
-// so again, and is not asked for again.
-func (w *turn) formed(ctx context.Context, reply reply) error {
+// finishForm ends the turn with a valid answer in its form. It requests one correction, except for a cut or withheld
+// answer.
+func (w *turn) finishForm(ctx context.Context, reply reply) error {
 	text := strings.TrimSpace(reply.Message.Content)
 	if text == "" && reply.Message.Refusal == "" && reply.Cut == "" {
 		return w.answer(ctx, "")
@@ -205,7 +205,7 @@ func (w *turn) formed(ctx context.Context, reply reply) error {
 		final = w.unformed > 1
 	}
 	if !final {
-		w.say(models.RoleUser, fmt.Sprintf(formCorrection, wrong)) // of a client's own schema: no rule of the runtime
+		w.addMessage(models.RoleUser, fmt.Sprintf(formCorrection, wrong)) // of a client's own schema: no rule of the runtime
 		return nil
 	}
 	if err := w.stall(ctx, nil, whyOtherwise+": "+wrong, whyOtherwise+": "+wrong); err != nil {
@@ -215,21 +215,20 @@ func (w *turn) formed(ctx context.Context, reply reply) error {
 	return nil
 }
 
-// upper begins a sentence.
+// upper capitalizes a sentence.
 func upper(text string) string { return strings.ToUpper(text[:1]) + text[1:] }
 
-// filteredText stands for an answer of which the model's server has withheld all.
+// filteredText replaces an answer that the model's server withheld.
 const filteredText = "The model's provider has withheld this answer: its content filter found something in the " +
 	"request or in the answer."
 
-// say adds a message.
-func (w *turn) say(role, text string) {
+// addMessage appends a message.
+func (w *turn) addMessage(role, text string) {
 	w.messages = append(w.messages, models.Message{Role: role, Content: text})
 	w.fresh++
 }
 
-// exhausted names the budget that has run out, if one has. What it looks at is recorded, so a replay
-// decides alike.
+// exhausted returns the exhausted budget, or "". It depends on recorded values only.
 func (w *turn) exhausted() string {
 	switch {
 	case w.outcome.Iterations >= w.budget.Iterations:
@@ -242,7 +241,7 @@ func (w *turn) exhausted() string {
 	return ""
 }
 
-// summary says what a turn that ends without an answer has done.
+// summary describes the calls of a turn without an answer.
 func (w *turn) summary() string {
 	done := "nothing was done"
 	if len(w.outcome.Calls) > 0 {
