@@ -1,20 +1,18 @@
-// Package approvals keeps the leave that only an admin can give: single-use grants for one call each.
+// Package approvals stores an admin's decisions about calls. An approval permits one call.
 //
-// A call whose skill has trust "approve" is not made; Ask records it, with its exact arguments, as a
-// pending approval and a pending_approval row in the activity log, in one transaction with the step's
-// checkpoint. An admin decides it by compare-and-set, once; of any number of decisions at the same
-// time one has effect. There are two ways to go on:
+// A call of a skill with trust "approve" needs one. [Ask] inserts a pending approval with the exact arguments, and a
+// pending_approval activity, in the transaction of the step's checkpoint. An admin decides by compare-and-set: one of
+// several concurrent decisions takes effect. Afterwards there are two ways:
 //
-//   - Parked (Request.Park): the execution waits for the decision (executions.Approval) and makes the call
-//     itself. The grant is that execution's alone and void when it ends.
-//   - Recorded: the run goes on without the call, as a heartbeat does, which never waits for a person. The
-//     next run that follows through makes it. Asking again for the same call leads to the open approval.
+//   - Parked (Request.Park): the execution waits for the decision ([Await]) and makes the call. The approval belongs to
+//     this execution and is void at its end.
+//   - Recorded: the run continues without the call, as a heartbeat does. A later run makes the call. A second request
+//     for the same call returns the open approval.
 //
-// A grant is bound to the skill's revision and to the hash of the arguments: what was approved is what
-// runs; changed arguments are another approval. When the skill is changed or removed, the database closes its open
-// ones with that reason, with an activity each (close_approval), and who waits goes on without the call. Use marks a
-// grant consumed in the transaction that writes the call's intent, for one step of one execution, so that neither a
-// crash nor a second run can use it twice. Nothing a model says reaches Decide.
+// An approval is bound to the skill's revision and the hash of the arguments. When the skill changes or is removed, the
+// database closes its open approvals with an activity (close_approval), and resumes the waiting executions. [Use]
+// consumes an approval in the transaction of the call's intent, for one step of one execution, so neither a crash nor
+// another run uses it twice. No output of a model reaches [Decide].
 package approvals
 
 import (
@@ -37,24 +35,24 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Lifetime is how long an approval waits for its decision, and a grant for its use.
+// Lifetime bounds the time to the decision, and from there to the use.
 const Lifetime = 7 * 24 * time.Hour
 
-// Errors that callers tell apart.
+// Errors that callers distinguish.
 var (
-	// ErrDecided reports an approval that was decided already, has expired or is void.
+	// ErrDecided reports an approval that is decided, expired or void.
 	ErrDecided = errors.New("the approval was decided already, has expired, its execution has ended, or its skill has changed since")
-	// ErrNotFound reports an id without an approval.
+	// ErrNotFound reports an unknown approval.
 	ErrNotFound = errors.New("no such approval")
 )
 
-// codeUsed is the SQLSTATE of a grant that cannot be used.
+// codeUsed is the SQLSTATE of an approval that cannot be used.
 const codeUsed = "LK003"
 
-// IsUsed reports that a call was not made because its grant is used, rejected or expired.
+// IsUsed reports whether a call failed because its approval is used, rejected or expired.
 func IsUsed(err error) bool { return postgres.IsCode(err, codeUsed) }
 
-// Approval is one call that was asked for.
+// Approval is a requested call, with its decision.
 type Approval struct {
 	ID            string          `json:"id"`
 	TraceID       string          `json:"trace_id"`
@@ -70,18 +68,18 @@ type Approval struct {
 	ConsumedAt    *time.Time      `json:"consumed_at"`
 	ExpiresAt     time.Time       `json:"expires_at"`
 	CreatedAt     time.Time       `json:"created_at"`
-	// Who asked: the execution's, empty when it is no longer kept.
+	// The requesting execution; empty after its deletion.
 	Surface     string `json:"surface"`
 	Agent       string `json:"agent"`
 	Flow        string `json:"flow"`
 	ThreadID    string `json:"thread_id"`
-	Participant string `json:"participant"` // the visitor in that thread
+	Participant string `json:"participant"` // the thread's visitor
 }
 
-// Waits reports that an execution waits for the decision, or for its turn to make the call.
+// Waits reports whether an execution waits for the decision or is about to make the call.
 func (a Approval) Waits() bool { return a.Parked && (a.Status == "pending" || a.Status == "approved") }
 
-// AskedBy says who asked, for people; empty when that is no longer known.
+// AskedBy describes the requester for people; empty if unknown.
 func (a Approval) AskedBy() string {
 	if a.Agent == "" {
 		return ""
@@ -98,7 +96,7 @@ func (a Approval) AskedBy() string {
 	return said
 }
 
-// DecidedError says why an approval can no longer be decided; it is [ErrDecided].
+// DecidedError explains an [ErrDecided].
 type DecidedError struct{ Approval Approval }
 
 func (e *DecidedError) Unwrap() error { return ErrDecided }
@@ -132,29 +130,29 @@ func (e *DecidedError) Error() string {
 	return "the approval is for a skill that has changed since"
 }
 
-// columns lists what Approval scans. One whose time is over is expired, whatever its row says.
+// columns are the columns of an [Approval]. One past its time is expired, whatever its row says.
 const columns = `a.id::text, a.trace_id, a.execution_id::text, a.skill_name, a.skill_revision, a.arguments, a.parked,
 	case when a.status in ('pending', 'approved') and a.expires_at <= clock_timestamp() then 'expired' else a.status end,
 	a.decided_by, a.reason, a.decided_at, a.consumed_at, a.expires_at, a.created_at,
 	coalesce(w.surface, ''), coalesce(w.agent, ''), coalesce(w.flow, ''), coalesce(w.thread_id, ''), coalesce(w.participant, '')`
 
-// asker joins who asked.
+// asker joins the requesting execution.
 const asker = ` left join lateral (
 	select x.surface, x.agent, x.flow, x.thread_id, t.participant
 	  from agent_executions x left join agent_threads t on t.id = x.thread_id where x.id = a.execution_id) w on true`
 
-// Request is a call that wants leave.
+// Request is a call that needs an approval.
 type Request struct {
 	Skill    string
 	SkillID  string
 	Revision int
 	Args     json.RawMessage
-	// Park says that the execution will wait for the decision and make the call itself.
+	// Park means that the execution waits for the decision and makes the call.
 	Park bool
 }
 
-// Ask records, as a durable step, that a call wants leave. Asking again, unparked, for the same call while the
-// first is open leads to the first, and adds nothing.
+// Ask requests an approval as a durable step. Without Park, a second request for the same call returns the open
+// approval.
 func Ask(ctx context.Context, r Request) (Approval, error) {
 	hash, err := Hash(r.Args)
 	if err != nil {
@@ -183,7 +181,7 @@ func Ask(ctx context.Context, r Request) (Approval, error) {
 	}, executions.Input(r.Args))
 }
 
-// insert adds the row; fresh is false when an open one stands for the same call.
+// insert adds the row; fresh is false if the same call has an open one.
 func insert(ctx context.Context, tx pgx.Tx, r Request, hash string) (_ Approval, fresh bool, err error) {
 	current, _ := executions.Current(ctx)
 	span, _ := trace.From(ctx)
@@ -213,8 +211,7 @@ func insert(ctx context.Context, tx pgx.Tx, r Request, hash string) (_ Approval,
 	return asked, fresh, err
 }
 
-// lapse closes the open approval of a call that has expired or was for another revision of the skill, so
-// that it does not stand in the way of a new one.
+// lapse closes an open approval of the same call that expired or is for another revision.
 func lapse(ctx context.Context, tx pgx.Tx, r Request, hash string) error {
 	_, err := tx.Exec(ctx, `
 		update agent_approvals set status = 'expired'
@@ -227,9 +224,8 @@ func lapse(ctx context.Context, tx pgx.Tx, r Request, hash string) error {
 	return nil
 }
 
-// Decide approves or rejects, and lets the execution that waits for it go on; the decision is an activity
-// under an op_ trace, or the one that ctx has. ErrDecided when it is too late for that, ErrNotFound for an unknown
-// id. by says who decided.
+// Decide approves or rejects, and resumes the waiting execution. It records an activity under the trace of ctx, or a
+// new op_ trace. It returns [ErrDecided] if it is too late, and [ErrNotFound] for an unknown id. by is the admin.
 func Decide(ctx context.Context, db postgres.Beginner, id string, approve bool, by, reason string) (Approval, error) {
 	if span, ok := trace.From(ctx); !ok || span.TraceID == "" {
 		ctx = trace.With(ctx, trace.Span{TraceID: trace.New(trace.Operate), Surface: trace.Operate})
@@ -312,8 +308,8 @@ func Grant(ctx context.Context, id string) (step string, onIntent func(b *pgx.Ba
 	return step, Use(id, current.ID, step)
 }
 
-// Use queues the consumption of a grant beside the intent of the call it allows; give it to executions.Call.OnIntent.
-// The transaction fails (SQLSTATE LK003) when the grant is used, rejected, expired, or another execution's.
+// Use queues the consumption of an approval, as executions.Call.OnIntent. The transaction fails with SQLSTATE LK003 if
+// the approval is used, rejected, expired or another execution's.
 func Use(id, executionID, step string) func(b *pgx.Batch, _ string) {
 	return func(b *pgx.Batch, _ string) {
 		b.Queue(`select lanekeeper.use_agent_approval(@id, @execution_id, @step)`,
@@ -321,7 +317,7 @@ func Use(id, executionID, step string) func(b *pgx.Batch, _ string) {
 	}
 }
 
-// Hash identifies arguments, whatever the order of their keys.
+// Hash returns a hash of arguments that ignores the order of keys.
 func Hash(args json.RawMessage) (string, error) {
 	v, err := exactjson.Decode(args)
 	if err != nil {
@@ -335,22 +331,22 @@ func Hash(args json.RawMessage) (string, error) {
 	return hex.EncodeToString(sum[:]), nil
 }
 
-// Get reads one approval; ErrNotFound when there is none.
+// Get returns one approval, or [ErrNotFound].
 func Get(ctx context.Context, db postgres.DB, id string) (Approval, error) {
 	rows, err := db.Query(ctx, `select `+columns+` from agent_approvals a`+asker+` where a.id = @id`,
 		postgres.Strict{"id": id})
 	return postgres.CollectOne(rows, err, ErrNotFound, "read approval "+id, pgx.RowToStructByPos[Approval])
 }
 
-// Filter narrows a listing. Zero values do not narrow; Limit defaults to 50 and is at most 500. Before is the id
-// after which the listing goes on, newest first.
+// Filter narrows [List]; the zero value lists the newest 50. Before, an id, selects older approvals. Limit is at most
+// 500.
 type Filter struct {
 	Status, Skill, Before string
 	TraceIDs              []trace.ID // what [trace.ParseAny] makes of one id
 	Limit                 int
 }
 
-// List reads approvals, newest first. One whose time is over counts as expired.
+// List returns approvals, newest first. One past its time is expired.
 func List(ctx context.Context, db postgres.DB, f Filter) ([]Approval, error) {
 	rows, err := db.Query(ctx, `
 		select `+columns+` from agent_approvals a`+asker+`
@@ -368,8 +364,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Approval, error) {
 	return collect(rows, err)
 }
 
-// Approved lists grants that nobody has used, that no execution waits for, and whose skill is in service and
-// unchanged, oldest first: what a run that follows through may do.
+// Approved lists unused approvals that no execution waits for, and whose skill is enabled and unchanged, oldest first.
 func Approved(ctx context.Context, db postgres.DB, limit int) ([]Approval, error) {
 	rows, err := db.Query(ctx, `
 		select `+columns+` from agent_approvals a`+asker+`
@@ -380,7 +375,7 @@ func Approved(ctx context.Context, db postgres.DB, limit int) ([]Approval, error
 	return collect(rows, err)
 }
 
-// Pending lists what waits for a decision, oldest first.
+// Pending lists undecided approvals, oldest first.
 func Pending(ctx context.Context, db postgres.DB, limit int) ([]Approval, error) {
 	rows, err := db.Query(ctx, `
 		select `+columns+` from agent_approvals a`+asker+`

@@ -1,24 +1,21 @@
 // Package budgets bounds what model calls use: tokens and money, per run, per surface and per day (UTC).
 //
-// A call's worst case is reserved in every scope before the call, in the transaction that records its
-// intent, and settled after, in the transaction that records its result. What was not used is free again.
+// The transaction of a call's intent reserves its worst case in every scope. The transaction of its result settles it
+// and frees the rest.
 //
-// What it promises:
+// Guarantees:
 //
-//   - Concurrent calls do not overspend together, however many they are and wherever they run: a
-//     reservation is decided under the row locks of its scopes, by what is spent and what is set aside.
-//     Only a call that uses more than its reservation (a server that ignores max_tokens, a prompt reckoned
-//     too low) can go beyond a limit; it is settled at what it used, and the next call finds less.
-//   - A small rest shortens the answer that is asked for instead of refusing it, down to a least.
-//   - Others' reservations make a call wait, for a bounded time; only what is spent ends a run at once.
-//   - Each request to a provider has a reservation of its own, committed before it leaves. What was spent is never
-//     below what the provider bills, over kills, pauses and time-outs: a request that was sent and not answered may
-//     have been billed, so its reservation is written off. It counts as spent at its worst case, and as unknown.
-//   - The database writes off what a lost claim has reserved, when another claim takes the execution over, and what is
-//     under way when an execution ends. A call that is made again has another reservation: the provider bills both.
+//   - Concurrent calls in all processes stay within a limit together. A reservation is decided under the row locks of
+//     its scopes. Only a call that uses more than its reservation exceeds a limit: its server ignored max_tokens, or
+//     its prompt was estimated too low. It is settled at its real usage.
+//   - A small remainder shortens the requested answer, down to a minimum.
+//   - A call waits for others' reservations, for a bounded time. Spent tokens and money end a run at once.
+//   - Each request to a provider has its own reservation, committed before it is sent. A request without an answer may
+//     have been billed, so its reservation is written off: it counts as spent at its worst case, and as unknown.
+//   - The database writes off the reservations of a lost claim, and those open at the end of an execution.
 //
-// Limits are the caller's and come with every reservation, so a change of configuration holds from the next
-// call on. What is spent is counted also where nothing bounds it. All functions are safe for concurrent use.
+// The caller passes the limits with every reservation, so a new configuration holds from the next call on. Usage is
+// counted without limits, too. All functions are safe for concurrent use.
 package budgets
 
 import (
@@ -40,34 +37,32 @@ type Limit struct {
 	USD    float64
 }
 
-// Limits are those of all runs together, by the UTC day. Surface bounds what one surface's runs may use of
-// a day, within Day.
+// Limits bound all runs together, by the UTC day. Surface bounds the runs of one surface, within Day.
 type Limits struct {
 	Day     Limit
 	Surface map[trace.Surface]Limit
-	// Patience is how long a call waits for what others have reserved; the constant of that name when zero.
+	// Patience bounds the wait for others' reservations; the constant of that name when zero.
 	Patience time.Duration
 }
 
-// Scope is a limit with the name under which it is counted; {day} in a name is the database's UTC date.
+// Scope is a named limit. {day} in a name stands for the database's UTC date.
 type Scope struct {
 	Name string `json:"name"`
 	Limit
 }
 
-// RunScope is the name under which a trace's calls are counted.
+// RunScope returns the name of a trace's scope.
 func RunScope(id trace.ID) string { return "run:" + string(id) }
 
-// AgentScope is where the calls of an agent are counted by the day.
+// AgentScope returns the daily scope of an agent.
 func AgentScope(name string, limit Limit) Scope {
 	return Scope{Name: "day:{day}:" + agentPrefix + name, Limit: limit}
 }
 
-// agentPrefix stands before an agent's name where a scope of the day has a surface's otherwise.
+// agentPrefix marks a daily scope of an agent; without it, the scope is a surface's.
 const agentPrefix = "agent:"
 
-// Scopes lists where a call made by a surface is counted: the day, the surface's day, and what else the
-// caller gives.
+// Scopes returns the scopes of a surface's call: the day, the surface's day, and the given others.
 func (l Limits) Scopes(surface trace.Surface, others ...Scope) []Scope {
 	return append([]Scope{
 		{Name: "day:{day}", Limit: l.Day},
@@ -77,8 +72,8 @@ func (l Limits) Scopes(surface trace.Surface, others ...Scope) []Scope {
 
 // Kinds of refusals.
 const (
-	Spent    = "spent"    // the limit leaves too little for a useful answer
-	Reserved = "reserved" // calls under way hold what is missing
+	Spent    = "spent"    // the remainder is too small for a useful answer
+	Reserved = "reserved" // other calls hold the remainder
 )
 
 // Units of limits.
@@ -87,17 +82,17 @@ const (
 	USD    = "usd"
 )
 
-// Error says which limit a call does not fit into.
+// Error reports the limit that a call exceeds.
 type Error struct {
 	Scope    string
 	Unit     string // Tokens or USD
 	Kind     string // Spent or Reserved
 	Limit    float64
 	Spent    float64
-	Reserved float64 // set aside for calls under way
+	Reserved float64 // by other calls
 }
 
-// Error names the limit and how much of it is gone.
+// Error names the limit, and what is spent and reserved of it.
 func (e *Error) Error() string {
 	text := fmt.Sprintf("the limit of %s for %s leaves too little for another model call: %s spent",
 		amount(e.Limit, e.Unit), scopeText(e.Scope), amount(e.Spent, e.Unit))
@@ -111,7 +106,7 @@ func (e *Error) Error() string {
 	return text
 }
 
-// Ends is when the limit begins anew: that of a day with the next, UTC. Zero for one that does not.
+// Ends returns when a daily limit resets: at the next midnight UTC. It is zero for other limits.
 func (e *Error) Ends() time.Time {
 	kind, rest, _ := strings.Cut(e.Scope, ":")
 	date, _, _ := strings.Cut(rest, ":")
@@ -122,7 +117,7 @@ func (e *Error) Ends() time.Time {
 	return day.AddDate(0, 0, 1)
 }
 
-// scopeText is a scope's name in words.
+// scopeText describes a scope in words.
 func scopeText(scope string) string {
 	kind, rest, _ := strings.Cut(scope, ":")
 	day, surface, bySurface := strings.Cut(rest, ":")
@@ -147,19 +142,19 @@ func amount(n float64, unit string) string {
 	return strconv.FormatFloat(n, 'f', 0, 64) + " tokens"
 }
 
-// Standing is what a scope has used.
+// Standing is the usage of a scope.
 type Standing struct {
 	Scope          string  `json:"scope"`
 	Tokens         int64   `json:"tokens"`
 	CostUSD        float64 `json:"cost_usd"`
 	ReservedTokens int64   `json:"reserved_tokens"`
 	ReservedUSD    float64 `json:"reserved_usd"`
-	Unsettled      int     `json:"unsettled"`      // calls whose usage nobody reported
-	UnknownTokens  int64   `json:"unknown_tokens"` // the part of Tokens that is theirs, at its worst case
-	UnknownUSD     float64 `json:"unknown_usd"`    // the part of CostUSD that is theirs
+	Unsettled      int     `json:"unsettled"`      // calls without a reported usage
+	UnknownTokens  int64   `json:"unknown_tokens"` // their part of Tokens, at the worst case
+	UnknownUSD     float64 `json:"unknown_usd"`    // their part of CostUSD
 }
 
-// Today lists the day's scopes by name: the day itself and each surface that has asked a model.
+// Today lists the day's scopes by name: the day itself, and each surface and agent with model calls.
 func Today(ctx context.Context, db postgres.DB) ([]Standing, error) {
 	rows, err := db.Query(ctx, `
 		select scope, tokens, cost_usd::float8, reserved_tokens, reserved_usd::float8, unsettled, unknown_tokens, unknown_usd::float8
@@ -167,7 +162,7 @@ func Today(ctx context.Context, db postgres.DB) ([]Standing, error) {
 	return postgres.Collect(rows, err, "list budgets", pgx.RowToStructByPos[Standing])
 }
 
-// AgentOf is what an agent has used of the day, out of the list of [Today].
+// AgentOf returns an agent's usage from the list of [Today].
 func AgentOf(today []Standing, name string) Standing {
 	for _, s := range today {
 		if strings.HasSuffix(s.Scope, ":"+agentPrefix+name) {
@@ -177,7 +172,7 @@ func AgentOf(today []Standing, name string) Standing {
 	return Standing{}
 }
 
-// Of returns what a scope has used: nothing, where no call was counted.
+// Of returns the usage of a scope; the zero usage for an unknown one.
 func Of(ctx context.Context, db postgres.DB, scope string) (Standing, error) {
 	rows, err := db.Query(ctx, `
 		select scope, tokens, cost_usd::float8, reserved_tokens, reserved_usd::float8, unsettled, unknown_tokens, unknown_usd::float8

@@ -12,10 +12,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Patience is how long a call waits for others' reservations.
+// Patience is the default bound of the wait for others' reservations.
 const Patience = 30 * time.Second
 
-// Pauses between two tries; they double.
+// Pauses between attempts double from the first to the longest.
 const (
 	firstPause   = 20 * time.Millisecond
 	longestPause = time.Second
@@ -27,26 +27,26 @@ type Need struct {
 	PromptUSD    float64
 	TokenUSD     float64 // of one completion token; 0 for a model without a price
 	Wanted       int64   // completion tokens
-	Least        int64   // below which an answer is of no use
+	Least        int64   // completion tokens of a useful answer
 }
 
-// Reservation is one call's. Its fields are set before it is used and not changed after, but Need by Reckon; it
-// serves one call and is not safe for concurrent use. The example shows how.
+// Reservation reserves and settles one call. Its fields are set before use; only Reckon changes Need later. It is not
+// safe for concurrent use. See the example.
 type Reservation struct {
 	ExecutionID string
 	Claim       int64
 	Step        string // of the call; Reserve sets it
 	Scopes      []Scope
 	Need        Need
-	// Reckon, where given, is asked for the need before each try: a call that waits for others learns from them.
+	// Reckon, if set, computes Need before each attempt, because a waiting call learns from others.
 	Reckon func() Need
-	// Patience is how long Await waits for others; the constant of that name when zero.
+	// Patience bounds the wait of Await; the constant of that name when zero.
 	Patience time.Duration
 
 	answer verdict
 }
 
-// verdict is an answer of reserve_agent_budget.
+// verdict is a row of reserve_agent_budget.
 type verdict struct {
 	Granted  *int64
 	Scope    *string
@@ -61,8 +61,8 @@ const reserve = `
 	select granted, scope, unit, kind, bound::float8, spent::float8, reserved::float8
 	  from lanekeeper.reserve_agent_budget(@execution_id, @claim, @step, @limits, @need)`
 
-// Spend is what a call has used. Of Tokens and USD, UnknownTokens and UnknownUSD are what the provider may have
-// billed and did not report: the worst case of requests without an answer, the estimate of answers without usage.
+// Spend is the usage of a call. UnknownTokens and UnknownUSD are the parts of Tokens and USD that the provider did not
+// report: the worst case of a request without an answer, and the estimate of an answer without usage.
 type Spend struct {
 	Tokens        int64
 	USD           float64
@@ -70,7 +70,7 @@ type Spend struct {
 	UnknownUSD    float64
 }
 
-// Plus adds what another request has used.
+// Plus adds the usage of another request.
 func (s Spend) Plus(other Spend) Spend {
 	return Spend{
 		Tokens: s.Tokens + other.Tokens, USD: s.USD + other.USD,
@@ -78,22 +78,22 @@ func (s Spend) Plus(other Spend) Spend {
 	}
 }
 
-// Reserve queues the reservation for the call of a step; give it to executions.Call.OnIntent. A refusal does not fail
-// the transaction: Await returns it.
+// Reserve queues the reservation for the call of a step, as executions.Call.OnIntent. A refusal does not fail the
+// transaction; Await returns it.
 func (r *Reservation) Reserve(b *pgx.Batch, step string) {
 	r.reckon()
 	r.Step, r.answer = step, verdict{}
 	b.Queue(reserve, r.arguments(r.enough())).QueryRow(r.answer.scan)
 }
 
-// Renew writes the reservation off, because its request may have been billed and nobody knows for how much, and
-// reserves anew for another request. It returns what was written off, and like Await how many tokens are granted.
+// Renew writes the reservation off, because its request may have been billed, and reserves for another request. It
+// returns the written-off usage and, like Await, the granted tokens.
 func (r *Reservation) Renew(ctx context.Context, db postgres.DB) (Spend, int64, error) {
 	r.reckon()
 	lost, err := executions.RetryTransient(ctx, func(ctx context.Context) (lost Spend, err error) {
 		r.answer = verdict{}
 		b := &pgx.Batch{}
-		// locks go from there to budgets
+		// lock order: the execution, then its budgets
 		b.Queue(`select fence_agent_execution(@id, @claim)`,
 			postgres.Strict{"id": r.ExecutionID, "claim": r.Claim})
 		b.Queue(`select tokens, cost_usd::float8 from lanekeeper.settle_agent_budget(@execution_id, @step)`,
@@ -111,9 +111,8 @@ func (r *Reservation) Renew(ctx context.Context, db postgres.DB) (Spend, int64, 
 	return lost, granted, err
 }
 
-// Await returns how many completion tokens are granted. Where calls under way hold what is missing it asks
-// again, with growing pauses, for as long as its patience lasts; what is left then is taken even if it is little.
-// The error is an *Error when a limit refuses.
+// Await returns the granted completion tokens. While other calls hold the remainder, it retries with growing pauses.
+// After Patience it accepts a small remainder. A refusal is an [*Error].
 func (r *Reservation) Await(ctx context.Context, db postgres.DB) (int64, error) {
 	deadline := time.Now().Add(r.patience())
 	last := false
@@ -131,14 +130,14 @@ func (r *Reservation) Await(ctx context.Context, db postgres.DB) (int64, error) 
 		if last = !time.Now().Before(deadline); last {
 			enough = r.Need.Least
 		}
-		if err := r.ask(ctx, db, enough); err != nil {
+		if err := r.retry(ctx, db, enough); err != nil {
 			return 0, err
 		}
 	}
 }
 
-// ask reserves in a transaction of its own.
-func (r *Reservation) ask(ctx context.Context, db postgres.DB, enough int64) error {
+// retry reserves in its own transaction.
+func (r *Reservation) retry(ctx context.Context, db postgres.DB, enough int64) error {
 	r.reckon()
 	_, err := executions.RetryTransient(ctx, func(ctx context.Context) (struct{}, error) {
 		return struct{}{}, r.answer.scan(db.QueryRow(ctx, reserve, r.arguments(enough)))
@@ -149,15 +148,14 @@ func (r *Reservation) ask(ctx context.Context, db postgres.DB, enough int64) err
 	return nil
 }
 
-// reckon asks for the need.
+// reckon updates the need.
 func (r *Reservation) reckon() {
 	if r.Reckon != nil {
 		r.Need = r.Reckon()
 	}
 }
 
-// Settle queues what the last request has used; give it to executions.Effect.OnResult. A call that reserved nothing
-// settles nothing.
+// Settle queues the usage of the last request, as executions.Effect.OnResult. It has no effect without a reservation.
 func (r *Reservation) Settle(b *pgx.Batch, s Spend) {
 	tokens, usd := max(s.Tokens, 0), max(s.USD, 0)
 	b.Queue(`select lanekeeper.settle_agent_budget(@execution_id, @step, @spend)`, postgres.Strict{
@@ -190,8 +188,8 @@ func (r *Reservation) arguments(enough int64) postgres.Strict {
 	}
 }
 
-// enough is how long an answer must be allowed to be while others hold what is missing: half of what is wanted. It
-// is better to wait for them than to have an answer cut short.
+// enough is the accepted length of an answer while others hold the remainder: half of the wanted one. A wait is better
+// than a short answer.
 func (r *Reservation) enough() int64 { return max(r.Need.Wanted/2, r.Need.Least, 1) }
 
 func (r *Reservation) patience() time.Duration {

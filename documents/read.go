@@ -16,19 +16,19 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// ErrBinary reports a document whose content is not text.
+// ErrBinary reports a document that is not text.
 var ErrBinary = errors.New("the document is not text")
 
 // Piece is a part of a document's text.
 type Piece struct {
 	Text   string
 	Offset int64 // of its first byte
-	Next   int64 // the offset of what follows; 0 after the last piece
+	Next   int64 // the offset of the next piece; 0 after the last one
 	Size   int64 // of the document
 }
 
-// Read reads the text of a document from a byte on, at most so many bytes. The piece begins and ends at whole
-// characters. [ErrBinary] when the document is not text.
+// Read returns at most the given bytes of a document's text from an offset on, in whole characters. It returns
+// [ErrBinary] if the document is not text.
 func Read(ctx context.Context, db postgres.DB, id string, offset int64, most int) (Piece, error) {
 	p := Piece{Offset: max(0, offset)}
 	var readable bool
@@ -53,7 +53,7 @@ func Read(ctx context.Context, db postgres.DB, id string, offset int64, most int
 	return p, nil
 }
 
-// Send answers a request with a document. A browser saves it, whatever its type.
+// Send answers a request with a document. A browser saves every type as a file.
 func Send(w http.ResponseWriter, d Document, content []byte) error {
 	h := w.Header()
 	h.Set("Content-Type", d.ContentType)
@@ -66,7 +66,7 @@ func Send(w http.ResponseWriter, d Document, content []byte) error {
 	return nil
 }
 
-// readableIDs are the ids of the documents that @execution may read; with the id of one in @id, that one or none.
+// readableIDs selects the documents that @execution may read. A non-empty @id selects at most that one.
 const readableIDs = `
 	with recursive run as (
 	  select x.id, x.parent_id, x.thread_id, x.surface, 0 as depth from agent_executions x where x.id = nullif(@execution, '')::uuid
@@ -81,8 +81,8 @@ const readableIDs = `
 	union
 	select d.id from run r join agent_documents d on d.id = lanekeeper.agent_uuid(@id) where r.depth = 0 and r.surface = 'operate'`
 
-// Readable lists the documents that an execution may read, newest first, at most so many: those of its thread, its own,
-// and those of the executions that started it. Without a thread they are also an admin's that belong to nobody.
+// Readable lists at most the given number of documents that an execution may read, newest first: those of its thread,
+// its own, and those of its ancestors. Without a thread it may read the admin's documents, too.
 func Readable(ctx context.Context, db postgres.DB, execution string, most int) ([]Document, error) {
 	rows, err := db.Query(ctx, `
 		select `+columns+` from agent_documents
@@ -91,8 +91,8 @@ func Readable(ctx context.Context, db postgres.DB, execution string, most int) (
 	return postgres.Collect(rows, err, "list documents of execution", pgx.RowToStructByPos[Document])
 }
 
-// GetReadable reads a document without its content, if the execution may read it: one of [Readable], and any for an
-// admin's operate session. Every other id is [ErrNotFound].
+// GetReadable returns a document without its content, or [ErrNotFound] if the execution may not read it. An execution
+// may read those of [Readable]; an operate session may read all.
 func GetReadable(ctx context.Context, db postgres.DB, execution, id string) (Document, error) {
 	rows, err := db.Query(ctx, `
 		select `+columns+` from agent_documents
@@ -101,20 +101,20 @@ func GetReadable(ctx context.Context, db postgres.DB, execution, id string) (Doc
 	return one(rows, err, "read document")
 }
 
-// FormOverhead is what a form may have beside the file, in bytes.
+// FormOverhead bounds the bytes of a form besides the file.
 const FormOverhead = 64 << 10
 
-// ErrForm reports a body that is neither a form with a file nor a file.
+// ErrForm reports a body without a file.
 var ErrForm = errors.New("the body has no file")
 
-// Form is an upload by HTTP: its file, and the other fields of its form.
+// Form is an upload over HTTP: the file and the form's other fields.
 type Form struct {
 	Upload
 	Fields map[string]string
 }
 
-// ReadForm reads the body of an upload: a form (multipart/form-data) with one part named file. Any other content type
-// is the file itself, where raw says so; it has no name. [ErrForm] and [ErrTooLarge] refuse it.
+// ReadForm reads an upload: a form (multipart/form-data) with one part named file or, if raw, the file itself without a
+// name. It returns [ErrForm] or [ErrTooLarge].
 func ReadForm(r *http.Request, most int64, raw bool) (Form, error) {
 	kind, params, err := mime.ParseMediaType(r.Header.Get("Content-Type"))
 	f := Form{Upload: Upload{ContentType: kind, MaxBytes: most}, Fields: map[string]string{}}
@@ -157,7 +157,7 @@ func (f *Form) parts(form *multipart.Reader) error {
 	}
 }
 
-// fileName is the file name of a part. Browsers escape quotes in it as in a URL.
+// fileName returns the file name of a part. Browsers escape its quotes as in a URL.
 func fileName(part *multipart.Part) string {
 	name := part.FileName()
 	if plain, err := url.PathUnescape(name); err == nil {
@@ -166,7 +166,7 @@ func fileName(part *multipart.Part) string {
 	return name
 }
 
-// bounded reads at most so many bytes.
+// bounded reads at most the given bytes.
 func bounded(from io.Reader, most int64) ([]byte, error) {
 	content, err := io.ReadAll(io.LimitReader(from, most+1))
 	switch {

@@ -1,20 +1,20 @@
-// Package prompts keeps the exact prompt of each model call, for people who read its trace.
+// Package prompts records the exact prompt of each model call, for readers of its trace.
 //
-// A prompt is a list of parts: the definitions of the tools, and each message. A part is redacted first, as the
-// activity log is, and stored once under the SHA-256 of the redacted text. A model call keeps the digests of its
-// parts. So a conversation of 50 turns has each message once, and two calls show which parts they share.
+// A prompt is a list of parts: the tools' definitions and each message. A part is redacted as the activity log is, and
+// stored once under the SHA-256 of the redacted text. A model call stores the digests of its parts. A conversation
+// stores each message once, and two calls show the parts that they share.
 //
-// What it promises:
+// Guarantees:
 //
-//   - No secret that the activity log would hide is stored. What only a provider reads (models.Opaque) is not either.
-//   - Recording costs no round trip: its statements join the batches that open and end the call. Parts that this
-//     process has stored on the same day are sent as digests alone.
-//   - What is recorded is what was sent: in the form that the server takes, with the bound of tokens and the schema of
-//     the answer. Of a call whose process is lost, it is what was to be sent.
-//   - Recording fails no model call. Why it failed is logged.
-//   - A part has at most [MaxPart] bytes. A larger one is cut and says so. Of a picture only size and digest are kept.
+//   - A prompt has no secret that the activity log hides, and no opaque data of a provider (models.Opaque).
+//   - Recording costs no round trip: its statements join the batches that open and end the call. A part that this
+//     process stored on the same day is sent as its digest.
+//   - The record is the request as sent, with its token limit and the schema of the answer. If the process is lost
+//     during the call, it is the request as prepared.
+//   - A failure to record is logged and fails no model call.
+//   - A part has at most [MaxPart] bytes; a larger one is cut and marked. A picture is its size and digest.
 //
-// Package retention deletes prompts by their own policy, and parts that no prompt has any more.
+// Package retention deletes old prompts, and parts without a prompt.
 package prompts
 
 import (
@@ -41,29 +41,29 @@ import (
 const (
 	// MaxPart bounds a part, in bytes.
 	MaxPart = 256 << 10
-	// scanned bounds what is redacted of a part before it is cut.
+	// scanned bounds the redacted bytes of a part before the cut.
 	scanned = 8 << 20
-	// maxKnown bounds how many parts a recorder knows to be stored.
+	// maxKnown bounds the stored parts that a recorder remembers.
 	maxKnown = 8192
 )
 
 type digest = [sha256.Size]byte
 
-// Recorder records prompts. The zero value is ready; it is safe for concurrent use.
+// Recorder records prompts. The zero value is ready for use. It is safe for concurrent use.
 type Recorder struct {
 	mu    sync.Mutex
-	day   int64             // of the parts in known, in days since 1970
-	known map[digest]digest // by the digest of the part as it was, that of the part as it is stored
+	day   int64             // of known, in days since 1970
+	known map[digest]digest // digests of stored parts, by the digest before redaction
 }
 
-// Record is the prompt of one model call on its way to the database.
+// Record is the prompt of one model call.
 type Record struct {
 	recorder *Recorder
 	day      int64
 	tools    []byte
 	messages [][]byte
 	options  json.RawMessage
-	fresh    map[digest]digest // parts whose text is sent, as in Recorder.known
+	fresh    map[digest]digest // parts to store, as in Recorder.known
 
 	digests   [][]byte
 	bodies    []string
@@ -73,7 +73,7 @@ type Record struct {
 	problem *string
 }
 
-// options are what a request says besides its messages and tools.
+// options are the settings of a request.
 type options struct {
 	Effort      string          `json:"effort,omitempty"`
 	Temperature *float32        `json:"temperature,omitempty"`
@@ -85,7 +85,7 @@ type options struct {
 // maxFormat bounds the schema of an answer, in bytes.
 const maxFormat = redact.DefaultLimit - 1024
 
-// optionsOf are the options of a request.
+// optionsOf returns the options of a request.
 func optionsOf(req models.Request) json.RawMessage {
 	about := options{Effort: req.Effort, Temperature: req.Temperature, MaxTokens: req.MaxTokens}
 	if req.Schema != nil {
@@ -94,7 +94,7 @@ func optionsOf(req models.Request) json.RawMessage {
 	return redact.JSON(about, redact.DefaultLimit)
 }
 
-// Prepare redacts and hashes a request, as [models.Client.Prepared] has it.
+// Prepare redacts and hashes a request of [models.Client.Prepared].
 func (r *Recorder) Prepare(req models.Request) *Record {
 	p := &Record{
 		recorder: r, day: time.Now().Unix() / (24 * 60 * 60), fresh: map[digest]digest{}, options: optionsOf(req),
@@ -106,7 +106,7 @@ func (r *Recorder) Prepare(req models.Request) *Record {
 	return p
 }
 
-// parts are the digests of messages.
+// parts returns the digests of messages.
 func (p *Record) parts(messages []models.Message) (list [][]byte) {
 	for _, m := range messages {
 		list = append(list, p.part(withoutPictures(m)))
@@ -114,10 +114,10 @@ func (p *Record) parts(messages []models.Message) (list [][]byte) {
 	return list
 }
 
-// part is the digest of a part as it is stored.
+// part returns the digest of a redacted part.
 func (p *Record) part(v any) []byte {
 	raw, err := json.Marshal(v)
-	if err != nil { // parameters of a tool that are no JSON; redact says so
+	if err != nil { // a tool's parameters are no JSON; redact describes them
 		raw = redact.JSON(v, MaxPart)
 	}
 	was := sha256.Sum256(raw)
@@ -139,7 +139,7 @@ func (p *Record) part(v any) []byte {
 	return stored[:]
 }
 
-// stored is the digest under which a part was stored on a day.
+// stored returns the digest of a part that was stored on a day.
 func (r *Recorder) stored(was digest, day int64) (digest, bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -150,7 +150,7 @@ func (r *Recorder) stored(was digest, day int64) (digest, bool) {
 	return stored, ok
 }
 
-// Add queues the statement that records the prompt. It must follow the one that opens the call's row.
+// Add queues the statement that records the prompt, after the one that opens the call's activity.
 func (p *Record) Add(b *pgx.Batch, executionID string, claim int64, step string) {
 	p.missing, p.problem = 0, nil
 	b.Queue(`
@@ -165,9 +165,8 @@ func (p *Record) Add(b *pgx.Batch, executionID string, claim int64, step string)
 		}).QueryRow(func(row pgx.Row) error { return row.Scan(&p.missing, &p.problem) })
 }
 
-// Amend queues the statement that records how the request went out: with its bound of tokens, and in the form that the
-// server took. It belongs into the transaction that ends the call's row. A prompt that cannot be amended stays as it
-// was recorded before the call, and why is logged.
+// Amend queues the statement that records the request as sent, in the transaction that ends the call's activity. It
+// logs a failure, and the prompt stays as recorded before the call.
 func (p *Record) Amend(ctx context.Context, log *slog.Logger, b *pgx.Batch, activityID string, sent models.Request) {
 	a := &Record{recorder: p.recorder, day: p.day, fresh: maps.Clone(p.fresh)}
 	if a.messages = a.parts(sent.Messages); slices.EqualFunc(a.messages, p.messages, bytes.Equal) {
@@ -188,7 +187,7 @@ func (p *Record) Amend(ctx context.Context, log *slog.Logger, b *pgx.Batch, acti
 	})
 }
 
-// Committed learns what is stored, after the batch. It logs why a prompt was not recorded.
+// Committed remembers the stored parts after the batch, or logs the failure.
 func (p *Record) Committed(ctx context.Context, log *slog.Logger) {
 	if p.problem != nil {
 		log.WarnContext(ctx, "prompt not recorded", "error", *p.problem)
@@ -198,7 +197,7 @@ func (p *Record) Committed(ctx context.Context, log *slog.Logger) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	switch {
-	case p.missing > 0: // somebody deleted them: the next calls send all parts again
+	case p.missing > 0: // stored parts were deleted: send all again
 		r.known = nil
 		log.WarnContext(ctx, "parts of a prompt not recorded", "missing", p.missing)
 	case r.day == p.day:
@@ -209,7 +208,7 @@ func (p *Record) Committed(ctx context.Context, log *slog.Logger) {
 	}
 }
 
-// withoutPictures has of pictures in the message itself their type, size and digest.
+// withoutPictures replaces embedded pictures by their type, size and digest.
 func withoutPictures(m models.Message) models.Message {
 	parts := slices.Clone(m.Parts)
 	m = m.Shown()
@@ -217,7 +216,7 @@ func withoutPictures(m models.Message) models.Message {
 		if p.Image != nil && strings.HasPrefix(p.Image.URL, "data:") {
 			kind, text, _ := strings.Cut(p.Image.URL, ",")
 			data, err := base64.StdEncoding.DecodeString(text)
-			if err != nil { // the server may take it all the same
+			if err != nil { // a server may accept it nevertheless
 				data = []byte(text)
 			}
 			p.Image = &models.Image{

@@ -20,13 +20,12 @@ import (
 // MaxCalls bounds the calls of one page.
 const MaxCalls = 100
 
-// Page is some of the model calls of a trace, in their order, with their prompts. A part that several calls share is in
-// it once.
+// Page has model calls of a trace in order, with their prompts. It has a shared part once.
 type Page struct {
 	TraceID string          `json:"trace_id"`
 	Calls   []Call          `json:"calls"`
 	Parts   map[string]Part `json:"parts"`       // by digest
-	Next    *string         `json:"next_cursor"` // of the next page; null after the last one
+	Next    *string         `json:"next_cursor"` // null on the last page
 }
 
 // Call is one model call.
@@ -40,29 +39,29 @@ type Call struct {
 	CreatedAt  time.Time       `json:"created_at"`
 	TokenUsage activity.Usage  `json:"token_usage"`
 	CostUSD    float64         `json:"cost_usd"`
-	Recorded   bool            `json:"recorded"` // false: by a version before prompts were recorded, or no longer kept
-	Options    json.RawMessage `json:"options"`  // besides: effort, temperature, max_tokens, schema
-	Tools      *string         `json:"tools"`    // digest of the part with the definitions; null: none was offered
-	Messages   []string        `json:"messages"` // digests of the parts, in their order
-	// SharedParts is how many parts, from the first one on (the tools count as one), are those of the agent's model
-	// call before it in the trace, on whichever page that is: what a provider may have cached.
+	Recorded   bool            `json:"recorded"` // false: not recorded, or deleted since
+	Options    json.RawMessage `json:"options"`  // effort, temperature, max_tokens, schema
+	Tools      *string         `json:"tools"`    // digest of the definitions; null without tools
+	Messages   []string        `json:"messages"` // digests, in order
+	// SharedParts counts the leading parts, tools included, that equal those of the agent's previous model call in the
+	// trace. A provider may have cached them.
 	SharedParts int `json:"shared_parts"`
 }
 
-// Part is a message, or the definitions of the tools, as it was redacted.
+// Part is a redacted message, or the tools' definitions.
 type Part struct {
-	Role      string          `json:"role"` // empty: the tools
+	Role      string          `json:"role"` // empty for the tools
 	Body      json.RawMessage `json:"body"` // in the form of chat completions
 	Bytes     int             `json:"bytes"`
 	Truncated bool            `json:"truncated"`
-	UsedOn    string          `json:"used_on"` // the last day (UTC) on which a prompt was recorded that has it
+	UsedOn    string          `json:"used_on"` // the last day (UTC) of a prompt with this part
 }
 
-// Filter says which calls of a trace are read.
+// Filter selects calls of a trace.
 type Filter struct {
 	ActivityID string // only this call
 	Limit      int    // MaxCalls when 0, and at most
-	Cursor     string // from the page before
+	Cursor     string // of the previous page
 }
 
 // line is a row of the query.
@@ -73,8 +72,8 @@ type line struct {
 	Digests     [][]byte
 }
 
-// Of reads the model calls of a trace, by any form of its id. The error wraps trace.ErrInvalid, activity.ErrNotFound or
-// activity.ErrCursor where these are at fault.
+// Of returns the model calls of a trace, by any form of its id. It returns trace.ErrInvalid, activity.ErrNotFound or
+// activity.ErrCursor, wrapped.
 func Of(ctx context.Context, db postgres.DB, id string, f Filter) (Page, error) {
 	p, err := read(ctx, db, id, f)
 	if err != nil {
@@ -131,7 +130,7 @@ func read(ctx context.Context, db postgres.DB, id string, f Filter) (Page, error
 	return page, err
 }
 
-// earlier has, by agent, the parts of the last prompt that was recorded before the first of some calls.
+// earlier returns, by agent, the parts of the last recorded prompt before some calls.
 func earlier(ctx context.Context, db postgres.DB, traceID string, lines []line) (map[string][]string, error) {
 	last := map[string][]string{}
 	if len(lines) == 0 {
@@ -161,7 +160,7 @@ func earlier(ctx context.Context, db postgres.DB, traceID string, lines []line) 
 	return last, err
 }
 
-// parts are the digests of a call in hex, the tools first.
+// parts returns the digests of a call in hex, the tools first.
 func (l line) parts() (list []string) {
 	if l.ToolsDigest != nil {
 		list = append(list, hex.EncodeToString(l.ToolsDigest))
@@ -172,7 +171,7 @@ func (l line) parts() (list []string) {
 	return list
 }
 
-// find is the stored form of a trace's id.
+// find returns the stored form of a trace's id.
 func find(ctx context.Context, db postgres.DB, anyForm string) (string, error) {
 	ids, err := trace.ParseAny(anyForm)
 	if err != nil {
@@ -199,7 +198,7 @@ func find(ctx context.Context, db postgres.DB, anyForm string) (string, error) {
 	return found[0], nil
 }
 
-// calls are lines with their digests in hex, and how many parts each shares with the one before it of the same agent.
+// calls converts lines, and counts the parts that each shares with the previous call of its agent.
 func calls(lines []line, before map[string][]string) []Call {
 	list := make([]Call, len(lines))
 	for i, l := range lines {
@@ -221,7 +220,7 @@ func calls(lines []line, before map[string][]string) []Call {
 	return list
 }
 
-// parts reads what the calls of a page are made of, each part once.
+// parts reads the parts of a page's calls.
 func parts(ctx context.Context, db postgres.DB, lines []line) (map[string]Part, error) {
 	var digests [][]byte
 	for _, l := range lines {
@@ -249,7 +248,7 @@ func parts(ctx context.Context, db postgres.DB, lines []line) (map[string]Part, 
 	return found, err
 }
 
-// asJSON is a body as JSON: as text, when somebody wrote another text into the table.
+// asJSON returns a body as JSON, and other text as a JSON string.
 func asJSON(body string) json.RawMessage {
 	if json.Valid([]byte(body)) {
 		return json.RawMessage(body)
@@ -257,7 +256,7 @@ func asJSON(body string) json.RawMessage {
 	return redact.JSON(body, MaxPart)
 }
 
-// roleOf is the role of a message; empty for the tools.
+// roleOf returns the role of a message; empty for the tools.
 func roleOf(body json.RawMessage) string {
 	var m struct {
 		Role string `json:"role"`

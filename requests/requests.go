@@ -1,15 +1,14 @@
-// Package requests asks people for something: documents, a signature, a test.
+// Package requests requests documents, signatures and tests from people.
 //
-// A request is a row of agent_requests, made by an execution, whose id is the key of the event that answers it
-// (DOCUMENT_UPLOADED, SIGNATURE_COMPLETED, TEST_COMPLETED) and of the wait for it (executions.Document, Signature,
-// Test). How it reaches the person, a message in a thread or a link by mail, is the caller's business.
+// An execution inserts a row of agent_requests. Its id is the key of the answering event (DOCUMENT_UPLOADED,
+// SIGNATURE_COMPLETED, TEST_COMPLETED) and of the wait (executions.Document, Signature, Test). The caller notifies the
+// person, by a message in a thread or a mail.
 //
-// A request is answered once. A signature or a test by its first event; documents when all that were asked for are
-// there, whether they come one by one, several at once or several times. What was not asked for is noted and changes
-// nothing, and so is what comes after the answer. An answer that comes while nobody waits is kept by the request, so
-// a wait that begins later ends at once. A request whose execution ends before it is answered is closed.
+// A request is answered once: a signature or a test by its first event, documents when all items are received, in any
+// number of events. Unexpected documents and later events are stored and change nothing. A request stores an early
+// answer, so a later wait ends at once. A request is closed when its execution ends first.
 //
-// The rules are a SQL function (answer_agent_request), because events come from any client.
+// The SQL function answer_agent_request has the rules, because any client may send events.
 package requests
 
 import (
@@ -27,10 +26,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// ErrNotFound reports an id without a request.
+// ErrNotFound reports an unknown request.
 var ErrNotFound = errors.New("no such request")
 
-// ErrInvalid reports a request that cannot be made.
+// ErrInvalid reports an invalid request.
 var ErrInvalid = errors.New("the request is not valid")
 
 // The kinds of requests.
@@ -44,22 +43,22 @@ const (
 const (
 	Pending   = "pending"
 	Completed = "completed" // answered
-	Closed    = "closed"    // its execution ended first
+	Closed    = "closed"    // the execution ended first
 )
 
-// mostItems is how many documents one request may ask for.
-const mostItems = 100
+// maxItems bounds the documents of one request.
+const maxItems = 100
 
-// Request is what is asked for.
+// Request declares a request.
 type Request struct {
 	Kind     string         `json:"kind"`
 	Title    string         `json:"title"`
-	Details  map[string]any `json:"details"`   // for whoever shows it: what to sign, which test
-	Items    []string       `json:"items"`     // the documents asked for, each once; kind document only
-	ThreadID string         `json:"thread_id"` // the execution's when empty
+	Details  map[string]any `json:"details"`   // for the page that shows it: what to sign, which test
+	Items    []string       `json:"items"`     // names of the documents, without duplicates; kind document only
+	ThreadID string         `json:"thread_id"` // default: the execution's
 }
 
-// Validate says everything that is wrong with a request; errors.Is(err, ErrInvalid).
+// Validate returns all problems of a request, wrapped in [ErrInvalid].
 func (r Request) Validate() error {
 	var wrong []error
 	switch {
@@ -67,14 +66,14 @@ func (r Request) Validate() error {
 		wrong = append(wrong, fmt.Errorf("kind %q is not known: give %s, %s or %s", r.Kind, Document, Signature, Test))
 	case r.Kind != Document && len(r.Items) > 0:
 		wrong = append(wrong, fmt.Errorf("a %s has no items", r.Kind))
-	case r.Kind == Document && (len(r.Items) == 0 || len(r.Items) > mostItems):
-		wrong = append(wrong, fmt.Errorf("it asks for %d documents: give 1 to %d", len(r.Items), mostItems))
+	case r.Kind == Document && (len(r.Items) == 0 || len(r.Items) > maxItems):
+		wrong = append(wrong, fmt.Errorf("%d items are given: give 1 to %d", len(r.Items), maxItems))
 	}
 	for i, item := range r.Items {
 		if strings.TrimSpace(item) == "" || strings.ContainsRune(item, 0) {
-			wrong = append(wrong, fmt.Errorf("item %d has no name that can be stored", i+1))
+			wrong = append(wrong, fmt.Errorf("item %d is blank or has a NUL character", i+1))
 		} else if slices.Contains(r.Items[:i], item) {
-			wrong = append(wrong, fmt.Errorf("item %q is there twice", item))
+			wrong = append(wrong, fmt.Errorf("item %q is a duplicate", item))
 		}
 	}
 	if len(wrong) > 0 {
@@ -83,7 +82,7 @@ func (r Request) Validate() error {
 	return nil
 }
 
-// WaitFor is the wait for the answer to a request; a timeout of 0 is 7 days, the most is executions.MaxWait.
+// WaitFor returns the wait for the answer to a request. The default timeout is 7 days, the largest executions.MaxWait.
 func WaitFor(kind, id string, timeout time.Duration) (executions.WaitFor, error) {
 	switch kind {
 	case Document:
@@ -96,22 +95,21 @@ func WaitFor(kind, id string, timeout time.Duration) (executions.WaitFor, error)
 	return executions.WaitFor{}, fmt.Errorf("wait for request %s: %w: kind %q is not known", id, ErrInvalid, kind)
 }
 
-// Create inserts a request in the caller's transaction, on behalf of the execution that ctx belongs to, and returns
-// its id. It is not durable by itself: inside an execution use Ask, or call it in the function of a step
-// (executions.StepTx).
+// Create inserts a request of the execution in ctx, in the caller's transaction, and returns its id. It is no durable
+// step: use [Ask], or call it in executions.StepTx.
 func Create(ctx context.Context, tx pgx.Tx, r Request) (string, error) {
 	if err := r.Validate(); err != nil {
-		return "", fmt.Errorf("ask for a %s: %w", r.Kind, err)
+		return "", fmt.Errorf("request a %s: %w", r.Kind, err)
 	}
 	x, ok := executions.Current(ctx)
 	if !ok {
-		return "", fmt.Errorf("ask for a %s: %w", r.Kind, executions.ErrNotInExecution)
+		return "", fmt.Errorf("request a %s: %w", r.Kind, executions.ErrNotInExecution)
 	}
 	details := json.RawMessage("{}")
 	if r.Details != nil {
 		var err error
 		if details, err = json.Marshal(r.Details); err != nil {
-			return "", fmt.Errorf("ask for a %s: encode details: %w", r.Kind, err)
+			return "", fmt.Errorf("request a %s: encode details: %w", r.Kind, err)
 		}
 	}
 	thread := x.ThreadID
@@ -131,23 +129,22 @@ func Create(ctx context.Context, tx pgx.Tx, r Request) (string, error) {
 			"details": details, "items": items,
 		}).Scan(&id)
 	if err != nil {
-		return "", fmt.Errorf("ask for a %s: %w", r.Kind, err)
+		return "", fmt.Errorf("request a %s: %w", r.Kind, err)
 	}
 	return id, nil
 }
 
-// Ask makes a request as a durable step of the execution that ctx belongs to: once, whatever crashes. name is the
-// step's.
+// Ask creates a request as the durable step name of the execution in ctx.
 func Ask(ctx context.Context, name string, r Request) (string, error) {
 	if err := r.Validate(); err != nil {
-		return "", fmt.Errorf("ask for a %s: %w", r.Kind, err)
+		return "", fmt.Errorf("request a %s: %w", r.Kind, err)
 	}
 	return executions.StepTx(ctx, name, func(ctx context.Context, tx pgx.Tx) (string, error) {
 		return Create(ctx, tx, r)
 	}, executions.Input(r))
 }
 
-// Record is a request, as its row says.
+// Record is a row of agent_requests.
 type Record struct {
 	ID          string            `json:"id"`
 	Kind        string            `json:"kind"`
@@ -157,32 +154,32 @@ type Record struct {
 	Title       string            `json:"title"`
 	Details     json.RawMessage   `json:"details"`
 	Items       []string          `json:"items"`
-	Received    map[string]string `json:"received"`   // document: its URL
-	Unexpected  map[string]string `json:"unexpected"` // what came and was not asked for
-	Answer      json.RawMessage   `json:"answer"`     // null as long as something is missing
+	Received    map[string]string `json:"received"`   // URLs by item
+	Unexpected  map[string]string `json:"unexpected"` // URLs of other documents
+	Answer      json.RawMessage   `json:"answer"`     // null while an item is missing
 	Status      string            `json:"status"`
 	CreatedAt   time.Time         `json:"created_at"`
 	CompletedAt *time.Time        `json:"completed_at"` // or closed
 }
 
-// columns lists what Record scans, in its order.
+// columns are the columns of a [Record], in order.
 const columns = `id::text, kind, execution_id::text, trace_id, thread_id, title, details, items, received, unexpected, answer,
 	status, created_at, completed_at`
 
-// Get reads one request; ErrNotFound when there is none.
+// Get returns one request, or [ErrNotFound].
 func Get(ctx context.Context, db postgres.DB, id string) (Record, error) {
 	rows, err := db.Query(ctx, `select `+columns+` from agent_requests where id = @id`, postgres.Strict{"id": id})
 	return postgres.CollectOne(rows, err, ErrNotFound, "read request "+id, pgx.RowToStructByPos[Record])
 }
 
-// Filter narrows a listing. Zero values do not narrow; Limit defaults to 50 and is at most 1000. Before is the id
-// after which the listing goes on, newest first.
+// Filter narrows [List]; the zero value lists the newest 50. Before, an id, selects older requests. Limit is at most
+// 1000.
 type Filter struct {
 	Kind, Status, ThreadID, ExecutionID, Before string
 	Limit                                       int
 }
 
-// List reads requests, newest first.
+// List returns requests, newest first.
 func List(ctx context.Context, db postgres.DB, f Filter) ([]Record, error) {
 	rows, err := db.Query(ctx, `
 		select `+columns+` from agent_requests

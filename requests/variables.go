@@ -10,17 +10,16 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 )
 
-// telling are the kinds of waits whose events have data of a form of their own: an object.
-var telling = []string{Document, Signature, Test, "response", "agent"}
+// structured are the kinds of waits whose events carry an object.
+var structured = []string{Document, Signature, Test, "response", "agent"}
 
-// Variables are what a flow knows after a wait of a kind: documents and documentUrls (document), signedDocumentUrl and
+// Variables returns the variables that a wait sets: documents and documentUrls (document), signedDocumentUrl and
 // signedAt (signature), testScore, a number, and testResult (test), lastResponse (response), triggeredExecutionId,
-// childExecutionStatus and childExecutionSuccess (agent). The event's data may name them like this or in snake_case.
-// What it does not have is not there. A wait that timed out, or one of another kind, sets nothing.
-// An error says what in the data is not what it should be.
+// childExecutionStatus and childExecutionSuccess (agent). The event's data may use these names or snake_case; absent
+// ones stay unset. A timeout and a wait of another kind set none. The error names an invalid value.
 func Variables(kind string, out executions.Outcome) (map[string]any, error) {
 	vars := map[string]any{}
-	if out.TimedOut || len(out.Data) == 0 || !slices.Contains(telling, kind) {
+	if out.TimedOut || len(out.Data) == 0 || !slices.Contains(structured, kind) {
 		return vars, nil
 	}
 	var data map[string]any
@@ -59,7 +58,7 @@ func Variables(kind string, out executions.Outcome) (map[string]any, error) {
 	return vars, nil
 }
 
-// first is the first of some members that is there and not null.
+// first returns the first member that is neither absent nor null.
 func first(data map[string]any, names ...string) (any, bool) {
 	for _, name := range names {
 		if v, ok := data[name]; ok && v != nil {
@@ -69,7 +68,7 @@ func first(data map[string]any, names ...string) (any, bool) {
 	return nil, false
 }
 
-// documentURLs are the URLs in the order of the request, or as a single event has them; nil when there are none.
+// documentURLs returns the URLs in the order of the request, or of a single event; nil for none.
 func documentURLs(data map[string]any) []any {
 	if urls, ok := first(data, "documentUrls", "document_urls"); ok {
 		if list, ok := urls.([]any); ok {
@@ -92,7 +91,7 @@ func documentURLs(data map[string]any) []any {
 	return nil
 }
 
-// number makes a variable a number, also from a text that is one.
+// number converts a numeric text to a number.
 func number(vars map[string]any, name string) error {
 	switch v := vars[name].(type) {
 	case nil, float64:
@@ -104,5 +103,5 @@ func number(vars map[string]any, name string) error {
 			return nil
 		}
 	}
-	return fmt.Errorf("%s is a number, not %v", name, vars[name])
+	return fmt.Errorf("%s must be a number, not %v", name, vars[name])
 }
