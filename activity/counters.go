@@ -207,11 +207,10 @@ func CountedSpend(ctx context.Context, db postgres.DB, f SpendFilter) (Counted[S
 		Nothing bool
 		LeftOut *time.Time
 	}
-	rows, err := db.Query(ctx, countedSpendSQL, perQuery, postgres.Strict{
+	list, err := postgres.Rows[line](ctx, db, "sum spend", countedSpendSQL, perQuery, postgres.Strict{
 		"since": since, "hours_until": firstMidnight(since, f.Period), "by": string(f.By), "period": string(f.Period),
 		"skill": f.Skill, "surface": f.Surface, "model": f.Model, "purpose": f.Purpose, "kind": kind, "most": uncountedLimit,
 	})
-	list, err := collectReport[line](rows, err, "sum spend")
 	if err != nil {
 		return Counted[SpendLine]{}, err
 	}
@@ -269,10 +268,9 @@ func CountedCalls(ctx context.Context, db postgres.DB, skill string, since time.
 		LeftOut *time.Time
 	}
 	since = startOfHour(since)
-	rows, err := db.Query(ctx, countedCallsSQL, perQuery, postgres.Strict{
+	list, err := postgres.Rows[line](ctx, db, "count calls", countedCallsSQL, perQuery, postgres.Strict{
 		"skill": skill, "since": since, "hours_until": firstMidnight(since, by), "period": string(by), "most": uncountedLimit,
 	})
-	list, err := collectReport[line](rows, err, "count calls")
 	sums := Counted[CallLine]{Lines: []CallLine{}}
 	for _, l := range list {
 		sums.Until = utc(l.LeftOut)
@@ -336,11 +334,10 @@ func CountedHealth(ctx context.Context, db postgres.DB, f HealthFilter) (Counted
 	if f.Limit > 0 {
 		limit = min(f.Limit, skillsLimit)
 	}
-	rows, err := db.Query(ctx, countedHealthSQL, perQuery, postgres.Strict{
+	list, err := postgres.Rows[line](ctx, db, "sum health of skills", countedHealthSQL, perQuery, postgres.Strict{
 		"since": since, "hours_until": firstMidnight(since, Total), "skill": f.Skill, "state": f.State, "after": f.After, "limit": limit,
 		"walk": streakLimit, "most": uncountedLimit,
 	})
-	list, err := collectReport[line](rows, err, "sum health of skills")
 	sums := Counted[Health]{Lines: []Health{}}
 	for _, l := range list {
 		sums.Until = utc(l.LeftOut)

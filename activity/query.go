@@ -321,13 +321,12 @@ func Audit(ctx context.Context, db postgres.DB, f Filter) (AuditPage, error) {
 	for i, l := range page.Lines {
 		ids[i] = l.ID
 	}
-	rows, err := db.Query(ctx, `
+	list, err := postgres.Rows[AuditEntry](ctx, db, "read audit", `
 		select a.id::text, a.at, a.finished_at, a.actor, a.kind, left(a.act, 300) as act, left(a.object, 300) as object, left(a.reason, 300) as reason, left(a.origin, 300) as origin,
 		       left(a.on_behalf_of, 300) as on_behalf_of, a.status, left(a.error_class, 300) as error_class, left(a.error_message, 300) as error,
 		       left(a.model, 300) as model, a.tokens, a.cost_usd::float8 as cost_usd, a.duration_ms, left(a.surface, 300) as surface, a.trace_id,
 		       a.execution_id::text, a.parent_id::text, a.cause_id::text, left(a.thread_id, 300) as thread_id, left(a.lane, 300) as lane
 		  from agent_audit a where a.id = any (@ids::uuid[]) order by a.id desc`, perQuery, postgres.Strict{"ids": ids})
-	list, err := collectReport[AuditEntry](rows, err, "read audit")
 	if err != nil {
 		return AuditPage{}, fmt.Errorf("list what was done: %w", err)
 	}

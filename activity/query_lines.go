@@ -75,7 +75,7 @@ func Lines(ctx context.Context, db postgres.DB, f Filter) (Listing, error) {
 		return Listing{}, fmt.Errorf("list activities: %w", err)
 	}
 	args["window"] = Window
-	rows, err := db.Query(ctx, `
+	lines, err := postgres.Rows[Line](ctx, db, "list activities", `
 		select a.id::text, a.trace_id, a.execution_id::text, a.kind, left(a.agent, 300) as agent, left(a.surface, 300) as surface,
 		       left(a.skill_name, 300) as skill_name, left(a.purpose, 300) as purpose, left(a.step, 300) as step, a.status,
 		       coalesce(left(a.error_message, 300), '') as error_message, left(a.error_class, 300) as error_class,
@@ -87,9 +87,11 @@ func Lines(ctx context.Context, db postgres.DB, f Filter) (Listing, error) {
 		 where`+narrowed+`
 		 order by a.id desc limit @limit::int + 1`,
 		perQuery, args)
-	lines, err := collectLines(rows, err, "list activities")
 	if err != nil {
 		return Listing{}, err
+	}
+	for i := range lines {
+		lines[i].CreatedAt, lines[i].FinishedAt = lines[i].CreatedAt.UTC(), utc(lines[i].FinishedAt)
 	}
 	if size := pageSize(f.Limit); len(lines) > size {
 		lines = lines[:size]
@@ -124,19 +126,6 @@ func (f Filter) shortPage(ctx context.Context, db postgres.DB, lines []Line, arg
 		end = min(end, lines[n-1].ID)
 	}
 	return Listing{Lines: lines, Next: ToCursor(end), Partial: true}, nil
-}
-
-// collectLines reads lines, with times in UTC.
-func collectLines(rows pgx.Rows, err error, verb string) ([]Line, error) {
-	list, err := postgres.Collect(rows, err, verb, pgx.RowToStructByName[Line])
-	if err != nil {
-		return nil, err
-	}
-	for i := range list {
-		list[i].CreatedAt = list[i].CreatedAt.UTC()
-		list[i].FinishedAt = utc(list[i].FinishedAt)
-	}
-	return list, nil
 }
 
 // Details has the fields that a line leaves out, redacted as stored, each value cut at 4,000 characters.

@@ -7,8 +7,6 @@ import (
 	"strconv"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -156,8 +154,7 @@ func readPage[T any](ctx context.Context, db postgres.DB, f ReportFilter, sql st
 	}
 	size := pageSize(f.Limit)
 	args["offset"], args["limit"] = offset, size
-	rows, err := db.Query(ctx, sql, perQuery, args)
-	list, err := collectReport[T](rows, err, verb)
+	list, err := postgres.Rows[T](ctx, db, verb, sql, perQuery, args)
 	if err != nil || len(list) <= size {
 		return list, "", err
 	}
@@ -178,9 +175,4 @@ func offsetOf(c string) (int, error) {
 		return 0, fmt.Errorf("read cursor %.60q: %w", c, ErrCursor)
 	}
 	return int(n), nil
-}
-
-// collectReport collects the lines of a report.
-func collectReport[T any](rows pgx.Rows, err error, verb string) ([]T, error) {
-	return postgres.Collect(rows, err, verb, pgx.RowToStructByName[T])
 }

@@ -169,7 +169,7 @@ func Traces(ctx context.Context, db postgres.DB, f TraceFilter) (page []TraceSum
 	if err != nil {
 		return nil, "", fmt.Errorf("list traces: %w", err)
 	}
-	rows, err := db.Query(ctx, `
+	page, err = postgres.Rows[TraceSummary](ctx, db, "list traces", `
 		select r.id as execution_id, r.trace_id, r.surface, r.agent, r.flow, r.status, r.started_at,
 		       r.completed_at as finished_at,
 		       (extract(epoch from r.completed_at - r.started_at) * 1000)::bigint as duration_ms,
@@ -209,11 +209,7 @@ func Traces(ctx context.Context, db postgres.DB, f TraceFilter) (page []TraceSum
 			"limit": pageSize(f.Limit),
 		})
 	if err != nil {
-		return nil, "", fmt.Errorf("list traces: %w", err)
-	}
-	page, err = pgx.CollectRows(rows, pgx.RowToStructByName[TraceSummary])
-	if err != nil {
-		return nil, "", fmt.Errorf("list traces: %w", err)
+		return nil, "", err
 	}
 	if size := pageSize(f.Limit); len(page) > size {
 		page = page[:size]

@@ -28,7 +28,6 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -54,19 +53,11 @@ type Policy struct {
 
 // Show lists the policies by kind.
 func Show(ctx context.Context, db postgres.DB) ([]Policy, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Rows[Policy](ctx, db, "read retention", `
 		select r.kind, r.about, coalesce(r.keep::text, 'forever') as keep, r.least::text as least,
 		       r.changed_at, r.changed_by, p.removed,
 		       case when r.keep is not null then p.ended_at end as ended_at
 		  from agent_retention r join agent_retention_passes p on p.kind = r.kind order by r.kind`)
-	if err != nil {
-		return nil, fmt.Errorf("read retention: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[Policy])
-	if err != nil {
-		return nil, fmt.Errorf("read retention: %w", err)
-	}
-	return list, nil
 }
 
 // Change is what Set did. Changed is false, and nothing recorded, when it was so already.

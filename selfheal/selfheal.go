@@ -162,17 +162,9 @@ type measured struct {
 
 // measure reads the calls of one enabled skill, or of all when skill is empty.
 func measure(ctx context.Context, db postgres.DB, p Policy, skill string) ([]measured, error) {
-	rows, err := db.Query(ctx, measureSQL, pgx.QueryExecModeCacheDescribe, postgres.Strict{
+	return postgres.Rows[measured](ctx, db, "measure skills", measureSQL, pgx.QueryExecModeCacheDescribe, postgres.Strict{
 		"skill": skill, "window": p.Window, "failures": p.Failures, "rate": p.Rate, "rate_calls": p.RateCalls,
 	})
-	if err != nil {
-		return nil, fmt.Errorf("measure skills: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[measured])
-	if err != nil {
-		return nil, fmt.Errorf("measure skills: %w", err)
-	}
-	return list, nil
 }
 
 func (m measured) tripped() bool { return m.ByStreak || m.ByRate }

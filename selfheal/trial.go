@@ -39,7 +39,7 @@ func offerTrials(ctx context.Context, db postgres.DB, p Policy) error {
 
 // Trials lists the skills that may be tried once, by name. [skills.OnTrial] offers the untaken ones to a model.
 func Trials(ctx context.Context, db postgres.DB) ([]Trial, error) {
-	rows, err := db.Query(ctx, `
+	list, err := postgres.Rows[Trial](ctx, db, "list trials", `
 		select s.name as skill, s.disabled_reason as reason, s.trial_at as offered_at,
 		       coalesce((s.evidence #>> '{trial,until}')::timestamptz > clock_timestamp(), false) as taken,
 		       array(select a.name from agent_automations a
@@ -48,11 +48,7 @@ func Trials(ctx context.Context, db postgres.DB) ([]Trial, error) {
 		 where not s.enabled and s.disabled_by = @by and s.trial_at is not null
 		 order by s.name`, postgres.Strict{"by": By})
 	if err != nil {
-		return nil, fmt.Errorf("list trials: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[Trial])
-	if err != nil {
-		return nil, fmt.Errorf("list trials: %w", err)
+		return nil, err
 	}
 	for i := range list {
 		list[i].OfferedAt = list[i].OfferedAt.UTC()

@@ -24,8 +24,6 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
@@ -87,15 +85,11 @@ func Of(ctx context.Context, db postgres.DB, id string) (Answer, error) {
 	if _, err := trace.ParseAny(id); err != nil {
 		return Answer{}, fmt.Errorf("ask why: %w", err)
 	}
-	rows, err := db.Query(ctx, `
+	reasons, err := postgres.Rows[Reason](ctx, db, "ask why "+id, `
 		select seq, part, at, kind, what, from_ref, to_ref, trace_id, execution_id::text, detail from why(@trace, @most)`,
 		postgres.Strict{"trace": id, "most": MaxRows})
 	if err != nil {
-		return Answer{}, fmt.Errorf("ask why %s: %w", id, err)
-	}
-	reasons, err := pgx.CollectRows(rows, pgx.RowToStructByName[Reason])
-	if err != nil {
-		return Answer{}, fmt.Errorf("ask why %s: %w", id, err)
+		return Answer{}, err
 	}
 	if len(reasons) == 0 {
 		return Answer{}, fmt.Errorf("ask why %s: %w", id, activity.ErrNotFound)

@@ -2,11 +2,11 @@ package replica
 
 import (
 	"context"
-	"fmt"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
 // position is where a server is in the log.
@@ -21,21 +21,13 @@ type position struct {
 func ask(ctx context.Context, pool *pgxpool.Pool) (position, error) {
 	ctx, cancel := context.WithTimeout(ctx, askWithin)
 	defer cancel()
-	rows, err := pool.Query(ctx, `
+	return postgres.Row[position](ctx, pool, "read position in the log", `
 		select (select system_identifier from pg_control_system()) || ' ' ||
 		       (select oid from pg_database where datname = current_database()) as identity,
 		       pg_is_in_recovery() as standby,
 		       coalesce(case when pg_is_in_recovery() then pg_last_wal_replay_lsn() else pg_current_wal_lsn() end
 		                - '0/0'::pg_lsn, 0)::bigint as position,
 		       clock_timestamp() - pg_last_xact_replay_timestamp() as ago`)
-	if err != nil {
-		return position{}, fmt.Errorf("read position in the log: %w", err)
-	}
-	found, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[position])
-	if err != nil {
-		return position{}, fmt.Errorf("read position in the log: %w", err)
-	}
-	return found, nil
 }
 
 // mostPending bounds how many positions a meter remembers: ten minutes of them.
