@@ -23,6 +23,7 @@ var composed = map[string]string{
 	"activity/report.go":            "reads a page of any report; the test of the reports runs each",
 	"internal/pgtest/template.go":   "names databases",
 	"internal/postgres/listener.go": "names a channel",
+	"internal/postgres/revision.go": "runs the statements of its callers, which are checked where they stand",
 	"memory/search.go":              "names the schema of the extension vector",
 	"migrations/apply.go":           "runs the embedded migrations",
 	"migrations/client.go":          "runs the embedded grants",
