@@ -58,7 +58,8 @@ func (s *OwnServer) URL() string { return s.server.URL() }
 // Start starts the server, also again.
 func (s *OwnServer) Start() {
 	s.tb.Helper()
-	server, err := pgserver.Start(context.WithoutCancel(s.tb.Context()), pgserver.Config{Dir: s.dir, Durable: true, MaxConnections: 200})
+	config := pgserver.Config{Dir: s.dir, Durable: true, MaxConnections: 200}
+	server, err := pgserver.Start(context.WithoutCancel(s.tb.Context()), config)
 	require.NoError(s.tb, err)
 	s.server = server
 }
