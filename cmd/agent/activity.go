@@ -28,7 +28,7 @@ func (c *cli) activityListCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return c.print(pageOf(rows, next), func(w io.Writer) error { return writeActivities(w, rows) })
+			return c.print(pageOf(rows, next), func(w io.Writer) { writeActivities(w, rows) })
 		}),
 	}
 	surfaceFlag(cmd.Flags(), &f.Surface)
@@ -42,8 +42,8 @@ func (c *cli) activityListCommand() *cobra.Command {
 	return cmd
 }
 
-func writeActivities(w io.Writer, rows []activity.Row) error {
-	return writeRows(w, "no matching activity; `agent heartbeat` creates some",
+func writeActivities(w io.Writer, rows []activity.Row) {
+	writeRows(w, "no matching activity; `agent heartbeat` creates some",
 		[]string{"TIME", "TRACE", "SKILL", "STATUS", "TOOK", "TOKENS", "ERROR"}, rows, func(r activity.Row) []string {
 			return []string{
 				formatTime(r.CreatedAt), r.TraceID, r.SkillName, string(r.Status), formatMillis(r.DurationMS), fmt.Sprint(r.TokenUsage.TotalTokens),
@@ -174,12 +174,11 @@ func (c *cli) auditCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return c.print(pageOf(got.Rows, got.Next), func(w io.Writer) error {
-				if err := writeAudit(w, got.Rows); err != nil || got.Next == "" {
-					return err
+			return c.print(pageOf(got.Rows, got.Next), func(w io.Writer) {
+				writeAudit(w, got.Rows)
+				if got.Next != "" {
+					fmt.Fprintln(w, "\nmore: --cursor", got.Next)
 				}
-				_, err := fmt.Fprintln(w, "\nmore: --cursor", got.Next)
-				return err
 			})
 		}),
 	}
@@ -193,8 +192,8 @@ func (c *cli) auditCommand() *cobra.Command {
 	return cmd
 }
 
-func writeAudit(w io.Writer, rows []activity.AuditEntry) error {
-	return writeRows(w, "no actions in that time",
+func writeAudit(w io.Writer, rows []activity.AuditEntry) {
+	writeRows(w, "no actions in that time",
 		[]string{"TIME", "WHO", "KIND", "WHAT", "OBJECT", "WHY", "ON BEHALF OF", "RESULT", "ERROR", "COST", "TRACE"}, rows, func(r activity.AuditEntry) []string {
 			return []string{
 				formatTime(r.At), r.Actor, string(r.Kind), r.Act, truncate(r.Object, 90), truncate(cmp.Or(r.Reason, r.Origin), 60), truncate(r.OnBehalfOf, 40), string(r.Status),

@@ -42,13 +42,13 @@ func (c *cli) agentsListCommand() *cobra.Command {
 			for i, a := range all {
 				listed[i] = listedAgent{Agent: a, Today: budgets.AgentOf(used, a.Name)}
 			}
-			return c.print(pageOf(listed, ""), func(w io.Writer) error { return writeAgents(w, listed) })
+			return c.print(pageOf(listed, ""), func(w io.Writer) { writeAgents(w, listed) })
 		}),
 	}
 }
 
-func writeAgents(w io.Writer, listed []listedAgent) error {
-	return writeRows(w, "",
+func writeAgents(w io.Writer, listed []listedAgent) {
+	writeRows(w, "",
 		[]string{"AGENT", "ROLE", "VERSION", "MODEL", "MEMORY", "KEYS", "HEARTBEAT", "TODAY", "ABOUT"}, listed, func(a listedAgent) []string {
 			heartbeat, role := "", ""
 			if a.Heartbeat != nil {
@@ -82,7 +82,7 @@ follow.`,
 			if err != nil {
 				return agentHint(err)
 			}
-			return c.print(shown, func(w io.Writer) error { return writeAgent(w, shown) })
+			return c.print(shown, func(w io.Writer) { writeAgent(w, shown) })
 		}),
 	}
 	cmd.Flags().IntVar(&version, "version", 0, "this version instead of the current one")
@@ -114,7 +114,7 @@ func agentHint(err error) error {
 	return hint(missing, "agent agents show %s --version %d shows its last version", missing.Name, missing.Latest)
 }
 
-func writeAgent(w io.Writer, a agents.Shown) error {
+func writeAgent(w io.Writer, a agents.Shown) {
 	rows := make([][]string, len(a.Values))
 	for i, v := range a.Values {
 		rows[i] = []string{v.Name, printable(v.Value), v.From}
@@ -122,13 +122,10 @@ func writeAgent(w io.Writer, a agents.Shown) error {
 	if a.Declared() {
 		fmt.Fprintf(w, "version %d of %s, %d in all\n\n", a.Version, formatTime(a.CreatedAt), len(a.Versions))
 	}
-	if err := writeTable(w, "", []string{"KEY", "VALUE", "FROM"}, rows); err != nil {
-		return err
-	}
+	writeTable(w, "", []string{"KEY", "VALUE", "FROM"}, rows)
 	if a.Instructions != "" {
 		fmt.Fprintf(w, "\n%s\n", printableText(strings.TrimSpace(a.Instructions)))
 	}
-	return nil
 }
 
 func (c *cli) agentsDiffCommand() *cobra.Command {
@@ -141,12 +138,11 @@ func (c *cli) agentsDiffCommand() *cobra.Command {
 				return err
 			}
 			diff := udiff.Unified(label(args[0], from), label(args[0], to), from.text, to.text)
-			return c.print(map[string]any{"from": from.version, "to": to.version, "diff": diff}, func(w io.Writer) error {
+			return c.print(map[string]any{"from": from.version, "to": to.version, "diff": diff}, func(w io.Writer) {
 				if diff == "" {
 					diff = "no difference\n"
 				}
-				_, err := fmt.Fprint(w, diff)
-				return err
+				fmt.Fprint(w, diff)
 			})
 		}),
 	}

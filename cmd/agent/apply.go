@@ -88,7 +88,7 @@ func (c *cli) printApply(ctx context.Context, s *session, files workspace.Worksp
 	}
 	c.printWarnings(diff)
 	diff.Items = append([]workspace.Item{}, diff.Items...)
-	return c.print(diff, func(w io.Writer) error { return writeDiff(w, diff, opts) })
+	return c.tryPrint(diff, func(w io.Writer) error { return writeDiff(w, diff, opts) })
 }
 
 // applyWorkspace makes the database match the files, or only plans it with --dry-run.

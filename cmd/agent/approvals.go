@@ -58,7 +58,7 @@ func (c *cli) approvalsShowCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return c.print(a, func(w io.Writer) error { return writeApproval(w, a) })
+			return c.tryPrint(a, func(w io.Writer) error { return writeApproval(w, a) })
 		}),
 	}
 }
@@ -93,8 +93,8 @@ func writeApproval(w io.Writer, a approvals.Approval) error {
 	if err := json.Indent(&pretty, a.Arguments, "  ", "  "); err != nil {
 		return err
 	}
-	_, err := fmt.Fprintf(w, "  arguments\n  %s\n", escapeJSON(pretty.String()))
-	return err
+	fmt.Fprintf(w, "  arguments\n  %s\n", escapeJSON(pretty.String()))
+	return nil
 }
 
 // escapeJSON escapes unprintable characters, so that the admin sees exactly what is approved.
@@ -131,10 +131,7 @@ func (c *cli) decideCommand(approve bool) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return c.print(decided, func(w io.Writer) error {
-				_, err := fmt.Fprintf(w, "%s %s: %s %s\n", decided.Status, decided.ID, decided.SkillName, truncate(string(decided.Arguments), 200))
-				return err
-			})
+			return c.printf(decided, "%s %s: %s %s\n", decided.Status, decided.ID, decided.SkillName, truncate(string(decided.Arguments), 200))
 		}),
 	}
 	cmd.Flags().StringVar(&reason, "reason", "", "reason for the audit log")

@@ -152,12 +152,12 @@ func (c *cli) automationsShowCommand() *cobra.Command {
 				shownAutomation
 				Runs []automations.Run `json:"runs"`
 			}{shownAutomation{a, a.Upcoming(3)}, runs}
-			return c.print(shown, func(w io.Writer) error { return writeAutomation(w, shown.shownAutomation, runs) })
+			return c.print(shown, func(w io.Writer) { writeAutomation(w, shown.shownAutomation, runs) })
 		}),
 	}
 }
 
-func writeAutomation(w io.Writer, a shownAutomation, runs []automations.Run) error {
+func writeAutomation(w io.Writer, a shownAutomation, runs []automations.Run) {
 	fmt.Fprintf(w, "%s\n%s\n\n", printable(a.Name), a.Description)
 	var next []string
 	for _, t := range a.NextRuns {
@@ -183,16 +183,13 @@ func writeAutomation(w io.Writer, a shownAutomation, runs []automations.Run) err
 	})
 	writeJSON(w, "arguments", a.Arguments)
 	fmt.Fprintln(w)
-	if err := writeRuns(w, runs, "no runs yet"); err != nil {
-		return err
-	}
+	writeRuns(w, runs, "no runs yet")
 	for _, r := range runs {
 		if text := resultText(r); text != "" {
-			_, err := fmt.Fprintf(w, "\nresult of %s\n%s\n", formatTime(r.ScheduledFor), text)
-			return err
+			fmt.Fprintf(w, "\nresult of %s\n%s\n", formatTime(r.ScheduledFor), text)
+			return
 		}
 	}
-	return nil
 }
 
 // maxResult bounds the printed length of a structured result.
@@ -210,8 +207,8 @@ func resultText(r automations.Run) string {
 	return ""
 }
 
-func writeRuns(w io.Writer, runs []automations.Run, none string) error {
-	return writeRows(w, none,
+func writeRuns(w io.Writer, runs []automations.Run, none string) {
+	writeRows(w, none,
 		[]string{"RUN", "CAUSE", "STATUS", "ATTEMPT", "FOR", "RETRY", "TRACE", "ERROR"}, runs, func(r automations.Run) []string {
 			return []string{r.ID, r.Cause, r.Status, fmt.Sprint(r.Attempt), formatTime(r.ScheduledFor), timeOrDash(r.RetryAt), r.TraceID, truncate(deref(r.ErrorMessage), 60)}
 		})
@@ -240,7 +237,7 @@ func (c *cli) automationsRunsCommand(dead bool) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return c.print(pageOf(got, next), func(w io.Writer) error { return writeRuns(w, got, none) })
+			return c.print(pageOf(got, next), func(w io.Writer) { writeRuns(w, got, none) })
 		}),
 	}
 	if !dead {
@@ -276,13 +273,12 @@ func (c *cli) automationsRedriveCommand() *cobra.Command {
 			if err != nil {
 				return automationHint(err)
 			}
-			return c.print(map[string]any{"run": run, "changed": changed}, func(w io.Writer) error {
+			return c.print(map[string]any{"run": run, "changed": changed}, func(w io.Writer) {
 				outcome := "will run again"
 				if !changed {
 					outcome = "is not dead: status " + run.Status
 				}
-				_, err := fmt.Fprintf(w, "run %s %s\n", run.ID, outcome)
-				return err
+				fmt.Fprintf(w, "run %s %s\n", run.ID, outcome)
 			})
 		}),
 	}
@@ -320,13 +316,12 @@ func (c *cli) automationsSwitchCommand(use, short, verb string, change func(ctx 
 				return automationHint(err)
 			}
 			shown := shownAutomation{a, a.Upcoming(3)}
-			return c.print(map[string]any{"automation": shown, "changed": changed}, func(w io.Writer) error {
+			return c.print(map[string]any{"automation": shown, "changed": changed}, func(w io.Writer) {
 				as := "is"
 				if !changed {
 					as = "was already, or is"
 				}
-				_, err := fmt.Fprintf(w, "%s %s %s\n", printable(a.Name), as, shown.state())
-				return err
+				fmt.Fprintf(w, "%s %s %s\n", printable(a.Name), as, shown.state())
 			})
 		}),
 	}
@@ -397,7 +392,7 @@ func (c *cli) reportRun(ctx context.Context, s *session, runID string, x executi
 		return err
 	}
 	approval := run.AwaitedApproval()
-	err = c.print(runSummary{run, x.ID, x.TraceID, x.Result, approval}, func(w io.Writer) error {
+	err = c.print(runSummary{run, x.ID, x.TraceID, x.Result, approval}, func(w io.Writer) {
 		text := x.ResultSummary
 		if approval != "" {
 			text = fmt.Sprintf("waits for approval %s; see agent approvals show %s, then agent approvals approve (or reject) %s. The next heartbeat runs an "+
@@ -412,8 +407,7 @@ func (c *cli) reportRun(ctx context.Context, s *session, runID string, x executi
 		if text := resultText(run); text != "" && approval == "" {
 			fmt.Fprintf(w, "%s\n", text)
 		}
-		_, err := fmt.Fprintf(w, "trace %s\n", x.TraceID)
-		return err
+		fmt.Fprintf(w, "trace %s\n", x.TraceID)
 	})
 	if err != nil {
 		return err

@@ -423,9 +423,9 @@ func (s *storyPlayer) printThread(ctx context.Context) error {
 	if s.json {
 		err = s.printLine(map[string]any{"event": "thread", "thread_id": s.story.thread, "messages": all})
 	} else {
-		err = s.print(nil, func(w io.Writer) error {
+		err = s.print(nil, func(w io.Writer) {
 			fmt.Fprintf(w, "\nThe thread in SQL, agent_messages where thread_id = '%s' order by seq:\n\n", s.story.thread)
-			return writeTable(w, "nothing was said", []string{"SEQ", "WHO", "CONTENT", "STATUS"}, cells)
+			writeTable(w, "nothing was said", []string{"SEQ", "WHO", "CONTENT", "STATUS"}, cells)
 		})
 	}
 	if err == nil && !slices.Equal(got, s.story.ends) {

@@ -35,7 +35,7 @@ func (c *cli) doctorCommand() *cobra.Command {
 		Args:  positionalArgs(0, 0, "no arguments"),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			found := c.diagnose(cmd.Context())
-			err := c.print(pageOf(found, ""), func(w io.Writer) error {
+			err := c.print(pageOf(found, ""), func(w io.Writer) {
 				for _, f := range found {
 					sign := "ok  "
 					if !f.OK {
@@ -43,7 +43,6 @@ func (c *cli) doctorCommand() *cobra.Command {
 					}
 					fmt.Fprintf(w, "%s %-14s %s\n", sign, f.Check, strings.ReplaceAll(f.Detail, "\n", "\n"+strings.Repeat(" ", 20)))
 				}
-				return nil
 			})
 			if err != nil {
 				return err

@@ -51,7 +51,7 @@ agent documents rm.`,
 			if err != nil {
 				return documentHint(err)
 			}
-			return c.print(d, func(w io.Writer) error { return writeDocuments(w, []documents.Document{d}) })
+			return c.print(d, func(w io.Writer) { writeDocuments(w, []documents.Document{d}) })
 		}),
 	}
 	cmd.Flags().StringVar(&u.ThreadID, "thread", "", "the thread with access to it")
@@ -92,8 +92,8 @@ func addDocument(ctx context.Context, s *session, u documents.Upload, reason str
 	return d, err
 }
 
-func writeDocuments(w io.Writer, list []documents.Document) error {
-	return writeRows(w, "no documents; agent documents add FILE stores one",
+func writeDocuments(w io.Writer, list []documents.Document) {
+	writeRows(w, "no documents; agent documents add FILE stores one",
 		[]string{"DOCUMENT", "NAME", "TYPE", "SIZE", "THREAD", "FROM", "STORED"}, list, func(d documents.Document) []string {
 			return []string{
 				d.ID, truncate(d.Name, 40), d.ContentType, documents.Size(d.Size), deref(d.ThreadID), d.UploadedBy, formatTime(d.CreatedAt),
@@ -111,7 +111,7 @@ func (c *cli) documentsListCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return c.print(pageOf(got, next), func(w io.Writer) error { return writeDocuments(w, got) })
+			return c.print(pageOf(got, next), func(w io.Writer) { writeDocuments(w, got) })
 		}),
 	}
 	cmd.Flags().StringVar(&f.ThreadID, "thread", "", "only this thread")
@@ -129,15 +129,14 @@ func (c *cli) documentsShowCommand() *cobra.Command {
 			if err != nil {
 				return documentHint(err)
 			}
-			return c.print(d, func(w io.Writer) error {
+			return c.print(d, func(w io.Writer) {
 				readable := "not text"
 				if d.IsText {
 					readable = "text"
 				}
-				_, err := fmt.Fprintf(w, "%s\n%s, %d bytes, %s\nsha256 %s\nfrom %s, %s  %s\nthread %s  execution %s  expires %s\n", printable(d.Name),
+				fmt.Fprintf(w, "%s\n%s, %d bytes, %s\nsha256 %s\nfrom %s, %s  %s\nthread %s  execution %s  expires %s\n", printable(d.Name),
 					d.ContentType, d.Size, readable, d.SHA256, printable(d.UploadedBy), formatTime(d.CreatedAt), d.TraceID, textOrDash(d.ThreadID),
 					textOrDash(d.ExecutionID), timeOrDash(d.ExpiresAt))
-				return err
 			})
 		}),
 	}
@@ -179,10 +178,7 @@ func (c *cli) documentsGetCommand() *cobra.Command {
 			if err := createFile(path, content); err != nil {
 				return err
 			}
-			return c.print(fetched{d, path}, func(w io.Writer) error {
-				_, err := fmt.Fprintf(w, "%s: %d bytes\n", printable(path), len(content))
-				return err
-			})
+			return c.printf(fetched{d, path}, "%s: %d bytes\n", printable(path), len(content))
 		}),
 	}
 	cmd.Flags().StringVarP(&path, "output", "o", "", "a new file to write")
@@ -215,10 +211,7 @@ func (c *cli) documentsRemoveCommand() *cobra.Command {
 			if err != nil {
 				return documentHint(err)
 			}
-			return c.print(d, func(w io.Writer) error {
-				_, err := fmt.Fprintf(w, "%s  %s is deleted\n", d.ID, printable(d.Name))
-				return err
-			})
+			return c.printf(d, "%s  %s is deleted\n", d.ID, printable(d.Name))
 		}),
 	}
 	cmd.Flags().StringVar(&reason, "reason", "", "reason for the audit log")

@@ -105,7 +105,7 @@ func (c *cli) executionsShowCommand() *cobra.Command {
 					shown.Children = append(shown.Children, r)
 				}
 			}
-			return c.print(shown, func(w io.Writer) error { return writeExecution(w, shown) })
+			return c.print(shown, func(w io.Writer) { writeExecution(w, shown) })
 		}),
 	}
 }
@@ -129,7 +129,7 @@ func notFoundHint(err error) error {
 	return err
 }
 
-func writeExecution(w io.Writer, x shownExecution) error {
+func writeExecution(w io.Writer, x shownExecution) {
 	until := ""
 	if x.WaitingUntil != nil {
 		until = formatTime(*x.WaitingUntil)
@@ -170,7 +170,7 @@ func writeExecution(w io.Writer, x shownExecution) error {
 		fmt.Fprintf(w, "%-13s %s %s %s\n", "fork", r.ID, r.Status, printable(r.From))
 	}
 	fmt.Fprintln(w)
-	return writeRows(w, "no checkpoints",
+	writeRows(w, "no checkpoints",
 		[]string{"RECORDED", "STEP", "STATE", "CLAIM", "RESULT"}, x.Checkpoints, func(p executions.Checkpoint) []string {
 			state := "ok"
 			if p.Failed {
@@ -204,18 +204,14 @@ func (c *cli) cancel(ctx context.Context, s *session, id, reason string) error {
 		if err != nil {
 			return err
 		}
-		return c.print(map[string]any{"id": id, "status": status, "cancel_requested": true, "detail": detail}, func(w io.Writer) error {
-			_, err := fmt.Fprintf(w, "cancel of %s requested: %s\n", id, detail)
-			return err
-		})
+		return c.printf(map[string]any{"id": id, "status": status, "cancel_requested": true, "detail": detail}, "cancel of %s requested: %s\n", id, detail)
 	}
-	return c.print(map[string]any{"id": id, "status": status}, func(w io.Writer) error {
+	return c.print(map[string]any{"id": id, "status": status}, func(w io.Writer) {
 		if status != executions.Cancelled {
-			_, err := fmt.Fprintf(w, "%s had already ended: %s\n", id, status)
-			return err
+			fmt.Fprintf(w, "%s had already ended: %s\n", id, status)
+			return
 		}
-		_, err := fmt.Fprintf(w, "cancelled %s\n", id)
-		return err
+		fmt.Fprintf(w, "cancelled %s\n", id)
 	})
 }
 
@@ -308,13 +304,12 @@ func (c *cli) printFork(x executions.Execution, from string, err error) error {
 	}
 	return c.print(map[string]any{
 		"id": x.ID, "trace_id": x.TraceID, "status": x.Status, "forked_from": x.ForkedFrom, "from": from,
-	}, func(w io.Writer) error {
+	}, func(w io.Writer) {
 		where := "after the last checkpoint"
 		if from != "" {
 			where = "from " + printable(from)
 		}
-		_, err := fmt.Fprintf(w, "started %s %s\ntrace %s\n", x.ID, where, x.TraceID)
-		return err
+		fmt.Fprintf(w, "started %s %s\ntrace %s\n", x.ID, where, x.TraceID)
 	})
 }
 
@@ -342,7 +337,7 @@ the exit code is 1.`,
 			if err != nil {
 				return notFoundHint(err)
 			}
-			if err := c.print(got, func(w io.Writer) error { return writeReplay(w, got) }); err != nil {
+			if err := c.print(got, func(w io.Writer) { writeReplay(w, got) }); err != nil {
 				return err
 			}
 			if !got.Equal {
@@ -353,18 +348,17 @@ the exit code is 1.`,
 	}
 }
 
-func writeReplay(w io.Writer, r executions.Replayed) error {
+func writeReplay(w io.Writer, r executions.Replayed) {
 	fmt.Fprintf(w, "%s of %s, %d steps\n", printable(string(r.Status)), printable(r.Flow), r.Steps)
 	if r.EndedAt != "" {
 		fmt.Fprintf(w, "the record ends at %s\n", printable(r.EndedAt))
 	}
 	fmt.Fprintf(w, "record %s\nreplay %s\n", r.Digest, r.ReplayDigest)
 	if d := r.Divergence; d != nil {
-		_, err := fmt.Fprintf(w, "differs at %s: %s\n", printable(d.Step), printable(d.Message))
-		return err
+		fmt.Fprintf(w, "differs at %s: %s\n", printable(d.Step), printable(d.Message))
+		return
 	}
-	_, err := fmt.Fprintln(w, "equal")
-	return err
+	fmt.Fprintln(w, "equal")
 }
 
 // maxInput bounds the input in bytes.

@@ -104,13 +104,12 @@ func (c *cli) startExecution(ctx context.Context, s *session, b startOptions) er
 	if b.wait {
 		return c.waitForEnd(ctx, s, x)
 	}
-	return c.print(map[string]any{"id": x.ID, "trace_id": x.TraceID, "status": x.Status, "created": created}, func(w io.Writer) error {
+	return c.print(map[string]any{"id": x.ID, "trace_id": x.TraceID, "status": x.Status, "created": created}, func(w io.Writer) {
 		verb := "started"
 		if !created {
 			verb = "was already started:"
 		}
-		_, err := fmt.Fprintf(w, "%s %s\ntrace %s\n", verb, x.ID, x.TraceID)
-		return err
+		fmt.Fprintf(w, "%s %s\ntrace %s\n", verb, x.ID, x.TraceID)
 	})
 }
 
@@ -229,10 +228,7 @@ func (c *cli) printEnded(x executions.Execution) error {
 		return &tracedError{hint(fmt.Errorf("%s of %s: %s: %s", x.ID, x.Flow, x.Status, why), "see agent trace %s; agent executions retry %s tries again",
 			x.TraceID, x.ID), x.TraceID}
 	}
-	return c.print(x, func(w io.Writer) error {
-		_, err := fmt.Fprintf(w, "%s %s\ntrace %s\n", x.Status, printable(x.ResultSummary), x.TraceID)
-		return err
-	})
+	return c.printf(x, "%s %s\ntrace %s\n", x.Status, printable(x.ResultSummary), x.TraceID)
 }
 
 func (c *cli) executionsEventCommand() *cobra.Command {
@@ -310,13 +306,12 @@ func (c *cli) raiseEvent(
 
 func (c *cli) printDelivered(got executions.Delivered) error {
 	resumed := append([]string{}, got.Resumed...)
-	return c.print(map[string]any{"event_id": got.EventID, "resumed": resumed}, func(w io.Writer) error {
+	return c.print(map[string]any{"event_id": got.EventID, "resumed": resumed}, func(w io.Writer) {
 		if len(resumed) == 0 {
-			_, err := fmt.Fprintf(w, "event %s: no waiter; stored for the first one\n", got.EventID)
-			return err
+			fmt.Fprintf(w, "event %s: no waiter; stored for the first one\n", got.EventID)
+			return
 		}
-		_, err := fmt.Fprintf(w, "event %s: resumed %s\n", got.EventID, strings.Join(resumed, ", "))
-		return err
+		fmt.Fprintf(w, "event %s: resumed %s\n", got.EventID, strings.Join(resumed, ", "))
 	})
 }
 

@@ -84,7 +84,7 @@ func (c *cli) flowsShowCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return c.print(f, func(w io.Writer) error { return writeFlow(w, f, kept) })
+			return c.tryPrint(f, func(w io.Writer) error { return writeFlow(w, f, kept) })
 		}),
 	}
 	cmd.Flags().IntVar(&version, "version", 0, "this version instead of the current one")
@@ -127,8 +127,8 @@ func writeFlow(w io.Writer, f flows.Flow, kept []flows.Flow) error {
 	if err != nil {
 		return fmt.Errorf("show flow %s: %w", f.Name, err)
 	}
-	_, err = fmt.Fprintf(w, "kind: flow\n%s", shown)
-	return err
+	fmt.Fprintf(w, "kind: flow\n%s", shown)
+	return nil
 }
 
 // asYAML converts through JSON, which is valid YAML, to preserve the order of keys.
@@ -163,7 +163,7 @@ func (c *cli) flowsSchemaCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return c.print(schema, func(w io.Writer) error {
+			return c.tryPrint(schema, func(w io.Writer) error {
 				var tree any
 				if err := json.Unmarshal(schema, &tree); err != nil {
 					return fmt.Errorf("read own schema: %w", err)

@@ -56,12 +56,10 @@ func (c *cli) reportHeartbeat(ctx context.Context, s *session, x executions.Exec
 	if err != nil {
 		return err
 	}
-	err = c.print(struct {
+	err = c.tryPrint(struct {
 		Execution executions.Execution `json:"execution"`
 		Trace     activity.Trace       `json:"trace"`
-	}{x, story}, func(w io.Writer) error {
-		return c.writeHeartbeat(w, story, x)
-	})
+	}{x, story}, func(w io.Writer) error { return c.writeHeartbeat(w, story, x) })
 	if err != nil {
 		return err
 	}
@@ -120,13 +118,12 @@ agent operate and the chat continue. In SQL: select pause_agent('why').`,
 			if err != nil {
 				return err
 			}
-			return c.print(got, func(w io.Writer) error {
+			return c.print(got, func(w io.Writer) {
 				said := got.String()
 				if !got.Changed {
 					said = "already: " + said
 				}
-				_, err := fmt.Fprintf(w, "%s\ntrace %s; `agent resume` ends it\n", printable(said), got.TraceID)
-				return err
+				fmt.Fprintf(w, "%s\ntrace %s; `agent resume` ends it\n", printable(said), got.TraceID)
 			})
 		}),
 	}
@@ -151,14 +148,13 @@ resume_agent().`,
 			if err != nil {
 				return err
 			}
-			return c.print(got, func(w io.Writer) error {
+			return c.print(got, func(w io.Writer) {
 				if !got.Changed {
-					_, err := fmt.Fprintln(w, "the agent is not paused")
-					return err
+					fmt.Fprintln(w, "the agent is not paused")
+					return
 				}
-				_, err := fmt.Fprintf(w, "resumed; it was paused since %s UTC by %s: %s\ntrace %s\n",
+				fmt.Fprintf(w, "resumed; it was paused since %s UTC by %s: %s\ntrace %s\n",
 					formatTime(*got.PausedAt), printable(got.PausedBy), printable(got.Reason), got.TraceID)
-				return err
 			})
 		}),
 	}
@@ -187,7 +183,7 @@ func (c *cli) skipHeartbeat(ctx context.Context, s *session, p executions.Pause)
 	if err != nil {
 		return err
 	}
-	return c.print(struct {
+	return c.tryPrint(struct {
 		Skipped string         `json:"skipped"`
 		Trace   activity.Trace `json:"trace"`
 	}{p.String(), story}, func(w io.Writer) error {

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"os/signal"
 	"syscall"
@@ -63,10 +62,7 @@ break is recorded under the holder's trace with the reason.`,
 			if !broken {
 				return hint(fmt.Errorf("lane %q is not held", args[0]), "see agent lanes ls")
 			}
-			return c.print(map[string]any{"lane": args[0], "released": true}, func(w io.Writer) error {
-				_, err := fmt.Fprintf(w, "released %s\n", args[0])
-				return err
-			})
+			return c.printf(map[string]any{"lane": args[0], "released": true}, "released %s\n", args[0])
 		}),
 	}
 	cmd.Flags().StringVar(&reason, "reason", "released from the command line", "reason for the audit log")

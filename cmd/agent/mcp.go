@@ -73,7 +73,7 @@ func (c *cli) mcpListCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return c.print(got, func(w io.Writer) error { return writeMCP(w, got) })
+			return c.print(got, func(w io.Writer) { writeMCP(w, got) })
 		}),
 	}
 }
@@ -104,7 +104,7 @@ func readMCP(ctx context.Context, s *session, server string) (mcpListing, error)
 	return got, err
 }
 
-func writeMCP(w io.Writer, got mcpListing) error {
+func writeMCP(w io.Writer, got mcpListing) {
 	rows := make([][]string, len(got.Servers))
 	for i, r := range got.Servers {
 		state := "not synced yet"
@@ -116,19 +116,15 @@ func writeMCP(w io.Writer, got mcpListing) error {
 		}
 		rows[i] = []string{r.Name, r.Transport, truncate(r.URL+strings.Join(r.Command, " "), 60), r.Trust, r.Scope, state, r.About}
 	}
-	if err := writeTable(w, "no MCP servers; declare one with kind: mcp_server, see agent mcp --help",
-		[]string{"SERVER", "TRANSPORT", "AT", "TRUST", "SCOPE", "STATE", "ABOUT"}, rows); err != nil {
-		return err
-	}
+	writeTable(w, "no MCP servers; declare one with kind: mcp_server, see agent mcp --help",
+		[]string{"SERVER", "TRANSPORT", "AT", "TRUST", "SCOPE", "STATE", "ABOUT"}, rows)
 	if len(got.Tools) > 0 {
 		rows = make([][]string, len(got.Tools))
 		for i, t := range got.Tools {
 			rows[i] = []string{t.Server, t.Tool, t.State, t.Skill, truncate(t.Reason, 90)}
 		}
 		fmt.Fprintln(w)
-		if err := writeTable(w, "", []string{"SERVER", "TOOL", "STATE", "SKILL", "REASON"}, rows); err != nil {
-			return err
-		}
+		writeTable(w, "", []string{"SERVER", "TOOL", "STATE", "SKILL", "REASON"}, rows)
 	}
 	if len(got.Offered) > 0 {
 		rows = make([][]string, len(got.Offered))
@@ -136,9 +132,8 @@ func writeMCP(w io.Writer, got mcpListing) error {
 			rows[i] = []string{o.Skill, o.OfferedBy, formatTime(o.CreatedAt)}
 		}
 		fmt.Fprintln(w)
-		return writeTable(w, "", []string{"OFFERED TO OTHERS", "BY", "SINCE"}, rows)
+		writeTable(w, "", []string{"OFFERED TO OTHERS", "BY", "SINCE"}, rows)
 	}
-	return nil
 }
 
 func (c *cli) mcpShowCommand() *cobra.Command {
@@ -151,7 +146,7 @@ func (c *cli) mcpShowCommand() *cobra.Command {
 			}
 			for _, t := range all {
 				if t.Tool == args[1] || t.Skill == args[1] {
-					return c.print(t, func(w io.Writer) error { return writeTool(w, t) })
+					return c.print(t, func(w io.Writer) { writeTool(w, t) })
 				}
 			}
 			return mcpHint(fmt.Errorf("show tool %s of %s: %w", args[1], args[0], mcp.ErrNotFound))
@@ -160,7 +155,7 @@ func (c *cli) mcpShowCommand() *cobra.Command {
 }
 
 // writeTool prints a tool, with both versions in quarantine.
-func writeTool(w io.Writer, t mcp.Tool) error {
+func writeTool(w io.Writer, t mcp.Tool) {
 	fmt.Fprintf(w, "%s of %s is %s", printable(t.Tool), t.Server, t.State)
 	if t.Reason != "" {
 		fmt.Fprintf(w, ": %s", printable(t.Reason))
@@ -175,7 +170,6 @@ func writeTool(w io.Writer, t mcp.Tool) error {
 		writeJSON(w, "", t.Seen)
 		fmt.Fprintf(w, "\naccept this version: agent mcp accept %s %s --hash %s\n", t.Server, printable(t.Tool), t.SeenPin)
 	}
-	return nil
 }
 
 func (c *cli) mcpSyncCommand() *cobra.Command {
@@ -213,15 +207,14 @@ func (c *cli) syncMCP(ctx context.Context, s *session, server string) error {
 		}
 		reports = append(reports, report)
 	}
-	err = c.print(pageOf(reports, ""), func(w io.Writer) error {
+	err = c.print(pageOf(reports, ""), func(w io.Writer) {
 		if len(reports) == 0 {
-			_, err := fmt.Fprintln(w, "no MCP servers; declare one with kind: mcp_server, see agent mcp --help")
-			return err
+			fmt.Fprintln(w, "no MCP servers; declare one with kind: mcp_server, see agent mcp --help")
+			return
 		}
 		for _, r := range reports {
 			writeReport(w, r)
 		}
-		return nil
 	})
 	if err == nil && failed > 0 {
 		return &exitError{exitFailed, nil}
@@ -262,10 +255,7 @@ version shown there.`,
 			if err != nil {
 				return mcpHint(err)
 			}
-			return c.print(t, func(w io.Writer) error {
-				_, err := fmt.Fprintf(w, "%s of %s is accepted; skill %s is in service\n", printable(t.Tool), t.Server, t.Skill)
-				return err
-			})
+			return c.printf(t, "%s of %s is accepted; skill %s is in service\n", printable(t.Tool), t.Server, t.Skill)
 		}),
 	}
 	cmd.Flags().StringVar(&hash, "hash", "", "accept only the version with this hash")
@@ -287,10 +277,7 @@ func (c *cli) mcpOfferCommand(offer bool) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return c.print(map[string]any{"skill": args[0], "offered": offer, "changed": changed}, func(w io.Writer) error {
-				_, err := fmt.Fprintf(w, "%s is %s%s\n", args[0], map[bool]string{false: "not "}[offer]+"offered", map[bool]string{false: ", as it was before"}[changed])
-				return err
-			})
+			return c.printf(map[string]any{"skill": args[0], "offered": offer, "changed": changed}, "%s is %s%s\n", args[0], map[bool]string{false: "not "}[offer]+"offered", map[bool]string{false: ", as it was before"}[changed])
 		}),
 	}
 }

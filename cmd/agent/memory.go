@@ -54,8 +54,8 @@ func memoryOf(ctx context.Context, s *session, agent string) (memory.Owner, erro
 	return memory.Owner(owner), memoryHint(err)
 }
 
-func writeMemories(w io.Writer, entries []memory.Entry, none string) error {
-	return writeRows(w, none,
+func writeMemories(w io.Writer, entries []memory.Entry, none string) {
+	writeRows(w, none,
 		[]string{"AGENT", "CATEGORY", "KEY", "VALUE", "REVISION", "WRITTEN", "EXPIRES", "TRACE"}, entries, func(e memory.Entry) []string {
 			return []string{
 				cmp.Or(string(e.Owner), sharedMemory), e.Category, e.Key, truncate(string(e.Value), 60), fmt.Sprint(e.Revision), formatTime(e.UpdatedAt), timeOrDash(e.ExpiresAt), e.TraceID,
@@ -81,8 +81,8 @@ func (c *cli) memoryListCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return c.print(pageOf(got, next), func(w io.Writer) error {
-				return writeMemories(w, got, "no memories; heartbeats and `agent memory set` create some")
+			return c.print(pageOf(got, next), func(w io.Writer) {
+				writeMemories(w, got, "no memories; heartbeats and `agent memory set` create some")
 			})
 		}),
 	}
@@ -114,7 +114,7 @@ func (c *cli) memorySearchCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return c.print(pageOf(got, ""), func(w io.Writer) error { return writeMemories(w, got, "nothing matches") })
+			return c.print(pageOf(got, ""), func(w io.Writer) { writeMemories(w, got, "nothing matches") })
 		}),
 	}
 	agentFlag(cmd, &agent)
@@ -139,10 +139,9 @@ func (c *cli) memoryGetCommand() *cobra.Command {
 			if err != nil {
 				return memoryHint(err)
 			}
-			return c.print(e, func(w io.Writer) error {
+			return c.print(e, func(w io.Writer) {
 				fmt.Fprintf(w, "%s / %s, revision %d, written %s %s, expires %s\n", printable(e.Category), printable(e.Key), e.Revision, formatTime(e.UpdatedAt), e.TraceID, timeOrDash(e.ExpiresAt))
 				writeJSON(w, "value", e.Value)
-				return nil
 			})
 		}),
 	}
@@ -186,7 +185,7 @@ look like secrets.`,
 			if err != nil {
 				return memoryHint(err)
 			}
-			return c.print(set, func(w io.Writer) error { return writeSet(w, set) })
+			return c.print(set, func(w io.Writer) { writeSet(w, set) })
 		}),
 	}
 	categoryFlag(cmd, &note.Category)
@@ -241,13 +240,12 @@ func memoryInput(owner memory.Owner, category, key, reason string) map[string]an
 	return input
 }
 
-func writeSet(w io.Writer, set storedMemory) error {
-	if _, err := fmt.Fprintf(w, "%s / %s is at revision %d\n", printable(set.Category), printable(set.Key), set.Revision); err != nil || set.Replaced == nil {
-		return err
+func writeSet(w io.Writer, set storedMemory) {
+	fmt.Fprintf(w, "%s / %s is at revision %d\n", printable(set.Category), printable(set.Key), set.Revision)
+	if old := set.Replaced; old != nil {
+		fmt.Fprintf(w, "it replaced revision %d, written %s %s: %s\n", old.Revision, formatTime(old.UpdatedAt), old.TraceID,
+			printable(truncate(string(old.Value), 300)))
 	}
-	_, err := fmt.Fprintf(w, "it replaced revision %d, written %s %s: %s\n", set.Replaced.Revision, formatTime(set.Replaced.UpdatedAt),
-		set.Replaced.TraceID, printable(truncate(string(set.Replaced.Value), 300)))
-	return err
 }
 
 func (c *cli) memoryForgetCommand() *cobra.Command {
@@ -271,13 +269,12 @@ func (c *cli) memoryForgetCommand() *cobra.Command {
 			if err != nil {
 				return memoryHint(err)
 			}
-			return c.print(map[string]any{"category": category, "key": args[0], "forgotten": changed}, func(w io.Writer) error {
+			return c.print(map[string]any{"category": category, "key": args[0], "forgotten": changed}, func(w io.Writer) {
 				said := "forgotten"
 				if !changed {
 					said = "was not stored"
 				}
-				_, err := fmt.Fprintf(w, "%s / %s: %s\n", printable(category), printable(args[0]), said)
-				return err
+				fmt.Fprintf(w, "%s / %s: %s\n", printable(category), printable(args[0]), said)
 			})
 		}),
 	}
@@ -350,12 +347,12 @@ func (c *cli) memoryConflictsShowCommand() *cobra.Command {
 			if err != nil {
 				return memoryHint(err)
 			}
-			return c.print(x, func(w io.Writer) error { return writeConflict(w, x) })
+			return c.print(x, func(w io.Writer) { writeConflict(w, x) })
 		}),
 	}
 }
 
-func writeConflict(w io.Writer, x memory.Conflict) error {
+func writeConflict(w io.Writer, x memory.Conflict) {
 	fmt.Fprintf(w, "%s / %s, %s since %s\n", printable(x.Category), printable(x.Key), x.Status, formatTime(x.CreatedAt))
 	if x.DecidedAt != nil {
 		fmt.Fprintf(w, "decided by %s %s: %s\n", printable(x.DecidedBy), formatTime(*x.DecidedAt), printable(x.DecidedReason))
@@ -367,7 +364,6 @@ func writeConflict(w io.Writer, x memory.Conflict) error {
 		fmt.Fprintf(w, "\nthe key is at revision %d now\n", x.Revision)
 		writeJSON(w, "there now", x.Current)
 	}
-	return nil
 }
 
 func (c *cli) memoryConflictsResolveCommand() *cobra.Command {
@@ -403,10 +399,7 @@ the revision of the conflict, or at --if-revision. Otherwise nothing is written 
 			if err != nil {
 				return memoryHint(err)
 			}
-			return c.print(decided, func(w io.Writer) error {
-				_, err := fmt.Fprintf(w, "%s / %s: %s; the key is at revision %d\n", printable(decided.Category), printable(decided.Key), decided.Status, decided.Revision)
-				return err
-			})
+			return c.printf(decided, "%s / %s: %s; the key is at revision %d\n", printable(decided.Category), printable(decided.Key), decided.Status, decided.Revision)
 		}),
 	}
 	wordFlag(cmd.Flags(), &take, "take", "theirs, or mine", "theirs", "mine")

@@ -52,7 +52,7 @@ The exit code is 1 when a check fails.`,
 					return err
 				}
 			}
-			if err := c.print(pageOf(checked, ""), work); err != nil {
+			if err := c.tryPrint(pageOf(checked, ""), work); err != nil {
 				return err
 			}
 			if slices.ContainsFunc(checked, checkedModel.failed) {
@@ -245,7 +245,7 @@ AGENT_PRICES and a built-in table.`,
 				c.infof("the server lists no models: %s", printable(unlisted.Error()))
 			}
 			listed := listModels(client, usedModels(client, all), offered)
-			return c.print(pageOf(listed, ""), func(w io.Writer) error { return writeModels(w, listed) })
+			return c.print(pageOf(listed, ""), func(w io.Writer) { writeModels(w, listed) })
 		}),
 	}
 }
@@ -283,8 +283,8 @@ func listModels(client *models.Client, used []usedModel, offered []models.Listed
 	return all
 }
 
-func writeModels(w io.Writer, listed []listedModel) error {
-	return writeRows(w, "",
+func writeModels(w io.Writer, listed []listedModel) {
+	writeRows(w, "",
 		[]string{"MODEL", "LISTED", "AGENTS", "CONTEXT", "IMAGES", "API", "USD PER MILLION"}, listed, func(m listedModel) []string {
 			row := []string{m.Model, "no", strings.Join(m.Agents, ", "), "unknown", "no", string(m.API), "unknown"}
 			if m.Listed {

@@ -104,7 +104,7 @@ func (c *cli) objectivesShowCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return c.print(shown, func(w io.Writer) error { return writeObjective(w, shown) })
+			return c.print(shown, func(w io.Writer) { writeObjective(w, shown) })
 		}),
 	}
 }
@@ -120,7 +120,7 @@ func idleText(runs int) string {
 	return fmt.Sprintf(" (postponed: %d runs without progress)", runs)
 }
 
-func writeObjective(w io.Writer, o shownObjective) error {
+func writeObjective(w io.Writer, o shownObjective) {
 	fmt.Fprintf(w, "%s\n%s\n\n", printable(o.Name), o.Goal)
 	every := ""
 	if o.ReviewEverySeconds > 0 {
@@ -159,7 +159,6 @@ func writeObjective(w io.Writer, o shownObjective) error {
 			}
 		}
 	}
-	return nil
 }
 
 func evidenceText(e objectives.Evidence) string {
@@ -233,12 +232,11 @@ func (c *cli) reportObjective(ctx context.Context, s *session, name string, chan
 	return c.print(struct {
 		Changed   bool           `json:"changed"`
 		Objective shownObjective `json:"objective"`
-	}{changed, shown}, func(w io.Writer) error {
+	}{changed, shown}, func(w io.Writer) {
 		if !changed {
 			did = already
 		}
-		_, err := fmt.Fprintf(w, "%s: %s; it is %s\n", printable(shown.Name), did, shown.Status)
-		return err
+		fmt.Fprintf(w, "%s: %s; it is %s\n", printable(shown.Name), did, shown.Status)
 	})
 }
 
@@ -314,13 +312,12 @@ is stored as evidence instead.`,
 			if err != nil {
 				return err
 			}
-			return c.print(map[string]any{"step": args[0], "changed": changed}, func(w io.Writer) error {
+			return c.print(map[string]any{"step": args[0], "changed": changed}, func(w io.Writer) {
 				said := "done"
 				if !changed {
 					said = "no longer pending"
 				}
-				_, err := fmt.Fprintf(w, "step %s: %s\n", args[0], said)
-				return err
+				fmt.Fprintf(w, "step %s: %s\n", args[0], said)
 			})
 		}),
 	}

@@ -394,12 +394,19 @@ func (o *operator) decideApproval(ctx context.Context, id string, approve bool, 
 	return o.turnError(ctx, done, err)
 }
 
+// showRows prints a table on the console.
+func showRows[T any](o *operator, empty string, heading []string, items []T, row func(T) []string) error {
+	out := &errWriter{w: o.out}
+	writeRows(out, empty, heading, items, row)
+	return out.err
+}
+
 func (o *operator) showLanes(ctx context.Context) error {
 	live, err := lanes.Live(ctx, o.s.pool)
 	if err != nil {
 		return err
 	}
-	return writeRows(o.out, "no lane is held",
+	return showRows(o, "no lane is held",
 		[]string{"LANE", "HELD BY", "TRACE", "HELD FOR"}, live, func(l lanes.LiveLane) []string {
 			return []string{l.Lane, l.LockedBy, deref(l.TraceID), formatSeconds(l.HeldFor)}
 		})
@@ -410,7 +417,7 @@ func (o *operator) showApprovals(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	return writeRows(o.out, "no pending approvals",
+	return showRows(o, "no pending approvals",
 		[]string{"APPROVAL", "SKILL", "ARGUMENTS", "EXPIRES", "TRACE"}, waiting, func(a approvals.Approval) []string {
 			return []string{a.ID, a.SkillName, string(a.Arguments), formatTime(a.ExpiresAt), a.TraceID}
 		})
@@ -421,7 +428,7 @@ func (o *operator) showObjectives(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	return writeRows(o.out, "no objectives",
+	return showRows(o, "no objectives",
 		[]string{"OBJECTIVE", "STATUS", "DONE", "GOAL"}, all, func(x objectives.Objective) []string {
 			return []string{x.Name, x.Status, fmt.Sprintf("%d of %d", x.Done, x.Total), truncate(x.Goal, 80)}
 		})
@@ -436,7 +443,7 @@ func (o *operator) showMemory(ctx context.Context, query string) error {
 	if err != nil {
 		return err
 	}
-	return writeRows(o.out, "no memories",
+	return showRows(o, "no memories",
 		[]string{"CATEGORY", "KEY", "VALUE", "WRITTEN"}, found, func(m memory.Entry) []string {
 			return []string{m.Category, m.Key, truncate(string(m.Value), 80), formatTime(m.UpdatedAt)}
 		})

@@ -31,15 +31,28 @@ type cli struct {
 }
 
 // print writes a result: one JSON document with --json, else text.
-func (c *cli) print(value any, text func(w io.Writer) error) error {
-	if !c.json {
-		out := &errWriter{w: c.out}
-		if err := errors.Join(text(out), out.err); err != nil {
-			return fmt.Errorf("print result: %w", err)
-		}
+func (c *cli) print(value any, text func(w io.Writer)) error {
+	return c.tryPrint(value, func(w io.Writer) error {
+		text(w)
 		return nil
+	})
+}
+
+// printf writes a result whose text is one line.
+func (c *cli) printf(value any, format string, args ...any) error {
+	return c.print(value, func(w io.Writer) { fmt.Fprintf(w, format, args...) })
+}
+
+// tryPrint is print for a text that may fail.
+func (c *cli) tryPrint(value any, text func(w io.Writer) error) error {
+	out := &errWriter{w: c.out}
+	var err error
+	if c.json {
+		err = encodeJSON(out, value)
+	} else {
+		err = text(out)
 	}
-	if err := encodeJSON(c.out, value); err != nil {
+	if err := errors.Join(err, out.err); err != nil {
 		return fmt.Errorf("print result: %w", err)
 	}
 	return nil
@@ -68,10 +81,10 @@ func (p *errWriter) Write(text []byte) (int, error) {
 
 // writeTable prints aligned columns below a heading, or empty without rows. On a narrow terminal it truncates prose
 // columns.
-func writeTable(w io.Writer, empty string, heading []string, rows [][]string) error {
+func writeTable(w io.Writer, empty string, heading []string, rows [][]string) {
 	if len(rows) == 0 {
-		_, err := fmt.Fprintln(w, empty)
-		return err
+		fmt.Fprintln(w, empty)
+		return
 	}
 	rows = fitColumns(terminalWidth(w), heading, rows)
 	var text strings.Builder
@@ -85,27 +98,24 @@ func writeTable(w io.Writer, empty string, heading []string, rows [][]string) er
 		}
 		fmt.Fprintln(t)
 	}
-	if err := t.Flush(); err != nil {
-		return err
-	}
+	_ = t.Flush() // a strings.Builder accepts every write
 	for line := range strings.Lines(text.String()) {
 		fmt.Fprintln(w, strings.TrimRight(line, " \n"))
 	}
-	return nil
 }
 
 // writeRows prints a table with one row for each item.
-func writeRows[T any](w io.Writer, empty string, heading []string, items []T, row func(T) []string) error {
+func writeRows[T any](w io.Writer, empty string, heading []string, items []T, row func(T) []string) {
 	rows := make([][]string, len(items))
 	for i, item := range items {
 		rows[i] = row(item)
 	}
-	return writeTable(w, empty, heading, rows)
+	writeTable(w, empty, heading, rows)
 }
 
 // printRows prints a page as a table, or as JSON with the cursor of the next page.
 func printRows[T any](c *cli, items []T, next, empty string, heading []string, row func(T) []string) error {
-	return c.print(pageOf(items, next), func(w io.Writer) error { return writeRows(w, empty, heading, items, row) })
+	return c.print(pageOf(items, next), func(w io.Writer) { writeRows(w, empty, heading, items, row) })
 }
 
 // readPage reads one row more than limit, to learn whether a next page exists. It returns the page and its cursor.

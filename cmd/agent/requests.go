@@ -63,7 +63,7 @@ func (c *cli) requestsShowCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return c.print(r, func(w io.Writer) error { return writeRequest(w, r) })
+			return c.print(r, func(w io.Writer) { writeRequest(w, r) })
 		}),
 	}
 }
@@ -76,7 +76,7 @@ func readRequest(ctx context.Context, s *session, id string) (requests.Record, e
 	return r, err
 }
 
-func writeRequest(w io.Writer, r requests.Record) error {
+func writeRequest(w io.Writer, r requests.Record) {
 	lines := [][2]string{
 		{"kind", r.Kind},
 		{"status", r.Status},
@@ -109,7 +109,6 @@ func writeRequest(w io.Writer, r requests.Record) error {
 	for _, l := range lines {
 		fmt.Fprintf(w, "  %-10s %s\n", l[0], printable(l[1]))
 	}
-	return nil
 }
 
 // answerCommand returns the command line that answers a request.
@@ -207,7 +206,7 @@ func (c *cli) answerRequest(cmd *cobra.Command, s *session, id string, a request
 		return err
 	}
 	result := map[string]any{"event_id": got.EventID, "resumed": append([]string{}, got.Resumed...), "request": r}
-	return c.print(result, func(w io.Writer) error {
+	return c.print(result, func(w io.Writer) {
 		said := []string{r.Status + " " + r.ID}
 		if missing := missingDocuments(r); len(missing) > 0 {
 			said = append(said, "still missing: "+strings.Join(missing, ", "))
@@ -215,8 +214,7 @@ func (c *cli) answerRequest(cmd *cobra.Command, s *session, id string, a request
 		if len(got.Resumed) > 0 {
 			said = append(said, "resumed "+strings.Join(got.Resumed, ", "))
 		}
-		_, err := fmt.Fprintln(w, printable(strings.Join(said, "; ")))
-		return err
+		fmt.Fprintln(w, printable(strings.Join(said, "; ")))
 	})
 }
 

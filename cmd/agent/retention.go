@@ -68,13 +68,12 @@ The change is recorded. In SQL: select set_agent_retention('{"activity": "90 day
 			if err != nil {
 				return err
 			}
-			return c.print(got, func(w io.Writer) error {
+			return c.print(got, func(w io.Writer) {
 				said := "already set"
 				if got.Changed {
 					said = "changed; trace " + got.TraceID
 				}
-				_, err := fmt.Fprintln(w, said)
-				return err
+				fmt.Fprintln(w, said)
 			})
 		}),
 	}
@@ -101,7 +100,7 @@ work. --dry-run only counts.`,
 			if err != nil {
 				return err
 			}
-			return c.print(pageOf(got, ""), func(w io.Writer) error { return writeRetention(w, got, o.DryRun) })
+			return c.print(pageOf(got, ""), func(w io.Writer) { writeRetention(w, got, o.DryRun) })
 		}),
 	}
 	cmd.Flags().BoolVar(&o.DryRun, "dry-run", false, "only count the rows")
@@ -123,12 +122,12 @@ func pruneNow(ctx context.Context, s *session, o retention.Options, reason strin
 	return got, err
 }
 
-func writeRetention(w io.Writer, done []retention.Done, dry bool) error {
+func writeRetention(w io.Writer, done []retention.Done, dry bool) {
 	heading := []string{"KIND", "KEEP", "REMOVED", "PARTITIONS", "LATER"}
 	if dry {
 		heading = []string{"KIND", "KEEP", "WOULD REMOVE", "PARTITIONS", "LATER"}
 	}
-	return writeRows(w, "all rows are kept for ever; see agent retention set --help",
+	writeRows(w, "all rows are kept for ever; see agent retention set --help",
 		heading, done, func(d retention.Done) []string {
 			return []string{d.Kind, d.Keep, fmt.Sprint(d.Removed), strings.Join(d.Partitions, " "), d.Later}
 		})

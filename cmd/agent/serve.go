@@ -267,10 +267,7 @@ func (c *cli) healthcheck(ctx context.Context, ready bool) error {
 	if err != nil {
 		return err
 	}
-	return c.print(json.RawMessage(body), func(w io.Writer) error {
-		_, err := fmt.Fprintf(w, "%s%s: ok\n", base, path)
-		return err
-	})
+	return c.printf(json.RawMessage(body), "%s%s: ok\n", base, path)
 }
 
 // probeURL derives the local address from AGENT_LISTEN and ignores all other settings.
@@ -458,12 +455,11 @@ agent serve runs. It rejects the schema of a newer version.`,
 			if missing != "" {
 				fmt.Fprintf(cmd.ErrOrStderr(), "the role for the SQL contract is missing; run this as a superuser, then agent migrate again:\n  %s\n", missing)
 			}
-			return c.print(map[string]any{"version": migrations.Version(), "applied": append([]string{}, applied...)}, func(w io.Writer) error {
+			return c.print(map[string]any{"version": migrations.Version(), "applied": append([]string{}, applied...)}, func(w io.Writer) {
 				for _, name := range applied {
 					fmt.Fprintln(w, "applied", name)
 				}
-				_, err := fmt.Fprintf(w, "schema version %d, up to date\n", migrations.Version())
-				return err
+				fmt.Fprintf(w, "schema version %d, up to date\n", migrations.Version())
 			})
 		},
 	}

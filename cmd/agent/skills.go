@@ -85,14 +85,14 @@ func (c *cli) skillsShowCommand() *cobra.Command {
 			if err != nil {
 				return skillHint(err)
 			}
-			return c.print(skill, func(w io.Writer) error {
-				return writeSkill(w, skill)
+			return c.print(skill, func(w io.Writer) {
+				writeSkill(w, skill)
 			})
 		}),
 	}
 }
 
-func writeSkill(w io.Writer, s skills.Skill) error {
+func writeSkill(w io.Writer, s skills.Skill) {
 	state := "in service"
 	if !s.Enabled {
 		state = "disabled by " + s.DisabledBy + ": " + printable(s.DisabledReason)
@@ -112,7 +112,6 @@ func writeSkill(w io.Writer, s skills.Skill) error {
 	writeJSON(w, "parameters", s.Parameters())
 	writeJSON(w, "config", s.Config)
 	writeJSON(w, "evidence", s.Evidence)
-	return nil
 }
 
 // writeJSON prints the fields of a value under a heading, with multi-line texts unescaped. It skips empty values.
@@ -191,11 +190,11 @@ func (c *cli) switchSkill(ctx context.Context, s *session, name string, enable b
 		return skillHint(err)
 	}
 	state := map[bool]string{true: "enabled", false: "disabled"}[enable]
-	return c.print(map[string]any{"skill": name, "state": state, "changed": changed, "automations_paused": paused, "automations_restored": restored}, func(w io.Writer) error {
+	return c.print(map[string]any{"skill": name, "state": state, "changed": changed, "automations_paused": paused, "automations_restored": restored}, func(w io.Writer) {
 		said := map[bool]string{true: "in service", false: "out of service"}[enable]
 		if !changed {
-			_, err := fmt.Fprintf(w, "%s was %s already\n", name, said)
-			return err
+			fmt.Fprintf(w, "%s was %s already\n", name, said)
+			return
 		}
 		fmt.Fprintf(w, "%s is %s\n", name, said)
 		for _, a := range paused {
@@ -204,7 +203,6 @@ func (c *cli) switchSkill(ctx context.Context, s *session, name string, enable b
 		for _, a := range restored {
 			fmt.Fprintf(w, "automation %s runs again\n", a)
 		}
-		return nil
 	})
 }
 
@@ -297,7 +295,7 @@ func (c *cli) callSkill(ctx context.Context, s *session, call skillCall) error {
 		return &tracedError{hint(fmt.Errorf("call %s: %s: %s", skill.Name, ended.Status, deref(ended.ErrorMessage)),
 			"see agent trace %s", ended.TraceID), ended.TraceID}
 	}
-	return c.print(map[string]any{
+	return c.tryPrint(map[string]any{
 		"skill": skill.Name, "execution_id": ended.ID, "trace_id": ended.TraceID, "result": ended.Result,
 	}, func(w io.Writer) error { return writeResult(w, ended) })
 }
@@ -337,7 +335,7 @@ _WINDOW, _RATE, _RATE_CALLS and _COOLDOWN set the rule.`,
 			if err != nil {
 				return err
 			}
-			return c.print(report, func(w io.Writer) error {
+			return c.print(report, func(w io.Writer) {
 				fmt.Fprintf(w, "%d %s checked, %d taken out of service\n", report.Checked, plural("skill", report.Checked), len(report.Healed))
 				for _, h := range report.Healed {
 					fmt.Fprintf(w, "  %s: %s\n", h.Skill, h.Reason)
@@ -345,7 +343,6 @@ _WINDOW, _RATE, _RATE_CALLS and _COOLDOWN set the rule.`,
 						fmt.Fprintf(w, "    automation %s paused\n", a)
 					}
 				}
-				return nil
 			})
 		}),
 	}

@@ -69,14 +69,14 @@ func (c *cli) threadsShowCommand() *cobra.Command {
 			return c.print(struct {
 				Thread   threads.Thread    `json:"thread"`
 				Messages []threads.Message `json:"messages"`
-			}{thread, messages}, func(w io.Writer) error { return writeThread(w, thread, messages) })
+			}{thread, messages}, func(w io.Writer) { writeThread(w, thread, messages) })
 		}),
 	}
 	limitFlag(cmd.Flags(), &limit, 50)
 	return cmd
 }
 
-func writeThread(w io.Writer, t threads.Thread, messages []threads.Message) error {
+func writeThread(w io.Writer, t threads.Thread, messages []threads.Message) {
 	about := printable(t.Channel)
 	if t.Participant != "" {
 		about += ", " + printable(t.Participant)
@@ -107,7 +107,6 @@ func writeThread(w io.Writer, t threads.Thread, messages []threads.Message) erro
 		}
 		fmt.Fprintf(w, "\n%s  %s  %s%s  %s\n%s\n", place, m.Role, m.Status, note, formatTime(m.CreatedAt), printableText(m.Content))
 	}
-	return nil
 }
 
 func (c *cli) threadsLocksCommand() *cobra.Command {
@@ -179,10 +178,7 @@ once, is valid for one visitor or reusable until it expires, and can be revoked:
 			if err != nil {
 				return err
 			}
-			return c.print(token, func(w io.Writer) error {
-				_, err := fmt.Fprintf(w, "%s\nvalid until %s; revoke it with: agent threads revoke %s %s\n", token.Secret, formatTime(token.ExpiresAt), printable(args[0]), token.ID)
-				return err
-			})
+			return c.printf(token, "%s\nvalid until %s; revoke it with: agent threads revoke %s %s\n", token.Secret, formatTime(token.ExpiresAt), printable(args[0]), token.ID)
 		}),
 	}
 	cmd.Flags().BoolVar(&in.Reusable, "reusable", false, "valid for any number of visitors until it expires")
@@ -222,10 +218,7 @@ func (c *cli) threadsOpenCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return c.print(map[string]string{"id": id, "thread_id": args[0]}, func(w io.Writer) error {
-				_, err := fmt.Fprintf(w, "open to %s %s; revoke it with: agent threads revoke %s %s\n", to.Kind, printable(to.Owner), printable(args[0]), id)
-				return err
-			})
+			return c.printf(map[string]string{"id": id, "thread_id": args[0]}, "open to %s %s; revoke it with: agent threads revoke %s %s\n", to.Kind, printable(to.Owner), printable(args[0]), id)
 		}),
 	}
 	cmd.Flags().StringVar(&key, "key", "", "the name of a chat key")
@@ -298,10 +291,7 @@ func (c *cli) threadsRevokeCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return c.print(map[string]any{"id": args[1], "revoked": true}, func(w io.Writer) error {
-				_, err := fmt.Fprintln(w, "revoked")
-				return err
-			})
+			return c.printf(map[string]any{"id": args[1], "revoked": true}, "revoked\n")
 		}),
 	}
 }
@@ -332,13 +322,12 @@ is recorded.`,
 			return c.print(struct {
 				Success bool `json:"success"`
 				threads.SendResult
-			}{true, sent}, func(w io.Writer) error {
+			}{true, sent}, func(w io.Writer) {
 				if sent.Queued {
-					_, err := fmt.Fprintf(w, "queued behind %s\n", printable(sent.Holder))
-					return err
+					fmt.Fprintf(w, "queued behind %s\n", printable(sent.Holder))
+					return
 				}
-				_, err := fmt.Fprintf(w, "sent as message %d\n", *sent.Seq)
-				return err
+				fmt.Fprintf(w, "sent as message %d\n", *sent.Seq)
 			})
 		}),
 	}

@@ -46,7 +46,7 @@ func (c *cli) showTrace(ctx context.Context, s *session, id string) error {
 	if err != nil {
 		return err
 	}
-	return c.print(story, func(w io.Writer) error { return activity.WriteStory(w, story, c.colour()) })
+	return c.tryPrint(story, func(w io.Writer) error { return activity.WriteStory(w, story, c.colour()) })
 }
 
 // newestTrace returns the newest trace of a surface, or of all surfaces.
@@ -146,11 +146,11 @@ func (c *cli) showPrompts(ctx context.Context, s *session, id string) error {
 			break
 		}
 	}
-	return c.print(all, func(w io.Writer) error { return writePrompts(w, all) })
+	return c.print(all, func(w io.Writer) { writePrompts(w, all) })
 }
 
 // writePrompts prints all calls with their full prompts.
-func writePrompts(w io.Writer, page prompts.Page) error {
+func writePrompts(w io.Writer, page prompts.Page) {
 	if len(page.Calls) == 0 {
 		fmt.Fprintln(w, "no model was called in this trace")
 	}
@@ -176,7 +176,6 @@ func writePrompts(w io.Writer, page prompts.Page) error {
 			writePart(w, page.Parts, digest)
 		}
 	}
-	return nil
 }
 
 func writePart(w io.Writer, parts map[string]prompts.Part, digest string) {
@@ -229,7 +228,7 @@ func (c *cli) showWhy(cmd *cobra.Command, s *session, id string) error {
 	if err != nil {
 		return err
 	}
-	return c.print(answer, func(w io.Writer) error { return why.Write(w, answer, c.colour()) })
+	return c.tryPrint(answer, func(w io.Writer) error { return why.Write(w, answer, c.colour()) })
 }
 
 func (c *cli) whyLastCommand() *cobra.Command {

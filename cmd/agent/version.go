@@ -1,8 +1,6 @@
 package main
 
 import (
-	"fmt"
-	"io"
 	"runtime"
 	"runtime/debug"
 
@@ -21,10 +19,7 @@ func (c *cli) versionCommand() *cobra.Command {
 func (c *cli) printVersion() error {
 	built := buildVersion()
 	about := map[string]any{"version": built, "schema": migrations.Version(), "go": runtime.Version()}
-	return c.print(about, func(w io.Writer) error {
-		_, err := fmt.Fprintf(w, "agent %s, schema %d, %s\n", built, migrations.Version(), runtime.Version())
-		return err
-	})
+	return c.printf(about, "agent %s, schema %d, %s\n", built, migrations.Version(), runtime.Version())
 }
 
 // version is set by builds without a repository, such as the container image: -ldflags "-X main.version=v1.2.3".

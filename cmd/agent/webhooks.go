@@ -64,7 +64,7 @@ func (c *cli) webhooksShowCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return c.print(shown, func(w io.Writer) error { return writeDelivery(w, shown) })
+			return c.print(shown, func(w io.Writer) { writeDelivery(w, shown) })
 		}),
 	}
 }
@@ -79,7 +79,7 @@ func deliveryHint(err error) error {
 	return err
 }
 
-func writeDelivery(w io.Writer, d webhook.Shown) error {
+func writeDelivery(w io.Writer, d webhook.Shown) {
 	next := ""
 	if d.NextAttemptAt != nil {
 		next = formatTime(*d.NextAttemptAt)
@@ -108,7 +108,6 @@ func writeDelivery(w io.Writer, d webhook.Shown) error {
 	for _, o := range d.OtherBodies {
 		writeUntrustedJSON(w, "another body, received "+formatTime(o.ReceivedAt)+", sha256 "+o.BodySHA256, o.Body)
 	}
-	return nil
 }
 
 // writeUntrustedJSON prints foreign JSON escaped, so that it cannot control the terminal.
@@ -144,9 +143,8 @@ stays untouched. A process that runs agent serve or agent dev does the work.`,
 				return deliveryHint(err)
 			}
 			return c.print(webhook.Replayed{ID: d.ID, TraceID: d.LastTraceID, ExecutionID: deref(d.ExecutionID), Replays: d.Replays},
-				func(w io.Writer) error {
-					_, err := fmt.Fprintf(w, "replay %d of %s started; see agent trace %s\n", d.Replays, d.ID, d.LastTraceID)
-					return err
+				func(w io.Writer) {
+					fmt.Fprintf(w, "replay %d of %s started; see agent trace %s\n", d.Replays, d.ID, d.LastTraceID)
 				})
 		}),
 	}
@@ -184,8 +182,8 @@ func (c *cli) webhookEndpointsCommand() *cobra.Command {
 					truncate(shown[i].SecretsError, 80),
 				}
 			}
-			return c.print(pageOf(shown, ""), func(w io.Writer) error {
-				return writeTable(w, "no endpoints; declare one with kind: webhook and agent apply",
+			return c.print(pageOf(shown, ""), func(w io.Writer) {
+				writeTable(w, "no endpoints; declare one with kind: webhook and agent apply",
 					[]string{"ENDPOINT", "SCHEME", "STATE", "ACTIONS", "PATH", "SECRETS MISSING HERE"}, rows)
 			})
 		}),
@@ -255,12 +253,11 @@ func (c *cli) switchWebhook(ctx context.Context, s *session, name string, target
 		return err
 	}
 	word := map[bool]string{true: "enabled", false: "disabled"}[enable]
-	return c.print(map[string]any{"name": name, "kind": kind, "enabled": enable, "changed": changed}, func(w io.Writer) error {
+	return c.print(map[string]any{"name": name, "kind": kind, "enabled": enable, "changed": changed}, func(w io.Writer) {
 		was := ""
 		if !changed {
 			was = " already"
 		}
-		_, err := fmt.Fprintf(w, "%s %s is %s%s\n", kind, name, word, was)
-		return err
+		fmt.Fprintf(w, "%s %s is %s%s\n", kind, name, word, was)
 	})
 }
