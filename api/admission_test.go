@@ -19,6 +19,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/admission"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
@@ -141,9 +142,7 @@ func TestAddressLimitOfConnections(t *testing.T) {
 	}
 	w := httptest.NewRecorder()
 	h.ServeHTTP(w, from("[2001:db8::ffff:1]:1"))
-	if w.Code != http.StatusTooManyRequests {
-		t.Errorf("one more of the network: %d", w.Code)
-	}
+	assert.Equal(t, http.StatusTooManyRequests, w.Code)
 	group.Go(func() { h.ServeHTTP(httptest.NewRecorder(), from("[2001:db8:0:1::1]:1")) })
 	<-entered
 	close(end)
@@ -210,9 +209,7 @@ func TestSlowBodiesDoNotBlockOthers(t *testing.T) {
 			w, err := server.Client().Do(r)
 			require.NoError(t, err)
 			defer w.Body.Close()
-			if w.StatusCode != http.StatusOK {
-				t.Errorf("one who sends its body: %d", w.StatusCode)
-			}
+			assert.Equal(t, http.StatusOK, w.StatusCode)
 		})
 	}
 }
@@ -256,9 +253,7 @@ func TestPanicReleasesAdmission(t *testing.T) {
 	panics := func(*http.Request) (*http.Request, int64, error) { panic("no") }
 	s, h := newBareServer(t, route{access: Public, maxBody: 10, expect: panics})
 	h.ServeHTTP(httptest.NewRecorder(), httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/x", nil))
-	if n := s.classes.intake.requests.budget.Used(); n != 0 {
-		t.Errorf("%d places are left", n)
-	}
+	assert.Equal(t, 0, s.classes.intake.requests.budget.Used())
 }
 
 // Concurrent probes share one check.

@@ -13,6 +13,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/lanekeeper/lanekeeper/api"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -203,9 +204,7 @@ func TestRequestIsLogged(t *testing.T) {
 	a.raw("GET", "/v1/nothing?secret=1", "", asAdmin())
 	got := a.log.String()
 	for _, words := range []string{"level=DEBUG msg=request", "path=/v1/nothing", "status=404", "duration="} {
-		if !strings.Contains(got, words) {
-			t.Errorf("%q is not in %s", words, got)
-		}
+		assert.Contains(t, got, words)
 	}
 	if strings.Contains(got, token) || strings.Contains(got, "secret") {
 		t.Errorf("the log says too much: %s", got)
@@ -255,9 +254,7 @@ func TestLockTimeoutIsUnavailable(t *testing.T) {
 func TestOpenAPIDocumentIsComplete(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	if a.doc["openapi"] != "3.1.0" {
-		t.Errorf("version is %v", a.doc["openapi"])
-	}
+	assert.Equal(t, "3.1.0", a.doc["openapi"])
 	for _, op := range []string{
 		"GET /healthz", "GET /readyz", "GET /v1/traces", "GET /v1/traces/id", "GET /v1/traces/id/why", "GET /v1/activity", "GET /v1/executions",
 		"GET /v1/executions/id", "POST /v1/executions/id/cancel", "GET /v1/lanes", "POST /v1/lanes/lane/break", "GET /v1/skills",
@@ -365,9 +362,7 @@ func TestSecurityHeaders(t *testing.T) {
 			t.Errorf("%s: Cache-Control is %q", path, header.Get("Cache-Control"))
 		}
 	}
-	if got := a.raw("GET", "/page", "", nil).Header().Get("Content-Security-Policy"); got != "default-src 'self'" {
-		t.Errorf("a page's own policy became %q", got)
-	}
+	assert.Equal(t, "default-src 'self'", a.raw("GET", "/page", "", nil).Header().Get("Content-Security-Policy"))
 }
 
 func TestEndpointsAreDocumented(t *testing.T) {
@@ -382,9 +377,7 @@ func TestEndpointsAreDocumented(t *testing.T) {
 		return got
 	}
 	chat := op("/v1/chat/completions", "post")
-	if diff := cmp.Diff([]any{map[string]any{"visitor": []any{}}}, chat["security"]); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, any([]any{map[string]any{"visitor": []any{}}}), chat["security"])
 	content := chat["responses"].(map[string]any)["200"].(map[string]any)["content"].(map[string]any)
 	if content["application/json"] == nil || content["text/event-stream"] == nil {
 		t.Errorf("chat answers %v", content)

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/api"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/clientip"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -563,9 +564,7 @@ func TestLoginCookieReplacesToken(t *testing.T) {
 		t.Errorf("login: %d to %s", w.Code, w.Header().Get("Location"))
 	}
 	for _, word := range []string{"lanekeeper_session=", "Path=/", "HttpOnly", "SameSite=Strict", "Secure", "Max-Age=43200"} {
-		if !strings.Contains(set, word) {
-			t.Errorf("%s is not in %s", word, set)
-		}
+		assert.Contains(t, set, word)
 	}
 	c := a.logIn()
 	if c.Secure {

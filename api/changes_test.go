@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -440,9 +441,7 @@ func TestEventResumesWaiterOnce(t *testing.T) {
 	require.NoError(t, err)
 	const body = `{"event":"EVENT_COMPLETED","key":"order-7","data":{"paid":true},"id":"e1"}`
 	first, resumed := a.raiseEvent(body, asAdmin())
-	if diff := cmp.Diff([]string{x.ID}, resumed); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, []string{x.ID}, resumed)
 	if again, resumed := a.raiseEvent(body, asAdmin()); again != first || len(resumed) != 0 {
 		t.Errorf("again: %s, %v", again, resumed)
 	}
@@ -540,9 +539,7 @@ func TestProposedObjectiveDecision(t *testing.T) {
 	a.checkProblem(a.raw("POST", "/v1/objectives/none/accept", `{"reason":"x"}`, asAdmin()), 404, "not found")
 	a.checkProblem(a.raw("GET", "/v1/objectives/none", "", asAdmin()), 404, "not found")
 	pgtest.Equal(t, a.pool, 2, `select count(*) from agent_activity where skill_name like '%_objective'`)
-	if diff := cmp.Diff([]string{"grow"}, a.list("/v1/objectives?status=active", "name", 10, nil)); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, []string{"grow"}, a.list("/v1/objectives?status=active", "name", 10, nil))
 }
 
 // A proposal's name comes from a model. Any name can be rejected.
@@ -602,9 +599,7 @@ func TestAutomations(t *testing.T) {
 	if len(detail.Runs) != 1 || detail.Runs[0].ID != run.ID {
 		t.Errorf("runs are %+v", detail.Runs)
 	}
-	if diff := cmp.Diff([]string{"hourly", "nightly"}, a.list("/v1/automations?enabled=true", "name", 10, nil)); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, []string{"hourly", "nightly"}, a.list("/v1/automations?enabled=true", "name", 10, nil))
 }
 
 func (a *agent) storeMemory(key, category string) string {
@@ -655,9 +650,7 @@ func TestThreadPages(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if diff := cmp.Diff([]string{"first", "second/with a slash"}, a.list("/v1/threads?channel=chat", "id", 1, nil)); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, []string{"first", "second/with a slash"}, a.list("/v1/threads?channel=chat", "id", 1, nil))
 	var said []string
 	path := "/v1/threads/first?limit=3"
 	for path != "" {
@@ -675,9 +668,7 @@ func TestThreadPages(t *testing.T) {
 			path = "/v1/threads/first?limit=3&cursor=" + *got.Next
 		}
 	}
-	if diff := cmp.Diff([]string{"6", "5", "4", "3", "2", "1", "0"}, said); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, []string{"6", "5", "4", "3", "2", "1", "0"}, said)
 	var other struct{ Messages []any }
 	a.get("/v1/threads/second%2Fwith%20a%20slash", &other)
 	if other.Messages == nil || len(other.Messages) != 0 {

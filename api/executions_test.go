@@ -11,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -159,9 +160,7 @@ func TestCancelExecutionOnce(t *testing.T) {
 	done := a.start("beat", trace.New(trace.Flow))
 	a.fail(done)
 	a.post("/v1/executions/"+done.ID+"/cancel", `{"reason":"too late"}`, &got)
-	if got.Status != "failed" {
-		t.Errorf("an execution that has ended is now %s", got.Status)
-	}
+	assert.Equal(t, "failed", got.Status)
 }
 
 func TestListSkillsWithHealth(t *testing.T) {

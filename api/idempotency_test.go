@@ -17,6 +17,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/api"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -69,9 +70,7 @@ func TestIdempotencyReplaysResponse(t *testing.T) {
 			t.Errorf("%s: %d %v", name, other.Code, other.Header())
 		}
 	}
-	if calls.Load() != 4 {
-		t.Errorf("handled %d times", calls.Load())
-	}
+	assert.Equal(t, 4, calls.Load())
 	pgtest.Exec(t, a.pool, `update agent_idempotency set expires_at = clock_timestamp() where key = 'k1'`)
 	if later := a.postWithKey("/v1/things", `{"a":2}`, chatKey, "k1"); later.Code != 201 || later.Header().Get("Idempotent-Replayed") != "" {
 		t.Errorf("after its day: %d %s", later.Code, later.Body)
@@ -229,9 +228,7 @@ func TestInvalidIdempotencyKey(t *testing.T) {
 			t.Errorf("%s: %d", key, w.Code)
 		}
 	}
-	if calls.Load() != 3 {
-		t.Errorf("handled %d times", calls.Load())
-	}
+	assert.Equal(t, 3, calls.Load())
 }
 
 func TestBuiltinRoutesHonourKeys(t *testing.T) {

@@ -9,12 +9,12 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/flows"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -146,18 +146,14 @@ func TestPagesAreStableUnderInserts(t *testing.T) {
 				want = append(want, kind.add(n))
 			}
 			slices.Reverse(want)
-			if diff := cmp.Diff(want, a.list(kind.path, kind.field, 12, nil)); diff != "" {
-				t.Errorf("one page: %s", diff)
-			}
+			assert.NoDiff(t, want, a.list(kind.path, kind.field, 12, nil))
 			got := a.list(kind.path, kind.field, 5, func() {
 				for range 3 {
 					kind.add(n)
 					n++
 				}
 			})
-			if diff := cmp.Diff(want, got); diff != "" {
-				t.Errorf("pages between which others write: %s", diff)
-			}
+			assert.NoDiff(t, want, got)
 		})
 	}
 }
@@ -251,9 +247,7 @@ func TestListingFilters(t *testing.T) {
 	} {
 		t.Run(path, func(t *testing.T) {
 			a.t = t
-			if diff := cmp.Diff(test.want, a.list(path, test.field, 10, nil)); diff != "" {
-				t.Error(diff)
-			}
+			assert.NoDiff(t, test.want, a.list(path, test.field, 10, nil))
 		})
 	}
 }
@@ -303,9 +297,7 @@ func TestListFlows(t *testing.T) {
 			path = "/v1/flows?limit=2&cursor=" + *cursor
 		}
 	}
-	if names != "a1 b1 c1 " {
-		t.Errorf("listed %s", names)
-	}
+	assert.Equal(t, "a1 b1 c1 ", names)
 	var one flows.Flow
 	if w := a.raw("GET", "/v1/flows/b", "", asAdmin()); json.Unmarshal(w.Body.Bytes(), &one) != nil || one.Name != "b" || !one.Current || len(one.Definition.Actions) != 1 {
 		t.Errorf("%d %s", w.Code, w.Body)

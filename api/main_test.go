@@ -20,6 +20,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -133,9 +134,7 @@ func (a *agent) checkProblem(w *httptest.ResponseRecorder, status int, words str
 	if w.Code != status || p.Status != status || p.Type == "" || p.Title == "" || !strings.Contains(p.Detail, words) {
 		a.t.Errorf("got %d %+v, want %d with %q", w.Code, p, status, words)
 	}
-	if kind := w.Header().Get("Content-Type"); kind != "application/problem+json" {
-		a.t.Errorf("Content-Type is %q", kind)
-	}
+	assert.Equal(a.t, "application/problem+json", w.Header().Get("Content-Type"))
 	return p
 }
 

@@ -10,6 +10,7 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/memory"
@@ -161,21 +162,13 @@ func TestStaleDecisionIsRejected(t *testing.T) {
 	a.objective("grow")
 	seen := a.get("/v1/objectives/grow", &struct{}{}).Get("ETag")
 	pgtest.Exec(t, a.pool, `update agent_objectives set due_at = clock_timestamp(), last_trace_id = 'hb_1'`) // a run is no decision
-	if now := a.get("/v1/objectives/grow", &struct{}{}).Get("ETag"); now != seen {
-		t.Errorf("a run changed the ETag from %s to %s", seen, now)
-	}
+	assert.Equal(t, seen, a.get("/v1/objectives/grow", &struct{}{}).Get("ETag"))
 	act := func(action string, tag string) int {
 		return a.raw("POST", "/v1/objectives/grow/"+action, `{"reason":"x"}`, withHeader("If-Match", tag)).Code
 	}
-	if code := act("pause", seen); code != 200 {
-		t.Errorf("pause: %d", code)
-	}
-	if code := act("resume", seen); code != 412 {
-		t.Errorf("resume by a page from before: %d", code)
-	}
-	if code := act("resume", a.get("/v1/objectives/grow", &struct{}{}).Get("ETag")); code != 200 {
-		t.Errorf("resume: %d", code)
-	}
+	assert.Equal(t, 200, act("pause", seen))
+	assert.Equal(t, 412, act("resume", seen))
+	assert.Equal(t, 200, act("resume", a.get("/v1/objectives/grow", &struct{}{}).Get("ETag")))
 }
 
 func TestForgetMemory(t *testing.T) {

@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -148,9 +149,7 @@ func TestUnreachableDatabaseIsNotReady(t *testing.T) {
 			}
 			var alive struct{ Status string }
 			a.checkResponse(a.raw("GET", "/healthz", "", nil), "GET", "/healthz", 200, &alive)
-			if alive.Status != "ok" {
-				t.Errorf("healthz says %q", alive.Status)
-			}
+			assert.Equal(t, "ok", alive.Status)
 		})
 	}
 }

@@ -11,9 +11,8 @@ import (
 	"time"
 	"unicode/utf8"
 
-	"github.com/google/go-cmp/cmp"
-
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/credentials"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/ssetest"
@@ -134,9 +133,7 @@ func FuzzStream(f *testing.F) {
 				continue
 			}
 			read.Claim, read.Change = e.Claim, e.Change
-			if diff := cmp.Diff(e, read); diff != "" {
-				t.Errorf("came out otherwise: %s", diff)
-			}
+			assert.NoDiff(t, e, read)
 			if !strings.ContainsAny(status, "\r\n\x00") && event.ID != e.eventID() {
 				t.Errorf("the id is %q, not %q", event.ID, e.eventID())
 			}

@@ -15,6 +15,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -216,9 +217,7 @@ func TestHeaderLimit(t *testing.T) {
 	answer, err := http.DefaultClient.Do(r)
 	require.NoError(t, err)
 	defer answer.Body.Close()
-	if answer.StatusCode != http.StatusRequestHeaderFieldsTooLarge {
-		t.Errorf("status is %d", answer.StatusCode)
-	}
+	assert.Equal(t, http.StatusRequestHeaderFieldsTooLarge, answer.StatusCode)
 }
 
 // readEvent reads the next event of a stream; comments are skipped.

@@ -3,9 +3,9 @@ package api_test
 import (
 	"fmt"
 	"net/http"
-	"strings"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -106,9 +106,7 @@ func TestMessageLogLines(t *testing.T) {
 		fmt.Sprintf(`msg="lane busy" trace_id=%s execution_id=%s lane=thread:pedro owner=%s#1 holder=%s#1`, traceOf(second), second, second, first),
 		fmt.Sprintf(`msg="lane busy" trace_id=%s lane=thread:pedro owner=admin holder=%s#1`, audit, first),
 	} {
-		if !strings.Contains(got, line) {
-			t.Errorf("%s\nis not in\n%s", line, got)
-		}
+		assert.Contains(t, got, line)
 	}
 }
 

@@ -17,6 +17,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
@@ -102,9 +103,7 @@ func TestALeverCallsTheRouteAndComesBack(t *testing.T) {
 	want := apiCall{method: "POST", path: "/v1/lanes/a%2F%2Fb%20c/break", body: `{"reason":"it \u003cb\u003ehangs\u003c/b\u003e\nagain"}`, kind: "application/json"}
 	sent := got.header
 	got.header = nil
-	if diff := cmp.Diff(want, got, cmp.AllowUnexported(apiCall{})); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, want, got, cmp.AllowUnexported(apiCall{}))
 	if sent.Get("Authorization") != "Bearer x" || sent.Get("Cookie") != "lanekeeper_session=y" || sent.Get("Sec-Fetch-Site") != "" {
 		t.Errorf("the route is called as %v", sent)
 	}
@@ -176,9 +175,7 @@ func TestALeverSendsOnlyWhatItTakes(t *testing.T) {
 		}
 	}
 	resp := post(t, client, server.URL+"/act/v1/executions/1/retry", nil, http.Header{"Referer": {"https://evil.example/lanes"}})
-	if got := resp.Header.Get("Location"); got != "/" {
-		t.Errorf("a referrer elsewhere leads to %s", got)
-	}
+	assert.Equal(t, "/", resp.Header.Get("Location"))
 }
 
 func TestFieldsHaveTypes(t *testing.T) {
@@ -306,9 +303,7 @@ func TestTheLoginPageIsThereForEverybody(t *testing.T) {
 			public = append(public, r.Method+" "+r.Path)
 		}
 	}
-	if diff := cmp.Diff([]string{"GET /assets/{file}", "GET /login"}, public); diff != "" {
-		t.Errorf("without a login there is also: %s", diff)
-	}
+	assert.NoDiff(t, []string{"GET /assets/{file}", "GET /login"}, public)
 }
 
 // A form whose route is missing in the table would only be found by the admin who sends it.
@@ -479,9 +474,7 @@ func TestOperateShowsASession(t *testing.T) {
 	pool, server := open(t)
 	_, body := testkit.Get(t, server.URL+"/operate")
 	for _, want := range []string{"No message yet", "It is free", "No session yet", `action="/act/v1/operate"`, "operate.js"} {
-		if !strings.Contains(body, want) {
-			t.Errorf("empty: %q is missing", want)
-		}
+		assert.Contains(t, body, want)
 	}
 	if strings.Contains(body, `name="agent"`) {
 		t.Error("one agent alone is no choice")

@@ -21,6 +21,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -99,9 +100,7 @@ func TestUpdatesLeaveAloneWhatTheReaderDoes(t *testing.T) {
 	var kept string
 	p.Eval(`(() => { const r = document.getElementById("row-b"), i = r.querySelector("input[name=reason]");
 		return [r.mark, i.value, i === document.activeElement, i.selectionStart, i.selectionEnd, r.querySelector(".action").open, r.querySelector(".more").open].join(" ") })()`, &kept)
-	if kept != "the same because true 2 4 true true" {
-		t.Errorf("after an update the row has %s", kept)
-	}
+	assert.Equal(t, "the same because true 2 4 true true", kept)
 	p.Press("\x1b") // Escape
 	p.Until("Escape closes the form", `!document.querySelector("#row-b .action").open && document.activeElement.localName === "summary"`)
 	l.set("c", "a")
@@ -143,9 +142,7 @@ func TestABrokenStreamGoesOn(t *testing.T) {
 	}
 	var all string
 	p.Eval(`morphs.join(" ")`, &all)
-	if all != "There are 3 rows. There are 4 rows. There are 5 rows. There are 6 rows." {
-		t.Errorf("the page was changed so: %s", all)
-	}
+	assert.Equal(t, "There are 3 rows. There are 4 rows. There are 5 rows. There are 6 rows.", all)
 }
 
 func TestKeysAndThemes(t *testing.T) {
@@ -227,9 +224,7 @@ func TestAPageWithoutScriptIsWhole(t *testing.T) {
 	p.Go(l.url)
 	text := p.Text("main")
 	for _, word := range []string{"row a", "There are 2 rows.", " UTC"} {
-		if !strings.Contains(text, word) {
-			t.Errorf("%q is missing in %s", word, text)
-		}
+		assert.Contains(t, text, word)
 	}
 	for _, id := range []string{"#theme", "#live-pause", "#help-open"} {
 		if got := p.Text(id); got != "" {

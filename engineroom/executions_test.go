@@ -13,6 +13,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/replica"
@@ -119,9 +120,7 @@ func TestExecutionsAreListedByState(t *testing.T) {
 		}
 	}
 	quiet(t, pool, `update agent_executions set waiting_until = now() - interval '2 hours', updated_at = now() - interval '2 hours' where status = 'waiting'`)
-	if got := listed(shows(t, server.URL+"/executions?view=stuck"), ids); got != "waiting" {
-		t.Errorf("stuck is %q", got)
-	}
+	assert.Equal(t, "waiting", listed(shows(t, server.URL+"/executions?view=stuck"), ids))
 	for query, why := range map[string]string{
 		"?status=odd": "pending, running", "?surface=odd": "heartbeat", "?view=odd": "waiting, stuck", "?view=waiting&for=odd": "response",
 		"?failed=2": "1", "?for=event": "view=waiting", "?view=stuck&status=failed": "leave status", "?trace_id=odd": "not a trace id",
@@ -265,9 +264,7 @@ func TestAnExecutionShowsItsFamily(t *testing.T) {
 	quiet(t, pool, `insert into agent_executions (trace_id, surface, flow, status, parent_id)
 		select 'x', 'flow', 'more', 'pending', id from agent_executions where flow = 'many'`)
 	body := shows(t, server.URL+"/executions/"+here, "The list is cut")
-	if n := strings.Count(body, `id="relative-`); n != maxTree+2 {
-		t.Errorf("the tree has %d executions", n)
-	}
+	assert.Equal(t, maxTree+2, strings.Count(body, `id="relative-`))
 }
 
 func TestAnExecutionShowsWhoRunsItAndItsLanes(t *testing.T) {

@@ -17,6 +17,7 @@ import (
 	"time"
 	"unicode/utf8"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -206,9 +207,7 @@ func TestAPartThatReadsOtherwiseIsSent(t *testing.T) {
 	l.next("one", "one is a &lt;b&gt;")
 	s.set("one", "b")
 	l.next("one", "one is b")
-	if s.reads["still"].Load() != 1 {
-		t.Errorf("a part that never changes was read %d times", s.reads["still"].Load())
-	}
+	assert.Equal(t, 1, s.reads["still"].Load())
 }
 
 func TestAStreamGoesOnByState(t *testing.T) {
@@ -372,9 +371,7 @@ func TestASlowViewerGetsTheLatestAndNoBacklog(t *testing.T) {
 			return strings.Contains(string(who.topic.parts[0].html), fmt.Sprint("number ", i))
 		}, "it is read")
 	}
-	if len(who.news) != 1 {
-		t.Errorf("the viewer was told %d times", len(who.news))
-	}
+	assert.Equal(t, 1, len(who.news))
 	list := who.pendingUpdates()
 	if len(list) == 0 || len(list) > 2 || !strings.Contains(string(list[0].html), "number 49") {
 		t.Errorf("the viewer gets %d parts, first %s", len(list), list[0].html)

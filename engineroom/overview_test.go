@@ -7,12 +7,12 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/replica"
@@ -133,9 +133,7 @@ func TestWhatNeedsAPersonIsCountedAndLinked(t *testing.T) {
 	_, part, _ := strings.Cut(body, `<section id="needs"`)
 	part, _, _ = strings.Cut(part, "</section>")
 	links := regexp.MustCompile(`href="([^"]+)"`).FindAllStringSubmatch(part, -1)
-	if len(links) != 22 {
-		t.Errorf("%d links, want one to the list and one to the thing of each of 11 kinds", len(links))
-	}
+	assert.Equal(t, 22, len(links))
 	for _, link := range links {
 		if strings.HasPrefix(link[1], "/skills") {
 			continue // of a page that has its own tests
@@ -346,9 +344,7 @@ func TestTheBudgetSaysWhatIsLeft(t *testing.T) {
 		{Spent: "5,000 tokens", Unknown: "700 tokens", Aside: "1,000 tokens"},
 		{Surface: "chat", Spent: "5,000 tokens", Unknown: "700 tokens", Aside: "1,000 tokens", Limit: "5,000 tokens", Left: "0 tokens", Used: 1, Over: true, Percent: "100 %"},
 	}
-	if diff := cmp.Diff(want, got); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, any(want), got)
 }
 
 func TestAHeartbeatHasItsPrice(t *testing.T) {
@@ -372,9 +368,7 @@ func TestAChartIsDrawnToScaleWithItsNumbersBeside(t *testing.T) {
 		Title: "Calls", About: "What was called.", Series: []series{{"good", "bar-good"}, {"bad", "bar-bad"}}, Write: countTick,
 		Points: []point{{"Monday", "Mo", []float64{30, 0}}, {"Tuesday", "Tu", []float64{0, 0}}, {"<Wednesday>", "We", []float64{10, 70}}},
 	}
-	if step := c.step(); step != 20 {
-		t.Errorf("a highest bar of 80 has ticks every %v, want 20", step)
-	}
+	assert.Equal(t, 20, c.step())
 	bars := c.Bars()
 	if len(bars) != 3 || bars[2].Y != "8" || bars[1].Text != "<Wednesday>: 10 good" {
 		t.Errorf("bars %+v: want three, the highest from the top", bars)
@@ -387,9 +381,7 @@ func TestAChartIsDrawnToScaleWithItsNumbersBeside(t *testing.T) {
 	}
 	body := drawn(t, c)
 	for _, want := range []string{`role="img"`, `class="bar-bad"`, "&lt;Wednesday&gt;: 70 bad", `<th scope="row">Tuesday</th>`} {
-		if !strings.Contains(body, want) {
-			t.Errorf("the chart lacks %s:\n%s", want, body)
-		}
+		assert.Contains(t, body, want)
 	}
 	if strings.Contains(body, "style=") {
 		t.Error("the chart has a style attribute, which the policy forbids")

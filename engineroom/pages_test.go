@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
@@ -140,19 +141,11 @@ func TestAnAutomationHasTheLeversOfItsState(t *testing.T) {
 		}
 		return strings.Join(all, " ")
 	}
-	if got := actions(server.URL + "/automations/on%2Foff"); got != "on%2Foff/run on%2Foff/disable" {
-		t.Errorf("one in service has %q", got)
-	}
-	if got := actions(server.URL + "/automations/idea"); got != "idea/accept idea/disable" {
-		t.Errorf("a proposal has %q", got)
-	}
-	if got := actions(server.URL + "/automations"); got != "idea/accept idea/disable" {
-		t.Errorf("the list has %q", got)
-	}
+	assert.Equal(t, "on%2Foff/run on%2Foff/disable", actions(server.URL+"/automations/on%2Foff"))
+	assert.Equal(t, "idea/accept idea/disable", actions(server.URL+"/automations/idea"))
+	assert.Equal(t, "idea/accept idea/disable", actions(server.URL+"/automations"))
 	put(t, pool, `update agent_automations set enabled = false, disabled_by = 'admin' where name = 'on/off' returning name`)
-	if got := actions(server.URL + "/automations/on%2Foff"); got != "on%2Foff/run on%2Foff/enable" {
-		t.Errorf("one out of service has %q", got)
-	}
+	assert.Equal(t, "on%2Foff/run on%2Foff/enable", actions(server.URL+"/automations/on%2Foff"))
 	turnsAway(t, server.URL+"/automations/nothing", 404, "there is no automation")
 }
 

@@ -8,6 +8,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -42,9 +43,7 @@ func TestTracesAreRolledUp(t *testing.T) {
 		       (@id, 'call', 'fetch', 'error', '{}', 0.5, clock_timestamp())`, postgres.Strict{"id": string(id)})
 	sql(t, pool, `insert into agent_executions (trace_id, surface, flow, status, parent_id) select trace_id, 'flow', 'child', 'pending', id from agent_executions`, nil)
 	body := shows(t, server.URL+"/traces", `href="/traces/`+string(id)+`"`, "heartbeat", "completed", "3 s", "12,840", "$0.7500", `href="/traces/`+string(id)+`#errors"`)
-	if n := strings.Count(body, `<tr id="trace-`); n != 1 {
-		t.Errorf("there are %d lines for one trace", n)
-	}
+	assert.Equal(t, 1, strings.Count(body, `<tr id="trace-`))
 }
 
 func TestFiltersOfTracesCombine(t *testing.T) {
@@ -136,9 +135,7 @@ func seedTrace(t *testing.T, pool *pgxpool.Pool) (id trace.ID, run string) {
 func wants(t *testing.T, body string, texts ...string) {
 	t.Helper()
 	for _, text := range texts {
-		if !strings.Contains(body, text) {
-			t.Errorf("%q is missing", text)
-		}
+		assert.Contains(t, body, text)
 	}
 	if t.Failed() {
 		t.Logf("the page:\n%s", body)

@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/webhooks"
@@ -27,17 +28,13 @@ func TestAMessageIsSignedAndSentOnceUnderTheCausesTrace(t *testing.T) {
 	pgtest.Eventually(t, patience, func() bool {
 		return pgtest.Value[int](t, pool, `select count(*) from agent_webhook_outbox where status = 'sent'`) == n
 	}, "all are sent")
-	if them.count() != n {
-		t.Errorf("%d requests for %d messages", them.count(), n)
-	}
+	assert.Equal(t, n, them.count())
 	ids := map[string]bool{}
 	for i := range them.count() {
 		them.verify(t, i)
 		ids[them.requests[i].Header.Get("webhook-id")] = true
 	}
-	if len(ids) != n {
-		t.Errorf("%d ids", len(ids))
-	}
+	assert.Equal(t, n, len(ids))
 	var said struct {
 		Type      string
 		Timestamp time.Time
@@ -83,9 +80,7 @@ func TestAnswersThatAreNoSuccess(t *testing.T) {
 			dispatches(t, pool, []string{them.host(t)}, time.Millisecond, time.Millisecond, time.Millisecond)
 			emit(t, pool, "execution.completed")
 			outbox(t, pool, c.want)
-			if them.count() != c.times {
-				t.Errorf("%d requests, want %d", them.count(), c.times)
-			}
+			assert.Equal(t, c.times, them.count())
 			for i := range them.count() {
 				them.verify(t, i)
 				if them.requests[i].Header.Get("webhook-id") != them.requests[0].Header.Get("webhook-id") || them.bodies[i] != them.bodies[0] || them.requests[i].URL.Path != "/" {
@@ -142,9 +137,7 @@ func TestPrivateAddressesAreRefused(t *testing.T) {
 	dispatches(t, pool, nil, time.Millisecond)
 	emit(t, pool, "execution.completed")
 	outbox(t, pool, "dead")
-	if inside.count() != 0 {
-		t.Errorf("%d requests came through", inside.count())
-	}
+	assert.Equal(t, 0, inside.count())
 	if got := pgtest.Value[string](t, pool, `select last_error from agent_webhook_outbox`); !strings.Contains(got, "AGENT_ALLOW_PRIVATE_HTTP") || strings.Contains(got, "abc123") {
 		t.Errorf("error %q", got)
 	}
@@ -240,9 +233,7 @@ func TestAnAttemptThatTheDatabaseInterruptsLeavesNoOpenRow(t *testing.T) {
 			}, "the attempt is interrupted")
 			pgtest.Exec(t, pool, `update agent_webhook_outbox set next_attempt_at = clock_timestamp() where status = 'pending' and activity_id is null`)
 			outbox(t, pool, "sent")
-			if them.count() != 1 {
-				t.Errorf("%d requests", them.count())
-			}
+			assert.Equal(t, 1, them.count())
 			pgtest.Equal(t, pool, 0, `select count(*) from agent_activity_open`)
 			pgtest.Equal(t, pool, 0, `select count(*) from agent_activity where skill_name = 'webhook_send' and status <> 'success'`)
 		})

@@ -14,6 +14,7 @@ import (
 	"github.com/creack/pty"
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -50,9 +51,7 @@ func TestApplyDiff(t *testing.T) {
 	contains(t, p.must("skills", "ls"), "no skills")
 
 	contains(t, p.must("apply", dir), "+ skill one\n", "applied\n")
-	if got := p.must("apply", dir); got != "no changes: the database matches all 1 of "+dir+"\n" {
-		t.Errorf("applied twice: %q", got)
-	}
+	assert.Equal(t, "no changes: the database matches all 1 of "+dir+"\n", p.must("apply", dir))
 	var got diff
 	p.mustJSON(&got, "apply", dir)
 	if len(got.Items) != 1 || got.Items[0].Action != "unchanged" {
@@ -77,9 +76,7 @@ func TestApplyPrune(t *testing.T) {
 	says := "kept, not declared in any file: skill one; agent apply " + wrong + " --prune removes them\n"
 	contains(t, p.must("apply", wrong),
 		"+ skill two\n", "= skill one\n", "0 to remove, 0 unchanged, 1 kept\n", "applied\n", says)
-	if got := p.must("apply", wrong); got != "no changes: the database matches all 1 of "+wrong+"\n"+says {
-		t.Errorf("applied again: %q", got)
-	}
+	assert.Equal(t, "no changes: the database matches all 1 of "+wrong+"\n"+says, p.must("apply", wrong))
 	var got diff
 	p.mustJSON(&got, "apply", wrong)
 	if len(got.Items) != 2 || got.Items[1].Action != "keep" {
@@ -235,9 +232,7 @@ func TestApplyWarnsOfUnknownModelAndKey(t *testing.T) {
 	model, key := `unknown model "got-4o": no price, no facts; did you mean "gpt-4o"?`, `no chat key "sho" in AGENT_CHAT_KEY; did you mean "shop"?`
 	got := newProgram(t, database, keys).run("apply", dir, "--dry-run")
 	contains(t, got.err, "warning: ", "a.yaml:1", model, key)
-	if got.code != 0 {
-		t.Errorf("exit %d", got.code)
-	}
+	assert.Equal(t, 0, got.code)
 	own := newProgram(t, database, "OPENAI_BASE_URL=http://127.0.0.1:1/v1", "OPENAI_API_KEY=k", "AGENT_MODEL=m")
 	if got := own.run("apply", dir, "--dry-run"); got.code != 0 || strings.Contains(got.err, "warning") {
 		t.Errorf("an own server, and no chat key here: exit %d, stderr %q", got.code, got.err)

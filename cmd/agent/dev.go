@@ -259,7 +259,7 @@ func (c *cli) firstHeartbeat(ctx context.Context, s *session, a *app) error {
 	if x.ErrorMessage != nil {
 		c.infof("the heartbeat %s: %s", x.Status, printable(*x.ErrorMessage))
 	}
-	return c.print(story, func(w io.Writer) { c.writeHeartbeat(w, story, x) })
+	return c.tryPrint(story, func(w io.Writer) error { return c.writeHeartbeat(w, story, x) })
 }
 
 // printWelcome prints the addresses and credentials of the running agent.

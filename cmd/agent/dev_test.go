@@ -18,6 +18,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -174,9 +175,7 @@ func TestDemoOutput(t *testing.T) {
 			if diff := cmp.Diff(strings.TrimSpace(chainedOutput), events); diff != "" && story.Name == "chained" {
 				t.Errorf("the story (-want +got):\n%s", diff)
 			}
-			if diff := cmp.Diff(strings.Join(story.ends, "\n"), thread); diff != "" {
-				t.Errorf("the thread (-want +got):\n%s", diff)
-			}
+			assert.NoDiff(t, strings.Join(story.ends, "\n"), thread)
 			checkNothingLeft(t, url, errs.String())
 		})
 	}

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -66,9 +67,7 @@ func TestExecutionFromStartToReplay(t *testing.T) {
 	p.waitWaiting(started.ID)
 	contains(t, p.must("executions", "waiting"), started.ID, "news-Ana")
 	contains(t, p.must("executions", "status"), "waiting  1")
-	if got := p.must("executions", "stuck"); got != "no stuck executions\n" {
-		t.Errorf("stuck: %q", got)
-	}
+	assert.Equal(t, "no stuck executions\n", p.must("executions", "stuck"))
 	contains(t, p.must("executions", "show", started.ID), "waits for     event", "key           news-Ana", "version       1")
 	contains(t, p.must("executions", "replay", started.ID), "the record ends at", "equal")
 	var event struct {
@@ -113,9 +112,7 @@ func TestExecutionFromStartToReplay(t *testing.T) {
 	if len(shown.Forks) != 1 || shown.Forks[0].ID != forked.ID || forked.ForkedFrom != started.ID {
 		t.Errorf("forks %+v, forked %+v", shown.Forks, forked)
 	}
-	if got := p.must("executions", "cancel", forked.ID, "--reason", "enough"); got != "cancelled "+forked.ID+"\n" {
-		t.Errorf("cancelled: %q", got)
-	}
+	assert.Equal(t, "cancelled "+forked.ID+"\n", p.must("executions", "cancel", forked.ID, "--reason", "enough"))
 	contains(t, p.must("executions", "show", forked.ID), "cancelled", "admin", "enough")
 	contains(t, p.must("executions", "retry", forked.ID), "after the last checkpoint")
 }
@@ -137,9 +134,7 @@ func TestStartWait(t *testing.T) {
 	var page struct{ Items []struct{ ID string } }
 	p.mustJSON(&page, "executions", "ls", "--status", "waiting")
 	p.must("executions", "cancel", page.Items[0].ID, "--reason", "not today")
-	if code := <-failing.ended; code != 1 {
-		t.Errorf("exit %d", code)
-	}
+	assert.Equal(t, 1, <-failing.ended)
 	var fault struct {
 		Error struct{ Code, Message, Hint string }
 	}
@@ -211,12 +206,8 @@ func TestReplayHeartbeat(t *testing.T) {
 func TestListFlowsAndRequests(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
-	if got := p.must("flows", "ls"); got != "no flows; `agent apply DIR` creates some\n" {
-		t.Errorf("flows: %q", got)
-	}
-	if got := p.must("requests", "ls"); got != "no requests\n" {
-		t.Errorf("requests: %q", got)
-	}
+	assert.Equal(t, "no flows; `agent apply DIR` creates some\n", p.must("flows", "ls"))
+	assert.Equal(t, "no requests\n", p.must("requests", "ls"))
 	dir := t.TempDir()
 	path := filepath.Join(dir, "greet.yaml")
 	testkit.WriteFile(t, path, strings.Replace(greeting, "flow:greet", "flow:gret", 1))

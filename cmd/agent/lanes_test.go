@@ -13,6 +13,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -52,9 +53,7 @@ func TestLanesRunStreams(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
 	got := p.runWith(t.Context(), strings.NewReader("input"), "lanes", "run", "x", "--", "sh", "-c", "cat; echo told >&2")
-	if got != (commandResult{0, "input", "told\n"}) {
-		t.Errorf("got %+v", got)
-	}
+	assert.Equal(t, (commandResult{0, "input", "told\n"}), got)
 }
 
 func TestLanesRunUnknownCommand(t *testing.T) {
@@ -147,9 +146,7 @@ func TestLanesRunSkipsWhenBusy(t *testing.T) {
 		t.Errorf("got %v", page.Items)
 	}
 
-	if got := p.must("lanes", "release", "pipeline:x", "--reason", "the import hangs"); got != "released pipeline:x\n" {
-		t.Errorf("released: %q", got)
-	}
+	assert.Equal(t, "released pipeline:x\n", p.must("lanes", "release", "pipeline:x", "--reason", "the import hangs"))
 	contains(t, p.must("lanes", "run", "pipeline:x", "--", "echo", "ran"), "ran")
 	if got := p.run("lanes", "release", "pipeline:x"); got.code != 1 || got.err != "agent: lane \"pipeline:x\" is not held; see agent lanes ls\n" {
 		t.Errorf("released twice: exit %d, stderr %q", got.code, got.err)
@@ -181,9 +178,7 @@ func TestLanesRunInvalidLane(t *testing.T) {
 	}
 	var rows int
 	require.NoError(t, connect(t, url).QueryRow(t.Context(), `select (select count(*) from agent_locks) + (select count(*) from agent_activity)`).Scan(&rows))
-	if rows != 0 {
-		t.Errorf("%d rows were written", rows)
-	}
+	assert.Equal(t, 0, rows)
 	if got := p.run("lanes", "run", strings.Repeat("x", 255), "--ttl", "30d", "--", "true"); got.code != 0 {
 		t.Errorf("the longest lane for the longest time: exit %d, stderr %q", got.code, got.err)
 	}
@@ -276,17 +271,13 @@ func TestLanesRunRenewsDuringCommand(t *testing.T) {
 func TestTimeFormat(t *testing.T) {
 	t.Parallel()
 	zone := time.FixedZone("elsewhere", 3600)
-	if got := formatTime(time.Date(2026, 1, 1, 0, 30, 0, 0, zone)); got != "2025-12-31 23:30:00" {
-		t.Errorf("got %s", got)
-	}
+	assert.Equal(t, "2025-12-31 23:30:00", formatTime(time.Date(2026, 1, 1, 0, 30, 0, 0, zone)))
 	for ms, want := range map[int64]string{0: "0s", 12: "12ms", 1500: "1.5s"} {
 		if got := formatMillis(&ms); got != want {
 			t.Errorf("%d ms: %s, want %s", ms, got, want)
 		}
 	}
-	if got := fmt.Sprint(formatMillis(nil), formatSeconds(61), formatUSD(0.5), formatPercent(0.25)); got != "…1m1s$0.500025 %" {
-		t.Errorf("got %s", got)
-	}
+	assert.Equal(t, "…1m1s$0.500025 %", fmt.Sprint(formatMillis(nil), formatSeconds(61), formatUSD(0.5), formatPercent(0.25)))
 }
 
 // A lost lane ends the command at once, long before the next renewal.

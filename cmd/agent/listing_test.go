@@ -11,6 +11,7 @@ import (
 
 	"github.com/creack/pty"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -178,9 +179,7 @@ func TestExecutions(t *testing.T) {
 	if shown.ID != id || len(shown.Checkpoints) == 0 {
 		t.Errorf("got %+v", shown)
 	}
-	if got := p.must("executions", "cancel", id); got != id+" had already ended: completed\n" {
-		t.Errorf("cancelling what has ended: %q", got)
-	}
+	assert.Equal(t, id+" had already ended: completed\n", p.must("executions", "cancel", id))
 	const unknown = "01a1fc7a-3cbd-7d8a-af56-b10ba12fb33d"
 	for _, args := range [][]string{{"executions", "show", strings.ReplaceAll(unknown, "-", "")}, {"executions", "cancel", unknown}} {
 		if got := p.run(args...); got.code != 1 || !strings.HasSuffix(got.err, "see agent executions ls\n") {
@@ -206,9 +205,7 @@ func TestApprovals(t *testing.T) {
 	if got := p.run("approvals", "show", "01a1fc7a-3cbd-7d8a-af56-b10ba12fb33d"); got.code != 1 || !strings.HasSuffix(got.err, "; see agent approvals ls --all\n") {
 		t.Errorf("one that is not there: exit %d, stderr %q", got.code, got.err)
 	}
-	if got := p.must("approvals", "approve", id, "--reason", "known address"); got != "approved "+id+": table_sizes {\"limit\": 3}\n" {
-		t.Errorf("got %q", got)
-	}
+	assert.Equal(t, "approved "+id+": table_sizes {\"limit\": 3}\n", p.must("approvals", "approve", id, "--reason", "known address"))
 	for id, next := range map[string]string{id: "show " + id, "01a1fc7a-3cbd-7d8a-af56-b10ba12fb33d": "ls --all"} {
 		if got := p.run("approvals", "reject", id); got.code != 1 || !strings.HasSuffix(got.err, "; see agent approvals "+next+"\n") {
 			t.Errorf("a second decision on %s: exit %d, stderr %q", id, got.code, got.err)

@@ -14,6 +14,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -115,9 +116,7 @@ func decodeOne(text string, into any) error {
 func contains(t *testing.T, got string, wanted ...string) {
 	t.Helper()
 	for _, w := range wanted {
-		if !strings.Contains(got, w) {
-			t.Errorf("%q is not in:\n%s", w, got)
-		}
+		assert.Contains(t, got, w)
 	}
 }
 

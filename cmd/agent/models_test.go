@@ -15,6 +15,7 @@ import (
 	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -103,9 +104,7 @@ func TestListModels(t *testing.T) {
 	silent := newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL=http://127.0.0.1:1/v1", "AGENT_MODEL=gpt-4o").run("models", "ls")
 	contains(t, silent.err, "the server lists no models", "check OPENAI_BASE_URL")
 	contains(t, silent.out, "gpt-4o")
-	if silent.code != 0 {
-		t.Errorf("exit %d", silent.code)
-	}
+	assert.Equal(t, 0, silent.code)
 	if len(server.Requests()) > 0 {
 		t.Error("a listing made calls")
 	}
@@ -117,9 +116,7 @@ func TestDoctorChecksTools(t *testing.T) {
 	server.Handle(modeltest.PassesChecks)
 	p := newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), "AGENT_MODEL=gpt-4o")
 	contains(t, p.must("doctor"), "ok   model answers", "ok   model tools")
-	if n := len(server.Requests()); n != 1 {
-		t.Errorf("%d calls were made", n)
-	}
+	assert.Equal(t, 1, len(server.Requests()))
 	server.Handle(func(n int, req openai.ChatCompletionRequest) modeltest.Reply {
 		if len(req.Tools) > 0 {
 			return modeltest.Refusal(http.StatusBadRequest, "x", "", "tools are off: start with --enable-auto-tool-choice", 0)
@@ -146,9 +143,7 @@ func TestDoctorReportsEmbeddings(t *testing.T) {
 	}
 	p.must("memory", "set", "rule", "two signatures")
 	contains(t, p.must("memory", "search", "signatures"), "rule")
-	if n := len(server.Requests()); n != 0 {
-		t.Errorf("%d requests without the extension", n)
-	}
+	assert.Equal(t, 0, len(server.Requests()))
 	db, err := postgres.Open(t.Context(), url, postgres.Options{})
 	require.NoError(t, err)
 	defer db.Close()
@@ -157,9 +152,7 @@ func TestDoctorReportsEmbeddings(t *testing.T) {
 		values (999999, 'vector', current_user::regrole, 'public'::regnamespace, false, '0.8.6')`)
 	require.NoError(t, err)
 	contains(t, p.run("doctor").out, "ok   embeddings", "small, 3 dimensions, pgvector 0.8.6; 0 of 1 memories are embedded")
-	if key := server.Requests()[0].Header.Get("Authorization"); key != "" {
-		t.Errorf("the chat model's key went to another server: %q", key)
-	}
+	assert.Equal(t, "", server.Requests()[0].Header.Get("Authorization"))
 }
 
 // mcpServer has one tool with a changeable description.
@@ -201,9 +194,7 @@ func TestMCPCommands(t *testing.T) {
 	says := func(text string, parts ...string) {
 		t.Helper()
 		for _, part := range parts {
-			if !strings.Contains(text, part) {
-				t.Errorf("%q is not in:\n%s", part, text)
-			}
+			assert.Contains(t, text, part)
 		}
 	}
 	says(must("mcp", "ls"), "no MCP servers", "kind: mcp_server")
@@ -234,9 +225,7 @@ func TestMCPCommands(t *testing.T) {
 	if err := json.Unmarshal([]byte(must("mcp", "ls", "--json")), &listing); err != nil || len(listing.Servers)+len(listing.Tools)+len(listing.Offered) != 3 {
 		t.Errorf("the listing is %+v, %v", listing, err)
 	}
-	if got := exerciseMCP(t, agent); got != `hello {"name":"them"}` {
-		t.Errorf("over stdio it answers %q", got)
-	}
+	assert.Equal(t, `hello {"name":"them"}`, exerciseMCP(t, agent))
 	says(must("mcp", "withdraw", "mcp__greeter__greet"), "is not offered")
 
 	server.Close()

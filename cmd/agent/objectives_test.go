@@ -12,6 +12,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -320,9 +321,7 @@ func TestWebhookCommands(t *testing.T) {
 		}
 	}
 	for _, want := range []string{"endpoint shop is disabled\n", "endpoint shop is disabled already\n"} {
-		if got := p.must("webhooks", "disable", "shop"); got != want {
-			t.Errorf("disable: %q, want %q", got, want)
-		}
+		assert.Equal(t, want, p.must("webhooks", "disable", "shop"))
 	}
 	if got := p.must("webhooks", "replay", "msg_1"); !strings.Contains(got, "replay 1 of") {
 		t.Errorf("replay: %s", got)

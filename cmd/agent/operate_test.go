@@ -17,6 +17,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -181,9 +182,7 @@ func TestTerminalInterruptCancelsTurn(t *testing.T) {
 	s.waitFor(`Still here\.`)
 	pgtest.Equal(t, d.pool, "Be slow.", `select content from agent_messages order by id limit 1`)
 	s.typeKeys("\x04")
-	if code := s.waitExit(); code != 0 {
-		t.Errorf("exit %d", code)
-	}
+	assert.Equal(t, 0, s.waitExit())
 }
 
 func TestTerminalApprovals(t *testing.T) {
@@ -241,9 +240,7 @@ func TestTerminalApprovalDecidedElsewhere(t *testing.T) {
 	}
 	s.waitFor(`It is over\.`)
 	s.typeKeys("\x04")
-	if code := s.waitExit(); code != 0 {
-		t.Errorf("exit %d", code)
-	}
+	assert.Equal(t, 0, s.waitExit())
 }
 
 func TestOperateReportsHolder(t *testing.T) {
@@ -255,9 +252,7 @@ func TestOperateReportsHolder(t *testing.T) {
 	s.typeKeys("Hello.\r")
 	s.waitFor(`One\.`)
 	got := d.run("operate", "Hello.")
-	if got.code != exitBusy {
-		t.Errorf("exit %d", got.code)
-	}
+	assert.Equal(t, exitBusy, got.code)
 	contains(t, got.err, "lane busy", session, "--wait", "--watch")
 	pgtest.Equal(t, d.pool, 1, `select count(*) from agent_activity where skill_name = 'operate' and status = 'skipped' and lane = 'operate'`)
 	s.typeKeys("\x04")
@@ -300,9 +295,7 @@ func TestOperateOnceLeavesApprovalsOpen(t *testing.T) {
 	wipe := modeltest.ToolCall("wipe", `{}`)
 	d := newOperateTest(t, wipe, wipe, wipe, modeltest.Text("To what?"))
 	got := d.run("operate", "Wipe. Yes, I approve.")
-	if got.code != exitFailed {
-		t.Errorf("exit %d", got.code)
-	}
+	assert.Equal(t, exitFailed, got.code)
 	contains(t, got.err, "waits for approval: wipe {}", "agent serve")
 	got = d.run("operate", "Wipe.", "--json")
 	var answer operate.Answer
@@ -337,9 +330,7 @@ func TestOperateLines(t *testing.T) {
 			names = append(names, event.Event)
 		}
 	}
-	if got := strings.Join(names, " "); got != "start delta done" {
-		t.Errorf("events are %s", got)
-	}
+	assert.Equal(t, "start delta done", strings.Join(names, " "))
 }
 
 func TestUnreadableInput(t *testing.T) {
@@ -394,9 +385,7 @@ func TestFailedTurnExitCode(t *testing.T) {
 	refused := modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0)
 	d := newOperateTest(t, refused, refused, modeltest.Text("Fine."))
 	got := d.run("operate", "Hello.")
-	if got.code != exitFailed {
-		t.Errorf("exit %d", got.code)
-	}
+	assert.Equal(t, exitFailed, got.code)
 	contains(t, got.err, "Incorrect API key provided")
 	got = d.runWith(t.Context(), strings.NewReader("Hello.\nHello.\n"), "operate")
 	if got.code != exitFailed || got.out != "Fine.\n" {

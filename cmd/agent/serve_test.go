@@ -25,6 +25,7 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/api"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -390,9 +391,7 @@ func TestShutdownDrains(t *testing.T) {
 		t.Errorf("a request while it drains: %d %v, closes %t, want an answer and that the connection is closed", got.status, got.err, got.closes)
 	}
 	require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
-	if code := ended(); code != exitInterrupted {
-		t.Errorf("exit code %d after a second signal, want %d", code, exitInterrupted)
-	}
+	assert.Equal(t, exitInterrupted, ended())
 }
 
 // A started response, streamed or not, completes before the process ends.

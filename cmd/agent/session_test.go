@@ -21,6 +21,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
@@ -211,9 +212,7 @@ func TestNewerSchemaIsRejected(t *testing.T) {
 		}
 		checkRejected(t, p, name, cmd)
 	}
-	if after := rowCounts(t, p, url); after != before {
-		t.Errorf("rows were written: %s before, %s after", before, after)
-	}
+	assert.Equal(t, before, rowCounts(t, p, url))
 }
 
 // checkRejected tries arguments until the command opens the database.

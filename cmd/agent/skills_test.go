@@ -8,6 +8,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
@@ -137,16 +138,12 @@ func TestSkillsDisableAndEnable(t *testing.T) {
 	if changed.Skill != "connections" || changed.State != "disabled" || !changed.Changed || changed.Restored == nil {
 		t.Errorf("got %+v", changed)
 	}
-	if got := p.must("skills", "disable", "connections"); got != "connections was out of service already\n" {
-		t.Errorf("disabled twice: %q", got)
-	}
+	assert.Equal(t, "connections was out of service already\n", p.must("skills", "disable", "connections"))
 	contains(t, p.must("skills", "show", "connections"), "disabled by admin: too slow")
 	contains(t, p.must("activity", "ls", "--skill", "disable_skill"), "op_", "success")
 	p.must("apply", caretaker)
 	contains(t, p.must("skills", "show", "connections"), "disabled by admin: too slow")
-	if got := p.must("skills", "enable", "connections"); got != "connections is in service\n" {
-		t.Errorf("enabled: %q", got)
-	}
+	assert.Equal(t, "connections is in service\n", p.must("skills", "enable", "connections"))
 	for _, args := range [][]string{{"enable", "nope"}, {"disable", "nope"}, {"show", "nope"}, {"call", "nope"}} {
 		got := p.run(append([]string{"skills"}, args...)...)
 		if got.code != 1 || !strings.HasSuffix(got.err, "see agent skills ls\n") {
@@ -180,9 +177,7 @@ func TestSkillsCall(t *testing.T) {
 	}
 	var runs struct{ Items []any }
 	p.mustJSON(&runs, "executions", "ls")
-	if len(runs.Items) != 2 {
-		t.Errorf("%d executions: a call with bad arguments was begun", len(runs.Items))
-	}
+	assert.Equal(t, 2, len(runs.Items))
 }
 
 // A call of a skill on trial decides the trial.
@@ -200,15 +195,11 @@ func TestSkillsCallOnTrial(t *testing.T) {
 	}
 	trial("database_size", "")
 	got := p.run("skills", "call", "database_size")
-	if got.code != 0 {
-		t.Errorf("exit %d", got.code)
-	}
+	assert.Equal(t, 0, got.code)
 	contains(t, got.err, "is on trial", "its next call decides", "it failed 3 times in a row", "skill database_size is back in service")
 	trial("database_size", "select 1 / 0")
 	got = p.run("skills", "call", "database_size")
-	if got.code != exitFailed {
-		t.Errorf("exit %d", got.code)
-	}
+	assert.Equal(t, exitFailed, got.code)
 	contains(t, got.err, "is on trial", "failed its trial", "its cool-down restarts")
 	contains(t, p.run("skills", "call", "database_size").err, "is disabled by self_heal: failed its trial")
 }
@@ -227,9 +218,7 @@ func TestApplyKnowsTheBuiltins(t *testing.T) {
 	p := newProgram(t, pgtest.URL(t))
 	dir := writeFolder(t, map[string]string{"x.yaml": "kind: skill\nname: mine\nhandler: builtin:recal\n"})
 	got := p.run("apply", dir)
-	if got.code != 2 {
-		t.Errorf("exit code %d, not 2", got.code)
-	}
+	assert.Equal(t, 2, got.code)
 	contains(t, got.err, `/x.yaml:3:10: handler: unknown builtin "recal"; did you mean "recall"?`)
 	dir = writeFolder(t, map[string]string{
 		"x.yaml": "kind: automation\nname: z\ncron: \"0 * * * *\"\nskill: recall\narguments: {limit: 3}\n",

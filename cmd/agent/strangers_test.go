@@ -19,6 +19,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -321,9 +322,7 @@ func TestStrangerAccess(t *testing.T) {
 			}
 			h.checkFlowAccess(th, b)
 			h.checkEndpointAccess(th)
-			if after := h.threadContent(th.id); after != before {
-				t.Errorf("a stranger spoke: %q, was %q", after, before)
-			}
+			assert.Equal(t, before, h.threadContent(th.id))
 			if kind == "flow" || kind == "webhook" {
 				h.startWaitingFlow(th.id, name)
 			}

@@ -12,6 +12,7 @@ import (
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/documents"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -29,9 +30,7 @@ func TestThreadCommands(t *testing.T) {
 	} {
 		pgtest.Exec(t, db, sql)
 	}
-	if got := p.must("threads", "send", "maria", "a word from the office"); got != "queued behind somebody\n" {
-		t.Errorf("send: %q", got)
-	}
+	assert.Equal(t, "queued behind somebody\n", p.must("threads", "send", "maria", "a word from the office"))
 	locks := p.must("threads", "locks")
 	for _, want := range []string{"maria", "Maria", "somebody", "active", "QUEUED", "1"} {
 		contains(t, locks, want)
@@ -194,9 +193,7 @@ func TestDocumentCommands(t *testing.T) {
 	require.NoError(t, json.Unmarshal([]byte(p.must("documents", "add", filepath.Join(dir, "orders.csv"), "--json")), &d))
 	contains(t, p.must("documents", "ls"), d.ID, "orders.csv", "text/csv", "16 B", "admin")
 	contains(t, p.must("documents", "show", d.ID), "orders.csv", "text/csv, 16 bytes, text", d.SHA256)
-	if got := p.must("documents", "get", d.ID); got != "id,total\n1,9.50\n" {
-		t.Errorf("got %q", got)
-	}
+	assert.Equal(t, "id,total\n1,9.50\n", p.must("documents", "get", d.ID))
 	out := filepath.Join(dir, "out.csv")
 	contains(t, p.must("documents", "get", d.ID, "-o", out), "16 bytes")
 	if got, err := os.ReadFile(out); err != nil || string(got) != "id,total\n1,9.50\n" {

@@ -10,6 +10,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -233,9 +234,7 @@ func TestColour(t *testing.T) {
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
 			c := &cli{environ: config.Environ(test.environ), out: io.Discard, noColor: test.flag}
-			if got := c.colour(); got != test.want {
-				t.Errorf("coloured %v, want %v", got, test.want)
-			}
+			assert.Equal(t, test.want, c.colour())
 		})
 	}
 }

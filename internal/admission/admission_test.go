@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/internal/admission"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 )
 
 // take expects a hold.
@@ -36,14 +37,10 @@ func TestANameCannotTakeWhatOthersNeed(t *testing.T) {
 	refused(t, b, 1, admission.Share{Name: "c", Most: 6})
 	first.Release()
 	first.Release() // twice is once
-	if b.Used() != 6 {
-		t.Errorf("%d are taken, want 6", b.Used())
-	}
+	assert.Equal(t, 6, b.Used())
 	take(t, b, 4, a).Release()
 	other.Release()
-	if b.Used() != 0 {
-		t.Errorf("%d are taken, want none", b.Used())
-	}
+	assert.Equal(t, 0, b.Used())
 }
 
 func TestANameThatHasNothingMayTakeMoreThanItsShare(t *testing.T) {
@@ -72,9 +69,7 @@ func TestOneHoldLargerThanItsShareLeavesTheRest(t *testing.T) {
 	take(t, b, 5, a).Release()
 	rest.Release()
 	large.Release()
-	if b.Used() != 0 {
-		t.Errorf("%d are left", b.Used())
-	}
+	assert.Equal(t, 0, b.Used())
 }
 
 func TestAHoldLastsUntilTheLastKeeperReleasesIt(t *testing.T) {
@@ -107,7 +102,5 @@ func TestManyTakersNeverHaveMoreThanThereIs(t *testing.T) {
 		})
 	}
 	group.Wait()
-	if b.Used() != 0 {
-		t.Errorf("%d are left", b.Used())
-	}
+	assert.Equal(t, 0, b.Used())
 }

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/admission"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
@@ -94,9 +95,7 @@ func TestALengthThatIsOnlyAnnouncedCountsNothing(t *testing.T) {
 	if line, err := bufio.NewReader(silent).ReadString('\n'); err != nil || !strings.Contains(line, "100") {
 		t.Fatalf("%s, %v", line, err)
 	}
-	if n := budget.Used(); n != 0 {
-		t.Errorf("%d bytes are taken for nothing", n)
-	}
+	assert.Equal(t, 0, budget.Used())
 	sent := 0
 	for _, more := range []int{1, 20_000, 100_000} {
 		if _, err := io.WriteString(silent, strings.Repeat("x", more)); err != nil {
@@ -118,9 +117,7 @@ func TestALengthThatIsOnlyAnnouncedCountsNothing(t *testing.T) {
 	if err := <-got; err == nil {
 		t.Error("the silent one was read")
 	}
-	if budget.Used() != 0 {
-		t.Errorf("%d bytes are not given back", budget.Used())
-	}
+	assert.Equal(t, 0, budget.Used())
 }
 
 // Large bodies leave a reserve to those that say that they are small.
@@ -191,9 +188,7 @@ func TestABodyIsWholeWhateverItsSize(t *testing.T) {
 			}
 		}
 	}
-	if budget.Used() != 0 {
-		t.Errorf("%d bytes are not given back", budget.Used())
-	}
+	assert.Equal(t, 0, budget.Used())
 }
 
 // A body takes its bytes as they come, whether it announces their number or not.
@@ -214,9 +209,7 @@ func TestBodiesShareABudget(t *testing.T) {
 		}
 	}
 	hold.Release()
-	if budget.Used() != 0 {
-		t.Errorf("%d bytes are not given back", budget.Used())
-	}
+	assert.Equal(t, 0, budget.Used())
 }
 
 // A sender that falls behind the pace is given up long before the whole time is over.
@@ -236,7 +229,5 @@ func TestABodyThatIsNotSentIsGivenUpEarly(t *testing.T) {
 		took > 15*time.Second {
 		t.Errorf("after %s: %v", took, err)
 	}
-	if budget.Used() != 0 {
-		t.Errorf("%d bytes are not given back", budget.Used())
-	}
+	assert.Equal(t, 0, budget.Used())
 }

@@ -9,6 +9,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
@@ -54,9 +55,7 @@ func (g *gated) sent(t *testing.T, want ...int) {
 	for _, n := range want {
 		select {
 		case got := <-g.sizes:
-			if got != n {
-				t.Errorf("a batch of %d, want %d", got, n)
-			}
+			assert.Equal(t, n, got)
 		case <-time.After(patience):
 			t.Fatalf("no batch of %d", n)
 		}

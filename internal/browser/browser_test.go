@@ -7,6 +7,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 )
 
@@ -71,7 +72,5 @@ func TestPagesDoNotShareCookies(t *testing.T) {
 	one.Eval(`document.cookie = "a=1"; 1`, new(int))
 	var cookie string
 	other.Eval(`document.cookie`, &cookie)
-	if cookie != "" {
-		t.Errorf("another profile has the cookie %q", cookie)
-	}
+	assert.Equal(t, "", cookie)
 }

@@ -6,9 +6,9 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/chatwire"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
@@ -30,15 +30,11 @@ func TestStreamHasTheFormStrictClientsInsistOn(t *testing.T) {
 		head + `],"usage":{"prompt_tokens":3,"completion_tokens":1,"total_tokens":4,` +
 		`"prompt_tokens_details":null,"completion_tokens_details":null}}` + "\n\n" +
 		"data: [DONE]\n\n"
-	if diff := cmp.Diff(want, w.Body.String()); diff != "" {
-		t.Errorf("stream (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, w.Body.String())
 	if !w.Flushed {
 		t.Error("the stream was not flushed")
 	}
-	if got := w.Header().Get("X-Accel-Buffering"); got != "no" {
-		t.Errorf("X-Accel-Buffering = %q, want no", got)
-	}
+	assert.Equal(t, "no", w.Header().Get("X-Accel-Buffering"))
 }
 
 func TestStreamSendsUsageOnlyWhenAsked(t *testing.T) {
@@ -70,9 +66,7 @@ func TestPiecesMakeUpTheText(t *testing.T) {
 		"not utf-8": strings.Repeat("\x80", 99),
 	} {
 		t.Run(name, func(t *testing.T) {
-			if got := strings.Join(chatwire.Pieces(text), ""); got != text {
-				t.Errorf("joined pieces = %q, want %q", got, text)
-			}
+			assert.Equal(t, text, strings.Join(chatwire.Pieces(text), ""))
 		})
 	}
 }

@@ -9,6 +9,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/clientip"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
@@ -66,9 +67,7 @@ func TestTheClientIsTheRightMostHopThatIsNotTrusted(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			r := httptest.NewRequestWithContext(t.Context(), "GET", "/", nil)
 			r.RemoteAddr, r.Header["X-Forwarded-For"], r.Header["Forwarded"] = c.peer, c.forFor, c.standard
-			if got := trusted.Find(r).String(); got != c.want {
-				t.Errorf("got %s, want %s", got, c.want)
-			}
+			assert.Equal(t, c.want, trusted.Find(r).String())
 		})
 	}
 }
@@ -97,9 +96,7 @@ func TestAHostCountsOnceWhateverAddressOfItsNetworkItTakes(t *testing.T) {
 			t.Errorf("%s: got %s, want %s", addr, got, want)
 		}
 	}
-	if got := clientip.Group(netip.Addr{}); got != "unknown" {
-		t.Errorf("no address: %s", got)
-	}
+	assert.Equal(t, "unknown", clientip.Group(netip.Addr{}))
 }
 
 func TestAnInnerRequestKeepsItsAddress(t *testing.T) {

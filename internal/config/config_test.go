@@ -14,8 +14,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
-
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -52,9 +51,7 @@ func TestDefaults(t *testing.T) {
 		t.Errorf("got %+v", c)
 	}
 	want := config.SelfHeal{Failures: 3, Window: 72 * time.Hour, Rate: 0.5, RateCalls: 20, Cooldown: 24 * time.Hour}
-	if diff := cmp.Diff(want, c.SelfHeal); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, want, c.SelfHeal)
 	if c.Budget.MaxIterations <= 0 || c.Budget.RunTimeout <= 0 || c.Workers <= 0 || c.ShutdownTimeout <= 0 {
 		t.Errorf("got %+v", c)
 	}
@@ -77,9 +74,7 @@ func TestValues(t *testing.T) {
 	}
 	before := maps.Clone(environ)
 	c := load(t, environ)
-	if diff := cmp.Diff(before, environ); diff != "" {
-		t.Errorf("Load changed what it was given: %s", diff)
-	}
+	assert.NoDiff(t, before, environ)
 	if c.LanesEnabled || c.DatabaseURL.Reveal() != "postgres://a:b@h/d" || c.SelfHeal.Rate != 0.25 || c.Budget.RunTimeout != 90*time.Second ||
 		c.Prices["m"] != (config.Price{Input: 1, Output: 2.5}) || c.Budget.MaxCostUSD != 0 {
 		t.Errorf("got %+v", c)
@@ -239,9 +234,7 @@ func TestUnknownVariables(t *testing.T) {
 		"AGENT_SELF_HEAL_RATE is not a setting; did you mean AGENT_SELFHEAL_RATE?",
 		"AGENT_SOMETHING_ELSE is not a setting",
 	}
-	if diff := cmp.Diff(want, c.Unknown); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, want, c.Unknown)
 }
 
 func TestRequire(t *testing.T) {
@@ -342,9 +335,7 @@ func TestDotEnvNeverOverridesTheEnvironment(t *testing.T) {
 	require.NoError(t, err)
 	got := file.Environ
 	want := map[string]string{"AGENT_NAME": "real", "AGENT_MODEL": "a model", "OPENAI_API_KEY_FILE": "/run/secret"}
-	if diff := cmp.Diff(want, got); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, want, got)
 	if len(environ) != 2 {
 		t.Errorf("the environment given was changed: %v", environ)
 	}
@@ -408,9 +399,7 @@ func TestDotEnvRestrictions(t *testing.T) {
 
 func TestEnviron(t *testing.T) {
 	got := config.Environ([]string{"A=1", "B=x=y", "C=", "nonsense"})
-	if diff := cmp.Diff(map[string]string{"A": "1", "B": "x=y", "C": ""}, got); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, map[string]string{"A": "1", "B": "x=y", "C": ""}, got)
 }
 
 func TestChatKeysByName(t *testing.T) {
@@ -430,9 +419,7 @@ func TestChatKeysByName(t *testing.T) {
 			for who, key := range load(t, map[string]string{"AGENT_CHAT_KEY": c.text}).ChatKeys {
 				got[who] = key.Reveal()
 			}
-			if diff := cmp.Diff(c.want, got); diff != "" {
-				t.Error(diff)
-			}
+			assert.NoDiff(t, c.want, got)
 		})
 	}
 }

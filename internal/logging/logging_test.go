@@ -12,8 +12,7 @@ import (
 	"testing/slogtest"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
-
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -75,22 +74,16 @@ func TestLinesSayTheirRun(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			got := line(t, func(l *slog.Logger) { c.log(inRun(t), l) })
-			if diff := cmp.Diff(c.want, got); diff != "" {
-				t.Error(diff)
-			}
+			assert.NoDiff(t, c.want, got)
 		})
 	}
 }
 
 func TestLinesOutsideARunSayNothing(t *testing.T) {
 	got := line(t, func(l *slog.Logger) { l.InfoContext(t.Context(), "m") })
-	if diff := cmp.Diff(map[string]any{"level": "INFO", "msg": "m"}, got); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, map[string]any{"level": "INFO", "msg": "m"}, got)
 	got = line(t, func(l *slog.Logger) { l.InfoContext(trace.WithLane(t.Context(), "pipeline:a"), "m") })
-	if diff := cmp.Diff(map[string]any{"level": "INFO", "msg": "m", "lane": "pipeline:a"}, got); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, map[string]any{"level": "INFO", "msg": "m", "lane": "pipeline:a"}, got)
 }
 
 // A logger derived from another must not write into its sibling.
@@ -157,9 +150,7 @@ func TestOrdinaryValuesAreKept(t *testing.T) {
 		"level": "INFO", "msg": "lane busy", "fencing_token": 7.0, "tokens": 12.0, "ok": true, "secret": "", "holder": "e1#2",
 		"v": map[string]any{"a": 1.0},
 	}
-	if diff := cmp.Diff(want, got); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, want, got)
 }
 
 func TestNewListsWhatIsAllowed(t *testing.T) {
@@ -207,7 +198,5 @@ func TestDurationsAreReadable(t *testing.T) {
 		"level": "INFO", "msg": "m", "age": "1h30m0s", "took": "1.5s",
 		"g": map[string]any{"wait": "1s"},
 	}
-	if diff := cmp.Diff(want, got); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, want, got)
 }

@@ -10,6 +10,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/outbox"
 )
 
@@ -116,9 +117,7 @@ func TestASlowTargetDoesNotHoldUpOthers(t *testing.T) {
 			}
 		})
 	})
-	if len(s.due) != 16 {
-		t.Errorf("%d messages are left", len(s.due))
-	}
+	assert.Equal(t, 16, len(s.due))
 }
 
 func TestTheAttemptsOfAProcessAreBounded(t *testing.T) {

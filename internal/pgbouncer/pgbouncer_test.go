@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgbouncer"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -99,9 +100,7 @@ func TestOpenKnowsThePoolerAndUsesWhatItCarries(t *testing.T) {
 	if !postgres.Pooled(pool) || postgres.Pooled(open(t, direct)) {
 		t.Error("it is not known which of the two is pooled")
 	}
-	if got := pool.Config().ConnConfig.DefaultQueryExecMode; got != pgx.QueryExecModeCacheDescribe {
-		t.Errorf("mode %s", got)
-	}
+	assert.Equal(t, pgx.QueryExecModeCacheDescribe, pool.Config().ConnConfig.DefaultQueryExecMode)
 	// The same statement from many clients, on whatever server connection: once described, sent unnamed.
 	failed := make(chan error, 64)
 	for range cap(failed) {
@@ -225,9 +224,7 @@ func TestStopLeavesNothing(t *testing.T) {
 	through, err := p.URL(direct)
 	require.NoError(t, err)
 	conn := connect(t, through)
-	if !strings.Contains(p.Log(), "process up") {
-		t.Errorf("its log does not say that it is up:\n%s", p.Log())
-	}
+	assert.Contains(t, p.Log(), "process up")
 	config, err := pgx.ParseConfig(through)
 	require.NoError(t, err)
 	require.NoError(t, p.Stop(t.Context()))

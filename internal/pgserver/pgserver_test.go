@@ -18,6 +18,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -35,12 +36,8 @@ func TestDataIsKeptBetweenStarts(t *testing.T) {
 	began := time.Now()
 	second := start(t, config)
 	t.Logf("second start took %s", time.Since(began))
-	if got := query(t, second.URL(), "select answer || current_database() from kept"); got != "yesagent" {
-		t.Errorf("after the second start the table has %q", got)
-	}
-	if got := query(t, second.URL(), "select string_agg(setting, ' ' order by name) from pg_settings where name in ('fsync', 'listen_addresses', 'full_page_writes')"); got != "on on " {
-		t.Errorf("a durable server has fsync, full_page_writes and listen_addresses %q", got)
-	}
+	assert.Equal(t, "yesagent", query(t, second.URL(), "select answer || current_database() from kept"))
+	assert.Equal(t, "on on ", query(t, second.URL(), "select string_agg(setting, ' ' order by name) from pg_settings where name in ('fsync', 'listen_addresses', 'full_page_writes')"))
 }
 
 func TestServerLivesAsLongAsItsLastUser(t *testing.T) {
@@ -52,9 +49,7 @@ func TestServerLivesAsLongAsItsLastUser(t *testing.T) {
 		t.Fatalf("adopted: first %t, second %t", owner.Adopted(), joined.Adopted())
 	}
 	stop(t, owner)
-	if got := query(t, joined.URL(), "select 'alive'"); got != "alive" {
-		t.Errorf("after the owner left: %q", got)
-	}
+	assert.Equal(t, "alive", query(t, joined.URL(), "select 'alive'"))
 	select {
 	case <-joined.Done():
 		t.Error("Done of the second user is closed, the server is there")
@@ -79,9 +74,7 @@ func TestParallelStartsMakeOneServer(t *testing.T) {
 		if !u.Adopted {
 			owners++
 		}
-		if got := query(t, u.URL, "select 'here'"); got != "here" {
-			t.Errorf("query: %q", got)
-		}
+		assert.Equal(t, "here", query(t, u.URL, "select 'here'"))
 	}
 	if n := len(servers(t, config.Dir)); owners != 1 || n != 1 {
 		t.Errorf("%d starters have an own server and %d servers run, want 1 and 1", owners, n)
@@ -99,9 +92,7 @@ func TestKillOfTheLastUserLeavesNoServer(t *testing.T) {
 	query(t, u.URL, "create table kept as select 'yes'::text as answer")
 	u.kill()
 	eventually(t, "the server is gone", func() bool { return len(servers(t, config.Dir)) == 0 })
-	if got := query(t, start(t, config).URL(), "select answer from kept"); got != "yes" {
-		t.Errorf("after the restart the table has %q", got)
-	}
+	assert.Equal(t, "yes", query(t, start(t, config).URL(), "select answer from kept"))
 }
 
 func TestKillOfOneUserLeavesTheServerToTheOthers(t *testing.T) {
@@ -208,9 +199,7 @@ func TestStalePidFileIsNotInTheWay(t *testing.T) {
 		}
 		stop(t, s)
 	}
-	if state := statOf(t, alive)[0]; state != "S" {
-		t.Errorf("the innocent process is in state %s", state)
-	}
+	assert.Equal(t, "S", statOf(t, alive)[0])
 }
 
 // sleeper is a process of the user whom dir belongs to, not waited for until the test ends.
@@ -262,9 +251,7 @@ func TestLongPath(t *testing.T) {
 		t.Errorf("%s is still there after the stop: %v", sockets, err)
 	}
 	again := start(t, pgserver.Config{Dir: dir})
-	if got := query(t, again.URL(), "select 'works'"); got != "works" {
-		t.Errorf("second start: %q", got)
-	}
+	assert.Equal(t, "works", query(t, again.URL(), "select 'works'"))
 }
 
 func TestSpecialCharactersInThePath(t *testing.T) {
@@ -421,9 +408,7 @@ func TestRootInAClosedFolderGoesElsewhere(t *testing.T) {
 	if err := os.Chmod(closed, 0o755); err != nil { // open now: the data must not seem lost
 		t.Fatal(err)
 	}
-	if got := query(t, start(t, config).URL(), "select answer from kept"); got != "yes" {
-		t.Errorf("after the second start the table has %q", got)
-	}
+	assert.Equal(t, "yes", query(t, start(t, config).URL(), "select answer from kept"))
 }
 
 // What the superuser of an earlier version made is given away, too.

@@ -3,6 +3,7 @@ package pgtest_test
 import (
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
@@ -33,9 +34,7 @@ func TestEmptyHasNoTables(t *testing.T) {
 	err := pgtest.Empty(t).QueryRow(t.Context(),
 		"select count(*) from pg_tables where schemaname = 'public'").Scan(&tables)
 	require.NoError(t, err)
-	if tables != 0 {
-		t.Errorf("an empty database has %d tables", tables)
-	}
+	assert.Equal(t, 0, tables)
 }
 
 func TestDatabasesAreDroppedAtTheEnd(t *testing.T) {

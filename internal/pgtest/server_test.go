@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
@@ -71,7 +72,5 @@ func TestEventually(t *testing.T) {
 	f := failing{TB: t, failed: make(chan string)}
 	eventually := Eventually // vet cannot know that this Fatalf may be called here
 	go eventually(f, time.Millisecond, func() bool { return false }, "never")
-	if got := <-f.failed; got != "not within 1ms: never" {
-		t.Errorf("failed with %q", got)
-	}
+	assert.Equal(t, "not within 1ms: never", <-f.failed)
 }

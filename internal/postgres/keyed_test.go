@@ -9,6 +9,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -56,9 +57,7 @@ func TestALockThatIsKeptTakesNoConnections(t *testing.T) {
 	if err := db.QueryRow(t.Context(), `select n from numbers`).Scan(&n); err != nil || n != 12 {
 		t.Errorf("%d were added, %v", n, err)
 	}
-	if most.Load() != 1 {
-		t.Errorf("%d of a key at a time", most.Load())
-	}
+	assert.Equal(t, 1, most.Load())
 }
 
 // Keys do not wait for each other, and nobody waits who has left.

@@ -9,6 +9,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -52,9 +53,7 @@ func receive(t *testing.T, payloads <-chan string) string {
 
 func want(t *testing.T, payloads <-chan string, payload string) {
 	t.Helper()
-	if got := receive(t, payloads); got != payload {
-		t.Errorf("received %q, want %q", got, payload)
-	}
+	assert.Equal(t, payload, receive(t, payloads))
 }
 
 func notify(t *testing.T, db *pgxpool.Pool, channel, payload string) {

@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -180,9 +181,7 @@ func TestInTxCommitsOrRollsBack(t *testing.T) {
 		return insert(tx, 3, nil) // the savepoint saved the transaction
 	})
 	require.NoError(t, err)
-	if got := pgtest.Value[string](t, db, "select string_agg(n::text, ' ' order by n) from numbers"); got != "1 3" {
-		t.Errorf("the table has %s", got)
-	}
+	assert.Equal(t, "1 3", pgtest.Value[string](t, db, "select string_agg(n::text, ' ' order by n) from numbers"))
 }
 
 func TestIsCodeOfOtherErrors(t *testing.T) {

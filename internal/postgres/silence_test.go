@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
@@ -98,9 +99,7 @@ func TestNobodyWaitsForEverForAServerThatAnswersNobody(t *testing.T) {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if len(p.conns) != 0 {
-		t.Errorf("%d connections are still looked after", len(p.conns))
-	}
+	assert.Equal(t, 0, len(p.conns))
 }
 
 func TestALongStatementIsWaitedForWhileItsServerAnswersOthers(t *testing.T) {

@@ -17,6 +17,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
@@ -83,9 +84,7 @@ func TestErrorsOfTheHouseHaveTheirStatus(t *testing.T) {
 			if w.Header().Get("Content-Type") != problem.ContentType || w.Header().Get("Cache-Control") != "no-store" {
 				t.Errorf("header is %v", w.Header())
 			}
-			if again := w.Header().Get("Retry-After") != ""; again != (test.status == 503) {
-				t.Errorf("Retry-After: %v", again)
-			}
+			assert.Equal(t, (test.status == 503), w.Header().Get("Retry-After") != "")
 		})
 	}
 }
@@ -94,9 +93,7 @@ func TestTraceAndHolderAreTold(t *testing.T) {
 	w, log := write(t, problem.Write, problem.New(409, "held").WithHolder("op_1/7"), "op_2")
 	want := `{"type":"about:blank","title":"Conflict","status":409,"detail":"held","trace_id":"op_2","holder":"op_1/7"}` +
 		"\n"
-	if diff := cmp.Diff(want, w.Body.String()); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, want, w.Body.String())
 	if w.Header().Get("X-Trace-Id") != "op_2" || log != "" {
 		t.Errorf("header %v, log %q", w.Header(), log)
 	}

@@ -10,8 +10,7 @@ import (
 	"time"
 	"unicode/utf8"
 
-	"github.com/google/go-cmp/cmp"
-
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
@@ -46,9 +45,7 @@ func TestJSONByName(t *testing.T) {
 		"whole string":    {`"Bearer abcdef123"`, `"Bearer [redacted]"`},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if diff := cmp.Diff(c.want, string(redact.JSON(json.RawMessage(c.in), 0))); diff != "" {
-				t.Error(diff)
-			}
+			assert.NoDiff(t, c.want, string(redact.JSON(json.RawMessage(c.in), 0)))
 		})
 	}
 }
@@ -117,18 +114,14 @@ func TestTextByLook(t *testing.T) {
 		"spaces":           {"  ", "  "},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if diff := cmp.Diff(c.want, redact.Text(c.in, 0)); diff != "" {
-				t.Error(diff)
-			}
+			assert.NoDiff(t, c.want, redact.Text(c.in, 0))
 		})
 	}
 }
 
 func TestNumbersAreKeptToTheDigit(t *testing.T) {
 	in := `{"a":12345678901234567890,"b":0.10,"c":1e400,"d":-0}`
-	if diff := cmp.Diff(in, string(redact.JSON(json.RawMessage(in), 0))); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, in, string(redact.JSON(json.RawMessage(in), 0)))
 	for name, n := range map[string]string{"long": strings.Repeat("9", 5000), "exponent": "1e999999"} {
 		t.Run(name, func(t *testing.T) {
 			if got := redact.JSON(json.RawMessage(n), 1<<20); string(got) != `"`+n+`"` {
@@ -183,9 +176,7 @@ func TestBytesAndNothing(t *testing.T) {
 		"html":          {"<a&b>", `"<a&b>"`},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if got := string(redact.JSON(c.in, 0)); got != c.want {
-				t.Errorf("got %s, want %s", got, c.want)
-			}
+			assert.Equal(t, c.want, string(redact.JSON(c.in, 0)))
 		})
 	}
 }
@@ -265,9 +256,7 @@ func TestAKnownSecretIsHiddenAtAnyDepth(t *testing.T) {
 	want := map[string]any{
 		"a [secret] key": 1.5, "list": []any{"the [secret]", nil, map[string]any{"deep": "[secret][secret]"}}, "true": true,
 	}
-	if diff := cmp.Diff(any(want), got); diff != "" {
-		t.Errorf("(-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, any(want), got)
 }
 
 // pieces are what a rule begins, joins or ends with.

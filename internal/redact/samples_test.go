@@ -16,9 +16,9 @@ import (
 	"testing"
 	"unicode/utf8"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/oklog/ulid/v2"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 )
 
@@ -213,9 +213,7 @@ var ordinary = []string{
 func TestOrdinaryTextIsKept(t *testing.T) {
 	texts := append([]string{string(debug.Stack())}, ordinary...)
 	for _, text := range texts {
-		if diff := cmp.Diff(text, redact.Text(text, 1<<20)); diff != "" {
-			t.Errorf("text is changed (-want +got):\n%s", diff)
-		}
+		assert.NoDiff(t, text, redact.Text(text, 1<<20))
 		var got string
 		if err := json.Unmarshal(redact.JSON(map[string]string{"a": text}, 1<<20)[len(`{"a":`):], &got); err == nil && got != text {
 			t.Errorf("JSON: got %q", got)
@@ -248,9 +246,7 @@ func TestIdsAndHashesAreKept(t *testing.T) {
 			fmt.Sprintf("%X", sha256.Sum256(b)), fmt.Sprintf("%x", sha512.Sum512(b)), base64.StdEncoding.EncodeToString(b[:32]),
 		} {
 			text := prefixes[random.IntN(len(prefixes))] + one
-			if got := redact.Text(text, 0); got != text {
-				t.Errorf("Text(%q) = %q", text, got)
-			}
+			assert.Equal(t, text, redact.Text(text, 0))
 		}
 	}
 }
@@ -368,9 +364,7 @@ func checkText(t *testing.T, s, secret string, limit int) {
 	if len(got) > effective(limit) || !utf8.ValidString(got) || strings.Contains(got, "\x00") {
 		t.Errorf("Text(%q, %d) = %q", s, limit, got)
 	}
-	if again := redact.Text(got, limit); again != got {
-		t.Errorf("Text(%q) again = %q", got, again)
-	}
+	assert.Equal(t, got, redact.Text(got, limit))
 }
 
 func checkJSON(t *testing.T, v any, secret string, limit int) {

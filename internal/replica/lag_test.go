@@ -3,6 +3,8 @@ package replica
 import (
 	"testing"
 	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 )
 
 // A lag is the age of the newest position that the standby has replayed, whenever its latest transaction was.
@@ -63,9 +65,7 @@ func TestAMeterIsBounded(t *testing.T) {
 	for i := range 24 * 60 * 60 {
 		m.note(began.Add(time.Duration(i)*time.Second), int64(i))
 	}
-	if len(m.pending) != mostPending {
-		t.Errorf("%d positions are remembered, want %d", len(m.pending), mostPending)
-	}
+	assert.Equal(t, mostPending, len(m.pending))
 	if behind, known := m.behind(time.Now(), position{Position: 5}, true); !known || behind < 23*time.Hour {
 		t.Errorf("%s behind, known %v; want about a day", behind, known)
 	}

@@ -9,6 +9,7 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/sdnotify"
 )
@@ -39,9 +40,7 @@ func TestTheManagerIsTold(t *testing.T) {
 	m := sdnotify.New(env(map[string]string{"NOTIFY_SOCKET": socket}))
 	for _, state := range []string{sdnotify.Ready, sdnotify.Stopping} {
 		require.NoError(t, m.Tell(state))
-		if got := read(); got != state {
-			t.Errorf("the manager heard %q, want %q", got, state)
-		}
+		assert.Equal(t, state, read())
 	}
 }
 
@@ -55,9 +54,7 @@ func TestSignsOfLifeComeUntilTheEnd(t *testing.T) {
 	var group sync.WaitGroup
 	group.Go(func() { m.Watchdog(ctx) })
 	for range 3 {
-		if got := read(); got != "WATCHDOG=1" {
-			t.Errorf("the manager heard %q", got)
-		}
+		assert.Equal(t, "WATCHDOG=1", read())
 	}
 	stop()
 	group.Wait()

@@ -8,6 +8,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/sse"
 	"github.com/lanekeeper/lanekeeper/internal/ssetest"
 )
@@ -35,9 +36,7 @@ func TestAnEventIsWrittenSo(t *testing.T) {
 			t.Errorf("%+v is written as %q, want %q", e, got, want)
 		}
 	}
-	if got := string(sse.Again(sse.Comment(nil, "a\nb"), time.Second)); got != ": a\n: b\n\nretry: 1000\n\n" {
-		t.Errorf("a comment and when to come back are %q", got)
-	}
+	assert.Equal(t, ": a\n: b\n\nretry: 1000\n\n", string(sse.Again(sse.Comment(nil, "a\nb"), time.Second)))
 }
 
 func TestAVeryLongEventIsOne(t *testing.T) {

@@ -11,6 +11,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/telemetry"
@@ -173,16 +174,12 @@ func TestOpenActivitiesAreSentWhenTheyEnd(t *testing.T) {
 	if got := names(s.exported()); !cmp.Equal(got, []string{"execute_tool quick"}) {
 		t.Fatalf("sent %q", got)
 	}
-	if got := s.one(`select pending::text from agent_span_export`); got != "{"+open+"}" {
-		t.Errorf("pending are %s, want the open activity", got)
-	}
+	assert.Equal(t, "{"+open+"}", s.one(`select pending::text from agent_span_export`))
 	s.exec(`update agent_activity set status = 'error', error_class = 'timeout', error_message = 'too slow', finished_at = clock_timestamp() where id = $1`, open)
 	if got := names(s.exported()); !cmp.Equal(got, []string{"execute_tool quick", "execute_tool slow"}) {
 		t.Fatalf("sent %q", got)
 	}
-	if got := s.one(`select pending::text from agent_span_export`); got != "{}" {
-		t.Errorf("pending are still %s", got)
-	}
+	assert.Equal(t, "{}", s.one(`select pending::text from agent_span_export`))
 }
 
 // TestTheCallersSpanIsALink, and the trace id stays ours.
@@ -279,9 +276,7 @@ func TestOneSends(t *testing.T) {
 	second := s.export()
 	s.note(trace.New(trace.Flow), nil, "one")
 	pgtest.Eventually(t, time.Minute, func() bool { return len(s.receiver.Trace("")) == 1 }, "it is sent")
-	if got := s.one(`select sender from agent_span_export`); got != holder {
-		t.Errorf("the right went from %s to %s", holder, got)
-	}
+	assert.Equal(t, holder, s.one(`select sender from agent_span_export`))
 	first()
 	pgtest.Eventually(t, time.Minute, func() bool { return s.one(`select sender from agent_span_export`) != "" },
 		"the second has the right")

@@ -6,6 +6,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/telemetry/otlptest"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -57,9 +58,7 @@ func TestGoldenAttributes(t *testing.T) {
 		"invoke_workflow heartbeat": "SPAN_KIND_INTERNAL no use", "chat gpt-4o": "SPAN_KIND_CLIENT ",
 		"execute_tool look": "SPAN_KIND_INTERNAL it took too long",
 	}
-	if diff := cmp.Diff(want, kinds); diff != "" {
-		t.Errorf("kinds and messages (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, kinds)
 	// With the opt-in the same again, and content, without secrets.
 	s.exec(`update agent_span_export set sent_upto = lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '10 minutes')`)
 	golden["chat gpt-4o"]["gen_ai.input.messages"] = `[{"parts":[{"content":"hello, my key is [redacted]","type":"text"}],"role":"user"}]`

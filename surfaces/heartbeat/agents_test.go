@@ -12,6 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -153,25 +154,19 @@ func TestSchedulesFollowTheAgents(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if got := schedules(true); got != "heartbeat house */30 * * * * UTC" {
-		t.Errorf("without agents: %s", got)
-	}
+	assert.Equal(t, "heartbeat house */30 * * * * UTC", schedules(true))
 	put(agents.Definition{Name: "sales", Default: true})
 	put(agents.Definition{Name: "billing", Timezone: "Europe/Madrid", Heartbeat: &agents.Heartbeat{Cron: "0 8 * * *"}})
 	put(agents.Definition{Name: "press"})
 	d.Settings.HeartbeatCron = "* * * * *" // of another shell, which is no reason to change what is there
-	if got := schedules(false); got != "heartbeat sales */30 * * * * UTC, heartbeat:billing billing 0 8 * * * Europe/Madrid" {
-		t.Errorf("with agents: %s", got)
-	}
+	assert.Equal(t, "heartbeat sales */30 * * * * UTC, heartbeat:billing billing 0 8 * * * Europe/Madrid", schedules(false))
 	next := pgtest.Value[string](t, w.pool, `select next_run_at::text from agent_schedules where name = 'heartbeat:billing'`)
 	schedules(false)
 	pgtest.Equal(t, w.pool, next, `select next_run_at::text from agent_schedules where name = 'heartbeat:billing'`)
 	if _, err := agents.Remove(t.Context(), w.pool, "workspace", []string{"sales"}); err != nil {
 		t.Fatal(err)
 	}
-	if got := schedules(true); got != "heartbeat sales * * * * * UTC" {
-		t.Errorf("after a removal: %s", got)
-	}
+	assert.Equal(t, "heartbeat sales * * * * * UTC", schedules(true))
 }
 
 func TestIdleHeartbeatsOfAgents(t *testing.T) {
@@ -188,9 +183,7 @@ func TestIdleHeartbeatsOfAgents(t *testing.T) {
 	pgtest.Eventually(t, waitLimit, func() bool {
 		return pgtest.Value[int](t, w.pool, `select count(distinct agent) from agent_executions where status = 'completed'`) == 9
 	}, "nine agents had a heartbeat")
-	if n := len(w.model.Requests()); n != 0 {
-		t.Errorf("they called the model %d times", n)
-	}
+	assert.Equal(t, 0, len(w.model.Requests()))
 	lanesHeld := pgtest.Value[string](t, w.pool, `select coalesce(string_agg(distinct a.lane, ' ' order by a.lane), '') from agent_activity a where a.lane like 'heartbeat%'`)
 	if got := strings.Fields(lanesHeld); len(got) != 9 || slices.Contains(got, heartbeat.Lane) {
 		t.Errorf("they held %s", lanesHeld)

@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -106,9 +107,7 @@ func (w *testHeartbeat) checkComplete(t *testing.T, x executions.Execution, lost
 	want := []string{
 		"self_heal success", "follow_through skipped", "advance_plan success", "run_automations success", "reflect success", "save_memories success",
 	}
-	if diff := cmp.Diff(want, phases(w.traceLines(t, x.TraceID))); diff != "" {
-		t.Errorf("phases (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, phases(w.traceLines(t, x.TraceID)))
 	bodies := map[string]string{}
 	times := map[string]int{}
 	for _, r := range w.model.Requests() {
@@ -170,9 +169,7 @@ func TestCancelledHeartbeatRetriesAutomation(t *testing.T) {
 	state := func() string {
 		return pgtest.Value[string](t, w.pool, `select status || ' ' || attempt || ' ' || coalesce(error_message, '') from agent_automation_runs`)
 	}
-	if got := state(); got != "error 1 its execution ended before it did, so nobody knows how far it came" {
-		t.Errorf("after two heartbeats the run is %q", got)
-	}
+	assert.Equal(t, "error 1 its execution ended before it did, so nobody knows how far it came", state())
 	pgtest.Exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
 	w.runCompleted(t)
 	if got := state(); got != "success 2 " || w.calls.of("look") != 1 {

@@ -14,6 +14,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -70,9 +71,7 @@ func TestFullHeartbeatTrace(t *testing.T) {
 		"reflect success", "model_call success", "model_call success",
 		"save_memories success", "save_memory success", "save_memory success", "save_memory success", "save_memory success",
 	}
-	if diff := cmp.Diff(want, w.traceLines(t, x.TraceID)); diff != "" {
-		t.Errorf("story (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, w.traceLines(t, x.TraceID))
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_activity where trace_id <> $1 and trace_id like 'hb%'`, x.TraceID)
 	if len(said.Phases) != 6 || !strings.Contains(x.ResultSummary, "3 of 3 steps done") || !strings.Contains(x.ResultSummary, "2 of 3 skills taken out of service") {
 		t.Errorf("summary is %q, %v", x.ResultSummary, said.Phases)
@@ -133,9 +132,7 @@ func TestIdleHeartbeatCallsNoModel(t *testing.T) {
 				t.Errorf("heartbeat %d (-want +got):\n%s", n, diff)
 			}
 		}
-		if n := len(w.model.Requests()); n != 0 {
-			t.Errorf("the model was asked %d times", n)
-		}
+		assert.Equal(t, 0, len(w.model.Requests()))
 	})
 	t.Run("after a full one", func(t *testing.T) {
 		w := newBusyHeartbeat(t)
@@ -143,13 +140,9 @@ func TestIdleHeartbeatCallsNoModel(t *testing.T) {
 		asked := len(w.model.Requests())
 		for range 3 {
 			x, _ := w.runCompleted(t)
-			if diff := cmp.Diff(idle, w.traceLines(t, x.TraceID)); diff != "" {
-				t.Errorf("story (-want +got):\n%s", diff)
-			}
+			assert.NoDiff(t, idle, w.traceLines(t, x.TraceID))
 		}
-		if n := len(w.model.Requests()) - asked; n != 0 {
-			t.Errorf("the model was asked %d times", n)
-		}
+		assert.Equal(t, 0, len(w.model.Requests())-asked)
 	})
 }
 
@@ -177,12 +170,8 @@ func TestSkillAutomationCallsNoModel(t *testing.T) {
 		"self_heal success", "follow_through skipped", "advance_plan skipped", "run_automations success", "run_automation success",
 		"look success", "reflect skipped", "save_memories skipped",
 	}
-	if diff := cmp.Diff(want, w.traceLines(t, x.TraceID)); diff != "" {
-		t.Errorf("story (-want +got):\n%s", diff)
-	}
-	if n := len(w.model.Requests()); n != 0 {
-		t.Errorf("the model was asked %d times", n)
-	}
+	assert.NoDiff(t, want, w.traceLines(t, x.TraceID))
+	assert.Equal(t, 0, len(w.model.Requests()))
 }
 
 func TestPhasesWithoutModel(t *testing.T) {
@@ -197,16 +186,12 @@ func TestPhasesWithoutModel(t *testing.T) {
 	want := []string{
 		"self_heal success", "follow_through skipped", "advance_plan error", "run_automations success", "reflect error", "save_memories skipped",
 	}
-	if diff := cmp.Diff(want, phases(w.traceLines(t, x.TraceID))); diff != "" {
-		t.Errorf("phases (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, phases(w.traceLines(t, x.TraceID)))
 	if len(said.Phases) != 6 || !strings.HasPrefix(said.Phases["advance_plan"], "failed: ") || w.calls.of("look") != 1 {
 		t.Errorf("summary is %v, look was called %d times", said.Phases, w.calls.of("look"))
 	}
 	states := pgtest.Value[[]string](t, w.pool, `select array_agg(status order by status) from agent_automation_runs`)
-	if diff := cmp.Diff([]string{"error", "success"}, states); diff != "" {
-		t.Errorf("runs (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, []string{"error", "success"}, states)
 }
 
 func TestNotesOfFailedPhase(t *testing.T) {
@@ -219,9 +204,7 @@ func TestNotesOfFailedPhase(t *testing.T) {
 		"Objective second": {rememberTool("from the second"), modeltest.Status(400, 0)},
 	})
 	x, _ := w.run(t)
-	if x.Status != executions.Failed {
-		t.Errorf("the heartbeat is %s", x.Status)
-	}
+	assert.Equal(t, executions.Failed, x.Status)
 	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_memory`)
 }
 

@@ -8,12 +8,11 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
-
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/automations/runner"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -59,9 +58,7 @@ func TestDueRunOnceUnderRace(t *testing.T) {
 		w.addAutomation(t, automations.Definition{Name: fmt.Sprintf("a%d", n), Skill: "look"})
 	}
 	w.runWithoutLanes(t, 4)
-	if n := w.calls.of("look"); n != 3 {
-		t.Errorf("look was called %d times, want 3", n)
-	}
+	assert.Equal(t, 3, w.calls.of("look"))
 	pgtest.Equal(t, w.pool, 3, `select count(*) from agent_automation_runs where status = 'success'`)
 	pgtest.Equal(t, w.pool, 3, `select count(*) from agent_automations where next_run_at > clock_timestamp()`)
 }
@@ -126,17 +123,13 @@ func TestFailingAutomationDoesNotBlockOthers(t *testing.T) {
 	x, said := w.runCompleted(t)
 	text := said.Phases["run_automations"]
 	for _, want := range []string{"a failed: ", "b failed: ", "c succeeded"} {
-		if !strings.Contains(text, want) {
-			t.Errorf("summary %q does not say %q", text, want)
-		}
+		assert.Contains(t, text, want)
 	}
 	if strings.Contains(text, "d failed") {
 		t.Errorf("an automation that is paused with its skill ran: %q", text)
 	}
 	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_activity where skill_name = 'run_automation' and status = 'error' and trace_id = $1`, x.TraceID)
-	if w.calls.of("look") != 1 {
-		t.Errorf("look was called %d times", w.calls.of("look"))
-	}
+	assert.Equal(t, 1, w.calls.of("look"))
 }
 
 func TestStalledPromptAutomationRetries(t *testing.T) {
@@ -331,9 +324,7 @@ func TestHeldObjectiveIsSkipped(t *testing.T) {
 		"self_heal success", "follow_through skipped", "advance_plan success", "advance_objective skipped",
 		"run_automations skipped", "reflect skipped", "save_memories skipped",
 	}
-	if diff := cmp.Diff(want, w.traceLines(t, x.TraceID)); diff != "" {
-		t.Errorf("story (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, w.traceLines(t, x.TraceID))
 	if len(w.model.Requests()) != 0 {
 		t.Error("the model was asked about somebody else's objective")
 	}
@@ -430,9 +421,7 @@ func TestHealIsOneTransaction(t *testing.T) {
 	if !pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) {
 		t.Error("a skill was disabled without evidence in the ledger")
 	}
-	if n := len(phases(w.traceLines(t, x.TraceID))); n != 6 {
-		t.Errorf("%d phases", n)
-	}
+	assert.Equal(t, 6, len(phases(w.traceLines(t, x.TraceID))))
 }
 
 // A heartbeat runs due event runs if no dispatcher does, and none runs twice.

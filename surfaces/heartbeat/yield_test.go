@@ -7,10 +7,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
-
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -40,9 +39,7 @@ func TestBusyLaneIsSkipped(t *testing.T) {
 	w := newBusyHeartbeat(t)
 	w.holdLane(t, heartbeat.Lane)
 	x, said := w.runCompleted(t)
-	if diff := cmp.Diff([]string{"heartbeat skipped"}, w.traceLines(t, x.TraceID)); diff != "" {
-		t.Errorf("story (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, []string{"heartbeat skipped"}, w.traceLines(t, x.TraceID))
 	output := pgtest.Value[string](t, w.pool, `select output::text from agent_activity where trace_id = $1`, x.TraceID)
 	if !strings.Contains(output, "somebody#1") || !strings.Contains(said.Skipped, "somebody#1") {
 		t.Errorf("the holder is not named: %s, %q", output, said.Skipped)
@@ -89,9 +86,7 @@ func TestHeartbeatYieldsToAdmin(t *testing.T) {
 	w := newBusyHeartbeat(t)
 	w.holdLane(t, heartbeat.OperateLane)
 	x, said := w.runCompleted(t)
-	if diff := cmp.Diff([]string{"heartbeat skipped"}, w.traceLines(t, x.TraceID)); diff != "" {
-		t.Errorf("story (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, []string{"heartbeat skipped"}, w.traceLines(t, x.TraceID))
 	if !strings.Contains(said.Skipped, "operate") {
 		t.Errorf("summary is %+v", said)
 	}
@@ -213,13 +208,9 @@ func TestHeartbeatWaitTimeout(t *testing.T) {
 			x, err := e.RunSync(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
 			require.NoError(t, err)
 			x = w.waitStatus(t, x.ID, executions.Completed)
-			if diff := cmp.Diff(want, phases(w.traceLines(t, x.TraceID))); diff != "" {
-				t.Errorf("phases (-want +got):\n%s", diff)
-			}
+			assert.NoDiff(t, want, phases(w.traceLines(t, x.TraceID)))
 			pgtest.Equal(t, w.pool, 1, `select wait_number from agent_executions where id = $1`, x.ID)
-			if w.calls.of("look") != 1 {
-				t.Errorf("look was called %d times", w.calls.of("look"))
-			}
+			assert.Equal(t, 1, w.calls.of("look"))
 			if !strings.Contains(x.ResultSummary, "cut short at "+phase) || len(summary(t, x).Phases) != 6 {
 				t.Errorf("summary is %q, %v", x.ResultSummary, summary(t, x).Phases)
 			}
@@ -257,9 +248,7 @@ func TestResumedHeartbeatSkipsFinishedPhases(t *testing.T) {
 	w.holdLane(t, "automation:"+pgtest.Value[string](t, w.pool, `select id::text from agent_automations where name = 'a'`))
 	w.freeLane(t, heartbeat.OperateLane)
 	x = w.waitStatus(t, x.ID, executions.Completed)
-	if text := summary(t, x).Phases["run_automations"]; text != "automations: a succeeded, b succeeded" {
-		t.Errorf("summary is %q", text)
-	}
+	assert.Equal(t, "automations: a succeeded, b succeeded", summary(t, x).Phases["run_automations"])
 	if story := strings.Join(w.traceLines(t, x.TraceID), ", "); strings.Contains(story, "run_automation skipped") {
 		t.Errorf("story is %s", story)
 	}

@@ -9,6 +9,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -88,9 +89,7 @@ func TestDetachedTurnFinishesHeadless(t *testing.T) {
 	if err != nil || done.Ended != operate.WaitingApproval {
 		t.Errorf("the turn was left as %+v, %v", done, err)
 	}
-	if held := w.laneHolder(t); held != "" {
-		t.Errorf("the lane of an admin who has gone is held by %s", held)
-	}
+	assert.Equal(t, "", w.laneHolder(t))
 	w.process(t, true) // a process that works
 	w.decide(t, asked.ID, true)
 	x := w.waitStatus(t, start.ExecutionID, executions.Completed)
@@ -125,9 +124,7 @@ func TestHeadlessTurnWaitsForLane(t *testing.T) {
 	}
 	require.NoError(t, other.Close(t.Context()))
 	w.waitStatus(t, start.ExecutionID, executions.Completed)
-	if called.Load() != 1 {
-		t.Errorf("called %d times", called.Load())
-	}
+	assert.Equal(t, 1, called.Load())
 }
 
 func TestHeadlessApprovalFreesLane(t *testing.T) {

@@ -10,6 +10,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
@@ -124,9 +125,7 @@ func TestDisconnectCancelsTurn(t *testing.T) {
 	pgtest.Eventually(t, waitLimit, runs, "the skill runs")
 	leave()
 	x := w.waitStatus(t, start.ExecutionID, executions.Cancelled)
-	if testkit.Deref(x.CancelledBy) != "admin" {
-		t.Errorf("cancelled by %s", testkit.Deref(x.CancelledBy))
-	}
+	assert.Equal(t, "admin", testkit.Deref(x.CancelledBy))
 	pgtest.Eventually(t, waitLimit, stopped, "the skill is stopped")
 	pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
 }
@@ -144,9 +143,7 @@ func TestDisconnectKeepsTurnWaitingForApproval(t *testing.T) {
 	pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
 	w.decide(t, read[operate.Approval](t, events, "approval").ID, true)
 	w.waitStatus(t, start.ExecutionID, executions.Completed)
-	if called.Load() != 1 {
-		t.Errorf("called %d times", called.Load())
-	}
+	assert.Equal(t, 1, called.Load())
 }
 
 func TestJSONResponse(t *testing.T) {
@@ -281,9 +278,7 @@ func TestWatchTurns(t *testing.T) {
 	})
 	done, err := b.wait(t)
 	require.NoError(t, err)
-	if diff := cmp.Diff(done, read[operate.Done](t, events, "done")); diff != "" {
-		t.Errorf("the watcher's done (-admin's +watcher's):\n%s", diff)
-	}
+	assert.NoDiff(t, done, read[operate.Done](t, events, "done"))
 	text := eventNames(events)
 	if !strings.HasPrefix(text, "lane ") || !strings.Contains(text, "start") || strings.Count(text, "approval") != 1 || strings.Contains(string(read[json.RawMessage](t, events, "tool")), "hunter2") {
 		t.Errorf("events are %s", text)
@@ -294,7 +289,5 @@ func TestWatchTurns(t *testing.T) {
 			holders++
 		}
 	}
-	if holders != 1 {
-		t.Errorf("the holder was named %d times", holders)
-	}
+	assert.Equal(t, 1, holders)
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -77,9 +78,7 @@ func TestWaitingTurnFreesLane(t *testing.T) {
 	pgtest.Exec(t, pool, `select deliver_agent_event('EVENT_COMPLETED', 'first', '{}')`)
 	select {
 	case holder := <-freed:
-		if holder != "" {
-			t.Errorf("the lane is held by %s", holder)
-		}
+		assert.Equal(t, "", holder)
 	case <-time.After(time.Minute):
 		t.Fatal("the run did not go on")
 	}

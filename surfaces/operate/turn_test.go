@@ -12,11 +12,11 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
@@ -42,9 +42,7 @@ func TestTurnExecution(t *testing.T) {
 		var events eventLog
 		done, err := s.Turn(t.Context(), message, false, events.add)
 		require.NoError(t, err)
-		if got := events.names(); got != "start delta done" {
-			t.Errorf("events are %s", got)
-		}
+		assert.Equal(t, "start delta done", events.names())
 		if events.text() != done.Text || done.Ended != "answered" || done.SessionID != s.ID() || done.Usage.TotalTokens == 0 {
 			t.Errorf("streamed %q, done %+v", events.text(), done)
 		}
@@ -64,9 +62,7 @@ func TestTurnExecution(t *testing.T) {
 	for _, m := range w.model.Requests()[1].Messages[1:] {
 		asked = append(asked, m.Role+": "+m.Content)
 	}
-	if diff := cmp.Diff([]string{"user: Hello.", "assistant: Good morning.", "user: What did I say?"}, asked); diff != "" {
-		t.Errorf("the second turn's model got (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, []string{"user: Hello.", "assistant: Good morning.", "user: What did I say?"}, asked)
 	pgtest.Equal(t, w.pool, "user received, assistant sent, user received, assistant sent", `select string_agg(role || ' ' || status, ', ' order by seq) from agent_messages where thread_id = $1`, s.ID())
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_activity where lane <> 'operate'`)
 }
@@ -83,9 +79,7 @@ func TestToolCallEventsHideSecrets(t *testing.T) {
 	var events eventLog
 	done, err := w.process(t, false).open(t, "").Turn(t.Context(), "Look.", false, events.add)
 	require.NoError(t, err)
-	if got := events.names(); got != "start tool tool tool tool delta done" {
-		t.Errorf("events are %s", got)
-	}
+	assert.Equal(t, "start tool tool tool tool delta done", events.names())
 	var calls []operate.ToolCall
 	for _, e := range events.events {
 		if c, ok := e.Data.(operate.ToolCall); ok {
@@ -156,9 +150,7 @@ func TestInterruptStopsTools(t *testing.T) {
 			if x.Status != executions.Cancelled || testkit.Deref(x.CancelledBy) != "admin" || testkit.Deref(x.CancelReason) != "interrupted" {
 				t.Errorf("the execution is %s by %s: %s", x.Status, testkit.Deref(x.CancelledBy), testkit.Deref(x.CancelReason))
 			}
-			if got := w.traceRows(t, start.TraceID); got != "model_call success, slow unknown" {
-				t.Errorf("the story is %s", got)
-			}
+			assert.Equal(t, "model_call success, slow unknown", w.traceRows(t, start.TraceID))
 			if w.laneHolder(t) == "" {
 				t.Error("the admin is still there, and lost the lane")
 			}

@@ -12,13 +12,13 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/automations/runner"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -60,16 +60,12 @@ func TestActionFiltersAndTemplates(t *testing.T) {
 		x, err := executions.Get(t.Context(), w.pool, waiting)
 		return err == nil && x.Status == executions.Completed && strings.Contains(string(x.Result), "in_7")
 	}, "the wait for the document ends with the payload")
-	if w.automated.Load() != 1 {
-		t.Errorf("the automation was asked for %d times", w.automated.Load())
-	}
+	assert.Equal(t, 1, w.automated.Load())
 	pgtest.Eventually(t, patience, func() bool {
 		return pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where trace_id = $1 and status = 'running'`, got.TraceID) == 0
 	}, "nothing is running")
 	story := pgtest.Value[[]string](t, w.pool, `select array_agg(skill_name || ' ' || status order by created_at) from agent_activity where trace_id = $1`, got.TraceID)
-	if diff := cmp.Diff([]string{"webhook_action success", "webhook_action success", "webhook_action success"}, story); diff != "" {
-		t.Errorf("story (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, []string{"webhook_action success", "webhook_action success", "webhook_action success"}, story)
 }
 
 // startWaiter runs a process with an execution that waits.
@@ -157,9 +153,7 @@ func TestActionRetriesThenDead(t *testing.T) {
 			w.runEngine(t)
 			got := w.sendAccepted(t, "retry", "msg_1", `{}`)
 			d := w.waitStatus(t, "msg_1", c.want)
-			if d.Attempts != c.starts {
-				t.Errorf("%d attempts, want %d", d.Attempts, c.starts)
-			}
+			assert.Equal(t, c.starts, d.Attempts)
 			pgtest.Equal(t, w.pool, 2, `select count(*) from agent_events where key in ('once', 'after')`)
 			pgtest.Equal(t, w.pool, 2+c.starts, `select count(*) from agent_activity where trace_id = $1 and skill_name = 'webhook_action'`, got.TraceID)
 			if c.want == webhooks.Dead && testkit.Deref(d.ErrorMessage) != "action 2: automation flaky is out of order" {
@@ -211,9 +205,7 @@ func TestConcurrentReplays(t *testing.T) {
 		d, err := webhooks.Get(t.Context(), w.pool, d.ID)
 		return err == nil && d.Status == webhooks.Done && d.Replays == 1
 	}, "the replay is done")
-	if w.automated.Load() != 2 {
-		t.Errorf("the automation was asked for %d times", w.automated.Load())
-	}
+	assert.Equal(t, 2, w.automated.Load())
 	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_activity where skill_name = 'webhook_replay'`)
 }
 
@@ -348,9 +340,7 @@ func TestDeliveryStartsFlowOnce(t *testing.T) {
 		}
 	})
 	d := w.waitStatus(t, "msg_1", webhooks.Done)
-	if d.Attempts != 2 {
-		t.Errorf("%d attempts", d.Attempts)
-	}
+	assert.Equal(t, 2, d.Attempts)
 	if repeated := w.send(t, "hire", "msg_1", `{"candidate": {"name": "Ana"}}`); repeated.status != 200 {
 		t.Errorf("repeated: %d", repeated.status)
 	}
@@ -544,7 +534,5 @@ func TestDeliveryPages(t *testing.T) {
 			query = "?limit=500&cursor=" + *page.NextCursor
 		}
 	}
-	if len(seen) != all {
-		t.Errorf("%d deliveries on both pages, want %d", len(seen), all)
-	}
+	assert.Equal(t, all, len(seen))
 }

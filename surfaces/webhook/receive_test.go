@@ -18,6 +18,7 @@ import (
 
 	stripe "github.com/stripe/stripe-go/v85/webhook"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -284,9 +285,7 @@ func TestConflictingBodyIsStored(t *testing.T) {
 			}
 		}
 	}
-	if repeated != 12 {
-		t.Errorf("%d repeats are logged", repeated)
-	}
+	assert.Equal(t, 12, repeated)
 }
 
 func TestStripeAttemptsAreNoConflict(t *testing.T) {
