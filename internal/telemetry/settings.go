@@ -24,25 +24,6 @@ type Settings struct {
 	sampler    sdktrace.Sampler
 }
 
-// Variables lists the variables that [Load] reads, with what they take.
-func Variables() [][2]string {
-	return [][2]string{
-		{"OTEL_EXPORTER_OTLP_ENDPOINT", "the receiver's URL, for example http://localhost:4318; /v1/traces is added; without it nothing is sent"},
-		{"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "the whole URL for traces, taken as it is"},
-		{"OTEL_EXPORTER_OTLP_HEADERS", "name=value,name=value, percent-encoded; or OTEL_EXPORTER_OTLP_TRACES_HEADERS"},
-		{"OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf (the default) or http/json; or OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"},
-		{"OTEL_EXPORTER_OTLP_TIMEOUT", "of a request, in milliseconds, 10000 when not set; or OTEL_EXPORTER_OTLP_TRACES_TIMEOUT"},
-		{"OTEL_EXPORTER_OTLP_COMPRESSION", "gzip or none (the default); or OTEL_EXPORTER_OTLP_TRACES_COMPRESSION"},
-		{"OTEL_SERVICE_NAME", "lanekeeper when neither this nor OTEL_RESOURCE_ATTRIBUTES says service.name"},
-		{"OTEL_RESOURCE_ATTRIBUTES", "name=value,name=value, percent-encoded"},
-		{"OTEL_TRACES_SAMPLER", "always_on, always_off, traceidratio, or one of these behind parentbased_, which means the same here"},
-		{"OTEL_TRACES_SAMPLER_ARG", "the share of traces that traceidratio keeps, from 0 to 1; 1 when not set"},
-		{"OTEL_TRACES_EXPORTER", "otlp (the default) or none"},
-		{"OTEL_SDK_DISABLED", "true sends nothing"},
-		{captureContent, "true sends messages, arguments and results too, redacted and bounded as they are stored"},
-	}
-}
-
 // Load reads the settings. It reports all that is wrong, one line each. Where nothing is to be sent the rest is not
 // looked at.
 func Load(environ map[string]string) (Settings, error) {

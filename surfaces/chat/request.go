@@ -250,7 +250,7 @@ func truncate(s string, limit int) string {
 }
 
 // parameters are the documented parameters of a chat completion that are refused unless their value changes nothing.
-// The others are supported (request) or ignored (agentParameters).
+// The others are supported (request), or ignored in favour of the agent's settings.
 type parameters struct {
 	Audio        json.RawMessage `json:"audio"`
 	Modalities   json.RawMessage `json:"modalities"`
@@ -265,15 +265,6 @@ type parameters struct {
 	Stop         json.RawMessage `json:"stop"`
 	WebSearch    json.RawMessage `json:"web_search_options"`
 	Moderation   json.RawMessage `json:"moderation"`
-}
-
-// agentParameters are accepted and ignored in favour of the agent's settings. Stock clients send several by default.
-func agentParameters() []string {
-	return []string{
-		"temperature", "top_p", "seed", "frequency_penalty", "presence_penalty", "reasoning_effort", "verbosity",
-		"parallel_tool_calls", "service_tier", "store", "prediction", "prompt_cache_key", "prompt_cache_options",
-		"prompt_cache_retention", "safety_identifier",
-	}
 }
 
 // rule lists the allowed values of a parameter.

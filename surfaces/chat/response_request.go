@@ -46,16 +46,6 @@ type responseText struct {
 	Format json.RawMessage `json:"format"`
 }
 
-// agentResponseParameters are accepted and ignored, as agentParameters are.
-func agentResponseParameters() []string {
-	return []string{
-		"instructions", "temperature", "top_p", "parallel_tool_calls", "reasoning", "service_tier", "store",
-		"truncation", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
-		"stream_options",
-		"context_management", "access_programs",
-	}
-}
-
 // refuse returns the refusal of the first unsupported parameter.
 func (q responseRequest) refuse() error {
 	if equalsJSON(q.ToolChoice, `"none"`) {
