@@ -87,7 +87,7 @@ func after(t *testing.T, client *http.Client, server *httptest.Server, resp *htt
 	return first, second
 }
 
-func TestALeverCallsTheRouteAndComesBack(t *testing.T) {
+func TestAnActionCallsTheRouteAndComesBack(t *testing.T) {
 	t.Parallel()
 	calls, server, client := pulled(t, func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("X-Trace-Id", "op_1")
@@ -144,7 +144,7 @@ func TestWhatARouteRefusesIsTold(t *testing.T) {
 	}
 }
 
-func TestALeverSendsOnlyWhatItTakes(t *testing.T) {
+func TestAnActionSendsOnlyWhatItTakes(t *testing.T) {
 	t.Parallel()
 	calls, server, client := pulled(t, func(http.ResponseWriter, *http.Request) {})
 	for _, name := range []string{"/act/v1/executions", "/act/v1/locks", "/act/v1/nothing", "/act/v1/skills/x/delete"} {
@@ -307,7 +307,7 @@ func TestTheLoginPageIsThereForEverybody(t *testing.T) {
 }
 
 // A form whose route is missing in the table would only be found by the admin who sends it.
-func TestEveryLeverOfATemplateIsInTheTable(t *testing.T) {
+func TestEveryActionOfATemplateIsInTheTable(t *testing.T) {
 	t.Parallel()
 	mux := http.NewServeMux()
 	for _, l := range actions() {
@@ -391,7 +391,7 @@ func TestAnApprovalShowsExactlyWhatIsApproved(t *testing.T) {
 	turnsAway(t, server.URL+"/approvals/nonsense", 404, "there is no approval")
 }
 
-func TestWhatIsDecidedOrVoidHasNoLevers(t *testing.T) {
+func TestWhatIsDecidedOrVoidHasNoActions(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	for _, id := range []string{asked(t, pool, "rejected", `{}`, 5), asked(t, pool, "pending", `{}`, -1)} {

@@ -311,8 +311,8 @@ func TestValuesAreShownWithoutSecrets(t *testing.T) {
 }
 
 var (
-	leverForm  = regexp.MustCompile(`(?s)<form[^>]* action="/act([^"]+)"[^>]*>(.*?)</form>`)
-	leverField = regexp.MustCompile(`<(?:input|textarea|select)[^>]* name="([^"]+)"`)
+	actionForm  = regexp.MustCompile(`(?s)<form[^>]* action="/act([^"]+)"[^>]*>(.*?)</form>`)
+	actionField = regexp.MustCompile(`<(?:input|textarea|select)[^>]* name="([^"]+)"`)
 )
 
 // pulls expects that every action of a page is one that the room has, with fields that it takes, and answers with the
@@ -327,13 +327,13 @@ func pulls(t *testing.T, body string) []string {
 		}
 	}
 	var routes []string
-	for _, form := range leverForm.FindAllStringSubmatch(body, -1) {
+	for _, form := range actionForm.FindAllStringSubmatch(body, -1) {
 		r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, html.UnescapeString(form[1]), http.NoBody)
 		_, pattern := mux.Handler(r)
 		if pattern == "" {
 			t.Errorf("there is no action %s", form[1])
 		}
-		for _, name := range leverField.FindAllStringSubmatch(form[2], -1) {
+		for _, name := range actionField.FindAllStringSubmatch(form[2], -1) {
 			if name[1] != backField && !slices.Contains(fields[pattern], name[1]) {
 				t.Errorf("%s does not take %s", pattern, name[1])
 			}
@@ -344,7 +344,7 @@ func pulls(t *testing.T, body string) []string {
 	return slices.Compact(routes)
 }
 
-func TestExecutionsAndThreadsPullLeversThatThereAre(t *testing.T) {
+func TestExecutionsAndThreadsHaveActionsOfTheTable(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	waiting, failed := execution(t, pool, "waiting", "flow", "greet"), execution(t, pool, "failed", "flow", "greet")

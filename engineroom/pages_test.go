@@ -126,7 +126,7 @@ func TestAutomationsTellWhenTheyRunAndHowTheyRan(t *testing.T) {
 	turnsAway(t, server.URL+"/automations?before=x", 400, "no place in this list")
 }
 
-func TestAnAutomationHasTheLeversOfItsState(t *testing.T) {
+func TestAnAutomationHasTheActionsOfItsState(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	scheduled(t, pool, "on/off")
@@ -350,7 +350,7 @@ func TestAnObjectiveThatNothingTouchesIsStale(t *testing.T) {
 	}
 }
 
-func TestAnObjectiveHasTheLeversOfItsState(t *testing.T) {
+func TestAnObjectiveHasTheActionsOfItsState(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	for status, want := range map[string]string{

@@ -25,9 +25,7 @@ func TestAMessageIsSignedAndSentOnceUnderTheCausesTrace(t *testing.T) {
 	for i := range n {
 		emit(t, pool, []string{"execution.completed", "execution.failed"}[i%2])
 	}
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[int](t, pool, `select count(*) from agent_webhook_outbox where status = 'sent'`) == n
-	}, "all are sent")
+	pgtest.Until(t, pool, n, `select count(*) from agent_webhook_outbox where status = 'sent'`)
 	assert.Equal(t, n, them.count())
 	ids := map[string]bool{}
 	for i := range them.count() {
@@ -175,9 +173,7 @@ func TestATargetThatFailsForADayIsTakenOutAndPutBack(t *testing.T) {
 	if changed, err := webhooks.SetTarget(t.Context(), pool, "them", true, "admin", ""); !changed || err != nil {
 		t.Fatal(changed, err)
 	}
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[int](t, pool, `select count(*) from agent_webhook_outbox where status = 'sent'`) == 2
-	}, "what waited is sent")
+	pgtest.Until(t, pool, 2, `select count(*) from agent_webhook_outbox where status = 'sent'`)
 }
 
 // A dispatcher that died in the middle of an attempt leaves a row that is due when its lease ends, and an open

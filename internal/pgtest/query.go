@@ -2,7 +2,9 @@ package pgtest
 
 import (
 	"context"
+	"fmt"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -43,6 +45,12 @@ func Equal[T comparable](tb testing.TB, db postgres.DB, want T, sql string, args
 	if got := Value[T](tb, db, sql, args...); got != want {
 		tb.Errorf("got %v, want %v: %s %v", got, want, sql, args)
 	}
+}
+
+// Until waits for a single value of a query.
+func Until[T comparable](tb testing.TB, db postgres.DB, want T, sql string, args ...any) {
+	tb.Helper()
+	Eventually(tb, 90*time.Second, func() bool { return Value[T](tb, db, sql, args...) == want }, fmt.Sprintf("%v: %s %v", want, sql, args))
 }
 
 // Column reads the single column of a query. An error ends the test.

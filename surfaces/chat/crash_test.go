@@ -84,13 +84,9 @@ func surviveLoss(t *testing.T, table string, k int) bool {
 		}
 		return err
 	})
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[int](t, w.pool, `select count(*) from agent_executions`) == 1
-	}, "the turn begins")
+	pgtest.Until(t, w.pool, 1, `select count(*) from agent_executions`)
 	w.process(t)
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where status = 'completed'`) == 1
-	}, "another process ends the turn")
+	pgtest.Until(t, w.pool, 1, `select count(*) from agent_executions where status = 'completed'`)
 	if err := group.Wait(); err != nil {
 		t.Fatal(err)
 	}
@@ -138,16 +134,12 @@ func TestQueuedTurnsKeepTheirOrderThroughALoss(t *testing.T) {
 			_, err := first.client(inThread("q")...).CreateChatCompletion(t.Context(), says(fmt.Sprintf("m%d", i)))
 			return err
 		})
-		pgtest.Eventually(t, patience, func() bool {
-			return pgtest.Value[int](t, w.pool, `select count(*) from agent_messages where role = 'user'`) == i+1
-		}, "the message is stored")
+		pgtest.Until(t, w.pool, i+1, `select count(*) from agent_messages where role = 'user'`)
 	}
 	testkit.Receive(t, g.asked)
 	pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 	w.process(t)
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where status = 'completed'`) == 3
-	}, "another process answers all")
+	pgtest.Until(t, w.pool, 3, `select count(*) from agent_executions where status = 'completed'`)
 	close(g.pieces)
 	if err := group.Wait(); err != nil {
 		t.Fatal(err)

@@ -263,9 +263,7 @@ func TestAResumedTurnKeepsItsForm(t *testing.T) {
 	testkit.Receive(t, g.asked)
 	pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 	w.process(t)
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where status = 'completed'`) == 1
-	}, "another process ends the turn")
+	pgtest.Until(t, w.pool, 1, `select count(*) from agent_executions where status = 'completed'`)
 	close(g.pieces)
 	if err := group.Wait(); err != nil || !strings.Contains(body, quoted(city)) {
 		t.Errorf("%v: %s", err, body)

@@ -173,9 +173,7 @@ func TestAResumedTurnKeepsItsImages(t *testing.T) {
 	testkit.Receive(t, g.asked)
 	pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 	w.process(t)
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where status = 'completed'`) == 1
-	}, "another process ends the turn")
+	pgtest.Until(t, w.pool, 1, `select count(*) from agent_executions where status = 'completed'`)
 	close(g.pieces)
 	if err := group.Wait(); err != nil {
 		t.Fatal(err)

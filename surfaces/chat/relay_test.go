@@ -292,9 +292,7 @@ func TestARelayFollowsFromTheChildToItsParent(t *testing.T) {
 		}
 	})
 	id := p.talks(t)
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[int](t, p.pool, `select count(*)::int from agent_executions where flow = 'child' and status = 'waiting'`) == 1
-	}, "the child waits")
+	pgtest.Until(t, p.pool, 1, `select count(*)::int from agent_executions where flow = 'child' and status = 'waiting'`)
 	if got := p.answerTo(t, "t", "here it is"); got != "Got it.\n\nNext step." {
 		t.Errorf("answer: %q", got)
 	}

@@ -39,9 +39,7 @@ func (p *process) gaveUp(t *testing.T, g *gate, body string, headers ...string) 
 	testkit.Receive(t, g.asked)
 	stop()
 	testkit.Receive(t, over)
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[int](t, p.pool, `select count(*) from agent_chat_requests where state = 'left'`) == 1
-	}, "the connection's end is noted")
+	pgtest.Until(t, p.pool, 1, `select count(*) from agent_chat_requests where state = 'left'`)
 }
 
 // sendIn posts a chat request and returns the body of its answer.
@@ -128,9 +126,7 @@ func TestARequestThatIsSentAgainIsAnsweredOnce(t *testing.T) {
 // settled waits until no turn is under way.
 func (w *world) settled(t *testing.T) {
 	t.Helper()
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where completed_at is null`) == 0
-	}, "all turns end")
+	pgtest.Until(t, w.pool, 0, `select count(*) from agent_executions where completed_at is null`)
 }
 
 // Whoever says the same twice is heard twice: one after the other, and at the same time.

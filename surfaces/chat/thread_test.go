@@ -329,9 +329,7 @@ func TestInterruptingKeepsWhatALockedTurnHasSaid(t *testing.T) {
 	}
 	answer := make(chan string, 1)
 	go func() { answer <- p.answerTo(t, "i", "tea, rather") }()
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[int](t, w.pool, `select count(*) from agent_messages where interrupted and content like 'Coffee is%'`) == 1
-	}, "what was said is kept while the turn is locked")
+	pgtest.Until(t, w.pool, 1, `select count(*) from agent_messages where interrupted and content like 'Coffee is%'`)
 	if err := tx.Rollback(t.Context()); err != nil {
 		t.Fatal(err)
 	}

@@ -180,9 +180,7 @@ func TestIdleHeartbeatsOfAgents(t *testing.T) {
 	w.declare(t, list...)
 	w.sync(t, w.beat.Loop.Agents, true)
 	w.engine(t, true)
-	pgtest.Eventually(t, waitLimit, func() bool {
-		return pgtest.Value[int](t, w.pool, `select count(distinct agent) from agent_executions where status = 'completed'`) == 9
-	}, "nine agents had a heartbeat")
+	pgtest.Until(t, w.pool, 9, `select count(distinct agent) from agent_executions where status = 'completed'`)
 	assert.Equal(t, 0, len(w.model.Requests()))
 	lanesHeld := pgtest.Value[string](t, w.pool, `select coalesce(string_agg(distinct a.lane, ' ' order by a.lane), '') from agent_activity a where a.lane like 'heartbeat%'`)
 	if got := strings.Fields(lanesHeld); len(got) != 9 || slices.Contains(got, heartbeat.Lane) {

@@ -450,9 +450,7 @@ func TestEventRunsAreCreatedOnce(t *testing.T) {
 		group.Go(func() { w.run(t) })
 	}
 	group.Wait()
-	pgtest.Eventually(t, waitLimit, func() bool {
-		return pgtest.Value[int](t, w.pool, `select count(*) from agent_automation_runs where status = 'success'`) == 8
-	}, "all runs end well")
+	pgtest.Until(t, w.pool, 8, `select count(*) from agent_automation_runs where status = 'success'`)
 	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_automation_runs`); n != 8 || w.calls.of("look") != 8 {
 		t.Errorf("%d runs, %d calls, want 8 of each", n, w.calls.of("look"))
 	}

@@ -56,9 +56,7 @@ func TestEventsOverHTTP(t *testing.T) {
 			if err := json.Unmarshal(e.data, &a); err != nil {
 				t.Error(err)
 			}
-			pgtest.Eventually(t, waitLimit, func() bool {
-				return pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where waiting_for = 'approval'`) == 1
-			}, "the turn is parked")
+			pgtest.Until(t, w.pool, 1, `select count(*) from agent_executions where waiting_for = 'approval'`)
 			w.decide(t, a.ID, true)
 		}
 		return false

@@ -142,9 +142,7 @@ func TestSecondAdminWaits(t *testing.T) {
 	require.NoError(t, first.Hold(t.Context(), false))
 	second := other.open(t, "")
 	b := other.send(t, second, "Let me in.", true)
-	pgtest.Eventually(t, waitLimit, func() bool {
-		return pgtest.Value[int](t, w.pool, `select count(*) from agent_lock_waiters where lane = 'operate'`) == 1
-	}, "the second stands in the queue")
+	pgtest.Until(t, w.pool, 1, `select count(*) from agent_lock_waiters where lane = 'operate'`)
 	require.NoError(t, first.Close(t.Context()))
 	if done, err := b.wait(t); err != nil || done.Text != "Now you." {
 		t.Errorf("the turn ended %+v, %v", done, err)
@@ -157,9 +155,7 @@ func TestAbandonedWaitCleansUp(t *testing.T) {
 	first, other := w.process(t, false).open(t, ""), w.process(t, false)
 	require.NoError(t, first.Hold(t.Context(), false))
 	b := other.send(t, other.open(t, ""), "Let me in.", true)
-	pgtest.Eventually(t, waitLimit, func() bool {
-		return pgtest.Value[int](t, w.pool, `select count(*) from agent_lock_waiters where lane = 'operate'`) == 1
-	}, "the second stands in the queue")
+	pgtest.Until(t, w.pool, 1, `select count(*) from agent_lock_waiters where lane = 'operate'`)
 	b.leave(operate.ErrInterrupt)
 	if _, err := b.wait(t); !errors.Is(err, operate.ErrInterrupt) {
 		t.Errorf("the wait ended with %v", err)

@@ -61,9 +61,7 @@ func TestActionFiltersAndTemplates(t *testing.T) {
 		return err == nil && x.Status == executions.Completed && strings.Contains(string(x.Result), "in_7")
 	}, "the wait for the document ends with the payload")
 	assert.Equal(t, 1, w.automated.Load())
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where trace_id = $1 and status = 'running'`, got.TraceID) == 0
-	}, "nothing is running")
+	pgtest.Until(t, w.pool, 0, `select count(*) from agent_activity where trace_id = $1 and status = 'running'`, got.TraceID)
 	story := pgtest.Value[[]string](t, w.pool, `select array_agg(skill_name || ' ' || status order by created_at) from agent_activity where trace_id = $1`, got.TraceID)
 	assert.NoDiff(t, []string{"webhook_action success", "webhook_action success", "webhook_action success"}, story)
 }
@@ -99,9 +97,7 @@ func TestUnmatchedDeliveryIsIgnored(t *testing.T) {
 	w.runEngine(t)
 	got := w.sendAccepted(t, "picky", "msg_1", `{"type":"y"}`)
 	w.waitStatus(t, "msg_1", webhooks.Ignored)
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[string](t, w.pool, `select status from agent_activity where trace_id = $1`, got.TraceID) == "skipped"
-	}, "its activity is skipped")
+	pgtest.Until(t, w.pool, "skipped", `select status from agent_activity where trace_id = $1`, got.TraceID)
 }
 
 func TestMissingPathFailsAndIsReplayable(t *testing.T) {
@@ -159,9 +155,7 @@ func TestActionRetriesThenDead(t *testing.T) {
 			if c.want == webhooks.Dead && testkit.Deref(d.ErrorMessage) != "action 2: automation flaky is out of order" {
 				t.Errorf("error %q", testkit.Deref(d.ErrorMessage))
 			}
-			pgtest.Eventually(t, patience, func() bool {
-				return pgtest.Value[int](t, w.pool, `select count(*) from agent_locks_live`) == 0
-			}, "no lane is held")
+			pgtest.Until(t, w.pool, 0, `select count(*) from agent_locks_live`)
 		})
 	}
 }
@@ -240,9 +234,7 @@ func TestDeliveryWaitsForLane(t *testing.T) {
 	}
 	w.sendAccepted(t, "lane", long, `{}`)
 	w.runEngine(t)
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where flow = 'webhook' and status = 'waiting' and waiting_for = 'lane'`) == 1
-	}, "it waits for its lane")
+	pgtest.Until(t, w.pool, 1, `select count(*) from agent_executions where flow = 'webhook' and status = 'waiting' and waiting_for = 'lane'`)
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`)
 	pgtest.Exec(t, w.pool, `select release_agent_lock($1, 'somebody')`, lane)
 	w.waitStatus(t, long, webhooks.Done)
@@ -475,9 +467,7 @@ func TestDeliveryRunsAutomationOnce(t *testing.T) {
 	w.runEngine(t, works)
 	got := w.sendAccepted(t, "run", "msg_1", `{}`)
 	w.sendAccepted(t, "rest", "msg_2", `{}`)
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[int](t, w.pool, `select count(*) from agent_automation_runs where status = 'success'`) == 2
-	}, "both automations have run")
+	pgtest.Until(t, w.pool, 2, `select count(*) from agent_automation_runs where status = 'success'`)
 	w.waitStatus(t, "msg_1", webhooks.Done)
 	if made.of("answer") != 1 || made.of("inside") != 1 {
 		t.Errorf("answer ran %d times, inside %d times", made.of("answer"), made.of("inside"))

@@ -442,9 +442,7 @@ func TestConcurrentDuplicates(t *testing.T) {
 	if codes[http.StatusAccepted] != deliveries || codes[http.StatusOK] != deliveries {
 		t.Fatalf("answers %v", codes)
 	}
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where flow = 'webhook' and status = 'completed'`) == deliveries
-	}, "all executions have ended")
+	pgtest.Until(t, w.pool, deliveries, `select count(*) from agent_executions where flow = 'webhook' and status = 'completed'`)
 	for what, sql := range map[string]string{
 		"each is done":                   `select count(*) = 200 from agent_webhook_deliveries where status = 'done' and repeats = 1`,
 		"one event each":                 `select count(*) = 200 and count(distinct key) = 200 from agent_events where event = 'EVENT_COMPLETED'`,
