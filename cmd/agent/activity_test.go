@@ -22,6 +22,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -211,12 +212,12 @@ func TestAutomationRunNeedsApproval(t *testing.T) {
 		ApprovalID string `json:"approval_id"`
 	}
 	p.mustJSON(&ran, "automations", "run", "nightly")
-	contains(t, p.must("automations", "run", "nightly"), "waits for approval "+ran.ApprovalID, "agent approvals approve")
-	contains(t, p.must("approvals", "show", ran.ApprovalID), "asked by", "agent in automation (surface operate) for the admin")
-	contains(t, p.must("automations", "runs"), "awaits approval "+ran.ApprovalID[:30])
+	assert.Contains(t, p.must("automations", "run", "nightly"), "waits for approval "+ran.ApprovalID, "agent approvals approve")
+	assert.Contains(t, p.must("approvals", "show", ran.ApprovalID), "asked by", "agent in automation (surface operate) for the admin")
+	assert.Contains(t, p.must("automations", "runs"), "awaits approval "+ran.ApprovalID[:30])
 	p.must("approvals", "approve", ran.ApprovalID, "--reason", "it is due")
 	late := p.run("approvals", "reject", ran.ApprovalID)
-	contains(t, late.err, "decided already: approved by admin at", "it is due", "see agent approvals show "+ran.ApprovalID)
+	assert.Contains(t, late.err, "decided already: approved by admin at", "it is due", "see agent approvals show "+ran.ApprovalID)
 	if late.code != 1 || strings.Contains(late.err, "or its skill") {
 		t.Errorf("exit %d: %s", late.code, late.err)
 	}
@@ -234,7 +235,7 @@ func TestAutomationRunNeedsApproval(t *testing.T) {
 
 	p.mustJSON(&ran, "automations", "run", "nightly")
 	p.must("approvals", "reject", ran.ApprovalID, "--reason", "too dear")
-	contains(t, p.must("automations", "runs"), "rejected by admin: too dear")
+	assert.Contains(t, p.must("automations", "runs"), "rejected by admin: too dear")
 
 	p.must("skills", "disable", "pay")
 	off := p.run("automations", "run", "nightly")
@@ -416,7 +417,7 @@ func TestReportsAgreeEverywhere(t *testing.T) {
 		"error_class", "error_message", "model", "tokens", "cost_usd", "duration_ms", "surface", "trace_id", "execution_id", "parent_id", "cause_id", "thread_id") {
 		if i < first {
 			row := c.row(page, fmt.Sprintf(`id="row-%s"`, l["id"]))
-			contains(t, row, l["actor"].(string), l["act"].(string), html.EscapeString(l["object"].(string)), l["reason"].(string), l["on_behalf_of"].(string))
+			assert.Contains(t, row, l["actor"].(string), l["act"].(string), html.EscapeString(l["object"].(string)), l["reason"].(string), l["on_behalf_of"].(string))
 		}
 	}
 }
@@ -469,7 +470,7 @@ func TestTracePrompts(t *testing.T) {
 		"prompt: not recorded, or pruned", "tokens: 1200 prompt (1024 cached, 0 cache writes), 9 completion",
 		`options: {"max_tokens": 4096}`, "[tools, 21 bytes]\n[{\"type\":\"function\"}]", "[system, 38 bytes]\nYou act.", "is no longer kept]",
 	} {
-		contains(t, text, want)
+		assert.Contains(t, text, want)
 	}
 	var page prompts.Page
 	p.mustJSON(&page, "trace", id, "--prompts")

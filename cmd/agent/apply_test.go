@@ -47,10 +47,10 @@ func TestApplyDiff(t *testing.T) {
 	p := newProgram(t, pgtest.URL(t))
 	dir := writeFolder(t, map[string]string{"one.yaml": goodSkill})
 	dry := p.must("apply", dir, "--dry-run")
-	contains(t, dry, "+ skill one\n", "1 to create, 0 to update, 0 to remove, 0 unchanged\ndry run: nothing was changed\n")
-	contains(t, p.must("skills", "ls"), "no skills")
+	assert.Contains(t, dry, "+ skill one\n", "1 to create, 0 to update, 0 to remove, 0 unchanged\ndry run: nothing was changed\n")
+	assert.Contains(t, p.must("skills", "ls"), "no skills")
 
-	contains(t, p.must("apply", dir), "+ skill one\n", "applied\n")
+	assert.Contains(t, p.must("apply", dir), "+ skill one\n", "applied\n")
 	assert.Equal(t, "no changes: the database matches all 1 of "+dir+"\n", p.must("apply", dir))
 	var got diff
 	p.mustJSON(&got, "apply", dir)
@@ -59,12 +59,12 @@ func TestApplyDiff(t *testing.T) {
 	}
 
 	changed := writeFolder(t, map[string]string{"one.yaml": strings.Replace(goodSkill, "select 1", "select 2", 1)})
-	contains(t, p.must("apply", changed), "~ skill one\n", "config.query: \"select 1 as n\" → \"select 2 as n\"")
+	assert.Contains(t, p.must("apply", changed), "~ skill one\n", "config.query: \"select 1 as n\" → \"select 2 as n\"")
 	two := writeFolder(t, map[string]string{"two.yaml": strings.Replace(goodSkill, "name: one", "name: two", 1)})
-	contains(t, p.must("apply", two, "--prune"), "- skill one\n", "+ skill two\n", "applied\n")
+	assert.Contains(t, p.must("apply", two, "--prune"), "- skill one\n", "+ skill two\n", "applied\n")
 	p.fails(2, "has no .yaml file", "apply", writeFolder(t, nil))
 	p.fails(2, "DIR is empty", "apply", "")
-	contains(t, p.must("skills", "ls"), "two")
+	assert.Contains(t, p.must("skills", "ls"), "two")
 }
 
 // A wrong folder removes nothing: undeclared rows stay and are listed, until --prune or a confirmation.
@@ -74,7 +74,7 @@ func TestApplyPrune(t *testing.T) {
 	wrong := writeFolder(t, map[string]string{"two.yaml": strings.Replace(goodSkill, "name: one", "name: two", 1)})
 	p.must("apply", writeFolder(t, map[string]string{"one.yaml": goodSkill}))
 	says := "kept, not declared in any file: skill one; agent apply " + wrong + " --prune removes them\n"
-	contains(t, p.must("apply", wrong),
+	assert.Contains(t, p.must("apply", wrong),
 		"+ skill two\n", "= skill one\n", "0 to remove, 0 unchanged, 1 kept\n", "applied\n", says)
 	assert.Equal(t, "no changes: the database matches all 1 of "+wrong+"\n"+says, p.must("apply", wrong))
 	var got diff
@@ -82,17 +82,17 @@ func TestApplyPrune(t *testing.T) {
 	if len(got.Items) != 2 || got.Items[1].Action != "keep" {
 		t.Errorf("as JSON: %+v", got)
 	}
-	contains(t, p.must("apply", wrong, "--prune", "--dry-run"), "- skill one\n", "dry run: nothing was changed")
+	assert.Contains(t, p.must("apply", wrong, "--prune", "--dry-run"), "- skill one\n", "dry run: nothing was changed")
 	for answer, removed := range map[string]bool{"\n": false, "no\n": false, "\x04": false, "YES\n": true} {
 		screen := p.onTerminal(t, answer, "apply", wrong)
-		contains(t, screen, "Rows of an earlier apply that no file of "+wrong+" declares any more:",
+		assert.Contains(t, screen, "Rows of an earlier apply that no file of "+wrong+" declares any more:",
 			"- skill one", "Remove 1 row? [y/N]")
 		if listed := p.must("skills", "ls"); strings.Contains(listed, "\none ") == removed {
 			t.Errorf("after %q:\n%s\n%s", answer, screen, listed)
 		}
 		p.must("apply", writeFolder(t, map[string]string{"one.yaml": goodSkill}))
 	}
-	contains(t, p.must("apply", wrong, "--prune"), "- skill one\n", "1 to remove")
+	assert.Contains(t, p.must("apply", wrong, "--prune"), "- skill one\n", "1 to remove")
 	if listed := p.must("skills", "ls"); strings.Contains(listed, "\none ") {
 		t.Errorf("it is still there:\n%s", listed)
 	}
@@ -151,7 +151,7 @@ func TestApplyInvalidWorkspace(t *testing.T) {
 				if got.code != 2 || got.out != "" {
 					t.Errorf("agent %s: exit %d, stdout %q, stderr %q", command, got.code, got.out, got.err)
 				}
-				contains(t, got.err, test.says...)
+				assert.Contains(t, got.err, test.says...)
 				for line := range strings.Lines(got.err) {
 					if !strings.HasPrefix(line, "agent: ") {
 						t.Errorf("agent %s: a line that is not one problem: %q", command, line)
@@ -181,11 +181,11 @@ actions:
 		if got.code != 2 || got.out != "" {
 			t.Errorf("agent %s: exit %d, stdout %q, stderr %q", command, got.code, got.out, got.err)
 		}
-		contains(t, got.err, "/hook.yaml:", "webhook hook: ${HOOK_TOKEN} is too weak for a bearer token", "openssl rand -hex 32")
+		assert.Contains(t, got.err, "/hook.yaml:", "webhook hook: ${HOOK_TOKEN} is too weak for a bearer token", "openssl rand -hex 32")
 	}
 	newProgram(t, url).must("apply", dir) // elsewhere the variable is not set
-	contains(t, weak.must("webhooks", "endpoints"), "too weak")
-	contains(t, newProgram(t, url, "HOOK_TOKEN=a-long-random-text-4711").must("apply", dir), "no changes: ")
+	assert.Contains(t, weak.must("webhooks", "endpoints"), "too weak")
+	assert.Contains(t, newProgram(t, url, "HOOK_TOKEN=a-long-random-text-4711").must("apply", dir), "no changes: ")
 }
 
 func TestMigrate(t *testing.T) {
@@ -210,7 +210,7 @@ func TestMigrate(t *testing.T) {
 	if again.Version == 0 || again.Applied == nil || len(again.Applied) != 0 {
 		t.Errorf("again: %+v", again)
 	}
-	contains(t, p.must("skills", "ls"), "recall")
+	assert.Contains(t, p.must("skills", "ls"), "recall")
 
 	_, err := connect(t, url).Exec(t.Context(), `
 		insert into agent_migrations select (jsonb_populate_record(m, jsonb_build_object('version', 9999))).*
@@ -231,7 +231,7 @@ func TestApplyWarnsOfUnknownModelAndKey(t *testing.T) {
 	keys := "AGENT_CHAT_KEY=shop=" + strings.Repeat("0123456789abcdef", 2)
 	model, key := `unknown model "got-4o": no price, no facts; did you mean "gpt-4o"?`, `no chat key "sho" in AGENT_CHAT_KEY; did you mean "shop"?`
 	got := newProgram(t, database, keys).run("apply", dir, "--dry-run")
-	contains(t, got.err, "warning: ", "a.yaml:1", model, key)
+	assert.Contains(t, got.err, "warning: ", "a.yaml:1", model, key)
 	assert.Equal(t, 0, got.code)
 	own := newProgram(t, database, "OPENAI_BASE_URL=http://127.0.0.1:1/v1", "OPENAI_API_KEY=k", "AGENT_MODEL=m")
 	if got := own.run("apply", dir, "--dry-run"); got.code != 0 || strings.Contains(got.err, "warning") {
@@ -264,12 +264,12 @@ func TestApplyWatch(t *testing.T) {
 	says("watching " + dir)
 	write(file, query("2"))
 	says("applied: ~ skill one (config.query)\n")
-	contains(t, p.must("skills", "show", "one"), "select 2")
+	assert.Contains(t, p.must("skills", "show", "one"), "select 2")
 
 	write(file, query("3")+"colour: red\n")
 	says(`agent: ` + file + `:7:1: unknown key "colour"`)
 	says("nothing was changed")
-	contains(t, p.must("skills", "show", "one"), "select 2")
+	assert.Contains(t, p.must("skills", "show", "one"), "select 2")
 	write(filepath.Join(dir, ".one.swp"), "not of interest")
 	write(filepath.Join(dir, "one.yaml~"), query("4"))
 	if err := os.Rename(filepath.Join(dir, "one.yaml~"), file); err != nil { // as editors save
@@ -285,7 +285,7 @@ func TestApplyWatch(t *testing.T) {
 	says("applied: + skill two\n")
 	require.NoError(t, os.Remove(file))
 	says("kept, not declared in any file: skill one; agent apply " + dir + " --prune removes them")
-	contains(t, p.must("skills", "ls"), "\none ", "\ntwo ")
+	assert.Contains(t, p.must("skills", "ls"), "\none ", "\ntwo ")
 
 	require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
 	if err := cmd.Wait(); err != nil {
@@ -343,9 +343,9 @@ func TestInitCreatesWorkingWorkspace(t *testing.T) {
 	}
 	text, err := os.ReadFile(filepath.Join(dir, "workspace", "agent.yaml"))
 	require.NoError(t, err)
-	contains(t, string(text), `name: "sol-s-shop"`, "Answer questions about \"orders\": quickly. And {{kindly}}.", `timezone: "Europe/Madrid"`)
-	contains(t, p.must("apply", filepath.Join(dir, "workspace")), "agent", "sol-s-shop", "list_tables", "tables every morning")
-	contains(t, p.must("chat", "which tables are there?"), "list_tables")
+	assert.Contains(t, string(text), `name: "sol-s-shop"`, "Answer questions about \"orders\": quickly. And {{kindly}}.", `timezone: "Europe/Madrid"`)
+	assert.Contains(t, p.must("apply", filepath.Join(dir, "workspace")), "agent", "sol-s-shop", "list_tables", "tables every morning")
+	assert.Contains(t, p.must("chat", "which tables are there?"), "list_tables")
 	if _, err := os.Stat(filepath.Join(dir, ".env")); err == nil {
 		t.Error("there is an .env without a database")
 	}
@@ -384,7 +384,7 @@ func TestInitRepeatsQuestion(t *testing.T) {
 	t.Parallel()
 	dir := filepath.Join(t.TempDir(), "desk-2")
 	shown := newProgramWithoutDatabase(t).onTerminal(t, "no good\n\nHelp.\nmysql://x\n\n", "init", dir)
-	contains(t, shown, "[desk-2]", `"no good": a name is a letter`, "--database is not a PostgreSQL URL", "workspace/agent.yaml")
+	assert.Contains(t, shown, "[desk-2]", `"no good": a name is a letter`, "--database is not a PostgreSQL URL", "workspace/agent.yaml")
 	text, err := os.ReadFile(filepath.Join(dir, "workspace", "agent.yaml"))
 	if err != nil || !strings.Contains(string(text), "name: \"desk-2\"\n") {
 		t.Errorf("the agent's file: %s, %v", text, err)

@@ -31,7 +31,7 @@ func TestDevOnItsOwnServer(t *testing.T) {
 	p := newProgramWithoutDatabase(t, "AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=0 0 29 2 *")
 	first := p.start("dev")
 	first.find(t, `\^C stops`)
-	contains(t, first.err.String(), "making a PostgreSQL", "applied the caretaker example", "(kept; --ephemeral removes it)")
+	assert.Contains(t, first.err.String(), "making a PostgreSQL", "applied the caretaker example", "(kept; --ephemeral removes it)")
 	if got := p.must("trace", "last", "--surface", "heartbeat"); !strings.HasPrefix(first.out.String(), got) {
 		t.Errorf("the last trace is not the story that was told:\n%s", got)
 	}
@@ -39,8 +39,8 @@ func TestDevOnItsOwnServer(t *testing.T) {
 	if code := <-first.ended; code != 0 {
 		t.Fatalf("exit %d, stderr %s", code, first.err.String())
 	}
-	contains(t, p.must("skills", "ls"), "broken_on_purpose")
-	contains(t, p.must("doctor"), "ok   server         PostgreSQL", "ok   database       reachable")
+	assert.Contains(t, p.must("skills", "ls"), "broken_on_purpose")
+	assert.Contains(t, p.must("doctor"), "ok   server         PostgreSQL", "ok   database       reachable")
 
 	second := p.start("dev")
 	second.find(t, `\^C stops`)
@@ -86,7 +86,7 @@ func TestCommandsReadDotEnv(t *testing.T) {
 	t.Chdir(t.TempDir())
 	url := pgtest.URL(t)
 	testkit.WriteFile(t, ".env", "DATABASE_URL="+url+"\nAGENT_NAME=robin\n")
-	contains(t, newProgramWithoutDatabase(t).must("agents", "ls"), "robin")
+	assert.Contains(t, newProgramWithoutDatabase(t).must("agents", "ls"), "robin")
 	newProgramWithoutDatabase(t).fails(2, "DATABASE_URL is not set", "serve")
 	if got := newProgramWithoutDatabase(t, "DATABASE_URL="+url).must("agents", "ls"); strings.Contains(got, "robin") {
 		t.Errorf("a command that is told its database: %s", got)
@@ -248,7 +248,7 @@ func TestDemoFailsOnDeviation(t *testing.T) {
 			if err == nil || exitCode(t.Context(), err) != 1 {
 				t.Fatalf("ended with %v\n%s", err, out.String())
 			}
-			contains(t, strings.Join(errorLines(err), "\n"), test.says...)
+			assert.Contains(t, strings.Join(errorLines(err), "\n"), test.says...)
 			checkNothingLeft(t, url, errs.String())
 		})
 	}
@@ -272,7 +272,7 @@ func TestInterruptedDemoCleansUp(t *testing.T) {
 	if err := cmd.Wait(); !errors.As(err, &exit) || exit.ExitCode() != exitInterrupted {
 		t.Fatalf("ended with %v\n%s", err, errs.String())
 	}
-	contains(t, errs.String(), "agent: interrupted")
+	assert.Contains(t, errs.String(), "agent: interrupted")
 	dir := regexp.MustCompile(`data directory in (\S+)`).FindStringSubmatch(errs.String())
 	if dir == nil {
 		t.Fatalf("no server was made:\n%s", errs.String())
@@ -289,14 +289,14 @@ func TestInterruptedDemoCleansUp(t *testing.T) {
 func TestDemoText(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
-	contains(t, p.must("demo"), "STORY", "onboarding", "independent", "chained", "hung")
+	assert.Contains(t, p.must("demo"), "STORY", "onboarding", "independent", "chained", "hung")
 	if p.must("demo", "list") != p.must("demo") {
 		t.Error("list is not the same")
 	}
 	p.fails(exitUsage, "see agent demo list", "demo", "nobody")
 	before := time.Now()
 	shown := p.must("demo", "hung", "--fast")
-	contains(t, shown, "14:11  agente_a     has been silent for too long: lane stale, clearing", "SEQ  WHO", "Checked: it went as it should.")
+	assert.Contains(t, shown, "14:11  agente_a     has been silent for too long: lane stale, clearing", "SEQ  WHO", "Checked: it went as it should.")
 	if time.Since(before) < 11*demoMinuteFast {
 		t.Error("the clock was not waited for")
 	}

@@ -9,6 +9,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -141,7 +142,7 @@ func TestPauseOnPage(t *testing.T) {
 	w := newBrowserTest(t, newProgram(t, url), connect(t, url))
 	w.submitForm("#pause")
 	w.Shows("Autonomous work is paused.")
-	contains(t, w.must("heartbeat"), "skipped: autonomous work is paused since", "on a walk")
+	assert.Contains(t, w.must("heartbeat"), "skipped: autonomous work is paused since", "on a walk")
 	for _, path := range w.pages() {
 		w.Go(w.base + path)
 		w.Until("the banner is on "+path, `document.querySelector("#pause.paused").innerText.includes("on a walk")`)
@@ -150,7 +151,7 @@ func TestPauseOnPage(t *testing.T) {
 	w.submitForm("#pause")
 	w.Shows("Autonomous work is resumed.")
 	w.Until("the banner is gone", `!document.querySelector("#pause.paused")`)
-	contains(t, w.must("heartbeat"), "✓ completed")
+	assert.Contains(t, w.must("heartbeat"), "✓ completed")
 
 	w.waitLive()
 	w.must("pause", "--reason", "from a terminal")

@@ -63,13 +63,13 @@ func TestExecutionFromStartToReplay(t *testing.T) {
 	if !started.Created || !strings.HasPrefix(started.TraceID, "fl_") {
 		t.Errorf("started %+v", started)
 	}
-	contains(t, p.must("executions", "start", "greet", "--input", `{"name": "Ana"}`, "--key", "ana"), "was already started", started.ID)
+	assert.Contains(t, p.must("executions", "start", "greet", "--input", `{"name": "Ana"}`, "--key", "ana"), "was already started", started.ID)
 	p.waitWaiting(started.ID)
-	contains(t, p.must("executions", "waiting"), started.ID, "news-Ana")
-	contains(t, p.must("executions", "status"), "waiting  1")
+	assert.Contains(t, p.must("executions", "waiting"), started.ID, "news-Ana")
+	assert.Contains(t, p.must("executions", "status"), "waiting  1")
 	assert.Equal(t, "no stuck executions\n", p.must("executions", "stuck"))
-	contains(t, p.must("executions", "show", started.ID), "waits for     event", "key           news-Ana", "version       1")
-	contains(t, p.must("executions", "replay", started.ID), "the record ends at", "equal")
+	assert.Contains(t, p.must("executions", "show", started.ID), "waits for     event", "key           news-Ana", "version       1")
+	assert.Contains(t, p.must("executions", "replay", started.ID), "the record ends at", "equal")
 	var event struct {
 		EventID string `json:"event_id"`
 		Resumed []string
@@ -113,8 +113,8 @@ func TestExecutionFromStartToReplay(t *testing.T) {
 		t.Errorf("forks %+v, forked %+v", shown.Forks, forked)
 	}
 	assert.Equal(t, "cancelled "+forked.ID+"\n", p.must("executions", "cancel", forked.ID, "--reason", "enough"))
-	contains(t, p.must("executions", "show", forked.ID), "cancelled", "admin", "enough")
-	contains(t, p.must("executions", "retry", forked.ID), "after the last checkpoint")
+	assert.Contains(t, p.must("executions", "show", forked.ID), "cancelled", "admin", "enough")
+	assert.Contains(t, p.must("executions", "retry", forked.ID), "after the last checkpoint")
 }
 
 func TestStartWait(t *testing.T) {
@@ -127,8 +127,8 @@ func TestStartWait(t *testing.T) {
 	if code := <-waiter.ended; code != 0 {
 		t.Errorf("exit %d: %s", code, waiter.err.String())
 	}
-	contains(t, waiter.out.String(), "completed hello Eva and goodbye")
-	contains(t, p.must("executions", "show", id), "completed")
+	assert.Contains(t, waiter.out.String(), "completed hello Eva and goodbye")
+	assert.Contains(t, p.must("executions", "show", id), "completed")
 	failing := p.start("executions", "start", "greet", "--input", `{"name": "Uwe"}`, "--wait", "--json")
 	pgtest.Eventually(t, 2*pgWait, func() bool { return strings.Contains(p.must("executions", "waiting"), "news-Uwe") }, "it waits")
 	var page struct{ Items []struct{ ID string } }
@@ -180,8 +180,8 @@ func TestInvalidExecutionCommands(t *testing.T) {
 		p.fails(2, "UTF-8", args...)
 	}
 	p.fails(2, `remove \u0000`, "executions", "start", "external:import", "--input", `{"name": "a\u0000b"}`)
-	contains(t, p.must("threads", "show", "begun"), "begun  chat")
-	contains(t, p.must("executions", "show", x.ID), "external:import", "pending")
+	assert.Contains(t, p.must("threads", "show", "begun"), "begun  chat")
+	assert.Contains(t, p.must("executions", "show", x.ID), "external:import", "pending")
 	p.fails(1, "an external worker ran it", "executions", "replay", x.ID)
 	p.fails(1, "fork "+x.ID, "executions", "retry", x.ID)
 }
@@ -199,7 +199,7 @@ func TestReplayHeartbeat(t *testing.T) {
 		t.Fatalf("%d heartbeats", len(page.Items))
 	}
 	for _, x := range page.Items {
-		contains(t, p.must("executions", "replay", x.ID), "completed of heartbeat", "equal")
+		assert.Contains(t, p.must("executions", "replay", x.ID), "completed of heartbeat", "equal")
 	}
 }
 
@@ -214,11 +214,11 @@ func TestListFlowsAndRequests(t *testing.T) {
 	p.fails(2, `unknown flow "gret"; did you mean "greet"?`, "apply", dir)
 	testkit.WriteFile(t, path, greeting)
 	p.must("apply", dir)
-	contains(t, p.must("flows", "ls"), "greet", "data", "Says hello")
+	assert.Contains(t, p.must("flows", "ls"), "greet", "data", "Says hello")
 	shown := p.must("flows", "show", "greet")
-	contains(t, shown, "kind: flow", "name: greet", "actionType: wait_for_event")
+	assert.Contains(t, shown, "kind: flow", "name: greet", "actionType: wait_for_event")
 	testkit.WriteFile(t, path, shown)
-	contains(t, p.must("apply", dir), "skill", "remove")
+	assert.Contains(t, p.must("apply", dir), "skill", "remove")
 	p.fails(1, "agent flows ls", "flows", "show", "nothing")
 	var schema map[string]any
 	if err := json.Unmarshal([]byte(p.must("flows", "schema")), &schema); err != nil || schema["$schema"] == nil {
@@ -238,12 +238,12 @@ func TestShowFlowVersions(t *testing.T) {
 	const document = "kind: flow\nname: greet\nactions: [{actionType: set, parameters: {variables: {word: hola}}}]\n"
 	apply(document)
 	apply(strings.Replace(document, "hola", "adios", 1))
-	contains(t, p.must("flows", "show", "greet"), "# version 2 of", "#   version 1 of", ", current", "word: adios")
-	contains(t, p.must("flows", "show", "greet", "--version", "1"), "# version 1 of", "word: hola")
+	assert.Contains(t, p.must("flows", "show", "greet"), "# version 2 of", "#   version 1 of", ", current", "word: adios")
+	assert.Contains(t, p.must("flows", "show", "greet", "--version", "1"), "# version 1 of", "word: hola")
 	p.fails(1, "flow greet has no version 7: the latest is 2; see agent flows show greet", "flows", "show", "greet", "--version", "7")
 	apply("")
 	p.fails(1, "flow greet was removed; agent flows show greet --version 2 shows its last version", "flows", "show", "greet")
-	contains(t, p.must("flows", "show", "greet", "--version", "2"), "word: adios")
+	assert.Contains(t, p.must("flows", "show", "greet", "--version", "2"), "word: adios")
 	p.fails(1, "flow heartbeat is Go code", "flows", "show", "heartbeat")
 }
 
@@ -287,15 +287,15 @@ func TestAnswerRequest(t *testing.T) {
 		},
 	} {
 		id := ask(c.kind, c.items)
-		contains(t, p.must("requests", "show", id), append(c.first, "Please", c.kind)...)
-		contains(t, p.must(append([]string{"requests", "answer", id}, c.flags...)...), "completed "+id)
-		contains(t, p.must("requests", "show", id), c.want...)
+		assert.Contains(t, p.must("requests", "show", id), append(c.first, "Please", c.kind)...)
+		assert.Contains(t, p.must(append([]string{"requests", "answer", id}, c.flags...)...), "completed "+id)
+		assert.Contains(t, p.must("requests", "show", id), c.want...)
 		p.fails(1, "is already completed", append([]string{"requests", "answer", id}, c.flags...)...)
 	}
-	contains(t, p.must("activity", "audit"), "raise_event")
+	assert.Contains(t, p.must("activity", "audit"), "raise_event")
 	id := ask("document", "{cv,photo}")
-	contains(t, p.must("requests", "answer", id, "--document", "cv=https://example.com/?a=1,b=2"), "pending "+id+"; still missing: photo")
-	contains(t, p.must("requests", "show", id), "pending", "cv: https://example.com/?a=1,b=2", "photo: missing", "--document 'photo=URL'")
+	assert.Contains(t, p.must("requests", "answer", id, "--document", "cv=https://example.com/?a=1,b=2"), "pending "+id+"; still missing: photo")
+	assert.Contains(t, p.must("requests", "show", id), "pending", "cv: https://example.com/?a=1,b=2", "photo: missing", "--document 'photo=URL'")
 	signature := ask("signature", "{}")
 	for _, wrong := range [][]string{
 		{id},
@@ -347,7 +347,7 @@ func TestHeartbeatReportsYield(t *testing.T) {
 			if got.code != 0 || got.err != want || got.out == "" {
 				t.Errorf("exit %d, stderr %q, stdout:\n%s", got.code, got.err, got.out)
 			}
-			contains(t, p.must("executions", "ls"), "waits for lane operate")
+			assert.Contains(t, p.must("executions", "ls"), "waits for lane operate")
 		})
 	}
 }
@@ -357,18 +357,18 @@ func TestPauseAndResume(t *testing.T) {
 	p := newProgram(t, pgtest.URL(t))
 	p.fails(2, "--reason", "pause")
 	p.fails(2, "--reason", "pause", "--reason", " ")
-	contains(t, p.must("doctor"), "autonomy", "not paused")
-	contains(t, p.must("resume"), "the agent is not paused")
-	contains(t, p.must("pause", "--reason", "prices look wrong"), "autonomous work is paused since", "by admin: prices look wrong", "trace op_")
-	contains(t, p.must("pause", "--reason", "again"), "already: ", "prices look wrong")
-	contains(t, p.must("doctor"), "prices look wrong", "agent resume")
+	assert.Contains(t, p.must("doctor"), "autonomy", "not paused")
+	assert.Contains(t, p.must("resume"), "the agent is not paused")
+	assert.Contains(t, p.must("pause", "--reason", "prices look wrong"), "autonomous work is paused since", "by admin: prices look wrong", "trace op_")
+	assert.Contains(t, p.must("pause", "--reason", "again"), "already: ", "prices look wrong")
+	assert.Contains(t, p.must("doctor"), "prices look wrong", "agent resume")
 	status := p.run("executions", "status")
 	if status.code != 0 || !strings.Contains(status.err, "by admin: prices look wrong; `agent resume` ends it") {
 		t.Errorf("status: %+v", status)
 	}
-	contains(t, p.must("pause", "--reason", "x", "--json"), `"changed": false`, `"paused_by": "admin"`)
-	contains(t, p.must("resume", "--reason", "they were right"), "resumed; it was paused since", "trace op_")
-	contains(t, p.must("activity", "ls"), "pause_agent", "resume_agent")
+	assert.Contains(t, p.must("pause", "--reason", "x", "--json"), `"changed": false`, `"paused_by": "admin"`)
+	assert.Contains(t, p.must("resume", "--reason", "they were right"), "resumed; it was paused since", "trace op_")
+	assert.Contains(t, p.must("activity", "ls"), "pause_agent", "resume_agent")
 }
 
 // A heartbeat while paused is recorded as skipped; it is no failure.
@@ -376,8 +376,8 @@ func TestHeartbeatWhilePaused(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
 	p.must("pause", "--reason", "prices look wrong")
-	contains(t, p.must("heartbeat"), "skipped: autonomous work is paused since", "heartbeat", "prices look wrong")
-	contains(t, p.must("heartbeat", "--json"), `"skipped": "autonomous work is paused since`, `"status": "skipped"`)
-	contains(t, p.must("activity", "ls", "--surface", "heartbeat"), "skipped")
-	contains(t, p.must("executions", "ls"), "no matching executions")
+	assert.Contains(t, p.must("heartbeat"), "skipped: autonomous work is paused since", "heartbeat", "prices look wrong")
+	assert.Contains(t, p.must("heartbeat", "--json"), `"skipped": "autonomous work is paused since`, `"status": "skipped"`)
+	assert.Contains(t, p.must("activity", "ls", "--surface", "heartbeat"), "skipped")
+	assert.Contains(t, p.must("executions", "ls"), "no matching executions")
 }

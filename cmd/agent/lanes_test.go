@@ -43,7 +43,7 @@ func TestLanesRunExitCode(t *testing.T) {
 				if got.code != test.code || got.out != test.out || got.err != "" {
 					t.Errorf("agent %q: exit %d, stdout %q, stderr %q, want %d and %q", args, got.code, got.out, got.err, test.code, test.out)
 				}
-				contains(t, p.must("lanes", "ls"), "no lane is held")
+				assert.Contains(t, p.must("lanes", "ls"), "no lane is held")
 			}
 		})
 	}
@@ -63,7 +63,7 @@ func TestLanesRunUnknownCommand(t *testing.T) {
 	if got.code != 1 || !strings.HasPrefix(got.err, "agent: run /no/such/command: ") {
 		t.Errorf("exit %d, stderr %q", got.code, got.err)
 	}
-	contains(t, p.must("lanes", "ls"), "no lane is held")
+	assert.Contains(t, p.must("lanes", "ls"), "no lane is held")
 }
 
 // checkSkipped checks that n actions of a name are recorded as skipped, with the holder of the lane.
@@ -90,13 +90,13 @@ func TestCommandsSkipBusyLane(t *testing.T) {
 	if got.code == 0 {
 		t.Errorf("a busy objective was advanced: %+v", got)
 	}
-	contains(t, got.err, "somebody")
+	assert.Contains(t, got.err, "somebody")
 	checkSkipped(t, db, "objective_advance", "somebody", 1)
 	got = p.run("automations", "run", "watch")
 	if got.code != exitBusy {
 		t.Errorf("a busy automation: %+v", got)
 	}
-	contains(t, got.err, "skipped", "somebody")
+	assert.Contains(t, got.err, "skipped", "somebody")
 	checkSkipped(t, db, "run_automation", "somebody", 1)
 	var runs int
 	if err := db.QueryRow(t.Context(), `select count(*) from agent_automation_runs`).Scan(&runs); err != nil || runs != 0 {
@@ -119,7 +119,7 @@ func TestLanesReleaseNamesHolder(t *testing.T) {
 	if got.code != exitFailed {
 		t.Errorf("got %+v", got)
 	}
-	contains(t, got.err, "in use by pid", "(test)", "pg_terminate_backend")
+	assert.Contains(t, got.err, "in use by pid", "(test)", "pg_terminate_backend")
 }
 
 func TestLanesRunSkipsWhenBusy(t *testing.T) {
@@ -133,13 +133,13 @@ func TestLanesRunSkipsWhenBusy(t *testing.T) {
 	if got.code != 75 || got.out != "" {
 		t.Errorf("exit %d, stdout %q, want 75", got.code, got.out)
 	}
-	contains(t, got.err, "level=WARN", "already running, skipped", "pipeline:x", "somebody")
-	contains(t, newProgram(t, url, "AGENT_LOG_FORMAT=json").run("lanes", "run", "pipeline:x", "--", "touch", mark).err, `"level":"WARN","msg":"already running, skipped","lane":"pipeline:x"`)
+	assert.Contains(t, got.err, "level=WARN", "already running, skipped", "pipeline:x", "somebody")
+	assert.Contains(t, newProgram(t, url, "AGENT_LOG_FORMAT=json").run("lanes", "run", "pipeline:x", "--", "touch", mark).err, `"level":"WARN","msg":"already running, skipped","lane":"pipeline:x"`)
 	if _, err := os.Stat(mark); err == nil {
 		t.Error("the command ran without the lane")
 	}
 	checkSkipped(t, db, "run_in_lane", "somebody", 2)
-	contains(t, p.must("lanes", "ls"), "pipeline:x", "somebody")
+	assert.Contains(t, p.must("lanes", "ls"), "pipeline:x", "somebody")
 	var page struct{ Items []map[string]any }
 	p.mustJSON(&page, "lanes", "ls")
 	if len(page.Items) != 1 || page.Items[0]["locked_by"] != "somebody" {
@@ -147,11 +147,11 @@ func TestLanesRunSkipsWhenBusy(t *testing.T) {
 	}
 
 	assert.Equal(t, "released pipeline:x\n", p.must("lanes", "release", "pipeline:x", "--reason", "the import hangs"))
-	contains(t, p.must("lanes", "run", "pipeline:x", "--", "echo", "ran"), "ran")
+	assert.Contains(t, p.must("lanes", "run", "pipeline:x", "--", "echo", "ran"), "ran")
 	if got := p.run("lanes", "release", "pipeline:x"); got.code != 1 || got.err != "agent: lane \"pipeline:x\" is not held; see agent lanes ls\n" {
 		t.Errorf("released twice: exit %d, stderr %q", got.code, got.err)
 	}
-	contains(t, p.must("activity", "ls"), "break_lane")
+	assert.Contains(t, p.must("activity", "ls"), "break_lane")
 }
 
 // An invalid lane or TTL exits with 2; the command does not run and nothing is written.
@@ -203,7 +203,7 @@ func TestLanesRunStopsCommand(t *testing.T) {
 	if code := <-s.ended; code != 1 || !strings.Contains(s.err.String(), "agent: run sh: ended: ") {
 		t.Errorf("exit %d, stderr %q", code, s.err.String())
 	}
-	contains(t, p.must("lanes", "ls"), "no lane is held")
+	assert.Contains(t, p.must("lanes", "ls"), "no lane is held")
 }
 
 func TestLanesDisabled(t *testing.T) {
@@ -244,14 +244,14 @@ func TestLanesRunUnderSignals(t *testing.T) {
 			require.NoError(t, cmd.Start())
 			for _, answer := range test.answers {
 				pgtest.Eventually(t, pgWait, func() bool { return strings.Contains(out.String(), answer) }, "the command says "+answer)
-				contains(t, p.must("lanes", "ls"), "pipeline:x")
+				assert.Contains(t, p.must("lanes", "ls"), "pipeline:x")
 				require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
 			}
 			err := cmd.Wait()
 			if code := cmd.ProcessState.ExitCode(); code != test.code {
 				t.Errorf("exit %d (%v), stdout %q, stderr %q, want %d", code, err, out.String(), errs.String(), test.code)
 			}
-			contains(t, p.must("lanes", "ls"), "no lane is held")
+			assert.Contains(t, p.must("lanes", "ls"), "no lane is held")
 		})
 	}
 }

@@ -140,7 +140,7 @@ func TestTrace(t *testing.T) {
 	}
 	p.mustJSON(&last, "trace", "last", "--surface", "heartbeat")
 	story := p.must("trace", last.TraceID)
-	contains(t, story, last.TraceID, "self_heal", "advance_plan", "save_memories", "broken_on_purpose", "caretaker_notes", "total:")
+	assert.Contains(t, story, last.TraceID, "self_heal", "advance_plan", "save_memories", "broken_on_purpose", "caretaker_notes", "total:")
 	for _, form := range []string{last.OTelTraceID, strings.TrimPrefix(last.TraceID, "hb_"), strings.ToLower(last.TraceID)} {
 		if got := p.must("trace", form); got != story {
 			t.Errorf("agent trace %s tells another story:\n%s", form, got)
@@ -170,7 +170,7 @@ func TestExecutions(t *testing.T) {
 	var page struct{ Items []struct{ ID, Status string } }
 	p.mustJSON(&page, "executions", "ls")
 	id := page.Items[0].ID
-	contains(t, p.must("executions", "show", id), "heartbeat", "completed", "RECORDED", "self_heal")
+	assert.Contains(t, p.must("executions", "show", id), "heartbeat", "completed", "RECORDED", "self_heal")
 	var shown struct {
 		ID          string
 		Checkpoints []map[string]any
@@ -194,7 +194,7 @@ func TestApprovals(t *testing.T) {
 	var page struct{ Items []struct{ ID string } }
 	p.mustJSON(&page, "approvals", "ls")
 	id := page.Items[0].ID
-	contains(t, p.must("approvals", "show", id), "approval "+id, "table_sizes", "pending", "\"limit\": 3", "agent trace ")
+	assert.Contains(t, p.must("approvals", "show", id), "approval "+id, "table_sizes", "pending", "\"limit\": 3", "agent trace ")
 	var one struct {
 		ID        string
 		Arguments map[string]int
@@ -243,7 +243,7 @@ func TestListingTraceIDForms(t *testing.T) {
 		p.mustJSON(&rows, strings.Fields(of)...)
 		id := rows.Items[0].TraceID
 		for _, form := range []string{string(id), strings.ToLower(string(id)), id.OTel(), strings.ToUpper(id.OTel()), id.Suffix()} {
-			contains(t, p.must(append(strings.Fields(command), "--trace", form)...), string(id))
+			assert.Contains(t, p.must(append(strings.Fields(command), "--trace", form)...), string(id))
 		}
 		another := trace.New(trace.Heartbeat).OTel()
 		if got := p.must(append(strings.Fields(command), "--trace", another)...); strings.Contains(got, string(id)) {

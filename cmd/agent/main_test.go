@@ -14,7 +14,6 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
-	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -110,14 +109,6 @@ func decodeOne(text string, into any) error {
 		return errors.New("more follows the document")
 	}
 	return nil
-}
-
-// contains reports texts that got lacks.
-func contains(t *testing.T, got string, wanted ...string) {
-	t.Helper()
-	for _, w := range wanted {
-		assert.Contains(t, got, w)
-	}
 }
 
 // started is a command in the background.

@@ -34,15 +34,15 @@ func TestModelsCheck(t *testing.T) {
 	url := pgtest.URL(t)
 	p := newProgram(t, url, "OPENAI_BASE_URL="+server.URL(), "AGENT_MODEL=gpt-4o")
 	got := p.run("models", "check")
-	contains(t, got.err, "7 calls to 1 model, billed by the provider")
-	contains(t, got.out, "gpt-4o\n", "pass     answers", "pass     correction", "7 calls, $0.0")
+	assert.Contains(t, got.err, "7 calls to 1 model, billed by the provider")
+	assert.Contains(t, got.out, "gpt-4o\n", "pass     answers", "pass     correction", "7 calls, $0.0")
 	if got.code != 0 || len(server.Requests()) != 7 {
 		t.Errorf("exit %d after %d requests", got.code, len(server.Requests()))
 	}
 	p.must("apply", writeFolder(t, map[string]string{"a.yaml": twoAgents}))
 	got = p.run("models", "check")
-	contains(t, got.err, "28 calls to 4 models")
-	contains(t, got.out, "gpt-6-luna\n", "gpt-5-mini\n", "house/own (effort low)\n", "gpt-5-mini (effort low)\n",
+	assert.Contains(t, got.err, "28 calls to 4 models")
+	assert.Contains(t, got.out, "gpt-6-luna\n", "gpt-5-mini\n", "house/own (effort low)\n", "gpt-5-mini (effort low)\n",
 		"skipped  price", "set AGENT_PRICES")
 	var rows int
 	if err := connect(t, url).QueryRow(t.Context(), `select count(*) from agent_activity where skill_name = 'model_call'`).
@@ -65,7 +65,7 @@ func TestModelsCheckFailure(t *testing.T) {
 	if got.code != 1 || strings.Contains(got.err, "agent:") {
 		t.Errorf("exit %d, stderr %q", got.code, got.err)
 	}
-	contains(t, got.out, "FAIL     tools", "called no tool", "--enable-auto-tool-choice", "skipped  correction", "no tool was called")
+	assert.Contains(t, got.out, "FAIL     tools", "called no tool", "--enable-auto-tool-choice", "skipped  correction", "no tool was called")
 	var all struct {
 		Items []struct {
 			Model  string
@@ -87,7 +87,7 @@ func TestListModels(t *testing.T) {
 	server := modeltest.New(t)
 	p := newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), `AGENT_PRICES={"house/own":{"input":1,"output":3}}`)
 	p.must("apply", writeFolder(t, map[string]string{"a.yaml": twoAgents}))
-	contains(t, p.must("models", "ls"), "MODEL", "scripted    yes", "gpt-6-luna  no", "sales, billing", "400000", "1 / 3", "0.1 / 0.5")
+	assert.Contains(t, p.must("models", "ls"), "MODEL", "scripted    yes", "gpt-6-luna  no", "sales, billing", "400000", "1 / 3", "0.1 / 0.5")
 	var all struct {
 		Items []struct {
 			Model  string
@@ -102,8 +102,8 @@ func TestListModels(t *testing.T) {
 		t.Errorf("got %+v", all.Items)
 	}
 	silent := newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL=http://127.0.0.1:1/v1", "AGENT_MODEL=gpt-4o").run("models", "ls")
-	contains(t, silent.err, "the server lists no models", "check OPENAI_BASE_URL")
-	contains(t, silent.out, "gpt-4o")
+	assert.Contains(t, silent.err, "the server lists no models", "check OPENAI_BASE_URL")
+	assert.Contains(t, silent.out, "gpt-4o")
 	assert.Equal(t, 0, silent.code)
 	if len(server.Requests()) > 0 {
 		t.Error("a listing made calls")
@@ -115,7 +115,7 @@ func TestDoctorChecksTools(t *testing.T) {
 	server := modeltest.New(t)
 	server.Handle(modeltest.PassesChecks)
 	p := newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), "AGENT_MODEL=gpt-4o")
-	contains(t, p.must("doctor"), "ok   model answers", "ok   model tools")
+	assert.Contains(t, p.must("doctor"), "ok   model answers", "ok   model tools")
 	assert.Equal(t, 1, len(server.Requests()))
 	server.Handle(func(n int, req openai.ChatCompletionRequest) modeltest.Reply {
 		if len(req.Tools) > 0 {
@@ -124,7 +124,7 @@ func TestDoctorChecksTools(t *testing.T) {
 		return modeltest.PassesChecks(n, req)
 	})
 	got := p.run("doctor")
-	contains(t, got.out, "ok   model answers", "BAD  model tools", "tools are off", "set AGENT_MODEL to one that calls tools")
+	assert.Contains(t, got.out, "ok   model answers", "BAD  model tools", "tools are off", "set AGENT_MODEL to one that calls tools")
 	if n := len(server.Requests()); n != 3 || got.code != 1 {
 		t.Errorf("exit %d after %d calls", got.code, n)
 	}
@@ -134,7 +134,7 @@ func TestDoctorReportsEmbeddings(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	p := newProgram(t, url)
-	contains(t, p.must("doctor"), "embeddings", "off: memory search matches words only")
+	assert.Contains(t, p.must("doctor"), "embeddings", "off: memory search matches words only")
 	server := modeltest.NewEmbeddings(t, func(string) []float32 { return []float32{1, 2, 3} })
 	p = newProgram(t, url, "AGENT_EMBEDDING_MODEL=small", "AGENT_EMBEDDING_BASE_URL="+server.URL(),
 		"OPENAI_BASE_URL="+server.URL(), "OPENAI_API_KEY=key-of-the-chat-model")
@@ -142,7 +142,7 @@ func TestDoctorReportsEmbeddings(t *testing.T) {
 		t.Errorf("without the extension: %+v", got)
 	}
 	p.must("memory", "set", "rule", "two signatures")
-	contains(t, p.must("memory", "search", "signatures"), "rule")
+	assert.Contains(t, p.must("memory", "search", "signatures"), "rule")
 	assert.Equal(t, 0, len(server.Requests()))
 	db, err := postgres.Open(t.Context(), url, postgres.Options{})
 	require.NoError(t, err)
@@ -151,7 +151,7 @@ func TestDoctorReportsEmbeddings(t *testing.T) {
 		insert into pg_extension (oid, extname, extowner, extnamespace, extrelocatable, extversion)
 		values (999999, 'vector', current_user::regrole, 'public'::regnamespace, false, '0.8.6')`)
 	require.NoError(t, err)
-	contains(t, p.run("doctor").out, "ok   embeddings", "small, 3 dimensions, pgvector 0.8.6; 0 of 1 memories are embedded")
+	assert.Contains(t, p.run("doctor").out, "ok   embeddings", "small, 3 dimensions, pgvector 0.8.6; 0 of 1 memories are embedded")
 	assert.Equal(t, "", server.Requests()[0].Header.Get("Authorization"))
 }
 

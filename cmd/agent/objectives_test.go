@@ -59,12 +59,12 @@ func TestObjectiveCommands(t *testing.T) {
 		t.Errorf("done of a step that is not there: %+v", bad)
 	}
 	p.must("objectives", "done", shown.Steps[0].ID, "--reason", "I saw it")
-	contains(t, p.must("objectives", "done", shown.Steps[0].ID, "--reason", "I saw it"), "no longer pending")
-	contains(t, p.must("objectives", "show", "tidy"), "completed", "admin's word: I saw it", "no dust", "1 of 1 steps (100 %)")
+	assert.Contains(t, p.must("objectives", "done", shown.Steps[0].ID, "--reason", "I saw it"), "no longer pending")
+	assert.Contains(t, p.must("objectives", "show", "tidy"), "completed", "admin's word: I saw it", "no dust", "1 of 1 steps (100 %)")
 	if bad := p.run("objectives", "accept", "nothing"); bad.code != exitFailed || !strings.Contains(bad.err, "agent objectives ls") {
 		t.Errorf("got %+v", bad)
 	}
-	contains(t, p.must("activity", "ls"), "add_objective", "confirm_step", "pause_objective")
+	assert.Contains(t, p.must("activity", "ls"), "add_objective", "confirm_step", "pause_objective")
 }
 
 func TestProposalCommands(t *testing.T) {
@@ -73,8 +73,8 @@ func TestProposalCommands(t *testing.T) {
 	p := newProgram(t, url)
 	p.must("skills", "call", "objective_propose", "--args", `{"name":"wish","goal":"g"}`)
 	p.must("skills", "call", "automation_propose", "--args", `{"name":"watch","cron":"0 9 * * 1-5","timezone":"Europe/Madrid","skill":"recent_activity"}`)
-	contains(t, p.must("objectives", "ls", "--status", "proposed"), "wish")
-	contains(t, p.must("automations", "ls"), "watch", "proposed")
+	assert.Contains(t, p.must("objectives", "ls", "--status", "proposed"), "wish")
+	assert.Contains(t, p.must("automations", "ls"), "watch", "proposed")
 	if bad := p.run("automations", "enable", "watch"); bad.code != exitFailed || !strings.Contains(bad.err, "accept") {
 		t.Errorf("a proposal was enabled: %+v", bad)
 	}
@@ -87,15 +87,15 @@ func TestProposalCommands(t *testing.T) {
 	if !got.Automation.Enabled || len(got.Automation.NextRuns) != 3 {
 		t.Errorf("got %+v", got)
 	}
-	contains(t, p.must("automations", "show", "watch"), "0 9 * * 1-5 Europe/Madrid", "no runs yet", "CE")
+	assert.Contains(t, p.must("automations", "show", "watch"), "0 9 * * 1-5 Europe/Madrid", "no runs yet", "CE")
 	p.mustJSON(&got, "automations", "run", "watch")
 	if got.Run.Status != "success" || got.Run.Cause != "manual" {
 		t.Errorf("got %+v", got)
 	}
-	contains(t, p.must("automations", "show", "watch"), "result of ")
-	contains(t, p.must("automations", "runs", "watch"), "manual", "success")
-	contains(t, p.must("automations", "dead"), "no dead runs")
-	contains(t, p.must("automations", "disable", "watch"), "disabled by admin")
+	assert.Contains(t, p.must("automations", "show", "watch"), "result of ")
+	assert.Contains(t, p.must("automations", "runs", "watch"), "manual", "success")
+	assert.Contains(t, p.must("automations", "dead"), "no dead runs")
+	assert.Contains(t, p.must("automations", "disable", "watch"), "disabled by admin")
 }
 
 func TestMemoryCommands(t *testing.T) {
@@ -104,10 +104,10 @@ func TestMemoryCommands(t *testing.T) {
 	p := newProgram(t, url)
 	p.must("memory", "set", "contact", `{"name": "Ana"}`, "--category", "admin", "--expires", "720h")
 	p.must("memory", "set", "plain", "just words")
-	contains(t, p.must("memory", "ls"), "contact", "just words")
-	contains(t, p.must("memory", "search", "ana"), "contact")
-	contains(t, p.must("memory", "get", "contact", "--category", "admin"), "name: Ana", "revision 1")
-	contains(t, p.must("memory", "stats"), "admin", "general")
+	assert.Contains(t, p.must("memory", "ls"), "contact", "just words")
+	assert.Contains(t, p.must("memory", "search", "ana"), "contact")
+	assert.Contains(t, p.must("memory", "get", "contact", "--category", "admin"), "name: Ana", "revision 1")
+	assert.Contains(t, p.must("memory", "stats"), "admin", "general")
 	for _, refused := range [][]string{
 		{"memory", "set", "plain", "x", "--if-revision", "7"}, {"memory", "set", "api_key", "hunter2"}, {"memory", "get", "nothing"},
 	} {
@@ -120,8 +120,8 @@ func TestMemoryCommands(t *testing.T) {
 	} {
 		p.fails(exitUsage, "see agent memory set --help", append([]string{"memory", "set"}, wrong...)...)
 	}
-	contains(t, p.must("memory", "forget", "plain"), "forgotten")
-	contains(t, p.must("memory", "forget", "plain"), "was not stored")
+	assert.Contains(t, p.must("memory", "forget", "plain"), "forgotten")
+	assert.Contains(t, p.must("memory", "forget", "plain"), "was not stored")
 }
 
 // browserTab is an admin's browser for forms.
@@ -191,7 +191,7 @@ func TestStalePagesDoNotOverwrite(t *testing.T) {
 	served := p.start("serve")
 	base := strings.TrimSuffix(served.find(t, `msg=serving listen=(\S+)`), "/")
 	ana, bea := newTab(t, base), newTab(t, base)
-	contains(t, ana.page("/memory", nil), "the late one", "second", "/act/v1/memory/conflicts/"+conflict+"/decide", `name="if_revision" value="2"`)
+	assert.Contains(t, ana.page("/memory", nil), "the late one", "second", "/act/v1/memory/conflicts/"+conflict+"/decide", `name="if_revision" value="2"`)
 	decide := func(b browserTab, decision, revision string) string {
 		b.t.Helper()
 		return b.page("/act/v1/memory/conflicts/"+conflict+"/decide",
@@ -206,11 +206,11 @@ func TestStalePagesDoNotOverwrite(t *testing.T) {
 	}
 	p.must("memory", "set", "contact", "third") // after both have opened the page
 	said := decide(ana, "take", "2")
-	contains(t, said, `role="alert"`, "nothing was written", "the late one", "third", "revision 3 is there")
+	assert.Contains(t, said, `role="alert"`, "nothing was written", "the late one", "third", "revision 3 is there")
 	holds("third", 3)
-	contains(t, decide(ana, "take", "3"), "The conflict is decided.")
+	assert.Contains(t, decide(ana, "take", "3"), "The conflict is decided.")
 	holds("the late one", 4)
-	contains(t, decide(bea, "take", "3"), "decided already")
+	assert.Contains(t, decide(bea, "take", "3"), "decided already")
 	holds("the late one", 4)
 
 	e, err := memory.Shared.Get(t.Context(), pool, "general", "contact")
@@ -219,17 +219,17 @@ func TestStalePagesDoNotOverwrite(t *testing.T) {
 		b.t.Helper()
 		return b.page("/act/v1/memory/"+e.ID+"/forget", url.Values{"reason": {"x"}, "if_revision": {revision}, "back": {"/memory"}})
 	}
-	contains(t, bea.page("/memory/contact", nil), `name="if_revision" value="4"`)
+	assert.Contains(t, bea.page("/memory/contact", nil), `name="if_revision" value="4"`)
 	p.must("memory", "set", "contact", "fifth")
-	contains(t, forget(bea, "4"), "nothing was written", "fifth", "revision 5 is there")
+	assert.Contains(t, forget(bea, "4"), "nothing was written", "fifth", "revision 5 is there")
 	holds("fifth", 5)
-	contains(t, forget(bea, "5"), "The entry is forgotten.")
+	assert.Contains(t, forget(bea, "5"), "The entry is forgotten.")
 
 	p.must("objectives", "add", "tidy", "--goal", "be tidy")
-	contains(t, ana.page("/objectives/tidy", nil), `name="if_revision" value="1"`)
+	assert.Contains(t, ana.page("/objectives/tidy", nil), `name="if_revision" value="1"`)
 	p.must("objectives", "pause", "tidy")
 	pause := url.Values{"reason": {"x"}, "if_revision": {"1"}, "back": {"/objectives"}}
-	contains(t, ana.page("/act/v1/objectives/tidy/resume", pause), "nothing was done", "at revision 2 and not at 1")
+	assert.Contains(t, ana.page("/act/v1/objectives/tidy/resume", pause), "nothing was done", "at revision 2 and not at 1")
 	if status := p.must("objectives", "show", "tidy"); !strings.Contains(status, "paused") {
 		t.Errorf("a page from before resumed it: %s", status)
 	}
@@ -239,9 +239,9 @@ func TestRetentionCommands(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	p := newProgram(t, db.Config().ConnString())
-	contains(t, p.must("retention", "show"), "KIND", "messages         forever  1 day")
-	contains(t, p.must("retention", "set", "executions=30d", "events=1 day", "--reason", "little room"), "changed; trace op_")
-	contains(t, p.must("retention", "set", "executions=30 days"), "already set")
+	assert.Contains(t, p.must("retention", "show"), "KIND", "messages         forever  1 day")
+	assert.Contains(t, p.must("retention", "set", "executions=30d", "events=1 day", "--reason", "little room"), "changed; trace op_")
+	assert.Contains(t, p.must("retention", "set", "executions=30 days"), "already set")
 	pgtest.Exec(t, db, `
 		insert into agent_executions (id, trace_id, surface, flow, created_at)
 		select lanekeeper.agent_uuid7(at), 'fl_' || n, 'flow', 'f', at from (select n, clock_timestamp() - interval '40 days' as at from generate_series(1, 3) n) x`)
@@ -259,7 +259,7 @@ func TestRetentionCommands(t *testing.T) {
 			t.Errorf("agent %v: %+v", args, done)
 		}
 	}
-	contains(t, p.must("retention", "run", "executions"), "executions  30 days  0")
+	assert.Contains(t, p.must("retention", "run", "executions"), "executions  30 days  0")
 	for _, args := range [][]string{
 		{"retention", "set", "memory=3d"},
 		{"retention", "set", "executions=1h"},

@@ -253,7 +253,7 @@ func TestOperateReportsHolder(t *testing.T) {
 	s.waitFor(`One\.`)
 	got := d.run("operate", "Hello.")
 	assert.Equal(t, exitBusy, got.code)
-	contains(t, got.err, "lane busy", session, "--wait", "--watch")
+	assert.Contains(t, got.err, "lane busy", session, "--wait", "--watch")
 	pgtest.Equal(t, d.pool, 1, `select count(*) from agent_activity where skill_name = 'operate' and status = 'skipped' and lane = 'operate'`)
 	s.typeKeys("\x04")
 	s.waitExit()
@@ -266,7 +266,7 @@ func TestOperateOnce(t *testing.T) {
 	if got.code != 0 || got.out != "It is 42.\n" {
 		t.Errorf("exit %d, stdout %q", got.code, got.out)
 	}
-	contains(t, got.err, "✓ look {}", "answered", "op_")
+	assert.Contains(t, got.err, "✓ look {}", "answered", "op_")
 	var answer operate.Answer
 	d.mustJSON(&answer, "operate", "And now?", "--session", "ses_again")
 	if answer.Text != "Still 42." || answer.SessionID != "ses_again" || answer.TraceID == "" || answer.Ended != "answered" {
@@ -284,7 +284,7 @@ func TestReplayOperateTurn(t *testing.T) {
 	d.must("operate", "How many?")
 	asked := len(d.model.Requests())
 	id := pgtest.Value[string](t, d.pool, `select id::text from agent_executions where flow = 'operate'`)
-	contains(t, d.must("executions", "replay", id), "completed of operate", "equal")
+	assert.Contains(t, d.must("executions", "replay", id), "completed of operate", "equal")
 	if n := len(d.model.Requests()); n != asked {
 		t.Errorf("the replay asked the model %d times", n-asked)
 	}
@@ -296,7 +296,7 @@ func TestOperateOnceLeavesApprovalsOpen(t *testing.T) {
 	d := newOperateTest(t, wipe, wipe, wipe, modeltest.Text("To what?"))
 	got := d.run("operate", "Wipe. Yes, I approve.")
 	assert.Equal(t, exitFailed, got.code)
-	contains(t, got.err, "waits for approval: wipe {}", "agent serve")
+	assert.Contains(t, got.err, "waits for approval: wipe {}", "agent serve")
 	got = d.run("operate", "Wipe.", "--json")
 	var answer operate.Answer
 	if err := decodeOne(got.out, &answer); err != nil || got.code != exitFailed || len(answer.Approvals) != 1 || answer.Ended != operate.WaitingApproval {
@@ -340,7 +340,7 @@ func TestUnreadableInput(t *testing.T) {
 	if got.code != exitFailed || got.out != "One.\n" {
 		t.Errorf("exit %d, stdout %q", got.code, got.out)
 	}
-	contains(t, got.err, "agent: read messages: ", "token too long")
+	assert.Contains(t, got.err, "agent: read messages: ", "token too long")
 }
 
 func TestInterruptEndsSilentPipe(t *testing.T) {
@@ -386,7 +386,7 @@ func TestFailedTurnExitCode(t *testing.T) {
 	d := newOperateTest(t, refused, refused, modeltest.Text("Fine."))
 	got := d.run("operate", "Hello.")
 	assert.Equal(t, exitFailed, got.code)
-	contains(t, got.err, "Incorrect API key provided")
+	assert.Contains(t, got.err, "Incorrect API key provided")
 	got = d.runWith(t.Context(), strings.NewReader("Hello.\nHello.\n"), "operate")
 	if got.code != exitFailed || got.out != "Fine.\n" {
 		t.Errorf("exit %d, stdout %q", got.code, got.out)
@@ -452,7 +452,7 @@ func TestOperateWithoutAnswer(t *testing.T) {
 			if got.code != exitFailed || !strings.HasPrefix(got.out, "Stopped because ") {
 				t.Errorf("exit %d, stdout %q", got.code, got.out)
 			}
-			contains(t, got.err, append(c.says, "op_")...)
+			assert.Contains(t, got.err, append(c.says, "op_")...)
 			got = d.run("operate", "How many?", "--json")
 			var answer operate.Answer
 			if err := decodeOne(got.out, &answer); err != nil || got.code != exitFailed || answer.Ended != c.ended || answer.Until.IsZero() == (c.ended == "day") {
@@ -468,16 +468,16 @@ func TestModelServerSettings(t *testing.T) {
 	p := newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), "AGENT_MODEL=scripted", "AGENT_REASONING_EFFORT=low",
 		`AGENT_MODEL_HEADERS={"api-key":"key-of-azure"}`, `AGENT_MODEL_QUERY={"api-version":"2026-10-01"}`,
 		`AGENT_MODEL_EXTRA={"chat_template_kwargs":{"enable_thinking":false}}`)
-	contains(t, p.must("operate", "how many?"), "It is 42.")
+	assert.Contains(t, p.must("operate", "how many?"), "It is 42.")
 	asked := server.Requests()[0]
 	if asked.Path != "/v1/chat/completions" || asked.Header.Get("Api-Key") != "key-of-azure" || asked.Query.Get("api-version") != "2026-10-01" {
 		t.Errorf("asked at %s with %v, %v", asked.Path, asked.Header, asked.Query)
 	}
-	contains(t, asked.Body, `"reasoning_effort":"low"`, `"chat_template_kwargs":{"enable_thinking":false}`)
+	assert.Contains(t, asked.Body, `"reasoning_effort":"low"`, `"chat_template_kwargs":{"enable_thinking":false}`)
 	p = newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), "AGENT_MODEL_API=responses")
 	got := p.run("operate", "how many?")
-	contains(t, got.out, "It is 43.")
-	contains(t, got.err, "AGENT_MODEL is not set")
+	assert.Contains(t, got.out, "It is 43.")
+	assert.Contains(t, got.err, "AGENT_MODEL is not set")
 	if asked := server.Requests()[1]; asked.Path != "/v1/responses" || asked.Model != defaultModel {
 		t.Errorf("asked %s at %s", asked.Model, asked.Path)
 	}

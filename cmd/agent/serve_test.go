@@ -75,7 +75,7 @@ func TestInvalidSettings(t *testing.T) {
 				t.Errorf("exit %d, stdout %q, want 2 and %d lines on stderr:\n%s", got.code, got.out, len(test.says), got.err)
 			}
 			for _, says := range test.says {
-				contains(t, got.err, "agent: "+says)
+				assert.Contains(t, got.err, "agent: "+says)
 			}
 		})
 	}
@@ -105,7 +105,7 @@ func TestPortInUse(t *testing.T) {
 		if got.code != 1 || strings.Count(got.err, "\n") != 1 {
 			t.Errorf("agent %s: exit %d, stderr %q", command, got.code, got.err)
 		}
-		contains(t, got.err, "address already in use; set AGENT_LISTEN to a free address")
+		assert.Contains(t, got.err, "address already in use; set AGENT_LISTEN to a free address")
 	}
 }
 
@@ -130,7 +130,7 @@ func TestServe(t *testing.T) {
 	if code, _ := testkit.Get(t, base+"/v1/lanes"); code != http.StatusUnauthorized {
 		t.Errorf("lanes without the token: %d", code)
 	}
-	contains(t, s.err.String(), "engine_room="+base+"/")
+	assert.Contains(t, s.err.String(), "engine_room="+base+"/")
 	if code, page := testkit.Get(t, base+"/lanes"); code != http.StatusOK || !strings.Contains(page, "Log in to the Engine Room") {
 		t.Errorf("a page without a login: %d\n%s", code, page)
 	}
@@ -161,8 +161,8 @@ func checkEngineRoom(t *testing.T, base, adminToken string) {
 		require.NoError(t, err)
 		return string(page)
 	}
-	contains(t, post("/login", url.Values{"token": {adminToken}, "next": {"/lanes"}}), "<h1>Lanes</h1>", `data-live="/live/lanes"`)
-	contains(t, post("/act/v1/skills/nothing/enable", url.Values{"reason": {"a test"}, "back": {"/lanes"}}), "<h1>Lanes</h1>", "skill not found")
+	assert.Contains(t, post("/login", url.Values{"token": {adminToken}, "next": {"/lanes"}}), "<h1>Lanes</h1>", `data-live="/live/lanes"`)
+	assert.Contains(t, post("/act/v1/skills/nothing/enable", url.Values{"reason": {"a test"}, "back": {"/lanes"}}), "<h1>Lanes</h1>", "skill not found")
 }
 
 // withSecret adds a password to a URL of the test server, which needs none.
@@ -186,9 +186,9 @@ func TestDevOutput(t *testing.T) {
 	s := p.start("dev")
 	base := s.find(t, `API +(http://\S+)/v1`)
 	s.find(t, `\^C stops`)
-	contains(t, s.out.String(), "self_heal", "follow_through", "advance_plan", "run_automations", "reflect", "save_memories", "total:")
+	assert.Contains(t, s.out.String(), "self_heal", "follow_through", "advance_plan", "run_automations", "reflect", "save_memories", "total:")
 	said := s.err.String()
-	contains(t, said, "migrating the schema to version", "applied the caretaker example: 9 skills, 1 objective, 2 automations",
+	assert.Contains(t, said, "migrating the schema to version", "applied the caretaker example: 9 skills, 1 objective, 2 automations",
 		"running a heartbeat …", "admin token  the-admins-own-token\n", "/chat#key=the-visitors-own-key\n",
 		"data in      DATABASE_URL\n", "model        offline", "heartbeat    */30", "*/30 * * * * (UTC)", "^C stops")
 	if strings.Contains(said, "hunter2") {
@@ -211,7 +211,7 @@ func TestHeartbeat(t *testing.T) {
 	url := pgtest.URL(t)
 	p := newProgram(t, url)
 	story := p.must("heartbeat")
-	contains(t, story, "hb_", "✓ completed", "self_heal", "save_memories", "total: 6 activities", " skills checked")
+	assert.Contains(t, story, "hb_", "✓ completed", "self_heal", "save_memories", "total: 6 activities", " skills checked")
 	var got struct {
 		Execution struct{ ID, Status string }
 		Trace     struct {
@@ -262,7 +262,7 @@ func TestFailedHeartbeat(t *testing.T) {
 	if fault.Error.Code != "failed" || !strings.HasPrefix(fault.Error.TraceID, "hb_") {
 		t.Errorf("got %+v", fault)
 	}
-	contains(t, fault.Error.Message, "status 401: invalid_api_key", "such key", "check OPENAI_API_KEY")
+	assert.Contains(t, fault.Error.Message, "status 401: invalid_api_key", "such key", "check OPENAI_API_KEY")
 }
 
 func TestInterruptedHeartbeat(t *testing.T) {
@@ -279,8 +279,8 @@ func TestInterruptedHeartbeat(t *testing.T) {
 	if got := <-ended; got.code != 130 || !strings.Contains(got.out, "cancelled") {
 		t.Errorf("exit %d, stdout %s, stderr %s", got.code, got.out, got.err)
 	}
-	contains(t, p.must("lanes", "ls"), "no lane is held")
-	contains(t, p.must("executions", "ls"), "cancelled")
+	assert.Contains(t, p.must("lanes", "ls"), "no lane is held")
+	assert.Contains(t, p.must("executions", "ls"), "cancelled")
 }
 
 func TestDoctor(t *testing.T) {
@@ -292,7 +292,7 @@ func TestDoctor(t *testing.T) {
 		}
 	}
 	p := newProgram(t, pgtest.URL(t))
-	contains(t, p.must("doctor"), "ok   configuration", "ok   database", "ok   schema", "ok   rights", "none alive", "ok   model answers")
+	assert.Contains(t, p.must("doctor"), "ok   configuration", "ok   database", "ok   schema", "ok   rights", "none alive", "ok   model answers")
 	var all findings
 	p.mustJSON(&all, "doctor")
 	for _, f := range all.Items {

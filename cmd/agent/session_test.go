@@ -124,9 +124,9 @@ func TestSkillsOnANamedDatabase(t *testing.T) {
 	wrong := writeFolder(t, map[string]string{"orders.yaml": strings.Replace(orders, "closed + 1", "clsed + 1", 1)})
 	says = `/orders.yaml:14:32: sql: column "clsed" does not exist`
 	with.fails(2, says, "apply", wrong)
-	contains(t, with.must("apply", dir), "+ database shop", "+ skill close_order")
-	contains(t, with.must("skills", "call", "close_order", "--args", `{"id": 1}`), `"row_count": 1`)
-	contains(t, with.must("doctor"), "ok   database shop")
+	assert.Contains(t, with.must("apply", dir), "+ database shop", "+ skill close_order")
+	assert.Contains(t, with.must("skills", "call", "close_order", "--args", `{"id": 1}`), `"row_count": 1`)
+	assert.Contains(t, with.must("doctor"), "ok   database shop")
 	if got := without.run("doctor"); got.code != 1 || !strings.Contains(got.out, "set SHOP_DATABASE_URL") {
 		t.Errorf("doctor: exit %d, %s", got.code, got.out)
 	}
@@ -137,7 +137,7 @@ func TestSkillsOnANamedDatabase(t *testing.T) {
 		}
 	}
 	without.must("heartbeat")
-	contains(t, with.must("skills", "call", "close_order", "--args", `{"id": 1}`), `"row_count": 1`)
+	assert.Contains(t, with.must("skills", "call", "close_order", "--args", `{"id": 1}`), `"row_count": 1`)
 	var failed int
 	err := connect(t, url).QueryRow(t.Context(), `
 		select count(*) from agent_skill_calls where skill_name = 'close_order' and status = 'error'`).Scan(&failed)

@@ -72,31 +72,31 @@ func TestSelfHealDisablesAndRestores(t *testing.T) {
 	if got.enabled || got.by != "self_heal" || got.failures != 3 || got.calls != 3 {
 		t.Errorf("after the third failed call: %+v", got)
 	}
-	contains(t, got.reason, "3 consecutive failures", "caretaker_notes")
+	assert.Contains(t, got.reason, "3 consecutive failures", "caretaker_notes")
 	if got.automationEnabled || got.automationDisabler != "self_heal" {
 		t.Errorf("its automation: %+v", got)
 	}
-	contains(t, p.must("trace", "last", "--surface", "heartbeat"), "heal_skill")
-	contains(t, p.must("skills", "show", broken), "disabled by self_heal: 3 consecutive failures", "evidence", "caretaker_notes")
-	contains(t, p.must("skills", "ls"), "disabled", "self_heal")
+	assert.Contains(t, p.must("trace", "last", "--surface", "heartbeat"), "heal_skill")
+	assert.Contains(t, p.must("skills", "show", broken), "disabled by self_heal: 3 consecutive failures", "evidence", "caretaker_notes")
+	assert.Contains(t, p.must("skills", "ls"), "disabled", "self_heal")
 	if refused := p.run("skills", "call", broken); refused.code != 1 || !strings.Contains(refused.err, "agent skills enable "+broken) {
 		t.Errorf("a call of the disabled skill: exit %d, stderr %q", refused.code, refused.err)
 	}
 
 	restored := p.must("skills", "enable", broken)
-	contains(t, restored, broken+" is in service\n", "automation broken on purpose runs again\n")
+	assert.Contains(t, restored, broken+" is in service\n", "automation broken on purpose runs again\n")
 	if strings.Contains(restored, "daily sizes") {
 		t.Errorf("enabling restored what self-heal had not paused: %s", restored)
 	}
 	for range 2 {
-		contains(t, p.must("selfheal"), " skills checked, 0 taken out of service\n")
+		assert.Contains(t, p.must("selfheal"), " skills checked, 0 taken out of service\n")
 		if got := stateOf(t, db); !got.enabled || !got.automationEnabled || got.by != "" || got.reason != "" || got.failures != 0 {
 			t.Fatalf("self-heal after the enabling: %+v", got)
 		}
 	}
 	makeDue(t, db)
 	p.must("heartbeat")
-	contains(t, p.must("selfheal"), "0 taken out of service")
+	assert.Contains(t, p.must("selfheal"), "0 taken out of service")
 	if got := stateOf(t, db); !got.enabled || got.calls != 4 {
 		t.Errorf("after one failure since the enabling: %+v", got)
 	}
@@ -113,7 +113,7 @@ func TestSelfHealCommand(t *testing.T) {
 			t.Fatalf("a call of the broken skill: exit %d, stderr %q", got.code, got.err)
 		}
 	}
-	contains(t, p.must("selfheal"), "21 skills checked, 1 taken out of service\n", "  "+broken+": 3 consecutive failures",
+	assert.Contains(t, p.must("selfheal"), "21 skills checked, 1 taken out of service\n", "  "+broken+": 3 consecutive failures",
 		"    automation broken on purpose paused\n")
 	var again struct {
 		Checked        int
@@ -139,10 +139,10 @@ func TestSkillsDisableAndEnable(t *testing.T) {
 		t.Errorf("got %+v", changed)
 	}
 	assert.Equal(t, "connections was out of service already\n", p.must("skills", "disable", "connections"))
-	contains(t, p.must("skills", "show", "connections"), "disabled by admin: too slow")
-	contains(t, p.must("activity", "ls", "--skill", "disable_skill"), "op_", "success")
+	assert.Contains(t, p.must("skills", "show", "connections"), "disabled by admin: too slow")
+	assert.Contains(t, p.must("activity", "ls", "--skill", "disable_skill"), "op_", "success")
 	p.must("apply", caretaker)
-	contains(t, p.must("skills", "show", "connections"), "disabled by admin: too slow")
+	assert.Contains(t, p.must("skills", "show", "connections"), "disabled by admin: too slow")
 	assert.Equal(t, "connections is in service\n", p.must("skills", "enable", "connections"))
 	for _, args := range [][]string{{"enable", "nope"}, {"disable", "nope"}, {"show", "nope"}, {"call", "nope"}} {
 		got := p.run(append([]string{"skills"}, args...)...)
@@ -156,7 +156,7 @@ func TestSkillsCall(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
 	p.must("apply", caretaker)
-	contains(t, p.must("skills", "call", "table_sizes", "--args", `{"limit": 1}`), `"row_count": 1`)
+	assert.Contains(t, p.must("skills", "call", "table_sizes", "--args", `{"limit": 1}`), `"row_count": 1`)
 	var called struct {
 		Skill       string
 		ExecutionID string `json:"execution_id"`
@@ -167,8 +167,8 @@ func TestSkillsCall(t *testing.T) {
 	if len(called.Result.Rows) != 1 || !strings.HasPrefix(called.TraceID, "op_") {
 		t.Errorf("got %+v", called)
 	}
-	contains(t, p.must("trace", called.TraceID), "database_size")
-	contains(t, p.must("executions", "show", called.ExecutionID), "skill_call", "completed")
+	assert.Contains(t, p.must("trace", called.TraceID), "database_size")
+	assert.Contains(t, p.must("executions", "show", called.ExecutionID), "skill_call", "completed")
 	for args, says := range map[string]string{`{"limit": 0}`: "/limit", `{"nope": 1}`: "nope", `[1]`: "object", `{`: "is not JSON"} {
 		got := p.run("skills", "call", "table_sizes", "--args", args)
 		if got.code != 2 || got.out != "" || !strings.Contains(got.err, says) {
@@ -196,21 +196,21 @@ func TestSkillsCallOnTrial(t *testing.T) {
 	trial("database_size", "")
 	got := p.run("skills", "call", "database_size")
 	assert.Equal(t, 0, got.code)
-	contains(t, got.err, "is on trial", "its next call decides", "it failed 3 times in a row", "skill database_size is back in service")
+	assert.Contains(t, got.err, "is on trial", "its next call decides", "it failed 3 times in a row", "skill database_size is back in service")
 	trial("database_size", "select 1 / 0")
 	got = p.run("skills", "call", "database_size")
 	assert.Equal(t, exitFailed, got.code)
-	contains(t, got.err, "is on trial", "failed its trial", "its cool-down restarts")
-	contains(t, p.run("skills", "call", "database_size").err, "is disabled by self_heal: failed its trial")
+	assert.Contains(t, got.err, "is on trial", "failed its trial", "its cool-down restarts")
+	assert.Contains(t, p.run("skills", "call", "database_size").err, "is disabled by self_heal: failed its trial")
 }
 
 func TestBuiltinsWithoutDeclaration(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
-	contains(t, p.must("skills", "call", "recall", "--args", `{"query": "sizes"}`), `"memories": []`)
-	contains(t, p.must("skills", "call", "objectives_list"), `"objectives": []`)
-	contains(t, p.must("skills", "call", "recent_activity", "--args", `{"skill": "recall"}`), `"status": "success"`)
-	contains(t, p.must("skills", "ls"), "objectives_list", "recall", "recent_activity")
+	assert.Contains(t, p.must("skills", "call", "recall", "--args", `{"query": "sizes"}`), `"memories": []`)
+	assert.Contains(t, p.must("skills", "call", "objectives_list"), `"objectives": []`)
+	assert.Contains(t, p.must("skills", "call", "recent_activity", "--args", `{"skill": "recall"}`), `"status": "success"`)
+	assert.Contains(t, p.must("skills", "ls"), "objectives_list", "recall", "recent_activity")
 }
 
 func TestApplyKnowsTheBuiltins(t *testing.T) {
@@ -219,7 +219,7 @@ func TestApplyKnowsTheBuiltins(t *testing.T) {
 	dir := writeFolder(t, map[string]string{"x.yaml": "kind: skill\nname: mine\nhandler: builtin:recal\n"})
 	got := p.run("apply", dir)
 	assert.Equal(t, 2, got.code)
-	contains(t, got.err, `/x.yaml:3:10: handler: unknown builtin "recal"; did you mean "recall"?`)
+	assert.Contains(t, got.err, `/x.yaml:3:10: handler: unknown builtin "recal"; did you mean "recall"?`)
 	dir = writeFolder(t, map[string]string{
 		"x.yaml": "kind: automation\nname: z\ncron: \"0 * * * *\"\nskill: recall\narguments: {limit: 3}\n",
 	})
@@ -230,29 +230,29 @@ func TestBuiltinReturnsAfterPrune(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
 	p.must("apply", writeFolder(t, map[string]string{"x.yaml": strings.Replace(goodSkill, "name: one", "name: recall", 1)}))
-	contains(t, p.must("skills", "show", "recall"), "sql:")
+	assert.Contains(t, p.must("skills", "show", "recall"), "sql:")
 	p.must("heartbeat")
-	contains(t, p.must("skills", "show", "recall"), "sql:")
+	assert.Contains(t, p.must("skills", "show", "recall"), "sql:")
 	p.must("apply", "--prune", writeFolder(t, map[string]string{"x.yaml": goodSkill}))
-	contains(t, p.must("skills", "show", "recall"), "builtin:recall")
+	assert.Contains(t, p.must("skills", "show", "recall"), "builtin:recall")
 }
 
 func TestAgentCommands(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
-	contains(t, p.must("agents", "ls"), "default", "0")
-	contains(t, p.must("agents", "show", "agent"), "AGENT_TIMEZONE", "limits.tokens", "AGENT_MAX_TOKENS")
+	assert.Contains(t, p.must("agents", "ls"), "default", "0")
+	assert.Contains(t, p.must("agents", "show", "agent"), "AGENT_TIMEZONE", "limits.tokens", "AGENT_MAX_TOKENS")
 	const sales = "kind: agent\nname: sales\ndefault: true\ndescription: Orders.\ninstructions: You are Nora.\ntimezone: Europe/Madrid\n" +
 		"limits: {tokens: 60000, day_usd: 5}\n"
 	const billing = "---\nkind: agent\nname: billing\nkeys: [shop]\nmemory: own\n"
 	dir := writeFolder(t, map[string]string{"a.yaml": sales + billing})
 	p.must("apply", dir)
 	p.must("apply", writeFolder(t, map[string]string{"a.yaml": sales + "effort: low\n" + billing}))
-	contains(t, p.must("agents", "ls"), "sales", "default", "Orders.", "billing", "shop", "own")
-	contains(t, p.must("agents", "show", "sales"), "version 2 of", "2 in all", "Europe/Madrid", "document", "60000", "You are Nora.")
-	contains(t, p.must("agents", "diff", "sales"), "--- sales version 1", "+++ sales version 2", "+effort: low")
-	contains(t, p.must("agents", "diff", "sales", "2", "2"), "no difference")
-	contains(t, p.must("agents", "diff", "billing"), "+name: billing")
+	assert.Contains(t, p.must("agents", "ls"), "sales", "default", "Orders.", "billing", "shop", "own")
+	assert.Contains(t, p.must("agents", "show", "sales"), "version 2 of", "2 in all", "Europe/Madrid", "document", "60000", "You are Nora.")
+	assert.Contains(t, p.must("agents", "diff", "sales"), "--- sales version 1", "+++ sales version 2", "+effort: low")
+	assert.Contains(t, p.must("agents", "diff", "sales", "2", "2"), "no difference")
+	assert.Contains(t, p.must("agents", "diff", "billing"), "+name: billing")
 	var shown struct {
 		Values []agents.Value
 		Model  string
@@ -262,10 +262,10 @@ func TestAgentCommands(t *testing.T) {
 	}
 	p.must("heartbeat", "--agent", "billing")
 	for _, list := range [][]string{{"executions", "ls"}, {"trace", "ls"}} {
-		contains(t, p.must(append(list, "--agent", "billing")...), "hb_")
-		contains(t, p.must(append(list, "--agent", "sales")...), "no matching ")
+		assert.Contains(t, p.must(append(list, "--agent", "billing")...), "hb_")
+		assert.Contains(t, p.must(append(list, "--agent", "sales")...), "no matching ")
 	}
-	contains(t, p.must("threads", "ls", "--agent", "billing"), "no threads")
+	assert.Contains(t, p.must("threads", "ls", "--agent", "billing"), "no threads")
 	for _, c := range []struct {
 		args []string
 		code int
@@ -280,10 +280,10 @@ func TestAgentCommands(t *testing.T) {
 		if got.code != c.code {
 			t.Errorf("%v: %d %s", c.args, got.code, got.err)
 		}
-		contains(t, got.err, c.want)
+		assert.Contains(t, got.err, c.want)
 	}
 	p.must("apply", "--prune", writeFolder(t, map[string]string{"a.yaml": sales}))
-	contains(t, p.run("agents", "show", "billing").err, "agent billing was removed; agent agents show billing --version 1 shows its last version")
+	assert.Contains(t, p.run("agents", "show", "billing").err, "agent billing was removed; agent agents show billing --version 1 shows its last version")
 }
 
 // The greeting precedes the first prompt of a new conversation only.
@@ -291,7 +291,7 @@ func TestChatGreeting(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
 	p.must("apply", writeFolder(t, map[string]string{"a.yaml": "kind: agent\nname: nora\ngreeting: Hola, soy Nora.\n"}))
-	contains(t, p.onTerminal(t, "hello\n\x04", "chat", "--thread", "ana"), "Hola, soy Nora.\r\n> ")
+	assert.Contains(t, p.onTerminal(t, "hello\n\x04", "chat", "--thread", "ana"), "Hola, soy Nora.\r\n> ")
 	if screen := p.onTerminal(t, "\x04", "chat", "--thread", "ana"); strings.Contains(screen, "Hola") {
 		t.Errorf("greeted again:\n%s", screen)
 	}

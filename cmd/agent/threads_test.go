@@ -22,7 +22,7 @@ func TestThreadCommands(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	p := newProgram(t, url)
-	contains(t, p.must("threads", "clean"), "nothing to release")
+	assert.Contains(t, p.must("threads", "clean"), "nothing to release")
 	db := connect(t, url)
 	for _, sql := range []string{
 		`insert into agent_threads (id, channel, participant) values ('maria', 'chat', 'Maria')`,
@@ -33,17 +33,17 @@ func TestThreadCommands(t *testing.T) {
 	assert.Equal(t, "queued behind somebody\n", p.must("threads", "send", "maria", "a word from the office"))
 	locks := p.must("threads", "locks")
 	for _, want := range []string{"maria", "Maria", "somebody", "active", "QUEUED", "1"} {
-		contains(t, locks, want)
+		assert.Contains(t, locks, want)
 	}
-	contains(t, p.must("threads", "locks", "--stale"), "no held threads")
-	contains(t, p.must("threads", "show", "maria"), "maria  chat, Maria\n", "queued")
+	assert.Contains(t, p.must("threads", "locks", "--stale"), "no held threads")
+	assert.Contains(t, p.must("threads", "show", "maria"), "maria  chat, Maria\n", "queued")
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '2 minutes'`)
-	contains(t, p.must("threads", "locks", "--stale"), "stale")
+	assert.Contains(t, p.must("threads", "locks", "--stale"), "stale")
 	if got := p.must("threads", "clean", "--json"); !strings.Contains(got, `"thread_id": "maria"`) || !strings.Contains(got, `"idle_seconds": 72`) {
 		t.Errorf("clean: %s", got)
 	}
-	contains(t, p.must("threads", "show", "maria"), "a word from the office")
-	contains(t, p.must("threads", "send", "maria", "and another"), "sent as message 2")
+	assert.Contains(t, p.must("threads", "show", "maria"), "a word from the office")
+	assert.Contains(t, p.must("threads", "send", "maria", "and another"), "sent as message 2")
 	if got := p.must("threads", "send", "maria", "a third", "--json"); !strings.Contains(got, `"success": true`) || !strings.Contains(got, `"queued": false`) {
 		t.Errorf("send: %s", got)
 	}
@@ -77,7 +77,7 @@ func TestThreadsOpenInvalidKeys(t *testing.T) {
 			t.Errorf("%s: %+v", name, got)
 		}
 	}
-	contains(t, p.must("threads", "open", "maria", "--key", "shop"), "open to key shop")
+	assert.Contains(t, p.must("threads", "open", "maria", "--key", "shop"), "open to key shop")
 }
 
 // accessByPath lists the callers of a path prefix; the longest prefix applies. An unlisted path fails the test.
@@ -188,14 +188,14 @@ func TestDocumentCommands(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
 	dir := writeFolder(t, map[string]string{"orders.csv": "id,total\n1,9.50\n"})
-	contains(t, p.must("documents", "ls"), "no documents; agent documents add FILE")
+	assert.Contains(t, p.must("documents", "ls"), "no documents; agent documents add FILE")
 	var d documents.Document
 	require.NoError(t, json.Unmarshal([]byte(p.must("documents", "add", filepath.Join(dir, "orders.csv"), "--json")), &d))
-	contains(t, p.must("documents", "ls"), d.ID, "orders.csv", "text/csv", "16 B", "admin")
-	contains(t, p.must("documents", "show", d.ID), "orders.csv", "text/csv, 16 bytes, text", d.SHA256)
+	assert.Contains(t, p.must("documents", "ls"), d.ID, "orders.csv", "text/csv", "16 B", "admin")
+	assert.Contains(t, p.must("documents", "show", d.ID), "orders.csv", "text/csv, 16 bytes, text", d.SHA256)
 	assert.Equal(t, "id,total\n1,9.50\n", p.must("documents", "get", d.ID))
 	out := filepath.Join(dir, "out.csv")
-	contains(t, p.must("documents", "get", d.ID, "-o", out), "16 bytes")
+	assert.Contains(t, p.must("documents", "get", d.ID, "-o", out), "16 bytes")
 	if got, err := os.ReadFile(out); err != nil || string(got) != "id,total\n1,9.50\n" {
 		t.Errorf("%q, %v", got, err)
 	}
@@ -214,13 +214,13 @@ func TestDocumentCommands(t *testing.T) {
 		if got.code != c.code {
 			t.Errorf("%v: %d %s", c.args, got.code, got.err)
 		}
-		contains(t, got.err, c.want)
+		assert.Contains(t, got.err, c.want)
 	}
-	contains(t, p.must("documents", "rm", d.ID), "orders.csv is deleted")
-	contains(t, p.run("documents", "rm", d.ID).err, "no such document")
-	contains(t, p.must("activity", "audit"), "document "+d.ID, "add_document", "delete_document")
+	assert.Contains(t, p.must("documents", "rm", d.ID), "orders.csv is deleted")
+	assert.Contains(t, p.run("documents", "rm", d.ID).err, "no such document")
+	assert.Contains(t, p.must("activity", "audit"), "document "+d.ID, "add_document", "delete_document")
 	small := newProgram(t, pgtest.URL(t), "AGENT_DOCUMENT_MAX_BYTES=1024")
 	large := filepath.Join(dir, "large")
 	require.NoError(t, os.WriteFile(large, make([]byte, 1025), 0o600))
-	contains(t, small.run("documents", "add", large).err, "at most 1024 bytes", "AGENT_DOCUMENT_MAX_BYTES")
+	assert.Contains(t, small.run("documents", "add", large).err, "at most 1024 bytes", "AGENT_DOCUMENT_MAX_BYTES")
 }

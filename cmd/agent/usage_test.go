@@ -145,7 +145,7 @@ func TestUsageErrors(t *testing.T) {
 			if !strings.HasPrefix(got.err, "agent: ") || strings.Count(got.err, "\n") != 1 {
 				t.Errorf("stderr is not one line of agent's: %q", got.err)
 			}
-			contains(t, got.err, test.says)
+			assert.Contains(t, got.err, test.says)
 
 			var fault struct {
 				Error struct{ Code, Message, Hint string }
@@ -157,7 +157,7 @@ func TestUsageErrors(t *testing.T) {
 			if fault.Error.Code != "usage" || fault.Error.Message == "" {
 				t.Errorf("with --json: %+v", fault)
 			}
-			contains(t, fault.Error.Message+"; "+fault.Error.Hint, test.says)
+			assert.Contains(t, fault.Error.Message+"; "+fault.Error.Hint, test.says)
 		})
 	}
 }
@@ -206,7 +206,7 @@ func TestAgentURLVariableIsKnown(t *testing.T) {
 
 func TestVersion(t *testing.T) {
 	t.Parallel()
-	contains(t, newProgramWithoutDatabase(t).must("version"), "agent ", "schema ", "go1.")
+	assert.Contains(t, newProgramWithoutDatabase(t).must("version"), "agent ", "schema ", "go1.")
 	var got struct {
 		Version, Go string
 		Schema      int
@@ -251,11 +251,11 @@ func TestPanicOutput(t *testing.T) {
 	if code != 1 || strings.Count(errs.String(), "\n") != 1 || strings.Contains(errs.String(), "goroutine") {
 		t.Errorf("exit %d, stderr %q, want 1 and one line", code, errs.String())
 	}
-	contains(t, errs.String(), "index out of range", "AGENT_LOG_LEVEL=debug")
+	assert.Contains(t, errs.String(), "index out of range", "AGENT_LOG_LEVEL=debug")
 
 	var debug testkit.Log
 	run(t.Context(), []string{"version"}, []string{"AGENT_LOG_LEVEL=debug"}, strings.NewReader(""), panicking{}, &debug)
-	contains(t, debug.String(), "usage_test.go")
+	assert.Contains(t, debug.String(), "usage_test.go")
 }
 
 // fullDisk is an output that cannot be written to.
@@ -336,7 +336,7 @@ func TestConditionalChanges(t *testing.T) {
 		if after != before {
 			t.Errorf("%s was refused, and %+v is %+v", name, before, after)
 		}
-		contains(t, p.must(change[0], "show", change[2]), "revision", fmt.Sprint(read))
+		assert.Contains(t, p.must(change[0], "show", change[2]), "revision", fmt.Sprint(read))
 		p.must(append(change, "--if-revision", fmt.Sprint(read))...)
 		if p.mustJSON(&after, change[0], "show", change[2]); after == before {
 			t.Errorf("%s has changed nothing", name)
