@@ -214,17 +214,11 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 // Remove takes the agents of source that are not among keep out of service, and returns their names. Their versions
 // stay, for the turns that have begun with them.
 func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Names(ctx, db, "remove agents of source "+source, `
 		update agent_agents set current = false
 		 where current and source = @source and name <> all(@keep::text[])
 		returning name`,
 		postgres.Strict{"source": source, "keep": append([]string{}, keep...)})
-	names, err := postgres.Collect(rows, err, fmt.Sprintf("remove agents of source %s", source), pgx.RowTo[string])
-	if err != nil {
-		return nil, err
-	}
-	slices.Sort(names)
-	return names, nil
 }
 
 // current reads the agents in service, the default first, then by name.

@@ -154,10 +154,9 @@ func (r Run) AwaitedApproval() string {
 // PausedFor lists the automations that are paused for a skill, by name. The database pauses them when the skill is
 // disabled, and resumes them when it is enabled. A time that passed meanwhile is due once.
 func PausedFor(ctx context.Context, db postgres.DB, skill string) ([]string, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Names(ctx, db, "list automations paused for skill "+skill, `
 		select name from agent_automations where skill_name = @skill and paused_for = @skill and not enabled`,
 		pgx.StrictNamedArgs{"skill": skill})
-	return sortedNames(rows, err, "list automations paused for skill "+skill)
 }
 
 // Enable enables an automation, whoever disabled it. It returns false if it is enabled already. It returns

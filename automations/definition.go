@@ -246,17 +246,7 @@ func firstTime(ctx context.Context, db postgres.DB, r resolved) (*time.Time, err
 
 // Remove deletes the automations of source except keep, with their runs, and returns their names.
 func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Names(ctx, db, "remove automations of source "+source, `
 		delete from agent_automations where source = @source and name <> all(@keep::text[]) returning name`,
 		pgx.StrictNamedArgs{"source": source, "keep": append([]string{}, keep...)})
-	return sortedNames(rows, err, "remove automations of source "+source)
-}
-
-func sortedNames(rows pgx.Rows, err error, what string) ([]string, error) {
-	names, err := postgres.Collect(rows, err, what, pgx.RowTo[string])
-	if err != nil {
-		return nil, err
-	}
-	slices.Sort(names)
-	return names, nil
 }

@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"context"
 	"fmt"
-	"slices"
 
 	"github.com/jackc/pgx/v5"
 
@@ -34,15 +33,9 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 
 // Remove deletes the databases of source that are not among keep, and returns their names.
 func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Names(ctx, db, "remove databases of source "+source, `
 		delete from agent_databases where source = @source and name <> all(@keep::text[]) returning name`,
 		postgres.Strict{"source": source, "keep": append([]string{}, keep...)})
-	names, err := postgres.Collect(rows, err, fmt.Sprintf("remove databases of source %s", source), pgx.RowTo[string])
-	if err != nil {
-		return nil, err
-	}
-	slices.Sort(names)
-	return names, nil
 }
 
 // Get returns one database, or [ErrNotFound].

@@ -9,7 +9,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"slices"
 	"sync"
 	"time"
 
@@ -58,15 +57,9 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 // Remove retires the flows of source except keep, and returns their names. Their versions stay, for the executions
 // that started with them.
 func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Names(ctx, db, "remove flows of source "+source, `
 		update agent_flows set current = false where current and source = @source and name <> all(@keep::text[]) returning name`,
 		postgres.Strict{"source": source, "keep": append([]string{}, keep...)})
-	names, err := postgres.Collect(rows, err, fmt.Sprintf("remove flows of source %s", source), pgx.RowTo[string])
-	if err != nil {
-		return nil, err
-	}
-	slices.Sort(names)
-	return names, nil
 }
 
 // Get reads the current version of a flow; [ErrNotFound] for none.

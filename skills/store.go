@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
-	"slices"
 
 	"github.com/jackc/pgx/v5"
 
@@ -47,15 +46,9 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 // Remove deletes the skills of source except keep, and returns their names. A builtin that a workspace overrode
 // returns with the binary's next [Put].
 func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Names(ctx, db, "remove skills of source "+source, `
 		delete from agent_skills where source = @source and name <> all(@keep::text[]) returning name`,
 		pgx.StrictNamedArgs{"source": source, "keep": append([]string{}, keep...)})
-	names, err := postgres.Collect(rows, err, fmt.Sprintf("remove skills of source %s", source), pgx.RowTo[string])
-	if err != nil {
-		return nil, err
-	}
-	slices.Sort(names)
-	return names, nil
 }
 
 // Delete removes the named skills of source and reports whether any existed.

@@ -126,37 +126,20 @@ func Insert(ctx context.Context, tx pgx.Tx, e Endpoint, deliveryID, traceID stri
 		"endpoint": e.Name, "delivery_id": deliveryID, "trace_id": traceID, "headers": e.StoredHeaders(in.Header), "body": in.Body,
 		"sha256": digest("", in.Body), "traceparent": parent,
 	}
-	d, err = one(tx.Query(ctx, `
+	d, err = postgres.Row[Delivery](ctx, tx, "store delivery", `
 		insert into agent_webhook_deliveries as d
 		       (endpoint, delivery_id, trace_id, last_trace_id, headers, body, body_sha256, traceparent)
 		values (@endpoint, @delivery_id, @trace_id, @trace_id, @headers, @body, @sha256, @traceparent)
 		on conflict (endpoint, delivery_id) do nothing
-		returning `+deliveryColumns, args))
-	if err == nil {
-		return d, true, nil
+		returning `+deliveryColumns, args)
+	if !errors.Is(err, pgx.ErrNoRows) {
+		return d, err == nil, err
 	}
-	if !errors.Is(err, ErrNotFound) {
-		return Delivery{}, false, fmt.Errorf("store delivery: %w", err)
-	}
-	d, err = one(tx.Query(ctx, `
+	d, err = postgres.Row[Delivery](ctx, tx, "read the first delivery", `
 		update agent_webhook_deliveries d set repeats = d.repeats + 1
 		 where d.endpoint = @endpoint and d.delivery_id = @delivery_id
-		returning `+deliveryColumns, postgres.Strict{"endpoint": e.Name, "delivery_id": deliveryID}))
-	if err != nil {
-		return Delivery{}, false, fmt.Errorf("read the first delivery: %w", err)
-	}
-	return d, false, nil
-}
-
-func one(rows pgx.Rows, err error) (Delivery, error) {
-	if err != nil {
-		return Delivery{}, err
-	}
-	d, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Delivery])
-	if errors.Is(err, pgx.ErrNoRows) {
-		err = ErrNotFound
-	}
-	return d, err
+		returning `+deliveryColumns, postgres.Strict{"endpoint": e.Name, "delivery_id": deliveryID})
+	return d, false, err
 }
 
 // Link stores the execution that handles a delivery.
@@ -207,38 +190,31 @@ func outcome(v any) any {
 // Reopen starts a replay: the delivery is received again under a new trace. It returns [ErrInProgress] if the delivery
 // is being handled, or was replayed after the caller read seen replays (negative: any number).
 func Reopen(ctx context.Context, tx pgx.Tx, id, traceID string, seen int) (Delivery, error) {
-	d, err := one(tx.Query(ctx, `
+	d, err := postgres.Row[Delivery](ctx, tx, "reopen delivery", `
 		update agent_webhook_deliveries d
 		   set status = 'received', replays = d.replays + 1, attempts = 0, last_trace_id = @trace_id, error_message = null,
 		       outcome = null, finished_at = null, next_attempt_at = null, updated_at = clock_timestamp()
 		 where d.id = @id and d.status in ('done', 'ignored', 'dead') and (@seen < 0 or d.replays = @seen)
-		returning `+deliveryColumns, postgres.Strict{"id": id, "trace_id": traceID, "seen": seen}))
-	if errors.Is(err, ErrNotFound) {
+		returning `+deliveryColumns, postgres.Strict{"id": id, "trace_id": traceID, "seen": seen})
+	if errors.Is(err, pgx.ErrNoRows) {
 		if d, err = Get(ctx, tx, id); err == nil {
 			err = ErrInProgress
 		}
 		return d, err
 	}
-	if err != nil {
-		return Delivery{}, fmt.Errorf("reopen delivery: %w", err)
-	}
-	return d, nil
+	return d, err
 }
 
 // Get reads a delivery by its id, or by the sender's id if it is unique; [ErrNotFound] for none.
 func Get(ctx context.Context, db postgres.DB, id string) (Delivery, error) {
-	rows, err := db.Query(ctx, `
+	got, err := postgres.Rows[Delivery](ctx, db, "read delivery", `
 		select `+deliveryColumns+` from agent_webhook_deliveries d
 		 where d.id = case when @id ~* '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$' then (@id)::uuid end
 		union all
 		select `+deliveryColumns+` from agent_webhook_deliveries d where d.delivery_id = @id limit 2`, postgres.Strict{"id": id})
-	if err != nil {
-		return Delivery{}, fmt.Errorf("read delivery: %w", err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByName[Delivery])
 	switch {
 	case err != nil:
-		return Delivery{}, fmt.Errorf("read delivery: %w", err)
+		return Delivery{}, err
 	case len(got) == 0:
 		return Delivery{}, fmt.Errorf("delivery %s: %w", redact.Text(id, 100), ErrNotFound)
 	case len(got) > 1 && got[0].ID != got[1].ID && got[0].ID != id:

@@ -374,10 +374,9 @@ func Endpoints(ctx context.Context, db postgres.DB) ([]Endpoint, error) {
 
 // RemoveEndpoints deletes the endpoints of source except keep, and returns their names. Their deliveries stay.
 func RemoveEndpoints(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Names(ctx, db, "remove webhooks of source "+source, `
 		delete from agent_webhook_endpoints where source = @source and name <> all(@keep::text[]) returning name`,
 		postgres.Strict{"source": source, "keep": append([]string{}, keep...)})
-	return sortedNames(rows, err, "remove webhooks of source "+source)
 }
 
 // SetEndpoint enables or disables an endpoint for an admin. It returns false if nothing changed.
@@ -397,18 +396,6 @@ func SetEndpoint(ctx context.Context, db postgres.DB, name string, enabled bool,
 	}
 	_, err = GetEndpoint(ctx, db, name)
 	return false, err
-}
-
-func sortedNames(rows pgx.Rows, err error, what string) ([]string, error) {
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", what, err)
-	}
-	names, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", what, err)
-	}
-	slices.Sort(names)
-	return names, nil
 }
 
 var envForm = regexp.MustCompile(`^\$\{[A-Za-z_][A-Za-z0-9_]*\}$`)

@@ -112,6 +112,14 @@ func Rows[T any](ctx context.Context, db DB, verb, sql string, args ...any) ([]T
 	return Collect(rows, err, verb, pgx.RowToStructByName[T])
 }
 
+// Names reads the single column of a query, sorted. It wraps an error in verb.
+func Names(ctx context.Context, db DB, verb, sql string, args ...any) ([]string, error) {
+	rows, err := db.Query(ctx, sql, args...)
+	names, err := Collect(rows, err, verb, pgx.RowTo[string])
+	slices.Sort(names)
+	return names, err
+}
+
 // Row reads the one row of a query into a struct. Without a row the error is pgx.ErrNoRows, wrapped in verb.
 func Row[T any](ctx context.Context, db DB, verb, sql string, args ...any) (T, error) {
 	rows, err := db.Query(ctx, sql, args...)

@@ -25,8 +25,8 @@ type statement struct {
 }
 
 // sender are the functions that send SQL, with the position of the statement among their arguments. Queue
-// has no context; Row and Rows are those of package postgres.
-var sender = map[string]int{"Exec": 1, "Query": 1, "QueryRow": 1, "Queue": 0, "Row": 3, "Rows": 3}
+// has no context; Row, Rows and Names are those of package postgres.
+var sender = map[string]int{"Exec": 1, "Query": 1, "QueryRow": 1, "Queue": 0, "Row": 3, "Rows": 3, "Names": 3}
 
 // beginsLikeSQL finds statements that reach the database through a function of the package's own.
 var beginsLikeSQL = regexp.MustCompile(`(?is)^\s*(select\s|insert\s+into\s|update\s+\w+.*\sset\s|delete\s+from\s|with\s+(recursive\s+)?\w+\s+as\s)`)
