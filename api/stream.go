@@ -159,17 +159,10 @@ func (s *server) changesAfter(ctx context.Context, now statusEvent, after int) (
 		select n, status, waiting_for, at from agent_status_changes
 		 where execution_id = @id and n > @after and n <= @upto order by n`,
 		postgres.Strict{"id": now.ID, "after": after, "upto": now.Change})
-	if err != nil {
-		return nil, fmt.Errorf("read status changes: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (statusEvent, error) {
+	return postgres.Collect(rows, err, "read status changes", func(row pgx.CollectableRow) (statusEvent, error) {
 		e := statusEvent{ID: now.ID, TraceID: now.TraceID}
 		return e, row.Scan(&e.Change, &e.Status, &e.WaitingFor, &e.At)
 	})
-	if err != nil {
-		return nil, fmt.Errorf("read status changes: %w", err)
-	}
-	return list, nil
 }
 
 // watchInterval is the pause between polls of followed executions.

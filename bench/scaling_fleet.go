@@ -240,12 +240,9 @@ func (b *scalingBench) measureConnections(ctx context.Context, name string, fn f
 func (b *scalingBench) connectionTimes(ctx context.Context, name string) (map[int]time.Duration, error) {
 	rows, err := b.pool.Query(ctx, `select pid from pg_stat_activity where application_name = @name`,
 		postgres.Strict{"name": name})
+	pids, err := postgres.Collect(rows, err, "list connections", pgx.RowTo[int])
 	if err != nil {
-		return nil, fmt.Errorf("list connections: %w", err)
-	}
-	pids, err := pgx.CollectRows(rows, pgx.RowTo[int])
-	if err != nil {
-		return nil, fmt.Errorf("list connections: %w", err)
+		return nil, err
 	}
 	used := make(map[int]time.Duration, len(pids))
 	for _, pid := range pids {

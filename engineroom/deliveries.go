@@ -3,7 +3,6 @@ package engineroom
 import (
 	"context"
 	"errors"
-	"fmt"
 	"net/http"
 	"regexp"
 	"strconv"
@@ -259,10 +258,7 @@ func (room *Room) deliveryContent(ctx context.Context, v *visit) (any, error) {
 		        union all
 		        select c.id, c.headers, c.body, c.received_at, 1 from agent_webhook_conflicts c where c.delivery = @id) x
 		 order by x.place, x.id`, postgres.Strict{"id": v.About, "most": maxShown})
-	if err != nil {
-		return nil, fmt.Errorf("read what came: %w", err)
-	}
-	all, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (b deliveryBody, err error) {
+	all, err := postgres.Collect(rows, err, "read what came", func(row pgx.CollectableRow) (b deliveryBody, err error) {
 		var headers string
 		var body []byte
 		err = row.Scan(&b.ID, &headers, &body, &b.Bytes, &b.ReceivedAt)
@@ -272,7 +268,7 @@ func (room *Room) deliveryContent(ctx context.Context, v *visit) (any, error) {
 		return b, err
 	})
 	if err != nil {
-		return nil, fmt.Errorf("read what came: %w", err)
+		return nil, err
 	}
 	if len(all) == 0 {
 		return nil, missing("there is no delivery %s", v.About)

@@ -293,12 +293,9 @@ func (room *Room) findTrace(ctx context.Context, anyForm string) (string, error)
 		 where exists (select from agent_executions e where e.trace_id = i.id)
 		    or exists (select from agent_activity a where a.trace_id = i.id) limit 1`,
 		freshPlan, postgres.Strict{"ids": forms})
+	found, err := postgres.Collect(rows, err, "find trace", pgx.RowTo[string])
 	if err != nil {
-		return "", fmt.Errorf("find trace: %w", err)
-	}
-	found, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		return "", fmt.Errorf("find trace: %w", err)
+		return "", err
 	}
 	if len(found) == 0 {
 		return "", fmt.Errorf("open trace %s: %w", anyForm, activity.ErrNotFound)

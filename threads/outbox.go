@@ -175,12 +175,9 @@ func Clean(ctx context.Context, db postgres.DB, log *slog.Logger) ([]Freed, erro
 // clean is Clean with a grace period for idle holders of threads in which nothing is queued.
 func clean(ctx context.Context, db postgres.DB, log *slog.Logger, grace time.Duration) ([]Freed, error) {
 	rows, err := db.Query(ctx, executions.ReleaseStaleThreads, postgres.Strict{"overdue": 0.0, "grace": grace.Seconds()})
+	got, err := postgres.Collect(rows, err, "clean threads", pgx.RowToStructByName[Freed])
 	if err != nil {
-		return nil, fmt.Errorf("clean threads: %w", err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByName[Freed])
-	if err != nil {
-		return nil, fmt.Errorf("clean threads: %w", err)
+		return nil, err
 	}
 	for _, f := range got {
 		log.WarnContext(ctx, "lane stale, clearing", "lane", Lane(f.ThreadID), "holder", f.Holder,

@@ -29,12 +29,9 @@ func Window(ctx context.Context, db postgres.DB, thread string, before int64, to
 		       tokens, attempts, error_message, created_at, sent_at
 		  from measured where running <= @tokens order by turn, seq`,
 		postgres.Strict{"thread": t.ID, "through": t.SummaryThrough, "before": before, "tokens": tokens})
+	messages, err = postgres.Collect(rows, err, fmt.Sprintf("read thread %s", thread), pgx.RowToStructByNameLax[Message])
 	if err != nil {
-		return "", nil, fmt.Errorf("read thread %s: %w", thread, err)
-	}
-	messages, err = pgx.CollectRows(rows, pgx.RowToStructByNameLax[Message])
-	if err != nil {
-		return "", nil, fmt.Errorf("read thread %s: %w", thread, err)
+		return "", nil, err
 	}
 	// A turn that does not fit whole is left out.
 	whole := slices.IndexFunc(messages, func(m Message) bool { return *m.Turn == *m.Seq })
@@ -75,14 +72,7 @@ func Backlog(ctx context.Context, db postgres.DB, thread string, before int64, l
 		postgres.Strict{
 			"thread": t.ID, "through": t.SummaryThrough, "before": before, "limit": limit, "keep": keep, "most": most,
 		})
-	if err != nil {
-		return nil, fmt.Errorf("read backlog of thread %s: %w", thread, err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByNameLax[Message])
-	if err != nil {
-		return nil, fmt.Errorf("read backlog of thread %s: %w", thread, err)
-	}
-	return got, nil
+	return postgres.Collect(rows, err, fmt.Sprintf("read backlog of thread %s", thread), pgx.RowToStructByNameLax[Message])
 }
 
 // SaveSummary replaces a summary by a longer one if it still ends at fromThrough; false if another process replaced it.
@@ -108,12 +98,5 @@ func Turns(ctx context.Context, db postgres.DB, thread string, from, before, thr
 		 where thread_id = @thread and turn >= @from and turn < @before and seq <= @through and status not in ('failed', 'withdrawn')
 		 order by turn, seq limit 400`,
 		postgres.Strict{"thread": postgres.Text(thread), "from": from, "before": before, "through": through})
-	if err != nil {
-		return nil, fmt.Errorf("read thread %s: %w", thread, err)
-	}
-	got, err := pgx.CollectRows(rows, pgx.RowToStructByName[Message])
-	if err != nil {
-		return nil, fmt.Errorf("read thread %s: %w", thread, err)
-	}
-	return got, nil
+	return postgres.Collect(rows, err, fmt.Sprintf("read thread %s", thread), pgx.RowToStructByName[Message])
 }

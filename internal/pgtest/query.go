@@ -50,7 +50,8 @@ func Equal[T comparable](tb testing.TB, db postgres.DB, want T, sql string, args
 // Until waits for a single value of a query.
 func Until[T comparable](tb testing.TB, db postgres.DB, want T, sql string, args ...any) {
 	tb.Helper()
-	Eventually(tb, 90*time.Second, func() bool { return Value[T](tb, db, sql, args...) == want }, fmt.Sprintf("%v: %s %v", want, sql, args))
+	message := fmt.Sprintf("%v: %s %v", want, sql, args)
+	Eventually(tb, 90*time.Second, func() bool { return Value[T](tb, db, sql, args...) == want }, message)
 }
 
 // Column reads the single column of a query. An error ends the test.

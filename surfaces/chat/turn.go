@@ -474,12 +474,9 @@ func (c *Chat) flowText(ctx context.Context, db postgres.DB, in input) (string, 
 		 order by m.seq`, postgres.Strict{
 		"thread": in.Thread, "after": in.Unseen.After, "through": in.Unseen.Through, "own": ownFlows(),
 	})
+	all, err := postgres.Collect(rows, err, "read messages of flows", pgx.RowTo[string])
 	if err != nil {
-		return "", fmt.Errorf("read messages of flows: %w", err)
-	}
-	all, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		return "", fmt.Errorf("read messages of flows: %w", err)
+		return "", err
 	}
 	for i, text := range all {
 		all[i] = clean(text)
