@@ -3,8 +3,9 @@
 package crash_test
 
 import (
-	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
 // TestTheDatabaseRestarts while a heartbeat is under way: the process stays up, and goes on when the
