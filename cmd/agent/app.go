@@ -260,7 +260,8 @@ func (a *app) registerSurfaces() (err error) {
 			name, _ := api.VisitorFrom(r.Context())
 			return name
 		},
-		Browser: func(key string) bool { return slices.Contains(cfg.Chat.BrowserKeys, key) },
+		EmbedOrigins: cfg.Chat.EmbedOrigins,
+		Browser:      func(key string) bool { return slices.Contains(cfg.Chat.BrowserKeys, key) },
 	}
 	a.webhook = &webhook.Surface{
 		Pool: a.pool, RequestPool: a.reserved.visitors, Engine: a.engine, Loop: a.loop, Logger: a.log, Agent: cfg.Name, Getenv: a.getenv, Received: a.metrics.Delivery,
@@ -377,6 +378,13 @@ func (a *app) chatEndpoints() []api.Endpoint {
 			Method: "DELETE", Path: "/v1/responses/{id}", Access: api.Visitor, Response: json.RawMessage{},
 			OpenAIErrors: true, Handler: a.chat.DeleteResponseHandler(),
 			About: "Always rejected: a response is a message of its thread.",
+		}, {
+			Method: "GET", Path: "/v1/conversations/{id}/items", Access: api.Visitor, Response: json.RawMessage{}, OpenAIErrors: true,
+			Handler: a.chat.ConversationItemsHandler(),
+			About:   "OpenAI's list of the items of a conversation. Unfinished answers have the status in_progress.",
+			Query: map[string]string{
+				"after": "The id of the item that the page follows", "limit": "Page size, at most 100", "order": "desc, or asc",
+			},
 		}, {
 			Method: "POST", Path: "/v1/files", Access: api.Visitor, Body: json.RawMessage{}, Response: json.RawMessage{},
 			OpenAIErrors: true, MaxBody: int64(a.config.DocumentMaxBytes) + documents.FormOverhead, Handler: a.chat.FilesHandler(),

@@ -1,6 +1,7 @@
 package chatwire
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"net/http"
@@ -29,7 +30,21 @@ type chunk struct {
 	Model   string        `json:"model"`
 	Choices []choice      `json:"choices"`
 	Usage   *openai.Usage `json:"usage,omitempty"`
+	// Activity is not OpenAI's. Clients request it, and others ignore it.
+	Activity *activity `json:"activity,omitempty"`
 }
+
+// activity is what the agent does while it sends no text.
+type activity struct {
+	Type string `json:"type"` // tool, approval or none
+	Name string `json:"name,omitempty"`
+}
+
+// The kinds of activities.
+const (
+	ActivityTool     = "tool"     // a tool runs
+	ActivityApproval = "approval" // the answer waits for an approval
+)
 
 type choice struct {
 	Index  int                 `json:"index"`
@@ -87,6 +102,13 @@ func (s *Stream) Idle() { s.delta(delta{}, "") }
 func (s *Stream) Usage(u openai.Usage) {
 	c := s.head
 	c.Choices, c.Usage = []choice{}, &u
+	s.data(c)
+}
+
+// Activity sends the current activity; an empty kind ends it.
+func (s *Stream) Activity(kind, name string) {
+	c := s.head
+	c.Choices, c.Activity = []choice{}, &activity{cmp.Or(kind, "none"), name}
 	s.data(c)
 }
 

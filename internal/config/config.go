@@ -14,6 +14,7 @@ package config
 import (
 	"bytes"
 	"encoding/json"
+	"net/url"
 	"regexp"
 	"slices"
 	"strings"
@@ -115,6 +116,7 @@ type Chat struct {
 	Rate          int           `env:"AGENT_CHAT_RATE" envDefault:"30" help:"how many messages a visitor may send in a minute, from 1 to 100000"`
 	MaxBytes      int           `env:"AGENT_CHAT_MAX_BYTES" envDefault:"4194304" help:"how large a request may be, with the history that clients send along, in bytes from 1024 to 16777216"`
 	BrowserKeys   []string      `env:"AGENT_CHAT_BROWSER_KEYS" help:"names of the chat keys that browsers hold: each visitor of such a key gets a token of its own, so that they cannot read each other; for example site,shop (a key without a name is called visitor)"`
+	EmbedOrigins  []string      `env:"AGENT_CHAT_EMBED_ORIGINS" help:"sites that may show the chat page in a frame, for example https://example.com,https://shop.example.com"`
 	ApprovalWait  time.Duration `env:"AGENT_CHAT_APPROVAL_WAIT" envDefault:"2m" help:"how long a visitor's connection waits for an approval, from 1s to 1h"`
 }
 
@@ -268,6 +270,12 @@ func (k *checker) chat(c *Config) {
 			k.report("AGENT_CHAT_KEY", "the key %s is also another's or the admin token", name)
 		default:
 			c.ChatKeys[name], seen[key] = Secret(key), true
+		}
+	}
+	for _, origin := range c.Chat.EmbedOrigins {
+		u, err := url.Parse(origin)
+		if err != nil || u.Scheme != "https" && u.Scheme != "http" || u.Host == "" || u.Scheme+"://"+u.Host != origin || strings.ContainsAny(origin, " ;'\"") {
+			k.report("AGENT_CHAT_EMBED_ORIGINS", "%q is not an origin; give scheme and host, such as https://example.com", origin)
 		}
 	}
 	for _, name := range c.Chat.BrowserKeys {

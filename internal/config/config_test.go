@@ -134,6 +134,7 @@ var badValues = map[string]struct{ value, says string }{
 	"AGENT_CHAT_DOUBLE_TEXTING":     {"twice", "enqueue, reject or interrupt"},
 	"AGENT_CHAT_RATE":               {"0", "from 1 to"},
 	"AGENT_CHAT_BROWSER_KEYS":       {"nobody", "no chat key named"},
+	"AGENT_CHAT_EMBED_ORIGINS":      {"https://example.com/page", "is not an origin"},
 	"AGENT_CHAT_MAX_BYTES":          {"10", "from 1024"},
 	"AGENT_CHAT_APPROVAL_WAIT":      {"2h", "from 1s to 1h"},
 	"AGENT_CONTEXT_TOKENS":          {"9", "from 1000"},

@@ -125,6 +125,8 @@ type Chat struct {
 	// Address returns the client address of a request, for the rate limit; default clientip.Key.
 	Address       func(r *http.Request) string
 	DoubleTexting DoubleTexting // default Enqueue
+	// EmbedOrigins lists the sites that may show the page in a frame, such as https://example.com; default none.
+	EmbedOrigins []string
 	// Rate is the number of messages per minute of a visitor; default 30, negative: no limit. The burst is a third of it.
 	Rate int
 	// Turns is the number of active turns of requests in this process; default 2048. A key may have three quarters of

@@ -32,6 +32,7 @@ type feed struct {
 	runsHere       bool            // this process runs the turn now
 	claim          int64           // the claim of the current or last run here
 	stored         *storedMessages // of a turn that was started here; nil for others
+	tool           string          // the tool that runs; "" for none
 	awaitsApproval bool            // this turn, or the turn before it, waits for an approval
 	end            *executions.Execution
 	changed        chan struct{}
@@ -44,6 +45,7 @@ type view struct {
 	text           string
 	truncated      bool
 	runsHere       bool
+	tool           string
 	awaitsApproval bool
 	end            *executions.Execution
 	changed        <-chan struct{}
@@ -55,8 +57,8 @@ func (f *feed) snapshot(shows bool) view {
 	defer f.mu.Unlock()
 	f.shown = f.shown || shows && f.text != ""
 	return view{
-		text: f.text, truncated: f.truncated, runsHere: f.runsHere, awaitsApproval: f.awaitsApproval, end: f.end,
-		changed: f.changed,
+		text: f.text, truncated: f.truncated, runsHere: f.runsHere, tool: f.tool,
+		awaitsApproval: f.awaitsApproval, end: f.end, changed: f.changed,
 	}
 }
 
@@ -74,7 +76,7 @@ func (f *feed) start(claim int64, said string, limit int) {
 	f.update(func() {
 		f.claim = claim
 		f.text, f.settled, f.attempt, f.separator, f.limit = said, len(said), len(said), "", limit
-		f.truncated, f.runsHere, f.awaitsApproval, f.end = false, true, false, nil
+		f.truncated, f.runsHere, f.tool, f.awaitsApproval, f.end = false, true, "", false, nil
 		if said != "" {
 			f.separator = "\n\n"
 		}

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/chatwire"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
@@ -26,12 +27,14 @@ const approvalNotice = "An admin has to approve a step before I can go on. The a
 // follower shows a turn to one client while it runs, here or in another process.
 type follower struct {
 	*Chat
-	id        string
-	in        input // of the turn; access to its thread is checked unless it is the zero value
-	feed      *feed
-	show      func(piece string) // nil: only the end is needed
-	keepAlive func()             // called while there is nothing to show; may be nil
-	shown     string
+	id            string
+	in            input // of the turn; access to its thread is checked unless it is the zero value
+	feed          *feed
+	show          func(piece string)      // nil: only the end is needed
+	keepAlive     func()                  // called while there is nothing to show; may be nil
+	activity      func(kind, name string) // called when what the turn waits for changes; may be nil
+	shown         string
+	shownActivity string
 }
 
 // stream writes an answer to a client in pieces.
@@ -78,6 +81,7 @@ func (f *follower) follow(ctx context.Context) (answer, error) {
 		if err := f.showNew(v.text); err != nil {
 			return answer{}, err
 		}
+		f.showActivity(v)
 		switch {
 		case v.awaitsApproval && approvalTimeout == nil:
 			approvalTimeout = time.After(f.ApprovalWait)
@@ -107,6 +111,21 @@ func (f *follower) follow(ctx context.Context) (answer, error) {
 				return answer{}, err
 			}
 		}
+	}
+}
+
+// showActivity reports a changed activity of the turn: a tool, an approval that it waits for, or none.
+func (f *follower) showActivity(v view) {
+	kind, name := "", ""
+	switch {
+	case v.awaitsApproval:
+		kind = chatwire.ActivityApproval
+	case v.tool != "":
+		kind, name = chatwire.ActivityTool, v.tool
+	}
+	if now := kind + " " + name; f.activity != nil && now != f.shownActivity && (kind != "" || f.shownActivity != "") {
+		f.shownActivity = now
+		f.activity(kind, name)
 	}
 }
 

@@ -2,15 +2,12 @@ package chat
 
 import (
 	"context"
-	"embed"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
 	"math"
-	"mime"
 	"net/http"
-	"path"
 	"strconv"
 	"strings"
 	"time"
@@ -107,14 +104,17 @@ func (c *Chat) complete(w http.ResponseWriter, r *http.Request, id trace.ID) err
 		return err
 	}
 	defer b.release()
-	usage := req.StreamOptions != nil && req.StreamOptions.IncludeUsage
+	var opts streamOptions
+	if req.StreamOptions != nil {
+		opts = *req.StreamOptions
+	}
 	return c.sendAnswer(w, r, a.retry, func(w http.ResponseWriter) error {
-		return c.show(w, r, b, a.Model, stream, usage)
+		return c.show(w, r, b, a.Model, stream, opts)
 	})
 }
 
 // show sends the answer of a turn, as a stream or complete.
-func (c *Chat) show(w http.ResponseWriter, r *http.Request, b startedTurn, model string, stream, usage bool) error {
+func (c *Chat) show(w http.ResponseWriter, r *http.Request, b startedTurn, model string, stream bool, opts streamOptions) error {
 	stamp(w, b.exec.TraceID, b.name)
 	in, err := inputOf(b.exec)
 	if err != nil {
@@ -122,7 +122,7 @@ func (c *Chat) show(w http.ResponseWriter, r *http.Request, b startedTurn, model
 	}
 	f := &follower{Chat: c, id: b.exec.ID, in: in, feed: b.feed}
 	if stream {
-		return c.stream(w, r, f, b.exec, model, usage)
+		return c.stream(w, r, f, b.exec, model, opts)
 	}
 	got, err := f.follow(r.Context())
 	if err != nil {
@@ -136,13 +136,16 @@ func (c *Chat) show(w http.ResponseWriter, r *http.Request, b startedTurn, model
 
 // stream streams an answer. An error after the first byte is sent as an event of the stream.
 func (c *Chat) stream(
-	w http.ResponseWriter, r *http.Request, f *follower, x executions.Execution, model string, usage bool,
+	w http.ResponseWriter, r *http.Request, f *follower, x executions.Execution, model string, opts streamOptions,
 ) error {
 	s := chatwire.Open(w, CompletionID(x.ID), model, x.CreatedAt.Unix())
 	s.Role()
 	ctx, stop := context.WithCancel(r.Context())
 	defer stop()
 	f.streamTo(s, stop)
+	if opts.IncludeActivity {
+		f.activity = s.Activity
+	}
 	got, err := f.follow(ctx)
 	var refusal *Refusal
 	switch {
@@ -154,7 +157,7 @@ func (c *Chat) stream(
 			"Something went wrong here. Trace: "+x.TraceID).failure())
 	case err == nil:
 		s.Finish(got.Finish)
-		if usage {
+		if opts.IncludeUsage {
 			s.Usage(got.Usage)
 		}
 		s.Done()
@@ -179,11 +182,13 @@ func (c *Chat) attach(w http.ResponseWriter, r *http.Request, _ trace.ID) error 
 	if x.Status.Ended() {
 		feed.finish(x)
 	}
-	if r.URL.Query().Get("stream") == "true" {
-		return c.show(w, r, b, in.Model, true, r.URL.Query().Get("include_usage") == "true")
+	if q := r.URL.Query(); q.Get("stream") == "true" {
+		return c.show(w, r, b, in.Model, true, streamOptions{
+			IncludeUsage: q.Get("include_usage") == "true", IncludeActivity: q.Get("include_activity") == "true",
+		})
 	}
 	if x.Status.Ended() {
-		return c.show(w, r, b, in.Model, false, true)
+		return c.show(w, r, b, in.Model, false, streamOptions{})
 	}
 	return c.sendUnfinished(w, r, b, in.Model)
 }
@@ -241,37 +246,6 @@ func (c *Chat) find(ctx context.Context, who threads.Principal, id string) (exec
 		return executions.Execution{}, input{}, missing
 	}
 	return x, in, nil
-}
-
-//go:embed page
-var pageFiles embed.FS
-
-// pagePolicy allows requests to this server only.
-const pagePolicy = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; " +
-	"form-action 'none'; frame-ancestors 'none'"
-
-// PageHandler serves the chat page: GET /chat, and its files at GET /chat/{file}. The page has no secrets. It prompts
-// for the chat key, or reads it from the fragment of the URL (#key=…), and keeps it until the tab is closed.
-func (c *Chat) PageHandler() http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		name := r.PathValue("file")
-		if name == "" {
-			name = "index.html"
-		}
-		text, err := pageFiles.ReadFile("page/" + name)
-		if err != nil {
-			http.NotFound(w, r)
-			return
-		}
-		w.Header().Set("Content-Type", mime.TypeByExtension(path.Ext(name)))
-		w.Header().Set("Content-Security-Policy", pagePolicy)
-		w.Header().Set("X-Content-Type-Options", "nosniff")
-		w.Header().Set("Referrer-Policy", "no-referrer")
-		w.Header().Set("Cache-Control", "no-cache")
-		if _, err := w.Write(text); err != nil {
-			c.Logger.DebugContext(r.Context(), "page not sent", "error", err)
-		}
-	})
 }
 
 // Refusal is an error of OpenAI's protocol.

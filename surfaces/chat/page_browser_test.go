@@ -1,22 +1,32 @@
 package chat_test
 
 import (
+	"context"
+	"fmt"
 	"net/http"
 	"net/http/httptest"
 	"net/http/httputil"
 	"net/url"
+	"path"
 	"strings"
 	"testing"
+	"time"
 
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/internal/browser"
+	"github.com/lanekeeper/lanekeeper/internal/chatwire"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
-// opened is the page in a browser, before a process.
-func opened(t *testing.T, p *process) *browser.Page {
+// shown is the text of all messages on the page.
+const shown = `[...document.querySelectorAll("#messages .message")].map(e => e.innerText.replace(/\s+/g, " ").trim()).join(" | ")`
+
+// site serves the page and the API of a process at one address.
+func site(t *testing.T, p *process) string {
 	t.Helper()
 	target, err := url.Parse(p.url)
 	if err != nil {
@@ -27,60 +37,326 @@ func opened(t *testing.T, p *process) *browser.Page {
 	mux.Handle("GET /chat/{file}", p.chat.PageHandler())
 	mux.Handle("/v1/", httputil.NewSingleHostReverseProxy(target))
 	server := httptest.NewServer(mux)
-	t.Cleanup(server.Close)
-	page := browser.Open(t, browser.Look{})
-	page.Go(server.URL + "/chat#key=site")
+	t.Cleanup(func() {
+		server.CloseClientConnections() // a page may still read a stream
+		server.Close()
+	})
+	return server.URL
+}
+
+// openPage opens the page of a process with a chat key.
+func openPage(t *testing.T, p *process, look browser.Look) *browser.Page {
+	t.Helper()
+	page := browser.Open(t, look)
+	page.Go(site(t, p) + "/chat#key=site")
+	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
 	return page
+}
+
+// submit sends a message on the page.
+func submit(page *browser.Page, text string) {
+	page.Type("#message", text)
+	page.Click("#send")
+}
+
+// noProblems fails for each message of the browser's console and each finding of axe.
+func noProblems(t *testing.T, page *browser.Page) {
+	t.Helper()
+	for _, finding := range page.Inaccessible() {
+		t.Error(finding)
+	}
+	if problems := page.Problems(); len(problems) > 0 {
+		t.Errorf("the browser reports:\n%s", strings.Join(problems, "\n"))
+	}
+}
+
+// held is a model's answer whose rest waits until release is closed.
+func held(start, rest string, release <-chan struct{}) modeltest.Reply {
+	return modeltest.Custom(func(w http.ResponseWriter, r *http.Request) {
+		s := chatwire.Open(w, "chatcmpl-held", "test", time.Now().Unix())
+		s.Role()
+		s.Text(start)
+		select {
+		case <-release:
+		case <-r.Context().Done():
+			return
+		}
+		s.Text(rest)
+		s.Finish(openai.FinishReasonStop)
+		s.Usage(openai.Usage{PromptTokens: 10, CompletionTokens: 10, TotalTokens: 20})
+		s.Done()
+	})
 }
 
 func TestThePageShowsTheGreetingInANewConversation(t *testing.T) {
 	w := newWorld(t)
 	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Yes.") })
-	page := opened(t, w.house(t))
-	const all = `[...document.querySelectorAll("#talk .said")].map(e => e.textContent).join(" | ")`
-	page.Until("it is greeted", all+` === "AgentHola, soy Nora."`)
-	page.Type("#message", "Are you there?")
-	page.Click("#write button")
-	page.Until("it is answered", all+` === "AgentHola, soy Nora. | YouAre you there? | AgentYes."`)
-	pgtest.Eventually(t, patience, func() bool { // the answer is kept just after it was streamed
+	page := openPage(t, w.house(t), browser.Look{})
+	page.Until("the greeting is shown", shown+` === "sales Hola, soy Nora."`)
+	submit(page, "Are you there?")
+	page.Until("the answer is shown", shown+` === "sales Hola, soy Nora. | You Are you there? | sales Yes."`)
+	pgtest.Eventually(t, patience, func() bool { // the answer is stored just after it was streamed
 		said := pgtest.Value[string](t, w.pool, `select string_agg(role || ': ' || content, ', ' order by seq) from agent_messages`)
 		return said == "assistant: Hola, soy Nora., user: Are you there?, assistant: Yes."
 	}, "the thread has the greeting once")
-	page.Click("#anew")
-	page.Until("a new one is greeted", all+` === "AgentHola, soy Nora."`)
-	if problems := page.Problems(); len(problems) > 0 {
-		t.Errorf("the browser complains:\n%s", strings.Join(problems, "\n"))
-	}
+	page.Click("#new")
+	page.Until("a new conversation is greeted", shown+` === "sales Hola, soy Nora."`)
+	noProblems(t, page)
+}
+
+func TestThePageSelectsAnAgent(t *testing.T) {
+	w := newWorld(t)
+	w.model.Handle(func(_ int, r openai.ChatCompletionRequest) modeltest.Reply {
+		if strings.Contains(modeltest.Said(r.Messages[0]), "You are Bill.") {
+			return modeltest.Text("Bill here.")
+		}
+		return modeltest.Text("Nora here.")
+	})
+	page := browser.Open(t, browser.Look{})
+	page.Go(site(t, w.house(t)) + "/chat#key=site-both")
+	page.Until("the agents are listed", `document.querySelector("#agents").value === "sales" && !document.querySelector("#agents").hidden`)
+	page.Eval(`(() => { const a = document.querySelector("#agents"); a.value = "billing"; a.dispatchEvent(new Event("change")); return 1 })()`, new(int))
+	page.Until("the page names the agent", `document.title === "billing"`)
+	submit(page, "Who are you?")
+	page.Until("the agent answers", shown+` === "You Who are you? | billing Bill here."`)
+	noProblems(t, page)
 }
 
 func TestThePageSendsFiles(t *testing.T) {
 	w := newWorld(t, modeltest.Text("One order."))
-	page := opened(t, w.process(t))
-	page.Until("it is open", `!document.querySelector("#room").hidden`)
-	var chosen int
+	page := openPage(t, w.process(t), browser.Look{})
 	page.Eval(`(() => {
 		const list = new DataTransfer();
 		list.items.add(new File(["id,total\n7,9.50\n"], "orders.csv", { type: "text/csv" }));
+		list.items.add(new File(["x"], "unwanted.txt", { type: "text/plain" }));
 		const files = document.querySelector("#files");
 		files.files = list.files;
-		return files.files.length;
-	})()`, &chosen)
-	page.Type("#message", "How many?")
-	page.Click("#write button")
-	page.Until("it is answered", `document.querySelector("#talk").textContent === "YouHow many?\n📎 orders.csvAgentOne order."`)
+		files.dispatchEvent(new Event("change"));
+		return 1;
+	})()`, new(int))
+	page.Click(`#attachments button[aria-label="Remove unwanted.txt"]`)
+	submit(page, "How many?")
+	page.Until("the answer is shown", shown+` === "You How many? 📎 orders.csv | nora One order."`)
 	var sent string
 	if asked := w.model.Requests(); len(asked) == 1 {
 		sent = modeltest.Said(asked[0].Messages[len(asked[0].Messages)-1])
 	}
 	for _, want := range []string{"How many?", `"orders.csv"`, "7,9.50"} {
 		if !strings.Contains(sent, want) {
-			t.Errorf("%q is not in what the model was sent: %s", want, sent)
+			t.Errorf("%q is not in the request to the model: %s", want, sent)
 		}
 	}
-	for _, fault := range page.Inaccessible() {
-		t.Error(fault)
+	page.Eval(`(location.reload(), 1)`, new(int))
+	page.Until("the file is in the history", shown+` === "You How many? 📎 orders.csv | nora One order."`)
+	noProblems(t, page)
+}
+
+// markdown has what models write, and what must never run.
+const markdown = "# Hours\n\nWe open at **nine**, see [our site](https://example.com/hours).\n\n" +
+	"<img src=x onerror=\"document.title='run'\"><script>document.title='run'</script>\n\n" +
+	"![x](https://example.com/leak.png) [run](javascript:document.title='run') [data](data:text/html,x)\n\n" +
+	"| day | hour |\n|---|---|\n| Monday | 9 |\n\n```go\nfmt.Println(\"hola\")\n```\n\n- مرحبا\n- 🎉\n"
+
+func TestThePageRendersMarkdownAndRunsNoHTML(t *testing.T) {
+	w := newWorld(t, modeltest.Text(markdown))
+	page := openPage(t, w.process(t), browser.Look{})
+	submit(page, "When? <b>now</b>")
+	page.Until("the answer is rendered", `document.querySelector(".agent .body table td")?.textContent === "Monday"`)
+	for what, script := range map[string]string{
+		"bold text":     `document.querySelector(".agent strong").textContent === "nine"`,
+		"a safe link":   `(a => a.href === "https://example.com/hours" && a.target === "_blank" && a.rel.includes("noopener"))(document.querySelector(".agent a"))`,
+		"no HTML":       `!document.querySelector(".agent .body :is(img, script, b)") && document.querySelector(".agent .body").textContent.includes("<img src=x")`,
+		"no bad link":   `![...document.querySelectorAll(".agent a")].some(a => !a.href.startsWith("https://example.com/"))`,
+		"nothing ran":   `document.title !== "run"`,
+		"the user's":    `document.querySelector(".user .body").textContent === "When? <b>now</b>"`,
+		"a copy button": `document.querySelector(".agent .block button").textContent === "Copy" && document.querySelector(".agent pre").textContent.includes("Println")`,
+		"the direction": `getComputedStyle(document.querySelector(".agent li p, .agent li")).direction === "rtl"`,
+	} {
+		var ok bool
+		if page.Eval(script, &ok); !ok {
+			t.Errorf("%s: %s", what, script)
+		}
 	}
-	if problems := page.Problems(); len(problems) > 0 {
-		t.Errorf("the browser complains:\n%s", strings.Join(problems, "\n"))
+	for _, look := range []browser.Look{{}, {Dark: true}, {Width: 320, Height: 640}} {
+		page.As(look)
+		var wide bool
+		if page.Eval(`document.documentElement.scrollWidth > innerWidth`, &wide); wide {
+			t.Errorf("%+v: the page scrolls sideways", look)
+		}
+		noProblems(t, page)
+	}
+}
+
+func TestThePageKeepsTheComposerInView(t *testing.T) {
+	w := newWorld(t, modeltest.Text(strings.Repeat("A long line of an answer.\n\n", 200)), modeltest.Text("Short."))
+	page := openPage(t, w.process(t), browser.Look{Width: 390, Height: 700})
+	submit(page, "Tell me all.")
+	page.Until("the answer is shown", `document.querySelector(".agent .body")?.textContent.length > 4000 && document.querySelector("#send").offsetParent`)
+	page.Until("the end of the answer and the composer are in view", `(() => {
+		const within = e => { const r = e.getBoundingClientRect(); return r.bottom <= innerHeight && r.bottom > 0; };
+		return within(document.querySelector("#send")) && within(document.querySelector(".agent:last-child .body > :last-child"));
+	})()`)
+	page.Eval(`(document.querySelector("#scroller").scrollTop = 0, 1)`, new(int))
+	page.Until("a button leads to the end", `!document.querySelector("#latest").hidden`)
+	submit(page, "And?")
+	page.Until("the next answer is in view", shown+`.endsWith("nora Short.") && document.querySelector("#latest").hidden`)
+	noProblems(t, page)
+}
+
+func TestThePageShowsTheConversationAfterAReload(t *testing.T) {
+	release := make(chan struct{})
+	w := newWorld(t, modeltest.Text("One."), held("Two is ", "done.", release))
+	p := w.process(t)
+	page := openPage(t, p, browser.Look{})
+	submit(page, "First")
+	page.Until("the first answer is shown", shown+`.endsWith("nora One.")`)
+	submit(page, "Second")
+	page.Until("the second answer has started", shown+`.includes("nora Two is")`)
+	page.Eval(`(location.reload(), 1)`, new(int))
+	page.Until("the conversation and the answer in progress are shown",
+		shown+`.startsWith("You First | nora One. | You Second | nora Two is") && !document.querySelector("#stop").hidden`)
+	close(release)
+	page.Until("the answer is complete", shown+` === "You First | nora One. | You Second | nora Two is done." && document.querySelector("#stop").hidden`)
+	noProblems(t, page)
+}
+
+func TestThePageLoadsEarlierMessages(t *testing.T) {
+	w := newWorld(t)
+	p := w.process(t)
+	page := openPage(t, p, browser.Look{})
+	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Hello.") })
+	submit(page, "Hi")
+	page.Until("the answer is shown", shown+`.endsWith("nora Hello.")`)
+	thread := pgtest.Value[string](t, w.pool, `select id from agent_threads`)
+	pgtest.Exec(t, w.pool, `
+		insert into agent_messages (thread_id, seq, turn, role, content, channel, trace_id, status)
+		select $1, n, n, case n % 2 when 1 then 'user' else 'assistant' end, 'message ' || n, 'chat', '', case n % 2 when 1 then 'received' else 'sent' end
+		  from generate_series(3, 60) n`, thread)
+	pgtest.Exec(t, w.pool, `update agent_threads set next_seq = 61 where id = $1`, thread)
+	page.Eval(`(location.reload(), 1)`, new(int))
+	page.Until("the latest messages are shown", `document.querySelectorAll(".message").length === 30 && `+shown+`.endsWith("nora message 60")`)
+	page.Click("#earlier")
+	page.Until("all messages are shown", `document.querySelectorAll(".message").length === 60 && document.querySelector("#earlier").hidden && `+
+		shown+`.startsWith("You Hi | nora Hello. | You message 3")`)
+	noProblems(t, page)
+}
+
+func TestThePageStopsAnAnswer(t *testing.T) {
+	w := newWorld(t, held("It goes on", " and on.", make(chan struct{})), modeltest.Text("Fine."))
+	page := openPage(t, w.process(t), browser.Look{})
+	submit(page, "Talk")
+	page.Until("the answer has started", shown+`.includes("nora It goes on")`)
+	page.Click("#stop")
+	page.Until("the answer is stopped", shown+`.endsWith("nora It goes on Stopped.") && !document.querySelector("#send").hidden`)
+	if got := pgtest.Value[string](t, w.pool, `select status from agent_executions where flow = 'chat'`); got != "cancelled" {
+		t.Errorf("the execution is %s", got)
+	}
+	submit(page, "Enough?")
+	page.Until("the next message is answered", shown+`.endsWith("nora Fine.")`)
+	page.Eval(`(location.reload(), 1)`, new(int))
+	page.Until("the history has the stopped answer", shown+` === "You Talk | nora It goes on Stopped. | You Enough? | nora Fine."`)
+	noProblems(t, page)
+}
+
+func TestThePageOffersToTryAgain(t *testing.T) {
+	w := newWorld(t)
+	failing := true
+	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply {
+		if failing {
+			return modeltest.Status(http.StatusBadRequest, 0)
+		}
+		return modeltest.Text("Now it works.")
+	})
+	page := openPage(t, w.process(t), browser.Look{})
+	submit(page, "Hello")
+	page.Until("the failure is shown", shown+`.includes("Try again")`)
+	failing = false
+	page.Click(".message .interrupted button")
+	page.Until("the answer is shown", shown+`.endsWith("nora Now it works.")`)
+}
+
+func TestThePageShowsToolsAndApprovals(t *testing.T) {
+	w := newWorld(t, modeltest.ToolCall("look_up", `{}`), modeltest.Text("It is sunny."), modeltest.ToolCall("refund", `{}`), modeltest.Text("Refunded."))
+	called, release := make(chan struct{}, 1), make(chan struct{})
+	w.put(t, skills.Definition{Name: "look_up", Scope: skills.ScopeExternal, Idempotent: true})
+	w.builtins["look_up"] = func(ctx context.Context, _ skills.Call) (any, error) {
+		called <- struct{}{}
+		select {
+		case <-release:
+		case <-ctx.Done():
+		}
+		return "sunny", nil
+	}
+	page := openPage(t, w.process(t), browser.Look{Still: true})
+	submit(page, "Weather?")
+	<-called
+	page.Until("the tool is shown", shown+`.endsWith("Using look up …")`)
+	noProblems(t, page)
+	close(release)
+	page.Until("the answer is shown", shown+`.endsWith("nora It is sunny.")`)
+	submit(page, "Refund me")
+	page.Until("the approval is shown", shown+`.endsWith("Waiting for an approval …")`)
+}
+
+func TestASiteEmbedsThePage(t *testing.T) {
+	w := newWorld(t, modeltest.Text("Hello, visitor."))
+	var host *httptest.Server
+	host = httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+		rw.Header().Set("Content-Type", "text/html")
+		fmt.Fprintf(rw, `<!doctype html><html lang="en"><title>Shop</title><main><h1>Shop</h1><div id="help"></div></main>
+			<script src="%s/chat/embed.js" data-key="site" data-accent="#0a7d3c" %s></script>`, r.URL.Query().Get("at"), r.URL.Query().Get("with"))
+	}))
+	t.Cleanup(host.Close)
+	embedded := site(t, w.process(t, func(c *chat.Chat) { c.EmbedOrigins = []string{host.URL} }))
+	page := browser.Open(t, browser.Look{})
+	page.Go(host.URL + "?at=" + embedded)
+	const inRoot = `[...document.querySelectorAll("div")].find(e => e.shadowRoot)?.shadowRoot`
+	page.Until("the button is there", inRoot+`?.querySelector("button")?.textContent === "Chat"`)
+	page.Eval(`(`+inRoot+`.querySelector("button").click(), 1)`, new(int))
+	page.Until("the page in the frame reports its height", `parseInt(`+inRoot+`.querySelector("div").style.getPropertyValue("--height")) > 100`)
+	page.Go(host.URL + "?at=" + embedded + "&with=" + url.QueryEscape(`data-target="#help"`))
+	page.Until("the frame is in its place", `document.querySelector("#help > div")?.shadowRoot.querySelector(".inline iframe").clientHeight >= 300`)
+	for origins, want := range map[string]string{host.URL: "frame-ancestors " + host.URL, "": "frame-ancestors 'none'"} {
+		c := &chat.Chat{}
+		if origins != "" {
+			c.EmbedOrigins = []string{origins}
+		}
+		rec := httptest.NewRecorder()
+		c.PageHandler().ServeHTTP(rec, httptest.NewRequest(http.MethodGet, "/chat", nil))
+		if got := rec.Header().Get("Content-Security-Policy"); !strings.HasSuffix(got, want) {
+			t.Errorf("policy %q, want %q", got, want)
+		}
+	}
+}
+
+func TestThePageIsCompressedAndCached(t *testing.T) {
+	mux := http.NewServeMux()
+	mux.Handle("GET /chat", (&chat.Chat{}).PageHandler())
+	mux.Handle("GET /chat/{file}", (&chat.Chat{}).PageHandler())
+	get := func(path string) *httptest.ResponseRecorder {
+		r := httptest.NewRequest(http.MethodGet, path, nil)
+		r.Header.Set("Accept-Encoding", "gzip")
+		rec := httptest.NewRecorder()
+		mux.ServeHTTP(rec, r)
+		return rec
+	}
+	index := httptest.NewRecorder()
+	mux.ServeHTTP(index, httptest.NewRequest(http.MethodGet, "/chat", nil))
+	total := get("/chat").Body.Len()
+	for _, ref := range strings.Split(index.Body.String(), `"`) {
+		if !strings.HasPrefix(ref, "/chat/") {
+			continue
+		}
+		got := get(ref)
+		if got.Code != http.StatusOK || !strings.HasSuffix(path.Ext(strings.Split(ref, "?")[0]), "svg") && got.Header().Get("Content-Encoding") != "gzip" || !strings.Contains(got.Header().Get("Cache-Control"), "immutable") {
+			t.Errorf("%s: %d %v", ref, got.Code, got.Header())
+		}
+		total += got.Body.Len()
+	}
+	if total < 20_000 || total > 80_000 {
+		t.Errorf("the page transfers %d bytes", total)
+	}
+	if got := get("/chat/chat.js?v=old").Header().Get("Cache-Control"); got != "no-cache" {
+		t.Errorf("an old version is cached: %s", got)
 	}
 }

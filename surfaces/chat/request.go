@@ -43,7 +43,8 @@ type request struct {
 }
 
 type streamOptions struct {
-	IncludeUsage bool `json:"include_usage"`
+	IncludeUsage    bool `json:"include_usage"`
+	IncludeActivity bool `json:"include_activity"` // not OpenAI's
 }
 
 // decode reads a request.

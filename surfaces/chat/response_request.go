@@ -83,7 +83,7 @@ func (i *responseInput) UnmarshalJSON(raw []byte) error {
 		return bad("input", "invalid_type", "The parameter input must be a string or a list of items.")
 	}
 	for n := 0; dec.More(); n++ {
-		m, err := item(dec, n)
+		m, err := readItem(dec, n)
 		if err != nil {
 			return err
 		}
@@ -96,8 +96,8 @@ func (i *responseInput) UnmarshalJSON(raw []byte) error {
 	return nil
 }
 
-// item reads one item of the input.
-func item(dec *json.Decoder, n int) (wireMessage, error) {
+// readItem reads one item of the input.
+func readItem(dec *json.Decoder, n int) (wireMessage, error) {
 	var it struct {
 		wireMessage
 		Type string `json:"type"`

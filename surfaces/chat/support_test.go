@@ -152,6 +152,7 @@ func (p *process) serve(t *testing.T) {
 	mux.Handle("POST /v1/chat/completions", p.chat.CompletionsHandler())
 	mux.Handle("GET /v1/chat/completions/{id}", p.chat.CompletionHandler())
 	mux.Handle("POST /v1/responses", p.chat.ResponsesHandler())
+	mux.Handle("GET /v1/conversations/{id}/items", p.chat.ConversationItemsHandler())
 	mux.Handle("GET /v1/responses/{id}", p.chat.ResponseHandler())
 	mux.Handle("POST /v1/responses/{id}/cancel", p.chat.CancelResponseHandler())
 	mux.Handle("GET /v1/responses/{id}/input_items", p.chat.InputItemsHandler())

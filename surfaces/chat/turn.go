@@ -106,9 +106,12 @@ func (t *turn) answer(ctx context.Context) (answer, error) {
 			t.feed.retryCall()
 		},
 		OnTool: func(e reason.ToolEvent) {
-			if !e.Done {
-				t.saveFinished(held)
+			if e.Done {
+				t.feed.update(func() { t.feed.tool = "" })
+				return
 			}
+			t.saveFinished(held)
+			t.feed.update(func() { t.feed.tool = e.Name })
 		},
 		OnApproval: func(approvals.Approval) {
 			t.saveFinished(held)

@@ -1,67 +1,97 @@
 "use strict";
 
-// A chat with the agent over POST /v1/chat/completions. The conversation is kept by the server; this page has
-// the key, the visitor's token and the thread's name, until the tab is closed.
+// A chat with the agent over POST /v1/chat/completions. The server stores the conversation. This page keeps the key, the
+// visitor's token and the name of the thread until the tab is closed.
 
 const byId = (id) => document.getElementById(id);
-const door = byId("door"), room = byId("room"), talk = byId("talk"), state = byId("state");
-const message = byId("message"), files = byId("files"), send = byId("write").querySelector("button"), anew = byId("anew");
+const login = byId("login"), conversation = byId("conversation"), scroller = byId("scroller"), messages = byId("messages");
+const statusLine = byId("status"), message = byId("message"), files = byId("files"), attachments = byId("attachments");
+const send = byId("send"), stop = byId("stop"), agents = byId("agents");
 const store = window.sessionStorage;
+const options = new URLSearchParams(location.search);
 
+let attached = [];   // files of the next message
+let running = null;  // the answer in progress
+let generation = 0;  // changes with each conversation; later results of an older one are ignored
+let agentName = "Agent";
+
+// Refusal is an error response of the server.
 class Refusal extends Error {
-  constructor(status, text) {
+  constructor(status, text, code) {
     super(text);
     this.status = status;
+    this.code = code;
   }
 }
 
+// --- Appearance
+
+function applyTheme() {
+  const root = document.documentElement;
+  if (["light", "dark"].includes(options.get("theme"))) root.dataset.theme = options.get("theme");
+  const accent = options.get("accent"), radius = options.get("radius");
+  if (accent && CSS.supports("color", accent)) {
+    root.style.setProperty("--accent", accent);
+    root.style.setProperty("--on-accent", isLight(accent) ? "#000" : "#fff");
+  }
+  if (radius && CSS.supports("border-radius", radius)) root.style.setProperty("--radius", radius);
+  if (!options.get("embed")) return;
+  byId("close").hidden = options.get("embed") !== "button";
+  new ResizeObserver(postHeight).observe(messages);
+  postHeight();
+}
+
+function isLight(color) {
+  const context = document.createElement("canvas").getContext("2d");
+  context.fillStyle = color;
+  context.fillRect(0, 0, 1, 1);
+  const [r, g, b] = context.getImageData(0, 0, 1, 1).data;
+  return 0.299 * r + 0.587 * g + 0.114 * b > 150;
+}
+
+// postHeight sends the height that shows everything to the site that embeds the page.
+function postHeight() {
+  if (window.parent === window) return;
+  const around = document.body.clientHeight - scroller.clientHeight;
+  const height = around + messages.scrollHeight + 48;
+  window.parent.postMessage({ chat: "height", height }, "*"); // a number, no content
+}
+
+// --- Key, visitor and conversation
+
 function open() {
   const given = new URLSearchParams(location.hash.slice(1));
-  if (given.get("key")) store.setItem("key", given.get("key"));
-  if (given.get("join")) { // into a conversation that somebody else began
+  if (given.get("key") && given.get("key") !== store.getItem("key")) {
+    store.setItem("key", given.get("key"));
+  }
+  if (given.get("join")) { // an invitation into another thread
     store.setItem("join", given.get("join"));
     store.removeItem("thread");
   }
   if (given.get("key") || given.get("join")) {
-    history.replaceState(null, "", location.pathname); // out of sight and out of the history
+    history.replaceState(null, "", location.pathname + location.search); // remove it from the history
   }
   const known = Boolean(store.getItem("key"));
-  door.hidden = known;
-  room.hidden = anew.hidden = !known;
-  (known ? message : byId("key")).focus();
-  if (known) greet();
+  login.hidden = known;
+  conversation.hidden = byId("new").hidden = !known;
+  (known ? message : byId("key")).focus({ preventScroll: true });
+  if (known) start();
 }
 
-// greet shows how the agent begins a new conversation. The server puts the same words at the beginning of the thread.
-let conversation = 0;
-async function greet() {
-  const mine = ++conversation;
-  if (store.getItem("thread") || store.getItem("join")) return;
-  try {
-    const response = await fetch("/v1/models/agent", { headers: { Authorization: "Bearer " + store.getItem("key") } });
-    if (!response.ok) return; // the first message says what is wrong
-    const { greeting } = await response.json();
-    if (!greeting || mine !== conversation) return;
-    talk.prepend(say("Agent", greeting).parentElement); // the visitor may have spoken meanwhile
-  } catch { /* likewise */ }
+async function start() {
+  const current = ++generation;
+  messages.replaceChildren();
+  byId("earlier").hidden = true;
+  const listed = loadAgents(current);
+  if (store.getItem("thread")) {
+    await showHistory(current);
+  } else {
+    await listed;
+    if (current === generation && !store.getItem("join")) greet();
+  }
 }
 
-function say(who, text) {
-  const box = document.createElement("div");
-  box.className = "said " + (who === "You" ? "mine" : "theirs");
-  const name = document.createElement("span");
-  name.className = "who";
-  name.textContent = who;
-  const words = document.createElement("span");
-  words.textContent = text;
-  box.append(name, words);
-  talk.append(box);
-  talk.scrollTop = talk.scrollHeight;
-  return words;
-}
-
-// visitor is this visitor's token. It is made here, before it is sent: when the answer is lost, the invitation that was sent with it
-// is still this visitor's.
+// visitor returns the token of this visitor. The page generates it, so a lost answer does not lose the invitation.
 function visitor() {
   if (!store.getItem("visitor")) {
     const random = String.fromCharCode(...crypto.getRandomValues(new Uint8Array(32)));
@@ -71,28 +101,238 @@ function visitor() {
 }
 
 function headers() {
-  const h = { Authorization: "Bearer " + store.getItem("key"), "Content-Type": "application/json" };
-  h["X-Visitor-Token"] = visitor();
+  const h = { Authorization: "Bearer " + store.getItem("key"), "Content-Type": "application/json", "X-Visitor-Token": visitor() };
   if (store.getItem("join")) h["X-Thread-Join"] = store.getItem("join");
   if (store.getItem("thread")) h["X-Thread-Id"] = store.getItem("thread");
   return h;
 }
 
-async function refused(response) {
-  let text = "The server answers " + response.status + ".";
+async function refusalOf(response) {
+  let text = "The server answers " + response.status + ".", code = "";
   try {
-    text = (await response.json()).error.message || text;
-  } catch { /* not in the protocol's form */ }
+    const { error } = await response.json();
+    text = error.message || text;
+    code = error.code || "";
+  } catch { /* no error of the protocol */ }
   const wait = response.headers.get("Retry-After");
-  return new Refusal(response.status, wait && wait < 600 ? text + " Try again in " + wait + " s." : text);
+  return new Refusal(response.status, wait && wait < 600 ? text + " Try again in " + wait + " s." : text, code);
 }
 
-// read shows a stream; it returns the completion's id, and whether the answer is whole.
-async function read(response, words, turn) {
+// --- Agents
+
+let known = []; // the agents of the key
+
+async function loadAgents(current) {
+  try {
+    const response = await fetch("/v1/models", { headers: headers() });
+    if (!response.ok || current !== generation) return; // the first message reports the error
+    const { data } = await response.json();
+    const own = data.filter((model) => model.id !== "agent");
+    known = own.length ? own : data;
+  } catch {
+    return;
+  }
+  const wanted = store.getItem("agent") || options.get("agent");
+  const selected = known.find((model) => model.id === wanted) || (await preferred()) || known[0];
+  agents.replaceChildren(...known.map((model) => new Option(model.id, model.id, false, model.id === selected?.id)));
+  agents.hidden = byId("agents-label").hidden = known.length < 2;
+  nameAgent(selected);
+}
+
+// preferred returns the agent that the alias agent means.
+async function preferred() {
+  if (known.length < 2) return known[0];
+  const response = await fetch("/v1/models/agent", { headers: headers() });
+  if (!response.ok) return undefined;
+  const { greeting, description } = await response.json();
+  return known.find((model) => model.greeting === greeting && model.description === description);
+}
+
+function nameAgent(model) {
+  if (!model) return;
+  agentName = model.id === "agent" ? "Agent" : model.id;
+  byId("title").textContent = document.title = agentName === "Agent" ? "Chat" : agentName;
+}
+
+// model returns the model id of a message.
+function model() {
+  return known.length > 1 ? agents.value : "agent";
+}
+
+function greet() {
+  const greeting = known.find((m) => m.id === (known.length > 1 ? agents.value : known[0].id))?.greeting;
+  if (greeting && !messages.querySelector(".agent")) {
+    const box = addMessage("agent", "prepend");
+    box.show(greeting);
+  }
+}
+
+// --- Messages
+
+// addMessage adds a message and returns functions that change it.
+function addMessage(role, where = "append") {
+  const box = document.createElement("article"), author = document.createElement("span"), body = document.createElement("div");
+  box.className = "message " + role;
+  author.className = "author";
+  author.textContent = role === "user" ? "You" : agentName;
+  body.className = "body";
+  body.dir = "auto";
+  box.append(author, body);
+  messages[where](box);
+  let frame = 0, text = "", line = null;
+  const draw = () => {
+    frame = 0;
+    if (role === "user") body.textContent = text;
+    else body.replaceChildren(renderMarkdown(text));
+    follow();
+  };
+  follow(role === "user");
+  return {
+    box,
+    get text() { return text; },
+    show(next) {
+      text = next;
+      body.hidden = !text;
+      frame ||= requestAnimationFrame(draw);
+    },
+    flush() {
+      cancelAnimationFrame(frame);
+      draw();
+    },
+    activity(words) {
+      line?.remove();
+      line = null;
+      if (!words) return;
+      line = document.createElement("p");
+      line.className = "activity";
+      line.textContent = words;
+      box.append(line);
+      follow();
+    },
+    note(words, action, run) {
+      const note = document.createElement("p");
+      note.className = "interrupted";
+      note.textContent = words + " ";
+      if (action) {
+        const button = document.createElement("button");
+        button.type = "button";
+        button.className = "quiet";
+        button.textContent = action;
+        button.addEventListener("click", () => { note.remove(); run(); });
+        note.append(button);
+      }
+      box.append(note);
+      follow();
+      return note;
+    },
+    files(list) {
+      if (!list.length) return;
+      const ul = document.createElement("ul");
+      ul.className = "files";
+      for (const { name, url } of list) {
+        const li = document.createElement("li");
+        li.textContent = "📎 " + name;
+        if (url) {
+          const image = document.createElement("img");
+          image.src = url;
+          image.alt = name;
+          li.append(image);
+        }
+        ul.append(li);
+      }
+      box.append(ul);
+    },
+    remove() { box.remove(); },
+  };
+}
+
+// follow scrolls to the latest message if the reader is there, or if force is set.
+let atEnd = true, lastTop = 0;
+function follow(force) {
+  if (force) atEnd = true;
+  if (atEnd) scroller.scrollTop = scroller.scrollHeight;
+  if (options.get("embed")) postHeight();
+}
+scroller.addEventListener("scroll", () => {
+  const near = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 80;
+  if (near || scroller.scrollTop < lastTop) atEnd = near; // a longer message does not count as scrolling up
+  lastTop = scroller.scrollTop;
+  byId("latest").hidden = atEnd;
+});
+byId("latest").addEventListener("click", () => {
+  scroller.scrollTop = scroller.scrollHeight;
+  message.focus();
+});
+
+// --- History
+
+let oldest = ""; // the id of the oldest item shown
+
+async function items(after) {
+  const query = new URLSearchParams({ limit: 30, order: "desc" });
+  if (after) query.set("after", after);
+  const response = await fetch("/v1/conversations/" + encodeURIComponent(store.getItem("thread")) + "/items?" + query, { headers: headers() });
+  if (!response.ok) throw await refusalOf(response);
+  return response.json();
+}
+
+// showHistory shows the latest messages and attaches to the answer in progress.
+async function showHistory(current) {
+  try {
+    const list = await items("");
+    if (current !== generation) return;
+    showItems(list);
+    scroller.scrollTop = scroller.scrollHeight;
+    const active = list.data.filter((it) => it.status === "in_progress").pop();
+    if (active) resume(active.id.replace("msg_", ""), current);
+  } catch (problem) {
+    if (current !== generation) return;
+    if (problem.status === 401) return logout(problem.message);
+    if (problem.status === 404) { // the conversation is gone
+      store.removeItem("thread");
+      return start();
+    }
+    fail(problem.message + " ", () => start());
+  }
+}
+
+// showItems adds a page of items, newest first, above those that are shown.
+function showItems(list) {
+  for (const it of list.data) {
+    if (it.status === "in_progress") continue;
+    const box = addMessage(it.role === "user" ? "user" : "agent", "prepend");
+    const text = it.content.filter((part) => part.text).map((part) => part.text).join("\n\n");
+    box.show(text);
+    box.files(it.content.filter((part) => part.type === "input_file" || part.type === "input_image").map((part) => ({ name: part.filename || "image" })));
+    if (it.status === "incomplete") box.note("Stopped.");
+    box.flush();
+  }
+  oldest = list.last_id || oldest;
+  byId("earlier").hidden = !list.has_more;
+}
+
+byId("earlier").addEventListener("click", async () => {
+  const current = generation, height = scroller.scrollHeight;
+  try {
+    const list = await items(oldest);
+    if (current !== generation) return;
+    showItems(list);
+    scroller.scrollTop += scroller.scrollHeight - height;
+  } catch (problem) {
+    fail(problem.message);
+  }
+});
+
+// --- Answers
+
+// read shows a stream. It returns whether the answer is complete.
+async function read(response, turn, current) {
   if (response.headers.get("X-Visitor-Token")) store.setItem("visitor", response.headers.get("X-Visitor-Token"));
-  if (!response.ok) throw await refused(response);
-  store.removeItem("join");
-  if (response.headers.get("X-Thread-Id")) store.setItem("thread", response.headers.get("X-Thread-Id"));
+  if (!response.ok) throw await refusalOf(response);
+  if (current === generation) {
+    store.removeItem("join");
+    if (response.headers.get("X-Thread-Id")) store.setItem("thread", response.headers.get("X-Thread-Id"));
+  }
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "", text = "";
   for (;;) {
@@ -105,18 +345,44 @@ async function read(response, words, turn) {
       const data = line.slice(6).trim();
       if (data === "[DONE]") return true;
       const chunk = JSON.parse(data);
-      if (chunk.error) throw Object.assign(new Refusal(200, chunk.error.message), { code: chunk.error.code });
+      if (chunk.error) throw new Refusal(200, chunk.error.message, chunk.error.code);
       turn.id = chunk.id || turn.id;
+      if (chunk.activity) turn.box.activity(activityText(chunk.activity));
       for (const choice of chunk.choices) text += choice.delta.content || "";
-      if (text !== words.textContent) {
-        words.textContent = text;
-        talk.scrollTop = talk.scrollHeight;
-      }
+      if (text && text !== turn.box.text) turn.box.show(text);
     }
   }
 }
 
-// upload stores files, and returns the content of a message with them.
+function activityText({ type, name }) {
+  switch (type) {
+    case "tool": return "Using " + name.replaceAll("_", " ") + " …";
+    case "approval": return "Waiting for an approval …";
+    default: return "";
+  }
+}
+
+// attach reads an answer until it is complete. It attaches again when the connection breaks: the answer continues.
+async function attach(request, turn, current) {
+  for (let tries = 0; ; tries++) {
+    try {
+      if (await read(await request(), turn, current)) return;
+    } catch (problem) {
+      const again = !(problem instanceof Refusal) || ["shutting_down", "answer_restarted"].includes(problem.code) || problem.status === 503;
+      if (!again || !turn.id || tries >= 8) throw problem;
+    }
+    if (!turn.id || tries >= 8) throw new Error("The connection broke.");
+    statusLine.textContent = "The connection broke; attaching again …";
+    await new Promise((done) => setTimeout(done, Math.min(500 * 2 ** tries, 8000)));
+    request = () => attachRequest(turn.id);
+  }
+}
+
+function attachRequest(id) {
+  return fetch("/v1/chat/completions/" + encodeURIComponent(id) + "?stream=true&include_activity=true", { headers: headers() });
+}
+
+// upload stores files and returns the content of a message with them.
 async function upload(text, chosen) {
   if (!chosen.length) return text;
   const parts = text ? [{ type: "text", text }] : [];
@@ -124,85 +390,202 @@ async function upload(text, chosen) {
     const form = new FormData();
     form.append("purpose", "user_data");
     form.append("file", file);
-    const { "Content-Type": _, ...as } = headers(); // the browser says how the form is divided
+    const { "Content-Type": _, ...as } = headers(); // the browser sets it
     const response = await fetch("/v1/files", { method: "POST", headers: as, body: form });
-    if (!response.ok) throw await refused(response);
+    if (!response.ok) throw await refusalOf(response);
     parts.push({ type: "file", file: { file_id: (await response.json()).id } });
   }
   return parts;
 }
 
-// follow reads the answer, and attaches again when the connection breaks: the answer is made all the same.
-async function follow(content, words) {
-  const turn = { id: "" };
-  const body = JSON.stringify({ model: "agent", stream: true, messages: [{ role: "user", content }] });
-  let ask = () => fetch("/v1/chat/completions", { method: "POST", headers: headers(), body });
-  for (let tries = 0; ; tries++) {
-    try {
-      if (await read(await ask(), words, turn)) return;
-    } catch (problem) {
-      const again = !(problem instanceof Refusal) || ["shutting_down", "answer_restarted"].includes(problem.code) || problem.status === 503;
-      if (!again || !turn.id || tries >= 8) throw problem;
+// answer shows one answer: that of request, which may upload files first.
+async function answer(request, current, retry) {
+  const turn = { id: "", box: addMessage("agent"), stopped: false };
+  running = turn;
+  send.hidden = true;
+  stop.hidden = false;
+  stop.disabled = false;
+  setStatus("The agent is answering …");
+  turn.box.show("");
+  turn.box.activity("Thinking …");
+  turn.box.box.setAttribute("aria-busy", "true");
+  try {
+    await attach(request, turn, current);
+    setStatus("");
+  } catch (problem) {
+    ended(turn, problem, retry);
+  } finally {
+    turn.box.activity("");
+    turn.box.flush();
+    turn.box.box.removeAttribute("aria-busy");
+    if (!turn.box.text && !turn.box.box.querySelector(".interrupted")) turn.box.remove();
+    if (running === turn) {
+      running = null;
+      send.hidden = false;
+      stop.hidden = true;
+      if (!conversation.hidden) message.focus({ preventScroll: true });
     }
-    if (!turn.id || tries >= 8) throw new Error("The connection broke. Please try again.");
-    state.textContent = "The connection broke; attaching again …";
-    await new Promise((go) => setTimeout(go, Math.min(500 * 2 ** tries, 8000)));
-    ask = () => fetch("/v1/chat/completions/" + encodeURIComponent(turn.id) + "?stream=true", { headers: headers() });
   }
+}
+
+// ended shows why an answer is not complete.
+function ended(turn, problem, retry) {
+  if (turn.stopped && ["cancelled", "interrupted"].includes(problem.code)) {
+    setStatus("");
+    turn.box.note("Stopped.");
+    return;
+  }
+  if (problem.status === 404) { // the conversation is gone, or the invitation is used: the next message starts a new one
+    store.removeItem("thread");
+    store.removeItem("join");
+  }
+  if (problem.status === 401) return logout(problem.message);
+  setStatus(problem.message, true);
+  turn.box.note("No complete answer.", retry ? "Try again" : "", retry);
+}
+
+function resume(execution, current) {
+  return answer(() => attachRequest("chatcmpl-" + execution), current, () => start());
 }
 
 async function submit(event) {
-  event.preventDefault();
-  const text = message.value.trim(), chosen = [...files.files];
-  if (!text && !chosen.length || send.disabled) return;
-  say("You", [text, ...chosen.map((file) => "📎 " + file.name)].filter(Boolean).join("\n"));
-  message.value = files.value = "";
-  send.disabled = true;
-  state.className = "note";
-  state.textContent = "The agent is answering …";
-  const words = say("Agent", "");
-  words.parentElement.setAttribute("aria-busy", "true");
-  try {
-    await follow(await upload(text, chosen), words);
-    state.textContent = "";
-  } catch (problem) {
-    state.className = "note error";
-    state.textContent = problem.message;
-    if (!words.textContent) words.parentElement.remove();
-    if (problem.status === 404) { // the conversation is gone, or the invitation is used up: the next message begins a new one
-      store.removeItem("thread");
-      store.removeItem("join");
-    }
-    if (problem.status === 401) leave(problem.message);
-  } finally {
-    words.parentElement.removeAttribute("aria-busy");
-    send.disabled = false;
-    if (!room.hidden) message.focus();
-  }
+  event?.preventDefault();
+  const text = message.value.trim(), chosen = attached;
+  if (!text && !chosen.length || running) return;
+  message.value = "";
+  setFiles([]);
+  grow();
+  const own = addMessage("user");
+  own.show(text);
+  own.flush();
+  own.files(chosen.map((file) => ({ name: file.name, url: file.type.startsWith("image/") ? URL.createObjectURL(file) : "" })));
+  follow(true);
+  await deliver(text, chosen, generation);
 }
 
-function leave(why) {
+function deliver(text, chosen, current) {
+  let body;
+  return answer(async () => {
+    body ||= JSON.stringify({
+      model: model(), stream: true, stream_options: { include_activity: true },
+      messages: [{ role: "user", content: await upload(text, chosen) }],
+    });
+    return fetch("/v1/chat/completions", { method: "POST", headers: headers(), body });
+  }, current, () => deliver(text, chosen, current));
+}
+
+stop.addEventListener("click", async () => {
+  const turn = running;
+  if (!turn?.id) return;
+  turn.stopped = stop.disabled = true;
+  setStatus("Stopping …");
+  try {
+    const id = turn.id.replace("chatcmpl-", "resp_");
+    const response = await fetch("/v1/responses/" + encodeURIComponent(id) + "/cancel", { method: "POST", headers: headers(), body: "{}" });
+    if (!response.ok) throw await refusalOf(response);
+  } catch (problem) {
+    turn.stopped = stop.disabled = false;
+    setStatus(problem.message, true);
+  }
+});
+
+// --- Composer
+
+function setStatus(text, isError = false) {
+  statusLine.className = isError ? "note error" : "note";
+  statusLine.textContent = text;
+}
+
+function fail(text, retry) {
+  setStatus(text, true);
+  if (!retry) return;
+  const button = document.createElement("button");
+  button.type = "button";
+  button.className = "quiet";
+  button.textContent = "Try again";
+  button.addEventListener("click", () => { setStatus(""); retry(); });
+  statusLine.append(button);
+}
+
+function grow() {
+  message.style.height = "auto";
+  message.style.height = message.scrollHeight + 2 + "px";
+}
+
+function setFiles(list) {
+  attached = list;
+  attachments.hidden = !list.length;
+  attachments.replaceChildren(...list.map((file) => {
+    const li = document.createElement("li"), remove = document.createElement("button");
+    li.textContent = "📎 " + file.name + " ";
+    remove.type = "button";
+    remove.className = "quiet";
+    remove.textContent = "✕";
+    remove.ariaLabel = "Remove " + file.name;
+    remove.addEventListener("click", () => setFiles(attached.filter((other) => other !== file)));
+    li.append(remove);
+    return li;
+  }));
+}
+
+function logout(why) {
   store.removeItem("key");
-  byId("door-error").textContent = why;
+  byId("login-error").textContent = why;
   open();
 }
 
-byId("write").addEventListener("submit", submit);
+byId("composer").addEventListener("submit", submit);
+message.addEventListener("input", grow);
 message.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
+  if (event.key === "Escape" && !stop.hidden) stop.click();
 });
-door.addEventListener("submit", (event) => {
+message.addEventListener("paste", (event) => {
+  const pasted = [...event.clipboardData.files];
+  if (pasted.length) {
+    event.preventDefault();
+    setFiles([...attached, ...pasted]);
+  }
+});
+files.addEventListener("change", () => {
+  setFiles([...attached, ...files.files]);
+  files.value = "";
+  message.focus();
+});
+for (const type of ["dragover", "dragleave", "drop"]) {
+  conversation.addEventListener(type, (event) => {
+    if (![...event.dataTransfer.types].includes("Files")) return;
+    event.preventDefault();
+    byId("composer").classList.toggle("over", type === "dragover");
+    if (type === "drop") setFiles([...attached, ...event.dataTransfer.files]);
+  });
+}
+login.addEventListener("submit", (event) => {
   event.preventDefault();
   store.setItem("key", byId("key").value.trim());
   byId("key").value = "";
-  byId("door-error").textContent = "";
+  byId("login-error").textContent = "";
   open();
 });
-anew.addEventListener("click", () => {
+function startNew() {
   store.removeItem("thread");
-  talk.replaceChildren();
-  state.textContent = "A new conversation.";
-  greet();
+  running = null;
+  send.hidden = false;
+  stop.hidden = true;
+  setStatus("");
+  start();
   message.focus();
+}
+byId("new").addEventListener("click", startNew);
+agents.addEventListener("change", () => {
+  store.setItem("agent", agents.value);
+  nameAgent(known.find((m) => m.id === agents.value));
+  startNew(); // a conversation has one agent
 });
+byId("close").addEventListener("click", () => window.parent.postMessage({ chat: "close" }, "*"));
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && options.get("embed") === "button" && stop.hidden) byId("close").click();
+});
+window.addEventListener("hashchange", open);
+applyTheme();
 open();

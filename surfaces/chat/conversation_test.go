@@ -1,0 +1,96 @@
+package chat_test
+
+import (
+	"encoding/json"
+	"net/http"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+type listedItems struct {
+	Data []struct {
+		ID, Role, Status string
+		Content          []struct{ Type, Text string }
+	}
+	FirstID string `json:"first_id"`
+	LastID  string `json:"last_id"`
+	HasMore bool   `json:"has_more"`
+}
+
+func (l listedItems) texts() (all []string) {
+	for _, item := range l.Data {
+		all = append(all, item.Role+" "+item.Status+": "+item.Content[0].Text)
+	}
+	return all
+}
+
+func (p *process) listItems(t *testing.T, path string, headers ...string) (list listedItems) {
+	t.Helper()
+	r, body := p.get(t, path, headers...)
+	if err := json.Unmarshal([]byte(body), &list); err != nil || r.StatusCode != http.StatusOK {
+		t.Fatalf("GET %s: %d %s", path, r.StatusCode, body)
+	}
+	return list
+}
+
+func TestAConversationListsItsItems(t *testing.T) {
+	t.Parallel()
+	release := make(chan struct{})
+	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."), held("Three is", " long.", release))
+	p := w.process(t)
+	p.answerTo(t, "maria", "1")
+	p.answerTo(t, "maria", "2")
+	all := p.listItems(t, "/v1/conversations/maria/items?order=asc")
+	if got := all.texts(); !slices.Equal(got, []string{"user completed: 1", "assistant completed: One.", "user completed: 2", "assistant completed: Two."}) {
+		t.Errorf("ascending: %q", got)
+	}
+	var pages []string
+	for after := ""; ; {
+		list := p.listItems(t, "/v1/conversations/maria/items?limit=3&after="+after)
+		pages = append(pages, list.texts()...)
+		if after = list.LastID; !list.HasMore {
+			break
+		}
+	}
+	if !slices.Equal(pages, []string{"assistant completed: Two.", "user completed: 2", "assistant completed: One.", "user completed: 1"}) {
+		t.Errorf("by pages: %q", pages)
+	}
+
+	third := says("3")
+	third.Stream = true
+	stream, err := p.client(inThread("maria")...).CreateChatCompletionStream(t.Context(), third)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer stream.Close()
+	var active listedItems
+	pgtest.Eventually(t, patience, func() bool {
+		active = p.listItems(t, "/v1/conversations/maria/items?limit=2")
+		return active.Data[0].Status == "in_progress" && active.Data[0].Content[0].Text == "Three is"
+	}, "the unfinished answer is listed")
+	id := strings.TrimPrefix(active.Data[0].ID, "msg_")
+	close(release)
+	if r, body := p.get(t, "/v1/chat/completions/chatcmpl-"+id+"?stream=true"); r.StatusCode != http.StatusOK || !strings.Contains(body, "long.") {
+		t.Errorf("attach: %d %s", r.StatusCode, body)
+	}
+
+	for path, status := range map[string]int{
+		"/v1/conversations/ana/items":                              http.StatusNotFound,
+		"/v1/conversations/maria/items?limit=101":                  http.StatusBadRequest,
+		"/v1/conversations/maria/items?order=up":                   http.StatusBadRequest,
+		"/v1/conversations/maria/items?after=msg_x":                http.StatusBadRequest,
+		"/v1/conversations/maria/items?after=" + active.Data[0].ID: http.StatusBadRequest,
+		"/v1/conversations/" + strings.Repeat("x", 300) + "/items": http.StatusBadRequest,
+	} {
+		if r, body := p.get(t, path); r.StatusCode != status {
+			t.Errorf("GET %s: %d %s, want %d", path, r.StatusCode, body, status)
+		}
+	}
+	if r, body := p.get(t, "/v1/conversations/maria/items", "X-Visitor-Token", "vis_"+strings.Repeat("a", 43)); r.StatusCode != http.StatusNotFound {
+		t.Errorf("another visitor: %d %s", r.StatusCode, body)
+	}
+}
