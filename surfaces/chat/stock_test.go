@@ -98,7 +98,7 @@ func TestTheOfficialClientSeesTypedErrors(t *testing.T) {
 	stream := client.Chat.Completions.NewStreaming(t.Context(), ask("hi"))
 	for stream.Next() {
 	}
-	if err := stream.Err(); err == nil || !strings.Contains(err.Error(), "could not be made") {
+	if err := stream.Err(); err == nil || !strings.Contains(err.Error(), "The answer failed") {
 		t.Errorf("in the middle of a stream: %v", err)
 	}
 	_, err := client.Chat.Completions.New(t.Context(), ask("hi"))
