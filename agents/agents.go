@@ -1,17 +1,15 @@
-// Package agents is who acts: the table agent_agents, which holds what a workspace declares as kind: agent.
+// Package agents stores the agents that a workspace declares (kind: agent), in the table agent_agents.
 //
-// A [Definition] says who an agent is (instructions, languages, time zone), what it may use (model, skills, memory,
-// delegates), who reaches it (chat keys) and what it may spend. Everything in it narrows: scopes, trust levels and
-// limits of the installation hold beside it. Several agents share one database. Exactly one is the default, which acts
-// wherever nobody names another.
+// A [Definition] has an agent's identity (instructions, languages, time zone), its permissions (model, skills, memory,
+// delegates), its chat keys and its spending limits. It only restricts: the scopes, trust levels and limits of the
+// installation also apply. Several agents share one database. Exactly one is the default, for requests without an agent.
 //
-// Without any declared agent the installation is one: AGENT_NAME, with the settings of the environment. A [Directory]
-// finds agents and fills in what their documents leave out; [Agent.Values] says where each value comes from.
+// Without a declared agent, the installation is the agent AGENT_NAME, with the settings of the environment. A
+// [Directory] finds agents and fills in defaults; [Agent.Values] returns the source of each value.
 //
-// Every version that was applied is kept. A turn records the version it began with and finishes on it, in whichever
-// process.
+// Every applied version is stored. A turn records its version and finishes on it, in any process.
 //
-// Instructions are never templates: braces in a text stay braces.
+// Instructions are not templates: braces stay braces.
 package agents
 
 import (
@@ -32,7 +30,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/schedule"
 )
 
-// ErrNotFound reports an agent, or a version of one, that does not exist.
+// ErrNotFound reports an unknown agent or version.
 var ErrNotFound = errors.New("no such agent")
 
 // The memories that an agent can have.
@@ -42,11 +40,11 @@ const (
 	MemoryNone   = "none"
 )
 
-// Definition is what a workspace file declares about an agent. Only the name is required.
+// Definition declares an agent in a workspace file. Only the name is required.
 type Definition struct {
 	Name        string `yaml:"name" json:"name"`
 	Description string `yaml:"description" json:"description,omitempty"` // delegating agents read it
-	Default     bool   `yaml:"default" json:"default,omitempty"`         // acts where nobody names an agent
+	Default     bool   `yaml:"default" json:"default,omitempty"`         // for requests without an agent
 
 	Instructions     string `yaml:"instructions" json:"instructions,omitempty"` // verbatim
 	InstructionsFile string `yaml:"instructions_file" json:"-"`                 // a file instead of them
@@ -68,7 +66,7 @@ type Definition struct {
 	Heartbeat *Heartbeat `yaml:"heartbeat" json:"heartbeat,omitempty"` // nil: only the default agent has one
 }
 
-// Limits bound an agent beside the installation's own bounds. Zero fields bound nothing.
+// Limits bound an agent, in addition to the bounds of the installation. Zero fields bound nothing.
 type Limits struct {
 	Iterations int     `yaml:"iterations" json:"iterations,omitempty"` // model calls of one turn
 	Tokens     int     `yaml:"tokens" json:"tokens,omitempty"`         // of one turn
@@ -76,17 +74,17 @@ type Limits struct {
 	DayUSD     float64 `yaml:"day_usd" json:"day_usd,omitempty"`       // of a UTC day
 }
 
-// Heartbeat is when an agent acts by itself, and what it does then beside what is due.
+// Heartbeat is the schedule of an agent, and its task besides the due work.
 type Heartbeat struct {
 	Cron   string `yaml:"cron" json:"cron,omitempty"`     // AGENT_HEARTBEAT_CRON when empty
 	Prompt string `yaml:"prompt" json:"prompt,omitempty"` // a task for every heartbeat; empty costs no model call
 }
 
-// Agent is one version of an agent, with what its document leaves out filled in.
+// Agent is one version of an agent, with its defaults.
 type Agent struct {
 	Definition
 	Version   int       `json:"version"` // 0: not declared, the installation's settings
-	Source    string    `json:"source"`  // who declared it; empty: nobody
+	Source    string    `json:"source"`  // of the declaration; empty for none
 	CreatedAt time.Time `json:"created_at,omitzero"`
 
 	declared Definition
@@ -95,10 +93,10 @@ type Agent struct {
 // Declared reports whether a workspace declares the agent.
 func (a Agent) Declared() bool { return a.Version > 0 }
 
-// AsDeclared is the agent's document, nothing filled in.
+// AsDeclared returns the agent's document without defaults.
 func (a Agent) AsDeclared() Definition { return a.declared }
 
-// May reports whether the agent may use a skill of this name, as far as its document says.
+// May reports whether the agent's document allows a skill.
 func (a Agent) May(skill string) bool {
 	return a.Skills == nil || slices.ContainsFunc(a.Skills, func(pattern string) bool {
 		match, err := path.Match(pattern, skill)
@@ -106,8 +104,8 @@ func (a Agent) May(skill string) bool {
 	})
 }
 
-// MemoryOwner names the memory that the agent reads and writes: its own, or "" for the shared one. [ErrNoMemory] when
-// it has none.
+// MemoryOwner returns the owner of the agent's memory; empty for the shared one. It returns [ErrNoMemory] without a
+// memory.
 func (a Agent) MemoryOwner() (string, error) {
 	switch a.Memory {
 	case MemoryOwn:
@@ -118,8 +116,7 @@ func (a Agent) MemoryOwner() (string, error) {
 	return "", nil
 }
 
-// reachedBy reports whether a chat key of this name reaches the agent, where bound says whether any agent names the
-// key.
+// reachedBy reports whether a chat key reaches the agent. bound: an agent names the key.
 func (a Agent) reachedBy(key string, bound bool) bool {
 	if bound {
 		return slices.Contains(a.Keys, key)
@@ -127,7 +124,7 @@ func (a Agent) reachedBy(key string, bound bool) bool {
 	return a.Default
 }
 
-// Location is the agent's time zone; UTC when its name is unknown here.
+// Location returns the agent's time zone; UTC for an unknown one.
 func (a Agent) Location() *time.Location {
 	zone, err := schedule.Location(a.Timezone)
 	if err != nil {
@@ -136,7 +133,7 @@ func (a Agent) Location() *time.Location {
 	return zone
 }
 
-// Value is an effective value of an agent, and where it comes from.
+// Value is an effective value of an agent, with its source.
 type Value struct {
 	Name  string `json:"name"`
 	Value string `json:"value"`
@@ -149,7 +146,7 @@ const (
 	fromDefault  = "default"
 )
 
-// Values lists the effective values of an agent in the order of its document. Instructions are given by their length.
+// Values lists the effective values of an agent in the order of its document. Of instructions it gives the length.
 func (a Agent) Values() []Value {
 	d := a.declared
 	v := &values{}
@@ -180,7 +177,7 @@ func (a Agent) Values() []Value {
 
 type values struct{ list []Value }
 
-// add notes a value; one that is empty is none, by default.
+// add adds a value; an empty one is the default none.
 func (v *values) add(name, value string, declared bool, setting string) {
 	from := fromDefault
 	switch {
@@ -243,23 +240,22 @@ func size(text string) string {
 	return fmt.Sprintf("%d bytes", len(text))
 }
 
-// Shown is an agent with where each of its values comes from.
+// Shown is an agent with the sources of its values.
 type Shown struct {
 	Agent
 	Values   []Value `json:"values"`
 	Versions []int   `json:"versions"` // the newest first; empty for the installation's own agent
 }
 
-// MissingError reports an agent, or a version of one, that a person named and that is not there. It is an
-// [ErrNotFound].
+// MissingError reports a requested agent or version that does not exist. It is an [ErrNotFound].
 type MissingError struct {
 	Name    string
-	Version int    // 0: the current one was asked for
-	Latest  int    // version of a removed agent, or of one that has no such version; 0: there never was such an agent
+	Version int    // 0: the current one
+	Latest  int    // latest version; 0 for an agent that never existed
 	Near    string // an agent whose name is like it; empty: none
 }
 
-// Error says what is missing, without advice: how to see what there is differs between a terminal and HTTP.
+// Error contains no advice, because the command line and HTTP list agents differently.
 func (e *MissingError) Error() string {
 	switch {
 	case e.Latest == 0 && e.Near != "":
@@ -275,8 +271,8 @@ func (e *MissingError) Error() string {
 // Is reports the error as an [ErrNotFound].
 func (e *MissingError) Is(target error) bool { return target == ErrNotFound }
 
-// Look returns an agent that a person names: its version in service for 0, or one of its versions, of a removed agent
-// too. What is not there is a [MissingError].
+// Look returns the current version of an agent for number 0, or the given version, also of a removed agent. It returns
+// a [MissingError] for none.
 func (d *Directory) Look(ctx context.Context, db postgres.DB, name string, number int) (Agent, error) {
 	find := func() (Agent, error) { return d.Find(ctx, db, name) }
 	if number > 0 {
@@ -302,7 +298,7 @@ func (d *Directory) Show(ctx context.Context, db postgres.DB, name string, numbe
 	return shown, err
 }
 
-// missing says why an agent is not there.
+// missing returns the error for an agent that does not exist.
 func (d *Directory) missing(ctx context.Context, db postgres.DB, name string, number int) error {
 	versions, err := Versions(ctx, db, name)
 	if err == nil {
@@ -329,7 +325,7 @@ const (
 	maxList         = 100      // entries of any list
 )
 
-// Alias always means the agent that a caller reaches by default. Only the default agent may be called so.
+// Alias denotes the caller's default agent. Only the default agent may have this name.
 const Alias = "agent"
 
 var (
@@ -337,8 +333,8 @@ var (
 	validModel = regexp.MustCompile(`^[!-~]{1,200}$`)
 )
 
-// Validate reports everything that is wrong with d, each problem as "field path: what is wrong", joined as by
-// [errors.Join]. Whether the skills, agents and keys that it names exist is for others to say.
+// Validate returns all problems of d, each as "field path: problem", joined by [errors.Join]. It does not check that
+// the named skills, agents and keys exist.
 func Validate(d Definition) error {
 	v := &validator{}
 	v.name(d)

@@ -3,9 +3,6 @@ package agents
 import (
 	"cmp"
 	"context"
-	"crypto/sha256"
-	"encoding/hex"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
@@ -16,7 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Settings are what the installation says where a document says nothing, and the agent that there is without any.
+// Settings are the defaults of the installation, and its agent without a declared one.
 type Settings struct {
 	Name          string // AGENT_NAME
 	Model         string // AGENT_MODEL
@@ -26,13 +23,14 @@ type Settings struct {
 	Limits        Limits
 }
 
-// Directory finds agents. Its methods read the database each time, so what is applied holds from the next turn on. It
-// is safe for concurrent use. The zero value is an installation without settings.
+// Directory finds agents. Its methods read the database at each call, so a change applies from the next turn on. It is
+// safe for concurrent use. The zero value is an installation without settings.
 type Directory struct {
 	Settings Settings
 }
 
-// List returns the agents in service, the default first, then by name; without declared ones, the installation's own.
+// List returns the current agents: the default first, then by name. Without declared agents, it returns that of the
+// installation.
 func (d *Directory) List(ctx context.Context, db postgres.DB) ([]Agent, error) {
 	rows, err := current(ctx, db)
 	if err != nil {
@@ -57,7 +55,7 @@ func (d *Directory) QueueList(b *pgx.Batch, into *[]Agent) {
 	queueCurrent(b, func(rows []row) { *into = d.list(rows) })
 }
 
-// Default returns the agent that acts where nobody names one.
+// Default returns the default agent.
 func (d *Directory) Default(ctx context.Context, db postgres.DB) (Agent, error) {
 	all, err := d.List(ctx, db)
 	if err != nil {
@@ -66,7 +64,7 @@ func (d *Directory) Default(ctx context.Context, db postgres.DB) (Agent, error) 
 	return all[0], nil
 }
 
-// Find returns the agent of a name, the default one for "" and [Alias]; [ErrNotFound] when there is none.
+// Find returns an agent by name, the default one for "" and [Alias], or [ErrNotFound].
 func (d *Directory) Find(ctx context.Context, db postgres.DB, name string) (Agent, error) {
 	all, err := d.List(ctx, db)
 	if err != nil {
@@ -88,8 +86,7 @@ func Find(all []Agent, name string) (Agent, error) {
 	return Agent{}, fmt.Errorf("find agent %q: %w", name, ErrNotFound)
 }
 
-// Acting returns the agent on whose behalf an execution acts, by the name on its row: the default agent for a name that
-// is no agent's.
+// Acting returns the agent of an execution by the name on its row: the default agent for an unknown name.
 func (d *Directory) Acting(ctx context.Context, db postgres.DB, name string) (Agent, error) {
 	all, err := d.List(ctx, db)
 	if err != nil {
@@ -104,7 +101,7 @@ func Acting(all []Agent, name string) Agent {
 	return all[max(i, 0)]
 }
 
-// Version returns one version of an agent, of a removed one, too. Version 0 is the installation's own agent.
+// Version returns one version of an agent, also of a removed one. Version 0 is the agent of the installation.
 func (d *Directory) Version(ctx context.Context, db postgres.DB, name string, number int) (Agent, error) {
 	if number == 0 {
 		return d.undeclared(), nil
@@ -116,26 +113,26 @@ func (d *Directory) Version(ctx context.Context, db postgres.DB, name string, nu
 	return d.fill(r), nil
 }
 
-// Reachable lists the agents that a chat key reaches: those that name it, or the default one when none does.
+// Reachable lists the agents of a chat key: those that name it, or else the default one.
 func (d *Directory) Reachable(ctx context.Context, db postgres.DB, key string) ([]Agent, error) {
 	all, err := d.List(ctx, db)
 	return ReachedBy(all, key), err
 }
 
-// ReachedBy returns those of all agents that a chat key reaches, as [Directory.Reachable] does. It changes all.
+// ReachedBy filters all by a chat key, like [Directory.Reachable]. It changes all.
 func ReachedBy(all []Agent, key string) []Agent {
 	bound := slices.ContainsFunc(all, func(a Agent) bool { return slices.Contains(a.Keys, key) })
 	return slices.DeleteFunc(all, func(a Agent) bool { return !a.reachedBy(key, bound) })
 }
 
-// undeclared is the installation itself as an agent.
+// undeclared returns the agent of the installation.
 func (d *Directory) undeclared() Agent {
 	a := d.fill(row{Definition: Definition{Name: cmp.Or(d.Settings.Name, Alias), Default: true}})
 	a.declared = Definition{}
 	return a
 }
 
-// fill fills in what a document leaves out.
+// fill adds the defaults to a document.
 func (d *Directory) fill(r row) Agent {
 	r.Definition.Name = cmp.Or(r.Name, r.Definition.Name) // the row is found by its column
 	a := Agent{
@@ -182,37 +179,17 @@ type row struct {
 	CreatedAt  time.Time
 }
 
-// Put makes d the current version of d.Name, and reports whether anything changed. Turns under way keep theirs. Two
-// calls for one name at once must be kept apart by the caller, as a workspace's apply does.
+// Put makes d the current version of d.Name and reports whether anything changed. Running turns keep their version.
+// The caller serializes calls for one name, as a workspace's apply does.
 func Put(ctx context.Context, db postgres.DB, d Definition, source string) (changed bool, err error) {
+	verb := fmt.Sprintf("put agent %q", d.Name)
 	if err := Validate(d); err != nil {
-		return false, fmt.Errorf("put agent %q: %w", d.Name, err)
+		return false, fmt.Errorf("%s: %w", verb, err)
 	}
-	text, err := json.Marshal(d)
-	if err != nil {
-		return false, fmt.Errorf("put agent %q: %w", d.Name, err)
-	}
-	sum := sha256.Sum256(text)
-	tag, err := db.Exec(ctx, `
-		with same as (
-		  select from agent_agents where name = @name and current and digest = @digest and source = @source),
-		before as (
-		  update agent_agents set current = false
-		   where name = @name and current and not exists (select from same)
-		  returning 1)
-		insert into agent_agents (name, version, digest, definition, is_default, source)
-		select @name, coalesce((select max(a.version) from agent_agents a where a.name = @name), 0) + 1,
-		       @digest, @definition, @default, @source
-		 where (select count(*) from before) >= 0 and not exists (select from same)`,
-		postgres.Strict{
-			"name": d.Name, "digest": hex.EncodeToString(sum[:16]), "definition": text, "default": d.Default,
-			"source": source,
-		})
-	return postgres.Changed(tag, err, fmt.Sprintf("put agent %q", d.Name))
+	return postgres.PutVersion(ctx, db, verb, "agent_agents", d.Name, source, d, postgres.Strict{"is_default": d.Default})
 }
 
-// Remove takes the agents of source that are not among keep out of service, and returns their names. Their versions
-// stay, for the turns that have begun with them.
+// Remove retires the agents of source except keep, and returns their names. Their versions stay, for running turns.
 func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
 	return postgres.Names(ctx, db, "remove agents of source "+source, `
 		update agent_agents set current = false
@@ -221,7 +198,7 @@ func Remove(ctx context.Context, db postgres.DB, source string, keep []string) (
 		postgres.Strict{"source": source, "keep": append([]string{}, keep...)})
 }
 
-// current reads the agents in service, the default first, then by name.
+// current reads the current agents: the default first, then by name.
 func current(ctx context.Context, db postgres.DB) (all []row, err error) {
 	b := &pgx.Batch{}
 	queueCurrent(b, func(rows []row) { all = rows })
@@ -252,7 +229,7 @@ func version(ctx context.Context, db postgres.DB, name string, number int) (row,
 	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("read version %d of agent %s", number, name), pgx.RowToStructByName[row])
 }
 
-// Versions lists the versions of an agent, the newest first; [ErrNotFound] when there is none.
+// Versions lists the versions of an agent, the newest first, or returns [ErrNotFound].
 func Versions(ctx context.Context, db postgres.DB, name string) ([]int, error) {
 	rows, err := db.Query(ctx, `select version from agent_agents where name = @name order by version desc`,
 		postgres.Strict{"name": name})
@@ -269,18 +246,18 @@ func Versions(ctx context.Context, db postgres.DB, name string) ([]int, error) {
 	return all, nil
 }
 
-// ErrNoMemory reports an agent whose document says memory: none.
+// ErrNoMemory reports an agent with memory: none.
 var ErrNoMemory = errors.New("the agent has no memory (memory: none)")
 
 type actingKey struct{}
 
-// With says in the context which agent, in which version, acts.
+// With sets the acting agent in the context.
 func With(ctx context.Context, a Agent) context.Context {
 	return context.WithValue(ctx, actingKey{}, a)
 }
 
-// ActingMemory names the memory of the agent that acts: that of the context ([With]), or else of the name on the
-// execution's row. [ErrNoMemory] when it has none.
+// ActingMemory returns the owner of the acting agent's memory. The agent is that of the context ([With]), or else that
+// of the name on the execution's row. It returns [ErrNoMemory] without a memory.
 func (d *Directory) ActingMemory(ctx context.Context, db postgres.DB, name string) (string, error) {
 	a, known := ctx.Value(actingKey{}).(Agent)
 	if !known {
@@ -292,8 +269,8 @@ func (d *Directory) ActingMemory(ctx context.Context, db postgres.DB, name strin
 	return a.MemoryOwner()
 }
 
-// MemoryOf names the memory of an agent that a person names; the shared one for "". What a removed agent keeps for
-// itself can still be looked at. [ErrNotFound] when there was never such an agent, [ErrNoMemory] when it has none.
+// MemoryOf returns the owner of a named agent's memory; the shared one for "". It also finds removed agents. It
+// returns [ErrNotFound] for an unknown agent, and [ErrNoMemory] without a memory.
 func (d *Directory) MemoryOf(ctx context.Context, db postgres.DB, name string) (string, error) {
 	if name == "" {
 		return "", nil

@@ -19,7 +19,7 @@ const (
 	idleTimeout = time.Minute // of a transaction that nobody goes on with
 )
 
-// Client opens declared databases. Its methods may be called from any goroutine.
+// Client opens declared databases. It is safe for concurrent use.
 type Client struct {
 	DB     postgres.DB              // of the agent, where databases are declared
 	Getenv func(name string) string // resolves the URLs
@@ -46,7 +46,7 @@ func (c *Client) Open(ctx context.Context, name string) (skills.Database, error)
 	return opened, err
 }
 
-// Reach opens a database. The error names the setting and never has the URL in it. Without the setting it is a
+// Reach opens a database. The error names the setting and never contains the URL. Without the setting it is a
 // [skills.CallError] of class configuration.
 func (c *Client) Reach(ctx context.Context, d Database) (skills.Database, error) {
 	url := strings.TrimSpace(c.Getenv(d.URLEnv))
@@ -60,7 +60,7 @@ func (c *Client) Reach(ctx context.Context, d Database) (skills.Database, error)
 	return skills.Database{Pool: pool, Writes: d.Access == AccessWrite, Role: d.Role}, nil
 }
 
-// pool opens the pool of a URL once. Who opens another one is not held up.
+// pool opens the pool of a URL once. It does not delay the opening of other pools.
 func (c *Client) pool(ctx context.Context, url string) (*pgxpool.Pool, error) {
 	unlock, err := c.opening.Lock(ctx, url)
 	if err != nil {
@@ -86,7 +86,7 @@ func (c *Client) pool(ctx context.Context, url string) (*pgxpool.Pool, error) {
 	return pool, nil
 }
 
-// Close gives all connections back. Calls must have ended.
+// Close closes all pools. All calls must have ended.
 func (c *Client) Close() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -96,7 +96,7 @@ func (c *Client) Close() {
 	c.pools = nil
 }
 
-// reachError is an error of opening, in the words of the database's own setting.
+// reachError is an error of opening a database that names its setting.
 type reachError struct {
 	name, env string
 	cause     error

@@ -1,15 +1,15 @@
-// Package databases are the databases beside the agent's own that sql: skills use.
+// Package databases stores the databases of sql: skills, besides the agent's own.
 //
-// A database is a row of agent_databases: its name, the environment variable that has its URL, what skills may do
-// there, and the role that their queries run as. A workspace declares it ([Definition]). The URL itself is a secret. It
-// is read from the environment of the process that makes a call; it is in no row, no message and no log.
+// A database is a row of agent_databases: its name, the environment variable with its URL, the access, and the role of
+// the queries. A workspace declares it ([Definition]). The URL is a secret: only the calling process reads it, from its
+// environment. No row, message or log contains it.
 //
 // Access read is the default: each query is a read-only transaction that is rolled back. With access write, a skill
-// that declares config.writes may change the database. Its effect is exactly once: package skills writes the step's
-// key into the table agent_effects of that database in the transaction of the effect.
+// with config.writes may change the database. Its effect is exactly once: package skills writes the step's key into the
+// table agent_effects of that database, in the transaction of the effect.
 //
-// The [Client] opens a pool at the first call and keeps it. A call without a setting is refused with
-// skills.ClassConfiguration, which names the variable and is no failure of the skill.
+// The [Client] opens a pool at the first call and keeps it. A call without the setting fails with
+// skills.ClassConfiguration, which names the variable and does not count as a failure of the skill.
 package databases
 
 import (
@@ -19,16 +19,16 @@ import (
 	"time"
 )
 
-// What skills may do in a database.
+// Access of skills to a database.
 const (
 	AccessRead  = "read"
 	AccessWrite = "write"
 )
 
-// ErrNotFound reports a database that nobody declared.
+// ErrNotFound reports an undeclared database.
 var ErrNotFound = errors.New("database not found")
 
-// Definition is what a workspace file declares about a database.
+// Definition declares a database in a workspace file.
 type Definition struct {
 	Name        string `yaml:"name" json:"name"`
 	Description string `yaml:"description" json:"description,omitempty"`
@@ -54,7 +54,7 @@ var (
 	envPattern  = regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_]{0,127}$`)
 )
 
-// Validate reports everything that is wrong with d, each problem as "field path: what is wrong".
+// Validate returns all problems of d, each as "field path: problem".
 func Validate(d Definition) error {
 	var problems []error
 	if !namePattern.MatchString(d.Name) {

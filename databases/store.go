@@ -10,28 +10,19 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Put makes the row of d.Name say what d declares, and reports whether anything changed.
+// Put stores the declaration d and reports whether it changed anything.
 func Put(ctx context.Context, db postgres.DB, d Definition, source string) (changed bool, err error) {
 	if err := Validate(d); err != nil {
 		return false, fmt.Errorf("put database %q: %w", d.Name, err)
 	}
-	tag, err := db.Exec(ctx, `
-		insert into agent_databases as d (name, description, url_env, access, role, source)
-		values (@name, @description, @url_env, @access, @role, @source)
-		on conflict (name) do update
-		   set description = excluded.description, url_env = excluded.url_env, access = excluded.access,
-		       role = excluded.role, source = excluded.source, updated_at = clock_timestamp()
-		 where (d.description, d.url_env, d.access, d.role, d.source)
-		       is distinct from
-		       (excluded.description, excluded.url_env, excluded.access, excluded.role, excluded.source)`,
-		postgres.Strict{
-			"name": d.Name, "description": d.Description, "url_env": d.URLEnv, "access": cmp.Or(d.Access, AccessRead),
-			"role": d.Role, "source": source,
-		})
-	return postgres.Changed(tag, err, fmt.Sprintf("put database %q", d.Name))
+	verb := fmt.Sprintf("put database %q", d.Name)
+	return postgres.Upsert(ctx, db, verb, "agent_databases", "name", postgres.Strict{
+		"name": d.Name, "description": d.Description, "url_env": d.URLEnv, "access": cmp.Or(d.Access, AccessRead),
+		"role": d.Role, "source": source,
+	})
 }
 
-// Remove deletes the databases of source that are not among keep, and returns their names.
+// Remove deletes the databases of source except keep, and returns their names.
 func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
 	return postgres.Names(ctx, db, "remove databases of source "+source, `
 		delete from agent_databases where source = @source and name <> all(@keep::text[]) returning name`,

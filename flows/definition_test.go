@@ -143,7 +143,7 @@ var shapes = map[string]struct {
 	"description and all of that": {true, `{"name": "a", "description": "what it is for", "channel": "log", "actions": [{"actionType": "end", "parameters": {}}]}`},
 }
 
-// The published schema says what Validate says, wherever a schema can say it.
+// The published schema agrees with Validate wherever a schema can express the rule.
 func TestTheSchemaAcceptsWhatValidateAccepts(t *testing.T) {
 	raw, err := flows.JSONSchema()
 	require.NoError(t, err)
@@ -353,7 +353,7 @@ func row(a flows.Action) string {
 	return "| `" + a.Type + "` | " + strings.Join(given, "; ") + " | " + about + " |"
 }
 
-// The page says what the code does: its table is that of Actions, its YAML is valid, its Go is the example.
+// The page agrees with the code: its table is that of Actions, its YAML is valid, its Go is the example.
 func TestThePageIsTrue(t *testing.T) {
 	t.Parallel()
 	page := file(t, "../docs/flows.md")

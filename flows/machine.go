@@ -235,7 +235,7 @@ func (a *action) blame(err error) error {
 	return fmt.Errorf("action %s: %w", name, err)
 }
 
-// shown is what the action's row says it was given.
+// shown is the input in the action's activity.
 func (r ready) shown() map[string]any {
 	shown := map[string]any{}
 	maps.Copy(shown, r.args)

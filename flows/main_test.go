@@ -136,7 +136,7 @@ func said(t *testing.T, db postgres.DB) string {
 	return pgtest.Value[string](t, db, `select coalesce(string_agg(content, ' | ' order by seq), '') from agent_messages where role = 'assistant' and seq is not null`)
 }
 
-// answer is what the other side says.
+// answer is the other side's answer.
 func answer(t *testing.T, w *world, text string) {
 	t.Helper()
 	pgtest.Exec(t, w.pool, `select * from lanekeeper.receive_agent_message('maria', @text)`, postgres.Strict{"text": text})
@@ -240,7 +240,7 @@ actions:
 	}
 }
 
-// A whole number stays what it is over a wait, however large, and the flow goes on.
+// A large integer survives a wait unchanged.
 func TestALargeNumberIsKeptOverAWait(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, flow("numbers", `
@@ -272,7 +272,7 @@ func knowing(t *testing.T, documents ...string) *world {
 	return process(t, pool, &reason.Loop{Pool: pool, Skills: registry, Logger: slog.New(slog.DiscardHandler)})
 }
 
-// keep writes the key as somebody else.
+// keep writes the key as another writer.
 func keep(t *testing.T, pool *pgxpool.Pool, value string) {
 	t.Helper()
 	_, err := memory.Save(t.Context(), pool, memory.Note{Key: "contact", Value: value, TraceID: "op_1"})

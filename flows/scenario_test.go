@@ -117,7 +117,7 @@ func (s *scenario) seen(t *testing.T) []string {
 		  from (select n, what, lag(what) over (order by n) as before from seen) x where what is distinct from before`)
 }
 
-// held is a row of agent_thread_locks: by whom, minutes, whose thread, and its marks; "" when nobody has the thread.
+// held is a row of agent_thread_locks: holder, minutes, principal of the thread, and its marks; "" for a free thread.
 func (s *scenario) held(t *testing.T) string {
 	t.Helper()
 	return pgtest.Value[string](t, s.pool, `
@@ -281,7 +281,7 @@ func TestScenarioOfAHungAgent(t *testing.T) {
 	}
 }
 
-// speaks is what a worker outside says.
+// speaks is a message of an external worker.
 func (s *scenario) speaks(t *testing.T, id, lock, words string) (sent threads.SendResult) {
 	t.Helper()
 	claim, err := s.LockClaim(t.Context(), id, lock)

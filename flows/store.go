@@ -3,8 +3,6 @@ package flows
 import (
 	"cmp"
 	"context"
-	"crypto/sha256"
-	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -34,24 +32,11 @@ type Flow struct {
 // Put makes d the current version of d.Name and reports whether anything changed. Running executions keep their
 // version. The caller serializes calls for one name, as a workspace's apply does.
 func Put(ctx context.Context, db postgres.DB, d Definition, source string) (changed bool, err error) {
+	verb := fmt.Sprintf("put flow %q", d.Name)
 	if err := Validate(d); err != nil {
-		return false, fmt.Errorf("put flow %q: %w", d.Name, err)
+		return false, fmt.Errorf("%s: %w", verb, err)
 	}
-	text, err := json.Marshal(d)
-	if err != nil {
-		return false, fmt.Errorf("put flow %q: %w", d.Name, err)
-	}
-	sum := sha256.Sum256(text)
-	tag, err := db.Exec(ctx, `
-		with same as (
-		  select from agent_flows where name = @name and current and digest = @digest and source = @source),
-		before as (
-		  update agent_flows set current = false where name = @name and current and not exists (select from same) returning 1)
-		insert into agent_flows (name, version, digest, definition, source)
-		select @name, coalesce((select max(f.version) from agent_flows f where f.name = @name), 0) + 1, @digest, @definition, @source
-		 where (select count(*) from before) >= 0 and not exists (select from same)`,
-		postgres.Strict{"name": d.Name, "digest": hex.EncodeToString(sum[:16]), "definition": text, "source": source})
-	return postgres.Changed(tag, err, fmt.Sprintf("put flow %q", d.Name))
+	return postgres.PutVersion(ctx, db, verb, "agent_flows", d.Name, source, d, nil)
 }
 
 // Remove retires the flows of source except keep, and returns their names. Their versions stay, for the executions

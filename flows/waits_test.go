@@ -14,7 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// waiting are the actions that wait, each with what it sets.
+// waiting are the actions that wait, each with its variables.
 var waiting = map[string]struct {
 	action string
 	kind   string

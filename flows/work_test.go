@@ -121,7 +121,7 @@ func TestASkillOnTrialIsTriedByAFlow(t *testing.T) {
 	enginetest.Await(t, w.pool, w.begin(t, "f", nil), executions.Completed)
 }
 
-// A skill that needs leave waits for an admin, however the flow came to it.
+// A skill that needs approval waits for an admin on every path of the flow.
 func TestASkillThatNeedsLeaveWaitsForIt(t *testing.T) {
 	t.Parallel()
 	w := clever(t, mute, flow("a", `
@@ -148,7 +148,7 @@ func TestASkillThatNeedsLeaveWaitsForIt(t *testing.T) {
 	}
 }
 
-// The model gets what the flow says and, of the skills, those that it names.
+// The model gets the flow's text and the named skills.
 func TestTheModelIsAsked(t *testing.T) {
 	t.Parallel()
 	w := clever(t, func(r openai.ChatCompletionRequest) modeltest.Reply {
@@ -211,7 +211,7 @@ func TestANamedAgentAnswersWithItsInstructions(t *testing.T) {
 	}
 }
 
-// A model that lacks a tool answers all the same, so a name that is wrong is told before it is asked.
+// A model without a tool answers anyway, so a wrong name is reported before the call.
 func TestTheModelIsNotAskedWithSkillsThatThereAreNot(t *testing.T) {
 	t.Parallel()
 	w := clever(t, func(openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("asked") }, flow("a", `
@@ -260,7 +260,7 @@ func TestCheckStartSaysWhetherAFlowMayBegin(t *testing.T) {
 	}
 }
 
-// A long loop goes on from its last snapshot with all that it had set, and its records do not pile up.
+// A long loop resumes from its last snapshot with all its variables, and its records do not accumulate.
 func TestALongLoopGoesOnFromItsSnapshot(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, `

@@ -338,7 +338,7 @@ func readSecret(file string) (string, error) {
 	}
 }
 
-// newRedactor blots out secrets in what a server says.
+// newRedactor redacts secrets in a server's texts.
 func newRedactor(secrets []string) func(string) string {
 	pairs := make([]string, 0, 2*len(secrets))
 	for _, secret := range secrets {

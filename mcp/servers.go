@@ -60,32 +60,12 @@ func Put(ctx context.Context, db postgres.Beginner, d Definition, source string)
 }
 
 func (d Definition) write(ctx context.Context, tx pgx.Tx, source string) (bool, error) {
-	tag, err := tx.Exec(ctx, `
-		insert into agent_mcp_servers as s
-		       (name, transport, url, command, headers, env, scope, trust, auto, include, exclude, idempotent, timeout_ms, source)
-		values (@name, @transport, @url, @command, @headers, @env, @scope, @trust, @auto, @include, @exclude, @idempotent,
-		       @timeout_ms, @source)
-		on conflict (name) do update
-		   set transport = excluded.transport, url = excluded.url, command = excluded.command, headers = excluded.headers,
-		       env = excluded.env, scope = excluded.scope, trust = excluded.trust, auto = excluded.auto,
-		       include = excluded.include, exclude = excluded.exclude, idempotent = excluded.idempotent,
-		       timeout_ms = excluded.timeout_ms, source = excluded.source, revision = s.revision + 1,
-		       attempted_at = null, updated_at = clock_timestamp()
-		 where (s.transport, s.url, s.command, s.headers, s.env, s.scope, s.trust, s.auto, s.include, s.exclude,
-		        s.idempotent, s.timeout_ms, s.source)
-		       is distinct from (excluded.transport, excluded.url, excluded.command, excluded.headers, excluded.env,
-		        excluded.scope, excluded.trust, excluded.auto, excluded.include, excluded.exclude, excluded.idempotent,
-		        excluded.timeout_ms, excluded.source)`,
-		postgres.Strict{
-			"name": d.Name, "transport": d.transport(), "url": d.URL, "command": list(d.Command),
-			"headers": object(d.Headers), "env": object(d.Env), "scope": d.scope(), "trust": d.trust(), "auto": list(d.Auto),
-			"include": list(d.Include), "exclude": list(d.Exclude), "idempotent": list(d.Idempotent),
-			"timeout_ms": d.timeout().Milliseconds(), "source": source,
-		})
-	if err != nil {
-		return false, err
-	}
-	return tag.RowsAffected() > 0, nil
+	return postgres.Upsert(ctx, tx, "write the declaration", "agent_mcp_servers", "name", postgres.Strict{
+		"name": d.Name, "transport": d.transport(), "url": d.URL, "command": list(d.Command), "headers": object(d.Headers),
+		"env": object(d.Env), "scope": d.scope(), "trust": d.trust(), "auto": list(d.Auto), "include": list(d.Include),
+		"exclude": list(d.Exclude), "idempotent": list(d.Idempotent), "timeout_ms": d.timeout().Milliseconds(),
+		"source": source,
+	}, "revision = t.revision + 1", "attempted_at = null")
 }
 
 func list(s []string) []string { return append([]string{}, s...) }

@@ -194,22 +194,12 @@ func unmount(ctx context.Context, tx pgx.Tx, t Tool) error {
 }
 
 func writeTool(ctx context.Context, tx pgx.Tx, t Tool) error {
-	_, err := tx.Exec(ctx, `
-		insert into agent_mcp_tools as t (server, tool, skill_name, state, reason, pin, definition, seen_pin, seen)
-		values (@server, @tool, @skill, @state, @reason, @pin, @definition, @seen_pin, @seen)
-		on conflict (server, tool) do update
-		   set state = excluded.state, reason = excluded.reason, pin = excluded.pin, definition = excluded.definition,
-		       seen_pin = excluded.seen_pin, seen = excluded.seen, updated_at = clock_timestamp()
-		 where (t.state, t.reason, t.pin, t.definition, t.seen_pin, t.seen) is distinct from
-		       (excluded.state, excluded.reason, excluded.pin, excluded.definition, excluded.seen_pin, excluded.seen)`,
-		postgres.Strict{
-			"server": t.Server, "tool": t.Tool, "skill": t.Skill, "state": t.State, "reason": t.Reason, "pin": t.Pin,
-			"definition": t.Definition, "seen_pin": t.SeenPin, "seen": t.Seen,
-		})
-	if err != nil {
-		return fmt.Errorf("write MCP tool %s/%s: %w", t.Server, t.Tool, err)
-	}
-	return nil
+	verb := fmt.Sprintf("write MCP tool %s/%s", t.Server, t.Tool)
+	_, err := postgres.Upsert(ctx, tx, verb, "agent_mcp_tools", "server, tool", postgres.Strict{
+		"server": t.Server, "tool": t.Tool, "skill_name": t.Skill, "state": t.State, "reason": t.Reason, "pin": t.Pin,
+		"definition": t.Definition, "seen_pin": t.SeenPin, "seen": t.Seen,
+	})
+	return err
 }
 
 // remount applies a changed declaration's scope, trust and timeout to a server's tools. A newly included tool without

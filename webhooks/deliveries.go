@@ -225,15 +225,8 @@ func Get(ctx context.Context, db postgres.DB, id string) (Delivery, error) {
 
 // Body reads the raw body of a delivery.
 func Body(ctx context.Context, db postgres.DB, id string) ([]byte, error) {
-	var body []byte
-	err := db.QueryRow(ctx, `select body from agent_webhook_deliveries where id = @id`, postgres.Strict{"id": id}).Scan(&body)
-	if errors.Is(err, pgx.ErrNoRows) {
-		err = ErrNotFound
-	}
-	if err != nil {
-		return nil, fmt.Errorf("read body of delivery: %w", err)
-	}
-	return body, nil
+	rows, err := db.Query(ctx, `select body from agent_webhook_deliveries where id = @id`, postgres.Strict{"id": id})
+	return postgres.CollectOne(rows, err, ErrNotFound, "read body of delivery", pgx.RowTo[[]byte])
 }
 
 // Load returns the content that the paths of a delivery's endpoint read.

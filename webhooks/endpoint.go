@@ -334,22 +334,11 @@ func PutEndpoint(ctx context.Context, db postgres.DB, d EndpointDefinition, sour
 	if err != nil {
 		return false, fmt.Errorf("put webhook %q: %w", d.Name, err)
 	}
-	tag, err := db.Exec(ctx, `
-		insert into agent_webhook_endpoints as e (name, description, scheme, secrets, settings, actions, source)
-		values (@name, @description, @scheme, @secrets, @settings, @actions, @source)
-		on conflict (name) do update
-		   set description = excluded.description, scheme = excluded.scheme, secrets = excluded.secrets,
-		       settings = excluded.settings, actions = excluded.actions, source = excluded.source, updated_at = clock_timestamp()
-		 where (e.description, e.scheme, e.secrets, e.settings, e.actions, e.source) is distinct from
-		       (excluded.description, excluded.scheme, excluded.secrets, excluded.settings, excluded.actions, excluded.source)`,
-		postgres.Strict{
-			"name": e.Name, "description": e.Description, "scheme": string(e.Scheme), "secrets": e.Secrets,
-			"settings": settings, "actions": actions, "source": source,
-		})
-	if err != nil {
-		return false, fmt.Errorf("put webhook %q: %w", d.Name, err)
-	}
-	return tag.RowsAffected() > 0, nil
+	verb := fmt.Sprintf("put webhook %q", d.Name)
+	return postgres.Upsert(ctx, db, verb, "agent_webhook_endpoints", "name", postgres.Strict{
+		"name": e.Name, "description": e.Description, "scheme": string(e.Scheme), "secrets": e.Secrets,
+		"settings": settings, "actions": actions, "source": source,
+	})
 }
 
 // GetEndpoint reads an endpoint by name; [ErrNotFound] for none.

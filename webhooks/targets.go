@@ -84,22 +84,11 @@ func PutTarget(ctx context.Context, db postgres.DB, d TargetDefinition, source s
 	if err := ValidateTarget(d); err != nil {
 		return false, fmt.Errorf("put webhook target %q: %w", d.Name, err)
 	}
-	tag, err := db.Exec(ctx, `
-		insert into agent_webhook_targets as t (name, description, url, secrets, events, max_failures, source)
-		values (@name, @description, @url, @secrets, @events, @max_failures, @source)
-		on conflict (name) do update
-		   set description = excluded.description, url = excluded.url, secrets = excluded.secrets, events = excluded.events,
-		       max_failures = excluded.max_failures, source = excluded.source, updated_at = clock_timestamp()
-		 where (t.description, t.url, t.secrets, t.events, t.max_failures, t.source) is distinct from
-		       (excluded.description, excluded.url, excluded.secrets, excluded.events, excluded.max_failures, excluded.source)`,
-		postgres.Strict{
-			"name": d.Name, "description": d.Description, "url": d.URL, "secrets": d.Secrets, "events": d.Events,
-			"max_failures": cmp.Or(d.MaxFailures, defaultFailures), "source": source,
-		})
-	if err != nil {
-		return false, fmt.Errorf("put webhook target %q: %w", d.Name, err)
-	}
-	return tag.RowsAffected() > 0, nil
+	verb := fmt.Sprintf("put webhook target %q", d.Name)
+	return postgres.Upsert(ctx, db, verb, "agent_webhook_targets", "name", postgres.Strict{
+		"name": d.Name, "description": d.Description, "url": d.URL, "secrets": d.Secrets, "events": d.Events,
+		"max_failures": cmp.Or(d.MaxFailures, defaultFailures), "source": source,
+	})
 }
 
 // Targets lists all targets by name, with their pending messages.

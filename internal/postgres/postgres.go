@@ -120,18 +120,10 @@ func Names(ctx context.Context, db DB, verb, sql string, args ...any) ([]string,
 	return names, err
 }
 
-// Row reads the one row of a query into a struct. Without a row the error is pgx.ErrNoRows, wrapped in verb.
+// Row reads the one row of a query into a struct, by the names of the columns. It is [CollectOne] with pgx.ErrNoRows.
 func Row[T any](ctx context.Context, db DB, verb, sql string, args ...any) (T, error) {
 	rows, err := db.Query(ctx, sql, args...)
-	if err != nil {
-		var none T
-		return none, fmt.Errorf("%s: %w", verb, err)
-	}
-	row, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[T])
-	if err != nil {
-		return row, fmt.Errorf("%s: %w", verb, err)
-	}
-	return row, nil
+	return CollectOne(rows, err, pgx.ErrNoRows, verb, pgx.RowToStructByName[T])
 }
 
 // CollectOne reads the only row of a query with fn. Without a row, and for an id that is no UUID, it returns missing.

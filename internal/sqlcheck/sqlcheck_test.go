@@ -28,6 +28,7 @@ var composed = map[string]string{
 	"migrations/apply.go":           "runs the embedded migrations",
 	"migrations/client.go":          "runs the embedded grants",
 	"migrations/months.go":          "names a partition",
+	"internal/postgres/declared.go": "makes a statement of the names of columns",
 	"internal/postgres/postgres.go": "passes on the statements of others",
 	"internal/replica/source.go":    "passes on the statements of others",
 	"retention/partitions.go":       "names a partition",
