@@ -9,7 +9,7 @@
 //     joined (name=value, --name value).
 //   - scrub.go: URLs, markup, YAML, invisible characters and letters that resemble Latin ones.
 //   - commands.go: arguments of commands (curl -u, mysql -p, …).
-//   - rule.go: tokens, webhook addresses, key files, and gitleaks/rules.json, the kept rules of gitleaks. One pass finds
+//   - rule.go: tokens, webhook addresses and key files, by rules.json and the kept rules of gitleaks. One pass finds
 //     the few rules that a text needs; their expressions are compiled on first use.
 //
 // Guarantees:

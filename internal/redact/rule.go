@@ -20,18 +20,23 @@ type rule struct {
 	bounded bool
 	// pattern is the expression to match there. Its first group is the secret; without a group, the whole match is.
 	pattern string
-	// find replaces look with code. from equal to to means no secret.
+	// find replaces pattern with code. from equal to to means no secret.
 	find func(s string, at int) (from, to int)
 }
 
 // rules are all rules. They are immutable.
 var rules = func() []rule {
 	var all []rule
-	for _, some := range [][]rule{keyBlocks, parameters, tokens, commands, readGitleaks()} {
+	for _, some := range [][]rule{{telegram, query}, commands, readRules(ownJSON), readRules(gitleaksJSON)} {
 		all = append(all, some...)
 	}
 	return all
 }()
+
+// ownJSON holds our rules: key files, headers, tokens and webhook addresses.
+//
+//go:embed rules.json
+var ownJSON []byte
 
 // gitleaksJSON holds the rules of gitleaks that know the shape of a secret, and names the others with the reason.
 // The context of a secret is widened from source code to any text. Entropy and allowlists are dropped, so examples
@@ -40,21 +45,20 @@ var rules = func() []rule {
 //go:embed gitleaks/rules.json
 var gitleaksJSON []byte
 
-// gitleaksRule is a rule in gitleaksJSON.
-type gitleaksRule struct {
-	Name     string   `json:"name"`
-	Keywords []string `json:"keywords"`
-	Back     int      `json:"back,omitempty"`
-	Bounded  bool     `json:"bounded,omitempty"`
-	Look     string   `json:"look"`
-}
-
-func readGitleaks() []rule {
-	var file struct{ Rules []gitleaksRule }
-	if err := json.Unmarshal(gitleaksJSON, &file); err != nil {
-		panic("redact: gitleaks/rules.json: " + err.Error())
+func readRules(text []byte) []rule {
+	var file struct {
+		Rules []struct {
+			Name     string
+			Keywords []string
+			Back     int
+			Bounded  bool
+			Look     string
+		}
 	}
-	list := make([]rule, 0, len(file.Rules))
+	if err := json.Unmarshal(text, &file); err != nil {
+		panic("redact: read the rules: " + err.Error())
+	}
+	var list []rule
 	for _, r := range file.Rules {
 		list = append(list, rule{name: r.Name, keywords: r.Keywords, back: r.Back, bounded: r.Bounded, pattern: r.Look})
 	}
@@ -143,98 +147,8 @@ func isHex(s string) bool {
 	return true
 }
 
-// tokens are vendors' tokens that gitleaks does not know, or knows only at full length or beside the vendor's name.
-// Here a prefix is enough, so that a cut token is recognized, too.
-var tokens = []rule{
-	prefixed("jwt", `eyJ[A-Za-z0-9_-]{5,}\.[A-Za-z0-9_-]{5,}(?:\.[A-Za-z0-9_-]*)*`, "eyj"),
-
-	// Models.
-	prefixed("openai and others", `sk-[A-Za-z0-9_-]{10,}`, "sk-"),
-	prefixed("groq", `gsk_[A-Za-z0-9]{16,}`, "gsk_"),
-	prefixed("xai", `xai-[A-Za-z0-9]{16,}`, "xai-"),
-	prefixed("nvidia", `nvapi-[A-Za-z0-9_-]{16,}`, "nvapi-"),
-	prefixed("cerebras", `csk-[A-Za-z0-9]{20,}`, "csk-"),
-	prefixed("perplexity", `pplx-[A-Za-z0-9]{16,}`, "pplx-"),
-	prefixed("replicate", `r8_[A-Za-z0-9]{20,}`, "r8_"),
-	prefixed("hugging face", `hf_[A-Za-z0-9]{20,}`, "hf_"),
-	prefixed("langsmith", `lsv2_[a-z]{2}_[a-f0-9_]{16,}`, "lsv2_"),
-	prefixed("tavily", `tvly-[A-Za-z0-9-]{16,}`, "tvly-"),
-	prefixed("pinecone", `pcsk_[A-Za-z0-9_]{16,}`, "pcsk_"),
-
-	// Code and packages.
-	prefixed("github", `gh[pousr]_[A-Za-z0-9]{10,}`, "ghp_", "gho_", "ghu_", "ghs_", "ghr_"),
-	prefixed("github fine-grained", `github_pat_[A-Za-z0-9_-]{10,}`, "github_pat_"),
-	prefixed("gitlab", `glpat-[A-Za-z0-9_.-]{10,}`, "glpat-"),
-	prefixed("npm", `npm_[A-Za-z0-9]{20,}`, "npm_"),
-	prefixed("pypi", `pypi-Ag[A-Za-z0-9_-]{10,}`, "pypi-ag"),
-	prefixed("docker", `dckr_[po]at_[A-Za-z0-9_-]{16,}`, "dckr_pat_", "dckr_oat_"),
-	prefixed("sonar", `sq[upa]_[a-f0-9]{40}`, "squ_", "sqp_", "sqa_"),
-
-	// Clouds and databases.
-	prefixed("aws", `(?:AKIA|ASIA)[A-Z0-9]{16}\b`, "akia", "asia"),
-	prefixed("google", `AIza[A-Za-z0-9_-]{30,}`, "aiza"),
-	prefixed("google oauth", `ya29\.[A-Za-z0-9_-]{10,}`, "ya29."),
-	prefixed("google client", `GOCSPX-[A-Za-z0-9_-]{16,}`, "gocspx-"),
-	prefixed("google refresh", `1//0[A-Za-z0-9_-]{30,}`, "1//0"),
-	prefixed("digitalocean", `do[opr]_v1_[A-Za-z0-9]{20,}`, "doo_v1_", "dop_v1_", "dor_v1_"),
-	prefixed("databricks", `dapi[a-f0-9]{16,}(?:-\d)?`, "dapi"),
-	prefixed("supabase", `sbp_[A-Za-z0-9_]{16,}`, "sbp_"),
-	prefixed("supabase secret", `sb_secret_[A-Za-z0-9_-]{16,}`, "sb_secret_"),
-	prefixed("vault", `hv[sbr]\.[A-Za-z0-9_-]{16,}`, "hvs.", "hvb.", "hvr."),
-	prefixed("terraform", `\.atlasv1\.([A-Za-z0-9_=-]{20,})`, ".atlasv1."),
-	prefixed("tailscale", `tskey-[a-z]+-[A-Za-z0-9-]{16,}`, "tskey-"),
-	prefixed("doppler", `dp\.(?:pt|st|ct|sa|scim)\.[A-Za-z0-9._-]{20,}`, "dp.pt.", "dp.st.", "dp.ct.", "dp.sa.", "dp.scim."),
-	prefixed("age", `AGE-SECRET-KEY-1[A-Z0-9]{20,}`, "age-secret-key-1"),
-
-	// Payment, mail, work.
-	prefixed("stripe", `[srp]k_(?:live|test)_[A-Za-z0-9]{8,}`,
-		"sk_live_", "sk_test_", "rk_live_", "rk_test_", "pk_live_", "pk_test_"),
-	prefixed("webhook secret", `whs(?:ec|k)_[A-Za-z0-9+/=_-]{6,}`, "whsec_", "whsk_"),
-	prefixed("shopify", `shp[a-z]{2,3}_[A-Fa-f0-9]{16,}`,
-		"shpat_", "shpca_", "shppa_", "shpss_", "shpua_", "shptka_"),
-	prefixed("sendgrid", `SG\.[A-Za-z0-9_-]{16,}\.[A-Za-z0-9_-]{16,}`, "sg."),
-	prefixed("mailgun", `(?:pub)?key-[a-f0-9]{32}`, "key-", "pubkey-"),
-	prefixed("linear", `lin_(?:api|oauth)_[A-Za-z0-9]{16,}`, "lin_api_", "lin_oauth_"),
-	prefixed("atlassian", `AT[AC]TT3[A-Za-z0-9_=-]{20,}`, "atatt3", "atctt3"),
-	prefixed("notion", `(?:ntn|secret)_[A-Za-z0-9]{40,}`, "ntn_", "secret_"),
-	prefixed("figma", `fig[a-z]_[A-Za-z0-9_-]{20,}`, "figd_", "figu_", "figo_"),
-
-	// Chat, and secret addresses.
-	prefixed("slack", `(?:xox[a-z]|xapp)-[A-Za-z0-9-]{8,}`, slackKeywords()...),
-	{
-		name: "slack webhook", keywords: []string{"hooks.slack.com/"},
-		pattern: `(?i)hooks\.slack\.com/[a-z]+/([A-Za-z0-9/]+)`,
-	},
-	{
-		name: "discord webhook", keywords: []string{"discord.com/api/", "discordapp.com/api/"},
-		pattern: `(?i)discord(?:app)?\.com/api/(?:v\d+/)?webhooks/\d+/([A-Za-z0-9_-]+)`,
-	},
-	{name: "teams webhook", keywords: []string{".webhook.office.com/"}, pattern: `(?i)\.webhook\.office\.com/([^\s"'<>]+)`},
-	{
-		name: "zapier webhook", keywords: []string{"hooks.zapier.com/hooks/"},
-		pattern: `(?i)hooks\.zapier\.com/hooks/[a-z]+/([A-Za-z0-9/]+)`,
-	},
-	{
-		name: "feishu webhook", keywords: []string{"/open-apis/bot/v2/hook/"},
-		pattern: `(?i)/open-apis/bot/v2/hook/([A-Za-z0-9-]+)`,
-	},
-	{name: "ifttt webhook", keywords: []string{"/with/key/"}, pattern: `(?i)/with/key/([A-Za-z0-9_-]{10,})`},
-	{name: "telegram", keywords: []string{":aa", "%3aaa"}, find: telegramToken},
-}
-
-// prefixed is a rule for a token that begins with its keyword.
-func prefixed(name, look string, keywords ...string) rule {
-	return rule{name: name, keywords: keywords, bounded: look[0] != '\\', pattern: look}
-}
-
-// slackKeywords are the prefixes xoxa- to xoxz- and xapp-.
-func slackKeywords() []string {
-	all := []string{"xapp-"}
-	for kind := 'a'; kind <= 'z'; kind++ {
-		all = append(all, "xox"+string(kind)+"-")
-	}
-	return all
-}
+// telegram finds the token of a Telegram bot.
+var telegram = rule{name: "telegram", keywords: []string{":aa", "%3aaa"}, find: telegramToken}
 
 // telegramToken finds the secret of a bot's token, after the bot's number and a colon.
 func telegramToken(s string, at int) (from, to int) {
@@ -328,29 +242,6 @@ func scrubTokens(s string) string {
 	return out.String() + s[done:]
 }
 
-// keyBlocks are files of private keys. An unclosed block extends to the end of the text.
-var keyBlocks = []rule{
-	{
-		name: "pem", keywords: []string{"-----begin"},
-		pattern: `(?s)-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----|\z)`,
-	},
-	{
-		name: "ssh2", keywords: []string{"---- begin ssh2"},
-		pattern: `(?s)---- BEGIN SSH2 [A-Z ]*PRIVATE KEY ----.*?(?:---- END SSH2 [A-Z ]*PRIVATE KEY ----|\z)`,
-	},
-	{
-		name: "putty", keywords: []string{"putty-user-key-file-"}, bounded: true,
-		pattern: `(?s)PuTTY-User-Key-File-\d+:.*?(?:` + puttyEnd + `|\z)`,
-	},
-	{
-		name: "putty private lines", keywords: []string{"private-lines:"}, bounded: true,
-		pattern: `(?s)Private-Lines:\s*\d.*?(?:` + puttyEnd + `|\z)`,
-	},
-}
-
-// puttyEnd is the last line of a PuTTY key.
-const puttyEnd = `Private-(?:MAC|Hash):\s*[0-9A-Fa-f]*`
-
 // Known applies hide, which redacts known secrets, to every text of a decoded JSON value, including keys. It changes
 // lists in place. Of keys that become equal, one value stays.
 func Known(value any, hide func(string) string) any {
@@ -371,20 +262,10 @@ func Known(value any, hide func(string) string) any {
 	return value
 }
 
-// parameters are parts of a URL or header that carry a secret under a short name.
-var parameters = []rule{
-	{
-		name: "query", keywords: queryKeywords(),
-		pattern: `(?i)(?:[?&]|0026|amp;)(?:key|sig|signature|code|x-(?:amz|goog)-signature)=([^&\s"'#]{8,})`,
-	},
-	{
-		name: "bearer", keywords: []string{"bearer"}, bounded: true,
-		pattern: `(?i)bearer[ \t]+([A-Za-z0-9._~+/=-]{6,})`,
-	},
-	{ // the letters that base64 gives a "user:password" are never all of one case
-		name: "basic", keywords: []string{"basic"}, bounded: true,
-		pattern: `(?:[Bb]asic|BASIC)[ \t]+([A-Za-z0-9+/]*(?:[a-z][A-Z]|[A-Z][A-Z]|[0-9])[A-Za-z0-9+/]*=*)`,
-	},
+// query finds parameters of a URL that carry a secret under a short name.
+var query = rule{
+	name: "query", keywords: queryKeywords(),
+	pattern: `(?i)(?:[?&]|0026|amp;)(?:key|sig|signature|code|x-(?:amz|goog)-signature)=([^&\s"'#]{8,})`,
 }
 
 // queryKeywords are the parameters with the preceding sign, also escaped for JSON and HTML.

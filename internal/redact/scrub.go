@@ -326,7 +326,7 @@ func trimmedRange(s string, from, to int) (int, int) {
 	return from, from + len(strings.TrimSpace(text))
 }
 
-// Characters that nobody sees, and letters that look like others, hide a name or a token from those who search for it.
+// Invisible characters and look-alike letters hide a name or a token from a search.
 // Texts keep them, since emoji and many scripts need them. Only the search does not see them.
 
 // visible returns s without its invisible characters.
