@@ -331,12 +331,14 @@ type Filter struct {
 	Limit   int    // 100 when 0, at most 1000
 }
 
+const automationColumns = `id, name, description, agent, trigger, cron, timezone, event, condition, signal, armed,
+	skill_name, arguments, prompt, flow, max_attempts, enabled, disabled_reason, disabled_by, disabled_at, paused_for,
+	proposed_by, decided_by, revision, next_run_at, last_run_at, last_trace_id, source, created_at, updated_at`
+
 // List returns automations, newest first.
 func List(ctx context.Context, db postgres.DB, f Filter) ([]Automation, error) {
-	rows, err := db.Query(ctx, `
-		select id, name, description, agent, trigger, cron, timezone, event, condition, signal, armed, skill_name, arguments,
-		       prompt, flow, max_attempts, enabled, disabled_reason, disabled_by, disabled_at, paused_for, proposed_by, decided_by, revision, next_run_at, last_run_at, last_trace_id, source,
-		       created_at, updated_at
+	return postgres.Rows[Automation](ctx, db, "list automations", `
+		select `+automationColumns+`
 		  from agent_automations
 		 where (@enabled::boolean is null or enabled = @enabled) and (@skill = '' or skill_name = @skill)
 		   and (@source = '' or source = @source) and (@before = '' or id < nullif(@before, '')::uuid)
@@ -344,25 +346,15 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Automation, error) {
 		pgx.StrictNamedArgs{
 			"enabled": f.Enabled, "skill": f.Skill, "source": f.Source, "before": f.Before, "limit": postgres.PageSize(f.Limit, defaultPage, maxPage),
 		})
-	return collect(rows, err, "list automations")
 }
 
 // Get returns one automation by name or id, or [ErrNotFound].
 func Get(ctx context.Context, db postgres.DB, nameOrID string) (Automation, error) {
 	rows, err := db.Query(ctx, `
-		select id, name, description, agent, trigger, cron, timezone, event, condition, signal, armed, skill_name, arguments,
-		       prompt, flow, max_attempts, enabled, disabled_reason, disabled_by, disabled_at, paused_for, proposed_by, decided_by, revision, next_run_at, last_run_at, last_trace_id, source,
-		       created_at, updated_at
+		select `+automationColumns+`
 		  from agent_automations where name = @key or id::text = @key order by id::text = @key desc limit 1`,
 		pgx.StrictNamedArgs{"key": nameOrID})
-	found, err := collect(rows, err, fmt.Sprintf("get automation %q", nameOrID))
-	if err == nil && len(found) == 0 {
-		err = fmt.Errorf("get automation %q: %w", nameOrID, ErrNotFound)
-	}
-	if err != nil {
-		return Automation{}, err
-	}
-	return found[0], nil
+	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("get automation %q", nameOrID), pgx.RowToStructByName[Automation])
 }
 
 // trialPredicate matches an automation a that self-heal has paused for its own skill, and whose next time or pending
@@ -377,18 +369,11 @@ const trialPredicate = `(a.disabled_by = 'self_heal' and a.paused_for = a.skill_
 // Due returns the due automations, the longest waiting first: enabled ones, and those that can try their skill. Claim
 // each with its NextRunAt. limit is 100 when 0.
 func Due(ctx context.Context, db postgres.DB, limit int) ([]Automation, error) {
-	rows, err := db.Query(ctx, `
-		select id, name, description, agent, trigger, cron, timezone, event, condition, signal, armed, skill_name, arguments,
-		       prompt, flow, max_attempts, enabled, disabled_reason, disabled_by, disabled_at, paused_for, proposed_by, decided_by, revision, next_run_at, last_run_at, last_trace_id, source,
-		       created_at, updated_at
+	return postgres.Rows[Automation](ctx, db, "list due automations", `
+		select `+automationColumns+`
 		  from agent_automations a
 		 where (enabled or `+trialPredicate+`) and trigger = 'cron' and next_run_at <= statement_timestamp()
 		 order by next_run_at, id limit @limit`, pgx.StrictNamedArgs{"limit": postgres.PageSize(limit, defaultPage, maxPage)})
-	return collect(rows, err, "list due automations")
-}
-
-func collect(rows pgx.Rows, err error, what string) ([]Automation, error) {
-	return postgres.Collect(rows, err, what, pgx.RowToStructByName[Automation])
 }
 
 // RunFilter narrows [Runs]; the zero value lists the newest 100.
@@ -399,24 +384,25 @@ type RunFilter struct {
 	Limit        int    // 100 when 0, at most 1000
 }
 
+const runColumns = `id, automation_id, cause, scheduled_for, event_id, status, attempt, retry_at, execution_id,
+	trace_id, error_message, output, created_at, finished_at`
+
 // Runs returns runs, newest first.
 func Runs(ctx context.Context, db postgres.DB, f RunFilter) ([]Run, error) {
-	rows, err := db.Query(ctx, `
-		select id, automation_id, cause, scheduled_for, event_id, status, attempt, retry_at, execution_id, trace_id, error_message, output,
-		       created_at, finished_at
+	return postgres.Rows[Run](ctx, db, "list automation runs", `
+		select `+runColumns+`
 		  from agent_automation_runs
 		 where (@automation = '' or automation_id = nullif(@automation, '')::uuid) and (@status = '' or status = @status)
 		   and (@before = '' or id < nullif(@before, '')::uuid)
 		 order by id desc limit @limit`,
 		pgx.StrictNamedArgs{"automation": f.AutomationID, "status": f.Status, "before": f.Before, "limit": postgres.PageSize(f.Limit, defaultPage, maxPage)})
-	return collectRuns(rows, err, "list automation runs")
 }
 
 // Abandoned returns claimed runs that nobody will finish, oldest first. Their execution has ended or is missing, or
 // they have none and were claimed over a day ago. Call [Finish] for each; one of several callers succeeds. limit is
 // 100 when 0.
 func Abandoned(ctx context.Context, db postgres.DB, limit int) ([]Run, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Rows[Run](ctx, db, "list abandoned runs", `
 		select r.id, r.automation_id, r.cause, r.scheduled_for, r.event_id, r.status, r.attempt, r.retry_at, r.execution_id, r.trace_id,
 		       r.error_message, r.output, r.created_at, r.finished_at
 		  from agent_automation_runs r
@@ -425,11 +411,6 @@ func Abandoned(ctx context.Context, db postgres.DB, limit int) ([]Run, error) {
 		       else not exists (select from agent_executions e
 		                         where e.id = r.execution_id and e.status in ('pending', 'running', 'waiting')) end
 		 order by r.id limit @limit`, pgx.StrictNamedArgs{"limit": postgres.PageSize(limit, defaultPage, maxPage)})
-	return collectRuns(rows, err, "list abandoned runs")
-}
-
-func collectRuns(rows pgx.Rows, err error, what string) ([]Run, error) {
-	return postgres.Collect(rows, err, what, pgx.RowToStructByName[Run])
 }
 
 // Upcoming returns the next n times of an automation's schedule, from its next_run_at on, in its time zone. It

@@ -41,7 +41,7 @@ func get(t *testing.T, pool *pgxpool.Pool, name string) automations.Automation {
 	return a
 }
 
-// putDue declares an automation and sets its next time back, as if nobody had been there since.
+// putDue declares an automation and sets its next time to the past.
 func putDue(t *testing.T, pool *pgxpool.Pool, d automations.Definition, ago string) automations.Automation {
 	t.Helper()
 	put(t, pool, d)

@@ -65,14 +65,7 @@ func hold(ctx context.Context, tx pgx.Tx, automationID string) (timing, error) {
 	rows, err := tx.Query(ctx, `
 		select trigger, cron, timezone, enabled or `+trialPredicate+` as enabled, next_run_at, clock_timestamp() as now
 		  from agent_automations a where id = @id for no key update`, pgx.StrictNamedArgs{"id": automationID})
-	if err != nil {
-		return timing{}, err
-	}
-	t, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[timing])
-	if errors.Is(err, pgx.ErrNoRows) {
-		err = ErrNotFound
-	}
-	return t, err
+	return postgres.CollectOne(rows, err, ErrNotFound, "lock the automation", pgx.RowToStructByName[timing])
 }
 
 func (t timing) claimable(scheduledFor time.Time) bool {
@@ -118,8 +111,7 @@ func insertRun(ctx context.Context, tx pgx.Tx, automationID string, scheduledFor
 		noted as (
 		  insert into agent_links (cause, kind, effect)
 		  select 'run ' || run.id, 'ran', 'execution ' || run.execution_id from run where run.execution_id is not null)
-		select id, automation_id, cause, scheduled_for, event_id, status, attempt, retry_at, execution_id, trace_id, error_message, output,
-		       created_at, finished_at
+		select `+runColumns+`
 		  from run`,
 		pgx.StrictNamedArgs{
 			"automation": automationID, "scheduled_for": scheduledFor, "execution": executionID, "trace_id": traceID,
@@ -256,7 +248,7 @@ const Channel = "agent_automations"
 // caller has left. Runs of disabled automations wait, except manual runs and a trial of their skill. limit is 100
 // when 0.
 func Ready(ctx context.Context, db postgres.DB, limit int) ([]Run, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Rows[Run](ctx, db, "list runs that are ready", `
 		with ready as (
 		  select distinct on (r.automation_id) r.*
 		    from agent_automation_runs r join agent_automations a on a.id = r.automation_id
@@ -265,10 +257,8 @@ func Ready(ctx context.Context, db postgres.DB, limit int) ([]Run, error) {
 		          or r.status = 'error' and r.retry_at <= clock_timestamp())
 		     and not exists (select from agent_automation_runs c where c.automation_id = r.automation_id and c.status = 'claimed')
 		   order by r.automation_id, coalesce(r.retry_at, r.created_at), r.id)
-		select id, automation_id, cause, scheduled_for, event_id, status, attempt, retry_at, execution_id, trace_id,
-		       error_message, output, created_at, finished_at
+		select `+runColumns+`
 		  from ready order by coalesce(retry_at, created_at), id limit @limit`, pgx.StrictNamedArgs{"limit": postgres.PageSize(limit, defaultPage, maxPage)})
-	return collectRuns(rows, err, "list runs that are ready")
 }
 
 // ClaimRun claims a [Ready] run. One of several callers gets ok. attempt is the attempt that the caller read; the
@@ -292,8 +282,7 @@ func ClaimRun(ctx context.Context, db postgres.DB, runID string, attempt int, ex
 		ran as (
 		  update agent_automations a set last_run_at = clock_timestamp(), last_trace_id = run.trace_id
 		    from run where a.id = run.automation_id)
-		select id, automation_id, cause, scheduled_for, event_id, status, attempt, retry_at, execution_id, trace_id, error_message,
-		       output, created_at, finished_at
+		select `+runColumns+`
 		  from run`,
 		pgx.StrictNamedArgs{"id": runID, "attempt": attempt, "execution": executionID, "trace_id": traceID})
 	run, ok, err := oneRun(rows, err)
@@ -357,8 +346,7 @@ func insertManualRun(ctx context.Context, db postgres.DB, nameOrID, traceID stri
 		noted as (
 		  insert into agent_links (cause, kind, effect)
 		  select 'execution ' || @asker::text, 'started', 'run ' || run.id from run where @asker <> '')
-		select id, automation_id, cause, scheduled_for, event_id, status, attempt, retry_at, execution_id, trace_id, error_message,
-		       output, created_at, finished_at
+		select `+runColumns+`
 		  from run`,
 		pgx.StrictNamedArgs{"id": a.ID, "trace_id": traceID, "left": left, "asker": span.ExecutionID})
 	run, ok, err := oneRun(rows, err)
@@ -374,31 +362,16 @@ func insertManualRun(ctx context.Context, db postgres.DB, nameOrID, traceID stri
 // GetRun returns one run, or [ErrRunNotFound].
 func GetRun(ctx context.Context, db postgres.DB, id string) (Run, error) {
 	rows, err := db.Query(ctx, `
-		select id, automation_id, cause, scheduled_for, event_id, status, attempt, retry_at, execution_id, trace_id, error_message,
-		       output, created_at, finished_at
+		select `+runColumns+`
 		  from agent_automation_runs where id::text = @id`, pgx.StrictNamedArgs{"id": id})
-	run, ok, err := oneRun(rows, err)
-	if err == nil && !ok {
-		err = ErrRunNotFound
-	}
-	if err != nil {
-		return Run{}, fmt.Errorf("get automation run: %w", err)
-	}
-	return run, nil
+	return postgres.CollectOne(rows, err, ErrRunNotFound, "get automation run", pgx.RowToStructByName[Run])
 }
 
 // Payload returns the cause of a run: {"event", "key", "data"}, or a signal's counters. It is not redacted; redact it
 // before display.
 func Payload(ctx context.Context, db postgres.DB, runID string) (json.RawMessage, error) {
-	var raw json.RawMessage
-	err := db.QueryRow(ctx, `select payload from agent_automation_runs where id = @id`, pgx.StrictNamedArgs{"id": runID}).Scan(&raw)
-	if errors.Is(err, pgx.ErrNoRows) {
-		err = ErrRunNotFound
-	}
-	if err != nil {
-		return nil, fmt.Errorf("read payload of run %s: %w", runID, err)
-	}
-	return raw, nil
+	rows, err := db.Query(ctx, `select payload from agent_automation_runs where id = @id`, pgx.StrictNamedArgs{"id": runID})
+	return postgres.CollectOne(rows, err, ErrRunNotFound, "read payload of run "+runID, pgx.RowTo[json.RawMessage])
 }
 
 // Watch evaluates the signals of all enabled automations once and returns how many fired. A signal fires when it

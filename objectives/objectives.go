@@ -175,12 +175,11 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Objective, error) {
 	if f.Limit <= 0 {
 		f.Limit = 100
 	}
-	rows, err := db.Query(ctx, selectObjectives+`
+	return postgres.Rows[Objective](ctx, db, "list objectives", selectObjectives+`
 		 where (@status = '' or o.status = @status) and (@source = '' or o.source = @source)
 		   and (@before = '' or o.id < nullif(@before, '')::uuid)
 		 order by o.id desc limit @limit`,
 		pgx.StrictNamedArgs{"status": f.Status, "source": f.Source, "before": f.Before, "limit": min(f.Limit, 1000)})
-	return collect("list objectives", rows, err)
 }
 
 // AgentFilter selects objectives by agent: one agent's, or, without one, all but those of the others.
@@ -195,12 +194,11 @@ func Due(ctx context.Context, db postgres.DB, w AgentFilter, limit int) ([]Objec
 	if limit <= 0 {
 		limit = 10
 	}
-	rows, err := db.Query(ctx, selectObjectives+`
+	return postgres.Rows[Objective](ctx, db, "list due objectives", selectObjectives+`
 		 where o.status = 'active' and o.due_at <= clock_timestamp() and (p.pending > 0 or p.steps = 0)
 		   and case when @agent <> '' then o.agent = @agent else o.agent <> all(@except::text[]) end
 		 order by o.priority, o.due_at, o.id limit @limit`,
 		pgx.StrictNamedArgs{"agent": w.Agent, "except": append([]string{}, w.Except...), "limit": limit})
-	return collect("list due objectives", rows, err)
 }
 
 // Get returns one objective by name or id, or [ErrNotFound].
@@ -208,18 +206,7 @@ func Get(ctx context.Context, db postgres.DB, nameOrID string) (Objective, error
 	rows, err := db.Query(ctx, selectObjectives+`
 		 where o.name = @key or o.id::text = @key
 		 order by o.id::text = @key desc limit 1`, pgx.StrictNamedArgs{"key": nameOrID})
-	found, err := collect(fmt.Sprintf("get objective %q", nameOrID), rows, err)
-	if err == nil && len(found) == 0 {
-		err = fmt.Errorf("get objective %q: %w", nameOrID, ErrNotFound)
-	}
-	if err != nil {
-		return Objective{}, err
-	}
-	return found[0], nil
-}
-
-func collect(what string, rows pgx.Rows, err error) ([]Objective, error) {
-	return postgres.Collect(rows, err, what, pgx.RowToStructByName[Objective])
+	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("get objective %q", nameOrID), pgx.RowToStructByName[Objective])
 }
 
 // Steps returns the steps of an objective in order.

@@ -18,7 +18,7 @@ func TestAnAutomationStartsAFlow(t *testing.T) {
 	if a.Flow != "onboarding" || a.SkillName != "" {
 		t.Errorf("the automation is %+v", a)
 	}
-	// The end of what it starts is an event, too, and must not start the next.
+	// The end of the started flow is an event, too, and must not start another run.
 	w.put(t, automations.Definition{Name: "again", Event: "AGENT_COMPLETED", Flow: "onboarding"})
 	_, e := w.process(t)
 	if err := e.Register("onboarding", func(_ context.Context, in json.RawMessage) (executions.Result, error) {

@@ -30,7 +30,7 @@ const patience = 90 * time.Second
 
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
-// world is a database, a model, and the skill look, which does what the test says.
+// world is a database, a model, and the skill look, which runs a function of the test.
 type world struct {
 	pool  *pgxpool.Pool
 	model *modeltest.Server
@@ -76,7 +76,7 @@ func (w *world) count() int {
 	return w.calls
 }
 
-// process is one that dispatches and takes executions until the test ends.
+// process dispatches and executes until the test ends.
 func (w *world) process(t *testing.T) (*runner.Runner, *executions.Engine) {
 	t.Helper()
 	r, e, keeper := w.idle(t)

@@ -14,9 +14,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// skipDue records the times of schedules that have come since a pause began as skipped, each with an activity under a
-// trace of its own. Those that came before it are left to the next heartbeat, as if nobody had been there. One whose
-// schedule is broken does not hold up the others.
+// skipDue records the due times of schedules since the start of a pause as skipped, each with an activity under its own
+// trace. It leaves earlier ones to the next heartbeat. A broken schedule does not delay the others.
 func skipDue(ctx context.Context, db postgres.Beginner, agent string, p executions.Pause) error {
 	due, err := automations.Due(ctx, db, batch)
 	if err != nil {
@@ -34,7 +33,7 @@ func skipDue(ctx context.Context, db postgres.Beginner, agent string, p executio
 	return errors.Join(failures...)
 }
 
-// skip records one time and the activity in one transaction.
+// skip records one time and its activity in one transaction.
 func skip(ctx context.Context, db postgres.Beginner, agent string, a automations.Automation, p executions.Pause) error {
 	id := trace.New(trace.Flow)
 	return postgres.InTx(ctx, db, func(tx pgx.Tx) error {

@@ -1,17 +1,15 @@
-// Package runner runs automations: what package automations has made due, for whatever cause.
+// Package runner executes the due runs of package automations.
 //
-// A run is an execution of the flow "automation", so it survives the death of its process: the claim of the run and
-// the start of its execution are one transaction, the run holds the lane automation:{id}, its calls are
-// durable steps, and how it went is written in the transaction of its last step. A run whose execution ended
-// otherwise (cancelled, given up) is found and counted as failed. What failed is tried again, later each time, and
-// ends in the dead letter box.
+// A run is an execution of the flow "automation", so it survives its process. One transaction claims the run and starts
+// its execution. The run holds the lane automation:{id}, its calls are durable steps, and its last step records the
+// outcome. A run whose execution ended otherwise, for example by a cancellation, counts as failed. A failed run is
+// retried with growing delays and ends as a dead letter.
 //
-// [Runner.Run] is the dispatcher. It starts what is ready, when the database says that something is and every few
-// seconds besides, and looks at the signals. Any number of processes may dispatch at once, beside heartbeats,
-// which run schedules themselves: each run is taken by a statement that one of them wins. An automation's runs
-// follow one another; different automations run side by side.
+// [Runner.Run] is the dispatcher. It starts ready runs on a notification of the database and every few seconds, and
+// evaluates the signals. Any number of processes may dispatch concurrently, also beside heartbeats, which run schedules
+// themselves: one statement claims a run. The runs of one automation are serial; different automations run in parallel.
 //
-// What an event caused belongs to the event's trace, and the rest to a trace of its own.
+// The run of an event belongs to the event's trace. Other runs have their own traces.
 package runner
 
 import (
@@ -35,14 +33,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Flow is the name under which runs are registered with the engine.
+// Flow is the flow of runs.
 const Flow = "automation"
 
 const (
 	defaultPoll    = 5 * time.Second
 	defaultSignals = 30 * time.Second
-	batch          = 50        // runs started at one look
-	laneWait       = time.Hour // for somebody who runs the same automation
+	batch          = 50        // runs started per pass
+	laneWait       = time.Hour // for another run of the automation
 )
 
 // Runner runs automations. Pool, Loop, Engine and Logger are required.
@@ -52,25 +50,25 @@ type Runner struct {
 	Engine   *executions.Engine
 	Logger   *slog.Logger
 	Listener *postgres.Listener // shortens the poll; may be nil
-	Agent    string             // who acts
-	// PollEvery is how often the database is asked without being told to; default 5 s. SignalsEvery is how often
-	// signals are looked at; default 30 s.
+	Agent    string             // acting agent
+	// PollEvery is the interval of polls without a notification; default 5 s. SignalsEvery is the interval of signal
+	// evaluations; default 30 s.
 	PollEvery, SignalsEvery time.Duration
 }
 
-// input names the run that an execution makes.
+// input is the run of an execution.
 type input struct {
 	RunID   string `json:"run_id"`
-	Attempt int    `json:"attempt"` // as it was before it was taken
+	Attempt int    `json:"attempt"` // before the claim
 }
 
-// Register tells the engine how to run automations.
+// Register registers the flow with the engine.
 func (r *Runner) Register() error {
 	r.Engine.Unforkable(Flow, "a run of an automation has one execution; agent automations run NAME runs it again")
 	return r.Engine.Register(Flow, r.run)
 }
 
-// Spec describes the execution that makes a run, which it takes itself: for a run by hand, with Engine.RunSync.
+// Spec describes an execution that claims the run itself, for a manual run with Engine.RunSync.
 func Spec(agent string, run automations.Run) executions.Spec {
 	s := executions.Spec{Flow: Flow, Surface: trace.Flow, Agent: agent, Input: input{run.ID, run.Attempt}}
 	if id, err := trace.Parse(run.TraceID); err == nil {
@@ -82,7 +80,7 @@ func Spec(agent string, run automations.Run) executions.Spec {
 	return s
 }
 
-// Run dispatches until ctx ends, and returns nil then. A database that is away is asked again.
+// Run dispatches until ctx ends, and then returns nil. It retries an unreachable database.
 func (r *Runner) Run(ctx context.Context) error {
 	var told <-chan string
 	if r.Listener != nil {
@@ -122,14 +120,14 @@ func or(d, otherwise time.Duration) time.Duration {
 	return d
 }
 
-// report logs an error, unless it is the end.
+// report logs an error while ctx is live.
 func (r *Runner) report(ctx context.Context, what string, err error) {
 	if err != nil && ctx.Err() == nil {
 		r.Logger.WarnContext(ctx, "automations not checked", "doing", what, "error", err)
 	}
 }
 
-// all dispatches until nothing is ready.
+// all dispatches until no run is ready.
 func (r *Runner) all(ctx context.Context) error {
 	for {
 		n, err := r.Dispatch(ctx)
@@ -139,8 +137,8 @@ func (r *Runner) all(ctx context.Context) error {
 	}
 }
 
-// Dispatch starts what is ready, once, and returns how many runs this caller started. While the agent is paused it
-// starts nothing: times of schedules that come are recorded as skipped, and what else is ready stays so.
+// Dispatch starts ready runs once and returns the number that this caller started. While the agent is paused it starts
+// none: it records due times of schedules as skipped, and other runs stay ready.
 func (r *Runner) Dispatch(ctx context.Context) (started int, err error) {
 	if err := SettleAbandoned(ctx, r.Pool, r.Logger); err != nil {
 		return 0, fmt.Errorf("dispatch automations: %w", err)
@@ -168,19 +166,19 @@ func (r *Runner) Dispatch(ctx context.Context) (started int, err error) {
 	return started, nil
 }
 
-// errTaken rolls an execution back whose run somebody else has taken.
+// errTaken rolls back an execution whose run another process claimed.
 var errTaken = errors.New("claimed by another process")
 
-// start takes a run and starts its execution, in one transaction.
+// start claims a run and starts its execution in one transaction.
 func (r *Runner) start(ctx context.Context, t Task) (bool, error) {
 	run := t.Run
 	if run.Cause != automations.Event {
-		run.TraceID = "" // another attempt is another piece of work
+		run.TraceID = "" // each attempt has its own trace
 	}
 	err := postgres.InTx(ctx, r.Pool, func(tx pgx.Tx) error {
 		s := Spec(cmp.Or(t.Agent, r.Agent), run)
 		if s.Surface == trace.Operate {
-			s.Surface = trace.Flow // nobody waits for what an admin's turn has caused
+			s.Surface = trace.Flow // no user waits for it
 		}
 		x, _, err := r.Engine.StartTx(ctx, tx, s)
 		if err != nil {
@@ -198,11 +196,11 @@ func (r *Runner) start(ctx context.Context, t Task) (bool, error) {
 	return err == nil, err
 }
 
-// Report is what the execution of a run ends with.
+// Report is the result of a run's execution.
 type Report struct {
 	Automation string `json:"automation"`
 	Run        string `json:"run"`
-	Status     string `json:"status"` // the run's; empty when somebody else has it
+	Status     string `json:"status"` // of the run; empty if another execution has it
 	Attempt    int    `json:"attempt"`
 }
 
@@ -220,7 +218,7 @@ func (r *Runner) run(ctx context.Context, raw json.RawMessage) (executions.Resul
 	if err != nil {
 		return executions.Result{}, err
 	}
-	defer func() { _ = lane.Release(ctx) }() // a release that is lost is covered by the lane's end with the execution
+	defer func() { _ = lane.Release(ctx) }() // a failed release is harmless: the lane ends with the execution
 	ctx = lane.Context()
 	run, err := r.claim(ctx, in)
 	if err != nil {
@@ -258,7 +256,7 @@ func (r *Runner) read(ctx context.Context, runID string) (Task, error) {
 	return Task{a, run}, err
 }
 
-// lane takes the automation's lane, and waits for it while somebody else runs the automation.
+// lane acquires the automation's lane and waits for other runs.
 func (r *Runner) lane(ctx context.Context, id string) (*executions.Hold, error) {
 	name := "automation:" + id
 	for {
@@ -276,8 +274,8 @@ func (r *Runner) lane(ctx context.Context, id string) (*executions.Hold, error) 
 	}
 }
 
-// claim takes the run for this execution, unless the dispatcher has done so when it started it; a run without id
-// when somebody else has it.
+// claim claims the run for this execution, unless the dispatcher did at its start. It returns a run without id if
+// another execution has it.
 func (r *Runner) claim(ctx context.Context, in input) (automations.Run, error) {
 	return executions.StepTx(ctx, "claim", func(ctx context.Context, tx pgx.Tx) (automations.Run, error) {
 		current, _ := executions.Current(ctx)
