@@ -1,11 +1,11 @@
-// Package leaks finds goroutines that tests leave behind: each goroutine of the house has an owner who waits for it, so
-// when the tests of a package are over, and their servers and pools are closed, none may be there.
+// Package leaks finds goroutines that tests leave behind. Every goroutine of this repository has an owner that waits
+// for it. So none may remain after the tests of a package, when their servers and pools are closed.
 //
-// A test package that is looked at has
+// A checked test package has
 //
 //	func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 //
-// pgtest.Main asks Leaks after it has stopped its share of the server, when the tests have passed.
+// pgtest.Main calls Leaks after the tests passed and its part of the server stopped.
 package leaks
 
 import (
@@ -17,25 +17,24 @@ import (
 	"go.uber.org/goleak"
 )
 
-// guard waits for the process that guards the test server: it stays as long as any test binary uses the server, so it
-// may outlive the tests of the binary that started it.
+// guard waits for the guard process of the test server, which runs while any test binary uses the server. So it may
+// outlive the tests of its binary.
 const guard = "github.com/lanekeeper/lanekeeper/internal/pgserver.launchGuard.func1"
 
-// patience is how long a goroutine may take to end on a busy machine.
+// patience bounds the wait for goroutines on a busy machine.
 const patience = 30 * time.Second
 
-// Tests are the tests of a package whose goroutines have to end.
+// Tests are the tests of a package without goroutine leaks.
 type Tests struct {
 	M interface{ Run() int }
-	// Allowed are functions, as a stack names them, whose goroutines may be left; each has its reason where it is given.
+	// Allowed are functions, as in a stack trace, whose goroutines may remain. Each caller states the reason.
 	Allowed []string
 }
 
 // Run runs the tests and returns the exit code.
 func (t Tests) Run() int { return t.M.Run() }
 
-// Leaks reports the goroutines that are still there when they had time to end. Fuzzing is left out: its workers are
-// killed in the middle.
+// Leaks returns the goroutines that remain after a wait. It skips fuzzing, whose workers are killed.
 func (t Tests) Leaks() error {
 	for _, name := range []string{"test.fuzz", "test.fuzzworker"} {
 		if f := flag.Lookup(name); f != nil && f.Value.String() != "" && f.Value.String() != "false" {
@@ -46,7 +45,7 @@ func (t Tests) Leaks() error {
 	return t.find(patience)
 }
 
-// find looks until nothing is left, or the time is over.
+// find repeats the search until no goroutine remains, or the time is over.
 func (t Tests) find(within time.Duration) error {
 	options := make([]goleak.Option, 0, len(t.Allowed)+1)
 	for _, function := range append([]string{guard}, t.Allowed...) {

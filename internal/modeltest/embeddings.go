@@ -31,8 +31,8 @@ type EmbeddingRequest struct {
 	Header http.Header
 }
 
-// NewEmbeddings starts a server on the loopback that speaks OpenAI's embeddings protocol. vector says what the vector
-// of a text is. It lists vectors in reverse, as a server may. It stops when the test ends.
+// NewEmbeddings starts a server on the loopback that speaks OpenAI's embeddings protocol. vector returns the vector of
+// a text. The server lists vectors in reverse, as the protocol allows. It stops with the test.
 func NewEmbeddings(tb testing.TB, vector func(text string) []float32) *Embeddings {
 	tb.Helper()
 	e := &Embeddings{vector: vector, quit: make(chan struct{})}
@@ -47,18 +47,18 @@ func NewEmbeddings(tb testing.TB, vector func(text string) []float32) *Embedding
 	return e
 }
 
-// URL is what a client takes as its base URL.
+// URL returns the base URL for clients.
 func (e *Embeddings) URL() string { return e.http.URL + "/v1" }
 
-// Refuse lets f decide about requests from now on: an HTTP status, 0 to answer, or below 0 to say nothing until the
-// client gives up.
+// Refuse makes f decide about requests. f returns an HTTP status, 0 to answer, or a negative number for silence until
+// the client disconnects.
 func (e *Embeddings) Refuse(f func(texts []string) int) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.refuse = f
 }
 
-// Requests returns what was received so far, oldest first.
+// Requests returns the received requests, oldest first.
 func (e *Embeddings) Requests() []EmbeddingRequest {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -99,13 +99,13 @@ func (e *Embeddings) serve(w http.ResponseWriter, r *http.Request) {
 	}
 	w.Header().Set("Content-Type", "application/json")
 	if err := json.NewEncoder(w).Encode(answer); err != nil {
-		return // the client went away
+		return // the client disconnected
 	}
 }
 
 func (e *Embeddings) fail(w http.ResponseWriter, status int) {
 	f := chatwire.Failure{Message: http.StatusText(status), Type: "invalid_request_error"}
 	if err := chatwire.WriteFailure(w, status, f); err != nil {
-		return // the client went away
+		return // the client disconnected
 	}
 }

@@ -25,7 +25,7 @@ func Status(status int, retryAfter time.Duration) Reply {
 	return Refusal(status, kind, code, http.StatusText(status), retryAfter)
 }
 
-// Refusal is [Status] with its words chosen.
+// Refusal is [Status] with a given message.
 func Refusal(status int, kind, code, message string, retryAfter time.Duration) Reply {
 	return Reply{custom: func(c call) {
 		if retryAfter > 0 {
@@ -33,29 +33,28 @@ func Refusal(status int, kind, code, message string, retryAfter time.Duration) R
 		}
 		f := chatwire.Failure{Message: message, Type: kind, Code: code}
 		if err := chatwire.WriteFailure(c.w, status, f); err != nil {
-			return // the client went away
+			return // the client disconnected
 		}
 	}}
 }
 
-// Raw answers with a status, a content type and a body as they are.
+// Raw answers with a status, a content type and a body.
 func Raw(status int, contentType, body string) Reply {
 	return Custom(func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("Content-Type", contentType)
 		w.WriteHeader(status)
 		if _, err := io.WriteString(w, body); err != nil {
-			return // the client went away
+			return // the client disconnected
 		}
 	})
 }
 
-// Custom lets h answer. The request's body has been read.
+// Custom makes h answer. The request's body is already read.
 func Custom(h http.HandlerFunc) Reply {
 	return Reply{custom: func(c call) { h(c.w, c.r) }}
 }
 
-// MidStreamError begins to answer with text, sends comments, as providers do while they wait, and then
-// the error message, with the HTTP status answered long ago.
+// MidStreamError streams text, then comments, like a waiting provider, then the error message after status 200.
 func MidStreamError(text, message string) Reply {
 	return stream(func(s *chatwire.Stream) {
 		s.Role()
@@ -67,7 +66,7 @@ func MidStreamError(text, message string) Reply {
 	})
 }
 
-// CutStream begins to answer with text and then drops the connection.
+// CutStream streams text and then drops the connection.
 func CutStream(text string) Reply {
 	return stream(func(s *chatwire.Stream) {
 		s.Role()
@@ -76,8 +75,7 @@ func CutStream(text string) Reply {
 	})
 }
 
-// EndedStream begins to answer with text and then ends the body in good order, without finish reason
-// and without [DONE].
+// EndedStream streams text and then ends the body without finish reason and [DONE].
 func EndedStream(text string) Reply {
 	return stream(func(s *chatwire.Stream) {
 		s.Role()
@@ -85,15 +83,15 @@ func EndedStream(text string) Reply {
 	})
 }
 
-// Reset drops the connection without a word.
+// Reset drops the connection without an answer.
 func Reset() Reply {
 	return Custom(func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) })
 }
 
-// MalformedCall calls a tool with arguments that are no JSON.
+// MalformedCall calls a tool with invalid JSON.
 func MalformedCall(name string) Reply { return ToolCall(name, `{"limit": 3,`) }
 
-// Hang answers nothing until the client gives up or the test ends.
+// Hang sends nothing until the client disconnects or the test ends.
 func Hang() Reply {
 	return Reply{custom: func(c call) {
 		select {
@@ -103,7 +101,7 @@ func Hang() Reply {
 	}}
 }
 
-// Fragments streams tool call fragments as they are, one chunk for each, and a finish reason.
+// Fragments streams fragments of tool calls, one chunk each, and a finish reason.
 func Fragments(fragments ...openai.ToolCall) Reply {
 	return stream(func(s *chatwire.Stream) {
 		s.Role()
@@ -115,7 +113,7 @@ func Fragments(fragments ...openai.ToolCall) Reply {
 	})
 }
 
-// stream lets f write the chunks of an answer.
+// stream is a reply whose chunks f writes.
 func stream(f func(*chatwire.Stream)) Reply {
 	return Reply{custom: func(c call) {
 		f(chatwire.Open(c.w, "chatcmpl-"+strconv.Itoa(c.n), c.req.Model, created))

@@ -1,8 +1,8 @@
-// Package modeltest is a model that says what a test wrote down.
+// Package modeltest is a scripted model for tests.
 //
-// [New] starts a real HTTP server on the loopback that speaks the OpenAI chat completions protocol, so the
-// real client runs, also in a child process or in several. Request n gets reply n of the script; or, after
-// [Server.Handle], whatever a function says. What was asked is remembered and returned by [Server.Requests].
+// [New] starts an HTTP server on the loopback that speaks the OpenAI chat completions protocol. So the real client
+// runs, also in child processes. Request n gets reply n of the script, or after [Server.Handle] the reply of a
+// function. [Server.Requests] returns the received requests.
 //
 //	model := modeltest.New(t,
 //		modeltest.ToolCall("table_sizes", `{"limit":3}`),
@@ -11,12 +11,11 @@
 //	)
 //	client, err := models.New(models.Config{BaseURL: model.URL(), Model: "scripted"})
 //
-// A reply is a value that tells how a server may behave, faults included: refusals, errors in the middle of a
-// stream, cut connections, silence, odd encodings. Replies carry usage computed from the text's length unless
-// they say otherwise, and the same script always gives the same bytes.
+// A reply describes an answer or a fault: a refusal, an error within a stream, a cut connection, silence, an odd
+// encoding. By default a reply's usage follows from the length of the text. The same script gives the same bytes.
 //
-// A request beyond the end of the script is answered with a 500 that says so, and fails the test when it ends,
-// because code under test may swallow the error. Everything here is safe for concurrent use.
+// A request beyond the script gets status 500. It also fails the test at its end, because code under test may ignore
+// the error. The package is safe for concurrent use.
 package modeltest
 
 import (
@@ -35,7 +34,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/chatwire"
 )
 
-// Model is the name under which the server lists itself. It answers to every name.
+// Model is the listed name of the server. The server accepts every name.
 const Model = "scripted"
 
 // Server is a running scripted model.
@@ -43,14 +42,14 @@ type Server struct {
 	http   *httptest.Server
 	quit   chan struct{} // closed when the test ends; releases hanging replies
 	refuse func(Request) (Reply, bool)
-	dress  func(call, Reply) Reply // gives a reply what the provider adds; nil for none
+	dress  func(call, Reply) Reply // adds the members of the provider; nil for none
 
 	mu       sync.Mutex
 	script   []Reply
 	handle   func(n int, req openai.ChatCompletionRequest) Reply
 	received []Request
-	refused  []Request // by the provider's rules; no part of the script
-	extra    int       // requests the script had no reply for
+	refused  []Request // by the provider's rules, outside the script
+	extra    int       // requests beyond the script
 	broken   []string
 }
 
@@ -58,15 +57,15 @@ type Server struct {
 type Request struct {
 	openai.ChatCompletionRequest
 	Header http.Header
-	Body   string // exactly as it came
+	Body   string // verbatim
 	Path   string // /v1/chat/completions or /v1/responses
 	Query  url.Values
 }
 
-// IdempotencyKey is the header of that name; empty without one.
+// IdempotencyKey returns the header Idempotency-Key.
 func (r Request) IdempotencyKey() string { return r.Header.Get("Idempotency-Key") }
 
-// New starts a server that gives the replies in order. It stops when the test ends.
+// New starts a server with a script of replies. It stops with the test.
 func New(tb testing.TB, replies ...Reply) *Server {
 	tb.Helper()
 	s := &Server{script: replies, quit: make(chan struct{})}
@@ -84,11 +83,11 @@ func New(tb testing.TB, replies ...Reply) *Server {
 	return s
 }
 
-// URL is what a client takes as its base URL.
+// URL returns the base URL for clients.
 func (s *Server) URL() string { return s.http.URL + "/v1" }
 
-// Handle lets f decide the reply to each request from now on, instead of the script; n counts all requests
-// from 0. Calls of f may overlap when requests do.
+// Handle makes f return the replies instead of the script. n counts all requests from 0. Concurrent requests call f
+// concurrently.
 func (s *Server) Handle(f func(n int, req openai.ChatCompletionRequest) Reply) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -102,14 +101,14 @@ func (s *Server) Add(replies ...Reply) {
 	s.script = append(s.script, replies...)
 }
 
-// Refused returns what the provider's rules have refused so far, oldest first.
+// Refused returns the requests that the provider's rules refused, oldest first.
 func (s *Server) Refused() []Request {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return append([]Request(nil), s.refused...)
 }
 
-// Requests returns what was received so far, oldest first.
+// Requests returns the received requests, oldest first.
 func (s *Server) Requests() []Request {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -119,7 +118,7 @@ func (s *Server) Requests() []Request {
 func (s *Server) complete(w http.ResponseWriter, r *http.Request) {
 	body, err := io.ReadAll(r.Body)
 	if err != nil {
-		return // the client has gone
+		return // the client disconnected
 	}
 	req := Request{Header: r.Header.Clone(), Body: string(body), Path: r.URL.Path, Query: r.URL.Query()}
 	if err := json.Unmarshal(body, &req.ChatCompletionRequest); err != nil {
@@ -130,7 +129,7 @@ func (s *Server) complete(w http.ResponseWriter, r *http.Request) {
 	s.reply(w, r, req)
 }
 
-// reply gives the script's reply, unless the provider refuses the request.
+// reply sends the script's reply, unless the provider refuses the request.
 func (s *Server) reply(w http.ResponseWriter, r *http.Request, req Request) {
 	if s.refuse != nil {
 		if refusal, refused := s.refuse(req); refused {
@@ -154,7 +153,7 @@ func (s *Server) reply(w http.ResponseWriter, r *http.Request, req Request) {
 	reply.serve(made)
 }
 
-// next remembers the request and picks its reply.
+// next records the request and returns its reply.
 func (s *Server) next(req Request) (n int, reply Reply, found bool) {
 	s.mu.Lock()
 	n = len(s.received)
@@ -191,7 +190,7 @@ func (s *Server) note(problem string) {
 	s.broken = append(s.broken, problem)
 }
 
-// report fails the test for what went wrong unseen.
+// report fails the test for requests beyond the script and for broken requests.
 func (s *Server) report(tb testing.TB) {
 	tb.Helper()
 	s.mu.Lock()
@@ -204,7 +203,7 @@ func (s *Server) report(tb testing.TB) {
 	}
 }
 
-// Said is what somebody said in a message: its text without what the runtime says before it.
+// Said returns the text of a message without the runtime's preface.
 func Said(m openai.ChatCompletionMessage) string {
 	if _, after, found := strings.Cut(m.Content, "\n[End of context]\n\n"); found {
 		return after
@@ -212,7 +211,7 @@ func Said(m openai.ChatCompletionMessage) string {
 	return m.Content
 }
 
-// lastWords is the end of the last message, to know a request by.
+// lastWords returns the end of the last message, which identifies a request.
 func lastWords(req Request) string {
 	if len(req.Messages) == 0 {
 		return ""

@@ -16,7 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// witness is a test that may fail without failing this one.
+// witness is a testing.TB whose failure does not fail this test.
 type witness struct {
 	testing.TB
 	errors   []string

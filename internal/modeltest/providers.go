@@ -12,18 +12,18 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/chatwire"
 )
 
-// Members that providers add to their messages and want back.
+// Members that providers add to messages and require in the history.
 const (
 	GeminiSignature  = `{"google": {"thought_signature": "CiQBsig<%>=="}}`
 	ReasoningDetails = `[{"type":"reasoning.text","text":"Let me see.","index":0,"signature":"sig"}]`
 )
 
-// bad is a refusal of the request.
+// bad refuses a request.
 func bad(message string) (Reply, bool) {
 	return Refusal(http.StatusBadRequest, "invalid_request_error", "", message, 0), true
 }
 
-// with is a server that refuses what rule refuses.
+// with starts a server with a provider's rule.
 func with(tb testing.TB, rule func(Request) (Reply, bool), replies []Reply) *Server {
 	tb.Helper()
 	s := New(tb, replies...)
@@ -31,8 +31,8 @@ func with(tb testing.TB, rule func(Request) (Reply, bool), replies []Reply) *Ser
 	return s
 }
 
-// OpenAI refuses tools over chat completions for models from gpt-5.6 on, as OpenAI does, and of the Responses API
-// what is stored, what is strict without being said, and reasoning without the item that followed it.
+// OpenAI refuses tools over chat completions for models from gpt-5.6 on. Of the Responses API it refuses stored
+// requests, undeclared strict schemas, and reasoning without its following item.
 func OpenAI(tb testing.TB, replies ...Reply) *Server {
 	tb.Helper()
 	return with(tb, func(r Request) (Reply, bool) {
@@ -48,7 +48,7 @@ func OpenAI(tb testing.TB, replies ...Reply) *Server {
 	}, replies)
 }
 
-// stateless refuses what cannot be replayed.
+// stateless refuses requests that cannot be replayed.
 func stateless(r Request) (Reply, bool) {
 	if !strings.Contains(r.Body, `"store":false`) || !strings.Contains(r.Body, "reasoning.encrypted_content") {
 		return bad("this test wants store false and encrypted reasoning")
@@ -74,7 +74,7 @@ func stateless(r Request) (Reply, bool) {
 	return Reply{}, false
 }
 
-// NoResponses has no route /v1/responses, as servers of earlier years.
+// NoResponses has no route /v1/responses, like older servers.
 func NoResponses(tb testing.TB, replies ...Reply) *Server {
 	tb.Helper()
 	return with(tb, func(r Request) (Reply, bool) {
@@ -103,7 +103,7 @@ func QwenVLLM(tb testing.TB, replies ...Reply) *Server {
 	return s
 }
 
-// LlamaCpp is llama.cpp with such a template: its refusal is a 500. Its thoughts come as text in a block.
+// LlamaCpp is llama.cpp with such a template: it refuses with status 500, and sends thoughts as a block in the text.
 func LlamaCpp(tb testing.TB, replies ...Reply) *Server {
 	tb.Helper()
 	s := with(tb, func(r Request) (Reply, bool) {
@@ -191,7 +191,7 @@ func geminiError(message string) (Reply, bool) {
 }]`), true
 }
 
-// OpenRouter sends reasoning_details in pieces and wants them back whole.
+// OpenRouter sends reasoning_details in pieces and requires them whole.
 func OpenRouter(tb testing.TB, replies ...Reply) *Server {
 	tb.Helper()
 	s := with(tb, func(r Request) (Reply, bool) {
@@ -224,7 +224,7 @@ func OpenRouter(tb testing.TB, replies ...Reply) *Server {
 	return s
 }
 
-// AzureClassic wants the header api-key and ?api-version, and begins each stream with a chunk without choices.
+// AzureClassic requires the header api-key and ?api-version, and starts each stream with a chunk without choices.
 func AzureClassic(tb testing.TB, replies ...Reply) *Server {
 	tb.Helper()
 	s := with(tb, func(r Request) (Reply, bool) {
@@ -243,7 +243,7 @@ func AzureClassic(tb testing.TB, replies ...Reply) *Server {
 	return s
 }
 
-// with adds members to the delta of a message, in as many chunks as there are pieces, and to its first call.
+// with adds members to the delta of a message, one chunk per piece, and to its first call.
 func (r Reply) with(piece, call string, more ...string) Reply {
 	if r.custom == nil {
 		r.members, r.callMembers = append([]string{piece}, more...), call

@@ -14,14 +14,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/chatwire"
 )
 
-// created is the unix time that every reply claims, so that the same script gives the same bytes.
+// created is the constant unix time of every reply, so the same script gives the same bytes.
 const created = 1_700_000_000
 
-// Reply is what the server does with one request. Make one with the functions of this package.
+// Reply is the server's reaction to one request. The functions of this package make replies.
 type Reply struct {
 	text   string
 	calls  []openai.ToolCall
-	model  string // the request's when empty
+	model  string // empty: that of the request
 	finish openai.FinishReason
 	usage  *openai.Usage
 	hidden bool // report no usage
@@ -33,7 +33,7 @@ type Reply struct {
 	callMembers string   // members of the first call
 }
 
-// call is one request being answered.
+// call is a request with its connection.
 type call struct {
 	w    http.ResponseWriter
 	r    *http.Request
@@ -42,7 +42,7 @@ type call struct {
 	quit <-chan struct{}
 }
 
-// Text is a reply in words.
+// Text is a text answer.
 func Text(text string) Reply { return Reply{text: text} }
 
 // ToolCall is a reply that calls one tool. The arguments are sent as they are; they need not be valid JSON.
@@ -66,7 +66,7 @@ func (r Reply) WithUsage(prompt, completion, cached int) Reply {
 	return r
 }
 
-// NoUsage leaves the token counts out, as some servers do.
+// NoUsage omits the token counts, like some servers.
 func (r Reply) NoUsage() Reply {
 	r.hidden = true
 	return r
@@ -78,7 +78,7 @@ func (r Reply) WithModel(name string) Reply {
 	return r
 }
 
-// WithFinish sets the finish reason, which is otherwise stop or tool_calls.
+// WithFinish sets the finish reason. The default is stop or tool_calls.
 func (r Reply) WithFinish(reason openai.FinishReason) Reply {
 	r.finish = reason
 	return r
@@ -90,7 +90,7 @@ func (r Reply) Slowly(pause time.Duration) Reply {
 	return r
 }
 
-// serve gives the reply.
+// serve sends the reply.
 func (r Reply) serve(c call) {
 	if r.custom != nil {
 		r.custom(c)
@@ -114,7 +114,7 @@ func (r Reply) serve(c call) {
 		err = chatwire.WriteStream(c.w, a, c.wantsUsage())
 	}
 	if err != nil {
-		return // the client went away, which is its right
+		return // the client disconnected
 	}
 }
 
@@ -142,7 +142,7 @@ func (r Reply) drip(c call, a chatwire.Answer) error {
 	return s.Err()
 }
 
-// answer fills in what the reply leaves to the request.
+// answer completes the reply for the request.
 func (r Reply) answer(c call) chatwire.Answer {
 	a := chatwire.Answer{
 		ID: "chatcmpl-" + strconv.Itoa(c.n), Model: r.model, Created: created,
@@ -170,7 +170,7 @@ func (r Reply) answer(c call) chatwire.Answer {
 	return a
 }
 
-// countedUsage is a token for every four bytes.
+// countedUsage counts a token for every four bytes.
 func (r Reply) countedUsage(c call) *openai.Usage {
 	prompt, completion := 0, tokens(len(r.text))
 	for _, m := range c.req.Messages {
@@ -188,7 +188,7 @@ func (c call) wantsUsage() bool {
 	return c.req.StreamOptions != nil && c.req.StreamOptions.IncludeUsage
 }
 
-// sleep waits, and reports false when there is nobody left to wait for.
+// sleep waits and returns false if the client disconnected.
 func (c call) sleep(d time.Duration) bool {
 	timer := time.NewTimer(d)
 	defer timer.Stop()
@@ -202,7 +202,7 @@ func (c call) sleep(d time.Duration) bool {
 	}
 }
 
-// Arguments encodes v as the arguments of a tool call. It panics when v has no JSON form, a mistake in the test.
+// Arguments encodes v as the arguments of a tool call. It panics if v has no JSON form.
 func Arguments(v any) string {
 	encoded, err := json.Marshal(v)
 	if err != nil {

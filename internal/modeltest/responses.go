@@ -12,7 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/chatwire"
 )
 
-// responseRequest is a request of the Responses API as far as a script reads it.
+// responseRequest has the evaluated members of a Responses request.
 type responseRequest struct {
 	Model     string            `json:"model"`
 	Input     []json.RawMessage `json:"input"`
@@ -38,11 +38,11 @@ type inputItem struct {
 	Output    string          `json:"output"`
 }
 
-// respond answers a request of the Responses API with the same script: what was asked is shown as a chat completion.
+// respond answers a Responses request with the script, which sees it as a chat completion.
 func (s *Server) respond(w http.ResponseWriter, r *http.Request) {
 	body, err := io.ReadAll(r.Body)
 	if err != nil {
-		return // the client has gone
+		return // the client disconnected
 	}
 	var in responseRequest
 	if err := json.Unmarshal(body, &in); err != nil {
@@ -55,7 +55,7 @@ func (s *Server) respond(w http.ResponseWriter, r *http.Request) {
 	s.reply(w, r, req)
 }
 
-// asChat is the request as a chat completion would say it.
+// asChat converts the request to a chat completion.
 func (in responseRequest) asChat() openai.ChatCompletionRequest {
 	out := openai.ChatCompletionRequest{
 		Model: in.Model, Stream: in.Stream, MaxCompletionTokens: in.MaxTokens, ReasoningEffort: in.Reasoning.Effort,
@@ -75,7 +75,7 @@ func (in responseRequest) asChat() openai.ChatCompletionRequest {
 	return out
 }
 
-// onto adds an item to the messages: what an assistant says, thinks and calls is one message.
+// onto adds an item to the messages. An assistant's text, thoughts and calls become one message.
 func (item inputItem) onto(messages []openai.ChatCompletionMessage) []openai.ChatCompletionMessage {
 	if item.Type == "function_call_output" {
 		return append(messages, openai.ChatCompletionMessage{
@@ -118,7 +118,7 @@ func (item inputItem) text() string {
 	return strings.Join(texts, "\n")
 }
 
-// Items are the items of the input of a Responses request, byte for byte; nil of a chat completion.
+// Items returns the input items of a Responses request verbatim; nil for a chat completion.
 func (r Request) Items() []string {
 	var in responseRequest
 	if err := json.Unmarshal([]byte(r.Body), &in); err != nil {
@@ -131,7 +131,7 @@ func (r Request) Items() []string {
 	return items
 }
 
-// responseItems are the items of an answer: encrypted reasoning before everything, as OpenAI's models send it.
+// responseItems are the items of an answer: first the encrypted reasoning, as from OpenAI's models.
 func responseItems(a chatwire.Answer) []string {
 	id := strings.TrimPrefix(a.ID, "chatcmpl-")
 	items := []string{fmt.Sprintf(
@@ -164,7 +164,7 @@ func jsonText(text string) string {
 	return string(encoded)
 }
 
-// writeResponse gives an answer as the Responses API does.
+// writeResponse sends an answer of the Responses API.
 func writeResponse(w http.ResponseWriter, a chatwire.Answer, stream bool) error {
 	items := responseItems(a)
 	status, detail := "completed", "null"

@@ -1,7 +1,6 @@
-// Package sdnotify tells the service manager how the process is, by systemd's protocol: a datagram to the socket that
-// NOTIFY_SOCKET names, with READY=1 when it serves, STOPPING=1 when it was told to stop, and WATCHDOG=1 at half the
-// interval that WATCHDOG_USEC gives. Without NOTIFY_SOCKET there is nobody to tell, and nothing is done. A program
-// that stops answering altogether stops telling too, and is started again.
+// Package sdnotify reports the state of the process to the service manager by systemd's protocol. It sends datagrams to
+// the socket NOTIFY_SOCKET: READY=1 when the process serves, STOPPING=1 when it shuts down, and WATCHDOG=1 at half the
+// interval WATCHDOG_USEC. Without NOTIFY_SOCKET it does nothing. The manager restarts a process that stops reporting.
 package sdnotify
 
 import (
@@ -13,20 +12,20 @@ import (
 	"time"
 )
 
-// What there is to tell.
+// States.
 const (
 	Ready    = "READY=1"
 	Stopping = "STOPPING=1"
 	watchdog = "WATCHDOG=1"
 )
 
-// Manager is who started this process.
+// Manager is the service manager of this process.
 type Manager struct {
 	socket string
 	every  time.Duration // 0: no sign of life is asked for
 }
 
-// New reads who is to be told from the environment.
+// New reads the socket and the interval from the environment.
 func New(getenv func(string) string) *Manager {
 	m := &Manager{socket: getenv("NOTIFY_SOCKET")}
 	usec, err := strconv.ParseInt(getenv("WATCHDOG_USEC"), 10, 64)
@@ -53,7 +52,7 @@ func (m *Manager) Tell(state string) error {
 	return nil
 }
 
-// Watchdog gives signs of life until ctx ends. One that is lost is made good by the next.
+// Watchdog sends WATCHDOG=1 regularly until ctx ends. A lost message is harmless, because another follows.
 func (m *Manager) Watchdog(ctx context.Context) {
 	if m.socket == "" || m.every <= 0 {
 		return
