@@ -107,7 +107,7 @@ func TestTheSameStepIsReservedAndSettledOnce(t *testing.T) {
 	}
 }
 
-// The request of the claim that was lost may have been billed, and so will be the one that follows.
+// The request of the lost claim may have been billed, and the next one will be billed.
 func TestACallThatIsRepeatedUnderAnotherClaimIsReservedTwice(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

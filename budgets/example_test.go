@@ -36,7 +36,7 @@ func ExampleReservation() {
 	_ = flow // called within an execution
 }
 
-// complete stands in for a model: it answers, in at most so many tokens.
+// complete is a fake model that answers within a number of tokens.
 func complete(_ context.Context, tokens int64) (text string, used int64, cost float64, err error) {
 	return "All is well.", min(tokens, 4) + 900, 0.001, nil
 }

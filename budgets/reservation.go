@@ -30,7 +30,7 @@ type Need struct {
 	Least        int64   // completion tokens of a useful answer
 }
 
-// Reservation reserves and settles one call. Its fields are set before use; only Reckon changes Need later. It is not
+// Reservation reserves and settles one call. Its fields are set before use; only Estimate changes Need later. It is not
 // safe for concurrent use. See the example.
 type Reservation struct {
 	ExecutionID string
@@ -38,8 +38,8 @@ type Reservation struct {
 	Step        string // of the call; Reserve sets it
 	Scopes      []Scope
 	Need        Need
-	// Reckon, if set, computes Need before each attempt, because a waiting call learns from others.
-	Reckon func() Need
+	// Estimate, if set, computes Need before each attempt, because a waiting call learns from others.
+	Estimate func() Need
 	// Patience bounds the wait of Await; the constant of that name when zero.
 	Patience time.Duration
 
@@ -81,7 +81,7 @@ func (s Spend) Plus(other Spend) Spend {
 // Reserve queues the reservation for the call of a step, as executions.Call.OnIntent. A refusal does not fail the
 // transaction; Await returns it.
 func (r *Reservation) Reserve(b *pgx.Batch, step string) {
-	r.reckon()
+	r.estimate()
 	r.Step, r.answer = step, verdict{}
 	b.Queue(reserve, r.arguments(r.enough())).QueryRow(r.answer.scan)
 }
@@ -89,7 +89,7 @@ func (r *Reservation) Reserve(b *pgx.Batch, step string) {
 // Renew writes the reservation off, because its request may have been billed, and reserves for another request. It
 // returns the written-off usage and, like Await, the granted tokens.
 func (r *Reservation) Renew(ctx context.Context, db postgres.DB) (Spend, int64, error) {
-	r.reckon()
+	r.estimate()
 	lost, err := executions.RetryTransient(ctx, func(ctx context.Context) (lost Spend, err error) {
 		r.answer = verdict{}
 		b := &pgx.Batch{}
@@ -138,7 +138,7 @@ func (r *Reservation) Await(ctx context.Context, db postgres.DB) (int64, error) 
 
 // retry reserves in its own transaction.
 func (r *Reservation) retry(ctx context.Context, db postgres.DB, enough int64) error {
-	r.reckon()
+	r.estimate()
 	_, err := executions.RetryTransient(ctx, func(ctx context.Context) (struct{}, error) {
 		return struct{}{}, r.answer.scan(db.QueryRow(ctx, reserve, r.arguments(enough)))
 	})
@@ -148,10 +148,10 @@ func (r *Reservation) retry(ctx context.Context, db postgres.DB, enough int64) e
 	return nil
 }
 
-// reckon updates the need.
-func (r *Reservation) reckon() {
-	if r.Reckon != nil {
-		r.Need = r.Reckon()
+// estimate updates the need.
+func (r *Reservation) estimate() {
+	if r.Estimate != nil {
+		r.Need = r.Estimate()
 	}
 }
 

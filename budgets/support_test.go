@@ -47,7 +47,7 @@ func queued(r *budgets.Reservation) func(b *pgx.Batch) {
 	return func(b *pgx.Batch) { r.Reserve(b, r.Step) }
 }
 
-// reserve sends a reservation and returns what it was granted, without waiting for others.
+// reserve sends a reservation and returns the granted tokens without waiting for others.
 func reserve(t *testing.T, db postgres.DB, r *budgets.Reservation) (int64, error) {
 	t.Helper()
 	r.Patience = 1

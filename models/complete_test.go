@@ -250,7 +250,7 @@ func TestUsageThatCannotBeIsEstimated(t *testing.T) {
 				t.Errorf("usage (-want +got):\n%s", diff)
 			}
 			if c.ObserveUsage(14, resp.Usage); c.Density() != 1 {
-				t.Errorf("every later prompt is reckoned at %v times as much", c.Density())
+				t.Errorf("every later prompt is estimated at %v times as much", c.Density())
 			}
 		})
 	}

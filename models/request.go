@@ -506,12 +506,12 @@ func (c *Client) reportsUsage(now bool) bool {
 	return c.reports
 }
 
-// ObserveUsage updates the density: a prompt estimated at reckoned tokens was counted as in u. Safe for concurrent use.
-func (c *Client) ObserveUsage(reckoned int, u Usage) {
-	if reckoned <= 0 || u.Estimated {
+// ObserveUsage updates the density: the prompt was estimated at that many tokens and counted as in u. Safe for concurrent use.
+func (c *Client) ObserveUsage(estimated int, u Usage) {
+	if estimated <= 0 || u.Estimated {
 		return
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.density = max(c.density, float64(u.PromptTokens)/float64(reckoned))
+	c.density = max(c.density, float64(u.PromptTokens)/float64(estimated))
 }

@@ -280,7 +280,7 @@ func remembering(t *testing.T, replies ...modeltest.Reply) *world {
 	return w
 }
 
-// keep writes k as somebody else.
+// keep writes k as another writer.
 func (w *world) keep(t *testing.T, value any) {
 	t.Helper()
 	_, err := memory.Save(t.Context(), w.pool, memory.Note{Key: "k", Value: value, TraceID: "op_1"})
@@ -522,7 +522,7 @@ func TestWhatWasFoundStaysCallableAfterACrash(t *testing.T) {
 	}
 }
 
-// tool is one that says what it was called with.
+// tool returns its arguments.
 func tool(name, schema string) reason.Tool {
 	return reason.Tool{
 		Name: name, Description: "does " + name, Parameters: json.RawMessage(schema),

@@ -37,7 +37,7 @@ func (d *dropped) list() []string {
 	return slices.Sorted(slices.Values(d.args))
 }
 
-// parking makes the world's turn wait for leave, and adds the skill drop, which needs it.
+// parking makes the world's turn wait for approvals, and adds the skill drop, which needs one.
 func (w *world) parking(t *testing.T) *dropped {
 	t.Helper()
 	w.turn.Approvals = reason.Park

@@ -92,20 +92,20 @@ func (a *account) reservation(ctx context.Context, model *models.Client, req mod
 	return &reservation{
 		Reservation: budgets.Reservation{
 			ExecutionID: current.ID, Claim: current.Claim, Scopes: a.scopes, Patience: a.patience, Need: need(),
-			Reckon: need,
+			Estimate: need,
 		},
-		reckoned: quote.PromptTokens,
+		estimated: quote.PromptTokens,
 	}, nil
 }
 
 // reservation reserves a call and tracks its usage.
 type reservation struct {
 	budgets.Reservation
-	reckoned int           // estimated tokens of the prompt
-	granted  int64         // tokens of the answer
-	last     budgets.Spend // of the last request
-	lost     budgets.Spend // of earlier requests, written off
-	answers  int64         // the part of lost granted to their answers
+	estimated int           // estimated tokens of the prompt
+	granted   int64         // tokens of the answer
+	last      budgets.Spend // of the last request
+	lost      budgets.Spend // of earlier requests, written off
+	answers   int64         // the part of lost granted to their answers
 }
 
 // grant returns the granted tokens of the answer. From then on, the request counts at its worst case until it reports
@@ -116,7 +116,7 @@ func (r *reservation) grant(ctx context.Context, db postgres.DB, effect *executi
 	return r.take(granted, err)
 }
 
-// renew reserves another request after one that may have been billed.
+// renew reserves a further request after one that may have been billed.
 func (r *reservation) renew(ctx context.Context, db postgres.DB) (int, error) {
 	lost, granted, err := r.Renew(ctx, db)
 	r.lost, r.last = r.lost.Plus(lost), budgets.Spend{}

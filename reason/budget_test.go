@@ -603,7 +603,7 @@ func TestConcurrentRunsDoNotOverspendTogether(t *testing.T) {
 	w := newWorld(t)
 	w.plan(modeltest.Text("ok").WithUsage(each-10, 10, 0).Slowly(5 * time.Millisecond))
 	w.turn.Scopes = nil
-	w.turn.Prompt = strings.Repeat("look ", 60) // reckoned at about 180 tokens; the model counts 250
+	w.turn.Prompt = strings.Repeat("look ", 60) // estimated at about 180 tokens; the model counts 250
 	w.loop.Budget = reason.Budget{Answer: 200}
 	w.loop.Limits = budgets.Limits{Day: budgets.Limit{Tokens: limit}}
 	engines := []*executions.Engine{w.engine(t, false), w.engine(t, false), w.engine(t, false), w.engine(t, false)}
@@ -635,7 +635,7 @@ func TestConcurrentRunsDoNotOverspendTogether(t *testing.T) {
 	}
 }
 
-// A server that counts a prompt at several times what it was reckoned at: what one run has learned holds for the
+// A server that counts a prompt at several times what it was estimated at: what one run has learned holds for the
 // others, also for those that wait already.
 func TestConcurrentRunsLearnFromEachOtherHowTheServerCounts(t *testing.T) {
 	t.Parallel()

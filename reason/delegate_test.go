@@ -23,7 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// delegating is a world whose turn may delegate; says gives the replies by the prompt of who asks.
+// delegating is a world whose turn may delegate. says returns the replies by prompt.
 func delegating(t *testing.T, says map[string][]modeltest.Reply) (*world, *executions.Engine) {
 	t.Helper()
 	w := newWorld(t)

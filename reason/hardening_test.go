@@ -21,7 +21,7 @@ func blank() modeltest.Reply {
 		`{"choices":[{"index":0,"message":{"role":"assistant","content":" \n"},"finish_reason":"stop"}]}`)
 }
 
-// stalled fails when a turn did not end as one that stalled, with its row and its log line.
+// stalled checks that a turn ended as stalled, with its activity and its log line.
 func (w *world) stalled(t *testing.T, x executions.Execution, got reason.Outcome, why string) {
 	t.Helper()
 	if x.Status != executions.Completed || got.Ended != reason.Stalled || !strings.Contains(got.Text, why) || x.ResultSummary != got.Text {

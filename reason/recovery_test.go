@@ -293,7 +293,7 @@ type crash struct {
 
 func newCrash() *crash { return &crash{came: make(chan string, 1), wake: make(chan struct{})} }
 
-// here stops the first who comes.
+// here stops the first process that arrives.
 func (c *crash) here(ctx context.Context) {
 	if !c.done.CompareAndSwap(false, true) {
 		return

@@ -37,7 +37,7 @@ type call struct {
 	result     string           // the tool reply
 	correction string           // system message about a refused call
 	advice     string           // system message about a repeated call
-	approval   *approvalRequest // what it waits for, when an admin must decide
+	approval   *approvalRequest // the awaited approval
 
 	live  bool // made by this process
 	began time.Time

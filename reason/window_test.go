@@ -242,7 +242,7 @@ var (
 	nextMarker = regexp.MustCompile(`^\(bytes \d+ to \d+ of \d+ of r\d+; (?:go on at offset (\d+)|this is the end)\)\n`)
 )
 
-// reader is a model that calls probe and then reads its result to the end. The text is what it has read.
+// reader is a model that calls probe and then reads its result to the end, as text.
 func (w *world) reader() (text func() string) {
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 		last := req.Messages[len(req.Messages)-1]
