@@ -23,7 +23,7 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// setUp is a database with the skill drop, which needs leave.
+// setUp makes a database with the skill drop, which needs approval.
 func setUp(t *testing.T) (*pgxpool.Pool, skills.Skill) {
 	t.Helper()
 	pool := pgtest.DB(t)

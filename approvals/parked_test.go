@@ -28,7 +28,7 @@ import (
 // patience is how long a test waits for what must come.
 const patience = 90 * time.Second
 
-// parked is a running process with a flow that asks for leave, waits, and makes the call if it may.
+// parked is a running process with a flow that requests approval, waits, and makes an approved call.
 type parked struct {
 	t      *testing.T
 	pool   *pgxpool.Pool
@@ -137,7 +137,7 @@ func TestOneDenialEndsIt(t *testing.T) {
 	}
 }
 
-// Whoever decides, by plain SQL too: who waits goes on at once, not at the next sweep, which here never comes.
+// A decision resumes the waiting execution at once, also one by plain SQL. In this test no sweep runs.
 func TestADecisionInSQLWakesWhoWaits(t *testing.T) {
 	t.Parallel()
 	p := park(t, `{}`, func(o *executions.Options) { o.SweepEvery = time.Hour })
@@ -148,7 +148,7 @@ func TestADecisionInSQLWakesWhoWaits(t *testing.T) {
 	}
 }
 
-// The same call asked for by two executions is two approvals: neither can use the other's.
+// The same call of two executions needs two approvals: neither can use the other's.
 func TestAParkedGrantIsItsExecutionsAlone(t *testing.T) {
 	t.Parallel()
 	p := park(t, `{"table":"x"}`)
@@ -206,7 +206,7 @@ func TestListingsTellWhatHasExpired(t *testing.T) {
 	}
 }
 
-// Whoever waits for leave to call a skill that is changed or removed goes on at once, and is told why.
+// A change or removal of the skill resumes the waiting execution at once, with the reason.
 func TestWhatWaitsForASkillThatChangesIsClosed(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct{ change, says string }{
@@ -257,7 +257,7 @@ func TestGrantsOfASkillThatChangesAreClosed(t *testing.T) {
 			t.Errorf("the approval is %+v (%v)", got, err)
 		}
 	}
-	// A run that has read the skill before does not ask for what nobody can give.
+	// A run that has read the skill before requests no impossible approval.
 	inside(t, pool, func(ctx context.Context) error {
 		_, err := approvals.Ask(ctx, approvals.Request{
 			Skill: s.Name, SkillID: s.ID, Revision: s.Revision,

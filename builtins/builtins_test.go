@@ -231,7 +231,7 @@ func TestRecentActivity(t *testing.T) {
 	}
 }
 
-// powers is what decides about who may do what, as JSON.
+// powers returns all permissions, as JSON.
 func powers(t *testing.T, pool *pgxpool.Pool) (state string) {
 	t.Helper()
 	err := pool.QueryRow(t.Context(), `

@@ -57,7 +57,7 @@ func (s *scene) token(who string) *version {
 	return &version{fmt.Sprintf("%s-%d", who, s.tokens)}
 }
 
-// tokenOf is what a value says.
+// tokenOf returns the token of a value.
 func tokenOf(value json.RawMessage) string { return strings.Trim(string(value), `"`) }
 
 // shows checks that an entry is a version.
@@ -78,7 +78,7 @@ type done struct {
 	answer json.RawMessage
 }
 
-// runner is a durable run: what it has read is computed from its record, which a crash leaves.
+// runner is a durable run. Its read entries are computed from its record, which survives a crash.
 type runner struct {
 	name   string
 	record []done
@@ -87,7 +87,7 @@ type runner struct {
 	again  *redo       // a call whose process was lost before its answer was recorded
 }
 
-// redo is a call that is made again. done is what it has written, if it has.
+// redo is a repeated call, with its written version.
 type redo struct {
 	skill string
 	wrote *version

@@ -20,7 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// noter is a run that notes how an objective stands.
+// noter is a run that writes the note of an objective.
 type noter struct {
 	t        *testing.T
 	registry *skills.Registry

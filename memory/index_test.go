@@ -90,7 +90,7 @@ func (x *indexed) update(t *testing.T) int {
 	return n
 }
 
-// rows says what is stored: key, model, revision, and whether there is a vector.
+// rows lists the stored entries: key, model, revision, and whether there is a vector.
 func (x *indexed) rows(t *testing.T) string {
 	t.Helper()
 	var all *string

@@ -506,7 +506,7 @@ func (c *Client) reportsUsage(now bool) bool {
 	return c.reports
 }
 
-// ObserveUsage updates the density: the prompt was estimated at that many tokens and counted as in u. Safe for concurrent use.
+// ObserveUsage updates the density: a prompt of this estimate was counted as in u. Safe for concurrent use.
 func (c *Client) ObserveUsage(estimated int, u Usage) {
 	if estimated <= 0 || u.Estimated {
 		return

@@ -53,7 +53,7 @@ func asks(t *testing.T, pool *pgxpool.Pool, r requests.Request) (*executions.Eng
 	return engine, x.ID
 }
 
-// end goes on with an execution whose wait has ended, and returns its result.
+// end resumes an execution whose wait has ended, and returns its result.
 func end(t *testing.T, pool *pgxpool.Pool, engine *executions.Engine, id string) map[string]any {
 	t.Helper()
 	var x executions.Execution
