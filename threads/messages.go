@@ -328,10 +328,7 @@ var ErrNoMessage = errors.New("the thread has no such message")
 // Visible reads the messages of a thread that its participant may read, at most limit: newest first, or oldest first.
 // after, where set, is the id of the message that they follow; [ErrNoMessage]: the thread does not have it.
 func Visible(ctx context.Context, db postgres.DB, thread, after string, ascending bool, limit int) ([]Message, error) {
-	from, order, compare := int64(0), "desc", "(@from::bigint = 0 or seq < @from)"
-	if ascending {
-		order, compare = "asc", "seq > @from::bigint"
-	}
+	from := int64(0)
 	if after != "" {
 		err := db.QueryRow(ctx, `
 			select seq from agent_messages where id = lanekeeper.agent_uuid(@id) and thread_id = @thread and seq is not null`,
@@ -343,13 +340,18 @@ func Visible(ctx context.Context, db postgres.DB, thread, after string, ascendin
 			return nil, fmt.Errorf("find message: %w", err)
 		}
 	}
-	rows, err := db.Query(ctx, `
+	args := postgres.Strict{"thread": thread, "from": from, "limit": limit}
+	if ascending {
+		rows, err := db.Query(ctx, selectVisible+` and seq > @from::bigint order by seq limit @limit`, args)
+		return postgres.Collect(rows, err, "read messages", pgx.RowToStructByName[Message])
+	}
+	rows, err := db.Query(ctx, selectVisible+` and (@from::bigint = 0 or seq < @from) order by seq desc limit @limit`, args)
+	return postgres.Collect(rows, err, "read messages", pgx.RowToStructByName[Message])
+}
+
+const selectVisible = `
 		select id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status, interrupted,
 		       tokens, attempts, error_message, created_at, sent_at,
 		       (select count(*) from agent_message_images i where i.message_id = agent_messages.id) as images
 		  from agent_messages
-		 where thread_id = @thread and `+compare+` and (role = 'user' or channel = 'chat')
-		   and status not in ('failed', 'withdrawn', 'queued')
-		 order by seq `+order+` limit @limit`, postgres.Strict{"thread": thread, "from": from, "limit": limit})
-	return postgres.Collect(rows, err, "read messages", pgx.RowToStructByName[Message])
-}
+		 where thread_id = @thread and (role = 'user' or channel = 'chat') and status not in ('failed', 'withdrawn', 'queued')`
